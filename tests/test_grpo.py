@@ -1,0 +1,317 @@
+"""
+Advantages, weights and losses against numbers worked by hand and float64 autograd of the textbook formulas.
+
+python -m pytest tests/test_grpo.py -v
+"""
+import math
+
+import pytest
+import torch
+
+import grpo
+from grpo import (add_sums, group_advantages, k3, keep_informative, live_rows, micro_batches, policy_loss, summarize,
+                  token_weights)
+
+NAN = float("nan")
+
+
+def one_token(ratio, advantage, loss="dapo", dtype=torch.float64, **kwargs):
+    """Loss value and d loss / d logprob of a single token of weight 1 whose ratio to the sampler is given."""
+    logprobs = torch.tensor([math.log(ratio) - 1], dtype=dtype, requires_grad=True)
+    old, A = torch.tensor([-1.0], dtype=dtype), torch.tensor([advantage], dtype=dtype)
+    value, sums = policy_loss(logprobs, old, A, torch.zeros(1, dtype=torch.int64), torch.ones(1), loss, **kwargs)
+    value.backward()
+    return value.item(), logprobs.grad.item(), sums
+
+
+class Toy:
+    """A bag of ragged rows: fixed features, one linear layer of logits, sampler log-probs that differ a little."""
+
+    def __init__(self, B=16, V=11, D=5, seed=0):
+        g = torch.Generator().manual_seed(seed)
+        self.lengths = torch.randint(1, 9, (B,), generator=g)
+        self.row = torch.arange(B).repeat_interleave(self.lengths)        # (T,)
+        T = len(self.row)
+        self.x = torch.randn(T, D, generator=g, dtype=torch.float64)
+        self.tokens = torch.randint(0, V, (T,), generator=g)
+        self.W = torch.randn(V, D, generator=g, dtype=torch.float64, requires_grad=True)
+        self.old = self.logprobs().detach() + 0.15 * torch.randn(T, generator=g, dtype=torch.float64)
+        self.advantages = group_advantages(torch.randint(0, 2, (B,), generator=g).float(), 4)
+        self.live = torch.rand(B, generator=g) < 0.8
+
+    def logprobs(self):
+        return torch.log_softmax(self.x @ self.W.T, dim=1).gather(1, self.tokens[:, None])[:, 0]
+
+    def gradient(self, loss, batches, **kwargs):
+        """Sum over micro-batches of rows -> d loss / dW and the added sums."""
+        weights, total = token_weights(self.lengths, self.live, loss, max_new_tokens=10), {}
+        self.W.grad = None
+        for rows in batches:
+            t = torch.cat([(self.row == b).nonzero()[:, 0] for b in rows])
+            if "ref" in kwargs:
+                kwargs = kwargs | dict(ref_logprobs=kwargs["ref"][t])
+            value, sums = policy_loss(self.logprobs()[t], self.old[t], self.advantages, self.row[t], weights, loss,
+                                      **{k: v for k, v in kwargs.items() if k != "ref"})
+            value.backward()
+            total = add_sums(total, sums)
+        return self.W.grad.clone(), total
+
+
+# -- advantages ---------------------------------------------------------------------------------------------------
+
+def test_group_advantages_by_hand_with_the_sample_std():
+    # (1, 0, 0, 0): mean 1/4, sum of squares 9/16 + 3/16 = 3/4, over G - 1 = 3 is 1/4, std 1/2.
+    got = group_advantages(torch.tensor([1.0, 0, 0, 0, 0, 2, 2, 4]), 4)
+    # (0, 2, 2, 4): mean 2, sum of squares 8, std sqrt(8/3).
+    want = [.75 / .5001, -.25 / .5001, -.25 / .5001, -.25 / .5001, -2 / (math.sqrt(8 / 3) + 1e-4), 0, 0,
+            2 / (math.sqrt(8 / 3) + 1e-4)]
+    assert got.tolist() == pytest.approx(want, rel=1e-6)
+
+
+def test_batch_scale_divides_by_the_std_of_all_rewards_and_none_does_not():
+    rewards = torch.tensor([1.0, 0, 3, 3])                                # mean 7/4; (19 - 49/4) / 3 = 9/4, std 3/2
+    assert group_advantages(rewards, 2, "batch").tolist() == pytest.approx([.5 / 1.5001, -.5 / 1.5001, 0, 0])
+    assert group_advantages(rewards, 2, "none").tolist() == [0.5, -0.5, 0, 0]
+    with pytest.raises(AssertionError, match="'row'"):
+        group_advantages(rewards, 2, "row")
+
+
+@pytest.mark.parametrize("scale", grpo.SCALES)
+def test_group_with_equal_rewards_gets_exactly_zero_advantage(scale):
+    # The fp32 mean of equal numbers need not be that number; over std + 1e-4 the error is what would be learnt from.
+    for value in (0.0, 0.1, 1.2, 2.2):
+        rewards = torch.tensor([value] * 7 + [0, 1, 0, 1, 0, 1, 1])
+        assert group_advantages(rewards, 7, scale)[:7].tolist() == [0] * 7
+
+
+def test_unscorable_rows_are_outside_mean_and_std():
+    got = group_advantages(torch.tensor([1.0, NAN, 0, 0, 0] + [NAN] * 4 + [3.0]), 5)
+    alone = group_advantages(torch.tensor([1.0, 0, 0, 0]), 4)
+    assert got[[0, 2, 3, 4]].tolist() == alone.tolist()
+    assert got[[1, 5, 6, 7, 8, 9]].tolist() == [0] * 6                    # NaN itself; a group with one scorable row
+
+
+def test_informative_groups_are_those_with_spread():
+    rewards = torch.tensor([0, 0, 1, 1, 0, 1, NAN, 1, NAN, NAN, .1, .1 + 1e-6])
+    assert keep_informative(rewards, 2).tolist() == [False, False, True, False, False, True]
+
+
+def test_live_rows_are_scorable_and_by_choice_finished_and_informative():
+    rewards, finished = torch.tensor([1, 0, NAN, 1, 1, 1.0]), torch.tensor([True, False, True, True, True, False])
+    assert live_rows(rewards, finished, 2).tolist() == [True, False, False, True, True, False]
+    assert live_rows(rewards, finished, 2, mask_cut=False).tolist() == [True, True, False, True, True, True]
+    assert live_rows(rewards, finished, 2, mask_cut=False, dynamic=True).tolist() == [True, True] + [False] * 4
+
+
+# -- weights ------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("loss,want", [("grpo", [1 / 4, 0, 1 / 12]), ("gspo", [1 / 4, 0, 1 / 12]),
+                                       ("dapo", [1 / 8, 0, 1 / 8]), ("dr_grpo", [1 / 20, 0, 1 / 20])])
+def test_token_weights_by_hand(loss, want):
+    lengths, live = torch.tensor([2, 5, 6]), torch.tensor([True, False, True])        # 2 live rows of 8 tokens
+    assert token_weights(lengths, live, loss, max_new_tokens=10).tolist() == pytest.approx(want)
+
+
+@pytest.mark.parametrize("loss", grpo.CLIP)
+def test_step_without_live_rows_has_zero_weights_not_nan(loss):
+    assert token_weights(torch.tensor([3, 0]), torch.tensor([False, False]), loss, 10).tolist() == [0, 0]
+
+
+def test_unknown_loss_and_empty_live_row_stop():
+    with pytest.raises(AssertionError, match="'ppo'"):
+        token_weights(torch.tensor([1]), torch.tensor([True]), "ppo", 10)
+    with pytest.raises(AssertionError, match="no tokens"):
+        token_weights(torch.tensor([1, 0]), torch.tensor([True, True]), "dapo", 10)
+
+
+# -- the loss -----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("ratio,advantage,want", [
+    (1.00, +1.5, -1.50),       # on policy: -A
+    (1.27, +1.0, -1.27),       # inside the clip: -r A
+    (1.29, +1.0, 0.0),         # above 1.28 and good: the clip binds
+    (1.29, -1.0, +1.29),       # above 1.28 and bad: alive
+    (0.79, -1.0, 0.0),         # below .8 and bad: the clip binds
+    (0.79, +1.0, -0.79),       # below .8 and good: alive
+    (5.00, -1.0, +2.00),       # beyond the cap C = 2: C * A, not 0 and not 5
+    (5.00, +1.0, 0.0),         # the clip was there first
+])
+def test_gradient_of_one_token(ratio, advantage, want):
+    value, grad, sums = one_token(ratio, advantage)
+    assert grad == pytest.approx(want, abs=1e-12)
+    objective = min(min(ratio, 2) * advantage, min(max(ratio, .8), 1.28) * advantage)
+    assert value == pytest.approx(-objective)
+    binds = want == 0
+    assert (sums["clip_low"].item(), sums["clip_high"].item()) == (binds and ratio < 1, binds and ratio > 1)
+
+
+def test_correction_off_is_plain_ppo_and_mask_drops_the_token():
+    assert one_token(5.0, -1.0, correction="off")[1] == pytest.approx(5)
+    for ratio in (5.0, 0.3):                                              # outside [1/2, 2], both sides
+        for advantage in (-1.0, 1.0):
+            value, grad, sums = one_token(ratio, advantage, correction="mask")
+            assert (value, grad, sums["clip_low"].item(), sums["clip_high"].item()) == (0, 0, 0, 0)
+    assert one_token(1.9, -1.0, correction="mask")[1] == pytest.approx(1.9)
+    assert one_token(5.0, -1.0, correction="truncate", cap=3.0)[1] == pytest.approx(3)
+
+
+def test_cap_below_the_clip_still_truncates():
+    assert one_token(1.25, 1.0, cap=1.1)[1] == pytest.approx(-1.1)
+    assert one_token(1.25, -1.0, cap=1.1)[1] == pytest.approx(1.1)
+
+
+def test_odd_token_gives_no_inf_and_no_nan():
+    for ratio in (1e-40, 1e40):                                           # fp32 exp overflows at 3e38
+        for correction in grpo.CORRECTIONS:
+            ref = dict(ref_logprobs=torch.zeros(1), kl_beta=0.1)
+            value, grad, sums = one_token(ratio, -1.0, dtype=torch.float32, correction=correction, **ref)
+            assert math.isfinite(value) and math.isfinite(grad)
+            assert all(math.isfinite(v) for v in summarize(sums).values())
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dapo", "dr_grpo"])
+def test_gradient_equals_autograd_of_the_ppo_formula(loss):
+    toy = Toy()
+    got, _ = toy.gradient(loss, [range(16)], correction="off")
+    ratio = (toy.logprobs() - toy.old).exp()
+    assert ((ratio < .8) | (ratio > 1.28)).sum() > 3                      # the clip has something to do
+    A, weights = toy.advantages[toy.row], token_weights(toy.lengths, toy.live, loss, 10)[toy.row]
+    objective = torch.minimum(ratio * A, ratio.clamp(.8, 1.28) * A)
+    want, = torch.autograd.grad(-(weights * objective).sum(), toy.W)
+    assert torch.allclose(got, want, rtol=1e-10, atol=1e-14)
+
+
+def test_gspo_equals_autograd_of_its_sequence_formula():
+    toy = Toy()
+    got, _ = toy.gradient("gspo", [range(16)], clip_low=.05, clip_high=.05)
+    logprobs, objective = toy.logprobs(), 0.0
+    for b in range(16):                                                   # one row at a time, by the paper's Eq. 5-7
+        mine = toy.row == b
+        s = ((logprobs - toy.old)[mine].sum() / mine.sum()).exp()
+        A = toy.advantages[b].double()
+        objective = objective + toy.live[b] * torch.minimum(s * A, s.clamp(.95, 1.05) * A)
+    want, = torch.autograd.grad(-objective / toy.live.sum(), toy.W)
+    assert torch.allclose(got, want, rtol=1e-6, atol=1e-10)               # the weights are fp32
+
+
+def test_gspo_has_its_own_narrow_clip():
+    assert one_token(1.0003, 1.0, loss="gspo")[1] == pytest.approx(-1.0003)
+    assert one_token(1.0005, 1.0, loss="gspo")[1] == 0
+    assert one_token(1.0005, 1.0, loss="gspo", clip_high=.28)[1] == pytest.approx(-1.0005)
+
+
+@pytest.mark.parametrize("loss", grpo.CLIP)
+def test_micro_batches_of_1_4_and_16_rows_give_one_gradient_and_one_set_of_metrics(loss):
+    toy = Toy()
+    ref = toy.old - 0.1
+    (want, sums), *others = [toy.gradient(loss, torch.arange(16).split(n), kl_beta=.1, ref=ref) for n in (16, 4, 1)]
+    by_budget = toy.gradient(loss, micro_batches(toy.lengths, 12), kl_beta=.1, ref=ref)
+    assert want.abs().max() > 1e-3
+    for got, got_sums in (*others, by_budget):
+        assert torch.allclose(got, want, rtol=1e-12, atol=1e-15)
+        assert summarize(got_sums) == pytest.approx(summarize(sums), rel=1e-12)
+
+
+def test_ranks_with_the_steps_weights_add_up_to_the_single_gradient():
+    toy = Toy()
+    whole, _ = toy.gradient("dapo", [range(16)])
+    assert torch.allclose(toy.gradient("dapo", [range(8)])[0] + toy.gradient("dapo", [range(8, 16)])[0], whole)
+
+
+def test_plain_gradient_equals_the_clipped_ratio_gradient_on_the_first_update():
+    toy = Toy()
+    toy.old = toy.logprobs().detach()
+    got, _ = toy.gradient("dapo", [range(16)])
+    weights = (token_weights(toy.lengths, toy.live, "dapo", 10).double() * toy.advantages)[toy.row]
+    want, = torch.autograd.grad(-(weights * toy.logprobs()).sum(), toy.W)
+    assert torch.allclose(got, want, rtol=1e-10, atol=1e-14)
+
+
+def test_second_update_on_the_same_rollout_meets_the_clip():
+    toy = Toy()
+    toy.old = toy.logprobs().detach()
+    first, sums = toy.gradient("dapo", [range(16)])
+    assert sums["clip_low"] + sums["clip_high"] == 0 and summarize(sums)["ess"] == pytest.approx(1)
+    with torch.no_grad():
+        toy.W -= 20 * first
+    second, sums = toy.gradient("dapo", [range(16)])
+    assert sums["clip_low"] > 0 and sums["clip_high"] > 0
+    assert second.norm() < 0.5 * first.norm()
+
+
+def test_rows_that_are_not_live_and_groups_of_equal_rewards_add_no_gradient():
+    toy = Toy()
+    toy.advantages[:] = 0
+    assert not toy.gradient("dapo", [range(16)])[0].any()
+    toy = Toy()
+    toy.live[:] = False
+    assert not toy.gradient("grpo", [range(16)])[0].any()
+
+
+def test_empty_micro_batch_adds_nothing():
+    empty, row = torch.zeros(0, requires_grad=True), torch.zeros(0, dtype=torch.int64)
+    for loss in grpo.CLIP:
+        value, sums = policy_loss(empty, empty, torch.ones(2), row, torch.ones(2), loss)
+        assert value == 0 and summarize(sums) == {} and sums["ratio"] == 0
+
+
+def test_low_precision_log_probs_stop():
+    bf16 = torch.zeros(1, dtype=torch.bfloat16)
+    with pytest.raises(AssertionError, match="bfloat16"):
+        policy_loss(bf16, bf16, torch.ones(1), torch.zeros(1, dtype=torch.int64), torch.ones(1), "dapo")
+
+
+# -- KL to the reference ------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("ref,sign", [(-0.5, -1), (-2.0, +1), (-1.0, 0)])
+def test_kl_pulls_towards_the_reference(ref, sign):
+    # logprob -1. A reference that likes the token more wants it up (negative gradient), one that likes it less, down.
+    _, grad, sums = one_token(1.0, 0.0, ref_logprobs=torch.tensor([ref]).double(), kl_beta=0.5)
+    assert grad == pytest.approx(0.5 * (1 - math.exp(ref + 1))) and math.copysign(1, grad) * (grad != 0) == sign
+    assert summarize(sums)["kl"] == pytest.approx(math.exp(ref + 1) - 1 - (ref + 1))
+
+
+def test_k3_averages_to_the_kl_divergence_and_is_never_negative():
+    torch.manual_seed(0)
+    log_p, log_q = torch.randn(2, 6).double().log_softmax(dim=1)
+    assert (k3(torch.linspace(-30, 30, 101)) >= 0).all()
+    exact = (log_p.exp() * (log_p - log_q)).sum()
+    assert (log_p.exp() * k3(log_q - log_p)).sum() == pytest.approx(exact.item())
+
+
+# -- metrics ------------------------------------------------------------------------------------------------------
+
+def test_metrics_by_hand():
+    # Ratios 1, 1.25, 0.5, 1: the sampler gave each token log-prob -2.
+    ratio = torch.tensor([1, 1.25, 0.5, 1]).double()
+    row, A = torch.tensor([0, 0, 1, 1]), torch.tensor([1.0, -1.0])
+    _, sums = policy_loss(ratio.log() - 2, torch.full((4,), -2.0).double(), A, row, torch.ones(2), "dapo", clip_high=.2)
+    got = summarize(sums)
+    assert got == pytest.approx(dict(
+        mismatch_abs=(math.log(1.25) + math.log(2)) / 4,
+        mismatch_k3=(.25 - math.log(1.25) - .5 + math.log(2)) / 4,
+        ratio_outside=2 / 4, ratio_max=1.25, clip_low=1 / 4, clip_high=1 / 4,
+        ess=3.75**2 / (4 * (1 + 1.5625 + .25 + 1))))
+
+
+def test_max_ratio_is_the_largest_of_all_micro_batches_and_nothing_gives_nothing():
+    a, b = one_token(1.5, 0.0)[2], one_token(1.25, 0.0)[2]
+    assert summarize(add_sums(a, b))["ratio_max"] == summarize(add_sums(b, a))["ratio_max"] == pytest.approx(1.5)
+    assert add_sums({}, a) is a and summarize({}) == {}
+
+
+# -- packing ------------------------------------------------------------------------------------------------------
+
+def test_micro_batches_by_hand():
+    # Longest first: 9 alone (over the budget of 8), 5 takes 3, 4 takes 2 and 2.
+    assert micro_batches(torch.tensor([2, 5, 3, 9, 4, 2]), 8) == [[3], [1, 2], [4, 0, 5]]
+    assert micro_batches([], 8) == []
+
+
+@pytest.mark.parametrize("budget", [1, 50, 333, 10**6])
+def test_micro_batches_hold_every_row_once_within_the_budget(budget):
+    lengths = torch.randint(1, 200, (64,), generator=torch.Generator().manual_seed(budget)).tolist()
+    batches = micro_batches(lengths, budget)
+    assert sorted(sum(batches, [])) == list(range(64))
+    assert all(len(rows) == 1 or sum(lengths[b] for b in rows) <= budget for rows in batches)
+    assert batches[0][0] == lengths.index(max(lengths))
