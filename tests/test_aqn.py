@@ -1,0 +1,188 @@
+"""
+The noise schedule against the tables of the paper and the release, and the noise on a two-layer stub model.
+
+python -m pytest tests/test_aqn.py -v
+"""
+import math
+
+import pytest
+import torch
+
+from aqn import SCHEDULES, draw, noisy_norms, sigma_at
+
+# sigma of stages 0..9. Algorithm 1: 1e-2 * 0.05^((k - 1) / 9); NVlabs/QeRL: 1e-2 * 0.01^((k - 1) / 8).
+ALGORITHM_1 = [0, 1.0e-2, 7.17e-3, 5.14e-3, 3.68e-3, 2.64e-3, 1.89e-3, 1.36e-3, 9.73e-4, 6.97e-4]
+RELEASE = [0, 1.0e-2, 5.62e-3, 3.16e-3, 1.78e-3, 1.00e-3, 5.62e-4, 3.16e-4, 1.78e-4, 1.00e-4]
+
+
+class Norm(torch.nn.Module):
+    """RMSNorm that computes with weight + noise."""
+
+    def __init__(self, D, weight_dtype=torch.float32):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.linspace(0.5, 2.0, D).to(weight_dtype))
+        self.register_buffer("noise", torch.zeros(D))
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * (self.weight + self.noise)
+
+
+class Block(torch.nn.Module):
+    def __init__(self, D):
+        super().__init__()
+        self.input_norm, self.post_norm = Norm(D), Norm(D)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, num_layers=2, D=24):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Block(D) for _ in range(num_layers))
+        self.norm = Norm(D)                                               # the final norm: the paper leaves it clean
+
+    def block_norms(self):
+        return [norm for block in self.layers for norm in (block.input_norm, block.post_norm)]
+
+
+@pytest.mark.parametrize("table,sigma_end,exact_end", [(ALGORITHM_1, 5e-4, False), (RELEASE, 1e-4, True)])
+def test_sigma_follows_the_published_stage_table(table, sigma_end, exact_end):
+    for stage, want in enumerate(table):
+        for step in (60 * stage, 60 * stage + 59):                        # first and last step of the stage
+            got = sigma_at(step, 600, 1e-2, sigma_end, 10, exact_end=exact_end)
+            assert got == pytest.approx(want, rel=4e-3), (step, got)      # half a unit of the third digit of 1.36
+
+
+@pytest.mark.parametrize("total_steps,num_stages", [(600, 10), (607, 10), (100, 7), (3, 10), (1, 1), (9, 2), (5, 1)])
+def test_steps_from_0_agree_with_algorithm_1_which_counts_from_1(total_steps, num_stages):
+    for step in range(total_steps):
+        k = (step + 1 - 1) // (total_steps // num_stages) if total_steps >= num_stages else step
+        k = min(k, num_stages - 1)                                        # 607 steps: the last stage takes the rest
+        want = 0 if k == 0 else 1e-2 * 0.05 ** ((k - 1) / (num_stages - 1))
+        assert sigma_at(step, total_steps, 1e-2, 5e-4, num_stages) == pytest.approx(want, rel=1e-12)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_exact_end_starts_and_ends_on_the_given_values_and_never_rises(schedule):
+    stages = [sigma_at(step, 10, 5e-2, 5e-4, 10, schedule, exact_end=True) for step in range(10)]
+    assert stages[0] == 0
+    assert stages[1] == pytest.approx(5e-2) and stages[9] == pytest.approx(5e-4)
+    assert all(a > b for a, b in zip(stages[1:], stages[2:]))
+
+
+def test_log_linear_and_cosine_follow_figure_15():
+    # Ten points of the plot, t = k / 9, read to +-.001 and falling to 0: sigma_end is small instead of 0 here.
+    figure = dict(log=[.050, .035, .026, .020, .015, .011, .008, .005, .002, 0],
+                  linear=[.050, .0445, .039, .033, .028, .0225, .017, .011, .0055, 0],
+                  cosine=[.050, .0485, .044, .0375, .029, .021, .0125, .006, .0015, 0])
+    for schedule, want in figure.items():
+        got = [sigma_at(k + 1, 11, .05, 1e-9, 11, schedule, exact_end=True) for k in range(10)]
+        assert got == pytest.approx(want, abs=1e-3), schedule
+
+
+def test_one_stage_is_clean_and_two_stages_have_one_noisy_one():
+    for exact_end in (False, True):
+        assert {sigma_at(s, 8, 1e-2, 1e-4, 1, exact_end=exact_end) for s in range(8)} == {0}
+        assert [sigma_at(s, 8, 1e-2, 1e-4, 2, exact_end=exact_end) for s in range(8)] == [0] * 4 + [1e-2] * 4
+
+
+def test_zero_start_is_no_noise_and_impossible_ranges_stop():
+    assert sigma_at(500, 600, 0, 5e-4, 10) == 0
+    for bad in (dict(sigma_start=1e-4, sigma_end=1e-2), dict(sigma_start=1e-2, sigma_end=0)):
+        with pytest.raises(AssertionError, match="sigma_end"):
+            sigma_at(0, 600, num_stages=10, **bad)
+    with pytest.raises(AssertionError, match="'cubic'"):
+        sigma_at(0, 600, 1e-2, 5e-4, 10, schedule="cubic")
+
+
+def test_noise_hits_the_block_norms_in_place_and_leaves_the_final_norm_alone():
+    model = Model()
+    addresses = [norm.noise.data_ptr() for norm in model.block_norms()]
+    with noisy_norms(model, 1e-2, seed=1, step=5):
+        assert [norm.noise.data_ptr() for norm in model.block_norms()] == addresses
+        for n, norm in enumerate(model.block_norms()):
+            assert torch.equal(norm.noise, 1e-2 * draw(1, 5, n // 2, n % 2, 24))
+        assert not model.norm.noise.any()
+
+
+def test_linear_behind_a_noisy_norm_sees_its_columns_multiplied():
+    # Appendix G: W ((w + noise) x_hat) = (W diag(1 + noise / w)) (w x_hat). float64, so only rounding is left.
+    torch.manual_seed(0)
+    model = Model().double()
+    norm, W, x = model.layers[1].post_norm, torch.randn(7, 24).double(), torch.randn(5, 24).double()
+    clean = norm(x)
+    for n in model.block_norms():
+        n.noise = n.noise.float()
+    with noisy_norms(model, 5e-2, seed=0, step=0):
+        got = norm(x) @ W.T
+        want = clean @ (W * (1 + norm.noise.double() / norm.weight)).T
+    assert (got - want).abs().max() < 1e-12
+    assert (got - clean @ W.T).abs().max() > 1e-2
+
+
+def test_exit_restores_every_bit_also_when_an_exception_flies():
+    model, x = Model(), torch.randn(3, 24)
+    before = [norm(x) for norm in model.block_norms()]
+    for step in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            with noisy_norms(model, 1e-2, seed=0, step=step):
+                assert not torch.equal(model.block_norms()[3](x), before[3])
+                raise KeyboardInterrupt
+        assert all(torch.equal(norm(x), want) for norm, want in zip(model.block_norms(), before))
+
+
+def test_sigma_zero_is_bit_exact():
+    model, x = Model(), torch.randn(3, 24)
+    before = [norm(x) for norm in model.block_norms()]
+    with noisy_norms(model, 0.0, seed=0, step=0):
+        assert all(torch.equal(norm(x), want) for norm, want in zip(model.block_norms(), before))
+
+
+def test_noise_depends_on_seed_step_layer_and_norm_alone():
+    def noise(seed, step, num_layers=2):
+        model = Model(num_layers)
+        torch.manual_seed(num_layers)                                     # other random draws must not matter
+        with noisy_norms(model, 1.0, seed, step):
+            return [norm.noise.clone() for norm in model.block_norms()]
+
+    assert all(torch.equal(a, b) for a, b in zip(noise(3, 7), noise(3, 7, num_layers=5)))
+    # A generator that keeps 32 bits of its seed would give step 2^32 the noise of step 0.
+    vectors = [z for seed, step in ((0, 0), (0, 1), (1, 0), (0, 2**32), (2**32, 0)) for z in noise(seed, step)]
+    assert len(vectors) == 20
+    assert torch.cat(vectors).unique().numel() == 20 * 24                 # no vector is another one shifted
+
+
+def test_noise_is_standard_normal():
+    z = torch.cat([draw(0, step, 3, 1, 3584) for step in range(60)]).double()
+    # 215,040 draws: standard errors of mean, variance and share beyond 2 are .0022, .0030 and .00045; 5 of each.
+    assert abs(z.mean()) < 0.011 and abs(z.var() - 1) < 0.015
+    assert abs((z.abs() > 2).double().mean() - (1 - math.erf(math.sqrt(2)))) < 0.0023
+
+
+def test_bf16_weights_get_the_full_fp32_noise():
+    # The release adds noise to bf16 weights: at sigma 1e-4 none near 1.5 changes. The fp32 buffer loses nothing.
+    model = Model()
+    for norm in model.block_norms():
+        norm.weight = torch.nn.Parameter(torch.full((24,), 1.5, dtype=torch.bfloat16))
+    with noisy_norms(model, 1e-4, seed=0, step=0):
+        norm = model.block_norms()[0]
+        assert ((norm.weight + norm.noise) != 1.5).all()
+        assert torch.equal(norm.noise, 1e-4 * draw(0, 0, 0, 0, 24))
+
+
+def test_relative_noise_perturbs_every_channel_by_the_same_factor():
+    model = Model()
+    with noisy_norms(model, 1e-2, seed=0, step=0, relative=True):
+        norm = model.block_norms()[2]
+        assert torch.allclose(norm.noise / norm.weight.abs(), 1e-2 * draw(0, 0, 1, 0, 24), rtol=1e-6)
+
+
+def test_misuse_stops():
+    model = Model()
+    with noisy_norms(model, 1e-2, seed=0, step=0):
+        with pytest.raises(AssertionError, match="nest"):
+            with noisy_norms(model, 1e-2, seed=0, step=1):
+                pass
+    model.layers[1].post_norm = model.layers[1].input_norm                # one buffer for two norms
+    with pytest.raises(AssertionError, match="noise hit 3 norms of 2 layers"):
+        with noisy_norms(model, 1e-2, seed=0, step=0):
+            pass
+    assert not any(norm.noise.any() for norm in model.block_norms())
