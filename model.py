@@ -1,0 +1,382 @@
+"""
+Qwen2.5 from safetensors, 0.5B to 72B: a frozen transformer whose linears are 4-bit (or bf16) weights plus adapters.
+
+    model = load("qwen2.5-7b", base="nvfp4")        # or a local folder; base: bf16, nvfp4, mxfp4, nf4
+    logits = model(tokens)                          # (B, T) -> (B, T, V) fp32
+
+The block, with x the residual stream:
+    x += o(attention(rope(qkv(norm(x)))))           q, k, v: one fused matrix with biases; grouped-query attention
+    x += down(silu(gate) * up),  gate|up = gate_up(norm(x))
+
+Precision. The residual stream and every matmul's sum and result are fp32; inputs of matmuls are rounded to `dtype` (bf16
+on a GPU). That is what keeps the sampler's log-probs close to the learner's: 0.04 % instead of 1.3 % of tokens leave
+the ratio band [0.9, 1.1].
+
+Where RMSNorm's division goes. norm(x) = x * w / rms(x), and 1/rms(x) is one number a row, so it commutes with the linear
+that follows: RMSNorm returns (x * w rounded to dtype) and 1/rms apart, and the block multiplies the linear's *result*.
+Then no kernel has to see a whole row before the matmul starts, and the sampler's fused kernels and the learner round
+the same numbers at the same place. AQN's noise is added to w: `weight + noise`, noise being zero outside aqn.noisy_norms.
+
+Tokens come packed: (T,) ids of several sequences end to end, `starts` their offsets; there is no padding anywhere, so
+there is no padding side to get wrong.
+
+Not here: the KV cache (sampler.py), sliding windows and YaRN (off in these checkpoints), dropout, tensor parallelism.
+
+Shapes: B rows, T tokens, V vocabulary, D width, L layers, H query heads, KV key-value heads, d head size, F feed-forward.
+"""
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import marlin_fp4
+import nvfp4
+from lora import Linear, mm_fp32
+
+SIZES = {  # D, F, layers, H, KV, V, tied: the published config.json of Qwen2.5-*-Instruct
+    "0.5b": (896, 4864, 24, 14, 2, 151936, True), "1.5b": (1536, 8960, 28, 12, 2, 151936, True),
+    "3b": (2048, 11008, 36, 16, 2, 151936, True), "7b": (3584, 18944, 28, 28, 4, 152064, False),
+    "14b": (5120, 13824, 48, 40, 8, 152064, False), "32b": (5120, 27648, 64, 40, 8, 152064, False),
+    "72b": (8192, 29568, 80, 64, 8, 152064, False)}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    width: int                                                       # D
+    feed_forward: int                                                # F
+    layers: int
+    heads: int                                                       # H
+    kv_heads: int                                                    # KV
+    vocab: int                                                       # V: rows of the embedding, more than the tokenizer has
+    tied: bool                                                       # lm_head = embedding (up to 3B)
+    rope_theta: float = 1e6
+    eps: float = 1e-6
+
+    @property
+    def head_dim(self):
+        return self.width // self.heads
+
+    @classmethod
+    def of_size(cls, size):
+        assert size in SIZES, f"unknown size {size!r}, expected one of {', '.join(SIZES)}"
+        return cls(*SIZES[size])
+
+    @classmethod
+    def read(cls, folder):
+        """config.json -> ModelConfig. ValueError if the folder has none or holds another architecture."""
+        path = Path(folder) / "config.json"
+        raw = nvfp4.read_json(path)
+        if raw.get("architectures") != ["Qwen2ForCausalLM"]:
+            raise ValueError(f"{path}: architectures is {raw.get('architectures')}, expected ['Qwen2ForCausalLM']")
+        if raw.get("use_sliding_window") or raw.get("rope_scaling"):
+            raise ValueError(f"{path}: sliding windows and rope_scaling are not supported")
+        try:
+            theta = raw.get("rope_theta") or raw["rope_parameters"]["rope_theta"]        # the second: newer files
+            return cls(raw["hidden_size"], raw["intermediate_size"], raw["num_hidden_layers"], raw["num_attention_heads"],
+                       raw["num_key_value_heads"], raw["vocab_size"], bool(raw.get("tie_word_embeddings", False)),
+                       theta, raw["rms_norm_eps"])
+        except KeyError as error:
+            raise ValueError(f"{path}: no {error}") from None
+
+
+class RMSNorm(torch.nn.Module):
+    """x (T, D) fp32 -> x * (weight + noise) in dtype, and 1/rms (T, 1) fp32 for whoever uses the product."""
+
+    def __init__(self, weight, eps, dtype):
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight.float(), requires_grad=False)
+        self.register_buffer("noise", torch.zeros_like(self.weight))
+        self.eps, self.dtype = eps, dtype
+
+    def forward(self, x):
+        rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+        return (x * (self.weight + self.noise)).to(self.dtype), rstd
+
+
+class Block(torch.nn.Module):
+    def __init__(self, config, input_norm, qkv, qkv_bias, o, post_norm, gate_up, down):
+        super().__init__()
+        self.config = config
+        self.input_norm, self.qkv, self.o = input_norm, qkv, o
+        self.register_buffer("qkv_bias", qkv_bias.float())           # (N,) fp32, added after 1/rms
+        self.post_norm, self.gate_up, self.down = post_norm, gate_up, down
+
+    def forward(self, x, rope, attend):
+        """x (T, D) fp32 -> the same; attend(q (T, H, d), k (T, KV, d), v) -> (T, H, d), all in dtype."""
+        c, dtype = self.config, self.input_norm.dtype
+        T, h, kv = x.shape[0], c.heads, c.kv_heads
+        xw, rstd = self.input_norm(x)
+        qkv = (self.qkv(xw) * rstd + self.qkv_bias).view(T, h + 2 * kv, c.head_dim)
+        q, k = rotate(qkv[:, :h], rope).to(dtype), rotate(qkv[:, h:h + kv], rope).to(dtype)
+        x = x + self.o(attend(q, k, qkv[:, h + kv:].to(dtype)).reshape(T, c.width))
+        xw, rstd = self.post_norm(x)
+        gate, up = (self.gate_up(xw) * rstd).chunk(2, dim=-1)
+        return x + self.down((F.silu(gate) * up).to(dtype))
+
+
+def rope_table(positions, config):
+    """positions (T,) -> cos, sin (T, 1, d/2) fp32. Angles in fp32: bf16 cannot tell position 4001 from 4002."""
+    half = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
+    angle = positions.float()[:, None] * (config.rope_theta ** (-half / config.head_dim))[None, :]
+    return angle.cos()[:, None], angle.sin()[:, None]
+
+
+def rotate(x, rope):
+    """Rotary embedding of x (T, heads, d), pairing element i with i + d/2 as Qwen2 does."""
+    (cos, sin), (a, b) = rope, x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+class PackedAttention:
+    """Causal attention inside each of several sequences laid end to end: starts (S + 1,) offsets into the T tokens."""
+
+    def __init__(self, lengths, device):
+        self.lengths = list(lengths)
+        self.starts = torch.tensor([0, *self.lengths], device=device).cumsum(0).to(torch.int32)
+
+    def positions(self):
+        """(T,) position of every token, restarting at 0 with each sequence."""
+        return torch.cat([torch.arange(n) for n in self.lengths]).to(self.starts.device)
+
+    def __call__(self, q, k, v):
+        if q.dtype == torch.bfloat16 and q.is_cuda:
+            from torch.nn.attention.varlen import varlen_attn        # FlashAttention 2; bf16 on a GPU only
+            groups = q.shape[1] // k.shape[1]                        # torch 2.11 has no enable_gqa here
+            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+            longest = max(self.lengths)
+            return varlen_attn(q, k, v, self.starts, self.starts, longest, longest, window_size=(-1, 0))
+        rows = [F.scaled_dot_product_attention(a, b, c, is_causal=True, enable_gqa=True).transpose(0, 1)
+                for a, b, c in zip(*(t.transpose(0, 1).split(self.lengths, dim=1) for t in (q, k, v)))]
+        return torch.cat(rows)
+
+
+class Qwen2(torch.nn.Module):
+    """The transformer. live_vocab: ids the tokenizer has; rows of the head beyond it never take part in a log-prob."""
+
+    def __init__(self, config, embed, layers, final_norm, lm_head, dtype, name, folder):
+        super().__init__()
+        self.config, self.dtype, self.name, self.folder = config, dtype, name, folder
+        self.layers = torch.nn.ModuleList(layers)
+        self.final_norm = final_norm
+        self.register_buffer("embed", embed)                         # (V, D) in dtype
+        self.register_buffer("lm_head", lm_head)                     # (V, D), the same tensor when tied
+        self.live_vocab = config.vocab
+        self.adapter = None                                          # lora.Adapter attaches itself here
+
+    @property
+    def device(self):
+        return self.embed.device
+
+    def hidden(self, tokens, attend, positions, recompute=False):
+        """tokens (T,) packed -> final norm's (x * w (T, D) in dtype, 1/rms (T, 1)).
+
+        attend: a PackedAttention, or one callable per layer. recompute: keep one residual per block for the backward
+        and run the block again there.
+        """
+        x = self.embed[tokens].float()
+        rope = rope_table(positions, self.config)
+        for i, layer in enumerate(self.layers):
+            attend_here = attend[i] if isinstance(attend, list) else attend
+            x = checkpoint(layer, x, rope, attend_here, use_reentrant=False) if recompute else layer(x, rope, attend_here)
+        return self.final_norm(x)
+
+    def forward(self, tokens):
+        """tokens (B, T) -> logits (B, T, V) fp32. For checks and small jobs: training never builds this tensor."""
+        B, T = tokens.shape
+        attend = PackedAttention([T] * B, tokens.device)
+        xw, rstd = self.hidden(tokens.reshape(-1), attend, attend.positions())
+        return (mm_fp32(xw, self.lm_head.T) * rstd).view(B, T, -1)
+
+    def token_logprobs(self, rows, starts, temperature=1.0, recompute=True):
+        """Log-probs of tokens rows[i][starts[i]:] given what precedes each, rows packed without padding.
+
+        rows: list of id lists (prompt + completion); starts: index of each row's first scored token, >= 1.
+        Returns logprobs (T,) fp32, differentiable, and entropy (T,) fp32, flat in row order.
+        """
+        assert all(0 < s < len(r) for r, s in zip(rows, starts)), "every row needs a prompt token and a scored token"
+        tokens = torch.tensor([t for row in rows for t in row], device=self.device)
+        attend = PackedAttention([len(row) for row in rows], self.device)
+        xw, rstd = self.hidden(tokens, attend, attend.positions(), recompute=recompute and torch.is_grad_enabled())
+        ends = attend.starts.tolist()[1:]
+        scored = torch.cat([torch.arange(e - len(r) + s, e) for e, r, s in zip(ends, rows, starts)]).to(self.device)
+        head = self.lm_head[:self.live_vocab]
+        return _TokenLogprobs.apply(xw[scored - 1], rstd[scored - 1], head, tokens[scored], temperature)
+
+    def tensors(self):
+        """(Hugging Face name, tensor) of the whole model, one at a time, adapter merged into the linears in fp32."""
+        yield "model.embed_tokens.weight", self.embed
+        for i, layer in enumerate(self.layers):
+            prefix = f"model.layers.{i}."
+            yield prefix + "input_layernorm.weight", layer.input_norm.weight
+            yield prefix + "post_attention_layernorm.weight", layer.post_norm.weight
+            for name, bias in zip(("q", "k", "v"), layer.qkv_bias.split(layer.qkv.parts)):
+                yield f"{prefix}self_attn.{name}_proj.bias", bias
+            for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
+                for name, weight in zip(linear.names, linear.merged().split(linear.parts)):
+                    yield name + ".weight", weight
+        yield "model.norm.weight", self.final_norm.weight
+        if not self.config.tied:
+            yield "lm_head.weight", self.lm_head
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """log softmax(x @ head.T * rstd / temperature) at `targets`, without the (T, V) tensor.
+
+    One log-prob's gradient with respect to its own x is one row, (onehot - p) @ head / temperature: it is computed
+    while the chunk's logits are at hand, so the backward is a multiplication and logits are computed once.
+    """
+    CHUNK = 512                                                      # rows a time: 0.3 GB of fp32 logits at V = 152k
+
+    @staticmethod
+    def forward(ctx, x, rstd, head, targets, temperature):
+        n = x.shape[0]
+        logprobs, entropy = torch.empty(2, n, device=x.device)
+        needs_grad = any(ctx.needs_input_grad[:2])
+        dx = torch.empty(x.shape, device=x.device) if needs_grad else None
+        drstd = torch.empty_like(rstd) if needs_grad else None
+        for i in range(0, n, _TokenLogprobs.CHUNK):
+            s = slice(i, i + _TokenLogprobs.CHUNK)
+            scale = rstd[s] / temperature                            # (c, 1)
+            logits = mm_fp32(x[s], head.T).mul_(scale)               # (c, V)
+            picked = logits.gather(1, targets[s, None])              # (c, 1)
+            lse = logits.logsumexp(1, keepdim=True)
+            p = torch.exp(logits - lse)
+            mean_logit = torch.linalg.vecdot(p, logits)[:, None]     # (c, 1)
+            logprobs[s], entropy[s] = (picked - lse)[:, 0], (lse - mean_logit)[:, 0]
+            if needs_grad:
+                drstd[s] = (picked - mean_logit) / rstd[s]
+                p.neg_().scatter_add_(1, targets[s, None], torch.ones_like(picked))      # onehot - p
+                dx[s] = mm_fp32(p.to(x.dtype), head).mul_(scale)
+        ctx.save_for_backward(dx, drstd)
+        ctx.dtype = x.dtype
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx, dlogprobs, _):
+        dx, drstd = ctx.saved_tensors
+        return (dx * dlogprobs[:, None]).to(ctx.dtype), drstd * dlogprobs[:, None], None, None, None
+
+
+# -----------------------------------------------------------------------------
+# Loading
+
+class FrozenWeight:
+    """An (N, K) weight in any of nvfp4.FORMATS, decoded whole on use: bf16, MXFP4 and NF4."""
+    late_scale = None                                                # its tensors hold every scale (see PackedWeight)
+
+    def __init__(self, tensors, decode, shape, dtype):
+        self.tensors, self.decode, (self.N, self.K), self.dtype = tensors, decode, shape, dtype
+        self.device = tensors[0].device
+
+    def dequantize(self, out=None):
+        w = self.decode(*self.tensors, dtype=self.dtype)
+        return w if out is None else out.copy_(w)
+
+
+def resolve(name):
+    """A local folder, an alias such as qwen2.5-7b, or a Hugging Face id -> a local folder (downloaded if need be)."""
+    if Path(name).is_dir():
+        return Path(name)
+    alias = re.fullmatch(r"qwen2\.5(-coder|-math)?-(0\.5|1\.5|3|7|14|32|72)b", str(name).lower())
+    if alias:
+        name = f"Qwen/Qwen2.5{(alias[1] or '').title()}-{alias[2]}B-Instruct"
+    if "/" not in str(name) or Path(name).is_absolute():
+        raise ValueError(f"--model {name}: neither a folder nor a name such as qwen2.5-7b or Qwen/Qwen2.5-7B-Instruct")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ValueError(f"--model {name}: not downloadable ({str(error).splitlines()[0]})") from None
+
+
+def load(folder, base="nvfp4", device=None, dtype=None):
+    """A checkpoint (bf16 or compressed-tensors NVFP4 on disk) -> Qwen2 whose linears are held as `base`.
+
+    Quantizes matrix by matrix as it reads, so the peak is the result plus one fused matrix. dtype is what matmul inputs
+    are rounded to: bf16 on a GPU, fp32 on a CPU unless given. ValueError names the file or tensor at fault.
+    """
+    if base not in nvfp4.FORMATS:
+        raise ValueError(f"--base {base}: expected one of {', '.join(nvfp4.FORMATS)}")
+    path = resolve(folder)
+    config, shards = ModelConfig.read(path), nvfp4.Shards(path)
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+    def get(name, *shape):
+        if shards.shape(name) != shape:
+            raise ValueError(f"{path}: {name} has shape {shards.shape(name)}, config.json says {shape}")
+        return shards.get(name, device)
+
+    def frozen(names, parts, k):
+        if f"{names[0]}.weight_packed" in shards.names:
+            if base != "nvfp4":
+                raise ValueError(f"{path} holds NVFP4 weights: --base {base} needs the bf16 checkpoint")
+            return pack_parts([nvfp4.load_linear(shards, name, device) for name in names])
+        return freeze([get(f"{name}.weight", n, k) for name, n in zip(names, parts)], base, dtype)
+
+    return build(config, get, frozen, dtype, name=str(folder), folder=path)
+
+
+def random_model(size, base="nvfp4", device="cuda", dtype=torch.bfloat16, seed=0):
+    """Random weights of a published size, made on the device: enough to measure speed and memory."""
+    config = ModelConfig.of_size(size)
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def get(name, *shape):
+        if "norm" in name:
+            return torch.ones(shape, device=device, dtype=dtype)
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype) * shape[-1] ** -0.5
+
+    def frozen(names, parts, k):
+        return freeze([get(name, n, k) for name, n in zip(names, parts)], base, dtype)
+
+    return build(config, get, frozen, dtype, name=f"random-{size}", folder=None)
+
+
+def freeze(weights, base, dtype):
+    """The parts of one fused linear, each (N_p, K) -> one frozen weight object in format `base`."""
+    if base == "nvfp4":
+        scale = nvfp4.global_scale_for(*weights)
+        return pack_parts([nvfp4.quantize(w, scale) for w in weights])
+    w = torch.cat(weights)
+    encode, decode = nvfp4.FORMATS[base]
+    return FrozenWeight(encode(w.to(dtype)), decode, w.shape, dtype)
+
+
+def pack_parts(parts):
+    """[(packed, block_scale, global_scale) of each part] -> one marlin_fp4.PackedWeight of the rows together."""
+    rows = torch.cat([g.expand(p.shape[0]) for p, _, g in parts])    # (N,): checkpoints may not share the tensor scale
+    return marlin_fp4.pack(torch.cat([p for p, _, _ in parts]), torch.cat([s for _, s, _ in parts]), rows)
+
+
+def build(config, get, frozen, dtype, name, folder):
+    """Assemble Qwen2 from get(name, *shape) -> tensor and frozen(names, parts, K) -> frozen weight of the parts."""
+    c, d = config, config.head_dim
+    layers = []
+    for i in range(c.layers):
+        p = f"model.layers.{i}."
+        attention, mlp = p + "self_attn.", p + "mlp."
+
+        def linear(prefix, suffixes, parts, k):
+            names = [f"{prefix}{s}_proj" for s in suffixes]
+            return Linear(frozen(names, parts, k), names, parts)
+
+        sizes = (c.heads * d, c.kv_heads * d, c.kv_heads * d)
+        bias = torch.cat([get(f"{attention}{s}_proj.bias", n) for s, n in zip("qkv", sizes)])
+        layers.append(Block(
+            c,
+            RMSNorm(get(p + "input_layernorm.weight", c.width), c.eps, dtype),
+            linear(attention, "qkv", sizes, c.width), bias,
+            linear(attention, "o", (c.width,), c.heads * d),
+            RMSNorm(get(p + "post_attention_layernorm.weight", c.width), c.eps, dtype),
+            linear(mlp, ("gate", "up"), (c.feed_forward, c.feed_forward), c.width),
+            linear(mlp, ("down",), (c.width,), c.feed_forward)))
+    embed = get("model.embed_tokens.weight", c.vocab, c.width).to(dtype)
+    lm_head = embed if c.tied else get("lm_head.weight", c.vocab, c.width).to(dtype)
+    return Qwen2(config, embed, layers, RMSNorm(get("model.norm.weight", c.width), c.eps, dtype), lm_head, dtype, name, folder)
