@@ -83,6 +83,48 @@ class ModelConfig:
             raise ValueError(f"{path}: no {error}") from None
 
 
+# The elementwise work between matmuls, as plain functions: on a GPU each is compiled into one kernel (and one backward),
+# because in fp32 they would otherwise move as many bytes as the matmuls take time.
+
+def scaled_norm(x, weight, eps, dtype):
+    """x (T, D) fp32 -> x * weight in dtype, and 1/rms (T, 1) fp32, still to be multiplied."""
+    return (x * weight).to(dtype), torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+def split_qkv(y, rstd, bias, cos, sin, kv_heads, dtype):
+    """Result of the qkv matmul (T, N) fp32 -> q (T, H, d), k, v (T, KV, d) in dtype, rotated. cos, sin (T, 1, d/2)."""
+    y = (y * rstd + bias).unflatten(1, (-1, 2 * cos.shape[-1]))
+    q, k, v = y.split([y.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+    return rotate(q, cos, sin).to(dtype), rotate(k, cos, sin).to(dtype), v.to(dtype)
+
+
+def rotate(x, cos, sin):
+    """Rotary embedding of x (T, heads, d), pairing element i with i + d/2 as Qwen2 does."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+def swiglu(y, rstd, dtype):
+    """Result of the gate_up matmul (T, 2F) fp32 -> silu(gate) * up (T, F) in dtype."""
+    gate, up = (y * rstd).chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(dtype)
+
+
+def rope_table(positions, config):
+    """positions (T,) -> cos, sin (T, 1, d/2) fp32. Angles in fp32: bf16 cannot tell position 4001 from 4002."""
+    half = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
+    angle = positions.float()[:, None] * (config.rope_theta ** (-half / config.head_dim))[None, :]
+    return angle.cos()[:, None], angle.sin()[:, None]
+
+
+COMPILED = {f: torch.compile(f, dynamic=True) for f in (scaled_norm, split_qkv, swiglu)}     # lazy: nothing happens yet
+
+
+def fused(function, x, *rest):
+    """function(x, *rest), compiled where x is on a GPU and gradients are wanted (a prefill is not worth the compiling)."""
+    return (COMPILED[function] if x.is_cuda and torch.is_grad_enabled() else function)(x, *rest)
+
+
 class RMSNorm(torch.nn.Module):
     """x (T, D) fp32 -> x * (weight + noise) in dtype, and 1/rms (T, 1) fp32 for whoever uses the product."""
 
@@ -93,8 +135,7 @@ class RMSNorm(torch.nn.Module):
         self.eps, self.dtype = eps, dtype
 
     def forward(self, x):
-        rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
-        return (x * (self.weight + self.noise)).to(self.dtype), rstd
+        return fused(scaled_norm, x, self.weight + self.noise, self.eps, self.dtype)
 
 
 class Block(torch.nn.Module):
@@ -105,30 +146,14 @@ class Block(torch.nn.Module):
         self.register_buffer("qkv_bias", qkv_bias.float())           # (N,) fp32, added after 1/rms
         self.post_norm, self.gate_up, self.down = post_norm, gate_up, down
 
-    def forward(self, x, rope, attend):
+    def forward(self, x, cos, sin, attend):
         """x (T, D) fp32 -> the same; attend(q (T, H, d), k (T, KV, d), v) -> (T, H, d), all in dtype."""
-        c, dtype = self.config, self.input_norm.dtype
-        T, h, kv = x.shape[0], c.heads, c.kv_heads
+        dtype = self.input_norm.dtype
         xw, rstd = self.input_norm(x)
-        qkv = (self.qkv(xw) * rstd + self.qkv_bias).view(T, h + 2 * kv, c.head_dim)
-        q, k = rotate(qkv[:, :h], rope).to(dtype), rotate(qkv[:, h:h + kv], rope).to(dtype)
-        x = x + self.o(attend(q, k, qkv[:, h + kv:].to(dtype)).reshape(T, c.width))
+        q, k, v = fused(split_qkv, self.qkv(xw), rstd, self.qkv_bias, cos, sin, self.config.kv_heads, dtype)
+        x = x + self.o(attend(q, k, v).flatten(1))
         xw, rstd = self.post_norm(x)
-        gate, up = (self.gate_up(xw) * rstd).chunk(2, dim=-1)
-        return x + self.down((F.silu(gate) * up).to(dtype))
-
-
-def rope_table(positions, config):
-    """positions (T,) -> cos, sin (T, 1, d/2) fp32. Angles in fp32: bf16 cannot tell position 4001 from 4002."""
-    half = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
-    angle = positions.float()[:, None] * (config.rope_theta ** (-half / config.head_dim))[None, :]
-    return angle.cos()[:, None], angle.sin()[:, None]
-
-
-def rotate(x, rope):
-    """Rotary embedding of x (T, heads, d), pairing element i with i + d/2 as Qwen2 does."""
-    (cos, sin), (a, b) = rope, x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+        return x + self.down(fused(swiglu, self.gate_up(xw), rstd, dtype))
 
 
 class PackedAttention:
@@ -178,10 +203,10 @@ class Qwen2(torch.nn.Module):
         and run the block again there.
         """
         x = self.embed[tokens].float()
-        rope = rope_table(positions, self.config)
+        cos, sin = rope_table(positions, self.config)
         for i, layer in enumerate(self.layers):
-            attend_here = attend[i] if isinstance(attend, list) else attend
-            x = checkpoint(layer, x, rope, attend_here, use_reentrant=False) if recompute else layer(x, rope, attend_here)
+            inputs = x, cos, sin, attend[i] if isinstance(attend, list) else attend
+            x = checkpoint(layer, *inputs, use_reentrant=False) if recompute else layer(*inputs)
         return self.final_norm(x)
 
     def forward(self, tokens):
