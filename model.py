@@ -24,6 +24,7 @@ Not here: the KV cache (sampler.py), sliding windows and YaRN (off in these chec
 
 Shapes: B rows, T tokens, V vocabulary, D width, L layers, H query heads, KV key-value heads, d head size, F feed-forward.
 """
+import inspect
 import json
 import re
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
 import marlin_fp4
@@ -42,6 +44,10 @@ SIZES = {  # D, F, layers, H, KV, V, tied: the published config.json of Qwen2.5-
     "3b": (2048, 11008, 36, 16, 2, 151936, True), "7b": (3584, 18944, 28, 28, 4, 152064, False),
     "14b": (5120, 13824, 48, 40, 8, 152064, False), "32b": (5120, 27648, 64, 40, 8, 152064, False),
     "72b": (8192, 29568, 80, 64, 8, 152064, False)}
+
+
+# Fewer key-value than query heads: torch 2.11 takes them as they are, later versions want to be told.
+GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 @dataclass(frozen=True)
@@ -169,11 +175,8 @@ class PackedAttention:
 
     def __call__(self, q, k, v):
         if q.dtype == torch.bfloat16 and q.is_cuda:
-            from torch.nn.attention.varlen import varlen_attn        # FlashAttention 2; bf16 on a GPU only
-            groups = q.shape[1] // k.shape[1]                        # torch 2.11 has no enable_gqa here
-            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-            longest = max(self.lengths)
-            return varlen_attn(q, k, v, self.starts, self.starts, longest, longest, window_size=(-1, 0))
+            longest = max(self.lengths)                              # FlashAttention 2; bf16 on a GPU only
+            return varlen_attn(q, k, v, self.starts, self.starts, longest, longest, window_size=(-1, 0), **GQA)
         rows = [F.scaled_dot_product_attention(a, b, c, is_causal=True, enable_gqa=True).transpose(0, 1)
                 for a, b, c in zip(*(t.transpose(0, 1).split(self.lengths, dim=1) for t in (q, k, v)))]
         return torch.cat(rows)

@@ -10,7 +10,7 @@ How it works
   path to a sampled token, the decode step.
 - Rows. A live sequence is a row of the decode batch. A finished row leaves and a waiting sequence takes its place
   (continuous batching); rows are kept dense, so a draining batch uses smaller and cheaper steps.
-- Windows. The host looks at the rows every WINDOW steps; within a window the engine runs alone. A row that ends inside
+- Windows. The host looks at the rows every few steps; within such a window the engine runs alone. A row that ends inside
   one idles for the rest of it: at 8 steps and 200-token answers, 2 % of the work, printed as `idle`.
 - Blocks are given out as rows grow. If the pool runs dry the newest row goes back to the queue with what it has written
   so far and is prefilled again later: more sequences than fit wait, never an error.
@@ -144,6 +144,7 @@ def draw(logits, u):
 
 class TorchEngine:
     """The decode step in plain torch: the reference for decode.py's kernels, and the path of a machine without GPU."""
+    window = 1                                                       # steps between two looks of the host: looking is free
 
     def __init__(self, model, kv, max_rows):
         self.model, self.kv, self.max_rows = model, kv, max_rows
@@ -232,23 +233,28 @@ class Sampler:
                  top_k=0, top_p=1.0, progress=None):
         """prompts: P lists of ids -> Rollouts of P * group_size sequences.
 
-        temperature 0 is greedy; its log-probs are those at temperature 1. prompt_ids: P ints that key the randomness
-        (default: the index). progress: called with the number of new tokens after each window.
+        max_new_tokens: one for all, or a list of B (benchmarks draw lengths from a distribution). temperature 0 is
+        greedy; its log-probs are those at temperature 1. prompt_ids: P ints that key the randomness (default: the
+        index). progress: called with the number of new tokens after each window.
         """
+        size = len(prompts) * group_size
+        limits = max_new_tokens if isinstance(max_new_tokens, list) else [max_new_tokens] * size
+        assert len(limits) == size and min(limits, default=1) > 0, f"need {size} limits above 0, got {len(limits)}"
         for p in prompts:
-            assert 0 < len(p) <= self.max_length - max_new_tokens, (
-                f"a prompt of {len(p)} tokens + {max_new_tokens} new ones does not fit max_length={self.max_length}")
+            assert 0 < len(p) <= self.max_length - max(limits), (
+                f"a prompt of {len(p)} tokens + {max(limits)} new ones does not fit max_length={self.max_length}")
         began, steps_made = time.perf_counter(), 0
         sequences = []
         for prompt, prompt_id in zip(prompts, prompt_ids or range(len(prompts)), strict=True):
             prefix = Prefix(prompt[:-1])
-            sequences += [Sequence(prompt, row_key(seed, prompt_id, g), prefix, prompt[-1],
-                                   len(prompt) - 1 + max_new_tokens, pos=len(prompt) - 1) for g in range(group_size)]
+            for g in range(group_size):
+                sequences.append(Sequence(prompt, row_key(seed, prompt_id, g), prefix, prompt[-1],
+                                          len(prompt) - 1 + limits[len(sequences)], pos=len(prompt) - 1))
         waiting, live = deque(sequences), []
         while waiting or live:
             self._admit(waiting, live)
             self._grow(waiting, live)
-            steps = min(WINDOW, max(s.limit - s.pos for s in live))
+            steps = min(self.engine.window, max(s.limit - s.pos for s in live))
             tokens, logprobs, made = self.engine.decode(self._rows(live), steps, temperature, end_ids, top_k, top_p)
             steps_made += steps * self.engine.batch_size(len(live))
             tokens, logprobs, made = tokens.T.tolist(), logprobs.T.tolist(), made.tolist()
@@ -296,7 +302,7 @@ class Sampler:
         for s in list(live):
             if s not in live:
                 break                                                # it and all after it were sent back
-            last = min(s.pos + WINDOW, s.limit) - len(s.prefix.tokens)           # own tokens after this window
+            last = min(s.pos + self.engine.window, s.limit) - len(s.prefix.tokens)           # own tokens after this window
             need = -(-last // BLOCK) - len(s.blocks)
             while need > len(self.free):
                 victim = live.pop()

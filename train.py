@@ -105,7 +105,7 @@ args = parser.parse_args()
 # Set-up: everything that can be wrong is found out here, before the first step.
 
 def load_problems(source, split):
-    problems, unreadable = data.load_problems(source, split, is_readable=lambda gold: rewards.is_equal(gold, gold))
+    problems, unreadable = data.load_problems(source, split, is_readable=rewards.can_read)
     if unreadable:
         print(f"{source}: {unreadable} problems left out, their answers cannot be read")
     problems, prompts, long = data.encode_prompts(tokenizer, problems, args.prompt_style, args.max_prompt_tokens)

@@ -1,0 +1,276 @@
+"""
+Figures of evaluate.py against enumeration, published tables and numbers worked by hand; the command on the tiny model.
+
+python -m pytest tests/test_evaluate.py -v
+"""
+import itertools
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import evaluate
+import lora
+import model as qwen
+from evaluate import ballots, interval, maj_at_k, mcnemar, paired, pass_at_k
+from sampler import Sampler
+
+ROOT = Path(__file__).parent.parent
+BASIC = ["--model", str(ROOT / "tiny"), "--data", "arithmetic", "--prompt-style", "plain", "--max-new-tokens", "40",
+         "--device", "cpu"]
+
+
+def mean(values):
+    return sum(values) / len(values)
+
+
+# -----------------------------------------------------------------------------
+# Figures.
+
+@pytest.mark.parametrize("n,c", [(1, 0), (1, 1), (5, 0), (5, 2), (6, 5), (7, 3)])
+def test_pass_at_k_is_the_share_of_all_subsets_that_hold_a_right_answer(n, c):
+    answers = [True] * c + [False] * (n - c)
+    for k in range(1, n + 1):
+        share = mean([any(subset) for subset in itertools.combinations(answers, k)])
+        assert pass_at_k(n, c, k) == pytest.approx(share, abs=1e-15)
+
+
+def test_pass_at_k_is_not_the_first_k():
+    assert pass_at_k(4, 1, 2) == 0.5                       # 3 of the 6 pairs hold the one right answer
+    assert pass_at_k(200, 1, 100) == 0.5                   # C(200, 100) has 59 digits: no float on the way
+
+
+def test_equal_answers_vote_together_and_no_answer_does_not_vote():
+    assert ballots(["1/2", None, "3", "0.5", r"\frac12", "3.0"]) == ["1/2", None, "3", "1/2", "1/2", "3"]
+
+
+@pytest.mark.parametrize("votes,correct,k,want", [
+    ("AABBA", [1, 1, 0, 0, 1], 5, 1.0),                    # 3 against 2
+    ("AABB", [1, 1, 0, 0], 4, 0.5),                        # a tie of two, one of them right
+    ("ABC", [0, 1, 0], 3, 1 / 3),
+    ("BBAA", [0, 0, 1, 1], 2, 0.5),                        # blocks BB and AA
+    ("BBAAB", [0, 0, 1, 1, 0], 2, 0.5),                    # the fifth fits in no block
+    ([None, None, "A"], [0, 0, 1], 3, 1.0),                # two without an answer do not outvote one with
+    ([None, None], [0, 0], 2, 0.0),
+    ("AA", [1, 0], 2, 1.0)])                               # 0.333333 = 1/3, yet not 333333/1000000: the first decides
+def test_maj_at_k_by_hand(votes, correct, k, want):
+    assert maj_at_k(list(votes), correct, k) == pytest.approx(want)
+
+
+def test_one_or_two_voters_are_as_good_as_one_answer():
+    """Two that differ tie, and half of a tie is what one of them, drawn blindly, would score."""
+    rng = random.Random(0)
+    votes = [rng.choice("ABC") for _ in range(64)]
+    correct = [int(vote == "A") for vote in votes]
+    assert maj_at_k(votes, correct, 1) == maj_at_k(votes, correct, 2) == mean(correct)
+
+
+@pytest.mark.parametrize("solved,n,low,high", [            # Newcombe 1998, table I, method 3
+    (81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)])
+def test_interval_of_proportions_is_wilsons(solved, n, low, high):
+    assert interval([1.0] * solved + [0.0] * (n - solved)) == pytest.approx([solved / n, low, high], abs=6e-5)
+
+
+@pytest.mark.parametrize("power,k", [(1.0, 1), (1.0, 2), (0.1, 1), (0.1, 4)])
+def test_interval_holds_the_truth_95_times_in_100(power, k):
+    """60 problems with p = u^power of being solved, 4 samples each; by integration E[1 - (1 - p)^k] is known."""
+    u = (torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000
+    truth = (1 - (1 - u**power) ** k).mean().item()
+    generator = torch.Generator().manual_seed(0)
+    p = torch.rand(1000, 60, 1, generator=generator) ** power
+    c = (torch.rand(1000, 60, 4, generator=generator) < p).sum(-1).tolist()
+    intervals = [interval([pass_at_k(4, x, k) for x in run], samples=4) for run in c]
+    held = mean([low <= truth <= high for _, low, high in intervals])
+    assert 0.93 <= held <= 0.985                           # sd of 1000 such trials is 0.007; Wilson errs towards wide
+
+
+def test_interval_is_no_narrower_than_independent_answers_allow():
+    """Ten problems, 2 of 4 answers right in each: no spread between problems, still only 40 answers."""
+    assert interval([0.5] * 10, samples=4) == pytest.approx(interval([0.0] * 20 + [1.0] * 20))
+    assert interval([1.0] * 10, samples=4)[1] == pytest.approx(0.7225, abs=1e-4)        # Wilson, 10 of 10
+
+
+@pytest.mark.parametrize("won,lost,p", [(1, 9, 22 / 1024), (9, 1, 22 / 1024), (0, 6, 2 / 64), (5, 5, 1.0), (0, 0, 1.0)])
+def test_mcnemar_is_the_exact_binomial(won, lost, p):
+    assert mcnemar(won, lost) == p
+
+
+def rows(verdicts, question="q"):
+    return [{"id": f"p{i}", "question": question, "correct": float(v)} for i, v in enumerate(verdicts)]
+
+
+def test_paired_comparison_by_hand():
+    """10 problems, 4 won and 1 lost: 0.3; Bonett-Price (5 - 2) / 12 +- z sqrt((7 / 12 - (3 / 12)^2) / 12)."""
+    mine, theirs = rows([1, 1, 1, 1, 0, 1, 1, 0, 0, 0]), rows([0, 0, 0, 0, 1, 1, 1, 0, 0, 0])
+    figures = paired(mine, theirs[::-1])                   # order does not matter, ids do
+    assert figures["difference"] == pytest.approx([0.3, 0.25 - 0.408326, 0.25 + 0.408326], abs=1e-6)
+    assert (figures["won"], figures["lost"], figures["pairs"], figures["unpaired"]) == (4, 1, 10, 0)
+    assert figures["mcnemar_p"] == 2 * (1 + 5) / 32
+
+
+def test_paired_comparison_of_samples_is_one_of_means():
+    figures = paired(rows([1, 0]), rows([1, 1]) + rows([0, 1]))
+    assert figures["difference"][0] == pytest.approx((1 - 0.5 + 0 - 1) / 2) and figures["mcnemar_p"] is None
+
+
+def test_one_id_with_two_questions_is_no_pair():
+    assert paired(rows([1, 1]), rows([0]) + rows([1, 1], "other"))["unpaired"] == 3
+    with pytest.raises(ValueError, match="none of its 2 problems is among the 3 here"):
+        paired(rows([1, 1, 1]), rows([1, 1], "other"))
+
+
+# -----------------------------------------------------------------------------
+# The command.
+
+def run(capsys, monkeypatch, *arguments):
+    """evaluate.main() with these flags -> the JSON object of its last line."""
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", *BASIC, *map(str, arguments)])
+    evaluate.main()
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_greedy_figures_are_those_of_the_rows_written(tmp_path, capsys, monkeypatch):
+    figures = run(capsys, monkeypatch, "--limit", 40, "--out", tmp_path / "new" / "a.jsonl")
+    written = read(tmp_path / "new" / "a.jsonl")
+    assert len(written) == len({row["id"] for row in written}) == figures["n"] == 40
+    assert figures["pass@1"][0] == mean([row["correct"] for row in written]) and 0 < figures["pass@1"][0] < 1
+    assert figures["length"] == mean([row["length"] for row in written]) == figures["tokens"] / 40
+    assert figures["truncated"] == mean([not row["finished"] for row in written])
+    assert sum(figures["rules"].values()) == 40 and not any(name.startswith("maj") for name in figures)
+    assert figures["command"] == f"python evaluate.py {' '.join(BASIC)} --limit 40 --out {tmp_path}/new/a.jsonl"
+    for row in written:                                    # the tiny model boxes whole numbers: text comparison will do
+        assert row["correct"] == float(f"\\boxed{{{row['answer']}}}" in row["completion"])
+
+
+def test_samples_are_figured_per_problem_and_compared_with_another_run(tmp_path, capsys, monkeypatch):
+    run(capsys, monkeypatch, "--limit", 8, "--out", tmp_path / "greedy.jsonl")
+    figures = run(capsys, monkeypatch, "--limit", 6, "--samples", 5, "--temperature", 1, "--out", tmp_path / "s.jsonl",
+                  "--against", tmp_path / "greedy.jsonl")
+    groups = [list(group) for _, group in itertools.groupby(read(tmp_path / "s.jsonl"), key=lambda row: row["id"])]
+    assert [[row["sample"] for row in group] for group in groups] == [[0, 1, 2, 3, 4]] * 6
+    share = [mean([row["correct"] for row in group]) for group in groups]
+    assert figures["pass@1"][0] == pytest.approx(mean(share))
+    assert figures["pass@5"][0] == pytest.approx(mean([float(s > 0) for s in share]))
+    assert [name for name in figures if "@" in name] == ["pass@1", "pass@2", "pass@4", "pass@5", "maj@2", "maj@4",
+                                                         "maj@5", "pass@1_lenient"]
+    greedy = [row["correct"] for row in read(tmp_path / "greedy.jsonl")]
+    assert figures["difference"][0] == pytest.approx(mean(share) - mean(greedy[:6]))
+    assert (figures["pairs"], figures["unpaired"], figures["mcnemar_p"]) == (6, 2, None)
+
+
+def test_top_k_and_top_p_reach_the_sampler(tmp_path, capsys, monkeypatch):
+    """Sampling hot from the one likeliest token, or from the least mass that it alone fills, is greedy."""
+    hot = ["--limit", 6, "--samples", 2, "--temperature", 3]
+    twice = 2 * run(capsys, monkeypatch, "--limit", 6)["tokens"]
+    assert run(capsys, monkeypatch, *hot, "--top-k", 1)["tokens"] == twice
+    assert run(capsys, monkeypatch, *hot, "--top-p", 1e-6)["tokens"] == twice
+    assert run(capsys, monkeypatch, *hot)["tokens"] != twice
+
+
+def test_ids_that_the_tokenizer_lacks_are_never_drawn(capsys, monkeypatch):
+    highest, score = [], evaluate.score
+
+    def look(tokenizer, problems, rollouts, style):
+        highest.extend(max(completion) - tokenizer.vocab_size for completion in rollouts.completions)
+        return score(tokenizer, problems, rollouts, style)
+
+    monkeypatch.setattr(evaluate, "score", look)
+    run(capsys, monkeypatch, "--limit", 8, "--samples", 4, "--temperature", 1000, "--top-p", 1)
+    assert len(highest) == 32 and max(highest) < 0
+
+
+def test_lenient_counts_the_last_number_of_answers_out_of_form(capsys, monkeypatch):
+    """A tokenizer that drops the box turns every right answer into one that is right only leniently."""
+    decode = evaluate.data.Tokenizer.decode
+    strict = run(capsys, monkeypatch, "--limit", 20)
+    monkeypatch.setattr(evaluate.data.Tokenizer, "decode",
+                        lambda self, ids: decode(self, ids).replace("The answer is \\boxed{", "").replace("}.", ""))
+    loose = run(capsys, monkeypatch, "--limit", 20)
+    assert loose["pass@1"][0] == loose["format"] == 0 and loose["rules"] == {"none": 20}
+    assert loose["pass@1_lenient"] == strict["pass@1"]
+
+
+@pytest.fixture
+def adapted():
+    """The tiny model with an adapter whose B is random and large, so that its effect is far from rounding."""
+    model = qwen.load(ROOT / "tiny", "nvfp4", "cpu")
+    adapter = lora.Adapter(model, rank=4, alpha=4)
+    adapter.master.data[adapter.b_start:] = torch.randn(adapter.master.numel() - adapter.b_start,
+                                                        generator=torch.Generator().manual_seed(0))
+    adapter.sync()
+    return model
+
+
+def test_an_adapter_is_applied_and_proven_so(adapted, tmp_path, capsys, monkeypatch):
+    lora.save_adapter(adapted, tmp_path / "adapter")
+    base = run(capsys, monkeypatch, "--limit", 8, "--out", tmp_path / "a.jsonl")
+    figures = run(capsys, monkeypatch, "--limit", 8, "--out", tmp_path / "b.jsonl", "--adapter", tmp_path / "adapter")
+    assert base["adapter_shift"] is None and figures["adapter_shift"] > 0.1
+    without, within = ([row["mean_logprob"] for row in read(tmp_path / name)] for name in ("a.jsonl", "b.jsonl"))
+    assert all(a != b for a, b in zip(without, within, strict=True))
+
+
+def test_a_sampler_that_ignores_the_adapter_is_refused(adapted):
+    """The release's GSM8K evaluation never handed the adapter to its engine: it scored the base and did not notice."""
+    class Deaf(Sampler):
+        def generate(self, *args, **kwargs):
+            with self.model.adapter.off():
+                return super().generate(*args, **kwargs)
+
+    assert evaluate.prove_adapter(Sampler(adapted, 64, 2), [1, 2, 3], 40) > 0.1
+    with pytest.raises(ValueError, match="--adapter has no effect"):
+        evaluate.prove_adapter(Deaf(adapted, 64, 2), [1, 2, 3], 40)
+
+
+def test_a_fresh_adapter_is_said_to_be_the_base(tmp_path, capsys, monkeypatch):
+    model = qwen.load(ROOT / "tiny", "nvfp4", "cpu")
+    lora.Adapter(model, rank=4)
+    lora.save_adapter(model, tmp_path)
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", *BASIC, "--limit", "2", "--adapter", str(tmp_path)])
+    evaluate.main()
+    out = capsys.readouterr().out
+    assert "B is zero in every layer" in out and json.loads(out.splitlines()[-1])["adapter_shift"] == 0.0
+
+
+@pytest.mark.parametrize("flags,message", [
+    (["--samples", "0"], "--samples must be at least 1, got 0"),
+    (["--limit", "-1"], "--limit must be at least 0, got -1"),
+    (["--samples", "4", "--temperature", "0"], "--samples 4 needs a --temperature above 0"),
+    (["--temperature", "nan"], "got nan and 0.95"),
+    (["--top-p", "0"], "0 < --top-p <= 1, got 0.0 and 0.0"),
+    (["--model", "nowhere"], "--model nowhere: neither a folder nor a name"),
+    (["--adapter", "nowhere"], "nowhere: not a readable PEFT adapter folder"),
+    (["--data", "nowhere.jsonl"], "no data file nowhere.jsonl"),
+    (["--device", "abacus"], "abacus"),
+    (["--out", "taken.jsonl"], "--out taken.jsonl exists and is not overwritten"),
+    (["--against", "nowhere.jsonl"], "--against nowhere.jsonl: no such file"),
+    (["--against", "taken.jsonl"], "--against taken.jsonl:2: needs id, question, correct"),
+    (["--against", "other.jsonl"], "none of its 2 problems is among the 3 here"),
+    (["--against", "empty.jsonl"], "none of its 0 problems is among the 3 here")])
+def test_bad_input_is_one_clear_line(flags, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("taken.jsonl").write_text(json.dumps(rows([1])[0]) + '\n{"id": "p1", "correct": 1}\n')
+    Path("other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows([1, 0])))
+    Path("empty.jsonl").write_text("")
+    before = Path("taken.jsonl").read_bytes()
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", *BASIC, "--limit", "3", *flags])
+    with pytest.raises(SystemExit) as stop:
+        evaluate.main()
+    assert stop.value.code.startswith("evaluate.py: ") and message in stop.value.code and "\n" not in stop.value.code
+    assert Path("taken.jsonl").read_bytes() == before
+
+
+def test_the_command_ends_with_json_on_stdout_and_shows_progress_on_stderr(tmp_path):
+    done = subprocess.run([sys.executable, str(ROOT / "evaluate.py"), *BASIC, "--limit", "3"], cwd=tmp_path, text=True,
+                          capture_output=True)
+    assert done.returncode == 0 and json.loads(done.stdout.splitlines()[-1])["n"] == 3, done.stderr
+    assert "tokens/s" in done.stderr
