@@ -1,0 +1,295 @@
+"""
+Measures what the README states. Every subcommand ends with one line of JSON.
+
+    python bench.py linears --model 7b [--lora-rank 32]     the four fused linears of a layer against cuBLAS bf16
+    python bench.py rollout --model 7b --base nvfp4 [--lora-rank 32] [--batch 1,8,32,64,256]     tokens/s of sampler.py
+    python bench.py tune                                    prints the lines of marlin_fp4.TUNED
+
+Method: a CUDA graph that walks through more weights than the L2 cache holds, replayed; the median of the replays.
+`chain` is the four linears of a layer one after the other, as a step has them, launched with programmatic dependent
+launch; `alone` is the sum of the four, each in a graph of its own without it. Slabs are written, their sum is not taken:
+the kernels that finish a linear do that (decode.py).
+`rollout` runs the whole sampler on random weights and a live random adapter: prompt 256, 512 new tokens, end ids
+ignored, B sequences as B/8 prompts of 8 samples, log-probs returned; tokens/s count prefill and the host's work.
+
+Shapes: M rows, N out_features, K in_features, R rows of LoRA's A.
+"""
+import argparse
+import json
+import math
+
+import torch
+
+import marlin_fp4
+import nvfp4
+from lora import Adapter
+from marlin_fp4 import Config, PackedWeight, decode_matmul, matmul, schedule
+from model import random_model
+from sampler import Sampler
+
+# hidden, query heads, key-value heads, head size, intermediate, layers: Qwen2.5
+MODELS = {
+    "0.5b": (896, 14, 2, 64, 4864, 24),
+    "1.5b": (1536, 12, 2, 128, 8960, 28),
+    "3b": (2048, 16, 2, 128, 11008, 36),
+    "7b": (3584, 28, 4, 128, 18944, 28),
+    "14b": (5120, 40, 8, 128, 13824, 48),
+    "32b": (5120, 40, 8, 128, 27648, 64),
+    "72b": (8192, 64, 8, 128, 29568, 80),
+}
+PARTS = {"qkv": 3, "o": 1, "gate_up": 2, "down": 1}                  # each has a LoRA A of its own
+HBM, TENSOR = 4.3e12, 790e12                                         # an H200's copy and 8192^3 bf16 matmul, measured
+TRAFFIC = 400e6                                                      # bytes of weights per graph: 7 times the L2
+
+
+def fused_shapes(model):
+    """name -> (N, K) of the four fused linears of a layer."""
+    hidden, heads, kv_heads, size, inner, _ = MODELS[model]
+    return {"qkv": ((heads + 2 * kv_heads) * size, hidden), "o": (hidden, heads * size),
+            "gate_up": (2 * inner, hidden), "down": (hidden, inner)}
+
+
+def random_weights(N, K, count):
+    """`count` different packed weights: random codes, random normal E4M3 scales."""
+    weights = []
+    for _ in range(count):
+        tiles = -(-N // 128), -(-K // 128), 128
+        codes = torch.randint(-2**15, 2**15, (*tiles, 32), dtype=torch.int16, device="cuda")
+        scale = torch.randint(40, 100, (*tiles, 8), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+        ones = torch.ones(N, device="cuda")
+        words = marlin_fp4._to_scale_words(scale.float())
+        weights.append(PackedWeight(N, K, codes, words, ones, ones * 2**19, True))
+    return weights
+
+
+def graph_time(work, replays=9):
+    """Seconds of one replay of a CUDA graph of work(); the median."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):                                  # compiles and warms up outside the capture
+        work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    graph.replay()
+    times = []
+    for _ in range(replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return sorted(times)[len(times) // 2]
+
+
+def copies(N, K, bytes_per_weight):
+    return max(2, math.ceil(TRAFFIC / (N * K * bytes_per_weight)))
+
+
+# -----------------------------------------------------------------------------
+# linears
+
+def decode_times(shapes, M, rank):
+    """Seconds per layer: (chain, alone, {name: alone}) of decode_matmul with M rows."""
+    layers = math.ceil(TRAFFIC / sum(N * K * 0.5625 for N, K in shapes.values()))
+    x = {name: torch.randn(M, K, device="cuda").bfloat16() for name, (_, K) in shapes.items()}
+    weights = {name: random_weights(N, K, max(layers, copies(N, K, 0.5625))) for name, (N, K) in shapes.items()}
+    lora = {name: [torch.randn(PARTS[name] * rank, K, device="cuda").bfloat16() if rank else None
+                   for _ in weights[name]] for name, (_, K) in shapes.items()}
+    slabs = {name: decode_matmul(x[name], weights[name][0], lora[name][0]) for name in shapes}
+
+    def one(name, i, pdl):
+        decode_matmul(x[name], weights[name][i], lora[name][i], slabs=slabs[name], pdl=pdl)
+
+    def layer_chain():
+        for i in range(layers):
+            for name in shapes:
+                one(name, i, pdl=True)
+
+    chain = graph_time(layer_chain) / layers
+    alone = {}
+    for name in shapes:
+        count = len(weights[name])
+        alone[name] = graph_time(lambda: [one(name, i, pdl=False) for i in range(count)]) / count
+    return chain, sum(alone.values()), alone
+
+
+def cublas_times(shapes, M):
+    """Seconds of x @ W.T in bf16 for each linear, by cuBLAS."""
+    times = {}
+    for name, (N, K) in shapes.items():
+        weights = [torch.randn(N, K, device="cuda", dtype=torch.bfloat16) for _ in range(copies(N, K, 2))]
+        x = torch.randn(M, K, device="cuda").bfloat16()
+        times[name] = graph_time(lambda: [x @ w.T for w in weights]) / len(weights)
+    return times
+
+
+def floor_time(shapes, M):
+    """The later of reading the weights and multiplying, summed over the linears."""
+    return sum(max((N * K * 0.5625 + 2 * M * (N + K)) / HBM, 2 * M * N * K / TENSOR) for N, K in shapes.values())
+
+
+def large_times(shapes, M):
+    """Seconds of (forward, dX) through matmul and of the same products by cuBLAS, bf16 out, summed over the linears."""
+    sums = torch.zeros(4, dtype=torch.float64)
+    for N, K in shapes.values():
+        weight, = random_weights(N, K, 1)
+        dense = weight.dequantize()
+        x, dy = torch.randn(M, K, device="cuda").bfloat16(), torch.randn(M, N, device="cuda").bfloat16()
+        leaf = x.clone().requires_grad_()
+        y = matmul(leaf, weight, torch.bfloat16)
+        forward = graph_time(lambda: matmul(x, weight, torch.bfloat16), 5)
+        backward = graph_time(lambda: torch.autograd.grad(y, leaf, dy, retain_graph=True), 5)
+        sums += torch.tensor([forward, backward, graph_time(lambda: x @ dense.T, 5), graph_time(lambda: dy @ dense, 5)])
+    return sums.tolist()
+
+
+def dequantize_rate(shapes):
+    """(bytes per second of dequantize, of a copy kernel), both counting bytes read and written."""
+    seconds = moved = 0
+    for N, K in shapes.values():
+        weights = random_weights(N, K, copies(N, K, 0.5625))
+        outs = [torch.empty(N, K, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+        work = lambda: [w.dequantize(out=outs[i % 2]) for i, w in enumerate(weights)]
+        seconds += graph_time(work) / len(weights)
+        moved += N * K * 2.5625
+    a = torch.randn(2**29, device="cuda").bfloat16()
+    b = torch.empty_like(a)
+    return moved / seconds, 2 * a.nbytes / graph_time(lambda: torch.mul(a, 1, out=b))
+
+
+def linears(args):
+    shapes = fused_shapes(args.model)
+    weight_bytes = sum(N * K * 0.5625 for N, K in shapes.values())
+    result = {"model": args.model, "lora_rank": args.lora_rank, "device": torch.cuda.get_device_name(), "decode": {},
+              "large": {}}
+    print(f"{args.model}, one layer, LoRA rank {args.lora_rank}: us\n"
+          f"{'M':>5} {'chain':>7} {'alone':>7} {'cuBLAS':>7} {'ratio':>6} {'GB/s':>6} {'floor':>7} {'share':>6}")
+    for M in args.rows:
+        chain, alone, each = decode_times(shapes, M, args.lora_rank)
+        cublas, floor = cublas_times(shapes, M), floor_time(shapes, M)
+        ratio, rate = sum(cublas.values()) / chain, weight_bytes / chain / 1e9
+        print(f"{M:5} {chain * 1e6:7.1f} {alone * 1e6:7.1f} {sum(cublas.values()) * 1e6:7.1f} {ratio:6.2f} {rate:6.0f} "
+              f"{floor * 1e6:7.1f} {floor / chain:6.1%}   " + " ".join(f"{n} {t * 1e6:.1f}" for n, t in each.items()))
+        result["decode"][M] = {"chain_us": chain * 1e6, "alone_us": alone * 1e6, "floor_us": floor * 1e6,
+                               "cublas_us": sum(cublas.values()) * 1e6,
+                               "each_us": {n: t * 1e6 for n, t in each.items()}}
+    for M in args.large_rows:
+        forward, backward, cublas_forward, cublas_backward = large_times(shapes, M)
+        print(f"M={M}: forward {forward * 1e6:.0f} us, {cublas_forward / forward:.1%} of cuBLAS; "
+              f"dX {backward * 1e6:.0f} us, {cublas_backward / backward:.1%} of cuBLAS")
+        result["large"][M] = {"forward_us": forward * 1e6, "dx_us": backward * 1e6,
+                              "forward_of_cublas": cublas_forward / forward, "dx_of_cublas": cublas_backward / backward}
+    result["dequantize_gbs"], result["copy_gbs"] = (rate / 1e9 for rate in dequantize_rate(shapes))
+    print(f"dequantize {result['dequantize_gbs']:.0f} GB/s, a copy {result['copy_gbs']:.0f} GB/s")
+    print(json.dumps(result))
+
+
+# -----------------------------------------------------------------------------
+# rollout
+
+def weight_bytes(model):
+    """Bytes that every decode step reads: linears, adapter, lm_head."""
+    linears = [linear.weight for layer in model.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    frozen = sum(t.nbytes for w in linears for t in ((w.codes, w.scales) if isinstance(w, PackedWeight) else w.tensors))
+    return frozen + (model.adapter.working.nbytes if model.adapter else 0) + model.lm_head.nbytes
+
+
+def kv_bytes(model, prompts, sequences, prompt, new):
+    """Bytes of keys and values that a step in the middle of the rollouts reads, a shared prompt once."""
+    c = model.config
+    return c.layers * 2 * c.kv_heads * c.head_dim * 2 * (prompts * prompt + sequences * new / 2)
+
+
+def rollout(args):
+    torch.manual_seed(0)
+    model = random_model(args.model, args.base)
+    if args.lora_rank:
+        adapter = Adapter(model, rank=args.lora_rank, alpha=args.lora_rank)
+        adapter.master.data[adapter.b_start:].normal_(0, 0.02)       # B starts at zero
+        adapter.sync()
+    sampler = Sampler(model, args.prompt + args.new, max_rows=max(args.batch))
+    result = {"model": args.model, "base": args.base, "lora_rank": args.lora_rank, "prompt": args.prompt,
+              "new": args.new, "device": torch.cuda.get_device_name(), "weight_gb": weight_bytes(model) / 1e9, "batch": {}}
+    print(f"{args.model} {args.base}, LoRA rank {args.lora_rank}, prompt {args.prompt}, {args.new} new tokens\n"
+          f"{'B':>5} {'tokens/s':>9} {'ms/step':>8} {'floor':>7} {'share':>6} {'prefill ms':>11}")
+    for B in args.batch:
+        G = min(B, 8)
+        assert B % G == 0, f"--batch {B}: more than 8 sequences come as groups of 8"
+        prompts = torch.randint(model.config.vocab, (B // G, args.prompt)).tolist()
+        sampler.generate(prompts, G, max_new_tokens=2)               # compiles and captures
+        prefill = sampler.generate(prompts, G, max_new_tokens=1).seconds               # and one step
+        rollouts = sampler.generate(prompts, G, max_new_tokens=args.new)
+        step = (rollouts.seconds - prefill) / (args.new - 1)
+        floor = (weight_bytes(model) + kv_bytes(model, B // G, B, args.prompt, args.new)) / HBM
+        rate = rollouts.num_tokens / rollouts.seconds
+        step, floor, prefill = step * 1e3, floor * 1e3, prefill * 1e3
+        print(f"{B:5} {rate:9,.0f} {step:8.3f} {floor:7.3f} {floor / step:6.1%} {prefill:11.1f}", flush=True)
+        result["batch"][B] = {"tokens_s": rate, "step_ms": step, "floor_ms": floor, "prefill_ms": prefill}
+    print(json.dumps(result))
+
+
+# -----------------------------------------------------------------------------
+# tune
+
+CANDIDATES = {
+    8: [(8, 128, 4, 4, 4), (8, 128, 4, 5, 4), (8, 256, 4, 3, 3), (8, 128, 4, 3, 4)],
+    16: [(16, 128, 4, 4, 3), (16, 128, 4, 5, 3), (16, 128, 4, 3, 4, 128), (16, 128, 4, 4, 4, 128), (16, 256, 8, 4, 1)],
+    32: [(32, 128, 4, 4, 3, 168), (32, 128, 4, 3, 3, 168), (32, 128, 4, 4, 2), (32, 128, 4, 5, 2), (32, 256, 8, 4, 1)],
+    64: [(64, 128, 4, 4, 2), (64, 128, 4, 3, 2), (64, 128, 8, 3, 2, 128), (64, 128, 8, 4, 1), (64, 256, 8, 4, 1)],
+    128: [(128, 256, 8, 3, 1), (128, 128, 8, 3, 1), (64, 128, 4, 3, 2), (128, 128, 4, 2, 2)],
+    256: [(256, 128, 8, 3, 1), (128, 256, 8, 3, 1), (128, 128, 8, 3, 1), (64, 256, 8, 4, 1)],
+}
+
+
+def tune(args):
+    """Times every candidate in a chain of equal linears (pdl) and prints what beats the default by 2 %."""
+    found = {}
+    for N, K in sorted({shape for model in args.models for shape in fused_shapes(model).values()}):
+        weights = random_weights(N, K, copies(N, K, 0.5625))
+        for M, candidates in CANDIDATES.items():
+            x, seconds = torch.randn(M, K, device="cuda").bfloat16(), {}
+            for config in (Config(*c) for c in candidates):
+                if config.BN > 128 and -(-N // 128) % 2:
+                    continue
+                S = schedule(N, K, M, 0, config, torch.cuda.get_device_properties(0).multi_processor_count).S
+                slabs = torch.empty(S, M, N, device="cuda")
+                work = lambda: [decode_matmul(x, w, slabs=slabs, pdl=True, config=config) for w in weights]
+                read_slabs = slabs.nbytes / 5e12                     # by the kernel that sums them, from the L2
+                seconds[config] = graph_time(work, 5) / len(weights) + read_slabs
+            best = min(seconds, key=seconds.get)
+            if seconds[best] < 0.98 * seconds.get(marlin_fp4.DEFAULTS[M], math.inf):
+                found[M, N, K] = tuple(best)
+                print(f"    ({M}, {N}, {K}): {best!r},".replace("BM=", "").replace("BN=", ""), flush=True)
+    print(json.dumps([[*key, *config] for key, config in found.items()]))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    p = commands.add_parser("linears", help="the linears of one layer against cuBLAS bf16")
+    p.add_argument("--model", choices=MODELS, default="7b")
+    p.add_argument("--lora-rank", type=int, default=0, help="rank of each part's adapter; 0: none")
+    p.add_argument("--rows", type=int, nargs="*", default=[1, 8, 16, 32, 64, 128, 256], help="M of decode_matmul")
+    p.add_argument("--large-rows", type=int, nargs="*", default=[1024, 4096, 16384], help="M of matmul, forward and dX")
+    p.set_defaults(run=linears)
+    p = commands.add_parser("rollout", help="tokens/s of the sampler")
+    p.add_argument("--model", choices=MODELS, default="7b")
+    p.add_argument("--base", choices=nvfp4.FORMATS, default="nvfp4", help="how the linears are held")
+    p.add_argument("--lora-rank", type=int, default=32, help="rank of each part's adapter; 0: none")
+    p.add_argument("--batch", type=lambda s: [int(b) for b in s.split(",")], default=[1, 8, 32, 64, 256],
+                   help="live sequences, comma-separated")
+    p.add_argument("--prompt", type=int, default=256, help="tokens of a prompt")
+    p.add_argument("--new", type=int, default=512, help="tokens of a completion")
+    p.set_defaults(run=rollout)
+    p = commands.add_parser("tune", help="find marlin_fp4.TUNED")
+    p.add_argument("--models", choices=MODELS, nargs="*", default=list(MODELS))
+    p.set_defaults(run=tune)
+    args = parser.parse_args()
+    assert torch.cuda.is_available(), "bench.py measures a GPU and there is none"
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""
+marlin_fp4: the packed layout by hand and bit by bit, every product against float64 on the weight it stands for.
+
+python -m pytest tests/test_marlin_fp4.py -v
+"""
+import pytest
+import torch
+
+from marlin_fp4 import DEFAULTS, decode_config, decode_matmul, matmul, mm_fp32, pack, pack_mxfp4, schedule, slab_count
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels need a GPU")
+GRID = torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def random_weight(N, K, device="cpu", seed=0, global_scale=2.0 ** -7):
+    """Random codes and all E4M3 scales that exist -> PackedWeight and its float64 value (N, K)."""
+    g = torch.Generator().manual_seed(seed)
+    packed = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8, generator=g)
+    scale = torch.randint(0, 127, (N, K // 16), dtype=torch.uint8, generator=g).view(torch.float8_e4m3fn)
+    global_scale = torch.as_tensor(global_scale)
+    codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1).long()
+    w = GRID.double()[codes] * scale.double().repeat_interleave(16, dim=1) * global_scale.double().reshape(-1, 1)
+    return pack(packed.to(device), scale.to(device), global_scale.to(device)), w.to(device)
+
+
+def test_a_word_holds_the_four_planes_of_one_column():
+    packed = torch.zeros(128, 64, dtype=torch.uint8)
+    packed[3, 2] = 0x0F                                              # k = 4, plane 0, code 15: s0 e0 e0 m0
+    packed[3, 18] = 0x02                                             # k = 36, plane 1, code 2: the low exponent bit
+    packed[3, 34] = 0x08                                             # k = 68, plane 2, code 8: the sign
+    packed[3, 50] = 0x0B                                             # k = 100, plane 3, code 11: sign, low exponent, m
+    word = pack(packed, torch.ones(128, 8).to(torch.float8_e4m3fn), torch.tensor(1.0)).codes[0, 0, 3, 4]
+    # bit: s0 15, e0 8 and 7, m0 6 | low e1 4 | s2 9 | s3 13, low e3 10, m3 14
+    want = 1 << 15 | 3 << 7 | 1 << 6 | 1 << 4 | 1 << 9 | 1 << 13 | 1 << 10 | 1 << 14
+    assert int(word) & 0xFFFF == want
+
+
+def test_a_scale_word_is_four_e5m3_bytes_rotated_by_4():
+    scale = torch.ones(128, 8)
+    scale[5, 0], scale[5, 2], scale[5, 4], scale[5, 6] = 1.0, 2.0, 4.0, 448.0     # k = 0, 32, 64, 96: half 0
+    weight = pack(torch.zeros(128, 64, dtype=torch.uint8), scale.to(torch.float8_e4m3fn), torch.tensor(1.0))
+    u0, u1, u2, u3 = 10 << 3, 11 << 3, 12 << 3, 18 << 3 | 6          # 448 = 2^8 * 1.75
+    plain = u0 | u3 << 8 | u1 << 16 | u2 << 24
+    assert int(weight.scales[0, 0, 5, 0]) & 0xFFFFFFFF == (plain << 4 | plain >> 28) & 0xFFFFFFFF
+
+
+def every_scale_times_every_code(device="cpu"):
+    codes = torch.arange(16, dtype=torch.uint8).repeat(127, 1)       # one row per scale, one block of 16 codes
+    packed = codes[:, 0::2] | codes[:, 1::2] << 4
+    scale = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, None]
+    weight = pack(packed.to(device), scale.to(device), torch.tensor(1.0, device=device))
+    return weight, (GRID[None, :] * scale.float()).to(device)
+
+
+def test_every_scale_times_every_code_is_exact():
+    weight, want = every_scale_times_every_code()
+    assert torch.equal(weight.dequantize().float(), want)
+    assert torch.equal(weight.dequantize().float(), want.bfloat16().float())
+
+
+@pytest.mark.parametrize("N,K", [(128, 128), (1, 16), (130, 48), (300, 272)])
+def test_unpack_returns_what_was_packed(N, K):
+    weight, w = random_weight(N, K)
+    packed, scale, row_scale = weight.unpack()
+    again = pack(packed, scale, row_scale)
+    assert packed.shape == (N, K // 2) and scale.shape == (N, K // 16)
+    assert torch.equal(again.codes, weight.codes) and torch.equal(again.scales, weight.scales)
+    assert torch.equal(weight.dequantize().double(), w)
+
+
+def test_a_zero_scale_clears_its_codes():
+    packed = torch.full((128, 64), 0x77, dtype=torch.uint8)
+    weight = pack(packed, torch.zeros(128, 8).to(torch.float8_e4m3fn), torch.tensor(1.0))
+    assert weight.codes.count_nonzero() == 0 and weight.dequantize().count_nonzero() == 0
+
+
+def test_mxfp4_scales_become_pairs_of_equal_nvfp4_scales():
+    packed = torch.randint(0, 256, (64, 64), dtype=torch.uint8)
+    exponent = torch.randint(110, 128, (64, 4), dtype=torch.uint8)
+    codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1).long()
+    want = GRID[codes] * torch.exp2(exponent.float() - 127).repeat_interleave(32, dim=1)
+    assert torch.equal(pack_mxfp4(packed, exponent).dequantize().float(), want)
+    exponent[0, 0] = 100
+    with pytest.raises(AssertionError, match="27 binades"):
+        pack_mxfp4(packed, exponent)
+
+
+def test_bad_input_is_named():
+    packed, one = torch.zeros(4, 16, dtype=torch.uint8), torch.tensor(1.0)
+    scale = torch.ones(4, 2).to(torch.float8_e4m3fn)
+    with pytest.raises(AssertionError, match="-1"):
+        pack(packed, (-scale.float()).to(torch.float8_e4m3fn), one)
+    with pytest.raises(AssertionError, match="nan"):
+        pack(packed, (scale.float() * float("nan")).to(torch.float8_e4m3fn), one)
+    with pytest.raises(AssertionError, match="K=24.*N=4"):
+        pack(packed[:, :12], scale, one)
+    with pytest.raises(AssertionError, match=r"\(4, 3\)"):
+        pack(packed, torch.ones(4, 3).to(torch.float8_e4m3fn), one)
+    with pytest.raises(AssertionError, match="float16"):
+        matmul(torch.zeros(1, 32, dtype=torch.float16), pack(packed, scale, one))
+    with pytest.raises(AssertionError, match="K=48.*N=4, K=32"):
+        matmul(torch.zeros(1, 48), pack(packed, scale, one))
+    with pytest.raises(AssertionError, match="needs a GPU"):
+        decode_matmul(torch.zeros(1, 32).bfloat16(), pack(packed, scale, one))
+
+
+@pytest.mark.parametrize("global_scale", [0.25, 0.3, torch.tensor([0.5, 0.3]).repeat_interleave(150)])
+@pytest.mark.parametrize("M", [1, 7])
+def test_matmul_and_its_gradient_match_float64_on_a_cpu(M, global_scale):
+    weight, w = random_weight(300, 272, global_scale=global_scale)
+    x = torch.randn(2, M, 272, requires_grad=True)
+    y = matmul(x, weight)
+    y.backward(dy := torch.randn_like(y))
+    # fp32 sums of K or N terms, each rounded by at most 2^-24 of the magnitudes so far; two roundings of the scale.
+    assert ((y.double() - x.double() @ w.T).abs() <= 280 * 2 ** -23 * (x.double().abs() @ w.abs().T)).all()
+    assert ((x.grad.double() - dy.double() @ w).abs() <= 310 * 2 ** -23 * (dy.double().abs() @ w.abs())).all()
+
+
+@pytest.mark.parametrize("N,K,M,R", [(4608, 3584, 1, 96), (3584, 18944, 16, 32), (37888, 3584, 64, 64),
+                                     (128, 128, 8, 0), (1152, 896, 33, 48), (384, 128, 250, 16)])
+def test_the_schedule_covers_every_block_once_and_no_tile_has_more_than_S_pieces(N, K, M, R):
+    config = decode_config(N, K, M)
+    L, a_programs, programs, S = schedule(N, K, M, R, config, 132)
+    KB, tiles = -(-K // 128), -(-N // 128) * 128 // config.BN
+    owners = [[block // L for block in range(tile * KB, tile * KB + KB)] for tile in range(tiles)]
+    assert max(max(o) for o in owners) == programs - a_programs - 1
+    assert max(len(set(o)) for o in owners) == S
+    assert all(set(o) == set(range(o[0], o[-1] + 1)) for o in owners)             # pieces are numbered without gaps
+    assert a_programs == -(-R // 32) * -(-KB // L) and -(-KB // L) <= S
+
+
+# -----------------------------------------------------------------------------
+# On the GPU
+
+@gpu
+def test_the_gpu_decodes_every_scale_times_every_code_exactly():
+    weight, want = every_scale_times_every_code("cuda")
+    assert torch.equal(weight.dequantize().float(), want)
+
+
+@gpu
+def test_dequantize_fills_a_slice_of_a_wider_buffer_and_nothing_else():
+    weight, w = random_weight(300, 272, "cuda")
+    wide = torch.full((300, 272 + 64), 7.0, device="cuda", dtype=torch.bfloat16)
+    weight.dequantize(out=wide[:, :272])
+    assert torch.equal(wide[:, :272].double(), w) and (wide[:, 272:] == 7).all()
+
+
+@gpu
+@pytest.mark.parametrize("N,K,R", [(128, 128, 0), (300, 272, 16), (1152, 896, 48), (896, 4864, 32), (4608, 3584, 96)])
+@pytest.mark.parametrize("M", [1, 5, 16, 31, 64, 100, 256, 300])
+def test_decode_matmul_matches_float64_and_writes_every_slab(M, N, K, R):
+    weight, w = random_weight(N, K, "cuda")
+    x, a = torch.randn(M, K, device="cuda").bfloat16(), torch.randn(R, K, device="cuda").bfloat16()
+    slabs = torch.full((slab_count(weight, M, R), M, N + R), float("nan"), device="cuda")
+    for pdl in (False, True):
+        sums = decode_matmul(x, weight, a if R else None, slabs=slabs, pdl=pdl).sum(0)
+        y, xa = sums[:, :N].double() * weight.out_scale, sums[:, N:].double()
+        # fp32 accumulation: at most K roundings of 2^-24 of the magnitudes, in practice far fewer
+        assert ((y - x.double() @ w.T).abs() <= K * 2 ** -23 * (x.double().abs() @ w.abs().T)).all()
+        assert ((xa - x.double() @ a.double().T).abs() <= K * 2 ** -23 * (x.double().abs() @ a.double().abs().T)).all()
+        cublas = mm_fp32(x, weight.dequantize().T).double()
+        assert (y - x.double() @ w.T).norm() <= 1.5 * (cublas - x.double() @ w.T).norm() + 1e-7 * y.norm()
+
+
+@gpu
+@pytest.mark.parametrize("bucket", DEFAULTS)
+def test_a_row_has_the_same_bits_whatever_the_other_rows_hold(bucket):
+    weight, _ = random_weight(4608, 3584, "cuda")
+    x = torch.randn(bucket, 3584, device="cuda").bfloat16()
+    first = decode_matmul(x, weight)
+    x[1:] = torch.randn_like(x[1:]) * 100
+    assert torch.equal(first[:, 0], decode_matmul(x, weight)[:, 0])
+
+
+@gpu
+def test_decode_matmul_replays_inside_a_cuda_graph():
+    weight, w = random_weight(1024, 512, "cuda")
+    x = torch.randn(8, 512, device="cuda").bfloat16()
+    slabs = torch.empty(slab_count(weight, 8), 8, 1024, device="cuda")
+    decode_matmul(x, weight, slabs=slabs, pdl=True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decode_matmul(x, weight, slabs=slabs, pdl=True)
+    x.copy_(torch.randn_like(x))
+    slabs.fill_(float("nan"))
+    graph.replay()
+    y = slabs.sum(0) * weight.out_scale
+    assert ((y.double() - x.double() @ w.T).norm() / y.double().norm()) < 1e-6
+
+
+@gpu
+@pytest.mark.parametrize("global_scale", [2.0 ** -7, 0.0123])
+@pytest.mark.parametrize("M", [3, 700])                              # the decode kernel, and expanding W
+def test_matmul_and_tiny_gradients_match_float64_on_the_gpu(M, global_scale):
+    weight, w = random_weight(640, 896, "cuda", global_scale=global_scale)
+    x = torch.randn(M, 896, device="cuda").bfloat16().requires_grad_()
+    y = matmul(x, weight)
+    dy = (1e-9 * torch.randn_like(y)).bfloat16().float()
+    y.backward(dy)
+    assert ((y.double() - x.double() @ w.T).norm() / y.double().norm()) < 2e-6
+    # dX is rounded to bf16 once (2^-9), dY a second time where the late scale multiplies it first
+    assert ((x.grad.double() - dy.double() @ w).norm() / x.grad.double().norm()) < 2 ** -8
+
+
+@gpu
+def test_decode_matmul_refuses_what_it_cannot_read():
+    weight, _ = random_weight(256, 256, "cuda")
+    for x, message in [(torch.zeros(4, 256), "on cpu"), (torch.zeros(4, 256, device="cuda"), "float32"),
+                       (torch.zeros(256, 4, device="cuda").bfloat16().T, "contiguous"),
+                       (torch.zeros(4, 128, device="cuda").bfloat16(), "K=128")]:
+        with pytest.raises(AssertionError, match=message):
+            decode_matmul(x.bfloat16() if message == "on cpu" else x, weight)
+    with pytest.raises(AssertionError, match="slabs must be"):
+        x = torch.zeros(4, 256, device="cuda").bfloat16()
+        decode_matmul(x, weight, slabs=torch.zeros(9, 4, 256, device="cuda"))
