@@ -1,0 +1,538 @@
+"""
+The decode step on a GPU: one new token for every live row, as one CUDA graph per batch size.
+
+    engine = GraphEngine(model, kv, max_rows)                        # interface and numbers of sampler.TorchEngine
+    tokens, logprobs, made = engine.decode(rows, steps, temperature, end_ids, top_k, top_p)
+
+Why: at 7B a step is 4.6 GB of memory traffic, about 1 ms, in 260 launches. Python needs 10 us for a launch and a pass
+over an activation 3 us, so launches are recorded once and everything between two matmuls is one kernel:
+
+    embed           residual = embed[token]
+    per layer       qkv matmul       -> heads_kernel: sum, adapter, 1/rms, bias, rotary, keys and values into the cache
+                    attention_kernel -> o matmul        -> residual_kernel: sum, adapter, residual, next norm
+                    gate_up matmul   -> swiglu_kernel   -> down matmul -> residual_kernel
+    head            matmul -> chunk_kernel, pick_kernel: softmax, draw, and the row's state advances
+
+"sum": matmuls leave S slabs of split-K partial sums (S, M, N + P*R), columns N.. being x @ A.T of the adapter. Whoever
+reads them adds the slabs in order and finishes the linear: the result is deterministic, fp32 until its one rounding,
+and rounded where model.py rounds it. 1/rms of a row needs the whole row, which no program sees: programs leave sums of
+squares per TILE columns, and the reader of the next matmul's result adds those up (model.py says why it may).
+
+A row's state (token, position, random key, alive, ...) lives on the GPU and the last kernel of a step advances it: the
+host launches a window of steps and looks at the results afterwards. Adapters, norms and their noise are read where they
+are, so an optimizer step needs no new capture.
+
+Programmatic dependent launch. A kernel lets the next one start at once (overlap) and loads what no kernel of the step
+writes, weights and the rows' state, before it waits for the one before it (wait): 2.9 -> 2.2 ms a step at 7B, 1 row.
+
+Not here: scheduling and prefill (sampler.py), the 4-bit matmul (marlin_fp4.py).
+
+Shapes: n rows (M of a matmul), N out_features, K in_features, R LoRA rank, P parts of a fused linear, S slabs,
+V vocabulary, D width, F feed-forward, H query heads, KV key-value heads, d head size.
+"""
+import torch
+import triton
+import triton.language as tl
+
+import marlin_fp4
+from lora import mm_fp32
+from sampler import BLOCK, WINDOW, filter_logits
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)      # batch sizes with a graph of their own
+DECODE_ROWS = 256                              # above, dequantizing once and cuBLAS is faster than the decode matmul
+TILE = 64                                      # columns of an elementwise program; one partial sum of squares each
+CHUNK = 2048                                   # vocabulary entries of one program of the softmax
+GROUP = 16                                     # query heads of a key-value head, padded to a tensor-core tile
+MAX_ENDS = 16                                  # end ids of a tokenizer
+LOG2_E = 1.4426950408889634
+# n up to -> (rows of a program, warps) of heads_kernel, residual_kernel, swiglu_kernel. They wait for memory, so many
+# small programs win: against 4 warps throughout, 0.4 of 2.8 ms at 8 rows and 0.6 of 5.1 ms at 64 (7B, H200).
+PROGRAMS = {4: ((1, 2), (1, 1), (1, 1)), 16: ((2, 1), (1, 1), (1, 1)),
+            64: ((8, 1), (8, 1), (4, 2)), 512: ((8, 1), (8, 1), (8, 4))}
+FIELDS = ("token", "pos", "prefix", "limit", "key", "alive", "made", "step")
+TOKEN, POS, PREFIX, LIMIT, KEY, ALIVE, MADE, STEP = map(tl.constexpr, range(8))      # of the state, int64 (8, max_rows)
+
+
+# -----------------------------------------------------------------------------
+# Kernels. Row-major and contiguous unless a stride is passed. A program's rows may run past M: those are masked.
+
+@triton.jit
+def linear_weights(scale_ptr, b_ptr, col, R: tl.constexpr, RP: tl.constexpr):
+    """What linear_tile reads of the frozen weight and the adapter: scale (BN,) and b (RP, BN)."""
+    r = tl.arange(0, RP)
+    return tl.load(scale_ptr + col), tl.load(b_ptr + col[None, :] * R + r[:, None], mask=(r < R)[:, None], other=0.0)
+
+
+@triton.jit
+def linear_tile(slab_ptr, weights, row, col, part, M, N, L, SLABS: tl.constexpr, SP: tl.constexpr,
+                R: tl.constexpr, RP: tl.constexpr):
+    """Finish y[row, col] of a linear, fp32: slabs (SLABS, M, L) * scale (N,) + bf16(x @ A.T) @ b (N, R).T.
+
+    part: which R columns after N hold this tile's x @ A.T. SP: SLABS padded to a power of two, RP: R
+    to a tensor-core tile. R = 0: no adapter.
+    """
+    s = tl.arange(0, SP)                                             # one tensor: all loads are in flight at once
+    slab_row = slab_ptr + s[:, None, None] * (M.to(tl.int64) * L) + row[None, :, None] * L
+    live = (s < SLABS)[:, None, None] & (row < M)[None, :, None]
+    scale, b = weights
+    y = tl.sum(tl.load(slab_row + col[None, None, :], mask=live, other=0.0), axis=0) * scale[None, :]
+    if R > 0:
+        r = tl.arange(0, RP)
+        xa = tl.load(slab_row + N + part * R + r[None, None, :], mask=live & (r < R)[None, None, :], other=0.0)
+        y = tl.dot(tl.sum(xa, axis=0).to(b.dtype), b, y, input_precision="ieee")
+    return y
+
+
+@triton.jit
+def overlap(PDL: tl.constexpr):
+    """Let the next kernel start as soon as all programs of this one have."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait(PDL: tl.constexpr):
+    """Wait until the kernel before is done. Only what no kernel of this step writes may be touched earlier."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def inverse_rms(squares_ptr, row, M, D, eps, TILES: tl.constexpr, TILES_P: tl.constexpr):
+    """rsqrt(mean(x^2) + eps) of each row from its TILES partial sums (M, TILES)."""
+    t = tl.arange(0, TILES_P)
+    live = (row < M)[:, None] & (t < TILES)[None, :]
+    squares = tl.load(squares_ptr + row[:, None] * TILES + t[None, :], mask=live, other=0.0)
+    return tl.rsqrt(tl.sum(squares, axis=1) / D + eps)
+
+
+@triton.jit
+def norm_tile(x, w, row, col, tile, xw_ptr, squares_ptr, M, D, TILES):
+    """The next matmul's input x * w, rounded, and this tile's share of the row's sum of squares."""
+    xw = (x * w[None, :]).to(xw_ptr.dtype.element_ty)
+    tl.store(xw_ptr + row[:, None] * D + col[None, :], xw, mask=(row < M)[:, None])
+    tl.store(squares_ptr + row * TILES + tile, tl.sum(x * x, axis=1), mask=row < M)
+
+
+@triton.jit(do_not_specialize=["M"])
+def embed_kernel(state_ptr, stride, embed_ptr, freq_ptr, resid_ptr, cos_ptr, sin_ptr, weight_ptr, noise_ptr, xw_ptr,
+                 squares_ptr, M, D, TILES, TILE: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr,
+                 PDL: tl.constexpr):
+    """Residual (M, D) = embed[token], normed for the first matmul; the rotary table cos, sin (M, HALF) of this step."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    tile = tl.program_id(1)
+    col = tile * TILE + tl.arange(0, TILE)
+    live = (row < M)[:, None]
+    overlap(PDL)
+    token = tl.load(state_ptr + TOKEN * stride + row, mask=row < M, other=0)
+    x = tl.load(embed_ptr + token[:, None] * D + col[None, :], mask=live, other=0.0).to(tl.float32)
+    tl.store(resid_ptr + row[:, None] * D + col[None, :], x, mask=live)
+    w = tl.load(weight_ptr + col) + tl.load(noise_ptr + col)
+    norm_tile(x, w, row, col, tile, xw_ptr, squares_ptr, M, D, TILES)
+    if tile == 0:
+        i = tl.arange(0, HALF)
+        pos = tl.load(state_ptr + POS * stride + row, mask=row < M, other=0).to(tl.float32)
+        angle = pos[:, None] * tl.load(freq_ptr + i)[None, :]
+        tl.store(cos_ptr + row[:, None] * HALF + i[None, :], tl.cos(angle), mask=live)
+        tl.store(sin_ptr + row[:, None] * HALF + i[None, :], tl.sin(angle), mask=live)
+
+
+@triton.jit(do_not_specialize=["M"])
+def heads_kernel(slab_ptr, scale_ptr, b_ptr, M, N, L, SLABS: tl.constexpr, SP: tl.constexpr, R: tl.constexpr,
+                 RP: tl.constexpr, squares_ptr, eps, D, TILES: tl.constexpr, TILES_P: tl.constexpr,
+                 bias_ptr, cos_ptr, sin_ptr, q_ptr, kv_ptr, plane, state_ptr, stride, table_ptr, width,
+                 H: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+                 PDL: tl.constexpr):
+    """One head of q, k or v for ROWS rows: linear, 1/rms, bias, rotary; q (M, H, d), k and v into the row's KV block.
+
+    kv: this layer's (2, blocks, KV, BLOCK, d), `plane` elements from keys to values.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    head = tl.program_id(1)
+    i = tl.arange(0, HALF)
+    first = head * 2 * HALF + i                                      # rotary pairs element i with i + d/2
+    second = first + HALF
+    part = tl.where(head < H, 0, tl.where(head < H + KV, 1, 2))
+    live = (row < M)[:, None]
+    overlap(PDL)
+    weights_a = linear_weights(scale_ptr, b_ptr, first, R, RP)
+    weights_b = linear_weights(scale_ptr, b_ptr, second, R, RP)
+    bias_a, bias_b = tl.load(bias_ptr + first)[None, :], tl.load(bias_ptr + second)[None, :]
+    wait(PDL)
+    rstd = inverse_rms(squares_ptr, row, M, D, eps, TILES, TILES_P)[:, None]
+    a = linear_tile(slab_ptr, weights_a, row, first, part, M, N, L, SLABS, SP, R, RP) * rstd + bias_a
+    b = linear_tile(slab_ptr, weights_b, row, second, part, M, N, L, SLABS, SP, R, RP) * rstd + bias_b
+    turned = live & (head < H + KV)                                  # values are not: an angle of 0
+    cos = tl.load(cos_ptr + row[:, None] * HALF + i[None, :], mask=turned, other=1.0)
+    sin = tl.load(sin_ptr + row[:, None] * HALF + i[None, :], mask=turned, other=0.0)
+    a, b = (a * cos - b * sin).to(q_ptr.dtype.element_ty), (b * cos + a * sin).to(q_ptr.dtype.element_ty)
+    if head < H:
+        out = q_ptr + row[:, None] * (2 * HALF * H) + first[None, :]
+        tl.store(out, a, mask=live)
+        tl.store(out + HALF, b, mask=live)
+    else:
+        pos = tl.load(state_ptr + POS * stride + row, mask=row < M, other=0)
+        prefix = tl.load(state_ptr + PREFIX * stride + row, mask=row < M, other=0)
+        slot = (prefix + BLOCK - 1) // BLOCK * BLOCK + pos - prefix  # sampler.CachedAttention: own tokens start a block
+        block = tl.load(table_ptr + row * width + slot // BLOCK, mask=row < M, other=0)
+        kv_head = head - H - (part - 1) * KV
+        at = (part - 1) * plane + ((block * KV + kv_head) * BLOCK + slot % BLOCK) * (2 * HALF)
+        out = kv_ptr + at[:, None] + i[None, :]
+        tl.store(out, a, mask=live)
+        tl.store(out + HALF, b, mask=live)
+
+
+@triton.jit
+def attention_kernel(q_ptr, kv_ptr, plane, state_ptr, stride, table_ptr, width, out_ptr, acc_ptr, stats_ptr,
+                     counter_ptr, scale, H: tl.constexpr, KV: tl.constexpr, d: tl.constexpr, BLOCK: tl.constexpr,
+                     CONTEXT: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr):
+    """One row, one key-value head, one of SPLITS runs of the row's context, for the H/KV query heads that share them.
+
+    Runs leave an unscaled sum, their largest logit and their mass; the last program to arrive joins them in order of
+    the runs, so the result does not depend on who that is. Softmax in base 2: scale = log2(e) / sqrt(d).
+    """
+    row, kv_head, split, SPLITS = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    overlap(PDL)
+    prefix = tl.load(state_ptr + PREFIX * stride + row).to(tl.int32)
+    own = (prefix + BLOCK - 1) // BLOCK * BLOCK
+    last = own + tl.load(state_ptr + POS * stride + row).to(tl.int32) - prefix
+    run = tl.cdiv(tl.cdiv(last + 1, CONTEXT), SPLITS) * CONTEXT      # tokens of a run
+    runs = tl.cdiv(last + 1, run)
+    wait(PDL)
+    if split >= runs:
+        return
+    head = tl.arange(0, GROUP)
+    live = (head < H // KV)[:, None]
+    i = tl.arange(0, d)
+    at_q = (row * H + kv_head * (H // KV) + head[:, None]) * d + i[None, :]
+    q = tl.load(q_ptr + at_q, mask=live, other=0.0)
+    top = tl.full((GROUP,), -float("inf"), tl.float32)
+    mass = tl.zeros((GROUP,), tl.float32)
+    acc = tl.zeros((GROUP, d), tl.float32)
+    for t in range(split * run, tl.minimum(split * run + run, last + 1), CONTEXT):
+        slot = t + tl.arange(0, CONTEXT)
+        valid = (slot < prefix) | ((slot >= own) & (slot <= last))   # some of every block are: never -inf throughout
+        block = tl.load(table_ptr + row * width + slot // BLOCK, mask=slot <= last, other=0)
+        at = ((block * KV + kv_head) * BLOCK + slot % BLOCK) * d
+        k = tl.load(kv_ptr + at[None, :] + i[:, None])               # (d, CONTEXT)
+        v = tl.load(kv_ptr + plane + at[:, None] + i[None, :])       # (CONTEXT, d)
+        logit = tl.where(valid[None, :], tl.dot(q, k, input_precision="ieee") * scale, -float("inf"))
+        new_top = tl.maximum(top, tl.max(logit, axis=1))
+        p = tl.exp2(logit - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        mass = mass * shrink + tl.sum(p, axis=1)
+        acc = tl.dot(p.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        top = new_top
+    if runs > 1:
+        pair = row * KV + kv_head
+        at = pair * SPLITS * GROUP + head                            # (n, KV, SPLITS, GROUP), stats: tops, then masses
+        masses_ptr = stats_ptr + tl.num_programs(0) * KV * SPLITS * GROUP
+        tl.store(stats_ptr + at + split * GROUP, top)
+        tl.store(masses_ptr + at + split * GROUP, mass)
+        tl.store(acc_ptr + (at + split * GROUP)[:, None] * d + i[None, :], acc)
+        tl.debug_barrier()                                           # all threads' stores come before the count
+        if tl.atomic_add(counter_ptr + pair, 1, sem="acq_rel") < runs - 1:
+            return
+        tl.store(counter_ptr + pair, 0)                              # for the next layer
+        top = tl.full((GROUP,), -float("inf"), tl.float32)
+        mass = tl.zeros((GROUP,), tl.float32)
+        acc = tl.zeros((GROUP, d), tl.float32)
+        for s in range(0, runs):
+            run_top = tl.load(stats_ptr + at + s * GROUP, cache_modifier=".cg")
+            new_top = tl.maximum(top, run_top)
+            shrink, weight = tl.exp2(top - new_top), tl.exp2(run_top - new_top)
+            mass = mass * shrink + weight * tl.load(masses_ptr + at + s * GROUP, cache_modifier=".cg")
+            run_acc = tl.load(acc_ptr + (at + s * GROUP)[:, None] * d + i[None, :], cache_modifier=".cg")
+            acc = acc * shrink[:, None] + run_acc * weight[:, None]
+            top = new_top
+    tl.store(out_ptr + at_q, (acc / mass[:, None]).to(out_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit(do_not_specialize=["M"])
+def residual_kernel(slab_ptr, scale_ptr, b_ptr, M, N, L, SLABS: tl.constexpr, SP: tl.constexpr, R: tl.constexpr,
+                    RP: tl.constexpr, resid_ptr, weight_ptr, noise_ptr, xw_ptr, squares_ptr, TILES, TILE: tl.constexpr,
+                    ROWS: tl.constexpr, PDL: tl.constexpr):
+    """residual += linear, and the norm that follows."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    tile = tl.program_id(1)
+    col = tile * TILE + tl.arange(0, TILE)
+    at = row[:, None] * N + col[None, :]
+    overlap(PDL)
+    weights = linear_weights(scale_ptr, b_ptr, col, R, RP)
+    w = tl.load(weight_ptr + col) + tl.load(noise_ptr + col)
+    wait(PDL)
+    x = tl.load(resid_ptr + at, mask=(row < M)[:, None], other=0.0)
+    x += linear_tile(slab_ptr, weights, row, col, 0, M, N, L, SLABS, SP, R, RP)
+    tl.store(resid_ptr + at, x, mask=(row < M)[:, None])
+    norm_tile(x, w, row, col, tile, xw_ptr, squares_ptr, M, N, TILES)
+
+
+@triton.jit(do_not_specialize=["M"])
+def swiglu_kernel(slab_ptr, scale_ptr, b_ptr, M, N, L, SLABS: tl.constexpr, SP: tl.constexpr, R: tl.constexpr,
+                  RP: tl.constexpr, squares_ptr, eps, D, TILES: tl.constexpr, TILES_P: tl.constexpr, out_ptr,
+                  TILE: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr):
+    """out (M, F) = silu(gate) * up, gate | up = linear / rms; N = 2 F."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    col = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    overlap(PDL)
+    of_gate, of_up = linear_weights(scale_ptr, b_ptr, col, R, RP), linear_weights(scale_ptr, b_ptr, col + N // 2, R, RP)
+    wait(PDL)
+    rstd = inverse_rms(squares_ptr, row, M, D, eps, TILES, TILES_P)[:, None]
+    gate = linear_tile(slab_ptr, of_gate, row, col, 0, M, N, L, SLABS, SP, R, RP) * rstd
+    up = linear_tile(slab_ptr, of_up, row, col + N // 2, 1, M, N, L, SLABS, SP, R, RP) * rstd
+    y = gate / (1 + tl.exp(-gate)) * up
+    tl.store(out_ptr + row[:, None] * (N // 2) + col[None, :], y.to(out_ptr.dtype.element_ty), mask=(row < M)[:, None])
+
+
+@triton.jit
+def logit_scale(squares_ptr, row, inv_temperature_ptr, D, eps, TILES: tl.constexpr, TILES_P: tl.constexpr,
+                SCALED: tl.constexpr):
+    """1 / (rms * temperature) of one row; 1 if its logits are SCALED already."""
+    if SCALED:
+        return 1.0
+    t = tl.arange(0, TILES_P)
+    squares = tl.load(squares_ptr + row * TILES + t, mask=t < TILES, other=0.0)
+    return tl.rsqrt(tl.sum(squares, axis=0) / D + eps) * tl.load(inv_temperature_ptr)
+
+
+@triton.jit
+def chunk_kernel(logits_ptr, row_stride, V, squares_ptr, inv_temperature_ptr, D, eps, TILES: tl.constexpr,
+                 TILES_P: tl.constexpr, SCALED: tl.constexpr, tops_ptr, masses_ptr, picks_ptr, CHUNK: tl.constexpr):
+    """Largest scaled logit of one chunk of a row's vocabulary, the sum of exp(logit - largest), and where it is."""
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    i = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits_ptr + row.to(tl.int64) * row_stride + i, mask=i < V, other=-float("inf"))
+    x *= logit_scale(squares_ptr, row, inv_temperature_ptr, D, eps, TILES, TILES_P, SCALED)
+    top = tl.max(x, axis=0)
+    at = row * tl.num_programs(1) + chunk
+    tl.store(tops_ptr + at, top)
+    tl.store(masses_ptr + at, tl.sum(tl.exp(x - tl.maximum(top, -1e30)), axis=0))    # a chunk may be all -inf
+    tl.store(picks_ptr + at, chunk * CHUNK + tl.argmax(x, axis=0))
+
+
+@triton.jit
+def uniform(key, pos):
+    """sampler.uniforms, bit for bit: key, pos int64 -> fp32 in (0, 1)."""
+    z = key.to(tl.uint64) + (pos + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    z = z ^ (z >> 31)
+    return ((z >> 41).to(tl.float32) + 0.5) * 1.1920928955078125e-07               # 2^-23
+
+
+@triton.jit
+def pick_kernel(logits_ptr, row_stride, V, squares_ptr, inv_temperature_ptr, D, eps, TILES: tl.constexpr,
+                TILES_P: tl.constexpr, SCALED: tl.constexpr, tops_ptr, masses_ptr, picks_ptr, CHUNK: tl.constexpr,
+                chunks, CHUNKS_P: tl.constexpr, state_ptr, stride, ends_ptr, tokens_ptr, logprobs_ptr,
+                GREEDY: tl.constexpr, ENDS: tl.constexpr):
+    """Draw a row's token (inverse CDF in vocabulary order: chunk, then inside it), write it down, advance the row."""
+    row = tl.program_id(0)
+    c = tl.arange(0, CHUNKS_P)
+    tops = tl.load(tops_ptr + row * chunks + c, mask=c < chunks, other=-float("inf"))
+    top = tl.max(tops, axis=0)
+    masses = tl.load(masses_ptr + row * chunks + c, mask=c < chunks, other=0.0) * tl.exp(tops - top)
+    mass = tl.sum(masses, axis=0)
+    field = state_ptr + row
+    pos = tl.load(field + POS * stride)
+    logits_ptr += row.to(tl.int64) * row_stride
+    scale = logit_scale(squares_ptr, row, inv_temperature_ptr, D, eps, TILES, TILES_P, SCALED)
+    if GREEDY:
+        token = tl.load(picks_ptr + row * chunks + tl.argmax(tops, axis=0))
+    else:
+        target = uniform(tl.load(field + KEY * stride), pos) * mass
+        chunk = tl.sum((tl.cumsum(masses, axis=0) <= target).to(tl.int32), axis=0)
+        chunk = tl.minimum(chunk, tl.max(tl.where(masses > 0, c, 0), axis=0))      # sums round: target may exceed them
+        target -= tl.sum(tl.where(c < chunk, masses, 0.0), axis=0)
+        i = tl.arange(0, CHUNK)
+        x = tl.load(logits_ptr + chunk * CHUNK + i, mask=chunk * CHUNK + i < V, other=-float("inf")) * scale
+        p = tl.exp(x - top)
+        inside = tl.sum((tl.cumsum(p, axis=0) <= target).to(tl.int32), axis=0)
+        token = chunk * CHUNK + tl.minimum(inside, tl.max(tl.where(p > 0, i, 0), axis=0))
+    logprob = tl.load(logits_ptr + token) * scale - top - tl.log(mass)
+    step = tl.load(field + STEP * stride)
+    tl.store(tokens_ptr + step * stride + row, token.to(tl.int64))
+    tl.store(logprobs_ptr + step * stride + row, logprob)
+    # The row's next state: sampler.TorchEngine's last four lines. A row that is not alive repeats its step.
+    alive = tl.load(field + ALIVE * stride)
+    ended = tl.max((tl.load(ends_ptr + tl.arange(0, ENDS)) == token).to(tl.int32), axis=0)
+    tl.store(field + TOKEN * stride, tl.where(alive > 0, token, tl.load(field + TOKEN * stride)))
+    tl.store(field + MADE * stride, tl.load(field + MADE * stride) + alive)
+    tl.store(field + POS * stride, pos + alive)
+    goes_on = (ended == 0) & (pos + alive < tl.load(field + LIMIT * stride))
+    tl.store(field + ALIVE * stride, tl.where(goes_on, alive, 0))
+    tl.store(field + STEP * stride, step + 1)
+
+
+# -----------------------------------------------------------------------------
+# The step
+
+def partial_sums(linear, x):
+    """x (n, K) -> slabs (S, n, N + P*R) fp32 and scale (N,): the part of a linear that reads the weights."""
+    weight, a = linear.weight, linear.a16 if linear.rank else None
+    if isinstance(weight, marlin_fp4.PackedWeight) and x.shape[0] <= DECODE_ROWS and x.is_cuda:
+        return marlin_fp4.decode_matmul(x, weight, a, pdl=True), weight.out_scale
+    w = weight.dequantize().to(x.dtype)
+    slabs = torch.empty(1, x.shape[0], weight.N + (0 if a is None else a.shape[0]), device=x.device)
+    slabs[0, :, :weight.N] = mm_fp32(x, w.T)
+    if a is not None:
+        slabs[0, :, weight.N:] = mm_fp32(x, a.T)
+    late = weight.late_scale
+    return slabs, torch.ones(weight.N, device=x.device) if late is None else late
+
+
+def attention_shape(pairs):
+    """(row, key-value head) pairs of a step -> tokens read at a time, warps, splits: about 2 programs a multiprocessor.
+
+    On an H200, 7B, 512 tokens, 1 / 8 / 32 / 64 / 256 rows: 6.9 / 9.5 / 13.3 / 19.3 / 55 us a layer.
+    """
+    splits = min(64, triton.next_power_of_2(triton.cdiv(2 * 132, pairs)))
+    return (128, 4, splits) if pairs <= 32 else (64, 2, splits) if splits > 1 else (32, 2, splits)
+
+
+class GraphEngine:
+    """CUDA graphs of the decode step over model and kv (L, 2, blocks, KV, BLOCK, d), captured when first needed."""
+    window = WINDOW
+
+    def __init__(self, model, kv, max_rows):
+        c, device = model.config, kv.device
+        assert c.head_dim in (64, 128), f"attention_kernel's tiles are 64 or 128 wide, got head size {c.head_dim}"
+        assert c.width % TILE == 0 == c.feed_forward % TILE, f"{c.width=}, {c.feed_forward=}: no multiples of {TILE}"
+        assert c.heads // c.kv_heads <= GROUP, f"{c.heads} query heads on {c.kv_heads}: more than {GROUP} on each"
+        assert model.dtype == kv.dtype, f"KV cache in {kv.dtype}, model in {model.dtype}"
+        self.model, self.kv, self.max_rows = model, kv, max_rows
+        self.buckets = [b for b in BUCKETS if b < max_rows] + [max_rows]
+        self.state = torch.zeros(len(FIELDS), max_rows, dtype=torch.int64, device=device)
+        self.table = None                                            # (max_rows, width), from the first call on
+        self.ends = torch.full((MAX_ENDS,), -1, dtype=torch.int64, device=device)
+        self.inv_temperature = torch.ones((), device=device)
+        self.tokens = torch.zeros(WINDOW, max_rows, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(WINDOW, max_rows, device=device)
+        self.counters = torch.zeros(max_rows * c.kv_heads, dtype=torch.int32, device=device)
+        half = torch.arange(0, c.head_dim, 2, device=device, dtype=torch.float32)
+        self.freq = c.rope_theta ** (-half / c.head_dim)             # as model.rope_table
+        self.graphs, self.pool = {}, None
+
+    def batch_size(self, n):
+        """The rows that a step of n live rows computes."""
+        return next(b for b in self.buckets if b >= n)
+
+    @torch.no_grad()
+    def decode(self, rows, steps, temperature, end_ids, top_k, top_p):
+        """See sampler.TorchEngine.decode; steps <= WINDOW."""
+        n = len(rows["pos"])
+        assert n <= self.max_rows and steps <= WINDOW, f"{n} rows, {steps} steps: made for {self.max_rows} and {WINDOW}"
+        assert len(end_ids) <= MAX_ENDS, f"{len(end_ids)} end ids, at most {MAX_ENDS}"
+        if self.table is None:
+            self.table = torch.zeros(self.max_rows, rows["table"].shape[1], dtype=torch.int64, device=self.kv.device)
+        size = self.batch_size(n)
+        run = self.graph(size, not temperature, top_k, top_p)
+        self.state[:, :size] = 0                                     # rows past n read and write block 0, for nobody
+        self.table[:size] = 0
+        for i, name in enumerate(FIELDS[:5]):
+            self.state[i, :n] = rows[name]
+        self.state[FIELDS.index("alive"), :n] = rows["limit"] > rows["pos"]
+        self.table[:n] = rows["table"]
+        self.ends.copy_(torch.tensor(sorted(end_ids) + [-1] * (MAX_ENDS - len(end_ids))))
+        self.inv_temperature.fill_(1 / (temperature or 1.0))
+        for _ in range(steps):
+            run()
+        made = self.state[FIELDS.index("made"), :n]
+        return self.tokens[:steps, :n].clone(), self.logprobs[:steps, :n].clone(), made.clone()
+
+    def graph(self, size, greedy, top_k, top_p):
+        """-> a function that runs one step of `size` rows."""
+        def step():
+            self.step(size, greedy, top_k, top_p)
+        if not self.kv.is_cuda:
+            return step                                              # Triton's interpreter
+        adapter = self.model.adapter
+        live = adapter is not None and adapter.linears[0].enabled
+        key = (size, greedy, top_k, top_p, adapter.working.data_ptr() if live else 0)
+        if key not in self.graphs:
+            self.state.zero_()
+            self.table.zero_()
+            with torch.cuda.stream(stream := torch.cuda.Stream()):   # not captured: compiles kernels, wakes cuBLAS
+                stream.wait_stream(torch.cuda.default_stream())
+                step()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            self.pool = self.pool or torch.cuda.graph_pool_handle()  # graphs never run at once: they share activations
+            with torch.cuda.graph(graph, pool=self.pool):
+                step()
+            self.graphs[key] = graph
+        return self.graphs[key].replay
+
+    def step(self, n, greedy, top_k, top_p):
+        """Launch one step of rows [0, n)."""
+        model, c = self.model, self.model.config
+        D, F, H, KV, d = c.width, c.feed_forward, c.heads, c.kv_heads, c.head_dim
+        new = torch.empty((), device=self.kv.device).new_empty
+        resid, xw, q, context, hidden = new(n, D), *(new(n, w, dtype=model.dtype) for w in (D, H * d, H * d, F))
+        squares, cos, sin = new(n, D // TILE), new(n, d // 2), new(n, d // 2)
+        state = (self.state, self.max_rows)
+        per_heads, per_residual, per_swiglu = PROGRAMS[next((m for m in PROGRAMS if n <= m), max(PROGRAMS))]
+        tiles = D // TILE
+        norms = (squares, c.eps, D, tiles, triton.next_power_of_2(tiles))
+        pdl = dict(PDL=self.kv.is_cuda, launch_pdl=True) if self.kv.is_cuda else dict(PDL=False)
+
+        def linear_args(linear, x):
+            (slabs, scale), R = partial_sums(linear, x), linear.rank
+            S, _, L = slabs.shape
+            return (slabs, scale, linear.b16 if R else scale, n, linear.weight.N, L, S, triton.next_power_of_2(S), R,
+                    max(16, triton.next_power_of_2(R)))
+
+        def norm_args(norm):
+            return norm.weight, norm.noise, xw, squares
+
+        def heads(layer, cache):
+            rows, warps = per_heads
+            heads_kernel[triton.cdiv(n, rows), H + 2 * KV](
+                *linear_args(layer.qkv, xw), *norms, layer.qkv_bias, cos, sin, q, *cache, H, KV, d // 2, BLOCK, rows,
+                num_warps=warps, **pdl)
+
+        def attention(cache):
+            tokens_at_once, warps, splits = attention_shape(n * KV)
+            acc, stats = new(n, KV, splits, GROUP, d), new(2, n, KV, splits, GROUP)
+            attention_kernel[n, KV, splits](
+                q, *cache, context, acc, stats, self.counters, d ** -0.5 * LOG2_E, H, KV, d, BLOCK, tokens_at_once,
+                GROUP, num_warps=warps, num_stages=2, **pdl)
+
+        def residual(linear, x, norm):
+            rows, warps = per_residual
+            residual_kernel[triton.cdiv(n, rows), tiles](
+                *linear_args(linear, x), resid, *norm_args(norm), tiles, TILE, rows, num_warps=warps, **pdl)
+
+        def swiglu(layer):
+            rows, warps = per_swiglu
+            swiglu_kernel[triton.cdiv(n, rows), F // TILE](
+                *linear_args(layer.gate_up, xw), *norms, hidden, TILE, rows, num_warps=warps, **pdl)
+
+        # The first kernel starts when the step before is done, so all others may read the rows' state early.
+        embed_kernel[n, tiles](*state, model.embed, self.freq, resid, cos, sin, *norm_args(model.layers[0].input_norm),
+                               n, D, tiles, TILE, 1, d // 2, PDL=self.kv.is_cuda, num_warps=1)
+        following = [layer.input_norm for layer in model.layers][1:] + [model.final_norm]
+        for layer, kv, next_norm in zip(model.layers, self.kv, following):
+            cache = (kv, kv.stride(0), *state, self.table, self.table.shape[1])
+            heads(layer, cache)
+            attention(cache)
+            residual(layer.o, context, layer.post_norm)
+            swiglu(layer)
+            residual(layer.down, hidden, next_norm)
+        self.sample(n, xw, squares, greedy, top_k, top_p)
+
+    def sample(self, n, xw, squares, greedy, top_k, top_p):
+        """The head and the draw: xw (n, D) and sums of squares of the final norm -> next token of every row."""
+        c, V = self.model.config, self.model.live_vocab
+        # All rows of the head, not the live ones: 151,665 columns of fp32 would leave cuBLAS unaligned rows.
+        logits = mm_fp32(xw, self.model.lm_head.T)                   # (n, V padded)
+        filtered = bool(top_k or top_p < 1.0)
+        if filtered:
+            logits *= torch.rsqrt(squares.sum(1, keepdim=True) / c.width + c.eps) * self.inv_temperature
+            filter_logits(logits[:, :V], top_k, top_p)
+        chunks, tiles = triton.cdiv(V, CHUNK), squares.shape[1]
+        tops, masses, picks = logits.new_empty(n, chunks), logits.new_empty(n, chunks), self.tokens.new_empty(n, chunks)
+        softmax = (logits, logits.stride(0), V, squares, self.inv_temperature, c.width, c.eps, tiles,
+                   triton.next_power_of_2(tiles), filtered, tops, masses, picks, CHUNK)
+        chunk_kernel[n, chunks](*softmax)
+        pick_kernel[n,](*softmax, chunks, triton.next_power_of_2(chunks), self.state, self.max_rows, self.ends,
+                        self.tokens, self.logprobs, greedy, MAX_ENDS)

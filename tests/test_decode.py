@@ -1,0 +1,269 @@
+"""
+The decode step's kernels against float64 torch, and whole steps against sampler.TorchEngine. All need a GPU.
+
+python -m pytest tests/test_decode.py -v
+"""
+import pytest
+import torch
+import torch.nn.functional as F
+
+import lora
+import model as model_module
+import sampler
+from aqn import noisy_norms
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="Triton kernels and CUDA graphs need a GPU")
+if torch.cuda.is_available():
+    import decode
+
+ROWS = 4                                                             # of a program
+BF16 = 2.0**-9                                                       # half a unit in the last place of a bf16 number, relative
+
+
+def random_linear(M, N, K, slabs, parts, R, gen):
+    """Slabs (S, M, N + P*R) and scale (N,) of a made-up linear, its b (N, R), and the result in float64."""
+    slab = torch.randn(slabs, M, N + len(parts) * R, generator=gen, device="cuda")
+    scale = torch.rand(N, generator=gen, device="cuda") + 0.5
+    b = torch.randn(N, max(R, 1), generator=gen, device="cuda").bfloat16()
+    total = slab.double().sum(0)
+    y = total[:, :N] * scale.double()
+    rows = list(torch.arange(N).split(parts))
+    for p, r in enumerate(rows if R else []):
+        y[:, r] += total[:, N + p * R:N + (p + 1) * R].bfloat16().double() @ b[r].double().T
+    RP = max(16, 1 << (R - 1).bit_length())
+    return (slab, scale, b, M, N, slab.shape[2], slabs, 1 << (slabs - 1).bit_length(), R, RP), y
+
+
+def close(got, want, ulps=1.0):
+    """bf16 results: one rounding of an fp32 value; xa's rounding can flip where the sum's order differs, hence the rest."""
+    bound = ulps * BF16 * 2 * want.abs() + 2e-2 * BF16 * want.abs().max() + 1e-5
+    return ((got.double() - want).abs() <= bound).double().mean() > 0.999
+
+
+@pytest.fixture
+def gen():
+    return torch.Generator("cuda").manual_seed(0)
+
+
+@pytest.mark.parametrize("M,slabs,R", [(1, 1, 0), (5, 7, 32), (40, 3, 8)])           # one row, ragged tile, several tiles
+def test_residual_kernel_adds_the_linear_and_norms_the_sum(M, slabs, R, gen):
+    D, T = 256, decode.TILE
+    args, y = random_linear(M, D, D, slabs, [D], R, gen)
+    resid = torch.randn(M, D, generator=gen, device="cuda")
+    weight, noise = torch.randn(2, D, generator=gen, device="cuda")
+    want = resid.double() + y
+    xw, squares = torch.full((M, D), torch.nan, device="cuda", dtype=torch.bfloat16), torch.full((M, D // T), torch.nan, device="cuda")
+    decode.residual_kernel[-(-M // ROWS), D // T](*args, resid, weight, noise, xw, squares, D // T, T, ROWS, False)
+    assert (resid - want).abs().max() < 1e-4 + 1e-2 * (R > 0)        # fp32, but for flipped roundings of x @ A.T
+    assert close(xw, resid.double() * (weight + noise).double())
+    torch.testing.assert_close(squares.sum(1), resid.square().sum(1))
+
+
+@pytest.mark.parametrize("M,slabs,R", [(1, 4, 16), (33, 2, 64)])
+def test_swiglu_kernel_is_silu_of_gate_times_up_over_rms(M, slabs, R, gen):
+    D, F_ = 192, 320                                                 # 3 partial sums of squares: padded to 4
+    args, y = random_linear(M, 2 * F_, D, slabs, [F_, F_], R, gen)
+    squares = torch.rand(M, 3, generator=gen, device="cuda") * D
+    y *= torch.rsqrt(squares.double().sum(1) / D + 1e-6)[:, None]
+    out = torch.full((M, F_), torch.nan, device="cuda", dtype=torch.bfloat16)
+    decode.swiglu_kernel[-(-M // ROWS), F_ // decode.TILE](*args, squares, 1e-6, D, 3, 4, out, decode.TILE, ROWS, False)
+    assert close(out, F.silu(y[:, :F_]) * y[:, F_:])
+
+
+def rows_state(prefix, pos, width, blocks, gen):
+    """Kernel state (8, n) and a block table of distinct random blocks for rows at `pos` after a prefix of `prefix` tokens."""
+    n = len(pos)
+    state = torch.zeros(8, n, dtype=torch.int64, device="cuda")
+    state[1], state[2] = torch.tensor(pos, device="cuda"), torch.tensor(prefix, device="cuda")
+    return state, torch.randperm(blocks, generator=gen, device="cuda")[:n * width].view(n, width).contiguous()
+
+
+@pytest.mark.parametrize("H,KV,d", [(14, 2, 64), (10, 2, 128)])
+def test_heads_kernel_rotates_and_writes_keys_and_values_where_the_table_says(H, KV, d, gen):
+    prefix, pos, B = [0, 5, 32, 40, 64], [0, 9, 32, 90, 95], sampler.BLOCK
+    n, D, width = 5, 256, 5
+    state, table = rows_state(prefix, pos, width, 40, gen)
+    kv = torch.zeros(2, 40, KV, B, d, device="cuda", dtype=torch.bfloat16)
+    args, y = random_linear(n, (H + 2 * KV) * d, D, 3, [H * d, KV * d, KV * d], 16, gen)
+    squares = torch.rand(n, 4, generator=gen, device="cuda") * D
+    bias = torch.randn((H + 2 * KV) * d, generator=gen, device="cuda")
+    config = model_module.ModelConfig(H * d, 0, 0, H, KV, 0, True)
+    cos, sin = model_module.rope_table(state[1], config)
+    q = torch.full((n, H, d), torch.nan, device="cuda", dtype=torch.bfloat16)
+    decode.heads_kernel[-(-n // ROWS), H + 2 * KV](*args, squares, 1e-6, D, 4, 4, bias, cos, sin, q, kv, kv.stride(0), state, n, table, width,
+                                       H, KV, d // 2, B, ROWS, False)
+    y = (y * torch.rsqrt(squares.double().sum(1) / D + 1e-6)[:, None] + bias).view(n, H + 2 * KV, d)
+    cos, sin = cos.double(), sin.double()
+    assert close(q, model_module.rotate(y[:, :H], cos, sin))
+    for row in range(n):                                             # own tokens start at the block after the prefix
+        slot = -(-prefix[row] // B) * B + pos[row] - prefix[row]
+        k, v = kv[:, table[row, slot // B], :, slot % B]
+        assert close(k, model_module.rotate(y[:, H:H + KV], cos, sin)[row]) and close(v, y[row, H + KV:])
+    assert (kv != 0).any(-1).sum() == 2 * n * KV                     # and nothing else was written
+
+
+@pytest.mark.parametrize("H,KV,d", [(14, 2, 64), (28, 4, 128), (10, 2, 128)])
+@pytest.mark.parametrize("splits", [1, 4, 16])
+def test_attention_kernel_matches_float64_over_prefix_gap_and_own_tokens(H, KV, d, splits, gen):
+    prefix, pos, B = [0, 0, 31, 32, 100, 1000, 5], [0, 63, 31, 32, 164, 2047, 2000], sampler.BLOCK
+    n, width = len(pos), 66
+    state, table = rows_state(prefix, pos, width, n * width, gen)
+    kv = torch.randn(2, n * width, KV, B, d, generator=gen, device="cuda").bfloat16()
+    q = torch.randn(n, H, d, generator=gen, device="cuda").bfloat16()
+    acc, stats = torch.full((n, KV, splits, decode.GROUP, d), torch.nan, device="cuda"), torch.full((2, n, KV, splits, decode.GROUP), torch.nan, device="cuda")
+    counters = torch.zeros(n * KV, dtype=torch.int32, device="cuda")
+    results = []
+    for _ in range(2):
+        out = torch.full_like(q, torch.nan)
+        decode.attention_kernel[n, KV, splits](q, kv, kv.stride(0), state, n, table, width, out, acc, stats, counters,
+                                               d ** -0.5 * 1.4426950408889634, H, KV, d, B, 64, decode.GROUP, False)
+        results.append(out)
+    assert torch.equal(*results) and not counters.any()              # same bits, and ready for the next layer
+    for row in range(n):
+        start = -(-prefix[row] // B) * B
+        slots = torch.tensor([*range(prefix[row]), *range(start, start + pos[row] - prefix[row] + 1)], device="cuda")
+        k, v = (kv[i, table[row, slots // B], :, slots % B].double().repeat_interleave(H // KV, dim=1) for i in (0, 1))  # (T, H, d)
+        p = (torch.einsum("hd,thd->ht", q[row].double(), k) * d ** -0.5).softmax(-1)
+        want = torch.einsum("ht,thd->hd", p, v)
+        # p is rounded to bf16 for the second matmul, the result once more
+        bound = BF16 * (torch.einsum("ht,thd->hd", p, v.abs()) + want.abs()) * 1.1 + 1e-6
+        assert ((out[row].double() - want).abs() <= bound).all(), f"row {row}"
+
+
+def small_engine(base, gen, rank=32, max_rows=9, size=(256, 320, 3, 4, 2, 2432)):
+    """A small random model with a live adapter, and its engine over a KV cache of random context."""
+    config = model_module.ModelConfig(*size, False)
+
+    def get(name, *shape):
+        if "norm" in name:
+            return 1 + 0.1 * torch.randn(shape, generator=gen, device="cuda")
+        return (torch.randn(shape, generator=gen, device="cuda") * shape[-1] ** -0.5 * (3 if "lm_head" in name else 1)).bfloat16()
+
+    def frozen(names, parts, k):
+        return model_module.freeze([get(n, p, k) for n, p in zip(names, parts)], base, torch.bfloat16)
+
+    model = model_module.build(config, get, frozen, torch.bfloat16, "small", None)
+    model.live_vocab = 2311
+    if rank:
+        adapter = lora.Adapter(model, rank=rank, alpha=rank)
+        adapter.master.data[adapter.b_start:].normal_(0, 0.1, generator=gen)
+        adapter.sync()
+    width = 12
+    kv = torch.randn(config.layers, 2, max_rows * width + 1, config.kv_heads, sampler.BLOCK, config.head_dim, generator=gen,
+                     device="cuda").bfloat16()
+    return model, decode.GraphEngine(model, kv, max_rows), width
+
+
+def random_rows(n, width, gen):
+    pos = torch.randint(0, 250, (n,), generator=gen, device="cuda")
+    return dict(token=torch.randint(0, 2311, (n,), generator=gen, device="cuda"), pos=pos,
+                prefix=(torch.rand(n, generator=gen, device="cuda") * (pos + 1)).long(), limit=pos + 100,
+                key=torch.randint(0, 2**62, (n,), generator=gen, device="cuda"),
+                table=1 + torch.randperm(n * width, generator=gen, device="cuda").view(n, width))
+
+
+def reference_logprobs(model, kv, rows, temperature):
+    """(n, V) log-probs of a step by sampler.TorchEngine's means, and how far bf16 rounding moves them: its rms from fp32."""
+    norms = [norm for layer in model.layers for norm in (layer.input_norm, layer.post_norm)] + [model.final_norm]
+    logprobs = []
+    for dtype in (torch.float32, torch.bfloat16):                    # of matmul inputs
+        for norm in norms:
+            norm.dtype = dtype
+        cache = sampler.CachedAttention(kv.to(dtype, copy=True), rows["table"], rows["prefix"], rows["pos"])
+        xw, rstd = model.hidden(rows["token"], [cache.layer(i) for i in range(len(model.layers))], rows["pos"])
+        logits = lora.mm_fp32(xw, model.lm_head[:model.live_vocab].to(dtype).T) * (rstd / (temperature or 1.0))
+        logprobs.append(logits.log_softmax(-1))
+    return logprobs[1], (logprobs[1] - logprobs[0]).square().mean().sqrt().item()
+
+
+@pytest.mark.parametrize("base,rank,n", [("nvfp4", 32, 9), ("nvfp4", 8, 3), ("nvfp4", 0, 1), ("bf16", 16, 5), ("nf4", 32, 2)])
+@pytest.mark.parametrize("sigma,temperature", [(0, 0.0), (0.05, 1.0), (0, 0.7)])
+def test_a_step_draws_what_the_torch_engine_would(base, rank, n, sigma, temperature, gen):
+    model, engine, width = small_engine(base, gen, rank)
+    with torch.no_grad(), noisy_norms(model, sigma, seed=1, step=2):
+        rows = random_rows(n, width, gen)
+        want, rounding = reference_logprobs(model, engine.kv, rows, temperature)
+        (token,), (logprob,), made = engine.decode(rows, 1, temperature, {7}, 0, 1.0)
+    assert made.tolist() == [1] * n
+    # Both round at the same places, but sums in another order flip some roundings, and then later ones. The difference
+    # of two bf16 evaluations has the size of their distance from fp32; 5 standard deviations for up to 9 rows.
+    tolerance = 5 * 2**0.5 * rounding
+    assert tolerance < 0.2 and (logprob - want.gather(1, token[:, None])[:, 0]).abs().max() < tolerance
+    if temperature:                                                  # the token's interval of the CDF holds u
+        cdf = F.pad(want.double().exp().cumsum(1), (1, 0))           # (n, V + 1)
+        u = sampler.uniforms(rows["key"], rows["pos"])
+        below, above = (cdf.gather(1, token[:, None] + i)[:, 0] for i in (0, 1))
+        assert ((below - rounding < u) & (u < above + rounding)).all()
+    else:
+        assert (logprob > want.max(1).values - tolerance).all()
+
+
+def test_window_advances_rows_and_stops_them_at_ends_and_limits(gen):
+    model, engine, width = small_engine("nvfp4", gen)
+    rows = random_rows(6, width, gen)
+    rows["limit"] = rows["pos"] + torch.tensor([0, 1, 3, 8, 100, 100], device="cuda")
+    free = engine.decode(rows, 8, 1.0, (), 0, 1.0)
+    assert free[2].tolist() == [0, 1, 3, 8, 8, 8]
+    end = free[0][2, 4].item()                                       # what row 4 draws at its third step
+    tokens, logprobs, made = engine.decode(rows, 8, 1.0, {end}, 0, 1.0)
+    stops = [(column == end).nonzero()[0].item() + 1 if (column == end).any() else 8 for column in free[0].T]
+    assert made.tolist() == [min(a, b) for a, b in zip(free[2].tolist(), stops)]
+    for row, m in enumerate(made.tolist()):                          # up to its end a row is as it was without one
+        assert torch.equal(tokens[:m, row], free[0][:m, row]) and torch.equal(logprobs[:m, row], free[1][:m, row])
+    for step in range(1, 8):                                         # a window of 8 is 8 windows of 1
+        rows = {**rows, "token": free[0][step - 1], "pos": rows["pos"] + (free[2] >= step)}
+        again = engine.decode(rows, 1, 1.0, (), 0, 1.0)
+        going = free[2] > step
+        assert torch.equal(again[0][0][going], free[0][step][going]) and torch.equal(again[1][0][going], free[1][step][going])
+
+
+def test_a_row_has_the_same_bits_whatever_its_neighbours(gen):
+    model, engine, width = small_engine("nvfp4", gen)
+    rows = random_rows(7, width, gen)
+    first = engine.decode(rows, 4, 1.0, (), 0, 1.0)
+    again = engine.decode(rows, 4, 1.0, (), 0, 1.0)
+    assert all(torch.equal(x, y) for x, y in zip(first, again))
+    order = torch.tensor([6, 2, 4, 0, 5], device="cuda")             # 5 rows and 7 rows both run as 8
+    moved = engine.decode({k: v[order] for k, v in rows.items()}, 4, 1.0, (), 0, 1.0)
+    assert torch.equal(first[1][:, order], moved[1]) and torch.equal(first[0][:, order], moved[0])
+
+
+@torch.no_grad()
+def test_adapter_and_norm_updates_need_no_new_capture(gen):
+    model, engine, width = small_engine("nvfp4", gen)
+    rows = random_rows(4, width, gen)
+
+    def best():
+        want, rounding = reference_logprobs(model, engine.kv, rows, 0.0)
+        got = engine.decode(rows, 1, 0.0, (), 0, 1.0)[1][0]
+        assert (got - want.max(1).values).abs().max() < 5 * 2**0.5 * rounding
+        return got
+
+    before, captured = best(), len(engine.graphs)
+    model.adapter.master.mul_(1.5)
+    model.adapter.sync()
+    model.layers[1].post_norm.weight.mul_(1.2)
+    after = best()
+    assert len(engine.graphs) == captured and not torch.equal(before, after)
+    with model.adapter.off():                                        # the base policy is another graph
+        assert not torch.equal(best(), after)
+
+
+@pytest.mark.parametrize("temperature,top_k,top_p", [(1.0, 0, 1.0), (0.6, 0, 1.0), (1.0, 40, 0.95), (0.0, 0, 1.0)])
+def test_drawn_tokens_equal_a_draw_from_the_same_logits(temperature, top_k, top_p, gen):
+    n, V = 64, 2311
+    model, engine, width = small_engine("bf16", gen, rank=0, max_rows=n)
+    xw = torch.randn(n, 256, generator=gen, device="cuda").bfloat16()
+    squares = torch.rand(n, 4, generator=gen, device="cuda") * 60
+    engine.state.random_(0, 1000, generator=gen)
+    engine.state[decode.FIELDS.index("step")] = 0
+    engine.inv_temperature.fill_(1 / (temperature or 1.0))
+    key, pos = (engine.state[decode.FIELDS.index(f)].clone() for f in ("key", "pos"))
+    engine.sample(n, xw, squares, not temperature, top_k, top_p)
+    rstd = torch.rsqrt(squares.sum(1, keepdim=True) / 256 + 1e-6)
+    logits = lora.mm_fp32(xw, model.lm_head.T)[:, :V] * (rstd / (temperature or 1.0))
+    u = sampler.uniforms(key, pos) if temperature else None
+    token, logprob = sampler.draw(sampler.filter_logits(logits, top_k, top_p), u)
+    # fp32 sums of 2,311 probabilities differ by 1e-6: a draw lands between the two with odds of 1e-4 for all rows
+    assert torch.equal(token, engine.tokens[0])
+    torch.testing.assert_close(logprob, engine.logprobs[0], atol=1e-4, rtol=0)
