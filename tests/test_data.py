@@ -244,6 +244,17 @@ def test_a_folder_without_tokenizer_is_named(tmp_path):
         Tokenizer(tmp_path)
 
 
+def test_the_embedded_model_has_spare_rows_both_end_tokens_and_one_digit_a_token():
+    tokenizer = Tokenizer(TINY)
+    config = json.loads((TINY / "config.json").read_text())
+    assert tokenizer.vocab_size < config["vocab_size"], (tokenizer.vocab_size, config["vocab_size"])
+    assert [tokenizer.file.id_to_token(i) for i in tokenizer.end_ids] == ["<|endoftext|>", "<|im_end|>"]
+    assert tokenizer.system == "You solve word problems."
+    assert len(tokenizer.encode("1234567890")) == 10
+    longest = max(len(tokenizer.chat(data.boxed(p.question))) for p in data.arithmetic("test", 200))
+    assert longest <= 60, longest                                         # short prompts keep the CPU run short
+
+
 def test_over_long_prompts_are_dropped_and_counted_never_cut(tmp_path):
     save_tokenizer(tmp_path)
     tokenizer = Tokenizer(tmp_path)
