@@ -39,6 +39,7 @@ from safetensors.torch import load_file, save
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm")
+VARIANTS = ("use_dora", "use_rslora", "lora_bias", "rank_pattern", "alpha_pattern")    # PEFT's other formulas
 
 _scratch = {}                                  # device, dtype -> one flat buffer, reused by every linear in turn
 
@@ -295,9 +296,12 @@ def load_adapter(model, folder):
         tensors = load_file(folder / "adapter_model.safetensors")
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"{folder}: not a readable PEFT adapter folder ({error})") from None
-    if config.get("peft_type") != "LORA" or config.get("use_dora") or set(config["target_modules"]) != set(TARGETS):
+    variants = [key for key in VARIANTS if config.get(key)]
+    if config.get("peft_type") != "LORA" or variants or set(config.get("target_modules") or ()) != set(TARGETS):
         raise ValueError(f"{folder}: need a plain LoRA adapter on {', '.join(TARGETS)}, got {config.get('peft_type')} on "
-                         f"{config.get('target_modules')}")
+                         f"{config.get('target_modules')} {' '.join(variants)}")
+    if not {"r", "lora_alpha"} <= config.keys():
+        raise ValueError(f"{folder}/adapter_config.json: needs r and lora_alpha, has {', '.join(config)}")
     Adapter(model, config["r"], config["lora_alpha"], norms=bool(config.get("modules_to_save")))
     views = dict(_named_views(model))
     wrong = sorted(set(views) ^ set(tensors)) + [n for n in views if n in tensors and views[n].shape != tensors[n].shape]

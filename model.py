@@ -78,10 +78,11 @@ class ModelConfig:
         raw = nvfp4.read_json(path)
         if raw.get("architectures") != ["Qwen2ForCausalLM"]:
             raise ValueError(f"{path}: architectures is {raw.get('architectures')}, expected ['Qwen2ForCausalLM']")
-        if raw.get("use_sliding_window") or raw.get("rope_scaling"):
+        rope = raw.get("rope_parameters") or {}                                          # newer files
+        if raw.get("use_sliding_window") or raw.get("rope_scaling") or rope.get("rope_type", "default") != "default":
             raise ValueError(f"{path}: sliding windows and rope_scaling are not supported")
         try:
-            theta = raw.get("rope_theta") or raw["rope_parameters"]["rope_theta"]        # the second: newer files
+            theta = raw.get("rope_theta") or rope["rope_theta"]
             return cls(raw["hidden_size"], raw["intermediate_size"], raw["num_hidden_layers"], raw["num_attention_heads"],
                        raw["num_key_value_heads"], raw["vocab_size"], bool(raw.get("tie_word_embeddings", False)),
                        theta, raw["rms_norm_eps"])
@@ -346,7 +347,11 @@ def load(folder, base="nvfp4", device=None, dtype=None):
             if base != "nvfp4":
                 raise ValueError(f"{path} holds NVFP4 weights: --base {base} needs the bf16 checkpoint")
             return pack_parts([nvfp4.load_linear(shards, name, device) for name in names])
-        return freeze([get(f"{name}.weight", n, k) for name, n in zip(names, parts)], base, dtype)
+        weights = [get(f"{name}.weight", n, k) for name, n in zip(names, parts)]
+        try:
+            return freeze(weights, base, dtype)
+        except ValueError as error:                                  # a K that ends inside a block, an infinite weight
+            raise ValueError(f"{path}: {names[0]}: {error}") from None
 
     return build(config, get, frozen, dtype, name=str(folder), folder=path)
 

@@ -37,6 +37,7 @@ import shutil
 import sys
 import tempfile
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -89,12 +90,20 @@ def encode(w, block, rule):
     return torch.cat(packed), torch.cat(scales)
 
 
+@cache
+def byte_table(levels, device):
+    """(256, 2): both codes of a byte decoded. One look-up a byte costs less than splitting the nibbles first.
+
+    Kept, because a CUDA graph that captures a decode may not copy from the CPU.
+    """
+    byte = torch.arange(256)
+    return torch.stack([levels[byte & 15], levels[byte >> 4]], dim=1).to(device)
+
+
 def decode(packed, scale, levels, dtype):
     """packed uint8 (N, K // 2), scale fp32 (N, K // block) -> (N, K): levels[code] * scale in fp32, then `dtype`."""
     N, K, block = packed.shape[0], 2 * packed.shape[1], 2 * packed.shape[1] // scale.shape[1]
-    # One look-up a byte: a table of 256 pairs costs less than splitting the nibbles first.
-    byte = torch.arange(256)
-    pairs = torch.stack([levels[byte & 15], levels[byte >> 4]], dim=1).to(packed.device)    # (256, 2)
+    pairs = byte_table(levels, packed.device)
     w = torch.empty(N, K, dtype=dtype, device=packed.device)
     for rows in row_chunks(N, K, block):
         blocks = pairs[packed[rows].int()].view(-1, K // block, block)

@@ -1,0 +1,105 @@
+"""
+Writes qwen2_reference.safetensors and peft_adapter/: what transformers and PEFT make of tiny_qwen2.py's checkpoints and
+of a real one. test_model.py and test_lora.py compare.
+
+    pip install -r requirements.txt transformers==5.23.0 peft==0.21.2
+    python tests/make_reference.py FOLDER        FOLDER: Qwen2.5-Coder-0.5B-Instruct
+
+Neither package is needed by the project or its tests. Everything is computed in fp32. Stored are, for every tiny shape,
+a checksum of its weights, tokens (2, T) and logits (2, T, V); for "tied" also the logits of
+    ours_in_peft    the folder that save_adapter wrote, loaded by PEFT
+    peft_adapter    an adapter that PEFT made, saved to peft_adapter/
+and of the real model, for tokens (T,) of one text, the logits (T, C) of C columns and the T - 1 next tokens' log-probs.
+"""
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from lora import Adapter, save_adapter
+from model import load
+from tiny_qwen2 import NORMS, SHAPES, TARGETS, config_json, random_adapter, random_tensors, set_adapter, write_folder
+
+HERE = Path(__file__).parent
+TEXT = ("<|im_start|>user\nA box holds 12 rows of 7 pens. How many pens are in 3 boxes?<|im_end|>\n"
+        "<|im_start|>assistant\nOne box holds 12 * 7 = 84 pens, so 3 boxes hold 3 * 84 = 252 pens.<|im_end|>")
+
+
+def transformers_model(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@torch.no_grad()
+def tiny_cases(scratch):
+    for shape in SHAPES:
+        raw = config_json(shape)
+        tensors = random_tensors(raw)
+        folder = write_folder(scratch / shape, raw, tensors)
+        tokens = torch.randint(raw["vocab_size"], (2, 19), generator=torch.Generator().manual_seed(1))
+        yield f"{shape}.checksum", sum(t.double().abs().sum() for t in tensors.values())
+        yield f"{shape}.tokens", tokens
+        yield f"{shape}.logits", transformers_model(folder)(tokens).logits
+        if shape != "tied":
+            continue
+        ours = load(folder, base="bf16", device="cpu")
+        Adapter(ours, rank=4, alpha=6, norms=True)
+        set_adapter(ours, random_adapter(raw, 4, seed=2, norms=True))
+        save_adapter(ours, scratch / "ours")
+        logits = PeftModel.from_pretrained(transformers_model(folder), scratch / "ours")(tokens).logits
+        print("our adapter, in PEFT and here: logits differ by at most", (logits - ours(tokens)).abs().max().item())
+        yield "tied.ours_in_peft", logits
+        theirs = peft_adapter(transformers_model(folder), random_adapter(raw, 3, seed=3, norms=True))
+        yield "tied.peft_adapter", theirs(tokens).logits
+
+
+def peft_adapter(model, values):
+    """PEFT's wrapper of the model with an adapter of rank 3 on everything and trained norms; also saved."""
+    names = [target.split(".")[1] for target in TARGETS]
+    model = get_peft_model(model, LoraConfig(r=3, lora_alpha=5, target_modules=names, modules_to_save=list(NORMS),
+                                             task_type="CAUSAL_LM", lora_dropout=0.0, bias="none"))
+    parameters = dict(model.named_parameters())
+    for name, value in values.items():
+        inner = ".default.weight" if "lora_" in name else ".modules_to_save.default.weight"
+        parameters[name.removesuffix(".weight") + inner].copy_(value)
+    folder = HERE / "peft_adapter"
+    shutil.rmtree(folder, ignore_errors=True)
+    model.save_pretrained(folder)
+    (folder / "README.md").unlink()                                       # a model card
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = "tiny"                            # else the temporary folder's path
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    return model.eval()
+
+
+@torch.no_grad()
+def real_case(folder):
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokens = torch.tensor(tokenizer.encode(TEXT, add_special_tokens=False).ids)
+    logits = transformers_model(folder)(tokens[None]).logits[0]
+    columns = torch.arange(8) * 21700 + 17                                # the last is a row no token uses
+    yield "qwen05.tokens", tokens
+    yield "qwen05.columns", columns
+    yield "qwen05.logits", logits[:, columns]
+    yield "qwen05.logprobs", logits[:-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("folder", type=Path, help="Qwen2.5-Coder-0.5B-Instruct, with its tokenizer.json")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        tensors = dict(tiny_cases(Path(scratch))) | dict(real_case(args.folder))
+    save_file({name: t.clone() for name, t in tensors.items()}, HERE / "qwen2_reference.safetensors")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,365 @@
+"""
+Logits and log-probs against Qwen2 in plain float64 (tiny_qwen2.py) and against transformers' stored numbers
+(make_reference.py); loading of every base; bad folders.
+
+python -m pytest tests/test_model.py -v
+QWEN05=<folder of Qwen2.5-Coder-0.5B-Instruct> python -m pytest tests/test_model.py -k half_b -v
+"""
+import json
+import os
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors.torch import load_file
+
+import lora
+import model as model_py
+import nvfp4
+from aqn import noisy_norms
+from model import ModelConfig, PackedAttention, _TokenLogprobs, load, random_model, resolve
+from tiny_qwen2 import (SHAPES, TARGETS, config_json, plain_logits, random_adapter, random_tensors, set_adapter,
+                        write_folder)
+
+REFERENCE = load_file(Path(__file__).parent / "qwen2_reference.safetensors")
+# Logits reach 12. A sum of up to 192 fp32 terms is off by sqrt(192) * 2^-24 = 8e-7 of their size; some 20 such sums follow
+# one another: 4e-5 if they add as noise. Seen: 1e-5.
+FP32 = 5e-5
+GROUPS = TARGETS[:3], TARGETS[3:4], TARGETS[4:6], TARGETS[6:]          # fused linears: one tensor scale each
+
+
+def plain(tiny, tokens):
+    """Float64 logits of every row of tokens (B, T)."""
+    return torch.stack([plain_logits(tiny.raw, tiny.tensors, row) for row in tokens])
+
+
+def some_tokens(tiny, *shape, seed=5):
+    return torch.randint(tiny.raw["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
+
+
+def ragged_rows(tiny, lengths=(7, 2, 33, 2, 12)):
+    flat = some_tokens(tiny, sum(lengths)).split(list(lengths))
+    return [t.tolist() for t in flat]
+
+
+# -----------------------------------------------------------------------------
+# Logits
+
+@pytest.mark.parametrize("files", [1, 3])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_equal_a_float64_forward(tiny, tmp_path, shape, files):
+    case = tiny[shape]
+    folder = write_folder(tmp_path / "model", case.raw, case.tensors, files)
+    tokens = some_tokens(case, 3, 40)
+    with torch.no_grad():
+        got = load(folder, base="bf16", device="cpu")(tokens)
+    assert got.dtype == torch.float32 and got.shape == (3, 40, case.raw["vocab_size"])
+    assert (got - plain(case, tokens)).abs().max() < FP32
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_equal_transformers_on_the_same_weights(tiny, shape):
+    case = tiny[shape]
+    checksum = sum(t.double().abs().sum() for t in case.tensors.values())
+    assert abs(checksum / REFERENCE[f"{shape}.checksum"] - 1) < 1e-12, "the recipe made other weights than it did then"
+    tokens, want = REFERENCE[f"{shape}.tokens"], REFERENCE[f"{shape}.logits"]
+    with torch.no_grad():
+        got = load(case.folder, base="bf16", device="cpu")(tokens)
+    assert (got - want).abs().max() < FP32                                # theirs is fp32 as well
+    assert (plain(case, tokens) - want).abs().max() < FP32
+
+
+@pytest.mark.skipif("QWEN05" not in os.environ, reason="QWEN05 does not name a folder of Qwen2.5-Coder-0.5B-Instruct")
+def test_half_b_model_equals_transformers():
+    model = load(os.environ["QWEN05"], base="bf16", device="cpu", dtype=torch.float32)
+    tokens, columns = REFERENCE["qwen05.tokens"], REFERENCE["qwen05.columns"]
+    with torch.no_grad():
+        logits = model(tokens[None])[0]
+        logprobs, _ = model.token_logprobs([tokens.tolist()], [1])
+    assert (logits[:, columns] - REFERENCE["qwen05.logits"]).abs().max() < 1e-3          # 24 layers, logits up to 30
+    assert (logprobs - REFERENCE["qwen05.logprobs"]).abs().max() < 1e-3
+
+
+def test_packed_rows_equal_one_row_at_a_time(tiny):
+    model, rows = load(tiny["untied"].folder, base="nvfp4", device="cpu"), ragged_rows(tiny["untied"])
+    with torch.no_grad():
+        together, _ = model.token_logprobs(rows, [1] * len(rows))
+        apart = torch.cat([model.token_logprobs([row], [1])[0] for row in rows])
+        forward = [model(torch.tensor([row]))[0].log_softmax(-1)[range(len(row) - 1), row[1:]] for row in rows]
+    assert (together - apart).abs().max() < FP32
+    assert (together - torch.cat(forward)).abs().max() < FP32
+
+
+def test_positions_restart_with_every_packed_sequence():
+    attend = PackedAttention([3, 1, 2], "cpu")
+    assert attend.positions().tolist() == [0, 1, 2, 0, 0, 1]
+    assert attend.starts.tolist() == [0, 3, 4, 6]
+
+
+def test_noise_on_the_block_norms_acts_as_added_to_their_weights(tiny):
+    case, tokens = tiny["ragged"], some_tokens(tiny["ragged"], 2, 11)
+    model = load(case.folder, base="bf16", device="cpu")
+    with torch.no_grad(), noisy_norms(model, 0.05, seed=1, step=2):
+        got = model(tokens)
+        noisy = dict(case.tensors)
+        for i, layer in enumerate(model.layers):
+            for name, norm in (("input", layer.input_norm), ("post_attention", layer.post_norm)):
+                name = f"model.layers.{i}.{name}_layernorm.weight"
+                noisy[name] = case.tensors[name].double() + norm.noise
+    assert (got - plain(case._replace(tensors=noisy), tokens)).abs().max() < FP32
+    assert (got - plain(case, tokens)).abs().max() > 0.05                 # the noise did something
+
+
+def test_bf16_inputs_cost_no_more_than_their_rounding(tiny):
+    case, tokens = tiny["untied"], some_tokens(tiny["untied"], 2, 20)
+    with torch.no_grad():
+        got = load(case.folder, base="bf16", device="cpu", dtype=torch.bfloat16)(tokens)
+    want = plain(case, tokens)
+    # Each of ~14 matmul inputs on a token's way is off by 2^-9 / sqrt(3) relative, as noise: 0.4 % of the spread.
+    assert (got - want).std() < 0.01 * want.std()
+    assert (got - want).std() > 0.001 * want.std()                        # it did round
+
+
+# -----------------------------------------------------------------------------
+# Bases
+
+def dequantized(case, base):
+    """The checkpoint with every linear replaced by what its codes and scales stand for, fp32."""
+    tensors, (encode, decode) = dict(case.tensors), nvfp4.FORMATS[base]
+    for i in range(case.raw["num_hidden_layers"]):
+        for group in GROUPS:
+            names = [f"model.layers.{i}.{target}.weight" for target in group]
+            scale = [nvfp4.global_scale_for(*(tensors[name] for name in names))] if base == "nvfp4" else []
+            for name in names:
+                tensors[name] = decode(*encode(tensors[name], *scale), dtype=torch.float32)
+    return case._replace(tensors=tensors)
+
+
+@pytest.mark.parametrize("shape,base", [("ragged", "nvfp4"), *((s, b) for s in ("tied", "untied") for b in nvfp4.FORMATS)])
+def test_base_equals_a_model_of_the_dequantized_weights(tiny, tmp_path, shape, base):
+    tokens, replaced = some_tokens(tiny[shape], 2, 15), dequantized(tiny[shape], base)
+    with torch.no_grad():
+        got = load(tiny[shape].folder, base=base, device="cpu")(tokens)
+        assert (got - plain(replaced, tokens)).abs().max() < FP32
+        assert base == "bf16" or (got - plain(tiny[shape], tokens)).abs().max() > 0.1
+        if base != "nf4":                                                 # its levels are not bf16 numbers
+            folder = write_folder(tmp_path / "model", replaced.raw, replaced.tensors)
+            assert torch.equal(got, load(folder, base="bf16", device="cpu")(tokens))
+
+
+def test_nvfp4_folder_gives_the_bits_of_quantizing_on_load(tiny, tmp_path):
+    for shape in SHAPES:
+        tokens = some_tokens(tiny[shape], 2, 15)
+        nvfp4.convert(tiny[shape].folder, tmp_path / shape, "cpu")
+        with torch.no_grad():
+            want = load(tiny[shape].folder, base="nvfp4", device="cpu")(tokens)
+            assert torch.equal(load(tmp_path / shape, base="nvfp4", device="cpu")(tokens), want)
+    with pytest.raises(ValueError, match="holds NVFP4 weights: --base mxfp4"):
+        load(tmp_path / "tied", base="mxfp4", device="cpu")
+
+
+def foreign_nvfp4_folder(case, folder):
+    """As other quantizers write it: one tensor scale per matrix, max / 2688, so q, k and v differ and none is 2^n."""
+    stored, replaced = dict(case.tensors), dict(case.tensors)
+    for name in [n for n in case.tensors if any(n.endswith(f"{t}.weight") for t in TARGETS)]:
+        w = stored.pop(name)
+        inverse = 2688 / w.float().abs().max()
+        packed, scale, g = nvfp4.quantize(w, 1 / inverse)
+        stem = name.removesuffix(".weight")
+        stored |= {f"{stem}.weight_packed": packed, f"{stem}.weight_scale": scale,
+                   f"{stem}.weight_global_scale": inverse.reshape(1)}
+        replaced[name] = nvfp4.dequantize(packed, scale, g, torch.float32)
+    write_folder(folder, case.raw | {"quantization_config": nvfp4.QUANTIZATION_CONFIG}, stored)
+    return folder, case._replace(tensors=replaced)
+
+
+def test_nvfp4_folder_with_a_tensor_scale_of_its_own_per_matrix_loads(tiny, tmp_path):
+    folder, replaced = foreign_nvfp4_folder(tiny["untied"], tmp_path / "foreign")
+    model, tokens = load(folder, base="nvfp4", device="cpu"), some_tokens(tiny["untied"], 2, 15)
+    assert model.layers[0].qkv.weight.late_scale is not None
+    with torch.no_grad():
+        assert (model(tokens) - plain(replaced, tokens)).abs().max() < FP32
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tensors_are_those_of_the_checkpoint(tiny, shape):
+    got = dict(load(tiny[shape].folder, base="bf16", device="cpu").tensors())
+    assert got.keys() == tiny[shape].tensors.keys()
+    for name, want in tiny[shape].tensors.items():
+        assert torch.equal(got[name], want.float()), name
+
+
+def test_random_model_of_a_published_size_runs(monkeypatch):
+    monkeypatch.setitem(model_py.SIZES, "tiny", SHAPES["untied"])
+    model = random_model("tiny", base="nvfp4", device="cpu", dtype=torch.float32)
+    assert model(torch.zeros(1, 3, dtype=torch.int64)).shape == (1, 3, 101)
+    with pytest.raises(AssertionError, match="unknown size '8b', expected one of 0.5b"):
+        ModelConfig.of_size("8b")
+
+
+# -----------------------------------------------------------------------------
+# Log-probs without the (T, V) tensor
+
+@pytest.mark.parametrize("temperature,live_vocab", [(1.0, 101), (0.6, 101), (1.7, 90)])
+def test_token_logprobs_equal_log_softmax_of_the_logits(tiny, temperature, live_vocab):
+    case = tiny["tied"]
+    model = load(case.folder, base="bf16", device="cpu")
+    model.live_vocab = live_vocab
+    rows = [[t % live_vocab for t in row] for row in ragged_rows(case)]
+    starts = [3, 1, 20, 1, 11]                                            # the last row scores one token
+    with torch.no_grad():
+        logprobs, entropy = model.token_logprobs(rows, starts, temperature)
+    want, want_entropy = [], []
+    for row, start in zip(rows, starts):
+        logits = plain_logits(case.raw, case.tensors, row)[start - 1:-1, :live_vocab] / temperature
+        log_p = logits.log_softmax(-1)
+        want.append(log_p.gather(1, torch.tensor(row[start:])[:, None])[:, 0])
+        want_entropy.append(-(log_p.exp() * log_p).sum(-1))
+    assert (logprobs - torch.cat(want)).abs().max() < FP32
+    assert (entropy - torch.cat(want_entropy)).abs().max() < FP32
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 64])
+def test_logprob_gradient_equals_autograd_through_the_whole_tensor(monkeypatch, chunk):
+    monkeypatch.setattr(_TokenLogprobs, "CHUNK", chunk)
+    torch.manual_seed(0)
+    n, D, V, temperature = 17, 32, 50, 0.7
+    x, head, targets = torch.randn(n, D), torch.randn(V, D) / 3, torch.randint(V, (n,))
+    rstd, upstream = torch.rand(n, 1) + 0.5, torch.randn(n)
+    x64, rstd64 = x.double().requires_grad_(), rstd.double().requires_grad_()
+    want = (x64 @ head.double().T * rstd64 / temperature).log_softmax(-1)[torch.arange(n), targets]
+    want.backward(upstream.double())
+    x, rstd = x.requires_grad_(), rstd.requires_grad_()
+    got, _ = _TokenLogprobs.apply(x, rstd, head, targets, temperature)
+    got.backward(upstream)
+    # 50 terms of size ~3 in fp32: 50 * 3 * 2^-24 = 1e-5.
+    assert (got - want).abs().max() < 1e-5
+    assert (x.grad - x64.grad).abs().max() < 1e-5
+    assert (rstd.grad - rstd64.grad).abs().max() < 1e-5
+
+
+def test_recompute_gives_the_same_gradient_and_touches_no_frozen_weight(tiny):
+    model, rows = load(tiny["untied"].folder, base="nvfp4", device="cpu"), ragged_rows(tiny["untied"])
+    lora.Adapter(model, rank=4, alpha=8, norms=True)
+    set_adapter(model, random_adapter(tiny["untied"].raw, 4, norms=True))
+    gradients = []
+    for recompute in (True, False):
+        model.adapter.zero_grad()
+        logprobs, _ = model.token_logprobs(rows, [1] * len(rows), recompute=recompute)
+        (logprobs * torch.linspace(-1, 2, len(logprobs))).sum().backward()
+        gradients.append(model.adapter.master.grad.clone())
+    assert torch.equal(*gradients) and gradients[0].count_nonzero() > 0.9 * sum(
+        t.numel() for t in random_adapter(tiny["untied"].raw, 4, norms=True).values())
+    assert model.embed.grad is None and model.final_norm.weight.grad is None
+
+
+def test_row_without_prompt_or_completion_stops(tiny):
+    model = load(tiny["tied"].folder, base="bf16", device="cpu")
+    for start in (0, 3):
+        with pytest.raises(AssertionError, match="a prompt token and a scored token"):
+            model.token_logprobs([[1, 2, 3]], [start])
+
+
+# -----------------------------------------------------------------------------
+# Bad input: one ValueError that names the file or tensor
+
+def broken(tiny, folder, config=None, tensors=None, files=1, shape="tied"):
+    return write_folder(folder, tiny[shape].raw | (config or {}), tiny[shape].tensors | (tensors or {}), files)
+
+
+@pytest.mark.parametrize("config,message", [
+    (dict(architectures=["LlamaForCausalLM"]), r"config.json: architectures is \['LlamaForCausalLM'\]"),
+    (dict(use_sliding_window=True), "config.json: sliding windows"),
+    (dict(rope_scaling=dict(rope_type="yarn", factor=4.0)), "config.json: sliding windows and rope_scaling"),
+    (dict(rope_theta=None, rope_parameters=dict(rope_type="yarn", rope_theta=1e6)), "config.json: sliding"),
+    (dict(hidden_size=128), r"layers.0.self_attn.q_proj.bias has shape \(64,\), config.json says \(128,\)"),
+    (dict(num_hidden_layers=3), "no tensor model.layers.2"),
+    (dict(tie_word_embeddings=False), "no tensor lm_head.weight"),
+])
+def test_config_that_does_not_fit_is_refused(tiny, tmp_path, config, message):
+    with pytest.raises(ValueError, match=message):
+        load(broken(tiny, tmp_path / "model", config), base="nvfp4", device="cpu")
+
+
+def test_config_without_a_key_or_without_json_is_refused(tiny, tmp_path):
+    folder = broken(tiny, tmp_path / "model")
+    raw = config_json("tied")
+    del raw["hidden_size"]
+    (folder / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match="config.json: no 'hidden_size'"):
+        load(folder, device="cpu")
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="config.json: cannot be read as JSON"):
+        load(folder, device="cpu")
+
+
+def test_newer_configs_keep_theta_in_rope_parameters(tiny, tmp_path):
+    raw = config_json("tied")
+    raw["rope_parameters"] = dict(rope_theta=raw.pop("rope_theta"), rope_type="default")
+    assert ModelConfig.read(write_folder(tmp_path / "model", raw, {})).rope_theta == 1e4
+
+
+def test_wrong_shape_is_refused_by_name(tiny, tmp_path):
+    name = "model.layers.1.mlp.up_proj.weight"
+    folder = broken(tiny, tmp_path / "model", tensors={name: torch.zeros(191, 64)})
+    with pytest.raises(ValueError, match=rf"{name} has shape \(191, 64\), config.json says \(192, 64\)"):
+        load(folder, device="cpu")
+
+
+def test_missing_and_cut_off_shards_are_refused_by_name(tiny, tmp_path):
+    folder = broken(tiny, tmp_path / "model", files=3)
+    victim = folder / "model-00002-of-00003.safetensors"
+    whole = victim.read_bytes()
+    victim.write_bytes(whole[:-100])
+    with pytest.raises(ValueError, match=f"{victim.name}: cut off"):
+        load(folder, device="cpu")
+    victim.unlink()
+    with pytest.raises(ValueError, match=f"{victim.name}: missing"):
+        load(folder, device="cpu")
+
+
+@pytest.mark.parametrize("base,block", [("nf4", 64), ("mxfp4", 32), ("nvfp4", 16)])
+def test_k_that_ends_inside_a_block_is_refused_by_name(tiny, tmp_path, base, block):
+    folder, K = tiny["ragged"].folder, 80
+    if base == "nvfp4":
+        raw = tiny["tied"].raw | dict(hidden_size=72)                     # 4 heads of 18
+        folder, K = write_folder(tmp_path / "model", raw, random_tensors(raw)), 72
+    with pytest.raises(ValueError, match=f"layers.0.self_attn.q_proj: K={K} .* not a multiple of .* {block} weights"):
+        load(folder, base=base, device="cpu")
+
+
+def test_weight_that_is_not_finite_is_refused_by_name(tiny, tmp_path):
+    name = "model.layers.1.mlp.down_proj"
+    w = tiny["tied"].tensors[f"{name}.weight"].clone()
+    w[3, 5] = torch.inf
+    with pytest.raises(ValueError, match=f"{name}: a weight matrix holds inf"):
+        load(broken(tiny, tmp_path / "model", tensors={f"{name}.weight": w}), base="nvfp4", device="cpu")
+
+
+def test_unknown_base_is_refused(tiny):
+    with pytest.raises(ValueError, match="--base fp8: expected one of bf16, nvfp4, mxfp4, nf4"):
+        load(tiny["tied"].folder, base="fp8", device="cpu")
+
+
+@pytest.mark.parametrize("name,hub_id", [
+    ("qwen2.5-7b", "Qwen/Qwen2.5-7B-Instruct"), ("qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B-Instruct"),
+    ("Qwen2.5-Coder-0.5b", "Qwen/Qwen2.5-Coder-0.5B-Instruct"), ("qwen2.5-math-72b", "Qwen/Qwen2.5-Math-72B-Instruct"),
+    ("somebody/else", "somebody/else")])
+def test_aliases_and_hub_ids_are_downloaded(monkeypatch, name, hub_id):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda hub_id, allow_patterns: f"cache/{hub_id}")
+    assert resolve(name) == Path("cache") / hub_id
+
+
+def test_names_that_lead_nowhere_are_refused(monkeypatch, tmp_path):
+    def offline(*args, **kwargs):
+        raise LocalEntryNotFoundError("no such snapshot in the cache\nand no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    assert resolve(tmp_path) == tmp_path
+    for name in ("llama-7b", str(tmp_path / "nothing"), "qwen2.5-8b"):
+        with pytest.raises(ValueError, match="neither a folder nor a name such as"):
+            resolve(name)
+    with pytest.raises(ValueError, match=r"--model somebody/else: not downloadable \(no such snapshot in the cache\)"):
+        resolve("somebody/else")

@@ -1,0 +1,151 @@
+"""
+Qwen2 in plain float64, one sequence at a time, and tiny random checkpoints, for the tests of model, lora and sampler.
+
+Weights follow from a seed by integers and one division, so that every version of torch makes the same bits:
+make_reference.py and the tests build the same checkpoint, and only its logits are stored.
+
+This file imports nothing of the project.
+"""
+import json
+import math
+
+import torch
+from safetensors.torch import save_file
+
+# D, F, layers, H, KV, V, tied. K is a multiple of 64 but not always of 128 in the first two, of 16 only in the third.
+SHAPES = {"tied": (64, 192, 2, 4, 2, 101, True), "untied": (128, 192, 2, 4, 1, 101, False),
+          "ragged": (80, 176, 3, 5, 5, 77, False)}
+TARGETS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+           "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+def config_json(shape):
+    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+            "vocab_size", "tie_word_embeddings")
+    return dict(zip(keys, SHAPES[shape]), architectures=["Qwen2ForCausalLM"], model_type="qwen2", hidden_act="silu",
+                rms_norm_eps=1e-6, rope_theta=1e4, max_position_embeddings=512, use_sliding_window=False)
+
+
+def shapes_of(raw):
+    """Hugging Face name -> shape of every tensor of the checkpoint."""
+    D, F, V = raw["hidden_size"], raw["intermediate_size"], raw["vocab_size"]
+    kv = D // raw["num_attention_heads"] * raw["num_key_value_heads"]
+    sizes = dict(zip(TARGETS, ((D, D), (kv, D), (kv, D), (D, D), (F, D), (F, D), (D, F))))
+    shapes = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
+    for i in range(raw["num_hidden_layers"]):
+        shapes |= {f"model.layers.{i}.{name}.weight": size for name, size in sizes.items()}
+        shapes |= {f"model.layers.{i}.{name}.bias": sizes[name][:1] for name in TARGETS[:3]}
+        shapes |= {f"model.layers.{i}.{name}.weight": (D,) for name in NORMS}
+    return shapes if raw["tie_word_embeddings"] else shapes | {"lm_head.weight": (V, D)}
+
+
+def noise(shape, generator, std):
+    """Sum of four uniform integers, nearly normal, scaled to `std`."""
+    return torch.randint(-128, 128, (4, *shape), generator=generator).sum(0).float() / 148.0 * std
+
+
+def random_tensors(raw, seed=0):
+    """bf16 tensors of a checkpoint whose logits have a standard deviation of a few units."""
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for name, shape in sorted(shapes_of(raw).items()):
+        if name.endswith("norm.weight"):
+            w = 1 + noise(shape, generator, 0.25)
+        elif name.endswith("bias"):
+            w = noise(shape, generator, 0.5)
+        else:
+            gain = 1.0 if ".layers." in name else 2.5
+            w = noise(shape, generator, gain / math.sqrt(shape[1]))
+        tensors[name] = w.bfloat16()
+    return tensors
+
+
+def random_adapter(raw, rank, seed=0, norms=False):
+    """PEFT's tensor names -> fp32 A and B (both nonzero) and, with norms, new block norms."""
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for name, shape in sorted(shapes_of(raw).items()):
+        module = "base_model.model." + name.removesuffix(".weight")
+        if any(f".{target}.weight" in name for target in TARGETS):
+            tensors[f"{module}.lora_A.weight"] = noise((rank, shape[1]), generator, shape[1] ** -0.5)
+            tensors[f"{module}.lora_B.weight"] = noise((shape[0], rank), generator, 0.3)
+        elif norms and any(f".{norm}.weight" in name for norm in NORMS):
+            tensors[f"{module}.weight"] = 1 + noise(shape, generator, 0.25)
+    return tensors
+
+
+def merged(tensors, adapter, scale):
+    """The checkpoint with the adapter worked in, float64: W + scale * B @ A, and its norms in place of the base's."""
+    out = {name: t.double() for name, t in tensors.items()}
+    for name, t in adapter.items():
+        module = name.removeprefix("base_model.model.")
+        if module.endswith("lora_A.weight"):
+            b = adapter[name.replace("lora_A", "lora_B")]
+            out[module.replace("lora_A.", "")] += scale * b.double() @ t.double()
+        elif "lora_B" not in module:
+            out[module] = t.double()
+    return out
+
+
+def write_folder(folder, raw, tensors, files=1):
+    """config.json and the tensors in one safetensors file, or spread over several with their index."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(raw))
+    if files == 1:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+    weight_map = {name: f"model-{i % files + 1:05d}-of-{files:05d}.safetensors" for i, name in enumerate(tensors)}
+    for file in set(weight_map.values()):
+        save_file({n: t for n, t in tensors.items() if weight_map[n] == file}, folder / file, metadata={"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+def plain_logits(raw, tensors, tokens):
+    """tokens (T,) of one sequence -> logits (T, V) float64. Rotary pairs are complex numbers, turned by e^(i angle)."""
+    w = {name: t.double() for name, t in tensors.items()}
+    T, H, KV = len(tokens), raw["num_attention_heads"], raw["num_key_value_heads"]
+    d = raw["hidden_size"] // H
+    angle = torch.arange(T).double()[:, None] * raw["rope_theta"] ** (-torch.arange(0, d, 2).double() / d)
+    turn = torch.polar(torch.ones_like(angle), angle)[:, None]           # (T, 1, d / 2)
+    future = torch.full((T, T), -torch.inf, dtype=torch.float64).triu(1)
+
+    def norm(x, name):
+        return x / (x.square().mean(-1, keepdim=True) + raw["rms_norm_eps"]).sqrt() * w[f"{name}.weight"]
+
+    def linear(x, name):
+        return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0)
+
+    def rotated(x):
+        z = torch.complex(*x.unflatten(1, (-1, d)).chunk(2, dim=-1)) * turn
+        return torch.cat([z.real, z.imag], dim=-1)                       # (T, heads, d)
+
+    x = w["model.embed_tokens.weight"][torch.as_tensor(tokens)]
+    for i in range(raw["num_hidden_layers"]):
+        p = f"model.layers.{i}."
+        y = norm(x, p + "input_layernorm")
+        q, k = rotated(linear(y, p + "self_attn.q_proj")), rotated(linear(y, p + "self_attn.k_proj"))
+        v = linear(y, p + "self_attn.v_proj").unflatten(1, (-1, d))
+        k, v = k.repeat_interleave(H // KV, 1), v.repeat_interleave(H // KV, 1)
+        weight = (torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(d) + future).softmax(-1)
+        x = x + linear(torch.einsum("hij,jhd->ihd", weight, v).flatten(1), p + "self_attn.o_proj")
+        y = norm(x, p + "post_attention_layernorm")
+        gate = linear(y, p + "mlp.gate_proj")
+        x = x + linear(gate * torch.sigmoid(gate) * linear(y, p + "mlp.up_proj"), p + "mlp.down_proj")
+    head = w["model.embed_tokens.weight" if raw["tie_word_embeddings"] else "lm_head.weight"]
+    return norm(x, "model.norm") @ head.T
+
+
+def set_adapter(model, tensors):
+    """Copy random_adapter's tensors into the model's Adapter, through the views that the linears compute with."""
+    prefix = "base_model.model."
+    for linear in model.adapter.linears:
+        start = 0
+        for p, (name, rows) in enumerate(zip(linear.names, linear.parts)):
+            a, b = (tensors[f"{prefix}{name}.lora_{x}.weight"] for x in "AB")
+            linear.a.data[p * len(a):(p + 1) * len(a)] = a
+            linear.b.data[start:start + rows] = b
+            start += rows
+    for i, layer in enumerate(model.layers if model.adapter.norms else ()):
+        for name, norm in zip(NORMS, (layer.input_norm, layer.post_norm)):
+            norm.weight.data.copy_(tensors[f"{prefix}model.layers.{i}.{name}.weight"])
+    model.adapter.sync()
