@@ -402,12 +402,12 @@ class Config(NamedTuple):
 # (M at most, N, K) -> Config; `python bench.py tune` prints these lines. Shapes not listed take DEFAULTS[M at most].
 # per_sm is what a multiprocessor can hold: with pdl, places left empty would be filled by the next kernel, unevenly.
 DEFAULTS = {
-    8: Config(8, 128, 4, 4, 4),
+    8: Config(8, 128, 4, 3, 4),
     16: Config(16, 128, 4, 4, 3),
-    32: Config(32, 128, 4, 4, 3, 168),
+    32: Config(32, 128, 4, 4, 2),
     64: Config(64, 128, 4, 4, 2),
-    128: Config(128, 256, 8, 3, 1),
-    256: Config(256, 128, 8, 3, 1),
+    128: Config(128, 128, 8, 3, 1),
+    256: Config(128, 128, 8, 3, 1),
 }
 TUNED = {}
 

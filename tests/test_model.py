@@ -7,6 +7,7 @@ QWEN05=<folder of Qwen2.5-Coder-0.5B-Instruct> python -m pytest tests/test_model
 """
 import json
 import os
+from itertools import product
 from pathlib import Path
 
 import huggingface_hub
@@ -24,8 +25,8 @@ from tiny_qwen2 import (SHAPES, TARGETS, config_json, plain_logits, random_adapt
                         write_folder)
 
 REFERENCE = load_file(Path(__file__).parent / "qwen2_reference.safetensors")
-# Logits reach 12. A sum of up to 192 fp32 terms is off by sqrt(192) * 2^-24 = 8e-7 of their size; some 20 such sums follow
-# one another: 4e-5 if they add as noise. Seen: 1e-5.
+# Logits reach 12. A sum of up to 192 fp32 terms is off by sqrt(192) * 2^-24 = 8e-7 of their size; 20 such sums follow one
+# another: 4e-5 if they add as noise. Seen: 1e-5.
 FP32 = 5e-5
 GROUPS = TARGETS[:3], TARGETS[3:4], TARGETS[4:6], TARGETS[6:]          # fused linears: one tensor scale each
 
@@ -137,7 +138,7 @@ def dequantized(case, base):
     return case._replace(tensors=tensors)
 
 
-@pytest.mark.parametrize("shape,base", [("ragged", "nvfp4"), *((s, b) for s in ("tied", "untied") for b in nvfp4.FORMATS)])
+@pytest.mark.parametrize("shape,base", [("ragged", "nvfp4"), *product(("tied", "untied"), nvfp4.FORMATS)])
 def test_base_equals_a_model_of_the_dequantized_weights(tiny, tmp_path, shape, base):
     tokens, replaced = some_tokens(tiny[shape], 2, 15), dequantized(tiny[shape], base)
     with torch.no_grad():
