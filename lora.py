@@ -122,50 +122,60 @@ class Linear(torch.nn.Module):
         return [slice(end - size, end) for size, end in zip(self.parts, ends)]
 
 
+def matmul(x, linear):
+    """x (M, K) -> y (M, N) fp32 and what the backward needs: x, with x @ A.T beside it if there is an adapter."""
+    n, k = linear.weight.N, linear.weight.K
+    assert x.dim() == 2 and x.shape[1] == k, f"{linear.names[0]}: x {tuple(x.shape)} does not fit K={k}"
+    wide = linear.wide(x.dtype)
+    if linear.rank:                                                  # x @ A.T is rounded to x's dtype, as the sampler does
+        x = torch.cat([x, mm_fp32(x, linear.a16.T).to(x.dtype)], dim=1)
+    y = mm_fp32(x, wide[:n].T)
+    return (y if linear.weight.late_scale is None else y.mul_(linear.weight.late_scale)), x
+
+
+def gradient_buffer(xa, linear, rank):
+    """Where dL/dy (M, N) goes, as the first columns of (M, N + P*R): the rest is matmul_backward's."""
+    return torch.empty(xa.shape[0], linear.weight.N + rank * len(linear.parts), device=xa.device, dtype=xa.dtype)
+
+
+def matmul_backward(xa, dy, linear, rank, needs_ab):
+    """xa of matmul(), gradient_buffer() with dL/dy filled in -> dL/dx (M, K) in x's dtype, dL/dA, dL/dB fp32 or None.
+
+    Dequantizes W again rather than keep it alive since the forward.
+    """
+    assert rank == linear.rank, f"{linear.names[0]}: adapter switched between forward and backward"
+    n, k, late = linear.weight.N, linear.weight.K, linear.weight.late_scale
+    wide = linear.wide(xa.dtype)
+    if late is not None:
+        dy[:, :n] *= late
+    if rank:
+        dy[:, n:] = mm_fp32(dy[:, :n], wide[:n, k:])                 # dL/d(x @ A.T) (M, P*R)
+    dx = mm_fp32(dy, wide[:, :k]).to(xa.dtype)
+    if not (rank and needs_ab):
+        return dx, None, None
+    da = mm_fp32(dy[:, n:].T, xa[:, :k])                             # (P*R, K)
+    db = torch.empty_like(linear.b)
+    for p, rows in enumerate(linear.part_rows()):
+        db[rows] = linear.scale * mm_fp32(dy[:, rows].T, xa[:, k + p * rank:k + (p + 1) * rank])
+    return dx, da, (db if late is None else db.div_(late[:, None]))
+
+
 class _LoraMatmul(torch.autograd.Function):
-    """y = x @ W.T + adapter, from the scratch; the backward dequantizes again rather than keep W alive."""
+    """y = x @ W.T + adapter."""
 
     @staticmethod
     def forward(ctx, x, a, b, linear):
-        n, k = linear.weight.N, linear.weight.K
-        assert x.dim() == 2 and x.shape[1] == k, f"{linear.names[0]}: x {tuple(x.shape)} does not fit K={k}"
-        wide = linear.wide(x.dtype)
-        if a is None:
-            xa = x
-        else:                                                        # xa is rounded to x's dtype, as the sampler does
-            xa = torch.empty(x.shape[0], wide.shape[1], device=x.device, dtype=x.dtype)
-            xa[:, :k] = x
-            xa[:, k:] = mm_fp32(x, linear.a16.T)
-        ctx.linear, ctx.rank, ctx.dtype = linear, linear.rank, x.dtype
-        ctx.save_for_backward(xa if a is not None and ctx.needs_input_grad[1] else None)
-        y = mm_fp32(xa, wide[:n].T)
-        return y if linear.weight.late_scale is None else y.mul_(linear.weight.late_scale)
+        y, xa = matmul(x, linear)
+        ctx.linear, ctx.rank = linear, linear.rank
+        ctx.save_for_backward(xa)
+        return y
 
     @staticmethod
     def backward(ctx, dy):
-        linear, (xa,) = ctx.linear, ctx.saved_tensors
-        n, k = linear.weight.N, linear.weight.K
-        assert ctx.rank == linear.rank, f"{linear.names[0]}: adapter switched between forward and backward"
-        wide = linear.wide(ctx.dtype)
-        late = linear.weight.late_scale
-        if late is not None:
-            dy = dy * late
-        if not ctx.rank:
-            return mm_fp32(dy.to(ctx.dtype), wide).to(ctx.dtype), None, None, None
-        dyx = torch.empty(dy.shape[0], wide.shape[0], device=dy.device, dtype=ctx.dtype)
-        dyx[:, :n] = dy
-        dyx[:, n:] = mm_fp32(dyx[:, :n], wide[:n, k:])               # dL/d(x @ A.T) (M, P*R)
-        dx = mm_fp32(dyx, wide[:, :k]).to(ctx.dtype)
-        if xa is None:
-            return dx, None, None, None
-        x, r = xa[:, :k], ctx.rank
-        da = mm_fp32(dyx[:, n:].T, x)                                # (P*R, K)
-        db = torch.empty_like(linear.b)
-        for p, rows in enumerate(linear.part_rows()):
-            db[rows] = linear.scale * mm_fp32(dyx[:, rows].T, xa[:, k + p * r:k + (p + 1) * r])
-        if late is not None:
-            db /= late[:, None]
-        return dx, da, db, None
+        xa, = ctx.saved_tensors
+        buffer = gradient_buffer(xa, ctx.linear, ctx.rank)
+        buffer[:, :dy.shape[1]] = dy
+        return *matmul_backward(xa, buffer, ctx.linear, ctx.rank, ctx.needs_input_grad[1]), None
 
 
 class Adapter:

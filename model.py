@@ -37,6 +37,7 @@ from torch.utils.checkpoint import checkpoint
 
 import marlin_fp4
 import nvfp4
+from backward import gated_linear, token_logprobs
 from lora import Linear, mm_fp32
 
 SIZES = {  # D, F, layers, H, KV, V, tied: the published config.json of Qwen2.5-*-Instruct
@@ -111,12 +112,6 @@ def rotate(x, cos, sin):
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
-def swiglu(y, rstd, dtype):
-    """Result of the gate_up matmul (T, 2F) fp32 -> silu(gate) * up (T, F) in dtype."""
-    gate, up = (y * rstd).chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(dtype)
-
-
 def rope_table(positions, config):
     """positions (T,) -> cos, sin (T, 1, d/2) fp32. Angles in fp32: bf16 cannot tell position 4001 from 4002."""
     half = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
@@ -124,12 +119,20 @@ def rope_table(positions, config):
     return angle.cos()[:, None], angle.sin()[:, None]
 
 
-COMPILED = {f: torch.compile(f, dynamic=True) for f in (scaled_norm, split_qkv, swiglu)}     # lazy: nothing happens yet
+COMPILED = {f: torch.compile(f) for f in (scaled_norm, split_qkv)}   # lazy: nothing happens yet
 
 
 def fused(function, x, *rest):
-    """function(x, *rest), compiled where x is on a GPU and gradients are wanted (a prefill is not worth the compiling)."""
-    return (COMPILED[function] if x.is_cuda and torch.is_grad_enabled() else function)(x, *rest)
+    """function(x, *rest), compiled where x is on a GPU and gradients are wanted (a prefill is not worth the compiling).
+
+    Only the number of tokens is dynamic: with a dynamic width every element would pay an integer division.
+    """
+    if not (x.is_cuda and torch.is_grad_enabled()):
+        return function(x, *rest)
+    for t in (x, *rest):
+        if isinstance(t, torch.Tensor) and t.shape[0] == x.shape[0]:
+            torch._dynamo.maybe_mark_dynamic(t, 0)
+    return COMPILED[function](x, *rest)
 
 
 class RMSNorm(torch.nn.Module):
@@ -160,7 +163,7 @@ class Block(torch.nn.Module):
         q, k, v = fused(split_qkv, self.qkv(xw), rstd, self.qkv_bias, cos, sin, self.config.kv_heads, dtype)
         x = x + self.o(attend(q, k, v).flatten(1))
         xw, rstd = self.post_norm(x)
-        return x + self.down(fused(swiglu, self.gate_up(xw), rstd, dtype))
+        return x + self.down(gated_linear(self.gate_up, xw, rstd))
 
 
 class PackedAttention:
@@ -233,7 +236,7 @@ class Qwen2(torch.nn.Module):
         ends = attend.starts.tolist()[1:]
         scored = torch.cat([torch.arange(e - len(r) + s, e) for e, r, s in zip(ends, rows, starts)]).to(self.device)
         head = self.lm_head[:self.live_vocab]
-        return _TokenLogprobs.apply(xw[scored - 1], rstd[scored - 1], head, tokens[scored], temperature)
+        return token_logprobs(xw[scored - 1], rstd[scored - 1], head, tokens[scored], temperature)
 
     def tensors(self):
         """(Hugging Face name, tensor) of the whole model, one at a time, adapter merged into the linears in fp32."""
@@ -250,45 +253,6 @@ class Qwen2(torch.nn.Module):
         yield "model.norm.weight", self.final_norm.weight
         if not self.config.tied:
             yield "lm_head.weight", self.lm_head
-
-
-class _TokenLogprobs(torch.autograd.Function):
-    """log softmax(x @ head.T * rstd / temperature) at `targets`, without the (T, V) tensor.
-
-    One log-prob's gradient with respect to its own x is one row, (onehot - p) @ head / temperature: it is computed
-    while the chunk's logits are at hand, so the backward is a multiplication and logits are computed once.
-    """
-    CHUNK = 512                                                      # rows a time: 0.3 GB of fp32 logits at V = 152k
-
-    @staticmethod
-    def forward(ctx, x, rstd, head, targets, temperature):
-        n = x.shape[0]
-        logprobs, entropy = torch.empty(2, n, device=x.device)
-        needs_grad = any(ctx.needs_input_grad[:2])
-        dx = torch.empty(x.shape, device=x.device) if needs_grad else None
-        drstd = torch.empty_like(rstd) if needs_grad else None
-        for i in range(0, n, _TokenLogprobs.CHUNK):
-            s = slice(i, i + _TokenLogprobs.CHUNK)
-            scale = rstd[s] / temperature                            # (c, 1)
-            logits = mm_fp32(x[s], head.T).mul_(scale)               # (c, V)
-            picked = logits.gather(1, targets[s, None])              # (c, 1)
-            lse = logits.logsumexp(1, keepdim=True)
-            p = torch.exp(logits - lse)
-            mean_logit = torch.linalg.vecdot(p, logits)[:, None]     # (c, 1)
-            logprobs[s], entropy[s] = (picked - lse)[:, 0], (lse - mean_logit)[:, 0]
-            if needs_grad:
-                drstd[s] = (picked - mean_logit) / rstd[s]
-                p.neg_().scatter_add_(1, targets[s, None], torch.ones_like(picked))      # onehot - p
-                dx[s] = mm_fp32(p.to(x.dtype), head).mul_(scale)
-        ctx.save_for_backward(dx, drstd)
-        ctx.dtype = x.dtype
-        ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
-
-    @staticmethod
-    def backward(ctx, dlogprobs, _):
-        dx, drstd = ctx.saved_tensors
-        return (dx * dlogprobs[:, None]).to(ctx.dtype), drstd * dlogprobs[:, None], None, None, None
 
 
 # -----------------------------------------------------------------------------

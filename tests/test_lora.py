@@ -1,7 +1,7 @@
 """
 The adapter against autograd through an explicit W + s * B @ A in float64, and its files against PEFT.
 
-PEFT 0.21.2 with transformers 5.23.0 made the stored logits and the folder peft_adapter/ (make_reference.py) in fp32, with
+PEFT 0.21.2 with transformers 5.23.0 made the stored logits and the folder peft_adapter/ (make_reference.py), fp32, with
 trained block norms. Our folder in PEFT, and PEFT's folder here, give logits up to 12 that differ by at most 1.2e-5.
 
 python -m pytest tests/test_lora.py -v
@@ -237,7 +237,7 @@ def test_saved_tensors_bear_pefts_names_and_values(tiny, tmp_path):
 
 
 def test_peft_computes_the_same_from_our_folder(tiny):
-    model, _ = adapted(tiny["tied"], rank=4, alpha=6, norms=True, seed=2)            # what make_reference.py gave to PEFT
+    model, _ = adapted(tiny["tied"], rank=4, alpha=6, norms=True, seed=2)          # as make_reference.py gave to PEFT
     with torch.no_grad():
         got = model(REFERENCE["tied.tokens"])
     assert (got - REFERENCE["tied.ours_in_peft"]).abs().max() < FP32

@@ -20,13 +20,14 @@ import lora
 import model as model_py
 import nvfp4
 from aqn import noisy_norms
-from model import ModelConfig, PackedAttention, _TokenLogprobs, load, random_model, resolve
+from backward import _TokenLogprobs
+from model import ModelConfig, PackedAttention, load, random_model, resolve
 from tiny_qwen2 import (SHAPES, TARGETS, config_json, plain_logits, random_adapter, random_tensors, set_adapter,
                         write_folder)
 
 REFERENCE = load_file(Path(__file__).parent / "qwen2_reference.safetensors")
-# Logits reach 12. A sum of up to 192 fp32 terms is off by sqrt(192) * 2^-24 = 8e-7 of their size; 20 such sums follow one
-# another: 4e-5 if they add as noise. Seen: 1e-5.
+# Logits reach 12. A sum of up to 192 fp32 terms is off by sqrt(192) * 2^-24 = 8e-7 of their size; 20 such sums in a row
+# make 4e-5 if they add as noise. Seen: 1e-5.
 FP32 = 5e-5
 GROUPS = TARGETS[:3], TARGETS[3:4], TARGETS[4:6], TARGETS[6:]          # fused linears: one tensor scale each
 

@@ -1,0 +1,447 @@
+"""
+The sampler against plain float64 forwards of whole sequences, its randomness against SplitMix64's published numbers,
+its bookkeeping (blocks, groups, preemption) against a loop that has none, on 10,000 requests.
+
+python -m pytest tests/test_sampler.py -v
+"""
+import math
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import sampler as sampler_py
+from aqn import noisy_norms
+from lora import Adapter
+from model import load
+from sampler import BLOCK, MASK64, Rollouts, Sampler, TorchEngine, draw, filter_logits, row_key, uniforms
+from tiny_qwen2 import merged, plain_logits, random_adapter, set_adapter
+
+FP32 = 5e-5                                                               # on logits: as in test_model.py
+LENGTHS = (1, 2, 5, 31, 32, 33, 34, 63, 64, 65)                           # of prompts; the prefix is one token shorter
+
+
+class WindowEngine(TorchEngine):
+    window = 8                                                            # as on a GPU: rows may end inside a window
+
+
+def prompts_of(vocab, lengths=LENGTHS, seed=3):
+    flat = torch.randint(vocab, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
+    return [t.tolist() for t in flat.split(list(lengths))]
+
+
+def plain_uniform(key, position):
+    """SplitMix64's output number position + 1 from state `key`, its upper 23 bits and a half as a fraction."""
+    z = (key + (position + 1) * 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    return ((z ^ z >> 31) // 2**41 + 0.5) / 2**23
+
+
+def distributions(case, tensors, rollouts, temperature, live_vocab):
+    """For every sequence the float64 log-probs (T, V) its completion tokens were to be drawn from."""
+    for prompt, completion in zip(rollouts.prompts, rollouts.completions):
+        logits = plain_logits(case.raw, tensors, prompt + completion)[len(prompt) - 1:-1, :live_vocab]
+        yield (logits / temperature).log_softmax(-1)
+
+
+def same(a, b):
+    return a.completions == b.completions and a.finished == b.finished
+
+
+def minimal_gib(model, max_length, extra=0):
+    """The smallest pool that Sampler takes, plus some blocks."""
+    c = model.config
+    block_bytes = c.layers * 2 * c.kv_heads * BLOCK * c.head_dim * model.dtype.itemsize
+    return (-(-max_length // BLOCK) + 2 + extra + 0.5) * block_bytes / 2**30
+
+
+# -----------------------------------------------------------------------------
+# What is sampled
+
+@pytest.mark.parametrize("engine", [TorchEngine, WindowEngine])
+@pytest.mark.parametrize("policy", ["base", "adapter", "noise"])
+def test_greedy_tokens_are_the_argmax_of_full_forwards(tiny, policy, engine):
+    case = tiny["untied"]
+    model, tensors = load(case.folder, base="bf16", device="cpu"), dict(case.tensors)
+    if policy == "adapter":
+        adapter = random_adapter(case.raw, 4, seed=2, norms=True)
+        Adapter(model, rank=4, alpha=6, norms=True)
+        set_adapter(model, adapter)
+        tensors = merged(case.tensors, adapter, 6 / 4)
+    with noisy_norms(model, 0.1 if policy == "noise" else 0.0, seed=1, step=3):
+        for i, layer in enumerate(model.layers):
+            for name, norm in (("input", layer.input_norm), ("post_attention", layer.post_norm)):
+                tensors[f"model.layers.{i}.{name}_layernorm.weight"] = norm.weight.double() + norm.noise
+        sampler = Sampler(model, max_length=110, max_rows=7, engine=engine)
+        rollouts = sampler.generate(prompts_of(101), max_new_tokens=45, temperature=0)
+    assert [len(c) for c in rollouts.completions] == [45] * len(LENGTHS) and not any(rollouts.finished)
+    # By induction over the tokens this is what a loop of full forwards writes.
+    for completion, got, want in zip(rollouts.completions, rollouts.logprobs,
+                                     distributions(case, tensors, rollouts, 1.0, model.live_vocab)):
+        assert completion == want.argmax(-1).tolist()
+        assert got.dtype == torch.float32 and (got - want.amax(-1)).abs().max() < FP32
+
+
+@pytest.mark.parametrize("base", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.6])
+def test_every_token_is_the_inverse_cdf_at_its_own_uniform(tiny, base, temperature):
+    case, seed = tiny["tied"], 11
+    model = load(case.folder, base=base, device="cpu")
+    model.live_vocab = 90
+    with torch.no_grad(), noisy_norms(model, 0.05, seed=1, step=3):
+        sampler = Sampler(model, max_length=100, max_rows=8, engine=WindowEngine)
+        rollouts = sampler.generate(prompts_of(90), group_size=3, max_new_tokens=35, temperature=temperature, seed=seed)
+        rows = [p + c for p, c in zip(rollouts.prompts, rollouts.completions)]
+        learner, _ = model.token_logprobs(rows, [len(p) for p in rollouts.prompts], temperature)
+        clean = dict(model.tensors())                                     # what nvfp4's codes stand for
+        for i, layer in enumerate(model.layers):
+            for name, norm in (("input", layer.input_norm), ("post_attention", layer.post_norm)):
+                clean[f"model.layers.{i}.{name}_layernorm.weight"] = norm.weight.double() + norm.noise
+    assert (torch.cat(rollouts.logprobs) - learner).abs().max() < FP32 / temperature
+    for b, log_p in enumerate(distributions(case, clean, rollouts, temperature, 90)):
+        prompt, completion = rollouts.prompts[b], rollouts.completions[b]
+        cdf = torch.cat([log_p.new_zeros(len(completion), 1), log_p.exp().cumsum(-1)], dim=1)
+        key = row_key(seed, b // 3, b % 3)
+        for t, token in enumerate(completion):
+            u = plain_uniform(key, len(prompt) - 1 + t)                   # position of the token that went in
+            assert cdf[t, token] - FP32 <= u <= cdf[t, token + 1] + FP32
+        want = log_p[range(len(completion)), completion]
+        assert (rollouts.logprobs[b] - want).abs().max() < FP32 / temperature
+
+
+def test_completion_depends_on_neither_rows_pool_window_order_nor_company(tiny):
+    model = load(tiny["untied"].folder, base="nvfp4", device="cpu")
+    prompts, end_ids = prompts_of(101), (3, 17)
+
+    def rollouts(prompts=prompts, ids=None, group_size=3, max_rows=64, kv_gib=None, engine=TorchEngine):
+        prefills = []
+        class Counting(Sampler):
+            def _prefill(self, prefixes):
+                prefills.extend(prefixes)
+                super()._prefill(prefixes)
+        sampler = Counting(model, max_length=130, max_rows=max_rows, kv_gib=kv_gib, engine=engine)
+        free = sorted(sampler.free)
+        out = sampler.generate(prompts, group_size, 60, end_ids, temperature=1.3, seed=5, prompt_ids=ids)
+        assert sorted(sampler.free) == free
+        return out, len(prefills)
+
+    want, prefills = rollouts()
+    assert prefills == len(prompts) - 1                                   # once a group; one prompt has no prefix
+    assert 0 < sum(want.finished) < len(want.finished)
+    for max_rows in (1, 4, 30):
+        assert same(rollouts(max_rows=max_rows)[0], want)
+    assert same(rollouts(engine=WindowEngine, max_rows=5)[0], want)
+    for extra in (0, 1, 7):
+        small, prefills = rollouts(kv_gib=minimal_gib(model, 130, extra), engine=WindowEngine)
+        assert same(small, want)
+        if extra:                                                         # sequences were sent back and computed again
+            assert prefills > len(prompts) - 1
+        gap = torch.cat(small.logprobs) - torch.cat(want.logprobs)
+        assert gap.abs().max() < FP32
+    order = list(range(len(prompts)))[::-1]
+    backwards, _ = rollouts(prompts[::-1], ids=order)
+    assert backwards.completions == [want.completions[3 * p + g] for p in order for g in range(3)]
+    alone, _ = rollouts(prompts[4:5], ids=[4], group_size=2)
+    assert alone.completions == want.completions[12:14]
+    assert rollouts(ids=[100 + i for i in range(len(prompts))])[0].completions != want.completions
+
+
+def test_dead_vocabulary_is_never_sampled(tiny):
+    model = load(tiny["untied"].folder, base="bf16", device="cpu")
+    model.live_vocab = 60
+    model.lm_head[60:] *= 10                                              # rows nobody trains may well be large
+    sampler = Sampler(model, max_length=40, max_rows=64)
+    for temperature in (0, 1.5):
+        rollouts = sampler.generate(prompts_of(60, (4, 9)), group_size=16, max_new_tokens=30, temperature=temperature)
+        assert max(max(c) for c in rollouts.completions) < 60
+        rows = [p + c for p, c in zip(rollouts.prompts, rollouts.completions)]
+        with torch.no_grad():
+            learner, _ = model.token_logprobs(rows, [len(p) for p in rollouts.prompts], temperature or 1.0)
+        assert (torch.cat(rollouts.logprobs) - learner).abs().max() < FP32
+
+
+def test_both_end_ids_stop_and_stay_in_the_completion(tiny):
+    model, ends = load(tiny["tied"].folder, base="bf16", device="cpu"), {7, 60}
+    for engine in (TorchEngine, WindowEngine):
+        sampler = Sampler(model, max_length=60, max_rows=40, engine=engine)
+        rollouts = sampler.generate(prompts_of(101, (3, 8)), 40, max_new_tokens=30, end_ids=ends, temperature=2.0)
+        free = sampler.generate(prompts_of(101, (3, 8)), 40, max_new_tokens=30, temperature=2.0)
+        last = set()
+        for completion, logprobs, finished, whole in zip(rollouts.completions, rollouts.logprobs, rollouts.finished,
+                                                         free.completions):
+            stop = next((t for t, token in enumerate(whole) if token in ends), None)
+            assert completion == (whole if stop is None else whole[:stop + 1])
+            assert finished == (stop is not None) and len(logprobs) == len(completion)
+            last.add(completion[-1] if finished else None)
+        assert last == {7, 60, None}
+        assert not any(free.finished)
+
+
+@pytest.mark.parametrize("top_k,top_p", [(5, 1.0), (0, 0.7), (8, 0.8)])
+@pytest.mark.parametrize("temperature", [0, 1.4])
+def test_filtered_logprobs_are_over_the_kept_set(tiny, top_k, top_p, temperature):
+    case = tiny["tied"]
+    model = load(case.folder, base="bf16", device="cpu")
+    sampler = Sampler(model, max_length=40, max_rows=64)
+    rollouts = sampler.generate(prompts_of(101, (3, 8)), group_size=12, max_new_tokens=20, temperature=temperature,
+                                top_k=top_k, top_p=top_p)
+    sizes = set()
+    for b, log_p in enumerate(distributions(case, case.tensors, rollouts, temperature or 1.0, 101)):
+        for t, (token, row) in enumerate(zip(rollouts.completions[b], log_p)):
+            ranked = row.argsort(descending=True)[:top_k or None]
+            before = row[ranked].softmax(-1).cumsum(-1) - row[ranked].softmax(-1)
+            kept = ranked[before < top_p]
+            assert token in kept.tolist()
+            sizes.add(len(kept))
+            assert abs(rollouts.logprobs[b][t] - (row[token] - row[kept].logsumexp(-1))) < FP32
+    assert len(sizes) > 1 or top_p == 1.0
+
+
+def test_kept_set_of_a_hand_worked_row():
+    p = torch.tensor([[0.1, 0.4, 0.2, 0.3]])
+    kept = lambda **kwargs: (filter_logits(p.log(), **kwargs) > -torch.inf)[0].tolist()
+    assert kept(top_k=2) == [False, True, False, True]
+    assert kept(top_p=0.6) == [False, True, False, True]                  # 0.4 alone is less than 0.6
+    assert kept(top_p=0.39) == [False, True, False, False]
+    assert kept(top_p=0.95) == [True, True, True, True]
+    assert kept(top_k=2, top_p=0.5) == [False, True, False, False]        # of the two kept, 0.4 / 0.7 = 0.57 suffices
+    assert kept(top_k=9) == kept() == [True] * 4
+
+
+# -----------------------------------------------------------------------------
+# Randomness
+
+def test_uniforms_are_splitmix64():
+    # Its first outputs from seed 1234567, as published with the reference code.
+    published = (6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431,
+                 16408922859458223821)
+    got = uniforms(torch.full((5,), 1234567), torch.arange(5))
+    assert got.dtype == torch.float32
+    assert got.tolist() == [((z >> 41) + 0.5) / 2**23 for z in published]
+    keys = [0, 1, 2**63 - 1, row_key(0, 0, 0), row_key(2**40, 7, 3)]
+    for position in (0, 1, 255, 40_000):
+        got = uniforms(torch.tensor(keys), torch.full((len(keys),), position))
+        assert got.tolist() == [plain_uniform(key, position) for key in keys]
+
+
+def chi_square(counts, expected):
+    """Statistic and its bound: 5 standard deviations above the mean of a chi-square with that many bins."""
+    dof = len(counts) - 1
+    return ((counts - expected) ** 2 / expected).sum().item(), dof + 5 * math.sqrt(2 * dof)
+
+
+def test_uniforms_are_uniform_along_positions_samples_prompts_and_seeds():
+    along = dict(position=[(0, 0, 0, t) for t in range(20_000)], sample=[(0, 0, g, 0) for g in range(20_000)],
+                 prompt=[(0, p, 0, 0) for p in range(20_000)], seed=[(s, 0, 0, 0) for s in range(20_000)])
+    for name, points in along.items():
+        keys = torch.tensor([row_key(s, p, g) for s, p, g, _ in points])
+        u = uniforms(keys, torch.tensor([t for *_, t in points]))
+        assert 0 < u.min() and u.max() < 1
+        value, bound = chi_square((u * 50).long().bincount(minlength=50).double(), 400)
+        assert value < bound, name
+        pairs = (u[:-1] * 10).long() * 10 + (u[1:] * 10).long()           # neighbours are independent
+        value, bound = chi_square(pairs.bincount(minlength=100).double(), 199.99)
+        assert value < bound, name
+    assert len({row_key(s, p, g) for s in range(20) for p in range(20) for g in range(20)}) == 8000
+    assert all(0 <= row_key(s, 0, 0) < 2**63 for s in (0, 1, 2**64 - 1, -1))
+
+
+def test_sampled_tokens_follow_the_softmax(tiny):
+    case, temperature = tiny["tied"], 1.5
+    model = load(case.folder, base="bf16", device="cpu")
+    prompt, n = [5, 80, 33], 20_000
+    rollouts = Sampler(model, max_length=8, max_rows=5000).generate([prompt], n, 1, temperature=temperature, seed=2)
+    counts = torch.tensor([c[0] for c in rollouts.completions]).bincount(minlength=101).double()
+    expected = n * (plain_logits(case.raw, case.tensors, prompt)[-1] / temperature).softmax(-1)
+    rare = expected < 10                                                  # these share one bin
+    assert expected[rare].sum() > 10
+    counts, expected = (torch.cat([t[~rare], t[rare].sum()[None]]) for t in (counts, expected))
+    value, bound = chi_square(counts, expected)
+    assert len(counts) > 60 and value < bound, (len(counts), value, bound)
+
+
+@pytest.mark.parametrize("u", [2.0**-24, 0.5, 1 - 2.0**-24])
+def test_extreme_uniforms_never_draw_what_has_no_probability(u):
+    # 2^-24 and 1 - 2^-24 are the smallest and the largest uniform; the fp32 sum of p is above or below 1 by some 1e-6.
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(50, 3000)
+    logits[:, :700] = logits[:, 2000:] = -torch.inf
+    token, logprob = draw(logits, torch.full((50,), u))
+    assert ((700 <= token) & (token < 2000)).all() and logprob.isfinite().all()
+
+
+# -----------------------------------------------------------------------------
+# Bookkeeping, with a model that costs nothing: the "KV" of a token is its id and position, and the next token is a hash
+# of the whole context as read back through the block table. One wrong, stale or twice-owned block changes what follows.
+
+VOCAB, ENDS = 40, (0, 1)
+
+
+def scramble(x):
+    """64-bit hash step on Python ints, kept below 2^64, or on numpy uint64."""
+    x = x * 0xD1342543DE82EF95 & MASK64 if isinstance(x, int) else x * np.uint64(0xD1342543DE82EF95)
+    return x ^ x >> (32 if isinstance(x, int) else np.uint64(32))
+
+
+def plain_completion(prompt, key, max_new_tokens, ends=ENDS):
+    """The reference: no cache, no batch. The context's hash is a sum over (token, position)."""
+    context = sum(scramble((token << 32) + p) for p, token in enumerate(prompt)) & MASK64
+    completion = []
+    while len(completion) < max_new_tokens and not (completion and completion[-1] in ends):
+        completion.append(scramble(scramble(context ^ key)) % VOCAB)
+        context = context + scramble((completion[-1] << 32) + len(prompt) + len(completion) - 1) & MASK64
+    return completion
+
+
+class HashModel:
+    config, layers = SimpleNamespace(layers=1, kv_heads=1, head_dim=1), [None]
+    dtype, device = torch.float64, torch.device("cpu")
+
+    def hidden(self, tokens, attend, positions):
+        ids, positions = tokens.double().view(-1, 1, 1), positions.double().view(-1, 1, 1)
+        attend[0](ids, ids, positions)
+
+
+class HashEngine:
+    window = 8
+
+    def __init__(self, model, kv, max_rows):
+        self.keys, self.values = kv[0].view(2, -1, BLOCK).numpy()
+
+    def batch_size(self, n):
+        return n
+
+    def decode(self, rows, steps, temperature, end_ids, top_k, top_p):
+        r = {name: t.numpy() for name, t in rows.items()}
+        token, pos, alive = r["token"].copy(), r["pos"].copy(), r["limit"] > r["pos"]
+        start, n = -(-r["prefix"] // BLOCK) * BLOCK, np.arange(len(token))
+        made, tokens = np.zeros_like(pos), []
+        for _ in range(steps):
+            p = np.arange(pos.max() + 1)[None]                            # a row's token at position p lies in slot:
+            slot = np.where(p < r["prefix"][:, None], p, start[:, None] + p - r["prefix"][:, None])
+            block, offset = np.take_along_axis(r["table"], slot // BLOCK, axis=1), slot % BLOCK
+            self.keys[block[n, pos], offset[n, pos]] = np.where(alive, token, -1)        # a row that ended still writes
+            self.values[block[n, pos], offset[n, pos]] = pos
+            valid = (p <= pos[:, None]) & alive[:, None]
+            ids, positions = self.keys[block, offset], self.values[block, offset]
+            assert (block[valid] > 0).all(), "a live row read the scratch block"
+            assert (positions == p)[valid].all(), "a slot holds another position's token"
+            terms = scramble(np.where(valid, ids, 0).astype(np.uint64) << np.uint64(32) | p.astype(np.uint64))
+            context = np.where(valid, terms, np.uint64(0)).sum(axis=1)
+            picked = (scramble(scramble(context ^ r["key"].astype(np.uint64))) % np.uint64(VOCAB)).astype(np.int64)
+            tokens.append(picked)
+            made += alive
+            token, pos = np.where(alive, picked, token), pos + alive
+            alive = alive & ~np.isin(picked, end_ids) & (pos < r["limit"])
+        tokens = torch.from_numpy(np.stack(tokens))
+        return tokens, tokens.float(), torch.from_numpy(made)
+
+
+class AuditedSampler(Sampler):
+    """Before every window: each block is free, of one prefix or of one row, and none is missing."""
+    preempted = 0
+
+    def _rows(self, live):
+        prefixes = {id(s.prefix): s.prefix for s in live}.values()
+        blocks = self.free + [b for s in live for b in s.blocks] + [b for prefix in prefixes for b in prefix.blocks]
+        assert sorted(blocks) == list(range(1, self.kv.shape[2])), "a block is lost or has two owners"
+        assert len(set(map(id, live))) == len(live) <= self.max_rows
+        for prefix in prefixes:
+            assert prefix.users == sum(s.prefix is prefix for s in live)
+        return super()._rows(live)
+
+    def _release(self, s):
+        self.preempted += not s.finished and s.pos < s.limit
+        super()._release(s)
+
+
+def test_ten_thousand_random_requests_match_a_plain_loop():
+    rng, model = random.Random(0), HashModel()
+    requests = preempted = stopped = shared = 0
+    while requests < 10_000:
+        max_length = rng.randint(2, 200)
+        max_rows = rng.choice([1, 7, 24, 64])
+        extra = rng.choice([0, 3, 10, 20, 1000])                          # from pools for one sequence to plenty
+        sampler = AuditedSampler(model, max_length, max_rows, minimal_gib(model, max_length, extra), HashEngine)
+        for call in range(2):                                             # the second finds what the first left
+            longest = rng.randint(1, max(1, max_length // 2))
+            lengths = [rng.randint(1, longest) for _ in range(rng.randint(1, 40))]
+            prompts = [[rng.randrange(VOCAB) for _ in range(n)] for n in lengths]
+            group_size = rng.choice([1, 2, 5, 16])
+            limits = [rng.randint(1, max_length - longest) for _ in range(len(prompts) * group_size)]
+            ids, ends, reported = rng.sample(range(1000), len(prompts)), rng.choice([ENDS, ()]), []
+            rollouts = sampler.generate(prompts, group_size, limits, ends, seed=call, prompt_ids=ids,
+                                        progress=reported.append)
+            assert len(rollouts.completions) == len(prompts) * group_size
+            for b, (prompt, completion) in enumerate(zip(rollouts.prompts, rollouts.completions)):
+                assert prompt is prompts[b // group_size]
+                want = plain_completion(prompt, row_key(call, ids[b // group_size], b % group_size), limits[b], ends)
+                assert completion == want, (requests, b)
+                assert rollouts.finished[b] == (want[-1] in ends)
+                assert rollouts.logprobs[b].tolist() == want              # the engine's "log-prob" is the token
+            assert sum(reported) == rollouts.num_tokens and 0 <= rollouts.idle < 1
+            assert sorted(sampler.free) == list(range(1, sampler.kv.shape[2]))
+            requests += len(rollouts.completions)
+            stopped, shared = stopped + sum(rollouts.finished), shared + (group_size > 1)
+        preempted += sampler.preempted
+    assert preempted > 200 and stopped > 1000 and shared > 20             # the interesting cases did occur
+
+
+@pytest.mark.parametrize("max_length", [2, 31, 32, 33, 64, 65, 96, 97])
+def test_smallest_pool_holds_any_one_sequence(max_length):
+    model = HashModel()
+    sampler = AuditedSampler(model, max_length, 4, minimal_gib(model, max_length), HashEngine)
+    for length in range(1, max_length):
+        prompt = [2 + i % 7 for i in range(length)]
+        rollouts = sampler.generate([prompt], 2, max_length - length, ENDS)
+        for g in range(2):
+            assert rollouts.completions[g] == plain_completion(prompt, row_key(0, 0, g), max_length - length)
+
+
+def test_pool_for_less_than_one_sequence_is_refused():
+    model = HashModel()
+    with pytest.raises(ValueError, match="holds 128 tokens: less than one sequence of 97 tokens"):
+        Sampler(model, 97, kv_gib=minimal_gib(model, 97, extra=-2), engine=HashEngine)
+    with pytest.raises(ValueError, match="holds 0 tokens"):
+        Sampler(model, 97, kv_gib=0, engine=HashEngine)
+
+
+def test_requests_that_do_not_fit_stop():
+    sampler = Sampler(HashModel(), 50, engine=HashEngine)
+    with pytest.raises(AssertionError, match=r"a prompt of 30 tokens \+ 21 new ones does not fit max_length=50"):
+        sampler.generate([[5] * 30], max_new_tokens=21)
+    with pytest.raises(AssertionError, match="a prompt of 0 tokens"):
+        sampler.generate([[5], []], max_new_tokens=2)
+    for limits in (0, [3, 0], [3]):
+        with pytest.raises(AssertionError, match="need 2 limits above 0"):
+            sampler.generate([[5]], group_size=2, max_new_tokens=limits)
+    with pytest.raises(ValueError, match="zip"):
+        sampler.generate([[5], [6]], max_new_tokens=2, prompt_ids=[1])
+    assert sampler.generate([], max_new_tokens=2).completions == []
+
+
+def test_long_prefills_are_split_into_batches(monkeypatch):
+    monkeypatch.setattr(sampler_py, "PREFILL_TOKENS", 70)
+    sizes = []
+
+    class Recording(Sampler):
+        def _prefill(self, prefixes):
+            sizes.append([len(p.tokens) for p in prefixes])
+            super()._prefill(prefixes)
+
+    prompts = [[3] * n for n in (31, 41, 1, 91, 11)]                      # prefixes of 30, 40, 0, 90 and 10 tokens
+    Recording(HashModel(), 120, engine=HashEngine).generate(prompts, 2, 3)
+    assert sizes == [[30, 40], [90], [10]]
+
+
+def test_rollouts_select_and_add():
+    a = Rollouts([[1], [1]], [[2], [3, 4]], [torch.zeros(1), torch.zeros(2)], [True, False], seconds=1.0, idle=0.5)
+    b = Rollouts([[9]], [[8, 7, 6]], [torch.ones(3)], [True], seconds=3.0, idle=0.1)
+    both = a + b
+    assert both.completions == [[2], [3, 4], [8, 7, 6]] and both.num_tokens == 6
+    assert both.finished == [True, False, True]
+    assert both.seconds == 4.0 and both.idle == pytest.approx(0.2)
+    assert both.select([2, 0]).completions == [[8, 7, 6], [2]] and both.select([2, 0]).seconds == 4.0
