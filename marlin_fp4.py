@@ -47,7 +47,7 @@ BLOCK = 16                                      # weights per scale
 TILE = 128                                      # side of a packed tile
 A_ROWS = 32                                     # rows of LoRA's A in a tile: in bf16 as many bytes as 128 rows of codes
 PREFETCH = 2                                    # blocks of weights that a program asks for before its x is ready (pdl)
-CROSSOVER = 512                                 # matmul: rows up to which the decode kernel beats expanding W
+CROSSOVER = 256                                 # matmul: rows up to which the decode kernel beats expanding W
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -255,19 +255,20 @@ def dequantize_kernel(
     """One program expands one 128 x 128 tile. Exact: row_scale is a power of two where ROW_SCALE, else left out."""
     tile_k, tile_n = tl.program_id(0), tl.program_id(1)
     tile = (tile_n * tl.num_programs(0) + tile_k).to(tl.int64)
-    row, c, h = tl.arange(0, 128), tl.arange(0, 32), tl.arange(0, 2)
+    row, c, h, k = tl.arange(0, 128), tl.arange(0, 32), tl.arange(0, 2), tile_k * 128 + tl.arange(0, 128)
     n = tile_n * 128 + row
     w = _planes(tl.load(codes_ptr + tile * 4096 + row[:, None] * 32 + c[None, :]))
     s = _scales(tl.load(scales_ptr + tile * 256 + row[:, None] * 2 + h[None, :]))
+    # whole rows of 256 bytes rather than 64 bytes a plane: see docs/kernel_log.md
+    front = _side_by_side(_scaled(w[0], s[0], 128), _scaled(w[1], s[1], 128))
+    back = _side_by_side(_scaled(w[2], s[2], 128), _scaled(w[3], s[3], 128))
     if ROW_SCALE:
         factor = tl.load(out_scale_ptr + n, mask=n < N, other=0.0).to(tl.bfloat16)
     else:
-        factor = tl.full((128,), 524288.0, dtype=tl.bfloat16)       # 2^19
-    for p in tl.static_range(4):
-        k = tile_k * 128 + p * 32 + c
-        value = _scaled(w[p], s[p], 128) * factor[:, None]
-        out = out_ptr + n[:, None].to(tl.int64) * out_stride + k[None, :]
-        tl.store(out, value.to(out_ptr.dtype.element_ty), mask=(n < N)[:, None] & (k < K)[None, :])
+        factor = tl.full((128,), 524288.0, dtype=tl.bfloat16)        # 2^19
+    value = _side_by_side(front, back) * factor[:, None]
+    out = out_ptr + n[:, None].to(tl.int64) * out_stride + k[None, :]
+    tl.store(out, value.to(out_ptr.dtype.element_ty), mask=(n < N)[:, None] & (k < K)[None, :])
 
 
 @triton.jit
@@ -289,6 +290,29 @@ def _dequantize_gpu(weight, out):
     with torch.cuda.device(out.device):
         dequantize_kernel[grid](weight.codes, weight.scales, weight.out_scale, out, weight.N, weight.K, out.stride(0),
                                 ROW_SCALE=weight.power_of_two, num_warps=4)
+
+
+@triton.jit
+def _shrink(x_ptr, a_ptr, slabs_ptr, pid, m, M, N, K, x_stride, R, S, KB, L,
+            BM: tl.constexpr, BR: tl.constexpr, STAGES: tl.constexpr):
+    """Piece number `pid % pieces` of x @ A.T, for BR rows of A: columns N + r of the slabs."""
+    pieces = (KB + L - 1) // L
+    piece = pid % pieces
+    r, k = (pid // pieces) * BR + tl.arange(0, BR), tl.arange(0, 128)
+    row_stride = N + R
+    acc = tl.zeros((BR, BM), dtype=tl.float32)
+    for kb in tl.range(piece * L, min(piece * L + L, KB), num_stages=STAGES):
+        k_ok = (kb * 128 + k < K)[None, :]
+        a = tl.load(a_ptr + r[:, None] * K + kb * 128 + k[None, :], mask=(r < R)[:, None] & k_ok, other=0.0)
+        x_block = x_ptr + m[:, None] * x_stride + kb * 128 + k[None, :]
+        x = tl.load(x_block, mask=(m < M)[:, None] & k_ok, other=0.0)
+        acc = tl.dot(a, x.T, acc)
+    out = slabs_ptr + m[None, :] * row_stride + N + r[:, None]
+    ok = (m < M)[None, :] & (r < R)[:, None]
+    tl.store(out + piece * M * row_stride, acc, mask=ok)
+    if piece == pieces - 1:                                          # A has fewer pieces than some tiles of W
+        for s in range(pieces, S):
+            tl.store(out + s * M * row_stride, tl.zeros((BR, BM), dtype=tl.float32), mask=ok)
 
 
 @triton.jit(do_not_specialize=["M", "S", "KB", "L", "a_programs", "total"])
@@ -320,32 +344,17 @@ def decode_kernel(
     pid = tl.program_id(0)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     m_ok = m < M
-    k = tl.arange(0, 128)
-    x_off = m[:, None] * x_stride + k[None, :]
     row_stride = N + R
     if PDL:                                                          # let the next kernel's programs take freed places
         tl.extra.cuda.gdc_launch_dependents()
     if HAS_A and pid < a_programs:
         if PDL:
             tl.extra.cuda.gdc_wait()
-        pieces = (KB + L - 1) // L
-        r = (pid // pieces) * BR + tl.arange(0, BR)
-        piece = pid % pieces
-        acc = tl.zeros((BR, BM), dtype=tl.float32)
-        for kb in tl.range(piece * L, min(piece * L + L, KB), num_stages=STAGES):
-            k_ok = (kb * 128 + k < K)[None, :]
-            a = tl.load(a_ptr + r[:, None] * K + kb * 128 + k[None, :], mask=(r < R)[:, None] & k_ok, other=0.0)
-            x = tl.load(x_ptr + kb * 128 + x_off, mask=m_ok[:, None] & k_ok, other=0.0)
-            acc = tl.dot(a, x.T, acc)
-        out = slabs_ptr + m[None, :] * row_stride + N + r[:, None]
-        ok = m_ok[None, :] & (r < R)[:, None]
-        tl.store(out + piece * M * row_stride, acc, mask=ok)
-        if piece == pieces - 1:
-            for s in range(pieces, S):
-                tl.store(out + s * M * row_stride, tl.zeros((BR, BM), dtype=tl.float32), mask=ok)
+        _shrink(x_ptr, a_ptr, slabs_ptr, pid, m, M, N, K, x_stride, R, S, KB, L, BM, BR, STAGES)
     else:
         pid -= a_programs
-        n, c, h = tl.arange(0, BN), tl.arange(0, 32), tl.arange(0, 2)
+        n, c, h, k = tl.arange(0, BN), tl.arange(0, 32), tl.arange(0, 2), tl.arange(0, 128)
+        x_off = m[:, None] * x_stride + k[None, :]
         tile_words = ((n // 128) * KB * 4096 + (n % 128) * 32)[:, None] + c[None, :]
         tile_scales = ((n // 128) * KB * 256 + (n % 128) * 2)[:, None] + h[None, :]
         block, last = pid * L, min(pid * L + L, total)
@@ -409,7 +418,48 @@ DEFAULTS = {
     128: Config(128, 128, 8, 3, 1),
     256: Config(128, 128, 8, 3, 1),
 }
-TUNED = {}
+TUNED = {
+    (64, 896, 896): Config(64, 128, 8, 4, 1),
+    (128, 896, 896): Config(64, 128, 4, 3, 2),
+    (128, 896, 4864): Config(64, 128, 4, 3, 2),
+    (64, 1152, 896): Config(64, 128, 8, 4, 1),
+    (128, 1152, 896): Config(64, 128, 4, 3, 2),
+    (64, 1536, 1536): Config(64, 128, 8, 4, 1),
+    (128, 1536, 1536): Config(64, 128, 4, 3, 2),
+    (16, 1536, 8960): Config(16, 128, 4, 4, 4, 128),
+    (64, 1536, 8960): Config(64, 128, 8, 4, 1),
+    (32, 2048, 1536): Config(32, 128, 4, 3, 3, 168),
+    (64, 2048, 1536): Config(64, 128, 8, 4, 1),
+    (128, 2048, 1536): Config(64, 128, 4, 3, 2),
+    (16, 2048, 2048): Config(16, 256, 8, 4, 1),
+    (64, 2048, 2048): Config(64, 128, 8, 4, 1),
+    (64, 2048, 11008): Config(64, 128, 8, 4, 1),
+    (64, 2560, 2048): Config(64, 128, 4, 3, 2),
+    (128, 2560, 2048): Config(64, 128, 4, 3, 2),
+    (32, 3584, 3584): Config(32, 128, 4, 3, 3, 168),
+    (64, 3584, 3584): Config(64, 128, 8, 4, 1),
+    (128, 3584, 3584): Config(64, 128, 4, 3, 2),
+    (16, 4608, 3584): Config(16, 256, 8, 4, 1),
+    (64, 4608, 3584): Config(64, 128, 8, 3, 2, 128),
+    (32, 5120, 5120): Config(32, 128, 4, 3, 3, 168),
+    (64, 5120, 5120): Config(64, 128, 8, 4, 1),
+    (256, 5120, 27648): Config(256, 128, 8, 3, 1),
+    (64, 7168, 5120): Config(64, 128, 8, 4, 1),
+    (8, 8192, 8192): Config(8, 128, 4, 4, 4),
+    (16, 8192, 8192): Config(16, 128, 4, 4, 4, 128),
+    (256, 8192, 8192): Config(256, 128, 8, 3, 1),
+    (256, 8192, 29568): Config(256, 128, 8, 3, 1),
+    (8, 9728, 896): Config(8, 256, 4, 3, 3),
+    (64, 9728, 896): Config(64, 128, 8, 4, 1),
+    (256, 10240, 8192): Config(256, 128, 8, 3, 1),
+    (16, 17920, 1536): Config(16, 128, 4, 3, 4, 128),
+    (64, 17920, 1536): Config(64, 128, 8, 4, 1),
+    (256, 27648, 5120): Config(256, 128, 8, 3, 1),
+    (256, 37888, 3584): Config(256, 128, 8, 3, 1),
+    (256, 55296, 5120): Config(256, 128, 8, 3, 1),
+    (128, 59136, 8192): Config(128, 256, 8, 3, 1),
+    (256, 59136, 8192): Config(256, 128, 8, 3, 1),
+}
 
 
 def decode_config(N, K, M):
