@@ -76,6 +76,7 @@ def peft_adapter(model, values):
     (folder / "README.md").unlink()                                       # a model card
     config = json.loads((folder / "adapter_config.json").read_text())
     config["base_model_name_or_path"] = "tiny"                            # else the temporary folder's path
+    config["target_modules"].sort()                                       # a set: its order changes from run to run
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     return model.eval()
 

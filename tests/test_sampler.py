@@ -349,6 +349,9 @@ class AuditedSampler(Sampler):
         blocks = self.free + [b for s in live for b in s.blocks] + [b for prefix in prefixes for b in prefix.blocks]
         assert sorted(blocks) == list(range(1, self.kv.shape[2])), "a block is lost or has two owners"
         assert len(set(map(id, live))) == len(live) <= self.max_rows
+        for s in live:                                                    # no row holds one that it cannot reach yet
+            own = min(s.pos + self.engine.window, s.limit) - len(s.prefix.tokens)
+            assert len(s.blocks) * BLOCK - own in range(BLOCK), (len(s.blocks), own)
         for prefix in prefixes:
             assert prefix.users == sum(s.prefix is prefix for s in live)
         return super()._rows(live)
@@ -403,8 +406,8 @@ def test_smallest_pool_holds_any_one_sequence(max_length):
 
 def test_pool_for_less_than_one_sequence_is_refused():
     model = HashModel()
-    with pytest.raises(ValueError, match="holds 128 tokens: less than one sequence of 97 tokens"):
-        Sampler(model, 97, kv_gib=minimal_gib(model, 97, extra=-2), engine=HashEngine)
+    with pytest.raises(ValueError, match="holds 160 tokens: less than one sequence of 97 tokens"):
+        Sampler(model, 97, kv_gib=minimal_gib(model, 97, extra=-1), engine=HashEngine)
     with pytest.raises(ValueError, match="holds 0 tokens"):
         Sampler(model, 97, kv_gib=0, engine=HashEngine)
 

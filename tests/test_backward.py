@@ -1,0 +1,81 @@
+"""
+The hand-written backwards against float64 autograd on the full tensors.
+
+python -m pytest tests/test_backward.py -v
+"""
+import pytest
+import torch
+import torch.nn.functional as F
+
+from backward import _TokenLogprobs, gated_linear, swiglu, swiglu_backward, token_logprobs
+from lora import Adapter, Linear
+from model import freeze
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="compares the kernels with plain torch")
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 64])
+def test_logprob_gradient_equals_autograd_through_the_whole_tensor(monkeypatch, chunk):
+    monkeypatch.setattr(_TokenLogprobs, "CHUNK", chunk)
+    torch.manual_seed(0)
+    n, D, V, temperature = 17, 32, 50, 0.7
+    x, head, targets = torch.randn(n, D), torch.randn(V, D) / 3, torch.randint(V, (n,))
+    rstd, upstream = torch.rand(n, 1) + 0.5, torch.randn(n)
+    x64, rstd64 = x.double().requires_grad_(), rstd.double().requires_grad_()
+    log_p = (x64 @ head.double().T * rstd64 / temperature).log_softmax(-1)
+    want = log_p[torch.arange(n), targets]
+    want.backward(upstream.double())
+    x, rstd = x.requires_grad_(), rstd.requires_grad_()
+    got, entropy = token_logprobs(x, rstd, head, targets, temperature)
+    got.backward(upstream)
+    assert not entropy.requires_grad
+    # 50 terms of size ~3 in fp32: 50 * 3 * 2^-24 = 1e-5.
+    for a, b in ((got, want), (entropy, -(log_p.exp() * log_p).sum(-1)), (x.grad, x64.grad), (rstd.grad, rstd64.grad)):
+        assert (a - b).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("base", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("adapter", [False, True])
+def test_gated_linear_gradients_equal_autograd_through_the_merged_matrix(base, adapter):
+    torch.manual_seed(0)
+    M, D, width, R, alpha = 9, 64, 48, 4, 10
+    linear = Linear(freeze([torch.randn(width, D) * 0.2 for _ in range(2)], base, torch.float32), ["gate", "up"],
+                    (width, width))
+    w = linear.merged().double()
+    if adapter:
+        stub = torch.nn.Module()                                          # as much of a model as Adapter looks at
+        stub.linear, stub.layers, stub.dtype = linear, [], torch.float32
+        Adapter(stub, rank=R, alpha=alpha)
+        linear.b.data.normal_()
+        stub.adapter.sync()
+    x, rstd = torch.randn(M, D, requires_grad=True), (torch.rand(M, 1) + 0.5).requires_grad_()
+    upstream = torch.randn(M, width)
+    h = gated_linear(linear, x, rstd)
+    h.backward(upstream)
+
+    leaves = [x, rstd] + ([linear.a, linear.b] if adapter else [])
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    if adapter:
+        w = w + alpha / R * torch.cat([b @ a for b, a in zip(exact[3].split(width), exact[2].split(R))])
+    gate, up = (exact[0] @ w.T * exact[1]).chunk(2, dim=-1)
+    want = F.silu(gate) * up
+    want.backward(upstream.double())
+    # Sums of up to 96 fp32 terms, two in a row: about 1e-6 of the result's scale.
+    assert (h - want).abs().max() < 1e-5 * want.abs().max()
+    for got, e in zip(leaves, exact):
+        assert (got.grad - e.grad).abs().max() < 1e-5 * e.grad.abs().max()
+
+
+@needs_gpu
+@pytest.mark.parametrize("M,width", [(1, 16), (5, 1000), (3, 4864)])      # less than, between and beyond whole blocks
+def test_swiglu_kernels_equal_plain_torch(M, width):
+    torch.manual_seed(0)
+    y, rstd, dh = 2 * torch.randn(M, 2 * width), torch.rand(M, 1) + 0.5, torch.randn(M, width)
+    want_dy, got_dy = torch.empty(M, 2 * width), torch.full((M, 2 * width + 8), 7.0, device="cuda")       # a row stride
+    want_drstd = swiglu_backward(y, rstd, dh, want_dy)
+    got_drstd = swiglu_backward(y.cuda(), rstd.cuda(), dh.cuda(), got_dy[:, :2 * width])
+    # The GPU's exp is good to 2^-22 relative, and results reach 100.
+    assert (swiglu(y.cuda(), rstd.cuda(), torch.float32).cpu() - swiglu(y, rstd, torch.float32)).abs().max() < 1e-4
+    assert (got_dy[:, :2 * width].cpu() - want_dy).abs().max() < 1e-4
+    assert (got_dy[:, 2 * width:] == 7).all()
+    assert (got_drstd.cpu() - want_drstd).abs().max() < 1e-6 * width + 1e-4
