@@ -315,6 +315,17 @@ def _shrink(x_ptr, a_ptr, slabs_ptr, pid, m, M, N, K, x_stride, R, S, KB, L,
             tl.store(out + s * M * row_stride, tl.zeros((BR, BM), dtype=tl.float32), mask=ok)
 
 
+@triton.jit
+def _settled(acc):
+    """acc itself, once the tensor cores are done with it (ptxas drops the move).
+
+    Triton 3.6 lets 7 of the 8 wgmma groups of a K = 128 dot run on into the next loop iteration, and ptxas gives the next
+    block's decoded weights the registers that those groups still read: with the tensor cores busy, 7B at 64 rows got
+    wrong sums and NaN. A use of acc makes the compiler wait for all of them first.
+    """
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [acc], dtype=tl.float32, is_pure=True, pack=1)
+
+
 @triton.jit(do_not_specialize=["M", "S", "KB", "L", "a_programs", "total"])
 def decode_kernel(
     x_ptr,             # bf16  (M, K)                 row stride x_stride
@@ -338,8 +349,8 @@ def decode_kernel(
     zeroes the slabs that no program wrote. The sum is transposed, (BN, BM): W is the register operand of the tensor
     cores and M their short side, so 1 row wastes 7 of 8 columns and not 63 of 64 rows.
 
-    One dot of K = 128 per block, not one per plane: Triton 3.6 splits it into 8 wgmma groups of which 7 may be in
-    flight, so a block is decoded while the one before is multiplied; for four dots it would wait after each.
+    One dot of K = 128 per block, not one per plane: Triton 3.6 splits it into 8 wgmma groups, so the later planes are
+    decoded while the first are multiplied; for four dots it would wait after each.
     """
     pid = tl.program_id(0)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
@@ -381,7 +392,7 @@ def decode_kernel(
                 x = tl.load(x_ptr + kb * 128 + x_off, mask=x_ok, other=0.0)
                 front = _side_by_side(_scaled(w[0], s[0], BN), _scaled(w[1], s[1], BN))
                 back = _side_by_side(_scaled(w[2], s[2], BN), _scaled(w[3], s[3], BN))
-                acc = tl.dot(_side_by_side(front, back), x.T, acc)
+                acc = _settled(tl.dot(_side_by_side(front, back), x.T, acc))
             piece = pid - (tile * KB) // L
             rows = tile * BN + n
             out = slabs_ptr + piece * M * row_stride + m[None, :] * row_stride + rows[:, None]
