@@ -23,7 +23,8 @@ host launches a window of steps and looks at the results afterwards. Adapters, n
 are, so an optimizer step needs no new capture.
 
 Programmatic dependent launch. A kernel lets the next one start at once (overlap) and loads what no kernel of the step
-writes, weights and the rows' state, before it waits for the one before it (wait): 2.9 -> 2.2 ms a step at 7B, 1 row.
+writes, weights and the rows' state, before it waits for the one before it (wait). This and smaller tiles took a step of
+7B with 1 row from 2.9 to 2.2 ms.
 
 Not here: scheduling and prefill (sampler.py), the 4-bit matmul (marlin_fp4.py).
 
@@ -46,9 +47,9 @@ GROUP = 16                                     # query heads of a key-value head
 MAX_ENDS = 16                                  # end ids of a tokenizer
 LOG2_E = 1.4426950408889634
 # n up to -> (rows of a program, warps) of heads_kernel, residual_kernel, swiglu_kernel. They wait for memory, so many
-# small programs win: against 4 warps throughout, 0.4 of 2.8 ms at 8 rows and 0.6 of 5.1 ms at 64 (7B, H200).
-PROGRAMS = {4: ((1, 2), (1, 1), (1, 1)), 16: ((2, 1), (1, 1), (1, 1)),
-            64: ((8, 1), (8, 1), (4, 2)), 512: ((8, 1), (8, 1), (8, 4))}
+# small programs win: against 4 warps and 2 or 4 rows throughout, 0.4 of 2.8 ms at 8 rows, 0.4 of 4.5 at 64 (7B, H200).
+PROGRAMS = {4: ((1, 2), (1, 1), (1, 1)), 16: ((2, 1), (1, 1), (1, 1)), 32: ((4, 2), (4, 2), (4, 2)),
+            64: ((4, 2), (4, 2), (8, 4)), 512: ((16, 4), (8, 2), (16, 4))}
 FIELDS = ("token", "pos", "prefix", "limit", "key", "alive", "made", "step")
 TOKEN, POS, PREFIX, LIMIT, KEY, ALIVE, MADE, STEP = map(tl.constexpr, range(8))      # of the state, int64 (8, max_rows)
 
@@ -64,22 +65,36 @@ def linear_weights(scale_ptr, b_ptr, col, R: tl.constexpr, RP: tl.constexpr):
 
 
 @triton.jit
-def linear_tile(slab_ptr, weights, row, col, part, M, N, L, SLABS: tl.constexpr, SP: tl.constexpr,
-                R: tl.constexpr, RP: tl.constexpr):
+def slab_sum(slab_ptr, at, live, slab, SLABS: tl.constexpr, SP: tl.constexpr):
+    """Sum over s of slab_ptr[s * slab + at], in a fixed order. SP: SLABS padded to a power of two.
+
+    With few elements the slabs lie side by side in one tensor, so that all threads load: 2.1 and not 2.5 ms a step at 1
+    row. With many that would spill registers: 3.9 and not 4.2 ms at 64 rows (7B, H200).
+    """
+    if at.shape[0] <= 2:
+        s = tl.arange(0, SP)[:, None, None]
+        y = tl.sum(tl.load(slab_ptr + s * slab + at[None], mask=(s < SLABS) & live[None], other=0.0), axis=0)
+    else:
+        y = tl.zeros(at.shape, tl.float32)
+        for s in tl.static_range(SLABS):
+            y += tl.load(slab_ptr + s * slab + at, mask=live, other=0.0)
+    return y
+
+
+@triton.jit
+def linear_tile(slab_ptr, weights, row, col, part, M, N, L, SLABS: tl.constexpr, SP: tl.constexpr, R: tl.constexpr,
+                RP: tl.constexpr):
     """Finish y[row, col] of a linear, fp32: slabs (SLABS, M, L) * scale (N,) + bf16(x @ A.T) @ b (N, R).T.
 
-    part: which R columns after N hold this tile's x @ A.T. SP: SLABS padded to a power of two, RP: R
-    to a tensor-core tile. R = 0: no adapter.
+    part: which R columns after N hold this tile's x @ A.T. RP: R padded to a tensor-core tile; R = 0: no adapter.
     """
-    s = tl.arange(0, SP)                                             # one tensor: all loads are in flight at once
-    slab_row = slab_ptr + s[:, None, None] * (M.to(tl.int64) * L) + row[None, :, None] * L
-    live = (s < SLABS)[:, None, None] & (row < M)[None, :, None]
+    slab, row = M.to(tl.int64) * L, row[:, None]
     scale, b = weights
-    y = tl.sum(tl.load(slab_row + col[None, None, :], mask=live, other=0.0), axis=0) * scale[None, :]
+    y = slab_sum(slab_ptr, row * L + col[None, :], row < M, slab, SLABS, SP) * scale[None, :]
     if R > 0:
-        r = tl.arange(0, RP)
-        xa = tl.load(slab_row + N + part * R + r[None, None, :], mask=live & (r < R)[None, None, :], other=0.0)
-        y = tl.dot(tl.sum(xa, axis=0).to(b.dtype), b, y, input_precision="ieee")
+        r = tl.arange(0, RP)[None, :]
+        xa = slab_sum(slab_ptr, row * L + N + part * R + r, (row < M) & (r < R), slab, SLABS, SP)
+        y = tl.dot(xa.to(b.dtype), b, y, input_precision="ieee")
     return y
 
 
@@ -366,18 +381,16 @@ def pick_kernel(logits_ptr, row_stride, V, squares_ptr, inv_temperature_ptr, D, 
 # -----------------------------------------------------------------------------
 # The step
 
-def partial_sums(linear, x):
-    """x (n, K) -> slabs (S, n, N + P*R) fp32 and scale (N,): the part of a linear that reads the weights."""
+def partial_sums(linear, x, ones):
+    """x (n, K) -> slabs (S, n, N + P*R) fp32 and scale (N,): what reads a linear's weights. ones: (>= N,) fp32."""
     weight, a = linear.weight, linear.a16 if linear.rank else None
     if isinstance(weight, marlin_fp4.PackedWeight) and x.shape[0] <= DECODE_ROWS and x.is_cuda:
         return marlin_fp4.decode_matmul(x, weight, a, pdl=True), weight.out_scale
-    w = weight.dequantize().to(x.dtype)
-    slabs = torch.empty(1, x.shape[0], weight.N + (0 if a is None else a.shape[0]), device=x.device)
-    slabs[0, :, :weight.N] = mm_fp32(x, w.T)
-    if a is not None:
-        slabs[0, :, weight.N:] = mm_fp32(x, a.T)
-    late = weight.late_scale
-    return slabs, torch.ones(weight.N, device=x.device) if late is None else late
+    w, N = weight.dequantize(), weight.N                             # bf16: the tensor itself; else bitsandbytes' way
+    slabs = torch.empty(1, x.shape[0], N + (0 if a is None else a.shape[0]), device=x.device)
+    for rows, out in [(w, slabs[0, :, :N])] + ([] if a is None else [(a, slabs[0, :, N:])]):
+        torch.mm(x, rows.T, out_dtype=torch.float32, out=out) if x.is_cuda else torch.mm(x, rows.to(x.dtype).T, out=out)
+    return slabs, ones[:N] if weight.late_scale is None else weight.late_scale
 
 
 def attention_shape(pairs):
@@ -409,6 +422,8 @@ class GraphEngine:
         self.logprobs = torch.zeros(WINDOW, max_rows, device=device)
         self.counters = torch.zeros(max_rows * c.kv_heads, dtype=torch.int32, device=device)
         half = torch.arange(0, c.head_dim, 2, device=device, dtype=torch.float32)
+        widest = max(linear.weight.N for linear in (model.layers[0].qkv, model.layers[0].gate_up))
+        self.ones = torch.ones(widest, device=device)                # the scale of linears that have none
         self.freq = c.rope_theta ** (-half / c.head_dim)             # as model.rope_table
         self.graphs, self.pool = {}, None
 
@@ -476,7 +491,7 @@ class GraphEngine:
         pdl = dict(PDL=self.kv.is_cuda, launch_pdl=True) if self.kv.is_cuda else dict(PDL=False)
 
         def linear_args(linear, x):
-            (slabs, scale), R = partial_sums(linear, x), linear.rank
+            (slabs, scale), R = partial_sums(linear, x, self.ones), linear.rank
             S, _, L = slabs.shape
             return (slabs, scale, linear.b16 if R else scale, n, linear.weight.N, L, S, triton.next_power_of_2(S), R,
                     max(16, triton.next_power_of_2(R)))

@@ -17,7 +17,7 @@ if torch.cuda.is_available():
     import decode
 
 ROWS = 4                                                             # of a program
-BF16 = 2.0**-9                                                       # half a unit in the last place of a bf16 number, relative
+BF16 = 2.0**-9                                                       # largest relative error of a rounding to bf16
 
 
 def random_linear(M, N, K, slabs, parts, R, gen):
@@ -35,7 +35,7 @@ def random_linear(M, N, K, slabs, parts, R, gen):
 
 
 def close(got, want, ulps=1.0):
-    """bf16 results: one rounding of an fp32 value; xa's rounding can flip where the sum's order differs, hence the rest."""
+    """A bf16 result: one rounding of an fp32 value, and that of x @ A.T, which flips where the sum's order differs."""
     bound = ulps * BF16 * 2 * want.abs() + 2e-2 * BF16 * want.abs().max() + 1e-5
     return ((got.double() - want).abs() <= bound).double().mean() > 0.999
 
@@ -45,14 +45,16 @@ def gen():
     return torch.Generator("cuda").manual_seed(0)
 
 
-@pytest.mark.parametrize("M,slabs,R", [(1, 1, 0), (5, 7, 32), (40, 3, 8)])           # one row, ragged tile, several tiles
-def test_residual_kernel_adds_the_linear_and_norms_the_sum(M, slabs, R, gen):
+@pytest.mark.parametrize("M,slabs,R", [(1, 1, 0), (5, 7, 32), (40, 3, 8)])           # one row, ragged tile, many tiles
+@pytest.mark.parametrize("ROWS", [1, 4])                             # slabs side by side, one after the other
+def test_residual_kernel_adds_the_linear_and_norms_the_sum(M, slabs, R, ROWS, gen):
     D, T = 256, decode.TILE
     args, y = random_linear(M, D, D, slabs, [D], R, gen)
     resid = torch.randn(M, D, generator=gen, device="cuda")
     weight, noise = torch.randn(2, D, generator=gen, device="cuda")
     want = resid.double() + y
-    xw, squares = torch.full((M, D), torch.nan, device="cuda", dtype=torch.bfloat16), torch.full((M, D // T), torch.nan, device="cuda")
+    xw = torch.full((M, D), torch.nan, device="cuda", dtype=torch.bfloat16)
+    squares = torch.full((M, D // T), torch.nan, device="cuda")
     decode.residual_kernel[-(-M // ROWS), D // T](*args, resid, weight, noise, xw, squares, D // T, T, ROWS, False)
     assert (resid - want).abs().max() < 1e-4 + 1e-2 * (R > 0)        # fp32, but for flipped roundings of x @ A.T
     assert close(xw, resid.double() * (weight + noise).double())
@@ -71,7 +73,7 @@ def test_swiglu_kernel_is_silu_of_gate_times_up_over_rms(M, slabs, R, gen):
 
 
 def rows_state(prefix, pos, width, blocks, gen):
-    """Kernel state (8, n) and a block table of distinct random blocks for rows at `pos` after a prefix of `prefix` tokens."""
+    """Kernel state (8, n) and a table of distinct random blocks for rows at `pos` after a prefix of `prefix` tokens."""
     n = len(pos)
     state = torch.zeros(8, n, dtype=torch.int64, device="cuda")
     state[1], state[2] = torch.tensor(pos, device="cuda"), torch.tensor(prefix, device="cuda")
@@ -90,8 +92,8 @@ def test_heads_kernel_rotates_and_writes_keys_and_values_where_the_table_says(H,
     config = model_module.ModelConfig(H * d, 0, 0, H, KV, 0, True)
     cos, sin = model_module.rope_table(state[1], config)
     q = torch.full((n, H, d), torch.nan, device="cuda", dtype=torch.bfloat16)
-    decode.heads_kernel[-(-n // ROWS), H + 2 * KV](*args, squares, 1e-6, D, 4, 4, bias, cos, sin, q, kv, kv.stride(0), state, n, table, width,
-                                       H, KV, d // 2, B, ROWS, False)
+    decode.heads_kernel[-(-n // ROWS), H + 2 * KV](*args, squares, 1e-6, D, 4, 4, bias, cos, sin, q, kv, kv.stride(0),
+                                                   state, n, table, width, H, KV, d // 2, B, ROWS, False)
     y = (y * torch.rsqrt(squares.double().sum(1) / D + 1e-6)[:, None] + bias).view(n, H + 2 * KV, d)
     cos, sin = cos.double(), sin.double()
     assert close(q, model_module.rotate(y[:, :H], cos, sin))
@@ -110,7 +112,8 @@ def test_attention_kernel_matches_float64_over_prefix_gap_and_own_tokens(H, KV, 
     state, table = rows_state(prefix, pos, width, n * width, gen)
     kv = torch.randn(2, n * width, KV, B, d, generator=gen, device="cuda").bfloat16()
     q = torch.randn(n, H, d, generator=gen, device="cuda").bfloat16()
-    acc, stats = torch.full((n, KV, splits, decode.GROUP, d), torch.nan, device="cuda"), torch.full((2, n, KV, splits, decode.GROUP), torch.nan, device="cuda")
+    acc = torch.full((n, KV, splits, decode.GROUP, d), torch.nan, device="cuda")
+    stats = torch.full((2, n, KV, splits, decode.GROUP), torch.nan, device="cuda")
     counters = torch.zeros(n * KV, dtype=torch.int32, device="cuda")
     results = []
     for _ in range(2):
@@ -122,7 +125,8 @@ def test_attention_kernel_matches_float64_over_prefix_gap_and_own_tokens(H, KV, 
     for row in range(n):
         start = -(-prefix[row] // B) * B
         slots = torch.tensor([*range(prefix[row]), *range(start, start + pos[row] - prefix[row] + 1)], device="cuda")
-        k, v = (kv[i, table[row, slots // B], :, slots % B].double().repeat_interleave(H // KV, dim=1) for i in (0, 1))  # (T, H, d)
+        k, v = (kv[i, table[row, slots // B], :, slots % B].double() for i in (0, 1))          # (T, KV, d)
+        k, v = (t.repeat_interleave(H // KV, dim=1) for t in (k, v))                           # (T, H, d)
         p = (torch.einsum("hd,thd->ht", q[row].double(), k) * d ** -0.5).softmax(-1)
         want = torch.einsum("ht,thd->hd", p, v)
         # p is rounded to bf16 for the second matmul, the result once more
@@ -137,7 +141,8 @@ def small_engine(base, gen, rank=32, max_rows=9, size=(256, 320, 3, 4, 2, 2432))
     def get(name, *shape):
         if "norm" in name:
             return 1 + 0.1 * torch.randn(shape, generator=gen, device="cuda")
-        return (torch.randn(shape, generator=gen, device="cuda") * shape[-1] ** -0.5 * (3 if "lm_head" in name else 1)).bfloat16()
+        scale = shape[-1] ** -0.5 * (2 if "lm_head" in name else 1)
+        return (torch.randn(shape, generator=gen, device="cuda") * scale).bfloat16()
 
     def frozen(names, parts, k):
         return model_module.freeze([get(n, p, k) for n, p in zip(names, parts)], base, torch.bfloat16)
@@ -149,8 +154,8 @@ def small_engine(base, gen, rank=32, max_rows=9, size=(256, 320, 3, 4, 2, 2432))
         adapter.master.data[adapter.b_start:].normal_(0, 0.1, generator=gen)
         adapter.sync()
     width = 12
-    kv = torch.randn(config.layers, 2, max_rows * width + 1, config.kv_heads, sampler.BLOCK, config.head_dim, generator=gen,
-                     device="cuda").bfloat16()
+    shape = config.layers, 2, max_rows * width + 1, config.kv_heads, sampler.BLOCK, config.head_dim
+    kv = torch.randn(shape, generator=gen, device="cuda").bfloat16()
     return model, decode.GraphEngine(model, kv, max_rows), width
 
 
@@ -163,12 +168,16 @@ def random_rows(n, width, gen):
 
 
 def reference_logprobs(model, kv, rows, temperature):
-    """(n, V) log-probs of a step by sampler.TorchEngine's means, and how far bf16 rounding moves them: its rms from fp32."""
+    """(n, V) log-probs of a step by sampler.TorchEngine's means, and how far bf16 rounding moves them (rms to fp32)."""
     norms = [norm for layer in model.layers for norm in (layer.input_norm, layer.post_norm)] + [model.final_norm]
+    linears = [m for m in model.modules() if isinstance(m, lora.Linear) and m.rank]
+    bf16_adapters = [(linear.a16, linear.b16) for linear in linears]
     logprobs = []
     for dtype in (torch.float32, torch.bfloat16):                    # of matmul inputs
         for norm in norms:
             norm.dtype = dtype
+        for linear, (a, b) in zip(linears, bf16_adapters):           # bf16: the tensors that graphs captured
+            linear.a16, linear.b16 = a.to(dtype), b.to(dtype)
         cache = sampler.CachedAttention(kv.to(dtype, copy=True), rows["table"], rows["prefix"], rows["pos"])
         xw, rstd = model.hidden(rows["token"], [cache.layer(i) for i in range(len(model.layers))], rows["pos"])
         logits = lora.mm_fp32(xw, model.lm_head[:model.live_vocab].to(dtype).T) * (rstd / (temperature or 1.0))
@@ -176,7 +185,8 @@ def reference_logprobs(model, kv, rows, temperature):
     return logprobs[1], (logprobs[1] - logprobs[0]).square().mean().sqrt().item()
 
 
-@pytest.mark.parametrize("base,rank,n", [("nvfp4", 32, 9), ("nvfp4", 8, 3), ("nvfp4", 0, 1), ("bf16", 16, 5), ("nf4", 32, 2)])
+@pytest.mark.parametrize("base,rank,n", [("nvfp4", 32, 9), ("nvfp4", 8, 3), ("nvfp4", 0, 1), ("bf16", 16, 5),
+                                         ("nf4", 32, 2)])
 @pytest.mark.parametrize("sigma,temperature", [(0, 0.0), (0.05, 1.0), (0, 0.7)])
 def test_a_step_draws_what_the_torch_engine_would(base, rank, n, sigma, temperature, gen):
     model, engine, width = small_engine(base, gen, rank)
@@ -188,12 +198,13 @@ def test_a_step_draws_what_the_torch_engine_would(base, rank, n, sigma, temperat
     # Both round at the same places, but sums in another order flip some roundings, and then later ones. The difference
     # of two bf16 evaluations has the size of their distance from fp32; 5 standard deviations for up to 9 rows.
     tolerance = 5 * 2**0.5 * rounding
-    assert tolerance < 0.2 and (logprob - want.gather(1, token[:, None])[:, 0]).abs().max() < tolerance
+    assert tolerance < 0.3, "the reference itself is too rough to test against"
+    assert (logprob - want.gather(1, token[:, None])[:, 0]).abs().max() < tolerance
     if temperature:                                                  # the token's interval of the CDF holds u
         cdf = F.pad(want.double().exp().cumsum(1), (1, 0))           # (n, V + 1)
         u = sampler.uniforms(rows["key"], rows["pos"])
         below, above = (cdf.gather(1, token[:, None] + i)[:, 0] for i in (0, 1))
-        assert ((below - rounding < u) & (u < above + rounding)).all()
+        assert ((below - tolerance < u) & (u < above + tolerance)).all()
     else:
         assert (logprob > want.max(1).values - tolerance).all()
 
@@ -214,7 +225,8 @@ def test_window_advances_rows_and_stops_them_at_ends_and_limits(gen):
         rows = {**rows, "token": free[0][step - 1], "pos": rows["pos"] + (free[2] >= step)}
         again = engine.decode(rows, 1, 1.0, (), 0, 1.0)
         going = free[2] > step
-        assert torch.equal(again[0][0][going], free[0][step][going]) and torch.equal(again[1][0][going], free[1][step][going])
+        for window, single in zip(free[:2], again):
+            assert torch.equal(single[0][going], window[step][going])
 
 
 def test_a_row_has_the_same_bits_whatever_its_neighbours(gen):
