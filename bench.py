@@ -3,12 +3,14 @@ Measures what the README states. Every subcommand ends with one line of JSON.
 
     python bench.py linears --model 7b [--lora-rank 32]     the four fused linears of a layer against cuBLAS bf16
     python bench.py rollout --model 7b --base nvfp4 [--lora-rank 32] [--batch 1,8,32,64,256]     tokens/s of sampler.py
+    python bench.py train --model 7b --base nvfp4           learner tokens/s, share of the matmul ceiling, peak memory
+    python bench.py step --model 32b --memory-gib 48        a whole GRPO step and its split
     python bench.py tune                                    prints the lines of marlin_fp4.TUNED
 
 Method: a CUDA graph that walks through more weights than the L2 cache holds, replayed; the median of the replays.
 `chain` is the four linears of a layer one after the other, as a step has them, launched with programmatic dependent
-launch; `alone` is the sum of the four, each in a graph of its own without it. Slabs are written, their sum is not taken:
-the kernels that finish a linear do that (decode.py).
+launch; `alone` is the sum of the four, each in a graph of its own without it. Slabs are written, their sum is not
+taken: the kernels that finish a linear do that (decode.py).
 `rollout` runs the whole sampler on random weights and a live random adapter: prompt 256, 512 new tokens, end ids
 ignored, B sequences as B/8 prompts of 8 samples, log-probs returned; tokens/s count prefill and the host's work.
 
@@ -17,26 +19,18 @@ Shapes: M rows, N out_features, K in_features, R rows of LoRA's A.
 import argparse
 import json
 import math
+import time
 
 import torch
 
+import grpo
 import marlin_fp4
 import nvfp4
 from lora import Adapter
 from marlin_fp4 import Config, PackedWeight, decode_matmul, matmul, schedule
-from model import random_model
+from model import SIZES, ModelConfig, random_model
 from sampler import Sampler
 
-# hidden, query heads, key-value heads, head size, intermediate, layers: Qwen2.5
-MODELS = {
-    "0.5b": (896, 14, 2, 64, 4864, 24),
-    "1.5b": (1536, 12, 2, 128, 8960, 28),
-    "3b": (2048, 16, 2, 128, 11008, 36),
-    "7b": (3584, 28, 4, 128, 18944, 28),
-    "14b": (5120, 40, 8, 128, 13824, 48),
-    "32b": (5120, 40, 8, 128, 27648, 64),
-    "72b": (8192, 64, 8, 128, 29568, 80),
-}
 PARTS = {"qkv": 3, "o": 1, "gate_up": 2, "down": 1}                  # each has a LoRA A of its own
 HBM, TENSOR = 4.3e12, 790e12                                         # an H200's copy and 8192^3 bf16 matmul, measured
 TRAFFIC = 400e6                                                      # bytes of weights per graph: 7 times the L2
@@ -44,9 +38,9 @@ TRAFFIC = 400e6                                                      # bytes of 
 
 def fused_shapes(model):
     """name -> (N, K) of the four fused linears of a layer."""
-    hidden, heads, kv_heads, size, inner, _ = MODELS[model]
-    return {"qkv": ((heads + 2 * kv_heads) * size, hidden), "o": (hidden, heads * size),
-            "gate_up": (2 * inner, hidden), "down": (hidden, inner)}
+    c = ModelConfig.of_size(model)
+    return {"qkv": ((c.heads + 2 * c.kv_heads) * c.head_dim, c.width), "o": (c.width, c.heads * c.head_dim),
+            "gate_up": (2 * c.feed_forward, c.width), "down": (c.width, c.feed_forward)}
 
 
 def random_weights(N, K, count):
@@ -138,10 +132,10 @@ def large_times(shapes, M):
         dense = weight.dequantize()
         x, dy = torch.randn(M, K, device="cuda").bfloat16(), torch.randn(M, N, device="cuda").bfloat16()
         leaf = x.clone().requires_grad_()
-        y = matmul(leaf, weight, torch.bfloat16)
         forward = graph_time(lambda: matmul(x, weight, torch.bfloat16), 5)
-        backward = graph_time(lambda: torch.autograd.grad(y, leaf, dy, retain_graph=True), 5)
-        sums += torch.tensor([forward, backward, graph_time(lambda: x @ dense.T, 5), graph_time(lambda: dy @ dense, 5)])
+        both = graph_time(lambda: torch.autograd.grad(matmul(leaf, weight, torch.bfloat16), leaf, dy), 5)
+        cublas = graph_time(lambda: x @ dense.T, 5), graph_time(lambda: dy @ dense, 5)
+        sums += torch.tensor([forward, both - forward, *cublas])
     return sums.tolist()
 
 
@@ -202,16 +196,23 @@ def kv_bytes(model, prompts, sequences, prompt, new):
     return c.layers * 2 * c.kv_heads * c.head_dim * 2 * (prompts * prompt + sequences * new / 2)
 
 
-def rollout(args):
+def live_model(args):
+    """Random weights of a published size; if --lora-rank is not 0, an adapter whose B is random too, not zero."""
     torch.manual_seed(0)
     model = random_model(args.model, args.base)
     if args.lora_rank:
         adapter = Adapter(model, rank=args.lora_rank, alpha=args.lora_rank)
-        adapter.master.data[adapter.b_start:].normal_(0, 0.02)       # B starts at zero
+        adapter.master.data[adapter.b_start:].normal_(0, 0.02)
         adapter.sync()
+    return model
+
+
+def rollout(args):
+    model = live_model(args)
     sampler = Sampler(model, args.prompt + args.new, max_rows=max(args.batch))
     result = {"model": args.model, "base": args.base, "lora_rank": args.lora_rank, "prompt": args.prompt,
-              "new": args.new, "device": torch.cuda.get_device_name(), "weight_gb": weight_bytes(model) / 1e9, "batch": {}}
+              "new": args.new, "device": torch.cuda.get_device_name(), "weight_gb": weight_bytes(model) / 1e9,
+              "batch": {}}
     print(f"{args.model} {args.base}, LoRA rank {args.lora_rank}, prompt {args.prompt}, {args.new} new tokens\n"
           f"{'B':>5} {'tokens/s':>9} {'ms/step':>8} {'floor':>7} {'share':>6} {'prefill ms':>11}")
     for B in args.batch:
@@ -228,6 +229,102 @@ def rollout(args):
         print(f"{B:5} {rate:9,.0f} {step:8.3f} {floor:7.3f} {floor / step:6.1%} {prefill:11.1f}", flush=True)
         result["batch"][B] = {"tokens_s": rate, "step_ms": step, "floor_ms": floor, "prefill_ms": prefill}
     print(json.dumps(result))
+
+
+# -----------------------------------------------------------------------------
+# train and step
+
+def drawn_lengths(count, low, high, mean, seed=0):
+    """`count` lengths in [low, high] of the given mean: exponential and cut at `high`, a long tail as answers have."""
+    generator = torch.Generator().manual_seed(seed)
+    excess = torch.empty(count).exponential_(generator=generator)
+    for _ in range(20):                                              # cutting the tail lowers the mean: scale it back
+        excess *= (mean - low) / (excess.clamp(max=high - low)).mean()
+    return (low + excess).clamp(max=high).round().int().tolist()
+
+
+def matmul_ceiling():
+    """FLOP/s of an 8192^3 bf16 product on random data: what this GPU gives today."""
+    a, b = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
+    return 2 * 8192**3 / seconds_of(lambda: a @ b, 10)
+
+
+def seconds_of(work, repeats):
+    """Median wall time of work() after one call that is not counted."""
+    times = []
+    for _ in range(repeats + 1):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return sorted(times[1:])[repeats // 2]
+
+
+def cap_memory(gib):
+    """Let this process allocate at most `gib` GiB, as on a smaller card."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total))
+
+
+def train(args):
+    """The learner alone: forward, recomputation and backward of packed sequences of about 512 tokens."""
+    ceiling = matmul_ceiling()
+    if args.memory_gib:
+        cap_memory(args.memory_gib)
+    model = live_model(args)
+    rows = [torch.randint(model.config.vocab, (n,)).tolist() for n in drawn_lengths(args.tokens // 512, 256, 1024, 512)]
+    starts = [len(row) // 3 for row in rows]                         # a third is prompt and not scored
+    tokens, scored = sum(map(len, rows)), sum(len(row) - start for row, start in zip(rows, starts))
+    torch.cuda.reset_peak_memory_stats()
+    seconds = seconds_of(lambda: model.token_logprobs(rows, starts)[0].mean().backward(), 3)
+    weights = sum(linear.weight.N * linear.weight.K for linear in model.adapter.linears)
+    flops = 6 * weights * tokens + 4 * model.lm_head.numel() * scored    # 2 forwards and dX; head: forward and dX
+    print(json.dumps({"model": args.model, "base": args.base, "lora_rank": args.lora_rank, "tokens": tokens,
+                      "tokens_s": tokens / seconds, "share_of_matmul_ceiling": flops / seconds / ceiling,
+                      "ceiling_tflops": ceiling / 1e12, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}))
+
+
+def step(args):
+    """A whole GRPO step on random weights and drawn lengths: rollout, score, one update; seconds of each and memory.
+
+    Rewards are coin flips; the second of two steps is reported, the first compiles and captures.
+    """
+    if args.memory_gib:
+        cap_memory(args.memory_gib)
+    model = live_model(args)
+    adapter, B = model.adapter, args.prompts * args.group_size
+    optimizer = torch.optim.AdamW([adapter.master], lr=1e-6, fused=True)
+    sizes = torch.randint(64, 257, (args.prompts,)).tolist()
+    prompts = [torch.randint(model.config.vocab, (n,)).tolist() for n in sizes]
+    limits = drawn_lengths(B, 50, 1024, 300)
+    sampler = Sampler(model, 256 + 1024, min(B, 256), args.kv_gib)
+    for _ in range(2):
+        began = time.perf_counter()
+        rollouts = sampler.generate(prompts, args.group_size, limits)
+        sampled = time.perf_counter()
+        advantages = grpo.group_advantages(torch.rand(B).round(), args.group_size).cuda()
+        lengths = torch.tensor(limits)
+        weights = grpo.token_weights(lengths, torch.ones(B, dtype=torch.bool), "dapo", 1024).cuda()
+        rows = [p + c for p, c in zip(rollouts.prompts, rollouts.completions)]
+        adapter.zero_grad()
+        sums = {}
+        for part in grpo.micro_batches(list(map(len, rows)), args.micro_batch_tokens):
+            logprobs, _ = model.token_logprobs([rows[b] for b in part], [len(rollouts.prompts[b]) for b in part])
+            old = torch.cat([rollouts.logprobs[b] for b in part]).cuda()
+            row = torch.arange(len(part)).repeat_interleave(lengths[part]).cuda()
+            loss, more = grpo.policy_loss(logprobs, old, advantages[part], row, weights[part], "dapo")
+            loss.backward()
+            sums = grpo.add_sums(sums, more)
+        optimizer.step()
+        adapter.sync()
+        torch.cuda.synchronize()
+        done = time.perf_counter()
+    print(json.dumps({"model": args.model, "base": args.base, "samples": B, "tokens": rollouts.num_tokens,
+                      "learner_tokens": sum(map(len, rows)), "seconds": done - began, "rollout": sampled - began,
+                      "update": done - sampled, "idle": rollouts.idle, "memory_gib": args.memory_gib,
+                      "kv_gib": sampler.kv.nbytes / 2**30, "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+                      "reserved_gib": torch.cuda.max_memory_reserved() / 2**30, **grpo.summarize(sums)}))
 
 
 # -----------------------------------------------------------------------------
@@ -261,22 +358,22 @@ def tune(args):
             best = min(seconds, key=seconds.get)
             if seconds[best] < 0.97 * seconds.get(marlin_fp4.DEFAULTS[M], math.inf):
                 found[M, N, K] = tuple(best)
-                print(f"    ({M}, {N}, {K}): {best!r},".replace("BM=", "").replace("BN=", ""), flush=True)
+                fields = [f for f in best if f is not None]
+                print(f"    ({M}, {N}, {K}): Config({', '.join(map(str, fields))}),", flush=True)
     print(json.dumps([[*key, *config] for key, config in found.items()]))
-    return found
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     p = commands.add_parser("linears", help="the linears of one layer against cuBLAS bf16")
-    p.add_argument("--model", choices=MODELS, default="7b")
+    p.add_argument("--model", choices=SIZES, default="7b")
     p.add_argument("--lora-rank", type=int, default=0, help="rank of each part's adapter; 0: none")
     p.add_argument("--rows", type=int, nargs="*", default=[1, 8, 16, 32, 64, 128, 256], help="M of decode_matmul")
     p.add_argument("--large-rows", type=int, nargs="*", default=[1024, 4096, 16384], help="M of matmul, forward and dX")
     p.set_defaults(run=linears)
     p = commands.add_parser("rollout", help="tokens/s of the sampler")
-    p.add_argument("--model", choices=MODELS, default="7b")
+    p.add_argument("--model", choices=SIZES, default="7b")
     p.add_argument("--base", choices=nvfp4.FORMATS, default="nvfp4", help="how the linears are held")
     p.add_argument("--lora-rank", type=int, default=32, help="rank of each part's adapter; 0: none")
     p.add_argument("--batch", type=lambda s: [int(b) for b in s.split(",")], default=[1, 8, 32, 64, 256],
@@ -284,8 +381,20 @@ def main():
     p.add_argument("--prompt", type=int, default=256, help="tokens of a prompt")
     p.add_argument("--new", type=int, default=512, help="tokens of a completion")
     p.set_defaults(run=rollout)
+    for name, run, text in (("train", train, "tokens/s of the learner"), ("step", step, "a whole GRPO step")):
+        p = commands.add_parser(name, help=text)
+        p.add_argument("--model", choices=SIZES, default="7b")
+        p.add_argument("--base", choices=nvfp4.FORMATS, default="nvfp4", help="how the linears are held")
+        p.add_argument("--lora-rank", type=int, default=32, help="rank of each part's adapter")
+        p.add_argument("--memory-gib", type=float, help="cap of this process's GPU memory")
+        p.set_defaults(run=run)
+    p.add_argument("--prompts", type=int, default=16, help="problems of the step")
+    p.add_argument("--group-size", type=int, default=8, help="samples a problem")
+    p.add_argument("--kv-gib", type=float, help="memory for the KV cache (default: enough, at most half the free)")
+    p.add_argument("--micro-batch-tokens", type=int, default=16384, help="tokens in one forward and backward")
+    commands.choices["train"].add_argument("--tokens", type=int, default=16384, help="tokens in the one micro-batch")
     p = commands.add_parser("tune", help="find marlin_fp4.TUNED")
-    p.add_argument("--models", choices=MODELS, nargs="*", default=list(MODELS))
+    p.add_argument("--models", choices=SIZES, nargs="*", default=list(SIZES))
     p.set_defaults(run=tune)
     args = parser.parse_args()
     assert torch.cuda.is_available(), "bench.py measures a GPU and there is none"
