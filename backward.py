@@ -31,8 +31,8 @@ def swiglu_backward(y, rstd, dh, dy):
     """Writes dL/dy into dy (T, 2F), any row stride and dtype; returns dL/drstd (T, 1). dh (T, F) is dL/dh."""
     if y.is_cuda:
         drstd = torch.empty_like(rstd)
-        _swiglu_backward_kernel[(y.shape[0],)](y, rstd, dh.contiguous(), dy, dy.stride(0), drstd, dh.shape[1], BLOCK=2048,
-                                               num_warps=8)
+        _swiglu_backward_kernel[(y.shape[0],)](y, rstd, dh.contiguous(), dy, dy.stride(0), drstd, dh.shape[1],
+                                               BLOCK=2048, num_warps=8)
         return drstd
     gate, up = (y * rstd).chunk(2, dim=-1)
     s = torch.sigmoid(gate)
@@ -97,7 +97,7 @@ class _GatedLinear(torch.autograd.Function):
 
 
 def gated_linear(linear, x, rstd):
-    """linear: gate|up as one lora.Linear; x (T, D), rstd (T, 1) -> silu(gate * rstd) * (up * rstd) (T, F) in x's dtype."""
+    """gate|up as one lora.Linear, x (T, D), rstd (T, 1) -> silu(gate * rstd) * up * rstd (T, F) in x's dtype."""
     a, b = (linear.a, linear.b) if linear.rank else (None, None)
     return _GatedLinear.apply(x, rstd, a, b, linear)
 

@@ -11,9 +11,9 @@ of its own: `a` stacks the parts' A along rows, `b` has one row per output row, 
     y[:, rows of p] += (x @ a[p*R:(p+1)*R].T) @ (s * b[rows of p]).T
 
 One flat buffer. All A, all B (and trained norms) are views into one fp32 vector `Adapter.master`, their gradients views
-into another: the optimizer sees one tensor, ranks all-reduce one tensor, a checkpoint writes one tensor. The sampler and
-the learner compute with bf16 working copies, `a16` and `b16 = s * b`, which `Adapter.sync()` rewrites in place: CUDA
-graphs that captured their addresses see an update without being captured again.
+into another: the optimizer sees one tensor, ranks all-reduce one tensor, a checkpoint writes one tensor. The sampler
+and the learner compute with bf16 working copies, `a16` and `b16 = s * b`, which `Adapter.sync()` rewrites in place:
+CUDA graphs that captured their addresses see an update without being captured again.
 
 K-augmentation. The learner dequantizes W into a scratch with room to the right and below,
               K      P*R
@@ -127,7 +127,7 @@ def matmul(x, linear):
     n, k = linear.weight.N, linear.weight.K
     assert x.dim() == 2 and x.shape[1] == k, f"{linear.names[0]}: x {tuple(x.shape)} does not fit K={k}"
     wide = linear.wide(x.dtype)
-    if linear.rank:                                                  # x @ A.T is rounded to x's dtype, as the sampler does
+    if linear.rank:                                                  # x @ A.T is rounded to x's dtype, as when sampling
         x = torch.cat([x, mm_fp32(x, linear.a16.T).to(x.dtype)], dim=1)
     y = mm_fp32(x, wide[:n].T)
     return (y if linear.weight.late_scale is None else y.mul_(linear.weight.late_scale)), x
@@ -207,7 +207,7 @@ class Adapter:
         def view(flat, i):
             return flat[offsets[i]:offsets[i] + math.prod(shapes[i])].view(shapes[i])
 
-        def leaf(i):                                                 # a leaf whose storage and .grad live in the flat ones
+        def leaf(i):                                                 # its storage and .grad live in the flat vectors
             t = view(self.master.data, i).requires_grad_()
             t.grad = view(self.master.grad, i)
             return t
@@ -229,7 +229,8 @@ class Adapter:
         """master -> bf16 working copies, in place: A as it is, B times alpha / rank."""
         with torch.no_grad():
             self.working[:self.b_start] = self.master[:self.b_start]
-            self.working[self.b_start:self.norm_start] = self.master[self.b_start:self.norm_start] * (self.alpha / self.rank)
+            b = slice(self.b_start, self.norm_start)
+            self.working[b] = self.master[b] * (self.alpha / self.rank)
 
     def zero_grad(self):
         self.master.grad.zero_()
@@ -260,11 +261,12 @@ def _named_views(model):
 
 
 def save_adapter(model, folder):
-    """Write the adapter as PEFT does: adapter_config.json and adapter_model.safetensors (fp32). Each file atomically."""
+    """Write the adapter as PEFT does: adapter_config.json and adapter_model.safetensors (fp32), each atomically."""
     adapter, folder = model.adapter, Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(model.name), "r": adapter.rank,
-              "lora_alpha": adapter.alpha, "lora_dropout": 0.0, "bias": "none", "target_modules": list(TARGETS),
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(model.name),
+              "r": adapter.rank, "lora_alpha": adapter.alpha, "lora_dropout": 0.0, "bias": "none",
+              "target_modules": list(TARGETS),
               "modules_to_save": list(NORMS) if adapter.norms else None, "fan_in_fan_out": False,
               "init_lora_weights": True, "inference_mode": True}
     tensors = {name: view.cpu().contiguous() for name, view in _named_views(model)}
@@ -308,13 +310,14 @@ def load_adapter(model, folder):
         raise ValueError(f"{folder}: not a readable PEFT adapter folder ({error})") from None
     variants = [key for key in VARIANTS if config.get(key)]
     if config.get("peft_type") != "LORA" or variants or set(config.get("target_modules") or ()) != set(TARGETS):
-        raise ValueError(f"{folder}: need a plain LoRA adapter on {', '.join(TARGETS)}, got {config.get('peft_type')} on "
-                         f"{config.get('target_modules')} {' '.join(variants)}")
+        raise ValueError(f"{folder}: need a plain LoRA adapter on {', '.join(TARGETS)}, got "
+                         f"{config.get('peft_type')} on {config.get('target_modules')} {' '.join(variants)}")
     if not {"r", "lora_alpha"} <= config.keys():
         raise ValueError(f"{folder}/adapter_config.json: needs r and lora_alpha, has {', '.join(config)}")
     Adapter(model, config["r"], config["lora_alpha"], norms=bool(config.get("modules_to_save")))
     views = dict(_named_views(model))
-    wrong = sorted(set(views) ^ set(tensors)) + [n for n in views if n in tensors and views[n].shape != tensors[n].shape]
+    wrong = sorted(set(views) ^ set(tensors))
+    wrong += [n for n in views if n in tensors and views[n].shape != tensors[n].shape]
     if wrong:
         raise ValueError(f"{folder}: {len(wrong)} tensors are missing, unknown or of another shape, first {wrong[0]}")
     for name, view in views.items():

@@ -8,21 +8,22 @@ The block, with x the residual stream:
     x += o(attention(rope(qkv(norm(x)))))           q, k, v: one fused matrix with biases; grouped-query attention
     x += down(silu(gate) * up),  gate|up = gate_up(norm(x))
 
-Precision. The residual stream and every matmul's sum and result are fp32; inputs of matmuls are rounded to `dtype` (bf16
-on a GPU). That is what keeps the sampler's log-probs close to the learner's: 0.04 % instead of 1.3 % of tokens leave
-the ratio band [0.9, 1.1].
+Precision. The residual stream and every matmul's sum and result are fp32; inputs of matmuls are rounded to `dtype`
+(bf16 on a GPU). That is what keeps the sampler's log-probs close to the learner's: 0.04 % instead of 1.3 % of tokens
+leave the ratio band [0.9, 1.1].
 
-Where RMSNorm's division goes. norm(x) = x * w / rms(x), and 1/rms(x) is one number a row, so it commutes with the linear
-that follows: RMSNorm returns (x * w rounded to dtype) and 1/rms apart, and the block multiplies the linear's *result*.
-Then no kernel has to see a whole row before the matmul starts, and the sampler's fused kernels and the learner round
-the same numbers at the same place. AQN's noise is added to w: `weight + noise`, noise being zero outside aqn.noisy_norms.
+Where RMSNorm's division goes. norm(x) = x * w / rms(x), and 1/rms(x) is one number a row, so it commutes with the
+linear that follows: RMSNorm returns (x * w rounded to dtype) and 1/rms apart, and the block multiplies the linear's
+*result*. Then no kernel has to see a whole row before the matmul starts, and the sampler's fused kernels and the learner round
+the same numbers at the same place. AQN's noise is added to w: `weight + noise`, zero outside aqn.noisy_norms.
 
 Tokens come packed: (T,) ids of several sequences end to end, `starts` their offsets; there is no padding anywhere, so
 there is no padding side to get wrong.
 
 Not here: the KV cache (sampler.py), sliding windows and YaRN (off in these checkpoints), dropout, tensor parallelism.
 
-Shapes: B rows, T tokens, V vocabulary, D width, L layers, H query heads, KV key-value heads, d head size, F feed-forward.
+Shapes: B rows, T tokens, V vocabulary, D width, L layers, H query heads, KV key-value heads, d head size,
+F feed-forward.
 """
 import inspect
 import json
@@ -58,7 +59,7 @@ class ModelConfig:
     layers: int
     heads: int                                                       # H
     kv_heads: int                                                    # KV
-    vocab: int                                                       # V: rows of the embedding, more than the tokenizer has
+    vocab: int                                                       # V: rows of the embedding, more than live ids
     tied: bool                                                       # lm_head = embedding (up to 3B)
     rope_theta: float = 1e6
     eps: float = 1e-6
@@ -84,15 +85,15 @@ class ModelConfig:
             raise ValueError(f"{path}: sliding windows and rope_scaling are not supported")
         try:
             theta = raw.get("rope_theta") or rope["rope_theta"]
-            return cls(raw["hidden_size"], raw["intermediate_size"], raw["num_hidden_layers"], raw["num_attention_heads"],
-                       raw["num_key_value_heads"], raw["vocab_size"], bool(raw.get("tie_word_embeddings", False)),
-                       theta, raw["rms_norm_eps"])
+            return cls(raw["hidden_size"], raw["intermediate_size"], raw["num_hidden_layers"],
+                       raw["num_attention_heads"], raw["num_key_value_heads"], raw["vocab_size"],
+                       bool(raw.get("tie_word_embeddings", False)), theta, raw["rms_norm_eps"])
         except KeyError as error:
             raise ValueError(f"{path}: no {error}") from None
 
 
-# The elementwise work between matmuls, as plain functions: on a GPU each is compiled into one kernel (and one backward),
-# because in fp32 they would otherwise move as many bytes as the matmuls take time.
+# The elementwise work between matmuls, as plain functions: on a GPU each is compiled into one kernel (and one for the
+# backward), because in fp32 they would otherwise move as many bytes as the matmuls take time.
 
 def scaled_norm(x, weight, eps, dtype):
     """x (T, D) fp32 -> x * weight in dtype, and 1/rms (T, 1) fp32, still to be multiplied."""
@@ -376,4 +377,5 @@ def build(config, get, frozen, dtype, name, folder):
             linear(mlp, ("down",), (c.width,), c.feed_forward)))
     embed = get("model.embed_tokens.weight", c.vocab, c.width).to(dtype)
     lm_head = embed if c.tied else get("lm_head.weight", c.vocab, c.width).to(dtype)
-    return Qwen2(config, embed, layers, RMSNorm(get("model.norm.weight", c.width), c.eps, dtype), lm_head, dtype, name, folder)
+    final_norm = RMSNorm(get("model.norm.weight", c.width), c.eps, dtype)
+    return Qwen2(config, embed, layers, final_norm, lm_head, dtype, name, folder)

@@ -10,8 +10,8 @@ floats of integers), a decimal equals a fraction only if it has six digits and r
 one of them, and no answer is the empty string. Expressions in variables are compared at fixed sample points.
 
 Longer than its neighbours because an answer can be written in so many ways. Six sections, in the order a text runs
-through them: 1 extraction, 2 clean-up (most spelling variants end here), 3 parser (precedence climbing), 4 values (one evaluator:
-exact, then real, then complex), 5 comparison (one rule per kind of answer), 6 scores for training.
+through them: 1 extraction, 2 clean-up (most spelling variants end here), 3 parser (precedence climbing), 4 values (one
+evaluator: exact, then real, then complex), 5 comparison (one rule per kind of answer), 6 scores for training.
 
 Everything runs on counters, not clocks (the limits below), and what runs into one is refused: it still equals itself.
 No threads and no signals, so it is safe in any worker; no eval; the standard library only, so no computer algebra:

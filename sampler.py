@@ -10,8 +10,8 @@ How it works
   path to a sampled token, the decode step.
 - Rows. A live sequence is a row of the decode batch. A finished row leaves and a waiting sequence takes its place
   (continuous batching); rows are kept dense, so a draining batch uses smaller and cheaper steps.
-- Windows. The host looks at the rows every few steps; within such a window the engine runs alone. A row that ends inside
-  one idles for the rest of it: at 8 steps and 200-token answers, 2 % of the work, printed as `idle`.
+- Windows. The host looks at the rows every few steps; within such a window the engine runs alone. A row that ends
+  inside one idles for the rest of it: at 8 steps and 200-token answers, 2 % of the work, printed as `idle`.
 - Blocks are given out as rows grow. If the pool runs dry the newest row goes back to the queue with what it has written
   so far and is prefilled again later: more sequences than fit wait, never an error.
 - Randomness. The token at position t of sample g of prompt p is the inverse CDF at u(seed, p, g, t), a hash: it depends
@@ -22,7 +22,8 @@ The old policy of the loss is what is written down here: temperature, noisy norm
 Engines run the decode step: TorchEngine below, in plain torch, on any device, and decode.py's CUDA-graph engine.
 Not here: beam search, penalties, stop strings, prefix sharing between different prompts.
 
-Shapes: P prompts, G samples a prompt, n live rows, T tokens, V vocabulary, H query heads, KV key-value heads, d head size.
+Shapes: P prompts, G samples a prompt, n live rows, T tokens, V vocabulary, H query heads, KV key-value heads,
+d head size.
 """
 import time
 from collections import deque
@@ -63,8 +64,8 @@ class Rollouts:
     def __add__(self, other):
         """Rows of both; idle is weighted by time."""
         seconds = self.seconds + other.seconds
-        return Rollouts(self.prompts + other.prompts, self.completions + other.completions, self.logprobs + other.logprobs,
-                        self.finished + other.finished, seconds,
+        return Rollouts(self.prompts + other.prompts, self.completions + other.completions,
+                        self.logprobs + other.logprobs, self.finished + other.finished, seconds,
                         (self.idle * self.seconds + other.idle * other.seconds) / max(seconds, 1e-9))
 
 
@@ -144,7 +145,7 @@ def draw(logits, u):
 
 class TorchEngine:
     """The decode step in plain torch: the reference for decode.py's kernels, and the path of a machine without GPU."""
-    window = 1                                                       # steps between two looks of the host: looking is free
+    window = 1                                                       # steps between two looks of the host: it is free
 
     def __init__(self, model, kv, max_rows):
         self.model, self.kv, self.max_rows = model, kv, max_rows
@@ -197,7 +198,8 @@ class CachedAttention:
             keys, values = self.kv[i]                                # (blocks, KV, BLOCK, d)
             keys[self.block, :, self.offset], values[self.block, :, self.offset] = k, v
             context = [t[self.table].transpose(1, 2).flatten(2, 3) for t in (keys, values)]      # (n, KV, T, d)
-            return F.scaled_dot_product_attention(q[:, :, None], *context, attn_mask=self.mask, enable_gqa=True)[:, :, 0]
+            y = F.scaled_dot_product_attention(q[:, :, None], *context, attn_mask=self.mask, enable_gqa=True)
+            return y[:, :, 0]
         return attend
 
 
@@ -218,10 +220,10 @@ class Sampler:
         if kv_gib is not None:
             blocks = min(blocks, int(kv_gib * 2**30 / block_bytes))
         if blocks < self.width + 1:
-            raise ValueError(f"KV pool of {kv_gib:.2f} GiB holds {max(blocks, 0) * BLOCK} tokens: less than one sequence of "
-                             f"{max_length} tokens ({(self.width + 1) * block_bytes / 2**30:.2f} GiB)")
+            raise ValueError(f"KV pool of {kv_gib:.2f} GiB holds {max(blocks, 0) * BLOCK} tokens: less than one "
+                             f"sequence of {max_length} tokens ({(self.width + 1) * block_bytes / 2**30:.2f} GiB)")
         shape = (c.layers, 2, blocks, c.kv_heads, BLOCK, c.head_dim)
-        self.kv = torch.zeros(shape, dtype=model.dtype, device=model.device)     # zeros: 0 * NaN would poison masked keys
+        self.kv = torch.zeros(shape, dtype=model.dtype, device=model.device)     # 0 * NaN would poison masked keys
         self.free = list(range(blocks - 1, 0, -1))
         self.max_rows = max_rows
         if engine is None and model.device.type == "cuda":
@@ -256,6 +258,8 @@ class Sampler:
             self._grow(waiting, live)
             steps = min(self.engine.window, max(s.limit - s.pos for s in live))
             tokens, logprobs, made = self.engine.decode(self._rows(live), steps, temperature, end_ids, top_k, top_p)
+            if not logprobs.isfinite().all():
+                raise FloatingPointError("a sampled token's log-prob is not finite: NaN in weights or adapter?")
             steps_made += steps * self.engine.batch_size(len(live))
             tokens, logprobs, made = tokens.T.tolist(), logprobs.T.tolist(), made.tolist()
             for row, s in enumerate(live):
@@ -302,7 +306,7 @@ class Sampler:
         for s in list(live):
             if s not in live:
                 break                                                # it and all after it were sent back
-            last = min(s.pos + self.engine.window, s.limit) - len(s.prefix.tokens)           # own tokens after this window
+            last = min(s.pos + self.engine.window, s.limit) - len(s.prefix.tokens)   # own tokens after this window
             need = -(-last // BLOCK) - len(s.blocks)
             while need > len(self.free):
                 victim = live.pop()
@@ -339,7 +343,8 @@ class Sampler:
         device = self.kv.device
         lengths = [len(p.tokens) for p in prefixes]
         attend = PackedAttention(lengths, device)
-        block = torch.cat([torch.tensor(p.blocks).repeat_interleave(BLOCK)[:n] for p, n in zip(prefixes, lengths)]).to(device)
+        block = torch.cat([torch.tensor(p.blocks).repeat_interleave(BLOCK)[:n] for p, n in zip(prefixes, lengths)])
+        block = block.to(device)
         positions = attend.positions()
 
         def layer(i):
