@@ -52,13 +52,6 @@ def score(tokenizer, problems, rollouts, style="boxed"):
     return rows
 
 
-def greedy_accuracy(sampler, tokenizer, problems, prompts, max_new_tokens):
-    """Share of problems solved by greedy decoding, and the rows of score()."""
-    rollouts = sampler.generate(prompts, 1, max_new_tokens, tokenizer.end_ids, temperature=0.0)
-    rows = score(tokenizer, problems, rollouts)
-    return sum(row["correct"] for row in rows) / len(rows), rows
-
-
 # -----------------------------------------------------------------------------
 # Figures.
 

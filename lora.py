@@ -48,11 +48,14 @@ def write_atomically(path, data):
     """bytes -> file: a temporary file beside it, flushed to disk, then renamed over it. A crash leaves old or new."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "wb") as f:
-        f.write(data)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)                            # what a full disk cut off
 
 
 def mm_fp32(x, w):

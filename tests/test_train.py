@@ -1,0 +1,405 @@
+"""
+train.py as a user runs it: whole runs of the embedded model on a CPU, with checkpoint.py, process.py and memory.py.
+
+A run is a process, forked from a server that has imported torch once: a second a run instead of five, and it can be
+killed, starved of disk, or given a rank. Runs that must agree are compared bit for bit, times aside.
+
+python -m pytest tests/test_train.py -v
+"""
+import json
+import multiprocessing
+import os
+import random
+import resource
+import runpy
+import shutil
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import data
+import memory
+from lora import Adapter
+from model import load
+from tiny_qwen2 import config_json, random_tensors, write_folder
+
+ROOT = Path(__file__).parent.parent
+TIMES = ("seconds", "seconds_sample", "seconds_update", "tokens_per_s")
+SMALL = ("--prompts-per-step 2 --group-size 4 --max-new-tokens 24 --eval-problems 4 --eval-every 10 --lr 1e-3 "
+         "--updates-per-rollout 1 --max-rows 64").split()
+REWARDS = '''
+def broken(completion, gold):
+    return float("inf") if len(completion) % 2 else 0.0
+
+def by_length(completion, gold):
+    return {"length": 0.01 * len(completion), "one": 1.0}
+'''
+
+
+def train(argv, folder, log, env, max_file):
+    """Runs in the forked process. max_file: bytes after which a write fails as on a full disk."""
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    os.chdir(folder)
+    os.environ.update(env)
+    if max_file:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (max_file, max_file))
+    sys.argv = ["train.py", *argv]
+    runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+
+
+class Runs:
+    """Starts runs in `folder`, which holds word problems and two reward functions."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        lines = [json.dumps({"question": p.question, "answer": p.answer}) for p in data.arithmetic("train", 600)]
+        (folder / "sums.jsonl").write_text("\n".join(lines[:60]))
+        (folder / "more.jsonl").write_text("\n".join(lines))
+        (folder / "my_rewards.py").write_text(REWARDS)
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(["torch.distributed", "evaluate", "aqn", "grpo", "checkpoint", __name__])
+
+    def start(self, out, *flags, model=ROOT / "tiny", env={}, max_file=None):
+        argv = [*(["--resume"] if "--resume" in flags else ["--model", str(model), "--data", "sums.jsonl", *SMALL]),
+                "--device", "cpu", "--out", out, *(f for f in flags if f != "--resume")]
+        log = self.folder / f"{out}.{env.get('RANK', 0)}.log"
+        log.unlink(missing_ok=True)
+        process = self.context.Process(target=train, args=(argv, self.folder, log, env, max_file))
+        process.start()
+        return process
+
+    def run(self, out, *flags, code=0, **more):
+        """-> what it printed. Any exit code but `code` fails the test."""
+        process = self.start(out, *flags, **more)
+        process.join(120)
+        assert process.exitcode == code, f"exit code {process.exitcode}:\n{self.log(out)}"
+        return self.log(out)
+
+    def ranks(self, out, count, *flags):
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        common = dict(WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        return [self.start(out, *flags, env=dict(common, RANK=str(r), LOCAL_RANK=str(r))) for r in range(count)]
+
+    def log(self, out, rank=0):
+        return (self.folder / f"{out}.{rank}.log").read_text()
+
+    def lines(self, out, name="metrics.jsonl"):
+        path = self.folder / out / name
+        return path.read_text().splitlines() if path.exists() else []
+
+    def metrics(self, out):
+        """One dict a step, without what differs from run to run."""
+        return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in self.lines(out)]
+
+    def samples(self, out):
+        return [json.loads(line) for line in self.lines(out, "samples.jsonl")]
+
+    def state(self, out, step):
+        return load_file(self.folder / out / "checkpoints" / f"step_{step:06d}" / "state.safetensors")
+
+    def wait(self, out, steps, process):
+        """Until `steps` steps are in the log of metrics."""
+        while len(self.lines(out)) < steps and process.is_alive():
+            time.sleep(0.005)
+
+    def same(self, a, b):
+        """Metrics, samples and adapter of two runs, bit for bit."""
+        return (self.metrics(a) == self.metrics(b) and self.lines(a, "samples.jsonl") == self.lines(b, "samples.jsonl")
+                and self.adapter(a) == self.adapter(b))
+
+    def adapter(self, out):
+        return (self.folder / out / "adapter" / "adapter_model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    # What the server sees when it starts: one thread, and the path, which Python 3.11 does not hand on to its preloads.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
+        yield Runs(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def whole(runs):
+    """The uninterrupted run of 30 steps that others are compared with."""
+    runs.run("whole", "--steps", "30", "--save-every", "3")
+    return "whole"
+
+
+# -----------------------------------------------------------------------------
+# Learning.
+
+def test_the_embedded_model_learns(runs):
+    # Seeds 0 to 3: mean reward 0.27 to 0.41 over the first four steps, 0.92 to 0.97 over the last; held out 0.32, 0.93.
+    runs.run("learns", *("--data more.jsonl --steps 14 --prompts-per-step 8 --group-size 8 --max-new-tokens 32 "
+                         "--lr 3e-3 --eval-problems 64").split())
+    metrics = runs.metrics("learns")
+    rewards = [m["reward"] for m in metrics]
+    assert sum(rewards[:4]) / 4 < 0.5 and sum(rewards[-4:]) / 4 > 0.85, rewards
+    assert metrics[0]["eval_accuracy"] < 0.5 and metrics[-1]["eval_accuracy"] > 0.8
+
+
+def test_the_gradient_does_not_depend_on_micro_batches(runs):
+    # After one update Adam's first moment is 0.1 x gradient (max-grad-norm is out of reach). Rows of 40 to 60 tokens:
+    # one a micro-batch, about four, all sixteen.
+    flags = "--steps 1 --prompts-per-step 4 --reward my_rewards:by_length --max-grad-norm 1e9".split()
+    gradients = []
+    for tokens in ("1", "240", "100000"):
+        runs.run(f"micro{tokens}", *flags, "--micro-batch-tokens", tokens)
+        gradients.append(runs.state(f"micro{tokens}", 1)["exp_avg"] / 0.1)
+    assert gradients[2].norm() > 0
+    for g in gradients[:2]:                                               # fp32 sums of 200 tokens in another order
+        assert (g - gradients[2]).norm() < 200 * 2**-24 * gradients[2].norm() * 10
+
+
+@pytest.mark.parametrize("flags", ["--loss grpo --kl-beta 0.1", "--loss dapo --base nf4 --train-norms",
+                                   "--loss dr_grpo --advantage-scale none --overlong-buffer 20 --overlong keep",
+                                   "--loss gspo --advantage-scale batch --correction mask --format-weight 0.5"])
+def test_every_loss_and_option_runs(runs, flags):
+    name = flags.replace(" ", "").strip("-")
+    runs.run(name, "--steps", "2", "--updates-per-rollout", "2", *flags.split())
+    metrics, samples = runs.metrics(name), runs.samples(name)
+    assert len(metrics) == 2 and len(samples) == 16
+    for row in samples:
+        penalty = max(0, row["length"] - 4) / 20 if "buffer" in flags else 0              # from 24 - 20 tokens on
+        assert row["reward"] == pytest.approx(row["correct"] + ("format" in flags) * 0.5 * row["format"] - penalty)
+    if "kl" in flags:
+        assert metrics[0]["kl"] >= 0                                      # mean over two updates of the step's tokens
+    if "norms" in flags:
+        names = load_file(runs.folder / name / "adapter" / "adapter_model.safetensors")
+        assert sum("layernorm" in n for n in names) == 6                  # 2 norms x 3 layers
+
+
+def test_dynamic_sampling_takes_new_problems_for_groups_of_equal_rewards(runs):
+    runs.run("dynamic", "--steps", "3", "--prompts-per-step", "3", "--dynamic-sampling", "--save-every", "1")
+    cursor = json.loads((runs.folder / "dynamic/checkpoints/step_000003/state.json").read_text())["cursor"]
+    assert 9 < cursor <= 27                                               # 3 steps of 3, and two rounds more at most
+    assert [row["step"] for row in runs.samples("dynamic")] == [0] * 12 + [1] * 12 + [2] * 12
+
+
+def test_a_reward_of_ones_own_replaces_the_grader_and_its_parts_are_summed(runs):
+    runs.run("own", "--steps", "1", "--reward", "my_rewards:by_length")
+    assert all(r["reward"] == pytest.approx(1 + 0.01 * len(r["completion"])) for r in runs.samples("own"))
+
+
+def test_infinite_loss_or_gradient_skips_the_update_and_is_counted(runs):
+    log = runs.run("broken", "--steps", "3", "--reward", "my_rewards:broken", "--save-every", "1")
+    skipped = [m["skipped"] for m in runs.metrics("broken")]
+    assert skipped[-1] >= 1 and log.count("update skipped") == skipped[-1]
+    state = runs.state("broken", 3)
+    assert state["master"].isfinite().all() and state["exp_avg"].isfinite().all()
+    assert state["step"].item() + skipped[-1] <= 3
+
+
+# -----------------------------------------------------------------------------
+# Ends and resumption.
+
+def test_a_run_killed_ten_times_equals_the_uninterrupted_one(runs, whole):
+    rng = random.Random(0)
+    process, kills = runs.start("killed", "--steps", "30", "--save-every", "3"), 0
+    while kills < 10:
+        runs.wait("killed", min(27, 3 * kills + rng.randint(0, 2)), process)             # then anywhere in a step
+        time.sleep(rng.random() * 0.12)
+        assert process.is_alive(), runs.log("killed")
+        process.kill()
+        process.join()
+        kills += 1
+        begun = (runs.folder / "killed" / "run.json").exists()
+        process = runs.start("killed", *["--resume"] * begun, "--steps", "30", "--save-every", "3")
+    process.join(120)
+    assert process.exitcode == 0, runs.log("killed")
+    assert runs.same("killed", whole)
+
+
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGINT"])
+def test_a_signal_saves_the_last_whole_step_and_the_run_goes_on_from_it(runs, whole, number):
+    process = runs.start(number, "--steps", "30", "--save-every", "100")
+    runs.wait(number, 5, process)
+    os.kill(process.pid, getattr(signal, number))
+    process.join(30)
+    assert process.exitcode == 1
+    done, (checkpoint,) = len(runs.lines(number)), (runs.folder / number / "checkpoints").iterdir()
+    assert checkpoint.name == f"step_{done:06d}"
+    assert f"stopped by {number}; step {done} is saved; go on with --resume --out {number}" in runs.log(number)
+    if number == "SIGTERM":
+        runs.run(number, "--resume")
+        assert runs.same(number, whole)
+
+
+def test_the_adapter_of_a_stopped_run_is_that_of_its_checkpoint(runs):
+    # Most of a step is its evaluation, after the update: there the weights in use are ahead of the last whole step.
+    process = runs.start("ahead", *"--steps 30 --eval-every 1 --eval-problems 60 --eval-data sums.jsonl".split())
+    runs.wait("ahead", 3, process)
+    time.sleep(0.2)
+    process.terminate()
+    process.join(30)
+    a = load_file(runs.folder / "ahead" / "adapter" / "adapter_model.safetensors")
+    first = a["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"].flatten()
+    assert torch.equal(first, runs.state("ahead", len(runs.lines("ahead")))["master"][:len(first)])
+
+
+def test_damaged_checkpoints_are_named_and_the_one_before_is_used(runs, whole):
+    # Steps 27 and 30 are on disk. Cut off one's tensors, change a counter in the other: nothing whole is left after 24.
+    shutil.copytree(runs.folder / whole, runs.folder / "damaged")
+    first, second = sorted((runs.folder / "damaged" / "checkpoints").iterdir())
+    assert (first.name, second.name) == ("step_000027", "step_000030")
+    os.truncate(second / "state.safetensors", 1_000_000)
+    log = runs.run("damaged", "--resume")
+    assert "step_000030: damaged checkpoint passed over" in log and "step_000027: going on" in log
+    assert runs.same("damaged", whole)
+
+    counters = json.loads((first / "state.json").read_text())
+    (first / "state.json").write_text(json.dumps({**counters, "cursor": counters["cursor"] + 1}))
+    os.truncate(runs.folder / "damaged/checkpoints/step_000030/state.json", 5)
+    log = runs.run("damaged", "--resume")
+    assert log.count("damaged checkpoint passed over") == 2 and "no whole checkpoint, starting from step 0" in log
+    assert runs.same("damaged", whole)
+
+
+def test_a_full_disk_stops_the_run_and_loses_no_earlier_checkpoint(runs, whole):
+    # state.safetensors has 4.3 MB: 2 MB a file is enough for everything but a checkpoint.
+    process = runs.start("full", "--steps", "30", "--save-every", "3")
+    runs.wait("full", 4, process)
+    process.kill()
+    process.join()
+    before = sorted(p.name for p in (runs.folder / "full" / "checkpoints").iterdir() if p.name.startswith("step"))
+    log = runs.run("full", "--resume", code=1, max_file=2_000_000)
+    assert "File too large" in log and "earlier checkpoints are whole" in log and "Traceback" not in log
+    assert sorted(p.name for p in (runs.folder / "full" / "checkpoints").iterdir()) == before
+    runs.run("full", "--resume")
+    assert runs.same("full", whole)
+
+
+def test_resume_refuses_other_flags_and_a_second_run_refuses_the_folder(runs, whole):
+    before = {p: p.read_bytes() for p in (runs.folder / whole).rglob("*") if p.is_file()}
+    assert "--lr is 0.5, the run had 0.001" in runs.run(whole, "--resume", "--lr", "0.5", code=1)
+    assert "--out whole is not empty" in runs.run(whole, "--steps", "2", code=1)
+    assert "--resume: nothing holds no run" in runs.run("nothing", "--resume", code=1)
+    assert before == {p: p.read_bytes() for p in (runs.folder / whole).rglob("*") if p.is_file()}
+
+
+# -----------------------------------------------------------------------------
+# Ranks.
+
+def test_two_ranks_equal_one(runs):
+    # Three problems on two ranks; the second has two. Same completions; the gradient differs by the order of fp32 sums
+    # over 300 tokens, the learner's rounding in batches of other sizes included: 1e-4 is 5 times what was seen.
+    flags = "--steps 3 --prompts-per-step 3 --save-every 1 --dynamic-sampling --updates-per-rollout 2".split()
+    runs.run("one", *flags)
+    processes = runs.ranks("two", 2, *flags)
+    for rank, process in enumerate(processes):
+        process.join(60)
+        assert process.exitcode == 0, runs.log("two", rank)
+    one, two = (sorted([row[k] for k in ("step", "id", "completion", "reward")] for row in runs.samples(o))
+                for o in ("one", "two"))
+    assert one == two
+    for a, b in zip(runs.metrics("one"), runs.metrics("two"), strict=True):
+        assert a.keys() == b.keys()
+        assert b == pytest.approx({**a, "idle": b["idle"]}, rel=1e-3, abs=1e-5), (a, b)
+    one, two = runs.state("one", 2), runs.state("two", 2)
+    assert (one["exp_avg"] - two["exp_avg"]).norm() < 1e-4 * one["exp_avg"].norm()
+    # Adam divides by the gradient's size: where that is all rounding, an update may part the two by 2 x lr, not more.
+    assert (one["master"] - two["master"]).abs().max() < 4 * 2 * 1e-3
+
+
+def test_more_ranks_than_problems_work(runs):
+    for process in runs.ranks("idle", 2, "--steps", "1", "--prompts-per-step", "1", "--dynamic-sampling"):
+        process.join(60)
+        assert process.exitcode == 0, runs.log("idle")
+    assert len(runs.metrics("idle")) == 1
+
+
+def test_a_lost_rank_ends_the_run_with_a_checkpoint(runs, whole):
+    zero, one = runs.ranks("lost", 2, "--steps", "30", "--save-every", "100")
+    runs.wait("lost", 3, zero)
+    one.kill()
+    zero.join(30)
+    assert zero.exitcode == 1, zero.exitcode
+    done = len(runs.lines("lost"))
+    assert "another rank was lost" in runs.log("lost") and f"step {done} is saved" in runs.log("lost")
+    runs.run("lost", "--resume")                                          # alone: other rounding, the same problems
+    assert [row["id"] for row in runs.samples("lost")] == [row["id"] for row in runs.samples(whole)]
+
+
+# -----------------------------------------------------------------------------
+# Bad input.
+
+def broken_model(folder, kind):
+    """A folder with one thing wrong, and what the message must name."""
+    raw = config_json("tied")
+    tensors = random_tensors(raw)
+    if kind == "shape":
+        raw["intermediate_size"] = 200                                    # K of down_proj, no multiple of 16
+        tensors = random_tensors(raw)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((ROOT / "tiny" / name).read_bytes())
+    write_folder(folder, raw, tensors)
+    file = folder / "model.safetensors"
+    if kind == "architecture":
+        (folder / "config.json").write_text(json.dumps({**raw, "architectures": ["LlamaForCausalLM"]}))
+    elif kind == "cut":
+        os.truncate(file, file.stat().st_size // 2)
+    elif kind == "missing":
+        index = {"weight_map": dict.fromkeys(tensors, "model-00001-of-00002.safetensors")}
+        index["weight_map"]["model.norm.weight"] = "model-00002-of-00002.safetensors"
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        save_file(tensors, folder / "model-00001-of-00002.safetensors")
+        file.unlink()
+    return folder
+
+
+@pytest.mark.parametrize("kind,named", [("missing", "model-00002-of-00002.safetensors"), ("cut", "model.safetensors"),
+                                        ("architecture", "LlamaForCausalLM"), ("shape", "200")])
+def test_a_broken_model_folder_ends_in_one_line(runs, tmp_path, kind, named):
+    check_one_line(runs, runs.run(kind, code=1, model=broken_model(tmp_path, kind)), named, kind)
+
+
+@pytest.mark.parametrize("flags,named", [("--data bad.jsonl", "bad.jsonl:2"), ("--data nowhere.jsonl", "nowhere.jsonl"),
+                                         ("--model nowhere", "nowhere"), ("--kv-gib 1e-5", "KV pool"),
+                                         ("--max-rows 1000000000000", "not enough memory"),
+                                         ("--memory-gib 16", "--memory-gib"),
+                                         ("--reward my_rewards:absent", "absent"), ("--steps 0", "--steps"),
+                                         ("--max-prompt-tokens 3", "sums.jsonl"), ("--temperature 0", "--temperature")])
+def test_bad_values_end_in_one_line(runs, flags, named):
+    (runs.folder / "bad.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n{"question": "1+2?"}\n')
+    check_one_line(runs, runs.run("bad", *flags.split(), code=1), named, "bad")
+
+
+def test_an_unknown_value_of_a_flag_is_refused_with_the_known_ones(runs):
+    log = runs.run("unknown", "--loss", "ppo", code=2)
+    assert "argument --loss: invalid choice: 'ppo'" in log and "dr_grpo" in log and len(log.splitlines()) == 2
+
+
+def check_one_line(runs, log, named, out):
+    last = log.strip().splitlines()[-1]
+    assert "Traceback" not in log and last.startswith("train.py: ") and named in last, log
+    assert not (runs.folder / out).exists() or not any((runs.folder / out).iterdir())
+
+
+# -----------------------------------------------------------------------------
+# Memory.
+
+def test_the_memory_table_adds_up_to_the_bound_and_leaves_no_gradient(monkeypatch):
+    # On a GPU that is not there: 2 GiB held by weights and adapter, 10 GiB more at the worst moment.
+    model = load(ROOT / "tiny", "nvfp4", "cpu")
+    adapter, held, lines = Adapter(model, rank=4), 2 * 2**30, []
+    cuda = SimpleNamespace(empty_cache=lambda: None, reset_peak_memory_stats=lambda: None, memory_reserved=lambda: held,
+                           mem_get_info=lambda: (60 * 2**30, 80 * 2**30), max_memory_reserved=lambda: held + 10 * 2**30)
+    monkeypatch.setattr(memory.torch, "cuda", cuda)
+    left = memory.kv_budget(model, adapter, 32, 64, 200, 8, 48.0, lines.append)
+    sizes = {line[:22].strip(): float(line[22:].split()[0]) for line in lines}
+    assert sizes.pop("together") == 48.0 == pytest.approx(sum(sizes.values()), abs=0.04)           # two decimals each
+    assert sizes["longest micro-batch"] == 10 and left == pytest.approx(48 - 2 - 10 - 0.6 - 0.03 * 48, abs=0.01)
+    assert not adapter.master.grad.any()
