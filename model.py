@@ -14,8 +14,9 @@ leave the ratio band [0.9, 1.1].
 
 Where RMSNorm's division goes. norm(x) = x * w / rms(x), and 1/rms(x) is one number a row, so it commutes with the
 linear that follows: RMSNorm returns (x * w rounded to dtype) and 1/rms apart, and the block multiplies the linear's
-*result*. Then no kernel has to see a whole row before the matmul starts, and the sampler's fused kernels and the learner round
-the same numbers at the same place. AQN's noise is added to w: `weight + noise`, zero outside aqn.noisy_norms.
+*result*. Then no kernel has to see a whole row before the matmul starts, and the sampler's fused kernels and the
+learner round the same numbers at the same place. AQN's noise is added to w: `weight + noise`, zero outside
+aqn.noisy_norms.
 
 Tokens come packed: (T,) ids of several sequences end to end, `starts` their offsets; there is no padding anywhere, so
 there is no padding side to get wrong.
