@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 import lora
-from lora import mm_fp32
+from marlin_fp4 import mm_fp32
 
 
 def swiglu(y, rstd, dtype):
@@ -105,8 +105,8 @@ def gated_linear(linear, x, rstd):
 class _TokenLogprobs(torch.autograd.Function):
     """log softmax(x @ head.T * rstd / temperature) at `targets`, without the (T, V) tensor.
 
-    One log-prob's gradient with respect to its own x is one row, (onehot - p) @ head / temperature: it is computed
-    while the chunk's logits are at hand, so the backward is a multiplication and logits are computed once.
+    One log-prob's gradient with respect to its own x is one row, (onehot - p) @ head * rstd / temperature. It is
+    computed while the chunk's logits are at hand, so the backward is a multiplication and logits are computed once.
     """
     CHUNK = 512                                                      # rows a time: 0.3 GB of fp32 logits at V = 152k
 

@@ -1,5 +1,5 @@
 """
-Measures what the README states. Every subcommand ends with one line of JSON.
+Measures the speeds that docs/ reports. Every subcommand ends with one line of JSON.
 
     python bench.py linears --model 7b [--lora-rank 32]     the four fused linears of a layer against cuBLAS bf16
     python bench.py rollout --model 7b --base nvfp4 [--lora-rank 32] [--batch 1,8,32,64,256]     tokens/s of sampler.py
@@ -269,6 +269,7 @@ def cap_memory(gib):
 
 def train(args):
     """The learner alone: forward, recomputation and backward of packed sequences of about 512 tokens."""
+    assert args.lora_rank >= 1, f"--lora-rank {args.lora_rank}: the learner trains an adapter"
     ceiling = matmul_ceiling()
     if args.memory_gib:
         cap_memory(args.memory_gib)

@@ -4,7 +4,7 @@ The decode step on a GPU: one new token for every live row, as one CUDA graph pe
     engine = GraphEngine(model, kv, max_rows)                        # interface and numbers of sampler.TorchEngine
     tokens, logprobs, made = engine.decode(rows, steps, temperature, end_ids, top_k, top_p)
 
-Why: at 7B a step is 4.6 GB of memory traffic, about 1 ms, in 260 launches. Python needs 10 us for a launch and a pass
+Why: at 7B a step is 4.9 GB of memory traffic, about 1.1 ms, in 260 launches. Python needs 10 us for a launch and a pass
 over an activation 3 us, so launches are recorded once and everything between two matmuls is one kernel:
 
     embed           residual = embed[token]
@@ -36,11 +36,10 @@ import triton
 import triton.language as tl
 
 import marlin_fp4
-from lora import mm_fp32
+from marlin_fp4 import mm_fp32
 from sampler import BLOCK, WINDOW, filter_logits
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)      # batch sizes with a graph of their own
-DECODE_ROWS = 256                              # above, dequantizing once and cuBLAS is faster than the decode matmul
 TILE = 64                                      # columns of an elementwise program; one partial sum of squares each
 CHUNK = 2048                                   # vocabulary entries of one program of the softmax
 GROUP = 16                                     # query heads of a key-value head, padded to a tensor-core tile
@@ -384,7 +383,7 @@ def pick_kernel(logits_ptr, row_stride, V, squares_ptr, inv_temperature_ptr, D, 
 def partial_sums(linear, x, ones):
     """x (n, K) -> slabs (S, n, N + P*R) fp32 and scale (N,): what reads a linear's weights. ones: (>= N,) fp32."""
     weight, a = linear.weight, linear.a16 if linear.rank else None
-    if isinstance(weight, marlin_fp4.PackedWeight) and x.shape[0] <= DECODE_ROWS and x.is_cuda:
+    if isinstance(weight, marlin_fp4.PackedWeight) and x.shape[0] <= marlin_fp4.CROSSOVER and x.is_cuda:
         return marlin_fp4.decode_matmul(x, weight, a, pdl=True), weight.out_scale
     w, N = weight.dequantize(), weight.N                             # bf16: the tensor itself; else bitsandbytes' way
     slabs = torch.empty(1, x.shape[0], N + (0 if a is None else a.shape[0]), device=x.device)

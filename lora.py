@@ -30,12 +30,14 @@ import json
 import math
 import os
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
+
+import nvfp4
+from marlin_fp4 import mm_fp32
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -56,16 +58,6 @@ def write_atomically(path, data):
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)                            # what a full disk cut off
-
-
-def mm_fp32(x, w):
-    """x (M, K) @ w (K, N) -> fp32 (M, N): sums and result in fp32 whatever the inputs' dtype.
-
-    A bf16 result would cost a factor 2 to 3 in how well sampler and learner agree (README, 'Numerics').
-    """
-    if x.dtype == torch.float32:
-        return x @ w
-    return torch.mm(x, w, out_dtype=torch.float32) if x.is_cuda else x.float() @ w.float()
 
 
 class Linear(torch.nn.Module):
@@ -277,30 +269,15 @@ def save_adapter(model, folder):
     write_atomically(folder / "adapter_config.json", json.dumps(config, indent=2).encode())
 
 
-def merge(model, folder, shard_bytes=4 * 2**30):
+def merge(model, folder):
     """Write the model with its adapter merged as a bf16 Hugging Face folder (new or empty), shard by shard."""
-    folder = Path(folder)
-    if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder} is not empty: nothing written")
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in model.folder.glob("*.json"):
-        if not file.name.endswith(".index.json"):
-            write_atomically(folder / file.name, file.read_bytes())
-    config = json.loads((folder / "config.json").read_text())
-    config.pop("quantization_config", None)
-    write_atomically(folder / "config.json", json.dumps(config, indent=2).encode())
-    weight_map, shard, size, total = {}, {}, 0, 0
-    for name, tensor in chain(model.tensors(), [(None, None)]):                # the end flushes the last shard
-        if shard and (name is None or size + 2 * tensor.numel() > shard_bytes):
-            file = f"model-{len(set(weight_map.values())) + 1:05d}.safetensors"
-            write_atomically(folder / file, save(shard, metadata={"format": "pt"}))
-            weight_map |= dict.fromkeys(shard, file)
-            shard, size = {}, 0
-        if name is not None:
-            shard[name] = tensor.detach().bfloat16().cpu().contiguous()
-            size, total = size + 2 * tensor.numel(), total + 2 * tensor.numel()
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    write_atomically(folder / "model.safetensors.index.json", json.dumps(index, indent=2).encode())
+    assert model.folder is not None, f"{model.name}: random weights have no config and tokenizer to copy"
+    with nvfp4.new_folder(folder) as new:
+        nvfp4.save_shards(((name, t.detach().bfloat16().cpu()) for name, t in model.tensors()), new)
+        config = nvfp4.read_json(model.folder / "config.json") | {"torch_dtype": "bfloat16"}
+        config.pop("quantization_config", None)
+        nvfp4.write_json(new / "config.json", config)
+        nvfp4.copy_companions(model.folder, new)
 
 
 def load_adapter(model, folder):

@@ -168,7 +168,8 @@ def pack(packed, block_scale, global_scale):
     worst = block_scale.float().min() if not block_scale.float().isnan().any() else float("nan")
     assert worst >= 0, f"block scales must be >= 0 and finite, got {worst}"
     row_scale = global_scale.to(packed.device).reshape(-1).expand(N).contiguous()
-    assert row_scale.isfinite().all(), f"global_scale must be finite, got {row_scale[~row_scale.isfinite()][0]}"
+    good = row_scale.isfinite() & (row_scale > 0)
+    assert good.all(), f"global_scale must be finite and above 0, got {row_scale[~good][0]}"
     power_of_two = bool((torch.frexp(row_scale).mantissa.abs() == 0.5).all())
 
     scale = _tiles(block_scale.float(), TILE // BLOCK)               # e4m3 values; padding and true zeros are 0
@@ -420,6 +421,7 @@ class Config(NamedTuple):
 
 
 # (M at most, N, K) -> Config; `python bench.py tune` prints these lines. Shapes not listed take DEFAULTS[M at most].
+# Made before _settled was added: to be made again.
 # per_sm is what a multiprocessor can hold: with pdl, places left empty would be filled by the next kernel, unevenly.
 DEFAULTS = {
     8: Config(8, 128, 4, 3, 4),
@@ -553,7 +555,7 @@ def decode_matmul(x, weight, lora_a=None, slabs=None, pdl=False, config=None):
 
 
 # -----------------------------------------------------------------------------
-# The product that training and prefill use
+# The product on its own, differentiable in x, for any M. The network goes through lora.matmul, which adds the adapter.
 
 def mm(a, b, out_dtype):
     """a @ b with fp32 sums, rounded once to out_dtype."""
@@ -563,6 +565,7 @@ def mm(a, b, out_dtype):
 
 
 def mm_fp32(a, b):
+    """a (M, K) @ b (K, N) -> fp32: a bf16 result would double how far sampler and learner drift apart."""
     return mm(a, b, torch.float32)
 
 

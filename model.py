@@ -27,7 +27,6 @@ Shapes: B rows, T tokens, V vocabulary, D width, L layers, H query heads, KV key
 F feed-forward.
 """
 import inspect
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +39,8 @@ from torch.utils.checkpoint import checkpoint
 import marlin_fp4
 import nvfp4
 from backward import gated_linear, token_logprobs
-from lora import Linear, mm_fp32
+from lora import Linear
+from marlin_fp4 import mm_fp32
 
 SIZES = {  # D, F, layers, H, KV, V, tied: the published config.json of Qwen2.5-*-Instruct
     "0.5b": (896, 4864, 24, 14, 2, 151936, True), "1.5b": (1536, 8960, 28, 12, 2, 151936, True),
@@ -285,7 +285,7 @@ def resolve(name):
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(f"--model {name}: not downloadable ({str(error).splitlines()[0]})") from None
 
@@ -312,7 +312,11 @@ def load(folder, base="nvfp4", device=None, dtype=None):
         if f"{names[0]}.weight_packed" in shards.names:
             if base != "nvfp4":
                 raise ValueError(f"{path} holds NVFP4 weights: --base {base} needs the bf16 checkpoint")
-            return pack_parts([nvfp4.load_linear(shards, name, device) for name in names])
+            packed = [nvfp4.load_linear(shards, name, device) for name in names]
+            for name, n, (codes, _, _) in zip(names, parts, packed):
+                if codes.shape != (n, k // 2):
+                    raise ValueError(f"{path}: {name} is {tuple(codes.shape)} bytes, config.json says {(n, k // 2)}")
+            return pack_parts(packed)
         weights = [get(f"{name}.weight", n, k) for name, n in zip(names, parts)]
         try:
             return freeze(weights, base, dtype)

@@ -353,6 +353,14 @@ def write_json(path, value):
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
+def copy_companions(src, folder):
+    """The tokenizer and its kin: all small files of a model folder but config.json and the index."""
+    for pattern in ("*.json", "*.txt", "*.jinja", "LICENSE*"):
+        for file in Path(src).glob(pattern):
+            if file.name not in ("config.json", "model.safetensors.index.json"):
+                shutil.copy(file, folder)
+
+
 def squared_error(w, *tensors):
     """(sum of (w - decoded)^2, sum of w^2), chunk by chunk."""
     decoded = dequantize(*tensors)
@@ -409,10 +417,7 @@ def convert(src, out, device):
         save_shards(nvfp4_tensors(shards, layers, device), folder)
         write_json(folder / "config.json",
                    config | {"torch_dtype": "bfloat16", "quantization_config": QUANTIZATION_CONFIG})
-        for pattern in ("*.json", "*.txt", "*.jinja", "LICENSE*"):      # the tokenizer and its kin
-            for file in src.glob(pattern):
-                if file.name not in ("config.json", "model.safetensors.index.json"):
-                    shutil.copy(file, folder)
+        copy_companions(src, folder)
 
 
 def main():

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from lora import mm_fp32
+from marlin_fp4 import mm_fp32
 from model import PackedAttention
 
 BLOCK = 32                                     # tokens per KV block: half of one is wasted per sequence, on average

@@ -41,8 +41,8 @@ from sampler import BLOCK, Sampler
 
 TINY = Path(__file__).parent / "tiny"
 # What changes when no --model is given: the embedded model, and sizes that two CPU cores can do in minutes.
-TINY_DEFAULTS = dict(model=str(TINY), data="arithmetic", steps=80, max_prompt_tokens=64, max_new_tokens=48, lr=5e-4, updates_per_rollout=1,
-                     eval_every=20, eval_problems=256, save_every=20)
+TINY_DEFAULTS = dict(model=str(TINY), data="arithmetic", steps=80, max_prompt_tokens=64, max_new_tokens=48,
+                     lr=5e-4, updates_per_rollout=1, eval_every=20, eval_problems=256, save_every=20)
 
 parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], usage="train.py [flags], --help lists them",
                                  formatter_class=argparse.ArgumentDefaultsHelpFormatter)

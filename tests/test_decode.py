@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import lora
+import marlin_fp4
 import model as model_module
 import sampler
 from aqn import noisy_norms
@@ -180,7 +181,7 @@ def reference_logprobs(model, kv, rows, temperature):
             linear.a16, linear.b16 = a.to(dtype), b.to(dtype)
         cache = sampler.CachedAttention(kv.to(dtype, copy=True), rows["table"], rows["prefix"], rows["pos"])
         xw, rstd = model.hidden(rows["token"], [cache.layer(i) for i in range(len(model.layers))], rows["pos"])
-        logits = lora.mm_fp32(xw, model.lm_head[:model.live_vocab].to(dtype).T) * (rstd / (temperature or 1.0))
+        logits = marlin_fp4.mm_fp32(xw, model.lm_head[:model.live_vocab].to(dtype).T) * (rstd / (temperature or 1.0))
         logprobs.append(logits.log_softmax(-1))
     return logprobs[1], (logprobs[1] - logprobs[0]).square().mean().sqrt().item()
 
@@ -273,7 +274,7 @@ def test_drawn_tokens_equal_a_draw_from_the_same_logits(temperature, top_k, top_
     key, pos = (engine.state[decode.FIELDS.index(f)].clone() for f in ("key", "pos"))
     engine.sample(n, xw, squares, not temperature, top_k, top_p)
     rstd = torch.rsqrt(squares.sum(1, keepdim=True) / 256 + 1e-6)
-    logits = lora.mm_fp32(xw, model.lm_head.T)[:, :V] * (rstd / (temperature or 1.0))
+    logits = marlin_fp4.mm_fp32(xw, model.lm_head.T)[:, :V] * (rstd / (temperature or 1.0))
     u = sampler.uniforms(key, pos) if temperature else None
     token, logprob = sampler.draw(sampler.filter_logits(logits, top_k, top_p), u)
     # fp32 sums of 2,311 probabilities differ by 1e-6: a draw lands between the two with odds of 1e-4 for all rows

@@ -13,8 +13,8 @@ A model this small has little slack for 4-bit weights, so half of the last steps
 and backward see the rounded weights, the gradient is applied to the real ones. The file holds the real ones, in bf16.
 
 The embedding has more rows than the tokenizer has ids, as Qwen2.5's. The spare rows keep their initial noise: a sampler
-or a loss that forgets to mask them shows it at once. Transformer below is plain on purpose; tests of model.py use it as
-an independent reference, so it shares no code with it.
+or a loss that forgets to mask them shows it at once. Transformer below is plain on purpose: it trains in bf16
+autocast and shares no code with model.py.
 """
 import argparse
 import contextlib
