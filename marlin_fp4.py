@@ -321,8 +321,8 @@ def _settled(acc):
     """acc itself, once the tensor cores are done with it (ptxas drops the move).
 
     Triton 3.6 lets 7 of the 8 wgmma groups of a K = 128 dot run on into the next loop iteration, and ptxas gives the
-    next block's decoded weights the registers that those groups still read: with the tensor cores busy, 7B at 64 rows
-    got wrong sums and NaN (2026-11-21). A use of acc makes the compiler wait for all of them first.
+    next block's decoded weights the registers that those groups still read (SASS, 2026-11-21; the likely cause of NaN
+    seen in whole decode steps of 7B at 64 rows). A use of acc makes the compiler wait for all of them first.
     """
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [acc], dtype=tl.float32, is_pure=True, pack=1)
 
