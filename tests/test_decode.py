@@ -243,8 +243,8 @@ def test_a_row_has_the_same_bits_whatever_its_neighbours(gen):
 
 @pytest.mark.parametrize("n", [8, 16, 32, 64, 96, 128, 256])
 def test_steps_of_7b_sized_layers_repeat_bit_for_bit_while_kernels_overlap(n, gen):
-    """Every matmul was right alone, and whole steps of 7B at 64 rows had NaN: registers of tensor-core operands still in
-    flight were overwritten, which takes the load of two programs a multiprocessor. Races show as runs that differ.
+    """Every matmul was right alone, and whole steps of 7B at 64 rows had NaN (docs/kernel_log.md). Operands of tensor
+    cores that are overwritten while in flight take a loaded multiprocessor to show, and then as runs that differ.
     """
     model, engine, width = small_engine("nvfp4", gen, max_rows=n, size=(3584, 18944, 4, 28, 4, 2432))
     rows = random_rows(n, width, gen)
