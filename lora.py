@@ -12,8 +12,8 @@ of its own: `a` stacks the parts' A along rows, `b` has one row per output row, 
 
 One flat buffer. All A, all B (and trained norms) are views into one fp32 vector `Adapter.master`, their gradients views
 into another: the optimizer sees one tensor, ranks all-reduce one tensor, a checkpoint writes one tensor. The sampler
-and the learner compute with bf16 working copies, `a16` and `b16 = s * b`, which `Adapter.sync()` rewrites in place:
-CUDA graphs that captured their addresses see an update without being captured again.
+and the learner compute with working copies in the model's dtype (bf16 on a GPU), `a16` and `b16 = s * b`, which
+`Adapter.sync()` rewrites in place: CUDA graphs that captured their addresses see an update without a new capture.
 
 K-augmentation. The learner dequantizes W into a scratch with room to the right and below,
               K      P*R

@@ -215,3 +215,19 @@ def test_decode_matmul_refuses_what_it_cannot_read():
     with pytest.raises(AssertionError, match="slabs must be"):
         x = torch.zeros(4, 256, device="cuda").bfloat16()
         decode_matmul(x, weight, slabs=torch.zeros(9, 4, 256, device="cuda"))
+
+
+def test_a_packed_weight_decodes_by_hand_as_the_top_of_the_file_says():
+    """The kernel's arithmetic in integers: word bits, scale bytes and out_scale, none of which the CPU path reads."""
+    weight, w = random_weight(128, 128)
+    words, scales = weight.codes[0, 0].int() & 0xFFFF, weight.scales[0, 0].long() & 0xFFFFFFFF     # (128, 32), (128, 2)
+    planes = [words & 0x81C0, (words << 3) & 0x81C0, (words << 6) & 0x81C0, ((words & 0x6C00) >> 8) * 1057 & 0x81C0]
+    turned = (scales >> 4) | (scales & 15) << 28                     # back by 4: u0 | u3 << 8 | u1 << 16 | u2 << 24
+    bytes_of_planes = [(turned >> shift) & 0xFF for shift in (0, 16, 24, 8)]
+
+    def as_bf16(bits):
+        return (bits << 16).int().view(torch.float32).double()       # a bf16 is the upper half of an fp32
+
+    decoded = torch.cat([as_bf16(plane) * as_bf16(0x7000 | u.int() << 4).repeat_interleave(16, dim=1)
+                         for plane, u in zip(planes, bytes_of_planes)], dim=1)
+    assert torch.equal(decoded * weight.out_scale.double()[:, None], w)
