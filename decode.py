@@ -13,8 +13,8 @@ over an activation 3 us, so launches are recorded once and everything between tw
                     gate_up matmul   -> swiglu_kernel   -> down matmul -> residual_kernel
     head            matmul -> chunk_kernel, pick_kernel: softmax, draw, and the row's state advances
 
-"sum": matmuls leave S slabs of split-K partial sums (S, M, N + P*R), columns N.. being x @ A.T of the adapter. Whoever
-reads them adds the slabs in order and finishes the linear: the result is deterministic, fp32 until its one rounding,
+"sum": matmuls leave slabs of split-K partial sums (S, M, N + P*R), columns N.. being x @ A.T of the adapter. Whoever
+reads them adds those that hold something, in order, and finishes the linear: the result is deterministic, fp32 until its one rounding,
 and rounded where model.py rounds it. 1/rms of a row needs the whole row, which no program sees: programs leave sums of
 squares per TILE columns, and the reader of the next matmul's result adds those up (model.py says why it may).
 
@@ -36,7 +36,7 @@ import triton
 import triton.language as tl
 
 import marlin_fp4
-from marlin_fp4 import mm_fp32
+from marlin_fp4 import mm_fp32, pieces
 from sampler import BLOCK, WINDOW, filter_logits
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)      # batch sizes with a graph of their own
@@ -57,42 +57,45 @@ TOKEN, POS, PREFIX, LIMIT, KEY, ALIVE, MADE, STEP = map(tl.constexpr, range(8)) 
 # Kernels. Row-major and contiguous unless a stride is passed. A program's rows may run past M: those are masked.
 
 @triton.jit
-def linear_weights(scale_ptr, b_ptr, col, R: tl.constexpr, RP: tl.constexpr):
-    """What linear_tile reads of the frozen weight and the adapter: scale (BN,) and b (RP, BN)."""
-    r = tl.arange(0, RP)
-    return tl.load(scale_ptr + col), tl.load(b_ptr + col[None, :] * R + r[:, None], mask=(r < R)[:, None], other=0.0)
+def linear_weights(scale_ptr, b_ptr, first, BN: tl.constexpr, KB, L, R: tl.constexpr, RP: tl.constexpr):
+    """What linear_tile needs and no matmul makes: columns (BN,), scale (BN,), b (RP, BN), slabs to add up, of A's too.
+
+    The BN columns from `first` on lie in one tile of the matmul.
+    """
+    col, r = first + tl.arange(0, BN), tl.arange(0, RP)
+    b = tl.load(b_ptr + col[None, :] * R + r[:, None], mask=(r < R)[:, None], other=0.0)
+    return col, tl.load(scale_ptr + col), b, pieces(first, KB, L), tl.cdiv(KB, L)
 
 
 @triton.jit
-def slab_sum(slab_ptr, at, live, slab, SLABS: tl.constexpr, SP: tl.constexpr):
-    """Sum over s of slab_ptr[s * slab + at], in a fixed order. SP: SLABS padded to a power of two.
+def slab_sum(slab_ptr, at, live, slab, count, SP: tl.constexpr):
+    """Sum over s < count of slab_ptr[s * slab + at], in a fixed order. SP: the most slabs, padded to a power of two.
 
     With few elements the slabs lie side by side in one tensor, so that all threads load: 2.1 and not 2.5 ms a step at 1
     row. With many that would spill registers: 3.9 and not 4.2 ms at 64 rows (7B, H200).
     """
     if at.shape[0] <= 2:
         s = tl.arange(0, SP)[:, None, None]
-        y = tl.sum(tl.load(slab_ptr + s * slab + at[None], mask=(s < SLABS) & live[None], other=0.0), axis=0)
+        y = tl.sum(tl.load(slab_ptr + s * slab + at[None], mask=(s < count) & live[None], other=0.0), axis=0)
     else:
         y = tl.zeros(at.shape, tl.float32)
-        for s in tl.static_range(SLABS):
+        for s in range(count):
             y += tl.load(slab_ptr + s * slab + at, mask=live, other=0.0)
     return y
 
 
 @triton.jit
-def linear_tile(slab_ptr, weights, row, col, part, M, N, L, SLABS: tl.constexpr, SP: tl.constexpr, R: tl.constexpr,
-                RP: tl.constexpr):
-    """Finish y[row, col] of a linear, fp32: slabs (SLABS, M, L) * scale (N,) + bf16(x @ A.T) @ b (N, R).T.
+def linear_tile(slab_ptr, weights, row, part, M, N, width, SP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr):
+    """Finish y[row, columns] of a linear, fp32: slabs (S, M, width) * scale (N,) + bf16(x @ A.T) @ b (N, R).T.
 
     part: which R columns after N hold this tile's x @ A.T. RP: R padded to a tensor-core tile; R = 0: no adapter.
     """
-    slab, row = M.to(tl.int64) * L, row[:, None]
-    scale, b = weights
-    y = slab_sum(slab_ptr, row * L + col[None, :], row < M, slab, SLABS, SP) * scale[None, :]
+    slab, row = M.to(tl.int64) * width, row[:, None]
+    col, scale, b, count, a_count = weights
+    y = slab_sum(slab_ptr, row * width + col[None, :], row < M, slab, count, SP) * scale[None, :]
     if R > 0:
         r = tl.arange(0, RP)[None, :]
-        xa = slab_sum(slab_ptr, row * L + N + part * R + r, (row < M) & (r < R), slab, SLABS, SP)
+        xa = slab_sum(slab_ptr, row * width + N + part * R + r, (row < M) & (r < R), slab, a_count, SP)
         y = tl.dot(xa.to(b.dtype), b, y, input_precision="ieee")
     return y
 
@@ -152,9 +155,9 @@ def embed_kernel(state_ptr, stride, embed_ptr, freq_ptr, resid_ptr, cos_ptr, sin
 
 
 @triton.jit(do_not_specialize=["M"])
-def heads_kernel(slab_ptr, scale_ptr, b_ptr, M, N, L, SLABS: tl.constexpr, SP: tl.constexpr, R: tl.constexpr,
+def heads_kernel(slab_ptr, scale_ptr, b_ptr, M, N, width, KB, L, SP: tl.constexpr, R: tl.constexpr,
                  RP: tl.constexpr, squares_ptr, eps, D, TILES: tl.constexpr, TILES_P: tl.constexpr,
-                 bias_ptr, cos_ptr, sin_ptr, q_ptr, kv_ptr, plane, state_ptr, stride, table_ptr, width,
+                 bias_ptr, cos_ptr, sin_ptr, q_ptr, kv_ptr, plane, state_ptr, stride, table_ptr, table_width,
                  H: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
                  PDL: tl.constexpr):
     """One head of q, k or v for ROWS rows: linear, 1/rms, bias, rotary; q (M, H, d), k and v into the row's KV block.
@@ -169,13 +172,13 @@ def heads_kernel(slab_ptr, scale_ptr, b_ptr, M, N, L, SLABS: tl.constexpr, SP: t
     part = tl.where(head < H, 0, tl.where(head < H + KV, 1, 2))
     live = (row < M)[:, None]
     overlap(PDL)
-    weights_a = linear_weights(scale_ptr, b_ptr, first, R, RP)
-    weights_b = linear_weights(scale_ptr, b_ptr, second, R, RP)
+    weights_a = linear_weights(scale_ptr, b_ptr, head * 2 * HALF, HALF, KB, L, R, RP)
+    weights_b = linear_weights(scale_ptr, b_ptr, head * 2 * HALF + HALF, HALF, KB, L, R, RP)
     bias_a, bias_b = tl.load(bias_ptr + first)[None, :], tl.load(bias_ptr + second)[None, :]
     wait(PDL)
     rstd = inverse_rms(squares_ptr, row, M, D, eps, TILES, TILES_P)[:, None]
-    a = linear_tile(slab_ptr, weights_a, row, first, part, M, N, L, SLABS, SP, R, RP) * rstd + bias_a
-    b = linear_tile(slab_ptr, weights_b, row, second, part, M, N, L, SLABS, SP, R, RP) * rstd + bias_b
+    a = linear_tile(slab_ptr, weights_a, row, part, M, N, width, SP, R, RP) * rstd + bias_a
+    b = linear_tile(slab_ptr, weights_b, row, part, M, N, width, SP, R, RP) * rstd + bias_b
     turned = live & (head < H + KV)                                  # values are not: an angle of 0
     cos = tl.load(cos_ptr + row[:, None] * HALF + i[None, :], mask=turned, other=1.0)
     sin = tl.load(sin_ptr + row[:, None] * HALF + i[None, :], mask=turned, other=0.0)
@@ -188,7 +191,7 @@ def heads_kernel(slab_ptr, scale_ptr, b_ptr, M, N, L, SLABS: tl.constexpr, SP: t
         pos = tl.load(state_ptr + POS * stride + row, mask=row < M, other=0)
         prefix = tl.load(state_ptr + PREFIX * stride + row, mask=row < M, other=0)
         slot = (prefix + BLOCK - 1) // BLOCK * BLOCK + pos - prefix  # sampler.CachedAttention: own tokens start a block
-        block = tl.load(table_ptr + row * width + slot // BLOCK, mask=row < M, other=0)
+        block = tl.load(table_ptr + row * table_width + slot // BLOCK, mask=row < M, other=0)
         kv_head = head - H - (part - 1) * KV
         at = (part - 1) * plane + ((block * KV + kv_head) * BLOCK + slot % BLOCK) * (2 * HALF)
         out = kv_ptr + at[:, None] + i[None, :]
@@ -263,7 +266,7 @@ def attention_kernel(q_ptr, kv_ptr, plane, state_ptr, stride, table_ptr, width, 
 
 
 @triton.jit(do_not_specialize=["M"])
-def residual_kernel(slab_ptr, scale_ptr, b_ptr, M, N, L, SLABS: tl.constexpr, SP: tl.constexpr, R: tl.constexpr,
+def residual_kernel(slab_ptr, scale_ptr, b_ptr, M, N, width, KB, L, SP: tl.constexpr, R: tl.constexpr,
                     RP: tl.constexpr, resid_ptr, weight_ptr, noise_ptr, xw_ptr, squares_ptr, TILES, TILE: tl.constexpr,
                     ROWS: tl.constexpr, PDL: tl.constexpr):
     """residual += linear, and the norm that follows."""
@@ -272,28 +275,30 @@ def residual_kernel(slab_ptr, scale_ptr, b_ptr, M, N, L, SLABS: tl.constexpr, SP
     col = tile * TILE + tl.arange(0, TILE)
     at = row[:, None] * N + col[None, :]
     overlap(PDL)
-    weights = linear_weights(scale_ptr, b_ptr, col, R, RP)
+    weights = linear_weights(scale_ptr, b_ptr, tile * TILE, TILE, KB, L, R, RP)
     w = tl.load(weight_ptr + col) + tl.load(noise_ptr + col)
     wait(PDL)
     x = tl.load(resid_ptr + at, mask=(row < M)[:, None], other=0.0)
-    x += linear_tile(slab_ptr, weights, row, col, 0, M, N, L, SLABS, SP, R, RP)
+    x += linear_tile(slab_ptr, weights, row, 0, M, N, width, SP, R, RP)
     tl.store(resid_ptr + at, x, mask=(row < M)[:, None])
     norm_tile(x, w, row, col, tile, xw_ptr, squares_ptr, M, N, TILES)
 
 
 @triton.jit(do_not_specialize=["M"])
-def swiglu_kernel(slab_ptr, scale_ptr, b_ptr, M, N, L, SLABS: tl.constexpr, SP: tl.constexpr, R: tl.constexpr,
+def swiglu_kernel(slab_ptr, scale_ptr, b_ptr, M, N, width, KB, L, SP: tl.constexpr, R: tl.constexpr,
                   RP: tl.constexpr, squares_ptr, eps, D, TILES: tl.constexpr, TILES_P: tl.constexpr, out_ptr,
                   TILE: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr):
     """out (M, F) = silu(gate) * up, gate | up = linear / rms; N = 2 F."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    col = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    first = tl.program_id(1) * TILE
+    col = first + tl.arange(0, TILE)
     overlap(PDL)
-    of_gate, of_up = linear_weights(scale_ptr, b_ptr, col, R, RP), linear_weights(scale_ptr, b_ptr, col + N // 2, R, RP)
+    of_gate = linear_weights(scale_ptr, b_ptr, first, TILE, KB, L, R, RP)
+    of_up = linear_weights(scale_ptr, b_ptr, first + N // 2, TILE, KB, L, R, RP)
     wait(PDL)
     rstd = inverse_rms(squares_ptr, row, M, D, eps, TILES, TILES_P)[:, None]
-    gate = linear_tile(slab_ptr, of_gate, row, col, 0, M, N, L, SLABS, SP, R, RP) * rstd
-    up = linear_tile(slab_ptr, of_up, row, col + N // 2, 1, M, N, L, SLABS, SP, R, RP) * rstd
+    gate = linear_tile(slab_ptr, of_gate, row, 0, M, N, width, SP, R, RP) * rstd
+    up = linear_tile(slab_ptr, of_up, row, 1, M, N, width, SP, R, RP) * rstd
     y = gate / (1 + tl.exp(-gate)) * up
     tl.store(out_ptr + row[:, None] * (N // 2) + col[None, :], y.to(out_ptr.dtype.element_ty), mask=(row < M)[:, None])
 
@@ -381,7 +386,7 @@ def pick_kernel(logits_ptr, row_stride, V, squares_ptr, inv_temperature_ptr, D, 
 # The step
 
 def partial_sums(linear, x, ones):
-    """x (n, K) -> slabs (S, n, N + P*R) fp32 and scale (N,): what reads a linear's weights. ones: (>= N,) fp32."""
+    """x (n, K) -> Slabs, their sums (S, n, N + P*R), and scale (N,): what finishes a linear. ones: (>= N,) fp32."""
     weight, a = linear.weight, linear.a16 if linear.rank else None
     if isinstance(weight, marlin_fp4.PackedWeight) and x.shape[0] <= marlin_fp4.CROSSOVER and x.is_cuda:
         return marlin_fp4.decode_matmul(x, weight, a, pdl=True), weight.out_scale
@@ -389,7 +394,7 @@ def partial_sums(linear, x, ones):
     slabs = torch.empty(1, x.shape[0], N + (0 if a is None else a.shape[0]), device=x.device)
     for rows, out in [(w, slabs[0, :, :N])] + ([] if a is None else [(a, slabs[0, :, N:])]):
         torch.mm(x, rows.T, out_dtype=torch.float32, out=out) if x.is_cuda else torch.mm(x, rows.to(x.dtype).T, out=out)
-    return slabs, ones[:N] if weight.late_scale is None else weight.late_scale
+    return marlin_fp4.Slabs(slabs, KB=1, L=1), ones[:N] if weight.late_scale is None else weight.late_scale
 
 
 def attention_shape(pairs):
@@ -491,9 +496,9 @@ class GraphEngine:
 
         def linear_args(linear, x):
             (slabs, scale), R = partial_sums(linear, x, self.ones), linear.rank
-            S, _, L = slabs.shape
-            return (slabs, scale, linear.b16 if R else scale, n, linear.weight.N, L, S, triton.next_power_of_2(S), R,
-                    max(16, triton.next_power_of_2(R)))
+            S, _, width = slabs.sums.shape
+            return (slabs.sums, scale, linear.b16 if R else scale, n, linear.weight.N, width, slabs.KB, slabs.L,
+                    triton.next_power_of_2(S), R, max(16, triton.next_power_of_2(R)))
 
         def norm_args(norm):
             return norm.weight, norm.noise, xw, squares

@@ -21,18 +21,27 @@ ROWS = 4                                                             # of a prog
 BF16 = 2.0**-9                                                       # largest relative error of a rounding to bf16
 
 
-def random_linear(M, N, K, slabs, parts, R, gen):
-    """Slabs (S, M, N + P*R) and scale (N,) of a made-up linear, its b (N, R), and the result in float64."""
-    slab = torch.randn(slabs, M, N + len(parts) * R, generator=gen, device="cuda")
+def random_linear(M, N, KB, L, parts, R, gen):
+    """Slabs of programs that walk L of KB blocks a tile and scale (N,) of a made-up linear, its b (N, R), the result.
+
+    Slabs past a tile's pieces hold NaN: nobody may read them. The result is float64.
+    """
+    counts = [(n * KB + KB - 1) // L - n * KB // L + 1 for n in range(-(-N // 128))]
+    a_count = -(-KB // L)
+    slab = torch.randn(max(a_count, *counts), M, N + len(parts) * R, generator=gen, device="cuda")
+    total = torch.zeros(M, slab.shape[2], device="cuda", dtype=torch.float64)
+    for first, count in [(128 * n, c) for n, c in enumerate(counts)] + [(N, a_count)]:
+        columns = slice(first, min(first + 128, N) if first < N else None)
+        slab[count:, :, columns] = torch.nan
+        total[:, columns] = slab[:count, :, columns].double().sum(0)
     scale = torch.rand(N, generator=gen, device="cuda") + 0.5
     b = torch.randn(N, max(R, 1), generator=gen, device="cuda").bfloat16()
-    total = slab.double().sum(0)
     y = total[:, :N] * scale.double()
     rows = list(torch.arange(N).split(parts))
     for p, r in enumerate(rows if R else []):
         y[:, r] += total[:, N + p * R:N + (p + 1) * R].bfloat16().double() @ b[r].double().T
     RP = max(16, 1 << (R - 1).bit_length())
-    return (slab, scale, b, M, N, slab.shape[2], slabs, 1 << (slabs - 1).bit_length(), R, RP), y
+    return (slab, scale, b, M, N, slab.shape[2], KB, L, 1 << (len(slab) - 1).bit_length(), R, RP), y
 
 
 def close(got, want, ulps=1.0):
@@ -46,11 +55,11 @@ def gen():
     return torch.Generator("cuda").manual_seed(0)
 
 
-@pytest.mark.parametrize("M,slabs,R", [(1, 1, 0), (5, 7, 32), (40, 3, 8)])           # one row, ragged tile, many tiles
+@pytest.mark.parametrize("M,KB,L,R", [(1, 1, 1, 0), (5, 13, 2, 32), (40, 3, 4, 8)])  # one row, ragged tile, many tiles
 @pytest.mark.parametrize("ROWS", [1, 4])                             # slabs side by side, one after the other
-def test_residual_kernel_adds_the_linear_and_norms_the_sum(M, slabs, R, ROWS, gen):
+def test_residual_kernel_adds_the_linear_and_norms_the_sum(M, KB, L, R, ROWS, gen):
     D, T = 256, decode.TILE
-    args, y = random_linear(M, D, D, slabs, [D], R, gen)
+    args, y = random_linear(M, D, KB, L, [D], R, gen)
     resid = torch.randn(M, D, generator=gen, device="cuda")
     weight, noise = torch.randn(2, D, generator=gen, device="cuda")
     want = resid.double() + y
@@ -62,10 +71,10 @@ def test_residual_kernel_adds_the_linear_and_norms_the_sum(M, slabs, R, ROWS, ge
     torch.testing.assert_close(squares.sum(1), resid.square().sum(1))
 
 
-@pytest.mark.parametrize("M,slabs,R", [(1, 4, 16), (33, 2, 64)])
-def test_swiglu_kernel_is_silu_of_gate_times_up_over_rms(M, slabs, R, gen):
+@pytest.mark.parametrize("M,KB,L,R", [(1, 7, 2, 16), (33, 2, 3, 64)])
+def test_swiglu_kernel_is_silu_of_gate_times_up_over_rms(M, KB, L, R, gen):
     D, F_ = 192, 320                                                 # 3 partial sums of squares: padded to 4
-    args, y = random_linear(M, 2 * F_, D, slabs, [F_, F_], R, gen)
+    args, y = random_linear(M, 2 * F_, KB, L, [F_, F_], R, gen)
     squares = torch.rand(M, 3, generator=gen, device="cuda") * D
     y *= torch.rsqrt(squares.double().sum(1) / D + 1e-6)[:, None]
     out = torch.full((M, F_), torch.nan, device="cuda", dtype=torch.bfloat16)

@@ -6,7 +6,7 @@ python -m pytest tests/test_marlin_fp4.py -v
 import pytest
 import torch
 
-from marlin_fp4 import DEFAULTS, decode_config, decode_matmul, matmul, mm_fp32, pack, pack_mxfp4, schedule, slab_count
+from marlin_fp4 import DEFAULTS, decode_config, decode_matmul, finish, matmul, mm_fp32, pack, pack_mxfp4, schedule
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels need a GPU")
 GRID = torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6])
@@ -119,14 +119,27 @@ def test_matmul_and_its_gradient_match_float64_on_a_cpu(M, global_scale):
 @pytest.mark.parametrize("N,K,M,R", [(4608, 3584, 1, 96), (3584, 18944, 16, 32), (37888, 3584, 64, 64),
                                      (128, 128, 8, 0), (1152, 896, 33, 48), (384, 128, 250, 16)])
 def test_the_schedule_covers_every_block_once_and_no_tile_has_more_than_S_pieces(N, K, M, R):
-    config = decode_config(N, K, M)
-    L, a_programs, programs, S = schedule(N, K, M, R, config, 132)
-    KB, tiles = -(-K // 128), -(-N // 128) * 128 // config.BN
+    KB, L, a_programs, programs, S = schedule(N, K, M, R, decode_config(N, K, M), 132)
+    tiles = -(-N // 128)
     owners = [[block // L for block in range(tile * KB, tile * KB + KB)] for tile in range(tiles)]
-    assert max(max(o) for o in owners) == programs - a_programs - 1
-    assert max(len(set(o)) for o in owners) == S
+    assert KB == -(-K // 128) and max(max(o) for o in owners) == programs - a_programs - 1
     assert all(set(o) == set(range(o[0], o[-1] + 1)) for o in owners)             # pieces are numbered without gaps
-    assert a_programs == -(-R // 32) * -(-KB // L) and -(-KB // L) <= S
+    assert [len(set(o)) for o in owners] == [pieces(128 * tile, KB, L) for tile in range(tiles)]
+    a_pieces = -(-KB // L) if R else 0
+    assert a_programs == -(-R // 64) * a_pieces and S == max(a_pieces, *(len(set(o)) for o in owners))
+
+
+def pieces(column, KB, L):
+    """marlin_fp4.pieces in Python."""
+    first = column // 128 * KB
+    return (first + KB - 1) // L - first // L + 1
+
+
+def total(slabs, N, out_scale):
+    """What the slabs of a product add up to, float64: x @ W.T (M, N), x @ A.T (M, R). NaN in the others is not read."""
+    sums, KB, L = slabs
+    y = [sums[:pieces(n, KB, L), :, n:min(n + 128, N)].double().sum(0) for n in range(0, N, 128)]
+    return torch.cat(y, dim=1) * out_scale, sums[:-(-KB // L), :, N:].double().sum(0)
 
 
 # -----------------------------------------------------------------------------
@@ -149,13 +162,13 @@ def test_dequantize_fills_a_slice_of_a_wider_buffer_and_nothing_else():
 @gpu
 @pytest.mark.parametrize("N,K,R", [(128, 128, 0), (300, 272, 16), (1152, 896, 48), (896, 4864, 32), (4608, 3584, 96)])
 @pytest.mark.parametrize("M", [1, 5, 16, 31, 64, 100, 256, 300])
-def test_decode_matmul_matches_float64_and_writes_every_slab(M, N, K, R):
+def test_decode_matmul_matches_float64(M, N, K, R):
     weight, w = random_weight(N, K, "cuda")
     x, a = torch.randn(M, K, device="cuda").bfloat16(), torch.randn(R, K, device="cuda").bfloat16()
-    slabs = torch.full((slab_count(weight, M, R), M, N + R), float("nan"), device="cuda")
+    S = schedule(N, K, M, R, decode_config(N, K, M), torch.cuda.get_device_properties(0).multi_processor_count).S
     for pdl in (False, True):
-        sums = decode_matmul(x, weight, a if R else None, slabs=slabs, pdl=pdl).sum(0)
-        y, xa = sums[:, :N].double() * weight.out_scale, sums[:, N:].double()
+        slabs = torch.full((S, M, N + R), float("nan"), device="cuda")
+        y, xa = total(decode_matmul(x, weight, a if R else None, slabs=slabs, pdl=pdl), N, weight.out_scale)
         # fp32 accumulation: at most K roundings of 2^-24 of the magnitudes, in practice far fewer
         assert ((y - x.double() @ w.T).abs() <= K * 2 ** -23 * (x.double().abs() @ w.abs().T)).all()
         assert ((xa - x.double() @ a.double().T).abs() <= K * 2 ** -23 * (x.double().abs() @ a.double().abs().T)).all()
@@ -164,30 +177,41 @@ def test_decode_matmul_matches_float64_and_writes_every_slab(M, N, K, R):
 
 
 @gpu
+def test_finish_adds_the_slabs_that_hold_something_and_no_other():
+    weight, w = random_weight(1000, 4864, "cuda")
+    x, a = torch.randn(37, 4864, device="cuda").bfloat16(), torch.randn(24, 4864, device="cuda").bfloat16()
+    slabs = decode_matmul(x, weight, a)
+    slabs = decode_matmul(x, weight, a, slabs=slabs.sums.fill_(float("nan")))
+    y, _ = total(slabs, 1000, weight.out_scale)
+    got = finish(slabs, weight.out_scale)
+    assert (got - y).norm() < 1e-6 * y.norm()                        # fp32 sums of a few pieces
+    assert torch.equal(finish(slabs, weight.out_scale, torch.bfloat16), got.bfloat16())
+
+
+@gpu
 @pytest.mark.parametrize("bucket", DEFAULTS)
 def test_a_row_has_the_same_bits_whatever_the_other_rows_hold(bucket):
     weight, _ = random_weight(4608, 3584, "cuda")
     x = torch.randn(bucket, 3584, device="cuda").bfloat16()
-    first = decode_matmul(x, weight)
+    first = finish(decode_matmul(x, weight), weight.out_scale)
     x[1:] = torch.randn_like(x[1:]) * 100
-    assert torch.equal(first[:, 0], decode_matmul(x, weight)[:, 0])
+    assert torch.equal(first[0], finish(decode_matmul(x, weight), weight.out_scale)[0])
 
 
 @gpu
 def test_decode_matmul_replays_inside_a_cuda_graph():
     weight, w = random_weight(1024, 512, "cuda")
     x = torch.randn(8, 512, device="cuda").bfloat16()
-    slabs = torch.empty(slab_count(weight, 8), 8, 1024, device="cuda")
-    decode_matmul(x, weight, slabs=slabs, pdl=True)
+    slabs = decode_matmul(x, weight, pdl=True)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        decode_matmul(x, weight, slabs=slabs, pdl=True)
+        decode_matmul(x, weight, slabs=slabs.sums, pdl=True)
     x.copy_(torch.randn_like(x))
-    slabs.fill_(float("nan"))
+    slabs.sums.fill_(float("nan"))
     graph.replay()
-    y = slabs.sum(0) * weight.out_scale
-    assert ((y.double() - x.double() @ w.T).norm() / y.double().norm()) < 1e-6
+    y, _ = total(slabs, 1024, weight.out_scale)
+    assert ((y - x.double() @ w.T).norm() / y.norm()) < 1e-6
 
 
 @gpu
