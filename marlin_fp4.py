@@ -53,7 +53,7 @@ TILE = 128                                      # side of a packed tile
 ROWS_256B = tl.constexpr(gl.NVMMASharedLayout(128, 16))              # in shared memory: rows of x and of A,
 ROWS_64B = tl.constexpr(gl.NVMMASharedLayout(64, 16))                # of codes, swizzled against bank conflicts,
 FLAT = tl.constexpr(gl.NVMMASharedLayout(0, 32))                     # scales
-SCALED = tl.constexpr(gl.DistributedLinearLayout(                # of (128, 2, 16): a scale next to the weights it serves
+SCALED = tl.constexpr(gl.DistributedLinearLayout(    # of (128, 2, 16) in registers: a scale beside the weights it serves
     [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 1, 0], [64, 0, 0]], [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
     [[16, 0, 0], [32, 0, 0]], [], [128, 2, 16]))
 A_ROWS = tl.constexpr(64)                       # rows of LoRA's A in a tile: in bf16 twice the bytes of a tile of codes
@@ -305,11 +305,6 @@ def _dequantize_gpu(weight, out):
                                 ROW_SCALE=weight.power_of_two, num_warps=4)
 
 
-# A program of the decode kernel is two consumers, warp groups that multiply, and a producer, one warp that keeps a ring of
-# STAGES blocks in shared memory full. `full[stage]` completes when the bytes of a block have arrived, `empty[stage]` when
-# both consumers are done with them. The producer starts on the weights before x exists (PDL), and never stops between
-# two tiles; the consumers drift apart, so that one decodes while the other keeps the tensor cores busy.
-
 @gluon.jit
 def _fetch(codes_desc, scales_desc, a_desc, codes, scales, bar, slot, block, KB, is_a, BM: gl.constexpr,
            HAS_A: gl.constexpr):
@@ -429,10 +424,10 @@ def decode_kernel(
     """Partial sums of x @ W.T: a program walks L consecutive blocks of the weight stream, (128, 128) weights each.
 
     The stream runs along K inside a row of tiles, then to the next row of tiles, and all programs do the same work
-    whatever N and K (stream-K). Where it ends a tile or its own share, it stores the sum as piece number `piece` of that
-    tile, counted from the program that started the tile; `pieces` says how many there are. The sum is transposed,
-    (128, BM): W is the register operand of the tensor cores and M their short side, so that 1 row wastes 7 of 8 columns
-    and not 63 of 64 rows.
+    whatever N and K (stream-K). Where it ends a tile or its own share, it stores the sum as piece number `piece` of
+    that tile, counted from the program that started the tile; `pieces` says how many there are. The sum is transposed,
+    (128, BM): W is the register operand of the tensor cores and M their short side, so that 1 row wastes 7 of 8
+    columns and not 63 of 64 rows.
 
     A program is a warp group that decodes and multiplies, and one warp that keeps a ring of STAGES blocks in shared
     memory full: full[slot] completes when a block's bytes have arrived, empty[slot] when it has been multiplied. The
@@ -462,8 +457,8 @@ def decode_kernel(
     gl.warp_specialize([
         (_consume, (x, codes, scales, full, empty, slabs_ptr, m0, pid, first, last, M, N, R, KB, L, is_a, BM, STAGES,
                     HAS_A)),
-        (_produce, (x_desc, codes_desc, scales_desc, a_desc, x, codes, scales, full, empty, m0, first, last, KB, is_a, BM,
-                    STAGES, HAS_A, PDL)),
+        (_produce, (x_desc, codes_desc, scales_desc, a_desc, x, codes, scales, full, empty, m0, first, last, KB, is_a,
+                    BM, STAGES, HAS_A, PDL)),
     ], [1], [24])                                                    # warps and registers of the producer
 
 
@@ -502,7 +497,7 @@ class Config(NamedTuple):
 
     @property
     def maxnreg(self):
-        """Registers a thread may have at launch. The producer's 4 warps give up theirs but 24, the consumer's 4 take them."""
+        """Registers of a thread at launch. Then the producer's 4 warps keep 24 each and the consumer's take the rest."""
         return 65536 // (256 * self.per_sm) // 8 * 8
 
 
@@ -567,8 +562,8 @@ def decode_matmul(x, weight, lora_a=None, slabs=None, pdl=False, config=None):
     A row's bits do not depend on the other rows; nothing is allocated if slabs (S, M, N + R) is given.
     pdl (programmatic dependent launch): start while the kernel before on the stream still runs, fetch weights and A,
     which that kernel must not write, and wait for its end before reading x. A kernel after it may do the same, launched
-    with launch_pdl=True, if it calls tl.extra.cuda.gdc_wait() before it touches slabs; every kernel of such a chain must
-    call it.
+    with launch_pdl=True, if it calls tl.extra.cuda.gdc_wait() before it touches slabs; every kernel of such a chain
+    must call it.
     """
     (M, K), N = x.shape, weight.N
     R = 0 if lora_a is None else lora_a.shape[0]
@@ -590,7 +585,8 @@ def decode_matmul(x, weight, lora_a=None, slabs=None, pdl=False, config=None):
     x_tiles = TensorDescriptor.from_tensor(x, [config.BM, TILE], ROWS_256B.value)
     decode_kernel[(plan.programs, triton.cdiv(M, config.BM))](
         x_tiles, *weight.tiles, a_tiles, slabs, M, N, R, plan.KB, plan.L, plan.a_programs,
-        weight.codes.shape[0] * plan.KB, BM=config.BM, STAGES=config.num_stages, HAS_A=R > 0, PDL=pdl, num_warps=4, maxnreg=config.maxnreg, launch_pdl=pdl)
+        weight.codes.shape[0] * plan.KB, BM=config.BM, STAGES=config.num_stages, HAS_A=R > 0,
+        PDL=pdl, num_warps=4, maxnreg=config.maxnreg, launch_pdl=pdl)
     return Slabs(slabs, plan.KB, plan.L)
 
 
@@ -598,7 +594,8 @@ def finish(slabs, scale, out_dtype=torch.float32):
     """Slabs and scale (N,) fp32 -> x @ W.T (M, N), the adapter's columns left out."""
     (_, M, row_stride), N, BM = slabs.sums.shape, len(scale), 4
     out = torch.empty(M, N, dtype=out_dtype, device=scale.device)
-    finish_kernel[triton.cdiv(M, BM), triton.cdiv(N, 128)](slabs.sums, scale, out, M, N, row_stride, slabs.KB, slabs.L, BM)
+    grid = triton.cdiv(M, BM), triton.cdiv(N, TILE)
+    finish_kernel[grid](slabs.sums, scale, out, M, N, row_stride, slabs.KB, slabs.L, BM)
     return out
 
 
