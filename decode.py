@@ -15,8 +15,9 @@ over an activation 3 us, so launches are recorded once and everything between tw
 
 "sum": matmuls leave slabs of split-K partial sums (S, M, N + P*R), columns N.. being x @ A.T of the adapter. Whoever
 reads them adds those that hold something, in order, and finishes the linear: the result is deterministic, fp32 until
-its one rounding, and rounded where model.py rounds it. 1/rms of a row needs the whole row, which no program sees: programs leave sums of
-squares per TILE columns, and the reader of the next matmul's result adds those up (model.py says why it may).
+its one rounding, and rounded where model.py rounds it. 1/rms of a row needs the whole row, which no program sees:
+programs leave sums of squares per TILE columns, and the reader of the next matmul's result adds those up (model.py says
+why it may).
 
 A row's state (token, position, random key, alive, ...) lives on the GPU and the last kernel of a step advances it: the
 host launches a window of steps and looks at the results afterwards. Adapters, norms and their noise are read where they

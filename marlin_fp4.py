@@ -53,7 +53,7 @@ TILE = 128                                      # side of a packed tile
 ROWS_256B = tl.constexpr(gl.NVMMASharedLayout(128, 16))              # in shared memory: rows of x and of A,
 ROWS_64B = tl.constexpr(gl.NVMMASharedLayout(64, 16))                # of codes, swizzled against bank conflicts,
 FLAT = tl.constexpr(gl.NVMMASharedLayout(0, 32))                     # scales
-SCALED = tl.constexpr(gl.DistributedLinearLayout(    # of (128, 2, 16) in registers: a scale beside the weights it serves
+SCALED = tl.constexpr(gl.DistributedLinearLayout(    # (128, 2, 16) in registers: scales beside the weights they serve
     [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 1, 0], [64, 0, 0]], [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
     [[16, 0, 0], [32, 0, 0]], [], [128, 2, 16]))
 A_ROWS = tl.constexpr(64)                       # rows of LoRA's A in a tile: in bf16 twice the bytes of a tile of codes
@@ -497,7 +497,7 @@ class Config(NamedTuple):
 
     @property
     def maxnreg(self):
-        """Registers of a thread at launch. Then the producer's 4 warps keep 24 each and the consumer's take the rest."""
+        """Registers of a thread at launch. Then the producer's 4 warps keep 24 each, the consumer's take the rest."""
         return 65536 // (256 * self.per_sm) // 8 * 8
 
 
