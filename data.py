@@ -28,6 +28,8 @@ from pathlib import Path
 import huggingface_hub
 from tokenizers import Tokenizer as TokenizerFile
 
+from rewards import last_box
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -121,7 +123,10 @@ def to_problem(row, path, number):
 
 
 def gold(row):
-    """The gold of a row as text, or None. "... #### 1,234" (GSM8K) -> "1234"; a MATH solution -> its last box."""
+    """The gold of a row as text, or None. "... #### 1,234" (GSM8K) -> "1234"; a MATH solution -> its last box.
+
+    The box is read as in a completion, so the solution's own text would be paid: \\boxed{2} and \\boxed{3} are one list.
+    """
     reward = row.get("reward_model")                 # DAPO's original keeps the gold in there
     fields = {**row, **reward} if isinstance(reward, dict) else row
     for field in ("answer", "final_answer", "ground_truth", "solution"):
@@ -136,19 +141,6 @@ def gold(row):
             text = last_box(text) or (text if len(text) <= 100 and "\n" not in text else "")
         if text:
             return text
-
-
-def last_box(text):
-    r"""Content of the last \boxed{...} or \fbox{...}, braces balanced; None without one. "\boxed 2." -> "2"."""
-    start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
-    head = re.match(r"\\f?box(?:ed)?\s*(\{|[^\s$.]+)", text[start:]) if start >= 0 else None
-    if head is None or head[1] != "{":
-        return head and head[1]
-    depth, begin = 1, start + head.end()
-    for brace in re.finditer(r"\\.|[{}]", text[begin:], re.S):   # \\. steps over \{ and \}
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
-        if depth == 0:
-            return text[begin:begin + brace.start()].strip()
 
 
 def fetch(source, split):

@@ -47,6 +47,7 @@ def save_tokenizer(folder, template=None, eos=None):
     ({"problem": "q", "solution": r"so \boxed{3}, no, $\boxed{\frac{1}{\sqrt{2}}}$."}, r"\frac{1}{\sqrt{2}}"),  # MATH
     ({"problem": "q", "solution": r"the set \boxed{\{1, 2\}} it is"}, r"\{1, 2\}"),
     ({"problem": "q", "solution": r"so $\boxed 2$."}, "2"),
+    ({"problem": "q", "solution": r"so $\boxed{2}$ and $\boxed{3}$."}, "2 , 3"),          # one list, as in a completion
     ({"problem": "q", "solution": r"so $\boxed{3}$.", "answer": "4"}, "4"),           # the answer field goes first
     ({"prompt": "q", "solution": "34"}, "34"),                                          # DAPO and BigMath, processed
     ({"prompt": [{"role": "user", "content": "q"}], "reward_model": {"ground_truth": "34"}}, "34"),     # DAPO, original
