@@ -125,7 +125,7 @@ def to_problem(row, path, number):
 def gold(row):
     """The gold of a row as text, or None. "... #### 1,234" (GSM8K) -> "1234"; a MATH solution -> its last box.
 
-    The box is read as in a completion, so the solution's own text would be paid: \\boxed{2} and \\boxed{3} are one list.
+    The box is read as in a completion, so a solution scores against itself: \\boxed{2} and \\boxed{3} are one list.
     """
     reward = row.get("reward_model")                 # DAPO's original keeps the gold in there
     fields = {**row, **reward} if isinstance(reward, dict) else row
