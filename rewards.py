@@ -15,11 +15,11 @@ evaluator: exact, then real, then complex), 5 comparison (one rule per kind of a
 
 Everything runs on counters, not clocks (the limits below), and what runs into one is refused: it still equals itself.
 No threads and no signals, so it is safe in any worker; no eval; the standard library only, so no computer algebra:
-sums, integrals and cases are compared as text.
+sums and integrals are compared as text.
 
 Choices where graders disagree: 50% is 0.5 and also 50; lists and sets have no order, tuples do; 2/4 is 1/2; 52 stands
 for 52_8; a chain of equations with two different numbers (x = 41 = 42) is wrong; "32, 349" is two numbers; degrees and
-units are dropped unless both sides have one and they differ; 2:3 is 2/3; a row is no column.
+units are dropped unless both sides have one and they differ; 2:3 is 2/3; a row is no column; 10 mod 7 is 3.
 """
 import cmath
 import importlib
@@ -69,7 +69,8 @@ MARKER = re.compile(r"answer\s*(?:(?:\*\*|__)\s*)?(?:is\s*:?|:|=)|####", re.IGNO
 MATH_SPAN = re.compile(r"""\$\$([^$]{1,2000})\$\$ | (?<!\\)\$((?:\\.|[^$\\\n]){1,2000})\$
     | \\\(((?:(?!\\[()]).){1,2000})\\\) | \\\[((?:(?!\\[\[\]]).){1,2000})\\\]""", re.DOTALL | re.VERBOSE)
 LATEX = re.compile(r"\\[A-Za-z]+\s*(?:\{[^{}]*\})?")
-WORD = re.compile(r"(?<![\\A-Za-z])(?:(?!(?:and|sqrt|sin|cos|tan|log|exp|inf)\b)[A-Za-z]{3,}|(?:so|is|it|we|to|of)\b)")
+WORD = re.compile(r"(?<![\\A-Za-z])(?:(?!(?:and|sqrt|sin|cos|tan|log|exp|inf)\b)[A-Za-z]{3,}|(?:so|is|it|we|to|of)\b)"
+                  r"|[^\W\d_A-Za-zª-ϿⅠ-ↈ𝐀-𝟿]{2}")     # two letters of another script; Greek and 𝑥 may be mathematics
 CHOICE = re.compile(r"\(([A-Z])\)|([A-Z])(?=[.:,;)]|\s*$)|([B-H])(?=\s+[a-z]{2})")
 
 
@@ -219,7 +220,7 @@ UNICODE = str.maketrans({
 RENAME = _pairs(r"""dfrac \frac  tfrac \frac  cfrac \frac  dbinom \binom  tbinom \binom  leq \le  leqslant \le  geq \ge
 geqslant \ge  neq \ne  lt <  gt >  cdot *  times *  ast *  div /  lvert |  rvert |  vert |  mid |  lbrace \{  rbrace \}
 lbrack [  rbrack ]  lparen (  rparen )  colon :  varnothing \emptyset  implies \Rightarrow  sim \approx  simeq \approx
-ldots ...  dots ...  cdots ...  degree °  varphi \phi  vartheta \theta  varepsilon \epsilon""")
+ldots ...  dots ...  cdots ...  degree °  bmod \mod  pmod \mod  varphi \phi  vartheta \theta  varepsilon \epsilon""")
 
 
 def _text(match: re.Match) -> str:
@@ -227,9 +228,10 @@ def _text(match: re.Match) -> str:
     word = match[1].strip(" .")
     if word.strip(" ,;").lower() in ("and", "or", ""):
         return " , " if word else " "
-    if word in FUNCTIONS and word != "min":                   # 40 \text{ min} are minutes
+    if INVERSE.get(word, word) in (*FUNCTIONS, "mod") and word != "min":                 # 40 \text{ min} are minutes
         return f"\\{word} "
-    return f" {word} " if len(word) == 1 or "\\" in word or not re.search("[A-Za-z]", word) else f" «{word}» "
+    plain = len(word) == 1 or "\\" in word or word[0].isdigit() or not re.search("[A-Za-z]", word)
+    return f" {word} " if plain else f" «{word}» "
 
 
 def _repeating(match: re.Match) -> str:
@@ -247,6 +249,7 @@ LATEX_REWRITES = [(re.compile(pattern), to) for pattern, to in (          # in t
      r"|(?:no)?limits|bf|rm|it|boldsymbol|(?:measured)?angle)(?![A-Za-z])", ""),
     (r"\\%", "%"),
     (r",\s*\\!\s*(?=[0-9]{3})", ","),
+    (r"\{\s*([^{}\\]{1,40}?)\s*\\choose(?![A-Za-z])\s*([^{}\\]{1,40}?)\s*\}", r"\\binom{\1}{\2}"),
     (r"(?<!\\)\\[,!]", ""),
     (r"(?<!\\)\\[;: ]|\\q?quad|\\(?:thin|med|en)space(?![A-Za-z])|\\(?:hspace|phantom)\{[^{}]*\}", " "),
     (r"\\([A-Za-z]+)", lambda m: RENAME.get(m[1]) or m[0]),
@@ -255,7 +258,11 @@ LATEX_REWRITES = [(re.compile(pattern), to) for pattern, to in (          # in t
     (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|\\circ(?![A-Za-z])", "°"),
     (r"([0-9]{0,20})\.([0-9]{0,20})\\overline\s*\{([0-9]{1,20})\}", _repeating))]
 REWRITES = [(re.compile(pattern, re.IGNORECASE), to) for pattern, to in (
-    (r"[$~]", ""), (r"\{,\}", ","),
+    (r"[$~]", ""), (r"(?<=[0-9])\s*\{\s*,\s*\}\s*(?=[0-9]{3})|\{,\}", ","),
+    (r"^\s*\\\{\s*([a-z])\s*(?:\\in\s*\(-\\infty,\\infty\)\s*)?[|:](.*)\\\}[\s.]*$", r"\2"),              # {x | x > 3}
+    (r"\(\s*\\?mod(?![A-Za-z])\s*([^()]{1,20})\)", r"\\mod{\1}"),                                         # (mod 7)
+    (r"(\^(?:\{[^{}]{1,20}\}|[0-9a-z]))(_(?:\{[^{}]{1,20}\}|[0-9a-z]))", r"\2\1"),                        # x^2_1
+    (r"(?<=[0-9])\s*\^\s*\{?\s*«(?:st|nd|rd|th)»\s*\}?", ""), (r"(?<![a-z])([ap])\.\s?m\.?(?![a-z])", r"\1m"),
     (r"(?<![0-9.,/^_}])(?<![/^] )([0-9]{1,9})\s+([0-9]{1,9})\s*/\s*([0-9]{1,9})(?![0-9.])", r"(\1+\2/\3)"),   # 1 1/2
     (r"^\s*(?:(?:USD|US|EUR|GBP|INR|CNY|Rs)\.?|«(?:the |final |answer |is |are |about |:)*(?:is|are|about|:)»)"
      r"\s*(?=[-+0-9.\\(])", ""),
@@ -265,7 +272,7 @@ REWRITES = [(re.compile(pattern, re.IGNORECASE), to) for pattern, to in (
 
 def clean(s: str) -> str:
     """Spelling variants out, meaning kept: unicode, styling, spacing, doubled backslashes, text wrappers, "and"."""
-    s = strip_pairs(s.strip())
+    s = strip_pairs(s.replace("\f", "\\f").replace("\b", "\\b").strip())       # "\frac" that was unescaped once
     if len(s) > 2 * MAX_ANSWER:
         return s
     s = END_OF_TURN.sub("", s).strip()
@@ -278,7 +285,8 @@ def clean(s: str) -> str:
     for pattern, to in REWRITES:
         s = pattern.sub(to, s)
     s = s.strip(" \t\r\n,;")
-    return s if s.endswith("..") else s.rstrip(".:\\ \n").strip()
+    s = s if s.endswith("..") else s.rstrip(".:\\ \n").strip()
+    return NUMERALS.get(s.strip("« »").lower(), s)
 
 
 def strip_pairs(s: str) -> str:
@@ -289,18 +297,22 @@ def strip_pairs(s: str) -> str:
     return s
 
 
-# Synonyms are joined by "=". Two different units of one of the first three make two different answers.
+# Synonyms are joined by "=". Two different units of one family, the last one apart, make two different answers.
 FAMILIES = (
     "mm=millimeter cm=centimeter=centimetre dm m=meter=metre km=kilometer=kilometre inch=in=inches foot=feet=ft "
     "yard=yd mile=mi",
     "second=sec=s minute=min hour=hr=h day week month year",
     "dollar=usd cent euro pound rupee yuan yen",
+    "am pm",
     "degree deg radian rad unit mph kmh kg g mg gram kilogram lb ounce oz ton liter litre ml gallon quart square cubic "
     "sq cu per people student way point time")
 UNIT = {word: (family, synonyms.split("=")[0]) for family, units in enumerate(FAMILIES)
         for synonyms in units.split() for word in synonyms.split("=")}
 NOT_UNITS = frozenset("and or is not but if no to than more less none either neither nor where for with mod thousand "
-                      "million hundred billion dozen half squared cubed over pi sqrt sin cos tan log ln exp".split())
+                      "million hundred billion dozen half squared cubed over pi sqrt sin cos tan log ln exp most least "
+                      "plus minus negative factorial".split())
+NUMERALS = {word: str(n) for n, word in enumerate("zero one two three four five six seven eight nine ten eleven "
+                                                  "twelve".split())}
 MULTIPLIER = {"thousand": "*10^3", "million": "*10^6", "billion": "*10^9", "trillion": "*10^12",
               "percent": "%", "pct": "%", "percentage": "%"}
 WORDS = r"(?:[A-Za-z]{2,}\.?(?:/[A-Za-z]+)?\s+){0,3}[A-Za-z]{2,}(?:/[A-Za-z]+)?\.?"
@@ -322,8 +334,10 @@ def split_unit(s: str) -> tuple[str, str]:
     if end is None:
         return s, ""
     value, words = s[:end.start()].strip(), (end[1] or end[2] or "").lower().strip(" .").split()
-    if end[2] and not BARE_NUMBER.fullmatch(value) and (s[end.start(2) - 1] == "\\" or not all(map(unit_of, words))):
-        return s, ""
+    if end[2] and (s[end.start(2) - 1] == "\\" or not all(map(unit_of, words))):
+        shortest = 3 if s[end.start(2) - 1].isspace() else 4                  # 6xy and 4ac are products, 5 men are men
+        if not BARE_NUMBER.fullmatch(value) or max(map(len, words)) < shortest:
+            return s, ""
     if words and words[0] in MULTIPLIER:
         value, words = value + MULTIPLIER[words[0]], words[1:]
     if NOT_UNITS.intersection(words) or not re.search(r"[0-9A-Za-z})°%]$", value):
@@ -350,10 +364,11 @@ TOKEN = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,3}(?![0-9A-Za-z]
 RELATIONS = {"=": "=", "<": "<", ">": ">", "<=": "<=", ">=": ">=", "!=": "!=", r"\le": "<=", r"\ge": ">=", r"\ne": "!=",
              r"\in": "in", r"\approx": "~", r"\equiv": "="}
 FLIP = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
-RELATION, RATIO, UNION, SUM, PRODUCT, MIXED, POWER, POSTFIX = range(1, 9)
-BINDING = {**dict.fromkeys(RELATIONS, RELATION), ":": RATIO, r"\cup": UNION, "+": SUM, "-": SUM, "*": PRODUCT,
-           "/": PRODUCT, "%": PRODUCT, "beside": PRODUCT, "mixed": MIXED, "^": POWER, "**": POWER, "!": POSTFIX,
-           "°": POSTFIX}
+RELATION, RATIO, UNION, MOD, SUM, PRODUCT, MIXED, POWER, POSTFIX = range(1, 10)
+BINDING = {**dict.fromkeys(RELATIONS, RELATION), ":": RATIO, r"\cup": UNION, r"\mod": MOD, "+": SUM, "-": SUM,
+           "*": PRODUCT, "/": PRODUCT, "%": PRODUCT, "beside": PRODUCT, "mixed": MIXED, "^": POWER, "**": POWER,
+           "!": POSTFIX, "°": POSTFIX}
+MATRICES = frozenset("pmatrix bmatrix matrix array Bmatrix smallmatrix cases".split())
 CLOSERS = {"(": (")", "]"), "[": (")", "]"), "{": ("}",), r"\{": (r"\}",), r"\langle": (r"\rangle",)}
 ENCLOSING = {"|": ("abs", "|"), r"\|": ("abs", r"\|"),
              r"\lfloor": ("floor", r"\rfloor"), r"\lceil": ("ceil", r"\rceil")}
@@ -361,7 +376,8 @@ BRACKETS = ("()", "[]", "(]", "[)")
 STRUCTURES = frozenset((*BRACKETS, "list", "set", "rel", "union", "eq"))
 TRIG = frozenset("sin cos tan cot sec csc".split())
 FUNCTIONS = TRIG | frozenset("arcsin arccos arctan arccot sinh cosh tanh arcsinh arccosh arctanh ln log lg exp sqrt "
-                             "max min gcd lcm".split())
+                             "max min gcd lcm floor ceil".split())
+INVERSE = {prefix + name: "arc" + name for name in "sin cos tan sinh cosh tanh".split() for prefix in ("a", "ar")}
 FRAMES = frozenset("overline overrightarrow vec hat bar widehat tilde underline mathbb mathcal mathfrak".split())
 NAMES = FRAMES | frozenset("alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau phi "
                            "chi psi omega Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega ell hbar pi infty".split())
@@ -376,6 +392,7 @@ def tokenize(s: str) -> list[str]:
     other words of up to three letters are a product, longer ones a name."""
     tokens = []
     for token in TOKEN.findall(s):
+        token = r"\mod" if token == "mod" else INVERSE.get(token.lstrip("\\"), token)
         head = next((t for t in (token, token[:-1]) if t in FUNCTIONS or t == "pi"), "")
         if head or token in ("inf", "infinity", "Infinity"):
             tokens += ["\\" + head, *token[len(head):]] if head else [r"\infty"]
@@ -492,6 +509,8 @@ class Parser:
             self.accept("C", "F")
             return ("*", node, HALF_TURN) if self.trig else node
         right = self.expression(BINDING[op])
+        if op == r"\mod":
+            return ("mod", node, right)
         right = negative(right) if op == "-" else ("inv", right) if op == "/" else right
         return combine("*" if op in "*/" else "+", node, right)
 
@@ -505,6 +524,8 @@ class Parser:
             items = [] if token == r"\{" and self.peek() == r"\}" else self.listing(*CLOSERS[token])
             kind = {"{": "list", r"\{": "set", r"\langle": "()"}.get(token, token + self.peek())
             self.take(*CLOSERS[token])
+            if kind == "[]" and all(item[0] == "[]" for item in items):                     # [[1, 2], [3, 4]]
+                kind, items = "()", [("()", row) for _, row in items]
             return items[0] if len(items) == 1 and kind in ("()", "[]", "list") else (kind, items)
         if token in ENCLOSING:
             function, closer = ENCLOSING[token]
@@ -585,7 +606,7 @@ class Parser:
         return node if power is None else ("^", node, power)
 
     def matrix(self):
-        if (name := self.raw_group()) not in ("pmatrix", "bmatrix", "matrix", "array", "Bmatrix", "smallmatrix"):
+        if (name := self.raw_group()) not in MATRICES:
             raise Refuse(name)
         if name == "array":
             self.raw_group()                                  # {cc}
@@ -599,6 +620,8 @@ class Parser:
         rows = [row for row in rows if row]
         if len({len(row) for row in rows}) != 1:
             raise Refuse("ragged matrix")
+        if name == "cases":                                   # a system of equations, or values with their conditions
+            return ("list", [row[0] if len(row) == 1 else ("list", row) for row in rows])
         return ("()", [row[0] if len(row) == 1 < len(rows) else ("()", row) for row in rows])
 
 
@@ -660,7 +683,8 @@ ANY = {  # functions of complex numbers, the last resort
     "log": lambda z, base=cmath.e: cmath.log(z) / cmath.log(base), "abs": lambda z: complex(abs(z)),
     "factorial": lambda z: complex(math.gamma(z.real + 1)),           # at sample points, as in n!/(n-1)! = n
     "binom": lambda n, k: math.gamma(n.real + 1) / math.gamma(k.real + 1) / complex(math.gamma((n - k).real + 1))}
-ORDERED = {"abs": abs, "floor": math.floor, "ceil": math.ceil, "max": max, "min": min}
+ORDERED = {"abs": abs, "floor": math.floor, "ceil": math.ceil, "max": lambda *x: max(x), "min": lambda *x: min(x),
+           "mod": lambda x, n: x - n * math.floor(x / n)}
 WHOLE = {"factorial": math.factorial, "binom": math.comb, "gcd": math.gcd, "lcm": math.lcm}
 
 
@@ -748,8 +772,8 @@ class Evaluator:
         self.spend(30)
         args = self.alike(*args)
         x = args[0]
-        if name in WHOLE and all(is_rational(a) and a.denominator == 1 and 0 <= a < 10 ** 30 for a in args):
-            if x <= 500 or name in ("gcd", "lcm"):
+        if name in WHOLE and all(is_rational(a) and a.denominator == 1 and abs(a) < 10 ** 30 for a in args):
+            if 0 <= x <= 500 or name in ("gcd", "lcm"):
                 return WHOLE[name](*map(int, args))
         if name in ORDERED and not isinstance(x, complex):
             return ORDERED[name](*args)
@@ -820,10 +844,7 @@ def samples(a, b, names: set, ev: Evaluator):
 
 
 def same_value(a, b, ev: Evaluator) -> bool:
-    names = names_of(a, ev)
-    if names != names_of(b, ev):
-        return False
-    if not names:
+    if not (names := names_of(a, ev) | names_of(b, ev)):      # all of them: 2y - 2y is 0
         x, y = ev.alike(ev.value(a), ev.value(b))
         return close(x, y, ev.scale) or rounds_to(a, y) or rounds_to(b, x)
     verdicts = {True: [], False: []}            # log x^2 and 2 log x agree where both are real: those points decide
@@ -910,6 +931,15 @@ def unordered(a: list, b: list, ev: Evaluator) -> bool:
     return all(any(same(x, y, ev) for y in b) for x in a) and all(any(same(x, y, ev) for x in a) for y in b)
 
 
+def solutions(node, ev: Evaluator):
+    """x = 1, y = 2, x = 3, y = 4 -> a list of two lists: a name that comes again begins the next solution."""
+    labels = [x[1][0] if x[0] == "eq" else None for x in (reduce(x, ev) for x in node[1])] if node[0] == "list" else []
+    size = labels.index(labels[0], 1) if labels and labels[0] in labels[1:] else 0
+    if size < 2 or labels[0] is None or labels != labels[:size] * (len(labels) // size):
+        return node
+    return ("list", [("list", node[1][i:i + size]) for i in range(0, len(labels), size)])
+
+
 # The rules of RULES: `a` is of the rule's kind, `b` of the same or of a later one.
 
 def same_equation(a, b, ev: Evaluator) -> bool:
@@ -955,6 +985,11 @@ def same_percent(a, b, ev: Evaluator) -> bool:
     return b[0] not in STRUCTURES and (same_value(a, b, ev) or b[0] != "%" and same_value(a[1], b, ev))
 
 
+def same_residue(a, b, ev: Evaluator) -> bool:
+    """3 mod 7 is 10 mod 7 and 3, not 3 mod 8."""
+    return b[0] not in STRUCTURES and (b[0] != "mod" or same(a[2], b[2], ev)) and same_value(a, b, ev)
+
+
 def same_collection(a, b, ev: Evaluator) -> bool:
     """Lists and sets, against each other or against one answer of several parts.
 
@@ -962,6 +997,7 @@ def same_collection(a, b, ev: Evaluator) -> bool:
     """
     if b[0] == "union":                                       # x < 1 or x > 2
         return unordered(a[1], b[1], ev)
+    a, b = solutions(a, ev), solutions(b, ev)
     values = [unlabelled(x, ev) for x in a[1]]
     if b[0] in BRACKETS and a[0] == "list" and len(values) == len(b[1]) and (b[0] == "()" or len(values) > 2):
         return same_items(values, b[1], ev)                   # not [1, 2]: that is an interval
@@ -987,7 +1023,8 @@ def same_brackets(a, b, ev: Evaluator) -> bool:
 
 
 RULES = {"eq": same_equation, "list": same_collection, "set": same_collection, "rel": same_inequality,
-         "%": same_percent, **dict.fromkeys(("union", *BRACKETS), same_brackets)}
+         "%": same_percent, "mod": same_residue, **dict.fromkeys(("union", *BRACKETS), same_brackets)}
+CHOSEN = re.compile(r"[«(]*([A-H])[).:][\s»]+(?:(?!\b[A-H]\b)[^,;])+")             # "(C) 12 apples", not "(A) or (B)"
 GAPS = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])|[«»]")
 
 
@@ -1020,6 +1057,8 @@ def compare(pred: str, gold: str) -> bool:
     if all(words) and (words[0] == words[1] or min(map(len, words)) > 3):
         return words[0] == words[1]
     for comma, point in ((pred, gold), (gold, pred)):         # 1,5 is 1.5
+        if len(letter := word_key(point)) == 1 and (choice := CHOSEN.fullmatch(comma)):
+            return choice[1].lower() == letter
         if re.fullmatch(r"[-+]?[0-9]+,[0-9]+", comma) and re.fullmatch(r"[-+]?[0-9]*\.[0-9]+", point):
             return not THOUSANDS.search(comma) and Fraction(comma.replace(",", ".")) == Fraction(point)
         if (based := re.fullmatch(r"([0-9]+)\s*_\s*\{?\s*[0-9]+\s*\}?", comma)) and point.isdigit():

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import fuzz_rewards
 from rewards import (MAX_WORK, can_read, extract, extract_answer, format_tags, grade, is_equal, load_reward,
                      overlong_penalty)
 
@@ -78,6 +79,12 @@ x \in [1,2] == 1 \le x \le 2        x\ne0 == (-\infty,0)\cup(0,\infty)
 \begin{pmatrix}1\\2\end{pmatrix} == \langle 1,2\rangle
 2\begin{pmatrix}1&2\end{pmatrix} == \begin{bmatrix}2 & 4\end{bmatrix}
 ４２ == 42                         4² == 16                         −5 == -5                          ½ == 0.5
+x\equiv3\pmod 7 == 3               10\bmod 7 == 3 (mod 7)           2y-2y+x == x                      \frac{xy}{y} == x
+\{x \mid 1<x\le2\} == (1,2]        \operatorname{asin}1 == \pi/2      \gcd(-8,12) == 4                  \max(1) == 1
+[[1,2],[3,4]] == \begin{pmatrix}1&2\\3&4\end{pmatrix}                {16 \choose 2} == 120
+\begin{cases}x=1\\y=2\end{cases} == x=1,y=2       x=1,y=2 or x=3,y=4 == (3,4),(1,2)
+a^2_1 == a_1^2                     14 {, }916 == 14916              \text{five} == 5                  (C) Alina == C
+6:30 p.m. == 6:30\text{ PM}         5^\text{th} == 5     5 men == 5             \text{12 cm} == 12
 """
 DIFFERENT = r"""
 0.33 == 1/3                        0.3333 == 1/3                    2.23 == 2.232                     3.14 == \pi
@@ -99,6 +106,9 @@ x<3 == x>3                         x<3 == x\le3                     f(2)<f(1) ==
 4² == 42                           ٤٢ == 42                         1_000 == 1000                     nan == 0
 0.999... == 0.999                  42? == 42                        not 5 == 5                        \ne 5 == 5
 1/0 == 2/0                         5 6 == 56                        3!! == 720                        inf == 1e400
+6xy == 6                           4ac == 4                         12 xy == 12                       5 factorial == 5
+3\pmod7 == 3\pmod8                 x\equiv3\pmod7 == 4              x+y-z == x                        6:30 am == 6:30 pm
+(A) or (B) == A                    (C) Alina == D                   x=1,y=2 or x=3,y=4 == (1,3),(2,4)
 \sin(5,3) == 1                     (-\infty,1)\cup(1,\infty) == y=2,x=1                                1:2:3 == 1/6
 """
 
@@ -182,7 +192,7 @@ def test_factored_polynomials_agree_with_convolution():
     ("The answer is 18 eggs because 16 + 2 = 18.", "18", "marker"),
     ("He pays 3 + 4 = $7.50 in all.", "$7.50", "last_number"), ("It fell to -3 degrees", "-3", "last_number"),
     ("pages 10-25", "25", "last_number"), ("it is either 5 or 6", None, "none"),
-    ("code AZYUK2A", None, "none"), ("", None, "none"),
+    ("code AZYUK2A", None, "none"), ("", None, "none"), ("一共有3 + 10 = 13只鸟。", "13", "last_number"),
     # a copied prompt: the empty box of the instruction must not let a number of the question count
     ("Put your answer in \\boxed{}. What is 6*7? 42", None, "none"),
 ])
@@ -250,32 +260,9 @@ def test_a_comparison_stops_at_its_work_limit():
     assert not is_equal(",".join([many] * 3), ",".join([many + "+1"] * 3)) and MAX_WORK < 100_000
 
 
-PIECES = [*"{}()[]^_|+-*/=<,;:%!'&$ \n.xyie0127½²−４«\x00", "\\text{ and }", "</answer>", "answer is",
-          *r"\frac \sqrt \{ \} \pm \le \boxed{ \\ \cup \in \infty \begin{pmatrix} \end{pmatrix} \sin \log_".split(),
-          *r"\binom \lfloor \overline{ 10^{10} 999999999 !! cm <think>".split()]
-
-
-def mutated(rng):
-    if rng.random() < 0.5:
-        return "".join(rng.choice(PIECES) for _ in range(rng.randint(0, 20)))
-    s = list(rng.choice(GOLDS))
-    for _ in range(rng.randint(1, 4)):
-        at = rng.randrange(len(s) + 1)
-        s[at:at + rng.randint(0, 1)] = rng.choice(PIECES)
-    return "".join(s)
-
-
 def test_fuzz_no_exception_reflexive_symmetric_and_fast():
-    """15,000 random strings and mutated golds."""
-    rng, before = random.Random(0), "1"
-    for _ in range(15_000):
-        a, b = mutated(rng), rng.choice((before, rng.choice(GOLDS)))
-        start = time.process_time()
-        verdict = is_equal(a, b)
-        grade(a, b, last_number=True)
-        assert time.process_time() - start < 0.1, (a, b)
-        assert is_equal(b, a) == verdict and is_equal(a, a), (a, b)
-        before = a
+    """15,000 random strings and mutated golds; python tests/fuzz_rewards.py 1000000 runs more of them."""
+    assert fuzz_rewards.run(15_000)["failures"] == []
 
 
 # scores ---------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,97 @@
+r"""
+Grown, mutated and random answers for the grader, from a seed: python tests/fuzz_rewards.py [CASES] [SEED]
+
+What must hold of every two texts a, b: is_equal and grade raise nothing, is_equal(a, b) == is_equal(b, a),
+is_equal(a, a), and all calls together take less than 100 ms of CPU time. tests/test_rewards.py runs 15,000 cases.
+"""
+import json
+import random
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from rewards import can_read, grade, is_equal
+
+GOLDS = json.loads((Path(__file__).parent / "golds.json").read_text())
+LIMIT = 0.1                                                # seconds
+PIECES = [*"{}()[]^_|+-*/=<>,;:%!'&$~# \n\t.xyifCe01279½²−∞４é只«»\x00\x0c\u200b\ud800", r"\text{ and }",
+          "</answer>", "!!", "answer is", " or ", "10^{10}", "999999999", "1,234", "0.333333", "mod", "cm", " dollars",
+          *r"""\frac \sqrt \{ \} \pm \le \boxed{ \\ \cup \in \infty \sin \log_ \binom \lfloor \rfloor \overline{ \left(
+          \right] \begin{pmatrix} \end{pmatrix} \begin{cases} \choose \pmod \approx \ne \gcd( \mathbb{R} \% \text{ \(
+          f( ^{-1} \circ #### \) \pi ^{2} }{ e^{ sqrt( inf nan 1e9 \exp( x_1 = <think> <answer>""".split()]
+LEAVES = r"""x y x_1 n i e \pi \theta 0 1 2 3 7 12 -1 0.5 .25 1.333333 1,234 1\frac12 50\% 10^6 \infty 3\pm1
+             5\text{ cm}""".split()
+NODES = [r"\frac{A}{B}", "A+B", "A-B", "AB", "(A)(B)", r"A \cdot B", "A/B", "A^{B}", r"\sqrt{A}", r"\sqrt[3]{A}",
+         r"\left|A\right|", "(A)^2", r"\sin(A)", r"\log_{2} A", r"\binom{A}{B}", "A!", r"\lfloor A\rfloor", "-A", "(A)",
+         "{A}", r"A \bmod B"]
+TOPS = ["(A,B)", "[A,B)", r"\{A,B,C\}", "A,B", r"A \text{ or } B", "x=A", "x=A,y=B", "A<x", r"A \le x < B", "A=B",
+        r"A \approx B", r"\begin{pmatrix}A&B\\C&A\end{pmatrix}", r"(A,B]\cup[C,\infty)", "$A$", r"\text{A}", "f(x)=A",
+        r"A \text{ dollars}", r"\begin{cases}x=A\\y=B\end{cases}", r"x \equiv A \pmod{B}", r"\{x \mid x>A\}",
+        "[[A,B],[C,A]]"]
+
+
+def grown(rng, depth):
+    """A well-formed expression: a random tree of NODES over LEAVES, perhaps inside one of TOPS."""
+    if depth <= 0 or rng.random() < 0.15:
+        return rng.choice(LEAVES)
+    text = rng.choice(TOPS if depth > 3 and rng.random() < 0.5 else NODES)
+    return "".join(grown(rng, depth - 1) if c in "ABC" else c for c in text)
+
+
+def mutated(rng):
+    """A text: grown, or one with one to four edits, two glued, pieces in a row, one repeated, or any characters."""
+    kind = rng.random()
+    if kind < 0.4:
+        return grown(rng, rng.randint(0, 5))
+    if kind < 0.7:
+        text = list(rng.choice(GOLDS) if kind < 0.6 else grown(rng, 3))
+        for _ in range(rng.randint(1, 4)):
+            at = rng.randrange(len(text) + 1)
+            text[at:at + rng.randint(0, 1)] = rng.choice(PIECES)
+        return "".join(text)
+    if kind < 0.75:
+        return rng.choice(GOLDS) + rng.choice(PIECES) + grown(rng, 2)
+    if kind < 0.92:
+        return "".join(rng.choice(PIECES) for _ in range(rng.randint(0, 20 if kind < 0.9 else 60)))
+    if kind < 0.96:
+        return rng.choice(PIECES) * rng.randint(2, 400)
+    return "".join(chr(rng.choice((rng.randrange(32, 127), rng.randrange(0x3000), rng.randrange(0x110000))))
+                   for _ in range(rng.randint(0, 20)))
+
+
+def run(cases, seed=0):
+    """-> failures (what, a, b), the slowest case, and how many pairs were equal, readable, answered by which rule."""
+    rng, before, failures, slowest, count = random.Random(seed), "1", [], (0.0, "", ""), Counter()
+    for _ in range(cases):
+        a, b = mutated(rng), rng.choice((before, rng.choice(GOLDS)))
+        if rng.random() < 0.2:                             # else hardly a pair would be equal
+            b = f" {a.replace('frac', 'dfrac')}."
+        before = a
+        start = time.process_time()
+        try:
+            verdict, mirrored, same = is_equal(a, b), is_equal(b, a), is_equal(a, a)
+            rule = grade(f"so \\boxed{{{a}}} it is", b).rule
+            count.update(("equal" if verdict else "unequal", "readable" if can_read(a) else "unreadable",
+                          grade(a, b, last_number=True).rule))
+        except Exception as error:                         # any at all is the finding
+            failures.append((repr(error), a, b))
+            continue
+        seconds = time.process_time() - start
+        slowest = max(slowest, (seconds, a, b))
+        for failed, what in ((verdict != mirrored, "not symmetric"), (not same, "not reflexive"),
+                             (seconds > LIMIT, f"{seconds:.3f} s"), (rule == "truncated" and "<think>" not in a, rule)):
+            if failed:
+                failures.append((what, a, b))
+    return {"failures": failures, "slowest": slowest, **count}
+
+
+if __name__ == "__main__":
+    began = time.perf_counter()
+    found = run(int(sys.argv[1]) if len(sys.argv) > 1 else 15_000, int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+    failures, (seconds, *slowest) = found.pop("failures"), found.pop("slowest")
+    for failure in failures:
+        print(*map(ascii, failure), sep="\n    ")
+    print(f"{len(failures)} failures, {time.perf_counter() - began:.0f} s, {found}\n"
+          f"slowest {seconds * 1e3:.1f} ms: {ascii(slowest)[:400]}")
