@@ -41,8 +41,8 @@ def read_jsonl(path):
             if number == len(lines):
                 break
             sys.exit(f"{path}, line {number}: not JSON ({error.msg})")
-        if not isinstance(row, dict) or "step" not in row:
-            sys.exit(f"{path}, line {number}: not an object with a step")
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            sys.exit(f"{path}, line {number}: not an object with a whole step")
         rows.append(row)
     if not rows:
         sys.exit(f"{path}: no complete line yet")
@@ -121,8 +121,11 @@ def main():
     matplotlib.use("Agg")                                                 # files only: no display needed
     from matplotlib import pyplot as plt
     fig = figure(runs, plt)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    fig.savefig(out, dpi=150)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        fig.savefig(out, dpi=150)
+    except OSError as error:
+        sys.exit(f"--out {out}: {error}")
     print(out)
 
 

@@ -77,7 +77,7 @@ def main():
         sys.exit(f"{path}: none of {len(samples)} completions passes; steps {samples[0]['step']} to "
                  f"{samples[-1]['step']}, rewards {min(s['reward'] for s in samples):g} to "
                  f"{max(s['reward'] for s in samples):g}, rules {rules}")
-    width = min(shutil.get_terminal_size((100, 24)).columns, 120)
+    width = max(20, min(shutil.get_terminal_size((100, 24)).columns, 120))
     print("\n".join(show(sample, width) for sample in found[-args.n:]))
     print(f"{'-' * width}\n{min(args.n, len(found))} of {len(found)} that pass, of {len(samples)} in {path}")
 

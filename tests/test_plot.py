@@ -75,6 +75,8 @@ def test_plot_stops_in_one_line_that_names_the_cause(tmp_path, monkeypatch):
     assert "nowhere" in run(monkeypatch, plot, tmp_path / "nowhere")
     assert "x.gif" in run(monkeypatch, plot, good, "--out", "x.gif")
     assert "no complete line" in run(monkeypatch, plot, write(tmp_path / "new", "metrics.jsonl", []))
+    odd = write(tmp_path / "odd", "metrics.jsonl", [dict(step=0), dict(step=None), dict(step=2)])
+    assert "line 2: not an object with a whole step" in run(monkeypatch, plot, odd)
 
 
 @pytest.mark.parametrize("suffix,magic", [("png", b"\x89PNG"), ("svg", b"<?xml")])
@@ -84,6 +86,8 @@ def test_plot_writes_a_picture_of_two_runs(tmp_path, monkeypatch, suffix, magic)
     out = tmp_path / "new" / f"curves.{suffix}"
     assert run(monkeypatch, plot, *runs, "--out", out) is None
     assert out.read_bytes().startswith(magic)
+    assert f"{runs[0]}/metrics.jsonl/x.{suffix}" in run(monkeypatch, plot, *runs, "--out",
+                                                        runs[0] / "metrics.jsonl" / f"x.{suffix}")     # no folder
 
 
 def test_panels_are_the_metrics_that_some_run_has():
@@ -120,6 +124,12 @@ def test_shown_sample_has_every_part_and_no_escape_code():
         assert part in text
     assert "  | so\n  | \n  |   \\x1b[2Jseven".replace("| \n", "|\n") in text.replace("| \n", "|\n")
     assert "\x1b" not in text and all(len(line) <= 80 for line in text.split("\n"))
+
+
+def test_a_terminal_of_no_width_is_survived(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "1")
+    assert run(monkeypatch, samples, write(tmp_path, "samples.jsonl", [sample()])) is None
+    assert "It is 7." in capsys.readouterr().out
 
 
 def test_samples_stop_in_one_line_that_names_the_cause(tmp_path, monkeypatch):
