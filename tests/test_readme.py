@@ -23,3 +23,7 @@ def test_every_root_file_opens_with_a_docstring_and_stays_within_120_columns():
         assert ast.get_docstring(ast.parse(text)), path.name
         wide = [i for i, line in enumerate(text.splitlines(), 1) if len(line) > 120]
         assert not wide, f"{path.name}: lines {wide}"
+
+
+def test_the_readme_stays_within_120_columns():
+    assert max(map(len, (ROOT / "README.md").read_text().splitlines())) <= 120
