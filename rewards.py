@@ -376,7 +376,7 @@ BRACKETS = ("()", "[]", "(]", "[)")
 STRUCTURES = frozenset((*BRACKETS, "list", "set", "rel", "union", "eq"))
 TRIG = frozenset("sin cos tan cot sec csc".split())
 FUNCTIONS = TRIG | frozenset("arcsin arccos arctan arccot sinh cosh tanh arcsinh arccosh arctanh ln log lg exp sqrt "
-                             "max min gcd lcm floor ceil".split())
+                             "max min gcd lcm floor ceil abs".split())
 INVERSE = {prefix + name: "arc" + name for name in "sin cos tan sinh cosh tanh".split() for prefix in ("a", "ar")}
 FRAMES = frozenset("overline overrightarrow vec hat bar widehat tilde underline mathbb mathcal mathfrak".split())
 NAMES = FRAMES | frozenset("alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau phi "
@@ -675,6 +675,19 @@ def parse(s: str, thousands: bool = True):
 DIGITS = Context(prec=90)
 CONSTANTS = {"pi": Decimal("3.14159265358979323846264338327950288419716939937510582097494459230781640628620899863"),
              "e": DIGITS.exp(Decimal(1)), "i": 1j}
+
+
+def is_rational(x) -> bool:
+    return isinstance(x, (int, Fraction))
+
+
+def floor(x) -> int:
+    """Refuse where 90 digits do not reach the units; that integer could be e^(10^6), of 434,295 digits."""
+    if isinstance(x, Decimal) and x.adjusted() > 80:
+        raise Refuse("floor")
+    return math.floor(x)
+
+
 ANY = {  # functions of complex numbers, the last resort
     **{name: getattr(cmath, name) for name in "sin cos tan sinh cosh tanh exp".split()},
     **{"arc" + name: getattr(cmath, "a" + name) for name in "sin cos tan sinh cosh tanh".split()},
@@ -683,13 +696,10 @@ ANY = {  # functions of complex numbers, the last resort
     "log": lambda z, base=cmath.e: cmath.log(z) / cmath.log(base), "abs": lambda z: complex(abs(z)),
     "factorial": lambda z: complex(math.gamma(z.real + 1)),           # at sample points, as in n!/(n-1)! = n
     "binom": lambda n, k: math.gamma(n.real + 1) / math.gamma(k.real + 1) / complex(math.gamma((n - k).real + 1))}
-ORDERED = {"abs": abs, "floor": math.floor, "ceil": math.ceil, "max": lambda *x: max(x), "min": lambda *x: min(x),
-           "mod": lambda x, n: x - n * math.floor(x / n)}
+ORDERED = {"abs": abs, "floor": floor, "ceil": lambda x: -floor(-x),
+           "max": lambda *x: max(x), "min": lambda *x: min(x),
+           "mod": lambda x, n: x % n if is_rational(x) else x - n * floor(x / n)}
 WHOLE = {"factorial": math.factorial, "binom": math.comb, "gcd": math.gcd, "lcm": math.lcm}
-
-
-def is_rational(x) -> bool:
-    return isinstance(x, (int, Fraction))
 
 
 def bits(x) -> int:

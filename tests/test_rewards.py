@@ -81,6 +81,7 @@ x \in [1,2] == 1 \le x \le 2        x\ne0 == (-\infty,0)\cup(0,\infty)
 ４２ == 42                         4² == 16                         −5 == -5                          ½ == 0.5
 x\equiv3\pmod 7 == 3               10\bmod 7 == 3 (mod 7)           2y-2y+x == x                      \frac{xy}{y} == x
 \{x \mid 1<x\le2\} == (1,2]        \operatorname{asin}1 == \pi/2      \gcd(-8,12) == 4                  \max(1) == 1
+10^{30} \bmod 7 == 1                -7 \bmod 3 == 2                  2.5 \bmod 1 == 0.5                abs(-3) == 3
 [[1,2],[3,4]] == \begin{pmatrix}1&2\\3&4\end{pmatrix}                {16 \choose 2} == 120
 \begin{cases}x=1\\y=2\end{cases} == x=1,y=2       x=1,y=2 or x=3,y=4 == (3,4),(1,2)
 a^2_1 == a_1^2                     14 {, }916 == 14916              \text{five} == 5                  (C) Alina == C
@@ -237,6 +238,8 @@ ADVERSARIAL = [  # text, gold, right verdict
     (boxed("|" * 1_999), "1", 0),
     ("$" * 100_000, "42", 0), ("answer is " * 20_000, "42", 0), ("<answer>" * 20_000, "42", 0),
     ("1," * 100_000, "42", 0), (",".join(["27", "5"] * 40) + "x", "42", 0),
+    (boxed("\\lfloor e^{10^6}\\rfloor"), "1", 0), (boxed("\\lfloor 10^6!^2\\rfloor"), "\\pi^2", 0),         # once 42 s
+    (boxed("3^{10^6} \\bmod 7"), "4", 0),
     # each of these made a regular expression quadratic or worse in an earlier version
     (",".join(["27", "5", "108"] * 30), "42", 0), ("answer" + " " * 20_000, "42", 0), ("\\(" * 10_000, "42", 0),
     ("\\$" * 10_000, "42", 0), (boxed("1" + " " * 5_000 + "«"), "42", 0), ("<|im_start|>" * 50_000, "42", 0),
