@@ -256,13 +256,15 @@ LATEX_REWRITES = [(re.compile(pattern), to) for pattern, to in (          # in t
     (r"\\mathbb\s*\{?\s*R\b\s*\}?", r"(-\\infty,\\infty)"),
     TEXT, TEXT,                                                           # \text{\textbf{...}} nests, rarely deeper
     (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|\\circ(?![A-Za-z])", "°"),
-    (r"([0-9]{0,20})\.([0-9]{0,20})\\overline\s*\{([0-9]{1,20})\}", _repeating))]
+    (r"([0-9]{0,20})\.([0-9]{0,20})\\(?:overline|bar|dot)\s*\{([0-9]{1,20})\}", _repeating))]
 REWRITES = [(re.compile(pattern, re.IGNORECASE), to) for pattern, to in (
     (r"[$~]", ""), (r"(?<=[0-9])\s*\{\s*,\s*\}\s*(?=[0-9]{3})|\{,\}", ","),
     (r"^\s*\\\{\s*([a-z])\s*(?:\\in\s*\(-\\infty,\\infty\)\s*)?[|:](.*)\\\}[\s.]*$", r"\2"),              # {x | x > 3}
     (r"\(\s*\\?mod(?![A-Za-z])\s*([^()]{1,20})\)", r"\\mod{\1}"),                                         # (mod 7)
     (r"(\^(?:\{[^{}]{1,20}\}|[0-9a-z]))(_(?:\{[^{}]{1,20}\}|[0-9a-z]))", r"\2\1"),                        # x^2_1
-    (r"(?<=[0-9])\s*\^\s*\{?\s*«(?:st|nd|rd|th)»\s*\}?", ""), (r"(?<![a-z])([ap])\.\s?m\.?(?![a-z])", r"\1m"),
+    (r"(?<=[0-9])\s*\^\s*\{?\s*«(?:st|nd|rd|th)»\s*\}?|(?<=1)st$|(?<=2)nd$|(?<=3)rd$|(?<=[0-9])th$", ""),
+    (r"^\s*«?(?:option|choice|answer)\s*:?»?\s*(?=[«(]*[a-z][)»]*\s*$)", ""),
+    (r"(?<=[)\]])\s*U\s*(?=[(\[])", r" \\cup "), (r"(?<![a-z])([ap])\.\s?m\.?(?![a-z])", r"\1m"),
     (r"(?<![0-9.,/^_}])(?<![/^] )([0-9]{1,9})\s+([0-9]{1,9})\s*/\s*([0-9]{1,9})(?![0-9.])", r"(\1+\2/\3)"),   # 1 1/2
     (r"^\s*(?:(?:USD|US|EUR|GBP|INR|CNY|Rs)\.?|«(?:the |final |answer |is |are |about |:)*(?:is|are|about|:)»)"
      r"\s*(?=[-+0-9.\\(])", ""),
@@ -286,7 +288,7 @@ def clean(s: str) -> str:
         s = pattern.sub(to, s)
     s = s.strip(" \t\r\n,;")
     s = s if s.endswith("..") else s.rstrip(".:\\ \n").strip()
-    return NUMERALS.get(s.strip("« »").lower(), s)
+    return SPELLED.get(s.strip("« »").lower(), s)
 
 
 def strip_pairs(s: str) -> str:
@@ -304,18 +306,19 @@ FAMILIES = (
     "second=sec=s minute=min hour=hr=h day week month year",
     "dollar=usd cent euro pound rupee yuan yen",
     "am pm",
-    "degree deg radian rad unit mph kmh kg g mg gram kilogram lb ounce oz ton liter litre ml gallon quart square cubic "
-    "sq cu per people student way point time")
+    "degree deg radian rad unit mph kmh m/s kg g mg gram kilogram lb ounce oz ton liter litre ml gallon quart square "
+    "cubic sq cu per people student way point time")
 UNIT = {word: (family, synonyms.split("=")[0]) for family, units in enumerate(FAMILIES)
         for synonyms in units.split() for word in synonyms.split("=")}
 NOT_UNITS = frozenset("and or is not but if no to than more less none either neither nor where for with mod thousand "
                       "million hundred billion dozen half squared cubed over pi sqrt sin cos tan log ln exp most least "
                       "plus minus negative factorial".split())
-NUMERALS = {word: str(n) for n, word in enumerate("zero one two three four five six seven eight nine ten eleven "
-                                                  "twelve".split())}
+SPELLED = {"all real numbers": r"(-\infty,\infty)", "no solution": r"\emptyset", "no solutions": r"\emptyset",
+           **{word: str(n) for n, word in enumerate("zero one two three four five six seven eight nine ten eleven "
+                                                    "twelve".split())}}
 MULTIPLIER = {"thousand": "*10^3", "million": "*10^6", "billion": "*10^9", "trillion": "*10^12",
               "percent": "%", "pct": "%", "percentage": "%"}
-WORDS = r"(?:[A-Za-z]{2,}\.?(?:/[A-Za-z]+)?\s+){0,3}[A-Za-z]{2,}(?:/[A-Za-z]+)?\.?"
+WORDS = r"(?:[A-Za-z]{2,}\.?(?:/[A-Za-z]+)?\s+){0,3}(?:[A-Za-z]{2,}(?:/[A-Za-z]+)?\.?|m/s)"
 UNIT_END = re.compile(rf"(?:«([^«»]*)»|(?:(?<=[0-9)}}%])\s*|\s)({WORDS}))(?:\s*\^\s*\{{?\s*([23])\s*\}}?)?\s*\.?$")
 BARE_NUMBER = re.compile(r"[-+]?[0-9.,/\s]*(\\frac\s*\{[0-9]+\}\s*\{[0-9]+\})?[%°]?")
 
@@ -394,7 +397,7 @@ def tokenize(s: str) -> list[str]:
     for token in TOKEN.findall(s):
         token = r"\mod" if token == "mod" else INVERSE.get(token.lstrip("\\"), token)
         head = next((t for t in (token, token[:-1]) if t in FUNCTIONS or t == "pi"), "")
-        if head or token in ("inf", "infinity", "Infinity"):
+        if head or token in ("inf", "oo", "infinity", "Infinity"):
             tokens += ["\\" + head, *token[len(head):]] if head else [r"\infty"]
         else:
             tokens += token if token.isalpha() and len(token) <= 3 else [token]
@@ -1040,7 +1043,7 @@ GAPS = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])|[«»]")
 
 def word_key(s: str) -> str:
     """Letters of an answer in words or of a choice, "(C)" -> "c"; empty for anything else."""
-    bare = re.sub(r"[«»\s(){}.'\"]|(?<=[a-z])-", "", s)
+    bare = re.sub(r"[«»\s(){}.\"]|'(?=[a-z])|(?<=[a-z])-", "", s)
     return bare.casefold() if bare.isalpha() else ""
 
 
