@@ -495,7 +495,7 @@ class Parser:
             if op == ":":
                 return ("*", node, ("inv", sides[1])) if len(sides) == 2 else ("()", sides)
             if op == r"\cup":
-                return ("union", sides)
+                return ("union", [part for side in sides for part in (side[1] if side[0] == "union" else [side])])
             if ">" in ops[0]:                                 # chains of inequalities start with < or <=
                 sides, ops = sides[::-1], [FLIP.get(op, op) for op in ops[::-1]]
             return ("rel", sides, ops)

@@ -84,6 +84,7 @@ x\equiv3\pmod 7 == 3               10\bmod 7 == 3 (mod 7)           2y-2y+x == x
 10^{30} \bmod 7 == 1                -7 \bmod 3 == 2                  2.5 \bmod 1 == 0.5                abs(-3) == 3
 (-oo,0)U(1,inf) == (-\infty,0)\cup(1,\infty)       0.\bar{3} == 1/3        Option C == C             3rd == 3
 \text{all real numbers} == \mathbb{R}                30 m/s == 30           no solution == \emptyset
+((1,2)\cup(3,4))\cup(5,6) == (5,6)\cup(1,2)\cup(3,4)
 [[1,2],[3,4]] == \begin{pmatrix}1&2\\3&4\end{pmatrix}                {16 \choose 2} == 120
 \begin{cases}x=1\\y=2\end{cases} == x=1,y=2       x=1,y=2 or x=3,y=4 == (3,4),(1,2)
 a^2_1 == a_1^2                     14 {, }916 == 14916              \text{five} == 5                  (C) Alina == C
