@@ -1,13 +1,17 @@
 """
 Operations whose backward is written by hand, because autograd's would keep or move tensors of gigabytes.
 
+    attention        causal inside sequences, and of several continuations to the one sequence they share
     gated_linear     silu(gate) * up of the fused gate|up linear; its backward writes the matmul's bf16 input at once
     token_logprobs   log softmax at the sampled tokens, without the (T, V) tensor
 
-Both return what plain torch would (tests compare them with autograd on the full tensors).
+All return what plain torch would (tests compare them with autograd on the full tensors).
 
-Shapes: T tokens, D width, F feed-forward, V vocabulary.
+Shapes: T tokens, D width, F feed-forward, V vocabulary, H query heads, KV key-value heads, d head size.
 """
+from contextlib import contextmanager
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -17,18 +21,163 @@ import lora
 from marlin_fp4 import mm_fp32
 
 
+# -----------------------------------------------------------------------------
+# Attention
+
+class Spans(NamedTuple):
+    """Which queries see which keys: queries q_starts[i]..q_starts[i + 1] those of k_starts[i]..k_starts[i + 1]."""
+    q_starts: torch.Tensor                                           # (n + 1,) int32
+    k_starts: torch.Tensor                                           # equal to q_starts where causal
+    longest_q: int
+    longest_k: int
+    causal: bool
+
+
+def spans(q_lengths, k_lengths, causal, device):
+    starts = [torch.tensor([0, *n], device=device).cumsum(0).to(torch.int32) for n in (q_lengths, k_lengths)]
+    return Spans(*starts, max(q_lengths), max(k_lengths), causal)
+
+
+def attend(q, k, v, s):
+    """q (T, H, d), k, v (S, KV, d) -> out (T, H, d), log-sum-exp of its scores (H, T) fp32."""
+    if q.is_cuda and q.dtype == torch.bfloat16:                      # FlashAttention 2, varlen
+        flash = torch.ops.aten._flash_attention_forward
+        return flash(q, k, v, s.q_starts, s.k_starts, s.longest_q, s.longest_k, 0.0, s.causal, False)[:2]
+    out = torch.empty_like(q)
+    lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32))
+    for rows, _, _, _, values, scores in _each_span(q, k, v, s):
+        lse[:, rows] = scores.logsumexp(-1)
+        out[rows] = torch.einsum("hqk,khd->qhd", (scores - lse[:, rows, None]).exp(), values).to(q.dtype)
+    return out, lse
+
+
+def attend_backward(dout, q, k, v, out, lse, s):
+    """-> dq, dk, dv of attend() for out and lse of a softmax over these keys and, it may be, others.
+
+    Probabilities are exp(score - lse) and the softmax's own term is out . dout: with those of the whole, the gradients
+    are this part's share of the whole's.
+    """
+    if q.is_cuda and q.dtype == torch.bfloat16:
+        unused = q.new_zeros(2, dtype=torch.uint64), q.new_empty(0)  # of dropout
+        with _same_bits_every_time():
+            return torch.ops.aten._flash_attention_backward(
+                dout, q, k, v, out, lse, s.q_starts, s.k_starts, s.longest_q, s.longest_k, 0.0, s.causal, *unused)
+    dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
+    own = (dout * out).sum(-1, dtype=lse.dtype).T[:, :, None]        # (H, T, 1)
+    for rows, columns, query, key, value, scores in _each_span(q, k, v, s):
+        p, upstream = (scores - lse[:, rows, None]).exp(), dout[rows].to(lse.dtype)
+        ds = p * (torch.einsum("qhd,khd->hqk", upstream, value) - own[:, rows]) * q.shape[-1] ** -0.5
+        dq[rows] = torch.einsum("hqk,khd->qhd", ds, key).to(q.dtype)
+        for grad, t in ((dk, torch.einsum("hqk,qhd->khd", ds, query)), (dv, torch.einsum("hqk,qhd->khd", p, upstream))):
+            grad[columns] = t.unflatten(1, (k.shape[1], -1)).sum(2).to(k.dtype)          # over the heads of a key head
+    return dq, dk, dv
+
+
+def _each_span(q, k, v, s):
+    """Of plain torch: yields places of queries and of keys, then query, key, value (., H, d) and scores (H, ., .)."""
+    work, H = torch.promote_types(q.dtype, torch.float32), q.shape[1]
+    q_starts, k_starts = s.q_starts.tolist(), s.k_starts.tolist()
+    for i in range(len(q_starts) - 1):
+        rows, columns = slice(*q_starts[i:i + 2]), slice(*k_starts[i:i + 2])
+        query = q[rows].to(work)
+        key, value = (t[columns].to(work).repeat_interleave(H // k.shape[1], dim=1) for t in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", query, key) * q.shape[-1] ** -0.5
+        if s.causal:
+            scores.masked_fill_(torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1), -torch.inf)
+        yield rows, columns, query, key, value, scores
+
+
+@contextmanager
+def _same_bits_every_time():
+    """FlashAttention's backward adds up dq by atomics, in any order, unless this global switch says otherwise."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.utils.deterministic.fill_uninitialized_memory = before[1]
+
+
+def merge(out, lse, other, other_lse):
+    """Softmax over two sets of keys from those over each: into out (T, H, d) and lse (H, T), in place."""
+    if out.is_cuda:
+        T, H, d = out.shape
+        _merge_kernel[(T,)](out, lse, lse.stride(0), other, other_lse, other_lse.stride(0), H,
+                            BLOCK_H=triton.next_power_of_2(H), D=d, BLOCK_D=triton.next_power_of_2(d))
+        return
+    both = torch.logaddexp(lse, other_lse)
+    mine, its = ((t - both).exp().T[:, :, None] for t in (lse, other_lse))
+    out.copy_(out * mine + other * its)
+    lse.copy_(both)
+
+
+@triton.jit
+def _merge_kernel(out_ptr, lse_ptr, lse_stride, other_ptr, other_lse_ptr, other_stride, H,
+                  BLOCK_H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """One token of merge()."""
+    token = tl.program_id(0).to(tl.int64)
+    head, col = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
+    a = tl.load(lse_ptr + head * lse_stride + token, mask=head < H, other=0.0)
+    b = tl.load(other_lse_ptr + head * other_stride + token, mask=head < H, other=0.0)
+    top = tl.maximum(a, b)
+    both = top + tl.log(tl.exp(a - top) + tl.exp(b - top))
+    at = token * H * D + head[:, None] * D + col[None, :]
+    live = (head < H)[:, None] & (col < D)[None, :]
+    mine = tl.load(out_ptr + at, mask=live, other=0.0).to(tl.float32) * tl.exp(a - both)[:, None]
+    its = tl.load(other_ptr + at, mask=live, other=0.0).to(tl.float32) * tl.exp(b - both)[:, None]
+    tl.store(out_ptr + at, (mine + its).to(out_ptr.dtype.element_ty), mask=live)
+    tl.store(lse_ptr + head * lse_stride + token, both, mask=head < H)
+
+
+class _Attention(torch.autograd.Function):
+    """Two softmaxes merged by their log-sum-exp: of every token over its own sequence, causal, and of the tokens from
+    `first` on over the first `shared` tokens of all, as `across` says."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, inside, across, first, shared):
+        out, lse = attend(q, k, v, inside)
+        if across:
+            merge(out[first:], lse[:, first:], *attend(q[first:], k[:shared], v[:shared], across))
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.plan = inside, across, first, shared
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        (q, k, v, out, lse), (inside, across, first, shared) = ctx.saved_tensors, ctx.plan
+        dout = dout.contiguous()
+        dq, dk, dv = attend_backward(dout, q, k, v, out, lse, inside)
+        if across:
+            more = attend_backward(dout[first:], q[first:], k[:shared], v[:shared], out[first:],
+                                   lse[:, first:].contiguous(), across)
+            for whole, part in zip((dq[first:], dk[:shared], dv[:shared]), more):
+                whole += part
+        return dq, dk, dv, None, None, None, None
+
+
+def attention(q, k, v, inside, across=None, first=0, shared=0):
+    """q (T, H, d), k, v (T, KV, d) -> (T, H, d); see _Attention."""
+    return _Attention.apply(q, k, v, inside, across, first, shared)
+
+
+# -----------------------------------------------------------------------------
+# The gated linear
+
 def swiglu(y, rstd, dtype):
-    """Result of the gate|up matmul y (T, 2F) fp32 and 1/rms (T, 1) -> silu(gate) * up (T, F) in dtype."""
+    """Result of the gate|up matmul y (T, 2F) fp32 and 1/rms (T, 1) -> silu(gate) * up (T, F), and y, both in dtype."""
     if y.is_cuda:
-        h = torch.empty(y.shape[0], y.shape[1] // 2, device=y.device, dtype=dtype)
-        _swiglu_kernel[(y.shape[0], triton.cdiv(h.shape[1], 1024))](y, rstd, h, h.shape[1], BLOCK=1024, num_warps=8)
-        return h
+        h, rounded = y.new_empty(y.shape[0], y.shape[1] // 2, dtype=dtype), torch.empty_like(y, dtype=dtype)
+        _swiglu_kernel[(y.shape[0], triton.cdiv(h.shape[1], 1024))](y, rstd, h, rounded, h.shape[1], BLOCK=1024,
+                                                                    num_warps=8)
+        return h, rounded
     gate, up = (y * rstd).chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(dtype)
+    return (F.silu(gate) * up).to(dtype), y.to(dtype)
 
 
 def swiglu_backward(y, rstd, dh, dy):
-    """Writes dL/dy into dy (T, 2F), any row stride and dtype; returns dL/drstd (T, 1). dh (T, F) is dL/dh."""
+    """Writes dL/dy into dy (T, 2F), any row stride and dtype; returns dL/drstd (T, 1) fp32. dh (T, F) is dL/dh."""
     if y.is_cuda:
         drstd = torch.empty_like(rstd)
         _swiglu_backward_kernel[(y.shape[0],)](y, rstd, dh.contiguous(), dy, dy.stride(0), drstd, dh.shape[1],
@@ -39,18 +188,21 @@ def swiglu_backward(y, rstd, dh, dy):
     silu = gate * s
     dz = torch.cat([dh * up * (s + silu * (1 - s)), dh * silu], dim=-1)
     dy.copy_(dz * rstd)
-    return (dz * y).sum(-1, keepdim=True)
+    return (dz * y).sum(-1, keepdim=True, dtype=rstd.dtype)
 
 
 @triton.jit
-def _swiglu_kernel(y_ptr, rstd_ptr, h_ptr, F, BLOCK: tl.constexpr):
+def _swiglu_kernel(y_ptr, rstd_ptr, h_ptr, rounded_ptr, F, BLOCK: tl.constexpr):
     """BLOCK columns of one row of swiglu()."""
     row = tl.program_id(0).to(tl.int64)                              # row * 2F passes 2^31 from 57k tokens of 7B on
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = col < F
     rstd = tl.load(rstd_ptr + row)
-    gate = tl.load(y_ptr + row * 2 * F + col, mask=live, other=0.0) * rstd
-    up = tl.load(y_ptr + row * 2 * F + F + col, mask=live, other=0.0) * rstd
+    gate = tl.load(y_ptr + row * 2 * F + col, mask=live, other=0.0)
+    up = tl.load(y_ptr + row * 2 * F + F + col, mask=live, other=0.0)
+    tl.store(rounded_ptr + row * 2 * F + col, gate.to(h_ptr.dtype.element_ty), mask=live)
+    tl.store(rounded_ptr + row * 2 * F + F + col, up.to(h_ptr.dtype.element_ty), mask=live)
+    gate, up = gate * rstd, up * rstd
     tl.store(h_ptr + row * F + col, (gate * tl.sigmoid(gate) * up).to(h_ptr.dtype.element_ty), mask=live)
 
 
@@ -63,8 +215,8 @@ def _swiglu_backward_kernel(y_ptr, rstd_ptr, dh_ptr, dy_ptr, dy_stride, drstd_pt
     for start in range(0, F, BLOCK):
         col = start + tl.arange(0, BLOCK)
         live = col < F
-        y_gate = tl.load(y_ptr + row * 2 * F + col, mask=live, other=0.0)
-        y_up = tl.load(y_ptr + row * 2 * F + F + col, mask=live, other=0.0)
+        y_gate = tl.load(y_ptr + row * 2 * F + col, mask=live, other=0.0).to(tl.float32)
+        y_up = tl.load(y_ptr + row * 2 * F + F + col, mask=live, other=0.0).to(tl.float32)
         dh = tl.load(dh_ptr + row * F + col, mask=live, other=0.0).to(tl.float32)
         gate, up = y_gate * rstd, y_up * rstd
         s = tl.sigmoid(gate)
@@ -78,14 +230,18 @@ def _swiglu_backward_kernel(y_ptr, rstd_ptr, dh_ptr, dy_ptr, dy_stride, drstd_pt
 
 
 class _GatedLinear(torch.autograd.Function):
-    """As two functions, the gradient between them would be fp32: 10 bytes of traffic an element instead of 2."""
+    """As two functions, the gradient between them would be fp32: 10 bytes of traffic an element instead of 2.
+
+    The backward reads y as rounded to x's dtype, as it does every other operand: half of what a block has to keep.
+    """
 
     @staticmethod
     def forward(ctx, x, rstd, a, b, linear):
         y, xa = lora.matmul(x, linear)
+        h, y = swiglu(y, rstd, x.dtype)
         ctx.linear, ctx.rank = linear, linear.rank
         ctx.save_for_backward(xa, y, rstd)
-        return swiglu(y, rstd, x.dtype)
+        return h
 
     @staticmethod
     def backward(ctx, dh):
@@ -101,6 +257,9 @@ def gated_linear(linear, x, rstd):
     a, b = (linear.a, linear.b) if linear.rank else (None, None)
     return _GatedLinear.apply(x, rstd, a, b, linear)
 
+
+# -----------------------------------------------------------------------------
+# Log-probs
 
 class _TokenLogprobs(torch.autograd.Function):
     """log softmax(x @ head.T * rstd / temperature) at `targets`, without the (T, V) tensor.

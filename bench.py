@@ -4,7 +4,7 @@ Measures the speeds that docs/ reports. Every subcommand ends with one line of J
     python bench.py linears --model 7b [--lora-rank 32]     the four fused linears of a layer against cuBLAS bf16
     python bench.py rollout --model 7b --base nvfp4 [--lora-rank 32] [--batch 1,8,32,64,256]     tokens/s of sampler.py
     python bench.py train --model 7b --base nvfp4           learner tokens/s, share of the matmul ceiling, peak memory
-    python bench.py step --model 32b --memory-gib 48        a whole GRPO step and its split
+    python bench.py step --model 32b --memory-gib 48        a whole GRPO step and its split; also under torchrun
     python bench.py tune                                    prints the lines of marlin_fp4.TUNED
 
 Method: a CUDA graph that walks through more weights than the L2 cache holds, replayed; the median of the replays.
@@ -17,18 +17,22 @@ ignored, B sequences as B/8 prompts of 8 samples, log-probs returned; tokens/s c
 Shapes: M rows, N out_features, K in_features, R rows of LoRA's A.
 """
 import argparse
+import functools
 import json
 import math
+import operator
 import time
 
 import torch
 
 import grpo
 import marlin_fp4
+import memory
 import nvfp4
+import process
 from lora import Adapter
 from marlin_fp4 import Config, PackedWeight, decode_matmul, matmul, schedule
-from model import SIZES, ModelConfig, random_model
+from model import SIZES, ModelConfig, lay_out, random_model
 from sampler import Sampler
 
 PARTS = {"qkv": 3, "o": 1, "gate_up": 2, "down": 1}                  # each has a LoRA A of its own
@@ -199,7 +203,7 @@ def kv_bytes(model, prompts, sequences, prompt, new):
 def live_model(args):
     """Random weights of a published size; if --lora-rank is not 0, an adapter whose B is random too, not zero."""
     torch.manual_seed(0)
-    model = random_model(args.model, args.base)
+    model = random_model(args.model, args.base, torch.device("cuda", process.LOCAL_RANK))
     if args.lora_rank:
         adapter = Adapter(model, rank=args.lora_rank, alpha=args.lora_rank)
         adapter.master.data[adapter.b_start:].normal_(0, 0.02)
@@ -261,71 +265,119 @@ def seconds_of(work, repeats):
     return sorted(times[1:])[repeats // 2]
 
 
-def cap_memory(gib):
-    """Let this process allocate at most `gib` GiB, as on a smaller card."""
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total))
-
-
 def train(args):
     """The learner alone: forward, recomputation and backward of packed sequences of about 512 tokens."""
     assert args.lora_rank >= 1, f"--lora-rank {args.lora_rank}: the learner trains an adapter"
-    ceiling = matmul_ceiling()
+    ceiling, G = matmul_ceiling(), args.group_size
     if args.memory_gib:
-        cap_memory(args.memory_gib)
+        memory.bound(args.memory_gib, torch.device("cuda", 0))
     model = live_model(args)
-    rows = [torch.randint(model.config.vocab, (n,)).tolist() for n in drawn_lengths(args.tokens // 512, 256, 1024, 512)]
-    starts = [len(row) // 3 for row in rows]                         # a third is prompt and not scored
-    tokens, scored = sum(map(len, rows)), sum(len(row) - start for row, start in zip(rows, starts))
+    sizes = drawn_lengths(args.tokens // 512 // G * G, 256, 1024, 512)
+    starts = [sizes[i // G * G] // 3 for i in range(len(sizes))]     # a third is prompt, its group's, and not scored
+    prompts = [torch.randint(model.config.vocab, (n,)).tolist() for n in starts[::G]]
+    rows = [prompts[i // G] + torch.randint(model.config.vocab, (n - start,)).tolist()
+            for i, (n, start) in enumerate(zip(sizes, starts))]
+    tokens, computed = sum(map(len, rows)), len(lay_out(rows, starts)[0])
     torch.cuda.reset_peak_memory_stats()
-    seconds = seconds_of(lambda: model.token_logprobs(rows, starts)[0].mean().backward(), 3)
+    seconds = seconds_of(lambda: model.token_logprobs(rows, starts, kept=args.kept)[0].mean().backward(), 3)
     weights = sum(linear.weight.N * linear.weight.K for linear in model.adapter.linears)
-    flops = 6 * weights * tokens + 4 * model.lm_head.numel() * scored    # 2 forwards and dX; head: forward and dX
-    print(json.dumps({"model": args.model, "base": args.base, "lora_rank": args.lora_rank, "tokens": tokens,
-                      "tokens_s": tokens / seconds, "share_of_matmul_ceiling": flops / seconds / ceiling,
+    again = 1 - min(args.kept, len(model.layers)) / len(model.layers)    # blocks run a second time
+    flops = (4 + 2 * again) * weights * computed + 4 * model.lm_head.numel() * (tokens - sum(starts))
+    print(json.dumps({"model": args.model, "base": args.base, "lora_rank": args.lora_rank, "group_size": G,
+                      "kept": args.kept, "tokens": tokens, "computed": computed, "tokens_s": tokens / seconds,
+                      "computed_s": computed / seconds, "share_of_matmul_ceiling": flops / seconds / ceiling,
                       "ceiling_tflops": ceiling / 1e12, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}))
 
 
-def step(args):
-    """A whole GRPO step on random weights and drawn lengths: rollout, score, one update; seconds of each and memory.
+class Step:
+    """A GRPO step on random weights, with train.py's plan of memory; under torchrun, this rank's share of it.
 
-    Rewards are coin flips; the second of two steps is reported, the first compiles and captures.
+    Prompts of 64 to 256 tokens, completions of 50 to 1,024 with mean 300; rewards are coin flips.
     """
-    if args.memory_gib:
-        cap_memory(args.memory_gib)
-    model = live_model(args)
-    adapter, B = model.adapter, args.prompts * args.group_size
-    optimizer = torch.optim.AdamW([adapter.master], lr=1e-6, fused=True)
-    sizes = torch.randint(64, 257, (args.prompts,)).tolist()
-    prompts = [torch.randint(model.config.vocab, (n,)).tolist() for n in sizes]
-    limits = drawn_lengths(B, 50, 1024, 300)
-    sampler = Sampler(model, 256 + 1024, min(B, 256), args.kv_gib)
-    for _ in range(2):
-        began = time.perf_counter()
-        rollouts = sampler.generate(prompts, args.group_size, limits)
-        sampled = time.perf_counter()
-        advantages = grpo.group_advantages(torch.rand(B).round(), args.group_size).cuda()
-        lengths = torch.tensor(limits)
-        weights = grpo.token_weights(lengths, torch.ones(B, dtype=torch.bool), "dapo", 1024).cuda()
-        rows = [p + c for p, c in zip(rollouts.prompts, rollouts.completions)]
-        adapter.zero_grad()
+
+    def __init__(self, args, device):
+        self.args, self.device, self.model = args, device, live_model(args)
+        G, B, self.adapter = args.group_size, args.prompts * args.group_size, self.model.adapter
+        self.optimizer = torch.optim.AdamW([self.adapter.master], lr=1e-6, fused=True)
+        moments = {name: torch.zeros_like(self.adapter.master.data) for name in ("exp_avg", "exp_avg_sq")}
+        self.optimizer.state[self.adapter.master] = {"step": torch.zeros((), device=device), **moments}
+        sizes = torch.randint(64, 257, (args.prompts,)).tolist()
+        self.prompts = [torch.randint(self.model.config.vocab, (n,)).tolist() for n in sizes]
+        self.lengths = torch.tensor(drawn_lengths(B, 50, 1024, 300))
+        self.mine = [p * G + g for p in process.share(range(args.prompts)) for g in range(G)]      # places in the step
+        rows = min(len(self.mine), 256)
+        self.plan = memory.Plan(self.model, self.adapter, 256, 1024, args.micro_batch_tokens, rows, args.memory_gib,
+                                process.say)
+        self.sampler = Sampler(self.model, 256 + 1024, rows, args.kv_gib or self.plan.left / 2**30)
+        self.kept = self.plan.blocks_to_keep(self.sampler.kv.nbytes)
+        self.advantages = grpo.group_advantages(torch.rand(B).round(), G).to(device)
+        self.weights = grpo.token_weights(self.lengths, torch.ones(B, dtype=torch.bool), "dapo", 1024).to(device)
+
+    def sample(self):
+        limits, ids = self.lengths[self.mine].tolist(), process.share(range(self.args.prompts))
+        return self.sampler.generate(process.share(self.prompts), self.args.group_size, limits, prompt_ids=ids)
+
+    def gradient(self, rollouts, places):
+        """Of these rows, which hold the given places in the step, into adapter.master.grad -> sums for summarize()."""
+        self.adapter.zero_grad()
         sums = {}
-        for part in grpo.micro_batches(list(map(len, rows)), args.micro_batch_tokens):
-            logprobs, _ = model.token_logprobs([rows[b] for b in part], [len(rollouts.prompts[b]) for b in part])
-            old = torch.cat([rollouts.logprobs[b] for b in part]).cuda()
-            row = torch.arange(len(part)).repeat_interleave(lengths[part]).cuda()
-            loss, more = grpo.policy_loss(logprobs, old, advantages[part], row, weights[part], "dapo")
+        for part in grpo.micro_batches(rollouts.prompts, rollouts.completions, self.plan.micro_batch_tokens):
+            rows = [rollouts.prompts[b] + rollouts.completions[b] for b in part]
+            starts, at = [len(rollouts.prompts[b]) for b in part], [places[b] for b in part]
+            logprobs, _ = self.model.token_logprobs(rows, starts, kept=self.kept)
+            old = torch.cat([rollouts.logprobs[b] for b in part]).to(self.device)
+            row = torch.arange(len(part)).repeat_interleave(self.lengths[at]).to(self.device)
+            loss, more = grpo.policy_loss(logprobs, old, self.advantages[at], row, self.weights[at], "dapo")
             loss.backward()
             sums = grpo.add_sums(sums, more)
-        optimizer.step()
-        adapter.sync()
+        return {name: t.cpu() for name, t in sums.items()}
+
+    def update(self, rollouts):
+        sums = functools.reduce(grpo.add_sums, process.gather([self.gradient(rollouts, self.mine)])[0])
+        process.all_sum(self.adapter.master.grad)
+        self.optimizer.step()
+        self.adapter.sync()
         torch.cuda.synchronize()
+        return sums
+
+    def difference(self, rollouts):
+        """Relative distance of the ranks' summed gradient from the one that a rank makes of everybody's rows."""
+        everybody = functools.reduce(operator.add, process.gather([rollouts])[0])
+        self.gradient(everybody, range(len(everybody.prompts)))
+        alone = self.adapter.master.grad.clone()
+        self.gradient(rollouts, self.mine)
+        process.gather([])                                           # see process.py: before a big all_sum
+        return ((process.all_sum(self.adapter.master.grad) - alone).norm() / alone.norm()).item()
+
+
+def step(args):
+    """Seconds of the second of two steps; the first compiles and captures. Of several ranks, the slowest one's."""
+    device = torch.device("cuda", process.LOCAL_RANK)
+    torch.cuda.set_device(device)
+    process.join(device)
+    if args.memory_gib:
+        memory.bound(args.memory_gib, device)
+    work = Step(args, device)
+    for _ in range(2):
+        process.gather([])                                           # all ranks begin together
+        began = time.perf_counter()
+        rollouts = work.sample()
+        sampled = time.perf_counter()
+        sums = work.update(rollouts)
         done = time.perf_counter()
-    print(json.dumps({"model": args.model, "base": args.base, "samples": B, "tokens": rollouts.num_tokens,
-                      "learner_tokens": sum(map(len, rows)), "seconds": done - began, "rollout": sampled - began,
-                      "update": done - sampled, "idle": rollouts.idle, "memory_gib": args.memory_gib,
-                      "kv_gib": sampler.kv.nbytes / 2**30, "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-                      "reserved_gib": torch.cuda.max_memory_reserved() / 2**30, **grpo.summarize(sums)}))
+    rows = [p + c for p, c in zip(rollouts.prompts, rollouts.completions)]
+    computed = len(lay_out(rows, list(map(len, rollouts.prompts)))[0])
+    mine = done - began, sampled - began, done - sampled, rollouts.num_tokens, sum(map(len, rows)), computed
+    every = torch.tensor(process.gather([mine])[0], dtype=torch.float64)
+    seconds, counts = every[:, :3].amax(0).tolist(), every[:, 3:].sum(0).int().tolist()
+    difference = {"gradient_difference": work.difference(rollouts)} if process.WORLD > 1 else {}
+    names = "seconds", "rollout", "update", "tokens", "learner_tokens", "learner_computed"
+    process.say(json.dumps({
+        "model": args.model, "base": args.base, "gpus": process.WORLD, "samples": len(work.lengths),
+        **dict(zip(names, seconds + counts)), "idle": rollouts.idle, "micro_batch": work.plan.micro_batch_tokens,
+        "kept": work.kept, "memory_gib": args.memory_gib, "kv_gib": work.sampler.kv.nbytes / 2**30,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30, **difference, **grpo.summarize(sums)}))
 
 
 # -----------------------------------------------------------------------------
@@ -388,8 +440,11 @@ def main():
     p.add_argument("--prompts", type=int, default=16, help="problems of the step")
     p.add_argument("--group-size", type=int, default=8, help="samples a problem")
     p.add_argument("--kv-gib", type=float, help="memory for the KV cache (default: enough, at most half the free)")
-    p.add_argument("--micro-batch-tokens", type=int, default=16384, help="tokens in one forward and backward")
-    commands.choices["train"].add_argument("--tokens", type=int, default=16384, help="tokens in the one micro-batch")
+    p.add_argument("--micro-batch-tokens", type=int, help="tokens in one forward and backward (default: by the memory)")
+    p = commands.choices["train"]
+    p.add_argument("--tokens", type=int, default=16384, help="tokens in the one micro-batch, shared prompts many times")
+    p.add_argument("--group-size", type=int, default=1, help="sequences that share a prompt, a third of each")
+    p.add_argument("--kept", type=int, default=0, help="blocks that keep their activations instead of running again")
     p = commands.add_parser("tune", help="find marlin_fp4.TUNED")
     p.add_argument("--models", choices=SIZES, nargs="*", default=list(SIZES))
     p.set_defaults(run=tune)

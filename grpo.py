@@ -24,6 +24,8 @@ divisor though they add no gradient, as in the release; dynamic sampling takes t
 
 Not here: a critic, an entropy bonus (neither in the paper), the soft overlong penalty (a reward: rewards.py).
 """
+from itertools import groupby
+
 import torch
 
 CLIP = dict(grpo=(0.2, 0.28), dapo=(0.2, 0.28), dr_grpo=(0.2, 0.28), gspo=(3e-4, 4e-4))  # loss -> (low, high)
@@ -160,21 +162,29 @@ def summarize(sums):
     return mean | dict(ess=ratio**2 / (tokens * squared))
 
 
-def micro_batches(lengths, token_budget):
-    """lengths (B,) of whole rows, prompt included -> lists of row indices, each of at most token_budget tokens.
+def micro_batches(prompts, completions, token_budget):
+    """B prompts and completions (lists of ids) -> lists of row indices, each of at most token_budget tokens.
 
-    First fit, longest first: the largest micro-batch comes first, so what does not fit in memory fails at once. A row
-    longer than the budget stands alone.
+    Rows of one prompt that follow each other stay next to each other: the learner computes their prompt once. So a
+    group counts its prompt once; one beyond the budget is cut, and a row beyond it stands alone. First fit, longest
+    first: the largest micro-batch comes first, so what does not fit in memory fails at once.
     """
     assert token_budget > 0, token_budget
-    batches = []                                                          # [tokens, [row, ...]]
-    lengths = [int(n) for n in lengths]
-    for b in sorted(range(len(lengths)), key=lambda b: -lengths[b]):
+    pieces = []                                                           # [tokens, [row, ...]]: a group, or part of it
+    for _, group in groupby(range(len(prompts)), prompts.__getitem__):
+        rows = None
+        for b in group:
+            if rows is None or pieces[-1][0] + len(completions[b]) > token_budget:
+                pieces.append([len(prompts[b]), rows := []])
+            pieces[-1][0] += len(completions[b])
+            rows.append(b)
+    batches = []
+    for tokens, rows in sorted(pieces, key=lambda piece: -piece[0]):
         for batch in batches:
-            if batch[0] + lengths[b] <= token_budget:
-                batch[0] += lengths[b]
-                batch[1].append(b)
+            if batch[0] + tokens <= token_budget:
+                batch[0] += tokens
+                batch[1] += rows
                 break
         else:
-            batches.append([lengths[b], [b]])
+            batches.append([tokens, rows])
     return [rows for _, rows in batches]

@@ -37,7 +37,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 import nvfp4
-from marlin_fp4 import mm_fp32
+from marlin_fp4 import mm, mm_fp32
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -145,7 +145,7 @@ def matmul_backward(xa, dy, linear, rank, needs_ab):
         dy[:, :n] *= late
     if rank:
         dy[:, n:] = mm_fp32(dy[:, :n], wide[:n, k:])                 # dL/d(x @ A.T) (M, P*R)
-    dx = mm_fp32(dy, wide[:, :k]).to(xa.dtype)
+    dx = mm(dy, wide[:, :k], xa.dtype)
     if not (rank and needs_ab):
         return dx, None, None
     da = mm_fp32(dy[:, n:].T, xa[:, :k])                             # (P*R, K)

@@ -26,19 +26,17 @@ Not here: the KV cache (sampler.py), sliding windows and YaRN (off in these chec
 Shapes: B rows, T tokens, V vocabulary, D width, L layers, H query heads, KV key-value heads, d head size,
 F feed-forward.
 """
-import inspect
 import re
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
 import marlin_fp4
 import nvfp4
-from backward import gated_linear, token_logprobs
+from backward import attention, gated_linear, spans, token_logprobs
 from lora import Linear
 from marlin_fp4 import mm_fp32
 
@@ -47,10 +45,6 @@ SIZES = {  # D, F, layers, H, KV, V, tied: the published config.json of Qwen2.5-
     "3b": (2048, 11008, 36, 16, 2, 151936, True), "7b": (3584, 18944, 28, 28, 4, 152064, False),
     "14b": (5120, 13824, 48, 40, 8, 152064, False), "32b": (5120, 27648, 64, 40, 8, 152064, False),
     "72b": (8192, 29568, 80, 64, 8, 152064, False)}
-
-
-# Fewer key-value than query heads: torch 2.11 takes them as they are, later versions want to be told.
-GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 @dataclass(frozen=True)
@@ -169,23 +163,54 @@ class Block(torch.nn.Module):
 
 
 class PackedAttention:
-    """Causal attention inside each of several sequences laid end to end: starts (S + 1,) offsets into the T tokens."""
+    """Causal attention inside each of several sequences laid end to end, some of which branch.
 
-    def __init__(self, lengths, device):
-        self.lengths = list(lengths)
-        self.starts = torch.tensor([0, *self.lengths], device=device).cumsum(0).to(torch.int32)
+    lengths: of the sequences; branches: for each of the first sequences, the lengths of its continuations. After all
+    sequences come all branches, sequence by sequence; each sees its sequence and itself, not its siblings.
+    """
+
+    def __init__(self, lengths, device, branches=()):
+        self.lengths, self.branches, self.device = list(lengths), [list(b) for b in branches], device
+        tails = [n for b in self.branches for n in b if n]
+        self.inside = spans(self.lengths + tails, self.lengths + tails, True, device)
+        self.plan = (None, 0, 0)
+        if self.branches:                                            # a sequence's branches are one block of queries
+            trunks = self.lengths[:len(self.branches)]
+            self.plan = spans(list(map(sum, self.branches)), trunks, False, device), sum(self.lengths), sum(trunks)
 
     def positions(self):
-        """(T,) position of every token, restarting at 0 with each sequence."""
-        return torch.cat([torch.arange(n) for n in self.lengths]).to(self.starts.device)
+        """(T,) position of every token: from 0 in each sequence, going on from its end in each of its branches."""
+        own = [torch.arange(n) for n in self.lengths]
+        own += [torch.arange(start, start + n) for start, b in zip(self.lengths, self.branches) for n in b]
+        return torch.cat(own).to(self.device)
 
     def __call__(self, q, k, v):
-        if q.dtype == torch.bfloat16 and q.is_cuda:
-            longest = max(self.lengths)                              # FlashAttention 2; bf16 on a GPU only
-            return varlen_attn(q, k, v, self.starts, self.starts, longest, longest, window_size=(-1, 0), **GQA)
-        rows = [F.scaled_dot_product_attention(a, b, c, is_causal=True, enable_gqa=True).transpose(0, 1)
-                for a, b, c in zip(*(t.transpose(0, 1).split(self.lengths, dim=1) for t in (q, k, v)))]
-        return torch.cat(rows)
+        return attention(q, k, v, self.inside, *self.plan)
+
+
+def lay_out(rows, starts):
+    """Rows that follow each other and share their prompt rows[i][:starts[i]] become one sequence with branches.
+
+    -> tokens, lengths, branches (as PackedAttention takes them), predictors: for every scored token, row by row, the
+    place of the token before it. A row's last token predicts nothing and is left out.
+    """
+    shared, alone = [], []                       # alone: one row, or rows of one token each after the same prompt
+    for _, group in groupby(range(len(rows)), lambda i: rows[i][:starts[i]]):
+        group = list(group)
+        (shared if len(group) > 1 and any(len(rows[i]) > starts[i] + 1 for i in group) else alone).append(group)
+    heads = [rows[g[0]][:starts[g[0]]] for g in shared] + [rows[g[0]][:-1] for g in alone]
+    tails = [[rows[i][starts[i]:-1] for i in g] for g in shared]
+    predictors, head, tail = [[]] * len(rows), 0, sum(map(len, heads))
+    for n, (group, sequence) in enumerate(zip(shared + alone, heads)):
+        for i in group:
+            last, more = head + starts[i] - 1, len(rows[i]) - starts[i] - 1              # the prompt's last token
+            first = tail if n < len(shared) else last + 1
+            predictors[i] = [last, *range(first, first + more)]
+            tail += more
+        head += len(sequence)
+    tokens = [t for sequence in (*heads, *(t for branches in tails for t in branches)) for t in sequence]
+    lengths, branches = list(map(len, heads)), [list(map(len, branches)) for branches in tails]
+    return tokens, lengths, branches, [place for row in predictors for place in row]
 
 
 class Qwen2(torch.nn.Module):
@@ -205,17 +230,17 @@ class Qwen2(torch.nn.Module):
     def device(self):
         return self.embed.device
 
-    def hidden(self, tokens, attend, positions, recompute=False):
+    def hidden(self, tokens, attend, positions, recompute=0):
         """tokens (T,) packed -> final norm's (x * w (T, D) in dtype, 1/rms (T, 1)).
 
-        attend: a PackedAttention, or one callable per layer. recompute: keep one residual per block for the backward
-        and run the block again there.
+        attend: a PackedAttention, or one callable per layer. recompute: so many of the first blocks keep their input
+        alone for the backward and are run again there; the last ones are through before the first need room.
         """
         x = self.embed[tokens].float()
         cos, sin = rope_table(positions, self.config)
         for i, layer in enumerate(self.layers):
             inputs = x, cos, sin, attend[i] if isinstance(attend, list) else attend
-            x = checkpoint(layer, *inputs, use_reentrant=False) if recompute else layer(*inputs)
+            x = checkpoint(layer, *inputs, use_reentrant=False) if i < recompute else layer(*inputs)
         return self.final_norm(x)
 
     def forward(self, tokens):
@@ -225,20 +250,23 @@ class Qwen2(torch.nn.Module):
         xw, rstd = self.hidden(tokens.reshape(-1), attend, attend.positions())
         return (mm_fp32(xw, self.lm_head.T) * rstd).view(B, T, -1)
 
-    def token_logprobs(self, rows, starts, temperature=1.0, recompute=True):
+    def token_logprobs(self, rows, starts, temperature=1.0, kept=0):
         """Log-probs of tokens rows[i][starts[i]:] given what precedes each, rows packed without padding.
 
-        rows: list of id lists (prompt + completion); starts: index of each row's first scored token, >= 1.
+        rows: list of id lists (prompt + completion); starts: index of each row's first scored token, >= 1. The prompt
+        of rows that follow each other is computed once if it is the same. kept: how many blocks' activations stay for
+        the backward; the other blocks are run again there.
         Returns logprobs (T,) fp32, differentiable, and entropy (T,) fp32, flat in row order.
         """
         assert all(0 < s < len(r) for r, s in zip(rows, starts)), "every row needs a prompt token and a scored token"
-        tokens = torch.tensor([t for row in rows for t in row], device=self.device)
-        attend = PackedAttention([len(row) for row in rows], self.device)
-        xw, rstd = self.hidden(tokens, attend, attend.positions(), recompute=recompute and torch.is_grad_enabled())
-        ends = attend.starts.tolist()[1:]
-        scored = torch.cat([torch.arange(e - len(r) + s, e) for e, r, s in zip(ends, rows, starts)]).to(self.device)
+        tokens, lengths, branches, predictors = lay_out(rows, starts)
+        attend = PackedAttention(lengths, self.device, branches)
+        recompute = max(len(self.layers) - kept, 0) if torch.is_grad_enabled() else 0
+        xw, rstd = self.hidden(torch.tensor(tokens, device=self.device), attend, attend.positions(), recompute)
+        predictors = torch.tensor(predictors, device=self.device)
+        scored = torch.tensor([t for row, start in zip(rows, starts) for t in row[start:]], device=self.device)
         head = self.lm_head[:self.live_vocab]
-        return token_logprobs(xw[scored - 1], rstd[scored - 1], head, tokens[scored], temperature)
+        return token_logprobs(xw[predictors], rstd[predictors], head, scored, temperature)
 
     def tensors(self):
         """(Hugging Face name, tensor) of the whole model, one at a time, adapter merged into the linears in fp32."""

@@ -91,7 +91,7 @@ add("--lr", type=float, default=1e-5, help="peak learning rate (Table 4: 1e-5; b
 add("--warmup", type=float, default=0.1, help="share of the run with rising rate, then cosine to 0 (release)")
 add("--max-grad-norm", type=float, default=0.2, help="clip of the global gradient norm (release)")
 add("--weight-decay", type=float, default=0.0, help="decoupled (release: 0.1, which at 1e-5 moves nothing)")
-add("--micro-batch-tokens", type=int, default=16384, help="tokens in one forward and backward of the learner")
+add("--micro-batch-tokens", type=int, help="tokens in one forward and backward (default: what the memory allows)")
 add("--memory-gib", type=float, help="bound of the whole process on a GPU (default: what is free)")
 # the run
 add("--out", help="run folder (default: runs/MODEL-BASE)")
@@ -121,7 +121,7 @@ def check_flags():
     for name in ("lora_rank", "steps", "prompts_per_step", "group_size", "max_prompt_tokens", "max_new_tokens",
                  "max_rows", "noise_stages", "updates_per_rollout", "micro_batch_tokens", "eval_every", "save_every",
                  "correction_cap"):
-        if getattr(args, name) < 1:
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     if args.temperature <= 0:
         raise ValueError(f"--temperature must be above 0 to learn from samples, got {args.temperature}")
@@ -156,16 +156,19 @@ def load_problems(source, split):
 
 
 def make_sampler():
-    """Its KV pool gets, on a GPU, what the learner's worst case leaves."""
-    prompt, new, left = args.max_prompt_tokens, args.max_new_tokens, None
+    """-> sampler, tokens of a micro-batch, blocks whose activations stay; on a GPU, what the memory allows."""
+    prompt, new, tokens, kept, left = args.max_prompt_tokens, args.max_new_tokens, args.micro_batch_tokens, 0, None
     if device.type == "cuda":
-        left = memory.kv_budget(model, adapter, prompt, new, args.micro_batch_tokens, args.max_rows, args.memory_gib,
-                                say)
+        plan = memory.Plan(model, adapter, prompt, new, tokens, args.max_rows, args.memory_gib, say)
+        tokens, left = plan.micro_batch_tokens, plan.left / 2**30
     if left is not None and (args.kv_gib or 0) > left:
         raise ValueError(f"--kv-gib {args.kv_gib}: only {left:.2f} GiB are left")
     sampler = Sampler(model, prompt + new, args.max_rows, args.kv_gib or left)
     say(f"KV pool: {sampler.kv.nbytes / 2**30:.2f} GiB, {len(sampler.free) * BLOCK:,} tokens")
-    return sampler
+    if device.type == "cuda":
+        kept = plan.blocks_to_keep(sampler.kv.nbytes)
+        say(f"learner: micro-batches of {tokens:,} tokens, {kept} of {len(model.layers)} blocks keep their activations")
+    return sampler, tokens or memory.MICRO_BATCH_TOKENS[0], kept
 
 
 try:
@@ -198,7 +201,7 @@ try:
     moments = {"step": torch.zeros((), device=device), "exp_avg": torch.zeros_like(adapter.master.data),
                "exp_avg_sq": torch.zeros_like(adapter.master.data)}
     optimizer.state[adapter.master] = moments                        # now: later steps must not need more memory
-    sampler = make_sampler()
+    sampler, micro_batch_tokens, kept_blocks = make_sampler()
 except (ValueError, AssertionError, OSError) as error:
     sys.exit(f"train.py: {str(error).splitlines()[0]}")
 except RuntimeError as error:
@@ -297,12 +300,12 @@ def backward(rollouts, advantages, weights):
     """Adds this rank's gradient to adapter.master.grad -> sums over its trained tokens, {} if it has none."""
     sums = {}
     trained = torch.nonzero((weights > 0) & ((advantages != 0) | (args.kl_beta > 0)))[:, 0].tolist()
-    lengths = [len(rollouts.prompts[b]) + len(rollouts.completions[b]) for b in trained]
-    for part in grpo.micro_batches(lengths, args.micro_batch_tokens):
+    pairs = ([column[b] for b in trained] for column in (rollouts.prompts, rollouts.completions))
+    for part in grpo.micro_batches(*pairs, micro_batch_tokens):
         rows = [trained[i] for i in part]
         tokens = [rollouts.prompts[b] + rollouts.completions[b] for b in rows]
         starts = [len(rollouts.prompts[b]) for b in rows]
-        logprobs, entropy = model.token_logprobs(tokens, starts, args.temperature)
+        logprobs, entropy = model.token_logprobs(tokens, starts, args.temperature, kept_blocks)
         ref = None
         if args.kl_beta:
             with torch.no_grad(), adapter.off():

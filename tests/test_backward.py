@@ -7,11 +7,68 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from backward import _TokenLogprobs, gated_linear, swiglu, swiglu_backward, token_logprobs
+from backward import _TokenLogprobs, attention, gated_linear, merge, spans, swiglu, swiglu_backward, token_logprobs
 from lora import Adapter, Linear
 from model import freeze
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="compares the kernels with plain torch")
+
+
+def whole_sequences(q, k, v, prompts, groups):
+    """Each prompt and each prompt + completion as a sequence of its own through PyTorch's attention: the reference."""
+    def one(at):
+        rows = [t[at].transpose(0, 1) for t in (q, k, v)]
+        return F.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True).transpose(0, 1)
+    out, start, tail = [], 0, sum(prompts)
+    trunks = []
+    for p in prompts:
+        trunks.append(list(range(start, start + p)))
+        out.append(one(trunks[-1]))
+        start += p
+    for trunk, group in zip(trunks, groups):
+        for n in group:
+            out.append(one(trunk + list(range(tail, tail + n)))[len(trunk):])
+            tail += n
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("prompts,groups", [
+    ((5,), [(3, 1)]), ((1,), [(1, 2, 3, 4, 5, 6, 7, 8)]), ((7, 2, 4), [(5, 3), (1, 6)]), ((3, 9), [])])
+@pytest.mark.parametrize("device,dtype,heads,d", [
+    ("cpu", torch.float64, (4, 2), 16), pytest.param("cuda", torch.bfloat16, (28, 4), 128, marks=needs_gpu)])
+def test_attention_of_completions_to_one_prompt_equals_whole_sequences(prompts, groups, device, dtype, heads, d):
+    torch.manual_seed(0)
+    scale = 1 if device == "cpu" else 40                                  # longer than a tile of the GPU's kernels
+    prompts, groups = [p * scale for p in prompts], [[n * scale for n in g] for g in groups]
+    tails = [n for g in groups for n in g]
+    T, shared = sum(prompts) + sum(tails), sum(prompts[:len(groups)])
+    inside = spans(prompts + tails, prompts + tails, True, device)
+    across = spans([sum(g) for g in groups], prompts[:len(groups)], False, device) if groups else None
+    inputs = [torch.randn(T, h, d, dtype=dtype, device=device, requires_grad=True) for h in (heads[0], *heads[1:] * 2)]
+    upstream = torch.randn(T, heads[0], d, dtype=dtype, device=device)
+    out = attention(*inputs, inside, across, sum(prompts), shared)
+    got = torch.autograd.grad(out, inputs, upstream)
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    want = whole_sequences(*exact, prompts, groups)
+    gradients = torch.autograd.grad(want, exact, upstream.double())
+    # bf16: 2^-9 for each rounding of q, k, v's products, of two outputs and of up to three parts of a gradient.
+    bound = 1e-12 if dtype == torch.float64 else 2**-6
+    for a, b in zip((out, *got), (want, *gradients)):
+        assert (a - b).norm() < bound * b.norm()
+    if device == "cuda":
+        again = torch.autograd.grad(attention(*inputs, inside, across, sum(prompts), shared), inputs, upstream)
+        assert all(torch.equal(a, b) for a, b in zip(got, again))
+
+
+@needs_gpu
+@pytest.mark.parametrize("H,d", [(28, 128), (14, 64), (40, 128)])
+def test_merge_kernel_equals_plain_torch(H, d):
+    torch.manual_seed(0)
+    (out, other), (lse, other_lse) = torch.randn(2, 9, H, d), 9 * torch.randn(2, H, 9)
+    got, got_lse = out.cuda(), torch.cat([lse, lse], 1).cuda()[:, :9]                    # a row stride, as slices have
+    merge(got, got_lse, other.cuda(), other_lse.cuda())
+    merge(out, lse, other, other_lse)
+    assert (got.cpu() - out).abs().max() < 1e-5 and (got_lse.cpu() - lse).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 64])
@@ -75,7 +132,9 @@ def test_swiglu_kernels_equal_plain_torch(M, width):
     want_drstd = swiglu_backward(y, rstd, dh, want_dy)
     got_drstd = swiglu_backward(y.cuda(), rstd.cuda(), dh.cuda(), got_dy[:, :2 * width])
     # The GPU's exp is good to 2^-22 relative, and results reach 100.
-    assert (swiglu(y.cuda(), rstd.cuda(), torch.float32).cpu() - swiglu(y, rstd, torch.float32)).abs().max() < 1e-4
+    h, rounded = swiglu(y.cuda(), rstd.cuda(), torch.float32)
+    assert (h.cpu() - swiglu(y, rstd, torch.float32)[0]).abs().max() < 1e-4 and torch.equal(rounded.cpu(), y)
+    assert torch.equal(swiglu(y.cuda(), rstd.cuda(), torch.bfloat16)[1].cpu(), y.bfloat16())
     assert (got_dy[:, :2 * width].cpu() - want_dy).abs().max() < 1e-4
     assert (got_dy[:, 2 * width:] == 7).all()
     assert (got_drstd.cpu() - want_drstd).abs().max() < 1e-6 * width + 1e-4

@@ -205,7 +205,7 @@ def test_micro_batches_of_1_4_and_16_rows_give_one_gradient_and_one_set_of_metri
     toy = Toy()
     ref = toy.old - 0.1
     (want, sums), *others = [toy.gradient(loss, torch.arange(16).split(n), kl_beta=.1, ref=ref) for n in (16, 4, 1)]
-    by_budget = toy.gradient(loss, micro_batches(toy.lengths, 12), kl_beta=.1, ref=ref)
+    by_budget = toy.gradient(loss, micro_batches([[0]] * 16, [[0] * n for n in toy.lengths], 12), kl_beta=.1, ref=ref)
     assert want.abs().max() > 1e-3
     for got, got_sums in (*others, by_budget):
         assert torch.allclose(got, want, rtol=1e-12, atol=1e-15)
@@ -303,15 +303,25 @@ def test_max_ratio_is_the_largest_of_all_micro_batches_and_nothing_gives_nothing
 # -- packing ------------------------------------------------------------------------------------------------------
 
 def test_micro_batches_by_hand():
-    # Longest first: 9 alone (over the budget of 8), 5 takes 3, 4 takes 2 and 2.
-    assert micro_batches(torch.tensor([2, 5, 3, 9, 4, 2]), 8) == [[3], [1, 2], [4, 0, 5]]
-    assert micro_batches([], 8) == []
+    # Two groups, of prompts a (2 tokens) and b (1); budget 8. Longest first: a's row of 9 alone, then 2 + 3 + 3 of a;
+    # b's 1 + 4 + 2 has no room beside it.
+    a, b, rows = [1, 2], [3], [[0] * n for n in (3, 3, 9, 4, 2)]
+    assert micro_batches([a, a, a, b, b], rows, 8) == [[2], [0, 1], [3, 4]]
+    assert micro_batches([a, a, a, b, b], rows, 17) == [[0, 1, 2], [3, 4]]
+    assert micro_batches([a, a, a, b, b], rows, 24) == [[0, 1, 2, 3, 4]]
+    assert micro_batches([a, a, b, a], rows[:4], 1) == [[2], [3], [0], [1]]
+    assert micro_batches([], [], 8) == []
 
 
 @pytest.mark.parametrize("budget", [1, 50, 333, 10**6])
 def test_micro_batches_hold_every_row_once_within_the_budget(budget):
-    lengths = torch.randint(1, 200, (64,), generator=torch.Generator().manual_seed(budget)).tolist()
-    batches = micro_batches(lengths, budget)
-    assert sorted(sum(batches, [])) == list(range(64))
-    assert all(len(rows) == 1 or sum(lengths[b] for b in rows) <= budget for rows in batches)
-    assert batches[0][0] == lengths.index(max(lengths))
+    lengths = torch.randint(1, 200, (65,), generator=torch.Generator().manual_seed(budget)).tolist()
+    prompts = [[b // 5] * (1 + b // 5) for b in range(60)]                # 12 prompts of 5 rows each
+    completions = [[0] * n for n in lengths[:60]]
+    batches = micro_batches(prompts, completions, budget)
+    assert sorted(sum(batches, [])) == list(range(60))
+    for rows in batches:
+        firsts = [b for i, b in enumerate(rows) if i == 0 or prompts[rows[i - 1]] != prompts[b]]
+        tokens = sum(lengths[b] for b in rows) + sum(len(prompts[b]) for b in firsts)
+        assert len(rows) == 1 or tokens <= budget
+        assert len({len(prompts[b]) for b in firsts}) == len(firsts) or budget < 10**6   # no prompt twice unless cut

@@ -20,8 +20,8 @@ import lora
 import model as model_py
 import nvfp4
 from aqn import noisy_norms
-from model import ModelConfig, PackedAttention, load, random_model, resolve
-from tiny_qwen2 import (SHAPES, TARGETS, config_json, plain_logits, random_adapter, random_tensors, set_adapter,
+from model import ModelConfig, PackedAttention, lay_out, load, random_model, resolve
+from tiny_qwen2 import (SHAPES, TARGETS, config_json, merged, plain_logits, random_adapter, random_tensors, set_adapter,
                         write_folder)
 
 REFERENCE = load_file(Path(__file__).parent / "qwen2_reference.safetensors")
@@ -94,9 +94,49 @@ def test_packed_rows_equal_one_row_at_a_time(tiny):
 
 
 def test_positions_restart_with_every_packed_sequence():
-    attend = PackedAttention([3, 1, 2], "cpu")
-    assert attend.positions().tolist() == [0, 1, 2, 0, 0, 1]
-    assert attend.starts.tolist() == [0, 3, 4, 6]
+    assert PackedAttention([3, 1, 2], "cpu").positions().tolist() == [0, 1, 2, 0, 0, 1]
+    assert PackedAttention([3, 1], "cpu", [[2, 0, 1]]).positions().tolist() == [0, 1, 2, 0, 3, 4, 3]
+
+
+def test_lay_out_by_hand():
+    # Two rows after prompt 1 2, one after 5, two of one token after 7 8: only the first prompt has branches.
+    rows = [[1, 2, 3, 4], [5, 6, 9], [1, 2, 6], [1, 2, 3, 4], [7, 8, 1], [7, 8, 2]]
+    tokens, lengths, branches, predictors = lay_out([rows[0], rows[2], *rows[1:2], *rows[4:]], [2, 2, 1, 2, 2])
+    assert (tokens, lengths, branches) == ([1, 2, 5, 6, 7, 8, 3], [2, 2, 2], [[1, 0]])
+    assert predictors == [1, 6, 1, 2, 3, 5, 5]
+
+
+@pytest.mark.parametrize("shape,prompt,completions", [
+    ("untied", 1, (3,)), ("tied", 5, (1, 7)), ("ragged", 2, (1, 1, 1)), ("untied", 9, (4, 1, 12, 3, 3)),
+    ("tied", 1, (2, 9, 1, 5, 6, 2, 11, 3))])
+def test_a_prompt_computed_once_for_its_group_equals_one_row_at_a_time(tiny, shape, prompt, completions):
+    # Log-probs against a float64 forward of each row, gradients against rows whose prompts are computed each time.
+    case = tiny[shape]
+    model, rows = load(case.folder, base="bf16", device="cpu"), []
+    lora.Adapter(model, rank=4, alpha=8, norms=True)
+    set_adapter(model, random_adapter(case.raw, 4, norms=True))
+    sizes = [n for n in (*completions, 4, 6)]
+    flat = some_tokens(case, prompt + 2 + sum(sizes)).tolist()
+    first, other, flat = flat[:prompt], flat[prompt:prompt + 2], flat[prompt + 2:]
+    for i, n in enumerate(sizes):                                         # a second group of two, and its prompt
+        rows.append((first if i < len(completions) else other) + flat[:n])
+        flat = flat[n:]
+    starts = [prompt] * len(completions) + [2, 2]
+    weights = torch.linspace(-1, 2, sum(sizes))
+    logprobs, _ = model.token_logprobs(rows, starts, kept=1)
+    tensors = merged(case.tensors, random_adapter(case.raw, 4, norms=True), 2)
+    want = []
+    for row, start in zip(rows, starts):
+        log_p = plain_logits(case.raw, tensors, torch.tensor(row)).log_softmax(-1)
+        want.append(log_p[range(start - 1, len(row) - 1), row[start:]])
+    assert (logprobs - torch.cat(want)).abs().max() < FP32
+    (logprobs * weights).sum().backward()
+    together = model.adapter.master.grad.clone()
+    model.adapter.zero_grad()
+    for row, start, w in zip(rows, starts, weights.split(sizes)):
+        (model.token_logprobs([row], [start])[0] * w).sum().backward()
+    # The same terms in another order: fp32 sums over up to 60 tokens.
+    assert (together - model.adapter.master.grad).norm() < 3e-6 * together.norm()
 
 
 def test_noise_on_the_block_norms_acts_as_added_to_their_weights(tiny):
@@ -237,12 +277,13 @@ def test_recompute_gives_the_same_gradient_and_touches_no_frozen_weight(tiny):
     lora.Adapter(model, rank=4, alpha=8, norms=True)
     set_adapter(model, random_adapter(tiny["untied"].raw, 4, norms=True))
     gradients = []
-    for recompute in (True, False):
+    for kept in (0, 1, 2):
         model.adapter.zero_grad()
-        logprobs, _ = model.token_logprobs(rows, [1] * len(rows), recompute=recompute)
+        logprobs, _ = model.token_logprobs(rows, [1] * len(rows), kept=kept)
         (logprobs * torch.linspace(-1, 2, len(logprobs))).sum().backward()
         gradients.append(model.adapter.master.grad.clone())
-    assert torch.equal(*gradients) and gradients[0].count_nonzero() > 0.9 * sum(
+    assert torch.equal(gradients[0], gradients[1]) and torch.equal(gradients[0], gradients[2])
+    assert gradients[0].count_nonzero() > 0.9 * sum(
         t.numel() for t in random_adapter(tiny["untied"].raw, 4, norms=True).values())
     assert model.embed.grad is None and model.final_norm.weight.grad is None
 

@@ -18,7 +18,6 @@ import socket
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -391,15 +390,68 @@ def check_one_line(runs, log, named, out):
 # -----------------------------------------------------------------------------
 # Memory.
 
-def test_the_memory_table_adds_up_to_the_bound_and_leaves_no_gradient(monkeypatch):
-    # On a GPU that is not there: 2 GiB held by weights and adapter, 10 GiB more at the worst moment.
-    model = load(ROOT / "tiny", "nvfp4", "cpu")
-    adapter, held, lines = Adapter(model, rank=4), 2 * 2**30, []
-    cuda = SimpleNamespace(empty_cache=lambda: None, reset_peak_memory_stats=lambda: None, memory_reserved=lambda: held,
-                           mem_get_info=lambda: (60 * 2**30, 80 * 2**30), max_memory_reserved=lambda: held + 10 * 2**30)
-    monkeypatch.setattr(memory.torch, "cuda", cuda)
-    left = memory.kv_budget(model, adapter, 32, 64, 200, 8, 48.0, lines.append)
-    sizes = {line[:22].strip(): float(line[22:].split()[0]) for line in lines}
+class FakeGpu:
+    """A GPU that is not there: 80 GiB, 2 of them held by weights and adapter. Activations: 4 GiB for the learner's
+    largest micro-batch of 200 tokens, 1 more for each block that keeps its own."""
+    total = 80 * 2**30
+
+    def __init__(self, held=2):
+        self.held, self.peak = held * 2**30, 0
+
+    def empty_cache(self):
+        pass
+
+    def reset_peak_memory_stats(self):
+        self.peak = 0
+
+    def memory_reserved(self):
+        return self.held
+
+    def mem_get_info(self):
+        return self.total - self.held, self.total
+
+    def max_memory_reserved(self):
+        return self.held + self.peak
+
+    def memory_allocated(self):
+        return self.held + self.peak
+
+    def token_logprobs(self, rows, starts, kept=0):
+        if torch.is_grad_enabled():
+            self.peak = (sum(map(len, rows)) // 50 + kept) * 2**30
+            if self.held + self.peak > self.total:
+                raise torch.OutOfMemoryError
+        return torch.zeros(1, requires_grad=True), None
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    gpu, model = FakeGpu(), load(ROOT / "tiny", "nvfp4", "cpu")
+    monkeypatch.setattr(memory.torch, "cuda", gpu)
+    monkeypatch.setattr(model, "token_logprobs", gpu.token_logprobs)
+    gpu.model, gpu.adapter, gpu.lines = model, Adapter(model, rank=4), []
+    return gpu
+
+
+def test_the_memory_table_adds_up_to_the_bound_and_leaves_no_gradient(gpu):
+    plan = memory.Plan(gpu.model, gpu.adapter, 32, 64, 200, 8, 48.0, gpu.lines.append)
+    sizes = {line[:22].strip(): float(line[22:].split()[0]) for line in gpu.lines}
     assert sizes.pop("together") == 48.0 == pytest.approx(sum(sizes.values()), abs=0.04)           # two decimals each
-    assert sizes["longest micro-batch"] == 10 and left == pytest.approx(48 - 2 - 10 - 0.6 - 0.03 * 48, abs=0.01)
-    assert not adapter.master.grad.any()
+    assert sizes["longest micro-batch"] == 4
+    assert plan.left / 2**30 == pytest.approx(48 - 2 - 4 - 0.6 - 0.03 * 48, abs=0.01)
+    assert not gpu.adapter.master.grad.any()
+
+
+def test_blocks_keep_their_activations_where_the_kv_pool_leaves_room(gpu):
+    plan = memory.Plan(gpu.model, gpu.adapter, 32, 64, 200, 8, None, gpu.lines.append)
+    assert plan.blocks_to_keep(0) == 3                                    # all of the tiny model's
+    assert [plan.blocks_to_keep(plan.left - gib * 2**30) for gib in (2.5, 1.1, 0.9)] == [2, 1, 0]
+
+
+def test_micro_batches_shrink_until_the_kv_pool_has_room(gpu):
+    # 4 GiB for 200 tokens: 8192 take 163, 4096 take 81, 2048 take 40, of 78.
+    plan = memory.Plan(gpu.model, gpu.adapter, 32, 64, None, 8, None, gpu.lines.append)
+    assert plan.micro_batch_tokens == 2048
+    gpu.held = 60 * 2**30
+    with pytest.raises(ValueError, match="no room for rows of 96 tokens beside 60.0 GiB"):
+        memory.Plan(gpu.model, gpu.adapter, 32, 64, None, 8, None, gpu.lines.append)
