@@ -261,6 +261,53 @@ def gated_linear(linear, x, rstd):
 # -----------------------------------------------------------------------------
 # Log-probs
 
+def scores(products, scale, targets, dtype=None):
+    """products (c, V) fp32, scale (c, 1) -> of logits = products * scale: (target's, log-sum-exp, mean under softmax),
+    each (c,), and onehot(targets) - softmax (c, V) in dtype, None if that is. Overwrites products."""
+    if products.is_cuda:
+        c, V = products.shape
+        sums, ahead = products.new_empty(3, c), products.new_empty(c, V, dtype=dtype) if dtype else products
+        _scores_kernel[(c,)](products, products.stride(0), scale, targets, sums, ahead, c, V, AHEAD=dtype is not None,
+                             BLOCK=4096, num_warps=8)
+        return sums, ahead if dtype else None
+    logits = products.mul_(scale)
+    picked, lse = logits.gather(1, targets[:, None]), logits.logsumexp(1, keepdim=True)
+    p = torch.exp(logits - lse)
+    sums = picked[:, 0], lse[:, 0], torch.linalg.vecdot(p, logits)
+    return sums, p.neg_().scatter_add_(1, targets[:, None], torch.ones_like(picked)).to(dtype) if dtype else None
+
+
+@triton.jit
+def _scores_kernel(products_ptr, stride, scale_ptr, targets_ptr, sums_ptr, ahead_ptr, c, V, AHEAD: tl.constexpr,
+                   BLOCK: tl.constexpr):
+    """One row of scores(): reads it twice, where plain torch moves it twenty times."""
+    row = tl.program_id(0).to(tl.int64)
+    scale, target = tl.load(scale_ptr + row), tl.load(targets_ptr + row)
+    products_ptr += row * stride
+    top = tl.full((BLOCK,), -float("inf"), tl.float32)               # each lane for itself: one reduction at the end
+    mass, mean = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, V, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        logit = tl.load(products_ptr + col, mask=col < V, other=-float("inf")) * scale
+        higher = tl.maximum(top, logit)
+        old, new = tl.where(top == higher, 1.0, tl.exp(top - higher)), tl.where(col < V, tl.exp(logit - higher), 0.0)
+        mass, mean = mass * old + new, mean * old + tl.where(col < V, new * logit, 0.0)
+        top = higher
+    highest = tl.max(top, 0)
+    share = tl.exp(top - highest)                                    # 0 for a lane that saw nothing
+    total = tl.sum(mass * share, 0)
+    lse = highest + tl.log(total)
+    tl.store(sums_ptr + row, tl.load(products_ptr + target) * scale)
+    tl.store(sums_ptr + c + row, lse)
+    tl.store(sums_ptr + 2 * c + row, tl.sum(mean * share, 0) / total)
+    if AHEAD:
+        for start in range(0, V, BLOCK):
+            col = start + tl.arange(0, BLOCK)
+            p = tl.exp(tl.load(products_ptr + col, mask=col < V, other=0.0) * scale - lse)
+            value = tl.where(col == target, 1.0, 0.0) - p
+            tl.store(ahead_ptr + row * V + col, value.to(ahead_ptr.dtype.element_ty), mask=col < V)
+
+
 class _TokenLogprobs(torch.autograd.Function):
     """log softmax(x @ head.T * rstd / temperature) at `targets`, without the (T, V) tensor.
 
@@ -279,16 +326,12 @@ class _TokenLogprobs(torch.autograd.Function):
         for i in range(0, n, _TokenLogprobs.CHUNK):
             s = slice(i, i + _TokenLogprobs.CHUNK)
             scale = rstd[s] / temperature                            # (c, 1)
-            logits = mm_fp32(x[s], head.T).mul_(scale)               # (c, V)
-            picked = logits.gather(1, targets[s, None])              # (c, 1)
-            lse = logits.logsumexp(1, keepdim=True)
-            p = torch.exp(logits - lse)
-            mean_logit = torch.linalg.vecdot(p, logits)[:, None]     # (c, 1)
-            logprobs[s], entropy[s] = (picked - lse)[:, 0], (lse - mean_logit)[:, 0]
+            sums, ahead = scores(mm_fp32(x[s], head.T), scale, targets[s], x.dtype if needs_grad else None)
+            picked, lse, mean_logit = sums                           # (c,) each
+            logprobs[s], entropy[s] = picked - lse, lse - mean_logit
             if needs_grad:
-                drstd[s] = (picked - mean_logit) / rstd[s]
-                p.neg_().scatter_add_(1, targets[s, None], torch.ones_like(picked))      # onehot - p
-                dx[s] = mm_fp32(p.to(x.dtype), head).mul_(scale)
+                drstd[s] = (picked - mean_logit)[:, None] / rstd[s]
+                dx[s] = mm_fp32(ahead, head).mul_(scale)
         ctx.save_for_backward(dx, drstd)
         ctx.dtype = x.dtype
         ctx.mark_non_differentiable(entropy)

@@ -273,7 +273,7 @@ def train(args):
         memory.bound(args.memory_gib, torch.device("cuda", 0))
     model = live_model(args)
     sizes = drawn_lengths(args.tokens // 512 // G * G, 256, 1024, 512)
-    starts = [sizes[i // G * G] // 3 for i in range(len(sizes))]     # a third is prompt, its group's, and not scored
+    starts = [min(sizes[i // G * G:i // G * G + G]) // 3 for i in range(len(sizes))]        # prompts: not scored
     prompts = [torch.randint(model.config.vocab, (n,)).tolist() for n in starts[::G]]
     rows = [prompts[i // G] + torch.randint(model.config.vocab, (n - start,)).tolist()
             for i, (n, start) in enumerate(zip(sizes, starts))]
@@ -313,9 +313,11 @@ class Step:
         self.advantages = grpo.group_advantages(torch.rand(B).round(), G).to(device)
         self.weights = grpo.token_weights(self.lengths, torch.ones(B, dtype=torch.bool), "dapo", 1024).to(device)
 
-    def sample(self):
-        limits, ids = self.lengths[self.mine].tolist(), process.share(range(self.args.prompts))
-        return self.sampler.generate(process.share(self.prompts), self.args.group_size, limits, prompt_ids=ids)
+    def sample(self, share=1.0):
+        """share: of every length."""
+        limits = (self.lengths[self.mine] * share).ceil().int().tolist()
+        return self.sampler.generate(process.share(self.prompts), self.args.group_size, limits,
+                                     prompt_ids=process.share(range(self.args.prompts)))
 
     def gradient(self, rollouts, places):
         """Of these rows, which hold the given places in the step, into adapter.master.grad -> sums for summarize()."""
@@ -326,7 +328,8 @@ class Step:
             starts, at = [len(rollouts.prompts[b]) for b in part], [places[b] for b in part]
             logprobs, _ = self.model.token_logprobs(rows, starts, kept=self.kept)
             old = torch.cat([rollouts.logprobs[b] for b in part]).to(self.device)
-            row = torch.arange(len(part)).repeat_interleave(self.lengths[at]).to(self.device)
+            lengths = torch.tensor([len(rollouts.completions[b]) for b in part])
+            row = torch.arange(len(part)).repeat_interleave(lengths).to(self.device)
             loss, more = grpo.policy_loss(logprobs, old, self.advantages[at], row, self.weights[at], "dapo")
             loss.backward()
             sums = grpo.add_sums(sums, more)
@@ -351,17 +354,17 @@ class Step:
 
 
 def step(args):
-    """Seconds of the second of two steps; the first compiles and captures. Of several ranks, the slowest one's."""
+    """Seconds of a step after one of an eighth of its tokens, which compiles and captures; of ranks, the slowest's."""
     device = torch.device("cuda", process.LOCAL_RANK)
     torch.cuda.set_device(device)
     process.join(device)
     if args.memory_gib:
         memory.bound(args.memory_gib, device)
     work = Step(args, device)
-    for _ in range(2):
+    for share in (1 / 8, 1.0):
         process.gather([])                                           # all ranks begin together
         began = time.perf_counter()
-        rollouts = work.sample()
+        rollouts = work.sample(share)
         sampled = time.perf_counter()
         sums = work.update(rollouts)
         done = time.perf_counter()

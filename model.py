@@ -297,8 +297,7 @@ class FrozenWeight:
         self.device = tensors[0].device
 
     def dequantize(self, out=None):
-        w = self.decode(*self.tensors, dtype=self.dtype)
-        return w if out is None else out.copy_(w)
+        return self.decode(*self.tensors, dtype=self.dtype, out=out)
 
 
 def resolve(name):

@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from backward import _TokenLogprobs, attention, gated_linear, merge, spans, swiglu, swiglu_backward, token_logprobs
+from backward import (_TokenLogprobs, attention, gated_linear, merge, scores, spans, swiglu, swiglu_backward,
+                      token_logprobs)
 from lora import Adapter, Linear
 from model import freeze
 
@@ -138,3 +139,16 @@ def test_swiglu_kernels_equal_plain_torch(M, width):
     assert (got_dy[:, :2 * width].cpu() - want_dy).abs().max() < 1e-4
     assert (got_dy[:, 2 * width:] == 7).all()
     assert (got_drstd.cpu() - want_drstd).abs().max() < 1e-6 * width + 1e-4
+
+
+@needs_gpu
+@pytest.mark.parametrize("c,V", [(1, 5), (7, 4096), (3, 10001)])          # less than a block, one whole, and between
+def test_scores_kernel_equals_plain_torch(c, V):
+    torch.manual_seed(0)
+    products, scale, targets = 9 * torch.randn(c, V), torch.rand(c, 1) + 0.5, torch.randint(V, (c,))
+    for dtype in (None, torch.float32, torch.bfloat16):
+        got, got_ahead = scores(products.cuda(), scale.cuda(), targets.cuda(), dtype)
+        want, ahead = scores(products.clone(), scale, targets, dtype)
+        assert (got.cpu() - torch.stack(want)).abs().max() < 1e-4         # logits of 50: 2^-23 of that, times a few
+        if dtype:
+            assert (got_ahead.cpu().float() - ahead.float()).abs().max() < (1e-5 if dtype == torch.float32 else 2**-8)

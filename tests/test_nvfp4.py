@@ -64,6 +64,10 @@ def test_gpu_and_cpu_give_the_same_bytes(base):
     there, here = encode(w.cuda()), encode(w)
     assert all(same_bytes(a.cpu(), b) for a, b in zip(there, here))
     assert torch.equal(decode(*there).cpu(), decode(*here))
+    if base != "nvfp4":
+        wide = torch.zeros(65, 200, device="cuda", dtype=torch.bfloat16)
+        decode(*there, out=wide[:, :192])
+        assert torch.equal(wide[:, :192].cpu(), decode(*here)) and not wide[:, 192:].any()
 
 
 # -----------------------------------------------------------------------------
