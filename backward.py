@@ -2,7 +2,7 @@
 Operations whose backward is written by hand, because autograd's would keep or move tensors of gigabytes.
 
     attention        causal inside sequences, and of several continuations to the one sequence they share
-    gated_linear     silu(gate) * up of the fused gate|up linear; its backward writes the matmul's bf16 input at once
+    mlp              down(silu(gate) * up); its backward writes the inputs of the matmuls in bf16 at once
     token_logprobs   log softmax at the sampled tokens, without the (T, V) tensor
 
 All return what plain torch would (tests compare them with autograd on the full tensors).
@@ -163,17 +163,21 @@ def attention(q, k, v, inside, across=None, first=0, shared=0):
 
 
 # -----------------------------------------------------------------------------
-# The gated linear
+# The MLP
 
-def swiglu(y, rstd, dtype):
-    """Result of the gate|up matmul y (T, 2F) fp32 and 1/rms (T, 1) -> silu(gate) * up (T, F), and y, both in dtype."""
+def swiglu(y, rstd, h, keep=True):
+    """Writes silu(gate) * up into h (T, F), rows of any stride -> y in its dtype, if that is to be kept.
+
+    y (T, 2F) fp32 is the result of the gate|up matmul, rstd (T, 1) 1/rms.
+    """
     if y.is_cuda:
-        h, rounded = y.new_empty(y.shape[0], y.shape[1] // 2, dtype=dtype), torch.empty_like(y, dtype=dtype)
-        _swiglu_kernel[(y.shape[0], triton.cdiv(h.shape[1], 1024))](y, rstd, h, rounded, h.shape[1], BLOCK=1024,
-                                                                    num_warps=8)
-        return h, rounded
+        rounded = torch.empty_like(y, dtype=h.dtype) if keep else None
+        _swiglu_kernel[(y.shape[0], triton.cdiv(h.shape[1], 1024))](
+            y, rstd, h, h.stride(0), rounded if keep else h, h.shape[1], KEEP=keep, BLOCK=1024, num_warps=8)
+        return rounded
     gate, up = (y * rstd).chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(dtype), y.to(dtype)
+    h.copy_(F.silu(gate) * up)
+    return y.to(h.dtype)
 
 
 def swiglu_backward(y, rstd, dh, dy):
@@ -192,7 +196,7 @@ def swiglu_backward(y, rstd, dh, dy):
 
 
 @triton.jit
-def _swiglu_kernel(y_ptr, rstd_ptr, h_ptr, rounded_ptr, F, BLOCK: tl.constexpr):
+def _swiglu_kernel(y_ptr, rstd_ptr, h_ptr, h_stride, rounded_ptr, F, KEEP: tl.constexpr, BLOCK: tl.constexpr):
     """BLOCK columns of one row of swiglu()."""
     row = tl.program_id(0).to(tl.int64)                              # row * 2F passes 2^31 from 57k tokens of 7B on
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -200,10 +204,11 @@ def _swiglu_kernel(y_ptr, rstd_ptr, h_ptr, rounded_ptr, F, BLOCK: tl.constexpr):
     rstd = tl.load(rstd_ptr + row)
     gate = tl.load(y_ptr + row * 2 * F + col, mask=live, other=0.0)
     up = tl.load(y_ptr + row * 2 * F + F + col, mask=live, other=0.0)
-    tl.store(rounded_ptr + row * 2 * F + col, gate.to(h_ptr.dtype.element_ty), mask=live)
-    tl.store(rounded_ptr + row * 2 * F + F + col, up.to(h_ptr.dtype.element_ty), mask=live)
+    if KEEP:
+        tl.store(rounded_ptr + row * 2 * F + col, gate.to(h_ptr.dtype.element_ty), mask=live)
+        tl.store(rounded_ptr + row * 2 * F + F + col, up.to(h_ptr.dtype.element_ty), mask=live)
     gate, up = gate * rstd, up * rstd
-    tl.store(h_ptr + row * F + col, (gate * tl.sigmoid(gate) * up).to(h_ptr.dtype.element_ty), mask=live)
+    tl.store(h_ptr + row * h_stride + col, (gate * tl.sigmoid(gate) * up).to(h_ptr.dtype.element_ty), mask=live)
 
 
 @triton.jit
@@ -229,33 +234,38 @@ def _swiglu_backward_kernel(y_ptr, rstd_ptr, dh_ptr, dy_ptr, dy_stride, drstd_pt
     tl.store(drstd_ptr + row, tl.sum(total))
 
 
-class _GatedLinear(torch.autograd.Function):
-    """As two functions, the gradient between them would be fp32: 10 bytes of traffic an element instead of 2.
+class _Mlp(torch.autograd.Function):
+    """As three functions, the gradients between them would be fp32, and h be copied to where x @ A.T stands beside it.
 
     The backward reads y as rounded to x's dtype, as it does every other operand: half of what a block has to keep.
     """
 
     @staticmethod
-    def forward(ctx, x, rstd, a, b, linear):
-        y, xa = lora.matmul(x, linear)
-        h, y = swiglu(y, rstd, x.dtype)
-        ctx.linear, ctx.rank = linear, linear.rank
-        ctx.save_for_backward(xa, y, rstd)
-        return h
+    def forward(ctx, x, rstd, gate_up, down, *_):
+        y, xa = lora.matmul(x, gate_up)
+        ha = lora.with_room(y.shape[0], down, x)
+        y = swiglu(y, rstd, ha[:, :down.weight.K], keep=ctx.needs_input_grad[0])
+        out, ha = lora.matmul(ha[:, :down.weight.K], down, ha)
+        ctx.linears, ctx.ranks = (gate_up, down), (gate_up.rank, down.rank)
+        ctx.save_for_backward(xa, y, rstd, ha)
+        return out
 
     @staticmethod
-    def backward(ctx, dh):
-        xa, y, rstd = ctx.saved_tensors
-        dy = lora.gradient_buffer(xa, ctx.linear, ctx.rank)
+    def backward(ctx, dout):
+        (xa, y, rstd, ha), (gate_up, down), ranks = ctx.saved_tensors, ctx.linears, ctx.ranks
+        buffer = lora.gradient_buffer(ha, down, ranks[1])
+        buffer[:, :dout.shape[1]] = dout
+        dh, *of_down = lora.matmul_backward(ha, buffer, down, ranks[1], ctx.needs_input_grad[6])
+        dy = lora.gradient_buffer(xa, gate_up, ranks[0])
         drstd = swiglu_backward(y, rstd, dh, dy[:, :y.shape[1]])
-        dx, da, db = lora.matmul_backward(xa, dy, ctx.linear, ctx.rank, ctx.needs_input_grad[2])
-        return dx, drstd, da, db, None
+        dx, *of_gate_up = lora.matmul_backward(xa, dy, gate_up, ranks[0], ctx.needs_input_grad[4])
+        return dx, drstd, None, None, *of_gate_up, *of_down
 
 
-def gated_linear(linear, x, rstd):
-    """gate|up as one lora.Linear, x (T, D), rstd (T, 1) -> silu(gate * rstd) * up * rstd (T, F) in x's dtype."""
-    a, b = (linear.a, linear.b) if linear.rank else (None, None)
-    return _GatedLinear.apply(x, rstd, a, b, linear)
+def mlp(gate_up, down, x, rstd):
+    """Two lora.Linears, x (T, D), rstd (T, 1) -> (silu(gate * rstd) * up * rstd) through down (T, D) fp32."""
+    adapters = (t for linear in (gate_up, down) for t in ((linear.a, linear.b) if linear.rank else (None, None)))
+    return _Mlp.apply(x, rstd, gate_up, down, *adapters)
 
 
 # -----------------------------------------------------------------------------

@@ -306,10 +306,12 @@ class Step:
         self.lengths = torch.tensor(drawn_lengths(B, 50, 1024, 300))
         self.mine = [p * G + g for p in process.share(range(args.prompts)) for g in range(G)]      # places in the step
         rows = min(len(self.mine), 256)
-        self.plan = memory.Plan(self.model, self.adapter, 256, 1024, args.micro_batch_tokens, rows, args.memory_gib,
-                                process.say)
-        self.sampler = Sampler(self.model, 256 + 1024, rows, args.kv_gib or self.plan.left / 2**30)
-        self.kept = self.plan.blocks_to_keep(self.sampler.kv.nbytes)
+        self.plan = memory.Plan(self.model, self.adapter, 256, 1024, args.micro_batch_tokens, rows, args.kv_gib,
+                                args.memory_gib, process.say)
+        self.sampler = Sampler(self.model, 256 + 1024, rows, self.plan.pool / 2**30)
+        self.plan.dry_step()
+        for n in self.sampler.engine.buckets:                        # a graph for every number of rows
+            self.sampler.generate([[1, 2]] * n, 1, 2)
         self.advantages = grpo.group_advantages(torch.rand(B).round(), G).to(device)
         self.weights = grpo.token_weights(self.lengths, torch.ones(B, dtype=torch.bool), "dapo", 1024).to(device)
 
@@ -326,7 +328,7 @@ class Step:
         for part in grpo.micro_batches(rollouts.prompts, rollouts.completions, self.plan.micro_batch_tokens):
             rows = [rollouts.prompts[b] + rollouts.completions[b] for b in part]
             starts, at = [len(rollouts.prompts[b]) for b in part], [places[b] for b in part]
-            logprobs, _ = self.model.token_logprobs(rows, starts, kept=self.kept)
+            logprobs, _ = self.model.token_logprobs(rows, starts, kept=self.plan.kept)
             old = torch.cat([rollouts.logprobs[b] for b in part]).to(self.device)
             lengths = torch.tensor([len(rollouts.completions[b]) for b in part])
             row = torch.arange(len(part)).repeat_interleave(lengths).to(self.device)
@@ -378,7 +380,7 @@ def step(args):
     process.say(json.dumps({
         "model": args.model, "base": args.base, "gpus": process.WORLD, "samples": len(work.lengths),
         **dict(zip(names, seconds + counts)), "idle": rollouts.idle, "micro_batch": work.plan.micro_batch_tokens,
-        "kept": work.kept, "memory_gib": args.memory_gib, "kv_gib": work.sampler.kv.nbytes / 2**30,
+        "kept": work.plan.kept, "memory_gib": args.memory_gib, "kv_gib": work.sampler.kv.nbytes / 2**30,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30, **difference, **grpo.summarize(sums)}))
 

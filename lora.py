@@ -117,15 +117,27 @@ class Linear(torch.nn.Module):
         return [slice(end - size, end) for size, end in zip(self.parts, ends)]
 
 
-def matmul(x, linear):
-    """x (M, K) -> y (M, N) fp32 and what the backward needs: x, with x @ A.T beside it if there is an adapter."""
+def with_room(M, linear, like):
+    """(M, K + P*R) for an x (M, K) that matmul() need not copy to have x @ A.T beside it."""
+    return like.new_empty(M, linear.weight.K + linear.rank * len(linear.parts))
+
+
+def matmul(x, linear, xa=None):
+    """x (M, K) -> y (M, N) fp32 and what the backward needs: x, with x @ A.T beside it if there is an adapter.
+
+    xa: with_room() whose first columns x is.
+    """
     n, k = linear.weight.N, linear.weight.K
     assert x.dim() == 2 and x.shape[1] == k, f"{linear.names[0]}: x {tuple(x.shape)} does not fit K={k}"
     wide = linear.wide(x.dtype)
+    if linear.rank and xa is None:
+        xa = with_room(len(x), linear, x)
+        xa[:, :k] = x
     if linear.rank:                                                  # x @ A.T is rounded to x's dtype, as when sampling
-        x = torch.cat([x, mm_fp32(x, linear.a16.T).to(x.dtype)], dim=1)
-    y = mm_fp32(x, wide[:n].T)
-    return (y if linear.weight.late_scale is None else y.mul_(linear.weight.late_scale)), x
+        xa[:, k:] = mm_fp32(x, linear.a16.T)
+    xa = x if xa is None else xa
+    y = mm_fp32(xa, wide[:n].T)
+    return (y if linear.weight.late_scale is None else y.mul_(linear.weight.late_scale)), xa
 
 
 def gradient_buffer(xa, linear, rank):

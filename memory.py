@@ -1,6 +1,6 @@
 """
 GPU memory of a training run, found out before its first step: what the learner needs at worst is measured by doing it
-once, and the KV pool gets what is left. So a run does not fail at step 300, on the first batch of long answers.
+once, and the rest divided. So a run does not fail at step 300, on the first batch of long answers.
 
     weights                       packed linears, embeddings
     adapter                       master, gradient and two moments in fp32, the bf16 copies
@@ -9,8 +9,8 @@ once, and the KV pool gets what is left. So a run does not fail at step 300, on 
     decode graphs                 activations of the widest decode step: about three times its fp32 logits
     CUDA context, NCCL            outside torch's allocator: 0.6 GiB
     fragments                     3 %
-    KV pool                       the rest, at most what --max-rows sequences need
-    activations                   what the pool leaves: so many of the last blocks are not run again in the backward
+    KV pool                       at most what --max-rows sequences need
+    activations                   of blocks that then need not be run again in the backward
 
 Not here: the host's memory, and other processes on the same GPU (they lower what is free, not a bound that is given).
 """
@@ -21,8 +21,8 @@ import torch
 from sampler import PREFILL_TOKENS
 
 OUTSIDE = 0.6 * 2**30
-# A weight is decoded once a micro-batch: that costs 3, 6 and 12 % of its matmuls.
 MICRO_BATCH_TOKENS = 8192, 4096, 2048
+DECODE = 240           # tokens whose matmuls take as long as to decode the weights, once a micro-batch: 3, 6 and 12 %
 
 
 def bound(gib, device):
@@ -34,13 +34,15 @@ def bound(gib, device):
 
 
 class Plan:
-    """What takes what, measured and said, and what is `left` for the KV pool (bytes).
+    """Measures, divides what is there, says so -> micro_batch_tokens, pool (bytes), kept (blocks).
 
-    micro_batch_tokens None: the most of MICRO_BATCH_TOKENS that leaves the pool a quarter of what max_rows sequences of
-    full length need: few are that long. gib None: the process may take what is free.
+    micro_batch_tokens, kv_gib: as given, or None to choose; gib None: the process may take what is free. More than a
+    pool for max_rows sequences of full length is of no use. Blocks that keep their activations come second, but before
+    the second half of that: few sequences get so long, and those that find no room wait. Micro-batches are as large
+    as leaves a quarter of it.
     """
 
-    def __init__(self, model, adapter, prompt_tokens, new_tokens, micro_batch_tokens, max_rows, gib, say):
+    def __init__(self, model, adapter, prompt_tokens, new_tokens, micro_batch_tokens, max_rows, kv_gib, gib, say):
         self.model, self.adapter, self.prompt, self.longest = model, adapter, prompt_tokens, prompt_tokens + new_tokens
         torch.cuda.empty_cache()
         held, free, c = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0], model.config
@@ -48,18 +50,34 @@ class Plan:
         adapter_bytes = 4 * adapter.master.nbytes + adapter.working.nbytes
         table = {"weights": held - adapter_bytes, "adapter": adapter_bytes,
                  "decode graphs": 3 * 4 * max_rows * c.vocab, "CUDA context, NCCL": OUTSIDE, "fragments": 0.03 * limit}
-        pool = max_rows * self.longest * c.layers * 2 * c.kv_heads * c.head_dim * model.dtype.itemsize
-        for tokens in [micro_batch_tokens] if micro_batch_tokens else MICRO_BATCH_TOKENS:
-            self.micro_batch_tokens = tokens
-            table["longest micro-batch"] = self.worst = self.worst_case()
-            self.left = limit - sum(table.values())
-            if self.left > pool / 4:
-                break
-        if math.isinf(self.worst):
+        self.room = limit - sum(table.values())
+        useful = max_rows * self.longest * c.layers * 2 * c.kv_heads * c.head_dim * model.dtype.itemsize
+        options = [micro_batch_tokens] if micro_batch_tokens else MICRO_BATCH_TOKENS
+        *_, self.micro_batch_tokens, worst, self.pool, self.kept = min(self.option(n, useful, kv_gib) for n in options)
+        if math.isinf(worst):
             raise ValueError(f"no room for rows of {self.longest} tokens beside {held / 2**30:.1f} GiB of weights and "
-                             f"adapter: lower --micro-batch-tokens ({tokens}) or --max-new-tokens")
-        for name, size in {**table, "left for the KV pool": self.left, "together": limit}.items():
+                             f"adapter: lower --micro-batch-tokens ({self.micro_batch_tokens}) or --max-new-tokens")
+        if self.pool > self.room - worst:
+            raise ValueError(f"--kv-gib {kv_gib}: only {(self.room - worst) / 2**30:.2f} GiB are left")
+        table |= {"longest micro-batch": worst, "KV pool": self.pool, "activations": self.room - worst - self.pool}
+        for name, size in {**table, "together": limit}.items():
             say(f"{name:22} {size / 2**30:8.2f} GiB")
+
+    def option(self, tokens, useful, kv_gib):
+        """-> (bytes that a pool of a quarter lacks, forwards a token, tokens, worst, pool, kept): the least is best."""
+        self.micro_batch_tokens, layers = tokens, len(self.model.layers)
+        worst = self.worst_case()
+        if math.isinf(worst):
+            return worst, worst, tokens, worst, 0, 0
+        sizes = []
+        for kept in (0, 1):
+            logprobs = self.largest(kept)                            # its graph holds what the backward needs
+            sizes.append(torch.cuda.memory_allocated())
+            del logprobs
+        left, block = self.room - worst, sizes[1] - sizes[0]
+        pool = kv_gib * 2**30 if kv_gib else min(left, max(useful / 2, min(useful, left - layers * block)))
+        kept = min(layers, max(0, int((left - pool) / block)))
+        return max(0, useful / 4 - left), (3 - kept / layers) * (1 + DECODE / tokens), tokens, worst, pool, kept
 
     def largest(self, kept):
         """Log-probs of the largest micro-batch: a group whose prompt is one token, so that all others are scored."""
@@ -85,14 +103,8 @@ class Plan:
             self.adapter.zero_grad()
             torch.cuda.empty_cache()
 
-    def blocks_to_keep(self, pool):
-        """So many that their activations fit into what a KV pool of that many bytes leaves; tried out."""
-        sizes, spare = [], self.left - pool
-        for kept in (0, 1):
-            logprobs = self.largest(kept)                            # its graph holds them
-            sizes.append(torch.cuda.memory_allocated())
-            del logprobs
-        kept = max(0, min(len(self.model.layers), int(spare / (sizes[1] - sizes[0]))))
-        while kept and self.worst_case(kept) > self.worst + spare:
-            kept = kept * 7 // 8
-        return kept
+    def dry_step(self):
+        """With the pool in place, once through the worst case; keeps fewer blocks if they do not fit after all."""
+        while self.kept and self.worst_case(self.kept) > self.room - self.pool:
+            self.kept = self.kept * 7 // 8
+        return self

@@ -36,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 
 import marlin_fp4
 import nvfp4
-from backward import attention, gated_linear, spans, token_logprobs
+from backward import attention, mlp, spans, token_logprobs
 from lora import Linear
 from marlin_fp4 import mm_fp32
 
@@ -159,7 +159,7 @@ class Block(torch.nn.Module):
         q, k, v = fused(split_qkv, self.qkv(xw), rstd, self.qkv_bias, cos, sin, self.config.kv_heads, dtype)
         x = x + self.o(attend(q, k, v).flatten(1))
         xw, rstd = self.post_norm(x)
-        return x + self.down(gated_linear(self.gate_up, xw, rstd))
+        return x + mlp(self.gate_up, self.down, xw, rstd)
 
 
 class PackedAttention:

@@ -157,18 +157,17 @@ def load_problems(source, split):
 
 def make_sampler():
     """-> sampler, tokens of a micro-batch, blocks whose activations stay; on a GPU, what the memory allows."""
-    prompt, new, tokens, kept, left = args.max_prompt_tokens, args.max_new_tokens, args.micro_batch_tokens, 0, None
+    prompt, new, tokens, kept = args.max_prompt_tokens, args.max_new_tokens, args.micro_batch_tokens, 0
     if device.type == "cuda":
-        plan = memory.Plan(model, adapter, prompt, new, tokens, args.max_rows, args.memory_gib, say)
-        tokens, left = plan.micro_batch_tokens, plan.left / 2**30
-    if left is not None and (args.kv_gib or 0) > left:
-        raise ValueError(f"--kv-gib {args.kv_gib}: only {left:.2f} GiB are left")
-    sampler = Sampler(model, prompt + new, args.max_rows, args.kv_gib or left)
-    say(f"KV pool: {sampler.kv.nbytes / 2**30:.2f} GiB, {len(sampler.free) * BLOCK:,} tokens")
-    if device.type == "cuda":
-        kept = plan.blocks_to_keep(sampler.kv.nbytes)
-        say(f"learner: micro-batches of {tokens:,} tokens, {kept} of {len(model.layers)} blocks keep their activations")
-    return sampler, tokens or memory.MICRO_BATCH_TOKENS[0], kept
+        plan = memory.Plan(model, adapter, prompt, new, tokens, args.max_rows, args.kv_gib, args.memory_gib, say)
+        sampler = Sampler(model, prompt + new, args.max_rows, plan.pool / 2**30)
+        tokens, kept = plan.micro_batch_tokens, plan.dry_step().kept
+    else:
+        sampler = Sampler(model, prompt + new, args.max_rows, args.kv_gib)
+    tokens = tokens or memory.MICRO_BATCH_TOKENS[0]
+    say(f"KV pool: {sampler.kv.nbytes / 2**30:.2f} GiB, {len(sampler.free) * BLOCK:,} tokens; "
+        f"micro-batches of {tokens:,} tokens; {kept} of {len(model.layers)} blocks keep their activations")
+    return sampler, tokens, kept
 
 
 try:

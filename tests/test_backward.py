@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from backward import (_TokenLogprobs, attention, gated_linear, merge, scores, spans, swiglu, swiglu_backward,
-                      token_logprobs)
+from backward import (_TokenLogprobs, attention, merge, mlp, scores, spans, swiglu, swiglu_backward, token_logprobs)
 from lora import Adapter, Linear
 from model import freeze
 
@@ -94,32 +93,36 @@ def test_logprob_gradient_equals_autograd_through_the_whole_tensor(monkeypatch, 
 
 @pytest.mark.parametrize("base", ["bf16", "nvfp4"])
 @pytest.mark.parametrize("adapter", [False, True])
-def test_gated_linear_gradients_equal_autograd_through_the_merged_matrix(base, adapter):
+def test_mlp_gradients_equal_autograd_through_the_merged_matrices(base, adapter):
     torch.manual_seed(0)
     M, D, width, R, alpha = 9, 64, 48, 4, 10
-    linear = Linear(freeze([torch.randn(width, D) * 0.2 for _ in range(2)], base, torch.float32), ["gate", "up"],
-                    (width, width))
-    w = linear.merged().double()
+    gate_up = Linear(freeze([torch.randn(width, D) * 0.2 for _ in range(2)], base, torch.float32), ["gate", "up"],
+                     (width, width))
+    down = Linear(freeze([torch.randn(D, width) * 0.2], base, torch.float32), ["down"], (D,))
+    w_in, w_out = gate_up.merged().double(), down.merged().double()
+    leaves = [torch.randn(M, D, requires_grad=True), (torch.rand(M, 1) + 0.5).requires_grad_()]      # x, rstd
     if adapter:
         stub = torch.nn.Module()                                          # as much of a model as Adapter looks at
-        stub.linear, stub.layers, stub.dtype = linear, [], torch.float32
+        stub.gate_up, stub.down, stub.layers, stub.dtype = gate_up, down, [], torch.float32
         Adapter(stub, rank=R, alpha=alpha)
-        linear.b.data.normal_()
+        for linear in (gate_up, down):
+            linear.b.data.normal_()
+            leaves += [linear.a, linear.b]
         stub.adapter.sync()
-    x, rstd = torch.randn(M, D, requires_grad=True), (torch.rand(M, 1) + 0.5).requires_grad_()
-    upstream = torch.randn(M, width)
-    h = gated_linear(linear, x, rstd)
-    h.backward(upstream)
+    upstream = torch.randn(M, D)
+    out = mlp(gate_up, down, *leaves[:2])
+    out.backward(upstream)
 
-    leaves = [x, rstd] + ([linear.a, linear.b] if adapter else [])
     exact = [t.detach().double().requires_grad_() for t in leaves]
     if adapter:
-        w = w + alpha / R * torch.cat([b @ a for b, a in zip(exact[3].split(width), exact[2].split(R))])
-    gate, up = (exact[0] @ w.T * exact[1]).chunk(2, dim=-1)
-    want = F.silu(gate) * up
+        a_in, b_in, a_out, b_out = exact[2:]
+        w_in = w_in + alpha / R * torch.cat([b @ a for b, a in zip(b_in.split(width), a_in.split(R))])
+        w_out = w_out + alpha / R * b_out @ a_out
+    gate, up = (exact[0] @ w_in.T * exact[1]).chunk(2, dim=-1)
+    want = F.silu(gate) * up @ w_out.T
     want.backward(upstream.double())
-    # Sums of up to 96 fp32 terms, two in a row: about 1e-6 of the result's scale.
-    assert (h - want).abs().max() < 1e-5 * want.abs().max()
+    # Sums of up to 96 fp32 terms, three in a row: about 2e-6 of the result's scale.
+    assert (out - want).abs().max() < 1e-5 * want.abs().max()
     for got, e in zip(leaves, exact):
         assert (got.grad - e.grad).abs().max() < 1e-5 * e.grad.abs().max()
 
@@ -133,9 +136,11 @@ def test_swiglu_kernels_equal_plain_torch(M, width):
     want_drstd = swiglu_backward(y, rstd, dh, want_dy)
     got_drstd = swiglu_backward(y.cuda(), rstd.cuda(), dh.cuda(), got_dy[:, :2 * width])
     # The GPU's exp is good to 2^-22 relative, and results reach 100.
-    h, rounded = swiglu(y.cuda(), rstd.cuda(), torch.float32)
-    assert (h.cpu() - swiglu(y, rstd, torch.float32)[0]).abs().max() < 1e-4 and torch.equal(rounded.cpu(), y)
-    assert torch.equal(swiglu(y.cuda(), rstd.cuda(), torch.bfloat16)[1].cpu(), y.bfloat16())
+    wide, h = torch.full((M, width + 8), 7.0, device="cuda"), torch.empty(M, width)
+    rounded = swiglu(y.cuda(), rstd.cuda(), wide[:, :width])
+    assert torch.equal(swiglu(y, rstd, h), rounded.cpu()) and torch.equal(rounded.cpu(), y)
+    assert (wide[:, :width].cpu() - h).abs().max() < 1e-4 and (wide[:, width:] == 7).all()
+    assert torch.equal(swiglu(y.cuda(), rstd.cuda(), wide[:, :width].bfloat16()).cpu(), y.bfloat16())
     assert (got_dy[:, :2 * width].cpu() - want_dy).abs().max() < 1e-4
     assert (got_dy[:, 2 * width:] == 7).all()
     assert (got_drstd.cpu() - want_drstd).abs().max() < 1e-6 * width + 1e-4

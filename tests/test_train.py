@@ -434,24 +434,35 @@ def gpu(monkeypatch):
 
 
 def test_the_memory_table_adds_up_to_the_bound_and_leaves_no_gradient(gpu):
-    plan = memory.Plan(gpu.model, gpu.adapter, 32, 64, 200, 8, 48.0, gpu.lines.append)
+    memory.Plan(gpu.model, gpu.adapter, 32, 64, 200, 8, None, 48.0, gpu.lines.append)
     sizes = {line[:22].strip(): float(line[22:].split()[0]) for line in gpu.lines}
     assert sizes.pop("together") == 48.0 == pytest.approx(sum(sizes.values()), abs=0.04)           # two decimals each
     assert sizes["longest micro-batch"] == 4
-    assert plan.left / 2**30 == pytest.approx(48 - 2 - 4 - 0.6 - 0.03 * 48, abs=0.01)
+    assert sizes["activations"] + sizes["KV pool"] == pytest.approx(48 - 2 - 4 - 0.6 - 0.03 * 48, abs=0.02)
     assert not gpu.adapter.master.grad.any()
 
 
-def test_blocks_keep_their_activations_where_the_kv_pool_leaves_room(gpu):
-    plan = memory.Plan(gpu.model, gpu.adapter, 32, 64, 200, 8, None, gpu.lines.append)
-    assert plan.blocks_to_keep(0) == 3                                    # all of the tiny model's
-    assert [plan.blocks_to_keep(plan.left - gib * 2**30) for gib in (2.5, 1.1, 0.9)] == [2, 1, 0]
+@pytest.mark.parametrize("pool,kept", [(20, 3), (68.5, 3), (69, 2), (71, 0)])
+def test_blocks_keep_their_activations_where_the_kv_pool_leaves_room(gpu, pool, kept):
+    # Of 80 GiB 71.6 are left: 2 are held, 4 for the micro-batch, 2.4 for fragments. A block takes 1.
+    plan = memory.Plan(gpu.model, gpu.adapter, 32, 64, 200, 8, pool, None, gpu.lines.append)
+    assert (plan.pool, plan.kept) == (pool * 2**30, kept)
+    gpu.held += plan.pool
+    assert plan.dry_step().kept == kept
+
+
+def test_the_dry_step_lets_go_of_blocks_that_do_not_fit(gpu):
+    plan = memory.Plan(gpu.model, gpu.adapter, 32, 64, 200, 8, 69, None, gpu.lines.append)
+    gpu.held = 74.5 * 2**30                                               # 2 + 69, and somebody took 3.5
+    assert plan.kept == 2 and plan.dry_step().kept == 1
 
 
 def test_micro_batches_shrink_until_the_kv_pool_has_room(gpu):
-    # 4 GiB for 200 tokens: 8192 take 163, 4096 take 81, 2048 take 40, of 78.
-    plan = memory.Plan(gpu.model, gpu.adapter, 32, 64, None, 8, None, gpu.lines.append)
-    assert plan.micro_batch_tokens == 2048
+    # 4 GiB for 200 tokens: 8192 take 163, 4096 take 81, 2048 take 40, of 75. The tiny model's own pool is 1 MB.
+    plan = memory.Plan(gpu.model, gpu.adapter, 32, 64, None, 8, None, None, gpu.lines.append)
+    assert (plan.micro_batch_tokens, plan.kept) == (2048, 3)
+    with pytest.raises(ValueError, match="--kv-gib 50: only 3.* GiB are left"):
+        memory.Plan(gpu.model, gpu.adapter, 32, 64, None, 8, 50, None, gpu.lines.append)
     gpu.held = 60 * 2**30
     with pytest.raises(ValueError, match="no room for rows of 96 tokens beside 60.0 GiB"):
-        memory.Plan(gpu.model, gpu.adapter, 32, 64, None, 8, None, gpu.lines.append)
+        memory.Plan(gpu.model, gpu.adapter, 32, 64, None, 8, None, None, gpu.lines.append)
