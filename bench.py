@@ -268,9 +268,8 @@ def seconds_of(work, repeats):
 def train(args):
     """The learner alone: forward, recomputation and backward of packed sequences of about 512 tokens."""
     assert args.lora_rank >= 1, f"--lora-rank {args.lora_rank}: the learner trains an adapter"
+    memory.bound(args.memory_gib, torch.device("cuda", 0))
     ceiling, G = matmul_ceiling(), args.group_size
-    if args.memory_gib:
-        memory.bound(args.memory_gib, torch.device("cuda", 0))
     model = live_model(args)
     sizes = drawn_lengths(args.tokens // 512 // G * G, 256, 1024, 512)
     starts = [min(sizes[i // G * G:i // G * G + G]) // 3 for i in range(len(sizes))]        # prompts: not scored
@@ -358,10 +357,9 @@ class Step:
 def step(args):
     """Seconds of a step after one of an eighth of its tokens, which compiles and captures; of ranks, the slowest's."""
     device = torch.device("cuda", process.LOCAL_RANK)
+    memory.bound(args.memory_gib, device)
     torch.cuda.set_device(device)
     process.join(device)
-    if args.memory_gib:
-        memory.bound(args.memory_gib, device)
     work = Step(args, device)
     for share in (1 / 8, 1.0):
         process.gather([])                                           # all ranks begin together

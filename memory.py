@@ -15,6 +15,7 @@ once, and the rest divided. So a run does not fail at step 300, on the first bat
 Not here: the host's memory, and other processes on the same GPU (they lower what is free, not a bound that is given).
 """
 import math
+import os
 
 import torch
 
@@ -26,7 +27,13 @@ DECODE = 240           # tokens whose matmuls take as long as to decode the weig
 
 
 def bound(gib, device):
-    """Let torch's allocator have what a process of `gib` GiB leaves to it."""
+    """Before the first allocation: let torch's allocator have what a process of `gib` GiB leaves to it; None: all.
+
+    Segments that grow instead of many of fixed size: the largest micro-batch of 32B then reserves a tenth less.
+    """
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    if gib is None:
+        return
     total = torch.cuda.get_device_properties(device).total_memory
     if not OUTSIDE < gib * 2**30 <= total:
         raise ValueError(f"--memory-gib {gib}: must lie between {OUTSIDE / 2**30} and the GPU's {total / 2**30:.1f}")
@@ -69,21 +76,25 @@ class Plan:
         worst = self.worst_case()
         if math.isinf(worst):
             return worst, worst, tokens, worst, 0, 0
-        sizes = []
-        for kept in (0, 1):
-            logprobs = self.largest(kept)                            # its graph holds what the backward needs
-            sizes.append(torch.cuda.memory_allocated())
-            del logprobs
-        left, block = self.room - worst, sizes[1] - sizes[0]
+        left, block = self.room - worst, self.block_bytes() * tokens
         pool = kv_gib * 2**30 if kv_gib else min(left, max(useful / 2, min(useful, left - layers * block)))
         kept = min(layers, max(0, int((left - pool) / block)))
         return max(0, useful / 4 - left), (3 - kept / layers) * (1 + DECODE / tokens), tokens, worst, pool, kept
 
-    def largest(self, kept):
+    def largest(self, tokens, kept):
         """Log-probs of the largest micro-batch: a group whose prompt is one token, so that all others are scored."""
-        full, rest = divmod(self.micro_batch_tokens, self.longest)
+        full, rest = divmod(tokens, self.longest)
         rows = [[0] * self.longest] * max(full, 1) + [[0] * rest] * (full > 0 and rest > 1)
         return self.model.token_logprobs(rows, [1] * len(rows), kept=kept)[0]
+
+    def block_bytes(self):
+        """Bytes a token that a block adds which keeps its activations."""
+        sizes = []
+        for kept in (0, 1):
+            logprobs = self.largest(self.longest, kept)              # its graph holds what the backward needs
+            sizes.append(torch.cuda.memory_allocated())
+            del logprobs
+        return (sizes[1] - sizes[0]) / self.longest
 
     def worst_case(self, kept=0):
         """Bytes that torch reserves for the largest micro-batch and the largest prefill, inf if it cannot."""
@@ -93,7 +104,7 @@ class Plan:
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_reserved()
         try:
-            self.largest(kept).sum().backward()
+            self.largest(self.micro_batch_tokens, kept).sum().backward()
             with torch.no_grad():
                 self.model.token_logprobs(prompts, [self.prompt] * count)
             return torch.cuda.max_memory_reserved() - held

@@ -188,9 +188,8 @@ try:
     device = torch.device(args.device)
     if device.type == "cuda":
         device = torch.device("cuda", LOCAL_RANK if WORLD > 1 else device.index or 0)
+        memory.bound(args.memory_gib, device)
         torch.cuda.set_device(device)                                # Triton launches on the current one
-        if args.memory_gib:
-            memory.bound(args.memory_gib, device)
     join(device)
     model = qwen.load(folder, args.base, device)
     model.live_vocab = tokenizer.vocab_size

@@ -391,8 +391,8 @@ def check_one_line(runs, log, named, out):
 # Memory.
 
 class FakeGpu:
-    """A GPU that is not there: 80 GiB, 2 of them held by weights and adapter. Activations: 4 GiB for the learner's
-    largest micro-batch of 200 tokens, 1 more for each block that keeps its own."""
+    """A GPU that is not there: 80 GiB, 2 of them held by weights and adapter. 200 tokens of the learner take 4 GiB, and
+    1 more for each block that keeps its activations."""
     total = 80 * 2**30
 
     def __init__(self, held=2):
@@ -418,7 +418,7 @@ class FakeGpu:
 
     def token_logprobs(self, rows, starts, kept=0):
         if torch.is_grad_enabled():
-            self.peak = (sum(map(len, rows)) // 50 + kept) * 2**30
+            self.peak = sum(map(len, rows)) * (4 + kept) / 200 * 2**30
             if self.held + self.peak > self.total:
                 raise torch.OutOfMemoryError
         return torch.zeros(1, requires_grad=True), None
