@@ -59,8 +59,12 @@ class Plan:
                  "decode graphs": 3 * 4 * max_rows * c.vocab, "CUDA context, NCCL": OUTSIDE, "fragments": 0.03 * limit}
         self.room = limit - sum(table.values())
         useful = max_rows * self.longest * c.layers * 2 * c.kv_heads * c.head_dim * model.dtype.itemsize
-        options = [micro_batch_tokens] if micro_batch_tokens else MICRO_BATCH_TOKENS
-        *_, self.micro_batch_tokens, worst, self.pool, self.kept = min(self.option(n, useful, kv_gib) for n in options)
+        options = []
+        for tokens in [micro_batch_tokens] if micro_batch_tokens else MICRO_BATCH_TOKENS:
+            options.append(self.option(tokens, useful, kv_gib))
+            if options[-1][-1] == c.layers:
+                break                                                # nothing to gain from smaller ones
+        *_, self.micro_batch_tokens, worst, self.pool, self.kept = min(options)
         if math.isinf(worst):
             raise ValueError(f"no room for rows of {self.longest} tokens beside {held / 2**30:.1f} GiB of weights and "
                              f"adapter: lower --micro-batch-tokens ({self.micro_batch_tokens}) or --max-new-tokens")

@@ -19,6 +19,7 @@ Not here: model or pipeline parallelism, elastic restarts.
 import os
 import signal
 import sys
+import time
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -69,9 +70,12 @@ def gather(items):
 
 
 def all_sum(tensor):
-    """In place; the same bits on every rank."""
+    """In place; the same bits on every rank. Waits in Python: in CUDA's own wait no signal would get through."""
     if WORLD > 1:
-        collective(dist.all_reduce, tensor)
+        work = dist.all_reduce(tensor, async_op=True)
+        while not work.is_completed():
+            time.sleep(1e-4)
+        collective(work.wait)
     return tensor
 
 
@@ -119,4 +123,8 @@ def ending_with(save, advice):
             saved = f"the last step cannot be saved ({failure}), earlier checkpoints are whole"
         if not isinstance(error, (Stopped, OSError, torch.OutOfMemoryError)):
             raise
-        sys.exit(f"train.py: {str(error).splitlines()[0]}; {saved}; {advice}" if RANK == 0 else 1)
+        if RANK == 0:
+            print(f"train.py: {str(error).splitlines()[0]}; {saved}; {advice}", file=sys.stderr, flush=True)
+        if WORLD > 1:
+            os._exit(1)                                              # NCCL's farewell waits for ranks that are gone
+        sys.exit(1)
