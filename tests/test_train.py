@@ -320,16 +320,19 @@ def test_more_ranks_than_problems_work(runs):
     assert len(runs.metrics("idle")) == 1
 
 
-def test_a_lost_rank_ends_the_run_with_a_checkpoint(runs, whole):
-    zero, one = runs.ranks("lost", 2, "--steps", "30", "--save-every", "100")
-    runs.wait("lost", 3, zero)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="a GPU for each of two ranks"))])
+def test_a_lost_rank_ends_the_run_with_a_checkpoint(runs, whole, device):
+    out = f"lost-{device}"
+    zero, one = runs.ranks(out, 2, "--steps", "30", "--save-every", "100", "--device", device)
+    runs.wait(out, 3, zero)
     one.kill()
     zero.join(30)
     assert zero.exitcode == 1, zero.exitcode
-    done = len(runs.lines("lost"))
-    assert "another rank was lost" in runs.log("lost") and f"step {done} is saved" in runs.log("lost")
-    runs.run("lost", "--resume")                                          # alone: other rounding, the same problems
-    assert [row["id"] for row in runs.samples("lost")] == [row["id"] for row in runs.samples(whole)]
+    done = len(runs.lines(out))
+    assert "another rank was lost" in runs.log(out) and f"step {done} is saved" in runs.log(out)
+    runs.run(out, "--resume")                                             # alone: other rounding, the same problems
+    assert [row["id"] for row in runs.samples(out)] == [row["id"] for row in runs.samples(whole)]
 
 
 # -----------------------------------------------------------------------------
