@@ -3,6 +3,7 @@ Measures the speeds that docs/ reports. Every subcommand ends with one line of J
 
     python bench.py linears --model 7b [--lora-rank 32]     the four fused linears of a layer against cuBLAS bf16
     python bench.py rollout --model 7b --base nvfp4 [--lora-rank 32] [--batch 1,8,32,64,256]     tokens/s of sampler.py
+    python bench.py rollout --spread --batch 128,32,16      the same with completions of many lengths, by slots
     python bench.py train --model 7b --base nvfp4           learner tokens/s, share of the matmul ceiling, peak memory
     python bench.py step --model 32b --memory-gib 48        a whole GRPO step and its split; also under torchrun
     python bench.py tune                                    prints the lines of marlin_fp4.TUNED
@@ -33,7 +34,7 @@ import process
 from lora import Adapter
 from marlin_fp4 import Config, PackedWeight, decode_matmul, matmul, schedule
 from model import SIZES, ModelConfig, lay_out, random_model
-from sampler import Sampler
+from sampler import Sampler, quantize_head
 
 PARTS = {"qkv": 3, "o": 1, "gate_up": 2, "down": 1}                  # each has a LoRA A of its own
 HBM, TENSOR = 4.3e12, 790e12                                         # an H200's copy and 8192^3 bf16 matmul, measured
@@ -191,7 +192,9 @@ def weight_bytes(model):
     """Bytes that every decode step reads: linears, adapter, lm_head."""
     linears = [linear.weight for layer in model.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
     frozen = sum(t.nbytes for w in linears for t in ((w.codes, w.scales) if isinstance(w, PackedWeight) else w.tensors))
-    return frozen + (model.adapter.working.nbytes if model.adapter else 0) + model.lm_head.nbytes
+    head = getattr(model, "packed_head", None)
+    head_bytes = head.codes.nbytes + head.scales.nbytes if head else model.lm_head.nbytes
+    return frozen + (model.adapter.working.nbytes if model.adapter else 0) + head_bytes
 
 
 def kv_bytes(model, prompts, sequences, prompt, new):
@@ -211,12 +214,37 @@ def live_model(args):
     return model
 
 
+def spread_load(sampler, prompts, G, rows):
+    """Completions of 50 to 1,024 tokens, mean 200, through `rows` slots, against as many tokens at full occupancy.
+
+    That is: equal lengths, so that every slot is busy to the end. -> tokens/s, share of idle slots, ratio of the times.
+    """
+    B = len(prompts) * G
+    limits = drawn_lengths(B, 50, 1024, 200)
+    for _ in range(2):                                               # the first compiles and captures
+        spread = sampler.generate(prompts, G, limits)
+        packed = sampler.generate(prompts[:max(1, rows // G)], min(G, rows), round(sum(limits) / B))
+    return {"tokens_s": spread.num_tokens / spread.seconds, "idle": spread.idle, "seconds": spread.seconds,
+            "times_packed": spread.seconds / (packed.seconds * spread.num_tokens / packed.num_tokens)}
+
+
 def rollout(args):
     model = live_model(args)
+    if args.head == "nvfp4":
+        quantize_head(model)
+    result = {"model": args.model, "base": args.base, "head": args.head, "lora_rank": args.lora_rank,
+              "prompt": args.prompt, "new": args.new, "device": torch.cuda.get_device_name(),
+              "weight_gb": weight_bytes(model) / 1e9, "batch": {}}
+    if args.spread:
+        prompts = torch.randint(model.config.vocab, (16, args.prompt)).tolist()
+        print(f"{args.model} {args.base}, 128 completions of 50 to 1,024 tokens, mean 200, from 16 prompts")
+        for rows in args.batch:
+            load = result["batch"][rows] = spread_load(Sampler(model, args.prompt + 1024, rows), prompts, 8, rows)
+            print(f"{rows:5} slots: {load['tokens_s']:9,.0f} tokens/s, {load['seconds']:.2f} s, idle "
+                  f"{load['idle']:.1%}, {load['times_packed']:.2f} x packed", flush=True)
+        print(json.dumps(result))
+        return
     sampler = Sampler(model, args.prompt + args.new, max_rows=max(args.batch))
-    result = {"model": args.model, "base": args.base, "lora_rank": args.lora_rank, "prompt": args.prompt,
-              "new": args.new, "device": torch.cuda.get_device_name(), "weight_gb": weight_bytes(model) / 1e9,
-              "batch": {}}
     print(f"{args.model} {args.base}, LoRA rank {args.lora_rank}, prompt {args.prompt}, {args.new} new tokens\n"
           f"{'B':>5} {'tokens/s':>9} {'ms/step':>8} {'floor':>7} {'share':>6} {'prefill ms':>11}")
     for B in args.batch:
@@ -430,6 +458,8 @@ def main():
     p.add_argument("--lora-rank", type=int, default=32, help="rank of each part's adapter; 0: none")
     p.add_argument("--batch", type=lambda s: [int(b) for b in s.split(",")], default=[1, 8, 32, 64, 256],
                    help="live sequences, comma-separated")
+    p.add_argument("--head", choices=["bf16", "nvfp4"], default="bf16", help="how lm_head is held")
+    p.add_argument("--spread", action="store_true", help="128 completions of many lengths; --batch: slots")
     p.add_argument("--prompt", type=int, default=256, help="tokens of a prompt")
     p.add_argument("--new", type=int, default=512, help="tokens of a completion")
     p.set_defaults(run=rollout)

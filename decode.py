@@ -43,15 +43,17 @@ from sampler import BLOCK, WINDOW, filter_logits
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)      # batch sizes with a graph of their own
 TILE = 64                                      # columns of an elementwise program; one partial sum of squares each
 CHUNK = 2048                                   # vocabulary entries of one program of the softmax
-GROUP = 16                                     # query heads of a key-value head, padded to a tensor-core tile
+HEAD_ROWS = 64                                 # up to so many rows a 4-bit head is read as such, else its bf16 copy
+GROUP = 16                                     # query heads of a key-value head, of several rows if they share a prefix
 MAX_ENDS = 16                                  # end ids of a tokenizer
 LOG2_E = 1.4426950408889634
 # n up to -> (rows of a program, warps) of heads_kernel, residual_kernel, swiglu_kernel. They wait for memory, so many
 # small programs win: against 4 warps and 2 or 4 rows throughout, 0.4 of 2.8 ms at 8 rows, 0.4 of 4.5 at 64 (7B, H200).
-PROGRAMS = {4: ((1, 2), (1, 1), (1, 1)), 16: ((2, 1), (1, 1), (1, 1)), 32: ((4, 2), (4, 2), (4, 2)),
-            64: ((4, 2), (4, 2), (8, 4)), 512: ((16, 4), (8, 2), (16, 4))}
-FIELDS = ("token", "pos", "prefix", "limit", "key", "alive", "made", "step")
-TOKEN, POS, PREFIX, LIMIT, KEY, ALIVE, MADE, STEP = map(tl.constexpr, range(8))      # of the state, int64 (8, max_rows)
+PROGRAMS = {4: ((1, 2), (1, 1), (1, 1, 64)), 16: ((4, 2), (4, 4), (1, 1, 64)), 32: ((4, 4), (4, 4), (16, 8, 64)),
+            64: ((4, 2), (4, 4), (16, 8, 64)), 512: ((16, 4), (8, 2), (16, 4, 64))}
+FIELDS = ("token", "pos", "prefix", "share", "limit", "key", "alive", "made", "step")
+# Of the state, int64 (9, max_rows).
+TOKEN, POS, PREFIX, SHARE, LIMIT, KEY, ALIVE, MADE, STEP = map(tl.constexpr, range(len(FIELDS)))
 
 
 # -----------------------------------------------------------------------------
@@ -73,15 +75,17 @@ def slab_sum(slab_ptr, at, live, slab, count, SP: tl.constexpr):
     """Sum over s < count of slab_ptr[s * slab + at], in a fixed order. SP: the most slabs, padded to a power of two.
 
     With few elements the slabs lie side by side in one tensor, so that all threads load: 2.1 and not 2.5 ms a step at 1
-    row. With many that would spill registers: 3.9 and not 4.2 ms at 64 rows (7B, H200).
+    row. With many that would spill registers: 3.9 and not 4.2 ms at 64 rows (7B, H200). There a loop, not static_range:
+    unrolled before layouts are assigned, each slab would be moved into the layout of linear_tile's dot by itself,
+    through shared memory: 74 barriers a program instead of 14, 6.7 us instead of 3.5 (residual_kernel, 32 rows).
     """
     if at.shape[0] <= 2:
         s = tl.arange(0, SP)[:, None, None]
         y = tl.sum(tl.load(slab_ptr + s * slab + at[None], mask=(s < count) & live[None], other=0.0), axis=0)
     else:
         y = tl.zeros(at.shape, tl.float32)
-        for s in range(count):
-            y += tl.load(slab_ptr + s * slab + at, mask=live, other=0.0)
+        for s in range(SP):                                          # not count: so that loads are issued together
+            y += tl.load(slab_ptr + s * slab + at, mask=live & (s < count), other=0.0)
     return y
 
 
@@ -201,69 +205,117 @@ def heads_kernel(slab_ptr, scale_ptr, b_ptr, M, N, width, KB, L, SP: tl.constexp
 
 
 @triton.jit
-def attention_kernel(q_ptr, kv_ptr, plane, state_ptr, stride, table_ptr, width, out_ptr, acc_ptr, stats_ptr,
-                     counter_ptr, scale, H: tl.constexpr, KV: tl.constexpr, d: tl.constexpr, BLOCK: tl.constexpr,
-                     CONTEXT: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr):
-    """One row, one key-value head, one of SPLITS runs of the row's context, for the H/KV query heads that share them.
+def cut(tokens, SPLITS: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr):
+    """-> tokens of a run, a multiple of BLOCK, and how many runs: at most SPLITS, if possible of LEAST blocks each."""
+    blocks = tl.cdiv(tokens, BLOCK)
+    runs = tl.minimum(tl.maximum(tl.cdiv(blocks, LEAST), 1), SPLITS)
+    size = tl.maximum(tl.cdiv(blocks, runs), 1)
+    return size * BLOCK, tl.cdiv(blocks, size)
 
-    Runs leave an unscaled sum, their largest logit and their mass; the last program to arrive joins them in order of
-    the runs, so the result does not depend on who that is. Softmax in base 2: scale = log2(e) / sqrt(d).
-    """
-    row, kv_head, split, SPLITS = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
-    overlap(PDL)
-    prefix = tl.load(state_ptr + PREFIX * stride + row).to(tl.int32)
-    own = (prefix + BLOCK - 1) // BLOCK * BLOCK
-    last = own + tl.load(state_ptr + POS * stride + row).to(tl.int32) - prefix
-    run = tl.cdiv(tl.cdiv(last + 1, CONTEXT), SPLITS) * CONTEXT      # tokens of a run
-    runs = tl.cdiv(last + 1, run)
-    wait(PDL)
-    if split >= runs:
-        return
-    head = tl.arange(0, GROUP)
-    live = (head < H // KV)[:, None]
-    i = tl.arange(0, d)
-    at_q = (row * H + kv_head * (H // KV) + head[:, None]) * d + i[None, :]
-    q = tl.load(q_ptr + at_q, mask=live, other=0.0)
-    top = tl.full((GROUP,), -float("inf"), tl.float32)
-    mass = tl.zeros((GROUP,), tl.float32)
-    acc = tl.zeros((GROUP, d), tl.float32)
-    for t in range(split * run, tl.minimum(split * run + run, last + 1), CONTEXT):
-        slot = t + tl.arange(0, CONTEXT)
-        valid = (slot < prefix) | ((slot >= own) & (slot <= last))   # some of every block are: never -inf throughout
-        block = tl.load(table_ptr + row * width + slot // BLOCK, mask=slot <= last, other=0)
-        at = ((block * KV + kv_head) * BLOCK + slot % BLOCK) * d
-        k = tl.load(kv_ptr + at[None, :] + i[:, None])               # (d, CONTEXT)
-        v = tl.load(kv_ptr + plane + at[:, None] + i[None, :])       # (CONTEXT, d)
-        logit = tl.where(valid[None, :], tl.dot(q, k, input_precision="ieee") * scale, -float("inf"))
+
+@triton.jit
+def attend(q, kv_ptr, plane, blocks_ptr, kv_head, first, end, prefix, own, last, scale, KV: tl.constexpr,
+           BLOCK: tl.constexpr):
+    """Queries q (J, d) over slots [first, end) of a row's blocks: largest logit, mass (J,), unscaled sum (J, d)."""
+    slot, i, size = tl.arange(0, BLOCK), tl.arange(0, q.shape[1]), BLOCK * q.shape[1]
+    at = slot[:, None] * q.shape[1] + i[None, :]                     # (BLOCK, d)
+    top = tl.full((q.shape[0],), -float("inf"), tl.float32)
+    mass = tl.zeros((q.shape[0],), tl.float32)
+    acc = tl.zeros(q.shape, tl.float32)
+    block = tl.load(blocks_ptr + first // BLOCK)
+    for t in range(first, end, BLOCK):
+        valid = (t + slot < prefix) | ((t + slot >= own) & (t + slot <= last))           # never all False
+        block_ptr = kv_ptr + (block * KV + kv_head) * size
+        # One step early: if keys and values waited for this load, the compiler would keep a single buffer for them.
+        block = tl.load(blocks_ptr + t // BLOCK + 1, mask=t + BLOCK < end, other=0)
+        k = tl.load(block_ptr + at)
+        v = tl.load(block_ptr + plane + at)
+        logit = tl.where(valid[None, :], tl.dot(q, k.T, input_precision="ieee") * scale, -float("inf"))
         new_top = tl.maximum(top, tl.max(logit, axis=1))
         p = tl.exp2(logit - new_top[:, None])
         shrink = tl.exp2(top - new_top)
         mass = mass * shrink + tl.sum(p, axis=1)
         acc = tl.dot(p.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
         top = new_top
-    if runs > 1:
-        pair = row * KV + kv_head
-        at = pair * SPLITS * GROUP + head                            # (n, KV, SPLITS, GROUP), stats: tops, then masses
-        masses_ptr = stats_ptr + tl.num_programs(0) * KV * SPLITS * GROUP
-        tl.store(stats_ptr + at + split * GROUP, top)
-        tl.store(masses_ptr + at + split * GROUP, mass)
-        tl.store(acc_ptr + (at + split * GROUP)[:, None] * d + i[None, :], acc)
+    return top, mass, acc
+
+
+@triton.jit
+def attention_kernel(q_ptr, kv_ptr, plane, state_ptr, stride, table_ptr, width, out_ptr, acc_ptr, stats_ptr,
+                     counter_ptr, scale, H: tl.constexpr, KV: tl.constexpr, d: tl.constexpr, BLOCK: tl.constexpr,
+                     SPLITS: tl.constexpr, LEAST: tl.constexpr, J: tl.constexpr, AT_ONCE: tl.constexpr,
+                     PDL: tl.constexpr):
+    """One key-value head, the H/KV query heads that share it, one run of the context.
+
+    Programs [0, SPLITS) of the last axis cut up the prefix that this row and the next ones have in common, if this row
+    is the first of them: query j of the tile is head j % (H/KV) of row + j // (H/KV), and a prefix is read once for
+    J // (H/KV) rows. Programs [SPLITS, 2 SPLITS) cut up the row's own tokens; if it is alone, all of its context.
+
+    Runs leave an unscaled sum, their largest logit and their mass; a query's last run to arrive joins them in order of
+    the runs, so the result does not depend on who that is. Softmax in base 2: scale = log2(e) / sqrt(d).
+    """
+    row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    overlap(PDL)
+    prefix = tl.load(state_ptr + PREFIX * stride + row).to(tl.int32)
+    share = tl.load(state_ptr + SHARE * stride + row).to(tl.int32)
+    pos = tl.load(state_ptr + POS * stride + row).to(tl.int32)
+    own = tl.cdiv(prefix, BLOCK) * BLOCK                             # sampler.CachedAttention: own tokens start a block
+    alone = (share == 1) | (prefix == 0)
+    start = tl.where(alone, 0, own)                                  # of the row's own part
+    last = own + pos - prefix
+    prefix_size, prefix_runs = cut(prefix, SPLITS, LEAST, BLOCK)
+    prefix_runs = tl.where(alone, 0, prefix_runs)
+    size, runs = cut(last + 1 - start, SPLITS, LEAST, BLOCK)
+    of_prefix, part = split < SPLITS, split % SPLITS
+    if part >= tl.where(of_prefix, tl.where(share > 0, prefix_runs, 0), runs):
+        return
+    run = tl.where(of_prefix, part, prefix_runs + part)
+    members = tl.where(of_prefix, share, 1)
+    first = tl.where(of_prefix, part * prefix_size, start + part * size)
+    end = tl.where(of_prefix, tl.minimum(first + prefix_size, prefix), tl.minimum(first + size, last + 1))
+    last = tl.where(of_prefix, -1, last)
+    wait(PDL)
+    j, i = tl.arange(0, J), tl.arange(0, d)
+    member = row + j // (H // KV)
+    live = j < members * (H // KV)
+    head = member * H + kv_head * (H // KV) + j % (H // KV)          # of the n * H query heads
+    at_q = head[:, None] * d + i[None, :]
+    q = tl.load(q_ptr + at_q, mask=live[:, None], other=0.0)
+    top, mass, acc = attend(q, kv_ptr, plane, table_ptr + row * width, kv_head, first, end, prefix, own, last, scale,
+                            KV, BLOCK)
+    mine = live
+    if prefix_runs + runs > 1:
+        # Members differ in length and number of runs; a lane without one counts as long as the prefix.
+        tokens = tl.load(state_ptr + POS * stride + member, mask=live, other=0).to(tl.int32) - prefix
+        _, own_runs = cut(own + tl.maximum(tokens, 0) + 1 - start, SPLITS, LEAST, BLOCK)
+        all_runs = prefix_runs + own_runs                            # (J,)
+        at = head * (2 * SPLITS)
+        masses_ptr = stats_ptr + tl.num_programs(0) * H * (2 * SPLITS)                   # (n, H, runs): tops, masses
+        tl.store(stats_ptr + at + run, top, mask=live)
+        tl.store(masses_ptr + at + run, mass, mask=live)
+        tl.store(acc_ptr + (at + run)[:, None] * d + i[None, :], acc, mask=live[:, None])
         tl.debug_barrier()                                           # all threads' stores come before the count
-        if tl.atomic_add(counter_ptr + pair, 1, sem="acq_rel") < runs - 1:
-            return
-        tl.store(counter_ptr + pair, 0)                              # for the next layer
-        top = tl.full((GROUP,), -float("inf"), tl.float32)
-        mass = tl.zeros((GROUP,), tl.float32)
-        acc = tl.zeros((GROUP, d), tl.float32)
-        for s in range(0, runs):
-            run_top = tl.load(stats_ptr + at + s * GROUP, cache_modifier=".cg")
-            new_top = tl.maximum(top, run_top)
-            shrink, weight = tl.exp2(top - new_top), tl.exp2(run_top - new_top)
-            mass = mass * shrink + weight * tl.load(masses_ptr + at + s * GROUP, cache_modifier=".cg")
-            run_acc = tl.load(acc_ptr + (at + s * GROUP)[:, None] * d + i[None, :], cache_modifier=".cg")
-            acc = acc * shrink[:, None] + run_acc * weight[:, None]
-            top = new_top
-    tl.store(out_ptr + at_q, (acc / mass[:, None]).to(out_ptr.dtype.element_ty), mask=live)
+        arrived = tl.atomic_add(counter_ptr + head, 1, mask=live, sem="acq_rel")
+        mine = live & (arrived == all_runs - 1)
+        tl.store(counter_ptr + head, 0, mask=mine)                   # for the next layer
+        top = tl.full((J,), -float("inf"), tl.float32)
+        mass = tl.zeros((J,), tl.float32)
+        acc = tl.zeros((J, d), tl.float32)
+        for s0 in range(0, tl.max(tl.where(mine, all_runs, 0), axis=0), AT_ONCE):
+            tops, masses, accs = (), (), ()
+            for s in tl.static_range(AT_ONCE):                       # loads that wait for each other cost 0.6 us a run
+                left = mine & (s0 + s < all_runs)
+                tops += (tl.load(stats_ptr + at + s0 + s, mask=left, other=-float("inf"), cache_modifier=".cg"),)
+                masses += (tl.load(masses_ptr + at + s0 + s, mask=left, other=0.0, cache_modifier=".cg"),)
+                accs += (tl.load(acc_ptr + (at + s0 + s)[:, None] * d + i[None, :], mask=left[:, None], other=0.0,
+                                 cache_modifier=".cg"),)
+            for s in tl.static_range(AT_ONCE):
+                new_top = tl.maximum(top, tops[s])
+                shrink, weight = tl.exp2(top - new_top), tl.exp2(tops[s] - new_top)
+                mass = mass * shrink + weight * masses[s]
+                acc = acc * shrink[:, None] + accs[s] * weight[:, None]
+                top = new_top
+    tl.store(out_ptr + at_q, (acc / mass[:, None]).to(out_ptr.dtype.element_ty), mask=mine[:, None])
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -316,12 +368,24 @@ def logit_scale(squares_ptr, row, inv_temperature_ptr, D, eps, TILES: tl.constex
 
 
 @triton.jit
-def chunk_kernel(logits_ptr, row_stride, V, squares_ptr, inv_temperature_ptr, D, eps, TILES: tl.constexpr,
-                 TILES_P: tl.constexpr, SCALED: tl.constexpr, tops_ptr, masses_ptr, picks_ptr, CHUNK: tl.constexpr):
+def head_tile(slab_ptr, scale_ptr, at, column, live, slab, KB, L, SLABS: tl.constexpr, PACKED: tl.constexpr):
+    """Logits of one row's columns, -inf where not live: slabs and scale of a PACKED head, else they are there."""
+    if not PACKED:
+        return tl.load(slab_ptr + at + column, mask=live, other=-float("inf"))
+    x = tl.load(slab_ptr + at + column, mask=live, other=0.0)
+    for s in tl.static_range(1, SLABS):
+        x += tl.load(slab_ptr + s * slab + at + column, mask=live & (s < pieces(column, KB, L)), other=0.0)
+    return tl.where(live, x * tl.load(scale_ptr + column, mask=live, other=0.0), -float("inf"))
+
+
+@triton.jit
+def chunk_kernel(slab_ptr, scale_ptr, slab, row_stride, KB, L, SLABS: tl.constexpr, PACKED: tl.constexpr, V,
+                 squares_ptr, inv_temperature_ptr, D, eps, TILES: tl.constexpr, TILES_P: tl.constexpr,
+                 SCALED: tl.constexpr, tops_ptr, masses_ptr, picks_ptr, CHUNK: tl.constexpr):
     """Largest scaled logit of one chunk of a row's vocabulary, the sum of exp(logit - largest), and where it is."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(logits_ptr + row.to(tl.int64) * row_stride + i, mask=i < V, other=-float("inf"))
+    x = head_tile(slab_ptr, scale_ptr, row.to(tl.int64) * row_stride, i, i < V, slab, KB, L, SLABS, PACKED)
     x *= logit_scale(squares_ptr, row, inv_temperature_ptr, D, eps, TILES, TILES_P, SCALED)
     top = tl.max(x, axis=0)
     at = row * tl.num_programs(1) + chunk
@@ -341,10 +405,10 @@ def uniform(key, pos):
 
 
 @triton.jit
-def pick_kernel(logits_ptr, row_stride, V, squares_ptr, inv_temperature_ptr, D, eps, TILES: tl.constexpr,
-                TILES_P: tl.constexpr, SCALED: tl.constexpr, tops_ptr, masses_ptr, picks_ptr, CHUNK: tl.constexpr,
-                chunks, CHUNKS_P: tl.constexpr, state_ptr, stride, ends_ptr, tokens_ptr, logprobs_ptr,
-                GREEDY: tl.constexpr, ENDS: tl.constexpr):
+def pick_kernel(slab_ptr, scale_ptr, slab, row_stride, KB, L, SLABS: tl.constexpr, PACKED: tl.constexpr, V, squares_ptr,
+                inv_temperature_ptr, D, eps, TILES: tl.constexpr, TILES_P: tl.constexpr, SCALED: tl.constexpr, tops_ptr,
+                masses_ptr, picks_ptr, CHUNK: tl.constexpr, chunks, CHUNKS_P: tl.constexpr, state_ptr, stride, ends_ptr,
+                tokens_ptr, logprobs_ptr, GREEDY: tl.constexpr, ENDS: tl.constexpr):
     """Draw a row's token (inverse CDF in vocabulary order: chunk, then inside it), write it down, advance the row."""
     row = tl.program_id(0)
     c = tl.arange(0, CHUNKS_P)
@@ -354,7 +418,7 @@ def pick_kernel(logits_ptr, row_stride, V, squares_ptr, inv_temperature_ptr, D, 
     mass = tl.sum(masses, axis=0)
     field = state_ptr + row
     pos = tl.load(field + POS * stride)
-    logits_ptr += row.to(tl.int64) * row_stride
+    at = row.to(tl.int64) * row_stride
     scale = logit_scale(squares_ptr, row, inv_temperature_ptr, D, eps, TILES, TILES_P, SCALED)
     if GREEDY:
         token = tl.load(picks_ptr + row * chunks + tl.argmax(tops, axis=0))
@@ -364,11 +428,13 @@ def pick_kernel(logits_ptr, row_stride, V, squares_ptr, inv_temperature_ptr, D, 
         chunk = tl.minimum(chunk, tl.max(tl.where(masses > 0, c, 0), axis=0))      # sums round: target may exceed them
         target -= tl.sum(tl.where(c < chunk, masses, 0.0), axis=0)
         i = tl.arange(0, CHUNK)
-        x = tl.load(logits_ptr + chunk * CHUNK + i, mask=chunk * CHUNK + i < V, other=-float("inf")) * scale
+        column = chunk * CHUNK + i
+        x = head_tile(slab_ptr, scale_ptr, at, column, column < V, slab, KB, L, SLABS, PACKED) * scale
         p = tl.exp(x - top)
         inside = tl.sum((tl.cumsum(p, axis=0) <= target).to(tl.int32), axis=0)
         token = chunk * CHUNK + tl.minimum(inside, tl.max(tl.where(p > 0, i, 0), axis=0))
-    logprob = tl.load(logits_ptr + token) * scale - top - tl.log(mass)
+    logit = head_tile(slab_ptr, scale_ptr, at, token, token < V, slab, KB, L, SLABS, PACKED) * scale
+    logprob = logit - top - tl.log(mass)
     step = tl.load(field + STEP * stride)
     tl.store(tokens_ptr + step * stride + row, token.to(tl.int64))
     tl.store(logprobs_ptr + step * stride + row, logprob)
@@ -399,12 +465,13 @@ def partial_sums(linear, x, ones):
 
 
 def attention_shape(pairs):
-    """(row, key-value head) pairs of a step -> tokens read at a time, warps, splits: about 2 programs a multiprocessor.
+    """(row, key-value head) pairs of a step -> most runs of a prefix or a row, blocks that are worth a run, warps.
 
-    On an H200, 7B, 512 tokens, 1 / 8 / 32 / 64 / 256 rows: 6.9 / 9.5 / 13.3 / 19.3 / 55 us a layer.
+    Few long programs, because joining runs costs 2 us; enough of them that long contexts keep 2 on a multiprocessor.
     """
     splits = min(64, triton.next_power_of_2(triton.cdiv(2 * 132, pairs)))
-    return (128, 4, splits) if pairs <= 32 else (64, 2, splits) if splits > 1 else (32, 2, splits)
+    return (splits, 1, 4) if pairs <= 8 else (splits, 4, 4) if pairs <= 64 else (splits, 8, 2) if pairs <= 128 else (
+        splits, 16, 1)
 
 
 class GraphEngine:
@@ -418,6 +485,7 @@ class GraphEngine:
         assert c.heads // c.kv_heads <= GROUP, f"{c.heads} query heads on {c.kv_heads}: more than {GROUP} on each"
         assert model.dtype == kv.dtype, f"KV cache in {kv.dtype}, model in {model.dtype}"
         self.model, self.kv, self.max_rows = model, kv, max_rows
+        self.shared = GROUP // (c.heads // c.kv_heads)               # rows that read a prefix together
         self.buckets = [b for b in BUCKETS if b < max_rows] + [max_rows]
         self.state = torch.zeros(len(FIELDS), max_rows, dtype=torch.int64, device=device)
         self.table = None                                            # (max_rows, width), from the first call on
@@ -425,7 +493,7 @@ class GraphEngine:
         self.inv_temperature = torch.ones((), device=device)
         self.tokens = torch.zeros(WINDOW, max_rows, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(WINDOW, max_rows, device=device)
-        self.counters = torch.zeros(max_rows * c.kv_heads, dtype=torch.int32, device=device)
+        self.counters = torch.zeros(max_rows * c.heads, dtype=torch.int32, device=device)
         half = torch.arange(0, c.head_dim, 2, device=device, dtype=torch.float32)
         widest = max(linear.weight.N for linear in (model.layers[0].qkv, model.layers[0].gate_up))
         self.ones = torch.ones(widest, device=device)                # the scale of linears that have none
@@ -448,7 +516,7 @@ class GraphEngine:
         run = self.graph(size, not temperature, top_k, top_p)
         self.state[:, :size] = 0                                     # rows past n read and write block 0, for nobody
         self.table[:size] = 0
-        for i, name in enumerate(FIELDS[:5]):
+        for i, name in enumerate(FIELDS[:6]):
             self.state[i, :n] = rows[name]
         self.state[FIELDS.index("alive"), :n] = rows["limit"] > rows["pos"]
         self.table[:n] = rows["table"]
@@ -511,11 +579,11 @@ class GraphEngine:
                 num_warps=warps, **pdl)
 
         def attention(cache):
-            tokens_at_once, warps, splits = attention_shape(n * KV)
-            acc, stats = new(n, KV, splits, GROUP, d), new(2, n, KV, splits, GROUP)
-            attention_kernel[n, KV, splits](
-                q, *cache, context, acc, stats, self.counters, d ** -0.5 * LOG2_E, H, KV, d, BLOCK, tokens_at_once,
-                GROUP, num_warps=warps, num_stages=2, **pdl)
+            splits, least, warps = attention_shape(n * KV)
+            acc, stats = new(n, H, 2 * splits, d), new(2, n, H, 2 * splits)
+            attention_kernel[n, KV, 2 * splits](
+                q, *cache, context, acc, stats, self.counters, d ** -0.5 * LOG2_E, H, KV, d, BLOCK, splits, least,
+                GROUP, warps, num_warps=warps, num_stages=3, **pdl)
 
         def residual(linear, x, norm):
             rows, warps = per_residual
@@ -523,9 +591,9 @@ class GraphEngine:
                 *linear_args(linear, x), resid, *norm_args(norm), tiles, TILE, rows, num_warps=warps, **pdl)
 
         def swiglu(layer):
-            rows, warps = per_swiglu
-            swiglu_kernel[triton.cdiv(n, rows), F // TILE](
-                *linear_args(layer.gate_up, xw), *norms, hidden, TILE, rows, num_warps=warps, **pdl)
+            rows, warps, columns = per_swiglu
+            swiglu_kernel[triton.cdiv(n, rows), F // columns](
+                *linear_args(layer.gate_up, xw), *norms, hidden, columns, rows, num_warps=warps, **pdl)
 
         # The first kernel starts when the step before is done, so all others may read the rows' state early.
         embed_kernel[n, tiles](*state, model.embed, self.freq, resid, cos, sin, *norm_args(model.layers[0].input_norm),
@@ -542,16 +610,24 @@ class GraphEngine:
 
     def sample(self, n, xw, squares, greedy, top_k, top_p):
         """The head and the draw: xw (n, D) and sums of squares of the final norm -> next token of every row."""
-        c, V = self.model.config, self.model.live_vocab
-        # All rows of the head, not the live ones: 151,665 columns of fp32 would leave cuBLAS unaligned rows.
-        logits = mm_fp32(xw, self.model.lm_head.T)                   # (n, V padded)
+        c, V, packed = self.model.config, self.model.live_vocab, getattr(self.model, "packed_head", None)
+        if packed is None or n > HEAD_ROWS:
+            # All rows of the head, not the live ones: 151,665 columns of fp32 would leave cuBLAS unaligned rows.
+            logits = mm_fp32(xw, self.model.lm_head.T)               # (n, V padded)
+            slabs, scale = marlin_fp4.Slabs(logits[None], KB=1, L=1), None
+        else:
+            slabs, scale = marlin_fp4.decode_matmul(xw, packed), packed.out_scale
         filtered = bool(top_k or top_p < 1.0)
         if filtered:
+            logits = slabs.sums[0] if scale is None else marlin_fp4.finish(slabs, scale)
             logits *= torch.rsqrt(squares.sum(1, keepdim=True) / c.width + c.eps) * self.inv_temperature
             filter_logits(logits[:, :V], top_k, top_p)
+            slabs, scale = marlin_fp4.Slabs(logits[None], KB=1, L=1), None
+        logits = slabs.sums
         chunks, tiles = triton.cdiv(V, CHUNK), squares.shape[1]
         tops, masses, picks = logits.new_empty(n, chunks), logits.new_empty(n, chunks), self.tokens.new_empty(n, chunks)
-        softmax = (logits, logits.stride(0), V, squares, self.inv_temperature, c.width, c.eps, tiles,
+        softmax = (logits, logits if scale is None else scale, *logits.stride()[:2], slabs.KB, slabs.L, len(logits),
+                   scale is not None, V, squares, self.inv_temperature, c.width, c.eps, tiles,
                    triton.next_power_of_2(tiles), filtered, tops, masses, picks, CHUNK)
         chunk_kernel[n, chunks](*softmax)
         pick_kernel[n,](*softmax, chunks, triton.next_power_of_2(chunks), self.state, self.max_rows, self.ends,

@@ -33,6 +33,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+import marlin_fp4
+import nvfp4
 from marlin_fp4 import mm_fp32
 from model import PackedAttention
 
@@ -143,9 +145,16 @@ def draw(logits, u):
     return token, logits.gather(1, token[:, None])[:, 0] - lse
 
 
+def quantize_head(model):
+    """Round lm_head to NVFP4, for sampler and learner alike: its bf16 values replace it, the codes serve few rows."""
+    model.packed_head = marlin_fp4.pack(*nvfp4.quantize(model.lm_head))
+    model.lm_head = model.packed_head.dequantize(dtype=model.dtype)  # exact: the tensor's scale is a power of two
+
+
 class TorchEngine:
     """The decode step in plain torch: the reference for decode.py's kernels, and the path of a machine without GPU."""
     window = 1                                                       # steps between two looks of the host: it is free
+    shared = 1                                                       # rows whose prefix is read together
 
     def __init__(self, model, kv, max_rows):
         self.model, self.kv, self.max_rows = model, kv, max_rows
@@ -275,7 +284,7 @@ class Sampler:
         made = sum(len(s.completion) for s in sequences)
         return Rollouts([s.prompt for s in sequences], [s.completion for s in sequences],
                         [torch.tensor(s.logprobs) for s in sequences], [s.finished for s in sequences],
-                        seconds=time.perf_counter() - began, idle=1 - made / max(steps_made, 1))
+                        seconds=time.perf_counter() - began, idle=1 - made / steps_made if steps_made else 0.0)
 
     def _admit(self, waiting, live):
         """Move sequences from the queue to the batch while rows and blocks last; prefill their prefixes."""
@@ -334,8 +343,14 @@ class Sampler:
         for row, s in enumerate(live):
             shared, own = len(s.prefix.blocks), len(s.blocks)
             table[row, :shared], table[row, shared:shared + own] = s.prefix.blocks, s.blocks
-        columns = torch.tensor([(s.token, s.pos, len(s.prefix.tokens), s.limit, s.key) for s in live])
-        rows = dict(zip(("token", "pos", "prefix", "limit", "key"), columns.to(device).T.contiguous()))
+        share, first = [0] * len(live), 0                            # at the first of rows with one prefix: how many
+        for row, s in enumerate(live):
+            if s.prefix is not live[first].prefix or row - first == self.engine.shared:
+                first = row
+            share[first] += 1
+        columns = [(s.token, s.pos, len(s.prefix.tokens), k, s.limit, s.key) for s, k in zip(live, share)]
+        columns = torch.tensor(columns).to(device).T.contiguous()
+        rows = dict(zip(("token", "pos", "prefix", "share", "limit", "key"), columns))
         return {**rows, "table": torch.from_numpy(table).to(device)}
 
     def _prefill(self, prefixes):

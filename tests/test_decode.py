@@ -83,10 +83,11 @@ def test_swiglu_kernel_is_silu_of_gate_times_up_over_rms(M, KB, L, R, gen):
 
 
 def rows_state(prefix, pos, width, blocks, gen):
-    """Kernel state (8, n) and a table of distinct random blocks for rows at `pos` after a prefix of `prefix` tokens."""
+    """Kernel state (9, n) and a table of distinct random blocks for rows at `pos` after a prefix of `prefix` tokens."""
     n = len(pos)
-    state = torch.zeros(8, n, dtype=torch.int64, device="cuda")
-    state[1], state[2] = torch.tensor(pos, device="cuda"), torch.tensor(prefix, device="cuda")
+    state = torch.zeros(len(decode.FIELDS), n, dtype=torch.int64, device="cuda")
+    for name, values in dict(pos=pos, prefix=prefix, share=[1] * n).items():
+        state[decode.FIELDS.index(name)] = torch.tensor(values, device="cuda")
     return state, torch.randperm(blocks, generator=gen, device="cuda")[:n * width].view(n, width).contiguous()
 
 
@@ -115,23 +116,37 @@ def test_heads_kernel_rotates_and_writes_keys_and_values_where_the_table_says(H,
 
 
 @pytest.mark.parametrize("H,KV,d", [(14, 2, 64), (28, 4, 128), (10, 2, 128)])
-@pytest.mark.parametrize("splits", [1, 4, 16])
-def test_attention_kernel_matches_float64_over_prefix_gap_and_own_tokens(H, KV, d, splits, gen):
-    prefix, pos, B = [0, 0, 31, 32, 100, 1000, 5], [0, 63, 31, 32, 164, 2047, 2000], sampler.BLOCK
-    n, width = len(pos), 66
+@pytest.mark.parametrize("splits,least,warps", [(1, 16, 1), (4, 8, 2), (16, 1, 4)])
+@pytest.mark.parametrize("shared", [False, True])                    # nobody's prefix, or those of some neighbours
+def test_attention_kernel_matches_float64_over_prefix_gap_and_own_tokens(H, KV, d, splits, least, warps, shared, gen):
+    prefix, pos, B = [0, 0, 31, 32, 32, 100, 1000, 1000, 1000, 5], [0, 63, 31, 32, 164, 164, 2047, 1000, 1200, 2000], 32
+    groups = [2, 1, 2, 1, 2, 1, 1] if shared else [1] * len(pos)     # rows that share, in order
+    n, width, runs = len(pos), 66, 2 * splits
     state, table = rows_state(prefix, pos, width, n * width, gen)
+    leaders = torch.tensor(groups).cumsum(0) - torch.tensor(groups)
+    state[decode.FIELDS.index("share")] = 0
+    state[decode.FIELDS.index("share"), leaders] = torch.tensor(groups, device="cuda")
+    for leader, members in zip(leaders.tolist(), groups):
+        for row in range(leader, leader + members):
+            prefix[row] = prefix[leader]
+            pos[row] = max(pos[row], prefix[row])
+            table[row, :-(-prefix[row] // B)] = table[leader, :-(-prefix[row] // B)]
+    for name, values in (("pos", pos), ("prefix", prefix)):
+        state[decode.FIELDS.index(name)] = torch.tensor(values, device="cuda")
     kv = torch.randn(2, n * width, KV, B, d, generator=gen, device="cuda").bfloat16()
     q = torch.randn(n, H, d, generator=gen, device="cuda").bfloat16()
-    acc = torch.full((n, KV, splits, decode.GROUP, d), torch.nan, device="cuda")
-    stats = torch.full((2, n, KV, splits, decode.GROUP), torch.nan, device="cuda")
-    counters = torch.zeros(n * KV, dtype=torch.int32, device="cuda")
+    acc = torch.full((n, H, runs, d), torch.nan, device="cuda")
+    stats = torch.full((2, n, H, runs), torch.nan, device="cuda")
+    counters = torch.zeros(n * H, dtype=torch.int32, device="cuda")
     results = []
-    for _ in range(2):
+    for _ in range(3):
         out = torch.full_like(q, torch.nan)
-        decode.attention_kernel[n, KV, splits](q, kv, kv.stride(0), state, n, table, width, out, acc, stats, counters,
-                                               d ** -0.5 * 1.4426950408889634, H, KV, d, B, 64, decode.GROUP, False)
+        decode.attention_kernel[n, KV, runs](
+            q, kv, kv.stride(0), state, n, table, width, out, acc, stats, counters, d ** -0.5 * 1.4426950408889634, H,
+            KV, d, B, splits, least, decode.GROUP, warps, False, num_warps=warps)
         results.append(out)
-    assert torch.equal(*results) and not counters.any()              # same bits, and ready for the next layer
+    assert all(torch.equal(out, results[0]) for out in results)      # same bits whoever joins the runs
+    assert not counters.any()                                        # ready for the next layer
     for row in range(n):
         start = -(-prefix[row] // B) * B
         slots = torch.tensor([*range(prefix[row]), *range(start, start + pos[row] - prefix[row] + 1)], device="cuda")
@@ -173,6 +188,7 @@ def random_rows(n, width, gen):
     pos = torch.randint(0, 250, (n,), generator=gen, device="cuda")
     return dict(token=torch.randint(0, 2311, (n,), generator=gen, device="cuda"), pos=pos,
                 prefix=(torch.rand(n, generator=gen, device="cuda") * (pos + 1)).long(), limit=pos + 100,
+                share=torch.ones_like(pos),
                 key=torch.randint(0, 2**62, (n,), generator=gen, device="cuda"),
                 table=1 + torch.randperm(n * width, generator=gen, device="cuda").view(n, width))
 
@@ -286,9 +302,12 @@ def test_adapter_and_norm_updates_need_no_new_capture(gen):
 
 
 @pytest.mark.parametrize("temperature,top_k,top_p", [(1.0, 0, 1.0), (0.6, 0, 1.0), (1.0, 40, 0.95), (0.0, 0, 1.0)])
-def test_drawn_tokens_equal_a_draw_from_the_same_logits(temperature, top_k, top_p, gen):
+@pytest.mark.parametrize("head", ["bf16", "nvfp4"])                  # of a 4-bit head the reference has the bf16 copy
+def test_drawn_tokens_equal_a_draw_from_the_same_logits(temperature, top_k, top_p, head, gen):
     n, V = 64, 2311
     model, engine, width = small_engine("bf16", gen, rank=0, max_rows=n)
+    if head == "nvfp4":
+        sampler.quantize_head(model)
     xw = torch.randn(n, 256, generator=gen, device="cuda").bfloat16()
     squares = torch.rand(n, 4, generator=gen, device="cuda") * 60
     engine.state.random_(0, 1000, generator=gen)

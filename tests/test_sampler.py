@@ -16,7 +16,8 @@ import sampler as sampler_py
 from aqn import noisy_norms
 from lora import Adapter
 from model import load
-from sampler import BLOCK, MASK64, Rollouts, Sampler, TorchEngine, draw, filter_logits, row_key, uniforms
+from sampler import (BLOCK, MASK64, Rollouts, Sampler, TorchEngine, draw, filter_logits, quantize_head, row_key,
+                     uniforms)
 from tiny_qwen2 import merged, plain_logits, random_adapter, set_adapter
 
 FP32 = 5e-5                                                               # on logits: as in test_model.py
@@ -180,6 +181,19 @@ def test_both_end_ids_stop_and_stay_in_the_completion(tiny):
         assert not any(free.finished)
 
 
+def test_quantized_head_is_the_same_for_sampler_and_learner(tiny):
+    model = load(tiny["tied"].folder, base="bf16", device="cpu")
+    embed, before = model.embed.clone(), model.lm_head.clone()
+    quantize_head(model)
+    error = (model.lm_head - before).norm() / before.norm()
+    assert 0.05 < error < 0.15 and torch.equal(model.embed, embed)        # NVFP4's error; tied, but only the head moves
+    rollouts = Sampler(model, max_length=40, max_rows=64).generate(prompts_of(101, (3, 8)), 4, max_new_tokens=20)
+    rows = [p + c for p, c in zip(rollouts.prompts, rollouts.completions)]
+    with torch.no_grad():
+        learner, _ = model.token_logprobs(rows, [len(p) for p in rollouts.prompts])
+    assert (torch.cat(rollouts.logprobs) - learner).abs().max() < FP32
+
+
 @pytest.mark.parametrize("top_k,top_p", [(5, 1.0), (0, 0.7), (8, 0.8)])
 @pytest.mark.parametrize("temperature", [0, 1.4])
 def test_filtered_logprobs_are_over_the_kept_set(tiny, top_k, top_p, temperature):
@@ -306,7 +320,7 @@ class HashModel:
 
 
 class HashEngine:
-    window = 8
+    window, shared = 8, 3
 
     def __init__(self, model, kv, max_rows):
         self.keys, self.values = kv[0].view(2, -1, BLOCK).numpy()
@@ -354,7 +368,12 @@ class AuditedSampler(Sampler):
             assert len(s.blocks) * BLOCK - own in range(BLOCK), (len(s.blocks), own)
         for prefix in prefixes:
             assert prefix.users == sum(s.prefix is prefix for s in live)
-        return super()._rows(live)
+        rows, leader = super()._rows(live), 0
+        for row, (s, share) in enumerate(zip(live, rows["share"].tolist())):
+            leader = row if share else leader                             # rows [leader, leader + share): one prefix
+            assert s.prefix is live[leader].prefix and row - leader < rows["share"][leader] <= self.engine.shared
+        assert rows["share"].sum() == len(live)
+        return rows
 
     def _release(self, s):
         self.preempted += not s.finished and s.pos < s.limit
@@ -423,7 +442,8 @@ def test_requests_that_do_not_fit_stop():
             sampler.generate([[5]], group_size=2, max_new_tokens=limits)
     with pytest.raises(ValueError, match="zip"):
         sampler.generate([[5], [6]], max_new_tokens=2, prompt_ids=[1])
-    assert sampler.generate([], max_new_tokens=2).completions == []
+    nothing = sampler.generate([], max_new_tokens=2)
+    assert nothing.completions == [] and nothing.idle == 0
 
 
 def test_long_prefills_are_split_into_batches(monkeypatch):
