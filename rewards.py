@@ -249,7 +249,7 @@ LATEX_REWRITES = [(re.compile(pattern), to) for pattern, to in (          # in t
      r"|(?:no)?limits|bf|rm|it|boldsymbol|(?:measured)?angle)(?![A-Za-z])", ""),
     (r"\\%", "%"),
     (r",\s*\\!\s*(?=[0-9]{3})", ","),
-    (r"\{\s*([^{}\\]{1,40}?)\s*\\choose(?![A-Za-z])\s*([^{}\\]{1,40}?)\s*\}", r"\\binom{\1}{\2}"),
+    (r"\{([^{}\\]{1,40})\\choose(?![A-Za-z])([^{}\\]{1,40})\}", r"\\binom{\1}{\2}"),
     (r"(?<!\\)\\[,!]", ""),
     (r"(?<!\\)\\[;: ]|\\q?quad|\\(?:thin|med|en)space(?![A-Za-z])|\\(?:hspace|phantom)\{[^{}]*\}", " "),
     (r"\\([A-Za-z]+)", lambda m: RENAME.get(m[1]) or m[0]),
@@ -263,7 +263,7 @@ REWRITES = [(re.compile(pattern, re.IGNORECASE), to) for pattern, to in (
     (r"\(\s*\\?mod(?![A-Za-z])\s*([^()]{1,20})\)", r"\\mod{\1}"),                                         # (mod 7)
     (r"(\^(?:\{[^{}]{1,20}\}|[0-9a-z]))(_(?:\{[^{}]{1,20}\}|[0-9a-z]))", r"\2\1"),                        # x^2_1
     (r"(?<=[0-9])\s*\^\s*\{?\s*«(?:st|nd|rd|th)»\s*\}?|(?<=1)st$|(?<=2)nd$|(?<=3)rd$|(?<=[0-9])th$", ""),
-    (r"^\s*«?(?:option|choice|answer)\s*:?»?\s*(?=[«(]*[a-z][)»]*\s*$)", ""),
+    (r"^\s*«?(?:option|choice|answer)[\s:»]*(?=[«(]*[a-z][)»]*\s*$)", ""),
     (r"(?<=[)\]])\s*U\s*(?=[(\[])", r" \\cup "), (r"(?<![a-z])([ap])\.\s?m\.?(?![a-z])", r"\1m"),
     (r"(?<![0-9.,/^_}])(?<![/^] )([0-9]{1,9})\s+([0-9]{1,9})\s*/\s*([0-9]{1,9})(?![0-9.])", r"(\1+\2/\3)"),   # 1 1/2
     (r"^\s*(?:(?:USD|US|EUR|GBP|INR|CNY|Rs)\.?|«(?:the |final |answer |is |are |about |:)*(?:is|are|about|:)»)"
