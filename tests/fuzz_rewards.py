@@ -56,7 +56,8 @@ def mutated(rng):
     if kind < 0.92:
         return "".join(rng.choice(PIECES) for _ in range(rng.randint(0, 20 if kind < 0.9 else 60)))
     if kind < 0.96:
-        return rng.choice(PIECES) * rng.randint(2, 400)
+        middle = rng.choice(PIECES) * rng.randint(2, 3_000 if kind < 0.923 else 300)   # an expression may backtrack
+        return rng.choice(PIECES) + middle + rng.choice(PIECES)
     return "".join(chr(rng.choice((rng.randrange(32, 127), rng.randrange(0x3000), rng.randrange(0x110000))))
                    for _ in range(rng.randint(0, 20)))
 
