@@ -47,10 +47,9 @@ HEAD_ROWS = 64                                 # up to so many rows a 4-bit head
 GROUP = 16                                     # query heads of a key-value head, of several rows if they share a prefix
 MAX_ENDS = 16                                  # end ids of a tokenizer
 LOG2_E = 1.4426950408889634
-# n up to -> (rows of a program, warps) of heads_kernel, residual_kernel, swiglu_kernel. They wait for memory, so many
-# small programs win: against 4 warps and 2 or 4 rows throughout, 0.4 of 2.8 ms at 8 rows, 0.4 of 4.5 at 64 (7B, H200).
-PROGRAMS = {4: ((1, 2), (1, 1), (1, 1, 64)), 16: ((4, 2), (4, 4), (1, 1, 64)), 32: ((4, 4), (4, 4), (16, 8, 64)),
-            64: ((4, 2), (4, 4), (16, 8, 64)), 512: ((16, 4), (8, 2), (16, 4, 64))}
+# n up to -> (rows of a program, warps) of heads_kernel, residual_kernel, swiglu_kernel, found by trying all.
+PROGRAMS = {4: ((1, 2), (1, 1), (1, 1)), 16: ((4, 4), (4, 4), (8, 4)), 64: ((4, 4), (4, 4), (16, 8)),
+            512: ((4, 4), (8, 2), (16, 4))}
 FIELDS = ("token", "pos", "prefix", "share", "limit", "key", "alive", "made", "step")
 # Of the state, int64 (9, max_rows).
 TOKEN, POS, PREFIX, SHARE, LIMIT, KEY, ALIVE, MADE, STEP = map(tl.constexpr, range(len(FIELDS)))
@@ -243,13 +242,14 @@ def attend(q, kv_ptr, plane, blocks_ptr, kv_head, first, end, prefix, own, last,
 @triton.jit
 def attention_kernel(q_ptr, kv_ptr, plane, state_ptr, stride, table_ptr, width, out_ptr, acc_ptr, stats_ptr,
                      counter_ptr, scale, H: tl.constexpr, KV: tl.constexpr, d: tl.constexpr, BLOCK: tl.constexpr,
-                     SPLITS: tl.constexpr, LEAST: tl.constexpr, J: tl.constexpr, AT_ONCE: tl.constexpr,
-                     PDL: tl.constexpr):
+                     PREFIX_SPLITS: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, J: tl.constexpr,
+                     AT_ONCE: tl.constexpr, PDL: tl.constexpr):
     """One key-value head, the H/KV query heads that share it, one run of the context.
 
-    Programs [0, SPLITS) of the last axis cut up the prefix that this row and the next ones have in common, if this row
-    is the first of them: query j of the tile is head j % (H/KV) of row + j // (H/KV), and a prefix is read once for
-    J // (H/KV) rows. Programs [SPLITS, 2 SPLITS) cut up the row's own tokens; if it is alone, all of its context.
+    Programs [0, PREFIX_SPLITS) of the last axis cut up the prefix that this row and the next ones have in common, if
+    this row is the first of them: query j of the tile is head j % (H/KV) of row + j // (H/KV), and a prefix is read
+    once for J // (H/KV) rows. The next SPLITS programs cut up the row's own tokens; all of its context if it is alone
+    or PREFIX_SPLITS is 0.
 
     Runs leave an unscaled sum, their largest logit and their mass; a query's last run to arrive joins them in order of
     the runs, so the result does not depend on who that is. Softmax in base 2: scale = log2(e) / sqrt(d).
@@ -260,13 +260,14 @@ def attention_kernel(q_ptr, kv_ptr, plane, state_ptr, stride, table_ptr, width, 
     share = tl.load(state_ptr + SHARE * stride + row).to(tl.int32)
     pos = tl.load(state_ptr + POS * stride + row).to(tl.int32)
     own = tl.cdiv(prefix, BLOCK) * BLOCK                             # sampler.CachedAttention: own tokens start a block
-    alone = (share == 1) | (prefix == 0)
+    alone = (share == 1) | (prefix == 0) | (PREFIX_SPLITS == 0)
     start = tl.where(alone, 0, own)                                  # of the row's own part
     last = own + pos - prefix
-    prefix_size, prefix_runs = cut(prefix, SPLITS, LEAST, BLOCK)
+    prefix_size, prefix_runs = cut(prefix, max(PREFIX_SPLITS, 1), LEAST, BLOCK)
     prefix_runs = tl.where(alone, 0, prefix_runs)
     size, runs = cut(last + 1 - start, SPLITS, LEAST, BLOCK)
-    of_prefix, part = split < SPLITS, split % SPLITS
+    of_prefix = split < PREFIX_SPLITS
+    part = tl.where(of_prefix, split, split - PREFIX_SPLITS)
     if part >= tl.where(of_prefix, tl.where(share > 0, prefix_runs, 0), runs):
         return
     run = tl.where(of_prefix, part, prefix_runs + part)
@@ -289,8 +290,8 @@ def attention_kernel(q_ptr, kv_ptr, plane, state_ptr, stride, table_ptr, width, 
         tokens = tl.load(state_ptr + POS * stride + member, mask=live, other=0).to(tl.int32) - prefix
         _, own_runs = cut(own + tl.maximum(tokens, 0) + 1 - start, SPLITS, LEAST, BLOCK)
         all_runs = prefix_runs + own_runs                            # (J,)
-        at = head * (2 * SPLITS)
-        masses_ptr = stats_ptr + tl.num_programs(0) * H * (2 * SPLITS)                   # (n, H, runs): tops, masses
+        at = head * (PREFIX_SPLITS + SPLITS)
+        masses_ptr = stats_ptr + tl.num_programs(0) * H * (PREFIX_SPLITS + SPLITS)       # (n, H, runs): tops, masses
         tl.store(stats_ptr + at + run, top, mask=live)
         tl.store(masses_ptr + at + run, mass, mask=live)
         tl.store(acc_ptr + (at + run)[:, None] * d + i[None, :], acc, mask=live[:, None])
@@ -465,13 +466,15 @@ def partial_sums(linear, x, ones):
 
 
 def attention_shape(pairs):
-    """(row, key-value head) pairs of a step -> most runs of a prefix or a row, blocks that are worth a run, warps.
+    """(row, key-value head) pairs of a step -> most runs of a shared prefix, of a row, blocks worth a run, warps.
 
-    Few long programs, because joining runs costs 2 us; enough of them that long contexts keep 2 on a multiprocessor.
+    A prefix read once for several rows costs another run to join, 2 us: it pays from 512 pairs on, where the L2 cannot
+    keep up (32B at 64 rows: 45 -> 29 us a layer, 9 of it by this).
     """
     splits = min(64, triton.next_power_of_2(triton.cdiv(2 * 132, pairs)))
-    return (splits, 1, 4) if pairs <= 8 else (splits, 4, 4) if pairs <= 64 else (splits, 8, 2) if pairs <= 128 else (
-        splits, 16, 1)
+    if pairs <= 256:
+        return 0, splits, 2 if pairs <= 64 else 4, 4
+    return 1, 1, 16, 2 if pairs <= 512 else 1
 
 
 class GraphEngine:
@@ -579,11 +582,12 @@ class GraphEngine:
                 num_warps=warps, **pdl)
 
         def attention(cache):
-            splits, least, warps = attention_shape(n * KV)
-            acc, stats = new(n, H, 2 * splits, d), new(2, n, H, 2 * splits)
-            attention_kernel[n, KV, 2 * splits](
-                q, *cache, context, acc, stats, self.counters, d ** -0.5 * LOG2_E, H, KV, d, BLOCK, splits, least,
-                GROUP, warps, num_warps=warps, num_stages=3, **pdl)
+            prefix_splits, splits, least, warps = attention_shape(n * KV)
+            runs = prefix_splits + splits
+            acc, stats = new(n, H, runs, d), new(2, n, H, runs)
+            attention_kernel[n, KV, runs](
+                q, *cache, context, acc, stats, self.counters, d ** -0.5 * LOG2_E, H, KV, d, BLOCK, prefix_splits,
+                splits, least, GROUP, warps, num_warps=warps, num_stages=3, **pdl)
 
         def residual(linear, x, norm):
             rows, warps = per_residual
@@ -591,9 +595,9 @@ class GraphEngine:
                 *linear_args(linear, x), resid, *norm_args(norm), tiles, TILE, rows, num_warps=warps, **pdl)
 
         def swiglu(layer):
-            rows, warps, columns = per_swiglu
-            swiglu_kernel[triton.cdiv(n, rows), F // columns](
-                *linear_args(layer.gate_up, xw), *norms, hidden, columns, rows, num_warps=warps, **pdl)
+            rows, warps = per_swiglu
+            swiglu_kernel[triton.cdiv(n, rows), F // TILE](
+                *linear_args(layer.gate_up, xw), *norms, hidden, TILE, rows, num_warps=warps, **pdl)
 
         # The first kernel starts when the step before is done, so all others may read the rows' state early.
         embed_kernel[n, tiles](*state, model.embed, self.freq, resid, cos, sin, *norm_args(model.layers[0].input_norm),

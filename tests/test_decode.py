@@ -116,12 +116,14 @@ def test_heads_kernel_rotates_and_writes_keys_and_values_where_the_table_says(H,
 
 
 @pytest.mark.parametrize("H,KV,d", [(14, 2, 64), (28, 4, 128), (10, 2, 128)])
-@pytest.mark.parametrize("splits,least,warps", [(1, 16, 1), (4, 8, 2), (16, 1, 4)])
+@pytest.mark.parametrize("prefix_splits,splits,least,warps",
+                         [(1, 1, 16, 1), (2, 4, 8, 2), (16, 16, 1, 4), (0, 4, 4, 4)])
 @pytest.mark.parametrize("shared", [False, True])                    # nobody's prefix, or those of some neighbours
-def test_attention_kernel_matches_float64_over_prefix_gap_and_own_tokens(H, KV, d, splits, least, warps, shared, gen):
+def test_attention_kernel_matches_float64_over_prefix_gap_and_own_tokens(H, KV, d, prefix_splits, splits, least, warps,
+                                                                         shared, gen):
     prefix, pos, B = [0, 0, 31, 32, 32, 100, 1000, 1000, 1000, 5], [0, 63, 31, 32, 164, 164, 2047, 1000, 1200, 2000], 32
     groups = [2, 1, 2, 1, 2, 1, 1] if shared else [1] * len(pos)     # rows that share, in order
-    n, width, runs = len(pos), 66, 2 * splits
+    n, width, runs = len(pos), 66, prefix_splits + splits
     state, table = rows_state(prefix, pos, width, n * width, gen)
     leaders = torch.tensor(groups).cumsum(0) - torch.tensor(groups)
     state[decode.FIELDS.index("share")] = 0
@@ -143,7 +145,7 @@ def test_attention_kernel_matches_float64_over_prefix_gap_and_own_tokens(H, KV, 
         out = torch.full_like(q, torch.nan)
         decode.attention_kernel[n, KV, runs](
             q, kv, kv.stride(0), state, n, table, width, out, acc, stats, counters, d ** -0.5 * 1.4426950408889634, H,
-            KV, d, B, splits, least, decode.GROUP, warps, False, num_warps=warps)
+            KV, d, B, prefix_splits, splits, least, decode.GROUP, warps, False, num_warps=warps)
         results.append(out)
     assert all(torch.equal(out, results[0]) for out in results)      # same bits whoever joins the runs
     assert not counters.any()                                        # ready for the next layer
