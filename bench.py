@@ -14,6 +14,7 @@ launch; `alone` is the sum of the four, each in a graph of its own without it. S
 taken: the kernels that finish a linear do that (decode.py).
 `rollout` runs the whole sampler on random weights and a live random adapter: prompt 256, 512 new tokens, end ids
 ignored, B sequences as B/8 prompts of 8 samples, log-probs returned; tokens/s count prefill and the host's work.
+With --spread instead 128 completions of 50 to 1,024 tokens through fewer and fewer slots; --head nvfp4 rounds lm_head.
 
 Shapes: M rows, N out_features, K in_features, R rows of LoRA's A.
 """
