@@ -519,8 +519,7 @@ class GraphEngine:
         run = self.graph(size, not temperature, top_k, top_p)
         self.state[:, :size] = 0                                     # rows past n read and write block 0, for nobody
         self.table[:size] = 0
-        for i, name in enumerate(FIELDS[:6]):
-            self.state[i, :n] = rows[name]
+        self.state[:6, :n] = torch.stack([rows[name] for name in FIELDS[:6]])
         self.state[FIELDS.index("alive"), :n] = rows["limit"] > rows["pos"]
         self.table[:n] = rows["table"]
         self.ends.copy_(torch.tensor(sorted(end_ids) + [-1] * (MAX_ENDS - len(end_ids))))

@@ -267,10 +267,11 @@ class Sampler:
             self._grow(waiting, live)
             steps = min(self.engine.window, max(s.limit - s.pos for s in live))
             tokens, logprobs, made = self.engine.decode(self._rows(live), steps, temperature, end_ids, top_k, top_p)
+            logprobs = logprobs.cpu()
             if not logprobs.isfinite().all():
                 raise FloatingPointError("a sampled token's log-prob is not finite: NaN in weights or adapter?")
             steps_made += steps * self.engine.batch_size(len(live))
-            tokens, logprobs, made = tokens.T.tolist(), logprobs.T.tolist(), made.tolist()
+            tokens, logprobs, made = tokens.cpu().T.tolist(), logprobs.T.tolist(), made.tolist()
             for row, s in enumerate(live):
                 s.completion += tokens[row][:made[row]]
                 s.logprobs += logprobs[row][:made[row]]
