@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 
 import marlin_fp4
-from marlin_fp4 import mm_fp32, pieces
+from marlin_fp4 import PackedWeight, mm_fp32, pieces, runs_on
 from sampler import BLOCK, WINDOW, filter_logits
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)      # batch sizes with a graph of their own
@@ -456,7 +456,7 @@ def pick_kernel(slab_ptr, scale_ptr, slab, row_stride, KB, L, SLABS: tl.constexp
 def partial_sums(linear, x, ones):
     """x (n, K) -> Slabs, their sums (S, n, N + P*R), and scale (N,): what finishes a linear. ones: (>= N,) fp32."""
     weight, a = linear.weight, linear.a16 if linear.rank else None
-    if isinstance(weight, marlin_fp4.PackedWeight) and x.shape[0] <= marlin_fp4.CROSSOVER and x.is_cuda:
+    if isinstance(weight, PackedWeight) and x.shape[0] <= marlin_fp4.CROSSOVER and runs_on(x.device):
         return marlin_fp4.decode_matmul(x, weight, a, pdl=True), weight.out_scale
     w, N = weight.dequantize(), weight.N                             # bf16: the tensor itself; else bitsandbytes' way
     slabs = torch.empty(1, x.shape[0], N + (0 if a is None else a.shape[0]), device=x.device)
@@ -563,7 +563,7 @@ class GraphEngine:
         per_heads, per_residual, per_swiglu = PROGRAMS[next((m for m in PROGRAMS if n <= m), max(PROGRAMS))]
         tiles = D // TILE
         norms = (squares, c.eps, D, tiles, triton.next_power_of_2(tiles))
-        pdl = dict(PDL=self.kv.is_cuda, launch_pdl=True) if self.kv.is_cuda else dict(PDL=False)
+        pdl = dict(PDL=True, launch_pdl=True) if runs_on(self.kv.device) else dict(PDL=False)
 
         def linear_args(linear, x):
             (slabs, scale), R = partial_sums(linear, x, self.ones), linear.rank
@@ -600,7 +600,7 @@ class GraphEngine:
 
         # The first kernel starts when the step before is done, so all others may read the rows' state early.
         embed_kernel[n, tiles](*state, model.embed, self.freq, resid, cos, sin, *norm_args(model.layers[0].input_norm),
-                               n, D, tiles, TILE, 1, d // 2, PDL=self.kv.is_cuda, num_warps=1)
+                               n, D, tiles, TILE, 1, d // 2, PDL=pdl["PDL"], num_warps=1)
         following = [layer.input_norm for layer in model.layers][1:] + [model.final_norm]
         for layer, kv, next_norm in zip(model.layers, self.kv, following):
             cache = (kv, kv.stride(0), *state, self.table, self.table.shape[1])

@@ -548,6 +548,12 @@ def _multiprocessors(device):
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
+@cache
+def runs_on(device):
+    """Whether decode_kernel does: it is written for Hopper's wgmma and copy engine. Elsewhere W is expanded."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
 class Slabs(NamedTuple):
     """Partial sums of a linear: the sum of the first pieces(n, KB, L) slabs is column n of x @ W.T / out_scale, that of
     the first cdiv(KB, L) column N + r of x @ lora_a.T. Slabs past those hold anything."""
@@ -567,7 +573,7 @@ def decode_matmul(x, weight, lora_a=None, slabs=None, pdl=False, config=None):
     """
     (M, K), N = x.shape, weight.N
     R = 0 if lora_a is None else lora_a.shape[0]
-    assert weight.codes.is_cuda, f"decode_matmul needs a GPU, the weight is on {weight.device}"
+    assert runs_on(weight.device), f"decode_matmul needs a Hopper GPU, the weight is on {weight.device}"
     assert x.dtype == torch.bfloat16, f"x must be bf16, got {x.dtype}"
     assert x.device == weight.device, f"x is on {x.device}, the weight on {weight.device}"
     assert K == weight.K, f"x has {K=}, the weight N={N}, K={weight.K}"
@@ -630,7 +636,7 @@ class _Matmul(torch.autograd.Function):
     def forward(ctx, x, weight, out_dtype):
         ctx.weight, ctx.x_dtype = weight, x.dtype
         rows = x.reshape(-1, weight.K)
-        if x.is_cuda and rows.shape[0] <= CROSSOVER:
+        if rows.shape[0] <= CROSSOVER and runs_on(x.device):
             y = finish(decode_matmul(rows.contiguous(), weight), weight.out_scale, out_dtype)
         elif weight.late_scale is None:
             y = mm(rows, _dense(weight).T, out_dtype)
