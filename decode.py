@@ -469,7 +469,7 @@ def attention_shape(pairs):
     """(row, key-value head) pairs of a step -> most runs of a shared prefix, of a row, blocks worth a run, warps.
 
     A prefix read once for several rows costs another run to join, 2 us: it pays from 512 pairs on, where the L2 cannot
-    keep up (32B at 64 rows: 45 -> 29 us a layer, 9 of it by this).
+    keep up (32B at 64 rows: 9 of 45 us a layer).
     """
     splits = min(64, triton.next_power_of_2(triton.cdiv(2 * 132, pairs)))
     if pairs <= 256:
@@ -614,7 +614,7 @@ class GraphEngine:
     def sample(self, n, xw, squares, greedy, top_k, top_p):
         """The head and the draw: xw (n, D) and sums of squares of the final norm -> next token of every row."""
         c, V, packed = self.model.config, self.model.live_vocab, getattr(self.model, "packed_head", None)
-        if packed is None or n > HEAD_ROWS:
+        if packed is None or n > HEAD_ROWS or not runs_on(xw.device):
             # All rows of the head, not the live ones: 151,665 columns of fp32 would leave cuBLAS unaligned rows.
             logits = mm_fp32(xw, self.model.lm_head.T)               # (n, V padded)
             slabs, scale = marlin_fp4.Slabs(logits[None], KB=1, L=1), None
