@@ -349,24 +349,27 @@ class Step:
         return self.sampler.generate(process.share(self.prompts), self.args.group_size, limits,
                                      prompt_ids=process.share(range(self.args.prompts)))
 
-    def gradient(self, rollouts, places):
-        """Of these rows, which hold the given places in the step, into adapter.master.grad -> sums for summarize()."""
+    def gradient(self, rollouts, rank, ranks):
+        """This rank's turns at everybody's rows, into adapter.master.grad -> sums for summarize()."""
         self.adapter.zero_grad()
         sums = {}
-        for part in grpo.micro_batches(rollouts.prompts, rollouts.completions, self.plan.micro_batch_tokens):
+        parts = grpo.micro_batches(rollouts.prompts, rollouts.completions, self.plan.micro_batch_tokens, ranks)
+        for part in parts[rank::ranks]:
             rows = [rollouts.prompts[b] + rollouts.completions[b] for b in part]
-            starts, at = [len(rollouts.prompts[b]) for b in part], [places[b] for b in part]
+            starts = [len(rollouts.prompts[b]) for b in part]
             logprobs, _ = self.model.token_logprobs(rows, starts, kept=self.plan.kept)
             old = torch.cat([rollouts.logprobs[b] for b in part]).to(self.device)
             lengths = torch.tensor([len(rollouts.completions[b]) for b in part])
             row = torch.arange(len(part)).repeat_interleave(lengths).to(self.device)
-            loss, more = grpo.policy_loss(logprobs, old, self.advantages[at], row, self.weights[at], "dapo")
+            loss, more = grpo.policy_loss(logprobs, old, self.advantages[part], row, self.weights[part], "dapo")
             loss.backward()
             sums = grpo.add_sums(sums, more)
         return {name: t.cpu() for name, t in sums.items()}
 
     def update(self, rollouts):
-        sums = functools.reduce(grpo.add_sums, process.gather([self.gradient(rollouts, self.mine)])[0])
+        everybody = functools.reduce(operator.add, process.gather([rollouts])[0])
+        mine = self.gradient(everybody, process.RANK, process.WORLD)
+        sums = functools.reduce(grpo.add_sums, process.gather([mine])[0])
         process.all_sum(self.adapter.master.grad)
         self.optimizer.step()
         self.adapter.sync()
@@ -374,11 +377,11 @@ class Step:
         return sums
 
     def difference(self, rollouts):
-        """Relative distance of the ranks' summed gradient from the one that a rank makes of everybody's rows."""
+        """Relative distance of the ranks' summed gradient from the one that a rank computes alone."""
         everybody = functools.reduce(operator.add, process.gather([rollouts])[0])
-        self.gradient(everybody, range(len(everybody.prompts)))
+        self.gradient(everybody, 0, 1)
         alone = self.adapter.master.grad.clone()
-        self.gradient(rollouts, self.mine)
+        self.gradient(everybody, process.RANK, process.WORLD)
         process.gather([])                                           # see process.py: before a big all_sum
         return ((process.all_sum(self.adapter.master.grad) - alone).norm() / alone.norm()).item()
 

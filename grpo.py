@@ -162,14 +162,18 @@ def summarize(sums):
     return mean | dict(ess=ratio**2 / (tokens * squared))
 
 
-def micro_batches(prompts, completions, token_budget):
+def micro_batches(prompts, completions, token_budget, ranks=1):
     """B prompts and completions (lists of ids) -> lists of row indices, each of at most token_budget tokens.
+
+    For several ranks, who take turns, smaller ones if there would be less than about four for each.
 
     Rows of one prompt that follow each other stay next to each other: the learner computes their prompt once. So a
     group counts its prompt once; one beyond the budget is cut, and a row beyond it stands alone. First fit, longest
     first: the largest micro-batch comes first, so what does not fit in memory fails at once.
     """
     assert token_budget > 0, token_budget
+    if ranks > 1:
+        token_budget = min(token_budget, sum(map(len, prompts + completions)) // (4 * ranks) + 1)
     pieces = []                                                           # [tokens, [row, ...]]: a group, or part of it
     for _, group in groupby(range(len(prompts)), prompts.__getitem__):
         rows = None

@@ -311,6 +311,8 @@ def test_micro_batches_by_hand():
     assert micro_batches([a, a, a, b, b], rows, 24) == [[0, 1, 2, 3, 4]]
     assert micro_batches([a, a, b, a], rows[:4], 1) == [[2], [3], [0], [1]]
     assert micro_batches([], [], 8) == []
+    # Two ranks: 21 + 8 tokens of completions and prompts, an eighth is 3, so every row for itself.
+    assert micro_batches([a, a, a, b, b], rows, 24, ranks=2) == [[2], [0], [1], [3], [4]]
 
 
 @pytest.mark.parametrize("budget", [1, 50, 333, 10**6])

@@ -320,9 +320,10 @@ def test_more_ranks_than_problems_work(runs):
     assert len(runs.metrics("idle")) == 1
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
-    torch.cuda.device_count() < 2, reason="a GPU for each of two ranks"))])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_lost_rank_ends_the_run_with_a_checkpoint(runs, whole, device):
+    if device == "cuda" and torch.cuda.device_count() < 2:                # asked here: the server that forks may not
+        pytest.skip("needs a GPU for each of two ranks")
     out = f"lost-{device}"
     zero, one = runs.ranks(out, 2, "--steps", "30", "--save-every", "100", "--device", device)
     runs.wait(out, 3, zero)
