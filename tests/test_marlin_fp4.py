@@ -3,10 +3,19 @@ marlin_fp4: the packed layout by hand and bit by bit, every product against floa
 
 python -m pytest tests/test_marlin_fp4.py -v
 """
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
 
-from marlin_fp4 import DEFAULTS, decode_config, decode_matmul, finish, matmul, mm_fp32, pack, pack_mxfp4, schedule
+from marlin_fp4 import (DEFAULTS, FLAT, ROWS_64B, ROWS_256B, decode_config, decode_kernel, decode_matmul, finish, matmul,
+                        mm_fp32, pack, pack_mxfp4, schedule)
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels need a GPU")
 GRID = torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6])
@@ -255,3 +264,75 @@ def test_a_packed_weight_decodes_by_hand_as_the_top_of_the_file_says():
     decoded = torch.cat([as_bf16(plane) * as_bf16(0x7000 | u.int() << 4).repeat_interleave(16, dim=1)
                          for plane, u in zip(planes, bytes_of_planes)], dim=1)
     assert torch.equal(decoded * weight.out_scale.double()[:, None], w)
+
+
+# -----------------------------------------------------------------------------
+# What the compiler made of decode_kernel, for an H200 but without one
+
+def compiled_for_hopper(config):
+    """-> (ptxas's remarks, instructions [(address, text)]) of decode_kernel with an adapter and dependent launch."""
+    wide, narrow, flat = ROWS_256B.value, ROWS_64B.value, FLAT.value
+    types = {"x_desc": f"tensordesc<bf16[{config.BM}, 128],{wide!r}>", "slabs_ptr": "*fp32",
+             "codes_desc": f"tensordesc<i16[128, 32],{narrow!r}>", "scales_desc": f"tensordesc<i32[1, 256],{flat!r}>",
+             "a_desc": f"tensordesc<bf16[64, 128],{wide!r}>"}
+    constants = {"BM": config.BM, "STAGES": config.num_stages, "HAS_A": True, "PDL": True}
+    names = decode_kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("slabs_ptr", "N", "R")}
+    source = GluonASTSource(decode_kernel, signature, {(names.index(k),): v for k, v in constants.items()}, aligned)
+    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32),
+                            options={"num_warps": 4, "maxnreg": config.maxnreg, "launch_pdl": True})
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.TemporaryDirectory() as folder:
+        ptx, cubin = Path(folder, "k.ptx"), Path(folder, "k.cubin")
+        ptx.write_text(kernel.asm["ptx"])
+        remarks = subprocess.run([tools / "ptxas", "-v", "-arch=sm_90a", ptx, "-o", cubin], capture_output=True,
+                                 text=True, check=True).stderr
+        listing = subprocess.run([tools / "cuobjdump", "-sass", cubin], capture_output=True, text=True, check=True)
+    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\d+ )?([^;]+?)\s*;", listing.stdout)
+    return remarks, [(int(address, 16), text) for address, text in found]
+
+
+def written_while_read(instructions):
+    """Instructions that write a register of the A operand of a wgmma group that may not be done, as wgmma reads late."""
+    at = {address: i for i, (address, _) in enumerate(instructions)}
+    found, todo, seen = [], [(0, ())], set()
+    while todo:
+        i, groups = todo.pop()
+        reading = set()
+        while i < len(instructions) and (i, groups) not in seen:
+            seen.add((i, groups))
+            address, text = instructions[i]
+            if a := re.match(r"HGMMA\S* R\d+, R(\d+), gdesc", text):
+                reading |= set(range(int(a[1]), int(a[1]) + 4))
+                if "gsb0" in text:                                   # the group ends here
+                    groups, reading = groups + (frozenset(reading),), set()
+            elif wait := re.match(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d)", text):
+                groups = groups[len(groups) - min(int(wait[1]), len(groups)):]
+            elif (to := re.match(r"(\S+) R(\d+),", text)) and not to[1].startswith(("ST", "HGMMA")):
+                count = 4 if to[1].endswith((".4", ".128")) else 2 if ".64" in to[1] or "WIDE" in to[1] else 1
+                if set(range(int(to[2]), int(to[2]) + count)) & reading.union(*groups):
+                    found.append((hex(address), text))
+            elif jump := re.match(r"BRA\S* (?:.*, )?`?\(?0x([0-9a-f]+)", text):
+                todo.append((at.get(int(jump[1], 16), len(instructions)), groups))
+            i += 1
+    return found
+
+
+def test_a_write_to_an_operand_in_flight_is_found_also_around_a_loop():
+    loop = ["MOV R8, R1", "HGMMA.64x8x16 R24, R8, gdesc[UR4], R24, gsb0", "WARPGROUP.DEPBAR.LE gsb0, 0x1", "BRA 0x0"]
+    assert written_while_read(list(enumerate(loop))) == [("0x0", "MOV R8, R1")]
+    loop[2] = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
+    assert written_while_read(list(enumerate(loop))) == []
+
+
+@pytest.mark.parametrize("config", sorted(set(DEFAULTS.values())))
+def test_the_compiled_kernel_neither_serializes_nor_touches_what_the_tensor_cores_still_read(config):
+    remarks, instructions = compiled_for_hopper(config)
+    assert "C75" not in remarks, remarks                             # ptxas: wgmma serialized
+    spilled = int(re.search(r"(\d+) bytes spill stores", remarks)[1])
+    assert spilled <= 8, remarks                                     # 4 at 128 rows, in the loop's preamble
+    assert sum(text.startswith("HGMMA") for _, text in instructions) == 24        # 4 planes x 2 x 2, and A's 8
+    assert written_while_read(instructions) == []
+    never = [(address, re.sub(r"gsb0, 0x\d$", "gsb0, 0x7", text)) for address, text in instructions]
+    assert written_while_read(never)                                 # without the waits there would be a race
