@@ -14,8 +14,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from marlin_fp4 import (DEFAULTS, FLAT, ROWS_64B, ROWS_256B, decode_config, decode_kernel, decode_matmul, finish, matmul,
-                        mm_fp32, pack, pack_mxfp4, schedule)
+from marlin_fp4 import (DEFAULTS, FLAT, ROWS_64B, ROWS_256B, decode_config, decode_kernel, decode_matmul, finish,
+                        matmul, mm_fp32, pack, pack_mxfp4, schedule)
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels need a GPU")
 GRID = torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6])
@@ -294,7 +294,7 @@ def compiled_for_hopper(config):
 
 
 def written_while_read(instructions):
-    """Instructions that write a register of the A operand of a wgmma group that may not be done, as wgmma reads late."""
+    """Instructions that write a register which a wgmma group that may not be done yet reads its A operand from."""
     at = {address: i for i, (address, _) in enumerate(instructions)}
     found, todo, seen = [], [(0, ())], set()
     while todo:
