@@ -693,6 +693,43 @@ def floor(x) -> int:
     return math.floor(x)
 
 
+def taylor(x, n):
+    """sin x for n = 1, cos x for n = 0, |x| < 2 pi."""
+    term = total = x if n else Decimal(1)
+    while abs(term) > NOTHING:
+        n += 2
+        term *= -x * x / (n * (n - 1))
+        total += term
+    return total
+
+
+def arctan(x):
+    for _ in range(4):                                        # half the angle, to a tangent below 0.1
+        x = x / (1 + (1 + x * x).sqrt())
+    power, total, n = x, x, 1
+    while abs(power) > NOTHING:
+        power, n = -power * x * x, n + 2
+        total += power / n
+    return 16 * total
+
+
+def inverse(x):
+    if abs(x) < Decimal("1e-75"):
+        raise Refuse("pole")
+    return 1 / x
+
+
+NOTHING = Decimal("1e-95")
+SIN, COS = lambda x: taylor(x % TURN, 1), lambda x: taylor(x % TURN, 0)
+REAL = {  # functions of Decimals; an ArithmeticError leaves the reals
+    "sin": SIN, "cos": COS, "tan": lambda x: SIN(x) * inverse(COS(x)), "cot": lambda x: COS(x) * inverse(SIN(x)),
+    "sec": lambda x: inverse(COS(x)), "csc": lambda x: inverse(SIN(x)),
+    "arcsin": lambda x: x * TURN / 4 if abs(x) == 1 else arctan(x / (1 - x * x).sqrt()),
+    "arccos": lambda x: TURN / 4 - REAL["arcsin"](x), "arctan": arctan, "arccot": lambda x: TURN / 4 - arctan(x),
+    "exp": Decimal.exp, "ln": Decimal.ln, "lg": Decimal.log10, "log": lambda x, b=CONSTANTS["e"]: x.ln() / b.ln(),
+    "sinh": lambda x: (x.exp() - (-x).exp()) / 2, "cosh": lambda x: (x.exp() + (-x).exp()) / 2,
+    "tanh": lambda x: 1 - 2 / ((2 * x).exp() + 1), "arcsinh": lambda x: (x + (x * x + 1).sqrt()).ln(),
+    "arccosh": lambda x: (x + (x * x - 1).sqrt()).ln(), "arctanh": lambda x: ((1 + x) / (1 - x)).ln() / 2}
 ANY = {  # functions of complex numbers, the last resort
     **{name: getattr(cmath, name) for name in "sin cos tan sinh cosh tanh exp".split()},
     **{"arc" + name: getattr(cmath, "a" + name) for name in "sin cos tan sinh cosh tanh".split()},
@@ -786,8 +823,8 @@ class Evaluator:
             return x ** n if n >= 0 else Fraction(x) ** n
         if is_rational(n) and n.denominator % 2 and n.denominator > 1 and not complex(x).imag and complex(x).real < 0:
             return self.power(0 - x, n) * (-1) ** (n.numerator % 2)
-        self.spend(20)
         half = n == Fraction(1, 2)
+        self.spend(20 if half or self.env else 100)
         x, n = self.alike(self.inexact(x), n)
         if isinstance(x, Decimal) and (x >= 0 or n == n.to_integral_value()):
             return x.sqrt() if half else x ** n
@@ -805,12 +842,17 @@ class Evaluator:
             return ORDERED[name](*args)
         if name not in ANY or name in WHOLE and not self.env:
             raise Refuse(name)
-        if name in TRIG:                                      # a float of 10^20 is no angle any more
-            x = self.inexact(x)
-            if abs(x) > (10 ** 60 if isinstance(x, Decimal) else 10 ** 4):
-                raise ArithmeticError(name)
-            args[0] = x % TURN if isinstance(x, Decimal) else x
+        if name in REAL and not self.env and not isinstance(x, complex) and abs(x) < 10 ** 60:
+            self.spend(100)
+            try:
+                self.scale[Decimal] = max(self.scale[Decimal], Decimal(1))
+                if (value := REAL[name](*map(self.inexact, args))).is_finite():
+                    return value
+            except ArithmeticError:                           # ln(-1), arcsin 2
+                pass
         args = [complex(a) for a in args]
+        if name in TRIG and abs(args[0]) > 10 ** 4:           # a float of 10^20 is no angle any more
+            raise ArithmeticError(name)
         self.scale[complex] = max([self.scale[complex], 1.0, *(map(abs, args) if name in TRIG else ())])
         return ANY[name](*args)
 
@@ -835,22 +877,32 @@ def close(x, y, scale: dict) -> bool:
     """Equal but for rounding: relative to the values, plus what cancelling terms of size `scale` may leave."""
     if is_rational(x):
         return x == y
+    finite = Decimal.is_finite if isinstance(x, Decimal) else cmath.isfinite
+    if not (finite(x) and finite(y)):
+        return False
     relative, absolute = TOLERANCE[type(x)]
     return abs(x - y) <= relative * max(abs(x), abs(y)) + absolute * scale.get(type(x), 0)
 
 
-def rounds_to(node, x) -> bool:
-    """A written decimal of six or more digits stands for the value that it rounds (or, from ten on, truncates)."""
-    sign, node = (-1, node[1]) if node[0] == "-" else (1, node)
-    if node[0] != "num" or node[2] is None or isinstance(x, complex) and abs(x.imag) > 1e-12 * abs(x):
+def rounds_to(node, x, other) -> bool:
+    """A written decimal of six or more digits stands for the value x that it rounds (or, from ten on, truncates).
+
+    `other` is the node of x: two long decimals are equal only if one rounds the other.
+    """
+    if written_digits(node) < 6 or isinstance(x, complex) and abs(x.imag) > 1e-12 * abs(x):
         return False
-    value, decimals = sign * node[1], node[2]
-    digits = len(str(int(node[1] * 10 ** decimals)))
-    x = x.real if isinstance(x, complex) else x
-    if digits < 6 or not abs(value) <= 2 * abs(x) <= 4 * abs(value):      # before Fraction(x): Decimals may be huge
+    sign, (_, value, decimals) = (-1, node[1]) if node[0] == "-" else (1, node)
+    value, x = sign * value, x.real if isinstance(x, complex) else x
+    if not abs(value) <= 2 * abs(x) <= 4 * abs(value):                   # before Fraction(x): Decimals may be huge
         return False
-    error = abs(Fraction(x) - value)
-    return error * 2 * 10 ** decimals <= 1 or digits >= 10 and error <= abs(value) / 10 ** 9
+    error, long = abs(Fraction(x) - value), written_digits(node) >= 10 > written_digits(other)
+    return error * 2 * 10 ** decimals <= 1 or long and error <= abs(value) / 10 ** 9
+
+
+def written_digits(node) -> int:
+    """Of a decimal as it was written, 0 for anything else."""
+    node = node[1] if node[0] == "-" else node
+    return len(str(int(node[1] * 10 ** node[2]))) if node[0] == "num" and node[2] is not None else 0
 
 
 def samples(a, b, names: set, ev: Evaluator):
@@ -877,7 +929,7 @@ def samples(a, b, names: set, ev: Evaluator):
 def same_value(a, b, ev: Evaluator) -> bool:
     if not (names := names_of(a, ev) | names_of(b, ev)):      # all of them: 2y - 2y is 0
         x, y = ev.alike(ev.value(a), ev.value(b))
-        return close(x, y, ev.scale) or rounds_to(a, y) or rounds_to(b, x)
+        return close(x, y, ev.scale) or rounds_to(a, y, b) or rounds_to(b, x, a)
     verdicts = {True: [], False: []}            # log x^2 and 2 log x agree where both are real: those points decide
     for x, y in samples(a, b, names, ev):
         real = is_rational(x) or abs(x.imag) + abs(y.imag) <= 1e-9 * (abs(x) + abs(y))
