@@ -751,8 +751,8 @@ def bits(x) -> int:
 class Evaluator:
     """Values of nodes under one budget of work; a comparison that uses it up is refused.
 
-    `env` maps variables to numbers. `scale` is the largest term met in each kind of inexact number: what terms that
-    cancel leave behind is rounding error of that size.
+    `env` maps variables to numbers. `scale` is the largest term that met its opposite in each kind of inexact number:
+    what such terms leave behind is rounding error of that size.
     """
 
     def __init__(self):
@@ -814,7 +814,8 @@ class Evaluator:
         small, large = sorted((abs(x), abs(y)))
         if absolute * self.scale[type(x)] < small < 10 * relative * large:
             raise ArithmeticError("a term is lost")
-        self.scale[type(x)] = max(self.scale[type(x)], large)
+        if abs(x + y) < large / 1000:
+            self.scale[type(x)] = max(self.scale[type(x)], large)
 
     def power(self, x, n):
         """Roots are powers too: real ones for negative x and odd roots, as in school."""
@@ -824,7 +825,7 @@ class Evaluator:
         if is_rational(n) and n.denominator % 2 and n.denominator > 1 and not complex(x).imag and complex(x).real < 0:
             return self.power(0 - x, n) * (-1) ** (n.numerator % 2)
         half = n == Fraction(1, 2)
-        self.spend(20 if half or self.env else 100)
+        self.spend(20 if half or self.env else 150)
         x, n = self.alike(self.inexact(x), n)
         if isinstance(x, Decimal) and (x >= 0 or n == n.to_integral_value()):
             return x.sqrt() if half else x ** n
@@ -842,11 +843,13 @@ class Evaluator:
             return ORDERED[name](*args)
         if name not in ANY or name in WHOLE and not self.env:
             raise Refuse(name)
-        if name in REAL and not self.env and not isinstance(x, complex) and abs(x) < 10 ** 60:
+        if name in REAL and not self.env and not isinstance(x, complex) and (name not in TRIG or abs(x) < 10 ** 60):
             self.spend(100)
             try:
-                self.scale[Decimal] = max(self.scale[Decimal], Decimal(1))
-                if (value := REAL[name](*map(self.inexact, args))).is_finite():
+                value = REAL[name](*map(self.inexact, args))
+                if abs(value) * 1000 < abs(x):                # sin pi and ln(ln e): what is left is rounding error
+                    self.scale[Decimal] = max(self.scale[Decimal], Decimal(1))
+                if value.is_finite():
                     return value
             except ArithmeticError:                           # ln(-1), arcsin 2
                 pass
