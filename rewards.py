@@ -358,7 +358,7 @@ def units_clash(a: str, b: str) -> bool:
 # 3. Parser: plain text -> nodes
 #
 #    values      ("num", number, decimals or None)  ("name", text)  and, with nodes as the rest: ("+", ...)  ("*", ...)
-#                ("-", x)  ("inv", x) = 1/x  ("^", x, n)  ("%", x)  (a name of FUNCTIONS, ...)
+#                ("-", x)  ("inv", x) = 1/x  ("^", x, n)  ("%", x)  ("mod", x, n)  (a name of FUNCTIONS, ...)
 #    structures  (kind, [node]) with kind in list, set, union, () [] (] [); ("rel", [side], [operator]); a matrix is
 #                a tuple of its rows, a column the tuple of its cells
 
@@ -633,9 +633,13 @@ def combine(op: str, a, b):
     if a[0] == b[0] == "()" and op == "+" and len(a[1]) == len(b[1]):
         return ("()", [combine(op, x, y) for x, y in zip(a[1], b[1])])
     for x, y in ((a, b), (b, a)):
-        if x[0] == "()" and op == "*" and y[0] not in STRUCTURES:
+        if x[0] == "()" and op == "*" and is_scalar(y):       # else (1,2)(3,4)(5,6)... doubles with every other factor
             return ("()", [combine(op, y, cell) for cell in x[1]])
     return (*a, b) if a[0] == op else (op, a, b)
+
+
+def is_scalar(node) -> bool:
+    return node[0] in ("num", "name") or node[0] not in STRUCTURES and all(map(is_scalar, node[1:]))
 
 
 def negative(node):

@@ -249,6 +249,7 @@ ADVERSARIAL = [  # text, gold, right verdict
     ("$" * 100_000, "42", 0), ("answer is " * 20_000, "42", 0), ("<answer>" * 20_000, "42", 0),
     ("1," * 100_000, "42", 0), (",".join(["27", "5"] * 40) + "x", "42", 0),
     (boxed("\\lfloor e^{10^6}\\rfloor"), "1", 0), (boxed("\\lfloor 10^6!^2\\rfloor"), "\\pi^2", 0),         # once 42 s
+    (boxed("(1,2)" * 900), "(1,2)" * 899 + "(1,3)", 0), (boxed("\\sqrt{" * 60 + "1" + "(1,2)}" * 60), "1", 0),   # once hours
     (boxed("3^{10^6} \\bmod 7"), "4", 0), (boxed("option " + " " * 5_000 + "ab"), "1", 0),
     # each of these made a regular expression quadratic or worse in an earlier version
     (",".join(["27", "5", "108"] * 30), "42", 0), ("answer" + " " * 20_000, "42", 0), ("\\(" * 10_000, "42", 0),
