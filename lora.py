@@ -90,7 +90,7 @@ class Linear(torch.nn.Module):
         size = (n + pr) * (k + pr)
         key = (device, dtype)
         if key not in _scratch or _scratch[key].numel() < size:
-            _scratch[key] = None                                     # free the smaller one first
+            _scratch.pop(key, None)                                  # free the smaller one first
             _scratch[key] = torch.empty(size, device=device, dtype=dtype)
         wide = _scratch[key][:size].view(n + pr, k + pr)
         self.weight.dequantize(out=wide[:n, :k])

@@ -354,3 +354,17 @@ def test_misfits_stop(tiny):
     with pytest.raises(AssertionError, match="do not add up to N=64"):
         weight = FrozenWeight((torch.zeros(64, 64),), None, (64, 64), torch.float32)
         Linear(weight, ["a", "b"], (32, 16))
+
+
+def test_a_scratch_that_found_no_room_is_asked_for_again(tiny, monkeypatch):
+    # memory.Plan tries a large micro-batch, runs out of memory and goes on with a smaller one.
+    model, _ = adapted(tiny["tied"])
+    monkeypatch.setattr("lora._scratch", {(torch.device("cpu"), torch.float32): torch.empty(1)})
+
+    def no_room(*_, **__):
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as full, pytest.raises(torch.OutOfMemoryError):
+        full.setattr(torch, "empty", no_room)
+        model.layers[0].qkv.wide(torch.float32)
+    assert model.layers[0].qkv.wide(torch.float32).shape == (128 + 12, 64 + 12)
