@@ -336,6 +336,7 @@ class Step:
         rows = min(len(self.mine), 256)
         self.plan = memory.Plan(self.model, self.adapter, 256, 1024, args.micro_batch_tokens, rows, args.kv_gib,
                                 args.memory_gib, process.say)
+        self.micro_batch_tokens = min(process.gather([self.plan.micro_batch_tokens])[0])       # as train.py
         self.sampler = Sampler(self.model, 256 + 1024, rows, self.plan.pool / 2**30)
         self.plan.dry_step()
         for n in self.sampler.engine.buckets:                        # a graph for every number of rows
@@ -353,7 +354,7 @@ class Step:
         """This rank's turns at everybody's rows, into adapter.master.grad -> sums for summarize()."""
         self.adapter.zero_grad()
         sums = {}
-        parts = grpo.micro_batches(rollouts.prompts, rollouts.completions, self.plan.micro_batch_tokens, ranks)
+        parts = grpo.micro_batches(rollouts.prompts, rollouts.completions, self.micro_batch_tokens, ranks)
         for part in parts[rank::ranks]:
             rows = [rollouts.prompts[b] + rollouts.completions[b] for b in part]
             starts = [len(rollouts.prompts[b]) for b in part]
@@ -409,7 +410,7 @@ def step(args):
     names = "seconds", "rollout", "update", "tokens", "learner_tokens", "learner_computed"
     process.say(json.dumps({
         "model": args.model, "base": args.base, "gpus": process.WORLD, "samples": len(work.lengths),
-        **dict(zip(names, seconds + counts)), "idle": rollouts.idle, "micro_batch": work.plan.micro_batch_tokens,
+        **dict(zip(names, seconds + counts)), "idle": rollouts.idle, "micro_batch": work.micro_batch_tokens,
         "kept": work.plan.kept, "memory_gib": args.memory_gib, "kv_gib": work.sampler.kv.nbytes / 2**30,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30, **difference, **grpo.summarize(sums)}))

@@ -37,7 +37,8 @@ import memory
 import model as qwen
 import rewards
 from checkpoint import Checkpoints
-from process import LOCAL_RANK, RANK, WORLD, all_sum, ending_with, from_rank_0, gather, join, say, share, signals_wait
+from process import (LOCAL_RANK, RANK, WORLD, Stopped, all_sum, ending_with, from_rank_0, gather, join, say, share,
+                     signals_wait)
 from sampler import BLOCK, Sampler
 
 TINY = Path(__file__).parent / "tiny"
@@ -165,7 +166,8 @@ def make_sampler():
         tokens, kept = plan.micro_batch_tokens, plan.dry_step().kept
     else:
         sampler = Sampler(model, prompt + new, args.max_rows, args.kv_gib)
-    tokens = tokens or memory.MICRO_BATCH_TOKENS[0]
+    # Ranks take turns at one list of micro-batches, so all must cut it alike: as small as the fullest GPU needs it.
+    tokens = min(gather([tokens or memory.MICRO_BATCH_TOKENS[0]])[0])
     say(f"KV pool: {sampler.kv.nbytes / 2**30:.2f} GiB, {len(sampler.free) * BLOCK:,} tokens; "
         f"micro-batches of {tokens:,} tokens; {kept} of {len(model.layers)} blocks keep their activations")
     return sampler, tokens, kept
@@ -201,7 +203,7 @@ try:
                "exp_avg_sq": torch.zeros_like(adapter.master.data)}
     optimizer.state[adapter.master] = moments                        # now: later steps must not need more memory
     sampler, micro_batch_tokens, kept_blocks = make_sampler()
-except (ValueError, AssertionError, OSError) as error:
+except (ValueError, AssertionError, OSError, Stopped) as error:
     sys.exit(f"train.py: {str(error).splitlines()[0]}")
 except RuntimeError as error:
     if "allocate" not in str(error):                                 # of a GPU or the host; the host has no error class

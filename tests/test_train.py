@@ -83,12 +83,13 @@ class Runs:
         assert process.exitcode == code, f"exit code {process.exitcode}:\n{self.log(out)}"
         return self.log(out)
 
-    def ranks(self, out, count, *flags):
+    def ranks(self, out, count, *flags, rank_flags=((), ())):
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
         common = dict(WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        return [self.start(out, *flags, env=dict(common, RANK=str(r), LOCAL_RANK=str(r))) for r in range(count)]
+        return [self.start(out, *flags, *rank_flags[r], env=dict(common, RANK=str(r), LOCAL_RANK=str(r)))
+                for r in range(count)]
 
     def log(self, out, rank=0):
         return (self.folder / f"{out}.{rank}.log").read_text()
@@ -311,6 +312,27 @@ def test_two_ranks_equal_one(runs):
     assert (one["exp_avg"] - two["exp_avg"]).norm() < 1e-4 * one["exp_avg"].norm()
     # Adam divides by the gradient's size: where that is all rounding, an update may part the two by 2 x lr, not more.
     assert (one["master"] - two["master"]).abs().max() < 4 * 2 * 1e-3
+
+
+def test_ranks_with_room_for_other_micro_batches_cut_a_step_alike(runs):
+    # Each for itself, one would take rows that the other has already, and leave rows that nobody takes. Hot enough for
+    # every group to teach something.
+    flags = "--steps 1 --prompts-per-step 16 --temperature 2 --reward my_rewards:by_length --max-grad-norm 1e9".split()
+    runs.run("alone", *flags)
+    for process in runs.ranks("uneven", 2, *flags, rank_flags=[(), ("--micro-batch-tokens", "1")]):
+        process.join(60)
+        assert process.exitcode == 0, runs.log("uneven")
+    alone, uneven = runs.state("alone", 1)["exp_avg"], runs.state("uneven", 1)["exp_avg"]
+    assert (alone - uneven).norm() < 1e-4 * alone.norm()                  # as in test_two_ranks_equal_one
+
+
+def test_a_rank_that_cannot_start_ends_the_others_in_one_line(runs):
+    ranks = runs.ranks("lame", 2, rank_flags=[(), ("--kv-gib", "1e-9")])
+    for rank, process in enumerate(ranks):
+        process.join(60)
+        assert process.exitcode == 1, runs.log("lame", rank)
+        assert "Traceback" not in runs.log("lame", rank)
+    assert "another rank was lost" in runs.log("lame") and "less than one sequence" in runs.log("lame", 1)
 
 
 def test_more_ranks_than_problems_work(runs):
