@@ -400,7 +400,6 @@ with ending_with(save, f"go on with --resume --out {out}"), bar:
     say(f"{args.model} as {args.base} on {WORLD} x {device}: {adapter.master.numel():,} trained parameters; "
         f"{len(train_problems)} problems, {len(eval_problems)} held out; {args.prompts_per_step} x {args.group_size}")
     for step in range(state["step"], args.steps):
-        began = time.perf_counter()
         metrics = {"step": step}
         if step == 0:                                                # its row has the accuracy before training
             metrics["eval_accuracy"] = held_out_accuracy()
@@ -408,7 +407,7 @@ with ending_with(save, f"go on with --resume --out {out}"), bar:
         # 1) Sample. Only rollouts see the noise: the update below runs on the clean norms.
         sigma = aqn.sigma_at(step, args.steps, args.sigma_start, args.sigma_end, args.noise_stages, args.noise_schedule,
                              args.noise_exact_end)
-        sampling = time.perf_counter()
+        began = time.perf_counter()
         problems, rollouts = sample(step, sigma, args.prompts_per_step)
 
         # 2) Score. From gather() on, rows and what is made of them are those of the whole step.
@@ -433,7 +432,7 @@ with ending_with(save, f"go on with --resume --out {out}"), bar:
 
         # 4) Report. Not the loss: on centred advantages its value says nothing about learning.
         metrics |= report(step, sigma, lr, rows, reward, rollouts, updates)
-        metrics |= {"seconds": done - began, "seconds_sample": updating - sampling, "seconds_update": done - updating}
+        metrics |= {"seconds": done - began, "seconds_sample": updating - began, "seconds_update": done - updating}
         last = step + 1 == args.steps
         if last or step > 0 and (step + 1) % args.eval_every == 0:
             metrics["eval_accuracy"] = held_out_accuracy()
