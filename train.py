@@ -120,11 +120,13 @@ if args.resume:
 # Set-up: everything that can be wrong is found out here, before the first step.
 
 def check_flags():
-    for name in ("lora_rank", "steps", "prompts_per_step", "group_size", "max_prompt_tokens", "max_new_tokens",
-                 "max_rows", "noise_stages", "updates_per_rollout", "micro_batch_tokens", "eval_every", "save_every",
+    for name in ("lora_rank", "steps", "prompts_per_step", "max_prompt_tokens", "max_new_tokens", "max_rows",
+                 "noise_stages", "updates_per_rollout", "micro_batch_tokens", "eval_every", "save_every",
                  "correction_cap"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    if args.group_size < 2:
+        raise ValueError(f"--group-size must be at least 2: samples of a problem are compared, got {args.group_size}")
     if args.temperature <= 0:
         raise ValueError(f"--temperature must be above 0 to learn from samples, got {args.temperature}")
     if not 0 <= args.overlong_buffer <= args.max_new_tokens:

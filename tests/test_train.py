@@ -394,7 +394,7 @@ def test_a_broken_model_folder_ends_in_one_line(runs, tmp_path, kind, named):
 @pytest.mark.parametrize("flags,named", [("--data bad.jsonl", "bad.jsonl:2"), ("--data nowhere.jsonl", "nowhere.jsonl"),
                                          ("--model nowhere", "nowhere"), ("--kv-gib 1e-5", "KV pool"),
                                          ("--max-rows 1000000000000", "not enough memory"),
-                                         ("--memory-gib 16", "--memory-gib"),
+                                         ("--memory-gib 16", "--memory-gib"), ("--group-size 1", "--group-size"),
                                          ("--reward my_rewards:absent", "absent"), ("--steps 0", "--steps"),
                                          ("--max-prompt-tokens 3", "sums.jsonl"), ("--temperature 0", "--temperature")])
 def test_bad_values_end_in_one_line(runs, flags, named):
