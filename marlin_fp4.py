@@ -197,20 +197,6 @@ def pack(packed, block_scale, global_scale):
     return PackedWeight(N, K, words, _to_scale_words(scale), row_scale, row_scale * 2**19, power_of_two)
 
 
-def pack_mxfp4(packed, block_scale):
-    """MXFP4 (32 weights a scale, uint8 E8M0: 2^(byte - 127)) in the same layout: each scale twice.
-
-    The 18 powers of two from 2^-9 to 2^8 that E5M3 holds must span the tensor's scales.
-    """
-    assert block_scale.dtype == torch.uint8, f"MXFP4 scales must be uint8 exponents, got {block_scale.dtype}"
-    exponent = block_scale.int() - 127
-    shift = int(exponent.max()) - 8
-    spread = int(exponent.max() - exponent.min())
-    assert spread <= 17, f"MXFP4 scales span {spread} binades; E5M3 bytes hold 17"
-    scale = torch.exp2((exponent - shift).float()).to(torch.float8_e4m3fn).repeat_interleave(2, dim=1)
-    return pack(packed, scale, torch.tensor(2.0 ** shift))
-
-
 # -----------------------------------------------------------------------------
 # Kernels. Inline assembly where it saves instructions that the compiler would spend on 16-bit lanes.
 

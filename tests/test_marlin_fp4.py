@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from marlin_fp4 import (DEFAULTS, FLAT, ROWS_64B, ROWS_256B, decode_config, decode_kernel, decode_matmul, finish,
-                        matmul, mm_fp32, pack, pack_mxfp4, schedule)
+                        matmul, mm_fp32, pack, schedule)
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels need a GPU")
 GRID = torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6])
@@ -81,17 +81,6 @@ def test_a_zero_scale_clears_its_codes():
     packed = torch.full((128, 64), 0x77, dtype=torch.uint8)
     weight = pack(packed, torch.zeros(128, 8).to(torch.float8_e4m3fn), torch.tensor(1.0))
     assert weight.codes.count_nonzero() == 0 and weight.dequantize().count_nonzero() == 0
-
-
-def test_mxfp4_scales_become_pairs_of_equal_nvfp4_scales():
-    packed = torch.randint(0, 256, (64, 64), dtype=torch.uint8)
-    exponent = torch.randint(110, 128, (64, 4), dtype=torch.uint8)
-    codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1).long()
-    want = GRID[codes] * torch.exp2(exponent.float() - 127).repeat_interleave(32, dim=1)
-    assert torch.equal(pack_mxfp4(packed, exponent).dequantize().float(), want)
-    exponent[0, 0] = 100
-    with pytest.raises(AssertionError, match="27 binades"):
-        pack_mxfp4(packed, exponent)
 
 
 def test_bad_input_is_named():
