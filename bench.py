@@ -193,7 +193,7 @@ def weight_bytes(model):
     """Bytes that every decode step reads: linears, adapter, lm_head."""
     linears = [linear.weight for layer in model.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
     frozen = sum(t.nbytes for w in linears for t in ((w.codes, w.scales) if isinstance(w, PackedWeight) else w.tensors))
-    head = getattr(model, "packed_head", None)
+    head = model.packed_head
     head_bytes = head.codes.nbytes + head.scales.nbytes if head else model.lm_head.nbytes
     return frozen + (model.adapter.working.nbytes if model.adapter else 0) + head_bytes
 

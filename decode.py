@@ -613,7 +613,7 @@ class GraphEngine:
 
     def sample(self, n, xw, squares, greedy, top_k, top_p):
         """The head and the draw: xw (n, D) and sums of squares of the final norm -> next token of every row."""
-        c, V, packed = self.model.config, self.model.live_vocab, getattr(self.model, "packed_head", None)
+        c, V, packed = self.model.config, self.model.live_vocab, self.model.packed_head
         if packed is None or n > HEAD_ROWS or not runs_on(xw.device):
             # All rows of the head, not the live ones: 151,665 columns of fp32 would leave cuBLAS unaligned rows.
             logits = mm_fp32(xw, self.model.lm_head.T)               # (n, V padded)

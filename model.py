@@ -223,6 +223,7 @@ class Qwen2(torch.nn.Module):
         self.final_norm = final_norm
         self.register_buffer("embed", embed)                         # (V, D) in dtype
         self.register_buffer("lm_head", lm_head)                     # (V, D), the same tensor when tied
+        self.packed_head = None                                      # sampler.quantize_head: lm_head in 4 bits
         self.live_vocab = config.vocab
         self.adapter = None                                          # lora.Adapter attaches itself here
 
