@@ -477,7 +477,7 @@ def main():
         p.set_defaults(run=run)
     p.add_argument("--prompts", type=int, default=16, help="problems of the step")
     p.add_argument("--group-size", type=int, default=8, help="samples a problem")
-    p.add_argument("--kv-gib", type=float, help="memory for the KV cache (default: enough, at most half the free)")
+    p.add_argument("--kv-gib", type=float, help="memory for the KV cache (default: as memory.py plans)")
     p.add_argument("--micro-batch-tokens", type=int, help="tokens in one forward and backward (default: by the memory)")
     p = commands.choices["train"]
     p.add_argument("--tokens", type=int, default=16384, help="tokens in the one micro-batch, shared prompts many times")
