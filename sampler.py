@@ -254,6 +254,7 @@ class Sampler:
         for p in prompts:
             assert 0 < len(p) <= self.max_length - max(limits), (
                 f"a prompt of {len(p)} tokens + {max(limits)} new ones does not fit max_length={self.max_length}")
+        self.free = list(range(self.kv.shape[2] - 1, 0, -1))         # all: a call ended by an exception gave none back
         began, steps_made = time.perf_counter(), 0
         sequences = []
         for prompt, prompt_id in zip(prompts, prompt_ids or range(len(prompts)), strict=True):

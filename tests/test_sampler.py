@@ -446,6 +446,19 @@ def test_requests_that_do_not_fit_stop():
     assert nothing.completions == [] and nothing.idle == 0
 
 
+def test_a_rollout_after_an_interrupted_one_finds_the_whole_pool(tiny):
+    model = load(tiny["tied"].folder, base="bf16", device="cpu")
+    sampler, prompts = Sampler(model, max_length=70, max_rows=1), prompts_of(101, (40,))
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            sampler.generate(prompts, 2, max_new_tokens=30, progress=interrupt)
+    assert len(sampler.generate(prompts, 2, max_new_tokens=30).completions) == 2
+
+
 def test_long_prefills_are_split_into_batches(monkeypatch):
     monkeypatch.setattr(sampler_py, "PREFILL_TOKENS", 70)
     sizes = []
