@@ -7,6 +7,7 @@ QWEN05=<folder of Qwen2.5-Coder-0.5B-Instruct> python -m pytest tests/test_model
 """
 import json
 import os
+import random
 from itertools import product
 from pathlib import Path
 
@@ -104,6 +105,26 @@ def test_lay_out_by_hand():
     tokens, lengths, branches, predictors = lay_out([rows[0], rows[2], *rows[1:2], *rows[4:]], [2, 2, 1, 2, 2])
     assert (tokens, lengths, branches) == ([1, 2, 5, 6, 7, 8, 3], [2, 2, 2], [[1, 0]])
     assert predictors == [1, 6, 1, 2, 3, 5, 5]
+
+
+def test_lay_out_gives_every_scored_token_what_its_row_has_before_it():
+    # 500 mixes of groups, of one row up, of completions of one token up, of equal prompts that do not follow each other.
+    for seed in range(500):
+        draw, rows, starts = random.Random(seed), [], []
+        for _ in range(draw.randint(1, 4)):
+            prompt = draw.choices((1, 2), k=draw.randint(1, 3))
+            for _ in range(draw.randint(1, 4)):
+                rows.append(prompt + draw.choices((1, 2), k=draw.choice((1, 1, 2, 4))))
+                starts.append(len(prompt))
+        tokens, lengths, branches, predictors = lay_out(rows, starts)
+        left, seen = iter(tokens), []                                     # seen: what each place attends to
+        trunks = [[next(left) for _ in range(n)] for n in lengths]
+        tails = [(trunk, [next(left) for _ in range(n)]) for trunk, b in zip(trunks, branches) for n in b]
+        for trunk, tail in [([], trunk) for trunk in trunks] + tails:
+            seen += [trunk + tail[:i + 1] for i in range(len(tail))]
+        assert PackedAttention(lengths, "cpu", branches).positions().tolist() == [len(s) - 1 for s in seen]
+        assert len(tokens) == len(seen)
+        assert [seen[p] for p in predictors] == [r[:t] for r, s in zip(rows, starts) for t in range(s, len(r))]
 
 
 @pytest.mark.parametrize("shape,prompt,completions", [
