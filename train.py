@@ -129,6 +129,10 @@ def check_flags():
         raise ValueError(f"--group-size must be at least 2: samples of a problem are compared, got {args.group_size}")
     if args.temperature <= 0:
         raise ValueError(f"--temperature must be above 0 to learn from samples, got {args.temperature}")
+    if not 0 <= args.warmup <= 1:
+        raise ValueError(f"--warmup is a share of the run, 0..1, got {args.warmup}")
+    if args.train_norms and args.kl_beta:
+        raise ValueError(f"--kl-beta {args.kl_beta} needs the base as reference, --train-norms moves its norms")
     if not 0 <= args.overlong_buffer <= args.max_new_tokens:
         raise ValueError(f"--overlong-buffer must lie in 0..--max-new-tokens, got {args.overlong_buffer}")
     if args.memory_gib and not args.device.startswith("cuda"):
@@ -438,7 +442,7 @@ with ending_with(save, f"go on with --resume --out {out}"), bar:
         metrics |= {"seconds": done - began, "seconds_sample": updating - began, "seconds_update": done - updating}
         last = step + 1 == args.steps
         if last or step > 0 and (step + 1) % args.eval_every == 0:
-            metrics["eval_accuracy"] = held_out_accuracy()
+            metrics.setdefault("eval_accuracy", held_out_accuracy())             # a run of one step keeps the first
         with signals_wait():
             append("metrics.jsonl", [metrics])
             append("samples.jsonl", [{"step": step, "advantage": a, **r} for a, r in zip(advantages.tolist(), rows)])

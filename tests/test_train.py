@@ -396,7 +396,8 @@ def test_a_broken_model_folder_ends_in_one_line(runs, tmp_path, kind, named):
                                          ("--max-rows 1000000000000", "not enough memory"),
                                          ("--memory-gib 16", "--memory-gib"), ("--group-size 1", "--group-size"),
                                          ("--reward my_rewards:absent", "absent"), ("--steps 0", "--steps"),
-                                         ("--max-prompt-tokens 3", "sums.jsonl"), ("--temperature 0", "--temperature")])
+                                         ("--max-prompt-tokens 3", "sums.jsonl"), ("--temperature 0", "--temperature"),
+                                         ("--warmup 1.5", "1.5"), ("--train-norms --kl-beta 0.1", "--train-norms")])
 def test_bad_values_end_in_one_line(runs, flags, named):
     (runs.folder / "bad.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n{"question": "1+2?"}\n')
     check_one_line(runs, runs.run("bad", *flags.split(), code=1), named, "bad")
