@@ -113,7 +113,7 @@ def overlap(PDL: tl.constexpr):
 
 @triton.jit
 def wait(PDL: tl.constexpr):
-    """Wait until the kernel before is done. Only what no kernel of this step writes may be touched earlier."""
+    """Wait until the kernel before is done. Only what no earlier kernel of the step writes may be read before."""
     if PDL:
         tl.extra.cuda.gdc_wait()
 
@@ -537,7 +537,8 @@ class GraphEngine:
             return step                                              # Triton's interpreter
         adapter = self.model.adapter
         live = adapter is not None and adapter.linears[0].enabled
-        key = (size, greedy, top_k, top_p, adapter.working.data_ptr() if live else 0)
+        key = (size, greedy, top_k, top_p, self.model.live_vocab, self.model.packed_head is None,
+               (adapter.working.data_ptr(), adapter.rank) if live else 0)
         if key not in self.graphs:
             self.state.zero_()
             self.table.zero_()
