@@ -351,11 +351,10 @@ class Step:
                                      prompt_ids=process.share(range(self.args.prompts)))
 
     def gradient(self, rollouts, rank, ranks):
-        """This rank's turns at everybody's rows, into adapter.master.grad -> sums for summarize()."""
+        """This rank's share of everybody's rows, into adapter.master.grad -> sums for summarize()."""
         self.adapter.zero_grad()
         sums = {}
-        parts = grpo.micro_batches(rollouts.prompts, rollouts.completions, self.micro_batch_tokens, ranks)
-        for part in parts[rank::ranks]:
+        for part in grpo.micro_batches(rollouts.prompts, rollouts.completions, self.micro_batch_tokens, ranks, rank):
             rows = [rollouts.prompts[b] + rollouts.completions[b] for b in part]
             starts = [len(rollouts.prompts[b]) for b in part]
             logprobs, _ = self.model.token_logprobs(rows, starts, kept=self.plan.kept)

@@ -162,10 +162,11 @@ def summarize(sums):
     return mean | dict(ess=ratio**2 / (tokens * squared))
 
 
-def micro_batches(prompts, completions, token_budget, ranks=1):
+def micro_batches(prompts, completions, token_budget, ranks=1, rank=0):
     """B prompts and completions (lists of ids) -> lists of row indices, each of at most token_budget tokens.
 
-    For several ranks, who take turns, smaller ones if there would be less than about four for each.
+    For several ranks, smaller ones if there would be less than about four for each; `rank` gets its share of them. They
+    are dealt largest first, to whom has least: in turns, the busiest of 4 ranks would have a tenth too much.
 
     Rows of one prompt that follow each other stay next to each other: the learner computes their prompt once. So a
     group counts its prompt once; one beyond the budget is cut, and a row beyond it stands alone. First fit, longest
@@ -173,7 +174,8 @@ def micro_batches(prompts, completions, token_budget, ranks=1):
     """
     assert token_budget > 0, token_budget
     if ranks > 1:
-        token_budget = min(token_budget, sum(map(len, prompts + completions)) // (4 * ranks) + 1)
+        tokens = sum(map(len, completions)) + sum(len(prompt) for prompt, _ in groupby(prompts))
+        token_budget = min(token_budget, tokens // (4 * ranks) + 1)
     pieces = []                                                           # [tokens, [row, ...]]: a group, or part of it
     for _, group in groupby(range(len(prompts)), prompts.__getitem__):
         rows = None
@@ -191,4 +193,11 @@ def micro_batches(prompts, completions, token_budget, ranks=1):
                 break
         else:
             batches.append([tokens, rows])
-    return [rows for _, rows in batches]
+    if ranks == 1:
+        return [rows for _, rows in batches]
+    shares = [[0, []] for _ in range(ranks)]
+    for tokens, rows in sorted(batches, key=lambda batch: -batch[0]):
+        least = min(shares, key=lambda share: share[0])
+        least[0] += tokens
+        least[1].append(rows)
+    return shares[rank][1]

@@ -306,14 +306,14 @@ def refill(step, sigma, rollouts, rows):
 def backward(rollouts, advantages, weights):
     """Adds this rank's gradient to adapter.master.grad -> sums over its trained tokens, {} if it has none.
 
-    Micro-batches are those of the whole step, and ranks take turns: with those of each rank's own rows, bf16 would
-    round otherwise on two GPUs than on one, and 7B's gradient differ by 0.8 %. (Only a step of few micro-batches is cut
-    finer for many ranks than for one.)
+    Micro-batches are those of the whole step, dealt to the ranks: with those of each rank's own rows, bf16 would round
+    otherwise on two GPUs than on one, and 7B's gradient differ by 0.8 %. (Only a step of few micro-batches is cut finer
+    for many ranks than for one.)
     """
     sums = {}
     trained = torch.nonzero((weights > 0) & ((advantages != 0) | (args.kl_beta > 0)))[:, 0].tolist()
     pairs = ([column[b] for b in trained] for column in (rollouts.prompts, rollouts.completions))
-    for part in grpo.micro_batches(*pairs, micro_batch_tokens, WORLD)[RANK::WORLD]:
+    for part in grpo.micro_batches(*pairs, micro_batch_tokens, WORLD, RANK):
         rows = [trained[i] for i in part]
         tokens = [rollouts.prompts[b] + rollouts.completions[b] for b in rows]
         starts = [len(rollouts.prompts[b]) for b in rows]

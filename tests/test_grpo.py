@@ -311,8 +311,20 @@ def test_micro_batches_by_hand():
     assert micro_batches([a, a, a, b, b], rows, 24) == [[0, 1, 2, 3, 4]]
     assert micro_batches([a, a, b, a], rows[:4], 1) == [[2], [3], [0], [1]]
     assert micro_batches([], [], 8) == []
-    # Two ranks: 21 + 8 tokens of completions and prompts, an eighth is 3, so every row for itself.
-    assert micro_batches([a, a, a, b, b], rows, 24, ranks=2) == [[2], [0], [1], [3], [4]]
+    # Two ranks: 21 tokens of completions, 3 of prompts, an eighth is 3, so every row for itself: 11, 5, 5, 5, 3 tokens.
+    assert micro_batches([a, a, a, b, b], rows, 24, ranks=2) == [[2], [4]]
+    assert micro_batches([a, a, a, b, b], rows, 24, ranks=2, rank=1) == [[0], [1], [3]]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ranks_share_a_step_without_overlap_and_nobody_has_much_more_than_another(ranks):
+    lengths = (50 + torch.empty(128).exponential_(1 / 250, generator=torch.Generator().manual_seed(0))).int().tolist()
+    prompts, completions = [[b // 8] * 150 for b in range(128)], [[0] * n for n in lengths]
+    shares = [micro_batches(prompts, completions, 4096, ranks, rank) for rank in range(ranks)]
+    assert sorted(b for share in shares for rows in share for b in rows) == list(range(128))
+    loads = [sum(sum(lengths[b] for b in rows) + 150 * len({b // 8 for b in rows}) for rows in share)
+             for share in shares]
+    assert sum(loads) / ranks > 0.95 * max(loads)                         # in turns: 0.75 to 0.98
 
 
 @pytest.mark.parametrize("budget", [1, 50, 333, 10**6])
