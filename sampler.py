@@ -53,22 +53,20 @@ class Rollouts:
     finished: list                             # B bools: stopped on an end id (False: cut at max_new_tokens)
     seconds: float = 0.0
     idle: float = 0.0                          # share of decoded row-steps that produced no token
-
-    @property
-    def num_tokens(self):
-        return sum(map(len, self.completions))
+    num_tokens: int = 0                        # completion tokens sampled, those of rows that select() left out too
 
     def select(self, rows):
-        """The given rows; seconds and idle stay those of the whole."""
+        """The given rows; seconds, idle and num_tokens stay those of the whole."""
         lists = ([column[i] for i in rows] for column in (self.prompts, self.completions, self.logprobs, self.finished))
-        return Rollouts(*lists, seconds=self.seconds, idle=self.idle)
+        return Rollouts(*lists, self.seconds, self.idle, self.num_tokens)
 
     def __add__(self, other):
         """Rows of both; idle is weighted by time."""
         seconds = self.seconds + other.seconds
         return Rollouts(self.prompts + other.prompts, self.completions + other.completions,
                         self.logprobs + other.logprobs, self.finished + other.finished, seconds,
-                        (self.idle * self.seconds + other.idle * other.seconds) / max(seconds, 1e-9))
+                        (self.idle * self.seconds + other.idle * other.seconds) / max(seconds, 1e-9),
+                        self.num_tokens + other.num_tokens)
 
 
 @dataclass(eq=False)
@@ -286,7 +284,8 @@ class Sampler:
         made = sum(len(s.completion) for s in sequences)
         return Rollouts([s.prompt for s in sequences], [s.completion for s in sequences],
                         [torch.tensor(s.logprobs) for s in sequences], [s.finished for s in sequences],
-                        seconds=time.perf_counter() - began, idle=1 - made / steps_made if steps_made else 0.0)
+                        seconds=time.perf_counter() - began, idle=1 - made / steps_made if steps_made else 0.0,
+                        num_tokens=made)
 
     def _admit(self, waiting, live):
         """Move sequences from the queue to the batch while rows and blocks last; prefill their prefixes."""

@@ -359,8 +359,8 @@ def report(step, sigma, lr, rows, reward, rollouts, updates):
     def mean(key):
         return sum(row[key] for row in rows) / len(rows)
     first, last = (grpo.summarize(updates[i][0]) for i in (0, -1))
-    seconds, idle = zip(*gather([(rollouts.seconds, rollouts.idle)])[0])
-    tokens = sum(row["length"] for row in rows)
+    seconds, idle, made = zip(*gather([(rollouts.seconds, rollouts.idle, rollouts.num_tokens)])[0])
+    tokens = sum(made)
     state["step"], state["tokens"] = step + 1, state["tokens"] + tokens
     return {"reward": reward.nanmean().item(), "accuracy": mean("correct"), "format": mean("format"),
             "sigma": sigma, "lr": lr, "length": mean("length"), "truncated": 1 - mean("finished"),
