@@ -108,7 +108,7 @@ def test_lay_out_by_hand():
 
 
 def test_lay_out_gives_every_scored_token_what_its_row_has_before_it():
-    # 500 mixes of groups, of one row up, of completions of one token up, of equal prompts that do not follow each other.
+    # 500 mixes of groups of one row up, completions of one token up, equal prompts that do not follow each other.
     for seed in range(500):
         draw, rows, starts = random.Random(seed), [], []
         for _ in range(draw.randint(1, 4)):

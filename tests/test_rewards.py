@@ -84,8 +84,10 @@ x\equiv3\pmod 7 == 3               10\bmod 7 == 3 (mod 7)           2y-2y+x == x
 10^{30} \bmod 7 == 1                -7 \bmod 3 == 2                  2.5 \bmod 1 == 0.5                abs(-3) == 3
 (-oo,0)U(1,inf) == (-\infty,0)\cup(1,\infty)       0.\bar{3} == 1/3        Option C == C             3rd == 3
 \text{all real numbers} == \mathbb{R}                30 m/s == 30           no solution == \emptyset
-\sin 10^{20} == -\sin(-10^{20})    x^{2004}-1 == -1+x^{2004}          \arcsin\frac12 == \pi/6            \sinh 1 == \frac{e-1/e}{2}         0.30000000000000004 == 0.3       \ln(2+\sqrt3) == -\ln(2-\sqrt3)
-\cos\frac{\pi}{12} == \frac{\sqrt6+\sqrt2}{4}   \arctan\frac12+\arctan\frac13 == \frac\pi4   \log_4 8 == 1.5   \tan 75^\circ == 2+\sqrt3
+\sin 10^{20} == -\sin(-10^{20})    x^{2004}-1 == -1+x^{2004}    \arcsin\frac12 == \pi/6    \sinh 1 == \frac{e-1/e}{2}
+0.30000000000000004 == 0.3    \ln(2+\sqrt3) == -\ln(2-\sqrt3)
+\cos\frac{\pi}{12} == \frac{\sqrt6+\sqrt2}{4}    \arctan\frac12+\arctan\frac13 == \frac\pi4    \log_4 8 == 1.5
+\tan 75^\circ == 2+\sqrt3
 ((1,2)\cup(3,4))\cup(5,6) == (5,6)\cup(1,2)\cup(3,4)
 [[1,2],[3,4]] == \begin{pmatrix}1&2\\3&4\end{pmatrix}                {16 \choose 2} == 120
 \begin{cases}x=1\\y=2\end{cases} == x=1,y=2       x=1,y=2 or x=3,y=4 == (3,4),(1,2)
@@ -115,9 +117,10 @@ x<3 == x>3                         x<3 == x\le3                     f(2)<f(1) ==
 6xy == 6                           4ac == 4                         12 xy == 12                       5 factorial == 5
 5st == 5                           xU(1,2) == x(1,2)                f' == f
 \sin 10^{20} == 42                 \tan 10^{30} == 7                  \cos(10^{14}) == 0.3             \ln 10^{20} == 46
-\ln 0 == 0                         \ln\ln 1 == 1                       \tan 10^{-30} == \tan 10^{-29}    \tan\frac\pi2 == 5
-\arctan 10^{20} == \pi/2           \ln(10^{12}-1) == \ln 10^{12}       9.717778751048 == 9.717778757048  \cos 1 == \cos 1+10^{-12}
-\sqrt{x}+10^{20} == 10^{20}        \sqrt x+10^{-12} == \sqrt x         \sin(10^{14}x) == x             x^{2004}-1 == x^{2004}+1
+\ln 0 == 0    \ln\ln 1 == 1    \tan 10^{-30} == \tan 10^{-29}    \tan\frac\pi2 == 5
+\arctan 10^{20} == \pi/2    \ln(10^{12}-1) == \ln 10^{12}    9.717778751048 == 9.717778757048
+\cos 1 == \cos 1+10^{-12}
+\sqrt{x}+10^{20} == 10^{20}    \sqrt x+10^{-12} == \sqrt x    \sin(10^{14}x) == x    x^{2004}-1 == x^{2004}+1
 3\pmod7 == 3\pmod8                 x\equiv3\pmod7 == 4              x+y-z == x                        6:30 am == 6:30 pm
 (A) or (B) == A                    (C) Alina == D                   x=1,y=2 or x=3,y=4 == (1,3),(2,4)
 \sin(5,3) == 1                     (-\infty,1)\cup(1,\infty) == y=2,x=1                                1:2:3 == 1/6
@@ -249,7 +252,8 @@ ADVERSARIAL = [  # text, gold, right verdict
     ("$" * 100_000, "42", 0), ("answer is " * 20_000, "42", 0), ("<answer>" * 20_000, "42", 0),
     ("1," * 100_000, "42", 0), (",".join(["27", "5"] * 40) + "x", "42", 0),
     (boxed("\\lfloor e^{10^6}\\rfloor"), "1", 0), (boxed("\\lfloor 10^6!^2\\rfloor"), "\\pi^2", 0),         # once 42 s
-    (boxed("(1,2)" * 900), "(1,2)" * 899 + "(1,3)", 0), (boxed("\\sqrt{" * 60 + "1" + "(1,2)}" * 60), "1", 0),   # once hours
+    (boxed("(1,2)" * 900), "(1,2)" * 899 + "(1,3)", 0),
+    (boxed("\\sqrt{" * 60 + "1" + "(1,2)}" * 60), "1", 0),   # once hours
     (boxed("3^{10^6} \\bmod 7"), "4", 0), (boxed("option " + " " * 5_000 + "ab"), "1", 0),
     # each of these made a regular expression quadratic or worse in an earlier version
     (",".join(["27", "5", "108"] * 30), "42", 0), ("answer" + " " * 20_000, "42", 0), ("\\(" * 10_000, "42", 0),
