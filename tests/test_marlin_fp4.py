@@ -14,6 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
+import marlin_fp4
 from marlin_fp4 import (DEFAULTS, FLAT, ROWS_64B, ROWS_256B, decode_config, decode_kernel, decode_matmul, finish,
                         matmul, mm_fp32, pack, schedule)
 
@@ -253,6 +254,54 @@ def test_a_packed_weight_decodes_by_hand_as_the_top_of_the_file_says():
     decoded = torch.cat([as_bf16(plane) * as_bf16(0x7000 | u.int() << 4).repeat_interleave(16, dim=1)
                          for plane, u in zip(planes, bytes_of_planes)], dim=1)
     assert torch.equal(decoded * weight.out_scale.double()[:, None], w)
+
+
+def run_assembly(function, argument):
+    """The inline assembly of one of the kernel's helpers, executed on uint32 values in int64: {register: result}."""
+    text = function.src.split('"""')[3]                              # after the docstring
+    count = max(int(digit) for digit in re.findall(r"\$(\d)", text))
+    registers = {f"${count}": argument}
+
+    def value(name):
+        return registers[name] if name in registers else int(name, 0)
+
+    for line in text.replace("{\n", "\n").split(";"):
+        op, *names = re.sub(r"[{},]", " ", line).split() or [".reg"]
+        if op == ".reg":
+            continue
+        if op == "mov.b32":                                          # {low half, high half}, t
+            registers[names[0]], registers[names[1]] = value(names[2]) & 0xFFFF, value(names[2]) >> 16
+            continue
+        out, args = names[0], [value(name) for name in names[1:]]
+        if op == "lop3.b32":
+            assert args[3] == 0xEA, "of its 256 functions only (a & b) | c is used"
+            registers[out] = (args[0] & args[1]) | args[2]
+        elif op == "shf.l.wrap.b32":
+            registers[out] = (args[1] << args[2] | args[0] >> (32 - args[2])) & 0xFFFFFFFF
+        else:
+            registers[out] = {"and.b32": lambda a, b: a & b, "shl.b32": lambda a, b: a << b,
+                              "shr.u32": lambda a, b: a >> b, "mul.lo.u32": lambda a, b: a * b}[op](*args) & 0xFFFFFFFF
+    return registers
+
+
+def test_the_kernels_assembly_finds_every_code_and_every_scale_where_the_packer_put_it():
+    codes = torch.cartesian_prod(*[torch.arange(16, dtype=torch.int32)] * 4)        # (65536, 4): one code a plane
+    words = marlin_fp4._to_words(codes.repeat_interleave(32, dim=1))[:, 0].long() & 0xFFFF
+    pairs = words | words.flip(0) << 16                              # two neighbouring words are one register
+    front, back = (run_assembly(f, pairs) for f in (marlin_fp4._front_planes, marlin_fp4._back_planes))
+    for plane, register in enumerate((front["$0"], front["$1"], back["$0"], back["$1"])):
+        want = (codes[:, plane].long() & 8) << 12 | (codes[:, plane].long() & 7) << 6
+        assert torch.equal(register, want | want.flip(0) << 16), plane
+    values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()  # all there are, not below 0
+    scale = torch.stack([values.roll(7 * i) for i in range(8)], dim=1)               # (127, 8) in the order of k
+    for half in range(2):
+        word = marlin_fp4._to_scale_words(scale)[:, half].long() & 0xFFFFFFFF
+        found = run_assembly(marlin_fp4._scales, word)
+        for plane in range(4):
+            got = (found[f"${plane}"] << 16).int().view(torch.float32).double()      # bf16 bits: v * 2^107
+            want = scale[:, 2 * plane + half].double() * 2.0 ** 107
+            assert torch.equal(got[want > 0], want[want > 0]), (half, plane)
+            assert (got[want == 0] > 0).all()                        # a zero scale is none: pack() clears its codes
 
 
 # -----------------------------------------------------------------------------
