@@ -2,7 +2,7 @@
 Weight-only NVFP4 matmul for Hopper: y = x @ W.T, W in 4.5 bits a weight, x in bf16, sums in fp32.
 
 Why: sm_90 has no FP4 tensor cores, so FP4 can only save memory traffic. Decoding a token is bound by reading weights,
-and at 4 TB/s an H200 has 4.4 issue slots per weight: the layout below exists to spend 3 of them. From a few hundred
+and at 4 TB/s an H200 has 4.4 issue slots per weight: the layout below exists to spend 2.5 of them. From a few hundred
 rows on the tensor cores are the bound; there W is expanded once into bf16 and cuBLAS does the rest.
 
 Value of a weight; both scales multiply:
@@ -33,7 +33,7 @@ of two (exact); elsewhere weight.late_scale says what is missing.
 Not here: quantization and files (nvfp4.py), the LoRA product x @ A.T @ B.T (lora.py; decode_matmul only does x @ A.T),
 a gradient for W (the base is frozen), 4-bit activations.
 
-Shapes: M rows, N out_features, K in_features, R rows of LoRA's A, S split-K slabs, BM/BN/BK tile sizes.
+Shapes: M rows, N out_features, K in_features, R rows of LoRA's A, S split-K slabs, BM rows of x in a tile.
 """
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -243,14 +243,14 @@ def _scales(word):
 
 
 @triton.jit
-def _scaled(plane, scale, BN: tl.constexpr):
-    """(BN, 32) code * 2^-126 times (BN, 2) v * 2^107 -> (BN, 32) code * v * 2^-19, exact."""
-    return plane * tl.broadcast_to(scale[:, :, None], (BN, 2, 16)).reshape(BN, 32)
+def _scaled(plane, scale):
+    """(128, 32) code * 2^-126 times (128, 2) v * 2^107 -> (128, 32) code * v * 2^-19, exact."""
+    return plane * tl.broadcast_to(scale[:, :, None], (128, 2, 16)).reshape(128, 32)
 
 
 @triton.jit
 def _side_by_side(a, b):
-    """(BN, C), (BN, C) -> (BN, 2 C); only renames registers."""
+    """(128, C), (128, C) -> (128, 2 C); only renames registers."""
     return tl.join(a, b).permute(0, 2, 1).reshape(a.shape[0], 2 * a.shape[1])
 
 
@@ -273,8 +273,8 @@ def dequantize_kernel(
     w2, w3 = _back_planes(words)
     s = _scales(tl.load(scales_ptr + tile * 256 + row[:, None] * 2 + h[None, :]))
     # whole rows of 256 bytes rather than 64 bytes a plane: see docs/kernel_log.md
-    front = _side_by_side(_scaled(w0, s[0], 128), _scaled(w1, s[1], 128))
-    back = _side_by_side(_scaled(w2, s[2], 128), _scaled(w3, s[3], 128))
+    front = _side_by_side(_scaled(w0, s[0]), _scaled(w1, s[1]))
+    back = _side_by_side(_scaled(w2, s[2]), _scaled(w3, s[3]))
     if ROW_SCALE:
         factor = tl.load(out_scale_ptr + n, mask=n < N, other=0.0).to(tl.bfloat16)
     else:
@@ -327,7 +327,7 @@ def _produce(x_desc, codes_desc, scales_desc, a_desc, x, codes, scales, full, em
 
 @gluon.jit
 def _times(plane, scale, W: gl.constexpr):
-    """(128, 32) code * 2^-126 times (128, 2) v * 2^107 -> (128, 32) code * v * 2^-19, exact."""
+    """As _scaled, in Gluon, where the layout of W in registers is ours to say."""
     wide, _ = gl.broadcast(gl.expand_dims(scale, 2), gl.zeros([128, 2, 16], gl.bfloat16, SCALED))
     return plane * gl.convert_layout(gl.reshape(wide, [128, 32]), W, assert_trivial=True)
 

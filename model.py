@@ -9,14 +9,14 @@ The block, with x the residual stream:
     x += down(silu(gate) * up),  gate|up = gate_up(norm(x))
 
 Precision. The residual stream and every matmul's sum and result are fp32; inputs of matmuls are rounded to `dtype`
-(bf16 on a GPU). That is what keeps the sampler's log-probs close to the learner's: 0.04 % instead of 1.3 % of tokens
+(bf16 on a GPU). That is what keeps the sampler's log-probs close to the learner's: 0.1 % instead of 1.3 % of tokens
 leave the ratio band [0.9, 1.1].
 
 Where RMSNorm's division goes. norm(x) = x * w / rms(x), and 1/rms(x) is one number a row, so it commutes with the
 linear that follows: RMSNorm returns (x * w rounded to dtype) and 1/rms apart, and the block multiplies the linear's
 *result*. Then no kernel has to see a whole row before the matmul starts, and the sampler's fused kernels and the
-learner round the same numbers at the same place. AQN's noise is added to w: `weight + noise`, zero outside
-aqn.noisy_norms.
+learner round the same numbers at the same place (but for attention to a shared prompt: PackedAttention). AQN's noise is
+added to w: `weight + noise`, zero outside aqn.noisy_norms.
 
 Tokens come packed: (T,) ids of several sequences end to end, `starts` their offsets; there is no padding anywhere, so
 there is no padding side to get wrong.
