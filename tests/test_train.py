@@ -2,7 +2,8 @@
 train.py as a user runs it: whole runs of the embedded model on a CPU, with checkpoint.py, process.py and memory.py.
 
 A run is a process, forked from a server that has imported torch once: a second a run instead of five, and it can be
-killed, starved of disk, or given a rank. Runs that must agree are compared bit for bit, times aside.
+killed, starved of disk, or given a rank. Runs that must agree are compared bit for bit, times aside. The server sees no
+GPU: what forks from a process that has asked CUDA for one cannot use it. A run on GPUs is a process of its own.
 
 python -m pytest tests/test_train.py -v
 """
@@ -17,6 +18,7 @@ import signal
 import socket
 import sys
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -64,15 +66,14 @@ class Runs:
         (folder / "sums.jsonl").write_text("\n".join(lines[:60]))
         (folder / "more.jsonl").write_text("\n".join(lines))
         (folder / "my_rewards.py").write_text(REWARDS)
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["torch.distributed", "evaluate", "aqn", "grpo", "checkpoint", __name__])
 
     def start(self, out, *flags, model=ROOT / "tiny", env={}, max_file=None):
         argv = [*(["--resume"] if "--resume" in flags else ["--model", str(model), "--data", "sums.jsonl", *SMALL]),
                 "--device", "cpu", "--out", out, *(f for f in flags if f != "--resume")]
         log = self.folder / f"{out}.{env.get('RANK', 0)}.log"
         log.unlink(missing_ok=True)
-        process = self.context.Process(target=train, args=(argv, self.folder, log, env, max_file))
+        context = multiprocessing.get_context("spawn" if "cuda" in flags else "forkserver")
+        process = context.Process(target=train, args=(argv, self.folder, log, env, max_file))
         process.start()
         return process
 
@@ -124,11 +125,14 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    # What the server sees when it starts: one thread, and the path, which Python 3.11 does not hand on to its preloads.
+    # For the server's start alone: one thread, no GPU, and the path, which Python 3.11 does not hand on to its preloads.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
-        yield Runs(tmp_path_factory.mktemp("runs"))
+        forkserver.set_forkserver_preload(["torch.distributed", "evaluate", "aqn", "grpo", "checkpoint", __name__])
+        forkserver.ensure_running()
+    return Runs(tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="module")
@@ -344,7 +348,7 @@ def test_more_ranks_than_problems_work(runs):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_lost_rank_ends_the_run_with_a_checkpoint(runs, whole, device):
-    if device == "cuda" and torch.cuda.device_count() < 2:                # asked here: the server that forks may not
+    if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs a GPU for each of two ranks")
     out = f"lost-{device}"
     zero, one = runs.ranks(out, 2, "--steps", "30", "--save-every", "100", "--device", device)
