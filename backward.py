@@ -272,37 +272,41 @@ def mlp(gate_up, down, x, rstd):
 # -----------------------------------------------------------------------------
 # Log-probs
 
-def scores(products, scale, targets, dtype=None):
-    """products (c, V) fp32, scale (c, 1) -> of logits = products * scale: (target's, log-sum-exp, mean under softmax),
-    each (c,), and onehot(targets) - softmax (c, V) in dtype, None if that is. Overwrites products."""
+def scores(products, scale, targets, live, dtype=None):
+    """products (c, V) fp32, scale (c, 1) -> of logits = products[:, :live] * scale: (target's, log-sum-exp, mean under
+    softmax), each (c,), and onehot(targets) - softmax (c, V) in dtype, zeros from `live` on, None if dtype is.
+    Overwrites products."""
+    c, V = products.shape
     if products.is_cuda:
-        c, V = products.shape
         sums, ahead = products.new_empty(3, c), products.new_empty(c, V, dtype=dtype) if dtype else products
-        _scores_kernel[(c,)](products, products.stride(0), scale, targets, sums, ahead, c, V, AHEAD=dtype is not None,
-                             BLOCK=4096, num_warps=8)
+        _scores_kernel[(c,)](products, scale, targets, sums, ahead, c, V, live, AHEAD=dtype is not None, BLOCK=4096,
+                             num_warps=8)
         return sums, ahead if dtype else None
-    logits = products.mul_(scale)
+    logits = products[:, :live].mul_(scale)
     picked, lse = logits.gather(1, targets[:, None]), logits.logsumexp(1, keepdim=True)
     p = torch.exp(logits - lse)
     sums = picked[:, 0], lse[:, 0], torch.linalg.vecdot(p, logits)
-    return sums, p.neg_().scatter_add_(1, targets[:, None], torch.ones_like(picked)).to(dtype) if dtype else None
+    if dtype is None:
+        return sums, None
+    return sums, F.pad(p.neg_().scatter_add_(1, targets[:, None], torch.ones_like(picked)), (0, V - live)).to(dtype)
 
 
 @triton.jit
-def _scores_kernel(products_ptr, stride, scale_ptr, targets_ptr, sums_ptr, ahead_ptr, c, V, AHEAD: tl.constexpr,
+def _scores_kernel(products_ptr, scale_ptr, targets_ptr, sums_ptr, ahead_ptr, c, V, live, AHEAD: tl.constexpr,
                    BLOCK: tl.constexpr):
     """One row of scores(): reads it twice, where plain torch moves it twenty times."""
     row = tl.program_id(0).to(tl.int64)
     scale, target = tl.load(scale_ptr + row), tl.load(targets_ptr + row)
-    products_ptr += row * stride
+    products_ptr += row * V
     top = tl.full((BLOCK,), -float("inf"), tl.float32)               # each lane for itself: one reduction at the end
     mass, mean = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, V, BLOCK):
+    for start in range(0, live, BLOCK):
         col = start + tl.arange(0, BLOCK)
-        logit = tl.load(products_ptr + col, mask=col < V, other=-float("inf")) * scale
+        logit = tl.load(products_ptr + col, mask=col < V, other=0.0) * scale   # col < live is odd: 4-byte loads
+        logit = tl.where(col < live, logit, -float("inf"))
         higher = tl.maximum(top, logit)
-        old, new = tl.where(top == higher, 1.0, tl.exp(top - higher)), tl.where(col < V, tl.exp(logit - higher), 0.0)
-        mass, mean = mass * old + new, mean * old + tl.where(col < V, new * logit, 0.0)
+        old, new = tl.where(top == higher, 1.0, tl.exp(top - higher)), tl.where(col < live, tl.exp(logit - higher), 0.0)
+        mass, mean = mass * old + new, mean * old + tl.where(col < live, new * logit, 0.0)
         top = higher
     highest = tl.max(top, 0)
     share = tl.exp(top - highest)                                    # 0 for a lane that saw nothing
@@ -315,12 +319,12 @@ def _scores_kernel(products_ptr, stride, scale_ptr, targets_ptr, sums_ptr, ahead
         for start in range(0, V, BLOCK):
             col = start + tl.arange(0, BLOCK)
             p = tl.exp(tl.load(products_ptr + col, mask=col < V, other=0.0) * scale - lse)
-            value = tl.where(col == target, 1.0, 0.0) - p
+            value = tl.where(col == target, 1.0, 0.0) - tl.where(col < live, p, 0.0)
             tl.store(ahead_ptr + row * V + col, value.to(ahead_ptr.dtype.element_ty), mask=col < V)
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """log softmax(x @ head.T * rstd / temperature) at `targets`, without the (T, V) tensor.
+    """log softmax(x @ head[:live].T * rstd / temperature) at `targets`, without the (T, V) tensor.
 
     One log-prob's gradient with respect to its own x is one row, (onehot - p) @ head * rstd / temperature. It is
     computed while the chunk's logits are at hand, so the backward is a multiplication and logits are computed once.
@@ -328,7 +332,7 @@ class _TokenLogprobs(torch.autograd.Function):
     CHUNK = 512                                                      # rows a time: 0.3 GB of fp32 logits at V = 152k
 
     @staticmethod
-    def forward(ctx, x, rstd, head, targets, temperature):
+    def forward(ctx, x, rstd, head, targets, live, temperature):
         n = x.shape[0]
         logprobs, entropy = torch.empty(2, n, device=x.device)
         needs_grad = any(ctx.needs_input_grad[:2])
@@ -337,7 +341,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for i in range(0, n, _TokenLogprobs.CHUNK):
             s = slice(i, i + _TokenLogprobs.CHUNK)
             scale = rstd[s] / temperature                            # (c, 1)
-            sums, ahead = scores(mm_fp32(x[s], head.T), scale, targets[s], x.dtype if needs_grad else None)
+            sums, ahead = scores(mm_fp32(x[s], head.T), scale, targets[s], live, x.dtype if needs_grad else None)
             picked, lse, mean_logit = sums                           # (c,) each
             logprobs[s], entropy[s] = picked - lse, lse - mean_logit
             if needs_grad:
@@ -351,9 +355,13 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dlogprobs, _):
         dx, drstd = ctx.saved_tensors
-        return (dx * dlogprobs[:, None]).to(ctx.dtype), drstd * dlogprobs[:, None], None, None, None
+        return (dx * dlogprobs[:, None]).to(ctx.dtype), drstd * dlogprobs[:, None], None, None, None, None
 
 
-def token_logprobs(x, rstd, head, targets, temperature):
-    """x (T, D), rstd (T, 1), head (V, D), targets (T,) -> log-probs (T,) fp32 with a gradient, entropy (T,) without."""
-    return _TokenLogprobs.apply(x, rstd, head, targets, temperature)
+def token_logprobs(x, rstd, head, targets, live, temperature):
+    """x (T, D), rstd (T, 1), head (V, D), targets (T,) -> log-probs (T,) fp32 with a gradient, entropy (T,) without.
+
+    Over the first `live` rows of the head. The others are multiplied too, for nothing: Qwen2.5's 151,665 columns of
+    logits would keep cuBLAS off its aligned kernels.
+    """
+    return _TokenLogprobs.apply(x, rstd, head, targets, live, temperature)

@@ -237,7 +237,7 @@ def rollout(args):
               "prompt": args.prompt, "new": args.new, "device": torch.cuda.get_device_name(),
               "weight_gb": weight_bytes(model) / 1e9, "batch": {}}
     if args.spread:
-        prompts = torch.randint(model.config.vocab, (16, args.prompt)).tolist()
+        prompts = torch.randint(model.live_vocab, (16, args.prompt)).tolist()
         print(f"{args.model} {args.base}, 128 completions of 50 to 1,024 tokens, mean 200, from 16 prompts")
         for rows in args.batch:
             load = result["batch"][rows] = spread_load(Sampler(model, args.prompt + 1024, rows), prompts, 8, rows)
@@ -251,7 +251,7 @@ def rollout(args):
     for B in args.batch:
         G = min(B, 8)
         assert B % G == 0, f"--batch {B}: more than 8 sequences come as groups of 8"
-        prompts = torch.randint(model.config.vocab, (B // G, args.prompt)).tolist()
+        prompts = torch.randint(model.live_vocab, (B // G, args.prompt)).tolist()
         sampler.generate(prompts, G, max_new_tokens=2)               # compiles and captures
         prefill = sampler.generate(prompts, G, max_new_tokens=1).seconds               # and one step
         rollouts = sampler.generate(prompts, G, max_new_tokens=args.new)
@@ -302,15 +302,15 @@ def train(args):
     model = live_model(args)
     sizes = drawn_lengths(args.tokens // 512 // G * G, 256, 1024, 512)
     starts = [min(sizes[i // G * G:i // G * G + G]) // 3 for i in range(len(sizes))]        # prompts: not scored
-    prompts = [torch.randint(model.config.vocab, (n,)).tolist() for n in starts[::G]]
-    rows = [prompts[i // G] + torch.randint(model.config.vocab, (n - start,)).tolist()
+    prompts = [torch.randint(model.live_vocab, (n,)).tolist() for n in starts[::G]]
+    rows = [prompts[i // G] + torch.randint(model.live_vocab, (n - start,)).tolist()
             for i, (n, start) in enumerate(zip(sizes, starts))]
     tokens, computed = sum(map(len, rows)), len(lay_out(rows, starts)[0])
     torch.cuda.reset_peak_memory_stats()
     seconds = seconds_of(lambda: model.token_logprobs(rows, starts, kept=args.kept)[0].mean().backward(), 3)
     weights = sum(linear.weight.N * linear.weight.K for linear in model.adapter.linears)
     again = 1 - min(args.kept, len(model.layers)) / len(model.layers)    # blocks run a second time
-    flops = (4 + 2 * again) * weights * computed + 4 * model.lm_head.numel() * (tokens - sum(starts))
+    flops = (4 + 2 * again) * weights * computed + 4 * model.live_vocab * model.config.width * (tokens - sum(starts))
     print(json.dumps({"model": args.model, "base": args.base, "lora_rank": args.lora_rank, "group_size": G,
                       "kept": args.kept, "tokens": tokens, "computed": computed, "tokens_s": tokens / seconds,
                       "computed_s": computed / seconds, "share_of_matmul_ceiling": flops / seconds / ceiling,
@@ -330,7 +330,7 @@ class Step:
         moments = {name: torch.zeros_like(self.adapter.master.data) for name in ("exp_avg", "exp_avg_sq")}
         self.optimizer.state[self.adapter.master] = {"step": torch.zeros((), device=device), **moments}
         sizes = torch.randint(64, 257, (args.prompts,)).tolist()
-        self.prompts = [torch.randint(self.model.config.vocab, (n,)).tolist() for n in sizes]
+        self.prompts = [torch.randint(self.model.live_vocab, (n,)).tolist() for n in sizes]
         self.lengths = torch.tensor(drawn_lengths(B, 50, 1024, 300))
         self.mine = [p * G + g for p in process.share(range(args.prompts)) for g in range(G)]      # places in the step
         rows = min(len(self.mine), 256)

@@ -45,6 +45,7 @@ SIZES = {  # D, F, layers, H, KV, V, tied: the published config.json of Qwen2.5-
     "3b": (2048, 11008, 36, 16, 2, 151936, True), "7b": (3584, 18944, 28, 28, 4, 152064, False),
     "14b": (5120, 13824, 48, 40, 8, 152064, False), "32b": (5120, 27648, 64, 40, 8, 152064, False),
     "72b": (8192, 29568, 80, 64, 8, 152064, False)}
+LIVE_VOCAB = 151665                                                  # of all sizes: ids that the tokenizer has
 
 
 @dataclass(frozen=True)
@@ -266,8 +267,7 @@ class Qwen2(torch.nn.Module):
         xw, rstd = self.hidden(torch.tensor(tokens, device=self.device), attend, attend.positions(), recompute)
         predictors = torch.tensor(predictors, device=self.device)
         scored = torch.tensor([t for row, start in zip(rows, starts) for t in row[start:]], device=self.device)
-        head = self.lm_head[:self.live_vocab]
-        return token_logprobs(xw[predictors], rstd[predictors], head, scored, temperature)
+        return token_logprobs(xw[predictors], rstd[predictors], self.lm_head, scored, self.live_vocab, temperature)
 
     def tensors(self):
         """(Hugging Face name, tensor) of the whole model, one at a time, adapter merged into the linears in fp32."""
@@ -367,7 +367,9 @@ def random_model(size, base="nvfp4", device="cuda", dtype=torch.bfloat16, seed=0
     def frozen(names, parts, k):
         return freeze([get(name, n, k) for name, n in zip(names, parts)], base, dtype)
 
-    return build(config, get, frozen, dtype, name=f"random-{size}", folder=None)
+    model = build(config, get, frozen, dtype, name=f"random-{size}", folder=None)
+    model.live_vocab = min(config.vocab, LIVE_VOCAB)                 # min: the sizes of tests
+    return model
 
 
 def freeze(weights, base, dtype):

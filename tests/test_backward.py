@@ -75,7 +75,7 @@ def test_merge_kernel_equals_plain_torch(H, d):
 def test_logprob_gradient_equals_autograd_through_the_whole_tensor(monkeypatch, chunk):
     monkeypatch.setattr(_TokenLogprobs, "CHUNK", chunk)
     torch.manual_seed(0)
-    n, D, V, temperature = 17, 32, 50, 0.7
+    n, D, V, padding, temperature = 17, 32, 50, 11, 0.7
     x, head, targets = torch.randn(n, D), torch.randn(V, D) / 3, torch.randint(V, (n,))
     rstd, upstream = torch.rand(n, 1) + 0.5, torch.randn(n)
     x64, rstd64 = x.double().requires_grad_(), rstd.double().requires_grad_()
@@ -83,7 +83,8 @@ def test_logprob_gradient_equals_autograd_through_the_whole_tensor(monkeypatch, 
     want = log_p[torch.arange(n), targets]
     want.backward(upstream.double())
     x, rstd = x.requires_grad_(), rstd.requires_grad_()
-    got, entropy = token_logprobs(x, rstd, head, targets, temperature)
+    padded = torch.cat([head, 30 * torch.randn(padding, D)])              # rows nobody trains may well be large
+    got, entropy = token_logprobs(x, rstd, padded, targets, V, temperature)
     got.backward(upstream)
     assert not entropy.requires_grad
     # 50 terms of size ~3 in fp32: 50 * 3 * 2^-24 = 1e-5.
@@ -147,13 +148,15 @@ def test_swiglu_kernels_equal_plain_torch(M, width):
 
 
 @needs_gpu
-@pytest.mark.parametrize("c,V", [(1, 5), (7, 4096), (3, 10001)])          # less than a block, one whole, and between
-def test_scores_kernel_equals_plain_torch(c, V):
+@pytest.mark.parametrize("c,V,live", [(1, 5, 5), (7, 4096, 4096), (3, 10001, 9000), (2, 8208, 4095)])    # 1 to 3 blocks
+def test_scores_kernel_equals_plain_torch(c, V, live):
     torch.manual_seed(0)
-    products, scale, targets = 9 * torch.randn(c, V), torch.rand(c, 1) + 0.5, torch.randint(V, (c,))
+    products, scale, targets = 9 * torch.randn(c, V), torch.rand(c, 1) + 0.5, torch.randint(live, (c,))
+    products[:, live:] = 1e30                                             # e^1e30 is inf
     for dtype in (None, torch.float32, torch.bfloat16):
-        got, got_ahead = scores(products.cuda(), scale.cuda(), targets.cuda(), dtype)
-        want, ahead = scores(products.clone(), scale, targets, dtype)
+        got, got_ahead = scores(products.cuda(), scale.cuda(), targets.cuda(), live, dtype)
+        want, ahead = scores(products.clone(), scale, targets, live, dtype)
         assert (got.cpu() - torch.stack(want)).abs().max() < 1e-4         # logits of 50: 2^-23 of that, times a few
         if dtype:
             assert (got_ahead.cpu().float() - ahead.float()).abs().max() < (1e-5 if dtype == torch.float32 else 2**-8)
+            assert not got_ahead[:, live:].any() and not ahead[:, live:].any()

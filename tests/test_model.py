@@ -266,7 +266,7 @@ def test_tensors_are_those_of_the_checkpoint(tiny, shape):
 def test_random_model_of_a_published_size_runs(monkeypatch):
     monkeypatch.setitem(model_py.SIZES, "tiny", SHAPES["untied"])
     model = random_model("tiny", base="nvfp4", device="cpu", dtype=torch.float32)
-    assert model(torch.zeros(1, 3, dtype=torch.int64)).shape == (1, 3, 101)
+    assert model(torch.zeros(1, 3, dtype=torch.int64)).shape == (1, 3, 101) and model.live_vocab == 101
     with pytest.raises(AssertionError, match="unknown size '8b', expected one of 0.5b"):
         ModelConfig.of_size("8b")
 
