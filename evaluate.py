@@ -33,7 +33,7 @@ import data
 import lora
 import model as qwen
 import rewards
-from sampler import Sampler
+from sampler import Sampler, quantize_head
 
 Z = 1.959964                                                         # 95 % of a normal lies within +-Z
 
@@ -147,6 +147,7 @@ def parse_args():
     add("--model", required=True, help="folder, Hugging Face id or name such as qwen2.5-7b")
     add("--adapter", help="PEFT folder, such as train.py's runs/x/adapter")
     add("--base", default="nvfp4", choices=["nvfp4", "bf16", "mxfp4", "nf4"], help="format of the frozen linears")
+    add("--head", default="bf16", choices=["bf16", "nvfp4"], help="format of lm_head, as of train.py")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to run")
     add("--data", required=True, help="gsm8k, math, arithmetic, a .jsonl/.json/.parquet file or a Hugging Face id")
     add("--split", default="test", choices=["train", "test"], help="part of a named data set (a file is one part)")
@@ -231,6 +232,8 @@ def prepare(args):
         Path(args.out).parent.mkdir(parents=True, exist_ok=True)
     model = qwen.load(folder, args.base, args.device)
     model.live_vocab = tokenizer.vocab_size
+    if args.head == "nvfp4":
+        quantize_head(model)
     if args.adapter:
         lora.load_adapter(model, args.adapter)
     rows = min(args.max_rows, len(prompts) * args.samples)

@@ -3,7 +3,8 @@ A trained run as an ordinary model: python merge.py runs/x OUT
 
 Adds the run's adapter to the weights it was trained on, 4-bit ones decoded, and writes a bf16 Hugging Face folder that
 any engine loads: python evaluate.py --model OUT --base bf16 measures it. Weights are rounded to bf16 once more, so
-log-probs move a little and greedy answers may part where two tokens were nearly tied.
+log-probs move a little and greedy answers may part where two tokens were nearly tied. lm_head is the checkpoint's own,
+also of a run with --head nvfp4.
 
 Another adapter than the run's own: lora.load_adapter and lora.merge are the two calls. Not here: merging into 4 bits
 (python nvfp4.py does that to the result, and its rounding error is larger than most adapters).

@@ -39,7 +39,7 @@ import rewards
 from checkpoint import Checkpoints
 from process import (LOCAL_RANK, RANK, WORLD, Stopped, all_sum, ending_with, from_rank_0, gather, join, say, share,
                      signals_wait)
-from sampler import BLOCK, Sampler
+from sampler import BLOCK, Sampler, quantize_head
 
 TINY = Path(__file__).parent / "tiny"
 # What changes when no --model is given: the embedded model, and sizes that two CPU cores can do in minutes.
@@ -52,6 +52,8 @@ add = parser.add_argument
 # model
 add("--model", help="folder, Hugging Face id or name such as qwen2.5-7b (default: the embedded tiny model)")
 add("--base", default="nvfp4", choices=["nvfp4", "bf16", "mxfp4", "nf4"], help="format of the frozen linears")
+add("--head", default="bf16", choices=["bf16", "nvfp4"],
+    help="format of lm_head; nvfp4 moves log-probs by 0.05 nats on average (0.5B), rollouts of few rows are faster")
 add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to run")
 add("--lora-rank", type=int, default=32, help="rank of every adapter (paper 4.1)")
 add("--lora-alpha", type=float, default=32, help="adapter scale is alpha / rank (release: alpha = rank)")
@@ -202,6 +204,8 @@ try:
     join(device)
     model = qwen.load(folder, args.base, device)
     model.live_vocab = tokenizer.vocab_size
+    if args.head == "nvfp4":                                         # now: the plan of the memory counts it
+        quantize_head(model)
     adapter = lora.Adapter(model, args.lora_rank, args.lora_alpha, args.train_norms, args.seed)
     # betas: as the release. 8-bit moments would save 6 bytes of 18 for 1 % of the parameters: no second optimizer.
     optimizer = torch.optim.AdamW([adapter.master], betas=(0.9, 0.99), weight_decay=args.weight_decay, fused=True)

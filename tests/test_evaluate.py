@@ -18,7 +18,7 @@ import evaluate
 import lora
 import model as qwen
 from evaluate import ballots, interval, maj_at_k, mcnemar, paired, pass_at_k
-from sampler import Sampler
+from sampler import Sampler, quantize_head
 
 ROOT = Path(__file__).parent.parent
 BASIC = ["--model", str(ROOT / "tiny"), "--data", "arithmetic", "--prompt-style", "plain", "--max-new-tokens", "40",
@@ -167,6 +167,21 @@ def test_samples_are_figured_per_problem_and_compared_with_another_run(tmp_path,
     assert (figures["pairs"], figures["unpaired"], figures["mcnemar_p"]) == (6, 2, None)
     readme, flags = (ROOT / "README.md").read_text(), vars(evaluate.parse_args())
     assert [key for key in figures if key not in flags and f"`{key.split('@')[0]}" not in readme] == []
+
+
+def test_a_4_bit_head_is_the_one_that_answers(tmp_path, capsys, monkeypatch):
+    for head in ("bf16", "nvfp4"):
+        flags = "--limit", 6, "--head", head, "--out", tmp_path / f"{head}.jsonl"
+        assert run(capsys, monkeypatch, *flags)["head"] == head
+    model, tokenizer = qwen.load(ROOT / "tiny", "nvfp4", "cpu"), evaluate.data.Tokenizer(ROOT / "tiny")
+    model.live_vocab = tokenizer.vocab_size
+    quantize_head(model)
+    problems = evaluate.data.load_problems("arithmetic", "test")[0][:6]
+    _, prompts, _ = evaluate.data.encode_prompts(tokenizer, problems, "plain", 1000)
+    rollouts = Sampler(model, 200, 6).generate(prompts, 1, 40, tokenizer.end_ids, 0.0)
+    got, bf16 = ([row["mean_logprob"] for row in read(tmp_path / f"{head}.jsonl")] for head in ("nvfp4", "bf16"))
+    assert got == pytest.approx([logprobs.mean().item() for logprobs in rollouts.logprobs], abs=1e-6)
+    assert all(a != b for a, b in zip(got, bf16))
 
 
 def test_top_k_and_top_p_reach_the_sampler(tmp_path, capsys, monkeypatch):

@@ -125,7 +125,7 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    # For the server's start alone: one thread, no GPU, and the path, which Python 3.11 does not hand on to its preloads.
+    # For the start of the server alone: one thread, no GPU, the path that Python 3.11 does not hand on to its preloads.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -168,7 +168,7 @@ def test_the_gradient_does_not_depend_on_micro_batches(runs):
         assert (g - gradients[2]).norm() < 200 * 2**-24 * gradients[2].norm() * 10
 
 
-@pytest.mark.parametrize("flags", ["--loss grpo --kl-beta 0.1", "--loss dapo --base nf4 --train-norms",
+@pytest.mark.parametrize("flags", ["--loss grpo --kl-beta 0.1", "--loss dapo --base nf4 --train-norms --head nvfp4",
                                    "--loss dr_grpo --advantage-scale none --overlong-buffer 20 --overlong keep",
                                    "--loss gspo --advantage-scale batch --correction mask --format-weight 0.5"])
 def test_every_loss_and_option_runs(runs, flags):
@@ -196,6 +196,16 @@ def test_dynamic_sampling_takes_new_problems_for_groups_of_equal_rewards(runs):
 def test_a_reward_of_ones_own_replaces_the_grader_and_its_parts_are_summed(runs):
     runs.run("own", "--steps", "1", "--reward", "my_rewards:by_length")
     assert all(r["reward"] == pytest.approx(1 + 0.01 * len(r["completion"])) for r in runs.samples("own"))
+
+
+def test_a_4_bit_head_samples_otherwise_and_the_learner_has_the_same(runs):
+    flags = "--steps 1 --temperature 2 --reward my_rewards:by_length --overlong keep".split()
+    for head in ("bf16", "nvfp4"):
+        runs.run(f"head-{head}", *flags, "--head", head)
+    ours, bf16 = runs.samples("head-nvfp4"), runs.samples("head-bf16")
+    assert all(a["mean_logprob"] != b["mean_logprob"] for a, b in zip(ours, bf16))
+    metrics, = runs.metrics("head-nvfp4")
+    assert metrics["mismatch_abs"] < 1e-5                                 # fp32 on a CPU; a learner with the bf16 head: 5e-3
 
 
 def test_infinite_loss_or_gradient_skips_the_update_and_is_counted(runs):
@@ -289,6 +299,7 @@ def test_a_full_disk_stops_the_run_and_loses_no_earlier_checkpoint(runs, whole):
 def test_resume_refuses_other_flags_and_a_second_run_refuses_the_folder(runs, whole):
     before = {p: p.read_bytes() for p in (runs.folder / whole).rglob("*") if p.is_file()}
     assert "--lr is 0.5, the run had 0.001" in runs.run(whole, "--resume", "--lr", "0.5", code=1)
+    assert "--head is 'nvfp4', the run had 'bf16'" in runs.run(whole, "--resume", "--head", "nvfp4", code=1)
     assert "--out whole is not empty" in runs.run(whole, "--steps", "2", code=1)
     assert "--resume: nothing holds no run" in runs.run("nothing", "--resume", code=1)
     assert before == {p: p.read_bytes() for p in (runs.folder / whole).rglob("*") if p.is_file()}
