@@ -94,7 +94,7 @@ add("--updates-per-rollout", type=int, default=4, help="optimizer steps on a rol
 add("--lr", type=float, default=1e-5, help="peak learning rate (Table 4: 1e-5; bf16 LoRA 5e-6)")
 add("--warmup", type=float, default=0.1, help="share of the run with rising rate, then cosine to 0 (release)")
 add("--max-grad-norm", type=float, default=0.2, help="clip of the global gradient norm (release)")
-add("--weight-decay", type=float, default=0.0, help="decoupled (release: 0.1, which at 1e-5 moves nothing)")
+add("--weight-decay", type=float, default=0.0, help="of A and B, decoupled (release: 0.1, which at 1e-5 moves nothing)")
 add("--micro-batch-tokens", type=int, help="tokens in one forward and backward (default: what the memory allows)")
 add("--memory-gib", type=float, help="bound of the whole process on a GPU (default: what is free)")
 # the run
@@ -208,7 +208,7 @@ try:
         quantize_head(model)
     adapter = lora.Adapter(model, args.lora_rank, args.lora_alpha, args.train_norms, args.seed)
     # betas: as the release. 8-bit moments would save 6 bytes of 18 for 1 % of the parameters: no second optimizer.
-    optimizer = torch.optim.AdamW([adapter.master], betas=(0.9, 0.99), weight_decay=args.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW([adapter.master], betas=(0.9, 0.99), weight_decay=0.0, fused=True)
     moments = {"step": torch.zeros((), device=device), "exp_avg": torch.zeros_like(adapter.master.data),
                "exp_avg_sq": torch.zeros_like(adapter.master.data)}
     optimizer.state[adapter.master] = moments                        # now: later steps must not need more memory
@@ -353,6 +353,7 @@ def update(rollouts, advantages, weights, lr):
         return sums, grad_norm
     adapter.master.grad.mul_(min(1.0, args.max_grad_norm / (grad_norm + 1e-6)))
     optimizer.param_groups[0]["lr"] = lr
+    adapter.master.data[:adapter.norm_start] *= 1 - lr * args.weight_decay       # AdamW's, but norms belong near 1
     optimizer.step()
     adapter.sync()
     return sums, grad_norm

@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 
 import data
 import memory
-from lora import Adapter
+from lora import Adapter, save_adapter
 from model import load
 from tiny_qwen2 import config_json, random_tensors, write_folder
 
@@ -205,7 +205,25 @@ def test_a_4_bit_head_samples_otherwise_and_the_learner_has_the_same(runs):
     ours, bf16 = runs.samples("head-nvfp4"), runs.samples("head-bf16")
     assert all(a["mean_logprob"] != b["mean_logprob"] for a, b in zip(ours, bf16))
     metrics, = runs.metrics("head-nvfp4")
-    assert metrics["mismatch_abs"] < 1e-5                                 # fp32 on a CPU; a learner with the bf16 head: 5e-3
+    assert metrics["mismatch_abs"] < 1e-5                                 # fp32 on a CPU; with the bf16 head 5e-3
+
+
+def test_weight_decay_shrinks_the_lora_matrices_and_no_norm(runs):
+    flags = "--steps 1 --train-norms --reward my_rewards:by_length --temperature 2 --warmup 0 --save-every 1".split()
+    for decay in ("0", "100"):
+        runs.run(f"decay{decay}", *flags, "--weight-decay", decay)
+    model = load(ROOT / "tiny", "nvfp4", "cpu")
+    Adapter(model, norms=True)
+    save_adapter(model, runs.folder / "start")
+    start, plain, decayed = (load_file(runs.folder / path / "adapter_model.safetensors")
+                             for path in ("start", "decay0/adapter", "decay100/adapter"))
+    lr, = (m["lr"] for m in runs.metrics("decay100"))
+    assert lr * 100 > 0.01                                                # of a matrix: far above fp32's rounding
+    for name, value in decayed.items():
+        if "layernorm" in name:
+            assert torch.equal(value, plain[name]) and not torch.equal(value, start[name])
+        else:
+            torch.testing.assert_close(value, plain[name] - lr * 100 * start[name])
 
 
 def test_infinite_loss_or_gradient_skips_the_update_and_is_counted(runs):
