@@ -429,6 +429,8 @@ with ending_with(save, f"go on with --resume --out {out}"), bar:
         rows, _ = gather(rows)
         everybody = functools.reduce(operator.add, gather([rollouts])[0])
         reward = torch.tensor([row["reward"] for row in rows])                               # (B,)
+        if reward.isnan().all():
+            raise Stopped(f"--reward {args.reward}: nan for each of the {len(rows)} completions of step {step}")
         finished, lengths = torch.tensor([(row["finished"], row["length"]) for row in rows]).T
         advantages = grpo.group_advantages(reward, args.group_size, args.advantage_scale)    # (B,)
         live = grpo.live_rows(reward, finished.bool(), args.group_size, args.overlong == "mask", args.dynamic_sampling)

@@ -39,6 +39,9 @@ REWARDS = '''
 def broken(completion, gold):
     return float("inf") if len(completion) % 2 else 0.0
 
+def nan(completion, gold):
+    return float("nan")
+
 def by_length(completion, gold):
     return {"length": 0.01 * len(completion), "one": 1.0}
 '''
@@ -58,7 +61,7 @@ def train(argv, folder, log, env, max_file):
 
 
 class Runs:
-    """Starts runs in `folder`, which holds word problems and two reward functions."""
+    """Starts runs in `folder`, which holds word problems and reward functions."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -206,6 +209,12 @@ def test_a_4_bit_head_samples_otherwise_and_the_learner_has_the_same(runs):
     assert all(a["mean_logprob"] != b["mean_logprob"] for a, b in zip(ours, bf16))
     metrics, = runs.metrics("head-nvfp4")
     assert metrics["mismatch_abs"] < 1e-5                                 # fp32 on a CPU; with the bf16 head 5e-3
+
+
+def test_a_reward_of_nan_for_all_ends_the_run_in_one_line_and_writes_none(runs):
+    log = runs.run("nan", "--steps", "3", "--reward", "my_rewards:nan", code=1).strip().splitlines()
+    assert log[-1].startswith("train.py: --reward my_rewards:nan: nan for each of the 8 completions of step 0; step 0 is")
+    assert not any("Traceback" in line for line in log) and runs.lines("nan") == runs.lines("nan", "samples.jsonl") == []
 
 
 def test_weight_decay_shrinks_the_lora_matrices_and_no_norm(runs):
