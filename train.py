@@ -89,7 +89,7 @@ add("--advantage-scale", default="group", choices=grpo.SCALES, help="which stand
 add("--kl-beta", type=float, default=0.0, help="weight of a k3 KL term to the base without adapter (paper: none)")
 add("--overlong", default="mask", choices=["mask", "keep"], help="keep: answers cut at the limit stay in the loss")
 add("--overlong-buffer", type=int, default=0, help="soft penalty over the last so many tokens (DAPO); 0: none")
-add("--dynamic-sampling", action="store_true", help="replace groups of equal rewards, in two rounds at most (DAPO)")
+add("--dynamic-sampling", action="store_true", help="replace groups of equal unshaped rewards, at most twice (DAPO)")
 add("--updates-per-rollout", type=int, default=4, help="optimizer steps on a rollout batch (Table 4: 4; BigMath: 1)")
 add("--lr", type=float, default=1e-5, help="peak learning rate (Table 4: 1e-5; bf16 LoRA 5e-6)")
 add("--warmup", type=float, default=0.1, help="share of the run with rising rate, then cosine to 0 (release)")
@@ -281,23 +281,26 @@ def sample(step, sigma, count):
 
 
 def score(problems, rollouts):
-    """-> rows of evaluate.score() with their `reward`: correctness, plus what the flags add or take away."""
+    """-> rows of evaluate.score() with `task`, the grader's or the plug-in's reward, and `reward`: that and shaping."""
     rows = evaluate.score(tokenizer, problems, rollouts, args.prompt_style) if problems else []
     for row in rows:
-        row["reward"] = row["correct"] + args.format_weight * row["format"]
+        row["task"], row["reward"] = row["correct"], row["correct"] + args.format_weight * row["format"]
         if args.reward:
             parts = plug_in(row["completion"], row["answer"])
-            row["reward"] = sum(parts.values()) if isinstance(parts, dict) else float(parts)
+            row["task"] = row["reward"] = sum(parts.values()) if isinstance(parts, dict) else float(parts)
         if args.overlong_buffer:
             row["reward"] += rewards.overlong_penalty(row["length"], args.max_new_tokens, args.overlong_buffer)
     return rows
 
 
 def refill(step, sigma, rollouts, rows):
-    """Dynamic sampling: groups of equal rewards make room for new problems, at most twice."""
+    """Dynamic sampling: groups of equal task rewards make room for new problems, at most twice.
+
+    DAPO asks for right and wrong answers in a group: under a penalty of the length, two rewards are hardly ever equal.
+    """
     for _ in range(2):
-        reward = torch.tensor([row["reward"] for row in rows])
-        useful = grpo.keep_informative(reward, args.group_size) if rows else torch.zeros(0, dtype=torch.bool)
+        task = torch.tensor([row["task"] for row in rows])
+        useful = grpo.keep_informative(task, args.group_size) if rows else torch.zeros(0, dtype=torch.bool)
         missing = int(all_sum((~useful).sum().to(device)))
         if not missing:
             break
@@ -428,12 +431,12 @@ with ending_with(save, f"go on with --resume --out {out}"), bar:
             rollouts, rows = refill(step, sigma, rollouts, rows)
         rows, _ = gather(rows)
         everybody = functools.reduce(operator.add, gather([rollouts])[0])
-        reward = torch.tensor([row["reward"] for row in rows])                               # (B,)
+        reward, task = (torch.tensor([row[key] for row in rows]) for key in ("reward", "task"))          # (B,) each
         if reward.isnan().all():
             raise Stopped(f"--reward {args.reward}: nan for each of the {len(rows)} completions of step {step}")
         finished, lengths = torch.tensor([(row["finished"], row["length"]) for row in rows]).T
         advantages = grpo.group_advantages(reward, args.group_size, args.advantage_scale)    # (B,)
-        live = grpo.live_rows(reward, finished.bool(), args.group_size, args.overlong == "mask", args.dynamic_sampling)
+        live = grpo.live_rows(task, finished.bool(), args.group_size, args.overlong == "mask", args.dynamic_sampling)
         weights = grpo.token_weights(lengths, live, args.loss, args.max_new_tokens)          # (B,)
 
         # 3) Update. The first one's sums measure sampler against learner; on later ones the policy has moved as well.

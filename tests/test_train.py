@@ -42,6 +42,9 @@ def broken(completion, gold):
 def nan(completion, gold):
     return float("nan")
 
+def one(completion, gold):
+    return 1.0
+
 def by_length(completion, gold):
     return {"length": 0.01 * len(completion), "one": 1.0}
 '''
@@ -196,6 +199,15 @@ def test_dynamic_sampling_takes_new_problems_for_groups_of_equal_rewards(runs):
     assert [row["step"] for row in runs.samples("dynamic")] == [0] * 12 + [1] * 12 + [2] * 12
 
 
+def test_dynamic_sampling_asks_for_right_and_wrong_answers_not_for_lengths(runs):
+    runs.run("equal", *"--steps 1 --prompts-per-step 3 --dynamic-sampling --overlong-buffer 24".split(),
+             "--reward", "my_rewards:one")
+    samples, state = runs.samples("equal"), runs.folder / "equal/checkpoints/step_000001/state.json"
+    assert {row["task"] for row in samples} == {1} and len({row["reward"] for row in samples}) > 1
+    assert json.loads(state.read_text())["cursor"] == 9                   # two rounds more, and all groups still equal
+    assert not runs.state("equal", 1)["exp_avg"].any()                    # nothing was learned from their lengths
+
+
 def test_a_reward_of_ones_own_replaces_the_grader_and_its_parts_are_summed(runs):
     runs.run("own", "--steps", "1", "--reward", "my_rewards:by_length")
     assert all(r["reward"] == pytest.approx(1 + 0.01 * len(r["completion"])) for r in runs.samples("own"))
@@ -212,9 +224,10 @@ def test_a_4_bit_head_samples_otherwise_and_the_learner_has_the_same(runs):
 
 
 def test_a_reward_of_nan_for_all_ends_the_run_in_one_line_and_writes_none(runs):
-    log = runs.run("nan", "--steps", "3", "--reward", "my_rewards:nan", code=1).strip().splitlines()
-    assert log[-1].startswith("train.py: --reward my_rewards:nan: nan for each of the 8 completions of step 0; step 0 is")
-    assert not any("Traceback" in line for line in log) and runs.lines("nan") == runs.lines("nan", "samples.jsonl") == []
+    log = runs.run("nan", "--steps", "3", "--reward", "my_rewards:nan", code=1)
+    last = log.strip().splitlines()[-1]
+    assert last.startswith("train.py: --reward my_rewards:nan: nan for each of the 8 completions of step 0; step 0 is")
+    assert "Traceback" not in log and runs.lines("nan") == runs.lines("nan", "samples.jsonl") == []
 
 
 def test_weight_decay_shrinks_the_lora_matrices_and_no_norm(runs):
