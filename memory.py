@@ -6,7 +6,8 @@ once, and the rest divided. So a run does not fail at step 300, on the first bat
     adapter                       master, gradient and two moments in fp32, the bf16 copies
     longest micro-batch           forward, recomputation and backward of --micro-batch-tokens, in rows as long as rows
                                   can get, or the sampler's largest prefill; with lora.py's scratch, which stays
-    decode graphs                 activations of the widest decode step: about three times its fp32 logits
+    decode graphs                 activations of the widest decode step: about three times its fp32 logits, and the W
+                                  that it expands where there is no kernel for the packed one
     CUDA context, NCCL            outside torch's allocator: 0.6 GiB
     fragments                     3 %
     KV pool                       at most what --max-rows sequences need
@@ -19,6 +20,7 @@ import os
 
 import torch
 
+import marlin_fp4
 from sampler import PREFILL_TOKENS
 
 OUTSIDE = 0.6 * 2**30
@@ -40,6 +42,15 @@ def bound(gib, device):
     torch.cuda.set_per_process_memory_fraction((gib * 2**30 - OUTSIDE) / total, device)
 
 
+def expanded(weights, rows):
+    """Bytes of the largest W that a decode step of so many rows expands: decode.partial_sums, one at a time."""
+    def in_place(w):
+        if isinstance(w, marlin_fp4.PackedWeight):
+            return rows <= marlin_fp4.CROSSOVER and marlin_fp4.runs_on(w.device)
+        return w.tensors[0].dtype == w.dtype                         # bf16
+    return max(0 if in_place(w) else w.N * w.K * torch.bfloat16.itemsize for w in weights)
+
+
 class Plan:
     """Measures, divides what is there, says so -> micro_batch_tokens, pool (bytes), kept (blocks).
 
@@ -55,8 +66,9 @@ class Plan:
         held, free, c = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0], model.config
         limit = gib * 2**30 if gib else held + free + OUTSIDE
         adapter_bytes = 4 * adapter.master.nbytes + adapter.working.nbytes
-        table = {"weights": held - adapter_bytes, "adapter": adapter_bytes,
-                 "decode graphs": 3 * 4 * max_rows * c.vocab, "CUDA context, NCCL": OUTSIDE, "fragments": 0.03 * limit}
+        graphs = 3 * 4 * max_rows * c.vocab + expanded([linear.weight for linear in adapter.linears], max_rows)
+        table = {"weights": held - adapter_bytes, "adapter": adapter_bytes, "decode graphs": graphs,
+                 "CUDA context, NCCL": OUTSIDE, "fragments": 0.03 * limit}
         self.room = limit - sum(table.values())
         useful = max_rows * self.longest * c.layers * 2 * c.kv_heads * c.head_dim * model.dtype.itemsize
         options = []

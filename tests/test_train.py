@@ -27,11 +27,12 @@ from safetensors.torch import load_file, save_file
 
 import data
 import memory
-from lora import Adapter, save_adapter
+from lora import Adapter, Linear, save_adapter
 from model import load
 from tiny_qwen2 import config_json, random_tensors, write_folder
 
 ROOT = Path(__file__).parent.parent
+TINY = json.loads((ROOT / "tiny" / "config.json").read_text())
 TIMES = ("seconds", "seconds_sample", "seconds_update", "tokens_per_s")
 SMALL = ("--prompts-per-step 2 --group-size 4 --max-new-tokens 24 --eval-problems 4 --eval-every 10 --lr 1e-3 "
          "--updates-per-rollout 1 --max-rows 64").split()
@@ -522,6 +523,17 @@ def test_the_memory_table_adds_up_to_the_bound_and_leaves_no_gradient(gpu):
     assert sizes["longest micro-batch"] == 4
     assert sizes["activations"] + sizes["KV pool"] == pytest.approx(48 - 2 - 4 - 0.6 - 0.03 * 48, abs=0.02)
     assert not gpu.adapter.master.grad.any()
+
+
+def test_the_plan_counts_the_largest_w_that_a_decode_step_expands(monkeypatch):
+    linears = {base: [m.weight for m in load(ROOT / "tiny", base, "cpu", torch.bfloat16).modules()
+                      if isinstance(m, Linear)] for base in ("bf16", "nf4", "nvfp4")}
+    gate_up = 2 * 2 * TINY["intermediate_size"] * TINY["hidden_size"]
+    assert memory.expanded(linears["bf16"], 300) == 0
+    assert memory.expanded(linears["nf4"], 1) == gate_up
+    assert memory.expanded(linears["nvfp4"], 1) == gate_up                # a device that the kernel is not made for
+    monkeypatch.setattr(memory.marlin_fp4, "runs_on", lambda device: True)
+    assert memory.expanded(linears["nvfp4"], 256) == 0 and memory.expanded(linears["nvfp4"], 257) == gate_up
 
 
 @pytest.mark.parametrize("pool,kept", [(20, 3), (68.5, 3), (69, 2), (71, 0)])
