@@ -195,17 +195,23 @@ def random_rows(n, width, gen):
                 table=1 + torch.randperm(n * width, generator=gen, device="cuda").view(n, width))
 
 
-def reference_logprobs(model, kv, rows, temperature):
-    """(n, V) log-probs of a step by sampler.TorchEngine's means, and how far bf16 rounding moves them (rms to fp32)."""
+def in_fp32_and_bf16(model):
+    """Yields both dtypes after rounding the inputs of the model's matmuls to them; bf16, as it was, is the last."""
     norms = [norm for layer in model.layers for norm in (layer.input_norm, layer.post_norm)] + [model.final_norm]
     linears = [m for m in model.modules() if isinstance(m, lora.Linear) and m.rank]
     bf16_adapters = [(linear.a16, linear.b16) for linear in linears]
-    logprobs = []
-    for dtype in (torch.float32, torch.bfloat16):                    # of matmul inputs
+    for dtype in (torch.float32, torch.bfloat16):
         for norm in norms:
             norm.dtype = dtype
         for linear, (a, b) in zip(linears, bf16_adapters):           # bf16: the tensors that graphs captured
             linear.a16, linear.b16 = a.to(dtype), b.to(dtype)
+        yield dtype
+
+
+def reference_logprobs(model, kv, rows, temperature):
+    """(n, V) log-probs of a step by sampler.TorchEngine's means, and how far bf16 rounding moves them (rms to fp32)."""
+    logprobs = []
+    for dtype in in_fp32_and_bf16(model):
         cache = sampler.CachedAttention(kv.to(dtype, copy=True), rows["table"], rows["prefix"], rows["pos"])
         xw, rstd = model.hidden(rows["token"], [cache.layer(i) for i in range(len(model.layers))], rows["pos"])
         logits = marlin_fp4.mm_fp32(xw, model.lm_head[:model.live_vocab].to(dtype).T) * (rstd / (temperature or 1.0))
@@ -280,6 +286,29 @@ def test_steps_of_7b_sized_layers_repeat_bit_for_bit_while_kernels_overlap(n, ge
     for _ in range(30):
         tokens, logprobs, _ = engine.decode(rows, sampler.WINDOW, 1.0, (), 0, 1.0)
         assert torch.equal(tokens, first_tokens) and torch.equal(logprobs, first_logprobs)
+
+
+@pytest.mark.parametrize("P,G", [(6, 2), (20, 8)])                    # 9 rows; 120: groups read their prefix once
+@torch.no_grad()
+def test_greedy_completions_of_groups_are_those_of_full_forwards(P, G, gen):
+    """Prefill, shared blocks, windows, and rows that come and go, against every sequence computed whole."""
+    model, _, _ = small_engine("nvfp4", gen, size=(256, 320, 3, 4, 4, 2432))
+    lengths = [(1, 2, 32, 33, 34, 150)[p % 6] for p in range(P)]     # a prefix is one token shorter, a block has 32
+    prompts = [torch.randint(2311, (n,), generator=gen, device="cuda").tolist() for n in lengths]
+    limits = torch.randint(10, 50, (P * G,), generator=gen, device="cuda").tolist()
+    rollouts = sampler.Sampler(model, 200, P * G * 3 // 4).generate(prompts, G, limits, temperature=0.0)
+    assert [len(completion) for completion in rollouts.completions] == limits
+    same = 0
+    for prompt, completion, logprobs in zip(rollouts.prompts, rollouts.completions, rollouts.logprobs):
+        tokens, token = (torch.tensor(t, device="cuda") for t in ([prompt + completion], completion))
+        exact, want = (model(tokens)[0, len(prompt) - 1:-1, :2311].log_softmax(-1) for _ in in_fp32_and_bf16(model))
+        # As above, and the largest of up to 50 tokens of 160 rows: 7 standard deviations. Where the two best are so
+        # close, either may be drawn; by induction over the others this is what a loop of full forwards writes.
+        tolerance = 7 * 2**0.5 * (want - exact).square().mean().sqrt()
+        best, drawn = want.max(-1).values, want.gather(1, token[:, None])[:, 0]
+        assert (drawn >= best - tolerance).all() and (logprobs.cuda() - drawn).abs().max() < tolerance < 0.3
+        same += (drawn == best).sum().item()
+    assert same > 0.95 * sum(limits)
 
 
 @torch.no_grad()
