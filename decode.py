@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 
 import marlin_fp4
-from marlin_fp4 import PackedWeight, mm_fp32, pieces, runs_on
+from marlin_fp4 import PackedWeight, a_pieces, mm_fp32, pieces, runs_on
 from sampler import BLOCK, WINDOW, filter_logits
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)      # batch sizes with a graph of their own
@@ -66,7 +66,7 @@ def linear_weights(scale_ptr, b_ptr, first, BN: tl.constexpr, KB, L, R: tl.const
     """
     col, r = first + tl.arange(0, BN), tl.arange(0, RP)
     b = tl.load(b_ptr + col[None, :] * R + r[:, None], mask=(r < R)[:, None], other=0.0)
-    return col, tl.load(scale_ptr + col), b, pieces(first, KB, L), tl.cdiv(KB, L)
+    return col, tl.load(scale_ptr + col), b, pieces(first, KB, L), a_pieces(KB, L)
 
 
 @triton.jit

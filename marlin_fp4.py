@@ -52,11 +52,13 @@ BLOCK = 16                                      # weights per scale
 TILE = 128                                      # side of a packed tile
 ROWS_256B = tl.constexpr(gl.NVMMASharedLayout(128, 16))              # in shared memory: rows of x and of A,
 ROWS_64B = tl.constexpr(gl.NVMMASharedLayout(64, 16))                # of codes, swizzled against bank conflicts,
-FLAT = tl.constexpr(gl.NVMMASharedLayout(0, 32))                     # scales
+FLAT = tl.constexpr(gl.NVMMASharedLayout(0, 32))                     # scales,
+SUMS = tl.constexpr(gl.NVMMASharedLayout(128, 32, rank=3))           # fp32 sums on their way out
 SCALED = tl.constexpr(gl.DistributedLinearLayout(    # (128, 2, 16) in registers: scales beside the weights they serve
     [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 1, 0], [64, 0, 0]], [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
     [[16, 0, 0], [32, 0, 0]], [], [128, 2, 16]))
-A_ROWS = tl.constexpr(64)                       # rows of LoRA's A in a tile: in bf16 twice the bytes of a tile of codes
+SENT_ROWS = tl.constexpr(64)                    # rows of x up to which shared memory has room for a sum on its way out
+A_SIDE = tl.constexpr(64)                       # side of a tile of LoRA's A: in bf16 the bytes of a tile of codes
 CROSSOVER = 256                                 # matmul: rows up to which the decode kernel beats expanding W
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -291,38 +293,43 @@ def _dequantize_gpu(weight, out):
                                 ROW_SCALE=weight.power_of_two, num_warps=4)
 
 
+@triton.jit
+def a_blocks(KB, L):
+    """Blocks of A to a program: a block of A is more to read than one of W, so a quarter of K at the most."""
+    return tl.minimum(L, tl.cdiv(KB, 4))
+
+
 @gluon.jit
-def _fetch(codes_desc, scales_desc, a_desc, codes, scales, bar, slot, block, KB, is_a, BM: gl.constexpr,
-           HAS_A: gl.constexpr):
-    """Start the copy of block `block` to place `slot`: (128, 128) weights, or (64, 128) of A over two blocks' codes."""
+def _fetch_weights(codes_desc, scales_desc, a_desc, codes, scales, full, slot, step, first, KB, is_a, BM: gl.constexpr,
+                   HAS_A: gl.constexpr):
+    """Start the copy of a step's weights to place `slot`: a block (128, 128), or half a block of A, (64, 64)."""
+    bar = full.index(slot)
     if HAS_A and is_a:
-        mbarrier.expect(bar, A_ROWS * 256 + BM * 256)                # x included
-        a = codes._reinterpret(gl.bfloat16, [codes.shape[0] // 2, A_ROWS, 128], ROWS_256B)
-        tma.async_copy_global_to_shared(a_desc, [block // KB * A_ROWS, block % KB * 128], bar, a.index(slot))
+        mbarrier.expect(bar, A_SIDE * A_SIDE * 2 + BM * 256)         # x included
+        a = codes._reinterpret(gl.bfloat16, [codes.shape[0], A_SIDE, A_SIDE], ROWS_256B)
+        k = (first + step // 2) % KB * 128 + step % 2 * A_SIDE
+        tma.async_copy_global_to_shared(a_desc, [first // KB * A_SIDE, k], bar, a.index(slot))
     else:
         mbarrier.expect(bar, 128 * 64 + 128 * 8 + BM * 256)
-        tma.async_copy_global_to_shared(codes_desc, [block * 128, 0], bar, codes.index(slot))
-        tma.async_copy_global_to_shared(scales_desc, [block, 0], bar, scales.index(slot))
+        tma.async_copy_global_to_shared(codes_desc, [(first + step) * 128, 0], bar, codes.index(slot))
+        tma.async_copy_global_to_shared(scales_desc, [first + step, 0], bar, scales.index(slot))
 
 
 @gluon.jit
-def _produce(x_desc, codes_desc, scales_desc, a_desc, x, codes, scales, full, empty, m0, first, last, KB, is_a,
-             BM: gl.constexpr, STAGES: gl.constexpr, HAS_A: gl.constexpr, PDL: gl.constexpr):
-    """Blocks first..last of weights and x through the ring. The weights of the first STAGES come before the wait."""
-    count = last - first
-    ring = gl.where(is_a, STAGES // 2, STAGES)
-    ahead = gl.minimum(count, ring)
-    for i in range(ahead):
-        _fetch(codes_desc, scales_desc, a_desc, codes, scales, full.index(i), i, first + i, KB, is_a, BM, HAS_A)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    for i in range(ahead):
-        tma.async_copy_global_to_shared(x_desc, [m0, (first + i) % KB * 128], full.index(i), x.index(i))
-    for i in range(ahead, count):
-        slot = i % ring
-        mbarrier.wait(empty.index(slot), (i // ring & 1) ^ 1)
-        _fetch(codes_desc, scales_desc, a_desc, codes, scales, full.index(slot), slot, first + i, KB, is_a, BM, HAS_A)
-        tma.async_copy_global_to_shared(x_desc, [m0, (first + i) % KB * 128], full.index(slot), x.index(slot))
+def _fetch_x(x_desc, x, full, slot, step, first, KB, halves, m0):
+    """Start the copy of the x that a step multiplies."""
+    tma.async_copy_global_to_shared(x_desc, [m0, (first + step // halves) % KB * 128], full.index(slot), x.index(slot))
+
+
+@gluon.jit
+def _produce(x_desc, codes_desc, scales_desc, a_desc, x, codes, scales, full, empty, m0, first, steps, KB, is_a, halves,
+             BM: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, HAS_A: gl.constexpr):
+    """Keeps the ring full from step AHEAD on."""
+    for step in range(AHEAD, steps):
+        slot = step % STAGES
+        mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
+        _fetch_weights(codes_desc, scales_desc, a_desc, codes, scales, full, slot, step, first, KB, is_a, BM, HAS_A)
+        _fetch_x(x_desc, x, full, slot, step, first, KB, halves, m0)
 
 
 @gluon.jit
@@ -359,21 +366,33 @@ def _store_piece(acc, slabs_ptr, piece, row, rows, column, m0, M, row_stride, MM
 
 
 @gluon.jit
-def _consume(x, codes, scales, full, empty, slabs_ptr, m0, pid, first, last, M, N, R, KB, L, is_a,
-             BM: gl.constexpr, STAGES: gl.constexpr, HAS_A: gl.constexpr):
+def _send_piece(acc, out, slabs_desc, piece, row, m0):
+    """acc (128, BM) -> slabs[piece, m0:, row:] by shared memory; the copy engine drops what lies past N and M."""
+    tma.store_wait(0)                                                # the piece before has left
+    out.store(acc.permute((1, 0)).reshape(1, acc.shape[1], 128))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(slabs_desc, [piece, m0, row], out)
+
+
+@gluon.jit
+def _consume(x, codes, scales, out, full, empty, slabs_desc, slabs_ptr, m0, pid, first, last, M, N, R, row_stride,
+             KB, L, is_a, BM: gl.constexpr, STAGES: gl.constexpr, HAS_A: gl.constexpr):
     """Blocks first..last; a piece is stored wherever a tile of W ends."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     W: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     if HAS_A and is_a:
-        a = codes._reinterpret(gl.bfloat16, [STAGES // 2, A_ROWS, 128], ROWS_256B)
-        acc = gl.zeros([A_ROWS, BM], gl.float32, MMA)
-        for i in range(last - first):
-            slot = i % (STAGES // 2)
-            mbarrier.wait(full.index(slot), i // (STAGES // 2) & 1)
-            acc = warpgroup_mma(a.index(slot), x.index(slot).permute((1, 0)), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(empty.index(slot), count=1)
-        _store_piece(acc, slabs_ptr, first % KB // L, first // KB * A_ROWS, R, N, m0, M, N + R, MMA)
+        a = codes._reinterpret(gl.bfloat16, [STAGES, A_SIDE, A_SIDE], ROWS_256B)
+        acc = gl.zeros([A_SIDE, BM], gl.float32, MMA)
+        for i in range(0, 2 * (last - first), 2):
+            for half in gl.static_range(2):
+                slot = (i + half) % STAGES
+                mbarrier.wait(full.index(slot), (i + half) // STAGES & 1)
+                xs = x.index(slot).slice(half * A_SIDE, A_SIDE, 1).permute((1, 0))
+                acc = warpgroup_mma(a.index(slot), xs, acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=[acc])
+                mbarrier.arrive(empty.index(slot), count=1)
+        piece = first % KB // a_blocks(KB, L)
+        _store_piece(acc, slabs_ptr, piece, first // KB * A_SIDE, R, N, m0, M, row_stride, MMA)
     else:
         i = 0
         block = first
@@ -389,8 +408,13 @@ def _consume(x, codes, scales, full, empty, slabs_ptr, m0, pid, first, last, M, 
                 acc = warpgroup_mma_wait(0, deps=[acc])
                 mbarrier.arrive(empty.index(slot), count=1)
                 i += 1
-            _store_piece(acc, slabs_ptr, pid - tile * KB // L, tile * 128, N, 0, m0, M, N + R, MMA)
+            piece = pid - tile * KB // L
+            if BM <= SENT_ROWS:
+                _send_piece(acc, out, slabs_desc, piece, tile * 128, m0)
+            else:
+                _store_piece(acc, slabs_ptr, piece, tile * 128, N, 0, m0, M, row_stride, MMA)
             block = end
+        tma.store_wait(0)                                            # what is being sent must stay till it is
 
 
 @gluon.jit(do_not_specialize=["M", "KB", "L", "a_programs", "total"])
@@ -398,14 +422,15 @@ def decode_kernel(
     x_desc,            # bf16  (M, K)                 tensor maps: a copy brings (BM, 128),
     codes_desc,        # int16 (N/128 * K/128 * 128, 32)                         (128, 32),
     scales_desc,       # int32 (N/128 * K/128, 256)                              (1, 256),
-    a_desc,            # bf16  (R, K)                                            (64, 128) of LoRA's A, if HAS_A
-    slabs_ptr,         # fp32  (S, M, N + R)
-    M, N, R,
+    a_desc,            # bf16  (R, K)                                            (64, 64) of LoRA's A, if HAS_A
+    slabs_desc,        # fp32  (S, M, N)              and takes                  (1, BM, 128) away
+    slabs_ptr,         # fp32  (S, M, row_stride)     the same, and A's columns N.. N + R
+    M, N, R, row_stride,
     KB,                # blocks of 128 along K
     L,                 # blocks that one program walks
     a_programs,        # of the grid's first axis, the first ones do x @ A.T
     total,             # blocks of W: (N/128) * KB
-    BM: gl.constexpr, STAGES: gl.constexpr, HAS_A: gl.constexpr, PDL: gl.constexpr,
+    BM: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, HAS_A: gl.constexpr, PDL: gl.constexpr,
 ):
     """Partial sums of x @ W.T: a program walks L consecutive blocks of the weight stream, (128, 128) weights each.
 
@@ -416,9 +441,10 @@ def decode_kernel(
     columns and not 63 of 64 rows.
 
     A program is a warp group that decodes and multiplies, and one warp that keeps a ring of STAGES blocks in shared
-    memory full: full[slot] completes when a block's bytes have arrived, empty[slot] when it has been multiplied. The
-    producer asks for weights before x exists (PDL) and does not stop between two tiles. Programs that share a
-    multiprocessor drift apart: one decodes while another keeps the tensor cores busy.
+    memory full: full[slot] completes when a block's bytes have arrived, empty[slot] when it has been multiplied. It
+    does not stop between two tiles. The weights of the first AHEAD blocks are asked for before x exists (PDL); more of
+    them would stand in front of x in the queue to memory. Programs that share a multiprocessor drift apart: one decodes
+    while another keeps the tensor cores busy.
     """
     pid = gl.program_id(0)
     m0 = gl.program_id(1) * BM
@@ -427,6 +453,7 @@ def decode_kernel(
     scales = gl.allocate_shared_memory(gl.int32, [STAGES, 1, 256], FLAT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    out = gl.allocate_shared_memory(gl.float32, [1, BM if BM <= SENT_ROWS else 8, 128], SUMS)
     for slot in gl.static_range(STAGES):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=1)
@@ -434,23 +461,39 @@ def decode_kernel(
     if PDL:                                                          # let the next kernel's programs take freed places
         tl.extra.cuda.gdc_launch_dependents()
     is_a = pid < a_programs
-    first, end = (pid - a_programs) * L, total
+    first, end, share, halves = (pid - a_programs) * L, total, L, 1  # halves: steps to a block
     if HAS_A and is_a:
-        a_pieces = gl.cdiv(KB, L)
-        first, end = pid // a_pieces * KB + pid % a_pieces * L, pid // a_pieces * KB + KB
-    last = gl.minimum(first + L, end)
+        share, halves = a_blocks(KB, L), 2
+        pieces_a = gl.cdiv(KB, share)
+        first, end = pid // pieces_a * KB + pid % pieces_a * share, pid // pieces_a * KB + KB
+    last = gl.minimum(first + share, end)
     pid -= a_programs
+    steps = (last - first) * halves
+    for step in gl.static_range(AHEAD):
+        if step < steps:
+            _fetch_weights(codes_desc, scales_desc, a_desc, codes, scales, full, step, step, first, KB, is_a, BM, HAS_A)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    for step in gl.static_range(AHEAD):
+        if step < steps:
+            _fetch_x(x_desc, x, full, step, step, first, KB, halves, m0)
     gl.warp_specialize([
-        (_consume, (x, codes, scales, full, empty, slabs_ptr, m0, pid, first, last, M, N, R, KB, L, is_a, BM, STAGES,
-                    HAS_A)),
-        (_produce, (x_desc, codes_desc, scales_desc, a_desc, x, codes, scales, full, empty, m0, first, last, KB, is_a,
-                    BM, STAGES, HAS_A, PDL)),
+        (_consume, (x, codes, scales, out, full, empty, slabs_desc, slabs_ptr, m0, pid, first, last, M, N, R,
+                    row_stride, KB, L, is_a, BM, STAGES, HAS_A)),
+        (_produce, (x_desc, codes_desc, scales_desc, a_desc, x, codes, scales, full, empty, m0, first, steps, KB, is_a,
+                    halves, BM, STAGES, AHEAD, HAS_A)),
     ], [1], [24])                                                    # warps and registers of the producer
 
 
 @triton.jit
+def a_pieces(KB, L):
+    """How many slabs hold a part of x @ A.T."""
+    return tl.cdiv(KB, a_blocks(KB, L))
+
+
+@triton.jit
 def pieces(column, KB, L):
-    """How many slabs hold a part of this column of x @ W.T. Of x @ A.T: cdiv(KB, L)."""
+    """How many slabs hold a part of this column of x @ W.T. Of x @ A.T: a_pieces."""
     first = column // 128 * KB
     return (first + KB - 1) // L - first // L + 1
 
@@ -476,10 +519,11 @@ def finish_kernel(
 # Host side of the decode kernel: which tile for which M, who walks which blocks.
 
 class Config(NamedTuple):
-    """How decode_kernel is launched: rows of x in a tile, blocks in the ring, programs on a multiprocessor."""
-    BM: int
-    num_stages: int
-    per_sm: int
+    """How decode_kernel is launched."""
+    BM: int                                     # rows of x in a tile
+    num_stages: int                             # blocks in the ring
+    per_sm: int                                 # programs on a multiprocessor
+    ahead: int                                  # blocks asked for before the kernel before is done
 
     @property
     def maxnreg(self):
@@ -489,12 +533,12 @@ class Config(NamedTuple):
 
 # M at most -> Config. TUNED: (M at most, N, K) -> Config 3 % faster, from `python bench.py tune`; none looked for yet.
 DEFAULTS = {
-    8: Config(8, 4, 4),
-    16: Config(16, 4, 4),
-    32: Config(32, 3, 3),
-    64: Config(64, 3, 2),
-    128: Config(128, 2, 2),
-    256: Config(128, 2, 2),
+    8: Config(8, 4, 4, 4),
+    16: Config(16, 3, 4, 2),
+    32: Config(32, 3, 3, 1),
+    64: Config(64, 3, 2, 1),
+    128: Config(128, 2, 2, 1),
+    256: Config(128, 2, 2, 1),
 }
 TUNED = {}
 
@@ -519,14 +563,14 @@ def schedule(N, K, M, R, config, multiprocessors):
     room = max(1, multiprocessors * config.per_sm // triton.cdiv(M, config.BM))
     L = max(1, tiles * KB // room)
     while True:
-        a_pieces = triton.cdiv(KB, L)
-        a_programs = triton.cdiv(R, A_ROWS.value) * a_pieces
+        pieces_a = triton.cdiv(KB, min(L, triton.cdiv(KB, 4)))       # a_pieces(KB, L)
+        a_programs = triton.cdiv(R, A_SIDE.value) * pieces_a
         programs = a_programs + triton.cdiv(tiles * KB, L)
         if programs <= room or L >= KB * tiles:
             break
         L += 1
     S = max((t * KB + KB - 1) // L - t * KB // L + 1 for t in range(tiles))
-    return Schedule(KB, L, a_programs, programs, max(S, a_pieces if R else 0))
+    return Schedule(KB, L, a_programs, programs, max(S, pieces_a if R else 0))
 
 
 @cache
@@ -542,8 +586,8 @@ def runs_on(device):
 
 class Slabs(NamedTuple):
     """Partial sums of a linear: the sum of the first pieces(n, KB, L) slabs is column n of x @ W.T / out_scale, that of
-    the first cdiv(KB, L) column N + r of x @ lora_a.T. Slabs past those hold anything."""
-    sums: torch.Tensor                          # fp32 (S, M, N + R)
+    the first a_pieces(KB, L) column N + r of x @ lora_a.T. Slabs past those hold anything."""
+    sums: torch.Tensor                          # fp32 (S, M, at least N + R)
     KB: int
     L: int
 
@@ -569,15 +613,18 @@ def decode_matmul(x, weight, lora_a=None, slabs=None, pdl=False, config=None):
         assert lora_a.is_contiguous() and lora_a.device == x.device, (lora_a.stride(), lora_a.device)
     config = config or decode_config(N, K, M)
     plan = schedule(N, K, M, R, config, _multiprocessors(weight.device))
+    width = triton.cdiv(N + R, 4) * 4                                # rows of whole 16 bytes, as the copy engine wants
     if slabs is None:
-        slabs = torch.empty(plan.S, M, N + R, dtype=torch.float32, device=x.device)
+        slabs = torch.empty(plan.S, M, width, dtype=torch.float32, device=x.device)
     assert slabs.dtype == torch.float32 and slabs.is_contiguous(), (slabs.dtype, slabs.stride())
-    assert slabs.shape == (plan.S, M, N + R), f"slabs must be {(plan.S, M, N + R)}, got {tuple(slabs.shape)}"
-    a_tiles = TensorDescriptor.from_tensor(lora_a if R else x, [A_ROWS.value, TILE], ROWS_256B.value)
+    assert slabs.shape == (plan.S, M, width), f"slabs must be {(plan.S, M, width)}, got {tuple(slabs.shape)}"
+    a_tiles = TensorDescriptor.from_tensor(lora_a if R else x, [A_SIDE.value] * 2, ROWS_256B.value)
+    sent = config.BM if config.BM <= SENT_ROWS.value else 8
+    out_tiles = TensorDescriptor.from_tensor(slabs[:, :, :N], [1, sent, TILE], SUMS.value)
     x_tiles = TensorDescriptor.from_tensor(x, [config.BM, TILE], ROWS_256B.value)
     decode_kernel[(plan.programs, triton.cdiv(M, config.BM))](
-        x_tiles, *weight.tiles, a_tiles, slabs, M, N, R, plan.KB, plan.L, plan.a_programs,
-        weight.codes.shape[0] * plan.KB, BM=config.BM, STAGES=config.num_stages, HAS_A=R > 0,
+        x_tiles, *weight.tiles, a_tiles, out_tiles, slabs, M, N, R, slabs.shape[2], plan.KB, plan.L, plan.a_programs,
+        weight.codes.shape[0] * plan.KB, BM=config.BM, STAGES=config.num_stages, AHEAD=config.ahead, HAS_A=R > 0,
         PDL=pdl, num_warps=4, maxnreg=config.maxnreg, launch_pdl=pdl)
     return Slabs(slabs, plan.KB, plan.L)
 
