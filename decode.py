@@ -44,6 +44,7 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)      # batch siz
 TILE = 64                                      # columns of an elementwise program; one partial sum of squares each
 CHUNK = 2048                                   # vocabulary entries of one program of the softmax
 HEAD_ROWS = 64                                 # up to so many rows a 4-bit head is read as such, else its bf16 copy
+AT_ONCE = tl.constexpr(4)                      # runs of attention_kernel joined at a time
 GROUP = 16                                     # query heads of a key-value head, of several rows if they share a prefix
 MAX_ENDS = 16                                  # end ids of a tokenizer
 LOG2_E = 1.4426950408889634
@@ -204,119 +205,148 @@ def heads_kernel(slab_ptr, scale_ptr, b_ptr, M, N, width, KB, L, SP: tl.constexp
 
 
 @triton.jit
-def cut(tokens, SPLITS: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr):
-    """-> tokens of a run, a multiple of BLOCK, and how many runs: at most SPLITS, if possible of LEAST blocks each."""
-    blocks = tl.cdiv(tokens, BLOCK)
-    runs = tl.minimum(tl.maximum(tl.cdiv(blocks, LEAST), 1), SPLITS)
-    size = tl.maximum(tl.cdiv(blocks, runs), 1)
-    return size * BLOCK, tl.cdiv(blocks, size)
+def add_halves(x):
+    """x (2 W, J, d) -> (W, J, d): x[w] + x[W + w]. tl.sum over what lies in several warps takes 10 times the code."""
+    halves = tl.reshape(x, (2, x.shape[0] // 2, x.shape[1], x.shape[2]))
+    a, b = tl.split(tl.permute(halves, (1, 2, 3, 0)))
+    return a + b
 
 
 @triton.jit
-def attend(q, kv_ptr, plane, blocks_ptr, kv_head, first, end, prefix, own, last, scale, KV: tl.constexpr,
-           BLOCK: tl.constexpr):
-    """Queries q (J, d) over slots [first, end) of a row's blocks: largest logit, mass (J,), unscaled sum (J, d)."""
-    slot, i, size = tl.arange(0, BLOCK), tl.arange(0, q.shape[1]), BLOCK * q.shape[1]
-    at = slot[:, None] * q.shape[1] + i[None, :]                     # (BLOCK, d)
-    top = tl.full((q.shape[0],), -float("inf"), tl.float32)
-    mass = tl.zeros((q.shape[0],), tl.float32)
-    acc = tl.zeros(q.shape, tl.float32)
-    block = tl.load(blocks_ptr + first // BLOCK)
-    for t in range(first, end, BLOCK):
-        valid = (t + slot < prefix) | ((t + slot >= own) & (t + slot <= last))           # never all False
-        block_ptr = kv_ptr + (block * KV + kv_head) * size
+def join(tops_ptr, masses_ptr, acc_ptr, runs, live, d: tl.constexpr):
+    """Runs of queries (J,), each at its pointer: largest logit, mass, unscaled sum -> mass (J,), sum (J, d) of all."""
+    i = tl.arange(0, d)
+    top = tl.full(live.shape, -float("inf"), tl.float32)
+    mass = tl.zeros(live.shape, tl.float32)
+    acc = tl.zeros((live.shape[0], d), tl.float32)
+    for s0 in range(0, runs, AT_ONCE):
+        tops, masses, accs = (), (), ()
+        for s in tl.static_range(AT_ONCE):                           # loads that wait for each other cost 0.6 us a run
+            left, at = live & (s0 + s < runs), s0 + s
+            tops += (tl.load(tops_ptr + at, mask=left, other=-float("inf"), cache_modifier=".cg"),)
+            masses += (tl.load(masses_ptr + at, mask=left, other=0.0, cache_modifier=".cg"),)
+            accs += (tl.load(acc_ptr[:, None] + at * d + i[None, :], mask=left[:, None], other=0.0,
+                             cache_modifier=".cg"),)
+        for s in tl.static_range(AT_ONCE):
+            new_top = tl.maximum(top, tops[s])                       # finite: every query has a token in its first run
+            shrink, weight = tl.exp2(top - new_top), tl.exp2(tops[s] - new_top)
+            mass = mass * shrink + weight * masses[s]
+            acc = acc * shrink[:, None] + accs[s] * weight[:, None]
+            top = new_top
+    return mass, acc
+
+
+@triton.jit
+def attend(q, kv_ptr, plane, table_ptr, width, block, row, kv_head, prefix, own, ends, gap, offset, STEP, scale,
+           G: tl.constexpr, KV: tl.constexpr, BLOCK: tl.constexpr, MEMBERS: tl.constexpr, T: tl.constexpr):
+    """Queries q (W, J, d), warp w over tokens offset[w].. of every step: largest logit, mass (J,), unscaled sum (J, d).
+
+    Steps [0, ends[0]) are the prefix, those up to ends[m + 1] the own[m] tokens of row + m, from slot `gap` on of its
+    blocks. block (W,): those of the first step.
+    """
+    W: tl.constexpr = q.shape[0]
+    J: tl.constexpr = q.shape[1]
+    d: tl.constexpr = q.shape[2]
+    j, slot = tl.arange(0, J), tl.arange(0, T)
+    within = slot[None, :, None] * d + tl.arange(0, d)[None, None, :]
+    top = tl.full((W, J), -float("inf"), tl.float32)
+    mass = tl.zeros((W, J), tl.float32)
+    acc = tl.zeros((W, J, d), tl.float32)
+    for t in range(0, ends[MEMBERS]):
+        of, start, tokens = -1, 0, prefix                            # whose tokens this step has; -1: everybody's
+        next_row, next_at = row, (t + 1) * STEP
+        for m in tl.static_range(MEMBERS):
+            of, start = tl.where(t >= ends[m], m, of), tl.where(t >= ends[m], ends[m], start)
+            tokens = tl.where(t >= ends[m], own[m], tokens)
+            next_row = tl.where(t + 1 >= ends[m], row + m, next_row)
+            next_at = tl.where(t + 1 >= ends[m], (t + 1 - ends[m]) * STEP + gap, next_at)
+        token = (t - start) * STEP + offset
+        page_ptr = kv_ptr + ((block * KV + kv_head) * BLOCK + token % BLOCK) * d
         # One step early: if keys and values waited for this load, the compiler would keep a single buffer for them.
-        block = tl.load(blocks_ptr + t // BLOCK + 1, mask=t + BLOCK < end, other=0)
-        k = tl.load(block_ptr + at)
-        v = tl.load(block_ptr + plane + at)
-        logit = tl.where(valid[None, :], tl.dot(q, k.T, input_precision="ieee") * scale, -float("inf"))
-        new_top = tl.maximum(top, tl.max(logit, axis=1))
-        p = tl.exp2(logit - new_top[:, None])
-        shrink = tl.exp2(top - new_top)
-        mass = mass * shrink + tl.sum(p, axis=1)
-        acc = tl.dot(p.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        more = t + 1 < ends[MEMBERS]
+        block = tl.load(table_ptr + next_row * width + (next_at + offset) // BLOCK, mask=more, other=0)
+        valid = token[:, None] + slot[None, :] < tokens              # (W, T)
+        k = tl.load(page_ptr[:, None, None] + within, mask=valid[:, :, None], other=0.0)
+        v = tl.load(page_ptr[:, None, None] + plane + within, mask=valid[:, :, None], other=0.0)
+        seen = valid[:, None, :] & ((of < 0) | (j // G == of))[None, :, None]
+        logit = tl.where(seen, tl.dot(q, tl.permute(k, (0, 2, 1)), input_precision="ieee") * scale, -float("inf"))
+        new_top = tl.maximum(top, tl.max(logit, axis=2))
+        base = tl.where(new_top == -float("inf"), 0.0, new_top)      # a warp may have seen nothing yet: no inf - inf
+        p = tl.exp2(logit - base[:, :, None])
+        shrink = tl.exp2(top - base)
+        mass = mass * shrink + tl.sum(p, axis=2)
+        acc = tl.dot(p.to(q.dtype), v, acc * shrink[:, :, None], input_precision="ieee")
         top = new_top
-    return top, mass, acc
+    highest = tl.max(top, axis=0)
+    weight = tl.exp2(top - tl.where(highest == -float("inf"), 0.0, highest)[None, :])
+    mass = tl.sum(mass * weight, axis=0)
+    acc *= weight[:, :, None]
+    if W == 8:
+        acc = add_halves(acc)
+    return highest, mass, tl.reshape(add_halves(add_halves(acc)), (J, d))
 
 
 @triton.jit
 def attention_kernel(q_ptr, kv_ptr, plane, state_ptr, stride, table_ptr, width, out_ptr, acc_ptr, stats_ptr,
                      counter_ptr, scale, H: tl.constexpr, KV: tl.constexpr, d: tl.constexpr, BLOCK: tl.constexpr,
-                     PREFIX_SPLITS: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, J: tl.constexpr,
-                     AT_ONCE: tl.constexpr, PDL: tl.constexpr):
-    """One key-value head, the H/KV query heads that share it, one run of the context.
+                     J: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, MEMBERS: tl.constexpr,
+                     W: tl.constexpr, T: tl.constexpr, PDL: tl.constexpr):
+    """One key-value head, the H/KV query heads that share it, the context of one row or one program's part of it.
 
-    Programs [0, PREFIX_SPLITS) of the last axis cut up the prefix that this row and the next ones have in common, if
-    this row is the first of them: query j of the tile is head j % (H/KV) of row + j // (H/KV), and a prefix is read
-    once for J // (H/KV) rows. The next SPLITS programs cut up the row's own tokens; all of its context if it is alone
-    or PREFIX_SPLITS is 0.
+    A step takes T tokens for each of W warps of each of a row's programs, prefix first, then own tokens. A warp keeps a
+    softmax of its own, joined with the others' at the end: nothing in the loop waits for another warp. A row by itself
+    has as many programs as have LEAST steps to do, at most SPLITS.
 
-    Runs leave an unscaled sum, their largest logit and their mass; a query's last run to arrive joins them in order of
-    the runs, so the result does not depend on who that is. Softmax in base 2: scale = log2(e) / sqrt(d).
+    MEMBERS > 1: of up to so many neighbours with one prefix, at the first of them. Query j of the tile is head
+    j % (H/KV) of row + j // (H/KV); the prefix is read once, then each member's own tokens, hidden from the others. A
+    row meets the same tokens in the same warps as it would alone, and gets the same bits.
+
+    Programs of one row leave an unscaled sum, their largest logit and their mass; the last to arrive joins them in
+    order, so the result does not depend on who that is. Softmax in base 2: scale = log2(e) / sqrt(d).
     """
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    G: tl.constexpr = H // KV
     overlap(PDL)
     prefix = tl.load(state_ptr + PREFIX * stride + row).to(tl.int32)
-    share = tl.load(state_ptr + SHARE * stride + row).to(tl.int32)
-    pos = tl.load(state_ptr + POS * stride + row).to(tl.int32)
-    own = tl.cdiv(prefix, BLOCK) * BLOCK                             # sampler.CachedAttention: own tokens start a block
-    alone = (share == 1) | (prefix == 0) | (PREFIX_SPLITS == 0)
-    start = tl.where(alone, 0, own)                                  # of the row's own part
-    last = own + pos - prefix
-    prefix_size, prefix_runs = cut(prefix, max(PREFIX_SPLITS, 1), LEAST, BLOCK)
-    prefix_runs = tl.where(alone, 0, prefix_runs)
-    size, runs = cut(last + 1 - start, SPLITS, LEAST, BLOCK)
-    of_prefix = split < PREFIX_SPLITS
-    part = tl.where(of_prefix, split, split - PREFIX_SPLITS)
-    if part >= tl.where(of_prefix, tl.where(share > 0, prefix_runs, 0), runs):
+    members, runs = 1, SPLITS
+    if MEMBERS > 1:
+        members = tl.load(state_ptr + SHARE * stride + row).to(tl.int32)
+    elif SPLITS > 1:
+        runs = tl.minimum(tl.cdiv(tl.load(state_ptr + POS * stride + row).to(tl.int32) + 1, LEAST * W * T), SPLITS)
+    if (members == 0) | (split >= runs):
         return
-    run = tl.where(of_prefix, part, prefix_runs + part)
-    members = tl.where(of_prefix, share, 1)
-    first = tl.where(of_prefix, part * prefix_size, start + part * size)
-    end = tl.where(of_prefix, tl.minimum(first + prefix_size, prefix), tl.minimum(first + size, last + 1))
-    last = tl.where(of_prefix, -1, last)
+    STEP = W * T * runs                                              # tokens
+    own, ends = (), (tl.cdiv(prefix, STEP),)
+    for m in tl.static_range(MEMBERS):
+        pos = tl.load(state_ptr + POS * stride + row + m, mask=m < members, other=0).to(tl.int32)
+        own += (tl.where(m < members, pos + 1 - prefix, 0),)
+        ends += (ends[m] + tl.cdiv(own[m], STEP),)
+    gap = tl.cdiv(prefix, BLOCK) * BLOCK                             # sampler.CachedAttention: own tokens start a block
+    offset = (split * W + tl.arange(0, W)) * T
+    block = tl.load(table_ptr + row * width + (tl.where(prefix > 0, 0, gap) + offset) // BLOCK)
     wait(PDL)
     j, i = tl.arange(0, J), tl.arange(0, d)
-    member = row + j // (H // KV)
-    live = j < members * (H // KV)
-    head = member * H + kv_head * (H // KV) + j % (H // KV)          # of the n * H query heads
+    live = j < members * G
+    head = (row + j // G) * H + kv_head * G + j % G                  # of the n * H query heads
     at_q = head[:, None] * d + i[None, :]
     q = tl.load(q_ptr + at_q, mask=live[:, None], other=0.0)
-    top, mass, acc = attend(q, kv_ptr, plane, table_ptr + row * width, kv_head, first, end, prefix, own, last, scale,
-                            KV, BLOCK)
-    mine = live
-    if prefix_runs + runs > 1:
-        # Members differ in length and number of runs; a lane without one counts as long as the prefix.
-        tokens = tl.load(state_ptr + POS * stride + member, mask=live, other=0).to(tl.int32) - prefix
-        _, own_runs = cut(own + tl.maximum(tokens, 0) + 1 - start, SPLITS, LEAST, BLOCK)
-        all_runs = prefix_runs + own_runs                            # (J,)
-        at = head * (PREFIX_SPLITS + SPLITS)
-        masses_ptr = stats_ptr + tl.num_programs(0) * H * (PREFIX_SPLITS + SPLITS)       # (n, H, runs): tops, masses
-        tl.store(stats_ptr + at + run, top, mask=live)
-        tl.store(masses_ptr + at + run, mass, mask=live)
-        tl.store(acc_ptr + (at + run)[:, None] * d + i[None, :], acc, mask=live[:, None])
-        tl.debug_barrier()                                           # all threads' stores come before the count
-        arrived = tl.atomic_add(counter_ptr + head, 1, mask=live, sem="acq_rel")
-        mine = live & (arrived == all_runs - 1)
-        tl.store(counter_ptr + head, 0, mask=mine)                   # for the next layer
-        top = tl.full((J,), -float("inf"), tl.float32)
-        mass = tl.zeros((J,), tl.float32)
-        acc = tl.zeros((J, d), tl.float32)
-        for s0 in range(0, tl.max(tl.where(mine, all_runs, 0), axis=0), AT_ONCE):
-            tops, masses, accs = (), (), ()
-            for s in tl.static_range(AT_ONCE):                       # loads that wait for each other cost 0.6 us a run
-                left = mine & (s0 + s < all_runs)
-                tops += (tl.load(stats_ptr + at + s0 + s, mask=left, other=-float("inf"), cache_modifier=".cg"),)
-                masses += (tl.load(masses_ptr + at + s0 + s, mask=left, other=0.0, cache_modifier=".cg"),)
-                accs += (tl.load(acc_ptr + (at + s0 + s)[:, None] * d + i[None, :], mask=left[:, None], other=0.0,
-                                 cache_modifier=".cg"),)
-            for s in tl.static_range(AT_ONCE):
-                new_top = tl.maximum(top, tops[s])
-                shrink, weight = tl.exp2(top - new_top), tl.exp2(tops[s] - new_top)
-                mass = mass * shrink + weight * masses[s]
-                acc = acc * shrink[:, None] + accs[s] * weight[:, None]
-                top = new_top
-    tl.store(out_ptr + at_q, (acc / mass[:, None]).to(out_ptr.dtype.element_ty), mask=mine[:, None])
+    q = tl.broadcast_to(q[None], (W, J, d))
+    top, mass, acc = attend(q, kv_ptr, plane, table_ptr, width, block, row, kv_head, prefix, own, ends, gap, offset,
+                            STEP, scale, G, KV, BLOCK, MEMBERS, T)
+    if SPLITS > 1:
+        if runs > 1:
+            first = head * SPLITS                                    # of (n, H, SPLITS): tops, then masses
+            masses_ptr = stats_ptr + tl.num_programs(0) * H * SPLITS
+            tl.store(stats_ptr + first + split, top, mask=live)
+            tl.store(masses_ptr + first + split, mass, mask=live)
+            tl.store(acc_ptr + (first + split)[:, None] * d + i[None, :], acc, mask=live[:, None])
+            tl.debug_barrier()                                       # all threads' stores come before the count
+            counter_ptr += row * KV + kv_head
+            if tl.atomic_add(counter_ptr, 1, sem="acq_rel") < runs - 1:
+                return
+            tl.store(counter_ptr, 0)                                 # for the next layer
+            mass, acc = join(stats_ptr + first, masses_ptr + first, acc_ptr + first * d, runs, live, d)
+    tl.store(out_ptr + at_q, (acc / mass[:, None]).to(out_ptr.dtype.element_ty), mask=live[:, None])
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -465,16 +495,17 @@ def partial_sums(linear, x, ones):
     return marlin_fp4.Slabs(slabs, KB=1, L=1), ones[:N] if weight.late_scale is None else weight.late_scale
 
 
-def attention_shape(pairs):
-    """(row, key-value head) pairs of a step -> most runs of a shared prefix, of a row, blocks worth a run, warps.
+def attention_shape(pairs, shared):
+    """(row, key-value head) pairs of a step, rows that may share -> SPLITS, LEAST, MEMBERS, W, T of attention_kernel.
 
-    A prefix read once for several rows costs another run to join, 2 us: it pays from 512 pairs on, where the L2 cannot
-    keep up (32B at 64 rows: 9 of 45 us a layer).
+    A row is cut up only where there are too few of them for 132 multiprocessors: a join costs 2 us, programs that find
+    nothing to do 3. A shared prefix pays from 512 pairs on, where the L2 cannot keep up (32B, 64 rows: 30 -> 28 us).
     """
-    splits = min(64, triton.next_power_of_2(triton.cdiv(2 * 132, pairs)))
-    if pairs <= 256:
-        return 0, splits, 2 if pairs <= 64 else 4, 4
-    return 1, 1, 16, 2 if pairs <= 512 else 1
+    if pairs <= 64:
+        return min(64, triton.next_power_of_2(triton.cdiv(132, pairs))), 1, 1, 4, 32
+    if pairs <= 264:
+        return 1, 1, 1, 8 if pairs <= 132 else 4, 16
+    return 1, 1, shared, 4, 16
 
 
 class GraphEngine:
@@ -491,12 +522,14 @@ class GraphEngine:
         self.shared = GROUP // (c.heads // c.kv_heads)               # rows that read a prefix together
         self.buckets = [b for b in BUCKETS if b < max_rows] + [max_rows]
         self.state = torch.zeros(len(FIELDS), max_rows, dtype=torch.int64, device=device)
+        self.nobody = torch.zeros(len(FIELDS), 1, dtype=torch.int64, device=device)
+        self.nobody[FIELDS.index("share")] = 1
         self.table = None                                            # (max_rows, width), from the first call on
         self.ends = torch.full((MAX_ENDS,), -1, dtype=torch.int64, device=device)
         self.inv_temperature = torch.ones((), device=device)
         self.tokens = torch.zeros(WINDOW, max_rows, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(WINDOW, max_rows, device=device)
-        self.counters = torch.zeros(max_rows * c.heads, dtype=torch.int32, device=device)
+        self.counters = torch.zeros(max_rows * c.kv_heads, dtype=torch.int32, device=device)
         half = torch.arange(0, c.head_dim, 2, device=device, dtype=torch.float32)
         widest = max(linear.weight.N for linear in (model.layers[0].qkv, model.layers[0].gate_up))
         self.ones = torch.ones(widest, device=device)                # the scale of linears that have none
@@ -517,7 +550,7 @@ class GraphEngine:
             self.table = torch.zeros(self.max_rows, rows["table"].shape[1], dtype=torch.int64, device=self.kv.device)
         size = self.batch_size(n)
         run = self.graph(size, not temperature, top_k, top_p)
-        self.state[:, :size] = 0                                     # rows past n read and write block 0, for nobody
+        self.state[:, :size] = self.nobody                           # rows past n read and write block 0
         self.table[:size] = 0
         self.state[:6, :n] = torch.stack([rows[name] for name in FIELDS[:6]])
         self.state[FIELDS.index("alive"), :n] = rows["limit"] > rows["pos"]
@@ -582,12 +615,11 @@ class GraphEngine:
                 num_warps=warps, **pdl)
 
         def attention(cache):
-            prefix_splits, splits, least, warps = attention_shape(n * KV)
-            runs = prefix_splits + splits
-            acc, stats = new(n, H, runs, d), new(2, n, H, runs)
-            attention_kernel[n, KV, runs](
-                q, *cache, context, acc, stats, self.counters, d ** -0.5 * LOG2_E, H, KV, d, BLOCK, prefix_splits,
-                splits, least, GROUP, warps, num_warps=warps, num_stages=3, **pdl)
+            shape = splits, _, members, warps, _ = attention_shape(n * KV, self.shared)
+            acc, stats = new(n, H, splits, d), new(2, n, H, splits)
+            attention_kernel[n, KV, splits](
+                q, *cache, context, acc, stats, self.counters, d ** -0.5 * LOG2_E, H, KV, d, BLOCK, GROUP, *shape,
+                num_warps=warps, num_stages=4 if members > 1 else 3, **pdl)
 
         def residual(linear, x, norm):
             rows, warps = per_residual

@@ -116,20 +116,19 @@ def test_heads_kernel_rotates_and_writes_keys_and_values_where_the_table_says(H,
 
 
 @pytest.mark.parametrize("H,KV,d", [(14, 2, 64), (28, 4, 128), (10, 2, 128)])
-@pytest.mark.parametrize("prefix_splits,splits,least,warps",
-                         [(1, 1, 16, 1), (2, 4, 8, 2), (16, 16, 1, 4), (0, 4, 4, 4)])
-@pytest.mark.parametrize("shared", [False, True])                    # nobody's prefix, or those of some neighbours
-def test_attention_kernel_matches_float64_over_prefix_gap_and_own_tokens(H, KV, d, prefix_splits, splits, least, warps,
-                                                                         shared, gen):
+@pytest.mark.parametrize("splits,least,shared,W,T", [(1, 1, False, 8, 16), (1, 1, True, 4, 16), (2, 1, True, 8, 16),
+                                                     (4, 8, False, 4, 16), (16, 1, False, 4, 32)])
+def test_attention_kernel_matches_float64_over_prefix_gap_and_own_tokens(H, KV, d, splits, least, shared, W, T, gen):
     prefix, pos, B = [0, 0, 31, 32, 32, 100, 1000, 1000, 1000, 5], [0, 63, 31, 32, 164, 164, 2047, 1000, 1200, 2000], 32
-    groups = [2, 1, 2, 1, 2, 1, 1] if shared else [1] * len(pos)     # rows that share, in order
-    n, width, runs = len(pos), 66, prefix_splits + splits
+    members = decode.GROUP // (H // KV)                              # 2 or 3
+    groups = [2, 1, 2, 1, members, 4 - members]                      # rows that have a prefix in common, in order
+    n, width = len(pos), 66
     state, table = rows_state(prefix, pos, width, n * width, gen)
     leaders = torch.tensor(groups).cumsum(0) - torch.tensor(groups)
     state[decode.FIELDS.index("share")] = 0
     state[decode.FIELDS.index("share"), leaders] = torch.tensor(groups, device="cuda")
-    for leader, members in zip(leaders.tolist(), groups):
-        for row in range(leader, leader + members):
+    for leader, size in zip(leaders.tolist(), groups):
+        for row in range(leader, leader + size):
             prefix[row] = prefix[leader]
             pos[row] = max(pos[row], prefix[row])
             table[row, :-(-prefix[row] // B)] = table[leader, :-(-prefix[row] // B)]
@@ -137,17 +136,21 @@ def test_attention_kernel_matches_float64_over_prefix_gap_and_own_tokens(H, KV, 
         state[decode.FIELDS.index(name)] = torch.tensor(values, device="cuda")
     kv = torch.randn(2, n * width, KV, B, d, generator=gen, device="cuda").bfloat16()
     q = torch.randn(n, H, d, generator=gen, device="cuda").bfloat16()
-    acc = torch.full((n, H, runs, d), torch.nan, device="cuda")
-    stats = torch.full((2, n, H, runs), torch.nan, device="cuda")
-    counters = torch.zeros(n * H, dtype=torch.int32, device="cuda")
-    results = []
-    for _ in range(3):
+    acc = torch.full((n, H, splits, d), torch.nan, device="cuda")
+    stats = torch.full((2, n, H, splits), torch.nan, device="cuda")
+    counters = torch.zeros(n * KV, dtype=torch.int32, device="cuda")
+
+    def run(members):
         out = torch.full_like(q, torch.nan)
-        decode.attention_kernel[n, KV, runs](
+        decode.attention_kernel[n, KV, splits](
             q, kv, kv.stride(0), state, n, table, width, out, acc, stats, counters, d ** -0.5 * 1.4426950408889634, H,
-            KV, d, B, prefix_splits, splits, least, decode.GROUP, warps, False, num_warps=warps)
-        results.append(out)
-    assert all(torch.equal(out, results[0]) for out in results)      # same bits whoever joins the runs
+            KV, d, B, decode.GROUP, splits, least, members, W, T, False, num_warps=W)
+        return out
+
+    out = run(members if shared else 1)
+    assert all(torch.equal(out, run(members if shared else 1)) for _ in range(3))        # whoever joins the runs
+    if shared and splits == 1:
+        assert torch.equal(out, run(1))                              # as without the neighbours
     assert not counters.any()                                        # ready for the next layer
     for row in range(n):
         start = -(-prefix[row] // B) * B
