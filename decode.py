@@ -41,16 +41,17 @@ from marlin_fp4 import PackedWeight, a_pieces, mm_fp32, pieces, runs_on
 from sampler import BLOCK, WINDOW, filter_logits
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)      # batch sizes with a graph of their own
-TILE = 64                                      # columns of an elementwise program; one partial sum of squares each
+TILE = 128                                     # columns of a matmul's tile; an elementwise program takes those or half
 CHUNK = 2048                                   # vocabulary entries of one program of the softmax
 HEAD_ROWS = 64                                 # up to so many rows a 4-bit head is read as such, else its bf16 copy
 AT_ONCE = tl.constexpr(4)                      # runs of attention_kernel joined at a time
 GROUP = 16                                     # query heads of a key-value head, of several rows if they share a prefix
 MAX_ENDS = 16                                  # end ids of a tokenizer
 LOG2_E = 1.4426950408889634
-# n up to -> (rows of a program, warps) of heads_kernel, residual_kernel, swiglu_kernel, found by trying all.
-PROGRAMS = {4: ((1, 2), (1, 1), (1, 1)), 16: ((4, 4), (4, 4), (8, 4)), 64: ((4, 4), (4, 4), (16, 8)),
-            512: ((4, 4), (8, 2), (16, 4))}
+# n up to -> columns of an elementwise program, (rows, warps) of heads_kernel, residual_kernel, swiglu_kernel, found in
+# whole steps. With 128 columns a number costs half as many instructions; up to 16 rows there are too few such programs.
+PROGRAMS = {4: (64, (1, 4), (1, 1), (1, 1)), 16: (64, (4, 4), (4, 4), (8, 4)), 64: (128, (4, 4), (4, 8), (16, 4)),
+            512: (128, (8, 8), (4, 4), (16, 8))}
 FIELDS = ("token", "pos", "prefix", "share", "limit", "key", "alive", "made", "step")
 # Of the state, int64 (9, max_rows).
 TOKEN, POS, PREFIX, SHARE, LIMIT, KEY, ALIVE, MADE, STEP = map(tl.constexpr, range(len(FIELDS)))
@@ -61,48 +62,72 @@ TOKEN, POS, PREFIX, SHARE, LIMIT, KEY, ALIVE, MADE, STEP = map(tl.constexpr, ran
 
 @triton.jit
 def linear_weights(scale_ptr, b_ptr, first, BN: tl.constexpr, KB, L, R: tl.constexpr, RP: tl.constexpr):
-    """What linear_tile needs and no matmul makes: columns (BN,), scale (BN,), b (RP, BN), slabs to add up, of A's too.
+    """What finishes a linear and no matmul makes: columns (BN,), scale (BN,), b (RP, BN), slabs to add up.
 
     The BN columns from `first` on lie in one tile of the matmul.
     """
     col, r = first + tl.arange(0, BN), tl.arange(0, RP)
     b = tl.load(b_ptr + col[None, :] * R + r[:, None], mask=(r < R)[:, None], other=0.0)
-    return col, tl.load(scale_ptr + col), b, pieces(first, KB, L), a_pieces(KB, L)
+    return col, tl.load(scale_ptr + col), b, pieces(first, KB, L)
 
 
 @triton.jit
-def slab_sum(slab_ptr, at, live, slab, count, SP: tl.constexpr):
-    """Sum over s < count of slab_ptr[s * slab + at], in a fixed order. SP: the most slabs, padded to a power of two.
+def slab_sums(slab_ptr, slab, tiles, a_tiles, S: tl.constexpr, SA: tl.constexpr):
+    """Of every tile (at, live, count): the sum over s < count of slab_ptr[s * slab + at], in a fixed order.
 
-    With few elements the slabs lie side by side in one tensor, so that all threads load: 2.1 and not 2.5 ms a step at 1
-    row. With many that would spill registers: 3.9 and not 4.2 ms at 64 rows (7B, H200). There a loop, not static_range:
-    unrolled before layouts are assigned, each slab would be moved into the layout of linear_tile's dot by itself,
-    through shared memory: 74 barriers a program instead of 14, 6.7 us instead of 3.5 (residual_kernel, 32 rows).
+    S, SA: the most slabs of x @ W.T (tiles) and of x @ A.T (a_tiles). With few elements the slabs lie side by side in
+    one tensor, so that all threads load: 2.1 and not 2.5 ms a step at 1 row. With many that would spill registers: 3.9
+    and not 4.2 ms at 64 rows (7B, H200). There a loop, not static_range: unrolled before layouts are assigned, each
+    slab would be moved into the layout of linear_tile's dot by itself, through shared memory: 74 barriers a program
+    instead of 14, 6.7 us instead of 3.5 (residual_kernel, 32 rows). All tiles end in one loop: a sum that were done
+    before the others would be moved there and then, and their loads would wait behind its barrier.
     """
-    if at.shape[0] <= 2:
-        s = tl.arange(0, SP)[:, None, None]
-        y = tl.sum(tl.load(slab_ptr + s * slab + at[None], mask=(s < count) & live[None], other=0.0), axis=0)
-    else:
-        y = tl.zeros(at.shape, tl.float32)
-        for s in range(SP):                                          # not count: so that loads are issued together
-            y += tl.load(slab_ptr + s * slab + at, mask=live & (s < count), other=0.0)
-    return y
+    sums, all_tiles = (), tiles + a_tiles
+    COMMON: tl.constexpr = min(S, SA)
+    for t in tl.static_range(len(all_tiles)):
+        at, live, count = all_tiles[t]
+        if at.shape[0] <= 2:
+            s = tl.arange(0, triton.next_power_of_2(S if t < len(tiles) else SA))[:, None, None]
+            side_by_side = tl.load(slab_ptr + s * slab + at[None], mask=(s < count) & live[None], other=0.0)
+            sums += (tl.sum(side_by_side, axis=0),)
+        else:
+            y = tl.zeros(at.shape, tl.float32)
+            for s in range((S if t < len(tiles) else SA) - COMMON):  # not count: so that loads are issued together
+                y += tl.load(slab_ptr + s * slab + at, mask=live & (s < count), other=0.0)
+            sums += (y,)
+    if tiles[0][0].shape[0] > 2:
+        for s in range(COMMON):
+            longer = ()
+            for t in tl.static_range(len(all_tiles)):
+                at, live, count = all_tiles[t]
+                i = s + ((S if t < len(tiles) else SA) - COMMON)
+                longer += (sums[t] + tl.load(slab_ptr + i * slab + at, mask=live & (i < count), other=0.0),)
+            sums = longer
+    return sums
 
 
 @triton.jit
-def linear_tile(slab_ptr, weights, row, part, M, N, width, SP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr):
-    """Finish y[row, columns] of a linear, fp32: slabs (S, M, width) * scale (N,) + bf16(x @ A.T) @ b (N, R).T.
+def linear_part(weights, row, M, width):
+    """The tile y[row, columns] of a linear, for slab_sums."""
+    col, _, _, count = weights
+    return row[:, None] * width + col[None, :], (row < M)[:, None], count
 
-    part: which R columns after N hold this tile's x @ A.T. RP: R padded to a tensor-core tile; R = 0: no adapter.
-    """
-    slab, row = M.to(tl.int64) * width, row[:, None]
-    col, scale, b, count, a_count = weights
-    y = slab_sum(slab_ptr, row * width + col[None, :], row < M, slab, count, SP) * scale[None, :]
+
+@triton.jit
+def adapter_part(row, part, M, N, width, KB, L, R: tl.constexpr, RP: tl.constexpr):
+    """x @ A.T (rows, RP), the part'th R columns after N, for slab_sums."""
+    r = tl.arange(0, RP)[None, :]
+    return row[:, None] * width + N + part * R + r, (row < M)[:, None] & (r < R), a_pieces(KB, L)
+
+
+@triton.jit
+def linear_tile(sums, xa, weights, R: tl.constexpr):
+    """Finish a linear, fp32: sums * scale + bf16(x @ A.T) @ b.T; R = 0: no adapter."""
+    _, scale, b, _ = weights
+    scale = tl.broadcast_to(scale[None, :], sums.shape)
     if R > 0:
-        r = tl.arange(0, RP)[None, :]
-        xa = slab_sum(slab_ptr, row * width + N + part * R + r, (row < M) & (r < R), slab, a_count, SP)
-        y = tl.dot(xa.to(b.dtype), b, y, input_precision="ieee")
-    return y
+        return tl.fma(sums, scale, tl.dot(xa.to(b.dtype), b, input_precision="ieee"))
+    return sums * scale
 
 
 @triton.jit
@@ -120,12 +145,11 @@ def wait(PDL: tl.constexpr):
 
 
 @triton.jit
-def inverse_rms(squares_ptr, row, M, D, eps, TILES: tl.constexpr, TILES_P: tl.constexpr):
-    """rsqrt(mean(x^2) + eps) of each row from its TILES partial sums (M, TILES)."""
+def squares_tile(squares_ptr, row, M, TILES: tl.constexpr, TILES_P: tl.constexpr):
+    """Each row's TILES partial sums of squares (rows, TILES_P)."""
     t = tl.arange(0, TILES_P)
     live = (row < M)[:, None] & (t < TILES)[None, :]
-    squares = tl.load(squares_ptr + row[:, None] * TILES + t[None, :], mask=live, other=0.0)
-    return tl.rsqrt(tl.sum(squares, axis=1) / D + eps)
+    return tl.load(squares_ptr + row[:, None] * TILES + t[None, :], mask=live, other=0.0)
 
 
 @triton.jit
@@ -160,8 +184,8 @@ def embed_kernel(state_ptr, stride, embed_ptr, freq_ptr, resid_ptr, cos_ptr, sin
 
 
 @triton.jit(do_not_specialize=["M"])
-def heads_kernel(slab_ptr, scale_ptr, b_ptr, M, N, width, KB, L, SP: tl.constexpr, R: tl.constexpr,
-                 RP: tl.constexpr, squares_ptr, eps, D, TILES: tl.constexpr, TILES_P: tl.constexpr,
+def heads_kernel(slab_ptr, scale_ptr, b_ptr, M, N, width, KB, L, S: tl.constexpr, SA: tl.constexpr,
+                 R: tl.constexpr, RP: tl.constexpr, squares_ptr, eps, D, TILES: tl.constexpr, TILES_P: tl.constexpr,
                  bias_ptr, cos_ptr, sin_ptr, q_ptr, kv_ptr, plane, state_ptr, stride, table_ptr, table_width,
                  H: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
                  PDL: tl.constexpr):
@@ -180,23 +204,27 @@ def heads_kernel(slab_ptr, scale_ptr, b_ptr, M, N, width, KB, L, SP: tl.constexp
     weights_a = linear_weights(scale_ptr, b_ptr, head * 2 * HALF, HALF, KB, L, R, RP)
     weights_b = linear_weights(scale_ptr, b_ptr, head * 2 * HALF + HALF, HALF, KB, L, R, RP)
     bias_a, bias_b = tl.load(bias_ptr + first)[None, :], tl.load(bias_ptr + second)[None, :]
+    pos = tl.load(state_ptr + POS * stride + row, mask=row < M, other=0)
+    prefix = tl.load(state_ptr + PREFIX * stride + row, mask=row < M, other=0)
+    slot = (prefix + BLOCK - 1) // BLOCK * BLOCK + pos - prefix      # sampler.CachedAttention: own tokens start a block
+    block = tl.load(table_ptr + row * table_width + slot // BLOCK, mask=row < M, other=0)
     wait(PDL)
-    rstd = inverse_rms(squares_ptr, row, M, D, eps, TILES, TILES_P)[:, None]
-    a = linear_tile(slab_ptr, weights_a, row, part, M, N, width, SP, R, RP) * rstd + bias_a
-    b = linear_tile(slab_ptr, weights_b, row, part, M, N, width, SP, R, RP) * rstd + bias_b
+    squares = squares_tile(squares_ptr, row, M, TILES, TILES_P)
+    tiles = linear_part(weights_a, row, M, width), linear_part(weights_b, row, M, width)
+    a_tiles = (adapter_part(row, part, M, N, width, KB, L, R, RP),)
+    a, b, xa = slab_sums(slab_ptr, M.to(tl.int64) * width, tiles, a_tiles, S, SA)
     turned = live & (head < H + KV)                                  # values are not: an angle of 0
     cos = tl.load(cos_ptr + row[:, None] * HALF + i[None, :], mask=turned, other=1.0)
     sin = tl.load(sin_ptr + row[:, None] * HALF + i[None, :], mask=turned, other=0.0)
+    rstd = tl.rsqrt(tl.sum(squares, axis=1) / D + eps)[:, None]
+    a = linear_tile(a, xa, weights_a, R) * rstd + bias_a
+    b = linear_tile(b, xa, weights_b, R) * rstd + bias_b
     a, b = (a * cos - b * sin).to(q_ptr.dtype.element_ty), (b * cos + a * sin).to(q_ptr.dtype.element_ty)
     if head < H:
         out = q_ptr + row[:, None] * (2 * HALF * H) + first[None, :]
         tl.store(out, a, mask=live)
         tl.store(out + HALF, b, mask=live)
     else:
-        pos = tl.load(state_ptr + POS * stride + row, mask=row < M, other=0)
-        prefix = tl.load(state_ptr + PREFIX * stride + row, mask=row < M, other=0)
-        slot = (prefix + BLOCK - 1) // BLOCK * BLOCK + pos - prefix  # sampler.CachedAttention: own tokens start a block
-        block = tl.load(table_ptr + row * table_width + slot // BLOCK, mask=row < M, other=0)
         kv_head = head - H - (part - 1) * KV
         at = (part - 1) * plane + ((block * KV + kv_head) * BLOCK + slot % BLOCK) * (2 * HALF)
         out = kv_ptr + at[:, None] + i[None, :]
@@ -350,9 +378,9 @@ def attention_kernel(q_ptr, kv_ptr, plane, state_ptr, stride, table_ptr, width, 
 
 
 @triton.jit(do_not_specialize=["M"])
-def residual_kernel(slab_ptr, scale_ptr, b_ptr, M, N, width, KB, L, SP: tl.constexpr, R: tl.constexpr,
-                    RP: tl.constexpr, resid_ptr, weight_ptr, noise_ptr, xw_ptr, squares_ptr, TILES, TILE: tl.constexpr,
-                    ROWS: tl.constexpr, PDL: tl.constexpr):
+def residual_kernel(slab_ptr, scale_ptr, b_ptr, M, N, width, KB, L, S: tl.constexpr, SA: tl.constexpr,
+                    R: tl.constexpr, RP: tl.constexpr, resid_ptr, weight_ptr, noise_ptr, xw_ptr, squares_ptr, TILES,
+                    TILE: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr):
     """residual += linear, and the norm that follows."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tile = tl.program_id(1)
@@ -363,15 +391,17 @@ def residual_kernel(slab_ptr, scale_ptr, b_ptr, M, N, width, KB, L, SP: tl.const
     w = tl.load(weight_ptr + col) + tl.load(noise_ptr + col)
     wait(PDL)
     x = tl.load(resid_ptr + at, mask=(row < M)[:, None], other=0.0)
-    x += linear_tile(slab_ptr, weights, row, 0, M, N, width, SP, R, RP)
+    tiles, a_tiles = (linear_part(weights, row, M, width),), (adapter_part(row, 0, M, N, width, KB, L, R, RP),)
+    sums, xa = slab_sums(slab_ptr, M.to(tl.int64) * width, tiles, a_tiles, S, SA)
+    x += linear_tile(sums, xa, weights, R)
     tl.store(resid_ptr + at, x, mask=(row < M)[:, None])
     norm_tile(x, w, row, col, tile, xw_ptr, squares_ptr, M, N, TILES)
 
 
 @triton.jit(do_not_specialize=["M"])
-def swiglu_kernel(slab_ptr, scale_ptr, b_ptr, M, N, width, KB, L, SP: tl.constexpr, R: tl.constexpr,
-                  RP: tl.constexpr, squares_ptr, eps, D, TILES: tl.constexpr, TILES_P: tl.constexpr, out_ptr,
-                  TILE: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr):
+def swiglu_kernel(slab_ptr, scale_ptr, b_ptr, M, N, width, KB, L, S: tl.constexpr, SA: tl.constexpr,
+                  R: tl.constexpr, RP: tl.constexpr, squares_ptr, eps, D, TILES: tl.constexpr, TILES_P: tl.constexpr,
+                  out_ptr, TILE: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr):
     """out (M, F) = silu(gate) * up, gate | up = linear / rms; N = 2 F."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     first = tl.program_id(1) * TILE
@@ -380,10 +410,15 @@ def swiglu_kernel(slab_ptr, scale_ptr, b_ptr, M, N, width, KB, L, SP: tl.constex
     of_gate = linear_weights(scale_ptr, b_ptr, first, TILE, KB, L, R, RP)
     of_up = linear_weights(scale_ptr, b_ptr, first + N // 2, TILE, KB, L, R, RP)
     wait(PDL)
-    rstd = inverse_rms(squares_ptr, row, M, D, eps, TILES, TILES_P)[:, None]
-    gate = linear_tile(slab_ptr, of_gate, row, 0, M, N, width, SP, R, RP) * rstd
-    up = linear_tile(slab_ptr, of_up, row, 1, M, N, width, SP, R, RP) * rstd
-    y = gate / (1 + tl.exp(-gate)) * up
+    squares = squares_tile(squares_ptr, row, M, TILES, TILES_P)
+    tiles = linear_part(of_gate, row, M, width), linear_part(of_up, row, M, width)
+    a_tiles = adapter_part(row, 0, M, N, width, KB, L, R, RP), adapter_part(row, 1, M, N, width, KB, L, R, RP)
+    gate, up, gate_xa, up_xa = slab_sums(slab_ptr, M.to(tl.int64) * width, tiles, a_tiles, S, SA)
+    rstd = tl.rsqrt(tl.sum(squares, axis=1) / D + eps)[:, None]
+    gate = linear_tile(gate, gate_xa, of_gate, R) * rstd
+    up = linear_tile(up, up_xa, of_up, R) * rstd
+    root = tl.rsqrt(1 + tl.exp(-gate))                               # of sigmoid(gate); a division takes longer
+    y = gate * root * root * up
     tl.store(out_ptr + row[:, None] * (N // 2) + col[None, :], y.to(out_ptr.dtype.element_ty), mask=(row < M)[:, None])
 
 
@@ -592,18 +627,17 @@ class GraphEngine:
         D, F, H, KV, d = c.width, c.feed_forward, c.heads, c.kv_heads, c.head_dim
         new = torch.empty((), device=self.kv.device).new_empty
         resid, xw, q, context, hidden = new(n, D), *(new(n, w, dtype=model.dtype) for w in (D, H * d, H * d, F))
-        squares, cos, sin = new(n, D // TILE), new(n, d // 2), new(n, d // 2)
+        tile, per_heads, per_residual, per_swiglu = PROGRAMS[next((m for m in PROGRAMS if n <= m), max(PROGRAMS))]
+        tiles = D // tile
+        squares, cos, sin = new(n, tiles), new(n, d // 2), new(n, d // 2)
         state = (self.state, self.max_rows)
-        per_heads, per_residual, per_swiglu = PROGRAMS[next((m for m in PROGRAMS if n <= m), max(PROGRAMS))]
-        tiles = D // TILE
         norms = (squares, c.eps, D, tiles, triton.next_power_of_2(tiles))
         pdl = dict(PDL=True, launch_pdl=True) if runs_on(self.kv.device) else dict(PDL=False)
 
         def linear_args(linear, x):
             (slabs, scale), R = partial_sums(linear, x, self.ones), linear.rank
-            S, _, width = slabs.sums.shape
-            return (slabs.sums, scale, linear.b16 if R else scale, n, linear.weight.N, width, slabs.KB, slabs.L,
-                    triton.next_power_of_2(S), R, max(16, triton.next_power_of_2(R)))
+            return (slabs.sums, scale, linear.b16 if R else scale, n, linear.weight.N, slabs.sums.shape[2], slabs.KB,
+                    slabs.L, *slabs.most, R, max(16, triton.next_power_of_2(R)))
 
         def norm_args(norm):
             return norm.weight, norm.noise, xw, squares
@@ -624,16 +658,16 @@ class GraphEngine:
         def residual(linear, x, norm):
             rows, warps = per_residual
             residual_kernel[triton.cdiv(n, rows), tiles](
-                *linear_args(linear, x), resid, *norm_args(norm), tiles, TILE, rows, num_warps=warps, **pdl)
+                *linear_args(linear, x), resid, *norm_args(norm), tiles, tile, rows, num_warps=warps, **pdl)
 
         def swiglu(layer):
             rows, warps = per_swiglu
-            swiglu_kernel[triton.cdiv(n, rows), F // TILE](
-                *linear_args(layer.gate_up, xw), *norms, hidden, TILE, rows, num_warps=warps, **pdl)
+            swiglu_kernel[triton.cdiv(n, rows), F // tile](
+                *linear_args(layer.gate_up, xw), *norms, hidden, tile, rows, num_warps=warps, **pdl)
 
         # The first kernel starts when the step before is done, so all others may read the rows' state early.
         embed_kernel[n, tiles](*state, model.embed, self.freq, resid, cos, sin, *norm_args(model.layers[0].input_norm),
-                               n, D, tiles, TILE, 1, d // 2, PDL=pdl["PDL"], num_warps=1)
+                               n, D, tiles, tile, 1, d // 2, PDL=pdl["PDL"], num_warps=1)
         following = [layer.input_norm for layer in model.layers][1:] + [model.final_norm]
         for layer, kv, next_norm in zip(model.layers, self.kv, following):
             cache = (kv, kv.stride(0), *state, self.table, self.table.shape[1])

@@ -602,6 +602,11 @@ class Slabs(NamedTuple):
     KB: int
     L: int
 
+    @property
+    def most(self):
+        """Slabs that any column of x @ W.T has at most, and any of x @ A.T."""
+        return (self.KB + self.L - 2) // self.L + 1, triton.cdiv(self.KB, min(self.L, triton.cdiv(self.KB, 4)))
+
 
 def decode_matmul(x, weight, lora_a=None, slabs=None, pdl=False, config=None):
     """x (M, K) bf16, M <= 256 or so, and lora_a (R, K) bf16 or None -> Slabs.

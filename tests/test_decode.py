@@ -27,7 +27,7 @@ def random_linear(M, N, KB, L, parts, R, gen):
     Slabs past a tile's pieces hold NaN: nobody may read them. The result is float64.
     """
     counts = [(n * KB + KB - 1) // L - n * KB // L + 1 for n in range(-(-N // 128))]
-    a_count = -(-KB // L)
+    a_count = -(-KB // min(L, -(-KB // 4)))                          # marlin_fp4.a_pieces
     slab = torch.randn(max(a_count, *counts), M, N + len(parts) * R, generator=gen, device="cuda")
     total = torch.zeros(M, slab.shape[2], device="cuda", dtype=torch.float64)
     for first, count in [(128 * n, c) for n, c in enumerate(counts)] + [(N, a_count)]:
@@ -40,8 +40,8 @@ def random_linear(M, N, KB, L, parts, R, gen):
     rows = list(torch.arange(N).split(parts))
     for p, r in enumerate(rows if R else []):
         y[:, r] += total[:, N + p * R:N + (p + 1) * R].bfloat16().double() @ b[r].double().T
-    RP = max(16, 1 << (R - 1).bit_length())
-    return (slab, scale, b, M, N, slab.shape[2], KB, L, 1 << (len(slab) - 1).bit_length(), R, RP), y
+    most = marlin_fp4.Slabs(slab, KB, L).most
+    return (slab, scale, b, M, N, slab.shape[2], KB, L, *most, R, max(16, 1 << (R - 1).bit_length())), y
 
 
 def close(got, want, ulps=1.0):
@@ -73,7 +73,7 @@ def test_residual_kernel_adds_the_linear_and_norms_the_sum(M, KB, L, R, ROWS, ge
 
 @pytest.mark.parametrize("M,KB,L,R", [(1, 7, 2, 16), (33, 2, 3, 64)])
 def test_swiglu_kernel_is_silu_of_gate_times_up_over_rms(M, KB, L, R, gen):
-    D, F_ = 192, 320                                                 # 3 partial sums of squares: padded to 4
+    D, F_ = 192, 384                                                 # 3 partial sums of squares: padded to 4
     args, y = random_linear(M, 2 * F_, KB, L, [F_, F_], R, gen)
     squares = torch.rand(M, 3, generator=gen, device="cuda") * D
     y *= torch.rsqrt(squares.double().sum(1) / D + 1e-6)[:, None]
@@ -164,7 +164,7 @@ def test_attention_kernel_matches_float64_over_prefix_gap_and_own_tokens(H, KV, 
         assert ((out[row].double() - want).abs() <= bound).all(), f"row {row}"
 
 
-def small_engine(base, gen, rank=32, max_rows=9, size=(256, 320, 3, 4, 2, 2432)):
+def small_engine(base, gen, rank=32, max_rows=9, size=(256, 384, 3, 4, 2, 2432)):
     """A small random model with a live adapter, and its engine over a KV cache of random context."""
     config = model_module.ModelConfig(*size, False)
 

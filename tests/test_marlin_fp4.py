@@ -126,6 +126,8 @@ def test_the_schedule_covers_every_block_once_and_no_tile_has_more_than_S_pieces
     assert [len(set(o)) for o in owners] == [pieces(128 * tile, KB, L) for tile in range(tiles)]
     a_pieces = -(-KB // min(L, -(-KB // 4))) if R else 0             # a block of A is more to read: smaller shares
     assert a_programs == -(-R // 64) * a_pieces and S == max(a_pieces, *(len(set(o)) for o in owners))
+    most, most_a = marlin_fp4.Slabs(None, KB, L).most
+    assert max(len(set(o)) for o in owners) <= most and a_pieces in (0, most_a)
 
 
 def pieces(column, KB, L):
