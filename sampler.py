@@ -338,21 +338,20 @@ class Sampler:
             s.prefix.blocks, s.prefix.resident = [], False
 
     def _rows(self, live):
-        """The rows' state as tensors: what an engine needs to run a window on its own."""
-        device = self.kv.device
-        table = np.zeros((len(live), self.width), dtype=np.int64)
-        for row, s in enumerate(live):
-            shared, own = len(s.prefix.blocks), len(s.blocks)
-            table[row, :shared], table[row, shared:shared + own] = s.prefix.blocks, s.blocks
+        """The rows' state as tensors: what an engine needs to run a window on its own. One copy to the device."""
         share, first = [0] * len(live), 0                            # at the first of rows with one prefix: how many
         for row, s in enumerate(live):
             if s.prefix is not live[first].prefix or row - first == self.engine.shared:
                 first = row
             share[first] += 1
-        columns = [(s.token, s.pos, len(s.prefix.tokens), k, s.limit, s.key) for s, k in zip(live, share)]
-        columns = torch.tensor(columns).to(device).T.contiguous()
-        rows = dict(zip(("token", "pos", "prefix", "share", "limit", "key"), columns))
-        return {**rows, "table": torch.from_numpy(table).to(device)}
+        names = "token", "pos", "prefix", "share", "limit", "key"
+        values = np.zeros((len(live), len(names) + self.width), dtype=np.int64)
+        for line, s, k in zip(values, live, share):
+            known = [s.token, s.pos, len(s.prefix.tokens), k, s.limit, s.key, *s.prefix.blocks, *s.blocks]
+            line[:len(known)] = known
+        values = torch.from_numpy(values).to(self.kv.device)
+        columns = values[:, :len(names)].T.contiguous()
+        return {**dict(zip(names, columns)), "table": values[:, len(names):]}
 
     def _prefill(self, prefixes):
         """KV of several prefixes in one packed forward."""
