@@ -349,7 +349,7 @@ def _pair(a, b, W: gl.constexpr):
 def _multiply(acc, words, word, xs, W: gl.constexpr):
     """acc + the product of a block, its last planes still under way: they are multiplied while the next are decoded.
 
-    A plane keeps 16 registers until it has been multiplied. Where they suffice, two planes make one product, which saves
+    A plane keeps 16 registers until it has been multiplied. Where they suffice two planes make one product, which saves
     5 % of the instructions; else never more than two are in the tensor cores.
     """
     s0, s1, s2, s3 = _scales(word)
