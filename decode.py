@@ -291,8 +291,8 @@ def attend(q, kv_ptr, plane, table_ptr, width, block, row, kv_head, prefix, own,
         token = (t - start) * STEP + offset
         page_ptr = kv_ptr + ((block * KV + kv_head) * BLOCK + token % BLOCK) * d
         # One step early: if keys and values waited for this load, the compiler would keep a single buffer for them.
-        more = t + 1 < ends[MEMBERS]
-        block = tl.load(table_ptr + next_row * width + (next_at + offset) // BLOCK, mask=more, other=0)
+        page = (next_at + offset) // BLOCK
+        block = tl.load(table_ptr + next_row * width + page, mask=(t + 1 < ends[MEMBERS]) & (page < width), other=0)
         valid = token[:, None] + slot[None, :] < tokens              # (W, T)
         k = tl.load(page_ptr[:, None, None] + within, mask=valid[:, :, None], other=0.0)
         v = tl.load(page_ptr[:, None, None] + plane + within, mask=valid[:, :, None], other=0.0)
@@ -351,7 +351,8 @@ def attention_kernel(q_ptr, kv_ptr, plane, state_ptr, stride, table_ptr, width, 
         ends += (ends[m] + tl.cdiv(own[m], STEP),)
     gap = tl.cdiv(prefix, BLOCK) * BLOCK                             # sampler.CachedAttention: own tokens start a block
     offset = (split * W + tl.arange(0, W)) * T
-    block = tl.load(table_ptr + row * width + (tl.where(prefix > 0, 0, gap) + offset) // BLOCK)
+    page = (tl.where(prefix > 0, 0, gap) + offset) // BLOCK
+    block = tl.load(table_ptr + row * width + page, mask=page < width, other=0)
     wait(PDL)
     j, i = tl.arange(0, J), tl.arange(0, d)
     live = j < members * G
