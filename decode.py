@@ -13,10 +13,10 @@ over an activation 3 us, so launches are recorded once and everything between tw
                     gate_up matmul   -> swiglu_kernel   -> down matmul -> residual_kernel
     head            matmul -> chunk_kernel, pick_kernel: softmax, draw, and the row's state advances
 
-"sum": matmuls leave slabs of split-K partial sums (S, M, N + P*R), columns N.. being x @ A.T of the adapter. Whoever
+"sum": matmuls leave slabs of split-K partial sums (marlin_fp4.Slabs), columns N.. being x @ A.T of the adapter. Whoever
 reads them adds those that hold something, in order, and finishes the linear: the result is deterministic, fp32 until
 its one rounding, and rounded where model.py rounds it. 1/rms of a row needs the whole row, which no program sees:
-programs leave sums of squares per TILE columns, and the reader of the next matmul's result adds those up (model.py says
+programs leave sums of squares of their columns, and the reader of the next matmul's result adds those up (model.py says
 why it may).
 
 A row's state (token, position, random key, alive, ...) lives on the GPU and the last kernel of a step advances it: the
@@ -317,13 +317,13 @@ def attend(q, kv_ptr, plane, table_ptr, width, block, row, kv_head, prefix, own,
 @triton.jit
 def attention_kernel(q_ptr, kv_ptr, plane, state_ptr, stride, table_ptr, width, out_ptr, acc_ptr, stats_ptr,
                      counter_ptr, scale, H: tl.constexpr, KV: tl.constexpr, d: tl.constexpr, BLOCK: tl.constexpr,
-                     J: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, MEMBERS: tl.constexpr,
-                     W: tl.constexpr, T: tl.constexpr, PDL: tl.constexpr):
+                     J: tl.constexpr, SPLITS: tl.constexpr, MEMBERS: tl.constexpr, W: tl.constexpr,
+                     T: tl.constexpr, PDL: tl.constexpr):
     """One key-value head, the H/KV query heads that share it, the context of one row or one program's part of it.
 
     A step takes T tokens for each of W warps of each of a row's programs, prefix first, then own tokens. A warp keeps a
     softmax of its own, joined with the others' at the end: nothing in the loop waits for another warp. A row by itself
-    has as many programs as have LEAST steps to do, at most SPLITS.
+    has as many programs as have a step to do, at most SPLITS.
 
     MEMBERS > 1: of up to so many neighbours with one prefix, at the first of them. Query j of the tile is head
     j % (H/KV) of row + j // (H/KV); the prefix is read once, then each member's own tokens, hidden from the others. A
@@ -340,7 +340,7 @@ def attention_kernel(q_ptr, kv_ptr, plane, state_ptr, stride, table_ptr, width, 
     if MEMBERS > 1:
         members = tl.load(state_ptr + SHARE * stride + row).to(tl.int32)
     elif SPLITS > 1:
-        runs = tl.minimum(tl.cdiv(tl.load(state_ptr + POS * stride + row).to(tl.int32) + 1, LEAST * W * T), SPLITS)
+        runs = tl.minimum(tl.cdiv(tl.load(state_ptr + POS * stride + row).to(tl.int32) + 1, W * T), SPLITS)
     if (members == 0) | (split >= runs):
         return
     STEP = W * T * runs                                              # tokens
@@ -532,16 +532,16 @@ def partial_sums(linear, x, ones):
 
 
 def attention_shape(pairs, shared):
-    """(row, key-value head) pairs of a step, rows that may share -> SPLITS, LEAST, MEMBERS, W, T of attention_kernel.
+    """(row, key-value head) pairs of a step, rows that may share -> SPLITS, MEMBERS, W, T of attention_kernel.
 
     A row is cut up only where there are too few of them for 132 multiprocessors: a join costs 2 us, programs that find
     nothing to do 3. A shared prefix pays from 512 pairs on, where the L2 cannot keep up (32B, 64 rows: 30 -> 28 us).
     """
     if pairs <= 64:
-        return min(64, triton.next_power_of_2(triton.cdiv(132, pairs))), 1, 1, 4, 32
+        return min(64, triton.next_power_of_2(triton.cdiv(132, pairs))), 1, 4, 32
     if pairs <= 264:
-        return 1, 1, 1, 8 if pairs <= 132 else 4, 16
-    return 1, 1, shared, 4, 16
+        return 1, 1, 8 if pairs <= 132 else 4, 16
+    return 1, shared, 4, 16
 
 
 class GraphEngine:
@@ -650,7 +650,7 @@ class GraphEngine:
                 num_warps=warps, **pdl)
 
         def attention(cache):
-            shape = splits, _, members, warps, _ = attention_shape(n * KV, self.shared)
+            shape = splits, members, warps, _ = attention_shape(n * KV, self.shared)
             acc, stats = new(n, H, splits, d), new(2, n, H, splits)
             attention_kernel[n, KV, splits](
                 q, *cache, context, acc, stats, self.counters, d ** -0.5 * LOG2_E, H, KV, d, BLOCK, GROUP, *shape,

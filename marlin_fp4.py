@@ -537,6 +537,11 @@ class Config(NamedTuple):
     ahead: int                                  # blocks asked for before the kernel before is done
 
     @property
+    def sent(self):
+        """Rows of a sum that a program has room for on its way out; 8 where it has not and stores it directly."""
+        return self.BM if self.BM <= SENT_ROWS.value else 8
+
+    @property
     def maxnreg(self):
         """Registers of a thread at launch. Then the producer's 4 warps keep 24 each, the consumer's take the rest."""
         return 65536 // (256 * self.per_sm) // 8 * 8
@@ -574,7 +579,7 @@ def schedule(N, K, M, R, config, multiprocessors):
     room = max(1, multiprocessors * config.per_sm // triton.cdiv(M, config.BM))
     L = max(1, tiles * KB // room)
     while True:
-        pieces_a = triton.cdiv(KB, min(L, triton.cdiv(KB, 4)))       # a_pieces(KB, L)
+        pieces_a = Slabs(None, KB, L).most[1]
         a_programs = triton.cdiv(R, A_SIDE.value) * pieces_a
         programs = a_programs + triton.cdiv(tiles * KB, L)
         if programs <= room or L >= KB * tiles:
@@ -604,14 +609,15 @@ class Slabs(NamedTuple):
 
     @property
     def most(self):
-        """Slabs that any column of x @ W.T has at most, and any of x @ A.T."""
+        """Slabs that any column of x @ W.T has at most, and all of x @ A.T have: pieces and a_pieces, on the host."""
         return (self.KB + self.L - 2) // self.L + 1, triton.cdiv(self.KB, min(self.L, triton.cdiv(self.KB, 4)))
 
 
 def decode_matmul(x, weight, lora_a=None, slabs=None, pdl=False, config=None):
     """x (M, K) bf16, M <= 256 or so, and lora_a (R, K) bf16 or None -> Slabs.
 
-    A row's bits do not depend on the other rows; nothing is allocated if slabs (S, M, N + R) is given.
+    A row's bits do not depend on the other rows; nothing is allocated if slabs is given: (S, M, N + R), rows
+    rounded up to whole 16 bytes.
     pdl (programmatic dependent launch): start while the kernel before on the stream still runs, fetch weights and A,
     which that kernel must not write, and wait for its end before reading x. A kernel after it may do the same, launched
     with launch_pdl=True, if it calls tl.extra.cuda.gdc_wait() before it touches slabs; every kernel of such a chain
@@ -635,8 +641,7 @@ def decode_matmul(x, weight, lora_a=None, slabs=None, pdl=False, config=None):
     assert slabs.dtype == torch.float32 and slabs.is_contiguous(), (slabs.dtype, slabs.stride())
     assert slabs.shape == (plan.S, M, width), f"slabs must be {(plan.S, M, width)}, got {tuple(slabs.shape)}"
     a_tiles = TensorDescriptor.from_tensor(lora_a if R else x, [A_SIDE.value] * 2, ROWS_256B.value)
-    sent = config.BM if config.BM <= SENT_ROWS.value else 8
-    out_tiles = TensorDescriptor.from_tensor(slabs[:, :, :N], [1, sent, TILE], SUMS.value)
+    out_tiles = TensorDescriptor.from_tensor(slabs[:, :, :N], [1, config.sent, TILE], SUMS.value)
     x_tiles = TensorDescriptor.from_tensor(x, [config.BM, TILE], ROWS_256B.value)
     decode_kernel[(plan.programs, triton.cdiv(M, config.BM))](
         x_tiles, *weight.tiles, a_tiles, out_tiles, slabs, M, N, R, slabs.shape[2], plan.KB, plan.L, plan.a_programs,

@@ -175,9 +175,9 @@ def test_heads_kernel_rotates_and_writes_keys_and_values_where_the_table_says(H,
 
 @kernels
 @pytest.mark.parametrize("H,KV,d", [(14, 2, 64), (28, 4, 128), (10, 2, 128)])
-@pytest.mark.parametrize("splits,least,shared,W,T", [(1, 1, False, 8, 16), (1, 1, True, 4, 16), (2, 1, True, 8, 16),
-                                                     (4, 8, False, 4, 16), (16, 1, False, 4, 32)])
-def test_attention_kernel_matches_float64_over_prefix_gap_and_own_tokens(H, KV, d, splits, least, shared, W, T, gen):
+@pytest.mark.parametrize("splits,shared,W,T", [(1, False, 8, 16), (1, True, 4, 16), (2, True, 8, 16),
+                                               (4, False, 4, 16), (16, False, 4, 32)])
+def test_attention_kernel_matches_float64_over_prefix_gap_and_own_tokens(H, KV, d, splits, shared, W, T, gen):
     prefix, pos, B = [0, 0, 31, 32, 32, 100, 1000, 1000, 1000, 5], [0, 63, 31, 32, 164, 164, 2047, 1000, 1200, 2000], 32
     members = decode.GROUP // (H // KV)                              # 2 or 3
     groups = [2, 1, 2, 1, members, 4 - members]                      # rows that have a prefix in common, in order
@@ -203,7 +203,7 @@ def test_attention_kernel_matches_float64_over_prefix_gap_and_own_tokens(H, KV, 
         out = torch.full_like(q, torch.nan)
         decode.attention_kernel[n, KV, splits](
             q, kv, kv.stride(0), state, n, table, width, out, acc, stats, counters, d ** -0.5 * 1.4426950408889634, H,
-            KV, d, B, decode.GROUP, splits, least, members, W, T, False, num_warps=W)
+            KV, d, B, decode.GROUP, splits, members, W, T, False, num_warps=W)
         return out
 
     out = run(members if shared else 1)

@@ -316,7 +316,7 @@ def compiled_for_hopper(config):
     types = {"x_desc": f"tensordesc<bf16[{config.BM}, 128],{wide!r}>", "slabs_ptr": "*fp32",
              "codes_desc": f"tensordesc<i16[128, 32],{narrow!r}>", "scales_desc": f"tensordesc<i32[1, 256],{flat!r}>",
              "a_desc": f"tensordesc<bf16[64, 64],{wide!r}>",
-             "slabs_desc": f"tensordesc<fp32[1, {config.BM if config.BM <= 64 else 8}, 128],{SUMS.value!r}>"}
+             "slabs_desc": f"tensordesc<fp32[1, {config.sent}, 128],{SUMS.value!r}>"}
     constants = {"BM": config.BM, "STAGES": config.num_stages, "AHEAD": config.ahead, "HAS_A": True, "PDL": True}
     names = decode_kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
