@@ -360,7 +360,7 @@ def test_steps_of_7b_sized_layers_repeat_bit_for_bit_while_kernels_overlap(n, ge
 @torch.no_grad()
 def test_greedy_completions_of_groups_are_those_of_full_forwards(P, G, gen):
     """Prefill, shared blocks, windows, and rows that come and go, against every sequence computed whole."""
-    model, _, _ = small_engine("nvfp4", gen, size=(256, 320, 3, 4, 4, 2432))
+    model, _, _ = small_engine("nvfp4", gen, size=(256, 384, 3, 4, 4, 2432))
     lengths = [(1, 2, 32, 33, 34, 150)[p % 6] for p in range(P)]     # a prefix is one token shorter, a block has 32
     prompts = [torch.randint(2311, (n,), generator=gen, device=DEVICE).tolist() for n in lengths]
     limits = torch.randint(10, 50, (P * G,), generator=gen, device=DEVICE).tolist()
