@@ -32,8 +32,9 @@ import marlin_fp4
 import memory
 import nvfp4
 import process
+from decode import FIELDS
 from lora import Adapter
-from marlin_fp4 import Config, PackedWeight, decode_matmul, matmul, schedule
+from marlin_fp4 import Config, PackedWeight, decode_matmul, matmul
 from model import SIZES, ModelConfig, lay_out, random_model
 from sampler import Sampler, quantize_head
 
@@ -62,8 +63,8 @@ def random_weights(N, K, count):
     return weights
 
 
-def graph_time(work, replays=9):
-    """Seconds of one replay of a CUDA graph of work(); the median."""
+def captured(work):
+    """A function that replays a CUDA graph of work()."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):                                  # compiles and warms up outside the capture
         work()
@@ -72,15 +73,26 @@ def graph_time(work, replays=9):
     with torch.cuda.graph(graph):
         work()
     graph.replay()
-    times = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return sorted(times)[len(times) // 2]
+    return graph.replay
+
+
+def medians(runs, replays):
+    """GPU seconds of each of several functions, called in turn: what the card's clock does, it does to all of them."""
+    times = torch.zeros(replays, len(runs))
+    for i in range(replays):
+        for j, run in enumerate(runs):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            run()
+            end.record()
+            torch.cuda.synchronize()
+            times[i, j] = start.elapsed_time(end) / 1e3
+    return times.median(0).values.tolist()
+
+
+def graph_time(work, replays=9):
+    """Seconds of one replay of a CUDA graph of work(); the median."""
+    return medians([captured(work)], replays)[0]
 
 
 def copies(N, K, bytes_per_weight):
@@ -90,9 +102,13 @@ def copies(N, K, bytes_per_weight):
 # -----------------------------------------------------------------------------
 # linears
 
+def layers_of(shapes):
+    return math.ceil(TRAFFIC / sum(N * K * 0.5625 for N, K in shapes.values()))
+
+
 def decode_times(shapes, M, rank):
     """Seconds per layer: (chain, alone, {name: alone}) of decode_matmul with M rows."""
-    layers = math.ceil(TRAFFIC / sum(N * K * 0.5625 for N, K in shapes.values()))
+    layers = layers_of(shapes)
     x = {name: torch.randn(M, K, device="cuda").bfloat16() for name, (_, K) in shapes.items()}
     weights = {name: random_weights(N, K, max(layers, copies(N, K, 0.5625))) for name, (N, K) in shapes.items()}
     lora = {name: [torch.randn(PARTS[name] * rank, K, device="cuda").bfloat16() if rank else None
@@ -132,15 +148,16 @@ def floor_time(shapes, M):
 
 def large_times(shapes, M):
     """Seconds of (forward, dX) through matmul and of the same products by cuBLAS, bf16 out, summed over the linears."""
-    sums = torch.zeros(4, dtype=torch.float64)
+    sums = torch.zeros(4)
     for N, K in shapes.values():
         weight, = random_weights(N, K, 1)
         dense = weight.dequantize()
         x, dy = torch.randn(M, K, device="cuda").bfloat16(), torch.randn(M, N, device="cuda").bfloat16()
         leaf = x.clone().requires_grad_()
-        forward = graph_time(lambda: matmul(x, weight, torch.bfloat16), 5)
-        both = graph_time(lambda: torch.autograd.grad(matmul(leaf, weight, torch.bfloat16), leaf, dy), 5)
-        cublas = graph_time(lambda: x @ dense.T, 5), graph_time(lambda: dy @ dense, 5)
+        forward, both, *cublas = medians([
+            captured(lambda: matmul(x, weight, torch.bfloat16)),
+            captured(lambda: torch.autograd.grad(matmul(leaf, weight, torch.bfloat16), leaf, dy)),
+            captured(lambda: x @ dense.T), captured(lambda: dy @ dense)], 15)
         sums += torch.tensor([forward, both - forward, *cublas])
     return sums.tolist()
 
@@ -418,32 +435,62 @@ def step(args):
 # -----------------------------------------------------------------------------
 # tune
 
-CANDIDATES = {                                                      # BM, num_stages, per_sm, ahead
-    8: [(8, 4, 4, 1), (8, 4, 4, 2), (8, 4, 4, 4)],
-    16: [(16, 3, 4, 1), (16, 3, 4, 2), (16, 5, 3, 2)],
-    32: [(32, 3, 3, 1), (32, 3, 3, 2), (32, 5, 2, 2)],
-    64: [(64, 3, 2, 1), (64, 3, 2, 2)],
-    128: [(128, 2, 2, 1), (64, 3, 2, 1)],
-    256: [(128, 2, 2, 1), (64, 3, 2, 1)],
-}
+CANDIDATES = {M: [Config(M, *c) for c in more] for M, more in {      # num_stages, per_sm, ahead
+    8: [(3, 4, 2), (4, 4, 2), (4, 4, 3), (4, 3, 2), (4, 3, 3), (6, 3, 2)],
+    16: [(3, 4, 1), (4, 3, 1), (4, 3, 2), (4, 3, 3), (5, 3, 1), (5, 3, 2)],
+    32: [(3, 3, 2), (4, 2, 2), (5, 2, 2)],
+    64: [(3, 2, 2), (3, 2, 3)]}.items()}
+
+
+class Tuning:
+    """A model cut to as many layers as the L2 cannot hold, and the weights of as long a chain of linears."""
+
+    def __init__(self, size):
+        c, self.shapes = ModelConfig.of_size(size), fused_shapes(size)
+        self.layers = layers_of(self.shapes)
+        SIZES["cut"] = c.width, c.feed_forward, self.layers, c.heads, c.kv_heads, 4096, False
+        self.model = live_model(argparse.Namespace(model="cut", base="nvfp4", lora_rank=32))
+        self.weights = {name: random_weights(N, K, self.layers) for name, (N, K) in self.shapes.items()}
+
+    def times(self, M):
+        """us a layer of a step of M rows with its adapter, and of the chain without, with marlin_fp4.TUNED as it is."""
+        sampler = Sampler(self.model, 320, M)
+        sampler.generate(torch.randint(4096, (max(1, M // 8), 256)).tolist(), min(8, M), max_new_tokens=2)
+        graph, = sampler.engine.graphs.values()
+
+        def step():
+            sampler.engine.state[FIELDS.index("step")] = 0           # where a step writes its token: inside the window
+            graph.replay()
+
+        x = {name: torch.randn(M, K, device="cuda").bfloat16() for name, (_, K) in self.shapes.items()}
+        slabs = {name: decode_matmul(x[name], self.weights[name][0]).sums for name in x}
+        chain = captured(lambda: [decode_matmul(x[name], self.weights[name][i], slabs=slabs[name], pdl=True)
+                                  for i in range(self.layers) for name in x])
+        return [t / self.layers * 1e6 for t in medians([step, chain], 31)]
 
 
 def tune(args):
-    """Times every candidate in a chain of equal linears (pdl) and prints what beats the default by 3 %."""
+    """Tries every candidate for one linear at a time; prints those with which step and chain together take 1 us a layer
+    less. From one capture to the next that sum varies by half as much."""
     found = {}
-    for N, K in sorted({shape for model in args.models for shape in fused_shapes(model).values()}):
-        weights = random_weights(N, K, copies(N, K, 0.5625))
+    for size in args.models:
+        tuning = Tuning(size)
         for M, candidates in CANDIDATES.items():
-            x, seconds = torch.randn(M, K, device="cuda").bfloat16(), {}
-            for config in (Config(*c) for c in candidates):
-                S = schedule(N, K, M, 0, config, torch.cuda.get_device_properties(0).multi_processor_count).S
-                slabs = torch.empty(S, M, N, device="cuda")
-                work = lambda: [decode_matmul(x, w, slabs=slabs, pdl=True, config=config) for w in weights]
-                seconds[config] = graph_time(work, 5) / len(weights)
-            best = min(seconds, key=seconds.get)
-            if seconds[best] < 0.97 * seconds.get(marlin_fp4.DEFAULTS[M], math.inf):
-                found[M, N, K] = tuple(best)
-                print(f"    ({M}, {N}, {K}): Config({', '.join(map(str, best))}),", flush=True)
+            default = marlin_fp4.DEFAULTS[M]
+            for name, (N, K) in tuning.shapes.items():
+                times = {config: [math.inf, math.inf] for config in (default, *candidates)}
+                for config in 2 * list(times):                       # twice: the card's clock moves meanwhile
+                    marlin_fp4.TUNED.clear()
+                    marlin_fp4.TUNED[M, N, K] = config
+                    times[config] = list(map(min, times[config], tuning.times(M)))
+                marlin_fp4.TUNED.clear()
+                best = min(times, key=lambda config: sum(times[config]))
+                print(f"{size} {name} {M} rows, step and chain, us a layer: "
+                      + "  ".join(f"{tuple(c)[1:]} {a:.1f} {b:.1f}" for c, (a, b) in times.items()), flush=True)
+                if sum(times[default]) - sum(times[best]) > 1.0:
+                    found[M, N, K] = tuple(best)
+    for key, config in found.items():
+        print(f"    {key}: Config{config},")
     print(json.dumps([[*key, *config] for key, config in found.items()]))
 
 
@@ -483,7 +530,7 @@ def main():
     p.add_argument("--group-size", type=int, default=1, help="sequences that share a prompt, a third of each")
     p.add_argument("--kept", type=int, default=0, help="blocks that keep their activations instead of running again")
     p = commands.add_parser("tune", help="find marlin_fp4.TUNED")
-    p.add_argument("--models", choices=SIZES, nargs="*", default=list(SIZES))
+    p.add_argument("--models", choices=SIZES, nargs="*", default=["1.5b", "3b", "7b", "14b", "32b"])
     p.set_defaults(run=tune)
     args = parser.parse_args()
     assert torch.cuda.is_available(), "bench.py measures a GPU and there is none"

@@ -290,7 +290,7 @@ def _dequantize_gpu(weight, out):
     grid = weight.codes.shape[1], weight.codes.shape[0]
     with torch.cuda.device(out.device):
         dequantize_kernel[grid](weight.codes, weight.scales, weight.out_scale, out, weight.N, weight.K, out.stride(0),
-                                ROW_SCALE=weight.power_of_two, num_warps=4)
+                                ROW_SCALE=weight.power_of_two, num_warps=8)
 
 
 @triton.jit
@@ -547,7 +547,8 @@ class Config(NamedTuple):
         return 65536 // (256 * self.per_sm) // 8 * 8
 
 
-# M at most -> Config. TUNED: (M at most, N, K) -> Config 3 % faster, from `python bench.py tune`; none looked for yet.
+# M at most -> Config; TUNED: (M at most, N, K) -> Config of a linear that another one suits better, by 1 us a layer of a
+# decode step and of a chain of linears together: lines of `python bench.py tune`, seen in two runs.
 DEFAULTS = {
     8: Config(8, 4, 4, 4),
     16: Config(16, 3, 4, 2),
@@ -556,7 +557,24 @@ DEFAULTS = {
     128: Config(128, 2, 2, 1),
     256: Config(128, 2, 2, 1),
 }
-TUNED = {}
+TUNED = {
+    (8, 17920, 1536): Config(8, 6, 3, 2),
+    (16, 1536, 8960): Config(16, 4, 3, 1),
+    (32, 1536, 1536): Config(32, 5, 2, 2),
+    (32, 1536, 8960): Config(32, 4, 2, 2),
+    (8, 22016, 2048): Config(8, 4, 4, 2),
+    (8, 2048, 11008): Config(8, 4, 3, 2),
+    (32, 2560, 2048): Config(32, 5, 2, 2),
+    (32, 2048, 11008): Config(32, 4, 2, 2),
+    (16, 4608, 3584): Config(16, 4, 3, 1),
+    (32, 3584, 3584): Config(32, 4, 2, 2),
+    (32, 37888, 3584): Config(32, 5, 2, 2),
+    (8, 7168, 5120): Config(8, 4, 3, 2),
+    (16, 7168, 5120): Config(16, 4, 3, 2),
+    (8, 5120, 5120): Config(8, 4, 3, 2),
+    (16, 5120, 5120): Config(16, 5, 3, 2),
+    (8, 55296, 5120): Config(8, 4, 3, 3),
+}
 
 
 def decode_config(N, K, M):

@@ -15,8 +15,8 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 import marlin_fp4
-from marlin_fp4 import (DEFAULTS, FLAT, ROWS_64B, ROWS_256B, SUMS, decode_config, decode_kernel, decode_matmul, finish,
-                        matmul, mm_fp32, pack, schedule)
+from marlin_fp4 import (DEFAULTS, FLAT, ROWS_64B, ROWS_256B, SUMS, TUNED, decode_config, decode_kernel, decode_matmul,
+                        finish, matmul, mm_fp32, pack, schedule)
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels need a GPU")
 GRID = torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6])
@@ -176,6 +176,18 @@ def test_decode_matmul_matches_float64(M, N, K, R):
         assert ((xa - x.double() @ a.double().T).abs() <= K * 2 ** -23 * (x.double().abs() @ a.double().abs().T)).all()
         cublas = mm_fp32(x, weight.dequantize().T).double()
         assert (y - x.double() @ w.T).norm() <= 1.5 * (cublas - x.double() @ w.T).norm() + 1e-7 * y.norm()
+
+
+@gpu
+@pytest.mark.parametrize("M,N,K", TUNED)
+def test_every_tuned_linear_is_the_product_of_cublas(M, N, K):
+    codes = torch.randint(256, (N, K // 2), dtype=torch.uint8, device="cuda")
+    weight = pack(codes, torch.rand(N, K // 16, device="cuda").to(torch.float8_e4m3fn), torch.tensor(2.0**-12))
+    x, a = torch.randn(M - 1, K, device="cuda").bfloat16(), torch.randn(64, K, device="cuda").bfloat16()
+    y, xa = total(decode_matmul(x, weight, a, pdl=True), N, weight.out_scale, 64)
+    for got, w in ((y, weight.dequantize()), (xa, a)):               # both sum in fp32: 2 sqrt(K) 2^-24 is 2e-5
+        want = mm_fp32(x, w.T).double()
+        assert (got - want).norm() < 2e-5 * want.norm()
 
 
 @gpu
@@ -368,7 +380,7 @@ def test_a_write_to_an_operand_in_flight_is_found_also_around_a_loop():
     assert written_while_read(list(enumerate(loop))) == []
 
 
-@pytest.mark.parametrize("config", sorted(set(DEFAULTS.values())))
+@pytest.mark.parametrize("config", sorted({*DEFAULTS.values(), *TUNED.values()}))
 def test_the_compiled_kernel_neither_serializes_nor_touches_what_the_tensor_cores_still_read(config):
     remarks, instructions = compiled_for_hopper(config)
     assert "C75" not in remarks, remarks                             # ptxas: wgmma serialized
