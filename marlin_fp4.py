@@ -547,8 +547,8 @@ class Config(NamedTuple):
         return 65536 // (256 * self.per_sm) // 8 * 8
 
 
-# M at most -> Config; TUNED: (M at most, N, K) -> Config of a linear that another one suits better, by 1 us a layer of a
-# decode step and of a chain of linears together: lines of `python bench.py tune`, seen in two runs.
+# M at most -> Config; TUNED: (M at most, N, K) -> Config of a linear that another one suits better, by 1 us a layer of
+# a decode step and a chain of linears together: lines of `python bench.py tune`, seen in two runs.
 DEFAULTS = {
     8: Config(8, 4, 4, 4),
     16: Config(16, 3, 4, 2),
