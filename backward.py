@@ -2,7 +2,7 @@
 Operations whose backward is written by hand, because autograd's would keep or move tensors of gigabytes.
 
     attention        causal inside sequences, and of several continuations to the one sequence they share
-    mlp              down(silu(gate) * up); its backward writes the inputs of the matmuls in bf16 at once
+    mlp              down(silu(gate) * up); its backward writes the inputs of the matmuls in 16 bits at once
     token_logprobs   log softmax at the sampled tokens, without the (T, V) tensor
 
 All return what plain torch would (tests compare them with autograd on the full tensors).
@@ -40,7 +40,7 @@ def spans(q_lengths, k_lengths, causal, device):
 
 def attend(q, k, v, s):
     """q (T, H, d), k, v (S, KV, d) -> out (T, H, d), log-sum-exp of its scores (H, T) fp32."""
-    if q.is_cuda and q.dtype == torch.bfloat16:                      # FlashAttention 2, varlen
+    if q.is_cuda and q.dtype.itemsize == 2:                          # FlashAttention 2, varlen
         flash = torch.ops.aten._flash_attention_forward
         return flash(q, k, v, s.q_starts, s.k_starts, s.longest_q, s.longest_k, 0.0, s.causal, False)[:2]
     out = torch.empty_like(q)
@@ -57,7 +57,7 @@ def attend_backward(dout, q, k, v, out, lse, s):
     Probabilities are exp(score - lse) and the softmax's own term is out . dout: with those of the whole, the gradients
     are this part's share of the whole's.
     """
-    if q.is_cuda and q.dtype == torch.bfloat16:
+    if q.is_cuda and q.dtype.itemsize == 2:
         unused = q.new_zeros(2, dtype=torch.uint64), q.new_empty(0)  # of dropout
         with _same_bits_every_time():
             return torch.ops.aten._flash_attention_backward(

@@ -224,7 +224,8 @@ def kv_bytes(model, prompts, sequences, prompt, new):
 def live_model(args):
     """Random weights of a published size; if --lora-rank is not 0, an adapter whose B is random too, not zero."""
     torch.manual_seed(0)
-    model = random_model(args.model, args.base, torch.device("cuda", process.LOCAL_RANK))
+    device = torch.device("cuda", process.LOCAL_RANK)
+    model = random_model(args.model, args.base, device, getattr(torch, args.dtype))
     if args.lora_rank:
         adapter = Adapter(model, rank=args.lora_rank, alpha=args.lora_rank)
         adapter.master.data[adapter.b_start:].normal_(0, 0.02)
@@ -250,9 +251,9 @@ def rollout(args):
     model = live_model(args)
     if args.head == "nvfp4":
         quantize_head(model)
-    result = {"model": args.model, "base": args.base, "head": args.head, "lora_rank": args.lora_rank,
-              "prompt": args.prompt, "new": args.new, "device": torch.cuda.get_device_name(),
-              "weight_gb": weight_bytes(model) / 1e9, "batch": {}}
+    result = {"model": args.model, "base": args.base, "dtype": args.dtype, "head": args.head,
+              "lora_rank": args.lora_rank, "prompt": args.prompt, "new": args.new,
+              "device": torch.cuda.get_device_name(), "weight_gb": weight_bytes(model) / 1e9, "batch": {}}
     if args.spread:
         prompts = torch.randint(model.live_vocab, (16, args.prompt)).tolist()
         print(f"{args.model} {args.base}, 128 completions of 50 to 1,024 tokens, mean 200, from 16 prompts")
@@ -263,8 +264,8 @@ def rollout(args):
         print(json.dumps(result))
         return
     sampler = Sampler(model, args.prompt + args.new, max_rows=max(args.batch))
-    print(f"{args.model} {args.base}, LoRA rank {args.lora_rank}, prompt {args.prompt}, {args.new} new tokens\n"
-          f"{'B':>5} {'tokens/s':>9} {'ms/step':>8} {'floor':>7} {'share':>6} {'prefill ms':>11}")
+    print(f"{args.model} {args.base} {args.dtype}, LoRA rank {args.lora_rank}, prompt {args.prompt}, {args.new} new "
+          f"tokens\n{'B':>5} {'tokens/s':>9} {'ms/step':>8} {'floor':>7} {'share':>6} {'prefill ms':>11}")
     for B in args.batch:
         G = min(B, 8)
         assert B % G == 0, f"--batch {B}: more than 8 sequences come as groups of 8"
@@ -449,7 +450,7 @@ class Tuning:
         c, self.shapes = ModelConfig.of_size(size), fused_shapes(size)
         self.layers = layers_of(self.shapes)
         SIZES["cut"] = c.width, c.feed_forward, self.layers, c.heads, c.kv_heads, 4096, False
-        self.model = live_model(argparse.Namespace(model="cut", base="nvfp4", lora_rank=32))
+        self.model = live_model(argparse.Namespace(model="cut", base="nvfp4", lora_rank=32, dtype="bfloat16"))
         self.weights = {name: random_weights(N, K, self.layers) for name, (N, K) in self.shapes.items()}
 
     def times(self, M):
@@ -521,6 +522,8 @@ def main():
         p.add_argument("--lora-rank", type=int, default=32, help="rank of each part's adapter")
         p.add_argument("--memory-gib", type=float, help="cap of this process's GPU memory")
         p.set_defaults(run=run)
+    for p in (commands.choices["rollout"], commands.choices["train"], commands.choices["step"]):
+        p.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16", help="of the inputs of matmuls")
     p.add_argument("--prompts", type=int, default=16, help="problems of the step")
     p.add_argument("--group-size", type=int, default=8, help="samples a problem")
     p.add_argument("--kv-gib", type=float, help="memory for the KV cache (default: as memory.py plans)")

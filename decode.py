@@ -37,6 +37,7 @@ import triton
 import triton.language as tl
 
 import marlin_fp4
+import model as qwen
 from marlin_fp4 import PackedWeight, a_pieces, mm_fp32, pieces, runs_on
 from sampler import BLOCK, WINDOW, filter_logits
 
@@ -45,6 +46,7 @@ TILE = 128                                     # columns of a matmul's tile; an 
 CHUNK = 2048                                   # vocabulary entries of one program of the softmax
 HEAD_ROWS = 64                                 # up to so many rows a 4-bit head is read as such, else its bf16 copy
 AT_ONCE = tl.constexpr(4)                      # runs of attention_kernel joined at a time
+FP16_SHIFT = tl.constexpr(qwen.FP16_SHIFT)     # of the residual in front of a norm
 GROUP = 16                                     # query heads of a key-value head, of several rows if they share a prefix
 MAX_ENDS = 16                                  # end ids of a tokenizer
 LOG2_E = 1.4426950408889634
@@ -122,7 +124,7 @@ def adapter_part(row, part, M, N, width, KB, L, R: tl.constexpr, RP: tl.constexp
 
 @triton.jit
 def linear_tile(sums, xa, weights, R: tl.constexpr):
-    """Finish a linear, fp32: sums * scale + bf16(x @ A.T) @ b.T; R = 0: no adapter."""
+    """Finish a linear, fp32: sums * scale + (x @ A.T rounded to b's type) @ b.T; R = 0: no adapter."""
     _, scale, b, _ = weights
     scale = tl.broadcast_to(scale[None, :], sums.shape)
     if R > 0:
@@ -154,7 +156,9 @@ def squares_tile(squares_ptr, row, M, TILES: tl.constexpr, TILES_P: tl.constexpr
 
 @triton.jit
 def norm_tile(x, w, row, col, tile, xw_ptr, squares_ptr, M, D, TILES):
-    """The next matmul's input x * w, rounded, and this tile's share of the row's sum of squares."""
+    """The next matmul's input x * w, rounded, and this tile's share of the row's sum of squares; fp16: of x / 16."""
+    if xw_ptr.dtype.element_ty == tl.float16:
+        x *= FP16_SHIFT
     xw = (x * w[None, :]).to(xw_ptr.dtype.element_ty)
     tl.store(xw_ptr + row[:, None] * D + col[None, :], xw, mask=(row < M)[:, None])
     tl.store(squares_ptr + row * TILES + tile, tl.sum(x * x, axis=1), mask=row < M)
@@ -527,7 +531,10 @@ def partial_sums(linear, x, ones):
     w, N = weight.dequantize(), weight.N                             # bf16: the tensor itself; else bitsandbytes' way
     slabs = torch.empty(1, x.shape[0], N + (0 if a is None else a.shape[0]), device=x.device)
     for rows, out in [(w, slabs[0, :, :N])] + ([] if a is None else [(a, slabs[0, :, N:])]):
-        torch.mm(x, rows.T, out_dtype=torch.float32, out=out) if x.is_cuda else torch.mm(x, rows.to(x.dtype).T, out=out)
+        if x.is_cuda:
+            torch.mm(x, rows.T, out_dtype=torch.float32, out=out)
+        else:
+            torch.mm(x.float(), rows.float().T, out=out)
     return marlin_fp4.Slabs(slabs, KB=1, L=1), ones[:N] if weight.late_scale is None else weight.late_scale
 
 
@@ -632,7 +639,7 @@ class GraphEngine:
         tiles = D // tile
         squares, cos, sin = new(n, tiles), new(n, d // 2), new(n, d // 2)
         state = (self.state, self.max_rows)
-        norms = (squares, c.eps, D, tiles, triton.next_power_of_2(tiles))
+        norms = (squares, model.final_norm.eps, D, tiles, triton.next_power_of_2(tiles))
         pdl = dict(PDL=True, launch_pdl=True) if runs_on(self.kv.device) else dict(PDL=False)
 
         def linear_args(linear, x):
@@ -682,6 +689,7 @@ class GraphEngine:
     def sample(self, n, xw, squares, greedy, top_k, top_p):
         """The head and the draw: xw (n, D) and sums of squares of the final norm -> next token of every row."""
         c, V, packed = self.model.config, self.model.live_vocab, self.model.packed_head
+        eps = self.model.final_norm.eps
         if packed is None or n > HEAD_ROWS or not runs_on(xw.device):
             # All rows of the head, not the live ones: 151,665 columns of fp32 would leave cuBLAS unaligned rows.
             logits = mm_fp32(xw, self.model.lm_head.T)               # (n, V padded)
@@ -691,14 +699,14 @@ class GraphEngine:
         filtered = bool(top_k or top_p < 1.0)
         if filtered:
             logits = slabs.sums[0] if scale is None else marlin_fp4.finish(slabs, scale)
-            logits *= torch.rsqrt(squares.sum(1, keepdim=True) / c.width + c.eps) * self.inv_temperature
+            logits *= torch.rsqrt(squares.sum(1, keepdim=True) / c.width + eps) * self.inv_temperature
             filter_logits(logits[:, :V], top_k, top_p)
             slabs, scale = marlin_fp4.Slabs(logits[None], KB=1, L=1), None
         logits = slabs.sums
         chunks, tiles = triton.cdiv(V, CHUNK), squares.shape[1]
         tops, masses, picks = logits.new_empty(n, chunks), logits.new_empty(n, chunks), self.tokens.new_empty(n, chunks)
         softmax = (logits, logits if scale is None else scale, *logits.stride()[:2], slabs.KB, slabs.L, len(logits),
-                   scale is not None, V, squares, self.inv_temperature, c.width, c.eps, tiles,
+                   scale is not None, V, squares, self.inv_temperature, c.width, eps, tiles,
                    triton.next_power_of_2(tiles), filtered, tops, masses, picks, CHUNK)
         chunk_kernel[n, chunks](*softmax)
         pick_kernel[n,](*softmax, chunks, triton.next_power_of_2(chunks), self.state, self.max_rows, self.ends,

@@ -148,6 +148,7 @@ def parse_args():
     add("--adapter", help="PEFT folder, such as train.py's runs/x/adapter")
     add("--base", default="nvfp4", choices=["nvfp4", "bf16", "mxfp4", "nf4"], help="format of the frozen linears")
     add("--head", default="bf16", choices=["bf16", "nvfp4"], help="format of lm_head, as of train.py")
+    add("--dtype", choices=["bfloat16", "float16"], help="what inputs of matmuls are rounded to, as of train.py")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to run")
     add("--data", required=True, help="gsm8k, math, arithmetic, a .jsonl/.json/.parquet file or a Hugging Face id")
     add("--split", default="test", choices=["train", "test"], help="part of a named data set (a file is one part)")
@@ -230,7 +231,7 @@ def prepare(args):
     problems, prompts, _ = data.encode_prompts(tokenizer, problems, args.prompt_style, max_tokens=math.inf)
     if args.out:
         Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-    model = qwen.load(folder, args.base, args.device)
+    model = qwen.load(folder, args.base, args.device, args.dtype)
     model.live_vocab = tokenizer.vocab_size
     if args.head == "nvfp4":
         quantize_head(model)

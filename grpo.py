@@ -30,6 +30,7 @@ import torch
 
 CLIP = dict(grpo=(0.2, 0.28), dapo=(0.2, 0.28), dr_grpo=(0.2, 0.28), gspo=(3e-4, 4e-4))  # loss -> (low, high)
 SCALES = ("group", "batch", "none")
+FIRST_LOSS_SCALE, GOOD_UPDATES = 2.0**14, 500                              # of next_loss_scale
 CORRECTIONS = ("truncate", "mask", "off")
 
 
@@ -135,6 +136,7 @@ def mismatch_sums(gap):
     gap = gap.detach().double()
     ratio = gap.clamp(-20, 20).exp()
     return dict(tokens=torch.ones_like(gap).sum(), mismatch_abs=gap.abs().sum(), mismatch_k3=k3(gap).sum(),
+                mismatch_within=(gap.abs() <= 0.01).sum().double(),
                 ratio=ratio.sum(), ratio_squared=ratio.square().sum(),
                 ratio_outside=((ratio < 0.9) | (ratio > 1.1)).sum().double(),
                 ratio_max=ratio.max() if len(gap) else gap.new_zeros(()))
@@ -150,9 +152,9 @@ def add_sums(a, b):
 def summarize(sums):
     """Added sums -> metrics, floats, all but ratio_max per token; {} of a step in which no row was trained on.
 
-    mismatch_abs = mean |log r|, mismatch_k3 = KL(sampler || learner), ratio_outside = share of r outside [0.9, 1.1],
-    ess = (sum r)^2 / (T sum r^2), 1 when all r are equal. On the first update of a rollout these measure the sampler's
-    noise and rounding; on later ones the policy has moved as well.
+    mismatch_abs = mean |log r|, mismatch_within = share of |log r| <= 0.01, mismatch_k3 = KL(sampler || learner),
+    ratio_outside = share of r outside [0.9, 1.1], ess = (sum r)^2 / (T sum r^2), 1 when all r are equal. On the first
+    update of a rollout these measure the sampler's noise and rounding; on later ones the policy has moved as well.
     """
     if not sums or sums["tokens"] == 0:
         return {}
@@ -160,6 +162,19 @@ def summarize(sums):
     tokens, ratio, squared = (sums.pop(name) for name in ("tokens", "ratio", "ratio_squared"))
     mean = {name: value if name == "ratio_max" else value / tokens for name, value in sums.items()}
     return mean | dict(ess=ratio**2 / (tokens * squared))
+
+
+def next_loss_scale(loss_scale, good_updates, finite):
+    """fp16's gradients are those of loss_scale * loss -> what it is next, and how many updates in a row were finite.
+
+    Half after an update that was not, down to 1; twice as much after GOOD_UPDATES that were. A power of two: dividing
+    the gradient by it is exact. One update in 500 is lost where the top of fp16's range is near, none where it is not.
+    """
+    if not finite:
+        return dict(loss_scale=max(loss_scale / 2, 1.0), good_updates=0)
+    if good_updates + 1 == GOOD_UPDATES:
+        return dict(loss_scale=loss_scale * 2, good_updates=0)
+    return dict(loss_scale=loss_scale, good_updates=good_updates + 1)
 
 
 def micro_batches(prompts, completions, token_budget, ranks=1, rank=0):

@@ -12,7 +12,7 @@ of its own: `a` stacks the parts' A along rows, `b` has one row per output row, 
 
 One flat buffer. All A, all B (and trained norms) are views into one fp32 vector `Adapter.master`, their gradients views
 into another: the optimizer sees one tensor, ranks all-reduce one tensor, a checkpoint writes one tensor. The sampler
-and the learner compute with working copies in the model's dtype (bf16 on a GPU), `a16` and `b16 = s * b`, which
+and the learner compute with working copies in the model's dtype (16 bits on a GPU), `a16` and `b16 = s * b`, which
 `Adapter.sync()` rewrites in place: CUDA graphs that captured their addresses see an update without a new capture.
 
 K-augmentation. The learner dequantizes W into a scratch with room to the right and below,
@@ -189,7 +189,7 @@ class Adapter:
     """The LoRA matrices of every Linear of a model (and, with norms=True, its block norms) as one flat fp32 vector.
 
     master: Parameter (n,), what the optimizer steps; master.grad: its flat gradient, zeroed with `zero_grad()`.
-    After each change of master call `sync()`: the sampler and the learner read bf16 copies.
+    After each change of master call `sync()`: the sampler and the learner read 16-bit copies.
     A starts uniform in +-1/sqrt(K) (PEFT's Kaiming default), B at zero: the first forward equals the base bit for bit.
     """
 
@@ -233,7 +233,7 @@ class Adapter:
         self.sync()
 
     def sync(self):
-        """master -> bf16 working copies, in place: A as it is, B times alpha / rank."""
+        """master -> 16-bit working copies, in place: A as it is, B times alpha / rank."""
         with torch.no_grad():
             self.working[:self.b_start] = self.master[:self.b_start]
             b = slice(self.b_start, self.norm_start)

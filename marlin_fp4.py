@@ -1,9 +1,9 @@
 """
-Weight-only NVFP4 matmul for Hopper: y = x @ W.T, W in 4.5 bits a weight, x in bf16, sums in fp32.
+Weight-only NVFP4 matmul for Hopper: y = x @ W.T, W in 4.5 bits a weight, x in bf16 or fp16, sums in fp32.
 
 Why: sm_90 has no FP4 tensor cores, so FP4 can only save memory traffic. Decoding a token is bound by reading weights,
 and at 4 TB/s an H200 has 4.4 issue slots per weight: the layout below exists to spend 2.5 of them. From a few hundred
-rows on the tensor cores are the bound; there W is expanded once into bf16 and cuBLAS does the rest.
+rows on the tensor cores are the bound; there W is expanded once into x's type and cuBLAS does the rest.
 
 Value of a weight; both scales multiply:
     W[n, k] = e2m1(code[n, k]) * block_scale[n, k // 16] * row_scale[n]
@@ -12,13 +12,16 @@ row_scale is the tensor's global scale; a fused matrix (q|k|v, gate|up) may have
 Layout ("planes"). W is cut into tiles of 128 x 128 (ragged edges padded with zeros), each one contiguous run of bytes:
     codes    int16 (N/128, K/128, 128, 32)    the word at [n, c] holds the codes of k = c, 32 + c, 64 + c, 96 + c
     scales   int32 (N/128, K/128, 128, 2)     eight bytes, one per 16 consecutive k
-Bits of a word, s e e m being a code's sign, exponent and mantissa bits, the digit its plane (plane p is k = 32 p + c):
+Bits of a word, s e e m being a code's sign, exponent and mantissa bits, the digit its plane (plane p is k = 32 p + c).
+There are two orders, and pack() is told for which type of x:
     bit    15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
-           s0 m3 s3 s1 e3 e3 s2 e0 e0 m0 e1 e1 m1 e2 e2 m2
-so that word & 0x81C0, (word << 3) & 0x81C0 and (word << 6) & 0x81C0 are planes 0..2 as bf16 numbers worth
-code * 2^-126 (E2M1's subnormal 0.5 becomes a bf16 subnormal). Plane 3 lies in the bits that are left: multiplying them
-by 1 + 2^5 + 2^10 puts all four where they belong at once. A plane meets a contiguous slice of x, so nothing is ever
-interleaved, and two neighbouring words are one bf16x2 register.
+    bf16   s0 m3 s3 s1 e3 e3 s2 e0 e0 m0 e1 e1 m1 e2 e2 m2
+    fp16   s0 s2 s3 s1 e0 e0 m0 e1 e1 m1 e2 e2 m2 e3 e3 m3
+
+bf16. word & 0x81C0, (word << 3) & 0x81C0 and (word << 6) & 0x81C0 are planes 0..2 as bf16 numbers worth code * 2^-126
+(E2M1's subnormal 0.5 becomes a bf16 subnormal). Plane 3 lies in the bits that are left: multiplying them by
+1 + 2^5 + 2^10 puts all four where they belong at once. A plane meets a contiguous slice of x, so nothing is ever
+interleaved, and two neighbouring words are one register of two numbers.
 A scale v becomes the byte u = ((floor(log2 v) + 10) << 3) | 3 mantissa bits (E5M3 without sign), which holds every E4M3
 value, subnormal ones included, as a normal number; u = 0 for v = 0, whose codes are cleared. 0x7000 | u << 4 is
 v * 2^107 as a bf16 number, and code * 2^-126 * v * 2^107 = code * v * 2^-19 is exact in bf16 (6 significant bits).
@@ -26,9 +29,17 @@ Scale word h serves k in [32 p + 16 h, 32 p + 16 h + 16) of every plane p with u
 u0 | u3 << 8 | u1 << 16 | u2 << 24 rotated left by 4: one AND-OR puts u0 and u1 in place as a bf16x2 register and, after
 a rotation by 8, another does u2 and u3.
 
-Who multiplies by what: decode_matmul leaves sums of code * v * 2^-19 * x, to be multiplied by
-weight.out_scale (N,), which is row_scale * 2^19. dequantize restores the 2^19, and row_scale too where it is a power
-of two (exact); elsewhere weight.late_scale says what is missing.
+fp16. word & 0x8E00 and (word << 3) & 0x8E00 are planes 0 and 1, worth code * 2^-14 (0.5 a subnormal again; tensor cores
+and multipliers take those at full speed). In planes 2 and 3 sign and digits have different ways to go, and one product
+takes both: (word & 0x4038) * (2^1 + 2^6) and (word & 0x2007) * (2^2 + 2^9), & 0x8E00. What a product pushes into the
+word above stays below bit 9. As many instructions as for bf16.
+u = ((floor(log2 v) + 22) << 3) | 3 mantissa bits, the scale word is rotated left by 7, and u << 7 is v * 2^7 as it
+stands; so code * 2^-14 * v * 2^7 = code * v * 2^-7 is at most 21 and a multiple of 2^-17: exact in fp16.
+
+Who multiplies by what: decode_matmul leaves sums of code * v * 2^-19 * x (fp16: 2^-7), to be multiplied by
+weight.out_scale (N,), which is row_scale * 2^19 (2^7). dequantize restores that power, and row_scale too where it is a
+power of two (exact; in fp16 but for numbers below 2^-14, whose last bit is worth 2^-24); elsewhere weight.late_scale
+says what is missing.
 
 Not here: quantization and files (nvfp4.py), the LoRA product x @ A.T @ B.T (lora.py; decode_matmul only does x @ A.T),
 a gradient for W (the base is frozen), 4-bit activations.
@@ -58,46 +69,61 @@ SCALED = tl.constexpr(gl.DistributedLinearLayout(    # (128, 2, 16) in registers
     [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 1, 0], [64, 0, 0]], [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
     [[16, 0, 0], [32, 0, 0]], [], [128, 2, 16]))
 SENT_ROWS = tl.constexpr(64)                    # rows of x up to which shared memory has room for a sum on its way out
-A_SIDE = tl.constexpr(64)                       # side of a tile of LoRA's A: in bf16 the bytes of a tile of codes
+A_SIDE = tl.constexpr(64)                       # side of a tile of LoRA's A: the bytes of a tile of codes
 CROSSOVER = 256                                 # matmul: rows up to which the decode kernel beats expanding W
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+class Order(NamedTuple):
+    """What the two orders at the top of the file do differently, apart from the bits of a word."""
+    bias: int                                   # of the exponent in a scale's byte
+    turn: int                                   # bits by which a scale word is rotated
+    power: int                                  # the kernel multiplies x by code * v * 2^-power
+
+
+ORDERS = {torch.bfloat16: Order(10, 4, 19), torch.float16: Order(22, 7, 7)}
 
 
 # -----------------------------------------------------------------------------
 # Format: nibbles <-> planes, E4M3 <-> E5M3. Plain torch, any device.
 
-def _to_words(codes):
+def _to_words(codes, dtype):
     """(..., 128) codes 0..15 as int32 -> (..., 32) int16 words in the bit order of the top of the file."""
     sign, eem = codes >> 3, codes & 7
-    p0, p1, p2, p3 = ((sign << 15) | (eem << 6)).unflatten(-1, (4, 32)).unbind(-2)
-    p3 = ((p3 & 0x8000) >> 2) | ((p3 & 0x0180) << 3) | ((p3 & 0x0040) << 8)
-    return (p0 | (p1 >> 3) | (p2 >> 6) | p3).to(torch.int16)
+    p0, p1, p2, p3 = ((sign << 15) | (eem << (9 if dtype == torch.float16 else 6))).unflatten(-1, (4, 32)).unbind(-2)
+    if dtype == torch.float16:
+        p2, p3 = ((p2 & 0x8000) >> 1) | ((p2 & 0x0E00) >> 6), ((p3 & 0x8000) >> 2) | ((p3 & 0x0E00) >> 9)
+    else:
+        p2, p3 = p2 >> 6, ((p3 & 0x8000) >> 2) | ((p3 & 0x0180) << 3) | ((p3 & 0x0040) << 8)
+    return (p0 | (p1 >> 3) | p2 | p3).to(torch.int16)
 
 
-def _to_codes(words):
+def _to_codes(words, dtype):
     """Inverse of _to_words: (..., 32) int16 -> (..., 128) codes 0..15 as int32."""
     q = words.to(torch.int32)
-    p3 = (((q & 0x6C00) >> 8) * (1 + 2**5 + 2**10))
-    placed = torch.cat([q & 0x81C0, (q << 3) & 0x81C0, (q << 6) & 0x81C0, p3 & 0x81C0], dim=-1)
+    if dtype == torch.float16:
+        placed = torch.cat([q, q << 3, (q & 0x4038) * (2**1 + 2**6), (q & 0x2007) * (2**2 + 2**9)], dim=-1)
+        return ((placed >> 12) & 8) | ((placed >> 9) & 7)
+    placed = torch.cat([q, q << 3, q << 6, ((q & 0x6C00) >> 8) * (1 + 2**5 + 2**10)], dim=-1)
     return ((placed >> 12) & 8) | ((placed >> 6) & 7)
 
 
-def _to_scale_words(scale):
+def _to_scale_words(scale, order):
     """(..., 8) fp32 E4M3 values >= 0 in the order of k -> (..., 2) int32, the rotated words of the top of the file."""
     mantissa, exponent = torch.frexp(scale)                          # v = mantissa * 2^exponent, mantissa in [0.5, 1)
-    u = ((exponent.long() - 1 + 10) << 3) | ((mantissa * 16).long() & 7)
+    u = ((exponent.long() - 1 + order.bias) << 3) | ((mantissa * 16).long() & 7)
     u0, u1, u2, u3 = torch.where(scale > 0, u, 0).unflatten(-1, (4, 2)).unbind(-2)
     word = u0 | u3 << 8 | u1 << 16 | u2 << 24                        # int64 (..., 2)
-    word = ((word << 4) & 0xFFFFFFFF) | (word >> 28)
+    word = ((word << order.turn) & 0xFFFFFFFF) | (word >> (32 - order.turn))
     return (word - ((word >> 31) << 32)).to(torch.int32)             # the same 32 bits, signed
 
 
-def _from_scale_words(word):
+def _from_scale_words(word, order):
     """Inverse of _to_scale_words: (..., 2) int32 -> (..., 8) fp32 values in the order of k."""
     word = word.long() & 0xFFFFFFFF
-    word = (word >> 4) | ((word & 15) << 28)
+    word = (word >> order.turn) | ((word << (32 - order.turn)) & 0xFFFFFFFF)
     u = torch.stack([(word >> shift) & 255 for shift in (0, 16, 24, 8)], dim=-2).flatten(-2)
-    return torch.where(u > 0, torch.ldexp(1 + (u & 7).float() / 8, (u >> 3) - 10), 0.0)
+    return torch.where(u > 0, torch.ldexp(1 + (u & 7).float() / 8, (u >> 3) - order.bias), 0.0)
 
 
 def _tiles(t, columns):
@@ -119,8 +145,9 @@ class PackedWeight:
     codes: torch.Tensor                         # int16 (N/128, K/128, 128, 32)
     scales: torch.Tensor                        # int32 (N/128, K/128, 128, 2)
     row_scale: torch.Tensor                     # fp32 (N,)
-    out_scale: torch.Tensor                     # fp32 (N,) = row_scale * 2^19, what slabs are multiplied by
+    out_scale: torch.Tensor                     # fp32 (N,) = row_scale * 2^19 or 2^7, what slabs are multiplied by
     power_of_two: bool                          # every row_scale is one: dequantize() then includes it, exactly
+    dtype: torch.dtype                          # of the x that decode_matmul takes: the order of codes and scales
 
     @property
     def device(self):
@@ -140,15 +167,15 @@ class PackedWeight:
 
         Codes under a zero scale come back as zeros.
         """
-        codes = _untile(_to_codes(self.codes))[:self.N, :self.K]
+        codes = _untile(_to_codes(self.codes, self.dtype))[:self.N, :self.K]
         packed = (codes[:, 0::2] | (codes[:, 1::2] << 4)).to(torch.uint8)
-        block_scale = _untile(_from_scale_words(self.scales))[:self.N, :self.K // BLOCK].to(torch.float8_e4m3fn)
-        return packed, block_scale, self.row_scale
+        scale = _untile(_from_scale_words(self.scales, ORDERS[self.dtype]))[:self.N, :self.K // BLOCK]
+        return packed, scale.to(torch.float8_e4m3fn), self.row_scale
 
-    def dequantize(self, out=None, dtype=torch.bfloat16):
+    def dequantize(self, out=None, dtype=None):
         """-> W (N, K), without late_scale. `out` may have any row stride: a column slice of a wider buffer is fine."""
         if out is None:
-            out = torch.empty(self.N, self.K, dtype=dtype, device=self.device)
+            out = torch.empty(self.N, self.K, dtype=dtype or self.dtype, device=self.device)
         assert out.shape == (self.N, self.K), f"out is {tuple(out.shape)}, the weight {(self.N, self.K)}"
         assert out.device == self.device, f"out on {out.device}, the weight on {self.device}"
         assert out.stride(1) == 1, f"out must have unit column stride, got strides {out.stride()}"
@@ -167,16 +194,21 @@ class PackedWeight:
     @cached_property
     def dense(self):
         """The fp32 W (N, K) without late_scale, kept: on a CPU speed matters more than memory."""
-        codes = _untile(_to_codes(self.codes))
+        codes = _untile(_to_codes(self.codes, self.dtype))
         value = torch.tensor(E2M1 + tuple(-v for v in E2M1), device=self.device)[codes]
-        w = value * _untile(_from_scale_words(self.scales)).repeat_interleave(BLOCK, dim=1)
-        w = w[:self.N, :self.K]
+        scale = _untile(_from_scale_words(self.scales, ORDERS[self.dtype]))
+        w = (value * scale.repeat_interleave(BLOCK, dim=1))[:self.N, :self.K]
         return w * self.row_scale[:, None] if self.power_of_two else w.contiguous()
 
 
-def pack(packed, block_scale, global_scale):
-    """nvfp4.quantize's packed uint8 (N, K // 2), block_scale e4m3 (N, K // 16) and global_scale fp32 () or (N,)."""
+def pack(packed, block_scale, global_scale, dtype=torch.bfloat16):
+    """nvfp4.quantize's packed uint8 (N, K // 2), block_scale e4m3 (N, K // 16) and global_scale fp32 () or (N,).
+
+    dtype: of the x to come. fp32 is a CPU's, which reads either order.
+    """
     N, K = packed.shape[0], packed.shape[1] * 2
+    dtype = torch.bfloat16 if dtype == torch.float32 else dtype
+    assert dtype in ORDERS, f"dtype must be bf16, fp16 or fp32, got {dtype}"
     assert packed.dtype == torch.uint8, f"packed must be uint8, got {packed.dtype}"
     assert K % BLOCK == 0, f"{K=} must be a multiple of {BLOCK}, the weights of one scale ({N=})"
     assert block_scale.dtype == torch.float8_e4m3fn, f"block_scale must be float8_e4m3fn, got {block_scale.dtype}"
@@ -195,17 +227,28 @@ def pack(packed, block_scale, global_scale):
     words = torch.empty(*scale.shape[:3], TILE // 4, dtype=torch.int16, device=packed.device)
     for i in range(scale.shape[0]):                                  # a row of tiles at a time: codes are 8x as big
         rows = _tiles(codes[i * TILE:(i + 1) * TILE], TILE)[0].to(torch.int32)
-        words[i] = _to_words(rows.masked_fill((scale[i] == 0).repeat_interleave(BLOCK, dim=-1), 0))
-    return PackedWeight(N, K, words, _to_scale_words(scale), row_scale, row_scale * 2**19, power_of_two)
+        words[i] = _to_words(rows.masked_fill((scale[i] == 0).repeat_interleave(BLOCK, dim=-1), 0), dtype)
+    order = ORDERS[dtype]
+    return PackedWeight(N, K, words, _to_scale_words(scale, order), row_scale, row_scale * 2**order.power, power_of_two,
+                        dtype)
 
 
 # -----------------------------------------------------------------------------
 # Kernels. Inline assembly where it saves instructions that the compiler would spend on 16-bit lanes.
 
 @triton.jit
-def _front_planes(words):
-    """int16 words -> bf16 planes 0 and 1 of the same shape, code * 2^-126: 3 instructions per 4 weights."""
-    return tl.inline_asm_elementwise("""
+def _front_planes(words, dtype: tl.constexpr):
+    """int16 words -> planes 0 and 1 of the same shape, code * 2^-126 (fp16: 2^-14): 3 instructions per 4 weights."""
+    if dtype == tl.float16:
+        return tl.inline_asm_elementwise("""
+        {
+        .reg .b32 t;
+        and.b32 $0, $2, 0x8E008E00;
+        shl.b32 t, $2, 3;
+        and.b32 $1, t, 0x8E008E00;
+        }""", "=&r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
+    else:
+        return tl.inline_asm_elementwise("""
         {
         .reg .b32 t;
         and.b32 $0, $2, 0x81C081C0;
@@ -215,9 +258,21 @@ def _front_planes(words):
 
 
 @triton.jit
-def _back_planes(words):
-    """int16 words -> bf16 planes 2 and 3: 6 instructions per 4 weights."""
-    return tl.inline_asm_elementwise("""
+def _back_planes(words, dtype: tl.constexpr):
+    """int16 words -> planes 2 and 3: 6 instructions per 4 weights."""
+    if dtype == tl.float16:
+        return tl.inline_asm_elementwise("""
+        {
+        .reg .b32 t;
+        and.b32 t, $2, 0x40384038;
+        mul.lo.u32 t, t, 66;
+        and.b32 $0, t, 0x8E008E00;
+        and.b32 t, $2, 0x20072007;
+        mul.lo.u32 t, t, 516;
+        and.b32 $1, t, 0x8E008E00;
+        }""", "=&r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
+    else:
+        return tl.inline_asm_elementwise("""
         {
         .reg .b32 t;
         shl.b32 t, $2, 6;
@@ -230,9 +285,21 @@ def _back_planes(words):
 
 
 @triton.jit
-def _scales(word):
-    """int32 scale words -> four bf16 tensors of the same shape, one per plane, v * 2^107: 3 instructions per 4."""
-    return tl.inline_asm_elementwise("""
+def _scales(word, dtype: tl.constexpr):
+    """int32 scale words -> four tensors of the same shape, one a plane, v * 2^107 (fp16: 2^7): 3 instructions per 4."""
+    if dtype == tl.float16:
+        return tl.inline_asm_elementwise("""
+        {
+        .reg .b32 t;
+        and.b32 t, $4, 0x7F807F80;
+        mov.b32 {$0, $1}, t;
+        shf.l.wrap.b32 t, $4, $4, 8;
+        and.b32 t, t, 0x7F807F80;
+        mov.b32 {$2, $3}, t;
+        }""", "=h,=h,=h,=h,r", [word], dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True, pack=1)
+    else:
+        return tl.inline_asm_elementwise("""
         {
         .reg .b32 t;
         lop3.b32 t, $4, 0x0FF00FF0, 0x70007000, 0xEA;
@@ -241,12 +308,12 @@ def _scales(word):
         lop3.b32 t, t, 0x0FF00FF0, 0x70007000, 0xEA;
         mov.b32 {$2, $3}, t;
         }""", "=h,=h,=h,=h,r", [word], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-        is_pure=True, pack=1)
+            is_pure=True, pack=1)
 
 
 @triton.jit
 def _scaled(plane, scale):
-    """(128, 32) code * 2^-126 times (128, 2) v * 2^107 -> (128, 32) code * v * 2^-19, exact."""
+    """(128, 32) codes times (128, 2) scales -> (128, 32) code * v * 2^-19 (fp16: 2^-7), exact."""
     return plane * tl.broadcast_to(scale[:, :, None], (128, 2, 16)).reshape(128, 32)
 
 
@@ -260,28 +327,32 @@ def _side_by_side(a, b):
 def dequantize_kernel(
     codes_ptr,         # int16 (N/128, K/128, 128, 32)
     scales_ptr,        # int32 (N/128, K/128, 128, 2)
-    out_scale_ptr,     # fp32  (N,)            2^19 * row_scale; read only if ROW_SCALE
-    out_ptr,           # bf16 or fp32 (N, K)   row stride out_stride
+    out_scale_ptr,     # fp32  (N,)            2^POWER * row_scale; read only if ROW_SCALE
+    out_ptr,           # bf16, fp16 or fp32 (N, K)   row stride out_stride
     N, K, out_stride,
-    ROW_SCALE: tl.constexpr,
+    ROW_SCALE: tl.constexpr, FP16: tl.constexpr, POWER: tl.constexpr,
 ):
     """One program expands one 128 x 128 tile. Exact: row_scale is a power of two where ROW_SCALE, else left out."""
+    dtype: tl.constexpr = tl.float16 if FP16 else tl.bfloat16
     tile_k, tile_n = tl.program_id(0), tl.program_id(1)
     tile = (tile_n * tl.num_programs(0) + tile_k).to(tl.int64)
     row, c, h, k = tl.arange(0, 128), tl.arange(0, 32), tl.arange(0, 2), tile_k * 128 + tl.arange(0, 128)
     n = tile_n * 128 + row
     words = tl.load(codes_ptr + tile * 4096 + row[:, None] * 32 + c[None, :])
-    w0, w1 = _front_planes(words)
-    w2, w3 = _back_planes(words)
-    s = _scales(tl.load(scales_ptr + tile * 256 + row[:, None] * 2 + h[None, :]))
+    w0, w1 = _front_planes(words, dtype)
+    w2, w3 = _back_planes(words, dtype)
+    s = _scales(tl.load(scales_ptr + tile * 256 + row[:, None] * 2 + h[None, :]), dtype)
     # whole rows of 256 bytes rather than 64 bytes a plane: see docs/kernel_log.md
     front = _side_by_side(_scaled(w0, s[0]), _scaled(w1, s[1]))
     back = _side_by_side(_scaled(w2, s[2]), _scaled(w3, s[3]))
+    value = _side_by_side(front, back)
+    if FP16 and out_ptr.dtype.element_ty != dtype:
+        value = value.to(tl.float32)                                 # whose range has room for any row_scale
     if ROW_SCALE:
-        factor = tl.load(out_scale_ptr + n, mask=n < N, other=0.0).to(tl.bfloat16)
+        factor = tl.load(out_scale_ptr + n, mask=n < N, other=0.0).to(value.dtype)
     else:
-        factor = tl.full((128,), 524288.0, dtype=tl.bfloat16)        # 2^19
-    value = _side_by_side(front, back) * factor[:, None]
+        factor = tl.full((128,), 2.0**POWER, dtype=value.dtype)
+    value = value * factor[:, None]
     out = out_ptr + n[:, None].to(tl.int64) * out_stride + k[None, :]
     tl.store(out, value.to(out_ptr.dtype.element_ty), mask=(n < N)[:, None] & (k < K)[None, :])
 
@@ -290,7 +361,8 @@ def _dequantize_gpu(weight, out):
     grid = weight.codes.shape[1], weight.codes.shape[0]
     with torch.cuda.device(out.device):
         dequantize_kernel[grid](weight.codes, weight.scales, weight.out_scale, out, weight.N, weight.K, out.stride(0),
-                                ROW_SCALE=weight.power_of_two, num_warps=8)
+                                ROW_SCALE=weight.power_of_two, FP16=weight.dtype == torch.float16,
+                                POWER=ORDERS[weight.dtype].power, num_warps=8)
 
 
 @triton.jit
@@ -306,7 +378,7 @@ def _fetch_weights(codes_desc, scales_desc, a_desc, codes, scales, full, slot, s
     bar = full.index(slot)
     if HAS_A and is_a:
         mbarrier.expect(bar, A_SIDE * A_SIDE * 2 + BM * 256)         # x included
-        a = codes._reinterpret(gl.bfloat16, [codes.shape[0], A_SIDE, A_SIDE], ROWS_256B)
+        a = codes._reinterpret(a_desc.dtype, [codes.shape[0], A_SIDE, A_SIDE], ROWS_256B)
         k = (first + step // 2) % KB * 128 + step % 2 * A_SIDE
         tma.async_copy_global_to_shared(a_desc, [first // KB * A_SIDE, k], bar, a.index(slot))
     else:
@@ -335,7 +407,7 @@ def _produce(x_desc, codes_desc, scales_desc, a_desc, x, codes, scales, full, em
 @gluon.jit
 def _times(plane, scale, W: gl.constexpr):
     """As _scaled, in Gluon, where the layout of W in registers is ours to say."""
-    wide, _ = gl.broadcast(gl.expand_dims(scale, 2), gl.zeros([128, 2, 16], gl.bfloat16, SCALED))
+    wide, _ = gl.broadcast(gl.expand_dims(scale, 2), gl.zeros([128, 2, 16], plane.dtype, SCALED))
     return plane * gl.convert_layout(gl.reshape(wide, [128, 32]), W, assert_trivial=True)
 
 
@@ -352,9 +424,9 @@ def _multiply(acc, words, word, xs, W: gl.constexpr):
     A plane keeps 16 registers until it has been multiplied. Where they suffice two planes make one product, which saves
     5 % of the instructions; else never more than two are in the tensor cores.
     """
-    s0, s1, s2, s3 = _scales(word)
-    w0, w1 = _front_planes(words)
-    w2, w3 = _back_planes(words)
+    s0, s1, s2, s3 = _scales(word, xs.dtype)
+    w0, w1 = _front_planes(words, xs.dtype)
+    w2, w3 = _back_planes(words, xs.dtype)
     if acc.shape[1] == 32 or acc.shape[1] == 64:
         front, back = _pair(_times(w0, s0, W), _times(w1, s1, W), W), _pair(_times(w2, s2, W), _times(w3, s3, W), W)
         acc = warpgroup_mma(front, xs.slice(0, 64, 1).permute((1, 0)), acc, is_async=True)
@@ -392,7 +464,7 @@ def _consume(x, codes, scales, out, full, empty, slabs_desc, slabs_ptr, m0, pid,
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     W: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     if HAS_A and is_a:
-        a = codes._reinterpret(gl.bfloat16, [STAGES, A_SIDE, A_SIDE], ROWS_256B)
+        a = codes._reinterpret(x.dtype, [STAGES, A_SIDE, A_SIDE], ROWS_256B)
         acc = gl.zeros([A_SIDE, BM], gl.float32, MMA)
         for i in range(0, 2 * (last - first), 2):
             for half in gl.static_range(2):
@@ -430,10 +502,10 @@ def _consume(x, codes, scales, out, full, empty, slabs_desc, slabs_ptr, m0, pid,
 
 @gluon.jit(do_not_specialize=["M", "KB", "L", "a_programs", "total"])
 def decode_kernel(
-    x_desc,            # bf16  (M, K)                 tensor maps: a copy brings (BM, 128),
+    x_desc,            # bf16 or fp16 (M, K)          tensor maps: a copy brings (BM, 128),
     codes_desc,        # int16 (N/128 * K/128 * 128, 32)                         (128, 32),
     scales_desc,       # int32 (N/128 * K/128, 256)                              (1, 256),
-    a_desc,            # bf16  (R, K)                                            (64, 64) of LoRA's A, if HAS_A
+    a_desc,            # as x  (R, K)                                            (64, 64) of LoRA's A, if HAS_A
     slabs_desc,        # fp32  (S, M, N)              and takes                  (1, BM, 128) away
     slabs_ptr,         # fp32  (S, M, row_stride)     the same, and A's columns N.. N + R
     M, N, R, row_stride,
@@ -459,7 +531,7 @@ def decode_kernel(
     """
     pid = gl.program_id(0)
     m0 = gl.program_id(1) * BM
-    x = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM, 128], ROWS_256B)
+    x = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BM, 128], ROWS_256B)
     codes = gl.allocate_shared_memory(gl.int16, [STAGES, 128, 32], ROWS_64B)
     scales = gl.allocate_shared_memory(gl.int32, [STAGES, 1, 256], FLAT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -632,7 +704,7 @@ class Slabs(NamedTuple):
 
 
 def decode_matmul(x, weight, lora_a=None, slabs=None, pdl=False, config=None):
-    """x (M, K) bf16, M <= 256 or so, and lora_a (R, K) bf16 or None -> Slabs.
+    """x (M, K) of the weight's dtype, M <= 256 or so, and lora_a (R, K) of it or None -> Slabs.
 
     A row's bits do not depend on the other rows; nothing is allocated if slabs is given: (S, M, N + R), rows
     rounded up to whole 16 bytes.
@@ -644,12 +716,12 @@ def decode_matmul(x, weight, lora_a=None, slabs=None, pdl=False, config=None):
     (M, K), N = x.shape, weight.N
     R = 0 if lora_a is None else lora_a.shape[0]
     assert runs_on(weight.device), f"decode_matmul needs a Hopper GPU, the weight is on {weight.device}"
-    assert x.dtype == torch.bfloat16, f"x must be bf16, got {x.dtype}"
+    assert x.dtype == weight.dtype, f"x must be {weight.dtype}, as the weight was packed for, got {x.dtype}"
     assert x.device == weight.device, f"x is on {x.device}, the weight on {weight.device}"
     assert K == weight.K, f"x has {K=}, the weight N={N}, K={weight.K}"
     assert x.stride(1) == 1 and x.stride(0) % 8 == 0, f"x rows must be contiguous and 16-byte aligned: {x.stride()}"
     if lora_a is not None:
-        assert lora_a.dtype == torch.bfloat16 and lora_a.shape[1] == K, (lora_a.dtype, tuple(lora_a.shape), K)
+        assert lora_a.dtype == x.dtype and lora_a.shape[1] == K, (lora_a.dtype, tuple(lora_a.shape), K)
         assert lora_a.is_contiguous() and lora_a.device == x.device, (lora_a.stride(), lora_a.device)
     config = config or decode_config(N, K, M)
     plan = schedule(N, K, M, R, config, _multiprocessors(weight.device))
@@ -688,15 +760,15 @@ def mm(a, b, out_dtype):
 
 
 def mm_fp32(a, b):
-    """a (M, K) @ b (K, N) -> fp32: a bf16 result would double how far sampler and learner drift apart."""
+    """a (M, K) @ b (K, N) -> fp32: rounded, it would double how far sampler and learner drift apart."""
     return mm(a, b, torch.float32)
 
 
 def matmul(x, weight, out_dtype=torch.float32):
-    """x (..., K) -> x @ W.T (..., N), differentiable in x. bf16 x on a GPU; bf16 or fp32 x on a CPU."""
+    """x (..., K) -> x @ W.T (..., N), differentiable in x: of the weight's dtype; on a CPU fp32 will do."""
     assert x.shape[-1] == weight.K, f"x has K={x.shape[-1]}, the weight N={weight.N}, K={weight.K}"
     assert x.device == weight.device, f"x is on {x.device}, the weight on {weight.device}"
-    allowed = (torch.bfloat16,) if x.is_cuda else (torch.bfloat16, torch.float32)
+    allowed = (weight.dtype,) if x.is_cuda else (*ORDERS, torch.float32)
     assert x.dtype in allowed, f"x must be one of {allowed} on {x.device.type}, got {x.dtype}"
     return _Matmul.apply(x, weight, out_dtype)
 

@@ -47,7 +47,7 @@ def expanded(weights, rows):
     def in_place(w):
         if isinstance(w, marlin_fp4.PackedWeight):
             return rows <= marlin_fp4.CROSSOVER and marlin_fp4.runs_on(w.device)
-        return w.tensors[0].dtype == w.dtype                         # bf16
+        return w.tensors[0].dtype == w.dtype                         # base bf16
     return max(0 if in_place(w) else w.N * w.K * torch.bfloat16.itemsize for w in weights)
 
 

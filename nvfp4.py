@@ -228,7 +228,7 @@ def dequantize_bf16(w, dtype=torch.bfloat16, out=None):
 
 # base -> (quantize, dequantize): tensors = quantize(w), w = dequantize(*tensors, dtype=...)
 FORMATS = {
-    "bf16": (lambda w: (w.bfloat16(),), dequantize_bf16),
+    "bf16": (lambda w: (w if w.dtype == torch.float16 else w.bfloat16(),), dequantize_bf16),     # 16 bits as they are
     "nvfp4": (quantize, dequantize),
     "mxfp4": (quantize_mxfp4, dequantize_mxfp4),
     "nf4": (quantize_nf4, dequantize_nf4),

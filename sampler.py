@@ -144,8 +144,8 @@ def draw(logits, u):
 
 
 def quantize_head(model):
-    """Round lm_head to NVFP4, for sampler and learner alike: its bf16 values replace it, the codes serve few rows."""
-    model.packed_head = marlin_fp4.pack(*nvfp4.quantize(model.lm_head))
+    """Round lm_head to NVFP4, for sampler and learner alike: its 16-bit values replace it, the codes serve few rows."""
+    model.packed_head = marlin_fp4.pack(*nvfp4.quantize(model.lm_head), dtype=model.dtype)
     model.lm_head = model.packed_head.dequantize(dtype=model.dtype)  # exact: the tensor's scale is a power of two
 
 
@@ -268,7 +268,8 @@ class Sampler:
             tokens, logprobs, made = self.engine.decode(self._rows(live), steps, temperature, end_ids, top_k, top_p)
             logprobs = logprobs.cpu()
             if not logprobs.isfinite().all():
-                raise FloatingPointError("a sampled token's log-prob is not finite: NaN in weights or adapter?")
+                reach = ", or a number beyond float16's 65,504" if self.model.dtype == torch.float16 else ""
+                raise FloatingPointError(f"a sampled token's log-prob is not finite: NaN in weights or adapter{reach}?")
             steps_made += steps * self.engine.batch_size(len(live))
             tokens, logprobs, made = tokens.cpu().T.tolist(), logprobs.T.tolist(), made.tolist()
             for row, s in enumerate(live):

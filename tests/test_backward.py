@@ -35,7 +35,8 @@ def whole_sequences(q, k, v, prompts, groups):
 @pytest.mark.parametrize("prompts,groups", [
     ((5,), [(3, 1)]), ((1,), [(1, 2, 3, 4, 5, 6, 7, 8)]), ((7, 2, 4), [(5, 3), (1, 6)]), ((3, 9), [])])
 @pytest.mark.parametrize("device,dtype,heads,d", [
-    ("cpu", torch.float64, (4, 2), 16), pytest.param("cuda", torch.bfloat16, (28, 4), 128, marks=needs_gpu)])
+    ("cpu", torch.float64, (4, 2), 16), pytest.param("cuda", torch.bfloat16, (28, 4), 128, marks=needs_gpu),
+    pytest.param("cuda", torch.float16, (14, 2), 64, marks=needs_gpu)])
 def test_attention_of_completions_to_one_prompt_equals_whole_sequences(prompts, groups, device, dtype, heads, d):
     torch.manual_seed(0)
     scale = 1 if device == "cpu" else 40                                  # longer than a tile of the GPU's kernels
@@ -52,7 +53,7 @@ def test_attention_of_completions_to_one_prompt_equals_whole_sequences(prompts, 
     want = whole_sequences(*exact, prompts, groups)
     gradients = torch.autograd.grad(want, exact, upstream.double())
     # bf16: 2^-9 for each rounding of q, k, v's products, of two outputs and of up to three parts of a gradient.
-    bound = 1e-12 if dtype == torch.float64 else 2**-6
+    bound = {torch.float64: 1e-12, torch.bfloat16: 2**-6, torch.float16: 2**-9}[dtype]
     for a, b in zip((out, *got), (want, *gradients)):
         assert (a - b).norm() < bound * b.norm()
     if device == "cuda":
@@ -153,7 +154,7 @@ def test_scores_kernel_equals_plain_torch(c, V, live):
     torch.manual_seed(0)
     products, scale, targets = 9 * torch.randn(c, V), torch.rand(c, 1) + 0.5, torch.randint(live, (c,))
     products[:, live:] = 1e30                                             # e^1e30 is inf
-    for dtype in (None, torch.float32, torch.bfloat16):
+    for dtype in (None, torch.float32, torch.bfloat16, torch.float16):
         got, got_ahead = scores(products.cuda(), scale.cuda(), targets.cuda(), live, dtype)
         want, ahead = scores(products.clone(), scale, targets, live, dtype)
         assert (got.cpu() - torch.stack(want)).abs().max() < 1e-4         # logits of 50: 2^-23 of that, times a few

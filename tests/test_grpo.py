@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import grpo
-from grpo import (add_sums, group_advantages, k3, keep_informative, live_rows, micro_batches, policy_loss, summarize,
-                  token_weights)
+from grpo import (add_sums, group_advantages, k3, keep_informative, live_rows, micro_batches, next_loss_scale,
+                  policy_loss, summarize, token_weights)
 
 NAN = float("nan")
 
@@ -289,7 +289,7 @@ def test_metrics_by_hand():
     got = summarize(sums)
     assert got == pytest.approx(dict(
         mismatch_abs=(math.log(1.25) + math.log(2)) / 4,
-        mismatch_k3=(.25 - math.log(1.25) - .5 + math.log(2)) / 4,
+        mismatch_within=2 / 4, mismatch_k3=(.25 - math.log(1.25) - .5 + math.log(2)) / 4,
         ratio_outside=2 / 4, ratio_max=1.25, clip_low=1 / 4, clip_high=1 / 4,
         ess=3.75**2 / (4 * (1 + 1.5625 + .25 + 1))))
 
@@ -339,3 +339,17 @@ def test_micro_batches_hold_every_row_once_within_the_budget(budget):
         tokens = sum(lengths[b] for b in rows) + sum(len(prompts[b]) for b in firsts)
         assert len(rows) == 1 or tokens <= budget
         assert len({len(prompts[b]) for b in firsts}) == len(firsts) or budget < 10**6   # no prompt twice unless cut
+
+
+def test_the_loss_scale_halves_after_an_overflow_and_doubles_after_500_good_updates():
+    state = dict(loss_scale=4.0, good_updates=7)
+    state = next_loss_scale(**state, finite=False)
+    assert state == dict(loss_scale=2.0, good_updates=0)
+    scales = []
+    for update in range(1001):
+        scales.append(state["loss_scale"])
+        state = next_loss_scale(**state, finite=True)
+    assert scales == [2.0] * 500 + [4.0] * 500 + [8.0] and state["good_updates"] == 1
+    for _ in range(5):                                                    # 8, 4, 2, 1, and no lower
+        state = next_loss_scale(**state, finite=False)
+    assert state == dict(loss_scale=1.0, good_updates=0)

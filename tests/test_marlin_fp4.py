@@ -19,10 +19,11 @@ from marlin_fp4 import (DEFAULTS, FLAT, ROWS_64B, ROWS_256B, SUMS, TUNED, decode
                         finish, matmul, mm_fp32, pack, schedule)
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels need a GPU")
+both = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 GRID = torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6])
 
 
-def random_weight(N, K, device="cpu", seed=0, global_scale=2.0 ** -7):
+def random_weight(N, K, device="cpu", seed=0, global_scale=2.0 ** -7, dtype=torch.bfloat16):
     """Random codes and all E4M3 scales that exist -> PackedWeight and its float64 value (N, K)."""
     g = torch.Generator().manual_seed(seed)
     packed = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8, generator=g)
@@ -30,7 +31,7 @@ def random_weight(N, K, device="cpu", seed=0, global_scale=2.0 ** -7):
     global_scale = torch.as_tensor(global_scale)
     codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1).long()
     w = GRID.double()[codes] * scale.double().repeat_interleave(16, dim=1) * global_scale.double().reshape(-1, 1)
-    return pack(packed.to(device), scale.to(device), global_scale.to(device)), w.to(device)
+    return pack(packed.to(device), scale.to(device), global_scale.to(device), dtype), w.to(device)
 
 
 def test_a_word_holds_the_four_planes_of_one_column():
@@ -43,39 +44,45 @@ def test_a_word_holds_the_four_planes_of_one_column():
     # bit: s0 15, e0 8 and 7, m0 6 | low e1 4 | s2 9 | s3 13, low e3 10, m3 14
     want = 1 << 15 | 3 << 7 | 1 << 6 | 1 << 4 | 1 << 9 | 1 << 13 | 1 << 10 | 1 << 14
     assert int(word) & 0xFFFF == want
+    word = pack(packed, torch.ones(128, 8).to(torch.float8_e4m3fn), torch.tensor(1.0), torch.float16).codes[0, 0, 3, 4]
+    # bit: s0 15, e0 11 and 10, m0 9 | low e1 7 | s2 14 | s3 13, low e3 1, m3 0
+    assert int(word) & 0xFFFF == 1 << 15 | 3 << 10 | 1 << 9 | 1 << 7 | 1 << 14 | 1 << 13 | 1 << 1 | 1
 
 
-def test_a_scale_word_is_four_e5m3_bytes_rotated_by_4():
+@pytest.mark.parametrize("dtype,bias,turn", [(torch.bfloat16, 10, 4), (torch.float16, 22, 7)])
+def test_a_scale_word_is_four_rotated_e5m3_bytes(dtype, bias, turn):
     scale = torch.ones(128, 8)
     scale[5, 0], scale[5, 2], scale[5, 4], scale[5, 6] = 1.0, 2.0, 4.0, 448.0     # k = 0, 32, 64, 96: half 0
-    weight = pack(torch.zeros(128, 64, dtype=torch.uint8), scale.to(torch.float8_e4m3fn), torch.tensor(1.0))
-    u0, u1, u2, u3 = 10 << 3, 11 << 3, 12 << 3, 18 << 3 | 6          # 448 = 2^8 * 1.75
+    weight = pack(torch.zeros(128, 64, dtype=torch.uint8), scale.to(torch.float8_e4m3fn), torch.tensor(1.0),
+                  dtype)
+    u0, u1, u2, u3 = bias << 3, bias + 1 << 3, bias + 2 << 3, bias + 8 << 3 | 6  # 448 = 2^8 * 1.75
     plain = u0 | u3 << 8 | u1 << 16 | u2 << 24
-    assert int(weight.scales[0, 0, 5, 0]) & 0xFFFFFFFF == (plain << 4 | plain >> 28) & 0xFFFFFFFF
+    assert int(weight.scales[0, 0, 5, 0]) & 0xFFFFFFFF == (plain << turn | plain >> 32 - turn) & 0xFFFFFFFF
 
 
-def every_scale_times_every_code(device="cpu"):
+def every_scale_times_every_code(dtype, device="cpu"):
     codes = torch.arange(16, dtype=torch.uint8).repeat(127, 1)       # one row per scale, one block of 16 codes
     packed = codes[:, 0::2] | codes[:, 1::2] << 4
     scale = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, None]
-    weight = pack(packed.to(device), scale.to(device), torch.tensor(1.0, device=device))
+    weight = pack(packed.to(device), scale.to(device), torch.tensor(1.0, device=device), dtype)
     return weight, (GRID[None, :] * scale.float()).to(device)
 
 
-def test_every_scale_times_every_code_is_exact():
-    weight, want = every_scale_times_every_code()
-    assert torch.equal(weight.dequantize().float(), want)
-    assert torch.equal(weight.dequantize().float(), want.bfloat16().float())
+@both
+def test_every_scale_times_every_code_is_exact(dtype):
+    weight, want = every_scale_times_every_code(dtype)
+    assert weight.dequantize().dtype == dtype and torch.equal(weight.dequantize().float(), want)
 
 
+@both
 @pytest.mark.parametrize("N,K", [(128, 128), (1, 16), (130, 48), (300, 272)])
-def test_unpack_returns_what_was_packed(N, K):
-    weight, w = random_weight(N, K)
+def test_unpack_returns_what_was_packed(N, K, dtype):
+    weight, w = random_weight(N, K, dtype=dtype)
     packed, scale, row_scale = weight.unpack()
-    again = pack(packed, scale, row_scale)
+    again = pack(packed, scale, row_scale, dtype)
     assert packed.shape == (N, K // 2) and scale.shape == (N, K // 16)
     assert torch.equal(again.codes, weight.codes) and torch.equal(again.scales, weight.scales)
-    assert torch.equal(weight.dequantize().double(), w)
+    assert torch.equal(weight.dequantize(dtype=torch.float32).double(), w)
 
 
 def test_a_zero_scale_clears_its_codes():
@@ -95,8 +102,10 @@ def test_bad_input_is_named():
         pack(packed[:, :12], scale, one)
     with pytest.raises(AssertionError, match=r"\(4, 3\)"):
         pack(packed, torch.ones(4, 3).to(torch.float8_e4m3fn), one)
-    with pytest.raises(AssertionError, match="float16"):
-        matmul(torch.zeros(1, 32, dtype=torch.float16), pack(packed, scale, one))
+    with pytest.raises(AssertionError, match="float64"):
+        matmul(torch.zeros(1, 32, dtype=torch.float64), pack(packed, scale, one))
+    with pytest.raises(AssertionError, match="float64"):
+        pack(packed, scale, one, torch.float64)
     with pytest.raises(AssertionError, match="K=48.*N=4, K=32"):
         matmul(torch.zeros(1, 48), pack(packed, scale, one))
     with pytest.raises(AssertionError, match="needs a Hopper GPU, the weight is on cpu"):
@@ -148,25 +157,32 @@ def total(slabs, N, out_scale, R=0):
 # On the GPU
 
 @gpu
-def test_the_gpu_decodes_every_scale_times_every_code_exactly():
-    weight, want = every_scale_times_every_code("cuda")
-    assert torch.equal(weight.dequantize().float(), want)
+@both
+@pytest.mark.parametrize("out", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_gpu_decodes_every_scale_times_every_code_exactly(dtype, out):
+    weight, want = every_scale_times_every_code(dtype, "cuda")
+    assert torch.equal(weight.dequantize(dtype=out).float(), want)
 
 
 @gpu
-def test_dequantize_fills_a_slice_of_a_wider_buffer_and_nothing_else():
-    weight, w = random_weight(300, 272, "cuda")
-    wide = torch.full((300, 272 + 64), 7.0, device="cuda", dtype=torch.bfloat16)
+@both
+@pytest.mark.parametrize("global_scale", [2.0 ** -7, 2.0 ** -16, 0.3])
+def test_dequantize_fills_a_slice_of_a_wider_buffer_and_nothing_else(dtype, global_scale):
+    weight, w = random_weight(300, 272, "cuda", global_scale=global_scale, dtype=dtype)
+    wide = torch.full((300, 272 + 64), 7.0, device="cuda", dtype=dtype)
     weight.dequantize(out=wide[:, :272])
-    assert torch.equal(wide[:, :272].double(), w) and (wide[:, 272:] == 7).all()
+    if weight.late_scale is not None:
+        w /= weight.late_scale.double()[:, None]
+    assert torch.equal(wide[:, :272], w.to(dtype)) and (wide[:, 272:] == 7).all()        # fp16's smallest are rounded
 
 
 @gpu
+@both
 @pytest.mark.parametrize("N,K,R", [(128, 128, 0), (300, 272, 6), (1152, 896, 48), (896, 4864, 32), (4608, 3584, 96)])
 @pytest.mark.parametrize("M", [1, 5, 16, 31, 64, 100, 256, 300])
-def test_decode_matmul_matches_float64(M, N, K, R):
-    weight, w = random_weight(N, K, "cuda")
-    x, a = torch.randn(M, K, device="cuda").bfloat16(), torch.randn(R, K, device="cuda").bfloat16()
+def test_decode_matmul_matches_float64(M, N, K, R, dtype):
+    weight, w = random_weight(N, K, "cuda", dtype=dtype)
+    x, a = torch.randn(M, K, device="cuda").to(dtype), torch.randn(R, K, device="cuda").to(dtype)
     S = schedule(N, K, M, R, decode_config(N, K, M), torch.cuda.get_device_properties(0).multi_processor_count).S
     for pdl in (False, True):
         slabs = torch.full((S, M, -(-(N + R) // 4) * 4), float("nan"), device="cuda")
@@ -203,10 +219,11 @@ def test_finish_adds_the_slabs_that_hold_something_and_no_other():
 
 
 @gpu
+@both
 @pytest.mark.parametrize("bucket", DEFAULTS)
-def test_a_row_has_the_same_bits_whatever_the_other_rows_hold(bucket):
-    weight, _ = random_weight(4608, 3584, "cuda")
-    x = torch.randn(bucket, 3584, device="cuda").bfloat16()
+def test_a_row_has_the_same_bits_whatever_the_other_rows_hold(bucket, dtype):
+    weight, _ = random_weight(4608, 3584, "cuda", dtype=dtype)
+    x = torch.randn(bucket, 3584, device="cuda").to(dtype)
     first = finish(decode_matmul(x, weight), weight.out_scale)
     x[1:] = torch.randn_like(x[1:]) * 100
     assert torch.equal(first[0], finish(decode_matmul(x, weight), weight.out_scale)[0])
@@ -246,6 +263,7 @@ def test_matmul_and_tiny_gradients_match_float64_on_the_gpu(M, global_scale):
 def test_decode_matmul_refuses_what_it_cannot_read():
     weight, _ = random_weight(256, 256, "cuda")
     for x, message in [(torch.zeros(4, 256), "on cpu"), (torch.zeros(4, 256, device="cuda"), "float32"),
+                       (torch.zeros(4, 256, device="cuda").half(), "bfloat16.*got torch.float16"),
                        (torch.zeros(256, 4, device="cuda").bfloat16().T, "contiguous"),
                        (torch.zeros(4, 128, device="cuda").bfloat16(), "K=128")]:
         with pytest.raises(AssertionError, match=message):
@@ -255,25 +273,36 @@ def test_decode_matmul_refuses_what_it_cannot_read():
         decode_matmul(x, weight, slabs=torch.zeros(9, 4, 256, device="cuda"))
 
 
-def test_a_packed_weight_decodes_by_hand_as_the_top_of_the_file_says():
+@both
+def test_a_packed_weight_decodes_by_hand_as_the_top_of_the_file_says(dtype):
     """The kernel's arithmetic in integers: word bits, scale bytes and out_scale, none of which the CPU path reads."""
-    weight, w = random_weight(128, 128)
+    weight, w = random_weight(128, 128, dtype=dtype)
     words, scales = weight.codes[0, 0].int() & 0xFFFF, weight.scales[0, 0].long() & 0xFFFFFFFF     # (128, 32), (128, 2)
-    planes = [words & 0x81C0, (words << 3) & 0x81C0, (words << 6) & 0x81C0, ((words & 0x6C00) >> 8) * 1057 & 0x81C0]
-    turned = (scales >> 4) | (scales & 15) << 28                     # back by 4: u0 | u3 << 8 | u1 << 16 | u2 << 24
+    if dtype == torch.bfloat16:
+        planes = [words & 0x81C0, (words << 3) & 0x81C0, (words << 6) & 0x81C0, ((words & 0x6C00) >> 8) * 1057 & 0x81C0]
+        turned = (scales >> 4) | (scales & 15) << 28                 # back by 4: u0 | u3 << 8 | u1 << 16 | u2 << 24
+    else:
+        planes = [words, words << 3, (words & 0x4038) * 66, (words & 0x2007) * 516]
+        planes = [plane & 0x8E00 for plane in planes]
+        turned = (scales >> 7) | (scales & 127) << 25
     bytes_of_planes = [(turned >> shift) & 0xFF for shift in (0, 16, 24, 8)]
 
-    def as_bf16(bits):
-        return (bits << 16).int().view(torch.float32).double()       # a bf16 is the upper half of an fp32
+    def scale_of(u):
+        return number(0x7000 | u << 4 if dtype == torch.bfloat16 else u << 7, dtype).repeat_interleave(16, dim=1)
 
-    decoded = torch.cat([as_bf16(plane) * as_bf16(0x7000 | u.int() << 4).repeat_interleave(16, dim=1)
-                         for plane, u in zip(planes, bytes_of_planes)], dim=1)
+    decoded = torch.cat([number(plane, dtype) * scale_of(u) for plane, u in zip(planes, bytes_of_planes)], dim=1)
+    assert torch.equal(decoded, decoded.to(dtype).double())          # the kernel rounds this product, and loses nothing
     assert torch.equal(decoded * weight.out_scale.double()[:, None], w)
 
 
-def run_assembly(function, argument):
+def number(bits, dtype):
+    """The float64 value of 16 bits."""
+    return ((bits + 32768) % 65536 - 32768).to(torch.int16).view(dtype).double()
+
+
+def run_assembly(function, dtype, argument):
     """The inline assembly of one of the kernel's helpers, executed on uint32 values in int64: {register: result}."""
-    text = function.src.split('"""')[3]                              # after the docstring
+    text = function.src.split('"""')[3 if dtype == torch.float16 else 5]         # after the docstring
     count = max(int(digit) for digit in re.findall(r"\$(\d)", text))
     registers = {f"${count}": argument}
 
@@ -299,35 +328,41 @@ def run_assembly(function, argument):
     return registers
 
 
-def test_the_kernels_assembly_finds_every_code_and_every_scale_where_the_packer_put_it():
+@both
+def test_the_kernels_assembly_finds_every_code_and_every_scale_where_the_packer_put_it(dtype):
     codes = torch.cartesian_prod(*[torch.arange(16, dtype=torch.int32)] * 4)        # (65536, 4): one code a plane
-    words = marlin_fp4._to_words(codes.repeat_interleave(32, dim=1))[:, 0].long() & 0xFFFF
-    pairs = words | words.flip(0) << 16                              # two neighbouring words are one register
-    front, back = (run_assembly(f, pairs) for f in (marlin_fp4._front_planes, marlin_fp4._back_planes))
-    for plane, register in enumerate((front["$0"], front["$1"], back["$0"], back["$1"])):
-        want = (codes[:, plane].long() & 8) << 12 | (codes[:, plane].long() & 7) << 6
-        assert torch.equal(register, want | want.flip(0) << 16), plane
+    words = marlin_fp4._to_words(codes.repeat_interleave(32, dim=1), dtype)[:, 0].long() & 0xFFFF
+    assert torch.equal(words.sort().values, torch.arange(65536))     # no bit is left out
+    for other in (words.flip(0), words.roll(12345), torch.full_like(words, 0xFFFF), torch.zeros_like(words)):
+        pairs = words | other << 16                                  # two neighbouring words are one register
+        front, back = (run_assembly(f, dtype, pairs) for f in (marlin_fp4._front_planes, marlin_fp4._back_planes))
+        of_other = marlin_fp4._to_codes(other.to(torch.int16)[:, None], dtype)
+        for plane, register in enumerate((front["$0"], front["$1"], back["$0"], back["$1"])):
+            for half, want in ((register & 0xFFFF, codes[:, plane]), (register >> 16, of_other[:, plane])):
+                unit = torch.finfo(dtype).smallest_normal            # 2^-126 and 2^-14
+                assert torch.equal(number(half, dtype), GRID[want.long()].double() * unit), plane
     values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()  # all there are, not below 0
     scale = torch.stack([values.roll(7 * i) for i in range(8)], dim=1)               # (127, 8) in the order of k
     for half in range(2):
-        word = marlin_fp4._to_scale_words(scale)[:, half].long() & 0xFFFFFFFF
-        found = run_assembly(marlin_fp4._scales, word)
+        word = marlin_fp4._to_scale_words(scale, marlin_fp4.ORDERS[dtype])[:, half].long() & 0xFFFFFFFF
+        found = run_assembly(marlin_fp4._scales, dtype, word)
         for plane in range(4):
-            got = (found[f"${plane}"] << 16).int().view(torch.float32).double()      # bf16 bits: v * 2^107
-            want = scale[:, 2 * plane + half].double() * 2.0 ** 107
+            got, want = number(found[f"${plane}"], dtype), scale[:, 2 * plane + half].double()
+            want = want * 2.0 ** (107 if dtype == torch.bfloat16 else 7)
             assert torch.equal(got[want > 0], want[want > 0]), (half, plane)
-            assert (got[want == 0] > 0).all()                        # a zero scale is none: pack() clears its codes
+            assert got[want == 0].isfinite().all()                   # a zero scale may be none: pack() clears its codes
 
 
 # -----------------------------------------------------------------------------
 # What the compiler made of decode_kernel, for an H200 but without one
 
-def compiled_for_hopper(config):
+def compiled_for_hopper(config, dtype):
     """-> (ptxas's remarks, instructions [(address, text)]) of decode_kernel with an adapter and dependent launch."""
     wide, narrow, flat = ROWS_256B.value, ROWS_64B.value, FLAT.value
-    types = {"x_desc": f"tensordesc<bf16[{config.BM}, 128],{wide!r}>", "slabs_ptr": "*fp32",
+    of_x = "bf16" if dtype == torch.bfloat16 else "fp16"
+    types = {"x_desc": f"tensordesc<{of_x}[{config.BM}, 128],{wide!r}>", "slabs_ptr": "*fp32",
              "codes_desc": f"tensordesc<i16[128, 32],{narrow!r}>", "scales_desc": f"tensordesc<i32[1, 256],{flat!r}>",
-             "a_desc": f"tensordesc<bf16[64, 64],{wide!r}>",
+             "a_desc": f"tensordesc<{of_x}[64, 64],{wide!r}>",
              "slabs_desc": f"tensordesc<fp32[1, {config.sent}, 128],{SUMS.value!r}>"}
     constants = {"BM": config.BM, "STAGES": config.num_stages, "AHEAD": config.ahead, "HAS_A": True, "PDL": True}
     names = decode_kernel.arg_names
@@ -380,9 +415,10 @@ def test_a_write_to_an_operand_in_flight_is_found_also_around_a_loop():
     assert written_while_read(list(enumerate(loop))) == []
 
 
+@both
 @pytest.mark.parametrize("config", sorted({*DEFAULTS.values(), *TUNED.values()}))
-def test_the_compiled_kernel_neither_serializes_nor_touches_what_the_tensor_cores_still_read(config):
-    remarks, instructions = compiled_for_hopper(config)
+def test_the_compiled_kernel_neither_serializes_nor_touches_what_the_tensor_cores_still_read(config, dtype):
+    remarks, instructions = compiled_for_hopper(config, dtype)
     assert "C75" not in remarks, remarks                             # ptxas: wgmma serialized
     products = [i for i, (_, text) in enumerate(instructions) if re.match(r"HGMMA\S* R\d+, R\d+, gdesc", text)]
     loop = [text for _, text in instructions[products[0]:products[-1]]]

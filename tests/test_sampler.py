@@ -194,6 +194,22 @@ def test_quantized_head_is_the_same_for_sampler_and_learner(tiny):
     assert (torch.cat(rollouts.logprobs) - learner).abs().max() < FP32
 
 
+@pytest.mark.parametrize("base", ["nvfp4", "bf16"])
+def test_float16_brings_sampler_and_learner_4_times_closer_than_bfloat16(tiny, base):
+    gaps = {}
+    for dtype in ("bfloat16", "float16"):
+        model = load(tiny["untied"].folder, base=base, device="cpu", dtype=dtype)
+        adapter = Adapter(model, rank=8, alpha=8)
+        adapter.master.data[adapter.b_start:].normal_(0, 0.05, generator=torch.Generator().manual_seed(1))
+        adapter.sync()
+        with noisy_norms(model, 0.01, seed=1, step=2), torch.no_grad():
+            rollouts = Sampler(model, max_length=80, max_rows=64).generate(prompts_of(101, (3, 8, 40)), 8, 32)
+            rows = [p + c for p, c in zip(rollouts.prompts, rollouts.completions)]
+            learner, _ = model.token_logprobs(rows, [len(p) for p in rollouts.prompts])
+        gaps[dtype] = (torch.cat(rollouts.logprobs) - learner).abs().mean()
+    assert 0 < gaps["float16"] < gaps["bfloat16"] / 4
+
+
 @pytest.mark.parametrize("top_k,top_p", [(5, 1.0), (0, 0.7), (8, 0.8)])
 @pytest.mark.parametrize("temperature", [0, 1.4])
 def test_filtered_logprobs_are_over_the_kept_set(tiny, top_k, top_p, temperature):

@@ -46,6 +46,9 @@ def nan(completion, gold):
 def one(completion, gold):
     return 1.0
 
+def huge(completion, gold):
+    return 1e4 * (len(completion) % 7)
+
 def by_length(completion, gold):
     return {"length": 0.01 * len(completion), "one": 1.0}
 '''
@@ -256,6 +259,34 @@ def test_infinite_loss_or_gradient_skips_the_update_and_is_counted(runs):
     state = runs.state("broken", 3)
     assert state["master"].isfinite().all() and state["exp_avg"].isfinite().all()
     assert state["step"].item() + skipped[-1] <= 3
+
+
+def test_float16_halves_the_loss_scale_where_gradients_overflow_and_a_resumed_run_goes_on_with_it(runs):
+    # Advantages of 10,000: the gradients of 2^14 * loss are beyond fp16's 65,504, those of a smaller scale are not.
+    flags = ("--dtype float16 --updates-per-rollout 6 --advantage-scale none --reward my_rewards:huge --save-every 1 "
+             "--temperature 2").split()
+    log = runs.run("half", "--steps", "2", *flags)
+    metrics = runs.metrics("half")
+    skipped = [m["skipped"] for m in metrics]
+    assert 1 <= skipped[-1] < 12 and log.count("update skipped") == skipped[-1]
+    assert [m["loss_scale"] for m in metrics] == [2.0**14 / 2**n for n in skipped]
+    state = runs.state("half", 2)
+    assert state["master"].isfinite().all() and state["step"].item() == 12 - skipped[-1] and state["exp_avg"].any()
+    counters = json.loads((runs.folder / "half/checkpoints/step_000002/state.json").read_text())
+    assert (counters["loss_scale"], counters["good_updates"]) == (metrics[-1]["loss_scale"], 12 - skipped[-1])
+    shutil.copytree(runs.folder / "half", runs.folder / "half2")
+    shutil.rmtree(runs.folder / "half2/checkpoints/step_000002")
+    runs.run("half2", "--resume")
+    assert runs.same("half2", "half")
+
+
+def test_float16_learns_what_float32_does(runs):
+    flags = "--steps 1 --prompts-per-step 4 --reward my_rewards:by_length --max-grad-norm 1e9".split()
+    for dtype, more in (("single", []), ("half3", ["--dtype", "float16"]), ("brain", ["--dtype", "bfloat16"])):
+        runs.run(dtype, *flags, *more)
+    single, half, brain = (runs.state(name, 1)["exp_avg"] for name in ("single", "half3", "brain"))
+    assert "loss_scale" not in runs.metrics("brain")[0] and runs.metrics("half3")[0]["skipped"] == 0
+    assert (half - single).norm() < 2**-8 * single.norm() < (brain - single).norm()      # 0.0024 and 0.0064
 
 
 # -----------------------------------------------------------------------------
