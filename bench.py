@@ -457,11 +457,11 @@ class Tuning:
         """us a layer of a step of M rows with its adapter, and of the chain without, with marlin_fp4.TUNED as it is."""
         sampler = Sampler(self.model, 320, M)
         sampler.generate(torch.randint(4096, (max(1, M // 8), 256)).tolist(), min(8, M), max_new_tokens=2)
-        graph, = sampler.engine.graphs.values()
+        replay = sampler.engine.graph(M, False, 0, 1.0)
 
         def step():
             sampler.engine.state[FIELDS.index("step")] = 0           # where a step writes its token: inside the window
-            graph.replay()
+            replay()
 
         x = {name: torch.randn(M, K, device="cuda").bfloat16() for name, (_, K) in self.shapes.items()}
         slabs = {name: decode_matmul(x[name], self.weights[name][0]).sums for name in x}

@@ -1,5 +1,5 @@
 """
-The decode step on a GPU: one new token for every live row, as one CUDA graph per batch size.
+The decode step on a GPU: one new token for every live row, as one CUDA graph per batch size. Short prefills likewise.
 
     engine = GraphEngine(model, kv, max_rows)                        # interface and numbers of sampler.TorchEngine
     tokens, logprobs, made = engine.decode(rows, steps, temperature, end_ids, top_k, top_p)
@@ -27,7 +27,7 @@ Programmatic dependent launch. A kernel lets the next one start at once (overlap
 the step writes, weights and the rows' state, before it waits for the one before it (wait). This and smaller tiles took
 a step of 7B with 1 row from 2.9 to 2.2 ms.
 
-Not here: scheduling and prefill (sampler.py), the 4-bit matmul (marlin_fp4.py).
+Not here: scheduling and what a prefill does (sampler.py), the 4-bit matmul (marlin_fp4.py).
 
 Shapes: n rows (M of a matmul), N out_features, K in_features, R LoRA rank, P parts of a fused linear, S slabs,
 V vocabulary, D width, F feed-forward, H query heads, KV key-value heads, d head size.
@@ -36,10 +36,12 @@ import torch
 import triton
 import triton.language as tl
 
+import lora
 import marlin_fp4
 import model as qwen
+from backward import Spans, attention
 from marlin_fp4 import PackedWeight, a_pieces, mm_fp32, pieces, runs_on
-from sampler import BLOCK, WINDOW, filter_logits
+from sampler import BLOCK, PREFILL_SIZES, WINDOW, TorchEngine, filter_logits, prefill
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)      # batch sizes with a graph of their own
 TILE = 128                                     # columns of a matmul's tile; an elementwise program takes those or half
@@ -577,6 +579,8 @@ class GraphEngine:
         widest = max(linear.weight.N for linear in (model.layers[0].qkv, model.layers[0].gate_up))
         self.ones = torch.ones(widest, device=device)                # the scale of linears that have none
         self.freq = c.rope_theta ** (-half / c.head_dim)             # as model.rope_table
+        self.packed = torch.zeros(3, PREFILL_SIZES[-1], dtype=torch.int64, device=device)    # tokens, blocks, positions
+        self.starts = torch.zeros(PREFILL_SIZES[-1] // BLOCK + 1, dtype=torch.int32, device=device)
         self.graphs, self.pool = {}, None
 
     def batch_size(self, n):
@@ -605,29 +609,55 @@ class GraphEngine:
         made = self.state[FIELDS.index("made"), :n]
         return self.tokens[:steps, :n].clone(), self.logprobs[:steps, :n].clone(), made.clone()
 
+    @torch.no_grad()
+    def prefill(self, tokens, blocks, lengths):
+        """See sampler.TorchEngine.prefill. A short one is a graph: the host takes 2 ms a layer to launch 90 kernels.
+
+        It is padded by one more prefix, whose keys and values go to block 0, and by empty ones.
+        """
+        T, n = len(tokens), len(lengths)
+        size = next((size for size in PREFILL_SIZES if T <= size and n < size // BLOCK), None)
+        if size is None or not self.kv.is_cuda:
+            return TorchEngine.prefill(self, tokens, blocks, lengths)
+        packed, starts = torch.zeros(3, size, dtype=torch.int64), torch.full((size // BLOCK + 1,), size)
+        starts[:n + 1] = torch.tensor([0, *lengths]).cumsum(0)
+        packed[0, :T], packed[1, :T] = tokens, blocks
+        packed[2] = torch.cat([torch.arange(length) for length in (*lengths, size - T)])
+        inputs, at = self.packed[:, :size], self.starts[:len(starts)]
+        inputs.copy_(packed)
+        at.copy_(starts)
+
+        def attend(q, k, v):
+            return attention(q, k, v, Spans(at, at, size, size, causal=True))
+        self.captured(("prefill", size), lambda: prefill(self.model, self.kv, *inputs, attend))()
+
     def graph(self, size, greedy, top_k, top_p):
         """-> a function that runs one step of `size` rows."""
         def step():
             self.step(size, greedy, top_k, top_p)
         if not self.kv.is_cuda:
             return step                                              # Triton's interpreter
+        return self.captured((size, greedy, top_k, top_p, self.model.live_vocab, self.model.packed_head is None), step)
+
+    def captured(self, key, launch):
+        """-> the CUDA graph of launch(), which only launches kernels, made when `key` and adapter are first seen."""
         adapter = self.model.adapter
         live = adapter is not None and adapter.linears[0].enabled
-        key = (size, greedy, top_k, top_p, self.model.live_vocab, self.model.packed_head is None,
-               (adapter.working.data_ptr(), adapter.rank) if live else 0)
+        key += (adapter.working.data_ptr(), adapter.rank) if live else (0, 0)
         if key not in self.graphs:
-            self.state.zero_()
-            self.table.zero_()
+            for t in (self.state, self.table):                       # a step that is not captured is nobody's
+                if t is not None:
+                    t.zero_()
             with torch.cuda.stream(stream := torch.cuda.Stream()):   # not captured: compiles kernels, wakes cuBLAS
                 stream.wait_stream(torch.cuda.default_stream())
-                step()
+                launch()
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             self.pool = self.pool or torch.cuda.graph_pool_handle()  # graphs never run at once: they share activations
             with torch.cuda.graph(graph, pool=self.pool):
-                step()
-            self.graphs[key] = graph
-        return self.graphs[key].replay
+                launch()
+            self.graphs[key] = graph.replay, lora.scratch.copy()     # where W is expanded: must outlive the graph
+        return self.graphs[key][0]
 
     def step(self, n, greedy, top_k, top_p):
         """Launch one step of rows [0, n)."""

@@ -43,7 +43,7 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 NORMS = ("input_layernorm", "post_attention_layernorm")
 VARIANTS = ("use_dora", "use_rslora", "lora_bias", "rank_pattern", "alpha_pattern")    # PEFT's other formulas
 
-_scratch = {}                                  # device, dtype -> one flat buffer, reused by every linear in turn
+scratch = {}                                   # device, dtype -> one flat buffer, reused by every linear in turn
 
 
 def write_atomically(path, data):
@@ -89,10 +89,10 @@ class Linear(torch.nn.Module):
         device = self.weight.device
         size = (n + pr) * (k + pr)
         key = (device, dtype)
-        if key not in _scratch or _scratch[key].numel() < size:
-            _scratch.pop(key, None)                                  # free the smaller one first
-            _scratch[key] = torch.empty(size, device=device, dtype=dtype)
-        wide = _scratch[key][:size].view(n + pr, k + pr)
+        if key not in scratch or scratch[key].numel() < size:
+            scratch.pop(key, None)                                   # free the smaller one first
+            scratch[key] = torch.empty(size, device=device, dtype=dtype)
+        wide = scratch[key][:size].view(n + pr, k + pr)
         self.weight.dequantize(out=wide[:n, :k])
         if pr:
             wide[n:, :k] = self.a16

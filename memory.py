@@ -6,8 +6,8 @@ once, and the rest divided. So a run does not fail at step 300, on the first bat
     adapter                       master, gradient and two moments in fp32, the bf16 copies
     longest micro-batch           forward, recomputation and backward of --micro-batch-tokens, in rows as long as rows
                                   can get, or the sampler's largest prefill; with lora.py's scratch, which stays
-    decode graphs                 activations of the widest decode step: about three times its fp32 logits, and the W
-                                  that it expands where there is no kernel for the packed one
+    graphs                        activations of the widest decode step: about three times its fp32 logits, and the W
+                                  that it expands where there is no kernel for the packed one; and of a prefill
     CUDA context, NCCL            outside torch's allocator: 0.6 GiB
     fragments                     3 %
     KV pool                       at most what --max-rows sequences need
@@ -21,7 +21,7 @@ import os
 import torch
 
 import marlin_fp4
-from sampler import PREFILL_TOKENS
+from sampler import PREFILL_SIZES, PREFILL_TOKENS
 
 OUTSIDE = 0.6 * 2**30
 MICRO_BATCH_TOKENS = 8192, 4096, 2048
@@ -67,7 +67,8 @@ class Plan:
         limit = gib * 2**30 if gib else held + free + OUTSIDE
         adapter_bytes = 4 * adapter.master.nbytes + adapter.working.nbytes
         graphs = 3 * 4 * max_rows * c.vocab + expanded([linear.weight for linear in adapter.linears], max_rows)
-        table = {"weights": held - adapter_bytes, "adapter": adapter_bytes, "decode graphs": graphs,
+        graphs += PREFILL_SIZES[-1] * (10 * c.feed_forward + 20 * c.width)      # fp32 gate|up, 16-bit h; five of x
+        table = {"weights": held - adapter_bytes, "adapter": adapter_bytes, "graphs": graphs,
                  "CUDA context, NCCL": OUTSIDE, "fragments": 0.03 * limit}
         self.room = limit - sum(table.values())
         useful = max_rows * self.longest * c.layers * 2 * c.kv_heads * c.head_dim * model.dtype.itemsize

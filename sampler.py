@@ -41,6 +41,7 @@ from model import PackedAttention
 BLOCK = 32                                     # tokens per KV block: half of one is wasted per sequence, on average
 WINDOW = 8                                     # decode steps between two looks of the host
 PREFILL_TOKENS = 16384                         # tokens in one packed prefill: bounds its activations
+PREFILL_SIZES = 64, 128, 256, 512, 1024        # tokens of prefills that a GPU engine replays as a graph
 MASK64 = 2**64 - 1
 
 
@@ -149,6 +150,19 @@ def quantize_head(model):
     model.lm_head = model.packed_head.dequantize(dtype=model.dtype)  # exact: the tensor's scale is a power of two
 
 
+def prefill(model, kv, tokens, blocks, positions, attend):
+    """One packed forward over whole prefixes; the keys and values of token t go to blocks[t], positions[t] % BLOCK.
+
+    tokens, blocks, positions: (T,) int64 on the model's device; attend: a model.PackedAttention or what acts like one.
+    """
+    def layer(keys, values):
+        def write_and_attend(q, k, v):
+            keys[blocks, :, positions % BLOCK], values[blocks, :, positions % BLOCK] = k, v
+            return attend(q, k, v)
+        return write_and_attend
+    model.hidden(tokens, [layer(*cache) for cache in kv], positions)
+
+
 class TorchEngine:
     """The decode step in plain torch: the reference for decode.py's kernels, and the path of a machine without GPU."""
     window = 1                                                       # steps between two looks of the host: it is free
@@ -159,6 +173,12 @@ class TorchEngine:
 
     def batch_size(self, n):
         return n
+
+    @torch.no_grad()
+    def prefill(self, tokens, blocks, lengths):
+        """Keys and values of prefixes of so many tokens each: tokens, blocks (T,) int64 on the CPU, as prefill()."""
+        device, attend = self.kv.device, PackedAttention(lengths, self.kv.device)
+        prefill(self.model, self.kv, tokens.to(device), blocks.to(device), attend.positions(), attend)
 
     @torch.no_grad()
     def decode(self, rows, steps, temperature, end_ids, top_k, top_p):
@@ -356,19 +376,6 @@ class Sampler:
 
     def _prefill(self, prefixes):
         """KV of several prefixes in one packed forward."""
-        device = self.kv.device
         lengths = [len(p.tokens) for p in prefixes]
-        attend = PackedAttention(lengths, device)
-        block = torch.cat([torch.tensor(p.blocks).repeat_interleave(BLOCK)[:n] for p, n in zip(prefixes, lengths)])
-        block = block.to(device)
-        positions = attend.positions()
-
-        def layer(i):
-            def write_and_attend(q, k, v):
-                keys, values = self.kv[i]
-                keys[block, :, positions % BLOCK], values[block, :, positions % BLOCK] = k, v
-                return attend(q, k, v)
-            return write_and_attend
-
-        tokens = torch.tensor([t for p in prefixes for t in p.tokens], device=device)
-        self.model.hidden(tokens, [layer(i) for i in range(len(self.model.layers))], positions)
+        blocks = torch.cat([torch.tensor(p.blocks).repeat_interleave(BLOCK)[:n] for p, n in zip(prefixes, lengths)])
+        self.engine.prefill(torch.tensor([t for p in prefixes for t in p.tokens]), blocks, lengths)

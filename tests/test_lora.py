@@ -359,7 +359,7 @@ def test_misfits_stop(tiny):
 def test_a_scratch_that_found_no_room_is_asked_for_again(tiny, monkeypatch):
     # memory.Plan tries a large micro-batch, runs out of memory and goes on with a smaller one.
     model, _ = adapted(tiny["tied"])
-    monkeypatch.setattr("lora._scratch", {(torch.device("cpu"), torch.float32): torch.empty(1)})
+    monkeypatch.setattr("lora.scratch", {(torch.device("cpu"), torch.float32): torch.empty(1)})
 
     def no_room(*_, **__):
         raise torch.OutOfMemoryError

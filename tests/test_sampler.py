@@ -339,10 +339,13 @@ class HashEngine:
     window, shared = 8, 3
 
     def __init__(self, model, kv, max_rows):
+        self.model, self.kv = model, kv
         self.keys, self.values = kv[0].view(2, -1, BLOCK).numpy()
 
     def batch_size(self, n):
         return n
+
+    prefill = TorchEngine.prefill
 
     def decode(self, rows, steps, temperature, end_ids, top_k, top_p):
         r = {name: t.numpy() for name, t in rows.items()}
