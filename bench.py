@@ -50,16 +50,16 @@ def fused_shapes(model):
             "gate_up": (2 * c.feed_forward, c.width), "down": (c.width, c.feed_forward)}
 
 
-def random_weights(N, K, count):
+def random_weights(N, K, count, device="cuda"):
     """`count` different packed weights: random codes, random normal E4M3 scales."""
     weights = []
     for _ in range(count):
         tiles = -(-N // 128), -(-K // 128), 128
-        codes = torch.randint(-2**15, 2**15, (*tiles, 32), dtype=torch.int16, device="cuda")
-        scale = torch.randint(40, 100, (*tiles, 8), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
-        ones = torch.ones(N, device="cuda")
-        words = marlin_fp4._to_scale_words(scale.float())
-        weights.append(PackedWeight(N, K, codes, words, ones, ones * 2**19, True))
+        codes = torch.randint(-2**15, 2**15, (*tiles, 32), dtype=torch.int16, device=device)
+        scale = torch.randint(40, 100, (*tiles, 8), dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+        ones, order = torch.ones(N, device=device), marlin_fp4.ORDERS[torch.bfloat16]
+        words = marlin_fp4._to_scale_words(scale.float(), order)
+        weights.append(PackedWeight(N, K, codes, words, ones, ones * 2**order.power, True, torch.bfloat16))
     return weights
 
 

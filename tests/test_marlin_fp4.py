@@ -14,6 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
+import bench
 import marlin_fp4
 from marlin_fp4 import (DEFAULTS, FLAT, ROWS_64B, ROWS_256B, SUMS, TUNED, decode_config, decode_kernel, decode_matmul,
                         finish, matmul, mm_fp32, pack, schedule)
@@ -271,6 +272,14 @@ def test_decode_matmul_refuses_what_it_cannot_read():
     with pytest.raises(AssertionError, match="slabs must be"):
         x = torch.zeros(4, 256, device="cuda").bfloat16()
         decode_matmul(x, weight, slabs=torch.zeros(9, 4, 256, device="cuda"))
+
+
+def test_weights_that_bench_makes_are_what_pack_makes_of_their_values():
+    weight, = bench.random_weights(200, 272, 1, "cpu")
+    again = pack(*weight.unpack())
+    assert again.unpack()[1].float().min() >= 2.0**-2 and torch.equal(again.out_scale, weight.out_scale)
+    assert torch.equal(again.codes[0, :2], weight.codes[0, :2]) and torch.equal(again.scales[0, :2], weight.scales[0, :2])
+    assert torch.equal(again.dense, weight.dense) and weight.dense.any()
 
 
 @both
