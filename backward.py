@@ -63,7 +63,7 @@ def attend_backward(dout, q, k, v, out, lse, s):
             return torch.ops.aten._flash_attention_backward(
                 dout, q, k, v, out, lse, s.q_starts, s.k_starts, s.longest_q, s.longest_k, 0.0, s.causal, *unused)
     dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
-    own = (dout * out).sum(-1, dtype=lse.dtype).T[:, :, None]        # (H, T, 1)
+    own = (dout.to(lse.dtype) * out).sum(-1).T[:, :, None]           # (H, T, 1)
     for rows, columns, query, key, value, scores in _each_span(q, k, v, s):
         p, upstream = (scores - lse[:, rows, None]).exp(), dout[rows].to(lse.dtype)
         ds = p * (torch.einsum("qhd,khd->hqk", upstream, value) - own[:, rows]) * q.shape[-1] ** -0.5

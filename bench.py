@@ -329,8 +329,9 @@ def train(args):
     weights = sum(linear.weight.N * linear.weight.K for linear in model.adapter.linears)
     again = 1 - min(args.kept, len(model.layers)) / len(model.layers)    # blocks run a second time
     flops = (4 + 2 * again) * weights * computed + 4 * model.live_vocab * model.config.width * (tokens - sum(starts))
-    print(json.dumps({"model": args.model, "base": args.base, "lora_rank": args.lora_rank, "group_size": G,
-                      "kept": args.kept, "tokens": tokens, "computed": computed, "tokens_s": tokens / seconds,
+    print(json.dumps({"model": args.model, "base": args.base, "dtype": args.dtype, "lora_rank": args.lora_rank,
+                      "group_size": G, "kept": args.kept, "tokens": tokens, "computed": computed,
+                      "tokens_s": tokens / seconds,
                       "computed_s": computed / seconds, "share_of_matmul_ceiling": flops / seconds / ceiling,
                       "ceiling_tflops": ceiling / 1e12, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}))
 
@@ -343,6 +344,7 @@ class Step:
 
     def __init__(self, args, device):
         self.args, self.device, self.model = args, device, live_model(args)
+        self.loss_scale = grpo.FIRST_LOSS_SCALE if self.model.dtype == torch.float16 else 1.0
         G, B, self.adapter = args.group_size, args.prompts * args.group_size, self.model.adapter
         self.optimizer = torch.optim.AdamW([self.adapter.master], lr=1e-6, fused=True)
         moments = {name: torch.zeros_like(self.adapter.master.data) for name in ("exp_avg", "exp_avg_sq")}
@@ -380,7 +382,7 @@ class Step:
             lengths = torch.tensor([len(rollouts.completions[b]) for b in part])
             row = torch.arange(len(part)).repeat_interleave(lengths).to(self.device)
             loss, more = grpo.policy_loss(logprobs, old, self.advantages[part], row, self.weights[part], "dapo")
-            loss.backward()
+            (loss * self.loss_scale).backward()
             sums = grpo.add_sums(sums, more)
         return {name: t.cpu() for name, t in sums.items()}
 
@@ -388,7 +390,7 @@ class Step:
         everybody = functools.reduce(operator.add, process.gather([rollouts])[0])
         mine = self.gradient(everybody, process.RANK, process.WORLD)
         sums = functools.reduce(grpo.add_sums, process.gather([mine])[0])
-        process.all_sum(self.adapter.master.grad)
+        process.all_sum(self.adapter.master.grad).div_(self.loss_scale)
         self.optimizer.step()
         self.adapter.sync()
         torch.cuda.synchronize()
@@ -426,10 +428,10 @@ def step(args):
     difference = {"gradient_difference": work.difference(rollouts)} if process.WORLD > 1 else {}
     names = "seconds", "rollout", "update", "tokens", "learner_tokens", "learner_computed"
     process.say(json.dumps({
-        "model": args.model, "base": args.base, "gpus": process.WORLD, "samples": len(work.lengths),
-        **dict(zip(names, seconds + counts)), "idle": rollouts.idle, "micro_batch": work.micro_batch_tokens,
-        "kept": work.plan.kept, "memory_gib": args.memory_gib, "kv_gib": work.sampler.kv.nbytes / 2**30,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "model": args.model, "base": args.base, "dtype": args.dtype, "gpus": process.WORLD,
+        "samples": len(work.lengths), **dict(zip(names, seconds + counts)), "idle": rollouts.idle,
+        "micro_batch": work.micro_batch_tokens, "kept": work.plan.kept, "memory_gib": args.memory_gib,
+        "kv_gib": work.sampler.kv.nbytes / 2**30, "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30, **difference, **grpo.summarize(sums)}))
 
 

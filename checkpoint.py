@@ -39,7 +39,7 @@ def flush(folder):
 
 
 class Checkpoints:
-    """live: name -> tensor, counters: name -> int; both are changed in place by whoever trains."""
+    """live: name -> tensor, counters: name -> number; both are changed in place by whoever trains."""
 
     def __init__(self, folder, live, counters):
         self.folder, self.live, self.counters = folder, live, counters

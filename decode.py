@@ -46,7 +46,7 @@ from sampler import BLOCK, PREFILL_SIZES, WINDOW, TorchEngine, filter_logits, pr
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)      # batch sizes with a graph of their own
 TILE = 128                                     # columns of a matmul's tile; an elementwise program takes those or half
 CHUNK = 2048                                   # vocabulary entries of one program of the softmax
-HEAD_ROWS = 64                                 # up to so many rows a 4-bit head is read as such, else its bf16 copy
+HEAD_ROWS = 64                                 # up to so many rows a 4-bit head is read as such, else its 16-bit copy
 AT_ONCE = tl.constexpr(4)                      # runs of attention_kernel joined at a time
 FP16_SHIFT = tl.constexpr(qwen.FP16_SHIFT)     # of the residual in front of a norm
 GROUP = 16                                     # query heads of a key-value head, of several rows if they share a prefix
@@ -554,7 +554,7 @@ def attention_shape(pairs, shared):
 
 
 class GraphEngine:
-    """CUDA graphs of the decode step over model and kv (L, 2, blocks, KV, BLOCK, d), captured when first needed."""
+    """CUDA graphs of decode steps and short prefills over model and kv (L, 2, blocks, KV, BLOCK, d), made as needed."""
     window = WINDOW
 
     def __init__(self, model, kv, max_rows):

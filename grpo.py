@@ -168,7 +168,7 @@ def next_loss_scale(loss_scale, good_updates, finite):
     """fp16's gradients are those of loss_scale * loss -> what it is next, and how many updates in a row were finite.
 
     Half after an update that was not, down to 1; twice as much after GOOD_UPDATES that were. A power of two: dividing
-    the gradient by it is exact. One update in 500 is lost where the top of fp16's range is near, none where it is not.
+    the gradient by it is exact. A long run finds the top of fp16's range, and then loses one update in 500.
     """
     if not finite:
         return dict(loss_scale=max(loss_scale / 2, 1.0), good_updates=0)

@@ -3,7 +3,7 @@ GPU memory of a training run, found out before its first step: what the learner 
 once, and the rest divided. So a run does not fail at step 300, on the first batch of long answers.
 
     weights                       packed linears, embeddings
-    adapter                       master, gradient and two moments in fp32, the bf16 copies
+    adapter                       master, gradient and two moments in fp32, the 16-bit copies
     longest micro-batch           forward, recomputation and backward of --micro-batch-tokens, in rows as long as rows
                                   can get, or the sampler's largest prefill; with lora.py's scratch, which stays
     graphs                        activations of the widest decode step: about three times its fp32 logits, and the W

@@ -19,7 +19,7 @@ How it works
 
 The old policy of the loss is what is written down here: temperature, noisy norms and adapter included.
 
-Engines run the decode step: TorchEngine below, in plain torch, on any device, and decode.py's CUDA-graph engine.
+Engines run prefills and decode steps: TorchEngine below, in plain torch, on any device; decode.py's with CUDA graphs.
 Not here: beam search, penalties, stop strings, prefix sharing between different prompts.
 
 Shapes: P prompts, G samples a prompt, n live rows, T tokens, V vocabulary, H query heads, KV key-value heads,
@@ -164,7 +164,7 @@ def prefill(model, kv, tokens, blocks, positions, attend):
 
 
 class TorchEngine:
-    """The decode step in plain torch: the reference for decode.py's kernels, and the path of a machine without GPU."""
+    """Prefill and decode step in plain torch: the reference for decode.py, and the path of a machine without GPU."""
     window = 1                                                       # steps between two looks of the host: it is free
     shared = 1                                                       # rows whose prefix is read together
 

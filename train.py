@@ -53,7 +53,8 @@ add = parser.add_argument
 add("--model", help="folder, Hugging Face id or name such as qwen2.5-7b (default: the embedded tiny model)")
 add("--base", default="nvfp4", choices=["nvfp4", "bf16", "mxfp4", "nf4"], help="format of the frozen linears")
 add("--head", default="bf16", choices=["bf16", "nvfp4"],
-    help="format of lm_head; nvfp4 moves log-probs by 0.05 nats on average (0.5B), rollouts of few rows are faster")
+    help="format of lm_head (bf16: 16 bits of --dtype); nvfp4 moves log-probs by 0.05 nats on average (0.5B), rollouts "
+         "of few rows are faster")
 add("--dtype", choices=["bfloat16", "float16"],
     help="what inputs of matmuls are rounded to; float16 brings sampler and learner 8 times closer (default: bfloat16 "
          "on a GPU, float32 on a CPU, where either of the two is emulated)")
@@ -148,9 +149,10 @@ def check_flags():
 def check_folder():
     """An empty folder for a new run, or the one to resume with its own flags; never another run's."""
     free = {"resume", "out", "device", "memory_gib", "kv_gib"}       # where, and within what memory, may change
-    for name in before.keys() & vars(args).keys() - free:
-        if (value := getattr(args, name)) != before[name]:
-            raise ValueError(f"--resume: --{name.replace('_', '-')} is {value!r}, the run had {before[name]!r}")
+    for name in vars(args).keys() - free if before else ():
+        had = before.get(name, parser.get_default(name))             # a flag younger than the run
+        if (value := getattr(args, name)) != had:
+            raise ValueError(f"--resume: --{name.replace('_', '-')} is {value!r}, the run had {had!r}")
     if RANK == 0 and not args.resume and out.exists() and any(out.iterdir()):
         raise ValueError(f"--out {out} is not empty: choose another folder, or --resume it")
     out.mkdir(parents=True, exist_ok=True)
@@ -348,7 +350,7 @@ def update(rollouts, advantages, weights, lr):
     """One optimizer step on the rows of all ranks -> summed metrics of their trained tokens, and the gradient norm.
 
     A NaN or infinity in loss or gradient skips the step, said and counted, on every rank: all see the same sums. With
-    fp16 a gradient beyond its range is one, and the loss scale follows.
+    fp16 a gradient beyond its range is one, and the loss scale follows; it has no part in the loss's own.
     """
     adapter.zero_grad()
     parts = [sums for sums in gather([backward(rollouts, advantages, weights)])[0] if sums]
@@ -358,7 +360,7 @@ def update(rollouts, advantages, weights, lr):
     all_sum(adapter.master.grad).div_(state.get("loss_scale", 1))
     loss, grad_norm = sums.pop("loss").item(), adapter.master.grad.norm().item()
     finite = math.isfinite(loss) and math.isfinite(grad_norm)
-    if "loss_scale" in state:
+    if "loss_scale" in state and math.isfinite(loss):
         state.update(grpo.next_loss_scale(state["loss_scale"], state["good_updates"], finite))
     if not finite:
         say(f"step {state['step']}: loss {loss}, gradient norm {grad_norm}: update skipped")

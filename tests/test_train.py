@@ -252,11 +252,13 @@ def test_weight_decay_shrinks_the_lora_matrices_and_no_norm(runs):
             torch.testing.assert_close(value, plain[name] - lr * 100 * start[name])
 
 
-def test_infinite_loss_or_gradient_skips_the_update_and_is_counted(runs):
-    log = runs.run("broken", "--steps", "3", "--reward", "my_rewards:broken", "--save-every", "1")
-    skipped = [m["skipped"] for m in runs.metrics("broken")]
+@pytest.mark.parametrize("name,more", [("broken", []), ("broken16", ["--dtype", "float16"])])
+def test_infinite_loss_or_gradient_skips_the_update_and_is_counted(runs, name, more):
+    log = runs.run(name, "--steps", "3", "--reward", "my_rewards:broken", "--save-every", "1", *more)
+    skipped = [m["skipped"] for m in runs.metrics(name)]
     assert skipped[-1] >= 1 and log.count("update skipped") == skipped[-1]
-    state = runs.state("broken", 3)
+    assert {m.get("loss_scale") for m in runs.metrics(name)} == {2.0**14 if more else None}      # not the scale's fault
+    state = runs.state(name, 3)
     assert state["master"].isfinite().all() and state["exp_avg"].isfinite().all()
     assert state["step"].item() + skipped[-1] <= 3
 
@@ -372,6 +374,11 @@ def test_resume_refuses_other_flags_and_a_second_run_refuses_the_folder(runs, wh
     before = {p: p.read_bytes() for p in (runs.folder / whole).rglob("*") if p.is_file()}
     assert "--lr is 0.5, the run had 0.001" in runs.run(whole, "--resume", "--lr", "0.5", code=1)
     assert "--head is 'nvfp4', the run had 'bf16'" in runs.run(whole, "--resume", "--head", "nvfp4", code=1)
+    older = runs.folder / shutil.copytree(runs.folder / whole, runs.folder / "older").name / "run.json"
+    flags = json.loads(older.read_text())
+    del flags["dtype"]                                                   # a run from before that flag had its default
+    older.write_text(json.dumps(flags))
+    assert "--dtype is 'float16', the run had None" in runs.run("older", "--resume", "--dtype", "float16", code=1)
     assert "--out whole is not empty" in runs.run(whole, "--steps", "2", code=1)
     assert "--resume: nothing holds no run" in runs.run("nothing", "--resume", code=1)
     assert before == {p: p.read_bytes() for p in (runs.folder / whole).rglob("*") if p.is_file()}
