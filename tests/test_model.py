@@ -37,6 +37,18 @@ def plain(tiny, tokens):
     return torch.stack([plain_logits(tiny.raw, tiny.tensors, row) for row in tokens])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_norm_is_that_of_the_paper_whatever_it_works_on(dtype):
+    torch.manual_seed(0)
+    x, weight, eps = 0.3 * torch.randn(5, 64), torch.rand(64) + 0.5, 0.1             # eps weighs as much as x does
+    xw, rstd = model_py.RMSNorm(weight, eps, dtype)(x)
+    want = x.double() * weight / (x.double().square().mean(-1, keepdim=True) + eps).sqrt()
+    assert xw.dtype == dtype and rstd.dtype == torch.float32
+    assert ((xw.double() * rstd - want).abs() <= 1.01 * torch.finfo(dtype).eps * want.abs() + 1e-7).all()
+    large = torch.full((1, 64), 5e5)                                                 # 8 times what fp16 holds
+    assert model_py.RMSNorm(weight.clamp(max=1), eps, dtype)(large)[0].isfinite().all()
+
+
 def some_tokens(tiny, *shape, seed=5):
     return torch.randint(tiny.raw["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
 
