@@ -616,6 +616,7 @@ class GraphEngine:
         It is padded by one more prefix, whose keys and values go to block 0, and by empty ones.
         """
         T, n = len(tokens), len(lengths)
+        # Room for size / 32 prefixes: FlashAttention launches programs for each, also for those that are empty.
         size = next((size for size in PREFILL_SIZES if T <= size and n < size // BLOCK), None)
         if size is None or not self.kv.is_cuda:
             return TorchEngine.prefill(self, tokens, blocks, lengths)
