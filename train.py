@@ -96,7 +96,9 @@ add("--overlong-buffer", type=int, default=0, help="soft penalty over the last s
 add("--dynamic-sampling", action="store_true", help="replace groups of equal unshaped rewards, at most twice (DAPO)")
 add("--updates-per-rollout", type=int, default=4, help="optimizer steps on a rollout batch (Table 4: 4; BigMath: 1)")
 add("--lr", type=float, default=1e-5, help="peak learning rate (Table 4: 1e-5; bf16 LoRA 5e-6)")
-add("--warmup", type=float, default=0.1, help="share of the run with rising rate, then cosine to 0 (release)")
+add("--warmup", type=float, default=0.1, help="share of the run with rising rate (release)")
+add("--lr-schedule", default="cosine", choices=["cosine", "constant"],
+    help="after the warm-up: half a cosine to 0 (release), or constant and linear to 0 over the last quarter")
 add("--max-grad-norm", type=float, default=0.2, help="clip of the global gradient norm (release)")
 add("--weight-decay", type=float, default=0.0, help="of A and B, decoupled (release: 0.1, which at 1e-5 moves nothing)")
 add("--micro-batch-tokens", type=int, help="tokens in one forward and backward (default: what the memory allows)")
@@ -402,9 +404,11 @@ def held_out_accuracy():
 
 
 def lr_at(progress):
-    """progress in [0, 1] of the run -> learning rate: linear warm-up, then half a cosine to 0."""
+    """progress in [0, 1] of the run -> learning rate: linear warm-up, then what --lr-schedule says."""
     if progress < args.warmup:
         return args.lr * progress / args.warmup
+    if args.lr_schedule == "constant":
+        return args.lr * min(1.0, 4 * (1 - progress))
     return args.lr * (1 + math.cos(math.pi * (progress - args.warmup) / (1 - args.warmup))) / 2
 
 
