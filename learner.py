@@ -77,10 +77,9 @@ class Learner:
         scale = {"loss_scale": self.loss_scale, "good_updates": self.good_updates}
         return {"skipped": self.skipped} | (scale if self.model.dtype == torch.float16 else {})
 
-    def restore(self, tensors, counters):
-        for name, t in self.tensors().items():
-            t.copy_(tensors[name])
-        for name in self.counters():
+    def restore(self, counters):
+        """After tensors() were written: go on from there. counters: of a checkpoint, {} if none."""
+        for name in self.counters().keys() & counters.keys():
             setattr(self, name, counters[name])
         self.adapter.sync()
 

@@ -14,20 +14,16 @@ NVFP4: one (N, K) weight is three tensors, 4 + 8 / 16 bits a weight
 Both scales multiply; |e2m1| is 0, .5, 1, 1.5, 2, 3, 4 or 6, the sign is bit 3 of a code:
     w[n, k] = e2m1(code[n, k]) * block_scale[n, k // 16] * global_scale
 
-Rounding and bytes are those of compressed-tensors (0.11 and 0.20 agree) for the same tensor
-scale, which its files hold as the reciprocal: weight_global_scale = 1 / global_scale.
+Rounding and bytes are those of compressed-tensors (0.11 and 0.20 agree) for the same tensor scale,
+whose reciprocal its files hold. The tensor scale itself differs, by choice: a power of two, where
+theirs is max|w| / 2688. A code has 2 significant bits and a block scale 4, so code * block_scale
+* 2^n is exact in bf16: a learner that dequantizes and a sampler that multiplies later see the same
+weights, bit for bit. It costs next to nothing: on Qwen2.5-Coder-0.5B a relative error of 0.09352
+against 0.09347 (MXFP4 0.1163, NF4 0.0935). q, k, v share one tensor scale and gate, up another,
+because engines fuse those matrices and keep a single scale for the result.
 
-The tensor scale itself differs, by choice: a power of two, where theirs is max|w| / 2688. A code
-has 2 significant bits and a block scale 4, so code * block_scale * 2^n is exact in bf16: a
-learner that dequantizes and a sampler that multiplies later see the same weights, bit for bit.
-It costs next to nothing: on Qwen2.5-Coder-0.5B a relative error of 0.09352 against 0.09347
-(MXFP4 0.1163, NF4 0.0935). q, k, v share one tensor scale and gate, up another, because engines
-fuse those matrices and keep a single scale for the result.
-
-MXFP4 and NF4 are the paper's comparison bases; FORMATS is the list of all bases.
-
-Not here: calibration (AWQ, GPTQ: everything rounds to nearest), 4-bit activations, ragged K,
-NF4's double quantization, files (hf.py), the layout that the GPU kernel reads (marlin_fp4.py).
+Not here: calibration (everything rounds to nearest), 4-bit activations, ragged K, NF4's double
+quantization, files (hf.py), the layout that the GPU kernel reads (marlin_fp4.py).
 """
 from functools import cache, cached_property
 from typing import Callable, NamedTuple
