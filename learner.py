@@ -32,6 +32,7 @@ GOOD_UPDATES = 500
 class Update(NamedTuple):
     sums: dict                                   # of the trained tokens, for grpo.summarize
     grad_norm: float                             # before clipping
+    lr: float
     problem: str = ""                            # why the step was left out
 
 
@@ -97,7 +98,7 @@ class Learner:
         parts = gather([self.gradient(rollouts, advantages, weights, RANK, WORLD)])[0]
         parts = [sums for sums in parts if sums]
         if not parts:
-            return Update({}, 0.0)                               # nothing to learn from: no momentum
+            return Update({}, 0.0, lr)                           # nothing to learn from: no momentum
         sums = functools.reduce(grpo.add_sums, parts)
         all_sum(adapter.master.grad).div_(self.loss_scale)
         loss = sums.pop("loss").item()
@@ -107,14 +108,14 @@ class Learner:
             self._next_loss_scale(finite)
         if not finite:
             self.skipped += 1
-            return Update(sums, grad_norm, f"loss {loss}, gradient norm {grad_norm}")
+            return Update(sums, grad_norm, lr, f"loss {loss}, gradient norm {grad_norm}")
         adapter.master.grad.mul_(min(1.0, self.max_grad_norm / (grad_norm + 1e-6)))
         self.optimizer.param_groups[0]["lr"] = lr
         decayed = adapter.master.data[:adapter.norm_start]       # not the norms: they belong near 1
         decayed *= 1 - lr * self.weight_decay
         self.optimizer.step()
         adapter.sync()
-        return Update(sums, grad_norm)
+        return Update(sums, grad_norm, lr)
 
     def gradient(self, rollouts, advantages, weights, rank, ranks):
         """Adds one rank's share of the gradient of loss_scale * loss to adapter.master.grad.

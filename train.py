@@ -112,7 +112,7 @@ add("--warmup", type=float, default=0.1, help="share of the run with rising rate
 add("--max-grad-norm", type=float, default=0.2, help="clip of the global gradient norm (release)")
 add("--weight-decay", type=float, default=0.0, help="of A and B, decoupled (release: 0.1)")
 add("--micro-batch-tokens", type=int, help="in one forward and backward (default: by the memory)")
-add("--memory-gib", type=float, help="bound of the whole process on a GPU (default: what is free)")
+add("--memory-gib", type=float, help="bound of the process on a GPU (default: what is free)")
 # the run
 add("--out", help="run folder (default: runs/MODEL-BASE)")
 add("--eval-every", type=int, default=20, help="steps between evaluations, first and last included")
@@ -344,7 +344,7 @@ def score(run, problems, rollouts):
 
 
 def sample_and_score(run, step, sigma, cursor):
-    """-> this rank's rollouts and rows, cursor. With --dynamic-sampling, groups of equal task
+    """-> rollouts and rows of all ranks, cursor. With --dynamic-sampling, groups of equal task
     rewards make room for new problems, at most twice: DAPO asks for right and wrong answers in a
     group, and under a penalty of the length two rewards are hardly ever equal.
     """
@@ -364,7 +364,38 @@ def sample_and_score(run, step, sigma, cursor):
         kept = [i for i in range(len(rows)) if useful[i // G]]
         rollouts = rollouts.select(kept) + more
         rows = [rows[i] for i in kept] + score(run, problems, more)
+    rows, _ = gather(rows)
+    parts, _ = gather([rollouts])
+    rollouts = functools.reduce(operator.add, parts)
+    rollouts.seconds = max(part.seconds for part in parts)       # ranks sample side by side
     return rollouts, rows, cursor
+
+
+def compare(run, rows):
+    """Rows of all ranks -> rewards, advantages and token weights, (B,) each."""
+    args = run.args
+    rewards, task = (torch.tensor([row[key] for row in rows]) for key in ("reward", "task"))
+    if rewards.isnan().all():
+        raise Stopped(f"--reward {args.reward}: nan for each of {len(rows)} completions")
+    finished = torch.tensor([row["finished"] for row in rows])
+    lengths = torch.tensor([row["length"] for row in rows])
+    advantages = grpo.group_advantages(rewards, args.group_size, args.advantage_scale)
+    live = grpo.live_rows(task, finished, args.group_size, args.overlong == "mask",
+                          args.dynamic_sampling)
+    weights = grpo.token_weights(lengths, live, run.learner.loss, args.max_new_tokens)
+    return rewards, advantages, weights
+
+
+def update(run, step, rollouts, advantages, weights):
+    """-> the Updates of a step, each with its learning rate."""
+    count = run.args.updates_per_rollout
+    updates = []
+    for u in range(count):
+        lr = lr_at(run.args, (step + (u + 0.5) / count) / run.args.steps)
+        updates.append(run.learner.update(rollouts, advantages, weights, lr))
+        if updates[-1].problem:
+            say(f"step {step}: {updates[-1].problem}: update skipped")
+    return updates
 
 
 def lr_at(args, progress):
@@ -377,19 +408,19 @@ def lr_at(args, progress):
     return args.lr * (1 + math.cos(angle)) / 2
 
 
-def report(run, rows, reward, rollouts, updates):
+def report(run, rows, rewards, rollouts, updates):
     """The step's numbers; the README defines each. Means over all B rows of all ranks."""
     def mean(key):
         return sum(row[key] for row in rows) / len(rows)
 
-    informative = grpo.keep_informative(reward, run.args.group_size).float().mean().item()
-    first = grpo.summarize(updates[0].sums)      # before the policy has moved
+    informative = grpo.keep_informative(rewards, run.args.group_size).float().mean().item()
     last = grpo.summarize(updates[-1].sums)
-    return {"reward": reward.nanmean().item(), "accuracy": mean("correct"),
+    return {"reward": rewards.nanmean().item(), "accuracy": mean("correct"),
             "format": mean("format"), "length": mean("length"), "truncated": 1 - mean("finished"),
-            "informative": informative, **first,
+            "informative": informative,
+            **grpo.summarize(updates[0].sums),   # of the first: before the policy has moved
             **{k: v for k, v in last.items() if k.startswith("clip")},
-            "grad_norm": updates[-1].grad_norm, **run.learner.counters(),
+            "grad_norm": updates[-1].grad_norm, "lr": updates[-1].lr, **run.learner.counters(),
             "idle": rollouts.idle, "tokens_per_s": rollouts.num_tokens / rollouts.seconds}
 
 
@@ -419,46 +450,28 @@ def train(run, bar):
             metrics["eval_accuracy"] = held_out_accuracy(run, 0)
 
         # 1) Sample, and score each answer. Only rollouts see the noise.
+        began = time.perf_counter()
         sigma = aqn.sigma_at(step, args.steps, args.sigma_start, args.sigma_end,
                              args.noise_stages, args.noise_schedule, args.noise_exact_end)
-        began = time.perf_counter()
         rollouts, rows, cursor = sample_and_score(run, step, sigma, progress.cursor)
 
-        # 2) Compare. From here on rows and rollouts are those of all ranks.
-        rows, _ = gather(rows)
-        rollouts = functools.reduce(operator.add, gather([rollouts])[0])
-        reward, task = (torch.tensor([row[key] for row in rows]) for key in ("reward", "task"))
-        if reward.isnan().all():
-            raise Stopped(f"--reward {args.reward}: nan for each of the {len(rows)} completions "
-                          f"of step {step}")
-        finished = torch.tensor([row["finished"] for row in rows])
-        lengths = torch.tensor([row["length"] for row in rows])
-        advantages = grpo.group_advantages(reward, args.group_size, args.advantage_scale)   # (B,)
-        live = grpo.live_rows(task, finished, args.group_size, args.overlong == "mask",
-                              args.dynamic_sampling)
-        weights = grpo.token_weights(lengths, live, run.learner.loss, args.max_new_tokens)  # (B,)
+        # 2) Compare the answers to each problem with each other.
+        rewards, advantages, weights = compare(run, rows)
 
-        # 3) Update. The first one's sums measure sampler against learner.
+        # 3) Update the adapter.
         updating = time.perf_counter()
-        updates = []
-        for u in range(args.updates_per_rollout):
-            lr = lr_at(args, (step + (u + 0.5) / args.updates_per_rollout) / args.steps)
-            updates.append(run.learner.update(rollouts, advantages, weights, lr))
-            if updates[-1].problem:
-                say(f"step {step}: {updates[-1].problem}: update skipped")
+        updates = update(run, step, rollouts, advantages, weights)
         done = time.perf_counter()
 
         # 4) Report. Not the loss: on centred advantages its value says nothing about learning.
         progress = Progress(step + 1, cursor, progress.tokens + rollouts.num_tokens)
-        metrics |= report(run, rows, reward, rollouts, updates)
-        metrics |= {"sigma": sigma, "lr": lr, "tokens": progress.tokens, "seconds": done - began,
+        metrics |= report(run, rows, rewards, rollouts, updates)
+        metrics |= {"sigma": sigma, "tokens": progress.tokens, "seconds": done - began,
                     "seconds_sample": updating - began, "seconds_update": done - updating}
         last = progress.step == args.steps
-        if last or step > 0 and progress.step % args.eval_every == 0:
-            if "eval_accuracy" not in metrics:                   # a run of one step keeps the first
-                metrics["eval_accuracy"] = held_out_accuracy(run, progress.step)
-        samples = [{"step": step, "advantage": a, **row}
-                   for a, row in zip(advantages.tolist(), rows)]
+        if "eval_accuracy" not in metrics and (last or progress.step % args.eval_every == 0):
+            metrics["eval_accuracy"] = held_out_accuracy(run, progress.step)
+        samples = [{"step": step, "advantage": a, **row} for a, row in zip(advantages.tolist(), rows)]
         with signals_wait():
             run.folder.log("metrics.jsonl", [metrics])
             run.folder.log("samples.jsonl", samples)
