@@ -66,8 +66,7 @@ def encode(w, block, rule):
 
     rule: blocks (n, K // block, block) -> codes uint8 of that shape, scale (n, K // block).
     """
-    packed = []
-    scales = []
+    packed, scales = [], []
     for rows in row_chunks(*w.shape, block):
         codes, scale = rule(w[rows].unflatten(1, (-1, block)))
         packed.append(codes[..., 0::2].flatten(1) | codes[..., 1::2].flatten(1) << 4)
@@ -207,9 +206,8 @@ def dequantize_bf16(w, dtype=torch.bfloat16, out=None):
 
 
 class Format(NamedTuple):
-    """tensors = quantize(w); w = dequantize(*tensors, dtype=..., out=...)."""
-    quantize: Callable
-    dequantize: Callable
+    quantize: Callable                           # tensors = quantize(w)
+    dequantize: Callable                         # w = dequantize(*tensors, dtype=..., out=...)
 
 
 FORMATS = {
@@ -243,9 +241,8 @@ class Slabs(NamedTuple):
 
 
 class Weight:
-    """A frozen (N, K) weight in any of FORMATS, with two verbs; the base is never trained.
-
-    dtype: of the 16-bit (on a CPU fp32) matmul inputs. Its fast twin is marlin_fp4.PackedWeight.
+    """A frozen (N, K) weight in any of FORMATS, with two verbs: dequantize for the learner,
+    partial for the sampler. dtype: of matmul inputs. Fast twin: marlin_fp4.PackedWeight.
     """
 
     def __init__(self, tensors, decode, shape, dtype):
@@ -267,7 +264,7 @@ class Weight:
 
     @cached_property
     def dense(self):
-        """W, kept: on a CPU decoding it for every product would take longer than the product."""
+        """W, kept: on a CPU decoding takes longer than the product."""
         return self.decode(*self.tensors, dtype=self.dtype)
 
     def partial(self, x, a=None):
