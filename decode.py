@@ -97,7 +97,7 @@ def partial(linear, x):
 
 def partial_sums(linear, x):                                         # until model.py has nvfp4.Weight
     weight, a = linear.weight, linear.a16 if linear.rank else None
-    if hasattr(weight, "partial"):
+    if hasattr(weight, "expands") and not weight.expands(len(x)):
         return weight.partial(x, a)
     w, N = weight.dequantize(), weight.N
     sums = torch.empty(1, x.shape[0], N + (0 if a is None else a.shape[0]), device=x.device)

@@ -564,14 +564,16 @@ def _consume(maps: Maps, ring: Ring, share: Share, out, slabs_ptr, N):
         tma.store_wait(0)                      # what is being sent must stay till it is
 
 
-@gluon.jit(do_not_specialize=["L", "a_programs"])
+@gluon.jit(do_not_specialize=["KB", "L", "a_programs"])
 def decode_kernel(
     x_desc, codes_desc, scales_desc, a_desc, slabs_desc,             # Maps; a_desc None: no adapter
     slabs_ptr,         # fp32 (S, M, width)    A's columns are N .. N + R
     N,                 # specialized: if 16 divides it, neighbouring rows of W share a mask
+    KB,                # blocks of 128 along K
     L,                 # blocks that one program walks
     a_programs,        # of the grid's first axis, the first ones do x @ A.T
-    STAGES: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
+    config: gl.constexpr,                      # Config
+    PDL: gl.constexpr,
 ):
     """Partial sums of x @ W.T: a program walks L consecutive blocks of the weight stream, (128, 128)
     weights each.
@@ -588,14 +590,16 @@ def decode_kernel(
     memory. Programs that share a multiprocessor drift apart: one decodes while another keeps the
     tensor cores busy.
     """
-    BM: gl.constexpr = x_desc.block_type.shape[0]
+    BM: gl.constexpr = config.BM
+    STAGES: gl.constexpr = config.num_stages
+    AHEAD: gl.constexpr = config.ahead
     HAS_A: gl.constexpr = a_desc is not None
     x = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BM, 128], ROWS_256B)
     codes = gl.allocate_shared_memory(gl.int16, [STAGES, 128, 32], ROWS_64B)
     scales = gl.allocate_shared_memory(gl.int32, [STAGES, 1, 256], FLAT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    out = gl.allocate_shared_memory(gl.float32, [1, BM if BM <= SENT_ROWS else 8, 128], SUMS)
+    out = gl.allocate_shared_memory(gl.float32, [1, config.sent, 128], SUMS)
     maps = Maps(x_desc, codes_desc, scales_desc, a_desc, slabs_desc)
     ring = Ring(x, codes, scales, full, empty)
     for slot in gl.static_range(STAGES):
@@ -607,7 +611,6 @@ def decode_kernel(
     pid = gl.program_id(0)
     is_a = pid < a_programs
     first = (pid - a_programs) * L
-    KB = gl.cdiv(x_desc.shape[1], 128)         # blocks along K
     end = gl.cdiv(N, 128) * KB
     length = L
     halves = 1
@@ -765,9 +768,8 @@ def decode_matmul(x, weight, lora_a=None, slabs=None, pdl=False, config=None):
     x_map = TensorDescriptor.from_tensor(x, [config.BM, TILE], ROWS_256B.value)
     out_map = TensorDescriptor.from_tensor(slabs[:, :, :N], [1, config.sent, TILE], SUMS.value)
     decode_kernel[plan.programs, triton.cdiv(M, config.BM)](
-        x_map, *weight.maps, a_map, out_map, slabs, N, plan.L, plan.a_programs,
-        STAGES=config.num_stages, AHEAD=config.ahead, PDL=pdl,
-        num_warps=4, maxnreg=config.maxnreg, launch_pdl=pdl)
+        x_map, *weight.maps, a_map, out_map, slabs, N, plan.KB, plan.L, plan.a_programs,
+        config, PDL=pdl, num_warps=4, maxnreg=config.maxnreg, launch_pdl=pdl)
     return Slabs(slabs, weight.out_scale, plan.KB, plan.L)
 
 

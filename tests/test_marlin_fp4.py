@@ -335,7 +335,7 @@ def compiled_for_hopper(config, dtype):
              "codes_desc": f"tensordesc<i16[128, 32],{narrow!r}>", "scales_desc": f"tensordesc<i32[1, 256],{flat!r}>",
              "a_desc": f"tensordesc<{of_x}[64, 64],{wide!r}>",
              "slabs_desc": f"tensordesc<fp32[1, {config.sent}, 128],{SUMS.value!r}>"}
-    constants = {"STAGES": config.num_stages, "AHEAD": config.ahead, "PDL": True}
+    constants = {"config": config, "PDL": True}
     names = decode_kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("slabs_ptr", "N")}
