@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import huggingface_hub
+from huggingface_hub import constants
 from tokenizers import Tokenizer as TokenizerFile
 
 from rewards import last_box
@@ -71,6 +72,22 @@ def load_problems(source, split="train", is_readable=None):
                          f"arithmetic, or one of {', '.join(KNOWN)}")
     readable = [p for p in problems if is_readable is None or is_readable(p.answer)]
     return readable, len(problems) - len(readable)
+
+
+class NoSplit(ValueError):
+    """A data set on the hub without files of that split."""
+
+
+def has_test_split(source):
+    """Whether a data set holds out problems itself; a file of one's own does not."""
+    if str(source).endswith(SUFFIXES):
+        return False
+    if source in KNOWN or source == "arithmetic":
+        return True
+    try:
+        return bool(fetch(source, "test"))
+    except NoSplit:
+        return False
 
 
 def read_file(path):
@@ -148,7 +165,7 @@ def fetch(source, split):
     where = KNOWN.get(source, source)
     try:
         if where.startswith("https://"):
-            path = Path(huggingface_hub.constants.HF_HOME) / "qerl" / f"{source}_{split}.jsonl"
+            path = Path(constants.HF_HOME) / "qerl" / f"{source}_{split}.jsonl"
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 part, _ = urllib.request.urlretrieve(where.format(split=split), f"{path}.{os.getpid()}.part")
@@ -170,9 +187,10 @@ def pick_files(names, where, split):
         if (name.startswith(where.partition(":")[2]) and name.endswith(SUFFIXES) and "dataset_info" not in name
                 and (marks[-1] if marks else "train") == split):
             folders.setdefault(str(Path(name).parent), []).append(name)
-    if len(folders) != 1:
-        raise ValueError(f"{where} has no {split} files" if not folders else
-                         f"{where} has several configurations, add one of :{', :'.join(folders)}")
+    if not folders:
+        raise NoSplit(f"{where} has no {split} files")
+    if len(folders) > 1:
+        raise ValueError(f"{where} has several configurations, add one of :{', :'.join(folders)}")
     (files,) = folders.values()
     return next(chosen for s in SUFFIXES if (chosen := [n for n in files if n.endswith(s)]))
 

@@ -3,234 +3,226 @@ A linear of the network = one frozen weight + one low-rank adapter (LoRA, arXiv 
 
     y = x @ W.T + (x @ A.T) @ (s * B).T          s = alpha / rank
 
-W is frozen and may live in 4 bits; only A and B are trained (and, if asked, the two RMSNorm weights of a block, as
-NVlabs/QeRL does through PEFT's modules_to_save).
+W is frozen and may live in 4 bits; only A and B are trained (and, if asked, the two RMSNorm
+weights of a block, as NVlabs/QeRL does through PEFT's modules_to_save).
 
-Fused linears. q|k|v and gate|up are one matrix each: their `parts` are consecutive rows of W. Every part has an adapter
-of its own: `a` stacks the parts' A along rows, `b` has one row per output row, so part p computes
+Fused linears. q|k|v and gate|up are one matrix each: their `parts` are consecutive rows of W.
+Every part has an adapter of its own: `a` stacks the parts' A along rows, `b` has one row per
+output row, so part p computes
     y[:, rows of p] += (x @ a[p*R:(p+1)*R].T) @ (s * b[rows of p]).T
 
-One flat buffer. All A, all B (and trained norms) are views into one fp32 vector `Adapter.master`, their gradients views
-into another: the optimizer sees one tensor, ranks all-reduce one tensor, a checkpoint writes one tensor. The sampler
-and the learner compute with working copies in the model's dtype (16 bits on a GPU), `a16` and `b16 = s * b`, which
-`Adapter.sync()` rewrites in place: CUDA graphs that captured their addresses see an update without a new capture.
+One flat buffer. All A, all B (and trained norms) are views into one fp32 vector `master`, their
+gradients views into another: optimizer, ranks and checkpoints see one tensor. Sampler and learner
+compute with working copies in the model's dtype, `a16` and `b16 = s * b`, which `sync()` rewrites
+in place: CUDA graphs that captured their addresses see an update without a new capture.
 
-K-augmentation. The learner dequantizes W into a scratch with room to the right and below,
+K-augmentation. The learner expands W into a buffer with room to the right and below,
               K      P*R
     wide = [  W   |  s*B  ]  N          (s*B block diagonal: a part sees its own x @ A.T only)
            [  A   |       ]  P*R
-so that forward [x | x@A.T] @ wide[:N].T and backward [dy | dy@sB] @ wide[:, :K] are one matmul each: the adapter costs
-(P*R)/K more columns instead of another pass over y.
+so that forward [x | x@A.T] @ wide[:N].T and backward [dy | dy@sB] @ wide[:, :K] are one matmul
+each: the adapter costs (P*R)/K more columns instead of another pass over y.
 
-Not here: dropout (the paper uses none), DoRA and the like, quantized adapters.
+Not here: the sampler's kernels, which compute the same from Weight.partial (nvfp4.py); dropout (the
+paper uses none), DoRA and the like, quantized adapters.
 
 Shapes: M rows (tokens), N out_features, K in_features, R LoRA rank, P parts of a fused linear.
 """
-import json
 import math
-import os
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
 
-import nvfp4
-from marlin_fp4 import mm, mm_fp32
-
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-NORMS = ("input_layernorm", "post_attention_layernorm")
-VARIANTS = ("use_dora", "use_rslora", "lora_bias", "rank_pattern", "alpha_pattern")    # PEFT's other formulas
-
-scratch = {}                                   # device, dtype -> one flat buffer, reused by every linear in turn
+import hf
+from ops import mm, mm_fp32
 
 
-def write_atomically(path, data):
-    """bytes -> file: a temporary file beside it, flushed to disk, then renamed over it. A crash leaves old or new."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as f:
-            f.write(data)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)                            # what a full disk cut off
+class Scratch:
+    """One buffer for the expanded matrices of all linears of a model, each in its turn."""
+
+    def __init__(self):
+        self.flat = None
+
+    def view(self, rows, columns, dtype, device):
+        """(rows, columns), holding anything; valid until the next linear asks."""
+        size = rows * columns
+        if self.flat is None or len(self.flat) < size or self.flat.dtype != dtype:
+            self.flat = None                                     # free the smaller one first
+            self.flat = torch.empty(size, dtype=dtype, device=device)
+        return self.flat[:size].view(rows, columns)
 
 
 class Linear(torch.nn.Module):
-    """Frozen weight (anything with N, K and dequantize(out)) plus an optional adapter. x (M, K) -> y (M, N) fp32.
+    """An nvfp4.Weight plus an optional adapter. x (M, K) -> y (M, N) fp32.
 
-    names: the Hugging Face module names of the parts, e.g. model.layers.0.self_attn.q_proj; parts: their row counts.
+    names: the Hugging Face module names of the parts (model.layers.0.self_attn.q_proj, ...);
+    parts: their row counts.
     """
 
-    def __init__(self, weight, names, parts):
+    def __init__(self, weight, names, parts, scratch=None):
         super().__init__()
         assert sum(parts) == weight.N, f"parts {parts} of {names} do not add up to N={weight.N}"
-        self.weight, self.names, self.parts = weight, names, parts
-        self.a = self.b = self.a16 = self.b16 = None                 # set by Adapter
-        self.scale = 0.0
-        self.enabled = True                                          # False: the reference policy of a KL term
+        self.weight = weight
+        self.names = names
+        self.parts = parts
+        self.scratch = scratch or Scratch()
+        self.a = self.b = self.a16 = self.b16 = None             # set by Adapter
+        self.scale = 0.0                                         # s
+        self.enabled = True                                      # False: the base without adapter
 
     @property
     def rank(self):
         return 0 if self.a is None or not self.enabled else self.a.shape[0] // len(self.parts)
 
-    def forward(self, x):
-        """x (M, K) in the compute dtype -> (M, N) fp32; differentiable in x, A and B."""
-        a, b = (self.a, self.b) if self.rank else (None, None)
-        return _LoraMatmul.apply(x, a, b, self)
-
-    def wide(self, dtype):
-        """The K-augmented matrix (N + P*R, K + P*R) of the docstring, valid until the next linear asks for its own."""
-        n, k, pr = self.weight.N, self.weight.K, self.rank * len(self.parts)
-        device = self.weight.device
-        size = (n + pr) * (k + pr)
-        key = (device, dtype)
-        if key not in scratch or scratch[key].numel() < size:
-            scratch.pop(key, None)                                   # free the smaller one first
-            scratch[key] = torch.empty(size, device=device, dtype=dtype)
-        wide = scratch[key][:size].view(n + pr, k + pr)
-        self.weight.dequantize(out=wide[:n, :k])
-        if pr:
-            wide[n:, :k] = self.a16
-            wide[:n, k:] = 0
-            late = self.weight.late_scale                            # see marlin_fp4: y is multiplied by it afterwards
-            for p, rows in enumerate(self.part_rows()):
-                b = self.b16[rows] if late is None else self.b16[rows] / late[rows, None]
-                wide[rows, k + p * self.rank:k + (p + 1) * self.rank] = b
-        return wide
-
-    def merged(self):
-        """W + s * B @ A in fp32, (N, K): what an exported checkpoint holds."""
-        w = self.weight.dequantize().float()
-        if self.weight.late_scale is not None:
-            w *= self.weight.late_scale[:, None]
-        for p, rows in enumerate(self.part_rows() if self.rank else ()):
-            w[rows] += self.scale * self.b.data[rows] @ self.a.data[p * self.rank:(p + 1) * self.rank]
-        return w
+    def trained(self):
+        """What autograd hands gradients to."""
+        return (self.a, self.b) if self.rank else (None, None)
 
     def part_rows(self):
         ends = torch.tensor(self.parts).cumsum(0).tolist()
         return [slice(end - size, end) for size, end in zip(self.parts, ends)]
 
+    def forward(self, x):
+        """x (M, K) in the compute dtype -> (M, N) fp32; differentiable in x, A and B."""
+        return _Product.apply(x, *self.trained(), self)
 
-def with_room(M, linear, like):
-    """(M, K + P*R) for an x (M, K) that matmul() need not copy to have x @ A.T beside it."""
-    return like.new_empty(M, linear.weight.K + linear.rank * len(linear.parts))
+    def wide(self, dtype):
+        """The matrix (N + P*R, K + P*R) of the docstring, in the shared buffer."""
+        n = self.weight.N
+        k = self.weight.K
+        pr = self.rank * len(self.parts)
+        wide = self.scratch.view(n + pr, k + pr, dtype, self.weight.device)
+        self.weight.dequantize(out=wide[:n, :k])
+        if pr:
+            wide[n:, :k] = self.a16
+            wide[:n, k:] = 0
+            for p, rows in enumerate(self.part_rows()):
+                wide[rows, k + p * self.rank:k + (p + 1) * self.rank] = self.b16[rows]
+        return wide
+
+    def with_room(self, like):
+        """Empty (M, K + P*R): an x written into its first columns need not be copied."""
+        return like.new_empty(len(like), self.weight.K + self.rank * len(self.parts))
+
+    def product(self, x, xa=None):
+        """x (M, K) -> y (M, N) fp32, and what the backward needs: x with x @ A.T beside it.
+
+        xa: a with_room() whose first columns x is.
+        """
+        n = self.weight.N
+        k = self.weight.K
+        assert x.dim() == 2 and x.shape[1] == k, f"{self.names[0]}: x {tuple(x.shape)}, not K={k}"
+        wide = self.wide(x.dtype)
+        if not self.rank:
+            return mm_fp32(x, wide[:n].T), x
+        if xa is None:
+            xa = self.with_room(x)
+            xa[:, :k] = x
+        xa[:, k:] = mm_fp32(x, self.a16.T)                       # rounded, as when sampling
+        return mm_fp32(xa, wide[:n].T), xa
+
+    def gradient_room(self, xa):
+        """Empty (M, N + P*R): dL/dy goes into the first N columns."""
+        columns = self.weight.N + self.rank * len(self.parts)
+        return torch.empty(len(xa), columns, device=xa.device, dtype=xa.dtype)
+
+    def product_backward(self, xa, dy, needs_ab):
+        """xa of product(), gradient_room() with dL/dy -> dL/dx (M, K), dL/dA, dL/dB fp32 or None.
+
+        Expands W again rather than keep it alive since the forward.
+        """
+        n = self.weight.N
+        k = self.weight.K
+        rank = self.rank
+        assert xa.shape[1] == k + rank * len(self.parts), \
+            f"{self.names[0]}: adapter switched between forward and backward"
+        wide = self.wide(xa.dtype)
+        if rank:
+            dy[:, n:] = mm_fp32(dy[:, :n], wide[:n, k:])         # dL/d(x @ A.T) (M, P*R)
+        dx = mm(dy, wide[:, :k], xa.dtype)
+        if not (rank and needs_ab):
+            return dx, None, None
+        da = mm_fp32(dy[:, n:].T, xa[:, :k])                     # (P*R, K)
+        db = torch.empty_like(self.b)
+        for p, rows in enumerate(self.part_rows()):
+            own = xa[:, k + p * rank:k + (p + 1) * rank]
+            db[rows] = self.scale * mm_fp32(dy[:, rows].T, own)
+        return dx, da, db
 
 
-def matmul(x, linear, xa=None):
-    """x (M, K) -> y (M, N) fp32 and what the backward needs: x, with x @ A.T beside it if there is an adapter.
-
-    xa: with_room() whose first columns x is.
-    """
-    n, k = linear.weight.N, linear.weight.K
-    assert x.dim() == 2 and x.shape[1] == k, f"{linear.names[0]}: x {tuple(x.shape)} does not fit K={k}"
-    wide = linear.wide(x.dtype)
-    if linear.rank and xa is None:
-        xa = with_room(len(x), linear, x)
-        xa[:, :k] = x
-    if linear.rank:                                                  # x @ A.T is rounded to x's dtype, as when sampling
-        xa[:, k:] = mm_fp32(x, linear.a16.T)
-    xa = x if xa is None else xa
-    y = mm_fp32(xa, wide[:n].T)
-    return (y if linear.weight.late_scale is None else y.mul_(linear.weight.late_scale)), xa
-
-
-def gradient_buffer(xa, linear, rank):
-    """Where dL/dy (M, N) goes, as the first columns of (M, N + P*R): the rest is matmul_backward's."""
-    return torch.empty(xa.shape[0], linear.weight.N + rank * len(linear.parts), device=xa.device, dtype=xa.dtype)
-
-
-def matmul_backward(xa, dy, linear, rank, needs_ab):
-    """xa of matmul(), gradient_buffer() with dL/dy filled in -> dL/dx (M, K) in x's dtype, dL/dA, dL/dB fp32 or None.
-
-    Dequantizes W again rather than keep it alive since the forward.
-    """
-    assert rank == linear.rank, f"{linear.names[0]}: adapter switched between forward and backward"
-    n, k, late = linear.weight.N, linear.weight.K, linear.weight.late_scale
-    wide = linear.wide(xa.dtype)
-    if late is not None:
-        dy[:, :n] *= late
-    if rank:
-        dy[:, n:] = mm_fp32(dy[:, :n], wide[:n, k:])                 # dL/d(x @ A.T) (M, P*R)
-    dx = mm(dy, wide[:, :k], xa.dtype)
-    if not (rank and needs_ab):
-        return dx, None, None
-    da = mm_fp32(dy[:, n:].T, xa[:, :k])                             # (P*R, K)
-    db = torch.empty_like(linear.b)
-    for p, rows in enumerate(linear.part_rows()):
-        db[rows] = linear.scale * mm_fp32(dy[:, rows].T, xa[:, k + p * rank:k + (p + 1) * rank])
-    return dx, da, (db if late is None else db.div_(late[:, None]))
-
-
-class _LoraMatmul(torch.autograd.Function):
+class _Product(torch.autograd.Function):
     """y = x @ W.T + adapter."""
 
     @staticmethod
     def forward(ctx, x, a, b, linear):
-        y, xa = matmul(x, linear)
-        ctx.linear, ctx.rank = linear, linear.rank
+        y, xa = linear.product(x)
+        ctx.linear = linear
         ctx.save_for_backward(xa)
         return y
 
     @staticmethod
     def backward(ctx, dy):
         xa, = ctx.saved_tensors
-        buffer = gradient_buffer(xa, ctx.linear, ctx.rank)
-        buffer[:, :dy.shape[1]] = dy
-        return *matmul_backward(xa, buffer, ctx.linear, ctx.rank, ctx.needs_input_grad[1]), None
+        room = ctx.linear.gradient_room(xa)
+        room[:, :dy.shape[1]] = dy
+        return *ctx.linear.product_backward(xa, room, ctx.needs_input_grad[1]), None
 
 
 class Adapter:
-    """The LoRA matrices of every Linear of a model (and, with norms=True, its block norms) as one flat fp32 vector.
+    """The LoRA matrices of every Linear of a model (with norms=True also its block norms).
 
-    master: Parameter (n,), what the optimizer steps; master.grad: its flat gradient, zeroed with `zero_grad()`.
-    After each change of master call `sync()`: the sampler and the learner read 16-bit copies.
-    A starts uniform in +-1/sqrt(K) (PEFT's Kaiming default), B at zero: the first forward equals the base bit for bit.
+    master: fp32 Parameter (n,), what the optimizer steps; master.grad: its gradient, zeroed with
+    zero_grad(). After each change of master call sync(): sampler and learner read 16-bit copies.
+    A starts uniform in +-1/sqrt(K) (PEFT's Kaiming default), B at zero: the first forward equals
+    the base bit for bit.
     """
 
     def __init__(self, model, rank=32, alpha=32, norms=False, seed=0):
         assert rank >= 1, f"rank must be at least 1, got {rank}"
-        self.rank, self.alpha, self.norms = rank, alpha, norms
+        self.rank = rank
+        self.alpha = alpha
+        self.norms = norms
         self.linears = [m for m in model.modules() if isinstance(m, Linear)]
-        trained = [norm for layer in model.layers for norm in (layer.input_norm, layer.post_norm)] if norms else []
+        blocks = model.layers if norms else []
+        trained = [norm for layer in blocks for norm in (layer.input_norm, layer.post_norm)]
+        self.shapes = [(len(lin.parts) * rank, lin.weight.K) for lin in self.linears]   # every A,
+        self.shapes += [(lin.weight.N, rank) for lin in self.linears]                   # every B,
+        self.shapes += [tuple(norm.weight.shape) for norm in trained]                   # norms
+        self.offsets = [0]
+        for shape in self.shapes:                # 256-byte aligned bf16 views, for 16-byte loads
+            self.offsets.append(self.offsets[-1] + -(-math.prod(shape) // 128) * 128)
+        self.b_start = self.offsets[len(self.linears)]
+        self.norm_start = self.offsets[2 * len(self.linears)]
         device = self.linears[0].weight.device
-        shapes = [(len(lin.parts) * rank, lin.weight.K) for lin in self.linears]            # every A
-        shapes += [(lin.weight.N, rank) for lin in self.linears]                            # then every B
-        shapes += [tuple(norm.weight.shape) for norm in trained]                            # then norms
-        offsets, n = [], 0
-        for shape in shapes:
-            offsets.append(n)
-            n += -(-math.prod(shape) // 128) * 128                   # 256-byte aligned bf16 views, for 16-byte loads
-        self.master = torch.nn.Parameter(torch.zeros(n, device=device))
+        self.master = torch.nn.Parameter(torch.zeros(self.offsets[-1], device=device))
         self.master.grad = torch.zeros_like(self.master)
-        self.working = torch.zeros(n, device=device, dtype=model.dtype)
-        self.b_start, self.norm_start = offsets[len(self.linears)], (offsets + [n])[2 * len(self.linears)]
+        self.working = torch.zeros_like(self.master.data, dtype=model.dtype)
 
-        def view(flat, i):
-            return flat[offsets[i]:offsets[i] + math.prod(shapes[i])].view(shapes[i])
-
-        def leaf(i):                                                 # its storage and .grad live in the flat vectors
-            t = view(self.master.data, i).requires_grad_()
-            t.grad = view(self.master.grad, i)
-            return t
-
+        masters = self.views(self.master.data)
+        gradients = self.views(self.master.grad)
+        working = self.views(self.working)
+        for leaf, gradient in zip(masters, gradients):
+            leaf.requires_grad_().grad = gradient
         generator = torch.Generator().manual_seed(seed)
         for i, lin in enumerate(self.linears):
-            lin.a, lin.b, lin.scale = leaf(i), leaf(i + len(self.linears)), alpha / rank
-            lin.a16, lin.b16 = view(self.working, i), view(self.working, i + len(self.linears))
+            j = i + len(self.linears)
+            lin.a, lin.b = masters[i], masters[j]
+            lin.a16, lin.b16 = working[i], working[j]
+            lin.scale = alpha / rank
             bound = lin.weight.K ** -0.5
-            lin.a.data.copy_(torch.rand(lin.a.shape, generator=generator) * 2 * bound - bound)
+            start = torch.rand(lin.a.shape, generator=generator) * 2 * bound - bound
+            lin.a.data.copy_(start)
         for i, norm in enumerate(trained, 2 * len(self.linears)):
-            view(self.master.data, i).copy_(norm.weight)
-            norm.weight = torch.nn.Parameter(leaf(i))
-            norm.weight.grad = view(self.master.grad, i)
+            masters[i].data.copy_(norm.weight)
+            norm.weight = torch.nn.Parameter(masters[i])
+            norm.weight.grad = gradients[i]
         model.adapter = self
         self.sync()
+
+    def views(self, flat):
+        """A flat vector like master -> every A, every B, then norms, in the order of linears."""
+        return [flat[at:at + math.prod(shape)].view(shape)
+                for at, shape in zip(self.offsets, self.shapes)]
 
     def sync(self):
         """master -> 16-bit working copies, in place: A as it is, B times alpha / rank."""
@@ -244,7 +236,7 @@ class Adapter:
 
     @contextmanager
     def off(self):
-        """Within: the base alone, the reference policy of the KL term. (Trained norms stay as they are.)"""
+        """Within: the base alone, the reference policy of a KL term. (Trained norms stay.)"""
         for lin in self.linears:
             lin.enabled = False
         try:
@@ -253,65 +245,30 @@ class Adapter:
             for lin in self.linears:
                 lin.enabled = True
 
+    def named(self, flat):
+        """Yields (PEFT tensor name, view into a flat vector like master), part by part."""
+        views = self.views(flat)
+        for lin, a, b in zip(self.linears, views, views[len(self.linears):]):
+            for p, (name, rows) in enumerate(zip(lin.names, lin.part_rows())):
+                prefix = f"base_model.model.{name}"
+                yield f"{prefix}.lora_A.weight", a[p * self.rank:(p + 1) * self.rank]
+                yield f"{prefix}.lora_B.weight", b[rows]
+        for i, view in enumerate(views[2 * len(self.linears):]):
+            name = f"model.layers.{i // 2}.{hf.NORMS[i % 2]}"
+            yield f"base_model.model.{name}.weight", view
 
-def _named_views(model):
-    """(PEFT tensor name, view into the fp32 master) of everything that is trained, part by part."""
+
+def save_adapter(model, folder, master=None):
+    """Write the adapter as PEFT does, fp32. master: a copy of its flat vector to write instead."""
     adapter = model.adapter
-    for lin in adapter.linears:
-        for p, (name, rows) in enumerate(zip(lin.names, lin.part_rows())):
-            yield f"base_model.model.{name}.lora_A.weight", lin.a.data[p * adapter.rank:(p + 1) * adapter.rank]
-            yield f"base_model.model.{name}.lora_B.weight", lin.b.data[rows]
-    if adapter.norms:
-        for i, layer in enumerate(model.layers):
-            for name, norm in zip(NORMS, (layer.input_norm, layer.post_norm)):
-                yield f"base_model.model.model.layers.{i}.{name}.weight", norm.weight.data
-
-
-def save_adapter(model, folder):
-    """Write the adapter as PEFT does: adapter_config.json and adapter_model.safetensors (fp32), each atomically."""
-    adapter, folder = model.adapter, Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(model.name),
-              "r": adapter.rank, "lora_alpha": adapter.alpha, "lora_dropout": 0.0, "bias": "none",
-              "target_modules": list(TARGETS),
-              "modules_to_save": list(NORMS) if adapter.norms else None, "fan_in_fan_out": False,
-              "init_lora_weights": True, "inference_mode": True}
-    tensors = {name: view.cpu().contiguous() for name, view in _named_views(model)}
-    write_atomically(folder / "adapter_model.safetensors", save(tensors, metadata={"format": "pt"}))
-    write_atomically(folder / "adapter_config.json", json.dumps(config, indent=2).encode())
-
-
-def merge(model, folder):
-    """Write the model with its adapter merged as a bf16 Hugging Face folder (new or empty), shard by shard."""
-    assert model.folder is not None, f"{model.name}: random weights have no config and tokenizer to copy"
-    with nvfp4.new_folder(folder) as new:
-        nvfp4.save_shards(((name, t.detach().bfloat16().cpu()) for name, t in model.tensors()), new)
-        config = nvfp4.read_json(model.folder / "config.json") | {"torch_dtype": "bfloat16"}
-        config.pop("quantization_config", None)
-        nvfp4.write_json(new / "config.json", config)
-        nvfp4.copy_companions(model.folder, new)
+    flat = adapter.master.data if master is None else master
+    tensors = {name: view.cpu().contiguous() for name, view in adapter.named(flat)}
+    hf.write_peft(folder, tensors, model.name, adapter.rank, adapter.alpha, adapter.norms)
 
 
 def load_adapter(model, folder):
-    """Attach the adapter in a PEFT folder. ValueError names what is missing, left over or of another shape."""
-    folder = Path(folder)
-    try:
-        config = json.loads((folder / "adapter_config.json").read_text())
-        tensors = load_file(folder / "adapter_model.safetensors")
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"{folder}: not a readable PEFT adapter folder ({error})") from None
-    variants = [key for key in VARIANTS if config.get(key)]
-    if config.get("peft_type") != "LORA" or variants or set(config.get("target_modules") or ()) != set(TARGETS):
-        raise ValueError(f"{folder}: need a plain LoRA adapter on {', '.join(TARGETS)}, got "
-                         f"{config.get('peft_type')} on {config.get('target_modules')} {' '.join(variants)}")
-    if not {"r", "lora_alpha"} <= config.keys():
-        raise ValueError(f"{folder}/adapter_config.json: needs r and lora_alpha, has {', '.join(config)}")
+    """Attach the adapter in a PEFT folder. ValueError names what is missing or does not fit."""
+    config, tensors = hf.read_peft(folder)
     Adapter(model, config["r"], config["lora_alpha"], norms=bool(config.get("modules_to_save")))
-    views = dict(_named_views(model))
-    wrong = sorted(set(views) ^ set(tensors))
-    wrong += [n for n in views if n in tensors and views[n].shape != tensors[n].shape]
-    if wrong:
-        raise ValueError(f"{folder}: {len(wrong)} tensors are missing, unknown or of another shape, first {wrong[0]}")
-    for name, view in views.items():
-        view.copy_(tensors[name])
+    hf.fill(folder, dict(model.adapter.named(model.adapter.master.data)), tensors)
     model.adapter.sync()

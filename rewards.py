@@ -1215,6 +1215,20 @@ def grade(completion: str, gold: str, style: str = "boxed", last_number: bool = 
     return Grade(correct, int(rule == "box") if style == "boxed" else format_tags(completion), rule, answer)
 
 
+def score(tokenizer, problems, rollouts, style="boxed"):
+    """Rollouts of P problems -> one dict a row: what was said, what was read out of it, and the verdict."""
+    group_size = len(rollouts.completions) // len(problems)
+    rows = []
+    for i, completion in enumerate(rollouts.completions):
+        problem, text = problems[i // group_size], tokenizer.decode(completion)
+        verdict = grade(text, problem.answer, "tags" if style == "tags" else "boxed")
+        rows.append({"id": problem.id, "question": problem.question, "answer": problem.answer, "completion": text,
+                     "extracted": verdict.answer, "rule": verdict.rule, "correct": float(verdict.correct),
+                     "format": float(verdict.format), "length": len(completion), "finished": rollouts.finished[i],
+                     "mean_logprob": rollouts.logprobs[i].mean().item()})
+    return rows
+
+
 def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
     """DAPO's soft ramp in tokens: 0 up to max_length - buffer, down to -1 at max_length, -1 beyond."""
     assert 0 < buffer <= max_length, f"{buffer=} must lie in 1..{max_length=}"

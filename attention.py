@@ -1,0 +1,205 @@
+"""
+Attention of the learner: sequences packed end to end, a group's prompt computed once.
+
+Tokens are (T,): several sequences laid end to end, no padding. The G samples of a problem share
+their prompt, so the prompt is one sequence and each sample a branch of it:
+
+    rows that are scored          prompt a1 a2 a3      prompt b1 b2
+    what is computed              prompt  a1 a2 a3  b1 b2
+
+A branch sees its prompt and itself, not its siblings. That is two softmaxes, of every token over
+its own piece (causal) and of every branch over its prompt, merged by their log-sum-exp; on a GPU
+FlashAttention does each. The backward adds the two parts' gradients, with the whole's log-sum-exp.
+
+Not here: the sampler's attention to a KV cache (sampler.py, kernels.py).
+
+Shapes: T tokens, H query heads, KV key-value heads, d head size.
+"""
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+
+from ops import twin_in_kernels
+
+
+class Spans(NamedTuple):
+    """Queries q_starts[i]..q_starts[i + 1] see keys k_starts[i]..k_starts[i + 1]."""
+    q_starts: torch.Tensor                       # (n + 1,) int32
+    k_starts: torch.Tensor                       # (n + 1,) int32, equal to q_starts where causal
+    longest_q: int
+    longest_k: int
+    causal: bool
+
+
+def spans(q_lengths, k_lengths, causal, device):
+    starts = [torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+              for lengths in (q_lengths, k_lengths)]
+    return Spans(*starts, max(q_lengths), max(k_lengths), causal)
+
+
+# -------------------------------------------------------------------------------------------------
+# Which token stands where
+
+def lay_out(rows, starts):
+    """Rows that follow each other and share rows[i][:starts[i]] become a sequence with branches.
+
+    -> tokens, lengths, branches (as PackedAttention takes them), predictors: for every scored
+    token, row by row, the place of the token before it. A row's last token predicts nothing and
+    is left out.
+    """
+    shared, alone = [], []                       # alone: one row, or answers of one token each
+    for _, group in groupby(range(len(rows)), lambda i: rows[i][:starts[i]]):
+        group = list(group)
+        several = len(group) > 1 and any(len(rows[i]) > starts[i] + 1 for i in group)
+        (shared if several else alone).append(group)
+    sequences = [rows[group[0]][:starts[group[0]]] for group in shared]
+    sequences += [rows[group[0]][:-1] for group in alone]
+    branches = [[rows[i][starts[i]:-1] for i in group] for group in shared]
+
+    predictors = [[]] * len(rows)
+    head = 0                                     # where this group's sequence begins,
+    tail = sum(map(len, sequences))              # and where its next branch does
+    for n, (group, sequence) in enumerate(zip(shared + alone, sequences)):
+        for i in group:
+            last = head + starts[i] - 1          # the prompt's last token
+            more = len(rows[i]) - starts[i] - 1
+            first = tail if n < len(shared) else last + 1
+            predictors[i] = [last, *range(first, first + more)]
+            tail += more
+        head += len(sequence)
+    tokens = [t for sequence in sequences for t in sequence]
+    tokens += [t for group in branches for branch in group for t in branch]
+    lengths = [len(sequence) for sequence in sequences]
+    branch_lengths = [[len(branch) for branch in group] for group in branches]
+    return tokens, lengths, branch_lengths, [place for row in predictors for place in row]
+
+
+class PackedAttention:
+    """Causal attention inside each of several sequences laid end to end, some of which branch.
+
+    lengths: of the sequences; branches: for each of the first sequences, the lengths of its
+    continuations. After all sequences come all branches, sequence by sequence.
+    """
+
+    def __init__(self, lengths, device, branches=()):
+        self.lengths = list(lengths)
+        self.branches = [list(group) for group in branches]
+        self.device = device
+        own = self.lengths + [n for group in self.branches for n in group if n]
+        self.inside = spans(own, own, True, device)
+        self.across = None                       # branches to trunks: all branches of a sequence
+        self.first = 0                           # are one block of queries
+        self.shared = 0
+        if self.branches:
+            trunks = self.lengths[:len(self.branches)]
+            self.across = spans([sum(group) for group in self.branches], trunks, False, device)
+            self.first = sum(self.lengths)
+            self.shared = sum(trunks)
+
+    def positions(self):
+        """(T,) int64: from 0 in each sequence, going on from its end in each of its branches."""
+        own = [torch.arange(n) for n in self.lengths]
+        for start, group in zip(self.lengths, self.branches):
+            own += [torch.arange(start, start + n) for n in group]
+        return torch.cat(own).to(self.device)
+
+    def __call__(self, q, k, v):
+        """q (T, H, d), k, v (T, KV, d) -> (T, H, d)."""
+        return _Attention.apply(q, k, v, self.inside, self.across, self.first, self.shared)
+
+
+# -------------------------------------------------------------------------------------------------
+# The softmax over one set of keys, its backward, and two of them as one
+
+@twin_in_kernels
+def attend(q, k, v, s):
+    """q (T, H, d), k, v (S, KV, d), s Spans -> out (T, H, d), log-sum-exp of scores (H, T) fp32."""
+    out = torch.empty_like(q)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    lse = q.new_empty(q.shape[1], q.shape[0], dtype=dtype)
+    for rows, _, _, _, values, scores in _each_span(q, k, v, s):
+        lse[:, rows] = scores.logsumexp(-1)
+        p = (scores - lse[:, rows, None]).exp()
+        out[rows] = torch.einsum("hqk,khd->qhd", p, values).to(q.dtype)
+    return out, lse
+
+
+@twin_in_kernels
+def attend_backward(dout, q, k, v, out, lse, s):
+    """-> dq, dk, dv of attend() for out and lse of a softmax over these keys and perhaps others.
+
+    Probabilities are exp(score - lse) and the softmax's own term is out . dout: with those of the
+    whole, the gradients are this part's share of the whole's.
+    """
+    dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
+    own = (dout.to(lse.dtype) * out).sum(-1).T[:, :, None]                      # (H, T, 1)
+    for rows, columns, query, key, value, scores in _each_span(q, k, v, s):
+        p = (scores - lse[:, rows, None]).exp()
+        upstream = dout[rows].to(lse.dtype)
+        dp = torch.einsum("qhd,khd->hqk", upstream, value)
+        ds = p * (dp - own[:, rows]) * q.shape[-1] ** -0.5
+        dq[rows] = torch.einsum("hqk,khd->qhd", ds, key).to(q.dtype)
+        for grad, of_heads in ((dk, torch.einsum("hqk,qhd->khd", ds, query)),
+                               (dv, torch.einsum("hqk,qhd->khd", p, upstream))):
+            grad[columns] = of_heads.unflatten(1, (k.shape[1], -1)).sum(2).to(k.dtype)
+    return dq, dk, dv
+
+
+def _each_span(q, k, v, s):
+    """Yields places of queries and of keys, query, key, value (., H, d) and scores (H, ., .)."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    heads = q.shape[1]
+    q_starts = s.q_starts.tolist()
+    k_starts = s.k_starts.tolist()
+    for i in range(len(q_starts) - 1):
+        rows = slice(*q_starts[i:i + 2])
+        columns = slice(*k_starts[i:i + 2])
+        query = q[rows].to(dtype)
+        key, value = (t[columns].to(dtype).repeat_interleave(heads // k.shape[1], dim=1)
+                      for t in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", query, key) * q.shape[-1] ** -0.5
+        if s.causal:
+            future = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1)
+            scores.masked_fill_(future, -torch.inf)
+        yield rows, columns, query, key, value, scores
+
+
+@twin_in_kernels
+def merge(out, lse, other, other_lse):
+    """Softmax over two sets of keys from those over each: into out (T, H, d) and lse (H, T)."""
+    both = torch.logaddexp(lse, other_lse)
+    mine, its = ((t - both).exp().T[:, :, None] for t in (lse, other_lse))
+    out.copy_(out * mine + other * its)
+    lse.copy_(both)
+
+
+class _Attention(torch.autograd.Function):
+    """Every token over its own piece as `inside` says; the tokens from `first` on also over the
+    first `shared` tokens of all, as `across` says.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, inside, across, first, shared):
+        out, lse = attend(q, k, v, inside)
+        if across:
+            merge(out[first:], lse[:, first:],
+                  *attend(q[first:], k[:shared], v[:shared], across))
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.plan = inside, across, first, shared
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, v, out, lse = ctx.saved_tensors
+        inside, across, first, shared = ctx.plan
+        dout = dout.contiguous()
+        dq, dk, dv = attend_backward(dout, q, k, v, out, lse, inside)
+        if across:
+            more_q, more_k, more_v = attend_backward(
+                dout[first:], q[first:], k[:shared], v[:shared], out[first:],
+                lse[:, first:].contiguous(), across)
+            dq[first:] += more_q
+            dk[:shared] += more_k
+            dv[:shared] += more_v
+        return dq, dk, dv, None, None, None, None

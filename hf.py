@@ -1,0 +1,312 @@
+"""
+Folders of other programs: Hugging Face models, compressed-tensors NVFP4 weights, PEFT adapters.
+
+    shards = Shards(resolve("qwen2.5-7b"))             read: "lm_head.weight" in shards.names,
+    shards.get("model.norm.weight", device="cuda")     one tensor at a time
+    save_model(tensors, source, out, quantization)     write: a new folder, shard by shard
+
+What can be wrong with a file is a ValueError that names it. Nothing is unpickled. Memory holds
+one tensor while reading and one shard while writing.
+
+Not here: what the numbers mean (nvfp4.py, model.py), atomic files (run.py).
+"""
+import json
+import re
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save, save_file
+
+import nvfp4
+from run import new_folder, write_atomically
+
+SHARD_BYTES = 2**31    # of an output file, which is held in memory until it is written
+
+
+def read_json(path):
+    """The JSON object in a file, or a ValueError that names the file."""
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read as JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: holds no JSON object")
+    return value
+
+
+def write_json(path, value):
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def resolve(name):
+    """A folder, an alias such as qwen2.5-7b or a Hugging Face id -> a folder, downloaded if need be."""
+    if Path(name).is_dir():
+        return Path(name)
+    alias = re.fullmatch(r"qwen2\.5(-coder|-math)?-(0\.5|1\.5|3|7|14|32|72)b", str(name).lower())
+    if alias:
+        name = f"Qwen/Qwen2.5{(alias[1] or '').title()}-{alias[2]}B-Instruct"
+    if "/" not in str(name) or Path(name).is_absolute():
+        raise ValueError(f"--model {name}: neither a folder nor a name such as qwen2.5-7b "
+                         "or Qwen/Qwen2.5-7B-Instruct")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    try:
+        patterns = ["*.json", "*.safetensors", "*.jinja"]
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"--model {name}: not downloadable ({reason})") from None
+
+
+# -------------------------------------------------------------------------------------------------
+# Weights in
+
+class Shards:
+    """The tensors of a folder: model.safetensors, or what model.safetensors.index.json names.
+
+    Opening checks every file, headers only: a missing or cut-off one is a ValueError before any
+    work is done. get() maps the file for that tensor only and lets go of it with the tensor.
+    """
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        index = self.folder / "model.safetensors.index.json"
+        if index.exists():
+            files = read_json(index).get("weight_map", {})
+        else:
+            only = "model.safetensors"
+            files = dict.fromkeys(self._open(self.folder / only).keys(), only)
+        self.names = {name: self.folder / file for name, file in files.items()}
+        held = {file: set(self._open(file).keys()) for file in sorted(set(self.names.values()))}
+        for name, file in self.names.items():
+            if name not in held[file]:
+                raise ValueError(f"{file}: no tensor {name}, which {index.name} places there")
+
+    def _open(self, path):
+        try:
+            return safe_open(path, framework="pt")
+        except FileNotFoundError:
+            raise ValueError(f"{path}: missing") from None
+        except SafetensorError as error:                        # also if header and size disagree
+            raise ValueError(f"{path}: cut off, or not a safetensors file ({error})") from None
+
+    def _file_of(self, name):
+        if name not in self.names:
+            raise ValueError(f"{self.folder}: no tensor {name} in its safetensors files")
+        return self._open(self.names[name])
+
+    def shape(self, name):
+        return tuple(self._file_of(name).get_slice(name).get_shape())
+
+    def get(self, name, device="cpu"):
+        return self._file_of(name).get_tensor(name).to(device)
+
+    def check(self, name, shape):
+        if self.shape(name) != tuple(shape):
+            raise ValueError(f"{self.folder}: {name} has shape {self.shape(name)}, "
+                             f"config.json says {tuple(shape)}")
+
+
+class Checkpoint(Shards):
+    """A Qwen2.5 folder, bf16 or NVFP4: config.json, its tensors, its linears held as `base`."""
+
+    def __init__(self, folder, base, device, dtype):
+        if base not in nvfp4.FORMATS:
+            raise ValueError(f"--base {base}: expected one of {', '.join(nvfp4.FORMATS)}")
+        self.config = read_qwen2(folder / "config.json")
+        super().__init__(folder)
+        self.base = base
+        self.device = device
+        self.dtype = dtype
+
+    def get(self, name, *shape):
+        self.check(name, shape)
+        return super().get(name, self.device)
+
+    def frozen(self, names, parts, k):
+        """The linears `names` of so many rows each, K = k -> one nvfp4.Weight of their rows."""
+        if f"{names[0]}.weight_packed" in self.names:
+            if self.base != "nvfp4":
+                raise ValueError(f"{self.folder} holds NVFP4 weights: --base {self.base} needs "
+                                 "the bf16 files")
+            stored = [load_nvfp4(self, name, (n, k), self.device) for name, n in zip(names, parts)]
+            return nvfp4.fuse(stored, self.dtype)
+        weights = [self.get(f"{name}.weight", n, k) for name, n in zip(names, parts)]
+        try:
+            return nvfp4.freeze(weights, self.base, self.dtype)
+        except ValueError as error:              # a K that ends inside a block, an infinite weight
+            raise ValueError(f"{self.folder}: {names[0]}: {error}") from None
+
+
+CONFIG_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+               "num_key_value_heads", "vocab_size", "rms_norm_eps")
+
+
+def read_qwen2(path):
+    """config.json as a dict; ValueError unless it is a model that this project computes."""
+    config = read_json(path)
+    if config.get("architectures") != ["Qwen2ForCausalLM"]:
+        raise ValueError(f"{path}: architectures is {config.get('architectures')}, "
+                         "expected ['Qwen2ForCausalLM']")
+    rope = config.get("rope_parameters") or {}                                  # newer files
+    plain = rope.get("rope_type", "default") == "default" and not config.get("rope_scaling")
+    if config.get("use_sliding_window") or not plain:
+        raise ValueError(f"{path}: sliding windows and rope_scaling are not supported")
+    missing = [key for key in CONFIG_KEYS if key not in config]
+    if not (config.get("rope_theta") or rope.get("rope_theta")):
+        missing.append("rope_theta")
+    if missing:
+        raise ValueError(f"{path}: no {missing[0]}")
+    return config
+
+
+# What a compressed-tensors config.json says of NVFP4 weights, and the whole section as written.
+NVFP4_WEIGHTS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16,
+                 "symmetric": True}
+NVFP4_CONFIG = {
+    "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
+    "quantization_status": "compressed", "ignore": ["lm_head"],
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": NVFP4_WEIGHTS,
+                                  "input_activations": None, "output_activations": None}}}
+
+
+def check_nvfp4(folder):
+    """ValueError unless config.json announces compressed-tensors' NVFP4 weights.
+
+    Other conventions differ silently: ModelOpt's files hold the tensor scale, not its reciprocal.
+    """
+    config = read_json(Path(folder) / "config.json").get("quantization_config") or {}
+    groups = [group.get("weights") or {} for group in config.get("config_groups", {}).values()]
+    known = all(group.get(key) == value for group in groups for key, value in NVFP4_WEIGHTS.items())
+    if config.get("quant_method") != "compressed-tensors" or not groups or not known:
+        raise ValueError(f"{folder}/config.json: quantization_config is not that of "
+                         "compressed-tensors NVFP4 weights")
+
+
+def load_nvfp4(shards, name, shape, device="cpu"):
+    """nvfp4.quantize's three tensors of the (N, K) linear "model.layers.0.mlp.up_proj"."""
+    check_nvfp4(shards.folder)
+    N, K = shape
+    shards.check(f"{name}.weight_packed", (N, K // 2))
+    shards.check(f"{name}.weight_scale", (N, K // 16))
+    packed, block_scale, inverse = (
+        Shards.get(shards, f"{name}.{part}", device)
+        for part in ("weight_packed", "weight_scale", "weight_global_scale"))
+    if packed.dtype != torch.uint8 or block_scale.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"{shards.folder}: {name} is no NVFP4 weight: {packed.dtype} codes, "
+                         f"{block_scale.dtype} scales")
+    if not (block_scale.float() >= 0).all():
+        raise ValueError(f"{shards.folder}: {name}: a block scale is negative or NaN")
+    global_scale = 1 / inverse.float().reshape(())
+    if not (global_scale.isfinite() and global_scale > 0):
+        raise ValueError(f"{shards.folder}: {name}: weight_global_scale is {inverse.item()}")
+    return packed, block_scale, global_scale
+
+
+# -------------------------------------------------------------------------------------------------
+# Weights out
+
+def nvfp4_files(name, packed, block_scale, global_scale):
+    """Yields (tensor name, tensor) of a linear as compressed-tensors stores it."""
+    yield f"{name}.weight_packed", packed.cpu()
+    yield f"{name}.weight_scale", block_scale.cpu()
+    yield f"{name}.weight_global_scale", (1 / global_scale).reshape(1).cpu()
+
+
+def save_model(tensors, source, out, quantization=None):
+    """An iterable of (name, tensor) -> the new model folder `out`, all else copied from `source`.
+
+    quantization: config.json's quantization_config (NVFP4_CONFIG), None for 16-bit weights.
+    """
+    config = read_json(source / "config.json") | {"torch_dtype": "bfloat16"}
+    config.pop("quantization_config", None)
+    if quantization:
+        config["quantization_config"] = quantization
+    with new_folder(out) as folder:
+        save_shards(tensors, folder)
+        write_json(folder / "config.json", config)
+        for pattern in ("*.json", "*.txt", "*.jinja", "LICENSE*"):             # tokenizer and kin
+            for file in source.glob(pattern):
+                if file.name not in ("config.json", "model.safetensors.index.json"):
+                    shutil.copy(file, folder)
+
+
+def save_shards(tensors, folder):
+    """-> model-0000i-of-0000n.safetensors and their index; holds one shard at a time."""
+    parts = []                                   # names of each file
+    shard = {}
+    total = 0
+
+    def flush():
+        save_file(shard, folder / f"{len(parts)}.part", metadata={"format": "pt"})
+        parts.append(list(shard))
+        shard.clear()
+
+    for name, tensor in tensors:
+        if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > SHARD_BYTES:
+            flush()
+        shard[name] = tensor.contiguous()
+        total += tensor.nbytes
+    flush()
+    weight_map = {}
+    for i, names in enumerate(parts):
+        file = f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors"
+        (folder / f"{i}.part").rename(folder / file)
+        weight_map.update(dict.fromkeys(names, file))
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    write_json(folder / "model.safetensors.index.json", index)
+
+
+# -------------------------------------------------------------------------------------------------
+# PEFT adapters
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+NORMS = ("input_layernorm", "post_attention_layernorm")
+VARIANTS = ("use_dora", "use_rslora", "lora_bias", "rank_pattern", "alpha_pattern")
+
+
+def write_peft(folder, tensors, model_name, rank, alpha, norms):
+    """adapter_config.json and adapter_model.safetensors, each atomically. norms: trained as well."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM",
+              "base_model_name_or_path": str(model_name), "r": rank, "lora_alpha": alpha,
+              "lora_dropout": 0.0, "bias": "none", "target_modules": list(TARGETS),
+              "modules_to_save": list(NORMS) if norms else None, "fan_in_fan_out": False,
+              "init_lora_weights": True, "inference_mode": True}
+    data = save(tensors, metadata={"format": "pt"})
+    write_atomically(folder / "adapter_model.safetensors", data)
+    write_atomically(folder / "adapter_config.json", json.dumps(config, indent=2).encode())
+
+
+def read_peft(folder):
+    """-> adapter_config.json and the tensors of a plain LoRA adapter on every linear."""
+    folder = Path(folder)
+    try:
+        config = json.loads((folder / "adapter_config.json").read_text())
+        tensors = load_file(folder / "adapter_model.safetensors")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(f"{folder}: not a readable PEFT adapter folder ({error})") from None
+    variants = [key for key in VARIANTS if config.get(key)]          # PEFT's other formulas
+    kind = config.get("peft_type")
+    targets = config.get("target_modules")
+    if kind != "LORA" or variants or set(targets or ()) != set(TARGETS):
+        raise ValueError(f"{folder}: need a plain LoRA adapter on {', '.join(TARGETS)}, "
+                         f"got {kind} on {targets} {' '.join(variants)}")
+    if not {"r", "lora_alpha"} <= config.keys():
+        raise ValueError(f"{folder}/adapter_config.json: needs r and lora_alpha, "
+                         f"has {', '.join(config)}")
+    return config, tensors
+
+
+def fill(folder, views, tensors):
+    """Copy the tensors of an adapter into the views of those names, or ValueError if they differ."""
+    wrong = sorted(set(views) ^ set(tensors))
+    wrong += [n for n in views if n in tensors and views[n].shape != tensors[n].shape]
+    if wrong:
+        raise ValueError(f"{folder}: {len(wrong)} tensors are missing, unknown or of another "
+                         f"shape, first {wrong[0]}")
+    for name, view in views.items():
+        view.copy_(tensors[name])

@@ -1,0 +1,214 @@
+"""
+The learner: rollouts and advantages -> one optimizer step on the adapter.
+
+    learner = Learner(model, loss)
+    update = learner.update(rollouts, advantages, weights, lr)
+
+A batch is cut into micro-batches of whole rows, each run forward and backward by
+model.token_logprobs; gradients add up in adapter.master.grad, over micro-batches and ranks. Then
+clip, AdamW, sync.
+
+fp16. Its gradients are those of loss_scale * loss, a power of two, so that dividing by it is
+exact. Half after an update that was not finite, down to 1; twice as much after GOOD_UPDATES that
+were. A long run finds the top of fp16's range, and then loses one update in 500.
+
+Not here: the loss (grpo.py), forward and backward (model.py, ops.py), 8-bit moments (they would
+save 6 bytes of 18 for 1 % of the parameters).
+"""
+import functools
+import math
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+
+import grpo
+from run import RANK, WORLD, all_sum, gather
+
+FIRST_LOSS_SCALE = 2.0**14
+GOOD_UPDATES = 500
+
+
+class Update(NamedTuple):
+    sums: dict                                   # of the trained tokens, for grpo.summarize
+    grad_norm: float                             # before clipping
+    lr: float
+    problem: str = ""                            # why the step was left out
+
+
+class Learner:
+    """The optimizer of a model's adapter and what else changes with every update.
+
+    loss: a row of grpo.LOSSES; temperature: of sampling. skipped: updates left out so far because
+    loss or gradient was not finite.
+    """
+
+    def __init__(self, model, loss, temperature=1.0, max_grad_norm=0.2, weight_decay=0.0):
+        self.model = model
+        self.adapter = model.adapter
+        self.loss = loss
+        self.temperature = temperature
+        self.max_grad_norm = max_grad_norm
+        self.weight_decay = weight_decay
+        self.micro_batch_tokens = 8192
+        self.kept_blocks = 0
+        self.skipped = 0
+        self.good_updates = 0
+        self.loss_scale = FIRST_LOSS_SCALE if model.dtype == torch.float16 else 1.0
+        master = self.adapter.master
+        self.optimizer = torch.optim.AdamW(                      # betas: as the release
+            [master], betas=(0.9, 0.99), weight_decay=0.0, fused=True)
+        self.moments = {"step": torch.zeros((), device=master.device),
+                        "exp_avg": torch.zeros_like(master.data),
+                        "exp_avg_sq": torch.zeros_like(master.data)}
+        self.optimizer.state[master] = self.moments              # now: no step needs more memory
+
+    def fit(self, micro_batch_tokens, kept_blocks):
+        """As the memory allows: tokens of a micro-batch, blocks that keep their activations."""
+        self.micro_batch_tokens = micro_batch_tokens
+        self.kept_blocks = kept_blocks
+
+    # What a resumed run needs
+
+    def tensors(self):
+        """name -> tensor, changed in place by update()."""
+        return {"master": self.adapter.master.data, **self.moments}
+
+    def counters(self):
+        scale = {"loss_scale": self.loss_scale, "good_updates": self.good_updates}
+        return {"skipped": self.skipped} | (scale if self.model.dtype == torch.float16 else {})
+
+    def restore(self, counters):
+        """After tensors() were written: go on from there. counters: of a checkpoint, {} if none."""
+        for name in self.counters().keys() & counters.keys():
+            setattr(self, name, counters[name])
+        self.adapter.sync()
+
+    # Learning
+
+    def update(self, rollouts, advantages, weights, lr):
+        """One optimizer step on the rows of all ranks, which all hold them: advantages (B,),
+        weights (B,) of grpo.token_weights.
+
+        A NaN or infinity in loss or gradient skips the step on every rank: all see the same sums.
+        With fp16 a gradient beyond its range is one, and the loss scale follows.
+        """
+        adapter = self.adapter
+        adapter.zero_grad()
+        parts = gather([self.gradient(rollouts, advantages, weights, RANK, WORLD)])[0]
+        parts = [sums for sums in parts if sums]
+        if not parts:
+            return Update({}, 0.0, lr)                           # nothing to learn from: no momentum
+        sums = functools.reduce(grpo.add_sums, parts)
+        all_sum(adapter.master.grad).div_(self.loss_scale)
+        loss = sums.pop("loss").item()
+        grad_norm = adapter.master.grad.norm().item()
+        finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        if self.model.dtype == torch.float16 and math.isfinite(loss):
+            self._next_loss_scale(finite)
+        if not finite:
+            self.skipped += 1
+            return Update(sums, grad_norm, lr, f"loss {loss}, gradient norm {grad_norm}")
+        adapter.master.grad.mul_(min(1.0, self.max_grad_norm / (grad_norm + 1e-6)))
+        self.optimizer.param_groups[0]["lr"] = lr
+        decayed = adapter.master.data[:adapter.norm_start]       # not the norms: they belong near 1
+        decayed *= 1 - lr * self.weight_decay
+        self.optimizer.step()
+        adapter.sync()
+        return Update(sums, grad_norm, lr)
+
+    def gradient(self, rollouts, advantages, weights, rank, ranks):
+        """Adds one rank's share of the gradient of loss_scale * loss to adapter.master.grad.
+
+        -> sums over its trained tokens, {} if it has none. Micro-batches are those of the whole
+        step, dealt to the ranks: with those of each rank's own rows, bf16 would round otherwise
+        on two GPUs than on one, and 7B's gradient differ by 0.8 %.
+        """
+        teaches = (advantages != 0) | (self.loss.kl_beta > 0)
+        trained = torch.nonzero((weights > 0) & teaches)[:, 0].tolist()
+        prompts = [rollouts.prompts[b] for b in trained]
+        completions = [rollouts.completions[b] for b in trained]
+        sums = {}
+        for part in micro_batches(prompts, completions, self.micro_batch_tokens, ranks, rank):
+            rows = [trained[i] for i in part]
+            loss, more = self._micro_batch(rollouts, rows, advantages[rows], weights[rows])
+            (loss * self.loss_scale).backward()
+            sums = grpo.add_sums(sums, more)
+        return {name: value.cpu() for name, value in sums.items()}
+
+    def _micro_batch(self, rollouts, rows, advantages, weights):
+        """-> loss of the given rows, differentiable, and its sums."""
+        model = self.model
+        device = model.device
+        lengths = [len(rollouts.completions[b]) for b in rows]
+        tokens = [rollouts.prompts[b] + rollouts.completions[b] for b in rows]
+        starts = [len(rollouts.prompts[b]) for b in rows]
+        logprobs, entropy = model.token_logprobs(tokens, starts, self.temperature,
+                                                 self.kept_blocks)
+        reference = None
+        if self.loss.kl_beta:
+            with torch.no_grad(), self.adapter.off():
+                reference, _ = model.token_logprobs(tokens, starts, self.temperature)
+        old = torch.cat([rollouts.logprobs[b] for b in rows]).to(device)
+        row = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths)).to(device)
+        loss, sums = grpo.policy_loss(logprobs, old, advantages.to(device), row,
+                                      weights.to(device), self.loss, reference)
+        sums["entropy"] = entropy.sum().double()
+        sums["loss"] = loss.detach().double()
+        return loss, sums
+
+    def _next_loss_scale(self, finite):
+        if not finite:
+            self.loss_scale = max(self.loss_scale / 2, 1.0)
+            self.good_updates = 0
+            return
+        self.good_updates += 1
+        if self.good_updates == GOOD_UPDATES:
+            self.loss_scale *= 2
+            self.good_updates = 0
+
+
+def micro_batches(prompts, completions, token_budget, ranks=1, rank=0):
+    """B prompts and completions (lists of ids) -> lists of row indices, at most token_budget each.
+
+    For several ranks, smaller ones if there would be less than about four for each; `rank` gets
+    its share of them. They are dealt largest first, to whom has least: in turns, the busiest of 4
+    ranks would have a tenth too much.
+
+    Rows of one prompt that follow each other stay together: the learner computes their prompt
+    once, so a group counts it once. A group beyond the budget is cut, and a row beyond it stands
+    alone. First fit, longest first: what does not fit in memory fails at once.
+    """
+    assert token_budget > 0, token_budget
+    if ranks > 1:
+        tokens = sum(map(len, completions)) + sum(len(prompt) for prompt, _ in groupby(prompts))
+        token_budget = min(token_budget, tokens // (4 * ranks) + 1)
+    pieces = []                                                  # [tokens, [row, ...]]
+    for _, group in groupby(range(len(prompts)), prompts.__getitem__):
+        piece = None
+        for b in group:
+            if piece is None or piece[0] + len(completions[b]) > token_budget:
+                piece = [len(prompts[b]), []]
+                pieces.append(piece)
+            piece[0] += len(completions[b])
+            piece[1].append(b)
+    batches = []
+    for tokens, rows in largest_first(pieces):
+        batch = next((b for b in batches if b[0] + tokens <= token_budget), None)
+        if batch is None:
+            batch = [0, []]
+            batches.append(batch)
+        batch[0] += tokens
+        batch[1] += rows
+    if ranks == 1:
+        return [rows for _, rows in batches]
+    shares = [[0, []] for _ in range(ranks)]
+    for tokens, rows in largest_first(batches):
+        least = min(shares, key=lambda share: share[0])
+        least[0] += tokens
+        least[1].append(rows)
+    return shares[rank][1]
+
+
+def largest_first(pieces):
+    return sorted(pieces, key=lambda piece: -piece[0])

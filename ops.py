@@ -1,0 +1,187 @@
+"""
+The two operations whose backward is written by hand, and the door to their GPU kernels.
+
+    mlp              down(silu(gate) * up): its backward leaves the inputs of matmuls in 16 bits
+    token_logprobs   log softmax at the sampled tokens, without the (T, V) tensor
+
+Autograd would keep or move tensors of gigabytes for both. They return what plain torch would:
+tests compare them with autograd on the full tensors, in float64.
+
+The door. A function marked `twin_in_kernels` is plain torch and complete. Where its tensors live
+on a GPU, the function of the same name and signature in kernels.py runs instead: a few Triton
+kernels that move each number once. A machine without Triton never opens that file.
+
+Shapes: T tokens, D width, F feed-forward, V vocabulary, M rows, N out_features, K in_features.
+"""
+import functools
+
+import torch
+import torch.nn.functional as F
+
+
+def twin_in_kernels(reference):
+    """Calls whose first tensor is on a GPU go to kernels.py; `.reference` is the torch function."""
+    @functools.wraps(reference)
+    def either(*arguments, **options):
+        tensor = next(a for a in arguments if isinstance(a, torch.Tensor))
+        if not tensor.is_cuda:
+            return reference(*arguments, **options)
+        import kernels
+        return getattr(kernels, reference.__name__)(*arguments, **options)
+
+    either.reference = reference
+    return either
+
+
+@twin_in_kernels
+def elementwise(function, x, *rest):
+    """function(x, *rest); on a GPU compiled into one kernel, where a gradient is wanted."""
+    return function(x, *rest)
+
+
+def mm(a, b, out_dtype):
+    """a @ b with fp32 sums, rounded once to out_dtype."""
+    if not a.is_cuda or a.dtype == torch.float32:
+        return (a.float() @ b.float()).to(out_dtype)
+    if out_dtype == a.dtype:
+        return torch.mm(a, b)
+    return torch.mm(a, b, out_dtype=out_dtype)
+
+
+def mm_fp32(a, b):
+    """a (M, K) @ b (K, N) -> fp32: rounded, sampler and learner would drift twice as far apart."""
+    return mm(a, b, torch.float32)
+
+
+# -------------------------------------------------------------------------------------------------
+# The MLP
+
+@twin_in_kernels
+def swiglu(y, rstd, h, keep=True):
+    """Writes silu(gate) * up into h (T, F), rows of any stride -> y in h's dtype, if kept.
+
+    y (T, 2F) fp32 is the result of the gate|up matmul, rstd (T, 1) fp32 1/rms.
+    """
+    gate, up = (y * rstd).chunk(2, dim=-1)
+    h.copy_(F.silu(gate) * up)
+    return y.to(h.dtype)
+
+
+@twin_in_kernels
+def swiglu_backward(y, rstd, dh, dy):
+    """dh (T, F): dL/dh. Writes dL/dy into dy (T, 2F), rows of any stride; -> dL/drstd (T, 1)."""
+    gate, up = (y * rstd).chunk(2, dim=-1)
+    s = torch.sigmoid(gate)
+    silu = gate * s
+    dz = torch.cat([dh * up * (s + silu * (1 - s)), dh * silu], dim=-1)
+    dy.copy_(dz * rstd)
+    return (dz * y).sum(-1, keepdim=True, dtype=rstd.dtype)
+
+
+class _Mlp(torch.autograd.Function):
+    """As three functions, the gradients between them would be fp32, and h would be copied to
+    where h @ A.T stands beside it. The backward reads y rounded to x's dtype, as every other
+    operand: half of what a block has to keep.
+    """
+
+    @staticmethod
+    def forward(ctx, x, rstd, gate_up, down, *_):
+        y, xa = gate_up.product(x)
+        ha = down.with_room(x)
+        h = ha[:, :down.weight.K]
+        y = swiglu(y, rstd, h, keep=ctx.needs_input_grad[0])
+        out, ha = down.product(h, ha)
+        ctx.linears = gate_up, down
+        ctx.save_for_backward(xa, y, rstd, ha)
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        xa, y, rstd, ha = ctx.saved_tensors
+        gate_up, down = ctx.linears
+        room = down.gradient_room(ha)
+        room[:, :dout.shape[1]] = dout
+        dh, *of_down = down.product_backward(ha, room, ctx.needs_input_grad[6])
+        room = gate_up.gradient_room(xa)
+        drstd = swiglu_backward(y, rstd, dh, room[:, :y.shape[1]])
+        dx, *of_gate_up = gate_up.product_backward(xa, room, ctx.needs_input_grad[4])
+        return dx, drstd, None, None, *of_gate_up, *of_down
+
+
+def mlp(gate_up, down, x, rstd):
+    """silu(gate * rstd) * up * rstd through down: x (T, D) -> (T, D) fp32.
+
+    gate_up, down: lora.Linear; rstd (T, 1) fp32: 1/rms of the rows of x.
+    """
+    return _Mlp.apply(x, rstd, gate_up, down, *gate_up.trained(), *down.trained())
+
+
+# -------------------------------------------------------------------------------------------------
+# Log-probs
+
+@twin_in_kernels
+def scores(products, scale, targets, live, dtype=None):
+    """Softmax of logits = products[:, :live] * scale at `targets`; overwrites products.
+
+    products (c, V) fp32, scale (c, 1), targets (c,) -> (target's logit, log-sum-exp, mean logit
+    under the softmax), each (c,), and onehot(targets) - softmax (c, V) in `dtype`, zeros from
+    `live` on, or None if dtype is None.
+    """
+    logits = products[:, :live].mul_(scale)
+    picked = logits.gather(1, targets[:, None])
+    lse = logits.logsumexp(1, keepdim=True)
+    p = torch.exp(logits - lse)
+    sums = picked[:, 0], lse[:, 0], torch.linalg.vecdot(p, logits)
+    if dtype is None:
+        return sums, None
+    ahead = p.neg_().scatter_add_(1, targets[:, None], torch.ones_like(picked))
+    return sums, F.pad(ahead, (0, products.shape[1] - live)).to(dtype)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """log softmax(x @ head[:live].T * rstd / temperature) at `targets`.
+
+    One log-prob's gradient with respect to its own x is one row, (onehot - p) @ head * scale. It
+    is computed while the chunk's logits are at hand: the backward is then one multiplication, and
+    logits are computed once.
+    """
+    CHUNK = 512                                  # rows a time: 0.3 GB of fp32 logits at V = 152k
+
+    @staticmethod
+    def forward(ctx, x, rstd, head, targets, live, temperature):
+        n = x.shape[0]
+        logprobs, entropy = torch.empty(2, n, device=x.device)
+        needs_grad = any(ctx.needs_input_grad[:2])
+        dx = torch.empty(x.shape, device=x.device) if needs_grad else None
+        drstd = torch.empty_like(rstd) if needs_grad else None
+        for i in range(0, n, _TokenLogprobs.CHUNK):
+            s = slice(i, i + _TokenLogprobs.CHUNK)
+            scale = rstd[s] / temperature                                       # (c, 1)
+            products = mm_fp32(x[s], head.T)                                    # (c, V)
+            sums, ahead = scores(products, scale, targets[s], live, x.dtype if needs_grad else None)
+            picked, lse, mean_logit = sums                                      # (c,) each
+            logprobs[s] = picked - lse
+            entropy[s] = lse - mean_logit
+            if needs_grad:
+                drstd[s] = (picked - mean_logit)[:, None] / rstd[s]
+                dx[s] = mm_fp32(ahead, head).mul_(scale)
+        ctx.save_for_backward(dx, drstd)
+        ctx.dtype = x.dtype
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx, dlogprobs, _):
+        dx, drstd = ctx.saved_tensors
+        upstream = dlogprobs[:, None]
+        return (dx * upstream).to(ctx.dtype), drstd * upstream, None, None, None, None
+
+
+def token_logprobs(x, rstd, head, targets, live, temperature):
+    """x (T, D), rstd (T, 1), head (V, D), targets (T,) -> log-probs and entropy, (T,) fp32 each.
+
+    Only the log-probs have a gradient. They are over the first `live` rows of the head. The
+    others are multiplied too, for nothing: 151,665 columns would keep cuBLAS off its aligned
+    kernels.
+    """
+    return _TokenLogprobs.apply(x, rstd, head, targets, live, temperature)

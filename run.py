@@ -1,0 +1,334 @@
+"""
+A run among other processes and on a disk: ranks, signals, files, checkpoints.
+
+Ranks. Started by torchrun, WORLD processes run the same script, each with a GPU of its own and
+the whole model; RANK is this one's number. Started by hand there is one, torch.distributed stays
+out of it, and every function of that section is the identity. Rank 0 alone prints and writes.
+
+    share(items)     this rank's part of a list that all ranks have
+    gather(items)    all ranks' lists as one, and where this rank's part is in it
+    all_sum(t)       sum over ranks
+
+Ends. A signal raises Stopped at once, wherever the step is: a cluster may give 30 seconds, a step
+may take longer. A rank that dies makes the next gather() of the others raise Stopped; torchrun
+sends SIGTERM as well. Lists travel by gloo, also on GPUs: a gloo call fails as soon as a peer's
+socket closes, while an NCCL kernel waits for the dead until a timeout. So an all_sum() of a big
+GPU tensor comes right after a gather().
+
+Checkpoints. Training changes tensors in place, in the middle of steps. `Checkpoints` keeps a copy
+on the host as of the end of the last whole step (50 ms a step for 7B at rank 32: 1 GB, pinned),
+and files are written from that copy alone. So whatever ends a run, wherever in a step, rank 0 can
+save the last whole step without a word to other ranks or to a GPU that may be stuck, and saving
+never changes what is being trained.
+
+    checkpoints/step_000040/state.safetensors     the tensors
+                           /state.json            the counters, SHA-256 of both files' content
+
+Written into a temporary folder that is flushed, renamed and flushed again: a crash leaves all of
+it or nothing. The last two stay. Noise, order and sampling are functions of the seed and the
+counters: there is no generator to save.
+
+Not here: model or pipeline parallelism, elastic restarts.
+"""
+import hashlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load, save
+from tqdm import tqdm
+
+RANK = int(os.environ.get("RANK", 0))
+WORLD = int(os.environ.get("WORLD_SIZE", 1))
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
+SIGNALS = signal.SIGTERM, signal.SIGINT
+
+
+class Stopped(BaseException):
+    """The run ends though it did nothing wrong. Not an Exception: no library may swallow it."""
+
+
+# -------------------------------------------------------------------------------------------------
+# Ranks
+
+def say(text):
+    """Prints above the progress bar; rank 0 alone."""
+    if RANK == 0:
+        tqdm.write(text)
+
+
+def join(device):
+    """Meet the other ranks. 30 minutes: one rank may sample that long after another is done."""
+    if WORLD > 1:
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(minutes=30))
+
+
+def collective(operation, *arguments):
+    try:
+        operation(*arguments)
+    except RuntimeError as error:
+        raise Stopped(f"another rank was lost ({str(error).splitlines()[0]})") from None
+
+
+def share(items):
+    """Consecutive, sizes differ by one at most, the same places for all lists of one length."""
+    return items[len(items) * RANK // WORLD:len(items) * (RANK + 1) // WORLD]
+
+
+def gather(items):
+    """-> the items of all ranks in order, the slice of them that is this rank's. CPU tensors."""
+    parts = [items]
+    if WORLD > 1:
+        parts = [None] * WORLD
+        collective(dist.all_gather_object, parts, items)
+    start = sum(map(len, parts[:RANK]))
+    return [item for part in parts for item in part], slice(start, start + len(items))
+
+
+def all_sum(tensor):
+    """In place; the same bits on every rank. Waits in Python: CUDA's wait lets no signal through."""
+    if WORLD > 1:
+        work = dist.all_reduce(tensor, async_op=True)
+        while not work.is_completed():
+            time.sleep(1e-4)
+        collective(work.wait)
+    return tensor
+
+
+def from_rank_0(tensor):
+    """In place."""
+    if WORLD > 1:
+        collective(dist.broadcast, tensor, 0)
+
+
+# -------------------------------------------------------------------------------------------------
+# Signals
+
+def stop(number, _=None):
+    hint = " (asked to, or because a rank died: see torchrun's report)" if WORLD > 1 else ""
+    raise Stopped(f"stopped by {signal.Signals(number).name}{hint}")
+
+
+@contextmanager
+def signals_wait():
+    """Within, files and memory change together; a signal takes effect at the end."""
+    came = []
+    before = [signal.signal(number, lambda n, _: came.append(n)) for number in SIGNALS]
+    try:
+        yield
+    finally:
+        for number, handler in zip(SIGNALS, before):
+            signal.signal(number, handler)
+    if came:
+        stop(came[0])
+
+
+@contextmanager
+def ending_with(save, advice):
+    """However the block ends early, save() has been called -> what was saved, to be said.
+
+    What is no fault of the code ends in one line and code 1; a bug keeps its traceback.
+    """
+    for number in SIGNALS:
+        signal.signal(number, stop)
+    try:
+        yield
+    except BaseException as error:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)        # torchrun repeats it; SIGKILL after 30 s
+        try:
+            saved = save()
+        except OSError as failure:
+            saved = f"the last step cannot be saved ({failure}), earlier checkpoints are whole"
+        if not isinstance(error, (Stopped, OSError, torch.OutOfMemoryError)):
+            raise
+        if RANK == 0:
+            line = str(error).splitlines()[0]
+            print(f"train.py: {line}; {saved}; {advice}", file=sys.stderr, flush=True)
+        if WORLD > 1:
+            os._exit(1)                                  # NCCL's farewell waits for ranks now gone
+        sys.exit(1)
+
+
+# -------------------------------------------------------------------------------------------------
+# Files
+
+def flush(path):
+    """A file's bytes, or the names in a folder, to disk: else a rename may be lost with power."""
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+def write_atomically(path, data):
+    """bytes -> file, by a temporary one beside it. A crash leaves the old file or the new."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)                # what a full disk cut off
+
+
+@contextmanager
+def new_folder(out):
+    """A temporary folder beside `out`: becomes `out` if the block ends well, else is removed."""
+    out = Path(out).absolute()
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"{out}: exists and is not an empty folder")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        yield folder
+        for path in (*folder.iterdir(), folder):         # mkdtemp and safetensors let only us read
+            path.chmod(0o755 if path.is_dir() else 0o644)
+            flush(path)
+        folder.rename(out)
+        flush(out.parent)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+# -------------------------------------------------------------------------------------------------
+# The folder of a run
+
+def digest(tensors, counters):
+    return hashlib.sha256(tensors + json.dumps(counters, sort_keys=True).encode()).hexdigest()
+
+
+class Checkpoints:
+    """The last whole step: `tensors` (name -> copy on the host) and `counters` (name -> number).
+
+    counters is empty until keep() or load() was called: there is nothing to save before.
+    """
+
+    def __init__(self, folder, live):
+        self.folder = folder
+        self.tensors = {name: torch.empty_like(t, device="cpu", pin_memory=t.is_cuda)
+                        for name, t in live.items()}
+        self.counters = {}
+
+    def keep(self, live, counters):
+        """The step is whole: copy what training changes in place."""
+        for name, t in live.items():
+            self.tensors[name].copy_(t)
+        self.counters = dict(counters)
+
+    def save(self):
+        """Raises OSError with the earlier checkpoints untouched and the space given back."""
+        final = self.folder / f"step_{self.counters['step']:06d}"
+        if final.exists():
+            return                                       # load() saw it whole, or this run wrote it
+        tensors = save(self.tensors)
+        record = {**self.counters, "sha256": digest(tensors, self.counters)}
+        temporary = self.folder / ".writing"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        try:
+            write_atomically(temporary / "state.safetensors", tensors)
+            write_atomically(temporary / "state.json", json.dumps(record).encode())
+            flush(temporary)
+            os.replace(temporary, final)
+            flush(self.folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        for old in sorted(self.folder.glob("step_*"))[:-2]:
+            shutil.rmtree(old)
+
+    def load(self):
+        """From the newest whole checkpoint -> lines to print. Damaged ones are renamed, not lost."""
+        lines = []
+        for folder in sorted(self.folder.glob("step_*"), reverse=True):
+            try:
+                counters = json.loads((folder / "state.json").read_text())
+                tensors = (folder / "state.safetensors").read_bytes()
+                if counters.pop("sha256") != digest(tensors, counters):
+                    raise ValueError("its checksum does not match")
+            except (OSError, ValueError, KeyError) as error:
+                lines.append(f"{folder}: damaged checkpoint passed over: {error}")
+                folder.rename(folder.with_name(f"damaged_{folder.name}_{time.time_ns()}"))
+                continue
+            for name, t in load(tensors).items():
+                self.tensors[name].copy_(t)
+            self.counters = counters
+            return lines + [f"{folder}: going on from here"]
+        return lines + [f"{self.folder}: no whole checkpoint, starting from step 0"]
+
+
+class Folder:
+    """run.json, metrics.jsonl, samples.jsonl, checkpoints/ and adapter/ of one run.
+
+    live: name -> tensor that training changes; write_adapter(tensors, folder): as other programs
+    read it. Only rank 0 reads and writes.
+    """
+
+    def __init__(self, path, live, write_adapter):
+        self.path = path
+        self.live = live
+        self.write_adapter = write_adapter
+        self.checkpoints = Checkpoints(path / "checkpoints", live)
+
+    def start(self, flags, resume):
+        """Write run.json before all else, or read the checkpoint to go on from and cut the logs to
+        it. -> counters of that checkpoint, {} if there is none; its tensors are every rank's.
+        """
+        if RANK == 0 and resume:
+            for line in self.checkpoints.load():
+                say(line)
+            for name in ("metrics.jsonl", "samples.jsonl"):      # later steps will be done again
+                trim_lines(self.path / name, self.checkpoints.counters.get("step", 0))
+        elif RANK == 0:
+            write_atomically(self.path / "run.json", json.dumps(flags, indent=2).encode())
+        counters = gather([self.checkpoints.counters])[0][0]
+        for name, t in self.checkpoints.tensors.items() if counters else ():
+            from_rank_0(t)
+            self.live[name].copy_(t)
+        if counters:
+            self.save()                          # adapter/, in case the end came between the two
+        return counters
+
+    def keep(self, counters):
+        """The step is whole: from here on, whatever ends the run saves this."""
+        self.checkpoints.keep(self.live, counters)
+
+    def log(self, name, objects):
+        """One JSON object a line, to disk before any checkpoint that counts on them."""
+        if RANK == 0:
+            with open(self.path / name, "a") as f:
+                f.write("".join(json.dumps(o) + "\n" for o in objects))
+                f.flush()
+                os.fsync(f.fileno())
+
+    def save(self):
+        """Checkpoint and adapter/ of the last whole step -> what there is to say."""
+        kept = self.checkpoints
+        if not kept.counters:
+            return "nothing was changed"
+        if RANK == 0:
+            kept.save()
+            self.write_adapter(kept.tensors, self.path / "adapter")
+        return f"step {kept.counters['step']} is saved"
+
+
+def trim_lines(path, step):
+    """Keep the lines of a log that belong to steps before `step`."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    whole = [line for line in lines
+             if line.endswith(b"\n") and json.loads(line)["step"] < step]
+    if len(whole) < len(lines):
+        os.truncate(path, sum(map(len, whole)))
