@@ -2,7 +2,7 @@
 The decode step on a GPU: one new token for every live row, as one CUDA graph per batch size.
 
     engine = GraphEngine(model, kv, max_rows)                   # interface and numbers of TorchEngine
-    tokens, logprobs, made = engine.decode(rows, steps, temperature, end_ids, top_k, top_p)
+    tokens, logprobs, made = engine.decode(rows, steps, sampling)
 
 Why: at 7B a step is 4.9 GB of memory traffic, about 1.1 ms, in 260 launches. Python needs 10 us for
 a launch and a pass over an activation 3 us, so launches are recorded once and everything between two
@@ -31,14 +31,17 @@ import triton.language as tl
 
 import kernels
 from kernels import Cache, Logits, Norm, Partial, Runs, Shape, Squares, State
-from marlin_fp4 import Slabs, mm_fp32, runs_on
+from marlin_fp4 import runs_on
 from model import FP16_SHIFT
-from sampler import BLOCK, WINDOW, TorchEngine, filter_logits
+from ops import mm_fp32
+from sampler import BLOCK, Rows, TorchEngine, filter_logits
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)      # batch sizes with a graph
 TILE = 128                                     # columns of a matmul's tile
+WINDOW = 8                                     # steps between two looks of the host
 CHUNK = 2048                                   # vocabulary entries of one program of the softmax
 GROUP = 16                                     # queries of a tile of attention_kernel
+GIVEN = len(Rows._fields) - 1                  # of the state, in one order: Rows but for the table
 MAX_ENDS = 16                                  # end ids of a tokenizer
 LOG2_E = 1.4426950408889634
 
@@ -88,22 +91,11 @@ def attention_shape(pairs, shared):
 def partial(linear, x):
     """The linear's matmul of x (n, K), and what a kernel finishes it with."""
     R = linear.rank
-    slabs = partial_sums(linear, x)
+    slabs = linear.weight.partial(x, linear.a16 if R else None)
     S, SA = slabs.most
     return Partial(slabs.sums, slabs.scale, linear.b16 if R else slabs.scale, linear.weight.N,
                    slabs.sums.shape[2], slabs.KB, slabs.L, const(S), const(SA), const(R),
                    const(max(16, triton.next_power_of_2(R))))
-
-
-def partial_sums(linear, x):                                         # until model.py has nvfp4.Weight
-    weight, a = linear.weight, linear.a16 if linear.rank else None
-    if hasattr(weight, "expands") and not weight.expands(len(x)):
-        return weight.partial(x, a)
-    w, N = weight.dequantize(), weight.N
-    sums = torch.empty(1, x.shape[0], N + (0 if a is None else a.shape[0]), device=x.device)
-    for rows, out in [(w, sums[0, :, :N])] + ([] if a is None else [(a, sums[0, :, N:])]):
-        out.copy_(mm_fp32(x, rows.T))
-    return Slabs(sums, torch.ones(N, device=x.device), 1, 1)
 
 
 class GraphEngine(TorchEngine):
@@ -123,6 +115,7 @@ class GraphEngine(TorchEngine):
         assert c.heads // c.kv_heads <= GROUP, f"{c.heads} heads on {c.kv_heads}: over {GROUP} on each"
         assert model.dtype == kv.dtype, f"KV cache in {kv.dtype}, model in {model.dtype}"
         super().__init__(model, kv, max_rows)
+        self.max_rows = max_rows
         self.shared = GROUP // (c.heads // c.kv_heads)
         self.buckets = [size for size in BUCKETS if size < max_rows] + [max_rows]
         self.pdl = dict(PDL=True, launch_pdl=True) if runs_on(kv.device) else dict(PDL=False)
@@ -151,41 +144,43 @@ class GraphEngine(TorchEngine):
         return next(size for size in self.buckets if size >= n)
 
     @torch.no_grad()
-    def decode(self, rows, steps, temperature, end_ids, top_k, top_p):
-        """See sampler.TorchEngine.decode; steps <= WINDOW."""
-        n = len(rows["pos"])
+    def decode(self, rows, steps, sampling):
+        """steps <= WINDOW."""
+        n = len(rows.pos)
+        ends = sorted(sampling.end_ids)
         assert n <= self.max_rows, f"{n} rows, made for {self.max_rows}"
         assert steps <= WINDOW, f"{steps} steps, made for {WINDOW}"
-        assert len(end_ids) <= MAX_ENDS, f"{len(end_ids)} end ids, at most {MAX_ENDS}"
+        assert len(ends) <= MAX_ENDS, f"{len(ends)} end ids, at most {MAX_ENDS}"
         if self.table is None:
-            self.table = self.rows.new_zeros(self.max_rows, rows["table"].shape[1])
+            self.table = self.rows.new_zeros(self.max_rows, rows.table.shape[1])
         size = self.batch_size(n)
-        run = self.graph(size, not temperature, top_k, top_p)
+        run = self.graph(size, sampling)
         self.rows[:, :size] = self.nobody
-        self.rows[:6, :n] = torch.stack([rows[name] for name in State._fields[:6]])
-        self.state.alive[:n] = rows["limit"] > rows["pos"]
+        self.rows[:GIVEN, :n] = torch.stack(rows[:GIVEN])
+        self.state.alive[:n] = rows.limit > rows.pos
         self.table[:size] = 0
-        self.table[:n] = rows["table"]
-        self.ends.copy_(torch.tensor(sorted(end_ids) + [-1] * (MAX_ENDS - len(end_ids))))
-        self.inv_temperature.fill_(1 / (temperature or 1.0))
+        self.table[:n] = rows.table
+        self.ends.copy_(torch.tensor(ends + [-1] * (MAX_ENDS - len(ends))))
+        self.inv_temperature.fill_(1 / (sampling.temperature or 1.0))
         for _ in range(steps):
             run()
         tokens = self.tokens[:steps, :n].clone()
         return tokens, self.logprobs[:steps, :n].clone(), self.state.made[:n].clone()
 
-    def graph(self, size, greedy, top_k, top_p):
+    def graph(self, size, sampling):
         """-> a function that runs one step of `size` rows."""
         adapter = self.model.adapter
         live = adapter is not None and adapter.linears[0].enabled
         of_adapter = (adapter.working.data_ptr(), adapter.rank) if live else None
-        settings = of_adapter, top_k, top_p, self.model.live_vocab
+        settings = of_adapter, sampling.top_k, sampling.top_p, self.model.live_vocab
         if settings != self.settings:
             self.graphs.clear()
             self.pool = None                                         # a pool without graphs cannot be used again
             self.settings = settings
-        if (size, greedy) not in self.graphs:
-            self.graphs[size, greedy] = self.capture(lambda: self.step(size, greedy, top_k, top_p))
-        return self.graphs[size, greedy]
+        key = size, not sampling.temperature
+        if key not in self.graphs:
+            self.graphs[key] = self.capture(lambda: self.step(size, sampling))
+        return self.graphs[key]
 
     def capture(self, launch):
         """-> the replay of launch(), which only launches kernels."""
@@ -204,7 +199,7 @@ class GraphEngine(TorchEngine):
             launch()
         return graph.replay
 
-    def step(self, n, greedy, top_k, top_p):
+    def step(self, n, sampling):
         """Launch one step of rows [0, n)."""
         model, c, pdl = self.model, self.model.config, self.pdl
         D, F, H, KV, d = c.width, c.feed_forward, c.heads, c.kv_heads, c.head_dim
@@ -256,18 +251,18 @@ class GraphEngine(TorchEngine):
             kernels.swiglu_kernel[triton.cdiv(n, rows), F // tile](
                 partial(layer.gate_up, xw), n, squares, hidden, tile, rows, num_warps=per_program, **pdl)
             residual(layer.down, hidden, next_norm)
-        self.sample(xw, squares, greedy, top_k, top_p)
+        self.sample(xw, squares, sampling)
 
-    def sample(self, xw, squares, greedy, top_k, top_p):
-        """The head and the draw: the final norm's xw (n, D) and squares -> next token of every row."""
+    def sample(self, xw, squares, sampling):
+        """The head and the draw: the final norm's xw (n, D) and squares -> every row's token."""
         n, V = len(xw), self.model.live_vocab
         # All rows of the head: 151,665 columns of fp32 would leave cuBLAS unaligned rows.
         logits = mm_fp32(xw, self.model.lm_head.T)                   # (n, V padded)
-        filtered = bool(top_k or top_p < 1.0)
+        filtered = bool(sampling.top_k or sampling.top_p < 1.0)
         if filtered:
             rms = torch.rsqrt(squares.sums.sum(1, keepdim=True) / squares.D + squares.eps)
             logits *= rms * self.inv_temperature
-            filter_logits(logits[:, :V], top_k, top_p)
+            filter_logits(logits[:, :V], sampling.top_k, sampling.top_p)
         chunks = triton.cdiv(V, CHUNK)
         tops = logits.new_empty(n, chunks)
         masses = logits.new_empty(n, chunks)
@@ -276,4 +271,5 @@ class GraphEngine(TorchEngine):
                         const(filtered), const(CHUNK))
         kernels.chunk_kernel[n, chunks](logits)
         kernels.pick_kernel[n,](logits, chunks, self.state, self.ends, self.tokens, self.logprobs,
-                                self.max_rows, greedy, triton.next_power_of_2(chunks), MAX_ENDS)
+                                self.max_rows, not sampling.temperature,
+                                triton.next_power_of_2(chunks), MAX_ENDS)

@@ -67,7 +67,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nvfp4 import E2M1_SIGNED
+from nvfp4 import E2M1_SIGNED, Slabs, Weight
 
 BLOCK = 16                                      # weights per scale
 TILE = 128                                      # side of a packed tile
@@ -166,29 +166,17 @@ def _untile(t):
     return t.transpose(1, 2).flatten(2, 3).flatten(0, 1)
 
 
-class PackedWeight:
+class PackedWeight(Weight):
     """One frozen (N, K) NVFP4 weight in the layout above. Made by pack()."""
-    late_scale = None                                                # until lora.py asks no more
 
     def __init__(self, N, K, codes, scales, row_scale, dtype):
-        self.N = N
-        self.K = K
+        super().__init__((codes, scales, row_scale), None, (N, K), dtype)
         self.codes = codes                                           # int16 (N/128, K/128, 128, 32)
         self.scales = scales                                         # int32 (N/128, K/128, 128, 2)
         self.row_scale = row_scale                                   # fp32 (N,)
-        self.dtype = dtype                                           # of the x to come: which order this is
         self.order = ORDERS[dtype]
         self.out_scale = row_scale * 2**self.order.power             # fp32 (N,): what slabs are multiplied by
         self.exact = bool((torch.frexp(row_scale).mantissa == 0.5).all())        # all powers of two
-
-    @property
-    def device(self):
-        return self.codes.device
-
-    @property
-    def nbytes(self):
-        tensors = self.codes, self.scales, self.row_scale, self.out_scale
-        return sum(t.nbytes for t in tensors)
 
     def dequantize(self, out=None):
         """-> W (N, K) in dtype, or in out's, whose rows may have any stride."""
@@ -215,11 +203,11 @@ class PackedWeight:
         return w[:self.N, :self.K]
 
     def partial(self, x, a=None):
-        """x (M, K), LoRA's A (R, K) or None -> Slabs of x @ [W; A].T."""
+        if self.expands(len(x)):
+            return super().partial(x, a)
         return decode_matmul(x, self, a, pdl=True)
 
     def expands(self, rows):
-        """Whether partial() of so many rows makes a 16-bit W first."""
         return rows > CROSSOVER or not runs_on(self.device)
 
     @cached_property
@@ -236,7 +224,6 @@ def pack(packed, block_scale, global_scale, dtype=torch.bfloat16):
     () or (N,) -> PackedWeight for an x of this dtype to come.
     """
     N, K = packed.shape[0], packed.shape[1] * 2
-    dtype = torch.bfloat16 if dtype == torch.float32 else dtype      # until model.py packs no fp32 weights
     assert dtype in ORDERS, f"dtype must be bf16 or fp16, got {dtype}"
     assert packed.dtype == torch.uint8, f"packed must be uint8, got {packed.dtype}"
     assert K % BLOCK == 0, f"{K=} must be a multiple of {BLOCK}, the weights of one scale ({N=})"
@@ -771,29 +758,3 @@ def decode_matmul(x, weight, lora_a=None, slabs=None, pdl=False, config=None):
         x_map, *weight.maps, a_map, out_map, slabs, N, plan.KB, plan.L, plan.a_programs,
         config, PDL=pdl, num_warps=4, maxnreg=config.maxnreg, launch_pdl=pdl)
     return Slabs(slabs, weight.out_scale, plan.KB, plan.L)
-
-
-class Slabs(NamedTuple):
-    """Partial sums of a linear: the sum of the first pieces(n, KB, L) slabs is column n of x @ W.T / scale, that of
-    the first a_pieces(KB, L) column N + r of x @ lora_a.T. Slabs past those hold anything."""
-    sums: torch.Tensor                          # fp32 (S, M, at least N + R)
-    scale: torch.Tensor
-    KB: int
-    L: int
-
-    @property
-    def most(self):
-        """Slabs that any column of x @ W.T has at most, and all of x @ A.T have: pieces and a_pieces, on the host."""
-        return (self.KB + self.L - 2) // self.L + 1, triton.cdiv(self.KB, min(self.L, triton.cdiv(self.KB, 4)))
-
-
-def mm(a, b, out_dtype):
-    """a @ b with fp32 sums, rounded once to out_dtype."""
-    if not a.is_cuda or a.dtype == torch.float32:
-        return (a.float() @ b.float()).to(out_dtype)
-    return torch.mm(a, b) if out_dtype == a.dtype else torch.mm(a, b, out_dtype=out_dtype)
-
-
-def mm_fp32(a, b):
-    """a (M, K) @ b (K, N) -> fp32: rounded, it would double how far sampler and learner drift apart."""
-    return mm(a, b, torch.float32)

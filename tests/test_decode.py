@@ -20,8 +20,11 @@ from triton.backends.compiler import GPUTarget
 import lora
 import marlin_fp4
 import model as model_module
+import nvfp4
 import sampler
 from aqn import noisy_norms
+from ops import mm_fp32
+from sampler import Rows, Sampling
 
 import decode
 import kernels
@@ -57,7 +60,7 @@ def random_linear(M, N, KB, L, parts, R, gen):
     rows = list(torch.arange(N).split(parts))
     for p, r in enumerate(rows if R else []):
         y[:, r] += total[:, N + p * R:N + (p + 1) * R].to(DTYPE).double() @ b[r].double().T
-    most = marlin_fp4.Slabs(slab, scale, KB, L).most
+    most = nvfp4.Slabs(slab, scale, KB, L).most
     sizes = map(const, (*most, R, max(16, 1 << (R - 1).bit_length())))
     return kernels.Partial(slab, scale, b, N, slab.shape[2], KB, L, *sizes), y
 
@@ -131,10 +134,11 @@ def test_every_kernel_of_a_step_compiles_for_hopper_as_it_is_launched(n, rank, d
         monkeypatch.setattr(module, "runs_on", lambda device: True)
     gen = torch.Generator().manual_seed(0)
     model, engine, width = small_engine("nvfp4", gen, rank, max_rows=64, dtype=dtype)
+    pack_linears(model)
     engine.table = torch.zeros(64, width, dtype=torch.int64)
     monkeypatch.setattr(triton.runtime.driver, "_active", Hopper())
     with torch.no_grad():
-        engine.step(n, greedy=False, top_k=0, top_p=1.0)
+        engine.step(n, sampling())
     assert set(compiled) == {"embed_kernel", "decode_kernel", "heads_kernel", "attention_kernel", "residual_kernel",
                              "swiglu_kernel", "chunk_kernel", "pick_kernel"}
     assert all(kernel.asm["cubin"] and kernel.metadata.shared < 227 * 1024 for kernel in compiled.values())
@@ -280,9 +284,9 @@ def small_engine(base, gen, rank=32, max_rows=9, size=(256, 384, 3, 4, 2, 2432),
         return (torch.randn(shape, generator=gen, device=DEVICE) * scale).to(dtype)
 
     def frozen(names, parts, k):
-        return model_module.freeze([get(n, p, k) for n, p in zip(names, parts)], base, dtype)
+        return nvfp4.freeze([get(n, p, k) for n, p in zip(names, parts)], base, dtype)
 
-    model = model_module.build(config, get, frozen, dtype, "small", None)
+    model = model_module.build(config, get, frozen, dtype, "small")
     model.live_vocab = 2311
     if rank:
         adapter = lora.Adapter(model, rank=rank, alpha=rank)
@@ -294,13 +298,23 @@ def small_engine(base, gen, rank=32, max_rows=9, size=(256, 384, 3, 4, 2, 2432),
     return model, decode.GraphEngine(model, kv, max_rows), width
 
 
+def pack_linears(model):
+    """On a CPU too, where nvfp4.freeze leaves that out: the layout that the decode kernel reads."""
+    for linear in model.adapter.linears:
+        linear.weight = marlin_fp4.pack(*linear.weight.tensors, linear.weight.dtype)
+
+
 def random_rows(n, width, gen):
     pos = torch.randint(0, 250, (n,), generator=gen, device=DEVICE)
-    return dict(token=torch.randint(0, 2311, (n,), generator=gen, device=DEVICE), pos=pos,
+    return Rows(token=torch.randint(0, 2311, (n,), generator=gen, device=DEVICE), pos=pos,
                 prefix=(torch.rand(n, generator=gen, device=DEVICE) * (pos + 1)).long(), limit=pos + 100,
                 share=torch.ones_like(pos),
                 key=torch.randint(0, 2**62, (n,), generator=gen, device=DEVICE),
                 table=1 + torch.randperm(n * width, generator=gen, device=DEVICE).view(n, width))
+
+
+def sampling(temperature=1.0, end_ids=(), top_k=0, top_p=1.0):
+    return Sampling(100, end_ids, temperature, top_k, top_p)
 
 
 def in_fp32_and_16_bits(model):
@@ -320,9 +334,9 @@ def reference_logprobs(model, kv, rows, temperature):
     """(n, V) log-probs of a step by sampler.TorchEngine's means, and how far rounding moves them (rms to fp32)."""
     logprobs = []
     for dtype in in_fp32_and_16_bits(model):
-        cache = sampler.CachedAttention(kv.to(dtype, copy=True), rows["table"], rows["prefix"], rows["pos"])
-        xw, rstd = model.hidden(rows["token"], [cache.layer(i) for i in range(len(model.layers))], rows["pos"])
-        logits = marlin_fp4.mm_fp32(xw, model.lm_head[:model.live_vocab].to(dtype).T) * (rstd / (temperature or 1.0))
+        cache = sampler.CachedAttention(kv.to(dtype, copy=True), rows.table, rows.prefix, rows.pos)
+        xw, rstd = model.hidden(rows.token, [cache.layer(i) for i in range(len(model.layers))], rows.pos)
+        logits = mm_fp32(xw, model.lm_head[:model.live_vocab].to(dtype).T) * (rstd / (temperature or 1.0))
         logprobs.append(logits.log_softmax(-1))
     return logprobs[1], (logprobs[1] - logprobs[0]).square().mean().sqrt().item()
 
@@ -336,7 +350,7 @@ def test_a_step_draws_what_the_torch_engine_would(base, rank, n, sigma, temperat
     with torch.no_grad(), noisy_norms(model, sigma, seed=1, step=2):
         rows = random_rows(n, width, gen)
         want, rounding = reference_logprobs(model, engine.kv, rows, temperature)
-        (token,), (logprob,), made = engine.decode(rows, 1, temperature, {7}, 0, 1.0)
+        (token,), (logprob,), made = engine.decode(rows, 1, sampling(temperature, (7,)))
     assert made.tolist() == [1] * n
     # Both round at the same places, but sums in another order flip some roundings, and then later ones. The difference
     # of two such evaluations has the size of their distance from fp32; 5 standard deviations for up to 9 rows. In fp32
@@ -346,7 +360,7 @@ def test_a_step_draws_what_the_torch_engine_would(base, rank, n, sigma, temperat
     assert (logprob - want.gather(1, token[:, None])[:, 0]).abs().max() < tolerance
     if temperature:                                                  # the token's interval of the CDF holds u
         cdf = F.pad(want.double().exp().cumsum(1), (1, 0))           # (n, V + 1)
-        u = sampler.uniforms(rows["key"], rows["pos"])
+        u = sampler.uniforms(rows.key, rows.pos)
         below, above = (cdf.gather(1, token[:, None] + i)[:, 0] for i in (0, 1))
         assert ((below - tolerance < u) & (u < above + tolerance)).all()
     else:
@@ -357,18 +371,18 @@ def test_a_step_draws_what_the_torch_engine_would(base, rank, n, sigma, temperat
 def test_window_advances_rows_and_stops_them_at_ends_and_limits(gen):
     model, engine, width = small_engine("nvfp4", gen)
     rows = random_rows(6, width, gen)
-    rows["limit"] = rows["pos"] + torch.tensor([0, 1, 3, 8, 100, 100], device=DEVICE)
-    free = engine.decode(rows, 8, 1.0, (), 0, 1.0)
+    rows = rows._replace(limit=rows.pos + torch.tensor([0, 1, 3, 8, 100, 100], device=DEVICE))
+    free = engine.decode(rows, 8, sampling())
     assert free[2].tolist() == [0, 1, 3, 8, 8, 8]
     end = free[0][2, 4].item()                                       # what row 4 draws at its third step
-    tokens, logprobs, made = engine.decode(rows, 8, 1.0, {end}, 0, 1.0)
+    tokens, logprobs, made = engine.decode(rows, 8, sampling(end_ids=(end,)))
     stops = [(column == end).nonzero()[0].item() + 1 if (column == end).any() else 8 for column in free[0].T]
     assert made.tolist() == [min(a, b) for a, b in zip(free[2].tolist(), stops)]
     for row, m in enumerate(made.tolist()):                          # up to its end a row is as it was without one
         assert torch.equal(tokens[:m, row], free[0][:m, row]) and torch.equal(logprobs[:m, row], free[1][:m, row])
     for step in range(1, 8):                                         # a window of 8 is 8 windows of 1
-        rows = {**rows, "token": free[0][step - 1], "pos": rows["pos"] + (free[2] >= step)}
-        again = engine.decode(rows, 1, 1.0, (), 0, 1.0)
+        rows = rows._replace(token=free[0][step - 1], pos=rows.pos + (free[2] >= step))
+        again = engine.decode(rows, 1, sampling())
         going = free[2] > step
         for window, single in zip(free[:2], again):
             assert torch.equal(single[0][going], window[step][going])
@@ -378,11 +392,11 @@ def test_window_advances_rows_and_stops_them_at_ends_and_limits(gen):
 def test_a_row_has_the_same_bits_whatever_its_neighbours(gen):
     model, engine, width = small_engine("nvfp4", gen)
     rows = random_rows(7, width, gen)
-    first = engine.decode(rows, 4, 1.0, (), 0, 1.0)
-    again = engine.decode(rows, 4, 1.0, (), 0, 1.0)
+    first = engine.decode(rows, 4, sampling())
+    again = engine.decode(rows, 4, sampling())
     assert all(torch.equal(x, y) for x, y in zip(first, again))
     order = torch.tensor([6, 2, 4, 0, 5], device=DEVICE)             # 5 rows and 7 rows both run as 8
-    moved = engine.decode({k: v[order] for k, v in rows.items()}, 4, 1.0, (), 0, 1.0)
+    moved = engine.decode(Rows(*(t[order] for t in rows)), 4, sampling())
     assert torch.equal(first[1][:, order], moved[1]) and torch.equal(first[0][:, order], moved[0])
 
 
@@ -394,10 +408,10 @@ def test_steps_of_7b_sized_layers_repeat_bit_for_bit_while_kernels_overlap(n, ge
     """
     model, engine, width = small_engine("nvfp4", gen, max_rows=n, size=(3584, 18944, 4, 28, 4, 2432))
     rows = random_rows(n, width, gen)
-    first_tokens, first_logprobs, _ = engine.decode(rows, sampler.WINDOW, 1.0, (), 0, 1.0)
+    first_tokens, first_logprobs, _ = engine.decode(rows, decode.WINDOW, sampling())
     assert first_logprobs.isfinite().all()
     for _ in range(30):
-        tokens, logprobs, _ = engine.decode(rows, sampler.WINDOW, 1.0, (), 0, 1.0)
+        tokens, logprobs, _ = engine.decode(rows, decode.WINDOW, sampling())
         assert torch.equal(tokens, first_tokens) and torch.equal(logprobs, first_logprobs)
 
 
@@ -410,7 +424,8 @@ def test_greedy_completions_of_groups_are_those_of_full_forwards(P, G, gen):
     lengths = [(1, 2, 32, 33, 34, 150)[p % 6] for p in range(P)]     # a prefix is one token shorter, a block has 32
     prompts = [torch.randint(2311, (n,), generator=gen, device=DEVICE).tolist() for n in lengths]
     limits = torch.randint(10, 50, (P * G,), generator=gen, device=DEVICE).tolist()
-    rollouts = sampler.Sampler(model, 200, P * G * 3 // 4).generate(prompts, G, limits, temperature=0.0)
+    rollouts = sampler.sampler_for(decode.GraphEngine, model, 200, P * G * 3 // 4).generate(
+        prompts, G, Sampling(limits, temperature=0.0))
     assert [len(completion) for completion in rollouts.completions] == limits
     same = 0
     for prompt, completion, logprobs in zip(rollouts.prompts, rollouts.completions, rollouts.logprobs):
@@ -433,7 +448,7 @@ def test_adapter_and_norm_updates_need_no_new_capture(gen):
 
     def best():
         want, rounding = reference_logprobs(model, engine.kv, rows, 0.0)
-        got = engine.decode(rows, 1, 0.0, (), 0, 1.0)[1][0]
+        got = engine.decode(rows, 1, sampling(0.0))[1][0]
         assert (got - want.max(1).values).abs().max() < 5 * 2**0.5 * rounding
         return got
 
@@ -452,23 +467,23 @@ def test_adapter_and_norm_updates_need_no_new_capture(gen):
 def test_graphs_of_another_adapter_sampling_or_vocabulary_are_dropped(gen):
     model, engine, width = small_engine("nvfp4", gen)
     engine.table = torch.zeros(9, width, dtype=torch.int64, device=DEVICE)
-    kept = engine.graph(4, False, 0, 1.0)
-    engine.graph(4, True, 0, 1.0)
-    engine.graph(8, False, 0, 1.0)
+    kept = engine.graph(4, sampling())
+    engine.graph(4, sampling(0.0))
+    engine.graph(8, sampling())
     model.adapter.sync()
-    assert engine.graph(4, False, 0, 1.0) is kept
+    assert engine.graph(4, sampling(0.7)) is kept
     assert list(engine.graphs) == [(4, False), (4, True), (8, False)]
     for top_k, top_p in ((40, 1.0), (40, 0.9)):
-        engine.graph(8, False, top_k, top_p)
+        engine.graph(8, sampling(top_k=top_k, top_p=top_p))
         assert list(engine.graphs) == [(8, False)]
     with model.adapter.off():
-        engine.graph(4, False, 40, 0.9)
+        engine.graph(4, sampling(top_k=40, top_p=0.9))
         assert list(engine.graphs) == [(4, False)]
-    base = engine.graph(4, False, 40, 0.9)                           # the adapter is back
+    before = engine.graph(4, sampling(top_k=40, top_p=0.9))          # the adapter is back
     model.live_vocab -= 1
-    assert engine.graph(4, False, 40, 0.9) is not base
+    assert engine.graph(4, sampling(top_k=40, top_p=0.9)) is not before
     lora.Adapter(model, rank=8, alpha=8)
-    engine.graph(8, False, 40, 0.9)
+    engine.graph(8, sampling(top_k=40, top_p=0.9))
     assert list(engine.graphs) == [(8, False)]
 
 
@@ -483,8 +498,8 @@ def test_drawn_tokens_equal_a_draw_from_the_same_logits(temperature, top_k, top_
     engine.state.step.zero_()
     engine.inv_temperature.fill_(1 / (temperature or 1.0))
     key, pos = engine.state.key.clone(), engine.state.pos.clone()
-    engine.sample(xw, squares, not temperature, top_k, top_p)
-    logits = marlin_fp4.mm_fp32(xw, model.lm_head.T)[:, :V] * (rstd / (temperature or 1.0)).float()
+    engine.sample(xw, squares, sampling(temperature, (), top_k, top_p))
+    logits = mm_fp32(xw, model.lm_head.T)[:, :V] * (rstd / (temperature or 1.0)).float()
     u = sampler.uniforms(key, pos) if temperature else None
     token, logprob = sampler.draw(sampler.filter_logits(logits, top_k, top_p), u)
     # fp32 sums of 2,311 probabilities differ by 1e-6: a draw lands between the two with odds of 1e-4 for all rows

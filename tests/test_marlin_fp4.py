@@ -18,6 +18,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 import marlin_fp4
 from marlin_fp4 import (DEFAULTS, FLAT, ROWS_64B, ROWS_256B, SUMS, TUNED, decode_config,
                         decode_kernel, decode_matmul, pack, schedule)
+from nvfp4 import Slabs
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels need a GPU")
 both = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -122,7 +123,7 @@ def test_the_schedule_covers_every_block_once_and_no_tile_has_more_than_S_pieces
     assert [len(set(o)) for o in owners] == [pieces(128 * tile, KB, L) for tile in range(tiles)]
     a_pieces = -(-KB // min(L, -(-KB // 4))) if R else 0             # a block of A is more to read: smaller shares
     assert a_programs == -(-R // 64) * a_pieces and S == max(a_pieces, *(len(set(o)) for o in owners))
-    most, most_a = marlin_fp4.Slabs(None, None, KB, L).most
+    most, most_a = Slabs(None, None, KB, L).most
     assert max(len(set(o)) for o in owners) <= most and a_pieces in (0, most_a)
 
 
