@@ -4,9 +4,9 @@ The decode step on a GPU: one new token for every live row, as one CUDA graph pe
     engine = GraphEngine(model, kv, max_rows)                   # interface and numbers of TorchEngine
     tokens, logprobs, made = engine.decode(rows, steps, sampling)
 
-Why: at 7B a step is 4.9 GB of memory traffic, about 1.1 ms, in 260 launches. Python needs 10 us for
-a launch and a pass over an activation 3 us, so launches are recorded once and everything between two
-matmuls is one kernel (kernels.py, where it also says how a step's launches overlap):
+Why: at 7B a step is 4.9 GB of memory traffic, about 1.1 ms, in 260 launches. Python needs 10 us
+for a launch and a pass over an activation 3 us, so launches are recorded once and everything
+between two matmuls is one kernel (kernels.py, where it also says how a step's launches overlap):
 
     embed           residual = embed[token]
     per layer       qkv matmul       -> heads_kernel: sum, adapter, 1/rms, bias, rotary, KV cache
@@ -15,8 +15,9 @@ matmuls is one kernel (kernels.py, where it also says how a step's launches over
     head            matmul -> chunk_kernel, pick_kernel: softmax, draw, the row's state advances
 
 A row's state (token, position, random key, alive, ...) lives on the GPU and the last kernel of a
-step advances it: the host launches a window of steps and looks at the results afterwards. Adapters,
-norms and their noise are read where they are, so an optimizer step needs no new capture.
+step advances it: the host launches a window of steps and looks at the results afterwards.
+Adapters, norms and their noise are read where they are, so an optimizer step needs no new
+capture.
 
 Not here: scheduling and prefills (sampler.py), the 4-bit matmul (marlin_fp4.py).
 
@@ -36,13 +37,13 @@ from model import FP16_SHIFT
 from ops import mm_fp32
 from sampler import BLOCK, Rows, TorchEngine, filter_logits
 
-BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)      # batch sizes with a graph
-TILE = 128                                     # columns of a matmul's tile
-WINDOW = 8                                     # steps between two looks of the host
-CHUNK = 2048                                   # vocabulary entries of one program of the softmax
-GROUP = 16                                     # queries of a tile of attention_kernel
-GIVEN = len(Rows._fields) - 1                  # of the state, in one order: Rows but for the table
-MAX_ENDS = 16                                  # end ids of a tokenizer
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)  # batch sizes with a graph
+TILE = 128  # columns of a matmul's tile
+WINDOW = 8  # steps between two looks of the host
+CHUNK = 2048  # vocabulary entries of one program of the softmax
+GROUP = 16  # queries of a tile of attention_kernel
+GIVEN = len(Rows._fields) - 1  # of the state, in one order: Rows but for the table
+MAX_ENDS = 16  # end ids of a tokenizer
 LOG2_E = 1.4426950408889634
 
 
@@ -75,9 +76,9 @@ def power_of_2(n):
 def attention_shape(pairs, shared):
     """(row, key-value head) pairs of a step, rows that may share -> SPLITS, MEMBERS, W, T.
 
-    A row is cut up only where there are too few of them for 132 multiprocessors: a join costs 2 us,
-    programs that find nothing to do 3. A shared prefix pays from 512 pairs on, where the L2 cannot
-    keep up (32B, 64 rows: 30 -> 28 us).
+    A row is cut up only where there are too few of them for 132 multiprocessors: a join costs 2
+    us, programs that find nothing to do 3. A shared prefix pays from 512 pairs on, where the L2
+    cannot keep up (32B, 64 rows: 30 -> 28 us).
     """
     if pairs <= 64:
         return min(64, triton.next_power_of_2(triton.cdiv(132, pairs))), 1, 4, 32
@@ -101,9 +102,10 @@ def partial(linear, x):
 class GraphEngine(TorchEngine):
     """CUDA graphs of decode steps over model and kv (L, 2, blocks, KV, BLOCK, d), made as needed.
 
-    What a graph captured must stay where it is. So graphs of another adapter, another top_k and top_p
-    or another vocabulary are dropped with their activations when those change: `graphs` is what one
-    phase of training or evaluation needs, at most one for each of `buckets`, drawing and greedy.
+    What a graph captured must stay where it is. So graphs of another adapter, another top_k and
+    top_p or another vocabulary are dropped with their activations when those change: `graphs` is
+    what one phase of training or evaluation needs, at most one for each of `buckets`, drawing and
+    greedy.
     """
     window = WINDOW
 
@@ -125,19 +127,19 @@ class GraphEngine(TorchEngine):
 
         self.rows = zeros(len(State._fields), max_rows)
         self.state = State(*self.rows)
-        self.nobody = zeros(len(State._fields), 1)                   # a row that reads and writes block 0
+        self.nobody = zeros(len(State._fields), 1)  # a row that reads and writes block 0
         self.nobody[State._fields.index("share")] = 1
-        self.table = None                                            # (max_rows, width), from the first call on
+        self.table = None  # (max_rows, width), from the first call on
         self.ends = zeros(MAX_ENDS)
         self.inv_temperature = zeros(dtype=torch.float32)
         self.tokens = zeros(WINDOW, max_rows)
         self.logprobs = zeros(WINDOW, max_rows, dtype=torch.float32)
         self.counters = zeros(max_rows * c.kv_heads, dtype=torch.int32)
         half = torch.arange(0, c.head_dim, 2, device=kv.device, dtype=torch.float32)
-        self.freq = c.rope_theta ** (-half / c.head_dim)             # as model.rope_table
-        self.graphs = {}                                             # (rows, greedy) -> a function that runs a step
-        self.settings = None                                         # what all of them were made for
-        self.pool = None                                             # graphs never run at once: they share activations
+        self.freq = c.rope_theta ** (-half / c.head_dim)  # as model.rope_table
+        self.graphs = {}  # (rows, greedy) -> a function that runs a step
+        self.settings = None  # what all of them were made for
+        self.pool = None  # graphs never run at once: they share activations
 
     def batch_size(self, n):
         """The rows that a step of n live rows computes."""
@@ -175,7 +177,7 @@ class GraphEngine(TorchEngine):
         settings = of_adapter, sampling.top_k, sampling.top_p, self.model.live_vocab
         if settings != self.settings:
             self.graphs.clear()
-            self.pool = None                                         # a pool without graphs cannot be used again
+            self.pool = None  # a pool without graphs cannot be used again
             self.settings = settings
         key = size, not sampling.temperature
         if key not in self.graphs:
@@ -185,11 +187,11 @@ class GraphEngine(TorchEngine):
     def capture(self, launch):
         """-> the replay of launch(), which only launches kernels."""
         if not self.kv.is_cuda:
-            return launch                                            # Triton's interpreter
-        self.rows.zero_()                                            # a step that is not captured is nobody's
+            return launch  # Triton's interpreter
+        self.rows.zero_()  # a step that is not captured is nobody's
         self.table.zero_()
         stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):                              # not captured: compiles kernels, wakes cuBLAS
+        with torch.cuda.stream(stream):  # not captured: compiles kernels, wakes cuBLAS
             stream.wait_stream(torch.cuda.default_stream())
             launch()
         torch.cuda.synchronize()
@@ -214,13 +216,13 @@ class GraphEngine(TorchEngine):
             return torch.empty(shape, dtype=dtype, device=self.kv.device)
 
         resid = new(n, D)
-        xw = new(n, D, dtype=model.dtype)                            # matmuls' inputs: of qkv and gate|up,
-        context = new(n, H * d, dtype=model.dtype)                   # of o,
-        hidden = new(n, F, dtype=model.dtype)                        # of down
+        xw = new(n, D, dtype=model.dtype)  # matmuls' inputs: of qkv and gate|up,
+        context = new(n, H * d, dtype=model.dtype)  # of o,
+        hidden = new(n, F, dtype=model.dtype)  # of down
         q = new(n, H, d, dtype=model.dtype)
         cos = new(n, d // 2)
         sin = new(n, d // 2)
-        runs = Runs(new(n, H, splits, d), new(2, n, H, splits), self.counters)
+        runs = Runs(new(n, H, splits, d), new(n, H, splits), new(n, H, splits), self.counters)
         squares = Squares(new(n, tiles), model.final_norm.eps, D, const(tiles), power_of_2(tiles))
         shift = const(FP16_SHIFT if model.dtype == torch.float16 else 1.0)
 
@@ -257,7 +259,7 @@ class GraphEngine(TorchEngine):
         """The head and the draw: the final norm's xw (n, D) and squares -> every row's token."""
         n, V = len(xw), self.model.live_vocab
         # All rows of the head: 151,665 columns of fp32 would leave cuBLAS unaligned rows.
-        logits = mm_fp32(xw, self.model.lm_head.T)                   # (n, V padded)
+        logits = mm_fp32(xw, self.model.lm_head.T)  # (n, V padded)
         filtered = bool(sampling.top_k or sampling.top_p < 1.0)
         if filtered:
             rms = torch.rsqrt(squares.sums.sum(1, keepdim=True) / squares.D + squares.eps)

@@ -1,26 +1,25 @@
 """
 Every Triton kernel but the 4-bit matmul's (marlin_fp4.py).
 
-    the decode step      what stands between two matmuls, attention to the cache, the draw; decode.py launches these
-    the learner's twins  functions that ops.py, attention.py and nvfp4.py call instead of their own
-                         where a tensor is on a GPU: same name, same signature, same result
+    the decode step        what stands between two matmuls, attention to the cache, the draw: decode.py
+    the learner's twins    same name, signature and result as the plain torch in ops.py, attention.py
+                           and nvfp4.py, whose tensors on a GPU come here
 
 Finishing a linear. A matmul leaves slabs of split-K partial sums (nvfp4.Slabs), columns N.. being
-x @ A.T of the adapter. Whoever reads them adds those that hold something, in order, and finishes the
-linear: the result is deterministic, fp32 until its one rounding, and rounded where model.py rounds.
+x @ A.T of the adapter. Whoever reads them adds those that hold something, in order, and finishes
+the linear: deterministic, in fp32, rounded where model.py rounds. 1/rms of a row needs the whole
+row, which no program sees: programs leave sums of squares of their columns, and the reader of the
+next matmul's result adds those up (model.py says why it may).
 
-1/rms of a row needs the whole row, which no program sees: programs leave sums of squares of their
-columns, and the reader of the next matmul's result adds those up (model.py says why it may).
+Programmatic dependent launch. A kernel lets the next one start at once (overlap) and loads what
+no earlier kernel of the step writes, weights and the rows' state, before it waits for the one
+before it (wait). This and smaller tiles took a step of 7B with 1 row from 2.9 to 2.2 ms.
 
-Programmatic dependent launch. A kernel lets the next one start at once (overlap) and loads what no
-earlier kernel of the step writes, weights and the rows' state, before it waits for the one before it
-(wait). This and smaller tiles took a step of 7B with 1 row from 2.9 to 2.2 ms.
+Tensors are row-major and contiguous unless a stride is named. A program's rows may run past M:
+those are masked.
 
-Arguments that travel together are one NamedTuple. All tensors are row-major and contiguous unless a
-stride is named. A program's rows may run past M: those are masked.
-
-Shapes: M rows, N out_features, R LoRA rank, S slabs, D width, F feed-forward, V vocabulary, H query
-heads, KV key-value heads, d head size, T tokens.
+Shapes: M rows, N out_features, R LoRA rank, S slabs, D width, F feed-forward, V vocabulary, H
+query heads, KV key-value heads, d head size, T tokens.
 """
 from contextlib import contextmanager
 from functools import cache
@@ -33,7 +32,7 @@ import triton.language as tl
 from marlin_fp4 import a_pieces, pieces
 from nvfp4 import byte_table
 
-AT_ONCE = tl.constexpr(4)                      # runs of attention_kernel joined at a time
+AT_ONCE = tl.constexpr(4)  # runs of attention_kernel joined at a time
 
 
 # -----------------------------------------------------------------------------
@@ -41,57 +40,57 @@ AT_ONCE = tl.constexpr(4)                      # runs of attention_kernel joined
 
 class Partial(NamedTuple):
     """A linear as its matmul left it, and what finishes it. R = 0: no adapter."""
-    sums: tl.tensor                            # fp32 (S, M, width)    columns N.. are x @ A.T
-    scale: tl.tensor                           # fp32 (N,)
-    b: tl.tensor                               # (N, R)                alpha / rank included
+    sums: tl.tensor         # fp32 (S, M, width)    columns N.. are x @ A.T
+    scale: tl.tensor        # fp32 (N,)
+    b: tl.tensor            # (N, R)                alpha / rank included
     N: tl.tensor
     width: tl.tensor
-    KB: tl.tensor                              # blocks along K, and
-    L: tl.tensor                               # how many of them a program walked: marlin_fp4.pieces
-    S: tl.constexpr                            # slabs of x @ W.T at most,
-    SA: tl.constexpr                           # of x @ A.T
+    KB: tl.tensor           # blocks along K, and
+    L: tl.tensor            # how many of them a program walked: marlin_fp4.pieces
+    S: tl.constexpr         # slabs of x @ W.T at most,
+    SA: tl.constexpr        # of x @ A.T
     R: tl.constexpr
-    RP: tl.constexpr                           # R as a power of two, from 16 on
+    RP: tl.constexpr        # R as a power of two, from 16 on
 
 
 class Squares(NamedTuple):
     """What 1/rms of the residual's rows is made of: each program's share of the sum of squares."""
-    sums: tl.tensor                            # fp32 (M, TILES)
+    sums: tl.tensor         # fp32 (M, TILES)
     eps: tl.tensor
     D: tl.tensor
     TILES: tl.constexpr
-    TILES_P: tl.constexpr                      # TILES as a power of two
+    TILES_P: tl.constexpr   # TILES as a power of two
 
 
 class Norm(NamedTuple):
     """The norm in front of the next matmul, and where its two results go."""
-    weight: tl.tensor                          # fp32 (D,)
-    noise: tl.tensor                           # fp32 (D,)             AQN's
-    xw: tl.tensor                              # (M, D)                x * (weight + noise), rounded
-    sums: tl.tensor                            # fp32 (M, TILES)       as Squares.sums
+    weight: tl.tensor       # fp32 (D,)
+    noise: tl.tensor        # fp32 (D,)             AQN's
+    xw: tl.tensor           # (M, D)                x * (weight + noise), rounded
+    sums: tl.tensor         # fp32 (M, TILES)       as Squares.sums
     D: tl.tensor
     TILES: tl.tensor
-    SHIFT: tl.constexpr                        # of x before all this: model.FP16_SHIFT, or 1
+    SHIFT: tl.constexpr     # of x before all this: model.FP16_SHIFT, or 1
 
 
 class State(NamedTuple):
     """What a step knows of its rows, int64 (M,) each: sampler.Rows, and what pick_kernel counts."""
-    token: tl.tensor                           # the step's input
-    pos: tl.tensor                             # its position
-    prefix: tl.tensor                          # tokens before the row's own ones, shared by its group
-    share: tl.tensor                           # at the first of rows with one prefix: how many, else 0
-    limit: tl.tensor                           # the last position
-    key: tl.tensor                             # seeds the draws
-    alive: tl.tensor                           # 0: repeats its step, which counts for nothing
-    made: tl.tensor                            # tokens that count, in this window
-    step: tl.tensor                            # of this window
+    token: tl.tensor        # the step's input
+    pos: tl.tensor          # its position
+    prefix: tl.tensor       # tokens before the row's own ones, shared by its group
+    share: tl.tensor        # at the first of rows with one prefix: how many, else 0
+    limit: tl.tensor        # the last position
+    key: tl.tensor          # seeds the draws
+    alive: tl.tensor        # 0: repeats its step, which counts for nothing
+    made: tl.tensor         # tokens that count, in this window
+    step: tl.tensor         # of this window
 
 
 class Cache(NamedTuple):
     """One layer's keys and values, and which blocks are whose."""
-    kv: tl.tensor                              # (2, blocks, KV, BLOCK, d)
-    plane: tl.tensor                           # elements from keys to values
-    table: tl.tensor                           # int64 (M, width)      a row's blocks
+    kv: tl.tensor           # (2, blocks, KV, BLOCK, d)
+    plane: tl.tensor        # elements from keys to values
+    table: tl.tensor        # int64 (M, width)      a row's blocks
     width: tl.tensor
     KV: tl.constexpr
     BLOCK: tl.constexpr
@@ -100,42 +99,43 @@ class Cache(NamedTuple):
 
 class Shape(NamedTuple):
     """How attention_kernel cuts its work up: decode.attention_shape."""
-    SPLITS: tl.constexpr                       # programs of a row, at most
-    MEMBERS: tl.constexpr                      # rows of a program, at most
-    W: tl.constexpr                            # warps of a program
-    T: tl.constexpr                            # tokens of a warp's step
+    SPLITS: tl.constexpr    # programs of a row, at most
+    MEMBERS: tl.constexpr   # rows of a program, at most
+    W: tl.constexpr         # warps of a program
+    T: tl.constexpr         # tokens of a warp's step
 
 
 class Runs(NamedTuple):
     """What the programs of one row leave for the last of them."""
-    acc: tl.tensor                             # fp32 (M, H, SPLITS, d)   unscaled sums
-    stats: tl.tensor                           # fp32 (2, M, H, SPLITS)   largest logits, then masses
-    counters: tl.tensor                        # int32 (M, KV)            how many are done; left at 0
+    acc: tl.tensor          # fp32 (M, H, SPLITS, d)   unscaled sums
+    tops: tl.tensor         # fp32 (M, H, SPLITS)      largest logits
+    masses: tl.tensor       # fp32 (M, H, SPLITS)      sums of 2^(logit - largest)
+    counters: tl.tensor     # int32 (M, KV)            how many are done; left at 0
 
 
 class Walk(NamedTuple):
     """The context of attention_kernel's rows in steps: the prefix, then each member's own tokens."""
     row: tl.tensor
     kv_head: tl.tensor
-    prefix: tl.tensor                          # tokens
-    own: tl.tuple                              # tokens of each member,
-    ends: tl.tuple                             # the step after the prefix's last, after each member's last
-    gap: tl.tensor                             # slot of a row's first own token
-    step: tl.tensor                            # tokens of a step,
-    offset: tl.tensor                          # (W,)                  of those, each warp's first
+    prefix: tl.tensor       # tokens
+    own: tl.tuple           # tokens of each member,
+    ends: tl.tuple          # the step after the prefix's last, after each member's last
+    gap: tl.tensor          # slot of a row's first own token
+    step: tl.tensor         # tokens of a step,
+    offset: tl.tensor       # (W,)                  of those, each warp's first
 
 
 class Logits(NamedTuple):
     """What is drawn from, and a summary of each row's chunks."""
-    x: tl.tensor                               # fp32 (M, stride)
+    x: tl.tensor            # fp32 (M, stride)
     stride: tl.tensor
-    V: tl.tensor                               # live columns
-    squares: Squares                           # of the final norm
-    inv_temperature: tl.tensor                 # fp32 ()
-    tops: tl.tensor                            # fp32 (M, chunks)      largest logit,
-    masses: tl.tensor                          # fp32 (M, chunks)      sum of exp(logit - largest),
-    picks: tl.tensor                           # int64 (M, chunks)     column of the largest
-    SCALED: tl.constexpr                       # x is divided by rms and temperature already
+    V: tl.tensor            # live columns
+    squares: Squares        # of the final norm
+    inv_temperature: tl.tensor # fp32 ()
+    tops: tl.tensor         # fp32 (M, chunks)      largest logit,
+    masses: tl.tensor       # fp32 (M, chunks)      sum of exp(logit - largest),
+    picks: tl.tensor        # int64 (M, chunks)     column of the largest
+    SCALED: tl.constexpr    # x is divided by rms and temperature already
     CHUNK: tl.constexpr
 
 
@@ -173,13 +173,14 @@ def adapter_part(y: Partial, row, part, M):
 def slab_sums(y: Partial, M, tiles, a_tiles):
     """Of every tile (at, live, count): the sum of its first `count` slabs, in a fixed order.
 
-    Up to y.S slabs of x @ W.T (tiles) and y.SA of x @ A.T (a_tiles). With few elements they lie side
-    by side in one tensor, so that all threads load: 2.1 and not 2.5 ms a step at 1 row. With many
-    that would spill registers: 3.9 and not 4.2 ms at 64 rows (7B, H200). There a loop, and no
-    static_range: unrolled before layouts are assigned, each slab would be moved into the layout of
-    linear_tile's dot by itself, through shared memory: 74 barriers a program instead of 14, 6.7 us
-    instead of 3.5 (residual_kernel, 32 rows). All tiles end in one loop: a sum that were done before
-    the others would be moved there and then, and their loads would wait behind its barrier.
+    Up to y.S slabs of x @ W.T (tiles) and y.SA of x @ A.T (a_tiles). With few elements they lie
+    side by side in one tensor, so that all threads load: 2.1 and not 2.5 ms a step at 1 row. With
+    many that would spill registers: 3.9 and not 4.2 ms at 64 rows (7B, H200). There a loop, and
+    no static_range: unrolled before layouts are assigned, each slab would be moved into the
+    layout of linear_tile's dot by itself, through shared memory: 74 barriers a program instead of
+    14, 6.7 us instead of 3.5 (residual_kernel, 32 rows). All tiles end in one loop: a sum that
+    were done before the others would be moved there and then, and their loads would wait behind
+    its barrier.
     """
     slab = M.to(tl.int64) * y.width
     sums = ()
@@ -221,13 +222,12 @@ def linear_tile(sums, xa, weights, R: tl.constexpr):
 
 
 @triton.jit
-def rstd_of(squares: Squares, row, M):
-    """1/rms of each row (rows, 1)."""
+def rstd_of(squares: Squares, row, live):
+    """1/rms of rows: row and live (rows, 1) -> (rows,); or of a single one."""
     t = tl.arange(0, squares.TILES_P)
-    live = (row < M)[:, None] & (t < squares.TILES)[None, :]
-    at = row[:, None] * squares.TILES + t[None, :]
-    sums = tl.load(squares.sums + at, mask=live, other=0.0)
-    return tl.rsqrt(tl.sum(sums, axis=1) / squares.D + squares.eps)[:, None]
+    at = squares.sums + row * squares.TILES + t
+    sums = tl.load(at, mask=live & (t < squares.TILES), other=0.0)
+    return tl.rsqrt(tl.sum(sums, axis=-1) / squares.D + squares.eps)
 
 
 @triton.jit
@@ -309,7 +309,7 @@ def heads_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1)
     i = tl.arange(0, HALF)
-    first = head * 2 * HALF + i                # rotary pairs element i with i + d/2
+    first = head * 2 * HALF + i  # rotary pairs element i with i + d/2
     second = first + HALF
     part = tl.where(head < H, 0, tl.where(head < H + KV, 1, 2))
     live = (row < M)[:, None]
@@ -320,13 +320,13 @@ def heads_kernel(
     bias_b = tl.load(bias_ptr + second)[None, :]
     pos = tl.load(state.pos + row, mask=row < M, other=0)
     prefix = tl.load(state.prefix + row, mask=row < M, other=0)
-    slot = (prefix + BLOCK - 1) // BLOCK * BLOCK + pos - prefix      # own tokens start a block
+    slot = (prefix + BLOCK - 1) // BLOCK * BLOCK + pos - prefix  # own tokens start a block
     block = tl.load(cache.table + row * cache.width + slot // BLOCK, mask=row < M, other=0)
     wait(PDL)
-    rstd = rstd_of(squares, row, M)
+    rstd = rstd_of(squares, row[:, None], live)[:, None]
     tiles = linear_part(y, weights_a, row, M), linear_part(y, weights_b, row, M)
     a, b, xa = slab_sums(y, M, tiles, (adapter_part(y, row, part, M),))
-    turned = live & (head < H + KV)            # values are not: an angle of 0
+    turned = live & (head < H + KV)  # values are not: an angle of 0
     cos = tl.load(cos_ptr + row[:, None] * HALF + i[None, :], mask=turned, other=1.0)
     sin = tl.load(sin_ptr + row[:, None] * HALF + i[None, :], mask=turned, other=0.0)
     a = linear_tile(a, xa, weights_a, y.R) * rstd + bias_a
@@ -354,24 +354,24 @@ def add_halves(x):
 
 
 @triton.jit
-def join(tops_ptr, masses_ptr, acc_ptr, runs, live, d: tl.constexpr):
-    """The runs of queries (J,), each query at its pointer -> mass (J,), unscaled sum (J, d) of all."""
+def join(runs: Runs, first, count, live, d: tl.constexpr):
+    """`count` runs of queries (J,), from number `first` (J,) on -> mass (J,), unscaled sum (J, d)."""
     i = tl.arange(0, d)
     top = tl.full(live.shape, -float("inf"), tl.float32)
     mass = tl.zeros(live.shape, tl.float32)
     acc = tl.zeros((live.shape[0], d), tl.float32)
-    for s0 in range(0, runs, AT_ONCE):
+    for s0 in range(0, count, AT_ONCE):
         tops, masses, accs = (), (), ()
-        for s in tl.static_range(AT_ONCE):     # loads that wait for each other cost 0.6 us a run
-            left = live & (s0 + s < runs)
-            at = s0 + s
-            x = tl.load(tops_ptr + at, mask=left, other=-float("inf"), cache_modifier=".cg")
+        for s in tl.static_range(AT_ONCE):  # loads that wait for each other cost 0.6 us a run
+            left = live & (s0 + s < count)
+            at = first + s0 + s
+            x = tl.load(runs.tops + at, mask=left, other=-float("inf"), cache_modifier=".cg")
             tops += (x,)
-            masses += (tl.load(masses_ptr + at, mask=left, other=0.0, cache_modifier=".cg"),)
-            at_acc = acc_ptr[:, None] + at * d + i[None, :]
+            masses += (tl.load(runs.masses + at, mask=left, other=0.0, cache_modifier=".cg"),)
+            at_acc = runs.acc + at[:, None] * d + i[None, :]
             accs += (tl.load(at_acc, mask=left[:, None], other=0.0, cache_modifier=".cg"),)
         for s in tl.static_range(AT_ONCE):
-            new_top = tl.maximum(top, tops[s])                       # finite from the first run on
+            new_top = tl.maximum(top, tops[s])  # finite from the first run on
             shrink = tl.exp2(top - new_top)
             weight = tl.exp2(tops[s] - new_top)
             mass = mass * shrink + weight * masses[s]
@@ -414,14 +414,14 @@ def softmax_over(q, walk: Walk, block, cache: Cache, scale, G: tl.constexpr, MEM
         page = (next_at + walk.offset) // BLOCK
         more = (t + 1 < walk.ends[MEMBERS]) & (page < cache.width)
         block = tl.load(cache.table + next_row * cache.width + page, mask=more, other=0)
-        valid = token[:, None] + slot[None, :] < tokens              # (W, T)
+        valid = token[:, None] + slot[None, :] < tokens  # (W, T)
         k = tl.load(page_ptr[:, None, None] + within, mask=valid[:, :, None], other=0.0)
         v = tl.load(page_ptr[:, None, None] + cache.plane + within, mask=valid[:, :, None], other=0.0)
         seen = valid[:, None, :] & ((of < 0) | (j // G == of))[None, :, None]
         logit = tl.dot(q, tl.permute(k, (0, 2, 1)), input_precision="ieee") * scale
         logit = tl.where(seen, logit, -float("inf"))
         new_top = tl.maximum(top, tl.max(logit, axis=2))
-        base = tl.where(new_top == -float("inf"), 0.0, new_top)      # nothing seen yet: no inf - inf
+        base = tl.where(new_top == -float("inf"), 0.0, new_top)  # nothing seen yet: no inf - inf
         p = tl.exp2(logit - base[:, :, None])
         shrink = tl.exp2(top - base)
         mass = mass * shrink + tl.sum(p, axis=2)
@@ -453,16 +453,17 @@ def attention_kernel(
     program's part of it.
 
     A step takes T tokens for each of W warps of each of a row's programs, prefix first, then own
-    tokens. A warp keeps a softmax of its own, joined with the others' at the end: nothing in the loop
-    waits for another warp. A row by itself has as many programs as have a step to do, at most SPLITS.
+    tokens. A warp keeps a softmax of its own, joined with the others' at the end: nothing in the
+    loop waits for another warp. A row by itself has as many programs as have a step to do, at
+    most SPLITS.
 
     MEMBERS > 1: of up to so many neighbours with one prefix, at the first of them. Query j of the
     tile is head j % (H/KV) of row + j // (H/KV); the prefix is read once, then each member's own
-    tokens, hidden from the others. A row meets the same tokens in the same warps as it would alone,
-    and gets the same bits.
+    tokens, hidden from the others. A row meets the same tokens in the same warps as it would
+    alone, and gets the same bits.
 
-    Programs of one row leave an unscaled sum, their largest logit and their mass; the last to arrive
-    joins them in order, so the result does not depend on who that is.
+    Programs of one row leave an unscaled sum, their largest logit and their mass; the last to
+    arrive joins them in order, so the result does not depend on who that is.
     """
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     SPLITS: tl.constexpr = shape.SPLITS
@@ -480,13 +481,13 @@ def attention_kernel(
         count = tl.minimum(tl.cdiv(tl.load(state.pos + row).to(tl.int32) + 1, W * T), SPLITS)
     if (members == 0) | (split >= count):
         return
-    step = W * T * count                       # tokens
+    step = W * T * count  # tokens
     own, ends = (), (tl.cdiv(prefix, step),)
     for m in tl.static_range(MEMBERS):
         pos = tl.load(state.pos + row + m, mask=m < members, other=0).to(tl.int32)
         own += (tl.where(m < members, pos + 1 - prefix, 0),)
         ends += (ends[m] + tl.cdiv(own[m], step),)
-    gap = tl.cdiv(prefix, cache.BLOCK) * cache.BLOCK                 # own tokens start a block
+    gap = tl.cdiv(prefix, cache.BLOCK) * cache.BLOCK  # own tokens start a block
     offset = (split * W + tl.arange(0, W)) * T
     walk = Walk(row, kv_head, prefix, own, ends, gap, step, offset)
     page = (tl.where(prefix > 0, 0, gap) + offset) // cache.BLOCK
@@ -495,26 +496,24 @@ def attention_kernel(
     j = tl.arange(0, J)
     i = tl.arange(0, cache.d)
     live = j < members * G
-    head = (row + j // G) * H + kv_head * G + j % G                  # of the M * H query heads
+    head = (row + j // G) * H + kv_head * G + j % G  # of the M * H query heads
     at_q = head[:, None] * cache.d + i[None, :]
     q = tl.load(q_ptr + at_q, mask=live[:, None], other=0.0)
     q = tl.broadcast_to(q[None], (W, J, cache.d))
     top, mass, acc = softmax_over(q, walk, block, cache, scale, G, MEMBERS, T)
     if SPLITS > 1:
         if count > 1:
-            first = head * SPLITS              # of (M, H, SPLITS)
-            masses_ptr = runs.stats + tl.num_programs(0) * H * SPLITS
-            tl.store(runs.stats + first + split, top, mask=live)
-            tl.store(masses_ptr + first + split, mass, mask=live)
+            first = head * SPLITS  # of (M, H, SPLITS)
+            tl.store(runs.tops + first + split, top, mask=live)
+            tl.store(runs.masses + first + split, mass, mask=live)
             at_acc = (first + split)[:, None] * cache.d + i[None, :]
             tl.store(runs.acc + at_acc, acc, mask=live[:, None])
-            tl.debug_barrier()                 # all threads' stores come before the count
+            tl.debug_barrier()  # all threads' stores come before the count
             counter_ptr = runs.counters + row * KV + kv_head
             if tl.atomic_add(counter_ptr, 1, sem="acq_rel") < count - 1:
                 return
-            tl.store(counter_ptr, 0)           # for the next layer
-            acc_ptr = runs.acc + first * cache.d
-            mass, acc = join(runs.stats + first, masses_ptr + first, acc_ptr, count, live, cache.d)
+            tl.store(counter_ptr, 0)  # for the next layer
+            mass, acc = join(runs, first, count, live, cache.d)
     tl.store(out_ptr + at_q, (acc / mass[:, None]).to(out_ptr.dtype.element_ty), mask=live[:, None])
 
 
@@ -560,13 +559,13 @@ def swiglu_kernel(
     of_gate = linear_weights(y, first, TILE)
     of_up = linear_weights(y, first + F, TILE)
     wait(PDL)
-    rstd = rstd_of(squares, row, M)
+    rstd = rstd_of(squares, row[:, None], (row < M)[:, None])[:, None]
     tiles = linear_part(y, of_gate, row, M), linear_part(y, of_up, row, M)
     a_tiles = adapter_part(y, row, 0, M), adapter_part(y, row, 1, M)
     gate, up, gate_xa, up_xa = slab_sums(y, M, tiles, a_tiles)
     gate = linear_tile(gate, gate_xa, of_gate, y.R) * rstd
     up = linear_tile(up, up_xa, of_up, y.R) * rstd
-    root = tl.rsqrt(1 + tl.exp(-gate))         # of sigmoid(gate); a division takes longer
+    root = tl.rsqrt(1 + tl.exp(-gate))  # of sigmoid(gate); a division takes longer
     h = (gate * root * root * up).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row[:, None] * F + col[None, :], h, mask=(row < M)[:, None])
 
@@ -575,20 +574,11 @@ def swiglu_kernel(
 # The draw
 
 @triton.jit
-def row_rstd(squares: Squares, row):
-    """1/rms of one row."""
-    t = tl.arange(0, squares.TILES_P)
-    at = row * squares.TILES + t
-    sums = tl.load(squares.sums + at, mask=t < squares.TILES, other=0.0)
-    return tl.rsqrt(tl.sum(sums, axis=0) / squares.D + squares.eps)
-
-
-@triton.jit
 def logit_scale(logits: Logits, row):
     """1 / (rms * temperature) of one row; 1 if its logits are SCALED already."""
     if logits.SCALED:
         return 1.0
-    return row_rstd(logits.squares, row) * tl.load(logits.inv_temperature)
+    return rstd_of(logits.squares, row, True) * tl.load(logits.inv_temperature)
 
 
 @triton.jit
@@ -608,7 +598,7 @@ def chunk_kernel(logits: Logits):
     top = tl.max(x, axis=0)
     at = row * tl.num_programs(1) + chunk
     tl.store(logits.tops + at, top)
-    mass = tl.sum(tl.exp(x - tl.maximum(top, -1e30)), axis=0)        # a chunk may be all -inf
+    mass = tl.sum(tl.exp(x - tl.maximum(top, -1e30)), axis=0)  # a chunk may be all -inf
     tl.store(logits.masses + at, mass)
     tl.store(logits.picks + at, chunk * logits.CHUNK + tl.argmax(x, axis=0))
 
@@ -633,7 +623,7 @@ def pick_kernel(
     logprobs_ptr,      # fp32 (WINDOW, stride)
     stride,
     GREEDY: tl.constexpr,
-    CHUNKS_P: tl.constexpr,                    # chunks as a power of two
+    CHUNKS_P: tl.constexpr, # chunks as a power of two
     ENDS: tl.constexpr,
 ):
     """Draw a row's token, write it down, advance the row.
@@ -684,7 +674,7 @@ def pick_kernel(
 
 @cache
 def compiled(function):
-    return torch.compile(function)             # lazy: nothing happens before the first call
+    return torch.compile(function)  # lazy: nothing happens before the first call
 
 
 def elementwise(function, x, *rest):
@@ -712,7 +702,7 @@ def attend(q, k, v, spans):
 
 def attend_backward(dout, q, k, v, out, lse, spans):
     flash = torch.ops.aten._flash_attention_backward
-    unused = q.new_zeros(2, dtype=torch.uint64), q.new_empty(0)      # of dropout
+    unused = q.new_zeros(2, dtype=torch.uint64), q.new_empty(0)  # of dropout
     with same_bits_every_time():
         return flash(dout, q, k, v, out, lse, spans.q_starts, spans.k_starts, spans.longest_q,
                      spans.longest_k, 0.0, spans.causal, *unused)
@@ -787,7 +777,7 @@ def swiglu_forward_kernel(
     KEEP: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """BLOCK columns of one row of swiglu()."""
-    row = tl.program_id(0).to(tl.int64)        # row * 2F passes 2^31 from 57k tokens of 7B on
+    row = tl.program_id(0).to(tl.int64)  # row * 2F passes 2^31 from 57k tokens of 7B on
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = col < F
     rstd = tl.load(rstd_ptr + row)
@@ -870,8 +860,8 @@ def scores_kernel(
     scale = tl.load(scale_ptr + row)
     target = tl.load(targets_ptr + row)
     products_ptr += row * V
-    top = tl.full((BLOCK,), -float("inf"), tl.float32)               # each lane for itself:
-    mass = tl.zeros((BLOCK,), tl.float32)                            # one reduction at the end
+    top = tl.full((BLOCK,), -float("inf"), tl.float32)  # each lane for itself:
+    mass = tl.zeros((BLOCK,), tl.float32)  # one reduction at the end
     mean = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, live, BLOCK):
         col = start + tl.arange(0, BLOCK)
@@ -885,7 +875,7 @@ def scores_kernel(
         mean = mean * old + tl.where(col < live, new * logit, 0.0)
         top = higher
     highest = tl.max(top, 0)
-    share = tl.exp(top - highest)              # 0 for a lane that saw nothing
+    share = tl.exp(top - highest)  # 0 for a lane that saw nothing
     total = tl.sum(mass * share, 0)
     lse = highest + tl.log(total)
     tl.store(sums_ptr + row, tl.load(products_ptr + target) * scale)

@@ -2,10 +2,10 @@
 Weight-only NVFP4 matmul for Hopper: y = x @ W.T, W in 4.5 bits a weight, x in bf16 or fp16, sums in
 fp32.
 
-Why: sm_90 has no FP4 tensor cores, so FP4 can only save memory traffic. Decoding a token is bound by
-reading weights, and at 4 TB/s an H200 has 4.4 issue slots per weight: the layout below exists to
-spend 2.5 of them. From a few hundred rows on the tensor cores are the bound; there W is expanded once
-into x's type and cuBLAS does the rest.
+Why: sm_90 has no FP4 tensor cores, so FP4 can only save memory traffic. Decoding a token is bound
+by reading weights, and at 4 TB/s an H200 has 4.4 issue slots per weight: the layout below exists
+to spend 2.5 of them. From a few hundred rows on the tensor cores are the bound; there W is
+expanded once into x's type and cuBLAS does the rest.
 
 Value of a weight; both scales multiply:
     W[n, k] = e2m1(code[n, k]) * block_scale[n, k // 16] * row_scale[n]
@@ -14,46 +14,46 @@ part.
 
 Layout ("planes"). W is cut into tiles of 128 x 128 (ragged edges padded with zeros), each one
 contiguous run of bytes:
-    codes    int16 (N/128, K/128, 128, 32)    [n, c] holds the codes of k = c, 32 + c, 64 + c, 96 + c
-    scales   int32 (N/128, K/128, 128, 2)     eight bytes, one per 16 consecutive k
-Bits of a word, s e e m being a code's sign, exponent and mantissa bits, the digit its plane (plane p
-is k = 32 p + c). There are two orders, and pack() is told for which type of x:
+    codes    int16 (N/128, K/128, 128, 32)   [n, c]: the codes of k = c, 32 + c, 64 + c, 96 + c
+    scales   int32 (N/128, K/128, 128, 2)    eight bytes, one per 16 consecutive k
+Bits of a word, s e e m being a code's sign, exponent and mantissa bits, the digit its plane
+(plane p is k = 32 p + c). There are two orders, and pack() is told for which type of x:
     bit    15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
     bf16   s0 m3 s3 s1 e3 e3 s2 e0 e0 m0 e1 e1 m1 e2 e2 m2
     fp16   s0 s2 s3 s1 e0 e0 m0 e1 e1 m1 e2 e2 m2 e3 e3 m3
 
 bf16. word & 0x81C0, (word << 3) & 0x81C0 and (word << 6) & 0x81C0 are planes 0..2 as bf16 numbers
-worth code * 2^-126 (E2M1's subnormal 0.5 becomes a bf16 subnormal). Plane 3 lies in the bits that are
-left: multiplying them by 1 + 2^5 + 2^10 puts all four where they belong at once. A plane meets a
-contiguous slice of x, so nothing is ever interleaved, and two neighbouring words are one register of
-two numbers.
+worth code * 2^-126 (E2M1's subnormal 0.5 becomes a bf16 subnormal). Plane 3 lies in the bits that
+are left: multiplying them by 1 + 2^5 + 2^10 puts all four where they belong at once. A plane meets
+a contiguous slice of x, so nothing is ever interleaved, and two neighbouring words are one register
+of two numbers.
+
 A scale v becomes the byte u = ((floor(log2 v) + 10) << 3) | 3 mantissa bits (E5M3 without sign),
 which holds every E4M3 value, subnormal ones included, as a normal number; u = 0 for v = 0, whose
-codes are cleared. 0x7000 | u << 4 is v * 2^107 as a bf16 number, and
-code * 2^-126 * v * 2^107 = code * v * 2^-19 is exact in bf16 (6 significant bits).
-Scale word h serves k in [32 p + 16 h, 32 p + 16 h + 16) of every plane p with u_p, and is the 32-bit
-number u0 | u3 << 8 | u1 << 16 | u2 << 24 rotated left by 4: one AND-OR puts u0 and u1 in place as a
-bf16x2 register and, after a rotation by 8, another does u2 and u3.
+codes are cleared. 0x7000 | u << 4 is v * 2^107 as a bf16 number, and code * 2^-126 * v * 2^107 =
+code * v * 2^-19 is exact in bf16 (6 significant bits). Scale word h serves k in [32 p + 16 h,
+32 p + 16 h + 16) of every plane p with u_p, and is the 32-bit number u0 | u3 << 8 | u1 << 16 |
+u2 << 24 rotated left by 4: one AND-OR puts u0 and u1 in place as a bf16x2 register and, after a
+rotation by 8, another does u2 and u3.
 
 fp16. word & 0x8E00 and (word << 3) & 0x8E00 are planes 0 and 1, worth code * 2^-14 (0.5 a subnormal
-again; tensor cores and multipliers take those at full speed). In planes 2 and 3 sign and digits have
-different ways to go, and one product takes both: (word & 0x4038) * (2^1 + 2^6) and
-(word & 0x2007) * (2^2 + 2^9), & 0x8E00. What a product pushes into the word above stays below bit 9.
-As many instructions as for bf16.
-u = ((floor(log2 v) + 22) << 3) | 3 mantissa bits, the scale word is rotated left by 7, and u << 7 is
-v * 2^7 as it stands; so code * 2^-14 * v * 2^7 = code * v * 2^-7 is at most 21 and a multiple of
-2^-17: exact in fp16.
+again; tensor cores and multipliers take those at full speed). In planes 2 and 3 sign and digits
+have different ways to go, and one product takes both: (word & 0x4038) * (2^1 + 2^6) and
+(word & 0x2007) * (2^2 + 2^9), & 0x8E00. What a product pushes into the word above stays below bit
+9. As many instructions as for bf16. u = ((floor(log2 v) + 22) << 3) | 3 mantissa bits, the scale
+word is rotated left by 7, and u << 7 is v * 2^7 as it stands; so code * 2^-14 * v * 2^7 =
+code * v * 2^-7 is at most 21 and a multiple of 2^-17: exact in fp16.
 
 Who multiplies by what: decode_matmul leaves sums of code * v * 2^-19 * x (fp16: 2^-7), to be
-multiplied by out_scale (N,), which is row_scale * 2^19 (2^7). dequantize() includes it: exactly where
-row_scale is a power of two (in fp16 but for numbers below 2^-14, whose last bit is worth 2^-24),
-elsewhere in fp32, rounded once.
+multiplied by out_scale (N,), which is row_scale * 2^19 (2^7). dequantize() includes it: exactly
+where row_scale is a power of two (in fp16 but for numbers below 2^-14, whose last bit is worth
+2^-24), elsewhere in fp32, rounded once.
 
 Not here: quantization (nvfp4.py), files (hf.py), the LoRA product x @ A.T @ B.T (lora.py;
 decode_matmul only does x @ A.T), a gradient for W (the base is frozen), 4-bit activations.
 
-Shapes: M rows, N out_features, K in_features, R rows of LoRA's A, S split-K slabs, BM rows of x in a
-tile.
+Shapes: M rows, N out_features, K in_features, R rows of LoRA's A, S split-K slabs, BM rows of x
+in a tile.
 """
 from functools import cache, cached_property
 from typing import NamedTuple
@@ -69,29 +69,30 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nvfp4 import E2M1_SIGNED, Slabs, Weight
 
-BLOCK = 16                                      # weights per scale
-TILE = 128                                      # side of a packed tile
-ROWS_256B = tl.constexpr(gl.NVMMASharedLayout(128, 16))              # in shared memory: rows of x and of A,
-ROWS_64B = tl.constexpr(gl.NVMMASharedLayout(64, 16))                # of codes, swizzled against bank conflicts,
-FLAT = tl.constexpr(gl.NVMMASharedLayout(0, 32))                     # scales,
-SUMS = tl.constexpr(gl.NVMMASharedLayout(128, 32, rank=3))           # fp32 sums on their way out
-SCALED = tl.constexpr(gl.DistributedLinearLayout(    # (128, 2, 16) in registers: scales beside their weights
+BLOCK = 16  # weights per scale
+TILE = 128  # side of a packed tile
+ROWS_256B = tl.constexpr(gl.NVMMASharedLayout(128, 16))  # in shared memory: rows of x and of A,
+ROWS_64B = tl.constexpr(gl.NVMMASharedLayout(64, 16))  # of codes, swizzled against bank conflicts,
+FLAT = tl.constexpr(gl.NVMMASharedLayout(0, 32))  # scales,
+SUMS = tl.constexpr(gl.NVMMASharedLayout(128, 32, rank=3))  # fp32 sums on their way out
+# (128, 2, 16) in registers: scales beside the weights that they serve
+SCALED = tl.constexpr(gl.DistributedLinearLayout(
     [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 1, 0], [64, 0, 0]],
     [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
     [[16, 0, 0], [32, 0, 0]], [], [128, 2, 16]))
-SENT_ROWS = tl.constexpr(64)                    # rows of x up to which a sum has room in shared memory on its way out
-A_SIDE = tl.constexpr(64)                       # side of a tile of LoRA's A: the bytes of a tile of codes
-CROSSOVER = 256                                 # rows up to which the decode kernel beats expanding W
+SENT_ROWS = tl.constexpr(64)  # rows of x up to which a sum has room in shared memory on its way out
+A_SIDE = tl.constexpr(64)  # side of a tile of LoRA's A: the bytes of a tile of codes
+CROSSOVER = 256  # rows up to which the decode kernel beats expanding W
 
 
 class Order(NamedTuple):
     """What the two orders at the top of the file do differently."""
-    planes: tuple                               # (take, shift, times) of each plane: ((word & take) << shift) * times
-    low: int                                    # bit of a plane's mantissa: s is 15 and e, e, m are low + 2 .. low
-    turn: int                                   # bits by which a scale word is rotated
-    bias: int                                   # of the exponent in a scale's byte
-    base: int                                   # bits that belong to every scale
-    power: int                                  # the kernel multiplies x by code * v * 2^-power
+    planes: tuple           # (take, shift, times) of each plane: ((word & take) << shift) * times
+    low: int                # bit of a plane's mantissa: s is 15 and e, e, m are low + 2 .. low
+    turn: int               # bits by which a scale word is rotated
+    bias: int               # of the exponent in a scale's byte
+    base: int               # bits that belong to every scale
+    power: int              # the kernel multiplies x by code * v * 2^-power
 
     @property
     def mask(self):
@@ -139,12 +140,12 @@ def _to_words(codes, order):
 
 def _to_scale_words(scale, order):
     """(..., 8) fp32 E4M3 values >= 0 in the order of k -> (..., 2) int32, rotated words."""
-    mantissa, exponent = torch.frexp(scale)                          # v = mantissa * 2^exponent, from 0.5 on
+    mantissa, exponent = torch.frexp(scale)  # v = mantissa * 2^exponent, from 0.5 on
     u = (exponent.long() - 1 + order.bias) << 3 | (mantissa * 16).long() & 7
     u0, u1, u2, u3 = torch.where(scale > 0, u, 0).unflatten(-1, (4, 2)).unbind(-2)
-    word = u0 | u3 << 8 | u1 << 16 | u2 << 24                        # int64 (..., 2)
+    word = u0 | u3 << 8 | u1 << 16 | u2 << 24  # int64 (..., 2)
     word = (word << order.turn) & 0xFFFFFFFF | word >> (32 - order.turn)
-    return (word - ((word >> 31) << 32)).to(torch.int32)             # the same 32 bits, signed
+    return (word - ((word >> 31) << 32)).to(torch.int32)  # the same 32 bits, signed
 
 
 def _from_scale_words(word, order):
@@ -171,12 +172,12 @@ class PackedWeight(Weight):
 
     def __init__(self, N, K, codes, scales, row_scale, dtype):
         super().__init__((codes, scales, row_scale), None, (N, K), dtype)
-        self.codes = codes                                           # int16 (N/128, K/128, 128, 32)
-        self.scales = scales                                         # int32 (N/128, K/128, 128, 2)
-        self.row_scale = row_scale                                   # fp32 (N,)
+        self.codes = codes  # int16 (N/128, K/128, 128, 32)
+        self.scales = scales  # int32 (N/128, K/128, 128, 2)
+        self.row_scale = row_scale  # fp32 (N,)
         self.order = ORDERS[dtype]
-        self.out_scale = row_scale * 2**self.order.power             # fp32 (N,): what slabs are multiplied by
-        self.exact = bool((torch.frexp(row_scale).mantissa == 0.5).all())        # all powers of two
+        self.out_scale = row_scale * 2**self.order.power  # fp32 (N,): what slabs are multiplied by
+        self.exact = bool((torch.frexp(row_scale).mantissa == 0.5).all())  # all powers of two
 
     def dequantize(self, out=None):
         """-> W (N, K) in dtype, or in out's, whose rows may have any stride."""
@@ -220,31 +221,31 @@ class PackedWeight(Weight):
 
 
 def pack(packed, block_scale, global_scale, dtype=torch.bfloat16):
-    """nvfp4.quantize's packed uint8 (N, K // 2), block_scale e4m3 (N, K // 16) and global_scale fp32
-    () or (N,) -> PackedWeight for an x of this dtype to come.
-    """
+    """nvfp4.quantize's three tensors, global_scale () or (N,) -> PackedWeight for x of this dtype."""
     N, K = packed.shape[0], packed.shape[1] * 2
     assert dtype in ORDERS, f"dtype must be bf16 or fp16, got {dtype}"
     assert packed.dtype == torch.uint8, f"packed must be uint8, got {packed.dtype}"
     assert K % BLOCK == 0, f"{K=} must be a multiple of {BLOCK}, the weights of one scale ({N=})"
-    assert block_scale.dtype == torch.float8_e4m3fn, f"block_scale must be e4m3, got {block_scale.dtype}"
+    assert block_scale.dtype == torch.float8_e4m3fn, (
+        f"block_scale must be e4m3, got {block_scale.dtype}")
     assert block_scale.shape == (N, K // BLOCK), (
         f"block_scale is {tuple(block_scale.shape)}, not {(N, K // BLOCK)}")
-    assert global_scale.dtype == torch.float32, f"global_scale must be fp32, got {global_scale.dtype}"
+    assert global_scale.dtype == torch.float32, (
+        f"global_scale must be fp32, got {global_scale.dtype}")
     assert global_scale.numel() in (1, N), (
         f"global_scale must be () or {(N,)}, got {tuple(global_scale.shape)}")
     scale = block_scale.float()
-    bad = scale[~(scale >= 0)]                                       # NaN too
+    bad = scale[~(scale >= 0)]  # NaN too
     assert not len(bad), f"block scales must be >= 0 and finite, got {bad[0]}"
     row_scale = global_scale.to(packed.device).reshape(-1).expand(N).contiguous()
     bad = row_scale[~(row_scale.isfinite() & (row_scale > 0))]
     assert not len(bad), f"global_scale must be finite and above 0, got {bad[0]}"
 
     order = ORDERS[dtype]
-    scale = _tiles(scale, TILE // BLOCK)                             # padding and true zeros are 0
+    scale = _tiles(scale, TILE // BLOCK)  # padding and true zeros are 0
     codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
     words = torch.empty(*scale.shape[:3], TILE // 4, dtype=torch.int16, device=packed.device)
-    for i in range(scale.shape[0]):                                  # a row of tiles at a time: codes are 8x as big
+    for i in range(scale.shape[0]):  # a row of tiles at a time: codes are 8x as big
         rows = _tiles(codes[i * TILE:(i + 1) * TILE], TILE)[0]
         empty = (scale[i] == 0).repeat_interleave(BLOCK, dim=-1)
         words[i] = _to_words(rows.masked_fill(empty, 0), order)
@@ -252,20 +253,21 @@ def pack(packed, block_scale, global_scale, dtype=torch.bfloat16):
 
 
 # -----------------------------------------------------------------------------
-# Decoding in registers. Inline assembly where it saves instructions that the compiler would spend on
-# 16-bit lanes.
+# Decoding in registers. Inline assembly where it saves instructions that the compiler would spend
+# on 16-bit lanes.
 
 @triton.constexpr_function
 def _planes_asm(dtype, first):
-    """PTX: two neighbouring words in register $2 -> their planes `first` and the next in $0 and $1."""
+    """PTX: two neighbouring words in register $2 -> planes `first` and the next in $0 and $1."""
     order = ORDER_OF[dtype]
     lines = []
     for i in range(2):
         take, shift, times = order.planes[first + i]
         word = "$2"
-        for op, operand, idle in (("and.b32", take * 0x10001, 0xFFFFFFFF), ("shl.b32", max(shift, 0), 0),
-                                  ("shr.u32", max(-shift, 0), 0), ("mul.lo.u32", times, 1)):
-            if operand != idle:
+        steps = (("and.b32", take * 0x10001, 0xFFFFFFFF), ("shl.b32", max(shift, 0), 0),
+                 ("shr.u32", max(-shift, 0), 0), ("mul.lo.u32", times, 1))
+        for op, operand, nothing in steps:
+            if operand != nothing:
                 lines.append(f"{op} t, {word}, {operand:#x};")
                 word = "t"
         lines.append(f"and.b32 ${i}, {word}, {order.mask * 0x10001:#x};")
@@ -321,8 +323,8 @@ def dequantize_kernel(
     out_scale_ptr,     # fp32  (N,)
     out_ptr,           # bf16, fp16 or fp32 (N, K)   row stride out_stride
     N, K, out_stride,
-    EXACT: tl.constexpr,                       # out_scale: powers of two, so that 16 bits hold the product
-    FP16: tl.constexpr,                        # the order of codes and scales
+    EXACT: tl.constexpr, # out_scale: powers of two, so that 16 bits hold the product
+    FP16: tl.constexpr, # the order of codes and scales
 ):
     """One program expands one 128 x 128 tile."""
     dtype: tl.constexpr = tl.float16 if FP16 else tl.bfloat16
@@ -354,37 +356,37 @@ def dequantize_kernel(
 
 class Maps(NamedTuple):
     """Tensor maps: a copy by the copy engine takes one tile of a matrix."""
-    x: tl.tensor                               # bf16 or fp16 (M, K)                    (BM, 128)
-    codes: tl.tensor                           # int16 (N/128 * K/128 * 128, 32)        (128, 32)
-    scales: tl.tensor                          # int32 (N/128 * K/128, 256)             (1, 256)
-    a: tl.tensor                               # as x (R, K), LoRA's A, or None         (64, 64)
-    slabs: tl.tensor                           # fp32 (S, M, N)                         (1, BM, 128)
+    x: tl.tensor            # bf16 or fp16 (M, K)                    (BM, 128)
+    codes: tl.tensor        # int16 (N/128 * K/128 * 128, 32)        (128, 32)
+    scales: tl.tensor       # int32 (N/128 * K/128, 256)             (1, 256)
+    a: tl.tensor            # as x (R, K), LoRA's A, or None         (64, 64)
+    slabs: tl.tensor        # fp32 (S, M, N)                         (1, BM, 128)
 
 
 class Ring(NamedTuple):
     """Blocks in shared memory, STAGES places of each."""
-    x: tl.tensor                               # (STAGES, BM, 128)
-    codes: tl.tensor                           # (STAGES, 128, 32); of A (64, 64) instead
-    scales: tl.tensor                          # (STAGES, 1, 256)
-    full: tl.tensor                            # barriers: completes when a block's bytes have arrived,
-    empty: tl.tensor                           # when it has been multiplied
+    x: tl.tensor            # (STAGES, BM, 128)
+    codes: tl.tensor        # (STAGES, 128, 32); of A (64, 64) instead
+    scales: tl.tensor       # (STAGES, 1, 256)
+    full: tl.tensor         # barriers: completes when a block's bytes have arrived,
+    empty: tl.tensor        # when it has been multiplied
 
 
 class Share(NamedTuple):
     """What a program walks: blocks first .. last of W, or of A."""
     is_a: tl.tensor
-    pid: tl.tensor                             # among those of W
-    m0: tl.tensor                              # first row of x
+    pid: tl.tensor          # among those of W
+    m0: tl.tensor           # first row of x
     first: tl.tensor
     last: tl.tensor
-    halves: tl.tensor                          # steps to a block
+    halves: tl.tensor       # steps to a block
     KB: tl.tensor
     L: tl.tensor
 
 
 @triton.jit
 def a_blocks(KB, L):
-    """Blocks of A to a program: one is more to read than one of W, so a quarter of K at the most."""
+    """Blocks of A to a program: each is more to read than one of W, so at most a quarter of K."""
     return tl.minimum(L, tl.cdiv(KB, 4))
 
 
@@ -424,7 +426,8 @@ def _fetch_weights(maps: Maps, ring: Ring, share: Share, slot, step):
 def _fetch_x(maps: Maps, ring: Ring, share: Share, slot, step):
     """Start the copy of the x that a step multiplies."""
     k = (share.first + step // share.halves) % share.KB * 128
-    tma.async_copy_global_to_shared(maps.x, [share.m0, k], ring.full.index(slot), ring.x.index(slot))
+    bar = ring.full.index(slot)
+    tma.async_copy_global_to_shared(maps.x, [share.m0, k], bar, ring.x.index(slot))
 
 
 @gluon.jit
@@ -498,7 +501,7 @@ def _store_piece(acc, slabs_ptr, maps: Maps, piece, row, rows, column, m0):
 @gluon.jit
 def _send_piece(acc, out, maps: Maps, piece, row, m0):
     """acc (128, BM) -> slabs[piece, m0:, row:]; the copy engine drops what lies past N and M."""
-    tma.store_wait(0)                          # the piece before has left
+    tma.store_wait(0)  # the piece before has left
     out.store(acc.permute((1, 0)).reshape(1, acc.shape[1], 128))
     fence_async_shared()
     tma.async_copy_shared_to_global(maps.slabs, [piece, m0, row], out)
@@ -548,34 +551,35 @@ def _consume(maps: Maps, ring: Ring, share: Share, out, slabs_ptr, N):
             else:
                 _store_piece(acc, slabs_ptr, maps, piece, tile * 128, N, 0, share.m0)
             block = end
-        tma.store_wait(0)                      # what is being sent must stay till it is
+        tma.store_wait(0)  # what is being sent must stay till it is
 
 
 @gluon.jit(do_not_specialize=["KB", "L", "a_programs"])
 def decode_kernel(
-    x_desc, codes_desc, scales_desc, a_desc, slabs_desc,             # Maps; a_desc None: no adapter
+    x_desc, codes_desc, scales_desc, a_desc, slabs_desc,  # Maps; a_desc None: no adapter
     slabs_ptr,         # fp32 (S, M, width)    A's columns are N .. N + R
     N,                 # specialized: if 16 divides it, neighbouring rows of W share a mask
     KB,                # blocks of 128 along K
     L,                 # blocks that one program walks
     a_programs,        # of the grid's first axis, the first ones do x @ A.T
-    config: gl.constexpr,                      # Config
+    config: gl.constexpr, # Config
     PDL: gl.constexpr,
 ):
-    """Partial sums of x @ W.T: a program walks L consecutive blocks of the weight stream, (128, 128)
-    weights each.
+    """Partial sums of x @ W.T: a program walks L consecutive blocks of the weight stream, each
+    (128, 128) weights.
 
-    The stream runs along K inside a row of tiles, then to the next row of tiles, and all programs do
-    the same work whatever N and K (stream-K). Where it ends a tile or its own share, it stores the
-    sum as piece number `piece` of that tile, counted from the program that started the tile; `pieces`
-    says how many there are. The sum is transposed, (128, BM): W is the register operand of the tensor
-    cores and M their short side, so that 1 row wastes 7 of 8 columns and not 63 of 64 rows.
+    The stream runs along K inside a row of tiles, then to the next row of tiles, and all programs
+    do the same work whatever N and K (stream-K). Where it ends a tile or its own share, it stores
+    the sum as piece number `piece` of that tile, counted from the program that started the tile;
+    `pieces` says how many there are. The sum is transposed, (128, BM): W is the register operand
+    of the tensor cores and M their short side, so that 1 row wastes 7 of 8 columns and not 63 of
+    64 rows.
 
-    A program is a warp group that decodes and multiplies, and one warp that keeps a ring of STAGES
-    blocks in shared memory full. It does not stop between two tiles. The weights of the first AHEAD
-    blocks are asked for before x exists (PDL); more of them would stand in front of x in the queue to
-    memory. Programs that share a multiprocessor drift apart: one decodes while another keeps the
-    tensor cores busy.
+    A program is a warp group that decodes and multiplies, and one warp that keeps a ring of
+    STAGES blocks in shared memory full. It does not stop between two tiles. The weights of the
+    first AHEAD blocks are asked for before x exists (PDL); more of them would stand in front of x
+    in the queue to memory. Programs that share a multiprocessor drift apart: one decodes while
+    another keeps the tensor cores busy.
     """
     BM: gl.constexpr = config.BM
     STAGES: gl.constexpr = config.num_stages
@@ -593,7 +597,7 @@ def decode_kernel(
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=1)
     fence_async_shared()
-    if PDL:                                    # let the next kernel's programs take freed places
+    if PDL:  # let the next kernel's programs take freed places
         tl.extra.cuda.gdc_launch_dependents()
     pid = gl.program_id(0)
     is_a = pid < a_programs
@@ -621,7 +625,7 @@ def decode_kernel(
     gl.warp_specialize([
         (_consume, (maps, ring, share, out, slabs_ptr, N)),
         (_produce, (maps, ring, share, steps, AHEAD)),
-    ], [1], [24])                              # warps and registers of the producer
+    ], [1], [24])  # warps and registers of the producer
 
 
 # -----------------------------------------------------------------------------
@@ -629,10 +633,10 @@ def decode_kernel(
 
 class Config(NamedTuple):
     """How decode_kernel is launched."""
-    BM: int                                     # rows of x in a tile
-    num_stages: int                             # blocks in the ring
-    per_sm: int                                 # programs on a multiprocessor
-    ahead: int                                  # blocks asked for before the kernel before is done
+    BM: int                 # rows of x in a tile
+    num_stages: int         # blocks in the ring
+    per_sm: int             # programs on a multiprocessor
+    ahead: int              # blocks asked for before the kernel before is done
 
     @property
     def sent(self):
@@ -641,7 +645,7 @@ class Config(NamedTuple):
 
     @property
     def maxnreg(self):
-        """Registers of a thread at launch. The producer's 4 warps then keep 24, the consumer's take the rest."""
+        """Registers of a thread at launch. The producer's 4 warps then keep 24 of them."""
         return 65536 // (256 * self.per_sm) // 8 * 8
 
 
@@ -654,8 +658,9 @@ DEFAULTS = {
     128: Config(128, 2, 2, 1),
     256: Config(128, 2, 2, 1),
 }
-# (M at most, N, K) -> Config of a linear that another one suits better, by 1 us a layer of a decode step and a chain of
-# linears together, in two runs: lines of `python bench.py tune` of commit 2c47a35 (H200). It was removed after 5814e75.
+# (M at most, N, K) -> Config of a linear that another one suits better, by 1 us a layer of a decode
+# step and a chain of linears together, in two runs on an H200: the lines that `python bench.py tune`
+# of commit 2c47a35 printed. The tuner was removed after 5814e75.
 TUNED = {
     (8, 17920, 1536): Config(8, 6, 3, 2),
     (16, 1536, 8960): Config(16, 4, 3, 1),
@@ -682,11 +687,11 @@ def decode_config(N, K, M):
 
 
 class Schedule(NamedTuple):
-    KB: int                                     # blocks of a row of tiles
-    L: int                                      # blocks per program
-    a_programs: int                             # programs that do x @ A.T
-    programs: int                               # all of them
-    S: int                                      # slabs
+    KB: int                 # blocks of a row of tiles
+    L: int                  # blocks per program
+    a_programs: int         # programs that do x @ A.T
+    programs: int           # all of them
+    S: int                  # slabs
 
 
 @cache
@@ -723,18 +728,21 @@ def runs_on(device):
 def decode_matmul(x, weight, lora_a=None, slabs=None, pdl=False, config=None):
     """x (M, K) of the weight's dtype, M <= 256 or so, and lora_a (R, K) of it or None -> Slabs.
 
-    A row's bits do not depend on the other rows; nothing is allocated if slabs is given: (S, M, N + R),
-    rows rounded up to whole 16 bytes.
-    pdl (programmatic dependent launch): start while the kernel before on the stream still runs, fetch
-    weights and A, which that kernel must not write, and wait for its end before reading x. A kernel
-    after it may do the same, launched with launch_pdl=True, if it calls tl.extra.cuda.gdc_wait()
-    before it touches slabs; every kernel of such a chain must call it.
+    A row's bits do not depend on the other rows; nothing is allocated if slabs is given: (S, M,
+    N + R), rows rounded up to whole 16 bytes.
+
+    pdl (programmatic dependent launch): start while the kernel before on the stream still runs,
+    fetch weights and A, which that kernel must not write, and wait for its end before reading x. A
+    kernel after it may do the same, launched with launch_pdl=True, if it calls
+    tl.extra.cuda.gdc_wait() before it touches slabs; every kernel of such a chain must call it.
     """
     M, K = x.shape
     N = weight.N
     R = 0 if lora_a is None else lora_a.shape[0]
-    assert runs_on(weight.device), f"decode_matmul needs a Hopper GPU, the weight is on {weight.device}"
-    assert x.dtype == weight.dtype, f"x must be {weight.dtype}, as the weight was packed for, got {x.dtype}"
+    assert runs_on(weight.device), (
+        f"decode_matmul needs a Hopper GPU, the weight is on {weight.device}")
+    assert x.dtype == weight.dtype, (
+        f"x must be {weight.dtype}, as the weight was packed for, got {x.dtype}")
     assert x.device == weight.device, f"x is on {x.device}, the weight on {weight.device}"
     assert K == weight.K, f"x has {K=}, the weight N={N}, K={weight.K}"
     assert x.stride(1) == 1 and x.stride(0) % 8 == 0, (
@@ -742,11 +750,12 @@ def decode_matmul(x, weight, lora_a=None, slabs=None, pdl=False, config=None):
     a_map = None
     if R:
         assert lora_a.dtype == x.dtype and lora_a.shape[1] == K, (lora_a.dtype, lora_a.shape, K)
-        assert lora_a.is_contiguous() and lora_a.device == x.device, (lora_a.stride(), lora_a.device)
+        assert lora_a.is_contiguous(), f"lora_a must be contiguous, got strides {lora_a.stride()}"
+        assert lora_a.device == x.device, f"lora_a is on {lora_a.device}, x on {x.device}"
         a_map = TensorDescriptor.from_tensor(lora_a, [A_SIDE.value] * 2, ROWS_256B.value)
     config = config or decode_config(N, K, M)
     plan = schedule(N, K, M, R, config, _multiprocessors(weight.device))
-    width = triton.cdiv(N + R, 4) * 4                                # rows of whole 16 bytes, as the copy engine wants
+    width = triton.cdiv(N + R, 4) * 4  # rows of whole 16 bytes, as the copy engine wants
     if slabs is None:
         slabs = torch.empty(plan.S, M, width, device=x.device)
     assert slabs.dtype == torch.float32 and slabs.is_contiguous(), (slabs.dtype, slabs.stride())

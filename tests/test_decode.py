@@ -243,7 +243,7 @@ def test_attention_kernel_matches_float64_over_prefix_gap_and_own_tokens(H, KV, 
     kv = torch.randn(2, n * width, KV, B, d, generator=gen, device=DEVICE).to(DTYPE)
     q = torch.randn(n, H, d, generator=gen, device=DEVICE).to(DTYPE)
     acc = torch.full((n, H, splits, d), torch.nan, device=DEVICE)
-    stats = torch.full((2, n, H, splits), torch.nan, device=DEVICE)
+    tops, masses = torch.full((2, n, H, splits), torch.nan, device=DEVICE)
     counters = torch.zeros(n * KV, dtype=torch.int32, device=DEVICE)
     cache = kernels.Cache(kv, kv.stride(0), table, width, const(KV), const(B), const(d))
 
@@ -251,7 +251,7 @@ def test_attention_kernel_matches_float64_over_prefix_gap_and_own_tokens(H, KV, 
         out = torch.full_like(q, torch.nan)
         shape = kernels.Shape(*map(const, (splits, members, W, T)))
         kernels.attention_kernel[n, KV, splits](
-            q, cache, state, out, kernels.Runs(acc, stats, counters), d ** -0.5 * 1.4426950408889634,
+            q, cache, state, out, kernels.Runs(acc, tops, masses, counters), d ** -0.5 * 1.4426950408889634,
             H, decode.GROUP, shape, False, num_warps=W)
         return out
 
