@@ -440,6 +440,16 @@ def test_smallest_pool_holds_any_one_sequence(max_length):
             assert rollouts.completions[g] == plain_completion(prompt, row_key(0, 0, g), max_length - length)
 
 
+def test_a_pool_gives_out_every_block_but_the_first_once():
+    pool = BlockPool(6)
+    mine, its = pool.take(2), pool.take(3)
+    assert sorted(mine + its) == [1, 2, 3, 4, 5] and len(pool) == 0       # block 0 is for rows that do not count
+    pool.give(mine)
+    assert mine == [] and len(pool) == 2
+    pool.reset()
+    assert len(pool) == 5 and sorted(pool.take(5)) == [1, 2, 3, 4, 5]
+
+
 def test_pool_for_less_than_one_sequence_is_refused():
     model = HashModel()
     with pytest.raises(ValueError, match="holds 160 tokens: less than one sequence of 97 tokens"):
