@@ -166,9 +166,8 @@ def test_the_step_is_adamw_by_hand_on_the_clipped_gradient_and_the_norms_do_not_
     m, v = torch.zeros_like(master), torch.zeros_like(master)
     for t, lr in ((1, 1e-3), (2, 3e-4), (3, 0.0)):
         update = learner.update(rollouts, advantages, weights, lr)
-        learner.adapter.zero_grad()
         assert update.grad_norm > 0.01                                    # before clipping, and it does clip
-        raw, _, _ = gradient_of(learner, rollouts, advantages, weights, before=master)
+        raw = gradient_at(master, learner, rollouts, advantages, weights)
         gradient = raw * (0.01 / (raw.norm() + 1e-6))
         master[:adapter.norm_start] *= 1 - lr * 0.3
         m = 0.9 * m + 0.1 * gradient                                      # betas 0.9 and 0.99, eps 1e-8
