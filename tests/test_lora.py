@@ -253,15 +253,15 @@ def test_merged_folder_is_a_bf16_checkpoint_with_the_same_logits(tiny, tmp_path,
     case, tokens = tiny[shape], tokens_of(tiny[shape], 2, 13)
     model, adapter = adapted(case, norms=True, base=base)
     monkeypatch.setattr(hf, "SHARD_BYTES", 20_000)                       # several shards
-    tensors = ((name, t.detach().bfloat16()) for name, t in model.tensors())
+    tensors = ((name, t.detach().bfloat16()) for name, t in hf.model_tensors(model))
     hf.save_model(tensors, model.folder, tmp_path / "merged")
     assert len(list((tmp_path / "merged").glob("*.safetensors"))) > 2
     again = load(tmp_path / "merged", base="bf16", device="cpu")
-    for name, got in again.tensors():
+    for name, got in hf.model_tensors(again):
         assert torch.equal(got.bfloat16().float(), got.float()), f"{name} is not bf16"
     if base == "bf16":
         for name, exact in merged(case.tensors, adapter, 6 / 4).items():
-            got = dict(again.tensors())[name].double()
+            got = dict(hf.model_tensors(again))[name].double()
             assert ((got - exact).abs() <= 2.0**-8 * exact.abs() + 1e-7).all(), name
     with torch.no_grad():
         want, got = model(tokens), again(tokens)

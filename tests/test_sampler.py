@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+import hf
+
 import sampler as sampler_py
 from aqn import noisy_norms
 from lora import Adapter
@@ -106,7 +108,7 @@ def test_every_token_is_the_inverse_cdf_at_its_own_uniform(tiny, base, temperatu
         rollouts = generate(sampler, prompts_of(90), 3, max_new_tokens=35, temperature=temperature, seed=seed)
         rows = [p + c for p, c in zip(rollouts.prompts, rollouts.completions)]
         learner, _ = model.token_logprobs(rows, [len(p) for p in rollouts.prompts], temperature)
-        clean = dict(model.tensors())                                     # what nvfp4's codes stand for
+        clean = dict(hf.model_tensors(model))                                     # what nvfp4's codes stand for
         for i, layer in enumerate(model.layers):
             for name, norm in (("input", layer.input_norm), ("post_attention", layer.post_norm)):
                 clean[f"model.layers.{i}.{name}_layernorm.weight"] = norm.weight.double() + norm.noise
