@@ -3,19 +3,18 @@ A linear of the network = one frozen weight + one low-rank adapter (LoRA, arXiv 
 
     y = x @ W.T + (x @ A.T) @ (s * B).T          s = alpha / rank
 
-W is frozen and may live in 4 bits; only A and B are trained (and, if asked, the two RMSNorm
-weights of a block, as NVlabs/QeRL does through PEFT's modules_to_save).
+W is frozen and may live in 4 bits; only A and B are trained (and, if asked, the two norms of a
+block, as NVlabs/QeRL does through PEFT's modules_to_save).
 
-Fused linears. q|k|v and gate|up are one matrix each: their `parts` are consecutive rows of W.
-Every part has an adapter of its own: `a` stacks the parts' A along rows, `b` has one row per
-output row, so part p computes
+Fused linears. q|k|v and gate|up are one matrix each: their `parts` are consecutive rows of W. Every
+part has an adapter of its own: `a` stacks the parts' A, `b` has one row per output row, so part p
+computes
     y[:, rows of p] += (x @ a[p*R:(p+1)*R].T) @ (s * b[rows of p]).T
 
 One flat buffer. All A, all B (and trained norms) are views into one fp32 vector `master`, their
-gradients views into another: the optimizer sees one tensor, ranks all-reduce one tensor, a
-checkpoint writes one tensor. Sampler and learner compute with working copies in the model's
-dtype (16 bits on a GPU), `a16` and `b16 = s * b`, which `sync()` rewrites in place: CUDA graphs
-that captured their addresses see an update without a new capture.
+gradients views into another: optimizer, ranks and checkpoints see one tensor. Sampler and learner
+compute with working copies in the model's dtype, `a16` and `b16 = s * b`, which `sync()` rewrites
+in place: CUDA graphs that captured their addresses see an update without a new capture.
 
 K-augmentation. The learner expands W into a buffer with room to the right and below,
               K      P*R
@@ -24,10 +23,8 @@ K-augmentation. The learner expands W into a buffer with room to the right and b
 so that forward [x | x@A.T] @ wide[:N].T and backward [dy | dy@sB] @ wide[:, :K] are one matmul
 each: the adapter costs (P*R)/K more columns instead of another pass over y.
 
-This is the one place where the learner's linears are computed. The sampler's kernels compute the
-same product from Weight.partial (nvfp4.py).
-
-Not here: dropout (the paper uses none), DoRA and the like, quantized adapters.
+Not here: the sampler's kernels, which compute the same from Weight.partial (nvfp4.py); dropout (the
+paper uses none), DoRA and the like, quantized adapters.
 
 Shapes: M rows (tokens), N out_features, K in_features, R LoRA rank, P parts of a fused linear.
 """
@@ -183,10 +180,9 @@ class _Product(torch.autograd.Function):
 class Adapter:
     """The LoRA matrices of every Linear of a model (with norms=True also its block norms).
 
-    master: fp32 Parameter (n,), what the optimizer steps; master.grad: its gradient, zeroed with
-    zero_grad(). After each change of master call sync(): sampler and learner read 16-bit copies.
-    A starts uniform in +-1/sqrt(K) (PEFT's Kaiming default), B at zero: the first forward equals
-    the base bit for bit.
+    master: fp32 Parameter (n,), what the optimizer steps; after each change call sync(). A starts
+    uniform in +-1/sqrt(K) (PEFT's Kaiming default), B at zero: the first forward equals the base
+    bit for bit.
     """
 
     def __init__(self, model, rank=32, alpha=32, norms=False, seed=0):

@@ -9,28 +9,24 @@ The block, with x the residual stream:
     x += down(silu(gate) * up)                   gate|up = gate_up(norm(x))
 
 Precision. The residual stream and every matmul's sum and result are fp32; inputs of matmuls are
-rounded to `dtype` (bf16 on a GPU). That is what keeps the sampler's log-probs close to the
-learner's: 0.1 % instead of 1.3 % of tokens leave the ratio band [0.9, 1.1]. fp16 rounds 8 times
-finer, and brings them 8 times closer; its range is the price: the norms below then work on
-x / 16, and the learner's gradients need a scale (learner.py).
+rounded to `dtype` (bf16 on a GPU). That keeps the sampler's log-probs close to the learner's: 0.1
+instead of 1.3 % of tokens leave the ratio band [0.9, 1.1]. fp16 rounds 8 times finer, and brings
+them 8 times closer, but ends at 65,504: the learner's gradients need a scale (learner.py), and x * w
+below, which is not normalized and reaches 24,000 on the 1.5B, is that of x / 16, exactly.
 
 Where RMSNorm's division goes. norm(x) = x * w / rms(x), and 1/rms(x) is one number a row, so it
 commutes with the linear that follows: RMSNorm returns (x * w rounded to dtype) and 1/rms apart,
 and the block multiplies the linear's *result*. Then no kernel has to see a whole row before the
-matmul starts, and the sampler's fused kernels and the learner round the same numbers at the same
-place (but for attention to a shared prompt: attention.py). AQN's noise is added to w: `weight +
-noise`, zero outside aqn.noisy_norms. x * w is not normalized: on 4 to 6 questions of GSM8K its
-largest number is 8,900 in 0.5B and 24,000 in 1.5B. fp16 ends at 65,504, so there the norm is that
-of x / 16, exactly.
+matmul starts, and sampler and learner round the same numbers at the same place (but for attention
+to a shared prompt: attention.py). AQN's noise is added to w, zero outside aqn.noisy_norms.
 
-Tokens come packed: (T,) ids of several sequences end to end. There is no padding anywhere, so
-there is no padding side to get wrong.
+Tokens come packed: (T,) ids of several sequences end to end; no padding, no padding side.
 
 Not here: the KV cache (sampler.py), sliding windows and YaRN (off in these checkpoints), dropout,
 tensor parallelism.
 
-Shapes: B rows, T tokens, V vocabulary, D width, L layers, H query heads, KV key-value heads,
-d head size, F feed-forward.
+Shapes: B rows, T tokens, V vocabulary, D width, H query heads, KV key-value heads, d head size,
+F feed-forward.
 """
 from dataclasses import dataclass
 
@@ -208,22 +204,6 @@ class Qwen2(torch.nn.Module):
         scored = [t for row, start in zip(rows, starts) for t in row[start:]]
         scored = torch.tensor(scored, device=self.device)
         return token_logprobs(xw[at], rstd[at], self.lm_head, scored, self.live_vocab, temperature)
-
-    def tensors(self):
-        """Yields (Hugging Face name, tensor) of the whole model, adapter merged in fp32."""
-        yield "model.embed_tokens.weight", self.embed
-        for i, layer in enumerate(self.layers):
-            prefix = f"model.layers.{i}."
-            yield prefix + "input_layernorm.weight", layer.input_norm.weight
-            yield prefix + "post_attention_layernorm.weight", layer.post_norm.weight
-            for name, bias in zip("qkv", layer.qkv_bias.split(layer.qkv.parts)):
-                yield f"{prefix}self_attn.{name}_proj.bias", bias
-            for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
-                for name, weight in zip(linear.names, linear.merged().split(linear.parts)):
-                    yield name + ".weight", weight
-        yield "model.norm.weight", self.final_norm.weight
-        if not self.config.tied:
-            yield "lm_head.weight", self.lm_head
 
 
 # -------------------------------------------------------------------------------------------------

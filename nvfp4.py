@@ -14,20 +14,16 @@ NVFP4: one (N, K) weight is three tensors, 4 + 8 / 16 bits a weight
 Both scales multiply; |e2m1| is 0, .5, 1, 1.5, 2, 3, 4 or 6, the sign is bit 3 of a code:
     w[n, k] = e2m1(code[n, k]) * block_scale[n, k // 16] * global_scale
 
-Rounding and bytes are those of compressed-tensors (0.11 and 0.20 agree) for the same tensor
-scale, which its files hold as the reciprocal: weight_global_scale = 1 / global_scale.
+Rounding and bytes are those of compressed-tensors (0.11 and 0.20 agree) for the same tensor scale,
+whose reciprocal its files hold. The tensor scale itself differs, by choice: a power of two, where
+theirs is max|w| / 2688. A code has 2 significant bits and a block scale 4, so code * block_scale
+* 2^n is exact in bf16: a learner that dequantizes and a sampler that multiplies later see the same
+weights, bit for bit. It costs next to nothing: on Qwen2.5-Coder-0.5B a relative error of 0.09352
+against 0.09347 (MXFP4 0.1163, NF4 0.0935). q, k, v share one tensor scale and gate, up another,
+because engines fuse those matrices and keep a single scale for the result.
 
-The tensor scale itself differs, by choice: a power of two, where theirs is max|w| / 2688. A code
-has 2 significant bits and a block scale 4, so code * block_scale * 2^n is exact in bf16: a
-learner that dequantizes and a sampler that multiplies later see the same weights, bit for bit.
-It costs next to nothing: on Qwen2.5-Coder-0.5B a relative error of 0.09352 against 0.09347
-(MXFP4 0.1163, NF4 0.0935). q, k, v share one tensor scale and gate, up another, because engines
-fuse those matrices and keep a single scale for the result.
-
-MXFP4 and NF4 are the paper's comparison bases; FORMATS is the list of all bases.
-
-Not here: calibration (AWQ, GPTQ: everything rounds to nearest), 4-bit activations, ragged K,
-NF4's double quantization, files (hf.py), the layout that the GPU kernel reads (marlin_fp4.py).
+Not here: calibration (everything rounds to nearest), 4-bit activations, ragged K, NF4's double
+quantization, files (hf.py), the layout that the GPU kernel reads (marlin_fp4.py).
 """
 from functools import cache, cached_property
 from typing import Callable, NamedTuple
@@ -70,8 +66,7 @@ def encode(w, block, rule):
 
     rule: blocks (n, K // block, block) -> codes uint8 of that shape, scale (n, K // block).
     """
-    packed = []
-    scales = []
+    packed, scales = [], []
     for rows in row_chunks(*w.shape, block):
         codes, scale = rule(w[rows].unflatten(1, (-1, block)))
         packed.append(codes[..., 0::2].flatten(1) | codes[..., 1::2].flatten(1) << 4)
@@ -211,9 +206,8 @@ def dequantize_bf16(w, dtype=torch.bfloat16, out=None):
 
 
 class Format(NamedTuple):
-    """tensors = quantize(w); w = dequantize(*tensors, dtype=..., out=...)."""
-    quantize: Callable
-    dequantize: Callable
+    quantize: Callable                           # tensors = quantize(w)
+    dequantize: Callable                         # w = dequantize(*tensors, dtype=..., out=...)
 
 
 FORMATS = {
@@ -247,9 +241,8 @@ class Slabs(NamedTuple):
 
 
 class Weight:
-    """A frozen (N, K) weight in any of FORMATS, with two verbs; the base is never trained.
-
-    dtype: of the 16-bit (on a CPU fp32) matmul inputs. Its fast twin is marlin_fp4.PackedWeight.
+    """A frozen (N, K) weight in any of FORMATS, with two verbs: dequantize for the learner,
+    partial for the sampler. dtype: of matmul inputs. Fast twin: marlin_fp4.PackedWeight.
     """
 
     def __init__(self, tensors, decode, shape, dtype):
@@ -271,7 +264,7 @@ class Weight:
 
     @cached_property
     def dense(self):
-        """W, kept: on a CPU decoding it for every product would take longer than the product."""
+        """W, kept: on a CPU decoding takes longer than the product."""
         return self.decode(*self.tensors, dtype=self.dtype)
 
     def partial(self, x, a=None):

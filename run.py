@@ -204,26 +204,8 @@ def new_folder(out):
         raise
 
 
-def append_lines(path, objects):
-    """One JSON object a line, to disk before any checkpoint that counts on them."""
-    if RANK == 0:
-        with open(path, "a") as f:
-            f.write("".join(json.dumps(o) + "\n" for o in objects))
-            f.flush()
-            os.fsync(f.fileno())
-
-
-def trim_lines(path, step):
-    """Keep the lines of a log that belong to steps before `step`."""
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    whole = [line for line in lines
-             if line.endswith(b"\n") and json.loads(line)["step"] < step]
-    if len(whole) < len(lines):
-        os.truncate(path, sum(map(len, whole)))
-
-
 # -------------------------------------------------------------------------------------------------
-# Checkpoints
+# The folder of a run
 
 def digest(tensors, counters):
     return hashlib.sha256(tensors + json.dumps(counters, sort_keys=True).encode()).hexdigest()
@@ -286,3 +268,67 @@ class Checkpoints:
             self.counters = counters
             return lines + [f"{folder}: going on from here"]
         return lines + [f"{self.folder}: no whole checkpoint, starting from step 0"]
+
+
+class Folder:
+    """run.json, metrics.jsonl, samples.jsonl, checkpoints/ and adapter/ of one run.
+
+    live: name -> tensor that training changes; write_adapter(tensors, folder): as other programs
+    read it. Only rank 0 reads and writes.
+    """
+
+    def __init__(self, path, live, write_adapter):
+        self.path = path
+        self.live = live
+        self.write_adapter = write_adapter
+        self.checkpoints = Checkpoints(path / "checkpoints", live)
+
+    def start(self, flags, resume):
+        """Write run.json before all else, or read the checkpoint to go on from and cut the logs to
+        it. -> counters of that checkpoint, {} if there is none; its tensors are every rank's.
+        """
+        if RANK == 0 and resume:
+            for line in self.checkpoints.load():
+                say(line)
+            for name in ("metrics.jsonl", "samples.jsonl"):      # later steps will be done again
+                trim_lines(self.path / name, self.checkpoints.counters.get("step", 0))
+        elif RANK == 0:
+            write_atomically(self.path / "run.json", json.dumps(flags, indent=2).encode())
+        counters = gather([self.checkpoints.counters])[0][0]
+        for name, t in self.checkpoints.tensors.items() if counters else ():
+            from_rank_0(t)
+            self.live[name].copy_(t)
+        if counters:
+            self.save()                          # adapter/, in case the end came between the two
+        return counters
+
+    def keep(self, counters):
+        """The step is whole: from here on, whatever ends the run saves this."""
+        self.checkpoints.keep(self.live, counters)
+
+    def log(self, name, objects):
+        """One JSON object a line, to disk before any checkpoint that counts on them."""
+        if RANK == 0:
+            with open(self.path / name, "a") as f:
+                f.write("".join(json.dumps(o) + "\n" for o in objects))
+                f.flush()
+                os.fsync(f.fileno())
+
+    def save(self):
+        """Checkpoint and adapter/ of the last whole step -> what there is to say."""
+        kept = self.checkpoints
+        if not kept.counters:
+            return "nothing was changed"
+        if RANK == 0:
+            kept.save()
+            self.write_adapter(kept.tensors, self.path / "adapter")
+        return f"step {kept.counters['step']} is saved"
+
+
+def trim_lines(path, step):
+    """Keep the lines of a log that belong to steps before `step`."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    whole = [line for line in lines
+             if line.endswith(b"\n") and json.loads(line)["step"] < step]
+    if len(whole) < len(lines):
+        os.truncate(path, sum(map(len, whole)))

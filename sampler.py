@@ -1,17 +1,15 @@
 """
 Rollouts: groups of samples for a batch of prompts, from a KV cache of blocks, with the log-probs
-they were drawn with.
+they were drawn with. Those are the old policy of the loss: temperature, noise, adapter included.
 
     sampler = sampler_for(TorchEngine, model, max_length=2048)
     rollouts = sampler.generate(prompts, 8, Sampling(max_new_tokens=1024, end_ids=(151645,)))
 
-How it works
-- A prompt is computed once per group: its KV blocks are shared by the G samples, counted, and
-  freed with the last one. The prefill covers all but the prompt's last token; that token is every
-  sample's first decode input, so there is one path to a sampled token, the decode step.
+- A prompt is computed once per group: its KV blocks are shared by the G samples, and freed with
+  the last one. The prefill covers all but the prompt's last token; that token is every sample's
+  first decode input, so there is one path to a sampled token, the decode step.
 - Rows. A live sequence is a row of the decode batch. A finished row leaves and a waiting sequence
-  takes its place (continuous batching); rows are kept dense, so a draining batch uses smaller and
-  cheaper steps.
+  takes its place (continuous batching); rows are dense, so a draining batch uses cheaper steps.
 - Windows. The host looks at the rows every few steps; within such a window the engine runs alone.
   A row that ends inside one idles for the rest of it: at 8 steps and 200-token answers, 2 % of
   the work, printed as `idle`.
@@ -21,16 +19,13 @@ How it works
   u(seed, p, g, t), a hash: it depends on nothing else, not on batch, row, window or number of
   GPUs (only on how matmuls round).
 
-The old policy of the loss is what is written down here: temperature, noisy norms and adapter
-included.
-
 Engines run prefills and decode steps: TorchEngine below, plain torch, on any device; its fast
 twin is decode.GraphEngine. Who makes the sampler picks one.
 
 Not here: beam search, penalties, stop strings, prefix sharing between different prompts.
 
-Shapes: P prompts, G samples a prompt, n live rows, T tokens, V vocabulary, L layers, H query
-heads, KV key-value heads, d head size.
+Shapes: P prompts, G samples a prompt, n live rows, T tokens, V vocabulary, L layers, KV key-value
+heads, d head size.
 """
 import time
 from collections import deque
@@ -73,8 +68,8 @@ class Rollouts:
     def select(self, rows):
         """The given rows; seconds, idle and num_tokens stay those of the whole."""
         columns = self.prompts, self.completions, self.logprobs, self.finished
-        kept = ([column[i] for i in rows] for column in columns)
-        return Rollouts(*kept, self.seconds, self.idle, self.num_tokens)
+        return Rollouts(*([column[i] for i in rows] for column in columns), self.seconds,
+                        self.idle, self.num_tokens)
 
     def __add__(self, other):
         """Rows of both; idle is weighted by time."""
@@ -154,12 +149,9 @@ class Rows(NamedTuple):
 
 
 class Engine(Protocol):
-    """window: decode steps between two looks of the host; shared: rows whose prefix is read
-    together; kv: (L, 2, blocks, KV, BLOCK, d) keys and values.
-    """
-    window: int
-    shared: int
-    kv: torch.Tensor
+    window: int                                  # decode steps between two looks of the host
+    shared: int                                  # rows whose prefix is read together
+    kv: torch.Tensor                             # (L, 2, blocks, KV, BLOCK, d) keys and values
 
     def batch_size(self, n):
         """The rows that a step of n live rows computes."""
@@ -400,14 +392,11 @@ class Sampler:
             prefix.users += 1
             live.append(waiting.popleft())
         batch = []
-        size = 0
         for prefix in filter(lambda p: p.tokens, new):
-            if batch and size + len(prefix.tokens) > PREFILL_TOKENS:
+            if batch and sum(len(p.tokens) for p in [*batch, prefix]) > PREFILL_TOKENS:
                 self._prefill(batch)
                 batch = []
-                size = 0
             batch.append(prefix)
-            size += len(prefix.tokens)
         if batch:
             self._prefill(batch)
 

@@ -19,8 +19,6 @@ config file.
 import argparse
 import dataclasses
 import functools
-import hashlib
-import json
 import math
 import operator
 import sys
@@ -41,8 +39,8 @@ import model as qwen
 import nvfp4
 import rewards
 from learner import Learner
-from run import (LOCAL_RANK, RANK, WORLD, Checkpoints, Stopped, all_sum, append_lines, ending_with,
-                 from_rank_0, gather, join, say, share, signals_wait, trim_lines, write_atomically)
+from run import (LOCAL_RANK, RANK, WORLD, Folder, Stopped, all_sum, ending_with, gather, join, say,
+                 share, signals_wait)
 from sampler import BLOCK, Sampler, Sampling, TorchEngine, sampler_for
 
 # What changes when no --model is given: the embedded model, and sizes for two CPU cores.
@@ -114,7 +112,7 @@ add("--warmup", type=float, default=0.1, help="share of the run with rising rate
 add("--max-grad-norm", type=float, default=0.2, help="clip of the global gradient norm (release)")
 add("--weight-decay", type=float, default=0.0, help="of A and B, decoupled (release: 0.1)")
 add("--micro-batch-tokens", type=int, help="in one forward and backward (default: by the memory)")
-add("--memory-gib", type=float, help="bound of the whole process on a GPU (default: what is free)")
+add("--memory-gib", type=float, help="bound of the process on a GPU (default: what is free)")
 # the run
 add("--out", help="run folder (default: runs/MODEL-BASE)")
 add("--eval-every", type=int, default=20, help="steps between evaluations, first and last included")
@@ -123,14 +121,13 @@ add("--save-every", type=int, default=20, help="steps between checkpoints")
 add("--resume", action="store_true", help="go on from the newest intact checkpoint in --out")
 add("--seed", type=int, default=0, help="of adapter, order of problems, sampling and noise")
 
-RANGES = dict.fromkeys((
-    "lora_rank", "steps", "prompts_per_step", "max_prompt_tokens", "max_new_tokens", "max_rows",
-    "noise_stages", "updates_per_rollout", "micro_batch_tokens", "eval_every", "save_every",
-    "correction_cap"), "[1, inf)") | dict.fromkeys((
-        "lora_alpha", "temperature", "kv_gib", "memory_gib", "lr", "max_grad_norm", "sigma_end",
-        "clip_high"), "(0, inf)") | dict.fromkeys((
-            "format_weight", "sigma_start", "kl_beta", "weight_decay", "eval_problems", "seed"),
-            "[0, inf)") | dict(group_size="[2, inf)", warmup="[0, 1]", clip_low="(0, 1]")
+COUNTS = ("lora_rank steps prompts_per_step max_prompt_tokens max_new_tokens max_rows noise_stages "
+          "updates_per_rollout micro_batch_tokens eval_every save_every").split()
+POSITIVE = "lora_alpha temperature kv_gib memory_gib lr max_grad_norm sigma_end clip_high".split()
+NOT_NEGATIVE = "format_weight sigma_start kl_beta weight_decay eval_problems seed".split()
+RANGES = {**dict.fromkeys(COUNTS, "[1, inf)"), **dict.fromkeys(POSITIVE, "(0, inf)"),
+          **dict.fromkeys(NOT_NEGATIVE, "[0, inf)"), "group_size": "[2, inf)", "warmup": "[0, 1]",
+          "clip_low": "(0, 1]", "correction_cap": "[1, inf)"}
 
 
 def parse_args():
@@ -140,31 +137,29 @@ def parse_args():
     args = parser.parse_args()
     if not args.resume:
         return args, None
-    out = Path(args.out or default_out(args))
-    before = hf.read_json(out / "run.json")
+    before = hf.read_json(out_folder(args) / "run.json")
     parser.set_defaults(**{k: v for k, v in before.items() if k not in ("resume", "out")})
     return parser.parse_args(), before
 
 
-def default_out(args):
-    return f"runs/{Path(args.model).name}-{args.base}"
+def out_folder(args):
+    return Path(args.out or f"runs/{Path(args.model).name}-{args.base}")
 
 
-def flag(name):
-    return "--" + name.replace("_", "-")
+def inside(value, interval):
+    """interval as in mathematics: "(0, 1]". A NaN is in none."""
+    low, high = map(float, interval[1:-1].split(","))
+    above = value >= low if interval[0] == "[" else value > low
+    return above and (value <= high if interval[-1] == "]" else value < high)
 
 
 def check_flags(args, before):
     """ValueError names the first flag whose value cannot be meant; before: a resumed run's."""
     for name, interval in RANGES.items():
         value = getattr(args, name)
-        if value is None:
-            continue
-        low, high = map(float, interval[1:-1].split(","))
-        above = value >= low if interval[0] == "[" else value > low
-        below = value <= high if interval[-1] == "]" else value < high
-        if not (above and below):                                # a NaN is neither
-            raise ValueError(f"{flag(name)} must lie in {interval}, got {value}")
+        if value is not None and not inside(value, interval):
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} must lie in {interval}, got {value}")
     if args.sigma_start and args.sigma_end > args.sigma_start:
         raise ValueError(f"--sigma-end {args.sigma_end} is above --sigma-start {args.sigma_start}")
     if args.train_norms and args.kl_beta:
@@ -178,8 +173,8 @@ def check_flags(args, before):
     for name in vars(args).keys() - free if before else ():
         had = before.get(name, parser.get_default(name))         # a flag younger than the run
         if getattr(args, name) != had:
-            raise ValueError(f"--resume: {flag(name)} is {getattr(args, name)!r}, "
-                             f"the run had {had!r}")
+            flag = name.replace("_", "-")
+            raise ValueError(f"--resume: --{flag} is {getattr(args, name)!r}, the run had {had!r}")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -208,7 +203,6 @@ class Problems(list):
 class Run:
     """What does not change from step to step, but for what the learner updates."""
     args: argparse.Namespace
-    out: Path
     tokenizer: data.Tokenizer
     problems: Problems
     held_out: Problems
@@ -216,7 +210,7 @@ class Run:
     model: qwen.Qwen2
     learner: Learner
     sampler: Sampler
-    checkpoints: Checkpoints
+    folder: Folder
 
 
 def load_problems(args, tokenizer, source, split):
@@ -272,7 +266,7 @@ def prepare(args, before):
     tokenizer = data.Tokenizer(folder)
     problems, held_out = split_problems(args, tokenizer)
     plug_in = rewards.load_reward(args.reward) if args.reward else None
-    out = Path(args.out or default_out(args))
+    out = out_folder(args)
     if RANK == 0 and not args.resume and out.exists() and any(out.iterdir()):
         raise ValueError(f"--out {out} is not empty: choose another folder, or --resume it")
     out.mkdir(parents=True, exist_ok=True)
@@ -290,51 +284,25 @@ def prepare(args, before):
         kl_beta=args.kl_beta, **{name: value for name, value in own.items() if value is not None})
     learner = Learner(model, loss, args.temperature, args.max_grad_norm, args.weight_decay)
     sampler = make_sampler(args, model, learner)
-    checkpoints = Checkpoints(out / "checkpoints", learner.tensors())
-    return Run(args, out, tokenizer, problems, held_out, plug_in, model, learner, sampler,
-               checkpoints)
+
+    def write_adapter(tensors, folder):
+        lora.save_adapter(model, folder, tensors["master"])
+
+    return Run(args, tokenizer, problems, held_out, plug_in, model, learner, sampler,
+               Folder(out, learner.tensors(), write_adapter))
 
 
 def begin(run):
-    """-> Progress. Rank 0 reads the checkpoint to resume, or writes run.json before all else;
-    every rank starts from its state.
-    """
-    if RANK == 0 and run.args.resume:
-        for line in run.checkpoints.load():
-            say(line)
-        for name in ("metrics.jsonl", "samples.jsonl"):          # later steps will be done again
-            trim_lines(run.out / name, run.checkpoints.counters.get("step", 0))
-    elif RANK == 0:
-        write_atomically(run.out / "run.json", json.dumps(vars(run.args), indent=2).encode())
-    counters = gather([run.checkpoints.counters])[0][0]
-    if counters:
-        for t in run.checkpoints.tensors.values():
-            from_rank_0(t)
-        run.learner.restore(run.checkpoints.tensors, counters)
+    """-> Progress, of the checkpoint that a resumed run goes on from."""
+    counters = run.folder.start(vars(run.args), run.args.resume)
+    run.learner.restore(counters)
     progress = Progress(**{f.name: counters.get(f.name, 0) for f in dataclasses.fields(Progress)})
     keep(run, progress)
-    if progress.step:
-        save(run)                                # adapter/, in case the end came between the two
-    mine = run.learner.tensors()["master"].cpu().numpy().tobytes()
-    digests = gather([hashlib.sha256(mine).hexdigest()])[0]
-    assert len(set(digests)) == 1, "ranks start from different adapters"
     return progress
 
 
 def keep(run, progress):
-    """The step is whole: from here on, whatever ends the run saves this."""
-    counters = dataclasses.asdict(progress) | run.learner.counters()
-    run.checkpoints.keep(run.learner.tensors(), counters)
-
-
-def save(run):
-    """Checkpoint and adapter/ of the last whole step -> what there is to say."""
-    if not run.checkpoints.counters:
-        return "nothing was changed"
-    if RANK == 0:
-        run.checkpoints.save()
-        lora.save_adapter(run.model, run.out / "adapter", run.checkpoints.tensors["master"])
-    return f"step {run.checkpoints.counters['step']} is saved"
+    run.folder.keep(dataclasses.asdict(progress) | run.learner.counters())
 
 
 # -------------------------------------------------------------------------------------------------
@@ -376,7 +344,7 @@ def score(run, problems, rollouts):
 
 
 def sample_and_score(run, step, sigma, cursor):
-    """-> this rank's rollouts and rows, cursor. With --dynamic-sampling, groups of equal task
+    """-> rollouts and rows of all ranks, cursor. With --dynamic-sampling, groups of equal task
     rewards make room for new problems, at most twice: DAPO asks for right and wrong answers in a
     group, and under a penalty of the length two rewards are hardly ever equal.
     """
@@ -396,7 +364,38 @@ def sample_and_score(run, step, sigma, cursor):
         kept = [i for i in range(len(rows)) if useful[i // G]]
         rollouts = rollouts.select(kept) + more
         rows = [rows[i] for i in kept] + score(run, problems, more)
+    rows, _ = gather(rows)
+    parts, _ = gather([rollouts])
+    rollouts = functools.reduce(operator.add, parts)
+    rollouts.seconds = max(part.seconds for part in parts)       # ranks sample side by side
     return rollouts, rows, cursor
+
+
+def compare(run, rows):
+    """Rows of all ranks -> rewards, advantages and token weights, (B,) each."""
+    args = run.args
+    rewards, task = (torch.tensor([row[key] for row in rows]) for key in ("reward", "task"))
+    if rewards.isnan().all():
+        raise Stopped(f"--reward {args.reward}: nan for each of {len(rows)} completions")
+    finished = torch.tensor([row["finished"] for row in rows])
+    lengths = torch.tensor([row["length"] for row in rows])
+    advantages = grpo.group_advantages(rewards, args.group_size, args.advantage_scale)
+    live = grpo.live_rows(task, finished, args.group_size, args.overlong == "mask",
+                          args.dynamic_sampling)
+    weights = grpo.token_weights(lengths, live, run.learner.loss, args.max_new_tokens)
+    return rewards, advantages, weights
+
+
+def update(run, step, rollouts, advantages, weights):
+    """-> the Updates of a step, each with its learning rate."""
+    count = run.args.updates_per_rollout
+    updates = []
+    for u in range(count):
+        lr = lr_at(run.args, (step + (u + 0.5) / count) / run.args.steps)
+        updates.append(run.learner.update(rollouts, advantages, weights, lr))
+        if updates[-1].problem:
+            say(f"step {step}: {updates[-1].problem}: update skipped")
+    return updates
 
 
 def lr_at(args, progress):
@@ -409,19 +408,19 @@ def lr_at(args, progress):
     return args.lr * (1 + math.cos(angle)) / 2
 
 
-def report(run, rows, reward, rollouts, updates):
+def report(run, rows, rewards, rollouts, updates):
     """The step's numbers; the README defines each. Means over all B rows of all ranks."""
     def mean(key):
         return sum(row[key] for row in rows) / len(rows)
 
-    informative = grpo.keep_informative(reward, run.args.group_size).float().mean().item()
-    first = grpo.summarize(updates[0].sums)      # before the policy has moved
+    informative = grpo.keep_informative(rewards, run.args.group_size).float().mean().item()
     last = grpo.summarize(updates[-1].sums)
-    return {"reward": reward.nanmean().item(), "accuracy": mean("correct"),
+    return {"reward": rewards.nanmean().item(), "accuracy": mean("correct"),
             "format": mean("format"), "length": mean("length"), "truncated": 1 - mean("finished"),
-            "informative": informative, **first,
+            "informative": informative,
+            **grpo.summarize(updates[0].sums),   # of the first: before the policy has moved
             **{k: v for k, v in last.items() if k.startswith("clip")},
-            "grad_norm": updates[-1].grad_norm, **run.learner.counters(),
+            "grad_norm": updates[-1].grad_norm, "lr": updates[-1].lr, **run.learner.counters(),
             "idle": rollouts.idle, "tokens_per_s": rollouts.num_tokens / rollouts.seconds}
 
 
@@ -451,52 +450,34 @@ def train(run, bar):
             metrics["eval_accuracy"] = held_out_accuracy(run, 0)
 
         # 1) Sample, and score each answer. Only rollouts see the noise.
+        began = time.perf_counter()
         sigma = aqn.sigma_at(step, args.steps, args.sigma_start, args.sigma_end,
                              args.noise_stages, args.noise_schedule, args.noise_exact_end)
-        began = time.perf_counter()
         rollouts, rows, cursor = sample_and_score(run, step, sigma, progress.cursor)
 
-        # 2) Compare. From here on rows and rollouts are those of all ranks.
-        rows, _ = gather(rows)
-        rollouts = functools.reduce(operator.add, gather([rollouts])[0])
-        reward, task = (torch.tensor([row[key] for row in rows]) for key in ("reward", "task"))
-        if reward.isnan().all():
-            raise Stopped(f"--reward {args.reward}: nan for each of the {len(rows)} completions "
-                          f"of step {step}")
-        finished = torch.tensor([row["finished"] for row in rows])
-        lengths = torch.tensor([row["length"] for row in rows])
-        advantages = grpo.group_advantages(reward, args.group_size, args.advantage_scale)   # (B,)
-        live = grpo.live_rows(task, finished, args.group_size, args.overlong == "mask",
-                              args.dynamic_sampling)
-        weights = grpo.token_weights(lengths, live, run.learner.loss, args.max_new_tokens)  # (B,)
+        # 2) Compare the answers to each problem with each other.
+        rewards, advantages, weights = compare(run, rows)
 
-        # 3) Update. The first one's sums measure sampler against learner.
+        # 3) Update the adapter.
         updating = time.perf_counter()
-        updates = []
-        for u in range(args.updates_per_rollout):
-            lr = lr_at(args, (step + (u + 0.5) / args.updates_per_rollout) / args.steps)
-            updates.append(run.learner.update(rollouts, advantages, weights, lr))
-            if updates[-1].problem:
-                say(f"step {step}: {updates[-1].problem}: update skipped")
+        updates = update(run, step, rollouts, advantages, weights)
         done = time.perf_counter()
 
         # 4) Report. Not the loss: on centred advantages its value says nothing about learning.
         progress = Progress(step + 1, cursor, progress.tokens + rollouts.num_tokens)
-        metrics |= report(run, rows, reward, rollouts, updates)
-        metrics |= {"sigma": sigma, "lr": lr, "tokens": progress.tokens, "seconds": done - began,
+        metrics |= report(run, rows, rewards, rollouts, updates)
+        metrics |= {"sigma": sigma, "tokens": progress.tokens, "seconds": done - began,
                     "seconds_sample": updating - began, "seconds_update": done - updating}
         last = progress.step == args.steps
-        if last or step > 0 and progress.step % args.eval_every == 0:
-            if "eval_accuracy" not in metrics:                   # a run of one step keeps the first
-                metrics["eval_accuracy"] = held_out_accuracy(run, progress.step)
-        samples = [{"step": step, "advantage": a, **row}
-                   for a, row in zip(advantages.tolist(), rows)]
+        if "eval_accuracy" not in metrics and (last or progress.step % args.eval_every == 0):
+            metrics["eval_accuracy"] = held_out_accuracy(run, progress.step)
+        samples = [{"step": step, "advantage": a, **row} for a, row in zip(advantages.tolist(), rows)]
         with signals_wait():
-            append_lines(run.out / "metrics.jsonl", [metrics])
-            append_lines(run.out / "samples.jsonl", samples)
+            run.folder.log("metrics.jsonl", [metrics])
+            run.folder.log("samples.jsonl", samples)
             keep(run, progress)
             if last or progress.step % args.save_every == 0:
-                save(run)
+                run.folder.save()
         bar.set_postfix({k: f"{metrics[k]:.3g}" for k in ("reward", "length", "tokens_per_s")})
         bar.update()
 
@@ -516,7 +497,7 @@ def main():
         f"parameters; {len(run.problems)} problems, {len(run.held_out)} held out; "
         f"{args.prompts_per_step} x {args.group_size}")
     bar = tqdm(total=args.steps, unit="step", dynamic_ncols=True, disable=RANK > 0)
-    with ending_with(lambda: save(run), f"go on with --resume --out {run.out}"), bar:
+    with ending_with(run.folder.save, f"go on with --resume --out {run.folder.path}"), bar:
         train(run, bar)
 
 

@@ -100,7 +100,7 @@ def merge(run, out):
         raise ValueError(f"{out}: exists and is not an empty folder")
     model = qwen.load(flags["model"], flags["base"])
     lora.load_adapter(model, run / "adapter")
-    tensors = ((name, t.detach().bfloat16().cpu()) for name, t in model.tensors())
+    tensors = ((name, t.detach().bfloat16().cpu()) for name, t in hf.model_tensors(model))
     hf.save_model(tensors, model.folder, out)
     print(f"{out}: {flags['model']} as {flags['base']}, with {run / 'adapter'}, in bf16")
 
