@@ -207,7 +207,8 @@ STYLES = {
     "boxed": ("\nPlease reason step by step, and put your final answer within \\boxed{}.", None),
     # the paper's format, in our words
     "tags": ("", "Think the problem through before you answer. Write your reasoning between "
-                 "<think> and </think>, then only the final answer between <answer> and </answer>."),
+                 "<think> and </think>, then only the final answer between <answer> and "
+                 "</answer>."),
     "plain": ("", None),
 }
 QWEN_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
