@@ -7,18 +7,15 @@ The learning rule: rewards -> advantages -> token weights -> loss, for GRPO, DAP
     loss = sum_t weight[row_t] * (-min(r_t A, clip(r_t, 1 - low, 1 + high) A) + beta * k3_t)
     A    = advantage[row_t],    r_t = exp(logprobs_t - old_logprobs_t)
 
-The old policy is what the sampler wrote down, AQN noise and temperature included: no second
-forward pass, and the ratio holds everything that separates the two policies: noise, kernels, and
-earlier updates on the same rollout.
+The old policy is what the sampler wrote down, noise and temperature included: the ratio holds all
+that separates the two policies, and there is no second forward pass.
 
-Divisors are those of the whole optimizer step, over all micro-batches and ranks, known before the
-first backward. So gradients are summed, over micro-batches and ranks alike, and no split of the
-rows changes them. Rows that are not live (cut at the length limit, unscorable) leave numerator
-and divisor. Groups whose rewards are all equal stay in the divisor though they add no gradient,
-as in the release; dynamic sampling takes them out.
+Divisors are those of the whole optimizer step, known before the first backward. So gradients are
+summed, over micro-batches and ranks alike, and no split of the rows changes them. Rows that are not
+live (cut at the length limit, unscorable) leave numerator and divisor. Groups of equal rewards stay
+in the divisor though they add no gradient, as in the release; dynamic sampling takes them out.
 
-Not here: a critic, an entropy bonus (neither in the paper), the soft overlong penalty (a reward:
-rewards.py).
+Not here: a critic, an entropy bonus (neither in the paper), the overlong penalty (rewards.py).
 """
 from dataclasses import dataclass
 from typing import Callable, NamedTuple
@@ -28,14 +25,13 @@ import torch
 
 @dataclass(frozen=True)
 class Loss:
-    """One row of LOSSES: what a token weighs, and what bounds the ratio r.
+    """What a token weighs, and what bounds the ratio r.
 
-    divisor(rows, tokens, lengths, max_new_tokens): one over the weight of a token of each row;
-    rows and tokens are those of the step. correction bounds r where the clip does not (A < 0,
-    r > 1 + high). "truncate": the gradient beyond the cap is cap * A * dlogp, alive but bounded.
-    "mask": tokens with r outside [1 / cap, cap] add nothing. "off": plain PPO.
+    correction bounds r where the clip does not (A < 0, r > 1 + high). "truncate": the gradient
+    beyond the cap is cap * A * dlogp, alive but bounded. "mask": tokens with r outside
+    [1 / cap, cap] add nothing. "off": plain PPO.
     """
-    divisor: Callable
+    divisor: Callable                            # (live rows, their tokens, lengths, limit): 1 / weight
     clip_low: float = 0.2                        # Table 4, for every loss
     clip_high: float = 0.28
     of_rows: bool = False                        # r is one number a row: the mean of its logs
@@ -68,9 +64,9 @@ def keep_informative(rewards, group_size):
 def group_advantages(rewards, group_size, scale="group"):
     """(B,) rewards -> (B,) fp32 advantages: distance from the group's mean, over a deviation.
 
-    scale: "group" divides by the group's std, "batch" by that of all B rewards, "none" not at all
-    (Dr. GRPO). NaN means unscorable: outside every mean and std, advantage 0. Equal rewards get
-    exactly 0: asked of the rewards themselves, since the fp32 mean of eight 0.1 need not be 0.1.
+    scale: of the group, of all B rewards ("batch"), or 1 ("none", Dr. GRPO). NaN means unscorable:
+    outside every mean, advantage 0. Equal rewards get exactly 0: asked of the rewards themselves,
+    since the fp32 mean of eight 0.1 need not be 0.1.
     """
     assert scale in SCALES, f"{scale!r} is not one of {SCALES}"
     grouped = rewards.float().view(-1, group_size)                          # (P, G)
@@ -124,10 +120,10 @@ def k3(log_ratio):
 
 
 def policy_loss(logprobs, old_logprobs, advantages, row, weights, loss, ref_logprobs=None):
-    """Loss of one micro-batch of whole rows, to be summed over micro-batches; sums of METRICS.
+    """-> loss of a micro-batch of whole rows, sums of METRICS; both to be added to other ones'.
 
     logprobs, old_logprobs, ref_logprobs (T,) fp32 of policy, sampler, adapter-off policy; row (T,)
-    int64 indexes advantages and weights (B,), which may be the step's or this micro-batch's.
+    int64 indexes advantages and weights (B,).
     """
     assert loss.correction in CORRECTIONS and loss.cap >= 1, (loss.correction, loss.cap)
     assert ref_logprobs is not None or loss.kl_beta == 0, f"{loss.kl_beta=} needs a reference"
@@ -163,7 +159,7 @@ def policy_loss(logprobs, old_logprobs, advantages, row, weights, loss, ref_logp
 
 
 # -------------------------------------------------------------------------------------------------
-# Metrics: sums over the tokens of a step, added over micro-batches and ranks, then means
+# Metrics: sums over the trained tokens of a step, then means
 
 class Metric(NamedTuple):
     """of_token(d, r): d = log r = learner's log-prob - sampler's (T,), r the ratio (T,)."""
@@ -203,10 +199,10 @@ def add_sums(a, b):
 
 
 def summarize(sums):
-    """Added sums -> floats a token; {} of a step in which no row was trained on.
+    """Added sums -> means, ess = (sum r)^2 / (T sum r^2); {} if no row was trained on.
 
-    ess = (sum r)^2 / (T sum r^2), 1 when all r are equal. On the first update of a rollout these
-    measure the sampler's noise and rounding; on later ones the policy has moved as well.
+    On the first update of a rollout they measure the sampler's noise and rounding; on later ones
+    the policy has moved as well.
     """
     if not sums or sums["tokens"] == 0:
         return {}

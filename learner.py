@@ -4,13 +4,12 @@ The learner: rollouts and advantages -> one optimizer step on the adapter.
     learner = Learner(model, loss)
     update = learner.update(rollouts, advantages, weights, lr)
 
-A batch is cut into micro-batches of whole rows, each run forward and backward by
-model.token_logprobs; gradients add up in adapter.master.grad, over micro-batches and ranks. Then
-clip, AdamW, sync.
+A batch is cut into micro-batches of whole rows; their gradients add up in adapter.master.grad, over
+micro-batches and ranks. Then clip, AdamW, sync.
 
-fp16. Its gradients are those of loss_scale * loss, a power of two, so that dividing by it is
-exact. Half after an update that was not finite, down to 1; twice as much after GOOD_UPDATES that
-were. A long run finds the top of fp16's range, and then loses one update in 500.
+fp16. Its gradients are those of loss_scale * loss, a power of two, so that dividing by it is exact.
+Half after an update that was not finite, down to 1; twice as much after GOOD_UPDATES that were. A
+long run finds the top of fp16's range, and then loses one update in 500.
 
 Not here: the loss (grpo.py), forward and backward (model.py, ops.py), 8-bit moments (they would
 save 6 bytes of 18 for 1 % of the parameters).
@@ -37,10 +36,9 @@ class Update(NamedTuple):
 
 
 class Learner:
-    """The optimizer of a model's adapter and what else changes with every update.
+    """The optimizer of a model's adapter, and what else changes with every update.
 
-    loss: a row of grpo.LOSSES; temperature: of sampling. skipped: updates left out so far because
-    loss or gradient was not finite.
+    loss: a grpo.Loss; temperature: of sampling. skipped: updates that were not finite so far.
     """
 
     def __init__(self, model, loss, temperature=1.0, max_grad_norm=0.2, weight_decay=0.0):
@@ -87,11 +85,10 @@ class Learner:
     # Learning
 
     def update(self, rollouts, advantages, weights, lr):
-        """One optimizer step on the rows of all ranks, which all hold them: advantages (B,),
-        weights (B,) of grpo.token_weights.
+        """One optimizer step on the B rows of all ranks, which every rank holds.
 
-        A NaN or infinity in loss or gradient skips the step on every rank: all see the same sums.
-        With fp16 a gradient beyond its range is one, and the loss scale follows.
+        A NaN or infinity in loss or gradient skips it, on every rank: all see the same sums. With
+        fp16 a gradient beyond its range is one, and the loss scale follows.
         """
         adapter = self.adapter
         adapter.zero_grad()
@@ -171,13 +168,11 @@ class Learner:
 def micro_batches(prompts, completions, token_budget, ranks=1, rank=0):
     """B prompts and completions (lists of ids) -> lists of row indices, at most token_budget each.
 
-    For several ranks, smaller ones if there would be less than about four for each; `rank` gets
-    its share of them. They are dealt largest first, to whom has least: in turns, the busiest of 4
-    ranks would have a tenth too much.
-
-    Rows of one prompt that follow each other stay together: the learner computes their prompt
-    once, so a group counts it once. A group beyond the budget is cut, and a row beyond it stands
-    alone. First fit, longest first: what does not fit in memory fails at once.
+    Rows of one prompt that follow each other stay together: the learner computes their prompt once,
+    so a group counts it once. A group beyond the budget is cut, a row beyond it stands alone. First
+    fit, longest first: what does not fit in memory fails at once. For several ranks, smaller ones
+    if there would be less than about four for each, dealt largest first to whom has least: in
+    turns, the busiest of 4 ranks would have a tenth too much.
     """
     assert token_budget > 0, token_budget
     if ranks > 1:

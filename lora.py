@@ -3,12 +3,12 @@ A linear of the network = one frozen weight + one low-rank adapter (LoRA, arXiv 
 
     y = x @ W.T + (x @ A.T) @ (s * B).T          s = alpha / rank
 
-W is frozen and may live in 4 bits; only A and B are trained (and, if asked, the two RMSNorm
-weights of a block, as NVlabs/QeRL does through PEFT's modules_to_save).
+W is frozen and may live in 4 bits; only A and B are trained (and, if asked, the two norms of a
+block, as NVlabs/QeRL does through PEFT's modules_to_save).
 
-Fused linears. q|k|v and gate|up are one matrix each: their `parts` are consecutive rows of W.
-Every part has an adapter of its own: `a` stacks the parts' A along rows, `b` has one row per
-output row, so part p computes
+Fused linears. q|k|v and gate|up are one matrix each: their `parts` are consecutive rows of W. Every
+part has an adapter of its own: `a` stacks the parts' A, `b` has one row per output row, so part p
+computes
     y[:, rows of p] += (x @ a[p*R:(p+1)*R].T) @ (s * b[rows of p]).T
 
 One flat buffer. All A, all B (and trained norms) are views into one fp32 vector `master`, their
@@ -149,6 +149,15 @@ class Linear(torch.nn.Module):
             db[rows] = self.scale * mm_fp32(dy[:, rows].T, own)
         return dx, da, db
 
+    def merged(self):
+        """W + s * B @ A in fp32, (N, K): what an exported checkpoint holds."""
+        w = torch.empty(self.weight.N, self.weight.K, device=self.weight.device)
+        self.weight.dequantize(out=w)
+        for p, rows in enumerate(self.part_rows() if self.rank else ()):
+            a = self.a.data[p * self.rank:(p + 1) * self.rank]
+            w[rows] += self.scale * self.b.data[rows] @ a
+        return w
+
 
 class _Product(torch.autograd.Function):
     """y = x @ W.T + adapter."""
@@ -171,10 +180,9 @@ class _Product(torch.autograd.Function):
 class Adapter:
     """The LoRA matrices of every Linear of a model (with norms=True also its block norms).
 
-    master: fp32 Parameter (n,), what the optimizer steps; master.grad: its gradient, zeroed with
-    zero_grad(). After each change of master call sync(): sampler and learner read 16-bit copies.
-    A starts uniform in +-1/sqrt(K) (PEFT's Kaiming default), B at zero: the first forward equals
-    the base bit for bit.
+    master: fp32 Parameter (n,), what the optimizer steps; after each change call sync(). A starts
+    uniform in +-1/sqrt(K) (PEFT's Kaiming default), B at zero: the first forward equals the base
+    bit for bit.
     """
 
     def __init__(self, model, rank=32, alpha=32, norms=False, seed=0):

@@ -4,12 +4,11 @@ The two operations whose backward is written by hand, and the door to their GPU 
     mlp              down(silu(gate) * up): its backward leaves the inputs of matmuls in 16 bits
     token_logprobs   log softmax at the sampled tokens, without the (T, V) tensor
 
-Autograd would keep or move tensors of gigabytes for both. They return what plain torch would:
-tests compare them with autograd on the full tensors, in float64.
+Autograd would keep or move gigabytes for both; tests compare them with it on the full tensors.
 
-The door. A function marked `twin_in_kernels` is plain torch and complete. Where its tensors live
-on a GPU, the function of the same name and signature in kernels.py runs instead: a few Triton
-kernels that move each number once. A machine without Triton never opens that file.
+The door. A function marked `twin_in_kernels` is plain torch and complete. Where its tensors live on
+a GPU, the function of the same name in kernels.py runs instead: Triton kernels that move each
+number once. A machine without Triton never opens that file.
 
 Shapes: T tokens, D width, F feed-forward, V vocabulary, M rows, N out_features, K in_features.
 """
@@ -79,9 +78,8 @@ def swiglu_backward(y, rstd, dh, dy):
 
 
 class _Mlp(torch.autograd.Function):
-    """As three functions, the gradients between them would be fp32, and h would be copied to
-    where h @ A.T stands beside it. The backward reads y rounded to x's dtype, as every other
-    operand: half of what a block has to keep.
+    """As three functions, the gradients between them would be fp32, and h would be copied to where
+    h @ A.T stands beside it. The backward reads y rounded: half of what a block has to keep.
     """
 
     @staticmethod
@@ -141,9 +139,8 @@ def scores(products, scale, targets, live, dtype=None):
 class _TokenLogprobs(torch.autograd.Function):
     """log softmax(x @ head[:live].T * rstd / temperature) at `targets`.
 
-    One log-prob's gradient with respect to its own x is one row, (onehot - p) @ head * scale. It
-    is computed while the chunk's logits are at hand: the backward is then one multiplication, and
-    logits are computed once.
+    A log-prob's gradient is one row, (onehot - p) @ head * scale, computed while the chunk's logits
+    are at hand: the backward is one multiplication, and logits are computed once.
     """
     CHUNK = 512                                  # rows a time: 0.3 GB of fp32 logits at V = 152k
 
@@ -178,10 +175,8 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def token_logprobs(x, rstd, head, targets, live, temperature):
-    """x (T, D), rstd (T, 1), head (V, D), targets (T,) -> log-probs and entropy, (T,) fp32 each.
-
-    Only the log-probs have a gradient. They are over the first `live` rows of the head. The
-    others are multiplied too, for nothing: 151,665 columns would keep cuBLAS off its aligned
-    kernels.
+    """x (T, D), rstd (T, 1), head (V, D), targets (T,) -> log-probs (T,) fp32 with a gradient, entropy
+    (T,) without. Only the first `live` rows of the head count. The others are multiplied too:
+    151,665 columns would keep cuBLAS off its aligned kernels.
     """
     return _TokenLogprobs.apply(x, rstd, head, targets, live, temperature)

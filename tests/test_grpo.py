@@ -3,23 +3,30 @@ Advantages, weights and losses against numbers worked by hand and float64 autogr
 
 python -m pytest tests/test_grpo.py -v
 """
+import dataclasses
 import math
 
 import pytest
 import torch
 
 import grpo
-from grpo import (add_sums, group_advantages, k3, keep_informative, live_rows, micro_batches, next_loss_scale,
-                  policy_loss, summarize, token_weights)
+from grpo import (LOSSES, METRICS, add_sums, group_advantages, k3, keep_informative, live_rows, policy_loss, summarize,
+                  token_weights)
+from learner import micro_batches
 
 NAN = float("nan")
 
 
-def one_token(ratio, advantage, loss="dapo", dtype=torch.float64, **kwargs):
+def loss_of(name, **changes):
+    return dataclasses.replace(LOSSES[name], **changes)
+
+
+def one_token(ratio, advantage, loss="dapo", dtype=torch.float64, ref_logprobs=None, **changes):
     """Loss value and d loss / d logprob of a single token of weight 1 whose ratio to the sampler is given."""
     logprobs = torch.tensor([math.log(ratio) - 1], dtype=dtype, requires_grad=True)
     old, A = torch.tensor([-1.0], dtype=dtype), torch.tensor([advantage], dtype=dtype)
-    value, sums = policy_loss(logprobs, old, A, torch.zeros(1, dtype=torch.int64), torch.ones(1), loss, **kwargs)
+    value, sums = policy_loss(logprobs, old, A, torch.zeros(1, dtype=torch.int64), torch.ones(1),
+                              loss_of(loss, **changes), ref_logprobs)
     value.backward()
     return value.item(), logprobs.grad.item(), sums
 
@@ -42,16 +49,15 @@ class Toy:
     def logprobs(self):
         return torch.log_softmax(self.x @ self.W.T, dim=1).gather(1, self.tokens[:, None])[:, 0]
 
-    def gradient(self, loss, batches, **kwargs):
+    def gradient(self, loss, batches, ref=None, **changes):
         """Sum over micro-batches of rows -> d loss / dW and the added sums."""
-        weights, total = token_weights(self.lengths, self.live, loss, max_new_tokens=10), {}
+        loss, total = loss_of(loss, **changes), {}
+        weights = token_weights(self.lengths, self.live, loss, max_new_tokens=10)
         self.W.grad = None
         for rows in batches:
             t = torch.cat([(self.row == b).nonzero()[:, 0] for b in rows])
-            if "ref" in kwargs:
-                kwargs = kwargs | dict(ref_logprobs=kwargs["ref"][t])
             value, sums = policy_loss(self.logprobs()[t], self.old[t], self.advantages, self.row[t], weights, loss,
-                                      **{k: v for k, v in kwargs.items() if k != "ref"})
+                                      None if ref is None else ref[t])
             value.backward()
             total = add_sums(total, sums)
         return self.W.grad.clone(), total
@@ -109,19 +115,24 @@ def test_live_rows_are_scorable_and_by_choice_finished_and_informative():
                                        ("dapo", [1 / 8, 0, 1 / 8]), ("dr_grpo", [1 / 20, 0, 1 / 20])])
 def test_token_weights_by_hand(loss, want):
     lengths, live = torch.tensor([2, 5, 6]), torch.tensor([True, False, True])        # 2 live rows of 8 tokens
-    assert token_weights(lengths, live, loss, max_new_tokens=10).tolist() == pytest.approx(want)
+    assert token_weights(lengths, live, LOSSES[loss], max_new_tokens=10).tolist() == pytest.approx(want)
 
 
-@pytest.mark.parametrize("loss", grpo.CLIP)
+@pytest.mark.parametrize("loss", LOSSES)
 def test_step_without_live_rows_has_zero_weights_not_nan(loss):
-    assert token_weights(torch.tensor([3, 0]), torch.tensor([False, False]), loss, 10).tolist() == [0, 0]
+    assert token_weights(torch.tensor([3, 0]), torch.tensor([False, False]), LOSSES[loss], 10).tolist() == [0, 0]
 
 
-def test_unknown_loss_and_empty_live_row_stop():
-    with pytest.raises(AssertionError, match="'ppo'"):
-        token_weights(torch.tensor([1]), torch.tensor([True]), "ppo", 10)
+def test_a_live_row_without_tokens_stops():
     with pytest.raises(AssertionError, match="no tokens"):
-        token_weights(torch.tensor([1, 0]), torch.tensor([True, True]), "dapo", 10)
+        token_weights(torch.tensor([1, 0]), torch.tensor([True, True]), LOSSES["dapo"], 10)
+
+
+def test_a_loss_of_ones_own_is_a_row_of_the_table():
+    # Each row's tokens weigh one over its square root: no function asks for a loss by name.
+    own = grpo.Loss(lambda rows, tokens, lengths, limit: lengths.sqrt())
+    assert token_weights(torch.tensor([4, 9]), torch.tensor([True, True]), own, 10).tolist() == [1 / 2, pytest.approx(1 / 3)]
+    assert (own.clip_low, own.clip_high, own.correction, own.cap, own.kl_beta) == (0.2, 0.28, "truncate", 2.0, 0.0)
 
 
 # -- the loss -----------------------------------------------------------------------------------------------------
@@ -163,8 +174,8 @@ def test_cap_below_the_clip_still_truncates():
 def test_odd_token_gives_no_inf_and_no_nan():
     for ratio in (1e-40, 1e40):                                           # fp32 exp overflows at 3e38
         for correction in grpo.CORRECTIONS:
-            ref = dict(ref_logprobs=torch.zeros(1), kl_beta=0.1)
-            value, grad, sums = one_token(ratio, -1.0, dtype=torch.float32, correction=correction, **ref)
+            value, grad, sums = one_token(ratio, -1.0, dtype=torch.float32, correction=correction, kl_beta=0.1,
+                                          ref_logprobs=torch.zeros(1))
             assert math.isfinite(value) and math.isfinite(grad)
             assert all(math.isfinite(v) for v in summarize(sums).values())
 
@@ -175,7 +186,7 @@ def test_gradient_equals_autograd_of_the_ppo_formula(loss):
     got, _ = toy.gradient(loss, [range(16)], correction="off")
     ratio = (toy.logprobs() - toy.old).exp()
     assert ((ratio < .8) | (ratio > 1.28)).sum() > 3                      # the clip has something to do
-    A, weights = toy.advantages[toy.row], token_weights(toy.lengths, toy.live, loss, 10)[toy.row]
+    A, weights = toy.advantages[toy.row], token_weights(toy.lengths, toy.live, LOSSES[loss], 10)[toy.row]
     objective = torch.minimum(ratio * A, ratio.clamp(.8, 1.28) * A)
     want, = torch.autograd.grad(-(weights * objective).sum(), toy.W)
     assert torch.allclose(got, want, rtol=1e-10, atol=1e-14)
@@ -200,7 +211,7 @@ def test_gspo_has_its_own_narrow_clip():
     assert one_token(1.0005, 1.0, loss="gspo", clip_high=.28)[1] == pytest.approx(-1.0005)
 
 
-@pytest.mark.parametrize("loss", grpo.CLIP)
+@pytest.mark.parametrize("loss", LOSSES)
 def test_micro_batches_of_1_4_and_16_rows_give_one_gradient_and_one_set_of_metrics(loss):
     toy = Toy()
     ref = toy.old - 0.1
@@ -222,7 +233,7 @@ def test_plain_gradient_equals_the_clipped_ratio_gradient_on_the_first_update():
     toy = Toy()
     toy.old = toy.logprobs().detach()
     got, _ = toy.gradient("dapo", [range(16)])
-    weights = (token_weights(toy.lengths, toy.live, "dapo", 10).double() * toy.advantages)[toy.row]
+    weights = (token_weights(toy.lengths, toy.live, LOSSES["dapo"], 10).double() * toy.advantages)[toy.row]
     want, = torch.autograd.grad(-(weights * toy.logprobs()).sum(), toy.W)
     assert torch.allclose(got, want, rtol=1e-10, atol=1e-14)
 
@@ -250,7 +261,7 @@ def test_rows_that_are_not_live_and_groups_of_equal_rewards_add_no_gradient():
 
 def test_empty_micro_batch_adds_nothing():
     empty, row = torch.zeros(0, requires_grad=True), torch.zeros(0, dtype=torch.int64)
-    for loss in grpo.CLIP:
+    for loss in LOSSES.values():
         value, sums = policy_loss(empty, empty, torch.ones(2), row, torch.ones(2), loss)
         assert value == 0 and summarize(sums) == {} and sums["ratio"] == 0
 
@@ -258,7 +269,7 @@ def test_empty_micro_batch_adds_nothing():
 def test_low_precision_log_probs_stop():
     bf16 = torch.zeros(1, dtype=torch.bfloat16)
     with pytest.raises(AssertionError, match="bfloat16"):
-        policy_loss(bf16, bf16, torch.ones(1), torch.zeros(1, dtype=torch.int64), torch.ones(1), "dapo")
+        policy_loss(bf16, bf16, torch.ones(1), torch.zeros(1, dtype=torch.int64), torch.ones(1), LOSSES["dapo"])
 
 
 # -- KL to the reference ------------------------------------------------------------------------------------------
@@ -285,7 +296,8 @@ def test_metrics_by_hand():
     # Ratios 1, 1.25, 0.5, 1: the sampler gave each token log-prob -2.
     ratio = torch.tensor([1, 1.25, 0.5, 1]).double()
     row, A = torch.tensor([0, 0, 1, 1]), torch.tensor([1.0, -1.0])
-    _, sums = policy_loss(ratio.log() - 2, torch.full((4,), -2.0).double(), A, row, torch.ones(2), "dapo", clip_high=.2)
+    _, sums = policy_loss(ratio.log() - 2, torch.full((4,), -2.0).double(), A, row, torch.ones(2),
+                          loss_of("dapo", clip_high=.2))
     got = summarize(sums)
     assert got == pytest.approx(dict(
         mismatch_abs=(math.log(1.25) + math.log(2)) / 4,
@@ -300,56 +312,16 @@ def test_max_ratio_is_the_largest_of_all_micro_batches_and_nothing_gives_nothing
     assert add_sums({}, a) is a and summarize({}) == {}
 
 
-# -- packing ------------------------------------------------------------------------------------------------------
-
-def test_micro_batches_by_hand():
-    # Two groups, of prompts a (2 tokens) and b (1); budget 8. Longest first: a's row of 9 alone, then 2 + 3 + 3 of a;
-    # b's 1 + 4 + 2 has no room beside it.
-    a, b, rows = [1, 2], [3], [[0] * n for n in (3, 3, 9, 4, 2)]
-    assert micro_batches([a, a, a, b, b], rows, 8) == [[2], [0, 1], [3, 4]]
-    assert micro_batches([a, a, a, b, b], rows, 17) == [[0, 1, 2], [3, 4]]
-    assert micro_batches([a, a, a, b, b], rows, 24) == [[0, 1, 2, 3, 4]]
-    assert micro_batches([a, a, b, a], rows[:4], 1) == [[2], [3], [0], [1]]
-    assert micro_batches([], [], 8) == []
-    # Two ranks: 21 tokens of completions, 3 of prompts, an eighth is 3, so every row for itself: 11, 5, 5, 5, 3 tokens.
-    assert micro_batches([a, a, a, b, b], rows, 24, ranks=2) == [[2], [4]]
-    assert micro_batches([a, a, a, b, b], rows, 24, ranks=2, rank=1) == [[0], [1], [3]]
+def test_every_metric_is_summed_and_reported_but_for_those_that_become_ess():
+    sums = one_token(1.25, 1.0)[2]
+    assert METRICS.keys() <= sums.keys() and all(sums[name].dtype == torch.float64 for name in METRICS)
+    assert METRICS.keys() - summarize(sums).keys() == {"ratio", "ratio_squared"}
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_ranks_share_a_step_without_overlap_and_nobody_has_much_more_than_another(ranks):
-    lengths = (50 + torch.empty(128).exponential_(1 / 250, generator=torch.Generator().manual_seed(0))).int().tolist()
-    prompts, completions = [[b // 8] * 150 for b in range(128)], [[0] * n for n in lengths]
-    shares = [micro_batches(prompts, completions, 4096, ranks, rank) for rank in range(ranks)]
-    assert sorted(b for share in shares for rows in share for b in rows) == list(range(128))
-    loads = [sum(sum(lengths[b] for b in rows) + 150 * len({b // 8 for b in rows}) for rows in share)
-             for share in shares]
-    assert sum(loads) / ranks > 0.95 * max(loads)                         # in turns: 0.75 to 0.98
-
-
-@pytest.mark.parametrize("budget", [1, 50, 333, 10**6])
-def test_micro_batches_hold_every_row_once_within_the_budget(budget):
-    lengths = torch.randint(1, 200, (65,), generator=torch.Generator().manual_seed(budget)).tolist()
-    prompts = [[b // 5] * (1 + b // 5) for b in range(60)]                # 12 prompts of 5 rows each
-    completions = [[0] * n for n in lengths[:60]]
-    batches = micro_batches(prompts, completions, budget)
-    assert sorted(sum(batches, [])) == list(range(60))
-    for rows in batches:
-        firsts = [b for i, b in enumerate(rows) if i == 0 or prompts[rows[i - 1]] != prompts[b]]
-        tokens = sum(lengths[b] for b in rows) + sum(len(prompts[b]) for b in firsts)
-        assert len(rows) == 1 or tokens <= budget
-        assert len({len(prompts[b]) for b in firsts}) == len(firsts) or budget < 10**6   # no prompt twice unless cut
-
-
-def test_the_loss_scale_halves_after_an_overflow_and_doubles_after_500_good_updates():
-    state = dict(loss_scale=4.0, good_updates=7)
-    state = next_loss_scale(**state, finite=False)
-    assert state == dict(loss_scale=2.0, good_updates=0)
-    scales = []
-    for update in range(1001):
-        scales.append(state["loss_scale"])
-        state = next_loss_scale(**state, finite=True)
-    assert scales == [2.0] * 500 + [4.0] * 500 + [8.0] and state["good_updates"] == 1
-    for _ in range(5):                                                    # 8, 4, 2, 1, and no lower
-        state = next_loss_scale(**state, finite=False)
-    assert state == dict(loss_scale=1.0, good_updates=0)
+def test_impossible_settings_stop():
+    with pytest.raises(AssertionError, match="'clip'"):
+        one_token(1.0, 1.0, correction="clip")
+    with pytest.raises(AssertionError, match="0.5"):
+        one_token(1.0, 1.0, cap=0.5)
+    with pytest.raises(AssertionError, match="kl_beta=0.1 needs a reference"):
+        one_token(1.0, 1.0, kl_beta=0.1)

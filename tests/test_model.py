@@ -1,29 +1,25 @@
 """
 Logits and log-probs against Qwen2 in plain float64 (tiny_qwen2.py) and against transformers' stored numbers
-(make_reference.py); loading of every base; bad folders.
+(make_reference.py); every base. Reading of folders is tested in test_hf.py.
 
 python -m pytest tests/test_model.py -v
 QWEN05=<folder of Qwen2.5-Coder-0.5B-Instruct> python -m pytest tests/test_model.py -k half_b -v
 """
-import json
 import os
-import random
 from itertools import product
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 import torch
-from huggingface_hub.errors import LocalEntryNotFoundError
+
+import hf
 from safetensors.torch import load_file
 
 import lora
-import model as model_py
 import nvfp4
 from aqn import noisy_norms
-from model import ModelConfig, PackedAttention, lay_out, load, random_model, resolve
-from tiny_qwen2 import (SHAPES, TARGETS, config_json, merged, plain_logits, random_adapter, random_tensors, set_adapter,
-                        write_folder)
+from model import ModelConfig, RMSNorm, build, load
+from tiny_qwen2 import SHAPES, TARGETS, merged, plain_logits, random_adapter, set_adapter, write_folder
 
 REFERENCE = load_file(Path(__file__).parent / "qwen2_reference.safetensors")
 # Logits reach 12. A sum of up to 192 fp32 terms is off by sqrt(192) * 2^-24 = 8e-7 of their size; 20 such sums in a row
@@ -41,12 +37,12 @@ def plain(tiny, tokens):
 def test_a_norm_is_that_of_the_paper_whatever_it_works_on(dtype):
     torch.manual_seed(0)
     x, weight, eps = 0.3 * torch.randn(5, 64), torch.rand(64) + 0.5, 0.1             # eps weighs as much as x does
-    xw, rstd = model_py.RMSNorm(weight, eps, dtype)(x)
+    xw, rstd = RMSNorm(weight, eps, dtype)(x)
     want = x.double() * weight / (x.double().square().mean(-1, keepdim=True) + eps).sqrt()
     assert xw.dtype == dtype and rstd.dtype == torch.float32
     assert ((xw.double() * rstd - want).abs() <= 1.01 * torch.finfo(dtype).eps * want.abs() + 1e-7).all()
     large = torch.full((1, 64), 5e5)                                                 # 8 times what fp16 holds
-    assert model_py.RMSNorm(weight.clamp(max=1), eps, dtype)(large)[0].isfinite().all()
+    assert RMSNorm(weight.clamp(max=1), eps, dtype)(large)[0].isfinite().all()
 
 
 def some_tokens(tiny, *shape, seed=5):
@@ -104,39 +100,6 @@ def test_packed_rows_equal_one_row_at_a_time(tiny):
         forward = [model(torch.tensor([row]))[0].log_softmax(-1)[range(len(row) - 1), row[1:]] for row in rows]
     assert (together - apart).abs().max() < FP32
     assert (together - torch.cat(forward)).abs().max() < FP32
-
-
-def test_positions_restart_with_every_packed_sequence():
-    assert PackedAttention([3, 1, 2], "cpu").positions().tolist() == [0, 1, 2, 0, 0, 1]
-    assert PackedAttention([3, 1], "cpu", [[2, 0, 1]]).positions().tolist() == [0, 1, 2, 0, 3, 4, 3]
-
-
-def test_lay_out_by_hand():
-    # Two rows after prompt 1 2, one after 5, two of one token after 7 8: only the first prompt has branches.
-    rows = [[1, 2, 3, 4], [5, 6, 9], [1, 2, 6], [1, 2, 3, 4], [7, 8, 1], [7, 8, 2]]
-    tokens, lengths, branches, predictors = lay_out([rows[0], rows[2], *rows[1:2], *rows[4:]], [2, 2, 1, 2, 2])
-    assert (tokens, lengths, branches) == ([1, 2, 5, 6, 7, 8, 3], [2, 2, 2], [[1, 0]])
-    assert predictors == [1, 6, 1, 2, 3, 5, 5]
-
-
-def test_lay_out_gives_every_scored_token_what_its_row_has_before_it():
-    # 500 mixes of groups of one row up, completions of one token up, equal prompts that do not follow each other.
-    for seed in range(500):
-        draw, rows, starts = random.Random(seed), [], []
-        for _ in range(draw.randint(1, 4)):
-            prompt = draw.choices((1, 2), k=draw.randint(1, 3))
-            for _ in range(draw.randint(1, 4)):
-                rows.append(prompt + draw.choices((1, 2), k=draw.choice((1, 1, 2, 4))))
-                starts.append(len(prompt))
-        tokens, lengths, branches, predictors = lay_out(rows, starts)
-        left, seen = iter(tokens), []                                     # seen: what each place attends to
-        trunks = [[next(left) for _ in range(n)] for n in lengths]
-        tails = [(trunk, [next(left) for _ in range(n)]) for trunk, b in zip(trunks, branches) for n in b]
-        for trunk, tail in [([], trunk) for trunk in trunks] + tails:
-            seen += [trunk + tail[:i + 1] for i in range(len(tail))]
-        assert PackedAttention(lengths, "cpu", branches).positions().tolist() == [len(s) - 1 for s in seen]
-        assert len(tokens) == len(seen)
-        assert [seen[p] for p in predictors] == [r[:t] for r, s in zip(rows, starts) for t in range(s, len(r))]
 
 
 @pytest.mark.parametrize("shape,prompt,completions", [
@@ -223,64 +186,35 @@ def test_base_equals_a_model_of_the_dequantized_weights(tiny, tmp_path, shape, b
             assert torch.equal(got, load(folder, base="bf16", device="cpu")(tokens))
 
 
-def test_nvfp4_folder_gives_the_bits_of_quantizing_on_load(tiny, tmp_path):
-    for shape in SHAPES:
-        tokens = some_tokens(tiny[shape], 2, 15)
-        nvfp4.convert(tiny[shape].folder, tmp_path / shape, "cpu")
-        with torch.no_grad():
-            want = load(tiny[shape].folder, base="nvfp4", device="cpu")(tokens)
-            assert torch.equal(load(tmp_path / shape, base="nvfp4", device="cpu")(tokens), want)
-    with pytest.raises(ValueError, match="holds NVFP4 weights: --base mxfp4"):
-        load(tmp_path / "tied", base="mxfp4", device="cpu")
-
-
 def test_fused_parts_share_one_power_of_two_tensor_scale(tiny, tmp_path):
     # Engines keep a single scale for q|k|v, and only a power of two keeps code * scales exact in bf16.
     tensors = {n: t / 8 if "k_proj.weight" in n or "up_proj" in n else t for n, t in tiny["tied"].tensors.items()}
     model = load(write_folder(tmp_path / "model", tiny["tied"].raw, tensors), base="nvfp4", device="cpu")
     for layer in model.layers:
         for linear in (layer.qkv, layer.gate_up):
-            scale, = linear.weight.row_scale.unique()
-            assert torch.frexp(scale).mantissa == 0.5 and linear.weight.late_scale is None
-
-
-def foreign_nvfp4_folder(case, folder):
-    """As other quantizers write it: one tensor scale per matrix, max / 2688, so q, k and v differ and none is 2^n."""
-    stored, replaced = dict(case.tensors), dict(case.tensors)
-    for name in [n for n in case.tensors if any(n.endswith(f"{t}.weight") for t in TARGETS)]:
-        w = stored.pop(name)
-        inverse = 2688 / w.float().abs().max()
-        packed, scale, g = nvfp4.quantize(w, 1 / inverse)
-        stem = name.removesuffix(".weight")
-        stored |= {f"{stem}.weight_packed": packed, f"{stem}.weight_scale": scale,
-                   f"{stem}.weight_global_scale": inverse.reshape(1)}
-        replaced[name] = nvfp4.dequantize(packed, scale, g, torch.float32)
-    write_folder(folder, case.raw | {"quantization_config": nvfp4.QUANTIZATION_CONFIG}, stored)
-    return folder, case._replace(tensors=replaced)
-
-
-def test_nvfp4_folder_with_a_tensor_scale_of_its_own_per_matrix_loads(tiny, tmp_path):
-    folder, replaced = foreign_nvfp4_folder(tiny["untied"], tmp_path / "foreign")
-    model, tokens = load(folder, base="nvfp4", device="cpu"), some_tokens(tiny["untied"], 2, 15)
-    assert model.layers[0].qkv.weight.late_scale is not None
-    with torch.no_grad():
-        assert (model(tokens) - plain(replaced, tokens)).abs().max() < FP32
+            scale, = linear.weight.tensors[2].unique()
+            assert torch.frexp(scale).mantissa == 0.5
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tensors_are_those_of_the_checkpoint(tiny, shape):
-    got = dict(load(tiny[shape].folder, base="bf16", device="cpu").tensors())
+    got = dict(hf.model_tensors(load(tiny[shape].folder, base="bf16", device="cpu")))
     assert got.keys() == tiny[shape].tensors.keys()
     for name, want in tiny[shape].tensors.items():
         assert torch.equal(got[name], want.float()), name
 
 
-def test_random_model_of_a_published_size_runs(monkeypatch):
-    monkeypatch.setitem(model_py.SIZES, "tiny", SHAPES["untied"])
-    model = random_model("tiny", base="nvfp4", device="cpu", dtype=torch.float32)
-    assert model(torch.zeros(1, 3, dtype=torch.int64)).shape == (1, 3, 101) and model.live_vocab == 101
-    with pytest.raises(AssertionError, match="unknown size '8b', expected one of 0.5b"):
-        ModelConfig.of_size("8b")
+@pytest.mark.parametrize("base", nvfp4.FORMATS)
+def test_a_model_is_built_of_any_tensors_without_a_folder(tiny, base):
+    case = tiny["untied"]
+    model = build(ModelConfig.of(case.raw), lambda name, *shape: case.tensors[name].view(shape),
+                  lambda names, parts, k: nvfp4.freeze([case.tensors[f"{name}.weight"].view(n, k)
+                                                        for name, n in zip(names, parts)], base, torch.float32),
+                  torch.float32, "in memory")
+    tokens = some_tokens(case, 2, 15)
+    with torch.no_grad():
+        assert torch.equal(model(tokens), load(case.folder, base=base, device="cpu")(tokens))
+    assert (model.folder, model.live_vocab, model.device.type) == (None, 101, "cpu")
 
 
 # -----------------------------------------------------------------------------
@@ -326,106 +260,3 @@ def test_row_without_prompt_or_completion_stops(tiny):
     for start in (0, 3):
         with pytest.raises(AssertionError, match="a prompt token and a scored token"):
             model.token_logprobs([[1, 2, 3]], [start])
-
-
-# -----------------------------------------------------------------------------
-# Bad input: one ValueError that names the file or tensor
-
-def broken(tiny, folder, config=None, tensors=None, files=1, shape="tied"):
-    return write_folder(folder, tiny[shape].raw | (config or {}), tiny[shape].tensors | (tensors or {}), files)
-
-
-@pytest.mark.parametrize("config,message", [
-    (dict(architectures=["LlamaForCausalLM"]), r"config.json: architectures is \['LlamaForCausalLM'\]"),
-    (dict(use_sliding_window=True), "config.json: sliding windows"),
-    (dict(rope_scaling=dict(rope_type="yarn", factor=4.0)), "config.json: sliding windows and rope_scaling"),
-    (dict(rope_theta=None, rope_parameters=dict(rope_type="yarn", rope_theta=1e6)), "config.json: sliding"),
-    (dict(hidden_size=128), r"layers.0.self_attn.q_proj.bias has shape \(64,\), config.json says \(128,\)"),
-    (dict(num_hidden_layers=3), "no tensor model.layers.2"),
-    (dict(tie_word_embeddings=False), "no tensor lm_head.weight"),
-])
-def test_config_that_does_not_fit_is_refused(tiny, tmp_path, config, message):
-    with pytest.raises(ValueError, match=message):
-        load(broken(tiny, tmp_path / "model", config), base="nvfp4", device="cpu")
-
-
-def test_config_without_a_key_or_without_json_is_refused(tiny, tmp_path):
-    folder = broken(tiny, tmp_path / "model")
-    raw = config_json("tied")
-    del raw["hidden_size"]
-    (folder / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(ValueError, match="config.json: no 'hidden_size'"):
-        load(folder, device="cpu")
-    (folder / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="config.json: cannot be read as JSON"):
-        load(folder, device="cpu")
-
-
-def test_newer_configs_keep_theta_in_rope_parameters(tiny, tmp_path):
-    raw = config_json("tied")
-    raw["rope_parameters"] = dict(rope_theta=raw.pop("rope_theta"), rope_type="default")
-    assert ModelConfig.read(write_folder(tmp_path / "model", raw, {})).rope_theta == 1e4
-
-
-def test_wrong_shape_is_refused_by_name(tiny, tmp_path):
-    name = "model.layers.1.mlp.up_proj.weight"
-    folder = broken(tiny, tmp_path / "model", tensors={name: torch.zeros(191, 64)})
-    with pytest.raises(ValueError, match=rf"{name} has shape \(191, 64\), config.json says \(192, 64\)"):
-        load(folder, device="cpu")
-
-
-def test_missing_and_cut_off_shards_are_refused_by_name(tiny, tmp_path):
-    folder = broken(tiny, tmp_path / "model", files=3)
-    victim = folder / "model-00002-of-00003.safetensors"
-    whole = victim.read_bytes()
-    victim.write_bytes(whole[:-100])
-    with pytest.raises(ValueError, match=f"{victim.name}: cut off"):
-        load(folder, device="cpu")
-    victim.unlink()
-    with pytest.raises(ValueError, match=f"{victim.name}: missing"):
-        load(folder, device="cpu")
-
-
-@pytest.mark.parametrize("base,block", [("nf4", 64), ("mxfp4", 32), ("nvfp4", 16)])
-def test_k_that_ends_inside_a_block_is_refused_by_name(tiny, tmp_path, base, block):
-    folder, K = tiny["ragged"].folder, 80
-    if base == "nvfp4":
-        raw = tiny["tied"].raw | dict(hidden_size=72)                     # 4 heads of 18
-        folder, K = write_folder(tmp_path / "model", raw, random_tensors(raw)), 72
-    with pytest.raises(ValueError, match=f"layers.0.self_attn.q_proj: K={K} .* not a multiple of .* {block} weights"):
-        load(folder, base=base, device="cpu")
-
-
-def test_weight_that_is_not_finite_is_refused_by_name(tiny, tmp_path):
-    name = "model.layers.1.mlp.down_proj"
-    w = tiny["tied"].tensors[f"{name}.weight"].clone()
-    w[3, 5] = torch.inf
-    with pytest.raises(ValueError, match=f"{name}: a weight matrix holds inf"):
-        load(broken(tiny, tmp_path / "model", tensors={f"{name}.weight": w}), base="nvfp4", device="cpu")
-
-
-def test_unknown_base_is_refused(tiny):
-    with pytest.raises(ValueError, match="--base fp8: expected one of bf16, nvfp4, mxfp4, nf4"):
-        load(tiny["tied"].folder, base="fp8", device="cpu")
-
-
-@pytest.mark.parametrize("name,hub_id", [
-    ("qwen2.5-7b", "Qwen/Qwen2.5-7B-Instruct"), ("qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B-Instruct"),
-    ("Qwen2.5-Coder-0.5b", "Qwen/Qwen2.5-Coder-0.5B-Instruct"), ("qwen2.5-math-72b", "Qwen/Qwen2.5-Math-72B-Instruct"),
-    ("somebody/else", "somebody/else")])
-def test_aliases_and_hub_ids_are_downloaded(monkeypatch, name, hub_id):
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda hub_id, allow_patterns: f"cache/{hub_id}")
-    assert resolve(name) == Path("cache") / hub_id
-
-
-def test_names_that_lead_nowhere_are_refused(monkeypatch, tmp_path):
-    def offline(*args, **kwargs):
-        raise LocalEntryNotFoundError("no such snapshot in the cache\nand no network")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    assert resolve(tmp_path) == tmp_path
-    for name in ("llama-7b", str(tmp_path / "nothing"), "qwen2.5-8b"):
-        with pytest.raises(ValueError, match="neither a folder nor a name such as"):
-            resolve(name)
-    with pytest.raises(ValueError, match=r"--model somebody/else: not downloadable \(no such snapshot in the cache\)"):
-        resolve("somebody/else")

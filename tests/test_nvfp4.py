@@ -1,27 +1,22 @@
 """
 The formats against hand-worked numbers and against other people's bytes (make_fixtures_nvfp4.py made those, once, with
-compressed-tensors and bitsandbytes), and the folders against what was put into them.
+compressed-tensors and bitsandbytes); a frozen weight's two verbs against float64.
 
 python -m pytest tests/test_nvfp4.py -v
 """
-import json
-import shutil
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
 import nvfp4
-from nvfp4 import FORMATS, Shards, convert, dequantize, global_scale_for, load_linear, quantize
+from nvfp4 import FORMATS, dequantize, freeze, fuse, global_scale_for, quantize
 
 REFERENCE = load_file(Path(__file__).parent / "nvfp4_reference.safetensors")
 CASES = sorted({name.split(".")[0] for name in REFERENCE})
-BASES = ["bf16", "nvfp4", "mxfp4", "nf4"]
+BASES = ["nvfp4", "bf16", "mxfp4", "nf4"]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="compares the GPU with the CPU")
 
 
@@ -39,10 +34,10 @@ def test_bytes_and_decoded_values_are_those_of_compressed_tensors_and_bitsandbyt
     if base == "nvfp4":
         tensors = quantize(want["w"], 1 / REFERENCE[f"{case}.inverse"].reshape(()))
     else:
-        tensors = FORMATS[base][0](want["w"])
+        tensors = FORMATS[base].quantize(want["w"])
     assert same_bytes(tensors[0], want["packed"])
     assert same_bytes(tensors[1], want["scale"])
-    assert torch.equal(FORMATS[base][1](*tensors), want["decoded"].bfloat16())
+    assert torch.equal(FORMATS[base].dequantize(*tensors), want["decoded"].bfloat16())
 
 
 def test_nf4_levels_are_normal_quantiles():
@@ -64,10 +59,9 @@ def test_gpu_and_cpu_give_the_same_bytes(base):
     there, here = encode(w.cuda()), encode(w)
     assert all(same_bytes(a.cpu(), b) for a, b in zip(there, here))
     assert torch.equal(decode(*there).cpu(), decode(*here))
-    if base != "nvfp4":
-        wide = torch.zeros(65, 200, device="cuda", dtype=torch.bfloat16)
-        decode(*there, out=wide[:, :192])
-        assert torch.equal(wide[:, :192].cpu(), decode(*here)) and not wide[:, 192:].any()
+    wide = torch.zeros(65, 200, device="cuda", dtype=torch.bfloat16)
+    decode(*there, out=wide[:, :192])
+    assert torch.equal(wide[:, :192].cpu(), decode(*here)) and not wide[:, 192:].any()
 
 
 # -----------------------------------------------------------------------------
@@ -169,7 +163,7 @@ def test_weights_that_are_not_finite_are_refused():
 @pytest.mark.parametrize("base,block", [("nvfp4", 16), ("mxfp4", 32), ("nf4", 64)])
 def test_ragged_k_is_refused_with_its_value(base, block):
     with pytest.raises(ValueError, match=f"K={3 * block // 2} .*{block}"):
-        FORMATS[base][0](torch.zeros(2, 3 * block // 2))
+        FORMATS[base].quantize(torch.zeros(2, 3 * block // 2))
 
 
 @pytest.mark.parametrize("base,lo,hi", [
@@ -209,189 +203,124 @@ def test_mxfp4_scale_moves_up_where_the_largest_weight_would_round_to_8():
 
 
 # -----------------------------------------------------------------------------
-# Folders
+# A frozen weight
 
-LAYERS, WIDTH, KV_WIDTH, FFN = 2, 64, 32, 96
+def exact(base, tensors):
+    """What a format's tensors stand for, (N, K) float64, decoded one code at a time by the standards' formulas."""
+    if base == "bf16":
+        return tensors[0].double()
+    packed, scale = tensors[:2]
+    codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1).long()           # even k in the low nibble
+    levels = nvfp4.NF4.double() if base == "nf4" else torch.tensor([e2m1(c) for c in range(16)], dtype=torch.float64)
+    if base == "nvfp4":
+        table = torch.tensor([e4m3(b) for b in range(256)], dtype=torch.float64)
+        scale = table[scale.view(torch.uint8).long()] * tensors[2].double().reshape(-1, 1)
+    elif base == "mxfp4":
+        scale = 2.0 ** (scale.double() - 127)
+    return levels[codes] * scale.double().repeat_interleave(codes.shape[1] // scale.shape[1], dim=1)
 
 
-@pytest.fixture
-def bf16_folder(tmp_path):
-    """A random Qwen2-shaped folder in two shards, as published checkpoints come."""
+def some_parts(K=128, sizes=(40, 24, 9)):
     torch.manual_seed(0)
-    tensors = {"model.embed_tokens.weight": torch.randn(50, WIDTH), "model.norm.weight": torch.ones(WIDTH)}
-    for i in range(LAYERS):
-        shapes = {"self_attn.q_proj.weight": (WIDTH, WIDTH), "self_attn.k_proj.weight": (KV_WIDTH, WIDTH),
-                  "self_attn.v_proj.weight": (KV_WIDTH, WIDTH), "self_attn.o_proj.weight": (WIDTH, WIDTH),
-                  "mlp.gate_proj.weight": (FFN, WIDTH), "mlp.up_proj.weight": (FFN, WIDTH),
-                  "mlp.down_proj.weight": (WIDTH, FFN), "self_attn.q_proj.bias": (WIDTH,),
-                  "input_layernorm.weight": (WIDTH,)}
-        for n, (name, shape) in enumerate(shapes.items()):                      # k and up outweigh their fellows
-            tensors[f"model.layers.{i}.{name}"] = torch.randn(shape) * (0.1 if n % 2 else 0.01)
-    tensors = {name: tensor.bfloat16() for name, tensor in tensors.items()}
-    folder = tmp_path / "bf16"
-    folder.mkdir()
-    names, weight_map = sorted(tensors), {}
-    for i, part in enumerate((names[: len(names) // 2], names[len(names) // 2 :])):
-        file = f"model-0000{i + 1}-of-00002.safetensors"
-        save_file({name: tensors[name] for name in part}, folder / file)
-        weight_map.update(dict.fromkeys(part, file))
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    (folder / "config.json").write_text(json.dumps(
-        {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": LAYERS, "hidden_size": WIDTH}))
-    (folder / "tokenizer.json").write_text("{}")
-    return folder
+    return [torch.randn(n, K) * std for n, std in zip(sizes, (0.1, 0.02, 0.3))]
 
 
-def run_cli(src, out):
-    script = Path(nvfp4.__file__)
-    return subprocess.run([sys.executable, script, src, out], capture_output=True, text=True)
+def foreign_parts(K=128, sizes=(40, 24, 9)):
+    """As other quantizers write them: a tensor scale for each part, max / 2688, none of them a power of two."""
+    parts = [quantize(w, w.abs().max() / 2688) for w in some_parts(K, sizes)]
+    assert all(torch.frexp(part[2]).mantissa != 0.5 for part in parts)
+    return parts
 
 
-def test_converted_folder_loads_back_as_quantized_in_memory(bf16_folder, tmp_path):
-    out = tmp_path / "out"
-    done = run_cli(bf16_folder, out)
-    assert done.returncode == 0, done.stderr
-    assert [line.split("relative error")[0].strip() for line in done.stdout.splitlines()] == [
-        "layer  0", "layer  1", "all 2 layers"]
-    before, after = Shards(bf16_folder), Shards(out)
-    linears = {f"model.layers.{i}.{name}" for i in range(LAYERS) for group in nvfp4.LINEARS for name in group}
-    for name in before.names:
-        if name.removesuffix(".weight") not in linears:
-            assert torch.equal(after.get(name), before.get(name)), name
-    for i in range(LAYERS):
-        for group in nvfp4.LINEARS:
-            names = [f"model.layers.{i}.{name}" for name in group]
-            weights = [before.get(f"{name}.weight") for name in names]
-            scale = global_scale_for(*weights)                                  # one for q, k, v and one for gate, up
-            for name, w in zip(names, weights):
-                assert f"{name}.weight" not in after.names
-                assert after.get(f"{name}.weight_global_scale").tolist() == [1 / scale.item()]
-                assert all(same_bytes(a, b) for a, b in zip(load_linear(after, name), quantize(w, scale)))
-    config = json.loads((out / "config.json").read_text())
-    assert config["hidden_size"] == WIDTH and config["quantization_config"]["format"] == "nvfp4-pack-quantized"
-    assert (out / "tokenizer.json").read_text() == "{}"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bf16", "out"]  # the temporary folder is gone
+UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}      # of one rounding, relative
 
 
-def test_output_is_split_into_shards_that_the_index_lists(bf16_folder, tmp_path, monkeypatch):
-    convert(bf16_folder, tmp_path / "one", "cpu")
-    monkeypatch.setattr(nvfp4, "SHARD_BYTES", 10_000)
-    convert(bf16_folder, tmp_path / "many", "cpu")
-    one, many = Shards(tmp_path / "one"), Shards(tmp_path / "many")
-    assert len(set(one.names.values())) == 1 and len(set(many.names.values())) > 2
-    assert one.names.keys() == many.names.keys()
-    assert all(same_bytes(one.get(name), many.get(name)) for name in one.names)
-    assert max(file.stat().st_size for file in many.names.values()) < 10_000 + 4_000        # 4,000: headers
+@pytest.mark.parametrize("dtype", UNIT)
+@pytest.mark.parametrize("base", [*BASES, "foreign"])
+def test_a_weight_decodes_into_rows_of_any_stride_and_touches_nothing_beside_them(base, dtype):
+    weight = fuse(foreign_parts(), dtype) if base == "foreign" else freeze(some_parts(), base, dtype)
+    want = exact("nvfp4" if base == "foreign" else base, weight.tensors)
+    assert (weight.N, weight.K, weight.dtype, weight.device.type) == (73, 128, dtype, "cpu")
+    w = weight.dequantize()
+    assert w.shape == (73, 128) and w.dtype == dtype
+    # One rounding to dtype, of a product of two or three fp32 factors: two roundings more, of 2^-24 each. fp16 has no
+    # exponent below -14: there it rounds to multiples of 2^-24.
+    bound = (1.001 * UNIT[dtype] + 2**-23) * want.abs() + (2**-25 if dtype == torch.float16 else 0)
+    assert ((w.double() - want).abs() <= bound).all()
+    if base in ("nvfp4", "mxfp4") and dtype != torch.float16:             # a power of two as tensor scale
+        assert torch.equal(w.double(), want)
+    for columns, step in ((128, 1), (200, 1), (400, 2)):                  # whole rows, a margin, every other column
+        room = torch.full((80, columns), 7.0, dtype=dtype)
+        out = room[3:76, :128 * step:step]
+        weight.dequantize(out=out)
+        assert torch.equal(out, w)
+        out.fill_(7.0)
+        assert (room == 7).all()
+    into = torch.empty(73, 128)                                           # Linear.merged asks for fp32
+    assert torch.equal(weight.dequantize(out=into), w.float())
 
 
-def test_single_file_folder_needs_no_index(tmp_path):
-    save_file({"a": torch.arange(6.0).view(2, 3)}, tmp_path / "model.safetensors")
-    shards = Shards(tmp_path)
-    assert list(shards.names) == ["a"] and shards.shape("a") == (2, 3) and shards.get("a").sum() == 15
+@pytest.mark.parametrize("dtype", UNIT)
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("M,R", [(1, 0), (5, 8), (33, 3)])
+def test_the_partial_sums_of_a_product_are_those_of_float64(base, dtype, M, R):
+    weight = freeze(some_parts(), base, dtype)
+    torch.manual_seed(1)
+    x = torch.randn(M, 128).to(dtype)
+    a = torch.randn(R, 128).to(dtype) if R else None
+    slabs = weight.partial(x, a)
+    S, rows, columns = slabs.sums.shape
+    assert slabs.sums.dtype == torch.float32 and slabs.scale.dtype == torch.float32
+    assert rows == M and columns >= 73 + R and slabs.scale.shape == (73,) and slabs.most == (S, S) == (1, 1)
+    got = slabs.sums.double().sum(0)[:, :73 + R]
+    got[:, :73] *= slabs.scale.double()
+    w = weight.dequantize().double()                                      # the 16-bit W: what the product is made of
+    whole = torch.cat([w, a.double()]) if R else w
+    want = x.double() @ whole.T
+    # 128 fp32 terms in any order.
+    assert ((got - want).abs() <= 128 * 2**-24 * (x.double().abs() @ whole.T.abs())).all()
 
 
-def remove_shard(folder):
-    (folder / "model-00002-of-00002.safetensors").unlink()
+def test_freeze_gives_the_parts_of_a_fused_linear_one_power_of_two_as_tensor_scale():
+    parts = some_parts()
+    packed, block_scale, row_scale = freeze(parts, "nvfp4", torch.float32).tensors
+    scale, = row_scale.unique()
+    assert scale == global_scale_for(*parts) and torch.frexp(scale).mantissa == 0.5
+    alone = [quantize(w, scale) for w in parts]
+    assert same_bytes(packed, torch.cat([t[0] for t in alone]))
+    assert same_bytes(block_scale, torch.cat([t[1] for t in alone]))
 
 
-def cut_shard(folder):
-    file = folder / "model-00002-of-00002.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
+@pytest.mark.parametrize("base", ["bf16", "mxfp4", "nf4"])
+def test_freeze_quantizes_the_parts_as_rows_of_one_matrix(base):
+    # Blocks lie along K and none of these formats has a scale that rows share.
+    parts = [w.bfloat16() for w in some_parts()]
+    weight = freeze(parts, base, torch.bfloat16)
+    for start, w in ((0, parts[0]), (40, parts[1]), (64, parts[2])):
+        for got, want in zip(weight.tensors, FORMATS[base].quantize(w)):
+            assert same_bytes(got[start:start + len(w)].contiguous(), want)
 
 
-def cut_header(folder):
-    file = folder / "model-00001-of-00002.safetensors"
-    file.write_bytes(file.read_bytes()[:100])
+def test_fuse_keeps_the_tensor_scale_of_every_part():
+    parts = foreign_parts()
+    weight = fuse(parts, torch.float32)
+    scales = [scale.item() for *_, scale in parts]
+    assert weight.tensors[2].tolist() == [scales[0]] * 40 + [scales[1]] * 24 + [scales[2]] * 9
 
 
-def lose_tensor(folder):
-    file = folder / "model-00002-of-00002.safetensors"
-    tensors = load_file(file)
-    del tensors["model.norm.weight"]
-    save_file(tensors, file)
+@pytest.mark.parametrize("base,bits", [("bf16", 16), ("nvfp4", 4 + 8 / 16), ("mxfp4", 4 + 8 / 32), ("nf4", 4 + 32 / 64)])
+def test_a_weight_takes_the_bytes_of_its_format(base, bits):
+    rows = 4 * 73 if base == "nvfp4" else 0                               # a tensor scale a row
+    assert freeze(some_parts(), base, torch.bfloat16).nbytes == 73 * 128 * bits / 8 + rows
 
 
-def lose_tensor_and_its_index_entry(folder):
-    index = folder / "model.safetensors.index.json"
-    weight_map = json.loads(index.read_text())["weight_map"]
-    del weight_map["model.layers.1.mlp.up_proj.weight"]
-    index.write_text(json.dumps({"weight_map": weight_map}))
+def test_only_codes_are_expanded_before_a_product():
+    for base in BASES:
+        weight = freeze(some_parts(), base, torch.bfloat16)
+        assert [weight.expands(rows) for rows in (1, 16, 300)] == [base != "bf16"] * 3
 
 
-def break_index(folder):
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": ')
-
-
-def other_architecture(folder):
-    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2}))
-
-
-def already_quantized(folder):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
-
-
-def edit_weight(folder, edit):
-    name = "model.layers.1.mlp.down_proj.weight"
-    file = Shards(folder).names[name]
-    tensors = load_file(file)
-    tensors[name] = edit(tensors[name])
-    save_file(tensors, file)
-
-
-def ragged_k(folder):
-    edit_weight(folder, lambda w: w[:, :88].contiguous())
-
-
-def nan_in_the_last_layer(folder):                                              # found only after much has been written
-    edit_weight(folder, lambda w: w * float("nan"))
-
-
-@pytest.mark.parametrize("damage,words", [
-    (remove_shard, ["model-00002-of-00002.safetensors", "missing"]),
-    (cut_shard, ["model-00002-of-00002.safetensors", "cut off"]),
-    (cut_header, ["model-00001-of-00002.safetensors", "cut off"]),
-    (lose_tensor, ["model-00002-of-00002.safetensors", "model.norm.weight"]),
-    (lose_tensor_and_its_index_entry, ["model.layers.1.mlp.up_proj.weight"]),
-    (break_index, ["model.safetensors.index.json", "JSON"]),
-    (other_architecture, ["config.json", "LlamaForCausalLM"]),
-    (already_quantized, ["config.json", "quantized already"]),
-    (ragged_k, ["model.layers.1.mlp.down_proj.weight", "K=88", "16"]),
-    (nan_in_the_last_layer, ["model.layers.1.mlp.down_proj", "nan"]),
-])
-def test_bad_source_is_one_clear_line_and_leaves_nothing_behind(bf16_folder, tmp_path, damage, words):
-    damage(bf16_folder)
-    with pytest.raises(ValueError) as error:
-        convert(bf16_folder, tmp_path / "out", "cpu")
-    assert "\n" not in str(error.value) and all(word in str(error.value) for word in words), error.value
-    assert [path.name for path in tmp_path.iterdir()] == ["bf16"]
-
-
-def test_cli_ends_with_one_line_and_an_error_code(bf16_folder, tmp_path):
-    cut_shard(bf16_folder)
-    done = run_cli(bf16_folder, tmp_path / "out")
-    assert done.returncode == 1 and done.stdout == ""
-    assert len(done.stderr.splitlines()) == 1 and "model-00002-of-00002.safetensors" in done.stderr
-
-
-def test_an_out_that_holds_something_is_refused_and_kept(bf16_folder, tmp_path):
-    out = tmp_path / "out"
-    out.mkdir()
-    convert(bf16_folder, out, "cpu")                                            # empty: allowed
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
-    with pytest.raises(ValueError, match="not an empty folder"):
-        convert(bf16_folder, out, "cpu")
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-
-
-def test_other_four_bit_checkpoints_are_not_read_as_ours(bf16_folder, tmp_path):
-    out = tmp_path / "out"
-    convert(bf16_folder, out, "cpu")
-    config = json.loads((out / "config.json").read_text())
-    config["quantization_config"]["quant_method"] = "modelopt"                  # stores the scale, not its reciprocal
-    (out / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="quantization_config"):
-        load_linear(Shards(out), "model.layers.0.mlp.up_proj")
-    shutil.copy(bf16_folder / "config.json", out)                               # and a config that says nothing of it
-    with pytest.raises(ValueError, match="quantization_config"):
-        load_linear(Shards(out), "model.layers.0.mlp.up_proj")
+def test_fp16_keeps_its_weights_as_they_are():
+    w = torch.randn(3, 64).half()
+    assert torch.equal(freeze([w], "bf16", torch.float16).dequantize(), w)
+    assert freeze([w.float()], "bf16", torch.float32).dequantize().tolist() == w.float().bfloat16().float().tolist()

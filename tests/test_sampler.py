@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 import torch
 
+import hf
+
 import sampler as sampler_py
 from aqn import noisy_norms
 from lora import Adapter
 from model import load
-from sampler import (BLOCK, MASK64, Rollouts, Sampler, TorchEngine, draw, filter_logits, quantize_head, row_key,
-                     uniforms)
+from sampler import (BLOCK, MASK64, BlockPool, Rollouts, Sampler, Sampling, TorchEngine, draw, filter_logits, row_key,
+                     sampler_for, uniforms)
 from tiny_qwen2 import merged, plain_logits, random_adapter, set_adapter
 
 FP32 = 5e-5                                                               # on logits: as in test_model.py
@@ -48,12 +50,21 @@ def distributions(case, tensors, rollouts, temperature, live_vocab):
         yield (logits / temperature).log_softmax(-1)
 
 
+def generate(sampler, prompts, group_size=1, max_new_tokens=16, prompt_ids=None, **how):
+    return sampler.generate(prompts, group_size, Sampling(max_new_tokens, **how), prompt_ids)
+
+
+def audited(sampler_class, sampler):
+    """The same engine, pool and limits under a subclass of Sampler."""
+    return sampler_class(sampler.engine, sampler.pool, sampler.max_length, sampler.max_rows)
+
+
 def same(a, b):
     return a.completions == b.completions and a.finished == b.finished
 
 
 def minimal_gib(model, max_length, extra=0):
-    """The smallest pool that Sampler takes, plus some blocks."""
+    """The smallest pool that sampler_for takes, plus some blocks."""
     c = model.config
     block_bytes = c.layers * 2 * c.kv_heads * BLOCK * c.head_dim * model.dtype.itemsize
     return (-(-max_length // BLOCK) + 2 + extra + 0.5) * block_bytes / 2**30
@@ -76,8 +87,8 @@ def test_greedy_tokens_are_the_argmax_of_full_forwards(tiny, policy, engine):
         for i, layer in enumerate(model.layers):
             for name, norm in (("input", layer.input_norm), ("post_attention", layer.post_norm)):
                 tensors[f"model.layers.{i}.{name}_layernorm.weight"] = norm.weight.double() + norm.noise
-        sampler = Sampler(model, max_length=110, max_rows=7, engine=engine)
-        rollouts = sampler.generate(prompts_of(101), max_new_tokens=45, temperature=0)
+        sampler = sampler_for(engine, model, max_length=110, max_rows=7)
+        rollouts = generate(sampler, prompts_of(101), max_new_tokens=45, temperature=0)
     assert [len(c) for c in rollouts.completions] == [45] * len(LENGTHS) and not any(rollouts.finished)
     # By induction over the tokens this is what a loop of full forwards writes.
     for completion, got, want in zip(rollouts.completions, rollouts.logprobs,
@@ -93,11 +104,11 @@ def test_every_token_is_the_inverse_cdf_at_its_own_uniform(tiny, base, temperatu
     model = load(case.folder, base=base, device="cpu")
     model.live_vocab = 90
     with torch.no_grad(), noisy_norms(model, 0.05, seed=1, step=3):
-        sampler = Sampler(model, max_length=100, max_rows=8, engine=WindowEngine)
-        rollouts = sampler.generate(prompts_of(90), group_size=3, max_new_tokens=35, temperature=temperature, seed=seed)
+        sampler = sampler_for(WindowEngine, model, max_length=100, max_rows=8)
+        rollouts = generate(sampler, prompts_of(90), 3, max_new_tokens=35, temperature=temperature, seed=seed)
         rows = [p + c for p, c in zip(rollouts.prompts, rollouts.completions)]
         learner, _ = model.token_logprobs(rows, [len(p) for p in rollouts.prompts], temperature)
-        clean = dict(model.tensors())                                     # what nvfp4's codes stand for
+        clean = dict(hf.model_tensors(model))                                     # what nvfp4's codes stand for
         for i, layer in enumerate(model.layers):
             for name, norm in (("input", layer.input_norm), ("post_attention", layer.post_norm)):
                 clean[f"model.layers.{i}.{name}_layernorm.weight"] = norm.weight.double() + norm.noise
@@ -119,14 +130,16 @@ def test_completion_depends_on_neither_rows_pool_window_order_nor_company(tiny):
 
     def rollouts(prompts=prompts, ids=None, group_size=3, max_rows=64, kv_gib=None, engine=TorchEngine):
         prefills = []
-        class Counting(Sampler):
-            def _prefill(self, prefixes):
-                prefills.extend(prefixes)
-                super()._prefill(prefixes)
-        sampler = Counting(model, max_length=130, max_rows=max_rows, kv_gib=kv_gib, engine=engine)
-        free = sorted(sampler.free)
-        out = sampler.generate(prompts, group_size, 60, end_ids, temperature=1.3, seed=5, prompt_ids=ids)
-        assert sorted(sampler.free) == free
+
+        class Counting(engine):
+            def prefill(self, tokens, blocks, lengths):
+                prefills.extend(lengths)
+                super().prefill(tokens, blocks, lengths)
+
+        sampler = sampler_for(Counting, model, max_length=130, max_rows=max_rows, kv_gib=kv_gib)
+        free = sorted(sampler.pool.free)
+        out = generate(sampler, prompts, group_size, 60, ids, end_ids=end_ids, temperature=1.3, seed=5)
+        assert sorted(sampler.pool.free) == free
         return out, len(prefills)
 
     want, prefills = rollouts()
@@ -154,9 +167,9 @@ def test_dead_vocabulary_is_never_sampled(tiny):
     model = load(tiny["untied"].folder, base="bf16", device="cpu")
     model.live_vocab = 60
     model.lm_head[60:] *= 10                                              # rows nobody trains may well be large
-    sampler = Sampler(model, max_length=40, max_rows=64)
+    sampler = sampler_for(TorchEngine, model, max_length=40, max_rows=64)
     for temperature in (0, 1.5):
-        rollouts = sampler.generate(prompts_of(60, (4, 9)), group_size=16, max_new_tokens=30, temperature=temperature)
+        rollouts = generate(sampler, prompts_of(60, (4, 9)), 16, max_new_tokens=30, temperature=temperature)
         assert max(max(c) for c in rollouts.completions) < 60
         rows = [p + c for p, c in zip(rollouts.prompts, rollouts.completions)]
         with torch.no_grad():
@@ -167,9 +180,9 @@ def test_dead_vocabulary_is_never_sampled(tiny):
 def test_both_end_ids_stop_and_stay_in_the_completion(tiny):
     model, ends = load(tiny["tied"].folder, base="bf16", device="cpu"), {7, 60}
     for engine in (TorchEngine, WindowEngine):
-        sampler = Sampler(model, max_length=60, max_rows=40, engine=engine)
-        rollouts = sampler.generate(prompts_of(101, (3, 8)), 40, max_new_tokens=30, end_ids=ends, temperature=2.0)
-        free = sampler.generate(prompts_of(101, (3, 8)), 40, max_new_tokens=30, temperature=2.0)
+        sampler = sampler_for(engine, model, max_length=60, max_rows=40)
+        rollouts = generate(sampler, prompts_of(101, (3, 8)), 40, max_new_tokens=30, end_ids=ends, temperature=2.0)
+        free = generate(sampler, prompts_of(101, (3, 8)), 40, max_new_tokens=30, temperature=2.0)
         last = set()
         for completion, logprobs, finished, whole in zip(rollouts.completions, rollouts.logprobs, rollouts.finished,
                                                          free.completions):
@@ -181,19 +194,6 @@ def test_both_end_ids_stop_and_stay_in_the_completion(tiny):
         assert not any(free.finished)
 
 
-def test_quantized_head_is_the_same_for_sampler_and_learner(tiny):
-    model = load(tiny["tied"].folder, base="bf16", device="cpu")
-    embed, before = model.embed.clone(), model.lm_head.clone()
-    quantize_head(model)
-    error = (model.lm_head - before).norm() / before.norm()
-    assert 0.05 < error < 0.15 and torch.equal(model.embed, embed)        # NVFP4's error; tied, but only the head moves
-    rollouts = Sampler(model, max_length=40, max_rows=64).generate(prompts_of(101, (3, 8)), 4, max_new_tokens=20)
-    rows = [p + c for p, c in zip(rollouts.prompts, rollouts.completions)]
-    with torch.no_grad():
-        learner, _ = model.token_logprobs(rows, [len(p) for p in rollouts.prompts])
-    assert (torch.cat(rollouts.logprobs) - learner).abs().max() < FP32
-
-
 @pytest.mark.parametrize("base", ["nvfp4", "bf16"])
 def test_float16_brings_sampler_and_learner_4_times_closer_than_bfloat16(tiny, base):
     gaps = {}
@@ -203,7 +203,7 @@ def test_float16_brings_sampler_and_learner_4_times_closer_than_bfloat16(tiny, b
         adapter.master.data[adapter.b_start:].normal_(0, 0.05, generator=torch.Generator().manual_seed(1))
         adapter.sync()
         with noisy_norms(model, 0.01, seed=1, step=2), torch.no_grad():
-            rollouts = Sampler(model, max_length=80, max_rows=64).generate(prompts_of(101, (3, 8, 40)), 8, 32)
+            rollouts = generate(sampler_for(TorchEngine, model, 80, 64), prompts_of(101, (3, 8, 40)), 8, 32)
             rows = [p + c for p, c in zip(rollouts.prompts, rollouts.completions)]
             learner, _ = model.token_logprobs(rows, [len(p) for p in rollouts.prompts])
         gaps[dtype] = (torch.cat(rollouts.logprobs) - learner).abs().mean()
@@ -215,9 +215,8 @@ def test_float16_brings_sampler_and_learner_4_times_closer_than_bfloat16(tiny, b
 def test_filtered_logprobs_are_over_the_kept_set(tiny, top_k, top_p, temperature):
     case = tiny["tied"]
     model = load(case.folder, base="bf16", device="cpu")
-    sampler = Sampler(model, max_length=40, max_rows=64)
-    rollouts = sampler.generate(prompts_of(101, (3, 8)), group_size=12, max_new_tokens=20, temperature=temperature,
-                                top_k=top_k, top_p=top_p)
+    sampler = sampler_for(TorchEngine, model, max_length=40, max_rows=64)
+    rollouts = generate(sampler, prompts_of(101, (3, 8)), 12, 20, temperature=temperature, top_k=top_k, top_p=top_p)
     sizes = set()
     for b, log_p in enumerate(distributions(case, case.tensors, rollouts, temperature or 1.0, 101)):
         for t, (token, row) in enumerate(zip(rollouts.completions[b], log_p)):
@@ -283,7 +282,7 @@ def test_sampled_tokens_follow_the_softmax(tiny):
     case, temperature = tiny["tied"], 1.5
     model = load(case.folder, base="bf16", device="cpu")
     prompt, n = [5, 80, 33], 20_000
-    rollouts = Sampler(model, max_length=8, max_rows=5000).generate([prompt], n, 1, temperature=temperature, seed=2)
+    rollouts = generate(sampler_for(TorchEngine, model, 8, 5000), [prompt], n, 1, temperature=temperature, seed=2)
     counts = torch.tensor([c[0] for c in rollouts.completions]).bincount(minlength=101).double()
     expected = n * (plain_logits(case.raw, case.tensors, prompt)[-1] / temperature).softmax(-1)
     rare = expected < 10                                                  # these share one bin
@@ -347,8 +346,8 @@ class HashEngine:
 
     prefill = TorchEngine.prefill
 
-    def decode(self, rows, steps, temperature, end_ids, top_k, top_p):
-        r = {name: t.numpy() for name, t in rows.items()}
+    def decode(self, rows, steps, sampling):
+        r = {name: t.numpy() for name, t in rows._asdict().items()}
         token, pos, alive = r["token"].copy(), r["pos"].copy(), r["limit"] > r["pos"]
         start, n = -(-r["prefix"] // BLOCK) * BLOCK, np.arange(len(token))
         made, tokens = np.zeros_like(pos), []
@@ -368,7 +367,7 @@ class HashEngine:
             tokens.append(picked)
             made += alive
             token, pos = np.where(alive, picked, token), pos + alive
-            alive = alive & ~np.isin(picked, end_ids) & (pos < r["limit"])
+            alive = alive & ~np.isin(picked, sampling.end_ids) & (pos < r["limit"])
         tokens = torch.from_numpy(np.stack(tokens))
         return tokens, tokens.float(), torch.from_numpy(made)
 
@@ -379,8 +378,9 @@ class AuditedSampler(Sampler):
 
     def _rows(self, live):
         prefixes = {id(s.prefix): s.prefix for s in live}.values()
-        blocks = self.free + [b for s in live for b in s.blocks] + [b for prefix in prefixes for b in prefix.blocks]
-        assert sorted(blocks) == list(range(1, self.kv.shape[2])), "a block is lost or has two owners"
+        blocks = self.pool.free + [b for s in live for b in s.blocks]
+        blocks += [b for prefix in prefixes for b in prefix.blocks]
+        assert sorted(blocks) == list(range(1, self.pool.count)), "a block is lost or has two owners"
         assert len(set(map(id, live))) == len(live) <= self.max_rows
         for s in live:                                                    # no row holds one that it cannot reach yet
             own = min(s.pos + self.engine.window, s.limit) - len(s.prefix.tokens)
@@ -388,10 +388,10 @@ class AuditedSampler(Sampler):
         for prefix in prefixes:
             assert prefix.users == sum(s.prefix is prefix for s in live)
         rows, leader = super()._rows(live), 0
-        for row, (s, share) in enumerate(zip(live, rows["share"].tolist())):
+        for row, (s, share) in enumerate(zip(live, rows.share.tolist())):
             leader = row if share else leader                             # rows [leader, leader + share): one prefix
-            assert s.prefix is live[leader].prefix and row - leader < rows["share"][leader] <= self.engine.shared
-        assert rows["share"].sum() == len(live)
+            assert s.prefix is live[leader].prefix and row - leader < rows.share[leader] <= self.engine.shared
+        assert rows.share.sum() == len(live)
         return rows
 
     def _release(self, s):
@@ -406,7 +406,8 @@ def test_ten_thousand_random_requests_match_a_plain_loop():
         max_length = rng.randint(2, 200)
         max_rows = rng.choice([1, 7, 24, 64])
         extra = rng.choice([0, 3, 10, 20, 1000])                          # from pools for one sequence to plenty
-        sampler = AuditedSampler(model, max_length, max_rows, minimal_gib(model, max_length, extra), HashEngine)
+        sampler = audited(AuditedSampler, sampler_for(HashEngine, model, max_length, max_rows,
+                                                      minimal_gib(model, max_length, extra)))
         for call in range(2):                                             # the second finds what the first left
             longest = rng.randint(1, max(1, max_length // 2))
             lengths = [rng.randint(1, longest) for _ in range(rng.randint(1, 40))]
@@ -414,8 +415,7 @@ def test_ten_thousand_random_requests_match_a_plain_loop():
             group_size = rng.choice([1, 2, 5, 16])
             limits = [rng.randint(1, max_length - longest) for _ in range(len(prompts) * group_size)]
             ids, ends, reported = rng.sample(range(1000), len(prompts)), rng.choice([ENDS, ()]), []
-            rollouts = sampler.generate(prompts, group_size, limits, ends, seed=call, prompt_ids=ids,
-                                        progress=reported.append)
+            rollouts = sampler.generate(prompts, group_size, Sampling(limits, ends, seed=call), ids, reported.append)
             assert len(rollouts.completions) == len(prompts) * group_size
             for b, (prompt, completion) in enumerate(zip(rollouts.prompts, rollouts.completions)):
                 assert prompt is prompts[b // group_size]
@@ -424,7 +424,7 @@ def test_ten_thousand_random_requests_match_a_plain_loop():
                 assert rollouts.finished[b] == (want[-1] in ends)
                 assert rollouts.logprobs[b].tolist() == want              # the engine's "log-prob" is the token
             assert sum(reported) == rollouts.num_tokens and 0 <= rollouts.idle < 1
-            assert sorted(sampler.free) == list(range(1, sampler.kv.shape[2]))
+            assert sorted(sampler.pool.free) == list(range(1, sampler.engine.kv.shape[2]))
             requests += len(rollouts.completions)
             stopped, shared = stopped + sum(rollouts.finished), shared + (group_size > 1)
         preempted += sampler.preempted
@@ -434,61 +434,71 @@ def test_ten_thousand_random_requests_match_a_plain_loop():
 @pytest.mark.parametrize("max_length", [2, 31, 32, 33, 64, 65, 96, 97])
 def test_smallest_pool_holds_any_one_sequence(max_length):
     model = HashModel()
-    sampler = AuditedSampler(model, max_length, 4, minimal_gib(model, max_length), HashEngine)
+    sampler = audited(AuditedSampler, sampler_for(HashEngine, model, max_length, 4, minimal_gib(model, max_length)))
     for length in range(1, max_length):
         prompt = [2 + i % 7 for i in range(length)]
-        rollouts = sampler.generate([prompt], 2, max_length - length, ENDS)
+        rollouts = generate(sampler, [prompt], 2, max_length - length, end_ids=ENDS)
         for g in range(2):
             assert rollouts.completions[g] == plain_completion(prompt, row_key(0, 0, g), max_length - length)
+
+
+def test_a_pool_gives_out_every_block_but_the_first_once():
+    pool = BlockPool(6)
+    mine, its = pool.take(2), pool.take(3)
+    assert sorted(mine + its) == [1, 2, 3, 4, 5] and len(pool) == 0       # block 0 is for rows that do not count
+    pool.give(mine)
+    assert mine == [] and len(pool) == 2
+    pool.reset()
+    assert len(pool) == 5 and sorted(pool.take(5)) == [1, 2, 3, 4, 5]
 
 
 def test_pool_for_less_than_one_sequence_is_refused():
     model = HashModel()
     with pytest.raises(ValueError, match="holds 160 tokens: less than one sequence of 97 tokens"):
-        Sampler(model, 97, kv_gib=minimal_gib(model, 97, extra=-1), engine=HashEngine)
+        sampler_for(HashEngine, model, 97, kv_gib=minimal_gib(model, 97, extra=-1))
     with pytest.raises(ValueError, match="holds 0 tokens"):
-        Sampler(model, 97, kv_gib=0, engine=HashEngine)
+        sampler_for(HashEngine, model, 97, kv_gib=0)
 
 
 def test_requests_that_do_not_fit_stop():
-    sampler = Sampler(HashModel(), 50, engine=HashEngine)
+    sampler = sampler_for(HashEngine, HashModel(), 50)
     with pytest.raises(AssertionError, match=r"a prompt of 30 tokens \+ 21 new ones does not fit max_length=50"):
-        sampler.generate([[5] * 30], max_new_tokens=21)
+        generate(sampler, [[5] * 30], max_new_tokens=21)
     with pytest.raises(AssertionError, match="a prompt of 0 tokens"):
-        sampler.generate([[5], []], max_new_tokens=2)
+        generate(sampler, [[5], []], max_new_tokens=2)
     for limits in (0, [3, 0], [3]):
         with pytest.raises(AssertionError, match="need 2 limits above 0"):
-            sampler.generate([[5]], group_size=2, max_new_tokens=limits)
+            generate(sampler, [[5]], group_size=2, max_new_tokens=limits)
     with pytest.raises(ValueError, match="zip"):
-        sampler.generate([[5], [6]], max_new_tokens=2, prompt_ids=[1])
-    nothing = sampler.generate([], max_new_tokens=2)
+        generate(sampler, [[5], [6]], max_new_tokens=2, prompt_ids=[1])
+    nothing = generate(sampler, [], max_new_tokens=2)
     assert nothing.completions == [] and nothing.idle == 0
 
 
 def test_a_rollout_after_an_interrupted_one_finds_the_whole_pool(tiny):
     model = load(tiny["tied"].folder, base="bf16", device="cpu")
-    sampler, prompts = Sampler(model, max_length=70, max_rows=1), prompts_of(101, (40,))
+    sampler, prompts = sampler_for(TorchEngine, model, max_length=70, max_rows=1), prompts_of(101, (40,))
 
     def interrupt(_):
         raise KeyboardInterrupt
 
     for _ in range(3):
         with pytest.raises(KeyboardInterrupt):
-            sampler.generate(prompts, 2, max_new_tokens=30, progress=interrupt)
-    assert len(sampler.generate(prompts, 2, max_new_tokens=30).completions) == 2
+            sampler.generate(prompts, 2, Sampling(30), progress=interrupt)
+    assert len(generate(sampler, prompts, 2, max_new_tokens=30).completions) == 2
 
 
 def test_long_prefills_are_split_into_batches(monkeypatch):
     monkeypatch.setattr(sampler_py, "PREFILL_TOKENS", 70)
     sizes = []
 
-    class Recording(Sampler):
-        def _prefill(self, prefixes):
-            sizes.append([len(p.tokens) for p in prefixes])
-            super()._prefill(prefixes)
+    class Recording(HashEngine):
+        def prefill(self, tokens, blocks, lengths):
+            sizes.append(lengths)
+            super().prefill(tokens, blocks, lengths)
 
     prompts = [[3] * n for n in (31, 41, 1, 91, 11)]                      # prefixes of 30, 40, 0, 90 and 10 tokens
-    Recording(HashModel(), 120, engine=HashEngine).generate(prompts, 2, 3)
+    generate(sampler_for(Recording, HashModel(), 120), prompts, 2, 3)
     assert sizes == [[30, 40], [90], [10]]
 
 

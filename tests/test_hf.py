@@ -1,0 +1,435 @@
+"""
+Folders against what was put into them, and against PEFT's: safetensors shards, NVFP4 in compressed-tensors' form, models
+written and read, adapters, and what is wrong with a file in one line that names it.
+
+PEFT 0.21.2 with transformers 5.23.0 made the stored logits and the folder peft_adapter/ (make_reference.py), fp32, with
+trained block norms. Our folder in PEFT, and PEFT's folder here, give logits up to 12 that differ by at most 1.2e-5.
+
+python -m pytest tests/test_hf.py -v
+"""
+import json
+import shutil
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors.torch import load_file, save_file
+
+import hf
+import nvfp4
+from hf import Shards, load_nvfp4, nvfp4_files, resolve, save_model
+from lora import load_adapter, save_adapter
+from model import ModelConfig, load
+from test_lora import FP32, adapted, tokens_of
+from tiny_qwen2 import SHAPES, TARGETS, config_json, merged, plain_logits, random_tensors, write_folder
+
+HERE = Path(__file__).parent
+REFERENCE = load_file(HERE / "qwen2_reference.safetensors")
+GROUPS = TARGETS[:3], TARGETS[3:4], TARGETS[4:6], TARGETS[6:]          # fused linears: one tensor scale each
+
+
+def same_bytes(a, b):
+    return a.shape == b.shape and torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
+
+
+def plain(case, tokens):
+    """Float64 logits of every row of tokens (B, T)."""
+    return torch.stack([plain_logits(case.raw, case.tensors, row) for row in tokens])
+
+
+# -----------------------------------------------------------------------------
+# Tensors in and out
+
+def quantized(case):
+    """The checkpoint as compressed-tensors stores it: one tensor scale for q, k, v and one for gate, up."""
+    tensors = dict(case.tensors)
+    for i in range(case.raw["num_hidden_layers"]):
+        for group in GROUPS:
+            names = [f"model.layers.{i}.{target}" for target in group]
+            weights = [tensors.pop(f"{name}.weight") for name in names]
+            scale = nvfp4.global_scale_for(*weights)
+            for name, w in zip(names, weights):
+                tensors |= dict(nvfp4_files(name, *nvfp4.quantize(w, scale)))
+    return tensors
+
+
+def write_nvfp4(case, out):
+    save_model(quantized(case).items(), case.folder, out, hf.NVFP4_CONFIG)
+    return out
+
+
+@pytest.mark.parametrize("files", [1, 3])
+def test_every_tensor_of_a_folder_comes_as_it_was_written(tiny, tmp_path, files):
+    case = tiny["untied"]
+    shards = Shards(write_folder(tmp_path / "model", case.raw, case.tensors, files))
+    assert shards.names.keys() == case.tensors.keys() and len(set(shards.names.values())) == files
+    for name, want in case.tensors.items():
+        assert shards.shape(name) == tuple(want.shape) and torch.equal(shards.get(name), want)
+
+
+def test_single_file_folder_needs_no_index(tmp_path):
+    save_file({"a": torch.arange(6.0).view(2, 3)}, tmp_path / "model.safetensors")
+    shards = Shards(tmp_path)
+    assert list(shards.names) == ["a"] and shards.shape("a") == (2, 3) and shards.get("a").sum() == 15
+
+
+def test_a_written_nvfp4_linear_is_read_back_as_quantized_in_memory(tiny, tmp_path):
+    case = tiny["untied"]
+    (case.folder / "tokenizer.json").write_text("{}")
+    shards = Shards(write_nvfp4(case, tmp_path / "out"))
+    for i in range(case.raw["num_hidden_layers"]):
+        for group in GROUPS:
+            names = [f"model.layers.{i}.{target}" for target in group]
+            weights = [case.tensors[f"{name}.weight"] for name in names]
+            scale = nvfp4.global_scale_for(*weights)
+            for name, w in zip(names, weights):
+                assert f"{name}.weight" not in shards.names
+                assert shards.get(f"{name}.weight_global_scale").tolist() == [1 / scale.item()]
+                for got, want in zip(load_nvfp4(shards, name, w.shape), nvfp4.quantize(w, scale), strict=True):
+                    assert same_bytes(got, want)
+    linears = [f"{name}.weight" for name in TARGETS]
+    for name, want in case.tensors.items():
+        if not any(name.endswith(linear) for linear in linears):
+            assert torch.equal(shards.get(name), want), name
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["hidden_size"] == 128 and config["quantization_config"]["format"] == "nvfp4-pack-quantized"
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]          # the temporary folder is gone
+
+
+def test_a_folder_of_plain_weights_says_nothing_of_4_bits(tiny, tmp_path):
+    source = write_nvfp4(tiny["tied"], tmp_path / "four")
+    save_model(tiny["tied"].tensors.items(), source, tmp_path / "sixteen")
+    config = json.loads((tmp_path / "sixteen" / "config.json").read_text())
+    assert "quantization_config" not in config and config["torch_dtype"] == "bfloat16"
+    tokens = tokens_of(tiny["tied"], 2, 9)
+    with torch.no_grad():
+        got, want = (load(folder, "bf16", "cpu")(tokens) for folder in (tmp_path / "sixteen", tiny["tied"].folder))
+    assert torch.equal(got, want)
+
+
+def test_output_is_split_into_shards_that_the_index_lists(tiny, tmp_path, monkeypatch):
+    write_nvfp4(tiny["tied"], tmp_path / "one")
+    monkeypatch.setattr(hf, "SHARD_BYTES", 10_000)
+    write_nvfp4(tiny["tied"], tmp_path / "many")
+    one, many = Shards(tmp_path / "one"), Shards(tmp_path / "many")
+    assert len(set(one.names.values())) == 1 and len(set(many.names.values())) > 2
+    assert one.names.keys() == many.names.keys()
+    assert all(same_bytes(one.get(name), many.get(name)) for name in one.names)
+    largest = max(one.get(name).nbytes for name in one.names)
+    assert max(file.stat().st_size for file in many.names.values()) < max(10_000, largest) + 4_000       # 4,000: headers
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(one.get(name).nbytes for name in one.names)
+
+
+def test_an_out_that_holds_something_is_refused_and_kept(tiny, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    write_nvfp4(tiny["tied"], out)                                        # empty: allowed
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    with pytest.raises(ValueError, match="out: exists and is not an empty folder"):
+        write_nvfp4(tiny["tied"], out)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_a_model_that_fails_half_way_leaves_no_folder_behind(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(hf, "SHARD_BYTES", 10_000)
+
+    def tensors():
+        yield from list(tiny["tied"].tensors.items())[:9]
+        raise ValueError("the tenth is bad")
+
+    with pytest.raises(ValueError, match="the tenth is bad"):
+        save_model(tensors(), tiny["tied"].folder, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+# -----------------------------------------------------------------------------
+# NVFP4 folders as models
+
+def test_nvfp4_folder_gives_the_bits_of_quantizing_on_load(tiny, tmp_path):
+    for shape in SHAPES:
+        tokens = tokens_of(tiny[shape], 2, 15)
+        write_nvfp4(tiny[shape], tmp_path / shape)
+        with torch.no_grad():
+            want = load(tiny[shape].folder, base="nvfp4", device="cpu")(tokens)
+            assert torch.equal(load(tmp_path / shape, base="nvfp4", device="cpu")(tokens), want)
+    with pytest.raises(ValueError, match="holds NVFP4 weights: --base mxfp4"):
+        load(tmp_path / "tied", base="mxfp4", device="cpu")
+
+
+def foreign_nvfp4_folder(case, folder):
+    """As other quantizers write it: one tensor scale per matrix, max / 2688, so q, k and v differ and none is 2^n."""
+    stored, replaced = dict(case.tensors), dict(case.tensors)
+    for name in [n for n in case.tensors if any(n.endswith(f"{t}.weight") for t in TARGETS)]:
+        w = stored.pop(name)
+        inverse = 2688 / w.float().abs().max()
+        packed, scale, g = nvfp4.quantize(w, 1 / inverse)
+        stem = name.removesuffix(".weight")
+        stored |= {f"{stem}.weight_packed": packed, f"{stem}.weight_scale": scale,
+                   f"{stem}.weight_global_scale": inverse.reshape(1)}
+        replaced[name] = nvfp4.dequantize(packed, scale, g, torch.float32)
+    write_folder(folder, case.raw | {"quantization_config": hf.NVFP4_CONFIG}, stored)
+    return folder, case._replace(tensors=replaced)
+
+
+def test_nvfp4_folder_with_a_tensor_scale_of_its_own_per_matrix_loads(tiny, tmp_path):
+    folder, replaced = foreign_nvfp4_folder(tiny["untied"], tmp_path / "foreign")
+    model, tokens = load(folder, base="nvfp4", device="cpu"), tokens_of(tiny["untied"], 2, 15)
+    with torch.no_grad():
+        assert (model(tokens) - plain(replaced, tokens)).abs().max() < FP32
+
+
+@pytest.mark.parametrize("change", [
+    dict(quant_method="modelopt"),                                        # stores the scale, not its reciprocal
+    dict(config_groups={}), None,
+    dict(config_groups={"group_0": {"weights": hf.NVFP4_WEIGHTS | {"group_size": 32}}}),
+    dict(config_groups={"group_0": {"weights": hf.NVFP4_WEIGHTS | {"num_bits": 8}}})])
+def test_other_four_bit_checkpoints_are_not_read_as_ours(tiny, tmp_path, change):
+    out = write_nvfp4(tiny["tied"], tmp_path / "out")
+    config = json.loads((out / "config.json").read_text())
+    if change is None:
+        del config["quantization_config"]                                 # a config that says nothing of it
+    else:
+        config["quantization_config"] |= change
+    (out / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="config.json: quantization_config is not that of compressed-tensors NVFP4"):
+        load(out, "nvfp4", "cpu")
+
+
+@pytest.mark.parametrize("part,value,words", [
+    ("weight_scale", torch.full((64, 4), -1.0).to(torch.float8_e4m3fn), "a block scale is negative or NaN"),
+    ("weight_scale", torch.full((64, 4), float("nan")).to(torch.float8_e4m3fn), "a block scale is negative or NaN"),
+    ("weight_scale", torch.ones(64, 4), "torch.float32 scales"), ("weight_packed", torch.zeros(64, 32), "float32 codes"),
+    ("weight_packed", torch.zeros(64, 16, dtype=torch.uint8), r"shape \(64, 16\), config.json says \(64, 32\)"),
+    ("weight_global_scale", torch.zeros(1), "weight_global_scale is 0.0"),
+    ("weight_global_scale", torch.full((1,), -3.0), "weight_global_scale is -3.0"),
+    ("weight_global_scale", torch.full((1,), float("nan")), "weight_global_scale is nan")])
+def test_an_nvfp4_linear_that_decodes_to_nonsense_is_refused_by_name(tiny, tmp_path, part, value, words):
+    name = "model.layers.1.self_attn.o_proj"
+    tensors = quantized(tiny["tied"]) | {f"{name}.{part}": value}
+    folder = write_folder(tmp_path / "bad", tiny["tied"].raw | {"quantization_config": hf.NVFP4_CONFIG}, tensors)
+    with pytest.raises(ValueError, match=f"bad: .*{name}.*{words}"):
+        load(folder, "nvfp4", "cpu")
+
+
+# -----------------------------------------------------------------------------
+# Bad input: one ValueError that names the file or tensor
+
+def broken(tiny, folder, config=None, tensors=None, files=1, shape="tied"):
+    return write_folder(folder, tiny[shape].raw | (config or {}), tiny[shape].tensors | (tensors or {}), files)
+
+
+@pytest.mark.parametrize("config,message", [
+    (dict(architectures=["LlamaForCausalLM"]), r"config.json: architectures is \['LlamaForCausalLM'\]"),
+    (dict(use_sliding_window=True), "config.json: sliding windows"),
+    (dict(rope_scaling=dict(rope_type="yarn", factor=4.0)), "config.json: sliding windows and rope_scaling"),
+    (dict(rope_theta=None, rope_parameters=dict(rope_type="yarn", rope_theta=1e6)), "config.json: sliding"),
+    (dict(hidden_size=128), r"layers.0.self_attn.q_proj.bias has shape \(64,\), config.json says \(128,\)"),
+    (dict(num_hidden_layers=3), "no tensor model.layers.2"),
+    (dict(tie_word_embeddings=False), "no tensor lm_head.weight"),
+])
+def test_config_that_does_not_fit_is_refused(tiny, tmp_path, config, message):
+    with pytest.raises(ValueError, match=message):
+        load(broken(tiny, tmp_path / "model", config), base="nvfp4", device="cpu")
+
+
+def test_config_without_a_key_or_without_json_is_refused(tiny, tmp_path):
+    folder = broken(tiny, tmp_path / "model")
+    raw = config_json("tied")
+    del raw["hidden_size"]
+    (folder / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match="config.json: no hidden_size"):
+        load(folder, device="cpu")
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="config.json: cannot be read as JSON"):
+        load(folder, device="cpu")
+
+
+def test_newer_configs_keep_theta_in_rope_parameters(tiny, tmp_path):
+    raw = config_json("tied")
+    raw["rope_parameters"] = dict(rope_theta=raw.pop("rope_theta"), rope_type="default")
+    assert ModelConfig.of(hf.read_qwen2(write_folder(tmp_path / "model", raw, {}) / "config.json")).rope_theta == 1e4
+
+
+def test_wrong_shape_is_refused_by_name(tiny, tmp_path):
+    name = "model.layers.1.mlp.up_proj.weight"
+    folder = broken(tiny, tmp_path / "model", tensors={name: torch.zeros(191, 64)})
+    with pytest.raises(ValueError, match=rf"{name} has shape \(191, 64\), config.json says \(192, 64\)"):
+        load(folder, device="cpu")
+
+
+def remove_shard(folder):
+    (folder / "model-00002-of-00003.safetensors").unlink()
+
+
+def cut_shard(folder):
+    file = folder / "model-00002-of-00003.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def cut_header(folder):
+    file = folder / "model-00001-of-00003.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+
+
+def lose_tensor(folder):
+    file = Shards(folder).names["model.norm.weight"]
+    tensors = load_file(file)
+    del tensors["model.norm.weight"]
+    save_file(tensors, file)
+
+
+def lose_tensor_and_its_index_entry(folder):
+    index = folder / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    del weight_map["model.layers.1.mlp.up_proj.weight"]
+    index.write_text(json.dumps({"weight_map": weight_map}))
+
+
+def break_index(folder):
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": ')
+
+
+def list_in_index(folder):
+    (folder / "model.safetensors.index.json").write_text("[]")
+
+
+@pytest.mark.parametrize("damage,words", [
+    (remove_shard, ["model-00002-of-00003.safetensors", "missing"]),
+    (cut_shard, ["model-00002-of-00003.safetensors", "cut off"]),
+    (cut_header, ["model-00001-of-00003.safetensors", "cut off"]),
+    (lose_tensor, [".safetensors", "no tensor model.norm.weight", "index.json places there"]),
+    (lose_tensor_and_its_index_entry, ["no tensor model.layers.1.mlp.up_proj.weight"]),
+    (break_index, ["model.safetensors.index.json", "JSON"]),
+    (list_in_index, ["model.safetensors.index.json", "no JSON object"]),
+])
+def test_a_damaged_folder_is_one_clear_line(tiny, tmp_path, damage, words):
+    folder = broken(tiny, tmp_path / "model", files=3)
+    damage(folder)
+    with pytest.raises(ValueError) as error:
+        load(folder, base="nvfp4", device="cpu")
+    assert "\n" not in str(error.value) and all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize("base,block", [("nf4", 64), ("mxfp4", 32), ("nvfp4", 16)])
+def test_k_that_ends_inside_a_block_is_refused_by_name(tiny, tmp_path, base, block):
+    folder, K = tiny["ragged"].folder, 80
+    if base == "nvfp4":
+        raw = tiny["tied"].raw | dict(hidden_size=72)                     # 4 heads of 18
+        folder, K = write_folder(tmp_path / "model", raw, random_tensors(raw)), 72
+    with pytest.raises(ValueError, match=f"layers.0.self_attn.q_proj: K={K} .* not a multiple of .* {block} weights"):
+        load(folder, base=base, device="cpu")
+
+
+def test_weight_that_is_not_finite_is_refused_by_name(tiny, tmp_path):
+    name = "model.layers.1.mlp.down_proj"
+    w = tiny["tied"].tensors[f"{name}.weight"].clone()
+    w[3, 5] = torch.inf
+    with pytest.raises(ValueError, match=f"{name}: a weight matrix holds inf"):
+        load(broken(tiny, tmp_path / "model", tensors={f"{name}.weight": w}), base="nvfp4", device="cpu")
+
+
+def test_unknown_base_is_refused(tiny):
+    with pytest.raises(ValueError, match="--base fp8: expected one of nvfp4, bf16, mxfp4, nf4"):
+        load(tiny["tied"].folder, base="fp8", device="cpu")
+
+
+@pytest.mark.parametrize("name,hub_id", [
+    ("qwen2.5-7b", "Qwen/Qwen2.5-7B-Instruct"), ("qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B-Instruct"),
+    ("Qwen2.5-Coder-0.5b", "Qwen/Qwen2.5-Coder-0.5B-Instruct"), ("qwen2.5-math-72b", "Qwen/Qwen2.5-Math-72B-Instruct"),
+    ("somebody/else", "somebody/else")])
+def test_aliases_and_hub_ids_are_downloaded(monkeypatch, name, hub_id):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda hub_id, allow_patterns: f"cache/{hub_id}")
+    assert resolve(name) == Path("cache") / hub_id
+
+
+def test_names_that_lead_nowhere_are_refused(monkeypatch, tmp_path):
+    def offline(*args, **kwargs):
+        raise LocalEntryNotFoundError("no such snapshot in the cache\nand no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    assert resolve(tmp_path) == tmp_path
+    for name in ("llama-7b", str(tmp_path / "nothing"), "qwen2.5-8b"):
+        with pytest.raises(ValueError, match="neither a folder nor a name such as"):
+            resolve(name)
+    with pytest.raises(ValueError, match=r"--model somebody/else: not downloadable \(no such snapshot in the cache\)"):
+        resolve("somebody/else")
+
+
+# -----------------------------------------------------------------------------
+# PEFT
+
+def test_saved_tensors_bear_pefts_names_and_values(tiny, tmp_path):
+    model, adapter = adapted(tiny["tied"], norms=True)
+    save_adapter(model, tmp_path)
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    assert saved.keys() == adapter.keys()
+    assert all(torch.equal(saved[name], adapter[name]) for name in adapter)
+
+
+def test_peft_computes_the_same_from_our_folder(tiny):
+    model, _ = adapted(tiny["tied"], rank=4, alpha=6, norms=True, seed=2)          # as make_reference.py gave to PEFT
+    with torch.no_grad():
+        got = model(REFERENCE["tied.tokens"])
+    assert (got - REFERENCE["tied.ours_in_peft"]).abs().max() < FP32
+    assert (got - REFERENCE["tied.logits"]).abs().max() > 1                          # the adapter matters
+
+
+def test_pefts_own_folder_computes_the_same_here(tiny):
+    model = load(tiny["tied"].folder, base="bf16", device="cpu")
+    load_adapter(model, HERE / "peft_adapter")
+    assert model.adapter.rank == 3 and model.adapter.alpha == 5 and model.adapter.norms
+    with torch.no_grad():
+        got = model(REFERENCE["tied.tokens"])
+    assert (got - REFERENCE["tied.peft_adapter"]).abs().max() < FP32
+
+
+def edited(tmp_path, config=None, tensors=None, drop=()):
+    """peft_adapter/ with some of its config and tensors changed."""
+    folder = tmp_path / "adapter"
+    shutil.copytree(HERE / "peft_adapter", folder)
+    raw = json.loads((folder / "adapter_config.json").read_text()) | (config or {})
+    (folder / "adapter_config.json").write_text(json.dumps({k: v for k, v in raw.items() if k not in drop}))
+    kept = {n: t for n, t in load_file(folder / "adapter_model.safetensors").items() if n not in drop}
+    save_file(kept | (tensors or {}), folder / "adapter_model.safetensors")
+    return folder
+
+
+A = "base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"
+
+
+@pytest.mark.parametrize("change,message", [
+    (dict(config=dict(r=4)), "tensors are missing, unknown or of another shape, first base_model.model.model.layers.0"),
+    (dict(drop=(A,)), f"1 tensors .* first {A}"),
+    (dict(tensors={A: torch.zeros(3, 65)}), f"1 tensors .* first {A}"),
+    (dict(tensors={"base_model.model.lm_head.lora_A.weight": torch.zeros(3, 64)}), "1 tensors .* first .*lm_head"),
+    (dict(config=dict(target_modules=["q_proj", "v_proj"])), "need a plain LoRA adapter on q_proj, .* got LORA on"),
+    (dict(config=dict(peft_type="IA3")), "got IA3"),
+    (dict(config=dict(use_dora=True)), "plain LoRA"),
+    (dict(config=dict(use_rslora=True)), "use_rslora"),                   # its scale is alpha / sqrt(r)
+    (dict(config=dict(alpha_pattern={"q_proj": 64})), "alpha_pattern"),
+    (dict(drop=("r",)), "adapter_config.json: needs r and lora_alpha"),
+])
+def test_adapter_that_would_compute_something_else_is_refused(tiny, tmp_path, change, message):
+    model = load(tiny["tied"].folder, base="bf16", device="cpu")
+    with pytest.raises(ValueError, match=message):
+        load_adapter(model, edited(tmp_path, **change))
+
+
+def test_folder_without_a_readable_adapter_is_refused(tiny, tmp_path):
+    model = load(tiny["tied"].folder, base="bf16", device="cpu")
+    with pytest.raises(ValueError, match="nothing: not a readable PEFT adapter folder"):
+        load_adapter(model, tmp_path / "nothing")
+    file = edited(tmp_path) / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(ValueError, match="not a readable PEFT adapter folder"):
+        load_adapter(model, file.parent)
+
+
+def test_adapter_of_another_model_is_refused(tiny, tmp_path):
+    save_adapter(adapted(tiny["untied"])[0], tmp_path)
+    with pytest.raises(ValueError, match="of another shape, first base_model.model.model.layers.0"):
+        load_adapter(load(tiny["tied"].folder, base="bf16", device="cpu"), tmp_path)

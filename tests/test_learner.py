@@ -1,0 +1,356 @@
+"""
+One optimizer step against float64 autograd of the textbook losses on the whole batch and AdamW by hand; micro-batches and
+ranks; what is skipped, and what a resumed run needs.
+
+python -m pytest tests/test_learner.py -v
+"""
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import grpo
+from learner import FIRST_LOSS_SCALE, GOOD_UPDATES, Learner, micro_batches
+from sampler import Rollouts
+from test_lora import adapted
+from tiny_qwen2 import merged, plain_logits
+
+RANK, ALPHA, TEMPERATURE, LIMIT = 4, 6, 0.9, 20
+ANY_NORM = 1e9                                                            # --max-grad-norm that never clips
+
+
+def some_rollouts(model, noise, groups=4, group_size=4, seed=0):
+    """Ragged rows of the untied model, with log-probs that differ from the model's by about `noise`."""
+    g = torch.Generator().manual_seed(seed)
+    prompts, completions, logprobs = [], [], []
+    for _ in range(groups):
+        prompt = torch.randint(101, (int(torch.randint(1, 9, (), generator=g)),), generator=g).tolist()
+        for _ in range(group_size):
+            completion = torch.randint(101, (int(torch.randint(1, LIMIT, (), generator=g)),), generator=g).tolist()
+            with torch.no_grad():
+                exact, _ = model.token_logprobs([prompt + completion], [len(prompt)], TEMPERATURE)
+            prompts.append(prompt)
+            completions.append(completion)
+            logprobs.append(exact + noise * torch.randn(len(completion), generator=g))
+    return Rollouts(prompts, completions, logprobs, [True] * len(prompts))
+
+
+def some_step(tiny, loss="dapo", noise=0.15, norms=False, base="bf16", dtype=None, max_grad_norm=ANY_NORM, **changes):
+    """-> learner, its adapter by PEFT's names, rollouts, advantages (B,), weights (B,); row 5 is not live."""
+    model, tensors = adapted(tiny["untied"], rank=RANK, alpha=ALPHA, norms=norms, base=base, dtype=dtype)
+    learner = Learner(model, dataclasses.replace(grpo.LOSSES[loss], **changes), TEMPERATURE, max_grad_norm)
+    rollouts = some_rollouts(model, noise)
+    rewards = torch.tensor([1.0, 0, 0, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0, 2, 1, 3])             # the third group teaches nothing
+    advantages = grpo.group_advantages(rewards, 4)
+    lengths = torch.tensor([len(c) for c in rollouts.completions])
+    weights = grpo.token_weights(lengths, torch.arange(16) != 5, learner.loss, LIMIT)
+    return learner, tensors, rollouts, advantages, weights
+
+
+def plain_gradient(case, tensors, rollouts, advantages, loss):
+    """The textbook objectives, row by row through plain float64 Qwen2 -> gradient of A, B and norms by PEFT's names.
+
+    Nothing of grpo.py: grpo means over a row's tokens and rows, dapo over all tokens, dr_grpo over rows x limit; gspo has
+    one ratio a row. Row 5 is left out of everything.
+    """
+    leaves = {name: t.double().requires_grad_() for name, t in tensors.items()}
+    weights = merged(case.tensors, leaves, ALPHA / RANK)
+    reference = {name: t.double() for name, t in case.tensors.items()}
+    live = [b for b in range(len(rollouts.prompts)) if b != 5]
+    tokens = sum(len(rollouts.completions[b]) for b in live)
+    total, ratios = 0.0, []
+    for b in live:
+        prompt, completion = rollouts.prompts[b], rollouts.completions[b]
+
+        def logprobs(w):
+            logits = plain_logits(case.raw, w, prompt + completion)[len(prompt) - 1:-1] / TEMPERATURE
+            return logits.log_softmax(-1)[range(len(completion)), completion]
+
+        now, A, n = logprobs(weights), advantages[b].double(), len(completion)
+        gap = now - rollouts.logprobs[b].double()
+        ratio = (gap.mean().expand(n) if loss.of_rows else gap).exp()
+        ratios.append(ratio.detach())
+        objective = torch.minimum(ratio * A, ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high) * A)
+        if loss.kl_beta:
+            d = logprobs(reference).detach() - now
+            objective = objective - loss.kl_beta * (d.exp() - 1 - d)
+        share = {"dapo": 1 / tokens, "dr_grpo": 1 / (len(live) * LIMIT)}
+        name = next(name for name, row in grpo.LOSSES.items() if row.divisor is loss.divisor)
+        total = total - (objective * share.get(name, 1 / (n * len(live)))).sum()
+    ratios = torch.cat(ratios)
+    assert ratios.max() < loss.cap, "the textbook has no cap"
+    gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+    return dict(zip(leaves, gradients)), total.item(), ratios
+
+
+def difference(adapter, want):
+    """|gradient - want| / |want| over all tensors; the last norm of no block is in neither."""
+    got = dict(adapter.named(adapter.master.grad))
+    assert got.keys() == want.keys()
+    off = sum((got[name].double() - want[name]).square().sum() for name in want)
+    return (off / sum(t.square().sum() for t in want.values())).sqrt().item()
+
+
+# -----------------------------------------------------------------------------
+# The gradient
+
+@pytest.mark.parametrize("loss,changes", [("grpo", {}), ("dapo", {}), ("dr_grpo", {}), ("dapo", dict(kl_beta=0.3)),
+                                          ("gspo", dict(clip_low=0.05, clip_high=0.05))])
+def test_the_gradient_is_that_of_float64_autograd_on_the_whole_batch(tiny, loss, changes):
+    learner, tensors, rollouts, advantages, weights = some_step(tiny, loss, norms=not changes.get("kl_beta"), **changes)
+    want, value, ratios = plain_gradient(tiny["untied"], tensors, rollouts, advantages, learner.loss)
+    low, high = 1 - learner.loss.clip_low, 1 + learner.loss.clip_high
+    assert ((ratios < low) | (ratios > high)).any()                       # the clip has something to do
+    update = learner.update(rollouts, advantages, weights, lr=0.0)
+    assert update.problem == "" and learner.skipped == 0
+    # Two blocks of fp32 sums of up to 192 terms, log-probs of up to 12: as in test_model.py's finite differences.
+    assert difference(learner.adapter, want) < 1e-5
+    norm = torch.cat([t.flatten() for t in want.values()]).norm().item()
+    assert update.grad_norm == pytest.approx(norm, rel=1e-5)
+    trained = [b for b in range(16) if b != 5 and (advantages[b] != 0 or learner.loss.kl_beta)]
+    assert update.sums["tokens"] == sum(len(rollouts.completions[b]) for b in trained)
+
+
+def test_the_sums_of_an_update_are_those_of_its_trained_tokens(tiny):
+    learner, tensors, rollouts, advantages, weights = some_step(tiny)
+    sums = learner.update(rollouts, advantages, weights, lr=0.0).sums
+    w = merged(tiny["untied"].tensors, tensors, ALPHA / RANK)
+    gaps, entropy = [], 0.0
+    for b in [b for b in range(16) if b != 5 and advantages[b] != 0]:
+        prompt, completion = rollouts.prompts[b], rollouts.completions[b]
+        log_p = plain_logits(tiny["untied"].raw, w, prompt + completion)[len(prompt) - 1:-1] / TEMPERATURE
+        log_p = log_p.log_softmax(-1)
+        gaps.append(log_p[range(len(completion)), completion] - rollouts.logprobs[b])
+        entropy -= (log_p.exp() * log_p).sum()
+    d = torch.cat(gaps)
+    assert sums["mismatch_abs"] == pytest.approx(d.abs().sum().item(), rel=1e-4)
+    assert sums["ratio_max"] == pytest.approx(d.exp().max().item(), rel=1e-4)
+    assert sums["entropy"] == pytest.approx(entropy.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("loss", grpo.LOSSES)
+def test_micro_batches_and_kept_blocks_do_not_change_the_gradient(tiny, loss):
+    learner, _, rollouts, advantages, weights = some_step(tiny, loss, norms=True, base="nvfp4", clip_low=0.5, clip_high=0.5)
+    gradients = []
+    for tokens, kept in ((100_000, 0), (100_000, 2), (60, 1), (1, 0)):    # a row of more tokens stands alone
+        learner.fit(tokens, kept)
+        learner.update(rollouts, advantages, weights, lr=0.0)
+        gradients.append(learner.adapter.master.grad.clone())
+    assert gradients[0].norm() > 0 and torch.equal(gradients[0], gradients[1])
+    # fp32 sums over up to 300 tokens in another order, through log-probs whose rounding is in the ratio: 4.0e-6 was seen.
+    for gradient in gradients[2:]:
+        assert (gradient - gradients[0]).norm() < 1e-5 * gradients[0].norm()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_the_shares_of_all_ranks_add_up_to_the_gradient(tiny, ranks):
+    learner, _, rollouts, advantages, weights = some_step(tiny)
+    learner.gradient(rollouts, advantages, weights, 0, 1)
+    whole = learner.adapter.master.grad.clone()
+    learner.adapter.zero_grad()
+    parts = [learner.gradient(rollouts, advantages, weights, rank, ranks) for rank in range(ranks)]
+    assert (learner.adapter.master.grad - whole).norm() < 1e-5 * whole.norm()            # as with micro-batches
+    assert sum(part["tokens"] for part in parts if part) == sum(
+        len(c) for b, c in enumerate(rollouts.completions) if weights[b] > 0 and advantages[b] != 0)
+
+
+# -----------------------------------------------------------------------------
+# The step
+
+def test_the_step_is_adamw_by_hand_on_the_clipped_gradient_and_the_norms_do_not_decay(tiny):
+    learner, _, rollouts, advantages, weights = some_step(tiny, norms=True, max_grad_norm=0.01)
+    learner.weight_decay = 0.3
+    adapter = learner.adapter
+    master = adapter.master.data.double().clone()
+    m, v = torch.zeros_like(master), torch.zeros_like(master)
+    for t, lr in ((1, 1e-3), (2, 3e-4), (3, 0.0)):
+        update = learner.update(rollouts, advantages, weights, lr)
+        assert update.grad_norm > 0.01                                    # before clipping, and it does clip
+        raw = gradient_at(master, learner, rollouts, advantages, weights)
+        gradient = raw * (0.01 / (raw.norm() + 1e-6))
+        master[:adapter.norm_start] *= 1 - lr * 0.3
+        m = 0.9 * m + 0.1 * gradient                                      # betas 0.9 and 0.99, eps 1e-8
+        v = 0.99 * v + 0.01 * gradient.square()
+        master -= lr * (m / (1 - 0.9**t)) / ((v / (1 - 0.99**t)).sqrt() + 1e-8)
+        # Where a gradient is about 1e-8 of the largest, its direction is rounding: lr is the most it can do.
+        assert (adapter.master.data - master).abs().max() < 1e-3 * max(lr, 1e-9) + 2e-7
+        master = adapter.master.data.double().clone()
+        assert torch.equal(adapter.working, working_of(adapter))
+
+
+def gradient_at(master, learner, *step):
+    """The raw gradient at other parameters, float64; leaves the adapter as it was."""
+    adapter = learner.adapter
+    after = adapter.master.data.clone()
+    adapter.master.data.copy_(master)
+    adapter.sync()
+    adapter.zero_grad()
+    learner.gradient(*step, 0, 1)
+    gradient = adapter.master.grad.double()
+    adapter.master.data.copy_(after)
+    adapter.sync()
+    return gradient
+
+
+def working_of(adapter):
+    """The working copies by hand: A as it is, B times alpha / rank; there are none of the norms."""
+    working = torch.zeros_like(adapter.working)
+    views = adapter.views(working)
+    linears = len(adapter.linears)
+    for i, view in enumerate(adapter.views(adapter.master.data)[:2 * linears]):
+        views[i].copy_(view if i < linears else view * (ALPHA / RANK))
+    return working
+
+
+def test_nothing_to_learn_from_is_no_step_and_no_momentum(tiny):
+    learner, _, rollouts, advantages, weights = some_step(tiny)
+    learner.update(rollouts, advantages, weights, lr=1e-3)                # now there is momentum that could act
+    before = {name: t.clone() for name, t in learner.tensors().items()}
+    for a, w in ((advantages * 0, weights), (advantages, weights * 0)):
+        assert learner.update(rollouts, a, w, lr=1e-3) == ({}, 0.0, "")
+    assert all(torch.equal(t, before[name]) for name, t in learner.tensors().items()) and learner.skipped == 0
+
+
+@pytest.mark.parametrize("where", ["sampler's log-prob", "advantage", "gradient"])
+def test_a_loss_or_gradient_that_is_not_finite_is_skipped_counted_and_changes_nothing(tiny, monkeypatch, where):
+    learner, _, rollouts, advantages, weights = some_step(tiny)
+    learner.update(rollouts, advantages, weights, lr=1e-3)
+    before = {name: t.clone() for name, t in learner.tensors().items()}
+    if where == "sampler's log-prob":
+        rollouts.logprobs[3][0] = float("nan")
+    elif where == "advantage":
+        advantages[3] = float("inf")
+    else:
+        real = learner.gradient
+
+        def gradient(*arguments):
+            sums = real(*arguments)
+            learner.adapter.master.grad[7] = float("inf")
+            return sums
+
+        monkeypatch.setattr(learner, "gradient", gradient)
+    for count in (1, 2):
+        update = learner.update(rollouts, advantages, weights, lr=1e-3)
+        assert "gradient norm" in update.problem and learner.skipped == count == learner.counters()["skipped"]
+    assert all(torch.equal(t, before[name]) for name, t in learner.tensors().items())
+    assert learner.loss_scale == 1.0 and "loss_scale" not in learner.counters()
+
+
+# -----------------------------------------------------------------------------
+# float16
+
+def test_the_loss_scale_halves_after_an_overflow_and_doubles_after_500_good_updates():
+    state = SimpleNamespace(loss_scale=4.0, good_updates=7)
+    step = lambda finite: Learner._next_loss_scale(state, finite)
+    step(False)
+    assert vars(state) == dict(loss_scale=2.0, good_updates=0)
+    scales = []
+    for _ in range(1001):
+        scales.append(state.loss_scale)
+        step(True)
+    assert GOOD_UPDATES == 500 and scales == [2.0] * 500 + [4.0] * 500 + [8.0] and state.good_updates == 1
+    for _ in range(5):                                                    # 8, 4, 2, 1, and no lower
+        step(False)
+    assert vars(state) == dict(loss_scale=1.0, good_updates=0)
+
+
+def test_float16_scales_the_loss_and_the_gradient_is_the_same(tiny):
+    single = some_step(tiny, norms=True)
+    single[0].update(*single[2:], lr=0.0)
+    want = single[0].adapter.master.grad
+    learner, _, *step = some_step(tiny, norms=True, dtype=torch.float16)
+    assert learner.loss_scale == FIRST_LOSS_SCALE == 2.0**14
+    halved = 0
+    while learner.update(*step, lr=0.0).problem:                          # log-probs of the tiny model have steep gradients
+        halved += 1
+    assert halved < 4 and learner.counters() == dict(skipped=halved, loss_scale=2.0**(14 - halved), good_updates=1)
+    assert (learner.adapter.master.grad - want).norm() < 2**-7 * want.norm()            # 20 roundings of 2^-11 a token
+
+
+def test_gradients_beyond_float16_lower_the_scale_until_they_fit_and_an_infinite_loss_does_not(tiny):
+    learner, _, rollouts, advantages, weights = some_step(tiny, dtype=torch.float16, max_grad_norm=0.2)
+    before = learner.adapter.master.data.clone()
+    scales = []
+    while learner.update(rollouts, 50 * advantages, weights, lr=1e-3).problem:
+        scales.append(learner.loss_scale)
+        assert torch.equal(learner.adapter.master.data, before) and len(scales) < 14
+    assert len(scales) > 4 and scales == [2.0**14 / 2**n for n in range(1, len(scales) + 1)]
+    assert learner.skipped == len(scales) and learner.good_updates == 1
+    assert learner.adapter.master.data.isfinite().all() and not torch.equal(learner.adapter.master.data, before)
+    advantages[3] = float("inf")                                          # a reward's fault, not the scale's
+    assert learner.update(rollouts, advantages, weights, lr=1e-3).problem
+    assert (learner.loss_scale, learner.good_updates) == (scales[-1], 1)
+
+
+# -----------------------------------------------------------------------------
+# What a resumed run needs
+
+@pytest.mark.parametrize("dtype", [None, torch.float16])
+def test_a_restored_learner_goes_on_bit_for_bit(tiny, dtype):
+    learner, _, *step = some_step(tiny, dtype=dtype, max_grad_norm=0.2)
+    learner.update(*step, lr=1e-3)
+    kept, counters = {name: t.clone() for name, t in learner.tensors().items()}, dict(learner.counters())
+    learner.update(*step, lr=1e-3)
+    want = {name: t.clone() for name, t in learner.tensors().items()}
+
+    other, _, *step = some_step(tiny, dtype=dtype, max_grad_norm=0.2)
+    addresses = {name: t.data_ptr() for name, t in other.tensors().items()}
+    other.update(*step, lr=0.5)                                           # somewhere else before
+    other.skipped, other.good_updates = 5, 9
+    other.restore(kept, counters | {"step": 1, "cursor": 16})             # a run's counters hold more than the learner's
+    assert other.counters() == counters
+    other.update(*step, lr=1e-3)
+    for name, t in other.tensors().items():
+        assert torch.equal(t, want[name]) and t.data_ptr() == addresses[name], name
+    assert torch.equal(other.adapter.working, learner.adapter.working)
+
+
+def test_the_optimizer_steps_the_tensors_that_are_saved(tiny):
+    learner, _, *step = some_step(tiny)
+    tensors = learner.tensors()
+    assert tensors.keys() == {"master", "step", "exp_avg", "exp_avg_sq"}
+    learner.update(*step, lr=1e-3)
+    assert tensors["step"] == 1 and tensors["exp_avg"].any() and tensors["exp_avg_sq"].any()
+
+
+# -----------------------------------------------------------------------------
+# Micro-batches
+
+def test_micro_batches_by_hand():
+    # Two groups, of prompts a (2 tokens) and b (1); budget 8. Longest first: a's row of 9 alone, then 2 + 3 + 3 of a;
+    # b's 1 + 4 + 2 has no room beside it.
+    a, b, rows = [1, 2], [3], [[0] * n for n in (3, 3, 9, 4, 2)]
+    assert micro_batches([a, a, a, b, b], rows, 8) == [[2], [0, 1], [3, 4]]
+    assert micro_batches([a, a, a, b, b], rows, 17) == [[0, 1, 2], [3, 4]]
+    assert micro_batches([a, a, a, b, b], rows, 24) == [[0, 1, 2, 3, 4]]
+    assert micro_batches([a, a, b, a], rows[:4], 1) == [[2], [3], [0], [1]]
+    assert micro_batches([], [], 8) == []
+    # Two ranks: 21 tokens of completions, 3 of prompts, an eighth is 3, so every row for itself: 11, 5, 5, 5, 3 tokens.
+    assert micro_batches([a, a, a, b, b], rows, 24, ranks=2) == [[2], [4]]
+    assert micro_batches([a, a, a, b, b], rows, 24, ranks=2, rank=1) == [[0], [1], [3]]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ranks_share_a_step_without_overlap_and_nobody_has_much_more_than_another(ranks):
+    lengths = (50 + torch.empty(128).exponential_(1 / 250, generator=torch.Generator().manual_seed(0))).int().tolist()
+    prompts, completions = [[b // 8] * 150 for b in range(128)], [[0] * n for n in lengths]
+    shares = [micro_batches(prompts, completions, 4096, ranks, rank) for rank in range(ranks)]
+    assert sorted(b for share in shares for rows in share for b in rows) == list(range(128))
+    loads = [sum(sum(lengths[b] for b in rows) + 150 * len({b // 8 for b in rows}) for rows in share)
+             for share in shares]
+    assert sum(loads) / ranks > 0.95 * max(loads)                         # in turns: 0.75 to 0.98
+
+
+@pytest.mark.parametrize("budget", [1, 50, 333, 10**6])
+def test_micro_batches_hold_every_row_once_within_the_budget(budget):
+    lengths = torch.randint(1, 200, (65,), generator=torch.Generator().manual_seed(budget)).tolist()
+    prompts = [[b // 5] * (1 + b // 5) for b in range(60)]                # 12 prompts of 5 rows each
+    completions = [[0] * n for n in lengths[:60]]
+    batches = micro_batches(prompts, completions, budget)
+    assert sorted(sum(batches, [])) == list(range(60))
+    for rows in batches:
+        firsts = [b for i, b in enumerate(rows) if i == 0 or prompts[rows[i - 1]] != prompts[b]]
+        tokens = sum(lengths[b] for b in rows) + sum(len(prompts[b]) for b in firsts)
+        assert len(rows) == 1 or tokens <= budget
+        assert len({len(prompts[b]) for b in firsts}) == len(firsts) or budget < 10**6   # no prompt twice unless cut

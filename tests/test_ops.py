@@ -1,0 +1,176 @@
+"""
+The hand-written backwards of MLP and log-probs against float64 autograd on the full tensors, and the door to kernels.py.
+
+python -m pytest tests/test_ops.py -v
+"""
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lora import Adapter, Linear
+from nvfp4 import freeze
+from ops import _TokenLogprobs, elementwise, mlp, mm, mm_fp32, scores, swiglu, swiglu_backward, token_logprobs
+from ops import twin_in_kernels
+
+# -----------------------------------------------------------------------------
+# The door
+
+class OnGpu(torch.Tensor):
+    """A CPU tensor that says it is on a GPU."""
+    is_cuda = True
+
+
+def on_gpu(*shape):
+    return torch.zeros(shape).as_subclass(OnGpu)
+
+
+@twin_in_kernels
+def halve(x, by=2.0):
+    """x / by."""
+    return "reference", x, by
+
+
+def test_on_a_cpu_the_function_itself_runs_and_kernels_is_not_opened(monkeypatch):
+    monkeypatch.setitem(sys.modules, "kernels", None)                     # to import it would be an ImportError
+    x = torch.zeros(3)
+    assert halve(x) == ("reference", x, 2.0) and halve(x, by=5) == ("reference", x, 5)
+    assert halve.__name__ == "halve" and halve.__doc__ == "x / by."
+
+
+def test_on_a_gpu_the_twin_of_the_same_name_runs_and_the_reference_stays_within_reach(monkeypatch):
+    monkeypatch.setitem(sys.modules, "kernels", SimpleNamespace(halve=lambda *a, **o: ("twin", a, o)))
+    x = on_gpu(3)
+    name, arguments, options = halve(x, by=5)
+    assert name == "twin" and arguments[0] is x and options == {"by": 5}
+    assert halve.reference(x)[0] == "reference"
+
+
+def test_the_first_tensor_decides_wherever_it_stands(monkeypatch):
+    monkeypatch.setitem(sys.modules, "kernels", SimpleNamespace(elementwise=lambda f, x, *rest: ("twin", f, rest)))
+    assert elementwise(torch.add, torch.ones(2), torch.ones(2)).tolist() == [2, 2]
+    assert elementwise(torch.add, on_gpu(2), 3)[2] == (3,)
+
+
+# -----------------------------------------------------------------------------
+# Matmuls
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("M,K,N", [(1, 5, 3), (7, 300, 11)])
+def test_products_are_summed_in_float32_and_rounded_once(dtype, M, K, N):
+    torch.manual_seed(0)
+    a, b = torch.randn(M, K).to(dtype), torch.randn(K, N).to(dtype)
+    want, scale = a.double() @ b.double(), a.double().abs() @ b.double().abs()
+    for out_dtype in (torch.float32, dtype):
+        got = mm(a, b, out_dtype)
+        u = torch.finfo(out_dtype).eps / 2
+        assert got.dtype == out_dtype
+        assert ((got.double() - want).abs() <= 1.01 * u * want.abs() + K * 2.0**-24 * scale).all()
+    assert torch.equal(mm_fp32(a, b), mm(a, b, torch.float32))
+
+
+# -----------------------------------------------------------------------------
+# The MLP
+
+@pytest.mark.parametrize("M,width", [(1, 16), (5, 100)])
+def test_swiglu_writes_its_product_into_rows_of_any_stride_and_its_gradient_is_autograds(M, width):
+    torch.manual_seed(0)
+    y, rstd = (2 * torch.randn(M, 2 * width)).requires_grad_(), (torch.rand(M, 1) + 0.5).requires_grad_()
+    upstream, room = torch.randn(M, width), torch.full((M, width + 8), 7.0)
+    exact = [t.detach().double().requires_grad_() for t in (y, rstd)]
+    gate, up = (exact[0] * exact[1]).chunk(2, dim=-1)
+    want = gate / (1 + torch.exp(-gate)) * up
+    dy, drstd = torch.autograd.grad(want, exact, upstream.double())
+    with torch.no_grad():
+        kept = swiglu(y, rstd, room[:, :width])
+        assert torch.equal(kept, y) and (room[:, width:] == 7).all()
+        assert (room[:, :width] - want).abs().max() < 1e-5 * want.abs().max()
+        half = torch.empty(M, width, dtype=torch.bfloat16)
+        assert torch.equal(swiglu(y, rstd, half), y.bfloat16())           # kept in h's dtype
+        assert ((half - want).abs() <= 2.0**-8 * want.abs() + 1e-5).all()
+        wide = torch.full((M, 2 * width + 4), 7.0)
+        got = swiglu_backward(y, rstd, upstream, wide[:, :2 * width])
+    assert (wide[:, :2 * width] - dy).abs().max() < 1e-5 * dy.abs().max() and (wide[:, 2 * width:] == 7).all()
+    assert got.shape == (M, 1) and (got - drstd).abs().max() < 1e-5 * drstd.abs().max()
+
+
+@pytest.mark.parametrize("base", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("adapter", [False, True])
+def test_mlp_gradients_equal_autograd_through_the_merged_matrices(base, adapter):
+    torch.manual_seed(0)
+    M, D, width, R, alpha = 9, 64, 48, 4, 10
+    gate_up = Linear(freeze([torch.randn(width, D) * 0.2 for _ in range(2)], base, torch.float32), ["gate", "up"],
+                     (width, width))
+    down = Linear(freeze([torch.randn(D, width) * 0.2], base, torch.float32), ["down"], (D,))
+    w_in, w_out = gate_up.merged().double(), down.merged().double()
+    leaves = [torch.randn(M, D, requires_grad=True), (torch.rand(M, 1) + 0.5).requires_grad_()]      # x, rstd
+    if adapter:
+        stub = torch.nn.Module()                                          # as much of a model as Adapter looks at
+        stub.gate_up, stub.down, stub.layers, stub.dtype = gate_up, down, [], torch.float32
+        Adapter(stub, rank=R, alpha=alpha)
+        for linear in (gate_up, down):
+            linear.b.data.normal_()
+            leaves += [linear.a, linear.b]
+        stub.adapter.sync()
+    upstream = torch.randn(M, D)
+    out = mlp(gate_up, down, *leaves[:2])
+    out.backward(upstream)
+
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    if adapter:
+        a_in, b_in, a_out, b_out = exact[2:]
+        w_in = w_in + alpha / R * torch.cat([b @ a for b, a in zip(b_in.split(width), a_in.split(R))])
+        w_out = w_out + alpha / R * b_out @ a_out
+    gate, up = (exact[0] @ w_in.T * exact[1]).chunk(2, dim=-1)
+    want = F.silu(gate) * up @ w_out.T
+    want.backward(upstream.double())
+    # Sums of up to 96 fp32 terms, three in a row: about 2e-6 of the result's scale.
+    assert (out - want).abs().max() < 1e-5 * want.abs().max()
+    for got, e in zip(leaves, exact):
+        assert (got.grad - e.grad).abs().max() < 1e-5 * e.grad.abs().max()
+
+
+# -----------------------------------------------------------------------------
+# Log-probs
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("c,V,live", [(1, 5, 5), (3, 101, 90)])
+def test_scores_are_the_softmax_of_the_live_logits(c, V, live, dtype):
+    torch.manual_seed(0)
+    products, scale, targets = 9 * torch.randn(c, V), torch.rand(c, 1) + 0.5, torch.randint(live, (c,))
+    products[:, live:] = 1e30                                             # e^1e30 is inf
+    logits = products[:, :live].double() * scale.double()
+    p = logits.softmax(-1)
+    (picked, lse, mean), ahead = scores(products.clone(), scale, targets, live, dtype)
+    assert (picked - logits[torch.arange(c), targets]).abs().max() < 1e-5
+    assert (lse - logits.logsumexp(-1)).abs().max() < 1e-5
+    assert (mean - (p * logits).sum(-1)).abs().max() < 1e-4
+    if dtype is None:
+        assert ahead is None
+        return
+    want = F.one_hot(targets, live) - p
+    assert ahead.shape == (c, V) and ahead.dtype == dtype and not ahead[:, live:].any()
+    assert (ahead[:, :live] - want).abs().max() < (1e-5 if dtype == torch.float32 else 2**-8)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 64])
+def test_logprob_gradient_equals_autograd_through_the_whole_tensor(monkeypatch, chunk):
+    monkeypatch.setattr(_TokenLogprobs, "CHUNK", chunk)
+    torch.manual_seed(0)
+    n, D, V, padding, temperature = 17, 32, 50, 11, 0.7
+    x, head, targets = torch.randn(n, D), torch.randn(V, D) / 3, torch.randint(V, (n,))
+    rstd, upstream = torch.rand(n, 1) + 0.5, torch.randn(n)
+    x64, rstd64 = x.double().requires_grad_(), rstd.double().requires_grad_()
+    log_p = (x64 @ head.double().T * rstd64 / temperature).log_softmax(-1)
+    want = log_p[torch.arange(n), targets]
+    want.backward(upstream.double())
+    x, rstd = x.requires_grad_(), rstd.requires_grad_()
+    padded = torch.cat([head, 30 * torch.randn(padding, D)])              # rows nobody trains may well be large
+    got, entropy = token_logprobs(x, rstd, padded, targets, V, temperature)
+    got.backward(upstream)
+    assert not entropy.requires_grad
+    # 50 terms of size ~3 in fp32: 50 * 3 * 2^-24 = 1e-5.
+    for a, b in ((got, want), (entropy, -(log_p.exp() * log_p).sum(-1)), (x.grad, x64.grad), (rstd.grad, rstd64.grad)):
+        assert (a - b).abs().max() < 1e-5
