@@ -1,7 +1,7 @@
 """
 The decode step on a GPU: one new token for every live row, as one CUDA graph per batch size.
 
-    engine = GraphEngine(model, kv, max_rows)                   # interface and numbers of TorchEngine
+    engine = GraphEngine(model, kv, max_rows)     # sampler.Engine, with the numbers of TorchEngine
     tokens, logprobs, made = engine.decode(rows, steps, sampling)
 
 Why: at 7B a step is 4.9 GB of memory traffic, about 1.1 ms, in 260 launches. Python needs 10 us
@@ -9,9 +9,9 @@ for a launch and a pass over an activation 3 us, so launches are recorded once a
 between two matmuls is one kernel (kernels.py, where it also says how a step's launches overlap):
 
     embed           residual = embed[token]
-    per layer       qkv matmul       -> heads_kernel: sum, adapter, 1/rms, bias, rotary, KV cache
-                    attention_kernel -> o matmul     -> residual_kernel: sum, adapter, residual, norm
-                    gate_up matmul   -> swiglu_kernel -> down matmul -> residual_kernel
+    per layer       qkv matmul -> heads_kernel: sum, adapter, 1/rms, bias, rotary, KV cache
+                    attention_kernel -> o matmul -> residual_kernel: sum, adapter, residual, norm
+                    gate_up matmul -> swiglu_kernel -> down matmul -> residual_kernel
     head            matmul -> chunk_kernel, pick_kernel: softmax, draw, the row's state advances
 
 A row's state (token, position, random key, alive, ...) lives on the GPU and the last kernel of a
@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
+from triton.language import constexpr
 
 import kernels
 from kernels import Cache, Logits, Norm, Partial, Runs, Shape, Squares, State
@@ -37,13 +37,13 @@ from model import FP16_SHIFT
 from ops import mm_fp32
 from sampler import BLOCK, Rows, TorchEngine, filter_logits
 
-BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)  # batch sizes with a graph
-TILE = 128  # columns of a matmul's tile
-WINDOW = 8  # steps between two looks of the host
-CHUNK = 2048  # vocabulary entries of one program of the softmax
-GROUP = 16  # queries of a tile of attention_kernel
-GIVEN = len(Rows._fields) - 1  # of the state, in one order: Rows but for the table
-MAX_ENDS = 16  # end ids of a tokenizer
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)      # rows of a graph
+WINDOW = 8              # steps between two looks of the host
+TILE = 128              # columns of a matmul's tile
+CHUNK = 2048            # vocabulary entries of one program of the softmax
+GROUP = 16              # queries of a tile of attention_kernel
+MAX_ENDS = 16           # end ids of a tokenizer
+GIVEN = len(Rows._fields) - 1           # the state begins with the fields of Rows but its table
 LOG2_E = 1.4426950408889634
 
 
@@ -65,12 +65,8 @@ PROGRAMS = {
 }
 
 
-def const(value):
-    return tl.constexpr(value)
-
-
 def power_of_2(n):
-    return tl.constexpr(triton.next_power_of_2(n))
+    return constexpr(triton.next_power_of_2(n))
 
 
 def attention_shape(pairs, shared):
@@ -93,10 +89,9 @@ def partial(linear, x):
     """The linear's matmul of x (n, K), and what a kernel finishes it with."""
     R = linear.rank
     slabs = linear.weight.partial(x, linear.a16 if R else None)
-    S, SA = slabs.most
+    sizes = *slabs.most, R, max(16, triton.next_power_of_2(R))
     return Partial(slabs.sums, slabs.scale, linear.b16 if R else slabs.scale, linear.weight.N,
-                   slabs.sums.shape[2], slabs.KB, slabs.L, const(S), const(SA), const(R),
-                   const(max(16, triton.next_power_of_2(R))))
+                   slabs.sums.shape[2], slabs.KB, slabs.L, *map(constexpr, sizes))
 
 
 class GraphEngine(TorchEngine):
@@ -111,10 +106,11 @@ class GraphEngine(TorchEngine):
 
     def __init__(self, model, kv, max_rows):
         c = model.config
-        assert c.head_dim in (64, 128), f"attention_kernel's tiles are 64 or 128, not {c.head_dim} wide"
+        assert c.head_dim in (64, 128), f"attention_kernel's tiles are not {c.head_dim} wide"
         assert c.width % TILE == 0 == c.feed_forward % TILE, (
             f"{c.width=}, {c.feed_forward=}: no multiples of {TILE}")
-        assert c.heads // c.kv_heads <= GROUP, f"{c.heads} heads on {c.kv_heads}: over {GROUP} on each"
+        assert c.heads // c.kv_heads <= GROUP, (
+            f"{c.heads} query heads on {c.kv_heads}: more than {GROUP} on each")
         assert model.dtype == kv.dtype, f"KV cache in {kv.dtype}, model in {model.dtype}"
         super().__init__(model, kv, max_rows)
         self.max_rows = max_rows
@@ -203,28 +199,29 @@ class GraphEngine(TorchEngine):
 
     def step(self, n, sampling):
         """Launch one step of rows [0, n)."""
-        model, c, pdl = self.model, self.model.config, self.pdl
+        model = self.model
+        pdl = self.pdl
+        c = model.config
         D, F, H, KV, d = c.width, c.feed_forward, c.heads, c.kv_heads, c.head_dim
         programs = PROGRAMS[next((m for m in PROGRAMS if n <= m), max(PROGRAMS))]
         tile = programs.tile
         tiles = D // tile
-        shape = attention_shape(n * KV, self.shared)
-        splits, members, warps, _ = shape
-        shape = Shape(*map(const, shape))
+        splits, members, warps, _ = shape = attention_shape(n * KV, self.shared)
 
         def new(*shape, dtype=torch.float32):
             return torch.empty(shape, dtype=dtype, device=self.kv.device)
 
         resid = new(n, D)
-        xw = new(n, D, dtype=model.dtype)  # matmuls' inputs: of qkv and gate|up,
-        context = new(n, H * d, dtype=model.dtype)  # of o,
-        hidden = new(n, F, dtype=model.dtype)  # of down
+        xw = new(n, D, dtype=model.dtype)            # inputs of matmuls: qkv, gate|up, head;
+        context = new(n, H * d, dtype=model.dtype)   # o;
+        hidden = new(n, F, dtype=model.dtype)        # down
         q = new(n, H, d, dtype=model.dtype)
         cos = new(n, d // 2)
         sin = new(n, d // 2)
         runs = Runs(new(n, H, splits, d), new(n, H, splits), new(n, H, splits), self.counters)
-        squares = Squares(new(n, tiles), model.final_norm.eps, D, const(tiles), power_of_2(tiles))
-        shift = const(FP16_SHIFT if model.dtype == torch.float16 else 1.0)
+        squares = Squares(new(n, tiles), model.final_norm.eps, D, constexpr(tiles),
+                          power_of_2(tiles))
+        shift = constexpr(FP16_SHIFT if model.dtype == torch.float16 else 1.0)
 
         def into(norm):
             return Norm(norm.weight, norm.noise, xw, squares.sums, D, tiles, shift)
@@ -235,42 +232,46 @@ class GraphEngine(TorchEngine):
                 partial(linear, x), n, resid, into(norm), tile, rows, num_warps=warps, **pdl)
 
         # The first kernel starts when the step before is done: all others may read the state early.
+        norms = [layer.input_norm for layer in model.layers] + [model.final_norm]
         kernels.embed_kernel[n, tiles](
-            self.state, model.embed, self.freq, resid, cos, sin, into(model.layers[0].input_norm), n,
-            tile, 1, d // 2, pdl["PDL"], num_warps=1)
-        next_norms = [layer.input_norm for layer in model.layers[1:]] + [model.final_norm]
-        for layer, kv, next_norm in zip(model.layers, self.kv, next_norms):
-            cache = Cache(kv, kv.stride(0), self.table, self.table.shape[1], *map(const, (KV, BLOCK, d)))
+            self.state, model.embed, self.freq, resid, cos, sin, into(norms[0]), n, tile, 1, d // 2,
+            pdl["PDL"], num_warps=1)
+        for layer, kv, next_norm in zip(model.layers, self.kv, norms[1:]):
+            cache = Cache(kv, kv.stride(0), self.table, self.table.shape[1],
+                          *map(constexpr, (KV, BLOCK, d)))
             rows, per_program = programs.heads
             kernels.heads_kernel[triton.cdiv(n, rows), H + 2 * KV](
-                partial(layer.qkv, xw), n, squares, layer.qkv_bias, cos, sin, q, cache, self.state, H,
-                rows, num_warps=per_program, **pdl)
+                partial(layer.qkv, xw), n, squares, layer.qkv_bias, cos, sin, q, cache, self.state,
+                H, rows, num_warps=per_program, **pdl)
             kernels.attention_kernel[n, KV, splits](
-                q, cache, self.state, context, runs, d ** -0.5 * LOG2_E, H, GROUP, shape,
-                num_warps=warps, num_stages=4 if members > 1 else 3, **pdl)
+                q, cache, self.state, context, runs, d ** -0.5 * LOG2_E, H, GROUP,
+                Shape(*map(constexpr, shape)), num_warps=warps,
+                num_stages=4 if members > 1 else 3, **pdl)
             residual(layer.o, context, layer.post_norm)
             rows, per_program = programs.swiglu
             kernels.swiglu_kernel[triton.cdiv(n, rows), F // tile](
-                partial(layer.gate_up, xw), n, squares, hidden, tile, rows, num_warps=per_program, **pdl)
+                partial(layer.gate_up, xw), n, squares, hidden, tile, rows, num_warps=per_program,
+                **pdl)
             residual(layer.down, hidden, next_norm)
         self.sample(xw, squares, sampling)
 
     def sample(self, xw, squares, sampling):
         """The head and the draw: the final norm's xw (n, D) and squares -> every row's token."""
-        n, V = len(xw), self.model.live_vocab
+        n = len(xw)
+        V = self.model.live_vocab
         # All rows of the head: 151,665 columns of fp32 would leave cuBLAS unaligned rows.
         logits = mm_fp32(xw, self.model.lm_head.T)  # (n, V padded)
         filtered = bool(sampling.top_k or sampling.top_p < 1.0)
         if filtered:
-            rms = torch.rsqrt(squares.sums.sum(1, keepdim=True) / squares.D + squares.eps)
-            logits *= rms * self.inv_temperature
+            rstd = torch.rsqrt(squares.sums.sum(1, keepdim=True) / squares.D + squares.eps)
+            logits *= rstd * self.inv_temperature
             filter_logits(logits[:, :V], sampling.top_k, sampling.top_p)
         chunks = triton.cdiv(V, CHUNK)
         tops = logits.new_empty(n, chunks)
         masses = logits.new_empty(n, chunks)
         picks = self.tokens.new_empty(n, chunks)
-        logits = Logits(logits, logits.stride(0), V, squares, self.inv_temperature, tops, masses, picks,
-                        const(filtered), const(CHUNK))
+        logits = Logits(logits, logits.stride(0), V, squares, self.inv_temperature, tops, masses,
+                        picks, constexpr(filtered), constexpr(CHUNK))
         kernels.chunk_kernel[n, chunks](logits)
         kernels.pick_kernel[n,](logits, chunks, self.state, self.ends, self.tokens, self.logprobs,
                                 self.max_rows, not sampling.temperature,

@@ -1,9 +1,9 @@
 """
 Every Triton kernel but the 4-bit matmul's (marlin_fp4.py).
 
-    the decode step        what stands between two matmuls, attention to the cache, the draw: decode.py
-    the learner's twins    same name, signature and result as the plain torch in ops.py, attention.py
-                           and nvfp4.py, whose tensors on a GPU come here
+    the decode step        all between two matmuls, attention to the cache, the draw: see decode.py
+    the learner's twins    name, signature and result of the plain torch in ops.py, attention.py and
+                           nvfp4.py that is marked twin_in_kernels: tensors on a GPU come here
 
 Finishing a linear. A matmul leaves slabs of split-K partial sums (nvfp4.Slabs), columns N.. being
 x @ A.T of the adapter. Whoever reads them adds those that hold something, in order, and finishes
@@ -32,6 +32,7 @@ import triton.language as tl
 from marlin_fp4 import a_pieces, pieces
 from nvfp4 import byte_table
 
+INF = tl.constexpr(float("inf"))
 AT_ONCE = tl.constexpr(4)  # runs of attention_kernel joined at a time
 
 
@@ -114,7 +115,7 @@ class Runs(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """The context of attention_kernel's rows in steps: the prefix, then each member's own tokens."""
+    """A context in steps: the prefix of attention_kernel's rows, then each member's own tokens."""
     row: tl.tensor
     kv_head: tl.tensor
     prefix: tl.tensor       # tokens
@@ -131,7 +132,7 @@ class Logits(NamedTuple):
     stride: tl.tensor
     V: tl.tensor            # live columns
     squares: Squares        # of the final norm
-    inv_temperature: tl.tensor # fp32 ()
+    inv_temperature: tl.tensor  # fp32 ()
     tops: tl.tensor         # fp32 (M, chunks)      largest logit,
     masses: tl.tensor       # fp32 (M, chunks)      sum of exp(logit - largest),
     picks: tl.tensor        # int64 (M, chunks)     column of the largest
@@ -155,56 +156,40 @@ def linear_weights(y: Partial, first, BN: tl.constexpr):
 
 
 @triton.jit
-def linear_part(y: Partial, weights, row, M):
-    """The tile y[row, columns] of a linear, for slab_sums."""
-    col, _, _, count = weights
-    return row[:, None] * y.width + col[None, :], (row < M)[:, None], count
-
-
-@triton.jit
-def adapter_part(y: Partial, row, part, M):
-    """x @ A.T (rows, RP), the part'th R columns after N, for slab_sums."""
-    r = tl.arange(0, y.RP)[None, :]
-    at = row[:, None] * y.width + y.N + part * y.R + r
-    return at, (row < M)[:, None] & (r < y.R), a_pieces(y.KB, y.L)
-
-
-@triton.jit
-def slab_sums(y: Partial, M, tiles, a_tiles):
+def slab_sums(y: Partial, M, tiles, of_w: tl.constexpr):
     """Of every tile (at, live, count): the sum of its first `count` slabs, in a fixed order.
 
-    Up to y.S slabs of x @ W.T (tiles) and y.SA of x @ A.T (a_tiles). With few elements they lie
-    side by side in one tensor, so that all threads load: 2.1 and not 2.5 ms a step at 1 row. With
-    many that would spill registers: 3.9 and not 4.2 ms at 64 rows (7B, H200). There a loop, and
-    no static_range: unrolled before layouts are assigned, each slab would be moved into the
-    layout of linear_tile's dot by itself, through shared memory: 74 barriers a program instead of
-    14, 6.7 us instead of 3.5 (residual_kernel, 32 rows). All tiles end in one loop: a sum that
-    were done before the others would be moved there and then, and their loads would wait behind
-    its barrier.
+    The first `of_w` tiles are of x @ W.T and have up to y.S slabs, the others of x @ A.T, y.SA.
+    With few elements slabs lie side by side in one tensor, so that all threads load: 2.1 and not
+    2.5 ms a step at 1 row. With many that would spill registers: 3.9 and not 4.2 ms at 64 rows
+    (7B, H200). There a loop, and no static_range: unrolled before layouts are assigned, each slab
+    would be moved into the layout of the dot that follows by itself, through shared memory: 74
+    barriers a program instead of 14, 6.7 us instead of 3.5 (residual_kernel, 32 rows). All tiles
+    end in one loop: a sum that were done before the others would be moved there and then, and
+    their loads would wait behind its barrier.
     """
     slab = M.to(tl.int64) * y.width
     sums = ()
-    all_tiles = tiles + a_tiles
     COMMON: tl.constexpr = min(y.S, y.SA)
-    for t in tl.static_range(len(all_tiles)):
-        at, live, count = all_tiles[t]
+    for t in tl.static_range(len(tiles)):
+        at, live, count = tiles[t]
         if at.shape[0] <= 2:
-            s = tl.arange(0, triton.next_power_of_2(y.S if t < len(tiles) else y.SA))[:, None, None]
+            s = tl.arange(0, triton.next_power_of_2(y.S if t < of_w else y.SA))[:, None, None]
             mask = (s < count) & live[None]
             side_by_side = tl.load(y.sums + s * slab + at[None], mask=mask, other=0.0)
             sums += (tl.sum(side_by_side, axis=0),)
         else:
             x = tl.zeros(at.shape, tl.float32)
             # not up to `count`: so that loads are issued together
-            for s in range((y.S if t < len(tiles) else y.SA) - COMMON):
+            for s in range((y.S if t < of_w else y.SA) - COMMON):
                 x += tl.load(y.sums + s * slab + at, mask=live & (s < count), other=0.0)
             sums += (x,)
     if tiles[0][0].shape[0] > 2:
         for s in range(COMMON):
             longer = ()
-            for t in tl.static_range(len(all_tiles)):
-                at, live, count = all_tiles[t]
-                i = s + ((y.S if t < len(tiles) else y.SA) - COMMON)
+            for t in tl.static_range(len(tiles)):
+                at, live, count = tiles[t]
+                i = s + ((y.S if t < of_w else y.SA) - COMMON)
                 x = tl.load(y.sums + i * slab + at, mask=live & (i < count), other=0.0)
                 longer += (sums[t] + x,)
             sums = longer
@@ -212,13 +197,32 @@ def slab_sums(y: Partial, M, tiles, a_tiles):
 
 
 @triton.jit
-def linear_tile(sums, xa, weights, R: tl.constexpr):
-    """Finish a linear, fp32: sums * scale + (x @ A.T rounded to b's type) @ b.T."""
-    _, scale, b, _ = weights
-    scale = tl.broadcast_to(scale[None, :], sums.shape)
-    if R > 0:
-        return tl.fma(sums, scale, tl.dot(xa.to(b.dtype), b, input_precision="ieee"))
-    return sums * scale
+def linear_tiles(y: Partial, M, row, weights, parts):
+    """Tiles of a linear (rows, BN), fp32: sums * scale + (x @ A.T rounded to b's type) @ b.T.
+
+    weights: of each tile, from linear_weights; parts: which R columns of x @ A.T each has for its
+    own, or one for all.
+    """
+    live = (row < M)[:, None]
+    r = tl.arange(0, y.RP)[None, :]
+    tiles = ()
+    for t in tl.static_range(len(weights)):
+        col, _, _, count = weights[t]
+        tiles += ((row[:, None] * y.width + col[None, :], live, count),)
+    for p in tl.static_range(len(parts)):
+        at = row[:, None] * y.width + y.N + parts[p] * y.R + r
+        tiles += ((at, live & (r < y.R), a_pieces(y.KB, y.L)),)
+    sums = slab_sums(y, M, tiles, len(weights))
+    finished = ()
+    for t in tl.static_range(len(weights)):
+        _, scale, b, _ = weights[t]
+        scale = tl.broadcast_to(scale[None, :], sums[t].shape)
+        if y.R > 0:
+            xa = sums[len(weights) + min(t, len(parts) - 1)].to(b.dtype)
+            finished += (tl.fma(sums[t], scale, tl.dot(xa, b, input_precision="ieee")),)
+        else:
+            finished += (sums[t] * scale,)
+    return finished
 
 
 @triton.jit
@@ -235,8 +239,8 @@ def norm_tile(norm: Norm, x, w, row, col, tile, M):
     """Writes the next matmul's input x * w and this tile's share of the row's sum of squares."""
     if norm.SHIFT != 1.0:
         x *= norm.SHIFT
-    xw = (x * w[None, :]).to(norm.xw.dtype.element_ty)
-    tl.store(norm.xw + row[:, None] * norm.D + col[None, :], xw, mask=(row < M)[:, None])
+    at = norm.xw + row[:, None] * norm.D + col[None, :]
+    tl.store(at, x * w[None, :], mask=(row < M)[:, None])
     tl.store(norm.sums + row * norm.TILES + tile, tl.sum(x * x, axis=1), mask=row < M)
 
 
@@ -249,7 +253,7 @@ def overlap(PDL: tl.constexpr):
 
 @triton.jit
 def wait(PDL: tl.constexpr):
-    """Until the kernel before is done. What no earlier kernel of the step writes may be read before."""
+    """Until the kernel before is done."""
     if PDL:
         tl.extra.cuda.gdc_wait()
 
@@ -324,13 +328,12 @@ def heads_kernel(
     block = tl.load(cache.table + row * cache.width + slot // BLOCK, mask=row < M, other=0)
     wait(PDL)
     rstd = rstd_of(squares, row[:, None], live)[:, None]
-    tiles = linear_part(y, weights_a, row, M), linear_part(y, weights_b, row, M)
-    a, b, xa = slab_sums(y, M, tiles, (adapter_part(y, row, part, M),))
+    a, b = linear_tiles(y, M, row, (weights_a, weights_b), (part,))
+    a = a * rstd + bias_a
+    b = b * rstd + bias_b
     turned = live & (head < H + KV)  # values are not: an angle of 0
     cos = tl.load(cos_ptr + row[:, None] * HALF + i[None, :], mask=turned, other=1.0)
     sin = tl.load(sin_ptr + row[:, None] * HALF + i[None, :], mask=turned, other=0.0)
-    a = linear_tile(a, xa, weights_a, y.R) * rstd + bias_a
-    b = linear_tile(b, xa, weights_b, y.R) * rstd + bias_b
     turned_a = (a * cos - b * sin).to(q_ptr.dtype.element_ty)
     turned_b = (b * cos + a * sin).to(q_ptr.dtype.element_ty)
     if head < H:
@@ -347,7 +350,7 @@ def heads_kernel(
 
 @triton.jit
 def add_halves(x):
-    """x (2 W, J, d) -> (W, J, d): x[w] + x[W + w]. tl.sum over several warps takes 10 times the code."""
+    """x (2 W, J, d) -> (W, J, d): x[w] + x[W + w]. tl.sum across warps takes 10 times the code."""
     halves = tl.reshape(x, (2, x.shape[0] // 2, x.shape[1], x.shape[2]))
     a, b = tl.split(tl.permute(halves, (1, 2, 3, 0)))
     return a + b
@@ -355,9 +358,9 @@ def add_halves(x):
 
 @triton.jit
 def join(runs: Runs, first, count, live, d: tl.constexpr):
-    """`count` runs of queries (J,), from number `first` (J,) on -> mass (J,), unscaled sum (J, d)."""
+    """`count` runs of each query from number `first` (J,) on -> mass (J,), unscaled sum (J, d)."""
     i = tl.arange(0, d)
-    top = tl.full(live.shape, -float("inf"), tl.float32)
+    top = tl.full(live.shape, -INF, tl.float32)
     mass = tl.zeros(live.shape, tl.float32)
     acc = tl.zeros((live.shape[0], d), tl.float32)
     for s0 in range(0, count, AT_ONCE):
@@ -365,7 +368,7 @@ def join(runs: Runs, first, count, live, d: tl.constexpr):
         for s in tl.static_range(AT_ONCE):  # loads that wait for each other cost 0.6 us a run
             left = live & (s0 + s < count)
             at = first + s0 + s
-            x = tl.load(runs.tops + at, mask=left, other=-float("inf"), cache_modifier=".cg")
+            x = tl.load(runs.tops + at, mask=left, other=-INF, cache_modifier=".cg")
             tops += (x,)
             masses += (tl.load(runs.masses + at, mask=left, other=0.0, cache_modifier=".cg"),)
             at_acc = runs.acc + at[:, None] * d + i[None, :]
@@ -381,11 +384,12 @@ def join(runs: Runs, first, count, live, d: tl.constexpr):
 
 
 @triton.jit
-def softmax_over(q, walk: Walk, block, cache: Cache, scale, G: tl.constexpr, MEMBERS: tl.constexpr,
-                 T: tl.constexpr):
+def softmax_over(q, walk: Walk, block, cache: Cache, scale, G: tl.constexpr, shape: Shape):
     """Queries q (W, J, d), warp w over its T tokens of every step -> largest logit and mass (J,),
     unscaled sum (J, d). block (W,): those of the first step.
     """
+    MEMBERS: tl.constexpr = shape.MEMBERS
+    T: tl.constexpr = shape.T
     W: tl.constexpr = q.shape[0]
     J: tl.constexpr = q.shape[1]
     d: tl.constexpr = q.shape[2]
@@ -393,12 +397,15 @@ def softmax_over(q, walk: Walk, block, cache: Cache, scale, G: tl.constexpr, MEM
     j = tl.arange(0, J)
     slot = tl.arange(0, T)
     within = slot[None, :, None] * d + tl.arange(0, d)[None, None, :]
-    top = tl.full((W, J), -float("inf"), tl.float32)
+    top = tl.full((W, J), -INF, tl.float32)
     mass = tl.zeros((W, J), tl.float32)
     acc = tl.zeros((W, J, d), tl.float32)
     for t in range(0, walk.ends[MEMBERS]):
-        of, start, tokens = -1, 0, walk.prefix # whose tokens this step has; -1: everybody's
-        next_row, next_at = walk.row, (t + 1) * walk.step
+        of = -1  # whose tokens this step has; -1: everybody's
+        start = 0
+        tokens = walk.prefix
+        next_row = walk.row
+        next_at = (t + 1) * walk.step
         for m in tl.static_range(MEMBERS):
             of = tl.where(t >= walk.ends[m], m, of)
             start = tl.where(t >= walk.ends[m], walk.ends[m], start)
@@ -416,19 +423,20 @@ def softmax_over(q, walk: Walk, block, cache: Cache, scale, G: tl.constexpr, MEM
         block = tl.load(cache.table + next_row * cache.width + page, mask=more, other=0)
         valid = token[:, None] + slot[None, :] < tokens  # (W, T)
         k = tl.load(page_ptr[:, None, None] + within, mask=valid[:, :, None], other=0.0)
-        v = tl.load(page_ptr[:, None, None] + cache.plane + within, mask=valid[:, :, None], other=0.0)
+        page_ptr += cache.plane
+        v = tl.load(page_ptr[:, None, None] + within, mask=valid[:, :, None], other=0.0)
         seen = valid[:, None, :] & ((of < 0) | (j // G == of))[None, :, None]
         logit = tl.dot(q, tl.permute(k, (0, 2, 1)), input_precision="ieee") * scale
-        logit = tl.where(seen, logit, -float("inf"))
+        logit = tl.where(seen, logit, -INF)
         new_top = tl.maximum(top, tl.max(logit, axis=2))
-        base = tl.where(new_top == -float("inf"), 0.0, new_top)  # nothing seen yet: no inf - inf
+        base = tl.where(new_top == -INF, 0.0, new_top)  # nothing seen yet: no inf - inf
         p = tl.exp2(logit - base[:, :, None])
         shrink = tl.exp2(top - base)
         mass = mass * shrink + tl.sum(p, axis=2)
         acc = tl.dot(p.to(q.dtype), v, acc * shrink[:, :, None], input_precision="ieee")
         top = new_top
     highest = tl.max(top, axis=0)
-    weight = tl.exp2(top - tl.where(highest == -float("inf"), 0.0, highest)[None, :])
+    weight = tl.exp2(top - tl.where(highest == -INF, 0.0, highest)[None, :])
     mass = tl.sum(mass * weight, axis=0)
     acc *= weight[:, :, None]
     if W == 8:
@@ -449,13 +457,11 @@ def attention_kernel(
     shape: Shape,
     PDL: tl.constexpr,
 ):
-    """One key-value head, the H/KV query heads that share it, and the context of one row, or one
-    program's part of it.
+    """A key-value head, the H/KV query heads that share it, a program's part of a row's context.
 
     A step takes T tokens for each of W warps of each of a row's programs, prefix first, then own
     tokens. A warp keeps a softmax of its own, joined with the others' at the end: nothing in the
-    loop waits for another warp. A row by itself has as many programs as have a step to do, at
-    most SPLITS.
+    loop waits for another warp. A row has as many programs as have a step to do, at most SPLITS.
 
     MEMBERS > 1: of up to so many neighbours with one prefix, at the first of them. Query j of the
     tile is head j % (H/KV) of row + j // (H/KV); the prefix is read once, then each member's own
@@ -465,7 +471,9 @@ def attention_kernel(
     Programs of one row leave an unscaled sum, their largest logit and their mass; the last to
     arrive joins them in order, so the result does not depend on who that is.
     """
-    row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
     SPLITS: tl.constexpr = shape.SPLITS
     MEMBERS: tl.constexpr = shape.MEMBERS
     W: tl.constexpr = shape.W
@@ -500,7 +508,7 @@ def attention_kernel(
     at_q = head[:, None] * cache.d + i[None, :]
     q = tl.load(q_ptr + at_q, mask=live[:, None], other=0.0)
     q = tl.broadcast_to(q[None], (W, J, cache.d))
-    top, mass, acc = softmax_over(q, walk, block, cache, scale, G, MEMBERS, T)
+    top, mass, acc = softmax_over(q, walk, block, cache, scale, G, shape)
     if SPLITS > 1:
         if count > 1:
             first = head * SPLITS  # of (M, H, SPLITS)
@@ -514,7 +522,7 @@ def attention_kernel(
                 return
             tl.store(counter_ptr, 0)  # for the next layer
             mass, acc = join(runs, first, count, live, cache.d)
-    tl.store(out_ptr + at_q, (acc / mass[:, None]).to(out_ptr.dtype.element_ty), mask=live[:, None])
+    tl.store(out_ptr + at_q, acc / mass[:, None], mask=live[:, None])
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -535,9 +543,8 @@ def residual_kernel(
     w = tl.load(norm.weight + col) + tl.load(norm.noise + col)
     wait(PDL)
     x = tl.load(resid_ptr + at, mask=(row < M)[:, None], other=0.0)
-    tiles = (linear_part(y, weights, row, M),)
-    sums, xa = slab_sums(y, M, tiles, (adapter_part(y, row, 0, M),))
-    x += linear_tile(sums, xa, weights, y.R)
+    tile_of_y, = linear_tiles(y, M, row, (weights,), (0,))
+    x += tile_of_y
     tl.store(resid_ptr + at, x, mask=(row < M)[:, None])
     norm_tile(norm, x, w, row, col, tile, M)
 
@@ -560,13 +567,11 @@ def swiglu_kernel(
     of_up = linear_weights(y, first + F, TILE)
     wait(PDL)
     rstd = rstd_of(squares, row[:, None], (row < M)[:, None])[:, None]
-    tiles = linear_part(y, of_gate, row, M), linear_part(y, of_up, row, M)
-    a_tiles = adapter_part(y, row, 0, M), adapter_part(y, row, 1, M)
-    gate, up, gate_xa, up_xa = slab_sums(y, M, tiles, a_tiles)
-    gate = linear_tile(gate, gate_xa, of_gate, y.R) * rstd
-    up = linear_tile(up, up_xa, of_up, y.R) * rstd
+    gate, up = linear_tiles(y, M, row, (of_gate, of_up), (0, 1))
+    gate *= rstd
+    up *= rstd
     root = tl.rsqrt(1 + tl.exp(-gate))  # of sigmoid(gate); a division takes longer
-    h = (gate * root * root * up).to(out_ptr.dtype.element_ty)
+    h = gate * root * root * up
     tl.store(out_ptr + row[:, None] * F + col[None, :], h, mask=(row < M)[:, None])
 
 
@@ -585,7 +590,7 @@ def logit_scale(logits: Logits, row):
 def logits_at(logits: Logits, row, column):
     """One row's unscaled logits; -inf past the live ones."""
     at = row.to(tl.int64) * logits.stride + column
-    return tl.load(logits.x + at, mask=column < logits.V, other=-float("inf"))
+    return tl.load(logits.x + at, mask=column < logits.V, other=-INF)
 
 
 @triton.jit
@@ -610,7 +615,7 @@ def uniform(key, pos):
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
     z = z ^ (z >> 31)
-    return ((z >> 41).to(tl.float32) + 0.5) * 1.1920928955078125e-07 # 2^-23
+    return ((z >> 41).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2^-23
 
 
 @triton.jit
@@ -623,7 +628,7 @@ def pick_kernel(
     logprobs_ptr,      # fp32 (WINDOW, stride)
     stride,
     GREEDY: tl.constexpr,
-    CHUNKS_P: tl.constexpr, # chunks as a power of two
+    CHUNKS_P: tl.constexpr,  # chunks as a power of two
     ENDS: tl.constexpr,
 ):
     """Draw a row's token, write it down, advance the row.
@@ -633,7 +638,7 @@ def pick_kernel(
     CHUNK: tl.constexpr = logits.CHUNK
     row = tl.program_id(0)
     c = tl.arange(0, CHUNKS_P)
-    tops = tl.load(logits.tops + row * chunks + c, mask=c < chunks, other=-float("inf"))
+    tops = tl.load(logits.tops + row * chunks + c, mask=c < chunks, other=-INF)
     top = tl.max(tops, axis=0)
     masses = tl.load(logits.masses + row * chunks + c, mask=c < chunks, other=0.0)
     masses *= tl.exp(tops - top)
@@ -658,7 +663,7 @@ def pick_kernel(
     step = tl.load(state.step + row)
     tl.store(tokens_ptr + step * stride + row, token.to(tl.int64))
     tl.store(logprobs_ptr + step * stride + row, logprob)
-    # The row's next state: sampler.TorchEngine's last lines. A row that is not alive repeats its step.
+    # sampler.TorchEngine's last lines. A row that is not alive repeats its step.
     alive = tl.load(state.alive + row)
     ended = tl.max((tl.load(ends_ptr + tl.arange(0, ENDS)) == token).to(tl.int32), axis=0)
     goes_on = (ended == 0) & (pos + alive < tl.load(state.limit + row))
@@ -710,7 +715,7 @@ def attend_backward(dout, q, k, v, out, lse, spans):
 
 @contextmanager
 def same_bits_every_time():
-    """FlashAttention's backward adds up dq by atomics, in any order, unless this switch says not to."""
+    """FlashAttention's backward adds up dq by atomics, in any order, but for this global switch."""
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory
@@ -753,7 +758,7 @@ def merge_kernel(
     live = (head < H)[:, None] & (col < D)[None, :]
     mine = tl.load(out_ptr + at, mask=live, other=0.0).to(tl.float32) * tl.exp(a - both)[:, None]
     its = tl.load(other_ptr + at, mask=live, other=0.0).to(tl.float32) * tl.exp(b - both)[:, None]
-    tl.store(out_ptr + at, (mine + its).to(out_ptr.dtype.element_ty), mask=live)
+    tl.store(out_ptr + at, mine + its, mask=live)
     tl.store(lse_ptr + head * lse_stride + token, both, mask=head < H)
 
 
@@ -785,12 +790,11 @@ def swiglu_forward_kernel(
     up = tl.load(y_ptr + row * 2 * F + F + col, mask=live, other=0.0)
     if KEEP:
         rounded = rounded_ptr + row * 2 * F + col
-        tl.store(rounded, gate.to(h_ptr.dtype.element_ty), mask=live)
-        tl.store(rounded + F, up.to(h_ptr.dtype.element_ty), mask=live)
+        tl.store(rounded, gate, mask=live)
+        tl.store(rounded + F, up, mask=live)
     gate *= rstd
     up *= rstd
-    h = gate * tl.sigmoid(gate) * up
-    tl.store(h_ptr + row * h_stride + col, h.to(h_ptr.dtype.element_ty), mask=live)
+    tl.store(h_ptr + row * h_stride + col, gate * tl.sigmoid(gate) * up, mask=live)
 
 
 def swiglu_backward(y, rstd, dh, dy):
@@ -830,8 +834,8 @@ def swiglu_backward_kernel(
         dup = dh * silu
         total += dgate * y_gate + dup * y_up
         dy = dy_ptr + row * dy_stride + col
-        tl.store(dy, (dgate * rstd).to(dy_ptr.dtype.element_ty), mask=live)
-        tl.store(dy + F, (dup * rstd).to(dy_ptr.dtype.element_ty), mask=live)
+        tl.store(dy, dgate * rstd, mask=live)
+        tl.store(dy + F, dup * rstd, mask=live)
     tl.store(drstd_ptr + row, tl.sum(total))
 
 
@@ -860,14 +864,14 @@ def scores_kernel(
     scale = tl.load(scale_ptr + row)
     target = tl.load(targets_ptr + row)
     products_ptr += row * V
-    top = tl.full((BLOCK,), -float("inf"), tl.float32)  # each lane for itself:
+    top = tl.full((BLOCK,), -INF, tl.float32)  # each lane for itself:
     mass = tl.zeros((BLOCK,), tl.float32)  # one reduction at the end
     mean = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, live, BLOCK):
         col = start + tl.arange(0, BLOCK)
         # not col < live, which is odd: that would be loads of 4 bytes
         logit = tl.load(products_ptr + col, mask=col < V, other=0.0) * scale
-        logit = tl.where(col < live, logit, -float("inf"))
+        logit = tl.where(col < live, logit, -INF)
         higher = tl.maximum(top, logit)
         old = tl.where(top == higher, 1.0, tl.exp(top - higher))
         new = tl.where(col < live, tl.exp(logit - higher), 0.0)
@@ -886,7 +890,7 @@ def scores_kernel(
             col = start + tl.arange(0, BLOCK)
             p = tl.exp(tl.load(products_ptr + col, mask=col < V, other=0.0) * scale - lse)
             value = tl.where(col == target, 1.0, 0.0) - tl.where(col < live, p, 0.0)
-            tl.store(ahead_ptr + row * V + col, value.to(ahead_ptr.dtype.element_ty), mask=col < V)
+            tl.store(ahead_ptr + row * V + col, value, mask=col < V)
 
 
 def decode(packed, scale, levels, dtype, out=None):
@@ -919,5 +923,4 @@ def look_up_kernel(
     even = tl.load(pairs_ptr + 2 * byte) * scale
     odd = tl.load(pairs_ptr + 2 * byte + 1) * scale
     k = tl.program_id(1) * 2 * BYTES + tl.arange(0, 2 * BYTES)
-    w = tl.interleave(even, odd).to(w_ptr.dtype.element_ty)
-    tl.store(w_ptr + row * w_stride + k, w, mask=k < 2 * K_BYTES)
+    tl.store(w_ptr + row * w_stride + k, tl.interleave(even, odd), mask=k < 2 * K_BYTES)

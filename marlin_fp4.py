@@ -221,7 +221,7 @@ class PackedWeight(Weight):
 
 
 def pack(packed, block_scale, global_scale, dtype=torch.bfloat16):
-    """nvfp4.quantize's three tensors, global_scale () or (N,) -> PackedWeight for x of this dtype."""
+    """nvfp4.quantize's three tensors, global_scale () or (N,) -> PackedWeight for x of dtype."""
     N, K = packed.shape[0], packed.shape[1] * 2
     assert dtype in ORDERS, f"dtype must be bf16 or fp16, got {dtype}"
     assert packed.dtype == torch.uint8, f"packed must be uint8, got {packed.dtype}"
@@ -659,8 +659,8 @@ DEFAULTS = {
     256: Config(128, 2, 2, 1),
 }
 # (M at most, N, K) -> Config of a linear that another one suits better, by 1 us a layer of a decode
-# step and a chain of linears together, in two runs on an H200: the lines that `python bench.py tune`
-# of commit 2c47a35 printed. The tuner was removed after 5814e75.
+# step and a chain of linears together, in two runs on an H200: what `python bench.py tune` of
+# commit 2c47a35 printed. The tuner was removed after 5814e75.
 TUNED = {
     (8, 17920, 1536): Config(8, 6, 3, 2),
     (16, 1536, 8960): Config(16, 4, 3, 1),

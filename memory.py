@@ -119,7 +119,7 @@ class Plan:
         """Bytes a token that a block adds which keeps its activations."""
         sizes = []
         for kept in (0, 1):
-            logprobs = self.largest(self.longest, kept)          # its graph: what the backward needs
+            logprobs = self.largest(self.longest, kept)          # its graph holds activations
             sizes.append(torch.cuda.memory_allocated())
             del logprobs
         return (sizes[1] - sizes[0]) / self.longest
