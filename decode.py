@@ -123,19 +123,19 @@ class GraphEngine(TorchEngine):
 
         self.rows = zeros(len(State._fields), max_rows)
         self.state = State(*self.rows)
-        self.nobody = zeros(len(State._fields), 1)  # a row that reads and writes block 0
+        self.nobody = zeros(len(State._fields), 1)       # a row that reads and writes block 0
         self.nobody[State._fields.index("share")] = 1
-        self.table = None  # (max_rows, width), from the first call on
+        self.table = None                                # (max_rows, width), from the first call on
         self.ends = zeros(MAX_ENDS)
         self.inv_temperature = zeros(dtype=torch.float32)
         self.tokens = zeros(WINDOW, max_rows)
         self.logprobs = zeros(WINDOW, max_rows, dtype=torch.float32)
         self.counters = zeros(max_rows * c.kv_heads, dtype=torch.int32)
         half = torch.arange(0, c.head_dim, 2, device=kv.device, dtype=torch.float32)
-        self.freq = c.rope_theta ** (-half / c.head_dim)  # as model.rope_table
-        self.graphs = {}  # (rows, greedy) -> a function that runs a step
-        self.settings = None  # what all of them were made for
-        self.pool = None  # graphs never run at once: they share activations
+        self.freq = c.rope_theta ** (-half / c.head_dim)             # as model.rope_table
+        self.graphs = {}                                 # (rows, greedy) -> what runs a step
+        self.settings = None                             # what all of them were made for
+        self.pool = None                                 # of their activations: one at a time
 
     def batch_size(self, n):
         """The rows that a step of n live rows computes."""
