@@ -206,8 +206,9 @@ STYLES = {
     # Qwen2.5's own request for maths (model cards of Qwen2.5-Math)
     "boxed": ("\nPlease reason step by step, and put your final answer within \\boxed{}.", None),
     # the paper's format, in our words
-    "tags": ("", "Think the problem through before you answer. Write your reasoning between <think> "
-                 "and </think>, then only the final answer between <answer> and </answer>."),
+    "tags": ("", "Think the problem through before you answer. Write your reasoning between "
+                 "<think> and </think>, then only the final answer between <answer> and "
+                 "</answer>."),
     "plain": ("", None),
 }
 QWEN_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."

@@ -82,7 +82,9 @@ def interval(values, samples=1):
     p = mean(values)
     spread = p * (1 - p)
     variance = sum((v - p) ** 2 for v in values) / count**2
-    n = spread / max(variance, spread / (count * samples)) if spread else count
+    n = count
+    if spread:
+        n = spread / max(variance, spread / (count * samples))
     centre = p + Z * Z / (2 * n)
     half = Z * math.sqrt(spread / n + (Z / (2 * n)) ** 2)
     scale = 1 + Z * Z / n
@@ -259,8 +261,9 @@ def prepare(args):
     device = select_device(args.device)
     problems, _ = data.load_problems(args.data, args.split)
     problems = problems[:args.limit or None]
-    others = read_results(args.against) if args.against else None
+    others = None
     if args.against:
+        others = read_results(args.against)
         paired([{**vars(p), "correct": 0.0} for p in problems], others)
     folder = hf.resolve(args.model)
     tokenizer = data.Tokenizer(folder)
@@ -270,11 +273,12 @@ def prepare(args):
     model = qwen.load(folder, args.base, device, args.dtype, tokenizer.vocab_size)
     if args.adapter:
         lora.load_adapter(model, args.adapter)
+    engine = TorchEngine
     if device.type == "cuda":
-        from decode import GraphEngine           # the engine room: Triton
-    engine = GraphEngine if device.type == "cuda" else TorchEngine
+        from decode import GraphEngine as engine                 # the engine room: Triton
     longest = max(len(p.prompt) for p in problems) + args.max_new_tokens
-    sampler = sampler_for(engine, model, longest, min(args.max_rows, len(problems) * args.samples))
+    rows = min(args.max_rows, len(problems) * args.samples)
+    sampler = sampler_for(engine, model, longest, rows)
     shift = None
     if args.adapter:
         shift = prove_adapter(model, sampler, problems[0].prompt, args.max_new_tokens)
@@ -318,15 +322,17 @@ def main():
         figures |= paired(rows, others)
     figures |= {"n": len(problems),
                 "unreadable": sum(not rewards.can_read(p.answer) for p in problems),
-                "tokens": rollouts.num_tokens, "tokens_per_s": rollouts.num_tokens / rollouts.seconds,
+                "tokens": rollouts.num_tokens,
+                "tokens_per_s": rollouts.num_tokens / rollouts.seconds,
                 "idle": rollouts.idle, "seconds_sample": rollouts.seconds,
                 "seconds": time.perf_counter() - began}
     for name, value in figures.items():
         values = value if isinstance(value, list) else [value]
         print(f"{name:15}", *(f"{v:.4g}" if isinstance(v, float) else v for v in values))
-    on_gpu = args.device.startswith("cuda")
-    print(json.dumps({**vars(args), **figures, "adapter_shift": shift,
-                      "hardware": torch.cuda.get_device_name() if on_gpu else args.device,
+    hardware = args.device
+    if hardware.startswith("cuda"):
+        hardware = torch.cuda.get_device_name()
+    print(json.dumps({**vars(args), **figures, "adapter_shift": shift, "hardware": hardware,
                       "command": f"python {shlex.join(sys.argv)}"}))
 
 

@@ -13,36 +13,24 @@ import pytest
 import torch
 
 from nvfp4 import FORMATS
-from sampler import Sampling, TorchEngine, sampler_for
+from sampler import TorchEngine, sampler_for
 from tools import bench
 
 ROOT = Path(__file__).parent.parent
 FLAGS = dict(model="toy", base="nvfp4", dtype="bfloat16", lora_rank=2, prompt=8, new=4, prompts=3, group_size=2,
-             memory_gib=None, kv_gib=None, micro_batch_tokens=None, tokens=1024, kept=0, spread=False, batch=[1, 2, 8])
+             memory_gib=None, kv_gib=None, micro_batch_tokens=2048, tokens=1024, kept=0, spread=False, batch=[1, 2, 8])
 
 
 @pytest.fixture
 def on_cpu(monkeypatch):
     """bench on a toy size and a CPU; what asks a GPU for its clock or memory is answered."""
-    class Plan:
-        micro_batch_tokens, pool, kept = 2048, 2**20, 1
-
-        def __init__(self, model, adapter, prompt, new, micro_batch_tokens, rows, kv_gib, gib, say):
-            assert (prompt, new, rows) == (256, 1024, 6)
-
-        def dry_step(self):
-            return self
-
-    def make_sampler(model, max_length, max_rows, kv_gib=None):
-        sampler = sampler_for(TorchEngine, model, max_length, max_rows)
-        sampler.engine.buckets = [1, max_rows]
-        return sampler
+    def graph_sampler(model, max_length, max_rows):
+        return sampler_for(TorchEngine, model, max_length, max_rows)
 
     monkeypatch.setitem(bench.SIZES, "toy", (64, 128, 2, 4, 2, 200, True))
     monkeypatch.setattr(bench, "DEVICE", torch.device("cpu"))
-    monkeypatch.setattr(bench, "make_sampler", make_sampler)
+    monkeypatch.setattr(bench, "graph_sampler", graph_sampler)
     monkeypatch.setattr(bench, "matmul_ceiling", lambda: 1e12)
-    monkeypatch.setattr(bench.memory, "Plan", Plan)
     monkeypatch.setattr(bench.memory, "bound", lambda gib, device: None)
     for name, answer in dict(synchronize=None, set_device=None, reset_peak_memory_stats=None, max_memory_allocated=0,
                              max_memory_reserved=0, get_device_name="a CPU").items():
@@ -78,7 +66,7 @@ def test_drawn_lengths_have_the_mean_asked_for_and_a_long_tail(low, high, mean):
 
 def test_a_step_trains_on_every_row_and_two_ranks_sum_to_one(on_cpu):
     work = bench.Step(Namespace(**FLAGS))
-    assert (work.learner.micro_batch_tokens, work.learner.kept_blocks) == (2048, 1)
+    assert work.learner.micro_batch_tokens == 2048 and work.sampler.max_length == 256 + 1024
     rollouts = work.sample(1 / 8)
     assert [len(c) for c in rollouts.completions] == [-(-n // 8) for n in work.lengths.tolist()]
     before = work.model.adapter.master.detach().clone()
@@ -106,7 +94,7 @@ def test_spread_counts_the_slots_that_wait(on_cpu, monkeypatch):
     monkeypatch.setattr(bench, "drawn_lengths", lambda count, *_: [1, 7] * (count // 2))
     model = bench.live_model(Namespace(**FLAGS))
     prompts = bench.random_prompts(model, [8] * 16)
-    load = bench.spread_load(bench.make_sampler(model, 64, 16), prompts, 16)
+    load = bench.spread_load(bench.graph_sampler(model, 64, 16), prompts, 16)
     assert load.keys() == {"tokens_s", "idle", "seconds", "times_packed"} and 0 <= load["idle"] < 0.5
 
 

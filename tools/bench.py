@@ -18,7 +18,7 @@ there already, same types: fp32 results forward, bf16 for dX.
 rollout. The whole sampler on random weights and a live random adapter: B sequences as B/8 prompts
 of 8 samples, end ids ignored, log-probs returned; tokens/s count prefill and the host's work.
 
-step. What train.py does: memory.Plan, Sampler, Learner.update. Prompts of 64 to 256 tokens,
+step. train.py's own sampler, memory plan and Learner.update. Prompts of 64 to 256 tokens,
 completions of 50 to 1,024, mean 300; rewards alternate, so that every row is trained on.
 
 Not here: the search for marlin_fp4.TUNED, made by `bench.py tune` at 5814e75.
@@ -44,6 +44,7 @@ from learner import Learner
 from lora import Adapter, Linear
 from run import LOCAL_RANK, RANK, WORLD, all_sum, gather, join, say, share
 from sampler import Sampling, sampler_for
+from train import make_sampler
 
 SIZES = {  # D, F, layers, H, KV, V, tied: config.json of Qwen2.5-*-Instruct
     "0.5b": (896, 4864, 24, 14, 2, 151936, True), "1.5b": (1536, 8960, 28, 12, 2, 151936, True),
@@ -93,9 +94,9 @@ def live_model(args):
     return model
 
 
-def make_sampler(model, max_length, max_rows, kv_gib=None):
+def graph_sampler(model, max_length, max_rows):
     from decode import GraphEngine               # the engine room: Triton
-    return sampler_for(GraphEngine, model, max_length, max_rows, kv_gib)
+    return sampler_for(GraphEngine, model, max_length, max_rows)
 
 
 def random_prompts(model, lengths):
@@ -330,10 +331,10 @@ def rollout(args):
     if args.spread:
         prompts = random_prompts(model, [args.prompt] * 16)
         for rows in args.batch:
-            sampler = make_sampler(model, args.prompt + 1024, rows)
+            sampler = graph_sampler(model, args.prompt + 1024, rows)
             result["batch"][rows] = show(f"{rows} slots", spread_load(sampler, prompts, rows))
     else:
-        sampler = make_sampler(model, args.prompt + args.new, max(args.batch))
+        sampler = graph_sampler(model, args.prompt + args.new, max(args.batch))
         for B in args.batch:
             load = fixed_load(model, sampler, B, args.prompt, args.new)
             result["batch"][B] = show(f"B={B}", load)
@@ -392,13 +393,12 @@ class Step:
         self.lengths = torch.tensor(drawn_lengths(args.prompts * G, 50, 1024, 300))
         self.prompts = random_prompts(self.model, torch.randint(64, 257, (args.prompts,)).tolist())
         rows = min(len(self.places) * G, 256)
-        plan = memory.Plan(self.model, self.model.adapter, 256, 1024, args.micro_batch_tokens,
-                           rows, args.kv_gib, args.memory_gib, say)
-        self.sampler = make_sampler(self.model, 256 + 1024, rows, plan.pool / 2**30)
-        tokens = min(gather([plan.micro_batch_tokens])[0])       # as train.py
-        self.learner.fit(tokens, plan.dry_step().kept)
-        for n in self.sampler.engine.buckets:    # a graph for every number of rows
-            self.sampler.generate([[1, 2]] * n, 1, Sampling(2))
+        plan = argparse.Namespace(**vars(args), max_prompt_tokens=256, max_new_tokens=1024,
+                                  max_rows=rows)
+        self.sampler = make_sampler(plan, self.model, self.learner)
+        for n in range(1, rows + 1):             # a graph for every number of rows
+            if self.sampler.engine.batch_size(n) == n:
+                self.sampler.generate([[1, 2]] * n, 1, Sampling(2))
         rewards = torch.arange(args.prompts * G) % 2
         live = torch.ones(args.prompts * G, dtype=torch.bool)
         self.advantages = grpo.group_advantages(rewards, G)
