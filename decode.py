@@ -166,9 +166,9 @@ class GraphEngine(TorchEngine):
 
         self.rows = zeros(len(State._fields), max_rows)
         self.state = State(*self.rows)
-        self.nobody = zeros(len(State._fields), 1)  # a row that reads and writes block 0
+        self.nobody = zeros(len(State._fields), 1)       # a row that reads and writes block 0
         self.nobody[State._fields.index("share")] = 1
-        self.table = None  # (max_rows, width), from the first call on
+        self.table = None                                # (max_rows, width), from the first call on
         self.ends = zeros(MAX_ENDS)
         self.inv_temperature = zeros(dtype=torch.float32)
         self.tokens = zeros(WINDOW, max_rows)
