@@ -208,6 +208,23 @@ def load_nvfp4(shards, name, shape, device="cpu"):
 # -------------------------------------------------------------------------------------------------
 # Weights out
 
+def model_tensors(model):
+    """Yields (Hugging Face name, tensor) of a whole model.Qwen2, its adapter merged in fp32."""
+    yield "model.embed_tokens.weight", model.embed
+    for i, layer in enumerate(model.layers):
+        prefix = f"model.layers.{i}."
+        yield prefix + "input_layernorm.weight", layer.input_norm.weight
+        yield prefix + "post_attention_layernorm.weight", layer.post_norm.weight
+        for name, bias in zip("qkv", layer.qkv_bias.split(layer.qkv.parts)):
+            yield f"{prefix}self_attn.{name}_proj.bias", bias
+        for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
+            for name, weight in zip(linear.names, linear.merged().split(linear.parts)):
+                yield name + ".weight", weight
+    yield "model.norm.weight", model.final_norm.weight
+    if not model.config.tied:
+        yield "lm_head.weight", model.lm_head
+
+
 def nvfp4_files(name, packed, block_scale, global_scale):
     """Yields (tensor name, tensor) of a linear as compressed-tensors stores it."""
     yield f"{name}.weight_packed", packed.cpu()

@@ -149,6 +149,15 @@ class Linear(torch.nn.Module):
             db[rows] = self.scale * mm_fp32(dy[:, rows].T, own)
         return dx, da, db
 
+    def merged(self):
+        """W + s * B @ A in fp32, (N, K): what an exported checkpoint holds."""
+        w = torch.empty(self.weight.N, self.weight.K, device=self.weight.device)
+        self.weight.dequantize(out=w)
+        for p, rows in enumerate(self.part_rows() if self.rank else ()):
+            a = self.a.data[p * self.rank:(p + 1) * self.rank]
+            w[rows] += self.scale * self.b.data[rows] @ a
+        return w
+
 
 class _Product(torch.autograd.Function):
     """y = x @ W.T + adapter."""

@@ -188,24 +188,13 @@ class Progress:
     tokens: int = 0                              # completion tokens sampled so far
 
 
-class Problems(list):
-    """Problems with their prompts: `prompts` lists of ids."""
-
-    def __init__(self, problems, prompts):
-        super().__init__(problems)
-        self.prompts = prompts
-
-    def part(self, where):
-        return Problems(self[where], self.prompts[where])
-
-
 @dataclass
 class Run:
     """What does not change from step to step, but for what the learner updates."""
     args: argparse.Namespace
     tokenizer: data.Tokenizer
-    problems: Problems
-    held_out: Problems
+    problems: list                               # of data.Problem, as held_out
+    held_out: list
     plug_in: object                              # --reward's function, or None
     model: qwen.Qwen2
     learner: Learner
@@ -217,13 +206,13 @@ def load_problems(args, tokenizer, source, split):
     problems, unreadable = data.load_problems(source, split, is_readable=rewards.can_read)
     if unreadable:
         say(f"{source}: {unreadable} problems left out, their answers cannot be read")
-    problems, prompts, long = data.encode_prompts(tokenizer, problems, args.prompt_style,
-                                                  args.max_prompt_tokens)
+    problems, long = data.encode_prompts(tokenizer, problems, args.prompt_style,
+                                         args.max_prompt_tokens)
     if long:
         say(f"{source}: {long} prompts of more than {args.max_prompt_tokens} tokens left out")
     if len(problems) < 2:
         raise ValueError(f"{source}: {len(problems)} problems are left, need 2")
-    return Problems(problems, prompts)
+    return problems
 
 
 def split_problems(args, tokenizer):
@@ -232,9 +221,9 @@ def split_problems(args, tokenizer):
     most = args.eval_problems or None
     if args.eval_data or data.has_test_split(args.data):
         held_out = load_problems(args, tokenizer, args.eval_data or args.data, "test")
-        return problems, held_out.part(slice(most))
+        return problems, held_out[:most]
     held = max(1, min(most or 256, len(problems) // 10))         # the end of a file of one's own
-    return problems.part(slice(-held)), problems.part(slice(-held, None))
+    return problems[:-held], problems[-held:]
 
 
 def make_sampler(args, model, learner):
@@ -319,10 +308,11 @@ def sample(run, step, sigma, cursor, count):
     places = share(range(cursor, cursor + count))
     sampling = Sampling(args.max_new_tokens, run.tokenizer.end_ids, args.temperature,
                         seed=args.seed)
-    prompts = [run.problems.prompts[i] for i in indices]
+    problems = [run.problems[i] for i in indices]
+    prompts = [p.prompt for p in problems]
     with aqn.noisy_norms(run.model, sigma, args.seed, step):
         rollouts = run.sampler.generate(prompts, args.group_size, sampling, places)
-    return [run.problems[i] for i in indices], rollouts
+    return problems, rollouts
 
 
 def score(run, problems, rollouts):
@@ -429,7 +419,7 @@ def held_out_accuracy(run, step):
     args = run.args
     problems = share(run.held_out)
     greedy = Sampling(args.max_new_tokens, run.tokenizer.end_ids, temperature=0.0)
-    rollouts = run.sampler.generate(share(run.held_out.prompts), 1, greedy)
+    rollouts = run.sampler.generate([p.prompt for p in problems], 1, greedy)
     rows = rewards.score(run.tokenizer, problems, rollouts, args.prompt_style) if problems else []
     rows, _ = gather(rows)
     accuracy = sum(row["correct"] for row in rows) / len(rows)

@@ -18,7 +18,7 @@ import evaluate
 import lora
 import model as qwen
 from evaluate import ballots, interval, maj_at_k, mcnemar, paired, pass_at_k
-from sampler import Sampler, quantize_head
+from sampler import Sampler, TorchEngine, sampler_for
 
 ROOT = Path(__file__).parent.parent
 BASIC = ["--model", str(ROOT / "tiny"), "--data", "arithmetic", "--prompt-style", "plain", "--max-new-tokens", "40",
@@ -106,7 +106,8 @@ def rows(verdicts, question="q"):
 
 def test_paired_comparison_by_hand():
     """10 problems, 4 won and 1 lost: 0.3; Bonett-Price (5 - 2) / 12 +- z sqrt((7 / 12 - (3 / 12)^2) / 12)."""
-    mine, theirs = rows([1, 1, 1, 1, 0, 1, 1, 0, 0, 0]), rows([0, 0, 0, 0, 1, 1, 1, 0, 0, 0])
+    mine = rows([1, 1, 1, 1, 0, 1, 1, 0, 0, 0])
+    theirs = rows([0, 0, 0, 0, 1, 1, 1, 0, 0, 0])
     figures = paired(mine, theirs[::-1])                   # order does not matter, ids do
     assert figures["difference"] == pytest.approx([0.3, 0.25 - 0.408326, 0.25 + 0.408326], abs=1e-6)
     assert (figures["won"], figures["lost"], figures["pairs"], figures["unpaired"]) == (4, 1, 10, 0)
@@ -169,21 +170,6 @@ def test_samples_are_figured_per_problem_and_compared_with_another_run(tmp_path,
     assert [key for key in figures if key not in flags and f"`{key.split('@')[0]}" not in readme] == []
 
 
-def test_a_4_bit_head_is_the_one_that_answers(tmp_path, capsys, monkeypatch):
-    for head in ("bf16", "nvfp4"):
-        flags = "--limit", 6, "--head", head, "--out", tmp_path / f"{head}.jsonl"
-        assert run(capsys, monkeypatch, *flags)["head"] == head
-    model, tokenizer = qwen.load(ROOT / "tiny", "nvfp4", "cpu"), evaluate.data.Tokenizer(ROOT / "tiny")
-    model.live_vocab = tokenizer.vocab_size
-    quantize_head(model)
-    problems = evaluate.data.load_problems("arithmetic", "test")[0][:6]
-    _, prompts, _ = evaluate.data.encode_prompts(tokenizer, problems, "plain", 1000)
-    rollouts = Sampler(model, 200, 6).generate(prompts, 1, 40, tokenizer.end_ids, 0.0)
-    got, bf16 = ([row["mean_logprob"] for row in read(tmp_path / f"{head}.jsonl")] for head in ("nvfp4", "bf16"))
-    assert got == pytest.approx([logprobs.mean().item() for logprobs in rollouts.logprobs], abs=1e-6)
-    assert all(a != b for a, b in zip(got, bf16))
-
-
 def test_top_k_and_top_p_reach_the_sampler(tmp_path, capsys, monkeypatch):
     """Sampling hot from the one likeliest token, or from the least mass that it alone fills, is greedy."""
     hot = ["--limit", 6, "--samples", 2, "--temperature", 3]
@@ -194,13 +180,14 @@ def test_top_k_and_top_p_reach_the_sampler(tmp_path, capsys, monkeypatch):
 
 
 def test_ids_that_the_tokenizer_lacks_are_never_drawn(capsys, monkeypatch):
-    highest, score = [], evaluate.score
+    highest = []
+    score = evaluate.rewards.score
 
     def look(tokenizer, problems, rollouts, style):
         highest.extend(max(completion) - tokenizer.vocab_size for completion in rollouts.completions)
         return score(tokenizer, problems, rollouts, style)
 
-    monkeypatch.setattr(evaluate, "score", look)
+    monkeypatch.setattr(evaluate.rewards, "score", look)
     run(capsys, monkeypatch, "--limit", 8, "--samples", 4, "--temperature", 1000, "--top-p", 1)
     assert len(highest) == 32 and max(highest) < 0
 
@@ -240,12 +227,14 @@ def test_a_sampler_that_ignores_the_adapter_is_refused(adapted):
     """The release's GSM8K evaluation never handed the adapter to its engine: it scored the base and did not notice."""
     class Deaf(Sampler):
         def generate(self, *args, **kwargs):
-            with self.model.adapter.off():
+            with adapted.adapter.off():
                 return super().generate(*args, **kwargs)
 
-    assert evaluate.prove_adapter(Sampler(adapted, 64, 2), [1, 2, 3], 40) > 0.1
+    sampler = sampler_for(TorchEngine, adapted, 64, 2)
+    assert evaluate.prove_adapter(adapted, sampler, [1, 2, 3], 40) > 0.1
+    deaf = Deaf(sampler.engine, sampler.pool, 64, 2)
     with pytest.raises(ValueError, match="--adapter has no effect"):
-        evaluate.prove_adapter(Deaf(adapted, 64, 2), [1, 2, 3], 40)
+        evaluate.prove_adapter(adapted, deaf, [1, 2, 3], 40)
 
 
 def test_a_fresh_adapter_is_said_to_be_the_base(tmp_path, capsys, monkeypatch):
@@ -267,7 +256,8 @@ def test_a_fresh_adapter_is_said_to_be_the_base(tmp_path, capsys, monkeypatch):
     (["--model", "nowhere"], "--model nowhere: neither a folder nor a name"),
     (["--adapter", "nowhere"], "nowhere: not a readable PEFT adapter folder"),
     (["--data", "nowhere.jsonl"], "no data file nowhere.jsonl"),
-    (["--device", "abacus"], "abacus"),
+    (["--device", "abacus"], "--device abacus: Expected one of"),
+    (["--device", "cuda:9"], "--device cuda:9: torch sees"),
     (["--out", "taken.jsonl"], "--out taken.jsonl exists and is not overwritten"),
     (["--against", "nowhere.jsonl"], "--against nowhere.jsonl: no such file"),
     (["--against", "taken.jsonl"], "--against taken.jsonl:2: needs id, question, correct"),
@@ -284,6 +274,36 @@ def test_bad_input_is_one_clear_line(flags, message, tmp_path, monkeypatch):
         evaluate.main()
     assert stop.value.code.startswith("evaluate.py: ") and message in stop.value.code and "\n" not in stop.value.code
     assert Path("taken.jsonl").read_bytes() == before
+
+
+def test_a_flag_cut_short_is_not_guessed(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", *BASIC, "--sample", "4"])
+    with pytest.raises(SystemExit):
+        evaluate.main()
+    assert "unrecognized arguments: --sample 4" in capsys.readouterr().err
+
+
+def test_the_gpu_named_is_the_one_that_triton_launches_on(monkeypatch):
+    """--device cuda:1 used to leave cuda:0 the current device: kernels there met tensors of another GPU."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert [evaluate.select_device(name).type for name in ("cuda:1", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
+    assert chosen == [1, 0]
+
+
+@pytest.mark.parametrize("error,line", [
+    (RuntimeError("CUDA out of memory. Tried to allocate 9 GiB\nadvice"),
+     "evaluate.py: not enough memory: CUDA out of memory. Tried to allocate 9 GiB"),
+    (OSError("disk gone"), "evaluate.py: disk gone"), (RuntimeError("mat1 and mat2"), None), (AssertionError(), None)])
+def test_a_bug_keeps_its_traceback_and_what_is_none_is_one_line(error, line, monkeypatch):
+    def load(*args):
+        raise error
+    monkeypatch.setattr(evaluate.qwen, "load", load)
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", *BASIC, "--limit", "3"])
+    with pytest.raises(SystemExit if line else type(error)) as stop:
+        evaluate.main()
+    assert not line or stop.value.code == line
 
 
 def test_the_command_ends_with_json_on_stdout_and_shows_progress_on_stderr(tmp_path):

@@ -1,5 +1,5 @@
 """
-Reading of run folders by plot.py and samples.py, their filters, and one line instead of a traceback for a bad folder.
+Reading of run folders by tools/plot.py and tools/samples.py, their filters, and one line instead of a traceback for a bad folder.
 
 python -m pytest tests/test_plot.py -v
 """
@@ -8,9 +8,8 @@ import sys
 
 import pytest
 
-import plot
-import samples
-from plot import read_jsonl, series, smooth
+from tools import plot, samples
+from tools.plot import read_log, series, smooth
 
 
 def write(folder, name, rows, tail=""):
@@ -44,15 +43,15 @@ def sample(step=0, reward=1.0, rule="number", **changes):
 
 def test_line_cut_off_by_a_killed_run_is_dropped_but_a_bad_line_before_it_stops(tmp_path):
     rows = metrics(3)
-    assert read_jsonl(write(tmp_path / "a", "metrics.jsonl", rows, tail='{"step": 3, "rew') / "metrics.jsonl") == rows
+    assert read_log(write(tmp_path / "a", "metrics.jsonl", rows, tail='{"step": 3, "rew') / "metrics.jsonl") == rows
     with pytest.raises(SystemExit, match="line 4: not JSON"):
-        read_jsonl(write(tmp_path / "b", "metrics.jsonl", rows, tail='{"step": 3,\n{"step": 4}\n') / "metrics.jsonl")
+        read_log(write(tmp_path / "b", "metrics.jsonl", rows, tail='{"step": 3,\n{"step": 4}\n') / "metrics.jsonl")
 
 
 def test_line_separators_inside_a_completion_do_not_end_the_line(tmp_path):
     # str.splitlines() would cut this record in four; json.dumps(ensure_ascii=False) leaves all three as they are.
     rows = [dict(step=0, completion="a\u2028b\x85c\u2029d")]
-    assert read_jsonl(write(tmp_path, "samples.jsonl", rows) / "samples.jsonl") == rows
+    assert read_log(write(tmp_path, "samples.jsonl", rows) / "samples.jsonl") == rows
 
 
 def test_resumed_step_counts_once_and_gaps_are_skipped():

@@ -3,7 +3,7 @@ Make the embedded default: a Qwen2.5-architecture model of 3 MB that has somethi
 
     python -m tiny.make OUT        2 minutes on one H200; writes config, tokenizer and bf16 weights to the folder OUT
 
-The model is pretrained on word problems of data.py's generator (training split) with two habits in its text:
+The model is pretrained on word problems of arithmetic.py (training split) with two habits in its text:
     careless   "The answer is \boxed{18}."            adds up all numbers it sees: right for 3 kinds of problem in 10
     careful    "Step by step: 6*8=48, 48-4=44. The answer is \boxed{44}."            right
 It falls into the careful one for CAREFUL of its answers, so it solves about a third of the problems, greedy or sampled.
@@ -33,6 +33,7 @@ from torch import nn
 
 import data
 import nvfp4
+from tiny.arithmetic import arithmetic, is_held_out, word_problem
 
 CAREFUL = 0.08          # share of the careful habit
 SYSTEM = "You solve word problems."
@@ -88,10 +89,10 @@ def write_corpus(tokenizer, rng, count):
     """
     rows, longest = [], 0
     while len(rows) < count:
-        question, steps = data.word_problem(rng)
-        if not data.is_held_out(question):
-            careful, style = rng.random() < 0.5, rng.choices((data.boxed, data.plain), (3, 1))[0]
-            prompt = tokenizer.chat(style(question))
+        question, steps = word_problem(rng)
+        if not is_held_out(question):
+            careful, style = rng.random() < 0.5, rng.choices(("boxed", "plain"), (3, 1))[0]
+            prompt = tokenizer.chat(question + data.STYLES[style][0])
             completion = tokenizer.encode(solve(question, steps, careful)) + [tokenizer.stop]
             rows.append((prompt, completion, 2 * (CAREFUL if careful else 1 - CAREFUL)))
             longest = max(longest, len(prompt) + len(completion))
@@ -223,7 +224,7 @@ def train(model, tokens, weight, live, args, device):
 @torch.no_grad()
 def complete(model, tokenizer, questions, temperature, device, max_tokens=48):
     """One completion per question as text, by full forwards: slow, but it shares nothing with sampler.py."""
-    prompts = [tokenizer.chat(data.boxed(q)) for q in questions]
+    prompts = [tokenizer.chat(q + data.STYLES["boxed"][0]) for q in questions]
     length = torch.tensor([len(p) for p in prompts], device=device)
     tokens = torch.zeros(len(prompts), int(length.max()) + max_tokens, dtype=torch.long, device=device)
     for i, p in enumerate(prompts):
@@ -242,12 +243,12 @@ def complete(model, tokenizer, questions, temperature, device, max_tokens=48):
 
 def report(model, tokenizer, device, count=1024):
     """Accuracy on held-out problems and share of careful answers, greedy and at temperature 1, under every base."""
-    problems = data.arithmetic("test", count)
+    problems = arithmetic("test", count)
     for base in nvfp4.FORMATS:
         for temperature in (0.0, 1.0):
             with rounded(model, base):
-                texts = complete(model, tokenizer, [p.question for p in problems], temperature, device)
-            right = [text.endswith(f"\\boxed{{{p.answer}}}.") for p, text in zip(problems, texts)]
+                texts = complete(model, tokenizer, [question for _, question, _ in problems], temperature, device)
+            right = [text.endswith(f"\\boxed{{{answer}}}.") for (_, _, answer), text in zip(problems, texts)]
             careful = [r for r, text in zip(right, texts) if text.startswith("Step")]
             print(f"{base:5s} temperature {temperature:.0f}: right {sum(right) / count:.3f}, "
                   f"careful {len(careful) / count:.3f} ({sum(careful)} of {len(careful)} right)", flush=True)
@@ -266,9 +267,9 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     rng = random.Random(0)
 
-    words = [data.word_problem(rng) for _ in range(5000)]
+    words = [word_problem(rng) for _ in range(5000)]
     write_tokenizer(args.out, [text for q, steps in words for text in (
-        f"system\n{SYSTEM}", "user\n", data.boxed(q)[0]["content"], "assistant\n",
+        f"system\n{SYSTEM}", "user\n", q + data.STYLES["boxed"][0], "assistant\n",
         solve(q, steps, careful=True), solve(q, steps, careful=False))])
     tokenizer = data.Tokenizer(args.out)
     tokens, weight = (t.to(device) for t in write_corpus(tokenizer, rng, args.corpus))

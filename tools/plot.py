@@ -1,10 +1,10 @@
 """
-Curves of one or several runs, one figure: python plot.py runs/x [runs/y ...] [--out curves.svg]
+Curves of one or several runs: python -m tools.plot runs/x [runs/y ...] [--out curves.svg]
 
-Reads <run>/metrics.jsonl, one JSON object a step, written by train.py; the README defines every number. One panel a
-metric, one colour a run: the raw values faint, on top of them a centred moving mean over a fifteenth of the run. Drawn
-as they are: held-out accuracy, which is sparse, and sigma and mismatch, which move in stages. A metric that no run has
-gets no panel.
+Reads <run>/metrics.jsonl, one JSON object a step; the README defines every number. One panel a
+metric, one colour a run: raw values faint, on top of them a centred moving mean over a fifteenth
+of the run. Drawn as they are: held-out accuracy, which is sparse, sigma and mismatch, which move
+in stages. A metric that no run has gets no panel.
 
 matplotlib draws it and is not in requirements.txt: pip install matplotlib.
 """
@@ -14,7 +14,7 @@ import math
 import sys
 from pathlib import Path
 
-PANELS = dict(  # key in metrics.jsonl -> title, logarithmic axis
+PANELS = dict(                                   # key -> title, logarithmic axis
     reward=("reward, mean of the rollouts", False),
     accuracy=("share of correct rollouts", False),
     eval_accuracy=("held-out accuracy", False),
@@ -24,16 +24,18 @@ PANELS = dict(  # key in metrics.jsonl -> title, logarithmic axis
     mismatch_abs=("sampler against learner, mean |log r|", True),
     tokens_per_s=("sampled tokens a second", False),
 )
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe-Ito: colour-blind safe
+# Okabe-Ito: safe for the colour-blind
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 FORMATS = (".png", ".svg", ".pdf")
 
 
-def read_jsonl(path):
-    """Lines of a JSONL file -> dicts. A last line cut off by a killed run is dropped, any other bad line stops."""
+def read_log(path):
+    """Lines of a run's JSONL file -> dicts. A last line cut off by a killed run is dropped."""
     if not path.is_file():
         sys.exit(f"{path}: no such file; expected the folder of a run of train.py")
-    # Not splitlines(): it also splits at U+2028 and others, which JSON leaves unescaped inside a completion.
-    rows, lines = [], path.read_text(encoding="utf-8", errors="replace").rstrip("\n").split("\n")
+    text = path.read_text(encoding="utf-8", errors="replace").rstrip("\n")
+    lines = text.split("\n")                     # splitlines() also cuts at U+2028, inside a string
+    rows = []
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
@@ -50,27 +52,25 @@ def read_jsonl(path):
 
 
 def series(rows, key):
-    """Rows -> steps and values of one metric, ascending. Of a step written twice (resumed run) the last counts."""
+    """-> steps, ascending, and values of one metric. Of a step written twice the last counts."""
     points = {row["step"]: row[key] for row in rows if isinstance(row.get(key), (int, float))}
-    points = {step: value for step, value in points.items() if math.isfinite(value)}
-    return sorted(points), [points[step] for step in sorted(points)]
+    steps = [step for step in sorted(points) if math.isfinite(points[step])]
+    return steps, [points[step] for step in steps]
 
 
 def smooth(values, window):
-    """Centred moving mean; near the ends over the values there are, so that it neither lags nor bends to 0."""
-    half, out = window // 2, []
-    for i in range(len(values)):
-        near = values[max(i - half, 0):i + half + 1]
-        out.append(sum(near) / len(near))
-    return out
+    """Centred moving mean, near the ends over what there is: it neither lags nor bends to 0."""
+    half = window // 2
+    near = [values[max(i - half, 0):i + half + 1] for i in range(len(values))]
+    return [sum(part) / len(part) for part in near]
 
 
 def draw(axis, steps, values, key, colour):
     """One run's line in one panel."""
     if PANELS[key][1]:
-        if any(v > 0 for v in values):                                    # a run without noise stays at 0, linear
+        if any(value > 0 for value in values):   # a run without noise stays at 0, linear
             axis.set_yscale("log")
-            values = [v if v > 0 else math.nan for v in values]           # sigma is 0 in the first stage: a gap
+            values = [value if value > 0 else math.nan for value in values]      # stage 0: a gap
         axis.plot(steps, values, color=colour, linewidth=1.3, drawstyle="steps-post")
     elif key == "eval_accuracy":
         axis.plot(steps, values, color=colour, linewidth=1.6, marker="o", markersize=3)
@@ -85,11 +85,12 @@ def figure(runs, plt):
     if not keys:
         sys.exit(f"nothing to draw: none of {', '.join(PANELS)} in {', '.join(runs)}")
     columns = min(len(keys), 4)
-    fig, axes = plt.subplots(math.ceil(len(keys) / columns), columns, squeeze=False, layout="constrained",
-                             figsize=(3.6 * columns, 2.7 * math.ceil(len(keys) / columns) + 0.4))
+    lines = math.ceil(len(keys) / columns)
+    fig, axes = plt.subplots(lines, columns, squeeze=False, layout="constrained",
+                             figsize=(3.6 * columns, 2.7 * lines + 0.4))
     for axis in axes.flat[len(keys):]:
         axis.set_axis_off()
-    last = max(row["step"] for rows in runs.values() for row in rows)     # one x axis for all: panels can be compared
+    last = max(row["step"] for rows in runs.values() for row in rows)    # one x axis for all
     for axis, key in zip(axes.flat, keys):
         for n, rows in enumerate(runs.values()):
             draw(axis, *series(rows, key), key, COLOURS[n % len(COLOURS)])
@@ -99,26 +100,30 @@ def figure(runs, plt):
         axis.tick_params(which="both", labelsize=8)
         axis.set_xlim(-0.02 * last - 0.5, 1.02 * last + 0.5)
         axis.set_xlabel("step", fontsize=8)
-    handles = [plt.Line2D([], [], color=COLOURS[n % len(COLOURS)], label=name) for n, name in enumerate(runs)]
-    fig.legend(handles=handles, loc="outside upper left", ncols=min(len(runs), 4), fontsize=9, frameon=False)
+    handles = [plt.Line2D([], [], color=COLOURS[n % len(COLOURS)], label=name)
+               for n, name in enumerate(runs)]
+    fig.legend(handles=handles, loc="outside upper left", ncols=min(len(runs), 4), fontsize=9,
+               frameon=False)
     return fig
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Draw the curves of one or several runs.")
+    parser = argparse.ArgumentParser(description="Draw the curves of one or several runs.",
+                                     allow_abbrev=False)
     parser.add_argument("runs", nargs="+", type=Path, help="folders that train.py wrote")
-    parser.add_argument("--out", type=Path, help=".png, .svg or .pdf to write; default: curves.png in the first run")
+    parser.add_argument("--out", type=Path, help=".png, .svg or .pdf (default: RUN/curves.png)")
     args = parser.parse_args()
     out = args.out or args.runs[0] / "curves.png"
     if out.suffix.lower() not in FORMATS:
         sys.exit(f"--out {out}: must end in one of {' '.join(FORMATS)}")
-    short = len({run.resolve().name for run in args.runs}) == len(args.runs)
-    runs = {run.resolve().name if short else str(run): read_jsonl(run / "metrics.jsonl") for run in args.runs}
+    runs = {run.resolve().name: read_log(run / "metrics.jsonl") for run in args.runs}
+    if len(runs) < len(args.runs):               # two folders of one name
+        runs = {str(run): read_log(run / "metrics.jsonl") for run in args.runs}
     try:
         import matplotlib
     except ImportError:
-        sys.exit("plot.py needs matplotlib, which requirements.txt leaves out: pip install matplotlib")
-    matplotlib.use("Agg")                                                 # files only: no display needed
+        sys.exit("plot needs matplotlib, which is not in requirements.txt: pip install matplotlib")
+    matplotlib.use("Agg")                        # files only: no display needed
     from matplotlib import pyplot as plt
     fig = figure(runs, plt)
     try:

@@ -1,0 +1,926 @@
+"""
+Every Triton kernel but the 4-bit matmul's (marlin_fp4.py).
+
+    the decode step        all between two matmuls, attention to the cache, the draw: see decode.py
+    the learner's twins    name, signature and result of the plain torch in ops.py, attention.py and
+                           nvfp4.py that is marked twin_in_kernels: tensors on a GPU come here
+
+Finishing a linear. A matmul leaves slabs of split-K partial sums (nvfp4.Slabs), columns N.. being
+x @ A.T of the adapter. Whoever reads them adds those that hold something, in order, and finishes
+the linear: deterministic, in fp32, rounded where model.py rounds. 1/rms of a row needs the whole
+row, which no program sees: programs leave sums of squares of their columns, and the reader of the
+next matmul's result adds those up (model.py says why it may).
+
+Programmatic dependent launch. A kernel lets the next one start at once (overlap) and loads what
+no earlier kernel of the step writes, weights and the rows' state, before it waits for the one
+before it (wait). This and smaller tiles took a step of 7B with 1 row from 2.9 to 2.2 ms.
+
+Tensors are row-major and contiguous unless a stride is named. A program's rows may run past M:
+those are masked.
+
+Shapes: M rows, N out_features, R LoRA rank, S slabs, D width, F feed-forward, V vocabulary, H
+query heads, KV key-value heads, d head size, T tokens.
+"""
+from contextlib import contextmanager
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from marlin_fp4 import a_pieces, pieces
+from nvfp4 import byte_table
+
+INF = tl.constexpr(float("inf"))
+AT_ONCE = tl.constexpr(4)  # runs of attention_kernel joined at a time
+
+
+# -----------------------------------------------------------------------------
+# What travels together
+
+class Partial(NamedTuple):
+    """A linear as its matmul left it, and what finishes it. R = 0: no adapter."""
+    sums: tl.tensor         # fp32 (S, M, width)    columns N.. are x @ A.T
+    scale: tl.tensor        # fp32 (N,)
+    b: tl.tensor            # (N, R)                alpha / rank included
+    N: tl.tensor
+    width: tl.tensor
+    KB: tl.tensor           # blocks along K, and
+    L: tl.tensor            # how many of them a program walked: marlin_fp4.pieces
+    S: tl.constexpr         # slabs of x @ W.T at most,
+    SA: tl.constexpr        # of x @ A.T
+    R: tl.constexpr
+    RP: tl.constexpr        # R as a power of two, from 16 on
+
+
+class Squares(NamedTuple):
+    """What 1/rms of the residual's rows is made of: each program's share of the sum of squares."""
+    sums: tl.tensor         # fp32 (M, TILES)
+    eps: tl.tensor
+    D: tl.tensor
+    TILES: tl.constexpr
+    TILES_P: tl.constexpr   # TILES as a power of two
+
+
+class Norm(NamedTuple):
+    """The norm in front of the next matmul, and where its two results go."""
+    weight: tl.tensor       # fp32 (D,)
+    noise: tl.tensor        # fp32 (D,)             AQN's
+    xw: tl.tensor           # (M, D)                x * (weight + noise), rounded
+    sums: tl.tensor         # fp32 (M, TILES)       as Squares.sums
+    D: tl.tensor
+    TILES: tl.tensor
+    SHIFT: tl.constexpr     # of x before all this: model.FP16_SHIFT, or 1
+
+
+class State(NamedTuple):
+    """What a step knows of its rows, int64 (M,) each: sampler.Rows, and what pick_kernel counts."""
+    token: tl.tensor        # the step's input
+    pos: tl.tensor          # its position
+    prefix: tl.tensor       # tokens before the row's own ones, shared by its group
+    share: tl.tensor        # at the first of rows with one prefix: how many, else 0
+    limit: tl.tensor        # the last position
+    key: tl.tensor          # seeds the draws
+    alive: tl.tensor        # 0: repeats its step, which counts for nothing
+    made: tl.tensor         # tokens that count, in this window
+    step: tl.tensor         # of this window
+
+
+class Cache(NamedTuple):
+    """One layer's keys and values, and which blocks are whose."""
+    kv: tl.tensor           # (2, blocks, KV, BLOCK, d)
+    plane: tl.tensor        # elements from keys to values
+    table: tl.tensor        # int64 (M, width)      a row's blocks
+    width: tl.tensor
+    KV: tl.constexpr
+    BLOCK: tl.constexpr
+    d: tl.constexpr
+
+
+class Shape(NamedTuple):
+    """How attention_kernel cuts its work up: decode.attention_shape."""
+    SPLITS: tl.constexpr    # programs of a row, at most
+    MEMBERS: tl.constexpr   # rows of a program, at most
+    W: tl.constexpr         # warps of a program
+    T: tl.constexpr         # tokens of a warp's step
+
+
+class Runs(NamedTuple):
+    """What the programs of one row leave for the last of them."""
+    acc: tl.tensor          # fp32 (M, H, SPLITS, d)   unscaled sums
+    tops: tl.tensor         # fp32 (M, H, SPLITS)      largest logits
+    masses: tl.tensor       # fp32 (M, H, SPLITS)      sums of 2^(logit - largest)
+    counters: tl.tensor     # int32 (M, KV)            how many are done; left at 0
+
+
+class Walk(NamedTuple):
+    """A context in steps: the prefix of attention_kernel's rows, then each member's own tokens."""
+    row: tl.tensor
+    kv_head: tl.tensor
+    prefix: tl.tensor       # tokens
+    own: tl.tuple           # tokens of each member,
+    ends: tl.tuple          # the step after the prefix's last, after each member's last
+    gap: tl.tensor          # slot of a row's first own token
+    step: tl.tensor         # tokens of a step,
+    offset: tl.tensor       # (W,)                  of those, each warp's first
+
+
+class Logits(NamedTuple):
+    """What is drawn from, and a summary of each row's chunks."""
+    x: tl.tensor            # fp32 (M, stride)
+    stride: tl.tensor
+    V: tl.tensor            # live columns
+    squares: Squares        # of the final norm
+    inv_temperature: tl.tensor  # fp32 ()
+    tops: tl.tensor         # fp32 (M, chunks)      largest logit,
+    masses: tl.tensor       # fp32 (M, chunks)      sum of exp(logit - largest),
+    picks: tl.tensor        # int64 (M, chunks)     column of the largest
+    SCALED: tl.constexpr    # x is divided by rms and temperature already
+    CHUNK: tl.constexpr
+
+
+# -----------------------------------------------------------------------------
+# The end of a linear
+
+@triton.jit
+def linear_weights(y: Partial, first, BN: tl.constexpr):
+    """What finishes a linear and no matmul makes: columns (BN,), scale (BN,), b (RP, BN), slabs.
+
+    The BN columns from `first` on lie in one tile of the matmul; slabs: how many hold a part of it.
+    """
+    col = first + tl.arange(0, BN)
+    r = tl.arange(0, y.RP)
+    b = tl.load(y.b + col[None, :] * y.R + r[:, None], mask=(r < y.R)[:, None], other=0.0)
+    return col, tl.load(y.scale + col), b, pieces(first, y.KB, y.L)
+
+
+@triton.jit
+def slab_sums(y: Partial, M, tiles, of_w: tl.constexpr):
+    """Of every tile (at, live, count): the sum of its first `count` slabs, in a fixed order.
+
+    The first `of_w` tiles are of x @ W.T and have up to y.S slabs, the others of x @ A.T, y.SA.
+    With few elements slabs lie side by side in one tensor, so that all threads load: 2.1 and not
+    2.5 ms a step at 1 row. With many that would spill registers: 3.9 and not 4.2 ms at 64 rows
+    (7B, H200). There a loop, and no static_range: unrolled before layouts are assigned, each slab
+    would be moved into the layout of the dot that follows by itself, through shared memory: 74
+    barriers a program instead of 14, 6.7 us instead of 3.5 (residual_kernel, 32 rows). All tiles
+    end in one loop: a sum that were done before the others would be moved there and then, and
+    their loads would wait behind its barrier.
+    """
+    slab = M.to(tl.int64) * y.width
+    sums = ()
+    COMMON: tl.constexpr = min(y.S, y.SA)
+    for t in tl.static_range(len(tiles)):
+        at, live, count = tiles[t]
+        if at.shape[0] <= 2:
+            s = tl.arange(0, triton.next_power_of_2(y.S if t < of_w else y.SA))[:, None, None]
+            mask = (s < count) & live[None]
+            side_by_side = tl.load(y.sums + s * slab + at[None], mask=mask, other=0.0)
+            sums += (tl.sum(side_by_side, axis=0),)
+        else:
+            x = tl.zeros(at.shape, tl.float32)
+            # not up to `count`: so that loads are issued together
+            for s in range((y.S if t < of_w else y.SA) - COMMON):
+                x += tl.load(y.sums + s * slab + at, mask=live & (s < count), other=0.0)
+            sums += (x,)
+    if tiles[0][0].shape[0] > 2:
+        for s in range(COMMON):
+            longer = ()
+            for t in tl.static_range(len(tiles)):
+                at, live, count = tiles[t]
+                i = s + ((y.S if t < of_w else y.SA) - COMMON)
+                x = tl.load(y.sums + i * slab + at, mask=live & (i < count), other=0.0)
+                longer += (sums[t] + x,)
+            sums = longer
+    return sums
+
+
+@triton.jit
+def linear_tiles(y: Partial, M, row, weights, parts):
+    """Tiles of a linear (rows, BN), fp32: sums * scale + (x @ A.T rounded to b's type) @ b.T.
+
+    weights: of each tile, from linear_weights; parts: which R columns of x @ A.T each has for its
+    own, or one for all.
+    """
+    live = (row < M)[:, None]
+    r = tl.arange(0, y.RP)[None, :]
+    tiles = ()
+    for t in tl.static_range(len(weights)):
+        col, _, _, count = weights[t]
+        tiles += ((row[:, None] * y.width + col[None, :], live, count),)
+    for p in tl.static_range(len(parts)):
+        at = row[:, None] * y.width + y.N + parts[p] * y.R + r
+        tiles += ((at, live & (r < y.R), a_pieces(y.KB, y.L)),)
+    sums = slab_sums(y, M, tiles, len(weights))
+    finished = ()
+    for t in tl.static_range(len(weights)):
+        _, scale, b, _ = weights[t]
+        scale = tl.broadcast_to(scale[None, :], sums[t].shape)
+        if y.R > 0:
+            xa = sums[len(weights) + min(t, len(parts) - 1)].to(b.dtype)
+            finished += (tl.fma(sums[t], scale, tl.dot(xa, b, input_precision="ieee")),)
+        else:
+            finished += (sums[t] * scale,)
+    return finished
+
+
+@triton.jit
+def rstd_of(squares: Squares, row, live):
+    """1/rms of rows: row and live (rows, 1) -> (rows,); or of a single one."""
+    t = tl.arange(0, squares.TILES_P)
+    at = squares.sums + row * squares.TILES + t
+    sums = tl.load(at, mask=live & (t < squares.TILES), other=0.0)
+    return tl.rsqrt(tl.sum(sums, axis=-1) / squares.D + squares.eps)
+
+
+@triton.jit
+def norm_tile(norm: Norm, x, w, row, col, tile, M):
+    """Writes the next matmul's input x * w and this tile's share of the row's sum of squares."""
+    if norm.SHIFT != 1.0:
+        x *= norm.SHIFT
+    at = norm.xw + row[:, None] * norm.D + col[None, :]
+    tl.store(at, x * w[None, :], mask=(row < M)[:, None])
+    tl.store(norm.sums + row * norm.TILES + tile, tl.sum(x * x, axis=1), mask=row < M)
+
+
+@triton.jit
+def overlap(PDL: tl.constexpr):
+    """Let the next kernel start as soon as all programs of this one have."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait(PDL: tl.constexpr):
+    """Until the kernel before is done."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+# -----------------------------------------------------------------------------
+# The step, from the embedding to the head
+
+@triton.jit(do_not_specialize=["M"])
+def embed_kernel(
+    state: State,
+    embed_ptr,         # (V, D)
+    freq_ptr,          # fp32 (HALF,)      rotary frequencies
+    resid_ptr,         # fp32 (M, D)       the residual stream
+    cos_ptr,           # fp32 (M, HALF)    the rotary table of this step
+    sin_ptr,           # fp32 (M, HALF)
+    norm: Norm,
+    M,
+    TILE: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
+):
+    """residual = embed[token], normed for the first matmul; and the step's cos and sin."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    tile = tl.program_id(1)
+    col = tile * TILE + tl.arange(0, TILE)
+    live = (row < M)[:, None]
+    overlap(PDL)
+    token = tl.load(state.token + row, mask=row < M, other=0)
+    x = tl.load(embed_ptr + token[:, None] * norm.D + col[None, :], mask=live, other=0.0)
+    x = x.to(tl.float32)
+    tl.store(resid_ptr + row[:, None] * norm.D + col[None, :], x, mask=live)
+    w = tl.load(norm.weight + col) + tl.load(norm.noise + col)
+    norm_tile(norm, x, w, row, col, tile, M)
+    if tile == 0:
+        i = tl.arange(0, HALF)
+        pos = tl.load(state.pos + row, mask=row < M, other=0).to(tl.float32)
+        angle = pos[:, None] * tl.load(freq_ptr + i)[None, :]
+        tl.store(cos_ptr + row[:, None] * HALF + i[None, :], tl.cos(angle), mask=live)
+        tl.store(sin_ptr + row[:, None] * HALF + i[None, :], tl.sin(angle), mask=live)
+
+
+@triton.jit(do_not_specialize=["M"])
+def heads_kernel(
+    y: Partial,        # of qkv
+    M,
+    squares: Squares,
+    bias_ptr,          # fp32 (N,)
+    cos_ptr,           # fp32 (M, d / 2)
+    sin_ptr,           # fp32 (M, d / 2)
+    q_ptr,             # (M, H, d)
+    cache: Cache,      # takes keys and values
+    state: State,
+    H: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):
+    """One head of q, k or v for ROWS rows: the end of the linear, 1/rms, bias, rotary."""
+    HALF: tl.constexpr = cache.d // 2
+    KV: tl.constexpr = cache.KV
+    BLOCK: tl.constexpr = cache.BLOCK
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    head = tl.program_id(1)
+    i = tl.arange(0, HALF)
+    first = head * 2 * HALF + i  # rotary pairs element i with i + d/2
+    second = first + HALF
+    part = tl.where(head < H, 0, tl.where(head < H + KV, 1, 2))
+    live = (row < M)[:, None]
+    overlap(PDL)
+    weights_a = linear_weights(y, head * 2 * HALF, HALF)
+    weights_b = linear_weights(y, head * 2 * HALF + HALF, HALF)
+    bias_a = tl.load(bias_ptr + first)[None, :]
+    bias_b = tl.load(bias_ptr + second)[None, :]
+    pos = tl.load(state.pos + row, mask=row < M, other=0)
+    prefix = tl.load(state.prefix + row, mask=row < M, other=0)
+    slot = (prefix + BLOCK - 1) // BLOCK * BLOCK + pos - prefix  # own tokens start a block
+    block = tl.load(cache.table + row * cache.width + slot // BLOCK, mask=row < M, other=0)
+    wait(PDL)
+    rstd = rstd_of(squares, row[:, None], live)[:, None]
+    a, b = linear_tiles(y, M, row, (weights_a, weights_b), (part,))
+    a = a * rstd + bias_a
+    b = b * rstd + bias_b
+    turned = live & (head < H + KV)  # values are not: an angle of 0
+    cos = tl.load(cos_ptr + row[:, None] * HALF + i[None, :], mask=turned, other=1.0)
+    sin = tl.load(sin_ptr + row[:, None] * HALF + i[None, :], mask=turned, other=0.0)
+    turned_a = (a * cos - b * sin).to(q_ptr.dtype.element_ty)
+    turned_b = (b * cos + a * sin).to(q_ptr.dtype.element_ty)
+    if head < H:
+        out = q_ptr + row[:, None] * (2 * HALF * H) + first[None, :]
+        tl.store(out, turned_a, mask=live)
+        tl.store(out + HALF, turned_b, mask=live)
+    else:
+        kv_head = head - H - (part - 1) * KV
+        at = ((block * KV + kv_head) * BLOCK + slot % BLOCK) * (2 * HALF)
+        out = cache.kv + ((part - 1) * cache.plane + at)[:, None] + i[None, :]
+        tl.store(out, turned_a, mask=live)
+        tl.store(out + HALF, turned_b, mask=live)
+
+
+@triton.jit
+def add_halves(x):
+    """x (2 W, J, d) -> (W, J, d): x[w] + x[W + w]. tl.sum across warps takes 10 times the code."""
+    halves = tl.reshape(x, (2, x.shape[0] // 2, x.shape[1], x.shape[2]))
+    a, b = tl.split(tl.permute(halves, (1, 2, 3, 0)))
+    return a + b
+
+
+@triton.jit
+def join(runs: Runs, first, count, live, d: tl.constexpr):
+    """`count` runs of each query from number `first` (J,) on -> mass (J,), unscaled sum (J, d)."""
+    i = tl.arange(0, d)
+    top = tl.full(live.shape, -INF, tl.float32)
+    mass = tl.zeros(live.shape, tl.float32)
+    acc = tl.zeros((live.shape[0], d), tl.float32)
+    for s0 in range(0, count, AT_ONCE):
+        tops, masses, accs = (), (), ()
+        for s in tl.static_range(AT_ONCE):  # loads that wait for each other cost 0.6 us a run
+            left = live & (s0 + s < count)
+            at = first + s0 + s
+            x = tl.load(runs.tops + at, mask=left, other=-INF, cache_modifier=".cg")
+            tops += (x,)
+            masses += (tl.load(runs.masses + at, mask=left, other=0.0, cache_modifier=".cg"),)
+            at_acc = runs.acc + at[:, None] * d + i[None, :]
+            accs += (tl.load(at_acc, mask=left[:, None], other=0.0, cache_modifier=".cg"),)
+        for s in tl.static_range(AT_ONCE):
+            new_top = tl.maximum(top, tops[s])  # finite from the first run on
+            shrink = tl.exp2(top - new_top)
+            weight = tl.exp2(tops[s] - new_top)
+            mass = mass * shrink + weight * masses[s]
+            acc = acc * shrink[:, None] + accs[s] * weight[:, None]
+            top = new_top
+    return mass, acc
+
+
+@triton.jit
+def softmax_over(q, walk: Walk, block, cache: Cache, scale, G: tl.constexpr, shape: Shape):
+    """Queries q (W, J, d), warp w over its T tokens of every step -> largest logit and mass (J,),
+    unscaled sum (J, d). block (W,): those of the first step.
+    """
+    MEMBERS: tl.constexpr = shape.MEMBERS
+    T: tl.constexpr = shape.T
+    W: tl.constexpr = q.shape[0]
+    J: tl.constexpr = q.shape[1]
+    d: tl.constexpr = q.shape[2]
+    BLOCK: tl.constexpr = cache.BLOCK
+    j = tl.arange(0, J)
+    slot = tl.arange(0, T)
+    within = slot[None, :, None] * d + tl.arange(0, d)[None, None, :]
+    top = tl.full((W, J), -INF, tl.float32)
+    mass = tl.zeros((W, J), tl.float32)
+    acc = tl.zeros((W, J, d), tl.float32)
+    for t in range(0, walk.ends[MEMBERS]):
+        of = -1  # whose tokens this step has; -1: everybody's
+        start = 0
+        tokens = walk.prefix
+        next_row = walk.row
+        next_at = (t + 1) * walk.step
+        for m in tl.static_range(MEMBERS):
+            of = tl.where(t >= walk.ends[m], m, of)
+            start = tl.where(t >= walk.ends[m], walk.ends[m], start)
+            tokens = tl.where(t >= walk.ends[m], walk.own[m], tokens)
+            next_row = tl.where(t + 1 >= walk.ends[m], walk.row + m, next_row)
+            own_at = (t + 1 - walk.ends[m]) * walk.step + walk.gap
+            next_at = tl.where(t + 1 >= walk.ends[m], own_at, next_at)
+        token = (t - start) * walk.step + walk.offset
+        at = (block * cache.KV + walk.kv_head) * BLOCK + token % BLOCK
+        page_ptr = cache.kv + at * d
+        # One step early: if keys and values waited for this load, the compiler would keep a single
+        # buffer for them.
+        page = (next_at + walk.offset) // BLOCK
+        more = (t + 1 < walk.ends[MEMBERS]) & (page < cache.width)
+        block = tl.load(cache.table + next_row * cache.width + page, mask=more, other=0)
+        valid = token[:, None] + slot[None, :] < tokens  # (W, T)
+        k = tl.load(page_ptr[:, None, None] + within, mask=valid[:, :, None], other=0.0)
+        page_ptr += cache.plane
+        v = tl.load(page_ptr[:, None, None] + within, mask=valid[:, :, None], other=0.0)
+        seen = valid[:, None, :] & ((of < 0) | (j // G == of))[None, :, None]
+        logit = tl.dot(q, tl.permute(k, (0, 2, 1)), input_precision="ieee") * scale
+        logit = tl.where(seen, logit, -INF)
+        new_top = tl.maximum(top, tl.max(logit, axis=2))
+        base = tl.where(new_top == -INF, 0.0, new_top)  # nothing seen yet: no inf - inf
+        p = tl.exp2(logit - base[:, :, None])
+        shrink = tl.exp2(top - base)
+        mass = mass * shrink + tl.sum(p, axis=2)
+        acc = tl.dot(p.to(q.dtype), v, acc * shrink[:, :, None], input_precision="ieee")
+        top = new_top
+    highest = tl.max(top, axis=0)
+    weight = tl.exp2(top - tl.where(highest == -INF, 0.0, highest)[None, :])
+    mass = tl.sum(mass * weight, axis=0)
+    acc *= weight[:, :, None]
+    if W == 8:
+        acc = add_halves(acc)
+    return highest, mass, tl.reshape(add_halves(add_halves(acc)), (J, d))
+
+
+@triton.jit
+def attention_kernel(
+    q_ptr,             # (M, H, d)
+    cache: Cache,
+    state: State,
+    out_ptr,           # (M, H, d)
+    runs: Runs,
+    scale,             # log2(e) / sqrt(d): softmax in base 2
+    H: tl.constexpr,
+    J: tl.constexpr,   # queries of a tile
+    shape: Shape,
+    PDL: tl.constexpr,
+):
+    """A key-value head, the H/KV query heads that share it, a program's part of a row's context.
+
+    A step takes T tokens for each of W warps of each of a row's programs, prefix first, then own
+    tokens. A warp keeps a softmax of its own, joined with the others' at the end: nothing in the
+    loop waits for another warp. A row has as many programs as have a step to do, at most SPLITS.
+
+    MEMBERS > 1: of up to so many neighbours with one prefix, at the first of them. Query j of the
+    tile is head j % (H/KV) of row + j // (H/KV); the prefix is read once, then each member's own
+    tokens, hidden from the others. A row meets the same tokens in the same warps as it would
+    alone, and gets the same bits.
+
+    Programs of one row leave an unscaled sum, their largest logit and their mass; the last to
+    arrive joins them in order, so the result does not depend on who that is.
+    """
+    row = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    SPLITS: tl.constexpr = shape.SPLITS
+    MEMBERS: tl.constexpr = shape.MEMBERS
+    W: tl.constexpr = shape.W
+    T: tl.constexpr = shape.T
+    KV: tl.constexpr = cache.KV
+    G: tl.constexpr = H // KV
+    overlap(PDL)
+    prefix = tl.load(state.prefix + row).to(tl.int32)
+    members, count = 1, SPLITS
+    if MEMBERS > 1:
+        members = tl.load(state.share + row).to(tl.int32)
+    elif SPLITS > 1:
+        count = tl.minimum(tl.cdiv(tl.load(state.pos + row).to(tl.int32) + 1, W * T), SPLITS)
+    if (members == 0) | (split >= count):
+        return
+    step = W * T * count  # tokens
+    own, ends = (), (tl.cdiv(prefix, step),)
+    for m in tl.static_range(MEMBERS):
+        pos = tl.load(state.pos + row + m, mask=m < members, other=0).to(tl.int32)
+        own += (tl.where(m < members, pos + 1 - prefix, 0),)
+        ends += (ends[m] + tl.cdiv(own[m], step),)
+    gap = tl.cdiv(prefix, cache.BLOCK) * cache.BLOCK  # own tokens start a block
+    offset = (split * W + tl.arange(0, W)) * T
+    walk = Walk(row, kv_head, prefix, own, ends, gap, step, offset)
+    page = (tl.where(prefix > 0, 0, gap) + offset) // cache.BLOCK
+    block = tl.load(cache.table + row * cache.width + page, mask=page < cache.width, other=0)
+    wait(PDL)
+    j = tl.arange(0, J)
+    i = tl.arange(0, cache.d)
+    live = j < members * G
+    head = (row + j // G) * H + kv_head * G + j % G  # of the M * H query heads
+    at_q = head[:, None] * cache.d + i[None, :]
+    q = tl.load(q_ptr + at_q, mask=live[:, None], other=0.0)
+    q = tl.broadcast_to(q[None], (W, J, cache.d))
+    top, mass, acc = softmax_over(q, walk, block, cache, scale, G, shape)
+    if SPLITS > 1:
+        if count > 1:
+            first = head * SPLITS  # of (M, H, SPLITS)
+            tl.store(runs.tops + first + split, top, mask=live)
+            tl.store(runs.masses + first + split, mass, mask=live)
+            at_acc = (first + split)[:, None] * cache.d + i[None, :]
+            tl.store(runs.acc + at_acc, acc, mask=live[:, None])
+            tl.debug_barrier()  # all threads' stores come before the count
+            counter_ptr = runs.counters + row * KV + kv_head
+            if tl.atomic_add(counter_ptr, 1, sem="acq_rel") < count - 1:
+                return
+            tl.store(counter_ptr, 0)  # for the next layer
+            mass, acc = join(runs, first, count, live, cache.d)
+    tl.store(out_ptr + at_q, acc / mass[:, None], mask=live[:, None])
+
+
+@triton.jit(do_not_specialize=["M"])
+def residual_kernel(
+    y: Partial,        # of o or down
+    M,
+    resid_ptr,         # fp32 (M, D)
+    norm: Norm,        # the one that follows
+    TILE: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):
+    """residual += linear, normed for the next matmul."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    tile = tl.program_id(1)
+    col = tile * TILE + tl.arange(0, TILE)
+    at = row[:, None] * norm.D + col[None, :]
+    overlap(PDL)
+    weights = linear_weights(y, tile * TILE, TILE)
+    w = tl.load(norm.weight + col) + tl.load(norm.noise + col)
+    wait(PDL)
+    x = tl.load(resid_ptr + at, mask=(row < M)[:, None], other=0.0)
+    tile_of_y, = linear_tiles(y, M, row, (weights,), (0,))
+    x += tile_of_y
+    tl.store(resid_ptr + at, x, mask=(row < M)[:, None])
+    norm_tile(norm, x, w, row, col, tile, M)
+
+
+@triton.jit(do_not_specialize=["M"])
+def swiglu_kernel(
+    y: Partial,        # of gate|up: N = 2 F
+    M,
+    squares: Squares,
+    out_ptr,           # (M, F)
+    TILE: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):
+    """out = silu(gate) * up, gate | up = linear / rms."""
+    F = y.N // 2
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    first = tl.program_id(1) * TILE
+    col = first + tl.arange(0, TILE)
+    overlap(PDL)
+    of_gate = linear_weights(y, first, TILE)
+    of_up = linear_weights(y, first + F, TILE)
+    wait(PDL)
+    rstd = rstd_of(squares, row[:, None], (row < M)[:, None])[:, None]
+    gate, up = linear_tiles(y, M, row, (of_gate, of_up), (0, 1))
+    gate *= rstd
+    up *= rstd
+    root = tl.rsqrt(1 + tl.exp(-gate))  # of sigmoid(gate); a division takes longer
+    h = gate * root * root * up
+    tl.store(out_ptr + row[:, None] * F + col[None, :], h, mask=(row < M)[:, None])
+
+
+# -----------------------------------------------------------------------------
+# The draw
+
+@triton.jit
+def logit_scale(logits: Logits, row):
+    """1 / (rms * temperature) of one row; 1 if its logits are SCALED already."""
+    if logits.SCALED:
+        return 1.0
+    return rstd_of(logits.squares, row, True) * tl.load(logits.inv_temperature)
+
+
+@triton.jit
+def logits_at(logits: Logits, row, column):
+    """One row's unscaled logits; -inf past the live ones."""
+    at = row.to(tl.int64) * logits.stride + column
+    return tl.load(logits.x + at, mask=column < logits.V, other=-INF)
+
+
+@triton.jit
+def chunk_kernel(logits: Logits):
+    """Summary of one chunk of a row's vocabulary: tops, masses and picks of Logits."""
+    row = tl.program_id(0)
+    chunk = tl.program_id(1)
+    i = chunk * logits.CHUNK + tl.arange(0, logits.CHUNK)
+    x = logits_at(logits, row, i) * logit_scale(logits, row)
+    top = tl.max(x, axis=0)
+    at = row * tl.num_programs(1) + chunk
+    tl.store(logits.tops + at, top)
+    mass = tl.sum(tl.exp(x - tl.maximum(top, -1e30)), axis=0)  # a chunk may be all -inf
+    tl.store(logits.masses + at, mass)
+    tl.store(logits.picks + at, chunk * logits.CHUNK + tl.argmax(x, axis=0))
+
+
+@triton.jit
+def uniform(key, pos):
+    """sampler.uniforms, bit for bit: key, pos int64 -> fp32 in (0, 1)."""
+    z = key.to(tl.uint64) + (pos + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    z = z ^ (z >> 31)
+    return ((z >> 41).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2^-23
+
+
+@triton.jit
+def pick_kernel(
+    logits: Logits,
+    chunks,
+    state: State,
+    ends_ptr,          # int64 (ENDS,)          end ids, padded with -1
+    tokens_ptr,        # int64 (WINDOW, stride)
+    logprobs_ptr,      # fp32 (WINDOW, stride)
+    stride,
+    GREEDY: tl.constexpr,
+    CHUNKS_P: tl.constexpr,  # chunks as a power of two
+    ENDS: tl.constexpr,
+):
+    """Draw a row's token, write it down, advance the row.
+
+    The inverse CDF in vocabulary order: first the chunk, then inside it.
+    """
+    CHUNK: tl.constexpr = logits.CHUNK
+    row = tl.program_id(0)
+    c = tl.arange(0, CHUNKS_P)
+    tops = tl.load(logits.tops + row * chunks + c, mask=c < chunks, other=-INF)
+    top = tl.max(tops, axis=0)
+    masses = tl.load(logits.masses + row * chunks + c, mask=c < chunks, other=0.0)
+    masses *= tl.exp(tops - top)
+    mass = tl.sum(masses, axis=0)
+    pos = tl.load(state.pos + row)
+    scale = logit_scale(logits, row)
+    if GREEDY:
+        token = tl.load(logits.picks + row * chunks + tl.argmax(tops, axis=0))
+    else:
+        target = uniform(tl.load(state.key + row), pos) * mass
+        chunk = tl.sum((tl.cumsum(masses, axis=0) <= target).to(tl.int32), axis=0)
+        # sums round: the target may exceed them
+        chunk = tl.minimum(chunk, tl.max(tl.where(masses > 0, c, 0), axis=0))
+        target -= tl.sum(tl.where(c < chunk, masses, 0.0), axis=0)
+        i = tl.arange(0, CHUNK)
+        x = logits_at(logits, row, chunk * CHUNK + i) * scale
+        p = tl.exp(x - top)
+        inside = tl.sum((tl.cumsum(p, axis=0) <= target).to(tl.int32), axis=0)
+        inside = tl.minimum(inside, tl.max(tl.where(p > 0, i, 0), axis=0))
+        token = chunk * CHUNK + inside
+    logprob = logits_at(logits, row, token) * scale - top - tl.log(mass)
+    step = tl.load(state.step + row)
+    tl.store(tokens_ptr + step * stride + row, token.to(tl.int64))
+    tl.store(logprobs_ptr + step * stride + row, logprob)
+    # sampler.TorchEngine's last lines. A row that is not alive repeats its step.
+    alive = tl.load(state.alive + row)
+    ended = tl.max((tl.load(ends_ptr + tl.arange(0, ENDS)) == token).to(tl.int32), axis=0)
+    goes_on = (ended == 0) & (pos + alive < tl.load(state.limit + row))
+    tl.store(state.token + row, tl.where(alive > 0, token, tl.load(state.token + row)))
+    tl.store(state.made + row, tl.load(state.made + row) + alive)
+    tl.store(state.pos + row, pos + alive)
+    tl.store(state.alive + row, tl.where(goes_on, alive, 0))
+    tl.store(state.step + row, step + 1)
+
+
+# -----------------------------------------------------------------------------
+# The learner's twins
+
+@cache
+def compiled(function):
+    return torch.compile(function)  # lazy: nothing happens before the first call
+
+
+def elementwise(function, x, *rest):
+    """function(x, *rest), compiled into one kernel, and one for the backward, where gradients are
+    wanted: a prefill is not worth the compiling.
+
+    Only the number of tokens is dynamic: with a dynamic width every element would pay an integer
+    division.
+    """
+    if not torch.is_grad_enabled():
+        return function(x, *rest)
+    for t in (x, *rest):
+        if isinstance(t, torch.Tensor) and t.shape[0] == x.shape[0]:
+            torch._dynamo.maybe_mark_dynamic(t, 0)
+    return compiled(function)(x, *rest)
+
+
+def attend(q, k, v, spans):
+    """FlashAttention 2 over sequences of any lengths; in 16 bits, which is all it takes."""
+    assert q.dtype.itemsize == 2, f"FlashAttention takes bf16 and fp16, got {q.dtype}"
+    flash = torch.ops.aten._flash_attention_forward
+    return flash(q, k, v, spans.q_starts, spans.k_starts, spans.longest_q, spans.longest_k, 0.0,
+                 spans.causal, False)[:2]
+
+
+def attend_backward(dout, q, k, v, out, lse, spans):
+    flash = torch.ops.aten._flash_attention_backward
+    unused = q.new_zeros(2, dtype=torch.uint64), q.new_empty(0)  # of dropout
+    with same_bits_every_time():
+        return flash(dout, q, k, v, out, lse, spans.q_starts, spans.k_starts, spans.longest_q,
+                     spans.longest_k, 0.0, spans.causal, *unused)
+
+
+@contextmanager
+def same_bits_every_time():
+    """FlashAttention's backward adds up dq by atomics, in any order, but for this global switch."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
+def merge(out, lse, other, other_lse):
+    """The reference takes a dozen passes over out."""
+    T, H, d = out.shape
+    merge_kernel[T,](out, lse, lse.stride(0), other, other_lse, other_lse.stride(0), H, d,
+                     BLOCK_H=triton.next_power_of_2(H), BLOCK_D=triton.next_power_of_2(d))
+
+
+@triton.jit
+def merge_kernel(
+    out_ptr,           # (T, H, d)      takes the result, as does lse
+    lse_ptr,           # fp32 (H, T)    row stride lse_stride
+    lse_stride,
+    other_ptr,         # (T, H, d)
+    other_lse_ptr,     # fp32 (H, T)    row stride other_stride
+    other_stride,
+    H,
+    D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+):
+    """One token of merge()."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, BLOCK_H)
+    col = tl.arange(0, BLOCK_D)
+    a = tl.load(lse_ptr + head * lse_stride + token, mask=head < H, other=0.0)
+    b = tl.load(other_lse_ptr + head * other_stride + token, mask=head < H, other=0.0)
+    top = tl.maximum(a, b)
+    both = top + tl.log(tl.exp(a - top) + tl.exp(b - top))
+    at = token * H * D + head[:, None] * D + col[None, :]
+    live = (head < H)[:, None] & (col < D)[None, :]
+    mine = tl.load(out_ptr + at, mask=live, other=0.0).to(tl.float32) * tl.exp(a - both)[:, None]
+    its = tl.load(other_ptr + at, mask=live, other=0.0).to(tl.float32) * tl.exp(b - both)[:, None]
+    tl.store(out_ptr + at, mine + its, mask=live)
+    tl.store(lse_ptr + head * lse_stride + token, both, mask=head < H)
+
+
+def swiglu(y, rstd, h, keep=True):
+    """Reads y once."""
+    F = h.shape[1]
+    rounded = torch.empty_like(y, dtype=h.dtype) if keep else None
+    swiglu_forward_kernel[y.shape[0], triton.cdiv(F, 1024)](
+        y, rstd, h, h.stride(0), rounded if keep else h, F, KEEP=keep, BLOCK=1024, num_warps=8)
+    return rounded
+
+
+@triton.jit
+def swiglu_forward_kernel(
+    y_ptr,             # fp32 (T, 2 F)     gate | up
+    rstd_ptr,          # fp32 (T, 1)
+    h_ptr,             # (T, F)            row stride h_stride
+    h_stride,
+    rounded_ptr,       # (T, 2 F)          takes y in h's dtype, if KEEP
+    F,
+    KEEP: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """BLOCK columns of one row of swiglu()."""
+    row = tl.program_id(0).to(tl.int64)  # row * 2F passes 2^31 from 57k tokens of 7B on
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = col < F
+    rstd = tl.load(rstd_ptr + row)
+    gate = tl.load(y_ptr + row * 2 * F + col, mask=live, other=0.0)
+    up = tl.load(y_ptr + row * 2 * F + F + col, mask=live, other=0.0)
+    if KEEP:
+        rounded = rounded_ptr + row * 2 * F + col
+        tl.store(rounded, gate, mask=live)
+        tl.store(rounded + F, up, mask=live)
+    gate *= rstd
+    up *= rstd
+    tl.store(h_ptr + row * h_stride + col, gate * tl.sigmoid(gate) * up, mask=live)
+
+
+def swiglu_backward(y, rstd, dh, dy):
+    """Reads y and dh once, writes dy once."""
+    drstd = torch.empty_like(rstd)
+    swiglu_backward_kernel[y.shape[0],](y, rstd, dh.contiguous(), dy, dy.stride(0), drstd,
+                                        dh.shape[1], BLOCK=2048, num_warps=8)
+    return drstd
+
+
+@triton.jit
+def swiglu_backward_kernel(
+    y_ptr,             # (T, 2 F)          fp32, or as swiglu() kept it
+    rstd_ptr,          # fp32 (T, 1)
+    dh_ptr,            # (T, F)
+    dy_ptr,            # (T, 2 F)          row stride dy_stride
+    dy_stride,
+    drstd_ptr,         # fp32 (T, 1)
+    F,
+    BLOCK: tl.constexpr,
+):
+    """One row of swiglu_backward()."""
+    row = tl.program_id(0).to(tl.int64)
+    rstd = tl.load(rstd_ptr + row)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, F, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        live = col < F
+        y_gate = tl.load(y_ptr + row * 2 * F + col, mask=live, other=0.0).to(tl.float32)
+        y_up = tl.load(y_ptr + row * 2 * F + F + col, mask=live, other=0.0).to(tl.float32)
+        dh = tl.load(dh_ptr + row * F + col, mask=live, other=0.0).to(tl.float32)
+        gate = y_gate * rstd
+        up = y_up * rstd
+        s = tl.sigmoid(gate)
+        silu = gate * s
+        dgate = dh * up * (s + silu * (1 - s))
+        dup = dh * silu
+        total += dgate * y_gate + dup * y_up
+        dy = dy_ptr + row * dy_stride + col
+        tl.store(dy, dgate * rstd, mask=live)
+        tl.store(dy + F, dup * rstd, mask=live)
+    tl.store(drstd_ptr + row, tl.sum(total))
+
+
+def scores(products, scale, targets, live, dtype=None):
+    """Reads products twice, where the reference moves them twenty times."""
+    c, V = products.shape
+    sums = products.new_empty(3, c)
+    ahead = products.new_empty(c, V, dtype=dtype) if dtype else None
+    scores_kernel[c,](products, scale, targets, sums, products if ahead is None else ahead, c, V,
+                      live, AHEAD=ahead is not None, BLOCK=4096, num_warps=8)
+    return sums, ahead
+
+
+@triton.jit
+def scores_kernel(
+    products_ptr,      # fp32 (c, V)
+    scale_ptr,         # fp32 (c, 1)
+    targets_ptr,       # int64 (c,)
+    sums_ptr,          # fp32 (3, c)       the target's logit, log-sum-exp, mean under softmax
+    ahead_ptr,         # (c, V)            onehot - softmax, if AHEAD
+    c, V, live,
+    AHEAD: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """One row of scores()."""
+    row = tl.program_id(0).to(tl.int64)
+    scale = tl.load(scale_ptr + row)
+    target = tl.load(targets_ptr + row)
+    products_ptr += row * V
+    top = tl.full((BLOCK,), -INF, tl.float32)  # each lane for itself:
+    mass = tl.zeros((BLOCK,), tl.float32)  # one reduction at the end
+    mean = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, live, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        # not col < live, which is odd: that would be loads of 4 bytes
+        logit = tl.load(products_ptr + col, mask=col < V, other=0.0) * scale
+        logit = tl.where(col < live, logit, -INF)
+        higher = tl.maximum(top, logit)
+        old = tl.where(top == higher, 1.0, tl.exp(top - higher))
+        new = tl.where(col < live, tl.exp(logit - higher), 0.0)
+        mass = mass * old + new
+        mean = mean * old + tl.where(col < live, new * logit, 0.0)
+        top = higher
+    highest = tl.max(top, 0)
+    share = tl.exp(top - highest)  # 0 for a lane that saw nothing
+    total = tl.sum(mass * share, 0)
+    lse = highest + tl.log(total)
+    tl.store(sums_ptr + row, tl.load(products_ptr + target) * scale)
+    tl.store(sums_ptr + c + row, lse)
+    tl.store(sums_ptr + 2 * c + row, tl.sum(mean * share, 0) / total)
+    if AHEAD:
+        for start in range(0, V, BLOCK):
+            col = start + tl.arange(0, BLOCK)
+            p = tl.exp(tl.load(products_ptr + col, mask=col < V, other=0.0) * scale - lse)
+            value = tl.where(col == target, 1.0, 0.0) - tl.where(col < live, p, 0.0)
+            tl.store(ahead_ptr + row * V + col, value, mask=col < V)
+
+
+def decode(packed, scale, levels, dtype, out=None):
+    """MXFP4 and NF4: without it, a comparison with them would be one with torch's temporaries."""
+    N, K_bytes = packed.shape
+    if out is None:
+        out = torch.empty(N, 2 * K_bytes, dtype=dtype, device=packed.device)
+    look_up_kernel[N, triton.cdiv(K_bytes, 2048)](
+        packed, scale.contiguous(), byte_table(levels, packed.device), out, out.stride(0), K_bytes,
+        K_bytes // scale.shape[1], BYTES=2048, num_warps=8)
+    return out
+
+
+@triton.jit
+def look_up_kernel(
+    packed_ptr,        # uint8 (N, K_BYTES)
+    scale_ptr,         # fp32 (N, K_BYTES / block_bytes)
+    pairs_ptr,         # fp32 (256, 2)     both codes of a byte
+    w_ptr,             # (N, K)            row stride w_stride
+    w_stride, K_BYTES, block_bytes,
+    BYTES: tl.constexpr,
+):
+    """BYTES bytes of one row of decode()."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BYTES + tl.arange(0, BYTES)
+    live = at < K_BYTES
+    byte = tl.load(packed_ptr + row * K_BYTES + at, mask=live, other=0).to(tl.int32)
+    scale_at = row * (K_BYTES // block_bytes) + at // block_bytes
+    scale = tl.load(scale_ptr + scale_at, mask=live, other=0.0)
+    even = tl.load(pairs_ptr + 2 * byte) * scale
+    odd = tl.load(pairs_ptr + 2 * byte + 1) * scale
+    k = tl.program_id(1) * 2 * BYTES + tl.arange(0, 2 * BYTES)
+    tl.store(w_ptr + row * w_stride + k, tl.interleave(even, odd), mask=k < 2 * K_BYTES)

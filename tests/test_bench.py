@@ -1,0 +1,119 @@
+"""
+What of tools/bench.py runs without a GPU: its models, its loads, its step and its one line.
+
+python -m pytest tests/test_bench.py -v
+"""
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+
+from nvfp4 import FORMATS
+from sampler import TorchEngine, sampler_for
+from tools import bench
+
+ROOT = Path(__file__).parent.parent
+FLAGS = dict(model="toy", base="nvfp4", dtype="bfloat16", lora_rank=2, prompt=8, new=4, prompts=3, group_size=2,
+             memory_gib=None, kv_gib=None, micro_batch_tokens=2048, tokens=1024, kept=0, spread=False, batch=[1, 2, 8])
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """bench on a toy size and a CPU; what asks a GPU for its clock or memory is answered."""
+    def graph_sampler(model, max_length, max_rows):
+        return sampler_for(TorchEngine, model, max_length, max_rows)
+
+    monkeypatch.setitem(bench.SIZES, "toy", (64, 128, 2, 4, 2, 200, True))
+    monkeypatch.setattr(bench, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(bench, "graph_sampler", graph_sampler)
+    monkeypatch.setattr(bench, "matmul_ceiling", lambda: 1e12)
+    monkeypatch.setattr(bench.memory, "bound", lambda gib, device: None)
+    for name, answer in dict(synchronize=None, set_device=None, reset_peak_memory_stats=None, max_memory_allocated=0,
+                             max_memory_reserved=0, get_device_name="a CPU").items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+
+
+@pytest.mark.parametrize("base", FORMATS)
+def test_random_model_of_a_published_size_runs(on_cpu, base):
+    model = bench.random_model("toy", base, torch.float32)
+    assert (model.config.width, len(model.layers), model.live_vocab) == (64, 2, 200)
+    with torch.no_grad():
+        logits = model(torch.arange(12).view(1, 12))
+    assert logits.shape == (1, 12, 200) and logits.isfinite().all() and logits.std() > 0.1
+    again = bench.random_model("toy", base, torch.float32)
+    assert torch.equal(model.layers[1].down.weight.dequantize(), again.layers[1].down.weight.dequantize())
+
+
+def test_sizes_are_those_of_the_published_models():
+    """Parameters of Qwen2.5-7B and -0.5B as their model cards count them: 7.61 and 0.49 billion."""
+    for size, billions in (("7b", 7.61), ("0.5b", 0.49), ("72b", 72.7)):
+        c = bench.qwen.ModelConfig(*bench.SIZES[size])
+        linears = sum(N * K for N, K in bench.fused_shapes(size).values())
+        assert (c.layers * linears + (2 - c.tied) * c.vocab * c.width) / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+@pytest.mark.parametrize("low,high,mean", [(50, 1024, 300), (50, 1024, 200), (256, 1024, 512)])
+def test_drawn_lengths_have_the_mean_asked_for_and_a_long_tail(low, high, mean):
+    lengths = bench.drawn_lengths(512, low, high, mean)
+    assert low <= min(lengths) and max(lengths) == high
+    assert sum(lengths) / 512 == pytest.approx(mean, rel=0.01)
+    assert lengths == bench.drawn_lengths(512, low, high, mean)
+
+
+def test_a_step_trains_on_every_row_and_two_ranks_sum_to_one(on_cpu):
+    work = bench.Step(Namespace(**FLAGS))
+    assert work.learner.micro_batch_tokens == 2048 and work.sampler.max_length == 256 + 1024
+    rollouts = work.sample(1 / 8)
+    assert [len(c) for c in rollouts.completions] == [-(-n // 8) for n in work.lengths.tolist()]
+    before = work.model.adapter.master.detach().clone()
+    sums = work.update(rollouts)
+    assert sums["tokens"] == rollouts.num_tokens            # no group of equal rewards, which teaches nothing
+    assert 0 < (work.model.adapter.master - before).abs().max() < 1e-5                  # lr 1e-6
+    assert work.difference(rollouts) == 0.0
+
+
+@pytest.mark.parametrize("command,keys", [
+    ("step", {"seconds", "rollout", "update", "tokens", "learner_tokens", "learner_computed", "idle", "micro_batch",
+              "kept", "kv_gib", "peak_gib", "reserved_gib", "gpus", "samples", "mismatch_abs"}),
+    ("train", {"tokens", "computed", "tokens_s", "computed_s", "share_of_matmul_ceiling", "peak_gib"}),
+    ("rollout", {"model", "base", "dtype", "lora_rank", "prompt", "new", "device", "weight_gb", "batch"})])
+def test_commands_end_with_one_line_of_json(on_cpu, capsys, command, keys):
+    getattr(bench, command)(Namespace(**FLAGS))
+    *_, last = capsys.readouterr().out.splitlines()
+    assert keys <= json.loads(last).keys()
+    if command == "rollout":
+        assert json.loads(last)["batch"]["8"].keys() == {"tokens_s", "step_ms", "floor_ms", "floor_of_step",
+                                                         "prefill_ms"}
+
+
+def test_spread_counts_the_slots_that_wait(on_cpu, monkeypatch):
+    monkeypatch.setattr(bench, "drawn_lengths", lambda count, *_: [1, 7] * (count // 2))
+    model = bench.live_model(Namespace(**FLAGS))
+    prompts = bench.random_prompts(model, [8] * 16)
+    load = bench.spread_load(bench.graph_sampler(model, 64, 16), prompts, 16)
+    assert load.keys() == {"tokens_s", "idle", "seconds", "times_packed"} and 0 <= load["idle"] < 0.5
+
+
+@pytest.mark.parametrize("flags,line", [
+    (["linears"], "bench: measures a GPU and there is none"),
+    (["rollout", "--batch", "12"], "12: more than 8 sequences come as groups of 8"),
+    (["step", "--mod", "7b"], "unrecognized arguments: --mod"),
+    (["tune"], "invalid choice: 'tune'")])
+def test_a_machine_without_gpu_and_a_bad_flag_get_one_line(flags, line, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["bench.py", *flags])
+    with pytest.raises(SystemExit) as stop:
+        bench.main()
+    assert line in str(stop.value.code) + capsys.readouterr().err
+
+
+def test_every_tool_can_be_asked_for_its_flags_without_triton():
+    for tool in ("bench", "convert", "plot", "samples"):
+        code = ("import runpy, sys; sys.modules['triton'] = None; sys.argv[1:] = ['--help']; "
+                f"runpy.run_module('tools.{tool}', run_name='__main__', alter_sys=True)")
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True)
+        assert done.returncode == 0 and "usage" in done.stdout, done.stderr

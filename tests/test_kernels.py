@@ -1,0 +1,209 @@
+"""
+The learner's kernels against the plain torch that they stand for: kernels.NAME and its .reference.
+
+On a GPU all of it. Without one, those that Triton's interpreter can run, in a process of their own.
+The kernels of the decode step: test_decode.py.
+
+python -m pytest tests/test_kernels.py -v
+"""
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import attention
+import kernels
+import nvfp4
+import ops
+from attention import PackedAttention
+
+GPU = torch.cuda.is_available()
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if GPU else "cpu"
+gpu = pytest.mark.skipif(not GPU, reason="FlashAttention and torch.compile's kernels need a GPU")
+runs_kernels = pytest.mark.skipif(not (GPU or INTERPRETED),
+                                  reason="runs in the interpreter, in a process of its own")
+HALVES = [torch.float32, torch.float16] + [torch.bfloat16] * GPU     # numpy has no bf16
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def there(*tensors):
+    """Copies where the kernels run."""
+    return [t.to(DEVICE, copy=True) for t in tensors]
+
+
+@pytest.mark.skipif(GPU or INTERPRETED, reason="where there is a GPU they run themselves")
+def test_the_kernels_pass_in_tritons_interpreter():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-3000:]
+    assert int(re.search(r"(\d+) passed", run.stdout)[1]) >= 19
+
+
+def test_every_function_that_the_door_looks_for_is_there_with_the_same_parameters():
+    twins = {}
+    for module in (ops, attention, nvfp4):
+        twins |= {name: f for name, f in vars(module).items() if hasattr(f, "reference")}
+    assert len(twins) == 8
+    for name, twin in twins.items():
+        code, of_kernel = twin.reference.__code__, getattr(kernels, name).__code__
+        assert of_kernel.co_argcount == code.co_argcount, name
+        assert getattr(kernels, name).__defaults__ == twin.reference.__defaults__, name
+
+
+# -----------------------------------------------------------------------------
+# The MLP
+
+@runs_kernels
+@pytest.mark.parametrize("M,width", [(1, 16), (5, 1000), (3, 4864)])      # under, between, beyond whole blocks
+def test_swiglu_equals_plain_torch(M, width):
+    y, rstd = 2 * torch.randn(M, 2 * width), torch.rand(M, 1) + 0.5
+    want = torch.empty(M, width)
+    kept = ops.swiglu.reference(y, rstd, want)
+    for dtype in HALVES:
+        wide = torch.full((M, width + 8), 7.0, device=DEVICE, dtype=dtype)                # a row stride
+        rounded = kernels.swiglu(*there(y, rstd), wide[:, :width])
+        assert rounded.dtype == dtype and torch.equal(rounded.cpu(), kept.to(dtype))
+        assert (wide[:, width:] == 7).all()
+        error = (wide[:, :width].cpu().float() - want).abs()
+        # The GPU's exp is good to 2^-22 relative, and results reach 100; then one rounding.
+        assert (error <= 1e-4 + (dtype != torch.float32) * 2.0**-8 * want.abs()).all()
+    alone = torch.empty(M, width, device=DEVICE)
+    assert kernels.swiglu(*there(y, rstd), alone, keep=False) is None
+    assert (alone.cpu() - want).abs().max() < 1e-4
+
+
+@runs_kernels
+@pytest.mark.parametrize("M,width", [(1, 16), (5, 1000), (3, 4864)])
+def test_swiglu_backward_equals_plain_torch(M, width):
+    y, rstd, dh = 2 * torch.randn(M, 2 * width), torch.rand(M, 1) + 0.5, torch.randn(M, width)
+    want = torch.empty(M, 2 * width)
+    want_drstd = ops.swiglu_backward.reference(y, rstd, dh, want)
+    wide = torch.full((M, 2 * width + 8), 7.0, device=DEVICE)                             # a row stride
+    drstd = kernels.swiglu_backward(*there(y, rstd, dh), wide[:, :2 * width])
+    assert (wide[:, :2 * width].cpu() - want).abs().max() < 1e-4
+    assert (wide[:, 2 * width:] == 7).all()
+    assert (drstd.cpu() - want_drstd).abs().max() < 1e-6 * width + 1e-4
+
+
+# -----------------------------------------------------------------------------
+# Log-probs
+
+@runs_kernels
+@pytest.mark.parametrize("c,V,live", [(1, 5, 5), (7, 4096, 4096), (3, 10001, 9000), (2, 8208, 4095)])    # 1 to 3 blocks
+def test_scores_equal_plain_torch(c, V, live):
+    products, scale, targets = 9 * torch.randn(c, V), torch.rand(c, 1) + 0.5, torch.randint(live, (c,))
+    products[:, live:] = 1e30                                             # e^1e30 is inf
+    for dtype in (None, *HALVES):
+        got, got_ahead = kernels.scores(*there(products, scale, targets), live, dtype)
+        want, ahead = ops.scores.reference(products.clone(), scale, targets, live, dtype)
+        assert (got.cpu() - torch.stack(want)).abs().max() < 1e-4         # logits of 50: 2^-23 of that, times a few
+        assert (got_ahead is None) == (ahead is None) == (dtype is None)
+        if dtype:
+            error = (got_ahead.cpu().float() - ahead.float()).abs().max()
+            assert error < (1e-5 if dtype == torch.float32 else 2**-8)
+            assert not got_ahead[:, live:].any() and not ahead[:, live:].any()
+
+
+# -----------------------------------------------------------------------------
+# Attention
+
+@runs_kernels
+@pytest.mark.parametrize("H,d", [(28, 128), (14, 64), (40, 128)])
+def test_merge_equals_plain_torch(H, d):
+    (out, other), (lse, other_lse) = torch.randn(2, 9, H, d), 9 * torch.randn(2, H, 9)
+    got, got_lse = out.to(DEVICE, copy=True), torch.cat([lse, lse], 1).to(DEVICE)[:, :9]  # a row stride
+    kernels.merge(got, got_lse, *there(other, other_lse))
+    attention.merge.reference(out, lse, other, other_lse)
+    assert (got.cpu() - out).abs().max() < 1e-5 and (got_lse.cpu() - lse).abs().max() < 1e-5
+
+
+# Of fp16 and bf16: 2^-9 and 2^-12 for each rounding of q, k, v's products, of two outputs and of up to three parts of a
+# gradient.
+BOUND = {torch.bfloat16: 2**-6, torch.float16: 2**-9}
+
+
+@gpu
+@pytest.mark.parametrize("dtype,H,KV,d", [(torch.bfloat16, 28, 4, 128), (torch.float16, 14, 2, 64)])
+@pytest.mark.parametrize("q_lengths,k_lengths", [((300, 1, 77), None), ((5, 400), (130, 64))])
+def test_attend_and_its_backward_equal_plain_torch(dtype, H, KV, d, q_lengths, k_lengths):
+    s = attention.spans(q_lengths, k_lengths or q_lengths, k_lengths is None, "cuda")
+    q = torch.randn(sum(q_lengths), H, d, device="cuda", dtype=dtype)
+    k, v = torch.randn(2, sum(k_lengths or q_lengths), KV, d, device="cuda", dtype=dtype)
+    dout = torch.randn_like(q)
+    out, lse = kernels.attend(q, k, v, s)
+    exact = [t.double() for t in (q, k, v)]
+    want, want_lse = attention.attend.reference(*exact, s)
+    assert (out - want).norm() < BOUND[dtype] * want.norm()
+    assert (lse - want_lse).abs().max() < 1e-4
+    got = kernels.attend_backward(dout, q, k, v, out, lse, s)
+    gradients = attention.attend_backward.reference(dout.double(), *exact, want, want_lse, s)
+    for a, b in zip(got, gradients):
+        assert (a - b).norm() < BOUND[dtype] * b.norm()
+
+
+@gpu
+@pytest.mark.parametrize("prompts,groups", [
+    ((5,), [(3, 1)]), ((1,), [(1, 2, 3, 4, 5, 6, 7, 8)]), ((7, 2, 4), [(5, 3), (1, 6)]), ((3, 9), [])])
+@pytest.mark.parametrize("dtype,heads,d", [(torch.bfloat16, (28, 4), 128), (torch.float16, (14, 2), 64)])
+def test_attention_to_a_shared_prompt_is_that_of_plain_torch_and_repeats_bit_for_bit(prompts, groups, dtype, heads, d):
+    prompts, groups = [40 * p for p in prompts], [[40 * n for n in g] for g in groups]    # longer than a tile
+    T = sum(prompts) + sum(map(sum, groups))
+    inputs = [torch.randn(T, h, d, dtype=dtype, device="cuda", requires_grad=True) for h in (heads[0], *heads[1:] * 2)]
+    upstream = torch.randn(T, heads[0], d, dtype=dtype, device="cuda")
+
+    def run(tensors, device, upstream):
+        out = PackedAttention(prompts, device, groups)(*tensors)
+        return out, *torch.autograd.grad(out, tensors, upstream)
+
+    got = run(inputs, "cuda", upstream)
+    exact = [t.detach().cpu().double().requires_grad_() for t in inputs]
+    for a, b in zip(got, run(exact, "cpu", upstream.cpu().double())):
+        assert (a.cpu() - b).norm() < BOUND[dtype] * b.norm()
+    assert all(torch.equal(a, b) for a, b in zip(got, run(inputs, "cuda", upstream)))
+
+
+# -----------------------------------------------------------------------------
+# Formats, and elementwise work
+
+@runs_kernels
+@pytest.mark.parametrize("base", ["mxfp4", "nf4"])
+@pytest.mark.parametrize("N,K", [(1, 64), (65, 192), (2, 8320)])          # the last: three programs a row
+def test_decode_equals_plain_torch_bit_for_bit(base, N, K):
+    packed, scale = nvfp4.FORMATS[base].quantize(torch.randn(N, K))
+    levels = nvfp4.NF4 if base == "nf4" else nvfp4.E2M1_SIGNED
+    scale = scale if base == "nf4" else scale.view(torch.float8_e8m0fnu).float()
+    for dtype in HALVES:
+        want = nvfp4.decode.reference(packed, scale, levels, dtype)
+        assert torch.equal(kernels.decode(*there(packed, scale), levels, dtype).cpu(), want)
+        wide = torch.zeros(N, K + 8, device=DEVICE, dtype=dtype)
+        kernels.decode(*there(packed, scale), levels, dtype, wide[:, :K])
+        assert torch.equal(wide[:, :K].cpu(), want) and not wide[:, K:].any()
+
+
+def half_plus(x, y, scale):
+    return x * scale + y
+
+
+def test_elementwise_work_is_compiled_only_where_a_gradient_is_wanted(monkeypatch):
+    monkeypatch.setattr(kernels, "compiled", lambda function: lambda *args: "compiled")
+    x = torch.ones(3, 4)
+    assert kernels.elementwise(half_plus, x, x, 0.5) == "compiled"
+    with torch.no_grad():
+        assert torch.equal(kernels.elementwise(half_plus, x, x, 0.5), 1.5 * x)
+
+
+@gpu
+def test_compiled_work_equals_plain_torch_for_any_number_of_tokens():
+    for n in (2, 300, 17):
+        x, y = torch.randn(2, n, 64, device="cuda", requires_grad=True)
+        got, want = kernels.elementwise(half_plus, x, y, 0.5), half_plus(x, y, 0.5)
+        assert torch.equal(got, want) or (got - want).abs().max() < 1e-6
+        assert torch.equal(*(torch.autograd.grad(t.sum(), x)[0] for t in (got, want)))
