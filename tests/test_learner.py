@@ -208,7 +208,7 @@ def test_nothing_to_learn_from_is_no_step_and_no_momentum(tiny):
     learner.update(rollouts, advantages, weights, lr=1e-3)                # now there is momentum that could act
     before = {name: t.clone() for name, t in learner.tensors().items()}
     for a, w in ((advantages * 0, weights), (advantages, weights * 0)):
-        assert learner.update(rollouts, a, w, lr=1e-3) == ({}, 0.0, "")
+        assert learner.update(rollouts, a, w, lr=1e-3) == ({}, 0.0, 1e-3, "")
     assert all(torch.equal(t, before[name]) for name, t in learner.tensors().items()) and learner.skipped == 0
 
 
@@ -298,7 +298,9 @@ def test_a_restored_learner_goes_on_bit_for_bit(tiny, dtype):
     addresses = {name: t.data_ptr() for name, t in other.tensors().items()}
     other.update(*step, lr=0.5)                                           # somewhere else before
     other.skipped, other.good_updates = 5, 9
-    other.restore(kept, counters | {"step": 1, "cursor": 16})             # a run's counters hold more than the learner's
+    for name, t in other.tensors().items():
+        t.copy_(kept[name])
+    other.restore(counters | {"step": 1, "cursor": 16})                   # a run's counters hold more than the learner's
     assert other.counters() == counters
     other.update(*step, lr=1e-3)
     for name, t in other.tensors().items():

@@ -11,15 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-
-import hf
 from safetensors.torch import load_file
 
 import lora
 import nvfp4
 from aqn import noisy_norms
 from model import ModelConfig, RMSNorm, build, load
-from tiny_qwen2 import SHAPES, TARGETS, merged, plain_logits, random_adapter, set_adapter, write_folder
+from tiny_qwen2 import SHAPES, TARGETS, held_by, merged, plain_logits, random_adapter, set_adapter, write_folder
 
 REFERENCE = load_file(Path(__file__).parent / "qwen2_reference.safetensors")
 # Logits reach 12. A sum of up to 192 fp32 terms is off by sqrt(192) * 2^-24 = 8e-7 of their size; 20 such sums in a row
@@ -197,8 +195,8 @@ def test_fused_parts_share_one_power_of_two_tensor_scale(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_tensors_are_those_of_the_checkpoint(tiny, shape):
-    got = dict(hf.model_tensors(load(tiny[shape].folder, base="bf16", device="cpu")))
+def test_what_a_model_holds_is_the_checkpoint(tiny, shape):
+    got = held_by(load(tiny[shape].folder, base="bf16", device="cpu"))
     assert got.keys() == tiny[shape].tensors.keys()
     for name, want in tiny[shape].tensors.items():
         assert torch.equal(got[name], want.float()), name

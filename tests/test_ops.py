@@ -104,7 +104,7 @@ def test_mlp_gradients_equal_autograd_through_the_merged_matrices(base, adapter)
     gate_up = Linear(freeze([torch.randn(width, D) * 0.2 for _ in range(2)], base, torch.float32), ["gate", "up"],
                      (width, width))
     down = Linear(freeze([torch.randn(D, width) * 0.2], base, torch.float32), ["down"], (D,))
-    w_in, w_out = gate_up.merged().double(), down.merged().double()
+    w_in, w_out = gate_up.weight.dequantize().double(), down.weight.dequantize().double()
     leaves = [torch.randn(M, D, requires_grad=True), (torch.rand(M, 1) + 0.5).requires_grad_()]      # x, rstd
     if adapter:
         stub = torch.nn.Module()                                          # as much of a model as Adapter looks at

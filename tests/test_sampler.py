@@ -12,15 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-import hf
-
 import sampler as sampler_py
 from aqn import noisy_norms
 from lora import Adapter
 from model import load
 from sampler import (BLOCK, MASK64, BlockPool, Rollouts, Sampler, Sampling, TorchEngine, draw, filter_logits, row_key,
                      sampler_for, uniforms)
-from tiny_qwen2 import merged, plain_logits, random_adapter, set_adapter
+from tiny_qwen2 import held_by, merged, plain_logits, random_adapter, set_adapter
 
 FP32 = 5e-5                                                               # on logits: as in test_model.py
 LENGTHS = (1, 2, 5, 31, 32, 33, 34, 63, 64, 65)                           # of prompts; the prefix is one token shorter
@@ -108,7 +106,7 @@ def test_every_token_is_the_inverse_cdf_at_its_own_uniform(tiny, base, temperatu
         rollouts = generate(sampler, prompts_of(90), 3, max_new_tokens=35, temperature=temperature, seed=seed)
         rows = [p + c for p, c in zip(rollouts.prompts, rollouts.completions)]
         learner, _ = model.token_logprobs(rows, [len(p) for p in rollouts.prompts], temperature)
-        clean = dict(hf.model_tensors(model))                                     # what nvfp4's codes stand for
+        clean = held_by(model)                                            # what nvfp4's codes stand for
         for i, layer in enumerate(model.layers):
             for name, norm in (("input", layer.input_norm), ("post_attention", layer.post_norm)):
                 clean[f"model.layers.{i}.{name}_layernorm.weight"] = norm.weight.double() + norm.noise

@@ -1,5 +1,5 @@
 """
-train.py as a user runs it: whole runs of the embedded model on a CPU, with checkpoint.py, process.py and memory.py.
+train.py as a user runs it: its flags, and whole runs of the embedded model on a CPU that learn, end, go on, and fail.
 
 A run is a process, forked from a server that has imported torch once: a second a run instead of five, and it can be
 killed, starved of disk, or given a rank. Runs that must agree are compared bit for bit, times aside. The server sees no
@@ -8,6 +8,7 @@ GPU: what forks from a process that has asked CUDA for one cannot use it. A run 
 python -m pytest tests/test_train.py -v
 """
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -26,13 +27,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import data
-import memory
-from lora import Adapter, Linear, save_adapter
+import train as train_py
+from lora import Adapter, save_adapter
 from model import load
 from tiny_qwen2 import config_json, random_tensors, write_folder
 
 ROOT = Path(__file__).parent.parent
-TINY = json.loads((ROOT / "tiny" / "config.json").read_text())
 TIMES = ("seconds", "seconds_sample", "seconds_update", "tokens_per_s")
 SMALL = ("--prompts-per-step 2 --group-size 4 --max-new-tokens 24 --eval-problems 4 --eval-every 10 --lr 1e-3 "
          "--updates-per-rollout 1 --max-rows 64").split()
@@ -54,15 +54,20 @@ def by_length(completion, gold):
 '''
 
 
-def train(argv, folder, log, env, max_file):
-    """Runs in the forked process. max_file: bytes after which a write fails as on a full disk."""
+def train(argv, folder, log, env, max_file, fault):
+    """Runs in the forked process. max_file: bytes after which a write fails as on a full disk; fault: called first."""
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     os.chdir(folder)
     os.environ.update(env)
+    if env:                                                               # run.py reads its rank when it is imported
+        for name in [n for n, m in sys.modules.items() if Path(getattr(m, "__file__", None) or "/").parent == ROOT]:
+            del sys.modules[name]
     if max_file:
         resource.setrlimit(resource.RLIMIT_FSIZE, (max_file, max_file))
+    if fault:
+        fault()
     sys.argv = ["train.py", *argv]
     runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
 
@@ -77,13 +82,15 @@ class Runs:
         (folder / "more.jsonl").write_text("\n".join(lines))
         (folder / "my_rewards.py").write_text(REWARDS)
 
-    def start(self, out, *flags, model=ROOT / "tiny", env={}, max_file=None):
+    def start(self, out, *flags, model=ROOT / "tiny", env={}, max_file=None, fault=None, bare=False):
+        """bare: these flags and no others."""
         argv = [*(["--resume"] if "--resume" in flags else ["--model", str(model), "--data", "sums.jsonl", *SMALL]),
                 "--device", "cpu", "--out", out, *(f for f in flags if f != "--resume")]
+        argv = list(flags) if bare else argv
         log = self.folder / f"{out}.{env.get('RANK', 0)}.log"
         log.unlink(missing_ok=True)
         context = multiprocessing.get_context("spawn" if "cuda" in flags else "forkserver")
-        process = context.Process(target=train, args=(argv, self.folder, log, env, max_file))
+        process = context.Process(target=train, args=(argv, self.folder, log, env, max_file, fault))
         process.start()
         return process
 
@@ -140,7 +147,7 @@ def runs(tmp_path_factory):
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
-        forkserver.set_forkserver_preload(["torch.distributed", "evaluate", "aqn", "grpo", "checkpoint", __name__])
+        forkserver.set_forkserver_preload(["torch.distributed", "train", __name__])
         forkserver.ensure_running()
     return Runs(tmp_path_factory.mktemp("runs"))
 
@@ -150,6 +157,72 @@ def whole(runs):
     """The uninterrupted run of 30 steps that others are compared with."""
     runs.run("whole", "--steps", "30", "--save-every", "3")
     return "whole"
+
+
+# -----------------------------------------------------------------------------
+# Flags.
+
+def args_of(*flags):
+    """As parse_args() reads them of a run without --model, the sizes of two CPU cores included."""
+    args = train_py.parser.parse_args(list(flags))
+    for name, value in train_py.TINY.items():
+        if getattr(args, name) == train_py.parser.get_default(name):
+            setattr(args, name, value)
+    return args
+
+
+def test_the_defaults_pass_their_own_check():
+    train_py.check_flags(args_of(), None)
+    train_py.check_flags(train_py.parser.parse_args(["--model", "qwen2.5-7b"]), None)
+
+
+@pytest.mark.parametrize("flag,values", [
+    *((flag, ("0", "-1")) for flag in ("--lora-rank", "--steps", "--prompts-per-step", "--max-prompt-tokens",
+                                       "--max-new-tokens", "--max-rows", "--noise-stages", "--updates-per-rollout",
+                                       "--micro-batch-tokens", "--eval-every", "--save-every")),
+    *((flag, ("0", "-1", "nan", "inf")) for flag in ("--lr", "--max-grad-norm", "--temperature", "--kv-gib", "--memory-gib",
+                                                     "--lora-alpha", "--sigma-end", "--clip-high")),
+    *((flag, ("-0.1", "nan", "inf")) for flag in ("--weight-decay", "--kl-beta", "--format-weight", "--sigma-start")),
+    ("--eval-problems", ("-3",)), ("--seed", ("-1",)), ("--group-size", ("1", "0", "-4")),
+    ("--warmup", ("-0.1", "1.5", "nan")), ("--clip-low", ("0", "-0.2", "1.5", "nan")),
+    ("--correction-cap", ("0.5", "nan", "inf")), ("--overlong-buffer", ("-1", "100000"))])
+def test_a_value_that_cannot_be_meant_is_refused_with_flag_and_value(flag, values):
+    for value in values:
+        args = args_of(f"{flag}={value}")
+        with pytest.raises(ValueError) as error:
+            train_py.check_flags(args, None)
+        said, got = str(error.value), getattr(args, flag[2:].replace("-", "_"))
+        assert said.startswith(f"{flag} must lie in ") and said.endswith(f", got {got}") and "\n" not in said
+
+
+@pytest.mark.parametrize("flags", [
+    "--warmup 0", "--warmup 1", "--sigma-start 0", "--weight-decay 0.1 --kl-beta 0.001", "--eval-problems 0", "--seed 0",
+    "--clip-low 1 --clip-high 1e9", "--correction-cap 1", "--group-size 2", "--overlong-buffer 48", "--temperature 1e-3"])
+def test_values_on_the_edge_are_taken(flags):
+    train_py.check_flags(args_of(*flags.split()), None)
+
+
+@pytest.mark.parametrize("flags,words", [
+    ("--sigma-start 1e-4 --sigma-end 1e-2", "--sigma-end 0.01 is above --sigma-start 0.0001"),
+    ("--train-norms --kl-beta 0.1", "--kl-beta 0.1: --train-norms"), ("--memory-gib 16 --device cpu", "--device is cpu")])
+def test_flags_that_contradict_each_other_are_refused(flags, words):
+    with pytest.raises(ValueError, match=words):
+        train_py.check_flags(args_of(*flags.split()), None)
+
+
+def test_every_flag_that_is_a_number_has_a_range():
+    numbers = {a.dest for a in train_py.parser._actions if a.type in (int, float)}
+    assert numbers - train_py.RANGES.keys() == {"overlong_buffer"}        # 0..--max-new-tokens
+    assert train_py.RANGES.keys() <= numbers
+
+
+def test_the_learning_rate_by_hand():
+    cosine, constant = args_of("--lr", "2"), args_of("--lr", "2", "--lr-schedule", "constant")
+    for args in (cosine, constant):                                       # --warmup 0.1
+        assert [train_py.lr_at(args, x) for x in (0, 0.025, 0.05)] == pytest.approx([0, 0.5, 1])
+    assert [train_py.lr_at(cosine, x) for x in (0.1, 0.55, 0.775, 1)] == pytest.approx(
+        [2, 1, 1 + math.cos(0.75 * math.pi), 0])
+    assert [train_py.lr_at(constant, x) for x in (0.1, 0.5, 0.75, 0.875, 1)] == pytest.approx([2, 2, 2, 1, 0])
 
 
 # -----------------------------------------------------------------------------
@@ -178,7 +251,7 @@ def test_the_gradient_does_not_depend_on_micro_batches(runs):
         assert (g - gradients[2]).norm() < 200 * 2**-24 * gradients[2].norm() * 10
 
 
-@pytest.mark.parametrize("flags", ["--loss grpo --kl-beta 0.1", "--loss dapo --base nf4 --train-norms --head nvfp4",
+@pytest.mark.parametrize("flags", ["--loss grpo --kl-beta 0.1", "--loss dapo --base nf4 --train-norms --lr-schedule constant",
                                    "--loss dr_grpo --advantage-scale none --overlong-buffer 20 --overlong keep",
                                    "--loss gspo --advantage-scale batch --correction mask --format-weight 0.5"])
 def test_every_loss_and_option_runs(runs, flags):
@@ -217,20 +290,19 @@ def test_a_reward_of_ones_own_replaces_the_grader_and_its_parts_are_summed(runs)
     assert all(r["reward"] == pytest.approx(1 + 0.01 * len(r["completion"])) for r in runs.samples("own"))
 
 
-def test_a_4_bit_head_samples_otherwise_and_the_learner_has_the_same(runs):
-    flags = "--steps 1 --temperature 2 --reward my_rewards:by_length --overlong keep".split()
-    for head in ("bf16", "nvfp4"):
-        runs.run(f"head-{head}", *flags, "--head", head)
-    ours, bf16 = runs.samples("head-nvfp4"), runs.samples("head-bf16")
-    assert all(a["mean_logprob"] != b["mean_logprob"] for a, b in zip(ours, bf16))
-    metrics, = runs.metrics("head-nvfp4")
-    assert metrics["mismatch_abs"] < 1e-5                                 # fp32 on a CPU; with the bf16 head 5e-3
+def test_the_format_counts_beside_a_reward_of_ones_own(runs):
+    runs.run("both", "--steps", "1", "--reward", "my_rewards:by_length", "--format-weight", "0.5")
+    samples = runs.samples("both")
+    assert any(row["format"] for row in samples)
+    for row in samples:
+        assert row["task"] == pytest.approx(1 + 0.01 * len(row["completion"]))
+        assert row["reward"] == pytest.approx(row["task"] + 0.5 * row["format"])
 
 
 def test_a_reward_of_nan_for_all_ends_the_run_in_one_line_and_writes_none(runs):
     log = runs.run("nan", "--steps", "3", "--reward", "my_rewards:nan", code=1)
     last = log.strip().splitlines()[-1]
-    assert last.startswith("train.py: --reward my_rewards:nan: nan for each of the 8 completions of step 0; step 0 is")
+    assert last.startswith("train.py: --reward my_rewards:nan: nan for each of 8 completions; step 0 is saved; go on")
     assert "Traceback" not in log and runs.lines("nan") == runs.lines("nan", "samples.jsonl") == []
 
 
@@ -283,12 +355,13 @@ def test_float16_halves_the_loss_scale_where_gradients_overflow_and_a_resumed_ru
 
 
 def test_float16_learns_what_float32_does(runs):
-    flags = "--steps 1 --prompts-per-step 4 --reward my_rewards:by_length --max-grad-norm 1e9".split()
+    # Hot: at temperature 1 one of 16 rows differs from its group, and what is learned from it is as small as rounding.
+    flags = "--steps 1 --prompts-per-step 4 --reward my_rewards:by_length --max-grad-norm 1e9 --temperature 1.5".split()
     for dtype, more in (("single", []), ("half3", ["--dtype", "float16"]), ("brain", ["--dtype", "bfloat16"])):
         runs.run(dtype, *flags, *more)
     single, half, brain = (runs.state(name, 1)["exp_avg"] for name in ("single", "half3", "brain"))
     assert "loss_scale" not in runs.metrics("brain")[0] and runs.metrics("half3")[0]["skipped"] == 0
-    assert (half - single).norm() < 2**-8 * single.norm() < (brain - single).norm()      # 0.0024 and 0.0064
+    assert (half - single).norm() < 2**-8 * single.norm() < (brain - single).norm()      # 0.0016 and 0.015
 
 
 # -----------------------------------------------------------------------------
@@ -338,6 +411,55 @@ def test_the_adapter_of_a_stopped_run_is_that_of_its_checkpoint(runs):
     assert torch.equal(first, runs.state("ahead", len(runs.lines("ahead")))["master"][:len(first)])
 
 
+def stop_before_reading():
+    import run
+
+    def load(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pause()
+
+    run.Checkpoints.load = load
+
+
+def fail_to_read():
+    import run
+
+    def load(self):
+        raise OSError("Input/output error")
+
+    run.Checkpoints.load = load
+
+
+def break_before_reading():
+    import run
+    run.Checkpoints.load = lambda self: 1 / 0
+
+
+def stop_after_reading():
+    import run
+
+    def from_rank_0(tensor):                                              # the checkpoint is read, nothing is in place yet
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pause()
+
+    run.from_rank_0 = from_rank_0
+
+
+@pytest.mark.parametrize("fault,said", [
+    (stop_before_reading, "stopped by SIGTERM; nothing was changed; go on"), (break_before_reading, "ZeroDivisionError"),
+    (fail_to_read, "Input/output error; nothing was changed; go on"),
+    (stop_after_reading, "stopped by SIGTERM; step 30 is saved; go on")])
+def test_a_resume_that_ends_before_its_checkpoint_is_in_place_leaves_the_adapter(runs, whole, fault, said):
+    # The adapter of step 30 was replaced by the one that training starts from, whose B is zero.
+    def files():
+        return {p: p.read_bytes() for p in (runs.folder / fault.__name__).rglob("*") if p.is_file()}
+
+    shutil.copytree(runs.folder / whole, runs.folder / fault.__name__)
+    before = files()
+    log = runs.run(fault.__name__, "--resume", code=1, fault=fault)
+    assert said in log and files() == before
+
+
 def test_damaged_checkpoints_are_named_and_the_one_before_is_used(runs, whole):
     # Steps 27 and 30 are on disk. Cut off one's tensors, change a counter in the other: nothing whole is left after 24.
     shutil.copytree(runs.folder / whole, runs.folder / "damaged")
@@ -373,14 +495,14 @@ def test_a_full_disk_stops_the_run_and_loses_no_earlier_checkpoint(runs, whole):
 def test_resume_refuses_other_flags_and_a_second_run_refuses_the_folder(runs, whole):
     before = {p: p.read_bytes() for p in (runs.folder / whole).rglob("*") if p.is_file()}
     assert "--lr is 0.5, the run had 0.001" in runs.run(whole, "--resume", "--lr", "0.5", code=1)
-    assert "--head is 'nvfp4', the run had 'bf16'" in runs.run(whole, "--resume", "--head", "nvfp4", code=1)
+    assert "--base is 'nf4', the run had 'nvfp4'" in runs.run(whole, "--resume", "--base", "nf4", code=1)
     older = runs.folder / shutil.copytree(runs.folder / whole, runs.folder / "older").name / "run.json"
     flags = json.loads(older.read_text())
     del flags["dtype"]                                                   # a run from before that flag had its default
     older.write_text(json.dumps(flags))
     assert "--dtype is 'float16', the run had None" in runs.run("older", "--resume", "--dtype", "float16", code=1)
     assert "--out whole is not empty" in runs.run(whole, "--steps", "2", code=1)
-    assert "--resume: nothing holds no run" in runs.run("nothing", "--resume", code=1)
+    assert "train.py: nothing/run.json: cannot be read" in runs.run("nothing", "--resume", code=1)
     assert before == {p: p.read_bytes() for p in (runs.folder / whole).rglob("*") if p.is_file()}
 
 
@@ -488,13 +610,60 @@ def test_a_broken_model_folder_ends_in_one_line(runs, tmp_path, kind, named):
 @pytest.mark.parametrize("flags,named", [("--data bad.jsonl", "bad.jsonl:2"), ("--data nowhere.jsonl", "nowhere.jsonl"),
                                          ("--model nowhere", "nowhere"), ("--kv-gib 1e-5", "KV pool"),
                                          ("--max-rows 1000000000000", "not enough memory"),
-                                         ("--memory-gib 16", "--memory-gib"), ("--group-size 1", "--group-size"),
-                                         ("--reward my_rewards:absent", "absent"), ("--steps 0", "--steps"),
-                                         ("--max-prompt-tokens 3", "sums.jsonl"), ("--temperature 0", "--temperature"),
-                                         ("--warmup 1.5", "1.5"), ("--train-norms --kl-beta 0.1", "--train-norms")])
+                                         ("--reward my_rewards:absent", "absent"), ("--max-prompt-tokens 3", "sums.jsonl"),
+                                         ("--lr nan", "--lr must lie in (0, inf), got nan"),
+                                         ("--eval-problems -3", "--eval-problems must lie in [0, inf), got -3")])
 def test_bad_values_end_in_one_line(runs, flags, named):
     (runs.folder / "bad.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n{"question": "1+2?"}\n')
     check_one_line(runs, runs.run("bad", *flags.split(), code=1), named, "bad")
+
+
+@pytest.mark.parametrize("flags,named", [(("--mod", "qwen2.5-7b"), "--mod"), (("--resum", "--out", "x"), "--resum"),
+                                         (("--step=3",), "--step=3")])
+def test_an_abbreviated_flag_is_refused_by_name(runs, flags, named):
+    # --mod qwen2.5-7b trained the 7B with the tiny model's defaults: the look for --model did not see it.
+    log = runs.run("short", *flags, code=2, bare=True)
+    assert f"unrecognized arguments: {named}" in log and "Traceback" not in log
+    assert not (runs.folder / "runs").exists()
+
+
+def bug(error):
+    import lora
+
+    def adapter(*_, **__):
+        raise error
+
+    lora.Adapter = adapter
+
+
+def assert_in_set_up():
+    bug(AssertionError("a shape that cannot be"))
+
+
+def runtime_error_in_set_up():
+    bug(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+def type_error_in_set_up():
+    bug(TypeError("got an unexpected keyword argument"))
+
+
+@pytest.mark.parametrize("fault", [assert_in_set_up, runtime_error_in_set_up, type_error_in_set_up])
+def test_a_bug_in_the_set_up_keeps_its_traceback(runs, fault):
+    # A user's file is one line, a bug is not: its line alone would say nothing of where it is.
+    log = runs.run("bug", code=1, fault=fault)
+    assert "Traceback" in log and "in prepare" in log and "in adapter" in log
+    shutil.rmtree(runs.folder / "bug")
+
+
+def value_error_in_set_up():
+    bug(ValueError("folder/adapter.bin: bad\nsecond line"))
+
+
+def test_what_is_wrong_with_a_users_file_is_one_line(runs):
+    log = runs.run("users", code=1, fault=value_error_in_set_up)
+    check_one_line(runs, log, "train.py: folder/adapter.bin: bad", "users")
+    assert "second line" not in log
 
 
 def test_an_unknown_value_of_a_flag_is_refused_with_the_known_ones(runs):
@@ -506,95 +675,3 @@ def check_one_line(runs, log, named, out):
     last = log.strip().splitlines()[-1]
     assert "Traceback" not in log and last.startswith("train.py: ") and named in last, log
     assert not (runs.folder / out).exists() or not any((runs.folder / out).iterdir())
-
-
-# -----------------------------------------------------------------------------
-# Memory.
-
-class FakeGpu:
-    """A GPU that is not there: 80 GiB, 2 of them held by weights and adapter. 200 tokens of the learner take 4 GiB, and
-    1 more for each block that keeps its activations."""
-    total = 80 * 2**30
-
-    def __init__(self, held=2):
-        self.held, self.peak = held * 2**30, 0
-
-    def empty_cache(self):
-        pass
-
-    def reset_peak_memory_stats(self):
-        self.peak = 0
-
-    def memory_reserved(self):
-        return self.held
-
-    def mem_get_info(self):
-        return self.total - self.held, self.total
-
-    def max_memory_reserved(self):
-        return self.held + self.peak
-
-    def memory_allocated(self):
-        return self.held + self.peak
-
-    def token_logprobs(self, rows, starts, kept=0):
-        if torch.is_grad_enabled():
-            self.peak = sum(map(len, rows)) * (4 + kept) / 200 * 2**30
-            if self.held + self.peak > self.total:
-                raise torch.OutOfMemoryError
-        return torch.zeros(1, requires_grad=True), None
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    gpu, model = FakeGpu(), load(ROOT / "tiny", "nvfp4", "cpu")
-    monkeypatch.setattr(memory.torch, "cuda", gpu)
-    monkeypatch.setattr(model, "token_logprobs", gpu.token_logprobs)
-    gpu.model, gpu.adapter, gpu.lines = model, Adapter(model, rank=4), []
-    return gpu
-
-
-def test_the_memory_table_adds_up_to_the_bound_and_leaves_no_gradient(gpu):
-    memory.Plan(gpu.model, gpu.adapter, 32, 64, 200, 8, None, 48.0, gpu.lines.append)
-    sizes = {line[:22].strip(): float(line[22:].split()[0]) for line in gpu.lines}
-    assert sizes.pop("together") == 48.0 == pytest.approx(sum(sizes.values()), abs=0.04)           # two decimals each
-    assert sizes["longest micro-batch"] == 4
-    assert sizes["activations"] + sizes["KV pool"] == pytest.approx(48 - 2 - 4 - 0.6 - 0.03 * 48, abs=0.02)
-    assert not gpu.adapter.master.grad.any()
-
-
-def test_the_plan_counts_the_largest_w_that_a_decode_step_expands(monkeypatch):
-    linears = {base: [m.weight for m in load(ROOT / "tiny", base, "cpu", torch.bfloat16).modules()
-                      if isinstance(m, Linear)] for base in ("bf16", "nf4", "nvfp4")}
-    gate_up = 2 * 2 * TINY["intermediate_size"] * TINY["hidden_size"]
-    assert memory.expanded(linears["bf16"], 300) == 0
-    assert memory.expanded(linears["nf4"], 1) == gate_up
-    assert memory.expanded(linears["nvfp4"], 1) == gate_up                # a device that the kernel is not made for
-    monkeypatch.setattr(memory.marlin_fp4, "runs_on", lambda device: True)
-    assert memory.expanded(linears["nvfp4"], 256) == 0 and memory.expanded(linears["nvfp4"], 257) == gate_up
-
-
-@pytest.mark.parametrize("pool,kept", [(20, 3), (68.5, 3), (69, 2), (71, 0)])
-def test_blocks_keep_their_activations_where_the_kv_pool_leaves_room(gpu, pool, kept):
-    # Of 80 GiB 71.6 are left: 2 are held, 4 for the micro-batch, 2.4 for fragments. A block takes 1.
-    plan = memory.Plan(gpu.model, gpu.adapter, 32, 64, 200, 8, pool, None, gpu.lines.append)
-    assert (plan.pool, plan.kept) == (pool * 2**30, kept)
-    gpu.held += plan.pool
-    assert plan.dry_step().kept == kept
-
-
-def test_the_dry_step_lets_go_of_blocks_that_do_not_fit(gpu):
-    plan = memory.Plan(gpu.model, gpu.adapter, 32, 64, 200, 8, 69, None, gpu.lines.append)
-    gpu.held = 74.5 * 2**30                                               # 2 + 69, and somebody took 3.5
-    assert plan.kept == 2 and plan.dry_step().kept == 1
-
-
-def test_micro_batches_shrink_until_the_kv_pool_has_room(gpu):
-    # 4 GiB for 200 tokens: 8192 take 163, 4096 take 81, 2048 take 40, of 75. The tiny model's own pool is 1 MB.
-    plan = memory.Plan(gpu.model, gpu.adapter, 32, 64, None, 8, None, None, gpu.lines.append)
-    assert (plan.micro_batch_tokens, plan.kept) == (2048, 3)
-    with pytest.raises(ValueError, match="--kv-gib 50: only 3.* GiB are left"):
-        memory.Plan(gpu.model, gpu.adapter, 32, 64, None, 8, 50, None, gpu.lines.append)
-    gpu.held = 60 * 2**30
-    with pytest.raises(ValueError, match="no room for rows of 96 tokens beside 60.0 GiB"):
-        memory.Plan(gpu.model, gpu.adapter, 32, 64, None, 8, None, None, gpu.lines.append)

@@ -149,3 +149,17 @@ def set_adapter(model, tensors):
         for name, norm in zip(NORMS, (layer.input_norm, layer.post_norm)):
             norm.weight.data.copy_(tensors[f"{prefix}model.layers.{i}.{name}.weight"])
     model.adapter.sync()
+
+
+def held_by(model):
+    """Hugging Face name -> tensor of what a model holds: its frozen linears decoded to fp32, without the adapter."""
+    tensors = {"model.embed_tokens.weight": model.embed, "model.norm.weight": model.final_norm.weight.data}
+    for i, layer in enumerate(model.layers):
+        for name, norm in zip(NORMS, (layer.input_norm, layer.post_norm)):
+            tensors[f"model.layers.{i}.{name}.weight"] = norm.weight.data
+        for name, bias in zip(TARGETS[:3], layer.qkv_bias.split(layer.qkv.parts)):
+            tensors[f"model.layers.{i}.{name}.bias"] = bias
+        for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
+            w = linear.weight.dequantize().float()
+            tensors |= {f"{name}.weight": part for name, part in zip(linear.names, w.split(linear.parts))}
+    return tensors if model.config.tied else tensors | {"lm_head.weight": model.lm_head}

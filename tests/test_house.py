@@ -1,0 +1,290 @@
+"""
+The house: which file may import which and where Triton is, how large files, lines and signatures get, and that the README
+names what is there. The method runs where Triton cannot be imported.
+
+python -m pytest tests/test_house.py -v
+"""
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo import METRICS
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+METHOD = "train grpo learner aqn sampler model attention ops lora nvfp4 rewards".split()
+READING_PATH = [*METHOD, "data", "run", "hf"]                             # imports torch and nothing of Triton
+TRITON = ["marlin_fp4", "kernels", "decode"]
+# Bottom to top: a file imports files before it.
+ORDER = ("run ops nvfp4 hf attention lora model aqn grpo learner sampler answers rewards data marlin_fp4 kernels decode "
+         "memory evaluate train").split()
+DOORS = {("ops", "kernels"), ("nvfp4", "marlin_fp4"), ("train", "decode"), ("evaluate", "decode")}
+
+METHOD_BUDGET = 2_400, 120                                                # lines, KB of 1,024 bytes
+READING_BUDGET = 3_250, None
+WHOLE_BUDGET = 6_450, 300
+LARGEST = {                                                               # lines, KB
+    "train.py": (520, 26.0), "grpo.py": (226, 10.6), "learner.py": (220, 9.8), "aqn.py": (87, 5.1),
+    "sampler.py": (497, 22.1), "model.py": (275, 12.6), "attention.py": (216, 9.6), "ops.py": (192, 7.7),
+    "lora.py": (297, 12.8), "nvfp4.py": (334, 14.2), "rewards.py": (210, 9.5),
+    "data.py": (315, 14.0), "run.py": (351, 13.6), "hf.py": (346, 15.9),
+    "marlin_fp4.py": (808, 37.3), "kernels.py": (973, 41.0), "decode.py": (292, 13.9), "memory.py": (158, 7.5),
+    "answers.py": (780, 34.0), "evaluate.py": (357, 16.3), "tools/bench.py": (552, 25.0),
+    "tools/convert.py": (134, 5.5), "tools/plot.py": (145, 6.5), "tools/samples.py": (105, 4.9),
+}
+
+FILES = {path.relative_to(ROOT).as_posix(): path for folder in (ROOT, ROOT / "tools") for path in folder.glob("*.py")}
+TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
+every_file = pytest.mark.parametrize("name", sorted(FILES))
+
+
+def module(name):
+    return name.removesuffix(".py").replace("/", ".")
+
+
+def imported(node):
+    """Full names of the modules that an import statement asks for."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if node.module == "tools":                                            # from tools import bench
+        return [f"tools.{alias.name}" for alias in node.names]
+    return [node.module or "."]
+
+
+def imports(tree):
+    """Yields (module name, whether inside a function) of every import."""
+    inside = {id(node) for function in ast.walk(tree)
+              if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+              for node in ast.walk(function)}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield from ((name, id(node) in inside) for name in imported(node))
+
+
+# -----------------------------------------------------------------------------
+# Imports
+
+def test_the_order_names_every_root_file_and_no_other():
+    assert sorted(ORDER) == sorted(module(name) for name in FILES if "/" not in name)
+    assert set(READING_PATH) < set(ORDER) and not set(READING_PATH) & set(TRITON)
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_imports_go_down(name):
+    # So there is no circle, and a file can be read with those before it.
+    below = ORDER[:ORDER.index(name)]
+    for other, late in imports(TREES[f"{name}.py"]):
+        if other.split(".")[0] in (*ORDER, "tools", "tests"):
+            assert late or other in below, f"{name}.py imports {other}"
+
+
+def test_the_doors_are_the_only_imports_inside_functions():
+    late = {(module(file), other) for file, tree in TREES.items() for other, is_late in imports(tree)
+            if is_late and other.split(".")[0] in (*ORDER, "tools")}
+    assert late == DOORS
+
+
+@every_file
+def test_triton_is_imported_in_the_engine_room_alone(name):
+    asks = any(other.split(".")[0] == "triton" for other, _ in imports(TREES[name]))
+    assert not asks or module(name) in TRITON
+
+
+@pytest.mark.parametrize("name", READING_PATH)
+def test_the_reading_path_imports_nothing_of_triton_on_the_way(name):
+    seen, waiting = set(), [name]
+    while waiting:
+        file = waiting.pop()
+        seen.add(file)
+        waiting += {other for other, late in imports(TREES[f"{file}.py"]) if not late and other in ORDER} - seen
+    assert not seen & set(TRITON), seen
+
+
+BLOCKED = """
+import runpy, sys
+
+class NoTriton:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "triton":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, NoTriton())
+runpy.run_path(sys.argv[0], run_name="__main__")
+rooms = {"triton", "kernels", "marlin_fp4", "decode"} & sys.modules.keys()
+assert not rooms, rooms
+"""
+
+
+@pytest.fixture(scope="module")
+def metrics(tmp_path_factory):
+    """Of one step of the tiny model in a process where Triton cannot be imported, as on a Mac or on Windows."""
+    out = tmp_path_factory.mktemp("house") / "run"
+    flags = ["--steps", "1", "--prompts-per-step", "4", "--eval-problems", "4", "--device", "cpu", "--out", str(out)]
+    code = BLOCKED.replace("import runpy, sys\n", f"import runpy, sys\nsys.argv = {[str(ROOT / 'train.py'), *flags]!r}\n"
+                           f"sys.path.insert(0, {str(ROOT)!r})\n")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=out.parent, timeout=120)
+    assert done.returncode == 0, done.stderr
+    line, = (out / "metrics.jsonl").read_text().splitlines()
+    assert (out / "adapter" / "adapter_model.safetensors").exists()
+    return json.loads(line)
+
+
+def test_the_tiny_model_trains_where_triton_cannot_be_imported(metrics):
+    assert metrics["step"] == 0 and metrics["grad_norm"] > 0 and metrics["tokens"] >= 32
+
+
+# -----------------------------------------------------------------------------
+# The door: a twin for every function that has one
+
+def signature(function):
+    a = function.args
+    return [arg.arg for arg in a.posonlyargs + a.args + a.kwonlyargs], [ast.dump(d) for d in a.defaults], bool(a.vararg)
+
+
+def test_every_twin_has_its_references_name_and_signature():
+    pairs = [(file, node) for file, tree in TREES.items() for node in tree.body if isinstance(node, ast.FunctionDef)
+             and any(ast.unparse(d).endswith("twin_in_kernels") for d in node.decorator_list)]
+    assert len(pairs) >= 8
+    twins = {node.name: node for node in TREES["kernels.py"].body if isinstance(node, ast.FunctionDef)}
+    for file, node in pairs:
+        assert node.name in twins, f"kernels.py has no {node.name} of {file}"
+        assert signature(twins[node.name]) == signature(node), node.name
+
+
+# -----------------------------------------------------------------------------
+# Size
+
+@every_file
+def test_every_file_opens_with_a_docstring(name):
+    assert ast.get_docstring(TREES[name])
+
+
+@pytest.mark.parametrize("name", [*sorted(FILES), "README.md", *(f"tests/{p.name}" for p in sorted(Path(__file__).parent.glob(
+    "*.py")))])
+def test_lines_are_no_wider_than_a_reader_sees(name):
+    path = ROOT / name
+    widest = 100 if "/" not in name and module(name) in READING_PATH and name != "aqn.py" else 120
+    wide = [i for i, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if len(line) > widest]
+    assert not wide, f"{name}: lines {wide} have more than {widest} columns"
+
+
+@every_file
+def test_no_signature_has_more_than_12_parameters(name):
+    # What travels together is one argument: kernels take NamedTuples with constexpr fields.
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, (ast.FunctionDef, ast.Lambda)):
+            a = node.args
+            names = [arg.arg for arg in a.posonlyargs + a.args + a.kwonlyargs if arg.arg not in ("self", "cls")]
+            assert len(names) <= 12, f"{name}:{node.lineno}: {getattr(node, 'name', 'lambda')} has {len(names)}"
+
+
+def size(names):
+    """Lines and KB of some files."""
+    texts = [FILES[name].read_bytes() for name in names]
+    return sum(len(text.splitlines()) for text in texts), sum(map(len, texts)) / 1024
+
+
+def test_the_table_of_sizes_names_every_file():
+    assert LARGEST.keys() == FILES.keys()
+
+
+@pytest.mark.parametrize("name", LARGEST)
+def test_no_file_outgrows_its_ceiling(name):
+    lines, kilobytes = size([name])
+    assert lines <= LARGEST[name][0] and kilobytes <= LARGEST[name][1], f"{name}: {lines} lines, {kilobytes:.1f} KB"
+
+
+@pytest.mark.parametrize("what,names,budget", [
+    ("method", [f"{name}.py" for name in METHOD], METHOD_BUDGET),
+    ("reading path", [f"{name}.py" for name in READING_PATH], READING_BUDGET), ("whole", list(FILES), WHOLE_BUDGET)])
+def test_the_house_stays_within_its_budgets(what, names, budget):
+    lines, kilobytes = size(names)
+    assert lines <= budget[0] and (budget[1] is None or kilobytes <= budget[1]), f"{what}: {lines} lines, {kilobytes:.0f} KB"
+
+
+# -----------------------------------------------------------------------------
+# The README
+
+def section(title):
+    return re.search(rf"^## {title}.*?(?=^## |\Z)", README, re.M | re.S)[0]
+
+
+def test_the_readme_tree_is_the_disks():
+    blocks = re.findall(r"```\n(.*?)```", section("Files"), re.S)
+    named = [line.split()[0] for block in blocks for line in block.strip().splitlines()]
+    on_disk = {name for name in FILES if "/" not in name} | {"tiny/", "tests/", "docs/", "tools/"}
+    assert len(named) == len(set(named)) and set(named) == on_disk, set(named) ^ on_disk
+    assert [name for name in named if module(name) in READING_PATH] == [f"{name}.py" for name in READING_PATH]
+
+
+def test_the_readme_names_the_tools():
+    missing = [name for name in FILES if name.startswith("tools/") and Path(name).stem not in README]
+    assert not missing, missing
+
+
+@pytest.mark.parametrize("command", sorted(set(re.findall(r"python (?:-m [\w.]+|[\w/]+\.py)", README))))
+def test_every_command_of_the_readme_runs_a_file_that_is_there(command):
+    *_, what = command.split()
+    path = what if what.endswith(".py") else what.replace(".", "/") + ".py"
+    assert path in FILES or (ROOT / path).exists(), command
+
+
+def names_in(body):
+    """Names that a module's or a class's own statements define."""
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (leaf.id for target in targets for leaf in ast.walk(target) if isinstance(leaf, ast.Name))
+            yield from (leaf.attr for target in targets for leaf in ast.walk(target) if isinstance(leaf, ast.Attribute))
+        elif isinstance(node, ast.If):
+            yield from names_in(node.body)
+
+
+MODULES = {module(name): set(names_in(tree.body)) for name, tree in TREES.items() if "/" not in name}
+CLASSES = {}
+for tree in TREES.values():
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            inner = [s for f in node.body if isinstance(f, ast.FunctionDef) for s in ast.walk(f)]
+            members = {*names_in(node.body), *names_in(s for s in inner if isinstance(s, (ast.Assign, ast.AnnAssign)))}
+            CLASSES.setdefault(node.name, set()).update(members)
+
+
+@pytest.mark.parametrize("name", sorted({
+    word for title in ("Files", "The method", "Deviations") for word in re.findall(r"`([A-Za-z_]\w*(?:\.\w+)+)`", section(title))
+    if word.split(".")[0] in MODULES.keys() | CLASSES.keys() | {"engine"} and not word.endswith((".py", ".json", ".jsonl"))}))
+def test_every_name_in_the_readme_is_in_the_code(name):
+    first, *rest = name.split(".")
+    if first == "engine":
+        first = "Engine"
+    if first in MODULES:
+        assert rest[0] in MODULES[first], f"{first}.py has no {rest[0]}"
+        first, *rest = rest
+    if rest:
+        assert rest[0] in CLASSES[first], f"{first} has no {rest[0]}"
+
+
+def logged():
+    """Key -> meaning, of the first table under Logged numbers, which is that of metrics.jsonl."""
+    table = re.search(r"\| key \| meaning \|\n\|---\|---\|\n(.*?)\n\n", section("Logged numbers"), re.S)[1]
+    rows = [line.strip("|").split("|", 1) for line in table.splitlines()]
+    return {key: meaning for keys, meaning in rows for key in re.findall(r"`(\w+)`", keys)}
+
+
+def test_every_logged_number_is_defined_and_every_defined_number_is_logged(metrics):
+    defined = logged()
+    absent = {key for key, meaning in defined.items() if re.search("with `--(kl-beta|dtype)", meaning)}
+    assert absent == {"kl", "loss_scale"}
+    assert metrics.keys() == defined.keys() - absent
+
+
+def test_every_metric_of_the_loss_is_defined():
+    assert METRICS.keys() - logged().keys() == {"ratio", "ratio_squared"}            # those two become ess

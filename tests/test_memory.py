@@ -1,0 +1,107 @@
+"""
+The plan of a GPU's memory on a GPU that is not there: sizes that add up, and what gives way where they do not fit.
+
+python -m pytest tests/test_memory.py -v
+"""
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import memory
+from lora import Adapter
+from model import load
+
+ROOT = Path(__file__).parent.parent
+TINY = json.loads((ROOT / "tiny" / "config.json").read_text())
+
+
+class FakeGpu:
+    """A GPU that is not there: 80 GiB, 2 of them held by weights and adapter. 200 tokens of the learner take 4 GiB, and
+    1 more for each block that keeps its activations."""
+    total = 80 * 2**30
+
+    def __init__(self, held=2):
+        self.held, self.peak = held * 2**30, 0
+
+    def empty_cache(self):
+        pass
+
+    def reset_peak_memory_stats(self):
+        self.peak = 0
+
+    def memory_reserved(self):
+        return self.held
+
+    def mem_get_info(self):
+        return self.total - self.held, self.total
+
+    def max_memory_reserved(self):
+        return self.held + self.peak
+
+    def memory_allocated(self):
+        return self.held + self.peak
+
+    def token_logprobs(self, rows, starts, kept=0):
+        if torch.is_grad_enabled():
+            self.peak = sum(map(len, rows)) * (4 + kept) / 200 * 2**30
+            if self.held + self.peak > self.total:
+                raise torch.OutOfMemoryError
+        return torch.zeros(1, requires_grad=True), None
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    gpu, model = FakeGpu(), load(ROOT / "tiny", "nvfp4", "cpu")
+    monkeypatch.setattr(memory.torch, "cuda", gpu)
+    monkeypatch.setattr(model, "token_logprobs", gpu.token_logprobs)
+    gpu.model, gpu.adapter, gpu.lines = model, Adapter(model, rank=4), []
+    return gpu
+
+
+def test_the_memory_table_adds_up_to_the_bound_and_leaves_no_gradient(gpu):
+    memory.Plan(gpu.model, gpu.adapter, 32, 64, 200, 8, None, 48.0, gpu.lines.append)
+    sizes = {line[:22].strip(): float(line[22:].split()[0]) for line in gpu.lines}
+    assert sizes.pop("together") == 48.0 == pytest.approx(sum(sizes.values()), abs=0.04)           # two decimals each
+    assert sizes["longest micro-batch"] == 4
+    assert sizes["activations"] + sizes["KV pool"] == pytest.approx(48 - 2 - 4 - 0.6 - 0.03 * 48, abs=0.02)
+    assert not gpu.adapter.master.grad.any()
+
+
+@pytest.mark.parametrize("base,expands", [("bf16", False), ("nvfp4", True), ("mxfp4", True), ("nf4", True)])
+def test_the_plan_counts_the_largest_w_that_a_decode_step_expands(gpu, monkeypatch, base, expands):
+    # Where no kernel reads the packed weight a step decodes gate|up, in 16 bits, which a bf16 base has already.
+    rooms = []
+    for name in ("bf16", base):
+        model = load(ROOT / "tiny", name, "cpu", torch.bfloat16)
+        monkeypatch.setattr(model, "token_logprobs", gpu.token_logprobs)
+        plan = memory.Plan(model, Adapter(model, rank=4), 32, 64, 200, 8, None, 48.0, gpu.lines.append)
+        rooms.append(plan.room)
+    assert rooms[0] - rooms[1] == expands * 2 * 2 * TINY["intermediate_size"] * TINY["hidden_size"]
+
+
+@pytest.mark.parametrize("pool,kept", [(20, 3), (68.5, 3), (69, 2), (71, 0)])
+def test_blocks_keep_their_activations_where_the_kv_pool_leaves_room(gpu, pool, kept):
+    # Of 80 GiB 71.6 are left: 2 are held, 4 for the micro-batch, 2.4 for fragments. A block takes 1.
+    plan = memory.Plan(gpu.model, gpu.adapter, 32, 64, 200, 8, pool, None, gpu.lines.append)
+    assert (plan.pool, plan.kept) == (pool * 2**30, kept)
+    gpu.held += plan.pool
+    assert plan.dry_step().kept == kept
+
+
+def test_the_dry_step_lets_go_of_blocks_that_do_not_fit(gpu):
+    plan = memory.Plan(gpu.model, gpu.adapter, 32, 64, 200, 8, 69, None, gpu.lines.append)
+    gpu.held = 74.5 * 2**30                                               # 2 + 69, and somebody took 3.5
+    assert plan.kept == 2 and plan.dry_step().kept == 1
+
+
+def test_micro_batches_shrink_until_the_kv_pool_has_room(gpu):
+    # 4 GiB for 200 tokens: 8192 take 163, 4096 take 81, 2048 take 40, of 75. The tiny model's own pool is 1 MB.
+    plan = memory.Plan(gpu.model, gpu.adapter, 32, 64, None, 8, None, None, gpu.lines.append)
+    assert (plan.micro_batch_tokens, plan.kept) == (2048, 3)
+    with pytest.raises(ValueError, match="--kv-gib 50: only 3.* GiB are left"):
+        memory.Plan(gpu.model, gpu.adapter, 32, 64, None, 8, 50, None, gpu.lines.append)
+    gpu.held = 60 * 2**30
+    with pytest.raises(ValueError, match="no room for rows of 96 tokens beside 60.0 GiB"):
+        memory.Plan(gpu.model, gpu.adapter, 32, 64, None, 8, None, None, gpu.lines.append)

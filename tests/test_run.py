@@ -1,0 +1,381 @@
+"""
+What a run leaves on a disk and how it ends: atomic files, checkpoints that are whole or passed over, signals, ranks.
+Whole runs that are killed, stopped and resumed are in test_train.py.
+
+python -m pytest tests/test_run.py -v
+"""
+import json
+import os
+import signal
+import stat
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import run
+from run import Checkpoints, Folder, Stopped, ending_with, new_folder, signals_wait, trim_lines, write_atomically
+
+
+@pytest.fixture
+def handlers():
+    """Puts the process's signal handlers back."""
+    before = {number: signal.getsignal(number) for number in run.SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def some_live():
+    return {"master": torch.arange(6.0).view(2, 3), "step": torch.tensor(4.0)}
+
+
+# -----------------------------------------------------------------------------
+# Files
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path, monkeypatch):
+    path = tmp_path / "adapter.bin"
+    write_atomically(path, b"old")
+    monkeypatch.setattr("os.fsync", lambda fd: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        write_atomically(path, b"new and longer")
+    assert path.read_bytes() == b"old" and [p.name for p in tmp_path.iterdir()] == ["adapter.bin"]
+
+
+def test_a_new_folder_appears_whole_and_readable_to_all_or_not_at_all(tmp_path):
+    with new_folder(tmp_path / "deep" / "out") as folder:
+        assert folder.parent == tmp_path / "deep" and not (tmp_path / "deep" / "out").exists()
+        (folder / "a").write_text("1")
+    assert [p.name for p in (tmp_path / "deep").iterdir()] == ["out"]
+    assert stat.S_IMODE((tmp_path / "deep/out").stat().st_mode) == 0o755
+    assert stat.S_IMODE((tmp_path / "deep/out/a").stat().st_mode) == 0o644
+    with pytest.raises(KeyboardInterrupt):
+        with new_folder(tmp_path / "cut") as folder:
+            (folder / "a").write_text("1")
+            raise KeyboardInterrupt
+    assert [p.name for p in tmp_path.iterdir()] == ["deep"]
+
+
+def test_a_new_folder_takes_the_place_of_nothing_but_an_empty_one(tmp_path):
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "notes.txt").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    for name in ("taken", "file"):
+        with pytest.raises(ValueError, match=f"{name}: exists and is not an empty folder"):
+            with new_folder(tmp_path / name):
+                pass
+    assert (tmp_path / "taken/notes.txt").read_text() == (tmp_path / "file").read_text() == "mine"
+    (tmp_path / "empty").mkdir()
+    with new_folder(tmp_path / "empty") as folder:
+        (folder / "a").write_text("1")
+    assert (tmp_path / "empty/a").exists()
+
+
+def test_a_log_is_cut_to_whole_lines_of_earlier_steps(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    trim_lines(path, 3)                                                   # there is none: nothing to do
+    lines = "".join(json.dumps({"step": step, "x": "é"}) + "\n" for step in (0, 0, 1, 2, 3, 3, 4))
+    path.write_text(lines + '{"step": 1, "x"')                            # a line that a kill cut off
+    trim_lines(path, 3)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 0, 1, 2]
+    before = path.stat().st_mtime_ns
+    trim_lines(path, 3)
+    assert path.stat().st_mtime_ns == before
+
+
+# -----------------------------------------------------------------------------
+# Checkpoints
+
+def saved(folder, step, live=None):
+    checkpoints = Checkpoints(folder, live or some_live())
+    checkpoints.keep(live or some_live(), {"step": step, "cursor": 7 * step})
+    checkpoints.save()
+    return checkpoints
+
+
+def loaded(folder):
+    checkpoints = Checkpoints(folder, some_live())
+    return checkpoints, checkpoints.load()
+
+
+def test_a_checkpoint_comes_back_bit_for_bit(tmp_path):
+    live = {"master": torch.randn(5, 3), "step": torch.tensor(3.0), "half": torch.randn(4).bfloat16()}
+    checkpoints = Checkpoints(tmp_path, live)
+    counters = {"step": 40, "cursor": 3, "loss_scale": 2.0**14, "tokens": 10**12}
+    checkpoints.keep(live, counters)
+    checkpoints.save()
+    other = Checkpoints(tmp_path, live)
+    lines = other.load()
+    assert other.counters == counters and lines == [f"{tmp_path / 'step_000040'}: going on from here"]
+    assert all(torch.equal(other.tensors[name], live[name]) and other.tensors[name].dtype == live[name].dtype
+               for name in live)
+    assert other.tensors.keys() == live.keys()
+
+
+def test_saving_writes_the_last_whole_step_and_never_touches_what_is_trained(tmp_path):
+    # It rolled live tensors back to the last whole step, until an interrupted --resume put an untrained adapter in the
+    # place of a trained one.
+    live = some_live()
+    whole = {name: t.clone() for name, t in live.items()}
+    folder = Folder(tmp_path, live, lambda tensors, path: written.append((tensors["master"].clone(), path)))
+    written = []
+    folder.keep({"step": 2})
+    with torch.no_grad():                                                 # the middle of step 2
+        live["master"].mul_(-3).add_(0.25)
+        live["step"].add_(1)
+    now = {name: t.clone() for name, t in live.items()}
+    addresses = {name: t.data_ptr() for name, t in live.items()}
+    assert folder.save() == "step 2 is saved"
+    for name, t in live.items():
+        assert torch.equal(t, now[name]) and not torch.equal(t, whole[name]) and t.data_ptr() == addresses[name]
+    on_disk = load_file(tmp_path / "checkpoints/step_000002/state.safetensors")
+    assert all(torch.equal(on_disk[name], whole[name]) for name in whole)
+    (master, path), = written
+    assert torch.equal(master, whole["master"]) and path == tmp_path / "adapter"
+
+
+def test_before_the_first_whole_step_there_is_nothing_to_save(tmp_path):
+    def write(*_):
+        raise AssertionError("there is no step to write the adapter of")
+
+    assert Folder(tmp_path, some_live(), write).save() == "nothing was changed"
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_last_two_stay_and_a_step_that_is_there_is_not_written_again(tmp_path):
+    for step in (1, 2, 10):
+        saved(tmp_path, step)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000002", "step_000010"]
+    before = (tmp_path / "step_000010/state.json").stat().st_mtime_ns
+    saved(tmp_path, 10, {"master": torch.zeros(2, 3), "step": torch.tensor(0.0)})
+    assert (tmp_path / "step_000010/state.json").stat().st_mtime_ns == before
+
+
+def cut_tensors(folder):
+    os.truncate(folder / "state.safetensors", (folder / "state.safetensors").stat().st_size - 1)
+
+
+def flip_a_bit(folder):
+    data = bytearray((folder / "state.safetensors").read_bytes())
+    data[-3] ^= 1
+    (folder / "state.safetensors").write_bytes(data)
+
+
+def change_a_counter(folder):
+    counters = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps(counters | {"cursor": counters["cursor"] + 1}))
+
+
+def lose_the_sum(folder):
+    counters = json.loads((folder / "state.json").read_text())
+    del counters["sha256"]
+    (folder / "state.json").write_text(json.dumps(counters))
+
+
+def cut_counters(folder):
+    os.truncate(folder / "state.json", 5)
+
+
+def lose_tensors(folder):
+    (folder / "state.safetensors").unlink()
+
+
+@pytest.mark.parametrize("damage", [cut_tensors, flip_a_bit, change_a_counter, lose_the_sum, cut_counters, lose_tensors])
+def test_a_damaged_checkpoint_is_named_set_aside_and_the_one_before_is_used(tmp_path, damage):
+    saved(tmp_path, 3)
+    saved(tmp_path, 6)
+    damage(tmp_path / "step_000006")
+    checkpoints, lines = loaded(tmp_path)
+    assert lines[0].startswith(f"{tmp_path / 'step_000006'}: damaged checkpoint passed over: ")
+    assert lines[1:] == [f"{tmp_path / 'step_000003'}: going on from here"] and checkpoints.counters["step"] == 3
+    left = sorted(p.name for p in tmp_path.iterdir())
+    assert len(left) == 2 and left[0].startswith("damaged_step_000006_") and left[1] == "step_000003"       # not lost
+    damage(tmp_path / "step_000003")
+    checkpoints, lines = loaded(tmp_path)
+    assert lines[-1] == f"{tmp_path}: no whole checkpoint, starting from step 0" and checkpoints.counters == {}
+
+
+def killed_at(moment, save):
+    """save() in a process of its own that ends without a word before its call number `moment` to the disk -> done?"""
+    child = os.fork()
+    if child == 0:
+        left = [moment]
+
+        def counted(real):
+            def call(*arguments, **options):
+                if left[0] == 0:
+                    os._exit(9)
+                left[0] -= 1
+                return real(*arguments, **options)
+            return call
+
+        for module, name in ((os, "fsync"), (os, "replace"), (run.shutil, "rmtree")):
+            setattr(module, name, counted(getattr(module, name)))
+        save()
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def test_a_kill_at_any_moment_of_saving_leaves_the_old_checkpoint_or_the_new(tmp_path):
+    steps, done = [], False
+    while not done:
+        folder = tmp_path / str(len(steps))
+        saved(folder, 1)
+        saved(folder, 2)
+        done = killed_at(len(steps), lambda: saved(folder, 3))
+        checkpoints, lines = loaded(folder)
+        assert len(lines) == 1 and checkpoints.counters["step"] in (2, 3)
+        assert torch.equal(checkpoints.tensors["master"], some_live()["master"])
+        steps.append(checkpoints.counters["step"])
+        saved(folder, 4)                                                  # what the kill left is no obstacle
+        assert loaded(folder)[0].counters["step"] == 4
+    # fsync and replace of two files, fsync of their folder, replace, fsync, and three times rmtree.
+    assert steps == sorted(steps) and steps.count(2) >= 6 and steps.count(3) >= 3
+
+
+def test_a_full_disk_raises_and_gives_the_space_back(tmp_path, monkeypatch):
+    saved(tmp_path, 1)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="disk full"):
+        patch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError("disk full")))
+        saved(tmp_path, 2)
+    assert [p.name for p in tmp_path.iterdir()] == ["step_000001"]
+
+
+# -----------------------------------------------------------------------------
+# The folder of a run
+
+def test_a_new_run_writes_its_flags_first(tmp_path):
+    folder = Folder(tmp_path, some_live(), lambda *_: None)
+    assert folder.start({"lr": 1e-5, "model": "x"}, resume=False) == {}
+    assert json.loads((tmp_path / "run.json").read_text()) == {"lr": 1e-5, "model": "x"}
+    assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_a_resumed_run_has_the_checkpoints_state_in_place_and_logs_cut_to_it(tmp_path, capsys):
+    saved(tmp_path / "checkpoints", 2)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        (tmp_path / name).write_text("".join(json.dumps({"step": step}) + "\n" for step in range(4)))
+    live, written = {name: torch.zeros_like(t) for name, t in some_live().items()}, []
+    addresses = [t.data_ptr() for t in live.values()]
+    folder = Folder(tmp_path, live, lambda tensors, path: written.append(tensors["master"].clone()))
+    assert folder.start({}, resume=True) == {"step": 2, "cursor": 14}
+    assert all(torch.equal(live[name], t) for name, t in some_live().items())
+    assert addresses == [t.data_ptr() for t in live.values()]
+    assert len(written) == 1 and torch.equal(written[0], live["master"])  # adapter/, in case the end came between the two
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert [json.loads(line)["step"] for line in (tmp_path / name).read_text().splitlines()] == [0, 1]
+    assert "step_000002: going on from here" in capsys.readouterr().out
+    assert not (tmp_path / "run.json").exists()                           # its own flags stay as they are
+
+
+def test_other_ranks_neither_read_nor_write(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "RANK", 1)
+    folder = Folder(tmp_path, some_live(), lambda *_: (_ for _ in ()).throw(AssertionError("rank 1 wrote")))
+    folder.keep({"step": 1})
+    folder.log("metrics.jsonl", [{"step": 0}])
+    assert folder.save() == "step 1 is saved" and not list(tmp_path.iterdir())
+
+
+# -----------------------------------------------------------------------------
+# Ranks
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_shares_are_the_list_in_order_and_differ_by_one_at_most(monkeypatch, world):
+    monkeypatch.setattr(run, "WORLD", world)
+    for n in (0, 1, 2, 7, 16, 17):
+        shares = []
+        for rank in range(world):
+            monkeypatch.setattr(run, "RANK", rank)
+            shares.append(run.share(list(range(n))))
+        assert sum(shares, []) == list(range(n))
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_alone_every_function_of_ranks_is_the_identity():
+    tensor = torch.ones(3)
+    assert run.gather(["a", "b"]) == (["a", "b"], slice(0, 2)) and run.all_sum(tensor) is tensor
+    run.from_rank_0(tensor)
+    run.join(torch.device("cpu"))
+    assert tensor.tolist() == [1, 1, 1] and not torch.distributed.is_initialized()
+
+
+def test_a_collective_that_fails_is_a_lost_rank():
+    def peer_closed():
+        raise RuntimeError("Connection closed by peer\nand a page of C++")
+
+    with pytest.raises(Stopped, match=r"^another rank was lost \(Connection closed by peer\)$"):
+        run.collective(peer_closed)
+
+
+# -----------------------------------------------------------------------------
+# Ends
+
+def test_no_library_swallows_a_stop():
+    assert not issubclass(Stopped, Exception)
+
+
+def test_a_signal_waits_until_files_and_memory_agree(handlers):
+    def whole():
+        with signals_wait():
+            os.kill(os.getpid(), signal.SIGTERM)
+            done.append("log")
+            done.append("keep")
+
+    done, before = [], [signal.getsignal(number) for number in run.SIGNALS]
+    with pytest.raises(Stopped, match="stopped by SIGTERM"):
+        whole()
+    assert done == ["log", "keep"] and [signal.getsignal(number) for number in run.SIGNALS] == before
+    with signals_wait():
+        pass
+
+
+def end(error, save=lambda: "step 7 is saved"):
+    with ending_with(save, "go on with --resume"):
+        raise error
+
+
+@pytest.mark.parametrize("error", [Stopped("stopped by SIGTERM"), OSError("disk full\nsecond line"),
+                                   torch.OutOfMemoryError("no room\nsecond line")])
+def test_what_is_no_fault_of_the_code_ends_in_one_line_and_code_1(handlers, capsys, error):
+    with pytest.raises(SystemExit) as stop:
+        end(error)
+    assert stop.value.code == 1
+    line = str(error).splitlines()[0]
+    assert capsys.readouterr().err == f"train.py: {line}; step 7 is saved; go on with --resume\n"
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("bug"), AssertionError("bug"), RuntimeError("bug")])
+def test_a_bug_keeps_its_traceback_but_the_step_is_saved(handlers, capsys, error):
+    calls = []
+    with pytest.raises(type(error), match="bug"):
+        end(error, lambda: calls.append(1))
+    assert calls == [1] and capsys.readouterr().err == ""
+
+
+def test_a_save_that_fails_is_said_and_loses_nothing(handlers, capsys):
+    def full():
+        raise OSError("disk full")
+
+    with pytest.raises(SystemExit):
+        end(Stopped("stopped by SIGINT"), full)
+    assert ("stopped by SIGINT; the last step cannot be saved (disk full), earlier checkpoints are whole; go on"
+            in capsys.readouterr().err)
+
+
+def test_a_second_signal_does_not_cut_the_saving_short(handlers):
+    def save():
+        os.kill(os.getpid(), signal.SIGTERM)                              # torchrun repeats it
+        os.kill(os.getpid(), signal.SIGINT)
+        saves.append("whole")
+
+    saves = []
+    with pytest.raises(SystemExit):
+        with ending_with(save, ""):
+            os.kill(os.getpid(), signal.SIGTERM)
+            signal.pause()
+    assert saves == ["whole"]
+
+
+def test_an_end_that_is_none_saves_nothing(handlers):
+    with ending_with(lambda: (_ for _ in ()).throw(AssertionError("nothing ended early")), ""):
+        pass
