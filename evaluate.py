@@ -38,20 +38,6 @@ from sampler import Sampler, quantize_head
 Z = 1.959964                                                         # 95 % of a normal lies within +-Z
 
 
-def score(tokenizer, problems, rollouts, style="boxed"):
-    """Rollouts of P problems -> one dict a row: what was said, what was read out of it, and the verdict."""
-    group_size = len(rollouts.completions) // len(problems)
-    rows = []
-    for i, completion in enumerate(rollouts.completions):
-        problem, text = problems[i // group_size], tokenizer.decode(completion)
-        verdict = rewards.grade(text, problem.answer, "tags" if style == "tags" else "boxed")
-        rows.append({"id": problem.id, "question": problem.question, "answer": problem.answer, "completion": text,
-                     "extracted": verdict.answer, "rule": verdict.rule, "correct": float(verdict.correct),
-                     "format": float(verdict.format), "length": len(completion), "finished": rollouts.finished[i],
-                     "mean_logprob": rollouts.logprobs[i].mean().item()})
-    return rows
-
-
 # -----------------------------------------------------------------------------
 # Figures.
 
@@ -124,7 +110,7 @@ def paired(rows, others):
 
 
 def summarize(rows, samples):
-    """Rows of score() with `lenient`, `samples` of them a problem -> figures; lists are [mean, low, high]."""
+    """Rows of rewards.score() with `lenient`, `samples` of them a problem -> figures; lists are [mean, low, high]."""
     groups = [rows[i:i + samples] for i in range(0, len(rows), samples)]
     correct = [[int(row["correct"]) for row in group] for group in groups]
     votes = [ballots([row["extracted"] for row in group]) for group in groups]
@@ -253,7 +239,7 @@ def main():
     with tqdm(desc=f"{len(prompts)} x {args.samples} answers", unit=" tokens", unit_scale=True) as bar:
         rollouts = sampler.generate(prompts, args.samples, args.max_new_tokens, tokenizer.end_ids, args.temperature,
                                     args.seed, top_k=top_k, top_p=top_p, progress=bar.update)
-    rows = score(tokenizer, problems, rollouts, args.prompt_style)
+    rows = rewards.score(tokenizer, problems, rollouts, args.prompt_style)
     for i, row in enumerate(rows):
         fallback = row["rule"] == "none" and rewards.grade(row["completion"], row["answer"], last_number=True).correct
         row |= {"sample": i % args.samples, "lenient": float(row["correct"] or fallback)}

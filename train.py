@@ -30,7 +30,6 @@ from tqdm import tqdm
 
 import aqn
 import data
-import evaluate
 import grpo
 import lora
 import memory
@@ -290,8 +289,8 @@ def sample(step, sigma, count):
 
 
 def score(problems, rollouts):
-    """-> rows of evaluate.score() with `task`, the grader's or the plug-in's reward, and `reward`: that and shaping."""
-    rows = evaluate.score(tokenizer, problems, rollouts, args.prompt_style) if problems else []
+    """-> rows of rewards.score() with `task`, the grader's or the plug-in's reward, and `reward`: that and shaping."""
+    rows = rewards.score(tokenizer, problems, rollouts, args.prompt_style) if problems else []
     for row in rows:
         row["task"], row["reward"] = row["correct"], row["correct"] + args.format_weight * row["format"]
         if args.reward:
@@ -397,7 +396,7 @@ def held_out_accuracy():
     """Greedy answers to the held-out problems, each rank its share, without noise."""
     problems = share(eval_problems)
     rollouts = sampler.generate(share(eval_prompts), 1, args.max_new_tokens, tokenizer.end_ids, temperature=0.0)
-    rows, _ = gather(evaluate.score(tokenizer, problems, rollouts, args.prompt_style) if problems else [])
+    rows, _ = gather(rewards.score(tokenizer, problems, rollouts, args.prompt_style) if problems else [])
     accuracy = sum(row["correct"] for row in rows) / len(rows)
     say(f"after {state['step']} steps: held-out accuracy {accuracy:.3f}")
     return accuracy

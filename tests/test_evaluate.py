@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import evaluate
 import lora
 import model as qwen
+import rewards
 from evaluate import ballots, interval, maj_at_k, mcnemar, paired, pass_at_k
 from sampler import Sampler, quantize_head
 
@@ -194,13 +195,13 @@ def test_top_k_and_top_p_reach_the_sampler(tmp_path, capsys, monkeypatch):
 
 
 def test_ids_that_the_tokenizer_lacks_are_never_drawn(capsys, monkeypatch):
-    highest, score = [], evaluate.score
+    highest, score = [], rewards.score
 
     def look(tokenizer, problems, rollouts, style):
         highest.extend(max(completion) - tokenizer.vocab_size for completion in rollouts.completions)
         return score(tokenizer, problems, rollouts, style)
 
-    monkeypatch.setattr(evaluate, "score", look)
+    monkeypatch.setattr(rewards, "score", look)
     run(capsys, monkeypatch, "--limit", 8, "--samples", 4, "--temperature", 1000, "--top-p", 1)
     assert len(highest) == 32 and max(highest) < 0
 
