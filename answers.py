@@ -1,48 +1,49 @@
 r"""
-Are two answers equal? `is_equal(r"\frac12", "0.5")` is True; `can_read` says whether a gold can be compared at all.
+Are two answers equal? is_equal(r"\frac12", "0.5") is True; can_read(gold): can it be compared at all?
 
-One idea: an answer is a function of its variables. The reader below computes while it parses, at given values of the
-variables, so there is no syntax tree; two answers are equal if their readings are, at each of a few fixed points. An
-answer without variables is read once. A reading is
+One idea: an answer is a function of its variables. The reader computes while it parses, at given
+values of the variables, so there is no syntax tree; answers are equal if their readings are, at each
+of six fixed points (at one, if they have no variables). A reading is
 
-    int, Fraction       exact, and compared exactly: no integer ever becomes a float to be compared with another
-    float, complex      roots, pi, e, i, functions: equal to 12 digits, refused where rounding could decide
-    Group(kind, items)  tuples, intervals, lists, sets, unions; also 50% and 3 mod 7
-    Relation            x = 5, 0 < x <= 1: operators and sides, with the tokens of each side
+    int, Fraction        exact, and compared exactly
+    float, complex       roots, pi, e, i, functions: 12 digits, no verdict where rounding decides
+    Group(kind, items)   tuples, intervals, lists, sets, unions; also 50% and 3 mod 7
+    Relation             x = 5 or 0 < x <= 1: operators and sides, with the tokens of each side
 
-The verdict is what a model is trained on, and a wrong answer accepted is the worst error. So a decimal equals a fraction
-only if it has six digits and rounds to it, several answers never equal one of them, and no answer is the empty string.
+A wrong answer accepted is the worst error: it trains the wrong thing. So a decimal equals a fraction
+only if it has six digits and rounds to it, several answers never equal one of them, and no answer is
+the empty string.
 
-Three sections, in the order a text runs through them: 1 clean-up (most spelling variants end here), 2 reader (numbers,
-then tokens, then the parser), 3 comparison (one rule per kind of answer).
+Sections, in the order a text runs through them: 1 clean-up (most spelling variants end here), 2
+numbers, 3 reader, 4 comparison (one rule per kind of answer). Counters bound the work, not clocks; an
+answer that runs into a limit still equals itself. No eval, threads or signals; only the standard
+library, so no computer algebra: sums and integrals are compared as text.
 
-Everything runs on counters, not clocks (the limits below), and what runs into one is refused: it still equals itself.
-No threads and no signals, so it is safe in any worker; no eval; the standard library only, so no computer algebra:
-sums and integrals are compared as text.
-
-Choices where graders disagree: 50% is 0.5 and also 50; lists and sets have no order, tuples do; 2/4 is 1/2; 52 stands
-for 52_8; a chain of equations with two different numbers (x = 41 = 42) is wrong; "32, 349" is two numbers; degrees and
-units are dropped unless both sides have one and they differ; 2:3 is 2/3; a row is no column; 10 mod 7 is 3.
+Choices where graders disagree: 50% is 0.5 and also 50; lists and sets have no order, tuples do; 52
+stands for 52_8; a chain of equations with two different numbers (x = 41 = 42) is wrong; "32, 349" is
+two numbers; degrees and units are dropped unless both sides have one and they differ; 2:3 is 2/3; a
+row is no column; 10 mod 7 is 3.
 """
 import cmath
 import math
 import re
 from fractions import Fraction
+from itertools import cycle
 from typing import NamedTuple
 from zlib import crc32
 
-MAX_ANSWER = 6_000     # characters of an answer that is parsed; longer ones equal only themselves
+MAX_ANSWER = 6_000     # characters that are parsed; a longer answer equals only itself
 MAX_TOKENS = 2_000
-MAX_DEPTH = 100        # nested operands; each costs up to five Python frames, and the caller's stack counts too
+MAX_DEPTH = 100        # nested operands; each costs up to five Python frames
 MAX_BITS = 32_000      # of an exact number
-MAX_WORK = 12_000      # operands read and items compared in one comparison, about 1.5 us each
+MAX_WORK = 12_000      # operands and comparisons, about 2 us each
 
 
 class Refuse(Exception):
     """The text is not something we read, or a limit was reached. Never leaves this file."""
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # 1. Clean-up: answer text -> plain text that the tokenizer reads
 
 def parse_pairs(text: str) -> dict:
@@ -281,7 +282,7 @@ def units_clash(a: str, b: str) -> bool:
     return bool(unit and other) and unit[0] == other[0] < len(FAMILIES) - 1 and unit[1] != other[1]
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # 2. Numbers: exact as long as possible, then floats
 
 EXACT = (int, Fraction)
@@ -292,35 +293,27 @@ class Written(Fraction):
     decimals = 0
 
     def __neg__(self):
-        return written(-Fraction(self), self.decimals)
+        negated = Written(-Fraction(self))
+        negated.decimals = self.decimals
+        return negated
 
-
-def written(value, decimals: int) -> Written:
-    number = Written(value)
-    number.decimals = decimals
-    return number
+    def digits(self) -> int:
+        return len(str(abs(int(self * 10 ** self.decimals))))
 
 
 class Group(NamedTuple):
-    """kind: brackets such as "()" or "(]", "list", "set", "union", or "%" and "mod".
-
-    A matrix is a tuple of its rows, a column the tuple of its cells.
-    """
-    kind: str
-    items: list
+    kind: str              # brackets such as "()" or "(]", "list", "set", "union", "%" or "mod"
+    items: list            # a matrix is a tuple of its rows, a column the tuple of its cells
 
 
-def is_whole(x) -> bool:
-    return isinstance(x, EXACT) and x.denominator == 1
+class Side(NamedTuple):
+    value: object          # a reading
+    tokens: list
 
 
-def fits(x, bits: int) -> bool:
-    return x.numerator.bit_length() <= bits and x.denominator.bit_length() <= bits
-
-
-def choose(n, k):
-    """n over k at sample points, where they are no integers."""
-    return math.gamma(n + 1) / math.gamma(k + 1) / math.gamma(n - k + 1)
+class Relation(NamedTuple):
+    ops: list              # "=", "<", "<=", "!=", "in", "~"; chains of > are turned round
+    sides: list            # of Side, one more than ops
 
 
 SMOOTH = {name: getattr(cmath, name) for name in "sin cos tan sinh cosh tanh exp".split()}
@@ -331,20 +324,29 @@ SMOOTH["sec"] = lambda z: 1 / cmath.cos(z)
 SMOOTH["csc"] = lambda z: 1 / cmath.sin(z)
 SMOOTH["cot"] = lambda z: 1 / cmath.tan(z)
 SMOOTH["arccot"] = lambda z: cmath.pi / 2 - cmath.atan(z)
+ORDERED = frozenset("max min floor ceil".split())
 WHOLE = {"factorial": math.factorial, "binom": math.comb, "gcd": math.gcd, "lcm": math.lcm}
-GAMMA = {"factorial": lambda x: math.gamma(x + 1), "binom": choose}
+
+
+def is_whole(x) -> bool:
+    return isinstance(x, EXACT) and x.denominator == 1
+
+
+def bits(x) -> int:
+    return x.numerator.bit_length() + x.denominator.bit_length()
 
 
 class Point:
-    """Arithmetic at one sample point, under one budget of work for a whole comparison.
+    """Arithmetic at one sample point; its budget of work is that of the whole comparison.
 
-    Floats have 16 digits: to them e^{-1000} may be 0 and 10^20 + sqrt(2) is 10^20. So a float here is
-    never 0 (an exact zero is an int), a sum that loses a term has no value, and `loss` keeps by how
-    much the relative error grew where terms cancel. ArithmeticError means "no verdict at this point".
+    To a float e^{-1000} may be 0, and 10^20 + sqrt(2) is 10^20. So a float here is never 0 (an exact
+    zero is an int), a sum that loses a term has no value, and `loss` keeps by how much the relative
+    error grew where terms cancel. ArithmeticError means "no verdict at this point".
     """
 
-    def __init__(self, has_variables: bool):
-        self.has_variables = has_variables
+    def __init__(self, names=()):
+        # In which of the points 1, 3, 5 a name is negative, as bits; two names differ somewhere.
+        self.signs = dict(zip(sorted(names), cycle((3, 5, 6, 7, 1, 2, 4))))
         self.work = MAX_WORK
         self.factors = {}              # between equations, see proportional()
         self.move_to(0)
@@ -360,54 +362,50 @@ class Point:
             raise Refuse("work")
 
     def variable(self, name: str) -> Fraction:
-        """Between 2/3 and 5/3 (5 in the last points), of small terms: high powers stay finite.
-
-        In every second point also negative: at point 1 all, at 3 and 5 some names.
-        """
+        """+- a number between 2/3 and 5/3 (5 in the last points), of small terms for high powers."""
         seed = crc32(f"{self.index}:{name}".encode("utf-8", "replace"))
-        size = Fraction(67 + seed % 101, 34 if self.index > 3 else 101)
-        side = crc32(name.encode("utf-8", "replace")) >> 16 & 1
-        return -size if self.index in (1, 3 + 2 * side) else size
+        value = Fraction(67 + seed % 101, 34 if self.index > 3 else 101)
+        negative = self.index % 2 and self.signs[name] >> self.index // 2 & 1
+        return -value if negative else value
 
-    def unknown(self, *text) -> Fraction:
-        """Some number in place of one that is beyond us, as 2^{10^{10}}: its text decides it.
+    def unknown(self, *key) -> Fraction:
+        """Some number in place of one that is beyond us, such as 2^{10^{10}}.
 
-        So it equals itself, also inside of an expression, and hardly anything else.
+        So it equals itself, also inside an expression, and hardly anything else.
         """
-        return Fraction(2 ** 32 + crc32(repr(text).encode()), 2 ** 12)
+        return Fraction(2 ** 32 + crc32(repr(key).encode("utf-8", "replace")), 2 ** 12)
 
     def number(self, x):
         """50% is 1/2 and 10 mod 7 is 3 once something is computed with them."""
-        if isinstance(x, Group) and x.kind == "%":
-            return self.multiply(Fraction(1, 100), x.items[0])
-        if isinstance(x, Group) and x.kind == "mod":
-            return x.items[0]
         if isinstance(x, Relation):
             raise Refuse("no number")
-        if isinstance(x, Group) or x == math.inf:
+        if isinstance(x, Group):
+            if x.kind == "%":
+                return self.multiply(Fraction(1, 100), x.items[0])
+            return x.items[0] if x.kind == "mod" else self.unknown(x)
+        if x in (math.inf, -math.inf):
             return self.unknown(x)
-        return -self.unknown(-x) if x == -math.inf else x
+        return x
 
     def exact(self, x):
         self.spend(1 + x.denominator.bit_length() // 256)
-        if not fits(x, MAX_BITS):
+        if bits(x) > 2 * MAX_BITS:
             raise ArithmeticError("too many digits")
         return x
 
     def inexact(self, x):
-        """x as a float, if that one is told from its neighbours even after a logarithm.
+        """x as a float, if that is told from its neighbours even after a logarithm: 34 bits.
 
-        At sample points they would differ by more; only far larger constants could hide there.
+        At sample points neighbours differ by more; only far larger constants could hide there.
         """
         if not isinstance(x, EXACT):
             return x
-        if abs(x) > 10 ** 15 if self.has_variables else not fits(x, 34):
-            unknown = self.unknown(abs(x))
-            return float(unknown if x > 0 else -unknown)
+        if abs(x) > 10 ** 15 if self.signs else bits(x) > 35:
+            return float(self.unknown(x) if x > 0 else -self.unknown(-x))
         return float(x)
 
     def settle(self, z):
-        """A float as a result: without the imaginary or real part that rounding left."""
+        """A float as a result: without the real or imaginary part that rounding left."""
         if isinstance(z, complex):
             if abs(z.imag) <= 1e-14 * abs(z):
                 z = z.real
@@ -424,23 +422,24 @@ class Point:
 
     def add(self, x, y):
         if isinstance(x, Group) and isinstance(y, Group) and x.kind == y.kind == "()":
-            if len(x.items) != len(y.items):
-                raise Refuse("tuples of two lengths")
-            return Group("()", [self.add(a, b) for a, b in zip(x.items, y.items)])
+            if len(x.items) == len(y.items):
+                return Group("()", [self.add(a, b) for a, b in zip(x.items, y.items)])
         x = self.number(x)
         y = self.number(y)
-        if isinstance(x, EXACT) and isinstance(y, EXACT) or x == 0 or y == 0:
-            total = x + y
-            return self.exact(total) if isinstance(total, EXACT) else total
+        if isinstance(x, EXACT) and isinstance(y, EXACT):
+            return self.exact(x + y)
+        if x == 0 or y == 0:
+            return x + y
         x = self.inexact(x)
         y = self.inexact(y)
+        total = x + y
         large = max(abs(x), abs(y))
         if min(abs(x), abs(y)) < 1e-9 * large:
             raise ArithmeticError("a term is lost")
-        if abs(x + y) <= 1e-14 * large:
+        if abs(total) <= 1e-14 * large:
             return 0
-        self.lose(large / abs(x + y))
-        return self.settle(x + y)
+        self.lose(large / abs(total))
+        return self.settle(total)
 
     def multiply(self, x, y):
         """Numbers, or a tuple by a number."""
@@ -456,6 +455,9 @@ class Point:
             return 0
         return self.settle(self.inexact(x) * self.inexact(y))
 
+    def negative(self, x):
+        return self.multiply(-1, x) if isinstance(x, (Group, Relation)) else -x
+
     def divide(self, x, y):
         y = self.number(y)
         return self.multiply(x, Fraction(1) / y if isinstance(y, EXACT) else self.settle(1 / y))
@@ -465,14 +467,14 @@ class Point:
         x = self.number(x)
         n = self.number(n)
         self.spend(2)
-        if is_whole(n) and isinstance(x, EXACT):
+        if is_whole(n):
             n = int(n)
-            if abs(n) * (x.numerator.bit_length() + x.denominator.bit_length() - 2) > MAX_BITS:
+            if not isinstance(x, EXACT):
+                self.lose(abs(n))
+                return self.settle(x ** n)
+            if abs(n) * (bits(x) - 2) > MAX_BITS:
                 return self.unknown(x, n)
             return self.exact(x ** n if n >= 0 else Fraction(x) ** n)
-        if is_whole(n):
-            self.lose(abs(n))
-            return self.settle(x ** int(n))
         if isinstance(n, EXACT) and not isinstance(x, complex):
             if x < 0 and n.denominator % 2:
                 root = self.power(-x, n)
@@ -482,58 +484,54 @@ class Point:
             root = exact_root(x, n.denominator) if isinstance(x, EXACT) and x >= 0 else None
             if root is not None:
                 return self.power(root, n.numerator)
-        if x == 0 or abs(n) < 1e-6:                    # 2^{10^{-20}} is not 1
+        if x == 0 or abs(n) < 1e-6:    # 2^{10^{-20}} is not 1
             raise ArithmeticError("power")
         return self.settle(self.inexact(x) ** self.inexact(n))
 
-    def function(self, name: str, args: list):
+    def function(self, name: str, *args):
         self.spend(5)
         args = [self.number(x) for x in args]
         x = args[0]
-        if name in WHOLE and all(map(is_whole, args)) and (x <= 500 or name in ("gcd", "lcm")):
-            return WHOLE[name](*map(int, args))
-        if name in GAMMA and self.has_variables and not all(map(is_whole, args)):
-            return self.settle(GAMMA[name](*map(self.inexact, args)))
         if name in WHOLE:
+            if all(map(is_whole, args)) and (x <= 500 or name in ("gcd", "lcm")):
+                return WHOLE[name](*map(int, args))
+            if self.signs and name in ("factorial", "binom") and not all(map(is_whole, args)):
+                return self.settle(gamma(*map(self.inexact, args)))
             return self.unknown(name, args)
+        if name in ORDERED and any(isinstance(x, complex) for x in args):
+            raise ArithmeticError("complex numbers have no order")
         if name in ("max", "min"):
             return max(args) if name == "max" else min(args)
         if name in ("log", "lg"):
-            base = args[1] if len(args) > 1 else 10 if name == "lg" else cmath.e
-            return self.logarithm(x, base)
+            return self.logarithm(x, *args[1:] or ([10] if name == "lg" else []))
         if len(args) > 1:
             raise Refuse(f"{name} of {len(args)} arguments")
         if name == "abs":
             return abs(x)
         if name in ("floor", "ceil"):
             return self.floor(x) if name == "floor" else -self.floor(-x)
-        if name not in SMOOTH:
-            raise Refuse(name)
         return self.smooth(name, x)
 
     def smooth(self, name: str, x):
-        """sin, ln, arctan, ...: no value where they are too flat, as tanh(20), or too steep.
-
-        `change` is what a thousandth more of the argument does to the result.
-        """
+        """sin, ln, arctan, ...: no value where they are too flat, as tanh(20), or too steep."""
         function = SMOOTH[name]
         if name in TRIG and isinstance(x, int) and x == int(float(x)):
-            z = float(x)                               # exact, so even 10^20 is an angle
+            z = float(x)               # exact, so even 10^20 is an angle
         else:
             z = self.inexact(x)
             if name in TRIG and abs(z) > 10 ** 4:
                 raise ArithmeticError("no angle")
         result = function(z)
         if name != "exp" and abs(result) <= 1e-14 * abs(z):
-            return 0                                   # sin(pi)
-        if z != 0:
-            change = abs(function(z * 1.001) - result) / abs(result)
+            return 0                   # sin(pi)
+        if z != 0:                     # what does a thousandth more of the argument do?
+            change = abs(function(1.001 * z) - result) / abs(result)
             if change < 1e-9:
                 raise ArithmeticError("flat")
             self.lose(1000 * change)
         return self.settle(result)
 
-    def logarithm(self, x, base):
+    def logarithm(self, x, base=math.e):
         """Exact if it is whole: floor(log_2 8) is 3."""
         if isinstance(x, EXACT) and isinstance(base, EXACT) and x > 0 and base > 1:
             n = round(math.log(x.numerator, base) - math.log(x.denominator, base))
@@ -563,13 +561,19 @@ class Point:
             return x == y
         if x == 0 or y == 0:
             return False
-        for z in (x, y):
-            self.met_complex |= isinstance(z, complex)
-            if isinstance(z, EXACT) and not self.has_variables and not fits(z, 26):
-                return False
         if cmath.isinf(x) or cmath.isinf(y):
             return x == y
+        for z in (x, y):
+            self.met_complex |= isinstance(z, complex)
+            if isinstance(z, EXACT) and not self.signs and bits(z) > 27:
+                return False
         return abs(x - y) <= 1e-14 * self.loss * max(abs(x), abs(y))
+
+
+def gamma(n, k=None):
+    """n! or n over k at sample points, which are no integers."""
+    value = math.gamma(n + 1)
+    return value if k is None else value / math.gamma(k + 1) / math.gamma(n - k + 1)
 
 
 def exact_root(x, degree: int):
@@ -578,17 +582,15 @@ def exact_root(x, degree: int):
     for n in (x.numerator, x.denominator):
         if degree == 2:
             root = math.isqrt(n)
-        elif n.bit_length() < 50 * degree and n.bit_length() < 1000:
-            root = round(n ** (1 / degree))
         else:
-            return None
+            root = round(n ** (1 / degree)) if n < 2 ** 1000 else 0
         if root ** degree != n:
             return None
         parts.append(root)
     return Fraction(*parts)
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # 3. Reader: plain text -> tokens -> reading
 
 RELATIONS = {
@@ -610,26 +612,31 @@ ENCLOSING = {
     "|": ("abs", "|"), r"\|": ("abs", r"\|"),
     r"\lfloor": ("floor", r"\rfloor"), r"\lceil": ("ceil", r"\rceil"),
 }
-FRAMES = "overline overrightarrow vec hat bar widehat tilde underline mathbb mathcal mathfrak"
-NAMES = """alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau phi
-chi psi omega Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega ell hbar pi infty"""
-STARTS = {*CLOSERS, *ENCLOSING, r"\frac", r"\binom", r"\begin", r"\emptyset"} - {r"\|"}
+STARTS = {*CLOSERS, *ENCLOSING, r"\frac", r"\binom", r"\emptyset"} - {r"\|"}
 STARTS.update("\\" + name for name in FUNCTIONS)
 CONSTANTS = {"«e": math.e, "«i": 1j, "«pi": math.pi, "«infty": math.inf}
 
+FRAMES = "overline|overrightarrow|vec|hat|bar|widehat|tilde|underline|mathbb|mathcal|mathfrak"
+GREEK = ("alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau|phi"
+         "|chi|psi|omega|Gamma|Delta|Theta|Lambda|Xi|Sigma|Phi|Psi|Omega|ell|hbar|pi|infty")
 SUBSCRIPT = r"\s*_\s*(?:\{(?:[^{}]|\{[^{}]*\})*\}|\\[A-Za-z]+|[0-9]+|[A-Za-z])"
 MARKS = rf"(?:{SUBSCRIPT})?(?:\s*')*"
 TOKEN = re.compile(rf"""\s*(?:
-      (?P<number>[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{{1,3}}(?![0-9A-Za-z]))?(?!\s*_)|\.[0-9]+)
-    | (?P<name>«[^«»]*»{MARKS} | [0-9]+{SUBSCRIPT} | (?<![A-Za-z])[fghFG](?:\s*')*\s*\([^()]*\)
-        | \\(?:{"|".join(FRAMES.split())})(?![A-Za-z])\s*(?:\{{[^{{}}]*\}}|[A-Za-z0-9]){MARKS}
-        | \\(?:{"|".join(NAMES.split())})(?![A-Za-z]){MARKS})
+      (?P<name> «[^«»]*»{MARKS} | [0-9.]+{SUBSCRIPT} | (?<![A-Za-z])[fghFG](?:\s*')*\s*\([^()]*\)
+        | \\(?:{FRAMES}){NO_LETTER}\s*(?:\{{[^{{}}]*\}}|[A-Za-z0-9]){MARKS}
+        | \\(?:{GREEK}){NO_LETTER}{MARKS} )
     | (?P<letters>[A-Za-z]+){MARKS}
-    | (?P<symbol>\\[A-Za-z]+|\\\\|\\[{{}}|]|<=|>=|!=|\*\*|\S))""", re.VERBOSE)
-BY_LENGTH = sorted([*FUNCTIONS, *INVERSE, "pi", "mod"], key=len, reverse=True)
+    | \\(?:begin|end)\s*\{{[A-Za-z]*\}} | [0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{{1,3}}(?![0-9A-Za-z]))?
+    | \.[0-9]+ | \\[A-Za-z]+ | \\\\ | \\[{{}}|] | <= | >= | != | \*\* | \S )""", re.VERBOSE)
+PLAIN_NAMES = sorted([*FUNCTIONS, *INVERSE, "pi", "mod"], key=len, reverse=True)
 PLAIN_FUNCTION = re.compile(
-    rf"\\?(?<![A-Za-z])({'|'.join(BY_LENGTH)})(?=[A-Za-z]?(?![A-Za-z]))|"
-    r"(?<![A-Za-z\\])(inf|oo|infinity|Infinity)(?![A-Za-z])")
+    rf"\\?(?<![A-Za-z])({'|'.join(PLAIN_NAMES)})(?=[A-Za-z]?{NO_LETTER})"
+    rf"|(?<![A-Za-z\\])(?:inf|oo|infinity|Infinity){NO_LETTER}")
+
+
+def command(match: re.Match) -> str:
+    name = match[1] or "infty"
+    return f"\\{INVERSE.get(name, name)} "
 
 
 def tokenize(s: str) -> list[str]:
@@ -638,10 +645,6 @@ def tokenize(s: str) -> list[str]:
     In plain letters pi, inf, sinx and pix are read as in LaTeX, other words of up to three letters
     are a product, longer ones a name.
     """
-    def command(match):
-        name = match[1]
-        return f"\\{INVERSE.get(name, name)} " if name else r"\infty "
-
     tokens = []
     for match in TOKEN.finditer(PLAIN_FUNCTION.sub(command, s)):
         token = match[0].strip()
@@ -657,28 +660,21 @@ def tokenize(s: str) -> list[str]:
     return tokens
 
 
-class Side(NamedTuple):
-    """A side of a relation: its reading and its tokens."""
-    value: object
-    tokens: list
-
-
-class Relation(NamedTuple):
-    ops: list              # "=", "<", "<=", "!=", "in", "~"; chains of > are turned round
-    sides: list[Side]
+def is_number(token: str) -> bool:
+    return token[:1] in tuple("0123456789.")
 
 
 class Reader:
     """Precedence climbing over the tokens of one answer, which computes as it goes."""
 
     def __init__(self, tokens: list[str], point: Point):
-        self.tokens = [*tokens, ""]                    # "" marks the end
+        self.tokens = [*tokens, ""]    # "" marks the end
         self.point = point
         self.at = 0
         self.depth = 0
-        self.trig = 0                                  # inside so many arguments of sin, cos, ...
-        self.bars = False                              # inside |...|
-        self.bare = False                              # in an argument without parentheses
+        self.trig = 0                  # inside so many arguments of sin, cos, ...
+        self.bars = False              # inside |...|
+        self.bare = False              # in an argument without parentheses
 
     def peek(self) -> str:
         return self.tokens[self.at]
@@ -694,29 +690,29 @@ class Reader:
         return self.take() if self.tokens[self.at] in tokens else ""
 
     def scoped(self, floor: int, bars=False, bare=False):
-        """expression(floor) with these two marks, as inside of brackets."""
+        """expression(floor) with these two marks, as inside brackets."""
         outer = self.bars, self.bare
         self.bars = bars
         self.bare = bare
-        result = self.expression(floor)
+        value = self.expression(floor)
         self.bars, self.bare = outer
-        return result
+        return value
 
     def listing(self, *closers) -> list:
         """Items up to a closer, separated by commas; semicolons separate lists: "a,b;c,d"."""
         rows = [[]]
         while True:
-            self.accept("=", r"\approx")               # "= 5" is 5
+            self.accept("=", r"\approx")                       # "= 5" is 5
             rows[-1].append(self.scoped(0))
             separator = self.accept(",", ";")
-            while self.accept(",", ";"):               # "(1,2), and (3,4)" has two after clean-up
+            while self.accept(",", ";"):                       # "(1,2), and (3,4)" after clean-up
                 pass
             if not separator or self.peek() in ("", *closers):
                 break
             if separator == ";":
                 rows.append([])
         if len(rows) > 1 and max(map(len, rows)) > 1:
-            return [row[0] if len(row) == 1 else Group("list", row) for row in rows]
+            return [one_or_list(row) for row in rows]
         return [item for row in rows for item in row]
 
     def expression(self, floor: int = 0):
@@ -731,18 +727,13 @@ class Reader:
         signs = self.tokens[start:self.at]
         value = self.expression(max(floor, SUM)) if signs else self.primary()
         if signs.count("-") % 2:
-            value = self.negative(value)
+            value = self.point.negative(value)
         op = self.operator()
         while op and BINDING[op] > floor:
             value = self.infix(value, op, start)
             op = self.operator()
         self.depth -= 1
         return value
-
-    def negative(self, value):
-        if isinstance(value, (*EXACT, float)):
-            return -value
-        return self.point.multiply(-1, value)
 
     def operator(self) -> str:
         r"""The operator at hand, "" for none; those of 2x and 1\frac12 are "beside" and "mixed"."""
@@ -754,30 +745,31 @@ class Reader:
             return ""
         if token == r"\frac" and is_number(before):
             return "mixed"
-        if is_number(token):                           # neither "5 6" nor "x2"
-            return "" if is_number(before) or before[0] == "«" else "beside"
-        return "beside" if token in STARTS or token[:1] == "«" else ""
+        if is_number(token) and (is_number(before) or before[0] == "«"):
+            return ""                                          # neither "5 6" nor "x2"
+        starts = token in STARTS or is_number(token) or token.startswith(("«", r"\begin"))
+        return "beside" if starts else ""
 
     def infix(self, left, op: str, start: int):
         """`left op right`; `start` is the token that `left` begins with."""
         point = self.point
+        before = self.tokens[self.at - 1]
         if op in RELATIONS:
             return self.relation(left, start)
         if op in ("beside", "mixed"):
-            before = self.tokens[self.at - 1]
             right = self.expression(BINDING[op])
             if op == "mixed" and before == str(left) and 0 < right < 1:
                 return point.add(left, right)
             return point.multiply(left, right)
         self.take()
         if op in ("^", "**"):
-            grouped = self.peek() == "{"
-            return point.power(left, self.primary() if grouped else self.expression(POWER - 1))
+            right = self.primary() if self.peek() == "{" else self.expression(POWER - 1)
+            return point.power(left, right)
         if op == "!":
             if self.peek() == "!":
                 raise Refuse("!!")
-            return point.function("factorial", [left])
-        if op == "%":                                  # of all so far: 3\frac14%
+            return point.function("factorial", left)
+        if op == "%":                                          # of all so far: 3\frac14%
             return Group("%", [point.number(left)])
         if op == "°":
             self.accept("«C", "«F")
@@ -786,20 +778,16 @@ class Reader:
         if op == r"\cup":
             parts = [x.items if kind_of(x) == "union" else [x] for x in (left, right)]
             return Group("union", parts[0] + parts[1])
-        if op == ":":
-            return self.ratio(left, right)
+        if op == ":" and self.peek() == ":":                   # 1:2:3 is a tuple, 2:3 is 2/3
+            items = [left, right]
+            while self.accept(":"):
+                items.append(self.expression(RATIO))
+            return Group("()", items)
         if op == r"\mod":
             return Group("mod", [point.modulo(left, right), right])
         if op in "+-":
-            return point.add(left, right if op == "+" else self.negative(right))
+            return point.add(left, right if op == "+" else point.negative(right))
         return point.multiply(left, right) if op == "*" else point.divide(left, right)
-
-    def ratio(self, left, right):
-        """2:3 is 2/3, and 1:2:3 a tuple."""
-        items = [left, right]
-        while self.accept(":"):
-            items.append(self.expression(RATIO))
-        return self.point.divide(left, right) if len(items) == 2 else Group("()", items)
 
     def relation(self, left, start: int) -> Relation:
         ops = []
@@ -807,7 +795,8 @@ class Reader:
         while self.peek() in RELATIONS:
             ops.append(RELATIONS[self.take()])
             start = self.at
-            sides.append(Side(self.expression(RELATION), self.tokens[start:self.at]))
+            value = self.expression(RELATION)
+            sides.append(Side(value, self.tokens[start:self.at]))
         if ">" in ops[0]:
             ops = [FLIP.get(op, op) for op in reversed(ops)]
             sides.reverse()
@@ -816,41 +805,51 @@ class Reader:
     def primary(self):
         token = self.take()
         if is_number(token):
-            return number(token)
+            return self.literal(token)
         if token[0] == "«":
             return CONSTANTS[token] if token in CONSTANTS else self.point.variable(token)
         if token in CLOSERS:
             return self.group(token)
         if token in ENCLOSING:
-            function, closer = ENCLOSING[token]
-            inner = self.scoped(SUM - 1, bars=closer == "|")
+            name, closer = ENCLOSING[token]
+            value = self.scoped(SUM - 1, bars=closer == "|")
             self.take(closer)
-            return self.point.function(function, [inner])
+            return self.point.function(name, value)
         if token in (r"\frac", r"\binom"):
             top = self.argument()
             bottom = self.argument()
             if token == r"\frac":
                 return self.point.divide(top, bottom)
-            return self.point.function("binom", [top, bottom])
-        if token == r"\begin":
-            return self.matrix()
+            return self.point.function("binom", top, bottom)
+        if token.startswith(r"\begin"):
+            return self.matrix(token[6:].strip(" {}"))
         if token == r"\emptyset":
             return Group("set", [])
         if token[1:] in FUNCTIONS:
             return self.function(token[1:])
         raise Refuse(f"unexpected {token}")
 
+    def literal(self, token: str):
+        if len(token) > 1_000:
+            raise Refuse("too many digits")
+        if token.isdigit():
+            return int(token)
+        decimals = token.partition(".")[2]
+        if not decimals.isdigit():                             # 1e9
+            return Fraction(token)
+        value = Written(token)
+        value.decimals = len(decimals)
+        return value
+
     def group(self, opener: str):
         empty = opener == r"\{" and self.peek() == r"\}"
         items = [] if empty else self.listing(*CLOSERS[opener])
         closer = self.take(*CLOSERS[opener])
         kind = {"{": "list", r"\{": "set", r"\langle": "()"}.get(opener, opener + closer)
-        if kind == "[]" and all(kind_of(item) == "[]" for item in items):      # [[1, 2], [3, 4]]
+        if kind == "[]" and all(kind_of(item) == "[]" for item in items):        # [[1, 2], [3, 4]]
             kind = "()"
             items = [Group("()", row.items) for row in items]
-        if len(items) == 1 and kind in ("()", "[]", "list"):
-            return items[0]
-        return Group(kind, items)
+        return items[0] if len(items) == 1 and kind in ("()", "[]", "list") else Group(kind, items)
 
     def argument(self):
         r"""A LaTeX argument: a group, or one digit or token (\frac12, \frac1{72})."""
@@ -858,7 +857,7 @@ class Reader:
         if len(token) > 1 and token.isdigit():
             self.tokens[self.at] = token[1:]
             return int(token[0])
-        return self.expression(POSTFIX)                # nothing binds tighter: one primary
+        return self.expression(POSTFIX)                        # nothing binds tighter: one primary
 
     def function(self, name: str):
         if name == "sqrt":
@@ -881,55 +880,36 @@ class Reader:
         if opener := self.accept("(", "{", r"\{"):
             arguments = self.listing(*CLOSERS[opener])
             self.take(*CLOSERS[opener])
-        else:                                          # up to a sign or another function
+        else:                                                  # up to a sign or another function
             arguments = [self.scoped(SUM, bars=self.bars, bare=True)]
         self.trig -= name in TRIG
-        value = self.point.function(name, arguments + base)
+        value = self.point.function(name, *arguments, *base)
         return value if power == 1 else self.point.power(value, power)
 
-    def word(self) -> str:
-        """The text of a group: of {pmatrix}, or of {cc}."""
-        self.take("{")
-        start = self.at
-        while self.take() != "}":
-            pass
-        return "".join(self.tokens[start:self.at - 1])
-
-    def matrix(self):
-        name = self.word().strip("«")
+    def matrix(self, name: str):
         if name not in MATRICES:
             raise Refuse(name)
-        if name == "array":
-            self.word()
+        if name == "array":                                    # {cc}
+            while self.take() != "}":
+                pass
         rows = [[]]
-        while not self.accept(r"\end"):
+        while not self.peek().startswith(r"\end"):
             if self.accept(r"\\"):
                 rows.append([])
             elif not self.accept("&"):
                 rows[-1].append(self.scoped(0))
-        self.word()
+        self.take()
         rows = [row for row in rows if row]
         if len({len(row) for row in rows}) != 1:
             raise Refuse("ragged matrix")
-        if name == "cases":                            # a system, or values with conditions
-            return Group("list", [row[0] if len(row) == 1 else Group("list", row) for row in rows])
-        column = len(rows) > 1 and len(rows[0]) == 1
-        return Group("()", [row[0] if column else Group("()", row) for row in rows])
+        if name == "cases":                                    # a system, or values and conditions
+            return Group("list", [one_or_list(row) for row in rows])
+        is_column = len(rows) > 1 and len(rows[0]) == 1
+        return Group("()", [row[0] if is_column else Group("()", row) for row in rows])
 
 
-def is_number(token: str) -> bool:
-    return token[:1] in tuple("0123456789.")
-
-
-def number(token: str):
-    if len(token) > 1_000:
-        raise Refuse("too many digits")
-    if token.isdigit():
-        return int(token)
-    whole, point, decimals = token.partition(".")
-    if point and decimals.isdigit():
-        return written(token, len(decimals))
-    return Fraction(token)
+def one_or_list(items: list):
+    return items[0] if len(items) == 1 else Group("list", items)
 
 
 THOUSANDS = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
@@ -943,7 +923,7 @@ class Answer:
         if thousands:
             s = THOUSANDS.sub(lambda match: match[0].replace(",", ""), s)
         texts = [s]
-        if PLUS_MINUS.search(s):                       # the upper signs, then the lower ones
+        if PLUS_MINUS.search(s):       # the upper signs, then the lower ones
             texts = [PLUS_MINUS.sub(lambda m: "+" if m[1] == upper else "-", s) for upper in "pm"]
         self.branches = [tokenize(text) for text in texts]
         self.names = names_in(self.branches[0])
@@ -955,18 +935,16 @@ class Answer:
             items += reader.listing()
             if reader.peek():
                 raise Refuse(f"unexpected {reader.peek()}")
-        if len(items) == 1:
-            return items[0]
-        if all(kind_of(item) == "set" for item in items):
+        if len(items) > 1 and all(kind_of(item) == "set" for item in items):
             return Group("set", [x for item in items for x in item.items])
-        return Group("list", items)
+        return one_or_list(items)
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # 4. Comparison
 
-POINTS = 6
 BRACKETS = ("()", "[]", "(]", "[)")
+LABEL_MARKS = {*"(){},*/:|", r"\|", r"\frac", r"\langle", r"\rangle", *("\\" + name for name in TRIG)}
 
 
 def kind_of(x) -> str:
@@ -986,87 +964,78 @@ def names_in(tokens: list) -> set:
     return {token for token in tokens if token[0] == "«" and token not in CONSTANTS}
 
 
-LABEL_MARKS = {*r"( ) { } , * / : | \| \frac \langle \rangle".split(), *("\\" + name for name in TRIG)}
-
-
-def is_label(side: Side) -> bool:
-    r"""A left side that only names the answer: x, f(x), AB, (x, y), |AB|, A:B, \tan A."""
+def label(side: Side) -> str:
+    r"""The text of a side that only names the answer: x, f(x), AB, (x, y), |AB|, A:B, \tan A; or ""."""
     names = [token for token in side.tokens if token not in LABEL_MARKS]
-    return bool(names) and all(t[0] == "«" and t not in ("«infty", "«pi", "«i") for t in names)
+    if any(token[0] != "«" or token in ("«infty", "«pi", "«i") for token in names):
+        return ""
+    return "".join(side.tokens) if names else ""
 
 
-def may_rename(a: Side, b: Side) -> bool:
-    """x = 5 and k = 5 are one answer, f(1) = 0 and f(0) = 0 are not."""
-    def places(side):
-        return [t.partition("(")[2] for t in side.tokens if "(" in t and re.search("[0-9]", t)]
-    return is_label(a) and is_label(b) and (places(a) == places(b) or not (places(a) and places(b)))
+def may_rename(a: str, b: str) -> bool:
+    """Of two labels: x = 5 and k = 5 are one answer, f(1) = 0 and f(0) = 0 are not."""
+    places = [re.findall(r"«.\((.*?[0-9].*?)\)", x) for x in (a, b)]
+    return bool(a and b) and ([] in places or places[0] == places[1])
+
+
+def same_number(a, b, point) -> bool:
+    if not (is_scalar(a) and is_scalar(b)):
+        return False
+    x = a if kind_of(a) == "number" else point.number(a)
+    y = b if kind_of(b) == "number" else point.number(b)
+    return point.close(x, y) or rounds_to(a, y, b) or rounds_to(b, x, a)
 
 
 def rounds_to(decimal, x, other) -> bool:
     """A written decimal of six or more digits stands for the value x that it rounds.
 
-    From ten digits on it may also truncate x, if `other`, which x was read from, is no such decimal.
+    From ten digits on it may also truncate x, unless that was read from such a decimal, `other`.
     """
-    if digits(decimal) < 6 or isinstance(x, complex) or x in (math.inf, -math.inf):
+    if not isinstance(decimal, Written) or isinstance(x, complex) or abs(x) == math.inf:
         return False
+    digits = decimal.digits()
     error = abs(Fraction(x) - decimal)
-    if digits(decimal) >= 10 > digits(other) and error <= abs(decimal) / 10 ** 9:
-        return True
-    return error * 2 * 10 ** decimal.decimals <= 1
+    if digits >= 10 and not (isinstance(other, Written) and other.digits() >= 10):
+        return error <= abs(decimal) / 10 ** 9
+    return digits >= 6 and error * 2 * 10 ** decimal.decimals <= 1
 
 
-def digits(x) -> int:
-    return len(str(abs(int(x * 10 ** x.decimals)))) if isinstance(x, Written) else 0
-
-
-def same_number(a, b, point: Point) -> bool:
-    if not (is_scalar(a) and is_scalar(b)):
-        return False
-    x = value_of(a, point)
-    y = value_of(b, point)
-    return point.close(x, y) or rounds_to(a, y, b) or rounds_to(b, x, a)
-
-
-def value_of(x, point: Point):
-    return x if kind_of(x) == "number" else point.number(x)
-
-
-def reduce(x, point: Point):
-    """A chain of equalities -> left = value, or its value if every side is one.
+def shorten(x, point):
+    """A chain of equalities -> left = value, or its value if every side is a number.
 
     The value is the last side before an approximation. Refuse if two numbers disagree: 41 = 42.
     """
     if not isinstance(x, Relation) or not set(x.ops) <= {"=", "~", "in"}:
         return x
     sides = x.sides
-    if "~" in x.ops and not is_label(sides[x.ops.index("~")]):
+    if "~" in x.ops and not label(sides[x.ops.index("~")]):
         sides = sides[:x.ops.index("~") + 1]
     numbers = [side.value for side in sides if is_scalar(side.value) and not names_in(side.tokens)]
-    for one, next_one in zip(numbers, numbers[1:]):
-        if not same_number(one, next_one, point):
+    for one, other in zip(numbers, numbers[1:]):
+        if not same_number(one, other, point):
             raise Refuse("false equation")
     if len(sides) in (1, len(numbers)):
         return sides[-1].value
     return Relation(["="], [sides[0], sides[-1]])
 
 
-def unlabelled(x, point: Point):
+def unlabelled(x, point):
     """x = 5 -> 5, 5 = x -> 5; other readings unchanged."""
-    x = reduce(x, point)
+    x = shorten(x, point)
     if kind_of(x) == "eq":
         left, right = x.sides
-        if is_label(left):
+        if label(left):
             return right.value
-        if is_label(right):
+        if label(right):
             return left.value
     return x
 
 
-def same(a, b, point: Point) -> bool:
+def same(a, b, point) -> bool:
     """Are two readings the same answer at this point? Symmetric in a and b."""
     point.spend(1)
-    a = reduce(a, point)
-    b = reduce(b, point)
+    a = shorten(a, point)
+    b = shorten(b, point)
     for kind, rule in RULES.items():
         if kind_of(a) == kind:
             return rule(a, b, point)
@@ -1075,155 +1044,156 @@ def same(a, b, point: Point) -> bool:
     return same_number(a, b, point)
 
 
-def same_items(a: list, b: list, point: Point) -> bool:
+def in_order(a: list, b: list, point) -> bool:
     return len(a) == len(b) and all(same(x, y, point) for x, y in zip(a, b))
 
 
-def unordered(a: list, b: list, point: Point) -> bool:
-    return (all(any(same(x, y, point) for y in b) for x in a)
-            and all(any(same(x, y, point) for x in a) for y in b))
+def in_any_order(a: list, b: list, point) -> bool:
+    found = all(any(same(x, y, point) for y in b) for x in a)
+    return found and all(any(same(x, y, point) for x in a) for y in b)
 
 
 # The rules of RULES: `a` is of the rule's kind, `b` of the same or of a later one.
 
-def same_equation(a, b, point: Point) -> bool:
-    """Up to a factor, or up to the name of what is found: x = 5, k = 5, 5 = x and 5 are one answer."""
+def same_equation(a, b, point) -> bool:
+    """Up to a factor, or up to the name of what is found: x = 5, k = 5, 5 = x and 5 are one."""
     if kind_of(b) != "eq":
         value = unlabelled(a, point)
         return kind_of(value) != "eq" and same(value, b, point)
     left, right = a.sides
     other, value = b.sides
-    renamed = may_rename(left, other) and not (is_label(right) and is_label(value))
+    renamed = may_rename(label(left), label(other)) and not (label(right) and label(value))
     if (renamed or left.tokens == other.tokens) and same(right.value, value.value, point):
         return True
-    return proportional(a.sides, b.sides, point)
+    return proportional(a, b, point)
 
 
-def proportional(a: list, b: list, point: Point, positive: bool = False) -> bool:
-    """left - right of a = c (left - right of b), for one constant c at all points.
+def proportional(a, b, point) -> bool:
+    """left - right of a = c (left - right of b), for one c at all points; c > 0 if it is < or <=.
 
-    c is the quotient at the first point. For inequalities it must be positive.
+    c is the quotient at the first point.
     """
-    names = [names_in(left.tokens) | names_in(right.tokens) for left, right in (a, b)]
-    if not names[0] or names[0] != names[1] or not all(is_scalar(side.value) for side in a + b):
+    sides = a.sides + b.sides
+    names = [names_in(side.tokens) for side in sides]
+    if not names[0] | names[1] or names[0] | names[1] != names[2] | names[3]:
         return False
-    x, y = [point.add(left.value, point.multiply(-1, right.value)) for left, right in (a, b)]
+    if not all(is_scalar(side.value) for side in sides):
+        return False
+    x, y = [point.add(left.value, point.negative(right.value)) for left, right in (a.sides, b.sides)]
     if x == y == 0:
         raise ArithmeticError("both hold here")
     if x == 0 or y == 0:
         return False
     quotient = point.divide(x, y)
-    key = repr([side.tokens for side in a + b])
-    if positive and not (isinstance(quotient, (*EXACT, float)) and quotient > 0):
+    if a.ops[0] in ("<", "<=") and (isinstance(quotient, complex) or quotient < 0):
         return False
+    key = repr([side.tokens for side in sides])
     return point.close(quotient, point.factors.setdefault(key, quotient))
 
 
-def same_inequality(a, b, point: Point) -> bool:
+def same_inequality(a, b, point) -> bool:
     """Up to direction, and a single one up to a positive factor; longer chains side by side."""
     if kind_of(b) != "rel":
         found = interval(a)
         return found is not None and kind_of(b) in ("union", *BRACKETS) and same(found, b, point)
     if a.ops != b.ops:
         return False
-    if len(a.ops) > 1:
-        return same_items([s.value for s in a.sides], [s.value for s in b.sides], point)
-    return proportional(a.sides, b.sides, point, positive=a.ops != ["!="])
+    if len(a.ops) == 1:
+        return proportional(a, b, point)
+    return in_order([side.value for side in a.sides], [side.value for side in b.sides], point)
 
 
 def interval(relation: Relation):
     r"""0 < x <= 1 -> (0, 1]; x > 3 -> (3, \infty); x != 3 -> a union. None for other relations."""
     ops = relation.ops
     values = [side.value for side in relation.sides]
-    free = [at for at, side in enumerate(relation.sides) if len(side.tokens) == 1 and is_label(side)]
+    free = [at for at, side in enumerate(relation.sides) if len(side.tokens) == 1 and label(side)]
     if len(free) != 1:
         return None
     if ops == ["!="]:
         bound = values[1 - free[0]]
         return Group("union", [Group("()", [-math.inf, bound]), Group("()", [bound, math.inf])])
-    if len(ops) == 1 and free == [0]:
-        ops = ["<", *ops]
-        values = [-math.inf, *values]
-    elif len(ops) == 1:
-        ops = [*ops, "<"]
-        values = [*values, math.inf]
-    elif free != [1]:
+    if len(ops) == 1:
+        left = free == [0]
+        ops = ["<", *ops] if left else [*ops, "<"]
+        values = [-math.inf, *values] if left else [*values, math.inf]
+        free = [1]
+    if free != [1] or len(ops) != 2 or not set(ops) <= {"<", "<="}:
         return None
-    if len(ops) != 2 or not set(ops) <= {"<", "<="}:
-        return None
-    kind = ("(" if ops[0] == "<" else "[") + (")" if ops[1] == "<" else "]")
+    kind = "[("[ops[0] == "<"] + "])"[ops[1] == "<"]
     return Group(kind, [values[0], values[2]])
 
 
-def same_percent(a, b, point: Point) -> bool:
+def same_percent(a, b, point) -> bool:
     """50% is 50%, 0.5, 1/2 and also 50: the sign is often in the question."""
     return same_number(a, b, point) or kind_of(b) != "%" and same_number(a.items[0], b, point)
 
 
-def same_residue(a, b, point: Point) -> bool:
+def same_residue(a, b, point) -> bool:
     """3 mod 7 is 10 mod 7 and 3, not 3 mod 8."""
     if kind_of(b) == "mod" and not same(a.items[1], b.items[1], point):
         return False
     return same_number(a, b, point)
 
 
-def left_names(items: list, point: Point) -> list:
-    """The label of each item, as text; None for an item without one."""
-    items = [reduce(item, point) for item in items]
-    sides = [item.sides[0] if kind_of(item) == "eq" else None for item in items]
-    return ["".join(side.tokens) if side and is_label(side) else None for side in sides]
+def labels(items: list, point) -> list:
+    """The label of each item, "" for an item that has none."""
+    items = [shorten(item, point) for item in items]
+    return [label(item.sides[0]) if kind_of(item) == "eq" else "" for item in items]
 
 
-def solutions(x, point: Point):
+def solutions(x, point):
     """x = 1, y = 2, x = 3, y = 4 -> a list of two lists: a name that comes again begins the next."""
-    if kind_of(x) != "list":
+    names = labels(x.items, point) if kind_of(x) == "list" else []
+    if not names or "" in names or names[0] not in names[1:]:
         return x
-    names = left_names(x.items, point)
-    size = names.index(names[0], 1) if names[0] in names[1:] else 0
-    if size < 2 or names[0] is None or names != names[:size] * (len(names) // size):
+    size = names.index(names[0], 1)
+    if size < 2 or names != names[:size] * (len(names) // size):
         return x
     starts = range(0, len(names), size)
     return Group("list", [Group("list", x.items[i:i + size]) for i in starts])
 
 
-def same_collection(a, b, point: Point) -> bool:
+def same_collection(a, b, point) -> bool:
     """Lists and sets, against each other or against one answer of several parts.
 
     Named values (x = 1, y = 2) match by name, or in order against other names or none.
     """
-    if kind_of(b) == "union":                          # x < 1 or x > 2
-        return unordered(a.items, b.items, point)
+    if kind_of(b) == "union":          # x < 1 or x > 2
+        return in_any_order(a.items, b.items, point)
     a = solutions(a, point)
     b = solutions(b, point)
     values = [unlabelled(x, point) for x in a.items]
-    if kind_of(b) in BRACKETS and a.kind == "list" and (b.kind == "()" or len(values) > 2):
-        if len(values) == len(b.items):                # not [1, 2]: that is an interval
-            return same_items(values, b.items, point)
+    if kind_of(b) in BRACKETS and a.kind == "list" and len(values) == len(b.items):
+        if b.kind == "()" or len(values) > 2:                  # not [1, 2]: that is an interval
+            return in_order(values, b.items, point)
     if kind_of(b) not in ("list", "set"):
         return len(values) > 0 and all(same(x, b, point) for x in values)
     others = [unlabelled(x, point) for x in b.items]
-    names = left_names(a.items, point)
-    other_names = left_names(b.items, point)
-    if len(set(names)) == len(values) > 1 and None not in names and set(names) == set(other_names):
-        pairs = dict(zip(other_names, others))
-        return all(same(value, pairs[name], point) for name, value in zip(names, values))
-    if has_families(names) or has_families(other_names):
-        return same_items(values, others, point)
-    return unordered(values, others, point)
+    names = labels(a.items, point)
+    other_names = labels(b.items, point)
+    if "" not in names and "" not in other_names and len(set(names)) == len(names) == len(others):
+        if set(names) == set(other_names):
+            pairs = dict(zip(other_names, others))
+            return all(same(value, pairs[name], point) for name, value in zip(names, values))
+        if not all(may_rename(*pair) for pair in zip(names, other_names)):
+            return False
+    ordered = has_families(names) or has_families(other_names)
+    return in_order(values, others, point) if ordered else in_any_order(values, others, point)
 
 
 def has_families(names: list) -> bool:
-    """Two names or more that are not x_1, x_2, ... of one family."""
-    return None not in names and len({re.sub(r"_\w*", "", name) for name in names}) > 1
+    """Names that are not all x_1, x_2, ... of one family: their order counts."""
+    return "" not in names and len({re.sub(r"_\w*", "", name) for name in names}) > 1
 
 
-def same_brackets(a, b, point: Point) -> bool:
+def same_brackets(a, b, point) -> bool:
     """Unions, intervals, tuples: brackets count, but round is square for three values or more."""
     if a.kind == "union":
-        return kind_of(b) == "union" and unordered(a.items, b.items, point)
+        return kind_of(b) == "union" and in_any_order(a.items, b.items, point)
     if kind_of(b) not in BRACKETS or a.kind != b.kind and len(a.items) <= 2:
         return False
-    return same_items(a.items, b.items, point)
+    return in_order(a.items, b.items, point)
 
 
 RULES = {
@@ -1237,33 +1207,32 @@ def same_function(a: Answer, b: Answer) -> bool:
 
     log x^2 and 2 log x agree where both are real: those points decide, if there are three.
     """
-    if a.branches == b.branches and "=" not in a.branches[0]:      # 41 = 42 is not even itself
+    if a.branches == b.branches and "=" not in a.branches[0]:  # 41 = 42 is not even itself
         return True
     names = a.names | b.names
-    point = Point(bool(names))
+    point = Point(names)
     if not names:
         return same(a.at(point), b.at(point), point)
     real = 0
-    complex_verdicts = []
-    for index in range(POINTS):
+    verdicts = []                      # at points with complex numbers
+    for index in range(6):
         point.move_to(index)
         try:
             verdict = same(a.at(point), b.at(point), point)
-        except (ArithmeticError, ValueError):          # a pole, an overflow
+        except (ArithmeticError, ValueError):                  # a pole, an overflow
             continue
         if point.met_complex:
-            complex_verdicts.append(verdict)
+            verdicts.append(verdict)
         elif not verdict:
             return False
         else:
             real += 1
-    uses_i = any("«i" in answer.branches[0] for answer in (a, b))
-    if real >= 3 and not uses_i:
+    if real >= 3 and "«i" not in a.branches[0] + b.branches[0]:
         return True
-    return real + len(complex_verdicts) >= 3 and all(complex_verdicts)
+    return real + len(verdicts) >= 3 and all(verdicts)
 
 
-CHOSEN = re.compile(r"[«(]*([A-H])[).:][\s»]+(?:(?!\b[A-H]\b)[^,;])+")     # "(C) 12 apples", not "(A) or (B)"
+CHOSEN = re.compile(r"[«(]*([A-H])[).:][\s»]+(?:(?!\b[A-H]\b)[^,;])+")           # "(C) 12 apples", not "(A) or (B)"
 GAPS = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])|[«»]")
 
 
@@ -1283,9 +1252,9 @@ def is_equal(pred: str, gold: str) -> bool:
     if pred == gold:
         return pred.strip() != ""
     try:
-        a, b = map(clean, sorted((pred, gold)))        # sorted: the verdict cannot depend on the order
+        a, b = map(clean, sorted((pred, gold)))                # the verdict cannot depend on the order
         return compare(a, b)
-    except (Refuse, ArithmeticError, ValueError, RecursionError, TypeError):   # TypeError: \sin(5, 3)
+    except (Refuse, ArithmeticError, ValueError, RecursionError, TypeError):     # TypeError: 1 < i
         return False
 
 
@@ -1300,24 +1269,23 @@ def compare(a: str, b: str) -> bool:
     if word and other_word and (word == other_word or min(len(word), len(other_word)) > 3):
         return word == other_word
     for one, other in ((a, b), (b, a)):
-        letter = word_key(other)
         choice = CHOSEN.fullmatch(one)
-        if choice and len(letter) == 1:
-            return choice[1].lower() == letter
+        if choice and len(word_key(other)) == 1:
+            return choice[1].lower() == word_key(other)
         if re.fullmatch(r"[-+]?[0-9]+,[0-9]+", one) and re.fullmatch(r"[-+]?[0-9]*\.[0-9]+", other):
             return not THOUSANDS.search(one) and Fraction(one.replace(",", ".")) == Fraction(other)
         based = re.fullmatch(r"([0-9]+)\s*_\s*\{?\s*[0-9]+\s*\}?", one)
         if based and other.isdigit():
-            return based[1] == other                   # 52_8 = 52, the base being in the question
+            return based[1] == other   # 52_8 = 52, the base being in the question
     a, unit = split_unit(a)
     b, other_unit = split_unit(b)
     if units_clash(unit, other_unit):
         return False
     if same_function(Answer(a), Answer(b)):
         return True
-    for one, other in ((a, b), (b, a)):                # beside a list or tuple 1,234 is two numbers
+    for one, other in ((a, b), (b, a)):                        # beside a tuple 1,234 is two numbers
         if THOUSANDS.search(one) and "," in other and not THOUSANDS.search(other):
-            return same_function(Answer(one, False), Answer(other))
+            return same_function(Answer(one, thousands=False), Answer(other))
     return False
 
 
@@ -1327,11 +1295,10 @@ def can_read(gold: str) -> bool:
         s = clean(gold)
         if not s or len(s) > MAX_ANSWER:
             return False
-        if word_key(s):
-            return True
-        answer = Answer(split_unit(s)[0])
-        answer.at(Point(bool(answer.names)))
-    except ArithmeticError:
+        if not word_key(s):
+            answer = Answer(split_unit(s)[0])
+            answer.at(Point(answer.names))
+    except ArithmeticError:            # no value at this point
         return True
     except (Refuse, ValueError, RecursionError, TypeError):
         return False

