@@ -287,7 +287,7 @@ def units_clash(a: str, b: str) -> bool:
 
 EXACT = (int, Fraction)
 TOLERANCE = 1e-11      # between floats, relative
-LOST = 1e-6            # a smaller term would hide in the tolerance
+LOST = 1e-7            # a smaller term would hide in the tolerance
 CANCELLED = 3e-5       # a smaller sum has only eleven digits left
 
 
@@ -349,7 +349,7 @@ class Point:
 
     def __init__(self, names=()):
         # In which of the points 1, 3, 5 a name is negative, as bits; two names differ somewhere.
-        self.signs = dict(zip(sorted(names), cycle((3, 5, 6, 7, 1, 2, 4))))
+        self.signs = dict(zip(sorted(names), cycle((5, 6, 7, 3, 1, 2, 4))))
         self.work = MAX_WORK
         self.factors = {}              # between equations, see proportional()
         self.move_to(0)
@@ -364,9 +364,9 @@ class Point:
             raise Refuse("work")
 
     def variable(self, name: str) -> Fraction:
-        """+- a number between 2/3 and 5 of small terms, so that high powers stay cheap and finite."""
+        """+- a number between 0.4 and 33 of small terms, so that high powers stay cheap and finite."""
         seed = crc32(f"{self.index}:{name}".encode("utf-8", "replace"))
-        value = Fraction(67 + seed % 101, (101, 67, 34)[self.index // 2])
+        value = Fraction(67 + seed % 101, (169, 67, 5)[self.index // 2])
         negative = self.index % 2 and self.signs[name] >> self.index // 2 & 1
         return -value if negative else value
 
@@ -511,19 +511,20 @@ class Point:
     def smooth(self, name: str, x):
         """sin, ln, arctan, ...: no value where they are too flat, as tanh(20), or too steep."""
         function = SMOOTH[name]
-        if name in TRIG and isinstance(x, int) and x == int(float(x)):
-            z = float(x)               # exact, so even 10^20 is an angle
+        if name in TRIG:
+            z = float(x) if isinstance(x, EXACT) else x
+            if abs(z) > 10 ** 4 and x != int(z):               # but even 10^20 is exact
+                raise ArithmeticError("no angle")
         else:
             z = self.inexact(x)
-            if name in TRIG and abs(z) > 10 ** 4:
-                raise ArithmeticError("no angle")
         result = function(z)
-        if name != "exp" and abs(result) <= 1e-14 * abs(z):
-            return 0                   # sin(pi)
-        if z != 0:                     # what does a thousandth more of the argument do?
-            change = abs(function(1.001 * z) - result) / abs(result)
-            if not 1e-8 < change < 1e-3 / CANCELLED:
-                raise ArithmeticError("too flat or too steep")
+        if z == 0:
+            return self.settle(result) if result else 0
+        change = abs(function(1.001 * z) - result)
+        if abs(result) < 1e-11 * change:                       # rounding of z explains it: sin(pi)
+            return 0
+        if not 1e-8 < change / abs(result) < 1e-3 / CANCELLED:
+            raise ArithmeticError("too flat or too steep")
         return self.settle(result)
 
     def logarithm(self, x, base=math.e):
