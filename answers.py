@@ -375,7 +375,7 @@ class Point:
 
         So it equals itself, also inside an expression, and hardly anything else.
         """
-        return Fraction(2 ** 32 + crc32(repr(key).encode("utf-8", "replace")), 2 ** 20)
+        return Fraction(2 ** 32 + crc32(repr(key).encode("utf-8", "replace")), 2 ** 20)      # 4096 to 8192
 
     def number(self, x):
         """50% is 1/2 and 10 mod 7 is 3 once something is computed with them."""
@@ -396,15 +396,15 @@ class Point:
         return x
 
     def inexact(self, x):
-        """x as a float, if that is told from its neighbours even after a logarithm: 26 bits.
+        """x as a float. A long number is moved by some 1e-5, at random, and so told from its neighbours.
 
-        At sample points neighbours differ by more; only far larger constants could hide there.
+        With 26 bits they differ even after a logarithm. At sample points only what is far larger
+        could hide.
         """
         if not isinstance(x, EXACT):
             return x
-        if abs(x) > 10 ** 15 if self.signs else bits(x) > 26:
-            return float(self.unknown(x) if x > 0 else -self.unknown(-x))
-        return float(x)
+        long = abs(x) > 10 ** 15 if self.signs else bits(x) > 26
+        return float(x) * (1 + 1e-9 * self.unknown(x)) if long else float(x)
 
     def settle(self, z):
         """A float as a result: without the real or imaginary part that rounding left."""
@@ -604,6 +604,7 @@ ENCLOSING = {
 }
 STARTS = {*CLOSERS, *ENCLOSING, r"\frac", r"\binom", r"\emptyset"} - {r"\|"}
 STARTS.update("\\" + name for name in FUNCTIONS)
+BARE_STOPS = frozenset(["*", "/", "(", *("\\" + name for name in FUNCTIONS)])            # \sin 2x \cos y
 CONSTANTS = {"«e": math.e, "«i": 1j, r"«\pi": math.pi, r"«\infty": math.inf}
 
 FRAMES = "overline|overrightarrow|vec|hat|bar|widehat|tilde|underline|mathbb|mathcal|mathfrak"
@@ -663,8 +664,7 @@ class Reader:
         self.at = 0
         self.depth = 0
         self.trig = 0                  # inside so many arguments of sin, cos, ...
-        self.bars = False              # inside |...|
-        self.bare = False              # in an argument without parentheses
+        self.stops = frozenset()       # tokens that end the operand at hand: the second | of |x|
 
     def peek(self) -> str:
         return self.tokens[self.at]
@@ -679,13 +679,12 @@ class Reader:
     def accept(self, *tokens) -> str:
         return self.take() if self.tokens[self.at] in tokens else ""
 
-    def scoped(self, floor: int, bars=False, bare=False):
-        """expression(floor) with these two marks, as inside brackets."""
-        outer = self.bars, self.bare
-        self.bars = bars
-        self.bare = bare
+    def scoped(self, floor: int, stops=frozenset()):
+        """expression(floor) with its own stops, as inside brackets."""
+        outer = self.stops
+        self.stops = stops
         value = self.expression(floor)
-        self.bars, self.bare = outer
+        self.stops = outer
         return value
 
     def listing(self, *closers) -> list:
@@ -729,10 +728,10 @@ class Reader:
         r"""The operator at hand, "" for none; those of 2x and 1\frac12 are "beside" and "mixed"."""
         token = self.peek()
         before = self.tokens[self.at - 1]
-        if token in BINDING:
-            return "" if self.bare and token in ("*", "/") else token
-        if token == "|" and self.bars or self.bare and (token == "(" or token[1:] in FUNCTIONS):
+        if token in self.stops:
             return ""
+        if token in BINDING:
+            return token
         if token == r"\frac" and is_number(before):
             return "mixed"
         if is_number(token) and (is_number(before) or before[1:].isalpha()):
@@ -803,7 +802,7 @@ class Reader:
         if token in ENCLOSING:
             name, closer = ENCLOSING[token]
             start = self.at
-            value = self.scoped(SUM - 1, bars=closer == "|")
+            value = self.scoped(SUM - 1, frozenset([closer]))
             self.take(closer)
             if name != "abs" and names_in(self.tokens[start:self.at]):
                 return self.point.step(name, value)
@@ -873,8 +872,8 @@ class Reader:
         if opener := self.accept("(", "{", r"\{"):
             arguments = self.listing(*CLOSERS[opener])
             self.take(*CLOSERS[opener])
-        else:                                                  # up to a sign or another function
-            arguments = [self.scoped(SUM, bars=self.bars, bare=True)]
+        else:
+            arguments = [self.scoped(SUM, self.stops | BARE_STOPS)]
         self.trig -= name in TRIG
         value = self.point.function(name, *arguments, *base)
         return value if power == 1 else self.point.power(value, power)
