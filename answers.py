@@ -1,26 +1,26 @@
 r"""
-Are two answers equal? is_equal(r"\frac12", "0.5") is True; can_read(gold): can it be compared at all?
+Are two answers equal? is_equal(r"\frac12", "0.5") is True. can_read(gold): can it be compared at all?
 
 One idea: an answer is a function of its variables. The reader computes while it parses, at given
-values of the variables, so there is no syntax tree; answers are equal if their readings are, at each
+values of the variables, so there is no syntax tree. Answers are equal if their readings are, at each
 of six fixed points (at one, if they have no variables). A reading is
 
     int, Fraction        exact, and compared exactly
-    float, complex       roots, pi, e, i, functions: 12 digits, no verdict where rounding decides
+    float, complex       roots, pi, e, i, functions: 11 digits, no verdict where rounding decides
     Group(kind, items)   tuples, intervals, lists, sets, unions; also 50% and 3 mod 7
     Relation             x = 5 or 0 < x <= 1: operators and sides, with the tokens of each side
 
-A wrong answer accepted is the worst error: it trains the wrong thing. So a decimal equals a fraction
-only if it has six digits and rounds to it, several answers never equal one of them, and no answer is
-the empty string.
+A wrong answer accepted is the worst error: it trains the wrong thing. So a decimal equals a
+fraction only if it has six digits and rounds to it, several answers never equal one of them, and no
+answer is the empty string.
 
 Sections, in the order a text runs through them: 1 clean-up (most spelling variants end here), 2
-numbers, 3 reader, 4 comparison (one rule per kind of answer). Counters bound the work, not clocks; an
-answer that runs into a limit still equals itself. No eval, threads or signals; only the standard
+numbers, 3 reader, 4 comparison (one rule per kind of answer). Counters bound the work, not clocks;
+an answer that runs into a limit still equals itself. No eval, threads or signals; only the standard
 library, so no computer algebra: sums and integrals are compared as text.
 
 Choices where graders disagree: 50% is 0.5 and also 50; lists and sets have no order, tuples do; 52
-stands for 52_8; a chain of equations with two different numbers (x = 41 = 42) is wrong; "32, 349" is
+stands for 52_8; a chain of equations with two different numbers (x = 41 = 42) is wrong; 32, 349 is
 two numbers; degrees and units are dropped unless both sides have one and they differ; 2:3 is 2/3; a
 row is no column; 10 mod 7 is 3.
 """
@@ -74,7 +74,8 @@ UNICODE = str.maketrans({
     **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2212\ufe63\uff0d", "-"),
     **dict.fromkeys("\u00b7\u00d7\u2217\u2219\u22c5", "*"),
     **dict.fromkeys("\u2044\u2215\uff0f", "/"),
-    **dict.fromkeys("\u00a0\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f\u3000", " "),
+    **dict.fromkeys("\u00a0\u2002\u2003\u2004\u2005\u2006\u2007\u2008", " "),
+    **dict.fromkeys("\u2009\u200a\u202f\u3000", " "),
     **dict.fromkeys("\u00ad\u200b\u200c\u200d\u2060\u2061\u2062\ufeff€£¥₹", ""),
     **{0xFF10 + digit: str(digit) for digit in range(10)},                # full-width
     **{0x1D7CE + digit: str(digit % 10) for digit in range(50)},          # bold, double-struck, ...
@@ -102,7 +103,7 @@ def unwrap_text(match: re.Match) -> str:
     word = match[1].strip(" .")
     if word.strip(" ,;").lower() in ("and", "or", ""):
         return " , " if word else " "
-    if INVERSE.get(word, word) in (*FUNCTIONS, "mod") and word != "min":  # 40 \text{ min} are minutes
+    if INVERSE.get(word, word) in (*FUNCTIONS, "mod") and word != "min":  # minutes
         return f"\\{word} "
     if len(word) == 1 or "\\" in word or word[0].isdigit() or not re.search("[A-Za-z]", word):
         return f" {word} "
@@ -262,7 +263,7 @@ def split_unit(s: str) -> tuple[str, str]:
     if plain:
         before = s[end.start(2) - 1]
         if before == "\\" or not all(unit_of(word) for word in words):
-            shortest = 3 if before.isspace() else 4                       # 6xy is a product, 5 men are men
+            shortest = 3 if before.isspace() else 4                       # not 6xy; 5 men
             if not BARE_NUMBER.fullmatch(value) or max(map(len, words)) < shortest:
                 return s, ""
     if words and words[0] in MULTIPLIER:
@@ -342,8 +343,8 @@ def bits(x) -> int:
 class Point:
     """Arithmetic at one sample point; its budget of work is that of the whole comparison.
 
-    To a float e^{-1000} may be 0, and 10^20 + sqrt(2) is 10^20. So a float here is never 0 (an exact
-    zero is an int), and a sum that loses a term, or nearly all of both, has no value.
+    To a float e^{-1000} may be 0, and 10^20 + sqrt(2) is 10^20. So a float here is never 0 (an
+    exact zero is an int), and a sum that loses a term, or nearly all of both, has no value.
     ArithmeticError means "no verdict at this point".
     """
 
@@ -364,7 +365,7 @@ class Point:
             raise Refuse("work")
 
     def variable(self, name: str) -> Fraction:
-        """+- a number between 0.4 and 33 of small terms, so that high powers stay cheap and finite."""
+        """+- a number between 0.4 and 33, of small terms so that high powers stay cheap."""
         seed = crc32(f"{self.index}:{name}".encode("utf-8", "replace"))
         value = Fraction(67 + seed % 101, (169, 67, 5)[self.index // 2])
         negative = self.index % 2 and self.signs[name] >> self.index // 2 & 1
@@ -375,7 +376,8 @@ class Point:
 
         So it equals itself, also inside an expression, and hardly anything else.
         """
-        return Fraction(2 ** 32 + crc32(repr(key).encode("utf-8", "replace")), 2 ** 20)      # 4096 to 8192
+        seed = crc32(repr(key).encode("utf-8", "replace"))
+        return Fraction(2 ** 32 + seed, 2 ** 20)       # 4096 to 8192
 
     def number(self, x):
         """50% is 1/2 and 10 mod 7 is 3 once something is computed with them."""
@@ -396,10 +398,10 @@ class Point:
         return x
 
     def inexact(self, x):
-        """x as a float. A long number is moved by some 1e-5, at random, and so told from its neighbours.
+        """x as a float. A long number is moved by some 1e-5, at random: so neighbours differ.
 
-        With 26 bits they differ even after a logarithm. At sample points only what is far larger
-        could hide.
+        Those of 26 bits do without, even after a logarithm. At sample points it takes far larger
+        ones to hide a difference.
         """
         if not isinstance(x, EXACT):
             return x
@@ -604,21 +606,24 @@ ENCLOSING = {
 }
 STARTS = {*CLOSERS, *ENCLOSING, r"\frac", r"\binom", r"\emptyset"} - {r"\|"}
 STARTS.update("\\" + name for name in FUNCTIONS)
-BARE_STOPS = frozenset(["*", "/", "(", *("\\" + name for name in FUNCTIONS)])            # \sin 2x \cos y
+BARE_STOPS = frozenset(["*", "/", "(", *("\\" + name for name in FUNCTIONS)])  # \sin 2x \cos y
 CONSTANTS = {"«e": math.e, "«i": 1j, r"«\pi": math.pi, r"«\infty": math.inf}
 
 FRAMES = "overline|overrightarrow|vec|hat|bar|widehat|tilde|underline|mathbb|mathcal|mathfrak"
-GREEK = ("alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau|phi"
-         "|chi|psi|omega|Gamma|Delta|Theta|Lambda|Xi|Sigma|Phi|Psi|Omega|ell|hbar|pi|infty")
+GREEK = ("alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau"
+         "|phi|chi|psi|omega|Gamma|Delta|Theta|Lambda|Xi|Sigma|Phi|Psi|Omega|ell|hbar|pi|infty")
 SUBSCRIPT = r"\s*_\s*(?:\{(?:[^{}]|\{[^{}]*\})*\}|\\[A-Za-z]+|[0-9]+|[A-Za-z])"
 MARKS = rf"(?:{SUBSCRIPT})?(?:\s*')*"
 TOKEN = re.compile(rf"""\s*(?:
-      (?P<name> «[^«»]*»{MARKS} | [0-9]{{1,50}}(?:\.[0-9]{{1,50}})?{SUBSCRIPT} | (?<![A-Za-z])[fghFG](?:\s*')*\s*\([^()]*\)
+      (?P<name> «[^«»]*»{MARKS}
+        | [0-9]{{1,50}}(?:\.[0-9]{{1,50}})?{SUBSCRIPT}
+        | (?<![A-Za-z])[fghFG](?:\s*')*\s*\([^()]*\)
         | \\(?:{FRAMES}){NO_LETTER}\s*(?:\{{[^{{}}]*\}}|[A-Za-z0-9]){MARKS}
         | \\(?:{GREEK}){NO_LETTER}{MARKS} )
     | (?P<letters>[A-Za-z]+){MARKS}
-    | \\(?:begin|end)\s*\{{[A-Za-z]*\}} | [0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{{1,3}}(?![0-9A-Za-z]))?
-    | \.[0-9]+ | \\[A-Za-z]+ | \\\\ | \\[{{}}|] | <= | >= | != | \*\* | \S )""", re.VERBOSE)
+    | [0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{{1,3}}(?![0-9A-Za-z]))? | \.[0-9]+
+    | \\(?:begin|end)\s*\{{[A-Za-z]*\}} | \\[A-Za-z]+ | \\\\ | \\[{{}}|]
+    | <= | >= | != | \*\* | \S )""", re.VERBOSE)
 PLAIN_NAMES = sorted([*FUNCTIONS, *INVERSE, "pi", "mod"], key=len, reverse=True)
 PLAIN_FUNCTION = re.compile(
     rf"\\?(?<![A-Za-z])({'|'.join(PLAIN_NAMES)})(?=[A-Za-z]?{NO_LETTER})"
@@ -936,7 +941,8 @@ class Answer:
 # 4. Comparison
 
 BRACKETS = ("()", "[]", "(]", "[)")
-LABEL_MARKS = {*"(){},*/:|", r"\|", r"\frac", r"\langle", r"\rangle", *("\\" + name for name in TRIG)}
+LABEL_MARKS = {*"(){},*/:|", r"\|", r"\frac", r"\langle", r"\rangle"}
+LABEL_MARKS.update("\\" + name for name in TRIG)
 
 
 def kind_of(x) -> str:
@@ -957,7 +963,7 @@ def names_in(tokens: list) -> set:
 
 
 def label(side: Side) -> str:
-    r"""The text of a side that only names the answer: x, f(x), AB, (x, y), |AB|, A:B, \tan A; or ""."""
+    r"""The text of a side that only names the answer: x, f(x), AB, (x, y), |AB|, \tan A; else ""."""
     names = [token for token in side.tokens if token not in LABEL_MARKS]
     if any(token[0] != "«" or token in (r"«\infty", r"«\pi", "«i") for token in names):
         return ""
@@ -1071,7 +1077,8 @@ def proportional(a, b, point) -> bool:
         return False
     if not all(is_scalar(side.value) for side in sides):
         return False
-    x, y = [point.add(left.value, point.negative(right.value)) for left, right in (a.sides, b.sides)]
+    x = point.add(sides[0].value, point.negative(sides[1].value))
+    y = point.add(sides[2].value, point.negative(sides[3].value))
     if x == y == 0:
         raise ArithmeticError("both hold here")
     if x == 0 or y == 0:
@@ -1135,7 +1142,7 @@ def labels(items: list, point) -> list:
 
 
 def solutions(x, point):
-    """x = 1, y = 2, x = 3, y = 4 -> a list of two lists: a name that comes again begins the next."""
+    """x = 1, y = 2, x = 3, y = 4 -> a list of two lists: the first name begins the next one."""
     names = labels(x.items, point) if kind_of(x) == "list" else []
     if not names or "" in names or names[0] not in names[1:]:
         return x
@@ -1224,7 +1231,8 @@ def same_function(a: Answer, b: Answer) -> bool:
     return real + len(verdicts) >= 3 and all(verdicts)
 
 
-CHOSEN = re.compile(r"[«(]*([A-H])[).:][\s»]+(?:(?!\b[A-H]\b)[^,;])+")           # "(C) 12 apples", not "(A) or (B)"
+# "(C) 12 apples", not "(A) or (B)".
+CHOSEN = re.compile(r"[«(]*([A-H])[).:][\s»]+(?:(?!\b[A-H]\b)[^,;])+")
 GAPS = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])|[«»]")
 
 
@@ -1244,7 +1252,7 @@ def is_equal(pred: str, gold: str) -> bool:
     if pred == gold:
         return pred.strip() != ""
     try:
-        a, b = map(clean, sorted((pred, gold)))                # the verdict cannot depend on the order
+        a, b = map(clean, sorted((pred, gold)))                # so that the order cannot matter
         return compare(a, b)
     except (Refuse, ArithmeticError, ValueError, RecursionError, TypeError):     # TypeError: 1 < i
         return False

@@ -1,12 +1,12 @@
 r"""
 Rewards from text: find the answer in a completion, ask whether it is the gold, score the format.
 
-    extract_answer(r"so \boxed{\frac12}")  ->  r"\frac12"       extract() also says which rule fired
-    grade(completion, gold)                ->  Grade(correct=1, format=1, rule="box", answer=r"\frac12")
-    is_equal(r"\frac12", "0.5")            ->  True             answers.py
+    extract_answer(r"so \boxed{\frac12}")  ->  r"\frac12"     extract() also says which rule fired
+    grade(r"\boxed{\frac12}", "0.5")       ->  Grade(correct=1, format=1, rule="box", answer=...)
+    is_equal(r"\frac12", "0.5")            ->  True           in answers.py
 
-The rules, in order: the last box, the last <answer> tag, what follows the last "answer is" or "####"
-and, only if the caller allows, the last formula or number. Only the first turn counts, and in it only
+The rules, in order: the last box, the last <answer> tag, what follows the last "answer is" or
+"####" and, if the caller allows, the last formula or number. Only the first turn counts, and in it
 what comes after the last </think>. Alternatives ("5 or 6") never become one of them.
 
 Work is linear in the length of the text. Not here: time limits, threads, a judge model.
@@ -35,8 +35,8 @@ class Extraction(NamedTuple):
 BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
 BRACES = re.compile(r"\{+|\}+")
 BARE_WORD = re.compile(r"[-\w.,/]*\w")
-# What may stand between two boxes that are one answer, as in "\boxed{2} and $y=\boxed{3}$". Prose, a
-# full stop or a line break make the last box the answer.
+# What may stand between two boxes that are one answer, as in "\boxed{2} and $y=\boxed{3}$".
+# Prose, a full stop or a line break make the last box the answer.
 JOINER = re.compile(r"""(?: [ ,;$&] | \\q?quad | \\[,;:!\ ()\[\]] | and | or
     | \\(?:text|mbox|textrm)\s*\{[\s,]*(?:and|or)?[\s,]*\}
     | [A-Za-z](?:_\{?\w{1,3}\}?)?\s*= )*""", re.VERBOSE)
@@ -54,9 +54,10 @@ MATH_SPAN = re.compile(r"""
     | \\\(((?:(?!\\[()]).){1,2000})\\\)
     | \\\[((?:(?!\\[\[\]]).){1,2000})\\\]""", re.DOTALL | re.VERBOSE)
 LATEX = re.compile(r"\\[A-Za-z]+\s*(?:\{[^{}]*\})?")
-# Prose is a word that is no function, or two letters of another script; Greek and 𝑥 may be formulas.
+# Prose is a word that is no function, or two letters of another script (Greek and 𝑥 are formulas).
 PROSE = re.compile(r"""
-    (?<![\\A-Za-z]) (?: (?!(?:and|sqrt|sin|cos|tan|log|exp|inf)\b)[A-Za-z]{3,} | (?:so|is|it|we|to|of)\b )
+    (?<![\\A-Za-z]) (?: (?!(?:and|sqrt|sin|cos|tan|log|exp|inf)\b)[A-Za-z]{3,}
+                      | (?:so|is|it|we|to|of)\b )
     | [^\W\d_A-Za-zª-ϿⅠ-ↈ𝐀-𝟿]{2}""", re.VERBOSE)
 CHOICE = re.compile(r"\(([A-Z])\)|([A-Z])(?=[.:,;)]|\s*$)|([B-H])(?=\s+[a-z]{2})")
 BARE_NAME = re.compile(r"\\?[A-Za-z]+(_\w+|\([a-z]\))?")
@@ -159,7 +160,7 @@ def closing_brace(masked: str, at: int, limit: int) -> int:
 
 
 def last_marker(text: str) -> str | None:
-    """What follows the last "answer is", "answer:" or "####", to the end of its sentence or line."""
+    """What follows the last "answer is", "answer:" or "####" in its sentence or line."""
     for marker in reversed(list(MARKER.finditer(text))):
         rest = text[marker.end():].lstrip(" \t*_:\n")
         if rest.startswith(("$$", "\\[")):
@@ -184,8 +185,8 @@ def inside(match: re.Match) -> str:
 def value_in(text: str, marked: bool = False) -> str | None:
     """The value in a text: all of it if it is no prose, else its last formula or number.
 
-    A `marked` text is the line after "answer is": there a leading number or choice letter counts, and
-    what cannot be taken apart is the answer as a whole. Elsewhere alternatives are no answer.
+    A `marked` text is the line after "answer is": there a leading number or choice letter counts,
+    and what cannot be taken apart is the answer as a whole. Elsewhere alternatives are no answer.
     """
     whole = MATH_SPAN.fullmatch(text)
     if whole:
@@ -200,7 +201,7 @@ def value_in(text: str, marked: bool = False) -> str | None:
     numbers = list(NUMBER.finditer(text, spans[-1].end() if spans else 0))
     found = (spans[-1:] + numbers[-1:] or [None])[-1]
     if marked and spans and not BARE_NAME.fullmatch(inside(spans[-1])):
-        found = spans[-1]                         # but "the largest $n$ is 34" goes on to the number
+        found = spans[-1]                         # but "the largest $n$ is 34" goes on
     elif marked and numbers and numbers[0].start() == 0:
         found = numbers[0]                        # "18 eggs because 16 + 2 = 18"
     if found is None or re.search(r"[0-9$]\s+or\s+$", text[:found.start()][-40:]):
