@@ -152,11 +152,12 @@ class GraphEngine(TorchEngine):
 
     def __init__(self, model, kv, max_rows):
         c = model.config
-        assert c.head_dim in (64, 128), f"attention_kernel's tiles are not {c.head_dim} wide"
-        assert c.width % TILE == 0 == c.feed_forward % TILE, (
-            f"{c.width=}, {c.feed_forward=}: no multiples of {TILE}")
-        assert c.heads // c.kv_heads <= GROUP, (
-            f"{c.heads} query heads on {c.kv_heads}: more than {GROUP} on each")
+        if c.head_dim not in (64, 128):
+            raise ValueError(f"heads of size {c.head_dim}: the GPU's kernels take 64 and 128")
+        if c.width % TILE or c.feed_forward % TILE:
+            raise ValueError(f"{c.width=}, {c.feed_forward=}: no multiples of {TILE}")
+        if c.heads // c.kv_heads > GROUP:
+            raise ValueError(f"{c.heads} query heads on {c.kv_heads}: more than {GROUP} on each")
         assert model.dtype == kv.dtype, f"KV cache in {kv.dtype}, model in {model.dtype}"
         super().__init__(model, kv, max_rows)
         self.max_rows = max_rows

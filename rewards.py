@@ -266,8 +266,9 @@ def load_reward(spec: str) -> Callable:
 
     It is called as function(completion, gold) and returns a number or a dict of numbers (summed).
     """
-    module_name, colon, name = spec.partition(":")
-    assert colon and module_name and name, f"--reward takes module:function, got {spec!r}"
+    module_name, _, name = spec.partition(":")
+    if not (module_name and name):
+        raise ValueError(f"--reward takes module:function, got {spec!r}")
     path = os.path.join(os.getcwd(), *module_name.split(".")) + ".py"
     try:
         if os.path.exists(path):
