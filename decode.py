@@ -1,5 +1,6 @@
 """
-The decode step on a GPU: one new token for every live row, as one CUDA graph per batch size.
+The decode step on a GPU: one new token for every live row, as one CUDA graph per batch size. Short
+prefills likewise.
 
     engine = GraphEngine(model, kv, max_rows)     # sampler.Engine, with the numbers of TorchEngine
     tokens, logprobs, made = engine.decode(rows, steps, sampling)
@@ -19,7 +20,7 @@ step advances it: the host launches a window of steps and looks at the results a
 Adapters, norms and their noise are read where they are, so an optimizer step needs no new
 capture.
 
-Not here: scheduling and prefills (sampler.py), the 4-bit matmul (marlin_fp4.py).
+Not here: scheduling and what a prefill does (sampler.py), the 4-bit matmul (marlin_fp4.py).
 
 Shapes: n rows (M of a matmul), N out_features, K in_features, R LoRA rank, S slabs, V vocabulary,
 D width, F feed-forward, H query heads, KV key-value heads, d head size.
@@ -32,6 +33,7 @@ from triton.language import constexpr
 
 import kernels
 from kernels import Cache, Logits, Norm, Partial, Runs, Shape, Squares, State
+from attention import Spans, attend
 from marlin_fp4 import runs_on
 from model import FP16_SHIFT
 from ops import mm_fp32
@@ -43,6 +45,7 @@ TILE = 128              # columns of a matmul's tile
 CHUNK = 2048            # vocabulary entries of one program of the softmax
 GROUP = 16              # queries of a tile of attention_kernel
 MAX_ENDS = 16           # end ids of a tokenizer
+PREFILL_SIZES = (64, 128, 256, 512, 1024)                            # tokens of prefills as graphs
 GIVEN = len(Rows._fields) - 1           # the state begins with the fields of Rows but its table
 LOG2_E = 1.4426950408889634
 
@@ -94,13 +97,53 @@ def partial(linear, x):
                    slabs.sums.shape[2], slabs.KB, slabs.L, *map(constexpr, sizes))
 
 
+class Graphs(dict):
+    """key -> the replay of a CUDA graph, all made for the same `settings`.
+
+    What a graph captured must stay where it is. So graphs of another adapter, top_k, top_p or
+    vocabulary are dropped with their activations when those change.
+    """
+    def __init__(self, capturing):
+        self.capturing = capturing                      # False: in Triton's interpreter, on a CPU
+        self.settings = None
+        self.pool = None                                # they never run at once: one set of activations
+
+    def get_for(self, settings, key, launch):
+        """-> what replays launch(), which only launches kernels; captured if it is new.
+
+        What launch() returns lives as long as its graph.
+        """
+        if settings != self.settings:
+            self.clear()
+            self.pool = None                            # without graphs it cannot be used again
+            self.settings = settings
+        if key not in self:
+            self[key] = self.capture(launch) if self.capturing else launch
+        return self[key]
+
+    def capture(self, launch):
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):                 # not captured: compiles, wakes cuBLAS
+            stream.wait_stream(torch.cuda.default_stream())
+            launch()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(graph, pool=self.pool):
+            kept = launch()
+
+        def replay():
+            graph.replay()
+            return kept
+
+        return replay
+
+
 class GraphEngine(TorchEngine):
     """CUDA graphs of decode steps over model and kv (L, 2, blocks, KV, BLOCK, d), made as needed.
 
-    What a graph captured must stay where it is. So graphs of another adapter, another top_k and
-    top_p or another vocabulary are dropped with their activations when those change: `graphs` is
-    what one phase of training or evaluation needs, at most one for each of `buckets`, drawing and
-    greedy.
+    graphs, at most one for each of `buckets`, drawing and greedy; prefills, at most one for each of
+    PREFILL_SIZES.
     """
     window = WINDOW
 
@@ -123,9 +166,9 @@ class GraphEngine(TorchEngine):
 
         self.rows = zeros(len(State._fields), max_rows)
         self.state = State(*self.rows)
-        self.nobody = zeros(len(State._fields), 1)  # a row that reads and writes block 0
+        self.nobody = zeros(len(State._fields), 1)       # a row that reads and writes block 0
         self.nobody[State._fields.index("share")] = 1
-        self.table = None  # (max_rows, width), from the first call on
+        self.table = None                                # (max_rows, width), from the first call on
         self.ends = zeros(MAX_ENDS)
         self.inv_temperature = zeros(dtype=torch.float32)
         self.tokens = zeros(WINDOW, max_rows)
@@ -133,9 +176,10 @@ class GraphEngine(TorchEngine):
         self.counters = zeros(max_rows * c.kv_heads, dtype=torch.int32)
         half = torch.arange(0, c.head_dim, 2, device=kv.device, dtype=torch.float32)
         self.freq = c.rope_theta ** (-half / c.head_dim)  # as model.rope_table
-        self.graphs = {}  # (rows, greedy) -> a function that runs a step
-        self.settings = None  # what all of them were made for
-        self.pool = None  # graphs never run at once: they share activations
+        self.packed = zeros(3, PREFILL_SIZES[-1])       # of a prefill: tokens, blocks, positions,
+        self.starts = zeros(PREFILL_SIZES[-1] // BLOCK + 1, dtype=torch.int32)   # where each begins
+        self.graphs = Graphs(kv.is_cuda)                # (rows, greedy) -> runs a step
+        self.prefills = Graphs(kv.is_cuda)              # tokens -> runs a prefill
 
     def batch_size(self, n):
         """The rows that a step of n live rows computes."""
@@ -165,37 +209,51 @@ class GraphEngine(TorchEngine):
         tokens = self.tokens[:steps, :n].clone()
         return tokens, self.logprobs[:steps, :n].clone(), self.state.made[:n].clone()
 
+    @torch.no_grad()
+    def prefill(self, tokens, blocks, lengths):
+        """A short one is a graph: the host takes 2 ms a layer to launch its 90 kernels.
+
+        It is padded by one more prefix, whose keys and values go to block 0, and by empty ones: room
+        for size / 32, since FlashAttention launches programs for empty ones too.
+        """
+        T = len(tokens)
+        n = len(lengths)
+        size = next((s for s in PREFILL_SIZES if T <= s and n < s // BLOCK), None)
+        if size is None or not self.kv.is_cuda:
+            return super().prefill(tokens, blocks, lengths)
+        packed = torch.zeros(3, size, dtype=torch.int64)
+        packed[0, :T] = tokens
+        packed[1, :T] = blocks
+        packed[2] = torch.cat([torch.arange(length) for length in (*lengths, size - T)])
+        starts = torch.full((size // BLOCK + 1,), size)
+        starts[:n + 1] = torch.tensor([0, *lengths]).cumsum(0)
+        inputs = self.packed[:, :size]
+        inputs.copy_(packed)
+        at = self.starts[:len(starts)]
+        at.copy_(starts)
+        spans = Spans(at, at, size, size, causal=True)
+
+        def launch():
+            self.write_cache(*inputs, lambda q, k, v: attend(q, k, v, spans)[0])
+            return self.model.layers[0].qkv.scratch.flat        # where every W is expanded
+
+        self.prefills.get_for(self.adapter(), size, launch)()
+
     def graph(self, size, sampling):
         """-> a function that runs one step of `size` rows."""
+        def launch():
+            self.step(size, sampling)
+
+        self.rows.zero_()                               # a step while capturing is nobody's
+        self.table.zero_()
+        settings = self.adapter(), sampling.top_k, sampling.top_p, self.model.live_vocab
+        return self.graphs.get_for(settings, (size, not sampling.temperature), launch)
+
+    def adapter(self):
+        """What tells the adapter whose addresses a graph captured from another one."""
         adapter = self.model.adapter
         live = adapter is not None and adapter.linears[0].enabled
-        of_adapter = (adapter.working.data_ptr(), adapter.rank) if live else None
-        settings = of_adapter, sampling.top_k, sampling.top_p, self.model.live_vocab
-        if settings != self.settings:
-            self.graphs.clear()
-            self.pool = None  # a pool without graphs cannot be used again
-            self.settings = settings
-        key = size, not sampling.temperature
-        if key not in self.graphs:
-            self.graphs[key] = self.capture(lambda: self.step(size, sampling))
-        return self.graphs[key]
-
-    def capture(self, launch):
-        """-> the replay of launch(), which only launches kernels."""
-        if not self.kv.is_cuda:
-            return launch  # Triton's interpreter
-        self.rows.zero_()  # a step that is not captured is nobody's
-        self.table.zero_()
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):  # not captured: compiles kernels, wakes cuBLAS
-            stream.wait_stream(torch.cuda.default_stream())
-            launch()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        self.pool = self.pool or torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self.pool):
-            launch()
-        return graph.replay
+        return (adapter.working.data_ptr(), adapter.rank) if live else None
 
     def step(self, n, sampling):
         """Launch one step of rows [0, n)."""

@@ -69,20 +69,22 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nvfp4 import E2M1_SIGNED, Slabs, Weight
 
-BLOCK = 16  # weights per scale
-TILE = 128  # side of a packed tile
-ROWS_256B = tl.constexpr(gl.NVMMASharedLayout(128, 16))  # in shared memory: rows of x and of A,
-ROWS_64B = tl.constexpr(gl.NVMMASharedLayout(64, 16))  # of codes, swizzled against bank conflicts,
-FLAT = tl.constexpr(gl.NVMMASharedLayout(0, 32))  # scales,
-SUMS = tl.constexpr(gl.NVMMASharedLayout(128, 32, rank=3))  # fp32 sums on their way out
-# (128, 2, 16) in registers: scales beside the weights that they serve
+BLOCK = 16                          # weights per scale
+TILE = 128                          # side of a packed tile
+CROSSOVER = 256                     # rows up to which the decode kernel beats expanding W
+A_SIDE = tl.constexpr(64)           # side of a tile of LoRA's A: the bytes of a tile of codes
+SENT_ROWS = tl.constexpr(64)        # rows of x up to which a sum has room in shared memory
+
+# In shared memory, swizzled against bank conflicts: rows of x and A, of codes; scales; fp32 sums
+ROWS_256B = tl.constexpr(gl.NVMMASharedLayout(128, 16))
+ROWS_64B = tl.constexpr(gl.NVMMASharedLayout(64, 16))
+FLAT = tl.constexpr(gl.NVMMASharedLayout(0, 32))
+SUMS = tl.constexpr(gl.NVMMASharedLayout(128, 32, rank=3))
+# In registers: (128, 2, 16) scales beside the weights that they serve
 SCALED = tl.constexpr(gl.DistributedLinearLayout(
     [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 1, 0], [64, 0, 0]],
     [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
     [[16, 0, 0], [32, 0, 0]], [], [128, 2, 16]))
-SENT_ROWS = tl.constexpr(64)  # rows of x up to which a sum has room in shared memory on its way out
-A_SIDE = tl.constexpr(64)  # side of a tile of LoRA's A: the bytes of a tile of codes
-CROSSOVER = 256  # rows up to which the decode kernel beats expanding W
 
 
 class Order(NamedTuple):
@@ -172,12 +174,12 @@ class PackedWeight(Weight):
 
     def __init__(self, N, K, codes, scales, row_scale, dtype):
         super().__init__((codes, scales, row_scale), None, (N, K), dtype)
-        self.codes = codes  # int16 (N/128, K/128, 128, 32)
-        self.scales = scales  # int32 (N/128, K/128, 128, 2)
-        self.row_scale = row_scale  # fp32 (N,)
         self.order = ORDERS[dtype]
-        self.out_scale = row_scale * 2**self.order.power  # fp32 (N,): what slabs are multiplied by
-        self.exact = bool((torch.frexp(row_scale).mantissa == 0.5).all())  # all powers of two
+        self.codes = codes                                           # int16 (N/128, K/128, 128, 32)
+        self.scales = scales                                         # int32 (N/128, K/128, 128, 2)
+        self.row_scale = row_scale                                   # fp32 (N,)
+        self.out_scale = row_scale * 2**self.order.power             # fp32 (N,)
+        self.exact = bool((torch.frexp(row_scale).mantissa == 0.5).all())        # powers of two
 
     def dequantize(self, out=None):
         """-> W (N, K) in dtype, or in out's, whose rows may have any stride."""

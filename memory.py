@@ -5,7 +5,7 @@ batch of long answers.
 
     weights, adapter        linears and embeddings; master, gradient, moments, 16-bit copies
     graphs                  of the widest decode step: three times its fp32 logits, and the W that
-                            it expands where no kernel reads the packed one
+                            it expands where no kernel reads the packed one; of a prefill
     CUDA context, NCCL      outside torch's allocator: 0.6 GiB
     fragments               3 %
     longest micro-batch     forward, recomputation and backward, in rows as long as rows can get,
@@ -25,6 +25,7 @@ from sampler import PREFILL_TOKENS
 GIB = 2**30
 OUTSIDE = 0.6 * GIB
 MICRO_BATCH_TOKENS = 8192, 4096, 2048
+PREFILL = 1024         # tokens of the largest prefill that is a graph: decode.PREFILL_SIZES
 DECODE = 240           # tokens whose matmuls take as long as to decode the weights: 3, 6 and 12 %
 
 
@@ -70,6 +71,7 @@ class Plan:
         of_adapter = 4 * adapter.master.nbytes + adapter.working.nbytes
         weights = [linear.weight for linear in adapter.linears]
         graphs = 3 * 4 * max_rows * c.vocab + expanded(weights, max_rows)
+        graphs += PREFILL * (10 * c.feed_forward + 20 * c.width)     # fp32 gate|up, 16-bit h; 5 of x
         table = {"weights": held - of_adapter, "adapter": of_adapter, "graphs": graphs,
                  "CUDA context, NCCL": OUTSIDE, "fragments": 0.03 * limit}
         self.room = limit - sum(table.values())

@@ -177,10 +177,12 @@ class TorchEngine:
 
     @torch.no_grad()
     def prefill(self, tokens, blocks, lengths):
-        attend = PackedAttention(lengths, self.kv.device)
-        positions = attend.positions()
-        blocks = blocks.to(self.kv.device)
+        device = self.kv.device
+        attend = PackedAttention(lengths, device)
+        self.write_cache(tokens.to(device), blocks.to(device), attend.positions(), attend)
 
+    def write_cache(self, tokens, blocks, positions, attend):
+        """Keys and values of token t go to blocks[t], positions[t] % BLOCK."""
         def layer(keys, values):
             def write_and_attend(q, k, v):
                 keys[blocks, :, positions % BLOCK] = k
@@ -189,7 +191,7 @@ class TorchEngine:
             return write_and_attend
 
         layers = [layer(keys, values) for keys, values in self.kv]
-        self.model.hidden(tokens.to(self.kv.device), layers, positions)
+        self.model.hidden(tokens, layers, positions)
 
     @torch.no_grad()
     def decode(self, rows, steps, sampling):

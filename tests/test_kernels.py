@@ -13,11 +13,13 @@ import sys
 
 import pytest
 import torch
+import triton
 
 import attention
 import kernels
 import nvfp4
 import ops
+import test_decode
 from attention import PackedAttention
 
 GPU = torch.cuda.is_available()
@@ -45,6 +47,27 @@ def test_the_kernels_pass_in_tritons_interpreter():
     run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-3000:]
     assert int(re.search(r"(\d+) passed", run.stdout)[1]) >= 19
+
+
+@pytest.mark.skipif(GPU or INTERPRETED, reason="where there is a GPU the other tests compile them")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_kernel_of_the_learner_compiles_for_hopper(dtype, monkeypatch):
+    compiled, launch = {}, triton.runtime.jit.JITFunction.run
+
+    def compile_only(kernel, *args, grid, warmup, **options):
+        compiled[kernel.__name__] = launch(kernel, *args, grid=grid, warmup=True, **options)
+
+    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", compile_only)
+    monkeypatch.setattr(triton.runtime.driver, "_active", test_decode.Hopper())
+    y, rstd, h = torch.zeros(3, 64), torch.zeros(3, 1), torch.zeros(3, 32, dtype=dtype)
+    kept = kernels.swiglu(y, rstd, h)
+    kernels.swiglu_backward(kept, rstd, h, torch.zeros_like(kept))
+    kernels.scores(y, rstd, torch.zeros(3, dtype=torch.int64), 60, dtype)
+    out, lse = torch.zeros(3, 4, 16, dtype=dtype), torch.zeros(4, 3)
+    kernels.merge(out, lse, out, lse)
+    kernels.decode(torch.zeros(2, 32, dtype=torch.uint8), torch.zeros(2, 1), nvfp4.NF4, dtype)
+    assert {name for name, f in vars(kernels).items() if isinstance(f, triton.JITFunction)} >= set(compiled)
+    assert len(compiled) == 5 and all(kernel.asm["cubin"] for kernel in compiled.values())
 
 
 def test_every_function_that_the_door_looks_for_is_there_with_the_same_parameters():

@@ -112,6 +112,21 @@ def test_bad_input_is_named():
         decode_matmul(torch.zeros(1, 32).bfloat16(), pack(packed, scale, one))
 
 
+def test_partial_expands_w_where_the_decode_kernel_does_not_run(monkeypatch):
+    weight, w = random_weight(300, 272)
+    x, a = torch.randn(5, 272), torch.randn(8, 272)
+    assert weight.expands(1)                                         # a CPU
+    sums, scale, KB, L = weight.partial(x, a)
+    assert sums.shape == (1, 5, 308) and (KB, L) == (1, 1)
+    y = sums[0].double()
+    # fp32 sums of 272 terms
+    bound = 272 * 2 ** -23 * (x.double().abs() @ w.abs().T)
+    assert ((y[:, :300] * scale - x.double() @ w.T).abs() <= bound).all()
+    assert (y[:, 300:] - x.double() @ a.double().T).abs().max() < 1e-4
+    monkeypatch.setattr(marlin_fp4, "runs_on", lambda device: True)
+    assert not weight.expands(256) and weight.expands(257)
+
+
 @pytest.mark.parametrize("N,K,M,R", [(4608, 3584, 1, 96), (3584, 18944, 16, 32), (37888, 3584, 64, 64),
                                      (128, 128, 8, 0), (1152, 896, 33, 48), (384, 128, 250, 16)])
 def test_the_schedule_covers_every_block_once_and_no_tile_has_more_than_S_pieces(N, K, M, R):

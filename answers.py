@@ -1,0 +1,1305 @@
+r"""
+Are two answers equal? is_equal(r"\frac12", "0.5") is True. can_read(gold): can it be compared at all?
+
+One idea: an answer is a function of its variables. The reader computes while it parses, at given
+values of the variables, so there is no syntax tree. Answers are equal if their readings are, at each
+of six fixed points (at one, if they have no variables). A reading is
+
+    int, Fraction        exact, and compared exactly
+    float, complex       roots, pi, e, i, functions: 11 digits, no verdict where rounding decides
+    Group(kind, items)   tuples, intervals, lists, sets, unions; also 50% and 3 mod 7
+    Relation             x = 5 or 0 < x <= 1: operators and sides, with the tokens of each side
+
+A wrong answer accepted is the worst error: it trains the wrong thing. So a decimal equals a
+fraction only if it has six digits and rounds to it, several answers never equal one of them, and no
+answer is the empty string.
+
+Sections, in the order a text runs through them: 1 clean-up (most spelling variants end here), 2
+numbers, 3 reader, 4 comparison (one rule per kind of answer). Counters bound the work, not clocks;
+an answer that runs into a limit still equals itself. No eval, threads or signals; only the standard
+library, so no computer algebra: sums and integrals are compared as text.
+
+Choices where graders disagree: 50% is 0.5 and also 50; lists and sets have no order, tuples do; 52
+stands for 52_8; a chain of equations with two different numbers (x = 41 = 42) is wrong; 32, 349 is
+two numbers; degrees and units are dropped unless both sides have one and they differ; 2:3 is 2/3; a
+row is no column; 10 mod 7 is 3.
+"""
+import cmath
+import math
+import re
+from fractions import Fraction
+from itertools import cycle
+from typing import NamedTuple
+from zlib import crc32
+
+MAX_ANSWER = 6_000     # characters that are parsed; a longer answer equals only itself
+MAX_TOKENS = 2_000
+MAX_DEPTH = 100        # nested operands; each costs up to five Python frames
+MAX_BITS = 32_000      # of an exact number
+MAX_WORK = 12_000      # operands and comparisons, about 2 us each
+
+
+class Refuse(Exception):
+    """The text is not something we read, or a limit was reached. Never leaves this file."""
+
+
+# --------------------------------------------------------------------------------------------------
+# 1. Clean-up: answer text -> plain text that the tokenizer reads
+
+def parse_pairs(text: str) -> dict:
+    r"""'≤ \le  ≥ \ge' -> {'≤': '\le ', '≥': '\ge '}: pairs are two spaces or a line break apart.
+
+    What ends in a letter gets a space, so that \le5 and x\cdot y stay apart.
+    """
+    table = {}
+    for pair in re.split("  |\n", text):
+        spelling, plain = pair.split()
+        table[spelling] = plain + " " * plain[-1].isalpha()
+    return table
+
+
+END_OF_TURN = re.compile(r"<\|im_end\|>|<\|endoftext\|>|<\|im_start\|>|<\|eot_id\|>|</s>")
+RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ"
+LOWERED = "₀₁₂₃₄₅₆₇₈₉"
+SCRIPTS = re.compile(f"([{RAISED}]+)|[{LOWERED}]+")
+SCRIPT_TO_ASCII = str.maketrans(RAISED + LOWERED, "0123456789+-n0123456789")
+# One table, not NFKC: that would read 4² as 42. Digits of other scripts are left alone, so they
+# never equal 0-9.
+UNICODE = str.maketrans({
+    **parse_pairs(r"""÷ /  √ \sqrt  ∛ \sqrt[3]  π \pi  ∞ \infty  º °  ≤ \le  ≥ \ge  ⩽ \le  ⩾ \ge
+≠ \ne  ≈ \approx  ∪ \cup  ∈ \in  ± \pm  ∓ \mp  ∅ \emptyset  θ \theta  α \alpha  β \beta  λ \lambda
+⟨ \langle  ⟩ \rangle  ⌊ \lfloor  ⌋ \rfloor  ⌈ \lceil  ⌉ \rceil
+½ \frac{1}{2}  ⅓ \frac{1}{3}  ⅔ \frac{2}{3}  ¼ \frac{1}{4}  ¾ \frac{3}{4}
+％ %  ＝ =  （ (  ） )  ， ,  、 ,  ； ;  ： :  ． .  ＋ +"""),
+    **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2212\ufe63\uff0d", "-"),
+    **dict.fromkeys("\u00b7\u00d7\u2217\u2219\u22c5", "*"),
+    **dict.fromkeys("\u2044\u2215\uff0f", "/"),
+    **dict.fromkeys("\u00a0\u2002\u2003\u2004\u2005\u2006\u2007\u2008", " "),
+    **dict.fromkeys("\u2009\u200a\u202f\u3000", " "),
+    **dict.fromkeys("\u00ad\u200b\u200c\u200d\u2060\u2061\u2062\ufeff€£¥₹", ""),
+    **{0xFF10 + digit: str(digit) for digit in range(10)},                # full-width
+    **{0x1D7CE + digit: str(digit % 10) for digit in range(50)},          # bold, double-struck, ...
+})
+RENAME = parse_pairs(r"""dfrac \frac  tfrac \frac  cfrac \frac  dbinom \binom  tbinom \binom
+leq \le  leqslant \le  geq \ge  geqslant \ge  neq \ne  lt <  gt >  cdot *  times *  ast *  div /
+lvert |  rvert |  vert |  mid |  lbrace \{  rbrace \}  lbrack [  rbrack ]  lparen (  rparen )
+colon :  varnothing \emptyset  implies \Rightarrow  sim \approx  simeq \approx
+ldots ...  dots ...  cdots ...  degree °  bmod \mod  pmod \mod
+varphi \phi  vartheta \theta  varepsilon \epsilon""")
+
+TRIG = frozenset("sin cos tan cot sec csc".split())
+FUNCTIONS = TRIG | frozenset("""arcsin arccos arctan arccot sinh cosh tanh arcsinh arccosh arctanh
+ln log lg exp sqrt max min gcd lcm floor ceil abs""".split())
+INVERSE = {}                                                              # asin, arsinh -> arcsin
+for name in "sin cos tan sinh cosh tanh".split():
+    INVERSE["a" + name] = INVERSE["ar" + name] = "arc" + name
+
+
+def unwrap_text(match: re.Match) -> str:
+    r"""\text{ and } becomes a comma; other words become «words».
+
+    One letter or the name of a function is mathematics.
+    """
+    word = match[1].strip(" .")
+    if word.strip(" ,;").lower() in ("and", "or", ""):
+        return " , " if word else " "
+    if INVERSE.get(word, word) in (*FUNCTIONS, "mod") and word != "min":  # minutes
+        return f"\\{word} "
+    if len(word) == 1 or "\\" in word or word[0].isdigit() or not re.search("[A-Za-z]", word):
+        return f" {word} "
+    return f" «{word}» "
+
+
+def expand_overline(match: re.Match) -> str:
+    r"""0.1\overline{6} = (16 - 1) / 90."""
+    whole, fixed, cycle = match.groups()
+    top = int(whole + fixed + cycle) - int((whole + fixed) or "0")
+    bottom = (10 ** len(cycle) - 1) * 10 ** len(fixed)
+    return f"\\frac{{{top}}}{{{bottom}}} "
+
+
+TEXT = (r"\\(?:text(?:bf|rm|it|tt|normal)?|math(?:rm|bf|it|sf|cal)|[mh]box|emph|operatorname|bm)\*?"
+        r"\s*\{([^{}]*)\}")
+NO_LETTER = "(?![A-Za-z])"
+LATEX_REWRITES = [                                                        # in this order
+    (r"(?<!\\)\\\\(?=[A-Za-z]{2})(?!.*\\end\b)", r"\\"),                  # a doubly escaped \\frac
+    (r"\\[()$]|(?<!\\)\\[\[\]]", ""),
+    (r"\\m?(?:left|right)" + NO_LETTER + r"\.?", ""),
+    (r"\\(?:[bB]igg?[lrm]?|(?:display|text)style|boxed|fbox|(?:no)?limits|bf|rm|it|boldsymbol"
+     r"|(?:measured)?angle)" + NO_LETTER, ""),
+    (r"\\%", "%"),
+    (r",\s*\\!\s*(?=[0-9]{3})", ","),                                     # 32,\!348
+    (r"\{([^{}\\]{1,40})\\choose" + NO_LETTER + r"([^{}\\]{1,40})\}", r"\\binom{\1}{\2}"),
+    (r"(?<!\\)\\[,!]", ""),
+    (r"(?<!\\)\\[;: ]|\\q?quad|\\(?:thin|med|en)space" + NO_LETTER, " "),
+    (r"\\(?:hspace|phantom)\{[^{}]*\}", " "),
+    (r"\\([A-Za-z]+)", lambda match: RENAME.get(match[1]) or match[0]),
+    (r"\\mathbb\s*\{?\s*R\b\s*\}?", r"(-\\infty,\\infty)"),
+    (TEXT, unwrap_text),
+    (TEXT, unwrap_text),                                                  # \text{\textbf{...}}
+    (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|\\circ" + NO_LETTER, "°"),
+    (r"([0-9]{0,20})\.([0-9]{0,20})\\(?:overline|bar|dot)\s*\{([0-9]{1,20})\}", expand_overline),
+]
+REWRITES = [
+    (r"[$~]", ""),
+    (r"(?<=[0-9])\s*\{\s*,\s*\}\s*(?=[0-9]{3})|\{,\}", ","),              # 1{,}234
+    (r"^\s*\\\{\s*([a-z])\s*(?:\\in\s*\(-\\infty,\\infty\)\s*)?[|:](.*)\\\}[\s.]*$", r"\2"),
+                                                                          # {x | x > 3}
+    (r"\(\s*\\?mod" + NO_LETTER + r"\s*([^()]{1,20})\)", r"\\mod{\1}"),   # (mod 7)
+    (r"(\^(?:\{[^{}]{1,20}\}|[0-9a-z]))(_(?:\{[^{}]{1,20}\}|[0-9a-z]))", r"\2\1"),        # x^2_1
+    (r"(?<=[0-9])\s*\^\s*\{?\s*«(?:st|nd|rd|th)»\s*\}?", ""),
+    (r"(?<=1)st$|(?<=2)nd$|(?<=3)rd$|(?<=[0-9])th$", ""),
+    (r"^\s*«?(?:option|choice|answer)[\s:»]*(?=[«(]*[a-z][)»]*\s*$)", ""),
+    (r"(?<=[)\]])\s*U\s*(?=[(\[])", r" \\cup "),
+    (r"(?<![a-z])([ap])\.\s?m\.?(?![a-z])", r"\1m"),
+    (r"(?<![0-9.,/^_}])(?<![/^] )([0-9]{1,9})\s+([0-9]{1,9})\s*/\s*([0-9]{1,9})(?![0-9.])",
+     r"(\1+\2/\3)"),                                                      # 1 1/2
+    (r"^\s*(?:(?:USD|US|EUR|GBP|INR|CNY|Rs)\.?"
+     r"|«(?:the |final |answer |is |are |about |:)*(?:is|are|about|:)»)\s*(?=[-+0-9.\\(])", ""),
+    (r"(?<![0-9.,] )(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3})+(?! ?[0-9]|/)",
+     lambda match: match[0].replace(" ", "")),                            # 1 000
+    (r"(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])", " , "),
+]
+LATEX_REWRITES = [(re.compile(pattern), to) for pattern, to in LATEX_REWRITES]
+REWRITES = [(re.compile(pattern, re.IGNORECASE), to) for pattern, to in REWRITES]
+SPELLED = {
+    "all real numbers": r"(-\infty,\infty)",
+    "no solution": r"\emptyset",
+    "no solutions": r"\emptyset",
+}
+for number, word in enumerate("""zero one two three four five six seven eight nine ten eleven
+twelve""".split()):
+    SPELLED[word] = str(number)
+
+
+def clean(s: str) -> str:
+    """Spelling variants out, meaning kept: unicode, styling, spacing, text wrappers, "and"."""
+    s = s.replace("\f", "\\f").replace("\b", "\\b").strip()               # "\frac", unescaped once
+    s = strip_pairs(s)
+    if len(s) > 2 * MAX_ANSWER:
+        return s
+    s = END_OF_TURN.sub("", s).strip()
+    if not s.isascii():
+        s = SCRIPTS.sub(to_script, s).translate(UNICODE)
+    if len(s) > 2 and s[0] in "*`_" and s[-1] in "*`_":                   # Markdown
+        s = s.strip("*`_")
+    if "\\" in s:
+        for pattern, to in LATEX_REWRITES:
+            s = pattern.sub(to, s)
+    for pattern, to in REWRITES:
+        s = pattern.sub(to, s)
+    s = s.strip(" \t\r\n,;")
+    if not s.endswith(".."):
+        s = s.rstrip(".:\\ \n").strip()
+    return SPELLED.get(s.strip("« »").lower(), s)
+
+
+def to_script(match: re.Match) -> str:
+    """x⁻² -> x^{-2}, a₁ -> a_{1}."""
+    mark = "^" if match[1] else "_"
+    return f"{mark}{{{match[0].translate(SCRIPT_TO_ASCII)}}}"
+
+
+def strip_pairs(s: str) -> str:
+    """Drop a deep run of braces or parentheses around one value: a known attack on parsers."""
+    depth = len(s) - len(s.lstrip(s[:1]))
+    if depth <= 5 or s[0] not in "{(":
+        return s
+    closer = "}" if s[0] == "{" else ")"
+    if not s.endswith(closer * depth) or re.search(r"[{}()]", s[depth:-depth]):
+        return s
+    return s[depth:-depth].strip()
+
+
+# Synonyms are joined by "=". Two different units of one family, the last one apart, make two
+# different answers.
+FAMILIES = (
+    "mm=millimeter cm=centimeter=centimetre dm m=meter=metre km=kilometer=kilometre inch=in=inches "
+    "foot=feet=ft yard=yd mile=mi",
+    "second=sec=s minute=min hour=hr=h day week month year",
+    "dollar=usd cent euro pound rupee yuan yen",
+    "am pm",
+    "degree deg radian rad unit mph kmh m/s kg g mg gram kilogram lb ounce oz ton liter litre ml "
+    "gallon quart square cubic sq cu per people student way point time",
+)
+UNIT = {}
+for family, units in enumerate(FAMILIES):
+    for synonyms in units.split():
+        for word in synonyms.split("="):
+            UNIT[word] = (family, synonyms.split("=")[0])
+NOT_UNITS = frozenset("""and or is not but if no to than more less none either neither nor where for
+with mod thousand million hundred billion dozen half squared cubed over pi sqrt sin cos tan log ln
+exp most least plus minus negative factorial""".split())
+MULTIPLIER = {
+    "thousand": "*10^3", "million": "*10^6", "billion": "*10^9", "trillion": "*10^12",
+    "percent": "%", "pct": "%", "percentage": "%",
+}
+WORDS = r"(?:[A-Za-z]{2,}\.?(?:/[A-Za-z]+)?\s+){0,3}(?:[A-Za-z]{2,}(?:/[A-Za-z]+)?\.?|m/s)"
+UNIT_END = re.compile(
+    rf"(?:«([^«»]*)»|(?:(?<=[0-9)}}%])\s*|\s)({WORDS}))(?:\s*\^\s*\{{?\s*([23])\s*\}}?)?\s*\.?$")
+BARE_NUMBER = re.compile(r"[-+]?[0-9.,/\s]*(\\frac\s*\{[0-9]+\}\s*\{[0-9]+\})?[%°]?")
+
+
+def unit_of(word: str) -> tuple[int, str] | None:
+    """(family, name) of a unit in singular or plural."""
+    if word not in UNIT and len(word) > 2 and word.endswith("s"):
+        word = word[:-1]
+    return UNIT.get(word)
+
+
+def split_unit(s: str) -> tuple[str, str]:
+    """"12 cm^2" -> ("12", "cm 2"): «text», a known unit, or any few words after a number.
+
+    Words that change the value stay ("not", "half") or are applied: "5 million" -> 5*10^6.
+    """
+    if not (s[-1:].isalpha() or s[-1:] in ("2", "3", "}", ".", "»")):
+        return s, ""
+    end = UNIT_END.search(s)
+    if end is None:
+        return s, ""
+    wrapped, plain, power = end.groups()
+    value = s[:end.start()].strip()
+    words = (wrapped or plain or "").lower().strip(" .").split()
+    if plain:
+        before = s[end.start(2) - 1]
+        if before == "\\" or not all(unit_of(word) for word in words):
+            shortest = 3 if before.isspace() else 4                       # not 6xy; 5 men
+            if not BARE_NUMBER.fullmatch(value) or max(map(len, words)) < shortest:
+                return s, ""
+    if words and words[0] in MULTIPLIER:
+        value += MULTIPLIER[words[0]]
+        words = words[1:]
+    if NOT_UNITS.intersection(words) or not re.search(r"[0-9A-Za-z})°%]$", value):
+        return s, ""
+    if power:
+        words.append(power)
+    return value, " ".join(words)
+
+
+def units_clash(a: str, b: str) -> bool:
+    """Two units of one family (both lengths, both times, both money) that differ: 5 cm, 5 m."""
+    unit = unit_of(a)
+    other = unit_of(b)
+    return bool(unit and other) and unit[0] == other[0] < len(FAMILIES) - 1 and unit[1] != other[1]
+
+
+# --------------------------------------------------------------------------------------------------
+# 2. Numbers: exact as long as possible, then floats
+
+EXACT = (int, Fraction)
+TOLERANCE = 1e-11      # between floats, relative
+LOST = 1e-7            # a smaller term would hide in the tolerance
+CANCELLED = 3e-5       # a smaller sum has only eleven digits left
+
+
+class Written(Fraction):
+    """A decimal as it was written: 0.50 has 2 decimals."""
+    decimals = 0
+
+    def __neg__(self):
+        negated = Written(-Fraction(self))
+        negated.decimals = self.decimals
+        return negated
+
+    def digits(self) -> int:
+        return len(str(abs(int(self * 10 ** self.decimals))))
+
+
+class Group(NamedTuple):
+    kind: str              # brackets such as "()" or "(]", "list", "set", "union", "%" or "mod"
+    items: list            # a matrix is a tuple of its rows, a column the tuple of its cells
+
+
+class Side(NamedTuple):
+    value: object          # a reading
+    tokens: list
+
+
+class Relation(NamedTuple):
+    ops: list              # "=", "<", "<=", "!=", "in", "~"; chains of > are turned round
+    sides: list            # of Side, one more than ops
+
+
+SMOOTH = {name: getattr(cmath, name) for name in "sin cos tan sinh cosh tanh exp".split()}
+for name in "sin cos tan sinh cosh tanh".split():
+    SMOOTH["arc" + name] = getattr(cmath, "a" + name)
+SMOOTH["ln"] = cmath.log
+SMOOTH["sec"] = lambda z: 1 / cmath.cos(z)
+SMOOTH["csc"] = lambda z: 1 / cmath.sin(z)
+SMOOTH["cot"] = lambda z: 1 / cmath.tan(z)
+SMOOTH["arccot"] = lambda z: cmath.pi / 2 - cmath.atan(z)
+ORDERED = frozenset("max min floor ceil".split())
+WHOLE = {"factorial": math.factorial, "binom": math.comb, "gcd": math.gcd, "lcm": math.lcm}
+
+
+def is_whole(x) -> bool:
+    return isinstance(x, EXACT) and x.denominator == 1
+
+
+def bits(x) -> int:
+    return max(x.numerator.bit_length(), x.denominator.bit_length())
+
+
+class Point:
+    """Arithmetic at one sample point; its budget of work is that of the whole comparison.
+
+    To a float e^{-1000} may be 0, and 10^20 + sqrt(2) is 10^20. So a float here is never 0 (an
+    exact zero is an int), and a sum that loses a term, or nearly all of both, has no value.
+    ArithmeticError means "no verdict at this point".
+    """
+
+    def __init__(self, names=()):
+        # In which of the points 1, 3, 5 a name is negative, as bits; two names differ somewhere.
+        self.signs = dict(zip(sorted(names), cycle((5, 6, 7, 3, 1, 2, 4))))
+        self.work = MAX_WORK
+        self.factors = {}              # between equations, see proportional()
+        self.move_to(0)
+
+    def move_to(self, index: int):
+        self.index = index
+        self.met_complex = False       # were complex numbers compared?
+
+    def spend(self, amount: int):
+        self.work -= amount
+        if self.work < 0:
+            raise Refuse("work")
+
+    def variable(self, name: str) -> Fraction:
+        """+- a number between 0.4 and 33, of small terms so that high powers stay cheap."""
+        seed = crc32(f"{self.index}:{name}".encode("utf-8", "replace"))
+        value = Fraction(67 + seed % 101, (169, 67, 5)[self.index // 2])
+        negative = self.index % 2 and self.signs[name] >> self.index // 2 & 1
+        return -value if negative else value
+
+    def unknown(self, *key) -> Fraction:
+        """Some number in place of one that is beyond us, such as 2^{10^{10}}.
+
+        So it equals itself, also inside an expression, and hardly anything else.
+        """
+        seed = crc32(repr(key).encode("utf-8", "replace"))
+        return Fraction(2 ** 32 + seed, 2 ** 20)       # 4096 to 8192
+
+    def number(self, x):
+        """50% is 1/2 and 10 mod 7 is 3 once something is computed with them."""
+        if isinstance(x, Relation):
+            raise Refuse("no number")
+        if isinstance(x, Group):
+            if x.kind == "%":
+                return self.multiply(Fraction(1, 100), x.items[0])
+            return x.items[0] if x.kind == "mod" else self.unknown(x)
+        if x in (math.inf, -math.inf):
+            return self.unknown(x)
+        return x
+
+    def exact(self, x):
+        self.spend(1 + x.denominator.bit_length() // 256)
+        if bits(x) > MAX_BITS:
+            raise ArithmeticError("too many digits")
+        return x
+
+    def inexact(self, x):
+        """x as a float. A long number is moved by some 1e-5, at random: so neighbours differ.
+
+        Those of 26 bits do without, even after a logarithm. At sample points it takes far larger
+        ones to hide a difference.
+        """
+        if not isinstance(x, EXACT):
+            return x
+        long = abs(x) > 10 ** 15 if self.signs else bits(x) > 26
+        return float(x) * (1 + 1e-9 * self.unknown(x)) if long else float(x)
+
+    def settle(self, z):
+        """A float as a result: without the real or imaginary part that rounding left."""
+        if isinstance(z, complex):
+            if abs(z.imag) <= 1e-14 * abs(z):
+                z = z.real
+            elif abs(z.real) <= 1e-14 * abs(z):
+                z = complex(0, z.imag)
+        if not 1e-300 < abs(z) < 1e300:
+            raise ArithmeticError("beyond floats")
+        return z
+
+    def add(self, x, y):
+        if isinstance(x, Group) and isinstance(y, Group) and x.kind == y.kind == "()":
+            if len(x.items) == len(y.items):
+                return Group("()", [self.add(a, b) for a, b in zip(x.items, y.items)])
+        x = self.number(x)
+        y = self.number(y)
+        if isinstance(x, EXACT) and isinstance(y, EXACT):
+            return self.exact(x + y)
+        if x == 0 or y == 0:
+            return x + y
+        x = self.inexact(x)
+        y = self.inexact(y)
+        total = x + y
+        large = max(abs(x), abs(y))
+        if abs(total) <= 1e-14 * large:
+            return 0
+        if min(abs(x), abs(y)) < LOST * large or abs(total) < CANCELLED * large:
+            raise ArithmeticError("digits are lost")
+        return self.settle(total)
+
+    def multiply(self, x, y):
+        """Numbers, or a tuple by a number."""
+        if isinstance(x, Group) and x.kind == "()":
+            x, y = y, x
+        x = self.number(x)
+        if isinstance(y, Group) and y.kind == "()":
+            return Group("()", [self.multiply(x, item) for item in y.items])
+        y = self.number(y)
+        if isinstance(x, EXACT) and isinstance(y, EXACT):
+            return self.exact(x * y)
+        if x == 0 or y == 0:
+            return 0
+        return self.settle(self.inexact(x) * self.inexact(y))
+
+    def negative(self, x):
+        return self.multiply(-1, x) if isinstance(x, (Group, Relation)) else -x
+
+    def divide(self, x, y):
+        y = self.number(y)
+        return self.multiply(x, Fraction(1) / y if isinstance(y, EXACT) else self.settle(1 / y))
+
+    def power(self, x, n):
+        """Roots are powers too: real ones for negative x and odd roots, as in school."""
+        x = self.number(x)
+        n = self.number(n)
+        self.spend(2)
+        if is_whole(n):
+            n = int(n)
+            if not isinstance(x, EXACT):
+                return self.settle(x ** n)
+            if abs(n) * (bits(x) - 1) > MAX_BITS:
+                return self.unknown(x, n)
+            return self.exact(x ** n if n >= 0 else Fraction(x) ** n)
+        if isinstance(n, EXACT) and not isinstance(x, complex):
+            if x < 0 and n.denominator % 2:
+                root = self.power(-x, n)
+                return -root if n.numerator % 2 else root
+            if x < 0 and n.denominator == 2:
+                return self.multiply(self.power(-x, n), 1j ** (n.numerator % 4))
+            if isinstance(x, EXACT) and n.denominator == 2:
+                root = Fraction(math.isqrt(x.numerator), math.isqrt(x.denominator))
+                if root * root == x:
+                    return self.power(root, n.numerator)
+        if x == 0 or abs(n) < 1e-6:    # 2^{10^{-20}} is not 1
+            return 0 if x == 0 else self.unknown(x, n)
+        return self.settle(self.inexact(x) ** self.inexact(n))
+
+    def function(self, name: str, *args):
+        self.spend(5)
+        args = [self.number(x) for x in args]
+        x = args[0]
+        if name in WHOLE:
+            if all(map(is_whole, args)) and (x <= 500 or name in ("gcd", "lcm")):
+                return WHOLE[name](*map(int, args))
+            if self.signs and name in ("factorial", "binom") and not all(map(is_whole, args)):
+                return self.settle(gamma(*map(self.inexact, args)))
+            return self.unknown(name, args)
+        if name in ORDERED and any(isinstance(x, complex) for x in args):
+            raise ArithmeticError("complex numbers have no order")
+        if name in ("max", "min"):
+            return max(args) if name == "max" else min(args)
+        if name in ("log", "lg"):
+            return self.logarithm(x, *args[1:] or ([10] if name == "lg" else []))
+        if len(args) > 1:
+            raise Refuse(f"{name} of {len(args)} arguments")
+        if name == "abs":
+            return abs(x)
+        if name in ("floor", "ceil"):
+            return self.floor(x) if name == "floor" else -self.floor(-x)
+        return self.smooth(name, x)
+
+    def smooth(self, name: str, x):
+        """sin, ln, arctan, ...: no value where they are too flat, as tanh(20), or too steep."""
+        function = SMOOTH[name]
+        if name in TRIG:
+            z = float(x) if isinstance(x, EXACT) else x
+            if abs(z) > 10 ** 4 and x != int(z):               # but even 10^20 is exact
+                raise ArithmeticError("no angle")
+        else:
+            z = self.inexact(x)
+        result = function(z)
+        if z == 0:
+            return self.settle(result) if result else 0
+        change = abs(function(1.001 * z) - result)
+        if abs(result) < 1e-11 * change:                       # rounding of z explains it: sin(pi)
+            return 0
+        if not 1e-8 < change / abs(result) < 1e-3 / CANCELLED:
+            raise ArithmeticError("too flat or too steep")
+        return self.settle(result)
+
+    def logarithm(self, x, base=math.e):
+        """Exact if it is whole: floor(log_2 8) is 3."""
+        if isinstance(x, EXACT) and isinstance(base, EXACT) and x > 0 and base > 1:
+            n = round(math.log(x.numerator, base) - math.log(x.denominator, base))
+            if self.power(base, n) == x:
+                return n
+        return self.divide(self.smooth("ln", x), self.smooth("ln", base))
+
+    def floor(self, x):
+        """No value if x is an inexact integer: rounding would decide."""
+        if not isinstance(x, EXACT) and abs(x - round(x)) <= 1e-9 * max(1, abs(x)):
+            raise ArithmeticError("floor")
+        return math.floor(x)
+
+    def step(self, name: str, x):
+        """floor or ceil of what varies: x less some function of x mod 1.
+
+        The true one has too few values at sample points to tell answers apart.
+        """
+        x = self.number(x)
+        if isinstance(x, complex):
+            raise ArithmeticError("complex numbers have no order")
+        part = f"{float(x % 1):.6f}"
+        return x if is_whole(x) else x - self.unknown(name, part) / 2 ** 14
+
+    def modulo(self, x, n):
+        quotient = self.floor(self.divide(x, n))
+        return self.add(x, self.negative(self.multiply(n, quotient)))
+
+    def close(self, x, y) -> bool:
+        """Equal but for rounding. A rational number equals a float only if it is a simple one.
+
+        The first 30 digits of e^{pi sqrt(163)} are those of an integer.
+        """
+        if isinstance(x, EXACT) and isinstance(y, EXACT):
+            return x == y
+        if x == 0 or y == 0:
+            return False
+        if cmath.isinf(x) or cmath.isinf(y):
+            return x == y
+        for z in (x, y):
+            self.met_complex |= isinstance(z, complex)
+            if isinstance(z, EXACT) and not self.signs and bits(z) > 26:
+                return False
+        return abs(x - y) <= TOLERANCE * max(abs(x), abs(y))
+
+
+def gamma(n, k=None):
+    """n! or n over k at sample points, which are no integers."""
+    value = math.gamma(n + 1)
+    return value if k is None else value / math.gamma(k + 1) / math.gamma(n - k + 1)
+
+
+# --------------------------------------------------------------------------------------------------
+# 3. Reader: plain text -> tokens -> reading
+
+RELATIONS = {
+    "=": "=", "<": "<", ">": ">", "<=": "<=", ">=": ">=", "!=": "!=", r"\le": "<=", r"\ge": ">=",
+    r"\ne": "!=", r"\in": "in", r"\approx": "~", r"\equiv": "=",
+}
+FLIP = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
+RELATION, RATIO, UNION, MOD, SUM, PRODUCT, MIXED, POWER, POSTFIX = range(1, 10)
+BINDING = {
+    **dict.fromkeys(RELATIONS, RELATION), ":": RATIO, r"\cup": UNION, r"\mod": MOD,
+    "+": SUM, "-": SUM, "*": PRODUCT, "/": PRODUCT, "%": PRODUCT, "beside": PRODUCT,
+    "mixed": MIXED, "^": POWER, "**": POWER, "!": POSTFIX, "°": POSTFIX,
+}
+MATRICES = frozenset("pmatrix bmatrix matrix array Bmatrix smallmatrix cases".split())
+CLOSERS = {
+    "(": (")", "]"), "[": (")", "]"), "{": ("}",), r"\{": (r"\}",), r"\langle": (r"\rangle",),
+}
+ENCLOSING = {
+    "|": ("abs", "|"), r"\|": ("abs", r"\|"),
+    r"\lfloor": ("floor", r"\rfloor"), r"\lceil": ("ceil", r"\rceil"),
+}
+STARTS = {*CLOSERS, *ENCLOSING, r"\frac", r"\binom", r"\emptyset"} - {r"\|"}
+STARTS.update("\\" + name for name in FUNCTIONS)
+BARE_STOPS = frozenset(["*", "/", "(", *("\\" + name for name in FUNCTIONS)])  # \sin 2x \cos y
+CONSTANTS = {"«e": math.e, "«i": 1j, r"«\pi": math.pi, r"«\infty": math.inf}
+
+FRAMES = "overline|overrightarrow|vec|hat|bar|widehat|tilde|underline|mathbb|mathcal|mathfrak"
+GREEK = ("alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau"
+         "|phi|chi|psi|omega|Gamma|Delta|Theta|Lambda|Xi|Sigma|Phi|Psi|Omega|ell|hbar|pi|infty")
+SUBSCRIPT = r"\s*_\s*(?:\{(?:[^{}]|\{[^{}]*\})*\}|\\[A-Za-z]+|[0-9]+|[A-Za-z])"
+MARKS = rf"(?:{SUBSCRIPT})?(?:\s*')*"
+TOKEN = re.compile(rf"""\s*(?:
+      (?P<name> «[^«»]*»{MARKS}
+        | [0-9]{{1,50}}(?:\.[0-9]{{1,50}})?{SUBSCRIPT}
+        | (?<![A-Za-z])[fghFG](?:\s*')*\s*\([^()]*\)
+        | \\(?:{FRAMES}){NO_LETTER}\s*(?:\{{[^{{}}]*\}}|[A-Za-z0-9]){MARKS}
+        | \\(?:{GREEK}){NO_LETTER}{MARKS} )
+    | (?P<letters>[A-Za-z]+){MARKS}
+    | [0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{{1,3}}(?![0-9A-Za-z]))? | \.[0-9]+
+    | \\(?:begin|end)\s*\{{[A-Za-z]*\}} | \\[A-Za-z]+ | \\\\ | \\[{{}}|]
+    | <= | >= | != | \*\* | \S )""", re.VERBOSE)
+PLAIN_NAMES = sorted([*FUNCTIONS, *INVERSE, "pi", "mod"], key=len, reverse=True)
+PLAIN_FUNCTION = re.compile(
+    rf"\\?(?<![A-Za-z])({'|'.join(PLAIN_NAMES)})(?=[A-Za-z]?{NO_LETTER})"
+    rf"|(?<![A-Za-z\\])(?:inf|oo|infinity|Infinity){NO_LETTER}")
+
+
+def command(match: re.Match) -> str:
+    name = match[1] or "infty"
+    return f"\\{INVERSE.get(name, name)} "
+
+
+def tokenize(s: str) -> list[str]:
+    """Numbers, operators, commands, and names, which begin with "«": «x, «x_10, «f(2), «blue.
+
+    In plain letters pi, inf, sinx and pix are read as in LaTeX, other words of up to three letters
+    are a product, longer ones a name.
+    """
+    tokens = []
+    for match in TOKEN.finditer(PLAIN_FUNCTION.sub(command, s)):
+        token = match[0].strip()
+        if match["name"] or match["letters"]:
+            letters = match["letters"] or ""
+            if 1 < len(letters) <= 3:
+                tokens += ["«" + letter for letter in letters[:-1]]
+                token = token[len(letters) - 1:]
+            token = "«" + re.sub(r"[\s{}«»]", "", token)
+        tokens.append(token)
+    if len(tokens) > MAX_TOKENS:
+        raise Refuse("too many tokens")
+    return tokens
+
+
+def is_number(token: str) -> bool:
+    return token[:1] in tuple("0123456789.")
+
+
+class Reader:
+    """Precedence climbing over the tokens of one answer, which computes as it goes."""
+
+    def __init__(self, tokens: list[str], point: Point):
+        self.tokens = [*tokens, ""]    # "" marks the end
+        self.point = point
+        self.at = 0
+        self.depth = 0
+        self.trig = 0                  # inside so many arguments of sin, cos, ...
+        self.stops = frozenset()       # tokens that end the operand at hand: the second | of |x|
+
+    def peek(self) -> str:
+        return self.tokens[self.at]
+
+    def take(self, *allowed) -> str:
+        token = self.tokens[self.at]
+        if token == "" or allowed and token not in allowed:
+            raise Refuse(f"unexpected {token}")
+        self.at += 1
+        return token
+
+    def accept(self, *tokens) -> str:
+        return self.take() if self.tokens[self.at] in tokens else ""
+
+    def scoped(self, floor: int, stops=frozenset()):
+        """expression(floor) with its own stops, as inside brackets."""
+        outer = self.stops
+        self.stops = stops
+        value = self.expression(floor)
+        self.stops = outer
+        return value
+
+    def listing(self, *closers) -> list:
+        """Items up to a closer, separated by commas; semicolons separate lists: "a,b;c,d"."""
+        rows = [[]]
+        while True:
+            self.accept("=", r"\approx")                       # "= 5" is 5
+            rows[-1].append(self.scoped(0))
+            separator = self.accept(",", ";")
+            while self.accept(",", ";"):                       # "(1,2), and (3,4)" after clean-up
+                pass
+            if not separator or self.peek() in ("", *closers):
+                break
+            if separator == ";":
+                rows.append([])
+        if len(rows) > 1 and max(map(len, rows)) > 1:
+            return [one_or_list(row) for row in rows]
+        return [item for row in rows for item in row]
+
+    def expression(self, floor: int = 0):
+        """One operand and every operator after it that binds tighter than `floor`."""
+        self.depth += 1
+        self.point.spend(1)
+        if self.depth > MAX_DEPTH:
+            raise Refuse("too deep")
+        start = self.at
+        while self.peek() in ("+", "-"):
+            self.at += 1
+        signs = self.tokens[start:self.at]
+        value = self.expression(max(floor, SUM)) if signs else self.primary()
+        if signs.count("-") % 2:
+            value = self.point.negative(value)
+        op = self.operator()
+        while op and BINDING[op] > floor:
+            value = self.infix(value, op, start)
+            op = self.operator()
+        self.depth -= 1
+        return value
+
+    def operator(self) -> str:
+        r"""The operator at hand, "" for none; those of 2x and 1\frac12 are "beside" and "mixed"."""
+        token = self.peek()
+        before = self.tokens[self.at - 1]
+        if token in self.stops:
+            return ""
+        if token in BINDING:
+            return token
+        if token == r"\frac" and is_number(before):
+            return "mixed"
+        if is_number(token) and (is_number(before) or before[1:].isalpha()):
+            return ""                                          # neither "5 6" nor "x2"
+        starts = token in STARTS or is_number(token) or token.startswith(("«", r"\begin"))
+        return "beside" if starts else ""
+
+    def infix(self, left, op: str, start: int):
+        """`left op right`; `start` is the token that `left` begins with."""
+        point = self.point
+        before = self.tokens[self.at - 1]
+        if op in RELATIONS:
+            return self.relation(left, start)
+        if op in ("beside", "mixed"):
+            right = self.expression(BINDING[op])
+            if op == "mixed" and before == str(left) and 0 < right < 1:
+                return point.add(left, right)
+            return point.multiply(left, right)
+        self.take()
+        if op in ("^", "**"):
+            right = self.primary() if self.peek() == "{" else self.expression(POWER - 1)
+            return point.power(left, right)
+        if op == "!":
+            if self.peek() == "!":
+                raise Refuse("!!")
+            return point.function("factorial", left)
+        if op == "%":                                          # of all so far: 3\frac14%
+            return Group("%", [point.number(left)])
+        if op == "°":
+            self.accept("«C", "«F")
+            return point.multiply(left, math.pi / 180) if self.trig else left
+        right = self.expression(BINDING[op])
+        if op == r"\cup":
+            parts = [x.items if kind_of(x) == "union" else [x] for x in (left, right)]
+            return Group("union", parts[0] + parts[1])
+        if op == ":" and (self.peek() == ":" or right == 0):   # 1:2:3 and 5:00, while 2:3 is 2/3
+            items = [left, right]
+            while self.accept(":"):
+                items.append(self.expression(RATIO))
+            return Group("()", items)
+        if op == r"\mod":
+            return Group("mod", [point.modulo(left, right), right])
+        if op in "+-":
+            return point.add(left, right if op == "+" else point.negative(right))
+        return point.multiply(left, right) if op == "*" else point.divide(left, right)
+
+    def relation(self, left, start: int) -> Relation:
+        ops = []
+        sides = [Side(left, self.tokens[start:self.at])]
+        while self.peek() in RELATIONS:
+            ops.append(RELATIONS[self.take()])
+            start = self.at
+            value = self.expression(RELATION)
+            sides.append(Side(value, self.tokens[start:self.at]))
+        if ">" in ops[0]:
+            ops = [FLIP.get(op, op) for op in reversed(ops)]
+            sides.reverse()
+        return Relation(ops, sides)
+
+    def primary(self):
+        token = self.take()
+        if is_number(token):
+            return self.literal(token)
+        if token[0] == "«":
+            return CONSTANTS[token] if token in CONSTANTS else self.point.variable(token)
+        if token in CLOSERS:
+            return self.group(token)
+        if token in ENCLOSING:
+            name, closer = ENCLOSING[token]
+            start = self.at
+            value = self.scoped(SUM - 1, frozenset([closer]))
+            self.take(closer)
+            if name != "abs" and names_in(self.tokens[start:self.at]):
+                return self.point.step(name, value)
+            return self.point.function(name, value)
+        if token in (r"\frac", r"\binom"):
+            top = self.argument()
+            bottom = self.argument()
+            if token == r"\frac":
+                return self.point.divide(top, bottom)
+            return self.point.function("binom", top, bottom)
+        if token.startswith(r"\begin"):
+            return self.matrix(token[6:].strip(" {}"))
+        if token == r"\emptyset":
+            return Group("set", [])
+        if token[1:] in FUNCTIONS:
+            return self.function(token[1:])
+        raise Refuse(f"unexpected {token}")
+
+    def literal(self, token: str):
+        if len(token) > 1_000:
+            raise Refuse("too many digits")
+        if token.isdigit():
+            return int(token)
+        decimals = token.partition(".")[2]
+        if not decimals.isdigit():                             # 1e9
+            return Fraction(token)
+        value = Written(token)
+        value.decimals = len(decimals)
+        return value
+
+    def group(self, opener: str):
+        empty = opener == r"\{" and self.peek() == r"\}"
+        items = [] if empty else self.listing(*CLOSERS[opener])
+        closer = self.take(*CLOSERS[opener])
+        kind = {"{": "list", r"\{": "set", r"\langle": "()"}.get(opener, opener + closer)
+        if kind == "[]" and all(kind_of(item) == "[]" for item in items):        # [[1, 2], [3, 4]]
+            kind = "()"
+            items = [Group("()", row.items) for row in items]
+        return items[0] if len(items) == 1 and kind in ("()", "[]", "list") else Group(kind, items)
+
+    def argument(self):
+        r"""A LaTeX argument: a group, or one digit or token (\frac12, \frac1{72})."""
+        token = self.peek()
+        if len(token) > 1 and token.isdigit():
+            self.tokens[self.at] = token[1:]
+            return int(token[0])
+        return self.expression(POSTFIX)                        # nothing binds tighter: one primary
+
+    def function(self, name: str):
+        if name == "sqrt":
+            degree = 2
+            if self.accept("["):
+                degree = self.expression()
+                self.take("]")
+            return self.point.power(self.expression(POSTFIX), self.point.divide(1, degree))
+        base = []
+        power = 1
+        while mark := self.accept("_", "^"):
+            if mark == "_":
+                base = [self.argument()]
+            else:
+                power = self.expression(POWER) if self.peek() == "-" else self.argument()
+        if power == -1 and name in TRIG:
+            name = "arc" + name
+            power = 1
+        self.trig += name in TRIG
+        if opener := self.accept("(", "{", r"\{"):
+            arguments = self.listing(*CLOSERS[opener])
+            self.take(*CLOSERS[opener])
+        else:
+            arguments = [self.scoped(SUM, self.stops | BARE_STOPS)]
+        self.trig -= name in TRIG
+        value = self.point.function(name, *arguments, *base)
+        return value if power == 1 else self.point.power(value, power)
+
+    def matrix(self, name: str):
+        if name not in MATRICES:
+            raise Refuse(name)
+        if name == "array":                                    # {cc}
+            while self.take() != "}":
+                pass
+        rows = [[]]
+        while not self.peek().startswith(r"\end"):
+            if self.accept(r"\\"):
+                rows.append([])
+            elif not self.accept("&"):
+                rows[-1].append(self.scoped(0))
+        self.take()
+        rows = [row for row in rows if row]
+        if len({len(row) for row in rows}) != 1:
+            raise Refuse("ragged matrix")
+        if name == "cases":                                    # a system, or values and conditions
+            return Group("list", [one_or_list(row) for row in rows])
+        is_column = len(rows) > 1 and len(rows[0]) == 1
+        return Group("()", [row[0] if is_column else Group("()", row) for row in rows])
+
+
+def one_or_list(items: list):
+    return items[0] if len(items) == 1 else Group("list", items)
+
+
+THOUSANDS = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
+PLUS_MINUS = re.compile(r"\\([pm])[pm](?![A-Za-z])")
+
+
+class Answer:
+    """A clean text as a function of its variables. `thousands`: 1,234 is one number, not two."""
+
+    def __init__(self, s: str, thousands: bool = True):
+        if thousands:
+            s = THOUSANDS.sub(lambda match: match[0].replace(",", ""), s)
+        texts = [s]
+        if PLUS_MINUS.search(s):       # the upper signs, then the lower ones
+            texts = [PLUS_MINUS.sub(lambda m: "+" if m[1] == upper else "-", s) for upper in "pm"]
+        self.branches = [tokenize(text) for text in texts]
+        self.names = names_in(self.branches[0])
+
+    def at(self, point: Point):
+        items = []
+        for tokens in self.branches:
+            reader = Reader(tokens, point)
+            items += reader.listing()
+            if reader.peek():
+                raise Refuse(f"unexpected {reader.peek()}")
+        if len(items) > 1 and all(kind_of(item) == "set" for item in items):
+            return Group("set", [x for item in items for x in item.items])
+        return one_or_list(items)
+
+
+# --------------------------------------------------------------------------------------------------
+# 4. Comparison
+
+BRACKETS = ("()", "[]", "(]", "[)")
+LABEL_MARKS = {*"(){},*/:|", r"\|", r"\frac", r"\langle", r"\rangle"}
+LABEL_MARKS.update("\\" + name for name in TRIG)
+
+
+def kind_of(x) -> str:
+    """The kind of a group; "eq", "rel" or "number"."""
+    if isinstance(x, Group):
+        return x.kind
+    if isinstance(x, Relation):
+        return "eq" if x.ops == ["="] else "rel"
+    return "number"
+
+
+def is_scalar(x) -> bool:
+    return kind_of(x) in ("number", "%", "mod")
+
+
+def names_in(tokens: list) -> set:
+    return {token for token in tokens if token[0] == "«" and token not in CONSTANTS}
+
+
+def label(side: Side) -> str:
+    r"""The text of a side that only names the answer: x, f(x), AB, (x, y), |AB|, \tan A; else ""."""
+    names = [token for token in side.tokens if token not in LABEL_MARKS]
+    if any(token[0] != "«" or token in (r"«\infty", r"«\pi", "«i") for token in names):
+        return ""
+    return "".join(side.tokens) if names else ""
+
+
+def may_rename(a: str, b: str) -> bool:
+    """Of two labels: x = 5 and k = 5 are one answer, f(1) = 0 and f(0) = 0 are not."""
+    places = [re.findall(r"«.\((.*?[0-9].*?)\)", x) for x in (a, b)]
+    return bool(a and b) and ([] in places or places[0] == places[1])
+
+
+def same_number(a, b, point) -> bool:
+    if not (is_scalar(a) and is_scalar(b)):
+        return False
+    x = a if kind_of(a) == "number" else point.number(a)
+    y = b if kind_of(b) == "number" else point.number(b)
+    return point.close(x, y) or rounds_to(a, y, b) or rounds_to(b, x, a)
+
+
+def rounds_to(decimal, x, other) -> bool:
+    """A written decimal of six or more digits stands for the value x that it rounds.
+
+    From ten digits on it may also truncate x, unless that was read from such a decimal, `other`.
+    """
+    if not isinstance(decimal, Written) or isinstance(x, complex) or abs(x) == math.inf:
+        return False
+    digits = decimal.digits()
+    error = abs(Fraction(x) - decimal)
+    if digits >= 10 and not (isinstance(other, Written) and other.digits() >= 10):
+        return error <= abs(decimal) / 10 ** 9
+    return digits >= 6 and error * 2 * 10 ** decimal.decimals <= 1
+
+
+def shorten(x, point):
+    """A chain of equalities -> left = value, or its value if every side is a number.
+
+    The value is the last side before an approximation. Refuse if two numbers disagree: 41 = 42.
+    """
+    if not isinstance(x, Relation) or not set(x.ops) <= {"=", "~", "in"}:
+        return x
+    sides = x.sides
+    if "~" in x.ops and not label(sides[x.ops.index("~")]):
+        sides = sides[:x.ops.index("~") + 1]
+    numbers = [side.value for side in sides if is_scalar(side.value) and not names_in(side.tokens)]
+    for one, other in zip(numbers, numbers[1:]):
+        if not same_number(one, other, point):
+            raise Refuse("false equation")
+    if len(sides) in (1, len(numbers)):
+        return sides[-1].value
+    return Relation(["="], [sides[0], sides[-1]])
+
+
+def unlabelled(x, point):
+    """x = 5 -> 5, 5 = x -> 5; other readings unchanged."""
+    x = shorten(x, point)
+    if kind_of(x) == "eq":
+        left, right = x.sides
+        if label(left):
+            return right.value
+        if label(right):
+            return left.value
+    return x
+
+
+def same(a, b, point) -> bool:
+    """Are two readings the same answer at this point? Symmetric in a and b."""
+    point.spend(1)
+    a = shorten(a, point)
+    b = shorten(b, point)
+    for kind, rule in RULES.items():
+        if kind_of(a) == kind:
+            return rule(a, b, point)
+        if kind_of(b) == kind:
+            return rule(b, a, point)
+    return same_number(a, b, point)
+
+
+def in_order(a: list, b: list, point) -> bool:
+    return len(a) == len(b) and all(same(x, y, point) for x, y in zip(a, b))
+
+
+def in_any_order(a: list, b: list, point) -> bool:
+    found = all(any(same(x, y, point) for y in b) for x in a)
+    return found and all(any(same(x, y, point) for x in a) for y in b)
+
+
+# The rules of RULES: `a` is of the rule's kind, `b` of the same or of a later one.
+
+def same_equation(a, b, point) -> bool:
+    """Up to a factor, or up to the name of what is found: x = 5, k = 5, 5 = x and 5 are one."""
+    if kind_of(b) != "eq":
+        value = unlabelled(a, point)
+        return kind_of(value) != "eq" and same(value, b, point)
+    left, right = a.sides
+    other, value = b.sides
+    renamed = may_rename(label(left), label(other)) and not (label(right) and label(value))
+    if (renamed or left.tokens == other.tokens) and same(right.value, value.value, point):
+        return True
+    return proportional(a, b, point)
+
+
+def proportional(a, b, point) -> bool:
+    """left - right of a = c (left - right of b), for one c at all points; c > 0 if it is < or <=.
+
+    c is the quotient at the first point.
+    """
+    sides = a.sides + b.sides
+    names = [names_in(side.tokens) for side in sides]
+    if not names[0] | names[1] or names[0] | names[1] != names[2] | names[3]:
+        return False
+    if not all(is_scalar(side.value) for side in sides):
+        return False
+    x = point.add(sides[0].value, point.negative(sides[1].value))
+    y = point.add(sides[2].value, point.negative(sides[3].value))
+    if x == y == 0:
+        raise ArithmeticError("both hold here")
+    if x == 0 or y == 0:
+        return False
+    quotient = point.divide(x, y)
+    if a.ops[0] in ("<", "<=") and (isinstance(quotient, complex) or quotient < 0):
+        return False
+    key = repr([side.tokens for side in sides])
+    return point.close(quotient, point.factors.setdefault(key, quotient))
+
+
+def same_inequality(a, b, point) -> bool:
+    """Up to direction, and a single one up to a positive factor; longer chains side by side."""
+    if kind_of(b) != "rel":
+        found = interval(a)
+        return found is not None and kind_of(b) in ("union", *BRACKETS) and same(found, b, point)
+    if a.ops != b.ops:
+        return False
+    if len(a.ops) == 1:
+        return proportional(a, b, point)
+    return in_order([side.value for side in a.sides], [side.value for side in b.sides], point)
+
+
+def interval(relation: Relation):
+    r"""0 < x <= 1 -> (0, 1]; x > 3 -> (3, \infty); x != 3 -> a union. None for other relations."""
+    ops = relation.ops
+    values = [side.value for side in relation.sides]
+    free = [at for at, side in enumerate(relation.sides) if len(side.tokens) == 1 and label(side)]
+    if len(free) != 1:
+        return None
+    if ops == ["!="]:
+        bound = values[1 - free[0]]
+        return Group("union", [Group("()", [-math.inf, bound]), Group("()", [bound, math.inf])])
+    if len(ops) == 1:
+        left = free == [0]
+        ops = ["<", *ops] if left else [*ops, "<"]
+        values = [-math.inf, *values] if left else [*values, math.inf]
+        free = [1]
+    if free != [1] or len(ops) != 2 or not set(ops) <= {"<", "<="}:
+        return None
+    kind = "[("[ops[0] == "<"] + "])"[ops[1] == "<"]
+    return Group(kind, [values[0], values[2]])
+
+
+def same_percent(a, b, point) -> bool:
+    """50% is 50%, 0.5, 1/2 and also 50: the sign is often in the question."""
+    return same_number(a, b, point) or kind_of(b) != "%" and same_number(a.items[0], b, point)
+
+
+def same_residue(a, b, point) -> bool:
+    """3 mod 7 is 10 mod 7 and 3, not 3 mod 8."""
+    if kind_of(b) == "mod" and not same(a.items[1], b.items[1], point):
+        return False
+    return same_number(a, b, point)
+
+
+def labels(items: list, point) -> list:
+    """The label of each item, "" for an item that has none."""
+    items = [shorten(item, point) for item in items]
+    return [label(item.sides[0]) if kind_of(item) == "eq" else "" for item in items]
+
+
+def solutions(x, point):
+    """x = 1, y = 2, x = 3, y = 4 -> a list of two lists: the first name begins the next one."""
+    names = labels(x.items, point) if kind_of(x) == "list" else []
+    if not names or "" in names or names[0] not in names[1:]:
+        return x
+    size = names.index(names[0], 1)
+    if size < 2 or names != names[:size] * (len(names) // size):
+        return x
+    starts = range(0, len(names), size)
+    return Group("list", [Group("list", x.items[i:i + size]) for i in starts])
+
+
+def same_collection(a, b, point) -> bool:
+    """Lists and sets, against each other or against one answer of several parts.
+
+    Named values (x = 1, y = 2) match by name, or in order against other names or none.
+    """
+    if kind_of(b) == "union":          # x < 1 or x > 2
+        return in_any_order(a.items, b.items, point)
+    a = solutions(a, point)
+    b = solutions(b, point)
+    values = [unlabelled(x, point) for x in a.items]
+    if kind_of(b) in BRACKETS and a.kind == "list" and len(values) == len(b.items):
+        if b.kind == "()" or len(values) > 2:                  # not [1, 2]: that is an interval
+            return in_order(values, b.items, point)
+    if kind_of(b) not in ("list", "set"):
+        return len(values) > 0 and all(same(x, b, point) for x in values)
+    others = [unlabelled(x, point) for x in b.items]
+    names = labels(a.items, point)
+    other_names = labels(b.items, point)
+    if "" not in names and "" not in other_names and len(set(names)) == len(names) == len(others):
+        if set(names) == set(other_names):
+            pairs = dict(zip(other_names, others))
+            return all(same(value, pairs[name], point) for name, value in zip(names, values))
+        if not all(may_rename(*pair) for pair in zip(names, other_names)):
+            return False
+    ordered = has_families(names) or has_families(other_names)
+    return in_order(values, others, point) if ordered else in_any_order(values, others, point)
+
+
+def has_families(names: list) -> bool:
+    """Names that are not all x_1, x_2, ... of one family: their order counts."""
+    return "" not in names and len({re.sub(r"_\w*", "", name) for name in names}) > 1
+
+
+def same_brackets(a, b, point) -> bool:
+    """Unions, intervals, tuples: brackets count, but round is square for three values or more."""
+    if a.kind == "union":
+        return kind_of(b) == "union" and in_any_order(a.items, b.items, point)
+    if kind_of(b) not in BRACKETS or a.kind != b.kind and len(a.items) <= 2:
+        return False
+    return in_order(a.items, b.items, point)
+
+
+RULES = {
+    "eq": same_equation, "list": same_collection, "set": same_collection, "rel": same_inequality,
+    "%": same_percent, "mod": same_residue, **dict.fromkeys(("union", *BRACKETS), same_brackets),
+}
+
+
+def same_function(a: Answer, b: Answer) -> bool:
+    """Equal at the points where both have a value.
+
+    log x^2 and 2 log x agree where both are real: those points decide, if there are three.
+    """
+    if a.branches == b.branches and "=" not in a.branches[0]:  # 41 = 42 is not even itself
+        return True
+    names = a.names | b.names
+    point = Point(names)
+    if not names:
+        return same(a.at(point), b.at(point), point)
+    real = 0
+    verdicts = []                      # at points with complex numbers
+    for index in range(6):
+        point.move_to(index)
+        try:
+            verdict = same(a.at(point), b.at(point), point)
+        except (ArithmeticError, ValueError):                  # a pole, an overflow
+            continue
+        if point.met_complex:
+            verdicts.append(verdict)
+        elif not verdict:
+            return False
+        else:
+            real += 1
+    if real >= 3 and "«i" not in a.branches[0] + b.branches[0]:
+        return True
+    return real + len(verdicts) >= 3 and all(verdicts)
+
+
+# "(C) 12 apples", not "(A) or (B)".
+CHOSEN = re.compile(r"[«(]*([A-H])[).:][\s»]+(?:(?!\b[A-H]\b)[^,;])+")
+GAPS = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])|[«»]")
+
+
+def word_key(s: str) -> str:
+    """Letters of an answer in words or of a choice, "(C)" -> "c"; empty for anything else."""
+    bare = re.sub(r"[«»\s(){}.\"]|'(?=[a-z])|(?<=[a-z])-", "", s)
+    return bare.casefold() if bare.isalpha() else ""
+
+
+def is_equal(pred: str, gold: str) -> bool:
+    """Is the answer `pred` the answer `gold`? Symmetric, bounded in time, never raises.
+
+    False where one cannot be read, unless both are the same text. Nothing equals an empty answer.
+    """
+    if not isinstance(pred, str) or not isinstance(gold, str):
+        return False
+    if pred == gold:
+        return pred.strip() != ""
+    try:
+        a, b = map(clean, sorted((pred, gold)))                # so that the order cannot matter
+        return compare(a, b)
+    except (Refuse, ArithmeticError, ValueError, RecursionError, TypeError):     # TypeError: 1 < i
+        return False
+
+
+def compare(a: str, b: str) -> bool:
+    """Of two clean texts: as text, as words, then as functions of their variables."""
+    if not a or not b or max(len(a), len(b)) > MAX_ANSWER:
+        return a == b != ""
+    if GAPS.sub("", a) == GAPS.sub("", b):
+        return True
+    word = word_key(a)
+    other_word = word_key(b)
+    if word and other_word and (word == other_word or min(len(word), len(other_word)) > 3):
+        return word == other_word
+    for one, other in ((a, b), (b, a)):
+        choice = CHOSEN.fullmatch(one)
+        if choice and len(word_key(other)) == 1:
+            return choice[1].lower() == word_key(other)
+        if re.fullmatch(r"[-+]?[0-9]+,[0-9]+", one) and re.fullmatch(r"[-+]?[0-9]*\.[0-9]+", other):
+            return not THOUSANDS.search(one) and Fraction(one.replace(",", ".")) == Fraction(other)
+        based = re.fullmatch(r"([0-9]+)\s*_\s*\{?\s*[0-9]+\s*\}?", one)
+        if based and other.isdigit():
+            return based[1] == other   # 52_8 = 52, the base being in the question
+    a, unit = split_unit(a)
+    b, other_unit = split_unit(b)
+    if units_clash(unit, other_unit):
+        return False
+    if same_function(Answer(a), Answer(b)):
+        return True
+    for one, other in ((a, b), (b, a)):                        # beside a tuple 1,234 is two numbers
+        if THOUSANDS.search(one) and "," in other and not THOUSANDS.search(other):
+            return same_function(Answer(one, thousands=False), Answer(other))
+    return False
+
+
+def can_read(gold: str) -> bool:
+    """False for a gold that could only be matched letter by letter (data.py drops these)."""
+    try:
+        s = clean(gold)
+        if not s or len(s) > MAX_ANSWER:
+            return False
+        if not word_key(s):
+            answer = Answer(split_unit(s)[0])
+            answer.at(Point(answer.names))
+    except ArithmeticError:            # no value at this point
+        return True
+    except (Refuse, ValueError, RecursionError, TypeError):
+        return False
+    return True

@@ -1,0 +1,239 @@
+r"""
+Equality of answers against arithmetic done elsewhere: Python's Fraction and integer convolution, facts worked by hand,
+golds of public data sets (golds.json: 211 answers of MATH, GSM8K, AMC, AIME, OlympiadBench and DeepMath, for variety).
+
+python -m pytest tests/test_answers.py -q
+"""
+import json
+import random
+import re
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from answers import MAX_WORK, can_read, is_equal
+from rewards import extract_answer
+
+GOLDS = json.loads((Path(__file__).parent / "golds.json").read_text())
+
+
+def boxed(answer):
+    return "so it is \\boxed{" + answer + "}."
+
+
+# golds ----------------------------------------------------------------------------------------------------------------
+
+def test_every_gold_equals_itself_bare_boxed_and_respelled():
+    for gold in GOLDS:
+        assert is_equal(gold, gold), gold
+        assert is_equal(extract_answer(boxed(gold)), gold), gold
+        for respelled in (f"${gold}$", f" {gold} ", gold.replace("\\frac", "\\dfrac"), f"\\displaystyle {gold}"):
+            assert is_equal(respelled, gold), (respelled, gold)
+
+
+def test_no_gold_equals_an_unrelated_number():
+    assert [gold for gold in GOLDS if is_equal("123456789", gold)] == []
+
+
+def test_golds_of_different_value_differ():
+    """Pairs of plain integers and fractions, with Fraction as the judge."""
+    values = [(gold, Fraction(gold)) for gold in GOLDS if gold.replace("/", "").replace("-", "").isdecimal()]
+    values += [(f"\\frac{{{n}}}{{{d}}}", Fraction(n, d)) for n in range(-5, 6) for d in range(1, 6)]
+    for a, x in values:
+        for b, y in values:
+            assert is_equal(a, b) == (x == y), (a, b)
+
+
+# equality, by hand ----------------------------------------------------------------------------------------------------
+
+EQUAL = r"""
+0.5 == \frac12                     -\frac{3}{4} == -.75             1\frac{1}{2} == 3/2               2 1/3 == 7/3
+1,234 == 1234                      1{,}234 == 1234                  32,\!348 == \$32348               1 000 == 1000
+18.00 == 18                         +7 == 7
+0.\overline{3} == 1/3               0.1\overline{6} == 1/6
+3 \times 10^{4} == 30000            2^{-3} == 0.125
+\sqrt{72} == 6\sqrt2                \sqrt[3]{-27} == -3
+\frac{1}{\sqrt2} == \sqrt{2}/2     \sqrt{3+2\sqrt2} == 1+\sqrt2     3\pi/6 == \frac{\pi}{2}           e^{i\pi} == -1
+(2+i)(2-i) == 5                    \frac{1+i}{1-i} == i             \log_2 32 == 5                    \ln e^3 == 3
+\sin 30^\circ == 1/2               \binom{6}{2} == 15               5! == 120                         |{-3}| == 3
+\lfloor 2.9 \rfloor == 2           2^{70} == 1180591620717411303424  10^{30} == 1000000000000000000000000000000
+0.333333 == 1/3                    4.123105625617661 == \sqrt{17}   50\% == 0.5                       50\% == 50
+90^\circ == 90                      12\text{ cm}^2 == 12
+7 dollars == \$7                    3\text{ hours} == 3 hours
+5 million == 5000000               \text{(B)} == B                  \text{Even} == even               52_{8} == 52_8
+(x+1)^2 == x^2+2x+1                 \frac{x^2-1}{x-1} == x+1
+\sin 2x == 2\sin x\cos x            \tan^2 y+1 == \sec^2 y
+\binom{n}{2} == \frac{n(n-1)}{2}    x^{2/3} == \sqrt[3]{x}^2
+\sqrt{x^2} == |x|                   a_1 b_2 == b_{2}a_{1}
+x = 5 == 5                          k=5 == x=5
+f(x)=x^2 == x^2                     \sqrt2 \approx 1.41 == \sqrt2
+y=2x+3 == 2x-y+3=0                 x^2/4+y^2/3=1 == 3x^2+4y^2=12    x \ge 5 == 5 \le x                2x<6 == 3>x
+0<x\le1 == (0,1]                    x>3 == (3,\infty)
+x \in [1,2] == 1 \le x \le 2        x\ne0 == (-\infty,0)\cup(0,\infty)
+1,2,3 == 3,2,1                     \{1,2\} == 2 \text{ and } 1      x=1,y=2 == (1,2)                  y=2,x=1 == x=1,y=2
+1\pm\sqrt5 == 1-\sqrt5,1+\sqrt5    (1,2),(3,4) == (3,4),(1,2)       (0;1) == (0,1)                    7:32 == 7 : 32
+2:3 == \frac23                      1,5 == 1.5                          (1,2)+t(3,4) == (1+3t,4t+2)
+\begin{pmatrix}1\\2\end{pmatrix} == \langle 1,2\rangle
+2\begin{pmatrix}1&2\end{pmatrix} == \begin{bmatrix}2 & 4\end{bmatrix}
+４２ == 42                         4² == 16                         −5 == -5                          ½ == 0.5
+x\equiv3\pmod 7 == 3               10\bmod 7 == 3 (mod 7)           2y-2y+x == x                      \frac{xy}{y} == x
+\{x \mid 1<x\le2\} == (1,2]        \operatorname{asin}1 == \pi/2      \gcd(-8,12) == 4                  \max(1) == 1
+10^{30} \bmod 7 == 1                -7 \bmod 3 == 2                  2.5 \bmod 1 == 0.5                abs(-3) == 3
+(-oo,0)U(1,inf) == (-\infty,0)\cup(1,\infty)       0.\bar{3} == 1/3        Option C == C             3rd == 3
+\text{all real numbers} == \mathbb{R}                30 m/s == 30           no solution == \emptyset
+\sin 10^{20} == -\sin(-10^{20})    x^{2004}-1 == -1+x^{2004}    \arcsin\frac12 == \pi/6    \sinh 1 == \frac{e-1/e}{2}
+0.30000000000000004 == 0.3    \ln(2+\sqrt3) == -\ln(2-\sqrt3)
+\cos\frac{\pi}{12} == \frac{\sqrt6+\sqrt2}{4}    \arctan\frac12+\arctan\frac13 == \frac\pi4    \log_4 8 == 1.5
+\tan 75^\circ == 2+\sqrt3
+((1,2)\cup(3,4))\cup(5,6) == (5,6)\cup(1,2)\cup(3,4)
+[[1,2],[3,4]] == \begin{pmatrix}1&2\\3&4\end{pmatrix}                {16 \choose 2} == 120
+\begin{cases}x=1\\y=2\end{cases} == x=1,y=2       x=1,y=2 or x=3,y=4 == (3,4),(1,2)
+a^2_1 == a_1^2                     14 {, }916 == 14916              \text{five} == 5                  (C) Alina == C
+6:30 p.m. == 6:30\text{ PM}         5^\text{th} == 5     5 men == 5             \text{12 cm} == 12
+"""
+DIFFERENT = r"""
+0.33 == 1/3                        0.3333 == 1/3                    2.23 == 2.232                     3.14 == \pi
+11/2 == 1 1/2                      12,34 == 1234                    32, 349 == 32349                  1,234 == 1.234
+0.5 == 50                          50\% == 5                        5\text{ cm} == 5\text{ m}         5 million == 5
+\frac{1}{2^{99}} == \frac{1}{2^{98}}  10^{20}+1 == 10^{20}
+\sqrt{10^{40}+1} == 10^{20}         e^{-100} == e^{-101}
+9007199254740993 == 9007199254740992      0.0000001 == 0.0000002    1.0000001 == 1                    2^{3^2} == 64
+\frac{1}{1000001} == \frac{1}{1000000}    1-1/e == 1+1/e            i == -i                           2+3i == 2-3i
+x == -x                             \sqrt{x^2} == x
+x+1 == t+1                          \sin x^2 == \sin^2 x
+ab == a                            6x == 6                          5m == 5                           x^2+1 == x^2+1=0
+41 = 42 == 42                      x=41=42 == 42                    x=y == x=z                        2x+z=1 == 1
+x<3 == x>3                         x<3 == x\le3                     f(2)<f(1) == f(4)<f(2)            y=2x == y=3x
+5 == 5,6                           5 == 5 or 6                      \pm5 == 5                         1,-2 == 1,-3
+(1,2) == (2,1)                     (0,1) == [0,1]                   (1,2) == (1,2,3)                  x=5,y=7 == x=7,y=5
+-2,2 == [-2,2]                     \{1,3\} == (3,1)                 12:00 == 1:00                     52_8 == 42
+\begin{pmatrix}1\\2\end{pmatrix} == \begin{pmatrix}1&2\end{pmatrix}  A == B                            east == west
+4² == 42                           ٤٢ == 42                         1_000 == 1000                     nan == 0
+0.999... == 0.999                  42? == 42                        not 5 == 5                        \ne 5 == 5
+1/0 == 2/0                         5 6 == 56                        3!! == 720                        inf == 1e400
+6xy == 6                           4ac == 4                         12 xy == 12                       5 factorial == 5
+5st == 5                           xU(1,2) == x(1,2)                f' == f
+\sin 10^{20} == 42                 \tan 10^{30} == 7                  \cos(10^{14}) == 0.3             \ln 10^{20} == 46
+\ln 0 == 0    \ln\ln 1 == 1    \tan 10^{-30} == \tan 10^{-29}    \tan\frac\pi2 == 5
+\arctan 10^{20} == \pi/2    \ln(10^{12}-1) == \ln 10^{12}    9.717778751048 == 9.717778757048
+\cos 1 == \cos 1+10^{-12}
+\sqrt{x}+10^{20} == 10^{20}    \sqrt x+10^{-12} == \sqrt x    \sin(10^{14}x) == x    x^{2004}-1 == x^{2004}+1
+3\pmod7 == 3\pmod8                 x\equiv3\pmod7 == 4              x+y-z == x                        6:30 am == 6:30 pm
+(A) or (B) == A                    (C) Alina == D                   x=1,y=2 or x=3,y=4 == (1,3),(2,4)
+\sin(5,3) == 1                     (-\infty,1)\cup(1,\infty) == y=2,x=1                                1:2:3 == 1/6
+"""
+
+
+def table(text):
+    """[(left, right)] of a table of "left == right" cells, two or more spaces apart."""
+    pairs = [tuple(cell.split(" == ")) for cell in re.split(r" {2,}|\n", text.strip()) if cell]
+    assert all(len(pair) == 2 for pair in pairs), [pair for pair in pairs if len(pair) != 2]
+    return pairs
+
+
+@pytest.mark.parametrize("a,b", table(EQUAL))
+def test_equal(a, b):
+    assert is_equal(a, b) and is_equal(b, a) and is_equal(extract_answer(boxed(a)), b)
+
+
+@pytest.mark.parametrize("a,b", table(DIFFERENT))
+def test_different(a, b):
+    assert not is_equal(a, b) and not is_equal(b, a) and not is_equal(extract_answer(boxed(a)), b)
+
+
+def test_powers_too_small_for_a_float_are_not_0():
+    assert not is_equal("2^{-2^{40}}", "0") and not is_equal("10^{-10^9}", "0") and not is_equal("e^{-1000}", "0")
+    assert not is_equal("5+2^{-2^{40}}", "5")
+
+
+def test_values_at_two_places_are_two_answers():
+    assert not is_equal("f(1)=0", "f(0)=0") and is_equal("f(1)=0", "f(1) = 0.0") and is_equal("f(1)=0", "0")
+    assert not is_equal("f(1)=2, f(2)=3", "f(0)=2, f(2)=3")
+
+
+def test_nothing_equals_the_empty_answer():
+    for a in ("", " ", "$$", "0", r"\emptyset"):
+        assert not is_equal(a, "") and not is_equal("", a), a
+
+
+@pytest.mark.parametrize("a,b", [
+    (r"\sqrt{2}", "1.41422"), (r"\sqrt{2}", "1.4142135723"),
+    (r"\frac{1}{2^{99}}\sqrt2", r"\frac{1}{2^{98}}\sqrt2"), (r"10^{20}+\sqrt2", "10^{20}"),
+    (r"10^{20}\pi+\sqrt2", r"10^{20}\pi+\sqrt3"), (r"\pi", r"\frac{22}{7}"), (r"\pi", r"\frac{355}{113}"),
+    (r"e^{\pi\sqrt{163}}", "262537412640768744"),              # equal to 30 digits
+    (r"e^{\pi\sqrt{163}}-262537412640768744", "0"), (r"e^{\pi\sqrt{67}}", "147197952744"),
+    (r"\sqrt{10^{12}+1}-10^6", "0"), (r"\sqrt{2}+\sqrt{3}", r"\sqrt{9.8989795}"),
+    (r"\sqrt{10^{40}+1}", r"\sqrt{10^{40}+2}"), (r"(10^{20}+1)\sqrt x", r"(10^{20}+2)\sqrt x"),
+    (r"2^{10^{-20}}", "1"), (r"\tanh 20", "1"), (r"\cos 10^{-8}", "1"), (r"\ln(10^{12}-1)", r"\ln(10^{12}+1)"),
+    (r"\lfloor\sqrt{10^{30}-1}\rfloor", "10^{15}"), (r"\arctan(10^{10}\pi)", r"\frac\pi2"),
+    (r"\arctan e^{100}", "0"), (r"\ln(\pi^{60})", "0"), (r"\sqrt{(2+y)^2}", "2+y"), (r"|12-y|", "12-y"),
+    (r"\sqrt{(\ln y)^2}", r"\ln y"), (r"\sqrt{(12/x+10)^2}", "12/x+10"),
+    (r"\lfloor\frac{2n-1}{5}\rfloor", r"\lfloor\sqrt{n-1}\rfloor"), (r"\lfloor\sqrt n-0.5\rfloor", r"\lfloor\sqrt n-0.2\rfloor"),
+    (r"\sin(4^{-1.3}/10^6-1)", r"\sin(4^{-1.3001}/10^6-1)"),
+])
+def test_near_misses_that_floats_cannot_tell_are_different(a, b):
+    assert not is_equal(a, b) and not is_equal(b, a)
+
+
+@pytest.mark.parametrize("a,b", [
+    (r"(2-\sqrt3)^4", r"97-56\sqrt3"), (r"\sin\pi", "0"), (r"e^{i\pi}+1", "0"), (r"\sqrt{2}+\sqrt{3}-\sqrt{5+2\sqrt6}", "0"),
+    (r"\left(\frac{1+i\sqrt3}{2}\right)^{3}", "-1"), (r"\lfloor\log_2 8\rfloor", "3"), (r"3^{50}\sqrt2", r"\sqrt{2}\cdot3^{50}"),
+    (r"2^{10^{10}}x", r"x\cdot 2^{10^{10}}"), (r"\cos 90^\circ", "0"), (r"\sqrt0", "0"), (r"\max\{1,3\}", "3"),
+    (r"\lfloor\frac{n+2}{2}\rfloor", r"\lfloor\frac n2\rfloor+1"), ("5:00", "05:00"), (r"|a|b", r"b\cdot|a|"),
+])
+def test_rounding_does_not_part_what_is_equal(a, b):
+    assert is_equal(a, b) and is_equal(b, a)
+
+
+# equality, against independent arithmetic -----------------------------------------------------------------------------
+
+def spellings(x):
+    """One fraction written in several ways."""
+    n, d = x.numerator, x.denominator
+    yield f"{n}/{d}"
+    yield f"\\frac{{{3 * n}}}{{{3 * d}}}"
+    yield f"{'-' if n < 0 else ''}\\dfrac{{{abs(n)}}}{{{d}}}"
+    if abs(n) > d > 1:
+        yield f"{'-' if n < 0 else ''}{abs(n) // d}\\frac{{{abs(n) % d}}}{{{d}}}"
+    if d in (1, 2, 4, 5, 8):
+        yield str(n / d)                                       # short binary or decimal fractions: repr is exact
+
+
+def test_rational_numbers_agree_with_fraction():
+    rng = random.Random(0)
+    for _ in range(400):
+        x = Fraction(rng.randint(-60, 60), rng.randint(1, 9))
+        y = x if rng.random() < 0.5 else x + Fraction(rng.choice((-1, 1)), rng.randint(1, 9))
+        for a in spellings(x):
+            for b in spellings(y):
+                assert is_equal(a, b) == (x == y), (a, b)
+
+
+def test_factored_polynomials_agree_with_convolution():
+    rng = random.Random(1)
+    for _ in range(100):
+        roots = [rng.randint(-9, 9) for _ in range(rng.randint(2, 5))]
+        coefficients = [1]                                     # highest power first
+        for r in roots:
+            coefficients = [a - r * b for a, b in zip([*coefficients, 0], [0, *coefficients])]
+        factored = "".join(f"(x-{r})" if r >= 0 else f"(x+{-r})" for r in roots)
+        degree = len(roots)
+        expanded = "+".join(f"({c})x^{{{degree - k}}}" for k, c in enumerate(coefficients))
+        assert is_equal(factored, expanded), (factored, expanded)
+        k = rng.randrange(degree + 1)
+        coefficients[k] += 1
+        wrong = "+".join(f"({c})x^{{{degree - k}}}" for k, c in enumerate(coefficients))
+        assert not is_equal(factored, wrong), (factored, wrong)
+
+
+# limits ---------------------------------------------------------------------------------------------------------------
+
+def test_a_comparison_stops_at_its_work_limit():
+    many = "+".join(f"\\sqrt{{x+{k}}}" for k in range(200))
+    assert not is_equal(",".join([many] * 3), ",".join([many + "+1"] * 3)) and MAX_WORK < 100_000
+
+
+def test_unreadable_golds_are_found():
+    assert can_read(r"\frac{1}{2}") and can_read("Evelyn") and can_read(r"(-\infty,3]")
+    assert not can_read("") and not can_read(r"2^{\aleph_0}") and not can_read("\\boxed{")
