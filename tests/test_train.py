@@ -26,10 +26,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import data
 import train as train_py
 from lora import Adapter, save_adapter
 from model import load
+from tiny.arithmetic import arithmetic
 from tiny_qwen2 import config_json, random_tensors, write_folder
 
 ROOT = Path(__file__).parent.parent
@@ -77,7 +77,7 @@ class Runs:
 
     def __init__(self, folder):
         self.folder = folder
-        lines = [json.dumps({"question": p.question, "answer": p.answer}) for p in data.arithmetic("train", 600)]
+        lines = [json.dumps({"question": q, "answer": answer}) for _, q, answer in arithmetic("train", 600)]
         (folder / "sums.jsonl").write_text("\n".join(lines[:60]))
         (folder / "more.jsonl").write_text("\n".join(lines))
         (folder / "my_rewards.py").write_text(REWARDS)
