@@ -1,6 +1,6 @@
 """
-Folders against what was put into them, and against PEFT's: safetensors shards, NVFP4 in compressed-tensors' form, models
-written and read, adapters, and what is wrong with a file in one line that names it.
+Folders against what was put into them, and against PEFT's: safetensors shards, NVFP4 in compressed-tensors' form,
+models, adapters, and what is wrong with a file in one line that names it.
 
 PEFT 0.21.2 with transformers 5.23.0 made the stored logits and the folder peft_adapter/ (make_reference.py), fp32, with
 trained block norms. Our folder in PEFT, and PEFT's folder here, give logits up to 12 that differ by at most 1.2e-5.
@@ -119,7 +119,7 @@ def test_output_is_split_into_shards_that_the_index_lists(tiny, tmp_path, monkey
     assert one.names.keys() == many.names.keys()
     assert all(same_bytes(one.get(name), many.get(name)) for name in one.names)
     largest = max(one.get(name).nbytes for name in one.names)
-    assert max(file.stat().st_size for file in many.names.values()) < max(10_000, largest) + 4_000       # 4,000: headers
+    assert max(file.stat().st_size for file in many.names.values()) < max(10_000, largest) + 4_000      # of header
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(one.get(name).nbytes for name in one.names)
 
@@ -202,7 +202,8 @@ def test_other_four_bit_checkpoints_are_not_read_as_ours(tiny, tmp_path, change)
 @pytest.mark.parametrize("part,value,words", [
     ("weight_scale", torch.full((64, 4), -1.0).to(torch.float8_e4m3fn), "a block scale is negative or NaN"),
     ("weight_scale", torch.full((64, 4), float("nan")).to(torch.float8_e4m3fn), "a block scale is negative or NaN"),
-    ("weight_scale", torch.ones(64, 4), "torch.float32 scales"), ("weight_packed", torch.zeros(64, 32), "float32 codes"),
+    ("weight_scale", torch.ones(64, 4), "torch.float32 scales"),
+    ("weight_packed", torch.zeros(64, 32), "torch.float32 codes"),
     ("weight_packed", torch.zeros(64, 16, dtype=torch.uint8), r"shape \(64, 16\), config.json says \(64, 32\)"),
     ("weight_global_scale", torch.zeros(1), "weight_global_scale is 0.0"),
     ("weight_global_scale", torch.full((1,), -3.0), "weight_global_scale is -3.0"),

@@ -1,6 +1,6 @@
 """
-One optimizer step against float64 autograd of the textbook losses on the whole batch and AdamW by hand; micro-batches and
-ranks; what is skipped, and what a resumed run needs.
+One optimizer step against float64 autograd of the textbook losses on the whole batch and AdamW by hand; micro-batches
+and ranks; what is skipped, and what a resumed run needs.
 
 python -m pytest tests/test_learner.py -v
 """
@@ -41,7 +41,7 @@ def some_step(tiny, loss="dapo", noise=0.15, norms=False, base="bf16", dtype=Non
     model, tensors = adapted(tiny["untied"], rank=RANK, alpha=ALPHA, norms=norms, base=base, dtype=dtype)
     learner = Learner(model, dataclasses.replace(grpo.LOSSES[loss], **changes), TEMPERATURE, max_grad_norm)
     rollouts = some_rollouts(model, noise)
-    rewards = torch.tensor([1.0, 0, 0, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0, 2, 1, 3])             # the third group teaches nothing
+    rewards = torch.tensor([1.0, 0, 0, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0, 2, 1, 3])   # the third group teaches nothing
     advantages = grpo.group_advantages(rewards, 4)
     lengths = torch.tensor([len(c) for c in rollouts.completions])
     weights = grpo.token_weights(lengths, torch.arange(16) != 5, learner.loss, LIMIT)
@@ -51,8 +51,8 @@ def some_step(tiny, loss="dapo", noise=0.15, norms=False, base="bf16", dtype=Non
 def plain_gradient(case, tensors, rollouts, advantages, loss):
     """The textbook objectives, row by row through plain float64 Qwen2 -> gradient of A, B and norms by PEFT's names.
 
-    Nothing of grpo.py: grpo means over a row's tokens and rows, dapo over all tokens, dr_grpo over rows x limit; gspo has
-    one ratio a row. Row 5 is left out of everything.
+    Nothing of grpo.py: grpo means over a row's tokens and rows, dapo over all tokens, dr_grpo over rows x limit; gspo
+    has one ratio a row. Row 5 is left out of everything.
     """
     leaves = {name: t.double().requires_grad_() for name, t in tensors.items()}
     weights = merged(case.tensors, leaves, ALPHA / RANK)
@@ -131,14 +131,14 @@ def test_the_sums_of_an_update_are_those_of_its_trained_tokens(tiny):
 
 @pytest.mark.parametrize("loss", grpo.LOSSES)
 def test_micro_batches_and_kept_blocks_do_not_change_the_gradient(tiny, loss):
-    learner, _, rollouts, advantages, weights = some_step(tiny, loss, norms=True, base="nvfp4", clip_low=0.5, clip_high=0.5)
+    learner, _, *step = some_step(tiny, loss, norms=True, base="nvfp4", clip_low=0.5, clip_high=0.5)
     gradients = []
     for tokens, kept in ((100_000, 0), (100_000, 2), (60, 1), (1, 0)):    # a row of more tokens stands alone
         learner.fit(tokens, kept)
-        learner.update(rollouts, advantages, weights, lr=0.0)
+        learner.update(*step, lr=0.0)
         gradients.append(learner.adapter.master.grad.clone())
     assert gradients[0].norm() > 0 and torch.equal(gradients[0], gradients[1])
-    # fp32 sums over up to 300 tokens in another order, through log-probs whose rounding is in the ratio: 4.0e-6 was seen.
+    # fp32 sums over up to 300 tokens in another order, through log-probs whose rounding is in the ratio: 4e-6 was seen.
     for gradient in gradients[2:]:
         assert (gradient - gradients[0]).norm() < 1e-5 * gradients[0].norm()
 
@@ -262,7 +262,7 @@ def test_float16_scales_the_loss_and_the_gradient_is_the_same(tiny):
     learner, _, *step = some_step(tiny, norms=True, dtype=torch.float16)
     assert learner.loss_scale == FIRST_LOSS_SCALE == 2.0**14
     halved = 0
-    while learner.update(*step, lr=0.0).problem:                          # log-probs of the tiny model have steep gradients
+    while learner.update(*step, lr=0.0).problem:                          # the tiny model's gradients are steep
         halved += 1
     assert halved < 4 and learner.counters() == dict(skipped=halved, loss_scale=2.0**(14 - halved), good_updates=1)
     assert (learner.adapter.master.grad - want).norm() < 2**-7 * want.norm()            # 20 roundings of 2^-11 a token
@@ -300,7 +300,7 @@ def test_a_restored_learner_goes_on_bit_for_bit(tiny, dtype):
     other.skipped, other.good_updates = 5, 9
     for name, t in other.tensors().items():
         t.copy_(kept[name])
-    other.restore(counters | {"step": 1, "cursor": 16})                   # a run's counters hold more than the learner's
+    other.restore(counters | {"step": 1, "cursor": 16})                   # a run's counters hold more than these
     assert other.counters() == counters
     other.update(*step, lr=1e-3)
     for name, t in other.tensors().items():

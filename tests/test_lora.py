@@ -165,8 +165,8 @@ def test_gradients_equal_autograd_through_the_merged_matrix(kind, parts):
 @pytest.mark.parametrize("std", [0.02, 0.002])                            # of weights; 1 / sqrt(K) of 7B is 0.017
 @pytest.mark.parametrize("kind", ["nvfp4", "foreign"])
 def test_float16_gradients_are_those_of_float64_but_for_their_rounding(kind, std):
-    # A folder of another quantizer has tensor scales like 2e-5, no power of two. Multiplied into the result instead of W
-    # they made fp16 round what it cannot hold: gradients were 0.3 to 2 % off. u = 2^-11 is one rounding.
+    # A folder of another quantizer has tensor scales like 2e-5, no power of two. Multiplied into the result instead of
+    # W they made fp16 round what it cannot hold: gradients were 0.3 to 2 % off. u = 2^-11 is one rounding.
     torch.manual_seed(0)
     parts, M, K, R, alpha, u = (64, 32, 32), 24, 128, 4, 8, 2.0**-11
     weight, w = frozen_weight(kind, parts, K, torch.float16, std)

@@ -308,7 +308,7 @@ def test_fuse_keeps_the_tensor_scale_of_every_part():
     assert weight.tensors[2].tolist() == [scales[0]] * 40 + [scales[1]] * 24 + [scales[2]] * 9
 
 
-@pytest.mark.parametrize("base,bits", [("bf16", 16), ("nvfp4", 4 + 8 / 16), ("mxfp4", 4 + 8 / 32), ("nf4", 4 + 32 / 64)])
+@pytest.mark.parametrize("base,bits", [("bf16", 16), ("nvfp4", 4 + 8 / 16), ("mxfp4", 4 + 8 / 32), ("nf4", 4.5)])
 def test_a_weight_takes_the_bytes_of_its_format(base, bits):
     rows = 4 * 73 if base == "nvfp4" else 0                               # a tensor scale a row
     assert freeze(some_parts(), base, torch.bfloat16).nbytes == 73 * 128 * bits / 8 + rows

@@ -1,5 +1,5 @@
 """
-The hand-written backwards of MLP and log-probs against float64 autograd on the full tensors, and the door to kernels.py.
+The hand-written backwards of MLP and log-probs against float64 autograd on the full tensors; the door to kernels.py.
 
 python -m pytest tests/test_ops.py -v
 """
