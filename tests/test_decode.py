@@ -422,6 +422,7 @@ def test_steps_of_7b_sized_layers_repeat_bit_for_bit_while_kernels_overlap(n, ge
 
 
 @gpu
+@torch.no_grad()
 def test_a_short_prefill_is_a_graph_that_writes_what_an_eager_one_does_and_nothing_else(gen):
     model, engine, _ = small_engine("nvfp4", gen)
     blocks, block = engine.kv.shape[2], sampler.BLOCK
