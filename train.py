@@ -149,8 +149,8 @@ def out_folder(args):
 def inside(value, interval):
     """interval as in mathematics: "(0, 1]". A NaN is in none."""
     low, high = map(float, interval[1:-1].split(","))
-    above = value >= low if interval[0] == "[" else value > low
-    return above and (value <= high if interval[-1] == "]" else value < high)
+    return low < value < high or (value == low and interval[0] == "[") \
+        or (value == high and interval[-1] == "]")
 
 
 def check_flags(args, before):
@@ -267,10 +267,10 @@ def prepare(args, before):
     join(device)
     model = qwen.load(folder, args.base, device, args.dtype, tokenizer.vocab_size)
     lora.Adapter(model, args.lora_rank, args.lora_alpha, args.train_norms, args.seed)
-    own = {"clip_low": args.clip_low, "clip_high": args.clip_high}
+    loss = grpo.LOSSES[args.loss]
     loss = dataclasses.replace(
-        grpo.LOSSES[args.loss], correction=args.correction, cap=args.correction_cap,
-        kl_beta=args.kl_beta, **{name: value for name, value in own.items() if value is not None})
+        loss, clip_low=args.clip_low or loss.clip_low, clip_high=args.clip_high or loss.clip_high,
+        correction=args.correction, cap=args.correction_cap, kl_beta=args.kl_beta)
     learner = Learner(model, loss, args.temperature, args.max_grad_norm, args.weight_decay)
     sampler = make_sampler(args, model, learner)
 
@@ -285,7 +285,7 @@ def begin(run):
     """-> Progress, of the checkpoint that a resumed run goes on from."""
     counters = run.folder.start(vars(run.args), run.args.resume)
     run.learner.restore(counters)
-    progress = Progress(**{f.name: counters.get(f.name, 0) for f in dataclasses.fields(Progress)})
+    progress = Progress(*(counters.get(name, 0) for name in ("step", "cursor", "tokens")))
     keep(run, progress)
     return progress
 
