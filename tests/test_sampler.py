@@ -343,6 +343,7 @@ class HashEngine:
         return n
 
     prefill = TorchEngine.prefill
+    write_cache = TorchEngine.write_cache
 
     def decode(self, rows, steps, sampling):
         r = {name: t.numpy() for name, t in rows._asdict().items()}
