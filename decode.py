@@ -37,7 +37,7 @@ from attention import Spans, attend
 from marlin_fp4 import runs_on
 from model import FP16_SHIFT
 from ops import mm_fp32
-from sampler import BLOCK, Rows, TorchEngine, filter_logits
+from sampler import BLOCK, Rows, TorchEngine, fill_cache, filter_logits
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)      # rows of a graph
 WINDOW = 8              # steps between two looks of the host
@@ -101,12 +101,14 @@ class Graphs(dict):
     """key -> the replay of a CUDA graph, all made for the same `settings`.
 
     What a graph captured must stay where it is. So graphs of another adapter, top_k, top_p or
-    vocabulary are dropped with their activations when those change.
+    vocabulary are dropped with their activations when those change. before() is called before a
+    launch that is not a replay.
     """
-    def __init__(self, capturing):
+    def __init__(self, capturing, before):
         self.capturing = capturing                      # False: in Triton's interpreter, on a CPU
+        self.before = before
         self.settings = None
-        self.pool = None                                # they never run at once: one set of activations
+        self.pool = None                                # of activations: they never run at once
 
     def get_for(self, settings, key, launch):
         """-> what replays launch(), which only launches kernels; captured if it is new.
@@ -122,6 +124,7 @@ class Graphs(dict):
         return self[key]
 
     def capture(self, launch):
+        self.before()
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):                 # not captured: compiles, wakes cuBLAS
             stream.wait_stream(torch.cuda.default_stream())
@@ -149,11 +152,12 @@ class GraphEngine(TorchEngine):
 
     def __init__(self, model, kv, max_rows):
         c = model.config
-        assert c.head_dim in (64, 128), f"attention_kernel's tiles are not {c.head_dim} wide"
-        assert c.width % TILE == 0 == c.feed_forward % TILE, (
-            f"{c.width=}, {c.feed_forward=}: no multiples of {TILE}")
-        assert c.heads // c.kv_heads <= GROUP, (
-            f"{c.heads} query heads on {c.kv_heads}: more than {GROUP} on each")
+        if c.head_dim not in (64, 128):
+            raise ValueError(f"heads of size {c.head_dim}: the GPU's kernels take 64 and 128")
+        if c.width % TILE or c.feed_forward % TILE:
+            raise ValueError(f"{c.width=}, {c.feed_forward=}: no multiples of {TILE}")
+        if c.heads // c.kv_heads > GROUP:
+            raise ValueError(f"{c.heads} query heads on {c.kv_heads}: more than {GROUP} on each")
         assert model.dtype == kv.dtype, f"KV cache in {kv.dtype}, model in {model.dtype}"
         super().__init__(model, kv, max_rows)
         self.max_rows = max_rows
@@ -178,8 +182,8 @@ class GraphEngine(TorchEngine):
         self.freq = c.rope_theta ** (-half / c.head_dim)  # as model.rope_table
         self.packed = zeros(3, PREFILL_SIZES[-1])       # of a prefill: tokens, blocks, positions,
         self.starts = zeros(PREFILL_SIZES[-1] // BLOCK + 1, dtype=torch.int32)   # where each begins
-        self.graphs = Graphs(kv.is_cuda)                # (rows, greedy) -> runs a step
-        self.prefills = Graphs(kv.is_cuda)              # tokens -> runs a prefill
+        self.graphs = Graphs(kv.is_cuda, self.nobody_lives)          # (rows, greedy) -> runs a step
+        self.prefills = Graphs(kv.is_cuda, self.nobody_lives)        # tokens -> runs a prefill
 
     def batch_size(self, n):
         """The rows that a step of n live rows computes."""
@@ -213,8 +217,8 @@ class GraphEngine(TorchEngine):
     def prefill(self, tokens, blocks, lengths):
         """A short one is a graph: the host takes 2 ms a layer to launch its 90 kernels.
 
-        It is padded by one more prefix, whose keys and values go to block 0, and by empty ones: room
-        for size / 32, since FlashAttention launches programs for empty ones too.
+        It is padded by one more prefix, whose keys and values go to block 0, and by empty ones:
+        room for size / 32, since FlashAttention launches programs for those too.
         """
         T = len(tokens)
         n = len(lengths)
@@ -234,7 +238,7 @@ class GraphEngine(TorchEngine):
         spans = Spans(at, at, size, size, causal=True)
 
         def launch():
-            self.write_cache(*inputs, lambda q, k, v: attend(q, k, v, spans)[0])
+            fill_cache(self.model, self.kv, *inputs, lambda q, k, v: attend(q, k, v, spans)[0])
             return self.model.layers[0].qkv.scratch.flat        # where every W is expanded
 
         self.prefills.get_for(self.adapter(), size, launch)()
@@ -244,10 +248,14 @@ class GraphEngine(TorchEngine):
         def launch():
             self.step(size, sampling)
 
-        self.rows.zero_()                               # a step while capturing is nobody's
-        self.table.zero_()
         settings = self.adapter(), sampling.top_k, sampling.top_p, self.model.live_vocab
         return self.graphs.get_for(settings, (size, not sampling.temperature), launch)
+
+    def nobody_lives(self):
+        """A step that is not captured must not write anybody's keys."""
+        self.rows.zero_()
+        if self.table is not None:
+            self.table.zero_()
 
     def adapter(self):
         """What tells the adapter whose addresses a graph captured from another one."""

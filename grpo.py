@@ -31,7 +31,7 @@ class Loss:
     beyond the cap is cap * A * dlogp, alive but bounded. "mask": tokens with r outside
     [1 / cap, cap] add nothing. "off": plain PPO.
     """
-    divisor: Callable                            # (live rows, their tokens, lengths, limit): 1 / weight
+    divisor: Callable                            # of (rows, tokens, lengths, limit)
     clip_low: float = 0.2                        # Table 4, for every loss
     clip_high: float = 0.28
     of_rows: bool = False                        # r is one number a row: the mean of its logs
@@ -98,7 +98,7 @@ def live_rows(rewards, finished, group_size, mask_cut=True, dynamic=False):
 
 
 def token_weights(lengths, live, loss, max_new_tokens):
-    """lengths, live (B,) of the whole step, all ranks -> (B,) fp32: what a token of row b weighs."""
+    """lengths, live (B,) of the whole step -> (B,) fp32: what a token of row b weighs."""
     assert (lengths[live] > 0).all(), "a live row has no tokens; even '' has its end token"
     rows = live.sum().clamp(min=1)                                          # no live row: all 0
     tokens = lengths[live].sum().clamp(min=1)

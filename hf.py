@@ -41,7 +41,7 @@ def write_json(path, value):
 
 
 def resolve(name):
-    """A folder, an alias such as qwen2.5-7b or a Hugging Face id -> a folder, downloaded if need be."""
+    """A folder, a name such as qwen2.5-7b or a Hugging Face id -> a folder, downloaded or not."""
     if Path(name).is_dir():
         return Path(name)
     alias = re.fullmatch(r"qwen2\.5(-coder|-math)?-(0\.5|1\.5|3|7|14|32|72)b", str(name).lower())
@@ -285,7 +285,7 @@ VARIANTS = ("use_dora", "use_rslora", "lora_bias", "rank_pattern", "alpha_patter
 
 
 def write_peft(folder, tensors, model_name, rank, alpha, norms):
-    """adapter_config.json and adapter_model.safetensors, each atomically. norms: trained as well."""
+    """adapter_config.json and adapter_model.safetensors, atomically. norms: trained as well."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM",
@@ -319,7 +319,7 @@ def read_peft(folder):
 
 
 def fill(folder, views, tensors):
-    """Copy the tensors of an adapter into the views of those names, or ValueError if they differ."""
+    """Copy an adapter's tensors into the views of those names; ValueError if they differ."""
     wrong = sorted(set(views) ^ set(tensors))
     wrong += [n for n in views if n in tensors and views[n].shape != tensors[n].shape]
     if wrong:

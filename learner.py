@@ -95,7 +95,7 @@ class Learner:
         parts = gather([self.gradient(rollouts, advantages, weights, RANK, WORLD)])[0]
         parts = [sums for sums in parts if sums]
         if not parts:
-            return Update({}, 0.0, lr)                           # nothing to learn from: no momentum
+            return Update({}, 0.0, lr)                           # nothing to learn from
         sums = functools.reduce(grpo.add_sums, parts)
         all_sum(adapter.master.grad).div_(self.loss_scale)
         loss = sums.pop("loss").item()

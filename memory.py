@@ -71,7 +71,7 @@ class Plan:
         of_adapter = 4 * adapter.master.nbytes + adapter.working.nbytes
         weights = [linear.weight for linear in adapter.linears]
         graphs = 3 * 4 * max_rows * c.vocab + expanded(weights, max_rows)
-        graphs += PREFILL * (10 * c.feed_forward + 20 * c.width)     # fp32 gate|up, 16-bit h; 5 of x
+        graphs += PREFILL * (10 * c.feed_forward + 20 * c.width)     # fp32 gate|up, 16-bit h, x
         table = {"weights": held - of_adapter, "adapter": of_adapter, "graphs": graphs,
                  "CUDA context, NCCL": OUTSIDE, "fragments": 0.03 * limit}
         self.room = limit - sum(table.values())

@@ -107,7 +107,7 @@ def edges_below(x, edges):
 
 
 def e2m1_codes(x):
-    """fp32 in units of its block's scale -> codes; beyond 6 saturates; a tiny negative is code 8."""
+    """fp32 in units of its block's scale -> codes; beyond 6 saturates."""
     return edges_below(x.abs(), E2M1_EDGES) | (x < 0).to(torch.uint8) << 3
 
 
@@ -123,7 +123,7 @@ def global_scale_for(*weights):
     amax = torch.stack(largest).max().double()
     if not torch.isfinite(amax):
         raise ValueError(f"a weight matrix holds {amax.item()}: no tensor scale fits")
-    mantissa, exponent = torch.frexp(amax / (6 * 448))            # in [.5, 1): .5 is the power itself
+    mantissa, exponent = torch.frexp(amax / (6 * 448))    # in [.5, 1): .5 is the power itself
     exponent = exponent - (mantissa == 0.5).int()
     exponent = exponent.clamp(min=-126)                           # below, the reciprocal overflows
     return torch.ldexp(torch.ones_like(amax), exponent).float()

@@ -175,8 +175,8 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def token_logprobs(x, rstd, head, targets, live, temperature):
-    """x (T, D), rstd (T, 1), head (V, D), targets (T,) -> log-probs (T,) fp32 with a gradient, entropy
-    (T,) without. Only the first `live` rows of the head count. The others are multiplied too:
-    151,665 columns would keep cuBLAS off its aligned kernels.
+    """x (T, D), rstd (T, 1), head (V, D), targets (T,) -> log-probs (T,) fp32 with a gradient,
+    entropy (T,) without. Only the first `live` rows of the head count. The others are multiplied
+    too: 151,665 columns would keep cuBLAS off its aligned kernels.
     """
     return _TokenLogprobs.apply(x, rstd, head, targets, live, temperature)

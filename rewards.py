@@ -244,27 +244,6 @@ def format_tags(text: str) -> int:
 
 
 def score(tokenizer, problems, rollouts, style="boxed"):
-    """Rollouts of P problems -> one dict a row: what was said, what was read out of it, and the verdict."""
-    group_size = len(rollouts.completions) // len(problems)
-    rows = []
-    for i, completion in enumerate(rollouts.completions):
-        problem, text = problems[i // group_size], tokenizer.decode(completion)
-        verdict = grade(text, problem.answer, "tags" if style == "tags" else "boxed")
-        rows.append({"id": problem.id, "question": problem.question, "answer": problem.answer, "completion": text,
-                     "extracted": verdict.answer, "rule": verdict.rule, "correct": float(verdict.correct),
-                     "format": float(verdict.format), "length": len(completion), "finished": rollouts.finished[i],
-                     "mean_logprob": rollouts.logprobs[i].mean().item()})
-    return rows
-
-
-def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
-    """DAPO's soft ramp in tokens: 0 up to max_length - buffer, -1 at max_length and beyond."""
-    assert 0 < buffer <= max_length, f"{buffer=} must lie in 1..{max_length=}"
-    over = (length - (max_length - buffer)) / buffer
-    return -min(1.0, max(0.0, over))
-
-
-def score(tokenizer, problems, rollouts, style="boxed"):
     """Rollouts of P problems -> one dict a row: what was said, what was read, and the verdict."""
     group_size = len(rollouts.completions) // len(problems)
     rows = []
@@ -287,8 +266,9 @@ def load_reward(spec: str) -> Callable:
 
     It is called as function(completion, gold) and returns a number or a dict of numbers (summed).
     """
-    module_name, colon, name = spec.partition(":")
-    assert colon and module_name and name, f"--reward takes module:function, got {spec!r}"
+    module_name, _, name = spec.partition(":")
+    if not (module_name and name):
+        raise ValueError(f"--reward takes module:function, got {spec!r}")
     path = os.path.join(os.getcwd(), *module_name.split(".")) + ".py"
     try:
         if os.path.exists(path):

@@ -96,7 +96,7 @@ def gather(items):
 
 
 def all_sum(tensor):
-    """In place; the same bits on every rank. Waits in Python: CUDA's wait lets no signal through."""
+    """In place; the same bits on every rank. Waits in Python, where signals get through."""
     if WORLD > 1:
         work = dist.all_reduce(tensor, async_op=True)
         while not work.is_completed():
@@ -251,7 +251,7 @@ class Checkpoints:
             shutil.rmtree(old)
 
     def load(self):
-        """From the newest whole checkpoint -> lines to print. Damaged ones are renamed, not lost."""
+        """From the newest whole checkpoint -> lines to print. Damaged ones are renamed."""
         lines = []
         for folder in sorted(self.folder.glob("step_*"), reverse=True):
             try:

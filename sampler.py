@@ -179,19 +179,8 @@ class TorchEngine:
     def prefill(self, tokens, blocks, lengths):
         device = self.kv.device
         attend = PackedAttention(lengths, device)
-        self.write_cache(tokens.to(device), blocks.to(device), attend.positions(), attend)
-
-    def write_cache(self, tokens, blocks, positions, attend):
-        """Keys and values of token t go to blocks[t], positions[t] % BLOCK."""
-        def layer(keys, values):
-            def write_and_attend(q, k, v):
-                keys[blocks, :, positions % BLOCK] = k
-                values[blocks, :, positions % BLOCK] = v
-                return attend(q, k, v)
-            return write_and_attend
-
-        layers = [layer(keys, values) for keys, values in self.kv]
-        self.model.hidden(tokens, layers, positions)
+        fill_cache(self.model, self.kv, tokens.to(device), blocks.to(device), attend.positions(),
+                   attend)
 
     @torch.no_grad()
     def decode(self, rows, steps, sampling):
@@ -218,6 +207,18 @@ class TorchEngine:
             pos = pos + alive
             alive &= ~torch.isin(picked, ends) & (pos < rows.limit)
         return torch.stack(tokens), torch.stack(logprobs), made
+
+
+def fill_cache(model, kv, tokens, blocks, positions, attend):
+    """One packed forward; keys and values of token t go to blocks[t], positions[t] % BLOCK."""
+    def layer(keys, values):
+        def write_and_attend(q, k, v):
+            keys[blocks, :, positions % BLOCK] = k
+            values[blocks, :, positions % BLOCK] = v
+            return attend(q, k, v)
+        return write_and_attend
+
+    model.hidden(tokens, [layer(keys, values) for keys, values in kv], positions)
 
 
 class CachedAttention:

@@ -101,10 +101,10 @@ add("--advantage-scale", default="group", choices=grpo.SCALES,
 add("--kl-beta", type=float, default=0.0, help="weight of KL to the base without adapter")
 add("--overlong", default="mask", choices=["mask", "keep"],
     help="keep: answers cut at the limit stay in the loss")
-add("--overlong-buffer", type=int, default=0, help="soft penalty of the last tokens (DAPO); 0: none")
+add("--overlong-buffer", type=int, default=0, help="tokens of DAPO's soft penalty; 0: none")
 add("--dynamic-sampling", action="store_true",
     help="replace groups of equal unshaped rewards, at most twice (DAPO)")
-add("--updates-per-rollout", type=int, default=4, help="optimizer steps a batch (Table 4; BigMath 1)")
+add("--updates-per-rollout", type=int, default=4, help="optimizer steps a batch (Table 4)")
 add("--lr", type=float, default=1e-5, help="peak learning rate (Table 4; bf16 LoRA 5e-6)")
 add("--lr-schedule", default="cosine", choices=["cosine", "constant"],
     help="after the warm-up: half a cosine to 0 (release), or constant, linear in the last quarter")
@@ -461,7 +461,8 @@ def train(run, bar):
         last = progress.step == args.steps
         if "eval_accuracy" not in metrics and (last or progress.step % args.eval_every == 0):
             metrics["eval_accuracy"] = held_out_accuracy(run, progress.step)
-        samples = [{"step": step, "advantage": a, **row} for a, row in zip(advantages.tolist(), rows)]
+        samples = [{"step": step, "advantage": a, **row}
+                   for a, row in zip(advantages.tolist(), rows)]
         with signals_wait():
             run.folder.log("metrics.jsonl", [metrics])
             run.folder.log("samples.jsonl", samples)
