@@ -32,7 +32,7 @@ class Spans(NamedTuple):
     causal: bool
 
 
-def spans(q_lengths, k_lengths, causal, device):
+def spans_of(q_lengths, k_lengths, causal, device):
     starts = [torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
               for lengths in (q_lengths, k_lengths)]
     return Spans(*starts, max(q_lengths), max(k_lengths), causal)
@@ -87,13 +87,13 @@ class PackedAttention:
         self.branches = [list(group) for group in branches]
         self.device = device
         own = self.lengths + [n for group in self.branches for n in group if n]
-        self.inside = spans(own, own, True, device)
+        self.inside = spans_of(own, own, True, device)
         self.across = None                       # branches to trunks: all branches of a sequence
         self.first = 0                           # are one block of queries
         self.shared = 0
         if self.branches:
             trunks = self.lengths[:len(self.branches)]
-            self.across = spans([sum(group) for group in self.branches], trunks, False, device)
+            self.across = spans_of([sum(group) for group in self.branches], trunks, False, device)
             self.first = sum(self.lengths)
             self.shared = sum(trunks)
 
@@ -113,12 +113,12 @@ class PackedAttention:
 # The softmax over one set of keys, its backward, and two of them as one
 
 @twin_in_kernels
-def attend(q, k, v, s):
-    """q (T, H, d), k, v (S, KV, d), s Spans -> out (T, H, d), log-sum-exp of scores (H, T) fp32."""
+def attend(q, k, v, spans):
+    """q (T, H, d), k, v (S, KV, d) -> out (T, H, d), log-sum-exp of scores (H, T) fp32."""
     out = torch.empty_like(q)
     dtype = torch.promote_types(q.dtype, torch.float32)
     lse = q.new_empty(q.shape[1], q.shape[0], dtype=dtype)
-    for rows, _, _, _, values, scores in _each_span(q, k, v, s):
+    for rows, _, _, _, values, scores in _each_span(q, k, v, spans):
         lse[:, rows] = scores.logsumexp(-1)
         p = (scores - lse[:, rows, None]).exp()
         out[rows] = torch.einsum("hqk,khd->qhd", p, values).to(q.dtype)
@@ -126,7 +126,7 @@ def attend(q, k, v, s):
 
 
 @twin_in_kernels
-def attend_backward(dout, q, k, v, out, lse, s):
+def attend_backward(dout, q, k, v, out, lse, spans):
     """-> dq, dk, dv of attend() for out and lse of a softmax over these keys and perhaps others.
 
     Probabilities are exp(score - lse) and the softmax's own term is out . dout: with those of the
@@ -134,7 +134,7 @@ def attend_backward(dout, q, k, v, out, lse, s):
     """
     dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
     own = (dout.to(lse.dtype) * out).sum(-1).T[:, :, None]                      # (H, T, 1)
-    for rows, columns, query, key, value, scores in _each_span(q, k, v, s):
+    for rows, columns, query, key, value, scores in _each_span(q, k, v, spans):
         p = (scores - lse[:, rows, None]).exp()
         upstream = dout[rows].to(lse.dtype)
         dp = torch.einsum("qhd,khd->hqk", upstream, value)
@@ -146,12 +146,12 @@ def attend_backward(dout, q, k, v, out, lse, s):
     return dq, dk, dv
 
 
-def _each_span(q, k, v, s):
+def _each_span(q, k, v, spans):
     """Yields places of queries and of keys, query, key, value (., H, d) and scores (H, ., .)."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     heads = q.shape[1]
-    q_starts = s.q_starts.tolist()
-    k_starts = s.k_starts.tolist()
+    q_starts = spans.q_starts.tolist()
+    k_starts = spans.k_starts.tolist()
     for i in range(len(q_starts) - 1):
         rows = slice(*q_starts[i:i + 2])
         columns = slice(*k_starts[i:i + 2])
@@ -159,7 +159,7 @@ def _each_span(q, k, v, s):
         key, value = (t[columns].to(dtype).repeat_interleave(heads // k.shape[1], dim=1)
                       for t in (k, v))
         scores = torch.einsum("qhd,khd->hqk", query, key) * q.shape[-1] ** -0.5
-        if s.causal:
+        if spans.causal:
             future = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1)
             scores.masked_fill_(future, -torch.inf)
         yield rows, columns, query, key, value, scores

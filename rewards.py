@@ -243,6 +243,13 @@ def format_tags(text: str) -> int:
     return int(ordered and not between.strip())
 
 
+def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
+    """DAPO's soft ramp in tokens: 0 up to max_length - buffer, -1 at max_length and beyond."""
+    assert 0 < buffer <= max_length, f"{buffer=} must lie in 1..{max_length=}"
+    over = (length - (max_length - buffer)) / buffer
+    return -min(1.0, max(0.0, over))
+
+
 def score(tokenizer, problems, rollouts, style="boxed"):
     """Rollouts of P problems -> one dict a row: what was said, what was read, and the verdict."""
     group_size = len(rollouts.completions) // len(problems)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attention import PackedAttention, attend, attend_backward, lay_out, merge, spans
+from attention import PackedAttention, attend, attend_backward, lay_out, merge, spans_of
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="attention by FlashAttention")
 
@@ -126,7 +126,7 @@ def test_each_span_sees_its_own_keys_alone(q_lengths, k_lengths, causal):
     torch.manual_seed(0)
     T, S, H, KV, d = sum(q_lengths), sum(k_lengths), 4, 2, 8
     q, k, v = (torch.randn(n, h, d, dtype=torch.float64, requires_grad=True) for n, h in ((T, H), (S, KV), (S, KV)))
-    s, upstream = spans(q_lengths, k_lengths, causal, "cpu"), torch.randn(T, H, d, dtype=torch.float64)
+    s, upstream = spans_of(q_lengths, k_lengths, causal, "cpu"), torch.randn(T, H, d, dtype=torch.float64)
     assert (s.longest_q, s.longest_k) == (max(q_lengths), max(k_lengths))
     want, want_lse = plain(q, k, v, allowed_by(q_lengths, k_lengths, causal))
     gradients = torch.autograd.grad(want, (q, k, v), upstream)
@@ -144,7 +144,7 @@ def test_two_softmaxes_merge_into_that_of_all_keys_and_share_out_its_gradient():
     upstream = torch.randn(T, H, d, dtype=torch.float64)
     want, want_lse = plain(q, 5 * k, v, torch.ones(T, S, dtype=torch.bool))      # peaked: the two parts differ much
     gradients = torch.autograd.grad(want, (q, k, v), upstream)
-    first, second = spans([T], [3], False, "cpu"), spans([T], [S - 3], False, "cpu")
+    first, second = spans_of([T], [3], False, "cpu"), spans_of([T], [S - 3], False, "cpu")
     with torch.no_grad():
         keys = 5 * k
         out, lse = attend(q, keys[:3], v[:3], first)
@@ -160,7 +160,7 @@ def test_two_softmaxes_merge_into_that_of_all_keys_and_share_out_its_gradient():
 def test_sixteen_bit_inputs_are_summed_in_float32():
     torch.manual_seed(0)
     q, k, v = (torch.randn(300, h, 16).bfloat16() for h in (4, 2, 2))
-    out, lse = attend(q, k, v, spans([300], [300], True, "cpu"))
+    out, lse = attend(q, k, v, spans_of([300], [300], True, "cpu"))
     want, want_lse = plain(*(t.double() for t in (q, k, v)), torch.ones(300, 300, dtype=torch.bool).tril())
     assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
     assert ((out - want).abs() <= 2.0**-8 * want.abs() + 1e-5).all()             # one rounding of the result

@@ -157,7 +157,7 @@ BOUND = {torch.bfloat16: 2**-6, torch.float16: 2**-9}
 @pytest.mark.parametrize("dtype,H,KV,d", [(torch.bfloat16, 28, 4, 128), (torch.float16, 14, 2, 64)])
 @pytest.mark.parametrize("q_lengths,k_lengths", [((300, 1, 77), None), ((5, 400), (130, 64))])
 def test_attend_and_its_backward_equal_plain_torch(dtype, H, KV, d, q_lengths, k_lengths):
-    s = attention.spans(q_lengths, k_lengths or q_lengths, k_lengths is None, "cuda")
+    s = attention.spans_of(q_lengths, k_lengths or q_lengths, k_lengths is None, "cuda")
     q = torch.randn(sum(q_lengths), H, d, device="cuda", dtype=dtype)
     k, v = torch.randn(2, sum(k_lengths or q_lengths), KV, d, device="cuda", dtype=dtype)
     dout = torch.randn_like(q)
