@@ -332,17 +332,12 @@ class HashModel:
         attend[0](ids, ids, positions)
 
 
-class HashEngine:
+class HashEngine(TorchEngine):
     window, shared = 8, 3
 
     def __init__(self, model, kv, max_rows):
-        self.model, self.kv = model, kv
+        super().__init__(model, kv, max_rows)
         self.keys, self.values = kv[0].view(2, -1, BLOCK).numpy()
-
-    def batch_size(self, n):
-        return n
-
-    prefill = TorchEngine.prefill
 
     def decode(self, rows, steps, sampling):
         r = {name: t.numpy() for name, t in rows._asdict().items()}
