@@ -368,7 +368,7 @@ class Point:
         """+- a number between 0.4 and 33, of small terms so that high powers stay cheap."""
         seed = crc32(f"{self.index}:{name}".encode("utf-8", "replace"))
         value = Fraction(67 + seed % 101, (169, 67, 5)[self.index // 2])
-        negative = self.index % 2 and self.signs[name] >> self.index // 2 & 1
+        negative = self.index % 2 and self.signs.get(name, 0) >> self.index // 2 & 1
         return -value if negative else value
 
     def unknown(self, *key) -> Fraction:
@@ -926,7 +926,10 @@ class Answer:
         if PLUS_MINUS.search(s):  # the upper signs, then the lower ones
             texts = [PLUS_MINUS.sub(lambda m: "+" if m[1] == upper else "-", s) for upper in "pm"]
         self.branches = [tokenize(text) for text in texts]
-        self.names = names_in(self.branches[0])
+        # A name on the left of x = 5 need not vary: six times faster, and such answers are many.
+        tokens = self.branches[0]
+        start = tokens.index("=") + 1 if "=" in tokens else 0
+        self.names = names_in(tokens[start:] if label(Side(None, tokens[:start - 1])) else tokens)
 
     def at(self, point: Point):
         items = []
@@ -1076,7 +1079,7 @@ def proportional(a, b, point) -> bool:
     """
     sides = a.sides + b.sides
     names = [names_in(side.tokens) for side in sides]
-    if not names[0] | names[1] or names[0] | names[1] != names[2] | names[3]:
+    if not point.signs or names[0] | names[1] != names[2] | names[3]:
         return False
     if not all(is_scalar(side.value) for side in sides):
         return False
