@@ -350,7 +350,7 @@ class Point:
 
     def __init__(self, names=()):
         # In which of the points 1, 3, 5 a name is negative, as bits; two names differ somewhere.
-        self.signs = dict(zip(sorted(names), cycle((5, 6, 7, 3, 1, 2, 4))))
+        self.signs = dict(zip(sorted(names), cycle((3, 5, 6, 7, 1, 2, 4))))
         self.work = MAX_WORK
         self.factors = {}  # between equations, see proportional()
         self.move_to(0)
@@ -367,7 +367,7 @@ class Point:
     def variable(self, name: str) -> Fraction:
         """+- a number between 0.4 and 33, of small terms so that high powers stay cheap."""
         seed = crc32(f"{self.index}:{name}".encode("utf-8", "replace"))
-        value = Fraction(67 + seed % 101, (169, 67, 5)[self.index // 2])
+        value = Fraction(67 + seed % 101, (169, 169, 67, 34, 34, 5)[self.index])
         negative = self.index % 2 and self.signs.get(name, 0) >> self.index // 2 & 1
         return -value if negative else value
 
