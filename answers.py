@@ -36,7 +36,7 @@ MAX_ANSWER = 6_000     # characters that are parsed; a longer answer equals only
 MAX_TOKENS = 2_000
 MAX_DEPTH = 100        # nested operands; each costs up to five Python frames
 MAX_BITS = 32_000      # of an exact number
-MAX_WORK = 12_000      # operands and comparisons, about 2 us each
+MAX_WORK = 6_000       # operands and comparisons, about 3 us each
 
 
 class Refuse(Exception):
@@ -510,6 +510,8 @@ class Point:
             return abs(x)
         if name in ("floor", "ceil"):
             return self.floor(x) if name == "floor" else -self.floor(-x)
+        if name not in SMOOTH:
+            raise Refuse(name)
         return self.smooth(name, x)
 
     def smooth(self, name: str, x):

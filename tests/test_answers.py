@@ -147,6 +147,11 @@ def test_powers_too_small_for_a_float_are_not_0():
     assert not is_equal("5+2^{-2^{40}}", "5")
 
 
+def test_a_function_without_a_value_refuses():
+    """The fuzzer's find: sec^{-1} is read as arcsec, which nothing computes; it raised KeyError."""
+    assert not is_equal(r"\sec^{-1}2", "5") and not is_equal(r"\sec^{-1}2", r"\frac{\pi}{3}")
+
+
 def test_values_at_two_places_are_two_answers():
     assert not is_equal("f(1)=0", "f(0)=0") and is_equal("f(1)=0", "f(1) = 0.0") and is_equal("f(1)=0", "0")
     assert not is_equal("f(1)=2, f(2)=3", "f(0)=2, f(2)=3")
