@@ -36,7 +36,7 @@ MAX_ANSWER = 6_000     # characters that are parsed; a longer answer equals only
 MAX_TOKENS = 2_000
 MAX_DEPTH = 100        # nested operands; each costs up to five Python frames
 MAX_BITS = 32_000      # of an exact number
-MAX_WORK = 6_000       # operands and comparisons, about 3 us each
+MAX_WORK = 4_000       # operands and comparisons, about 5 us each
 
 
 class Refuse(Exception):
@@ -389,7 +389,7 @@ class Point:
             if x.kind == "%":
                 return self.multiply(Fraction(1, 100), x.items[0])
             return x.items[0] if x.kind == "mod" else self.unknown(x)
-        if x in (math.inf, -math.inf):
+        if isinstance(x, float) and math.isinf(x):
             return self.unknown(x)
         return x
 
