@@ -1,9 +1,9 @@
 r"""
-Are two answers equal? is_equal(r"\frac12", "0.5") is True. can_read(gold): can it be compared at all?
+Are two answers equal? is_equal(r"\frac12", "0.5") is True. can_read(gold): can it be compared?
 
 One idea: an answer is a function of its variables. The reader computes while it parses, at given
-values of the variables, so there is no syntax tree. Answers are equal if their readings are, at each
-of six fixed points (at one, if they have no variables). A reading is
+values of the variables, so there is no syntax tree. Answers are equal if their readings are, at
+each of six fixed points (at one, if they have no variables). A reading is
 
     int, Fraction        exact, and compared exactly
     float, complex       roots, pi, e, i, functions: 11 digits, no verdict where rounding decides
@@ -36,7 +36,7 @@ MAX_ANSWER = 6_000     # characters that are parsed; a longer answer equals only
 MAX_TOKENS = 2_000
 MAX_DEPTH = 100        # nested operands; each costs up to five Python frames
 MAX_BITS = 32_000      # of an exact number
-MAX_WORK = 12_000      # operands and comparisons, about 2 us each
+MAX_WORK = 4_000       # operands and comparisons, about 5 us each
 
 
 class Refuse(Exception):
@@ -77,8 +77,8 @@ UNICODE = str.maketrans({
     **dict.fromkeys("\u00a0\u2002\u2003\u2004\u2005\u2006\u2007\u2008", " "),
     **dict.fromkeys("\u2009\u200a\u202f\u3000", " "),
     **dict.fromkeys("\u00ad\u200b\u200c\u200d\u2060\u2061\u2062\ufeff€£¥₹", ""),
-    **{0xFF10 + digit: str(digit) for digit in range(10)},                # full-width
-    **{0x1D7CE + digit: str(digit % 10) for digit in range(50)},          # bold, double-struck, ...
+    **{0xFF10 + digit: str(digit) for digit in range(10)},  # full-width
+    **{0x1D7CE + digit: str(digit % 10) for digit in range(50)},  # bold, double-struck, ...
 })
 RENAME = parse_pairs(r"""dfrac \frac  tfrac \frac  cfrac \frac  dbinom \binom  tbinom \binom
 leq \le  leqslant \le  geq \ge  geqslant \ge  neq \ne  lt <  gt >  cdot *  times *  ast *  div /
@@ -90,7 +90,7 @@ varphi \phi  vartheta \theta  varepsilon \epsilon""")
 TRIG = frozenset("sin cos tan cot sec csc".split())
 FUNCTIONS = TRIG | frozenset("""arcsin arccos arctan arccot sinh cosh tanh arcsinh arccosh arctanh
 ln log lg exp sqrt max min gcd lcm floor ceil abs""".split())
-INVERSE = {}                                                              # asin, arsinh -> arcsin
+INVERSE = {}  # asin, arsinh -> arcsin
 for name in "sin cos tan sinh cosh tanh".split():
     INVERSE["a" + name] = INVERSE["ar" + name] = "arc" + name
 
@@ -121,14 +121,14 @@ def expand_overline(match: re.Match) -> str:
 TEXT = (r"\\(?:text(?:bf|rm|it|tt|normal)?|math(?:rm|bf|it|sf|cal)|[mh]box|emph|operatorname|bm)\*?"
         r"\s*\{([^{}]*)\}")
 NO_LETTER = "(?![A-Za-z])"
-LATEX_REWRITES = [                                                        # in this order
-    (r"(?<!\\)\\\\(?=[A-Za-z]{2})(?!.*\\end\b)", r"\\"),                  # a doubly escaped \\frac
+LATEX_REWRITES = [  # in this order
+    (r"(?<!\\)\\\\(?=[A-Za-z]{2})(?!.*\\end\b)", r"\\"),  # a doubly escaped \\frac
     (r"\\[()$]|(?<!\\)\\[\[\]]", ""),
     (r"\\m?(?:left|right)" + NO_LETTER + r"\.?", ""),
     (r"\\(?:[bB]igg?[lrm]?|(?:display|text)style|boxed|fbox|(?:no)?limits|bf|rm|it|boldsymbol"
      r"|(?:measured)?angle)" + NO_LETTER, ""),
     (r"\\%", "%"),
-    (r",\s*\\!\s*(?=[0-9]{3})", ","),                                     # 32,\!348
+    (r",\s*\\!\s*(?=[0-9]{3})", ","),  # 32,\!348
     (r"\{([^{}\\]{1,40})\\choose" + NO_LETTER + r"([^{}\\]{1,40})\}", r"\\binom{\1}{\2}"),
     (r"(?<!\\)\\[,!]", ""),
     (r"(?<!\\)\\[;: ]|\\q?quad|\\(?:thin|med|en)space" + NO_LETTER, " "),
@@ -136,28 +136,28 @@ LATEX_REWRITES = [                                                        # in t
     (r"\\([A-Za-z]+)", lambda match: RENAME.get(match[1]) or match[0]),
     (r"\\mathbb\s*\{?\s*R\b\s*\}?", r"(-\\infty,\\infty)"),
     (TEXT, unwrap_text),
-    (TEXT, unwrap_text),                                                  # \text{\textbf{...}}
+    (TEXT, unwrap_text),  # \text{\textbf{...}}
     (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|\\circ" + NO_LETTER, "°"),
     (r"([0-9]{0,20})\.([0-9]{0,20})\\(?:overline|bar|dot)\s*\{([0-9]{1,20})\}", expand_overline),
 ]
 REWRITES = [
     (r"[$~]", ""),
-    (r"(?<=[0-9])\s*\{\s*,\s*\}\s*(?=[0-9]{3})|\{,\}", ","),              # 1{,}234
+    (r"(?<=[0-9])\s*\{\s*,\s*\}\s*(?=[0-9]{3})|\{,\}", ","),  # 1{,}234
+    # {x | x > 3}
     (r"^\s*\\\{\s*([a-z])\s*(?:\\in\s*\(-\\infty,\\infty\)\s*)?[|:](.*)\\\}[\s.]*$", r"\2"),
-                                                                          # {x | x > 3}
-    (r"\(\s*\\?mod" + NO_LETTER + r"\s*([^()]{1,20})\)", r"\\mod{\1}"),   # (mod 7)
-    (r"(\^(?:\{[^{}]{1,20}\}|[0-9a-z]))(_(?:\{[^{}]{1,20}\}|[0-9a-z]))", r"\2\1"),        # x^2_1
+    (r"\(\s*\\?mod" + NO_LETTER + r"\s*([^()]{1,20})\)", r"\\mod{\1}"),  # (mod 7)
+    (r"(\^(?:\{[^{}]{1,20}\}|[0-9a-z]))(_(?:\{[^{}]{1,20}\}|[0-9a-z]))", r"\2\1"),  # x^2_1
     (r"(?<=[0-9])\s*\^\s*\{?\s*«(?:st|nd|rd|th)»\s*\}?", ""),
     (r"(?<=1)st$|(?<=2)nd$|(?<=3)rd$|(?<=[0-9])th$", ""),
     (r"^\s*«?(?:option|choice|answer)[\s:»]*(?=[«(]*[a-z][)»]*\s*$)", ""),
     (r"(?<=[)\]])\s*U\s*(?=[(\[])", r" \\cup "),
     (r"(?<![a-z])([ap])\.\s?m\.?(?![a-z])", r"\1m"),
     (r"(?<![0-9.,/^_}])(?<![/^] )([0-9]{1,9})\s+([0-9]{1,9})\s*/\s*([0-9]{1,9})(?![0-9.])",
-     r"(\1+\2/\3)"),                                                      # 1 1/2
+     r"(\1+\2/\3)"),  # 1 1/2
     (r"^\s*(?:(?:USD|US|EUR|GBP|INR|CNY|Rs)\.?"
      r"|«(?:the |final |answer |is |are |about |:)*(?:is|are|about|:)»)\s*(?=[-+0-9.\\(])", ""),
     (r"(?<![0-9.,] )(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3})+(?! ?[0-9]|/)",
-     lambda match: match[0].replace(" ", "")),                            # 1 000
+     lambda match: match[0].replace(" ", "")),  # 1 000
     (r"(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])", " , "),
 ]
 LATEX_REWRITES = [(re.compile(pattern), to) for pattern, to in LATEX_REWRITES]
@@ -174,14 +174,14 @@ twelve""".split()):
 
 def clean(s: str) -> str:
     """Spelling variants out, meaning kept: unicode, styling, spacing, text wrappers, "and"."""
-    s = s.replace("\f", "\\f").replace("\b", "\\b").strip()               # "\frac", unescaped once
+    s = s.replace("\f", "\\f").replace("\b", "\\b").strip()  # "\frac", unescaped once
     s = strip_pairs(s)
     if len(s) > 2 * MAX_ANSWER:
         return s
     s = END_OF_TURN.sub("", s).strip()
     if not s.isascii():
         s = SCRIPTS.sub(to_script, s).translate(UNICODE)
-    if len(s) > 2 and s[0] in "*`_" and s[-1] in "*`_":                   # Markdown
+    if len(s) > 2 and s[0] in "*`_" and s[-1] in "*`_":  # Markdown
         s = s.strip("*`_")
     if "\\" in s:
         for pattern, to in LATEX_REWRITES:
@@ -263,7 +263,7 @@ def split_unit(s: str) -> tuple[str, str]:
     if plain:
         before = s[end.start(2) - 1]
         if before == "\\" or not all(unit_of(word) for word in words):
-            shortest = 3 if before.isspace() else 4                       # not 6xy; 5 men
+            shortest = 3 if before.isspace() else 4  # not 6xy; 5 men
             if not BARE_NUMBER.fullmatch(value) or max(map(len, words)) < shortest:
                 return s, ""
     if words and words[0] in MULTIPLIER:
@@ -350,14 +350,14 @@ class Point:
 
     def __init__(self, names=()):
         # In which of the points 1, 3, 5 a name is negative, as bits; two names differ somewhere.
-        self.signs = dict(zip(sorted(names), cycle((5, 6, 7, 3, 1, 2, 4))))
+        self.signs = dict(zip(sorted(names), cycle((3, 5, 6, 7, 1, 2, 4))))
         self.work = MAX_WORK
-        self.factors = {}              # between equations, see proportional()
+        self.factors = {}  # between equations, see proportional()
         self.move_to(0)
 
     def move_to(self, index: int):
         self.index = index
-        self.met_complex = False       # were complex numbers compared?
+        self.met_complex = False  # were complex numbers compared?
 
     def spend(self, amount: int):
         self.work -= amount
@@ -367,8 +367,8 @@ class Point:
     def variable(self, name: str) -> Fraction:
         """+- a number between 0.4 and 33, of small terms so that high powers stay cheap."""
         seed = crc32(f"{self.index}:{name}".encode("utf-8", "replace"))
-        value = Fraction(67 + seed % 101, (169, 67, 5)[self.index // 2])
-        negative = self.index % 2 and self.signs[name] >> self.index // 2 & 1
+        value = Fraction(67 + seed % 101, (169, 169, 67, 34, 34, 5)[self.index])
+        negative = self.index % 2 and self.signs.get(name, 0) >> self.index // 2 & 1
         return -value if negative else value
 
     def unknown(self, *key) -> Fraction:
@@ -376,8 +376,10 @@ class Point:
 
         So it equals itself, also inside an expression, and hardly anything else.
         """
-        seed = crc32(repr(key).encode("utf-8", "replace"))
-        return Fraction(2 ** 32 + seed, 2 ** 20)       # 4096 to 8192
+        # Of a number the hash: it is the same for 1/2 and 0.5, and short.
+        text = " ".join(str(hash(x)) if isinstance(x, EXACT) else repr(x) for x in key)
+        seed = crc32(text.encode("utf-8", "replace"))
+        return Fraction(2 ** 32 + seed, 2 ** 20)  # 4096 to 8192
 
     def number(self, x):
         """50% is 1/2 and 10 mod 7 is 3 once something is computed with them."""
@@ -387,7 +389,7 @@ class Point:
             if x.kind == "%":
                 return self.multiply(Fraction(1, 100), x.items[0])
             return x.items[0] if x.kind == "mod" else self.unknown(x)
-        if x in (math.inf, -math.inf):
+        if isinstance(x, float) and math.isinf(x):
             return self.unknown(x)
         return x
 
@@ -482,7 +484,7 @@ class Point:
                 root = Fraction(math.isqrt(x.numerator), math.isqrt(x.denominator))
                 if root * root == x:
                     return self.power(root, n.numerator)
-        if x == 0 or abs(n) < 1e-6:    # 2^{10^{-20}} is not 1
+        if x == 0 or abs(n) < 1e-6:  # 2^{10^{-20}} is not 1
             return 0 if x == 0 else self.unknown(x, n)
         return self.settle(self.inexact(x) ** self.inexact(n))
 
@@ -495,7 +497,7 @@ class Point:
                 return WHOLE[name](*map(int, args))
             if self.signs and name in ("factorial", "binom") and not all(map(is_whole, args)):
                 return self.settle(gamma(*map(self.inexact, args)))
-            return self.unknown(name, args)
+            return self.unknown(name, *args)
         if name in ORDERED and any(isinstance(x, complex) for x in args):
             raise ArithmeticError("complex numbers have no order")
         if name in ("max", "min"):
@@ -508,6 +510,8 @@ class Point:
             return abs(x)
         if name in ("floor", "ceil"):
             return self.floor(x) if name == "floor" else -self.floor(-x)
+        if name not in SMOOTH:
+            raise Refuse(name)
         return self.smooth(name, x)
 
     def smooth(self, name: str, x):
@@ -515,7 +519,7 @@ class Point:
         function = SMOOTH[name]
         if name in TRIG:
             z = float(x) if isinstance(x, EXACT) else x
-            if abs(z) > 10 ** 4 and x != int(z):               # but even 10^20 is exact
+            if abs(z) > 10 ** 4 and x != int(z):  # but even 10^20 is exact
                 raise ArithmeticError("no angle")
         else:
             z = self.inexact(x)
@@ -523,7 +527,7 @@ class Point:
         if z == 0:
             return self.settle(result) if result else 0
         change = abs(function(1.001 * z) - result)
-        if abs(result) < 1e-11 * change:                       # rounding of z explains it: sin(pi)
+        if abs(result) < 1e-11 * change:  # rounding of z explains it: sin(pi)
             return 0
         if not 1e-8 < change / abs(result) < 1e-3 / CANCELLED:
             raise ArithmeticError("too flat or too steep")
@@ -664,12 +668,12 @@ class Reader:
     """Precedence climbing over the tokens of one answer, which computes as it goes."""
 
     def __init__(self, tokens: list[str], point: Point):
-        self.tokens = [*tokens, ""]    # "" marks the end
+        self.tokens = [*tokens, ""]  # "" marks the end
         self.point = point
         self.at = 0
         self.depth = 0
-        self.trig = 0                  # inside so many arguments of sin, cos, ...
-        self.stops = frozenset()       # tokens that end the operand at hand: the second | of |x|
+        self.trig = 0  # inside so many arguments of sin, cos, ...
+        self.stops = frozenset()  # tokens that end the operand at hand: the second | of |x|
 
     def peek(self) -> str:
         return self.tokens[self.at]
@@ -696,10 +700,10 @@ class Reader:
         """Items up to a closer, separated by commas; semicolons separate lists: "a,b;c,d"."""
         rows = [[]]
         while True:
-            self.accept("=", r"\approx")                       # "= 5" is 5
+            self.accept("=", r"\approx")  # "= 5" is 5
             rows[-1].append(self.scoped(0))
             separator = self.accept(",", ";")
-            while self.accept(",", ";"):                       # "(1,2), and (3,4)" after clean-up
+            while self.accept(",", ";"):  # "(1,2), and (3,4)" after clean-up
                 pass
             if not separator or self.peek() in ("", *closers):
                 break
@@ -739,8 +743,9 @@ class Reader:
             return token
         if token == r"\frac" and is_number(before):
             return "mixed"
-        if is_number(token) and (is_number(before) or before[1:].isalpha()):
-            return ""                                          # neither "5 6" nor "x2"
+        after_letter = before[0] == "«" and before[1:].isalpha()
+        if is_number(token) and (is_number(before) or after_letter):
+            return ""  # neither "5 6" nor "x2"
         starts = token in STARTS or is_number(token) or token.startswith(("«", r"\begin"))
         return "beside" if starts else ""
 
@@ -763,7 +768,7 @@ class Reader:
             if self.peek() == "!":
                 raise Refuse("!!")
             return point.function("factorial", left)
-        if op == "%":                                          # of all so far: 3\frac14%
+        if op == "%":  # of all so far: 3\frac14%
             return Group("%", [point.number(left)])
         if op == "°":
             self.accept("«C", "«F")
@@ -772,7 +777,7 @@ class Reader:
         if op == r"\cup":
             parts = [x.items if kind_of(x) == "union" else [x] for x in (left, right)]
             return Group("union", parts[0] + parts[1])
-        if op == ":" and (self.peek() == ":" or right == 0):   # 1:2:3 and 5:00, while 2:3 is 2/3
+        if op == ":" and (self.peek() == ":" or right == 0):  # 1:2:3 and 5:00, while 2:3 is 2/3
             items = [left, right]
             while self.accept(":"):
                 items.append(self.expression(RATIO))
@@ -832,7 +837,7 @@ class Reader:
         if token.isdigit():
             return int(token)
         decimals = token.partition(".")[2]
-        if not decimals.isdigit():                             # 1e9
+        if not decimals.isdigit():  # 1e9
             return Fraction(token)
         value = Written(token)
         value.decimals = len(decimals)
@@ -843,7 +848,7 @@ class Reader:
         items = [] if empty else self.listing(*CLOSERS[opener])
         closer = self.take(*CLOSERS[opener])
         kind = {"{": "list", r"\{": "set", r"\langle": "()"}.get(opener, opener + closer)
-        if kind == "[]" and all(kind_of(item) == "[]" for item in items):        # [[1, 2], [3, 4]]
+        if kind == "[]" and all(kind_of(item) == "[]" for item in items):  # [[1, 2], [3, 4]]
             kind = "()"
             items = [Group("()", row.items) for row in items]
         return items[0] if len(items) == 1 and kind in ("()", "[]", "list") else Group(kind, items)
@@ -854,7 +859,7 @@ class Reader:
         if len(token) > 1 and token.isdigit():
             self.tokens[self.at] = token[1:]
             return int(token[0])
-        return self.expression(POSTFIX)                        # nothing binds tighter: one primary
+        return self.expression(POSTFIX)  # nothing binds tighter: one primary
 
     def function(self, name: str):
         if name == "sqrt":
@@ -886,7 +891,7 @@ class Reader:
     def matrix(self, name: str):
         if name not in MATRICES:
             raise Refuse(name)
-        if name == "array":                                    # {cc}
+        if name == "array":  # {cc}
             while self.take() != "}":
                 pass
         rows = [[]]
@@ -899,7 +904,7 @@ class Reader:
         rows = [row for row in rows if row]
         if len({len(row) for row in rows}) != 1:
             raise Refuse("ragged matrix")
-        if name == "cases":                                    # a system, or values and conditions
+        if name == "cases":  # a system, or values and conditions
             return Group("list", [one_or_list(row) for row in rows])
         is_column = len(rows) > 1 and len(rows[0]) == 1
         return Group("()", [row[0] if is_column else Group("()", row) for row in rows])
@@ -920,10 +925,13 @@ class Answer:
         if thousands:
             s = THOUSANDS.sub(lambda match: match[0].replace(",", ""), s)
         texts = [s]
-        if PLUS_MINUS.search(s):       # the upper signs, then the lower ones
+        if PLUS_MINUS.search(s):  # the upper signs, then the lower ones
             texts = [PLUS_MINUS.sub(lambda m: "+" if m[1] == upper else "-", s) for upper in "pm"]
         self.branches = [tokenize(text) for text in texts]
-        self.names = names_in(self.branches[0])
+        # A name on the left of x = 5 need not vary: six times faster, and such answers are many.
+        tokens = self.branches[0]
+        start = tokens.index("=") + 1 if "=" in tokens else 0
+        self.names = names_in(tokens[start:] if label(Side(None, tokens[:start - 1])) else tokens)
 
     def at(self, point: Point):
         items = []
@@ -963,7 +971,7 @@ def names_in(tokens: list) -> set:
 
 
 def label(side: Side) -> str:
-    r"""The text of a side that only names the answer: x, f(x), AB, (x, y), |AB|, \tan A; else ""."""
+    r"""The text of a side that only names the answer: x, f(x), AB, (x, y), |AB|, \tan A; or ""."""
     names = [token for token in side.tokens if token not in LABEL_MARKS]
     if any(token[0] != "«" or token in (r"«\infty", r"«\pi", "«i") for token in names):
         return ""
@@ -1073,7 +1081,7 @@ def proportional(a, b, point) -> bool:
     """
     sides = a.sides + b.sides
     names = [names_in(side.tokens) for side in sides]
-    if not names[0] | names[1] or names[0] | names[1] != names[2] | names[3]:
+    if not point.signs or names[0] | names[1] != names[2] | names[3]:
         return False
     if not all(is_scalar(side.value) for side in sides):
         return False
@@ -1158,13 +1166,13 @@ def same_collection(a, b, point) -> bool:
 
     Named values (x = 1, y = 2) match by name, or in order against other names or none.
     """
-    if kind_of(b) == "union":          # x < 1 or x > 2
+    if kind_of(b) == "union":  # x < 1 or x > 2
         return in_any_order(a.items, b.items, point)
     a = solutions(a, point)
     b = solutions(b, point)
     values = [unlabelled(x, point) for x in a.items]
     if kind_of(b) in BRACKETS and a.kind == "list" and len(values) == len(b.items):
-        if b.kind == "()" or len(values) > 2:                  # not [1, 2]: that is an interval
+        if b.kind == "()" or len(values) > 2:  # not [1, 2]: that is an interval
             return in_order(values, b.items, point)
     if kind_of(b) not in ("list", "set"):
         return len(values) > 0 and all(same(x, b, point) for x in values)
@@ -1213,12 +1221,12 @@ def same_function(a: Answer, b: Answer) -> bool:
     if not names:
         return same(a.at(point), b.at(point), point)
     real = 0
-    verdicts = []                      # at points with complex numbers
+    verdicts = []  # at points with complex numbers
     for index in range(6):
         point.move_to(index)
         try:
             verdict = same(a.at(point), b.at(point), point)
-        except (ArithmeticError, ValueError):                  # a pole, an overflow
+        except (ArithmeticError, ValueError):  # a pole, an overflow
             continue
         if point.met_complex:
             verdicts.append(verdict)
@@ -1252,9 +1260,9 @@ def is_equal(pred: str, gold: str) -> bool:
     if pred == gold:
         return pred.strip() != ""
     try:
-        a, b = map(clean, sorted((pred, gold)))                # so that the order cannot matter
+        a, b = map(clean, sorted((pred, gold)))  # so that the order cannot matter
         return compare(a, b)
-    except (Refuse, ArithmeticError, ValueError, RecursionError, TypeError):     # TypeError: 1 < i
+    except (Refuse, ArithmeticError, ValueError, RecursionError, TypeError):  # TypeError: 1 < i
         return False
 
 
@@ -1276,14 +1284,14 @@ def compare(a: str, b: str) -> bool:
             return not THOUSANDS.search(one) and Fraction(one.replace(",", ".")) == Fraction(other)
         based = re.fullmatch(r"([0-9]+)\s*_\s*\{?\s*[0-9]+\s*\}?", one)
         if based and other.isdigit():
-            return based[1] == other   # 52_8 = 52, the base being in the question
+            return based[1] == other  # 52_8 = 52, the base being in the question
     a, unit = split_unit(a)
     b, other_unit = split_unit(b)
     if units_clash(unit, other_unit):
         return False
     if same_function(Answer(a), Answer(b)):
         return True
-    for one, other in ((a, b), (b, a)):                        # beside a tuple 1,234 is two numbers
+    for one, other in ((a, b), (b, a)):  # beside a tuple 1,234 is two numbers
         if THOUSANDS.search(one) and "," in other and not THOUSANDS.search(other):
             return same_function(Answer(one, thousands=False), Answer(other))
     return False
@@ -1298,7 +1306,7 @@ def can_read(gold: str) -> bool:
         if not word_key(s):
             answer = Answer(split_unit(s)[0])
             answer.at(Point(answer.names))
-    except ArithmeticError:            # no value at this point
+    except ArithmeticError:  # no value at this point
         return True
     except (Refuse, ValueError, RecursionError, TypeError):
         return False

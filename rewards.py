@@ -105,8 +105,8 @@ def last_box(text: str) -> str | None:
     """
     masked = text.replace("\\\\", "  ").replace("\\{", "  ").replace("\\}", "  ")
     limit = len(text)
-    found = []                                    # contents and what joins them, from the right
-    begin = None                                  # of the box to the right
+    found = []  # contents and what joins them, from the right
+    begin = None  # of the box to the right
     for box in reversed(list(BOX.finditer(text))):
         content, end = box_at(text, masked, box.end(), limit)
         if end < 0:
@@ -201,12 +201,12 @@ def value_in(text: str, marked: bool = False) -> str | None:
     numbers = list(NUMBER.finditer(text, spans[-1].end() if spans else 0))
     found = (spans[-1:] + numbers[-1:] or [None])[-1]
     if marked and spans and not BARE_NAME.fullmatch(inside(spans[-1])):
-        found = spans[-1]                         # but "the largest $n$ is 34" goes on
+        found = spans[-1]  # but "the largest $n$ is 34" goes on
     elif marked and numbers and numbers[0].start() == 0:
-        found = numbers[0]                        # "18 eggs because 16 + 2 = 18"
+        found = numbers[0]  # "18 eggs because 16 + 2 = 18"
     if found is None or re.search(r"[0-9$]\s+or\s+$", text[:found.start()][-40:]):
         return text if marked else None
-    if marked and not spans and "\\" in text:     # "\frac{1}{2} dollars"
+    if marked and not spans and "\\" in text:  # "\frac{1}{2} dollars"
         return text
     return inside(found)
 
