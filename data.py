@@ -129,8 +129,6 @@ def pick_files(names, where, split):
 
 
 def read_problems(path):
-    if not path.is_file():
-        raise FileNotFoundError(f"no data file {path}")
     problems = [to_problem(row, path, number) for number, row in read_rows(path)]
     if not problems:
         raise ValueError(f"{path}: holds no problems")
@@ -139,6 +137,8 @@ def read_problems(path):
 
 def read_rows(path):
     """-> [(number, row)]: of a line, or of a row in a list or in parquet, counted from 1."""
+    if not path.is_file():
+        raise FileNotFoundError(f"no data file {path}")
     if path.suffix == ".parquet":
         try:
             import pyarrow.parquet
