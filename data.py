@@ -35,9 +35,6 @@ class Problem:
     prompt: list = None                          # ids, from encode_prompts
 
 
-# -------------------------------------------------------------------------------------------------
-# Where rows come from
-
 SUFFIXES = (".jsonl", ".json", ".parquet")       # in order of preference: the last needs pyarrow
 # owner/name[:folder] on the Hugging Face hub, or a URL: the hub has GSM8K only as parquet.
 KNOWN = {
@@ -76,10 +73,10 @@ def load_problems(source, split="train", is_readable=None):
 
 def has_test_split(source):
     """Whether a data set holds out problems itself; a file of one's own does not."""
-    if source == "arithmetic" or str(source).endswith(SUFFIXES):
-        return source == "arithmetic"
+    if str(source).endswith(SUFFIXES):
+        return False
     try:
-        return bool(fetch(source, "test"))
+        return source == "arithmetic" or bool(fetch(source, "test"))
     except NoSplit:
         return False
 

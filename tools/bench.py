@@ -8,9 +8,9 @@ Measures the speeds that docs/ reports; needs a GPU. Each command ends with one 
     python -m tools.bench step --model 32b --memory-gib 48         a whole GRPO step
     torchrun --nproc-per-node 2 -m tools.bench step --model 7b     the same on several GPUs
 
-linears. `chain`: the four of a layer one after the other, as in a step of decoding; slabs are not
-summed, since other kernels do that. Many rows: lora.Linear, which expands W, beside cuBLAS on a W
-that is there already, same types: fp32 results forward, bf16 for dX.
+linears. `chain`, `cublas`: the four of a layer one after the other, as in a step of decoding; slabs
+are not summed, since other kernels do that. Many rows: lora.Linear, which expands W, beside cuBLAS
+on a W that is there already, same types: fp32 results forward, bf16 for dX.
 
 rollout. The whole sampler on random weights and a live random adapter: B sequences as B/8 prompts
 of 8 samples, end ids ignored, log-probs returned; tokens/s count prefill and the host's work.
@@ -154,33 +154,34 @@ def random_bf16(*shape):
     return torch.randn(shape, device=DEVICE).bfloat16()
 
 
-def copies(N, K, bytes_per_weight):
-    return max(2, math.ceil(TRAFFIC / (N * K * bytes_per_weight)))
+def layers_beyond_cache(shapes):
+    return math.ceil(TRAFFIC / (BYTES * sum(N * K for N, K in shapes.values())))
 
 
 def decode_figures(shapes, M, rank):
     """Of decode_matmul with M rows, a layer."""
     from marlin_fp4 import decode_matmul
-    read = sum(N * K * BYTES for N, K in shapes.values())
-    layers = math.ceil(TRAFFIC / read)
+    layers = layers_beyond_cache(shapes)
     operands = []
-    cublas = 0.0
     for name, (N, K) in shapes.items():
         x = random_bf16(M, K)
         weights = [random_weight(N, K) for _ in range(layers)]
         lora = [random_bf16(PARTS[name] * rank, K) if rank else None for _ in weights]
-        operands.append((x, weights, lora, decode_matmul(x, weights[0], lora[0]).sums))
-        dense = [random_bf16(N, K) for _ in range(copies(N, K, 2))]
-        cublas += graph_time(lambda: [x @ w.T for w in dense]) / len(dense)
+        slabs = decode_matmul(x, weights[0], lora[0]).sums
+        dense = [random_bf16(N, K) for _ in weights]
+        operands.append((x, weights, lora, slabs, dense))
 
-    def all_layers():
+    def ours():
         for i in range(layers):
-            for x, weights, lora, slabs in operands:
+            for x, weights, lora, slabs, _ in operands:
                 decode_matmul(x, weights[i], lora[i], slabs=slabs, pdl=True)
 
-    chain = graph_time(all_layers) / layers
+    chain = graph_time(ours) / layers
+    cublas = graph_time(lambda: [x @ dense[i].T for i in range(layers)
+                                 for x, *_, dense in operands]) / layers
     floor = sum(max((N * K * BYTES + 2 * M * (N + K)) / COPY, 2 * M * N * K / TENSOR)
                 for N, K in shapes.values())     # the later of reading W and multiplying
+    read = BYTES * sum(N * K for N, K in shapes.values())
     return {"chain_us": chain * 1e6, "floor_us": floor * 1e6, "cublas_us": cublas * 1e6,
             "cublas_of_chain": cublas / chain, "floor_of_chain": floor / chain,
             "chain_gbs": read / chain / 1e9}
@@ -206,13 +207,11 @@ def large_figures(shapes, M):
 
 def dequantize_figures(shapes):
     """GB/s read and written."""
-    seconds = moved = 0
-    for N, K in shapes.values():
-        weights = [random_weight(N, K) for _ in range(copies(N, K, BYTES))]
-        outs = [random_bf16(N, K) for _ in weights]
-        work = lambda: [w.dequantize(out) for w, out in zip(weights, outs)]
-        seconds += graph_time(work) / len(weights)
-        moved += N * K * (BYTES + 2)
+    layers = layers_beyond_cache(shapes)
+    weights = [random_weight(N, K) for N, K in shapes.values() for _ in range(layers)]
+    outs = [random_bf16(w.N, w.K) for w in weights]
+    seconds = graph_time(lambda: [w.dequantize(out) for w, out in zip(weights, outs)])
+    moved = sum(w.N * w.K for w in weights) * (BYTES + 2)
     return {"dequantize_gbs": moved / seconds / 1e9}
 
 
@@ -324,18 +323,14 @@ class Step:
         plan = argparse.Namespace(**vars(args), max_prompt_tokens=256, max_new_tokens=1024,
                                   max_rows=rows)
         self.sampler = make_sampler(plan, self.model, self.learner)
-        for n in range(1, rows + 1):             # a graph for every number of rows
-            if self.sampler.engine.batch_size(n) == n:
-                self.sampler.generate([[1, 2]] * n, 1, Sampling(2))
         rewards = torch.arange(args.prompts * G) % 2
         live = torch.ones(args.prompts * G, dtype=torch.bool)
         self.advantages = grpo.group_advantages(rewards, G)
         self.weights = grpo.token_weights(self.lengths, live, self.learner.loss, 1024)
 
-    def sample(self, part):
-        """part: of every length -> all ranks' rollouts."""
-        limits = (self.lengths * part).ceil().int().view(-1, self.group_size)
-        mine = Sampling(share(limits).flatten().tolist())
+    def sample(self):
+        """-> all ranks' rollouts."""
+        mine = Sampling(share(self.lengths.view(-1, self.group_size)).flatten().tolist())
         places = share(range(len(self.prompts)))
         rollouts = self.sampler.generate(share(self.prompts), self.group_size, mine, places)
         return functools.reduce(operator.add, gather([rollouts])[0])
@@ -361,15 +356,15 @@ class Step:
 
 
 def step(args):
-    """Times a step after one of an eighth of its tokens, which compiles."""
+    """Times the second of two equal steps: the first compiles."""
     memory.bound(args.memory_gib, DEVICE)
     torch.cuda.set_device(DEVICE)
     join(DEVICE)
     work = Step(args)
-    for part in (1 / 8, 1.0):
+    for _ in range(2):
         gather([])                               # all ranks begin together, and
         began = time.perf_counter()
-        rollouts = work.sample(part)             # end this together
+        rollouts = work.sample()                 # end this together
         sampled = time.perf_counter()
         sums = work.update(rollouts)
         done = time.perf_counter()

@@ -80,10 +80,7 @@ def figure(runs, plt):
     keys = [key for key in PANELS if any(series(rows, key)[0] for rows in runs.values())]
     if not keys:
         sys.exit(f"nothing to draw: none of {', '.join(PANELS)} in {', '.join(runs)}")
-    columns = min(len(keys), 4)
-    lines = math.ceil(len(keys) / columns)
-    fig, axes = plt.subplots(lines, columns, squeeze=False, layout="constrained",
-                             figsize=(3.6 * columns, 2.7 * lines + 0.4))
+    fig, axes = plt.subplots(2, 4, layout="constrained", figsize=(14.4, 5.8))
     for axis in axes.flat[len(keys):]:
         axis.set_axis_off()
     for axis, key in zip(axes.flat, keys):
@@ -92,12 +89,10 @@ def figure(runs, plt):
         axis.set_title(PANELS[key][0], fontsize=9, loc="left")
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25, linewidth=0.5)
-        axis.tick_params(which="both", labelsize=8)
         axis.set_xlabel("step", fontsize=8)
     handles = [plt.Line2D([], [], color=colour, label=name)
                for name, colour in zip(runs, cycle(COLOURS))]
-    fig.legend(handles=handles, loc="outside upper left", ncols=min(len(runs), 4), fontsize=9,
-               frameon=False)
+    fig.legend(handles=handles, loc="outside upper left", ncols=4, fontsize=9, frameon=False)
     return fig
 
 
