@@ -164,11 +164,11 @@ def check(args):
     """ValueError for flags that can be refused before anything is loaded."""
     if args.temperature is None:
         args.temperature = 0.0 if args.samples == 1 else 0.6
-    least = {"samples": 1, "max_new_tokens": 1, "max_rows": 1, "limit": 0, "top_k": 0}
-    for name, low in least.items():
-        value = getattr(args, name)
+    least = {"samples": 1, "max-new-tokens": 1, "max-rows": 1, "limit": 0, "top-k": 0}
+    for flag, low in least.items():
+        value = getattr(args, flag.replace("-", "_"))
         if value < low:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {low}, got {value}")
+            raise ValueError(f"--{flag} must be at least {low}, got {value}")
     if not 0 <= args.temperature < math.inf or not 0 < args.top_p <= 1:
         raise ValueError("need a --temperature >= 0 and 0 < --top-p <= 1, got "
                          f"{args.temperature} and {args.top_p}")
@@ -272,9 +272,9 @@ def main():
         sys.exit(f"evaluate.py: not enough memory: {str(error).splitlines()[0]}")
     sampling = Sampling(args.max_new_tokens, tokenizer.end_ids, args.temperature, args.top_k,
                         args.top_p, args.seed)
-    prompts = [p.prompt for p in problems]
     with tqdm(unit=" tokens", unit_scale=True) as bar:
-        rollouts = sampler.generate(prompts, args.samples, sampling, progress=bar.update)
+        rollouts = sampler.generate([p.prompt for p in problems], args.samples, sampling,
+                                    progress=bar.update)
     rows = rewards.score(tokenizer, problems, rollouts, args.prompt_style)
     for i, row in enumerate(rows):
         lenient = rewards.grade(row["completion"], row["answer"], last_number=True)

@@ -99,7 +99,6 @@ def test_spread_counts_the_slots_that_wait(on_cpu, monkeypatch):
 
 @pytest.mark.parametrize("flags,line", [
     (["linears"], "bench: measures a GPU and there is none"),
-    (["rollout", "--batch", "12"], "12: more than 8 sequences come as groups of 8"),
     (["step", "--mod", "7b"], "unrecognized arguments: --mod"),
     (["tune"], "invalid choice: 'tune'")])
 def test_a_machine_without_gpu_and_a_bad_flag_get_one_line(flags, line, monkeypatch, capsys):

@@ -75,7 +75,7 @@ def random_model(size, base, dtype):
 
 
 def live_model(args):
-    """random_model, with an adapter whose B is random too, not zero, if --lora-rank is not 0."""
+    """random_model with an adapter whose B is random too, not zero."""
     torch.manual_seed(0)
     model = random_model(args.model, args.base, getattr(torch, args.dtype))
     if args.lora_rank:
@@ -109,9 +109,6 @@ def show(what, figures):
     print(f"{what:10}", ", ".join(words), flush=True)
     return figures
 
-
-# -------------------------------------------------------------------------------------------------
-# linears
 
 def fused_shapes(size):
     """name -> (N, K) of the four fused linears of a layer."""
@@ -222,9 +219,6 @@ def linears(args):
     return {"decode": decode, "large": large, **show("rates", dequantize_figures(shapes))}
 
 
-# -------------------------------------------------------------------------------------------------
-# rollout
-
 def weight_bytes(model):
     """Bytes that every decode step reads: linears, adapter, lm_head."""
     frozen = sum(m.weight.nbytes for m in model.modules() if isinstance(m, Linear))
@@ -234,7 +228,7 @@ def weight_bytes(model):
 
 def fixed_load(model, sampler, B, prompt, new):
     """B completions of `new` tokens -> figures."""
-    G = min(B, 8)
+    G = math.gcd(B, 8)
     prompts = random_prompts(model, [prompt] * (B // G))
     sampler.generate(prompts, G, Sampling(2))    # compiles and captures
     prefill = sampler.generate(prompts, G, Sampling(1)).seconds        # and one step
@@ -306,9 +300,6 @@ def train(args):
             "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
 
 
-# -------------------------------------------------------------------------------------------------
-# step
-
 class Step:
     """A GRPO step on random weights; under torchrun, this rank's share of it."""
 
@@ -323,7 +314,7 @@ class Step:
         plan = argparse.Namespace(**vars(args), max_prompt_tokens=256, max_new_tokens=1024,
                                   max_rows=rows)
         self.sampler = make_sampler(plan, self.model, self.learner)
-        rewards = torch.arange(args.prompts * G) % 2
+        rewards = torch.arange(args.prompts * G) % 2     # so every row is trained on
         live = torch.ones(args.prompts * G, dtype=torch.bool)
         self.advantages = grpo.group_advantages(rewards, G)
         self.weights = grpo.token_weights(self.lengths, live, self.learner.loss, 1024)
@@ -391,13 +382,6 @@ def measure(args):
     say(json.dumps({**vars(args), "device": torch.cuda.get_device_name(), **figures}))
 
 
-def batch_sizes(text):
-    sizes = [int(size) for size in text.split(",")]
-    if any(size < 1 or size > 8 and size % 8 for size in sizes):
-        raise argparse.ArgumentTypeError(f"{text}: more than 8 sequences come as groups of 8")
-    return sizes
-
-
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -416,13 +400,14 @@ def parse_args():
     add("rollout train step", "--lora-rank", type=int, default=32)
     add("rollout train step", "--base", choices=list(nvfp4.FORMATS), default="nvfp4")
     add("rollout train step", "--dtype", choices=["bfloat16", "float16"], default="bfloat16")
-    add("rollout", "--batch", type=batch_sizes, default=[1, 8, 32, 64, 256], help="as 1,8,32")
+    add("rollout", "--batch", type=lambda text: [int(n) for n in text.split(",")],
+        default=[1, 8, 32, 64, 256], help="as 1,8,32")
     add("rollout", "--spread", action="store_true", help="many lengths; --batch: slots")
     add("rollout", "--prompt", type=int, default=256, help="tokens of a prompt")
     add("rollout", "--new", type=int, default=512, help="tokens of a completion, at least 2")
     add("train step", "--memory-gib", type=float, help="bound of the whole process")
     add("train", "--tokens", type=int, default=16384, help="of the rows, shared prompts counted")
-    add("train", "--group-size", type=int, default=1, help="rows that share a third of each")
+    add("train", "--group-size", type=int, default=1, help="rows that share a prompt")
     add("train", "--kept", type=int, default=0, help="blocks that keep their activations")
     add("step", "--group-size", type=int, default=8, help="samples a problem, at least 2")
     add("step", "--prompts", type=int, default=16, help="problems")
