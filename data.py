@@ -5,12 +5,9 @@ Problems and prompts: a file, a data set's name or a generator in, token ids out
     problems, too_long = encode_prompts(Tokenizer(folder), problems, "boxed", max_tokens=512)
     for i in step_indices(len(problems), seed, cursor, 16): ...      # then cursor += 16
 
-A row without an answer ends the load with its file and line: a silently skipped row is a
-different data set. What is left out on purpose is counted: golds that the grader cannot read and
-prompts over the limit. A prompt is never cut: its end holds the question.
-
-The chat format is Qwen's ChatML written as ids, without jinja; of the template only its default
-system message is read. A problem's text never becomes a control token, even if it spells one.
+A row without an answer ends the load with its file and line: skipped, it would make a different
+data set. Golds that the grader cannot read and prompts over the limit are left out and counted.
+The chat format is Qwen's ChatML written as ids: a problem's text never becomes a control token.
 """
 import json
 import os
@@ -37,9 +34,6 @@ class Problem:
     answer: str                                  # the gold
     prompt: list = None                          # ids, from encode_prompts
 
-
-# -------------------------------------------------------------------------------------------------
-# Where rows come from
 
 SUFFIXES = (".jsonl", ".json", ".parquet")       # in order of preference: the last needs pyarrow
 # owner/name[:folder] on the Hugging Face hub, or a URL: the hub has GSM8K only as parquet.
@@ -129,8 +123,6 @@ def pick_files(names, where, split):
 
 
 def read_problems(path):
-    if not path.is_file():
-        raise FileNotFoundError(f"no data file {path}")
     problems = [to_problem(row, path, number) for number, row in read_rows(path)]
     if not problems:
         raise ValueError(f"{path}: holds no problems")
@@ -139,12 +131,13 @@ def read_problems(path):
 
 def read_rows(path):
     """-> [(number, row)]: of a line, or of a row in a list or in parquet, counted from 1."""
+    if not path.is_file():
+        raise FileNotFoundError(f"no data file {path}")
     if path.suffix == ".parquet":
         try:
             import pyarrow.parquet
         except ImportError:
-            raise ValueError(f"{path}: reading parquet needs pyarrow (pip install pyarrow), or "
-                             "convert it to .jsonl") from None
+            raise ValueError(f"{path}: reading parquet needs pip install pyarrow") from None
         return list(enumerate(pyarrow.parquet.read_table(path).to_pylist(), 1))
     rows = []
     number = 1
@@ -170,18 +163,14 @@ def to_problem(row, path, number):
     answer = gold(row)
     for what, value in (("question", question), ("answer", answer)):
         if not isinstance(value, str) or not value.strip():
-            fields = ", ".join(map(str, row))
-            raise ValueError(f"{path}:{number}: has no {what} (its fields: {fields})")
+            raise ValueError(f"{path}:{number}: has no {what} (its fields: {', '.join(row)})")
     names = row.get("id"), row.get("unique_id"), f"{path.stem}-{number}"
     name = next(name for name in names if name is not None)
     return Problem(str(name), question.strip(), answer)
 
 
 def gold(row):
-    """The gold as text, or None: what follows GSM8K's ####, the last box of a MATH solution.
-
-    The box is read as in a completion, so a solution scores against itself.
-    """
+    """The gold as text, or None: what follows GSM8K's ####, the last box of a MATH solution."""
     reward = row.get("reward_model")             # DAPO's original keeps the gold in there
     fields = {**row, **reward} if isinstance(reward, dict) else row
     for field in ("answer", "final_answer", "ground_truth", "solution"):
@@ -219,8 +208,6 @@ class Tokenizer:
 
     def __init__(self, folder):
         path = Path(folder) / "tokenizer.json"
-        if not path.is_file():
-            raise FileNotFoundError(f"no tokenizer.json in {folder}")
         try:
             self.file = TokenizerFile.from_file(str(path))
         except Exception as error:               # the library has no narrower class
@@ -250,11 +237,11 @@ class Tokenizer:
 
     def chat(self, text, system=None):
         """Ids of a system message, the model's own by default, a user's turn, an answer's begin."""
-        system = self.system if system is None else system
-        turns = [("user", text)] if system is None else [("system", system), ("user", text)]
+        system = system or self.system
+        turns = [f"system\n{system}"] if system else []
         ids = []
-        for role, content in turns:
-            ids += [self.start, *self.encode(f"{role}\n{content}"), self.stop, *self.encode("\n")]
+        for turn in [*turns, f"user\n{text}"]:
+            ids += [self.start, *self.encode(turn), self.stop, *self.encode("\n")]
         return ids + [self.start, *self.encode("assistant\n")]
 
 
@@ -283,12 +270,9 @@ def encode_prompts(tokenizer, problems, style, max_tokens):
     return kept, len(encoded) - len(kept)
 
 
-# -------------------------------------------------------------------------------------------------
-# Order
-
 @lru_cache(2)
 def order(n, seed, epoch):
-    """The permutation of range(n) that an epoch follows: a resumed run needs the cursor alone."""
+    """The permutation of range(n) that an epoch follows: to resume, the cursor is enough."""
     indices = list(range(n))
     random.Random(f"order/{seed}/{epoch}").shuffle(indices)
     return indices

@@ -6,14 +6,10 @@ Accuracy of a model, with or without an adapter: the same sampler and grader as 
 
 Greedy by default; --samples N draws N answers a problem. For c of its n answers right
     pass@k = 1 - C(n - c, k) / C(n, k)      chance that k of the n hold a right one
-    maj@k  is the commonest of k answers right? Mean over the n // k blocks of k in order of
-           drawing. Equal answers vote together, none is no vote, a tie counts as its right share.
-Each is a mean over problems with the 95 % interval of such a mean over problems like these.
-
-Golds that the grader cannot read are counted and stay in. The lenient figure also takes the last
-number where nothing says which is meant. The last line on stdout is one JSON object.
-
-Not here: few-shot prompts, engines other than our own.
+    maj@k  is the commonest of k answers right? Mean over the n // k blocks of k as drawn. Equal
+           answers vote together, none is no vote, a tie counts as its right share.
+Each is a mean over problems, with its 95 % interval. The last line on stdout is a JSON object,
+whose keys the README defines. Not here: few-shot prompts.
 """
 import argparse
 import json
@@ -38,15 +34,13 @@ from sampler import Sampling, TorchEngine, sampler_for
 
 Z = 1.959964                                     # 95 % of a normal lies within +-Z
 
-# -------------------------------------------------------------------------------------------------
-# Figures
 
 def mean(values):
     return sum(values) / len(values)
 
 
 def pass_at_k(n, c, k):
-    """The unbiased estimate (Chen et al. 2021); integers until the one division."""
+    """The unbiased estimate (Chen et al. 2021)."""
     return 1 - math.comb(n - c, k) / math.comb(n, k)
 
 
@@ -55,7 +49,7 @@ def ballots(answers):
     vote = {None: None}
     for answer in answers:
         if answer not in vote:
-            equal = (v for v in dict.fromkeys(vote.values()) if rewards.is_equal(answer, v))
+            equal = (v for v in vote.values() if rewards.is_equal(answer, v))
             vote[answer] = next(equal, answer)
     return [vote[answer] for answer in answers]
 
@@ -74,17 +68,15 @@ def maj_at_k(votes, correct, k):
 def interval(values, samples=1):
     """A value in [0, 1] for each problem, from `samples` answers -> [mean, low, high] at 95 %.
 
-    Wilson's interval at the effective sample size mean (1 - mean) / var(mean): the number of
-    problems if all values are 0 or 1, the textbook's interval, and never more than that of
-    answers. It has a width at 0 and 1 too.
+    Wilson's, at the effective sample size: the number of problems if all values are 0 or 1, and
+    never more than that of answers.
     """
-    count = len(values)
+    n = len(values)
     p = mean(values)
     spread = p * (1 - p)
-    variance = sum((v - p) ** 2 for v in values) / count**2
-    n = count
     if spread:
-        n = spread / max(variance, spread / (count * samples))
+        variance = sum((v - p) ** 2 for v in values) / n**2
+        n = spread / max(variance, spread / (n * samples))
     centre = p + Z * Z / (2 * n)
     half = Z * math.sqrt(spread / n + (Z / (2 * n)) ** 2)
     scale = 1 + Z * Z / n
@@ -107,29 +99,28 @@ def by_problem(rows):
 def paired(rows, others):
     """Accuracy of rows minus others on the problems of both; ValueError if there are none.
 
-    The interval is normal over problems with one won and one lost added (Bonett and Price 2012):
-    runs that agree everywhere get a width. McNemar's p, else None, is for one answer a problem.
+    The interval is normal over problems with one won and one lost added (Bonett and Price 2012).
+    McNemar's p is for one answer a problem, else None.
     """
     mine = by_problem(rows)
     theirs = by_problem(others)
-    both = [(mine[key], theirs[key]) for key in mine if key in theirs]
-    if not both:
+    gaps = [mean(mine[key]) - mean(theirs[key]) for key in mine if key in theirs]
+    if not gaps:
         raise ValueError(f"--against: none of its {len(theirs)} problems is among the {len(mine)} "
                          "here")
-    gaps = [mean(a) - mean(b) for a, b in both]
     n = len(gaps) + 2
     centre = sum(gaps) / n
     half = Z * math.sqrt(((sum(gap**2 for gap in gaps) + 2) / n - centre**2) / n)
     won = sum(gap > 0 for gap in gaps)
     lost = sum(gap < 0 for gap in gaps)
-    single = all(len(a) == len(b) == 1 for a, b in both)
-    return {"pairs": len(both), "unpaired": len(mine) + len(theirs) - 2 * len(both), "won": won,
+    single = len(rows) == len(mine) and len(others) == len(theirs)
+    return {"pairs": len(gaps), "unpaired": len(mine) + len(theirs) - 2 * len(gaps), "won": won,
             "lost": lost, "difference": [mean(gaps), centre - half, centre + half],
             "mcnemar_p": mcnemar(won, lost) if single else None}
 
 
 def summarize(rows, samples):
-    """Rows of judge(), `samples` a problem -> figures; lists are [mean, low, high]."""
+    """Rows as of --out, `samples` a problem -> figures; lists are [mean, low, high]."""
     groups = [rows[i:i + samples] for i in range(0, len(rows), samples)]
     correct = [[int(row["correct"]) for row in group] for group in groups]
     votes = [ballots([row["extracted"] for row in group]) for group in groups]
@@ -144,9 +135,6 @@ def summarize(rows, samples):
     return figures | {"rules": dict(Counter(row["rule"] for row in rows).most_common())}
 
 
-# -------------------------------------------------------------------------------------------------
-# The command
-
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -156,14 +144,12 @@ def parse_args():
     add("--base", default="nvfp4", choices=list(nvfp4.FORMATS), help="format of the linears")
     add("--dtype", choices=["bfloat16", "float16"], help="of matmul inputs, as of train.py")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to run")
-    add("--data", required=True, help="as of train.py: gsm8k, a file, a Hugging Face id, ...")
+    add("--data", required=True, help="as of train.py: gsm8k, a file, an id, ...")
     add("--split", default="test", choices=["train", "test"], help="of a data set, not of a file")
     add("--limit", type=int, default=0, help="only the first so many problems; 0: all")
-    add("--prompt-style", default="boxed", choices=sorted(data.STYLES),
-        help="boxed: Qwen's; tags: the paper's")
+    add("--prompt-style", default="boxed", choices=sorted(data.STYLES), help="as of train.py")
     add("--samples", type=int, default=1, help="answers a problem")
-    add("--temperature", type=float,
-        help="0: greedy. Default: 0 for one sample, the paper's 0.6 for several")
+    add("--temperature", type=float, help="0: greedy (default: 0; for several samples 0.6)")
     add("--top-p", type=float, default=0.95, help="nucleus of sampled answers (paper)")
     add("--top-k", type=int, default=0, help="sample from the likeliest so many only; 0: all")
     add("--max-new-tokens", type=int, default=4096, help="longest completion (paper)")
@@ -171,27 +157,25 @@ def parse_args():
     add("--seed", type=int, default=0, help="of sampling")
     add("--out", help="new .jsonl file for every completion with its verdict")
     add("--against", help="another run's --out, to compare with problem by problem")
-    args = parser.parse_args()
-    if args.temperature is None:
-        args.temperature = 0.0 if args.samples == 1 else 0.6
-    return args
+    return parser.parse_args()
 
 
 def check(args):
     """ValueError for flags that can be refused before anything is loaded."""
-    least = {"samples": 1, "max_new_tokens": 1, "max_rows": 1, "limit": 0, "top_k": 0}
-    for name, low in least.items():
-        value = getattr(args, name)
+    if args.temperature is None:
+        args.temperature = 0.0 if args.samples == 1 else 0.6
+    least = {"samples": 1, "max-new-tokens": 1, "max-rows": 1, "limit": 0, "top-k": 0}
+    for flag, low in least.items():
+        value = getattr(args, flag.replace("-", "_"))
         if value < low:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {low}, got {value}")
+            raise ValueError(f"--{flag} must be at least {low}, got {value}")
     if not 0 <= args.temperature < math.inf or not 0 < args.top_p <= 1:
         raise ValueError("need a --temperature >= 0 and 0 < --top-p <= 1, got "
                          f"{args.temperature} and {args.top_p}")
     if args.samples > 1 and args.temperature == 0:
-        raise ValueError(f"--samples {args.samples} needs a --temperature above 0: greedy answers "
-                         "are all the same")
+        raise ValueError(f"--samples {args.samples} needs a --temperature above 0")
     if args.out and Path(args.out).exists():
-        raise ValueError(f"--out {args.out} exists and is not overwritten: choose another name")
+        raise ValueError(f"--out {args.out} exists and is not overwritten")
     if args.temperature == 0:                    # greedy ignores the two: say so in the figures
         args.top_p = 1.0
         args.top_k = 0
@@ -212,51 +196,41 @@ def select_device(name):
 
 def read_results(path):
     """Rows of another run's --out. ValueError names the line that is not one."""
-    if not Path(path).is_file():
-        raise ValueError(f"--against {path}: no such file")
-    kinds = {"id": str, "question": str, "correct": (int, float)}
-    rows = data.read_rows(Path(path))
-    for number, row in rows:
-        if not (isinstance(row, dict) and
-                all(isinstance(row.get(key), kind) for key, kind in kinds.items())):
-            raise ValueError(f"--against {path}:{number}: needs {', '.join(kinds)}, so --out did "
-                             "not write it")
-    return [row for _, row in rows]
+    rows = []
+    for number, row in data.read_rows(Path(path)):
+        if not (isinstance(row, dict) and {"id", "question", "correct"} <= row.keys()):
+            raise ValueError(f"--against {path}:{number}: needs id, question, correct")
+        rows.append(row)
+    return rows
 
 
 def prove_adapter(model, sampler, prompt, max_new_tokens):
-    """-> mean change of a probe's log-probs by the adapter. ValueError if the sampler's lack it.
+    """-> mean change of a probe's log-probs by the adapter. ValueError if the sampler ignores it.
 
-    Loaded but not applied, an adapter scores like the base and nothing tells (the release's GSM8K
-    evaluation, for one).
+    The release's GSM8K evaluation did, and nothing told.
     """
     if not any(linear.b.any() for linear in model.adapter.linears):
         print("the adapter's B is zero in every layer: its linears are the base's")
         return 0.0
     probe = sampler.generate([prompt], 2, Sampling(min(32, max_new_tokens)))
-    tokens = [prompt + completion for completion in probe.completions]
+    rows = [prompt + completion for completion in probe.completions]
     starts = [len(prompt)] * 2
     with torch.no_grad():
-        on, _ = model.token_logprobs(tokens, starts)
+        on, _ = model.token_logprobs(rows, starts)
         with model.adapter.off():
-            off, _ = model.token_logprobs(tokens, starts)
+            off, _ = model.token_logprobs(rows, starts)
     sampled = torch.cat(probe.logprobs).to(on.device)
     shift = (on - off).abs().mean().item()
-    to_on = (sampled - on).abs().mean().item()
     to_off = (sampled - off).abs().mean().item()
-    distances = (f"moves log-probs by {shift:.1e}, the sampler is {to_on:.1e} from that and "
-                 f"{to_off:.1e} from the base")
+    effect = f"log-probs move by {shift:.1e}, the sampler's are {to_off:.1e} from the base's"
     if shift == 0 or to_off < shift / 2:         # half: to_off is rounding alone if not applied
-        raise ValueError(f"--adapter has no effect: it {distances}")
-    print(f"adapter active: it {distances}")
+        raise ValueError(f"--adapter has no effect: {effect}")
+    print(f"adapter active: {effect}")
     return shift
 
 
 def prepare(args):
-    """-> tokenizer, problems, sampler, rows of --against, adapter's shift.
-
-    Whatever can be wrong is found out here, before the first token.
-    """
+    """-> tokenizer, problems, sampler, rows of --against, adapter's shift; finds what is wrong."""
     check(args)
     device = select_device(args.device)
     problems, _ = data.load_problems(args.data, args.split)
@@ -285,18 +259,6 @@ def prepare(args):
     return tokenizer, problems, sampler, others, shift
 
 
-def judge(args, tokenizer, problems, rollouts):
-    """-> rows of rewards.score() with `sample`, its number, and `lenient`, right by any reading."""
-    rows = rewards.score(tokenizer, problems, rollouts, args.prompt_style)
-    for i, row in enumerate(rows):
-        row["sample"] = i % args.samples
-        row["lenient"] = row["correct"]
-        if row["rule"] == "none":
-            verdict = rewards.grade(row["completion"], row["answer"], last_number=True)
-            row["lenient"] = float(verdict.correct)
-    return rows
-
-
 def main():
     args = parse_args()
     began = time.perf_counter()
@@ -310,11 +272,13 @@ def main():
         sys.exit(f"evaluate.py: not enough memory: {str(error).splitlines()[0]}")
     sampling = Sampling(args.max_new_tokens, tokenizer.end_ids, args.temperature, args.top_k,
                         args.top_p, args.seed)
-    prompts = [p.prompt for p in problems]
-    name = f"{len(prompts)} x {args.samples} answers"
-    with tqdm(desc=name, unit=" tokens", unit_scale=True) as bar:
-        rollouts = sampler.generate(prompts, args.samples, sampling, progress=bar.update)
-    rows = judge(args, tokenizer, problems, rollouts)
+    with tqdm(unit=" tokens", unit_scale=True) as bar:
+        rollouts = sampler.generate([p.prompt for p in problems], args.samples, sampling,
+                                    progress=bar.update)
+    rows = rewards.score(tokenizer, problems, rollouts, args.prompt_style)
+    for i, row in enumerate(rows):
+        lenient = rewards.grade(row["completion"], row["answer"], last_number=True)
+        row |= {"sample": i % args.samples, "lenient": float(lenient.correct)}
     if args.out:
         write_atomically(args.out, "".join(json.dumps(row) + "\n" for row in rows).encode())
     figures = summarize(rows, args.samples)
@@ -329,10 +293,9 @@ def main():
     for name, value in figures.items():
         values = value if isinstance(value, list) else [value]
         print(f"{name:15}", *(f"{v:.4g}" if isinstance(v, float) else v for v in values))
-    hardware = args.device
-    if hardware.startswith("cuda"):
-        hardware = torch.cuda.get_device_name()
-    print(json.dumps({**vars(args), **figures, "adapter_shift": shift, "hardware": hardware,
+    on_gpu = args.device.startswith("cuda")
+    print(json.dumps({**vars(args), **figures, "adapter_shift": shift,
+                      "hardware": torch.cuda.get_device_name() if on_gpu else args.device,
                       "command": f"python {shlex.join(sys.argv)}"}))
 
 

@@ -30,7 +30,6 @@ def on_cpu(monkeypatch):
     monkeypatch.setitem(bench.SIZES, "toy", (64, 128, 2, 4, 2, 200, True))
     monkeypatch.setattr(bench, "DEVICE", torch.device("cpu"))
     monkeypatch.setattr(bench, "graph_sampler", graph_sampler)
-    monkeypatch.setattr(bench, "matmul_ceiling", lambda: 1e12)
     monkeypatch.setattr(bench.memory, "bound", lambda gib, device: None)
     for name, answer in dict(synchronize=None, set_device=None, reset_peak_memory_stats=None, max_memory_allocated=0,
                              max_memory_reserved=0, get_device_name="a CPU").items():
@@ -67,8 +66,8 @@ def test_drawn_lengths_have_the_mean_asked_for_and_a_long_tail(low, high, mean):
 def test_a_step_trains_on_every_row_and_two_ranks_sum_to_one(on_cpu):
     work = bench.Step(Namespace(**FLAGS))
     assert work.learner.micro_batch_tokens == 2048 and work.sampler.max_length == 256 + 1024
-    rollouts = work.sample(1 / 8)
-    assert [len(c) for c in rollouts.completions] == [-(-n // 8) for n in work.lengths.tolist()]
+    rollouts = work.sample()
+    assert [len(c) for c in rollouts.completions] == work.lengths.tolist()
     before = work.model.adapter.master.detach().clone()
     sums = work.update(rollouts)
     assert sums["tokens"] == rollouts.num_tokens            # no group of equal rewards, which teaches nothing
@@ -82,7 +81,7 @@ def test_a_step_trains_on_every_row_and_two_ranks_sum_to_one(on_cpu):
     ("train", {"tokens", "computed", "tokens_s", "computed_s", "share_of_matmul_ceiling", "peak_gib"}),
     ("rollout", {"model", "base", "dtype", "lora_rank", "prompt", "new", "device", "weight_gb", "batch"})])
 def test_commands_end_with_one_line_of_json(on_cpu, capsys, command, keys):
-    getattr(bench, command)(Namespace(**FLAGS))
+    bench.measure(Namespace(command=command, **FLAGS))
     *_, last = capsys.readouterr().out.splitlines()
     assert keys <= json.loads(last).keys()
     if command == "rollout":
@@ -100,7 +99,6 @@ def test_spread_counts_the_slots_that_wait(on_cpu, monkeypatch):
 
 @pytest.mark.parametrize("flags,line", [
     (["linears"], "bench: measures a GPU and there is none"),
-    (["rollout", "--batch", "12"], "12: more than 8 sequences come as groups of 8"),
     (["step", "--mod", "7b"], "unrecognized arguments: --mod"),
     (["tune"], "invalid choice: 'tune'")])
 def test_a_machine_without_gpu_and_a_bad_flag_get_one_line(flags, line, monkeypatch, capsys):

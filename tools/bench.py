@@ -8,22 +8,16 @@ Measures the speeds that docs/ reports; needs a GPU. Each command ends with one 
     python -m tools.bench step --model 32b --memory-gib 48         a whole GRPO step
     torchrun --nproc-per-node 2 -m tools.bench step --model 7b     the same on several GPUs
 
-linears. A CUDA graph that walks through more weights than the L2 cache holds, replayed; the
-median of the replays. `chain` is the four linears of a layer one after the other, as a step has
-them, launched with programmatic dependent launch; `alone` is the sum of the four, each in a graph
-of its own without it. Slabs are written, not summed: the kernels that finish a linear do that.
-Many rows are those of lora.Linear, which expands W and multiplies, beside cuBLAS on a W that is
-there already, same types: fp32 results forward, bf16 for dX.
+linears. `chain`, `cublas`: the four of a layer one after the other, as in a step of decoding; slabs
+are not summed, since other kernels do that. Many rows: lora.Linear, which expands W, beside cuBLAS
+on a W that is there already, same types: fp32 results forward, bf16 for dX.
 
 rollout. The whole sampler on random weights and a live random adapter: B sequences as B/8 prompts
 of 8 samples, end ids ignored, log-probs returned; tokens/s count prefill and the host's work.
 
-step. train.py's own sampler, memory plan and Learner.update. Prompts of 64 to 256 tokens,
-completions of 50 to 1,024, mean 300; rewards alternate, so that every row is trained on.
+step. train.py's own sampler, memory plan and Learner.update, the slowest rank's seconds.
 
-Not here: the search for marlin_fp4.TUNED, made by `bench.py tune` at 5814e75.
-
-Shapes: M rows, N out_features, K in_features, R rows of LoRA's A.
+Shapes: M rows, N out_features, K in_features.
 """
 import argparse
 import functools
@@ -61,9 +55,6 @@ BYTES = 0.5625                                   # of an NVFP4 weight
 DEVICE = torch.device("cuda", LOCAL_RANK)
 
 
-# -------------------------------------------------------------------------------------------------
-# Random models
-
 def random_model(size, base, dtype):
     """Random weights of a published size, made on the device: to measure speed and memory."""
     config = qwen.ModelConfig(*SIZES[size])
@@ -84,7 +75,7 @@ def random_model(size, base, dtype):
 
 
 def live_model(args):
-    """random_model, with an adapter whose B is random too, not zero, if --lora-rank is not 0."""
+    """random_model with an adapter whose B is random too, not zero."""
     torch.manual_seed(0)
     model = random_model(args.model, args.base, getattr(torch, args.dtype))
     if args.lora_rank:
@@ -103,9 +94,9 @@ def random_prompts(model, lengths):
     return [torch.randint(model.live_vocab, (n,)).tolist() for n in lengths]
 
 
-def drawn_lengths(count, low, high, mean, seed=0):
+def drawn_lengths(count, low, high, mean):
     """`count` lengths in [low, high] of that mean: exponential, a long tail as answers have."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     excess = torch.empty(count).exponential_(generator=generator)
     for _ in range(20):                          # cutting the tail lowers the mean: scale it back
         excess *= (mean - low) / excess.clamp(max=high - low).mean()
@@ -114,60 +105,10 @@ def drawn_lengths(count, low, high, mean, seed=0):
 
 def show(what, figures):
     """Prints a line of them, and hands them on."""
-    words = [f"{name} {value if isinstance(value, dict) else f'{value:,.5g}'}"
-             for name, value in figures.items()]
+    words = [f"{name} {value:,.5g}" for name, value in figures.items()]
     print(f"{what:10}", ", ".join(words), flush=True)
     return figures
 
-
-# -------------------------------------------------------------------------------------------------
-# Clocks
-
-def captured(work):
-    """A function that replays a CUDA graph of work()."""
-    with torch.cuda.stream(torch.cuda.Stream()): # compiles and warms up outside the capture
-        work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    graph.replay()
-    return graph.replay
-
-
-def medians(runs, replays):
-    """GPU seconds of each of several functions, called in turn: the card's clock meets them all."""
-    times = torch.zeros(replays, len(runs))
-    for i in range(replays):
-        for j, run in enumerate(runs):
-            start = torch.cuda.Event(enable_timing=True)
-            end = torch.cuda.Event(enable_timing=True)
-            start.record()
-            run()
-            end.record()
-            torch.cuda.synchronize()
-            times[i, j] = start.elapsed_time(end) / 1e3
-    return times.median(0).values.tolist()
-
-
-def graph_time(work, replays=9):
-    return medians([captured(work)], replays)[0]
-
-
-def seconds_of(work, repeats):
-    """Median wall time of work() after one call that is not counted."""
-    times = []
-    for _ in range(repeats + 1):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        work()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    return sorted(times[1:])[repeats // 2]
-
-
-# -------------------------------------------------------------------------------------------------
-# linears
 
 def fused_shapes(size):
     """name -> (N, K) of the four fused linears of a layer."""
@@ -177,113 +118,106 @@ def fused_shapes(size):
             "gate_up": (2 * c.feed_forward, c.width), "down": (c.width, c.feed_forward)}
 
 
-def random_weights(N, K, count):
-    """`count` different packed weights: random codes, random normal E4M3 scales."""
-    import marlin_fp4
-    weights = []
-    for _ in range(count):
-        codes = torch.randint(256, (N, K // 2), dtype=torch.uint8, device=DEVICE)
-        scales = torch.randint(40, 100, (N, K // 16), dtype=torch.uint8, device=DEVICE)
-        one = torch.ones((), device=DEVICE)
-        weights.append(marlin_fp4.pack(codes, scales.view(torch.float8_e4m3fn), one))
-    return weights
+def random_weight(N, K):
+    """Packed, of random codes and random normal E4M3 scales."""
+    from marlin_fp4 import pack
+    codes = torch.randint(256, (N, K // 2), dtype=torch.uint8, device=DEVICE)
+    scales = torch.randint(40, 100, (N, K // 16), dtype=torch.uint8, device=DEVICE)
+    return pack(codes, scales.view(torch.float8_e4m3fn), torch.ones((), device=DEVICE))
+
+
+def graph_time(work):
+    """GPU seconds of work() as a CUDA graph, the median of nine replays."""
+    with torch.cuda.stream(torch.cuda.Stream()): # compiles and warms up outside the capture
+        work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    graph.replay()
+    times = []
+    for _ in range(9):
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return sorted(times)[4]
 
 
 def random_bf16(*shape):
     return torch.randn(shape, device=DEVICE).bfloat16()
 
 
-def copies(N, K, bytes_per_weight):
-    return max(2, math.ceil(TRAFFIC / (N * K * bytes_per_weight)))
+def layers_beyond_cache(shapes):
+    return math.ceil(TRAFFIC / (BYTES * sum(N * K for N, K in shapes.values())))
 
 
 def decode_figures(shapes, M, rank):
     """Of decode_matmul with M rows, a layer."""
     from marlin_fp4 import decode_matmul
-    read = sum(N * K * BYTES for N, K in shapes.values())
-    layers = math.ceil(TRAFFIC / read)
-    operands = {}
+    layers = layers_beyond_cache(shapes)
+    operands = []
     for name, (N, K) in shapes.items():
         x = random_bf16(M, K)
-        weights = random_weights(N, K, max(layers, copies(N, K, BYTES)))
+        weights = [random_weight(N, K) for _ in range(layers)]
         lora = [random_bf16(PARTS[name] * rank, K) if rank else None for _ in weights]
-        operands[name] = x, weights, lora, decode_matmul(x, weights[0], lora[0]).sums
+        slabs = decode_matmul(x, weights[0], lora[0]).sums
+        dense = [random_bf16(N, K) for _ in weights]
+        operands.append((x, weights, lora, slabs, dense))
 
-    def one(name, i, pdl):
-        x, weights, lora, slabs = operands[name]
-        decode_matmul(x, weights[i], lora[i], slabs=slabs, pdl=pdl)
+    def ours():
+        for i in range(layers):
+            for x, weights, lora, slabs, _ in operands:
+                decode_matmul(x, weights[i], lora[i], slabs=slabs, pdl=True)
 
-    chain = graph_time(lambda: [one(name, i, True) for i in range(layers) for name in shapes])
-    chain /= layers
-    each = {}
-    for name in shapes:
-        count = len(operands[name][1])
-        each[name] = graph_time(lambda: [one(name, i, False) for i in range(count)]) / count
-    cublas = cublas_time(shapes, M)
+    chain = graph_time(ours) / layers
+    cublas = graph_time(lambda: [x @ dense[i].T for i in range(layers)
+                                 for x, *_, dense in operands]) / layers
     floor = sum(max((N * K * BYTES + 2 * M * (N + K)) / COPY, 2 * M * N * K / TENSOR)
                 for N, K in shapes.values())     # the later of reading W and multiplying
-    return {"chain_us": chain * 1e6, "alone_us": sum(each.values()) * 1e6,
-            "floor_us": floor * 1e6, "cublas_us": cublas * 1e6, "cublas_of_chain": cublas / chain,
-            "floor_of_chain": floor / chain, "chain_gbs": read / chain / 1e9,
-            "each_us": {name: round(seconds * 1e6, 2) for name, seconds in each.items()}}
-
-
-def cublas_time(shapes, M):
-    """Seconds of x @ W.T in bf16, by cuBLAS, summed over the linears."""
-    total = 0.0
-    for N, K in shapes.values():
-        weights = [random_bf16(N, K) for _ in range(copies(N, K, 2))]
-        x = random_bf16(M, K)
-        total += graph_time(lambda: [x @ w.T for w in weights]) / len(weights)
-    return total
+    read = BYTES * sum(N * K for N, K in shapes.values())
+    return {"chain_us": chain * 1e6, "floor_us": floor * 1e6, "cublas_us": cublas * 1e6,
+            "cublas_of_chain": cublas / chain, "floor_of_chain": floor / chain,
+            "chain_gbs": read / chain / 1e9}
 
 
 def large_figures(shapes, M):
     """Of lora.Linear's forward and dX, and the same products by cuBLAS, a layer."""
-    sums = torch.zeros(4)
+    seconds = torch.zeros(4)
     for name, (N, K) in shapes.items():
-        linear = Linear(random_weights(N, K, 1)[0], [name], (N,))
+        linear = Linear(random_weight(N, K), [name], (N,))
         dense = linear.weight.dequantize()
         x = random_bf16(M, K)
         dy = random_bf16(M, N)
-        sums += torch.tensor(medians([
-            captured(lambda: linear.product(x)),
-            captured(lambda: linear.product_backward(x, dy, False)),
-            captured(lambda: torch.mm(x, dense.T, out_dtype=torch.float32)),
-            captured(lambda: dy @ dense)], 15))
-    forward, dx, cublas_forward, cublas_dx = sums.tolist()
+        seconds += torch.tensor([
+            graph_time(lambda: linear.product(x)),
+            graph_time(lambda: linear.product_backward(x, dy, False)),
+            graph_time(lambda: torch.mm(x, dense.T, out_dtype=torch.float32)),
+            graph_time(lambda: dy @ dense)])
+    forward, dx, cublas_forward, cublas_dx = seconds.tolist()
     return {"forward_us": forward * 1e6, "dx_us": dx * 1e6,
             "forward_of_cublas": cublas_forward / forward, "dx_of_cublas": cublas_dx / dx}
 
 
 def dequantize_figures(shapes):
-    """GB/s read and written by dequantize, and by a copy."""
-    seconds = moved = 0
-    for N, K in shapes.values():
-        weights = random_weights(N, K, copies(N, K, BYTES))
-        outs = [torch.empty(N, K, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
-        work = lambda: [w.dequantize(outs[i % 2]) for i, w in enumerate(weights)]
-        seconds += graph_time(work) / len(weights)
-        moved += N * K * (BYTES + 2)
-    a = random_bf16(2**29)
-    b = torch.empty_like(a)
-    copy = 2 * a.nbytes / graph_time(lambda: torch.mul(a, 1, out=b))
-    return {"dequantize_gbs": moved / seconds / 1e9, "copy_gbs": copy / 1e9}
+    """GB/s read and written."""
+    layers = layers_beyond_cache(shapes)
+    weights = [random_weight(N, K) for N, K in shapes.values() for _ in range(layers)]
+    outs = [random_bf16(w.N, w.K) for w in weights]
+    seconds = graph_time(lambda: [w.dequantize(out) for w, out in zip(weights, outs)])
+    moved = sum(w.N * w.K for w in weights) * (BYTES + 2)
+    return {"dequantize_gbs": moved / seconds / 1e9}
 
 
 def linears(args):
     shapes = fused_shapes(args.model)
-    result = {"model": args.model, "lora_rank": args.lora_rank,
-              "device": torch.cuda.get_device_name(), "decode": {}, "large": {}}
-    for M in args.rows:
-        result["decode"][M] = show(f"{M} rows", decode_figures(shapes, M, args.lora_rank))
-    for M in args.large_rows:
-        result["large"][M] = show(f"{M} rows", large_figures(shapes, M))
-    print(json.dumps(result | show("rates", dequantize_figures(shapes))))
+    decode = {M: show(f"{M} rows", decode_figures(shapes, M, args.lora_rank)) for M in args.rows}
+    large = {M: show(f"{M} rows", large_figures(shapes, M)) for M in args.large_rows}
+    return {"decode": decode, "large": large, **show("rates", dequantize_figures(shapes))}
 
-
-# -------------------------------------------------------------------------------------------------
-# rollout
 
 def weight_bytes(model):
     """Bytes that every decode step reads: linears, adapter, lm_head."""
@@ -294,7 +228,7 @@ def weight_bytes(model):
 
 def fixed_load(model, sampler, B, prompt, new):
     """B completions of `new` tokens -> figures."""
-    G = min(B, 8)
+    G = math.gcd(B, 8)
     prompts = random_prompts(model, [prompt] * (B // G))
     sampler.generate(prompts, G, Sampling(2))    # compiles and captures
     prefill = sampler.generate(prompts, G, Sampling(1)).seconds        # and one step
@@ -324,62 +258,47 @@ def spread_load(sampler, prompts, rows):
 
 def rollout(args):
     model = live_model(args)
-    result = {"model": args.model, "base": args.base, "dtype": args.dtype,
-              "lora_rank": args.lora_rank, "prompt": args.prompt, "new": args.new,
-              "device": torch.cuda.get_device_name(), "weight_gb": weight_bytes(model) / 1e9,
-              "batch": {}}
+    batch = {}
     if args.spread:
         prompts = random_prompts(model, [args.prompt] * 16)
         for rows in args.batch:
             sampler = graph_sampler(model, args.prompt + 1024, rows)
-            result["batch"][rows] = show(f"{rows} slots", spread_load(sampler, prompts, rows))
+            batch[rows] = show(f"{rows} slots", spread_load(sampler, prompts, rows))
     else:
         sampler = graph_sampler(model, args.prompt + args.new, max(args.batch))
         for B in args.batch:
             load = fixed_load(model, sampler, B, args.prompt, args.new)
-            result["batch"][B] = show(f"B={B}", load)
-    print(json.dumps(result))
-
-
-# -------------------------------------------------------------------------------------------------
-# train
-
-def matmul_ceiling():
-    """FLOP/s of an 8192^3 bf16 product on random data: what this GPU gives today."""
-    a, b = random_bf16(2, 8192, 8192)
-    return 2 * 8192**3 / seconds_of(lambda: a @ b, 10)
+            batch[B] = show(f"B={B}", load)
+    return {"weight_gb": weight_bytes(model) / 1e9, "batch": batch}
 
 
 def train(args):
-    """Forward, recomputation and backward of packed sequences of about 512 tokens."""
+    """Forward, recomputation and backward of rows of 512 tokens on average, prompts of 170."""
     memory.bound(args.memory_gib, DEVICE)
-    ceiling = matmul_ceiling()
     model = live_model(args)
     G = args.group_size
-    sizes = drawn_lengths(args.tokens // 512 // G * G, 256, 1024, 512)
-    prompts = random_prompts(model, [min(sizes[i:i + G]) // 3 for i in range(0, len(sizes), G)])
-    starts = [len(prompts[i // G]) for i in range(len(sizes))]         # prompts: not scored
-    answers = random_prompts(model, [size - start for size, start in zip(sizes, starts)])
+    prompts = random_prompts(model, [170] * (args.tokens // 512 // G))
+    answers = random_prompts(model, drawn_lengths(len(prompts) * G, 86, 854, 342))
     rows = [prompts[i // G] + answer for i, answer in enumerate(answers)]
-    tokens = sum(sizes)
+    starts = [170] * len(rows)
+    for repeats in (1, 3):                       # the first compiles
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        began = time.perf_counter()
+        for _ in range(repeats):
+            model.token_logprobs(rows, starts, kept=args.kept)[0].mean().backward()
+        torch.cuda.synchronize()
+        seconds = (time.perf_counter() - began) / repeats
+    tokens = sum(map(len, rows))
     computed = len(lay_out(rows, starts)[0])
-    torch.cuda.reset_peak_memory_stats()
-    seconds = seconds_of(
-        lambda: model.token_logprobs(rows, starts, kept=args.kept)[0].mean().backward(), 3)
     weights = sum(linear.weight.N * linear.weight.K for linear in model.adapter.linears)
     again = 1 - min(args.kept, len(model.layers)) / len(model.layers)  # blocks run a second time
     head = 4 * model.live_vocab * model.config.width * (tokens - sum(starts))
     flops = (4 + 2 * again) * weights * computed + head
-    print(json.dumps({
-        "model": args.model, "base": args.base, "dtype": args.dtype, "lora_rank": args.lora_rank,
-        "group_size": G, "kept": args.kept, "tokens": tokens, "computed": computed,
-        "tokens_s": tokens / seconds, "computed_s": computed / seconds,
-        "share_of_matmul_ceiling": flops / seconds / ceiling, "ceiling_tflops": ceiling / 1e12,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30}))
+    return {"tokens": tokens, "computed": computed, "tokens_s": tokens / seconds,
+            "computed_s": computed / seconds, "share_of_matmul_ceiling": flops / seconds / TENSOR,
+            "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
 
-
-# -------------------------------------------------------------------------------------------------
-# step
 
 class Step:
     """A GRPO step on random weights; under torchrun, this rank's share of it."""
@@ -388,39 +307,35 @@ class Step:
         G = args.group_size
         self.model = live_model(args)
         self.learner = Learner(self.model, grpo.LOSSES["dapo"])
-        self.places = share(range(args.prompts))
         self.group_size = G
         self.lengths = torch.tensor(drawn_lengths(args.prompts * G, 50, 1024, 300))
         self.prompts = random_prompts(self.model, torch.randint(64, 257, (args.prompts,)).tolist())
-        rows = min(len(self.places) * G, 256)
+        rows = min(len(share(self.prompts)) * G, 256)
         plan = argparse.Namespace(**vars(args), max_prompt_tokens=256, max_new_tokens=1024,
                                   max_rows=rows)
         self.sampler = make_sampler(plan, self.model, self.learner)
-        for n in range(1, rows + 1):             # a graph for every number of rows
-            if self.sampler.engine.batch_size(n) == n:
-                self.sampler.generate([[1, 2]] * n, 1, Sampling(2))
-        rewards = torch.arange(args.prompts * G) % 2
+        rewards = torch.arange(args.prompts * G) % 2     # so every row is trained on
         live = torch.ones(args.prompts * G, dtype=torch.bool)
         self.advantages = grpo.group_advantages(rewards, G)
         self.weights = grpo.token_weights(self.lengths, live, self.learner.loss, 1024)
 
-    def sample(self, part):
-        """part: of every length."""
-        mine = [p * self.group_size + g for p in self.places for g in range(self.group_size)]
-        limits = (self.lengths[mine] * part).ceil().int().tolist()
-        return self.sampler.generate(share(self.prompts), self.group_size, Sampling(limits),
-                                     self.places)
+    def sample(self):
+        """-> all ranks' rollouts."""
+        mine = Sampling(share(self.lengths.view(-1, self.group_size)).flatten().tolist())
+        places = share(range(len(self.prompts)))
+        rollouts = self.sampler.generate(share(self.prompts), self.group_size, mine, places)
+        return functools.reduce(operator.add, gather([rollouts])[0])
 
     def update(self, rollouts):
         """-> sums for grpo.summarize."""
-        update = self.learner.update(everybody(rollouts), self.advantages, self.weights, lr=1e-6)
+        update = self.learner.update(rollouts, self.advantages, self.weights, lr=1e-6)
         assert not update.problem, update.problem
         torch.cuda.synchronize()
         return update.sums
 
     def difference(self, rollouts):
         """Relative distance of the ranks' summed gradient from the one that a rank computes."""
-        of_step = everybody(rollouts), self.advantages, self.weights
+        of_step = rollouts, self.advantages, self.weights
         adapter = self.model.adapter
         adapter.zero_grad()
         self.learner.gradient(*of_step, 0, 1)
@@ -431,79 +346,68 @@ class Step:
         return ((all_sum(adapter.master.grad) - alone).norm() / alone.norm()).item()
 
 
-def everybody(rollouts):
-    return functools.reduce(operator.add, gather([rollouts])[0])
-
-
 def step(args):
-    """Times a step after one of an eighth of its tokens, which compiles; the slowest rank's."""
+    """Times the second of two equal steps: the first compiles."""
     memory.bound(args.memory_gib, DEVICE)
     torch.cuda.set_device(DEVICE)
     join(DEVICE)
     work = Step(args)
-    for part in (1 / 8, 1.0):
-        gather([])                               # all ranks begin together
+    for _ in range(2):
+        gather([])                               # all ranks begin together, and
         began = time.perf_counter()
-        rollouts = work.sample(part)
+        rollouts = work.sample()                 # end this together
         sampled = time.perf_counter()
         sums = work.update(rollouts)
         done = time.perf_counter()
     rows = [prompt + answer for prompt, answer in zip(rollouts.prompts, rollouts.completions)]
-    computed = len(lay_out(rows, [len(prompt) for prompt in rollouts.prompts])[0])
-    seconds = done - began, sampled - began, done - sampled
-    counts = rollouts.num_tokens, sum(map(len, rows)), computed
-    every = torch.tensor(gather([seconds + counts])[0], dtype=torch.float64)
-    slowest = every[:, :3].amax(0).tolist()
-    total = every[:, 3:].sum(0).int().tolist()
-    names = "seconds", "rollout", "update", "tokens", "learner_tokens", "learner_computed"
-    figures = dict(zip(names, slowest + total))
+    starts = [len(prompt) for prompt in rollouts.prompts]
+    figures = {"seconds": done - began, "rollout": sampled - began, "update": done - sampled,
+               "tokens": rollouts.num_tokens, "learner_tokens": sum(map(len, rows)),
+               "learner_computed": len(lay_out(rows, starts)[0])}
     if WORLD > 1:
         figures["gradient_difference"] = work.difference(rollouts)
-    say(json.dumps({
-        "model": args.model, "base": args.base, "dtype": args.dtype, "gpus": WORLD,
-        "samples": len(work.lengths), **figures, "idle": rollouts.idle,
-        "micro_batch": work.learner.micro_batch_tokens, "kept": work.learner.kept_blocks,
-        "memory_gib": args.memory_gib, "kv_gib": work.sampler.engine.kv.nbytes / 2**30,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30, **grpo.summarize(sums)}))
+    return {**figures, "idle": rollouts.idle, "samples": len(rows), "gpus": WORLD,
+            "micro_batch": work.learner.micro_batch_tokens, "kept": work.learner.kept_blocks,
+            "kv_gib": work.sampler.engine.kv.nbytes / 2**30,
+            "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+            "reserved_gib": torch.cuda.max_memory_reserved() / 2**30, **grpo.summarize(sums)}
 
 
-# -------------------------------------------------------------------------------------------------
-# The command line
+COMMANDS = {"linears": linears, "rollout": rollout, "train": train, "step": step}
 
-def batch_sizes(text):
-    sizes = [int(size) for size in text.split(",")]
-    if any(size < 1 or size > 8 and size % 8 for size in sizes):
-        raise argparse.ArgumentTypeError(f"{text}: more than 8 sequences come as groups of 8")
-    return sizes
+
+def measure(args):
+    """Runs a command and prints its flags and figures."""
+    figures = COMMANDS[args.command](args)
+    say(json.dumps({**vars(args), "device": torch.cuda.get_device_name(), **figures}))
 
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    for run in (linears, rollout, train, step):
-        commands.add_parser(run.__name__, allow_abbrev=False).set_defaults(run=run)
+    for name in COMMANDS:
+        commands.add_parser(name, allow_abbrev=False)
 
     def add(names, flag, **options):
         for name in names.split():
             commands.choices[name].add_argument(flag, **options)
 
-    three = "rollout train step"
     add("linears rollout train step", "--model", choices=SIZES, default="7b")
     add("linears", "--lora-rank", type=int, default=0, help="of each part's adapter; 0: none")
     add("linears", "--rows", type=int, nargs="*", default=[1, 8, 16, 32, 64, 128, 256])
     add("linears", "--large-rows", type=int, nargs="*", default=[1024, 4096, 16384])
-    add(three, "--lora-rank", type=int, default=32, help="of each part's adapter")
-    add(three, "--base", choices=list(nvfp4.FORMATS), default="nvfp4", help="of the linears")
-    add(three, "--dtype", choices=["bfloat16", "float16"], default="bfloat16", help="of inputs")
-    add("rollout", "--batch", type=batch_sizes, default=[1, 8, 32, 64, 256], help="as 1,8,32")
+    add("rollout train step", "--lora-rank", type=int, default=32)
+    add("rollout train step", "--base", choices=list(nvfp4.FORMATS), default="nvfp4")
+    add("rollout train step", "--dtype", choices=["bfloat16", "float16"], default="bfloat16")
+    add("rollout", "--batch", type=lambda text: [int(n) for n in text.split(",")],
+        default=[1, 8, 32, 64, 256], help="as 1,8,32")
     add("rollout", "--spread", action="store_true", help="many lengths; --batch: slots")
     add("rollout", "--prompt", type=int, default=256, help="tokens of a prompt")
     add("rollout", "--new", type=int, default=512, help="tokens of a completion, at least 2")
     add("train step", "--memory-gib", type=float, help="bound of the whole process")
     add("train", "--tokens", type=int, default=16384, help="of the rows, shared prompts counted")
-    add("train", "--group-size", type=int, default=1, help="rows that share a third of each")
+    add("train", "--group-size", type=int, default=1, help="rows that share a prompt")
     add("train", "--kept", type=int, default=0, help="blocks that keep their activations")
     add("step", "--group-size", type=int, default=8, help="samples a problem, at least 2")
     add("step", "--prompts", type=int, default=16, help="problems")
@@ -518,7 +422,7 @@ def main():
         sys.exit("bench: measures a GPU and there is none")
     if args.command in ("train", "step") and args.lora_rank < 1:
         sys.exit(f"bench: --lora-rank {args.lora_rank}: the learner trains an adapter")
-    args.run(args)
+    measure(args)
 
 
 if __name__ == "__main__":

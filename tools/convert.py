@@ -6,12 +6,10 @@ Model folders for other programs.
 
 nvfp4 writes compressed-tensors files, one matrix at a time, and prints |w - decoded| / |w| of
 each layer; lm_head and embedding stay bf16. merge adds a run's adapter to the weights it was
-trained on, 4-bit ones decoded: python evaluate.py --model OUT --base bf16 measures the result.
-Weights are rounded to bf16 once more, so log-probs move a little, and greedy answers may part
-where two tokens were nearly tied.
+trained on, 4-bit ones decoded: python evaluate.py --model OUT --base bf16 measures the result. The
+sum is rounded to bf16, so log-probs move a little.
 
-Not here: calibration, and merging into 4 bits: nvfp4 does that to what merge wrote, and its
-rounding error is larger than most adapters.
+Not here: calibration, and merging into 4 bits, whose rounding error is larger than most adapters.
 """
 import argparse
 import sys
@@ -30,9 +28,6 @@ GROUPS = (                                       # of a layer: engines fuse the 
     ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",))
 
 
-# -------------------------------------------------------------------------------------------------
-# bf16 -> NVFP4
-
 def to_nvfp4(src, out, device):
     """ValueError, and nothing written, if it cannot be."""
     config = hf.read_qwen2(src / "config.json")
@@ -41,23 +36,19 @@ def to_nvfp4(src, out, device):
     layers = [[[f"model.layers.{i}.{name}" for name in group] for group in GROUPS]
               for i in range(config["num_hidden_layers"])]
     shards = hf.Shards(src)
-    for name in names_of(layers):
+    linears = [f"{name}.weight" for layer in layers for group in layer for name in group]
+    for name in linears:
         K = shards.shape(name)[1]
         if K % 16:
             raise ValueError(f"{shards.names[name]}: {name} has {K=}, not a multiple of 16")
-    hf.save_model(nvfp4_tensors(shards, layers, device), src, out, hf.NVFP4_CONFIG)
+    others = [name for name in shards.names if name not in linears]
+    hf.save_model(nvfp4_tensors(shards, layers, others, device), src, out, hf.NVFP4_CONFIG)
 
 
-def names_of(layers):
-    return [f"{name}.weight" for layer in layers for group in layer for name in group]
-
-
-def nvfp4_tensors(shards, layers, device):
+def nvfp4_tensors(shards, layers, others, device):
     """Yields (name, tensor) of the new folder; prints the error of each layer."""
-    linears = set(names_of(layers))
-    for name in shards.names:
-        if name not in linears:
-            yield name, shards.get(name).bfloat16()
+    for name in others:
+        yield name, shards.get(name).bfloat16()
     errors = []
     for i, layer in enumerate(tqdm(layers, unit="layer")):
         of_layer = torch.zeros(2, dtype=torch.float64)
@@ -91,9 +82,6 @@ def say_error(what, sums):
     tqdm.write(f"{what}  relative error {(sums[0] / sums[1]).sqrt():.4f}")
 
 
-# -------------------------------------------------------------------------------------------------
-# A run -> bf16
-
 def merge(run, out):
     flags = hf.read_json(run / "run.json")
     if out.exists() and any(out.iterdir()):      # asked before the model is loaded
@@ -108,11 +96,9 @@ def merge(run, out):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.strip(), allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    for command, source in (("nvfp4", "bf16 Qwen2.5 folder"), ("merge", "folder of train.py")):
-        p = commands.add_parser(command)
-        p.add_argument("source", type=Path, help=source)
-        p.add_argument("out", type=Path, help="folder to make; must not exist, or be empty")
+    parser.add_argument("command", choices=["nvfp4", "merge"])
+    parser.add_argument("source", type=Path, help="bf16 Qwen2.5 folder; folder of train.py")
+    parser.add_argument("out", type=Path, help="folder to make; must not exist, or be empty")
     args = parser.parse_args()
     try:
         if args.command == "merge":

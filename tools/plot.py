@@ -2,16 +2,14 @@
 Curves of one or several runs: python -m tools.plot runs/x [runs/y ...] [--out curves.svg]
 
 Reads <run>/metrics.jsonl, one JSON object a step; the README defines every number. One panel a
-metric, one colour a run: raw values faint, on top of them a centred moving mean over a fifteenth
-of the run. Drawn as they are: held-out accuracy, which is sparse, sigma and mismatch, which move
-in stages. A metric that no run has gets no panel.
-
-matplotlib draws it and is not in requirements.txt: pip install matplotlib.
+metric, one colour a run: raw values faint, on top of them a moving mean. A metric that no run has
+gets no panel. Needs matplotlib, which is not in requirements.txt.
 """
 import argparse
 import json
 import math
 import sys
+from itertools import cycle
 from pathlib import Path
 
 PANELS = dict(                                   # key -> title, logarithmic axis
@@ -26,7 +24,6 @@ PANELS = dict(                                   # key -> title, logarithmic axi
 )
 # Okabe-Ito: safe for the colour-blind
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-FORMATS = (".png", ".svg", ".pdf")
 
 
 def read_log(path):
@@ -66,7 +63,6 @@ def smooth(values, window):
 
 
 def draw(axis, steps, values, key, colour):
-    """One run's line in one panel."""
     if PANELS[key][1]:
         if any(value > 0 for value in values):   # a run without noise stays at 0, linear
             axis.set_yscale("log")
@@ -84,47 +80,36 @@ def figure(runs, plt):
     keys = [key for key in PANELS if any(series(rows, key)[0] for rows in runs.values())]
     if not keys:
         sys.exit(f"nothing to draw: none of {', '.join(PANELS)} in {', '.join(runs)}")
-    columns = min(len(keys), 4)
-    lines = math.ceil(len(keys) / columns)
-    fig, axes = plt.subplots(lines, columns, squeeze=False, layout="constrained",
-                             figsize=(3.6 * columns, 2.7 * lines + 0.4))
+    fig, axes = plt.subplots(2, 4, layout="constrained", figsize=(14.4, 5.8))
     for axis in axes.flat[len(keys):]:
         axis.set_axis_off()
-    last = max(row["step"] for rows in runs.values() for row in rows)    # one x axis for all
     for axis, key in zip(axes.flat, keys):
-        for n, rows in enumerate(runs.values()):
-            draw(axis, *series(rows, key), key, COLOURS[n % len(COLOURS)])
+        for rows, colour in zip(runs.values(), cycle(COLOURS)):
+            draw(axis, *series(rows, key), key, colour)
         axis.set_title(PANELS[key][0], fontsize=9, loc="left")
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25, linewidth=0.5)
-        axis.tick_params(which="both", labelsize=8)
-        axis.set_xlim(-0.02 * last - 0.5, 1.02 * last + 0.5)
         axis.set_xlabel("step", fontsize=8)
-    handles = [plt.Line2D([], [], color=COLOURS[n % len(COLOURS)], label=name)
-               for n, name in enumerate(runs)]
-    fig.legend(handles=handles, loc="outside upper left", ncols=min(len(runs), 4), fontsize=9,
-               frameon=False)
+    handles = [plt.Line2D([], [], color=colour, label=name)
+               for name, colour in zip(runs, cycle(COLOURS))]
+    fig.legend(handles=handles, loc="outside upper left", ncols=4, fontsize=9, frameon=False)
     return fig
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Draw the curves of one or several runs.",
-                                     allow_abbrev=False)
+    parser = argparse.ArgumentParser(description="Draw the curves of runs.", allow_abbrev=False)
     parser.add_argument("runs", nargs="+", type=Path, help="folders that train.py wrote")
     parser.add_argument("--out", type=Path, help=".png, .svg or .pdf (default: RUN/curves.png)")
     args = parser.parse_args()
     out = args.out or args.runs[0] / "curves.png"
-    if out.suffix.lower() not in FORMATS:
-        sys.exit(f"--out {out}: must end in one of {' '.join(FORMATS)}")
-    runs = {run.resolve().name: read_log(run / "metrics.jsonl") for run in args.runs}
-    if len(runs) < len(args.runs):               # two folders of one name
-        runs = {str(run): read_log(run / "metrics.jsonl") for run in args.runs}
+    if out.suffix not in (".png", ".svg", ".pdf"):
+        sys.exit(f"--out {out}: must end in .png, .svg or .pdf")
+    runs = {str(run): read_log(run / "metrics.jsonl") for run in args.runs}
     try:
-        import matplotlib
+        from matplotlib import pyplot as plt
     except ImportError:
         sys.exit("plot needs matplotlib, which is not in requirements.txt: pip install matplotlib")
-    matplotlib.use("Agg")                        # files only: no display needed
-    from matplotlib import pyplot as plt
+    plt.switch_backend("Agg")                    # files only: no display needed
     fig = figure(runs, plt)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
