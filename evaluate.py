@@ -198,7 +198,8 @@ def read_results(path):
     """Rows of another run's --out. ValueError names the line that is not one."""
     rows = []
     for number, row in data.read_rows(Path(path)):
-        if not (isinstance(row, dict) and {"id", "question", "correct"} <= row.keys()):
+        known = isinstance(row, dict) and isinstance(row.get("correct"), (int, float))
+        if not (known and isinstance(row.get("id"), str) and isinstance(row.get("question"), str)):
             raise ValueError(f"--against {path}:{number}: needs id, question, correct")
         rows.append(row)
     return rows

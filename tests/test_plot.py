@@ -137,3 +137,7 @@ def test_samples_stop_in_one_line_that_names_the_cause(tmp_path, monkeypatch):
     assert "none of 1" in run(monkeypatch, samples, folder, "--step", -4)
     assert "--n 0" in run(monkeypatch, samples, folder, "--n", 0)
     assert "nowhere" in run(monkeypatch, samples, tmp_path / "nowhere")
+    bad = sample()
+    del bad["rule"], bad["reward"]
+    assert "line 2: without rule, reward" in run(
+        monkeypatch, samples, write(tmp_path / "y", "samples.jsonl", [sample(), bad]))

@@ -126,25 +126,30 @@ def random_weight(N, K):
     return pack(codes, scales.view(torch.float8_e4m3fn), torch.ones((), device=DEVICE))
 
 
-def graph_time(work):
-    """GPU seconds of work() as a CUDA graph, the median of nine replays."""
-    with torch.cuda.stream(torch.cuda.Stream()): # compiles and warms up outside the capture
-        work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    graph.replay()
-    times = []
-    for _ in range(9):
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
+def graph_times(*works):
+    """GPU seconds of each work() as a CUDA graph: medians of nine replays, taken in turn, so that
+    what the card's clock does, it does to all of them.
+    """
+    graphs = []
+    for work in works:
+        with torch.cuda.stream(torch.cuda.Stream()):             # compiles and warms up
+            work()
         torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return sorted(times)[4]
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            work()
+        graphs[-1].replay()
+    times = torch.zeros(9, len(graphs))
+    for i in range(9):
+        for j, graph in enumerate(graphs):
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            times[i, j] = start.elapsed_time(end) / 1e3
+    return times.median(0).values
 
 
 def random_bf16(*shape):
@@ -173,9 +178,12 @@ def decode_figures(shapes, M, rank):
             for x, weights, lora, slabs, _ in operands:
                 decode_matmul(x, weights[i], lora[i], slabs=slabs, pdl=True)
 
-    chain = graph_time(ours) / layers
-    cublas = graph_time(lambda: [x @ dense[i].T for i in range(layers)
-                                 for x, *_, dense in operands]) / layers
+    def theirs():
+        for i in range(layers):
+            for x, *_, dense in operands:
+                x @ dense[i].T
+
+    chain, cublas = (graph_times(ours, theirs) / layers).tolist()
     floor = sum(max((N * K * BYTES + 2 * M * (N + K)) / COPY, 2 * M * N * K / TENSOR)
                 for N, K in shapes.values())     # the later of reading W and multiplying
     read = BYTES * sum(N * K for N, K in shapes.values())
@@ -192,11 +200,9 @@ def large_figures(shapes, M):
         dense = linear.weight.dequantize()
         x = random_bf16(M, K)
         dy = random_bf16(M, N)
-        seconds += torch.tensor([
-            graph_time(lambda: linear.product(x)),
-            graph_time(lambda: linear.product_backward(x, dy, False)),
-            graph_time(lambda: torch.mm(x, dense.T, out_dtype=torch.float32)),
-            graph_time(lambda: dy @ dense)])
+        seconds += graph_times(
+            lambda: linear.product(x), lambda: linear.product_backward(x, dy, False),
+            lambda: torch.mm(x, dense.T, out_dtype=torch.float32), lambda: dy @ dense)
     forward, dx, cublas_forward, cublas_dx = seconds.tolist()
     return {"forward_us": forward * 1e6, "dx_us": dx * 1e6,
             "forward_of_cublas": cublas_forward / forward, "dx_of_cublas": cublas_dx / dx}
@@ -207,7 +213,7 @@ def dequantize_figures(shapes):
     layers = layers_beyond_cache(shapes)
     weights = [random_weight(N, K) for N, K in shapes.values() for _ in range(layers)]
     outs = [random_bf16(w.N, w.K) for w in weights]
-    seconds = graph_time(lambda: [w.dequantize(out) for w, out in zip(weights, outs)])
+    seconds = graph_times(lambda: [w.dequantize(out) for w, out in zip(weights, outs)]).item()
     moved = sum(w.N * w.K for w in weights) * (BYTES + 2)
     return {"dequantize_gbs": moved / seconds / 1e9}
 

@@ -15,6 +15,10 @@ from pathlib import Path
 from tools.plot import read_log
 
 
+KEYS = ("step", "id", "question", "completion", "answer", "extracted", "rule", "reward", "correct",
+        "format", "advantage", "length", "finished", "mean_logprob")
+
+
 def printable(text):
     """Safe for a terminal: control characters, escape codes too, are shown, not obeyed."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in str(text))
@@ -70,6 +74,10 @@ def main():
         sys.exit(f"--n {args.n}: must be at least 1")
     path = args.run / "samples.jsonl"
     samples = read_log(path)
+    for number, sample in enumerate(samples, 1):
+        missing = [key for key in KEYS if key not in sample]
+        if missing:
+            sys.exit(f"{path}, line {number}: without {', '.join(missing)}")
     found = select(samples, args.step, args.min_reward, args.max_reward, args.rule)
     if not found:
         rules = sorted({str(s["rule"]) for s in samples})
