@@ -68,10 +68,6 @@ PROGRAMS = {
 }
 
 
-def power_of_2(n):
-    return constexpr(triton.next_power_of_2(n))
-
-
 def attention_shape(pairs, shared):
     """(row, key-value head) pairs of a step, rows that may share -> SPLITS, MEMBERS, W, T.
 
@@ -92,9 +88,8 @@ def partial(linear, x):
     """The linear's matmul of x (n, K), and what a kernel finishes it with."""
     R = linear.rank
     slabs = linear.weight.partial(x, linear.a16 if R else None)
-    sizes = *slabs.most, R, max(16, triton.next_power_of_2(R))
     return Partial(slabs.sums, slabs.scale, linear.b16 if R else slabs.scale, linear.weight.N,
-                   slabs.sums.shape[2], slabs.KB, slabs.L, *map(constexpr, sizes))
+                   slabs.sums.shape[2], slabs.KB, slabs.L, *map(constexpr, (*slabs.most, R)))
 
 
 class Graphs(dict):
@@ -285,8 +280,7 @@ class GraphEngine(TorchEngine):
         cos = new(n, d // 2)
         sin = new(n, d // 2)
         runs = Runs(new(n, H, splits, d), new(n, H, splits), new(n, H, splits), self.counters)
-        squares = Squares(new(n, tiles), model.final_norm.eps, D, constexpr(tiles),
-                          power_of_2(tiles))
+        squares = Squares(new(n, tiles), model.final_norm.eps, D, constexpr(tiles))
         shift = constexpr(FP16_SHIFT if model.dtype == torch.float16 else 1.0)
 
         def into(norm):
