@@ -127,7 +127,7 @@ class Logits(NamedTuple):
 
 @triton.jit
 def linear_weights(y: Partial, first, BN: tl.constexpr):
-    """Of BN columns in one tile of the matmul: columns, scale (BN,), b (RP, BN), how many slabs."""
+    """Of BN columns in one tile of the matmul: columns, scale, b (R padded, BN), how many slabs."""
     col = first + tl.arange(0, BN)
     r = tl.arange(0, max(16, triton.next_power_of_2(y.R)))
     b = tl.load(y.b + col[None, :] * y.R + r[:, None], mask=(r < y.R)[:, None], other=0.0)
@@ -136,8 +136,7 @@ def linear_weights(y: Partial, first, BN: tl.constexpr):
 
 @triton.jit
 def slab_sums(y: Partial, M, tiles, of_w: tl.constexpr):
-    """Of every tile (at, live, count) the sum of its first `count` slabs, in order; the first
-    `of_w` tiles are of x @ W.T, the others of x @ A.T.
+    """Of every tile (at, live, count), the first `of_w` of W, the sum of its slabs, in order.
 
     Few elements: slabs lie side by side in one tensor, so that all threads load (2.1 and not 2.5 ms
     a step of 7B at 1 row). Many would spill registers that way (4.2 ms at 64 rows, not 3.9), so a
@@ -213,7 +212,6 @@ def rstd_of(squares: Squares, row, live):
 
 @triton.jit
 def norm_tile(norm: Norm, x, w, row, col, tile, M):
-    """Writes the next matmul's input x * w and this tile's share of the row's sum of squares."""
     x *= norm.SHIFT
     at = norm.xw + row[:, None] * norm.D + col[None, :]
     tl.store(at, x * w[None, :], mask=(row < M)[:, None])
@@ -229,7 +227,6 @@ def overlap(PDL: tl.constexpr):
 
 @triton.jit
 def wait(PDL: tl.constexpr):
-    """Until the kernel before is done."""
     if PDL:
         tl.extra.cuda.gdc_wait()
 
@@ -273,11 +270,10 @@ def heads_kernel(
     bias_ptr,          # fp32 (N,)
     cos_ptr, sin_ptr,  # fp32 (M, d / 2)
     q_ptr,             # (M, H, d)
-    cache: Cache,      # takes keys and values
-    state: State,
+    cache: Cache, state: State,
     H: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """One head of q, k or v for ROWS rows: the end of the linear, 1/rms, bias, rotary."""
+    """One head: the end of the linear, 1/rms, bias, rotary; to q, or to the cache."""
     HALF: tl.constexpr = cache.d // 2
     BLOCK: tl.constexpr = cache.BLOCK
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -367,8 +363,7 @@ def join_warps(top, mass, acc):
 @triton.jit
 def attention_kernel(
     q_ptr,             # (M, H, d)
-    cache: Cache,
-    state: State,
+    cache: Cache, state: State,
     out_ptr,           # (M, H, d)
     runs: Runs,
     scale,             # log2(e) / sqrt(d): softmax in base 2
@@ -379,40 +374,37 @@ def attention_kernel(
     """A key-value head, the H/KV query heads that share it, a program's part of a row's context.
 
     A step takes T tokens for each of W warps of each of a row's programs, of the prefix first, then
-    of the row's own. A warp keeps a softmax of its own until the end: nothing in the loop waits for
-    another. A row has as many programs as have a step to do, at most SPLITS. The last to arrive
-    joins what they leave, in order, so the result does not depend on who that is.
+    of the row's own. A warp keeps a softmax of its own: nothing in the loop waits for another. The
+    last program to arrive joins what they leave in order: the result does not depend on who it is.
 
     MEMBERS > 1: of up to so many neighbours with one prefix, at the first of them. Query j of the
-    tile is head j % (H/KV) of row + j // (H/KV); the prefix is read once, then each member's own
-    tokens, hidden from the others. A row meets the same tokens in the same warps as it would
-    alone, and gets the same bits.
+    tile is head j % G of row + j // G; the prefix is read once, then each member's own tokens,
+    hidden from the others. A row gets the same tokens in the same warps as alone: the same bits.
     """
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    SPLITS: tl.constexpr = shape.SPLITS
     MEMBERS: tl.constexpr = shape.MEMBERS
     W: tl.constexpr = shape.W
-    T: tl.constexpr = shape.T
     G: tl.constexpr = H // cache.KV
     overlap(PDL)
     prefix = tl.load(state.prefix + row).to(tl.int32)
-    members, count = 1, SPLITS
+    members, count = 1, shape.SPLITS
     if MEMBERS > 1:
         members = tl.load(state.share + row).to(tl.int32)
-    elif SPLITS > 1:
-        count = tl.minimum(tl.cdiv(tl.load(state.pos + row).to(tl.int32) + 1, W * T), SPLITS)
+    elif shape.SPLITS > 1:
+        steps = tl.cdiv(tl.load(state.pos + row).to(tl.int32) + 1, W * shape.T)
+        count = tl.minimum(steps, shape.SPLITS)
     if (members == 0) | (split >= count):
         return
-    step = W * T * count  # tokens
+    step = W * shape.T * count  # tokens
     own, ends = (), (tl.cdiv(prefix, step),)  # each member's tokens; steps up to their last
     for m in tl.static_range(MEMBERS):
         pos = tl.load(state.pos + row + m, mask=m < members, other=0).to(tl.int32)
         own += (tl.where(m < members, pos + 1 - prefix, 0),)
         ends += (ends[m] + tl.cdiv(own[m], step),)
     gap = tl.cdiv(prefix, cache.BLOCK) * cache.BLOCK  # own tokens start a block
-    offset = (split * W + tl.arange(0, W)) * T  # of each warp's first token in a step
+    offset = (split * W + tl.arange(0, W)) * shape.T  # of each warp's first token in a step
     page = (tl.where(prefix > 0, 0, gap) + offset) // cache.BLOCK
     block = tl.load(cache.table + row * cache.width + page, mask=page < cache.width, other=0)
     wait(PDL)
@@ -424,7 +416,7 @@ def attention_kernel(
     q = tl.load(q_ptr + at_q, mask=live[:, None], other=0.0)
     q = tl.broadcast_to(q[None], (W, J, cache.d))
 
-    slot = tl.arange(0, T)
+    slot = tl.arange(0, shape.T)
     within = slot[None, :, None] * cache.d + i[None, None, :]
     top = tl.full((W, J), -INF, tl.float32)
     mass = tl.zeros((W, J), tl.float32)
@@ -466,7 +458,7 @@ def attention_kernel(
     top, mass, acc = join_warps(top, mass, acc)
 
     if count > 1:
-        first = head * SPLITS  # of (M, H, SPLITS)
+        first = head * shape.SPLITS  # of (M, H, SPLITS)
         tl.store(runs.tops + first + split, top, mask=live)
         tl.store(runs.masses + first + split, mass, mask=live)
         at_acc = (first + split)[:, None] * cache.d + i[None, :]
@@ -497,8 +489,7 @@ def residual_kernel(
     w = tl.load(norm.weight + col) + tl.load(norm.noise + col)
     wait(PDL)
     x = tl.load(resid_ptr + at, mask=(row < M)[:, None], other=0.0)
-    tile_of_y, = linear_tiles(y, M, row, (weights,), (0,))
-    x += tile_of_y
+    x += linear_tiles(y, M, row, (weights,), (0,))[0]
     tl.store(resid_ptr + at, x, mask=(row < M)[:, None])
     norm_tile(norm, x, w, row, col, tile, M)
 
@@ -637,11 +628,9 @@ def elementwise(function, x, *rest):
 
 
 def attend(q, k, v, spans):
-    """FlashAttention 2 over sequences of any lengths."""
-    assert q.dtype.itemsize == 2, f"FlashAttention takes bf16 and fp16, got {q.dtype}"
-    flash = torch.ops.aten._flash_attention_forward
-    return flash(q, k, v, spans.q_starts, spans.k_starts, spans.longest_q, spans.longest_k, 0.0,
-                 spans.causal, False)[:2]
+    return torch.ops.aten._flash_attention_forward(
+        q, k, v, spans.q_starts, spans.k_starts, spans.longest_q, spans.longest_k, 0.0,
+        spans.causal, False)[:2]
 
 
 def attend_backward(dout, q, k, v, out, lse, spans):
@@ -696,7 +685,7 @@ def swiglu(y, rstd, h, keep=True):
     F = h.shape[1]
     rounded = torch.empty_like(y, dtype=h.dtype) if keep else None
     swiglu_forward_kernel[y.shape[0], triton.cdiv(F, 1024)](
-        y, rstd, h, h.stride(0), rounded if keep else h, F, KEEP=keep, BLOCK=1024, num_warps=8)
+        y, rstd, h, h.stride(0), rounded, F, BLOCK=1024, num_warps=8)
     return rounded
 
 
@@ -705,8 +694,8 @@ def swiglu_forward_kernel(
     y_ptr,             # fp32 (T, 2 F)     gate | up
     rstd_ptr,          # fp32 (T, 1)
     h_ptr, h_stride,   # (T, F)            its row stride
-    rounded_ptr,       # (T, 2 F)          takes y in h's dtype, if KEEP
-    F, KEEP: tl.constexpr, BLOCK: tl.constexpr,
+    rounded_ptr,       # (T, 2 F)          takes y in h's dtype; or None
+    F, BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)  # row * 2F passes 2^31 from 57k tokens of 7B on
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -714,7 +703,7 @@ def swiglu_forward_kernel(
     rstd = tl.load(rstd_ptr + row)
     gate = tl.load(y_ptr + row * 2 * F + col, mask=live, other=0.0)
     up = tl.load(y_ptr + row * 2 * F + F + col, mask=live, other=0.0)
-    if KEEP:
+    if rounded_ptr is not None:
         rounded = rounded_ptr + row * 2 * F + col
         tl.store(rounded, gate, mask=live)
         tl.store(rounded + F, up, mask=live)
@@ -767,8 +756,7 @@ def scores(products, scale, targets, live, dtype=None):
     c, V = products.shape
     sums = products.new_empty(3, c)
     ahead = products.new_empty(c, V, dtype=dtype) if dtype else None
-    scores_kernel[c,](products, scale, targets, sums, products if ahead is None else ahead, c, V,
-                      live, AHEAD=ahead is not None, BLOCK=4096, num_warps=8)
+    scores_kernel[c,](products, scale, targets, sums, ahead, c, V, live, BLOCK=4096, num_warps=8)
     return sums, ahead
 
 
@@ -778,15 +766,15 @@ def scores_kernel(
     scale_ptr,         # fp32 (c, 1)
     targets_ptr,       # int64 (c,)
     sums_ptr,          # fp32 (3, c)       the target's logit, log-sum-exp, mean under softmax
-    ahead_ptr,         # (c, V)            onehot - softmax, if AHEAD
-    c, V, live, AHEAD: tl.constexpr, BLOCK: tl.constexpr,
+    ahead_ptr,         # (c, V)            onehot - softmax, or None
+    c, V, live, BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     scale = tl.load(scale_ptr + row)
     target = tl.load(targets_ptr + row)
     products_ptr += row * V
-    top = tl.full((BLOCK,), -INF, tl.float32)  # each lane for itself:
-    mass = tl.zeros((BLOCK,), tl.float32)  # one reduction at the end
+    top = tl.full((BLOCK,), -INF, tl.float32)  # each lane's own: one reduction at the end
+    mass = tl.zeros((BLOCK,), tl.float32)
     mean = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, live, BLOCK):
         col = start + tl.arange(0, BLOCK)
@@ -806,7 +794,7 @@ def scores_kernel(
     tl.store(sums_ptr + row, tl.load(products_ptr + target) * scale)
     tl.store(sums_ptr + c + row, lse)
     tl.store(sums_ptr + 2 * c + row, tl.sum(mean * share, 0) / total)
-    if AHEAD:
+    if ahead_ptr is not None:
         for start in range(0, V, BLOCK):
             col = start + tl.arange(0, BLOCK)
             p = tl.exp(tl.load(products_ptr + col, mask=col < V, other=0.0) * scale - lse)
