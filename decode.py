@@ -12,8 +12,8 @@ between two matmuls is one kernel of kernels.py:
                     gate_up matmul -> swiglu_kernel -> down matmul -> residual_kernel
     head            matmul -> chunk_kernel, pick_kernel: softmax, draw, the row's state advances
 
-A row's state (token, position, random key, alive, ...) lives on the GPU and the last kernel of a
-step advances it: the host launches a window of steps and looks at the results afterwards.
+A row's state lives on the GPU and the last kernel of a step advances it: the host launches a window
+of steps and looks afterwards.
 Adapters, norms and their noise are read where they are: an optimizer step needs no new capture.
 
 Shapes: n rows (M of a matmul), K in_features, R LoRA rank, V vocabulary, D width, F feed-forward, H
@@ -31,17 +31,16 @@ from model import FP16_SHIFT
 from ops import mm_fp32
 from sampler import BLOCK, TorchEngine, fill_cache, filter_logits
 
-BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)      # rows of a graph
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)  # rows of a graph
 WINDOW = 8              # steps between two looks of the host
 TILE = 128              # columns of a matmul's tile
 CHUNK = 2048            # vocabulary entries of one program of the softmax
 GROUP = 16              # queries of a tile of attention_kernel
 MAX_ENDS = 16           # end ids of a tokenizer
-PREFILL_SIZES = (64, 128, 256, 512, 1024)                            # tokens of prefills as graphs
+PREFILL_SIZES = (64, 128, 256, 512, 1024)  # tokens of prefills as graphs
 LOG2_E = 1.4426950408889634
-# n up to -> columns of an elementwise program; (rows, warps) of those of heads_, residual_ and
-# swiglu_kernel. Found in whole steps: with 128 columns a number costs half as many instructions, up
-# to 16 rows there are too few such programs.
+# n up to -> columns of an elementwise program; (rows, warps) of heads_, residual_, swiglu_kernel's.
+# With 128 columns a number costs half as many instructions, up to 16 rows too few programs result.
 PROGRAMS = {
     4: (64, (1, 4), (1, 1), (1, 1)),
     16: (64, (4, 4), (4, 4), (8, 4)),
@@ -79,16 +78,16 @@ class Graphs(dict):
     where it is. before() precedes a launch that is no replay.
     """
     def __init__(self, capturing, before):
-        self.capturing = capturing                      # False: in Triton's interpreter, on a CPU
+        self.capturing = capturing  # False: in Triton's interpreter, on a CPU
         self.before = before
         self.settings = None
-        self.pool = None                                # of activations: graphs never run at once
+        self.pool = None  # of activations: graphs never run at once
 
     def get_for(self, settings, key, launch):
         """-> what replays launch(); what that returns lives as long as its graph."""
         if settings != self.settings:
             self.clear()
-            self.pool = None                            # without graphs it cannot be used again
+            self.pool = None  # without graphs it cannot be used again
             self.settings = settings
         if key not in self:
             self[key] = self.capture(launch) if self.capturing else launch
@@ -97,7 +96,7 @@ class Graphs(dict):
     def capture(self, launch):
         self.before()
         stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):                 # compiles, wakes cuBLAS
+        with torch.cuda.stream(stream):  # compiles, wakes cuBLAS
             stream.wait_stream(torch.cuda.default_stream())
             launch()
         torch.cuda.synchronize()
@@ -114,7 +113,7 @@ class Graphs(dict):
 
 
 class GraphEngine(TorchEngine):
-    """TorchEngine over model and kv (L, 2, blocks, KV, BLOCK, d) in graphs, made as needed."""
+    """TorchEngine in graphs, made as needed."""
     window = WINDOW
 
     def __init__(self, model, kv, max_rows):
@@ -136,20 +135,20 @@ class GraphEngine(TorchEngine):
 
         self.rows = zeros(len(State._fields), max_rows)
         self.state = State(*self.rows)
-        self.nobody = zeros(len(State._fields), 1)      # a row that reads and writes block 0
+        self.nobody = zeros(len(State._fields), 1)  # a row that reads and writes block 0
         self.nobody[State._fields.index("share")] = 1
-        self.table = None                               # (max_rows, width), from the first call on
+        self.table = None  # (max_rows, width), from the first call on
         self.ends = zeros(MAX_ENDS)
         self.inv_temperature = zeros(dtype=torch.float32)
         self.tokens = zeros(WINDOW, max_rows)
         self.logprobs = zeros(WINDOW, max_rows, dtype=torch.float32)
         self.counters = zeros(max_rows * c.kv_heads, dtype=torch.int32)
         half = torch.arange(0, c.head_dim, 2, device=kv.device, dtype=torch.float32)
-        self.freq = c.rope_theta ** (-half / c.head_dim)    # as model.rope_table
-        self.packed = zeros(3, PREFILL_SIZES[-1])       # of a prefill: tokens, blocks, positions,
+        self.freq = c.rope_theta ** (-half / c.head_dim)  # as model.rope_table
+        self.packed = zeros(3, PREFILL_SIZES[-1])  # of a prefill: tokens, blocks, positions,
         self.starts = zeros(PREFILL_SIZES[-1] // BLOCK + 1, dtype=torch.int32)  # where each begins
-        self.graphs = Graphs(kv.is_cuda, self.nobody_lives)     # of (rows, greedy)
-        self.prefills = Graphs(kv.is_cuda, self.nobody_lives)   # of tokens
+        self.graphs = Graphs(kv.is_cuda, self.nobody_lives)  # of (rows, greedy)
+        self.prefills = Graphs(kv.is_cuda, self.nobody_lives)  # of tokens
 
     def batch_size(self, n):
         return next(size for size in self.buckets if size >= n)
@@ -164,7 +163,7 @@ class GraphEngine(TorchEngine):
         size = self.batch_size(n)
         run = self.graph(size, sampling)
         self.rows[:, :size] = self.nobody
-        self.rows[:len(rows) - 1, :n] = torch.stack(rows[:-1])      # State begins as Rows, no table
+        self.rows[:len(rows) - 1, :n] = torch.stack(rows[:-1])  # State begins as Rows, no table
         self.state.alive[:n] = rows.limit > rows.pos
         self.table[:size] = 0
         self.table[:n] = rows.table
@@ -201,12 +200,12 @@ class GraphEngine(TorchEngine):
 
         def launch():
             fill_cache(self.model, self.kv, *inputs, lambda q, k, v: attend(q, k, v, spans)[0])
-            return self.model.layers[0].qkv.scratch.flat        # where every W is expanded
+            return self.model.layers[0].qkv.scratch.flat  # where every W is expanded
 
         self.prefills.get_for(self.adapter(), size, launch)()
 
     def graph(self, size, sampling):
-        """-> a function that runs one step of `size` rows."""
+        """-> what runs one step of `size` rows."""
         settings = self.adapter(), sampling.top_k, sampling.top_p, self.model.live_vocab
         return self.graphs.get_for(settings, (size, not sampling.temperature),
                                    lambda: self.step(size, sampling))
@@ -218,7 +217,7 @@ class GraphEngine(TorchEngine):
             self.table.zero_()
 
     def adapter(self):
-        """What tells apart the adapters whose addresses a graph captured."""
+        """Whose addresses a graph captured."""
         adapter = self.model.adapter
         live = adapter is not None and adapter.linears[0].enabled
         return (adapter.working.data_ptr(), adapter.rank) if live else None
@@ -238,9 +237,9 @@ class GraphEngine(TorchEngine):
             return torch.empty(shape, dtype=dtype, device=self.kv.device)
 
         resid = new(n, D)
-        xw = new(n, D, dtype=model.dtype)            # inputs of matmuls: qkv, gate|up, head;
-        context = new(n, H * d, dtype=model.dtype)   # o;
-        hidden = new(n, F, dtype=model.dtype)        # down
+        xw = new(n, D, dtype=model.dtype)  # inputs of matmuls: qkv, gate|up, head;
+        context = new(n, H * d, dtype=model.dtype)  # o;
+        hidden = new(n, F, dtype=model.dtype)  # down
         q = new(n, H, d, dtype=model.dtype)
         cos, sin = new(2, n, d // 2)
         runs = Runs(new(n, H, splits, d), new(n, H, splits), new(n, H, splits), self.counters)

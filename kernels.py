@@ -725,7 +725,7 @@ def swiglu_backward_kernel(
     y_ptr,             # (T, 2 F)          fp32, or as swiglu() kept it
     rstd_ptr,          # fp32 (T, 1)
     dh_ptr,            # (T, F)
-    dy_ptr, dy_stride, # (T, 2 F)          its row stride
+    dy_ptr, dy_stride,  # (T, 2 F)          its row stride
     drstd_ptr,         # fp32 (T, 1)
     F, BLOCK: tl.constexpr,
 ):

@@ -147,11 +147,11 @@ class PackedWeight(Weight):
 
     def __init__(self, N, K, codes, scales, row_scale, dtype):
         super().__init__((codes, scales, row_scale), None, (N, K), dtype)
-        self.codes = codes                                           # int16 (N/128, K/128, 128, 32)
-        self.scales = scales                                         # int32 (N/128, K/128, 128, 2)
-        self.row_scale = row_scale                                   # fp32 (N,)
-        self.out_scale = row_scale * 2**ORDERS[dtype].power          # fp32 (N,)
-        self.exact = bool((torch.frexp(row_scale).mantissa == 0.5).all())        # powers of two
+        self.codes = codes  # int16 (N/128, K/128, 128, 32)
+        self.scales = scales  # int32 (N/128, K/128, 128, 2)
+        self.row_scale = row_scale  # fp32 (N,)
+        self.out_scale = row_scale * 2**ORDERS[dtype].power  # fp32 (N,)
+        self.exact = bool((torch.frexp(row_scale).mantissa == 0.5).all())  # powers of two
 
     def dequantize(self, out=None):
         """-> W (N, K) in dtype, or in out's, whose rows may have any stride."""

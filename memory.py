@@ -2,12 +2,12 @@
 GPU memory of a training run, divided before its first step: the learner's worst case is measured by
 doing it once. So a run does not fail at step 300, on the first batch of long answers.
 
-    weights, adapter        linears and embeddings; master, gradient, moments, 16-bit copies
-    graphs                  of a decode step: three times its fp32 logits, and the W that it expands
-                            where no kernel reads the packed one; of a prefill
-    longest micro-batch     in rows as long as rows can get, or the sampler's largest prefill
-    KV pool                 at most what --max-rows sequences need
-    activations             of blocks that then need not be run again in the backward
+    weights, adapter      linears, embeddings; master, gradient, moments, 16-bit copies
+    graphs                of a decode step: three times its fp32 logits, and the W that it
+                          expands where no kernel reads the packed one; of a prefill
+    longest micro-batch   of the longest rows, or the sampler's largest prefill
+    KV pool               at most what --max-rows sequences need
+    activations           of blocks that are then not run again in the backward
 """
 import math
 import os
@@ -24,7 +24,7 @@ DECODE = 240           # tokens whose matmuls take as long as to decode the weig
 
 
 def bound(gib, device):
-    """Before the first allocation: what torch may take of a process's `gib` GiB; None: all."""
+    """Before the first allocation: torch's part of a process's `gib` GiB; None: all."""
     # Segments that grow: 32B's largest micro-batch reserves 10 % less.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if gib is None:
@@ -57,11 +57,11 @@ class Plan:
         weights = [linear.weight for linear in adapter.linears]
         graphs = 3 * 4 * max_rows * c.vocab
         graphs += max(w.N * w.K * w.dtype.itemsize * w.expands(max_rows) for w in weights)
-        graphs += PREFILL * (10 * c.feed_forward + 20 * c.width)     # fp32 gate|up, 16-bit h, x
+        graphs += PREFILL * (10 * c.feed_forward + 20 * c.width)  # fp32 gate|up, 16-bit h, x
         table = {"weights": held - of_adapter, "adapter": of_adapter, "graphs": graphs,
                  "CUDA context, NCCL": OUTSIDE, "fragments": 0.03 * limit}
         self.room = limit - sum(table.values())
-        token = 2 * c.layers * c.kv_heads * c.head_dim * model.dtype.itemsize    # of the KV cache
+        token = 2 * c.layers * c.kv_heads * c.head_dim * model.dtype.itemsize  # of the KV cache
         choices = [micro_batch_tokens] if micro_batch_tokens else MICRO_BATCH_TOKENS
         useful = max_rows * self.longest * token
         best = min(self.option(tokens, useful, kv_gib) for tokens in choices)
@@ -79,7 +79,7 @@ class Plan:
             say(f"{name:22} {size / GIB:8.2f} GiB")
 
     def option(self, tokens, useful, kv_gib):
-        """-> what a quarter of `useful` lacks, forwards a token: the least is best; the rest."""
+        """-> what a quarter of `useful` lacks, forwards a token: least is best; the rest."""
         layers = len(self.model.layers)
         worst = self.worst_case(tokens)
         if math.isinf(worst):
@@ -94,7 +94,7 @@ class Plan:
         return max(0, useful / 4 - left), forwards, tokens, worst, pool, kept
 
     def largest(self, tokens, kept):
-        """Log-probs of the largest micro-batch, prompts of one token: all others are scored."""
+        """Log-probs of the largest micro-batch: prompts of one token, all others scored."""
         full, rest = divmod(tokens, self.longest)
         rows = [[0] * self.longest] * max(full, 1)
         if full and rest > 1:
@@ -104,14 +104,14 @@ class Plan:
     def block_bytes(self):
         """Bytes a token that a block adds which keeps its activations."""
         def held(kept):
-            logprobs = self.largest(self.longest, kept)          # its graph holds activations
+            logprobs = self.largest(self.longest, kept)  # its graph holds activations
             return torch.cuda.memory_allocated()
 
         return (held(1) - held(0)) / self.longest
 
     def worst_case(self, tokens, kept=0):
-        """Bytes that torch reserves for the largest micro-batch and prefill; inf: it cannot."""
-        prompts = [[i % self.model.config.vocab] + [0] * self.prompt     # no two the same
+        """Bytes that torch reserves for the largest micro-batch and prefill, or inf."""
+        prompts = [[i % self.model.config.vocab] + [0] * self.prompt  # no two the same
                    for i in range(max(PREFILL_TOKENS // self.prompt, 1))]
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
