@@ -1,13 +1,10 @@
 """
-The decode step on a GPU: one new token for every live row, as one CUDA graph per batch size. Short
-prefills likewise.
-
-    engine = GraphEngine(model, kv, max_rows)     # sampler.Engine, with the numbers of TorchEngine
-    tokens, logprobs, made = engine.decode(rows, steps, sampling)
+The decode step on a GPU, one new token for every live row, and short prefills as CUDA graphs:
+sampler.Engine, with the numbers of TorchEngine.
 
 Why: at 7B a step is 4.9 GB of memory traffic, about 1.1 ms, in 260 launches. Python needs 10 us
 for a launch and a pass over an activation 3 us, so launches are recorded once and everything
-between two matmuls is one kernel (kernels.py, where it also says how a step's launches overlap):
+between two matmuls is one kernel of kernels.py:
 
     embed           residual = embed[token]
     per layer       qkv matmul -> heads_kernel: sum, adapter, 1/rms, bias, rotary, KV cache
@@ -15,18 +12,13 @@ between two matmuls is one kernel (kernels.py, where it also says how a step's l
                     gate_up matmul -> swiglu_kernel -> down matmul -> residual_kernel
     head            matmul -> chunk_kernel, pick_kernel: softmax, draw, the row's state advances
 
-A row's state (token, position, random key, alive, ...) lives on the GPU and the last kernel of a
-step advances it: the host launches a window of steps and looks at the results afterwards.
-Adapters, norms and their noise are read where they are, so an optimizer step needs no new
-capture.
+A row's state lives on the GPU and the last kernel of a step advances it: the host launches a window
+of steps and looks afterwards.
+Adapters, norms and their noise are read where they are: an optimizer step needs no new capture.
 
-Not here: scheduling and what a prefill does (sampler.py), the 4-bit matmul (marlin_fp4.py).
-
-Shapes: n rows (M of a matmul), N out_features, K in_features, R LoRA rank, S slabs, V vocabulary,
-D width, F feed-forward, H query heads, KV key-value heads, d head size.
+Shapes: n rows (M of a matmul), K in_features, R LoRA rank, V vocabulary, D width, F feed-forward, H
+query heads, KV key-value heads, d head size.
 """
-from typing import NamedTuple
-
 import torch
 import triton
 from triton.language import constexpr
@@ -37,47 +29,32 @@ from attention import Spans, attend
 from marlin_fp4 import runs_on
 from model import FP16_SHIFT
 from ops import mm_fp32
-from sampler import BLOCK, Rows, TorchEngine, fill_cache, filter_logits
+from sampler import BLOCK, TorchEngine, fill_cache, filter_logits
 
-BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)      # rows of a graph
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)  # rows of a graph
 WINDOW = 8              # steps between two looks of the host
 TILE = 128              # columns of a matmul's tile
 CHUNK = 2048            # vocabulary entries of one program of the softmax
 GROUP = 16              # queries of a tile of attention_kernel
 MAX_ENDS = 16           # end ids of a tokenizer
-PREFILL_SIZES = (64, 128, 256, 512, 1024)                            # tokens of prefills as graphs
-GIVEN = len(Rows._fields) - 1           # the state begins with the fields of Rows but its table
+PREFILL_SIZES = (64, 128, 256, 512, 1024)  # tokens of prefills as graphs
 LOG2_E = 1.4426950408889634
-
-
-class Programs(NamedTuple):
-    """Columns of an elementwise program, and (rows, warps) of each kernel's."""
-    tile: int
-    heads: tuple
-    residual: tuple
-    swiglu: tuple
-
-
-# n up to -> found in whole steps. With 128 columns a number costs half as many instructions; up to
-# 16 rows there are too few such programs.
+# n up to -> columns of an elementwise program; (rows, warps) of heads_, residual_, swiglu_kernel's.
+# With 128 columns a number costs half as many instructions, up to 16 rows too few programs result.
 PROGRAMS = {
-    4: Programs(64, (1, 4), (1, 1), (1, 1)),
-    16: Programs(64, (4, 4), (4, 4), (8, 4)),
-    64: Programs(128, (4, 4), (4, 8), (16, 4)),
-    512: Programs(128, (8, 8), (4, 4), (16, 8)),
+    4: (64, (1, 4), (1, 1), (1, 1)),
+    16: (64, (4, 4), (4, 4), (8, 4)),
+    64: (128, (4, 4), (4, 8), (16, 4)),
+    512: (128, (8, 8), (4, 4), (16, 8)),
 }
 
 
-def power_of_2(n):
-    return constexpr(triton.next_power_of_2(n))
-
-
 def attention_shape(pairs, shared):
-    """(row, key-value head) pairs of a step, rows that may share -> SPLITS, MEMBERS, W, T.
+    """(row, key-value head) pairs of a step, rows that may share -> the fields of Shape.
 
-    A row is cut up only where there are too few of them for 132 multiprocessors: a join costs 2
-    us, programs that find nothing to do 3. A shared prefix pays from 512 pairs on, where the L2
-    cannot keep up (32B, 64 rows: 30 -> 28 us).
+    A row is cut up only where there are too few of them for 132 multiprocessors: a join costs 2 us,
+    programs that find nothing to do 3. A shared prefix pays where the L2 cannot keep up, from 512
+    pairs on (32B, 64 rows: 30 -> 28 us).
     """
     if pairs <= 64:
         return min(64, triton.next_power_of_2(triton.cdiv(132, pairs))), 1, 4, 32
@@ -89,35 +66,28 @@ def attention_shape(pairs, shared):
 
 
 def partial(linear, x):
-    """The linear's matmul of x (n, K), and what a kernel finishes it with."""
+    """The linear's matmul of x (n, K), for a kernel to finish."""
     R = linear.rank
     slabs = linear.weight.partial(x, linear.a16 if R else None)
-    sizes = *slabs.most, R, max(16, triton.next_power_of_2(R))
     return Partial(slabs.sums, slabs.scale, linear.b16 if R else slabs.scale, linear.weight.N,
-                   slabs.sums.shape[2], slabs.KB, slabs.L, *map(constexpr, sizes))
+                   slabs.sums.shape[2], slabs.KB, slabs.L, *map(constexpr, (*slabs.most, R)))
 
 
 class Graphs(dict):
-    """key -> the replay of a CUDA graph, all made for the same `settings`.
-
-    What a graph captured must stay where it is. So graphs of another adapter, top_k, top_p or
-    vocabulary are dropped with their activations when those change. before() is called before a
-    launch that is not a replay.
+    """key -> the replay of a CUDA graph, made for the same `settings`: what it captured must stay
+    where it is. before() precedes a launch that is no replay.
     """
     def __init__(self, capturing, before):
-        self.capturing = capturing                      # False: in Triton's interpreter, on a CPU
+        self.capturing = capturing  # False: in Triton's interpreter, on a CPU
         self.before = before
         self.settings = None
-        self.pool = None                                # of activations: they never run at once
+        self.pool = None  # of activations: graphs never run at once
 
     def get_for(self, settings, key, launch):
-        """-> what replays launch(), which only launches kernels; captured if it is new.
-
-        What launch() returns lives as long as its graph.
-        """
+        """-> what replays launch(); what that returns lives as long as its graph."""
         if settings != self.settings:
             self.clear()
-            self.pool = None                            # without graphs it cannot be used again
+            self.pool = None  # without graphs it cannot be used again
             self.settings = settings
         if key not in self:
             self[key] = self.capture(launch) if self.capturing else launch
@@ -126,7 +96,7 @@ class Graphs(dict):
     def capture(self, launch):
         self.before()
         stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):                 # not captured: compiles, wakes cuBLAS
+        with torch.cuda.stream(stream):  # compiles, wakes cuBLAS
             stream.wait_stream(torch.cuda.default_stream())
             launch()
         torch.cuda.synchronize()
@@ -143,11 +113,7 @@ class Graphs(dict):
 
 
 class GraphEngine(TorchEngine):
-    """CUDA graphs of decode steps over model and kv (L, 2, blocks, KV, BLOCK, d), made as needed.
-
-    graphs, at most one for each of `buckets`, drawing and greedy; prefills, at most one for each of
-    PREFILL_SIZES.
-    """
+    """TorchEngine in graphs, made as needed."""
     window = WINDOW
 
     def __init__(self, model, kv, max_rows):
@@ -158,7 +124,6 @@ class GraphEngine(TorchEngine):
             raise ValueError(f"{c.width=}, {c.feed_forward=}: no multiples of {TILE}")
         if c.heads // c.kv_heads > GROUP:
             raise ValueError(f"{c.heads} query heads on {c.kv_heads}: more than {GROUP} on each")
-        assert model.dtype == kv.dtype, f"KV cache in {kv.dtype}, model in {model.dtype}"
         super().__init__(model, kv, max_rows)
         self.max_rows = max_rows
         self.shared = GROUP // (c.heads // c.kv_heads)
@@ -170,9 +135,9 @@ class GraphEngine(TorchEngine):
 
         self.rows = zeros(len(State._fields), max_rows)
         self.state = State(*self.rows)
-        self.nobody = zeros(len(State._fields), 1)       # a row that reads and writes block 0
+        self.nobody = zeros(len(State._fields), 1)  # a row that reads and writes block 0
         self.nobody[State._fields.index("share")] = 1
-        self.table = None                                # (max_rows, width), from the first call on
+        self.table = None  # (max_rows, width), from the first call on
         self.ends = zeros(MAX_ENDS)
         self.inv_temperature = zeros(dtype=torch.float32)
         self.tokens = zeros(WINDOW, max_rows)
@@ -180,29 +145,25 @@ class GraphEngine(TorchEngine):
         self.counters = zeros(max_rows * c.kv_heads, dtype=torch.int32)
         half = torch.arange(0, c.head_dim, 2, device=kv.device, dtype=torch.float32)
         self.freq = c.rope_theta ** (-half / c.head_dim)  # as model.rope_table
-        self.packed = zeros(3, PREFILL_SIZES[-1])       # of a prefill: tokens, blocks, positions,
-        self.starts = zeros(PREFILL_SIZES[-1] // BLOCK + 1, dtype=torch.int32)   # where each begins
-        self.graphs = Graphs(kv.is_cuda, self.nobody_lives)          # (rows, greedy) -> runs a step
-        self.prefills = Graphs(kv.is_cuda, self.nobody_lives)        # tokens -> runs a prefill
+        self.packed = zeros(3, PREFILL_SIZES[-1])  # of a prefill: tokens, blocks, positions,
+        self.starts = zeros(PREFILL_SIZES[-1] // BLOCK + 1, dtype=torch.int32)  # where each begins
+        self.graphs = Graphs(kv.is_cuda, self.nobody_lives)  # of (rows, greedy)
+        self.prefills = Graphs(kv.is_cuda, self.nobody_lives)  # of tokens
 
     def batch_size(self, n):
-        """The rows that a step of n live rows computes."""
         return next(size for size in self.buckets if size >= n)
 
     @torch.no_grad()
     def decode(self, rows, steps, sampling):
-        """steps <= WINDOW."""
         n = len(rows.pos)
         ends = sorted(sampling.end_ids)
-        assert n <= self.max_rows, f"{n} rows, made for {self.max_rows}"
-        assert steps <= WINDOW, f"{steps} steps, made for {WINDOW}"
         assert len(ends) <= MAX_ENDS, f"{len(ends)} end ids, at most {MAX_ENDS}"
         if self.table is None:
             self.table = self.rows.new_zeros(self.max_rows, rows.table.shape[1])
         size = self.batch_size(n)
         run = self.graph(size, sampling)
         self.rows[:, :size] = self.nobody
-        self.rows[:GIVEN, :n] = torch.stack(rows[:GIVEN])
+        self.rows[:len(rows) - 1, :n] = torch.stack(rows[:-1])  # State begins as Rows, no table
         self.state.alive[:n] = rows.limit > rows.pos
         self.table[:size] = 0
         self.table[:n] = rows.table
@@ -217,8 +178,8 @@ class GraphEngine(TorchEngine):
     def prefill(self, tokens, blocks, lengths):
         """A short one is a graph: the host takes 2 ms a layer to launch its 90 kernels.
 
-        It is padded by one more prefix, whose keys and values go to block 0, and by empty ones:
-        room for size / 32, since FlashAttention launches programs for those too.
+        Padded by one more prefix, which goes to block 0, and by empty ones: room for size / 32,
+        since FlashAttention launches programs for those too.
         """
         T = len(tokens)
         n = len(lengths)
@@ -239,26 +200,24 @@ class GraphEngine(TorchEngine):
 
         def launch():
             fill_cache(self.model, self.kv, *inputs, lambda q, k, v: attend(q, k, v, spans)[0])
-            return self.model.layers[0].qkv.scratch.flat        # where every W is expanded
+            return self.model.layers[0].qkv.scratch.flat  # where every W is expanded
 
         self.prefills.get_for(self.adapter(), size, launch)()
 
     def graph(self, size, sampling):
-        """-> a function that runs one step of `size` rows."""
-        def launch():
-            self.step(size, sampling)
-
+        """-> what runs one step of `size` rows."""
         settings = self.adapter(), sampling.top_k, sampling.top_p, self.model.live_vocab
-        return self.graphs.get_for(settings, (size, not sampling.temperature), launch)
+        return self.graphs.get_for(settings, (size, not sampling.temperature),
+                                   lambda: self.step(size, sampling))
 
     def nobody_lives(self):
-        """A step that is not captured must not write anybody's keys."""
+        """A step that is no replay must not write anybody's keys."""
         self.rows.zero_()
         if self.table is not None:
             self.table.zero_()
 
     def adapter(self):
-        """What tells the adapter whose addresses a graph captured from another one."""
+        """Whose addresses a graph captured."""
         adapter = self.model.adapter
         live = adapter is not None and adapter.linears[0].enabled
         return (adapter.working.data_ptr(), adapter.rank) if live else None
@@ -269,8 +228,8 @@ class GraphEngine(TorchEngine):
         pdl = self.pdl
         c = model.config
         D, F, H, KV, d = c.width, c.feed_forward, c.heads, c.kv_heads, c.head_dim
-        programs = PROGRAMS[next((m for m in PROGRAMS if n <= m), max(PROGRAMS))]
-        tile = programs.tile
+        bucket = next((m for m in PROGRAMS if n <= m), max(PROGRAMS))
+        tile, of_heads, of_residual, of_swiglu = PROGRAMS[bucket]
         tiles = D // tile
         splits, members, warps, _ = shape = attention_shape(n * KV, self.shared)
 
@@ -278,26 +237,24 @@ class GraphEngine(TorchEngine):
             return torch.empty(shape, dtype=dtype, device=self.kv.device)
 
         resid = new(n, D)
-        xw = new(n, D, dtype=model.dtype)            # inputs of matmuls: qkv, gate|up, head;
-        context = new(n, H * d, dtype=model.dtype)   # o;
-        hidden = new(n, F, dtype=model.dtype)        # down
+        xw = new(n, D, dtype=model.dtype)  # inputs of matmuls: qkv, gate|up, head;
+        context = new(n, H * d, dtype=model.dtype)  # o;
+        hidden = new(n, F, dtype=model.dtype)  # down
         q = new(n, H, d, dtype=model.dtype)
-        cos = new(n, d // 2)
-        sin = new(n, d // 2)
+        cos, sin = new(2, n, d // 2)
         runs = Runs(new(n, H, splits, d), new(n, H, splits), new(n, H, splits), self.counters)
-        squares = Squares(new(n, tiles), model.final_norm.eps, D, constexpr(tiles),
-                          power_of_2(tiles))
+        squares = Squares(new(n, tiles), model.final_norm.eps, D, constexpr(tiles))
         shift = constexpr(FP16_SHIFT if model.dtype == torch.float16 else 1.0)
 
         def into(norm):
             return Norm(norm.weight, norm.noise, xw, squares.sums, D, tiles, shift)
 
         def residual(linear, x, norm):
-            rows, warps = programs.residual
+            rows, warps = of_residual
             kernels.residual_kernel[triton.cdiv(n, rows), tiles](
                 partial(linear, x), n, resid, into(norm), tile, rows, num_warps=warps, **pdl)
 
-        # The first kernel starts when the step before is done: all others may read the state early.
+        # Launched without pdl, after the step before: all others may read the state early.
         norms = [layer.input_norm for layer in model.layers] + [model.final_norm]
         kernels.embed_kernel[n, tiles](
             self.state, model.embed, self.freq, resid, cos, sin, into(norms[0]), n, tile, 1, d // 2,
@@ -305,27 +262,27 @@ class GraphEngine(TorchEngine):
         for layer, kv, next_norm in zip(model.layers, self.kv, norms[1:]):
             cache = Cache(kv, kv.stride(0), self.table, self.table.shape[1],
                           *map(constexpr, (KV, BLOCK, d)))
-            rows, per_program = programs.heads
+            rows, num_warps = of_heads
             kernels.heads_kernel[triton.cdiv(n, rows), H + 2 * KV](
                 partial(layer.qkv, xw), n, squares, layer.qkv_bias, cos, sin, q, cache, self.state,
-                H, rows, num_warps=per_program, **pdl)
+                H, rows, num_warps=num_warps, **pdl)
             kernels.attention_kernel[n, KV, splits](
                 q, cache, self.state, context, runs, d ** -0.5 * LOG2_E, H, GROUP,
                 Shape(*map(constexpr, shape)), num_warps=warps,
                 num_stages=4 if members > 1 else 3, **pdl)
             residual(layer.o, context, layer.post_norm)
-            rows, per_program = programs.swiglu
+            rows, num_warps = of_swiglu
             kernels.swiglu_kernel[triton.cdiv(n, rows), F // tile](
-                partial(layer.gate_up, xw), n, squares, hidden, tile, rows, num_warps=per_program,
+                partial(layer.gate_up, xw), n, squares, hidden, tile, rows, num_warps=num_warps,
                 **pdl)
             residual(layer.down, hidden, next_norm)
         self.sample(xw, squares, sampling)
 
     def sample(self, xw, squares, sampling):
-        """The head and the draw: the final norm's xw (n, D) and squares -> every row's token."""
+        """The head and the draw, from the final norm's xw (n, D) and squares."""
         n = len(xw)
         V = self.model.live_vocab
-        # All rows of the head: 151,665 columns of fp32 would leave cuBLAS unaligned rows.
+        # All of the head: 151,665 columns of fp32 would leave cuBLAS unaligned rows.
         logits = mm_fp32(xw, self.model.lm_head.T)  # (n, V padded)
         filtered = bool(sampling.top_k or sampling.top_p < 1.0)
         if filtered:
@@ -333,11 +290,9 @@ class GraphEngine(TorchEngine):
             logits *= rstd * self.inv_temperature
             filter_logits(logits[:, :V], sampling.top_k, sampling.top_p)
         chunks = triton.cdiv(V, CHUNK)
-        tops = logits.new_empty(n, chunks)
-        masses = logits.new_empty(n, chunks)
-        picks = self.tokens.new_empty(n, chunks)
-        logits = Logits(logits, logits.stride(0), V, squares, self.inv_temperature, tops, masses,
-                        picks, constexpr(filtered), constexpr(CHUNK))
+        logits = Logits(logits, logits.stride(0), V, squares, self.inv_temperature,
+                        logits.new_empty(n, chunks), logits.new_empty(n, chunks),
+                        self.tokens.new_empty(n, chunks), constexpr(filtered), constexpr(CHUNK))
         kernels.chunk_kernel[n, chunks](logits)
         kernels.pick_kernel[n,](logits, chunks, self.state, self.ends, self.tokens, self.logprobs,
                                 self.max_rows, not sampling.temperature,

@@ -2,26 +2,22 @@
 Every Triton kernel but the 4-bit matmul's (marlin_fp4.py).
 
     the decode step        all between two matmuls, attention to the cache, the draw: see decode.py
-    the learner's twins    name, signature and result of the plain torch in ops.py, attention.py and
-                           nvfp4.py that is marked twin_in_kernels: tensors on a GPU come here
+    the learner's twins    of what ops.py, attention.py and nvfp4.py mark twin_in_kernels
 
 Finishing a linear. A matmul leaves slabs of split-K partial sums (nvfp4.Slabs), columns N.. being
-x @ A.T of the adapter. Whoever reads them adds those that hold something, in order, and finishes
-the linear: deterministic, in fp32, rounded where model.py rounds. 1/rms of a row needs the whole
-row, which no program sees: programs leave sums of squares of their columns, and the reader of the
-next matmul's result adds those up (model.py says why it may).
+x @ A.T of the adapter. Whoever reads them adds those that hold something, in order, and rounds
+where model.py does. 1/rms needs a whole row, which no program sees: programs leave sums of
+squares of their columns, for the reader of the next matmul (model.py says why it may).
 
 Programmatic dependent launch. A kernel lets the next one start at once (overlap) and loads what
 no earlier kernel of the step writes, weights and the rows' state, before it waits for the one
 before it (wait). This and smaller tiles took a step of 7B with 1 row from 2.9 to 2.2 ms.
 
-Tensors are row-major and contiguous unless a stride is named. A program's rows may run past M:
-those are masked.
+Tensors are row-major, contiguous unless a stride is named. Rows past M are masked.
 
 Shapes: M rows, N out_features, R LoRA rank, S slabs, D width, F feed-forward, V vocabulary, H
 query heads, KV key-value heads, d head size, T tokens.
 """
-from contextlib import contextmanager
 from functools import cache
 from typing import NamedTuple
 
@@ -40,27 +36,25 @@ AT_ONCE = tl.constexpr(4)  # runs of attention_kernel joined at a time
 # What travels together
 
 class Partial(NamedTuple):
-    """A linear as its matmul left it, and what finishes it. R = 0: no adapter."""
+    """A linear as its matmul left it, and what finishes it."""
     sums: tl.tensor         # fp32 (S, M, width)    columns N.. are x @ A.T
     scale: tl.tensor        # fp32 (N,)
     b: tl.tensor            # (N, R)                alpha / rank included
     N: tl.tensor
     width: tl.tensor
-    KB: tl.tensor           # blocks along K, and
-    L: tl.tensor            # how many of them a program walked: marlin_fp4.pieces
+    KB: tl.tensor           # blocks along K,
+    L: tl.tensor            # of a program: marlin_fp4.pieces
     S: tl.constexpr         # slabs of x @ W.T at most,
     SA: tl.constexpr        # of x @ A.T
-    R: tl.constexpr
-    RP: tl.constexpr        # R as a power of two, from 16 on
+    R: tl.constexpr         # 0: no adapter
 
 
 class Squares(NamedTuple):
-    """What 1/rms of the residual's rows is made of: each program's share of the sum of squares."""
-    sums: tl.tensor         # fp32 (M, TILES)
+    """What 1/rms of the residual's rows is made of."""
+    sums: tl.tensor         # fp32 (M, TILES)       of squares, each program's
     eps: tl.tensor
     D: tl.tensor
     TILES: tl.constexpr
-    TILES_P: tl.constexpr   # TILES as a power of two
 
 
 class Norm(NamedTuple):
@@ -75,13 +69,13 @@ class Norm(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a step knows of its rows, int64 (M,) each: sampler.Rows, and what pick_kernel counts."""
-    token: tl.tensor        # the step's input
-    pos: tl.tensor          # its position
-    prefix: tl.tensor       # tokens before the row's own ones, shared by its group
-    share: tl.tensor        # at the first of rows with one prefix: how many, else 0
-    limit: tl.tensor        # the last position
-    key: tl.tensor          # seeds the draws
+    """Of each row, int64 (M,): sampler.Rows, and what pick_kernel counts."""
+    token: tl.tensor
+    pos: tl.tensor
+    prefix: tl.tensor
+    share: tl.tensor
+    limit: tl.tensor
+    key: tl.tensor
     alive: tl.tensor        # 0: repeats its step, which counts for nothing
     made: tl.tensor         # tokens that count, in this window
     step: tl.tensor         # of this window
@@ -114,18 +108,6 @@ class Runs(NamedTuple):
     counters: tl.tensor     # int32 (M, KV)            how many are done; left at 0
 
 
-class Walk(NamedTuple):
-    """A context in steps: the prefix of attention_kernel's rows, then each member's own tokens."""
-    row: tl.tensor
-    kv_head: tl.tensor
-    prefix: tl.tensor       # tokens
-    own: tl.tuple           # tokens of each member,
-    ends: tl.tuple          # the step after the prefix's last, after each member's last
-    gap: tl.tensor          # slot of a row's first own token
-    step: tl.tensor         # tokens of a step,
-    offset: tl.tensor       # (W,)                  of those, each warp's first
-
-
 class Logits(NamedTuple):
     """What is drawn from, and a summary of each row's chunks."""
     x: tl.tensor            # fp32 (M, stride)
@@ -145,28 +127,23 @@ class Logits(NamedTuple):
 
 @triton.jit
 def linear_weights(y: Partial, first, BN: tl.constexpr):
-    """What finishes a linear and no matmul makes: columns (BN,), scale (BN,), b (RP, BN), slabs.
-
-    The BN columns from `first` on lie in one tile of the matmul; slabs: how many hold a part of it.
-    """
+    """Of BN columns in one tile of the matmul: columns, scale, b (R padded, BN), how many slabs."""
     col = first + tl.arange(0, BN)
-    r = tl.arange(0, y.RP)
+    r = tl.arange(0, max(16, triton.next_power_of_2(y.R)))
     b = tl.load(y.b + col[None, :] * y.R + r[:, None], mask=(r < y.R)[:, None], other=0.0)
     return col, tl.load(y.scale + col), b, pieces(first, y.KB, y.L)
 
 
 @triton.jit
 def slab_sums(y: Partial, M, tiles, of_w: tl.constexpr):
-    """Of every tile (at, live, count): the sum of its first `count` slabs, in a fixed order.
+    """Of every tile (at, live, count), the first `of_w` of W, the sum of its slabs, in order.
 
-    The first `of_w` tiles are of x @ W.T and have up to y.S slabs, the others of x @ A.T, y.SA.
-    With few elements slabs lie side by side in one tensor, so that all threads load: 2.1 and not
-    2.5 ms a step at 1 row. With many that would spill registers: 3.9 and not 4.2 ms at 64 rows
-    (7B, H200). There a loop, and no static_range: unrolled before layouts are assigned, each slab
-    would be moved into the layout of the dot that follows by itself, through shared memory: 74
-    barriers a program instead of 14, 6.7 us instead of 3.5 (residual_kernel, 32 rows). All tiles
-    end in one loop: a sum that were done before the others would be moved there and then, and
-    their loads would wait behind its barrier.
+    Few elements: slabs lie side by side in one tensor, so that all threads load (2.1 and not 2.5 ms
+    a step of 7B at 1 row). Many would spill registers that way (4.2 ms at 64 rows, not 3.9), so a
+    loop; unrolled by static_range, each slab would be moved into the layout of the dot that follows
+    by itself, through shared memory: 74 barriers a program instead of 14, 6.7 us instead of 3.5
+    (residual_kernel, 32 rows). All tiles end in one loop: the loads of others would wait behind the
+    barrier of a sum that was done before.
     """
     slab = M.to(tl.int64) * y.width
     sums = ()
@@ -200,11 +177,10 @@ def slab_sums(y: Partial, M, tiles, of_w: tl.constexpr):
 def linear_tiles(y: Partial, M, row, weights, parts):
     """Tiles of a linear (rows, BN), fp32: sums * scale + (x @ A.T rounded to b's type) @ b.T.
 
-    weights: of each tile, from linear_weights; parts: which R columns of x @ A.T each has for its
-    own, or one for all.
+    weights: of each, linear_weights; parts: which R columns of x @ A.T is its own, or one for all.
     """
     live = (row < M)[:, None]
-    r = tl.arange(0, y.RP)[None, :]
+    r = tl.arange(0, max(16, triton.next_power_of_2(y.R)))[None, :]
     tiles = ()
     for t in tl.static_range(len(weights)):
         col, _, _, count = weights[t]
@@ -228,17 +204,15 @@ def linear_tiles(y: Partial, M, row, weights, parts):
 @triton.jit
 def rstd_of(squares: Squares, row, live):
     """1/rms of rows: row and live (rows, 1) -> (rows,); or of a single one."""
-    t = tl.arange(0, squares.TILES_P)
-    at = squares.sums + row * squares.TILES + t
-    sums = tl.load(at, mask=live & (t < squares.TILES), other=0.0)
+    t = tl.arange(0, triton.next_power_of_2(squares.TILES))
+    mask = live & (t < squares.TILES)
+    sums = tl.load(squares.sums + row * squares.TILES + t, mask=mask, other=0.0)
     return tl.rsqrt(tl.sum(sums, axis=-1) / squares.D + squares.eps)
 
 
 @triton.jit
 def norm_tile(norm: Norm, x, w, row, col, tile, M):
-    """Writes the next matmul's input x * w and this tile's share of the row's sum of squares."""
-    if norm.SHIFT != 1.0:
-        x *= norm.SHIFT
+    x *= norm.SHIFT
     at = norm.xw + row[:, None] * norm.D + col[None, :]
     tl.store(at, x * w[None, :], mask=(row < M)[:, None])
     tl.store(norm.sums + row * norm.TILES + tile, tl.sum(x * x, axis=1), mask=row < M)
@@ -253,7 +227,6 @@ def overlap(PDL: tl.constexpr):
 
 @triton.jit
 def wait(PDL: tl.constexpr):
-    """Until the kernel before is done."""
     if PDL:
         tl.extra.cuda.gdc_wait()
 
@@ -267,13 +240,10 @@ def embed_kernel(
     embed_ptr,         # (V, D)
     freq_ptr,          # fp32 (HALF,)      rotary frequencies
     resid_ptr,         # fp32 (M, D)       the residual stream
-    cos_ptr,           # fp32 (M, HALF)    the rotary table of this step
-    sin_ptr,           # fp32 (M, HALF)
-    norm: Norm,
-    M,
-    TILE: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
+    cos_ptr, sin_ptr,  # fp32 (M, HALF)    the rotary table of this step
+    norm: Norm,        # the first
+    M, TILE: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
 ):
-    """residual = embed[token], normed for the first matmul; and the step's cos and sin."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tile = tl.program_id(1)
     col = tile * TILE + tl.arange(0, TILE)
@@ -296,32 +266,27 @@ def embed_kernel(
 @triton.jit(do_not_specialize=["M"])
 def heads_kernel(
     y: Partial,        # of qkv
-    M,
-    squares: Squares,
+    M, squares: Squares,
     bias_ptr,          # fp32 (N,)
-    cos_ptr,           # fp32 (M, d / 2)
-    sin_ptr,           # fp32 (M, d / 2)
+    cos_ptr, sin_ptr,  # fp32 (M, d / 2)
     q_ptr,             # (M, H, d)
-    cache: Cache,      # takes keys and values
-    state: State,
+    cache: Cache, state: State,
     H: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """One head of q, k or v for ROWS rows: the end of the linear, 1/rms, bias, rotary."""
+    """One head: the end of the linear, 1/rms, bias, rotary; to q, or to the cache."""
     HALF: tl.constexpr = cache.d // 2
-    KV: tl.constexpr = cache.KV
     BLOCK: tl.constexpr = cache.BLOCK
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1)
     i = tl.arange(0, HALF)
     first = head * 2 * HALF + i  # rotary pairs element i with i + d/2
-    second = first + HALF
-    part = tl.where(head < H, 0, tl.where(head < H + KV, 1, 2))
+    part = tl.where(head < H, 0, tl.where(head < H + cache.KV, 1, 2))
     live = (row < M)[:, None]
     overlap(PDL)
     weights_a = linear_weights(y, head * 2 * HALF, HALF)
     weights_b = linear_weights(y, head * 2 * HALF + HALF, HALF)
     bias_a = tl.load(bias_ptr + first)[None, :]
-    bias_b = tl.load(bias_ptr + second)[None, :]
+    bias_b = tl.load(bias_ptr + first + HALF)[None, :]
     pos = tl.load(state.pos + row, mask=row < M, other=0)
     prefix = tl.load(state.prefix + row, mask=row < M, other=0)
     slot = (prefix + BLOCK - 1) // BLOCK * BLOCK + pos - prefix  # own tokens start a block
@@ -331,7 +296,7 @@ def heads_kernel(
     a, b = linear_tiles(y, M, row, (weights_a, weights_b), (part,))
     a = a * rstd + bias_a
     b = b * rstd + bias_b
-    turned = live & (head < H + KV)  # values are not: an angle of 0
+    turned = live & (head < H + cache.KV)  # values are not: an angle of 0
     cos = tl.load(cos_ptr + row[:, None] * HALF + i[None, :], mask=turned, other=1.0)
     sin = tl.load(sin_ptr + row[:, None] * HALF + i[None, :], mask=turned, other=0.0)
     turned_a = (a * cos - b * sin).to(q_ptr.dtype.element_ty)
@@ -341,8 +306,8 @@ def heads_kernel(
         tl.store(out, turned_a, mask=live)
         tl.store(out + HALF, turned_b, mask=live)
     else:
-        kv_head = head - H - (part - 1) * KV
-        at = ((block * KV + kv_head) * BLOCK + slot % BLOCK) * (2 * HALF)
+        kv_head = head - H - (part - 1) * cache.KV
+        at = ((block * cache.KV + kv_head) * BLOCK + slot % BLOCK) * (2 * HALF)
         out = cache.kv + ((part - 1) * cache.plane + at)[:, None] + i[None, :]
         tl.store(out, turned_a, mask=live)
         tl.store(out + HALF, turned_b, mask=live)
@@ -368,8 +333,7 @@ def join(runs: Runs, first, count, live, d: tl.constexpr):
         for s in tl.static_range(AT_ONCE):  # loads that wait for each other cost 0.6 us a run
             left = live & (s0 + s < count)
             at = first + s0 + s
-            x = tl.load(runs.tops + at, mask=left, other=-INF, cache_modifier=".cg")
-            tops += (x,)
+            tops += (tl.load(runs.tops + at, mask=left, other=-INF, cache_modifier=".cg"),)
             masses += (tl.load(runs.masses + at, mask=left, other=0.0, cache_modifier=".cg"),)
             at_acc = runs.acc + at[:, None] * d + i[None, :]
             accs += (tl.load(at_acc, mask=left[:, None], other=0.0, cache_modifier=".cg"),)
@@ -384,42 +348,98 @@ def join(runs: Runs, first, count, live, d: tl.constexpr):
 
 
 @triton.jit
-def softmax_over(q, walk: Walk, block, cache: Cache, scale, G: tl.constexpr, shape: Shape):
-    """Queries q (W, J, d), warp w over its T tokens of every step -> largest logit and mass (J,),
-    unscaled sum (J, d). block (W,): those of the first step.
+def join_warps(top, mass, acc):
+    """Largest logit, mass (W, J) and unscaled sum (W, J, d) of W warps -> the same of all."""
+    highest = tl.max(top, axis=0)
+    weight = tl.exp2(top - tl.where(highest == -INF, 0.0, highest)[None, :])
+    mass = tl.sum(mass * weight, axis=0)
+    acc *= weight[:, :, None]
+    if acc.shape[0] == 8:
+        acc = add_halves(acc)
+    acc = add_halves(add_halves(acc))
+    return highest, mass, tl.reshape(acc, (acc.shape[1], acc.shape[2]))
+
+
+@triton.jit
+def attention_kernel(
+    q_ptr,             # (M, H, d)
+    cache: Cache, state: State,
+    out_ptr,           # (M, H, d)
+    runs: Runs,
+    scale,             # log2(e) / sqrt(d): softmax in base 2
+    H: tl.constexpr,
+    J: tl.constexpr,   # queries of a tile
+    shape: Shape, PDL: tl.constexpr,
+):
+    """A key-value head, the H/KV query heads that share it, a program's part of a row's context.
+
+    A step takes T tokens for each of W warps of each of a row's programs, of the prefix first, then
+    of the row's own. A warp keeps a softmax of its own: nothing in the loop waits for another. The
+    last program to arrive joins what they leave in order: the result does not depend on who it is.
+
+    MEMBERS > 1: of up to so many neighbours with one prefix, at the first of them. Query j of the
+    tile is head j % G of row + j // G; the prefix is read once, then each member's own tokens,
+    hidden from the others. A row gets the same tokens in the same warps as alone: the same bits.
     """
+    row = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
     MEMBERS: tl.constexpr = shape.MEMBERS
-    T: tl.constexpr = shape.T
-    W: tl.constexpr = q.shape[0]
-    J: tl.constexpr = q.shape[1]
-    d: tl.constexpr = q.shape[2]
-    BLOCK: tl.constexpr = cache.BLOCK
+    W: tl.constexpr = shape.W
+    G: tl.constexpr = H // cache.KV
+    overlap(PDL)
+    prefix = tl.load(state.prefix + row).to(tl.int32)
+    members, count = 1, shape.SPLITS
+    if MEMBERS > 1:
+        members = tl.load(state.share + row).to(tl.int32)
+    elif shape.SPLITS > 1:
+        steps = tl.cdiv(tl.load(state.pos + row).to(tl.int32) + 1, W * shape.T)
+        count = tl.minimum(steps, shape.SPLITS)
+    if (members == 0) | (split >= count):
+        return
+    step = W * shape.T * count  # tokens
+    own, ends = (), (tl.cdiv(prefix, step),)  # each member's tokens; steps up to their last
+    for m in tl.static_range(MEMBERS):
+        pos = tl.load(state.pos + row + m, mask=m < members, other=0).to(tl.int32)
+        own += (tl.where(m < members, pos + 1 - prefix, 0),)
+        ends += (ends[m] + tl.cdiv(own[m], step),)
+    gap = tl.cdiv(prefix, cache.BLOCK) * cache.BLOCK  # own tokens start a block
+    offset = (split * W + tl.arange(0, W)) * shape.T  # of each warp's first token in a step
+    page = (tl.where(prefix > 0, 0, gap) + offset) // cache.BLOCK
+    block = tl.load(cache.table + row * cache.width + page, mask=page < cache.width, other=0)
+    wait(PDL)
     j = tl.arange(0, J)
-    slot = tl.arange(0, T)
-    within = slot[None, :, None] * d + tl.arange(0, d)[None, None, :]
+    i = tl.arange(0, cache.d)
+    live = j < members * G
+    head = (row + j // G) * H + kv_head * G + j % G  # of the M * H query heads
+    at_q = head[:, None] * cache.d + i[None, :]
+    q = tl.load(q_ptr + at_q, mask=live[:, None], other=0.0)
+    q = tl.broadcast_to(q[None], (W, J, cache.d))
+
+    slot = tl.arange(0, shape.T)
+    within = slot[None, :, None] * cache.d + i[None, None, :]
     top = tl.full((W, J), -INF, tl.float32)
     mass = tl.zeros((W, J), tl.float32)
-    acc = tl.zeros((W, J, d), tl.float32)
-    for t in range(0, walk.ends[MEMBERS]):
+    acc = tl.zeros((W, J, cache.d), tl.float32)
+    for t in range(0, ends[MEMBERS]):
         of = -1  # whose tokens this step has; -1: everybody's
         start = 0
-        tokens = walk.prefix
-        next_row = walk.row
-        next_at = (t + 1) * walk.step
+        tokens = prefix
+        next_row = row
+        next_at = (t + 1) * step
         for m in tl.static_range(MEMBERS):
-            of = tl.where(t >= walk.ends[m], m, of)
-            start = tl.where(t >= walk.ends[m], walk.ends[m], start)
-            tokens = tl.where(t >= walk.ends[m], walk.own[m], tokens)
-            next_row = tl.where(t + 1 >= walk.ends[m], walk.row + m, next_row)
-            own_at = (t + 1 - walk.ends[m]) * walk.step + walk.gap
-            next_at = tl.where(t + 1 >= walk.ends[m], own_at, next_at)
-        token = (t - start) * walk.step + walk.offset
-        at = (block * cache.KV + walk.kv_head) * BLOCK + token % BLOCK
-        page_ptr = cache.kv + at * d
+            of = tl.where(t >= ends[m], m, of)
+            start = tl.where(t >= ends[m], ends[m], start)
+            tokens = tl.where(t >= ends[m], own[m], tokens)
+            next_row = tl.where(t + 1 >= ends[m], row + m, next_row)
+            next_at = tl.where(t + 1 >= ends[m], (t + 1 - ends[m]) * step + gap, next_at)
+        token = (t - start) * step + offset
+        at = (block * cache.KV + kv_head) * cache.BLOCK + token % cache.BLOCK
+        page_ptr = cache.kv + at * cache.d
         # One step early: if keys and values waited for this load, the compiler would keep a single
         # buffer for them.
-        page = (next_at + walk.offset) // BLOCK
-        more = (t + 1 < walk.ends[MEMBERS]) & (page < cache.width)
+        page = (next_at + offset) // cache.BLOCK
+        more = (t + 1 < ends[MEMBERS]) & (page < cache.width)
         block = tl.load(cache.table + next_row * cache.width + page, mask=more, other=0)
         valid = token[:, None] + slot[None, :] < tokens  # (W, T)
         k = tl.load(page_ptr[:, None, None] + within, mask=valid[:, :, None], other=0.0)
@@ -435,102 +455,28 @@ def softmax_over(q, walk: Walk, block, cache: Cache, scale, G: tl.constexpr, sha
         mass = mass * shrink + tl.sum(p, axis=2)
         acc = tl.dot(p.to(q.dtype), v, acc * shrink[:, :, None], input_precision="ieee")
         top = new_top
-    highest = tl.max(top, axis=0)
-    weight = tl.exp2(top - tl.where(highest == -INF, 0.0, highest)[None, :])
-    mass = tl.sum(mass * weight, axis=0)
-    acc *= weight[:, :, None]
-    if W == 8:
-        acc = add_halves(acc)
-    return highest, mass, tl.reshape(add_halves(add_halves(acc)), (J, d))
+    top, mass, acc = join_warps(top, mass, acc)
 
-
-@triton.jit
-def attention_kernel(
-    q_ptr,             # (M, H, d)
-    cache: Cache,
-    state: State,
-    out_ptr,           # (M, H, d)
-    runs: Runs,
-    scale,             # log2(e) / sqrt(d): softmax in base 2
-    H: tl.constexpr,
-    J: tl.constexpr,   # queries of a tile
-    shape: Shape,
-    PDL: tl.constexpr,
-):
-    """A key-value head, the H/KV query heads that share it, a program's part of a row's context.
-
-    A step takes T tokens for each of W warps of each of a row's programs, prefix first, then own
-    tokens. A warp keeps a softmax of its own, joined with the others' at the end: nothing in the
-    loop waits for another warp. A row has as many programs as have a step to do, at most SPLITS.
-
-    MEMBERS > 1: of up to so many neighbours with one prefix, at the first of them. Query j of the
-    tile is head j % (H/KV) of row + j // (H/KV); the prefix is read once, then each member's own
-    tokens, hidden from the others. A row meets the same tokens in the same warps as it would
-    alone, and gets the same bits.
-
-    Programs of one row leave an unscaled sum, their largest logit and their mass; the last to
-    arrive joins them in order, so the result does not depend on who that is.
-    """
-    row = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    SPLITS: tl.constexpr = shape.SPLITS
-    MEMBERS: tl.constexpr = shape.MEMBERS
-    W: tl.constexpr = shape.W
-    T: tl.constexpr = shape.T
-    KV: tl.constexpr = cache.KV
-    G: tl.constexpr = H // KV
-    overlap(PDL)
-    prefix = tl.load(state.prefix + row).to(tl.int32)
-    members, count = 1, SPLITS
-    if MEMBERS > 1:
-        members = tl.load(state.share + row).to(tl.int32)
-    elif SPLITS > 1:
-        count = tl.minimum(tl.cdiv(tl.load(state.pos + row).to(tl.int32) + 1, W * T), SPLITS)
-    if (members == 0) | (split >= count):
-        return
-    step = W * T * count  # tokens
-    own, ends = (), (tl.cdiv(prefix, step),)
-    for m in tl.static_range(MEMBERS):
-        pos = tl.load(state.pos + row + m, mask=m < members, other=0).to(tl.int32)
-        own += (tl.where(m < members, pos + 1 - prefix, 0),)
-        ends += (ends[m] + tl.cdiv(own[m], step),)
-    gap = tl.cdiv(prefix, cache.BLOCK) * cache.BLOCK  # own tokens start a block
-    offset = (split * W + tl.arange(0, W)) * T
-    walk = Walk(row, kv_head, prefix, own, ends, gap, step, offset)
-    page = (tl.where(prefix > 0, 0, gap) + offset) // cache.BLOCK
-    block = tl.load(cache.table + row * cache.width + page, mask=page < cache.width, other=0)
-    wait(PDL)
-    j = tl.arange(0, J)
-    i = tl.arange(0, cache.d)
-    live = j < members * G
-    head = (row + j // G) * H + kv_head * G + j % G  # of the M * H query heads
-    at_q = head[:, None] * cache.d + i[None, :]
-    q = tl.load(q_ptr + at_q, mask=live[:, None], other=0.0)
-    q = tl.broadcast_to(q[None], (W, J, cache.d))
-    top, mass, acc = softmax_over(q, walk, block, cache, scale, G, shape)
-    if SPLITS > 1:
-        if count > 1:
-            first = head * SPLITS  # of (M, H, SPLITS)
-            tl.store(runs.tops + first + split, top, mask=live)
-            tl.store(runs.masses + first + split, mass, mask=live)
-            at_acc = (first + split)[:, None] * cache.d + i[None, :]
-            tl.store(runs.acc + at_acc, acc, mask=live[:, None])
-            tl.debug_barrier()  # all threads' stores come before the count
-            counter_ptr = runs.counters + row * KV + kv_head
-            if tl.atomic_add(counter_ptr, 1, sem="acq_rel") < count - 1:
-                return
-            tl.store(counter_ptr, 0)  # for the next layer
-            mass, acc = join(runs, first, count, live, cache.d)
+    if count > 1:
+        first = head * shape.SPLITS  # of (M, H, SPLITS)
+        tl.store(runs.tops + first + split, top, mask=live)
+        tl.store(runs.masses + first + split, mass, mask=live)
+        at_acc = (first + split)[:, None] * cache.d + i[None, :]
+        tl.store(runs.acc + at_acc, acc, mask=live[:, None])
+        tl.debug_barrier()  # all threads' stores come before the count
+        counter_ptr = runs.counters + row * cache.KV + kv_head
+        if tl.atomic_add(counter_ptr, 1, sem="acq_rel") < count - 1:
+            return
+        tl.store(counter_ptr, 0)  # for the next layer
+        mass, acc = join(runs, first, count, live, cache.d)
     tl.store(out_ptr + at_q, acc / mass[:, None], mask=live[:, None])
 
 
 @triton.jit(do_not_specialize=["M"])
 def residual_kernel(
-    y: Partial,        # of o or down
-    M,
+    y: Partial, M,     # of o or down
     resid_ptr,         # fp32 (M, D)
-    norm: Norm,        # the one that follows
+    norm: Norm,        # that follows
     TILE: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):
     """residual += linear, normed for the next matmul."""
@@ -543,8 +489,7 @@ def residual_kernel(
     w = tl.load(norm.weight + col) + tl.load(norm.noise + col)
     wait(PDL)
     x = tl.load(resid_ptr + at, mask=(row < M)[:, None], other=0.0)
-    tile_of_y, = linear_tiles(y, M, row, (weights,), (0,))
-    x += tile_of_y
+    x += linear_tiles(y, M, row, (weights,), (0,))[0]
     tl.store(resid_ptr + at, x, mask=(row < M)[:, None])
     norm_tile(norm, x, w, row, col, tile, M)
 
@@ -552,8 +497,7 @@ def residual_kernel(
 @triton.jit(do_not_specialize=["M"])
 def swiglu_kernel(
     y: Partial,        # of gate|up: N = 2 F
-    M,
-    squares: Squares,
+    M, squares: Squares,
     out_ptr,           # (M, F)
     TILE: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):
@@ -571,8 +515,8 @@ def swiglu_kernel(
     gate *= rstd
     up *= rstd
     root = tl.rsqrt(1 + tl.exp(-gate))  # of sigmoid(gate); a division takes longer
-    h = gate * root * root * up
-    tl.store(out_ptr + row[:, None] * F + col[None, :], h, mask=(row < M)[:, None])
+    out = out_ptr + row[:, None] * F + col[None, :]
+    tl.store(out, gate * root * root * up, mask=(row < M)[:, None])
 
 
 # -----------------------------------------------------------------------------
@@ -580,7 +524,7 @@ def swiglu_kernel(
 
 @triton.jit
 def logit_scale(logits: Logits, row):
-    """1 / (rms * temperature) of one row; 1 if its logits are SCALED already."""
+    """1 / (rms * temperature) of one row."""
     if logits.SCALED:
         return 1.0
     return rstd_of(logits.squares, row, True) * tl.load(logits.inv_temperature)
@@ -595,7 +539,7 @@ def logits_at(logits: Logits, row, column):
 
 @triton.jit
 def chunk_kernel(logits: Logits):
-    """Summary of one chunk of a row's vocabulary: tops, masses and picks of Logits."""
+    """Tops, masses and picks of one chunk of a row."""
     row = tl.program_id(0)
     chunk = tl.program_id(1)
     i = chunk * logits.CHUNK + tl.arange(0, logits.CHUNK)
@@ -620,22 +564,15 @@ def uniform(key, pos):
 
 @triton.jit
 def pick_kernel(
-    logits: Logits,
-    chunks,
+    logits: Logits, chunks,
     state: State,
     ends_ptr,          # int64 (ENDS,)          end ids, padded with -1
     tokens_ptr,        # int64 (WINDOW, stride)
     logprobs_ptr,      # fp32 (WINDOW, stride)
     stride,
-    GREEDY: tl.constexpr,
-    CHUNKS_P: tl.constexpr,  # chunks as a power of two
-    ENDS: tl.constexpr,
+    GREEDY: tl.constexpr, CHUNKS_P: tl.constexpr, ENDS: tl.constexpr,
 ):
-    """Draw a row's token, write it down, advance the row.
-
-    The inverse CDF in vocabulary order: first the chunk, then inside it.
-    """
-    CHUNK: tl.constexpr = logits.CHUNK
+    """The inverse CDF in vocabulary order, first the chunk, then inside it; advances the row."""
     row = tl.program_id(0)
     c = tl.arange(0, CHUNKS_P)
     tops = tl.load(logits.tops + row * chunks + c, mask=c < chunks, other=-INF)
@@ -653,12 +590,12 @@ def pick_kernel(
         # sums round: the target may exceed them
         chunk = tl.minimum(chunk, tl.max(tl.where(masses > 0, c, 0), axis=0))
         target -= tl.sum(tl.where(c < chunk, masses, 0.0), axis=0)
-        i = tl.arange(0, CHUNK)
-        x = logits_at(logits, row, chunk * CHUNK + i) * scale
+        i = tl.arange(0, logits.CHUNK)
+        x = logits_at(logits, row, chunk * logits.CHUNK + i) * scale
         p = tl.exp(x - top)
         inside = tl.sum((tl.cumsum(p, axis=0) <= target).to(tl.int32), axis=0)
         inside = tl.minimum(inside, tl.max(tl.where(p > 0, i, 0), axis=0))
-        token = chunk * CHUNK + inside
+        token = chunk * logits.CHUNK + inside
     logprob = logits_at(logits, row, token) * scale - top - tl.log(mass)
     step = tl.load(state.step + row)
     tl.store(tokens_ptr + step * stride + row, token.to(tl.int64))
@@ -677,59 +614,43 @@ def pick_kernel(
 # -----------------------------------------------------------------------------
 # The learner's twins
 
-@cache
-def compiled(function):
-    return torch.compile(function)  # lazy: nothing happens before the first call
+compiled = cache(torch.compile)
 
 
 def elementwise(function, x, *rest):
-    """function(x, *rest), compiled into one kernel, and one for the backward, where gradients are
-    wanted: a prefill is not worth the compiling.
-
-    Only the number of tokens is dynamic: with a dynamic width every element would pay an integer
-    division.
-    """
-    if not torch.is_grad_enabled():
+    """One kernel, and one for the backward."""
+    if not torch.is_grad_enabled():  # a prefill is not worth the compiling
         return function(x, *rest)
-    for t in (x, *rest):
+    for t in (x, *rest):  # a dynamic width would cost every element an integer division
         if isinstance(t, torch.Tensor) and t.shape[0] == x.shape[0]:
             torch._dynamo.maybe_mark_dynamic(t, 0)
     return compiled(function)(x, *rest)
 
 
 def attend(q, k, v, spans):
-    """FlashAttention 2 over sequences of any lengths; in 16 bits, which is all it takes."""
-    assert q.dtype.itemsize == 2, f"FlashAttention takes bf16 and fp16, got {q.dtype}"
-    flash = torch.ops.aten._flash_attention_forward
-    return flash(q, k, v, spans.q_starts, spans.k_starts, spans.longest_q, spans.longest_k, 0.0,
-                 spans.causal, False)[:2]
+    return torch.ops.aten._flash_attention_forward(
+        q, k, v, spans.q_starts, spans.k_starts, spans.longest_q, spans.longest_k, 0.0,
+        spans.causal, False)[:2]
 
 
 def attend_backward(dout, q, k, v, out, lse, spans):
-    flash = torch.ops.aten._flash_attention_backward
+    """FlashAttention's adds up dq by atomics, in any order, but for a global switch."""
     unused = q.new_zeros(2, dtype=torch.uint64), q.new_empty(0)  # of dropout
-    with same_bits_every_time():
-        return flash(dout, q, k, v, out, lse, spans.q_starts, spans.k_starts, spans.longest_q,
-                     spans.longest_k, 0.0, spans.causal, *unused)
-
-
-@contextmanager
-def same_bits_every_time():
-    """FlashAttention's backward adds up dq by atomics, in any order, but for this global switch."""
-    before = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    switch = torch.get_deterministic_debug_mode()
     filled = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
-        yield
+        return torch.ops.aten._flash_attention_backward(
+            dout, q, k, v, out, lse, spans.q_starts, spans.k_starts, spans.longest_q,
+            spans.longest_k, 0.0, spans.causal, *unused)
     finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+        torch.set_deterministic_debug_mode(switch)
         torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
 def merge(out, lse, other, other_lse):
-    """The reference takes a dozen passes over out."""
+    """A program does one token; the reference takes a dozen passes over out."""
     T, H, d = out.shape
     merge_kernel[T,](out, lse, lse.stride(0), other, other_lse, other_lse.stride(0), H, d,
                      BLOCK_H=triton.next_power_of_2(H), BLOCK_D=triton.next_power_of_2(d))
@@ -740,13 +661,10 @@ def merge_kernel(
     out_ptr,           # (T, H, d)      takes the result, as does lse
     lse_ptr,           # fp32 (H, T)    row stride lse_stride
     lse_stride,
-    other_ptr,         # (T, H, d)
-    other_lse_ptr,     # fp32 (H, T)    row stride other_stride
-    other_stride,
-    H,
-    D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    other_ptr,         # as out_ptr
+    other_lse_ptr,     # as lse_ptr
+    other_stride, H, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    """One token of merge()."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, BLOCK_H)
     col = tl.arange(0, BLOCK_D)
@@ -763,11 +681,11 @@ def merge_kernel(
 
 
 def swiglu(y, rstd, h, keep=True):
-    """Reads y once."""
+    """Reads y once; a program does 1024 columns of one row."""
     F = h.shape[1]
     rounded = torch.empty_like(y, dtype=h.dtype) if keep else None
     swiglu_forward_kernel[y.shape[0], triton.cdiv(F, 1024)](
-        y, rstd, h, h.stride(0), rounded if keep else h, F, KEEP=keep, BLOCK=1024, num_warps=8)
+        y, rstd, h, h.stride(0), rounded, F, BLOCK=1024, num_warps=8)
     return rounded
 
 
@@ -775,20 +693,17 @@ def swiglu(y, rstd, h, keep=True):
 def swiglu_forward_kernel(
     y_ptr,             # fp32 (T, 2 F)     gate | up
     rstd_ptr,          # fp32 (T, 1)
-    h_ptr,             # (T, F)            row stride h_stride
-    h_stride,
-    rounded_ptr,       # (T, 2 F)          takes y in h's dtype, if KEEP
-    F,
-    KEEP: tl.constexpr, BLOCK: tl.constexpr,
+    h_ptr, h_stride,   # (T, F)            its row stride
+    rounded_ptr,       # (T, 2 F)          takes y in h's dtype; or None
+    F, BLOCK: tl.constexpr,
 ):
-    """BLOCK columns of one row of swiglu()."""
     row = tl.program_id(0).to(tl.int64)  # row * 2F passes 2^31 from 57k tokens of 7B on
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = col < F
     rstd = tl.load(rstd_ptr + row)
     gate = tl.load(y_ptr + row * 2 * F + col, mask=live, other=0.0)
     up = tl.load(y_ptr + row * 2 * F + F + col, mask=live, other=0.0)
-    if KEEP:
+    if rounded_ptr is not None:
         rounded = rounded_ptr + row * 2 * F + col
         tl.store(rounded, gate, mask=live)
         tl.store(rounded + F, up, mask=live)
@@ -798,7 +713,7 @@ def swiglu_forward_kernel(
 
 
 def swiglu_backward(y, rstd, dh, dy):
-    """Reads y and dh once, writes dy once."""
+    """Reads y and dh once, writes dy once; a program does one row."""
     drstd = torch.empty_like(rstd)
     swiglu_backward_kernel[y.shape[0],](y, rstd, dh.contiguous(), dy, dy.stride(0), drstd,
                                         dh.shape[1], BLOCK=2048, num_warps=8)
@@ -810,13 +725,10 @@ def swiglu_backward_kernel(
     y_ptr,             # (T, 2 F)          fp32, or as swiglu() kept it
     rstd_ptr,          # fp32 (T, 1)
     dh_ptr,            # (T, F)
-    dy_ptr,            # (T, 2 F)          row stride dy_stride
-    dy_stride,
+    dy_ptr, dy_stride,  # (T, 2 F)          its row stride
     drstd_ptr,         # fp32 (T, 1)
-    F,
-    BLOCK: tl.constexpr,
+    F, BLOCK: tl.constexpr,
 ):
-    """One row of swiglu_backward()."""
     row = tl.program_id(0).to(tl.int64)
     rstd = tl.load(rstd_ptr + row)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -840,12 +752,11 @@ def swiglu_backward_kernel(
 
 
 def scores(products, scale, targets, live, dtype=None):
-    """Reads products twice, where the reference moves them twenty times."""
+    """A program reads one row twice, where the reference moves it twenty times."""
     c, V = products.shape
     sums = products.new_empty(3, c)
     ahead = products.new_empty(c, V, dtype=dtype) if dtype else None
-    scores_kernel[c,](products, scale, targets, sums, products if ahead is None else ahead, c, V,
-                      live, AHEAD=ahead is not None, BLOCK=4096, num_warps=8)
+    scores_kernel[c,](products, scale, targets, sums, ahead, c, V, live, BLOCK=4096, num_warps=8)
     return sums, ahead
 
 
@@ -855,17 +766,15 @@ def scores_kernel(
     scale_ptr,         # fp32 (c, 1)
     targets_ptr,       # int64 (c,)
     sums_ptr,          # fp32 (3, c)       the target's logit, log-sum-exp, mean under softmax
-    ahead_ptr,         # (c, V)            onehot - softmax, if AHEAD
-    c, V, live,
-    AHEAD: tl.constexpr, BLOCK: tl.constexpr,
+    ahead_ptr,         # (c, V)            onehot - softmax, or None
+    c, V, live, BLOCK: tl.constexpr,
 ):
-    """One row of scores()."""
     row = tl.program_id(0).to(tl.int64)
     scale = tl.load(scale_ptr + row)
     target = tl.load(targets_ptr + row)
     products_ptr += row * V
-    top = tl.full((BLOCK,), -INF, tl.float32)  # each lane for itself:
-    mass = tl.zeros((BLOCK,), tl.float32)  # one reduction at the end
+    top = tl.full((BLOCK,), -INF, tl.float32)  # each lane's own: one reduction at the end
+    mass = tl.zeros((BLOCK,), tl.float32)
     mean = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, live, BLOCK):
         col = start + tl.arange(0, BLOCK)
@@ -885,7 +794,7 @@ def scores_kernel(
     tl.store(sums_ptr + row, tl.load(products_ptr + target) * scale)
     tl.store(sums_ptr + c + row, lse)
     tl.store(sums_ptr + 2 * c + row, tl.sum(mean * share, 0) / total)
-    if AHEAD:
+    if ahead_ptr is not None:
         for start in range(0, V, BLOCK):
             col = start + tl.arange(0, BLOCK)
             p = tl.exp(tl.load(products_ptr + col, mask=col < V, other=0.0) * scale - lse)
@@ -910,10 +819,8 @@ def look_up_kernel(
     scale_ptr,         # fp32 (N, K_BYTES / block_bytes)
     pairs_ptr,         # fp32 (256, 2)     both codes of a byte
     w_ptr,             # (N, K)            row stride w_stride
-    w_stride, K_BYTES, block_bytes,
-    BYTES: tl.constexpr,
+    w_stride, K_BYTES, block_bytes, BYTES: tl.constexpr,
 ):
-    """BYTES bytes of one row of decode()."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BYTES + tl.arange(0, BYTES)
     live = at < K_BYTES

@@ -1,32 +1,27 @@
 """
-Weight-only NVFP4 matmul for Hopper: y = x @ W.T, W in 4.5 bits a weight, x in bf16 or fp16, sums in
-fp32.
+Weight-only NVFP4 matmul for Hopper: y = x @ W.T, W in 4.5 bits a weight, x in bf16 or fp16.
 
 Why: sm_90 has no FP4 tensor cores, so FP4 can only save memory traffic. Decoding a token is bound
 by reading weights, and at 4 TB/s an H200 has 4.4 issue slots per weight: the layout below exists
-to spend 2.5 of them. From a few hundred rows on the tensor cores are the bound; there W is
-expanded once into x's type and cuBLAS does the rest.
+to spend 2.5 of them. From a few hundred rows on the tensor cores are the bound: W is expanded.
 
 Value of a weight; both scales multiply:
     W[n, k] = e2m1(code[n, k]) * block_scale[n, k // 16] * row_scale[n]
-row_scale is the tensor's global scale; a fused matrix (q|k|v, gate|up) may have a different one per
-part.
+row_scale is the tensor's global scale; the parts of a fused matrix (q|k|v, gate|up) may differ.
 
-Layout ("planes"). W is cut into tiles of 128 x 128 (ragged edges padded with zeros), each one
-contiguous run of bytes:
+Layout ("planes"). Tiles of 128 x 128 (ragged edges padded with zeros), each contiguous bytes:
     codes    int16 (N/128, K/128, 128, 32)   [n, c]: the codes of k = c, 32 + c, 64 + c, 96 + c
     scales   int32 (N/128, K/128, 128, 2)    eight bytes, one per 16 consecutive k
-Bits of a word, s e e m being a code's sign, exponent and mantissa bits, the digit its plane
-(plane p is k = 32 p + c). There are two orders, and pack() is told for which type of x:
+Bits of a word, s e e m being a code's, the digit its plane (plane p is k = 32 p + c), in two
+orders, one for each type of x:
     bit    15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
     bf16   s0 m3 s3 s1 e3 e3 s2 e0 e0 m0 e1 e1 m1 e2 e2 m2
     fp16   s0 s2 s3 s1 e0 e0 m0 e1 e1 m1 e2 e2 m2 e3 e3 m3
 
 bf16. word & 0x81C0, (word << 3) & 0x81C0 and (word << 6) & 0x81C0 are planes 0..2 as bf16 numbers
 worth code * 2^-126 (E2M1's subnormal 0.5 becomes a bf16 subnormal). Plane 3 lies in the bits that
-are left: multiplying them by 1 + 2^5 + 2^10 puts all four where they belong at once. A plane meets
-a contiguous slice of x, so nothing is ever interleaved, and two neighbouring words are one register
-of two numbers.
+are left: times 1 + 2^5 + 2^10 all four are where they belong at once. A plane meets a contiguous
+slice of x, so nothing is interleaved; two neighbouring words are one register of two numbers.
 
 A scale v becomes the byte u = ((floor(log2 v) + 10) << 3) | 3 mantissa bits (E5M3 without sign),
 which holds every E4M3 value, subnormal ones included, as a normal number; u = 0 for v = 0, whose
@@ -40,20 +35,16 @@ fp16. word & 0x8E00 and (word << 3) & 0x8E00 are planes 0 and 1, worth code * 2^
 again; tensor cores and multipliers take those at full speed). In planes 2 and 3 sign and digits
 have different ways to go, and one product takes both: (word & 0x4038) * (2^1 + 2^6) and
 (word & 0x2007) * (2^2 + 2^9), & 0x8E00. What a product pushes into the word above stays below bit
-9. As many instructions as for bf16. u = ((floor(log2 v) + 22) << 3) | 3 mantissa bits, the scale
-word is rotated left by 7, and u << 7 is v * 2^7 as it stands; so code * 2^-14 * v * 2^7 =
-code * v * 2^-7 is at most 21 and a multiple of 2^-17: exact in fp16.
+9. u = ((floor(log2 v) + 22) << 3) | 3 mantissa bits, the scale word is rotated left by 7, and
+u << 7 is v * 2^7; so code * v * 2^-7 is at most 21 and a multiple of 2^-17: exact in fp16.
 
-Who multiplies by what: decode_matmul leaves sums of code * v * 2^-19 * x (fp16: 2^-7), to be
-multiplied by out_scale (N,), which is row_scale * 2^19 (2^7). dequantize() includes it: exactly
-where row_scale is a power of two (in fp16 but for numbers below 2^-14, whose last bit is worth
-2^-24), elsewhere in fp32, rounded once.
+decode_matmul leaves sums of code * v * 2^-19 * x (fp16: 2^-7), to be multiplied by out_scale (N,),
+which is row_scale * 2^19 (2^7). dequantize() includes it: exactly where row_scale is a power of two
+(in fp16 down to 2^-14; below, the last bit is worth 2^-24), elsewhere in fp32, rounded once.
 
-Not here: quantization (nvfp4.py), files (hf.py), the LoRA product x @ A.T @ B.T (lora.py;
-decode_matmul only does x @ A.T), a gradient for W (the base is frozen), 4-bit activations.
+Not here: quantization (nvfp4.py), the product with LoRA's B (kernels.py), 4-bit activations.
 
-Shapes: M rows, N out_features, K in_features, R rows of LoRA's A, S split-K slabs, BM rows of x
-in a tile.
+Shapes: M rows, N out_features, K in_features, R rows of LoRA's A, S slabs, BM rows of a tile.
 """
 from functools import cache, cached_property
 from typing import NamedTuple
@@ -67,7 +58,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nvfp4 import E2M1_SIGNED, Slabs, Weight
+from nvfp4 import Slabs, Weight
 
 BLOCK = 16                          # weights per scale
 TILE = 128                          # side of a packed tile
@@ -88,18 +79,13 @@ SCALED = tl.constexpr(gl.DistributedLinearLayout(
 
 
 class Order(NamedTuple):
-    """What the two orders at the top of the file do differently."""
+    """How the two orders differ."""
     planes: tuple           # (take, shift, times) of each plane: ((word & take) << shift) * times
     low: int                # bit of a plane's mantissa: s is 15 and e, e, m are low + 2 .. low
     turn: int               # bits by which a scale word is rotated
     bias: int               # of the exponent in a scale's byte
     base: int               # bits that belong to every scale
     power: int              # the kernel multiplies x by code * v * 2^-power
-
-    @property
-    def mask(self):
-        """The bits of a plane."""
-        return 0x8000 | 7 << self.low
 
 
 ORDERS = {
@@ -112,7 +98,7 @@ ORDER_OF = {tl.bfloat16: ORDERS[torch.bfloat16], tl.float16: ORDERS[torch.float1
 
 
 # -----------------------------------------------------------------------------
-# Format: nibbles <-> planes, E4M3 <-> E5M3. Plain torch, any device.
+# Packing. Plain torch, any device.
 
 def _to_codes(words, order):
     """(..., C) int16 words -> (..., 4 C) codes 0..15 as int32, plane after plane."""
@@ -150,60 +136,33 @@ def _to_scale_words(scale, order):
     return (word - ((word >> 31) << 32)).to(torch.int32)  # the same 32 bits, signed
 
 
-def _from_scale_words(word, order):
-    """Inverse of _to_scale_words: (..., 2) int32 -> (..., 8) fp32 values in the order of k."""
-    word = word.long() & 0xFFFFFFFF
-    word = word >> order.turn | (word << (32 - order.turn)) & 0xFFFFFFFF
-    u = torch.stack([word >> shift & 255 for shift in (0, 16, 24, 8)], dim=-2).flatten(-2)
-    return torch.where(u > 0, torch.ldexp(1 + (u & 7).float() / 8, (u >> 3) - order.bias), 0.0)
-
-
 def _tiles(t, columns):
     """(N, C) -> contiguous (N/128, C/columns, 128, columns), zero padded to whole tiles."""
     t = torch.nn.functional.pad(t, (0, -t.shape[1] % columns, 0, -t.shape[0] % TILE))
     return t.unflatten(0, (-1, TILE)).unflatten(2, (-1, columns)).transpose(1, 2).contiguous()
 
 
-def _untile(t):
-    """Inverse of _tiles, padding included."""
-    return t.transpose(1, 2).flatten(2, 3).flatten(0, 1)
-
-
 class PackedWeight(Weight):
-    """One frozen (N, K) NVFP4 weight in the layout above. Made by pack()."""
+    """One frozen (N, K) NVFP4 weight in the layout above, on a GPU. Made by pack()."""
 
     def __init__(self, N, K, codes, scales, row_scale, dtype):
         super().__init__((codes, scales, row_scale), None, (N, K), dtype)
-        self.order = ORDERS[dtype]
-        self.codes = codes                                           # int16 (N/128, K/128, 128, 32)
-        self.scales = scales                                         # int32 (N/128, K/128, 128, 2)
-        self.row_scale = row_scale                                   # fp32 (N,)
-        self.out_scale = row_scale * 2**self.order.power             # fp32 (N,)
-        self.exact = bool((torch.frexp(row_scale).mantissa == 0.5).all())        # powers of two
+        self.codes = codes  # int16 (N/128, K/128, 128, 32)
+        self.scales = scales  # int32 (N/128, K/128, 128, 2)
+        self.row_scale = row_scale  # fp32 (N,)
+        self.out_scale = row_scale * 2**ORDERS[dtype].power  # fp32 (N,)
+        self.exact = bool((torch.frexp(row_scale).mantissa == 0.5).all())  # powers of two
 
     def dequantize(self, out=None):
         """-> W (N, K) in dtype, or in out's, whose rows may have any stride."""
         if out is None:
             out = torch.empty(self.N, self.K, dtype=self.dtype, device=self.device)
-        assert out.shape == (self.N, self.K), f"out is {tuple(out.shape)}, W {(self.N, self.K)}"
-        assert out.device == self.device, f"out on {out.device}, the weight on {self.device}"
-        assert out.stride(1) == 1, f"out must have unit column stride, got strides {out.stride()}"
-        if not self.codes.is_cuda:
-            return out.copy_(self.values() * self.row_scale[:, None])
-        grid = self.codes.shape[1], self.codes.shape[0]
-        with torch.cuda.device(out.device):
-            dequantize_kernel[grid](
-                self.codes, self.scales, self.out_scale, out, self.N, self.K, out.stride(0),
-                EXACT=self.exact and out.dtype == self.dtype, FP16=self.dtype == torch.float16,
-                num_warps=8)
+        assert out.shape == (self.N, self.K) and out.stride(1) == 1, (out.shape, out.stride())
+        dequantize_kernel[self.codes.shape[1], self.codes.shape[0]](
+            self.codes, self.scales, self.out_scale, out, self.N, self.K, out.stride(0),
+            EXACT=self.exact and out.dtype == self.dtype, FP16=self.dtype == torch.float16,
+            num_warps=8)
         return out
-
-    def values(self):
-        """code * v (N, K) fp32 in plain torch: what the tests compare the kernels with."""
-        codes = _untile(_to_codes(self.codes, self.order))
-        scale = _untile(_from_scale_words(self.scales, self.order))
-        w = E2M1_SIGNED.to(self.device)[codes] * scale.repeat_interleave(BLOCK, dim=1)
-        return w[:self.N, :self.K]
 
     def partial(self, x, a=None):
         if self.expands(len(x)):
@@ -226,16 +185,11 @@ def pack(packed, block_scale, global_scale, dtype=torch.bfloat16):
     """nvfp4.quantize's three tensors, global_scale () or (N,) -> PackedWeight for x of dtype."""
     N, K = packed.shape[0], packed.shape[1] * 2
     assert dtype in ORDERS, f"dtype must be bf16 or fp16, got {dtype}"
-    assert packed.dtype == torch.uint8, f"packed must be uint8, got {packed.dtype}"
     assert K % BLOCK == 0, f"{K=} must be a multiple of {BLOCK}, the weights of one scale ({N=})"
-    assert block_scale.dtype == torch.float8_e4m3fn, (
-        f"block_scale must be e4m3, got {block_scale.dtype}")
+    dtypes = packed.dtype, block_scale.dtype, global_scale.dtype
+    assert dtypes == (torch.uint8, torch.float8_e4m3fn, torch.float32), dtypes
     assert block_scale.shape == (N, K // BLOCK), (
         f"block_scale is {tuple(block_scale.shape)}, not {(N, K // BLOCK)}")
-    assert global_scale.dtype == torch.float32, (
-        f"global_scale must be fp32, got {global_scale.dtype}")
-    assert global_scale.numel() in (1, N), (
-        f"global_scale must be () or {(N,)}, got {tuple(global_scale.shape)}")
     scale = block_scale.float()
     bad = scale[~(scale >= 0)]  # NaN too
     assert not len(bad), f"block scales must be >= 0 and finite, got {bad[0]}"
@@ -255,13 +209,13 @@ def pack(packed, block_scale, global_scale, dtype=torch.bfloat16):
 
 
 # -----------------------------------------------------------------------------
-# Decoding in registers. Inline assembly where it saves instructions that the compiler would spend
-# on 16-bit lanes.
+# Decoding in registers: assembly where the compiler would spend instructions on 16-bit lanes
 
 @triton.constexpr_function
 def _planes_asm(dtype, first):
-    """PTX: two neighbouring words in register $2 -> planes `first` and the next in $0 and $1."""
+    """PTX: two words in register $2 -> planes `first` and the next in $0 and $1."""
     order = ORDER_OF[dtype]
+    mask = (0x8000 | 7 << order.low) * 0x10001
     lines = []
     for i in range(2):
         take, shift, times = order.planes[first + i]
@@ -272,13 +226,13 @@ def _planes_asm(dtype, first):
             if operand != nothing:
                 lines.append(f"{op} t, {word}, {operand:#x};")
                 word = "t"
-        lines.append(f"and.b32 ${i}, {word}, {order.mask * 0x10001:#x};")
+        lines.append(f"and.b32 ${i}, {word}, {mask:#x};")
     return "{ .reg .b32 t;\n" + "\n".join(lines) + " }"
 
 
 @triton.constexpr_function
 def _scales_asm(dtype):
-    """PTX: a scale word in register $4 -> the scales of planes 0..3, as numbers, in $0..$3."""
+    """PTX: a scale word in register $4 -> the scales of planes 0..3 in $0..$3."""
     order = ORDER_OF[dtype]
     take_and_or = f"{(0xFF << order.turn) * 0x10001:#x}, {order.base * 0x10001:#x}, 0xEA"
     return f"""{{ .reg .b32 t;
@@ -291,24 +245,21 @@ def _scales_asm(dtype):
 
 @triton.jit
 def _planes(words, first: tl.constexpr, dtype: tl.constexpr):
-    """int16 words -> planes `first` and the next of the same shape, code * 2^-126 (fp16: 2^-14).
-
-    Planes 0 and 1 take 3 instructions for 4 weights, 2 and 3 take 6.
-    """
+    """int16 words -> planes `first` and the next: 3 instructions for 4 weights, from 2 on 6."""
     return tl.inline_asm_elementwise(_planes_asm(dtype, first), "=&r,=r,r", [words],
                                      dtype=(dtype.value, dtype.value), is_pure=True, pack=2)
 
 
 @triton.jit
 def _scales(word, dtype: tl.constexpr):
-    """int32 scale words -> four tensors of their shape, one a plane, v * 2^107 (fp16: 2^7)."""
+    """int32 scale words -> four tensors of scales, one a plane."""
     return tl.inline_asm_elementwise(_scales_asm(dtype), "=h,=h,=h,=h,r", [word],
                                      dtype=(dtype.value,) * 4, is_pure=True, pack=1)
 
 
 @triton.jit
 def _scaled(plane, scale):
-    """(128, 32) codes times (128, 2) scales -> (128, 32) code * v * 2^-19 (fp16: 2^-7), exact."""
+    """(128, 32) codes times (128, 2) scales, exact."""
     return plane * tl.broadcast_to(scale[:, :, None], (128, 2, 16)).reshape(128, 32)
 
 
@@ -326,7 +277,7 @@ def dequantize_kernel(
     out_ptr,           # bf16, fp16 or fp32 (N, K)   row stride out_stride
     N, K, out_stride,
     EXACT: tl.constexpr, # out_scale: powers of two, so that 16 bits hold the product
-    FP16: tl.constexpr, # the order of codes and scales
+    FP16: tl.constexpr,  # the order of codes and scales
 ):
     """One program expands one 128 x 128 tile."""
     dtype: tl.constexpr = tl.float16 if FP16 else tl.bfloat16
@@ -334,18 +285,16 @@ def dequantize_kernel(
     tile_n = tl.program_id(1)
     tile = (tile_n * tl.num_programs(0) + tile_k).to(tl.int64)
     row = tl.arange(0, 128)
-    c = tl.arange(0, 32)
-    h = tl.arange(0, 2)
-    k = tile_k * 128 + tl.arange(0, 128)
+    k = tile_k * 128 + row
     n = tile_n * 128 + row
-    words = tl.load(codes_ptr + tile * 4096 + row[:, None] * 32 + c[None, :])
+    words = tl.load(codes_ptr + tile * 4096 + row[:, None] * 32 + tl.arange(0, 32)[None, :])
+    word = tl.load(scales_ptr + tile * 256 + row[:, None] * 2 + tl.arange(0, 2)[None, :])
     w0, w1 = _planes(words, 0, dtype)
     w2, w3 = _planes(words, 2, dtype)
-    s = _scales(tl.load(scales_ptr + tile * 256 + row[:, None] * 2 + h[None, :]), dtype)
+    s0, s1, s2, s3 = _scales(word, dtype)
     # whole rows of 256 bytes rather than 64 bytes a plane: see docs/kernel_log.md
-    front = _side_by_side(_scaled(w0, s[0]), _scaled(w1, s[1]))
-    back = _side_by_side(_scaled(w2, s[2]), _scaled(w3, s[3]))
-    value = _side_by_side(front, back)
+    front = _side_by_side(_scaled(w0, s0), _scaled(w1, s1))
+    value = _side_by_side(front, _side_by_side(_scaled(w2, s2), _scaled(w3, s3)))
     if not EXACT:
         value = value.to(tl.float32)
     value *= tl.load(out_scale_ptr + n, mask=n < N, other=0.0).to(value.dtype)[:, None]
@@ -388,7 +337,7 @@ class Share(NamedTuple):
 
 @triton.jit
 def a_blocks(KB, L):
-    """Blocks of A to a program: each is more to read than one of W, so at most a quarter of K."""
+    """Of a program: each is more to read than one of W, so at most a quarter of K."""
     return tl.minimum(L, tl.cdiv(KB, 4))
 
 
@@ -466,8 +415,7 @@ def _product(acc, w, xs, k: gl.constexpr):
 
 @gluon.jit
 def _multiply(acc, words, word, xs, W: gl.constexpr):
-    """acc + the product of a block, its last planes still under way: they are multiplied while the
-    next are decoded.
+    """acc + the product of a block, its last planes still under way.
 
     A plane keeps 16 registers until it has been multiplied. Where they suffice two planes make one
     product, which saves 5 % of the instructions; else never more than two are in the tensor cores.
@@ -498,15 +446,6 @@ def _store_piece(acc, slabs_ptr, maps: Maps, piece, row, rows, column, m0):
     out = slabs_ptr + piece * M * stride + column
     mask = (m < M)[None, :] & (n < rows)[:, None]
     gl.store(out + m[None, :] * stride + n[:, None], acc, mask=mask)
-
-
-@gluon.jit
-def _send_piece(acc, out, maps: Maps, piece, row, m0):
-    """acc (128, BM) -> slabs[piece, m0:, row:]; the copy engine drops what lies past N and M."""
-    tma.store_wait(0)  # the piece before has left
-    out.store(acc.permute((1, 0)).reshape(1, acc.shape[1], 128))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(maps.slabs, [piece, m0, row], out)
 
 
 @gluon.jit
@@ -549,7 +488,10 @@ def _consume(maps: Maps, ring: Ring, share: Share, out, slabs_ptr, N):
                 i += 1
             piece = share.pid - tile * KB // share.L
             if BM <= SENT_ROWS:
-                _send_piece(acc, out, maps, piece, tile * 128, share.m0)
+                tma.store_wait(0)  # the piece before has left
+                out.store(acc.permute((1, 0)).reshape(1, BM, 128))
+                fence_async_shared()  # what lies past N and M the copy engine drops
+                tma.async_copy_shared_to_global(maps.slabs, [piece, share.m0, tile * 128], out)
             else:
                 _store_piece(acc, slabs_ptr, maps, piece, tile * 128, N, 0, share.m0)
             block = end
@@ -567,21 +509,18 @@ def decode_kernel(
     config: gl.constexpr, # Config
     PDL: gl.constexpr,
 ):
-    """Partial sums of x @ W.T: a program walks L consecutive blocks of the weight stream, each
-    (128, 128) weights.
+    """Partial sums of x @ W.T: a program walks L consecutive blocks of the weight stream.
 
     The stream runs along K inside a row of tiles, then to the next row of tiles, and all programs
     do the same work whatever N and K (stream-K). Where it ends a tile or its own share, it stores
-    the sum as piece number `piece` of that tile, counted from the program that started the tile;
-    `pieces` says how many there are. The sum is transposed, (128, BM): W is the register operand
-    of the tensor cores and M their short side, so that 1 row wastes 7 of 8 columns and not 63 of
-    64 rows.
+    the sum as piece number `piece` of that tile, counted from the program that started the tile.
+    The sum is transposed, (128, BM): W is the register operand of the tensor cores and M their
+    short side, so that 1 row wastes 7 of 8 columns and not 63 of 64 rows.
 
     A program is a warp group that decodes and multiplies, and one warp that keeps a ring of
-    STAGES blocks in shared memory full. It does not stop between two tiles. The weights of the
-    first AHEAD blocks are asked for before x exists (PDL); more of them would stand in front of x
-    in the queue to memory. Programs that share a multiprocessor drift apart: one decodes while
-    another keeps the tensor cores busy.
+    STAGES blocks in shared memory full, also between two tiles. The weights of the first AHEAD
+    blocks are asked for before x exists (PDL); more would stand in front of x in the queue to
+    memory. Programs that share a multiprocessor drift apart: one decodes while another multiplies.
     """
     BM: gl.constexpr = config.BM
     STAGES: gl.constexpr = config.num_stages
@@ -599,7 +538,7 @@ def decode_kernel(
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=1)
     fence_async_shared()
-    if PDL:  # let the next kernel's programs take freed places
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     pid = gl.program_id(0)
     is_a = pid < a_programs
@@ -631,10 +570,9 @@ def decode_kernel(
 
 
 # -----------------------------------------------------------------------------
-# Host side of the decode kernel: which tile for which M, who walks which blocks.
+# Its launch: which tile for which M, who walks which blocks
 
 class Config(NamedTuple):
-    """How decode_kernel is launched."""
     BM: int                 # rows of x in a tile
     num_stages: int         # blocks in the ring
     per_sm: int             # programs on a multiprocessor
@@ -642,7 +580,7 @@ class Config(NamedTuple):
 
     @property
     def sent(self):
-        """Rows of a sum that there is room for on its way out; 8 where it is stored directly."""
+        """Rows of a sum in shared memory on its way out; 8 where it is stored directly."""
         return self.BM if self.BM <= SENT_ROWS.value else 8
 
     @property
@@ -702,14 +640,12 @@ def schedule(N, K, M, R, config, multiprocessors):
     KB = triton.cdiv(K, TILE)
     tiles = triton.cdiv(N, TILE)
     room = max(1, multiprocessors * config.per_sm // triton.cdiv(M, config.BM))
-    L = max(1, tiles * KB // room)
-    while True:
+    for L in range(max(1, tiles * KB // room), tiles * KB + 1):
         pieces_a = Slabs(None, None, KB, L).most[1]
         a_programs = triton.cdiv(R, A_SIDE.value) * pieces_a
         programs = a_programs + triton.cdiv(tiles * KB, L)
-        if programs <= room or L >= KB * tiles:
+        if programs <= room:
             break
-        L += 1
     S = max((t * KB + KB - 1) // L - t * KB // L + 1 for t in range(tiles))
     return Schedule(KB, L, a_programs, programs, max(S, pieces_a if R else 0))
 
@@ -728,41 +664,34 @@ def runs_on(device):
 
 
 def decode_matmul(x, weight, lora_a=None, slabs=None, pdl=False, config=None):
-    """x (M, K) of the weight's dtype, M <= 256 or so, and lora_a (R, K) of it or None -> Slabs.
-
-    A row's bits do not depend on the other rows; nothing is allocated if slabs is given: (S, M,
-    N + R), rows rounded up to whole 16 bytes.
+    """x (M, K) and lora_a (R, K) of the weight's dtype, M <= 256 or so -> Slabs; nothing is
+    allocated if slabs is given: (S, M, N + R), rows rounded up to whole 16 bytes. A row's bits do
+    not depend on the other rows.
 
     pdl (programmatic dependent launch): start while the kernel before on the stream still runs,
     fetch weights and A, which that kernel must not write, and wait for its end before reading x. A
-    kernel after it may do the same, launched with launch_pdl=True, if it calls
-    tl.extra.cuda.gdc_wait() before it touches slabs; every kernel of such a chain must call it.
+    kernel after it may do the same, launched with launch_pdl=True, if it calls gdc_wait() before it
+    touches slabs; every kernel of such a chain must call it.
     """
     M, K = x.shape
     N = weight.N
-    R = 0 if lora_a is None else lora_a.shape[0]
-    assert runs_on(weight.device), (
-        f"decode_matmul needs a Hopper GPU, the weight is on {weight.device}")
-    assert x.dtype == weight.dtype, (
-        f"x must be {weight.dtype}, as the weight was packed for, got {x.dtype}")
+    R = 0 if lora_a is None else len(lora_a)
+    assert runs_on(weight.device), f"needs a Hopper GPU, the weight is on {weight.device}"
+    assert x.dtype == weight.dtype, f"the weight was packed for {weight.dtype}, got {x.dtype}"
     assert x.device == weight.device, f"x is on {x.device}, the weight on {weight.device}"
     assert K == weight.K, f"x has {K=}, the weight N={N}, K={weight.K}"
-    assert x.stride(1) == 1 and x.stride(0) % 8 == 0, (
-        f"x rows must be contiguous and 16-byte aligned: {x.stride()}")
+    assert x.stride(1) == 1 and x.stride(0) % 8 == 0, f"x: contiguous rows, not {x.stride()}"
     a_map = None
     if R:
         assert lora_a.dtype == x.dtype and lora_a.shape[1] == K, (lora_a.dtype, lora_a.shape, K)
-        assert lora_a.is_contiguous(), f"lora_a must be contiguous, got strides {lora_a.stride()}"
-        assert lora_a.device == x.device, f"lora_a is on {lora_a.device}, x on {x.device}"
+        assert lora_a.is_contiguous(), lora_a.stride()
         a_map = TensorDescriptor.from_tensor(lora_a, [A_SIDE.value] * 2, ROWS_256B.value)
     config = config or decode_config(N, K, M)
     plan = schedule(N, K, M, R, config, _multiprocessors(weight.device))
     width = triton.cdiv(N + R, 4) * 4  # rows of whole 16 bytes, as the copy engine wants
     if slabs is None:
         slabs = torch.empty(plan.S, M, width, device=x.device)
-    assert slabs.dtype == torch.float32 and slabs.is_contiguous(), (slabs.dtype, slabs.stride())
-    assert slabs.shape == (plan.S, M, width), (
-        f"slabs must be {(plan.S, M, width)}, got {tuple(slabs.shape)}")
+    assert slabs.shape == (plan.S, M, width), f"slabs must be {(plan.S, M, width)}: {slabs.shape}"
     x_map = TensorDescriptor.from_tensor(x, [config.BM, TILE], ROWS_256B.value)
     out_map = TensorDescriptor.from_tensor(slabs[:, :, :N], [1, config.sent, TILE], SUMS.value)
     decode_kernel[plan.programs, triton.cdiv(M, config.BM)](

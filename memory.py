@@ -1,19 +1,13 @@
 """
-GPU memory of a training run, found out before its first step: what the learner needs at worst is
-measured by doing it once, and the rest divided. So a run does not fail at step 300, on the first
-batch of long answers.
+GPU memory of a training run, divided before its first step: the learner's worst case is measured by
+doing it once. So a run does not fail at step 300, on the first batch of long answers.
 
-    weights, adapter        linears and embeddings; master, gradient, moments, 16-bit copies
-    graphs                  of the widest decode step: three times its fp32 logits, and the W that
-                            it expands where no kernel reads the packed one; of a prefill
-    CUDA context, NCCL      outside torch's allocator: 0.6 GiB
-    fragments               3 %
-    longest micro-batch     forward, recomputation and backward, in rows as long as rows can get,
-                            or the sampler's largest prefill
-    KV pool                 at most what --max-rows sequences need
-    activations             of blocks that then need not be run again in the backward
-
-Not here: the host's memory, and other processes on the same GPU (they lower what is free).
+    weights, adapter      linears, embeddings; master, gradient, moments, 16-bit copies
+    graphs                of a decode step: three times its fp32 logits, and the W that it
+                          expands where no kernel reads the packed one; of a prefill
+    longest micro-batch   of the longest rows, or the sampler's largest prefill
+    KV pool               at most what --max-rows sequences need
+    activations           of blocks that are then not run again in the backward
 """
 import math
 import os
@@ -23,17 +17,15 @@ import torch
 from sampler import PREFILL_TOKENS
 
 GIB = 2**30
-OUTSIDE = 0.6 * GIB
+OUTSIDE = 0.6 * GIB    # not torch's: CUDA context, NCCL
 MICRO_BATCH_TOKENS = 8192, 4096, 2048
-PREFILL = 1024         # tokens of the largest prefill that is a graph: decode.PREFILL_SIZES
+PREFILL = 1024         # tokens of the largest graph: decode.PREFILL_SIZES
 DECODE = 240           # tokens whose matmuls take as long as to decode the weights: 3, 6 and 12 %
 
 
 def bound(gib, device):
-    """Before the first allocation: what torch may take of a process's `gib` GiB; None: all.
-
-    Segments that grow instead of many of fixed size: 32B's largest micro-batch reserves 10 % less.
-    """
+    """Before the first allocation: torch's part of a process's `gib` GiB; None: all."""
+    # Segments that grow: 32B's largest micro-batch reserves 10 % less.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if gib is None:
         return
@@ -44,23 +36,15 @@ def bound(gib, device):
     torch.cuda.set_per_process_memory_fraction((gib * GIB - OUTSIDE) / total, device)
 
 
-def expanded(weights, rows):
-    """Bytes of the largest W that a decode step of so many rows expands, one at a time."""
-    return max(w.N * w.K * w.dtype.itemsize if w.expands(rows) else 0 for w in weights)
-
-
 class Plan:
-    """Measures, divides what is there, says so -> micro_batch_tokens, pool (bytes), kept (blocks).
+    """-> micro_batch_tokens, pool (bytes), kept (blocks). gib None: what is free.
 
-    micro_batch_tokens, kv_gib: as given, or None to choose; gib None: what is free. More than a
-    pool for max_rows sequences of full length is of no use. Blocks that keep their activations
-    come second, but before the second half of that: few sequences get so long, and those that find
-    no room wait. Micro-batches are as large as leaves a quarter of it.
+    Blocks that keep their activations come before the second half of a pool for max_rows sequences
+    of full length: few get so long, the others wait. Micro-batches leave a quarter of it.
     """
 
     def __init__(self, model, adapter, prompt_tokens, new_tokens, micro_batch_tokens, max_rows,
                  kv_gib, gib, say):
-        c = model.config
         self.model = model
         self.adapter = adapter
         self.prompt = prompt_tokens
@@ -69,21 +53,23 @@ class Plan:
         held = torch.cuda.memory_reserved()
         limit = gib * GIB if gib else held + torch.cuda.mem_get_info()[0] + OUTSIDE
         of_adapter = 4 * adapter.master.nbytes + adapter.working.nbytes
+        c = model.config
         weights = [linear.weight for linear in adapter.linears]
-        graphs = 3 * 4 * max_rows * c.vocab + expanded(weights, max_rows)
-        graphs += PREFILL * (10 * c.feed_forward + 20 * c.width)     # fp32 gate|up, 16-bit h, x
+        graphs = 3 * 4 * max_rows * c.vocab
+        graphs += max(w.N * w.K * w.dtype.itemsize * w.expands(max_rows) for w in weights)
+        graphs += PREFILL * (10 * c.feed_forward + 20 * c.width)  # fp32 gate|up, 16-bit h, x
         table = {"weights": held - of_adapter, "adapter": of_adapter, "graphs": graphs,
                  "CUDA context, NCCL": OUTSIDE, "fragments": 0.03 * limit}
         self.room = limit - sum(table.values())
-        token = 2 * c.layers * c.kv_heads * c.head_dim * model.dtype.itemsize    # of the KV cache
+        token = 2 * c.layers * c.kv_heads * c.head_dim * model.dtype.itemsize  # of the KV cache
         choices = [micro_batch_tokens] if micro_batch_tokens else MICRO_BATCH_TOKENS
-        best = min(self.option(tokens, max_rows * self.longest * token, kv_gib)
-                   for tokens in choices)
+        useful = max_rows * self.longest * token
+        best = min(self.option(tokens, useful, kv_gib) for tokens in choices)
         *_, self.micro_batch_tokens, worst, self.pool, self.kept = best
         if math.isinf(worst):
             raise ValueError(f"no room for rows of {self.longest} tokens beside {held / GIB:.1f} "
-                             "GiB of weights and adapter: lower --micro-batch-tokens "
-                             f"({self.micro_batch_tokens}) or --max-new-tokens")
+                             "GiB of weights and adapter: lower --max-new-tokens or "
+                             f"--micro-batch-tokens ({self.micro_batch_tokens})")
         left = self.room - worst
         if self.pool > left:
             raise ValueError(f"--kv-gib {kv_gib}: only {left / GIB:.2f} GiB are left")
@@ -93,9 +79,7 @@ class Plan:
             say(f"{name:22} {size / GIB:8.2f} GiB")
 
     def option(self, tokens, useful, kv_gib):
-        """-> what a pool of a quarter of `useful` lacks, forwards a token (the least is best);
-        tokens, worst case, pool, kept.
-        """
+        """-> what a quarter of `useful` lacks, forwards a token: least is best; the rest."""
         layers = len(self.model.layers)
         worst = self.worst_case(tokens)
         if math.isinf(worst):
@@ -110,7 +94,7 @@ class Plan:
         return max(0, useful / 4 - left), forwards, tokens, worst, pool, kept
 
     def largest(self, tokens, kept):
-        """Log-probs of the largest micro-batch: a prompt of one token, so all others are scored."""
+        """Log-probs of the largest micro-batch: prompts of one token, all others scored."""
         full, rest = divmod(tokens, self.longest)
         rows = [[0] * self.longest] * max(full, 1)
         if full and rest > 1:
@@ -119,16 +103,15 @@ class Plan:
 
     def block_bytes(self):
         """Bytes a token that a block adds which keeps its activations."""
-        sizes = []
-        for kept in (0, 1):
-            logprobs = self.largest(self.longest, kept)          # its graph holds activations
-            sizes.append(torch.cuda.memory_allocated())
-            del logprobs
-        return (sizes[1] - sizes[0]) / self.longest
+        def held(kept):
+            logprobs = self.largest(self.longest, kept)  # its graph holds activations
+            return torch.cuda.memory_allocated()
+
+        return (held(1) - held(0)) / self.longest
 
     def worst_case(self, tokens, kept=0):
-        """Bytes that torch reserves for the largest micro-batch and prefill; inf: it cannot."""
-        prompts = [[i % self.model.config.vocab] + [0] * self.prompt             # no two the same
+        """Bytes that torch reserves for the largest micro-batch and prefill, or inf."""
+        prompts = [[i % self.model.config.vocab] + [0] * self.prompt  # no two the same
                    for i in range(max(PREFILL_TOKENS // self.prompt, 1))]
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -145,7 +128,7 @@ class Plan:
             torch.cuda.empty_cache()
 
     def dry_step(self):
-        """With the pool in place, once through the worst case; keeps fewer blocks if need be."""
+        """With the pool in place; keeps fewer blocks if need be."""
         room = self.room - self.pool
         while self.kept and self.worst_case(self.micro_batch_tokens, self.kept) > room:
             self.kept = self.kept * 7 // 8

@@ -62,14 +62,13 @@ def random_linear(M, N, KB, L, parts, R, gen):
     for p, r in enumerate(rows if R else []):
         y[:, r] += total[:, N + p * R:N + (p + 1) * R].to(DTYPE).double() @ b[r].double().T
     most = nvfp4.Slabs(slab, scale, KB, L).most
-    sizes = map(const, (*most, R, max(16, 1 << (R - 1).bit_length())))
-    return kernels.Partial(slab, scale, b, N, slab.shape[2], KB, L, *sizes), y
+    return kernels.Partial(slab, scale, b, N, slab.shape[2], KB, L, *map(const, (*most, R))), y
 
 
 def squares_of(M, tiles, D, gen):
     """Partial sums of squares of rows whose rms is about 1 -> kernels.Squares, 1/rms (M, 1) float64."""
     sums = torch.rand(M, tiles, generator=gen, device=DEVICE) * D
-    squares = kernels.Squares(sums, 1e-6, D, const(tiles), decode.power_of_2(tiles))
+    squares = kernels.Squares(sums, 1e-6, D, const(tiles))
     return squares, torch.rsqrt(sums.double().sum(1, keepdim=True) / D + 1e-6)
 
 

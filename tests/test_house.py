@@ -34,7 +34,7 @@ LARGEST = {                                                               # line
     "sampler.py": (499, 22.3), "model.py": (275, 12.6), "attention.py": (216, 9.6), "ops.py": (192, 7.7),
     "lora.py": (297, 12.8), "nvfp4.py": (334, 14.2), "rewards.py": (332, 14.6),
     "data.py": (315, 14.0), "run.py": (351, 13.6), "hf.py": (346, 15.9),
-    "marlin_fp4.py": (810, 37.5), "kernels.py": (973, 41.0), "decode.py": (353, 16.4), "memory.py": (160, 7.7),
+    "marlin_fp4.py": (735, 35.0), "kernels.py": (875, 37.3), "decode.py": (318, 15.3), "memory.py": (142, 6.9),
     "answers.py": (1371, 57.0), "evaluate.py": (357, 16.3), "tools/bench.py": (552, 25.0),
     "tools/convert.py": (134, 5.5), "tools/plot.py": (145, 6.5), "tools/samples.py": (105, 4.9),
     "tiny/arithmetic.py": (68, 3.2),
