@@ -8,14 +8,14 @@ their prompt, so the prompt is one sequence and each sample a branch of it:
     what is computed              prompt  a1 a2 a3  b1 b2
 
 A branch sees its prompt and itself, not its siblings. That is two softmaxes, of every token over
-its own piece (causal) and of every branch over its prompt, merged by their log-sum-exp; on a GPU
-FlashAttention does each. The backward adds the two parts' gradients, with the whole's log-sum-exp.
+its own piece (causal) and of every branch over its prompt, merged by their log-sum-exp. The
+backward adds the two parts' gradients, with the whole's log-sum-exp.
 
 Not here: the sampler's attention to a KV cache (sampler.py, kernels.py).
 
 Shapes: T tokens, H query heads, KV key-value heads, d head size.
 """
-from itertools import groupby
+from itertools import chain, groupby
 from typing import NamedTuple
 
 import torch
@@ -48,7 +48,8 @@ def lay_out(rows, starts):
     token, row by row, the place of the token before it. A row's last token predicts nothing and
     is left out.
     """
-    shared, alone = [], []                       # alone: one row, or answers of one token each
+    shared = []
+    alone = []                                   # one row, or answers of one token each
     for _, group in groupby(range(len(rows)), lambda i: rows[i][:starts[i]]):
         group = list(group)
         several = len(group) > 1 and any(len(rows[i]) > starts[i] + 1 for i in group)
@@ -68,11 +69,10 @@ def lay_out(rows, starts):
             predictors[i] = [last, *range(first, first + more)]
             tail += more
         head += len(sequence)
-    tokens = [t for sequence in sequences for t in sequence]
-    tokens += [t for group in branches for branch in group for t in branch]
+    tokens = [*chain(*sequences), *chain(*chain(*branches))]
     lengths = [len(sequence) for sequence in sequences]
     branch_lengths = [[len(branch) for branch in group] for group in branches]
-    return tokens, lengths, branch_lengths, [place for row in predictors for place in row]
+    return tokens, lengths, branch_lengths, [*chain(*predictors)]
 
 
 class PackedAttention:
@@ -83,19 +83,17 @@ class PackedAttention:
     """
 
     def __init__(self, lengths, device, branches=()):
-        self.lengths = list(lengths)
-        self.branches = [list(group) for group in branches]
+        self.lengths = lengths
+        self.branches = branches
         self.device = device
-        own = self.lengths + [n for group in self.branches for n in group if n]
+        own = [*lengths, *(n for n in chain(*branches) if n)]
+        trunks = lengths[:len(branches)]
         self.inside = spans_of(own, own, True, device)
         self.across = None                       # branches to trunks: all branches of a sequence
-        self.first = 0                           # are one block of queries
-        self.shared = 0
-        if self.branches:
-            trunks = self.lengths[:len(self.branches)]
-            self.across = spans_of([sum(group) for group in self.branches], trunks, False, device)
-            self.first = sum(self.lengths)
-            self.shared = sum(trunks)
+        if branches:                             # are one block of queries
+            self.across = spans_of([sum(group) for group in branches], trunks, False, device)
+        self.first = sum(lengths)
+        self.shared = sum(trunks)
 
     def positions(self):
         """(T,) int64: from 0 in each sequence, going on from its end in each of its branches."""
@@ -127,10 +125,8 @@ def attend(q, k, v, spans):
 
 @twin_in_kernels
 def attend_backward(dout, q, k, v, out, lse, spans):
-    """-> dq, dk, dv of attend() for out and lse of a softmax over these keys and perhaps others.
-
-    Probabilities are exp(score - lse) and the softmax's own term is out . dout: with those of the
-    whole, the gradients are this part's share of the whole's.
+    """-> dq, dk, dv: this set of keys' share, where out and lse are those of a softmax over it and
+    others. Probabilities are exp(score - lse), the softmax's own term is out . dout.
     """
     dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
     own = (dout.to(lse.dtype) * out).sum(-1).T[:, :, None]                      # (H, T, 1)
@@ -147,7 +143,7 @@ def attend_backward(dout, q, k, v, out, lse, spans):
 
 
 def _each_span(q, k, v, spans):
-    """Yields places of queries and of keys, query, key, value (., H, d) and scores (H, ., .)."""
+    """Yields places of queries and keys, their q, k, v (., H, d) and scores (H, ., .) in fp32."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     heads = q.shape[1]
     q_starts = spans.q_starts.tolist()
@@ -175,16 +171,15 @@ def merge(out, lse, other, other_lse):
 
 
 class _Attention(torch.autograd.Function):
-    """Every token over its own piece as `inside` says; the tokens from `first` on also over the
-    first `shared` tokens of all, as `across` says.
+    """inside: of every token over its own piece; across, unless None: of tokens[first:], the
+    branches, over tokens[:shared], their trunks.
     """
 
     @staticmethod
     def forward(ctx, q, k, v, inside, across, first, shared):
         out, lse = attend(q, k, v, inside)
         if across:
-            merge(out[first:], lse[:, first:],
-                  *attend(q[first:], k[:shared], v[:shared], across))
+            merge(out[first:], lse[:, first:], *attend(q[first:], k[:shared], v[:shared], across))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.plan = inside, across, first, shared
         return out
