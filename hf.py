@@ -139,7 +139,7 @@ class Checkpoint(Shards):
 
 
 CONFIG_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-               "num_key_value_heads", "vocab_size", "rms_norm_eps")
+               "num_key_value_heads", "vocab_size", "rms_norm_eps", "rope_theta")
 
 
 def read_qwen2(path):
@@ -152,11 +152,10 @@ def read_qwen2(path):
     plain = rope.get("rope_type", "default") == "default" and not config.get("rope_scaling")
     if config.get("use_sliding_window") or not plain:
         raise ValueError(f"{path}: sliding windows and rope_scaling are not supported")
-    missing = [key for key in CONFIG_KEYS if key not in config]
-    if not (config.get("rope_theta") or rope.get("rope_theta")):
-        missing.append("rope_theta")
-    if missing:
-        raise ValueError(f"{path}: no {missing[0]}")
+    config["rope_theta"] = config.get("rope_theta") or rope.get("rope_theta")
+    for key in CONFIG_KEYS:
+        if config.get(key) is None:
+            raise ValueError(f"{path}: no {key}")
     return config
 
 
@@ -188,14 +187,14 @@ def load_nvfp4(shards, name, shape, device="cpu"):
     shards.check(f"{name}.weight_scale", (N, K // 16))
     packed, block_scale, inverse = (shards.get(f"{name}.weight_{part}", device)
                                     for part in ("packed", "scale", "global_scale"))
+    where = f"{shards.folder}: {name}"
     if packed.dtype != torch.uint8 or block_scale.dtype != torch.float8_e4m3fn:
-        raise ValueError(f"{shards.folder}: {name} is no NVFP4 weight: {packed.dtype} codes, "
-                         f"{block_scale.dtype} scales")
+        raise ValueError(f"{where}: {packed.dtype} codes, {block_scale.dtype} scales: not NVFP4")
     if not (block_scale.float() >= 0).all():
-        raise ValueError(f"{shards.folder}: {name}: a block scale is negative or NaN")
+        raise ValueError(f"{where}: a block scale is negative or NaN")
     global_scale = 1 / inverse.float().reshape(())
     if not (global_scale.isfinite() and global_scale > 0):
-        raise ValueError(f"{shards.folder}: {name}: weight_global_scale is {inverse.item()}")
+        raise ValueError(f"{where}: weight_global_scale is {inverse.item()}")
     return packed, block_scale, global_scale
 
 
@@ -307,8 +306,7 @@ def read_peft(folder):
         raise ValueError(f"{folder}: need a plain LoRA adapter on {', '.join(TARGETS)}, "
                          f"got {kind} on {targets} {' '.join(variants)}")
     if not {"r", "lora_alpha"} <= config.keys():
-        raise ValueError(f"{folder}/adapter_config.json: needs r and lora_alpha, "
-                         f"has {', '.join(config)}")
+        raise ValueError(f"{folder}/adapter_config.json: needs r and lora_alpha")
     return config, tensors
 
 

@@ -99,32 +99,28 @@ class Linear(torch.nn.Module):
                 wide[rows, k + p * self.rank:k + (p + 1) * self.rank] = self.b16[rows]
         return wide
 
-    def with_room(self, like):
-        """Empty (M, K + P*R): an x written into its first columns need not be copied."""
-        return like.new_empty(len(like), self.weight.K + self.rank * len(self.parts))
+    def room(self, like, columns):
+        """Empty (M, columns + P*R): for an x (M, K), or a dL/dy (M, N), in its first columns."""
+        return like.new_empty(len(like), columns + self.rank * len(self.parts))
 
     def product(self, x, xa=None):
         """x (M, K) -> y (M, N) fp32, and what the backward needs: x with x @ A.T beside it.
 
-        xa: a with_room() whose first columns x is.
+        xa: a room() whose first columns x is, which saves a copy.
         """
         k = self.weight.K
         assert x.dim() == 2 and x.shape[1] == k, f"{self.names[0]}: x {tuple(x.shape)}, not K={k}"
         if xa is None:
             xa = x
             if self.rank:
-                xa = self.with_room(x)
+                xa = self.room(x, k)
                 xa[:, :k] = x
         if self.rank:
             xa[:, k:] = mm_fp32(x, self.a16.T)                   # rounded, as when sampling
         return mm_fp32(xa, self.wide(x.dtype)[:self.weight.N].T), xa
 
-    def gradient_room(self, xa):
-        """Empty (M, N + P*R): dL/dy goes into the first N columns."""
-        return xa.new_empty(len(xa), self.weight.N + self.rank * len(self.parts))
-
     def product_backward(self, xa, dy, needs_ab):
-        """xa of product(), gradient_room() with dL/dy -> dL/dx (M, K), dL/dA, dL/dB fp32 or None.
+        """xa of product(), dL/dy in a room() -> dL/dx (M, K), dL/dA, dL/dB fp32 or None.
 
         Expands W again rather than keep it alive since the forward.
         """
@@ -167,7 +163,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         xa, = ctx.saved_tensors
-        room = ctx.linear.gradient_room(xa)
+        room = ctx.linear.room(xa, dy.shape[1])
         room[:, :dy.shape[1]] = dy
         return *ctx.linear.product_backward(xa, room, ctx.needs_input_grad[1]), None
 

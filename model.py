@@ -57,11 +57,10 @@ class ModelConfig:
 
     @classmethod
     def of(cls, raw):
-        """Of what a Qwen2 folder's config.json says."""
-        theta = raw.get("rope_theta") or raw["rope_parameters"]["rope_theta"]
+        """Of what hf.read_qwen2 returns."""
         return cls(raw["hidden_size"], raw["intermediate_size"], raw["num_hidden_layers"],
                    raw["num_attention_heads"], raw["num_key_value_heads"], raw["vocab_size"],
-                   bool(raw.get("tie_word_embeddings", False)), theta, raw["rms_norm_eps"])
+                   raw.get("tie_word_embeddings", False), raw["rope_theta"], raw["rms_norm_eps"])
 
 
 # -------------------------------------------------------------------------------------------------
@@ -197,8 +196,8 @@ class Qwen2(torch.nn.Module):
         xw, rstd = self.hidden(tokens, attend, attend.positions(), recompute)
         at = torch.tensor(predictors, device=self.device)
         scored = [t for row, start in zip(rows, starts) for t in row[start:]]
-        scored = torch.tensor(scored, device=self.device)
-        return token_logprobs(xw[at], rstd[at], self.lm_head, scored, self.live_vocab, temperature)
+        targets = torch.tensor(scored, device=self.device)
+        return token_logprobs(xw[at], rstd[at], self.lm_head, targets, self.live_vocab, temperature)
 
 
 # -------------------------------------------------------------------------------------------------

@@ -243,11 +243,8 @@ class Weight:
         self.N, self.K = shape
         self.dtype = dtype
         self.device = tensors[0].device
+        self.nbytes = sum(t.nbytes for t in tensors)
         self.ones = torch.ones(self.N, device=self.device)
-
-    @property
-    def nbytes(self):
-        return sum(t.nbytes for t in self.tensors)
 
     def dequantize(self, out=None):
         """-> W (N, K) in dtype, not to be written to; or in `out`, rows of any stride."""

@@ -84,7 +84,7 @@ class _Mlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, rstd, gate_up, down, *_):
         y, xa = gate_up.product(x)
-        ha = down.with_room(x)
+        ha = down.room(x, down.weight.K)
         h = ha[:, :down.weight.K]
         y = swiglu(y, rstd, h, keep=ctx.needs_input_grad[0])
         out, ha = down.product(h, ha)
@@ -96,10 +96,10 @@ class _Mlp(torch.autograd.Function):
     def backward(ctx, dout):
         xa, y, rstd, ha = ctx.saved_tensors
         gate_up, down = ctx.linears
-        room = down.gradient_room(ha)
+        room = down.room(ha, dout.shape[1])
         room[:, :dout.shape[1]] = dout
         dh, *of_down = down.product_backward(ha, room, ctx.needs_input_grad[6])
-        room = gate_up.gradient_room(xa)
+        room = gate_up.room(xa, y.shape[1])
         drstd = swiglu_backward(y, rstd, dh, room[:, :y.shape[1]])
         dx, *of_gate_up = gate_up.product_backward(xa, room, ctx.needs_input_grad[4])
         return dx, drstd, None, None, *of_gate_up, *of_down

@@ -225,19 +225,13 @@ class Checkpoints:
         final = self.folder / f"step_{self.counters['step']:06d}"
         if final.exists():
             return                                       # load() saw it whole, or this run wrote it
+        for cut_off in list(self.folder.glob(".step_*")):        # new_folder's, by a kill
+            shutil.rmtree(cut_off)
         tensors = save(self.tensors)
         record = {**self.counters, "sha256": digest(tensors, self.counters)}
-        temporary = self.folder / ".writing"
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        try:
-            write_atomically(temporary / "state.safetensors", tensors)
-            write_atomically(temporary / "state.json", json.dumps(record).encode())
-            flush(temporary)
-            os.replace(temporary, final)
-            flush(self.folder)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+        with new_folder(final) as folder:
+            write_atomically(folder / "state.safetensors", tensors)
+            write_atomically(folder / "state.json", json.dumps(record).encode())
         for old in sorted(self.folder.glob("step_*"))[:-2]:
             shutil.rmtree(old)
 
