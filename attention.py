@@ -15,7 +15,7 @@ Not here: the sampler's attention to a KV cache (sampler.py, kernels.py).
 
 Shapes: T tokens, H query heads, KV key-value heads, d head size.
 """
-from itertools import chain, groupby
+from itertools import accumulate, chain, groupby
 from typing import NamedTuple
 
 import torch
@@ -45,8 +45,8 @@ def lay_out(rows, starts):
     """Rows that follow each other and share rows[i][:starts[i]] become a sequence with branches.
 
     -> tokens, lengths, branches (as PackedAttention takes them), predictors: for every scored
-    token, row by row, the place of the token before it. A row's last token predicts nothing and
-    is left out.
+    token, row by row, the place of the token before it. A row's last token is left out: it
+    predicts nothing.
     """
     shared = []
     alone = []                                   # one row, or answers of one token each
@@ -54,25 +54,23 @@ def lay_out(rows, starts):
         group = list(group)
         several = len(group) > 1 and any(len(rows[i]) > starts[i] + 1 for i in group)
         (shared if several else alone).append(group)
-    sequences = [rows[group[0]][:starts[group[0]]] for group in shared]
-    sequences += [rows[group[0]][:-1] for group in alone]
-    branches = [[rows[i][starts[i]:-1] for i in group] for group in shared]
 
+    tokens = []
     predictors = [[]] * len(rows)
-    head = 0                                     # where this group's sequence begins,
-    tail = sum(map(len, sequences))              # and where its next branch does
-    for n, (group, sequence) in enumerate(zip(shared + alone, sequences)):
+    for i, *_ in shared:
+        tokens += rows[i][:starts[i]]
+    for group in alone:
         for i in group:
-            last = head + starts[i] - 1          # the prompt's last token
-            more = len(rows[i]) - starts[i] - 1
-            first = tail if n < len(shared) else last + 1
-            predictors[i] = [last, *range(first, first + more)]
-            tail += more
-        head += len(sequence)
-    tokens = [*chain(*sequences), *chain(*chain(*branches))]
-    lengths = [len(sequence) for sequence in sequences]
-    branch_lengths = [[len(branch) for branch in group] for group in branches]
-    return tokens, lengths, branch_lengths, [*chain(*predictors)]
+            predictors[i] = range(len(tokens) + starts[i] - 1, len(tokens) + len(rows[i]) - 1)
+        tokens += rows[group[0]][:-1]
+    lengths = [starts[i] for i, *_ in shared] + [len(rows[i]) - 1 for i, *_ in alone]
+    for group, end in zip(shared, accumulate(lengths)):
+        for i in group:
+            branch = rows[i][starts[i]:-1]
+            predictors[i] = [end - 1, *range(len(tokens), len(tokens) + len(branch))]
+            tokens += branch
+    branches = [[len(rows[i]) - starts[i] - 1 for i in group] for group in shared]
+    return tokens, lengths, branches, [*chain(*predictors)]
 
 
 class PackedAttention:

@@ -106,7 +106,7 @@ class _Mlp(torch.autograd.Function):
 
 
 def mlp(gate_up, down, x, rstd):
-    """x (T, D), its rows' 1/rms (T, 1) -> (T, D) fp32 through two lora.Linear."""
+    """down(silu(gate) * up), gate|up = gate_up(x) * rstd; x (T, D), rstd (T, 1) -> (T, D) fp32."""
     return _Mlp.apply(x, rstd, gate_up, down, *gate_up.trained(), *down.trained())
 
 

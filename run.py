@@ -205,9 +205,7 @@ def digest(tensors, counters):
 
 
 class Checkpoints:
-    """The last whole step: `tensors` (name -> copy on the host) and `counters` (name -> number),
-    which is empty before the first.
-    """
+    """The last whole step: `tensors`, name -> copy on the host; `counters`, {} before the first."""
 
     def __init__(self, folder, live):
         self.folder = folder
