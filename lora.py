@@ -95,8 +95,8 @@ class Linear(torch.nn.Module):
         if pr:
             wide[n:, :k] = self.a16
             wide[:n, k:] = 0
-            for p, rows in enumerate(self.part_rows()):
-                wide[rows, k + p * self.rank:k + (p + 1) * self.rank] = self.b16[rows]
+            for rows, columns in zip(self.part_rows(), wide[:, k:].split(self.rank, dim=1)):
+                columns[rows] = self.b16[rows]
         return wide
 
     def room(self, like, columns):
@@ -110,13 +110,12 @@ class Linear(torch.nn.Module):
         """
         k = self.weight.K
         assert x.dim() == 2 and x.shape[1] == k, f"{self.names[0]}: x {tuple(x.shape)}, not K={k}"
+        if not self.rank:
+            return mm_fp32(x, self.wide(x.dtype).T), x
         if xa is None:
-            xa = x
-            if self.rank:
-                xa = self.room(x, k)
-                xa[:, :k] = x
-        if self.rank:
-            xa[:, k:] = mm_fp32(x, self.a16.T)                   # rounded, as when sampling
+            xa = self.room(x, k)
+            xa[:, :k] = x
+        xa[:, k:] = mm_fp32(x, self.a16.T)                       # rounded, as when sampling
         return mm_fp32(xa, self.wide(x.dtype)[:self.weight.N].T), xa
 
     def product_backward(self, xa, dy, needs_ab):
@@ -137,8 +136,7 @@ class Linear(torch.nn.Module):
             return dx, None, None
         da = mm_fp32(dy[:, n:].T, xa[:, :k])                     # (P*R, K)
         db = torch.empty_like(self.b)
-        for p, rows in enumerate(self.part_rows()):
-            own = xa[:, k + p * rank:k + (p + 1) * rank]
+        for rows, own in zip(self.part_rows(), xa[:, k:].split(rank, dim=1)):
             db[rows] = self.scale * mm_fp32(dy[:, rows].T, own)
         return dx, da, db
 
@@ -182,6 +180,7 @@ class Adapter:
         self.alpha = alpha
         self.norms = norms
         self.linears = [m for m in model.modules() if isinstance(m, Linear)]
+        n = len(self.linears)
         blocks = model.layers if norms else []
         trained = [norm for layer in blocks for norm in (layer.input_norm, layer.post_norm)]
         self.shapes = [(len(lin.parts) * rank, lin.weight.K) for lin in self.linears]   # every A,
@@ -190,8 +189,8 @@ class Adapter:
         self.offsets = [0]
         for shape in self.shapes:                # 256-byte aligned bf16 views, for 16-byte loads
             self.offsets.append(self.offsets[-1] + -(-math.prod(shape) // 128) * 128)
-        self.b_start = self.offsets[len(self.linears)]
-        self.norm_start = self.offsets[2 * len(self.linears)]
+        self.b_start = self.offsets[n]
+        self.norm_start = self.offsets[2 * n]
         device = self.linears[0].weight.device
         self.master = torch.nn.Parameter(torch.zeros(self.offsets[-1], device=device))
         self.master.grad = torch.zeros_like(self.master)
@@ -203,15 +202,14 @@ class Adapter:
             leaf.requires_grad_().grad = gradient
         generator = torch.Generator().manual_seed(seed)
         for i, lin in enumerate(self.linears):
-            j = i + len(self.linears)
             lin.a = leaves[i]
-            lin.b = leaves[j]
+            lin.b = leaves[n + i]
             lin.a16 = working[i]
-            lin.b16 = working[j]
+            lin.b16 = working[n + i]
             lin.scale = alpha / rank
             bound = lin.weight.K ** -0.5
             lin.a.data.copy_(torch.rand(lin.a.shape, generator=generator) * 2 * bound - bound)
-        for leaf, norm in zip(leaves[2 * len(self.linears):], trained):
+        for leaf, norm in zip(leaves[2 * n:], trained):
             leaf.data.copy_(norm.weight)
             norm.weight = torch.nn.Parameter(leaf)
             norm.weight.grad = leaf.grad
@@ -248,10 +246,9 @@ class Adapter:
         """Yields (PEFT tensor name, view into a flat vector like master), part by part."""
         views = self.views(flat)
         for lin, a, b in zip(self.linears, views, views[len(self.linears):]):
-            parts = zip(lin.names, a.split(self.rank), b.split(lin.parts))
-            for name, a_of_part, b_of_part in parts:
-                yield f"base_model.model.{name}.lora_A.weight", a_of_part
-                yield f"base_model.model.{name}.lora_B.weight", b_of_part
+            for name, part_a, part_b in zip(lin.names, a.split(self.rank), b.split(lin.parts)):
+                yield f"base_model.model.{name}.lora_A.weight", part_a
+                yield f"base_model.model.{name}.lora_B.weight", part_b
         for i, view in enumerate(views[2 * len(self.linears):]):
             yield f"base_model.model.model.layers.{i // 2}.{hf.NORMS[i % 2]}.weight", view
 

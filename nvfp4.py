@@ -297,5 +297,5 @@ def fuse(parts, dtype):
     if packed.is_cuda:
         import marlin_fp4                        # the same weight, read by kernels
         return marlin_fp4.pack(packed, block_scale, row_scale, dtype)
-    shape = packed.shape[0], 2 * packed.shape[1]
+    shape = len(packed), 2 * packed.shape[1]
     return Weight((packed, block_scale, row_scale), dequantize, shape, dtype)
