@@ -8,14 +8,14 @@ their prompt, so the prompt is one sequence and each sample a branch of it:
     what is computed              prompt  a1 a2 a3  b1 b2
 
 A branch sees its prompt and itself, not its siblings. That is two softmaxes, of every token over
-its own piece (causal) and of every branch over its prompt, merged by their log-sum-exp; on a GPU
-FlashAttention does each. The backward adds the two parts' gradients, with the whole's log-sum-exp.
+its own piece (causal) and of every branch over its prompt, merged by their log-sum-exp. The
+backward adds the two parts' gradients, with the whole's log-sum-exp.
 
 Not here: the sampler's attention to a KV cache (sampler.py, kernels.py).
 
 Shapes: T tokens, H query heads, KV key-value heads, d head size.
 """
-from itertools import groupby
+from itertools import accumulate, chain, groupby
 from typing import NamedTuple
 
 import torch
@@ -45,34 +45,32 @@ def lay_out(rows, starts):
     """Rows that follow each other and share rows[i][:starts[i]] become a sequence with branches.
 
     -> tokens, lengths, branches (as PackedAttention takes them), predictors: for every scored
-    token, row by row, the place of the token before it. A row's last token predicts nothing and
-    is left out.
+    token, row by row, the place of the token before it. A row's last token is left out: it
+    predicts nothing.
     """
-    shared, alone = [], []                       # alone: one row, or answers of one token each
+    shared = []
+    alone = []                                   # one row, or answers of one token each
     for _, group in groupby(range(len(rows)), lambda i: rows[i][:starts[i]]):
         group = list(group)
         several = len(group) > 1 and any(len(rows[i]) > starts[i] + 1 for i in group)
         (shared if several else alone).append(group)
-    sequences = [rows[group[0]][:starts[group[0]]] for group in shared]
-    sequences += [rows[group[0]][:-1] for group in alone]
-    branches = [[rows[i][starts[i]:-1] for i in group] for group in shared]
 
+    tokens = []
     predictors = [[]] * len(rows)
-    head = 0                                     # where this group's sequence begins,
-    tail = sum(map(len, sequences))              # and where its next branch does
-    for n, (group, sequence) in enumerate(zip(shared + alone, sequences)):
+    for i, *_ in shared:
+        tokens += rows[i][:starts[i]]
+    for group in alone:
         for i in group:
-            last = head + starts[i] - 1          # the prompt's last token
-            more = len(rows[i]) - starts[i] - 1
-            first = tail if n < len(shared) else last + 1
-            predictors[i] = [last, *range(first, first + more)]
-            tail += more
-        head += len(sequence)
-    tokens = [t for sequence in sequences for t in sequence]
-    tokens += [t for group in branches for branch in group for t in branch]
-    lengths = [len(sequence) for sequence in sequences]
-    branch_lengths = [[len(branch) for branch in group] for group in branches]
-    return tokens, lengths, branch_lengths, [place for row in predictors for place in row]
+            predictors[i] = range(len(tokens) + starts[i] - 1, len(tokens) + len(rows[i]) - 1)
+        tokens += rows[group[0]][:-1]
+    lengths = [starts[i] for i, *_ in shared] + [len(rows[i]) - 1 for i, *_ in alone]
+    for group, end in zip(shared, accumulate(lengths)):
+        for i in group:
+            branch = rows[i][starts[i]:-1]
+            predictors[i] = [end - 1, *range(len(tokens), len(tokens) + len(branch))]
+            tokens += branch
+    branches = [[len(rows[i]) - starts[i] - 1 for i in group] for group in shared]
+    return tokens, lengths, branches, [*chain(*predictors)]
 
 
 class PackedAttention:
@@ -83,19 +81,17 @@ class PackedAttention:
     """
 
     def __init__(self, lengths, device, branches=()):
-        self.lengths = list(lengths)
-        self.branches = [list(group) for group in branches]
+        self.lengths = lengths
+        self.branches = branches
         self.device = device
-        own = self.lengths + [n for group in self.branches for n in group if n]
+        own = [*lengths, *(n for n in chain(*branches) if n)]
+        trunks = lengths[:len(branches)]
         self.inside = spans_of(own, own, True, device)
         self.across = None                       # branches to trunks: all branches of a sequence
-        self.first = 0                           # are one block of queries
-        self.shared = 0
-        if self.branches:
-            trunks = self.lengths[:len(self.branches)]
-            self.across = spans_of([sum(group) for group in self.branches], trunks, False, device)
-            self.first = sum(self.lengths)
-            self.shared = sum(trunks)
+        if branches:                             # are one block of queries
+            self.across = spans_of([sum(group) for group in branches], trunks, False, device)
+        self.first = sum(lengths)
+        self.shared = sum(trunks)
 
     def positions(self):
         """(T,) int64: from 0 in each sequence, going on from its end in each of its branches."""
@@ -127,10 +123,8 @@ def attend(q, k, v, spans):
 
 @twin_in_kernels
 def attend_backward(dout, q, k, v, out, lse, spans):
-    """-> dq, dk, dv of attend() for out and lse of a softmax over these keys and perhaps others.
-
-    Probabilities are exp(score - lse) and the softmax's own term is out . dout: with those of the
-    whole, the gradients are this part's share of the whole's.
+    """-> dq, dk, dv: this set of keys' share, where out and lse are those of a softmax over it and
+    others. Probabilities are exp(score - lse), the softmax's own term is out . dout.
     """
     dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
     own = (dout.to(lse.dtype) * out).sum(-1).T[:, :, None]                      # (H, T, 1)
@@ -147,7 +141,7 @@ def attend_backward(dout, q, k, v, out, lse, spans):
 
 
 def _each_span(q, k, v, spans):
-    """Yields places of queries and of keys, query, key, value (., H, d) and scores (H, ., .)."""
+    """Yields places of queries and keys, their q, k, v (., H, d) and scores (H, ., .) in fp32."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     heads = q.shape[1]
     q_starts = spans.q_starts.tolist()
@@ -175,16 +169,15 @@ def merge(out, lse, other, other_lse):
 
 
 class _Attention(torch.autograd.Function):
-    """Every token over its own piece as `inside` says; the tokens from `first` on also over the
-    first `shared` tokens of all, as `across` says.
+    """inside: of every token over its own piece; across, unless None: of tokens[first:], the
+    branches, over tokens[:shared], their trunks.
     """
 
     @staticmethod
     def forward(ctx, q, k, v, inside, across, first, shared):
         out, lse = attend(q, k, v, inside)
         if across:
-            merge(out[first:], lse[:, first:],
-                  *attend(q[first:], k[:shared], v[:shared], across))
+            merge(out[first:], lse[:, first:], *attend(q[first:], k[:shared], v[:shared], across))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.plan = inside, across, first, shared
         return out

@@ -1,12 +1,11 @@
 """
 Folders of other programs: Hugging Face models, compressed-tensors NVFP4 weights, PEFT adapters.
 
-    shards = Shards(resolve("qwen2.5-7b"))             read: "lm_head.weight" in shards.names,
-    shards.get("model.norm.weight", device="cuda")     one tensor at a time
-    save_model(tensors, source, out, quantization)     write: a new folder, shard by shard
+    shards = Shards(resolve("qwen2.5-7b"))
+    shards.get("model.norm.weight", device="cuda")     read one tensor at a time
+    save_model(tensors, source, out, quantization)     write a new folder, shard by shard
 
-What can be wrong with a file is a ValueError that names it. Nothing is unpickled. Memory holds
-one tensor while reading and one shard while writing.
+What can be wrong with a file is a ValueError that names it. Nothing is unpickled.
 
 Not here: what the numbers mean (nvfp4.py, model.py), atomic files (run.py).
 """
@@ -22,7 +21,7 @@ from safetensors.torch import load_file, save, save_file
 import nvfp4
 from run import new_folder, write_atomically
 
-SHARD_BYTES = 2**31    # of an output file, which is held in memory until it is written
+SHARD_BYTES = 2**31                              # of an output file, in memory until written
 
 
 def read_json(path):
@@ -51,11 +50,10 @@ def resolve(name):
         raise ValueError(f"--model {name}: neither a folder nor a name such as qwen2.5-7b "
                          "or Qwen/Qwen2.5-7B-Instruct")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     try:
-        patterns = ["*.json", "*.safetensors", "*.jinja"]
-        return Path(snapshot_download(name, allow_patterns=patterns))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"--model {name}: not downloadable ({reason})") from None
 
@@ -66,20 +64,20 @@ def resolve(name):
 class Shards:
     """The tensors of a folder: model.safetensors, or what model.safetensors.index.json names.
 
-    Opening checks every file, headers only: a missing or cut-off one is a ValueError before any
-    work is done. get() maps the file for that tensor only and lets go of it with the tensor.
+    Opening checks every file's header: a missing or cut-off one is found before any work is done.
+    get() maps the file for that tensor only and lets go of it with the tensor.
     """
 
     def __init__(self, folder):
         self.folder = Path(folder)
         index = self.folder / "model.safetensors.index.json"
-        if index.exists():
-            files = read_json(index).get("weight_map", {})
-        else:
-            only = "model.safetensors"
-            files = dict.fromkeys(self._open(self.folder / only).keys(), only)
-        self.names = {name: self.folder / file for name, file in files.items()}
-        held = {file: set(self._open(file).keys()) for file in sorted(set(self.names.values()))}
+        if not index.exists():
+            only = self.folder / "model.safetensors"
+            self.names = dict.fromkeys(self._open(only).keys(), only)
+            return
+        weight_map = read_json(index).get("weight_map", {})
+        self.names = {name: self.folder / file for name, file in weight_map.items()}
+        held = {file: self._open(file).keys() for file in sorted(set(self.names.values()))}
         for name, file in self.names.items():
             if name not in held[file]:
                 raise ValueError(f"{file}: no tensor {name}, which {index.name} places there")
@@ -110,7 +108,7 @@ class Shards:
 
 
 class Checkpoint(Shards):
-    """A Qwen2.5 folder, bf16 or NVFP4: config.json, its tensors, its linears held as `base`."""
+    """A Qwen2.5 folder, bf16 or NVFP4, its linears to be held as `base`."""
 
     def __init__(self, folder, base, device, dtype):
         if base not in nvfp4.FORMATS:
@@ -121,19 +119,19 @@ class Checkpoint(Shards):
         self.device = device
         self.dtype = dtype
 
-    def get(self, name, *shape):
+    def read(self, name, *shape):
         self.check(name, shape)
-        return super().get(name, self.device)
+        return self.get(name, self.device)
 
     def frozen(self, names, parts, k):
-        """The linears `names` of so many rows each, K = k -> one nvfp4.Weight of their rows."""
+        """The linears `names` of parts[i] rows and k columns -> one nvfp4.Weight."""
         if f"{names[0]}.weight_packed" in self.names:
             if self.base != "nvfp4":
                 raise ValueError(f"{self.folder} holds NVFP4 weights: --base {self.base} needs "
                                  "the bf16 files")
             stored = [load_nvfp4(self, name, (n, k), self.device) for name, n in zip(names, parts)]
             return nvfp4.fuse(stored, self.dtype)
-        weights = [self.get(f"{name}.weight", n, k) for name, n in zip(names, parts)]
+        weights = [self.read(f"{name}.weight", n, k) for name, n in zip(names, parts)]
         try:
             return nvfp4.freeze(weights, self.base, self.dtype)
         except ValueError as error:              # a K that ends inside a block, an infinite weight
@@ -141,7 +139,7 @@ class Checkpoint(Shards):
 
 
 CONFIG_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-               "num_key_value_heads", "vocab_size", "rms_norm_eps")
+               "num_key_value_heads", "vocab_size", "rms_norm_eps", "rope_theta")
 
 
 def read_qwen2(path):
@@ -154,15 +152,14 @@ def read_qwen2(path):
     plain = rope.get("rope_type", "default") == "default" and not config.get("rope_scaling")
     if config.get("use_sliding_window") or not plain:
         raise ValueError(f"{path}: sliding windows and rope_scaling are not supported")
-    missing = [key for key in CONFIG_KEYS if key not in config]
-    if not (config.get("rope_theta") or rope.get("rope_theta")):
-        missing.append("rope_theta")
-    if missing:
-        raise ValueError(f"{path}: no {missing[0]}")
+    config["rope_theta"] = config.get("rope_theta") or rope.get("rope_theta")
+    for key in CONFIG_KEYS:
+        if config.get(key) is None:
+            raise ValueError(f"{path}: no {key}")
     return config
 
 
-# What a compressed-tensors config.json says of NVFP4 weights, and the whole section as written.
+# What compressed-tensors writes into config.json of NVFP4 weights, and the section around it.
 NVFP4_WEIGHTS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16,
                  "symmetric": True}
 NVFP4_CONFIG = {
@@ -173,14 +170,11 @@ NVFP4_CONFIG = {
 
 
 def check_nvfp4(folder):
-    """ValueError unless config.json announces compressed-tensors' NVFP4 weights.
-
-    Other conventions differ silently: ModelOpt's files hold the tensor scale, not its reciprocal.
-    """
-    config = read_json(Path(folder) / "config.json").get("quantization_config") or {}
+    """Other conventions differ silently: ModelOpt's files hold the tensor scale, not 1 / it."""
+    config = read_json(folder / "config.json").get("quantization_config") or {}
     groups = [group.get("weights") or {} for group in config.get("config_groups", {}).values()]
-    known = all(group.get(key) == value for group in groups for key, value in NVFP4_WEIGHTS.items())
-    if config.get("quant_method") != "compressed-tensors" or not groups or not known:
+    known = groups and all(NVFP4_WEIGHTS.items() <= group.items() for group in groups)
+    if config.get("quant_method") != "compressed-tensors" or not known:
         raise ValueError(f"{folder}/config.json: quantization_config is not that of "
                          "compressed-tensors NVFP4 weights")
 
@@ -191,17 +185,16 @@ def load_nvfp4(shards, name, shape, device="cpu"):
     N, K = shape
     shards.check(f"{name}.weight_packed", (N, K // 2))
     shards.check(f"{name}.weight_scale", (N, K // 16))
-    packed, block_scale, inverse = (
-        Shards.get(shards, f"{name}.{part}", device)
-        for part in ("weight_packed", "weight_scale", "weight_global_scale"))
+    packed, block_scale, inverse = (shards.get(f"{name}.weight_{part}", device)
+                                    for part in ("packed", "scale", "global_scale"))
+    where = f"{shards.folder}: {name}"
     if packed.dtype != torch.uint8 or block_scale.dtype != torch.float8_e4m3fn:
-        raise ValueError(f"{shards.folder}: {name} is no NVFP4 weight: {packed.dtype} codes, "
-                         f"{block_scale.dtype} scales")
+        raise ValueError(f"{where}: {packed.dtype} codes, {block_scale.dtype} scales: not NVFP4")
     if not (block_scale.float() >= 0).all():
-        raise ValueError(f"{shards.folder}: {name}: a block scale is negative or NaN")
+        raise ValueError(f"{where}: a block scale is negative or NaN")
     global_scale = 1 / inverse.float().reshape(())
     if not (global_scale.isfinite() and global_scale > 0):
-        raise ValueError(f"{shards.folder}: {name}: weight_global_scale is {inverse.item()}")
+        raise ValueError(f"{where}: weight_global_scale is {inverse.item()}")
     return packed, block_scale, global_scale
 
 
@@ -209,7 +202,7 @@ def load_nvfp4(shards, name, shape, device="cpu"):
 # Weights out
 
 def model_tensors(model):
-    """Yields (Hugging Face name, tensor) of a whole model.Qwen2, its adapter merged in fp32."""
+    """Yields (Hugging Face name, tensor) of a model.Qwen2, its adapter merged in fp32."""
     yield "model.embed_tokens.weight", model.embed
     for i, layer in enumerate(model.layers):
         prefix = f"model.layers.{i}."
@@ -235,7 +228,7 @@ def nvfp4_files(name, packed, block_scale, global_scale):
 def save_model(tensors, source, out, quantization=None):
     """An iterable of (name, tensor) -> the new model folder `out`, all else copied from `source`.
 
-    quantization: config.json's quantization_config (NVFP4_CONFIG), None for 16-bit weights.
+    quantization: config.json's section, NVFP4_CONFIG or None for 16-bit weights.
     """
     config = read_json(source / "config.json") | {"torch_dtype": "bfloat16"}
     config.pop("quantization_config", None)
@@ -271,7 +264,7 @@ def save_shards(tensors, folder):
     for i, names in enumerate(parts):
         file = f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors"
         (folder / f"{i}.part").rename(folder / file)
-        weight_map.update(dict.fromkeys(names, file))
+        weight_map |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     write_json(folder / "model.safetensors.index.json", index)
 
@@ -281,17 +274,17 @@ def save_shards(tensors, folder):
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm")
-VARIANTS = ("use_dora", "use_rslora", "lora_bias", "rank_pattern", "alpha_pattern")
+VARIANTS = ("use_dora", "use_rslora", "lora_bias", "rank_pattern", "alpha_pattern")   # not computed
 
 
 def write_peft(folder, tensors, model_name, rank, alpha, norms):
-    """adapter_config.json and adapter_model.safetensors, atomically. norms: trained as well."""
+    """norms: whether they are trained as well."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM",
               "base_model_name_or_path": str(model_name), "r": rank, "lora_alpha": alpha,
-              "lora_dropout": 0.0, "bias": "none", "target_modules": list(TARGETS),
-              "modules_to_save": list(NORMS) if norms else None, "fan_in_fan_out": False,
+              "lora_dropout": 0.0, "bias": "none", "target_modules": TARGETS,
+              "modules_to_save": NORMS if norms else None, "fan_in_fan_out": False,
               "init_lora_weights": True, "inference_mode": True}
     data = save(tensors, metadata={"format": "pt"})
     write_atomically(folder / "adapter_model.safetensors", data)
@@ -306,21 +299,20 @@ def read_peft(folder):
         tensors = load_file(folder / "adapter_model.safetensors")
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"{folder}: not a readable PEFT adapter folder ({error})") from None
-    variants = [key for key in VARIANTS if config.get(key)]          # PEFT's other formulas
+    variants = [key for key in VARIANTS if config.get(key)]
     kind = config.get("peft_type")
     targets = config.get("target_modules")
     if kind != "LORA" or variants or set(targets or ()) != set(TARGETS):
         raise ValueError(f"{folder}: need a plain LoRA adapter on {', '.join(TARGETS)}, "
                          f"got {kind} on {targets} {' '.join(variants)}")
     if not {"r", "lora_alpha"} <= config.keys():
-        raise ValueError(f"{folder}/adapter_config.json: needs r and lora_alpha, "
-                         f"has {', '.join(config)}")
+        raise ValueError(f"{folder}/adapter_config.json: needs r and lora_alpha")
     return config, tensors
 
 
 def fill(folder, views, tensors):
     """Copy an adapter's tensors into the views of those names; ValueError if they differ."""
-    wrong = sorted(set(views) ^ set(tensors))
+    wrong = sorted(views.keys() ^ tensors.keys())
     wrong += [n for n in views if n in tensors and views[n].shape != tensors[n].shape]
     if wrong:
         raise ValueError(f"{folder}: {len(wrong)} tensors are missing, unknown or of another "

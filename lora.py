@@ -7,14 +7,13 @@ W is frozen and may live in 4 bits; only A and B are trained (and, if asked, the
 block, as NVlabs/QeRL does through PEFT's modules_to_save).
 
 Fused linears. q|k|v and gate|up are one matrix each: their `parts` are consecutive rows of W. Every
-part has an adapter of its own: `a` stacks the parts' A, `b` has one row per output row, so part p
-computes
+part has an adapter of its own: `a` stacks the parts' A, `b` has one row per output row, so
     y[:, rows of p] += (x @ a[p*R:(p+1)*R].T) @ (s * b[rows of p]).T
 
 One flat buffer. All A, all B (and trained norms) are views into one fp32 vector `master`, their
-gradients views into another: optimizer, ranks and checkpoints see one tensor. Sampler and learner
-compute with working copies in the model's dtype, `a16` and `b16 = s * b`, which `sync()` rewrites
-in place: CUDA graphs that captured their addresses see an update without a new capture.
+gradients into another: optimizer, ranks and checkpoints see one tensor. Sampler and learner compute
+with copies in the model's dtype, `a16` and `b16 = s * b`, which `sync()` rewrites in place: CUDA
+graphs that captured their addresses see an update without a new capture.
 
 K-augmentation. The learner expands W into a buffer with room to the right and below,
               K      P*R
@@ -24,7 +23,7 @@ so that forward [x | x@A.T] @ wide[:N].T and backward [dy | dy@sB] @ wide[:, :K]
 each: the adapter costs (P*R)/K more columns instead of another pass over y.
 
 Not here: the sampler's kernels, which compute the same from Weight.partial (nvfp4.py); dropout (the
-paper uses none), DoRA and the like, quantized adapters.
+paper uses none), DoRA and the like.
 
 Shapes: M rows (tokens), N out_features, K in_features, R LoRA rank, P parts of a fused linear.
 """
@@ -53,10 +52,10 @@ class Scratch:
 
 
 class Linear(torch.nn.Module):
-    """An nvfp4.Weight plus an optional adapter. x (M, K) -> y (M, N) fp32.
+    """An nvfp4.Weight plus an optional adapter.
 
-    names: the Hugging Face module names of the parts (model.layers.0.self_attn.q_proj, ...);
-    parts: their row counts.
+    names: of the parts, as Hugging Face has them (model.layers.0.self_attn.q_proj, ...); parts:
+    their row counts.
     """
 
     def __init__(self, weight, names, parts, scratch=None):
@@ -87,7 +86,7 @@ class Linear(torch.nn.Module):
         return _Product.apply(x, *self.trained(), self)
 
     def wide(self, dtype):
-        """The matrix (N + P*R, K + P*R) of the docstring, in the shared buffer."""
+        """The matrix (N + P*R, K + P*R) at the top of this file, in the shared buffer."""
         n = self.weight.N
         k = self.weight.K
         pr = self.rank * len(self.parts)
@@ -96,38 +95,31 @@ class Linear(torch.nn.Module):
         if pr:
             wide[n:, :k] = self.a16
             wide[:n, k:] = 0
-            for p, rows in enumerate(self.part_rows()):
-                wide[rows, k + p * self.rank:k + (p + 1) * self.rank] = self.b16[rows]
+            for rows, columns in zip(self.part_rows(), wide[:, k:].split(self.rank, dim=1)):
+                columns[rows] = self.b16[rows]
         return wide
 
-    def with_room(self, like):
-        """Empty (M, K + P*R): an x written into its first columns need not be copied."""
-        return like.new_empty(len(like), self.weight.K + self.rank * len(self.parts))
+    def room(self, like, columns):
+        """Empty (M, columns + P*R): for an x (M, K), or a dL/dy (M, N), in its first columns."""
+        return like.new_empty(len(like), columns + self.rank * len(self.parts))
 
     def product(self, x, xa=None):
         """x (M, K) -> y (M, N) fp32, and what the backward needs: x with x @ A.T beside it.
 
-        xa: a with_room() whose first columns x is.
+        xa: a room() whose first columns x is, which saves a copy.
         """
-        n = self.weight.N
         k = self.weight.K
         assert x.dim() == 2 and x.shape[1] == k, f"{self.names[0]}: x {tuple(x.shape)}, not K={k}"
-        wide = self.wide(x.dtype)
         if not self.rank:
-            return mm_fp32(x, wide[:n].T), x
+            return mm_fp32(x, self.wide(x.dtype).T), x
         if xa is None:
-            xa = self.with_room(x)
+            xa = self.room(x, k)
             xa[:, :k] = x
         xa[:, k:] = mm_fp32(x, self.a16.T)                       # rounded, as when sampling
-        return mm_fp32(xa, wide[:n].T), xa
-
-    def gradient_room(self, xa):
-        """Empty (M, N + P*R): dL/dy goes into the first N columns."""
-        columns = self.weight.N + self.rank * len(self.parts)
-        return torch.empty(len(xa), columns, device=xa.device, dtype=xa.dtype)
+        return mm_fp32(xa, self.wide(x.dtype)[:self.weight.N].T), xa
 
     def product_backward(self, xa, dy, needs_ab):
-        """xa of product(), gradient_room() with dL/dy -> dL/dx (M, K), dL/dA, dL/dB fp32 or None.
+        """xa of product(), dL/dy in a room() -> dL/dx (M, K), dL/dA, dL/dB fp32 or None.
 
         Expands W again rather than keep it alive since the forward.
         """
@@ -144,8 +136,7 @@ class Linear(torch.nn.Module):
             return dx, None, None
         da = mm_fp32(dy[:, n:].T, xa[:, :k])                     # (P*R, K)
         db = torch.empty_like(self.b)
-        for p, rows in enumerate(self.part_rows()):
-            own = xa[:, k + p * rank:k + (p + 1) * rank]
+        for rows, own in zip(self.part_rows(), xa[:, k:].split(rank, dim=1)):
             db[rows] = self.scale * mm_fp32(dy[:, rows].T, own)
         return dx, da, db
 
@@ -153,15 +144,13 @@ class Linear(torch.nn.Module):
         """W + s * B @ A in fp32, (N, K): what an exported checkpoint holds."""
         w = torch.empty(self.weight.N, self.weight.K, device=self.weight.device)
         self.weight.dequantize(out=w)
-        for p, rows in enumerate(self.part_rows() if self.rank else ()):
-            a = self.a.data[p * self.rank:(p + 1) * self.rank]
-            w[rows] += self.scale * self.b.data[rows] @ a
+        if self.rank:
+            for rows, a in zip(self.part_rows(), self.a.data.split(self.rank)):
+                w[rows] += self.scale * self.b.data[rows] @ a
         return w
 
 
 class _Product(torch.autograd.Function):
-    """y = x @ W.T + adapter."""
-
     @staticmethod
     def forward(ctx, x, a, b, linear):
         y, xa = linear.product(x)
@@ -172,7 +161,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         xa, = ctx.saved_tensors
-        room = ctx.linear.gradient_room(xa)
+        room = ctx.linear.room(xa, dy.shape[1])
         room[:, :dy.shape[1]] = dy
         return *ctx.linear.product_backward(xa, room, ctx.needs_input_grad[1]), None
 
@@ -191,39 +180,39 @@ class Adapter:
         self.alpha = alpha
         self.norms = norms
         self.linears = [m for m in model.modules() if isinstance(m, Linear)]
+        n = len(self.linears)
         blocks = model.layers if norms else []
         trained = [norm for layer in blocks for norm in (layer.input_norm, layer.post_norm)]
         self.shapes = [(len(lin.parts) * rank, lin.weight.K) for lin in self.linears]   # every A,
         self.shapes += [(lin.weight.N, rank) for lin in self.linears]                   # every B,
-        self.shapes += [tuple(norm.weight.shape) for norm in trained]                   # norms
+        self.shapes += [norm.weight.shape for norm in trained]                          # norms
         self.offsets = [0]
         for shape in self.shapes:                # 256-byte aligned bf16 views, for 16-byte loads
             self.offsets.append(self.offsets[-1] + -(-math.prod(shape) // 128) * 128)
-        self.b_start = self.offsets[len(self.linears)]
-        self.norm_start = self.offsets[2 * len(self.linears)]
+        self.b_start = self.offsets[n]
+        self.norm_start = self.offsets[2 * n]
         device = self.linears[0].weight.device
         self.master = torch.nn.Parameter(torch.zeros(self.offsets[-1], device=device))
         self.master.grad = torch.zeros_like(self.master)
         self.working = torch.zeros_like(self.master.data, dtype=model.dtype)
 
-        masters = self.views(self.master.data)
-        gradients = self.views(self.master.grad)
+        leaves = self.views(self.master.data)
         working = self.views(self.working)
-        for leaf, gradient in zip(masters, gradients):
+        for leaf, gradient in zip(leaves, self.views(self.master.grad)):
             leaf.requires_grad_().grad = gradient
         generator = torch.Generator().manual_seed(seed)
         for i, lin in enumerate(self.linears):
-            j = i + len(self.linears)
-            lin.a, lin.b = masters[i], masters[j]
-            lin.a16, lin.b16 = working[i], working[j]
+            lin.a = leaves[i]
+            lin.b = leaves[n + i]
+            lin.a16 = working[i]
+            lin.b16 = working[n + i]
             lin.scale = alpha / rank
             bound = lin.weight.K ** -0.5
-            start = torch.rand(lin.a.shape, generator=generator) * 2 * bound - bound
-            lin.a.data.copy_(start)
-        for i, norm in enumerate(trained, 2 * len(self.linears)):
-            masters[i].data.copy_(norm.weight)
-            norm.weight = torch.nn.Parameter(masters[i])
-            norm.weight.grad = gradients[i]
+            lin.a.data.copy_(torch.rand(lin.a.shape, generator=generator) * 2 * bound - bound)
+        for leaf, norm in zip(leaves[2 * n:], trained):
+            leaf.data.copy_(norm.weight)
+            norm.weight = torch.nn.Parameter(leaf)
+            norm.weight.grad = leaf.grad
         model.adapter = self
         self.sync()
 
@@ -257,17 +246,15 @@ class Adapter:
         """Yields (PEFT tensor name, view into a flat vector like master), part by part."""
         views = self.views(flat)
         for lin, a, b in zip(self.linears, views, views[len(self.linears):]):
-            for p, (name, rows) in enumerate(zip(lin.names, lin.part_rows())):
-                prefix = f"base_model.model.{name}"
-                yield f"{prefix}.lora_A.weight", a[p * self.rank:(p + 1) * self.rank]
-                yield f"{prefix}.lora_B.weight", b[rows]
+            for name, part_a, part_b in zip(lin.names, a.split(self.rank), b.split(lin.parts)):
+                yield f"base_model.model.{name}.lora_A.weight", part_a
+                yield f"base_model.model.{name}.lora_B.weight", part_b
         for i, view in enumerate(views[2 * len(self.linears):]):
-            name = f"model.layers.{i // 2}.{hf.NORMS[i % 2]}"
-            yield f"base_model.model.{name}.weight", view
+            yield f"base_model.model.model.layers.{i // 2}.{hf.NORMS[i % 2]}.weight", view
 
 
 def save_adapter(model, folder, master=None):
-    """Write the adapter as PEFT does, fp32. master: a copy of its flat vector to write instead."""
+    """Write the adapter as PEFT does, fp32. master: a flat vector to write instead of its own."""
     adapter = model.adapter
     flat = adapter.master.data if master is None else master
     tensors = {name: view.cpu().contiguous() for name, view in adapter.named(flat)}

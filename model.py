@@ -20,10 +20,8 @@ and the block multiplies the linear's *result*. Then no kernel has to see a whol
 matmul starts, and sampler and learner round the same numbers at the same place (but for attention
 to a shared prompt: attention.py). AQN's noise is added to w, zero outside aqn.noisy_norms.
 
-Tokens come packed: (T,) ids of several sequences end to end; no padding, no padding side.
-
-Not here: the KV cache (sampler.py), sliding windows and YaRN (off in these checkpoints), dropout,
-tensor parallelism.
+Not here: padding (attention.py), the KV cache (sampler.py), sliding windows and YaRN (off in these
+checkpoints), dropout, tensor parallelism.
 
 Shapes: B rows, T tokens, V vocabulary, D width, H query heads, KV key-value heads, d head size,
 F feed-forward.
@@ -59,28 +57,24 @@ class ModelConfig:
 
     @classmethod
     def of(cls, raw):
-        """raw: what config.json of a Qwen2 folder says."""
-        theta = raw.get("rope_theta") or raw["rope_parameters"]["rope_theta"]
+        """Of what hf.read_qwen2 returns."""
         return cls(raw["hidden_size"], raw["intermediate_size"], raw["num_hidden_layers"],
                    raw["num_attention_heads"], raw["num_key_value_heads"], raw["vocab_size"],
-                   bool(raw.get("tie_word_embeddings", False)), theta, raw["rms_norm_eps"])
+                   raw.get("tie_word_embeddings", False), raw["rope_theta"], raw["rms_norm_eps"])
 
 
 # -------------------------------------------------------------------------------------------------
 # The elementwise work between matmuls, as plain functions (see ops.elementwise)
 
 def scaled_norm(x, weight, eps, dtype):
-    """x (T, D) fp32 -> x * weight in dtype, and 1/rms (T, 1) fp32, still to be multiplied."""
+    """x (T, D) fp32 -> x * weight in dtype, and 1/rms (T, 1) fp32."""
     if dtype == torch.float16:
         x = x * FP16_SHIFT
     return (x * weight).to(dtype), torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
 def split_qkv(y, rstd, bias, cos, sin, kv_heads, dtype):
-    """qkv's result y (T, N) fp32 -> q (T, H, d), k, v (T, KV, d) in dtype, q and k rotated.
-
-    rstd (T, 1): 1/rms; bias (N,) fp32; cos, sin (T, 1, d/2).
-    """
+    """qkv's result y (T, N), 1/rms (T, 1), bias (N,) fp32 -> q (T, H, d), k, v (T, KV, d)."""
     y = (y * rstd + bias).unflatten(1, (-1, 2 * cos.shape[-1]))
     q, k, v = y.split([y.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
     return rotate(q, cos, sin).to(dtype), rotate(k, cos, sin).to(dtype), v.to(dtype)
@@ -104,7 +98,7 @@ def rope_table(positions, config):
 # The network
 
 class RMSNorm(torch.nn.Module):
-    """x (T, D) fp32 -> x * (weight + noise) in dtype, and 1/rms (T, 1) fp32 for who uses it."""
+    """scaled_norm with weight + noise."""
 
     def __init__(self, weight, eps, dtype):
         super().__init__()
@@ -140,8 +134,8 @@ class Block(torch.nn.Module):
 
 
 class Qwen2(torch.nn.Module):
-    """The transformer. live_vocab: ids that the tokenizer has; rows of the head beyond it never
-    take part in a log-prob. folder: where its files are, None for random weights.
+    """live_vocab: ids that the tokenizer has; rows of the head beyond it never take part in a
+    log-prob. folder: where its files are, None for random weights.
     """
 
     def __init__(self, config, embed, layers, final_norm, lm_head, dtype, name, folder):
@@ -155,7 +149,7 @@ class Qwen2(torch.nn.Module):
         self.register_buffer("embed", embed)                     # (V, D) in dtype
         self.register_buffer("lm_head", lm_head)                 # (V, D), the same tensor if tied
         self.live_vocab = config.vocab
-        self.adapter = None                                      # lora.Adapter attaches itself
+        self.adapter = None                                      # lora.Adapter sets it
 
     @property
     def device(self):
@@ -186,24 +180,24 @@ class Qwen2(torch.nn.Module):
         return (mm_fp32(xw, self.lm_head.T) * rstd).view(B, T, -1)
 
     def token_logprobs(self, rows, starts, temperature=1.0, kept=0):
-        """Log-probs of tokens rows[i][starts[i]:] given what precedes each.
+        """-> log-probs of tokens rows[i][starts[i]:], (T,) fp32 flat in row order, differentiable,
+        and entropy (T,) fp32, not.
 
-        rows: list of id lists (prompt + completion); starts: index of each row's first scored
-        token, >= 1. The prompt of rows that follow each other is computed once if it is the same.
-        kept: how many blocks' activations stay for the backward; the others are run again there.
-        -> logprobs (T,) fp32, differentiable, and entropy (T,) fp32, flat in row order.
+        rows: lists of ids, prompt and completion; starts: of the completions. Rows that follow
+        each other share the work on the same prompt. kept: how many blocks' activations stay for
+        the backward; the others are run again there.
         """
         assert all(0 < s < len(r) for r, s in zip(rows, starts)), \
             "every row needs a prompt token and a scored token"
         tokens, lengths, branches, predictors = lay_out(rows, starts)
         attend = PackedAttention(lengths, self.device, branches)
-        recompute = max(len(self.layers) - kept, 0) if torch.is_grad_enabled() else 0
+        recompute = len(self.layers) - kept if torch.is_grad_enabled() else 0
         tokens = torch.tensor(tokens, device=self.device)
         xw, rstd = self.hidden(tokens, attend, attend.positions(), recompute)
         at = torch.tensor(predictors, device=self.device)
         scored = [t for row, start in zip(rows, starts) for t in row[start:]]
-        scored = torch.tensor(scored, device=self.device)
-        return token_logprobs(xw[at], rstd[at], self.lm_head, scored, self.live_vocab, temperature)
+        targets = torch.tensor(scored, device=self.device)
+        return token_logprobs(xw[at], rstd[at], self.lm_head, targets, self.live_vocab, temperature)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -217,22 +211,20 @@ def load(folder, base="nvfp4", device=None, dtype=None, live_vocab=None):
     which file or tensor is bad.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if dtype is None:
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    elif isinstance(dtype, str):
+    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    if isinstance(dtype, str):
         dtype = getattr(torch, dtype)
     files = hf.Checkpoint(hf.resolve(folder), base, device, dtype)
     config = ModelConfig.of(files.config)
-    model = build(config, files.get, files.frozen, dtype, str(folder), files.folder)
+    model = build(config, files.read, files.frozen, dtype, str(folder), files.folder)
     model.live_vocab = live_vocab or config.vocab
     return model
 
 
 def build(config, get, frozen, dtype, name, folder=None):
-    """get(name, *shape) -> tensor, frozen(names, parts, K) -> nvfp4.Weight of the parts: Qwen2."""
+    """Qwen2 of get(name, *shape) -> tensor and frozen(names, parts, K) -> nvfp4.Weight."""
     c = config
-    heads = c.heads * c.head_dim
-    kv_heads = c.kv_heads * c.head_dim
+    kv_width = c.kv_heads * c.head_dim
     scratch = Scratch()
 
     def norm(name):
@@ -243,14 +235,14 @@ def build(config, get, frozen, dtype, name, folder=None):
             names = [f"model.layers.{i}.{module}.{s}_proj" for s in suffixes]
             return Linear(frozen(names, parts, k), names, parts, scratch)
 
-        qkv = heads, kv_heads, kv_heads
+        qkv = c.width, kv_width, kv_width
         biases = [get(f"model.layers.{i}.self_attn.{s}_proj.bias", n) for s, n in zip("qkv", qkv)]
         return Block(
             c,
             input_norm=norm(f"layers.{i}.input_layernorm"),
             qkv=linear("self_attn", "qkv", qkv, c.width),
             qkv_bias=torch.cat(biases),
-            o=linear("self_attn", "o", (c.width,), heads),
+            o=linear("self_attn", "o", (c.width,), c.width),
             post_norm=norm(f"layers.{i}.post_attention_layernorm"),
             gate_up=linear("mlp", ("gate", "up"), (c.feed_forward, c.feed_forward), c.width),
             down=linear("mlp", ("down",), (c.width,), c.feed_forward))

@@ -1,9 +1,8 @@
 """
 Four-bit weight formats: real values <-> codes and scales, and the frozen weight made of them.
 
-Why: the frozen linears are most of a model and decoding is bound by reading them, so 4.5 bits a
-weight instead of 16 pays for the sampler; and their rounding error is the "quantization noise"
-that QeRL explores with.
+Why: decoding is bound by reading the frozen linears, so 4.5 bits a weight instead of 16 pay for the
+sampler; and their rounding error is the "quantization noise" that QeRL explores with.
 
     N  out_features     K  in_features     block  16 consecutive k of a row (MXFP4 32, NF4 64)
 
@@ -15,15 +14,14 @@ Both scales multiply; |e2m1| is 0, .5, 1, 1.5, 2, 3, 4 or 6, the sign is bit 3 o
     w[n, k] = e2m1(code[n, k]) * block_scale[n, k // 16] * global_scale
 
 Rounding and bytes are those of compressed-tensors (0.11 and 0.20 agree) for the same tensor scale,
-whose reciprocal its files hold. The tensor scale itself differs, by choice: a power of two, where
-theirs is max|w| / 2688. A code has 2 significant bits and a block scale 4, so code * block_scale
-* 2^n is exact in bf16: a learner that dequantizes and a sampler that multiplies later see the same
-weights, bit for bit. It costs next to nothing: on Qwen2.5-Coder-0.5B a relative error of 0.09352
-against 0.09347 (MXFP4 0.1163, NF4 0.0935). q, k, v share one tensor scale and gate, up another,
-because engines fuse those matrices and keep a single scale for the result.
+whose reciprocal its files hold. The tensor scale itself is a power of two, theirs max|w| / 2688: a
+code has 2 significant bits and a block scale 4, so code * block_scale * 2^n is exact in bf16, and
+a learner that dequantizes and a sampler that multiplies later see the same weights, bit for bit.
+On Qwen2.5-Coder-0.5B the relative error is 0.09352 instead of 0.09347 (MXFP4 0.1163, NF4 0.0935).
+q, k, v share one tensor scale and gate, up another: engines fuse them and keep one for the result.
 
-Not here: calibration (everything rounds to nearest), 4-bit activations, ragged K, NF4's double
-quantization, files (hf.py), the layout that the GPU kernel reads (marlin_fp4.py).
+Not here: calibration (everything rounds to nearest), 4-bit activations, NF4's double quantization,
+files (hf.py), the layout that the GPU kernel reads (marlin_fp4.py).
 """
 from functools import cache, cached_property
 from typing import Callable, NamedTuple
@@ -50,9 +48,6 @@ NF4 = torch.tensor([
 NF4_EDGES = (NF4[1:] + NF4[:-1]) / 2
 
 
-# -------------------------------------------------------------------------------------------------
-# What the formats share
-
 def row_chunks(N, K, block):
     """Slices of rows of about CHUNK weights each; refuses a K that ends inside a block."""
     if K % block:
@@ -66,7 +61,8 @@ def encode(w, block, rule):
 
     rule: blocks (n, K // block, block) -> codes uint8 of that shape, scale (n, K // block).
     """
-    packed, scales = [], []
+    packed = []
+    scales = []
     for rows in row_chunks(*w.shape, block):
         codes, scale = rule(w[rows].unflatten(1, (-1, block)))
         packed.append(codes[..., 0::2].flatten(1) | codes[..., 1::2].flatten(1) << 4)
@@ -83,23 +79,22 @@ def byte_table(levels, device):
 
 @twin_in_kernels
 def decode(packed, scale, levels, dtype, out=None):
-    """levels[code] * scale in fp32, then `dtype`: (N, K), into `out` (rows of any stride) if given.
-
-    packed uint8 (N, K // 2), scale fp32 (N, K // block), levels fp32 (16,).
+    """packed, scale fp32 (N, K // block), levels (16,) -> levels[code] * scale in fp32, then
+    `dtype`: (N, K), or into `out`, rows of any stride.
     """
-    N = packed.shape[0]
-    K = 2 * packed.shape[1]
-    block = K // scale.shape[1]
+    N, blocks = scale.shape
+    block = 2 * packed.shape[1] // blocks
     pairs = byte_table(levels, packed.device)
-    w = torch.empty(N, K, dtype=dtype, device=packed.device) if out is None else out
-    for rows in row_chunks(N, K, block):
-        blocks = pairs[packed[rows].int()].view(-1, K // block, block)
-        w[rows] = (blocks * scale[rows][..., None]).flatten(1).to(dtype)
-    return w
+    if out is None:
+        out = torch.empty(N, blocks * block, dtype=dtype, device=packed.device)
+    for rows in row_chunks(N, blocks * block, block):
+        values = pairs[packed[rows].int()].view(-1, blocks, block)
+        out[rows] = (values * scale[rows][..., None]).flatten(1).to(dtype)
+    return out
 
 
 def edges_below(x, edges):
-    """How many edges are < x, uint8. On a CPU 7 or 15 compares take half as long as bucketize."""
+    """-> uint8, how many edges are < x: on a CPU in half of bucketize's time."""
     count = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
     for edge in edges.tolist():
         count += x > edge
@@ -107,7 +102,7 @@ def edges_below(x, edges):
 
 
 def e2m1_codes(x):
-    """fp32 in units of its block's scale -> codes; beyond 6 saturates."""
+    """fp32 in units of the block's scale -> codes; beyond 6 saturates."""
     return edges_below(x.abs(), E2M1_EDGES) | (x < 0).to(torch.uint8) << 3
 
 
@@ -115,25 +110,24 @@ def e2m1_codes(x):
 # NVFP4
 
 def global_scale_for(*weights):
-    """The smallest power of two, fp32 (), that keeps every block scale within E4M3's 448.
-
-    Several weights share it: global_scale_for(q, k, v). All zeros give 1.
+    """The smallest power of two, fp32 (), that keeps every block scale of weights that share it
+    within E4M3's 448: global_scale_for(q, k, v). All zeros give 1.
     """
-    largest = [torch.stack(torch.aminmax(w)).abs().max() for w in weights]
-    amax = torch.stack(largest).max().double()
+    extremes = [extreme for w in weights for extreme in torch.aminmax(w)]
+    amax = torch.stack(extremes).abs().max().double()
     if not torch.isfinite(amax):
         raise ValueError(f"a weight matrix holds {amax.item()}: no tensor scale fits")
     mantissa, exponent = torch.frexp(amax / (6 * 448))    # in [.5, 1): .5 is the power itself
-    exponent = exponent - (mantissa == 0.5).int()
-    exponent = exponent.clamp(min=-126)                           # below, the reciprocal overflows
+    exponent -= (mantissa == 0.5).int()
+    exponent.clamp_(min=-126)                             # below, the reciprocal overflows
     return torch.ldexp(torch.ones_like(amax), exponent).float()
 
 
 def quantize(w, global_scale=None):
     """(N, K) -> packed uint8 (N, K // 2), block_scale e4m3 (N, K // 16), global_scale fp32 ().
 
-    As in compressed-tensors, blockmax / 6 is rounded to the dtype of w: a bf16 weight and its
-    fp32 copy can differ in a block scale, though only under a scale that is no power of two.
+    As in compressed-tensors, blockmax / 6 is rounded to the dtype of w: under a scale that is no
+    power of two, a bf16 weight and its fp32 copy can differ in a block scale.
     """
     if global_scale is None:
         global_scale = global_scale_for(w)
@@ -150,7 +144,7 @@ def quantize(w, global_scale=None):
 
 
 def dequantize(packed, block_scale, global_scale, dtype=torch.bfloat16, out=None):
-    """The inverse of quantize: (N, K) in `dtype`; exact in bf16 if global_scale is a power of 2."""
+    """quantize's tensors -> (N, K) in `dtype`; exact in bf16 if global_scale is a power of two."""
     scale = block_scale.float() * global_scale.reshape(-1, 1)
     return decode(packed, scale, E2M1_SIGNED, dtype, out)
 
@@ -161,9 +155,8 @@ def dequantize(packed, block_scale, global_scale, dtype=torch.bfloat16, out=None
 def quantize_mxfp4(w):
     """(N, K) -> packed uint8 (N, K // 2), block_scale uint8 (N, K // 32): byte b is 2^(b - 127).
 
-    The scale puts blockmax into [3.5, 7): what E2M1 would round to 8 moves up a scale, what
-    rounds to 6 stays and saturates, as in compressed-tensors (the OCP text's floor keeps [4, 8)
-    and clips up to a quarter of a weight).
+    It puts blockmax into [3.5, 7), whose upper end saturates, as in compressed-tensors (the OCP
+    text's floor keeps [4, 8) and clips up to a quarter of a weight).
     """
     def rule(blocks):
         mantissa, exponent = torch.frexp(blocks.abs().amax(-1).float())         # in [.5, 1)
@@ -176,7 +169,7 @@ def quantize_mxfp4(w):
 
 
 def dequantize_mxfp4(packed, block_scale, dtype=torch.bfloat16, out=None):
-    """The inverse of quantize_mxfp4: (N, K) in `dtype`, exact in bf16."""
+    """-> (N, K) in `dtype`, exact in bf16."""
     scale = block_scale.view(torch.float8_e8m0fnu).float()
     return decode(packed, scale, E2M1_SIGNED, dtype, out)
 
@@ -192,7 +185,6 @@ def quantize_nf4(w):
 
 
 def dequantize_nf4(packed, absmax, dtype=torch.bfloat16, out=None):
-    """The inverse of quantize_nf4: (N, K) in `dtype`."""
     return decode(packed, absmax, NF4, dtype, out)
 
 
@@ -224,9 +216,8 @@ FORMATS = {
 class Slabs(NamedTuple):
     """x @ [W; A].T as split-K partial sums: whoever reads them adds up and finishes the linear.
 
-    Column n < N of the product is scale[n] times the sum of its slabs; columns N.. are x @ A.T
-    of the adapter, complete with their sum. Which slabs hold a part of a column follows from KB
-    and L (marlin_fp4.pieces); the others hold anything.
+    Column n < N of the product is scale[n] times its sum; columns N.. are x @ A.T, unscaled.
+    marlin_fp4.pieces tells from KB and L which slabs hold a part; the others hold anything.
     """
     sums: torch.Tensor                           # fp32 (S, M, at least N + R)
     scale: torch.Tensor                          # fp32 (N,)
@@ -241,8 +232,9 @@ class Slabs(NamedTuple):
 
 
 class Weight:
-    """A frozen (N, K) weight in any of FORMATS, with two verbs: dequantize for the learner,
-    partial for the sampler. dtype: of matmul inputs. Fast twin: marlin_fp4.PackedWeight.
+    """A frozen (N, K) weight: dequantize() for the learner, partial() for the sampler.
+
+    dtype: of matmul inputs. Its fast twin is marlin_fp4.PackedWeight.
     """
 
     def __init__(self, tensors, decode, shape, dtype):
@@ -251,20 +243,17 @@ class Weight:
         self.N, self.K = shape
         self.dtype = dtype
         self.device = tensors[0].device
-
-    @property
-    def nbytes(self):
-        return sum(t.nbytes for t in self.tensors)
+        self.nbytes = sum(t.nbytes for t in tensors)
+        self.ones = torch.ones(self.N, device=self.device)
 
     def dequantize(self, out=None):
-        """-> W (N, K) in dtype, not to be written to; or into `out`, rows of any stride."""
-        if self.device.type != "cpu":
-            return self.decode(*self.tensors, dtype=self.dtype, out=out)
-        return self.dense if out is None else out.copy_(self.dense)
+        """-> W (N, K) in dtype, not to be written to; or in `out`, rows of any stride."""
+        if self.device.type == "cpu":            # kept: decoding takes longer than the product
+            return self.dense if out is None else out.copy_(self.dense)
+        return self.decode(*self.tensors, dtype=self.dtype, out=out)
 
     @cached_property
     def dense(self):
-        """W, kept: on a CPU decoding takes longer than the product."""
         return self.decode(*self.tensors, dtype=self.dtype)
 
     def partial(self, x, a=None):
@@ -276,43 +265,37 @@ class Weight:
             product(x, a, sums[0, :, self.N:])
         return Slabs(sums, self.ones)
 
-    @cached_property
-    def ones(self):
-        return torch.ones(self.N, device=self.device)
-
     def expands(self, rows):
         """Whether partial() of so many rows makes a 16-bit W first."""
         return self.tensors[0].dtype != self.dtype
 
 
-def product(x, rows, out):
-    """x (M, K) @ rows (n, K).T into out (M, n) fp32, a slice of wider rows."""
+def product(x, w, out):
+    """x (M, K) @ w (n, K).T into out (M, n) fp32, columns of a wider matrix."""
     if x.is_cuda:
-        torch.mm(x, rows.T, out_dtype=torch.float32, out=out)
+        torch.mm(x, w.T, out_dtype=torch.float32, out=out)
     else:
-        torch.mm(x.float(), rows.float().T, out=out)
+        torch.mm(x.float(), w.float().T, out=out)
 
 
 def freeze(weights, base, dtype):
-    """The parts of one fused linear, each (N_p, K) -> one Weight of their rows in format `base`."""
+    """The parts (N_p, K) of a fused linear -> one Weight of their rows in format `base`."""
     if base == "nvfp4":
         scale = global_scale_for(*weights)
         return fuse([quantize(w, scale) for w in weights], dtype)
-    w = torch.cat(weights)
-    tensors = FORMATS[base].quantize(w.to(dtype))
-    return Weight(tensors, FORMATS[base].dequantize, w.shape, dtype)
+    w = torch.cat(weights).to(dtype)
+    return Weight(FORMATS[base].quantize(w), FORMATS[base].dequantize, w.shape, dtype)
 
 
 def fuse(parts, dtype):
-    """quantize's three tensors of each part -> one NVFP4 Weight of their rows.
-
-    Checkpoints may not share the tensor scale: it becomes one a row.
+    """quantize's three tensors of each part -> one NVFP4 Weight, its tensor scale one a row:
+    other programs' parts may not share theirs.
     """
     packed = torch.cat([part[0] for part in parts])
     block_scale = torch.cat([part[1] for part in parts])
     row_scale = torch.cat([part[2].expand(len(part[0])) for part in parts])
     if packed.is_cuda:
-        import marlin_fp4                        # the engine room: the same weight, read by kernels
+        import marlin_fp4                        # the same weight, read by kernels
         return marlin_fp4.pack(packed, block_scale, row_scale, dtype)
-    shape = packed.shape[0], 2 * packed.shape[1]
+    shape = len(packed), 2 * packed.shape[1]
     return Weight((packed, block_scale, row_scale), dequantize, shape, dtype)

@@ -6,8 +6,8 @@ The two operations whose backward is written by hand, and the door to their GPU 
 
 Autograd would keep or move gigabytes for both; tests compare them with it on the full tensors.
 
-The door. A function marked `twin_in_kernels` is plain torch and complete. Where its tensors live on
-a GPU, the function of the same name in kernels.py runs instead: Triton kernels that move each
+The door. A function marked `twin_in_kernels` is plain torch and complete. Where its first tensor is
+on a GPU, the function of the same name in kernels.py runs instead: Triton kernels that move each
 number once. A machine without Triton never opens that file.
 
 Shapes: T tokens, D width, F feed-forward, V vocabulary, M rows, N out_features, K in_features.
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 
 def twin_in_kernels(reference):
-    """Calls whose first tensor is on a GPU go to kernels.py; `.reference` is the torch function."""
+    """The door; `.reference` is the torch function."""
     @functools.wraps(reference)
     def either(*arguments, **options):
         tensor = next(a for a in arguments if isinstance(a, torch.Tensor))
@@ -27,7 +27,6 @@ def twin_in_kernels(reference):
             return reference(*arguments, **options)
         import kernels
         return getattr(kernels, reference.__name__)(*arguments, **options)
-
     either.reference = reference
     return either
 
@@ -57,9 +56,9 @@ def mm_fp32(a, b):
 
 @twin_in_kernels
 def swiglu(y, rstd, h, keep=True):
-    """Writes silu(gate) * up into h (T, F), rows of any stride -> y in h's dtype, if kept.
+    """y (T, 2F) fp32, gate|up's result, and rstd (T, 1) 1/rms -> y in h's dtype, if kept.
 
-    y (T, 2F) fp32 is the result of the gate|up matmul, rstd (T, 1) fp32 1/rms.
+    Writes silu(gate) * up into h (T, F), rows of any stride.
     """
     gate, up = (y * rstd).chunk(2, dim=-1)
     h.copy_(F.silu(gate) * up)
@@ -78,14 +77,14 @@ def swiglu_backward(y, rstd, dh, dy):
 
 
 class _Mlp(torch.autograd.Function):
-    """As three functions, the gradients between them would be fp32, and h would be copied to where
-    h @ A.T stands beside it. The backward reads y rounded: half of what a block has to keep.
+    """One function, not three: the gradients between them would be fp32, and h would be copied to
+    stand beside h @ A.T. The backward reads y rounded: half of what a block has to keep.
     """
 
     @staticmethod
     def forward(ctx, x, rstd, gate_up, down, *_):
         y, xa = gate_up.product(x)
-        ha = down.with_room(x)
+        ha = down.room(x, down.weight.K)
         h = ha[:, :down.weight.K]
         y = swiglu(y, rstd, h, keep=ctx.needs_input_grad[0])
         out, ha = down.product(h, ha)
@@ -97,20 +96,17 @@ class _Mlp(torch.autograd.Function):
     def backward(ctx, dout):
         xa, y, rstd, ha = ctx.saved_tensors
         gate_up, down = ctx.linears
-        room = down.gradient_room(ha)
+        room = down.room(ha, dout.shape[1])
         room[:, :dout.shape[1]] = dout
         dh, *of_down = down.product_backward(ha, room, ctx.needs_input_grad[6])
-        room = gate_up.gradient_room(xa)
+        room = gate_up.room(xa, y.shape[1])
         drstd = swiglu_backward(y, rstd, dh, room[:, :y.shape[1]])
         dx, *of_gate_up = gate_up.product_backward(xa, room, ctx.needs_input_grad[4])
         return dx, drstd, None, None, *of_gate_up, *of_down
 
 
 def mlp(gate_up, down, x, rstd):
-    """silu(gate * rstd) * up * rstd through down: x (T, D) -> (T, D) fp32.
-
-    gate_up, down: lora.Linear; rstd (T, 1) fp32: 1/rms of the rows of x.
-    """
+    """down(silu(gate) * up), gate|up = gate_up(x) * rstd; x (T, D), rstd (T, 1) -> (T, D) fp32."""
     return _Mlp.apply(x, rstd, gate_up, down, *gate_up.trained(), *down.trained())
 
 
@@ -123,7 +119,7 @@ def scores(products, scale, targets, live, dtype=None):
 
     products (c, V) fp32, scale (c, 1), targets (c,) -> (target's logit, log-sum-exp, mean logit
     under the softmax), each (c,), and onehot(targets) - softmax (c, V) in `dtype`, zeros from
-    `live` on, or None if dtype is None.
+    `live` on, or None without dtype.
     """
     logits = products[:, :live].mul_(scale)
     picked = logits.gather(1, targets[:, None])
@@ -137,10 +133,8 @@ def scores(products, scale, targets, live, dtype=None):
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """log softmax(x @ head[:live].T * rstd / temperature) at `targets`.
-
-    A log-prob's gradient is one row, (onehot - p) @ head * scale, computed while the chunk's logits
-    are at hand: the backward is one multiplication, and logits are computed once.
+    """A log-prob's gradient is one row, (onehot - p) @ head * scale, computed while the chunk's
+    logits are at hand: the backward is one multiplication, and logits are computed once.
     """
     CHUNK = 512                                  # rows a time: 0.3 GB of fp32 logits at V = 152k
 
@@ -175,8 +169,8 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def token_logprobs(x, rstd, head, targets, live, temperature):
-    """x (T, D), rstd (T, 1), head (V, D), targets (T,) -> log-probs (T,) fp32 with a gradient,
-    entropy (T,) without. Only the first `live` rows of the head count. The others are multiplied
-    too: 151,665 columns would keep cuBLAS off its aligned kernels.
+    """log softmax(x @ head[:live].T * rstd / temperature) at `targets`, with a gradient, and the
+    softmax's entropy, without: (T,) fp32 each. x (T, D), rstd (T, 1), head (V, D), targets (T,).
+    Rows from `live` on are multiplied too: 151,665 columns keep cuBLAS off its aligned kernels.
     """
     return _TokenLogprobs.apply(x, rstd, head, targets, live, temperature)

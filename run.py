@@ -2,12 +2,8 @@
 A run among other processes and on a disk: ranks, signals, files, checkpoints.
 
 Ranks. Started by torchrun, WORLD processes run the same script, each with a GPU of its own and
-the whole model; RANK is this one's number. Started by hand there is one, torch.distributed stays
-out of it, and every function of that section is the identity. Rank 0 alone prints and writes.
-
-    share(items)     this rank's part of a list that all ranks have
-    gather(items)    all ranks' lists as one, and where this rank's part is in it
-    all_sum(t)       sum over ranks
+the whole model; RANK is this one's number. Started by hand there is one and torch.distributed
+stays out of it: share, gather and all_sum are the identity. Rank 0 alone prints and writes.
 
 Ends. A signal raises Stopped at once, wherever the step is: a cluster may give 30 seconds, a step
 may take longer. A rank that dies makes the next gather() of the others raise Stopped; torchrun
@@ -17,18 +13,17 @@ GPU tensor comes right after a gather().
 
 Checkpoints. Training changes tensors in place, in the middle of steps. `Checkpoints` keeps a copy
 on the host as of the end of the last whole step (50 ms a step for 7B at rank 32: 1 GB, pinned),
-and files are written from that copy alone. So whatever ends a run, wherever in a step, rank 0 can
-save the last whole step without a word to other ranks or to a GPU that may be stuck, and saving
-never changes what is being trained.
+and files are written from that copy alone. So wherever in a step a run ends, rank 0 can save the
+last whole one without a word to other ranks or to a GPU that may be stuck, and saving never
+changes what is being trained.
 
     checkpoints/step_000040/state.safetensors     the tensors
                            /state.json            the counters, SHA-256 of both files' content
 
-Written into a temporary folder that is flushed, renamed and flushed again: a crash leaves all of
-it or nothing. The last two stay. Noise, order and sampling are functions of the seed and the
-counters: there is no generator to save.
+A crash leaves all of a checkpoint or nothing. The last two stay. Noise, order and sampling are
+functions of the seed and the counters: there is no generator to save.
 
-Not here: model or pipeline parallelism, elastic restarts.
+Not here: model parallelism, elastic restarts.
 """
 import hashlib
 import json
@@ -81,12 +76,12 @@ def collective(operation, *arguments):
 
 
 def share(items):
-    """Consecutive, sizes differ by one at most, the same places for all lists of one length."""
+    """This rank's part of a list that all have: consecutive, sizes differ by one at most."""
     return items[len(items) * RANK // WORLD:len(items) * (RANK + 1) // WORLD]
 
 
 def gather(items):
-    """-> the items of all ranks in order, the slice of them that is this rank's. CPU tensors."""
+    """-> all ranks' items as one list, the slice of it that is this rank's. CPU tensors."""
     parts = [items]
     if WORLD > 1:
         parts = [None] * WORLD
@@ -96,7 +91,7 @@ def gather(items):
 
 
 def all_sum(tensor):
-    """In place; the same bits on every rank. Waits in Python, where signals get through."""
+    """In place, the same bits on every rank. Waits in Python, where signals get through."""
     if WORLD > 1:
         work = dist.all_reduce(tensor, async_op=True)
         while not work.is_completed():
@@ -106,7 +101,6 @@ def all_sum(tensor):
 
 
 def from_rank_0(tensor):
-    """In place."""
     if WORLD > 1:
         collective(dist.broadcast, tensor, 0)
 
@@ -135,9 +129,8 @@ def signals_wait():
 
 @contextmanager
 def ending_with(save, advice):
-    """However the block ends early, save() has been called -> what was saved, to be said.
-
-    What is no fault of the code ends in one line and code 1; a bug keeps its traceback.
+    """However the block ends early, save() is called -> what was saved, to be said. What is no
+    fault of the code ends in one line and code 1; a bug keeps its traceback.
     """
     for number in SIGNALS:
         signal.signal(number, stop)
@@ -188,7 +181,7 @@ def write_atomically(path, data):
 def new_folder(out):
     """A temporary folder beside `out`: becomes `out` if the block ends well, else is removed."""
     out = Path(out).absolute()
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out}: exists and is not an empty folder")
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
@@ -212,10 +205,7 @@ def digest(tensors, counters):
 
 
 class Checkpoints:
-    """The last whole step: `tensors` (name -> copy on the host) and `counters` (name -> number).
-
-    counters is empty until keep() or load() was called: there is nothing to save before.
-    """
+    """The last whole step: `tensors`, name -> copy on the host; `counters`, {} before the first."""
 
     def __init__(self, folder, live):
         self.folder = folder
@@ -224,29 +214,22 @@ class Checkpoints:
         self.counters = {}
 
     def keep(self, live, counters):
-        """The step is whole: copy what training changes in place."""
         for name, t in live.items():
             self.tensors[name].copy_(t)
         self.counters = dict(counters)
 
     def save(self):
-        """Raises OSError with the earlier checkpoints untouched and the space given back."""
+        """OSError leaves the earlier checkpoints untouched and gives the space back."""
         final = self.folder / f"step_{self.counters['step']:06d}"
         if final.exists():
             return                                       # load() saw it whole, or this run wrote it
+        for cut_off in list(self.folder.glob(".step_*")):        # new_folder's, by a kill
+            shutil.rmtree(cut_off)
         tensors = save(self.tensors)
         record = {**self.counters, "sha256": digest(tensors, self.counters)}
-        temporary = self.folder / ".writing"
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        try:
-            write_atomically(temporary / "state.safetensors", tensors)
-            write_atomically(temporary / "state.json", json.dumps(record).encode())
-            flush(temporary)
-            os.replace(temporary, final)
-            flush(self.folder)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+        with new_folder(final) as folder:
+            write_atomically(folder / "state.safetensors", tensors)
+            write_atomically(folder / "state.json", json.dumps(record).encode())
         for old in sorted(self.folder.glob("step_*"))[:-2]:
             shutil.rmtree(old)
 
@@ -273,8 +256,7 @@ class Checkpoints:
 class Folder:
     """run.json, metrics.jsonl, samples.jsonl, checkpoints/ and adapter/ of one run.
 
-    live: name -> tensor that training changes; write_adapter(tensors, folder): as other programs
-    read it. Only rank 0 reads and writes.
+    live: name -> tensor that training changes; write_adapter(tensors, folder) writes PEFT's files.
     """
 
     def __init__(self, path, live, write_adapter):
@@ -284,8 +266,8 @@ class Folder:
         self.checkpoints = Checkpoints(path / "checkpoints", live)
 
     def start(self, flags, resume):
-        """Write run.json before all else, or read the checkpoint to go on from and cut the logs to
-        it. -> counters of that checkpoint, {} if there is none; its tensors are every rank's.
+        """Write run.json, or load the newest checkpoint into every rank's `live` and cut the logs
+        to it -> its counters, {} if there is none.
         """
         if RANK == 0 and resume:
             for line in self.checkpoints.load():
@@ -295,10 +277,10 @@ class Folder:
         elif RANK == 0:
             write_atomically(self.path / "run.json", json.dumps(flags, indent=2).encode())
         counters = gather([self.checkpoints.counters])[0][0]
-        for name, t in self.checkpoints.tensors.items() if counters else ():
-            from_rank_0(t)
-            self.live[name].copy_(t)
         if counters:
+            for name, t in self.checkpoints.tensors.items():
+                from_rank_0(t)
+                self.live[name].copy_(t)
             self.save()                          # adapter/, in case the end came between the two
         return counters
 
@@ -326,9 +308,8 @@ class Folder:
 
 
 def trim_lines(path, step):
-    """Keep the lines of a log that belong to steps before `step`."""
+    """Keep the whole lines of a log that belong to steps before `step`."""
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    whole = [line for line in lines
-             if line.endswith(b"\n") and json.loads(line)["step"] < step]
+    whole = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] < step]
     if len(whole) < len(lines):
         os.truncate(path, sum(map(len, whole)))
