@@ -29,7 +29,7 @@ import lora
 import model as qwen
 import nvfp4
 import rewards
-from run import write_atomically
+from run import device_of, first_line, write_atomically
 from sampler import Sampling, TorchEngine, sampler_for
 
 Z = 1.959964                                     # 95 % of a normal lies within +-Z
@@ -183,14 +183,9 @@ def check(args):
 
 def select_device(name):
     """-> torch.device; a GPU becomes the current one, on which Triton launches."""
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"--device {name}: {str(error).splitlines()[0]}") from None
+    device = device_of(name)
     if device.type == "cuda":
-        if (device.index or 0) >= torch.cuda.device_count():
-            raise ValueError(f"--device {name}: torch sees {torch.cuda.device_count()} GPUs")
-        torch.cuda.set_device(device.index or 0)
+        torch.cuda.set_device(device.index)
     return device
 
 
@@ -266,11 +261,11 @@ def main():
     try:
         tokenizer, problems, sampler, others, shift = prepare(args)
     except (ValueError, OSError) as error:
-        sys.exit(f"evaluate.py: {str(error).splitlines()[0]}")
+        sys.exit(f"evaluate.py: {first_line(error)}")
     except RuntimeError as error:
         if "allocate" not in str(error):         # of a GPU or the host; the host has no class
             raise
-        sys.exit(f"evaluate.py: not enough memory: {str(error).splitlines()[0]}")
+        sys.exit(f"evaluate.py: not enough memory: {first_line(error)}")
     sampling = Sampling(args.max_new_tokens, tokenizer.end_ids, args.temperature, args.top_k,
                         args.top_p, args.seed)
     with tqdm(unit=" tokens", unit_scale=True) as bar:

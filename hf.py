@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save, save_file
 
 import nvfp4
-from run import new_folder, write_atomically
+from run import first_line, new_folder, write_atomically
 
 SHARD_BYTES = 2**31                              # of an output file, in memory until written
 
@@ -54,7 +54,7 @@ def resolve(name):
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise ValueError(f"--model {name}: not downloadable ({reason})") from None
 
 
@@ -75,7 +75,9 @@ class Shards:
             only = self.folder / "model.safetensors"
             self.names = dict.fromkeys(self._open(only).keys(), only)
             return
-        weight_map = read_json(index).get("weight_map", {})
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"{index}: weight_map is {weight_map!r}, no object")
         self.names = {name: self.folder / file for name, file in weight_map.items()}
         held = {file: self._open(file).keys() for file in sorted(set(self.names.values()))}
         for name, file in self.names.items():
@@ -295,7 +297,7 @@ def read_peft(folder):
     """-> adapter_config.json and the tensors of a plain LoRA adapter on every linear."""
     folder = Path(folder)
     try:
-        config = json.loads((folder / "adapter_config.json").read_text())
+        config = read_json(folder / "adapter_config.json")
         tensors = load_file(folder / "adapter_model.safetensors")
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"{folder}: not a readable PEFT adapter folder ({error})") from None

@@ -171,7 +171,7 @@ class Adapter:
 
     master: fp32 Parameter (n,), what the optimizer steps; after each change call sync(). A starts
     uniform in +-1/sqrt(K) (PEFT's Kaiming default), B at zero: the first forward equals the base
-    bit for bit.
+    but for the order of a matmul's sums.
     """
 
     def __init__(self, model, rank=32, alpha=32, norms=False, seed=0):

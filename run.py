@@ -52,6 +52,25 @@ class Stopped(BaseException):
     """The run ends though it did nothing wrong. Not an Exception: no library may swallow it."""
 
 
+def first_line(error):
+    """An exception's message in one line, its class where it has none."""
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def device_of(name):
+    """--device -> torch.device, of several ranks each its own GPU; ValueError if there is none."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"--device {name}: {first_line(error)}") from None
+    if device.type != "cuda":
+        return device
+    index = LOCAL_RANK if WORLD > 1 else device.index or 0
+    if index >= torch.cuda.device_count():
+        raise ValueError(f"--device {name}: torch sees {torch.cuda.device_count()} GPUs")
+    return torch.device("cuda", index)
+
+
 # -------------------------------------------------------------------------------------------------
 # Ranks
 
@@ -72,7 +91,7 @@ def collective(operation, *arguments):
     try:
         operation(*arguments)
     except RuntimeError as error:
-        raise Stopped(f"another rank was lost ({str(error).splitlines()[0]})") from None
+        raise Stopped(f"another rank was lost ({first_line(error)})") from None
 
 
 def share(items):
@@ -146,8 +165,7 @@ def ending_with(save, advice):
         if not isinstance(error, (Stopped, OSError, torch.OutOfMemoryError)):
             raise
         if RANK == 0:
-            line = str(error).splitlines()[0]
-            print(f"train.py: {line}; {saved}; {advice}", file=sys.stderr, flush=True)
+            print(f"train.py: {first_line(error)}; {saved}; {advice}", file=sys.stderr, flush=True)
         if WORLD > 1:
             os._exit(1)                                  # NCCL's farewell waits for ranks now gone
         sys.exit(1)

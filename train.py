@@ -39,8 +39,8 @@ import model as qwen
 import nvfp4
 import rewards
 from learner import Learner
-from run import (LOCAL_RANK, RANK, WORLD, Folder, Stopped, all_sum, ending_with, gather, join, say,
-                 share, signals_wait)
+from run import (RANK, WORLD, Folder, Stopped, all_sum, device_of, ending_with, first_line, gather,
+                 join, say, share, signals_wait)
 from sampler import BLOCK, Sampler, Sampling, TorchEngine, sampler_for
 
 # What changes when no --model is given: the embedded model, and sizes for two CPU cores.
@@ -259,9 +259,8 @@ def prepare(args, before):
     if RANK == 0 and not args.resume and out.exists() and any(out.iterdir()):
         raise ValueError(f"--out {out} is not empty: choose another folder, or --resume it")
     out.mkdir(parents=True, exist_ok=True)
-    device = torch.device(args.device)
+    device = device_of(args.device)
     if device.type == "cuda":
-        device = torch.device("cuda", LOCAL_RANK if WORLD > 1 else device.index or 0)
         memory.bound(args.memory_gib, device)
         torch.cuda.set_device(device)                            # Triton launches on this one
     join(device)
@@ -478,11 +477,11 @@ def main():
         args, before = parse_args()
         run = prepare(args, before)
     except (ValueError, OSError, Stopped) as error:
-        sys.exit(f"train.py: {str(error).splitlines()[0]}")
+        sys.exit(f"train.py: {first_line(error)}")
     except RuntimeError as error:
         if "allocate" not in str(error):         # of a GPU or the host; the host has no class
             raise
-        sys.exit(f"train.py: not enough memory: {str(error).splitlines()[0]}")
+        sys.exit(f"train.py: not enough memory: {first_line(error)}")
     trained = run.learner.adapter.master.numel()
     say(f"{args.model} as {args.base} on {WORLD} x {run.model.device}: {trained:,} trained "
         f"parameters; {len(run.problems)} problems, {len(run.held_out)} held out; "

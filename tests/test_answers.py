@@ -172,9 +172,11 @@ def test_nothing_equals_the_empty_answer():
     (r"\sqrt{10^{40}+1}", r"\sqrt{10^{40}+2}"), (r"(10^{20}+1)\sqrt x", r"(10^{20}+2)\sqrt x"),
     (r"2^{10^{-20}}", "1"), (r"\tanh 20", "1"), (r"\cos 10^{-8}", "1"), (r"\ln(10^{12}-1)", r"\ln(10^{12}+1)"),
     (r"\lfloor\sqrt{10^{30}-1}\rfloor", "10^{15}"), (r"\arctan(10^{10}\pi)", r"\frac\pi2"),
-    (r"\arctan e^{100}", "0"), (r"\ln(\pi^{60})", "0"), (r"\sqrt{(2+y)^2}", "2+y"), (r"|12-y|", "12-y"), (r"|17-e^y|", "17-e^y"),
+    (r"\arctan e^{100}", "0"), (r"\ln(\pi^{60})", "0"), (r"\sqrt{(2+y)^2}", "2+y"), (r"|12-y|", "12-y"),
+    (r"|17-e^y|", "17-e^y"),
     (r"\sqrt{(\ln y)^2}", r"\ln y"), (r"\sqrt{(12/x+10)^2}", "12/x+10"),
-    (r"\lfloor\frac{2n-1}{5}\rfloor", r"\lfloor\sqrt{n-1}\rfloor"), (r"\lfloor\sqrt n-0.5\rfloor", r"\lfloor\sqrt n-0.2\rfloor"),
+    (r"\lfloor\frac{2n-1}{5}\rfloor", r"\lfloor\sqrt{n-1}\rfloor"),
+    (r"\lfloor\sqrt n-0.5\rfloor", r"\lfloor\sqrt n-0.2\rfloor"),
     (r"\sin(4^{-1.3}/10^6-1)", r"\sin(4^{-1.3001}/10^6-1)"),
 ])
 def test_near_misses_that_floats_cannot_tell_are_different(a, b):
@@ -182,8 +184,10 @@ def test_near_misses_that_floats_cannot_tell_are_different(a, b):
 
 
 @pytest.mark.parametrize("a,b", [
-    (r"(2-\sqrt3)^4", r"97-56\sqrt3"), (r"\sin\pi", "0"), (r"e^{i\pi}+1", "0"), (r"\sqrt{2}+\sqrt{3}-\sqrt{5+2\sqrt6}", "0"),
-    (r"\left(\frac{1+i\sqrt3}{2}\right)^{3}", "-1"), (r"\lfloor\log_2 8\rfloor", "3"), (r"3^{50}\sqrt2", r"\sqrt{2}\cdot3^{50}"),
+    (r"(2-\sqrt3)^4", r"97-56\sqrt3"), (r"\sin\pi", "0"), (r"e^{i\pi}+1", "0"),
+    (r"\sqrt{2}+\sqrt{3}-\sqrt{5+2\sqrt6}", "0"),
+    (r"\left(\frac{1+i\sqrt3}{2}\right)^{3}", "-1"), (r"\lfloor\log_2 8\rfloor", "3"),
+    (r"3^{50}\sqrt2", r"\sqrt{2}\cdot3^{50}"),
     (r"2^{10^{10}}x", r"x\cdot 2^{10^{10}}"), (r"\cos 90^\circ", "0"), (r"\sqrt0", "0"), (r"\max\{1,3\}", "3"),
     (r"\lfloor\frac{n+2}{2}\rfloor", r"\lfloor\frac n2\rfloor+1"), ("5:00", "05:00"), (r"|a|b", r"b\cdot|a|"),
 ])

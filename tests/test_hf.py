@@ -69,6 +69,12 @@ def test_every_tensor_of_a_folder_comes_as_it_was_written(tiny, tmp_path, files)
         assert shards.shape(name) == tuple(want.shape) and torch.equal(shards.get(name), want)
 
 
+def test_an_index_that_maps_nothing_is_refused(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": []}')
+    with pytest.raises(ValueError, match=r"index.json: weight_map is \[\], no object"):
+        Shards(tmp_path)
+
+
 def test_single_file_folder_needs_no_index(tmp_path):
     save_file({"a": torch.arange(6.0).view(2, 3)}, tmp_path / "model.safetensors")
     shards = Shards(tmp_path)
@@ -458,6 +464,10 @@ def test_folder_without_a_readable_adapter_is_refused(tiny, tmp_path):
     model = load(tiny["tied"].folder, base="bf16", device="cpu")
     with pytest.raises(ValueError, match="nothing: not a readable PEFT adapter folder"):
         load_adapter(model, tmp_path / "nothing")
+    (tmp_path / "list").mkdir()
+    (tmp_path / "list" / "adapter_config.json").write_text("[]")
+    with pytest.raises(ValueError, match="adapter_config.json: holds no JSON object"):
+        load_adapter(model, tmp_path / "list")
     file = edited(tmp_path) / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
     with pytest.raises(ValueError, match="not a readable PEFT adapter folder"):

@@ -1,5 +1,5 @@
 """
-Reading of run folders by tools/plot.py and tools/samples.py, their filters, and one line instead of a traceback for a bad folder.
+Reading of run folders by tools/plot.py and tools/samples.py, their filters, one line for a bad folder.
 
 python -m pytest tests/test_plot.py -v
 """

@@ -382,3 +382,18 @@ def test_a_second_signal_does_not_cut_the_saving_short(handlers):
 def test_an_end_that_is_none_saves_nothing(handlers):
     with ending_with(lambda: (_ for _ in ()).throw(AssertionError("nothing ended early")), ""):
         pass
+
+
+# -----------------------------------------------------------------------------
+# What an error and a device are called
+
+def test_an_error_without_a_text_is_named_by_its_class():
+    assert run.first_line(OSError()) == "OSError"
+    assert run.first_line(ValueError("no file\nat all")) == "no file"
+
+
+@pytest.mark.parametrize("name,named", [("abacus", "--device abacus: "), ("cuda:9", "--device cuda:9: torch sees")])
+def test_a_device_that_is_not_there_is_refused(name, named):
+    with pytest.raises(ValueError, match=named):
+        run.device_of(name)
+    assert run.device_of("cpu") == torch.device("cpu")

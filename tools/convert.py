@@ -22,6 +22,7 @@ import hf
 import lora
 import model as qwen
 import nvfp4
+from run import first_line
 
 GROUPS = (                                       # of a layer: engines fuse the matrices of each
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",),
@@ -106,7 +107,7 @@ def main():
         else:
             to_nvfp4(args.source, args.out, "cuda" if torch.cuda.is_available() else "cpu")
     except (ValueError, OSError) as error:
-        sys.exit(f"convert {args.command}: {str(error).splitlines()[0]}")
+        sys.exit(f"convert {args.command}: {first_line(error)}")
 
 
 if __name__ == "__main__":
