@@ -251,6 +251,7 @@ def make_sampler(args, model, learner):
 
 def prepare(args, before):
     check_flags(args, before)
+    device = device_of(args.device)
     folder = hf.resolve(args.model)
     tokenizer = data.Tokenizer(folder)
     problems, held_out = split_problems(args, tokenizer)
@@ -259,7 +260,6 @@ def prepare(args, before):
     if RANK == 0 and not args.resume and out.exists() and any(out.iterdir()):
         raise ValueError(f"--out {out} is not empty: choose another folder, or --resume it")
     out.mkdir(parents=True, exist_ok=True)
-    device = device_of(args.device)
     if device.type == "cuda":
         memory.bound(args.memory_gib, device)
         torch.cuda.set_device(device)                            # Triton launches on this one
