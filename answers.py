@@ -21,7 +21,7 @@ library, so no computer algebra: sums and integrals are compared as text.
 
 Choices where graders disagree: 50% is 0.5 and also 50; lists and sets have no order, tuples do; 52
 stands for 52_8; a chain of equations with two different numbers (x = 41 = 42) is wrong; 32, 349 is
-two numbers; degrees and units are dropped unless both sides have one and they differ; 2:3 is 2/3; a
+two numbers; units are dropped unless both sides have one of a kind and they differ; 2:3 is 2/3; a
 row is no column; 10 mod 7 is 3.
 """
 import cmath
@@ -219,8 +219,11 @@ FAMILIES = (
     "second=sec=s minute=min hour=hr=h day week month year",
     "dollar=usd cent euro pound rupee yuan yen",
     "am pm",
-    "degree deg radian rad unit mph kmh m/s kg g mg gram kilogram lb ounce oz ton liter litre ml "
-    "gallon quart square cubic sq cu per people student way point time",
+    "mg g=gram kg=kilogram lb ounce=oz ton",
+    "liter=litre ml gallon quart",
+    "mph kmh m/s",
+    "degree=deg radian=rad",
+    "unit square cubic sq cu per people student way point time",
 )
 UNIT = {}
 for family, units in enumerate(FAMILIES):
@@ -631,7 +634,7 @@ TOKEN = re.compile(rf"""\s*(?:
 PLAIN_NAMES = sorted([*FUNCTIONS, *INVERSE, "pi", "mod"], key=len, reverse=True)
 PLAIN_FUNCTION = re.compile(
     rf"\\?(?<![A-Za-z])({'|'.join(PLAIN_NAMES)})(?=[A-Za-z]?{NO_LETTER})"
-    rf"|(?<![A-Za-z\\])(?:inf|oo|infinity|Infinity){NO_LETTER}")
+    rf"|(?<![A-Za-z\\])(?:inf|infty|oo|infinity|Infinity){NO_LETTER}")
 
 
 def command(match: re.Match) -> str:
@@ -743,7 +746,7 @@ class Reader:
             return token
         if token == r"\frac" and is_number(before):
             return "mixed"
-        after_letter = before[0] == "«" and before[1:].isalpha()
+        after_letter = before[0] == "«"
         if is_number(token) and (is_number(before) or after_letter):
             return ""  # neither "5 6" nor "x2"
         starts = token in STARTS or is_number(token) or token.startswith(("«", r"\begin"))
@@ -1292,7 +1295,8 @@ def compare(a: str, b: str) -> bool:
     if same_function(Answer(a), Answer(b)):
         return True
     for one, other in ((a, b), (b, a)):  # beside a tuple 1,234 is two numbers
-        if THOUSANDS.search(one) and "," in other and not THOUSANDS.search(other):
+        pair = "," in other and not THOUSANDS.search(other) and not re.search(",0[0-9]", one)
+        if THOUSANDS.search(one) and pair:
             return same_function(Answer(one, thousands=False), Answer(other))
     return False
 

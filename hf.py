@@ -309,6 +309,10 @@ def read_peft(folder):
                          f"got {kind} on {targets} {' '.join(variants)}")
     if not {"r", "lora_alpha"} <= config.keys():
         raise ValueError(f"{folder}/adapter_config.json: needs r and lora_alpha")
+    rank = config["r"]
+    alpha = config["lora_alpha"]
+    if not (isinstance(rank, int) and rank > 0 and isinstance(alpha, (int, float))):
+        raise ValueError(f"{folder}/adapter_config.json: r is {rank!r}, lora_alpha {alpha!r}")
     return config, tensors
 
 

@@ -76,6 +76,10 @@ class Learner:
         scale = {"loss_scale": self.loss_scale, "good_updates": self.good_updates}
         return {"skipped": self.skipped} | (scale if self.model.dtype == torch.float16 else {})
 
+    def metrics(self):
+        """Of the counters, what a run logs."""
+        return {name: n for name, n in self.counters().items() if name != "good_updates"}
+
     def restore(self, counters):
         """After tensors() were written: go on from there. counters: of a checkpoint, {} if none."""
         for name in self.counters().keys() & counters.keys():

@@ -144,6 +144,7 @@ class Linear(torch.nn.Module):
         """W + s * B @ A in fp32, (N, K): what an exported checkpoint holds."""
         w = torch.empty(self.weight.N, self.weight.K, device=self.weight.device)
         self.weight.dequantize(out=w)
+        self.weight.__dict__.pop("dense", None)                  # of a CPU: asked for once here
         if self.rank:
             for rows, a in zip(self.part_rows(), self.a.data.split(self.rank)):
                 w[rows] += self.scale * self.b.data[rows] @ a

@@ -64,8 +64,12 @@ class Plan:
         token = 2 * c.layers * c.kv_heads * c.head_dim * model.dtype.itemsize  # of the KV cache
         choices = [micro_batch_tokens] if micro_batch_tokens else MICRO_BATCH_TOKENS
         useful = max_rows * self.longest * token
-        best = min(self.option(tokens, useful, kv_gib) for tokens in choices)
-        *_, self.micro_batch_tokens, worst, self.pool, self.kept = best
+        options = []
+        for tokens in choices:
+            options.append(self.option(tokens, useful, kv_gib))
+            if options[-1][-1] == c.layers:
+                break                            # nothing to gain from smaller ones
+        *_, self.micro_batch_tokens, worst, self.pool, self.kept = min(options)
         if math.isinf(worst):
             raise ValueError(f"no room for rows of {self.longest} tokens beside {held / GIB:.1f} "
                              "GiB of weights and adapter: lower --max-new-tokens or "

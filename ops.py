@@ -1,5 +1,6 @@
 """
-The two operations whose backward is written by hand, and the door to their GPU kernels.
+Two operations whose backward is written by hand (attention's is in attention.py, a linear's in
+lora.py), and the door to the GPU kernels.
 
     mlp              down(silu(gate) * up): its backward leaves the inputs of matmuls in 16 bits
     token_logprobs   log softmax at the sampled tokens, without the (T, V) tensor

@@ -176,6 +176,8 @@ def ending_with(save, advice):
 
 def flush(path):
     """A file's bytes, or the names in a folder, to disk: else a rename may be lost with power."""
+    if os.name == "nt":                          # a folder cannot be opened there
+        return
     handle = os.open(path, os.O_RDONLY)
     os.fsync(handle)
     os.close(handle)

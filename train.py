@@ -19,6 +19,7 @@ config file.
 import argparse
 import dataclasses
 import functools
+import hashlib
 import math
 import operator
 import sys
@@ -123,8 +124,8 @@ add("--seed", type=int, default=0, help="of adapter, order of problems, sampling
 
 COUNTS = ("lora_rank steps prompts_per_step max_prompt_tokens max_new_tokens max_rows noise_stages "
           "updates_per_rollout micro_batch_tokens eval_every save_every").split()
-POSITIVE = "lora_alpha temperature kv_gib memory_gib lr max_grad_norm sigma_end clip_high".split()
-NOT_NEGATIVE = "format_weight sigma_start kl_beta weight_decay eval_problems seed".split()
+POSITIVE = "lora_alpha temperature kv_gib memory_gib lr max_grad_norm clip_high".split()
+NOT_NEGATIVE = "format_weight sigma_start sigma_end kl_beta weight_decay eval_problems seed".split()
 RANGES = {**dict.fromkeys(COUNTS, "[1, inf)"), **dict.fromkeys(POSITIVE, "(0, inf)"),
           **dict.fromkeys(NOT_NEGATIVE, "[0, inf)"), "group_size": "[2, inf)", "warmup": "[0, 1]",
           "clip_low": "(0, 1]", "correction_cap": "[1, inf)"}
@@ -132,7 +133,9 @@ RANGES = {**dict.fromkeys(COUNTS, "[1, inf)"), **dict.fromkeys(POSITIVE, "(0, in
 
 def parse_args():
     """The flags; of a resumed run its own, which are the defaults of what is not given again."""
-    if parser.parse_known_args()[0].model is None:
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--model")
+    if first.parse_known_args()[0].model is None:
         parser.set_defaults(**TINY)
     args = parser.parse_args()
     if not args.resume:
@@ -160,8 +163,9 @@ def check_flags(args, before):
         if value is not None and not inside(value, interval):
             flag = name.replace("_", "-")
             raise ValueError(f"--{flag} must lie in {interval}, got {value}")
-    if args.sigma_start and args.sigma_end > args.sigma_start:
-        raise ValueError(f"--sigma-end {args.sigma_end} is above --sigma-start {args.sigma_start}")
+    if args.sigma_start and not 0 < args.sigma_end <= args.sigma_start:
+        raise ValueError(f"--sigma-end must lie in (0, {args.sigma_start}], the --sigma-start, "
+                         f"got {args.sigma_end}")
     if args.train_norms and args.kl_beta:
         raise ValueError(f"--kl-beta {args.kl_beta}: --train-norms moves the reference's norms")
     if not 0 <= args.overlong_buffer <= args.max_new_tokens:
@@ -169,7 +173,9 @@ def check_flags(args, before):
                          f"{args.overlong_buffer}")
     if args.memory_gib and not args.device.startswith("cuda"):
         raise ValueError(f"--memory-gib bounds the memory of a GPU, --device is {args.device}")
-    free = {"resume", "out", "device", "memory_gib", "kv_gib"}   # where, and in what memory
+    if before and before.get("head", "bf16") != "bf16":          # of runs before 4f149d8
+        raise ValueError(f"--resume: the run had --head {before['head']}, which is gone")
+    free = {"resume", "out", "head", "device", "memory_gib", "kv_gib"}   # where, in what memory
     for name in vars(args).keys() - free if before else ():
         had = before.get(name, parser.get_default(name))         # a flag younger than the run
         if getattr(args, name) != had:
@@ -284,6 +290,9 @@ def begin(run):
     """-> Progress, of the checkpoint that a resumed run goes on from."""
     counters = run.folder.start(vars(run.args), run.args.resume)
     run.learner.restore(counters)
+    mine = run.learner.tensors()["master"].cpu().numpy().tobytes()
+    digests, _ = gather([hashlib.sha256(mine).hexdigest()])
+    assert len(set(digests)) == 1, "ranks start from different adapters"
     progress = Progress(*(counters.get(name, 0) for name in ("step", "cursor", "tokens")))
     keep(run, progress)
     return progress
@@ -409,7 +418,7 @@ def report(run, rows, rewards, rollouts, updates):
             "informative": informative,
             **grpo.summarize(updates[0].sums),   # of the first: before the policy has moved
             **{k: v for k, v in last.items() if k.startswith("clip")},
-            "grad_norm": updates[-1].grad_norm, "lr": updates[-1].lr, **run.learner.counters(),
+            "grad_norm": updates[-1].grad_norm, "lr": updates[-1].lr, **run.learner.metrics(),
             "idle": rollouts.idle, "tokens_per_s": rollouts.num_tokens / rollouts.seconds}
 
 

@@ -246,3 +246,16 @@ def test_a_comparison_stops_at_its_work_limit():
 def test_unreadable_golds_are_found():
     assert can_read(r"\frac{1}{2}") and can_read("Evelyn") and can_read(r"(-\infty,3]")
     assert not can_read("") and not can_read(r"2^{\aleph_0}") and not can_read("\\boxed{")
+
+
+def test_units_of_mass_volume_speed_and_angle_clash_as_lengths_do():
+    for a, b in (("5 kg", "5 grams"), ("3 lb", "3 oz"), ("60 mph", "60 kmh"), ("5 liters", "5 gallons"),
+                 ("3 degrees", "3 rad")):
+        assert not is_equal(a, b), (a, b)
+    for a, b in (("5 kg", "5 kilograms"), ("5 kg", "5"), ("90 degrees", r"90^\circ"), ("90", "90 degrees")):
+        assert is_equal(a, b), (a, b)
+
+
+def test_a_number_with_separators_is_no_pair_that_ends_in_a_zero():
+    assert not is_equal("1,000", "1,0") and not is_equal("(1,000)", "(1,0)")
+    assert not is_equal("x_1 2", "2x_1") and is_equal("(0,infty)", r"(0,\infty)")

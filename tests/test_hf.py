@@ -453,6 +453,8 @@ A = "base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"
     (dict(config=dict(use_rslora=True)), "use_rslora"),                   # its scale is alpha / sqrt(r)
     (dict(config=dict(alpha_pattern={"q_proj": 64})), "alpha_pattern"),
     (dict(drop=("r",)), "adapter_config.json: needs r and lora_alpha"),
+    (dict(config=dict(r=0)), "adapter_config.json: r is 0"),
+    (dict(config=dict(lora_alpha="16")), "adapter_config.json: r is 3, lora_alpha '16'"),
 ])
 def test_adapter_that_would_compute_something_else_is_refused(tiny, tmp_path, change, message):
     model = load(tiny["tied"].folder, base="bf16", device="cpu")

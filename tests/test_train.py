@@ -17,6 +17,7 @@ import runpy
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
 from multiprocessing import forkserver
@@ -196,19 +197,32 @@ def test_a_value_that_cannot_be_meant_is_refused_with_flag_and_value(flag, value
 
 
 @pytest.mark.parametrize("flags", [
-    "--warmup 0", "--warmup 1", "--sigma-start 0", "--weight-decay 0.1 --kl-beta 0.001", "--eval-problems 0",
+    "--warmup 0", "--warmup 1", "--sigma-start 0", "--sigma-start 0 --sigma-end 0", "--weight-decay 0.1 --kl-beta 0.001", "--eval-problems 0",
     "--seed 0", "--clip-low 1 --clip-high 1e9", "--correction-cap 1", "--group-size 2", "--overlong-buffer 48"])
 def test_values_on_the_edge_are_taken(flags):
     train_py.check_flags(args_of(*flags.split()), None)
 
 
 @pytest.mark.parametrize("flags,words", [
-    ("--sigma-start 1e-4 --sigma-end 1e-2", "--sigma-end 0.01 is above --sigma-start 0.0001"),
+    ("--sigma-start 1e-4 --sigma-end 1e-2", r"--sigma-end must lie in \(0, 0.0001\], the --sigma-start, got 0.01"),
     ("--train-norms --kl-beta 0.1", "--kl-beta 0.1: --train-norms"),
     ("--memory-gib 16 --device cpu", "--device is cpu")])
 def test_flags_that_contradict_each_other_are_refused(flags, words):
     with pytest.raises(ValueError, match=words):
         train_py.check_flags(args_of(*flags.split()), None)
+
+
+def test_a_run_with_a_head_in_4_bits_cannot_go_on():
+    """The flag is gone; trained on with a 16-bit head, the policy would be another one by 0.05 nats."""
+    args = args_of()
+    with pytest.raises(ValueError, match="--resume: the run had --head nvfp4, which is gone"):
+        train_py.check_flags(args, vars(args) | {"head": "nvfp4"})
+    train_py.check_flags(args, vars(args) | {"head": "bf16"})
+
+
+def test_help_says_what_a_run_without_a_model_does():
+    said = subprocess.run([sys.executable, ROOT / "train.py", "--help"], capture_output=True, text=True).stdout
+    assert "(default: arithmetic)" in " ".join(said.split())
 
 
 def test_every_flag_that_is_a_number_has_a_range():

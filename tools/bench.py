@@ -12,8 +12,8 @@ linears. `chain`, `cublas`: the four of a layer one after the other, as in a ste
 are not summed, since other kernels do that. Many rows: lora.Linear, which expands W, beside cuBLAS
 on a W that is there already, same types: fp32 results forward, bf16 for dX.
 
-rollout. The whole sampler on random weights and a live random adapter: B sequences as B/8 prompts
-of 8 samples, end ids ignored, log-probs returned; tokens/s count prefill and the host's work.
+rollout. The whole sampler on random weights and a live random adapter: B sequences in groups of
+gcd(B, 8), end ids ignored, log-probs returned; tokens/s count prefill and the host's work.
 
 step. train.py's own sampler, memory plan and Learner.update, the slowest rank's seconds.
 

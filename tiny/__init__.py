@@ -1,0 +1,1 @@
+"""A package, so that no other one called tiny comes before it."""
