@@ -197,7 +197,8 @@ def test_a_value_that_cannot_be_meant_is_refused_with_flag_and_value(flag, value
 
 
 @pytest.mark.parametrize("flags", [
-    "--warmup 0", "--warmup 1", "--sigma-start 0", "--sigma-start 0 --sigma-end 0", "--weight-decay 0.1 --kl-beta 0.001", "--eval-problems 0",
+    "--warmup 0", "--warmup 1", "--sigma-start 0", "--sigma-start 0 --sigma-end 0",
+    "--weight-decay 0.1 --kl-beta 0.001", "--eval-problems 0",
     "--seed 0", "--clip-low 1 --clip-high 1e9", "--correction-cap 1", "--group-size 2", "--overlong-buffer 48"])
 def test_values_on_the_edge_are_taken(flags):
     train_py.check_flags(args_of(*flags.split()), None)
