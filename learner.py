@@ -96,7 +96,7 @@ class Learner:
         """
         adapter = self.adapter
         adapter.zero_grad()
-        parts = gather([self.gradient(rollouts, advantages, weights, RANK, WORLD)])[0]
+        parts = gather([self.gradient(rollouts, advantages, weights, RANK, WORLD)])
         parts = [sums for sums in parts if sums]
         if not parts:
             return Update({}, 0.0, lr)                           # nothing to learn from

@@ -663,7 +663,7 @@ def runs_on(device):
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def decode_matmul(x, weight, lora_a=None, slabs=None, pdl=False, config=None):
+def decode_matmul(x, weight, lora_a=None, slabs=None, pdl=False):
     """x (M, K) and lora_a (R, K) of the weight's dtype, M <= 256 or so -> Slabs; nothing is
     allocated if slabs is given: (S, M, N + R), rows rounded up to whole 16 bytes. A row's bits do
     not depend on the other rows.
@@ -686,7 +686,7 @@ def decode_matmul(x, weight, lora_a=None, slabs=None, pdl=False, config=None):
         assert lora_a.dtype == x.dtype and lora_a.shape[1] == K, (lora_a.dtype, lora_a.shape, K)
         assert lora_a.is_contiguous(), lora_a.stride()
         a_map = TensorDescriptor.from_tensor(lora_a, [A_SIDE.value] * 2, ROWS_256B.value)
-    config = config or decode_config(N, K, M)
+    config = decode_config(N, K, M)
     plan = schedule(N, K, M, R, config, _multiprocessors(weight.device))
     width = triton.cdiv(N + R, 4) * 4  # rows of whole 16 bytes, as the copy engine wants
     if slabs is None:

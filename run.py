@@ -100,13 +100,12 @@ def share(items):
 
 
 def gather(items):
-    """-> all ranks' items as one list, the slice of it that is this rank's. CPU tensors."""
+    """-> all ranks' items as one list, in order of the ranks. CPU tensors."""
     parts = [items]
     if WORLD > 1:
         parts = [None] * WORLD
         collective(dist.all_gather_object, parts, items)
-    start = sum(map(len, parts[:RANK]))
-    return [item for part in parts for item in part], slice(start, start + len(items))
+    return [item for part in parts for item in part]
 
 
 def all_sum(tensor):
@@ -296,7 +295,7 @@ class Folder:
                 trim_lines(self.path / name, self.checkpoints.counters.get("step", 0))
         elif RANK == 0:
             write_atomically(self.path / "run.json", json.dumps(flags, indent=2).encode())
-        counters = gather([self.checkpoints.counters])[0][0]
+        counters = gather([self.checkpoints.counters])[0]
         if counters:
             for name, t in self.checkpoints.tensors.items():
                 from_rank_0(t)

@@ -247,7 +247,7 @@ def make_sampler(args, model, learner):
         kept = plan.dry_step().kept
     else:
         sampler = sampler_for(TorchEngine, model, longest, args.max_rows, args.kv_gib)
-    tokens = min(gather([tokens])[0])            # ranks deal out one list: all must cut it alike
+    tokens = min(gather([tokens]))               # ranks deal out one list: all must cut it alike
     learner.fit(tokens, kept)
     say(f"KV pool: {sampler.engine.kv.nbytes / 2**30:.2f} GiB, {len(sampler.pool) * BLOCK:,} "
         f"tokens; micro-batches of {tokens:,} tokens; {kept} of {len(model.layers)} blocks keep "
@@ -291,7 +291,7 @@ def begin(run):
     counters = run.folder.start(vars(run.args), run.args.resume)
     run.learner.restore(counters)
     mine = run.learner.tensors()["master"].cpu().numpy().tobytes()
-    digests, _ = gather([hashlib.sha256(mine).hexdigest()])
+    digests = gather([hashlib.sha256(mine).hexdigest()])
     assert len(set(digests)) == 1, "ranks start from different adapters"
     progress = Progress(*(counters.get(name, 0) for name in ("step", "cursor", "tokens")))
     keep(run, progress)
@@ -362,8 +362,8 @@ def sample_and_score(run, step, sigma, cursor):
         kept = [i for i in range(len(rows)) if useful[i // G]]
         rollouts = rollouts.select(kept) + more
         rows = [rows[i] for i in kept] + score(run, problems, more)
-    rows, _ = gather(rows)
-    parts, _ = gather([rollouts])
+    rows = gather(rows)
+    parts = gather([rollouts])
     rollouts = functools.reduce(operator.add, parts)
     rollouts.seconds = max(part.seconds for part in parts)       # ranks sample side by side
     return rollouts, rows, cursor
@@ -429,7 +429,7 @@ def held_out_accuracy(run, step):
     greedy = Sampling(args.max_new_tokens, run.tokenizer.end_ids, temperature=0.0)
     rollouts = run.sampler.generate([p.prompt for p in problems], 1, greedy)
     rows = rewards.score(run.tokenizer, problems, rollouts, args.prompt_style) if problems else []
-    rows, _ = gather(rows)
+    rows = gather(rows)
     accuracy = sum(row["correct"] for row in rows) / len(rows)
     say(f"after {step} steps: held-out accuracy {accuracy:.3f}")
     return accuracy

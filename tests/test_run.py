@@ -296,7 +296,7 @@ def test_shares_are_the_list_in_order_and_differ_by_one_at_most(monkeypatch, wor
 
 def test_alone_every_function_of_ranks_is_the_identity():
     tensor = torch.ones(3)
-    assert run.gather(["a", "b"]) == (["a", "b"], slice(0, 2)) and run.all_sum(tensor) is tensor
+    assert run.gather(["a", "b"]) == ["a", "b"] and run.all_sum(tensor) is tensor
     run.from_rank_0(tensor)
     run.join(torch.device("cpu"))
     assert tensor.tolist() == [1, 1, 1] and not torch.distributed.is_initialized()
@@ -380,8 +380,10 @@ def test_a_second_signal_does_not_cut_the_saving_short(handlers):
 
 
 def test_an_end_that_is_none_saves_nothing(handlers):
-    with ending_with(lambda: (_ for _ in ()).throw(AssertionError("nothing ended early")), ""):
+    saves = []
+    with ending_with(lambda: saves.append("early"), ""):
         pass
+    assert saves == []
 
 
 # -----------------------------------------------------------------------------

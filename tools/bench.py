@@ -330,7 +330,7 @@ class Step:
         mine = Sampling(share(self.lengths.view(-1, self.group_size)).flatten().tolist())
         places = share(range(len(self.prompts)))
         rollouts = self.sampler.generate(share(self.prompts), self.group_size, mine, places)
-        return functools.reduce(operator.add, gather([rollouts])[0])
+        return functools.reduce(operator.add, gather([rollouts]))
 
     def update(self, rollouts):
         """-> sums for grpo.summarize."""
