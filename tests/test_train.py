@@ -27,6 +27,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import flags as flags_py
 import train as train_py
 from lora import Adapter, save_adapter
 from model import load
@@ -165,16 +166,16 @@ def whole(runs):
 
 def args_of(*flags):
     """As parse_args() reads them of a run without --model, the sizes of two CPU cores included."""
-    args = train_py.parser.parse_args(list(flags))
-    for name, value in train_py.TINY.items():
-        if getattr(args, name) == train_py.parser.get_default(name):
+    args = flags_py.parser.parse_args(list(flags))
+    for name, value in flags_py.TINY.items():
+        if getattr(args, name) == flags_py.parser.get_default(name):
             setattr(args, name, value)
     return args
 
 
 def test_the_defaults_pass_their_own_check():
-    assert train_py.check_flags(args_of(), None) is None             # it raises or says nothing
-    assert train_py.check_flags(train_py.parser.parse_args(["--model", "qwen2.5-7b"]), None) is None
+    assert flags_py.check_flags(args_of(), None) is None             # it raises or says nothing
+    assert flags_py.check_flags(flags_py.parser.parse_args(["--model", "qwen2.5-7b"]), None) is None
 
 
 @pytest.mark.parametrize("flag,values", [
@@ -191,7 +192,7 @@ def test_a_value_that_cannot_be_meant_is_refused_with_flag_and_value(flag, value
     for value in values:
         args = args_of(f"{flag}={value}")
         with pytest.raises(ValueError) as error:
-            train_py.check_flags(args, None)
+            flags_py.check_flags(args, None)
         said, got = str(error.value), getattr(args, flag[2:].replace("-", "_"))
         assert said.startswith(f"{flag} must lie in ") and said.endswith(f", got {got}") and "\n" not in said
 
@@ -201,7 +202,7 @@ def test_a_value_that_cannot_be_meant_is_refused_with_flag_and_value(flag, value
     "--weight-decay 0.1 --kl-beta 0.001", "--eval-problems 0",
     "--seed 0", "--clip-low 1 --clip-high 1e9", "--correction-cap 1", "--group-size 2", "--overlong-buffer 48"])
 def test_values_on_the_edge_are_taken(flags):
-    assert train_py.check_flags(args_of(*flags.split()), None) is None
+    assert flags_py.check_flags(args_of(*flags.split()), None) is None
 
 
 @pytest.mark.parametrize("flags,words", [
@@ -210,15 +211,15 @@ def test_values_on_the_edge_are_taken(flags):
     ("--memory-gib 16 --device cpu", "--device is cpu")])
 def test_flags_that_contradict_each_other_are_refused(flags, words):
     with pytest.raises(ValueError, match=words):
-        train_py.check_flags(args_of(*flags.split()), None)
+        flags_py.check_flags(args_of(*flags.split()), None)
 
 
 def test_a_run_with_a_head_in_4_bits_cannot_go_on():
     """The flag is gone; trained on with a 16-bit head, the policy would be another one by 0.05 nats."""
     args = args_of()
     with pytest.raises(ValueError, match="--resume: the run had --head nvfp4, which is gone"):
-        train_py.check_flags(args, vars(args) | {"head": "nvfp4"})
-    train_py.check_flags(args, vars(args) | {"head": "bf16"})
+        flags_py.check_flags(args, vars(args) | {"head": "nvfp4"})
+    flags_py.check_flags(args, vars(args) | {"head": "bf16"})
 
 
 def test_help_says_what_a_run_without_a_model_does():
@@ -227,9 +228,9 @@ def test_help_says_what_a_run_without_a_model_does():
 
 
 def test_every_flag_that_is_a_number_has_a_range():
-    numbers = {a.dest for a in train_py.parser._actions if a.type in (int, float)}
-    assert numbers - train_py.RANGES.keys() == {"overlong_buffer"}        # 0..--max-new-tokens
-    assert train_py.RANGES.keys() <= numbers
+    numbers = {a.dest for a in flags_py.parser._actions if a.type in (int, float)}
+    assert numbers - flags_py.RANGES.keys() == {"overlong_buffer"}        # 0..--max-new-tokens
+    assert flags_py.RANGES.keys() <= numbers
 
 
 def test_the_learning_rate_by_hand():
