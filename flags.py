@@ -8,6 +8,7 @@ Not here: what a flag does. Its help says where the value comes from: the paper'
 release, NVlabs/QeRL.
 """
 import argparse
+import importlib.util
 from pathlib import Path
 
 import torch
@@ -91,6 +92,8 @@ add("--out", help="run folder (default: runs/MODEL-BASE)")
 add("--eval-every", type=int, default=20, help="steps between evaluations, first and last included")
 add("--eval-problems", type=int, default=256, help="held-out problems, greedy; 0: all")
 add("--save-every", type=int, default=20, help="steps between checkpoints")
+add("--report-to", choices=["trackio", "wandb", "tensorboard"],
+    help="also send each step's metrics there; needs that package")
 add("--resume", action="store_true", help="go on from the newest intact checkpoint in --out")
 add("--seed", type=int, default=0, help="of adapter, order of problems, sampling and noise")
 
@@ -145,9 +148,11 @@ def check_flags(args, before):
                          f"{args.overlong_buffer}")
     if args.memory_gib and not args.device.startswith("cuda"):
         raise ValueError(f"--memory-gib bounds the memory of a GPU, --device is {args.device}")
+    if args.report_to and importlib.util.find_spec(args.report_to) is None:
+        raise ValueError(f"--report-to {args.report_to} needs pip install {args.report_to}")
     if before and before.get("head", "bf16") != "bf16":          # of runs before 4f149d8
         raise ValueError(f"--resume: the run had --head {before['head']}, which is gone")
-    free = {"resume", "out", "head", "device", "memory_gib", "kv_gib"}   # where, in what memory
+    free = {"resume", "out", "head", "device", "memory_gib", "kv_gib", "report_to"}
     for name in vars(args).keys() - free if before else ():
         had = before.get(name, parser.get_default(name))         # a flag younger than the run
         if getattr(args, name) != had:

@@ -39,8 +39,8 @@ import model as qwen
 import rewards
 from flags import check_flags, out_folder, parse_args
 from learner import Learner
-from run import (RANK, WORLD, Folder, Stopped, all_sum, device_of, ending_with, first_line, gather,
-                 join, say, share, signals_wait)
+from run import (RANK, WORLD, Folder, Stopped, Tracker, all_sum, device_of, ending_with, first_line,
+                 gather, join, say, share, signals_wait)
 from sampler import BLOCK, Sampler, Sampling, TorchEngine, sampler_for
 
 # -------------------------------------------------------------------------------------------------
@@ -66,6 +66,7 @@ class Run:
     learner: Learner
     sampler: Sampler
     folder: Folder
+    tracker: Tracker
 
 
 def load_problems(args, tokenizer, source, split):
@@ -143,7 +144,8 @@ def prepare(args, before):
         lora.save_adapter(model, folder, tensors["master"])
 
     return Run(args, tokenizer, problems, held_out, plug_in, model, learner, sampler,
-               Folder(out, learner.tensors(), write_adapter))
+               Folder(out, learner.tensors(), write_adapter),
+               Tracker(args.report_to, out, vars(args)))
 
 
 def begin(run):
@@ -337,6 +339,7 @@ def train(run, bar):
             keep(run, progress)
             if last or progress.step % args.save_every == 0:
                 run.folder.save()
+        run.tracker.log(metrics)
         bar.set_postfix({k: f"{metrics[k]:.3g}" for k in ("reward", "length", "tokens_per_s")})
         bar.update()
 

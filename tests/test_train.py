@@ -12,6 +12,7 @@ import math
 import multiprocessing
 import os
 import random
+import re
 import resource
 import runpy
 import shutil
@@ -322,6 +323,37 @@ def test_a_reward_of_nan_for_all_ends_the_run_in_one_line_and_writes_none(runs):
     last = log.strip().splitlines()[-1]
     assert last.startswith("train.py: --reward my_rewards:nan: nan for each of 8 completions; step 0 is saved; go on")
     assert "Traceback" not in log and runs.lines("nan") == runs.lines("nan", "samples.jsonl") == []
+
+
+def track_with_a_package_of_the_folder():
+    sys.path.insert(0, ".")
+
+
+def lack_a_tracker():
+    import importlib.util
+    importlib.util.find_spec = lambda name: None
+
+
+def test_metrics_go_to_a_tracker_and_its_absence_is_one_line(runs):
+    (runs.folder / "wandb.py").write_text("""
+import json
+
+def init(project, name, config):
+    print("began", project, name, config["group_size"])
+
+def log(metrics, step):
+    assert step < 2, "the service is gone"
+    print("told", json.dumps(metrics))
+""")
+    log = runs.run("tracked", "--steps", "3", "--report-to", "wandb", fault=track_with_a_package_of_the_folder)
+    told = re.findall(r"told (\{.*?\})", log)                             # the bar may stand before it
+    logged = [json.loads(line) for line in runs.lines("tracked")]
+    assert "began qerl tracked 4" in log and len(logged) == 3
+    assert [{"step": step, **json.loads(line)} for step, line in enumerate(told)] == logged[:2]
+    assert log.count("--report-to wandb stops here: the service is gone") == 1
+    for name in ("trackio", "wandb", "tensorboard"):
+        log = runs.run("untracked", "--report-to", name, code=1, fault=lack_a_tracker)
+        check_one_line(runs, log, f"--report-to {name} needs pip install {name}", "untracked")
 
 
 def test_weight_decay_shrinks_the_lora_matrices_and_no_norm(runs):
