@@ -21,7 +21,7 @@ import nvfp4
 
 # What changes when no --model is given: the embedded model, and sizes for two CPU cores.
 TINY = dict(model=str(Path(__file__).parent / "tiny"), data="arithmetic", steps=80,
-            max_prompt_tokens=64, max_new_tokens=48, lr=5e-4, updates_per_rollout=1, eval_every=20,
+            max_prompt_tokens=64, max_new_tokens=48, lr=5e-4, epochs=1, eval_every=20,
             eval_problems=256, save_every=20)
 
 parser = argparse.ArgumentParser(
@@ -53,6 +53,9 @@ add("--format-weight", type=float, default=0.0,
 add("--steps", type=int, default=600, help="rollout batches (paper: about 600 on GSM8K)")
 add("--prompts-per-step", type=int, default=16, help="problems; 16 x 8 = Table 4's batch of 128")
 add("--group-size", type=int, default=8, help="samples a problem (Table 4: 8, BigMath 16)")
+add("--oversample", type=float, default=1.0,
+    help="times --prompts-per-step are sampled; above 1, the first so many problems with right and "
+         "wrong answers are learned from (DAPO's dynamic sampling in one go)")
 add("--max-new-tokens", type=int, default=4096, help="longest completion (Table 4; BigMath 8192)")
 add("--temperature", type=float, default=1.0, help="of sampling and every log-prob (Table 4)")
 add("--max-rows", type=int, default=256, help="most sequences decoded at a time")
@@ -68,17 +71,19 @@ add("--loss", default="dapo", choices=list(grpo.LOSSES), help="Table 1: grpo, Ta
 add("--clip-low", type=float, help="lower clip of the ratio (default: the loss's own)")
 add("--clip-high", type=float, help="upper clip (default: the loss's own)")
 add("--correction", default="truncate", choices=grpo.CORRECTIONS,
-    help="what bounds the ratio beyond the clip")
+    help="bound of learner / sampler, a token's importance; off: 1 (release); ppo: the clip is "
+         "around the sampler (paper)")
 add("--correction-cap", type=float, default=2.0, help="the bound C")
 add("--advantage-scale", default="group", choices=grpo.SCALES,
     help="which standard deviation divides centred rewards")
 add("--kl-beta", type=float, default=0.0, help="weight of KL to the base without adapter")
 add("--overlong", default="mask", choices=["mask", "keep"],
     help="keep: answers cut at the limit stay in the loss")
-add("--overlong-buffer", type=int, default=0, help="tokens of DAPO's soft penalty; 0: none")
-add("--dynamic-sampling", action="store_true",
-    help="replace groups of equal unshaped rewards, at most twice (DAPO)")
-add("--updates-per-rollout", type=int, default=4, help="optimizer steps a batch (Table 4)")
+add("--overlong-buffer", type=int, default=0,
+    help="tokens of DAPO's soft penalty, with --overlong keep; 0: none")
+add("--updates-per-rollout", type=int, default=1,
+    help="disjoint parts of a batch, an optimizer step each")
+add("--epochs", type=int, default=4, help="passes over a batch (Table 4: 4 updates)")
 add("--lr", type=float, default=1e-5, help="peak learning rate (Table 4; bf16 LoRA 5e-6)")
 add("--lr-schedule", default="cosine", choices=["cosine", "constant"],
     help="after the warm-up: half a cosine to 0 (release), or constant, linear in the last quarter")
@@ -98,12 +103,12 @@ add("--resume", action="store_true", help="go on from the newest intact checkpoi
 add("--seed", type=int, default=0, help="of adapter, order of problems, sampling and noise")
 
 COUNTS = ("lora_rank steps prompts_per_step max_prompt_tokens max_new_tokens max_rows noise_stages "
-          "updates_per_rollout micro_batch_tokens eval_every save_every").split()
+          "updates_per_rollout epochs micro_batch_tokens eval_every save_every").split()
 POSITIVE = "lora_alpha temperature kv_gib memory_gib lr max_grad_norm clip_high".split()
 NOT_NEGATIVE = "format_weight sigma_start sigma_end kl_beta weight_decay eval_problems seed".split()
 RANGES = {**dict.fromkeys(COUNTS, "[1, inf)"), **dict.fromkeys(POSITIVE, "(0, inf)"),
           **dict.fromkeys(NOT_NEGATIVE, "[0, inf)"), "group_size": "[2, inf)", "warmup": "[0, 1]",
-          "clip_low": "(0, 1]", "correction_cap": "[1, inf)"}
+          "clip_low": "(0, 1]", "correction_cap": "[1, inf)", "oversample": "[1, inf)"}
 
 
 def parse_args():
@@ -146,12 +151,20 @@ def check_flags(args, before):
     if not 0 <= args.overlong_buffer <= args.max_new_tokens:
         raise ValueError("--overlong-buffer must lie in 0..--max-new-tokens, got "
                          f"{args.overlong_buffer}")
+    if args.overlong_buffer and args.overlong == "mask":
+        raise ValueError(f"--overlong-buffer {args.overlong_buffer}: --overlong mask leaves out "
+                         "the rows that it punishes most, take --overlong keep")
+    if args.updates_per_rollout > args.prompts_per_step:
+        raise ValueError("--updates-per-rollout must lie in 1..--prompts-per-step, got "
+                         f"{args.updates_per_rollout}")
     if args.memory_gib and not args.device.startswith("cuda"):
         raise ValueError(f"--memory-gib bounds the memory of a GPU, --device is {args.device}")
     if args.report_to and importlib.util.find_spec(args.report_to) is None:
         raise ValueError(f"--report-to {args.report_to} needs pip install {args.report_to}")
     if before and before.get("head", "bf16") != "bf16":          # of runs before 4f149d8
         raise ValueError(f"--resume: the run had --head {before['head']}, which is gone")
+    if before and "epochs" not in before:
+        raise ValueError("--resume: the run is older than --epochs: it had another learning rule")
     free = {"resume", "out", "head", "device", "memory_gib", "kv_gib", "report_to"}
     for name in vars(args).keys() - free if before else ():
         had = before.get(name, parser.get_default(name))         # a flag younger than the run

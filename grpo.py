@@ -4,11 +4,17 @@ The learning rule: rewards -> advantages -> token weights -> loss, for GRPO, DAP
     P prompts, G samples each: B = P * G rows; rows [p * G, (p + 1) * G) answer prompt p
     T completion tokens of all rows laid end to end; row (T,) says which row a token belongs to
 
-    loss = sum_t weight[row_t] * (-min(r_t A, clip(r_t, 1 - low, 1 + high) A) + beta * k3_t)
-    A    = advantage[row_t],    r_t = exp(logprobs_t - old_logprobs_t)
+    loss = sum_t weight[row_t] * (-w_t min(r_t A, clip(r_t, 1 - low, 1 + high) A) + beta * k3_t)
+    A    = advantage[row_t]
+    r_t  = policy / proximal policy              the clip holds the policy near the proximal one
+    w_t  = min(proximal policy / sampler, C)     truncated importance sampling
 
-The old policy is what the sampler wrote down, noise and temperature included: the ratio holds all
-that separates the two policies, and there is no second forward pass.
+The sampler's log-probs are those it wrote down, noise and temperature included. The proximal policy
+is the learner at its own first pass over a row (decoupled PPO: Hilton et al. 2110.00641; TIS: Yao
+et al. 2025): noise and rounding then cost no token its gradient, only its weight. No second forward
+pass is needed: at the first pass r = 1, later ones read one stored fp32 a token. So where a batch
+is split into disjoint updates, w covers what earlier ones moved and the clip never acts; verl takes
+its proximal policy before the first update instead, for one more forward pass.
 
 Divisors are those of the whole optimizer step, known before the first backward. So gradients are
 summed, over micro-batches and ranks alike, and no split of the rows changes them. Rows that are not
@@ -25,16 +31,16 @@ import torch
 
 @dataclass(frozen=True)
 class Loss:
-    """What a token weighs, and what bounds the ratio r.
+    """What a token weighs, and what is made of the sampler's being another policy.
 
-    correction bounds r where the clip does not (A < 0, r > 1 + high). "truncate": the gradient
-    beyond the cap is cap * A * dlogp, alive but bounded. "mask": tokens with r outside
-    [1 / cap, cap] add nothing. "off": plain PPO.
+    correction: "truncate": w is at most the cap. "mask": tokens with w outside [1 / cap, cap] add
+    nothing. "off": w = 1, biased, as NVlabs/QeRL. "ppo": the sampler is the proximal policy, so
+    that w = 1 and the clip acts on noise and rounding too (the paper's Eq. 3).
     """
     divisor: Callable                            # of (rows, tokens, lengths, limit)
     clip_low: float = 0.2                        # Table 4, for every loss
     clip_high: float = 0.28
-    of_rows: bool = False                        # r is one number a row: the mean of its logs
+    of_rows: bool = False                        # r, w are one number a row: the mean of the logs
     correction: str = "truncate"
     cap: float = 2.0                             # C of the correction
     kl_beta: float = 0.0                         # weight of k3 to the base without adapter
@@ -48,7 +54,7 @@ LOSSES = {
     "gspo": Loss(lambda rows, tokens, lengths, limit: rows * lengths, 3e-4, 4e-4, of_rows=True),
 }
 SCALES = ("group", "batch", "none")
-CORRECTIONS = ("truncate", "mask", "off")
+CORRECTIONS = ("truncate", "mask", "off", "ppo")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -61,12 +67,16 @@ def keep_informative(rewards, group_size):
     return top > grouped.nan_to_num(nan=torch.inf).amin(dim=1)              # of NaN: -inf > inf
 
 
-def group_advantages(rewards, group_size, scale="group"):
+def group_advantages(rewards, group_size, scale="group", shaping=None):
     """(B,) rewards -> (B,) fp32 advantages: distance from the group's mean, over a deviation.
 
     scale: of the group, of all B rewards ("batch"), or 1 ("none", Dr. GRPO). NaN means unscorable:
     outside every mean, advantage 0. Equal rewards get exactly 0: asked of the rewards themselves,
     since the fp32 mean of eight 0.1 need not be 0.1.
+
+    shaping (B,): what else is wanted of a row (format, length). Its distance from the group's mean
+    is added undivided, and only where rewards differ: within the sum, one wrong answer 0.05 below
+    seven others would get -2.5, and the seven +0.35.
     """
     assert scale in SCALES, f"{scale!r} is not one of {SCALES}"
     grouped = rewards.float().view(-1, group_size)                          # (P, G)
@@ -79,22 +89,36 @@ def group_advantages(rewards, group_size, scale="group"):
         centred = centred / (variance.sqrt() + 1e-4)
     elif scale == "batch" and scorable.sum() > 1:
         centred = centred / (grouped[scorable].std() + 1e-4)
+    if shaping is not None:
+        shaping = torch.where(scorable, shaping.view(-1, group_size), torch.nan)
+        centred = centred + (shaping - shaping.nanmean(dim=1, keepdim=True)).nan_to_num(nan=0.0)
     informative = keep_informative(rewards, group_size)
     return torch.where(informative[:, None], centred, 0.0).view(-1)
 
 
-def live_rows(rewards, finished, group_size, mask_cut=True, dynamic=False):
+def live_rows(rewards, finished, group_size, mask_cut=True, most=None):
     """(B,) bool: the rows that enter the loss. Cut rows still count in their group's mean.
 
-    mask_cut drops rows that hit the length limit (finished False), as the release does; dynamic
-    drops groups with equal rewards.
+    mask_cut drops rows that hit the length limit (finished False), as the release does; most: of
+    all groups only the first so many whose rewards differ.
     """
     live = ~rewards.isnan()
     if mask_cut:
         live = live & finished
-    if dynamic:
-        live = live & keep_informative(rewards, group_size).repeat_interleave(group_size)
+    if most:
+        useful = keep_informative(rewards, group_size)
+        useful &= useful.cumsum(0) <= most
+        live = live & useful.repeat_interleave(group_size)
     return live
+
+
+def disjoint(live, group_size, count):
+    """live (B,) bool -> `count` of (B,) bool: every live row in one, whole groups in their order;
+    numbers of groups with a live row differ by one at most.
+    """
+    groups = live.view(-1, group_size).any(dim=1)
+    part = (groups.cumsum(0) - 1) * count // groups.sum().clamp(min=1)
+    return [live & (part == u).repeat_interleave(group_size) for u in range(count)]
 
 
 def token_weights(lengths, live, loss, max_new_tokens):
@@ -119,43 +143,63 @@ def k3(log_ratio):
     return log_ratio.exp() - 1 - log_ratio
 
 
-def policy_loss(logprobs, old_logprobs, advantages, row, weights, loss, ref_logprobs=None):
+class LogProbs(NamedTuple):
+    """(T,) fp32 each, of the same tokens."""
+    policy: torch.Tensor                         # differentiable
+    sampler: torch.Tensor
+    proximal: torch.Tensor                       # the learner's at its first pass
+    reference: torch.Tensor = None               # without adapter, for kl_beta
+
+
+def importance(gap, loss):
+    """gap (T,) = log(proximal / sampler) -> w (T,), bounded as loss.correction says."""
+    w = gap.clamp(-20, 20).exp()
+    if loss.correction == "truncate":
+        return w.clamp(max=loss.cap)
+    if loss.correction == "mask":
+        return torch.where((w <= loss.cap) & (w >= 1 / loss.cap), w, 0.0)
+    return torch.ones_like(w)
+
+
+def policy_loss(of, advantages, row, weights, loss):
     """-> loss of a micro-batch of whole rows, sums of METRICS; both to be added to other ones'.
 
-    logprobs, old_logprobs, ref_logprobs (T,) fp32 of policy, sampler, adapter-off policy; row (T,)
-    int64 indexes advantages and weights (B,).
+    of: LogProbs; row (T,) int64 indexes advantages and weights (B,).
     """
     assert loss.correction in CORRECTIONS and loss.cap >= 1, (loss.correction, loss.cap)
-    assert ref_logprobs is not None or loss.kl_beta == 0, f"{loss.kl_beta=} needs a reference"
-    assert logprobs.shape == old_logprobs.shape == row.shape, \
-        (logprobs.shape, old_logprobs.shape, row.shape)
-    assert logprobs.dtype in (torch.float32, torch.float64), \
-        f"{logprobs.dtype}: differences of log-probs need fp32"
-    A = advantages[row]                                                     # (T,)
-    gap = logprobs.detach() - old_logprobs                                  # (T,) log r
-    sums = mismatch_sums(gap)
-
+    assert of.reference is not None or loss.kl_beta == 0, f"{loss.kl_beta=} needs a reference"
+    assert all(t is None or t.shape == row.shape for t in of), [row.shape, *of]
+    assert of.policy.dtype in (torch.float32, torch.float64), \
+        f"{of.policy.dtype}: differences of log-probs need fp32"
+    policy = of.policy.detach()
+    proximal = of.sampler if loss.correction == "ppo" else of.proximal
+    sums = mismatch_sums(policy - of.sampler)
+    moved = policy - proximal                                               # (T,) log r
+    gap = proximal - of.sampler                                             # (T,) log w
     if loss.of_rows:
-        total = torch.zeros_like(weights, dtype=gap.dtype).index_add(0, row, gap)
-        gap = (total / row.bincount(minlength=len(weights)).clamp(min=1))[row]
-    ratio = gap.clamp(-20, 20).exp()
-    if loss.correction == "mask":
-        A = torch.where((ratio <= loss.cap) & (ratio >= 1 / loss.cap), A, 0.0)
+        moved, gap = (row_means(t, row, len(weights)) for t in (moved, gap))
+    ratio = moved.clamp(-20, 20).exp()
+    A = advantages[row] * importance(gap, loss)                             # (T,)
     clip_low = (A < 0) & (ratio < 1 - loss.clip_low)
     clip_high = (A > 0) & (ratio > 1 + loss.clip_high)
-    coef = ratio.clamp(max=loss.cap) if loss.correction == "truncate" else ratio
-    # The last factor is 1 with gradient dlogp: the gradient is coef * A * dlogp. For gspo too:
+    # The last factor is 1 with gradient dlogp: the gradient is A * r * dlogp. For gspo too:
     # d(A * r) is the sum over tokens of A * r / length * dlogp, and 1 / length is in the weight.
-    surrogate = A * coef * (logprobs - logprobs.detach()).exp()
+    surrogate = A * ratio * (of.policy - policy).exp()
     clipped = A * ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high)        # no gradient
     per_token = -torch.where(clip_low | clip_high, clipped, surrogate)
     sums["clip_low"] = clip_low.sum().double()
     sums["clip_high"] = clip_high.sum().double()
-    if ref_logprobs is not None:
-        kl = k3(ref_logprobs - logprobs)
+    if of.reference is not None:
+        kl = k3(of.reference - of.policy)
         per_token = per_token + loss.kl_beta * kl
         sums["kl"] = kl.detach().sum().double()
     return (weights[row] * per_token).sum(), sums
+
+
+def row_means(values, row, rows):
+    """values (T,) -> (T,): each token has the mean of its row."""
+    total = torch.zeros(rows, dtype=values.dtype, device=values.device).index_add(0, row, values)
+    return (total / row.bincount(minlength=rows).clamp(min=1))[row]
 
 
 # -------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from run import RANK, WORLD, all_sum, gather
 
 FIRST_LOSS_SCALE = 2.0**14
 GOOD_UPDATES = 500
+ADAM_EPS = 1e-10                                 # dL/dA is 1e-8 to 1e-6 while B is small
 
 
 class Update(NamedTuple):
@@ -55,7 +56,7 @@ class Learner:
         self.loss_scale = FIRST_LOSS_SCALE if model.dtype == torch.float16 else 1.0
         master = self.adapter.master
         self.optimizer = torch.optim.AdamW(                      # betas: as the release
-            [master], betas=(0.9, 0.99), weight_decay=0.0, fused=True)
+            [master], betas=(0.9, 0.99), eps=ADAM_EPS, weight_decay=0.0, fused=True)
         self.moments = {"step": torch.zeros((), device=master.device),
                         "exp_avg": torch.zeros_like(master.data),
                         "exp_avg_sq": torch.zeros_like(master.data)}
@@ -89,7 +90,8 @@ class Learner:
     # Learning
 
     def update(self, rollouts, advantages, weights, lr):
-        """One optimizer step on the B rows of all ranks, which every rank holds.
+        """One optimizer step on the B rows of all ranks, which every rank holds; those of weight
+        0 are left out. The first update that trains a row writes down its proximal log-probs.
 
         A NaN or infinity in loss or gradient skips it, on every rank: all see the same sums. With
         fp16 a gradient beyond its range is one, and the loss scale follows.
@@ -152,8 +154,11 @@ class Learner:
                 reference, _ = model.token_logprobs(tokens, starts, self.temperature)
         old = torch.cat([rollouts.logprobs[b] for b in rows]).to(device)
         row = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths)).to(device)
-        loss, sums = grpo.policy_loss(logprobs, old, advantages.to(device), row,
-                                      weights.to(device), self.loss, reference)
+        first = [rollouts.proximal.setdefault(b, part)
+                 for b, part in zip(rows, logprobs.detach().split(lengths))]
+        of = grpo.LogProbs(logprobs, old, torch.cat(first), reference)
+        loss, sums = grpo.policy_loss(of, advantages.to(device), row, weights.to(device),
+                                      self.loss)
         sums["entropy"] = entropy.sum().double()
         sums["loss"] = loss.detach().double()
         return loss, sums

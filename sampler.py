@@ -63,13 +63,8 @@ class Rollouts:
     finished: list                               # B bools: stopped on an end id, not on the limit
     seconds: float = 0.0
     idle: float = 0.0                            # share of row-steps that produced no token
-    num_tokens: int = 0                          # sampled, rows that select() left out included
-
-    def select(self, rows):
-        """The given rows; seconds, idle and num_tokens stay those of the whole."""
-        columns = self.prompts, self.completions, self.logprobs, self.finished
-        return Rollouts(*([column[i] for i in rows] for column in columns), self.seconds,
-                        self.idle, self.num_tokens)
+    num_tokens: int = 0
+    proximal: dict = field(default_factory=dict)  # row -> learner's log-probs at its first pass
 
     def __add__(self, other):
         """Rows of both; idle is weighted by time."""

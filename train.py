@@ -203,56 +203,43 @@ def score(run, problems, rollouts):
     return rows
 
 
-def sample_and_score(run, step, sigma, cursor):
-    """-> rollouts and rows of all ranks, cursor. With --dynamic-sampling, groups of equal task
-    rewards make room for new problems, at most twice: DAPO asks for right and wrong answers in a
-    group, and under a penalty of the length two rewards are hardly ever equal.
-    """
-    G = run.args.group_size
-    problems, rollouts = sample(run, step, sigma, cursor, run.args.prompts_per_step)
-    cursor += run.args.prompts_per_step
-    rows = score(run, problems, rollouts)
-    for _ in range(2 if run.args.dynamic_sampling else 0):
-        useful = torch.zeros(0, dtype=torch.bool)
-        if rows:
-            useful = grpo.keep_informative(torch.tensor([row["task"] for row in rows]), G)
-        missing = int(all_sum((~useful).sum().to(run.model.device)))
-        if not missing:
-            break
-        problems, more = sample(run, step, sigma, cursor, missing)  # perhaps none for this rank
-        cursor += missing
-        kept = [i for i in range(len(rows)) if useful[i // G]]
-        rollouts = rollouts.select(kept) + more
-        rows = [rows[i] for i in kept] + score(run, problems, more)
-    rows = gather(rows)
+def sample_and_score(run, step, sigma, cursor, count):
+    """-> rollouts and rows of all ranks."""
+    problems, rollouts = sample(run, step, sigma, cursor, count)
+    rows = gather(score(run, problems, rollouts))
     parts = gather([rollouts])
     rollouts = functools.reduce(operator.add, parts)
     rollouts.seconds = max(part.seconds for part in parts)       # ranks sample side by side
-    return rollouts, rows, cursor
+    return rollouts, rows
 
 
 def compare(run, rows):
-    """Rows of all ranks -> rewards, advantages and token weights, (B,) each."""
+    """Rows of all ranks -> advantages (B,), and token weights (B,) of each of a pass's updates.
+
+    With --oversample, only the first --prompts-per-step groups with right and wrong answers count.
+    """
     args = run.args
-    rewards, task = (torch.tensor([row[key] for row in rows]) for key in ("reward", "task"))
-    if rewards.isnan().all():
+    task = torch.tensor([row["task"] for row in rows])
+    shaping = torch.tensor([row["reward"] - row["task"] for row in rows])
+    if task.isnan().all():
         raise Stopped(f"--reward {args.reward}: nan for each of {len(rows)} completions")
     finished = torch.tensor([row["finished"] for row in rows])
     lengths = torch.tensor([row["length"] for row in rows])
-    advantages = grpo.group_advantages(rewards, args.group_size, args.advantage_scale)
+    advantages = grpo.group_advantages(task, args.group_size, args.advantage_scale, shaping)
     live = grpo.live_rows(task, finished, args.group_size, args.overlong == "mask",
-                          args.dynamic_sampling)
-    weights = grpo.token_weights(lengths, live, run.learner.loss, args.max_new_tokens)
-    return rewards, advantages, weights
+                          args.prompts_per_step if args.oversample > 1 else None)
+    weights = [grpo.token_weights(lengths, part, run.learner.loss, args.max_new_tokens)
+               for part in grpo.disjoint(live, args.group_size, args.updates_per_rollout)]
+    return advantages, weights
 
 
 def update(run, step, rollouts, advantages, weights):
-    """-> the Updates of a step, each with its learning rate."""
-    count = run.args.updates_per_rollout
+    """weights: of the disjoint updates of a pass -> the Updates of all passes."""
+    weights = weights * run.args.epochs
     updates = []
-    for u in range(count):
-        lr = lr_at(run.args, (step + (u + 0.5) / count) / run.args.steps)
-        updates.append(run.learner.update(rollouts, advantages, weights, lr))
+    for u, weight in enumerate(weights):
+        lr = lr_at(run.args, (step + (u + 0.5) / len(weights)) / run.args.steps)
+        updates.append(run.learner.update(rollouts, advantages, weight, lr))
         if updates[-1].problem:
             say(f"step {step}: {updates[-1].problem}: update skipped")
     return updates
@@ -268,19 +255,23 @@ def lr_at(args, progress):
     return args.lr * (1 + math.cos(angle)) / 2
 
 
-def report(run, rows, rewards, rollouts, updates):
+def report(run, rows, advantages, weights, rollouts, updates):
     """The step's numbers; the README defines each. Means over all B rows of all ranks."""
+    G = run.args.group_size
     def mean(key):
         return sum(row[key] for row in rows) / len(rows)
 
-    informative = grpo.keep_informative(rewards, run.args.group_size).float().mean().item()
-    last = grpo.summarize(updates[-1].sums)
+    rewards, task = (torch.tensor([row[key] for row in rows]) for key in ("reward", "task"))
+    informative = grpo.keep_informative(task, G).float().mean().item()
+    learned = (advantages != 0) & (sum(weights) > 0)
+    taught = [update for update in updates if update.sums] or updates
+    last = grpo.summarize(taught[-1].sums)
     return {"reward": rewards.nanmean().item(), "accuracy": mean("correct"),
             "format": mean("format"), "length": mean("length"), "truncated": 1 - mean("finished"),
-            "informative": informative,
-            **grpo.summarize(updates[0].sums),   # of the first: before the policy has moved
+            "informative": informative, "groups": int(learned.view(-1, G).any(dim=1).sum()),
+            **grpo.summarize(taught[0].sums),    # of the first: before the policy has moved
             **{k: v for k, v in last.items() if k.startswith("clip")},
-            "grad_norm": updates[-1].grad_norm, "lr": updates[-1].lr, **run.learner.metrics(),
+            "grad_norm": taught[-1].grad_norm, "lr": updates[-1].lr, **run.learner.metrics(),
             "idle": rollouts.idle, "tokens_per_s": rollouts.num_tokens / rollouts.seconds}
 
 
@@ -313,10 +304,11 @@ def train(run, bar):
         began = time.perf_counter()
         sigma = aqn.sigma_at(step, args.steps, args.sigma_start, args.sigma_end,
                              args.noise_stages, args.noise_schedule, args.noise_exact_end)
-        rollouts, rows, cursor = sample_and_score(run, step, sigma, progress.cursor)
+        count = math.ceil(args.prompts_per_step * args.oversample)
+        rollouts, rows = sample_and_score(run, step, sigma, progress.cursor, count)
 
         # 2) Compare the answers to each problem with each other.
-        rewards, advantages, weights = compare(run, rows)
+        advantages, weights = compare(run, rows)
 
         # 3) Update the adapter.
         updating = time.perf_counter()
@@ -324,8 +316,9 @@ def train(run, bar):
         done = time.perf_counter()
 
         # 4) Report. Not the loss: on centred advantages its value says nothing about learning.
-        progress = Progress(step + 1, cursor, progress.tokens + rollouts.num_tokens)
-        metrics |= report(run, rows, rewards, rollouts, updates)
+        progress = Progress(step + 1, progress.cursor + count,
+                            progress.tokens + rollouts.num_tokens)
+        metrics |= report(run, rows, advantages, weights, rollouts, updates)
         metrics |= {"sigma": sigma, "tokens": progress.tokens, "seconds": done - began,
                     "seconds_sample": updating - began, "seconds_update": done - updating}
         last = progress.step == args.steps

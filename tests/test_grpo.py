@@ -4,15 +4,17 @@ Advantages, weights and losses against numbers worked by hand and float64 autogr
 python -m pytest tests/test_grpo.py -v
 """
 import dataclasses
+import itertools
 import math
 
 import pytest
 import torch
 
 import grpo
-from grpo import (LOSSES, METRICS, add_sums, group_advantages, k3, keep_informative, live_rows, policy_loss, summarize,
-                  token_weights)
+from grpo import (LOSSES, METRICS, LogProbs, add_sums, disjoint, group_advantages, k3, keep_informative, live_rows,
+                  policy_loss, summarize, token_weights)
 from learner import micro_batches
+from rewards import overlong_penalty
 
 NAN = float("nan")
 
@@ -21,12 +23,12 @@ def loss_of(name, **changes):
     return dataclasses.replace(LOSSES[name], **changes)
 
 
-def one_token(ratio, advantage, loss="dapo", dtype=torch.float64, ref_logprobs=None, **changes):
-    """Loss value and d loss / d logprob of a single token of weight 1 whose ratio to the sampler is given."""
+def one_token(ratio, advantage, w=1.0, loss="dapo", dtype=torch.float64, ref_logprobs=None, **changes):
+    """Loss value and d loss / d logprob of one token of weight 1: policy / proximal = ratio, proximal / sampler = w."""
     logprobs = torch.tensor([math.log(ratio) - 1], dtype=dtype, requires_grad=True)
-    old, A = torch.tensor([-1.0], dtype=dtype), torch.tensor([advantage], dtype=dtype)
-    value, sums = policy_loss(logprobs, old, A, torch.zeros(1, dtype=torch.int64), torch.ones(1),
-                              loss_of(loss, **changes), ref_logprobs)
+    proximal, A = torch.tensor([-1.0], dtype=dtype), torch.tensor([advantage], dtype=dtype)
+    value, sums = policy_loss(LogProbs(logprobs, proximal - math.log(w), proximal, ref_logprobs), A,
+                              torch.zeros(1, dtype=torch.int64), torch.ones(1), loss_of(loss, **changes))
     value.backward()
     return value.item(), logprobs.grad.item(), sums
 
@@ -43,6 +45,7 @@ class Toy:
         self.tokens = torch.randint(0, V, (T,), generator=g)
         self.W = torch.randn(V, D, generator=g, dtype=torch.float64, requires_grad=True)
         self.old = self.logprobs().detach() + 0.15 * torch.randn(T, generator=g, dtype=torch.float64)
+        self.proximal = self.logprobs().detach() + 0.15 * torch.randn(T, generator=g, dtype=torch.float64)
         self.advantages = group_advantages(torch.randint(0, 2, (B,), generator=g).float(), 4)
         self.live = torch.rand(B, generator=g) < 0.8
 
@@ -56,8 +59,8 @@ class Toy:
         self.W.grad = None
         for rows in batches:
             t = torch.cat([(self.row == b).nonzero()[:, 0] for b in rows])
-            value, sums = policy_loss(self.logprobs()[t], self.old[t], self.advantages, self.row[t], weights, loss,
-                                      None if ref is None else ref[t])
+            of = LogProbs(self.logprobs()[t], self.old[t], self.proximal[t], None if ref is None else ref[t])
+            value, sums = policy_loss(of, self.advantages, self.row[t], weights, loss)
             value.backward()
             total = add_sums(total, sums)
         return self.W.grad.clone(), total
@@ -80,6 +83,46 @@ def test_batch_scale_divides_by_the_std_of_all_rewards_and_none_does_not():
     assert group_advantages(rewards, 2, "none").tolist() == [0.5, -0.5, 0, 0]
     with pytest.raises(AssertionError, match="'row'"):
         group_advantages(rewards, 2, "row")
+
+
+def test_shaping_is_added_undivided_and_only_where_rewards_differ():
+    # Means of the shaping -1/2 and 1/4; the rewards' own advantages are those of the first test.
+    task, shaping = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 1]), torch.tensor([0, -1.0, 0, -1, 0.5, 0, 0, 0.5])
+    got = group_advantages(task, 4, shaping=shaping)
+    want = [.75 / .5001 + .5, -.25 / .5001 - .5, -.25 / .5001 + .5, -.25 / .5001 - .5, 0, 0, 0, 0]
+    assert got.tolist() == pytest.approx(want, rel=1e-6, abs=1e-7)
+    # An unscorable row is in neither mean: of -1 and 0 it is -1/2.
+    got = group_advantages(torch.tensor([1.0, NAN, 0]), 3, "none", torch.tensor([-1.0, -9, 0]))
+    assert got.tolist() == [0.5 - 0.5, 0, -0.5 + 0.5]
+
+
+def penalised_batch(P=4000, G=8, limit=512, buffer=128):
+    """Rewards and length penalties (P * G,) at the rates measured on the 0.5B: 22 % right, groups with right and wrong
+    answers 0.45, wrong answers 40 tokens longer, lengths of mean 290.
+    """
+    g = torch.Generator().manual_seed(0)
+    a, b = (torch._standard_gamma(torch.full((P, 1), shape), generator=g) for shape in (0.22, 0.8))
+    task = (torch.rand(P, G, generator=g) < a / (a + b)).float()
+    lengths = 270 + 50 * torch.randn(P, 1, generator=g) + 40 * (1 - task) + 70 * torch.randn(P, G, generator=g)
+    penalty = [overlong_penalty(n, limit, buffer) for n in lengths.flatten().tolist()]
+    return task.flatten(), torch.tensor(penalty)
+
+
+def test_a_length_penalty_teaches_nothing_in_groups_without_right_and_wrong_answers():
+    task, penalty = penalised_batch()
+    mixed = keep_informative(task, 8).repeat_interleave(8)
+    assert 0.4 < mixed.float().mean() < 0.5 and 0.7 < keep_informative(task + penalty, 8).float().mean() < 0.9
+
+    def shares(advantages):
+        """Of all gradient mass: of groups without both; that pushes wrong answers up."""
+        mass = advantages.abs()
+        return tuple((mass[rows].sum() / mass.sum()).item() for rows in (~mixed, (task == 0) & (advantages > 0)))
+
+    summed = group_advantages(task + penalty, 8)                          # what it was
+    assert shares(summed) == pytest.approx((0.439, 0.212), abs=0.001)
+    within = torch.where(mixed, summed, 0.0)                              # the other remedy
+    assert shares(within) == pytest.approx((0, 0.0052), abs=1e-4)
+    assert shares(group_advantages(task, 8, shaping=penalty)) == pytest.approx((0, 0.0001), abs=1e-4)
 
 
 @pytest.mark.parametrize("scale", grpo.SCALES)
@@ -106,7 +149,20 @@ def test_live_rows_are_scorable_and_by_choice_finished_and_informative():
     rewards, finished = torch.tensor([1, 0, NAN, 1, 1, 1.0]), torch.tensor([True, False, True, True, True, False])
     assert live_rows(rewards, finished, 2).tolist() == [True, False, False, True, True, False]
     assert live_rows(rewards, finished, 2, mask_cut=False).tolist() == [True, True, False, True, True, True]
-    assert live_rows(rewards, finished, 2, mask_cut=False, dynamic=True).tolist() == [True, True] + [False] * 4
+    rewards = torch.tensor([1, 0, 1, 1, 0, 1, 1, 0.0])
+    finished = torch.tensor([True] * 5 + [False] + [True] * 2)
+    assert live_rows(rewards, finished, 2, most=2).tolist() == [True] * 2 + [False] * 2 + [True] + [False] * 3
+    assert live_rows(rewards, finished, 2, mask_cut=False, most=9).tolist() == [True] * 2 + [False] * 2 + [True] * 4
+
+
+def test_disjoint_updates_share_out_whole_groups_with_live_rows():
+    live = torch.tensor([1, 1, 0, 0, 0, 1, 1, 0, 1, 1]).bool()            # groups of 2: the second has none
+    parts = disjoint(live, 2, 2)
+    assert [part.nonzero()[:, 0].tolist() for part in parts] == [[0, 1, 5], [6, 8, 9]]
+    assert [part.nonzero()[:, 0].tolist() for part in disjoint(live, 2, 3)] == [[0, 1, 5], [6], [8, 9]]
+    assert torch.equal(disjoint(live, 2, 1)[0], live)
+    assert sum(part.sum() for part in disjoint(live, 2, 7)) == live.sum()                # more parts than groups
+    assert not torch.stack(disjoint(live & False, 2, 3)).any()
 
 
 # -- weights ------------------------------------------------------------------------------------------------------
@@ -145,62 +201,73 @@ def test_a_loss_of_ones_own_is_a_row_of_the_table():
     (1.29, -1.0, +1.29),       # above 1.28 and bad: alive
     (0.79, -1.0, 0.0),         # below .8 and bad: the clip binds
     (0.79, +1.0, -0.79),       # below .8 and good: alive
-    (5.00, -1.0, +2.00),       # beyond the cap C = 2: C * A, not 0 and not 5
-    (5.00, +1.0, 0.0),         # the clip was there first
+    (5.00, -1.0, +5.00),       # the same: PPO has no cap
+    (5.00, +1.0, 0.0),
 ])
-def test_gradient_of_one_token(ratio, advantage, want):
-    value, grad, sums = one_token(ratio, advantage)
-    assert grad == pytest.approx(want, abs=1e-12)
-    objective = min(min(ratio, 2) * advantage, min(max(ratio, .8), 1.28) * advantage)
+@pytest.mark.parametrize("w", [1.0, 0.6, 1.9])
+def test_gradient_of_one_token(ratio, advantage, want, w):
+    value, grad, sums = one_token(ratio, advantage, w)
+    assert grad == pytest.approx(w * want, abs=1e-12)
+    objective = w * min(ratio * advantage, min(max(ratio, .8), 1.28) * advantage)
     assert value == pytest.approx(-objective)
     binds = want == 0
     assert (sums["clip_low"].item(), sums["clip_high"].item()) == (binds and ratio < 1, binds and ratio > 1)
 
 
-def test_correction_off_is_plain_ppo_and_mask_drops_the_token():
-    assert one_token(5.0, -1.0, correction="off")[1] == pytest.approx(5)
-    for ratio in (5.0, 0.3):                                              # outside [1/2, 2], both sides
-        for advantage in (-1.0, 1.0):
-            value, grad, sums = one_token(ratio, advantage, correction="mask")
-            assert (value, grad, sums["clip_low"].item(), sums["clip_high"].item()) == (0, 0, 0, 0)
-    assert one_token(1.9, -1.0, correction="mask")[1] == pytest.approx(1.9)
-    assert one_token(5.0, -1.0, correction="truncate", cap=3.0)[1] == pytest.approx(3)
+@pytest.mark.parametrize("correction,cap,want", [
+    ("truncate", 2.0, [0.3, 1.9, 2.0]), ("truncate", 1.1, [0.3, 1.1, 1.1]),
+    ("mask", 2.0, [0, 1.9, 0]), ("mask", 4.0, [0.3, 1.9, 0]), ("off", 2.0, [1, 1, 1])])
+def test_the_correction_bounds_what_a_token_weighs(correction, cap, want):
+    # proximal / sampler is 0.3, 1.9, 5; the policy has not moved, and no token is clipped.
+    for w, weight in zip([0.3, 1.9, 5.0], want):
+        for advantage in (-1.0, 1.5):
+            value, grad, sums = one_token(1.0, advantage, w, correction=correction, cap=cap)
+            assert (value, grad) == pytest.approx((-weight * advantage,) * 2)
+            assert (sums["clip_low"].item(), sums["clip_high"].item()) == (0, 0)
+            assert sums["ratio_max"] == pytest.approx(w)                  # of learner to sampler, as it is
 
 
-def test_cap_below_the_clip_still_truncates():
-    assert one_token(1.25, 1.0, cap=1.1)[1] == pytest.approx(-1.1)
-    assert one_token(1.25, -1.0, cap=1.1)[1] == pytest.approx(1.1)
+def test_ppo_clips_around_the_sampler_wherever_the_proximal_policy_is():
+    for ratio, w, advantage, want in ((1, 1.29, 1, 0), (1, 1.29, -1, 1.29), (2, 0.6, 1, -1.2), (1, 0.79, -1, 0),
+                                      (1, 5, -1, 5)):
+        assert one_token(ratio, advantage, w, correction="ppo")[1] == pytest.approx(want)
 
 
 def test_odd_token_gives_no_inf_and_no_nan():
     for ratio in (1e-40, 1e40):                                           # fp32 exp overflows at 3e38
-        for correction in grpo.CORRECTIONS:
-            value, grad, sums = one_token(ratio, -1.0, dtype=torch.float32, correction=correction, kl_beta=0.1,
+        for correction, w in itertools.product(grpo.CORRECTIONS, (1e-38, 1e38)):
+            value, grad, sums = one_token(ratio, -1.0, w, dtype=torch.float32, correction=correction, kl_beta=0.1,
                                           ref_logprobs=torch.zeros(1))
             assert math.isfinite(value) and math.isfinite(grad)
             assert all(math.isfinite(v) for v in summarize(sums).values())
 
 
+@pytest.mark.parametrize("correction", grpo.CORRECTIONS)
 @pytest.mark.parametrize("loss", ["grpo", "dapo", "dr_grpo"])
-def test_gradient_equals_autograd_of_the_ppo_formula(loss):
+def test_gradient_equals_autograd_of_the_textbook_formula(loss, correction):
+    # Decoupled PPO (2110.00641, Eq. 3) with the importance of TIS, of IcePop's mask, or none; PPO (1707.06347, Eq. 7).
     toy = Toy()
-    got, _ = toy.gradient(loss, [range(16)], correction="off")
-    ratio = (toy.logprobs() - toy.old).exp()
+    got, _ = toy.gradient(loss, [range(16)], correction=correction, cap=1.2)
+    proximal = toy.old if correction == "ppo" else toy.proximal
+    ratio, w = (toy.logprobs() - proximal).exp(), (proximal - toy.old).exp()
     assert ((ratio < .8) | (ratio > 1.28)).sum() > 3                      # the clip has something to do
+    assert correction == "ppo" or 3 < (w > 1.2).sum() < len(w) - 3 and (w < 1 / 1.2).any()
+    w = {"truncate": w.clamp(max=1.2), "mask": w * ((w <= 1.2) & (w >= 1 / 1.2)), "off": 1.0, "ppo": 1.0}[correction]
     A, weights = toy.advantages[toy.row], token_weights(toy.lengths, toy.live, LOSSES[loss], 10)[toy.row]
-    objective = torch.minimum(ratio * A, ratio.clamp(.8, 1.28) * A)
+    objective = w * torch.minimum(ratio * A, ratio.clamp(.8, 1.28) * A)
     want, = torch.autograd.grad(-(weights * objective).sum(), toy.W)
     assert torch.allclose(got, want, rtol=1e-10, atol=1e-14)
 
 
 def test_gspo_equals_autograd_of_its_sequence_formula():
     toy = Toy()
-    got, _ = toy.gradient("gspo", [range(16)], clip_low=.05, clip_high=.05)
+    got, _ = toy.gradient("gspo", [range(16)], clip_low=.05, clip_high=.05, cap=1.1)
     logprobs, objective = toy.logprobs(), 0.0
     for b in range(16):                                                   # one row at a time, by the paper's Eq. 5-7
         mine = toy.row == b
-        s = ((logprobs - toy.old)[mine].sum() / mine.sum()).exp()
-        A = toy.advantages[b].double()
+        s = ((logprobs - toy.proximal)[mine].sum() / mine.sum()).exp()
+        w = ((toy.proximal - toy.old)[mine].sum() / mine.sum()).exp().clamp(max=1.1)
+        A = toy.advantages[b].double() * w
         objective = objective + toy.live[b] * torch.minimum(s * A, s.clamp(.95, 1.05) * A)
     want, = torch.autograd.grad(-objective / toy.live.sum(), toy.W)
     assert torch.allclose(got, want, rtol=1e-6, atol=1e-10)               # the weights are fp32
@@ -232,7 +299,7 @@ def test_ranks_with_the_steps_weights_add_up_to_the_single_gradient():
 
 def test_plain_gradient_equals_the_clipped_ratio_gradient_on_the_first_update():
     toy = Toy()
-    toy.old = toy.logprobs().detach()
+    toy.old = toy.proximal = toy.logprobs().detach()
     got, _ = toy.gradient("dapo", [range(16)])
     weights = (token_weights(toy.lengths, toy.live, LOSSES["dapo"], 10).double() * toy.advantages)[toy.row]
     want, = torch.autograd.grad(-(weights * toy.logprobs()).sum(), toy.W)
@@ -241,7 +308,7 @@ def test_plain_gradient_equals_the_clipped_ratio_gradient_on_the_first_update():
 
 def test_second_update_on_the_same_rollout_meets_the_clip():
     toy = Toy()
-    toy.old = toy.logprobs().detach()
+    toy.old = toy.proximal = toy.logprobs().detach()
     first, sums = toy.gradient("dapo", [range(16)])
     assert sums["clip_low"] + sums["clip_high"] == 0 and summarize(sums)["ess"] == pytest.approx(1)
     with torch.no_grad():
@@ -263,14 +330,15 @@ def test_rows_that_are_not_live_and_groups_of_equal_rewards_add_no_gradient():
 def test_empty_micro_batch_adds_nothing():
     empty, row = torch.zeros(0, requires_grad=True), torch.zeros(0, dtype=torch.int64)
     for loss in LOSSES.values():
-        value, sums = policy_loss(empty, empty, torch.ones(2), row, torch.ones(2), loss)
+        value, sums = policy_loss(LogProbs(empty, empty, empty), torch.ones(2), row, torch.ones(2), loss)
         assert value == 0 and summarize(sums) == {} and sums["ratio"] == 0
 
 
 def test_low_precision_log_probs_stop():
     bf16 = torch.zeros(1, dtype=torch.bfloat16)
     with pytest.raises(AssertionError, match="bfloat16"):
-        policy_loss(bf16, bf16, torch.ones(1), torch.zeros(1, dtype=torch.int64), torch.ones(1), LOSSES["dapo"])
+        policy_loss(LogProbs(bf16, bf16, bf16), torch.ones(1), torch.zeros(1, dtype=torch.int64), torch.ones(1),
+                    LOSSES["dapo"])
 
 
 # -- KL to the reference ------------------------------------------------------------------------------------------
@@ -297,7 +365,8 @@ def test_metrics_by_hand():
     # Ratios 1, 1.25, 0.5, 1: the sampler gave each token log-prob -2.
     ratio = torch.tensor([1, 1.25, 0.5, 1]).double()
     row, A = torch.tensor([0, 0, 1, 1]), torch.tensor([1.0, -1.0])
-    _, sums = policy_loss(ratio.log() - 2, torch.full((4,), -2.0).double(), A, row, torch.ones(2),
+    sampler = torch.full((4,), -2.0).double()
+    _, sums = policy_loss(LogProbs(ratio.log() - 2, sampler, sampler), A, row, torch.ones(2),
                           loss_of("dapo", clip_high=.2))
     got = summarize(sums)
     assert got == pytest.approx(dict(

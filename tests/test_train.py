@@ -38,7 +38,7 @@ from tiny_qwen2 import config_json, random_tensors, write_folder
 ROOT = Path(__file__).parent.parent
 TIMES = ("seconds", "seconds_sample", "seconds_update", "tokens_per_s")
 SMALL = ("--prompts-per-step 2 --group-size 4 --max-new-tokens 24 --eval-problems 4 --eval-every 10 --lr 1e-3 "
-         "--updates-per-rollout 1 --max-rows 64").split()
+         "--epochs 1 --max-rows 64").split()
 REWARDS = '''
 def broken(completion, gold):
     return float("inf") if len(completion) % 2 else 0.0
@@ -182,13 +182,14 @@ def test_the_defaults_pass_their_own_check():
 @pytest.mark.parametrize("flag,values", [
     *((flag, ("0", "-1")) for flag in ("--lora-rank", "--steps", "--prompts-per-step", "--max-prompt-tokens",
                                        "--max-new-tokens", "--max-rows", "--noise-stages", "--updates-per-rollout",
-                                       "--micro-batch-tokens", "--eval-every", "--save-every")),
+                                       "--epochs", "--micro-batch-tokens", "--eval-every", "--save-every")),
     *((flag, ("0", "-1", "nan", "inf")) for flag in ("--lr", "--max-grad-norm", "--temperature", "--kv-gib",
                                                      "--memory-gib", "--lora-alpha", "--sigma-end", "--clip-high")),
     *((flag, ("-0.1", "nan", "inf")) for flag in ("--weight-decay", "--kl-beta", "--format-weight", "--sigma-start")),
     ("--eval-problems", ("-3",)), ("--seed", ("-1",)), ("--group-size", ("1", "0", "-4")),
     ("--warmup", ("-0.1", "1.5", "nan")), ("--clip-low", ("0", "-0.2", "1.5", "nan")),
-    ("--correction-cap", ("0.5", "nan", "inf")), ("--overlong-buffer", ("-1", "100000"))])
+    ("--correction-cap", ("0.5", "nan", "inf")), ("--overlong-buffer", ("-1", "100000")),
+    ("--oversample", ("0.9", "nan", "inf")), ("--updates-per-rollout", ("17",))])
 def test_a_value_that_cannot_be_meant_is_refused_with_flag_and_value(flag, values):
     for value in values:
         args = args_of(f"{flag}={value}")
@@ -201,7 +202,8 @@ def test_a_value_that_cannot_be_meant_is_refused_with_flag_and_value(flag, value
 @pytest.mark.parametrize("flags", [
     "--warmup 0", "--warmup 1", "--sigma-start 0", "--sigma-start 0 --sigma-end 0",
     "--weight-decay 0.1 --kl-beta 0.001", "--eval-problems 0",
-    "--seed 0", "--clip-low 1 --clip-high 1e9", "--correction-cap 1", "--group-size 2", "--overlong-buffer 48"])
+    "--seed 0", "--clip-low 1 --clip-high 1e9", "--correction-cap 1", "--group-size 2",
+    "--overlong-buffer 48 --overlong keep", "--updates-per-rollout 16", "--oversample 1"])
 def test_values_on_the_edge_are_taken(flags):
     assert flags_py.check_flags(args_of(*flags.split()), None) is None
 
@@ -209,10 +211,17 @@ def test_values_on_the_edge_are_taken(flags):
 @pytest.mark.parametrize("flags,words", [
     ("--sigma-start 1e-4 --sigma-end 1e-2", r"--sigma-end must lie in \(0, 0.0001\], the --sigma-start, got 0.01"),
     ("--train-norms --kl-beta 0.1", "--kl-beta 0.1: --train-norms"),
+    ("--overlong-buffer 8", "--overlong-buffer 8: --overlong mask leaves out"),
     ("--memory-gib 16 --device cpu", "--device is cpu")])
 def test_flags_that_contradict_each_other_are_refused(flags, words):
     with pytest.raises(ValueError, match=words):
         flags_py.check_flags(args_of(*flags.split()), None)
+
+
+def test_a_run_of_the_earlier_learning_rule_cannot_go_on():
+    args = args_of()
+    with pytest.raises(ValueError, match="--resume: the run is older than --epochs"):
+        flags_py.check_flags(args, {k: v for k, v in vars(args).items() if k != "epochs"})
 
 
 def test_a_run_with_a_head_in_4_bits_cannot_go_on():
@@ -275,7 +284,7 @@ def test_the_gradient_does_not_depend_on_micro_batches(runs):
                                    "--loss gspo --advantage-scale batch --correction mask --format-weight 0.5"])
 def test_every_loss_and_option_runs(runs, flags):
     name = flags.replace(" ", "").strip("-")
-    runs.run(name, "--steps", "2", "--updates-per-rollout", "2", *flags.split())
+    runs.run(name, *"--steps 2 --updates-per-rollout 2 --epochs 2".split(), *flags.split())
     metrics, samples = runs.metrics(name), runs.samples(name)
     assert len(metrics) == 2 and len(samples) == 16
     for row in samples:
@@ -288,20 +297,45 @@ def test_every_loss_and_option_runs(runs, flags):
         assert sum("layernorm" in n for n in names) == 6                  # 2 norms x 3 layers
 
 
-def test_dynamic_sampling_takes_new_problems_for_groups_of_equal_rewards(runs):
-    runs.run("dynamic", "--steps", "3", "--prompts-per-step", "3", "--dynamic-sampling", "--save-every", "1")
-    cursor = json.loads((runs.folder / "dynamic/checkpoints/step_000003/state.json").read_text())["cursor"]
-    assert 9 < cursor <= 27                                               # 3 steps of 3, and two rounds more at most
-    assert [row["step"] for row in runs.samples("dynamic")] == [0] * 12 + [1] * 12 + [2] * 12
+def test_oversampling_learns_from_the_first_groups_with_right_and_wrong_answers(runs):
+    runs.run("over", *"--steps 3 --prompts-per-step 3 --oversample 2.5 --save-every 1".split())
+    state = json.loads((runs.folder / "over/checkpoints/step_000003/state.json").read_text())
+    assert state["cursor"] == 24                                          # 3 steps of 8
+    for m in runs.metrics("over"):
+        groups = [{row["task"] for row in rows} for rows in groups_of(runs.samples("over"), m["step"])]
+        informative = sum(len(task) > 1 for task in groups)
+        assert len(groups) == 8 and m["informative"] == informative / 8 and m["groups"] == min(informative, 3)
 
 
-def test_dynamic_sampling_asks_for_right_and_wrong_answers_not_for_lengths(runs):
-    runs.run("equal", *"--steps 1 --prompts-per-step 3 --dynamic-sampling --overlong-buffer 24".split(),
-             "--reward", "my_rewards:one")
-    samples, state = runs.samples("equal"), runs.folder / "equal/checkpoints/step_000001/state.json"
+def groups_of(samples, step):
+    """Lists of the 4 samples of a problem."""
+    rows = [row for row in samples if row["step"] == step]
+    return [rows[i:i + 4] for i in range(0, len(rows), 4)]
+
+
+@pytest.mark.parametrize("more", ["", "--oversample 2"])
+def test_groups_with_equal_rewards_teach_nothing_of_their_lengths(runs, more):
+    out = f"equal{len(more)}"
+    flags = "--steps 1 --prompts-per-step 3 --overlong keep --overlong-buffer 24 --reward my_rewards:one"
+    runs.run(out, *flags.split(), "--temperature", "2", *more.split())
+    samples = runs.samples(out)
     assert {row["task"] for row in samples} == {1} and len({row["reward"] for row in samples}) > 1
-    assert json.loads(state.read_text())["cursor"] == 9                   # two rounds more, and all groups still equal
-    assert not runs.state("equal", 1)["exp_avg"].any()                    # nothing was learned from their lengths
+    assert {row["advantage"] for row in samples} == {0} and not runs.state(out, 1)["exp_avg"].any()
+
+
+def test_disjoint_updates_see_each_row_once_and_epochs_repeat_them(runs):
+    # The state's step counts Adam's steps. Two disjoint updates of two groups each are not one of four, nor twice four.
+    flags = "--steps 1 --prompts-per-step 4 --reward my_rewards:by_length --temperature 1.5".split()
+    steps, masters = [], []
+    for out, more in (("once", ""), ("split", "--updates-per-rollout 2"), ("twice", "--epochs 2"),
+                      ("both2", "--updates-per-rollout 2 --epochs 2")):
+        runs.run(out, *flags, *more.split())
+        state = runs.state(out, 1)
+        steps.append(state["step"].item())
+        masters.append(state["master"])
+        assert runs.lines(out, "samples.jsonl") == runs.lines("once", "samples.jsonl")
+    assert steps == [1, 2, 2, 4]
+    assert all(not torch.equal(a, b) for i, a in enumerate(masters) for b in masters[:i])
 
 
 def test_a_reward_of_ones_own_replaces_the_grader_and_its_parts_are_summed(runs):
@@ -387,7 +421,7 @@ def test_infinite_loss_or_gradient_skips_the_update_and_is_counted(runs, name, m
 
 def test_float16_halves_the_loss_scale_where_gradients_overflow_and_a_resumed_run_goes_on_with_it(runs):
     # Advantages of 10,000: the gradients of 2^14 * loss are beyond fp16's 65,504, those of a smaller scale are not.
-    flags = ("--dtype float16 --updates-per-rollout 6 --advantage-scale none --reward my_rewards:huge --save-every 1 "
+    flags = ("--dtype float16 --epochs 6 --advantage-scale none --reward my_rewards:huge --save-every 1 "
              "--temperature 2").split()
     log = runs.run("half", "--steps", "2", *flags)
     metrics = runs.metrics("half")
@@ -563,7 +597,7 @@ def test_resume_refuses_other_flags_and_a_second_run_refuses_the_folder(runs, wh
 def test_two_ranks_equal_one(runs):
     # Three problems on two ranks; the second has two. Same completions; the gradient differs by the order of fp32 sums
     # over 300 tokens, the learner's rounding in batches of other sizes included: 1e-4 is 5 times what was seen.
-    flags = "--steps 3 --prompts-per-step 3 --save-every 1 --dynamic-sampling --updates-per-rollout 2".split()
+    flags = "--steps 3 --prompts-per-step 3 --save-every 1 --oversample 1.5 --updates-per-rollout 2 --epochs 2".split()
     runs.run("one", *flags)
     processes = runs.ranks("two", 2, *flags)
     for rank, process in enumerate(processes):
@@ -603,7 +637,7 @@ def test_a_rank_that_cannot_start_ends_the_others_in_one_line(runs):
 
 
 def test_more_ranks_than_problems_work(runs):
-    for process in runs.ranks("idle", 2, "--steps", "1", "--prompts-per-step", "1", "--dynamic-sampling"):
+    for process in runs.ranks("idle", 2, "--steps", "1", "--prompts-per-step", "1"):
         process.join(60)
         assert process.exitcode == 0, runs.log("idle")
     assert len(runs.metrics("idle")) == 1
