@@ -12,11 +12,13 @@ multiplied by 1 + noise_i / w_i. q, k, v share one z, gate and up another; o and
     sigma   = start * (end / start)^((k - 1) / (K - 1))     k >= 1, Algorithm 1; never reaches `end`
 
 noise is an fp32 buffer of each norm, whatever the base: bf16 weights near 0.75 move in 5% of channels at sigma 1e-3,
-those near 1.5 in none, and half of the schedule would do nothing. Only rollouts run inside noisy_norms(); learner and
-evaluation are clean, and the ratio in grpo.py divides by the noisy log-probs that the sampler wrote down.
+those near 1.5 in none, and half of the schedule would do nothing. Only rollouts run inside noisy_norms(); evaluation is
+clean, and so is the learner, which grpo.py weighs against the noisy log-probs that the sampler wrote down. With
+--noise-learner updates run under their step's noise too: exploration in parameter space, and nothing to correct.
 
 Not here: noise on the final norm (the paper leaves lm_head clean), and a new z for every forward pass (Eq. 7), under
-which the tokens of one completion would come from different policies.
+which the tokens of one completion would come from different policies; a z for each sample of a group (the norm kernels
+would read a row of noise a sequence, or a group be sampled in several calls, each draining by itself).
 """
 import math
 from contextlib import contextmanager
@@ -46,6 +48,14 @@ def sigma_at(step, total_steps, sigma_start, sigma_end, num_stages, schedule="ex
     if schedule == "exponential":
         return sigma_start * (sigma_end / sigma_start) ** t
     return sigma_end + (sigma_start - sigma_end) * REMAINING[schedule](t)
+
+
+def sigma_for(target, sigma, measured):
+    """The next step's sigma for a wanted KL(sampler || learner), nats a token; measured: this step's. KL goes as
+    sigma^2; a step changes sigma by a factor of 1.5 at most, within [1e-4, 1].
+    """
+    factor = math.sqrt(target / max(measured, 1e-12))
+    return min(max(sigma * min(max(factor, 1 / 1.5), 1.5), 1e-4), 1.0)
 
 
 def draw(seed, step, layer, which, size):

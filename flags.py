@@ -66,6 +66,11 @@ add("--sigma-end", type=float, default=5e-4, help="what the schedule decays to (
 add("--noise-stages", type=int, default=10, help="K of Algorithm 1; the first is clean (Table 4)")
 add("--noise-schedule", default="exponential", choices=aqn.SCHEDULES, help="decay (Fig. 9)")
 add("--noise-exact-end", action="store_true", help="reach sigma-end in the last stage (release)")
+add("--noise-relative", action="store_true", help="sigma times the norm's own weight")
+add("--noise-learner", action="store_true", help="updates run under the noise of their rollouts")
+add("--noise-kl", type=float,
+    help="nats a token between sampler and learner that sigma is steered to, from sigma-start on, "
+         "instead of the schedule")
 # learning
 add("--loss", default="dapo", choices=list(grpo.LOSSES), help="Table 1: grpo, Table 2: dapo")
 add("--clip-low", type=float, help="lower clip of the ratio (default: the loss's own)")
@@ -104,7 +109,7 @@ add("--seed", type=int, default=0, help="of adapter, order of problems, sampling
 
 COUNTS = ("lora_rank steps prompts_per_step max_prompt_tokens max_new_tokens max_rows noise_stages "
           "updates_per_rollout epochs micro_batch_tokens eval_every save_every").split()
-POSITIVE = "lora_alpha temperature kv_gib memory_gib lr max_grad_norm clip_high".split()
+POSITIVE = "lora_alpha temperature kv_gib memory_gib lr max_grad_norm clip_high noise_kl".split()
 NOT_NEGATIVE = "format_weight sigma_start sigma_end kl_beta weight_decay eval_problems seed".split()
 RANGES = {**dict.fromkeys(COUNTS, "[1, inf)"), **dict.fromkeys(POSITIVE, "(0, inf)"),
           **dict.fromkeys(NOT_NEGATIVE, "[0, inf)"), "group_size": "[2, inf)", "warmup": "[0, 1]",
@@ -146,6 +151,9 @@ def check_flags(args, before):
     if args.sigma_start and not 0 < args.sigma_end <= args.sigma_start:
         raise ValueError(f"--sigma-end must lie in (0, {args.sigma_start}], the --sigma-start, "
                          f"got {args.sigma_end}")
+    if args.noise_kl and (args.noise_learner or not args.sigma_start):
+        raise ValueError(f"--noise-kl {args.noise_kl} needs a --sigma-start, and a learner without "
+                         "noise to measure against: no --noise-learner")
     if args.train_norms and args.kl_beta:
         raise ValueError(f"--kl-beta {args.kl_beta}: --train-norms moves the reference's norms")
     if not 0 <= args.overlong_buffer <= args.max_new_tokens:

@@ -52,6 +52,7 @@ class Progress:
     step: int = 0                                # whole steps done
     cursor: int = 0                              # problems taken so far
     tokens: int = 0                              # completion tokens sampled so far
+    sigma: float = 0.0                           # of the next step, where --noise-kl steers it
 
 
 @dataclass
@@ -155,7 +156,8 @@ def begin(run):
     mine = run.learner.tensors()["master"].cpu().numpy().tobytes()
     digests = gather([hashlib.sha256(mine).hexdigest()])
     assert len(set(digests)) == 1, "ranks start from different adapters"
-    progress = Progress(*(counters.get(name, 0) for name in ("step", "cursor", "tokens")))
+    mine = {field.name for field in dataclasses.fields(Progress)} & counters.keys()
+    progress = Progress(**{name: counters[name] for name in mine})
     keep(run, progress)
     return progress
 
@@ -170,8 +172,8 @@ def keep(run, progress):
 def sample(run, step, sigma, cursor, count):
     """The `count` problems from `cursor` on, G samples each -> this rank's problems, rollouts.
 
-    Only here is noise. A sample's randomness follows from its problem's place in the run: it does
-    not depend on the number of ranks.
+    Noise is here, and with --noise-learner in update(). A sample's randomness follows from its
+    problem's place in the run: it does not depend on the number of ranks.
     """
     args = run.args
     indices = share(data.step_indices(len(run.problems), args.seed, cursor, count))
@@ -180,7 +182,7 @@ def sample(run, step, sigma, cursor, count):
                         seed=args.seed)
     problems = [run.problems[i] for i in indices]
     prompts = [p.prompt for p in problems]
-    with aqn.noisy_norms(run.model, sigma, args.seed, step):
+    with aqn.noisy_norms(run.model, sigma, args.seed, step, args.noise_relative):
         rollouts = run.sampler.generate(prompts, args.group_size, sampling, places)
     return problems, rollouts
 
@@ -233,16 +235,26 @@ def compare(run, rows):
     return advantages, weights
 
 
-def update(run, step, rollouts, advantages, weights):
+def update(run, step, sigma, rollouts, advantages, weights):
     """weights: of the disjoint updates of a pass -> the Updates of all passes."""
-    weights = weights * run.args.epochs
+    args = run.args
+    weights = weights * args.epochs
+    sigma = sigma if args.noise_learner else 0.0
     updates = []
-    for u, weight in enumerate(weights):
-        lr = lr_at(run.args, (step + (u + 0.5) / len(weights)) / run.args.steps)
-        updates.append(run.learner.update(rollouts, advantages, weight, lr))
-        if updates[-1].problem:
-            say(f"step {step}: {updates[-1].problem}: update skipped")
+    with aqn.noisy_norms(run.model, sigma, args.seed, step, args.noise_relative):
+        for u, weight in enumerate(weights):
+            lr = lr_at(args, (step + (u + 0.5) / len(weights)) / args.steps)
+            updates.append(run.learner.update(rollouts, advantages, weight, lr))
+            if updates[-1].problem:
+                say(f"step {step}: {updates[-1].problem}: update skipped")
     return updates
+
+
+def sigma_of(args, progress):
+    if args.noise_kl:
+        return progress.sigma or args.sigma_start
+    return aqn.sigma_at(progress.step, args.steps, args.sigma_start, args.sigma_end,
+                        args.noise_stages, args.noise_schedule, args.noise_exact_end)
 
 
 def lr_at(args, progress):
@@ -300,10 +312,9 @@ def train(run, bar):
         if step == 0:                                            # accuracy before training
             metrics["eval_accuracy"] = held_out_accuracy(run, 0)
 
-        # 1) Sample, and score each answer. Only rollouts see the noise.
+        # 1) Sample, and score each answer.
         began = time.perf_counter()
-        sigma = aqn.sigma_at(step, args.steps, args.sigma_start, args.sigma_end,
-                             args.noise_stages, args.noise_schedule, args.noise_exact_end)
+        sigma = sigma_of(args, progress)
         count = math.ceil(args.prompts_per_step * args.oversample)
         rollouts, rows = sample_and_score(run, step, sigma, progress.cursor, count)
 
@@ -312,13 +323,16 @@ def train(run, bar):
 
         # 3) Update the adapter.
         updating = time.perf_counter()
-        updates = update(run, step, rollouts, advantages, weights)
+        updates = update(run, step, sigma, rollouts, advantages, weights)
         done = time.perf_counter()
 
         # 4) Report. Not the loss: on centred advantages its value says nothing about learning.
+        metrics |= report(run, rows, advantages, weights, rollouts, updates)
         progress = Progress(step + 1, progress.cursor + count,
                             progress.tokens + rollouts.num_tokens)
-        metrics |= report(run, rows, advantages, weights, rollouts, updates)
+        if args.noise_kl:
+            seen = metrics.get("mismatch_k3", args.noise_kl)     # nothing taught: sigma stays
+            progress.sigma = aqn.sigma_for(args.noise_kl, sigma, seen)
         metrics |= {"sigma": sigma, "tokens": progress.tokens, "seconds": done - began,
                     "seconds_sample": updating - began, "seconds_update": done - updating}
         last = progress.step == args.steps

@@ -28,6 +28,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import aqn
 import flags as flags_py
 import train as train_py
 from lora import Adapter, save_adapter
@@ -184,7 +185,8 @@ def test_the_defaults_pass_their_own_check():
                                        "--max-new-tokens", "--max-rows", "--noise-stages", "--updates-per-rollout",
                                        "--epochs", "--micro-batch-tokens", "--eval-every", "--save-every")),
     *((flag, ("0", "-1", "nan", "inf")) for flag in ("--lr", "--max-grad-norm", "--temperature", "--kv-gib",
-                                                     "--memory-gib", "--lora-alpha", "--sigma-end", "--clip-high")),
+                                                     "--memory-gib", "--lora-alpha", "--sigma-end", "--clip-high",
+                                                     "--noise-kl")),
     *((flag, ("-0.1", "nan", "inf")) for flag in ("--weight-decay", "--kl-beta", "--format-weight", "--sigma-start")),
     ("--eval-problems", ("-3",)), ("--seed", ("-1",)), ("--group-size", ("1", "0", "-4")),
     ("--warmup", ("-0.1", "1.5", "nan")), ("--clip-low", ("0", "-0.2", "1.5", "nan")),
@@ -211,6 +213,8 @@ def test_values_on_the_edge_are_taken(flags):
 @pytest.mark.parametrize("flags,words", [
     ("--sigma-start 1e-4 --sigma-end 1e-2", r"--sigma-end must lie in \(0, 0.0001\], the --sigma-start, got 0.01"),
     ("--train-norms --kl-beta 0.1", "--kl-beta 0.1: --train-norms"),
+    ("--noise-kl 1e-3 --noise-learner", "--noise-kl 0.001 needs a --sigma-start, and a learner without"),
+    ("--noise-kl 1e-3 --sigma-start 0", "--noise-kl 0.001 needs a --sigma-start"),
     ("--overlong-buffer 8", "--overlong-buffer 8: --overlong mask leaves out"),
     ("--memory-gib 16 --device cpu", "--device is cpu")])
 def test_flags_that_contradict_each_other_are_refused(flags, words):
@@ -336,6 +340,32 @@ def test_disjoint_updates_see_each_row_once_and_epochs_repeat_them(runs):
         assert runs.lines(out, "samples.jsonl") == runs.lines("once", "samples.jsonl")
     assert steps == [1, 2, 2, 4]
     assert all(not torch.equal(a, b) for i, a in enumerate(masters) for b in masters[:i])
+
+
+def test_the_learner_under_the_rollouts_noise_is_the_sampler(runs):
+    # 1e-5: 100 times fp32's rounding. The tiny model is sure of itself: noise of 0.3 moves it by 1e-3 nats, 0.6 by 1.
+    flags = ("--steps 2 --noise-stages 2 --sigma-start 0.6 --temperature 1.5 --overlong keep --reward "
+             "my_rewards:by_length").split()
+    for out, more in (("noisy", []), ("noisier", ["--noise-relative"]), ("alike", ["--noise-learner"]),
+                      ("alike2", ["--noise-learner", "--noise-relative"])):
+        runs.run(out, *flags, *more)
+        clean, noisy = runs.metrics(out)
+        assert (clean["sigma"], noisy["sigma"]) == (0, 0.6) and clean["mismatch_abs"] < 1e-5
+        assert noisy["mismatch_abs"] < 1e-5 if "--noise-learner" in more else noisy["mismatch_abs"] > 0.1
+    assert runs.samples("noisy")[:8] == runs.samples("alike2")[:8]
+    assert runs.samples("noisy")[8:] != runs.samples("noisier")[8:]
+
+
+def test_sigma_is_steered_to_a_kl_and_a_resumed_run_goes_on_with_it(runs):
+    runs.run("steered", *"--steps 8 --noise-kl 0.003 --sigma-start 0.2 --prompts-per-step 4 --overlong keep".split(),
+             *"--temperature 1.5 --lr 1e-5 --save-every 4 --reward my_rewards:by_length".split())
+    metrics = runs.metrics("steered")
+    want = [0.2, *(aqn.sigma_for(0.003, m["sigma"], m.get("mismatch_k3", 0.003)) for m in metrics[:-1])]
+    assert [m["sigma"] for m in metrics] == want and want[1] == 0.2 * 1.5 and min(want) < max(want[:-1])
+    shutil.copytree(runs.folder / "steered", runs.folder / "steered2")
+    shutil.rmtree(runs.folder / "steered2/checkpoints/step_000008")
+    runs.run("steered2", "--resume")
+    assert runs.same("steered2", "steered")
 
 
 def test_a_reward_of_ones_own_replaces_the_grader_and_its_parts_are_summed(runs):
