@@ -1,5 +1,5 @@
 """
-Reading of run folders by tools/plot.py and tools/samples.py, their filters, one line for a bad folder.
+Reading of run folders by tools/plot.py, its panels, one line for a bad folder.
 
 python -m pytest tests/test_plot.py -v
 """
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tools import plot, samples
+from tools import plot
 from tools.plot import read_log, series, smooth
 
 
@@ -31,12 +31,6 @@ def run(monkeypatch, module, *arguments):
 def metrics(num_steps):
     return [dict(step=s, reward=s / 10, sigma=0 if s < 3 else 1e-2, mismatch_abs=1e-3, eval_accuracy=[0.5, None][s % 2])
             for s in range(num_steps)]
-
-
-def sample(step=0, reward=1.0, rule="number", **changes):
-    return dict(step=step, id=f"p{step}", question="3 + 4?", completion="It is 7.", answer="7", extracted="7",
-                rule=rule, reward=reward, correct=reward > 0, format=True, advantage=0.5, length=4, finished=True,
-                mean_logprob=-0.25) | changes
 
 
 # -- reading ------------------------------------------------------------------------------------------------------
@@ -98,46 +92,15 @@ def test_panels_are_the_metrics_that_some_run_has():
         plot.figure({"x": [dict(step=0)]}, plt)
 
 
-# -- samples.py ---------------------------------------------------------------------------------------------------
-
-def test_filters_select_by_step_reward_and_rule():
-    rows = [sample(0, 0.0, "none"), sample(0, 1.2), sample(3, 0.2, "none"), sample(7, 1.0)]
-    assert samples.select(rows) == rows
-    assert samples.select(rows, step=0) == rows[:2] and samples.select(rows, step=-1) == rows[3:]
-    assert samples.select(rows, step=-2) == rows[2:3]
-    assert samples.select(rows, min_reward=0.2, max_reward=1.0) == rows[2:]
-    assert samples.select(rows, rule="none", max_reward=0.1) == rows[:1]
-
-
-def test_latest_completions_are_printed_and_counted(tmp_path, monkeypatch, capsys):
-    folder = write(tmp_path, "samples.jsonl", [sample(s) for s in range(9)])
-    assert run(monkeypatch, samples, folder, "--n", 2) is None
-    text = capsys.readouterr().out
-    assert "step 7 ·" in text and "step 8 ·" in text and "step 6 ·" not in text
-    assert "2 of 9 that pass" in text
-
-
-def test_shown_sample_has_every_part_and_no_escape_code():
-    text = samples.show(sample(completion="so\n\n  \x1b[2Jseven", extracted=None, finished=False, reward=0.0), width=80)
-    for part in ("reward 0.00", "advantage +0.50", "wrong", "format kept", "cut off", "-0.250", "None, gold 7"):
-        assert part in text
-    assert "  | so\n  | \n  |   \\x1b[2Jseven".replace("| \n", "|\n") in text.replace("| \n", "|\n")
-    assert "\x1b" not in text and all(len(line) <= 80 for line in text.split("\n"))
-
-
-def test_a_terminal_of_no_width_is_survived(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "1")
-    assert run(monkeypatch, samples, write(tmp_path, "samples.jsonl", [sample()])) is None
-    assert "It is 7." in capsys.readouterr().out
-
-
-def test_samples_stop_in_one_line_that_names_the_cause(tmp_path, monkeypatch):
-    folder = write(tmp_path / "x", "samples.jsonl", [sample()])
-    assert "rules number" in run(monkeypatch, samples, folder, "--rule", "fraction")
-    assert "none of 1" in run(monkeypatch, samples, folder, "--step", -4)
-    assert "--n 0" in run(monkeypatch, samples, folder, "--n", 0)
-    assert "nowhere" in run(monkeypatch, samples, tmp_path / "nowhere")
-    bad = sample()
-    del bad["rule"], bad["reward"]
-    assert "line 2: without rule, reward" in run(
-        monkeypatch, samples, write(tmp_path / "y", "samples.jsonl", [sample(), bad]))
+def test_shares_have_axes_of_0_to_1_and_no_two_of_many_runs_one_colour():
+    plt = pytest.importorskip("matplotlib.pyplot", reason="matplotlib is optional")
+    shares = "accuracy eval_accuracy informative truncated".split()
+    rows = [{"step": s, "grad_norm": 0.5, "kl": 0.1, "reward": 0.4 + s / 100, **dict.fromkeys(shares, 0.4)}
+            for s in range(3)]
+    fig = plot.figure({f"run {i}": rows for i in range(20)}, plt)
+    axes = {axis.get_title("left"): axis for axis in fig.axes}
+    for key in (*shares, "grad_norm", "kl", "reward"):
+        low, high = axes[plot.PANELS[key][0]].get_ylim()
+        assert (low < 0 and 1 < high < 1.1) == (key in shares), key
+    drawn = [line.get_color() for line in axes[plot.PANELS["eval_accuracy"][0]].lines]
+    assert len(drawn) == 20 and len(set(map(str, drawn))) == 20

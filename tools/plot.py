@@ -6,23 +6,27 @@ metric, one colour a run: raw values faint, on top of them a moving mean. A metr
 gets no panel. Needs matplotlib, which is not in requirements.txt.
 """
 import argparse
+import colorsys
 import json
 import math
 import sys
-from itertools import cycle
 from pathlib import Path
 
-PANELS = dict(                                   # key -> title, logarithmic axis
-    reward=("reward, mean of the rollouts", False),
-    accuracy=("share of correct rollouts", False),
-    eval_accuracy=("held-out accuracy", False),
-    entropy=("entropy, nats a token", False),
-    sigma=("sigma of the norm noise", True),
-    length=("completion length, tokens", False),
-    mismatch_abs=("sampler against learner, mean |log r|", True),
-    tokens_per_s=("sampled tokens a second", False),
+PANELS = dict(                                   # key -> title, axis: fixed 0..1, logarithmic, free
+    reward=("reward, mean of the rollouts", "free"),
+    accuracy=("share of correct rollouts", "share"),
+    eval_accuracy=("held-out accuracy", "share"),
+    informative=("share of groups that teach", "share"),
+    truncated=("share of rollouts cut off", "share"),
+    length=("completion length, tokens", "free"),
+    entropy=("entropy, nats a token", "free"),
+    sigma=("sigma of the norm noise", "log"),
+    grad_norm=("gradient norm before clipping", "free"),
+    mismatch_abs=("sampler against learner, mean |log r|", "free"),
+    kl=("KL to the base, nats a token", "free"),
+    tokens_per_s=("sampled tokens a second", "free"),
 )
-# Okabe-Ito: safe for the colour-blind
+# Okabe-Ito: safe for the colour-blind; colours_of() goes on after seven.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
 
@@ -35,7 +39,7 @@ def read_log(path):
     rows = []
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
+            row = json.loads(line, parse_constant=lambda name: None)     # NaN is no number
         except json.JSONDecodeError as error:
             if number == len(lines):
                 break
@@ -62,8 +66,16 @@ def smooth(values, window):
     return [sum(part) / len(part) for part in near]
 
 
+def colours_of(n):
+    """n colours: Okabe-Ito's, then hues a golden angle apart, light and dark in turn."""
+    more = [colorsys.hls_to_rgb(i * 0.618 % 1, (0.35, 0.6)[i % 2], 0.6) for i in range(n)]
+    return [*COLOURS, *more][:n]
+
+
 def draw(axis, steps, values, key, colour):
-    if PANELS[key][1]:
+    if PANELS[key][1] == "share":
+        axis.set_ylim(-0.02, 1.02)
+    if PANELS[key][1] == "log":
         if any(value > 0 for value in values):   # a run without noise stays at 0, linear
             axis.set_yscale("log")
             values = [value if value > 0 else math.nan for value in values]      # stage 0: a gap
@@ -80,18 +92,19 @@ def figure(runs, plt):
     keys = [key for key in PANELS if any(series(rows, key)[0] for rows in runs.values())]
     if not keys:
         sys.exit(f"nothing to draw: none of {', '.join(PANELS)} in {', '.join(runs)}")
-    fig, axes = plt.subplots(2, 4, layout="constrained", figsize=(14.4, 5.8))
+    colours = colours_of(len(runs))
+    fig, axes = plt.subplots(3, 4, layout="constrained", figsize=(14.4, 8.6))
     for axis in axes.flat[len(keys):]:
         axis.set_axis_off()
     for axis, key in zip(axes.flat, keys):
-        for rows, colour in zip(runs.values(), cycle(COLOURS)):
+        for rows, colour in zip(runs.values(), colours):
             draw(axis, *series(rows, key), key, colour)
         axis.set_title(PANELS[key][0], fontsize=9, loc="left")
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25, linewidth=0.5)
         axis.set_xlabel("step", fontsize=8)
     handles = [plt.Line2D([], [], color=colour, label=name)
-               for name, colour in zip(runs, cycle(COLOURS))]
+               for name, colour in zip(runs, colours)]
     fig.legend(handles=handles, loc="outside upper left", ncols=4, fontsize=9, frameon=False)
     return fig
 

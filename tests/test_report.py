@@ -1,0 +1,133 @@
+"""
+tools/report.py: what is on the page, that it needs nothing else, one line for a bad folder; and where there is a
+Chromium, what a reader sees of it.
+
+python -m pytest tests/test_report.py -v
+"""
+import base64
+import gzip
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tools import plot, report
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+NASTY = "a\u2028</script><script>alert(1)</script><!-- & \x1b[2J"
+
+
+def sample(step, problem, reward, rule="box", completion="so \\boxed{7}", **more):
+    return dict(step=step, advantage=2 * reward - 1, id=problem, question=f"What is {problem}?", answer="7",
+                completion=completion, extracted="7", rule=rule, correct=float(reward > 0), format=1.0, length=4,
+                finished=True, mean_logprob=-0.25, reward=reward, **more)
+
+
+SAMPLES = [sample(step, f"p-{k}", float(k % 2), "box" if k else "none", f"step {step} says {k}")
+           for step in range(40) for k in range(4)] + [sample(40, "odd", 0.25, "tag", NASTY, parts={"length": 0.5})]
+
+
+def write_run(folder, samples=SAMPLES, **flags):
+    folder.mkdir(parents=True)
+    metrics = [{"step": step, "reward": step / 40, "sigma": 0.01 * (step > 3), "own": 1.0, "kl": float("nan")}
+               for step in range(41)]
+    for name, rows in (("metrics.jsonl", metrics), ("samples.jsonl", samples)):
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "run.json").write_text(json.dumps({"model": "tiny", "lr": 1e-3, **flags}))
+    return folder
+
+
+def run(monkeypatch, *arguments):
+    """report.main() with these arguments -> None, or the message that it stopped with."""
+    monkeypatch.setattr(sys, "argv", ["report.py", *map(str, arguments)])
+    try:
+        return report.main()
+    except SystemExit as stop:
+        return stop.code
+
+
+def data_of(path):
+    packed = re.search(r'<script type="application/gzip" id="data">([\w+/=]*)</script>', path.read_text("utf-8"))[1]
+    return json.loads(gzip.decompress(base64.b64decode(packed)))
+
+
+def test_the_page_holds_curves_flags_and_every_completion_as_written(tmp_path, monkeypatch, capsys):
+    half = [sample(0, "half", 1.0, completion="half of a pair: \ud800")]
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", half, lr=2e-3)
+    assert run(monkeypatch, a, b) is None
+    assert capsys.readouterr().out.startswith(f"{a / 'report.html'}: ")
+    data = data_of(a / "report.html")
+    assert data["panels"] == {key: list(panel) for key, panel in plot.PANELS.items()}
+    first, second = data["runs"]
+    assert (first["name"], second["name"]) == (str(a), str(b))
+    assert first["samples"] == SAMPLES and second["samples"] == half
+    assert (first["flags"]["lr"], second["flags"]["lr"]) == (1e-3, 2e-3)
+    assert first["curves"].keys() == {"reward", "sigma", "own"}           # kl was never a number
+    steps, values, mean = first["curves"]["reward"]
+    assert (steps, values) == (list(range(41)), [s / 40 for s in range(41)]) and mean == plot.smooth(values, 41 // 15)
+
+
+def test_the_page_needs_nothing_but_itself(tmp_path, monkeypatch):
+    assert run(monkeypatch, write_run(tmp_path / "a"), "--out", tmp_path / "new" / "page.html") is None
+    html = (tmp_path / "new" / "page.html").read_text("utf-8")
+    assert not re.search(r"https?:|//\w+\.|\bsrc=|<link|@import|fetch\(|XMLHttp", html)
+    assert html.count("</script>") == 2 and "alert(1)" not in html
+
+
+def test_completions_can_be_those_of_every_nth_step_and_must_fit_into_a_browser(tmp_path, monkeypatch):
+    folder = write_run(tmp_path / "a")
+    assert run(monkeypatch, folder, "--every", 10) is None
+    assert {row["step"] for row in data_of(folder / "report.html")["runs"][0]["samples"]} == {0, 10, 20, 30, 40}
+    monkeypatch.setattr(report, "BROWSER", 20_000)
+    assert "more than a browser reads: --every 10 keeps" in run(monkeypatch, folder)
+    assert run(monkeypatch, folder, "--every", 10) is None
+
+
+def test_a_run_without_completions_has_its_curves(tmp_path, monkeypatch):
+    (write_run(tmp_path / "a") / "samples.jsonl").unlink()
+    assert run(monkeypatch, tmp_path / "a") is None
+    assert data_of(tmp_path / "a" / "report.html")["runs"][0]["samples"] == []
+
+
+@pytest.mark.parametrize("name,text,said", [
+    ("metrics.jsonl", None, "metrics.jsonl: no such file"), ("metrics.jsonl", "", "metrics.jsonl: no complete line"),
+    ("samples.jsonl", '{"step": 0\n{"step": 1}\n', "samples.jsonl, line 1: not JSON"),
+    ("samples.jsonl", '{"step": 0, "reward": 1e999}\n', "report: "), ("run.json", "[", "run.json"),
+    ("run.json", None, "run.json")])
+def test_what_cannot_be_read_is_one_line_and_leaves_no_page(name, text, said, tmp_path, monkeypatch):
+    folder = write_run(tmp_path / "a")
+    if text is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_text(text)
+    message = run(monkeypatch, folder)
+    assert said in message and "\n" not in message and not (folder / "report.html").exists()
+
+
+def test_flags_and_places_that_cannot_be_are_one_line(tmp_path, monkeypatch):
+    folder = write_run(tmp_path / "a")
+    assert run(monkeypatch, folder, "--every", 0) == "report: --every must be at least 1, got 0"
+    assert "metrics.jsonl" in run(monkeypatch, folder, "--out", folder / "metrics.jsonl" / "page.html")
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="looks at the page in a Chromium")
+@pytest.mark.parametrize("address,count,problems", [
+    ("", "161 of 161, mean reward 0.498, 50.3 % right", None),            # 80 ones and a 0.25, all of them right
+    ("#from=10&to=11&most=0", "4 of 161, mean reward 0.000, 0.0 % right", ["p-0", "p-2"] * 2),
+    ("#rule=none&to=1", "2 of 161, mean reward 0.000, 0.0 % right", ["p-0"] * 2),
+    ("#problem=p-3&text=STEP+7+SAYS", "1 of 161, mean reward 1.000, 100.0 % right", ["p-3"]),
+    ("#problem=what+is+odd", "1 of 161, mean reward 0.250, 100.0 % right", ["odd"]),
+    ("#text=%3C%2Fscript", "1 of 161, mean reward 0.250, 100.0 % right", ["odd"]),
+    ("#least=2", "0 of 161", [])])
+def test_a_reader_sees_the_completions_that_pass_the_filter(address, count, problems, tmp_path, monkeypatch):
+    assert run(monkeypatch, write_run(tmp_path / "a"), "--out", tmp_path / "page.html") is None
+    done = subprocess.run([CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=9000",
+                           f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom",
+                           f"file://{tmp_path}/page.html{address}"], capture_output=True, text=True, timeout=120)
+    assert f'id="count">{count}</p>' in done.stdout, done.stderr
+    rows = re.findall(r'<div class="row"><span>[^<]*</span><span>([^<]*)</span>', done.stdout)
+    assert rows == problems if problems is not None else 10 < len(rows) < 161
+    assert done.stdout.count("<figure>") == 3

@@ -1,0 +1,77 @@
+"""
+A page to read runs: python -m tools.report runs/x [runs/y ...] [--out page.html]
+
+Writes one HTML file, opened in any browser from 2023 on, that asks for no server and no network:
+the curves of metrics.jsonl, the flags where the runs differ, and every completion of samples.jsonl
+in a table that filters, sorts and opens one with its prompt, gold, verdict and advantage. Its
+address keeps the filter: page.html#from=40&most=0 shows the wrong answers since step 40.
+
+The page is tools/report.html with the data in it, gzipped: 50,000 completions of 300 tokens, 64 MB
+of samples.jsonl, are a page of 20 MB at most.
+"""
+import argparse
+import base64
+import gzip
+import json
+import sys
+from pathlib import Path
+
+from hf import read_json
+from run import first_line, write_atomically
+from tools.plot import PANELS, read_log, series, smooth
+
+
+BROWSER = 500e6                                  # characters in one string, 2^29 in Chromium
+
+
+def curve(rows, key):
+    """-> steps, values and their moving mean, as tools/plot.py draws them."""
+    steps, values = series(rows, key)
+    return steps, values, smooth(values, len(values) // 15)
+
+
+def read_run(folder, every=1):
+    """A run's folder -> what the page knows of it: completions of every so many steps.
+
+    SystemExit or ValueError names a bad file.
+    """
+    metrics = read_log(folder / "metrics.jsonl")
+    keys = [*PANELS, *dict.fromkeys(key for row in metrics for key in row)]      # in this order
+    curves = {key: curve(metrics, key) for key in keys if key != "step"}
+    samples = folder / "samples.jsonl"
+    return {"name": str(folder), "flags": read_json(folder / "run.json"),
+            "curves": {key: of_key for key, of_key in curves.items() if of_key[0]},
+            "samples": [row for row in read_log(samples) if row["step"] % every == 0]
+            if samples.exists() else []}
+
+
+def page(runs):
+    """What read_run() returned, of each run -> the HTML. ValueError for a number that JSON lacks."""
+    data = json.dumps({"panels": PANELS, "runs": runs}, separators=(",", ":"), allow_nan=False)
+    if len(data) > BROWSER:
+        raise ValueError(f"{len(data) / 1e6:.0f} MB of text are more than a browser reads: --every "
+                         "10 keeps the completions of every 10th step")
+    packed = base64.b64encode(gzip.compress(data.encode(), 6, mtime=0)).decode()
+    return Path(__file__).with_name("report.html").read_text("utf-8").replace("{DATA}", packed)
+
+
+def main():
+    parser = argparse.ArgumentParser(description="One HTML page of runs.", allow_abbrev=False)
+    parser.add_argument("runs", nargs="+", type=Path, help="folders that train.py wrote")
+    parser.add_argument("--out", type=Path, help="the page (default: RUN/report.html)")
+    parser.add_argument("--every", type=int, default=1, help="completions of every so many steps")
+    args = parser.parse_args()
+    if args.every < 1:
+        sys.exit(f"report: --every must be at least 1, got {args.every}")
+    out = args.out or args.runs[0] / "report.html"
+    try:
+        html = page([read_run(run, args.every) for run in args.runs])
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(out, html.encode())
+    except (ValueError, OSError) as error:
+        sys.exit(f"report: {first_line(error)}")
+    print(f"{out}: {len(html) / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    main()
