@@ -11,7 +11,8 @@ scores into advantages, update the adapter, report. The old policy of the ratio 
 sampler wrote down while sampling.
 
 A run folder holds run.json (the flags), metrics.jsonl (one object a step), samples.jsonl (every
-completion with its verdict), adapter/ (PEFT format) and checkpoints/ (the last two).
+completion with its verdict), adapter/ (PEFT format) and checkpoints/ (the last two). A run that
+learns nothing any more is ended (watch.py), and best/ is the adapter of its best steps.
 
 Not here: a critic, a reference model (the adapter switched off is one), a learned reward, a
 config file.
@@ -42,6 +43,7 @@ from learner import Learner
 from run import (RANK, WORLD, Folder, Stopped, Tracker, all_sum, device_of, ending_with, first_line,
                  gather, join, say, share, signals_wait)
 from sampler import BLOCK, Sampler, Sampling, TorchEngine, sampler_for
+from watch import Watch
 
 # -------------------------------------------------------------------------------------------------
 # Set-up: everything that can be wrong is found out here, before the first step
@@ -300,6 +302,12 @@ def held_out_accuracy(run, step):
     return accuracy
 
 
+def give_up(run, verdict, step, master):
+    if RANK == 0:
+        run.folder.write_adapter({"master": master}, run.folder.path / "best")
+    raise Stopped(f"{verdict}; best/ is the adapter of step {step}")
+
+
 # -------------------------------------------------------------------------------------------------
 # The loop: sample, score, update, report
 
@@ -307,6 +315,7 @@ def train(run, bar):
     args = run.args
     progress = begin(run)
     bar.initial = bar.n = progress.step
+    watch = Watch(args)
     for step in range(progress.step, args.steps):
         metrics = {"step": step}
         if step == 0:                                            # accuracy before training
@@ -347,6 +356,10 @@ def train(run, bar):
             if last or progress.step % args.save_every == 0:
                 run.folder.save()
         run.tracker.log(metrics)
+        if watch.see(metrics):
+            good = progress.step, run.folder.checkpoints.tensors["master"].clone()
+        if watch.verdict:
+            give_up(run, watch.verdict, *good)
         bar.set_postfix({k: f"{metrics[k]:.3g}" for k in ("reward", "length", "tokens_per_s")})
         bar.update()
 

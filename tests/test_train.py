@@ -420,6 +420,21 @@ def log(metrics, step):
         check_one_line(runs, log, f"--report-to {name} needs pip install {name}", "untracked")
 
 
+def test_a_dead_run_ends_in_one_line_and_keeps_the_adapter_of_its_best_steps(runs):
+    # A rate that kills within a few steps. Until ten steps are seen the newest counts as the best; resumed, it is
+    # watched anew and ends again.
+    flags = "--steps 40 --prompts-per-step 20 --group-size 2 --lr 3 --warmup 0 --max-grad-norm 9".split()
+    for more in ([], ["--resume"]):
+        log = runs.run("dead", *flags, *more, code=1)
+        last = log.strip().splitlines()[-1]
+        assert last.startswith("train.py: for 10 steps ") and "; best/ is the adapter of step " in last, last
+        steps = len(runs.lines("dead"))
+        assert f"; step {steps} is saved; go on" in last and "Traceback" not in log
+        assert 10 <= steps < 40
+    best = load_file(runs.folder / "dead" / "best" / "adapter_model.safetensors")
+    assert best.keys() == load_file(runs.folder / "dead" / "adapter" / "adapter_model.safetensors").keys()
+
+
 def test_weight_decay_shrinks_the_lora_matrices_and_no_norm(runs):
     flags = "--steps 1 --train-norms --reward my_rewards:by_length --temperature 2 --warmup 0 --save-every 1".split()
     for decay in ("0", "100"):
