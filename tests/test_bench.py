@@ -110,7 +110,7 @@ def test_a_machine_without_gpu_and_a_bad_flag_get_one_line(flags, line, monkeypa
 
 
 def test_every_tool_can_be_asked_for_its_flags_without_triton():
-    for tool in ("bench", "convert", "plot", "report"):
+    for tool in ("bench", "chat", "convert", "plot", "report"):
         code = ("import runpy, sys; sys.modules['triton'] = None; sys.argv[1:] = ['--help']; "
                 f"runpy.run_module('tools.{tool}', run_name='__main__', alter_sys=True)")
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True)

@@ -40,6 +40,7 @@ LARGEST = {                                                               # line
     "kernels.py": (835, 35.5), "decode.py": (305, 14.1), "memory.py": (145, 6.7),
     "answers.py": (1320, 54.1), "evaluate.py": (305, 13.8), "tools/bench.py": (440, 19.9),
     "tools/convert.py": (120, 4.8), "tools/plot.py": (140, 6.1), "tools/report.py": (80, 3.4),
+    "tools/chat.py": (160, 6.7),
     "tools/__init__.py": (5, 0.2), "tiny/arithmetic.py": (70, 3.1),
 }
 

@@ -1,0 +1,192 @@
+"""
+tools/chat.py: what the model is asked, against its own chat template; what is printed while it answers; how it ends.
+
+python -m pytest tests/test_chat.py -v
+"""
+import io
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import lora
+import model as qwen
+from data import STYLES, Tokenizer
+from sampler import Sampling, TorchEngine, sampler_for
+from tools import chat as chat_py
+from tools.chat import Chat
+
+ROOT = Path(__file__).parent.parent
+TINY = ROOT / "tiny"
+QUESTIONS = ["Tom has 20 apples, finds 12 and sells 14. How many apples are left?", "And é, <|im_end|> of 3+4?"]
+
+
+class Windows(TorchEngine):
+    window = 8                                                            # as on a GPU: it may go on after an end
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer(TINY)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return qwen.load(TINY, "nvfp4", "cpu")
+
+
+def new_chat(tokenizer, model, engine=TorchEngine, length=512, style="boxed", **how):
+    return Chat(tokenizer, sampler_for(engine, model, length, 1), style, Sampling(48, tokenizer.end_ids, **how))
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    """As train.py leaves one; the adapter changes what is said."""
+    folder = tmp_path_factory.mktemp("runs") / "x"
+    model = qwen.load(TINY, "bf16", "cpu")
+    adapter = lora.Adapter(model, rank=4, alpha=4)
+    size = adapter.master.numel() - adapter.b_start
+    adapter.master.data[adapter.b_start:] = torch.randn(size, generator=torch.Generator().manual_seed(0))
+    adapter.sync()
+    lora.save_adapter(model, folder / "adapter")
+    flags = dict(model=str(TINY), base="bf16", dtype=None, prompt_style="tags", max_new_tokens=20, steps=3)
+    (folder / "run.json").write_text(json.dumps(flags))
+    return folder
+
+
+def main(monkeypatch, *arguments):
+    """chat.main() with these arguments -> what it stopped with, or None."""
+    monkeypatch.setattr(sys, "argv", ["chat.py", *map(str, arguments)])
+    try:
+        return chat_py.main()
+    except SystemExit as stop:
+        return stop.code
+
+
+# -----------------------------------------------------------------------------
+# What is asked
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_conversation_is_that_of_the_models_own_template(style, tokenizer, model, capsys, monkeypatch):
+    jinja2 = pytest.importorskip("jinja2", reason="renders the template")
+    template = jinja2.Template(json.loads((TINY / "tokenizer_config.json").read_text())["chat_template"])
+    request, system = STYLES[style]
+    chat = new_chat(tokenizer, model, style=style)
+    asked = []
+    generate = chat.sampler.generate
+    monkeypatch.setattr(chat.sampler, "generate", lambda prompts, *more: asked.append(prompts[0]) or
+                        generate(prompts, *more))
+    messages = [{"role": "system", "content": system}] if system else []
+    for question in QUESTIONS:
+        chat.ask(question)
+        messages.append({"role": "user", "content": question + request})
+        text = template.render(messages=messages, add_generation_prompt=True)
+        assert tokenizer.file.decode(asked[-1], skip_special_tokens=False) == text
+        messages.append({"role": "assistant", "content": capsys.readouterr().out.removesuffix("\n")})
+    assert asked[1].count(tokenizer.stop) == text.count("<|im_end|>") - 1  # the one in the question stays text
+
+
+def test_an_answer_cut_off_is_ended_before_the_next_question(tokenizer, model, capsys):
+    chat = new_chat(tokenizer, model)
+    chat.sampling = chat.sampling._replace(max_new_tokens=3)
+    chat.ask(QUESTIONS[0])
+    assert chat.ids[-2:] == [tokenizer.stop, *tokenizer.encode("\n")] and chat.ids[-3] not in tokenizer.end_ids
+    assert capsys.readouterr().err == "(cut off at 3 tokens)\n"
+
+
+def test_a_full_conversation_is_said_and_an_empty_line_begins_a_new_one(tokenizer, model, capsys, monkeypatch):
+    chat = new_chat(tokenizer, model, length=120)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{QUESTIONS[0]}\n" * 3 + f"\n{QUESTIONS[0]}\n"))
+    chat_py.talk(chat)
+    out, err = capsys.readouterr()
+    assert "tokens leave no room for an answer, the longest conversation has 120)" in err
+    first, *_, last, end = out.split("> ")[1:]
+    assert end == "" and last == first != ""
+
+
+# -----------------------------------------------------------------------------
+# What is printed
+
+@pytest.mark.parametrize("engine", [TorchEngine, Windows])
+def test_what_is_printed_is_what_was_sampled(engine, tokenizer, model, capsys):
+    prompt = tokenizer.chat(QUESTIONS[0] + STYLES["boxed"][0])
+    sampler = sampler_for(TorchEngine, model, 512, 1)
+    completion, = sampler.generate([prompt], 1, Sampling(48, tokenizer.end_ids)).completions
+    new_chat(tokenizer, model, engine).ask(QUESTIONS[0])
+    assert capsys.readouterr().out == tokenizer.decode(completion) + "\n" != "\n"
+
+
+def test_text_comes_as_it_is_sampled_whole_characters_and_no_escape_code(tokenizer, capsys):
+    ids = [token for char in "aé\x1b[2J\n\u202eb" for token in tokenizer.encode(char)]
+    windows = [ids[:2], ids[2:3], [*ids[3:], tokenizer.stop]]             # é has two tokens: one in each
+    engine = SimpleNamespace(decode=lambda ids: (torch.tensor(ids + [7])[:, None], None, torch.tensor([len(ids)])))
+    chat = Chat(tokenizer, SimpleNamespace(engine=engine), "plain", None)
+    chat.stream = chat_py.DecodeStream(skip_special_tokens=False)
+    printed = []
+    for window in windows:
+        engine.decode(window)
+        printed.append(capsys.readouterr().out)
+    assert printed == ["a", "é", "\\x1b[2J\n\\u202eb"]
+
+
+def test_drawn_answers_follow_the_seed(tokenizer, model, capsys):
+    texts = []
+    for seed in (1, 1, 2):
+        new_chat(tokenizer, model, temperature=20.0, seed=seed).ask(QUESTIONS[0])
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+# -----------------------------------------------------------------------------
+# The command
+
+def test_a_run_brings_its_base_adapter_style_and_limit(run_folder, tokenizer, monkeypatch, capsys):
+    assert main(monkeypatch, run_folder, "--question", QUESTIONS[0], "--device", "cpu") is None
+    model = qwen.load(TINY, "bf16", "cpu", live_vocab=tokenizer.vocab_size)
+    lora.load_adapter(model, run_folder / "adapter")
+    prompt = tokenizer.chat(QUESTIONS[0], STYLES["tags"][1])
+    sampler = sampler_for(TorchEngine, model, 512, 1)
+    completion, = sampler.generate([prompt], 1, Sampling(20, tokenizer.end_ids, 0.0)).completions
+    with_adapter = capsys.readouterr().out
+    assert with_adapter == "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1]
+                                   for c in tokenizer.decode(completion)) + "\n"
+    flags = ["--base", "bf16", "--prompt-style", "tags", "--max-new-tokens", "20", "--device", "cpu"]
+    assert main(monkeypatch, "--model", TINY, *flags, "--question", QUESTIONS[0]) is None
+    assert capsys.readouterr().out != with_adapter
+
+
+@pytest.mark.parametrize("flags,said", [
+    ([], "needs the folder of a run, or --model"), (["nowhere"], "nowhere/run.json"),
+    (["--model", "nowhere"], "--model nowhere"), (["--model", TINY, "--adapter", "nowhere"], "nowhere: not a readable"),
+    (["--model", TINY, "--temperature", "nan"], "--temperature must lie in [0, 1000], got nan"),
+    (["--model", TINY, "--max-new-tokens", "0"], "--max-new-tokens must lie in [1, inf), got 0"),
+    (["--model", TINY, "--question", "1+" * 2000], "leave no room for an answer, the longest conversation has 1024")])
+def test_bad_input_is_one_line(flags, said, monkeypatch, capsys):
+    message = main(monkeypatch, "--device", "cpu", *flags, *[] if "--question" in flags else ["--question", "1+1?"])
+    assert message.startswith("chat: ") and said in message and "\n" not in message
+
+
+def test_ctrl_c_in_an_answer_ends_with_130(model, tokenizer, monkeypatch):
+    def interrupted(self, *window):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Chat, "decode_aloud", interrupted)
+    assert main(monkeypatch, "--model", TINY, "--device", "cpu", "--question", "1+1?") == 130
+
+
+def test_the_command_answers_on_stdout_alone_and_ends_at_ctrl_c(run_folder):
+    command = [sys.executable, "-m", "tools.chat", "--model", str(TINY), "--prompt-style", "boxed", "--device", "cpu"]
+    process = subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE)
+    process.stdin.write(f"{QUESTIONS[0]}\n")
+    process.stdin.flush()
+    answer = process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert answer.startswith("> ") and "\\boxed{" in answer and process.returncode == 130
+    assert err == "an empty line begins a new conversation, Ctrl-D ends\n"

@@ -1,0 +1,157 @@
+"""
+Talk to a model through the sampler that trains it.
+
+    python -m tools.chat runs/x                        a run: its model, base, adapter, prompt style
+    python -m tools.chat runs/x --question "2+3*4?"    one answer on stdout
+    python -m tools.chat --model qwen2.5-7b --adapter runs/x/adapter
+
+A conversation goes on from line to line in the model's chat format; an empty line begins a new one,
+Ctrl-D ends. An answer appears as it is sampled: token by token on a CPU, eight at a time on a GPU.
+Each turn computes the whole conversation again.
+"""
+import argparse
+import math
+import sys
+from pathlib import Path
+
+import torch
+from tokenizers.decoders import DecodeStream
+
+import data
+import hf
+import lora
+import model as qwen
+import nvfp4
+from evaluate import select_device
+from flags import inside
+from run import first_line
+from sampler import Sampling, TorchEngine, sampler_for
+
+LENGTH = 8192                                    # tokens of a conversation, if the model takes them
+RANGES = {"temperature": "[0, 1000]", "max_new_tokens": "[1, inf)", "seed": "[0, inf)"}
+
+
+class Chat:
+    """A conversation: ids of what was said, control tokens included."""
+
+    def __init__(self, tokenizer, sampler, style, sampling):
+        self.tokenizer = tokenizer
+        self.sampler = sampler
+        self.style = style
+        self.sampling = sampling
+        self.ids = []
+        self.decode = sampler.engine.decode
+        sampler.engine.decode = self.decode_aloud
+
+    def decode_aloud(self, *window):
+        """Engine.decode of one row; what it adds is printed, control characters as their codes."""
+        tokens, logprobs, made = self.decode(*window)
+        for token in tokens[:int(made[0]), 0].tolist():
+            if token not in self.tokenizer.end_ids:
+                text = self.stream.step(self.tokenizer.file, token) or ""    # None: half a character
+                safe = (c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+                print("".join(safe), end="", flush=True)
+        return tokens, logprobs, made
+
+    def ask(self, question):
+        """Prints the answer. ValueError if the conversation leaves no room for one."""
+        tokenizer = self.tokenizer
+        problem = data.Problem("chat", question.encode(errors="replace").decode(), "")
+        (problem,), _ = data.encode_prompts(tokenizer, [problem], self.style, math.inf)
+        turns = [i for i, token in enumerate(problem.prompt) if token == tokenizer.start]
+        prompt = self.ids + problem.prompt[turns[-2] if self.ids else 0:]    # one system message
+        most = min(self.sampling.max_new_tokens, self.sampler.max_length - len(prompt))
+        if most < 1:
+            raise ValueError(f"{len(prompt)} tokens leave no room for an answer, the longest "
+                             f"conversation has {self.sampler.max_length}")
+        self.stream = DecodeStream(skip_special_tokens=False)
+        sampling = self.sampling._replace(max_new_tokens=most)
+        answer = self.sampler.generate([prompt], 1, sampling, [len(prompt)])
+        print()
+        completion, = answer.completions
+        if answer.finished[0]:
+            completion = completion[:-1]
+        else:
+            print(f"(cut off at {most} tokens)", file=sys.stderr)
+        self.ids = [*prompt, *completion, tokenizer.stop, *tokenizer.encode("\n")]
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description="Talk to a model.", allow_abbrev=False,
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("run", nargs="?", type=Path, help="folder of train.py, whose flags are the defaults here")
+    add("--model", help="folder, Hugging Face id or name such as qwen2.5-7b")
+    add("--adapter", help="PEFT folder")
+    add("--base", default="nvfp4", choices=list(nvfp4.FORMATS), help="format of the linears")
+    add("--dtype", choices=["bfloat16", "float16"], help="of matmul inputs, as of train.py")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to run")
+    add("--prompt-style", default="plain", choices=sorted(data.STYLES), help="as of train.py")
+    add("--question", help="answer this one and end")
+    add("--temperature", type=float, default=0.0, help="0: greedy")
+    add("--max-new-tokens", type=int, default=1024, help="longest answer")
+    add("--seed", type=int, default=0, help="of sampling")
+    args = parser.parse_args()
+    if args.run:
+        flags = hf.read_json(args.run / "run.json")
+        names = flags.keys() & {"model", "base", "dtype", "prompt_style", "max_new_tokens"}
+        parser.set_defaults(adapter=args.run / "adapter", **{name: flags[name] for name in names})
+        args = parser.parse_args()
+    for name, interval in RANGES.items():
+        if not inside(getattr(args, name), interval):
+            raise ValueError(f"--{name.replace('_', '-')} must lie in {interval}, got "
+                             f"{getattr(args, name)}")
+    if args.model is None:
+        raise ValueError("needs the folder of a run, or --model")
+    return args
+
+
+def prepare(args):
+    """-> Chat. ValueError or OSError says what is wrong."""
+    device = select_device(args.device)
+    folder = hf.resolve(args.model)
+    tokenizer = data.Tokenizer(folder)
+    model = qwen.load(folder, args.base, device, args.dtype, tokenizer.vocab_size)
+    if args.adapter:
+        lora.load_adapter(model, args.adapter)
+    engine = TorchEngine
+    if device.type == "cuda":
+        from decode import GraphEngine as engine                 # the engine room: Triton
+    length = hf.read_json(folder / "config.json").get("max_position_embeddings", LENGTH)
+    sampler = sampler_for(engine, model, min(length, LENGTH), max_rows=1)
+    sampling = Sampling(args.max_new_tokens, tokenizer.end_ids, args.temperature, seed=args.seed)
+    return Chat(tokenizer, sampler, args.prompt_style, sampling)
+
+
+def talk(chat):
+    """Answers each line of stdin until it ends."""
+    print("an empty line begins a new conversation, Ctrl-D ends", file=sys.stderr)
+    while True:
+        try:
+            question = input("> ").strip()
+            if question:
+                chat.ask(question)
+            else:
+                chat.ids = []
+        except ValueError as error:
+            print(f"({first_line(error)})", file=sys.stderr)
+        except EOFError:
+            return
+
+
+def main():
+    try:
+        args = parse_args()
+        chat = prepare(args)
+        if args.question is None:
+            talk(chat)
+        else:
+            chat.ask(args.question)
+    except (ValueError, OSError) as error:
+        sys.exit(f"chat: {first_line(error)}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
