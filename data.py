@@ -10,11 +10,12 @@ data set. Golds that the grader cannot read and prompts over the limit are left 
 The chat format is Qwen's ChatML written as ids: a problem's text never becomes a control token.
 """
 import json
+import math
 import os
 import random
 import re
 import urllib.request
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -22,8 +23,10 @@ import huggingface_hub
 from huggingface_hub import constants
 from tokenizers import Tokenizer as TokenizerFile
 
-from hf import read_json
-from rewards import last_box
+from hf import read_json, read_text, refuse_constant
+from program import first_line, short
+from rewards import call, can_read, last_box, load_function
+from run import say
 from tiny.arithmetic import arithmetic
 
 
@@ -31,8 +34,15 @@ from tiny.arithmetic import arithmetic
 class Problem:
     id: str
     question: str
-    answer: str                                  # the gold
+    answer: str                                  # the gold, "" where a reward needs none
     prompt: list = None                          # ids, from encode_prompts
+    row: dict = field(default=None, compare=False)               # as it is in the file
+    system: str = None                           # message of a question that is a chat
+
+    def fields(self):
+        """What a function of the user's is told: every field of the row, and these three."""
+        known = {"id": self.id, "question": self.question, "answer": self.answer}
+        return (self.row or {}) | known
 
 
 SUFFIXES = (".jsonl", ".json", ".parquet")       # in order of preference: the last needs pyarrow
@@ -45,28 +55,37 @@ KNOWN = {
     "dapo": "open-r1/DAPO-Math-17k-Processed:en",            # train only
     "bigmath": "open-r1/Big-Math-RL-Verified-Processed:level_3_4_5",
 }
+HUB_ID = r"[\w.-]+/[\w.-]+(:[\w./-]+)?"
 
 
 class NoSplit(ValueError):
     """A data set on the hub without files of that split."""
 
 
-def load_problems(source, split="train", is_readable=None):
+def check_source(source):
+    """ValueError for a --data that is neither here nor anywhere; nothing is downloaded."""
+    if str(source).endswith(SUFFIXES):
+        if not Path(source).is_file():
+            raise ValueError(f"no data file {source}")
+    elif source != "arithmetic" and source not in KNOWN and not re.fullmatch(HUB_ID, source):
+        raise ValueError(f"unknown data {source!r}: give a file ending in {', '.join(SUFFIXES)}, a "
+                         f"hub id owner/name, arithmetic, or one of {', '.join(KNOWN)}")
+
+
+def load_problems(source, split="train", is_readable=None, needs_gold=True):
     """-> problems, number of golds refused by is_readable(answer).
 
     source: a file (one split by itself), "arithmetic", a name in KNOWN, or a data set on the hub,
     owner/name, with :folder where it has several configurations.
     """
     assert split in ("train", "test"), split
+    check_source(source)
     if source == "arithmetic":
         problems = [Problem(*fields) for fields in arithmetic(split)]
-    elif str(source).endswith(SUFFIXES):
-        problems = read_problems(Path(source))
-    elif source in KNOWN or re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w./-]+)?", source):
-        problems = [p for path in fetch(source, split) for p in read_problems(path)]
     else:
-        raise ValueError(f"unknown data {source!r}: give a file ending in {', '.join(SUFFIXES)}, a "
-                         f"hub id owner/name, arithmetic, or one of {', '.join(KNOWN)}")
+        here = str(source).endswith(SUFFIXES)
+        paths = [Path(source)] if here else fetch(source, split)
+        problems = [p for path in paths for p in read_problems(path, needs_gold)]
     readable = [p for p in problems if is_readable is None or is_readable(p.answer)]
     return readable, len(problems) - len(readable)
 
@@ -83,12 +102,12 @@ def has_test_split(source):
 
 def fetch(source, split):
     """One split in the Hugging Face cache, downloaded if need be -> local paths."""
-    where = KNOWN.get(source, source)
+    where = KNOWN.get(source, source).replace("{split}", split)
     repo, _, folder = where.partition(":")
     patterns = [f"{folder}*{suffix}" for suffix in SUFFIXES]
     try:
         if repo == "https":
-            return [download(where.format(split=split), f"{source}_{split}.jsonl")]
+            return [download(where, f"{source}_{split}.jsonl")]
         root = huggingface_hub.snapshot_download(repo, repo_type="dataset", allow_patterns=patterns)
     except Exception as error:                   # the hub's, httpx's, urllib's: no narrower class
         raise ValueError(f"cannot fetch {where}: {type(error).__name__}: {error}") from error
@@ -122,65 +141,90 @@ def pick_files(names, where, split):
     return [name for name in files if name.endswith(suffix)]
 
 
-def read_problems(path):
-    problems = [to_problem(row, path, number) for number, row in read_rows(path)]
+def read_problems(path, needs_gold=True):
+    problems = [to_problem(row, path, number, needs_gold) for number, row in read_rows(path)]
     if not problems:
         raise ValueError(f"{path}: holds no problems")
     return problems
 
 
 def read_rows(path):
-    """-> [(number, row)]: of a line, or of a row in a list or in parquet, counted from 1."""
+    """-> [(number, row)]: the line where it begins, or a row's place in a list or parquet, from 1.
+    """
     if not path.is_file():
-        raise FileNotFoundError(f"no data file {path}")
+        raise ValueError(f"no data file {path}")
     if path.suffix == ".parquet":
         try:
             import pyarrow.parquet
         except ImportError:
             raise ValueError(f"{path}: reading parquet needs pip install pyarrow") from None
         return list(enumerate(pyarrow.parquet.read_table(path).to_pylist(), 1))
+    text = read_text(path)
+    decode = json.JSONDecoder(parse_constant=refuse_constant).raw_decode
     rows = []
-    number = 1
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-        if text.lstrip().startswith("["):
-            return list(enumerate(json.loads(text), 1))
-        for number, line in enumerate(text.split("\n"), 1):  # splitlines() also cuts at U+2028
-            if line.strip():
-                rows.append((number, json.loads(line)))
-    except ValueError as error:
-        raise ValueError(f"{path}:{number}: not JSON: {error}") from None
+    number = 1                                   # of the line of text[at]
+    at = 0
+    while True:
+        start = BLANK.match(text, at).end()
+        number += text.count("\n", at, start)
+        if start == len(text):
+            break
+        try:
+            row, at = decode(text, start)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}:{number}: not JSON: {first_line(error)}") from None
+        rows.append((number, row))
+        number += text.count("\n", start, at)
+    if len(rows) == 1 and isinstance(rows[0][1], list):
+        return list(enumerate(rows[0][1], 1))
     return rows
 
 
-def to_problem(row, path, number):
+BLANK = re.compile(r"[ \t\r\n]*")
+QUESTIONS = "question", "problem", "prompt"
+GOLDS = "answer", "final_answer", "ground_truth", "solution"
+
+
+def to_problem(row, path, number, needs_gold=True):
     """A row under any of the field names in use: GSM8K, MATH, DAPO, BigMath and their copies."""
+    where = f"{path}:{number}"
     if not isinstance(row, dict):
-        raise ValueError(f"{path}:{number}: not an object but {type(row).__name__}")
-    question = row.get("question") or row.get("problem") or row.get("prompt")
-    if isinstance(question, list) and isinstance(question[-1], dict):
+        raise ValueError(f"{where}: not an object but {type(row).__name__}")
+    question = next((row[name] for name in QUESTIONS if row.get(name)), None)
+    system = None
+    if isinstance(question, list) and all(isinstance(turn, dict) for turn in question):
+        said = {turn.get("role"): turn.get("content") for turn in question}
+        system = said.get("system")
         question = question[-1].get("content")   # DAPO's original: a chat, the user's turn last
     answer = gold(row)
-    for what, value in (("question", question), ("answer", answer)):
-        if not isinstance(value, str) or not value.strip():
-            raise ValueError(f"{path}:{number}: has no {what} (its fields: {', '.join(row)})")
+    for what, names, value in (("question", QUESTIONS, question), ("answer", GOLDS, answer)):
+        needed = what == "question" or needs_gold
+        if needed and not (isinstance(value, str) and value.strip()):
+            raise ValueError(f"{where}: has no {what}: none of {', '.join(names)} holds one (its "
+                             f"fields: {', '.join(row)})")
     names = row.get("id"), row.get("unique_id"), f"{path.stem}-{number}"
-    name = next(name for name in names if name is not None)
-    return Problem(str(name), question.strip(), answer)
+    name = str(next(name for name in names if name is not None))
+    try:
+        "".join([name, question, answer or "", str(system)]).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{where}: holds half a surrogate pair, which is no character") from None
+    return Problem(name, question.strip(), answer or "", row=row, system=system)
 
 
 def gold(row):
     """The gold as text, or None: what follows GSM8K's ####, the last box of a MATH solution."""
     reward = row.get("reward_model")             # DAPO's original keeps the gold in there
     fields = {**row, **reward} if isinstance(reward, dict) else row
-    for field in ("answer", "final_answer", "ground_truth", "solution"):
-        value = fields.get(field)
+    for name in GOLDS:
+        value = fields.get(name)
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            continue
+        if isinstance(value, float) and not math.isfinite(value):
             continue
         text = str(value).strip()
         if "####" in text:
             text = text.rsplit("####", 1)[1].strip().replace(",", "")
-        elif field == "solution":                # the hub's DAPO and BigMath: a bare gold
+        elif name == "solution":                # the hub's DAPO and BigMath: a bare gold
             worked = len(text) > 100 or "\n" in text
             text = last_box(text) or ("" if worked else text)
         if text:
@@ -208,21 +252,29 @@ class Tokenizer:
 
     def __init__(self, folder):
         path = Path(folder) / "tokenizer.json"
+        text = read_text(path)
         try:
-            self.file = TokenizerFile.from_file(str(path))
-        except Exception as error:               # the library has no narrower class
-            raise ValueError(f"{path}: cannot be read as a tokenizer ({error})") from None
+            self.file = TokenizerFile.from_str(text)
+        except BaseException as error:           # of the library's Rust, a panic too
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
+            raise ValueError(f"{path}: cannot be read as a tokenizer "
+                             f"({first_line(error)})") from None
         self.file.encode_special_tokens = True   # <|im_end|> in a text stays text; see chat()
         vocab = self.file.get_vocab()            # with the added tokens
-        self.vocab_size = max(vocab.values()) + 1        # Qwen2.5: 151,665
         if not {"<|im_start|>", "<|im_end|>"} <= vocab.keys():
             raise ValueError(f"{path}: lacks <|im_start|> or <|im_end|>: not Qwen's chat format")
+        self.vocab_size = max(vocab.values()) + 1        # Qwen2.5: 151,665
         self.start = vocab["<|im_start|>"]
         self.stop = vocab["<|im_end|>"]
         end_ids = {self.stop, vocab.get("<|endoftext|>", self.stop)}
         for name in ("generation_config.json", "config.json"):
             eos = read_if_there(path.with_name(name)).get("eos_token_id")
-            end_ids |= set(eos if isinstance(eos, list) else [eos]) - {None}
+            for token in eos if isinstance(eos, list) else [] if eos is None else [eos]:
+                if type(token) is not int or not 0 <= token < self.vocab_size:
+                    raise ValueError(f"{path.with_name(name)}: eos_token_id is {short(eos)}, "
+                                     f"expected ids below {self.vocab_size} of {path.name}")
+                end_ids.add(token)
         self.end_ids = sorted(end_ids)           # Qwen2.5: 151643 and 151645
         self.system = default_system(path.parent)
 
@@ -238,36 +290,98 @@ class Tokenizer:
     def chat(self, text, system=None):
         """Ids of a system message, the model's own by default, a user's turn, an answer's begin."""
         system = system or self.system
-        turns = [f"system\n{system}"] if system else []
+        turns = [("system", system)] if system else []
+        return self.turns([*turns, ("user", text)])
+
+    def turns(self, turns):
+        """(role, text) of each turn -> ids, the begin of an answer with them."""
         ids = []
-        for turn in [*turns, f"user\n{text}"]:
-            ids += [self.start, *self.encode(turn), self.stop, *self.encode("\n")]
+        for role, text in turns:
+            ids += [self.start, *self.encode(f"{role}\n{text}"), self.stop, *self.encode("\n")]
         return ids + [self.start, *self.encode("assistant\n")]
 
 
 def read_if_there(path):
-    return read_json(path) if path.is_file() else {}
+    return read_json(path) if path.exists() else {}
 
 
 def default_system(folder):
     """The system message that the chat template adds, or None; Qwen's if there is no template."""
-    template = read_if_there(folder / "tokenizer_config.json").get("chat_template")
-    file = folder / "chat_template.jinja"        # where transformers >= 4.52 saves it
-    if file.is_file():
-        template = file.read_text(encoding="utf-8")
+    path = folder / "tokenizer_config.json"
+    template = read_if_there(path).get("chat_template")
+    if isinstance(template, list) and all(isinstance(one, dict) for one in template):
+        named = {str(one.get("name")): one.get("template") for one in template}
+        template = named.get("default")
+    if (folder / "chat_template.jinja").exists():                # where transformers >= 4.52 has it
+        template = read_text(folder / "chat_template.jinja")
     if template is None:
         return QWEN_SYSTEM
+    if not isinstance(template, str):
+        raise ValueError(f"{path}: chat_template is {short(template)}, expected text or a list of "
+                         "texts with names")
     # A jinja string: newline and backslash are escaped. {{ }} or a quote would mean a variable.
     text = re.search(r"<\|im_start\|>system(?:\\n|\n)([^'\"<]+)<\|im_end\|>", template)
     return text and text[1].replace("\\n", "\n").replace("\\\\", "\\")
 
 
+def style_of(name):
+    """--prompt-style -> a function (tokenizer, problem) -> ids. "module:function" is the user's: it
+    gets a problem's fields and returns the user's turn, or a list of {"role", "content"}.
+    """
+    if name in STYLES:
+        request, system = STYLES[name]
+
+        def ask(tokenizer, problem):
+            systems = filter(None, (problem.system, system))
+            return tokenizer.chat(problem.question + request, "\n\n".join(systems))
+        return ask
+    if ":" not in name:
+        raise ValueError(f"--prompt-style {name}: expected one of {', '.join(STYLES)}, or "
+                         "module:function")
+    function = load_function(name, "--prompt-style")
+
+    def ask_users(tokenizer, problem):
+        said = call(f"--prompt-style {name}", function, f"problem {problem.id}", problem.fields())
+        try:
+            if isinstance(said, str):
+                return tokenizer.chat(said)
+            return tokenizer.turns([(turn["role"], turn["content"]) for turn in said])
+        except (TypeError, KeyError, UnicodeError):
+            raise ValueError(f"--prompt-style {name}: expected text or a list of objects with role "
+                             f"and content for problem {problem.id}, got {short(said)}") from None
+    return ask_users
+
+
 def encode_prompts(tokenizer, problems, style, max_tokens):
     """-> problems with their prompts, number left out for a prompt of more than max_tokens."""
-    request, system = STYLES[style]
-    encoded = [replace(p, prompt=tokenizer.chat(p.question + request, system)) for p in problems]
+    ask = style_of(style)
+    encoded = [replace(p, prompt=ask(tokenizer, p)) for p in problems]
     kept = [p for p in encoded if len(p.prompt) <= max_tokens]
     return kept, len(encoded) - len(kept)
+
+
+def encoded_problems(args, tokenizer, source, split):
+    readable = None if args.reward else can_read                 # a reward needs no gold
+    problems, unreadable = load_problems(source, split, readable, not args.reward)
+    if unreadable:
+        say(f"{source}: {unreadable} problems left out, their answers cannot be read")
+    problems, long = encode_prompts(tokenizer, problems, args.prompt_style, args.max_prompt_tokens)
+    if long:
+        say(f"{source}: {long} prompts of more than {args.max_prompt_tokens} tokens left out")
+    if len(problems) < 2:
+        raise ValueError(f"{source}: {len(problems)} problems are left, need 2")
+    return problems
+
+
+def split_problems(args, tokenizer):
+    """-> problems to train on, problems held out, both with prompts; args: the flags of a run."""
+    problems = encoded_problems(args, tokenizer, args.data, "train")
+    most = args.eval_problems or None
+    if args.eval_data or has_test_split(args.data):
+        held_out = encoded_problems(args, tokenizer, args.eval_data or args.data, "test")
+        return problems, held_out[:most]
+    held = max(1, min(most or 256, len(problems) // 10))         # the end of a file of one's own
+    return problems[:-held], problems[-held:]
 
 
 @lru_cache(2)

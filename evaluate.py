@@ -29,7 +29,8 @@ import lora
 import model as qwen
 import nvfp4
 import rewards
-from run import device_of, first_line, write_atomically
+from program import first_line
+from run import device_of, write_atomically
 from sampler import Sampling, TorchEngine, sampler_for
 
 Z = 1.959964                                     # 95 % of a normal lies within +-Z
@@ -143,7 +144,7 @@ def parse_args():
     add("--adapter", help="PEFT folder, such as train.py's runs/x/adapter")
     add("--base", default="nvfp4", choices=list(nvfp4.FORMATS), help="format of the linears")
     add("--dtype", choices=["bfloat16", "float16"], help="of matmul inputs, as of train.py")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to run")
+    add("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     add("--data", required=True, help="as of train.py: gsm8k, a file, an id, ...")
     add("--split", default="test", choices=["train", "test"], help="of a data set, not of a file")
     add("--limit", type=int, default=0, help="only the first so many problems; 0: all")
@@ -181,9 +182,9 @@ def check(args):
         args.top_k = 0
 
 
-def select_device(name):
+def select_device(name, model):
     """-> torch.device; a GPU becomes the current one, on which Triton launches."""
-    device = device_of(name)
+    device = device_of(name, model)
     if device.type == "cuda":
         torch.cuda.set_device(device.index)
     return device
@@ -228,7 +229,7 @@ def prove_adapter(model, sampler, prompt, max_new_tokens):
 def prepare(args):
     """-> tokenizer, problems, sampler, rows of --against, adapter's shift; finds what is wrong."""
     check(args)
-    device = select_device(args.device)
+    device = select_device(args.device, args.model)
     problems, _ = data.load_problems(args.data, args.split)
     problems = problems[:args.limit or None]
     others = None

@@ -9,48 +9,67 @@ release, NVlabs/QeRL.
 """
 import argparse
 import importlib.util
+import re
 from pathlib import Path
-
-import torch
 
 import aqn
 import data
 import grpo
 import hf
 import nvfp4
+from program import short
+from run import say
 
 # What changes when no --model is given: the embedded model, and sizes for two CPU cores.
 TINY = dict(model=str(Path(__file__).parent / "tiny"), data="arithmetic", steps=80,
             max_prompt_tokens=64, max_new_tokens=48, lr=5e-4, epochs=1, eval_every=20,
             eval_problems=256, save_every=20)
 
+
+class Help(argparse.HelpFormatter):
+    """Each default once: that of %(default)s, unless the text tells one itself."""
+
+    def _get_help_string(self, action):
+        told = action.default in (None, False, argparse.SUPPRESS) or "(default:" in action.help
+        return action.help + ("" if told else " (default: %(default)s)")
+
+
 parser = argparse.ArgumentParser(
     description="GRPO/DAPO of a Qwen2.5 model with frozen 4-bit weights, LoRA and AQN.",
-    usage="train.py [flags], --help lists them", allow_abbrev=False,
-    formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-add = parser.add_argument
-# model
+    usage="train.py [flags], --help lists them", allow_abbrev=False, formatter_class=Help)
+add = parser.add_argument_group("what most runs set").add_argument
 add("--model", help="folder, Hugging Face id or name such as qwen2.5-7b (default: the tiny one)")
+add("--data", default="gsm8k",
+    help="gsm8k, math, arithmetic, a .jsonl/.json/.parquet file or a Hugging Face id")
+add("--steps", type=int, default=600,
+    help="rollout batches (paper: about 600 on GSM8K); may grow with --resume")
+add("--lr", type=float, default=1e-5, help="peak learning rate (Table 4; bf16 LoRA 5e-6)")
+add("--out", help="run folder (default: runs/MODEL-BASE-DATA-SEED)")
+add("--resume", action="store_true", help="go on from the newest intact checkpoint in --out")
+add("--like", help="folder of a run: its flags are the defaults of this one's")
+add("--seed", type=int, default=0, help="of adapter, order of problems, sampling and noise")
+
+add = parser.add_argument_group("model").add_argument
 add("--base", default="nvfp4", choices=list(nvfp4.FORMATS), help="format of the frozen linears")
 add("--dtype", choices=["bfloat16", "float16"],
     help="of matmul inputs; float16 brings sampler and learner 8 times closer (default: bfloat16 "
          "on a GPU, float32 on a CPU, where either of the two is emulated)")
-add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to run")
+add("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
 add("--lora-rank", type=int, default=32, help="rank of every adapter (paper 4.1)")
 add("--lora-alpha", type=float, default=32, help="adapter scale is alpha / rank (release: rank)")
 add("--train-norms", action="store_true", help="also train each block's two norms (release)")
-# data and reward
-add("--data", default="gsm8k",
-    help="gsm8k, math, arithmetic, a .jsonl/.json/.parquet file or a Hugging Face id")
+add("--adapter", help="PEFT folder to start from; its rank, alpha and norms are the run's")
+
+add = parser.add_argument_group("data and reward").add_argument
 add("--eval-data", help="held-out problems; default: the test split, or the end of a file")
-add("--prompt-style", default="boxed", choices=sorted(data.STYLES),
-    help="boxed: Qwen's; tags: the paper's")
+add("--prompt-style", default="boxed",
+    help=f"{', '.join(data.STYLES)}, or module:function; boxed: Qwen's; tags: the paper's")
 add("--max-prompt-tokens", type=int, default=512, help="longer prompts are dropped (release: 256)")
 add("--reward", help="module:function to use instead of the built-in grader")
 add("--format-weight", type=float, default=0.0,
     help="added for a well-formed answer (release: 0.1 of a right one)")
-# rollouts
-add("--steps", type=int, default=600, help="rollout batches (paper: about 600 on GSM8K)")
+
+add = parser.add_argument_group("rollouts").add_argument
 add("--prompts-per-step", type=int, default=16, help="problems; 16 x 8 = Table 4's batch of 128")
 add("--group-size", type=int, default=8, help="samples a problem (Table 4: 8, BigMath 16)")
 add("--oversample", type=float, default=1.0,
@@ -60,7 +79,8 @@ add("--max-new-tokens", type=int, default=4096, help="longest completion (Table 
 add("--temperature", type=float, default=1.0, help="of sampling and every log-prob (Table 4)")
 add("--max-rows", type=int, default=256, help="most sequences decoded at a time")
 add("--kv-gib", type=float, help="memory of the KV cache (default: what is needed and left)")
-# adaptive quantization noise
+
+add = parser.add_argument_group("adaptive quantization noise").add_argument
 add("--sigma-start", type=float, default=1e-2, help="of the first noisy stage; 0: no AQN (Table 4)")
 add("--sigma-end", type=float, default=5e-4, help="what the schedule decays to (Table 4)")
 add("--noise-stages", type=int, default=10, help="K of Algorithm 1; the first is clean (Table 4)")
@@ -71,7 +91,8 @@ add("--noise-learner", action="store_true", help="updates run under the noise of
 add("--noise-kl", type=float,
     help="nats a token between sampler and learner that sigma is steered to, from sigma-start on, "
          "instead of the schedule")
-# learning
+
+add = parser.add_argument_group("learning").add_argument
 add("--loss", default="dapo", choices=list(grpo.LOSSES), help="Table 1: grpo, Table 2: dapo")
 add("--clip-low", type=float, help="lower clip of the ratio (default: the loss's own)")
 add("--clip-high", type=float, help="upper clip (default: the loss's own)")
@@ -89,7 +110,6 @@ add("--overlong-buffer", type=int, default=0,
 add("--updates-per-rollout", type=int, default=1,
     help="disjoint parts of a batch, an optimizer step each")
 add("--epochs", type=int, default=4, help="passes over a batch (Table 4: 4 updates)")
-add("--lr", type=float, default=1e-5, help="peak learning rate (Table 4; bf16 LoRA 5e-6)")
 add("--lr-schedule", default="cosine", choices=["cosine", "constant"],
     help="after the warm-up: half a cosine to 0 (release), or constant, linear in the last quarter")
 add("--warmup", type=float, default=0.1, help="share of the run with rising rate (release)")
@@ -97,41 +117,98 @@ add("--max-grad-norm", type=float, default=0.2, help="clip of the global gradien
 add("--weight-decay", type=float, default=0.0, help="of A and B, decoupled (release: 0.1)")
 add("--micro-batch-tokens", type=int, help="in one forward and backward (default: by the memory)")
 add("--memory-gib", type=float, help="bound of the process on a GPU (default: what is free)")
-# the run
-add("--out", help="run folder (default: runs/MODEL-BASE)")
+
+add = parser.add_argument_group("watching and keeping").add_argument
 add("--eval-every", type=int, default=20, help="steps between evaluations, first and last included")
 add("--eval-problems", type=int, default=256, help="held-out problems, greedy; 0: all")
 add("--save-every", type=int, default=20, help="steps between checkpoints")
 add("--report-to", choices=["trackio", "wandb", "tensorboard"],
     help="also send each step's metrics there; needs that package")
-add("--resume", action="store_true", help="go on from the newest intact checkpoint in --out")
-add("--seed", type=int, default=0, help="of adapter, order of problems, sampling and noise")
+add("--keep", type=int, help="keep the adapter of every so many steps, as adapters/step_N")
+add("--show", type=int, help="print a completion every so many steps")
 
 COUNTS = ("lora_rank steps prompts_per_step max_prompt_tokens max_new_tokens max_rows noise_stages "
-          "updates_per_rollout epochs micro_batch_tokens eval_every save_every").split()
-POSITIVE = "lora_alpha temperature kv_gib memory_gib lr max_grad_norm clip_high noise_kl".split()
-NOT_NEGATIVE = "format_weight sigma_start sigma_end kl_beta weight_decay eval_problems seed".split()
-RANGES = {**dict.fromkeys(COUNTS, "[1, inf)"), **dict.fromkeys(POSITIVE, "(0, inf)"),
-          **dict.fromkeys(NOT_NEGATIVE, "[0, inf)"), "group_size": "[2, inf)", "warmup": "[0, 1]",
-          "clip_low": "(0, 1]", "correction_cap": "[1, inf)", "oversample": "[1, inf)"}
+          "updates_per_rollout epochs micro_batch_tokens eval_every save_every keep show").split()
+POSITIVE = "lora_alpha kv_gib memory_gib max_grad_norm clip_high noise_kl".split()
+NOT_NEGATIVE = "format_weight kl_beta weight_decay".split()
+RANGES = {**dict.fromkeys(COUNTS, "[1, 2e9]"), **dict.fromkeys(POSITIVE, "(0, 1e9]"),
+          **dict.fromkeys(NOT_NEGATIVE, "[0, 1e9]"), "group_size": "[2, 1e6]", "warmup": "[0, 1]",
+          "clip_low": "(0, 1]", "correction_cap": "[1, 1e9]", "lr": "(0, 10]",
+          "temperature": "(0, 1000]", "sigma_start": "[0, 10]", "sigma_end": "[0, 10]",
+          "eval_problems": "[0, 2e9]", "seed": "[0, 2e18]", "oversample": "[1, 100]"}
+PLACES = {"resume", "like", "out", "head", "device", "memory_gib", "kv_gib", "show", "keep",
+          "report_to"}
 
 
 def parse_args():
-    """The flags; of a resumed run its own, which are the defaults of what is not given again."""
+    """-> the flags, and those of the run that is resumed, or None.
+
+    A resumed run's own flags, or those of --like, are the defaults of what is not given again.
+    """
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--model")
-    if first.parse_known_args()[0].model is None:
+    first.add_argument("--like")
+    known = first.parse_known_args()[0]
+    if known.model is None:
         parser.set_defaults(**TINY)
+    if known.like:
+        like = without_places(flags_of(Path(known.like) / "run.json"))
+        parser.set_defaults(**like)
     args = parser.parse_args()
-    if not args.resume:
-        return args, None
-    before = hf.read_json(out_folder(args) / "run.json")
-    parser.set_defaults(**{k: v for k, v in before.items() if k not in ("resume", "out")})
-    return parser.parse_args(), before
+    before = None
+    if args.resume and args.like:
+        raise ValueError("--like begins a run, --resume goes on with one: give one of the two")
+    if args.resume:
+        before = flags_of(out_folder(args) / "run.json")
+        parser.set_defaults(**without_places(before))
+        args = parser.parse_args()
+    args.out = str(out_folder(args))
+    vars(args).update(from_anywhere(vars(args)))
+    if known.like:
+        for name, value in like.items():
+            if getattr(args, name) != value:
+                flag = name.replace("_", "-")
+                say(f"--{flag} is {getattr(args, name)!r}, {known.like} had {value!r}")
+    return args, before
+
+
+def without_places(flags):
+    return {name: value for name, value in flags.items() if name not in PLACES}
+
+
+def from_anywhere(flags):
+    """Paths of a run's inputs as absolute ones: a run can go on from another folder."""
+    paths = [name for name in ("model", "adapter") if Path(flags.get(name) or "?").is_dir()]
+    paths += [name for name in ("data", "eval_data")
+              if (flags.get(name) or "?").endswith(data.SUFFIXES)]
+    return flags | {name: str(Path(flags[name]).absolute()) for name in paths}
+
+
+def flags_of(path):
+    """A run.json -> the flags in it. ValueError names one whose value its flag cannot have."""
+    held = hf.read_json(path)
+    flags = {"head": held["head"]} if "head" in held else {}
+    for action in parser._actions:
+        if action.dest in held:
+            flags[action.dest] = value = held[action.dest]
+            if not can_hold(action, value):
+                raise ValueError(f"{path}: {action.dest} is {short(value)}, which "
+                                 f"{action.option_strings[0]} cannot be")
+    return from_anywhere(flags)
+
+
+def can_hold(action, value):
+    if value is None:
+        return action.default is None
+    if isinstance(action.default, bool):
+        return isinstance(value, bool)
+    kinds = {int: (int,), float: (int, float)}.get(action.type, (str,))
+    return type(value) in kinds and (action.choices is None or value in action.choices)
 
 
 def out_folder(args):
-    return Path(args.out or f"runs/{Path(args.model).name}-{args.base}")
+    parts = Path(args.model).name, args.base, Path(args.data).stem, str(args.seed)
+    return Path(args.out or "runs/" + re.sub(r"[^\w.-]+", "-", "-".join(parts)))
 
 
 def inside(value, interval):
@@ -154,6 +231,12 @@ def check_flags(args, before):
     if args.noise_kl and (args.noise_learner or not args.sigma_start):
         raise ValueError(f"--noise-kl {args.noise_kl} needs a --sigma-start, and a learner without "
                          "noise to measure against: no --noise-learner")
+    if args.lr * args.weight_decay >= 1:
+        raise ValueError(f"--weight-decay {args.weight_decay} x --lr {args.lr} must be below 1: "
+                         "an update takes that share of a weight away")
+    if args.prompts_per_step * args.group_size > 2**20:
+        raise ValueError(f"--prompts-per-step {args.prompts_per_step} x --group-size "
+                         f"{args.group_size} is more than a step can hold ({2**20})")
     if args.train_norms and args.kl_beta:
         raise ValueError(f"--kl-beta {args.kl_beta}: --train-norms moves the reference's norms")
     if not 0 <= args.overlong_buffer <= args.max_new_tokens:
@@ -165,7 +248,7 @@ def check_flags(args, before):
     if args.updates_per_rollout > args.prompts_per_step:
         raise ValueError("--updates-per-rollout must lie in 1..--prompts-per-step, got "
                          f"{args.updates_per_rollout}")
-    if args.memory_gib and not args.device.startswith("cuda"):
+    if args.memory_gib and not (args.device or "cuda").startswith("cuda"):
         raise ValueError(f"--memory-gib bounds the memory of a GPU, --device is {args.device}")
     if args.report_to and importlib.util.find_spec(args.report_to) is None:
         raise ValueError(f"--report-to {args.report_to} needs pip install {args.report_to}")
@@ -173,9 +256,9 @@ def check_flags(args, before):
         raise ValueError(f"--resume: the run had --head {before['head']}, which is gone")
     if before and "epochs" not in before:
         raise ValueError("--resume: the run is older than --epochs: it had another learning rule")
-    free = {"resume", "out", "head", "device", "memory_gib", "kv_gib", "report_to"}
-    for name in vars(args).keys() - free if before else ():
+    for name in vars(args).keys() - PLACES if before else ():
         had = before.get(name, parser.get_default(name))         # a flag younger than the run
-        if getattr(args, name) != had:
+        grows = name == "steps" and args.steps > had
+        if getattr(args, name) != had and not grows:
             flag = name.replace("_", "-")
             raise ValueError(f"--resume: --{flag} is {getattr(args, name)!r}, the run had {had!r}")

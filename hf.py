@@ -10,6 +10,7 @@ What can be wrong with a file is a ValueError that names it. Nothing is unpickle
 Not here: what the numbers mean (nvfp4.py, model.py), atomic files (run.py).
 """
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -19,20 +20,59 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save, save_file
 
 import nvfp4
-from run import first_line, new_folder, write_atomically
+from program import first_line, short
+from run import new_folder, write_atomically
 
 SHARD_BYTES = 2**31                              # of an output file, in memory until written
 
 
+def read_text(path):
+    """ValueError names the file. Neither a pipe nor a device is waited for."""
+    path = Path(path)
+    try:
+        if path.exists() and not path.is_file():
+            raise OSError("no regular file")
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or first_line(error)
+        raise ValueError(f"{path}: cannot be read ({why})") from None
+
+
+def refuse_constant(name):
+    raise ValueError(f"{name} is no JSON")
+
+
 def read_json(path):
     """The JSON object in a file, or a ValueError that names the file."""
+    text = read_text(path)
     try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: cannot be read as JSON ({error})") from None
+        value = json.loads(text, parse_constant=refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: cannot be read as JSON ({first_line(error)})") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path}: holds no JSON object")
     return value
+
+
+def check(path, value, rules):
+    """rules: key -> (what it must be, test, whether it must be there). ValueError names the first
+    key of the object `value` that is not.
+    """
+    for key, (what, test, needed) in rules.items():
+        if value.get(key) is None:
+            if needed:
+                raise ValueError(f"{path}: no {key}")
+        elif not test(value[key]):
+            raise ValueError(f"{path}: {key} is {short(value[key])}, expected {what}")
+
+
+def whole(least, most):
+    what = f"a whole number from {least} to {most:,}"
+    return what, lambda value: type(value) is int and least <= value <= most
+
+
+def is_positive(value):
+    return type(value) in (int, float) and 0 < value < math.inf
 
 
 def write_json(path, value):
@@ -77,7 +117,11 @@ class Shards:
             return
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
-            raise ValueError(f"{index}: weight_map is {weight_map!r}, no object")
+            raise ValueError(f"{index}: weight_map is {short(weight_map)}, no object")
+        for name, file in weight_map.items():
+            if not (isinstance(file, str) and re.fullmatch(r"[\w.-]+\.safetensors", file)):
+                raise ValueError(f"{index}: places {short(name)} in {short(file)}, which is no "
+                                 "safetensors file of this folder")
         self.names = {name: self.folder / file for name, file in weight_map.items()}
         held = {file: self._open(file).keys() for file in sorted(set(self.names.values()))}
         for name, file in self.names.items():
@@ -85,6 +129,8 @@ class Shards:
                 raise ValueError(f"{file}: no tensor {name}, which {index.name} places there")
 
     def _open(self, path):
+        if path.exists() and not path.is_file():                 # a pipe would be waited for
+            raise ValueError(f"{path}: no regular file")
         try:
             return safe_open(path, framework="pt")
         except FileNotFoundError:
@@ -103,10 +149,57 @@ class Shards:
     def get(self, name, device="cpu"):
         return self._file_of(name).get_tensor(name).to(device)
 
-    def check(self, name, shape):
-        if self.shape(name) != tuple(shape):
-            raise ValueError(f"{self.folder}: {name} has shape {self.shape(name)}, "
+    def check(self, name, shape, dtypes=("BF16", "F16", "F32", "F64")):
+        found = self._file_of(name).get_slice(name)
+        if tuple(found.get_shape()) != tuple(shape):
+            raise ValueError(f"{self.folder}: {name} has shape {tuple(found.get_shape())}, "
                              f"config.json says {tuple(shape)}")
+        if found.get_dtype() not in dtypes:
+            raise ValueError(f"{self.names[name]}: {name} is {found.get_dtype()}, expected "
+                             f"{' or '.join(dtypes)}")
+
+    def check_all(self, config):
+        """Every tensor that the model has is there, in its shape and as real numbers, and no
+        other: a layer too many is a layer that somebody counts on.
+        """
+        linears, others = shapes_of(config)
+        known = set()
+        for name, (N, K) in linears.items():
+            packed = [f"{name}.weight_{part}" for part in ("packed", "scale", "global_scale")]
+            if packed[0] in self.names:
+                self.check(packed[0], (N, K // 2), ["U8"])
+                self.check(packed[1], (N, K // 16), ["F8_E4M3"])
+                known.update(packed)
+            else:
+                others[f"{name}.weight"] = (N, K)
+        for name, shape in others.items():
+            self.check(name, shape)
+        unused = [name for name in self.names.keys() - known - others.keys()
+                  if not name.endswith(("rotary_emb.inv_freq", "input_global_scale"))
+                  and name != "lm_head.weight"]                  # of tied weights a copy
+        if unused:
+            raise ValueError(f"{self.folder}: {len(unused)} tensors that config.json does not "
+                             f"account for, first {min(unused)}")
+
+
+def shapes_of(config):
+    """-> name -> (N, K) of every linear, tensor name -> shape of all else."""
+    D, F, V = (config[key] for key in ("hidden_size", "intermediate_size", "vocab_size"))
+    kv = D // config["num_attention_heads"] * config["num_key_value_heads"]
+    sizes = {"self_attn.q_proj": (D, D), "self_attn.k_proj": (kv, D), "self_attn.v_proj": (kv, D),
+             "self_attn.o_proj": (D, D), "mlp.gate_proj": (F, D), "mlp.up_proj": (F, D),
+             "mlp.down_proj": (D, F)}
+    linears = {}
+    others = {}
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}."
+        linears |= {layer + name: size for name, size in sizes.items()}
+        others |= {f"{layer}self_attn.{p}_proj.bias": (n,) for p, n in zip("qkv", (D, kv, kv))}
+        others |= {f"{layer}{norm}.weight": (D,) for norm in NORMS}
+    others |= {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
+    if not config.get("tie_word_embeddings"):
+        others["lm_head.weight"] = (V, D)
+    return linears, others
 
 
 class Checkpoint(Shards):
@@ -117,13 +210,16 @@ class Checkpoint(Shards):
             raise ValueError(f"--base {base}: expected one of {', '.join(nvfp4.FORMATS)}")
         self.config = read_qwen2(folder / "config.json")
         super().__init__(folder)
+        self.check_all(self.config)
         self.base = base
         self.device = device
         self.dtype = dtype
 
-    def read(self, name, *shape):
-        self.check(name, shape)
-        return self.get(name, self.device)
+    def read(self, name, *_):
+        tensor = self.get(name, self.device)
+        if not all(part.isfinite().all() for part in tensor.split(2**16)):
+            raise ValueError(f"{self.names[name]}: {name} holds NaN or infinity")
+        return tensor
 
     def frozen(self, names, parts, k):
         """The linears `names` of parts[i] rows and k columns -> one nvfp4.Weight."""
@@ -131,7 +227,7 @@ class Checkpoint(Shards):
             if self.base != "nvfp4":
                 raise ValueError(f"{self.folder} holds NVFP4 weights: --base {self.base} needs "
                                  "the bf16 files")
-            stored = [load_nvfp4(self, name, (n, k), self.device) for name, n in zip(names, parts)]
+            stored = [load_nvfp4(self, name, self.device) for name in names]
             return nvfp4.fuse(stored, self.dtype)
         weights = [self.read(f"{name}.weight", n, k) for name, n in zip(names, parts)]
         try:
@@ -140,25 +236,50 @@ class Checkpoint(Shards):
             raise ValueError(f"{self.folder}: {names[0]}: {error}") from None
 
 
-CONFIG_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-               "num_key_value_heads", "vocab_size", "rms_norm_eps", "rope_theta")
+CONFIG = {
+    "architectures": ("['Qwen2ForCausalLM']", lambda value: value == ["Qwen2ForCausalLM"], True),
+    **{key: (*whole(1, 2**24), True) for key in (
+        "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+        "vocab_size")},
+    "num_hidden_layers": (*whole(1, 1000), True),
+    "max_position_embeddings": (*whole(1, 2**31), False),
+    "rms_norm_eps": ("a number above 0", is_positive, True),
+    "rope_theta": ("a number above 0", is_positive, True),
+    "hidden_act": ("'silu'", lambda value: value == "silu", False),
+    "tie_word_embeddings": ("true or false", lambda value: isinstance(value, bool), False),
+    "use_sliding_window": ("false: sliding windows are not supported", lambda v: v is False, False),
+    "rope_scaling": ("null: rope_scaling is not supported", lambda v: not v, False),
+    "quantization_config": ("an object", lambda value: isinstance(value, dict), False)}
 
 
 def read_qwen2(path):
     """config.json as a dict; ValueError unless it is a model that this project computes."""
     config = read_json(path)
-    if config.get("architectures") != ["Qwen2ForCausalLM"]:
-        raise ValueError(f"{path}: architectures is {config.get('architectures')}, "
-                         "expected ['Qwen2ForCausalLM']")
     rope = config.get("rope_parameters") or {}                                  # newer files
-    plain = rope.get("rope_type", "default") == "default" and not config.get("rope_scaling")
-    if config.get("use_sliding_window") or not plain:
-        raise ValueError(f"{path}: sliding windows and rope_scaling are not supported")
+    if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
+        raise ValueError(f"{path}: rope_parameters is {short(rope)}: only the default is supported")
     config["rope_theta"] = config.get("rope_theta") or rope.get("rope_theta")
-    for key in CONFIG_KEYS:
-        if config.get(key) is None:
-            raise ValueError(f"{path}: no {key}")
+    check(path, config, CONFIG)
+    D, H, KV = (config[key] for key in ("hidden_size", "num_attention_heads",
+                                        "num_key_value_heads"))
+    if D % (2 * H) or H % KV or config.get("head_dim", D // H) != D // H:
+        raise ValueError(f"{path}: hidden_size is {D}, num_attention_heads {H}, "
+                         f"num_key_value_heads {KV}, head_dim {config.get('head_dim')}: heads do "
+                         "not divide")
     return config
+
+
+def check_lengths(folder, length, rank=1):
+    """ValueError if a model has no positions for `length` tokens, or no room for such a rank."""
+    path = folder / "config.json"
+    config = read_qwen2(path)
+    most = config.get("max_position_embeddings") or math.inf
+    if length > most:
+        raise ValueError(f"{path}: max_position_embeddings is {most}, less than {length}, the "
+                         "tokens of prompt and --max-new-tokens together")
+    if rank > config["hidden_size"]:
+        raise ValueError(f"--lora-rank {rank} exceeds hidden_size, which is "
+                         f"{config['hidden_size']} in {path}")
 
 
 # What compressed-tensors writes into config.json of NVFP4 weights, and the section around it.
@@ -174,29 +295,27 @@ NVFP4_CONFIG = {
 def check_nvfp4(folder):
     """Other conventions differ silently: ModelOpt's files hold the tensor scale, not 1 / it."""
     config = read_json(folder / "config.json").get("quantization_config") or {}
-    groups = [group.get("weights") or {} for group in config.get("config_groups", {}).values()]
-    known = groups and all(NVFP4_WEIGHTS.items() <= group.items() for group in groups)
+    groups = config.get("config_groups")
+    weights = [group.get("weights") if isinstance(group, dict) else None
+               for group in groups.values()] if isinstance(groups, dict) else []
+    known = weights and all(isinstance(group, dict) and NVFP4_WEIGHTS.items() <= group.items()
+                            for group in weights)
     if config.get("quant_method") != "compressed-tensors" or not known:
         raise ValueError(f"{folder}/config.json: quantization_config is not that of "
                          "compressed-tensors NVFP4 weights")
 
 
-def load_nvfp4(shards, name, shape, device="cpu"):
-    """nvfp4.quantize's three tensors of the (N, K) linear "model.layers.0.mlp.up_proj"."""
+def load_nvfp4(shards, name, device="cpu"):
+    """nvfp4.quantize's three tensors of the linear "model.layers.0.mlp.up_proj", once checked."""
     check_nvfp4(shards.folder)
-    N, K = shape
-    shards.check(f"{name}.weight_packed", (N, K // 2))
-    shards.check(f"{name}.weight_scale", (N, K // 16))
     packed, block_scale, inverse = (shards.get(f"{name}.weight_{part}", device)
                                     for part in ("packed", "scale", "global_scale"))
     where = f"{shards.folder}: {name}"
-    if packed.dtype != torch.uint8 or block_scale.dtype != torch.float8_e4m3fn:
-        raise ValueError(f"{where}: {packed.dtype} codes, {block_scale.dtype} scales: not NVFP4")
     if not (block_scale.float() >= 0).all():
         raise ValueError(f"{where}: a block scale is negative or NaN")
-    global_scale = 1 / inverse.float().reshape(())
-    if not (global_scale.isfinite() and global_scale > 0):
-        raise ValueError(f"{where}: weight_global_scale is {inverse.item()}")
+    global_scale = 1 / inverse.float().flatten()[0]
+    if not (inverse.numel() == 1 and global_scale.isfinite() and global_scale > 0):
+        raise ValueError(f"{where}: weight_global_scale is {inverse.tolist()}")
     return packed, block_scale, global_scale
 
 
@@ -293,26 +412,37 @@ def write_peft(folder, tensors, model_name, rank, alpha, norms):
     write_atomically(folder / "adapter_config.json", json.dumps(config, indent=2).encode())
 
 
+PEFT = {"peft_type": ("'LORA'", lambda value: value == "LORA", True),
+        "r": (*whole(1, 2**16), True),
+        "lora_alpha": ("a number above 0", is_positive, True),
+        "modules_to_save": (f"null or {list(NORMS)}",
+                            lambda value: isinstance(value, list) and sorted(value) == sorted(NORMS)
+                            if value else True, False)}
+
+
 def read_peft(folder):
     """-> adapter_config.json and the tensors of a plain LoRA adapter on every linear."""
-    folder = Path(folder)
-    try:
-        config = read_json(folder / "adapter_config.json")
-        tensors = load_file(folder / "adapter_model.safetensors")
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"{folder}: not a readable PEFT adapter folder ({error})") from None
+    path = Path(folder) / "adapter_config.json"
+    file = Path(folder) / "adapter_model.safetensors"
+    config = read_json(path)
+    check(path, config, PEFT)
     variants = [key for key in VARIANTS if config.get(key)]
-    kind = config.get("peft_type")
     targets = config.get("target_modules")
-    if kind != "LORA" or variants or set(targets or ()) != set(TARGETS):
+    if variants or not isinstance(targets, list) or {*map(str, targets)} != set(TARGETS):
         raise ValueError(f"{folder}: need a plain LoRA adapter on {', '.join(TARGETS)}, "
-                         f"got {kind} on {targets} {' '.join(variants)}")
-    if not {"r", "lora_alpha"} <= config.keys():
-        raise ValueError(f"{folder}/adapter_config.json: needs r and lora_alpha")
-    rank = config["r"]
-    alpha = config["lora_alpha"]
-    if not (isinstance(rank, int) and rank > 0 and isinstance(alpha, (int, float))):
-        raise ValueError(f"{folder}/adapter_config.json: r is {rank!r}, lora_alpha {alpha!r}")
+                         f"got one on {short(targets)} {' '.join(variants)}")
+    try:
+        tensors = load_file(file) if file.is_file() else None
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{file}: not a readable PEFT adapter ({error})") from None
+    if tensors is None:
+        raise ValueError(f"{file}: missing")
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or not tensor.float().isfinite().all():
+            raise ValueError(f"{file}: {name} is {tensor.dtype}, or holds NaN or infinity")
+        if name.endswith("lora_A.weight") and tensor.shape[:1] != (config["r"],):
+            raise ValueError(f"{file}: {name} has shape {tuple(tensor.shape)}, {path.name} says "
+                             f"r is {config['r']}")
     return config, tensors
 
 

@@ -13,13 +13,17 @@ Work is linear in the length of the text. Not here: time limits, threads, a judg
 """
 import importlib
 import importlib.util
+import inspect
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 from answers import END_OF_TURN, can_read, is_equal  # noqa: F401 (can_read is used by others)
+from program import Stopped, first_line
 
 MAX_TAIL = 20_000      # characters searched for tags, markers and numbers; boxes are found anywhere
 
@@ -250,46 +254,97 @@ def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
     return -min(1.0, max(0.0, over))
 
 
-def score(tokenizer, problems, rollouts, style="boxed"):
-    """Rollouts of P problems -> one dict a row: what was said, what was read, and the verdict."""
+def score(tokenizer, problems, rollouts, style="boxed", plug_in=None):
+    """Rollouts of P problems -> one dict a row: what was said, what was read, the verdict, and
+    `task`, the grader's reward or the plug-in's, with the latter's `parts`.
+    """
     group_size = len(rollouts.completions) // len(problems)
+    texts = [tokenizer.decode(completion) for completion in rollouts.completions]
     rows = []
-    for i, completion in enumerate(rollouts.completions):
+    for i, text in enumerate(texts):
         problem = problems[i // group_size]
-        text = tokenizer.decode(completion)
         verdict = grade(text, problem.answer, "tags" if style == "tags" else "boxed")
-        rows.append({
+        row = {
             "id": problem.id, "question": problem.question, "answer": problem.answer,
             "completion": text, "extracted": verdict.answer, "rule": verdict.rule,
             "correct": float(verdict.correct), "format": float(verdict.format),
-            "length": len(completion), "finished": rollouts.finished[i],
-            "mean_logprob": rollouts.logprobs[i].mean().item(),
-        })
+            "length": len(rollouts.completions[i]), "finished": rollouts.finished[i],
+            "mean_logprob": rollouts.logprobs[i].mean().item(), "task": float(verdict.correct),
+        }
+        if plug_in:
+            first = i - i % group_size
+            row["parts"] = plug_in(text, problem, texts[first:first + group_size])
+            row["task"] = sum(row["parts"].values())
+        rows.append(row)
     return rows
 
 
-def load_reward(spec: str) -> Callable:
-    """"module:function" -> the function, from a file in the working directory or any module.
+# --------------------------------------------------------------------------------------------------
+# Functions of the user's
 
-    It is called as function(completion, gold) and returns a number or a dict of numbers (summed).
+class PlugIn:
+    """--reward module:function, called as function(completion, problem), and with the group's
+    completions as well if it takes a third argument. `problem` is a dict: every field of its row,
+    with id, question and answer. Returns a number, or a dict of numbers that are summed.
     """
+
+    def __init__(self, spec):
+        self.name = f"--reward {spec}"
+        self.function = load_function(spec, "--reward")
+        try:
+            taken = inspect.signature(self.function).parameters.values()
+        except (TypeError, ValueError):          # of a builtin, which tells nothing
+            taken = [None, None]
+        positional = [p for p in taken if p is None or p.kind in (p.POSITIONAL_ONLY,
+                                                                  p.POSITIONAL_OR_KEYWORD)]
+        self.arguments = 3 if len(positional) > 2 else 2
+
+    def __call__(self, completion, problem, group):
+        """-> {part: number}; a NaN is a number, and a row of it is left out."""
+        about = f"problem {problem.id}, completion {completion[:80]!r}"
+        given = (completion, problem.fields(), group)[:self.arguments]
+        value = call(self.name, self.function, about, *given)
+        parts = value if isinstance(value, dict) else {"reward": value}
+        try:
+            if any(isinstance(part, str) for part in parts.values()):
+                raise TypeError
+            return {str(name): float(part) for name, part in parts.items()}
+        except (TypeError, ValueError):
+            raise Stopped(f"{self.name}: returned {repr(value)[:80]}, expected a number or a dict "
+                          f"of numbers ({about})") from None
+
+
+def call(name, function, about, *arguments):
+    """A user's function. What it raises ends the program in one line that names it and its line."""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        raise Stopped(f"{name}: {type(error).__name__}: {first_line(error)} at {at.filename}:"
+                      f"{at.lineno} ({about})") from None
+
+
+def load_function(spec: str, flag: str) -> Callable:
+    """"module:function" -> the function, from a file in the working directory or any module."""
     module_name, _, name = spec.partition(":")
     if not (module_name and name):
-        raise ValueError(f"--reward takes module:function, got {spec!r}")
+        raise ValueError(f"{flag} takes module:function, got {spec!r}")
     path = os.path.join(os.getcwd(), *module_name.split(".")) + ".py"
     try:
-        if os.path.exists(path):
+        if os.path.isfile(path):
             module = load_file(module_name, path)
         else:
             module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(f"--reward {spec}: cannot import {module_name!r} ({error})") from None
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{flag} {spec}: cannot import {module_name!r} ({type(error).__name__}: "
+                         f"{error})") from None
     function = getattr(module, name, None)
     if not callable(function):
-        raise ValueError(f"--reward {spec}: {module_name!r} has no function {name!r}")
+        raise ValueError(f"{flag} {spec}: {module_name!r} has no function {name!r}")
     return function
 
 
+@cache
 def load_file(name: str, path: str):
     """A module from its file; in sys.modules while it runs, where a dataclass looks for it."""
     spec = importlib.util.spec_from_file_location(name, path)

@@ -28,48 +28,69 @@ Not here: model parallelism, elastic restarts.
 import hashlib
 import importlib
 import json
+import math
 import os
+import platform
+import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib import metadata
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 from tqdm import tqdm
+
+from program import Stopped, first_line, short
+
+try:
+    import fcntl
+except ImportError:                              # Windows: there run.json alone is exclusive
+    fcntl = None
 
 RANK = int(os.environ.get("RANK", 0))
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
-SIGNALS = signal.SIGTERM, signal.SIGINT
+SIGNALS = [signal.SIGTERM, signal.SIGINT]
+if getattr(signal, "SIGHUP", None) and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+    SIGNALS.append(signal.SIGHUP)                # a lost terminal; nohup has it ignored
 
 
-class Stopped(BaseException):
-    """The run ends though it did nothing wrong. Not an Exception: no library may swallow it."""
+def device_of(name, model):
+    """--device -> torch.device, of several ranks each its own GPU; ValueError if there is none.
 
-
-def first_line(error):
-    """An exception's message in one line, its class where it has none."""
-    return (str(error) or type(error).__name__).splitlines()[0]
-
-
-def device_of(name):
-    """--device -> torch.device, of several ranks each its own GPU; ValueError if there is none."""
+    name None: a GPU if there is one, else the CPU for a model that is here already.
+    """
+    if name is None and not torch.cuda.is_available() and not Path(model).is_dir():
+        raise ValueError(f"--model {model}: torch sees no GPU; --device cpu runs it on the CPU")
     try:
+        if name is None:
+            name = "cuda" if torch.cuda.is_available() else "cpu"
         device = torch.device(name)
     except RuntimeError as error:
         raise ValueError(f"--device {name}: {first_line(error)}") from None
-    if device.type != "cuda":
+    if device.type == "cpu" and device.index is None:
         return device
+    if device.type != "cuda":
+        raise ValueError(f"--device {name}: expected cpu, cuda or cuda:N")
     index = LOCAL_RANK if WORLD > 1 else device.index or 0
     if index >= torch.cuda.device_count():
         raise ValueError(f"--device {name}: torch sees {torch.cuda.device_count()} GPUs")
     return torch.device("cuda", index)
+
+
+def few_threads(model):
+    """Of a small model on a CPU: more than two wait for each other longer than they work."""
+    if model.device.type == "cpu" and model.config.width < 1024:
+        torch.set_num_threads(min(2, torch.get_num_threads()))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -183,6 +204,31 @@ def flush(path):
     os.close(handle)
 
 
+def claim(folder, resume):
+    """--out becomes this run's own. ValueError if it is not empty, or another process holds it."""
+    if RANK > 0:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"--out {folder}: not writable")
+    lock(folder)
+    if not resume and any(folder.iterdir()):
+        raise ValueError(f"--out {folder} is not empty: choose another folder, or --resume it")
+
+
+def lock(folder):
+    """ValueError while another process has it. A lock dies with its owner, however that ends."""
+    if fcntl is None:
+        return
+    handle = os.open(folder, os.O_RDONLY)        # open as long as the process lives
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"--out {folder}: another run is writing there") from None
+    except OSError:                              # a file system without locks
+        os.close(handle)
+
+
 def write_atomically(path, data):
     """bytes -> file, by a temporary one beside it. A crash leaves the old file or the new."""
     path = Path(path)
@@ -219,6 +265,33 @@ def new_folder(out):
 
 # -------------------------------------------------------------------------------------------------
 # The folder of a run
+
+LIBRARIES = "torch", "triton", "safetensors", "tokenizers", "numpy"
+
+
+def about(device):
+    """What run.json says of a start of its run: code, libraries, hardware, command, date."""
+    root = Path(__file__).parent
+    try:
+        git = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40"], cwd=root,
+                             capture_output=True, text=True, timeout=10)
+        commit = git.stdout.strip() or None
+    except (OSError, subprocess.TimeoutExpired):
+        commit = None
+    versions = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    gpu = device.type == "cuda"
+    hardware = torch.cuda.get_device_name(device) if gpu else f"{os.cpu_count()} CPU cores"
+    return {"commit": commit, "versions": versions, "hardware": f"{WORLD} x {hardware}",
+            "command": f"python {shlex.join(sys.argv)}", "date": now()}
+
+
+def now():
+    return time.strftime("%Y-%m-%d %H:%M:%S %z")
 
 def digest(tensors, counters):
     return hashlib.sha256(tensors + json.dumps(counters, sort_keys=True).encode()).hexdigest()
@@ -262,11 +335,19 @@ class Checkpoints:
                 tensors = (folder / "state.safetensors").read_bytes()
                 if counters.pop("sha256") != digest(tensors, counters):
                     raise ValueError("its checksum does not match")
-            except (OSError, ValueError, KeyError) as error:
+                held = load(tensors)
+            except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError,
+                    SafetensorError) as error:
                 lines.append(f"{folder}: damaged checkpoint passed over: {error}")
                 folder.rename(folder.with_name(f"damaged_{folder.name}_{time.time_ns()}"))
                 continue
-            for name, t in load(tensors).items():
+            kinds = [{name: (t.shape, t.dtype) for name, t in part.items()}
+                     for part in (held, self.tensors)]
+            numbers = all(type(value) in (int, float) for value in counters.values())
+            if kinds[0] != kinds[1] or not numbers or type(counters.get("step")) is not int:
+                raise Stopped(f"{folder}: holds no state of this run: {short(counters)}, "
+                              f"{short({name: tuple(t.shape) for name, t in held.items()})}")
+            for name, t in held.items():
                 self.tensors[name].copy_(t)
             self.counters = counters
             return lines + [f"{folder}: going on from here"]
@@ -274,7 +355,7 @@ class Checkpoints:
 
 
 class Folder:
-    """run.json, metrics.jsonl, samples.jsonl, checkpoints/ and adapter/ of one run.
+    """run.json, metrics.jsonl, samples.jsonl, checkpoints/, adapter/ and adapters/ of one run.
 
     live: name -> tensor that training changes; write_adapter(tensors, folder) writes PEFT's files.
     """
@@ -295,6 +376,7 @@ class Folder:
             for name in ("metrics.jsonl", "samples.jsonl"):      # later steps will be done again
                 trim_lines(self.path / name, self.checkpoints.counters.get("step", 0))
         elif RANK == 0:
+            (self.path / "run.json").touch(exist_ok=False)       # of two runs, one comes first
             write_atomically(self.path / "run.json", json.dumps(flags, indent=2).encode())
         counters = gather([self.checkpoints.counters])[0]
         if counters:
@@ -304,6 +386,13 @@ class Folder:
             self.save()                          # adapter/, in case the end came between the two
         return counters
 
+    def note(self, **changes):
+        """Changes keys of run.json."""
+        if RANK == 0:
+            path = self.path / "run.json"
+            flags = json.loads(path.read_text()) | changes
+            write_atomically(path, json.dumps(flags, indent=2).encode())
+
     def keep(self, counters):
         """The step is whole: from here on, whatever ends the run saves this."""
         self.checkpoints.keep(self.live, counters)
@@ -312,9 +401,14 @@ class Folder:
         """One JSON object a line, to disk before any checkpoint that counts on them."""
         if RANK == 0:
             with open(self.path / name, "a") as f:
-                f.write("".join(json.dumps(o) + "\n" for o in objects))
+                f.write("".join(json.dumps(finite(o), allow_nan=False) + "\n" for o in objects))
                 f.flush()
                 os.fsync(f.fileno())
+
+    def keep_adapter(self, name):
+        """A copy of the last whole step's adapter that stays: adapters/NAME."""
+        if RANK == 0:
+            self.write_adapter(self.checkpoints.tensors, self.path / "adapters" / name)
 
     def save(self):
         """Checkpoint and adapter/ of the last whole step -> what there is to say."""
@@ -327,12 +421,35 @@ class Folder:
         return f"step {kept.counters['step']} is saved"
 
 
+def finite(value):
+    """NaN and infinity are no JSON: null."""
+    if isinstance(value, dict):
+        return {key: finite(part) for key, part in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_lines(path):
+    """-> [(line, step)] of the whole lines of a log; Stopped names a line of something else."""
+    lines = []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        if not line.endswith(b"\n"):
+            break                                # cut off by a kill
+        try:
+            step = json.loads(line)["step"]
+            if type(step) is not int:
+                raise ValueError("its step is no whole number")
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise Stopped(f"{path}:{number}: no line of a run ({first_line(error)})") from None
+        lines.append((line, step))
+    return lines
+
+
 def trim_lines(path, step):
     """Keep the whole lines of a log that belong to steps before `step`."""
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    whole = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] < step]
-    if len(whole) < len(lines):
-        os.truncate(path, sum(map(len, whole)))
+    if path.exists():
+        kept = sum(len(line) for line, of_step in read_lines(path) if of_step < step)
+        if kept < path.stat().st_size:
+            os.truncate(path, kept)
 
 
 # -------------------------------------------------------------------------------------------------

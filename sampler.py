@@ -27,6 +27,7 @@ Not here: beam search, penalties, stop strings, prefix sharing between different
 Shapes: P prompts, G samples a prompt, n live rows, T tokens, V vocabulary, L layers, KV key-value
 heads, d head size.
 """
+import os
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -298,8 +299,8 @@ class Sequence:
 def sampler_for(engine_class, model, max_length, max_rows=256, kv_gib=None):
     """-> Sampler with a new KV pool for rows of at most max_length tokens, max_rows at a time.
 
-    kv_gib: memory for the KV blocks; by default what max_rows such rows need, on a GPU at most
-    half of what is free. ValueError if that does not hold even one row.
+    kv_gib: memory for the KV blocks; by default what max_rows such rows need, at most half of a
+    GPU's free memory or of the machine's. ValueError if that does not hold even one row.
     """
     c = model.config
     row_blocks = -(-max_length // BLOCK) + 1                     # +1: the prefix's rounding
@@ -307,6 +308,8 @@ def sampler_for(engine_class, model, max_length, max_rows=256, kv_gib=None):
     blocks = max_rows * row_blocks + 1                           # +1: block 0
     if kv_gib is None and model.device.type == "cuda":
         kv_gib = torch.cuda.mem_get_info(model.device)[0] / 2 / 2**30
+    elif kv_gib is None and hasattr(os, "sysconf"):              # not on Windows
+        kv_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2 / 2**30
     if kv_gib is not None:
         blocks = min(blocks, int(kv_gib * 2**30 / block_bytes))
     if blocks < row_blocks + 1:
@@ -314,7 +317,11 @@ def sampler_for(engine_class, model, max_length, max_rows=256, kv_gib=None):
         raise ValueError(f"KV pool of {kv_gib:.2f} GiB holds {max(blocks, 0) * BLOCK} tokens: less "
                          f"than one sequence of {max_length} tokens ({need:.2f} GiB)")
     shape = c.layers, 2, blocks, c.kv_heads, BLOCK, c.head_dim
-    kv = torch.zeros(shape, dtype=model.dtype, device=model.device)    # 0 * NaN would be NaN
+    try:
+        kv = torch.zeros(shape, dtype=model.dtype, device=model.device)    # 0 * NaN would be NaN
+    except RuntimeError:
+        raise ValueError(f"not enough memory for {blocks * block_bytes / 2**30:.1f} GiB of KV "
+                         "cache: lower --kv-gib, --max-rows or --max-new-tokens") from None
     return Sampler(engine_class(model, kv, max_rows), BlockPool(blocks), max_length, max_rows)
 
 

@@ -21,12 +21,15 @@ import argparse
 import dataclasses
 import functools
 import hashlib
+import json
 import math
 import operator
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
+import program  # isort: skip; before torch
 import torch
 from tqdm import tqdm
 
@@ -38,10 +41,11 @@ import lora
 import memory
 import model as qwen
 import rewards
-from flags import check_flags, out_folder, parse_args
+from evaluate import interval
+from flags import check_flags, parse_args
 from learner import Learner
-from run import (RANK, WORLD, Folder, Stopped, Tracker, all_sum, device_of, ending_with, first_line,
-                 gather, join, say, share, signals_wait)
+from run import (RANK, WORLD, Folder, Tracker, about, claim, device_of, ending_with, few_threads,
+                 gather, join, now, say, share, signals_wait)
 from sampler import BLOCK, Sampler, Sampling, TorchEngine, sampler_for
 from watch import Watch
 
@@ -55,6 +59,7 @@ class Progress:
     cursor: int = 0                              # problems taken so far
     tokens: int = 0                              # completion tokens sampled so far
     sigma: float = 0.0                           # of the next step, where --noise-kl steers it
+    best: float = -1e9                           # on the held-out problems
 
 
 @dataclass
@@ -64,7 +69,7 @@ class Run:
     tokenizer: data.Tokenizer
     problems: list                               # of data.Problem, as held_out
     held_out: list
-    plug_in: object                              # --reward's function, or None
+    plug_in: rewards.PlugIn                      # --reward's, or None
     model: qwen.Qwen2
     learner: Learner
     sampler: Sampler
@@ -72,45 +77,22 @@ class Run:
     tracker: Tracker
 
 
-def load_problems(args, tokenizer, source, split):
-    problems, unreadable = data.load_problems(source, split, is_readable=rewards.can_read)
-    if unreadable:
-        say(f"{source}: {unreadable} problems left out, their answers cannot be read")
-    problems, long = data.encode_prompts(tokenizer, problems, args.prompt_style,
-                                         args.max_prompt_tokens)
-    if long:
-        say(f"{source}: {long} prompts of more than {args.max_prompt_tokens} tokens left out")
-    if len(problems) < 2:
-        raise ValueError(f"{source}: {len(problems)} problems are left, need 2")
-    return problems
-
-
-def split_problems(args, tokenizer):
-    """-> problems to train on, problems held out."""
-    problems = load_problems(args, tokenizer, args.data, "train")
-    most = args.eval_problems or None
-    if args.eval_data or data.has_test_split(args.data):
-        held_out = load_problems(args, tokenizer, args.eval_data or args.data, "test")
-        return problems, held_out[:most]
-    held = max(1, min(most or 256, len(problems) // 10))         # the end of a file of one's own
-    return problems[:-held], problems[-held:]
-
-
-def make_sampler(args, model, learner):
+def make_sampler(args, model, learner, held_out):
     """-> the sampler; on a GPU, what the memory allows, for it and for the learner's batches."""
     longest = args.max_prompt_tokens + args.max_new_tokens
+    sampled = math.ceil(args.prompts_per_step * args.oversample) * args.group_size
+    rows = min(args.max_rows, max(sampled, held_out))
     tokens = args.micro_batch_tokens or memory.MICRO_BATCH_TOKENS[0]
     kept = 0
     if model.device.type == "cuda":
         from decode import GraphEngine                           # the engine room: Triton
         plan = memory.Plan(model, model.adapter, args.max_prompt_tokens, args.max_new_tokens,
-                           args.micro_batch_tokens, args.max_rows, args.kv_gib, args.memory_gib,
-                           say)
-        sampler = sampler_for(GraphEngine, model, longest, args.max_rows, plan.pool / 2**30)
+                           args.micro_batch_tokens, rows, args.kv_gib, args.memory_gib, say)
+        sampler = sampler_for(GraphEngine, model, longest, rows, plan.pool / 2**30)
         tokens = plan.micro_batch_tokens
         kept = plan.dry_step().kept
     else:
-        sampler = sampler_for(TorchEngine, model, longest, args.max_rows, args.kv_gib)
+        sampler = sampler_for(TorchEngine, model, longest, rows, args.kv_gib)
     tokens = min(gather([tokens]))               # ranks deal out one list: all must cut it alike
     learner.fit(tokens, kept)
     say(f"KV pool: {sampler.engine.kv.nbytes / 2**30:.2f} GiB, {len(sampler.pool) * BLOCK:,} "
@@ -120,28 +102,41 @@ def make_sampler(args, model, learner):
 
 
 def prepare(args, before):
+    """What is cheap to check comes first, before downloads, tokens and weights."""
+    if args.adapter and not args.resume:
+        config, _ = hf.read_peft(args.adapter)
+        args.lora_rank = config["r"]
+        args.lora_alpha = config["lora_alpha"]
+        args.train_norms = bool(config.get("modules_to_save"))
     check_flags(args, before)
-    device = device_of(args.device)
+    device = device_of(args.device, args.model)
+    args.device = args.device or device.type
+    plug_in = rewards.PlugIn(args.reward) if args.reward else None
+    data.style_of(args.prompt_style)
+    data.check_source(args.data)
+    data.check_source(args.eval_data or args.data)
+    out = Path(args.out)
+    claim(out, args.resume)
     folder = hf.resolve(args.model)
+    hf.check_lengths(folder, args.max_prompt_tokens + args.max_new_tokens, args.lora_rank)
     tokenizer = data.Tokenizer(folder)
-    problems, held_out = split_problems(args, tokenizer)
-    plug_in = rewards.load_reward(args.reward) if args.reward else None
-    out = out_folder(args)
-    if RANK == 0 and not args.resume and out.exists() and any(out.iterdir()):
-        raise ValueError(f"--out {out} is not empty: choose another folder, or --resume it")
-    out.mkdir(parents=True, exist_ok=True)
+    problems, held_out = data.split_problems(args, tokenizer)
     if device.type == "cuda":
         memory.bound(args.memory_gib, device)
         torch.cuda.set_device(device)                            # Triton launches on this one
     join(device)
     model = qwen.load(folder, args.base, device, args.dtype, tokenizer.vocab_size)
-    lora.Adapter(model, args.lora_rank, args.lora_alpha, args.train_norms, args.seed)
+    few_threads(model)
+    if args.adapter and not args.resume:
+        lora.load_adapter(model, args.adapter)
+    else:
+        lora.Adapter(model, args.lora_rank, args.lora_alpha, args.train_norms, args.seed)
     loss = grpo.LOSSES[args.loss]
     loss = dataclasses.replace(
         loss, clip_low=args.clip_low or loss.clip_low, clip_high=args.clip_high or loss.clip_high,
         correction=args.correction, cap=args.correction_cap, kl_beta=args.kl_beta)
     learner = Learner(model, loss, args.temperature, args.max_grad_norm, args.weight_decay)
-    sampler = make_sampler(args, model, learner)
+    sampler = make_sampler(args, model, learner, len(held_out))
 
     def write_adapter(tensors, folder):
         lora.save_adapter(model, folder, tensors["master"])
@@ -153,13 +148,18 @@ def prepare(args, before):
 
 def begin(run):
     """-> Progress, of the checkpoint that a resumed run goes on from."""
-    counters = run.folder.start(vars(run.args), run.args.resume)
+    args = run.args
+    counters = run.folder.start(vars(args) | {"about": about(run.model.device)}, args.resume)
     run.learner.restore(counters)
     mine = run.learner.tensors()["master"].cpu().numpy().tobytes()
     digests = gather([hashlib.sha256(mine).hexdigest()])
     assert len(set(digests)) == 1, "ranks start from different adapters"
-    mine = {field.name for field in dataclasses.fields(Progress)} & counters.keys()
-    progress = Progress(**{name: counters[name] for name in mine})
+    names = {field.name for field in dataclasses.fields(Progress)} & counters.keys()
+    progress = Progress(**{name: counters[name] for name in names})
+    if args.resume:
+        run.folder.note(steps=args.steps, resumed=now())
+    if progress.step >= args.steps:
+        say(f"all {args.steps} steps of {args.out} are done: --resume --steps N does more")
     keep(run, progress)
     return progress
 
@@ -190,21 +190,21 @@ def sample(run, step, sigma, cursor, count):
 
 
 def score(run, problems, rollouts):
-    """-> rows of rewards.score() with `task`, the grader's or the plug-in's reward, and `reward`:
-    that, the format's and the length's.
-    """
+    """-> rows of rewards.score() with `reward`: `task`, the format's and the length's."""
     args = run.args
-    rows = rewards.score(run.tokenizer, problems, rollouts, args.prompt_style) if problems else []
+    rows = scored(run, problems, rollouts)
     for row in rows:
-        row["task"] = row["correct"]
-        if run.plug_in:
-            parts = run.plug_in(row["completion"], row["answer"])
-            row["task"] = sum(parts.values()) if isinstance(parts, dict) else float(parts)
         row["reward"] = row["task"] + args.format_weight * row["format"]
         if args.overlong_buffer:
             row["reward"] += rewards.overlong_penalty(row["length"], args.max_new_tokens,
                                                       args.overlong_buffer)
     return rows
+
+
+def scored(run, problems, rollouts):
+    if not problems:                             # of this rank
+        return []
+    return rewards.score(run.tokenizer, problems, rollouts, run.args.prompt_style, run.plug_in)
 
 
 def sample_and_score(run, step, sigma, cursor, count):
@@ -226,7 +226,7 @@ def compare(run, rows):
     task = torch.tensor([row["task"] for row in rows])
     shaping = torch.tensor([row["reward"] - row["task"] for row in rows])
     if task.isnan().all():
-        raise Stopped(f"--reward {args.reward}: nan for each of {len(rows)} completions")
+        raise program.Stopped(f"--reward {args.reward}: nan for each of {len(rows)} completions")
     finished = torch.tensor([row["finished"] for row in rows])
     lengths = torch.tensor([row["length"] for row in rows])
     advantages = grpo.group_advantages(task, args.group_size, args.advantage_scale, shaping)
@@ -276,11 +276,13 @@ def report(run, rows, advantages, weights, rollouts, updates):
         return sum(row[key] for row in rows) / len(rows)
 
     rewards, task = (torch.tensor([row[key] for row in rows]) for key in ("reward", "task"))
+    parts = {f"reward_{name}": sum(row["parts"].get(name, 0.0) for row in rows) / len(rows)
+             for name in dict.fromkeys(name for row in rows for name in row.get("parts", ()))}
     informative = grpo.keep_informative(task, G).float().mean().item()
     learned = (advantages != 0) & (sum(weights) > 0)
     taught = [update for update in updates if update.sums] or updates
     last = grpo.summarize(taught[-1].sums)
-    return {"reward": rewards.nanmean().item(), "accuracy": mean("correct"),
+    return {"reward": rewards.nanmean().item(), **parts, "accuracy": mean("correct"),
             "format": mean("format"), "length": mean("length"), "truncated": 1 - mean("finished"),
             "informative": informative, "groups": int(learned.view(-1, G).any(dim=1).sum()),
             **grpo.summarize(taught[0].sums),    # of the first: before the policy has moved
@@ -289,23 +291,31 @@ def report(run, rows, advantages, weights, rollouts, updates):
             "idle": rollouts.idle, "tokens_per_s": rollouts.num_tokens / rollouts.seconds}
 
 
-def held_out_accuracy(run, step):
-    """Greedy answers to the held-out problems, each rank its share, without noise."""
-    args = run.args
+def evaluate_held_out(run, step, bar):
+    """Greedy answers to the held-out problems, each rank its share, without noise -> metrics."""
+    began = time.time()
     problems = share(run.held_out)
-    greedy = Sampling(args.max_new_tokens, run.tokenizer.end_ids, temperature=0.0)
+    greedy = Sampling(run.args.max_new_tokens, run.tokenizer.end_ids, temperature=0.0)
     rollouts = run.sampler.generate([p.prompt for p in problems], 1, greedy)
-    rows = rewards.score(run.tokenizer, problems, rollouts, args.prompt_style) if problems else []
-    rows = gather(rows)
-    accuracy = sum(row["correct"] for row in rows) / len(rows)
-    say(f"after {step} steps: held-out accuracy {accuracy:.3f}")
-    return accuracy
+    rows = gather(scored(run, problems, rollouts))
+    metrics = {"eval_accuracy": sum(row["correct"] for row in rows) / len(rows)}
+    if run.plug_in:
+        metrics["eval_reward"] = sum(row["task"] for row in rows) / len(rows)
+    said = ", ".join(f"{name[5:]} {value:.3f}" for name, value in metrics.items())
+    say(f"after {step} steps: held-out {said}")
+    if not bar.disable:
+        bar.start_t += time.time() - began       # its steps per second leave this out
+    return metrics
+
+
+def held_out_score(metrics):
+    return metrics.get("eval_reward", metrics["eval_accuracy"])
 
 
 def give_up(run, verdict, step, master):
     if RANK == 0:
         run.folder.write_adapter({"master": master}, run.folder.path / "best")
-    raise Stopped(f"{verdict}; best/ is the adapter of step {step}")
+    raise program.Stopped(f"{verdict}; best/ is the adapter of step {step}")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -319,7 +329,7 @@ def train(run, bar):
     for step in range(progress.step, args.steps):
         metrics = {"step": step}
         if step == 0:                                            # accuracy before training
-            metrics["eval_accuracy"] = held_out_accuracy(run, 0)
+            metrics |= evaluate_held_out(run, 0, bar)
 
         # 1) Sample, and score each answer.
         began = time.perf_counter()
@@ -338,15 +348,18 @@ def train(run, bar):
         # 4) Report. Not the loss: on centred advantages its value says nothing about learning.
         metrics |= report(run, rows, advantages, weights, rollouts, updates)
         progress = Progress(step + 1, progress.cursor + count,
-                            progress.tokens + rollouts.num_tokens)
+                            progress.tokens + rollouts.num_tokens, best=progress.best)
         if args.noise_kl:
             seen = metrics.get("mismatch_k3", args.noise_kl)     # nothing taught: sigma stays
             progress.sigma = aqn.sigma_for(args.noise_kl, sigma, seen)
         metrics |= {"sigma": sigma, "tokens": progress.tokens, "seconds": done - began,
                     "seconds_sample": updating - began, "seconds_update": done - updating}
         last = progress.step == args.steps
+        better = False
         if "eval_accuracy" not in metrics and (last or progress.step % args.eval_every == 0):
-            metrics["eval_accuracy"] = held_out_accuracy(run, progress.step)
+            metrics |= evaluate_held_out(run, progress.step, bar)
+            better = held_out_score(metrics) > progress.best
+            progress.best = max(progress.best, held_out_score(metrics))
         samples = [{"step": step, "advantage": a, **row}
                    for a, row in zip(advantages.tolist(), rows)]
         with signals_wait():
@@ -355,32 +368,92 @@ def train(run, bar):
             keep(run, progress)
             if last or progress.step % args.save_every == 0:
                 run.folder.save()
+            if args.keep and progress.step % args.keep == 0:
+                run.folder.keep_adapter(f"step_{progress.step:06d}")
+            if args.keep and better:
+                run.folder.keep_adapter("best")
         run.tracker.log(metrics)
+        tell(run, bar, metrics, rows)
         if watch.see(metrics):
             good = progress.step, run.folder.checkpoints.tensors["master"].clone()
         if watch.verdict:
             give_up(run, watch.verdict, *good)
-        bar.set_postfix({k: f"{metrics[k]:.3g}" for k in ("reward", "length", "tokens_per_s")})
-        bar.update()
+    run.folder.note(ended=now())
+
+
+# -------------------------------------------------------------------------------------------------
+# What it says
+
+def greet(run):
+    args = run.args
+    device = run.model.device
+    why = "" if device.type == "cuda" or torch.cuda.is_available() else ", torch sees no GPU"
+    say(f"{args.steps} steps of {args.prompts_per_step} problems x {args.group_size} answers: "
+        f"{args.model} as {args.base} learns {args.data} ({len(run.problems):,} problems, "
+        f"{len(run.held_out):,} held out) on {WORLD} x {device}{why}; "
+        f"{run.learner.adapter.master.numel():,} trained parameters; writes {args.out}")
+
+
+def tell(run, bar, metrics, rows):
+    """A step on the bar, or as a line where there is no terminal."""
+    args = run.args
+    step = metrics["step"] + 1
+    figures = {key: f"{metrics[key]:.3g}"
+               for key in ("reward", "accuracy", "length", "tokens_per_s")}
+    if bar.n == bar.initial:
+        left = (args.steps - step) * metrics["seconds"]
+        say(f"a step takes {metrics['seconds']:.1f} s: {duration(left)} to go, without evaluations")
+    bar.set_postfix(figures)
+    bar.update()
+    if bar.disable:
+        bar.n += 1
+        said = ", ".join(f"{key} {value}" for key, value in figures.items())
+        say(f"step {step}/{args.steps}: {said}, {metrics['seconds']:.1f} s")
+    if args.show and step % args.show == 0:
+        row = rows[0]
+        said = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1]
+                       for c in f"{row['question']}\n-> {row['completion']}")
+        say(f"step {step}, {row['id']}, reward {row['reward']:.3g}:\n{said}")
+
+
+def duration(seconds):
+    minutes = round(seconds / 60)
+    if minutes < 2:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def farewell(run):
+    """Where the run is, what it changed, how long it took, what can be done with it."""
+    if RANK > 0:
+        return
+    lines = (run.folder.path / "metrics.jsonl").read_text().splitlines()
+    metrics = [json.loads(line) for line in lines]
+    seconds = sum(m["seconds"] for m in metrics)
+    n = len(run.held_out)
+    texts = []
+    for accuracy in [m["eval_accuracy"] for m in metrics if "eval_accuracy" in m]:
+        right = round(accuracy * n)
+        share, low, high = interval([1.0] * right + [0.0] * (n - right))
+        texts.append(f"{share:.1%} [{low:.1%}, {high:.1%}]")
+    say(f"{run.folder.path}: {len(metrics)} steps in {duration(seconds)}; held-out accuracy "
+        f"{texts[0]} before, {texts[-1]} after, on {n} problems")
+    say(f"next: python evaluate.py {run.folder.path}\n"
+        f"      python -m tools.report {run.folder.path}\n"
+        f"      python -m tools.convert merge {run.folder.path} OUT")
 
 
 def main():
-    try:
+    with program.one_line("train.py"):
         args, before = parse_args()
         run = prepare(args, before)
-    except (ValueError, OSError, Stopped) as error:
-        sys.exit(f"train.py: {first_line(error)}")
-    except RuntimeError as error:
-        if "allocate" not in str(error):         # of a GPU or the host; the host has no class
-            raise
-        sys.exit(f"train.py: not enough memory: {first_line(error)}")
-    trained = run.learner.adapter.master.numel()
-    say(f"{args.model} as {args.base} on {WORLD} x {run.model.device}: {trained:,} trained "
-        f"parameters; {len(run.problems)} problems, {len(run.held_out)} held out; "
-        f"{args.prompts_per_step} x {args.group_size}")
-    bar = tqdm(total=args.steps, unit="step", dynamic_ncols=True, disable=RANK > 0)
+    greet(run)
+    plain = RANK > 0 or not sys.stderr.isatty()
+    bar = tqdm(total=args.steps, unit="step", dynamic_ncols=True, disable=plain)
     with ending_with(run.folder.save, f"go on with --resume --out {run.folder.path}"), bar:
         train(run, bar)
+        bar.close()
+        farewell(run)
 
 
 if __name__ == "__main__":

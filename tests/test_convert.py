@@ -64,7 +64,7 @@ def test_converted_folder_loads_back_as_quantized_in_memory(bf16, tiny, tmp_path
             weights = [tensors.pop(f"{name}.weight") for name in names]
             scale = nvfp4.global_scale_for(*weights)
             for name, w in zip(names, weights):
-                got = hf.load_nvfp4(after, name, w.shape)
+                got = hf.load_nvfp4(after, name)
                 want = nvfp4.quantize(w, scale)
                 assert all(same_bytes(a.reshape(-1), b.reshape(-1)) for a, b in zip(got, want)), name
                 assert f"{name}.weight" not in after.names
@@ -172,5 +172,5 @@ def test_what_cannot_be_merged_is_one_line_and_nothing_is_overwritten(trained, t
     assert line == f"convert merge: {tmp_path}/taken: exists and is not an empty folder"
     assert "run.json" in run(monkeypatch, "merge", tmp_path / "taken", tmp_path / "out")
     (run_folder / "adapter" / "adapter_config.json").unlink()
-    assert "not a readable PEFT adapter folder" in run(monkeypatch, "merge", run_folder, tmp_path / "out")
+    assert "adapter_config.json: cannot be read" in run(monkeypatch, "merge", run_folder, tmp_path / "out")
     assert not (tmp_path / "out").exists() and [p.name for p in (tmp_path / "taken").iterdir()] == ["notes.txt"]

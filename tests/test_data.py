@@ -71,13 +71,39 @@ def test_golds_are_found_under_the_names_in_use(tmp_path, row, answer):
     ('{"problem": "q", "solution": "an unclosed \\\\boxed{12, and then\\nmore"}', "has no answer"),
     ('{"answer": "1"}', "has no question"),
     ('{"question": "q", "answer": "1"', "not JSON"),
-    ('["q", "1"]', "not an object"),
+    ('["q", "1"]', "not an object"), ("[" * 100_000, "not JSON"),
+    ('{"question": NaN, "answer": "1"}', "NaN is no JSON"),
+    ('{"question": "q", "answer": NaN}', "NaN is no JSON"), ('{"question": "q", "answer": 1e999}', "has no answer"),
+    (r'{"question": "\ud800", "answer": "1"}', "half a surrogate pair"),
+    ('{"prompt": [], "answer": "1"}', "has no question"),
+    (r'{"question": "q", "answer": "1", "id": "\udc00"}', "half a surrogate pair"), ("3", "not an object but int"),
+    ('{"prompt": [3], "answer": "1"}', "has no question"), ('{"question": {"a": 1}, "answer": "1"}', "has no question"),
+    ('{"frage": "q", "answer": "1"}', r"none of question, problem, prompt holds one \(its fields: frage, answer\)"),
+    ('{"question": "q", "gold": "1"}', "none of answer, final_answer, ground_truth, solution holds one"),
 ])
 def test_a_bad_line_ends_the_load_with_file_line_and_what_is_missing(tmp_path, line, missing):
     path = tmp_path / "bad.jsonl"
     path.write_text('{"question": "q", "answer": "1"}\n\n' + line + "\n")
     with pytest.raises(ValueError, match=rf"bad\.jsonl:3: .*{missing}|bad\.jsonl:3: {missing}"):
         data.load_problems(str(path))
+
+
+def test_objects_may_take_several_lines(tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps({"question": "a", "answer": "1"}, indent=2) + "\n"
+                    + json.dumps({"question": "b", "answer": "2"}, indent=2))
+    assert data.load_problems(str(path))[0] == [Problem("x-1", "a", "1"), Problem("x-5", "b", "2")]
+
+
+def test_a_reward_of_ones_own_needs_no_gold_and_sees_every_field(tmp_path):
+    (problem,), _ = data.load_problems(write(tmp_path / "x.jsonl", {"question": "q", "level": 3}), needs_gold=False)
+    assert problem.answer == "" and problem.fields() == {"question": "q", "level": 3, "id": "x-1", "answer": ""}
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "x.jsonl")
+    with pytest.raises(ValueError, match="no data file"):
+        data.load_problems(str(tmp_path / "x.jsonl"))
 
 
 def test_a_line_separator_inside_a_string_does_not_split_the_line(tmp_path):
@@ -103,7 +129,7 @@ def test_golds_that_the_grader_cannot_read_are_left_out_and_counted(tmp_path):
 def test_unknown_missing_and_empty_sources_are_refused(tmp_path):
     with pytest.raises(ValueError, match="unknown data 'gsm9k'.*gsm8k"):
         data.load_problems("gsm9k")
-    with pytest.raises(FileNotFoundError, match="nowhere.jsonl"):
+    with pytest.raises(ValueError, match="nowhere.jsonl"):
         data.load_problems(str(tmp_path / "nowhere.jsonl"))
     with pytest.raises(ValueError, match="holds no problems"):
         data.load_problems(write(tmp_path / "empty.jsonl"))

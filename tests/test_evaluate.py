@@ -254,7 +254,7 @@ def test_a_fresh_adapter_is_said_to_be_the_base(tmp_path, capsys, monkeypatch):
     (["--temperature", "nan"], "got nan and 0.95"),
     (["--top-p", "0"], "0 < --top-p <= 1, got 0.0 and 0.0"),
     (["--model", "nowhere"], "--model nowhere: neither a folder nor a name"),
-    (["--adapter", "nowhere"], "nowhere: not a readable PEFT adapter folder"),
+    (["--adapter", "nowhere"], "nowhere/adapter_config.json: cannot be read (No such file"),
     (["--data", "nowhere.jsonl"], "no data file nowhere.jsonl"),
     (["--device", "abacus"], "--device abacus: Expected one of"),
     (["--device", "cuda:9"], "--device cuda:9: torch sees"),
@@ -288,7 +288,7 @@ def test_the_gpu_named_is_the_one_that_triton_launches_on(monkeypatch):
     chosen = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    assert [evaluate.select_device(name).type for name in ("cuda:1", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
+    assert [evaluate.select_device(name, '.').type for name in ("cuda:1", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
     assert chosen == [1, 0]
 
 

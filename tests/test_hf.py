@@ -8,6 +8,7 @@ trained block norms. Our folder in PEFT, and PEFT's folder here, give logits up 
 python -m pytest tests/test_hf.py -v
 """
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -93,7 +94,7 @@ def test_a_written_nvfp4_linear_is_read_back_as_quantized_in_memory(tiny, tmp_pa
             for name, w in zip(names, weights):
                 assert f"{name}.weight" not in shards.names
                 assert shards.get(f"{name}.weight_global_scale").tolist() == [1 / scale.item()]
-                for got, want in zip(load_nvfp4(shards, name, w.shape), nvfp4.quantize(w, scale), strict=True):
+                for got, want in zip(load_nvfp4(shards, name), nvfp4.quantize(w, scale), strict=True):
                     assert same_bytes(got, want)
     linears = [f"{name}.weight" for name in TARGETS]
     for name, want in case.tensors.items():
@@ -208,17 +209,17 @@ def test_other_four_bit_checkpoints_are_not_read_as_ours(tiny, tmp_path, change)
 @pytest.mark.parametrize("part,value,words", [
     ("weight_scale", torch.full((64, 4), -1.0).to(torch.float8_e4m3fn), "a block scale is negative or NaN"),
     ("weight_scale", torch.full((64, 4), float("nan")).to(torch.float8_e4m3fn), "a block scale is negative or NaN"),
-    ("weight_scale", torch.ones(64, 4), "torch.float32 scales"),
-    ("weight_packed", torch.zeros(64, 32), "torch.float32 codes"),
+    ("weight_scale", torch.ones(64, 4), "is F32, expected F8_E4M3"),
+    ("weight_packed", torch.zeros(64, 32), "is F32, expected U8"),
     ("weight_packed", torch.zeros(64, 16, dtype=torch.uint8), r"shape \(64, 16\), config.json says \(64, 32\)"),
-    ("weight_global_scale", torch.zeros(1), "weight_global_scale is 0.0"),
-    ("weight_global_scale", torch.full((1,), -3.0), "weight_global_scale is -3.0"),
-    ("weight_global_scale", torch.full((1,), float("nan")), "weight_global_scale is nan")])
+    ("weight_global_scale", torch.zeros(1), r"weight_global_scale is \[0.0\]"),
+    ("weight_global_scale", torch.full((1,), -3.0), r"weight_global_scale is \[-3.0\]"),
+    ("weight_global_scale", torch.full((1,), float("nan")), r"weight_global_scale is \[nan\]")])
 def test_an_nvfp4_linear_that_decodes_to_nonsense_is_refused_by_name(tiny, tmp_path, part, value, words):
     name = "model.layers.1.self_attn.o_proj"
     tensors = quantized(tiny["tied"]) | {f"{name}.{part}": value}
     folder = write_folder(tmp_path / "bad", tiny["tied"].raw | {"quantization_config": hf.NVFP4_CONFIG}, tensors)
-    with pytest.raises(ValueError, match=f"bad: .*{name}.*{words}"):
+    with pytest.raises(ValueError, match=f"bad.*: .*{name}.*{words}"):
         load(folder, "nvfp4", "cpu")
 
 
@@ -265,9 +266,18 @@ def broken(tiny, folder, config=None, tensors=None, files=1, shape="tied"):
 
 @pytest.mark.parametrize("config,message", [
     (dict(architectures=["LlamaForCausalLM"]), r"config.json: architectures is \['LlamaForCausalLM'\]"),
-    (dict(use_sliding_window=True), "config.json: sliding windows"),
-    (dict(rope_scaling=dict(rope_type="yarn", factor=4.0)), "config.json: sliding windows and rope_scaling"),
-    (dict(rope_theta=None, rope_parameters=dict(rope_type="yarn", rope_theta=1e6)), "config.json: sliding"),
+    (dict(use_sliding_window=True), "config.json: use_sliding_window is True"),
+    (dict(rope_scaling=dict(rope_type="yarn", factor=4.0)), "config.json: rope_scaling is .*yarn"),
+    (dict(rope_theta=None, rope_parameters=dict(rope_type="yarn", rope_theta=1e6)),
+     "config.json: rope_parameters is .*yarn"),
+    *((dict([(key, value)]), f"config.json: {key} is ") for key, values in {
+        "hidden_act": ["gelu", 3], "num_hidden_layers": [0, -1, 2.0, "2", True, 10**9], "vocab_size": [[101], 0],
+        "rms_norm_eps": [-1e-6, 0, "1e-6"], "rope_theta": [-1, "x"], "tie_word_embeddings": ["yes", 1],
+        "max_position_embeddings": [0, "512"], "num_key_value_heads": [0, {}], "architectures": ["Qwen2ForCausalLM", 1],
+        "quantization_config": [[], "x"]}.items() for value in values),
+    (dict(num_key_value_heads=3), "heads do not divide"), (dict(head_dim=32), "heads do not divide"),
+    (dict(num_attention_heads=64), "heads do not divide"),
+    (dict(num_hidden_layers=1), "12 tensors that config.json does not account for, first model.layers.1"),
     (dict(hidden_size=128), r"layers.0.self_attn.q_proj.bias has shape \(64,\), config.json says \(128,\)"),
     (dict(num_hidden_layers=3), "no tensor model.layers.2"),
     (dict(tie_word_embeddings=False), "no tensor lm_head.weight"),
@@ -275,6 +285,69 @@ def broken(tiny, folder, config=None, tensors=None, files=1, shape="tied"):
 def test_config_that_does_not_fit_is_refused(tiny, tmp_path, config, message):
     with pytest.raises(ValueError, match=message):
         load(broken(tiny, tmp_path / "model", config), base="nvfp4", device="cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.bool, torch.uint8])
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.mlp.down_proj.weight"])
+def test_weights_that_are_no_real_numbers_are_refused(tiny, tmp_path, name, dtype):
+    value = tiny["tied"].tensors[name].to(dtype)
+    with pytest.raises(ValueError, match=f"model.safetensors: {name} is .*, expected BF16 or F16 or F32"):
+        load(broken(tiny, tmp_path / "model", tensors={name: value}), base="nvfp4", device="cpu")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.embed_tokens.weight",
+                                  "model.layers.1.self_attn.k_proj.bias",
+                                  "model.layers.0.post_attention_layernorm.weight",
+                                  "model.layers.0.mlp.up_proj.weight"])
+def test_a_number_that_is_not_finite_is_refused_by_name(tiny, tmp_path, name, value):
+    tensor = tiny["tied"].tensors[name].clone()
+    tensor.view(-1)[-1] = value
+    with pytest.raises(ValueError, match=f"model.safetensors: {name} holds NaN or infinity"):
+        load(broken(tiny, tmp_path / "model", tensors={name: tensor}), base="bf16", device="cpu")
+
+
+def test_an_unused_tensor_is_refused_but_a_copy_of_tied_weights_is_not(tiny, tmp_path):
+    extra = {"lm_head.weight": tiny["tied"].tensors["model.embed_tokens.weight"].clone()}
+    load(broken(tiny, tmp_path / "copy", tensors=extra), base="bf16", device="cpu")
+    with pytest.raises(ValueError, match="1 tensors that config.json does not account for, first model.layers.9.x"):
+        load(broken(tiny, tmp_path / "model", tensors={"model.layers.9.x": torch.zeros(2)}), base="bf16", device="cpu")
+
+
+@pytest.mark.parametrize("file", ["../x.safetensors", "/tmp/x.safetensors", "a/x.safetensors", "..", "x.bin", 3, []])
+def test_an_index_names_files_of_its_folder_alone(tiny, tmp_path, file):
+    folder = broken(tiny, tmp_path / "model", files=2)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["weight_map"]["model.norm.weight"] = file
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="index.json: places 'model.norm.weight' in .* no safetensors file"):
+        load(folder, device="cpu")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_a_pipe_or_a_folder_in_place_of_a_file_is_not_waited_for(tiny, tmp_path, name, make):
+    folder = broken(tiny, tmp_path / "model")
+    (folder / name).unlink(missing_ok=True)
+    make(folder / name)
+    with pytest.raises(ValueError, match=f"{name}: .*no regular file"):
+        load(folder, device="cpu")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"hidden_size": NaN}', '"a text"', "", "\xff", "null"])
+def test_a_config_that_is_no_object_names_the_file(tmp_path, text):
+    (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match="config.json: (cannot be read|holds no JSON object)") as error:
+        hf.read_qwen2(tmp_path / "config.json")
+    assert "\n" not in str(error.value)
+
+
+def test_lengths_and_ranks_beyond_the_model_are_refused(tiny):
+    hf.check_lengths(tiny["tied"].folder, 512, 64)
+    with pytest.raises(ValueError, match="max_position_embeddings is 512, less than 513, .*--max-new-tokens"):
+        hf.check_lengths(tiny["tied"].folder, 513)
+    with pytest.raises(ValueError, match="--lora-rank 100000 exceeds hidden_size, which is 64 in .*config.json"):
+        hf.check_lengths(tiny["tied"].folder, 2, 100000)
 
 
 def test_config_without_a_key_or_without_json_is_refused(tiny, tmp_path):
@@ -369,7 +442,7 @@ def test_weight_that_is_not_finite_is_refused_by_name(tiny, tmp_path):
     name = "model.layers.1.mlp.down_proj"
     w = tiny["tied"].tensors[f"{name}.weight"].clone()
     w[3, 5] = torch.inf
-    with pytest.raises(ValueError, match=f"{name}: a weight matrix holds inf"):
+    with pytest.raises(ValueError, match=f"{name}.weight holds NaN or infinity"):
         load(broken(tiny, tmp_path / "model", tensors={f"{name}.weight": w}), base="nvfp4", device="cpu")
 
 
@@ -443,18 +516,25 @@ A = "base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"
 
 
 @pytest.mark.parametrize("change,message", [
-    (dict(config=dict(r=4)), "tensors are missing, unknown or of another shape, first base_model.model.model.layers.0"),
+    (dict(config=dict(r=4)), r"lora_A.weight has shape \(3, 192\), adapter_config.json says r is 4"),
     (dict(drop=(A,)), f"1 tensors .* first {A}"),
     (dict(tensors={A: torch.zeros(3, 65)}), f"1 tensors .* first {A}"),
     (dict(tensors={"base_model.model.lm_head.lora_A.weight": torch.zeros(3, 64)}), "1 tensors .* first .*lm_head"),
-    (dict(config=dict(target_modules=["q_proj", "v_proj"])), "need a plain LoRA adapter on q_proj, .* got LORA on"),
-    (dict(config=dict(peft_type="IA3")), "got IA3"),
+    (dict(config=dict(target_modules=["q_proj", "v_proj"])), "need a plain LoRA adapter on q_proj, .* got one on"),
+    (dict(config=dict(peft_type="IA3")), "peft_type is 'IA3', expected 'LORA'"),
     (dict(config=dict(use_dora=True)), "plain LoRA"),
     (dict(config=dict(use_rslora=True)), "use_rslora"),                   # its scale is alpha / sqrt(r)
     (dict(config=dict(alpha_pattern={"q_proj": 64})), "alpha_pattern"),
-    (dict(drop=("r",)), "adapter_config.json: needs r and lora_alpha"),
+    (dict(drop=("r",)), "adapter_config.json: no r"),
+    *((dict(config={key: value}), f"adapter_config.json: {key} is") for key, values in {
+        "r": [True, "3", 2**40, -1, [3]], "lora_alpha": [0, -1, [], "x"],
+        "modules_to_save": ["lm_head", ["lm_head"], {"a": 1}],
+        "peft_type": [3, ["LORA"]]}.items() for value in values),
+    (dict(config=dict(target_modules=[{"a": 1}])), "need a plain LoRA adapter"),
+    (dict(tensors={A: torch.zeros(3, 64, dtype=torch.int8)}), f"{A} is torch.int8, or holds NaN"),
+    (dict(tensors={A: torch.full((3, 64), float("nan"))}), f"{A} is torch.float32, or holds NaN or infinity"),
     (dict(config=dict(r=0)), "adapter_config.json: r is 0"),
-    (dict(config=dict(lora_alpha="16")), "adapter_config.json: r is 3, lora_alpha '16'"),
+    (dict(config=dict(lora_alpha="16")), "adapter_config.json: lora_alpha is '16', expected a number above 0"),
 ])
 def test_adapter_that_would_compute_something_else_is_refused(tiny, tmp_path, change, message):
     model = load(tiny["tied"].folder, base="bf16", device="cpu")
@@ -464,7 +544,7 @@ def test_adapter_that_would_compute_something_else_is_refused(tiny, tmp_path, ch
 
 def test_folder_without_a_readable_adapter_is_refused(tiny, tmp_path):
     model = load(tiny["tied"].folder, base="bf16", device="cpu")
-    with pytest.raises(ValueError, match="nothing: not a readable PEFT adapter folder"):
+    with pytest.raises(ValueError, match="nothing/adapter_config.json: cannot be read .No such file"):
         load_adapter(model, tmp_path / "nothing")
     (tmp_path / "list").mkdir()
     (tmp_path / "list" / "adapter_config.json").write_text("[]")
@@ -472,7 +552,7 @@ def test_folder_without_a_readable_adapter_is_refused(tiny, tmp_path):
         load_adapter(model, tmp_path / "list")
     file = edited(tmp_path) / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
-    with pytest.raises(ValueError, match="not a readable PEFT adapter folder"):
+    with pytest.raises(ValueError, match="adapter_model.safetensors: not a readable PEFT adapter"):
         load_adapter(model, file.parent)
 
 

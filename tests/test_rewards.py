@@ -12,7 +12,9 @@ import pytest
 import torch
 
 import fuzz_rewards
-from rewards import extract, extract_answer, format_tags, grade, load_reward, overlong_penalty, score
+from data import Problem
+from program import Stopped
+from rewards import PlugIn, extract, extract_answer, format_tags, grade, load_function, overlong_penalty, score
 
 
 def boxed(answer):
@@ -150,27 +152,82 @@ def test_score_has_a_row_for_each_rollout_in_the_order_of_their_problems():
     assert [row["correct"] for row in rows] == [1, 0, 0, 1] and [row["format"] for row in rows] == [1, 0, 1, 0]
     assert rows[1] == {"id": "a", "question": "qa", "answer": "5", "completion": "the answer is 6.", "extracted": "6",
                        "rule": "marker", "correct": 0.0, "format": 0.0, "length": 2, "finished": True,
-                       "mean_logprob": -1.5}
+                       "mean_logprob": -1.5, "task": 0.0}
 
 
-def test_load_reward_takes_a_dataclass_with_postponed_annotations(tmp_path, monkeypatch):
-    """dataclasses looks its module up in sys.modules; one that fails to load must not stay there."""
+SOURCE = '''
+def length(completion, problem):
+    return len(completion)
+
+def asks(completion, problem, group):
+    return {"level": problem["level"], "asked": float("q" in problem["question"]), "others": len(group)}
+
+def breaks(completion, problem):
+    return 1 / len(completion)
+
+def words(completion, problem):
+    return "good"
+
+def nothing(completion, problem):
+    return None
+
+number = 3
+'''
+
+
+@pytest.fixture
+def plug_ins(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(SOURCE)
+    (tmp_path / "fails_to_load.py").write_text("raise RuntimeError('no')\n")
+    (tmp_path / "no_python.py").write_text("def f(:\n")
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    for name in ("mine", "fails_to_load", "no_python"):
+        sys.modules.pop(name, None)
+
+
+PROBLEM = Problem("p1", "q", "", row={"level": 5, "problem": "q"})
+
+
+def test_a_function_is_loaded_with_a_dataclass_of_postponed_annotations(tmp_path, monkeypatch):
+    """dataclasses looks its module up in sys.modules."""
     source = ("from __future__ import annotations\nfrom dataclasses import dataclass\n\n\n@dataclass\nclass Score:\n"
               "    value: float\n\n\ndef length(completion, gold):\n    return Score(len(completion)).value\n")
     (tmp_path / "scored_by_length.py").write_text(source)
-    (tmp_path / "fails_to_load.py").write_text("raise RuntimeError('no')\n")
     monkeypatch.chdir(tmp_path)
-    assert load_reward("scored_by_length:length")("abc", "x") == 3 and sys.modules.pop("scored_by_length")
-    with pytest.raises(RuntimeError, match="no"):
-        load_reward("fails_to_load:f")
-    assert "fails_to_load" not in sys.modules
+    assert load_function("scored_by_length:length", "--reward")("abc", "x") == 3
+    assert sys.modules.pop("scored_by_length")
 
 
-def test_load_reward(tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text("def length(completion, gold):\n    return len(completion)\nnumber = 3\n")
-    monkeypatch.chdir(tmp_path)
-    assert load_reward("mine:length")("abc", "x") == 3
-    wrong = {"mine": "module:function", "mine:number": "no function", "absent_module:f": "cannot import"}
-    for spec, message in wrong.items():
-        with pytest.raises((AssertionError, ValueError), match=message):
-            load_reward(spec)
+@pytest.mark.parametrize("spec,message", [
+    ("mine", "--reward takes module:function, got 'mine'"), ("mine:number", "has no function 'number'"),
+    ("absent_module:f", "cannot import 'absent_module' (ModuleNotFoundError"),
+    ("fails_to_load:f", "cannot import 'fails_to_load' (RuntimeError: no)"),
+    ("no_python:f", "cannot import 'no_python' (SyntaxError")])
+def test_a_function_that_cannot_be_loaded_is_one_line(plug_ins, spec, message):
+    with pytest.raises(ValueError) as error:
+        load_function(spec, "--reward")
+    assert message in str(error.value) and "fails_to_load" not in sys.modules
+
+
+def test_a_reward_is_told_the_whole_problem_and_the_group_if_it_asks(plug_ins):
+    assert PlugIn("mine:length")("abc", PROBLEM, ["abc", "d"]) == {"reward": 3.0}
+    assert PlugIn("mine:asks")("abc", PROBLEM, ["abc", "d"]) == {"level": 5.0, "asked": 1.0, "others": 2.0}
+
+
+@pytest.mark.parametrize("name,words", [
+    ("breaks", ["ZeroDivisionError: division by zero", "mine.py:9", "problem p1, completion ''"]),
+    ("words", ["returned 'good', expected a number"]), ("nothing", ["returned None, expected a number"])])
+def test_what_a_reward_does_wrong_names_it_its_line_and_the_completion(plug_ins, name, words):
+    with pytest.raises(Stopped) as error:
+        PlugIn(f"mine:{name}")("", PROBLEM, [""])
+    said = str(error.value)
+    assert said.startswith(f"--reward mine:{name}: ") and all(word in said for word in words) and "\n" not in said
+
+
+def test_parts_are_in_the_row_and_their_sum_is_its_task(plug_ins):
+    rollouts = SimpleNamespace(completions=[[0], [1]], finished=[True] * 2, logprobs=[torch.tensor([-1.0])] * 2)
+    tokenizer = SimpleNamespace(decode=lambda ids: "ab"[ids[0]])
+    first, second = score(tokenizer, [PROBLEM], rollouts, plug_in=PlugIn("mine:asks"))
+    assert first["parts"] == second["parts"] == {"level": 5.0, "asked": 1.0, "others": 2.0} and first["task"] == 8.0
+    assert first["correct"] == 0.0                                        # there is no gold

@@ -397,11 +397,17 @@ def test_an_error_without_a_text_is_named_by_its_class():
     assert run.first_line(ValueError("no file\nat all")) == "no file"
 
 
-@pytest.mark.parametrize("name,named", [("abacus", "--device abacus: "), ("cuda:9", "--device cuda:9: torch sees")])
-def test_a_device_that_is_not_there_is_refused(name, named):
+@pytest.mark.parametrize("name,named", [
+    ("abacus", "--device abacus: "), ("cuda:9", "--device cuda:9: torch sees"),
+    ("cpu:1", "expected cpu, cuda or cuda:N"),
+    ("meta", "--device meta: expected cpu"), ("mps", "--device mps: expected cpu"), ("", "--device : "),
+    (None, "--model nowhere: torch sees no GPU; --device cpu runs it on the CPU")])
+def test_a_device_that_is_not_there_is_refused(monkeypatch, name, named):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ValueError, match=named):
-        run.device_of(name)
-    assert run.device_of("cpu") == torch.device("cpu")
+        run.device_of(name, "nowhere")
+    assert run.device_of("cpu", "nowhere") == run.device_of(None, ".") == torch.device("cpu")
 
 
 # -----------------------------------------------------------------------------

@@ -41,19 +41,19 @@ TIMES = ("seconds", "seconds_sample", "seconds_update", "tokens_per_s")
 SMALL = ("--prompts-per-step 2 --group-size 4 --max-new-tokens 24 --eval-problems 4 --eval-every 10 --lr 1e-3 "
          "--epochs 1 --max-rows 64").split()
 REWARDS = '''
-def broken(completion, gold):
+def broken(completion, problem):
     return float("inf") if len(completion) % 2 else 0.0
 
-def nan(completion, gold):
+def nan(completion, problem):
     return float("nan")
 
-def one(completion, gold):
+def one(completion, problem):
     return 1.0
 
-def huge(completion, gold):
+def huge(completion, problem):
     return 1e4 * (len(completion) % 7)
 
-def by_length(completion, gold):
+def by_length(completion, problem):
     return {"length": 0.01 * len(completion), "one": 1.0}
 '''
 
@@ -709,7 +709,7 @@ def test_a_lost_rank_ends_the_run_with_a_checkpoint(runs, whole, device):
 
 def broken_model(folder, kind):
     """A folder with one thing wrong, and what the message must name."""
-    raw = config_json("tied")
+    raw = config_json("tied") | {"max_position_embeddings": 1024}
     tensors = random_tensors(raw)
     if kind == "shape":
         raw["intermediate_size"] = 200                                    # K of down_proj, no multiple of 16
@@ -739,11 +739,12 @@ def test_a_broken_model_folder_ends_in_one_line(runs, tmp_path, kind, named):
 
 @pytest.mark.parametrize("flags,named", [("--data bad.jsonl", "bad.jsonl:2"), ("--data nowhere.jsonl", "nowhere.jsonl"),
                                          ("--model nowhere", "nowhere"), ("--kv-gib 1e-5", "KV pool"),
-                                         ("--max-rows 1000000000000", "not enough memory"),
+                                         ("--max-rows 3000000000", "--max-rows must lie in [1, 2e9], got 3000000000"),
+                                         ("--kv-gib 1e6 --prompts-per-step 99999 --max-rows 999999", "--kv-gib"),
                                          ("--reward my_rewards:absent", "absent"),
                                          ("--max-prompt-tokens 3", "sums.jsonl"),
-                                         ("--lr nan", "--lr must lie in (0, inf), got nan"),
-                                         ("--eval-problems -3", "--eval-problems must lie in [0, inf), got -3")])
+                                         ("--lr nan", "--lr must lie in (0, 10], got nan"),
+                                         ("--eval-problems -3", "--eval-problems must lie in [0, 2e9], got -3")])
 def test_bad_values_end_in_one_line(runs, flags, named):
     (runs.folder / "bad.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n{"question": "1+2?"}\n')
     check_one_line(runs, runs.run("bad", *flags.split(), code=1), named, "bad")
