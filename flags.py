@@ -75,6 +75,9 @@ add("--group-size", type=int, default=8, help="samples a problem (Table 4: 8, Bi
 add("--oversample", type=float, default=1.0,
     help="times --prompts-per-step are sampled; above 1, the first so many problems with right and "
          "wrong answers are learned from (DAPO's dynamic sampling in one go)")
+add("--revisit", type=float, default=1.0,
+    help="chance to take a problem again for each of its last groups that were all right or all "
+         "wrong (GRESO: 0.5)")
 add("--max-new-tokens", type=int, default=4096, help="longest completion (Table 4; BigMath 8192)")
 add("--temperature", type=float, default=1.0, help="of sampling and every log-prob (Table 4)")
 add("--max-rows", type=int, default=256, help="most sequences decoded at a time")
@@ -135,7 +138,8 @@ RANGES = {**dict.fromkeys(COUNTS, "[1, 2e9]"), **dict.fromkeys(POSITIVE, "(0, 1e
           **dict.fromkeys(NOT_NEGATIVE, "[0, 1e9]"), "group_size": "[2, 1e6]", "warmup": "[0, 1]",
           "clip_low": "(0, 1]", "correction_cap": "[1, 1e9]", "lr": "(0, 10]",
           "temperature": "(0, 1000]", "sigma_start": "[0, 10]", "sigma_end": "[0, 10]",
-          "eval_problems": "[0, 2e9]", "seed": "[0, 2e18]", "oversample": "[1, 100]"}
+          "eval_problems": "[0, 2e9]", "seed": "[0, 2e18]", "oversample": "[1, 100]",
+          "revisit": "(0, 1]"}
 PLACES = {"resume", "like", "out", "head", "device", "memory_gib", "kv_gib", "show", "keep",
           "report_to"}
 

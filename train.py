@@ -46,7 +46,7 @@ from flags import check_flags, parse_args
 from learner import Learner
 from run import (RANK, WORLD, Folder, Tracker, about, claim, device_of, ending_with, few_threads,
                  gather, join, now, say, share, signals_wait)
-from sampler import BLOCK, Sampler, Sampling, TorchEngine, sampler_for
+from sampler import BLOCK, Sampler, Sampling, TorchEngine, row_key, sampler_for
 from watch import Watch
 
 # -------------------------------------------------------------------------------------------------
@@ -69,6 +69,7 @@ class Run:
     tokenizer: data.Tokenizer
     problems: list                               # of data.Problem, as held_out
     held_out: list
+    misses: torch.Tensor                         # of each problem: groups that taught nothing
     plug_in: rewards.PlugIn                      # --reward's, or None
     model: qwen.Qwen2
     learner: Learner
@@ -141,8 +142,9 @@ def prepare(args, before):
     def write_adapter(tensors, folder):
         lora.save_adapter(model, folder, tensors["master"])
 
-    return Run(args, tokenizer, problems, held_out, plug_in, model, learner, sampler,
-               Folder(out, learner.tensors(), write_adapter),
+    misses = torch.zeros(len(problems), dtype=torch.int32)
+    return Run(args, tokenizer, problems, held_out, misses, plug_in, model, learner, sampler,
+               Folder(out, learner.tensors() | {"misses": misses}, write_adapter),
                Tracker(args.report_to, out, vars(args)))
 
 
@@ -171,21 +173,36 @@ def keep(run, progress):
 # -------------------------------------------------------------------------------------------------
 # The verbs of a step
 
-def sample(run, step, sigma, cursor, count):
-    """The `count` problems from `cursor` on, G samples each -> this rank's problems, rollouts.
+def choose(run, cursor):
+    """-> a step's problems: their places in the run, from `cursor` on, and their indices.
+
+    --revisit passes over those whose last groups were all right or all wrong (GRESO 2506.02177).
+    """
+    args = run.args
+    count = math.ceil(args.prompts_per_step * args.oversample)
+    chosen = {}
+    while len(chosen) < count:
+        i, = data.step_indices(len(run.problems), args.seed, cursor, 1)
+        u = row_key(args.seed, cursor, args.group_size) / 2**63  # a key that no sample has
+        if u < args.revisit ** run.misses[i].item():
+            chosen[cursor] = i
+        cursor += 1
+    return list(chosen), list(chosen.values())
+
+
+def sample(run, step, sigma, places, indices):
+    """G samples of each chosen problem -> this rank's problems, rollouts.
 
     Noise is here, and with --noise-learner in update(). A sample's randomness follows from its
     problem's place in the run: it does not depend on the number of ranks.
     """
     args = run.args
-    indices = share(data.step_indices(len(run.problems), args.seed, cursor, count))
-    places = share(range(cursor, cursor + count))
     sampling = Sampling(args.max_new_tokens, run.tokenizer.end_ids, args.temperature,
                         seed=args.seed)
-    problems = [run.problems[i] for i in indices]
+    problems = [run.problems[i] for i in share(indices)]
     prompts = [p.prompt for p in problems]
     with aqn.noisy_norms(run.model, sigma, args.seed, step, args.noise_relative):
-        rollouts = run.sampler.generate(prompts, args.group_size, sampling, places)
+        rollouts = run.sampler.generate(prompts, args.group_size, sampling, share(places))
     return problems, rollouts
 
 
@@ -207,9 +224,9 @@ def scored(run, problems, rollouts):
     return rewards.score(run.tokenizer, problems, rollouts, run.args.prompt_style, run.plug_in)
 
 
-def sample_and_score(run, step, sigma, cursor, count):
+def sample_and_score(run, step, sigma, places, indices):
     """-> rollouts and rows of all ranks."""
-    problems, rollouts = sample(run, step, sigma, cursor, count)
+    problems, rollouts = sample(run, step, sigma, places, indices)
     rows = gather(score(run, problems, rollouts))
     parts = gather([rollouts])
     rollouts = functools.reduce(operator.add, parts)
@@ -235,6 +252,13 @@ def compare(run, rows):
     weights = [grpo.token_weights(lengths, part, run.learner.loss, args.max_new_tokens)
                for part in grpo.disjoint(live, args.group_size, args.updates_per_rollout)]
     return advantages, weights
+
+
+def remember(run, indices, rows):
+    """Three groups in a row at most: what is beyond the model today may not be for ever."""
+    task = torch.tensor([row["task"] for row in rows])
+    useful = grpo.keep_informative(task, run.args.group_size)
+    run.misses[indices] = torch.where(useful, 0, (run.misses[indices] + 1).clamp(max=3))
 
 
 def update(run, step, sigma, rollouts, advantages, weights):
@@ -314,8 +338,8 @@ def held_out_score(metrics):
 
 def give_up(run, verdict, step, master):
     if RANK == 0:
-        run.folder.write_adapter({"master": master}, run.folder.path / "best")
-    raise program.Stopped(f"{verdict}; best/ is the adapter of step {step}")
+        run.folder.write_adapter({"master": master}, run.folder.path / "adapters" / "last_good")
+    raise program.Stopped(f"{verdict}; adapters/last_good is that of step {step}")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -334,8 +358,9 @@ def train(run, bar):
         # 1) Sample, and score each answer.
         began = time.perf_counter()
         sigma = sigma_of(args, progress)
-        count = math.ceil(args.prompts_per_step * args.oversample)
-        rollouts, rows = sample_and_score(run, step, sigma, progress.cursor, count)
+        places, indices = choose(run, progress.cursor)
+        rollouts, rows = sample_and_score(run, step, sigma, places, indices)
+        remember(run, indices, rows)
 
         # 2) Compare the answers to each problem with each other.
         advantages, weights = compare(run, rows)
@@ -347,8 +372,9 @@ def train(run, bar):
 
         # 4) Report. Not the loss: on centred advantages its value says nothing about learning.
         metrics |= report(run, rows, advantages, weights, rollouts, updates)
-        progress = Progress(step + 1, progress.cursor + count,
-                            progress.tokens + rollouts.num_tokens, best=progress.best)
+        metrics["passed_over"] = places[-1] + 1 - progress.cursor - len(places)
+        progress = Progress(step + 1, places[-1] + 1, progress.tokens + rollouts.num_tokens,
+                            best=progress.best)
         if args.noise_kl:
             seen = metrics.get("mismatch_k3", args.noise_kl)     # nothing taught: sigma stays
             progress.sigma = aqn.sigma_for(args.noise_kl, sigma, seen)
