@@ -12,7 +12,7 @@ sampler wrote down while sampling.
 
 A run folder holds run.json (the flags), metrics.jsonl (one object a step), samples.jsonl (every
 completion with its verdict), adapter/ (PEFT format) and checkpoints/ (the last two). A run that
-learns nothing any more is ended (watch.py), and best/ is the adapter of its best steps.
+learns nothing any more is ended (watch.py); adapters/last_good is that of its best steps.
 
 Not here: a critic, a reference model (the adapter switched off is one), a learned reward, a
 config file.
