@@ -51,6 +51,8 @@ add("--seed", type=int, default=0, help="of adapter, order of problems, sampling
 
 add = parser.add_argument_group("model").add_argument
 add("--base", default="nvfp4", choices=list(nvfp4.FORMATS), help="format of the frozen linears")
+add("--calibrate", type=int, default=0, metavar="N",
+    help="choose NVFP4 codes by the model's answers to N training problems; they stay in OUT/base")
 add("--dtype", choices=["bfloat16", "float16"],
     help="of matmul inputs; float16 brings sampler and learner 8 times closer (default: bfloat16 "
          "on a GPU, float32 on a CPU, where either of the two is emulated)")
@@ -139,7 +141,7 @@ RANGES = {**dict.fromkeys(COUNTS, "[1, 2e9]"), **dict.fromkeys(POSITIVE, "(0, 1e
           "clip_low": "(0, 1]", "correction_cap": "[1, 1e9]", "lr": "(0, 10]",
           "temperature": "(0, 1000]", "sigma_start": "[0, 10]", "sigma_end": "[0, 10]",
           "eval_problems": "[0, 2e9]", "seed": "[0, 2e18]", "oversample": "[1, 100]",
-          "revisit": "(0, 1]"}
+          "revisit": "(0, 1]", "calibrate": "[0, 1e5]"}
 PLACES = {"resume", "like", "out", "head", "device", "memory_gib", "kv_gib", "show", "keep",
           "report_to"}
 
@@ -252,6 +254,8 @@ def check_flags(args, before):
     if args.updates_per_rollout > args.prompts_per_step:
         raise ValueError("--updates-per-rollout must lie in 1..--prompts-per-step, got "
                          f"{args.updates_per_rollout}")
+    if args.calibrate and args.base != "nvfp4":
+        raise ValueError(f"--calibrate {args.calibrate} is for NVFP4, --base is {args.base}")
     if args.memory_gib and not (args.device or "cuda").startswith("cuda"):
         raise ValueError(f"--memory-gib bounds the memory of a GPU, --device is {args.device}")
     if args.report_to and importlib.util.find_spec(args.report_to) is None:

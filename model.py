@@ -224,30 +224,35 @@ def load(folder, base="nvfp4", device=None, dtype=None, live_vocab=None):
 def build(config, get, frozen, dtype, name, folder=None):
     """Qwen2 of get(name, *shape) -> tensor and frozen(names, parts, K) -> nvfp4.Weight."""
     c = config
-    kv_width = c.kv_heads * c.head_dim
     scratch = Scratch()
-
-    def norm(name):
-        return RMSNorm(get(f"model.{name}.weight", c.width), c.eps, dtype)
-
-    def block(i):
-        def linear(module, suffixes, parts, k):
-            names = [f"model.layers.{i}.{module}.{s}_proj" for s in suffixes]
-            return Linear(frozen(names, parts, k), names, parts, scratch)
-
-        qkv = c.width, kv_width, kv_width
-        biases = [get(f"model.layers.{i}.self_attn.{s}_proj.bias", n) for s, n in zip("qkv", qkv)]
-        return Block(
-            c,
-            input_norm=norm(f"layers.{i}.input_layernorm"),
-            qkv=linear("self_attn", "qkv", qkv, c.width),
-            qkv_bias=torch.cat(biases),
-            o=linear("self_attn", "o", (c.width,), c.width),
-            post_norm=norm(f"layers.{i}.post_attention_layernorm"),
-            gate_up=linear("mlp", ("gate", "up"), (c.feed_forward, c.feed_forward), c.width),
-            down=linear("mlp", ("down",), (c.width,), c.feed_forward))
-
-    layers = [block(i) for i in range(c.layers)]
+    layers = [build_block(c, i, get, frozen, dtype, scratch) for i in range(c.layers)]
     embed = get("model.embed_tokens.weight", c.vocab, c.width).to(dtype)
     lm_head = embed if c.tied else get("lm_head.weight", c.vocab, c.width).to(dtype)
-    return Qwen2(c, embed, layers, norm("norm"), lm_head, dtype, name, folder)
+    final_norm = RMSNorm(get("model.norm.weight", c.width), c.eps, dtype)
+    return Qwen2(c, embed, layers, final_norm, lm_head, dtype, name, folder)
+
+
+def build_block(config, i, get, frozen, dtype, scratch):
+    """The i-th Block; get and frozen as in build()."""
+    c = config
+    layer = f"model.layers.{i}"
+    kv_width = c.kv_heads * c.head_dim
+    qkv = c.width, kv_width, kv_width
+
+    def norm(name):
+        return RMSNorm(get(f"{layer}.{name}.weight", c.width), c.eps, dtype)
+
+    def linear(module, suffixes, parts, k):
+        names = [f"{layer}.{module}.{s}_proj" for s in suffixes]
+        return Linear(frozen(names, parts, k), names, parts, scratch)
+
+    biases = [get(f"{layer}.self_attn.{s}_proj.bias", n) for s, n in zip("qkv", qkv)]
+    return Block(
+        c,
+        input_norm=norm("input_layernorm"),
+        qkv=linear("self_attn", "qkv", qkv, c.width),
+        qkv_bias=torch.cat(biases),
+        o=linear("self_attn", "o", (c.width,), c.width),
+        post_norm=norm("post_attention_layernorm"),
+        gate_up=linear("mlp", ("gate", "up"), (c.feed_forward, c.feed_forward), c.width),
+        down=linear("mlp", ("down",), (c.width,), c.feed_forward))

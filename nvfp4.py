@@ -13,14 +13,17 @@ NVFP4: one (N, K) weight is three tensors, 4 + 8 / 16 bits a weight
 Both scales multiply; |e2m1| is 0, .5, 1, 1.5, 2, 3, 4 or 6, the sign is bit 3 of a code:
     w[n, k] = e2m1(code[n, k]) * block_scale[n, k // 16] * global_scale
 
-Rounding and bytes are those of compressed-tensors (0.11 and 0.20 agree) for the same tensor scale,
-whose reciprocal its files hold. The tensor scale itself is a power of two, theirs max|w| / 2688: a
-code has 2 significant bits and a block scale 4, so code * block_scale * 2^n is exact in bf16, and
-a learner that dequantizes and a sampler that multiplies later see the same weights, bit for bit.
-On Qwen2.5-Coder-0.5B the relative error is 0.09352 instead of 0.09347 (MXFP4 0.1163, NF4 0.0935).
-q, k, v share one tensor scale and gate, up another: engines fuse them and keep one for the result.
+The tensor scale is a power of two (compressed-tensors: max|w| / 2688): a code has 2 significant
+bits and a block scale 4, so code * block_scale * 2^n is exact in bf16, and a learner that
+dequantizes and a sampler that multiplies later see the same weights, bit for bit. q, k, v share one
+tensor scale and gate, up another: engines fuse them and keep one for the result.
 
-Not here: calibration (everything rounds to nearest), 4-bit activations, NF4's double quantization,
+Which block scale? The usual one takes the largest weight to the largest code. A finer one that
+clips it, or a coarser one, often fits the other 15 better: each format tries the scales of its
+`offsets`, the usual one being 0, and keeps the one of least squared error. The usual one alone
+gives the bytes of compressed-tensors (0.11 and 0.20 agree) and bitsandbytes.
+
+Not here: codes chosen from data (calibrate.py), 4-bit activations, NF4's double quantization,
 files (hf.py), the layout that the GPU kernel reads (marlin_fp4.py).
 """
 from functools import cache, cached_property
@@ -39,6 +42,8 @@ E2M1_SIGNED = torch.cat([E2M1, -E2M1])           # code 0..15 -> value; code 8 i
 E2M1_EDGES = (E2M1[1:] + E2M1[:-1]) / 2
 E2M1_EDGES[1::2] = torch.nextafter(E2M1_EDGES[1::2], torch.zeros(3))
 
+OFFSETS = range(-4, 7)                           # E4M3 codes that the search tries
+
 # The 16 NormalFloat levels (QLoRA, arXiv 2305.14314, appendix E): quantiles of N(0, 1) in [-1, 1].
 NF4 = torch.tensor([
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
@@ -56,18 +61,45 @@ def row_chunks(N, K, block):
     return [slice(n, n + step) for n in range(0, N, step)]
 
 
-def encode(w, block, rule):
-    """(N, K) -> packed uint8 (N, K // 2), scale (N, K // block).
+def encode(w, block, candidates, codes_of, levels, importance=None):
+    """(N, K) -> packed uint8 (N, K // 2), scale fp32 (N, K // block).
 
-    rule: blocks (n, K // block, block) -> codes uint8 of that shape, scale (n, K // block).
+    candidates: blocks (n, K // block, block) -> the scales to try, fp32 (n, K // block) each.
+    codes_of: blocks / scale -> codes, of `levels`. importance (K,) weighs squared errors.
     """
     packed = []
     scales = []
+    weigh = 1.0 if importance is None else importance.view(-1, block)
     for rows in row_chunks(*w.shape, block):
-        codes, scale = rule(w[rows].unflatten(1, (-1, block)))
-        packed.append(codes[..., 0::2].flatten(1) | codes[..., 1::2].flatten(1) << 4)
+        blocks = w[rows].unflatten(1, (-1, block))
+        codes, scale = least_error(blocks, candidates(blocks), codes_of, levels, weigh)
+        packed.append(pack_pairs(codes.flatten(1)))
         scales.append(scale)
     return torch.cat(packed), torch.cat(scales)
+
+
+def least_error(blocks, scales, codes_of, levels, weigh):
+    """-> codes uint8, and of the given scales each block's best; of equal ones the first."""
+    blocks = blocks.float()
+    levels = levels.to(blocks.device)
+    best = None
+    for scale in scales:
+        codes = codes_of(blocks / scale[..., None])
+        error = levels[codes.int()] * scale[..., None] - blocks
+        error = (error.square() * weigh).sum(-1)
+        if best is None:
+            best, best_codes, best_scale = error, codes, scale
+            continue
+        better = error < best
+        best = torch.where(better, error, best)
+        best_codes = torch.where(better[..., None], codes, best_codes)
+        best_scale = torch.where(better, scale, best_scale)
+    return best_codes, best_scale
+
+
+def pack_pairs(codes):
+    """(N, K) codes -> uint8 (N, K // 2)."""
+    return codes[:, 0::2] | codes[:, 1::2] << 4
 
 
 @cache
@@ -123,24 +155,41 @@ def global_scale_for(*weights):
     return torch.ldexp(torch.ones_like(amax), exponent).float()
 
 
-def quantize(w, global_scale=None):
+def quantize(w, global_scale=None, importance=None, offsets=OFFSETS):
     """(N, K) -> packed uint8 (N, K // 2), block_scale e4m3 (N, K // 16), global_scale fp32 ().
 
-    As in compressed-tensors, blockmax / 6 is rounded to the dtype of w: under a scale that is no
-    power of two, a bf16 weight and its fp32 copy can differ in a block scale.
+    importance (K,): what an input channel's squared error weighs; None: all the same. offsets: of
+    the E4M3 codes to try from blockmax / 6; [0] is compressed-tensors' rounding to nearest, which
+    rounds blockmax / 6 to the dtype of w: under a scale that is no power of two, a bf16 weight and
+    its fp32 copy can differ in a block scale.
     """
     if global_scale is None:
         global_scale = global_scale_for(w)
     inverse = 1 / global_scale                                    # compressed-tensors' direction
 
-    def rule(blocks):
-        scale = (blocks.abs().amax(-1) / 6).float() * inverse
-        scale = scale.clamp(max=448).to(torch.float8_e4m3fn).float()  # not every cast saturates
-        scale = scale.where(scale != 0, 0.125)                    # zero block: all codes are 0
-        codes = e2m1_codes(blocks.float() / (scale / inverse)[..., None])
-        return codes, scale.to(torch.float8_e4m3fn)
+    def candidates(blocks):
+        first = e4m3_codes(blocks.abs().amax(-1) / 6, inverse)
+        return [e4m3_value(first, offset) / inverse for offset in nearest_first(offsets)]
 
-    return *encode(w, 16, rule), global_scale
+    packed, scale = encode(w, 16, candidates, e2m1_codes, E2M1_SIGNED, importance)
+    return packed, (scale * inverse).to(torch.float8_e4m3fn), global_scale
+
+
+def nearest_first(offsets):
+    """So that of equal errors the usual scale wins."""
+    return sorted(offsets, key=abs)
+
+
+def e4m3_codes(scale, inverse):
+    """Wanted block scale -> int16 codes of E4M3's positive numbers, which rise with the code."""
+    scale = (scale.float() * inverse).clamp(max=448)              # not every cast saturates
+    code = scale.to(torch.float8_e4m3fn).view(torch.uint8).short()
+    return code.where(code != 0, 32)                              # 0.125 for zeros: all codes are 0
+
+
+def e4m3_value(code, offset=0):
+    """fp32; 0 and NaN are left out."""
+    return (code + offset).clamp(1, 126).byte().view(torch.float8_e4m3fn).float()
 
 
 def dequantize(packed, block_scale, global_scale, dtype=torch.bfloat16, out=None):
@@ -152,20 +201,21 @@ def dequantize(packed, block_scale, global_scale, dtype=torch.bfloat16, out=None
 # -------------------------------------------------------------------------------------------------
 # The paper's other bases
 
-def quantize_mxfp4(w):
+def quantize_mxfp4(w, offsets=(-1, 0, 1)):
     """(N, K) -> packed uint8 (N, K // 2), block_scale uint8 (N, K // 32): byte b is 2^(b - 127).
 
-    It puts blockmax into [3.5, 7), whose upper end saturates, as in compressed-tensors (the OCP
-    text's floor keeps [4, 8) and clips up to a quarter of a weight).
+    offsets: of the bytes to try from the one that puts blockmax into [3.5, 7), whose upper end
+    saturates, as in compressed-tensors (the OCP text's floor keeps [4, 8) and clips up to a quarter
+    of a weight).
     """
-    def rule(blocks):
+    def candidates(blocks):
         mantissa, exponent = torch.frexp(blocks.abs().amax(-1).float())         # in [.5, 1)
         byte = exponent + (mantissa >= 0.875).int() - 3 + 127
-        byte = byte.clamp(0, 254).to(torch.uint8)                               # 255 is NaN
-        scale = byte.view(torch.float8_e8m0fnu).float()
-        return e2m1_codes(blocks.float() / scale[..., None]), byte
+        return [(byte + offset).clamp(0, 254).byte().view(torch.float8_e8m0fnu).float()
+                for offset in nearest_first(offsets)]                           # 255 is NaN
 
-    return encode(w, 32, rule)
+    packed, scale = encode(w, 32, candidates, e2m1_codes, E2M1_SIGNED)
+    return packed, scale.to(torch.float8_e8m0fnu).view(torch.uint8)
 
 
 def dequantize_mxfp4(packed, block_scale, dtype=torch.bfloat16, out=None):
@@ -174,14 +224,15 @@ def dequantize_mxfp4(packed, block_scale, dtype=torch.bfloat16, out=None):
     return decode(packed, scale, E2M1_SIGNED, dtype, out)
 
 
-def quantize_nf4(w):
-    """(N, K) -> packed uint8 (N, K // 2), absmax fp32 (N, K // 64): the block's largest |w|."""
-    def rule(blocks):
-        absmax = blocks.abs().amax(-1).float()
-        divisor = absmax.clamp(min=2.0**-126)                     # a zero block gets the level 0
-        return edges_below(blocks / divisor[..., None], NF4_EDGES), absmax
+def quantize_nf4(w, offsets=range(-10, 1)):
+    """(N, K) -> packed uint8 (N, K // 2), absmax fp32 (N, K // 64): the block's largest |w|, or
+    what is tried below it: offsets are in steps of 2 %.
+    """
+    def candidates(blocks):
+        absmax = blocks.abs().amax(-1).float().clamp(min=2.0**-126)     # zeros get the level 0
+        return [absmax * (1 + 0.02 * offset) for offset in nearest_first(offsets)]
 
-    return encode(w, 64, rule)
+    return encode(w, 64, candidates, lambda x: edges_below(x, NF4_EDGES), NF4)
 
 
 def dequantize_nf4(packed, absmax, dtype=torch.bfloat16, out=None):

@@ -34,6 +34,7 @@ import torch
 from tqdm import tqdm
 
 import aqn
+import calibrate
 import data
 import grpo
 import hf
@@ -126,6 +127,8 @@ def prepare(args, before):
         memory.bound(args.memory_gib, device)
         torch.cuda.set_device(device)                            # Triton launches on this one
     join(device)
+    if args.calibrate:
+        folder = calibrated(args, folder, tokenizer, problems, out / "base", device)
     model = qwen.load(folder, args.base, device, args.dtype, tokenizer.vocab_size)
     few_threads(model)
     if args.adapter and not args.resume:
@@ -146,6 +149,18 @@ def prepare(args, before):
     return Run(args, tokenizer, problems, held_out, misses, plug_in, model, learner, sampler,
                Folder(out, learner.tensors() | {"misses": misses}, write_adapter),
                Tracker(args.report_to, out, vars(args)))
+
+
+def calibrated(args, source, tokenizer, problems, folder, device):
+    """-> `folder`, where rank 0 has written the model in NVFP4; a resumed run finds it there."""
+    if RANK == 0 and not folder.exists():
+        some = data.step_indices(len(problems), args.seed, 0, min(args.calibrate, len(problems)))
+        texts = calibrate.own_answers(source, tokenizer, [problems[i] for i in some], device,
+                                      min(512, args.max_new_tokens), args.seed)
+        files = calibrate.source_of(source, device)
+        calibrate.to_nvfp4(files, folder, "gptq", texts, tokenizer.vocab_size)
+    gather([])                                   # the others wait
+    return folder
 
 
 def begin(run):

@@ -1,11 +1,13 @@
 """
-tools/convert.py: the NVFP4 folder against weights quantized in memory, the merged one against the
-model with its adapter switched on; one line where something cannot be converted.
+tools/convert.py: the NVFP4 folder against weights quantized in memory, its calibration's flags, the merged one against
+the model with its adapter switched on; one line where something cannot be converted.
 
 python -m pytest tests/test_convert.py -v
 """
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +16,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import calibrate
+import data
 import hf
 import lora
 import model as qwen
 import nvfp4
-from tiny_qwen2 import write_folder
+from tiny_qwen2 import config_json, random_tensors, write_folder
 from tools import convert
 
 ROOT = Path(__file__).parent.parent
@@ -50,11 +54,11 @@ def bf16(tiny, tmp_path):
     return folder
 
 
-def test_converted_folder_loads_back_as_quantized_in_memory(bf16, tiny, tmp_path, monkeypatch, capsys):
-    assert run(monkeypatch, "nvfp4", bf16, tmp_path / "out") is None
-    lines = [line.split("relative error") for line in capsys.readouterr().out.splitlines()]
-    assert [name.strip() for name, _ in lines] == ["layer  0", "layer  1", "all 2 layers"]
-    assert all(0.08 < float(error) < 0.11 for _, error in lines)       # 0.095 of normal weights
+@pytest.mark.parametrize("flags,offsets", [((), nvfp4.OFFSETS), (("--codes", "search"), nvfp4.OFFSETS),
+                                           (("--codes", "nearest"), [0])])
+def test_converted_folder_loads_back_as_quantized_in_memory(bf16, tiny, tmp_path, monkeypatch, capsys, flags, offsets):
+    assert run(monkeypatch, "nvfp4", bf16, tmp_path / "out", *flags) is None
+    assert capsys.readouterr().out == ""                   # without texts nothing is known of the outputs
     tensors = dict(tiny["untied"].tensors)
     after = hf.Shards(tmp_path / "out")
     for i in range(2):
@@ -65,7 +69,7 @@ def test_converted_folder_loads_back_as_quantized_in_memory(bf16, tiny, tmp_path
             scale = nvfp4.global_scale_for(*weights)
             for name, w in zip(names, weights):
                 got = hf.load_nvfp4(after, name)
-                want = nvfp4.quantize(w, scale)
+                want = nvfp4.quantize(w, scale, offsets=offsets)
                 assert all(same_bytes(a.reshape(-1), b.reshape(-1)) for a, b in zip(got, want)), name
                 assert f"{name}.weight" not in after.names
     assert all(torch.equal(after.get(name), tensor) for name, tensor in tensors.items())
@@ -81,6 +85,52 @@ def test_a_converted_model_is_the_one_quantized_while_loading(tmp_path, monkeypa
     with torch.no_grad():
         a, b = (qwen.load(path, "nvfp4", "cpu")(tokens) for path in (TINY, tmp_path / "out"))
     assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("flags,codes", [((), "gptq"), (("--codes", "weighted"), "weighted"),
+                                         (("--codes", "nearest"), "nearest")])
+def test_calibration_takes_the_problems_style_and_seed_of_its_flags(tmp_path, monkeypatch, flags, codes):
+    problems = [{"question": f"{i} + 1", "answer": str(i + 1)} for i in range(9)]
+    (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, problems)))
+    asked, given = [], []
+    answers = [calibrate.Text([1, 2], 1)]
+    monkeypatch.setattr(calibrate, "own_answers", lambda *a, **named: asked.append((a, named)) or answers)
+    monkeypatch.setattr(calibrate, "to_nvfp4", lambda *a: given.append(a))
+    for n, count in (("4", 4), ("100", 9)):                # no more than there are
+        assert run(monkeypatch, "nvfp4", TINY, tmp_path / "out", "--calibrate", n, "--data", tmp_path / "sums.jsonl",
+                   "--prompt-style", "tags", "--seed", "5", *flags) is None
+        (folder, tokenizer, some, _), named = asked[-1]
+        assert folder == TINY and named == {"seed": 5}
+        questions = [f"{i} + 1" for i in data.order(9, 5, 0)[:count]]
+        assert [problem.question for problem in some] == questions
+        request, system = data.STYLES["tags"]
+        assert [p.prompt for p in some] == [tokenizer.chat(q + request, system) for q in questions]
+        files, out, *rest = given[-1]
+        assert (files.folder, out, rest) == (TINY, tmp_path / "out", [codes, answers, tokenizer.vocab_size])
+
+
+def test_a_calibrated_folder_says_how_far_it_is_from_16_bits(tmp_path, monkeypatch, capsys):
+    kl = {}                                                # a style that the model is unsure in; of its own it is sure
+    for codes in ("gptq", "nearest"):
+        assert run(monkeypatch, "nvfp4", TINY, tmp_path / codes, "--calibrate", "10", "--data", "arithmetic",
+                   "--prompt-style", "tags", "--codes", codes) is None
+        *layers, last = capsys.readouterr().out.splitlines()
+        assert [line[:8] for line in layers] == ["layer  0", "layer  1", "layer  2"]
+        kl[codes] = float(re.match(rf"KL\(16 bits \|\| {codes}\) (\d\.\d+) \+- .* nats a token, 2 answers of", last)[1])
+    assert 0 < kl["gptq"] < kl["nearest"] / 2               # 24 problems, seeds 0 and 1: a tenth
+    for codes in kl:
+        qwen.load(tmp_path / codes, "nvfp4", "cpu")
+
+
+@pytest.mark.parametrize("flags,words", [
+    (["--codes", "gptq"], "--codes gptq needs --calibrate N"),
+    (["--codes", "weighted"], "--codes weighted needs --calibrate N"),
+    (["--calibrate", "1", "--data", "arithmetic"], "--calibrate takes at least 2 problems, one to measure by, got 1"),
+    (["--calibrate", "-3", "--data", "arithmetic"], "--calibrate takes at least 2 problems, one to measure by, got 0"),
+    (["--calibrate", "4", "--data", "none"], "unknown data 'none'")])
+def test_a_calibration_that_cannot_be_is_one_line(tmp_path, monkeypatch, flags, words):
+    line = run(monkeypatch, "nvfp4", TINY, tmp_path / "out", *flags)
+    assert line.startswith(f"convert nvfp4: {words}") and "\n" not in line and not any(tmp_path.iterdir())
 
 
 def already_quantized(folder):
@@ -101,7 +151,9 @@ def edit_weight(folder, edit):
 
 
 def ragged_k(folder):
-    edit_weight(folder, lambda w: w[:, :88].contiguous())
+    raw = config_json("untied") | {"intermediate_size": 184}
+    shutil.rmtree(folder)
+    write_folder(folder, raw, random_tensors(raw))
 
 
 def nan_in_the_last_layer(folder):                         # found only after much has been written
@@ -116,8 +168,8 @@ def cut_shard(folder):
 @pytest.mark.parametrize("damage,words", [
     (already_quantized, ["config.json", "quantized already"]),
     (other_architecture, ["config.json", "LlamaForCausalLM"]),
-    (ragged_k, ["model.layers.1.mlp.down_proj.weight", "K=88", "16"]),
-    (nan_in_the_last_layer, ["model.layers.1.mlp.down_proj", "nan"]),
+    (ragged_k, ["config.json", "intermediate_size is 184", "16"]),
+    (nan_in_the_last_layer, ["model.layers.1.mlp.down_proj.weight", "NaN"]),
     (cut_shard, ["model-00002-of-00002.safetensors", "cut off"])])
 def test_a_bad_source_is_one_clear_line_and_leaves_nothing_behind(bf16, tmp_path, monkeypatch, damage, words):
     damage(bf16)
@@ -162,6 +214,23 @@ def test_merged_folder_is_the_trained_model(trained, tmp_path, monkeypatch):
         got, wrong = (qwen.load(path, "bf16", "cpu")(tokens).log_softmax(-1) for path in (tmp_path / "out", TINY))
     off = (got - want).abs().mean()                        # bf16 keeps 9 bits of a weight
     assert off < 0.05 and off < 0.1 * (base - want).abs().mean() and off < 0.1 * (wrong - want).abs().mean(), off
+
+
+def test_a_calibrated_run_is_merged_onto_its_own_base(trained, tmp_path, monkeypatch):
+    """Not onto its model rounded once more: here a base that is another model's."""
+    run_folder = tmp_path / "run"
+    tensors = load_file(TINY / "model.safetensors")
+    other = {name: t * 2 if name.endswith("down_proj.weight") else t for name, t in tensors.items()}
+    write_folder(tmp_path / "other", json.loads((TINY / "config.json").read_text()), other)
+    assert run(monkeypatch, "nvfp4", tmp_path / "other", run_folder / "base") is None
+    flags = json.loads((run_folder / "run.json").read_text())
+    (run_folder / "run.json").write_text(json.dumps(flags | {"calibrate": 8}))
+    assert run(monkeypatch, "merge", run_folder, tmp_path / "out") is None
+    on_base = qwen.load(run_folder / "base", "nvfp4", "cpu")
+    lora.load_adapter(on_base, run_folder / "adapter")
+    merged = hf.Shards(tmp_path / "out")
+    for name, want in hf.model_tensors(on_base):
+        assert torch.equal(merged.get(name), want.detach().bfloat16()), name
 
 
 def test_what_cannot_be_merged_is_one_line_and_nothing_is_overwritten(trained, tmp_path, monkeypatch):

@@ -23,26 +23,47 @@ READING_PATH = [*METHOD, *"flags watch data program run hf".split()]            
 TRITON = ["marlin_fp4", "kernels", "decode"]
 # Bottom to top: a file imports files before it.
 ORDER = ("program run ops nvfp4 hf attention lora model aqn grpo learner sampler answers rewards data "
-         "flags watch marlin_fp4 kernels decode memory evaluate train").split()
-DOORS = {("ops", "kernels"), ("nvfp4", "marlin_fp4"), ("train", "decode"), ("evaluate", "decode")}
+         "calibrate flags watch marlin_fp4 kernels decode memory evaluate train").split()
+DOORS = {("ops", "kernels"), ("nvfp4", "marlin_fp4"), ("calibrate", "decode"), ("train", "decode"),
+         ("evaluate", "decode")}
 
 # What each may hold at most: what was reached, rounded up, to be lowered with every cut. The aim is
 # 2,400 lines and 120 KB for the method, 3,250 lines for the reading path, 6,450 and 300 KB for all.
 METHOD_BUDGET = 3500, 160                                                # lines, KB of 1,024 bytes
-READING_BUDGET = 5000, 220
+READING_BUDGET = 5200, 235
 WHOLE_BUDGET = 11000, 480
 LARGEST = {                                                               # lines, KB
-    "program.py": (70, 2.6), "watch.py": (80, 3.5),
-    "train.py": (500, 22.5), "flags.py": (290, 16.5), "grpo.py": (260, 12.4),
-    "learner.py": (220, 9.9), "aqn.py": (95, 5.5),
-    "sampler.py": (480, 21.3), "model.py": (255, 11.7), "attention.py": (200, 8.7),
-    "ops.py": (180, 7.3), "lora.py": (275, 11.9), "nvfp4.py": (305, 13.0), "rewards.py": (370, 16.5),
-    "data.py": (410, 19.0), "run.py": (510, 20.5), "hf.py": (475, 22.5), "marlin_fp4.py": (705, 32.5),
-    "kernels.py": (835, 35.5), "decode.py": (305, 14.1), "memory.py": (145, 6.7),
-    "answers.py": (1320, 54.1), "evaluate.py": (400, 18.5), "tools/bench.py": (440, 19.9),
-    "tools/convert.py": (120, 4.8), "tools/plot.py": (140, 6.1), "tools/report.py": (80, 3.4),
+    "program.py": (70, 2.6),
+    "watch.py": (80, 3.5),
+    "train.py": (520, 23.5),
+    "flags.py": (295, 16.9),
+    "grpo.py": (260, 12.4),
+    "learner.py": (220, 9.9),
+    "aqn.py": (95, 5.5),
+    "sampler.py": (480, 21.3),
+    "model.py": (260, 11.9),
+    "attention.py": (200, 8.7),
+    "ops.py": (180, 7.3),
+    "lora.py": (275, 11.9),
+    "nvfp4.py": (355, 15.4),
+    "rewards.py": (370, 16.5),
+    "data.py": (410, 19.0),
+    "run.py": (510, 20.5),
+    "hf.py": (475, 22.5),
+    "marlin_fp4.py": (705, 32.5),
+    "kernels.py": (835, 35.5),
+    "decode.py": (305, 14.1),
+    "memory.py": (145, 6.7),
+    "answers.py": (1320, 54.1),
+    "evaluate.py": (400, 18.5),
+    "tools/bench.py": (440, 19.9),
+    "tools/convert.py": (120, 4.8),
+    "tools/plot.py": (140, 6.1),
+    "tools/report.py": (80, 3.4),
     "tools/chat.py": (160, 6.7),
-    "tools/__init__.py": (5, 0.2), "tiny/arithmetic.py": (70, 3.1),
+    "tools/__init__.py": (5, 0.2),
+    "tiny/arithmetic.py": (70, 3.1),
+    "calibrate.py": (365, 16.6),
 }
 
 # Of tiny/, what data.py reads: the rest made the model, once.

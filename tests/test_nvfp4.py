@@ -32,9 +32,9 @@ def test_bytes_and_decoded_values_are_those_of_compressed_tensors_and_bitsandbyt
     want = {part: REFERENCE[f"{case}.{part}"] for part in ("w", "packed", "scale", "decoded")}
     base = case.split("_")[0]
     if base == "nvfp4":
-        tensors = quantize(want["w"], 1 / REFERENCE[f"{case}.inverse"].reshape(()))
+        tensors = quantize(want["w"], 1 / REFERENCE[f"{case}.inverse"].reshape(()), offsets=[0])
     else:
-        tensors = FORMATS[base].quantize(want["w"])
+        tensors = FORMATS[base].quantize(want["w"], offsets=[0])
     assert same_bytes(tensors[0], want["packed"])
     assert same_bytes(tensors[1], want["scale"])
     assert torch.equal(FORMATS[base].dequantize(*tensors), want["decoded"].bfloat16())
@@ -106,7 +106,7 @@ def test_both_scales_multiply():
 def test_ties_go_to_the_even_code():
     w = torch.tensor([[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5.0, -6.0]])
     half = [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0]
-    assert dequantize(*quantize(w, torch.tensor(1.0)))[0].tolist() == half + [-x for x in half]
+    assert dequantize(*quantize(w, torch.tensor(1.0), offsets=[0]))[0].tolist() == half + [-x for x in half]
 
 
 def test_codes_are_the_nearest_ones():
@@ -197,9 +197,53 @@ def test_mxfp4_scale_moves_up_where_the_largest_weight_would_round_to_8():
     w = torch.zeros(2, 32)
     w[:, 0] = torch.tensor([6.99, 7.0])
     w[:, 1] = 0.5
-    packed, block_scale = nvfp4.quantize_mxfp4(w)
+    packed, block_scale = nvfp4.quantize_mxfp4(w, offsets=[0])
     assert block_scale.flatten().tolist() == [127, 128]                         # 2^0 and 2^1
     assert nvfp4.dequantize_mxfp4(packed, block_scale)[:, :2].tolist() == [[6.0, 0.5], [8.0, 0.0]]
+
+
+# -----------------------------------------------------------------------------
+# The search for a block's scale
+
+SEARCHED = {"nvfp4": (16, range(-4, 7)), "mxfp4": (32, (-1, 0, 1)), "nf4": (64, range(-10, 1))}
+
+
+def squared_errors(base, w, weigh=1.0, **options):
+    """Of each block, float64."""
+    encode, decode = FORMATS[base]
+    decoded = decode(*encode(w, **options), dtype=torch.float32).double()
+    return ((w.double() - decoded).square() * weigh).unflatten(1, (-1, SEARCHED[base][0])).sum(-1)
+
+
+@pytest.mark.parametrize("base", SEARCHED)
+def test_each_block_has_the_best_of_the_scales_that_are_tried(base):
+    torch.manual_seed(0)
+    w = torch.randn(40, 256) * torch.logspace(-3, 1, 40)[:, None]
+    w[0, :64] = 0
+    each = torch.stack([squared_errors(base, w, offsets=[offset]) for offset in SEARCHED[base][1]])
+    best = each.amin(0)
+    # Errors are compared in fp32: of two that differ by 2^-20 either may be kept.
+    assert (squared_errors(base, w) <= best * (1 + 2**-20)).all()
+    nearest = squared_errors(base, w, offsets=[0])
+    assert best.sum() < 0.85 * nearest.sum() if base == "nvfp4" else best.sum() < nearest.sum()
+
+
+def test_importance_weighs_the_channels_of_the_search():
+    torch.manual_seed(0)
+    w = torch.randn(64, 128)
+    importance = torch.rand(128) ** 4
+    weighed = squared_errors("nvfp4", w, importance.double(), importance=importance).sum()
+    assert weighed < 0.95 * squared_errors("nvfp4", w, importance.double()).sum()
+    each = torch.stack([squared_errors("nvfp4", w, importance.double(), offsets=[o]) for o in range(-4, 7)])
+    assert abs(weighed - each.amin(0).sum()) <= 2**-20 * weighed
+
+
+def test_a_block_scale_that_is_searched_stays_between_0_and_448():
+    w = torch.zeros(3, 16)
+    w[0, 0], w[1, 0] = 2688.0, 1e-6                        # the largest scale there is; one below the smallest
+    _, block_scale, _ = quantize(w, torch.tensor(1.0))
+    assert block_scale.flatten().tolist() == [448.0, 0.125, 0.125]
+    assert not dequantize(*quantize(w, torch.tensor(1.0)))[1:].any()
 
 
 # -----------------------------------------------------------------------------

@@ -32,6 +32,7 @@ import aqn
 import data
 import flags as flags_py
 import train as train_py
+from hf import Shards
 from lora import Adapter, save_adapter
 from model import load
 from sampler import row_key
@@ -218,6 +219,7 @@ def test_values_on_the_edge_are_taken(flags):
     ("--noise-kl 1e-3 --noise-learner", "--noise-kl 0.001 needs a --sigma-start, and a learner without"),
     ("--noise-kl 1e-3 --sigma-start 0", "--noise-kl 0.001 needs a --sigma-start"),
     ("--overlong-buffer 8", "--overlong-buffer 8: --overlong mask leaves out"),
+    ("--calibrate 8 --base nf4", "--calibrate 8 is for NVFP4, --base is nf4"),
     ("--memory-gib 16 --device cpu", "--device is cpu")])
 def test_flags_that_contradict_each_other_are_refused(flags, words):
     with pytest.raises(ValueError, match=words):
@@ -470,6 +472,34 @@ def test_a_dead_run_ends_in_one_line_and_keeps_the_adapter_of_its_best_steps(run
         assert 10 <= steps < 40
     best = load_file(runs.folder / "dead" / "adapters" / "last_good" / "adapter_model.safetensors")
     assert best.keys() == load_file(runs.folder / "dead" / "adapter" / "adapter_model.safetensors").keys()
+
+
+def test_a_calibrated_run_trains_on_a_base_of_its_own_and_goes_on_with_it(runs):
+    flags = "--steps 2 --save-every 1 --reward my_rewards:by_length".split()
+    log = runs.run("calibrated", *flags, "--calibrate", "8")
+    base, files = runs.folder / "calibrated/base", Shards(runs.folder / "calibrated/base")
+    assert log.count("error of the outputs") == 3 and log.count("KL(16 bits || gptq)") == 1
+    assert json.loads((base / "config.json").read_text())["quantization_config"]["format"] == "nvfp4-pack-quantized"
+    assert "model.layers.2.mlp.down_proj.weight_packed" in files.names
+    adapter = json.loads((runs.folder / "calibrated/adapter/adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == "calibrated/base"
+    # The same run on that folder as a model, and not the run on weights rounded while loading.
+    runs.run("onbase", *flags, model=base)
+    runs.run("rounded", *flags)
+    assert runs.metrics("calibrated") == runs.metrics("onbase")
+    assert runs.samples("calibrated") == runs.samples("onbase") != runs.samples("rounded")
+    written = {path: path.stat().st_mtime_ns for path in (base, *base.iterdir())}
+    whole = runs.metrics("calibrated")
+    shutil.rmtree(runs.folder / "calibrated/checkpoints/step_000002")
+    log = runs.run("calibrated", "--resume")
+    assert "KL(" not in log and runs.metrics("calibrated") == whole
+    assert written == {path: path.stat().st_mtime_ns for path in (base, *base.iterdir())}
+
+
+@pytest.mark.parametrize("flags,words", [("--calibrate 8 --base nf4", "--calibrate 8 is for NVFP4, --base is nf4"),
+                                         ("--calibrate 1", "--calibrate takes at least 2 problems")])
+def test_a_calibration_that_cannot_be_ends_a_run_in_one_line(runs, flags, words):
+    check_one_line(runs, runs.run("uncalibrated", *flags.split(), code=1), words, "uncalibrated")
 
 
 def test_weight_decay_shrinks_the_lora_matrices_and_no_norm(runs):

@@ -1,0 +1,341 @@
+"""
+NVFP4 codes chosen from data: GPTQ (arXiv 2210.17323), layer by layer, in the memory of one layer.
+
+    python -m tools.convert nvfp4 SRC OUT --calibrate 128      the folder; train.py --calibrate too
+
+Rounding to nearest makes the error of the *weights* small. What the policy feels is the error of
+the *outputs*, x @ (W - W4).T: with H = X.T @ X / T of the inputs of some texts (T tokens),
+    error = tr((W - W4) H (W - W4).T)
+GPTQ rounds one column of W after the other and moves what it got wrong onto the columns to come,
+as far as the inputs are correlated. Of each block of 16 weights every scale of the search is taken
+all the way, and the one of least error stays. Only codes and block scales differ: format, kernels
+and the power-of-two tensor scale are those of nvfp4.py.
+
+Texts are the model's own answers to training problems, never to those that measure it. Two streams
+of hidden states go through the layers: `exact` through the 16-bit ones, which also gives H; `coded`
+through the new ones. At the end their log-probs are compared on the last eighth of the texts, which
+no H has seen: KL(16 bits || 4 bits), nats a token, is the quality of a folder.
+
+Not here: act-order (the layout has no g_idx), Hadamard rotations (blocks
+of 16 leave little to equalise), AWQ (it would move the norms, which AQN perturbs).
+
+Shapes: T tokens of all texts, D width, N out_features, K in_features, C candidates of a scale.
+"""
+from typing import NamedTuple
+
+import torch
+from tqdm import tqdm
+
+import hf
+import model as qwen
+import nvfp4
+from attention import PackedAttention
+from lora import Scratch
+from ops import mm_fp32, swiglu
+from sampler import Sampling, TorchEngine, sampler_for
+
+DAMPING = 0.02                                   # of the mean diagonal of H, added to all of it
+COLUMNS = 128                                    # between two updates of all columns to come
+LARGEST = 8192                                   # columns in one H: the down of 7B has 18,944
+TOKENS = 8192                                    # of texts in one forward
+
+LEVELS = nvfp4.E2M1_SIGNED.unique()              # -6 .. 6, one 0
+EDGES = (LEVELS[1:] + LEVELS[:-1]) / 2
+
+
+# -------------------------------------------------------------------------------------------------
+# One linear
+
+def gptq(w, hessian, global_scale):
+    """w (N, K), hessian (K, K) fp32 -> quantize's three tensors."""
+    codes = []
+    scales = []
+    for columns in torch.arange(w.shape[1], device=w.device).split(LARGEST):
+        some = slice(columns[0], columns[-1] + 1)
+        copied = torch.empty(len(columns), len(w), device=w.device).copy_(w[:, some].T)
+        more = gptq_columns(copied, hessian[some, some], global_scale)
+        codes.append(more[0])
+        scales.append(more[1])
+    block_scale = torch.cat(scales).T.byte().contiguous().view(torch.float8_e4m3fn)
+    return nvfp4.pack_pairs(torch.cat(codes).T.contiguous()), block_scale, global_scale
+
+
+def gptq_columns(w, hessian, global_scale):
+    """w (K, N): a column of W is a row here, so that what is read together lies together.
+
+    -> codes uint8 (K, N), E4M3 codes of the block scales (K // 16, N); w is overwritten.
+    """
+    R = inverse_factor(hessian)
+    codes = torch.empty(w.shape, dtype=torch.uint8, device=w.device)
+    scales = []
+    for start in range(0, len(w), COLUMNS):
+        end = min(start + COLUMNS, len(w))
+        errors = torch.empty_like(w[start:end])
+        for i in range(start, end, 16):
+            block = slice(i, i + 16)
+            codes[block], scale, error = gptq_block(w[block], R[block, block], global_scale)
+            scales.append(scale)
+            errors[i - start:i - start + 16] = error
+            w[i + 16:end] -= R[block, i + 16:end].T @ error
+        w[end:] -= R[start:end, end:].T @ errors
+    return codes, torch.stack(scales)
+
+
+def inverse_factor(hessian):
+    """R (K, K), upper triangular, R.T @ R = (H + damping)^-1, without computing an inverse: of H
+    with rows and columns in reverse, L @ L.T, R is L^-1 in reverse. In float64: a few channels of a
+    down's input are so large that fp32 finds H not positive.
+    """
+    damped = hessian.double()
+    damped.diagonal().add_(DAMPING * damped.diagonal().mean().clamp(min=1e-10))
+    L = torch.linalg.cholesky(damped.flip(0, 1))
+    eye = torch.eye(len(L), dtype=L.dtype, device=L.device)
+    return torch.linalg.solve_triangular(L, eye, upper=False).flip(0, 1).float()
+
+
+def gptq_block(w, R, global_scale):
+    """16 columns w (16, N) and their part of R -> codes (16, N), the scale's E4M3 code (N,), errors
+    (16, N) that the columns to come have to make up for.
+    """
+    inverse = 1 / global_scale
+    first = nvfp4.e4m3_codes(w.abs().amax(0) / 6, inverse)
+    offsets = torch.tensor(nvfp4.nearest_first(nvfp4.OFFSETS), device=w.device)
+    tried = (first + offsets[:, None]).clamp(1, 126)             # (C, N)
+    scale = nvfp4.e4m3_value(tried) / inverse
+    levels = LEVELS.to(w.device)
+    edges = EDGES.to(w.device)
+    rest = w[:, None].repeat(1, len(tried), 1)                   # (16, C, N)
+    values = torch.empty_like(rest)                              # in units of the scale
+    errors = torch.empty_like(rest)
+    for i in range(16):
+        values[i] = levels[torch.bucketize(rest[i] / scale, edges)]
+        errors[i] = (rest[i] - values[i] * scale) / R[i, i]
+        rest[i + 1:] -= errors[i] * R[i, i + 1:, None, None]
+    best = errors.square().sum(0).argmin(0)                      # (N,), of equal ones the first
+    rows = torch.arange(w.shape[1], device=w.device)
+    return nvfp4.e2m1_codes(values[:, best, rows]), tried[best, rows], errors[:, best, rows]
+
+
+def output_error(w, tensors, hessian):
+    """tr((W - W4) H (W - W4).T), a float."""
+    wrong = w.float() - nvfp4.dequantize(*tensors, dtype=torch.float32)
+    return ((wrong @ hessian) * wrong).sum().item()
+
+
+# -------------------------------------------------------------------------------------------------
+# A model, layer by layer
+
+class Text(NamedTuple):
+    tokens: list                                 # ids, of a prompt and an answer
+    start: int                                   # of the answer
+
+
+def own_answers(folder, tokenizer, problems, device, max_new_tokens=512, seed=0):
+    """-> a Text for each data.Problem: what the model, rounded, answers at temperature 1."""
+    if len(problems) < 2:
+        raise ValueError(f"--calibrate takes at least 2 problems, one to measure by, "
+                         f"got {len(problems)}")
+    model = qwen.load(folder, "nvfp4", device, live_vocab=tokenizer.vocab_size)
+    engine = TorchEngine
+    if model.device.type == "cuda":
+        from decode import GraphEngine as engine                 # the engine room: Triton
+    prompts = [p.prompt for p in problems]
+    longest = max(map(len, prompts)) + max_new_tokens
+    sampler = sampler_for(engine, model, longest, min(256, len(prompts)))
+    rollouts = sampler.generate(prompts, 1, Sampling(max_new_tokens, tokenizer.end_ids, seed=seed))
+    return [Text(prompt + answer, len(prompt))
+            for prompt, answer in zip(rollouts.prompts, rollouts.completions)]
+
+
+class Chunk:
+    """Some texts laid end to end, on their way through the layers.
+
+    exact, coded (T, D) fp32: hidden states of the 16-bit model and of the one with new codes.
+    """
+
+    def __init__(self, texts, embed, config):
+        self.texts = texts
+        self.attend = PackedAttention([len(text.tokens) for text in texts], embed.device)
+        self.rope = qwen.rope_table(self.attend.positions(), config)
+        tokens = torch.tensor([token for text in texts for token in text.tokens])
+        self.exact = embed[tokens.to(embed.device)].float()
+        self.coded = self.exact.clone()
+
+    def predictors(self):
+        """Indices of the tokens that an answer's tokens are predicted from."""
+        at = []
+        first = 0
+        for text in self.texts:
+            at += range(first + text.start - 1, first + len(text.tokens) - 1)
+            first += len(text.tokens)
+        return at
+
+
+def chunks_of(texts, embed, config):
+    """-> Chunks of at most TOKENS tokens, or of one text."""
+    parts = []
+    room = 0
+    for text in texts:
+        room -= len(text.tokens)
+        if room < 0 or not parts:
+            parts.append([])
+            room = TOKENS - len(text.tokens)
+        parts[-1].append(text)
+    return [Chunk(part, embed, config) for part in parts]
+
+
+def block_and_inputs(block, chunk):
+    """model.Block.forward of the exact stream, written out -> inputs (T, K) of qkv, o, gate_up and
+    down, and what leaves the block.
+    """
+    x = chunk.exact
+    dtype = block.input_norm.dtype
+    xw, rstd = block.input_norm(x)
+    q, k, v = qwen.split_qkv(block.qkv(xw), rstd, block.qkv_bias, *chunk.rope,
+                             block.config.kv_heads, dtype)
+    attended = chunk.attend(q, k, v).flatten(1)
+    x = x + block.o(attended)
+    post, post_rstd = block.post_norm(x)
+    h = torch.empty(len(x), block.config.feed_forward, dtype=dtype, device=x.device)
+    swiglu(block.gate_up(post), post_rstd, h, keep=False)
+    inputs = (xw * rstd).to(dtype), attended, (post * post_rstd).to(dtype), h
+    return inputs, x + block.down(h)
+
+
+def hessians(block, chunks, measured):
+    """Moves the exact stream through a block -> H (K, K) fp32 of each of its four linears, over
+    the chunks that are not `measured`.
+    """
+    sums = None
+    tokens = 0
+    for chunk in [*chunks, *measured]:
+        inputs, chunk.exact = block_and_inputs(block, chunk)
+        if chunk in measured:
+            continue
+        products = [x.float().T @ x.float() for x in inputs]     # a bf16 matmul's are too coarse
+        sums = products if sums is None else [a.add_(b) for a, b in zip(sums, products)]
+        tokens += len(chunk.exact)
+    return [total / tokens for total in sums]
+
+
+def best_codes(w, hessian, scale):
+    """GPTQ's, where they beat the search's on the outputs."""
+    found = gptq(w, hessian, scale), nvfp4.quantize(w, scale, hessian.diagonal())
+    return min(found, key=lambda tensors: output_error(w, tensors, hessian))
+
+
+CODES = {
+    "gptq": best_codes,
+    "weighted": lambda w, hessian, scale: nvfp4.quantize(w, scale, hessian.diagonal()),
+    "search": lambda w, hessian, scale: nvfp4.quantize(w, scale),
+    "nearest": lambda w, hessian, scale: nvfp4.quantize(w, scale, offsets=[0]),
+}
+
+
+def source_of(folder, device):
+    """A 16-bit Qwen2.5 folder -> hf.Checkpoint. ValueError if it cannot be held as NVFP4."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    files = hf.Checkpoint(folder, "bf16", device, dtype)
+    if files.config.get("quantization_config"):
+        raise ValueError(f"{folder}/config.json: has a quantization_config: it is quantized "
+                         "already")
+    for key in ("hidden_size", "intermediate_size"):
+        if files.config[key] % 16:
+            raise ValueError(f"{folder}/config.json: {key} is {files.config[key]}, not a multiple "
+                             "of 16")
+    return files
+
+
+def to_nvfp4(files, out, codes="search", texts=(), live_vocab=None):
+    """source_of() -> the new folder `out` as compressed-tensors writes NVFP4; lm_head and embedding
+    stay bf16. codes, texts: of coded_linears(); the last eighth of the texts measures.
+    """
+    linears = tuple(f"{name}.weight" for name in hf.TARGETS)
+
+    def tensors():
+        for name in files.names:
+            if not name.endswith(linears):
+                yield name, files.get(name).bfloat16()
+        held = -(-len(texts) // 8)
+        ends = len(texts) - held
+        for name, coded in coded_linears(files, codes, texts[:ends], texts[ends:], live_vocab):
+            yield from hf.nvfp4_files(name, *coded)
+
+    hf.save_model(tensors(), files.folder, out, hf.NVFP4_CONFIG)
+
+
+@torch.no_grad()
+def coded_linears(files, codes, texts=(), held_out=(), live_vocab=None):
+    """Yields (name of a linear, quantize's tensors) of a 16-bit hf.Checkpoint, layer by layer.
+
+    codes: of CODES. texts: of Text; without them "search" and "nearest" alone have what they need.
+    With them, says each layer's error of the outputs, and at the end the KL on the ones held out.
+    """
+    config = qwen.ModelConfig.of(files.config)
+    chunks = []
+    measured = []
+    if texts:
+        embed = files.read("model.embed_tokens.weight", config.vocab, config.width).to(files.dtype)
+        chunks = chunks_of(texts, embed, config)
+        measured = chunks_of(held_out, embed, config)
+    scratch = Scratch()
+    for i in tqdm(range(config.layers), unit="layer"):
+        block = qwen.build_block(config, i, files.read, files.frozen, files.dtype, scratch)
+        linears = block.qkv, block.o, block.gate_up, block.down
+        weights = [linear.weight.dequantize().float() for linear in linears]
+        scales = [scale_of(w, linear.names) for w, linear in zip(weights, linears)]
+        of_inputs = hessians(block, chunks, measured) if texts else [None] * 4
+        errors = []
+        for linear, w, scale, hessian in zip(linears, weights, scales, of_inputs):
+            tensors = CODES[codes](w, hessian, scale)
+            if texts:
+                whole = ((w @ hessian) * w).sum().item()
+                errors.append((output_error(w, tensors, hessian) / whole) ** 0.5)
+            linear.weight = nvfp4.fuse([tensors], files.dtype)
+            packed, block_scale, global_scale = tensors
+            parts = zip(linear.names, packed.split(linear.parts), block_scale.split(linear.parts))
+            yield from ((name, (p, s, global_scale)) for name, p, s in parts)
+        for chunk in [*chunks, *measured]:
+            chunk.coded = block(chunk.coded, *chunk.rope, chunk.attend)
+        if texts:
+            said = "  ".join(f"{error:.4f}" for error in errors)
+            tqdm.write(f"layer {i:2d}  error of the outputs of qkv, o, gate_up, down: {said}")
+    if texts:
+        norm = qwen.RMSNorm(files.read("model.norm.weight", config.width), config.eps, files.dtype)
+        head = embed
+        if not config.tied:
+            head = files.read("lm_head.weight", config.vocab, config.width).to(files.dtype)
+        kl, error, tokens = divergence(measured, norm, head[:live_vocab])
+        tqdm.write(f"KL(16 bits || {codes}) {kl:.3g} +- {error:.2g} nats a token, "
+                   f"{len(held_out)} answers of {tokens:,} tokens that no code was chosen by")
+
+
+def scale_of(w, names):
+    try:
+        return nvfp4.global_scale_for(w)
+    except ValueError as error:
+        raise ValueError(f"{', '.join(names)}: {error}") from None
+
+
+def divergence(chunks, norm, head):
+    """-> KL(exact || coded), nats a token of the answers; its standard error; how many tokens."""
+    sums = []
+    for chunk in chunks:
+        at = torch.tensor(chunk.predictors(), device=head.device)
+        of_token = torch.cat([token_divergence(chunk, part, norm, head) for part in at.split(512)])
+        sizes = [len(text.tokens) - text.start for text in chunk.texts]
+        sums += [(part.sum().item(), len(part)) for part in of_token.split(sizes)]
+    total, tokens = (sum(column) for column in zip(*sums))
+    kl = total / tokens
+    n = len(sums)
+    variance = sum((part - kl * size) ** 2 for part, size in sums) * n / max(n - 1, 1)
+    return kl, variance ** 0.5 / tokens, tokens
+
+
+def token_divergence(chunk, at, norm, head):
+    logprobs = []
+    for hidden in (chunk.exact, chunk.coded):
+        xw, rstd = norm(hidden[at])
+        logprobs.append((mm_fp32(xw, head.T) * rstd).log_softmax(-1))
+    exact, coded = logprobs
+    return (exact.exp() * (exact - coded)).sum(-1)

@@ -1,0 +1,360 @@
+"""
+calibrate.py: GPTQ against a naive one in float64, its inputs against the model's own, the KL that it prints against the
+logits of two whole models.
+
+python -m pytest tests/test_calibrate.py -v
+"""
+import re
+
+import pytest
+import torch
+
+import calibrate
+import data
+import hf
+import lora
+import model as qwen
+import nvfp4
+from calibrate import Chunk, Text, gptq, output_error
+from test_convert import ROOT, TINY, run, same_bytes
+from tiny_qwen2 import held_by, plain_logits
+
+CPU = torch.device("cpu")
+EPS = 2.0**-24                                             # of one rounding to fp32
+
+
+def linear(N, K, T=400, seed=0):
+    """w (N, K), and H of inputs that are as correlated, and as unequal in size, as those of a network."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(T, K // 4, generator=generator) @ torch.randn(K // 4, K, generator=generator)
+    x = (x / K**0.5 + 0.1 * torch.randn(T, K, generator=generator)) * torch.logspace(-0.5, 0.5, K)
+    return torch.randn(N, K, generator=generator) / K**0.5, x.T @ x / T
+
+
+def decoded(tensors):
+    return nvfp4.dequantize(*tensors, dtype=torch.float32).double()
+
+
+# -----------------------------------------------------------------------------
+# One linear
+
+@pytest.mark.parametrize("K", [16, 160])
+def test_the_factor_is_that_of_the_inverse(K):
+    _, hessian = linear(1, K)
+    hessian[3] = hessian[:, 3] = 0                         # a dead channel: damping alone
+    R = calibrate.inverse_factor(hessian)
+    damped = hessian.double() + 0.02 * hessian.double().diagonal().mean() * torch.eye(K)
+    assert torch.equal(R, R.triu()) and (R.diagonal() > 0).all()
+    # Cholesky's and the solver's backward errors are at most K + 1 roundings of |L| |L.T| <= K |H|.
+    condition = torch.linalg.cond(damped)
+    error = torch.linalg.matrix_norm(R.double().T @ R.double() @ damped - torch.eye(K), 2)
+    assert error < 3 * K * EPS * condition, (error, condition)
+
+
+def inverses(hessian):
+    """For each column i, row i of the inverse of H's part from i on, by elimination, over its diagonal; float64."""
+    damped = hessian.double()
+    inverse = torch.linalg.inv(damped + 0.02 * damped.diagonal().mean() * torch.eye(len(damped)))
+    for i in range(len(damped)):
+        yield inverse[i, i].item(), inverse[i] / inverse[i, i]
+        inverse = inverse - torch.outer(inverse[:, i], inverse[i]) / inverse[i, i]
+
+
+def naive_gptq(w, hessian, global_scale):
+    """Optimal brain quantization, column after column, every scale of a block taken all the way -> decoded (N, K)."""
+    steps = list(inverses(hessian))
+    e4m3 = torch.arange(127).byte().view(torch.float8_e4m3fn).double()
+    levels = torch.tensor([-6, -4, -3, -2, -1.5, -1, -.5, 0, .5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    out = torch.empty_like(w, dtype=torch.float64)
+    for row, result in zip(w.double(), out):
+        for start in range(0, len(row), 16):
+            wanted = row[start:start + 16].abs().max() / 6 / global_scale.double()
+            first = (e4m3 - wanted).abs().argmin().item()
+            tried = []
+            for code in range(max(1, first - 4), min(126, first + 6) + 1):
+                scale = e4m3[code] * global_scale.double()
+                rest, values, cost = row.clone(), [], 0.0
+                for i in range(start, start + 16):
+                    variance, effect = steps[i]
+                    values.append(levels[(levels * scale - rest[i]).abs().argmin()] * scale)
+                    wrong = rest[i] - values[-1]
+                    cost += wrong**2 / variance
+                    rest -= wrong * effect
+                tried.append((cost, abs(code - first), torch.stack(values), rest))
+            _, _, result[start:start + 16], row = min(tried, key=lambda t: t[:2])
+    return out
+
+
+@pytest.mark.parametrize("largest", [8192, 64])            # 160 columns cross COLUMNS; or 64, 64 and 32 apart
+def test_gptq_is_the_naive_one_in_float64(largest, monkeypatch):
+    monkeypatch.setattr(calibrate, "LARGEST", largest)
+    w, hessian = linear(6, 160)
+    w[2, 32:48] = 0
+    scale = nvfp4.global_scale_for(w)
+    got = decoded(gptq(w, hessian, scale))
+    parts = [slice(i, i + largest) for i in range(0, 160, largest)]
+    want = torch.cat([naive_gptq(w[:, part], hessian[part, part], scale) for part in parts], dim=1)
+    # fp32 is off by some 1e-5 of a step, and so decides otherwise in one of 1e5 roundings. There are 960, and behind
+    # one that falls otherwise its row goes another way: two such rows of six are a matter of one in a thousand.
+    differ = (got != want).any(1)
+    assert differ.sum() <= 1
+    wrong = torch.stack([w - got, w - want]).double()
+    errors = ((wrong @ hessian.double()) * wrong).sum((1, 2))
+    assert abs(errors[0] / errors[1] - 1) < 0.1            # one row of six, by less than half
+    if not differ.any():
+        assert errors[0] == errors[1]
+
+
+def test_gptq_leaves_what_it_is_given_as_it_was():
+    w, hessian = linear(4, 32)
+    kept = w.clone(), hessian.clone()
+    scale = nvfp4.global_scale_for(w)
+    for codes in calibrate.CODES.values():
+        codes(w, hessian, scale)
+    assert torch.equal(w, kept[0]) and torch.equal(hessian, kept[1])
+
+
+def test_codes_pack_as_nvfp4_has_them():
+    w, hessian = linear(4, 32)
+    packed, block_scale, global_scale = gptq(w, hessian, nvfp4.global_scale_for(w))
+    assert packed.shape == (4, 16) and packed.dtype == torch.uint8
+    assert block_scale.shape == (4, 2) and block_scale.dtype == torch.float8_e4m3fn
+    alone = gptq(w, torch.eye(32), global_scale)           # without correlations nothing moves: it is the search
+    want = nvfp4.quantize(w, global_scale)
+    assert same_bytes(alone[1], want[1]) and torch.equal(decoded(alone), decoded(want))
+
+
+def test_the_output_error_is_that_of_the_outputs():
+    x = torch.randn(50, 32, generator=torch.Generator().manual_seed(1))
+    w, _ = linear(4, 32)
+    tensors = nvfp4.quantize(w)
+    want = (x.double() @ (w.double() - decoded(tensors)).T).square().sum() / 50
+    assert output_error(w, tensors, x.T @ x / 50) == pytest.approx(want.item(), rel=50 * 32 * EPS)
+
+
+def test_each_way_of_choosing_codes_beats_the_one_before_it_where_it_should():
+    w, hessian = linear(64, 128)                           # seeds 0 to 7: gptq at 0.43 to 0.5 of the weighted search
+    scale = nvfp4.global_scale_for(w)
+    unequal = torch.diag(hessian.diagonal())
+    correlated, alone = ({name: output_error(w, codes(w, hessian, scale), h)
+                          for name, codes in calibrate.CODES.items()} for h in (hessian, unequal))
+    assert correlated["gptq"] < 0.6 * correlated["weighted"] and correlated["search"] < correlated["nearest"]
+    assert alone["weighted"] < alone["search"] < alone["nearest"]
+
+
+def test_the_better_of_gptq_and_search_is_kept():
+    """One row, inputs nearly white: the greedy way sometimes loses."""
+    lost = 0
+    for seed in range(40):
+        generator = torch.Generator().manual_seed(seed)
+        x, w = torch.randn(64, 32, generator=generator), torch.randn(1, 32, generator=generator)
+        hessian, scale = x.T @ x / 64, nvfp4.global_scale_for(w)
+        errors = [output_error(w, tensors, hessian) for tensors in (
+            gptq(w, hessian, scale), nvfp4.quantize(w, scale, hessian.diagonal()),
+            calibrate.best_codes(w, hessian, scale))]
+        lost += errors[0] > errors[1]
+        assert errors[2] == min(errors[:2])
+    assert 0 < lost < 40
+
+
+def test_zeros_and_dead_channels_do_no_harm():
+    w, hessian = linear(4, 64)
+    dead = [5, 6, 7, *range(16, 32)]                       # a whole block among them
+    alive = hessian.clone()
+    hessian[dead] = 0
+    hessian[:, dead] = 0
+    w[1] = 0
+    w[3, 32:48] = 0
+    scale = nvfp4.global_scale_for(w)
+    got = decoded(gptq(w, hessian, scale))
+    assert got.isfinite().all() and not got[1].any()
+    step = nvfp4.quantize(w, scale)[1].float().repeat_interleave(16, 1) * scale
+    assert ((got - w).abs()[:, 16:32] <= 2 * step[:, 16:32]).all()     # nothing is moved onto a dead channel
+    for nothing in (torch.zeros(64, 64), alive * 1e-30):
+        assert decoded(gptq(w, nothing, scale)).isfinite().all()
+    assert not decoded(gptq(torch.zeros(2, 64), alive, torch.tensor(1.0))).any()
+
+
+# -----------------------------------------------------------------------------
+# A layer
+
+def texts_of(case, *sizes, seed=0):
+    """Texts of sizes (prompt, answer), random tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return [Text(torch.randint(case.raw["vocab_size"], (sum(size),), generator=generator).tolist(), size[0])
+            for size in sizes]
+
+
+@pytest.fixture
+def layer(tiny):
+    """A block of the 16-bit model, its embedding and config."""
+    files = hf.Checkpoint(tiny["untied"].folder, "bf16", CPU, torch.float32)
+    config = qwen.ModelConfig.of(files.config)
+    embed = files.read("model.embed_tokens.weight", config.vocab, config.width).float()
+    block = qwen.build_block(config, 1, files.read, files.frozen, files.dtype, lora.Scratch())
+    return block.requires_grad_(False), embed, config
+
+
+@torch.no_grad()
+def test_the_block_written_out_is_the_block_and_its_inputs_are_the_linears(tiny, layer):
+    block, embed, config = layer
+    chunk = Chunk(texts_of(tiny["untied"], (3, 9), (5, 1)), embed, config)
+    seen = {}
+
+    def spy(name):
+        product = getattr(block, name).product
+
+        def spied(x, *rest):
+            seen.setdefault(name, x.clone())
+            return product(x, *rest)
+        getattr(block, name).product = spied
+
+    for name in ("qkv", "o", "gate_up", "down"):
+        spy(name)
+    want = block(chunk.exact, *chunk.rope, chunk.attend)
+    inputs, got = calibrate.block_and_inputs(block, chunk)
+    assert torch.equal(got, want)
+    middle = chunk.exact + block.o(seen["o"])
+    for x, norm, given, name in ((chunk.exact, block.input_norm, inputs[0], "qkv"),
+                                 (middle, block.post_norm, inputs[2], "gate_up")):
+        x = x.double()
+        normed = x / (x.square().mean(-1, keepdim=True) + config.eps).sqrt() * norm.weight.double()
+        # A sum of D squares, halved by the root, and a few roundings more.
+        assert ((given - normed).abs() <= (config.width / 2 + 6) * EPS * normed.abs()).all()
+        assert torch.equal(seen[name], x.float() * norm.weight)
+    assert torch.equal(inputs[1], seen["o"]) and torch.equal(inputs[3], seen["down"])
+
+
+@torch.no_grad()
+def test_hessians_are_means_over_all_tokens_but_those_that_measure(tiny, layer, monkeypatch):
+    monkeypatch.setattr(calibrate, "TOKENS", 16)
+    block, embed, config = layer
+    case = tiny["untied"]
+
+    def chunks(held=((3, 5), (4, 9))):
+        return (calibrate.chunks_of(texts_of(case, (3, 9), (5, 1), (2, 11)), embed, config),
+                calibrate.chunks_of(texts_of(case, *held, seed=1), embed, config))
+
+    mine, measured = chunks()
+    inputs = [calibrate.block_and_inputs(block, chunk)[0] for chunk in mine]
+    moved = [block(chunk.exact, *chunk.rope, chunk.attend) for chunk in (*mine, *measured)]
+    got = calibrate.hessians(block, mine, measured)
+    assert len(mine) == 3 and all(torch.equal(c.exact, x) for c, x in zip((*mine, *measured), moved))
+    for hessian, parts in zip(got, zip(*inputs)):
+        x = torch.cat(parts).double()
+        assert len(x) == 31 and hessian.dtype == torch.float32
+        assert ((hessian - x.T @ x / 31).abs() <= (31 + 2) * EPS * (x.abs().T @ x.abs() / 31)).all()
+    mine, other = chunks(held=((7, 2),))
+    assert all(torch.equal(a, b) for a, b in zip(got, calibrate.hessians(block, mine, other)))
+
+
+def test_chunks_hold_whole_texts_and_at_most_so_many_tokens(tiny, layer, monkeypatch):
+    monkeypatch.setattr(calibrate, "TOKENS", 10)
+    _, embed, config = layer
+    texts = texts_of(tiny["untied"], *((2, n - 2) for n in (4, 4, 4, 13, 3, 7, 10)))
+    chunks = calibrate.chunks_of(texts, embed, config)
+    assert [[len(text.tokens) for text in chunk.texts] for chunk in chunks] == [[4, 4], [4], [13], [3, 7], [10]]
+    assert [text for chunk in chunks for text in chunk.texts] == texts
+    assert torch.equal(chunks[3].exact, embed[texts[4].tokens + texts[5].tokens])
+    assert calibrate.chunks_of([], embed, config) == []
+
+
+def test_predictors_stand_before_the_answers_tokens(tiny, layer):
+    _, embed, config = layer
+    assert Chunk(texts_of(tiny["untied"], (2, 3), (3, 1), (1, 2)), embed, config).predictors() == [1, 2, 3, 7, 9, 10]
+
+
+# -----------------------------------------------------------------------------
+# A model
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape,live", [("tied", 90), ("untied", None)])
+def test_the_kl_is_that_of_two_whole_models(tiny, tmp_path, monkeypatch, capsys, shape, live):
+    case, found = tiny[shape], []
+    monkeypatch.setattr(calibrate, "TOKENS", 30)           # several chunks, and of several texts
+    whole = calibrate.divergence
+    monkeypatch.setattr(calibrate, "divergence", lambda *a: found.append(whole(*a)) or found[-1])
+    texts = texts_of(case, *((3 + i % 4, 5 + i) for i in range(18)))
+    calibrate.to_nvfp4(calibrate.source_of(case.folder, CPU), tmp_path / "out", "gptq", texts, live)
+    models = qwen.load(case.folder, "bf16", "cpu"), qwen.load(tmp_path / "out", "nvfp4", "cpu")
+    sums, off, ratio = [], 0.0, 0.0
+    for tokens, start in texts[-3:]:                       # an eighth, rounded up
+        exact, coded = (plain_logits(case.raw, held_by(model), tokens)[start - 1:-1, :live] for model in models)
+        for model, want in zip(models, (exact, coded)):
+            got = model(torch.tensor([tokens]))[0, start - 1:-1, :live]
+            off = max(off, (got - want).abs().max().item())
+        p, q = exact.log_softmax(-1), coded.log_softmax(-1)
+        ratio = max(ratio, (p - q).abs().max().item())
+        sums.append(((p.exp() * (p - q)).sum().item(), len(p)))
+    total, count = map(sum, zip(*sums))
+    kl, error, tokens = found[0]
+    # Logits of both that are off by so much move a log-prob by twice as much, and p by a factor of as much.
+    slack = 2 * 2 * off + 2 * off * ratio
+    assert tokens == count == 20 + 21 + 22 and slack < 1e-3
+    assert kl == pytest.approx(total / count, abs=slack) and kl > 10 * slack
+    spread = sum((part - size * total / count) ** 2 for part, size in sums)
+    spread = (spread * 3 / 2) ** 0.5 / count               # three answers
+    assert error == pytest.approx(spread, abs=2 * slack)
+    said = capsys.readouterr().out.splitlines()
+    assert f"KL(16 bits || gptq) {kl:.3g} +- {error:.2g} nats a token, 3 answers of 63 tokens" in said[-1]
+    assert len(said) == 1 + case.raw["num_hidden_layers"]
+
+
+def test_the_folder_holds_the_codes_that_were_found(tiny, tmp_path, monkeypatch, capsys):
+    case, found = tiny["untied"], {}
+    coded_linears = calibrate.coded_linears
+
+    def kept(*arguments):
+        for name, tensors in coded_linears(*arguments):
+            found[name] = tensors
+            yield name, tensors
+
+    monkeypatch.setattr(calibrate, "coded_linears", kept)
+    out = tmp_path / "out"
+    calibrate.to_nvfp4(calibrate.source_of(case.folder, CPU), out, "gptq", texts_of(case, *[(4, 12)] * 8))
+    tensors, files = dict(case.tensors), hf.Shards(out)
+    for name, want in found.items():
+        del tensors[f"{name}.weight"]
+        got = hf.load_nvfp4(files, name)
+        assert all(same_bytes(a.reshape(-1), b.reshape(-1)) for a, b in zip(got, want)), name
+    assert len(found) == 7 * 2 and not any("_proj.weight" in name for name in tensors)
+    assert all(torch.equal(files.get(name), tensor) for name, tensor in tensors.items())
+    names = [f"model.layers.0.self_attn.{x}_proj" for x in "qkv"]
+    scale = nvfp4.global_scale_for(*(case.tensors[f"{name}.weight"] for name in names))
+    assert all(found[name][2] == scale for name in names)              # shared, as engines need it
+    loaded = held_by(qwen.load(out, "nvfp4", "cpu"))
+    assert all(torch.equal(loaded[f"{name}.weight"], decoded(t).float()) for name, t in found.items())
+
+
+def test_a_layers_errors_are_those_of_its_codes(tiny, tmp_path, capsys):
+    """Printed relative to the outputs, over the texts that chose: here of the first layer, whose inputs are known."""
+    case = tiny["untied"]
+    texts = texts_of(case, *[(4, 12)] * 8)
+    calibrate.to_nvfp4(calibrate.source_of(case.folder, CPU), tmp_path / "out", "gptq", texts)
+    said = [float(x) for x in re.findall(r" (\d\.\d{4})", capsys.readouterr().out.splitlines()[0])]
+    files = hf.Checkpoint(case.folder, "bf16", CPU, torch.float32)
+    config = qwen.ModelConfig.of(files.config)
+    chunk = Chunk(texts[:7], files.read("model.embed_tokens.weight", config.vocab, config.width).float(), config)
+    model, coded = (qwen.load(f, base, "cpu").layers[0] for f, base in ((case.folder, "bf16"),
+                                                                       (tmp_path / "out", "nvfp4")))
+    with torch.no_grad():
+        inputs, _ = calibrate.block_and_inputs(model, chunk)
+    want = []
+    for name, x in zip(("qkv", "o", "gate_up", "down"), inputs):
+        w, w4 = (getattr(layer, name).weight.dequantize().double() for layer in (model, coded))
+        want.append(((x.double() @ (w - w4).T).norm() / (x.double() @ w.T).norm()).item())
+    assert said == pytest.approx(want, abs=0.6e-4)
+
+
+def test_the_models_own_answers():
+    tokenizer = data.Tokenizer(TINY)
+    problems, _ = data.load_problems("arithmetic")
+    problems, _ = data.encode_prompts(tokenizer, problems[:20], "boxed", 99)
+    texts, again, other = (calibrate.own_answers(TINY, tokenizer, problems, CPU, 12, seed) for seed in (0, 0, 1))
+    assert texts == again != other and len(texts) == 20
+    for text, problem in zip(texts, problems):
+        answer = text.tokens[text.start:]
+        assert text.tokens[:text.start] == problem.prompt
+        assert 1 <= len(answer) <= 12 and (len(answer) == 12 or answer[-1] in tokenizer.end_ids)
+    with pytest.raises(ValueError, match="--calibrate takes at least 2 problems, one to measure by, got 1"):
+        calibrate.own_answers(TINY, tokenizer, problems[:1], CPU)
