@@ -14,7 +14,7 @@ import math
 import sys
 from pathlib import Path
 
-import torch
+import program  # isort: skip; before torch
 from tokenizers.decoders import DecodeStream
 
 import data
@@ -23,8 +23,8 @@ import lora
 import model as qwen
 import nvfp4
 from evaluate import select_device
-from flags import inside
-from run import first_line
+from flags import flags_of, inside
+from run import few_threads
 from sampler import Sampling, TorchEngine, sampler_for
 
 LENGTH = 8192                                    # tokens of a conversation, if the model takes them
@@ -85,15 +85,15 @@ def parse_args():
     add("--adapter", help="PEFT folder")
     add("--base", default="nvfp4", choices=list(nvfp4.FORMATS), help="format of the linears")
     add("--dtype", choices=["bfloat16", "float16"], help="of matmul inputs, as of train.py")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to run")
-    add("--prompt-style", default="plain", choices=sorted(data.STYLES), help="as of train.py")
+    add("--device", help="cpu, cuda or cuda:N; by default a GPU if there is one")
+    add("--prompt-style", default="plain", help="as of train.py")
     add("--question", help="answer this one and end")
     add("--temperature", type=float, default=0.0, help="0: greedy")
     add("--max-new-tokens", type=int, default=1024, help="longest answer")
     add("--seed", type=int, default=0, help="of sampling")
     args = parser.parse_args()
     if args.run:
-        flags = hf.read_json(args.run / "run.json")
+        flags = flags_of(args.run / "run.json")
         names = flags.keys() & {"model", "base", "dtype", "prompt_style", "max_new_tokens"}
         parser.set_defaults(adapter=args.run / "adapter", **{name: flags[name] for name in names})
         args = parser.parse_args()
@@ -107,17 +107,19 @@ def parse_args():
 
 
 def prepare(args):
-    """-> Chat. ValueError or OSError says what is wrong."""
-    device = select_device(args.device)
+    """-> Chat; finds out what is wrong."""
+    device = select_device(args.device, args.model)
+    data.style_of(args.prompt_style)
     folder = hf.resolve(args.model)
     tokenizer = data.Tokenizer(folder)
     model = qwen.load(folder, args.base, device, args.dtype, tokenizer.vocab_size)
+    few_threads(model)
     if args.adapter:
         lora.load_adapter(model, args.adapter)
     engine = TorchEngine
     if device.type == "cuda":
         from decode import GraphEngine as engine                 # the engine room: Triton
-    length = hf.read_json(folder / "config.json").get("max_position_embeddings", LENGTH)
+    length = hf.read_qwen2(folder / "config.json").get("max_position_embeddings", LENGTH)
     sampler = sampler_for(engine, model, min(length, LENGTH), max_rows=1)
     sampling = Sampling(args.max_new_tokens, tokenizer.end_ids, args.temperature, seed=args.seed)
     return Chat(tokenizer, sampler, args.prompt_style, sampling)
@@ -134,23 +136,19 @@ def talk(chat):
             else:
                 chat.ids = []
         except ValueError as error:
-            print(f"({first_line(error)})", file=sys.stderr)
+            print(f"({program.first_line(error)})", file=sys.stderr)
         except EOFError:
             return
 
 
 def main():
-    try:
+    with program.one_line("chat"):
         args = parse_args()
         chat = prepare(args)
         if args.question is None:
             talk(chat)
         else:
             chat.ask(args.question)
-    except (ValueError, OSError) as error:
-        sys.exit(f"chat: {first_line(error)}")
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 if __name__ == "__main__":
