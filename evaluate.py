@@ -1,6 +1,7 @@
 """
 Accuracy of a model, with or without an adapter: the same sampler and grader as training.
 
+    python evaluate.py runs/x                        a run, with its flags, on its held-out problems
     python evaluate.py --model qwen2.5-7b --adapter runs/x/adapter --data gsm8k --out after.jsonl
     python evaluate.py ... --against before.jsonl    compared with that run, problem by problem
 
@@ -9,7 +10,8 @@ Greedy by default; --samples N draws N answers a problem. For c of its n answers
     maj@k  is the commonest of k answers right? Mean over the n // k blocks of k as drawn. Equal
            answers vote together, none is no vote, a tie counts as its right share.
 Each is a mean over problems, with its 95 % interval. The last line on stdout is a JSON object,
-whose keys the README defines. Not here: few-shot prompts.
+whose keys the README defines. --out grows by each problem that is done; Ctrl-C ends with the
+figures of these. Not here: few-shot prompts.
 """
 import argparse
 import json
@@ -20,18 +22,19 @@ import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
+import program  # before torch
 import torch
 from tqdm import tqdm
 
 import data
+import flags
 import hf
 import lora
 import model as qwen
 import nvfp4
 import rewards
-from program import first_line
-from run import device_of, write_atomically
-from sampler import Sampling, TorchEngine, sampler_for
+from run import device_of, few_threads, write_atomically
+from sampler import Sampling, TorchEngine, rollouts_of, sampler_for
 
 Z = 1.959964                                     # 95 % of a normal lies within +-Z
 
@@ -138,41 +141,55 @@ def summarize(rows, samples):
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False,
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+                                     formatter_class=flags.Help)
     add = parser.add_argument
-    add("--model", required=True, help="folder, Hugging Face id or name such as qwen2.5-7b")
-    add("--adapter", help="PEFT folder, such as train.py's runs/x/adapter")
-    add("--base", default="nvfp4", choices=list(nvfp4.FORMATS), help="format of the linears")
+    add("run", nargs="?", help="folder of train.py, whose flags are the defaults here")
+    add("--model", help="folder, Hugging Face id or name such as qwen2.5-7b")
+    add("--adapter", help="PEFT folder, such as train.py's runs/x/adapter; none: the model alone")
+    add("--base", choices=list(nvfp4.FORMATS),
+        help="format of the linears (default: nvfp4, of a merged folder bf16)")
     add("--dtype", choices=["bfloat16", "float16"], help="of matmul inputs, as of train.py")
     add("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
-    add("--data", required=True, help="as of train.py: gsm8k, a file, an id, ...")
+    add("--data", help="as of train.py: gsm8k, a file, an id, ... (default: the run's held-out)")
     add("--split", default="test", choices=["train", "test"], help="of a data set, not of a file")
     add("--limit", type=int, default=0, help="only the first so many problems; 0: all")
-    add("--prompt-style", default="boxed", choices=sorted(data.STYLES), help="as of train.py")
+    add("--prompt-style", default="boxed", help="as of train.py")
+    add("--reward", help="module:function, as of train.py: its mean is among the figures")
     add("--samples", type=int, default=1, help="answers a problem")
     add("--temperature", type=float, help="0: greedy (default: 0; for several samples 0.6)")
     add("--top-p", type=float, default=0.95, help="nucleus of sampled answers (paper)")
     add("--top-k", type=int, default=0, help="sample from the likeliest so many only; 0: all")
-    add("--max-new-tokens", type=int, default=4096, help="longest completion (paper)")
+    add("--max-new-tokens", type=int,
+        help="longest completion (default: the paper's 4096, or what the model has positions for)")
     add("--max-rows", type=int, default=256, help="most sequences decoded at a time")
     add("--seed", type=int, default=0, help="of sampling")
     add("--out", help="new .jsonl file for every completion with its verdict")
     add("--against", help="another run's --out, to compare with problem by problem")
-    return parser.parse_args()
+    args = parser.parse_args()
+    of_run = {}
+    if args.run:
+        of_run = flags.of_run(args.run)
+        names = "model", "base", "dtype", "prompt_style", "reward", "max_new_tokens"
+        parser.set_defaults(adapter=str(Path(args.run) / "adapter"),
+                            **{name: of_run[name] for name in names if name in of_run})
+        args = parser.parse_args()
+    if args.adapter == "none":
+        args.adapter = None
+    return args, of_run
 
 
-def check(args):
+RANGES = {"samples": "[1, 1e5]", "max_new_tokens": "[1, 2e9]", "max_rows": "[1, 2e9]",
+          "limit": "[0, 2e9]", "top_k": "[0, 2e9]", "temperature": "[0, 1000]", "top_p": "(0, 1]",
+          "seed": "[0, 2e18]"}
+
+
+def check(args, of_run):
     """ValueError for flags that can be refused before anything is loaded."""
+    if args.model is None or not (args.data or of_run):
+        raise ValueError("needs the folder of a run, or --model and --data")
     if args.temperature is None:
         args.temperature = 0.0 if args.samples == 1 else 0.6
-    least = {"samples": 1, "max-new-tokens": 1, "max-rows": 1, "limit": 0, "top-k": 0}
-    for flag, low in least.items():
-        value = getattr(args, flag.replace("-", "_"))
-        if value < low:
-            raise ValueError(f"--{flag} must be at least {low}, got {value}")
-    if not 0 <= args.temperature < math.inf or not 0 < args.top_p <= 1:
-        raise ValueError("need a --temperature >= 0 and 0 < --top-p <= 1, got "
-                         f"{args.temperature} and {args.top_p}")
+    flags.check_ranges(args, RANGES)
     if args.samples > 1 and args.temperature == 0:
         raise ValueError(f"--samples {args.samples} needs a --temperature above 0")
     if args.out and Path(args.out).exists():
@@ -180,6 +197,9 @@ def check(args):
     if args.temperature == 0:                    # greedy ignores the two: say so in the figures
         args.top_p = 1.0
         args.top_k = 0
+    data.style_of(args.prompt_style)
+    if args.data:
+        data.check_source(args.data)
 
 
 def select_device(name, model):
@@ -199,6 +219,23 @@ def read_results(path):
             raise ValueError(f"--against {path}:{number}: needs id, question, correct")
         rows.append(row)
     return rows
+
+
+def problems_of(args, of_run, tokenizer):
+    """-> problems with prompts: of --data, or what the run holds out."""
+    if not args.data:
+        like = flags.parser.parse_args([])
+        vars(like).update(of_run)
+        args.data = like.eval_data or like.data
+        if not args.data.endswith(data.SUFFIXES):
+            like.eval_problems = 0               # all of a data set's own split
+        like.prompt_style = args.prompt_style
+        like.reward = args.reward
+        _, problems = data.split_problems(like, tokenizer)
+        return problems[:args.limit or None]
+    problems, _ = data.load_problems(args.data, args.split, needs_gold=not args.reward)
+    problems = problems[:args.limit or None]
+    return data.encode_prompts(tokenizer, problems, args.prompt_style, math.inf)[0]
 
 
 def prove_adapter(model, sampler, prompt, max_new_tokens):
@@ -226,73 +263,127 @@ def prove_adapter(model, sampler, prompt, max_new_tokens):
     return shift
 
 
-def prepare(args):
-    """-> tokenizer, problems, sampler, rows of --against, adapter's shift; finds what is wrong."""
-    check(args)
+def prepare(args, of_run):
+    """-> tokenizer, problems, sampler, plug-in, rows of --against, adapter's shift."""
     device = select_device(args.device, args.model)
-    problems, _ = data.load_problems(args.data, args.split)
-    problems = problems[:args.limit or None]
-    others = None
-    if args.against:
-        others = read_results(args.against)
-        paired([{**vars(p), "correct": 0.0} for p in problems], others)
+    plug_in = rewards.PlugIn(args.reward) if args.reward else None
+    others = read_results(args.against) if args.against else None
+    if args.adapter:
+        hf.read_peft(args.adapter)
     folder = hf.resolve(args.model)
+    args.base = hf.base_of(folder, args.base)
     tokenizer = data.Tokenizer(folder)
-    problems, _ = data.encode_prompts(tokenizer, problems, args.prompt_style, math.inf)
-    if args.out:
-        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
+    problems = problems_of(args, of_run, tokenizer)
+    if others is not None:
+        paired([{**vars(p), "correct": 0.0} for p in problems], others)
+    longest = max(len(p.prompt) for p in problems)
+    if args.max_new_tokens is None:
+        args.max_new_tokens = max(1, min(4096, hf.positions(folder) - longest))
+    hf.check_lengths(folder, longest + args.max_new_tokens)
     model = qwen.load(folder, args.base, device, args.dtype, tokenizer.vocab_size)
+    few_threads(model)
     if args.adapter:
         lora.load_adapter(model, args.adapter)
     engine = TorchEngine
     if device.type == "cuda":
         from decode import GraphEngine as engine                 # the engine room: Triton
-    longest = max(len(p.prompt) for p in problems) + args.max_new_tokens
     rows = min(args.max_rows, len(problems) * args.samples)
-    sampler = sampler_for(engine, model, longest, rows)
+    sampler = sampler_for(engine, model, longest + args.max_new_tokens, rows)
     shift = None
     if args.adapter:
         shift = prove_adapter(model, sampler, problems[0].prompt, args.max_new_tokens)
-    return tokenizer, problems, sampler, others, shift
+    return tokenizer, problems, sampler, plug_in, others, shift
+
+
+def answer(args, tokenizer, problems, sampler, plug_in, out):
+    """-> rows of the problems that were done, in their order; seconds; idle share, None if
+    Ctrl-C came. Each problem's rows are written to the file `out` as soon as its answers are there.
+    """
+    waiting = defaultdict(list)
+    done = {}
+
+    def progress(made, ended):
+        bar.update(made)
+        for s in ended:
+            i = s.row // args.samples
+            waiting[i].append(s)
+            if len(waiting[i]) == args.samples:
+                finish(i, sorted(waiting.pop(i), key=lambda s: s.row))
+
+    def finish(i, sequences):
+        done[i] = rewards.score(tokenizer, [problems[i]], rollouts_of(sequences),
+                                args.prompt_style, plug_in)
+        for sample, row in enumerate(done[i]):
+            lenient = rewards.grade(row["completion"], row["answer"], last_number=True)
+            row |= {"sample": sample, "lenient": float(lenient.correct)}
+        if out:
+            out.write(lines_of(done[i]))
+            out.flush()
+
+    sampling = Sampling(args.max_new_tokens, tokenizer.end_ids, args.temperature, args.top_k,
+                        args.top_p, args.seed)
+    began = time.perf_counter()
+    idle = None
+    with tqdm(unit=" tokens", unit_scale=True) as bar:
+        try:
+            idle = sampler.generate([p.prompt for p in problems], args.samples, sampling,
+                                    progress=progress).idle
+        except KeyboardInterrupt:
+            pass
+    seconds = time.perf_counter() - began
+    return [row for i in sorted(done) for row in done[i]], seconds, idle
+
+
+def lines_of(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def main():
-    args = parse_args()
     began = time.perf_counter()
-    try:
-        tokenizer, problems, sampler, others, shift = prepare(args)
-    except (ValueError, OSError) as error:
-        sys.exit(f"evaluate.py: {first_line(error)}")
-    except RuntimeError as error:
-        if "allocate" not in str(error):         # of a GPU or the host; the host has no class
+    out = None
+    with program.one_line("evaluate.py"):
+        args, of_run = parse_args()
+        check(args, of_run)
+        if args.out:                             # an hour of sampling later would be too late
+            Path(args.out).parent.mkdir(parents=True, exist_ok=True)
+            out = open(args.out, "x", encoding="utf-8")
+        try:
+            tokenizer, problems, sampler, plug_in, others, shift = prepare(args, of_run)
+        except BaseException:
+            if out:
+                out.close()
+                Path(args.out).unlink()
             raise
-        sys.exit(f"evaluate.py: not enough memory: {first_line(error)}")
-    sampling = Sampling(args.max_new_tokens, tokenizer.end_ids, args.temperature, args.top_k,
-                        args.top_p, args.seed)
-    with tqdm(unit=" tokens", unit_scale=True) as bar:
-        rollouts = sampler.generate([p.prompt for p in problems], args.samples, sampling,
-                                    progress=bar.update)
-    rows = rewards.score(tokenizer, problems, rollouts, args.prompt_style)
-    for i, row in enumerate(rows):
-        lenient = rewards.grade(row["completion"], row["answer"], last_number=True)
-        row |= {"sample": i % args.samples, "lenient": float(lenient.correct)}
-    if args.out:
-        write_atomically(args.out, "".join(json.dumps(row) + "\n" for row in rows).encode())
-    figures = summarize(rows, args.samples)
-    if others:
-        figures |= paired(rows, others)
-    figures |= {"n": len(problems),
-                "unreadable": sum(not rewards.can_read(p.answer) for p in problems),
-                "tokens": rollouts.num_tokens,
-                "tokens_per_s": rollouts.num_tokens / rollouts.seconds,
-                "idle": rollouts.idle, "seconds_sample": rollouts.seconds,
-                "seconds": time.perf_counter() - began}
+        rows, seconds, idle = answer(args, tokenizer, problems, sampler, plug_in, out)
+        if out:
+            out.close()
+            write_atomically(args.out, lines_of(rows).encode())  # in the problems' order
+    count = len(rows) // args.samples
+    if rows:
+        figures = summarize(rows, args.samples)
+        if plug_in:
+            figures["reward"] = mean([row["task"] for row in rows])
+        if others is not None and idle is not None:
+            figures |= paired(rows, others)
+        tokens = sum(row["length"] for row in rows)
+        figures |= {"n": count,
+                    "unreadable": sum(not rewards.can_read(p.answer) for p in problems),
+                    "tokens": tokens, "tokens_per_s": tokens / seconds, "idle": idle,
+                    "seconds_sample": seconds, "seconds": time.perf_counter() - began}
+        show(args, figures, shift)
+    if idle is None:
+        print(f"evaluate.py: stopped by Ctrl-C: {count} of {len(problems)} problems are done",
+              file=sys.stderr)
+        sys.exit(130)
+
+
+def show(args, figures, shift):
     for name, value in figures.items():
         values = value if isinstance(value, list) else [value]
         print(f"{name:15}", *(f"{v:.4g}" if isinstance(v, float) else v for v in values))
-    on_gpu = args.device.startswith("cuda")
+    on_gpu = (args.device or "cuda").startswith("cuda") and torch.cuda.is_available()
     print(json.dumps({**vars(args), **figures, "adapter_shift": shift,
-                      "hardware": torch.cuda.get_device_name() if on_gpu else args.device,
+                      "hardware": torch.cuda.get_device_name() if on_gpu else "cpu",
                       "command": f"python {shlex.join(sys.argv)}"}))
 
 

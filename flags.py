@@ -203,6 +203,15 @@ def flags_of(path):
     return from_anywhere(flags)
 
 
+def of_run(folder):
+    """The flags of a run; `model` is what its adapter belongs to: a calibrated one's own base."""
+    path = Path(folder) / "run.json"
+    held = flags_of(path)
+    if not {"model", "base"} <= held.keys():
+        raise ValueError(f"{path}: has no model or no base")
+    return held | ({"model": str(path.with_name("base"))} if held.get("calibrate") else {})
+
+
 def can_hold(action, value):
     if value is None:
         return action.default is None
@@ -224,13 +233,17 @@ def inside(value, interval):
         or (value == high and interval[-1] == "]")
 
 
-def check_flags(args, before):
-    """ValueError names the first flag whose value cannot be meant; before: a resumed run's."""
-    for name, interval in RANGES.items():
+def check_ranges(args, ranges):
+    for name, interval in ranges.items():
         value = getattr(args, name)
         if value is not None and not inside(value, interval):
             flag = name.replace("_", "-")
             raise ValueError(f"--{flag} must lie in {interval}, got {value}")
+
+
+def check_flags(args, before):
+    """ValueError names the first flag whose value cannot be meant; before: a resumed run's."""
+    check_ranges(args, RANGES)
     if args.sigma_start and not 0 < args.sigma_end <= args.sigma_start:
         raise ValueError(f"--sigma-end must lie in (0, {args.sigma_start}], the --sigma-start, "
                          f"got {args.sigma_end}")

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save, save_file
 
 import nvfp4
 from program import first_line, short
-from run import new_folder, write_atomically
+from run import new_folder, say, write_atomically
 
 SHARD_BYTES = 2**31                              # of an output file, in memory until written
 
@@ -269,11 +269,16 @@ def read_qwen2(path):
     return config
 
 
+def positions(folder):
+    """How many tokens a model's sequences may have."""
+    return read_qwen2(folder / "config.json").get("max_position_embeddings") or math.inf
+
+
 def check_lengths(folder, length, rank=1):
     """ValueError if a model has no positions for `length` tokens, or no room for such a rank."""
     path = folder / "config.json"
     config = read_qwen2(path)
-    most = config.get("max_position_embeddings") or math.inf
+    most = positions(folder)
     if length > most:
         raise ValueError(f"{path}: max_position_embeddings is {most}, less than {length}, the "
                          "tokens of prompt and --max-new-tokens together")
@@ -346,12 +351,29 @@ def nvfp4_files(name, packed, block_scale, global_scale):
     yield f"{name}.weight_global_scale", (1 / global_scale).reshape(1).cpu()
 
 
-def save_model(tensors, source, out, quantization=None):
+MERGED = "merged_adapter"                        # in config.json of what tools.convert merged
+
+
+def base_of(folder, base):
+    """The format to hold a folder's linears in: --base, or by default NVFP4, but 16 bits where an
+    adapter was merged: 4 bits round away most of what training changed.
+    """
+    merged = read_qwen2(folder / "config.json").get(MERGED)
+    if merged and base not in (None, "bf16"):
+        say(f"{folder}: rounded to {base}, the merged adapter {short(merged)} is mostly lost: keep "
+            "--base bf16, or take the model it was trained on with --adapter")
+    return base or ("bf16" if merged else "nvfp4")
+
+
+def save_model(tensors, source, out, quantization=None, merged=None):
     """An iterable of (name, tensor) -> the new model folder `out`, all else copied from `source`.
 
-    quantization: config.json's section, NVFP4_CONFIG or None for 16-bit weights.
+    quantization: config.json's section, NVFP4_CONFIG or None for 16-bit weights. merged: what
+    `tensors` hold besides the source's.
     """
     config = read_json(source / "config.json") | {"torch_dtype": "bfloat16"}
+    if merged:
+        config[MERGED] = merged
     config.pop("quantization_config", None)
     if quantization:
         config["quantization_config"] = quantization

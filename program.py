@@ -8,8 +8,13 @@ Ctrl-C ends in one line and code 130, also while libraries are still being impor
 its traceback.
 """
 import os
+import platform
+import shlex
+import subprocess
 import sys
+import time
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 
 # A thread that spins while it waits takes the core that a busy machine gave to another process:
@@ -54,3 +59,29 @@ def report(kind, error, trace):
 
 
 sys.excepthook = report
+
+
+LIBRARIES = "torch", "triton", "safetensors", "tokenizers", "numpy"
+
+
+def about(hardware):
+    """What run.json says of a start of its run: code, libraries, hardware, command, date."""
+    root = Path(__file__).parent
+    try:
+        git = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40"], cwd=root,
+                             capture_output=True, text=True, timeout=10)
+        commit = git.stdout.strip() or None
+    except (OSError, subprocess.TimeoutExpired):
+        commit = None
+    versions = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    return {"commit": commit, "versions": versions, "hardware": hardware,
+            "command": f"python {shlex.join(sys.argv)}", "date": now()}
+
+
+def now():
+    return time.strftime("%Y-%m-%d %H:%M:%S %z")

@@ -30,17 +30,13 @@ import importlib
 import json
 import math
 import os
-import platform
-import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from contextlib import contextmanager
 from datetime import timedelta
-from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -265,33 +261,6 @@ def new_folder(out):
 
 # -------------------------------------------------------------------------------------------------
 # The folder of a run
-
-LIBRARIES = "torch", "triton", "safetensors", "tokenizers", "numpy"
-
-
-def about(device):
-    """What run.json says of a start of its run: code, libraries, hardware, command, date."""
-    root = Path(__file__).parent
-    try:
-        git = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40"], cwd=root,
-                             capture_output=True, text=True, timeout=10)
-        commit = git.stdout.strip() or None
-    except (OSError, subprocess.TimeoutExpired):
-        commit = None
-    versions = {"python": platform.python_version()}
-    for name in LIBRARIES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
-    gpu = device.type == "cuda"
-    hardware = torch.cuda.get_device_name(device) if gpu else f"{os.cpu_count()} CPU cores"
-    return {"commit": commit, "versions": versions, "hardware": f"{WORLD} x {hardware}",
-            "command": f"python {shlex.join(sys.argv)}", "date": now()}
-
-
-def now():
-    return time.strftime("%Y-%m-%d %H:%M:%S %z")
 
 def digest(tensors, counters):
     return hashlib.sha256(tensors + json.dumps(counters, sort_keys=True).encode()).hexdigest()

@@ -284,6 +284,7 @@ class Prefix:
 @dataclass(eq=False)
 class Sequence:
     """One sample: prefix + next input token + own blocks."""
+    row: int                                     # of Rollouts
     prompt: list
     key: int                                     # seeds its uniforms
     prefix: Prefix
@@ -294,6 +295,15 @@ class Sequence:
     completion: list = field(default_factory=list)
     logprobs: list = field(default_factory=list)
     finished: bool = False
+
+
+def rollouts_of(sequences, seconds=0.0, computed=0):
+    """computed: row-steps that they took together."""
+    total = sum(len(s.completion) for s in sequences)
+    return Rollouts([s.prompt for s in sequences], [s.completion for s in sequences],
+                    [torch.tensor(s.logprobs) for s in sequences],
+                    [s.finished for s in sequences], seconds,
+                    idle=1 - total / computed if computed else 0.0, num_tokens=total)
 
 
 def sampler_for(engine_class, model, max_length, max_rows=256, kv_gib=None):
@@ -338,8 +348,8 @@ class Sampler:
     def generate(self, prompts, group_size, sampling, prompt_ids=None, progress=None):
         """prompts: P lists of ids -> Rollouts of P * group_size sequences.
 
-        prompt_ids: P ints that key the randomness (default: the index). progress: called with the
-        number of new tokens after each window.
+        prompt_ids: P ints that key the randomness (default: the index). progress: called after
+        each window with the number of new tokens, and the sequences that ended in it.
         """
         began = time.perf_counter()
         sequences = self._sequences(prompts, group_size, sampling, prompt_ids)
@@ -353,14 +363,10 @@ class Sampler:
             steps = min(self.engine.window, max(s.limit - s.pos for s in live))
             made = self._record(live, self.engine.decode(self._rows(live), steps, sampling))
             computed += steps * self.engine.batch_size(len(live))
-            self._retire(live, sampling.end_ids)
+            ended = self._retire(live, sampling.end_ids)
             if progress:
-                progress(made)
-        total = sum(len(s.completion) for s in sequences)
-        return Rollouts([s.prompt for s in sequences], [s.completion for s in sequences],
-                        [torch.tensor(s.logprobs) for s in sequences],
-                        [s.finished for s in sequences], time.perf_counter() - began,
-                        idle=1 - total / computed if computed else 0.0, num_tokens=total)
+                progress(made, ended)
+        return rollouts_of(sequences, time.perf_counter() - began, computed)
 
     def _sequences(self, prompts, group_size, sampling, prompt_ids):
         """One Sequence a sample, P * group_size of them."""
@@ -380,7 +386,8 @@ class Sampler:
                     f"a prompt of {pos + 1} tokens + {limit - pos} new ones does not fit "
                     f"max_length={self.max_length}")
                 key = row_key(sampling.seed, number, g)
-                sequences.append(Sequence(prompt, key, prefix, prompt[-1], pos, limit))
+                row = len(sequences)
+                sequences.append(Sequence(row, prompt, key, prefix, prompt[-1], pos, limit))
         return sequences
 
     def _admit(self, waiting, live):
@@ -465,11 +472,15 @@ class Sampler:
         return sum(made)
 
     def _retire(self, live, end_ids):
+        """-> the sequences that ended."""
+        ended = []
         for s in list(live):
             s.finished = s.token in end_ids
             if s.finished or s.pos == s.limit:
                 live.remove(s)
                 self._release(s)
+                ended.append(s)
+        return ended
 
     def _release(self, s):
         self.pool.give(s.blocks)

@@ -24,6 +24,7 @@ import hashlib
 import json
 import math
 import operator
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -45,8 +46,8 @@ import rewards
 from evaluate import interval
 from flags import check_flags, parse_args
 from learner import Learner
-from run import (RANK, WORLD, Folder, Tracker, about, claim, device_of, ending_with, few_threads,
-                 gather, join, now, say, share, signals_wait)
+from run import (RANK, WORLD, Folder, Tracker, claim, device_of, ending_with, few_threads,
+                 gather, join, say, share, signals_wait)
 from sampler import BLOCK, Sampler, Sampling, TorchEngine, row_key, sampler_for
 from watch import Watch
 
@@ -166,7 +167,11 @@ def calibrated(args, source, tokenizer, problems, folder, device):
 def begin(run):
     """-> Progress, of the checkpoint that a resumed run goes on from."""
     args = run.args
-    counters = run.folder.start(vars(args) | {"about": about(run.model.device)}, args.resume)
+    device = run.model.device
+    cores = f"{os.cpu_count()} CPU cores"
+    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else cores
+    about = {"about": program.about(f"{WORLD} x {hardware}")}
+    counters = run.folder.start(vars(args) | about, args.resume)
     run.learner.restore(counters)
     mine = run.learner.tensors()["master"].cpu().numpy().tobytes()
     digests = gather([hashlib.sha256(mine).hexdigest()])
@@ -174,7 +179,7 @@ def begin(run):
     names = {field.name for field in dataclasses.fields(Progress)} & counters.keys()
     progress = Progress(**{name: counters[name] for name in names})
     if args.resume:
-        run.folder.note(steps=args.steps, resumed=now())
+        run.folder.note(steps=args.steps, resumed=program.now())
     if progress.step >= args.steps:
         say(f"all {args.steps} steps of {args.out} are done: --resume --steps N does more")
     keep(run, progress)
@@ -419,7 +424,7 @@ def train(run, bar):
             good = progress.step, run.folder.checkpoints.tensors["master"].clone()
         if watch.verdict:
             give_up(run, watch.verdict, *good)
-    run.folder.note(ended=now())
+    run.folder.note(ended=program.now())
 
 
 # -------------------------------------------------------------------------------------------------

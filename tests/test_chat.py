@@ -165,7 +165,7 @@ def test_a_run_brings_its_base_adapter_style_and_limit(run_folder, tokenizer, mo
     (["--model", "nowhere"], "--model nowhere"),
     (["--model", TINY, "--adapter", "nowhere"], "nowhere/adapter_config.json"),
     (["--model", TINY, "--temperature", "nan"], "--temperature must lie in [0, 1000], got nan"),
-    (["--model", TINY, "--max-new-tokens", "0"], "--max-new-tokens must lie in [1, inf), got 0"),
+    (["--model", TINY, "--max-new-tokens", "0"], "--max-new-tokens must lie in [1, 2e9], got 0"),
     (["--model", TINY, "--prompt-style", "odd"], "--prompt-style odd: expected one of"),
     (["--model", TINY, "--question", "1+" * 2000], "leave no room for an answer, the longest conversation has 1024")])
 def test_bad_input_is_one_line(flags, said, monkeypatch, capsys):

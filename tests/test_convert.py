@@ -126,7 +126,7 @@ def test_a_calibrated_folder_says_how_far_it_is_from_16_bits(tmp_path, monkeypat
     (["--codes", "gptq"], "--codes gptq needs --calibrate N"),
     (["--codes", "weighted"], "--codes weighted needs --calibrate N"),
     (["--calibrate", "1", "--data", "arithmetic"], "--calibrate takes at least 2 problems, one to measure by, got 1"),
-    (["--calibrate", "-3", "--data", "arithmetic"], "--calibrate takes at least 2 problems, one to measure by, got 0"),
+    (["--calibrate", "-3", "--data", "arithmetic"], "--calibrate must lie in [0, 1e5], got -3"),
     (["--calibrate", "4", "--data", "none"], "unknown data 'none'")])
 def test_a_calibration_that_cannot_be_is_one_line(tmp_path, monkeypatch, flags, words):
     line = run(monkeypatch, "nvfp4", TINY, tmp_path / "out", *flags)

@@ -6,6 +6,7 @@ python -m pytest tests/test_evaluate.py -v
 import itertools
 import json
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -166,7 +167,7 @@ def test_samples_are_figured_per_problem_and_compared_with_another_run(tmp_path,
     greedy = [row["correct"] for row in read(tmp_path / "greedy.jsonl")]
     assert figures["difference"][0] == pytest.approx(mean(share) - mean(greedy[:6]))
     assert (figures["pairs"], figures["unpaired"], figures["mcnemar_p"]) == (6, 2, None)
-    readme, flags = (ROOT / "README.md").read_text(), vars(evaluate.parse_args())
+    readme, flags = (ROOT / "README.md").read_text(), vars(evaluate.parse_args()[0])
     assert [key for key in figures if key not in flags and f"`{key.split('@')[0]}" not in readme] == []
 
 
@@ -183,9 +184,9 @@ def test_ids_that_the_tokenizer_lacks_are_never_drawn(capsys, monkeypatch):
     highest = []
     score = evaluate.rewards.score
 
-    def look(tokenizer, problems, rollouts, style):
+    def look(tokenizer, problems, rollouts, *more):
         highest.extend(max(completion) - tokenizer.vocab_size for completion in rollouts.completions)
-        return score(tokenizer, problems, rollouts, style)
+        return score(tokenizer, problems, rollouts, *more)
 
     monkeypatch.setattr(evaluate.rewards, "score", look)
     run(capsys, monkeypatch, "--limit", 8, "--samples", 4, "--temperature", 1000, "--top-p", 1)
@@ -248,11 +249,11 @@ def test_a_fresh_adapter_is_said_to_be_the_base(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("flags,message", [
-    (["--samples", "0"], "--samples must be at least 1, got 0"),
-    (["--limit", "-1"], "--limit must be at least 0, got -1"),
+    (["--samples", "0"], "--samples must lie in [1, 1e5], got 0"),
+    (["--limit", "-1"], "--limit must lie in [0, 2e9], got -1"),
     (["--samples", "4", "--temperature", "0"], "--samples 4 needs a --temperature above 0"),
-    (["--temperature", "nan"], "got nan and 0.95"),
-    (["--top-p", "0"], "0 < --top-p <= 1, got 0.0 and 0.0"),
+    (["--temperature", "nan"], "--temperature must lie in [0, 1000], got nan"),
+    (["--top-p", "0"], "--top-p must lie in (0, 1], got 0.0"),
     (["--model", "nowhere"], "--model nowhere: neither a folder nor a name"),
     (["--adapter", "nowhere"], "nowhere/adapter_config.json: cannot be read (No such file"),
     (["--data", "nowhere.jsonl"], "no data file nowhere.jsonl"),
@@ -280,7 +281,7 @@ def test_a_flag_cut_short_is_not_guessed(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["evaluate.py", *BASIC, "--sample", "4"])
     with pytest.raises(SystemExit):
         evaluate.main()
-    assert "unrecognized arguments: --sample 4" in capsys.readouterr().err
+    assert "unrecognized arguments: --sample" in capsys.readouterr().err
 
 
 def test_the_gpu_named_is_the_one_that_triton_launches_on(monkeypatch):
@@ -290,6 +291,90 @@ def test_the_gpu_named_is_the_one_that_triton_launches_on(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     assert [evaluate.select_device(name, '.').type for name in ("cuda:1", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
     assert chosen == [1, 0]
+
+
+def test_ctrl_c_ends_with_the_figures_and_rows_of_the_problems_that_are_done(tmp_path, capsys, monkeypatch):
+    score = evaluate.rewards.score
+
+    def interrupt(*arguments):
+        if len(scored) == 3:
+            raise KeyboardInterrupt
+        scored.append(arguments[1][0].id)
+        return score(*arguments)
+
+    scored, out = [], tmp_path / "a.jsonl"
+    monkeypatch.setattr(evaluate.rewards, "score", interrupt)
+    with pytest.raises(SystemExit) as stop:
+        run(capsys, monkeypatch, "--limit", 8, "--samples", 2, "--temperature", 1, "--out", out)
+    said = capsys.readouterr()
+    assert stop.value.code == 130 and said.err.endswith("evaluate.py: stopped by Ctrl-C: 3 of 8 problems are done\n")
+    figures = json.loads(said.out.splitlines()[-1])
+    assert figures["n"] == 3 and figures["idle"] is None and len(read(out)) == 6
+    assert {row["id"] for row in read(out)} == set(scored)
+    assert figures["pass@1"][0] == mean([row["correct"] for row in read(out)])
+
+
+def test_rows_are_in_the_file_before_the_end(tmp_path, capsys, monkeypatch):
+    score, seen, out = evaluate.rewards.score, [], tmp_path / "a.jsonl"
+
+    def look(*arguments):
+        seen.append(len(read(out)))
+        return score(*arguments)
+
+    monkeypatch.setattr(evaluate.rewards, "score", look)
+    run(capsys, monkeypatch, "--limit", 4, "--out", out)
+    assert seen == [0, 1, 2, 3]
+    assert [row["id"] for row in read(out)] == [f"arithmetic-test-{i}" for i in range(4)]
+
+
+@pytest.mark.parametrize("out", ["file/a.jsonl", ".", "/proc/none/a.jsonl"])
+def test_an_out_that_cannot_be_written_ends_before_the_model_is_loaded(out, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(evaluate.qwen, "load", lambda *_: 1 / 0)
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", *BASIC, "--out", out])
+    with pytest.raises(SystemExit) as stop:
+        evaluate.main()
+    assert stop.value.code.startswith("evaluate.py: ") and "\n" not in stop.value.code
+
+
+def test_what_fails_while_loading_leaves_no_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", *BASIC, "--adapter", "nowhere", "--out", f"{tmp_path}/a"])
+    with pytest.raises(SystemExit, match="nowhere/adapter_config.json"):
+        evaluate.main()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_is_evaluated_with_its_flags_on_what_it_held_out(adapted, tmp_path, capsys, monkeypatch):
+    lora.save_adapter(adapted, tmp_path / "run" / "adapter")
+    (tmp_path / "rewards_here.py").write_text("def length(completion, problem):\n    return len(completion)\n")
+    lines = [json.dumps({"question": f"{i} + 1?", "answer": str(i + 1)}) + "\n" for i in range(40)]
+    (tmp_path / "sums.jsonl").write_text("".join(lines))
+    flags = dict(model=str(ROOT / "tiny"), base="bf16", dtype=None, data=str(tmp_path / "sums.jsonl"),
+                 prompt_style="plain", max_new_tokens=20, reward="rewards_here:length",
+                 eval_problems=256, max_prompt_tokens=64)
+    (tmp_path / "run" / "run.json").write_text(json.dumps(flags))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", "run", "--device", "cpu", "--out", "a.jsonl"])
+    evaluate.main()
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [row["id"] for row in read(tmp_path / "a.jsonl")] == [f"sums-{i}" for i in range(37, 41)]
+    assert figures["base"] == "bf16" and figures["adapter_shift"] > 0 and figures["max_new_tokens"] == 20
+    assert figures["reward"] == mean([len(row["completion"]) for row in read(tmp_path / "a.jsonl")])
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", "run", "--device", "cpu", "--adapter", "none"])
+    evaluate.main()
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["adapter_shift"] is None
+
+
+def test_a_merged_folder_stays_in_16_bits_unless_told_otherwise(tmp_path, capsys, monkeypatch):
+    config = json.loads((ROOT / "tiny" / "config.json").read_text()) | {evaluate.hf.MERGED: "runs/x/adapter"}
+    shutil.copytree(ROOT / "tiny", tmp_path / "merged")
+    (tmp_path / "merged" / "config.json").write_text(json.dumps(config))
+    assert run(capsys, monkeypatch, "--model", tmp_path / "merged", "--limit", 2)["base"] == "bf16"
+    argv = ["evaluate.py", *BASIC, "--model", str(tmp_path / "merged"), "--limit", "2", "--base", "nvfp4"]
+    monkeypatch.setattr(sys, "argv", argv)
+    evaluate.main()
+    assert "rounded to nvfp4, the merged adapter 'runs/x/adapter' is mostly lost" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("error,line", [

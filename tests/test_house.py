@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 METHOD = "train grpo learner aqn sampler model attention ops lora nvfp4 rewards".split()
-READING_PATH = [*METHOD, *"flags watch data program run hf".split()]              # imports torch and nothing of Triton
+READING_PATH = [*METHOD, *"flags watch data run hf".split()]                      # imports torch and nothing of Triton
 TRITON = ["marlin_fp4", "kernels", "decode"]
 # Bottom to top: a file imports files before it.
 ORDER = ("program run ops nvfp4 hf attention lora model aqn grpo learner sampler answers rewards data "
@@ -33,14 +33,14 @@ METHOD_BUDGET = 3500, 160                                                # lines
 READING_BUDGET = 5200, 235
 WHOLE_BUDGET = 11000, 480
 LARGEST = {                                                               # lines, KB
-    "program.py": (70, 2.6),
+    "program.py": (95, 3.5),
     "watch.py": (80, 3.5),
     "train.py": (520, 23.5),
     "flags.py": (295, 16.9),
     "grpo.py": (260, 12.4),
     "learner.py": (220, 9.9),
     "aqn.py": (95, 5.5),
-    "sampler.py": (480, 21.3),
+    "sampler.py": (490, 22.2),
     "model.py": (260, 11.9),
     "attention.py": (200, 8.7),
     "ops.py": (180, 7.3),
@@ -49,7 +49,7 @@ LARGEST = {                                                               # line
     "rewards.py": (370, 16.5),
     "data.py": (410, 19.0),
     "run.py": (510, 20.5),
-    "hf.py": (475, 22.5),
+    "hf.py": (485, 23.0),
     "marlin_fp4.py": (705, 32.5),
     "kernels.py": (835, 35.5),
     "decode.py": (305, 14.1),
@@ -57,7 +57,7 @@ LARGEST = {                                                               # line
     "answers.py": (1320, 54.1),
     "evaluate.py": (400, 18.5),
     "tools/bench.py": (440, 19.9),
-    "tools/convert.py": (120, 4.8),
+    "tools/convert.py": (120, 5.2),
     "tools/plot.py": (140, 6.1),
     "tools/report.py": (80, 3.4),
     "tools/chat.py": (160, 6.7),

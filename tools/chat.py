@@ -23,12 +23,12 @@ import lora
 import model as qwen
 import nvfp4
 from evaluate import select_device
-from flags import flags_of, inside
+from flags import Help, check_ranges, of_run
 from run import few_threads
 from sampler import Sampling, TorchEngine, sampler_for
 
 LENGTH = 8192                                    # tokens of a conversation, if the model takes them
-RANGES = {"temperature": "[0, 1000]", "max_new_tokens": "[1, inf)", "seed": "[0, inf)"}
+RANGES = {"temperature": "[0, 1000]", "max_new_tokens": "[1, 2e9]", "seed": "[0, 2e18]"}
 
 
 class Chat:
@@ -78,14 +78,14 @@ class Chat:
 
 def parse_args():
     parser = argparse.ArgumentParser(description="Talk to a model.", allow_abbrev=False,
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+                                     formatter_class=Help)
     add = parser.add_argument
     add("run", nargs="?", type=Path, help="folder of train.py, whose flags are the defaults here")
     add("--model", help="folder, Hugging Face id or name such as qwen2.5-7b")
     add("--adapter", help="PEFT folder")
-    add("--base", default="nvfp4", choices=list(nvfp4.FORMATS), help="format of the linears")
+    add("--base", choices=list(nvfp4.FORMATS), help="format of the linears, as of evaluate.py")
     add("--dtype", choices=["bfloat16", "float16"], help="of matmul inputs, as of train.py")
-    add("--device", help="cpu, cuda or cuda:N; by default a GPU if there is one")
+    add("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     add("--prompt-style", default="plain", help="as of train.py")
     add("--question", help="answer this one and end")
     add("--temperature", type=float, default=0.0, help="0: greedy")
@@ -93,14 +93,11 @@ def parse_args():
     add("--seed", type=int, default=0, help="of sampling")
     args = parser.parse_args()
     if args.run:
-        flags = flags_of(args.run / "run.json")
+        flags = of_run(args.run)
         names = flags.keys() & {"model", "base", "dtype", "prompt_style", "max_new_tokens"}
         parser.set_defaults(adapter=args.run / "adapter", **{name: flags[name] for name in names})
         args = parser.parse_args()
-    for name, interval in RANGES.items():
-        if not inside(getattr(args, name), interval):
-            raise ValueError(f"--{name.replace('_', '-')} must lie in {interval}, got "
-                             f"{getattr(args, name)}")
+    check_ranges(args, RANGES)
     if args.model is None:
         raise ValueError("needs the folder of a run, or --model")
     return args
@@ -112,15 +109,15 @@ def prepare(args):
     data.style_of(args.prompt_style)
     folder = hf.resolve(args.model)
     tokenizer = data.Tokenizer(folder)
-    model = qwen.load(folder, args.base, device, args.dtype, tokenizer.vocab_size)
+    base = hf.base_of(folder, args.base)
+    model = qwen.load(folder, base, device, args.dtype, tokenizer.vocab_size)
     few_threads(model)
     if args.adapter:
         lora.load_adapter(model, args.adapter)
     engine = TorchEngine
     if device.type == "cuda":
         from decode import GraphEngine as engine                 # the engine room: Triton
-    length = hf.read_qwen2(folder / "config.json").get("max_position_embeddings", LENGTH)
-    sampler = sampler_for(engine, model, min(length, LENGTH), max_rows=1)
+    sampler = sampler_for(engine, model, min(hf.positions(folder), LENGTH), max_rows=1)
     sampling = Sampling(args.max_new_tokens, tokenizer.end_ids, args.temperature, seed=args.seed)
     return Chat(tokenizer, sampler, args.prompt_style, sampling)
 
