@@ -50,7 +50,7 @@ LOSSES = {
     "grpo": Loss(lambda rows, tokens, lengths, limit: rows * lengths),
     "dapo": Loss(lambda rows, tokens, lengths, limit: tokens),
     "dr_grpo": Loss(lambda rows, tokens, lengths, limit: rows * limit),
-    # The GSPO paper's clip, narrower than the noise's effect on r: widen it with AQN on.
+    # The GSPO paper's clip: with correction="ppo" the noise's effect on r is beyond it.
     "gspo": Loss(lambda rows, tokens, lengths, limit: rows * lengths, 3e-4, 4e-4, of_rows=True),
 }
 SCALES = ("group", "batch", "none")
