@@ -61,7 +61,7 @@ def learn(rule, seed, steps=150, problems=64, lr=0.02):
 
 
 def visits(revisit, a, b, gain, problems=7473, count=64, epochs=5):
-    """Share of informative groups in each fifth of as many steps as five epochs have; gain: of the logits, on the way."""
+    """Share of informative groups in each fifth of so many epochs' steps; gain: of the logits, on the way."""
     g = torch.Generator().manual_seed(0)
     logits = torch.logit(pass_rates(problems, a, b, g))
     misses = torch.zeros(problems, dtype=torch.long)
