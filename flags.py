@@ -141,7 +141,7 @@ RANGES = {**dict.fromkeys(COUNTS, "[1, 2e9]"), **dict.fromkeys(POSITIVE, "(0, 1e
           "clip_low": "(0, 1]", "correction_cap": "[1, 1e9]", "lr": "(0, 10]",
           "temperature": "(0, 1000]", "sigma_start": "[0, 10]", "sigma_end": "[0, 10]",
           "eval_problems": "[0, 2e9]", "seed": "[0, 2e18]", "oversample": "[1, 100]",
-          "revisit": "(0, 1]", "calibrate": "[0, 1e5]"}
+          "revisit": "[0.1, 1]", "calibrate": "[0, 1e5]"}
 PLACES = {"resume", "like", "out", "head", "device", "memory_gib", "kv_gib", "show", "keep",
           "report_to"}
 

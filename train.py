@@ -359,6 +359,7 @@ def held_out_score(metrics):
 def give_up(run, verdict, step, master):
     if RANK == 0:
         run.folder.write_adapter({"master": master}, run.folder.path / "adapters" / "last_good")
+    gather([])                                   # a rank that ends has the others ended
     raise program.Stopped(f"{verdict}; adapters/last_good is that of step {step}")
 
 
