@@ -40,10 +40,10 @@ def read_log(path):
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line, parse_constant=lambda name: None)     # NaN is no number
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             if number == len(lines):
                 break
-            sys.exit(f"{path}, line {number}: not JSON ({error.msg})")
+            sys.exit(f"{path}, line {number}: not JSON ({error})")
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
             sys.exit(f"{path}, line {number}: not an object with a whole step")
         rows.append(row)

@@ -34,14 +34,18 @@ def read_run(folder, every=1):
 
     SystemExit or ValueError names a bad file.
     """
+    path = folder / "samples.jsonl"
+    samples = read_log(path) if path.exists() else []
+    for number, row in enumerate(samples, 1):
+        for key in ("id", "question", "completion", "rule"):
+            if not isinstance(row.get(key), str):
+                raise ValueError(f"{path}, line {number}: {key} is no text")
     metrics = read_log(folder / "metrics.jsonl")
     keys = [*PANELS, *dict.fromkeys(key for row in metrics for key in row)]      # in this order
     curves = {key: curve(metrics, key) for key in keys if key != "step"}
-    samples = folder / "samples.jsonl"
     return {"name": str(folder), "flags": read_json(folder / "run.json"),
             "curves": {key: of_key for key, of_key in curves.items() if of_key[0]},
-            "samples": [row for row in read_log(samples) if row["step"] % every == 0]
-            if samples.exists() else []}
+            "samples": [row for row in samples if row["step"] % every == 0]}
 
 
 def page(runs):
