@@ -56,7 +56,8 @@ def data_of(path):
 
 def test_the_page_holds_curves_flags_and_every_completion_as_written(tmp_path, monkeypatch, capsys):
     half = [sample(0, "half", 1.0, completion="half of a pair: \ud800")]
-    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", half, lr=2e-3)
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", half, lr=2e-3,
+                                                                about={"commit": "abc", "versions": {"torch": "2.13"}})
     assert run(monkeypatch, a, b) is None
     assert capsys.readouterr().out.startswith(f"{a / 'report.html'}: ")
     data = data_of(a / "report.html")
@@ -65,6 +66,7 @@ def test_the_page_holds_curves_flags_and_every_completion_as_written(tmp_path, m
     assert (first["name"], second["name"]) == (str(a), str(b))
     assert first["samples"] == SAMPLES and second["samples"] == half
     assert (first["flags"]["lr"], second["flags"]["lr"]) == (1e-3, 2e-3)
+    assert second["flags"]["about.commit"] == "abc" and second["flags"]["about.versions.torch"] == "2.13"
     assert first["curves"].keys() == {"reward", "sigma", "own"}           # kl was never a number
     steps, values, mean = first["curves"]["reward"]
     assert (steps, values) == (list(range(41)), [s / 40 for s in range(41)]) and mean == plot.smooth(values, 41 // 15)
@@ -99,7 +101,7 @@ def test_a_run_without_completions_has_its_curves(tmp_path, monkeypatch):
     ("samples.jsonl", json.dumps(sample(0, "p", 1.0, rule=None)), "samples.jsonl, line 1: rule is no text"),
     ("samples.jsonl", "[" * 99999 + "\n\n", "samples.jsonl: no complete line"),
     ("metrics.jsonl", '{"step": 0, "x": ' + "[" * 99999 + "\n{}\n", "metrics.jsonl, line 1: not JSON"),
-    ("run.json", "[", "run.json"),    ("run.json", None, "run.json")])
+    ("run.json", "[", "run.json"), ("run.json", None, "run.json")])
 def test_what_cannot_be_read_is_one_line_and_leaves_no_page(name, text, said, tmp_path, monkeypatch):
     folder = write_run(tmp_path / "a")
     if text is None:

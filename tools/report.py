@@ -29,6 +29,15 @@ def curve(rows, key):
     return steps, values, smooth(values, len(values) // 15)
 
 
+def flat(flags, prefix=""):
+    """run.json with what lies in its objects under dotted names: about.versions.torch."""
+    names = {}
+    for name, value in flags.items():
+        inner = isinstance(value, dict)
+        names |= flat(value, f"{prefix}{name}.") if inner else {prefix + name: value}
+    return names
+
+
 def read_run(folder, every=1):
     """A run's folder -> what the page knows of it: completions of every so many steps.
 
@@ -43,7 +52,7 @@ def read_run(folder, every=1):
     metrics = read_log(folder / "metrics.jsonl")
     keys = [*PANELS, *dict.fromkeys(key for row in metrics for key in row)]      # in this order
     curves = {key: curve(metrics, key) for key in keys if key != "step"}
-    return {"name": str(folder), "flags": read_json(folder / "run.json"),
+    return {"name": str(folder), "flags": flat(read_json(folder / "run.json")),
             "curves": {key: of_key for key, of_key in curves.items() if of_key[0]},
             "samples": [row for row in samples if row["step"] % every == 0]}
 
