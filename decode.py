@@ -19,16 +19,21 @@ Adapters, norms and their noise are read where they are: an optimizer step needs
 Shapes: n rows (M of a matmul), K in_features, R LoRA rank, V vocabulary, D width, F feed-forward, H
 query heads, KV key-value heads, d head size.
 """
+import functools
+
 import torch
 import triton
 from triton.language import constexpr
 
 import kernels
+import marlin_fp4
+import portable_fp4
 from kernels import Cache, Logits, Norm, Partial, Runs, Shape, Squares, State
 from attention import Spans, attend
-from marlin_fp4 import runs_on
 from model import FP16_SHIFT
 from ops import mm_fp32
+from portable_fp4 import shared_memory
+from run import capability, kernels_for
 from sampler import BLOCK, TorchEngine, fill_cache, filter_logits
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)  # rows of a graph
@@ -39,6 +44,7 @@ GROUP = 16              # queries of a tile of attention_kernel
 MAX_ENDS = 16           # end ids of a tokenizer
 PREFILL_SIZES = (64, 128, 256, 512, 1024)  # tokens of prefills as graphs
 LOG2_E = 1.4426950408889634
+MATMULS = {"hopper": marlin_fp4.decode_matmul, "portable": portable_fp4.decode_matmul}
 # n up to -> columns of an elementwise program; (rows, warps) of heads_, residual_, swiglu_kernel's.
 # With 128 columns a number costs half as many instructions, up to 16 rows too few programs result.
 PROGRAMS = {
@@ -49,26 +55,34 @@ PROGRAMS = {
 }
 
 
-def attention_shape(pairs, shared):
+def attention_shape(pairs, shared, room):
     """(row, key-value head) pairs of a step, rows that may share -> the fields of Shape.
+
+    A step of 128 tokens with heads of 128 takes 128 KiB of shared memory; room: whether they fit.
 
     A row is cut up only where there are too few of them for 132 multiprocessors: a join costs 2 us,
     programs that find nothing to do 3. A shared prefix pays where the L2 cannot keep up, from 512
     pairs on (32B, 64 rows: 30 -> 28 us).
     """
     if pairs <= 64:
-        return min(64, triton.next_power_of_2(triton.cdiv(132, pairs))), 1, 4, 32
-    if pairs <= 132:
+        splits = min(64, triton.next_power_of_2(triton.cdiv(132, pairs)))
+        return splits, 1, 4, 32 if room else 16
+    if pairs <= 132 and room:
         return 1, 1, 8, 16
     if pairs <= 264:
         return 1, 1, 4, 16
     return 1, shared, 4, 16
 
 
-def partial(linear, x):
-    """The linear's matmul of x (n, K), for a kernel to finish."""
+def partial(linear, x, matmul):
+    """The linear's matmul of x (n, K), for a kernel to finish; `matmul`: of a packed weight."""
     R = linear.rank
-    slabs = linear.weight.partial(x, linear.a16 if R else None)
+    a = linear.a16 if R else None
+    packed = isinstance(linear.weight, marlin_fp4.PackedWeight)
+    if packed and not linear.weight.expands(len(x)):
+        slabs = matmul(x, linear.weight, a)
+    else:
+        slabs = linear.weight.partial(x, a)
     return Partial(slabs.sums, slabs.scale, linear.b16 if R else slabs.scale, linear.weight.N,
                    slabs.sums.shape[2], slabs.KB, slabs.L, *map(constexpr, (*slabs.most, R)))
 
@@ -116,7 +130,7 @@ class GraphEngine(TorchEngine):
     """TorchEngine in graphs, made as needed."""
     window = WINDOW
 
-    def __init__(self, model, kv, max_rows):
+    def __init__(self, model, kv, max_rows, kernels="auto"):
         c = model.config
         if c.head_dim not in (64, 128):
             raise ValueError(f"heads of size {c.head_dim}: the GPU's kernels take 64 and 128")
@@ -128,7 +142,11 @@ class GraphEngine(TorchEngine):
         self.max_rows = max_rows
         self.shared = GROUP // (c.heads // c.kv_heads)
         self.buckets = [size for size in BUCKETS if size < max_rows] + [max_rows]
-        self.pdl = dict(PDL=True, launch_pdl=True) if runs_on(kv.device) else dict(PDL=False)
+        pdl = capability(kv.device) >= (9, 0)
+        self.room = c.head_dim == 64 or shared_memory(capability(kv.device)) > 128
+        self.pdl = dict(PDL=True, launch_pdl=True) if pdl else dict(PDL=False)
+        matmul = MATMULS.get(kernels_for(kv.device, kernels))  # None: a CPU packs nothing
+        self.matmul = functools.partial(matmul, pdl=pdl) if matmul else None
 
         def zeros(*shape, dtype=torch.int64):
             return torch.zeros(shape, dtype=dtype, device=kv.device)
@@ -231,7 +249,7 @@ class GraphEngine(TorchEngine):
         bucket = next((m for m in PROGRAMS if n <= m), max(PROGRAMS))
         tile, of_heads, of_residual, of_swiglu = PROGRAMS[bucket]
         tiles = D // tile
-        splits, members, warps, _ = shape = attention_shape(n * KV, self.shared)
+        splits, members, warps, _ = shape = attention_shape(n * KV, self.shared, self.room)
 
         def new(*shape, dtype=torch.float32):
             return torch.empty(shape, dtype=dtype, device=self.kv.device)
@@ -252,7 +270,7 @@ class GraphEngine(TorchEngine):
         def residual(linear, x, norm):
             rows, warps = of_residual
             kernels.residual_kernel[triton.cdiv(n, rows), tiles](
-                partial(linear, x), n, resid, into(norm), tile, rows, num_warps=warps, **pdl)
+                partial(linear, x, self.matmul), n, resid, into(norm), tile, rows, num_warps=warps, **pdl)
 
         # Launched without pdl, after the step before: all others may read the state early.
         norms = [layer.input_norm for layer in model.layers] + [model.final_norm]
@@ -264,8 +282,8 @@ class GraphEngine(TorchEngine):
                           *map(constexpr, (KV, BLOCK, d)))
             rows, num_warps = of_heads
             kernels.heads_kernel[triton.cdiv(n, rows), H + 2 * KV](
-                partial(layer.qkv, xw), n, squares, layer.qkv_bias, cos, sin, q, cache, self.state,
-                H, rows, num_warps=num_warps, **pdl)
+                partial(layer.qkv, xw, self.matmul), n, squares, layer.qkv_bias, cos, sin, q, cache,
+                self.state, H, rows, num_warps=num_warps, **pdl)
             kernels.attention_kernel[n, KV, splits](
                 q, cache, self.state, context, runs, d ** -0.5 * LOG2_E, H, GROUP,
                 Shape(*map(constexpr, shape)), num_warps=warps,
@@ -273,8 +291,8 @@ class GraphEngine(TorchEngine):
             residual(layer.o, context, layer.post_norm)
             rows, num_warps = of_swiglu
             kernels.swiglu_kernel[triton.cdiv(n, rows), F // tile](
-                partial(layer.gate_up, xw), n, squares, hidden, tile, rows, num_warps=num_warps,
-                **pdl)
+                partial(layer.gate_up, xw, self.matmul), n, squares, hidden, tile, rows,
+                num_warps=num_warps, **pdl)
             residual(layer.down, hidden, next_norm)
         self.sample(xw, squares, sampling)
 

@@ -14,6 +14,7 @@ whose keys the README defines. --out grows by each problem that is done; Ctrl-C 
 figures of these. Not here: few-shot prompts.
 """
 import argparse
+import functools
 import json
 import math
 import shlex
@@ -33,7 +34,7 @@ import lora
 import model as qwen
 import nvfp4
 import rewards
-from run import device_of, few_threads, write_atomically
+from run import KERNELS, device_of, few_threads, kernels_for, write_atomically
 from sampler import Sampling, TorchEngine, rollouts_of, sampler_for
 
 Z = 1.959964                                     # 95 % of a normal lies within +-Z
@@ -150,6 +151,7 @@ def parse_args():
         help="format of the linears (default: nvfp4, of a merged folder bf16)")
     add("--dtype", choices=["bfloat16", "float16"], help="of matmul inputs, as of train.py")
     add("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    add("--kernels", default="auto", choices=["auto", *KERNELS], help="as of train.py")
     add("--data", help="as of train.py: gsm8k, a file, an id, ... (default: the run's held-out)")
     add("--split", default="test", choices=["train", "test"], help="of a data set, not of a file")
     add("--limit", type=int, default=0, help="only the first so many problems; 0: all")
@@ -266,6 +268,9 @@ def prove_adapter(model, sampler, prompt, max_new_tokens):
 def prepare(args, of_run):
     """-> tokenizer, problems, sampler, plug-in, rows of --against, adapter's shift."""
     device = select_device(args.device, args.model)
+    kernels = kernels_for(device, args.kernels)
+    if kernels:
+        print(f"decode kernels: {kernels}, on {torch.cuda.get_device_name(device)}")
     plug_in = rewards.PlugIn(args.reward) if args.reward else None
     others = read_results(args.against) if args.against else None
     if args.adapter:
@@ -286,7 +291,8 @@ def prepare(args, of_run):
         lora.load_adapter(model, args.adapter)
     engine = TorchEngine
     if device.type == "cuda":
-        from decode import GraphEngine as engine                 # the engine room: Triton
+        from decode import GraphEngine                           # the engine room: Triton
+        engine = functools.partial(GraphEngine, kernels=args.kernels)
     rows = min(args.max_rows, len(problems) * args.samples)
     sampler = sampler_for(engine, model, longest + args.max_new_tokens, rows)
     shift = None

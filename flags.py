@@ -18,7 +18,7 @@ import grpo
 import hf
 import nvfp4
 from program import short
-from run import say
+from run import KERNELS, say
 
 # What changes when no --model is given: the embedded model, and sizes for two CPU cores.
 TINY = dict(model=str(Path(__file__).parent / "tiny"), data="arithmetic", steps=80,
@@ -57,6 +57,8 @@ add("--dtype", choices=["bfloat16", "float16"],
     help="of matmul inputs; float16 brings sampler and learner 8 times closer (default: bfloat16 "
          "on a GPU, float32 on a CPU, where either of the two is emulated)")
 add("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+add("--kernels", default="auto", choices=["auto", *KERNELS],
+    help="of the 4-bit matmul that decodes; auto: by the GPU")
 add("--lora-rank", type=int, default=32, help="rank of every adapter (paper 4.1)")
 add("--lora-alpha", type=float, default=32, help="adapter scale is alpha / rank (release: rank)")
 add("--train-norms", action="store_true", help="also train each block's two norms (release)")
@@ -142,8 +144,8 @@ RANGES = {**dict.fromkeys(COUNTS, "[1, 2e9]"), **dict.fromkeys(POSITIVE, "(0, 1e
           "temperature": "(0, 1000]", "sigma_start": "[0, 10]", "sigma_end": "[0, 10]",
           "eval_problems": "[0, 2e9]", "seed": "[0, 2e18]", "oversample": "[1, 100]",
           "revisit": "[0.1, 1]", "calibrate": "[0, 1e5]"}
-PLACES = {"resume", "like", "out", "head", "device", "memory_gib", "kv_gib", "show", "keep",
-          "report_to"}
+PLACES = {"resume", "like", "out", "head", "device", "kernels", "memory_gib", "kv_gib", "show",
+          "keep", "report_to"}
 
 
 def parse_args():

@@ -164,13 +164,8 @@ class PackedWeight(Weight):
             num_warps=8)
         return out
 
-    def partial(self, x, a=None):
-        if self.expands(len(x)):
-            return super().partial(x, a)
-        return decode_matmul(x, self, a, pdl=True)
-
     def expands(self, rows):
-        return rows > CROSSOVER or not runs_on(self.device)
+        return rows > CROSSOVER
 
     @cached_property
     def maps(self):
@@ -244,21 +239,21 @@ def _scales_asm(dtype):
 
 
 @triton.jit
-def _planes(words, first: tl.constexpr, dtype: tl.constexpr):
+def planes_of(words, first: tl.constexpr, dtype: tl.constexpr):
     """int16 words -> planes `first` and the next: 3 instructions for 4 weights, from 2 on 6."""
     return tl.inline_asm_elementwise(_planes_asm(dtype, first), "=&r,=r,r", [words],
                                      dtype=(dtype.value, dtype.value), is_pure=True, pack=2)
 
 
 @triton.jit
-def _scales(word, dtype: tl.constexpr):
+def scales_of(word, dtype: tl.constexpr):
     """int32 scale words -> four tensors of scales, one a plane."""
     return tl.inline_asm_elementwise(_scales_asm(dtype), "=h,=h,=h,=h,r", [word],
                                      dtype=(dtype.value,) * 4, is_pure=True, pack=1)
 
 
 @triton.jit
-def _scaled(plane, scale):
+def scaled(plane, scale):
     """(128, 32) codes times (128, 2) scales, exact."""
     return plane * tl.broadcast_to(scale[:, :, None], (128, 2, 16)).reshape(128, 32)
 
@@ -289,12 +284,12 @@ def dequantize_kernel(
     n = tile_n * 128 + row
     words = tl.load(codes_ptr + tile * 4096 + row[:, None] * 32 + tl.arange(0, 32)[None, :])
     word = tl.load(scales_ptr + tile * 256 + row[:, None] * 2 + tl.arange(0, 2)[None, :])
-    w0, w1 = _planes(words, 0, dtype)
-    w2, w3 = _planes(words, 2, dtype)
-    s0, s1, s2, s3 = _scales(word, dtype)
+    w0, w1 = planes_of(words, 0, dtype)
+    w2, w3 = planes_of(words, 2, dtype)
+    s0, s1, s2, s3 = scales_of(word, dtype)
     # whole rows of 256 bytes rather than 64 bytes a plane: see docs/kernel_log.md
-    front = _side_by_side(_scaled(w0, s0), _scaled(w1, s1))
-    value = _side_by_side(front, _side_by_side(_scaled(w2, s2), _scaled(w3, s3)))
+    front = _side_by_side(scaled(w0, s0), scaled(w1, s1))
+    value = _side_by_side(front, _side_by_side(scaled(w2, s2), scaled(w3, s3)))
     if not EXACT:
         value = value.to(tl.float32)
     value *= tl.load(out_scale_ptr + n, mask=n < N, other=0.0).to(value.dtype)[:, None]
@@ -394,7 +389,7 @@ def _produce(maps: Maps, ring: Ring, share: Share, steps, AHEAD: gl.constexpr):
 
 @gluon.jit
 def _times(plane, scale, W: gl.constexpr):
-    """As _scaled, in Gluon, where the layout of W in registers is ours to say."""
+    """As scaled, in Gluon, where the layout of W in registers is ours to say."""
     wide, _ = gl.broadcast(gl.expand_dims(scale, 2), gl.zeros([128, 2, 16], plane.dtype, SCALED))
     return plane * gl.convert_layout(gl.reshape(wide, [128, 32]), W, assert_trivial=True)
 
@@ -420,9 +415,9 @@ def _multiply(acc, words, word, xs, W: gl.constexpr):
     A plane keeps 16 registers until it has been multiplied. Where they suffice two planes make one
     product, which saves 5 % of the instructions; else never more than two are in the tensor cores.
     """
-    s0, s1, s2, s3 = _scales(word, xs.dtype)
-    w0, w1 = _planes(words, 0, xs.dtype)
-    w2, w3 = _planes(words, 2, xs.dtype)
+    s0, s1, s2, s3 = scales_of(word, xs.dtype)
+    w0, w1 = planes_of(words, 0, xs.dtype)
+    w2, w3 = planes_of(words, 2, xs.dtype)
     if acc.shape[1] == 32 or acc.shape[1] == 64:
         front = _pair(_times(w0, s0, W), _times(w1, s1, W), W)
         back = _pair(_times(w2, s2, W), _times(w3, s3, W), W)
@@ -651,7 +646,7 @@ def schedule(N, K, M, R, config, multiprocessors):
 
 
 @cache
-def _multiprocessors(device):
+def multiprocessors_of(device):
     if device.type != "cuda":
         return 132
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -661,6 +656,18 @@ def _multiprocessors(device):
 def runs_on(device):
     """Whether decode_kernel does: it is written for Hopper's wgmma and copy engine."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def check_operands(x, weight, lora_a):
+    """That a decode matmul can read them."""
+    K = x.shape[1]
+    assert x.dtype == weight.dtype, f"the weight was packed for {weight.dtype}, got {x.dtype}"
+    assert x.device == weight.device, f"x is on {x.device}, the weight on {weight.device}"
+    assert K == weight.K, f"x has {K=}, the weight N={weight.N}, K={weight.K}"
+    assert x.stride(1) == 1 and x.stride(0) % 8 == 0, f"x: contiguous rows, not {x.stride()}"
+    if lora_a is not None:
+        assert lora_a.dtype == x.dtype and lora_a.shape[1] == K, (lora_a.dtype, lora_a.shape, K)
+        assert lora_a.is_contiguous(), lora_a.stride()
 
 
 def decode_matmul(x, weight, lora_a=None, slabs=None, pdl=False):
@@ -677,17 +684,12 @@ def decode_matmul(x, weight, lora_a=None, slabs=None, pdl=False):
     N = weight.N
     R = 0 if lora_a is None else len(lora_a)
     assert runs_on(weight.device), f"needs a Hopper GPU, the weight is on {weight.device}"
-    assert x.dtype == weight.dtype, f"the weight was packed for {weight.dtype}, got {x.dtype}"
-    assert x.device == weight.device, f"x is on {x.device}, the weight on {weight.device}"
-    assert K == weight.K, f"x has {K=}, the weight N={N}, K={weight.K}"
-    assert x.stride(1) == 1 and x.stride(0) % 8 == 0, f"x: contiguous rows, not {x.stride()}"
+    check_operands(x, weight, lora_a)
     a_map = None
     if R:
-        assert lora_a.dtype == x.dtype and lora_a.shape[1] == K, (lora_a.dtype, lora_a.shape, K)
-        assert lora_a.is_contiguous(), lora_a.stride()
         a_map = TensorDescriptor.from_tensor(lora_a, [A_SIDE.value] * 2, ROWS_256B.value)
     config = decode_config(N, K, M)
-    plan = schedule(N, K, M, R, config, _multiprocessors(weight.device))
+    plan = schedule(N, K, M, R, config, multiprocessors_of(weight.device))
     width = triton.cdiv(N + R, 4) * 4  # rows of whole 16 bytes, as the copy engine wants
     if slabs is None:
         slabs = torch.empty(plan.S, M, width, device=x.device)

@@ -26,7 +26,7 @@ functions of the seed and the counters: there is no generator to save.
 Not here: model parallelism, elastic restarts.
 """
 import hashlib
-import importlib
+import importlib.util
 import json
 import math
 import os
@@ -58,6 +58,7 @@ LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
 SIGNALS = [signal.SIGTERM, signal.SIGINT]
 if getattr(signal, "SIGHUP", None) and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
     SIGNALS.append(signal.SIGHUP)                # a lost terminal; nohup has it ignored
+KERNELS = "hopper", "portable"                   # --kernels
 
 
 def device_of(name, model):
@@ -87,6 +88,32 @@ def few_threads(model):
     """Of a small model on a CPU: more than two wait for each other longer than they work."""
     if model.device.type == "cpu" and model.config.width < 1024:
         torch.set_num_threads(min(2, torch.get_num_threads()))
+
+
+def capability(device):
+    """(8, 6) of an sm_86; (0, 0) of a CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def kernels_for(device, wanted):
+    """--kernels -> whose 4-bit matmul decodes: "hopper" is marlin_fp4.py's, "portable" that of
+    portable_fp4.py; on a CPU None. ValueError if the GPU cannot run it.
+    """
+    if device.type != "cuda":
+        if wanted != "auto":
+            raise ValueError(f"--kernels {wanted}: for a GPU, --device is {device}")
+        return None
+    major, minor = capability(device)
+    gpu = f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
+    if major < 8:
+        raise ValueError(f"--device {device}: {gpu}: the kernels need sm_80 (Ampere) or later")
+    if not importlib.util.find_spec("triton"):
+        raise ValueError(f"--device {device}: a GPU needs Triton: pip install triton")
+    if wanted == "hopper" and major != 9:
+        raise ValueError(f"--kernels hopper: {gpu}: it needs sm_90")
+    if wanted == "auto":
+        return "hopper" if major == 9 else "portable"
+    return wanted
 
 
 # -------------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ from evaluate import interval
 from flags import check_flags, parse_args
 from learner import Learner
 from run import (RANK, WORLD, Folder, Tracker, claim, device_of, ending_with, few_threads,
-                 gather, join, say, share, signals_wait)
+                 gather, join, kernels_for, say, share, signals_wait)
 from sampler import BLOCK, Sampler, Sampling, TorchEngine, row_key, sampler_for
 from watch import Watch
 
@@ -89,9 +89,10 @@ def make_sampler(args, model, learner, held_out):
     kept = 0
     if model.device.type == "cuda":
         from decode import GraphEngine                           # the engine room: Triton
+        engine = functools.partial(GraphEngine, kernels=args.kernels)
         plan = memory.Plan(model, model.adapter, args.max_prompt_tokens, args.max_new_tokens,
                            args.micro_batch_tokens, rows, args.kv_gib, args.memory_gib, say)
-        sampler = sampler_for(GraphEngine, model, longest, rows, plan.pool / 2**30)
+        sampler = sampler_for(engine, model, longest, rows, plan.pool / 2**30)
         tokens = plan.micro_batch_tokens
         kept = plan.dry_step().kept
     else:
@@ -114,6 +115,9 @@ def prepare(args, before):
     check_flags(args, before)
     device = device_of(args.device, args.model)
     args.device = args.device or device.type
+    kernels = kernels_for(device, args.kernels)
+    if kernels:
+        say(f"decode kernels: {kernels}, on {torch.cuda.get_device_name(device)}")
     plug_in = rewards.PlugIn(args.reward) if args.reward else None
     data.style_of(args.prompt_style)
     data.check_source(args.data)

@@ -17,14 +17,16 @@ from sampler import TorchEngine, sampler_for
 from tools import bench
 
 ROOT = Path(__file__).parent.parent
-FLAGS = dict(model="toy", base="nvfp4", dtype="bfloat16", lora_rank=2, prompt=8, new=4, prompts=3, group_size=2,
-             memory_gib=None, kv_gib=None, micro_batch_tokens=2048, tokens=1024, kept=0, spread=False, batch=[1, 2, 8])
+FLAGS = dict(model="toy", base="nvfp4", kernels="auto", dtype="bfloat16", lora_rank=2, prompt=8, new=4, prompts=3,
+             group_size=2,
+             memory_gib=None, kv_gib=None, micro_batch_tokens=2048, tokens=1024, kept=0, spread=False,
+             batch=[1, 2, 8])
 
 
 @pytest.fixture
 def on_cpu(monkeypatch):
     """bench on a toy size and a CPU; what asks a GPU for its clock or memory is answered."""
-    def graph_sampler(model, max_length, max_rows):
+    def graph_sampler(model, kernels, max_length, max_rows):
         return sampler_for(TorchEngine, model, max_length, max_rows)
 
     monkeypatch.setitem(bench.SIZES, "toy", (64, 128, 2, 4, 2, 200, True))
@@ -93,7 +95,7 @@ def test_spread_counts_the_slots_that_wait(on_cpu, monkeypatch):
     monkeypatch.setattr(bench, "drawn_lengths", lambda count, *_: [1, 7] * (count // 2))
     model = bench.live_model(Namespace(**FLAGS))
     prompts = bench.random_prompts(model, [8] * 16)
-    load = bench.spread_load(bench.graph_sampler(model, 64, 16), prompts, 16)
+    load = bench.spread_load(bench.graph_sampler(model, "auto", 64, 16), prompts, 16)
     assert load.keys() == {"tokens_s", "idle", "seconds", "times_packed"} and 0 <= load["idle"] < 0.5
 
 

@@ -6,10 +6,16 @@ kernels of a step are compiled for Hopper as they would be launched.
 
 python -m pytest tests/test_decode.py -v
 """
+import functools
+import itertools
+import multiprocessing
 import os
 import re
 import subprocess
 import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +29,7 @@ import lora
 import marlin_fp4
 import model as model_module
 import nvfp4
+import portable_fp4
 import sampler
 from aqn import noisy_norms
 from ops import mm_fp32
@@ -34,6 +41,7 @@ import kernels
 GPU, INTERPRETED = torch.cuda.is_available(), os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if GPU else "cpu"
 DTYPE = getattr(torch, os.environ.get("TEST_DTYPE", "bfloat16" if GPU else "float32"))           # numpy has no bf16
+MATMUL = os.environ.get("TEST_KERNELS", "auto")
 SHIFT = model_module.FP16_SHIFT if DTYPE == torch.float16 else 1.0   # of the residual in front of a norm
 gpu = pytest.mark.skipif(not GPU, reason="CUDA graphs, or sizes that only a GPU can do")
 runs_kernels = pytest.mark.skipif(not (GPU or INTERPRETED), reason="runs in the interpreter, in a process of its own")
@@ -108,40 +116,83 @@ def test_the_kernels_pass_in_tritons_interpreter(run, interpreted):
     assert passed(interpreted[run]) >= IN_THE_INTERPRETER[run]
 
 
-@pytest.mark.skipif(not GPU or DTYPE == torch.float16, reason="on a GPU the other process has bf16")
-def test_the_kernels_pass_in_float16():
-    assert passed(run_again("float16", ON_THE_GPU)) >= 48
+@pytest.mark.skipif(not GPU or DTYPE == torch.float16 or MATMUL != "auto", reason="on a GPU, from the first process")
+@pytest.mark.parametrize("dtype,matmul", [("float16", "auto"), ("bfloat16", "portable"), ("float16", "portable")])
+def test_the_kernels_pass_in_the_other_type_and_with_the_portable_matmul(dtype, matmul):
+    assert passed(run_again(dtype, ON_THE_GPU, TEST_KERNELS=matmul)) >= 48
 
 
-class Hopper:
-    """Says to Triton that there is one; nothing is launched."""
+class Gpu:
+    """Says to Triton that there is an sm_90, or another; nothing is launched."""
+    def __init__(self, sm=90):
+        self.get_current_target = lambda: GPUTarget("cuda", sm, 32)
+        self.get_current_device = lambda: sm                         # Triton keeps what it compiled by device
+
     is_active = staticmethod(lambda: True)
-    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
-    get_current_device = staticmethod(lambda: 0)
     get_current_stream = staticmethod(lambda device=None: 0)
 
 
-@pytest.mark.skipif(GPU or INTERPRETED, reason="where there is a GPU the other tests compile them")
-@pytest.mark.parametrize("n,rank,dtype", [(2, 8, torch.bfloat16), (64, 32, torch.bfloat16), (16, 32, torch.float16)])
-def test_every_kernel_of_a_step_compiles_for_hopper_as_it_is_launched(n, rank, dtype, monkeypatch):
+def resources(kernel):
+    """-> bytes of shared memory, registers, bytes of stack, where registers are spilled to."""
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder, "k.cubin")
+        cubin.write_bytes(kernel.asm["cubin"])
+        listing = subprocess.run([tools / "cuobjdump", "-res-usage", cubin], capture_output=True, text=True, check=True)
+    return kernel.metadata.shared, *(int(re.search(rf"{name}:(\d+)", listing.stdout)[1]) for name in ("REG", "STACK"))
+
+
+def compile_step(sm, matmul, n, dtype):
+    """-> {kernel: resources} of a step of n rows, heads of 128, as launched on an sm; in a process of its own."""
     compiled, launch = {}, triton.runtime.jit.JITFunction.run
 
     def compile_only(kernel, *args, grid, warmup, **options):
         compiled[kernel.__name__] = launch(kernel, *args, grid=grid, warmup=True, **options)
 
-    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", compile_only)
-    for module in (marlin_fp4, decode):
-        monkeypatch.setattr(module, "runs_on", lambda device: True)
-    gen = torch.Generator().manual_seed(0)
-    model, engine, width = small_engine("nvfp4", gen, rank, max_rows=64, dtype=dtype)
-    pack_linears(model)
-    engine.table = torch.zeros(64, width, dtype=torch.int64)
-    monkeypatch.setattr(triton.runtime.driver, "_active", Hopper())
-    with torch.no_grad():
-        engine.step(n, sampling())
-    assert set(compiled) == {"embed_kernel", "decode_kernel", "heads_kernel", "attention_kernel", "residual_kernel",
-                             "swiglu_kernel", "chunk_kernel", "pick_kernel"}
-    assert all(kernel.asm["cubin"] and kernel.metadata.shared < 227 * 1024 for kernel in compiled.values())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton.runtime.jit.JITFunction, "run", compile_only)
+        patch.setattr(marlin_fp4, "runs_on", lambda device: True)
+        patch.setattr(decode, "kernels_for", lambda device, wanted: matmul)
+        for module in (decode, portable_fp4):
+            patch.setattr(module, "capability", lambda device: divmod(sm, 10))
+        gen = torch.Generator().manual_seed(0)
+        model, engine, width = small_engine("nvfp4", gen, 32, 64, (512, 384, 1, 4, 2, 2432), dtype)
+        pack_linears(model)
+        engine.table = torch.zeros(64, width, dtype=torch.int64)
+        patch.setattr(triton.runtime.driver, "_active", Gpu(sm))
+        with torch.no_grad():
+            engine.step(n, sampling())
+    return {name: resources(kernel) for name, kernel in compiled.items()}
+
+
+BF16, FP16 = torch.bfloat16, torch.float16
+# Every target, every number of rows, both types; all 36 of them with TEST_ALL_TARGETS=1: 90 s.
+AS_LAUNCHED = [(90, "hopper", 2, BF16), (90, "hopper", 64, BF16), (90, "hopper", 16, FP16), (80, "portable", 16, BF16),
+               (86, "portable", 64, FP16), (89, "portable", 1, BF16), (90, "portable", 64, BF16),
+               (100, "portable", 16, FP16), (120, "portable", 1, FP16)]
+if os.environ.get("TEST_ALL_TARGETS"):
+    AS_LAUNCHED = [*AS_LAUNCHED[:3], *itertools.product((80, 86, 89, 90, 100, 120), ["portable"], (1, 16, 64),
+                                                        (BF16, FP16))]
+SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}       # KiB a block, CUDA's table of compute capabilities
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork")) as pool:
+        yield {case: pool.submit(compile_step, *case) for case in AS_LAUNCHED}
+
+
+@pytest.mark.skipif(GPU or INTERPRETED, reason="where there is a GPU the other tests compile them")
+@pytest.mark.parametrize("sm,matmul,n,dtype", AS_LAUNCHED)
+def test_every_kernel_of_a_step_compiles_as_it_is_launched_and_fits_the_gpu(sm, matmul, n, dtype, compiled):
+    found = compiled[sm, matmul, n, dtype].result()
+    print(f"sm_{sm}, {n} rows, {dtype}:", found)
+    assert set(found) == {"embed_kernel", {"hopper": "decode_kernel", "portable": "portable_kernel"}[matmul],
+                          "heads_kernel", "attention_kernel", "residual_kernel", "swiglu_kernel", "chunk_kernel",
+                          "pick_kernel"}
+    for name, (shared, _, stack) in found.items():
+        assert shared <= SHARED[sm] * 1024, f"{name}: {shared} bytes of shared memory"
+        assert stack <= (32 if name == "embed_kernel" else 8), f"{name}: {stack} bytes"   # of embed: digits of 2 / pi
 
 
 def close(got, want, ulps=1.0):
@@ -295,7 +346,7 @@ def small_engine(base, gen, rank=32, max_rows=9, size=(256, 384, 3, 4, 2, 2432),
     width = 12
     shape = config.layers, 2, max_rows * width + 1, config.kv_heads, sampler.BLOCK, config.head_dim
     kv = torch.randn(shape, generator=gen, device=DEVICE).to(dtype)
-    return model, decode.GraphEngine(model, kv, max_rows), width
+    return model, decode.GraphEngine(model, kv, max_rows, MATMUL), width
 
 
 def pack_linears(model):
@@ -455,7 +506,8 @@ def test_greedy_completions_of_groups_are_those_of_full_forwards(P, G, gen):
     lengths = [(1, 2, 32, 33, 34, 150)[p % 6] for p in range(P)]     # a prefix is one token shorter, a block has 32
     prompts = [torch.randint(2311, (n,), generator=gen, device=DEVICE).tolist() for n in lengths]
     limits = torch.randint(10, 50, (P * G,), generator=gen, device=DEVICE).tolist()
-    rollouts = sampler.sampler_for(decode.GraphEngine, model, 200, P * G * 3 // 4).generate(
+    engine = functools.partial(decode.GraphEngine, kernels=MATMUL)
+    rollouts = sampler.sampler_for(engine, model, 200, P * G * 3 // 4).generate(
         prompts, G, Sampling(limits, temperature=0.0))
     assert [len(completion) for completion in rollouts.completions] == limits
     same = 0

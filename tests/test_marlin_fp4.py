@@ -16,12 +16,18 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 import marlin_fp4
+import portable_fp4
+import run
 from marlin_fp4 import (DEFAULTS, FLAT, ROWS_64B, ROWS_256B, SUMS, TUNED, decode_config,
                         decode_kernel, decode_matmul, pack, schedule)
 from nvfp4 import Slabs
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels need a GPU")
 both = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+hopper = pytest.mark.skipif(not (torch.cuda.is_available() and marlin_fp4.runs_on(torch.device("cuda", 0))),
+                            reason="needs a Hopper GPU")
+ours = pytest.mark.parametrize("matmul", [pytest.param(marlin_fp4.decode_matmul, marks=hopper),
+                                          portable_fp4.decode_matmul], ids=["hopper", "portable"])
 GRID = torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6])
 
 
@@ -126,10 +132,9 @@ def test_bad_input_is_named():
         decode_matmul(torch.zeros(1, 32).bfloat16(), pack(packed, scale, one))
 
 
-def test_partial_expands_w_where_the_decode_kernel_does_not_run(monkeypatch):
+def test_partial_expands_w(monkeypatch):
     weight, w = random_weight(300, 272)
     x, a = torch.randn(5, 272), torch.randn(8, 272)
-    assert weight.expands(1)                                         # a CPU
     monkeypatch.setattr(weight, "dequantize", w.float)               # its kernel needs a GPU
     sums, scale, KB, L = weight.partial(x, a)
     assert sums.shape == (1, 5, 308) and (KB, L) == (1, 1)
@@ -138,7 +143,6 @@ def test_partial_expands_w_where_the_decode_kernel_does_not_run(monkeypatch):
     bound = 272 * 2 ** -23 * (x.double().abs() @ w.abs().T)
     assert ((y[:, :300] * scale - x.double() @ w.T).abs() <= bound).all()
     assert (y[:, 300:] - x.double() @ a.double().T).abs().max() < 1e-4
-    monkeypatch.setattr(marlin_fp4, "runs_on", lambda device: True)
     assert not weight.expands(256) and weight.expands(257)
 
 
@@ -207,13 +211,17 @@ def test_dequantize_fills_a_slice_of_a_wider_buffer_and_nothing_else(dtype, glob
 @both
 @pytest.mark.parametrize("N,K,R", [(128, 128, 0), (300, 272, 6), (1152, 896, 48), (896, 4864, 32), (4608, 3584, 96)])
 @pytest.mark.parametrize("M", [1, 5, 16, 31, 64, 100, 256, 300])
-def test_decode_matmul_matches_float64(M, N, K, R, dtype):
+@ours
+def test_decode_matmul_matches_float64_and_repeats_bit_for_bit(matmul, M, N, K, R, dtype):
     weight, w = random_weight(N, K, "cuda", dtype=dtype)
     x, a = torch.randn(M, K, device="cuda").to(dtype), torch.randn(R, K, device="cuda").to(dtype)
-    S = schedule(N, K, M, R, decode_config(N, K, M), torch.cuda.get_device_properties(0).multi_processor_count).S
-    for pdl in (False, True):
-        slabs = torch.full((S, M, -(-(N + R) // 4) * 4), float("nan"), device="cuda")
-        y, xa = total(decode_matmul(x, weight, a if R else None, slabs=slabs, pdl=pdl), N, R)
+    sums = matmul(x, weight, a if R else None).sums
+    first = None
+    for pdl in (False, run.capability(x.device) >= (9, 0)):
+        sums.fill_(float("nan"))
+        y, xa = total(matmul(x, weight, a if R else None, slabs=sums, pdl=pdl), N, R)
+        assert first is None or torch.equal(first, y)
+        first = y
         # fp32 accumulation: at most K roundings of 2^-24 of the magnitudes, in practice far fewer
         assert ((y - x.double() @ w.T).abs() <= K * 2 ** -23 * (x.double().abs() @ w.abs().T)).all()
         assert ((xa - x.double() @ a.double().T).abs() <= K * 2 ** -23 * (x.double().abs() @ a.double().abs().T)).all()
@@ -221,7 +229,7 @@ def test_decode_matmul_matches_float64(M, N, K, R, dtype):
         assert (y - x.double() @ w.T).norm() <= 1.5 * error + 1e-7 * y.norm()
 
 
-@gpu
+@hopper
 @pytest.mark.parametrize("M,N,K", TUNED)
 def test_every_tuned_linear_is_the_product_of_cublas(M, N, K):
     codes = torch.randint(256, (N, K // 2), dtype=torch.uint8, device="cuda")
@@ -236,24 +244,27 @@ def test_every_tuned_linear_is_the_product_of_cublas(M, N, K):
 @gpu
 @both
 @pytest.mark.parametrize("bucket", DEFAULTS)
-def test_a_row_has_the_same_bits_whatever_the_other_rows_hold(bucket, dtype):
+@ours
+def test_a_row_has_the_same_bits_whatever_the_other_rows_hold(matmul, bucket, dtype):
     weight, _ = random_weight(4608, 3584, "cuda", dtype=dtype)
     x = torch.randn(bucket, 3584, device="cuda").to(dtype)
-    first, _ = total(decode_matmul(x, weight), 4608)
+    first, _ = total(matmul(x, weight), 4608)
     x[1:] = torch.randn_like(x[1:]) * 100
-    again, _ = total(decode_matmul(x, weight), 4608)
+    again, _ = total(matmul(x, weight), 4608)
     assert torch.equal(first[0], again[0])
 
 
 @gpu
-def test_decode_matmul_replays_inside_a_cuda_graph():
+@ours
+def test_decode_matmul_replays_inside_a_cuda_graph(matmul):
     weight, w = random_weight(1024, 512, "cuda")
     x = torch.randn(8, 512, device="cuda").bfloat16()
-    slabs = decode_matmul(x, weight, pdl=True)
+    pdl = run.capability(x.device) >= (9, 0)
+    slabs = matmul(x, weight, pdl=pdl)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        decode_matmul(x, weight, slabs=slabs.sums, pdl=True)
+        matmul(x, weight, slabs=slabs.sums, pdl=pdl)
     x.copy_(torch.randn_like(x))
     slabs.sums.fill_(float("nan"))
     graph.replay()
@@ -262,17 +273,18 @@ def test_decode_matmul_replays_inside_a_cuda_graph():
 
 
 @gpu
-def test_decode_matmul_refuses_what_it_cannot_read():
+@ours
+def test_decode_matmul_refuses_what_it_cannot_read(matmul):
     weight, _ = random_weight(256, 256, "cuda")
     for x, message in [(torch.zeros(4, 256), "on cpu"), (torch.zeros(4, 256, device="cuda"), "float32"),
                        (torch.zeros(4, 256, device="cuda").half(), "bfloat16.*got torch.float16"),
                        (torch.zeros(256, 4, device="cuda").bfloat16().T, "contiguous"),
                        (torch.zeros(4, 128, device="cuda").bfloat16(), "K=128")]:
         with pytest.raises(AssertionError, match=message):
-            decode_matmul(x.bfloat16() if message == "on cpu" else x, weight)
+            matmul(x.bfloat16() if message == "on cpu" else x, weight)
     with pytest.raises(AssertionError, match="slabs must be"):
         x = torch.zeros(4, 256, device="cuda").bfloat16()
-        decode_matmul(x, weight, slabs=torch.zeros(9, 4, 256, device="cuda"))
+        matmul(x, weight, slabs=torch.zeros(9, 4, 256, device="cuda"))
 
 
 @both

@@ -26,6 +26,7 @@ import math
 import operator
 import sys
 import time
+from importlib.metadata import version
 
 import torch
 
@@ -36,7 +37,8 @@ import nvfp4
 from attention import lay_out
 from learner import Learner
 from lora import Adapter, Linear
-from run import LOCAL_RANK, RANK, WORLD, all_sum, gather, join, say, share
+from run import (KERNELS, LOCAL_RANK, RANK, WORLD, all_sum, capability, gather, join, kernels_for, say,
+                 share)
 from sampler import Sampling, sampler_for
 from train import make_sampler
 
@@ -85,9 +87,10 @@ def live_model(args):
     return model
 
 
-def graph_sampler(model, max_length, max_rows):
+def graph_sampler(model, kernels, max_length, max_rows):
     from decode import GraphEngine               # the engine room: Triton
-    return sampler_for(GraphEngine, model, max_length, max_rows)
+    engine = functools.partial(GraphEngine, kernels=kernels)
+    return sampler_for(engine, model, max_length, max_rows)
 
 
 def random_prompts(model, lengths):
@@ -160,9 +163,10 @@ def layers_beyond_cache(shapes):
     return math.ceil(TRAFFIC / (BYTES * sum(N * K for N, K in shapes.values())))
 
 
-def decode_figures(shapes, M, rank):
-    """Of decode_matmul with M rows, a layer."""
-    from marlin_fp4 import decode_matmul
+def decode_figures(shapes, M, rank, kernels):
+    """Of the decode matmul with M rows, a layer."""
+    from decode import MATMULS
+    decode_matmul = functools.partial(MATMULS[kernels], pdl=capability(DEVICE) >= (9, 0))
     layers = layers_beyond_cache(shapes)
     operands = []
     for name, (N, K) in shapes.items():
@@ -176,7 +180,7 @@ def decode_figures(shapes, M, rank):
     def ours():
         for i in range(layers):
             for x, weights, lora, slabs, _ in operands:
-                decode_matmul(x, weights[i], lora[i], slabs=slabs, pdl=True)
+                decode_matmul(x, weights[i], lora[i], slabs=slabs)
 
     def theirs():
         for i in range(layers):
@@ -213,16 +217,33 @@ def dequantize_figures(shapes):
     layers = layers_beyond_cache(shapes)
     weights = [random_weight(N, K) for N, K in shapes.values() for _ in range(layers)]
     outs = [random_bf16(w.N, w.K) for w in weights]
-    seconds = graph_times(lambda: [w.dequantize(out) for w, out in zip(weights, outs)]).item()
+    source, target = torch.empty(2, int(TRAFFIC), dtype=torch.uint8, device=DEVICE)
+    seconds, copy = graph_times(lambda: [w.dequantize(out) for w, out in zip(weights, outs)],
+                                lambda: target.copy_(source)).tolist()
     moved = sum(w.N * w.K for w in weights) * (BYTES + 2)
-    return {"dequantize_gbs": moved / seconds / 1e9}
+    return {"dequantize_gbs": moved / seconds / 1e9, "copy_gbs": 2 * TRAFFIC / copy / 1e9}
 
 
 def linears(args):
     shapes = fused_shapes(args.model)
-    decode = {M: show(f"{M} rows", decode_figures(shapes, M, args.lora_rank)) for M in args.rows}
+    decode = {M: show(f"{M} rows", decode_figures(shapes, M, args.lora_rank, args.kernels))
+              for M in args.rows}
     large = {M: show(f"{M} rows", large_figures(shapes, M)) for M in args.large_rows}
-    return {"decode": decode, "large": large, **show("rates", dequantize_figures(shapes))}
+    rates = show("rates", dequantize_figures(shapes))
+    print(of_this_card(args, decode, rates))
+    return {"decode": decode, "large": large, **rates}
+
+
+def of_this_card(args, decode, rates):
+    """The line to send back from a card that docs/kernel_log.md has no figures of."""
+    card = torch.cuda.get_device_properties(DEVICE)
+    figures = [f"{M} rows {of['chain_us']:.1f} us ({of['cublas_of_chain']:.2f} x cuBLAS)"
+               for M, of in decode.items()]
+    return (f"send back: {card.name}, sm_{card.major}{card.minor}, "
+            f"{card.multi_processor_count} multiprocessors, L2 {card.L2_cache_size >> 20} MiB, "
+            f"copy {rates['copy_gbs']:.0f} GB/s, torch {torch.__version__}, Triton "
+            f"{version('triton')}, {args.kernels}, {args.model}, r = {args.lora_rank}: "
+            + ", ".join(figures))
 
 
 def weight_bytes(model):
@@ -268,10 +289,10 @@ def rollout(args):
     if args.spread:
         prompts = random_prompts(model, [args.prompt] * 16)
         for rows in args.batch:
-            sampler = graph_sampler(model, args.prompt + 1024, rows)
+            sampler = graph_sampler(model, args.kernels, args.prompt + 1024, rows)
             batch[rows] = show(f"{rows} slots", spread_load(sampler, prompts, rows))
     else:
-        sampler = graph_sampler(model, args.prompt + args.new, max(args.batch))
+        sampler = graph_sampler(model, args.kernels, args.prompt + args.new, max(args.batch))
         for B in args.batch:
             load = fixed_load(model, sampler, B, args.prompt, args.new)
             batch[B] = show(f"B={B}", load)
@@ -400,6 +421,7 @@ def parse_args():
             commands.choices[name].add_argument(flag, **options)
 
     add("linears rollout train step", "--model", choices=SIZES, default="7b")
+    add("linears rollout step", "--kernels", choices=["auto", *KERNELS], default="auto")
     add("linears", "--lora-rank", type=int, default=0, help="of each part's adapter; 0: none")
     add("linears", "--rows", type=int, nargs="*", default=[1, 8, 16, 32, 64, 128, 256])
     add("linears", "--large-rows", type=int, nargs="*", default=[1024, 4096, 16384])
@@ -426,6 +448,10 @@ def main():
     args = parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench: measures a GPU and there is none")
+    try:
+        args.kernels = kernels_for(DEVICE, getattr(args, "kernels", "auto"))
+    except ValueError as error:
+        sys.exit(f"bench: {error}")
     if args.command in ("train", "step") and args.lora_rank < 1:
         sys.exit(f"bench: --lora-rank {args.lora_rank}: the learner trains an adapter")
     measure(args)

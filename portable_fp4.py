@@ -1,0 +1,200 @@
+"""
+The decode matmul for any NVIDIA GPU from Ampere (sm_80) on, in plain Triton: y = x @ [W; A].T.
+
+The kernel to read first. marlin_fp4.py has the layout of W, its decoding in registers and the
+schedule; and the same product for Hopper, by its copy engine and wgmma, up to 1.6 times as fast.
+
+A program walks L consecutive blocks (128, 128) of the weight stream, along K inside a row of tiles,
+then to the next row of tiles (stream-K): all programs do the same work whatever N and K, and fill
+the chip once. Where it ends a tile or its own share, it stores the sum as piece number `piece` of
+that tile, counted from the program that started the tile. The first programs do x @ A.T instead.
+
+The sum is transposed, (128, BM): W is the tensor cores' first operand and M their short side, so
+that 1 row wastes 7 of 8 columns and not 15 of 16 rows. Each warp has rows of W of its own, which
+are a batch to Triton: it decodes no weight twice, and takes mma.sync, which all GPUs have, also
+where it would prefer wgmma or tcgen05. So what was measured on one GPU is what runs on the others.
+
+Shapes: M rows, N out_features, K in_features, R rows of LoRA's A, S slabs, BM rows of a tile, W
+warps.
+"""
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from marlin_fp4 import (TILE, a_blocks, check_operands, multiprocessors_of, planes_of, scaled,
+                        scales_of, schedule)
+from nvfp4 import Slabs
+from run import capability
+
+
+AHEAD = tl.constexpr(2)     # blocks asked for before the kernel before is done
+
+
+class Inputs(NamedTuple):
+    x: tl.tensor            # bf16 or fp16 (M, K)
+    x_stride: tl.tensor     # of its rows
+    codes: tl.tensor        # int16 (N/128, K/128, 128, 32)
+    scales: tl.tensor       # int32 (N/128, K/128, 128, 2)
+    a: tl.tensor            # as x (R, K), LoRA's A; anything where R is 0
+    N: tl.tensor
+    K: tl.tensor
+    R: tl.tensor
+
+
+@triton.jit
+def tile_of(ptr, stride, row, rows, k, K, WHOLE_K: tl.constexpr):
+    """A tile of a matrix of so many rows; past them its last, for what nobody will store."""
+    at = ptr + tl.minimum(row, rows - 1)[:, None] * stride + k[None, :]
+    if WHOLE_K:
+        return tl.load(at)
+    return tl.load(at, mask=(k < K)[None, :], other=0.0)
+
+
+@triton.jit
+def product(acc, w, x):
+    """acc (W, n, BM) + w (W n, k) @ x (BM, k).T, each warp its n rows."""
+    W: tl.constexpr = acc.shape[0]
+    w = tl.reshape(w, (W, w.shape[0] // W, w.shape[1]))
+    xt = tl.broadcast_to(tl.permute(x, (1, 0))[None], (W, x.shape[1], x.shape[0]))
+    return tl.dot(w, xt, acc)
+
+
+@triton.jit
+def store(acc, out_ptr, width, n, columns, m, M):
+    """acc (W, n, BM) -> out[m, n], as much of it as lies below M and `columns`."""
+    acc = tl.reshape(acc, (acc.shape[0] * acc.shape[1], acc.shape[2]))
+    mask = (m < M)[None, :] & (n < columns)[:, None]
+    tl.store(out_ptr + m[None, :] * width + n[:, None], acc, mask=mask)
+
+
+@triton.jit
+def ask_for(ptr, block, end, LINES: tl.constexpr, COUNT: tl.constexpr):
+    """`COUNT` lines of 128 bytes, LINES a block, to be brought into the L2."""
+    line = tl.minimum(block * LINES + tl.arange(0, COUNT), end * LINES - 1)
+    at = ptr + tl.maximum(line, 0).to(tl.int64) * (1024 // ptr.dtype.element_ty.primitive_bitwidth)
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at],
+                              dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit(do_not_specialize=["M", "KB", "L", "a_programs"])
+def portable_kernel(
+    of: Inputs,
+    slabs_ptr,         # fp32 (S, M, width)     A's columns are N .. N + R
+    M, width,
+    KB,                # blocks of 128 along K
+    L,                 # blocks that one program walks
+    a_programs,        # of the grid's first axis, the first ones do x @ A.T
+    BM: tl.constexpr, STAGES: tl.constexpr, W: tl.constexpr,
+    WHOLE_K: tl.constexpr, # 128 divides K
+    PDL: tl.constexpr,
+):
+    dtype: tl.constexpr = of.x.dtype.element_ty
+    pid = tl.program_id(0)
+    m = tl.program_id(1) * BM + tl.arange(0, BM)
+    slab = M.to(tl.int64) * width
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        if AHEAD > 0:
+            end = tl.cdiv(of.N, 128) * KB
+            ask_for(of.codes, (pid - a_programs) * L, end, 64, 64 * AHEAD)
+            ask_for(of.scales, (pid - a_programs) * L, end, 8, 8 * AHEAD)
+        tl.extra.cuda.gdc_wait()
+    if pid < a_programs:
+        share = a_blocks(KB, L)
+        pieces = tl.cdiv(KB, share)
+        piece = pid % pieces
+        r = pid // pieces * 64 + tl.arange(0, 64)
+        k = tl.arange(0, 64)  # half a block: 8 KB of A, as a block of codes
+        last = tl.minimum(piece * share + share, KB)
+        acc = tl.zeros((W, 64 // W, BM), tl.float32)
+        for half in tl.range(2 * piece * share, 2 * last, num_stages=STAGES):
+            a = tile_of(of.a, of.K, r, of.R, half * 64 + k, of.K, WHOLE_K)
+            x = tile_of(of.x, of.x_stride, m, M, half * 64 + k, of.K, WHOLE_K)
+            acc = product(acc, a, x)
+        store(acc, slabs_ptr + piece * slab + of.N, width, r, of.R, m, M)
+        return
+    pid -= a_programs
+    n = tl.arange(0, 128)
+    c = tl.arange(0, 32)
+    h = tl.arange(0, 2)
+    block = pid * L
+    last = tl.minimum(block + L, tl.cdiv(of.N, 128) * KB)
+    while block < last:
+        tile = block // KB
+        end = tl.minimum(last, tile * KB + KB)
+        first = (tile * KB).to(tl.int64)
+        codes = of.codes + first * 4096 + n[:, None] * 32 + c[None, :]
+        scales = of.scales + first * 256 + n[:, None] * 2 + h[None, :]
+        acc = tl.zeros((W, 128 // W, BM), tl.float32)
+        for kb in tl.range(block - tile * KB, end - tile * KB, num_stages=STAGES):
+            words = tl.load(codes + kb * 4096)
+            s0, s1, s2, s3 = scales_of(tl.load(scales + kb * 256), dtype)
+            k = kb * 128 + c
+            x0 = tile_of(of.x, of.x_stride, m, M, k, of.K, WHOLE_K)
+            x1 = tile_of(of.x, of.x_stride, m, M, k + 32, of.K, WHOLE_K)
+            x2 = tile_of(of.x, of.x_stride, m, M, k + 64, of.K, WHOLE_K)
+            x3 = tile_of(of.x, of.x_stride, m, M, k + 96, of.K, WHOLE_K)
+            w0, w1 = planes_of(words, 0, dtype)
+            acc = product(acc, scaled(w0, s0), x0)
+            acc = product(acc, scaled(w1, s1), x1)
+            w2, w3 = planes_of(words, 2, dtype)  # here: above, all four would fill the registers
+            acc = product(acc, scaled(w2, s2), x2)
+            acc = product(acc, scaled(w3, s3), x3)
+        piece = pid - tile * KB // L
+        store(acc, slabs_ptr + piece * slab, width, tile * 128 + n, of.N, m, M)
+        block = end
+
+
+class Config(NamedTuple):
+    BM: int                 # rows of x in a tile
+    num_stages: int         # blocks under way, and the one that is multiplied
+    per_sm: int             # programs on a multiprocessor
+    num_warps: int
+
+    @property
+    def shared(self):
+        """Bytes of shared memory: codes, scales and x of the blocks."""
+        return (self.num_stages - 1) * (8192 + 1024 + 256 * self.BM)
+
+
+def shared_memory(capability):
+    """KiB that a program may take; a multiprocessor has 1 more, and keeps 1 for each program."""
+    return {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}.get(capability, 99)
+
+
+# KiB of shared_memory -> {M at most: Config}. Those of 227 were the best of 60 on an H200. The
+# others: as many of their programs as fit, at least 8 warps, so that some decode while others
+# multiply. Two warps of 64 rows read x from shared memory half as often as four of 32.
+TILES = {
+    227: {8: Config(8, 3, 4, 4), 16: Config(16, 3, 4, 4), 32: Config(32, 3, 4, 2),
+          256: Config(64, 3, 4, 2)},
+    163: {8: Config(8, 3, 4, 4), 16: Config(16, 3, 4, 4), 32: Config(32, 3, 4, 2),
+          256: Config(64, 3, 2, 4)},
+    99: {8: Config(8, 3, 4, 4), 16: Config(16, 3, 3, 4), 256: Config(32, 3, 2, 4)},
+}
+
+
+def decode_config(M, room):
+    """room: shared_memory of the GPU."""
+    return next((config for rows, config in TILES[room].items() if M <= rows), TILES[room][256])
+
+
+def decode_matmul(x, weight, lora_a=None, slabs=None, pdl=False, config=None):
+    """As marlin_fp4.decode_matmul. pdl, which needs sm_90, hides the launch alone."""
+    check_operands(x, weight, lora_a)
+    M, K = x.shape
+    N = weight.N
+    R = 0 if lora_a is None else len(lora_a)
+    config = config or decode_config(M, shared_memory(capability(x.device)))
+    plan = schedule(N, K, M, R, config, multiprocessors_of(x.device))
+    width = triton.cdiv(N + R, 4) * 4
+    if slabs is None:
+        slabs = torch.empty(plan.S, M, width, device=x.device)
+    assert slabs.shape == (plan.S, M, width), f"slabs must be {(plan.S, M, width)}: {slabs.shape}"
+    inputs = Inputs(x, x.stride(0), weight.codes, weight.scales, lora_a if R else x, N, K, R)
+    portable_kernel[plan.programs, triton.cdiv(M, config.BM)](
+        inputs, slabs, M, width, plan.KB, plan.L, plan.a_programs, config.BM, config.num_stages,
+        config.num_warps, K % TILE == 0, pdl, num_warps=config.num_warps, launch_pdl=pdl)
+    return Slabs(slabs, weight.out_scale, plan.KB, plan.L)
