@@ -337,10 +337,10 @@ class Step:
         self.group_size = G
         self.lengths = torch.tensor(drawn_lengths(args.prompts * G, 50, 1024, 300))
         self.prompts = random_prompts(self.model, torch.randint(64, 257, (args.prompts,)).tolist())
-        rows = min(len(share(self.prompts)) * G, 256)
+        mine = share(self.prompts)
         plan = argparse.Namespace(**vars(args), max_prompt_tokens=256, max_new_tokens=1024,
-                                  max_rows=rows)
-        self.sampler = make_sampler(plan, self.model, self.learner)
+                                  max_rows=256, prompts_per_step=len(mine), oversample=1.0)
+        self.sampler = make_sampler(plan, self.model, self.learner, held_out=0)
         rewards = torch.arange(args.prompts * G) % 2     # so every row is trained on
         live = torch.ones(args.prompts * G, dtype=torch.bool)
         self.advantages = grpo.group_advantages(rewards, G)
