@@ -7,12 +7,13 @@ python -m pytest tests/test_answers.py -q
 import json
 import random
 import re
+from decimal import Decimal, localcontext
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
-from answers import MAX_WORK, can_read, is_equal
+from answers import CONTEXT, FORMULAS, MAX_WORK, ROUNDING, Number, can_read, is_equal
 from rewards import extract_answer
 
 GOLDS = json.loads((Path(__file__).parent / "golds.json").read_text())
@@ -234,6 +235,23 @@ def test_factored_polynomials_agree_with_convolution():
         coefficients[k] += 1
         wrong = "+".join(f"({c})x^{{{degree - k}}}" for k, c in enumerate(coefficients))
         assert not is_equal(factored, wrong), (factored, wrong)
+
+
+def test_functions_agree_with_mpmath_to_the_digits_that_count_as_equal():
+    mpmath = pytest.importorskip("mpmath")
+    names = {"exp": "exp", "ln": "log", "sin": "sin", "cos": "cos", "tan": "tan", "cot": "cot", "sec": "sec",
+             "csc": "csc", "sinh": "sinh", "cosh": "cosh", "tanh": "tanh", "arcsin": "asin", "arccos": "acos",
+             "arctan": "atan", "arcsinh": "asinh", "arccosh": "acosh", "arctanh": "atanh"}
+    points = [("0.7", "0"), ("-0.3", "0"), ("-4.5", "0"), ("30", "0"), ("1.5", "0.7"), ("-2.5", "0.3"), ("0.4", "-2.2"),
+              ("1e-9", "0")]
+    with localcontext(CONTEXT), mpmath.workdps(120):
+        for name, reference in names.items():
+            for re_, im in points:
+                if not (name == "arctanh" and re_ in ("-4.5", "30")):      # on the cut the sides differ in convention
+                    value = FORMULAS[name](Number(Decimal(re_), Decimal(im)))
+                    exact = getattr(mpmath, reference)(mpmath.mpc(re_, im))
+                    error = abs(mpmath.mpc(str(value.re), str(value.im)) - exact) / abs(exact)
+                    assert error < float(ROUNDING), (name, re_, im, float(error))
 
 
 # limits ---------------------------------------------------------------------------------------------------------------
