@@ -255,7 +255,7 @@ def to_nvfp4(files, out, codes="search", texts=(), live_vocab=None):
     def tensors():
         for name in files.names:
             if not name.endswith(linears):
-                yield name, files.get(name).bfloat16()
+                yield name, files.read(name).bfloat16().cpu()
         held = -(-len(texts) // 8)
         ends = len(texts) - held
         for name, coded in coded_linears(files, codes, texts[:ends], texts[ends:], live_vocab):

@@ -193,8 +193,10 @@ def to_problem(row, path, number, needs_gold=True):
     question = next((row[name] for name in QUESTIONS if row.get(name)), None)
     system = None
     if isinstance(question, list) and all(isinstance(turn, dict) for turn in question):
-        said = {turn.get("role"): turn.get("content") for turn in question}
+        said = {str(turn.get("role")): turn.get("content") for turn in question}
         system = said.get("system")
+        if not isinstance(system, str | None):
+            raise ValueError(f"{where}: the system turn is {short(system)}, no text")
         question = question[-1].get("content")   # DAPO's original: a chat, the user's turn last
     answer = gold(row)
     for what, names, value in (("question", QUESTIONS, question), ("answer", GOLDS, answer)):

@@ -21,18 +21,15 @@ from safetensors.torch import load_file, save, save_file
 
 import nvfp4
 from program import first_line, short
-from run import new_folder, say, write_atomically
+from run import new_folder, read_bytes, say, write_atomically
 
 SHARD_BYTES = 2**31                              # of an output file, in memory until written
 
 
 def read_text(path):
     """ValueError names the file. Neither a pipe nor a device is waited for."""
-    path = Path(path)
     try:
-        if path.exists() and not path.is_file():
-            raise OSError("no regular file")
-        return path.read_text(encoding="utf-8-sig")
+        return read_bytes(Path(path)).decode("utf-8-sig")
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or first_line(error)
         raise ValueError(f"{path}: cannot be read ({why})") from None
@@ -71,8 +68,9 @@ def whole(least, most):
     return what, lambda value: type(value) is int and least <= value <= most
 
 
-def is_positive(value):
-    return type(value) in (int, float) and 0 < value < math.inf
+def number(most):
+    return (f"a number above 0, at most {most:g}",
+            lambda value: type(value) in (int, float) and 0 < value <= most)
 
 
 def write_json(path, value):
@@ -209,6 +207,8 @@ class Checkpoint(Shards):
         if base not in nvfp4.FORMATS:
             raise ValueError(f"--base {base}: expected one of {', '.join(nvfp4.FORMATS)}")
         self.config = read_qwen2(folder / "config.json")
+        if self.config.get("quantization_config"):
+            check_nvfp4(folder)
         super().__init__(folder)
         self.check_all(self.config)
         self.base = base
@@ -243,8 +243,10 @@ CONFIG = {
         "vocab_size")},
     "num_hidden_layers": (*whole(1, 1000), True),
     "max_position_embeddings": (*whole(1, 2**31), False),
-    "rms_norm_eps": ("a number above 0", is_positive, True),
-    "rope_theta": ("a number above 0", is_positive, True),
+    "rms_norm_eps": (*number(0.1), True),
+    "rope_theta": (*number(1e12), True),
+    "model_type": ("'qwen2'", lambda value: value == "qwen2", False),
+    "torch_dtype": ("a name", lambda value: isinstance(value, str), False),
     "hidden_act": ("'silu'", lambda value: value == "silu", False),
     "tie_word_embeddings": ("true or false", lambda value: isinstance(value, bool), False),
     "use_sliding_window": ("false: sliding windows are not supported", lambda v: v is False, False),
@@ -258,6 +260,7 @@ def read_qwen2(path):
     rope = config.get("rope_parameters") or {}                                  # newer files
     if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
         raise ValueError(f"{path}: rope_parameters is {short(rope)}: only the default is supported")
+    check(path, rope, {"rope_theta": (*number(1e12), False)})
     config["rope_theta"] = config.get("rope_theta") or rope.get("rope_theta")
     check(path, config, CONFIG)
     D, H, KV = (config[key] for key in ("hidden_size", "num_attention_heads",
@@ -417,7 +420,8 @@ def save_shards(tensors, folder):
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm")
-VARIANTS = ("use_dora", "use_rslora", "lora_bias", "rank_pattern", "alpha_pattern")   # not computed
+VARIANTS = ("use_dora", "use_rslora", "lora_bias", "rank_pattern", "alpha_pattern",
+            "fan_in_fan_out", "layers_to_transform")                            # not computed
 
 
 def write_peft(folder, tensors, model_name, rank, alpha, norms):
@@ -436,10 +440,11 @@ def write_peft(folder, tensors, model_name, rank, alpha, norms):
 
 PEFT = {"peft_type": ("'LORA'", lambda value: value == "LORA", True),
         "r": (*whole(1, 2**16), True),
-        "lora_alpha": ("a number above 0", is_positive, True),
+        "lora_alpha": (*number(1e9), True),
+        "bias": ("'none'", lambda value: value == "none", False),
         "modules_to_save": (f"null or {list(NORMS)}",
-                            lambda value: isinstance(value, list) and sorted(value) == sorted(NORMS)
-                            if value else True, False)}
+                            lambda value: value == [] or value in (list(NORMS), list(NORMS)[::-1]),
+                            False)}
 
 
 def read_peft(folder):

@@ -216,6 +216,9 @@ def load(folder, base="nvfp4", device=None, dtype=None, live_vocab=None):
         dtype = getattr(torch, dtype)
     files = hf.Checkpoint(hf.resolve(folder), base, device, dtype)
     config = ModelConfig.of(files.config)
+    if (live_vocab or 0) > config.vocab:
+        raise ValueError(f"{files.folder}: tokenizer.json has ids up to {live_vocab - 1}, the "
+                         f"embedding in config.json {config.vocab} rows (vocab_size)")
     model = build(config, files.read, files.frozen, dtype, str(folder), files.folder)
     model.live_vocab = live_vocab or config.vocab
     return model

@@ -309,7 +309,7 @@ class PlugIn:
             if any(isinstance(part, str) for part in parts.values()):
                 raise TypeError
             return {str(name): float(part) for name, part in parts.items()}
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise Stopped(f"{self.name}: returned {repr(value)[:80]}, expected a number or a dict "
                           f"of numbers ({about})") from None
 
@@ -318,7 +318,7 @@ def call(name, function, about, *arguments):
     """A user's function. What it raises ends the program in one line that names it and its line."""
     try:
         return function(*arguments)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         at = traceback.extract_tb(error.__traceback__)[-1]
         raise Stopped(f"{name}: {type(error).__name__}: {first_line(error)} at {at.filename}:"
                       f"{at.lineno} ({about})") from None

@@ -227,6 +227,13 @@ def flush(path):
     os.close(handle)
 
 
+def read_bytes(path):
+    """OSError for a pipe or a device, which would be waited for."""
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path}: no regular file")
+    return path.read_bytes()
+
+
 def claim(folder, resume):
     """--out becomes this run's own. ValueError if it is not empty, or another process holds it."""
     if RANK > 0:
@@ -327,8 +334,8 @@ class Checkpoints:
         lines = []
         for folder in sorted(self.folder.glob("step_*"), reverse=True):
             try:
-                counters = json.loads((folder / "state.json").read_text())
-                tensors = (folder / "state.safetensors").read_bytes()
+                counters = json.loads(read_bytes(folder / "state.json"))
+                tensors = read_bytes(folder / "state.safetensors")
                 if counters.pop("sha256") != digest(tensors, counters):
                     raise ValueError("its checksum does not match")
                 held = load(tensors)
@@ -340,7 +347,10 @@ class Checkpoints:
             kinds = [{name: (t.shape, t.dtype) for name, t in part.items()}
                      for part in (held, self.tensors)]
             numbers = all(type(value) in (int, float) for value in counters.values())
-            if kinds[0] != kinds[1] or not numbers or type(counters.get("step")) is not int:
+            named = folder.name == f"step_{str(counters.get('step')).zfill(6)}"
+            finite = all(t.isfinite().all() for t in held.values())
+            if kinds[0] != kinds[1] or not (numbers and named and finite) \
+                    or counters.get("cursor", 0) < 0:
                 raise Stopped(f"{folder}: holds no state of this run: {short(counters)}, "
                               f"{short({name: tuple(t.shape) for name, t in held.items()})}")
             for name, t in held.items():
@@ -427,7 +437,7 @@ def finite(value):
 def read_lines(path):
     """-> [(line, step)] of the whole lines of a log; Stopped names a line of something else."""
     lines = []
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+    for number, line in enumerate(read_bytes(path).splitlines(keepends=True), 1):
         if not line.endswith(b"\n"):
             break                                # cut off by a kill
         try:

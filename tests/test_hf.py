@@ -534,7 +534,7 @@ A = "base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"
     (dict(tensors={A: torch.zeros(3, 64, dtype=torch.int8)}), f"{A} is torch.int8, or holds NaN"),
     (dict(tensors={A: torch.full((3, 64), float("nan"))}), f"{A} is torch.float32, or holds NaN or infinity"),
     (dict(config=dict(r=0)), "adapter_config.json: r is 0"),
-    (dict(config=dict(lora_alpha="16")), "adapter_config.json: lora_alpha is '16', expected a number above 0"),
+    (dict(config=dict(lora_alpha="16")), "adapter_config.json: lora_alpha is '16', expected a number above 0, at most"),
 ])
 def test_adapter_that_would_compute_something_else_is_refused(tiny, tmp_path, change, message):
     model = load(tiny["tied"].folder, base="bf16", device="cpu")

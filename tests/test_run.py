@@ -8,6 +8,9 @@ import json
 import os
 import signal
 import stat
+import subprocess
+import sys
+from pathlib import Path
 import sys
 from types import SimpleNamespace
 
@@ -201,6 +204,29 @@ def test_a_damaged_checkpoint_is_named_set_aside_and_the_one_before_is_used(tmp_
     assert lines[-1] == f"{tmp_path}: no whole checkpoint, starting from step 0" and checkpoints.counters == {}
 
 
+@pytest.mark.parametrize("change", [
+    dict(master=None), dict(foreign=torch.zeros(2)), dict(master=torch.zeros(3)), dict(step=torch.tensor(4)),
+    dict(master=torch.full((2, 3), torch.nan)), {"counter": ("step", "x")}, {"counter": ("step", 7)},
+    {"counter": ("step", 1.5)}, {"counter": ("cursor", -1)}, {"counter": ("tokens", None)}])
+def test_a_checkpoint_of_something_else_behind_a_right_sum_ends_in_one_line_and_is_left_alone(tmp_path, change):
+    counters = {"step": 3, "cursor": 21} | dict([change.pop("counter")] if "counter" in change else [])
+    tensors = run.save({name: t for name, t in (some_live() | change).items() if t is not None})
+    folder = tmp_path / "step_000003"
+    folder.mkdir()
+    (folder / "state.safetensors").write_bytes(tensors)
+    (folder / "state.json").write_text(json.dumps(counters | {"sha256": run.digest(tensors, counters)}))
+    with pytest.raises(Stopped, match="step_000003: holds no state of this run: {'step': ") as error:
+        loaded(tmp_path)
+    assert "\n" not in str(error.value) and [p.name for p in tmp_path.iterdir()] == ["step_000003"]
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null", "[" * 100_000, "x", ""])
+def test_counters_that_are_none_are_a_damaged_checkpoint(tmp_path, text):
+    saved(tmp_path, 3)
+    (tmp_path / "step_000003" / "state.json").write_text(text)
+    assert "damaged checkpoint passed over" in loaded(tmp_path)[1][0]
+
+
 def killed_at(moment, save):
     """save() in a process of its own that ends without a word before its call number `moment` to the disk -> done?"""
     child = os.fork()
@@ -247,8 +273,52 @@ def test_a_full_disk_raises_and_gives_the_space_back(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["step_000001"]
 
 
+@pytest.mark.parametrize("line", ["x", "[]", "3", "null", "{}", "\xff",
+                                  '{"step": "1"}', '{"step": 1.5}', "[" * 100_000])
+def test_a_line_of_something_else_in_a_log_is_named_and_nothing_is_cut(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0}\n' + line.encode("latin-1") + b'\n{"step": 1}\n{"st')
+    before = path.read_bytes()
+    with pytest.raises(Stopped, match="metrics.jsonl:2: no line of a run"):
+        trim_lines(path, 1)
+    assert path.read_bytes() == before
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(OSError, match="metrics.jsonl: no regular file"):
+        trim_lines(tmp_path / "metrics.jsonl", 1)
+
+
 # -----------------------------------------------------------------------------
 # The folder of a run
+
+def test_a_folder_is_one_runs_as_long_as_its_process_lives(tmp_path):
+    code = "import sys, run, pathlib; run.claim(pathlib.Path(sys.argv[1]), False); print('mine', flush=True); input()"
+    owner = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "x")], cwd=Path(run.__file__).parent,
+                             text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert owner.stdout.readline() == "mine\n"
+    for resume in (False, True):
+        with pytest.raises(ValueError, match="--out .*/x: another run is writing there"):
+            run.claim(tmp_path / "x", resume)
+    owner.kill()
+    owner.wait()
+    run.claim(tmp_path / "x", False)
+
+
+def test_where_there_are_no_locks_run_json_is_made_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "fcntl", None)
+    for _ in range(2):
+        run.claim(tmp_path, False)
+    Folder(tmp_path, some_live(), lambda *_: None).start({}, resume=False)
+    with pytest.raises(FileExistsError):
+        Folder(tmp_path, some_live(), lambda *_: None).start({}, resume=False)
+
+
+def test_numbers_that_are_not_finite_are_null_in_a_log(tmp_path):
+    folder = Folder(tmp_path, some_live(), lambda *_: None)
+    folder.log("a.jsonl", [{"x": float("nan"), "parts": {"y": -float("inf")}, "z": 1}])
+    assert (tmp_path / "a.jsonl").read_text() == '{"x": null, "parts": {"y": null}, "z": 1}\n'
 
 def test_a_new_run_writes_its_flags_first(tmp_path):
     folder = Folder(tmp_path, some_live(), lambda *_: None)

@@ -56,6 +56,18 @@ def one(completion, problem):
 def huge(completion, problem):
     return 1e4 * (len(completion) % 7)
 
+def levels(completion, problem, group):
+    return {"level": problem["level"], "group": len(group)}
+
+def ask(problem):
+    return [{"role": "system", "content": "Count."}, {"role": "user", "content": problem["question"]}]
+
+calls = []
+
+def breaks_later(completion, problem):
+    calls.append(1)
+    return 1 / (len(calls) != 24)            # 4 held out, 8 a step
+
 def by_length(completion, problem):
     return {"length": 0.01 * len(completion), "one": 1.0}
 '''
@@ -564,6 +576,93 @@ def test_float16_learns_what_float32_does(runs):
 
 
 # -----------------------------------------------------------------------------
+# What a run says, keeps and takes over.
+
+def test_a_run_says_what_it_will_do_what_it_did_and_what_comes_next(runs):
+    log = runs.run("speaks", "--steps", "3", "--show", "2", "--eval-every", "1").splitlines()
+    assert any(line.startswith("3 steps of 2 problems x 4 answers: ") and "56 problems, 4 held out) on 1 x cpu" in line
+               and line.endswith("writes speaks") for line in log)
+    assert sum(line.startswith("a step takes ") for line in log) == 1
+    assert [line.split(":")[0] for line in log if line.startswith("step ") and "tokens_per_s" in line] == [
+        "step 1/3", "step 2/3", "step 3/3"]
+    shown = [i for i, line in enumerate(log) if line.startswith("step 2, sums-")]
+    assert len(shown) == 1 and log[shown[0] + 2].startswith("-> ")
+    ends = r"speaks: 3 steps in .*; held-out accuracy .*% \[.*%\] before, .*% \[.*%\] after, on 4 problems"
+    assert any(re.match(ends, line) for line in log)
+    assert "next: python evaluate.py speaks" in log
+    about = json.loads((runs.folder / "speaks" / "run.json").read_text())
+    assert about["about"].keys() == {"commit", "versions", "hardware", "command", "date"} and about["ended"]
+    assert about["about"]["versions"]["torch"] == torch.__version__ and "--show 2" in about["about"]["command"]
+
+
+def test_a_run_like_another_says_what_differs_and_keeps_adapters(runs):
+    runs.run("first", "--steps", "2", "--lora-rank", "4", "--save-every", "1")
+    log = runs.run("second", *"--like first --lr 0.002 --keep 1 --out second --device cpu".split(), bare=True)
+    assert "--lr is 0.002, first had 0.001" in log and "--lora-rank is" not in log
+    flags, before = (json.loads((runs.folder / name / "run.json").read_text()) for name in ("second", "first"))
+    changed = {name for name in before if flags[name] != before[name]}
+    assert changed - {"about", "ended"} == {"lr", "out", "like", "keep"}
+    kept = runs.folder / "second" / "adapters"
+    assert sorted(p.name for p in kept.iterdir()) == ["best", "step_000001", "step_000002"]
+    assert (kept / "step_000002/adapter_model.safetensors").read_bytes() == runs.adapter("second")
+
+
+def test_a_run_starts_from_an_adapter_with_its_rank(runs):
+    runs.run("gives", "--steps", "2", "--lora-rank", "4", "--lora-alpha", "6", "--reward", "my_rewards:by_length")
+    runs.run("takes", "--steps", "1", "--adapter", "gives/adapter", "--eval-every", "1", "--lr", "1e-9")
+    flags = json.loads((runs.folder / "takes" / "run.json").read_text())
+    assert (flags["lora_rank"], flags["lora_alpha"]) == (4, 6)
+    given, taken = (load_file(runs.folder / name / "adapter/adapter_model.safetensors") for name in ("gives", "takes"))
+    for name, value in given.items():                                     # the one update moves them by 1e-9
+        torch.testing.assert_close(taken[name], value, atol=1e-8, rtol=0)
+
+
+def test_a_finished_run_says_so_and_can_be_extended_from_another_folder(runs, whole, monkeypatch):
+    shutil.copytree(runs.folder / whole, runs.folder / "elsewhere" / "longer")
+    out = "elsewhere/longer"
+    assert f"all 30 steps of {out} are done: --resume --steps N does more" in runs.run(out, "--resume")
+    assert "--steps is 20, the run had 30" in runs.run(out, "--resume", "--steps", "20", code=1)
+    runs.run(out, "--resume", "--steps", "32")
+    assert [m["step"] for m in runs.metrics(out)] == list(range(32))
+    flags = json.loads((runs.folder / out / "run.json").read_text())
+    assert flags["steps"] == 32 and Path(flags["model"]).is_absolute() and Path(flags["data"]).is_absolute()
+
+
+def test_the_second_of_two_runs_with_one_folder_ends_at_once(runs, whole):
+    process = runs.start("taken", "--steps", "30", "--save-every", "3")
+    runs.wait("taken", 1, process)
+    log = runs.folder / "taken.0.log"
+    text = log.read_text()
+    for flags in (["--resume"], []):
+        other = runs.start("taken", *flags)
+        other.join(60)
+        assert other.exitcode == 1 and "--out taken: another run is writing there" in log.read_text()
+    log.write_text(text)
+    process.join(120)
+    assert process.exitcode == 0 and runs.same("taken", whole)
+
+
+def test_an_error_of_a_reward_is_one_line_and_the_run_is_saved(runs):
+    log = runs.run("breaks", "--steps", "4", "--reward", "my_rewards:breaks_later", code=1)
+    last = log.strip().splitlines()[-1]
+    assert last.startswith("train.py: --reward my_rewards:breaks_later: ZeroDivisionError: division by zero at ")
+    assert "my_rewards.py:" in last and "completion '" in last and "step 2 is saved; go on with --resume" in last
+    assert "Traceback" not in log
+
+
+def test_a_reward_and_a_prompt_of_ones_own_need_no_gold_and_the_parts_are_logged(runs):
+    rows = [{"question": f"{i}?", "level": i % 3} for i in range(40)]
+    (runs.folder / "levels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = "--steps 1 --data levels.jsonl --reward my_rewards:levels --prompt-style my_rewards:ask".split()
+    runs.run("levels", *flags)
+    samples, (metrics,) = runs.samples("levels"), runs.metrics("levels")
+    assert all(row["parts"] == {"level": float(int(row["question"][:-1]) % 3), "group": 4.0} for row in samples)
+    assert all(row["task"] == row["parts"]["level"] + 4 for row in samples)
+    assert metrics["reward_group"] == 4 and metrics["reward_level"] == sum(r["parts"]["level"] for r in samples) / 8
+    assert 1 <= metrics["eval_reward"] <= 3 and metrics["accuracy"] == 0
+
+
+# -----------------------------------------------------------------------------
 # Ends and resumption.
 
 def test_a_run_killed_ten_times_equals_the_uninterrupted_one(runs, whole):
@@ -583,7 +682,7 @@ def test_a_run_killed_ten_times_equals_the_uninterrupted_one(runs, whole):
     assert runs.same("killed", whole)
 
 
-@pytest.mark.parametrize("number", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGINT", "SIGHUP"])
 def test_a_signal_saves_the_last_whole_step_and_the_run_goes_on_from_it(runs, whole, number):
     process = runs.start(number, "--steps", "30", "--save-every", "100")
     runs.wait(number, 5, process)

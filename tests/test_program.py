@@ -1,0 +1,138 @@
+"""
+How programs end, each as a process of its own: wrong input and Ctrl-C in one line, whatever the moment; how long help
+takes; two hosts.
+
+python -m pytest tests/test_program.py -v
+"""
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import program
+
+ROOT = Path(__file__).parent.parent
+TINY = str(ROOT / "tiny")
+# Runs the program in sys.argv with a function of a module, in the process itself, replaced by one that interrupts it.
+INTERRUPTED = """
+import importlib, os, runpy, signal, sys, time
+sys.path.insert(0, {root!r})
+def interrupt(*_, **__):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(10)
+module = importlib.import_module({module!r})
+setattr(module, {name!r}, interrupt)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def run(*argv, cwd, code=None):
+    command = [sys.executable, *(["-c", code] if code else []), *map(str, argv)]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60,
+                          env=os.environ | {"PYTHONPATH": str(ROOT)})
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("argv", [
+    [ROOT / "train.py", "--device", "cpu", "--out", "x"],
+    [ROOT / "evaluate.py", "--model", TINY, "--data", "arithmetic", "--device", "cpu", "--out", "x.jsonl"],
+    [ROOT / "tools/chat.py", "--model", TINY, "--device", "cpu", "--question", "1+1?"]])
+def test_ctrl_c_while_loading_is_one_line_and_code_130(tmp_path, argv):
+    code = INTERRUPTED.format(root=str(ROOT), module="model", name="load")
+    status, said = run(*argv, cwd=tmp_path, code=code)
+    assert status == 130 and said.splitlines()[-1] == f"{argv[0].name}: stopped by Ctrl-C" and "Traceback" not in said
+    assert not [p for p in tmp_path.rglob("*") if p.is_file()]
+
+
+def test_ctrl_c_in_convert_leaves_no_half_folder(tmp_path):
+    code = INTERRUPTED.format(root=str(ROOT), module="hf", name="write_json")           # when the weights are written
+    status, said = run(ROOT / "tools/convert.py", "nvfp4", TINY, "out", cwd=tmp_path, code=code)
+    assert status == 130 and said.splitlines()[-1] == "convert.py: stopped by Ctrl-C" and "Traceback" not in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_ctrl_c_while_libraries_are_imported_is_one_line(tmp_path):
+    command = [sys.executable, "-X", "importtime", str(ROOT / "train.py"), "--device", "cpu"]
+    process = subprocess.Popen(command, text=True, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    for line in process.stderr:
+        if "| program" in line:                                           # torch comes next
+            break
+    process.send_signal(signal.SIGINT)
+    said = process.stderr.read()
+    assert process.wait(30) == 130 and "Traceback" not in said
+    assert said.splitlines()[-1] == "train.py: stopped by Ctrl-C"
+
+
+@pytest.mark.parametrize("argv,words", [
+    (["train.py", "--lr", "nan"], "--lr must lie in (0, 10], got nan"),
+    (["train.py", "--device", "cuda:77"], "--device cuda:77: torch sees"),
+    (["train.py", "--model", "qwen2.5-8b", "--device", "cpu"], "--model qwen2.5-8b: neither a folder nor a name"),
+    (["train.py", "--model", "folder"], "folder/config.json: cannot be read"),
+    (["train.py", "--like", "folder"], "folder/run.json: cannot be read"),
+    (["train.py", "--adapter", "folder"], "folder/adapter_config.json: cannot be read"),
+    (["evaluate.py", "folder"], "folder/run.json: cannot be read"),
+    (["evaluate.py"], "needs the folder of a run, or --model and --data"),
+    (["tools/convert.py", "merge", "folder", "out"], "folder/run.json: cannot be read"),
+    (["tools/convert.py", "nvfp4", "folder", "out"], "folder/config.json: cannot be read")])
+def test_wrong_input_is_one_line_and_code_1(tmp_path, argv, words):
+    (tmp_path / "folder").mkdir()
+    status, said = run(ROOT / argv[0], *argv[1:], cwd=tmp_path)
+    assert status == 1 and words in said and len(said.splitlines()) == 1, said
+    assert [p.name for p in tmp_path.rglob("*") if p.is_file()] == []
+
+
+def test_help_takes_two_seconds_of_this_process(tmp_path):
+    before = os.times()
+    status, said = run(ROOT / "train.py", "--help", cwd=tmp_path)
+    after = os.times()
+    assert status == 0 and "what most runs set:" in said and said.count("(default: 80)") == 1
+    seconds = after.children_user - before.children_user + after.children_system - before.children_system
+    assert seconds < 2, seconds                                           # of the processor: 1.0 s; others may be busy
+
+
+@pytest.mark.parametrize("error,said", [
+    (ValueError("x.json: bad\nmore"), "me: x.json: bad"), (OSError(), "me: OSError"),
+    (program.Stopped("stopped"), "me: stopped"), (MemoryError("big"), "me: not enough memory: big"),
+    (RuntimeError("you tried to allocate 9 bytes"), "me: not enough memory: you tried to allocate 9 bytes")])
+def test_what_is_no_bug_is_one_line(error, said):
+    with pytest.raises(SystemExit) as stop:
+        with program.one_line("me"):
+            raise error
+    assert stop.value.code == said
+
+
+@pytest.mark.parametrize("error", [RuntimeError("mat1 and mat2"), TypeError("x"), AssertionError(), KeyError("x")])
+def test_a_bug_keeps_its_traceback(error):
+    with pytest.raises(type(error)):
+        with program.one_line("me"):
+            raise error
+
+
+# -----------------------------------------------------------------------------
+# Two hosts
+
+def test_two_hosts_equal_one_process(tmp_path):
+    """Two agents of torchrun on the loopback address, gloo, one rank each."""
+    flags = ("--steps 2 --prompts-per-step 4 --eval-problems 8 --lr 1e-3 --device cpu --max-new-tokens 24").split()
+    port = 20000 + os.getpid() % 20000
+    agents = [subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *f"--nnodes 2 --node-rank {rank} --nproc-per-node 1".split(),
+         "--master-addr", "127.0.0.1", "--master-port", str(port), str(ROOT / "train.py"), *flags, "--out", "two"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for rank in (0, 1)]
+    status, said = run(ROOT / "train.py", *flags, "--out", "one", cwd=tmp_path)
+    assert status == 0, said
+    for agent in agents:
+        said, _ = agent.communicate(timeout=120)
+        assert agent.returncode == 0, said
+    one, two = ((tmp_path / out / "samples.jsonl").read_text() for out in ("one", "two"))
+    assert [drop(line) for line in one.splitlines()] == [drop(line) for line in two.splitlines()]
+
+
+def drop(line):
+    """Without the log-prob, whose last bits are those of a batch of another size."""
+    return {key: value for key, value in json.loads(line).items() if key != "mean_logprob"}
