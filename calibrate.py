@@ -235,10 +235,10 @@ CODES = {
 def source_of(folder, device):
     """A 16-bit Qwen2.5 folder -> hf.Checkpoint. ValueError if it cannot be held as NVFP4."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    files = hf.Checkpoint(folder, "bf16", device, dtype)
-    if files.config.get("quantization_config"):
+    if hf.read_qwen2(folder / "config.json").get("quantization_config"):
         raise ValueError(f"{folder}/config.json: has a quantization_config: it is quantized "
                          "already")
+    files = hf.Checkpoint(folder, "bf16", device, dtype)
     for key in ("hidden_size", "intermediate_size"):
         if files.config[key] % 16:
             raise ValueError(f"{folder}/config.json: {key} is {files.config[key]}, not a multiple "

@@ -878,7 +878,7 @@ def test_a_lost_rank_ends_the_run_with_a_checkpoint(runs, whole, device):
 
 def broken_model(folder, kind):
     """A folder with one thing wrong, and what the message must name."""
-    raw = config_json("tied") | {"max_position_embeddings": 1024}
+    raw = config_json("tied") | {"max_position_embeddings": 1024, "vocab_size": 512}
     tensors = random_tensors(raw)
     if kind == "shape":
         raw["intermediate_size"] = 200                                    # K of down_proj, no multiple of 16
