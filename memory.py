@@ -11,12 +11,15 @@ doing it once. So a run does not fail at step 300, on the first batch of long an
 """
 import math
 import os
+import sys
 
 import torch
 
 from sampler import PREFILL_TOKENS
 
 GIB = 2**30
+GROWING = sys.platform == "linux"  # torch's segments of memory; elsewhere more is lost between them
+FRAGMENTS = 0.03 if GROWING else 0.06
 OUTSIDE = 0.6 * GIB    # not torch's: CUDA context, NCCL
 MICRO_BATCH_TOKENS = 8192, 4096, 2048
 PREFILL = 1024         # tokens of the largest graph: decode.PREFILL_SIZES
@@ -26,7 +29,8 @@ DECODE = 240           # tokens whose matmuls take as long as to decode the weig
 def bound(gib, device):
     """Before the first allocation: torch's part of a process's `gib` GiB; None: all."""
     # Segments that grow: 32B's largest micro-batch reserves 10 % less.
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    if GROWING:
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if gib is None:
         return
     total = torch.cuda.get_device_properties(device).total_memory
@@ -59,7 +63,7 @@ class Plan:
         graphs += max(w.N * w.K * w.dtype.itemsize * w.expands(max_rows) for w in weights)
         graphs += PREFILL * (10 * c.feed_forward + 20 * c.width)  # fp32 gate|up, 16-bit h, x
         table = {"weights": held - of_adapter, "adapter": of_adapter, "graphs": graphs,
-                 "CUDA context, NCCL": OUTSIDE, "fragments": 0.03 * limit}
+                 "CUDA context, NCCL": OUTSIDE, "fragments": FRAGMENTS * limit}
         self.room = limit - sum(table.values())
         token = 2 * c.layers * c.kv_heads * c.head_dim * model.dtype.itemsize  # of the KV cache
         choices = [micro_batch_tokens] if micro_batch_tokens else MICRO_BATCH_TOKENS

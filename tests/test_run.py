@@ -480,6 +480,32 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch, name, named):
     assert run.device_of("cpu", "nowhere") == run.device_of(None, ".") == torch.device("cpu")
 
 
+@pytest.mark.parametrize("capability,wanted,want", [
+    ((9, 0), "auto", "hopper"), ((9, 0), "portable", "portable"), ((9, 0), "hopper", "hopper"), ((8, 0), "auto", "portable"),
+    ((8, 9), "auto", "portable"), ((12, 0), "auto", "portable"), ((10, 0), "portable", "portable"),
+    ((8, 6), "hopper", "--kernels hopper: a GPU (sm_86): it needs sm_90"),
+    ((10, 0), "hopper", "--kernels hopper: a GPU (sm_100): it needs sm_90"),
+    ((7, 5), "auto", "--device cuda: a GPU (sm_75): the kernels need sm_80 (Ampere) or later"),
+    ((7, 0), "portable", "--device cuda: a GPU (sm_70): the kernels need sm_80 (Ampere) or later")])
+def test_the_kernels_are_chosen_by_the_gpu_and_refused_in_one_line(capability, wanted, want, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    gpu = torch.device("cuda")
+    if want in run.KERNELS:
+        assert run.kernels_for(gpu, wanted) == want
+        monkeypatch.setattr(run.importlib.util, "find_spec", lambda name: None)
+        want = "--device cuda: a GPU needs Triton: pip install triton"
+    with pytest.raises(ValueError) as error:
+        run.kernels_for(gpu, wanted)
+    assert str(error.value) == want
+
+
+def test_a_cpu_has_no_kernels():
+    assert run.kernels_for(torch.device("cpu"), "auto") is None
+    with pytest.raises(ValueError, match="--kernels portable: for a GPU, --device is cpu"):
+        run.kernels_for(torch.device("cpu"), "portable")
+
+
 # -----------------------------------------------------------------------------
 # Trackers
 
