@@ -1,5 +1,5 @@
 """
-Every Triton kernel but the 4-bit matmul's (marlin_fp4.py).
+Every Triton kernel but the 4-bit matmul's (portable_fp4.py, marlin_fp4.py).
 
     the decode step        all between two matmuls, attention to the cache, the draw: see decode.py
     the learner's twins    of what ops.py, attention.py and nvfp4.py mark twin_in_kernels
@@ -11,7 +11,8 @@ squares of their columns, for the reader of the next matmul (model.py says why i
 
 Programmatic dependent launch. A kernel lets the next one start at once (overlap) and loads what
 no earlier kernel of the step writes, weights and the rows' state, before it waits for the one
-before it (wait). This and smaller tiles took a step of 7B with 1 row from 2.9 to 2.2 ms.
+before it (wait): from sm_90 on. This and smaller tiles took a step of 7B with 1 row from 2.9 to
+2.2 ms.
 
 Tensors are row-major, contiguous unless a stride is named. Rows past M are masked.
 

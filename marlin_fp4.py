@@ -42,7 +42,8 @@ decode_matmul leaves sums of code * v * 2^-19 * x (fp16: 2^-7), to be multiplied
 which is row_scale * 2^19 (2^7). dequantize() includes it: exactly where row_scale is a power of two
 (in fp16 down to 2^-14; below, the last bit is worth 2^-24), elsewhere in fp32, rounded once.
 
-Not here: quantization (nvfp4.py), the product with LoRA's B (kernels.py), 4-bit activations.
+Not here: quantization (nvfp4.py), the product with LoRA's B (kernels.py), 4-bit activations; the
+same product in plain Triton, for every other GPU, to be read before this one (portable_fp4.py).
 
 Shapes: M rows, N out_features, K in_features, R rows of LoRA's A, S slabs, BM rows of a tile.
 """

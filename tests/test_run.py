@@ -481,8 +481,9 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch, name, named):
 
 
 @pytest.mark.parametrize("capability,wanted,want", [
-    ((9, 0), "auto", "hopper"), ((9, 0), "portable", "portable"), ((9, 0), "hopper", "hopper"), ((8, 0), "auto", "portable"),
-    ((8, 9), "auto", "portable"), ((12, 0), "auto", "portable"), ((10, 0), "portable", "portable"),
+    ((9, 0), "auto", "hopper"), ((9, 0), "portable", "portable"), ((9, 0), "hopper", "hopper"),
+    ((8, 0), "auto", "portable"), ((8, 9), "auto", "portable"), ((12, 0), "auto", "portable"),
+    ((10, 0), "portable", "portable"),
     ((8, 6), "hopper", "--kernels hopper: a GPU (sm_86): it needs sm_90"),
     ((10, 0), "hopper", "--kernels hopper: a GPU (sm_100): it needs sm_90"),
     ((7, 5), "auto", "--device cuda: a GPU (sm_75): the kernels need sm_80 (Ampere) or later"),
