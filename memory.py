@@ -74,7 +74,7 @@ class Plan:
             if options[-1][-1] == c.layers:
                 break                            # nothing to gain from smaller ones
         *_, self.micro_batch_tokens, worst, self.pool, self.kept = min(options)
-        if math.isinf(worst):
+        if math.isinf(worst) or self.pool <= 0:
             raise ValueError(f"no room for rows of {self.longest} tokens beside {held / GIB:.1f} "
                              "GiB of weights and adapter: lower --max-new-tokens or "
                              f"--micro-batch-tokens ({self.micro_batch_tokens})")

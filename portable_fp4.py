@@ -2,7 +2,7 @@
 The decode matmul for any NVIDIA GPU from Ampere (sm_80) on, in plain Triton: y = x @ [W; A].T.
 
 The kernel to read first. marlin_fp4.py has the layout of W, its decoding in registers and the
-schedule; and the same product for Hopper, by its copy engine and wgmma, up to 1.6 times as fast.
+schedule; and the same product for Hopper, by its copy engine and wgmma, 1.05 to 1.6 times as fast.
 
 A program walks L consecutive blocks (128, 128) of the weight stream, along K inside a row of tiles,
 then to the next row of tiles (stream-K): all programs do the same work whatever N and K, and fill
@@ -27,9 +27,6 @@ from marlin_fp4 import (TILE, a_blocks, check_operands, multiprocessors_of, plan
                         scales_of, schedule)
 from nvfp4 import Slabs
 from run import capability
-
-
-AHEAD = tl.constexpr(2)     # blocks asked for before the kernel before is done
 
 
 class Inputs(NamedTuple):
@@ -69,15 +66,6 @@ def store(acc, out_ptr, width, n, columns, m, M):
     tl.store(out_ptr + m[None, :] * width + n[:, None], acc, mask=mask)
 
 
-@triton.jit
-def ask_for(ptr, block, end, LINES: tl.constexpr, COUNT: tl.constexpr):
-    """`COUNT` lines of 128 bytes, LINES a block, to be brought into the L2."""
-    line = tl.minimum(block * LINES + tl.arange(0, COUNT), end * LINES - 1)
-    at = ptr + tl.maximum(line, 0).to(tl.int64) * (1024 // ptr.dtype.element_ty.primitive_bitwidth)
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at],
-                              dtype=tl.int32, is_pure=False, pack=1)
-
-
 @triton.jit(do_not_specialize=["M", "KB", "L", "a_programs"])
 def portable_kernel(
     of: Inputs,
@@ -96,10 +84,6 @@ def portable_kernel(
     slab = M.to(tl.int64) * width
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        if AHEAD > 0:
-            end = tl.cdiv(of.N, 128) * KB
-            ask_for(of.codes, (pid - a_programs) * L, end, 64, 64 * AHEAD)
-            ask_for(of.scales, (pid - a_programs) * L, end, 8, 8 * AHEAD)
         tl.extra.cuda.gdc_wait()
     if pid < a_programs:
         share = a_blocks(KB, L)
@@ -130,16 +114,16 @@ def portable_kernel(
         acc = tl.zeros((W, 128 // W, BM), tl.float32)
         for kb in tl.range(block - tile * KB, end - tile * KB, num_stages=STAGES):
             words = tl.load(codes + kb * 4096)
+            w0, w1 = planes_of(words, 0, dtype)
+            w2, w3 = planes_of(words, 2, dtype)
             s0, s1, s2, s3 = scales_of(tl.load(scales + kb * 256), dtype)
             k = kb * 128 + c
             x0 = tile_of(of.x, of.x_stride, m, M, k, of.K, WHOLE_K)
             x1 = tile_of(of.x, of.x_stride, m, M, k + 32, of.K, WHOLE_K)
             x2 = tile_of(of.x, of.x_stride, m, M, k + 64, of.K, WHOLE_K)
             x3 = tile_of(of.x, of.x_stride, m, M, k + 96, of.K, WHOLE_K)
-            w0, w1 = planes_of(words, 0, dtype)
             acc = product(acc, scaled(w0, s0), x0)
             acc = product(acc, scaled(w1, s1), x1)
-            w2, w3 = planes_of(words, 2, dtype)  # here: above, all four would fill the registers
             acc = product(acc, scaled(w2, s2), x2)
             acc = product(acc, scaled(w3, s3), x3)
         piece = pid - tile * KB // L
@@ -164,21 +148,18 @@ def shared_memory(capability):
     return {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}.get(capability, 99)
 
 
-# KiB of shared_memory -> {M at most: Config}. Those of 227 were the best of 60 on an H200. The
-# others: as many of their programs as fit, at least 8 warps, so that some decode while others
-# multiply. Two warps of 64 rows read x from shared memory half as often as four of 32.
-TILES = {
-    227: {8: Config(8, 3, 4, 4), 16: Config(16, 3, 4, 4), 32: Config(32, 3, 4, 2),
-          256: Config(64, 3, 4, 2)},
-    163: {8: Config(8, 3, 4, 4), 16: Config(16, 3, 4, 4), 32: Config(32, 3, 4, 2),
-          256: Config(64, 3, 2, 4)},
-    99: {8: Config(8, 3, 4, 4), 16: Config(16, 3, 3, 4), 256: Config(32, 3, 2, 4)},
-}
+# M at most -> Config: the fastest on an H200, of all and of what fits into 99 KiB. Two warps read x
+# from shared memory half as often as four: that pays at 32 rows; at 64 registers do not suffice.
+TILES = {8: Config(8, 3, 4, 4), 16: Config(16, 3, 4, 4), 32: Config(32, 3, 4, 2),
+         256: Config(64, 3, 2, 4)}
+TILES_99 = {8: Config(8, 3, 4, 4), 16: Config(16, 3, 3, 4), 32: Config(32, 2, 4, 2),
+            256: Config(64, 2, 2, 4)}
 
 
 def decode_config(M, room):
     """room: shared_memory of the GPU."""
-    return next((config for rows, config in TILES[room].items() if M <= rows), TILES[room][256])
+    tiles = TILES if room > 99 else TILES_99
+    return next((config for rows, config in tiles.items() if M <= rows), tiles[256])
 
 
 def decode_matmul(x, weight, lora_a=None, slabs=None, pdl=False, config=None):
