@@ -220,7 +220,7 @@ def ending_with(save, advice):
 
 def flush(path):
     """A file's bytes, or the names in a folder, to disk: else a rename may be lost with power."""
-    if os.name == "nt":                          # a folder cannot be opened there
+    if not hasattr(os, "O_DIRECTORY"):           # Windows: a folder cannot be opened there
         return
     handle = os.open(path, os.O_RDONLY)
     os.fsync(handle)
@@ -286,6 +286,8 @@ def new_folder(out):
         for path in (*folder.iterdir(), folder):         # mkdtemp and safetensors let only us read
             path.chmod(0o755 if path.is_dir() else 0o644)
             flush(path)
+        if out.exists():                         # empty; Windows renames over nothing
+            out.rmdir()
         folder.rename(out)
         flush(out.parent)
     except BaseException:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch, as program.py
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: two threads on a busy machine take 12 times longer
 from tiny_qwen2 import SHAPES, config_json, random_tensors, write_folder
 
