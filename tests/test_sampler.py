@@ -408,7 +408,8 @@ def test_ten_thousand_random_requests_match_a_plain_loop():
             group_size = rng.choice([1, 2, 5, 16])
             limits = [rng.randint(1, max_length - longest) for _ in range(len(prompts) * group_size)]
             ids, ends, reported = rng.sample(range(1000), len(prompts)), rng.choice([ENDS, ()]), []
-            rollouts = sampler.generate(prompts, group_size, Sampling(limits, ends, seed=call), ids, reported.append)
+            rollouts = sampler.generate(prompts, group_size, Sampling(limits, ends, seed=call), ids,
+                                        lambda made, ended: reported.append(made))
             assert len(rollouts.completions) == len(prompts) * group_size
             for b, (prompt, completion) in enumerate(zip(rollouts.prompts, rollouts.completions)):
                 assert prompt is prompts[b // group_size]
@@ -472,7 +473,7 @@ def test_a_rollout_after_an_interrupted_one_finds_the_whole_pool(tiny):
     model = load(tiny["tied"].folder, base="bf16", device="cpu")
     sampler, prompts = sampler_for(TorchEngine, model, max_length=70, max_rows=1), prompts_of(101, (40,))
 
-    def interrupt(_):
+    def interrupt(made, ended):
         raise KeyboardInterrupt
 
     for _ in range(3):
