@@ -66,6 +66,8 @@ def gptq_columns(w, hessian, global_scale):
     -> codes uint8 (K, N), E4M3 codes of the block scales (K // 16, N); w is overwritten.
     """
     R = inverse_factor(hessian)
+    offsets = torch.tensor(nvfp4.nearest_first(nvfp4.OFFSETS), device=w.device)
+    grid = LEVELS.to(w.device), EDGES.to(w.device)
     codes = torch.empty(w.shape, dtype=torch.uint8, device=w.device)
     scales = []
     for start in range(0, len(w), COLUMNS):
@@ -73,8 +75,12 @@ def gptq_columns(w, hessian, global_scale):
         errors = torch.empty_like(w[start:end])
         for i in range(start, end, 16):
             block = slice(i, i + 16)
-            codes[block], scale, error = gptq_block(w[block], R[block, block], global_scale)
-            scales.append(scale)
+            first = nvfp4.e4m3_codes(w[block].abs().amax(0) / 6, 1 / global_scale)
+            tried = (first + offsets[:, None]).clamp(1, 126)     # (C, N)
+            scale = nvfp4.e4m3_value(tried) * global_scale
+            values, error, best = gptq_block(w[block], R[block, block], scale, grid)
+            codes[block] = nvfp4.e2m1_codes(values)
+            scales.append(tried.gather(0, best[None])[0])
             errors[i - start:i - start + 16] = error
             w[i + 16:end] -= R[block, i + 16:end].T @ error
         w[end:] -= R[start:end, end:].T @ errors
@@ -93,27 +99,26 @@ def inverse_factor(hessian):
     return torch.linalg.solve_triangular(L, eye, upper=False).flip(0, 1).float()
 
 
-def gptq_block(w, R, global_scale):
-    """16 columns w (16, N) and their part of R -> codes (16, N), the scale's E4M3 code (N,), errors
-    (16, N) that the columns to come have to make up for.
+def gptq_block(w, R, scale, grid):
+    """16 columns w (16, N), their part of R, scales to try (C, N), (LEVELS, EDGES) ->
+    values (16, N) in units of the best scale, errors (16, N) that the columns to come have to make
+    up for, index (N,) of the best scale. Few launches: they take longer than the arithmetic.
     """
-    inverse = 1 / global_scale
-    first = nvfp4.e4m3_codes(w.abs().amax(0) / 6, inverse)
-    offsets = torch.tensor(nvfp4.nearest_first(nvfp4.OFFSETS), device=w.device)
-    tried = (first + offsets[:, None]).clamp(1, 126)             # (C, N)
-    scale = nvfp4.e4m3_value(tried) / inverse
-    levels = LEVELS.to(w.device)
-    edges = EDGES.to(w.device)
-    rest = w[:, None].repeat(1, len(tried), 1)                   # (16, C, N)
-    values = torch.empty_like(rest)                              # in units of the scale
+    levels, edges = grid
+    diagonal = R.diagonal()
+    along = (R / diagonal[:, None])[..., None, None]
+    rest = w[:, None].repeat(1, len(scale), 1)                   # (16, C, N)
+    values = torch.empty_like(rest)
     errors = torch.empty_like(rest)
-    for i in range(16):
-        values[i] = levels[torch.bucketize(rest[i] / scale, edges)]
-        errors[i] = (rest[i] - values[i] * scale) / R[i, i]
-        rest[i + 1:] -= errors[i] * R[i, i + 1:, None, None]
-    best = errors.square().sum(0).argmin(0)                      # (N,), of equal ones the first
-    rows = torch.arange(w.shape[1], device=w.device)
-    return nvfp4.e2m1_codes(values[:, best, rows]), tried[best, rows], errors[:, best, rows]
+    columns = zip(rest.unbind(), values.unbind(), errors.unbind())
+    for i, (column, value, error) in enumerate(columns):
+        torch.take(levels, torch.bucketize(column / scale, edges), out=value)
+        torch.addcmul(column, value, scale, value=-1, out=error)
+        rest[i + 1:].addcmul_(error, along[i, i + 1:], value=-1)
+    errors /= diagonal[:, None, None]
+    best = errors.square().sum(0).argmin(0)                      # of equal ones the first
+    at = best.expand(16, 1, -1)
+    return values.gather(1, at)[:, 0], errors.gather(1, at)[:, 0], best
 
 
 def output_error(w, tensors, hessian):

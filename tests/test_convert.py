@@ -31,7 +31,7 @@ TINY = ROOT / "tiny"
 
 def run(monkeypatch, *arguments):
     """convert.main() with these arguments -> None, or the message that it stopped with."""
-    monkeypatch.setattr(sys, "argv", ["convert.py", *map(str, arguments)])
+    monkeypatch.setattr(sys, "argv", ["convert.py", *map(str, arguments), "--device", "cpu"])
     try:
         return convert.main()
     except SystemExit as stop:

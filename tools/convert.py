@@ -18,21 +18,20 @@ import math
 from pathlib import Path
 
 import program  # before torch
-import torch
-
 import calibrate
 import data
 import flags
 import hf
 import lora
 import model as qwen
+from evaluate import select_device
 
 
 def quantize(args):
     flags.check_ranges(args, {name: flags.RANGES[name] for name in ("calibrate", "seed")})
     data.check_source(args.data)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     src = hf.resolve(args.source)
+    device = select_device(args.device, src)
     codes = args.codes or ("gptq" if args.calibrate else "search")
     if codes in ("gptq", "weighted") and not args.calibrate:
         raise ValueError(f"--codes {codes} needs --calibrate N")
@@ -84,6 +83,7 @@ def main():
     parser.add_argument("--data", default="gsm8k", help="the problems, as train.py's --data")
     parser.add_argument("--prompt-style", default="boxed", choices=sorted(data.STYLES))
     parser.add_argument("--seed", type=int, default=0, help="which problems, which answers")
+    parser.add_argument("--device", help="of nvfp4: cpu, cuda or cuda:N (default: a GPU if there is one)")
     args = parser.parse_args()
     with program.one_line(f"convert {args.command}"):
         merge(args) if args.command == "merge" else quantize(args)

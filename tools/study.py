@@ -1,0 +1,108 @@
+"""
+Several seeds of several arms as the tables of docs/study.md.
+
+    python -m tools.study bf16 nvfp4 --runs docs/runs
+
+Of an arm it reads ARM-sSEED.jsonl, the metrics.jsonl of each of its runs, and from held_out.json
+which held-out problems were answered right, greedily: "ARM" before training, "ARM-sSEED" after, a
+string of 0 and 1 each, in the order of the file.
+
+A difference is of the same seed and the same problem. Its 95 % interval is of 4,000 resamples of
+seeds and of problems, both with replacement: with three seeds that of the seeds is coarse.
+
+Not here: the runs (docs/study.md has each command), curves (tools/plot.py).
+"""
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+RESAMPLES = 4000
+
+
+class Arm:
+    """metrics: of each seed a list of steps; before (problems,) and after (seeds, problems): 0, 1."""
+
+    def __init__(self, folder, name):
+        held_out = json.loads((folder / "held_out.json").read_text(encoding="utf-8"))
+        files = sorted(folder.glob(f"{name}-s*.jsonl"))
+        runs = [file.stem for file in files if file.stem in held_out]
+        if not runs or name not in held_out:
+            raise ValueError(f"{folder}: no runs {name}-sSEED.jsonl that held_out.json knows")
+        self.name = name
+        self.seeds = [run.removeprefix(f"{name}-s") for run in runs]
+        self.metrics = [read_steps(folder / f"{run}.jsonl") for run in runs]
+        self.before = bits(held_out[name])
+        self.after = np.array([bits(held_out[run]) for run in runs])
+
+    def mean(self, key, first, last):
+        """Of a logged number over some steps and all seeds; steps that lack it are left out."""
+        values = [step[key] for steps in self.metrics for step in steps[first:last] if key in step]
+        return sum(values) / len(values)
+
+
+def read_steps(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def bits(text):
+    return np.array([int(c) for c in text])
+
+
+def interval(differences):
+    """(seeds, problems) -> mean, low, high in points."""
+    seeds, problems = differences.shape
+    draw = np.random.default_rng(0)
+    means = np.empty(RESAMPLES)
+    for i in range(RESAMPLES):
+        rows = draw.integers(seeds, size=seeds)
+        columns = draw.integers(problems, size=problems)
+        means[i] = differences[rows].mean(axis=0)[columns].mean()
+    low, high = np.percentile(means, [2.5, 97.5])
+    return 100 * differences.mean(), 100 * low, 100 * high
+
+
+def row(arm):
+    """A line of the first table; entropy, accuracy: of the first and the last five steps."""
+    each = " / ".join(f"{100 * after.mean():.1f}" for after in arm.after)
+    gain = "{:+.1f} [{:+.1f}, {:+.1f}]".format(*interval(arm.after - arm.before))
+    moved = [f"{arm.mean(key, None, 5):.3f} -> {arm.mean(key, -5, None):.3f}"
+             for key in ("entropy", "accuracy")]
+    length = f"{arm.mean('length', None, 5):.0f} -> {arm.mean('length', -5, None):.0f}"
+    cells = [arm.name, len(arm.metrics[0]), f"{100 * arm.before.mean():.1f}",
+             f"**{100 * arm.after.mean():.1f}**", each, gain, *moved, length,
+             f"{arm.mean('seconds', 5, None):.1f}"]
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def compare(first, other):
+    """A line of the second table: other minus first, of the seeds that both have."""
+    seeds = [seed for seed in first.seeds if seed in other.seeds]
+    after = [arm.after[[arm.seeds.index(seed) for seed in seeds]] for arm in (first, other)]
+    before = "{:+.1f} [{:+.1f}, {:+.1f}]".format(*interval((other.before - first.before)[None]))
+    trained = "{:+.1f} [{:+.1f}, {:+.1f}]".format(*interval(after[1] - after[0]))
+    return f"| {other.name} - {first.name} | {before} | {trained} | {', '.join(seeds)} |"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.strip(), allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("arms", nargs="+", help="the others are compared with the first")
+    parser.add_argument("--runs", type=Path, default=Path("docs/runs"), help="folder of the files")
+    args = parser.parse_args()
+    try:
+        arms = [Arm(args.runs, name) for name in args.arms]
+    except (ValueError, OSError, KeyError) as error:
+        sys.exit(f"study: {error}")
+    print("| arm | steps | before, % | after, % | by seed | gain | entropy | accuracy | length | s a step |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    print(*map(row, arms), sep="\n")
+    if len(arms) > 1:
+        print("\n| points | before | after | seeds |\n|---|---|---|---|")
+        print(*(compare(arms[0], arm) for arm in arms[1:]), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
