@@ -55,12 +55,9 @@ class Learner:
         self.good_updates = 0
         self.loss_scale = FIRST_LOSS_SCALE if model.dtype == torch.float16 else 1.0
         master = self.adapter.master
-        self.optimizer = torch.optim.AdamW(                      # betas: as the release
-            [master], betas=(0.9, 0.99), eps=ADAM_EPS, weight_decay=0.0, fused=True)
         self.moments = {"step": torch.zeros((), device=master.device),
                         "exp_avg": torch.zeros_like(master.data),
                         "exp_avg_sq": torch.zeros_like(master.data)}
-        self.optimizer.state[master] = self.moments              # now: no step needs more memory
 
     def fit(self, micro_batch_tokens, kept_blocks):
         """As the memory allows: tokens of a micro-batch, blocks that keep their activations."""
@@ -113,12 +110,21 @@ class Learner:
             self.skipped += 1
             return Update(sums, grad_norm, lr, f"loss {loss}, gradient norm {grad_norm}")
         adapter.master.grad.mul_(min(1.0, self.max_grad_norm / (grad_norm + 1e-6)))
-        self.optimizer.param_groups[0]["lr"] = lr
         decayed = adapter.master.data[:adapter.norm_start]       # not the norms: they belong near 1
         decayed *= 1 - lr * self.weight_decay
-        self.optimizer.step()
+        self._adamw(lr)
         adapter.sync()
         return Update(sums, grad_norm, lr)
+
+    @torch.no_grad()
+    def _adamw(self, lr):
+        """torch.optim.AdamW's fused step; that class imports torch's compiler, 0.8 s and more."""
+        m = self.moments
+        m["step"] += 1
+        torch._fused_adamw_(
+            [self.adapter.master], [self.adapter.master.grad], [m["exp_avg"]], [m["exp_avg_sq"]],
+            [], [m["step"]], lr=lr, beta1=0.9, beta2=0.99,       # as the release
+            weight_decay=0.0, eps=ADAM_EPS, amsgrad=False, maximize=False)
 
     def gradient(self, rollouts, advantages, weights, rank, ranks):
         """Adds one rank's share of the gradient of loss_scale * loss to adapter.master.grad.

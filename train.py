@@ -86,7 +86,7 @@ def make_sampler(args, model, learner, held_out):
     sampled = math.ceil(args.prompts_per_step * args.oversample) * args.group_size
     rows = min(args.max_rows, max(sampled, held_out))
     tokens = args.micro_batch_tokens or memory.MICRO_BATCH_TOKENS[0]
-    kept = 0
+    kept = len(model.layers) if model.config.width <= 256 else 0     # 40 KB a token of tiny/
     if model.device.type == "cuda":
         from decode import GraphEngine                           # the engine room: Triton
         engine = functools.partial(GraphEngine, kernels=args.kernels)
