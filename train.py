@@ -18,6 +18,7 @@ Not here: a critic, a reference model (the adapter switched off is one), a learn
 config file.
 """
 import argparse
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -497,7 +498,13 @@ def farewell(run):
 def main():
     with program.one_line("train.py"):
         args, before = parse_args()
-        run = prepare(args, before)
+        try:
+            run = prepare(args, before)
+        except BaseException:
+            if RANK == 0:
+                with contextlib.suppress(OSError):
+                    Path(args.out).rmdir()       # empty: nothing was begun
+            raise
     greet(run)
     plain = RANK > 0 or not sys.stderr.isatty()
     bar = tqdm(total=args.steps, unit="step", dynamic_ncols=True, disable=plain)

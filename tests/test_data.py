@@ -100,6 +100,15 @@ def test_a_reward_of_ones_own_needs_no_gold_and_sees_every_field(tmp_path):
     assert problem.answer == "" and problem.fields() == {"question": "q", "level": 3, "id": "x-1", "answer": ""}
 
 
+def test_a_chat_keeps_its_system_turn(tmp_path):
+    turns = [{"role": "system", "content": "S"}, {"role": "user", "content": "q"}]
+    (problem,), _ = data.load_problems(write(tmp_path / "x.jsonl", {"prompt": turns, "answer": "1"}))
+    tokenizer = Tokenizer(Path(data.__file__).parent / "tiny")
+    asked = {style: data.encode_prompts(tokenizer, [problem], style, 10**6)[0][0].prompt for style in ("plain", "tags")}
+    assert asked["plain"] == tokenizer.chat("q", "S")
+    assert asked["tags"] == tokenizer.chat("q", "S\n\n" + data.STYLES["tags"][1])
+
+
 def test_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "x.jsonl")
     with pytest.raises(ValueError, match="no data file"):
