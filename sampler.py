@@ -422,19 +422,20 @@ class Sampler:
 
     def _grow(self, waiting, live):
         """Blocks of the next window, oldest row first; if short, the newest rows wait again."""
-        for s in list(live):
-            if s not in live:
-                break                            # it and all after it were sent back
+        row = 0
+        while row < len(live):                   # rows from its end may be sent back on the way
+            s = live[row]
             end = min(s.pos + self.engine.window, s.limit)
             need = -(-(end - len(s.prefix.tokens)) // BLOCK) - len(s.blocks)
-            while need > len(self.pool) and s in live:
+            while need > len(self.pool) and row < len(live):
                 newest = live.pop()
                 assert newest is not s or live, "the pool holds one sequence: see sampler_for"
                 self._release(newest)
                 newest.prefix = Prefix((newest.prompt + newest.completion)[:-1])
                 waiting.appendleft(newest)
-            if s in live:
+            if row < len(live):
                 s.blocks += self.pool.take(need)
+            row += 1
 
     def _rows(self, live):
         """The rows' state as tensors, in one copy to the device."""
