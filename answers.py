@@ -29,6 +29,7 @@ import operator
 import re
 from decimal import MAX_EMAX, MIN_EMIN, ROUND_FLOOR, Context, Decimal, localcontext
 from decimal import DivisionByZero, InvalidOperation, Overflow, Underflow
+from functools import lru_cache
 from itertools import cycle
 from typing import NamedTuple
 from zlib import crc32
@@ -283,6 +284,8 @@ class Number(NamedTuple):
     im: Decimal = ZERO
     decimals: int = 0      # of a decimal as it was written: 2 for 0.50
 
+    __hash__ = tuple.__hash__  # of the digits, for the caches
+
     def __eq__(self, other):
         """But for rounding."""
         apart = max(abs(self.re - other.re), abs(self.im - other.im))
@@ -361,13 +364,13 @@ def unknown(*key) -> Number:
 
 def number(x) -> Number:
     """50% is 1/2 and 10 mod 7 is 3 once something is computed with them."""
+    if isinstance(x, Number):
+        return x
     if isinstance(x, Relation):
         raise Refuse("no number")
-    if kind_of(x) == "%":
+    if x.kind == "%":
         return x.items[0] / HUNDRED
-    if kind_of(x) == "mod":
-        return x.items[0]
-    return unknown(x) if isinstance(x, Group) else x
+    return x.items[0] if x.kind == "mod" else unknown(x)
 
 
 def real(x: Number) -> Decimal:
@@ -381,13 +384,15 @@ def is_whole(x: Number) -> bool:
 
 
 def whole(x: Number, limit: int = MAX_WHOLE) -> int:
-    if not is_whole(x) or x.re > limit:
+    if not is_whole(x) or abs(x.re) > limit:
         raise ArithmeticError("not whole, or too large")
     return int(x.re)
 
 
 def power(x: Number, n: Number) -> Number:
     """Roots are powers too: real ones for negative x and odd roots, as in school."""
+    if 0 < size(n) < LOST:
+        raise ArithmeticError("hardly 1")
     if n == HALF and x.im == 0 and x.re >= 0:
         return settle(x.re.sqrt(), ZERO)
     if x.im == n.im == 0 and x.re >= 0:
@@ -413,7 +418,10 @@ def circle(angle: Decimal) -> list:
     return sums
 
 
+@lru_cache(1_000)
 def exp(z: Number) -> Number:
+    if 0 < size(z) < LOST:
+        raise ArithmeticError("hardly 1")
     length = z.re.exp()
     if z.im == 0:
         return settle(length, ZERO)
@@ -421,6 +429,7 @@ def exp(z: Number) -> Number:
     return settle(length * cos, length * sin)
 
 
+@lru_cache(1_000)
 def ln(z: Number) -> Number:
     """The angle by Newton's method from a float: 16, 48, 144 digits."""
     if z.im == 0 and z.re > 0:
@@ -515,7 +524,7 @@ class Point:
         """Near 1, so that x^{2004} keeps its digits, then larger, then whole, for factorials."""
         seed = crc32(f"{self.index}:{name}".encode("utf-8", "replace"))
         if self.index >= len(RANGES):
-            return Number(Decimal(11 + seed % 20))
+            return Number(Decimal(1 + seed % 15))
         low, high = RANGES[self.index]
         value = Number(Decimal(low + (high - low) * seed / 2 ** 32))
         negative = self.index % 2 and self.signs.get(name, 0) >> self.index // 2 & 1
@@ -535,19 +544,21 @@ class Point:
         y = number(y)
         if kind_of(x) == "()" and op in "*/":
             return Group("()", [self.compute(op, item, y) for item in x.items])
-        self.spend(20 if op == "^" else 2)
-        return self.known(OPERATORS[op], op, number(x), y)
+        x = number(x)
+        is_root = op == "^" and not (x.im == 0 and is_whole(y + y))
+        self.spend(50 if is_root else 2)
+        return self.known(OPERATORS[op], op, x, y)
 
     def apply(self, name: str, *args):
         self.spend(60)
         return self.known(FORMULAS[name], name, *map(number, args))
 
     def known(self, function, name: str, *args) -> Number:
-        """A value; where nothing varies, what has none or needs more digits is unknown."""
+        """A value; where nothing varies, what needs more digits is unknown, unlike 1/0."""
         try:
             value = function(*args)
-        except ArithmeticError:
-            if self.signs:
+        except ArithmeticError as error:
+            if self.signs or isinstance(error, (ZeroDivisionError, InvalidOperation)):
                 raise
             return unknown(name, *(sorted(args) if name == "+" else args))
         if isinstance(value, int):
@@ -997,11 +1008,10 @@ def named(x) -> tuple:
 def same(a, b, point) -> bool:
     """Are two readings the same answer at this point? Symmetric in a and b."""
     point.spend(1)
+    kinds = kind_of(a), kind_of(b)
     for kind, rule in RULES.items():
-        if kind_of(a) == kind:
-            return rule(a, b, point)
-        if kind_of(b) == kind:
-            return rule(b, a, point)
+        if kind in kinds:
+            return rule(a, b, point) if kind == kinds[0] else rule(b, a, point)
     return same_number(a, b, point)
 
 
