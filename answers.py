@@ -811,7 +811,7 @@ class Reader:
 
     def literal(self, token: str):
         if len(token.strip("0.")) > 45:
-            return unknown(token)
+            return unknown(hash(Decimal(token)))  # of the value: 5.0 and 05 are 5
         decimals = token.partition(".")[2]
         return Number(Decimal(token), ZERO, len(decimals) if decimals.isdigit() else 0)
 

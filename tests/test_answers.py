@@ -156,6 +156,8 @@ def test_a_function_without_a_value_refuses():
 def test_what_needs_more_digits_equals_itself_and_what_has_no_value_nothing():
     assert is_equal(r"2^{2008}-2", r"-2+2^{2008}") and not is_equal("2^{2008}-2", "2^{2008}-3")
     assert is_equal(r"\frac{2014!}{2013!}", "2014") and is_equal(r"\binom{1/2}{3}+1", r"1+\binom{1/2}{3}")
+    long = "123456789" * 9
+    assert is_equal(long + ".0", long) and is_equal("-0" + long, "-" + long) and not is_equal(long, long[:-1] + "8")
     for a, b in ((r"0\cdot\frac10", "0"), (r"\frac10-\frac10", "0"), (r"\ln 0", r"\ln 0 + 0"), ("x/0", "y/0")):
         assert not is_equal(a, b), (a, b)
 
