@@ -32,7 +32,7 @@ import nvfp4
 from attention import PackedAttention
 from lora import Scratch
 from ops import mm_fp32, swiglu
-from sampler import Sampling, TorchEngine, sampler_for
+from sampler import Sampling, engine_for, sampler_for
 
 DAMPING = 0.02                                   # of the mean diagonal of H, added to all of it
 COLUMNS = 128                                    # between two updates of all columns to come
@@ -141,12 +141,9 @@ def own_answers(folder, tokenizer, problems, device, max_new_tokens=512, seed=0)
         raise ValueError(f"--calibrate takes at least 2 problems, one to measure by, "
                          f"got {len(problems)}")
     model = qwen.load(folder, "nvfp4", device, live_vocab=tokenizer.vocab_size)
-    engine = TorchEngine
-    if model.device.type == "cuda":
-        from decode import GraphEngine as engine                 # the engine room: Triton
     prompts = [p.prompt for p in problems]
     longest = max(map(len, prompts)) + max_new_tokens
-    sampler = sampler_for(engine, model, longest, min(256, len(prompts)))
+    sampler = sampler_for(engine_for(model.device), model, longest, min(256, len(prompts)))
     rollouts = sampler.generate(prompts, 1, Sampling(max_new_tokens, tokenizer.end_ids, seed=seed))
     return [Text(prompt + answer, len(prompt))
             for prompt, answer in zip(rollouts.prompts, rollouts.completions)]

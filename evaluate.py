@@ -14,7 +14,6 @@ whose keys the README defines. --out grows by each problem that is done; Ctrl-C 
 figures of these. Not here: few-shot prompts.
 """
 import argparse
-import functools
 import json
 import math
 import shlex
@@ -35,7 +34,7 @@ import model as qwen
 import nvfp4
 import rewards
 from run import KERNELS, device_of, few_threads, kernels_for, write_atomically
-from sampler import Sampling, TorchEngine, rollouts_of, sampler_for
+from sampler import Sampling, engine_for, rollouts_of, sampler_for
 
 Z = 1.959964                                     # 95 % of a normal lies within +-Z
 
@@ -212,6 +211,15 @@ def select_device(name, model):
     return device
 
 
+def load_model(args, folder, device, tokenizer):
+    """-> the model of --base and --dtype, with --adapter."""
+    model = qwen.load(folder, args.base, device, args.dtype, tokenizer.vocab_size)
+    few_threads(model)
+    if args.adapter:
+        lora.load_adapter(model, args.adapter)
+    return model
+
+
 def read_results(path):
     """Rows of another run's --out. ValueError names the line that is not one."""
     rows = []
@@ -285,15 +293,9 @@ def prepare(args, of_run):
     if args.max_new_tokens is None:
         args.max_new_tokens = max(1, min(4096, hf.positions(folder) - longest))
     hf.check_lengths(folder, longest + args.max_new_tokens)
-    model = qwen.load(folder, args.base, device, args.dtype, tokenizer.vocab_size)
-    few_threads(model)
-    if args.adapter:
-        lora.load_adapter(model, args.adapter)
-    engine = TorchEngine
-    if device.type == "cuda":
-        from decode import GraphEngine                           # the engine room: Triton
-        engine = functools.partial(GraphEngine, kernels=args.kernels)
+    model = load_model(args, folder, device, tokenizer)
     rows = min(args.max_rows, len(problems) * args.samples)
+    engine = engine_for(device, args.kernels)
     sampler = sampler_for(engine, model, longest + args.max_new_tokens, rows)
     shift = None
     if args.adapter:

@@ -20,13 +20,14 @@ they were drawn with. Those are the old policy of the loss: temperature, noise, 
   GPUs (only on how matmuls round).
 
 Engines run prefills and decode steps: TorchEngine below, plain torch, on any device; its fast
-twin is decode.GraphEngine. Who makes the sampler picks one.
+twin is decode.GraphEngine. engine_for picks one.
 
 Not here: beam search, penalties, stop strings, prefix sharing between different prompts.
 
 Shapes: P prompts, G samples a prompt, n live rows, T tokens, V vocabulary, L layers, KV key-value
 heads, d head size.
 """
+import functools
 import os
 import time
 from collections import deque
@@ -304,6 +305,14 @@ def rollouts_of(sequences, seconds=0.0, computed=0):
                     [torch.tensor(s.logprobs) for s in sequences],
                     [s.finished for s in sequences], seconds,
                     idle=1 - total / computed if computed else 0.0, num_tokens=total)
+
+
+def engine_for(device, kernels="auto"):
+    """The engine class of a device; kernels: run.kernels_for."""
+    if device.type != "cuda":
+        return TorchEngine
+    from decode import GraphEngine               # the engine room: Triton
+    return functools.partial(GraphEngine, kernels=kernels)
 
 
 def sampler_for(engine_class, model, max_length, max_rows=256, kv_gib=None):

@@ -49,7 +49,7 @@ from flags import check_flags, parse_args
 from learner import Learner
 from run import (RANK, WORLD, Folder, Tracker, claim, device_of, ending_with, few_threads,
                  gather, join, kernels_for, say, share, signals_wait)
-from sampler import BLOCK, Sampler, Sampling, TorchEngine, row_key, sampler_for
+from sampler import BLOCK, Sampler, Sampling, engine_for, row_key, sampler_for
 from watch import Watch
 
 # -------------------------------------------------------------------------------------------------
@@ -88,16 +88,15 @@ def make_sampler(args, model, learner, held_out):
     rows = min(args.max_rows, max(sampled, held_out))
     tokens = args.micro_batch_tokens or memory.MICRO_BATCH_TOKENS[0]
     kept = len(model.layers) if model.config.width <= 256 else 0     # 40 KB a token of tiny/
+    engine = engine_for(model.device, args.kernels)
     if model.device.type == "cuda":
-        from decode import GraphEngine                           # the engine room: Triton
-        engine = functools.partial(GraphEngine, kernels=args.kernels)
         plan = memory.Plan(model, model.adapter, args.max_prompt_tokens, args.max_new_tokens,
                            args.micro_batch_tokens, rows, args.kv_gib, args.memory_gib, say)
         sampler = sampler_for(engine, model, longest, rows, plan.pool / 2**30)
         tokens = plan.micro_batch_tokens
         kept = plan.dry_step().kept
     else:
-        sampler = sampler_for(TorchEngine, model, longest, rows, args.kv_gib)
+        sampler = sampler_for(engine, model, longest, rows, args.kv_gib)
     tokens = min(gather([tokens]))               # ranks deal out one list: all must cut it alike
     learner.fit(tokens, kept)
     say(f"KV pool: {sampler.engine.kv.nbytes / 2**30:.2f} GiB, {len(sampler.pool) * BLOCK:,} "

@@ -24,8 +24,7 @@ TRITON = ["marlin_fp4", "portable_fp4", "kernels", "decode"]
 # Bottom to top: a file imports files before it.
 ORDER = ("program run ops nvfp4 hf attention lora model aqn grpo learner sampler answers rewards data "
          "calibrate flags watch marlin_fp4 portable_fp4 kernels decode memory evaluate train").split()
-DOORS = {("ops", "kernels"), ("nvfp4", "marlin_fp4"), ("calibrate", "decode"), ("train", "decode"),
-         ("evaluate", "decode")}
+DOORS = {("ops", "kernels"), ("nvfp4", "marlin_fp4"), ("sampler", "decode")}
 
 # What each may hold at most: what was reached, rounded up, to be lowered with every cut. The aim is
 # 2,400 lines and 120 KB for the method, 3,250 lines for the reading path, 6,450 and 300 KB for all.
@@ -40,7 +39,7 @@ LARGEST = {                                                               # line
     "grpo.py": (260, 12.4),
     "learner.py": (225, 10.2),
     "aqn.py": (95, 5.5),
-    "sampler.py": (492, 22.3),
+    "sampler.py": (500, 22.3),
     "model.py": (265, 12.2),
     "attention.py": (200, 8.7),
     "ops.py": (180, 7.3),
@@ -61,7 +60,7 @@ LARGEST = {                                                               # line
     "tools/convert.py": (120, 5.2),
     "tools/plot.py": (140, 6.1),
     "tools/report.py": (90, 3.9),
-    "tools/chat.py": (160, 6.7),
+    "tools/chat.py": (145, 6.1),
     "tools/study.py": (115, 5.0),
     "tools/__init__.py": (5, 0.2),
     "tiny/arithmetic.py": (70, 3.1),

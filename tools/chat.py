@@ -19,13 +19,10 @@ from tokenizers.decoders import DecodeStream
 
 import data
 import hf
-import lora
-import model as qwen
 import nvfp4
-from evaluate import select_device
+from evaluate import load_model, select_device
 from flags import Help, check_ranges, of_run
-from run import few_threads
-from sampler import Sampling, TorchEngine, sampler_for
+from sampler import Sampling, engine_for, sampler_for
 
 LENGTH = 8192                                    # tokens of a conversation, if the model takes them
 RANGES = {"temperature": "[0, 1000]", "max_new_tokens": "[1, 2e9]", "seed": "[0, 2e18]"}
@@ -109,15 +106,10 @@ def prepare(args):
     data.style_of(args.prompt_style)
     folder = hf.resolve(args.model)
     tokenizer = data.Tokenizer(folder)
-    base = hf.base_of(folder, args.base)
-    model = qwen.load(folder, base, device, args.dtype, tokenizer.vocab_size)
-    few_threads(model)
-    if args.adapter:
-        lora.load_adapter(model, args.adapter)
-    engine = TorchEngine
-    if device.type == "cuda":
-        from decode import GraphEngine as engine                 # the engine room: Triton
-    sampler = sampler_for(engine, model, min(hf.positions(folder), LENGTH), max_rows=1)
+    args.base = hf.base_of(folder, args.base)
+    model = load_model(args, folder, device, tokenizer)
+    length = min(hf.positions(folder), LENGTH)
+    sampler = sampler_for(engine_for(device), model, length, max_rows=1)
     sampling = Sampling(args.max_new_tokens, tokenizer.end_ids, args.temperature, seed=args.seed)
     return Chat(tokenizer, sampler, args.prompt_style, sampling)
 
