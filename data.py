@@ -158,7 +158,10 @@ def read_rows(path):
             import pyarrow.parquet
         except ImportError:
             raise ValueError(f"{path}: reading parquet needs pip install pyarrow") from None
-        return list(enumerate(pyarrow.parquet.read_table(path).to_pylist(), 1))
+        try:
+            return list(enumerate(pyarrow.parquet.read_table(path).to_pylist(), 1))
+        except Exception as error:               # pyarrow's, each of another kind
+            raise ValueError(f"{path}: not parquet ({first_line(error)})") from None
     text = read_text(path)
     decode = json.JSONDecoder(parse_constant=refuse_constant).raw_decode
     rows = []

@@ -276,6 +276,7 @@ def prove_adapter(model, sampler, prompt, max_new_tokens):
 def prepare(args, of_run):
     """-> tokenizer, problems, sampler, plug-in, rows of --against, adapter's shift."""
     device = select_device(args.device, args.model)
+    args.device = args.device or device.type
     kernels = kernels_for(device, args.kernels)
     if kernels:
         print(f"decode kernels: {kernels}, on {torch.cuda.get_device_name(device)}")
@@ -389,7 +390,7 @@ def show(args, figures, shift):
     for name, value in figures.items():
         values = value if isinstance(value, list) else [value]
         print(f"{name:15}", *(f"{v:.4g}" if isinstance(v, float) else v for v in values))
-    on_gpu = (args.device or "cuda").startswith("cuda") and torch.cuda.is_available()
+    on_gpu = args.device.startswith("cuda")
     print(json.dumps({**vars(args), **figures, "adapter_shift": shift,
                       "hardware": torch.cuda.get_device_name() if on_gpu else "cpu",
                       "command": f"python {shlex.join(sys.argv)}"}))

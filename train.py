@@ -10,9 +10,10 @@ One step: sample a group of answers to each problem with noise on the norms, sco
 scores into advantages, update the adapter, report. The old policy of the ratio is what the
 sampler wrote down while sampling.
 
-A run folder holds run.json (the flags), metrics.jsonl (one object a step), samples.jsonl (every
-completion with its verdict), adapter/ (PEFT format) and checkpoints/ (the last two). A run that
-learns nothing any more is ended (watch.py); adapters/last_good is that of its best steps.
+A run folder holds run.json (the flags and what ran them), metrics.jsonl (one object a step),
+samples.jsonl (every completion with its verdict), adapter/ (PEFT format) and checkpoints/ (the last
+two). A run that learns nothing any more is ended (watch.py); adapters/last_good is that of its best
+steps, others are there with --keep.
 
 Not here: a critic, a reference model (the adapter switched off is one), a learned reward, a
 config file.
@@ -504,10 +505,10 @@ def main():
                 with contextlib.suppress(OSError):
                     Path(args.out).rmdir()       # empty: nothing was begun
             raise
-    greet(run)
     plain = RANK > 0 or not sys.stderr.isatty()
     bar = tqdm(total=args.steps, unit="step", dynamic_ncols=True, disable=plain)
     with ending_with(run.folder.save, f"go on with --resume --out {run.folder.path}"), bar:
+        greet(run)
         train(run, bar)
         bar.close()
         farewell(run)
