@@ -18,20 +18,14 @@ from tools import bench
 
 ROOT = Path(__file__).parent.parent
 FLAGS = dict(model="toy", base="nvfp4", kernels="auto", dtype="bfloat16", lora_rank=2, prompt=8, new=4, prompts=3,
-             group_size=2,
-             memory_gib=None, kv_gib=None, micro_batch_tokens=2048, tokens=1024, kept=0, spread=False,
-             batch=[1, 2, 8])
+             group_size=2, memory_gib=None, kv_gib=None, micro_batch_tokens=2048, spread=False, batch=[1, 2, 8])
 
 
 @pytest.fixture
 def on_cpu(monkeypatch):
     """bench on a toy size and a CPU; what asks a GPU for its clock or memory is answered."""
-    def graph_sampler(model, kernels, max_length, max_rows):
-        return sampler_for(TorchEngine, model, max_length, max_rows)
-
     monkeypatch.setitem(bench.SIZES, "toy", (64, 128, 2, 4, 2, 200, True))
     monkeypatch.setattr(bench, "DEVICE", torch.device("cpu"))
-    monkeypatch.setattr(bench, "graph_sampler", graph_sampler)
     monkeypatch.setattr(bench.memory, "bound", lambda gib, device: None)
     for name, answer in dict(synchronize=None, set_device=None, reset_peak_memory_stats=None, max_memory_allocated=0,
                              max_memory_reserved=0, get_device_name="a CPU").items():
@@ -80,8 +74,7 @@ def test_a_step_trains_on_every_row_and_two_ranks_sum_to_one(on_cpu):
 @pytest.mark.parametrize("command,keys", [
     ("step", {"seconds", "rollout", "update", "tokens", "learner_tokens", "learner_computed", "idle", "micro_batch",
               "kept", "kv_gib", "peak_gib", "reserved_gib", "gpus", "samples", "mismatch_abs"}),
-    ("train", {"tokens", "computed", "tokens_s", "computed_s", "share_of_matmul_ceiling", "peak_gib"}),
-    ("rollout", {"model", "base", "dtype", "lora_rank", "prompt", "new", "device", "weight_gb", "batch"})])
+    ("rollout", {"model", "base", "dtype", "lora_rank", "prompt", "new", "hardware", "commit", "weight_gb", "batch"})])
 def test_commands_end_with_one_line_of_json(on_cpu, capsys, command, keys):
     bench.measure(Namespace(command=command, **FLAGS))
     *_, last = capsys.readouterr().out.splitlines()
@@ -95,7 +88,7 @@ def test_spread_counts_the_slots_that_wait(on_cpu, monkeypatch):
     monkeypatch.setattr(bench, "drawn_lengths", lambda count, *_: [1, 7] * (count // 2))
     model = bench.live_model(Namespace(**FLAGS))
     prompts = bench.random_prompts(model, [8] * 16)
-    load = bench.spread_load(bench.graph_sampler(model, "auto", 64, 16), prompts, 16)
+    load = bench.spread_load(sampler_for(TorchEngine, model, 64, 16), prompts, 16)
     assert load.keys() == {"tokens_s", "idle", "seconds", "times_packed"} and 0 <= load["idle"] < 0.5
 
 

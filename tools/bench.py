@@ -4,7 +4,6 @@ Measures the speeds that docs/ reports; needs a GPU. Each command ends with one 
     python -m tools.bench linears --model 7b [--lora-rank 32]      a layer's linears against cuBLAS
     python -m tools.bench rollout --model 7b --base nvfp4 [--batch 1,8,32,64,256]        tokens/s
     python -m tools.bench rollout --spread --batch 128,32,16       many lengths, by slots
-    python -m tools.bench train --model 7b --base nvfp4            the learner alone
     python -m tools.bench step --model 32b --memory-gib 48         a whole GRPO step
     torchrun --nproc-per-node 2 -m tools.bench step --model 7b     the same on several GPUs
 
@@ -24,10 +23,9 @@ import functools
 import json
 import math
 import operator
-import sys
 import time
-from importlib.metadata import version
 
+import program  # isort: skip; before torch
 import torch
 
 import grpo
@@ -39,7 +37,7 @@ from learner import Learner
 from lora import Adapter, Linear
 from run import (KERNELS, LOCAL_RANK, RANK, WORLD, all_sum, capability, gather, join, kernels_for, say,
                  share)
-from sampler import Sampling, sampler_for
+from sampler import Sampling, engine_for, sampler_for
 from train import make_sampler
 
 SIZES = {  # D, F, layers, H, KV, V, tied: config.json of Qwen2.5-*-Instruct
@@ -85,12 +83,6 @@ def live_model(args):
         adapter.master.data[adapter.b_start:].normal_(0, 0.02)
         adapter.sync()
     return model
-
-
-def graph_sampler(model, kernels, max_length, max_rows):
-    from decode import GraphEngine               # the engine room: Triton
-    engine = functools.partial(GraphEngine, kernels=kernels)
-    return sampler_for(engine, model, max_length, max_rows)
 
 
 def random_prompts(model, lengths):
@@ -190,10 +182,8 @@ def decode_figures(shapes, M, rank, kernels):
     chain, cublas = (graph_times(ours, theirs) / layers).tolist()
     floor = sum(max((N * K * BYTES + 2 * M * (N + K)) / COPY, 2 * M * N * K / TENSOR)
                 for N, K in shapes.values())     # the later of reading W and multiplying
-    read = BYTES * sum(N * K for N, K in shapes.values())
     return {"chain_us": chain * 1e6, "floor_us": floor * 1e6, "cublas_us": cublas * 1e6,
-            "cublas_of_chain": cublas / chain, "floor_of_chain": floor / chain,
-            "chain_gbs": read / chain / 1e9}
+            "cublas_of_chain": cublas / chain, "floor_of_chain": floor / chain}
 
 
 def large_figures(shapes, M):
@@ -230,20 +220,7 @@ def linears(args):
               for M in args.rows}
     large = {M: show(f"{M} rows", large_figures(shapes, M)) for M in args.large_rows}
     rates = show("rates", dequantize_figures(shapes))
-    print(of_this_card(args, decode, rates))
     return {"decode": decode, "large": large, **rates}
-
-
-def of_this_card(args, decode, rates):
-    """The line to send back from a card that docs/kernel_log.md has no figures of."""
-    card = torch.cuda.get_device_properties(DEVICE)
-    figures = [f"{M} rows {of['chain_us']:.1f} us ({of['cublas_of_chain']:.2f} x cuBLAS)"
-               for M, of in decode.items()]
-    return (f"send back: {card.name}, sm_{card.major}{card.minor}, "
-            f"{card.multi_processor_count} multiprocessors, L2 {card.L2_cache_size >> 20} MiB, "
-            f"copy {rates['copy_gbs']:.0f} GB/s, torch {torch.__version__}, Triton "
-            f"{version('triton')}, {args.kernels}, {args.model}, r = {args.lora_rank}: "
-            + ", ".join(figures))
 
 
 def weight_bytes(model):
@@ -285,46 +262,19 @@ def spread_load(sampler, prompts, rows):
 
 def rollout(args):
     model = live_model(args)
+    engine = engine_for(DEVICE, args.kernels)
     batch = {}
     if args.spread:
         prompts = random_prompts(model, [args.prompt] * 16)
         for rows in args.batch:
-            sampler = graph_sampler(model, args.kernels, args.prompt + 1024, rows)
+            sampler = sampler_for(engine, model, args.prompt + 1024, rows)
             batch[rows] = show(f"{rows} slots", spread_load(sampler, prompts, rows))
     else:
-        sampler = graph_sampler(model, args.kernels, args.prompt + args.new, max(args.batch))
+        sampler = sampler_for(engine, model, args.prompt + args.new, max(args.batch))
         for B in args.batch:
             load = fixed_load(model, sampler, B, args.prompt, args.new)
             batch[B] = show(f"B={B}", load)
     return {"weight_gb": weight_bytes(model) / 1e9, "batch": batch}
-
-
-def train(args):
-    """Forward, recomputation and backward of rows of 512 tokens on average, prompts of 170."""
-    memory.bound(args.memory_gib, DEVICE)
-    model = live_model(args)
-    G = args.group_size
-    prompts = random_prompts(model, [170] * (args.tokens // 512 // G))
-    answers = random_prompts(model, drawn_lengths(len(prompts) * G, 86, 854, 342))
-    rows = [prompts[i // G] + answer for i, answer in enumerate(answers)]
-    starts = [170] * len(rows)
-    for repeats in (1, 3):                       # the first compiles
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        began = time.perf_counter()
-        for _ in range(repeats):
-            model.token_logprobs(rows, starts, kept=args.kept)[0].mean().backward()
-        torch.cuda.synchronize()
-        seconds = (time.perf_counter() - began) / repeats
-    tokens = sum(map(len, rows))
-    computed = len(lay_out(rows, starts)[0])
-    weights = sum(linear.weight.N * linear.weight.K for linear in model.adapter.linears)
-    again = 1 - min(args.kept, len(model.layers)) / len(model.layers)  # blocks run a second time
-    head = 4 * model.live_vocab * model.config.width * (tokens - sum(starts))
-    flops = (4 + 2 * again) * weights * computed + head
-    return {"tokens": tokens, "computed": computed, "tokens_s": tokens / seconds,
-            "computed_s": computed / seconds, "share_of_matmul_ceiling": flops / seconds / TENSOR,
-            "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
 
 
 class Step:
@@ -400,13 +350,14 @@ def step(args):
             "reserved_gib": torch.cuda.max_memory_reserved() / 2**30, **grpo.summarize(sums)}
 
 
-COMMANDS = {"linears": linears, "rollout": rollout, "train": train, "step": step}
+COMMANDS = {"linears": linears, "rollout": rollout, "step": step}
 
 
 def measure(args):
-    """Runs a command and prints its flags and figures."""
+    """Runs a command and prints its flags, commit, versions, GPU and figures."""
     figures = COMMANDS[args.command](args)
-    say(json.dumps({**vars(args), "device": torch.cuda.get_device_name(), **figures}))
+    about = program.about(torch.cuda.get_device_name())
+    say(json.dumps({**vars(args), **about, **figures}))
 
 
 def parse_args():
@@ -420,23 +371,20 @@ def parse_args():
         for name in names.split():
             commands.choices[name].add_argument(flag, **options)
 
-    add("linears rollout train step", "--model", choices=SIZES, default="7b")
+    add("linears rollout step", "--model", choices=SIZES, default="7b")
     add("linears rollout step", "--kernels", choices=["auto", *KERNELS], default="auto")
     add("linears", "--lora-rank", type=int, default=0, help="of each part's adapter; 0: none")
     add("linears", "--rows", type=int, nargs="*", default=[1, 8, 16, 32, 64, 128, 256])
     add("linears", "--large-rows", type=int, nargs="*", default=[1024, 4096, 16384])
-    add("rollout train step", "--lora-rank", type=int, default=32)
-    add("rollout train step", "--base", choices=list(nvfp4.FORMATS), default="nvfp4")
-    add("rollout train step", "--dtype", choices=["bfloat16", "float16"], default="bfloat16")
+    add("rollout step", "--lora-rank", type=int, default=32)
+    add("rollout step", "--base", choices=list(nvfp4.FORMATS), default="nvfp4")
+    add("rollout step", "--dtype", choices=["bfloat16", "float16"], default="bfloat16")
     add("rollout", "--batch", type=lambda text: [int(n) for n in text.split(",")],
         default=[1, 8, 32, 64, 256], help="as 1,8,32")
     add("rollout", "--spread", action="store_true", help="many lengths; --batch: slots")
     add("rollout", "--prompt", type=int, default=256, help="tokens of a prompt")
     add("rollout", "--new", type=int, default=512, help="tokens of a completion, at least 2")
-    add("train step", "--memory-gib", type=float, help="bound of the whole process")
-    add("train", "--tokens", type=int, default=16384, help="of the rows, shared prompts counted")
-    add("train", "--group-size", type=int, default=1, help="rows that share a prompt")
-    add("train", "--kept", type=int, default=0, help="blocks that keep their activations")
+    add("step", "--memory-gib", type=float, help="bound of the whole process")
     add("step", "--group-size", type=int, default=8, help="samples a problem, at least 2")
     add("step", "--prompts", type=int, default=16, help="problems")
     add("step", "--kv-gib", type=float, help="of the KV cache (default: as memory.py plans)")
@@ -445,16 +393,14 @@ def parse_args():
 
 
 def main():
-    args = parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("bench: measures a GPU and there is none")
-    try:
-        args.kernels = kernels_for(DEVICE, getattr(args, "kernels", "auto"))
-    except ValueError as error:
-        sys.exit(f"bench: {error}")
-    if args.command in ("train", "step") and args.lora_rank < 1:
-        sys.exit(f"bench: --lora-rank {args.lora_rank}: the learner trains an adapter")
-    measure(args)
+    with program.one_line("bench"):
+        args = parse_args()
+        if not torch.cuda.is_available():
+            raise ValueError("measures a GPU and there is none")
+        args.kernels = kernels_for(DEVICE, args.kernels)
+        if args.command == "step" and args.lora_rank < 1:
+            raise ValueError(f"--lora-rank {args.lora_rank}: the learner trains an adapter")
+        measure(args)
 
 
 if __name__ == "__main__":
