@@ -269,6 +269,11 @@ class Tokenizer:
         vocab = self.file.get_vocab()            # with the added tokens
         if not {"<|im_start|>", "<|im_end|>"} <= vocab.keys():
             raise ValueError(f"{path}: lacks <|im_start|> or <|im_end|>: not Qwen's chat format")
+        # The library gives others without a word.
+        for token in json.loads(text).get("added_tokens", ()):
+            if vocab[token["content"]] != token["id"]:
+                raise ValueError(f"{path}: added_tokens: the id of {token['content']} is "
+                                 f"{token['id']}, no id after those of the vocabulary")
         self.vocab_size = max(vocab.values()) + 1        # Qwen2.5: 151,665
         self.start = vocab["<|im_start|>"]
         self.stop = vocab["<|im_end|>"]

@@ -100,6 +100,14 @@ def test_a_reward_of_ones_own_needs_no_gold_and_sees_every_field(tmp_path):
     assert problem.answer == "" and problem.fields() == {"question": "q", "level": 3, "id": "x-1", "answer": ""}
 
 
+def test_an_added_token_whose_id_the_library_would_change_is_refused(tmp_path):
+    raw = json.loads((Path(data.__file__).parent / "tiny/tokenizer.json").read_text())
+    raw["added_tokens"][1]["id"] = 10**9
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match="tokenizer.json: added_tokens: the id of .* is 1000000000, no id after"):
+        Tokenizer(tmp_path)
+
+
 def test_a_chat_keeps_its_system_turn(tmp_path):
     turns = [{"role": "system", "content": "S"}, {"role": "user", "content": "q"}]
     (problem,), _ = data.load_problems(write(tmp_path / "x.jsonl", {"prompt": turns, "answer": "1"}))
