@@ -21,6 +21,7 @@ of 16 leave little to equalise), AWQ (it would move the norms, which AQN perturb
 
 Shapes: T tokens of all texts, D width, N out_features, K in_features, C candidates of a scale.
 """
+import gc
 from typing import NamedTuple
 
 import torch
@@ -145,6 +146,8 @@ def own_answers(folder, tokenizer, problems, device, max_new_tokens=512, seed=0)
     longest = max(map(len, prompts)) + max_new_tokens
     sampler = sampler_for(engine_for(model.device), model, longest, min(256, len(prompts)))
     rollouts = sampler.generate(prompts, 1, Sampling(max_new_tokens, tokenizer.end_ids, seed=seed))
+    del model, sampler
+    gc.collect()                                 # an engine and its graphs are a circle
     return [Text(prompt + answer, len(prompt))
             for prompt, answer in zip(rollouts.prompts, rollouts.completions)]
 
@@ -284,7 +287,8 @@ def coded_linears(files, codes, texts=(), held_out=(), live_vocab=None):
     for i in tqdm(range(config.layers), unit="layer"):
         block = qwen.build_block(config, i, files.read, files.frozen, files.dtype, scratch)
         linears = block.qkv, block.o, block.gate_up, block.down
-        weights = [linear.weight.dequantize().float() for linear in linears]
+        weights = [torch.cat([files.read(f"{name}.weight") for name in linear.names]).float()
+                   for linear in linears]        # a float16 file's are finer than the block's
         scales = [scale_of(w, linear.names) for w, linear in zip(weights, linears)]
         of_inputs = hessians(block, chunks, measured) if texts else [None] * 4
         errors = []

@@ -160,10 +160,10 @@ def prepare(args, before):
 def calibrated(args, source, tokenizer, problems, folder, device):
     """-> `folder`, where rank 0 has written the model in NVFP4; a resumed run finds it there."""
     if RANK == 0 and not folder.exists():
+        files = calibrate.source_of(source, device)
         some = data.step_indices(len(problems), args.seed, 0, min(args.calibrate, len(problems)))
         texts = calibrate.own_answers(source, tokenizer, [problems[i] for i in some], device,
                                       min(512, args.max_new_tokens), args.seed)
-        files = calibrate.source_of(source, device)
         calibrate.to_nvfp4(files, folder, "gptq", texts, tokenizer.vocab_size)
     gather([])                                   # the others wait
     return folder
@@ -402,7 +402,7 @@ def train(run, bar):
         progress = Progress(step + 1, places[-1] + 1, progress.tokens + rollouts.num_tokens,
                             best=progress.best)
         if args.noise_kl:
-            seen = metrics.get("mismatch_k3", args.noise_kl)     # nothing taught: sigma stays
+            seen = metrics.get("mismatch_k3", math.nan)
             progress.sigma = aqn.sigma_for(args.noise_kl, sigma, seen)
         metrics |= {"sigma": sigma, "tokens": progress.tokens, "seconds": done - began,
                     "seconds_sample": updating - began, "seconds_update": done - updating}

@@ -98,6 +98,7 @@ def test_sigma_is_steered_to_a_kl_that_goes_as_its_square():
     assert sigma_for(1e-3, 0.02, 0.8e-3) == pytest.approx(0.02 * math.sqrt(1.25))
     assert sigma_for(1e-3, 0.02, 0) == pytest.approx(0.03) and sigma_for(1e-3, 0.03, 1e9) == pytest.approx(0.02)
     assert sigma_for(1e-3, 1e-4, 1e9) == 1e-4 and sigma_for(1e-3, 1, 0) == 1
+    assert sigma_for(1e-3, 0.02, math.nan) == 0.02                        # a forward pass that overflowed, or none
     sigma = 1e-3                                                          # 1.5^9 is enough for the target's 0.027
     for _ in range(10):
         sigma = sigma_for(4e-3, sigma, 5.5 * sigma**2 + 1e-5)             # 0.00055 nats at 1e-2, as was measured

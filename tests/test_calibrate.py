@@ -4,7 +4,9 @@ logits of two whole models.
 
 python -m pytest tests/test_calibrate.py -v
 """
+import gc
 import re
+import weakref
 
 import pytest
 import torch
@@ -346,7 +348,7 @@ def test_a_layers_errors_are_those_of_its_codes(tiny, tmp_path, capsys):
     assert said == pytest.approx(want, abs=0.6e-4)
 
 
-def test_the_models_own_answers():
+def test_the_models_own_answers_and_nothing_else_stays_in_memory(monkeypatch):
     tokenizer = data.Tokenizer(TINY)
     problems, _ = data.load_problems("arithmetic")
     problems, _ = data.encode_prompts(tokenizer, problems[:20], "boxed", 99)
@@ -356,5 +358,19 @@ def test_the_models_own_answers():
         answer = text.tokens[text.start:]
         assert text.tokens[:text.start] == problem.prompt
         assert 1 <= len(answer) <= 12 and (len(answer) == 12 or answer[-1] in tokenizer.end_ids)
+    gone, made = [], calibrate.engine_for(CPU)
+
+    class Circle(made):                                    # as an engine of CUDA graphs is one
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.me = self
+            weakref.finalize(self, gone.append, True)
+
+    monkeypatch.setattr(calibrate, "engine_for", lambda device: Circle)
+    gc.disable()
+    try:
+        assert calibrate.own_answers(TINY, tokenizer, problems, CPU, 12) == texts and gone
+    finally:
+        gc.enable()
     with pytest.raises(ValueError, match="--calibrate takes at least 2 problems, one to measure by, got 1"):
         calibrate.own_answers(TINY, tokenizer, problems[:1], CPU)

@@ -79,11 +79,15 @@ def test_converted_folder_loads_back_as_quantized_in_memory(bf16, tiny, tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bf16", "out"]
 
 
-def test_a_converted_model_is_the_one_quantized_while_loading(tmp_path, monkeypatch):
-    assert run(monkeypatch, "nvfp4", TINY, tmp_path / "out") is None
-    tokens = torch.arange(24).view(2, 12) * 17
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_converted_model_is_the_one_quantized_while_loading(tiny, tmp_path, monkeypatch, dtype):
+    case = tiny["untied"]                                  # linears finer than bf16, where the files are float16
+    tensors = {name: (t.float() * 1.001).to(dtype) if "_proj.weight" in name else t for name, t in case.tensors.items()}
+    source = write_folder(tmp_path / "source", case.raw, tensors)
+    assert run(monkeypatch, "nvfp4", source, tmp_path / "out") is None
+    tokens = torch.arange(24).view(2, 12) * 4
     with torch.no_grad():
-        a, b = (qwen.load(path, "nvfp4", "cpu")(tokens) for path in (TINY, tmp_path / "out"))
+        a, b = (qwen.load(path, "nvfp4", "cpu")(tokens) for path in (source, tmp_path / "out"))
     assert torch.equal(a, b)
 
 

@@ -32,7 +32,7 @@ import aqn
 import data
 import flags as flags_py
 import train as train_py
-from hf import Shards
+from hf import NVFP4_CONFIG, Shards
 from lora import Adapter, save_adapter
 from model import load
 from sampler import row_key
@@ -411,7 +411,7 @@ def test_sigma_is_steered_to_a_kl_and_a_resumed_run_goes_on_with_it(runs):
     runs.run("steered", *"--steps 8 --noise-kl 0.003 --sigma-start 0.2 --prompts-per-step 4 --overlong keep".split(),
              *"--temperature 1.5 --lr 1e-5 --save-every 4 --reward my_rewards:by_length".split())
     metrics = runs.metrics("steered")
-    want = [0.2, *(aqn.sigma_for(0.003, m["sigma"], m.get("mismatch_k3", 0.003)) for m in metrics[:-1])]
+    want = [0.2, *(aqn.sigma_for(0.003, m["sigma"], m.get("mismatch_k3", math.nan)) for m in metrics[:-1])]
     assert [m["sigma"] for m in metrics] == want and want[1] == 0.2 * 1.5 and min(want) < max(want[:-1])
     shutil.copytree(runs.folder / "steered", runs.folder / "steered2")
     shutil.rmtree(runs.folder / "steered2/checkpoints/step_000008")
@@ -514,6 +514,18 @@ def test_a_calibrated_run_trains_on_a_base_of_its_own_and_goes_on_with_it(runs):
                                          ("--calibrate 1", "--calibrate takes at least 2 problems")])
 def test_a_calibration_that_cannot_be_ends_a_run_in_one_line(runs, flags, words):
     check_one_line(runs, runs.run("uncalibrated", *flags.split(), code=1), words, "uncalibrated")
+
+
+def answer_nothing():
+    train_py.calibrate.own_answers = None
+
+
+def test_what_cannot_be_calibrated_is_refused_before_it_answers(runs):
+    folder = shutil.copytree(ROOT / "tiny", runs.folder / "quantized")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": NVFP4_CONFIG}))
+    log = runs.run("requantized", "--calibrate", "8", model=folder, fault=answer_nothing, code=1)
+    check_one_line(runs, log, "config.json: has a quantization_config: it is quantized already", "requantized")
 
 
 def test_weight_decay_shrinks_the_lora_matrices_and_no_norm(runs):
