@@ -505,13 +505,8 @@ def decode_kernel(
     config: gl.constexpr, # Config
     PDL: gl.constexpr,
 ):
-    """Partial sums of x @ W.T: a program walks L consecutive blocks of the weight stream.
-
-    The stream runs along K inside a row of tiles, then to the next row of tiles, and all programs
-    do the same work whatever N and K (stream-K). Where it ends a tile or its own share, it stores
-    the sum as piece number `piece` of that tile, counted from the program that started the tile.
-    The sum is transposed, (128, BM): W is the register operand of the tensor cores and M their
-    short side, so that 1 row wastes 7 of 8 columns and not 63 of 64 rows.
+    """Partial sums of x @ W.T, walked, transposed and stored as portable_fp4.py says at its top; W
+    is the register operand of wgmma.
 
     A program is a warp group that decodes and multiplies, and one warp that keeps a ring of
     STAGES blocks in shared memory full, also between two tiles. The weights of the first AHEAD
@@ -591,7 +586,6 @@ DEFAULTS = {
     16: Config(16, 3, 4, 2),
     32: Config(32, 3, 3, 1),
     64: Config(64, 3, 2, 1),
-    128: Config(128, 2, 2, 1),
     256: Config(128, 2, 2, 1),
 }
 # (M at most, N, K) -> Config of a linear that another one suits better, by 1 us a layer of a decode
@@ -659,9 +653,10 @@ def runs_on(device):
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def check_operands(x, weight, lora_a):
-    """That a decode matmul can read them."""
-    K = x.shape[1]
+def prepare(x, weight, lora_a, slabs, config):
+    """Of a decode matmul, whose operands it checks -> R, Schedule, fp32 slabs (made if None)."""
+    M, K = x.shape
+    R = 0
     assert x.dtype == weight.dtype, f"the weight was packed for {weight.dtype}, got {x.dtype}"
     assert x.device == weight.device, f"x is on {x.device}, the weight on {weight.device}"
     assert K == weight.K, f"x has {K=}, the weight N={weight.N}, K={weight.K}"
@@ -669,6 +664,14 @@ def check_operands(x, weight, lora_a):
     if lora_a is not None:
         assert lora_a.dtype == x.dtype and lora_a.shape[1] == K, (lora_a.dtype, lora_a.shape, K)
         assert lora_a.is_contiguous(), lora_a.stride()
+        R = len(lora_a)
+    plan = schedule(weight.N, K, M, R, config, multiprocessors_of(weight.device))
+    # rows of whole 16 bytes, as the copy engine wants
+    shape = plan.S, M, triton.cdiv(weight.N + R, 4) * 4
+    if slabs is None:
+        slabs = torch.empty(shape, device=x.device)
+    assert slabs.shape == shape, f"slabs must be {shape}: {slabs.shape}"
+    return R, plan, slabs
 
 
 def decode_matmul(x, weight, lora_a=None, slabs=None, pdl=False):
@@ -683,18 +686,12 @@ def decode_matmul(x, weight, lora_a=None, slabs=None, pdl=False):
     """
     M, K = x.shape
     N = weight.N
-    R = 0 if lora_a is None else len(lora_a)
     assert runs_on(weight.device), f"needs a Hopper GPU, the weight is on {weight.device}"
-    check_operands(x, weight, lora_a)
+    config = decode_config(N, K, M)
+    R, plan, slabs = prepare(x, weight, lora_a, slabs, config)
     a_map = None
     if R:
         a_map = TensorDescriptor.from_tensor(lora_a, [A_SIDE.value] * 2, ROWS_256B.value)
-    config = decode_config(N, K, M)
-    plan = schedule(N, K, M, R, config, multiprocessors_of(weight.device))
-    width = triton.cdiv(N + R, 4) * 4  # rows of whole 16 bytes, as the copy engine wants
-    if slabs is None:
-        slabs = torch.empty(plan.S, M, width, device=x.device)
-    assert slabs.shape == (plan.S, M, width), f"slabs must be {(plan.S, M, width)}: {slabs.shape}"
     x_map = TensorDescriptor.from_tensor(x, [config.BM, TILE], ROWS_256B.value)
     out_map = TensorDescriptor.from_tensor(slabs[:, :, :N], [1, config.sent, TILE], SUMS.value)
     decode_kernel[plan.programs, triton.cdiv(M, config.BM)](

@@ -19,12 +19,10 @@ warps.
 """
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
-from marlin_fp4 import (TILE, a_blocks, check_operands, multiprocessors_of, planes_of, scaled,
-                        scales_of, schedule)
+from marlin_fp4 import TILE, a_blocks, planes_of, prepare, scaled, scales_of
 from nvfp4 import Slabs
 from run import capability
 
@@ -162,20 +160,14 @@ def decode_config(M, room):
     return next((config for rows, config in tiles.items() if M <= rows), tiles[256])
 
 
-def decode_matmul(x, weight, lora_a=None, slabs=None, pdl=False, config=None):
+def decode_matmul(x, weight, lora_a=None, slabs=None, pdl=False):
     """As marlin_fp4.decode_matmul. pdl, which needs sm_90, hides the launch alone."""
-    check_operands(x, weight, lora_a)
     M, K = x.shape
-    N = weight.N
-    R = 0 if lora_a is None else len(lora_a)
-    config = config or decode_config(M, shared_memory(capability(x.device)))
-    plan = schedule(N, K, M, R, config, multiprocessors_of(x.device))
-    width = triton.cdiv(N + R, 4) * 4
-    if slabs is None:
-        slabs = torch.empty(plan.S, M, width, device=x.device)
-    assert slabs.shape == (plan.S, M, width), f"slabs must be {(plan.S, M, width)}: {slabs.shape}"
-    inputs = Inputs(x, x.stride(0), weight.codes, weight.scales, lora_a if R else x, N, K, R)
+    config = decode_config(M, shared_memory(capability(weight.device)))
+    R, plan, slabs = prepare(x, weight, lora_a, slabs, config)
+    a = lora_a if R else x
+    inputs = Inputs(x, x.stride(0), weight.codes, weight.scales, a, weight.N, K, R)
     portable_kernel[plan.programs, triton.cdiv(M, config.BM)](
-        inputs, slabs, M, width, plan.KB, plan.L, plan.a_programs, config.BM, config.num_stages,
+        inputs, slabs, M, slabs.shape[2], plan.KB, plan.L, plan.a_programs, config.BM, config.num_stages,
         config.num_warps, K % TILE == 0, pdl, num_warps=config.num_warps, launch_pdl=pdl)
     return Slabs(slabs, weight.out_scale, plan.KB, plan.L)

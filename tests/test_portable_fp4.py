@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
+import marlin_fp4
 import portable_fp4
 from marlin_fp4 import schedule
 from portable_fp4 import Inputs, decode_config, decode_matmul, portable_kernel
@@ -58,7 +59,7 @@ def test_the_product_matches_float64(M, N, K, R, monkeypatch):
     """fp16: numpy has no bf16. Ragged rows, columns and K; several pieces a tile; two tiles of A, of x."""
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_inline_asm", assembly_in_numpy)
     monkeypatch.setattr(tl.dtype, "value", property(lambda dtype: dtype), raising=False)   # there no constexpr
-    monkeypatch.setattr(portable_fp4, "multiprocessors_of", lambda device: 4)
+    monkeypatch.setattr(marlin_fp4, "multiprocessors_of", lambda device: 4)
     weight, w = random_weight(N, K, dtype=torch.float16)
     x, a = torch.randn(M, K).half(), torch.randn(R, K).half()
     slabs = torch.full_like(decode_matmul(x, weight, a if R else None).sums, torch.nan)
