@@ -9,8 +9,9 @@ import argparse
 import colorsys
 import json
 import math
-import sys
 from pathlib import Path
+
+import program
 
 PANELS = dict(                                   # key -> title, axis: fixed 0..1, logarithmic, free
     reward=("reward, mean of the rollouts", "free"),
@@ -32,8 +33,6 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 
 def read_log(path):
     """Lines of a run's JSONL file -> dicts. A last line cut off by a killed run is dropped."""
-    if not path.is_file():
-        sys.exit(f"{path}: no such file; expected the folder of a run of train.py")
     text = path.read_text(encoding="utf-8", errors="replace").rstrip("\n")
     lines = text.split("\n")                     # splitlines() also cuts at U+2028, inside a string
     rows = []
@@ -43,12 +42,12 @@ def read_log(path):
         except (ValueError, RecursionError) as error:
             if number == len(lines):
                 break
-            sys.exit(f"{path}, line {number}: not JSON ({error})")
+            raise ValueError(f"{path}, line {number}: not JSON ({error})") from None
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-            sys.exit(f"{path}, line {number}: not an object with a whole step")
+            raise ValueError(f"{path}, line {number}: not an object with a whole step")
         rows.append(row)
     if not rows:
-        sys.exit(f"{path}: no complete line yet")
+        raise ValueError(f"{path}: no complete line yet")
     return rows
 
 
@@ -91,7 +90,7 @@ def figure(runs, plt):
     """{name: rows} -> matplotlib figure of every panel that some run has values for."""
     keys = [key for key in PANELS if any(series(rows, key)[0] for rows in runs.values())]
     if not keys:
-        sys.exit(f"nothing to draw: none of {', '.join(PANELS)} in {', '.join(runs)}")
+        raise ValueError(f"nothing to draw: none of {', '.join(PANELS)} in {', '.join(runs)}")
     colours = colours_of(len(runs))
     fig, axes = plt.subplots(3, 4, layout="constrained", figsize=(14.4, 8.6))
     for axis in axes.flat[len(keys):]:
@@ -115,20 +114,18 @@ def main():
     parser.add_argument("--out", type=Path, help=".png, .svg or .pdf (default: RUN/curves.png)")
     args = parser.parse_args()
     out = args.out or args.runs[0] / "curves.png"
-    if out.suffix not in (".png", ".svg", ".pdf"):
-        sys.exit(f"--out {out}: must end in .png, .svg or .pdf")
-    runs = {str(run): read_log(run / "metrics.jsonl") for run in args.runs}
-    try:
-        from matplotlib import pyplot as plt
-    except ImportError:
-        sys.exit("plot needs matplotlib, which is not in requirements.txt: pip install matplotlib")
-    plt.switch_backend("Agg")                    # files only: no display needed
-    fig = figure(runs, plt)
-    try:
+    with program.one_line("plot"):
+        if out.suffix not in (".png", ".svg", ".pdf"):
+            raise ValueError(f"--out {out}: must end in .png, .svg or .pdf")
+        runs = {str(run): read_log(run / "metrics.jsonl") for run in args.runs}
+        try:
+            from matplotlib import pyplot as plt
+        except ImportError:
+            raise ValueError("needs pip install matplotlib, not in requirements.txt") from None
+        plt.switch_backend("Agg")                # files only: no display needed
+        fig = figure(runs, plt)
         out.parent.mkdir(parents=True, exist_ok=True)
         fig.savefig(out, dpi=150)
-    except OSError as error:
-        sys.exit(f"--out {out}: {error}")
     print(out)
 
 

@@ -41,7 +41,7 @@ def flat(flags, prefix=""):
 def read_run(folder, every=1):
     """A run's folder -> what the page knows of it: completions of every so many steps.
 
-    SystemExit or ValueError names a bad file.
+    OSError or ValueError names a bad file.
     """
     path = folder / "samples.jsonl"
     samples = read_log(path) if path.exists() else []
