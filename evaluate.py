@@ -139,8 +139,9 @@ def summarize(rows, samples):
     return figures | {"rules": dict(Counter(row["rule"] for row in rows).most_common())}
 
 
-def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False,
+def new_parser(description):
+    """-> parser of the flags that say which model."""
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False,
                                      formatter_class=flags.Help)
     add = parser.add_argument
     add("run", nargs="?", help="folder of train.py, whose flags are the defaults here")
@@ -150,6 +151,27 @@ def parse_args():
         help="format of the linears (default: nvfp4, of a merged folder bf16)")
     add("--dtype", choices=["bfloat16", "float16"], help="of matmul inputs, as of train.py")
     add("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    return parser
+
+
+def parse(parser):
+    """-> flags; those of the run that is named, some of which are defaults."""
+    args = parser.parse_args()
+    of_run = {}
+    if args.run:
+        of_run = flags.of_run(args.run)
+        names = "model", "base", "dtype", "prompt_style", "reward", "max_new_tokens"
+        parser.set_defaults(adapter=str(Path(args.run) / "adapter"),
+                            **{name: of_run[name] for name in names if name in of_run})
+        args = parser.parse_args()
+    if args.adapter == "none":
+        args.adapter = None
+    return args, of_run
+
+
+def parse_args():
+    parser = new_parser(__doc__.split("\n\n")[0])
+    add = parser.add_argument
     add("--kernels", default="auto", choices=["auto", *KERNELS], help="as of train.py")
     add("--data", help="as of train.py: gsm8k, a file, an id, ... (default: the run's held-out)")
     add("--split", default="test", choices=["train", "test"], help="of a data set, not of a file")
@@ -166,17 +188,7 @@ def parse_args():
     add("--seed", type=int, default=0, help="of sampling")
     add("--out", help="new .jsonl file for every completion with its verdict")
     add("--against", help="another run's --out, to compare with problem by problem")
-    args = parser.parse_args()
-    of_run = {}
-    if args.run:
-        of_run = flags.of_run(args.run)
-        names = "model", "base", "dtype", "prompt_style", "reward", "max_new_tokens"
-        parser.set_defaults(adapter=str(Path(args.run) / "adapter"),
-                            **{name: of_run[name] for name in names if name in of_run})
-        args = parser.parse_args()
-    if args.adapter == "none":
-        args.adapter = None
-    return args, of_run
+    return parse(parser)
 
 
 RANGES = {"samples": "[1, 1e5]", "max_new_tokens": "[1, 2e9]", "max_rows": "[1, 2e9]",

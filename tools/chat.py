@@ -9,19 +9,16 @@ A conversation goes on from line to line in the model's chat format; an empty li
 Ctrl-D ends. An answer appears as it is sampled: token by token on a CPU, eight at a time on a GPU.
 Each turn computes the whole conversation again.
 """
-import argparse
 import math
 import sys
-from pathlib import Path
 
 import program  # isort: skip; before torch
 from tokenizers.decoders import DecodeStream
 
 import data
 import hf
-import nvfp4
-from evaluate import load_model, select_device
-from flags import Help, check_ranges, of_run
+from evaluate import load_model, new_parser, parse, select_device
+from flags import check_ranges
 from sampler import Sampling, engine_for, sampler_for
 
 LENGTH = 8192                                    # tokens of a conversation, if the model takes them
@@ -74,26 +71,14 @@ class Chat:
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description="Talk to a model.", allow_abbrev=False,
-                                     formatter_class=Help)
+    parser = new_parser("Talk to a model.")
     add = parser.add_argument
-    add("run", nargs="?", type=Path, help="folder of train.py, whose flags are the defaults here")
-    add("--model", help="folder, Hugging Face id or name such as qwen2.5-7b")
-    add("--adapter", help="PEFT folder")
-    add("--base", choices=list(nvfp4.FORMATS), help="format of the linears, as of evaluate.py")
-    add("--dtype", choices=["bfloat16", "float16"], help="of matmul inputs, as of train.py")
-    add("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     add("--prompt-style", default="plain", help="as of train.py")
     add("--question", help="answer this one and end")
     add("--temperature", type=float, default=0.0, help="0: greedy")
     add("--max-new-tokens", type=int, default=1024, help="longest answer")
     add("--seed", type=int, default=0, help="of sampling")
-    args = parser.parse_args()
-    if args.run:
-        flags = of_run(args.run)
-        names = flags.keys() & {"model", "base", "dtype", "prompt_style", "max_new_tokens"}
-        parser.set_defaults(adapter=args.run / "adapter", **{name: flags[name] for name in names})
-        args = parser.parse_args()
+    args, _ = parse(parser)
     check_ranges(args, RANGES)
     if args.model is None:
         raise ValueError("needs the folder of a run, or --model")
