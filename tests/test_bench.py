@@ -34,12 +34,13 @@ def on_cpu(monkeypatch):
 
 @pytest.mark.parametrize("base", FORMATS)
 def test_random_model_of_a_published_size_runs(on_cpu, base):
-    model = bench.random_model("toy", base, torch.float32)
+    flags = Namespace(**FLAGS | dict(base=base, dtype="float32", lora_rank=0))
+    model = bench.random_model(flags)
     assert (model.config.width, len(model.layers), model.live_vocab) == (64, 2, 200)
     with torch.no_grad():
         logits = model(torch.arange(12).view(1, 12))
     assert logits.shape == (1, 12, 200) and logits.isfinite().all() and logits.std() > 0.1
-    again = bench.random_model("toy", base, torch.float32)
+    again = bench.random_model(flags)
     assert torch.equal(model.layers[1].down.weight.dequantize(), again.layers[1].down.weight.dequantize())
 
 
@@ -86,7 +87,7 @@ def test_commands_end_with_one_line_of_json(on_cpu, capsys, command, keys):
 
 def test_spread_counts_the_slots_that_wait(on_cpu, monkeypatch):
     monkeypatch.setattr(bench, "drawn_lengths", lambda count, *_: [1, 7] * (count // 2))
-    model = bench.live_model(Namespace(**FLAGS))
+    model = bench.random_model(Namespace(**FLAGS))
     prompts = bench.random_prompts(model, [8] * 16)
     load = bench.spread_load(sampler_for(TorchEngine, model, 64, 16), prompts, 16)
     assert load.keys() == {"tokens_s", "idle", "seconds", "times_packed"} and 0 <= load["idle"] < 0.5

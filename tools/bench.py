@@ -55,9 +55,11 @@ BYTES = 0.5625                                   # of an NVFP4 weight
 DEVICE = torch.device("cuda", LOCAL_RANK)
 
 
-def random_model(size, base, dtype):
-    """Random weights of a published size, made on the device: to measure speed and memory."""
-    config = qwen.ModelConfig(*SIZES[size])
+def random_model(args):
+    """Of a published size, made on the device; the adapter's B is random too, not zero."""
+    torch.manual_seed(0)
+    config = qwen.ModelConfig(*SIZES[args.model])
+    dtype = getattr(torch, args.dtype)
     generator = torch.Generator(DEVICE).manual_seed(0)
 
     def get(name, *shape):
@@ -67,17 +69,10 @@ def random_model(size, base, dtype):
         return w * shape[-1] ** -0.5
 
     def frozen(names, parts, k):
-        return nvfp4.freeze([get(name, n, k) for name, n in zip(names, parts)], base, dtype)
+        return nvfp4.freeze([get(name, n, k) for name, n in zip(names, parts)], args.base, dtype)
 
-    model = qwen.build(config, get, frozen, dtype, f"random-{size}")
+    model = qwen.build(config, get, frozen, dtype, f"random-{args.model}")
     model.live_vocab = min(config.vocab, LIVE_VOCAB)
-    return model
-
-
-def live_model(args):
-    """random_model with an adapter whose B is random too, not zero."""
-    torch.manual_seed(0)
-    model = random_model(args.model, args.base, getattr(torch, args.dtype))
     if args.lora_rank:
         adapter = Adapter(model, rank=args.lora_rank, alpha=args.lora_rank)
         adapter.master.data[adapter.b_start:].normal_(0, 0.02)
@@ -261,7 +256,7 @@ def spread_load(sampler, prompts, rows):
 
 
 def rollout(args):
-    model = live_model(args)
+    model = random_model(args)
     engine = engine_for(DEVICE, args.kernels)
     batch = {}
     if args.spread:
@@ -282,7 +277,7 @@ class Step:
 
     def __init__(self, args):
         G = args.group_size
-        self.model = live_model(args)
+        self.model = random_model(args)
         self.learner = Learner(self.model, grpo.LOSSES["dapo"])
         self.group_size = G
         self.lengths = torch.tensor(drawn_lengths(args.prompts * G, 50, 1024, 300))
