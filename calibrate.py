@@ -16,8 +16,8 @@ of hidden states go through the layers: `exact` through the 16-bit ones, which a
 through the new ones. At the end their log-probs are compared on the last eighth of the texts, which
 no H has seen: KL(16 bits || 4 bits), nats a token, is the quality of a folder.
 
-Not here: act-order (the layout has no g_idx), Hadamard rotations (blocks
-of 16 leave little to equalise), AWQ (it would move the norms, which AQN perturbs).
+Not here: act-order (the layout has no g_idx), Hadamard rotations (blocks of 16 leave little to
+equalise), AWQ (it would move the norms, which AQN perturbs).
 
 Shapes: T tokens of all texts, D width, N out_features, K in_features, C candidates of a scale.
 """
@@ -67,7 +67,7 @@ def gptq_columns(w, hessian, global_scale):
     -> codes uint8 (K, N), E4M3 codes of the block scales (K // 16, N); w is overwritten.
     """
     R = inverse_factor(hessian)
-    offsets = torch.tensor(nvfp4.nearest_first(nvfp4.OFFSETS), device=w.device)
+    offsets = torch.tensor(nvfp4.OFFSETS, device=w.device)
     grid = LEVELS.to(w.device), EDGES.to(w.device)
     codes = torch.empty(w.shape, dtype=torch.uint8, device=w.device)
     scales = []
@@ -207,19 +207,14 @@ def block_and_inputs(block, chunk):
     return inputs, x + block.down(h)
 
 
-def hessians(block, chunks, measured):
-    """Moves the exact stream through a block -> H (K, K) fp32 of each of its four linears, over
-    the chunks that are not `measured`.
-    """
+def hessians(block, chunks):
+    """Moves the exact stream through a block -> H (K, K) fp32 of each of its four linears."""
     sums = None
-    tokens = 0
-    for chunk in [*chunks, *measured]:
+    for chunk in chunks:
         inputs, chunk.exact = block_and_inputs(block, chunk)
-        if chunk in measured:
-            continue
         products = [x.float().T @ x.float() for x in inputs]     # a bf16 matmul's are too coarse
         sums = products if sums is None else [a.add_(b) for a, b in zip(sums, products)]
-        tokens += len(chunk.exact)
+    tokens = sum(len(chunk.exact) for chunk in chunks)
     return [total / tokens for total in sums]
 
 
@@ -290,7 +285,9 @@ def coded_linears(files, codes, texts=(), held_out=(), live_vocab=None):
         weights = [torch.cat([files.read(f"{name}.weight") for name in linear.names]).float()
                    for linear in linears]        # a float16 file's are finer than the block's
         scales = [scale_of(w, linear.names) for w, linear in zip(weights, linears)]
-        of_inputs = hessians(block, chunks, measured) if texts else [None] * 4
+        of_inputs = hessians(block, chunks) if texts else [None] * 4
+        for chunk in measured:
+            _, chunk.exact = block_and_inputs(block, chunk)
         errors = []
         for linear, w, scale, hessian in zip(linears, weights, scales, of_inputs):
             tensors = CODES[codes](w, hessian, scale)

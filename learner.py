@@ -40,6 +40,7 @@ class Learner:
     """The optimizer of a model's adapter, and what else changes with every update.
 
     loss: a grpo.Loss; temperature: of sampling. skipped: updates that were not finite so far.
+    micro_batch_tokens, kept_blocks (that keep their activations): as the memory allows.
     """
 
     def __init__(self, model, loss, temperature=1.0, max_grad_norm=0.2, weight_decay=0.0):
@@ -58,11 +59,6 @@ class Learner:
         self.moments = {"step": torch.zeros((), device=master.device),
                         "exp_avg": torch.zeros_like(master.data),
                         "exp_avg_sq": torch.zeros_like(master.data)}
-
-    def fit(self, micro_batch_tokens, kept_blocks):
-        """As the memory allows: tokens of a micro-batch, blocks that keep their activations."""
-        self.micro_batch_tokens = micro_batch_tokens
-        self.kept_blocks = kept_blocks
 
     # What a resumed run needs
 

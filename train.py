@@ -99,7 +99,8 @@ def make_sampler(args, model, learner, held_out):
     else:
         sampler = sampler_for(engine, model, longest, rows, args.kv_gib)
     tokens = min(gather([tokens]))               # ranks deal out one list: all must cut it alike
-    learner.fit(tokens, kept)
+    learner.micro_batch_tokens = tokens
+    learner.kept_blocks = kept
     say(f"KV pool: {sampler.engine.kv.nbytes / 2**30:.2f} GiB, {len(sampler.pool) * BLOCK:,} "
         f"tokens; micro-batches of {tokens:,} tokens; {kept} of {len(model.layers)} blocks keep "
         "their activations")
@@ -357,10 +358,6 @@ def evaluate_held_out(run, step, bar):
     return metrics
 
 
-def held_out_score(metrics):
-    return metrics.get("eval_reward", metrics["eval_accuracy"])
-
-
 def give_up(run, verdict, step, master):
     if RANK == 0:
         run.folder.write_adapter({"master": master}, run.folder.path / "adapters" / "last_good")
@@ -410,8 +407,9 @@ def train(run, bar):
         better = False
         if "eval_accuracy" not in metrics and (last or progress.step % args.eval_every == 0):
             metrics |= evaluate_held_out(run, progress.step, bar)
-            better = held_out_score(metrics) > progress.best
-            progress.best = max(progress.best, held_out_score(metrics))
+            reached = metrics.get("eval_reward", metrics["eval_accuracy"])
+            better = reached > progress.best
+            progress.best = max(progress.best, reached)
         samples = [{"step": step, "advantage": a, **row}
                    for a, row in zip(advantages.tolist(), rows)]
         with signals_wait():

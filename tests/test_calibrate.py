@@ -6,6 +6,7 @@ python -m pytest tests/test_calibrate.py -v
 """
 import gc
 import re
+import shutil
 import weakref
 
 import pytest
@@ -228,26 +229,18 @@ def test_the_block_written_out_is_the_block_and_its_inputs_are_the_linears(tiny,
 
 
 @torch.no_grad()
-def test_hessians_are_means_over_all_tokens_but_those_that_measure(tiny, layer, monkeypatch):
+def test_hessians_are_means_over_all_tokens(tiny, layer, monkeypatch):
     monkeypatch.setattr(calibrate, "TOKENS", 16)
     block, embed, config = layer
-    case = tiny["untied"]
-
-    def chunks(held=((3, 5), (4, 9))):
-        return (calibrate.chunks_of(texts_of(case, (3, 9), (5, 1), (2, 11)), embed, config),
-                calibrate.chunks_of(texts_of(case, *held, seed=1), embed, config))
-
-    mine, measured = chunks()
-    inputs = [calibrate.block_and_inputs(block, chunk)[0] for chunk in mine]
-    moved = [block(chunk.exact, *chunk.rope, chunk.attend) for chunk in (*mine, *measured)]
-    got = calibrate.hessians(block, mine, measured)
-    assert len(mine) == 3 and all(torch.equal(c.exact, x) for c, x in zip((*mine, *measured), moved))
+    chunks = calibrate.chunks_of(texts_of(tiny["untied"], (3, 9), (5, 1), (2, 11)), embed, config)
+    inputs = [calibrate.block_and_inputs(block, chunk)[0] for chunk in chunks]
+    moved = [block(chunk.exact, *chunk.rope, chunk.attend) for chunk in chunks]
+    got = calibrate.hessians(block, chunks)
+    assert len(chunks) == 3 and all(torch.equal(c.exact, x) for c, x in zip(chunks, moved))
     for hessian, parts in zip(got, zip(*inputs)):
         x = torch.cat(parts).double()
         assert len(x) == 31 and hessian.dtype == torch.float32
         assert ((hessian - x.T @ x / 31).abs() <= (31 + 2) * EPS * (x.abs().T @ x.abs() / 31)).all()
-    mine, other = chunks(held=((7, 2),))
-    assert all(torch.equal(a, b) for a, b in zip(got, calibrate.hessians(block, mine, other)))
 
 
 def test_chunks_hold_whole_texts_and_at_most_so_many_tokens(tiny, layer, monkeypatch):
@@ -312,8 +305,12 @@ def test_the_folder_holds_the_codes_that_were_found(tiny, tmp_path, monkeypatch,
             yield name, tensors
 
     monkeypatch.setattr(calibrate, "coded_linears", kept)
-    out = tmp_path / "out"
-    calibrate.to_nvfp4(calibrate.source_of(case.folder, CPU), out, "gptq", texts_of(case, *[(4, 12)] * 8))
+    out, texts = tmp_path / "out", texts_of(case, *[(4, 12)] * 8)
+    for last in (texts[0], texts[7]):                      # which measures, and chooses no code
+        before = dict(found)
+        shutil.rmtree(out, ignore_errors=True)
+        calibrate.to_nvfp4(calibrate.source_of(case.folder, CPU), out, "gptq", [*texts[:7], last])
+    assert before and all(same_bytes(t[0], before[name][0]) for name, t in found.items())
     tensors, files = dict(case.tensors), hf.Shards(out)
     for name, want in found.items():
         del tensors[f"{name}.weight"]
