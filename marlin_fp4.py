@@ -60,6 +60,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nvfp4 import Slabs, Weight
+from run import capability
 
 BLOCK = 16                          # weights per scale
 TILE = 128                          # side of a packed tile
@@ -647,12 +648,6 @@ def multiprocessors_of(device):
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@cache
-def runs_on(device):
-    """Whether decode_kernel does: it is written for Hopper's wgmma and copy engine."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-
-
 def prepare(x, weight, lora_a, slabs, config):
     """Of a decode matmul, whose operands it checks -> R, Schedule, fp32 slabs (made if None)."""
     M, K = x.shape
@@ -686,7 +681,8 @@ def decode_matmul(x, weight, lora_a=None, slabs=None, pdl=False):
     """
     M, K = x.shape
     N = weight.N
-    assert runs_on(weight.device), f"needs a Hopper GPU, the weight is on {weight.device}"
+    device = weight.device
+    assert capability(device)[0] == 9, f"needs a Hopper GPU, the weight is on {device}"
     config = decode_config(N, K, M)
     R, plan, slabs = prepare(x, weight, lora_a, slabs, config)
     a_map = None

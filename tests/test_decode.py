@@ -151,9 +151,8 @@ def compile_step(sm, matmul, n, dtype):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton.runtime.jit.JITFunction, "run", compile_only)
-        patch.setattr(marlin_fp4, "runs_on", lambda device: True)
         patch.setattr(decode, "kernels_for", lambda device, wanted: matmul)
-        for module in (decode, portable_fp4):
+        for module in (decode, marlin_fp4, portable_fp4):
             patch.setattr(module, "capability", lambda device: divmod(sm, 10))
         gen = torch.Generator().manual_seed(0)
         model, engine, width = small_engine("nvfp4", gen, 32, 64, (512, 384, 1, 4, 2, 2432), dtype)
