@@ -112,18 +112,14 @@ def portable_kernel(
         acc = tl.zeros((W, 128 // W, BM), tl.float32)
         for kb in tl.range(block - tile * KB, end - tile * KB, num_stages=STAGES):
             words = tl.load(codes + kb * 4096)
-            w0, w1 = planes_of(words, 0, dtype)
-            w2, w3 = planes_of(words, 2, dtype)
-            s0, s1, s2, s3 = scales_of(tl.load(scales + kb * 256), dtype)
+            planes = planes_of(words, 0, dtype) + planes_of(words, 2, dtype)
+            of_plane = scales_of(tl.load(scales + kb * 256), dtype)
             k = kb * 128 + c
-            x0 = tile_of(of.x, of.x_stride, m, M, k, of.K, WHOLE_K)
-            x1 = tile_of(of.x, of.x_stride, m, M, k + 32, of.K, WHOLE_K)
-            x2 = tile_of(of.x, of.x_stride, m, M, k + 64, of.K, WHOLE_K)
-            x3 = tile_of(of.x, of.x_stride, m, M, k + 96, of.K, WHOLE_K)
-            acc = product(acc, scaled(w0, s0), x0)
-            acc = product(acc, scaled(w1, s1), x1)
-            acc = product(acc, scaled(w2, s2), x2)
-            acc = product(acc, scaled(w3, s3), x3)
+            xs = ()
+            for p in tl.static_range(4):
+                xs += (tile_of(of.x, of.x_stride, m, M, k + 32 * p, of.K, WHOLE_K),)
+            for p in tl.static_range(4):
+                acc = product(acc, scaled(planes[p], of_plane[p]), xs[p])
         piece = pid - tile * KB // L
         store(acc, slabs_ptr + piece * slab, width, tile * 128 + n, of.N, m, M)
         block = end
