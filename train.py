@@ -283,8 +283,9 @@ def compare(run, rows):
 def remember(run, indices, rows):
     """Three groups in a row at most: what is beyond the model today may not be for ever."""
     task = torch.tensor([row["task"] for row in rows])
-    useful = grpo.keep_informative(task, run.args.group_size)
-    run.misses[indices] = torch.where(useful, 0, (run.misses[indices] + 1).clamp(max=3))
+    useful = grpo.keep_informative(task, run.args.group_size).tolist()
+    for i, taught in zip(indices, useful):       # a small set has a problem twice in a step
+        run.misses[i] = 0 if taught else min(3, run.misses[i] + 1)
 
 
 def update(run, step, sigma, rollouts, advantages, weights):

@@ -23,6 +23,7 @@ import sys
 import time
 from multiprocessing import forkserver
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -360,6 +361,13 @@ def test_problems_that_taught_nothing_are_passed_over_and_a_resumed_run_remember
         process.join(120)
         assert process.exitcode == 0
     assert [m["passed_over"] for m in runs.metrics("visits3")] == [m["passed_over"] for m in metrics[:20]]
+
+
+def test_each_group_of_a_problem_counts_also_where_a_step_has_it_twice():
+    run = SimpleNamespace(args=SimpleNamespace(group_size=2), misses=torch.zeros(3, dtype=torch.int32))
+    groups = [(0, 0), (0, 0), (1, 0), (1, 1), (0, 0), (0, 0), (0, 0), (0, 0)]         # of these problems, in order
+    train_py.remember(run, [0, 0, 1, 1, 2, 2, 2, 2], [{"task": float(x)} for group in groups for x in group])
+    assert run.misses.tolist() == [2, 1, 3]
 
 
 def order_of_sums(place):
