@@ -287,7 +287,9 @@ class Number(NamedTuple):
     __hash__ = tuple.__hash__  # of the digits, for the caches
 
     def __eq__(self, other):
-        """But for rounding."""
+        """But for rounding, which large whole numbers have none of."""
+        if max(size(self), size(other)) > MAX_WHOLE and is_whole(self) and is_whole(other):
+            return self.re == other.re
         apart = max(abs(self.re - other.re), abs(self.im - other.im))
         return apart <= ROUNDING * max(size(self), size(other))
 
@@ -310,12 +312,14 @@ class Number(NamedTuple):
         return self * Number(other.re / norm, -other.im / norm)
 
     def __neg__(self):
-        return Number(-self.re, -self.im, self.decimals)
+        return Number(self.re.copy_negate(), self.im.copy_negate(), self.decimals)
 
     def __sub__(self, other):
         return self + -other
 
     def __abs__(self):
+        if not self.im:
+            return Number(self.re.copy_abs())
         return settle((self.re * self.re + self.im * self.im).sqrt(), ZERO)
 
 
@@ -387,6 +391,29 @@ def whole(x: Number, limit: int = MAX_WHOLE) -> int:
     if not is_whole(x) or abs(x.re) > limit:
         raise ArithmeticError("not whole, or too large")
     return int(x.re)
+
+
+def exactly(op: str, x: Number, y: Number) -> int | None:
+    """Of whole numbers of up to 1,000 digits, what is one too; 0^0 is 1."""
+    if max(x.re.adjusted(), y.re.adjusted()) > 1_000 or not (is_whole(x) and is_whole(y)):
+        return None
+    a = int(x.re)
+    b = int(y.re)
+    if op == "+":
+        return a + b
+    if op == "*":
+        return a * b
+    if op == "/" and b and a % b == 0:
+        return a // b
+    if op == r"\mod" and b > 0:
+        return a % b
+    if op == "^" and b >= 0 and b * a.bit_length() <= 6_600:
+        return a ** b
+    return None
+
+
+def rounded(x: Number) -> Number:
+    return x._replace(re=+x.re, im=+x.im)
 
 
 def power(x: Number, n: Number) -> Number:
@@ -547,7 +574,8 @@ class Point:
         x = number(x)
         is_root = op == "^" and not (x.im == 0 and is_whole(y + y))
         self.spend(50 if is_root else 2)
-        return self.known(OPERATORS[op], op, x, y)
+        value = exactly(op, x, y)
+        return self.known(OPERATORS[op], op, x, y) if value is None else Number(Decimal(value))
 
     def apply(self, name: str, *args):
         self.spend(60)
@@ -556,13 +584,13 @@ class Point:
     def known(self, function, name: str, *args) -> Number:
         """A value; where nothing varies, what needs more digits is unknown, unlike 1/0."""
         try:
-            value = function(*args)
+            value = function(*map(rounded, args))
         except ArithmeticError as error:
             if self.signs or isinstance(error, (ZeroDivisionError, InvalidOperation)):
                 raise
             return unknown(name, *(sorted(args) if name == "+" else args))
         if isinstance(value, int):
-            value = Number(+Decimal(value))
+            value = Number(Decimal(value))
             if self.signs and size(value) == 0:  # n over k for any k > n
                 raise ArithmeticError("says nothing")
         return value
@@ -810,9 +838,9 @@ class Reader:
         raise Refuse(f"unexpected {token}")
 
     def literal(self, token: str):
-        if len(token.strip("0.")) > 45:
-            return unknown(hash(Decimal(token)))  # of the value: 5.0 and 05 are 5
         decimals = token.partition(".")[2]
+        if len(token.strip("0.")) > (45 if decimals.strip("0") else 1_000):
+            return unknown(hash(Decimal(token)))  # of the value
         return Number(Decimal(token), ZERO, len(decimals) if decimals.isdigit() else 0)
 
     def group(self, opener: str):

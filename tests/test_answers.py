@@ -158,6 +158,10 @@ def test_what_needs_more_digits_equals_itself_and_what_has_no_value_nothing():
     assert is_equal(r"\frac{2014!}{2013!}", "2014") and is_equal(r"\binom{1/2}{3}+1", r"1+\binom{1/2}{3}")
     long = "123456789" * 9
     assert is_equal(long + ".0", long) and is_equal("-0" + long, "-" + long) and not is_equal(long, long[:-1] + "8")
+    for a, b in (("2^{1000}", str(2**1000)), ("2(2^{2007}-1)", "2^{2008}-2"), (r"2^{2014} \bmod 7", "2"), ("0^0", "1"),
+                 (r"\frac{101!}{101}", "100!"), (r"(\sqrt2)^{400}", "2^{200}")):
+        assert is_equal(a, b), (a, b)                      # whole numbers are exact, to 1,000 digits
+    assert not is_equal("2^{2008}", "2^{2008}-2") and not is_equal("2^{1000}", "-2^{1000}")
     for a, b in ((r"0\cdot\frac10", "0"), (r"\frac10-\frac10", "0"), (r"\ln 0", r"\ln 0 + 0"), ("x/0", "y/0")):
         assert not is_equal(a, b), (a, b)
 

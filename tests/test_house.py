@@ -54,7 +54,7 @@ LARGEST = {                                                               # line
     "kernels.py": (835, 35.5),
     "decode.py": (320, 15.2),
     "memory.py": (145, 6.9),
-    "answers.py": (1247, 51.2),
+    "answers.py": (1280, 52.3),
     "evaluate.py": (415, 18.0),
     "tools/bench.py": (405, 18.3),
     "tools/convert.py": (120, 5.2),
