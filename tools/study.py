@@ -14,9 +14,9 @@ Not here: the runs (docs/study.md has each command), curves (tools/plot.py).
 """
 import argparse
 import json
-import sys
 from pathlib import Path
 
+import program  # isort: skip; before numpy
 import numpy as np
 
 RESAMPLES = 4000
@@ -92,10 +92,8 @@ def main():
     parser.add_argument("arms", nargs="+", help="the others are compared with the first")
     parser.add_argument("--runs", type=Path, default=Path("docs/runs"), help="folder of the files")
     args = parser.parse_args()
-    try:
+    with program.one_line("study"):
         arms = [Arm(args.runs, name) for name in args.arms]
-    except (ValueError, OSError, KeyError) as error:
-        sys.exit(f"study: {error}")
     print("| arm | steps | before, % | after, % | by seed | gain | entropy | accuracy | length | s a step |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     print(*map(row, arms), sep="\n")
