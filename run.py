@@ -273,12 +273,16 @@ def write_atomically(path, data):
         temporary.unlink(missing_ok=True)                # what a full disk cut off
 
 
+def must_be_new(out):
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out}: exists and is not an empty folder")
+
+
 @contextmanager
 def new_folder(out):
     """A temporary folder beside `out`: becomes `out` if the block ends well, else is removed."""
     out = Path(out).absolute()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out}: exists and is not an empty folder")
+    must_be_new(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:

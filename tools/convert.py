@@ -25,6 +25,7 @@ import hf
 import lora
 import model as qwen
 from evaluate import select_device
+from run import must_be_new
 
 
 def quantize(args):
@@ -49,12 +50,6 @@ def quantize(args):
         texts = calibrate.own_answers(src, tokenizer, [problems[i] for i in some], device,
                                       seed=args.seed)
     calibrate.to_nvfp4(files, args.out, codes, texts, live_vocab)
-
-
-def must_be_new(out):
-    """Asked before anything dear is done."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out}: exists and is not an empty folder")
 
 
 def merge(args):
