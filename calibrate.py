@@ -66,7 +66,7 @@ def gptq_columns(w, hessian, global_scale):
 
     -> codes uint8 (K, N), E4M3 codes of the block scales (K // 16, N); w is overwritten.
     """
-    R = inverse_factor(hessian)
+    U = inverse_factor(hessian)
     offsets = torch.tensor(nvfp4.OFFSETS, device=w.device)
     grid = LEVELS.to(w.device), EDGES.to(w.device)
     codes = torch.empty(w.shape, dtype=torch.uint8, device=w.device)
@@ -79,18 +79,18 @@ def gptq_columns(w, hessian, global_scale):
             first = nvfp4.e4m3_codes(w[block].abs().amax(0) / 6, 1 / global_scale)
             tried = (first + offsets[:, None]).clamp(1, 126)     # (C, N)
             scale = nvfp4.e4m3_value(tried) * global_scale
-            values, error, best = gptq_block(w[block], R[block, block], scale, grid)
+            values, error, best = gptq_block(w[block], U[block, block], scale, grid)
             codes[block] = nvfp4.e2m1_codes(values)
             scales.append(tried.gather(0, best[None])[0])
             errors[i - start:i - start + 16] = error
-            w[i + 16:end] -= R[block, i + 16:end].T @ error
-        w[end:] -= R[start:end, end:].T @ errors
+            w[i + 16:end] -= U[block, i + 16:end].T @ error
+        w[end:] -= U[start:end, end:].T @ errors
     return codes, torch.stack(scales)
 
 
 def inverse_factor(hessian):
-    """R (K, K), upper triangular, R.T @ R = (H + damping)^-1, without computing an inverse: of H
-    with rows and columns in reverse, L @ L.T, R is L^-1 in reverse. In float64: a few channels of a
+    """U (K, K), upper triangular, U.T @ U = (H + damping)^-1, without computing an inverse: of H
+    with rows and columns in reverse, L @ L.T, U is L^-1 in reverse. In float64: a few channels of a
     down's input are so large that fp32 finds H not positive.
     """
     damped = hessian.double()
@@ -100,14 +100,14 @@ def inverse_factor(hessian):
     return torch.linalg.solve_triangular(L, eye, upper=False).flip(0, 1).float()
 
 
-def gptq_block(w, R, scale, grid):
-    """16 columns w (16, N), their part of R, scales to try (C, N), (LEVELS, EDGES) ->
+def gptq_block(w, U, scale, grid):
+    """16 columns w (16, N), their part of U, scales to try (C, N), (LEVELS, EDGES) ->
     values (16, N) in units of the best scale, errors (16, N) that the columns to come have to make
     up for, index (N,) of the best scale. Few launches: they take longer than the arithmetic.
     """
     levels, edges = grid
-    diagonal = R.diagonal()
-    along = (R / diagonal[:, None])[..., None, None]
+    diagonal = U.diagonal()
+    along = (U / diagonal[:, None])[..., None, None]
     rest = w[:, None].repeat(1, len(scale), 1)                   # (16, C, N)
     values = torch.empty_like(rest)
     errors = torch.empty_like(rest)
@@ -284,13 +284,12 @@ def coded_linears(files, codes, texts=(), held_out=(), live_vocab=None):
         linears = block.qkv, block.o, block.gate_up, block.down
         weights = [torch.cat([files.read(f"{name}.weight") for name in linear.names]).float()
                    for linear in linears]        # a float16 file's are finer than the block's
-        scales = [scale_of(w, linear.names) for w, linear in zip(weights, linears)]
         of_inputs = hessians(block, chunks) if texts else [None] * 4
         for chunk in measured:
             _, chunk.exact = block_and_inputs(block, chunk)
         errors = []
-        for linear, w, scale, hessian in zip(linears, weights, scales, of_inputs):
-            tensors = CODES[codes](w, hessian, scale)
+        for linear, w, hessian in zip(linears, weights, of_inputs):
+            tensors = CODES[codes](w, hessian, nvfp4.global_scale_for(w))
             if texts:
                 whole = ((w @ hessian) * w).sum().item()
                 errors.append((output_error(w, tensors, hessian) / whole) ** 0.5)
@@ -311,13 +310,6 @@ def coded_linears(files, codes, texts=(), held_out=(), live_vocab=None):
         kl, error, tokens = divergence(measured, norm, head[:live_vocab])
         tqdm.write(f"KL(16 bits || {codes}) {kl:.3g} +- {error:.2g} nats a token, "
                    f"{len(held_out)} answers of {tokens:,} tokens that no code was chosen by")
-
-
-def scale_of(w, names):
-    try:
-        return nvfp4.global_scale_for(w)
-    except ValueError as error:
-        raise ValueError(f"{', '.join(names)}: {error}") from None
 
 
 def divergence(chunks, norm, head):
