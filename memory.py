@@ -47,10 +47,10 @@ class Plan:
     of full length: few get so long, the others wait. Micro-batches leave a quarter of it.
     """
 
-    def __init__(self, model, adapter, prompt_tokens, new_tokens, micro_batch_tokens, max_rows,
-                 kv_gib, gib, say):
+    def __init__(self, model, prompt_tokens, new_tokens, micro_batch_tokens, max_rows, kv_gib,
+                 gib, say):
         self.model = model
-        self.adapter = adapter
+        adapter = model.adapter
         self.prompt = prompt_tokens
         self.longest = prompt_tokens + new_tokens
         torch.cuda.empty_cache()
@@ -132,7 +132,7 @@ class Plan:
         except torch.OutOfMemoryError:
             return math.inf
         finally:
-            self.adapter.zero_grad()
+            self.model.adapter.zero_grad()
             torch.cuda.empty_cache()
 
     def dry_step(self):

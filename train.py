@@ -91,7 +91,7 @@ def make_sampler(args, model, learner, held_out):
     kept = len(model.layers) if model.config.width <= 256 else 0     # 40 KB a token of tiny/
     engine = engine_for(model.device, args.kernels)
     if model.device.type == "cuda":
-        plan = memory.Plan(model, model.adapter, args.max_prompt_tokens, args.max_new_tokens,
+        plan = memory.Plan(model, args.max_prompt_tokens, args.max_new_tokens,
                            args.micro_batch_tokens, rows, args.kv_gib, args.memory_gib, say)
         sampler = sampler_for(engine, model, longest, rows, plan.pool / 2**30)
         tokens = plan.micro_batch_tokens

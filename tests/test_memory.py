@@ -61,7 +61,7 @@ def gpu(monkeypatch):
 
 
 def test_the_memory_table_adds_up_to_the_bound_and_leaves_no_gradient(gpu):
-    memory.Plan(gpu.model, gpu.adapter, 32, 64, 200, 8, None, 48.0, gpu.lines.append)
+    memory.Plan(gpu.model, 32, 64, 200, 8, None, 48.0, gpu.lines.append)
     sizes = {line[:22].strip(): float(line[22:].split()[0]) for line in gpu.lines}
     assert sizes.pop("together") == 48.0 == pytest.approx(sum(sizes.values()), abs=0.04)           # two decimals each
     assert sizes["longest micro-batch"] == 4
@@ -76,7 +76,8 @@ def test_the_plan_counts_the_largest_w_that_a_decode_step_expands(gpu, monkeypat
     for name in ("bf16", base):
         model = load(ROOT / "tiny", name, "cpu", torch.bfloat16)
         monkeypatch.setattr(model, "token_logprobs", gpu.token_logprobs)
-        plan = memory.Plan(model, Adapter(model, rank=4), 32, 64, 200, 8, None, 48.0, gpu.lines.append)
+        Adapter(model, rank=4)
+        plan = memory.Plan(model, 32, 64, 200, 8, None, 48.0, gpu.lines.append)
         rooms.append(plan.room)
     assert rooms[0] - rooms[1] == expands * 2 * 2 * TINY["intermediate_size"] * TINY["hidden_size"]
 
@@ -84,25 +85,25 @@ def test_the_plan_counts_the_largest_w_that_a_decode_step_expands(gpu, monkeypat
 @pytest.mark.parametrize("pool,kept", [(20, 3), (68.5, 3), (69, 2), (71, 0)])
 def test_blocks_keep_their_activations_where_the_kv_pool_leaves_room(gpu, pool, kept):
     # Of 80 GiB 71.6 are left: 2 are held, 4 for the micro-batch, 2.4 for fragments. A block takes 1.
-    plan = memory.Plan(gpu.model, gpu.adapter, 32, 64, 200, 8, pool, None, gpu.lines.append)
+    plan = memory.Plan(gpu.model, 32, 64, 200, 8, pool, None, gpu.lines.append)
     assert (plan.pool, plan.kept) == (pool * 2**30, kept)
     gpu.held += plan.pool
     assert plan.dry_step().kept == kept
 
 
 def test_the_dry_step_lets_go_of_blocks_that_do_not_fit(gpu):
-    plan = memory.Plan(gpu.model, gpu.adapter, 32, 64, 200, 8, 69, None, gpu.lines.append)
+    plan = memory.Plan(gpu.model, 32, 64, 200, 8, 69, None, gpu.lines.append)
     gpu.held = 74.5 * 2**30                                               # 2 + 69, and somebody took 3.5
     assert plan.kept == 2 and plan.dry_step().kept == 1
 
 
 def test_micro_batches_shrink_until_the_kv_pool_has_room(gpu):
     # 4 GiB for 200 tokens: 8192 take 163, 4096 take 81, 2048 take 40, of 75. The tiny model's own pool is 1 MB.
-    plan = memory.Plan(gpu.model, gpu.adapter, 32, 64, None, 8, None, None, gpu.lines.append)
+    plan = memory.Plan(gpu.model, 32, 64, None, 8, None, None, gpu.lines.append)
     assert (plan.micro_batch_tokens, plan.kept) == (2048, 3)
     with pytest.raises(ValueError, match="--kv-gib 50: only 3.* GiB are left"):
-        memory.Plan(gpu.model, gpu.adapter, 32, 64, None, 8, 50, None, gpu.lines.append)
+        memory.Plan(gpu.model, 32, 64, None, 8, 50, None, gpu.lines.append)
     for held in (60, 38):                                            # not even the micro-batch; nothing else beside it
         gpu.held = held * 2**30
         with pytest.raises(ValueError, match=f"no room for rows of 96 tokens beside {held}.0 GiB"):
-            memory.Plan(gpu.model, gpu.adapter, 32, 64, None, 8, None, None, gpu.lines.append)
+            memory.Plan(gpu.model, 32, 64, None, 8, None, None, gpu.lines.append)
