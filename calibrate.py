@@ -125,7 +125,7 @@ def gptq_block(w, U, scale, grid):
 def output_error(w, tensors, hessian):
     """tr((W - W4) H (W - W4).T), a float."""
     wrong = w.float() - nvfp4.dequantize(*tensors, dtype=torch.float32)
-    return ((wrong @ hessian) * wrong).sum().item()
+    return ((wrong @ hessian) * wrong).sum().clamp(min=0).item()
 
 
 # -------------------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ def coded_linears(files, codes, texts=(), held_out=(), live_vocab=None):
         for linear, w, hessian in zip(linears, weights, of_inputs):
             tensors = CODES[codes](w, hessian, nvfp4.global_scale_for(w))
             if texts:
-                whole = ((w @ hessian) * w).sum().item()
+                whole = max(((w @ hessian) * w).sum().item(), 1e-30)
                 errors.append((output_error(w, tensors, hessian) / whole) ** 0.5)
             linear.weight = nvfp4.fuse([tensors], files.dtype)
             packed, block_scale, global_scale = tensors

@@ -20,7 +20,7 @@ import model as qwen
 import nvfp4
 from calibrate import Chunk, Text, gptq, output_error
 from test_convert import ROOT, TINY, run, same_bytes
-from tiny_qwen2 import held_by, plain_logits
+from tiny_qwen2 import held_by, plain_logits, write_folder
 
 CPU = torch.device("cpu")
 EPS = 2.0**-24                                             # of one rounding to fp32
@@ -343,6 +343,15 @@ def test_a_layers_errors_are_those_of_its_codes(tiny, tmp_path, capsys):
         w, w4 = (getattr(layer, name).weight.dequantize().double() for layer in (model, coded))
         want.append(((x.double() @ (w - w4).T).norm() / (x.double() @ w.T).norm()).item())
     assert said == pytest.approx(want, abs=0.6e-4)
+
+
+def test_a_linear_of_zeros_has_no_error(tiny, tmp_path, capsys):
+    case, name = tiny["untied"], "model.layers.0.self_attn.o_proj"
+    source = write_folder(tmp_path / "source", case.raw, case.tensors | {
+        f"{name}.weight": torch.zeros_like(case.tensors[f"{name}.weight"])})
+    calibrate.to_nvfp4(calibrate.source_of(source, CPU), tmp_path / "out", "gptq", texts_of(case, *[(4, 12)] * 8))
+    assert re.findall(r" (\d\.\d{4})", capsys.readouterr().out.splitlines()[0])[1] == "0.0000"
+    assert not decoded(hf.load_nvfp4(hf.Shards(tmp_path / "out"), name)).any()
 
 
 def test_the_models_own_answers_and_nothing_else_stays_in_memory(monkeypatch):
