@@ -284,7 +284,7 @@ def remember(run, indices, rows):
     """Three groups in a row at most: what is beyond the model today may not be for ever."""
     task = torch.tensor([row["task"] for row in rows])
     useful = grpo.keep_informative(task, run.args.group_size).tolist()
-    for i, taught in zip(indices, useful):       # a small set has a problem twice in a step
+    for i, taught in zip(indices, useful):       # a small set may have one twice
         run.misses[i] = 0 if taught else min(3, run.misses[i] + 1)
 
 
@@ -485,10 +485,11 @@ def farewell(run):
     texts = []
     for accuracy in [m["eval_accuracy"] for m in metrics if "eval_accuracy" in m]:
         right = round(accuracy * n)
-        share, low, high = interval([1.0] * right + [0.0] * (n - right))
-        texts.append(f"{share:.1%} [{low:.1%}, {high:.1%}]")
+        mean, low, high = interval([1.0] * right + [0.0] * (n - right))
+        texts.append(f"{mean:.1%} [{low:.1%}, {high:.1%}]")
+    after = f", {texts[-1]} after" if texts[1:] else ""
     say(f"{run.folder.path}: {len(metrics)} steps in {duration(seconds)}; held-out accuracy "
-        f"{texts[0]} before, {texts[-1]} after, on {n} problems")
+        f"{texts[0]} before{after}, on {n} problems")
     say(f"next: python evaluate.py {run.folder.path}\n"
         f"      python -m tools.report {run.folder.path}\n"
         f"      python -m tools.convert merge {run.folder.path} OUT")

@@ -428,7 +428,8 @@ def test_sigma_is_steered_to_a_kl_and_a_resumed_run_goes_on_with_it(runs):
 
 
 def test_a_reward_of_ones_own_replaces_the_grader_and_its_parts_are_summed(runs):
-    runs.run("own", "--steps", "1", "--reward", "my_rewards:by_length")
+    log = runs.run("own", "--steps", "1", "--reward", "my_rewards:by_length")
+    assert re.search(r"held-out accuracy .*%\] before, on 4 problems", log)           # and nothing of after
     assert all(r["reward"] == pytest.approx(1 + 0.01 * len(r["completion"])) for r in runs.samples("own"))
 
 
