@@ -51,8 +51,8 @@ def sigma_at(step, total_steps, sigma_start, sigma_end, num_stages, schedule="ex
 
 
 def sigma_for(target, sigma, measured):
-    """The next step's sigma for a wanted KL(sampler || learner), nats a token; measured: this step's; of NaN, where
-    nothing was trained on, sigma stays. KL goes as sigma^2; sigma changes by 1.5 times at most, within [1e-4, 1].
+    """The next step's sigma for a wanted KL(sampler || learner), nats a token. measured: this step's; NaN leaves
+    sigma. KL goes as sigma^2; a step changes sigma by a factor of 1.5 at most, within [1e-4, 1].
     """
     if math.isnan(measured):
         return sigma

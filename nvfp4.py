@@ -20,7 +20,7 @@ tensor scale and gate, up another: engines fuse them and keep one for the result
 
 Which block scale? The usual one takes the largest weight to the largest code. A finer one that
 clips it, or a coarser one, often fits the other 15 better: each format tries the scales of its
-`offsets`, 0 the usual one and first, and keeps the first of least squared error. 0 alone
+`offsets`, the usual one being 0, and keeps the first of least squared error. The usual one alone
 gives the bytes of compressed-tensors (0.11 and 0.20 agree) and bitsandbytes.
 
 Not here: codes chosen from data (calibrate.py), 4-bit activations, NF4's double quantization,
@@ -42,7 +42,7 @@ E2M1_SIGNED = torch.cat([E2M1, -E2M1])           # code 0..15 -> value; code 8 i
 E2M1_EDGES = (E2M1[1:] + E2M1[:-1]) / 2
 E2M1_EDGES[1::2] = torch.nextafter(E2M1_EDGES[1::2], torch.zeros(3))
 
-OFFSETS = sorted(range(-4, 7), key=abs)          # E4M3 codes that the search tries
+OFFSETS = sorted(range(-4, 7), key=abs)          # E4M3 codes tried, the usual first
 
 # The 16 NormalFloat levels (QLoRA, arXiv 2305.14314, appendix E): quantiles of N(0, 1) in [-1, 1].
 NF4 = torch.tensor([
