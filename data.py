@@ -85,7 +85,10 @@ def load_problems(source, split="train", is_readable=None, needs_gold=True):
     else:
         here = str(source).endswith(SUFFIXES)
         paths = [Path(source)] if here else fetch(source, split)
-        problems = [p for path in paths for p in read_problems(path, needs_gold)]
+        problems = [to_problem(row, path, number, needs_gold)
+                    for path in paths for number, row in read_rows(path)]
+        if not problems:
+            raise ValueError(f"{source}: holds no problems")
     readable = [p for p in problems if is_readable is None or is_readable(p.answer)]
     return readable, len(problems) - len(readable)
 
@@ -141,13 +144,6 @@ def pick_files(names, where, split):
     return [name for name in files if name.endswith(suffix)]
 
 
-def read_problems(path, needs_gold=True):
-    problems = [to_problem(row, path, number, needs_gold) for number, row in read_rows(path)]
-    if not problems:
-        raise ValueError(f"{path}: holds no problems")
-    return problems
-
-
 def read_rows(path):
     """-> [(number, row)]: the line where it begins, or a row's place in a list or parquet, from 1.
     """
@@ -162,22 +158,20 @@ def read_rows(path):
             return list(enumerate(pyarrow.parquet.read_table(path).to_pylist(), 1))
         except Exception as error:               # pyarrow's, each of another kind
             raise ValueError(f"{path}: not parquet ({first_line(error)})") from None
-    text = read_text(path)
+    text = read_text(path).rstrip(" \t\r\n")
     decode = json.JSONDecoder(parse_constant=refuse_constant).raw_decode
     rows = []
-    number = 1                                   # of the line of text[at]
-    at = 0
-    while True:
-        start = BLANK.match(text, at).end()
-        number += text.count("\n", at, start)
-        if start == len(text):
-            break
+    number = 1                                   # of the line of text[start]
+    start = at = 0
+    while at < len(text):
+        at = BLANK.match(text, at).end()
+        number += text.count("\n", start, at)
+        start = at
         try:
             row, at = decode(text, start)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}:{number}: not JSON: {first_line(error)}") from None
         rows.append((number, row))
-        number += text.count("\n", start, at)
     if len(rows) == 1 and isinstance(rows[0][1], list):
         return list(enumerate(rows[0][1], 1))
     return rows
@@ -196,8 +190,7 @@ def to_problem(row, path, number, needs_gold=True):
     question = next((row[name] for name in QUESTIONS if row.get(name)), None)
     system = None
     if isinstance(question, list) and all(isinstance(turn, dict) for turn in question):
-        said = {str(turn.get("role")): turn.get("content") for turn in question}
-        system = said.get("system")
+        system = next((t.get("content") for t in question if t.get("role") == "system"), None)
         if not isinstance(system, str | None):
             raise ValueError(f"{where}: the system turn is {short(system)}, no text")
         question = question[-1].get("content")   # DAPO's original: a chat, the user's turn last
@@ -208,7 +201,7 @@ def to_problem(row, path, number, needs_gold=True):
             raise ValueError(f"{where}: has no {what}: none of {', '.join(names)} holds one (its "
                              f"fields: {', '.join(row)})")
     names = row.get("id"), row.get("unique_id"), f"{path.stem}-{number}"
-    name = str(next(name for name in names if name is not None))
+    name = next(str(name) for name in names if name is not None)
     try:
         "".join([name, question, answer or "", str(system)]).encode()
     except UnicodeEncodeError:
@@ -222,7 +215,7 @@ def gold(row):
     fields = {**row, **reward} if isinstance(reward, dict) else row
     for name in GOLDS:
         value = fields.get(name)
-        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        if type(value) not in (str, int, float):
             continue
         if isinstance(value, float) and not math.isfinite(value):
             continue

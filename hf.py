@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import load, save, save_file
 
 import nvfp4
 from program import first_line, short
@@ -68,6 +68,10 @@ def whole(least, most):
     return what, lambda value: type(value) is int and least <= value <= most
 
 
+def exactly(wanted):
+    return repr(wanted), lambda value: value == wanted
+
+
 def number(most):
     return (f"a number above 0, at most {most:g}",
             lambda value: type(value) in (int, float) and 0 < value <= most)
@@ -92,8 +96,7 @@ def resolve(name):
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        reason = first_line(error)
-        raise ValueError(f"--model {name}: not downloadable ({reason})") from None
+        raise ValueError(f"--model {name}: not downloadable ({first_line(error)})") from None
 
 
 # -------------------------------------------------------------------------------------------------
@@ -127,12 +130,10 @@ class Shards:
                 raise ValueError(f"{file}: no tensor {name}, which {index.name} places there")
 
     def _open(self, path):
-        if path.exists() and not path.is_file():                 # a pipe would be waited for
-            raise ValueError(f"{path}: no regular file")
+        if not path.is_file():                                   # a pipe would be waited for
+            raise ValueError(f"{path}: {'no regular file' if path.exists() else 'missing'}")
         try:
             return safe_open(path, framework="pt")
-        except FileNotFoundError:
-            raise ValueError(f"{path}: missing") from None
         except SafetensorError as error:                        # also if header and size disagree
             raise ValueError(f"{path}: cut off, or not a safetensors file ({error})") from None
 
@@ -141,17 +142,14 @@ class Shards:
             raise ValueError(f"{self.folder}: no tensor {name} in its safetensors files")
         return self._open(self.names[name])
 
-    def shape(self, name):
-        return tuple(self._file_of(name).get_slice(name).get_shape())
-
     def get(self, name, device="cpu"):
         return self._file_of(name).get_tensor(name).to(device)
 
     def check(self, name, shape, dtypes=("BF16", "F16", "F32", "F64")):
         found = self._file_of(name).get_slice(name)
-        if tuple(found.get_shape()) != tuple(shape):
-            raise ValueError(f"{self.folder}: {name} has shape {tuple(found.get_shape())}, "
-                             f"config.json says {tuple(shape)}")
+        held = tuple(found.get_shape())
+        if held != shape:
+            raise ValueError(f"{self.folder}: {name} has shape {held}, config.json says {shape}")
         if found.get_dtype() not in dtypes:
             raise ValueError(f"{self.names[name]}: {name} is {found.get_dtype()}, expected "
                              f"{' or '.join(dtypes)}")
@@ -207,9 +205,10 @@ class Checkpoint(Shards):
         if base not in nvfp4.FORMATS:
             raise ValueError(f"--base {base}: expected one of {', '.join(nvfp4.FORMATS)}")
         self.config = read_qwen2(folder / "config.json")
-        if self.config.get("quantization_config"):
-            check_nvfp4(folder)
         super().__init__(folder)
+        section = self.config.get("quantization_config")
+        if section or any(name.endswith(".weight_packed") for name in self.names):
+            check_nvfp4(section, folder / "config.json")
         self.check_all(self.config)
         self.base = base
         self.device = device
@@ -237,7 +236,7 @@ class Checkpoint(Shards):
 
 
 CONFIG = {
-    "architectures": ("['Qwen2ForCausalLM']", lambda value: value == ["Qwen2ForCausalLM"], True),
+    "architectures": (*exactly(["Qwen2ForCausalLM"]), True),
     **{key: (*whole(1, 2**24), True) for key in (
         "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
         "vocab_size")},
@@ -245,9 +244,8 @@ CONFIG = {
     "max_position_embeddings": (*whole(1, 2**31), False),
     "rms_norm_eps": (*number(0.1), True),
     "rope_theta": (*number(1e12), True),
-    "model_type": ("'qwen2'", lambda value: value == "qwen2", False),
-    "torch_dtype": ("a name", lambda value: isinstance(value, str), False),
-    "hidden_act": ("'silu'", lambda value: value == "silu", False),
+    "model_type": (*exactly("qwen2"), False),
+    "hidden_act": (*exactly("silu"), False),
     "tie_word_embeddings": ("true or false", lambda value: isinstance(value, bool), False),
     "use_sliding_window": ("false: sliding windows are not supported", lambda v: v is False, False),
     "rope_scaling": ("null: rope_scaling is not supported", lambda v: not v, False),
@@ -255,12 +253,11 @@ CONFIG = {
 
 
 def read_qwen2(path):
-    """config.json as a dict; ValueError unless it is a model that this project computes."""
+    """config.json; ValueError unless it is a model that this project computes."""
     config = read_json(path)
     rope = config.get("rope_parameters") or {}                                  # newer files
     if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
         raise ValueError(f"{path}: rope_parameters is {short(rope)}: only the default is supported")
-    check(path, rope, {"rope_theta": (*number(1e12), False)})
     config["rope_theta"] = config.get("rope_theta") or rope.get("rope_theta")
     check(path, config, CONFIG)
     D, H, KV = (config[key] for key in ("hidden_size", "num_attention_heads",
@@ -300,22 +297,21 @@ NVFP4_CONFIG = {
                                   "input_activations": None, "output_activations": None}}}
 
 
-def check_nvfp4(folder):
+def check_nvfp4(section, path):
     """Other conventions differ silently: ModelOpt's files hold the tensor scale, not 1 / it."""
-    config = read_json(folder / "config.json").get("quantization_config") or {}
-    groups = config.get("config_groups")
-    weights = [group.get("weights") if isinstance(group, dict) else None
-               for group in groups.values()] if isinstance(groups, dict) else []
-    known = weights and all(isinstance(group, dict) and NVFP4_WEIGHTS.items() <= group.items()
-                            for group in weights)
-    if config.get("quant_method") != "compressed-tensors" or not known:
-        raise ValueError(f"{folder}/config.json: quantization_config is not that of "
-                         "compressed-tensors NVFP4 weights")
+    try:
+        groups = section["config_groups"].values()
+        known = groups and all(NVFP4_WEIGHTS.items() <= g["weights"].items() for g in groups)
+        known = known and section["quant_method"] == "compressed-tensors"
+    except (AttributeError, KeyError, TypeError):                # a part is missing or no object
+        known = False
+    if not known:
+        raise ValueError(f"{path}: quantization_config is not that of compressed-tensors NVFP4 "
+                         "weights")
 
 
 def load_nvfp4(shards, name, device="cpu"):
     """nvfp4.quantize's three tensors of the linear "model.layers.0.mlp.up_proj", once checked."""
-    check_nvfp4(shards.folder)
     packed, block_scale, inverse = (shards.get(f"{name}.weight_{part}", device)
                                     for part in ("packed", "scale", "global_scale"))
     where = f"{shards.folder}: {name}"
@@ -438,10 +434,10 @@ def write_peft(folder, tensors, model_name, rank, alpha, norms):
     write_atomically(folder / "adapter_config.json", json.dumps(config, indent=2).encode())
 
 
-PEFT = {"peft_type": ("'LORA'", lambda value: value == "LORA", True),
+PEFT = {"peft_type": (*exactly("LORA"), True),
         "r": (*whole(1, 2**16), True),
         "lora_alpha": (*number(1e9), True),
-        "bias": ("'none'", lambda value: value == "none", False),
+        "bias": (*exactly("none"), False),
         "modules_to_save": (f"null or {list(NORMS)}",
                             lambda value: value == [] or value in (list(NORMS), list(NORMS)[::-1]),
                             False)}
@@ -459,11 +455,9 @@ def read_peft(folder):
         raise ValueError(f"{folder}: need a plain LoRA adapter on {', '.join(TARGETS)}, "
                          f"got one on {short(targets)} {' '.join(variants)}")
     try:
-        tensors = load_file(file) if file.is_file() else None
+        tensors = load(read_bytes(file))
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{file}: not a readable PEFT adapter ({error})") from None
-    if tensors is None:
-        raise ValueError(f"{file}: missing")
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or not tensor.float().isfinite().all():
             raise ValueError(f"{file}: {name} is {tensor.dtype}, or holds NaN or infinity")

@@ -294,9 +294,8 @@ class PlugIn:
         try:
             taken = inspect.signature(self.function).parameters.values()
         except (TypeError, ValueError):          # of a builtin, which tells nothing
-            taken = [None, None]
-        positional = [p for p in taken if p is None or p.kind in (p.POSITIONAL_ONLY,
-                                                                  p.POSITIONAL_OR_KEYWORD)]
+            taken = ()
+        positional = [p for p in taken if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self.arguments = 3 if len(positional) > 2 else 2
 
     def __call__(self, completion, problem, group):

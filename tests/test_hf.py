@@ -67,7 +67,7 @@ def test_every_tensor_of_a_folder_comes_as_it_was_written(tiny, tmp_path, files)
     shards = Shards(write_folder(tmp_path / "model", case.raw, case.tensors, files))
     assert shards.names.keys() == case.tensors.keys() and len(set(shards.names.values())) == files
     for name, want in case.tensors.items():
-        assert shards.shape(name) == tuple(want.shape) and torch.equal(shards.get(name), want)
+        assert torch.equal(shards.get(name), want)
 
 
 def test_an_index_that_maps_nothing_is_refused(tmp_path):
@@ -79,7 +79,7 @@ def test_an_index_that_maps_nothing_is_refused(tmp_path):
 def test_single_file_folder_needs_no_index(tmp_path):
     save_file({"a": torch.arange(6.0).view(2, 3)}, tmp_path / "model.safetensors")
     shards = Shards(tmp_path)
-    assert list(shards.names) == ["a"] and shards.shape("a") == (2, 3) and shards.get("a").sum() == 15
+    assert list(shards.names) == ["a"] and torch.equal(shards.get("a"), torch.arange(6.0).view(2, 3))
 
 
 def test_a_written_nvfp4_linear_is_read_back_as_quantized_in_memory(tiny, tmp_path):
@@ -516,7 +516,7 @@ A = "base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"
 
 
 @pytest.mark.parametrize("change,message", [
-    (dict(config=dict(r=4)), r"lora_A.weight has shape \(3, 192\), adapter_config.json says r is 4"),
+    (dict(config=dict(r=4)), r"lora_A.weight has shape \(3, \d+\), adapter_config.json says r is 4"),
     (dict(drop=(A,)), f"1 tensors .* first {A}"),
     (dict(tensors={A: torch.zeros(3, 65)}), f"1 tensors .* first {A}"),
     (dict(tensors={"base_model.model.lm_head.lora_A.weight": torch.zeros(3, 64)}), "1 tensors .* first .*lm_head"),
