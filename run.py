@@ -66,11 +66,11 @@ def device_of(name, model):
 
     name None: a GPU if there is one, else the CPU for a model that is here already.
     """
-    if name is None and not torch.cuda.is_available() and not Path(model).is_dir():
-        raise ValueError(f"--model {model}: torch sees no GPU; --device cpu runs it on the CPU")
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+        if name == "cpu" and not Path(model).is_dir():
+            raise ValueError(f"--model {model}: torch sees no GPU; --device cpu runs it on the CPU")
     try:
-        if name is None:
-            name = "cuda" if torch.cuda.is_available() else "cpu"
         device = torch.device(name)
     except RuntimeError as error:
         raise ValueError(f"--device {name}: {first_line(error)}") from None
@@ -241,22 +241,16 @@ def claim(folder, resume):
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
         raise ValueError(f"--out {folder}: not writable")
-    lock(folder)
+    if fcntl:
+        handle = os.open(folder, os.O_RDONLY)    # a lock ends with its owner, however that ends
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"--out {folder}: another run is writing there") from None
+        except OSError:                          # a file system without locks
+            os.close(handle)
     if not resume and any(folder.iterdir()):
         raise ValueError(f"--out {folder} is not empty: choose another folder, or --resume it")
-
-
-def lock(folder):
-    """ValueError while another process has it. A lock dies with its owner, however that ends."""
-    if fcntl is None:
-        return
-    handle = os.open(folder, os.O_RDONLY)        # open as long as the process lives
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(f"--out {folder}: another run is writing there") from None
-    except OSError:                              # a file system without locks
-        os.close(handle)
 
 
 def write_atomically(path, data):
@@ -355,8 +349,8 @@ class Checkpoints:
             numbers = all(type(value) in (int, float) for value in counters.values())
             named = folder.name == f"step_{str(counters.get('step')).zfill(6)}"
             finite = all(t.isfinite().all() for t in held.values())
-            if kinds[0] != kinds[1] or not (numbers and named and finite) \
-                    or counters.get("cursor", 0) < 0:
+            of_ours = kinds[0] == kinds[1] and numbers and named and finite
+            if not of_ours or counters.get("cursor", 0) < 0:
                 raise Stopped(f"{folder}: holds no state of this run: {short(counters)}, "
                               f"{short({name: tuple(t.shape) for name, t in held.items()})}")
             for name, t in held.items():
@@ -406,7 +400,7 @@ class Folder:
             write_atomically(path, json.dumps(flags, indent=2).encode())
 
     def keep(self, counters):
-        """The step is whole: from here on, whatever ends the run saves this."""
+        """From here on, whatever ends the run saves this whole step."""
         self.checkpoints.keep(self.live, counters)
 
     def log(self, name, objects):
@@ -440,28 +434,24 @@ def finite(value):
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def read_lines(path):
-    """-> [(line, step)] of the whole lines of a log; Stopped names a line of something else."""
-    lines = []
-    for number, line in enumerate(read_bytes(path).splitlines(keepends=True), 1):
-        if not line.endswith(b"\n"):
-            break                                # cut off by a kill
+def trim_lines(path, step):
+    """Keep the whole lines of a log that belong to steps before `step`. Stopped names a line of
+    something else, and nothing is cut.
+    """
+    if not path.exists():
+        return
+    lines = read_bytes(path).split(b"\n")
+    kept = 0
+    for number, line in enumerate(lines[:-1], 1):        # the last was cut off by a kill, or is ""
         try:
-            step = json.loads(line)["step"]
-            if type(step) is not int:
+            of_step = json.loads(line)["step"]
+            if type(of_step) is not int:
                 raise ValueError("its step is no whole number")
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise Stopped(f"{path}:{number}: no line of a run ({first_line(error)})") from None
-        lines.append((line, step))
-    return lines
-
-
-def trim_lines(path, step):
-    """Keep the whole lines of a log that belong to steps before `step`."""
-    if path.exists():
-        kept = sum(len(line) for line, of_step in read_lines(path) if of_step < step)
-        if kept < path.stat().st_size:
-            os.truncate(path, kept)
+        kept += len(line) + 1 if of_step < step else 0
+    if kept < path.stat().st_size:
+        os.truncate(path, kept)
 
 
 # -------------------------------------------------------------------------------------------------
