@@ -148,54 +148,22 @@ class Shards:
     def check(self, name, shape, dtypes=("BF16", "F16", "F32", "F64")):
         found = self._file_of(name).get_slice(name)
         held = tuple(found.get_shape())
-        if held != shape:
+        if shape and held != shape:
             raise ValueError(f"{self.folder}: {name} has shape {held}, config.json says {shape}")
         if found.get_dtype() not in dtypes:
             raise ValueError(f"{self.names[name]}: {name} is {found.get_dtype()}, expected "
                              f"{' or '.join(dtypes)}")
 
-    def check_all(self, config):
-        """Every tensor that the model has is there, in its shape and as real numbers, and no
-        other: a layer too many is a layer that somebody counts on.
-        """
-        linears, others = shapes_of(config)
-        known = set()
-        for name, (N, K) in linears.items():
-            packed = [f"{name}.weight_{part}" for part in ("packed", "scale", "global_scale")]
-            if packed[0] in self.names:
-                self.check(packed[0], (N, K // 2), ["U8"])
-                self.check(packed[1], (N, K // 16), ["F8_E4M3"])
-                known.update(packed)
-            else:
-                others[f"{name}.weight"] = (N, K)
-        for name, shape in others.items():
-            self.check(name, shape)
-        unused = [name for name in self.names.keys() - known - others.keys()
-                  if not name.endswith(("rotary_emb.inv_freq", "input_global_scale"))
-                  and name != "lm_head.weight"]                  # of tied weights a copy
-        if unused:
-            raise ValueError(f"{self.folder}: {len(unused)} tensors that config.json does not "
-                             f"account for, first {min(unused)}")
 
-
-def shapes_of(config):
-    """-> name -> (N, K) of every linear, tensor name -> shape of all else."""
-    D, F, V = (config[key] for key in ("hidden_size", "intermediate_size", "vocab_size"))
-    kv = D // config["num_attention_heads"] * config["num_key_value_heads"]
-    sizes = {"self_attn.q_proj": (D, D), "self_attn.k_proj": (kv, D), "self_attn.v_proj": (kv, D),
-             "self_attn.o_proj": (D, D), "mlp.gate_proj": (F, D), "mlp.up_proj": (F, D),
-             "mlp.down_proj": (D, F)}
-    linears = {}
-    others = {}
-    for i in range(config["num_hidden_layers"]):
-        layer = f"model.layers.{i}."
-        linears |= {layer + name: size for name, size in sizes.items()}
-        others |= {f"{layer}self_attn.{p}_proj.bias": (n,) for p, n in zip("qkv", (D, kv, kv))}
-        others |= {f"{layer}{norm}.weight": (D,) for norm in NORMS}
-    others |= {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
-    if not config.get("tie_word_embeddings"):
-        others["lm_head.weight"] = (V, D)
-    return linears, others
+# A tensor of a Qwen2.5, and its layer.
+NAME = re.compile(r"""
+      (?:lm_head | model\.embed_tokens | model\.norm)\.weight
+    | model\.layers\.(\d+)\.
+      (?: (?:input | post_attention)_layernorm\.weight
+        | self_attn\.[qkv]_proj\.bias
+        | (?:self_attn\.[qkvo] | mlp\.gate | mlp\.up | mlp\.down)_proj
+          \.weight(?:_packed | _scale | _global_scale)? )
+    | .*(?:rotary_emb\.inv_freq | input_global_scale)""", re.VERBOSE)
 
 
 class Checkpoint(Shards):
@@ -209,12 +177,18 @@ class Checkpoint(Shards):
         section = self.config.get("quantization_config")
         if section or any(name.endswith(".weight_packed") for name in self.names):
             check_nvfp4(section, folder / "config.json")
-        self.check_all(self.config)
+        matches = {name: NAME.fullmatch(name) for name in self.names}
+        unused = [name for name, match in matches.items()        # a layer that somebody counts on
+                  if not match or int(match[1] or 0) >= self.config["num_hidden_layers"]]
+        if unused:
+            raise ValueError(f"{folder}: {len(unused)} tensors that config.json does not account "
+                             f"for, first {min(unused)}")
         self.base = base
         self.device = device
         self.dtype = dtype
 
-    def read(self, name, *_):
+    def read(self, name, *shape):
+        self.check(name, shape)
         tensor = self.get(name, self.device)
         if not all(part.isfinite().all() for part in tensor.split(2**16)):
             raise ValueError(f"{self.names[name]}: {name} holds NaN or infinity")
@@ -226,6 +200,9 @@ class Checkpoint(Shards):
             if self.base != "nvfp4":
                 raise ValueError(f"{self.folder} holds NVFP4 weights: --base {self.base} needs "
                                  "the bf16 files")
+            for name, n in zip(names, parts):
+                self.check(f"{name}.weight_packed", (n, k // 2), ["U8"])
+                self.check(f"{name}.weight_scale", (n, k // 16), ["F8_E4M3"])
             stored = [load_nvfp4(self, name, self.device) for name in names]
             return nvfp4.fuse(stored, self.dtype)
         weights = [self.read(f"{name}.weight", n, k) for name, n in zip(names, parts)]
