@@ -152,10 +152,9 @@ def read_rows(path):
     if path.suffix == ".parquet":
         try:
             import pyarrow.parquet
+            return list(enumerate(pyarrow.parquet.read_table(path).to_pylist(), 1))
         except ImportError:
             raise ValueError(f"{path}: reading parquet needs pip install pyarrow") from None
-        try:
-            return list(enumerate(pyarrow.parquet.read_table(path).to_pylist(), 1))
         except Exception as error:               # pyarrow's, each of another kind
             raise ValueError(f"{path}: not parquet ({first_line(error)})") from None
     text = read_text(path).rstrip(" \t\r\n")

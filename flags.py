@@ -22,8 +22,7 @@ from run import KERNELS, say
 
 # What changes when no --model is given: the embedded model, and sizes for two CPU cores.
 TINY = dict(model=str(Path(__file__).parent / "tiny"), data="arithmetic", steps=80,
-            max_prompt_tokens=64, max_new_tokens=48, lr=5e-4, epochs=1, eval_every=20,
-            eval_problems=256, save_every=20)
+            max_prompt_tokens=64, max_new_tokens=48, lr=5e-4, epochs=1)
 
 
 class Help(argparse.HelpFormatter):
