@@ -1,7 +1,7 @@
 """
 Problems and prompts: a file, a data set's name or a generator in, token ids out.
 
-    problems, unreadable = load_problems("gsm8k", "train", is_readable)
+    problems = load_problems("gsm8k", "train")
     problems, too_long = encode_prompts(Tokenizer(folder), problems, "boxed", max_tokens=512)
     for i in step_indices(len(problems), seed, cursor, 16): ...      # then cursor += 16
 
@@ -72,25 +72,21 @@ def check_source(source):
                          f"hub id owner/name, arithmetic, or one of {', '.join(KNOWN)}")
 
 
-def load_problems(source, split="train", is_readable=None, needs_gold=True):
-    """-> problems, number of golds refused by is_readable(answer).
-
-    source: a file (one split by itself), "arithmetic", a name in KNOWN, or a data set on the hub,
-    owner/name, with :folder where it has several configurations.
+def load_problems(source, split="train", needs_gold=True):
+    """source: a file (one split by itself), "arithmetic", a name in KNOWN, or owner/name of a data
+    set on the hub, with :folder where it has several configurations.
     """
     assert split in ("train", "test"), split
     check_source(source)
     if source == "arithmetic":
-        problems = [Problem(*fields) for fields in arithmetic(split)]
-    else:
-        here = str(source).endswith(SUFFIXES)
-        paths = [Path(source)] if here else fetch(source, split)
-        problems = [to_problem(row, path, number, needs_gold)
-                    for path in paths for number, row in read_rows(path)]
-        if not problems:
-            raise ValueError(f"{source}: holds no problems")
-    readable = [p for p in problems if is_readable is None or is_readable(p.answer)]
-    return readable, len(problems) - len(readable)
+        return [Problem(*fields) for fields in arithmetic(split)]
+    here = str(source).endswith(SUFFIXES)
+    paths = [Path(source)] if here else fetch(source, split)
+    problems = [to_problem(row, path, number, needs_gold)
+                for path in paths for number, row in read_rows(path)]
+    if not problems:
+        raise ValueError(f"{source}: holds no problems")
+    return problems
 
 
 def has_test_split(source):
@@ -363,8 +359,9 @@ def encode_prompts(tokenizer, problems, style, max_tokens):
 
 
 def encoded_problems(args, tokenizer, source, split):
-    readable = None if args.reward else can_read                 # a reward needs no gold
-    problems, unreadable = load_problems(source, split, readable, not args.reward)
+    loaded = load_problems(source, split, not args.reward)       # a reward needs no gold
+    problems = [p for p in loaded if args.reward or can_read(p.answer)]
+    unreadable = len(loaded) - len(problems)
     if unreadable:
         say(f"{source}: {unreadable} problems left out, their answers cannot be read")
     problems, long = encode_prompts(tokenizer, problems, args.prompt_style, args.max_prompt_tokens)

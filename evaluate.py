@@ -255,7 +255,7 @@ def problems_of(args, of_run, tokenizer):
         like.reward = args.reward
         _, problems = data.split_problems(like, tokenizer)
         return problems[:args.limit or None]
-    problems, _ = data.load_problems(args.data, args.split, needs_gold=not args.reward)
+    problems = data.load_problems(args.data, args.split, needs_gold=not args.reward)
     problems = problems[:args.limit or None]
     return data.encode_prompts(tokenizer, problems, args.prompt_style, math.inf)[0]
 

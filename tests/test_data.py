@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -58,8 +59,7 @@ def save_tokenizer(folder, template=None, eos=None):
     ({"question": "q", "final_answer": 0}, "0"),                                            # falsy, yet an answer
 ])
 def test_golds_are_found_under_the_names_in_use(tmp_path, row, answer):
-    (problem,), unreadable = data.load_problems(write(tmp_path / "x.jsonl", row))
-    assert (problem, unreadable) == (Problem("x-1", "q", answer), 0)
+    assert data.load_problems(write(tmp_path / "x.jsonl", row)) == [Problem("x-1", "q", answer)]
 
 
 @pytest.mark.parametrize("line,missing", [
@@ -92,11 +92,11 @@ def test_objects_may_take_several_lines(tmp_path):
     path = tmp_path / "x.json"
     path.write_text(json.dumps({"question": "a", "answer": "1"}, indent=2) + "\n"
                     + json.dumps({"question": "b", "answer": "2"}, indent=2))
-    assert data.load_problems(str(path))[0] == [Problem("x-1", "a", "1"), Problem("x-5", "b", "2")]
+    assert data.load_problems(str(path)) == [Problem("x-1", "a", "1"), Problem("x-5", "b", "2")]
 
 
 def test_a_reward_of_ones_own_needs_no_gold_and_sees_every_field(tmp_path):
-    (problem,), _ = data.load_problems(write(tmp_path / "x.jsonl", {"question": "q", "level": 3}), needs_gold=False)
+    (problem,) = data.load_problems(write(tmp_path / "x.jsonl", {"question": "q", "level": 3}), needs_gold=False)
     assert problem.answer == "" and problem.fields() == {"question": "q", "level": 3, "id": "x-1", "answer": ""}
 
 
@@ -110,7 +110,7 @@ def test_an_added_token_whose_id_the_library_would_change_is_refused(tmp_path):
 
 def test_a_chat_keeps_its_system_turn(tmp_path):
     turns = [{"role": "system", "content": "S"}, {"role": "user", "content": "q"}]
-    (problem,), _ = data.load_problems(write(tmp_path / "x.jsonl", {"prompt": turns, "answer": "1"}))
+    (problem,) = data.load_problems(write(tmp_path / "x.jsonl", {"prompt": turns, "answer": "1"}))
     tokenizer = Tokenizer(Path(data.__file__).parent / "tiny")
     asked = {style: data.encode_prompts(tokenizer, [problem], style, 10**6)[0][0].prompt for style in ("plain", "tags")}
     assert asked["plain"] == tokenizer.chat("q", "S")
@@ -126,21 +126,25 @@ def test_a_pipe_is_not_waited_for(tmp_path):
 def test_a_line_separator_inside_a_string_does_not_split_the_line(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text('{"question": "a\u2028b", "answer": "1"}\n', encoding="utf-8")
-    assert data.load_problems(str(path))[0][0].question == "a\u2028b"
+    assert data.load_problems(str(path))[0].question == "a\u2028b"
 
 
 def test_json_may_be_a_list_or_lines(tmp_path):
     rows = [{"id": 7, "question": "a", "answer": 1}, {"question": "b", "answer": "2"}]
     (tmp_path / "x.json").write_text(json.dumps(rows, indent=2))
     want = [Problem("7", "a", "1"), Problem("x-2", "b", "2")]
-    assert data.load_problems(str(tmp_path / "x.json"))[0] == want
-    assert data.load_problems(write(tmp_path / "x.jsonl", *rows))[0] == want
+    assert data.load_problems(str(tmp_path / "x.json")) == want
+    assert data.load_problems(write(tmp_path / "x.jsonl", *rows)) == want
 
 
-def test_golds_that_the_grader_cannot_read_are_left_out_and_counted(tmp_path):
-    source = write(tmp_path / "x.jsonl", *({"question": "q", "answer": a} for a in ("1", "yes", "2")))
-    problems, unreadable = data.load_problems(source, is_readable=str.isdigit)
-    assert [p.answer for p in problems] == ["1", "2"] and unreadable == 1
+@pytest.mark.parametrize("reward,kept", [(None, ["1", "2"]), ("my:function", ["1", r"2^{\aleph_0}", "2"])])
+def test_golds_that_the_grader_cannot_read_are_left_out_and_counted(tmp_path, capsys, reward, kept):
+    rows = [{"question": "q", "answer": answer} for answer in ("1", r"2^{\aleph_0}", "2")]
+    args = SimpleNamespace(reward=reward, prompt_style="plain", max_prompt_tokens=512)
+    problems = data.encoded_problems(args, Tokenizer(TINY), write(tmp_path / "x.jsonl", *rows), "train")
+    assert [p.answer for p in problems] == kept
+    said = "x.jsonl: 1 problems left out, their answers cannot be read\n"
+    assert capsys.readouterr().out.endswith(said) == (reward is None)
 
 
 def test_unknown_missing_and_empty_sources_are_refused(tmp_path):
@@ -184,8 +188,8 @@ def test_a_hub_data_set_is_read_from_its_downloaded_files(tmp_path, monkeypatch)
     write(tmp_path / "data" / "train-00001.jsonl", {"problem": "b", "answer": "2"})
     write(tmp_path / "data" / "test-00000.jsonl", {"problem": "c", "answer": "3"})
     monkeypatch.setattr(data.huggingface_hub, "snapshot_download", lambda *a, **k: str(tmp_path))
-    assert [p.question for p in data.load_problems("some/set", "train")[0]] == ["a", "b"]
-    assert [p.question for p in data.load_problems("some/set", "test")[0]] == ["c"]
+    assert [p.question for p in data.load_problems("some/set", "train")] == ["a", "b"]
+    assert [p.question for p in data.load_problems("some/set", "test")] == ["c"]
 
 
 def test_the_files_of_one_split_and_configuration_are_picked():
@@ -230,11 +234,11 @@ def test_a_cached_gsm8k_is_read_without_a_network(tmp_path, monkeypatch):
         write(tmp_path / "qerl" / f"gsm8k_{split}.jsonl", *rows)
     env = {**os.environ, "HF_HOME": str(tmp_path)}
     code = ("import data; print(data.has_test_split('gsm8k'), "
-            "[p.answer for p in data.load_problems('gsm8k', 'test')[0]])")
+            "[p.answer for p in data.load_problems('gsm8k', 'test')])")
     done = subprocess.run([sys.executable, "-c", code], cwd=TINY.parent, env=env, text=True, capture_output=True)
     assert done.stdout == "True ['0000', '1000']\n", done.stderr
     monkeypatch.setattr(data.constants, "HF_HOME", str(tmp_path))
-    assert len(data.load_problems("gsm8k", "train")[0]) == 3
+    assert len(data.load_problems("gsm8k", "train")) == 3
 
 
 def test_a_download_cut_short_leaves_no_file(tmp_path, monkeypatch):
@@ -277,7 +281,7 @@ def test_every_kind_of_problem_states_the_numbers_that_its_answer_follows_from()
 
 def test_a_known_problem_never_changes():
     # random.Random seeds strings by SHA-512: the same on every machine and Python since 3.2.
-    (first, *_), _ = data.load_problems("arithmetic", "train")
+    first, *_ = data.load_problems("arithmetic", "train")
     assert first == Problem("arithmetic-train-0",
                             "Mia has 6 boxes with 8 cards each and sells 4. How many cards are left?", "44")
 
@@ -359,7 +363,7 @@ def test_the_embedded_model_has_spare_rows_both_end_tokens_and_one_digit_a_token
     assert [tokenizer.file.id_to_token(i) for i in tokenizer.end_ids] == ["<|endoftext|>", "<|im_end|>"]
     assert tokenizer.system == "You solve word problems."
     assert len(tokenizer.encode("1234567890")) == 10
-    problems, long = data.encode_prompts(tokenizer, data.load_problems("arithmetic", "test")[0][:200], "boxed", 60)
+    problems, long = data.encode_prompts(tokenizer, data.load_problems("arithmetic", "test")[:200], "boxed", 60)
     assert (len(problems), long) == (200, 0)               # short prompts keep the CPU run short
 
 

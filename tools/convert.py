@@ -44,7 +44,7 @@ def quantize(args):
     if args.calibrate:
         tokenizer = data.Tokenizer(src)
         live_vocab = tokenizer.vocab_size
-        problems, _ = data.load_problems(args.data, "train")
+        problems = data.load_problems(args.data, "train")
         problems, _ = data.encode_prompts(tokenizer, problems, args.prompt_style, math.inf)
         some = data.step_indices(len(problems), args.seed, 0, min(args.calibrate, len(problems)))
         texts = calibrate.own_answers(src, tokenizer, [problems[i] for i in some], device,
