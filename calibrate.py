@@ -243,6 +243,11 @@ def source_of(folder, device):
         if files.config[key] % 16:
             raise ValueError(f"{folder}/config.json: {key} is {files.config[key]}, not a multiple "
                              "of 16")
+    c = qwen.ModelConfig.of(files.config)
+    files.check("model.embed_tokens.weight", (c.vocab, c.width))     # those that no layer reads
+    files.check("model.norm.weight", (c.width,))
+    if not c.tied:
+        files.check("lm_head.weight", (c.vocab, c.width))
     return files
 
 

@@ -160,6 +160,12 @@ def ragged_k(folder):
     write_folder(folder, raw, random_tensors(raw))
 
 
+def short_head(folder):
+    name = "lm_head.weight"
+    file = hf.Shards(folder).names[name]
+    save_file(load_file(file) | {name: torch.zeros(3, 128).bfloat16()}, file)
+
+
 def nan_in_the_last_layer(folder):                         # found only after much has been written
     edit_weight(folder, lambda w: w * float("nan"))
 
@@ -173,6 +179,7 @@ def cut_shard(folder):
     (already_quantized, ["config.json", "quantized already"]),
     (other_architecture, ["config.json", "LlamaForCausalLM"]),
     (ragged_k, ["config.json", "intermediate_size is 184", "16"]),
+    (short_head, ["lm_head.weight has shape (3, 128)"]),
     (nan_in_the_last_layer, ["model.layers.1.mlp.down_proj.weight", "NaN"]),
     (cut_shard, ["model-00002-of-00002.safetensors", "cut off"])])
 def test_a_bad_source_is_one_clear_line_and_leaves_nothing_behind(bf16, tmp_path, monkeypatch, damage, words):
