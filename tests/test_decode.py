@@ -102,18 +102,15 @@ def passed(process):
     return int(re.search(r"(\d+) passed", output)[1])
 
 
-@pytest.fixture(scope="module")
-def interpreted():
-    processes = {run: run_again(*run, TRITON_INTERPRET="1") for run in IN_THE_INTERPRETER}
+@pytest.fixture(scope="module", autouse=True)
+def interpreted(request):
+    """Begun with the file's first test and asked for by its last: the others pass meanwhile."""
+    items = [item.name for item in request.session.items if item.path == Path(__file__)]
+    wanted = not (GPU or INTERPRETED) and any("in_tritons_interpreter" in name for name in items)
+    processes = {run: run_again(*run, TRITON_INTERPRET="1") for run in IN_THE_INTERPRETER if wanted}
     yield processes
     for process in processes.values():
         process.kill()
-
-
-@pytest.mark.skipif(GPU or INTERPRETED, reason="where there is a GPU, or in that process, they run themselves")
-@pytest.mark.parametrize("run", IN_THE_INTERPRETER, ids=["attention", "float32", "float16"])
-def test_the_kernels_pass_in_tritons_interpreter(run, interpreted):
-    assert passed(interpreted[run]) >= IN_THE_INTERPRETER[run]
 
 
 @pytest.mark.skipif(not GPU or DTYPE == torch.float16 or MATMUL != "auto", reason="on a GPU, from the first process")
@@ -588,3 +585,9 @@ def test_drawn_tokens_equal_a_draw_from_the_same_logits(temperature, top_k, top_
     # fp32 sums of 2,311 probabilities differ by 1e-6: a draw lands between the two with odds of 1e-4 for all rows
     assert torch.equal(token, engine.tokens[0])
     torch.testing.assert_close(logprob, engine.logprobs[0], atol=1e-4, rtol=0)
+
+
+@pytest.mark.skipif(GPU or INTERPRETED, reason="where there is a GPU, or in that process, they run themselves")
+@pytest.mark.parametrize("run", IN_THE_INTERPRETER, ids=["attention", "float32", "float16"])
+def test_the_kernels_pass_in_tritons_interpreter(run, interpreted):
+    assert passed(interpreted[run]) >= IN_THE_INTERPRETER[run]
