@@ -90,8 +90,8 @@ def gptq_columns(w, hessian, global_scale):
 
 def inverse_factor(hessian):
     """U (K, K), upper triangular, U.T @ U = (H + damping)^-1, without computing an inverse: of H
-    with rows and columns in reverse, L @ L.T, U is L^-1 in reverse. In float64: a few channels of a
-    down's input are so large that fp32 finds H not positive.
+    with rows and columns in reverse, L @ L.T, U is L^-1 in reverse. In float64: fp32 found the H of
+    a 0.5B's down, of sums by bf16 matmuls, not positive.
     """
     damped = hessian.double()
     damped.diagonal().add_(DAMPING * damped.diagonal().mean().clamp(min=1e-10))
@@ -212,7 +212,7 @@ def hessians(block, chunks):
     sums = None
     for chunk in chunks:
         inputs, chunk.exact = block_and_inputs(block, chunk)
-        products = [x.float().T @ x.float() for x in inputs]     # a bf16 matmul's are too coarse
+        products = [x.float().T @ x.float() for x in inputs]     # fp32: see inverse_factor
         sums = products if sums is None else [a.add_(b) for a, b in zip(sums, products)]
     tokens = sum(len(chunk.exact) for chunk in chunks)
     return [total / tokens for total in sums]
