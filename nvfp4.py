@@ -179,7 +179,7 @@ def e4m3_codes(scale, inverse):
     """Wanted block scale -> int16 codes of E4M3's positive numbers, which rise with the code."""
     scale = (scale.float() * inverse).clamp(max=448)              # not every cast saturates
     code = scale.to(torch.float8_e4m3fn).view(torch.uint8).short()
-    return code.where(code != 0, 32)                              # 0.125 for zeros: all codes are 0
+    return code.masked_fill(code == 0, 32)                        # 0.125 for zeros: all codes are 0
 
 
 def e4m3_value(code, offset=0):

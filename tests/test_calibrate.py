@@ -7,6 +7,7 @@ python -m pytest tests/test_calibrate.py -v
 import gc
 import re
 import shutil
+import time
 import weakref
 
 import pytest
@@ -24,6 +25,7 @@ from tiny_qwen2 import held_by, plain_logits, write_folder
 
 CPU = torch.device("cpu")
 EPS = 2.0**-24                                             # of one rounding to fp32
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 
 
 def linear(N, K, T=400, seed=0):
@@ -106,6 +108,55 @@ def test_gptq_is_the_naive_one_in_float64(largest, monkeypatch):
     assert abs(errors[0] / errors[1] - 1) < 0.1            # one row of six, by less than half
     if not differ.any():
         assert errors[0] == errors[1]
+
+
+def test_a_blocks_results_may_be_overwritten_by_the_next_blocks(monkeypatch):
+    """As those of a graph are."""
+    w, hessian = linear(5, 160)
+    scale = nvfp4.global_scale_for(w)
+    want = gptq(w, hessian, scale)
+
+    def recorded(step, *inputs):
+        results = step(*inputs)
+
+        def replay(*inputs):
+            for kept, new in zip(results, step(*inputs)):
+                kept.copy_(new)
+            return results
+
+        return replay
+
+    monkeypatch.setattr(calibrate, "recorded", recorded)
+    assert all(same_bytes(a, b) for a, b in zip(gptq(w, hessian, scale)[:2], want))
+
+
+@needs_gpu
+@pytest.mark.parametrize("N,K", [(6, 160), (512, 1024)])
+def test_a_graph_gives_the_codes_of_its_launches(N, K, monkeypatch):
+    w, hessian = (x.cuda() for x in linear(N, K))
+    w[2, 32:48] = 0
+    scale = nvfp4.global_scale_for(w)
+    monkeypatch.setattr(calibrate, "LARGEST", 640)         # one graph for pieces of 640 columns and of 384
+    got = gptq(w, hessian, scale)
+    made = calibrate.recorded(calibrate.gptq_block, w[:, :16].T, hessian[:16, :16], scale)
+    assert made is not calibrate.gptq_block
+    monkeypatch.setattr(calibrate, "recorded", lambda step, *inputs: step)
+    assert all(same_bytes(a, b) for a, b in zip(got[:2], gptq(w, hessian, scale)))
+
+
+@needs_gpu
+@pytest.mark.parametrize("name,N,K", [("o", 3584, 3584), ("gate_up", 37888, 3584), ("down", 3584, 18944)])
+def test_the_time_of_a_7bs_linears_is_said(name, N, K, capsys):
+    x = torch.randn(4096, K, device="cuda")
+    w, hessian = torch.randn(N, K, device="cuda") / K**0.5, x.T @ x / len(x)
+    scale = nvfp4.global_scale_for(w)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    packed, _, _ = gptq(w, hessian, scale)
+    torch.cuda.synchronize()
+    with capsys.disabled():
+        print(f"\n7B's {name}: {time.perf_counter() - start:.2f} s")
+    assert packed.shape == (N, K // 2)
 
 
 def test_gptq_leaves_what_it_is_given_as_it_was():
@@ -231,6 +282,7 @@ def test_the_block_written_out_is_the_block_and_its_inputs_are_the_linears(tiny,
 @torch.no_grad()
 def test_hessians_are_means_over_all_tokens(tiny, layer, monkeypatch):
     monkeypatch.setattr(calibrate, "TOKENS", 16)
+    monkeypatch.setattr(calibrate, "TILE", 48)             # 128 columns and 192: 48, 48, 32, and even ones
     block, embed, config = layer
     chunks = calibrate.chunks_of(texts_of(tiny["untied"], (3, 9), (5, 1), (2, 11)), embed, config)
     inputs = [calibrate.block_and_inputs(block, chunk)[0] for chunk in chunks]

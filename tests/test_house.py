@@ -30,7 +30,7 @@ DOORS = {("ops", "kernels"), ("nvfp4", "marlin_fp4"), ("sampler", "decode")}
 # 2,400 lines and 120 KB for the method, 3,250 lines for the reading path, 6,450 and 300 KB for all.
 METHOD_BUDGET = 3200, 143                                                # lines, KB of 1,024 bytes
 READING_BUDGET = 4970, 223
-WHOLE_BUDGET = 10190, 450
+WHOLE_BUDGET = 10230, 451
 LARGEST = {                                                               # lines, KB
     "program.py": (90, 3.2),
     "watch.py": (75, 3.2),
@@ -64,7 +64,7 @@ LARGEST = {                                                               # line
     "tools/study.py": (110, 4.8),
     "tools/__init__.py": (5, 0.2),
     "tiny/arithmetic.py": (65, 3.1),
-    "calibrate.py": (345, 15.8),
+    "calibrate.py": (385, 17.2),
 }
 
 # Of tiny/, what data.py reads: the rest made the model, once.
