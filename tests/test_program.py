@@ -34,7 +34,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def run(*argv, cwd, code=None):
     command = [sys.executable, *(["-c", code] if code else []), *map(str, argv)]
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60,
-                          env=os.environ | {"PYTHONPATH": str(ROOT)})
+                          env=os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""})
     return done.returncode, done.stdout + done.stderr
 
 

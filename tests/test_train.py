@@ -21,6 +21,7 @@ import socket
 import subprocess
 import sys
 import time
+from importlib import metadata
 from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,6 +85,8 @@ def train(argv, folder, log, env, max_file, fault):
     if env:                                                               # run.py reads its rank when it is imported
         for name in [n for n, m in sys.modules.items() if Path(getattr(m, "__file__", None) or "/").parent == ROOT]:
             del sys.modules[name]
+    if "cuda" not in argv:                                  # a kernel that promises any size: 1 TiB is too much
+        resource.setrlimit(resource.RLIMIT_AS, (2**40, 2**40))
     if max_file:
         resource.setrlimit(resource.RLIMIT_FSIZE, (max_file, max_file))
     if fault:
@@ -613,7 +616,7 @@ def test_a_run_says_what_it_will_do_what_it_did_and_what_comes_next(runs):
     assert "next: python evaluate.py speaks" in log
     about = json.loads((runs.folder / "speaks" / "run.json").read_text())
     assert about["about"].keys() == {"commit", "versions", "hardware", "command", "date"} and about["ended"]
-    assert about["about"]["versions"]["torch"] == torch.__version__ and "--show 2" in about["about"]["command"]
+    assert about["about"]["versions"]["torch"] == metadata.version("torch") and "--show 2" in about["about"]["command"]
 
 
 def test_a_run_like_another_says_what_differs_and_keeps_adapters(runs):
