@@ -75,9 +75,6 @@ add("--format-weight", type=float, default=0.0,
 add = parser.add_argument_group("rollouts").add_argument
 add("--prompts-per-step", type=int, default=16, help="problems; 16 x 8 = Table 4's batch of 128")
 add("--group-size", type=int, default=8, help="samples a problem (Table 4: 8, BigMath 16)")
-add("--oversample", type=float, default=1.0,
-    help="times --prompts-per-step are sampled; above 1, the first so many problems with right and "
-         "wrong answers are learned from (DAPO's dynamic sampling in one go)")
 add("--revisit", type=float, default=1.0,
     help="chance to take a problem again for each of its last groups that were all right or all "
          "wrong (GRESO: 0.5)")
@@ -141,7 +138,7 @@ RANGES = {**dict.fromkeys(COUNTS, "[1, 2e9]"), **dict.fromkeys(POSITIVE, "(0, 1e
           **dict.fromkeys(NOT_NEGATIVE, "[0, 1e9]"), "group_size": "[2, 1e6]", "warmup": "[0, 1]",
           "clip_low": "(0, 1]", "correction_cap": "[1, 1e9]", "lr": "(0, 10]",
           "temperature": "(0, 1000]", "sigma_start": "[0, 10]", "sigma_end": "[0, 10]",
-          "eval_problems": "[0, 2e9]", "seed": "[0, 2e18]", "oversample": "[1, 100]",
+          "eval_problems": "[0, 2e9]", "seed": "[0, 2e18]", 
           "revisit": "[0.1, 1]", "calibrate": "[0, 1e5]"}
 PLACES = {"resume", "like", "out", "head", "device", "kernels", "memory_gib", "kv_gib", "show",
           "keep", "report_to"}

@@ -19,9 +19,10 @@ its proximal policy before the first update instead, for one more forward pass.
 Divisors are those of the whole optimizer step, known before the first backward. So gradients are
 summed, over micro-batches and ranks alike, and no split of the rows changes them. Rows that are not
 live (cut at the length limit, unscorable) leave numerator and divisor. Groups of equal rewards stay
-in the divisor though they add no gradient, as in the release; dynamic sampling takes them out.
+in the divisor though they add no gradient, as in the release.
 
-Not here: a critic, an entropy bonus (neither in the paper), the overlong penalty (rewards.py).
+Not here: a critic, an entropy bonus (neither in the paper), the overlong penalty (rewards.py),
+DAPO's dynamic sampling: sampling until N groups teach costs what larger --prompts-per-step do.
 """
 from dataclasses import dataclass
 from typing import Callable, NamedTuple
@@ -96,20 +97,13 @@ def group_advantages(rewards, group_size, scale="group", shaping=None):
     return torch.where(informative[:, None], centred, 0.0).view(-1)
 
 
-def live_rows(rewards, finished, group_size, mask_cut=True, most=None):
+def live_rows(rewards, finished, mask_cut=True):
     """(B,) bool: the rows that enter the loss. Cut rows still count in their group's mean.
 
-    mask_cut drops rows that hit the length limit (finished False), as the release does; most: of
-    all groups only the first so many whose rewards differ.
+    mask_cut drops rows that hit the length limit (finished False), as the release does.
     """
     live = ~rewards.isnan()
-    if mask_cut:
-        live = live & finished
-    if most:
-        useful = keep_informative(rewards, group_size)
-        useful &= useful.cumsum(0) <= most
-        live = live & useful.repeat_interleave(group_size)
-    return live
+    return live & finished if mask_cut else live
 
 
 def disjoint(live, group_size, count):

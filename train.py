@@ -85,8 +85,7 @@ class Run:
 def make_sampler(args, model, learner, held_out):
     """-> the sampler; on a GPU, what the memory allows, for it and for the learner's batches."""
     longest = args.max_prompt_tokens + args.max_new_tokens
-    sampled = math.ceil(args.prompts_per_step * args.oversample) * args.group_size
-    rows = min(args.max_rows, max(sampled, held_out))
+    rows = min(args.max_rows, max(args.prompts_per_step * args.group_size, held_out))
     tokens = args.micro_batch_tokens or memory.MICRO_BATCH_TOKENS[0]
     kept = len(model.layers) if model.config.width <= 256 else 0     # 40 KB a token of tiny/
     engine = engine_for(model.device, args.kernels)
@@ -205,9 +204,8 @@ def choose(run, cursor):
     --revisit passes over those whose last groups were all right or all wrong (GRESO 2506.02177).
     """
     args = run.args
-    count = math.ceil(args.prompts_per_step * args.oversample)
     chosen = {}
-    while len(chosen) < count:
+    while len(chosen) < args.prompts_per_step:
         i, = data.step_indices(len(run.problems), args.seed, cursor, 1)
         u = row_key(args.seed, cursor, args.group_size) / 2**63  # a key that no sample has
         if u < args.revisit ** run.misses[i].item():
@@ -261,10 +259,7 @@ def sample_and_score(run, step, sigma, places, indices):
 
 
 def compare(run, rows):
-    """Rows of all ranks -> advantages (B,), and token weights (B,) of each of a pass's updates.
-
-    With --oversample, only the first --prompts-per-step groups with right and wrong answers count.
-    """
+    """Rows of all ranks -> advantages (B,), and token weights (B,) of each of a pass's updates."""
     args = run.args
     task = torch.tensor([row["task"] for row in rows])
     shaping = torch.tensor([row["reward"] - row["task"] for row in rows])
@@ -273,8 +268,7 @@ def compare(run, rows):
     finished = torch.tensor([row["finished"] for row in rows])
     lengths = torch.tensor([row["length"] for row in rows])
     advantages = grpo.group_advantages(task, args.group_size, args.advantage_scale, shaping)
-    live = grpo.live_rows(task, finished, args.group_size, args.overlong == "mask",
-                          args.prompts_per_step if args.oversample > 1 else None)
+    live = grpo.live_rows(task, finished, args.overlong == "mask")
     weights = [grpo.token_weights(lengths, part, run.learner.loss, args.max_new_tokens)
                for part in grpo.disjoint(live, args.group_size, args.updates_per_rollout)]
     return advantages, weights

@@ -145,14 +145,10 @@ def test_informative_groups_are_those_with_spread():
     assert keep_informative(rewards, 2).tolist() == [False, False, True, False, False, True]
 
 
-def test_live_rows_are_scorable_and_by_choice_finished_and_informative():
+def test_live_rows_are_scorable_and_by_choice_finished():
     rewards, finished = torch.tensor([1, 0, NAN, 1, 1, 1.0]), torch.tensor([True, False, True, True, True, False])
-    assert live_rows(rewards, finished, 2).tolist() == [True, False, False, True, True, False]
-    assert live_rows(rewards, finished, 2, mask_cut=False).tolist() == [True, True, False, True, True, True]
-    rewards = torch.tensor([1, 0, 1, 1, 0, 1, 1, 0.0])
-    finished = torch.tensor([True] * 5 + [False] + [True] * 2)
-    assert live_rows(rewards, finished, 2, most=2).tolist() == [True] * 2 + [False] * 2 + [True] + [False] * 3
-    assert live_rows(rewards, finished, 2, mask_cut=False, most=9).tolist() == [True] * 2 + [False] * 2 + [True] * 4
+    assert live_rows(rewards, finished).tolist() == [True, False, False, True, True, False]
+    assert live_rows(rewards, finished, mask_cut=False).tolist() == [True, True, False, True, True, True]
 
 
 def test_disjoint_updates_share_out_whole_groups_with_live_rows():

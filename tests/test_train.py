@@ -210,7 +210,7 @@ def test_the_defaults_pass_their_own_check():
     ("--eval-problems", ("-3",)), ("--seed", ("-1",)), ("--group-size", ("1", "0", "-4")),
     ("--warmup", ("-0.1", "1.5", "nan")), ("--clip-low", ("0", "-0.2", "1.5", "nan")),
     ("--correction-cap", ("0.5", "nan", "inf")), ("--overlong-buffer", ("-1", "100000")),
-    ("--oversample", ("0.9", "nan", "inf")), ("--revisit", ("0.09", "1.1", "nan")), ("--updates-per-rollout", ("17",))])
+    ("--revisit", ("0.09", "1.1", "nan")), ("--updates-per-rollout", ("17",))])
 def test_a_value_that_cannot_be_meant_is_refused_with_flag_and_value(flag, values):
     for value in values:
         args = args_of(f"{flag}={value}")
@@ -224,7 +224,7 @@ def test_a_value_that_cannot_be_meant_is_refused_with_flag_and_value(flag, value
     "--warmup 0", "--warmup 1", "--sigma-start 0", "--sigma-start 0 --sigma-end 0",
     "--weight-decay 0.1 --kl-beta 0.001", "--eval-problems 0",
     "--seed 0", "--clip-low 1 --clip-high 1e9", "--correction-cap 1", "--group-size 2",
-    "--overlong-buffer 48 --overlong keep", "--updates-per-rollout 16", "--oversample 1"])
+    "--overlong-buffer 48 --overlong keep", "--updates-per-rollout 16"])
 def test_values_on_the_edge_are_taken(flags):
     assert flags_py.check_flags(args_of(*flags.split()), None) is None
 
@@ -321,16 +321,6 @@ def test_every_loss_and_option_runs(runs, flags):
         assert sum("layernorm" in n for n in names) == 6                  # 2 norms x 3 layers
 
 
-def test_oversampling_learns_from_the_first_groups_with_right_and_wrong_answers(runs):
-    runs.run("over", *"--steps 3 --prompts-per-step 3 --oversample 2.5 --save-every 1".split())
-    state = json.loads((runs.folder / "over/checkpoints/step_000003/state.json").read_text())
-    assert state["cursor"] == 24                                          # 3 steps of 8
-    for m in runs.metrics("over"):
-        groups = [{row["task"] for row in rows} for rows in groups_of(runs.samples("over"), m["step"])]
-        informative = sum(len(task) > 1 for task in groups)
-        assert len(groups) == 8 and m["informative"] == informative / 8 and m["groups"] == min(informative, 3)
-
-
 def groups_of(samples, step):
     """Lists of the 4 samples of a problem."""
     rows = [row for row in samples if row["step"] == step]
@@ -379,14 +369,12 @@ def order_of_sums(place):
     return questions[data.step_indices(56, 0, place, 1)[0]]
 
 
-@pytest.mark.parametrize("more", ["", "--oversample 2"])
-def test_groups_with_equal_rewards_teach_nothing_of_their_lengths(runs, more):
-    out = f"equal{len(more)}"
+def test_groups_with_equal_rewards_teach_nothing_of_their_lengths(runs):
     flags = "--steps 1 --prompts-per-step 3 --overlong keep --overlong-buffer 24 --reward my_rewards:one"
-    runs.run(out, *flags.split(), "--temperature", "2", *more.split())
-    samples = runs.samples(out)
+    runs.run("equal", *flags.split(), "--temperature", "2")
+    samples = runs.samples("equal")
     assert {row["task"] for row in samples} == {1} and len({row["reward"] for row in samples}) > 1
-    assert {row["advantage"] for row in samples} == {0} and not runs.state(out, 1)["exp_avg"].any()
+    assert {row["advantage"] for row in samples} == {0} and not runs.state("equal", 1)["exp_avg"].any()
 
 
 def test_disjoint_updates_see_each_row_once_and_epochs_repeat_them(runs):
@@ -835,7 +823,7 @@ def test_resume_refuses_other_flags_and_a_second_run_refuses_the_folder(runs, wh
 def test_two_ranks_equal_one(runs):
     # Three problems on two ranks; the second has two. Same completions; the gradient differs by the order of fp32 sums
     # over 300 tokens, the learner's rounding in batches of other sizes included: 1e-4 is 5 times what was seen.
-    flags = "--steps 3 --prompts-per-step 3 --save-every 1 --oversample 1.5 --updates-per-rollout 2 --epochs 2".split()
+    flags = "--steps 3 --prompts-per-step 3 --save-every 1 --updates-per-rollout 2 --epochs 2".split()
     runs.run("one", *flags)
     processes = runs.ranks("two", 2, *flags)
     for rank, process in enumerate(processes):

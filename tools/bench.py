@@ -284,7 +284,7 @@ class Step:
         self.prompts = random_prompts(self.model, torch.randint(64, 257, (args.prompts,)).tolist())
         mine = share(self.prompts)
         plan = argparse.Namespace(**vars(args), max_prompt_tokens=256, max_new_tokens=1024,
-                                  max_rows=256, prompts_per_step=len(mine), oversample=1.0)
+                                  max_rows=256, prompts_per_step=len(mine))
         self.sampler = make_sampler(plan, self.model, self.learner, held_out=0)
         rewards = torch.arange(args.prompts * G) % 2     # so every row is trained on
         live = torch.ones(args.prompts * G, dtype=torch.bool)
