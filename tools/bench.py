@@ -3,13 +3,11 @@ Measures the speeds that docs/ reports; needs a GPU. Each command ends with one 
 
     python -m tools.bench linears --model 7b [--lora-rank 32]      a layer's linears against cuBLAS
     python -m tools.bench rollout --model 7b --base nvfp4 [--batch 1,8,32,64,256]        tokens/s
-    python -m tools.bench rollout --spread --batch 128,32,16       many lengths, by slots
     python -m tools.bench step --model 32b --memory-gib 48         a whole GRPO step
     torchrun --nproc-per-node 2 -m tools.bench step --model 7b     the same on several GPUs
 
 linears. `chain`, `cublas`: the four of a layer one after the other, as in a step of decoding; slabs
-are not summed, since other kernels do that. Many rows: lora.Linear, which expands W, beside cuBLAS
-on a W that is there already, same types: fp32 results forward, bf16 for dX.
+are not summed, since other kernels do that.
 
 rollout. The whole sampler on random weights and a live random adapter: B sequences in groups of
 gcd(B, 8), end ids ignored, log-probs returned; tokens/s count prefill and the host's work.
@@ -35,8 +33,7 @@ import nvfp4
 from attention import lay_out
 from learner import Learner
 from lora import Adapter, Linear
-from run import (KERNELS, LOCAL_RANK, RANK, WORLD, all_sum, capability, gather, join, kernels_for, say,
-                 share)
+from run import KERNELS, LOCAL_RANK, WORLD, capability, gather, join, kernels_for, say, share
 from sampler import Sampling, engine_for, sampler_for
 from train import make_sampler
 
@@ -146,15 +143,11 @@ def random_bf16(*shape):
     return torch.randn(shape, device=DEVICE).bfloat16()
 
 
-def layers_beyond_cache(shapes):
-    return math.ceil(TRAFFIC / (BYTES * sum(N * K for N, K in shapes.values())))
-
-
 def decode_figures(shapes, M, rank, kernels):
     """Of the decode matmul with M rows, a layer."""
     from decode import MATMULS
     decode_matmul = functools.partial(MATMULS[kernels], pdl=capability(DEVICE) >= (9, 0))
-    layers = layers_beyond_cache(shapes)
+    layers = math.ceil(TRAFFIC / (BYTES * sum(N * K for N, K in shapes.values())))
     operands = []
     for name, (N, K) in shapes.items():
         x = random_bf16(M, K)
@@ -181,41 +174,11 @@ def decode_figures(shapes, M, rank, kernels):
             "cublas_of_chain": cublas / chain, "floor_of_chain": floor / chain}
 
 
-def large_figures(shapes, M):
-    """Of lora.Linear's forward and dX, and the same products by cuBLAS, a layer."""
-    seconds = torch.zeros(4)
-    for name, (N, K) in shapes.items():
-        linear = Linear(random_weight(N, K), [name], (N,))
-        dense = linear.weight.dequantize()
-        x = random_bf16(M, K)
-        dy = random_bf16(M, N)
-        seconds += graph_times(
-            lambda: linear.product(x), lambda: linear.product_backward(x, dy, False),
-            lambda: torch.mm(x, dense.T, out_dtype=torch.float32), lambda: dy @ dense)
-    forward, dx, cublas_forward, cublas_dx = seconds.tolist()
-    return {"forward_us": forward * 1e6, "dx_us": dx * 1e6,
-            "forward_of_cublas": cublas_forward / forward, "dx_of_cublas": cublas_dx / dx}
-
-
-def dequantize_figures(shapes):
-    """GB/s read and written."""
-    layers = layers_beyond_cache(shapes)
-    weights = [random_weight(N, K) for N, K in shapes.values() for _ in range(layers)]
-    outs = [random_bf16(w.N, w.K) for w in weights]
-    source, target = torch.empty(2, int(TRAFFIC) // 4, device=DEVICE)
-    seconds, copy = graph_times(lambda: [w.dequantize(out) for w, out in zip(weights, outs)],
-                                lambda: torch.neg(source, out=target)).tolist()
-    moved = sum(w.N * w.K for w in weights) * (BYTES + 2)
-    return {"dequantize_gbs": moved / seconds / 1e9, "copy_gbs": 2 * TRAFFIC / copy / 1e9}
-
-
 def linears(args):
     shapes = fused_shapes(args.model)
     decode = {M: show(f"{M} rows", decode_figures(shapes, M, args.lora_rank, args.kernels))
               for M in args.rows}
-    large = {M: show(f"{M} rows", large_figures(shapes, M)) for M in args.large_rows}
-    rates = show("rates", dequantize_figures(shapes))
-    return {"decode": decode, "large": large, **rates}
+    return {"decode": decode}
 
 
 def weight_bytes(model):
@@ -225,7 +188,7 @@ def weight_bytes(model):
     return frozen + adapter + model.lm_head.nbytes
 
 
-def fixed_load(model, sampler, B, prompt, new):
+def load_figures(model, sampler, B, prompt, new):
     """B completions of `new` tokens -> figures."""
     G = math.gcd(B, 8)
     prompts = random_prompts(model, [prompt] * (B // G))
@@ -240,35 +203,12 @@ def fixed_load(model, sampler, B, prompt, new):
             "floor_ms": floor * 1e3, "floor_of_step": floor / step, "prefill_ms": prefill * 1e3}
 
 
-def spread_load(sampler, prompts, rows):
-    """128 completions of 50 to 1,024 tokens, mean 200, through `rows` slots -> figures.
-
-    times_packed: against as many tokens in equal lengths, where every slot is busy to the end.
-    """
-    limits = drawn_lengths(128, 50, 1024, 200)
-    for _ in range(2):                           # the first compiles and captures
-        spread = sampler.generate(prompts, 8, Sampling(limits))
-        packed = sampler.generate(prompts[:max(1, rows // 8)], min(8, rows),
-                                  Sampling(round(sum(limits) / 128)))
-    ratio = spread.seconds / spread.num_tokens / (packed.seconds / packed.num_tokens)
-    return {"tokens_s": spread.num_tokens / spread.seconds, "idle": spread.idle,
-            "seconds": spread.seconds, "times_packed": ratio}
-
-
 def rollout(args):
     model = random_model(args)
     engine = engine_for(DEVICE, args.kernels)
-    batch = {}
-    if args.spread:
-        prompts = random_prompts(model, [args.prompt] * 16)
-        for rows in args.batch:
-            sampler = sampler_for(engine, model, args.prompt + 1024, rows)
-            batch[rows] = show(f"{rows} slots", spread_load(sampler, prompts, rows))
-    else:
-        sampler = sampler_for(engine, model, args.prompt + args.new, max(args.batch))
-        for B in args.batch:
-            load = fixed_load(model, sampler, B, args.prompt, args.new)
-            batch[B] = show(f"B={B}", load)
+    sampler = sampler_for(engine, model, args.prompt + args.new, max(args.batch))
+    batch = {B: show(f"B={B}", load_figures(model, sampler, B, args.prompt, args.new))
+             for B in args.batch}
     return {"weight_gb": weight_bytes(model) / 1e9, "batch": batch}
 
 
@@ -305,18 +245,6 @@ class Step:
         torch.cuda.synchronize()
         return update.sums
 
-    def difference(self, rollouts):
-        """Relative distance of the ranks' summed gradient from the one that a rank computes."""
-        of_step = rollouts, self.advantages, self.weights
-        adapter = self.model.adapter
-        adapter.zero_grad()
-        self.learner.gradient(*of_step, 0, 1)
-        alone = adapter.master.grad.clone()
-        adapter.zero_grad()
-        self.learner.gradient(*of_step, RANK, WORLD)
-        gather([])                               # see run.py: before a big all_sum
-        return ((all_sum(adapter.master.grad) - alone).norm() / alone.norm()).item()
-
 
 def step(args):
     """Times the second of two equal steps: the first compiles."""
@@ -333,12 +261,10 @@ def step(args):
         done = time.perf_counter()
     rows = [prompt + answer for prompt, answer in zip(rollouts.prompts, rollouts.completions)]
     starts = [len(prompt) for prompt in rollouts.prompts]
-    figures = {"seconds": done - began, "rollout": sampled - began, "update": done - sampled,
-               "tokens": rollouts.num_tokens, "learner_tokens": sum(map(len, rows)),
-               "learner_computed": len(lay_out(rows, starts)[0])}
-    if WORLD > 1:
-        figures["gradient_difference"] = work.difference(rollouts)
-    return {**figures, "idle": rollouts.idle, "samples": len(rows), "gpus": WORLD,
+    return {"seconds": done - began, "rollout": sampled - began, "update": done - sampled,
+            "tokens": rollouts.num_tokens, "learner_tokens": sum(map(len, rows)),
+            "learner_computed": len(lay_out(rows, starts)[0]),
+            "idle": rollouts.idle, "samples": len(rows), "gpus": WORLD,
             "micro_batch": work.learner.micro_batch_tokens, "kept": work.learner.kept_blocks,
             "kv_gib": work.sampler.engine.kv.nbytes / 2**30,
             "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
@@ -370,13 +296,11 @@ def parse_args():
     add("linears rollout step", "--kernels", choices=["auto", *KERNELS], default="auto")
     add("linears", "--lora-rank", type=int, default=0, help="of each part's adapter; 0: none")
     add("linears", "--rows", type=int, nargs="*", default=[1, 8, 16, 32, 64, 128, 256])
-    add("linears", "--large-rows", type=int, nargs="*", default=[1024, 4096, 16384])
     add("rollout step", "--lora-rank", type=int, default=32)
     add("rollout step", "--base", choices=list(nvfp4.FORMATS), default="nvfp4")
     add("rollout step", "--dtype", choices=["bfloat16", "float16"], default="bfloat16")
     add("rollout", "--batch", type=lambda text: [int(n) for n in text.split(",")],
         default=[1, 8, 32, 64, 256], help="as 1,8,32")
-    add("rollout", "--spread", action="store_true", help="many lengths; --batch: slots")
     add("rollout", "--prompt", type=int, default=256, help="tokens of a prompt")
     add("rollout", "--new", type=int, default=512, help="tokens of a completion, at least 2")
     add("step", "--memory-gib", type=float, help="bound of the whole process")
