@@ -296,7 +296,7 @@ def prepare(args, of_run):
     others = read_results(args.against) if args.against else None
     if args.adapter:
         hf.read_peft(args.adapter)
-    folder = hf.resolve(args.model)
+    folder = hf.resolve(args.model, weights=False)
     args.base = hf.base_of(folder, args.base)
     tokenizer = data.Tokenizer(folder)
     problems = problems_of(args, of_run, tokenizer)
@@ -306,7 +306,7 @@ def prepare(args, of_run):
     if args.max_new_tokens is None:
         args.max_new_tokens = max(1, min(4096, hf.positions(folder) - longest))
     hf.check_lengths(folder, longest + args.max_new_tokens)
-    model = load_model(args, folder, device, tokenizer)
+    model = load_model(args, hf.resolve(args.model), device, tokenizer)
     rows = min(args.max_rows, len(problems) * args.samples)
     engine = engine_for(device, args.kernels)
     sampler = sampler_for(engine, model, longest + args.max_new_tokens, rows)

@@ -81,8 +81,10 @@ def write_json(path, value):
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def resolve(name):
-    """A folder, a name such as qwen2.5-7b or a Hugging Face id -> a folder, downloaded or not."""
+def resolve(name, weights=True):
+    """A folder, a name such as qwen2.5-7b or a Hugging Face id -> a folder; what is not here is
+    downloaded. Without weights it is a matter of seconds, enough to find out what is wrong.
+    """
     if Path(name).is_dir():
         return Path(name)
     alias = re.fullmatch(r"qwen2\.5(-coder|-math)?-(0\.5|1\.5|3|7|14|32|72)b", str(name).lower())
@@ -93,8 +95,9 @@ def resolve(name):
                          "or Qwen/Qwen2.5-7B-Instruct")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    patterns = ["*.json", "*.jinja", *(["*.safetensors"] if weights else [])]
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise ValueError(f"--model {name}: not downloadable ({first_line(error)})") from None
 

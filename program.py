@@ -2,14 +2,15 @@
 A program as its user meets it: how its threads wait, and how it ends where that is no fault of
 ours. Every program imports this before torch, whose OpenMP reads its settings once.
 
-    with one_line("train.py"): ...     a wrong flag, file or folder ends in one line and code 1
-
+    with one_line("train.py"): ...     a wrong flag, file or folder, or a signal such as SIGTERM,
+                                       ends in one line and code 1
 Ctrl-C ends in one line and code 130, also while libraries are still being imported. A bug keeps
 its traceback.
 """
 import os
 import platform
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -37,9 +38,23 @@ def short(value):
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+SIGNALS = [signal.SIGTERM]
+if getattr(signal, "SIGHUP", None) and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+    SIGNALS.append(signal.SIGHUP)                # a lost terminal; nohup has it ignored
+
+
+def stop(number, _=None):
+    """A signal's handler."""
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    hint = " (asked to, or because a rank died: see torchrun's report)" if ranks > 1 else ""
+    raise Stopped(f"stopped by {signal.Signals(number).name}{hint}")
+
+
 @contextmanager
 def one_line(name):
     """What a user's flag, file or folder can hold, or a machine lack, ends in one line, code 1."""
+    for number in SIGNALS:
+        signal.signal(number, stop)              # unhandled, it would leave half a folder behind
     try:
         yield
     except (ValueError, OSError, Stopped) as error:

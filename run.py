@@ -2,20 +2,18 @@
 A run among other processes and on a disk: ranks, signals, files, checkpoints, trackers.
 
 Ranks. Started by torchrun, WORLD processes run the same script, each with a GPU of its own and
-the whole model; RANK is this one's number. Started by hand there is one and torch.distributed
-stays out of it: share, gather and all_sum are the identity. Rank 0 alone prints and writes.
+the whole model; RANK is this one's number. Started by hand there is one: share, gather and all_sum
+are the identity. Rank 0 alone prints and writes.
 
-Ends. A signal raises Stopped at once, wherever the step is: a cluster may give 30 seconds, a step
-may take longer. A rank that dies makes the next gather() of the others raise Stopped; torchrun
-sends SIGTERM as well. Lists travel by gloo, also on GPUs: a gloo call fails as soon as a peer's
-socket closes, while an NCCL kernel waits for the dead until a timeout. So an all_sum() of a big
-GPU tensor comes right after a gather().
+Ends. A signal raises Stopped wherever the step is: a cluster may give 30 seconds, a step may take
+longer. A rank that dies makes the next gather() of the others raise Stopped. Lists travel by gloo,
+also on GPUs: a gloo call fails as soon as a peer's socket closes, while an NCCL kernel waits for
+the dead until a timeout. So an all_sum() of a big GPU tensor comes right after a gather().
 
 Checkpoints. Training changes tensors in place, in the middle of steps. `Checkpoints` keeps a copy
 on the host as of the end of the last whole step (50 ms a step for 7B at rank 32: 1 GB, pinned),
 and files are written from that copy alone. So wherever in a step a run ends, rank 0 can save the
-last whole one without a word to other ranks or to a GPU that may be stuck, and saving never
-changes what is being trained.
+last whole one without a word to other ranks or to a GPU that may be stuck.
 
     checkpoints/step_000040/state.safetensors     the tensors
                            /state.json            the counters, SHA-256 of both files' content
@@ -35,7 +33,7 @@ import signal
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -45,7 +43,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from tqdm import tqdm
 
-from program import Stopped, first_line, short
+import program
+from program import Stopped, first_line, short, stop
 
 try:
     import fcntl
@@ -55,9 +54,7 @@ except ImportError:                              # Windows: there run.json alone
 RANK = int(os.environ.get("RANK", 0))
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
-SIGNALS = [signal.SIGTERM, signal.SIGINT]
-if getattr(signal, "SIGHUP", None) and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-    SIGNALS.append(signal.SIGHUP)                # a lost terminal; nohup has it ignored
+SIGNALS = [*program.SIGNALS, signal.SIGINT]
 KERNELS = "hopper", "portable"                   # --kernels
 
 
@@ -163,18 +160,8 @@ def all_sum(tensor):
     return tensor
 
 
-def from_rank_0(tensor):
-    if WORLD > 1:
-        collective(dist.broadcast, tensor, 0)
-
-
 # -------------------------------------------------------------------------------------------------
 # Signals
-
-def stop(number, _=None):
-    hint = " (asked to, or because a rank died: see torchrun's report)" if WORLD > 1 else ""
-    raise Stopped(f"stopped by {signal.Signals(number).name}{hint}")
-
 
 @contextmanager
 def signals_wait():
@@ -234,10 +221,24 @@ def read_bytes(path):
     return path.read_bytes()
 
 
+@contextmanager
+def claimed(folder, resume):
+    """--out becomes this run's own. If the block fails, a new run has left nothing: neither the
+    folder nor a base in it. ValueError if it is not empty, or another process holds it.
+    """
+    if RANK == 0:
+        claim(folder, resume)
+    try:
+        yield
+    except BaseException:
+        if RANK == 0 and not resume:
+            shutil.rmtree(folder / "base", ignore_errors=True)
+            with suppress(OSError):              # something else came to be in it
+                folder.rmdir()
+        raise
+
+
 def claim(folder, resume):
-    """--out becomes this run's own. ValueError if it is not empty, or another process holds it."""
-    if RANK > 0:
-        return
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
         raise ValueError(f"--out {folder}: not writable")
@@ -250,7 +251,8 @@ def claim(folder, resume):
         except OSError:                          # a file system without locks
             os.close(handle)
     if not resume and any(folder.iterdir()):
-        raise ValueError(f"--out {folder} is not empty: choose another folder, or --resume it")
+        advice = ", or --resume it" if (folder / "run.json").exists() else ""
+        raise ValueError(f"--out {folder} is not empty: choose another folder{advice}")
 
 
 def write_atomically(path, data):
@@ -387,7 +389,8 @@ class Folder:
         counters = gather([self.checkpoints.counters])[0]
         if counters:
             for name, t in self.checkpoints.tensors.items():
-                from_rank_0(t)
+                if WORLD > 1:
+                    collective(dist.broadcast, t, 0)
                 self.live[name].copy_(t)
             self.save()                          # adapter/, in case the end came between the two
         return counters

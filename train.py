@@ -19,7 +19,6 @@ Not here: a critic, a reference model (the adapter switched off is one), a learn
 config file.
 """
 import argparse
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -48,7 +47,7 @@ import rewards
 from evaluate import interval
 from flags import check_flags, parse_args
 from learner import Learner
-from run import (RANK, WORLD, Folder, Tracker, claim, device_of, ending_with, few_threads,
+from run import (RANK, WORLD, Folder, Tracker, claimed, device_of, ending_with, few_threads,
                  gather, join, kernels_for, say, share, signals_wait)
 from sampler import BLOCK, Sampler, Sampling, engine_for, row_key, sampler_for
 from watch import Watch
@@ -124,8 +123,7 @@ def prepare(args, before):
     data.check_source(args.data)
     data.check_source(args.eval_data or args.data)
     out = Path(args.out)
-    claim(out, args.resume)
-    folder = hf.resolve(args.model)
+    folder = hf.resolve(args.model, weights=False)
     hf.check_lengths(folder, args.max_prompt_tokens + args.max_new_tokens, args.lora_rank)
     tokenizer = data.Tokenizer(folder)
     problems, held_out = data.split_problems(args, tokenizer)
@@ -133,6 +131,7 @@ def prepare(args, before):
         memory.bound(args.memory_gib, device)
         torch.cuda.set_device(device)                            # Triton launches on this one
     join(device)
+    folder = hf.resolve(args.model)
     if args.calibrate:
         folder = calibrated(args, folder, tokenizer, problems, out / "base", device)
     model = qwen.load(folder, args.base, device, args.dtype, tokenizer.vocab_size)
@@ -492,13 +491,8 @@ def farewell(run):
 def main():
     with program.one_line("train.py"):
         args, before = parse_args()
-        try:
+        with claimed(Path(args.out), args.resume):
             run = prepare(args, before)
-        except BaseException:
-            if RANK == 0:
-                with contextlib.suppress(OSError):
-                    Path(args.out).rmdir()       # empty: nothing was begun
-            raise
     plain = RANK > 0 or not sys.stderr.isatty()
     bar = tqdm(total=args.steps, unit="step", dynamic_ncols=True, disable=plain)
     with ending_with(run.folder.save, f"go on with --resume --out {run.folder.path}"), bar:

@@ -1,16 +1,18 @@
 """
-How programs end, each as a process of its own: wrong input and Ctrl-C in one line, whatever the moment; how long help
+How programs end, most as a process of its own: wrong input and signals in one line, whatever the moment; how long help
 takes; two hosts.
 
 python -m pytest tests/test_program.py -v
 """
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 import program
@@ -22,7 +24,7 @@ INTERRUPTED = """
 import importlib, os, runpy, signal, sys, time
 sys.path.insert(0, {root!r})
 def interrupt(*_, **__):
-    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.{signal})
     time.sleep(10)
 module = importlib.import_module({module!r})
 setattr(module, {name!r}, interrupt)
@@ -43,16 +45,18 @@ def run(*argv, cwd, code=None):
     [ROOT / "evaluate.py", "--model", TINY, "--data", "arithmetic", "--device", "cpu", "--out", "x.jsonl"],
     [ROOT / "tools/chat.py", "--model", TINY, "--device", "cpu", "--question", "1+1?"]])
 def test_ctrl_c_while_loading_is_one_line_and_code_130(tmp_path, argv):
-    code = INTERRUPTED.format(root=str(ROOT), module="model", name="load")
+    code = INTERRUPTED.format(root=str(ROOT), signal="SIGINT", module="model", name="load")
     status, said = run(*argv, cwd=tmp_path, code=code)
     assert status == 130 and said.splitlines()[-1] == f"{argv[0].name}: stopped by Ctrl-C" and "Traceback" not in said
     assert not [p for p in tmp_path.rglob("*") if p.is_file()]
 
 
-def test_ctrl_c_in_convert_leaves_no_half_folder(tmp_path):
-    code = INTERRUPTED.format(root=str(ROOT), module="hf", name="write_json")           # when the weights are written
-    status, said = run(ROOT / "tools/convert.py", "nvfp4", TINY, "out", cwd=tmp_path, code=code)
-    assert status == 130 and said.splitlines()[-1] == "convert.py: stopped by Ctrl-C" and "Traceback" not in said
+@pytest.mark.parametrize("name,code,line", [
+    ("SIGINT", 130, "convert.py: stopped by Ctrl-C"), ("SIGTERM", 1, "convert nvfp4: stopped by SIGTERM")])
+def test_a_signal_in_convert_leaves_no_half_folder(tmp_path, name, code, line):
+    interrupted = INTERRUPTED.format(root=str(ROOT), signal=name, module="hf", name="write_json")    # weights are there
+    status, said = run(ROOT / "tools/convert.py", "nvfp4", TINY, "out", cwd=tmp_path, code=interrupted)
+    assert status == code and said.splitlines()[-1] == line and "Traceback" not in said
     assert not list(tmp_path.iterdir())
 
 
@@ -79,11 +83,35 @@ def test_ctrl_c_while_libraries_are_imported_is_one_line(tmp_path):
     (["evaluate.py"], "needs the folder of a run, or --model and --data"),
     (["tools/convert.py", "merge", "folder", "out"], "folder/run.json: cannot be read"),
     (["tools/convert.py", "nvfp4", "folder", "out"], "folder/config.json: cannot be read")])
-def test_wrong_input_is_one_line_and_code_1(tmp_path, argv, words):
+def test_wrong_input_is_one_line_and_code_1(tmp_path, monkeypatch, capfd, argv, words):
     (tmp_path / "folder").mkdir()
-    status, said = run(ROOT / argv[0], *argv[1:], cwd=tmp_path)
-    assert status == 1 and words in said and len(said.splitlines()) == 1, said
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(ROOT / argv[0]), *argv[1:]])
+    with pytest.raises(SystemExit) as stop:                # its text goes to stderr, and the code is 1
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    assert words in stop.value.code and "\n" not in stop.value.code and capfd.readouterr() == ("", "")
     assert not [p for p in tmp_path.rglob("*") if p.name not in ("folder", "runs")]
+
+
+@pytest.mark.parametrize("argv", [["train.py", "--lr", "nan"], ["evaluate.py"], ["tools/convert.py", "merge", ".", "x"]])
+def test_a_process_with_wrong_input_ends_with_one_line_and_code_1(tmp_path, argv):
+    status, said = run(ROOT / argv[0], *argv[1:], cwd=tmp_path)
+    assert status == 1 and len(said.splitlines()) == 1, said
+
+
+@pytest.mark.parametrize("argv", [
+    ["train.py", "--model", "some/model"], ["evaluate.py", "--model", "some/model"],
+    ["tools/convert.py", "nvfp4", "some/model", "out", "--calibrate", "8"]])
+def test_wrong_data_is_found_before_a_models_weights_are_downloaded(tmp_path, monkeypatch, argv):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.jsonl").write_text('{"question": "1 + 1"}\n')
+    asked = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download",
+                        lambda name, allow_patterns: asked.extend(allow_patterns) or TINY)
+    monkeypatch.setattr(sys, "argv", [str(ROOT / argv[0]), *argv[1:], "--data", "bad.jsonl", "--device", "cpu"])
+    with pytest.raises(SystemExit, match="bad.jsonl:1: has no answer"):
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    assert "*.json" in asked and "*.safetensors" not in asked
 
 
 def test_help_takes_two_seconds_of_this_process(tmp_path):

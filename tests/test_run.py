@@ -306,6 +306,30 @@ def test_a_folder_is_one_runs_as_long_as_its_process_lives(tmp_path):
     run.claim(tmp_path / "x", False)
 
 
+def test_a_run_that_cannot_begin_leaves_nothing_and_takes_nothing_that_others_made(tmp_path):
+    def fail(name, resume=False):
+        with run.claimed(tmp_path / name, resume):
+            (tmp_path / name / "base").mkdir(exist_ok=True)
+            (tmp_path / name / "base" / "model.safetensors").write_text("")
+            raise Stopped("before the first step")
+
+    with pytest.raises(Stopped):
+        fail("new")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "taken" / "base").mkdir(parents=True)
+    with pytest.raises(ValueError, match="taken is not empty: choose another folder$"):
+        fail("taken")
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "run.json").write_text("{}")
+    with pytest.raises(ValueError, match="begun is not empty: choose another folder, or --resume it$"):
+        fail("begun")
+    assert sorted(tmp_path.rglob("*/*")) == [tmp_path / "begun" / "run.json", tmp_path / "taken" / "base"]
+    (tmp_path / "resumed").mkdir()
+    with pytest.raises(Stopped):
+        fail("resumed", resume=True)
+    assert (tmp_path / "resumed" / "base" / "model.safetensors").exists()
+
+
 def test_where_there_are_no_locks_run_json_is_made_once(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "fcntl", None)
     for _ in range(2):
@@ -370,7 +394,6 @@ def test_shares_are_the_list_in_order_and_differ_by_one_at_most(monkeypatch, wor
 def test_alone_every_function_of_ranks_is_the_identity():
     tensor = torch.ones(3)
     assert run.gather(["a", "b"]) == ["a", "b"] and run.all_sum(tensor) is tensor
-    run.from_rank_0(tensor)
     run.join(torch.device("cpu"))
     assert tensor.tolist() == [1, 1, 1] and not torch.distributed.is_initialized()
 

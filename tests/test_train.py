@@ -789,6 +789,23 @@ def test_damaged_checkpoints_are_named_and_the_one_before_is_used(runs, whole):
     assert runs.same("damaged", whole)
 
 
+@pytest.mark.parametrize("signalled", [False, True])
+def test_a_calibrated_run_that_cannot_begin_leaves_no_base_that_blocks_the_next(runs, signalled):
+    flags = "--steps 1 --calibrate 2".split()
+    if signalled:
+        log = runs.run("unbegun", *flags, code=1, fault=stopped_in_a_calibration)
+        assert log.endswith("train.py: stopped by SIGTERM\n") and "Traceback" not in log
+    else:
+        log = runs.run("unbegun", *flags, "--kv-gib", "1e-6", code=1)
+        assert "KL(16 bits || gptq)" in log and "KV pool of 0.00 GiB" in log.splitlines()[-1]
+    assert not list(runs.folder.glob("*unbegun/")) and not list(runs.folder.glob(".unbegun*"))
+
+
+def stopped_in_a_calibration():
+    import hf                                              # the run's own: it may have been imported anew
+    hf.write_json = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+
+
 def test_a_full_disk_stops_the_run_and_loses_no_earlier_checkpoint(runs, whole):
     # state.safetensors has 4.3 MB: 2 MB a file is enough for everything but a checkpoint.
     process = runs.start("full", "--steps", "30", "--save-every", "3")

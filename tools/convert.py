@@ -31,25 +31,26 @@ from run import must_be_new
 def quantize(args):
     flags.check_ranges(args, {name: flags.RANGES[name] for name in ("calibrate", "seed")})
     data.check_source(args.data)
-    src = hf.resolve(args.source)
+    src = hf.resolve(args.source, weights=False)
     device = select_device(args.device, src)
     codes = args.codes or ("gptq" if args.calibrate else "search")
     if codes in ("gptq", "weighted") and not args.calibrate:
         raise ValueError(f"--codes {codes} needs --calibrate N")
     must_be_new(args.out)
     hf.base_of(src, "nvfp4")                     # says what is lost of a merged adapter
-    files = calibrate.source_of(src, device)
-    texts = ()
-    live_vocab = None
     if args.calibrate:
         tokenizer = data.Tokenizer(src)
-        live_vocab = tokenizer.vocab_size
         problems = data.load_problems(args.data, "train")
         problems, _ = data.encode_prompts(tokenizer, problems, args.prompt_style, math.inf)
         some = data.step_indices(len(problems), args.seed, 0, min(args.calibrate, len(problems)))
-        texts = calibrate.own_answers(src, tokenizer, [problems[i] for i in some], device,
-                                      seed=args.seed)
-    calibrate.to_nvfp4(files, args.out, codes, texts, live_vocab)
+    src = hf.resolve(args.source)
+    files = calibrate.source_of(src, device)
+    if not args.calibrate:
+        calibrate.to_nvfp4(files, args.out, codes)
+        return
+    texts = calibrate.own_answers(src, tokenizer, [problems[i] for i in some], device,
+                                  seed=args.seed)
+    calibrate.to_nvfp4(files, args.out, codes, texts, tokenizer.vocab_size)
 
 
 def merge(args):
