@@ -60,15 +60,22 @@ def test_drawn_lengths_have_the_mean_asked_for_and_a_long_tail(low, high, mean):
     assert lengths == bench.drawn_lengths(512, low, high, mean)
 
 
-def test_a_step_trains_on_every_row(on_cpu):
-    work = bench.Step(Namespace(**FLAGS))
-    assert work.learner.micro_batch_tokens == 2048 and work.sampler.max_length == 256 + 1024
-    rollouts = work.sample()
-    assert [len(c) for c in rollouts.completions] == work.lengths.tolist()
-    before = work.model.adapter.master.detach().clone()
-    sums = work.update(rollouts)
-    assert sums["tokens"] == rollouts.num_tokens            # no group of equal rewards, which teaches nothing
-    assert 0 < (work.model.adapter.master - before).abs().max() < 1e-5                  # lr 1e-6
+def test_a_step_samples_the_lengths_it_draws_and_trains_on_every_row(on_cpu, monkeypatch):
+    updates = []
+    update = bench.Learner.update
+
+    def look(learner, rollouts, *more, lr):
+        before = learner.adapter.master.detach().clone()
+        updates.append((rollouts, update(learner, rollouts, *more, lr=lr)))
+        assert 0 < (learner.adapter.master - before).abs().max() < 1e-5                 # lr 1e-6
+        return updates[-1][1]
+
+    monkeypatch.setattr(bench.Learner, "update", look)
+    figures = bench.step(Namespace(**FLAGS))
+    assert figures["micro_batch"] == 2048 and figures["samples"] == 6 and len(updates) == 2
+    for rollouts, done in updates:
+        assert [len(c) for c in rollouts.completions] == bench.drawn_lengths(6)
+        assert done.sums["tokens"] == rollouts.num_tokens == figures["tokens"]       # no group of equal rewards
 
 
 @pytest.mark.parametrize("command,keys", [

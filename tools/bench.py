@@ -212,52 +212,33 @@ def rollout(args):
     return {"weight_gb": weight_bytes(model) / 1e9, "batch": batch}
 
 
-class Step:
-    """A GRPO step on random weights; under torchrun, this rank's share of it."""
-
-    def __init__(self, args):
-        G = args.group_size
-        self.model = random_model(args)
-        self.learner = Learner(self.model, grpo.LOSSES["dapo"])
-        self.group_size = G
-        self.lengths = torch.tensor(drawn_lengths(args.prompts * G, 50, 1024, 300))
-        self.prompts = random_prompts(self.model, torch.randint(64, 257, (args.prompts,)).tolist())
-        mine = share(self.prompts)
-        plan = argparse.Namespace(**vars(args), max_prompt_tokens=256, max_new_tokens=1024,
-                                  max_rows=256, prompts_per_step=len(mine))
-        self.sampler = make_sampler(plan, self.model, self.learner, held_out=0)
-        rewards = torch.arange(args.prompts * G) % 2     # so every row is trained on
-        live = torch.ones(args.prompts * G, dtype=torch.bool)
-        self.advantages = grpo.group_advantages(rewards, G)
-        self.weights = grpo.token_weights(self.lengths, live, self.learner.loss, 1024)
-
-    def sample(self):
-        """-> all ranks' rollouts."""
-        mine = Sampling(share(self.lengths.view(-1, self.group_size)).flatten().tolist())
-        places = share(range(len(self.prompts)))
-        rollouts = self.sampler.generate(share(self.prompts), self.group_size, mine, places)
-        return functools.reduce(operator.add, gather([rollouts]))
-
-    def update(self, rollouts):
-        """-> sums for grpo.summarize."""
-        update = self.learner.update(rollouts, self.advantages, self.weights, lr=1e-6)
-        assert not update.problem, update.problem
-        torch.cuda.synchronize()
-        return update.sums
-
-
 def step(args):
-    """Times the second of two equal steps: the first compiles."""
+    """A GRPO step on random weights, twice: the first compiles. Under torchrun, a rank's share."""
     memory.bound(args.memory_gib, DEVICE)
     torch.cuda.set_device(DEVICE)
     join(DEVICE)
-    work = Step(args)
+    G = args.group_size
+    B = args.prompts * G
+    model = random_model(args)
+    learner = Learner(model, grpo.LOSSES["dapo"])
+    lengths = torch.tensor(drawn_lengths(B, 50, 1024, 300))
+    prompts = random_prompts(model, torch.randint(64, 257, (args.prompts,)).tolist())
+    advantages = grpo.group_advantages(torch.arange(B) % 2, G)   # so every row is trained on
+    weights = grpo.token_weights(lengths, torch.ones(B, dtype=torch.bool), learner.loss, 1024)
+    mine = share(prompts)
+    limits = Sampling(share(lengths.view(-1, G)).flatten().tolist())
+    plan = argparse.Namespace(**vars(args), max_prompt_tokens=256, max_new_tokens=1024,
+                              max_rows=256, prompts_per_step=len(mine))
+    sampler = make_sampler(plan, model, learner, held_out=0)
     for _ in range(2):
         gather([])                               # all ranks begin together, and
         began = time.perf_counter()
-        rollouts = work.sample()                 # end this together
+        own = sampler.generate(mine, G, limits, share(range(len(prompts))))
+        rollouts = functools.reduce(operator.add, gather([own]))         # end this together
         sampled = time.perf_counter()
-        sums = work.update(rollouts)
+        update = learner.update(rollouts, advantages, weights, lr=1e-6)
+        assert not update.problem, update.problem
+        torch.cuda.synchronize()
         done = time.perf_counter()
     rows = [prompt + answer for prompt, answer in zip(rollouts.prompts, rollouts.completions)]
     starts = [len(prompt) for prompt in rollouts.prompts]
@@ -265,10 +246,11 @@ def step(args):
             "tokens": rollouts.num_tokens, "learner_tokens": sum(map(len, rows)),
             "learner_computed": len(lay_out(rows, starts)[0]),
             "idle": rollouts.idle, "samples": len(rows), "gpus": WORLD,
-            "micro_batch": work.learner.micro_batch_tokens, "kept": work.learner.kept_blocks,
-            "kv_gib": work.sampler.engine.kv.nbytes / 2**30,
+            "micro_batch": learner.micro_batch_tokens, "kept": learner.kept_blocks,
+            "kv_gib": sampler.engine.kv.nbytes / 2**30,
             "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-            "reserved_gib": torch.cuda.max_memory_reserved() / 2**30, **grpo.summarize(sums)}
+            "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
+            **grpo.summarize(update.sums)}
 
 
 COMMANDS = {"linears": linears, "rollout": rollout, "step": step}
