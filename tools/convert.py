@@ -7,11 +7,10 @@ Model folders for other programs.
 nvfp4 writes compressed-tensors files, layer by layer. With --calibrate N the codes are GPTQ's, and
 it says how far they are from the 16-bit model, in nats a token (calibrate.py). merge adds a run's
 adapter to the weights it was trained on, 4-bit ones decoded: python evaluate.py --model OUT
-measures the result, in 16 bits. The sum is rounded to bf16, so log-probs move a little; rounded to
-4 bits it loses most of what was learned. To serve 4 bits: nvfp4 of the model, and the run's
-adapter beside it.
+measures the result, in 16 bits. The sum is rounded to bf16, so log-probs move a little.
 
-Not here: merging into 4 bits, whose rounding error is larger than most adapters.
+Not here: merging into 4 bits, whose rounding error is larger than most adapters. To serve 4 bits:
+nvfp4 of the model, and the run's adapter beside it.
 """
 import argparse
 import math
@@ -54,16 +53,15 @@ def quantize(args):
 
 
 def merge(args):
-    run = args.source
-    out = args.out
-    held = flags.of_run(run)
-    must_be_new(out)
-    hf.read_peft(run / "adapter")
+    held = flags.of_run(args.source)
+    adapter = args.source / "adapter"
+    must_be_new(args.out)
+    hf.read_peft(adapter)
     model = qwen.load(held["model"], held["base"])
-    lora.load_adapter(model, run / "adapter")
+    lora.load_adapter(model, adapter)
     tensors = ((name, t.detach().bfloat16().cpu()) for name, t in hf.model_tensors(model))
-    hf.save_model(tensors, model.folder, out, merged=str(run / "adapter"))
-    print(f"{out}: {held['model']} as {held['base']}, with {run / 'adapter'}, in bf16")
+    hf.save_model(tensors, model.folder, args.out, merged=str(adapter))
+    print(f"{args.out}: {held['model']} as {held['base']}, with {adapter}, in bf16")
 
 
 def main():

@@ -1,9 +1,9 @@
 """
 Curves of one or several runs: python -m tools.plot runs/x [runs/y ...] [--out curves.svg]
 
-Reads <run>/metrics.jsonl, one JSON object a step; the README defines every number. One panel a
-metric, one colour a run: raw values faint, on top of them a moving mean. A metric that no run has
-gets no panel. Needs matplotlib, which is not in requirements.txt.
+Reads <run>/metrics.jsonl; the README defines every number. One panel a metric, one colour a run:
+raw values faint, on top of them a moving mean. A metric that no run has gets no panel. Needs
+matplotlib, which is not in requirements.txt.
 """
 import argparse
 import colorsys
@@ -27,7 +27,7 @@ PANELS = dict(                                   # key -> title, axis: fixed 0..
     kl=("KL to the base, nats a token", "free"),
     tokens_per_s=("sampled tokens a second", "free"),
 )
-# Okabe-Ito: safe for the colour-blind; colours_of() goes on after seven.
+# Okabe-Ito: safe for the colour-blind.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
 
@@ -102,8 +102,7 @@ def figure(runs, plt):
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25, linewidth=0.5)
         axis.set_xlabel("step", fontsize=8)
-    handles = [plt.Line2D([], [], color=colour, label=name)
-               for name, colour in zip(runs, colours)]
+    handles = [plt.Line2D([], [], color=c, label=name) for name, c in zip(runs, colours)]
     fig.legend(handles=handles, loc="outside upper left", ncols=4, fontsize=9, frameon=False)
     return fig
 

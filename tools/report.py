@@ -23,18 +23,14 @@ from tools.plot import PANELS, read_log, series, smooth
 BROWSER = 500e6                                  # characters in one string, 2^29 in Chromium
 
 
-def curve(rows, key):
-    """-> steps, values and their moving mean, as tools/plot.py draws them."""
-    steps, values = series(rows, key)
-    return steps, values, smooth(values, len(values) // 15)
-
-
 def flat(flags, prefix=""):
     """run.json with what lies in its objects under dotted names: about.versions.torch."""
     names = {}
     for name, value in flags.items():
-        inner = isinstance(value, dict)
-        names |= flat(value, f"{prefix}{name}.") if inner else {prefix + name: value}
+        if isinstance(value, dict):
+            names |= flat(value, f"{prefix}{name}.")
+        else:
+            names[prefix + name] = value
     return names
 
 
@@ -50,15 +46,19 @@ def read_run(folder, every=1):
             if not isinstance(row.get(key), str):
                 raise ValueError(f"{path}, line {number}: {key} is no text")
     metrics = read_log(folder / "metrics.jsonl")
-    keys = [*PANELS, *dict.fromkeys(key for row in metrics for key in row)]      # in this order
-    curves = {key: curve(metrics, key) for key in keys if key != "step"}
-    return {"name": str(folder), "flags": flat(read_json(folder / "run.json")),
-            "curves": {key: of_key for key, of_key in curves.items() if of_key[0]},
+    keys = dict.fromkeys(PANELS) | dict.fromkeys(key for row in metrics for key in row)
+    del keys["step"]
+    curves = {}                                  # steps, values and their moving mean, in this order
+    for key in keys:
+        steps, values = series(metrics, key)
+        if steps:
+            curves[key] = steps, values, smooth(values, len(values) // 15)
+    return {"name": str(folder), "flags": flat(read_json(folder / "run.json")), "curves": curves,
             "samples": [row for row in samples if row["step"] % every == 0]}
 
 
 def page(runs):
-    """What read_run() returned, of each run -> the HTML. ValueError for a number that JSON lacks."""
+    """Of read_run() of each -> the HTML. ValueError for a number that JSON lacks."""
     data = json.dumps({"panels": PANELS, "runs": runs}, separators=(",", ":"), allow_nan=False)
     if len(data) > BROWSER:
         raise ValueError(f"{len(data) / 1e6:.0f} MB of text are more than a browser reads: --every "

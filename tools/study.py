@@ -19,11 +19,11 @@ from pathlib import Path
 import program  # isort: skip; before numpy
 import numpy as np
 
-RESAMPLES = 4000
+from tools.plot import read_log
 
 
 class Arm:
-    """metrics: of each seed a list of steps; before (problems,) and after (seeds, problems): 0, 1."""
+    """metrics: of each seed its steps; before (problems,) and after (seeds, problems): 0, 1."""
 
     def __init__(self, folder, name):
         held_out = json.loads((folder / "held_out.json").read_text(encoding="utf-8"))
@@ -33,57 +33,52 @@ class Arm:
             raise ValueError(f"{folder}: no runs {name}-sSEED.jsonl that held_out.json knows")
         self.name = name
         self.seeds = [run.removeprefix(f"{name}-s") for run in runs]
-        self.metrics = [read_steps(folder / f"{run}.jsonl") for run in runs]
-        self.before = bits(held_out[name])
-        self.after = np.array([bits(held_out[run]) for run in runs])
+        self.metrics = [read_log(folder / f"{run}.jsonl") for run in runs]
+        self.before = np.array(list(held_out[name]), int)
+        self.after = np.array([list(held_out[run]) for run in runs], int)
 
     def mean(self, key, first, last):
         """Of a logged number over some steps and all seeds; steps that lack it are left out."""
         values = [step[key] for steps in self.metrics for step in steps[first:last] if key in step]
         return sum(values) / len(values)
 
-
-def read_steps(path):
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def bits(text):
-    return np.array([int(c) for c in text])
+    def moved(self, key, digits):
+        """From the first five steps to the last five."""
+        return f"{self.mean(key, None, 5):.{digits}f} -> {self.mean(key, -5, None):.{digits}f}"
 
 
 def interval(differences):
     """(seeds, problems) -> mean, low, high in points."""
     seeds, problems = differences.shape
     draw = np.random.default_rng(0)
-    means = np.empty(RESAMPLES)
-    for i in range(RESAMPLES):
+    means = []
+    for _ in range(4000):
         rows = draw.integers(seeds, size=seeds)
         columns = draw.integers(problems, size=problems)
-        means[i] = differences[rows].mean(axis=0)[columns].mean()
+        means.append(differences[rows].mean(axis=0)[columns].mean())
     low, high = np.percentile(means, [2.5, 97.5])
     return 100 * differences.mean(), 100 * low, 100 * high
 
 
+def points(differences):
+    return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*interval(differences))
+
+
 def row(arm):
-    """A line of the first table; entropy, accuracy: of the first and the last five steps."""
-    each = " / ".join(f"{100 * after.mean():.1f}" for after in arm.after)
-    gain = "{:+.1f} [{:+.1f}, {:+.1f}]".format(*interval(arm.after - arm.before))
-    moved = [f"{arm.mean(key, None, 5):.3f} -> {arm.mean(key, -5, None):.3f}"
-             for key in ("entropy", "accuracy")]
-    length = f"{arm.mean('length', None, 5):.0f} -> {arm.mean('length', -5, None):.0f}"
-    cells = [arm.name, len(arm.metrics[0]), f"{100 * arm.before.mean():.1f}",
-             f"**{100 * arm.after.mean():.1f}**", each, gain, *moved, length,
-             f"{arm.mean('seconds', 5, None):.1f}"]
-    return "| " + " | ".join(map(str, cells)) + " |"
+    """A line of the first table."""
+    after = " / ".join(f"{100 * share:.1f}" for share in arm.after.mean(axis=1))
+    return (f"| {arm.name} | {len(arm.metrics[0])} | {100 * arm.before.mean():.1f} "
+            f"| **{100 * arm.after.mean():.1f}** | {after} | {points(arm.after - arm.before)} "
+            f"| {arm.moved('entropy', 3)} | {arm.moved('accuracy', 3)} | {arm.moved('length', 0)} "
+            f"| {arm.mean('seconds', 5, None):.1f} |")
 
 
 def compare(first, other):
     """A line of the second table: other minus first, of the seeds that both have."""
     seeds = [seed for seed in first.seeds if seed in other.seeds]
     after = [arm.after[[arm.seeds.index(seed) for seed in seeds]] for arm in (first, other)]
-    before = "{:+.1f} [{:+.1f}, {:+.1f}]".format(*interval((other.before - first.before)[None]))
-    trained = "{:+.1f} [{:+.1f}, {:+.1f}]".format(*interval(after[1] - after[0]))
-    return f"| {other.name} - {first.name} | {before} | {trained} | {', '.join(seeds)} |"
+    return (f"| {other.name} - {first.name} | {points((other.before - first.before)[None])} "
+            f"| {points(after[1] - after[0])} | {', '.join(seeds)} |")
 
 
 def main():
@@ -94,8 +89,8 @@ def main():
     args = parser.parse_args()
     with program.one_line("study"):
         arms = [Arm(args.runs, name) for name in args.arms]
-    print("| arm | steps | before, % | after, % | by seed | gain | entropy | accuracy | length | s a step |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print("| arm | steps | before, % | after, % | by seed | gain | entropy | accuracy | length "
+          "| s a step |\n|---|---|---|---|---|---|---|---|---|---|")
     print(*map(row, arms), sep="\n")
     if len(arms) > 1:
         print("\n| points | before | after | seeds |\n|---|---|---|---|")
