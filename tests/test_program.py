@@ -93,7 +93,8 @@ def test_wrong_input_is_one_line_and_code_1(tmp_path, monkeypatch, capfd, argv, 
     assert not [p for p in tmp_path.rglob("*") if p.name not in ("folder", "runs")]
 
 
-@pytest.mark.parametrize("argv", [["train.py", "--lr", "nan"], ["evaluate.py"], ["tools/convert.py", "merge", ".", "x"]])
+@pytest.mark.parametrize("argv", [
+    ["train.py", "--lr", "nan"], ["evaluate.py"], ["tools/convert.py", "merge", ".", "out"]])
 def test_a_process_with_wrong_input_ends_with_one_line_and_code_1(tmp_path, argv):
     status, said = run(ROOT / argv[0], *argv[1:], cwd=tmp_path)
     assert status == 1 and len(said.splitlines()) == 1, said
