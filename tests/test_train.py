@@ -748,11 +748,11 @@ def break_before_reading():
 def stop_after_reading():
     import run
 
-    def from_rank_0(tensor):                                              # the checkpoint is read, nothing in place yet
+    def trim_lines(path, step):                                           # the checkpoint is read, nothing in place yet
         os.kill(os.getpid(), signal.SIGTERM)
         signal.pause()
 
-    run.from_rank_0 = from_rank_0
+    run.trim_lines = trim_lines
 
 
 @pytest.mark.parametrize("fault,said", [
