@@ -28,9 +28,9 @@ DOORS = {("ops", "kernels"), ("nvfp4", "marlin_fp4"), ("sampler", "decode")}
 
 # What each may hold at most: what was reached, rounded up, to be lowered with every cut. The aim is
 # 2,400 lines and 120 KB for the method, 3,250 lines for the reading path, 6,450 and 300 KB for all.
-METHOD_BUDGET = 3200, 143                                                # lines, KB of 1,024 bytes
-READING_BUDGET = 4970, 223
-WHOLE_BUDGET = 10145, 447
+METHOD_BUDGET = 3185, 142                                                # lines, KB of 1,024 bytes
+READING_BUDGET = 4955, 222
+WHOLE_BUDGET = 10130, 446
 LARGEST = {                                                               # lines, KB
     "program.py": (105, 3.7),
     "watch.py": (75, 3.1),
