@@ -326,7 +326,7 @@ def coded_linears(files, codes, texts=(), held_out=(), live_vocab=None):
         measured = chunks_of(held_out, embed, config)
     scratch = Scratch()
     for i in tqdm(range(config.layers), unit="layer"):
-        block = qwen.build_block(config, i, files.read, files.frozen, files.dtype, scratch)
+        block = qwen.Block(config, i, files.read, files.frozen, files.dtype, scratch)
         linears = block.qkv, block.o, block.gate_up, block.down
         weights = [torch.cat([files.read(f"{name}.weight") for name in linear.names]).float()
                    for linear in linears]        # a float16 file's are finer than the block's

@@ -10,9 +10,9 @@ The block, with x the residual stream:
 
 Precision. The residual stream and every matmul's sum and result are fp32; inputs of matmuls are
 rounded to `dtype` (bf16 on a GPU). That keeps the sampler's log-probs close to the learner's: 0.1
-instead of 1.3 % of tokens leave the ratio band [0.9, 1.1]. fp16 rounds 8 times finer, and brings
-them 8 times closer, but ends at 65,504: the learner's gradients need a scale (learner.py), and
-x * w below, which is not normalized and reaches 24,000 on the 1.5B, is that of x / 16, exactly.
+instead of 1.3 % of tokens leave the ratio band [0.9, 1.1]. fp16 rounds 8 times finer, but ends at
+65,504: the learner's gradients need a scale (learner.py), and x * w below, which is not normalized
+and reaches 24,000 on the 1.5B, is that of x / 16, exactly.
 
 Where RMSNorm's division goes. norm(x) = x * w / rms(x), and 1/rms(x) is one number a row, so it
 commutes with the linear that follows: RMSNorm returns (x * w rounded to dtype) and 1/rms apart,
@@ -20,8 +20,7 @@ and the block multiplies the linear's *result*. Then no kernel has to see a whol
 matmul starts, and sampler and learner round the same numbers at the same place (but for attention
 to a shared prompt: attention.py). AQN's noise is added to w, zero outside aqn.noisy_norms.
 
-Not here: padding (attention.py), the KV cache (sampler.py), sliding windows and YaRN (off in these
-checkpoints), dropout, tensor parallelism.
+Not here: the KV cache (sampler.py), sliding windows and YaRN (off in these checkpoints), dropout.
 
 Shapes: B rows, T tokens, V vocabulary, D width, H query heads, KV key-value heads, d head size,
 F feed-forward.
@@ -112,44 +111,69 @@ class RMSNorm(torch.nn.Module):
 
 
 class Block(torch.nn.Module):
-    def __init__(self, config, input_norm, qkv, qkv_bias, o, post_norm, gate_up, down):
+    """The i-th, of get(name, *shape) -> tensor and frozen(names, parts, K) -> nvfp4.Weight.
+
+    parts: rows of the matrices that a fused linear is made of; scratch: shared by all blocks.
+    """
+
+    def __init__(self, config, i, get, frozen, dtype, scratch):
         super().__init__()
-        self.config = config
-        self.input_norm = input_norm
-        self.qkv = qkv
-        self.register_buffer("qkv_bias", qkv_bias.float())       # (N,) fp32, added after 1/rms
-        self.o = o
-        self.post_norm = post_norm
-        self.gate_up = gate_up
-        self.down = down
+        c = config
+        layer = f"model.layers.{i}"
+        self.kv_heads = c.kv_heads
+        kv_width = c.kv_heads * c.head_dim
+        qkv = c.width, kv_width, kv_width
+        bias = [get(f"{layer}.self_attn.{s}_proj.bias", n) for s, n in zip("qkv", qkv)]
+
+        def norm(name):
+            return RMSNorm(get(f"{layer}.{name}.weight", c.width), c.eps, dtype)
+
+        def linear(names, parts, k):
+            names = [f"{layer}.{name}_proj" for name in names]
+            return Linear(frozen(names, parts, k), names, parts, scratch)
+
+        self.input_norm = norm("input_layernorm")
+        self.qkv = linear([f"self_attn.{s}" for s in "qkv"], qkv, c.width)
+        self.qkv_bias = torch.cat(bias).float()                  # (N,), added after 1/rms
+        self.o = linear(["self_attn.o"], (c.width,), c.width)
+        self.post_norm = norm("post_attention_layernorm")
+        self.gate_up = linear(["mlp.gate", "mlp.up"], (c.feed_forward,) * 2, c.width)
+        self.down = linear(["mlp.down"], (c.width,), c.feed_forward)
 
     def forward(self, x, cos, sin, attend):
         """x (T, D) fp32 -> the same; attend(q (T, H, d), k (T, KV, d), v) -> (T, H, d)."""
         xw, rstd = self.input_norm(x)
         q, k, v = elementwise(split_qkv, self.qkv(xw), rstd, self.qkv_bias, cos, sin,
-                              self.config.kv_heads, self.input_norm.dtype)
+                              self.kv_heads, self.input_norm.dtype)
         x = x + self.o(attend(q, k, v).flatten(1))
         xw, rstd = self.post_norm(x)
         return x + mlp(self.gate_up, self.down, xw, rstd)
 
 
 class Qwen2(torch.nn.Module):
-    """live_vocab: ids that the tokenizer has; rows of the head beyond it never take part in a
+    """Of get and frozen, as Block has them.
+
+    live_vocab: ids that the tokenizer has; rows of the head beyond it never take part in a
     log-prob. folder: where its files are, None for random weights.
     """
 
-    def __init__(self, config, embed, layers, final_norm, lm_head, dtype, name, folder):
+    def __init__(self, config, get, frozen, dtype, name, folder=None):
         super().__init__()
-        self.config = config
+        c = config
+        self.config = c
         self.dtype = dtype
         self.name = name
         self.folder = folder
-        self.layers = torch.nn.ModuleList(layers)
-        self.final_norm = final_norm
-        self.register_buffer("embed", embed)                     # (V, D) in dtype
-        self.register_buffer("lm_head", lm_head)                 # (V, D), the same tensor if tied
-        self.live_vocab = config.vocab
+        self.live_vocab = c.vocab
         self.adapter = None                                      # lora.Adapter sets it
+        scratch = Scratch()
+        self.layers = torch.nn.ModuleList(
+            Block(c, i, get, frozen, dtype, scratch) for i in range(c.layers))
+        self.embed = get("model.embed_tokens.weight", c.vocab, c.width).to(dtype)
+        self.lm_head = self.embed                                # (V, D) both
+        if not c.tied:
+            self.lm_head = get("lm_head.weight", c.vocab, c.width).to(dtype)
+        self.final_norm = RMSNorm(get("model.norm.weight", c.width), c.eps, dtype)
 
     @property
     def device(self):
@@ -219,43 +243,6 @@ def load(folder, base="nvfp4", device=None, dtype=None, live_vocab=None):
     if (live_vocab or 0) > config.vocab:
         raise ValueError(f"{files.folder}: tokenizer.json has ids up to {live_vocab - 1}, the "
                          f"embedding in config.json {config.vocab} rows (vocab_size)")
-    model = build(config, files.read, files.frozen, dtype, str(folder), files.folder)
+    model = Qwen2(config, files.read, files.frozen, dtype, str(folder), files.folder)
     model.live_vocab = live_vocab or config.vocab
     return model
-
-
-def build(config, get, frozen, dtype, name, folder=None):
-    """Qwen2 of get(name, *shape) -> tensor and frozen(names, parts, K) -> nvfp4.Weight."""
-    c = config
-    scratch = Scratch()
-    layers = [build_block(c, i, get, frozen, dtype, scratch) for i in range(c.layers)]
-    embed = get("model.embed_tokens.weight", c.vocab, c.width).to(dtype)
-    lm_head = embed if c.tied else get("lm_head.weight", c.vocab, c.width).to(dtype)
-    final_norm = RMSNorm(get("model.norm.weight", c.width), c.eps, dtype)
-    return Qwen2(c, embed, layers, final_norm, lm_head, dtype, name, folder)
-
-
-def build_block(config, i, get, frozen, dtype, scratch):
-    """The i-th Block; get and frozen as in build()."""
-    c = config
-    layer = f"model.layers.{i}"
-    kv_width = c.kv_heads * c.head_dim
-    qkv = c.width, kv_width, kv_width
-
-    def norm(name):
-        return RMSNorm(get(f"{layer}.{name}.weight", c.width), c.eps, dtype)
-
-    def linear(module, suffixes, parts, k):
-        names = [f"{layer}.{module}.{s}_proj" for s in suffixes]
-        return Linear(frozen(names, parts, k), names, parts, scratch)
-
-    biases = [get(f"{layer}.self_attn.{s}_proj.bias", n) for s, n in zip("qkv", qkv)]
-    return Block(
-        c,
-        input_norm=norm("input_layernorm"),
-        qkv=linear("self_attn", "qkv", qkv, c.width),
-        qkv_bias=torch.cat(biases),
-        o=linear("self_attn", "o", (c.width,), c.width),
-        post_norm=norm("post_attention_layernorm"),
-        gate_up=linear("mlp", ("gate", "up"), (c.feed_forward, c.feed_forward), c.width),
-        down=linear("mlp", ("down",), (c.width,), c.feed_forward))

@@ -245,7 +245,7 @@ def layer(tiny):
     files = hf.Checkpoint(tiny["untied"].folder, "bf16", CPU, torch.float32)
     config = qwen.ModelConfig.of(files.config)
     embed = files.read("model.embed_tokens.weight", config.vocab, config.width).float()
-    block = qwen.build_block(config, 1, files.read, files.frozen, files.dtype, lora.Scratch())
+    block = qwen.Block(config, 1, files.read, files.frozen, files.dtype, lora.Scratch())
     return block.requires_grad_(False), embed, config
 
 

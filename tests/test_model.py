@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import lora
 import nvfp4
 from aqn import noisy_norms
-from model import ModelConfig, RMSNorm, build, load
+from model import ModelConfig, Qwen2, RMSNorm, load
 from tiny_qwen2 import SHAPES, TARGETS, held_by, merged, plain_logits, random_adapter, set_adapter, write_folder
 
 REFERENCE = load_file(Path(__file__).parent / "qwen2_reference.safetensors")
@@ -205,7 +205,7 @@ def test_what_a_model_holds_is_the_checkpoint(tiny, shape):
 @pytest.mark.parametrize("base", nvfp4.FORMATS)
 def test_a_model_is_built_of_any_tensors_without_a_folder(tiny, base):
     case = tiny["untied"]
-    model = build(ModelConfig.of(case.raw), lambda name, *shape: case.tensors[name].view(shape),
+    model = Qwen2(ModelConfig.of(case.raw), lambda name, *shape: case.tensors[name].view(shape),
                   lambda names, parts, k: nvfp4.freeze([case.tensors[f"{name}.weight"].view(n, k)
                                                         for name, n in zip(names, parts)], base, torch.float32),
                   torch.float32, "in memory")

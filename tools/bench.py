@@ -68,7 +68,7 @@ def random_model(args):
     def frozen(names, parts, k):
         return nvfp4.freeze([get(name, n, k) for name, n in zip(names, parts)], args.base, dtype)
 
-    model = qwen.build(config, get, frozen, dtype, f"random-{args.model}")
+    model = qwen.Qwen2(config, get, frozen, dtype, f"random-{args.model}")
     model.live_vocab = min(config.vocab, LIVE_VOCAB)
     if args.lora_rank:
         adapter = Adapter(model, rank=args.lora_rank, alpha=args.lora_rank)
