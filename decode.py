@@ -1,6 +1,6 @@
 """
 The decode step on a GPU, one new token for every live row, and short prefills as CUDA graphs:
-sampler.Engine, with the numbers of TorchEngine.
+sampler.TorchEngine, the same numbers.
 
 Why: at 7B a step is 4.9 GB of memory traffic, about 1.1 ms, in 260 launches. Python needs 10 us
 for a launch and a pass over an activation 3 us, so launches are recorded once and everything

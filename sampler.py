@@ -10,17 +10,12 @@ they were drawn with. Those are the old policy of the loss: temperature, noise, 
   first decode input, so there is one path to a sampled token, the decode step.
 - Rows. A live sequence is a row of the decode batch. A finished row leaves and a waiting sequence
   takes its place (continuous batching); rows are dense, so a draining batch uses cheaper steps.
-- Windows. The host looks at the rows every few steps; within such a window the engine runs alone.
-  A row that ends inside one idles for the rest of it: at 8 steps and 200-token answers, 2 % of
-  the work, printed as `idle`.
+- Windows. The host looks at the rows every few steps. A row that ends between two looks idles:
+  at 8 steps and 200-token answers, 2 % of the work, printed as `idle`.
 - Blocks are given out as rows grow. If the pool runs dry the newest row goes back to the queue
   with what it has written so far and is prefilled again later: sequences wait, never an error.
 - Randomness. The token at position t of sample g of prompt p is the inverse CDF at
-  u(seed, p, g, t), a hash: it depends on nothing else, not on batch, row, window or number of
-  GPUs (only on how matmuls round).
-
-Engines run prefills and decode steps: TorchEngine below, plain torch, on any device; its fast
-twin is decode.GraphEngine. engine_for picks one.
+  u(seed, p, g, t), a hash: not of batch, row, window or number of GPUs.
 
 Not here: beam search, penalties, stop strings, prefix sharing between different prompts.
 
@@ -28,11 +23,12 @@ Shapes: P prompts, G samples a prompt, n live rows, T tokens, V vocabulary, L la
 heads, d head size.
 """
 import functools
+import math
 import os
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -65,8 +61,11 @@ class Rollouts:
     finished: list                               # B bools: stopped on an end id, not on the limit
     seconds: float = 0.0
     idle: float = 0.0                            # share of row-steps that produced no token
-    num_tokens: int = 0
     proximal: dict = field(default_factory=dict)  # row -> learner's log-probs at its first pass
+
+    @property
+    def num_tokens(self):
+        return sum(map(len, self.completions))
 
     def __add__(self, other):
         """Rows of both; idle is weighted by time."""
@@ -74,7 +73,7 @@ class Rollouts:
         idle = self.idle * self.seconds + other.idle * other.seconds
         return Rollouts(self.prompts + other.prompts, self.completions + other.completions,
                         self.logprobs + other.logprobs, self.finished + other.finished,
-                        seconds, idle / max(seconds, 1e-9), self.num_tokens + other.num_tokens)
+                        seconds, idle / max(seconds, 1e-9))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -132,7 +131,7 @@ def draw(logits, u):
 
 
 # -------------------------------------------------------------------------------------------------
-# Engines
+# The engine: prefills and decode steps
 
 class Rows(NamedTuple):
     """The live rows on the device, (n,) int64 each: what an engine needs for a window."""
@@ -145,35 +144,25 @@ class Rows(NamedTuple):
     table: torch.Tensor                          # (n, width) blocks: of the prefix, then its own
 
 
-class Engine(Protocol):
-    window: int                                  # decode steps between two looks of the host
-    shared: int                                  # rows whose prefix is read together
-    kv: torch.Tensor                             # (L, 2, blocks, KV, BLOCK, d) keys and values
-
-    def batch_size(self, n):
-        """The rows that a step of n live rows computes."""
-
-    def prefill(self, tokens, blocks, lengths):
-        """Keys and values of packed prefixes of so many tokens each; tokens, blocks (T,) int64."""
-
-    def decode(self, rows, steps, sampling):
-        """-> tokens (steps, n) int64, logprobs (steps, n) fp32, made (n,): tokens that count."""
-
-
 class TorchEngine:
-    """Prefill and decode step in plain torch: any machine, and what decode.GraphEngine equals."""
-    window = 1
-    shared = 1
+    """In plain torch, on any device; its fast twin is decode.GraphEngine.
+
+    kv: (L, 2, blocks, KV, BLOCK, d), keys and values.
+    """
+    window = 1                                   # decode steps between two looks of the host
+    shared = 1                                   # rows whose prefix is read together
 
     def __init__(self, model, kv, max_rows):
         self.model = model
         self.kv = kv
 
     def batch_size(self, n):
+        """The rows that a step of n live rows computes."""
         return n
 
     @torch.no_grad()
     def prefill(self, tokens, blocks, lengths):
+        """Keys and values of packed prefixes of so many tokens each; tokens, blocks (T,) int64."""
         device = self.kv.device
         attend = PackedAttention(lengths, device)
         fill_cache(self.model, self.kv, tokens.to(device), blocks.to(device), attend.positions(),
@@ -181,6 +170,7 @@ class TorchEngine:
 
     @torch.no_grad()
     def decode(self, rows, steps, sampling):
+        """-> tokens (steps, n) int64, logprobs (steps, n) fp32, made (n,): tokens that count."""
         model = self.model
         token = rows.token.clone()
         pos = rows.pos.clone()
@@ -190,9 +180,8 @@ class TorchEngine:
         tokens = []
         logprobs = []
         for _ in range(steps):
-            cache = CachedAttention(self.kv, rows.table, rows.prefix, pos)
-            layers = [cache.layer(i) for i in range(len(model.layers))]
-            xw, rstd = model.hidden(token, layers, pos)
+            attend = attention_to_cache(self.kv, rows.table, rows.prefix, pos)
+            xw, rstd = model.hidden(token, attend, pos)
             scale = rstd / (sampling.temperature or 1.0)
             logits = mm_fp32(xw, model.lm_head[:model.live_vocab].T) * scale
             u = uniforms(rows.key, pos) if sampling.temperature else None
@@ -208,45 +197,44 @@ class TorchEngine:
 
 def fill_cache(model, kv, tokens, blocks, positions, attend):
     """One packed forward; keys and values of token t go to blocks[t], positions[t] % BLOCK."""
-    def layer(keys, values):
+    def attend_packed(q, k, v, keys, values):
+        return attend(q, k, v)
+
+    model.hidden(tokens, through_cache(kv, blocks, positions % BLOCK, attend_packed), positions)
+
+
+def through_cache(kv, blocks, offsets, attend):
+    """-> for each layer what writes k and v, then attends with the layer's whole cache."""
+    def layer(keys, values):                                     # (blocks, KV, BLOCK, d)
         def write_and_attend(q, k, v):
-            keys[blocks, :, positions % BLOCK] = k
-            values[blocks, :, positions % BLOCK] = v
-            return attend(q, k, v)
+            keys[blocks, :, offsets] = k
+            values[blocks, :, offsets] = v
+            return attend(q, k, v, keys, values)
         return write_and_attend
 
-    model.hidden(tokens, [layer(keys, values) for keys, values in kv], positions)
+    return [layer(keys, values) for keys, values in kv]
 
 
-class CachedAttention:
-    """One new token per row attends to prefix tokens, a gap to the block's end, own tokens.
+def attention_to_cache(kv, table, prefix, pos):
+    """-> for each layer the attention of one new token per row, at pos.
 
-    Virtual index of a row's token at position p: p in the prefix, else slots(prefix) + p - prefix.
+    A row's slots: of its prefix, a gap to the end of that block, from `start` on its own.
     """
+    start = (prefix + BLOCK - 1) // BLOCK * BLOCK
+    last = start + pos - prefix                                  # the new token's slot
+    width = int(last.max()) // BLOCK + 1
+    table = table[:, :width]
+    block = table.gather(1, (last // BLOCK)[:, None])[:, 0]
+    slot = torch.arange(width * BLOCK, device=table.device)[None, :]
+    own = (slot >= start[:, None]) & (slot <= last[:, None])
+    mask = ((slot < prefix[:, None]) | own)[:, None, None, :]    # (n, 1, 1, slots)
 
-    def __init__(self, kv, table, prefix, pos):
-        start = (prefix + BLOCK - 1) // BLOCK * BLOCK            # where the row's own blocks begin
-        last = start + pos - prefix                              # virtual index of the new token
-        width = int(last.max()) // BLOCK + 1
-        self.kv = kv
-        self.table = table[:, :width]
-        self.block = table.gather(1, (last // BLOCK)[:, None])[:, 0]
-        self.offset = last % BLOCK
-        index = torch.arange(width * BLOCK, device=table.device)[None, :]
-        own = (index >= start[:, None]) & (index <= last[:, None])
-        self.mask = ((index < prefix[:, None]) | own)[:, None, None, :]    # (n, 1, 1, slots)
+    def attend(q, k, v, keys, values):
+        context = [t[table].transpose(1, 2).flatten(2, 3) for t in (keys, values)]
+        y = F.scaled_dot_product_attention(q[:, :, None], *context, attn_mask=mask, enable_gqa=True)
+        return y[:, :, 0]
 
-    def layer(self, i):
-        keys, values = self.kv[i]                                # (blocks, KV, BLOCK, d)
-
-        def attend(q, k, v):
-            keys[self.block, :, self.offset] = k
-            values[self.block, :, self.offset] = v
-            context = [t[self.table].transpose(1, 2).flatten(2, 3) for t in (keys, values)]
-            y = F.scaled_dot_product_attention(q[:, :, None], *context, attn_mask=self.mask,
-                                               enable_gqa=True)
-            return y[:, :, 0]
-        return attend
+    return through_cache(kv, block, last % BLOCK, attend)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -298,13 +286,10 @@ class Sequence:
     finished: bool = False
 
 
-def rollouts_of(sequences, seconds=0.0, computed=0):
-    """computed: row-steps that they took together."""
-    total = sum(len(s.completion) for s in sequences)
+def rollouts_of(sequences):
     return Rollouts([s.prompt for s in sequences], [s.completion for s in sequences],
                     [torch.tensor(s.logprobs) for s in sequences],
-                    [s.finished for s in sequences], seconds,
-                    idle=1 - total / computed if computed else 0.0, num_tokens=total)
+                    [s.finished for s in sequences])
 
 
 def engine_for(device, kernels="auto"):
@@ -324,17 +309,18 @@ def sampler_for(engine_class, model, max_length, max_rows=256, kv_gib=None):
     c = model.config
     row_blocks = -(-max_length // BLOCK) + 1                     # +1: the prefix's rounding
     block_bytes = c.layers * 2 * c.kv_heads * BLOCK * c.head_dim * model.dtype.itemsize
-    blocks = max_rows * row_blocks + 1                           # +1: block 0
-    if kv_gib is None and model.device.type == "cuda":
-        kv_gib = torch.cuda.mem_get_info(model.device)[0] / 2 / 2**30
-    elif kv_gib is None and hasattr(os, "sysconf"):              # not on Windows
-        kv_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2 / 2**30
+    memory = math.inf                                            # Windows does not tell
     if kv_gib is not None:
-        blocks = min(blocks, int(kv_gib * 2**30 / block_bytes))
+        memory = kv_gib * 2**30
+    elif model.device.type == "cuda":
+        memory = torch.cuda.mem_get_info(model.device)[0] / 2
+    elif hasattr(os, "sysconf"):
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
+    blocks = int(min(max_rows * row_blocks + 1, memory / block_bytes))     # +1: block 0
     if blocks < row_blocks + 1:
         need = (row_blocks + 1) * block_bytes / 2**30
-        raise ValueError(f"KV pool of {kv_gib:.2f} GiB holds {max(blocks, 0) * BLOCK} tokens: less "
-                         f"than one sequence of {max_length} tokens ({need:.2f} GiB)")
+        raise ValueError(f"KV pool of {memory / 2**30:.2f} GiB holds {blocks * BLOCK} "
+                         f"tokens: less than one sequence of {max_length} tokens ({need:.2f} GiB)")
     shape = c.layers, 2, blocks, c.kv_heads, BLOCK, c.head_dim
     try:
         kv = torch.zeros(shape, dtype=model.dtype, device=model.device)    # 0 * NaN would be NaN
@@ -370,12 +356,16 @@ class Sampler:
             self._admit(waiting, live)
             self._grow(waiting, live)
             steps = min(self.engine.window, max(s.limit - s.pos for s in live))
-            made = self._record(live, self.engine.decode(self._rows(live), steps, sampling))
             computed += steps * self.engine.batch_size(len(live))
-            ended = self._retire(live, sampling.end_ids)
+            window = self.engine.decode(self._rows(live), steps, sampling)
+            made, ended = self._record(live, window, sampling.end_ids)
             if progress:
                 progress(made, ended)
-        return rollouts_of(sequences, time.perf_counter() - began, computed)
+        rollouts = rollouts_of(sequences)
+        rollouts.seconds = time.perf_counter() - began
+        if computed:
+            rollouts.idle = 1 - rollouts.num_tokens / computed
+        return rollouts
 
     def _sequences(self, prompts, group_size, sampling, prompt_ids):
         """One Sequence a sample, P * group_size of them."""
@@ -407,44 +397,35 @@ class Sampler:
             need = 0 if prefix.users else -(-len(prefix.tokens) // BLOCK)
             if live and len(self.pool) < need + 1 + len(live):
                 break                            # wait: each live row may need a block this window
-            if not prefix.users:
+            if prefix.tokens and not prefix.users:
                 prefix.blocks = self.pool.take(need)
                 new.append(prefix)
             prefix.users += 1
             live.append(waiting.popleft())
-        batch = []
-        for prefix in filter(lambda p: p.tokens, new):
-            if batch and sum(len(p.tokens) for p in [*batch, prefix]) > PREFILL_TOKENS:
-                self._prefill(batch)
-                batch = []
-            batch.append(prefix)
-        if batch:
-            self._prefill(batch)
-
-    def _prefill(self, prefixes):
-        """KV of several prefixes in one packed forward."""
-        lengths = [len(p.tokens) for p in prefixes]
-        blocks = [torch.tensor(p.blocks).repeat_interleave(BLOCK)[:n]
-                  for p, n in zip(prefixes, lengths)]
-        tokens = torch.tensor([t for p in prefixes for t in p.tokens])
-        self.engine.prefill(tokens, torch.cat(blocks), lengths)
+        batches = [[]]
+        for prefix in new:
+            if sum(len(p.tokens) for p in [*batches[-1], prefix]) > PREFILL_TOKENS:
+                batches.append([])
+            batches[-1].append(prefix)
+        for batch in filter(None, batches):
+            blocks = [torch.tensor(p.blocks).repeat_interleave(BLOCK)[:len(p.tokens)] for p in batch]
+            tokens = torch.tensor([t for p in batch for t in p.tokens])
+            self.engine.prefill(tokens, torch.cat(blocks), [len(p.tokens) for p in batch])
 
     def _grow(self, waiting, live):
         """Blocks of the next window, oldest row first; if short, the newest rows wait again."""
-        row = 0
-        while row < len(live):                   # rows from its end may be sent back on the way
-            s = live[row]
+        for s in live:                           # rows from its end may be sent back on the way
             end = min(s.pos + self.engine.window, s.limit)
             need = -(-(end - len(s.prefix.tokens)) // BLOCK) - len(s.blocks)
-            while need > len(self.pool) and row < len(live):
+            while need > len(self.pool):
                 newest = live.pop()
-                assert newest is not s or live, "the pool holds one sequence: see sampler_for"
                 self._release(newest)
                 newest.prefix = Prefix((newest.prompt + newest.completion)[:-1])
                 waiting.appendleft(newest)
-            if row < len(live):
-                s.blocks += self.pool.take(need)
-            row += 1
+                assert live, "the pool holds one sequence: see sampler_for"
+                if newest is s:
+                    return
+            s.blocks += self.pool.take(need)
 
     def _rows(self, live):
         """The rows' state as tensors, in one copy to the device."""
@@ -464,8 +445,8 @@ class Sampler:
         values = torch.from_numpy(values).to(self.engine.kv.device)
         return Rows(*values[:, :columns].T.contiguous(), table=values[:, columns:])
 
-    def _record(self, live, window):
-        """Write down what a window made -> how many tokens."""
+    def _record(self, live, window, end_ids):
+        """Write down what a window made -> how many tokens, the sequences that ended."""
         tokens, logprobs, made = window
         logprobs = logprobs.cpu()
         if not logprobs.isfinite().all():
@@ -474,23 +455,18 @@ class Sampler:
         tokens = tokens.cpu().T.tolist()
         logprobs = logprobs.T.tolist()
         made = made.tolist()
-        for row, s in enumerate(live):
+        ended = []
+        for row, s in enumerate(list(live)):
             s.completion += tokens[row][:made[row]]
             s.logprobs += logprobs[row][:made[row]]
             s.token = s.completion[-1]
             s.pos += made[row]
-        return sum(made)
-
-    def _retire(self, live, end_ids):
-        """-> the sequences that ended."""
-        ended = []
-        for s in list(live):
             s.finished = s.token in end_ids
             if s.finished or s.pos == s.limit:
                 live.remove(s)
                 self._release(s)
                 ended.append(s)
-        return ended
+        return sum(made), ended
 
     def _release(self, s):
         self.pool.give(s.blocks)

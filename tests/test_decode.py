@@ -387,8 +387,8 @@ def reference_logprobs(model, kv, rows, temperature):
     """(n, V) log-probs of a step by sampler.TorchEngine's means, and how far rounding moves them (rms to fp32)."""
     logprobs = []
     for dtype in in_fp32_and_16_bits(model):
-        cache = sampler.CachedAttention(kv.to(dtype, copy=True), rows.table, rows.prefix, rows.pos)
-        xw, rstd = model.hidden(rows.token, [cache.layer(i) for i in range(len(model.layers))], rows.pos)
+        attend = sampler.attention_to_cache(kv.to(dtype, copy=True), rows.table, rows.prefix, rows.pos)
+        xw, rstd = model.hidden(rows.token, attend, rows.pos)
         logits = mm_fp32(xw, model.lm_head[:model.live_vocab].to(dtype).T) * (rstd / (temperature or 1.0))
         logprobs.append(logits.log_softmax(-1))
     return logprobs[1], (logprobs[1] - logprobs[0]).square().mean().sqrt().item()

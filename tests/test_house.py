@@ -344,7 +344,7 @@ def dotted_names():
 def test_every_name_in_the_readme_is_in_the_code(name):
     first, *rest = name.split(".")
     if first == "engine":
-        first = "Engine"
+        first = "TorchEngine"
     if first in MODULES:
         assert rest[0] in MODULES[first], f"{first}.py has no {rest[0]}"
         first, *rest = rest

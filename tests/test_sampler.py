@@ -497,8 +497,8 @@ def test_long_prefills_are_split_into_batches(monkeypatch):
 
 
 def test_rollouts_add():
-    a = Rollouts([[1], [1]], [[2], [3, 4]], [torch.zeros(1), torch.zeros(2)], [True, False], 1.0, 0.5, num_tokens=3)
-    b = Rollouts([[9]], [[8, 7, 6]], [torch.ones(3)], [True], 3.0, 0.1, num_tokens=3)
+    a = Rollouts([[1], [1]], [[2], [3, 4]], [torch.zeros(1), torch.zeros(2)], [True, False], 1.0, 0.5)
+    b = Rollouts([[9]], [[8, 7, 6]], [torch.ones(3)], [True], 3.0, 0.1)
     both = a + b
     assert both.completions == [[2], [3, 4], [8, 7, 6]] and both.num_tokens == 6
     assert both.finished == [True, False, True]

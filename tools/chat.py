@@ -38,7 +38,7 @@ class Chat:
         sampler.engine.decode = self.decode_aloud
 
     def decode_aloud(self, *window):
-        """Engine.decode of one row; what it adds is printed, control characters as their codes."""
+        """TorchEngine.decode of one row; what it adds is printed, control characters as their codes."""
         tokens, logprobs, made = self.decode(*window)
         for token in tokens[:int(made[0]), 0].tolist():
             if token not in self.tokenizer.end_ids:
