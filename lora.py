@@ -3,8 +3,8 @@ A linear of the network = one frozen weight + one low-rank adapter (LoRA, arXiv 
 
     y = x @ W.T + (x @ A.T) @ (s * B).T          s = alpha / rank
 
-W is frozen and may live in 4 bits; only A and B are trained (and, if asked, the two norms of a
-block, as NVlabs/QeRL does through PEFT's modules_to_save).
+W is frozen, in 4 bits; A and B are trained (and, if asked, the two norms of a block, as NVlabs/QeRL
+does through PEFT's modules_to_save).
 
 Fused linears. q|k|v and gate|up are one matrix each: their `parts` are consecutive rows of W. Every
 part has an adapter of its own: `a` stacks the parts' A, `b` has one row per output row, so
@@ -22,8 +22,7 @@ K-augmentation. The learner expands W into a buffer with room to the right and b
 so that forward [x | x@A.T] @ wide[:N].T and backward [dy | dy@sB] @ wide[:, :K] are one matmul
 each: the adapter costs (P*R)/K more columns instead of another pass over y.
 
-Not here: the sampler's kernels, which compute the same from Weight.partial (nvfp4.py); dropout (the
-paper uses none), DoRA and the like.
+Not here: the sampler's kernels, which compute the same from Weight.partial (nvfp4.py); dropout.
 
 Shapes: M rows (tokens), N out_features, K in_features, R LoRA rank, P parts of a fused linear.
 """
@@ -54,8 +53,7 @@ class Scratch:
 class Linear(torch.nn.Module):
     """An nvfp4.Weight plus an optional adapter.
 
-    names: of the parts, as Hugging Face has them (model.layers.0.self_attn.q_proj, ...); parts:
-    their row counts.
+    names: Hugging Face's of the parts (model.layers.0.self_attn.q_proj); parts: their row counts.
     """
 
     def __init__(self, weight, names, parts, scratch=None):
@@ -77,10 +75,6 @@ class Linear(torch.nn.Module):
         """What autograd hands gradients to."""
         return (self.a, self.b) if self.rank else (None, None)
 
-    def part_rows(self):
-        ends = torch.tensor(self.parts).cumsum(0).tolist()
-        return [slice(end - size, end) for size, end in zip(self.parts, ends)]
-
     def forward(self, x):
         """x (M, K) in the compute dtype -> (M, N) fp32; differentiable in x, A and B."""
         return _Product.apply(x, *self.trained(), self)
@@ -94,9 +88,7 @@ class Linear(torch.nn.Module):
         self.weight.dequantize(out=wide[:n, :k])
         if pr:
             wide[n:, :k] = self.a16
-            wide[:n, k:] = 0
-            for rows, columns in zip(self.part_rows(), wide[:, k:].split(self.rank, dim=1)):
-                columns[rows] = self.b16[rows]
+            wide[:n, k:] = torch.block_diag(*self.b16.split(self.parts))
         return wide
 
     def room(self, like, columns):
@@ -125,20 +117,18 @@ class Linear(torch.nn.Module):
         """
         n = self.weight.N
         k = self.weight.K
-        rank = self.rank
-        assert xa.shape[1] == k + rank * len(self.parts), \
-            f"{self.names[0]}: adapter switched between forward and backward"
         wide = self.wide(xa.dtype)
-        if rank:
+        assert xa.shape[1] == wide.shape[1], \
+            f"{self.names[0]}: adapter switched between forward and backward"
+        if self.rank:
             dy[:, n:] = mm_fp32(dy[:, :n], wide[:n, k:])         # dL/d(x @ A.T) (M, P*R)
         dx = mm(dy, wide[:, :k], xa.dtype)
-        if not (rank and needs_ab):
+        if not (self.rank and needs_ab):
             return dx, None, None
         da = mm_fp32(dy[:, n:].T, xa[:, :k])                     # (P*R, K)
-        db = torch.empty_like(self.b)
-        for rows, own in zip(self.part_rows(), xa[:, k:].split(rank, dim=1)):
-            db[rows] = self.scale * mm_fp32(dy[:, rows].T, own)
-        return dx, da, db
+        of_parts = zip(dy[:, :n].split(self.parts, dim=1), xa[:, k:].split(self.rank, dim=1))
+        db = torch.cat([mm_fp32(rows.T, own) for rows, own in of_parts])
+        return dx, da, self.scale * db
 
     def merged(self):
         """W + s * B @ A in fp32, (N, K): what an exported checkpoint holds."""
@@ -146,8 +136,10 @@ class Linear(torch.nn.Module):
         self.weight.dequantize(out=w)
         self.weight.__dict__.pop("dense", None)                  # of a CPU: asked for once here
         if self.rank:
-            for rows, a in zip(self.part_rows(), self.a.data.split(self.rank)):
-                w[rows] += self.scale * self.b.data[rows] @ a
+            b = self.scale * self.b.data
+            for rows, part_b, a in zip(w.split(self.parts), b.split(self.parts),
+                                       self.a.data.split(self.rank)):
+                rows += part_b @ a
         return w
 
 

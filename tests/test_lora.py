@@ -181,7 +181,8 @@ def test_float16_gradients_are_those_of_float64_but_for_their_rounding(kind, std
     a, b, x64, dy = (t.detach().double() for t in (linear.a, linear.b, x, upstream))
     s = alpha / R
     spread = torch.zeros(sum(parts), len(parts) * R, dtype=torch.float64)              # s * B, block diagonal
-    for p, rows in enumerate(linear.part_rows()):
+    rows_of = torch.arange(sum(parts)).split(parts)
+    for p, rows in enumerate(rows_of):
         spread[rows, p * R:(p + 1) * R] = s * b[rows]
     xa, dxa = x64 @ a.T, dy @ spread
     # One rounding each of x @ A.T, W, A, s * B and dy; a sum of N fp32 terms rounds less than one more. W below 2^-14
@@ -198,7 +199,7 @@ def test_float16_gradients_are_those_of_float64_but_for_their_rounding(kind, std
         assert ((got.double() - want).abs() <= bound + 1e-7).all(), name
         # Roundings go up as often as down and cancel: 0.94 u was seen, 0.05 %.
         assert (got.double() - want).norm() < 1.5 * u * want.norm(), name
-    for p, rows in enumerate(linear.part_rows()):
+    for p, rows in enumerate(rows_of):
         own, own_abs = xa[:, p * R:(p + 1) * R], (x_abs @ a_abs.T)[:, p * R:(p + 1) * R]
         off = (linear.b.grad[rows].double() - s * dy[:, rows].T @ own).abs()
         assert (off <= 3.1 * u * s * dy_abs[:, rows].T @ own_abs + 1e-7).all()
