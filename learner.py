@@ -11,12 +11,12 @@ fp16. Its gradients are those of loss_scale * loss, a power of two, so that divi
 Half after an update that was not finite, down to 1; twice as much after GOOD_UPDATES that were. A
 long run finds the top of fp16's range, and then loses one update in 500.
 
-Not here: the loss (grpo.py), forward and backward (model.py, ops.py), 8-bit moments (they would
-save 6 bytes of 18 for 1 % of the parameters).
+Not here: the loss (grpo.py), forward and backward (model.py, ops.py).
 """
 import functools
 import math
 from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -145,22 +145,20 @@ class Learner:
         """-> loss of the given rows, differentiable, and its sums."""
         model = self.model
         device = model.device
-        lengths = [len(rollouts.completions[b]) for b in rows]
         tokens = [rollouts.prompts[b] + rollouts.completions[b] for b in rows]
         starts = [len(rollouts.prompts[b]) for b in rows]
-        logprobs, entropy = model.token_logprobs(tokens, starts, self.temperature,
-                                                 self.kept_blocks)
+        logprobs, entropy = model.token_logprobs(tokens, starts, self.temperature, self.kept_blocks)
         reference = None
         if self.loss.kl_beta:
             with torch.no_grad(), self.adapter.off():
                 reference, _ = model.token_logprobs(tokens, starts, self.temperature)
         old = torch.cat([rollouts.logprobs[b] for b in rows]).to(device)
+        lengths = [len(rollouts.completions[b]) for b in rows]
         row = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths)).to(device)
         first = [rollouts.proximal.setdefault(b, part)
                  for b, part in zip(rows, logprobs.detach().split(lengths))]
         of = grpo.LogProbs(logprobs, old, torch.cat(first), reference)
-        loss, sums = grpo.policy_loss(of, advantages.to(device), row, weights.to(device),
-                                      self.loss)
+        loss, sums = grpo.policy_loss(of, advantages.to(device), row, weights.to(device), self.loss)
         sums["entropy"] = entropy.sum().double()
         sums["loss"] = loss.detach().double()
         return loss, sums
@@ -199,7 +197,7 @@ def micro_batches(prompts, completions, token_budget, ranks=1, rank=0):
             piece[0] += len(completions[b])
             piece[1].append(b)
     batches = []
-    for tokens, rows in largest_first(pieces):
+    for tokens, rows in sorted(pieces, key=itemgetter(0), reverse=True):
         batch = next((b for b in batches if b[0] + tokens <= token_budget), None)
         if batch is None:
             batch = [0, []]
@@ -209,12 +207,8 @@ def micro_batches(prompts, completions, token_budget, ranks=1, rank=0):
     if ranks == 1:
         return [rows for _, rows in batches]
     shares = [[0, []] for _ in range(ranks)]
-    for tokens, rows in largest_first(batches):
+    for tokens, rows in sorted(batches, key=itemgetter(0), reverse=True):
         least = min(shares, key=lambda share: share[0])
         least[0] += tokens
         least[1].append(rows)
     return shares[rank][1]
-
-
-def largest_first(pieces):
-    return sorted(pieces, key=lambda piece: -piece[0])

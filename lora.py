@@ -122,7 +122,7 @@ class Linear(torch.nn.Module):
             f"{self.names[0]}: adapter switched between forward and backward"
         if self.rank:
             dy[:, n:] = mm_fp32(dy[:, :n], wide[:n, k:])         # dL/d(x @ A.T) (M, P*R)
-        dx = mm(dy, wide[:, :k], xa.dtype)
+        dx = mm(dy, wide[:, :k])
         if not (self.rank and needs_ab):
             return dx, None, None
         da = mm_fp32(dy[:, n:].T, xa[:, :k])                     # (P*R, K)

@@ -26,12 +26,13 @@ gives the bytes of compressed-tensors (0.11 and 0.20 agree) and bitsandbytes.
 Not here: codes chosen from data (calibrate.py), 4-bit activations, NF4's double quantization,
 files (hf.py), the layout that the GPU kernel reads (marlin_fp4.py).
 """
+import math
 from functools import cache, cached_property
 from typing import Callable, NamedTuple
 
 import torch
 
-from ops import twin_in_kernels
+from ops import mm_fp32, twin_in_kernels
 
 CHUNK = 2**22          # weights at a time: bounds the fp32 temporaries to ~100 MB for any matrix
 
@@ -82,19 +83,14 @@ def least_error(blocks, scales, codes_of, levels, weigh):
     """-> codes uint8, and of the given scales each block's best; of equal ones the first."""
     blocks = blocks.float()
     levels = levels.to(blocks.device)
-    best = None
+    errors = []
     for scale in scales:
         codes = codes_of(blocks / scale[..., None])
         error = levels[codes.int()] * scale[..., None] - blocks
-        error = (error.square() * weigh).sum(-1)
-        if best is None:
-            best, best_codes, best_scale = error, codes, scale
-            continue
-        better = error < best
-        best = torch.where(better, error, best)
-        best_codes = torch.where(better[..., None], codes, best_codes)
-        best_scale = torch.where(better, scale, best_scale)
-    return best_codes, best_scale
+        errors.append((error.square() * weigh).sum(-1))
+    best = torch.stack(errors).argmin(0, keepdim=True)
+    scale = torch.stack(scales).gather(0, best)[0]
+    return codes_of(blocks / scale[..., None]), scale
 
 
 def pack_pairs(codes):
@@ -146,13 +142,12 @@ def global_scale_for(*weights):
     within E4M3's 448: global_scale_for(q, k, v). All zeros give 1.
     """
     extremes = [extreme for w in weights for extreme in torch.aminmax(w)]
-    amax = torch.stack(extremes).abs().max().double()
-    if not torch.isfinite(amax):
-        raise ValueError(f"a weight matrix holds {amax.item()}: no tensor scale fits")
-    mantissa, exponent = torch.frexp(amax / (6 * 448))    # in [.5, 1): .5 is the power itself
-    exponent -= (mantissa == 0.5).int()
-    exponent.clamp_(min=-126)                             # below, the reciprocal overflows
-    return torch.ldexp(torch.ones_like(amax), exponent).float()
+    amax = torch.stack(extremes).abs().max().item()
+    if not math.isfinite(amax):
+        raise ValueError(f"a weight matrix holds {amax}: no tensor scale fits")
+    mantissa, exponent = math.frexp(amax / (6 * 448))     # in [.5, 1): .5 is the power itself
+    exponent = max(exponent - (mantissa == 0.5), -126)    # below, the reciprocal overflows
+    return torch.tensor(2.0**exponent, device=weights[0].device)
 
 
 def quantize(w, global_scale=None, importance=None, offsets=OFFSETS):
@@ -306,22 +301,14 @@ class Weight:
         """x (M, K), LoRA's A (R, K) or None -> Slabs of x @ [W; A].T. Here: one slab, complete."""
         columns = self.N + (0 if a is None else len(a))
         sums = torch.empty(1, len(x), columns, device=x.device)
-        product(x, self.dequantize(), sums[0, :, :self.N])
+        mm_fp32(x, self.dequantize().T, out=sums[0, :, :self.N])
         if a is not None:
-            product(x, a, sums[0, :, self.N:])
+            mm_fp32(x, a.T, out=sums[0, :, self.N:])
         return Slabs(sums, self.ones)
 
     def expands(self, rows):
         """Whether partial() of so many rows makes a 16-bit W first."""
         return self.tensors[0].dtype != self.dtype
-
-
-def product(x, w, out):
-    """x (M, K) @ w (n, K).T into out (M, n) fp32, columns of a wider matrix."""
-    if x.is_cuda:
-        torch.mm(x, w.T, out_dtype=torch.float32, out=out)
-    else:
-        torch.mm(x.float(), w.float().T, out=out)
 
 
 def freeze(weights, base, dtype):

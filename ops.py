@@ -38,18 +38,16 @@ def elementwise(function, x, *rest):
     return function(x, *rest)
 
 
-def mm(a, b, out_dtype):
-    """a @ b with fp32 sums, rounded once to out_dtype."""
-    if not a.is_cuda or a.dtype == torch.float32:
-        return (a.float() @ b.float()).to(out_dtype)
-    if out_dtype == a.dtype:
-        return torch.mm(a, b)
-    return torch.mm(a, b, out_dtype=out_dtype)
-
-
-def mm_fp32(a, b):
+def mm_fp32(a, b, out=None):
     """a (M, K) @ b (K, N) -> fp32: rounded, sampler and learner would drift twice as far apart."""
-    return mm(a, b, torch.float32)
+    if not a.is_cuda or a.dtype == torch.float32:
+        return torch.mm(a.float(), b.float(), out=out)
+    return torch.mm(a, b, out_dtype=torch.float32, out=out)
+
+
+def mm(a, b):
+    """a @ b with fp32 sums, rounded once to their dtype."""
+    return torch.mm(a, b) if a.is_cuda else mm_fp32(a, b).to(a.dtype)
 
 
 # -------------------------------------------------------------------------------------------------

@@ -63,12 +63,13 @@ def test_products_are_summed_in_float32_and_rounded_once(dtype, M, K, N):
     torch.manual_seed(0)
     a, b = torch.randn(M, K).to(dtype), torch.randn(K, N).to(dtype)
     want, scale = a.double() @ b.double(), a.double().abs() @ b.double().abs()
-    for out_dtype in (torch.float32, dtype):
-        got = mm(a, b, out_dtype)
+    room = torch.full((M, N + 3), 7.0)
+    into = mm_fp32(a, b, out=room[:, :N])                                 # columns of a wider matrix
+    assert into.data_ptr() == room.data_ptr() and (room[:, N:] == 7).all()
+    for got, out_dtype in ((mm_fp32(a, b), torch.float32), (into, torch.float32), (mm(a, b), dtype)):
         u = torch.finfo(out_dtype).eps / 2
         assert got.dtype == out_dtype
         assert ((got.double() - want).abs() <= 1.01 * u * want.abs() + K * 2.0**-24 * scale).all()
-    assert torch.equal(mm_fp32(a, b), mm(a, b, torch.float32))
 
 
 # -----------------------------------------------------------------------------
