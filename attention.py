@@ -48,28 +48,25 @@ def lay_out(rows, starts):
     token, row by row, the place of the token before it. A row's last token is left out: it
     predicts nothing.
     """
-    shared = []
-    alone = []                                   # one row, or answers of one token each
-    for _, group in groupby(range(len(rows)), lambda i: rows[i][:starts[i]]):
-        group = list(group)
-        several = len(group) > 1 and any(len(rows[i]) > starts[i] + 1 for i in group)
-        (shared if several else alone).append(group)
+    def branch(group):                           # else: one row, or answers of one token each
+        return len(group) > 1 and any(len(rows[i]) > starts[i] + 1 for i in group)
 
+    groups = groupby(range(len(rows)), lambda i: rows[i][:starts[i]])
+    groups = sorted((list(group) for _, group in groups), key=branch, reverse=True)
     tokens = []
+    lengths = []
+    for group in groups:
+        first = group[0]
+        lengths.append(starts[first] if branch(group) else len(rows[first]) - 1)
+        tokens += rows[first][:lengths[-1]]
     predictors = [[]] * len(rows)
-    for i, *_ in shared:
-        tokens += rows[i][:starts[i]]
-    for group in alone:
+    for group, length, end in zip(groups, lengths, accumulate(lengths)):
         for i in group:
-            predictors[i] = range(len(tokens) + starts[i] - 1, len(tokens) + len(rows[i]) - 1)
-        tokens += rows[group[0]][:-1]
-    lengths = [starts[i] for i, *_ in shared] + [len(rows[i]) - 1 for i, *_ in alone]
-    for group, end in zip(shared, accumulate(lengths)):
-        for i in group:
-            branch = rows[i][starts[i]:-1]
-            predictors[i] = [end - 1, *range(len(tokens), len(tokens) + len(branch))]
-            tokens += branch
-    branches = [[len(rows[i]) - starts[i] - 1 for i in group] for group in shared]
+            inside = range(end - length + starts[i] - 1, end)
+            tail = rows[i][length:-1]
+            predictors[i] = [*inside, *range(len(tokens), len(tokens) + len(tail))]
+            tokens += tail
+    branches = [[len(rows[i]) - starts[i] - 1 for i in group] for group in groups if branch(group)]
     return tokens, lengths, branches, [*chain(*predictors)]
 
 
@@ -86,12 +83,12 @@ class PackedAttention:
         self.device = device
         own = [*lengths, *(n for n in chain(*branches) if n)]
         trunks = lengths[:len(branches)]
-        self.inside = spans_of(own, own, True, device)
-        self.across = None                       # branches to trunks: all branches of a sequence
+        self.inside = spans_of(own, own, True, device)           # every token over its own piece
+        self.across = None                       # branches over trunks: all branches of a sequence
         if branches:                             # are one block of queries
             self.across = spans_of([sum(group) for group in branches], trunks, False, device)
-        self.first = sum(lengths)
-        self.shared = sum(trunks)
+        self.first = sum(lengths)                # of the branches' tokens
+        self.shared = sum(trunks)                # tokens of all trunks
 
     def positions(self):
         """(T,) int64: from 0 in each sequence, going on from its end in each of its branches."""
@@ -102,7 +99,7 @@ class PackedAttention:
 
     def __call__(self, q, k, v):
         """q (T, H, d), k, v (T, KV, d) -> (T, H, d)."""
-        return _Attention.apply(q, k, v, self.inside, self.across, self.first, self.shared)
+        return _Attention.apply(q, k, v, self)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -169,30 +166,29 @@ def merge(out, lse, other, other_lse):
 
 
 class _Attention(torch.autograd.Function):
-    """inside: of every token over its own piece; across, unless None: of tokens[first:], the
-    branches, over tokens[:shared], their trunks.
-    """
-
     @staticmethod
-    def forward(ctx, q, k, v, inside, across, first, shared):
-        out, lse = attend(q, k, v, inside)
-        if across:
-            merge(out[first:], lse[:, first:], *attend(q[first:], k[:shared], v[:shared], across))
+    def forward(ctx, q, k, v, pack):
+        out, lse = attend(q, k, v, pack.inside)
+        if pack.across:
+            own = slice(pack.first, None)
+            other = attend(q[own], k[:pack.shared], v[:pack.shared], pack.across)
+            merge(out[own], lse[:, own], *other)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.plan = inside, across, first, shared
+        ctx.pack = pack
         return out
 
     @staticmethod
     def backward(ctx, dout):
         q, k, v, out, lse = ctx.saved_tensors
-        inside, across, first, shared = ctx.plan
+        pack = ctx.pack
         dout = dout.contiguous()
-        dq, dk, dv = attend_backward(dout, q, k, v, out, lse, inside)
-        if across:
+        dq, dk, dv = attend_backward(dout, q, k, v, out, lse, pack.inside)
+        if pack.across:
+            own = slice(pack.first, None)
             more_q, more_k, more_v = attend_backward(
-                dout[first:], q[first:], k[:shared], v[:shared], out[first:],
-                lse[:, first:].contiguous(), across)
-            dq[first:] += more_q
-            dk[:shared] += more_k
-            dv[:shared] += more_v
-        return dq, dk, dv, None, None, None, None
+                dout[own], q[own], k[:pack.shared], v[:pack.shared], out[own],
+                lse[:, own].contiguous(), pack.across)
+            dq[own] += more_q
+            dk[:pack.shared] += more_k
+            dv[:pack.shared] += more_v
+        return dq, dk, dv, None
