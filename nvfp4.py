@@ -4,11 +4,9 @@ Four-bit weight formats: real values <-> codes and scales, and the frozen weight
 Why: decoding is bound by reading the frozen linears, so 4.5 bits a weight instead of 16 pay for the
 sampler; and their rounding error is the "quantization noise" that QeRL explores with.
 
-    N  out_features     K  in_features     block  16 consecutive k of a row (MXFP4 32, NF4 64)
-
-NVFP4: one (N, K) weight is three tensors, 4 + 8 / 16 bits a weight
+NVFP4: one weight (N out_features, K in_features) is three tensors, 4 + 8 / 16 bits a weight
     packed        uint8  (N, K // 2)     two E2M1 codes a byte along K: even k in the LOW nibble
-    block_scale   e4m3   (N, K // 16)    one per block
+    block_scale   e4m3   (N, K // 16)    one per block of 16 consecutive k (MXFP4 32, NF4 64)
     global_scale  fp32   () or (N,)      one per weight (per row where parts are fused)
 Both scales multiply; |e2m1| is 0, .5, 1, 1.5, 2, 3, 4 or 6, the sign is bit 3 of a code:
     w[n, k] = e2m1(code[n, k]) * block_scale[n, k // 16] * global_scale
@@ -20,11 +18,10 @@ tensor scale and gate, up another: engines fuse them and keep one for the result
 
 Which block scale? The usual one takes the largest weight to the largest code. A finer one that
 clips it, or a coarser one, often fits the other 15 better: each format tries the scales of its
-`offsets`, the usual one being 0, and keeps the first of least squared error. The usual one alone
-gives the bytes of compressed-tensors (0.11 and 0.20 agree) and bitsandbytes.
+`offsets` and keeps the one of least squared error. The usual one alone, offset 0, gives the bytes
+of compressed-tensors and bitsandbytes.
 
-Not here: codes chosen from data (calibrate.py), 4-bit activations, NF4's double quantization,
-files (hf.py), the layout that the GPU kernel reads (marlin_fp4.py).
+Not here: codes chosen from data (calibrate.py), 4-bit activations, NF4's double quantization.
 """
 import math
 from functools import cache, cached_property
@@ -54,25 +51,20 @@ NF4 = torch.tensor([
 NF4_EDGES = (NF4[1:] + NF4[:-1]) / 2
 
 
-def row_chunks(N, K, block):
-    """Slices of rows of about CHUNK weights each; refuses a K that ends inside a block."""
-    if K % block:
-        raise ValueError(f"K={K} (in_features) is not a multiple of the block of {block} weights")
-    step = max(1, CHUNK // K)
-    return [slice(n, n + step) for n in range(0, N, step)]
-
-
 def encode(w, block, candidates, codes_of, levels, importance=None):
     """(N, K) -> packed uint8 (N, K // 2), scale fp32 (N, K // block).
 
     candidates: blocks (n, K // block, block) -> the scales to try, fp32 (n, K // block) each.
     codes_of: blocks / scale -> codes, of `levels`. importance (K,) weighs squared errors.
     """
+    K = w.shape[1]
+    if K % block:
+        raise ValueError(f"K={K} (in_features) is not a multiple of the block of {block} weights")
     packed = []
     scales = []
     weigh = 1.0 if importance is None else importance.view(-1, block)
-    for rows in row_chunks(*w.shape, block):
-        blocks = w[rows].unflatten(1, (-1, block))
+    for rows in w.split(max(1, CHUNK // K)):
+        blocks = rows.unflatten(1, (-1, block))
         codes, scale = least_error(blocks, candidates(blocks), codes_of, levels, weigh)
         packed.append(pack_pairs(codes.flatten(1)))
         scales.append(scale)
@@ -111,22 +103,20 @@ def decode(packed, scale, levels, dtype, out=None):
     `dtype`: (N, K), or into `out`, rows of any stride.
     """
     N, blocks = scale.shape
-    block = 2 * packed.shape[1] // blocks
+    K = 2 * packed.shape[1]
     pairs = byte_table(levels, packed.device)
     if out is None:
-        out = torch.empty(N, blocks * block, dtype=dtype, device=packed.device)
-    for rows in row_chunks(N, blocks * block, block):
-        values = pairs[packed[rows].int()].view(-1, blocks, block)
-        out[rows] = (values * scale[rows][..., None]).flatten(1).to(dtype)
+        out = torch.empty(N, K, dtype=dtype, device=packed.device)
+    step = max(1, CHUNK // K)
+    for codes, factor, rows in zip(packed.split(step), scale.split(step), out.split(step)):
+        values = pairs[codes.int()].view(-1, blocks, K // blocks) * factor[..., None]
+        rows.copy_(values.flatten(1).to(dtype))
     return out
 
 
 def edges_below(x, edges):
     """-> uint8, how many edges are < x: on a CPU in half of bucketize's time."""
-    count = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
-    for edge in edges.tolist():
-        count += x > edge
-    return count
+    return sum((x > edge).to(torch.uint8) for edge in edges.tolist())
 
 
 def e2m1_codes(x):
@@ -154,9 +144,8 @@ def quantize(w, global_scale=None, importance=None, offsets=OFFSETS):
     """(N, K) -> packed uint8 (N, K // 2), block_scale e4m3 (N, K // 16), global_scale fp32 ().
 
     importance (K,): what an input channel's squared error weighs; None: all the same. offsets: of
-    the E4M3 codes to try from blockmax / 6; [0] is compressed-tensors' rounding to nearest, which
-    rounds blockmax / 6 to the dtype of w: under a scale that is no power of two, a bf16 weight and
-    its fp32 copy can differ in a block scale.
+    the E4M3 codes to try from blockmax / 6, which is rounded to the dtype of w, as in
+    compressed-tensors.
     """
     if global_scale is None:
         global_scale = global_scale_for(w)
@@ -195,8 +184,7 @@ def quantize_mxfp4(w, offsets=(0, -1, 1)):
     """(N, K) -> packed uint8 (N, K // 2), block_scale uint8 (N, K // 32): byte b is 2^(b - 127).
 
     offsets: of the bytes to try from the one that puts blockmax into [3.5, 7), whose upper end
-    saturates, as in compressed-tensors (the OCP text's floor keeps [4, 8) and clips up to a quarter
-    of a weight).
+    saturates, as in compressed-tensors (the OCP text's floor clips up to a quarter of a weight).
     """
     def candidates(blocks):
         mantissa, exponent = torch.frexp(blocks.abs().amax(-1).float())         # in [.5, 1)
@@ -216,7 +204,7 @@ def dequantize_mxfp4(packed, block_scale, dtype=torch.bfloat16, out=None):
 
 def quantize_nf4(w, offsets=range(0, -11, -1)):
     """(N, K) -> packed uint8 (N, K // 2), absmax fp32 (N, K // 64): the block's largest |w|, or
-    what is tried below it: offsets are in steps of 2 %.
+    what is tried below it, offsets in steps of 2 %.
     """
     def candidates(blocks):
         absmax = blocks.abs().amax(-1).float().clamp(min=2.0**-126)     # zeros get the level 0
