@@ -1,11 +1,9 @@
 """
-Two operations whose backward is written by hand (attention's is in attention.py, a linear's in
-lora.py), and the door to the GPU kernels.
+The door to the GPU kernels, and two operations whose backward is written by hand (attention's is in
+attention.py, a linear's in lora.py): autograd would keep or move gigabytes.
 
     mlp              down(silu(gate) * up): its backward leaves the inputs of matmuls in 16 bits
     token_logprobs   log softmax at the sampled tokens, without the (T, V) tensor
-
-Autograd would keep or move gigabytes for both; tests compare them with it on the full tensors.
 
 The door. A function marked `twin_in_kernels` is plain torch and complete. Where its first tensor is
 on a GPU, the function of the same name in kernels.py runs instead: Triton kernels that move each
@@ -141,18 +139,19 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(ctx, x, rstd, head, targets, live, temperature):
         n = x.shape[0]
         logprobs, entropy = torch.empty(2, n, device=x.device)
-        needs_grad = any(ctx.needs_input_grad[:2])
-        dx = torch.empty(x.shape, device=x.device) if needs_grad else None
-        drstd = torch.empty_like(rstd) if needs_grad else None
+        dx = drstd = dtype = None
+        if any(ctx.needs_input_grad[:2]):
+            dx = torch.empty(x.shape, device=x.device)
+            drstd = torch.empty_like(rstd)
+            dtype = x.dtype
         for i in range(0, n, _TokenLogprobs.CHUNK):
             s = slice(i, i + _TokenLogprobs.CHUNK)
             scale = rstd[s] / temperature                                       # (c, 1)
             products = mm_fp32(x[s], head.T)                                    # (c, V)
-            sums, ahead = scores(products, scale, targets[s], live, x.dtype if needs_grad else None)
-            picked, lse, mean_logit = sums                                      # (c,) each
+            (picked, lse, mean_logit), ahead = scores(products, scale, targets[s], live, dtype)
             logprobs[s] = picked - lse
             entropy[s] = lse - mean_logit
-            if needs_grad:
+            if dtype:
                 drstd[s] = (picked - mean_logit)[:, None] / rstd[s]
                 dx[s] = mm_fp32(ahead, head).mul_(scale)
         ctx.save_for_backward(dx, drstd)
