@@ -120,7 +120,7 @@ class Block(torch.nn.Module):
         super().__init__()
         c = config
         layer = f"model.layers.{i}"
-        self.kv_heads = c.kv_heads
+        self.config = config
         kv_width = c.kv_heads * c.head_dim
         qkv = c.width, kv_width, kv_width
         bias = [get(f"{layer}.self_attn.{s}_proj.bias", n) for s, n in zip("qkv", qkv)]
@@ -144,7 +144,7 @@ class Block(torch.nn.Module):
         """x (T, D) fp32 -> the same; attend(q (T, H, d), k (T, KV, d), v) -> (T, H, d)."""
         xw, rstd = self.input_norm(x)
         q, k, v = elementwise(split_qkv, self.qkv(xw), rstd, self.qkv_bias, cos, sin,
-                              self.kv_heads, self.input_norm.dtype)
+                              self.config.kv_heads, self.input_norm.dtype)
         x = x + self.o(attend(q, k, v).flatten(1))
         xw, rstd = self.post_norm(x)
         return x + mlp(self.gate_up, self.down, xw, rstd)

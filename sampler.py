@@ -408,9 +408,11 @@ class Sampler:
                 batches.append([])
             batches[-1].append(prefix)
         for batch in filter(None, batches):
-            blocks = [torch.tensor(p.blocks).repeat_interleave(BLOCK)[:len(p.tokens)] for p in batch]
+            lengths = [len(p.tokens) for p in batch]
+            blocks = [torch.tensor(p.blocks).repeat_interleave(BLOCK)[:n]
+                      for p, n in zip(batch, lengths)]
             tokens = torch.tensor([t for p in batch for t in p.tokens])
-            self.engine.prefill(tokens, torch.cat(blocks), [len(p.tokens) for p in batch])
+            self.engine.prefill(tokens, torch.cat(blocks), lengths)
 
     def _grow(self, waiting, live):
         """Blocks of the next window, oldest row first; if short, the newest rows wait again."""

@@ -28,23 +28,23 @@ DOORS = {("ops", "kernels"), ("nvfp4", "marlin_fp4"), ("sampler", "decode")}
 
 # What each may hold at most: what was reached, rounded up, to be lowered with every cut. The aim is
 # 2,400 lines and 120 KB for the method, 3,250 lines for the reading path, 6,450 and 300 KB for all.
-METHOD_BUDGET = 3185, 142                                                # lines, KB of 1,024 bytes
-READING_BUDGET = 4955, 222
-WHOLE_BUDGET = 10130, 446
+METHOD_BUDGET = 3110, 139                                                # lines, KB of 1,024 bytes
+READING_BUDGET = 4870, 219
+WHOLE_BUDGET = 10050, 443
 LARGEST = {                                                               # lines, KB
     "program.py": (105, 3.7),
     "watch.py": (75, 3.1),
     "train.py": (515, 23.0),
     "flags.py": (290, 15.9),
     "grpo.py": (260, 12.5),
-    "learner.py": (220, 10.0),
+    "learner.py": (215, 9.7),
     "aqn.py": (95, 5.6),
-    "sampler.py": (500, 22.1),
-    "model.py": (265, 12.1),
-    "attention.py": (200, 8.7),
-    "ops.py": (180, 7.3),
-    "lora.py": (270, 11.9),
-    "nvfp4.py": (350, 15.1),
+    "sampler.py": (480, 21.1),
+    "model.py": (250, 11.5),
+    "attention.py": (195, 8.5),
+    "ops.py": (175, 7.0),
+    "lora.py": (265, 11.5),
+    "nvfp4.py": (325, 14.1),
     "rewards.py": (360, 15.6),
     "data.py": (400, 18.3),
     "run.py": (495, 19.5),
