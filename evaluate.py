@@ -16,10 +16,12 @@ figures of these. Not here: few-shot prompts.
 import argparse
 import json
 import math
+import os
 import shlex
 import sys
 import time
 from collections import Counter, defaultdict
+from contextlib import suppress
 from pathlib import Path
 
 import program  # before torch
@@ -207,6 +209,10 @@ def check(args, of_run):
         raise ValueError(f"--samples {args.samples} needs a --temperature above 0")
     if args.out and Path(args.out).exists():
         raise ValueError(f"--out {args.out} exists and is not overwritten")
+    if args.out:                                 # an hour of sampling later would be too late
+        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
+        open(args.out, "x").close()
+        os.remove(args.out)
     if args.temperature == 0:                    # greedy ignores the two: say so in the figures
         args.top_p = 1.0
         args.top_k = 0
@@ -215,16 +221,9 @@ def check(args, of_run):
         data.check_source(args.data)
 
 
-def select_device(name, model):
-    """-> torch.device; a GPU becomes the current one, on which Triton launches."""
-    device = device_of(name, model)
-    if device.type == "cuda":
-        torch.cuda.set_device(device.index)
-    return device
-
-
 def load_model(args, folder, device, tokenizer):
     """-> the model of --base and --dtype, with --adapter."""
+    args.base = hf.base_of(folder, args.base)
     model = qwen.load(folder, args.base, device, args.dtype, tokenizer.vocab_size)
     few_threads(model)
     if args.adapter:
@@ -287,7 +286,7 @@ def prove_adapter(model, sampler, prompt, max_new_tokens):
 
 def prepare(args, of_run):
     """-> tokenizer, problems, sampler, plug-in, rows of --against, adapter's shift."""
-    device = select_device(args.device, args.model)
+    device = device_of(args.device, args.model)
     args.device = args.device or device.type
     kernels = kernels_for(device, args.kernels)
     if kernels:
@@ -297,7 +296,6 @@ def prepare(args, of_run):
     if args.adapter:
         hf.read_peft(args.adapter)
     folder = hf.resolve(args.model, weights=False)
-    args.base = hf.base_of(folder, args.base)
     tokenizer = data.Tokenizer(folder)
     problems = problems_of(args, of_run, tokenizer)
     if others is not None:
@@ -308,17 +306,17 @@ def prepare(args, of_run):
     hf.check_lengths(folder, longest + args.max_new_tokens)
     model = load_model(args, hf.resolve(args.model), device, tokenizer)
     rows = min(args.max_rows, len(problems) * args.samples)
-    engine = engine_for(device, args.kernels)
-    sampler = sampler_for(engine, model, longest + args.max_new_tokens, rows)
+    sampler = sampler_for(engine_for(device, args.kernels), model, longest + args.max_new_tokens,
+                          rows)
     shift = None
     if args.adapter:
         shift = prove_adapter(model, sampler, problems[0].prompt, args.max_new_tokens)
     return tokenizer, problems, sampler, plug_in, others, shift
 
 
-def answer(args, tokenizer, problems, sampler, plug_in, out):
+def answer(args, tokenizer, problems, sampler, plug_in):
     """-> rows of the problems that were done, in their order; seconds; idle share, None if
-    Ctrl-C came. Each problem's rows are written to the file `out` as soon as its answers are there.
+    Ctrl-C came. Each problem's rows are in the file --out as soon as its answers are there.
     """
     waiting = defaultdict(list)
     done = {}
@@ -337,22 +335,23 @@ def answer(args, tokenizer, problems, sampler, plug_in, out):
         for sample, row in enumerate(done[i]):
             lenient = rewards.grade(row["completion"], row["answer"], last_number=True)
             row |= {"sample": sample, "lenient": float(lenient.correct)}
-        if out:
-            out.write(lines_of(done[i]))
-            out.flush()
+        out.write(lines_of(done[i]))
+        out.flush()
 
     sampling = Sampling(args.max_new_tokens, tokenizer.end_ids, args.temperature, args.top_k,
                         args.top_p, args.seed)
     began = time.perf_counter()
     idle = None
-    with tqdm(unit=" tokens", unit_scale=True) as bar:
-        try:
+    file = open(args.out, "x") if args.out else open(os.devnull, "w")
+    with file as out, tqdm(unit=" tokens", unit_scale=True) as bar:
+        with suppress(KeyboardInterrupt):
             idle = sampler.generate([p.prompt for p in problems], args.samples, sampling,
                                     progress=progress).idle
-        except KeyboardInterrupt:
-            pass
     seconds = time.perf_counter() - began
-    return [row for i in sorted(done) for row in done[i]], seconds, idle
+    rows = [row for i in sorted(done) for row in done[i]]
+    if args.out:                                 # now in the problems' order
+        write_atomically(args.out, lines_of(rows).encode())
+    return rows, seconds, idle
 
 
 def lines_of(rows):
@@ -361,24 +360,11 @@ def lines_of(rows):
 
 def main():
     began = time.perf_counter()
-    out = None
     with program.one_line("evaluate.py"):
         args, of_run = parse_args()
         check(args, of_run)
-        if args.out:                             # an hour of sampling later would be too late
-            Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-            out = open(args.out, "x", encoding="utf-8")
-        try:
-            tokenizer, problems, sampler, plug_in, others, shift = prepare(args, of_run)
-        except BaseException:
-            if out:
-                out.close()
-                Path(args.out).unlink()
-            raise
-        rows, seconds, idle = answer(args, tokenizer, problems, sampler, plug_in, out)
-        if out:
-            out.close()
-            write_atomically(args.out, lines_of(rows).encode())  # in the problems' order
+        tokenizer, problems, sampler, plug_in, others, shift = prepare(args, of_run)
+        rows, seconds, idle = answer(args, tokenizer, problems, sampler, plug_in)
     count = len(rows) // args.samples
     if rows:
         figures = summarize(rows, args.samples)

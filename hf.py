@@ -240,12 +240,12 @@ def read_qwen2(path):
         raise ValueError(f"{path}: rope_parameters is {short(rope)}: only the default is supported")
     config["rope_theta"] = config.get("rope_theta") or rope.get("rope_theta")
     check(path, config, CONFIG)
-    D, H, KV = (config[key] for key in ("hidden_size", "num_attention_heads",
-                                        "num_key_value_heads"))
+    D = config["hidden_size"]
+    H = config["num_attention_heads"]
+    KV = config["num_key_value_heads"]
     if D % (2 * H) or H % KV or config.get("head_dim", D // H) != D // H:
-        raise ValueError(f"{path}: hidden_size is {D}, num_attention_heads {H}, "
-                         f"num_key_value_heads {KV}, head_dim {config.get('head_dim')}: heads do "
-                         "not divide")
+        raise ValueError(f"{path}: hidden_size is {D}, num_attention_heads {H}, num_key_value_heads"
+                         f" {KV}, head_dim {config.get('head_dim')}: heads do not divide")
     return config
 
 
@@ -257,14 +257,13 @@ def positions(folder):
 def check_lengths(folder, length, rank=1):
     """ValueError if a model has no positions for `length` tokens, or no room for such a rank."""
     path = folder / "config.json"
-    config = read_qwen2(path)
     most = positions(folder)
     if length > most:
         raise ValueError(f"{path}: max_position_embeddings is {most}, less than {length}, the "
                          "tokens of prompt and --max-new-tokens together")
-    if rank > config["hidden_size"]:
-        raise ValueError(f"--lora-rank {rank} exceeds hidden_size, which is "
-                         f"{config['hidden_size']} in {path}")
+    width = read_qwen2(path)["hidden_size"]
+    if rank > width:
+        raise ValueError(f"--lora-rank {rank} exceeds hidden_size, which is {width} in {path}")
 
 
 # What compressed-tensors writes into config.json of NVFP4 weights, and the section around it.

@@ -58,7 +58,8 @@ KERNELS = "hopper", "portable"                   # --kernels
 
 
 def device_of(name, model):
-    """--device -> torch.device, of several ranks each its own GPU; ValueError if there is none.
+    """--device -> torch.device, of several ranks each its own GPU; ValueError if there is none. It
+    becomes the current one, on which Triton launches.
 
     name None: a GPU if there is one, else the CPU for a model that is here already.
     """
@@ -77,6 +78,7 @@ def device_of(name, model):
     index = LOCAL_RANK if WORLD > 1 else device.index or 0
     if index >= torch.cuda.device_count():
         raise ValueError(f"--device {name}: torch sees {torch.cuda.device_count()} GPUs")
+    torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
 

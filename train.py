@@ -129,7 +129,6 @@ def prepare(args, before):
     problems, held_out = data.split_problems(args, tokenizer)
     if device.type == "cuda":
         memory.bound(args.memory_gib, device)
-        torch.cuda.set_device(device)                            # Triton launches on this one
     join(device)
     folder = hf.resolve(args.model)
     if args.calibrate:

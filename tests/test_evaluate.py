@@ -289,7 +289,7 @@ def test_the_gpu_named_is_the_one_that_triton_launches_on(monkeypatch):
     chosen = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    assert [evaluate.select_device(name, '.').type for name in ("cuda:1", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
+    assert [evaluate.device_of(name, '.').type for name in ("cuda:1", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
     assert chosen == [1, 0]
 
 

@@ -17,8 +17,9 @@ from tokenizers.decoders import DecodeStream
 
 import data
 import hf
-from evaluate import load_model, new_parser, parse, select_device
+from evaluate import load_model, new_parser, parse
 from flags import check_ranges
+from run import device_of
 from sampler import Sampling, engine_for, sampler_for
 
 LENGTH = 8192                                    # tokens of a conversation, if the model takes them
@@ -85,20 +86,6 @@ def parse_args():
     return args
 
 
-def prepare(args):
-    """-> Chat; finds out what is wrong."""
-    device = select_device(args.device, args.model)
-    data.style_of(args.prompt_style)
-    folder = hf.resolve(args.model)
-    tokenizer = data.Tokenizer(folder)
-    args.base = hf.base_of(folder, args.base)
-    model = load_model(args, folder, device, tokenizer)
-    length = min(hf.positions(folder), LENGTH)
-    sampler = sampler_for(engine_for(device), model, length, max_rows=1)
-    sampling = Sampling(args.max_new_tokens, tokenizer.end_ids, args.temperature, seed=args.seed)
-    return Chat(tokenizer, sampler, args.prompt_style, sampling)
-
-
 def talk(chat):
     """Answers each line of stdin until it ends."""
     print("an empty line begins a new conversation, Ctrl-D ends", file=sys.stderr)
@@ -118,7 +105,16 @@ def talk(chat):
 def main():
     with program.one_line("chat"):
         args = parse_args()
-        chat = prepare(args)
+        device = device_of(args.device, args.model)
+        data.style_of(args.prompt_style)
+        folder = hf.resolve(args.model)
+        tokenizer = data.Tokenizer(folder)
+        model = load_model(args, folder, device, tokenizer)
+        length = min(hf.positions(folder), LENGTH)
+        sampler = sampler_for(engine_for(device), model, length, max_rows=1)
+        sampling = Sampling(args.max_new_tokens, tokenizer.end_ids, args.temperature,
+                            seed=args.seed)
+        chat = Chat(tokenizer, sampler, args.prompt_style, sampling)
         if args.question is None:
             talk(chat)
         else:

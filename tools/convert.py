@@ -23,15 +23,14 @@ import flags
 import hf
 import lora
 import model as qwen
-from evaluate import select_device
-from run import must_be_new
+from run import device_of, must_be_new
 
 
 def quantize(args):
     flags.check_ranges(args, {name: flags.RANGES[name] for name in ("calibrate", "seed")})
     data.check_source(args.data)
     src = hf.resolve(args.source, weights=False)
-    device = select_device(args.device, src)
+    device = device_of(args.device, src)
     codes = args.codes or ("gptq" if args.calibrate else "search")
     if codes in ("gptq", "weighted") and not args.calibrate:
         raise ValueError(f"--codes {codes} needs --calibrate N")
