@@ -28,9 +28,9 @@ DOORS = {("ops", "kernels"), ("nvfp4", "marlin_fp4"), ("sampler", "decode")}
 
 # What each may hold at most: what was reached, rounded up, to be lowered with every cut. The aim is
 # 2,400 lines and 120 KB for the method, 3,250 lines for the reading path, 6,450 and 300 KB for all.
-METHOD_BUDGET = 3110, 139                                                # lines, KB of 1,024 bytes
+METHOD_BUDGET = 3100, 139                                                # lines, KB of 1,024 bytes
 READING_BUDGET = 4870, 219
-WHOLE_BUDGET = 10050, 443
+WHOLE_BUDGET = 10030, 443
 LARGEST = {                                                               # lines, KB
     "program.py": (105, 3.7),
     "watch.py": (75, 3.1),
@@ -47,20 +47,20 @@ LARGEST = {                                                               # line
     "nvfp4.py": (325, 14.1),
     "rewards.py": (360, 15.6),
     "data.py": (400, 18.3),
-    "run.py": (495, 19.5),
-    "hf.py": (460, 20.9),
+    "run.py": (500, 19.6),
+    "hf.py": (460, 20.8),
     "marlin_fp4.py": (700, 32.1),
     "portable_fp4.py": (170, 7.4),
     "kernels.py": (835, 35.6),
     "decode.py": (320, 15.0),
     "memory.py": (145, 6.9),
     "answers.py": (1275, 52.3),
-    "evaluate.py": (415, 17.9),
+    "evaluate.py": (400, 17.6),
     "tools/bench.py": (310, 13.8),
     "tools/convert.py": (90, 4.0),
     "tools/plot.py": (135, 5.9),
     "tools/report.py": (90, 3.8),
-    "tools/chat.py": (130, 5.2),
+    "tools/chat.py": (125, 5.1),
     "tools/study.py": (105, 4.4),
     "tools/__init__.py": (5, 0.2),
     "tiny/arithmetic.py": (65, 3.1),
