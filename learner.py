@@ -8,8 +8,7 @@ A batch is cut into micro-batches of whole rows; their gradients add up in adapt
 micro-batches and ranks. Then clip, AdamW, sync.
 
 fp16. Its gradients are those of loss_scale * loss, a power of two, so that dividing by it is exact.
-Half after an update that was not finite, down to 1; twice as much after GOOD_UPDATES that were. A
-long run finds the top of fp16's range, and then loses one update in 500.
+Half after an update that was not finite, down to 1; twice as much after GOOD_UPDATES that were.
 
 Not here: the loss (grpo.py), forward and backward (model.py, ops.py).
 """
@@ -179,9 +178,8 @@ def micro_batches(prompts, completions, token_budget, ranks=1, rank=0):
 
     Rows of one prompt that follow each other stay together: the learner computes their prompt once,
     so a group counts it once. A group beyond the budget is cut, a row beyond it stands alone. First
-    fit, longest first: what does not fit in memory fails at once. For several ranks, smaller ones
-    if there would be less than about four for each, dealt largest first to whom has least: in
-    turns, the busiest of 4 ranks would have a tenth too much.
+    fit, longest first: what does not fit in memory fails at once. Several ranks have about four or
+    more each, dealt largest first to whom has least: in turns, one would have a tenth too much.
     """
     assert token_budget > 0, token_budget
     if ranks > 1:

@@ -3,8 +3,8 @@ A linear of the network = one frozen weight + one low-rank adapter (LoRA, arXiv 
 
     y = x @ W.T + (x @ A.T) @ (s * B).T          s = alpha / rank
 
-W is frozen, in 4 bits; A and B are trained (and, if asked, the two norms of a block, as NVlabs/QeRL
-does through PEFT's modules_to_save).
+W is frozen and may live in 4 bits; A and B are trained (and, if asked, the two norms of a block:
+PEFT's modules_to_save).
 
 Fused linears. q|k|v and gate|up are one matrix each: their `parts` are consecutive rows of W. Every
 part has an adapter of its own: `a` stacks the parts' A, `b` has one row per output row, so
@@ -12,8 +12,8 @@ part has an adapter of its own: `a` stacks the parts' A, `b` has one row per out
 
 One flat buffer. All A, all B (and trained norms) are views into one fp32 vector `master`, their
 gradients into another: optimizer, ranks and checkpoints see one tensor. Sampler and learner compute
-with copies in the model's dtype, `a16` and `b16 = s * b`, which `sync()` rewrites in place: CUDA
-graphs that captured their addresses see an update without a new capture.
+with copies in the model's dtype, `a16` and `b16 = s * b`, which `sync()` rewrites in place, where
+CUDA graphs captured them.
 
 K-augmentation. The learner expands W into a buffer with room to the right and below,
               K      P*R
@@ -162,9 +162,8 @@ class _Product(torch.autograd.Function):
 class Adapter:
     """The LoRA matrices of every Linear of a model (with norms=True also its block norms).
 
-    master: fp32 Parameter (n,), what the optimizer steps; after each change call sync(). A starts
-    uniform in +-1/sqrt(K) (PEFT's Kaiming default), B at zero: the first forward equals the base
-    but for the order of a matmul's sums.
+    After each change of master call sync(). A starts uniform in +-1/sqrt(K) (PEFT's default), B at
+    zero: the first forward equals the base but for the order of a matmul's sums.
     """
 
     def __init__(self, model, rank=32, alpha=32, norms=False, seed=0):

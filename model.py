@@ -18,7 +18,7 @@ Where RMSNorm's division goes. norm(x) = x * w / rms(x), and 1/rms(x) is one num
 commutes with the linear that follows: RMSNorm returns (x * w rounded to dtype) and 1/rms apart,
 and the block multiplies the linear's *result*. Then no kernel has to see a whole row before the
 matmul starts, and sampler and learner round the same numbers at the same place (but for attention
-to a shared prompt: attention.py). AQN's noise is added to w, zero outside aqn.noisy_norms.
+to a shared prompt: attention.py). AQN's noise is added to w.
 
 Not here: the KV cache (sampler.py), sliding windows and YaRN (off in these checkpoints), dropout.
 
@@ -170,21 +170,17 @@ class Qwen2(torch.nn.Module):
         self.layers = torch.nn.ModuleList(
             Block(c, i, get, frozen, dtype, scratch) for i in range(c.layers))
         self.embed = get("model.embed_tokens.weight", c.vocab, c.width).to(dtype)
+        self.device = self.embed.device
         self.lm_head = self.embed                                # (V, D) both
         if not c.tied:
             self.lm_head = get("lm_head.weight", c.vocab, c.width).to(dtype)
         self.final_norm = RMSNorm(get("model.norm.weight", c.width), c.eps, dtype)
 
-    @property
-    def device(self):
-        return self.embed.device
-
     def hidden(self, tokens, attend, positions, recompute=0):
         """tokens (T,) packed -> final norm's (x * w (T, D) in dtype, 1/rms (T, 1)).
 
         attend: a PackedAttention, or one callable per layer. recompute: so many of the first
-        blocks keep their input alone for the backward and are run again there; the last ones are
-        through before the first need room.
+        blocks keep their input alone and run again in the backward, when the last ones are through.
         """
         x = self.embed[tokens].float()
         cos, sin = rope_table(positions, self.config)
@@ -208,8 +204,8 @@ class Qwen2(torch.nn.Module):
         and entropy (T,) fp32, not.
 
         rows: lists of ids, prompt and completion; starts: of the completions. Rows that follow
-        each other share the work on the same prompt. kept: how many blocks' activations stay for
-        the backward; the others are run again there.
+        each other share the work on the same prompt. kept: blocks that do not run again in the
+        backward.
         """
         assert all(0 < s < len(r) for r, s in zip(rows, starts)), \
             "every row needs a prompt token and a scored token"
@@ -231,8 +227,7 @@ def load(folder, base="nvfp4", device=None, dtype=None, live_vocab=None):
     """A checkpoint (bf16 or compressed-tensors NVFP4 files) -> Qwen2, its linears held as `base`.
 
     Quantizes matrix by matrix as it reads: the peak is the result plus one fused matrix. dtype (or
-    its name): of matmul inputs, bf16 on a GPU and fp32 on a CPU unless given. ValueError says
-    which file or tensor is bad.
+    its name): of matmul inputs. ValueError says which file or tensor is bad.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)

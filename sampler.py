@@ -8,9 +8,9 @@ they were drawn with. Those are the old policy of the loss: temperature, noise, 
 - A prompt is computed once per group: its KV blocks are shared by the G samples, and freed with
   the last one. The prefill covers all but the prompt's last token; that token is every sample's
   first decode input, so there is one path to a sampled token, the decode step.
-- Rows. A live sequence is a row of the decode batch. A finished row leaves and a waiting sequence
-  takes its place (continuous batching); rows are dense, so a draining batch uses cheaper steps.
-- Windows. The host looks at the rows every few steps. A row that ends between two looks idles:
+- A live sequence is a row of the decode batch. A finished row leaves and a waiting sequence takes
+  its place (continuous batching); rows are dense, so a draining batch uses cheaper steps.
+- The host looks at the rows every few steps. A row that ends between two looks idles:
   at 8 steps and 200-token answers, 2 % of the work, printed as `idle`.
 - Blocks are given out as rows grow. If the pool runs dry the newest row goes back to the queue
   with what it has written so far and is prefilled again later: sequences wait, never an error.
