@@ -30,20 +30,20 @@ DOORS = {("ops", "kernels"), ("nvfp4", "marlin_fp4"), ("sampler", "decode")}
 # 2,400 lines and 120 KB for the method, 3,250 lines for the reading path, 6,450 and 300 KB for all.
 METHOD_BUDGET = 3100, 139                                                # lines, KB of 1,024 bytes
 READING_BUDGET = 4870, 219
-WHOLE_BUDGET = 10030, 443
+WHOLE_BUDGET = 10020, 442
 LARGEST = {                                                               # lines, KB
     "program.py": (105, 3.7),
     "watch.py": (75, 3.1),
     "train.py": (515, 23.0),
     "flags.py": (290, 15.9),
     "grpo.py": (260, 12.5),
-    "learner.py": (215, 9.7),
+    "learner.py": (215, 9.6),
     "aqn.py": (95, 5.6),
-    "sampler.py": (480, 21.1),
-    "model.py": (250, 11.5),
+    "sampler.py": (480, 21.0),
+    "model.py": (245, 11.3),
     "attention.py": (195, 8.5),
     "ops.py": (175, 7.0),
-    "lora.py": (265, 11.5),
+    "lora.py": (265, 11.4),
     "nvfp4.py": (325, 14.1),
     "rewards.py": (360, 15.6),
     "data.py": (400, 18.3),
