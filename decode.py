@@ -237,7 +237,7 @@ class GraphEngine(TorchEngine):
     def adapter(self):
         """Whose addresses a graph captured."""
         adapter = self.model.adapter
-        live = adapter is not None and adapter.linears[0].enabled
+        live = adapter is not None and adapter.enabled
         return (adapter.working.data_ptr(), adapter.rank) if live else None
 
     def step(self, n, sampling):

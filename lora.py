@@ -63,13 +63,12 @@ class Linear(torch.nn.Module):
         self.names = names
         self.parts = parts
         self.scratch = scratch or Scratch()
-        self.a = self.b = self.a16 = self.b16 = None             # set by Adapter
-        self.scale = 0.0                                         # s
-        self.enabled = True                                      # False: the base without adapter
+        self.adapter = None                                      # sets a, b, a16 and b16
 
     @property
     def rank(self):
-        return 0 if self.a is None or not self.enabled else self.a.shape[0] // len(self.parts)
+        """R, 0 without adapter."""
+        return self.adapter.rank if self.adapter and self.adapter.enabled else 0
 
     def trained(self):
         """What autograd hands gradients to."""
@@ -128,7 +127,7 @@ class Linear(torch.nn.Module):
         da = mm_fp32(dy[:, n:].T, xa[:, :k])                     # (P*R, K)
         of_parts = zip(dy[:, :n].split(self.parts, dim=1), xa[:, k:].split(self.rank, dim=1))
         db = torch.cat([mm_fp32(rows.T, own) for rows, own in of_parts])
-        return dx, da, self.scale * db
+        return dx, da, self.adapter.scale * db
 
     def merged(self):
         """W + s * B @ A in fp32, (N, K): what an exported checkpoint holds."""
@@ -136,7 +135,7 @@ class Linear(torch.nn.Module):
         self.weight.dequantize(out=w)
         self.weight.__dict__.pop("dense", None)                  # of a CPU: asked for once here
         if self.rank:
-            b = self.scale * self.b.data
+            b = self.adapter.scale * self.b.data
             for rows, part_b, a in zip(w.split(self.parts), b.split(self.parts),
                                        self.a.data.split(self.rank)):
                 rows += part_b @ a
@@ -170,7 +169,9 @@ class Adapter:
         assert rank >= 1, f"rank must be at least 1, got {rank}"
         self.rank = rank
         self.alpha = alpha
+        self.scale = alpha / rank                                # s
         self.norms = norms
+        self.enabled = True
         self.linears = [m for m in model.modules() if isinstance(m, Linear)]
         n = len(self.linears)
         blocks = model.layers if norms else []
@@ -198,7 +199,7 @@ class Adapter:
             lin.b = leaves[n + i]
             lin.a16 = working[i]
             lin.b16 = working[n + i]
-            lin.scale = alpha / rank
+            lin.adapter = self
             bound = lin.weight.K ** -0.5
             lin.a.data.copy_(torch.rand(lin.a.shape, generator=generator) * 2 * bound - bound)
         for leaf, norm in zip(leaves[2 * n:], trained):
@@ -218,7 +219,7 @@ class Adapter:
         with torch.no_grad():
             self.working[:self.b_start] = self.master[:self.b_start]
             b = slice(self.b_start, self.norm_start)
-            self.working[b] = self.master[b] * (self.alpha / self.rank)
+            self.working[b] = self.master[b] * self.scale
 
     def zero_grad(self):
         self.master.grad.zero_()
@@ -226,13 +227,11 @@ class Adapter:
     @contextmanager
     def off(self):
         """Within: the base alone, the reference policy of a KL term. (Trained norms stay.)"""
-        for lin in self.linears:
-            lin.enabled = False
+        self.enabled = False
         try:
             yield
         finally:
-            for lin in self.linears:
-                lin.enabled = True
+            self.enabled = True
 
     def named(self, flat):
         """Yields (PEFT tensor name, view into a flat vector like master), part by part."""
