@@ -28,8 +28,8 @@ DOORS = {("ops", "kernels"), ("nvfp4", "marlin_fp4"), ("sampler", "decode")}
 
 # What each may hold at most: what was reached, rounded up, to be lowered with every cut. The aim is
 # 2,400 lines and 120 KB for the method, 3,250 lines for the reading path, 6,450 and 300 KB for all.
-METHOD_BUDGET = 3100, 139                                                # lines, KB of 1,024 bytes
-READING_BUDGET = 4870, 219
+METHOD_BUDGET = 3100, 138                                                # lines, KB of 1,024 bytes
+READING_BUDGET = 4870, 218
 WHOLE_BUDGET = 10020, 442
 LARGEST = {                                                               # lines, KB
     "program.py": (105, 3.7),
@@ -43,7 +43,7 @@ LARGEST = {                                                               # line
     "model.py": (245, 11.3),
     "attention.py": (195, 8.5),
     "ops.py": (175, 7.0),
-    "lora.py": (265, 11.4),
+    "lora.py": (260, 11.3),
     "nvfp4.py": (325, 14.1),
     "rewards.py": (360, 15.6),
     "data.py": (400, 18.3),
