@@ -21,7 +21,8 @@ GIB = 2**30
 GROWING = sys.platform == "linux"  # torch's segments of memory; elsewhere more is lost between them
 FRAGMENTS = 0.03 if GROWING else 0.06
 OUTSIDE = 0.6 * GIB    # not torch's: CUDA context, NCCL
-MICRO_BATCH_TOKENS = 8192, 4096, 2048
+MICRO_BATCH_TOKENS = 32768, 16384, 8192, 4096, 2048
+WORTH = 2**25          # tokens x width of the largest that pays: below, the host's launches bound it
 PREFILL = 1024         # tokens of the largest graph: decode.PREFILL_SIZES
 DECODE = 240           # tokens whose matmuls take as long as to decode the weights: 3, 6 and 12 %
 
@@ -66,7 +67,9 @@ class Plan:
                  "CUDA context, NCCL": OUTSIDE, "fragments": FRAGMENTS * limit}
         self.room = limit - sum(table.values())
         token = 2 * c.layers * c.kv_heads * c.head_dim * model.dtype.itemsize  # of the KV cache
-        choices = [micro_batch_tokens] if micro_batch_tokens else MICRO_BATCH_TOKENS
+        choices = [tokens for tokens in MICRO_BATCH_TOKENS if tokens <= max(8192, WORTH // c.width)]
+        if micro_batch_tokens:
+            choices = [micro_batch_tokens]
         useful = max_rows * self.longest * token
         options = []
         for tokens in choices:

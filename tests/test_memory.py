@@ -3,6 +3,7 @@ The plan of a GPU's memory on a GPU that is not there: sizes that add up, and wh
 
 python -m pytest tests/test_memory.py -v
 """
+import dataclasses
 import json
 from pathlib import Path
 
@@ -21,6 +22,7 @@ class FakeGpu:
     """A GPU that is not there: 80 GiB, 2 of them held by weights and adapter. 200 tokens of the learner take 4 GiB, and
     1 more for each block that keeps its activations."""
     total = 80 * 2**30
+    token_bytes = 2**30 / 200
 
     def __init__(self, held=2):
         self.held, self.peak = held * 2**30, 0
@@ -45,7 +47,7 @@ class FakeGpu:
 
     def token_logprobs(self, rows, starts, kept=0):
         if torch.is_grad_enabled():
-            self.peak = sum(map(len, rows)) * (4 + kept) / 200 * 2**30
+            self.peak = sum(map(len, rows)) * (4 + kept) * self.token_bytes
             if self.held + self.peak > self.total:
                 raise torch.OutOfMemoryError
         return torch.zeros(1, requires_grad=True), None
@@ -98,7 +100,7 @@ def test_the_dry_step_lets_go_of_blocks_that_do_not_fit(gpu):
 
 
 def test_micro_batches_shrink_until_the_kv_pool_has_room(gpu):
-    # 4 GiB for 200 tokens: 8192 take 163, 4096 take 81, 2048 take 40, of 75. The tiny model's own pool is 1 MB.
+    # 4 GiB for 200 tokens: 4096 and more take 81, 2048 take 40, of 75. The tiny model's own pool is 1 MB.
     plan = memory.Plan(gpu.model, 32, 64, None, 8, None, None, gpu.lines.append)
     assert (plan.micro_batch_tokens, plan.kept) == (2048, 3)
     with pytest.raises(ValueError, match="--kv-gib 50: only 3.* GiB are left"):
@@ -107,3 +109,10 @@ def test_micro_batches_shrink_until_the_kv_pool_has_room(gpu):
         gpu.held = held * 2**30
         with pytest.raises(ValueError, match=f"no room for rows of 96 tokens beside {held}.0 GiB"):
             memory.Plan(gpu.model, 32, 64, None, 8, None, None, gpu.lines.append)
+
+
+@pytest.mark.parametrize("width,largest", [(896, 32768), (1536, 16384), (3584, 8192), (8192, 8192)])
+def test_a_small_model_gets_larger_micro_batches(gpu, monkeypatch, width, largest):
+    gpu.token_bytes = 2**10                                              # memory for any of them
+    monkeypatch.setattr(gpu.model, "config", dataclasses.replace(gpu.model.config, width=width))
+    assert memory.Plan(gpu.model, 32, 64, None, 8, None, None, gpu.lines.append).micro_batch_tokens == largest
