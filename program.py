@@ -53,8 +53,12 @@ def stop(number, _=None):
 @contextmanager
 def one_line(name):
     """What a user's flag, file or folder can hold, or a machine lack, ends in one line, code 1."""
+    def end(number, _):
+        signal.signal(number, signal.SIG_DFL)    # a second one ends what does not end: a download
+        stop(number)
+
     for number in SIGNALS:
-        signal.signal(number, stop)              # unhandled, it would leave half a folder behind
+        signal.signal(number, end)               # unhandled, it would leave half a folder behind
     try:
         yield
     except (ValueError, OSError, Stopped) as error:
