@@ -84,7 +84,7 @@ def partial(linear, x, matmul):
     else:
         slabs = linear.weight.partial(x, a)
     return Partial(slabs.sums, slabs.scale, linear.b16 if R else slabs.scale, linear.weight.N,
-                   slabs.sums.shape[2], slabs.KB, slabs.L, *map(constexpr, (*slabs.most, R)))
+                   slabs.sums.shape[2], slabs.KB, slabs.L, constexpr(max(slabs.most)), constexpr(R))
 
 
 class Graphs(dict):
@@ -265,7 +265,7 @@ class GraphEngine(TorchEngine):
         shift = constexpr(FP16_SHIFT if model.dtype == torch.float16 else 1.0)
 
         def into(norm):
-            return Norm(norm.weight, norm.noise, xw, squares.sums, D, tiles, shift)
+            return Norm(norm.weight, norm.noise, xw, squares, shift)
 
         def residual(linear, x, norm):
             rows, warps = of_residual
