@@ -43,7 +43,6 @@ CHUNK = 2048            # vocabulary entries of one program of the softmax
 GROUP = 16              # queries of a tile of attention_kernel
 MAX_ENDS = 16           # end ids of a tokenizer
 PREFILL_SIZES = (64, 128, 256, 512, 1024)  # tokens of prefills as graphs
-LOG2_E = 1.4426950408889634
 MATMULS = {"hopper": marlin_fp4.decode_matmul, "portable": portable_fp4.decode_matmul}
 # n up to -> columns of an elementwise program; (rows, warps) of heads_, residual_, swiglu_kernel's.
 # With 128 columns a number costs half as many instructions, up to 16 rows too few programs result.
@@ -56,7 +55,7 @@ PROGRAMS = {
 
 
 def attention_shape(pairs, shared, room):
-    """(row, key-value head) pairs of a step, rows that may share -> the fields of Shape.
+    """(row, key-value head) pairs of a step, rows that may share -> Shape.
 
     A step of 128 tokens with heads of 128 takes 128 KiB of shared memory; room: whether they fit.
 
@@ -66,12 +65,12 @@ def attention_shape(pairs, shared, room):
     """
     if pairs <= 64:
         splits = min(64, triton.next_power_of_2(triton.cdiv(132, pairs)))
-        return splits, 1, 4, 32 if room else 16
+        return Shape(splits, 1, 4, 32 if room else 16)
     if pairs <= 132 and room:
-        return 1, 1, 8, 16
+        return Shape(1, 1, 8, 16)
     if pairs <= 264:
-        return 1, 1, 4, 16
-    return 1, shared, 4, 16
+        return Shape(1, 1, 4, 16)
+    return Shape(1, shared, 4, 16)
 
 
 def partial(linear, x, matmul):
@@ -249,7 +248,7 @@ class GraphEngine(TorchEngine):
         bucket = next((m for m in PROGRAMS if n <= m), max(PROGRAMS))
         tile, of_heads, of_residual, of_swiglu = PROGRAMS[bucket]
         tiles = D // tile
-        splits, members, warps, _ = shape = attention_shape(n * KV, self.shared, self.room)
+        shape = attention_shape(n * KV, self.shared, self.room)
 
         def new(*shape, dtype=torch.float32):
             return torch.empty(shape, dtype=dtype, device=self.kv.device)
@@ -260,7 +259,8 @@ class GraphEngine(TorchEngine):
         hidden = new(n, F, dtype=model.dtype)  # down
         q = new(n, H, d, dtype=model.dtype)
         cos, sin = new(2, n, d // 2)
-        runs = Runs(new(n, H, splits, d), new(n, H, splits), new(n, H, splits), self.counters)
+        of_runs = n, H, shape.SPLITS
+        runs = Runs(new(*of_runs, d), new(*of_runs), new(*of_runs), self.counters)
         squares = Squares(new(n, tiles), model.final_norm.eps, D, constexpr(tiles))
         shift = constexpr(FP16_SHIFT if model.dtype == torch.float16 else 1.0)
 
@@ -275,7 +275,7 @@ class GraphEngine(TorchEngine):
         # Launched without pdl, after the step before: all others may read the state early.
         norms = [layer.input_norm for layer in model.layers] + [model.final_norm]
         kernels.embed_kernel[n, tiles](
-            self.state, model.embed, self.freq, resid, cos, sin, into(norms[0]), n, tile, 1, d // 2,
+            self.state, model.embed, self.freq, resid, cos, sin, into(norms[0]), n, tile, d // 2,
             pdl["PDL"], num_warps=1)
         for layer, kv, next_norm in zip(model.layers, self.kv, norms[1:]):
             cache = Cache(kv, kv.stride(0), self.table, self.table.shape[1],
@@ -284,10 +284,9 @@ class GraphEngine(TorchEngine):
             kernels.heads_kernel[triton.cdiv(n, rows), H + 2 * KV](
                 partial(layer.qkv, xw, self.matmul), n, squares, layer.qkv_bias, cos, sin, q, cache,
                 self.state, H, rows, num_warps=num_warps, **pdl)
-            kernels.attention_kernel[n, KV, splits](
-                q, cache, self.state, context, runs, d ** -0.5 * LOG2_E, H, GROUP,
-                Shape(*map(constexpr, shape)), num_warps=warps,
-                num_stages=4 if members > 1 else 3, **pdl)
+            kernels.attention_kernel[n, KV, shape.SPLITS](
+                q, cache, self.state, context, runs, H, GROUP, shape, num_warps=shape.W,
+                num_stages=4 if shape.MEMBERS > 1 else 3, **pdl)
             residual(layer.o, context, layer.post_norm)
             rows, num_warps = of_swiglu
             kernels.swiglu_kernel[triton.cdiv(n, rows), F // tile](
@@ -310,7 +309,7 @@ class GraphEngine(TorchEngine):
         chunks = triton.cdiv(V, CHUNK)
         logits = Logits(logits, logits.stride(0), V, squares, self.inv_temperature,
                         logits.new_empty(n, chunks), logits.new_empty(n, chunks),
-                        self.tokens.new_empty(n, chunks), constexpr(filtered), constexpr(CHUNK))
+                        constexpr(filtered), constexpr(CHUNK))
         kernels.chunk_kernel[n, chunks](logits)
         kernels.pick_kernel[n,](logits, chunks, self.state, self.ends, self.tokens, self.logprobs,
                                 self.max_rows, not sampling.temperature,

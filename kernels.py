@@ -30,6 +30,7 @@ from marlin_fp4 import a_pieces, pieces
 from nvfp4 import byte_table
 
 INF = tl.constexpr(float("inf"))
+LOG2_E = tl.constexpr(1.4426950408889634)  # softmax in base 2
 AT_ONCE = tl.constexpr(4)  # runs of attention_kernel joined at a time
 
 
@@ -92,10 +93,10 @@ class Cache(NamedTuple):
 
 class Shape(NamedTuple):
     """How attention_kernel cuts its work up: decode.attention_shape."""
-    SPLITS: tl.constexpr    # programs of a row, at most
-    MEMBERS: tl.constexpr   # rows of a program, at most
-    W: tl.constexpr         # warps of a program
-    T: tl.constexpr         # tokens of a warp's step
+    SPLITS: int             # programs of a row, at most
+    MEMBERS: int            # rows of a program, at most
+    W: int                  # warps of a program
+    T: int                  # tokens of a warp's step
 
 
 class Runs(NamedTuple):
@@ -114,8 +115,7 @@ class Logits(NamedTuple):
     squares: Squares        # of the final norm
     inv_temperature: tl.tensor  # fp32 ()
     tops: tl.tensor         # fp32 (M, chunks)      largest logit,
-    masses: tl.tensor       # fp32 (M, chunks)      sum of exp(logit - largest),
-    picks: tl.tensor        # int64 (M, chunks)     column of the largest
+    masses: tl.tensor       # fp32 (M, chunks)      sum of exp(logit - largest)
     SCALED: tl.constexpr    # x is divided by rms and temperature already
     CHUNK: tl.constexpr
 
@@ -234,25 +234,23 @@ def embed_kernel(
     resid_ptr,         # fp32 (M, D)       the residual stream
     cos_ptr, sin_ptr,  # fp32 (M, HALF)    the rotary table of this step
     norm: Norm,        # the first
-    M, TILE: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
+    M, TILE: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0) + tl.arange(0, 1)
     tile = tl.program_id(1)
     col = tile * TILE + tl.arange(0, TILE)
-    live = (row < M)[:, None]
     overlap(PDL)
-    token = tl.load(state.token + row, mask=row < M, other=0)
-    x = tl.load(embed_ptr + token[:, None] * norm.squares.D + col[None, :], mask=live, other=0.0)
-    x = x.to(tl.float32)
-    tl.store(resid_ptr + row[:, None] * norm.squares.D + col[None, :], x, mask=live)
+    token = tl.load(state.token + row)
+    x = tl.load(embed_ptr + token[:, None] * norm.squares.D + col[None, :]).to(tl.float32)
+    tl.store(resid_ptr + row[:, None] * norm.squares.D + col[None, :], x)
     w = tl.load(norm.weight + col) + tl.load(norm.noise + col)
     norm_tile(norm, x, w, row, col, tile, M)
     if tile == 0:
         i = tl.arange(0, HALF)
-        pos = tl.load(state.pos + row, mask=row < M, other=0).to(tl.float32)
+        pos = tl.load(state.pos + row).to(tl.float32)
         angle = pos[:, None] * tl.load(freq_ptr + i)[None, :]
-        tl.store(cos_ptr + row[:, None] * HALF + i[None, :], tl.cos(angle), mask=live)
-        tl.store(sin_ptr + row[:, None] * HALF + i[None, :], tl.sin(angle), mask=live)
+        tl.store(cos_ptr + row[:, None] * HALF + i[None, :], tl.cos(angle))
+        tl.store(sin_ptr + row[:, None] * HALF + i[None, :], tl.sin(angle))
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -353,15 +351,29 @@ def join_warps(top, mass, acc):
 
 
 @triton.jit
+def block_of(cache: Cache, t, step, row, prefix, offset, ends, live):
+    """The block of the cache that step t of attention_kernel has for each warp."""
+    gap = tl.cdiv(prefix, cache.BLOCK) * cache.BLOCK  # own tokens start a block
+    at = t * step
+    whose = row
+    for m in tl.static_range(len(ends) - 1):
+        whose = tl.where(t >= ends[m], row + m, whose)
+        at = tl.where(t >= ends[m], (t - ends[m]) * step + gap, at)
+    page = (at + offset) // cache.BLOCK
+    mask = live & (page < cache.width)
+    return tl.load(cache.table + whose * cache.width + page, mask=mask, other=0)
+
+
+@triton.jit
 def attention_kernel(
     q_ptr,             # (M, H, d)
     cache: Cache, state: State,
     out_ptr,           # (M, H, d)
     runs: Runs,
-    scale,             # log2(e) / sqrt(d): softmax in base 2
     H: tl.constexpr,
     J: tl.constexpr,   # queries of a tile
-    shape: Shape, PDL: tl.constexpr,
+    shape: tl.constexpr,  # Shape
+    PDL: tl.constexpr,
 ):
     """A key-value head, the H/KV query heads that share it, a program's part of a row's context.
 
@@ -373,12 +385,13 @@ def attention_kernel(
     tile is head j % G of row + j // G; the prefix is read once, then each member's own tokens,
     hidden from the others. A row gets the same tokens in the same warps as alone: the same bits.
     """
-    row = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
     MEMBERS: tl.constexpr = shape.MEMBERS
     W: tl.constexpr = shape.W
     G: tl.constexpr = H // cache.KV
+    SCALE: tl.constexpr = LOG2_E * cache.d ** -0.5
+    row = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
     overlap(PDL)
     prefix = tl.load(state.prefix + row).to(tl.int32)
     members, count = 1, shape.SPLITS
@@ -395,10 +408,8 @@ def attention_kernel(
         pos = tl.load(state.pos + row + m, mask=m < members, other=0).to(tl.int32)
         own += (tl.where(m < members, pos + 1 - prefix, 0),)
         ends += (ends[m] + tl.cdiv(own[m], step),)
-    gap = tl.cdiv(prefix, cache.BLOCK) * cache.BLOCK  # own tokens start a block
     offset = (split * W + tl.arange(0, W)) * shape.T  # of each warp's first token in a step
-    page = (tl.where(prefix > 0, 0, gap) + offset) // cache.BLOCK
-    block = tl.load(cache.table + row * cache.width + page, mask=page < cache.width, other=0)
+    block = block_of(cache, 0, step, row, prefix, offset, ends, True)
     wait(PDL)
     j = tl.arange(0, J)
     i = tl.arange(0, cache.d)
@@ -417,28 +428,22 @@ def attention_kernel(
         of = -1  # whose tokens this step has; -1: everybody's
         start = 0
         tokens = prefix
-        next_row = row
-        next_at = (t + 1) * step
         for m in tl.static_range(MEMBERS):
             of = tl.where(t >= ends[m], m, of)
             start = tl.where(t >= ends[m], ends[m], start)
             tokens = tl.where(t >= ends[m], own[m], tokens)
-            next_row = tl.where(t + 1 >= ends[m], row + m, next_row)
-            next_at = tl.where(t + 1 >= ends[m], (t + 1 - ends[m]) * step + gap, next_at)
         token = (t - start) * step + offset
         at = (block * cache.KV + kv_head) * cache.BLOCK + token % cache.BLOCK
         page_ptr = cache.kv + at * cache.d
+        valid = token[:, None] + slot[None, :] < tokens  # (W, T)
+        seen = valid[:, None, :] & ((of < 0) | (j // G == of))[None, :, None]
         # One step early: if keys and values waited for this load, the compiler would keep a single
         # buffer for them.
-        page = (next_at + offset) // cache.BLOCK
-        more = (t + 1 < ends[MEMBERS]) & (page < cache.width)
-        block = tl.load(cache.table + next_row * cache.width + page, mask=more, other=0)
-        valid = token[:, None] + slot[None, :] < tokens  # (W, T)
+        block = block_of(cache, t + 1, step, row, prefix, offset, ends, t + 1 < ends[MEMBERS])
         k = tl.load(page_ptr[:, None, None] + within, mask=valid[:, :, None], other=0.0)
         page_ptr += cache.plane
         v = tl.load(page_ptr[:, None, None] + within, mask=valid[:, :, None], other=0.0)
-        seen = valid[:, None, :] & ((of < 0) | (j // G == of))[None, :, None]
-        logit = tl.dot(q, tl.permute(k, (0, 2, 1)), input_precision="ieee") * scale
+        logit = tl.dot(q, tl.permute(k, (0, 2, 1)), input_precision="ieee") * SCALE
         logit = tl.where(seen, logit, -INF)
         new_top = tl.maximum(top, tl.max(logit, axis=2))
         base = tl.where(new_top == -INF, 0.0, new_top)  # nothing seen yet: no inf - inf
@@ -531,7 +536,7 @@ def logits_at(logits: Logits, row, column):
 
 @triton.jit
 def chunk_kernel(logits: Logits):
-    """Tops, masses and picks of one chunk of a row."""
+    """Top and mass of one chunk of a row."""
     row = tl.program_id(0)
     chunk = tl.program_id(1)
     i = chunk * logits.CHUNK + tl.arange(0, logits.CHUNK)
@@ -541,7 +546,6 @@ def chunk_kernel(logits: Logits):
     tl.store(logits.tops + at, top)
     mass = tl.sum(tl.exp(x - tl.maximum(top, -1e30)), axis=0)  # a chunk may be all -inf
     tl.store(logits.masses + at, mass)
-    tl.store(logits.picks + at, chunk * logits.CHUNK + tl.argmax(x, axis=0))
 
 
 @triton.jit
@@ -574,20 +578,22 @@ def pick_kernel(
     mass = tl.sum(masses, axis=0)
     pos = tl.load(state.pos + row)
     scale = logit_scale(logits, row)
+    i = tl.arange(0, logits.CHUNK)
     if GREEDY:
-        token = tl.load(logits.picks + row * chunks + tl.argmax(tops, axis=0))
+        chunk = tl.argmax(tops, axis=0)
+        x = logits_at(logits, row, chunk * logits.CHUNK + i)
+        inside = tl.argmax(x, axis=0)
     else:
         target = uniform(tl.load(state.key + row), pos) * mass
         chunk = tl.sum((tl.cumsum(masses, axis=0) <= target).to(tl.int32), axis=0)
         # sums round: the target may exceed them
         chunk = tl.minimum(chunk, tl.max(tl.where(masses > 0, c, 0), axis=0))
         target -= tl.sum(tl.where(c < chunk, masses, 0.0), axis=0)
-        i = tl.arange(0, logits.CHUNK)
         x = logits_at(logits, row, chunk * logits.CHUNK + i) * scale
         p = tl.exp(x - top)
         inside = tl.sum((tl.cumsum(p, axis=0) <= target).to(tl.int32), axis=0)
         inside = tl.minimum(inside, tl.max(tl.where(p > 0, i, 0), axis=0))
-        token = chunk * logits.CHUNK + inside
+    token = chunk * logits.CHUNK + inside
     logprob = logits_at(logits, row, token) * scale - top - tl.log(mass)
     step = tl.load(state.step + row)
     tl.store(tokens_ptr + step * stride + row, token.to(tl.int64))
@@ -644,8 +650,7 @@ def attend_backward(dout, q, k, v, out, lse, spans):
 def merge(out, lse, other, other_lse):
     """A program does one token; the reference takes a dozen passes over out."""
     T, H, d = out.shape
-    merge_kernel[T,](out, lse, lse.stride(0), other, other_lse, other_lse.stride(0), H, d,
-                     BLOCK_H=triton.next_power_of_2(H), BLOCK_D=triton.next_power_of_2(d))
+    merge_kernel[T,](out, lse, lse.stride(0), other, other_lse, other_lse.stride(0), H, d)
 
 
 @triton.jit
@@ -655,11 +660,11 @@ def merge_kernel(
     lse_stride,
     other_ptr,         # as out_ptr
     other_lse_ptr,     # as lse_ptr
-    other_stride, H, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    other_stride, H: tl.constexpr, D: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    head = tl.arange(0, BLOCK_H)
-    col = tl.arange(0, BLOCK_D)
+    head = tl.arange(0, triton.next_power_of_2(H))
+    col = tl.arange(0, triton.next_power_of_2(D))
     a = tl.load(lse_ptr + head * lse_stride + token, mask=head < H, other=0.0)
     b = tl.load(other_lse_ptr + head * other_stride + token, mask=head < H, other=0.0)
     top = tl.maximum(a, b)
@@ -693,12 +698,12 @@ def swiglu_forward_kernel(
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = col < F
     rstd = tl.load(rstd_ptr + row)
-    gate = tl.load(y_ptr + row * 2 * F + col, mask=live, other=0.0)
-    up = tl.load(y_ptr + row * 2 * F + F + col, mask=live, other=0.0)
+    at = row * 2 * F + col
+    gate = tl.load(y_ptr + at, mask=live, other=0.0)
+    up = tl.load(y_ptr + at + F, mask=live, other=0.0)
     if rounded_ptr is not None:
-        rounded = rounded_ptr + row * 2 * F + col
-        tl.store(rounded, gate, mask=live)
-        tl.store(rounded + F, up, mask=live)
+        tl.store(rounded_ptr + at, gate, mask=live)
+        tl.store(rounded_ptr + at + F, up, mask=live)
     gate *= rstd
     up *= rstd
     tl.store(h_ptr + row * h_stride + col, gate * tl.sigmoid(gate) * up, mask=live)
