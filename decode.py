@@ -87,27 +87,23 @@ def partial(linear, x, matmul):
 
 
 class Graphs(dict):
-    """key -> the replay of a CUDA graph, made for the same `settings`: what it captured must stay
-    where it is. before() precedes a launch that is no replay.
+    """key -> the replay of a CUDA graph, all made for the same `settings`: what they captured must
+    stay where it is.
     """
-    def __init__(self, capturing, before):
-        self.capturing = capturing  # False: in Triton's interpreter, on a CPU
-        self.before = before
-        self.settings = None
-        self.pool = None  # of activations: graphs never run at once
+    settings = None
+    pool = None  # of activations: graphs never run at once
 
-    def get_for(self, settings, key, launch):
-        """-> what replays launch(); what that returns lives as long as its graph."""
+    def get_for(self, settings, key, capture, launch):
         if settings != self.settings:
             self.clear()
             self.pool = None  # without graphs it cannot be used again
             self.settings = settings
         if key not in self:
-            self[key] = self.capture(launch) if self.capturing else launch
+            self[key] = self.capture(launch) if capture else launch
         return self[key]
 
     def capture(self, launch):
-        self.before()
+        """-> what replays launch(); what that returns lives as long as its graph."""
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):  # compiles, wakes cuBLAS
             stream.wait_stream(torch.cuda.default_stream())
@@ -164,8 +160,8 @@ class GraphEngine(TorchEngine):
         self.freq = c.rope_theta ** (-half / c.head_dim)  # as model.rope_table
         self.packed = zeros(3, PREFILL_SIZES[-1])  # of a prefill: tokens, blocks, positions,
         self.starts = zeros(PREFILL_SIZES[-1] // BLOCK + 1, dtype=torch.int32)  # where each begins
-        self.graphs = Graphs(kv.is_cuda, self.nobody_lives)  # of (rows, greedy)
-        self.prefills = Graphs(kv.is_cuda, self.nobody_lives)  # of tokens
+        self.graphs = Graphs()  # of (rows, greedy)
+        self.prefills = Graphs()  # of tokens
 
     def batch_size(self, n):
         return next(size for size in self.buckets if size >= n)
@@ -178,11 +174,12 @@ class GraphEngine(TorchEngine):
         if self.table is None:
             self.table = self.rows.new_zeros(self.max_rows, rows.table.shape[1])
         size = self.batch_size(n)
-        run = self.graph(size, sampling)
         self.rows[:, :size] = self.nobody
+        self.table[:size] = 0
+        run = self.graph(size, sampling)
+        self.state.step[:size] = 0  # making a graph takes one
         self.rows[:len(rows) - 1, :n] = torch.stack(rows[:-1])  # State begins as Rows, no table
         self.state.alive[:n] = rows.limit > rows.pos
-        self.table[:size] = 0
         self.table[:n] = rows.table
         self.ends.copy_(torch.tensor(ends + [-1] * (MAX_ENDS - len(ends))))
         self.inv_temperature.fill_(1 / (sampling.temperature or 1.0))
@@ -219,19 +216,13 @@ class GraphEngine(TorchEngine):
             fill_cache(self.model, self.kv, *inputs, lambda q, k, v: attend(q, k, v, spans)[0])
             return self.model.layers[0].qkv.scratch.flat  # where every W is expanded
 
-        self.prefills.get_for(self.adapter(), size, launch)()
+        self.prefills.get_for(self.adapter(), size, True, launch)()
 
     def graph(self, size, sampling):
         """-> what runs one step of `size` rows."""
         settings = self.adapter(), sampling.top_k, sampling.top_p, self.model.live_vocab
-        return self.graphs.get_for(settings, (size, not sampling.temperature),
+        return self.graphs.get_for(settings, (size, not sampling.temperature), self.kv.is_cuda,
                                    lambda: self.step(size, sampling))
-
-    def nobody_lives(self):
-        """A step that is no replay must not write anybody's keys."""
-        self.rows.zero_()
-        if self.table is not None:
-            self.table.zero_()
 
     def adapter(self):
         """Whose addresses a graph captured."""

@@ -351,20 +351,6 @@ def join_warps(top, mass, acc):
 
 
 @triton.jit
-def block_of(cache: Cache, t, step, row, prefix, offset, ends, live):
-    """The block of the cache that step t of attention_kernel has for each warp."""
-    gap = tl.cdiv(prefix, cache.BLOCK) * cache.BLOCK  # own tokens start a block
-    at = t * step
-    whose = row
-    for m in tl.static_range(len(ends) - 1):
-        whose = tl.where(t >= ends[m], row + m, whose)
-        at = tl.where(t >= ends[m], (t - ends[m]) * step + gap, at)
-    page = (at + offset) // cache.BLOCK
-    mask = live & (page < cache.width)
-    return tl.load(cache.table + whose * cache.width + page, mask=mask, other=0)
-
-
-@triton.jit
 def attention_kernel(
     q_ptr,             # (M, H, d)
     cache: Cache, state: State,
@@ -408,8 +394,10 @@ def attention_kernel(
         pos = tl.load(state.pos + row + m, mask=m < members, other=0).to(tl.int32)
         own += (tl.where(m < members, pos + 1 - prefix, 0),)
         ends += (ends[m] + tl.cdiv(own[m], step),)
+    gap = tl.cdiv(prefix, cache.BLOCK) * cache.BLOCK  # own tokens start a block
     offset = (split * W + tl.arange(0, W)) * shape.T  # of each warp's first token in a step
-    block = block_of(cache, 0, step, row, prefix, offset, ends, True)
+    page = (tl.where(prefix > 0, 0, gap) + offset) // cache.BLOCK
+    block = tl.load(cache.table + row * cache.width + page, mask=page < cache.width, other=0)
     wait(PDL)
     j = tl.arange(0, J)
     i = tl.arange(0, cache.d)
@@ -428,10 +416,14 @@ def attention_kernel(
         of = -1  # whose tokens this step has; -1: everybody's
         start = 0
         tokens = prefix
+        next_row = row
+        next_at = (t + 1) * step
         for m in tl.static_range(MEMBERS):
             of = tl.where(t >= ends[m], m, of)
             start = tl.where(t >= ends[m], ends[m], start)
             tokens = tl.where(t >= ends[m], own[m], tokens)
+            next_row = tl.where(t + 1 >= ends[m], row + m, next_row)
+            next_at = tl.where(t + 1 >= ends[m], (t + 1 - ends[m]) * step + gap, next_at)
         token = (t - start) * step + offset
         at = (block * cache.KV + kv_head) * cache.BLOCK + token % cache.BLOCK
         page_ptr = cache.kv + at * cache.d
@@ -439,7 +431,9 @@ def attention_kernel(
         seen = valid[:, None, :] & ((of < 0) | (j // G == of))[None, :, None]
         # One step early: if keys and values waited for this load, the compiler would keep a single
         # buffer for them.
-        block = block_of(cache, t + 1, step, row, prefix, offset, ends, t + 1 < ends[MEMBERS])
+        page = (next_at + offset) // cache.BLOCK
+        more = (t + 1 < ends[MEMBERS]) & (page < cache.width)
+        block = tl.load(cache.table + next_row * cache.width + page, mask=more, other=0)
         k = tl.load(page_ptr[:, None, None] + within, mask=valid[:, :, None], other=0.0)
         page_ptr += cache.plane
         v = tl.load(page_ptr[:, None, None] + within, mask=valid[:, :, None], other=0.0)

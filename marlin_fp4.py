@@ -255,13 +255,13 @@ def scales_of(word, dtype: tl.constexpr):
 
 
 @triton.jit
-def scaled(plane, scale):
-    """(128, 32) codes times (128, 2) scales, exact."""
-    return plane * tl.broadcast_to(scale[:, :, None], (128, 2, 16)).reshape(128, 32)
+def spread(scale):
+    """(128, 2) scales -> (128, 32), each beside the codes that it serves: their product is exact."""
+    return tl.broadcast_to(scale[:, :, None], (128, 2, 16)).reshape(128, 32)
 
 
 @triton.jit
-def _side_by_side(a, b):
+def side_by_side(a, b):
     """(128, C), (128, C) -> (128, 2 C); only renames registers."""
     return tl.join(a, b).permute(0, 2, 1).reshape(a.shape[0], 2 * a.shape[1])
 
@@ -290,8 +290,8 @@ def dequantize_kernel(
     w2, w3 = planes_of(words, 2, dtype)
     s0, s1, s2, s3 = scales_of(word, dtype)
     # whole rows of 256 bytes rather than 64 bytes a plane: see docs/kernel_log.md
-    front = _side_by_side(scaled(w0, s0), scaled(w1, s1))
-    value = _side_by_side(front, _side_by_side(scaled(w2, s2), scaled(w3, s3)))
+    front = side_by_side(w0 * spread(s0), w1 * spread(s1))
+    value = side_by_side(front, side_by_side(w2 * spread(s2), w3 * spread(s3)))
     if not EXACT:
         value = value.to(tl.float32)
     value *= tl.load(out_scale_ptr + n, mask=n < N, other=0.0).to(value.dtype)[:, None]
@@ -391,16 +391,8 @@ def _produce(maps: Maps, ring: Ring, share: Share, steps, AHEAD: gl.constexpr):
 
 @gluon.jit
 def _times(plane, scale, W: gl.constexpr):
-    """As scaled, in Gluon, where the layout of W in registers is ours to say."""
-    wide, _ = gl.broadcast(gl.expand_dims(scale, 2), gl.zeros([128, 2, 16], plane.dtype, SCALED))
-    return plane * gl.convert_layout(gl.reshape(wide, [128, 32]), W, assert_trivial=True)
-
-
-@gluon.jit
-def _pair(a, b, W: gl.constexpr):
-    """(128, 32), (128, 32) -> (128, 64), side by side; only renames registers."""
-    pair = gl.reshape(gl.permute(gl.join(a, b), (0, 2, 1)), [128, 64])
-    return gl.convert_layout(pair, W, assert_trivial=True)
+    """Times its scales, in the layout W of registers."""
+    return plane * gl.convert_layout(spread(scale), W, assert_trivial=True)
 
 
 @gluon.jit
@@ -421,10 +413,10 @@ def _multiply(acc, words, word, xs, W: gl.constexpr):
     w0, w1 = planes_of(words, 0, xs.dtype)
     w2, w3 = planes_of(words, 2, xs.dtype)
     if acc.shape[1] == 32 or acc.shape[1] == 64:
-        front = _pair(_times(w0, s0, W), _times(w1, s1, W), W)
-        back = _pair(_times(w2, s2, W), _times(w3, s3, W), W)
-        acc = _product(acc, front, xs, 0)
-        return _product(acc, back, xs, 64)
+        front = side_by_side(_times(w0, s0, W), _times(w1, s1, W))
+        back = side_by_side(_times(w2, s2, W), _times(w3, s3, W))
+        acc = _product(acc, gl.convert_layout(front, W, assert_trivial=True), xs, 0)
+        return _product(acc, gl.convert_layout(back, W, assert_trivial=True), xs, 64)
     acc = _product(acc, _times(w0, s0, W), xs, 0)
     acc = _product(acc, _times(w1, s1, W), xs, 32)
     acc = warpgroup_mma_wait(1, deps=[acc])

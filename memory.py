@@ -71,16 +71,26 @@ class Plan:
         if micro_batch_tokens:
             choices = [micro_batch_tokens]
         useful = max_rows * self.longest * token
-        options = []
+        options = []  # (what a quarter of `useful` lacks, forwards a token, ...): the least is best
         for tokens in choices:
-            options.append(self.option(tokens, useful, kv_gib))
-            if options[-1][-1] == c.layers:
+            worst = self.worst_case(tokens)
+            left = self.room - worst
+            if left <= 0:
+                continue
+            block = self.block_bytes() * tokens
+            pool = min(left, max(useful / 2, min(useful, left - c.layers * block)))
+            if kv_gib:
+                pool = kv_gib * GIB
+            kept = min(c.layers, max(0, int((left - pool) / block)))
+            forwards = (3 - kept / c.layers) * (1 + DECODE / tokens)
+            options.append((max(0, useful / 4 - left), forwards, tokens, worst, pool, kept))
+            if kept == c.layers:
                 break                            # nothing to gain from smaller ones
-        *_, self.micro_batch_tokens, worst, self.pool, self.kept = min(options)
-        if math.isinf(worst) or self.pool <= 0:
+        if not options:
             raise ValueError(f"no room for rows of {self.longest} tokens beside {held / GIB:.1f} "
                              "GiB of weights and adapter: lower --max-new-tokens or "
-                             f"--micro-batch-tokens ({self.micro_batch_tokens})")
+                             f"--micro-batch-tokens ({tokens})")
+        *_, self.micro_batch_tokens, worst, self.pool, self.kept = min(options)
         left = self.room - worst
         if self.pool > left:
             raise ValueError(f"--kv-gib {kv_gib}: only {left / GIB:.2f} GiB are left")
@@ -88,21 +98,6 @@ class Plan:
                   "activations": left - self.pool, "together": limit}
         for name, size in table.items():
             say(f"{name:22} {size / GIB:8.2f} GiB")
-
-    def option(self, tokens, useful, kv_gib):
-        """-> what a quarter of `useful` lacks, forwards a token: least is best; the rest."""
-        layers = len(self.model.layers)
-        worst = self.worst_case(tokens)
-        if math.isinf(worst):
-            return worst, worst, tokens, worst, 0, 0
-        left = self.room - worst
-        block = self.block_bytes() * tokens
-        pool = min(left, max(useful / 2, min(useful, left - layers * block)))
-        if kv_gib:
-            pool = kv_gib * GIB
-        kept = min(layers, max(0, int((left - pool) / block)))
-        forwards = (3 - kept / layers) * (1 + DECODE / tokens)
-        return max(0, useful / 4 - left), forwards, tokens, worst, pool, kept
 
     def largest(self, tokens, kept):
         """Log-probs of the largest micro-batch: prompts of one token, all others scored."""

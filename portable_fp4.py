@@ -22,7 +22,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from marlin_fp4 import TILE, a_blocks, planes_of, prepare, scaled, scales_of
+from marlin_fp4 import TILE, a_blocks, planes_of, prepare, scales_of, spread
 from nvfp4 import Slabs
 from run import capability
 
@@ -119,7 +119,7 @@ def portable_kernel(
             for p in tl.static_range(4):
                 xs += (tile_of(of.x, of.x_stride, m, M, k + 32 * p, of.K, WHOLE_K),)
             for p in tl.static_range(4):
-                acc = product(acc, scaled(planes[p], of_plane[p]), xs[p])
+                acc = product(acc, planes[p] * spread(of_plane[p]), xs[p])
         piece = pid - tile * KB // L
         store(acc, slabs_ptr + piece * slab, width, tile * 128 + n, of.N, m, M)
         block = end
@@ -130,11 +130,6 @@ class Config(NamedTuple):
     num_stages: int         # blocks under way, and the one that is multiplied
     per_sm: int             # programs on a multiprocessor
     num_warps: int
-
-    @property
-    def shared(self):
-        """Bytes of shared memory: codes, scales and x of the blocks."""
-        return (self.num_stages - 1) * (8192 + 1024 + 256 * self.BM)
 
 
 def shared_memory(capability):
