@@ -13,11 +13,8 @@ between two matmuls is one kernel of kernels.py:
     head            matmul -> chunk_kernel, pick_kernel: softmax, draw, the row's state advances
 
 A row's state lives on the GPU and the last kernel of a step advances it: the host launches a window
-of steps and looks afterwards.
-Adapters, norms and their noise are read where they are: an optimizer step needs no new capture.
-
-Shapes: n rows (M of a matmul), K in_features, R LoRA rank, V vocabulary, D width, F feed-forward, H
-query heads, KV key-value heads, d head size.
+of steps and looks afterwards. Adapters, norms and their noise are read where they are: an optimizer
+step needs no new capture. Shapes: those of kernels.py, n rows (M of a matmul), K in_features.
 """
 import functools
 
@@ -57,8 +54,7 @@ PROGRAMS = {
 def attention_shape(pairs, shared, room):
     """(row, key-value head) pairs of a step, rows that may share -> Shape.
 
-    A step of 128 tokens with heads of 128 takes 128 KiB of shared memory; room: whether they fit.
-
+    room: whether 128 KiB of shared memory fit, for a step of 128 tokens with heads of 128.
     A row is cut up only where there are too few of them for 132 multiprocessors: a join costs 2 us,
     programs that find nothing to do 3. A shared prefix pays where the L2 cannot keep up, from 512
     pairs on (32B, 64 rows: 30 -> 28 us).
@@ -75,14 +71,14 @@ def attention_shape(pairs, shared, room):
 
 def partial(linear, x, matmul):
     """The linear's matmul of x (n, K), for a kernel to finish; `matmul`: of a packed weight."""
+    weight = linear.weight
     R = linear.rank
     a = linear.a16 if R else None
-    packed = isinstance(linear.weight, marlin_fp4.PackedWeight)
-    if packed and not linear.weight.expands(len(x)):
-        slabs = matmul(x, linear.weight, a)
+    if isinstance(weight, marlin_fp4.PackedWeight) and not weight.expands(len(x)):
+        slabs = matmul(x, weight, a)
     else:
-        slabs = linear.weight.partial(x, a)
-    return Partial(slabs.sums, slabs.scale, linear.b16 if R else slabs.scale, linear.weight.N,
+        slabs = weight.partial(x, a)
+    return Partial(slabs.sums, slabs.scale, linear.b16 if R else slabs.scale, weight.N,
                    slabs.sums.shape[2], slabs.KB, slabs.L, constexpr(max(slabs.most)), constexpr(R))
 
 
@@ -139,7 +135,7 @@ class GraphEngine(TorchEngine):
         self.buckets = [size for size in BUCKETS if size < max_rows] + [max_rows]
         pdl = capability(kv.device) >= (9, 0)
         self.room = c.head_dim == 64 or shared_memory(capability(kv.device)) > 128
-        self.pdl = dict(PDL=True, launch_pdl=True) if pdl else dict(PDL=False)
+        self.pdl = dict(PDL=pdl, launch_pdl=pdl)
         matmul = MATMULS.get(kernels_for(kv.device, kernels))  # None: a CPU packs nothing
         self.matmul = functools.partial(matmul, pdl=pdl) if matmul else None
 
@@ -261,7 +257,8 @@ class GraphEngine(TorchEngine):
         def residual(linear, x, norm):
             rows, warps = of_residual
             kernels.residual_kernel[triton.cdiv(n, rows), tiles](
-                partial(linear, x, self.matmul), n, resid, into(norm), tile, rows, num_warps=warps, **pdl)
+                partial(linear, x, self.matmul), n, resid, into(norm), tile, rows,
+                num_warps=warps, **pdl)
 
         # Launched without pdl, after the step before: all others may read the state early.
         norms = [layer.input_norm for layer in model.layers] + [model.final_norm]

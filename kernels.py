@@ -30,6 +30,7 @@ from marlin_fp4 import a_pieces, pieces
 from nvfp4 import byte_table
 
 INF = tl.constexpr(float("inf"))
+LOWEST = tl.constexpr(-1e30)  # below all logits, and finite: no inf - inf
 LOG2_E = tl.constexpr(1.4426950408889634)  # softmax in base 2
 AT_ONCE = tl.constexpr(4)  # runs of attention_kernel joined at a time
 
@@ -136,11 +137,10 @@ def linear_weights(y: Partial, first, BN: tl.constexpr):
 def slab_sums(y: Partial, M, tiles):
     """Of every tile (at, live, count) the sum of its slabs, in order.
 
-    Few elements: slabs lie side by side in one tensor, so that all threads load (2.1 and not 2.5 ms
-    a step of 7B at 1 row). Many would spill registers that way (4.2 ms at 64 rows, not 3.9), so a
-    loop, one for all tiles: the loads of others would wait behind the barrier of a sum that was
-    done before. Unrolled by static_range, each slab would be moved through shared memory into the
-    layout of the dot that follows: 6.7 us instead of 3.5 (residual_kernel, 32 rows).
+    Few elements: slabs lie side by side in one tensor, so that all threads load. Many would spill
+    registers that way, so a loop, one for all tiles: a sum that was done before would end in a
+    barrier, which the loads of others would wait behind. Not unrolled by static_range: each slab
+    would move through shared memory into the layout of the dot that follows.
     """
     slab = M.to(tl.int64) * y.width
     sums = ()
@@ -538,7 +538,7 @@ def chunk_kernel(logits: Logits):
     top = tl.max(x, axis=0)
     at = row * tl.num_programs(1) + chunk
     tl.store(logits.tops + at, top)
-    mass = tl.sum(tl.exp(x - tl.maximum(top, -1e30)), axis=0)  # a chunk may be all -inf
+    mass = tl.sum(tl.exp(x - tl.maximum(top, LOWEST)), axis=0)  # a chunk may be all -inf
     tl.store(logits.masses + at, mass)
 
 
@@ -690,9 +690,9 @@ def swiglu_forward_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)  # row * 2F passes 2^31 from 57k tokens of 7B on
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = row * 2 * F + col
     live = col < F
     rstd = tl.load(rstd_ptr + row)
-    at = row * 2 * F + col
     gate = tl.load(y_ptr + at, mask=live, other=0.0)
     up = tl.load(y_ptr + at + F, mask=live, other=0.0)
     if rounded_ptr is not None:
@@ -764,19 +764,19 @@ def scores_kernel(
     scale = tl.load(scale_ptr + row)
     target = tl.load(targets_ptr + row)
     products_ptr += row * V
-    top = tl.full((BLOCK,), -INF, tl.float32)  # each lane's own: one reduction at the end
+    top = tl.full((BLOCK,), LOWEST, tl.float32)  # each lane's own: one reduction at the end
     mass = tl.zeros((BLOCK,), tl.float32)
     mean = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, live, BLOCK):
         col = start + tl.arange(0, BLOCK)
         # not col < live, which is odd: that would be loads of 4 bytes
         logit = tl.load(products_ptr + col, mask=col < V, other=0.0) * scale
-        logit = tl.where(col < live, logit, -INF)
+        logit = tl.where(col < live, logit, LOWEST)
         higher = tl.maximum(top, logit)
-        old = tl.where(top == higher, 1.0, tl.exp(top - higher))
-        new = tl.where(col < live, tl.exp(logit - higher), 0.0)
+        old = tl.exp(top - higher)
+        new = tl.exp(logit - higher)
         mass = mass * old + new
-        mean = mean * old + tl.where(col < live, new * logit, 0.0)
+        mean = mean * old + new * logit
         top = higher
     highest = tl.max(top, 0)
     share = tl.exp(top - highest)  # 0 for a lane that saw nothing

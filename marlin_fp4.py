@@ -256,7 +256,7 @@ def scales_of(word, dtype: tl.constexpr):
 
 @triton.jit
 def spread(scale):
-    """(128, 2) scales -> (128, 32), each beside the codes that it serves: their product is exact."""
+    """(128, 2) scales -> (128, 32), each beside its codes: their product is exact."""
     return tl.broadcast_to(scale[:, :, None], (128, 2, 16)).reshape(128, 32)
 
 
@@ -662,14 +662,12 @@ def prepare(x, weight, lora_a, slabs, config):
 
 
 def decode_matmul(x, weight, lora_a=None, slabs=None, pdl=False):
-    """x (M, K) and lora_a (R, K) of the weight's dtype, M <= 256 or so -> Slabs; nothing is
-    allocated if slabs is given: (S, M, N + R), rows rounded up to whole 16 bytes. A row's bits do
-    not depend on the other rows.
+    """x (M, K) and lora_a (R, K) of the weight's dtype, M <= 256 or so -> Slabs, in `slabs` if
+    given: (S, M, N + R), rows rounded up to whole 16 bytes. No row's bits depend on other rows.
 
-    pdl (programmatic dependent launch): start while the kernel before on the stream still runs,
-    fetch weights and A, which that kernel must not write, and wait for its end before reading x. A
-    kernel after it may do the same, launched with launch_pdl=True, if it calls gdc_wait() before it
-    touches slabs; every kernel of such a chain must call it.
+    pdl (programmatic dependent launch): start while the kernel before still runs, fetch weights and
+    A, which that kernel must not write, and wait for its end before reading x. The next kernel may
+    do the same if it calls gdc_wait() before it touches slabs; all of such a chain must call it.
     """
     M, K = x.shape
     N = weight.N

@@ -159,6 +159,7 @@ def decode_matmul(x, weight, lora_a=None, slabs=None, pdl=False):
     a = lora_a if R else x
     inputs = Inputs(x, x.stride(0), weight.codes, weight.scales, a, weight.N, K, R)
     portable_kernel[plan.programs, triton.cdiv(M, config.BM)](
-        inputs, slabs, M, slabs.shape[2], plan.KB, plan.L, plan.a_programs, config.BM, config.num_stages,
-        config.num_warps, K % TILE == 0, pdl, num_warps=config.num_warps, launch_pdl=pdl)
+        inputs, slabs, M, slabs.shape[2], plan.KB, plan.L, plan.a_programs, config.BM,
+        config.num_stages, config.num_warps, K % TILE == 0, pdl, num_warps=config.num_warps,
+        launch_pdl=pdl)
     return Slabs(slabs, weight.out_scale, plan.KB, plan.L)
