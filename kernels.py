@@ -587,7 +587,7 @@ def pick_kernel(
         p = tl.exp(x - top)
         inside = tl.sum((tl.cumsum(p, axis=0) <= target).to(tl.int32), axis=0)
         inside = tl.minimum(inside, tl.max(tl.where(p > 0, i, 0), axis=0))
-    token = chunk * logits.CHUNK + inside
+    token = tl.minimum(chunk * logits.CHUNK + inside, logits.V - 1)  # where all is NaN, too
     logprob = logits_at(logits, row, token) * scale - top - tl.log(mass)
     step = tl.load(state.step + row)
     tl.store(tokens_ptr + step * stride + row, token.to(tl.int64))
