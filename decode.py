@@ -108,13 +108,8 @@ class Graphs(dict):
         graph = torch.cuda.CUDAGraph()
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         with torch.cuda.graph(graph, pool=self.pool):
-            kept = launch()
-
-        def replay():
-            graph.replay()
-            return kept
-
-        return replay
+            graph.kept = launch()
+        return graph.replay
 
 
 class GraphEngine(TorchEngine):
