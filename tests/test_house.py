@@ -30,7 +30,7 @@ DOORS = {("ops", "kernels"), ("nvfp4", "marlin_fp4"), ("sampler", "decode")}
 # 2,400 lines and 120 KB for the method, 3,250 lines for the reading path, 6,450 and 300 KB for all.
 METHOD_BUDGET = 3095, 138                                                # lines, KB of 1,024 bytes
 READING_BUDGET = 4865, 218
-WHOLE_BUDGET = 10025, 442
+WHOLE_BUDGET = 9980, 440
 LARGEST = {                                                               # lines, KB
     "program.py": (110, 3.9),
     "watch.py": (75, 3.1),
