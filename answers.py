@@ -1,9 +1,9 @@
 r"""
 Are two answers equal? is_equal(r"\frac12", "0.5") is True. can_read(gold): can it be compared?
 
-One idea: an answer is a function of its variables. The reader computes while it parses, at given
-values of the variables, so there is no syntax tree. Answers are equal if their readings are, at
-each of six fixed points (at one, if they have no variables). A reading is
+An answer is a function of its variables. The reader computes while it parses, at given values of
+the variables, so there is no syntax tree. Answers are equal if their readings are, at each of six
+fixed points (at one, if they have no variables). A reading is
 
     Number               complex, in 100 digits; equal if 50 agree, so that nothing is ever close
     Group(kind, items)   tuples, intervals, lists, sets, unions; also 50% and 3 mod 7
@@ -13,10 +13,8 @@ A wrong answer accepted is the worst error: it trains the wrong thing. So a deci
 fraction only if it has six digits and rounds to it, several answers never equal one of them, and no
 answer is the empty string.
 
-Sections, in the order a text runs through them: 1 clean-up (most spelling variants end here), 2
-numbers, 3 reader, 4 comparison (one rule per kind of answer). Counters bound the work, not clocks;
-an answer that runs into a limit still equals itself. No eval, threads or signals; only the standard
-library, so no computer algebra: sums and integrals are compared as text.
+Counters bound the work, not clocks; an answer that runs into a limit still equals itself. Only the
+standard library, so no computer algebra: sums and integrals are compared as text.
 
 Choices where graders disagree: 50% is 0.5 and also 50; lists and sets have no order, tuples do; 52
 stands for 52_8; a chain of equations with two different numbers (x = 41 = 42) is wrong; 32, 349 is
@@ -35,7 +33,6 @@ from typing import NamedTuple
 from zlib import crc32
 
 MAX_ANSWER = 6_000     # characters that are parsed; a longer answer equals only itself
-MAX_TOKENS = 2_000
 MAX_DEPTH = 100        # nested operands; each costs up to five Python frames
 MAX_WORK = 4_000       # operands and comparisons, about 5 us each
 
@@ -47,16 +44,10 @@ class Refuse(Exception):
 # --------------------------------------------------------------------------------------------------
 # 1. Clean-up: answer text -> plain text that the tokenizer reads
 
-def parse_pairs(text: str) -> dict:
-    r"""'≤ \le  ≥ \ge' -> {'≤': '\le ', '≥': '\ge '}: pairs are two spaces or a line break apart.
-
-    What ends in a letter gets a space, so that \le5 and x\cdot y stay apart.
-    """
-    table = {}
-    for pair in re.split("  |\n", text):
-        spelling, plain = pair.split()
-        table[spelling] = plain + " " * plain[-1].isalpha()
-    return table
+def pairs(text: str) -> dict:
+    r"""'≤ \le  ≥ \ge' -> {'≤': '\le ', '≥': '\ge '}; the space keeps x\cdot y apart."""
+    words = text.split()
+    return {spelling: plain + " " for spelling, plain in zip(words[::2], words[1::2])}
 
 
 END_OF_TURN = re.compile(r"<\|im_end\|>|<\|endoftext\|>|<\|im_start\|>|<\|eot_id\|>|</s>")
@@ -66,27 +57,23 @@ SCRIPTS = re.compile(f"([{RAISED}]+)|[{LOWERED}]+")
 # One table, not NFKC: that would read 4² as 42. Digits of other scripts are left alone, so they
 # never equal 0-9.
 UNICODE = str.maketrans({
-    **parse_pairs(r"""÷ /  √ \sqrt  ∛ \sqrt[3]  π \pi  ∞ \infty  º °  ≤ \le  ≥ \ge  ⩽ \le  ⩾ \ge
-≠ \ne  ≈ \approx  ∪ \cup  ∈ \in  ± \pm  ∓ \mp  ∅ \emptyset  θ \theta  α \alpha  β \beta  λ \lambda
+    **pairs(r"""÷ /  √ \sqrt  ∛ \sqrt[3]  π \pi  ∞ \infty  º °  ≤ \le  ≥ \ge  ⩽ \le  ⩾ \ge
+≠ \ne  ≈ \approx  ∪ \cup  ∈ \in  ∅ \emptyset  θ \theta  α \alpha  β \beta  λ \lambda  、 ,
 ⟨ \langle  ⟩ \rangle  ⌊ \lfloor  ⌋ \rfloor  ⌈ \lceil  ⌉ \rceil
-½ \frac{1}{2}  ⅓ \frac{1}{3}  ⅔ \frac{2}{3}  ¼ \frac{1}{4}  ¾ \frac{3}{4}
-％ %  ＝ =  （ (  ） )  ， ,  、 ,  ； ;  ： :  ． .  ＋ +"""),
-    **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2212\ufe63\uff0d", "-"),
+½ \frac{1}{2}  ⅓ \frac{1}{3}  ⅔ \frac{2}{3}  ¼ \frac{1}{4}  ¾ \frac{3}{4}"""),
+    **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2212\ufe63", "-"),
     **dict.fromkeys("\u00b7\u00d7\u2217\u2219\u22c5", "*"),
-    **dict.fromkeys("\u2044\u2215\uff0f", "/"),
-    **dict.fromkeys("\u00a0\u2002\u2003\u2004\u2005\u2006\u2007\u2008", " "),
-    **dict.fromkeys("\u2009\u200a\u202f\u3000", " "),
+    **dict.fromkeys("\u2044\u2215", "/"),
     **dict.fromkeys("\u00ad\u200b\u200c\u200d\u2060\u2061\u2062\ufeff€£¥₹", ""),
     **dict(zip(RAISED + LOWERED, "0123456789+-n0123456789")),
-    **{0xFF10 + digit: str(digit) for digit in range(10)},  # full-width
+    **{0xFF01 + i: chr(0x21 + i) for i in range(94)},  # full-width
     **{0x1D7CE + digit: str(digit % 10) for digit in range(50)},  # bold, double-struck, ...
 })
-RENAME = parse_pairs(r"""dfrac \frac  tfrac \frac  cfrac \frac  dbinom \binom  tbinom \binom
-leq \le  leqslant \le  geq \ge  geqslant \ge  neq \ne  lt <  gt >  cdot *  times *  ast *  div /
-lvert |  rvert |  vert |  mid |  lbrace \{  rbrace \}  lbrack [  rbrack ]  lparen (  rparen )
-colon :  varnothing \emptyset  implies \Rightarrow  sim \approx  simeq \approx
-ldots ...  dots ...  cdots ...  degree °  bmod \mod  pmod \mod
-varphi \phi  vartheta \theta  varepsilon \epsilon""")
+RENAME = pairs(r"""dfrac \frac  tfrac \frac  cfrac \frac  dbinom \binom  tbinom \binom  leq \le
+leqslant \le  geq \ge  geqslant \ge  neq \ne  lt <  gt >  cdot *  times *  ast *  div /  lvert |
+rvert |  vert |  mid |  lbrace \{  rbrace \}  lbrack [  rbrack ]  lparen (  rparen )  colon :
+varnothing \emptyset  sim \approx  simeq \approx  ldots ...  dots ...  cdots ...  degree °
+bmod \mod  pmod \mod  pm ±  mp ∓  varphi \phi  vartheta \theta  varepsilon \epsilon""")
 
 TRIG = frozenset("sin cos tan cot sec csc".split())
 FUNCTIONS = TRIG | frozenset("""arcsin arccos arctan arccot sinh cosh tanh arcsinh arccosh arctanh
@@ -115,14 +102,14 @@ def expand_overline(match: re.Match) -> str:
     r"""0.1\overline{6} = (16 - 1) / 90."""
     whole, fixed, cycle = match.groups()
     top = int(whole + fixed + cycle) - int((whole + fixed) or "0")
-    bottom = (10 ** len(cycle) - 1) * 10 ** len(fixed)
-    return f"\\frac{{{top}}}{{{bottom}}} "
+    return f"\\frac{{{top}}}{{{10 ** len(fixed + cycle) - 10 ** len(fixed)}}} "
 
 
 TEXT = (r"\\(?:text(?:bf|rm|it|tt|normal)?|math(?:rm|bf|it|sf|cal)|[mh]box|emph|operatorname|bm)\*?"
         r"\s*\{([^{}]*)\}")
 NO_LETTER = "(?![A-Za-z])"
-LATEX_REWRITES = [  # in this order
+REWRITES = [  # in this order
+    (r"\s", " "),
     (r"(?<!\\)\\\\(?=[A-Za-z]{2})(?!.*\\end\b)", r"\\"),  # a doubly escaped \\frac
     (r"\\[()$]|(?<!\\)\\[\[\]]", ""),
     (r"\\m?(?:left|right)" + NO_LETTER + r"\.?", ""),
@@ -134,37 +121,35 @@ LATEX_REWRITES = [  # in this order
     (r"(?<!\\)\\[,!]", ""),
     (r"(?<!\\)\\[;: ]|\\q?quad|\\(?:thin|med|en)space" + NO_LETTER, " "),
     (r"\\(?:hspace|phantom)\{[^{}]*\}", " "),
-    (r"\\([A-Za-z]+)", lambda match: RENAME.get(match[1]) or match[0]),
+    (r"\\([A-Za-z]+)", lambda match: RENAME.get(match[1], match[0])),
     (r"\\mathbb\s*\{?\s*R\b\s*\}?", r"(-\\infty,\\infty)"),
+    (r"\\begin\s*\{array\}\s*\{[^{}]*\}", r"\\begin{array}"),
     (r"\\end\s*\{[A-Za-z]*\}", r"\\end "),
     (TEXT, unwrap_text),
     (TEXT, unwrap_text),  # \text{\textbf{...}}
     (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|\\circ" + NO_LETTER, "°"),
     (r"([0-9]{0,20})\.([0-9]{0,20})\\(?:overline|bar|dot)\s*\{([0-9]{1,20})\}", expand_overline),
-]
-REWRITES = [
     (r"[$~]", ""),
     (r"(?<=[0-9])\s*\{\s*,\s*\}\s*(?=[0-9]{3})|\{,\}", ","),  # 1{,}234
     # {x | x > 3}
-    (r"^\s*\\\{\s*([a-z])\s*(?:\\in\s*\(-\\infty,\\infty\)\s*)?[|:](.*)\\\}[\s.]*$", r"\2"),
-    (r"\(\s*\\?mod" + NO_LETTER + r"\s*([^()]{1,20})\)", r"\\mod{\1}"),  # (mod 7)
-    (r"(\^(?:\{[^{}]{1,20}\}|[0-9a-z]))(_(?:\{[^{}]{1,20}\}|[0-9a-z]))", r"\2\1"),  # x^2_1
-    (r"(?<=[0-9])\s*\^\s*\{?\s*«(?:st|nd|rd|th)»\s*\}?", ""),
-    (r"(?<=1)st$|(?<=2)nd$|(?<=3)rd$|(?<=[0-9])th$", ""),
-    (r"^\s*«?(?:option|choice|answer)[\s:»]*(?=[«(]*[a-z][)»]*\s*$)", ""),
-    (r"(?<=[)\]])\s*U\s*(?=[(\[])", r" \\cup "),
-    (r"(?<![a-z])([ap])\.\s?m\.?(?![a-z])", r"\1m"),
+    (r"(?i)^\s*\\\{\s*([a-z])\s*(?:\\in\s*\(-\\infty,\\infty\)\s*)?[|:](.*)\\\}[\s.]*$", r"\2"),
+    (r"(?i)\(\s*\\?mod" + NO_LETTER + r"\s*([^()]{1,20})\)", r"\\mod{\1}"),  # (mod 7)
+    (r"(?i)(\^(?:\{[^{}]{1,20}\}|[0-9a-z]))(_(?:\{[^{}]{1,20}\}|[0-9a-z]))", r"\2\1"),  # x^2_1
+    (r"(?i)(?<=[0-9])\s*\^\s*\{?\s*«(?:st|nd|rd|th)»\s*\}?", ""),
+    (r"(?i)(?<=1)st$|(?<=2)nd$|(?<=3)rd$|(?<=[0-9])th$", ""),
+    (r"(?i)^\s*«?(?:option|choice|answer)[\s:»]*(?=[«(]*[a-z][)»]*\s*$)", ""),
+    (r"(?i)(?<=[)\]])\s*U\s*(?=[(\[])", r" \\cup "),
+    (r"(?i)(?<![a-z])([ap])\.\s?m\.?(?![a-z])", r"\1m"),
     (r"(?<![0-9.,/^_}])(?<![/^] )([0-9]{1,9})\s+([0-9]{1,9})\s*/\s*([0-9]{1,9})(?![0-9.])",
      r"(\1+\2/\3)"),  # 1 1/2
-    (r"^\s*(?:(?:USD|US|EUR|GBP|INR|CNY|Rs)\.?"
+    (r"(?i)^\s*(?:(?:USD|US|EUR|GBP|INR|CNY|Rs)\.?"
      r"|«(?:the |final |answer |is |are |about |:)*(?:is|are|about|:)»)\s*(?=[-+0-9.\\(])", ""),
     (r"(?<![0-9.,] )(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3})+(?! ?[0-9]|/)",
      lambda match: match[0].replace(" ", "")),  # 1 000
-    (r"(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])", " , "),
+    (r"(?i)(?<![a-z\\])(?:and|or)(?![a-z])", " , "),
     (r"\*\*", "^"),
 ]
-LATEX_REWRITES = [(re.compile(pattern), to) for pattern, to in LATEX_REWRITES]
-REWRITES = [(re.compile(pattern, re.IGNORECASE), to) for pattern, to in REWRITES]
+REWRITES = [(re.compile(pattern), to) for pattern, to in REWRITES]
 DEEP = re.compile(r"(\{{6,}|\({6,})([^{}()]*)([})]{6,})")  # a known attack on parsers
 COUNT = "zero one two three four five six seven eight nine ten eleven twelve".split()
 SPELLED = {
@@ -184,19 +169,15 @@ def clean(s: str) -> str:
     if len(s) > 2 * MAX_ANSWER:
         return s
     s = END_OF_TURN.sub("", s).strip()
-    if not s.isascii():
-        s = SCRIPTS.sub(lambda match: "^_"[not match[1]] + f"{{{match[0]}}}", s)  # x⁻² is x^{-2}
-        s = s.translate(UNICODE)
+    s = SCRIPTS.sub(lambda match: "^_"[not match[1]] + f"{{{match[0]}}}", s)  # x⁻² is x^{-2}
+    s = s.translate(UNICODE)
     if len(s) > 2 and s[0] in "*`_" and s[-1] in "*`_":  # Markdown
         s = s.strip("*`_")
-    if "\\" in s:
-        for pattern, to in LATEX_REWRITES:
-            s = pattern.sub(to, s)
     for pattern, to in REWRITES:
         s = pattern.sub(to, s)
-    s = s.strip(" \t\r\n,;")
+    s = s.strip(" ,;")
     if not s.endswith(".."):
-        s = s.rstrip(".:\\ \n").strip()
+        s = s.rstrip(".:\\ ")
     return SPELLED.get(s.strip("« »").lower(), s)
 
 
@@ -214,29 +195,22 @@ FAMILIES = (
     "degree=deg radian=rad",
     "unit square cubic sq cu per people student way point time",
 )
-UNIT = {}
+UNIT = {}  # word, in singular or plural -> (family, name)
 for family, units in enumerate(FAMILIES):
-    for synonyms in units.split():
-        for word in synonyms.split("="):
-            UNIT[word] = (family, synonyms.split("=")[0])
+    for unit in units.split():
+        names = unit.split("=")
+        for word in names:
+            plural = word + "s" * (len(word) > 1)
+            UNIT[word] = UNIT[plural] = (family, names[0])
 NOT_UNITS = frozenset("""and or is not but if no to than more less none either neither nor where for
 with mod thousand million hundred billion dozen half squared cubed over pi sqrt sin cos tan log ln
 exp most least plus minus negative factorial""".split())
-MULTIPLIER = {
-    "thousand": "*10^3", "million": "*10^6", "billion": "*10^9", "trillion": "*10^12",
-    "percent": "%", "pct": "%", "percentage": "%",
-}
+MULTIPLIER = pairs("""thousand *10^3  million *10^6  billion *10^9  trillion *10^12
+percent %  pct %  percentage %""")
 WORDS = r"(?:[A-Za-z]{2,}\.?(?:/[A-Za-z]+)?\s+){0,3}(?:[A-Za-z]{2,}(?:/[A-Za-z]+)?\.?|m/s)"
 UNIT_END = re.compile(
     rf"(?:«([^«»]*)»|(?:(?<=[0-9)}}%])\s*|\s)({WORDS}))(?:\s*\^\s*\{{?\s*[23]\s*\}}?)?\s*\.?$")
 BARE_NUMBER = re.compile(r"[-+]?[0-9.,/\s]*(\\frac\s*\{[0-9]+\}\s*\{[0-9]+\})?[%°]?")
-
-
-def unit_of(word: str) -> tuple[int, str] | None:
-    """(family, name) of a unit in singular or plural."""
-    if word not in UNIT and len(word) > 2 and word.endswith("s"):
-        word = word[:-1]
-    return UNIT.get(word)
 
 
 def split_unit(s: str) -> tuple[str, tuple | None]:
@@ -244,9 +218,7 @@ def split_unit(s: str) -> tuple[str, tuple | None]:
 
     Words that change the value stay ("not", "half") or are applied: "5 million" -> 5*10^6.
     """
-    if not (s[-1:].isalpha() or s[-1:] in ("2", "3", "}", ".", "»")):
-        return s, None
-    end = UNIT_END.search(s)
+    end = UNIT_END.search(s) if s[-1:].isalpha() or s[-1:] in tuple("23}.»") else None
     if end is None:
         return s, None
     wrapped, plain = end.groups()
@@ -254,16 +226,15 @@ def split_unit(s: str) -> tuple[str, tuple | None]:
     words = (wrapped or plain or "").lower().strip(" .").split()
     if plain:
         before = s[end.start(2) - 1]
-        if before == "\\" or not all(unit_of(word) for word in words):
+        if before == "\\" or not all(word in UNIT for word in words):
             shortest = 3 if before.isspace() else 4  # not 6xy; 5 men
             if not BARE_NUMBER.fullmatch(value) or max(map(len, words)) < shortest:
                 return s, None
     if words and words[0] in MULTIPLIER:
-        value += MULTIPLIER[words[0]]
-        words = words[1:]
+        value += MULTIPLIER[words.pop(0)].strip()
     if NOT_UNITS.intersection(words) or not re.search(r"[0-9A-Za-z})°%]$", value):
         return s, None
-    return value, unit_of(" ".join(words))
+    return value, UNIT.get(" ".join(words))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -284,6 +255,7 @@ class Number(NamedTuple):
     im: Decimal = ZERO
     decimals: int = 0      # of a decimal as it was written: 2 for 0.50
 
+    kind = "number"
     __hash__ = tuple.__hash__  # of the digits, for the caches
 
     def __eq__(self, other):
@@ -318,8 +290,6 @@ class Number(NamedTuple):
         return self + -other
 
     def __abs__(self):
-        if not self.im:
-            return Number(self.re.copy_abs())
         return settle((self.re * self.re + self.im * self.im).sqrt(), ZERO)
 
 
@@ -334,16 +304,9 @@ class Side(NamedTuple):
 
 
 class Relation(NamedTuple):
+    kind: str              # "eq" for an equation, else "rel"
     ops: list              # "=", "<", "<=", "!=", "in", "~"; chains of > are turned round
     sides: list            # of Side, one more than ops
-
-    @property
-    def kind(self) -> str:
-        return "eq" if self.ops == ["="] else "rel"
-
-
-def kind_of(x) -> str:
-    return getattr(x, "kind", "number")
 
 
 def size(x: Number) -> Decimal:
@@ -368,13 +331,13 @@ def unknown(*key) -> Number:
 
 def number(x) -> Number:
     """50% is 1/2 and 10 mod 7 is 3 once something is computed with them."""
-    if isinstance(x, Number):
-        return x
-    if isinstance(x, Relation):
+    if x.kind in ("eq", "rel"):
         raise Refuse("no number")
     if x.kind == "%":
         return x.items[0] / HUNDRED
-    return x.items[0] if x.kind == "mod" else unknown(x)
+    if x.kind == "mod":
+        return x.items[0]
+    return x if x.kind == "number" else unknown(x)
 
 
 def real(x: Number) -> Decimal:
@@ -412,16 +375,10 @@ def exactly(op: str, x: Number, y: Number) -> int | None:
     return None
 
 
-def rounded(x: Number) -> Number:
-    return x._replace(re=+x.re, im=+x.im)
-
-
 def power(x: Number, n: Number) -> Number:
     """Roots are powers too: real ones for negative x and odd roots, as in school."""
     if 0 < size(n) < LOST:
         raise ArithmeticError("hardly 1")
-    if n == HALF and x.im == 0 and x.re >= 0:
-        return settle(x.re.sqrt(), ZERO)
     if x.im == n.im == 0 and x.re >= 0:
         return settle(x.re ** n.re, ZERO)
     for degree in range(1, 20, 2):
@@ -488,11 +445,12 @@ ONE, TWO, TEN, HUNDRED, HALF = (Number(Decimal(text)) for text in "1 2 10 100 0.
 I = Number(ZERO, Decimal(1))
 PI = Number(CONTEXT.divide(TURN, 2))
 E = Number(CONTEXT.exp(Decimal(1)))
-OPERATORS = {
-    "+": operator.add, "*": operator.mul, "/": operator.truediv, "^": power,
-    r"\mod": lambda x, n: x - n * floor(x / n),
-}
 FORMULAS = {
+    "+": operator.add,
+    "*": operator.mul,
+    "/": operator.truediv,
+    "^": power,
+    r"\mod": lambda x, n: x - n * floor(x / n),
     "exp": exp,
     "ln": ln,
     "log": lambda z, base=E: ln(z) / ln(base),
@@ -557,34 +515,31 @@ class Point:
         negative = self.index % 2 and self.signs.get(name, 0) >> self.index // 2 & 1
         return -value if negative else value
 
-    def negative(self, x):
-        return -x if isinstance(x, Number) else self.compute("*", x, -ONE)
-
     def compute(self, op: str, x, y):
         """Numbers, two tuples of one length, a tuple by a number."""
         if op == "-":
-            return self.compute("+", x, self.negative(y))
-        if kind_of(x) == kind_of(y) == "()" and op == "+" and len(x.items) == len(y.items):
+            return self.compute("+", x, self.compute("*", y, -ONE))
+        if x.kind == y.kind == "()" and op == "+" and len(x.items) == len(y.items):
             return Group("()", [self.compute("+", a, b) for a, b in zip(x.items, y.items)])
-        if kind_of(y) == "()" and op == "*":
+        if y.kind == "()" and op == "*":
             x, y = y, x
         y = number(y)
-        if kind_of(x) == "()" and op in "*/":
+        if x.kind == "()" and op in "*/":
             return Group("()", [self.compute(op, item, y) for item in x.items])
         x = number(x)
         is_root = op == "^" and not (x.im == 0 and is_whole(y + y))
         self.spend(50 if is_root else 2)
         value = exactly(op, x, y)
-        return self.known(OPERATORS[op], op, x, y) if value is None else Number(Decimal(value))
+        return self.known(op, x, y) if value is None else Number(Decimal(value))
 
-    def apply(self, name: str, *args):
+    def apply(self, name: str, *args) -> Number:
         self.spend(60)
-        return self.known(FORMULAS[name], name, *map(number, args))
+        return self.known(name, *map(number, args))
 
-    def known(self, function, name: str, *args) -> Number:
+    def known(self, name: str, *args) -> Number:
         """A value; where nothing varies, what needs more digits is unknown, unlike 1/0."""
         try:
-            value = function(*map(rounded, args))
+            value = FORMULAS[name](*(x._replace(re=+x.re) for x in args))  # in 100 digits
         except ArithmeticError as error:
             if self.signs or isinstance(error, (ZeroDivisionError, InvalidOperation)):
                 raise
@@ -608,7 +563,7 @@ RELATION, RATIO, UNION, MOD, SUM, PRODUCT, MIXED, POWER, POSTFIX = range(1, 10)
 BINDING = {
     **dict.fromkeys(RELATIONS, RELATION), ":": RATIO, r"\cup": UNION, r"\mod": MOD,
     "+": SUM, "-": SUM, "*": PRODUCT, "/": PRODUCT, "%": PRODUCT, "beside": PRODUCT,
-    "mixed": MIXED, "^": POWER, "!": POSTFIX, "°": POSTFIX,
+    "mixed": MIXED, "^": POWER, "!": POSTFIX, "°": POSTFIX, "": 0,
 }
 MATRICES = frozenset("pmatrix bmatrix matrix array Bmatrix smallmatrix cases".split())
 CLOSERS = {
@@ -618,9 +573,9 @@ ENCLOSING = {
     "|": ("abs", "|"), r"\|": ("abs", r"\|"),
     r"\lfloor": ("floor", r"\rfloor"), r"\lceil": ("ceil", r"\rceil"),
 }
-STARTS = {*CLOSERS, *ENCLOSING, r"\frac", r"\binom", r"\emptyset"} - {r"\|"}
-STARTS.update("\\" + name for name in FUNCTIONS)
-BARE_STOPS = frozenset(["*", "/", "(", *("\\" + name for name in FUNCTIONS)])  # \sin 2x \cos y
+COMMANDS = frozenset("\\" + name for name in FUNCTIONS)
+STARTS = {*CLOSERS, *ENCLOSING, *COMMANDS, r"\frac", r"\binom", r"\emptyset"} - {r"\|"}
+BARE_STOPS = COMMANDS | {"*", "/", "("}  # \sin 2x \cos y
 INFINITY = unknown("infinity")
 CONSTANTS = {"«e": E, "«i": I, r"«\pi": PI, r"«\infty": INFINITY}
 
@@ -643,6 +598,7 @@ PLAIN_NAMES = sorted([*FUNCTIONS, *INVERSE, "pi", "mod"], key=len, reverse=True)
 PLAIN_FUNCTION = re.compile(
     rf"\\?(?<![A-Za-z])({'|'.join(PLAIN_NAMES)})(?=[A-Za-z]?{NO_LETTER})"
     rf"|(?<![A-Za-z\\])(?:inf|infty|oo|infinity|Infinity){NO_LETTER}")
+DIGITS = tuple("0123456789.")  # what a number begins with
 
 
 def tokenize(s: str) -> list[str]:
@@ -662,13 +618,7 @@ def tokenize(s: str) -> list[str]:
                 token = token[len(letters) - 1:]
             token = "«" + re.sub(r"[\s{}«»]", "", token)
         tokens.append(token)
-    if len(tokens) > MAX_TOKENS:
-        raise Refuse("too many tokens")
     return tokens
-
-
-def is_number(token: str) -> bool:
-    return token[:1] in tuple("0123456789.")
 
 
 class Reader:
@@ -686,14 +636,14 @@ class Reader:
         return self.tokens[self.at]
 
     def take(self, *allowed) -> str:
-        token = self.tokens[self.at]
-        if token == "" or allowed and token not in allowed:
+        token = self.peek()
+        if allowed and token not in allowed:
             raise Refuse(f"unexpected {token}")
         self.at += 1
         return token
 
     def accept(self, *tokens) -> str:
-        return self.take() if self.tokens[self.at] in tokens else ""
+        return self.take() if self.peek() in tokens else ""
 
     def scoped(self, floor: int, stops=frozenset()):
         """expression(floor) with its own stops, as inside brackets."""
@@ -703,7 +653,7 @@ class Reader:
         self.stops = outer
         return value
 
-    def rows(self, between: str, after: str, *closers) -> list:
+    def rows(self, between: str, after: str, closers: tuple) -> list:
         """Rows of items up to a closer: "1,2;3,4", or a matrix with & and two backslashes."""
         rows = [[]]
         while True:
@@ -713,12 +663,13 @@ class Reader:
             while self.accept(between, after):  # "(1,2), and (3,4)" after clean-up
                 pass
             if not separator or self.peek() in ("", *closers):
+                self.take(*closers)
                 return rows
             if separator == after:
                 rows.append([])
 
-    def listing(self, *closers) -> list:
-        rows = self.rows(",", ";", *closers)
+    def listing(self, closers: tuple) -> list:
+        rows = self.rows(",", ";", closers)
         if len(rows) > 1 and max(map(len, rows)) > 1:
             return [one_or_list(row) for row in rows]
         return [item for row in rows for item in row]
@@ -735,11 +686,10 @@ class Reader:
         signs = self.tokens[start:self.at]
         value = self.expression(max(floor, SUM)) if signs else self.primary()
         if signs.count("-") % 2:
-            value = self.point.negative(value)
-        op = self.operator()
-        while op and BINDING[op] > floor:
+            is_number = value.kind == "number"
+            value = -value if is_number else self.point.compute("*", value, -ONE)
+        while BINDING[op := self.operator()] > floor:
             value = self.infix(value, op, start)
-            op = self.operator()
         self.depth -= 1
         return value
 
@@ -751,21 +701,20 @@ class Reader:
             return ""
         if token in BINDING:
             return token
-        if token == r"\frac" and is_number(before):
+        if token == r"\frac" and before[0] in DIGITS:
             return "mixed"
-        after_letter = before[0] == "«"
-        if is_number(token) and (is_number(before) or after_letter):
+        if token[0] in DIGITS and before[0] in ("«", *DIGITS):
             return ""  # neither "5 6" nor "x2"
-        starts = token in STARTS or is_number(token) or token.startswith(("«", r"\begin"))
+        starts = token in STARTS or token[0] in DIGITS or token.startswith(("«", r"\begin"))
         return "beside" if starts else ""
 
     def infix(self, left, op: str, start: int):
         """`left op right`; `start` is the token that `left` begins with."""
         compute = self.point.compute
-        before = self.tokens[self.at - 1]
         if op in RELATIONS:
             return self.relation(left, start)
         if op in ("beside", "mixed"):
+            before = self.tokens[self.at - 1]
             right = self.expression(BINDING[op])
             is_mixed = op == "mixed" and left == self.literal(before) and 0 < number(right).re < 1
             return compute("+" if is_mixed else "*", left, right)
@@ -784,7 +733,7 @@ class Reader:
             return compute("*", left, PI / Number(Decimal(180))) if self.trig else left
         right = self.expression(BINDING[op])
         if op == r"\cup":
-            parts = [x.items if kind_of(x) == "union" else [x] for x in (left, right)]
+            parts = [x.items if x.kind == "union" else [x] for x in (left, right)]
             return Group("union", parts[0] + parts[1])
         if op == ":" and (self.peek() == ":" or right == Number(ZERO)):  # 1:2:3, 5:00, not 2:3
             items = [left, right]
@@ -795,6 +744,11 @@ class Reader:
         return Group("mod", [value, right]) if op == r"\mod" else value
 
     def relation(self, left, start: int):
+        """A chain of equalities is left = value, or its value if every side is a number.
+
+        The value is the last side before an approximation. If two numbers disagree, 41 = 42, there
+        is none.
+        """
         ops = []
         sides = [Side(left, self.tokens[start:self.at])]
         while self.peek() in RELATIONS:
@@ -805,13 +759,22 @@ class Reader:
         if ">" in ops[0]:
             ops = [FLIP.get(op, op) for op in reversed(ops)]
             sides.reverse()
-        return shorten(Relation(ops, sides), self.point)
+        if not set(ops) <= {"=", "~", "in"}:
+            return Relation("rel", ops, sides)
+        if "~" in ops and not label(sides[ops.index("~")].tokens):
+            sides = sides[:ops.index("~") + 1]
+        numbers = [x.value for x in sides if x.value.kind in SCALAR and not names_in(x.tokens)]
+        if not all(same_number(a, b, self.point) for a, b in zip(numbers, numbers[1:])):
+            raise Refuse("false equation")
+        if len(sides) in (1, len(numbers)):
+            return sides[-1].value
+        return Relation("eq", ["="], [sides[0], sides[-1]])
 
     def primary(self):
         token = self.take()
-        if is_number(token):
+        if token[:1] in DIGITS:
             return self.literal(token)
-        if token[0] == "«":
+        if token[:1] == "«":
             return CONSTANTS[token] if token in CONSTANTS else self.point.variable(token)
         if token in CLOSERS:
             return self.group(token)
@@ -833,7 +796,7 @@ class Reader:
             return self.matrix(token[6:].strip(" {}"))
         if token == r"\emptyset":
             return Group("set", [])
-        if token[1:] in FUNCTIONS:
+        if token in COMMANDS:
             return self.function(token[1:])
         raise Refuse(f"unexpected {token}")
 
@@ -844,13 +807,13 @@ class Reader:
         return Number(Decimal(token), ZERO, len(decimals) if decimals.isdigit() else 0)
 
     def group(self, opener: str):
-        empty = opener == r"\{" and self.peek() == r"\}"
-        items = [] if empty else self.listing(*CLOSERS[opener])
-        closer = self.take(*CLOSERS[opener])
+        if opener == r"\{" and self.accept(r"\}"):
+            return Group("set", [])
+        items = self.listing(CLOSERS[opener])
+        closer = self.tokens[self.at - 1]
         kind = {"{": "list", r"\{": "set", r"\langle": "()"}.get(opener, opener + closer)
-        if kind == "[]" and all(kind_of(item) == "[]" for item in items):  # [[1, 2], [3, 4]]
-            kind = "()"
-            items = [Group("()", row.items) for row in items]
+        if kind == "[]" and all(item.kind == "[]" for item in items):  # [[1, 2], [3, 4]]
+            return Group("()", [Group("()", row.items) for row in items])
         return items[0] if len(items) == 1 and kind in ("()", "[]", "list") else Group(kind, items)
 
     def argument(self):
@@ -863,39 +826,28 @@ class Reader:
 
     def function(self, name: str):
         if name == "sqrt":
-            degree = TWO
-            if self.accept("["):
-                degree = self.expression()
-                self.take("]")
+            degree = self.group("[") if self.accept("[") else TWO
             return self.point.compute("^", self.expression(POSTFIX), ONE / number(degree))
-        base = []
-        exponent = ONE
+        marks = {}  # base and exponent
         while mark := self.accept("_", "^"):
-            if mark == "_":
-                base = [self.argument()]
-            else:
-                exponent = self.expression(POWER) if self.peek() == "-" else self.argument()
+            marks[mark] = self.argument()
+        exponent = marks.pop("^", ONE)
         if exponent == -ONE and name in TRIG:
             name = "arc" + name
             exponent = ONE
         self.trig += name in TRIG
         if opener := self.accept("(", "{", r"\{"):
-            arguments = self.listing(*CLOSERS[opener])
-            self.take(*CLOSERS[opener])
+            arguments = self.listing(CLOSERS[opener])
         else:
             arguments = [self.scoped(SUM, self.stops | BARE_STOPS)]
         self.trig -= name in TRIG
-        value = self.point.apply(name, *arguments, *base)
+        value = self.point.apply(name, *arguments, *marks.values())
         return value if exponent == ONE else self.point.compute("^", value, exponent)
 
     def matrix(self, name: str):
         if name not in MATRICES:
             raise Refuse(name)
-        if name == "array":  # {cc}
-            while self.take() != "}":
-                pass
-        rows = self.rows("&", r"\\", r"\end")
-        self.take(r"\end")
+        rows = self.rows("&", r"\\", (r"\end",))
         if name == "cases":  # a system, or values and conditions
             return Group("list", [one_or_list(row) for row in rows])
         is_column = len(rows) > 1 and max(map(len, rows)) == 1
@@ -907,7 +859,6 @@ def one_or_list(items: list):
 
 
 THOUSANDS = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
-PLUS_MINUS = re.compile(r"\\([pm])[pm](?![A-Za-z])")
 
 
 class Answer:
@@ -916,23 +867,19 @@ class Answer:
     def __init__(self, s: str, thousands: bool = True):
         if thousands:
             s = THOUSANDS.sub(lambda match: match[0].replace(",", ""), s)
-        texts = [s]
-        if PLUS_MINUS.search(s):  # the upper signs, then the lower ones
-            texts = [PLUS_MINUS.sub(lambda m: "+" if m[1] == upper else "-", s) for upper in "pm"]
-        self.branches = [tokenize(text) for text in texts]
+        # With the upper signs, then with the lower ones.
+        texts = [s.replace("±", pm).replace("∓", mp) for pm, mp in ("+-", "-+")]
+        self.branches = [tokenize(text) for text in dict.fromkeys(texts)]
         # A name on the left of x = 5 need not vary: six times faster, and such answers are many.
         tokens = self.branches[0]
         start = tokens.index("=") + 1 if "=" in tokens else 0
-        self.names = names_in(tokens[start:] if label(Side(None, tokens[:start - 1])) else tokens)
+        self.names = names_in(tokens[start:] if label(tokens[:start - 1]) else tokens)
 
     def at(self, point: Point):
         items = []
         for tokens in self.branches:
-            reader = Reader(tokens, point)
-            items += reader.listing()
-            if reader.peek():
-                raise Refuse(f"unexpected {reader.peek()}")
-        if len(items) > 1 and all(kind_of(item) == "set" for item in items):
+            items += Reader(tokens, point).listing(("",))
+        if all(item.kind == "set" for item in items):
             return Group("set", [x for item in items for x in item.items])
         return one_or_list(items)
 
@@ -940,25 +887,21 @@ class Answer:
 # --------------------------------------------------------------------------------------------------
 # 4. Comparison
 
+SCALAR = ("number", "%", "mod")
 BRACKETS = ("()", "[]", "(]", "[)")
-LABEL_MARKS = {*"(){},*/:|", r"\|", r"\frac", r"\langle", r"\rangle"}
-LABEL_MARKS.update("\\" + name for name in TRIG)
-
-
-def is_scalar(x) -> bool:
-    return kind_of(x) in ("number", "%", "mod")
+LABEL_MARKS = {*"(){},*/:|", r"\|", r"\frac", r"\langle", r"\rangle", *("\\" + f for f in TRIG)}
 
 
 def names_in(tokens: list) -> set:
     return {token for token in tokens if token[0] == "«" and token not in CONSTANTS}
 
 
-def label(side: Side) -> str:
+def label(tokens: list) -> str:
     r"""The text of a side that only names the answer: x, f(x), AB, (x, y), |AB|, \tan A; or ""."""
-    names = [token for token in side.tokens if token not in LABEL_MARKS]
+    names = [token for token in tokens if token not in LABEL_MARKS]
     if any(token[0] != "«" or token in (r"«\infty", r"«\pi", "«i") for token in names):
         return ""
-    return "".join(side.tokens) if names else ""
+    return "".join(tokens) if names else ""
 
 
 def may_rename(a: str, b: str) -> bool:
@@ -972,74 +915,53 @@ def same_number(a, b, point) -> bool:
 
     3 mod 7 is 10 mod 7 and 3, not 3 mod 8.
     """
-    if kind_of(a) == kind_of(b) == "mod" and not same(a.items[1], b.items[1], point):
+    if a.kind == b.kind == "mod" and not same(a.items[1], b.items[1], point):
         return False
     for one, other in ((a, b), (b, a)):
-        if kind_of(one) == "%" != kind_of(other) and same_number(one.items[0], other, point):
+        if one.kind == "%" != other.kind and same_number(one.items[0], other, point):
             return True
     x = number(a)
     y = number(b)
     point.met_complex |= bool(x.im or y.im)
-    return x == y or rounds_to(a, y, b) or rounds_to(b, x, a)
+    return x == y or rounds_to(x, y) or rounds_to(y, x)
 
 
-def rounds_to(decimal, x, other) -> bool:
+def rounds_to(decimal: Number, x: Number) -> bool:
     """A written decimal of six or more digits stands for the value x that it rounds.
 
-    From ten digits on it may also truncate x, unless that was read from such a decimal, `other`.
+    From ten digits on it may also truncate x, unless that is such a decimal too.
     """
-    if digits_of(decimal) < 6 or x.im:
+    digits = digits_of(decimal)
+    if digits < 6 or x.im:
         return False
     error = abs(x.re - decimal.re)
-    if digits_of(decimal) >= 10 > digits_of(other):
+    if digits >= 10 > digits_of(x):
         return error <= abs(decimal.re) / 10 ** 9
     return error * 2 * 10 ** decimal.decimals <= 1
 
 
-def digits_of(x) -> int:
-    """Of a written decimal without its leading zeros; 0 for other readings."""
-    if not isinstance(x, Number) or not x.decimals:
-        return 0
-    return len(str(abs(int(x.re.scaleb(x.decimals)))))
-
-
-def shorten(x: Relation, point):
-    """A chain of equalities -> left = value, or its value if every side is a number.
-
-    The value is the last side before an approximation. Refuse if two numbers disagree: 41 = 42.
-    """
-    sides = x.sides
-    if not set(x.ops) <= {"=", "~", "in"}:
-        return x
-    if "~" in x.ops and not label(sides[x.ops.index("~")]):
-        sides = sides[:x.ops.index("~") + 1]
-    numbers = [side.value for side in sides if is_scalar(side.value) and not names_in(side.tokens)]
-    for one, other in zip(numbers, numbers[1:]):
-        if not same_number(one, other, point):
-            raise Refuse("false equation")
-    if len(sides) in (1, len(numbers)):
-        return sides[-1].value
-    return Relation(["="], [sides[0], sides[-1]])
+def digits_of(x: Number) -> int:
+    """Of a written decimal without its leading zeros; 0 for other numbers."""
+    return len(str(abs(int(x.re.scaleb(x.decimals))))) if x.decimals else 0
 
 
 def named(x) -> tuple:
     """x = 5 and 5 = x -> ("«x", 5); other readings have the name ""."""
-    if kind_of(x) == "eq":
-        left, right = x.sides
-        if label(left):
-            return label(left), right.value
-        if label(right):
-            return label(right), left.value
+    if x.kind == "eq":
+        for side, other in (x.sides, reversed(x.sides)):
+            if label(side.tokens):
+                return label(side.tokens), other.value
     return "", x
 
 
 def same(a, b, point) -> bool:
     """Are two readings the same answer at this point? Symmetric in a and b."""
     point.spend(1)
-    kinds = kind_of(a), kind_of(b)
     for kind, rule in RULES.items():
-        if kind in kinds:
-            return rule(a, b, point) if kind == kinds[0] else rule(b, a, point)
+        if a.kind == kind:
+            return rule(a, b, point)
+        if b.kind == kind:
+            return rule(b, a, point)
     return same_number(a, b, point)
 
 
@@ -1056,12 +978,13 @@ def in_any_order(a: list, b: list, point) -> bool:
 
 def same_equation(a, b, point) -> bool:
     """Up to a factor, or up to the name of what is found: x = 5, k = 5, 5 = x and 5 are one."""
-    if kind_of(b) != "eq":
+    if b.kind != "eq":
         name, value = named(a)
         return name != "" and same(value, b, point)
     left, right = a.sides
     other, value = b.sides
-    renamed = may_rename(label(left), label(other)) and not (label(right) and label(value))
+    labels = [label(side.tokens) for side in (left, right, other, value)]
+    renamed = may_rename(labels[0], labels[2]) and not (labels[1] and labels[3])
     if (renamed or left.tokens == other.tokens) and same(right.value, value.value, point):
         return True
     return proportional(a, b, point)
@@ -1076,7 +999,7 @@ def proportional(a, b, point) -> bool:
     names = [names_in(side.tokens) for side in sides]
     if not point.signs or names[0] | names[1] != names[2] | names[3]:
         return False
-    if not all(is_scalar(side.value) for side in sides):
+    if not all(side.value.kind in SCALAR for side in sides):
         return False
     x = point.compute("-", sides[0].value, sides[1].value)
     y = point.compute("-", sides[2].value, sides[3].value)
@@ -1089,9 +1012,9 @@ def proportional(a, b, point) -> bool:
 
 def same_inequality(a, b, point) -> bool:
     """Up to direction, and a single one up to a positive factor; longer chains side by side."""
-    if kind_of(b) != "rel":
+    if b.kind != "rel":
         found = interval(a)
-        return found is not None and kind_of(b) in ("union", *BRACKETS) and same(found, b, point)
+        return found is not None and b.kind in ("union", *BRACKETS) and same(found, b, point)
     if a.ops != b.ops:
         return False
     if len(a.ops) == 1:
@@ -1101,23 +1024,20 @@ def same_inequality(a, b, point) -> bool:
 
 def interval(relation: Relation):
     r"""0 < x <= 1 -> (0, 1]; x > 3 -> (3, \infty); x != 3 -> a union. None for other relations."""
+    sides = relation.sides
     ops = relation.ops
-    values = [side.value for side in relation.sides]
-    free = [at for at, side in enumerate(relation.sides) if len(side.tokens) == 1 and label(side)]
-    if ops == ["!="] and len(free) == 1:
-        bound = values[1 - free[0]]
-        return Group("union", [Group("()", [-INFINITY, bound]), Group("()", [bound, INFINITY])])
-    if len(ops) == 1 and free == [0]:
-        free = [1]
-        ops = ["<", *ops]
-        values = [-INFINITY, *values]
-    elif len(ops) == 1:
-        ops = [*ops, "<"]
-        values = [*values, INFINITY]
-    if free != [1] or len(ops) != 2 or not set(ops) <= {"<", "<="}:
+    free = [i for i, side in enumerate(sides) if len(side.tokens) == 1 and label(side.tokens)]
+    if len(free) != 1:
         return None
-    kind = "[("[ops[0] == "<"] + "])"[ops[1] == "<"]
-    return Group(kind, [values[0], values[2]])
+    at = free[0]
+    if ops == ["!="]:
+        bound = sides[1 - at].value
+        return Group("union", [Group("()", [-INFINITY, bound]), Group("()", [bound, INFINITY])])
+    if at > 1 or len(sides) > at + 2 or not set(ops) <= {"<", "<="}:
+        return None
+    low, _, high = [-INFINITY, *(side.value for side in sides), INFINITY][at:at + 3]
+    before, after = ["<", *ops, "<"][at:at + 2]
+    return Group("[("[before == "<"] + "])"[after == "<"], [low, high])
 
 
 def solutions(x: Group) -> tuple:
@@ -1136,13 +1056,13 @@ def same_collection(a, b, point) -> bool:
 
     Named values (x = 1, y = 2) match by name, or in order against other names or none.
     """
-    if kind_of(b) == "union":  # x < 1 or x > 2
+    if b.kind == "union":  # x < 1 or x > 2
         return in_any_order(a.items, b.items, point)
     names, values = solutions(a)
-    if kind_of(b) in BRACKETS and a.kind == "list" and len(values) == len(b.items):
+    if b.kind in BRACKETS and a.kind == "list" and len(values) == len(b.items):
         if b.kind == "()" or len(values) > 2:  # not [1, 2]: that is an interval
             return in_order(values, b.items, point)
-    other_names, others = solutions(b if kind_of(b) in ("list", "set") else Group("set", [b]))
+    other_names, others = solutions(b if b.kind in ("list", "set") else Group("set", [b]))
     if "" not in names + other_names and len(set(names)) == len(names) == len(others):
         if set(names) == set(other_names):
             others = [others[other_names.index(name)] for name in names]
@@ -1159,8 +1079,8 @@ def same_collection(a, b, point) -> bool:
 def same_brackets(a, b, point) -> bool:
     """Unions, intervals, tuples: brackets count, but round is square for three values or more."""
     if a.kind == "union":
-        return kind_of(b) == "union" and in_any_order(a.items, b.items, point)
-    if kind_of(b) not in BRACKETS or a.kind != b.kind and len(a.items) <= 2:
+        return b.kind == "union" and in_any_order(a.items, b.items, point)
+    if b.kind not in BRACKETS or a.kind != b.kind and len(a.items) <= 2:
         return False
     return in_order(a.items, b.items, point)
 
@@ -1199,7 +1119,8 @@ def same_function(a: Answer, b: Answer) -> bool:
 
 # "(C) 12 apples", not "(A) or (B)".
 CHOSEN = re.compile(r"[«(]*([A-H])[).:][\s»]+(?:(?!\b[A-H]\b)[^,;])+")
-NO_FUNCTION = (KeyError, TypeError)  # arcsec; sin(1, 2)
+# KeyError: arcsec; TypeError: sin(1, 2)
+UNREADABLE = (Refuse, ArithmeticError, ValueError, RecursionError, KeyError, TypeError)
 GAPS = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])|[«»]")
 
 
@@ -1214,15 +1135,13 @@ def is_equal(pred: str, gold: str) -> bool:
 
     False where one cannot be read, unless both are the same text. Nothing equals an empty answer.
     """
-    if not isinstance(pred, str) or not isinstance(gold, str):
-        return False
     if pred == gold:
         return pred.strip() != ""
     try:
         a, b = map(clean, sorted((pred, gold)))  # so that the order cannot matter
         with localcontext(CONTEXT):
             return compare(a, b)
-    except (Refuse, ArithmeticError, ValueError, RecursionError, *NO_FUNCTION):
+    except UNREADABLE:
         return False
 
 
@@ -1270,6 +1189,6 @@ def can_read(gold: str) -> bool:
                 answer.at(Point(answer.names))
     except ArithmeticError:  # no value at this point
         return True
-    except (Refuse, ValueError, RecursionError, *NO_FUNCTION):
+    except UNREADABLE:
         return False
     return True

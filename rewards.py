@@ -36,8 +36,9 @@ class Extraction(NamedTuple):
     rule: str          # box, tag, marker, last_number, none or truncated (an unclosed <think>)
 
 
-BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
-BRACES = re.compile(r"\{+|\}+")
+BOX = r"\\(?:boxed|fbox)(?![A-Za-z])\s*"
+BOX_OR_BRACES = re.compile(BOX + r"|\{+|\}+")
+ESCAPED = re.compile(r"\\\\(?!boxed|fbox)|\\[{}]")  # braces that are text, but not \\boxed
 BARE_WORD = re.compile(r"[-\w.,/]*\w")
 # What may stand between two boxes that are one answer, as in "\boxed{2} and $y=\boxed{3}$".
 # Prose, a full stop or a line break make the last box the answer.
@@ -68,17 +69,14 @@ BARE_NAME = re.compile(r"\\?[A-Za-z]+(_\w+|\([a-z]\))?")
 
 
 def extract_answer(text: str, last_number: bool = True) -> str | None:
-    """The answer of a completion, or None.
-
-    Turn `last_number` off where a box or tag was asked for: else a model may learn to leave it out.
-    """
     return extract(text, last_number).answer
 
 
 def extract(text: str, last_number: bool = True) -> Extraction:
-    """The answer and the rule that found it (see the top). Never raises."""
-    if not isinstance(text, str):
-        return Extraction(None, "none")
+    """The answer and the rule that found it (see the top). Never raises.
+
+    Turn `last_number` off where a box or tag was asked for: else a model may learn to leave it out.
+    """
     turns = filter(str.strip, END_OF_TURN.split(text))
     text = next(turns, "").rpartition("</think>")[2]
     if "<think>" in text:
@@ -87,14 +85,14 @@ def extract(text: str, last_number: bool = True) -> Extraction:
     if boxed:
         return Extraction(boxed, "box")
     tail = text[-MAX_TAIL:]
-    for tagged in reversed(TAG.findall(tail)):
-        if tagged.strip():
-            return Extraction(tagged.strip(), "tag")
+    tagged = [answer.strip() for answer in TAG.findall(tail) if answer.strip()]
+    if tagged:
+        return Extraction(tagged[-1], "tag")
     marked = last_marker(tail)
     if marked:
         return Extraction(marked, "marker")
     # A box that is empty or never closes is a failed answer, often the copied prompt.
-    if last_number and not BOX.search(text) and "<answer>" not in tail:
+    if last_number and not re.search(BOX, text) and "<answer>" not in tail:
         value = value_in(tail.strip())
         if value:
             return Extraction(value, "last_number")
@@ -102,75 +100,60 @@ def extract(text: str, last_number: bool = True) -> Extraction:
 
 
 def last_box(text: str) -> str | None:
-    """Content of the last complete, non-empty box; neighbouring boxes become one list.
-
-    Linear: a box that never closes leaves every box around it open, so the search for their ends
-    stops where it begins.
-    """
-    masked = text.replace("\\\\", "  ").replace("\\{", "  ").replace("\\}", "  ")
-    limit = len(text)
+    """Content of the last complete, non-empty box; neighbouring boxes become one list."""
     found = []  # contents and what joins them, from the right
     begin = None  # of the box to the right
-    for box in reversed(list(BOX.finditer(text))):
-        content, end = box_at(text, masked, box.end(), limit)
-        if end < 0:
-            limit = box.start()
-            continue
+    for start, inside, inside_end, end in sorted(complete_boxes(text), reverse=True):
         if begin is not None:
             between = text[end:begin]
             if end > begin or len(between) > 80 or not JOINER.fullmatch(between):
                 break
             either = re.search(r"(?<![a-z])or(?![a-z])", between)
             found.append(" or " if either else " , ")
-        elif not content.strip():
+        elif not text[inside:inside_end].strip():
             continue
-        found.append(content)
-        begin = box.start()
-        if len(found) > 100:
-            break
+        found.append(text[inside:inside_end])
+        begin = start
     if len(set(found[::2])) == 1:
         return found[0].strip()
     return "".join(reversed(found)).strip()
 
 
-def box_at(text: str, masked: str, at: int, limit: int) -> tuple[str, int]:
-    r"""What the box holds whose braces open at `at`, and where it ends; -1 if it does not.
+def complete_boxes(text: str) -> list:
+    r"""(start, start and end of the content, end) of each box that closes, "\boxed 5" among them.
 
-    `masked` is the text without escaped braces. "\boxed 5" has none at all.
+    One pass, over runs of braces: 100,000 nested ones are a known attack.
     """
-    if text[at:at + 1] == "{":
-        close = closing_brace(masked, at + 1, limit)
-        return text[at + 1:close], close + 1 if close >= 0 else -1
-    word = BARE_WORD.match(text, at, limit)
-    if word and text[at - 1].isspace():
-        return word[0], word.end()
-    return "", -1
-
-
-def closing_brace(masked: str, at: int, limit: int) -> int:
-    """Where the group that opens at `at` closes, -1 if it does not before `limit`."""
-    if masked.find("}", at, limit) < 0:
-        return -1
-    depth = 1
-    for run in BRACES.finditer(masked, at, limit):  # runs: 100,000 nested braces are a known attack
-        size = run.end() - run.start()
-        if run[0][0] == "{":
-            depth += size
-        elif size >= depth:
-            return run.start() + depth - 1
-        else:
-            depth -= size
-    return -1
+    found = []
+    opened = []  # boxes: braces outside, start, start of the content
+    depth = 0
+    masked = ESCAPED.sub("##", text)
+    for part in BOX_OR_BRACES.finditer(masked):
+        start, end = part.span()
+        if part[0][0] == "{":
+            depth += end - start
+        elif part[0][0] == "}":
+            depth -= end - start
+            while opened and opened[-1][0] >= depth:
+                outside, box, inside = opened.pop()
+                close = end - 1 - (outside - depth)
+                found.append((box, inside, close, close + 1))
+        elif masked.startswith("{", end):
+            opened.append((depth, start, end + 1))
+        elif part[0][-1].isspace():
+            word = BARE_WORD.match(text, end)
+            if word:
+                found.append((start, *word.span(), word.end()))
+    return found
 
 
 def last_marker(text: str) -> str | None:
     """What follows the last "answer is", "answer:" or "####" in its sentence or line."""
     for marker in reversed(list(MARKER.finditer(text))):
         rest = text[marker.end():].lstrip(" \t*_:\n")
-        if rest.startswith(("$$", "\\[")):
-            display = MATH_SPAN.match(rest)
-            if display:
-                return inside(display)
+        display = MATH_SPAN.match(rest)
+        if display and rest.startswith(("$$", "\\[")):
+            return inside(display)
         line = SENTENCE_END.split(rest, maxsplit=1)[0].strip(" *_`")
         if line:
             return value_in(line, marked=True)
@@ -238,13 +221,9 @@ def grade(completion: str, gold: str, style: str = "boxed", last_number: bool = 
 def format_tags(text: str) -> int:
     """The paper's form: <think>...</think> <answer>...</answer>, each tag once, nothing around."""
     text = END_OF_TURN.split(text.strip(), maxsplit=1)[0].strip()
-    tags = ("<think>", "</think>", "<answer>", "</answer>")
-    if any(text.count(tag) != 1 for tag in tags):
+    if any(text.count(tag) != 1 for tag in ("<think>", "</think>", "<answer>", "</answer>")):
         return 0
-    think, think_end, answer, answer_end = [text.index(tag) for tag in tags]
-    between = text[think_end + len("</think>"):answer]
-    ordered = 0 == think < think_end < answer < answer_end == len(text) - len("</answer>")
-    return int(ordered and not between.strip())
+    return int(bool(re.fullmatch("<think>.*</think>\\s*<answer>.*</answer>", text, re.DOTALL)))
 
 
 def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
