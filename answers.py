@@ -54,8 +54,7 @@ END_OF_TURN = re.compile(r"<\|im_end\|>|<\|endoftext\|>|<\|im_start\|>|<\|eot_id
 RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ"
 LOWERED = "₀₁₂₃₄₅₆₇₈₉"
 SCRIPTS = re.compile(f"([{RAISED}]+)|[{LOWERED}]+")
-# One table, not NFKC: that would read 4² as 42. Digits of other scripts are left alone, so they
-# never equal 0-9.
+# Not NFKC: that would read 4² as 42. Digits of other scripts are left alone: they never equal 0-9.
 UNICODE = str.maketrans({
     **pairs(r"""÷ /  √ \sqrt  ∛ \sqrt[3]  π \pi  ∞ \infty  º °  ≤ \le  ≥ \ge  ⩽ \le  ⩾ \ge
 ≠ \ne  ≈ \approx  ∪ \cup  ∈ \in  ∅ \emptyset  θ \theta  α \alpha  β \beta  λ \lambda  、 ,
@@ -84,10 +83,7 @@ for name in "sin cos tan sinh cosh tanh".split():
 
 
 def unwrap_text(match: re.Match) -> str:
-    r"""\text{ and } becomes a comma; other words become «words».
-
-    One letter or the name of a function is mathematics.
-    """
+    r"""\text{ and } -> a comma; a letter or a function's name is mathematics, the rest «words»."""
     word = match[1].strip(" .")
     if word.strip(" ,;").lower() in ("and", "or", ""):
         return " , " if word else " "
@@ -181,8 +177,7 @@ def clean(s: str) -> str:
     return SPELLED.get(s.strip("« »").lower(), s)
 
 
-# Synonyms are joined by "=". Two different units of one family, the last one apart, make two
-# different answers.
+# Synonyms are joined by "=". Two units of one family, the last one apart, make two answers.
 FAMILIES = (
     "mm=millimeter cm=centimeter=centimetre dm m=meter=metre km=kilometer=kilometre inch=in=inches "
     "foot=feet=ft yard=yd mile=mi",
@@ -433,10 +428,7 @@ def floor(x: Number) -> Number:
 
 
 def step(x: Number) -> Number:
-    """floor of what varies: x less some function of x mod 1.
-
-    The true one has too few values at sample points to tell answers apart.
-    """
+    """For floor of what varies, which has too few values: x less some function of x mod 1."""
     part = real(x - floor(x))
     return x - unknown(f"{part:.6f}") / Number(Decimal(2 ** 14)) if part else x
 
@@ -487,9 +479,8 @@ RANGES = ((0.96, 1), (0.96, 1), (1, 1.045), (2, 5), (2, 5), (13, 33))
 
 
 class Point:
-    """Values of the variables at one point; its budget is that of the whole comparison.
-
-    ArithmeticError means "no verdict at this point".
+    """Values of the variables at one point, where an ArithmeticError means "no verdict"; and the
+    budget of the whole comparison.
     """
 
     def __init__(self, names=()):
@@ -744,10 +735,8 @@ class Reader:
         return Group("mod", [value, right]) if op == r"\mod" else value
 
     def relation(self, left, start: int):
-        """A chain of equalities is left = value, or its value if every side is a number.
-
-        The value is the last side before an approximation. If two numbers disagree, 41 = 42, there
-        is none.
+        """A chain of equalities is left = value, or its value if every side is a number: the last
+        before an approximation. Two that disagree, 41 = 42, have none.
         """
         ops = []
         sides = [Side(left, self.tokens[start:self.at])]
@@ -787,11 +776,10 @@ class Reader:
                 name += " of a variable"
             return self.point.apply(name, value)
         if token in (r"\frac", r"\binom"):
-            top = self.argument()
-            bottom = self.argument()
+            both = self.argument(), self.argument()
             if token == r"\frac":
-                return self.point.compute("/", top, bottom)
-            return self.point.apply("binom", top, bottom)
+                return self.point.compute("/", *both)
+            return self.point.apply("binom", *both)
         if token.startswith(r"\begin"):
             return self.matrix(token[6:].strip(" {}"))
         if token == r"\emptyset":
@@ -911,10 +899,7 @@ def may_rename(a: str, b: str) -> bool:
 
 
 def same_number(a, b, point) -> bool:
-    """50% is 50%, 0.5, 1/2 and also 50: the sign is often in the question.
-
-    3 mod 7 is 10 mod 7 and 3, not 3 mod 8.
-    """
+    """50% is 50%, 0.5 and also 50: the sign is often in the question. 3 mod 7 is 10 mod 7 and 3."""
     if a.kind == b.kind == "mod" and not same(a.items[1], b.items[1], point):
         return False
     for one, other in ((a, b), (b, a)):
@@ -991,10 +976,7 @@ def same_equation(a, b, point) -> bool:
 
 
 def proportional(a, b, point) -> bool:
-    """left - right of a = c (left - right of b), for one c at all points; c > 0 if it is < or <=.
-
-    c is the quotient at the first point.
-    """
+    """left - right of a = c (left - right of b), for one c at all points; positive for < and <=."""
     sides = a.sides + b.sides
     names = [names_in(side.tokens) for side in sides]
     if not point.signs or names[0] | names[1] != names[2] | names[3]:
@@ -1007,14 +989,14 @@ def proportional(a, b, point) -> bool:
     if size(quotient) == 0 or a.ops[0] in ("<", "<=") and real(quotient) < 0:
         return False
     key = repr([side.tokens for side in sides])
-    return quotient == point.factors.setdefault(key, quotient)
+    return quotient == point.factors.setdefault(key, quotient)  # that of the first point
 
 
 def same_inequality(a, b, point) -> bool:
     """Up to direction, and a single one up to a positive factor; longer chains side by side."""
     if b.kind != "rel":
         found = interval(a)
-        return found is not None and b.kind in ("union", *BRACKETS) and same(found, b, point)
+        return found is not None and same(found, b, point)
     if a.ops != b.ops:
         return False
     if len(a.ops) == 1:

@@ -223,7 +223,7 @@ def format_tags(text: str) -> int:
     text = END_OF_TURN.split(text.strip(), maxsplit=1)[0].strip()
     if any(text.count(tag) != 1 for tag in ("<think>", "</think>", "<answer>", "</answer>")):
         return 0
-    return int(bool(re.fullmatch("<think>.*</think>\\s*<answer>.*</answer>", text, re.DOTALL)))
+    return int(bool(re.fullmatch(r"<think>.*</think>\s*<answer>.*</answer>", text, re.DOTALL)))
 
 
 def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
