@@ -167,6 +167,8 @@ def clean(s: str) -> str:
     s = END_OF_TURN.sub("", s).strip()
     s = SCRIPTS.sub(lambda match: "^_"[not match[1]] + f"{{{match[0]}}}", s)  # x⁻² is x^{-2}
     s = s.translate(UNICODE)
+    if s.lstrip("-").isdecimal():  # most answers
+        return s
     if len(s) > 2 and s[0] in "*`_" and s[-1] in "*`_":  # Markdown
         s = s.strip("*`_")
     for pattern, to in REWRITES:

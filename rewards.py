@@ -128,7 +128,8 @@ def complete_boxes(text: str) -> list:
     opened = []  # boxes: braces outside, start, start of the content
     depth = 0
     masked = ESCAPED.sub("##", text)
-    for part in BOX_OR_BRACES.finditer(masked):
+    first = re.search(BOX, text)
+    for part in BOX_OR_BRACES.finditer(masked, first.start() if first else len(text)):
         start, end = part.span()
         if part[0][0] == "{":
             depth += end - start
