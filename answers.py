@@ -33,6 +33,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 MAX_ANSWER = 6_000     # characters that are parsed; a longer answer equals only itself
+MAX_TOKENS = 2_000
 MAX_DEPTH = 100        # nested operands; each costs up to five Python frames
 MAX_WORK = 4_000       # operands and comparisons, about 5 us each
 
@@ -611,6 +612,8 @@ def tokenize(s: str) -> list[str]:
                 token = token[len(letters) - 1:]
             token = "«" + re.sub(r"[\s{}«»]", "", token)
         tokens.append(token)
+    if len(tokens) > MAX_TOKENS:
+        raise Refuse("too many tokens")
     return tokens
 
 

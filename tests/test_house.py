@@ -28,9 +28,9 @@ DOORS = {("ops", "kernels"), ("nvfp4", "marlin_fp4"), ("sampler", "decode")}
 
 # What each may hold at most: what was reached, rounded up, to be lowered with every cut. The aim is
 # 2,400 lines and 120 KB for the method, 3,250 lines for the reading path, 6,450 and 300 KB for all.
-METHOD_BUDGET = 3095, 138                                                # lines, KB of 1,024 bytes
-READING_BUDGET = 4865, 218
-WHOLE_BUDGET = 9980, 440
+METHOD_BUDGET = 3075, 138                                                # lines, KB of 1,024 bytes
+READING_BUDGET = 4845, 218
+WHOLE_BUDGET = 9865, 437
 LARGEST = {                                                               # lines, KB
     "program.py": (110, 3.9),
     "watch.py": (75, 3.1),
@@ -45,7 +45,7 @@ LARGEST = {                                                               # line
     "ops.py": (175, 7.0),
     "lora.py": (260, 11.3),
     "nvfp4.py": (325, 14.1),
-    "rewards.py": (360, 15.6),
+    "rewards.py": (340, 15.0),
     "data.py": (400, 18.3),
     "run.py": (500, 19.6),
     "hf.py": (460, 20.8),
@@ -54,7 +54,7 @@ LARGEST = {                                                               # line
     "kernels.py": (825, 34.6),
     "decode.py": (300, 14.2),
     "memory.py": (145, 6.8),
-    "answers.py": (1275, 52.3),
+    "answers.py": (1185, 49.6),
     "evaluate.py": (400, 17.6),
     "tools/bench.py": (310, 13.8),
     "tools/convert.py": (90, 4.0),
