@@ -237,6 +237,14 @@ def attention_to_cache(kv, table, prefix, pos):
     return through_cache(kv, block, last % BLOCK, attend)
 
 
+def engine_for(device, kernels="auto"):
+    """The engine class of a device; kernels: run.kernels_for."""
+    if device.type != "cuda":
+        return TorchEngine
+    from decode import GraphEngine               # the engine room: Triton
+    return functools.partial(GraphEngine, kernels=kernels)
+
+
 # -------------------------------------------------------------------------------------------------
 # Sequences and their blocks
 
@@ -290,14 +298,6 @@ def rollouts_of(sequences):
     return Rollouts([s.prompt for s in sequences], [s.completion for s in sequences],
                     [torch.tensor(s.logprobs) for s in sequences],
                     [s.finished for s in sequences])
-
-
-def engine_for(device, kernels="auto"):
-    """The engine class of a device; kernels: run.kernels_for."""
-    if device.type != "cuda":
-        return TorchEngine
-    from decode import GraphEngine               # the engine room: Triton
-    return functools.partial(GraphEngine, kernels=kernels)
 
 
 def sampler_for(engine_class, model, max_length, max_rows=256, kv_gib=None):
