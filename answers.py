@@ -819,7 +819,7 @@ class Reader:
 
     def function(self, name: str):
         if name == "sqrt":
-            degree = self.group("[") if self.accept("[") else TWO
+            [degree] = self.listing(("]",)) if self.accept("[") else [TWO]
             return self.point.compute("^", self.expression(POSTFIX), ONE / number(degree))
         marks = {}  # base and exponent
         while mark := self.accept("_", "^"):
