@@ -59,7 +59,7 @@ SCRIPTS = re.compile(f"([{RAISED}]+)|[{LOWERED}]+")
 UNICODE = str.maketrans({
     **pairs(r"""÷ /  √ \sqrt  ∛ \sqrt[3]  π \pi  ∞ \infty  º °  ≤ \le  ≥ \ge  ⩽ \le  ⩾ \ge
 ≠ \ne  ≈ \approx  ∪ \cup  ∈ \in  ∅ \emptyset  θ \theta  α \alpha  β \beta  λ \lambda  、 ,
-⟨ \langle  ⟩ \rangle  ⌊ \lfloor  ⌋ \rfloor  ⌈ \lceil  ⌉ \rceil
+⟨ \langle  ⟩ \rangle  ⌊ \lfloor  ⌋ \rfloor  ⌈ \lceil  ⌉ \rceil  ± \pm  ∓ \mp
 ½ \frac{1}{2}  ⅓ \frac{1}{3}  ⅔ \frac{2}{3}  ¼ \frac{1}{4}  ¾ \frac{3}{4}"""),
     **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2212\ufe63", "-"),
     **dict.fromkeys("\u00b7\u00d7\u2217\u2219\u22c5", "*"),
@@ -73,7 +73,7 @@ RENAME = pairs(r"""dfrac \frac  tfrac \frac  cfrac \frac  dbinom \binom  tbinom 
 leqslant \le  geq \ge  geqslant \ge  neq \ne  lt <  gt >  cdot *  times *  ast *  div /  lvert |
 rvert |  vert |  mid |  lbrace \{  rbrace \}  lbrack [  rbrack ]  lparen (  rparen )  colon :
 varnothing \emptyset  sim \approx  simeq \approx  ldots ...  dots ...  cdots ...  degree °
-bmod \mod  pmod \mod  pm ±  mp ∓  varphi \phi  vartheta \theta  varepsilon \epsilon""")
+bmod \mod  pmod \mod  varphi \phi  vartheta \theta  varepsilon \epsilon""")
 
 TRIG = frozenset("sin cos tan cot sec csc".split())
 FUNCTIONS = TRIG | frozenset("""arcsin arccos arctan arccot sinh cosh tanh arcsinh arccosh arctanh
@@ -852,6 +852,7 @@ def one_or_list(items: list):
 
 
 THOUSANDS = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
+PLUS_MINUS = re.compile(r"\\([pm])[pm]" + NO_LETTER)
 
 
 class Answer:
@@ -861,7 +862,7 @@ class Answer:
         if thousands:
             s = THOUSANDS.sub(lambda match: match[0].replace(",", ""), s)
         # With the upper signs, then with the lower ones.
-        texts = [s.replace("±", pm).replace("∓", mp) for pm, mp in ("+-", "-+")]
+        texts = [PLUS_MINUS.sub(lambda m: "+" if m[1] == upper else "-", s) for upper in "pm"]
         self.branches = [tokenize(text) for text in dict.fromkeys(texts)]
         # A name on the left of x = 5 need not vary: six times faster, and such answers are many.
         tokens = self.branches[0]
