@@ -13,8 +13,11 @@ between two matmuls is one kernel of kernels.py:
     head            matmul -> chunk_kernel, pick_kernel: softmax, draw, the row's state advances
 
 A row's state lives on the GPU and the last kernel of a step advances it: the host launches a window
-of steps and looks afterwards. Adapters, norms and their noise are read where they are: an optimizer
-step needs no new capture. Shapes: those of kernels.py, n rows (M of a matmul), K in_features.
+of steps and looks afterwards.
+Adapters, norms and their noise are read where they are: an optimizer step needs no new capture.
+
+Shapes: n rows (M of a matmul), K in_features, R LoRA rank, V vocabulary, D width, F feed-forward, H
+query heads, KV key-value heads, d head size.
 """
 import functools
 
@@ -40,6 +43,7 @@ CHUNK = 2048            # vocabulary entries of one program of the softmax
 GROUP = 16              # queries of a tile of attention_kernel
 MAX_ENDS = 16           # end ids of a tokenizer
 PREFILL_SIZES = (64, 128, 256, 512, 1024)  # tokens of prefills as graphs
+LOG2_E = 1.4426950408889634
 MATMULS = {"hopper": marlin_fp4.decode_matmul, "portable": portable_fp4.decode_matmul}
 # n up to -> columns of an elementwise program; (rows, warps) of heads_, residual_, swiglu_kernel's.
 # With 128 columns a number costs half as many instructions, up to 16 rows too few programs result.
@@ -52,54 +56,59 @@ PROGRAMS = {
 
 
 def attention_shape(pairs, shared, room):
-    """(row, key-value head) pairs of a step, rows that may share -> Shape.
+    """(row, key-value head) pairs of a step, rows that may share -> the fields of Shape.
 
-    room: whether 128 KiB of shared memory fit, for a step of 128 tokens with heads of 128.
+    A step of 128 tokens with heads of 128 takes 128 KiB of shared memory; room: whether they fit.
+
     A row is cut up only where there are too few of them for 132 multiprocessors: a join costs 2 us,
     programs that find nothing to do 3. A shared prefix pays where the L2 cannot keep up, from 512
     pairs on (32B, 64 rows: 30 -> 28 us).
     """
     if pairs <= 64:
         splits = min(64, triton.next_power_of_2(triton.cdiv(132, pairs)))
-        return Shape(splits, 1, 4, 32 if room else 16)
+        return splits, 1, 4, 32 if room else 16
     if pairs <= 132 and room:
-        return Shape(1, 1, 8, 16)
+        return 1, 1, 8, 16
     if pairs <= 264:
-        return Shape(1, 1, 4, 16)
-    return Shape(1, shared, 4, 16)
+        return 1, 1, 4, 16
+    return 1, shared, 4, 16
 
 
 def partial(linear, x, matmul):
     """The linear's matmul of x (n, K), for a kernel to finish; `matmul`: of a packed weight."""
-    weight = linear.weight
     R = linear.rank
     a = linear.a16 if R else None
-    if isinstance(weight, marlin_fp4.PackedWeight) and not weight.expands(len(x)):
-        slabs = matmul(x, weight, a)
+    packed = isinstance(linear.weight, marlin_fp4.PackedWeight)
+    if packed and not linear.weight.expands(len(x)):
+        slabs = matmul(x, linear.weight, a)
     else:
-        slabs = weight.partial(x, a)
-    return Partial(slabs.sums, slabs.scale, linear.b16 if R else slabs.scale, weight.N,
-                   slabs.sums.shape[2], slabs.KB, slabs.L, constexpr(max(slabs.most)), constexpr(R))
+        slabs = linear.weight.partial(x, a)
+    return Partial(slabs.sums, slabs.scale, linear.b16 if R else slabs.scale, linear.weight.N,
+                   slabs.sums.shape[2], slabs.KB, slabs.L, *map(constexpr, (*slabs.most, R)))
 
 
 class Graphs(dict):
-    """key -> the replay of a CUDA graph, all made for the same `settings`: what they captured must
-    stay where it is.
+    """key -> the replay of a CUDA graph, made for the same `settings`: what it captured must stay
+    where it is. before() precedes a launch that is no replay.
     """
-    settings = None
-    pool = None  # of activations: graphs never run at once
+    def __init__(self, capturing, before):
+        self.capturing = capturing  # False: in Triton's interpreter, on a CPU
+        self.before = before
+        self.settings = None
+        self.pool = None  # of activations: graphs never run at once
 
-    def get_for(self, settings, key, capture, launch):
+    def get_for(self, settings, key, launch):
+        """-> what replays launch(); what that returns lives as long as its graph."""
         if settings != self.settings:
             self.clear()
             self.pool = None  # without graphs it cannot be used again
             self.settings = settings
         if key not in self:
-            self[key] = self.capture(launch) if capture else launch
+            self[key] = self.capture(launch) if self.capturing else launch
         return self[key]
 
     def capture(self, launch):
-        """-> what replays launch(); what that returns lives as long as its graph."""
+        self.before()
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):  # compiles, wakes cuBLAS
             stream.wait_stream(torch.cuda.default_stream())
@@ -108,8 +117,13 @@ class Graphs(dict):
         graph = torch.cuda.CUDAGraph()
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         with torch.cuda.graph(graph, pool=self.pool):
-            graph.kept = launch()
-        return graph.replay
+            kept = launch()
+
+        def replay():
+            graph.replay()
+            return kept
+
+        return replay
 
 
 class GraphEngine(TorchEngine):
@@ -130,7 +144,7 @@ class GraphEngine(TorchEngine):
         self.buckets = [size for size in BUCKETS if size < max_rows] + [max_rows]
         pdl = capability(kv.device) >= (9, 0)
         self.room = c.head_dim == 64 or shared_memory(capability(kv.device)) > 128
-        self.pdl = dict(PDL=pdl, launch_pdl=pdl)
+        self.pdl = dict(PDL=True, launch_pdl=True) if pdl else dict(PDL=False)
         matmul = MATMULS.get(kernels_for(kv.device, kernels))  # None: a CPU packs nothing
         self.matmul = functools.partial(matmul, pdl=pdl) if matmul else None
 
@@ -151,8 +165,8 @@ class GraphEngine(TorchEngine):
         self.freq = c.rope_theta ** (-half / c.head_dim)  # as model.rope_table
         self.packed = zeros(3, PREFILL_SIZES[-1])  # of a prefill: tokens, blocks, positions,
         self.starts = zeros(PREFILL_SIZES[-1] // BLOCK + 1, dtype=torch.int32)  # where each begins
-        self.graphs = Graphs()  # of (rows, greedy)
-        self.prefills = Graphs()  # of tokens
+        self.graphs = Graphs(kv.is_cuda, self.nobody_lives)  # of (rows, greedy)
+        self.prefills = Graphs(kv.is_cuda, self.nobody_lives)  # of tokens
 
     def batch_size(self, n):
         return next(size for size in self.buckets if size >= n)
@@ -165,12 +179,11 @@ class GraphEngine(TorchEngine):
         if self.table is None:
             self.table = self.rows.new_zeros(self.max_rows, rows.table.shape[1])
         size = self.batch_size(n)
-        self.rows[:, :size] = self.nobody
-        self.table[:size] = 0
         run = self.graph(size, sampling)
-        self.state.step[:size] = 0  # making a graph takes one
+        self.rows[:, :size] = self.nobody
         self.rows[:len(rows) - 1, :n] = torch.stack(rows[:-1])  # State begins as Rows, no table
         self.state.alive[:n] = rows.limit > rows.pos
+        self.table[:size] = 0
         self.table[:n] = rows.table
         self.ends.copy_(torch.tensor(ends + [-1] * (MAX_ENDS - len(ends))))
         self.inv_temperature.fill_(1 / (sampling.temperature or 1.0))
@@ -207,13 +220,19 @@ class GraphEngine(TorchEngine):
             fill_cache(self.model, self.kv, *inputs, lambda q, k, v: attend(q, k, v, spans)[0])
             return self.model.layers[0].qkv.scratch.flat  # where every W is expanded
 
-        self.prefills.get_for(self.adapter(), size, True, launch)()
+        self.prefills.get_for(self.adapter(), size, launch)()
 
     def graph(self, size, sampling):
         """-> what runs one step of `size` rows."""
         settings = self.adapter(), sampling.top_k, sampling.top_p, self.model.live_vocab
-        return self.graphs.get_for(settings, (size, not sampling.temperature), self.kv.is_cuda,
+        return self.graphs.get_for(settings, (size, not sampling.temperature),
                                    lambda: self.step(size, sampling))
+
+    def nobody_lives(self):
+        """A step that is no replay must not write anybody's keys."""
+        self.rows.zero_()
+        if self.table is not None:
+            self.table.zero_()
 
     def adapter(self):
         """Whose addresses a graph captured."""
@@ -230,7 +249,7 @@ class GraphEngine(TorchEngine):
         bucket = next((m for m in PROGRAMS if n <= m), max(PROGRAMS))
         tile, of_heads, of_residual, of_swiglu = PROGRAMS[bucket]
         tiles = D // tile
-        shape = attention_shape(n * KV, self.shared, self.room)
+        splits, members, warps, _ = shape = attention_shape(n * KV, self.shared, self.room)
 
         def new(*shape, dtype=torch.float32):
             return torch.empty(shape, dtype=dtype, device=self.kv.device)
@@ -241,24 +260,22 @@ class GraphEngine(TorchEngine):
         hidden = new(n, F, dtype=model.dtype)  # down
         q = new(n, H, d, dtype=model.dtype)
         cos, sin = new(2, n, d // 2)
-        of_runs = n, H, shape.SPLITS
-        runs = Runs(new(*of_runs, d), new(*of_runs), new(*of_runs), self.counters)
+        runs = Runs(new(n, H, splits, d), new(n, H, splits), new(n, H, splits), self.counters)
         squares = Squares(new(n, tiles), model.final_norm.eps, D, constexpr(tiles))
         shift = constexpr(FP16_SHIFT if model.dtype == torch.float16 else 1.0)
 
         def into(norm):
-            return Norm(norm.weight, norm.noise, xw, squares, shift)
+            return Norm(norm.weight, norm.noise, xw, squares.sums, D, tiles, shift)
 
         def residual(linear, x, norm):
             rows, warps = of_residual
             kernels.residual_kernel[triton.cdiv(n, rows), tiles](
-                partial(linear, x, self.matmul), n, resid, into(norm), tile, rows,
-                num_warps=warps, **pdl)
+                partial(linear, x, self.matmul), n, resid, into(norm), tile, rows, num_warps=warps, **pdl)
 
         # Launched without pdl, after the step before: all others may read the state early.
         norms = [layer.input_norm for layer in model.layers] + [model.final_norm]
         kernels.embed_kernel[n, tiles](
-            self.state, model.embed, self.freq, resid, cos, sin, into(norms[0]), n, tile, d // 2,
+            self.state, model.embed, self.freq, resid, cos, sin, into(norms[0]), n, tile, 1, d // 2,
             pdl["PDL"], num_warps=1)
         for layer, kv, next_norm in zip(model.layers, self.kv, norms[1:]):
             cache = Cache(kv, kv.stride(0), self.table, self.table.shape[1],
@@ -267,9 +284,10 @@ class GraphEngine(TorchEngine):
             kernels.heads_kernel[triton.cdiv(n, rows), H + 2 * KV](
                 partial(layer.qkv, xw, self.matmul), n, squares, layer.qkv_bias, cos, sin, q, cache,
                 self.state, H, rows, num_warps=num_warps, **pdl)
-            kernels.attention_kernel[n, KV, shape.SPLITS](
-                q, cache, self.state, context, runs, H, GROUP, shape, num_warps=shape.W,
-                num_stages=4 if shape.MEMBERS > 1 else 3, **pdl)
+            kernels.attention_kernel[n, KV, splits](
+                q, cache, self.state, context, runs, d ** -0.5 * LOG2_E, H, GROUP,
+                Shape(*map(constexpr, shape)), num_warps=warps,
+                num_stages=4 if members > 1 else 3, **pdl)
             residual(layer.o, context, layer.post_norm)
             rows, num_warps = of_swiglu
             kernels.swiglu_kernel[triton.cdiv(n, rows), F // tile](
@@ -292,7 +310,7 @@ class GraphEngine(TorchEngine):
         chunks = triton.cdiv(V, CHUNK)
         logits = Logits(logits, logits.stride(0), V, squares, self.inv_temperature,
                         logits.new_empty(n, chunks), logits.new_empty(n, chunks),
-                        constexpr(filtered), constexpr(CHUNK))
+                        self.tokens.new_empty(n, chunks), constexpr(filtered), constexpr(CHUNK))
         kernels.chunk_kernel[n, chunks](logits)
         kernels.pick_kernel[n,](logits, chunks, self.state, self.ends, self.tokens, self.logprobs,
                                 self.max_rows, not sampling.temperature,

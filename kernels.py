@@ -30,8 +30,6 @@ from marlin_fp4 import a_pieces, pieces
 from nvfp4 import byte_table
 
 INF = tl.constexpr(float("inf"))
-LOWEST = tl.constexpr(-1e30)  # below all logits, and finite: no inf - inf
-LOG2_E = tl.constexpr(1.4426950408889634)  # softmax in base 2
 AT_ONCE = tl.constexpr(4)  # runs of attention_kernel joined at a time
 
 
@@ -47,7 +45,8 @@ class Partial(NamedTuple):
     width: tl.tensor
     KB: tl.tensor           # blocks along K,
     L: tl.tensor            # of a program: marlin_fp4.pieces
-    S: tl.constexpr         # slabs of a column, at most
+    S: tl.constexpr         # slabs of x @ W.T at most,
+    SA: tl.constexpr        # of x @ A.T
     R: tl.constexpr         # 0: no adapter
 
 
@@ -64,7 +63,9 @@ class Norm(NamedTuple):
     weight: tl.tensor       # fp32 (D,)
     noise: tl.tensor        # fp32 (D,)             AQN's
     xw: tl.tensor           # (M, D)                x * (weight + noise), rounded
-    squares: Squares
+    sums: tl.tensor         # fp32 (M, TILES)       as Squares.sums
+    D: tl.tensor
+    TILES: tl.tensor
     SHIFT: tl.constexpr     # of x before all this: model.FP16_SHIFT, or 1
 
 
@@ -94,10 +95,10 @@ class Cache(NamedTuple):
 
 class Shape(NamedTuple):
     """How attention_kernel cuts its work up: decode.attention_shape."""
-    SPLITS: int             # programs of a row, at most
-    MEMBERS: int            # rows of a program, at most
-    W: int                  # warps of a program
-    T: int                  # tokens of a warp's step
+    SPLITS: tl.constexpr    # programs of a row, at most
+    MEMBERS: tl.constexpr   # rows of a program, at most
+    W: tl.constexpr         # warps of a program
+    T: tl.constexpr         # tokens of a warp's step
 
 
 class Runs(NamedTuple):
@@ -116,7 +117,8 @@ class Logits(NamedTuple):
     squares: Squares        # of the final norm
     inv_temperature: tl.tensor  # fp32 ()
     tops: tl.tensor         # fp32 (M, chunks)      largest logit,
-    masses: tl.tensor       # fp32 (M, chunks)      sum of exp(logit - largest)
+    masses: tl.tensor       # fp32 (M, chunks)      sum of exp(logit - largest),
+    picks: tl.tensor        # int64 (M, chunks)     column of the largest
     SCALED: tl.constexpr    # x is divided by rms and temperature already
     CHUNK: tl.constexpr
 
@@ -134,31 +136,39 @@ def linear_weights(y: Partial, first, BN: tl.constexpr):
 
 
 @triton.jit
-def slab_sums(y: Partial, M, tiles):
-    """Of every tile (at, live, count) the sum of its slabs, in order.
+def slab_sums(y: Partial, M, tiles, of_w: tl.constexpr):
+    """Of every tile (at, live, count), the first `of_w` of W, the sum of its slabs, in order.
 
-    Few elements: slabs lie side by side in one tensor, so that all threads load. Many would spill
-    registers that way, so a loop, one for all tiles: a sum that was done before would end in a
-    barrier, which the loads of others would wait behind. Not unrolled by static_range: each slab
-    would move through shared memory into the layout of the dot that follows.
+    Few elements: slabs lie side by side in one tensor, so that all threads load (2.1 and not 2.5 ms
+    a step of 7B at 1 row). Many would spill registers that way (4.2 ms at 64 rows, not 3.9), so a
+    loop; unrolled by static_range, each slab would be moved into the layout of the dot that follows
+    by itself, through shared memory: 74 barriers a program instead of 14, 6.7 us instead of 3.5
+    (residual_kernel, 32 rows). All tiles end in one loop: the loads of others would wait behind the
+    barrier of a sum that was done before.
     """
     slab = M.to(tl.int64) * y.width
     sums = ()
-    if tiles[0][0].shape[0] <= 2:
-        s = tl.arange(0, triton.next_power_of_2(y.S))[:, None, None]
-        for t in tl.static_range(len(tiles)):
-            at, live, count = tiles[t]
+    COMMON: tl.constexpr = min(y.S, y.SA)
+    for t in tl.static_range(len(tiles)):
+        at, live, count = tiles[t]
+        if at.shape[0] <= 2:
+            s = tl.arange(0, triton.next_power_of_2(y.S if t < of_w else y.SA))[:, None, None]
             mask = (s < count) & live[None]
             side_by_side = tl.load(y.sums + s * slab + at[None], mask=mask, other=0.0)
             sums += (tl.sum(side_by_side, axis=0),)
-    else:
-        for t in tl.static_range(len(tiles)):
-            sums += (tl.zeros(tiles[t][0].shape, tl.float32),)
-        for s in range(y.S):  # not up to `count`: so that loads are issued together
+        else:
+            x = tl.zeros(at.shape, tl.float32)
+            # not up to `count`: so that loads are issued together
+            for s in range((y.S if t < of_w else y.SA) - COMMON):
+                x += tl.load(y.sums + s * slab + at, mask=live & (s < count), other=0.0)
+            sums += (x,)
+    if tiles[0][0].shape[0] > 2:
+        for s in range(COMMON):
             longer = ()
             for t in tl.static_range(len(tiles)):
                 at, live, count = tiles[t]
-                x = tl.load(y.sums + s * slab + at, mask=live & (s < count), other=0.0)
+                i = s + ((y.S if t < of_w else y.SA) - COMMON)
+                x = tl.load(y.sums + i * slab + at, mask=live & (i < count), other=0.0)
                 longer += (sums[t] + x,)
             sums = longer
     return sums
@@ -179,7 +189,7 @@ def linear_tiles(y: Partial, M, row, weights, parts):
     for p in tl.static_range(len(parts)):
         at = row[:, None] * y.width + y.N + parts[p] * y.R + r
         tiles += ((at, live & (r < y.R), a_pieces(y.KB, y.L)),)
-    sums = slab_sums(y, M, tiles)
+    sums = slab_sums(y, M, tiles, len(weights))
     finished = ()
     for t in tl.static_range(len(weights)):
         _, scale, b, _ = weights[t]
@@ -204,10 +214,9 @@ def rstd_of(squares: Squares, row, live):
 @triton.jit
 def norm_tile(norm: Norm, x, w, row, col, tile, M):
     x *= norm.SHIFT
-    at = norm.xw + row[:, None] * norm.squares.D + col[None, :]
+    at = norm.xw + row[:, None] * norm.D + col[None, :]
     tl.store(at, x * w[None, :], mask=(row < M)[:, None])
-    sums = norm.squares.sums + row * norm.squares.TILES + tile
-    tl.store(sums, tl.sum(x * x, axis=1), mask=row < M)
+    tl.store(norm.sums + row * norm.TILES + tile, tl.sum(x * x, axis=1), mask=row < M)
 
 
 @triton.jit
@@ -234,23 +243,25 @@ def embed_kernel(
     resid_ptr,         # fp32 (M, D)       the residual stream
     cos_ptr, sin_ptr,  # fp32 (M, HALF)    the rotary table of this step
     norm: Norm,        # the first
-    M, TILE: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
+    M, TILE: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
 ):
-    row = tl.program_id(0) + tl.arange(0, 1)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tile = tl.program_id(1)
     col = tile * TILE + tl.arange(0, TILE)
+    live = (row < M)[:, None]
     overlap(PDL)
-    token = tl.load(state.token + row)
-    x = tl.load(embed_ptr + token[:, None] * norm.squares.D + col[None, :]).to(tl.float32)
-    tl.store(resid_ptr + row[:, None] * norm.squares.D + col[None, :], x)
+    token = tl.load(state.token + row, mask=row < M, other=0)
+    x = tl.load(embed_ptr + token[:, None] * norm.D + col[None, :], mask=live, other=0.0)
+    x = x.to(tl.float32)
+    tl.store(resid_ptr + row[:, None] * norm.D + col[None, :], x, mask=live)
     w = tl.load(norm.weight + col) + tl.load(norm.noise + col)
     norm_tile(norm, x, w, row, col, tile, M)
     if tile == 0:
         i = tl.arange(0, HALF)
-        pos = tl.load(state.pos + row).to(tl.float32)
+        pos = tl.load(state.pos + row, mask=row < M, other=0).to(tl.float32)
         angle = pos[:, None] * tl.load(freq_ptr + i)[None, :]
-        tl.store(cos_ptr + row[:, None] * HALF + i[None, :], tl.cos(angle))
-        tl.store(sin_ptr + row[:, None] * HALF + i[None, :], tl.sin(angle))
+        tl.store(cos_ptr + row[:, None] * HALF + i[None, :], tl.cos(angle), mask=live)
+        tl.store(sin_ptr + row[:, None] * HALF + i[None, :], tl.sin(angle), mask=live)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -356,10 +367,10 @@ def attention_kernel(
     cache: Cache, state: State,
     out_ptr,           # (M, H, d)
     runs: Runs,
+    scale,             # log2(e) / sqrt(d): softmax in base 2
     H: tl.constexpr,
     J: tl.constexpr,   # queries of a tile
-    shape: tl.constexpr,  # Shape
-    PDL: tl.constexpr,
+    shape: Shape, PDL: tl.constexpr,
 ):
     """A key-value head, the H/KV query heads that share it, a program's part of a row's context.
 
@@ -371,13 +382,12 @@ def attention_kernel(
     tile is head j % G of row + j // G; the prefix is read once, then each member's own tokens,
     hidden from the others. A row gets the same tokens in the same warps as alone: the same bits.
     """
-    MEMBERS: tl.constexpr = shape.MEMBERS
-    W: tl.constexpr = shape.W
-    G: tl.constexpr = H // cache.KV
-    SCALE: tl.constexpr = LOG2_E * cache.d ** -0.5
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
+    MEMBERS: tl.constexpr = shape.MEMBERS
+    W: tl.constexpr = shape.W
+    G: tl.constexpr = H // cache.KV
     overlap(PDL)
     prefix = tl.load(state.prefix + row).to(tl.int32)
     members, count = 1, shape.SPLITS
@@ -427,17 +437,17 @@ def attention_kernel(
         token = (t - start) * step + offset
         at = (block * cache.KV + kv_head) * cache.BLOCK + token % cache.BLOCK
         page_ptr = cache.kv + at * cache.d
-        valid = token[:, None] + slot[None, :] < tokens  # (W, T)
-        seen = valid[:, None, :] & ((of < 0) | (j // G == of))[None, :, None]
         # One step early: if keys and values waited for this load, the compiler would keep a single
         # buffer for them.
         page = (next_at + offset) // cache.BLOCK
         more = (t + 1 < ends[MEMBERS]) & (page < cache.width)
         block = tl.load(cache.table + next_row * cache.width + page, mask=more, other=0)
+        valid = token[:, None] + slot[None, :] < tokens  # (W, T)
         k = tl.load(page_ptr[:, None, None] + within, mask=valid[:, :, None], other=0.0)
         page_ptr += cache.plane
         v = tl.load(page_ptr[:, None, None] + within, mask=valid[:, :, None], other=0.0)
-        logit = tl.dot(q, tl.permute(k, (0, 2, 1)), input_precision="ieee") * SCALE
+        seen = valid[:, None, :] & ((of < 0) | (j // G == of))[None, :, None]
+        logit = tl.dot(q, tl.permute(k, (0, 2, 1)), input_precision="ieee") * scale
         logit = tl.where(seen, logit, -INF)
         new_top = tl.maximum(top, tl.max(logit, axis=2))
         base = tl.where(new_top == -INF, 0.0, new_top)  # nothing seen yet: no inf - inf
@@ -474,7 +484,7 @@ def residual_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tile = tl.program_id(1)
     col = tile * TILE + tl.arange(0, TILE)
-    at = row[:, None] * norm.squares.D + col[None, :]
+    at = row[:, None] * norm.D + col[None, :]
     overlap(PDL)
     weights = linear_weights(y, tile * TILE, TILE)
     w = tl.load(norm.weight + col) + tl.load(norm.noise + col)
@@ -530,7 +540,7 @@ def logits_at(logits: Logits, row, column):
 
 @triton.jit
 def chunk_kernel(logits: Logits):
-    """Top and mass of one chunk of a row."""
+    """Tops, masses and picks of one chunk of a row."""
     row = tl.program_id(0)
     chunk = tl.program_id(1)
     i = chunk * logits.CHUNK + tl.arange(0, logits.CHUNK)
@@ -538,8 +548,9 @@ def chunk_kernel(logits: Logits):
     top = tl.max(x, axis=0)
     at = row * tl.num_programs(1) + chunk
     tl.store(logits.tops + at, top)
-    mass = tl.sum(tl.exp(x - tl.maximum(top, LOWEST)), axis=0)  # a chunk may be all -inf
+    mass = tl.sum(tl.exp(x - tl.maximum(top, -1e30)), axis=0)  # a chunk may be all -inf
     tl.store(logits.masses + at, mass)
+    tl.store(logits.picks + at, chunk * logits.CHUNK + tl.argmax(x, axis=0))
 
 
 @triton.jit
@@ -572,22 +583,21 @@ def pick_kernel(
     mass = tl.sum(masses, axis=0)
     pos = tl.load(state.pos + row)
     scale = logit_scale(logits, row)
-    i = tl.arange(0, logits.CHUNK)
     if GREEDY:
-        chunk = tl.argmax(tops, axis=0)
-        x = logits_at(logits, row, chunk * logits.CHUNK + i)
-        inside = tl.argmax(x, axis=0)
+        token = tl.load(logits.picks + row * chunks + tl.argmax(tops, axis=0))
     else:
         target = uniform(tl.load(state.key + row), pos) * mass
         chunk = tl.sum((tl.cumsum(masses, axis=0) <= target).to(tl.int32), axis=0)
         # sums round: the target may exceed them
         chunk = tl.minimum(chunk, tl.max(tl.where(masses > 0, c, 0), axis=0))
         target -= tl.sum(tl.where(c < chunk, masses, 0.0), axis=0)
+        i = tl.arange(0, logits.CHUNK)
         x = logits_at(logits, row, chunk * logits.CHUNK + i) * scale
         p = tl.exp(x - top)
         inside = tl.sum((tl.cumsum(p, axis=0) <= target).to(tl.int32), axis=0)
         inside = tl.minimum(inside, tl.max(tl.where(p > 0, i, 0), axis=0))
-    token = tl.minimum(chunk * logits.CHUNK + inside, logits.V - 1)  # where all is NaN, too
+        token = chunk * logits.CHUNK + inside
+    token = tl.minimum(token, logits.V - 1)  # of a row that is all NaN, too
     logprob = logits_at(logits, row, token) * scale - top - tl.log(mass)
     step = tl.load(state.step + row)
     tl.store(tokens_ptr + step * stride + row, token.to(tl.int64))
@@ -644,7 +654,8 @@ def attend_backward(dout, q, k, v, out, lse, spans):
 def merge(out, lse, other, other_lse):
     """A program does one token; the reference takes a dozen passes over out."""
     T, H, d = out.shape
-    merge_kernel[T,](out, lse, lse.stride(0), other, other_lse, other_lse.stride(0), H, d)
+    merge_kernel[T,](out, lse, lse.stride(0), other, other_lse, other_lse.stride(0), H, d,
+                     BLOCK_H=triton.next_power_of_2(H), BLOCK_D=triton.next_power_of_2(d))
 
 
 @triton.jit
@@ -654,11 +665,11 @@ def merge_kernel(
     lse_stride,
     other_ptr,         # as out_ptr
     other_lse_ptr,     # as lse_ptr
-    other_stride, H: tl.constexpr, D: tl.constexpr,
+    other_stride, H, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    head = tl.arange(0, triton.next_power_of_2(H))
-    col = tl.arange(0, triton.next_power_of_2(D))
+    head = tl.arange(0, BLOCK_H)
+    col = tl.arange(0, BLOCK_D)
     a = tl.load(lse_ptr + head * lse_stride + token, mask=head < H, other=0.0)
     b = tl.load(other_lse_ptr + head * other_stride + token, mask=head < H, other=0.0)
     top = tl.maximum(a, b)
@@ -690,14 +701,14 @@ def swiglu_forward_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)  # row * 2F passes 2^31 from 57k tokens of 7B on
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    at = row * 2 * F + col
     live = col < F
     rstd = tl.load(rstd_ptr + row)
-    gate = tl.load(y_ptr + at, mask=live, other=0.0)
-    up = tl.load(y_ptr + at + F, mask=live, other=0.0)
+    gate = tl.load(y_ptr + row * 2 * F + col, mask=live, other=0.0)
+    up = tl.load(y_ptr + row * 2 * F + F + col, mask=live, other=0.0)
     if rounded_ptr is not None:
-        tl.store(rounded_ptr + at, gate, mask=live)
-        tl.store(rounded_ptr + at + F, up, mask=live)
+        rounded = rounded_ptr + row * 2 * F + col
+        tl.store(rounded, gate, mask=live)
+        tl.store(rounded + F, up, mask=live)
     gate *= rstd
     up *= rstd
     tl.store(h_ptr + row * h_stride + col, gate * tl.sigmoid(gate) * up, mask=live)
@@ -764,19 +775,19 @@ def scores_kernel(
     scale = tl.load(scale_ptr + row)
     target = tl.load(targets_ptr + row)
     products_ptr += row * V
-    top = tl.full((BLOCK,), LOWEST, tl.float32)  # each lane's own: one reduction at the end
+    top = tl.full((BLOCK,), -INF, tl.float32)  # each lane's own: one reduction at the end
     mass = tl.zeros((BLOCK,), tl.float32)
     mean = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, live, BLOCK):
         col = start + tl.arange(0, BLOCK)
         # not col < live, which is odd: that would be loads of 4 bytes
         logit = tl.load(products_ptr + col, mask=col < V, other=0.0) * scale
-        logit = tl.where(col < live, logit, LOWEST)
+        logit = tl.where(col < live, logit, -INF)
         higher = tl.maximum(top, logit)
-        old = tl.exp(top - higher)
-        new = tl.exp(logit - higher)
+        old = tl.where(top == higher, 1.0, tl.exp(top - higher))
+        new = tl.where(col < live, tl.exp(logit - higher), 0.0)
         mass = mass * old + new
-        mean = mean * old + new * logit
+        mean = mean * old + tl.where(col < live, new * logit, 0.0)
         top = higher
     highest = tl.max(top, 0)
     share = tl.exp(top - highest)  # 0 for a lane that saw nothing

@@ -70,7 +70,7 @@ def random_linear(M, N, KB, L, parts, R, gen):
     for p, r in enumerate(rows if R else []):
         y[:, r] += total[:, N + p * R:N + (p + 1) * R].to(DTYPE).double() @ b[r].double().T
     most = nvfp4.Slabs(slab, scale, KB, L).most
-    return kernels.Partial(slab, scale, b, N, slab.shape[2], KB, L, const(max(most)), const(R)), y
+    return kernels.Partial(slab, scale, b, N, slab.shape[2], KB, L, *map(const, (*most, R))), y
 
 
 def squares_of(M, tiles, D, gen):
@@ -214,7 +214,7 @@ def test_residual_kernel_adds_the_linear_and_norms_the_sum(M, KB, L, R, ROWS, ge
     want = resid.double() + y
     xw = torch.full((M, D), torch.nan, device=DEVICE, dtype=DTYPE)
     squares = torch.full((M, D // T), torch.nan, device=DEVICE)
-    norm = kernels.Norm(weight, noise, xw, kernels.Squares(squares, 0.0, D, const(D // T)), const(SHIFT))
+    norm = kernels.Norm(weight, noise, xw, squares, D, D // T, const(SHIFT))
     kernels.residual_kernel[-(-M // ROWS), D // T](linear, M, resid, norm, T, ROWS, False)
     assert (resid - want).abs().max() < 1e-4 + 1e-2 * (R > 0)        # fp32, but for flipped roundings of x @ A.T
     assert close(xw, resid.double() * (weight + noise).double() * SHIFT)
@@ -297,9 +297,10 @@ def test_attention_kernel_matches_float64_over_prefix_gap_and_own_tokens(H, KV, 
 
     def run(members):
         out = torch.full_like(q, torch.nan)
+        shape = kernels.Shape(*map(const, (splits, members, W, T)))
         kernels.attention_kernel[n, KV, splits](
-            q, cache, state, out, kernels.Runs(acc, tops, masses, counters), H, decode.GROUP,
-            kernels.Shape(splits, members, W, T), False, num_warps=W)
+            q, cache, state, out, kernels.Runs(acc, tops, masses, counters), d ** -0.5 * 1.4426950408889634,
+            H, decode.GROUP, shape, False, num_warps=W)
         return out
 
     out = run(members if shared else 1)

@@ -30,7 +30,7 @@ DOORS = {("ops", "kernels"), ("nvfp4", "marlin_fp4"), ("sampler", "decode")}
 # 2,400 lines and 120 KB for the method, 3,250 lines for the reading path, 6,450 and 300 KB for all.
 METHOD_BUDGET = 3080, 138                                                # lines, KB of 1,024 bytes
 READING_BUDGET = 4850, 218
-WHOLE_BUDGET = 9870, 437
+WHOLE_BUDGET = 9900, 439
 LARGEST = {                                                               # lines, KB
     "program.py": (110, 3.9),
     "watch.py": (75, 3.1),
@@ -51,8 +51,8 @@ LARGEST = {                                                               # line
     "hf.py": (460, 20.8),
     "marlin_fp4.py": (690, 31.6),
     "portable_fp4.py": (165, 7.2),
-    "kernels.py": (825, 34.6),
-    "decode.py": (300, 14.2),
+    "kernels.py": (835, 35.5),
+    "decode.py": (320, 15.0),
     "memory.py": (145, 6.8),
     "answers.py": (1185, 49.7),
     "evaluate.py": (400, 17.6),
