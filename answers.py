@@ -377,6 +377,8 @@ def power(x: Number, n: Number) -> Number:
     """Roots are powers too: real ones for negative x and odd roots, as in school."""
     if 0 < size(n) < LOST:
         raise ArithmeticError("hardly 1")
+    if n == HALF and x.im == 0 and x.re >= 0:
+        return settle(x.re.sqrt(), ZERO)
     if x.im == n.im == 0 and x.re >= 0:
         return settle(x.re ** n.re, ZERO)
     for degree in range(1, 20, 2):
