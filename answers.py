@@ -106,7 +106,7 @@ TEXT = (r"\\(?:text(?:bf|rm|it|tt|normal)?|math(?:rm|bf|it|sf|cal)|[mh]box|emph|
         r"\s*\{([^{}]*)\}")
 NO_LETTER = "(?![A-Za-z])"
 REWRITES = [  # in this order
-    (r"\s", " "),
+    (r"[^\S\n]", " "),
     (r"(?<!\\)\\\\(?=[A-Za-z]{2})(?!.*\\end\b)", r"\\"),  # a doubly escaped \\frac
     (r"\\[()$]|(?<!\\)\\[\[\]]", ""),
     (r"\\m?(?:left|right)" + NO_LETTER + r"\.?", ""),
@@ -174,9 +174,9 @@ def clean(s: str) -> str:
         s = s.strip("*`_")
     for pattern, to in REWRITES:
         s = pattern.sub(to, s)
-    s = s.strip(" ,;")
+    s = s.strip(" \n,;")
     if not s.endswith(".."):
-        s = s.rstrip(".:\\ ")
+        s = s.rstrip(".:\\ \n")
     return SPELLED.get(s.strip("« »").lower(), s)
 
 
