@@ -325,7 +325,10 @@ def load_function(spec: str, flag: str) -> Callable:
 
 @cache
 def load_file(name: str, path: str):
-    """A module from its file; in sys.modules while it runs, where a dataclass looks for it."""
+    """A module from its file, in sys.modules, where a dataclass looks for it; not under `name`,
+    which may be one of ours that is imported later.
+    """
+    name = f"user's {name}"
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module

@@ -181,9 +181,7 @@ def plug_ins(tmp_path, monkeypatch):
     (tmp_path / "fails_to_load.py").write_text("raise RuntimeError('no')\n")
     (tmp_path / "no_python.py").write_text("def f(:\n")
     monkeypatch.chdir(tmp_path)
-    yield tmp_path
-    for name in ("mine", "fails_to_load", "no_python"):
-        sys.modules.pop(name, None)
+    return tmp_path
 
 
 PROBLEM = Problem("p1", "q", "", row={"level": 5, "problem": "q"})
@@ -196,7 +194,16 @@ def test_a_function_is_loaded_with_a_dataclass_of_postponed_annotations(tmp_path
     (tmp_path / "scored_by_length.py").write_text(source)
     monkeypatch.chdir(tmp_path)
     assert load_function("scored_by_length:length", "--reward")("abc", "x") == 3
-    assert sys.modules.pop("scored_by_length")
+
+
+def test_a_file_of_the_users_does_not_take_the_place_of_ours(tmp_path, monkeypatch):
+    """Both before and after ours is imported: on a GPU `import kernels` comes late."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("data", "kernels"):
+        ours = sys.modules.get(name)
+        (tmp_path / f"{name}.py").write_text("def f(completion, problem):\n    return 1\n")
+        assert load_function(f"{name}:f", "--reward")("abc", "x") == 1
+        assert sys.modules.get(name) is ours
 
 
 @pytest.mark.parametrize("spec,message", [
@@ -207,7 +214,7 @@ def test_a_function_is_loaded_with_a_dataclass_of_postponed_annotations(tmp_path
 def test_a_function_that_cannot_be_loaded_is_one_line(plug_ins, spec, message):
     with pytest.raises(ValueError) as error:
         load_function(spec, "--reward")
-    assert message in str(error.value) and "fails_to_load" not in sys.modules
+    assert message in str(error.value) and not [name for name in sys.modules if "fails_to_load" in name]
 
 
 def test_a_reward_is_told_the_whole_problem_and_the_group_if_it_asks(plug_ins):
