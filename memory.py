@@ -10,7 +10,6 @@ doing it once. So a run does not fail at step 300, on the first batch of long an
     activations           of blocks that are then not run again in the backward
 """
 import math
-import os
 import sys
 
 import torch
@@ -18,8 +17,7 @@ import torch
 from sampler import PREFILL_TOKENS
 
 GIB = 2**30
-GROWING = sys.platform == "linux"  # torch's segments of memory; elsewhere more is lost between them
-FRAGMENTS = 0.03 if GROWING else 0.06
+FRAGMENTS = 0.03 if sys.platform == "linux" else 0.06  # lost between segments: see program.py
 OUTSIDE = 0.6 * GIB    # not torch's: CUDA context, NCCL
 MICRO_BATCH_TOKENS = 32768, 16384, 8192, 4096, 2048
 WORTH = 2**25          # tokens x width of the largest that pays: below, the host's launches bound it
@@ -29,9 +27,6 @@ DECODE = 240           # tokens whose matmuls take as long as to decode the weig
 
 def bound(gib, device):
     """Before the first allocation: torch's part of a process's `gib` GiB; None: all."""
-    # Segments that grow: 32B's largest micro-batch reserves 10 % less.
-    if GROWING:
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if gib is None:
         return
     total = torch.cuda.get_device_properties(device).total_memory

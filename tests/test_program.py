@@ -60,6 +60,21 @@ def test_a_signal_in_convert_leaves_no_half_folder(tmp_path, name, code, line):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_gpus_memory_is_told_to_grow_before_anybody_asks_for_the_gpus_name(tmp_path):
+    """It was told afterwards, which torch passes over without a word."""
+    code = """
+import os, sys, program
+print("torch" in sys.modules, os.environ["PYTORCH_CUDA_ALLOC_CONF"])
+import torch
+if torch.cuda.is_available():
+    torch.zeros(1, device="cuda")
+    assert torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]
+"""
+    env = {key: value for key, value in os.environ.items() if "ALLOC_CONF" not in key} | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.split() == ["False", "expandable_segments:True"], done.stderr
+
+
 def test_ctrl_c_while_libraries_are_imported_is_one_line(tmp_path):
     command = [sys.executable, "-X", "importtime", str(ROOT / "train.py"), "--device", "cpu"]
     process = subprocess.Popen(command, text=True, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
