@@ -138,8 +138,8 @@ RANGES = {**dict.fromkeys(COUNTS, "[1, 2e9]"), **dict.fromkeys(POSITIVE, "(0, 1e
           **dict.fromkeys(NOT_NEGATIVE, "[0, 1e9]"), "group_size": "[2, 1e6]", "warmup": "[0, 1]",
           "clip_low": "(0, 1]", "correction_cap": "[1, 1e9]", "lr": "(0, 10]",
           "temperature": "(0, 1000]", "sigma_start": "[0, 10]", "sigma_end": "[0, 10]",
-          "eval_problems": "[0, 2e9]", "seed": "[0, 2e18]", 
-          "revisit": "[0.1, 1]", "calibrate": "[0, 1e5]"}
+          "eval_problems": "[0, 2e9]", "seed": "[0, 2e18]", "revisit": "[0.1, 1]",
+          "calibrate": "[0, 1e5]"}
 PLACES = {"resume", "like", "out", "head", "device", "kernels", "memory_gib", "kv_gib", "show",
           "keep", "report_to"}
 
