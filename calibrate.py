@@ -55,10 +55,10 @@ def gptq(w, hessian, global_scale):
     scales = []
     code_block = recorded(gptq_block, torch.ones(16, len(w), device=w.device),
                           torch.eye(16, device=w.device), global_scale)
-    for columns in torch.arange(w.shape[1], device=w.device).split(LARGEST):
-        some = slice(columns[0], columns[-1] + 1)
-        copied = torch.empty(len(columns), len(w), device=w.device).copy_(w[:, some].T)
-        more = gptq_columns(copied, hessian[some, some], global_scale, code_block)
+    for start in range(0, w.shape[1], LARGEST):
+        some = slice(start, start + LARGEST)
+        columns = w[:, some].T.clone(memory_format=torch.contiguous_format)
+        more = gptq_columns(columns, hessian[some, some], global_scale, code_block)
         codes.append(more[0])
         scales.append(more[1])
     block_scale = torch.cat(scales).T.contiguous().view(torch.float8_e4m3fn)
