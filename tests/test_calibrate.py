@@ -20,7 +20,7 @@ import lora
 import model as qwen
 import nvfp4
 from calibrate import Chunk, Text, gptq, output_error
-from test_convert import ROOT, TINY, run, same_bytes
+from test_convert import TINY, same_bytes
 from tiny_qwen2 import held_by, plain_logits, write_folder
 
 CPU = torch.device("cpu")
