@@ -140,8 +140,9 @@ RANGES = {**dict.fromkeys(COUNTS, "[1, 2e9]"), **dict.fromkeys(POSITIVE, "(0, 1e
           "temperature": "(0, 1000]", "sigma_start": "[0, 10]", "sigma_end": "[0, 10]",
           "eval_problems": "[0, 2e9]", "seed": "[0, 2e18]", "revisit": "[0.1, 1]",
           "calibrate": "[0, 1e5]"}
-PLACES = {"resume", "like", "out", "head", "device", "kernels", "memory_gib", "kv_gib", "show",
-          "keep", "report_to"}
+GONE = {"head": "bf16", "oversample": 1.0}       # flags of older runs: what is left of each
+PLACES = {"resume", "like", "out", "device", "kernels", "memory_gib", "kv_gib", "show", "keep",
+          "report_to", *GONE}
 
 
 def parse_args():
@@ -191,7 +192,7 @@ def from_anywhere(flags):
 def flags_of(path):
     """A run.json -> the flags in it. ValueError names one whose value its flag cannot have."""
     held = hf.read_json(path)
-    flags = {"head": held["head"]} if "head" in held else {}
+    flags = {name: held[name] for name in GONE if name in held}
     for action in parser._actions:
         if action.dest in held:
             flags[action.dest] = value = held[action.dest]
@@ -271,8 +272,9 @@ def check_flags(args, before):
         raise ValueError(f"--memory-gib bounds the memory of a GPU, --device is {args.device}")
     if args.report_to and importlib.util.find_spec(args.report_to) is None:
         raise ValueError(f"--report-to {args.report_to} needs pip install {args.report_to}")
-    if before and before.get("head", "bf16") != "bf16":          # of runs before 4f149d8
-        raise ValueError(f"--resume: the run had --head {before['head']}, which is gone")
+    for name, left in GONE.items() if before else ():
+        if before.get(name, left) != left:
+            raise ValueError(f"--resume: the run had --{name} {before[name]}, which is gone")
     if before and "epochs" not in before:
         raise ValueError("--resume: the run is older than --epochs: it had another learning rule")
     for name in vars(args).keys() - PLACES if before else ():

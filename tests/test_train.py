@@ -248,12 +248,18 @@ def test_a_run_of_the_earlier_learning_rule_cannot_go_on():
         flags_py.check_flags(args, {k: v for k, v in vars(args).items() if k != "epochs"})
 
 
-def test_a_run_with_a_head_in_4_bits_cannot_go_on():
-    """The flag is gone; trained on with a 16-bit head, the policy would be another one by 0.05 nats."""
+@pytest.mark.parametrize("name,had,left", [("head", "nvfp4", "bf16"), ("oversample", 1.5, 1.0)])
+def test_a_run_with_a_flag_that_is_gone_cannot_go_on(tmp_path, name, had, left):
+    """With a 16-bit head the policy would be another one by 0.05 nats, without over-sampling the steps smaller."""
     args = args_of()
-    with pytest.raises(ValueError, match="--resume: the run had --head nvfp4, which is gone"):
-        flags_py.check_flags(args, vars(args) | {"head": "nvfp4"})
-    flags_py.check_flags(args, vars(args) | {"head": "bf16"})
+    for value in (had, left):
+        (tmp_path / "run.json").write_text(json.dumps(vars(args) | {name: value}))
+        before = flags_py.flags_of(tmp_path / "run.json")
+        if value == had:
+            with pytest.raises(ValueError, match=f"--resume: the run had --{name} {had}, which is gone"):
+                flags_py.check_flags(args, before)
+        else:
+            flags_py.check_flags(args, before)
 
 
 def test_help_says_what_a_run_without_a_model_does():
