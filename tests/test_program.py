@@ -130,13 +130,19 @@ def test_wrong_data_is_found_before_a_models_weights_are_downloaded(tmp_path, mo
     assert "*.json" in asked and "*.safetensors" not in asked
 
 
-def test_help_takes_two_seconds_of_this_process(tmp_path):
-    before = os.times()
-    status, said = run(ROOT / "train.py", "--help", cwd=tmp_path)
-    after = os.times()
-    assert status == 0 and "what most runs set:" in said and said.count("(default: 80)") == 1
-    seconds = after.children_user - before.children_user + after.children_system - before.children_system
-    assert seconds < 2, seconds                                           # of the processor: 1.0 s; others may be busy
+def test_help_takes_little_longer_than_torchs_import(tmp_path):
+    """Of the processor: 1.0 s where it is quick, 2 to 3.5 on a busy host, of which torch alone has nine tenths."""
+    def seconds(*argv, code=None):
+        before = os.times()
+        status, said = run(*argv, cwd=tmp_path, code=code)
+        after = os.times()
+        assert status == 0, said
+        return after.children_user - before.children_user + after.children_system - before.children_system, said
+
+    torchs, _ = seconds(code="import torch")
+    ours, said = seconds(ROOT / "train.py", "--help")
+    assert "what most runs set:" in said and said.count("(default: 80)") == 1
+    assert ours < 2 * torchs, (ours, torchs)
 
 
 @pytest.mark.parametrize("error,said", [
