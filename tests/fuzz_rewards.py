@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from rewards import can_read, grade, is_equal
 
 GOLDS = json.loads((Path(__file__).parent / "golds.json").read_text())
-LIMIT = 0.1                                                # seconds
+LIMIT = 0.1                                                # seconds, times slowness()
 PIECES = [*"{}()[]^_|+-*/=<>,;:%!'&$~# \n\t.xyifCe01279½²−∞４é只«»\x00\x0c\u200b\ud800", r"\text{ and }",
           "</answer>", "!!", "answer is", " or ", "10^{10}", "999999999", "1,234", "0.333333", "mod", "cm", " dollars",
           *r"""\frac \sqrt \{ \} \pm \le \boxed{ \\ \cup \in \infty \sin \log_ \binom \lfloor \rfloor \overline{ \left(
@@ -63,6 +63,17 @@ def mutated(rng):
                    for _ in range(rng.randint(0, 20)))
 
 
+def slowness():
+    """How many times as long a loop of Python takes here as where the figures come from, 1 or more."""
+    seconds = []
+    for _ in range(3):
+        start = time.process_time()
+        for i in range(1_000_000):
+            i * i
+        seconds.append(time.process_time() - start)
+    return max(1.0, min(seconds) / 0.028)
+
+
 def examine(a, b):
     """-> what is wrong with the verdicts on a and b, what to count, CPU seconds."""
     start = time.process_time()
@@ -77,6 +88,7 @@ def examine(a, b):
 def run(cases, seed=0):
     """-> failures (what, a, b), the slowest case, and how many pairs were equal, readable, answered by which rule."""
     rng, before, failures, slowest, count = random.Random(seed), "1", [], (0.0, "", ""), Counter()
+    limit = LIMIT * slowness()
     for _ in range(cases):
         a, b = mutated(rng), rng.choice((before, rng.choice(GOLDS)))
         if rng.random() < 0.2:                             # else hardly a pair would be equal
@@ -84,14 +96,14 @@ def run(cases, seed=0):
         before = a
         try:
             wrong, counts, seconds = examine(a, b)
-            if seconds > LIMIT:                            # or the machine was busy with something else
+            if seconds > limit:                            # or the machine was busy with something else
                 seconds = min(seconds, examine(a, b)[-1])
         except Exception as error:                         # any at all is the finding
             failures.append((repr(error), a, b))
             continue
         count.update(counts)
         slowest = max(slowest, (seconds, a, b))
-        failures += [(what, a, b) for what in wrong + [f"{seconds:.3f} s"] * (seconds > LIMIT)]
+        failures += [(what, a, b) for what in wrong + [f"{seconds:.3f} s"] * (seconds > limit)]
     return {"failures": failures, "slowest": slowest, **count}
 
 

@@ -106,7 +106,7 @@ def test_adversarial_texts_get_the_right_verdict_in_50_ms(case):
         start = time.process_time()
         assert grade(text, gold, last_number=True).correct == want
         seconds.append(time.process_time() - start)
-    assert min(seconds) < 0.05, seconds
+    assert min(seconds) < 0.05 * fuzz_rewards.slowness(), seconds
 
 
 def test_fuzz_no_exception_reflexive_symmetric_and_fast():
