@@ -13,10 +13,10 @@ multiplied by 1 + noise_i / w_i. q, k, v share one z, gate and up another; o and
 
 noise is an fp32 buffer of each norm, whatever the base: bf16 weights near 0.75 move in 5% of channels at sigma 1e-3,
 those near 1.5 in none, and half of the schedule would do nothing. Only rollouts run inside noisy_norms(); evaluation is
-clean, and so is the learner, which grpo.py weighs against the noisy log-probs that the sampler wrote down. With
---noise-learner updates run under their step's noise too: exploration in parameter space, and nothing to correct.
+clean, and so is the learner, which grpo.py weighs against the noisy log-probs that the sampler wrote down.
 
-Not here: noise on the final norm (the paper leaves lm_head clean), and a new z for every forward pass (Eq. 7), under
+Not here: noise on the final norm (the paper leaves lm_head clean); noise in the learner too, in proportion to the
+weight, or steered to a KL (they did not pay: docs/study.md); a new z for every forward pass (Eq. 7), under
 which the tokens of one completion would come from different policies; a z for each sample of a group (the norm kernels
 would read a row of noise a sequence, or a group be sampled in several calls, each draining by itself).
 """
@@ -50,16 +50,6 @@ def sigma_at(step, total_steps, sigma_start, sigma_end, num_stages, schedule="ex
     return sigma_end + (sigma_start - sigma_end) * REMAINING[schedule](t)
 
 
-def sigma_for(target, sigma, measured):
-    """The next step's sigma for a wanted KL(sampler || learner), nats a token. measured: this step's; NaN leaves
-    sigma. KL goes as sigma^2; a step changes sigma by a factor of 1.5 at most, within [1e-4, 1].
-    """
-    if math.isnan(measured):
-        return sigma
-    factor = math.sqrt(target / max(measured, 1e-12))
-    return min(max(sigma * min(max(factor, 1 / 1.5), 1.5), 1e-4), 1.0)
-
-
 def draw(seed, step, layer, which, size):
     """z (size,) fp32 of one norm; which: 0 = before attention, 1 = before the MLP.
 
@@ -72,11 +62,10 @@ def draw(seed, step, layer, which, size):
 
 
 @contextmanager
-def noisy_norms(model, sigma, seed, step, relative=False):
+def noisy_norms(model, sigma, seed, step):
     """Inside the block the input_norm and post_norm of every model.layers[i] carry sigma * z, after it 0, bit for bit.
 
-    Written in place, because captured CUDA graphs read these addresses. relative: sigma * |weight| * z instead, which
-    perturbs every channel by the same factor sigma, not by sigma / |weight|.
+    Written in place, because captured CUDA graphs read these addresses.
     """
     norms = [(i, j, norm) for i, block in enumerate(model.layers)
              for j, norm in enumerate((block.input_norm, block.post_norm))]
@@ -84,8 +73,7 @@ def noisy_norms(model, sigma, seed, step, relative=False):
     assert not any(n.noise.any() for _, _, n in norms), "a norm is noisy already: noisy_norms does not nest"
     try:
         for i, j, norm in norms if sigma > 0 else []:
-            z = draw(seed, step, i, j, len(norm.noise)).to(norm.noise.device)
-            norm.noise.copy_(sigma * z * norm.weight.detach().float().abs() if relative else sigma * z)
+            norm.noise.copy_(sigma * draw(seed, step, i, j, len(norm.noise)))
         hit = len({n.noise.data_ptr() for _, _, n in norms if n.noise.any()})
         assert sigma == 0 or hit == 2 * len(model.layers) > 0, f"noise hit {hit} norms of {len(model.layers)} layers"
         yield

@@ -89,11 +89,6 @@ add("--sigma-end", type=float, default=5e-4, help="what the schedule decays to (
 add("--noise-stages", type=int, default=10, help="K of Algorithm 1; the first is clean (Table 4)")
 add("--noise-schedule", default="exponential", choices=aqn.SCHEDULES, help="decay (Fig. 9)")
 add("--noise-exact-end", action="store_true", help="reach sigma-end in the last stage (release)")
-add("--noise-relative", action="store_true", help="sigma times the norm's own weight")
-add("--noise-learner", action="store_true", help="updates run under the noise of their rollouts")
-add("--noise-kl", type=float,
-    help="nats a token between sampler and learner that sigma is steered to, from sigma-start on, "
-         "instead of the schedule")
 
 add = parser.add_argument_group("learning").add_argument
 add("--loss", default="dapo", choices=list(grpo.LOSSES), help="Table 1: grpo, Table 2: dapo")
@@ -132,7 +127,7 @@ add("--show", type=int, help="print a completion every so many steps")
 
 COUNTS = ("lora_rank steps prompts_per_step max_prompt_tokens max_new_tokens max_rows noise_stages "
           "updates_per_rollout epochs micro_batch_tokens eval_every save_every keep show").split()
-POSITIVE = "lora_alpha kv_gib memory_gib max_grad_norm clip_high noise_kl".split()
+POSITIVE = "lora_alpha kv_gib memory_gib max_grad_norm clip_high".split()
 NOT_NEGATIVE = "format_weight kl_beta weight_decay".split()
 RANGES = {**dict.fromkeys(COUNTS, "[1, 2e9]"), **dict.fromkeys(POSITIVE, "(0, 1e9]"),
           **dict.fromkeys(NOT_NEGATIVE, "[0, 1e9]"), "group_size": "[2, 1e6]", "warmup": "[0, 1]",
@@ -140,7 +135,9 @@ RANGES = {**dict.fromkeys(COUNTS, "[1, 2e9]"), **dict.fromkeys(POSITIVE, "(0, 1e
           "temperature": "(0, 1000]", "sigma_start": "[0, 10]", "sigma_end": "[0, 10]",
           "eval_problems": "[0, 2e9]", "seed": "[0, 2e18]", "revisit": "[0.1, 1]",
           "calibrate": "[0, 1e5]"}
-GONE = {"head": "bf16", "oversample": 1.0}       # flags of older runs: what is left of each
+# Flags of older runs: what is left of each.
+GONE = {"head": "bf16", "oversample": 1.0, "noise_relative": False, "noise_learner": False,
+        "noise_kl": None}
 PLACES = {"resume", "like", "out", "device", "kernels", "memory_gib", "kv_gib", "show", "keep",
           "report_to", *GONE}
 
@@ -246,9 +243,6 @@ def check_flags(args, before):
     if args.sigma_start and not 0 < args.sigma_end <= args.sigma_start:
         raise ValueError(f"--sigma-end must lie in (0, {args.sigma_start}], the --sigma-start, "
                          f"got {args.sigma_end}")
-    if args.noise_kl and (args.noise_learner or not args.sigma_start):
-        raise ValueError(f"--noise-kl {args.noise_kl} needs a --sigma-start, and a learner without "
-                         "noise to measure against: no --noise-learner")
     if args.lr * args.weight_decay >= 1:
         raise ValueError(f"--weight-decay {args.weight_decay} x --lr {args.lr} must be below 1: "
                          "an update takes that share of a weight away")
@@ -274,7 +268,8 @@ def check_flags(args, before):
         raise ValueError(f"--report-to {args.report_to} needs pip install {args.report_to}")
     for name, left in GONE.items() if before else ():
         if before.get(name, left) != left:
-            raise ValueError(f"--resume: the run had --{name} {before[name]}, which is gone")
+            flag = name.replace("_", "-")
+            raise ValueError(f"--resume: the run had --{flag} {before[name]}, which is gone")
     if before and "epochs" not in before:
         raise ValueError("--resume: the run is older than --epochs: it had another learning rule")
     for name in vars(args).keys() - PLACES if before else ():

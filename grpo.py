@@ -54,7 +54,7 @@ LOSSES = {
     # The GSPO paper's clip: with correction="ppo" the noise's effect on r is beyond it.
     "gspo": Loss(lambda rows, tokens, lengths, limit: rows * lengths, 3e-4, 4e-4, of_rows=True),
 }
-SCALES = ("group", "batch", "none")
+SCALES = ("group", "none")
 CORRECTIONS = ("truncate", "mask", "off", "ppo")
 
 
@@ -71,8 +71,8 @@ def keep_informative(rewards, group_size):
 def group_advantages(rewards, group_size, scale="group", shaping=None):
     """(B,) rewards -> (B,) fp32 advantages: distance from the group's mean, over a deviation.
 
-    scale: of the group, of all B rewards ("batch"), or 1 ("none", Dr. GRPO). NaN means unscorable:
-    outside every mean, advantage 0. Equal rewards get exactly 0: asked of the rewards themselves,
+    scale: of the group, or 1 ("none", Dr. GRPO). NaN means unscorable: outside every mean,
+    advantage 0. Equal rewards get exactly 0: asked of the rewards themselves,
     since the fp32 mean of eight 0.1 need not be 0.1.
 
     shaping (B,): what else is wanted of a row (format, length). Its distance from the group's mean
@@ -88,8 +88,6 @@ def group_advantages(rewards, group_size, scale="group", shaping=None):
         n = scorable.sum(dim=1, keepdim=True)
         variance = centred.square().sum(dim=1, keepdim=True) / (n - 1).clamp(min=1)
         centred = centred / (variance.sqrt() + 1e-4)
-    elif scale == "batch" and scorable.sum() > 1:
-        centred = centred / (grouped[scorable].std() + 1e-4)
     if shaping is not None:
         shaping = torch.where(scorable, shaping.view(-1, group_size), torch.nan)
         centred = centred + (shaping - shaping.nanmean(dim=1, keepdim=True)).nan_to_num(nan=0.0)

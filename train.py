@@ -61,7 +61,6 @@ class Progress:
     step: int = 0                                # whole steps done
     cursor: int = 0                              # problems taken so far
     tokens: int = 0                              # completion tokens sampled so far
-    sigma: float = 0.0                           # of the next step, where --noise-kl steers it
     best: float = -1e9                           # on the held-out problems
 
 
@@ -215,15 +214,15 @@ def choose(run, cursor):
 def sample(run, step, sigma, places, indices):
     """G samples of each chosen problem -> this rank's problems, rollouts.
 
-    Noise is here, and with --noise-learner in update(). A sample's randomness follows from its
-    problem's place in the run: it does not depend on the number of ranks.
+    Noise is here alone. A sample's randomness follows from its problem's place in the run: it does
+    not depend on the number of ranks.
     """
     args = run.args
     sampling = Sampling(args.max_new_tokens, run.tokenizer.end_ids, args.temperature,
                         seed=args.seed)
     problems = [run.problems[i] for i in share(indices)]
     prompts = [p.prompt for p in problems]
-    with aqn.noisy_norms(run.model, sigma, args.seed, step, args.noise_relative):
+    with aqn.noisy_norms(run.model, sigma, args.seed, step):
         rollouts = run.sampler.generate(prompts, args.group_size, sampling, share(places))
     return problems, rollouts
 
@@ -280,26 +279,17 @@ def remember(run, indices, rows):
         run.misses[i] = 0 if taught else min(3, run.misses[i] + 1)
 
 
-def update(run, step, sigma, rollouts, advantages, weights):
+def update(run, step, rollouts, advantages, weights):
     """weights: of the disjoint updates of a pass -> the Updates of all passes."""
     args = run.args
     weights = weights * args.epochs
-    sigma = sigma if args.noise_learner else 0.0
     updates = []
-    with aqn.noisy_norms(run.model, sigma, args.seed, step, args.noise_relative):
-        for u, weight in enumerate(weights):
-            lr = lr_at(args, (step + (u + 0.5) / len(weights)) / args.steps)
-            updates.append(run.learner.update(rollouts, advantages, weight, lr))
-            if updates[-1].problem:
-                say(f"step {step}: {updates[-1].problem}: update skipped")
+    for u, weight in enumerate(weights):
+        lr = lr_at(args, (step + (u + 0.5) / len(weights)) / args.steps)
+        updates.append(run.learner.update(rollouts, advantages, weight, lr))
+        if updates[-1].problem:
+            say(f"step {step}: {updates[-1].problem}: update skipped")
     return updates
-
-
-def sigma_of(args, progress):
-    if args.noise_kl:
-        return progress.sigma or args.sigma_start
-    return aqn.sigma_at(progress.step, args.steps, args.sigma_start, args.sigma_end,
-                        args.noise_stages, args.noise_schedule, args.noise_exact_end)
 
 
 def lr_at(args, progress):
@@ -373,7 +363,8 @@ def train(run, bar):
 
         # 1) Sample, and score each answer.
         began = time.perf_counter()
-        sigma = sigma_of(args, progress)
+        sigma = aqn.sigma_at(step, args.steps, args.sigma_start, args.sigma_end,
+                             args.noise_stages, args.noise_schedule, args.noise_exact_end)
         places, indices = choose(run, progress.cursor)
         rollouts, rows = sample_and_score(run, step, sigma, places, indices)
         remember(run, indices, rows)
@@ -383,7 +374,7 @@ def train(run, bar):
 
         # 3) Update the adapter.
         updating = time.perf_counter()
-        updates = update(run, step, sigma, rollouts, advantages, weights)
+        updates = update(run, step, rollouts, advantages, weights)
         done = time.perf_counter()
 
         # 4) Report. Not the loss: on centred advantages its value says nothing about learning.
@@ -391,9 +382,6 @@ def train(run, bar):
         metrics["passed_over"] = places[-1] + 1 - progress.cursor - len(places)
         progress = Progress(step + 1, places[-1] + 1, progress.tokens + rollouts.num_tokens,
                             best=progress.best)
-        if args.noise_kl:
-            seen = metrics.get("mismatch_k3", math.nan)
-            progress.sigma = aqn.sigma_for(args.noise_kl, sigma, seen)
         metrics |= {"sigma": sigma, "tokens": progress.tokens, "seconds": done - began,
                     "seconds_sample": updating - began, "seconds_update": done - updating}
         last = progress.step == args.steps
