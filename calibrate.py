@@ -164,7 +164,7 @@ class Text(NamedTuple):
     start: int                                   # of the answer
 
 
-def own_answers(folder, tokenizer, problems, device, max_new_tokens=512, seed=0):
+def own_answers(folder, tokenizer, problems, device, max_new_tokens=512, seed=0, kernels="auto"):
     """-> a Text for each data.Problem: what the model, rounded, answers at temperature 1."""
     if len(problems) < 2:
         raise ValueError(f"--calibrate takes at least 2 problems, one to measure by, "
@@ -172,7 +172,7 @@ def own_answers(folder, tokenizer, problems, device, max_new_tokens=512, seed=0)
     model = qwen.load(folder, "nvfp4", device, live_vocab=tokenizer.vocab_size)
     prompts = [p.prompt for p in problems]
     longest = max(map(len, prompts)) + max_new_tokens
-    sampler = sampler_for(engine_for(model.device), model, longest, min(256, len(prompts)))
+    sampler = sampler_for(engine_for(device, kernels), model, longest, min(256, len(prompts)))
     rollouts = sampler.generate(prompts, 1, Sampling(max_new_tokens, tokenizer.end_ids, seed=seed))
     del model, sampler
     gc.collect()                                 # an engine and its graphs are a circle

@@ -313,7 +313,9 @@ def sampler_for(engine_class, model, max_length, max_rows=256, kv_gib=None):
     if kv_gib is not None:
         memory = kv_gib * 2**30
     elif model.device.type == "cuda":
-        memory = torch.cuda.mem_get_info(model.device)[0] / 2
+        free, total = torch.cuda.mem_get_info(model.device)
+        allowed = torch.cuda.get_per_process_memory_fraction(model.device) * total  # --memory-gib
+        memory = min(free, allowed - torch.cuda.memory_reserved(model.device)) / 2
     elif hasattr(os, "sysconf"):
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
     blocks = int(min(max_rows * row_blocks + 1, memory / block_bytes))     # +1: block 0

@@ -160,7 +160,7 @@ def calibrated(args, source, tokenizer, problems, folder, device):
         files = calibrate.source_of(source, device)
         some = data.step_indices(len(problems), args.seed, 0, min(args.calibrate, len(problems)))
         texts = calibrate.own_answers(source, tokenizer, [problems[i] for i in some], device,
-                                      min(512, args.max_new_tokens), args.seed)
+                                      min(512, args.max_new_tokens), args.seed, args.kernels)
         calibrate.to_nvfp4(files, folder, "gptq", texts, tokenizer.vocab_size)
     gather([])                                   # the others wait
     return folder

@@ -424,7 +424,7 @@ def test_the_models_own_answers_and_nothing_else_stays_in_memory(monkeypatch):
             self.me = self
             weakref.finalize(self, gone.append, True)
 
-    monkeypatch.setattr(calibrate, "engine_for", lambda device: Circle)
+    monkeypatch.setattr(calibrate, "engine_for", lambda device, kernels: Circle)
     gc.disable()
     try:
         assert calibrate.own_answers(TINY, tokenizer, problems, CPU, 12) == texts and gone

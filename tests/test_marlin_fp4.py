@@ -26,8 +26,18 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels need
 both = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 hopper = pytest.mark.skipif(not (torch.cuda.is_available() and run.capability(torch.device("cuda", 0))[0] == 9),
                             reason="needs a Hopper GPU")
+
+
+def portable_in_99_kib(*arguments, **options):
+    """As on a card whose programs have 99 KiB of shared memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(portable_fp4, "shared_memory", lambda capability: 99)
+        return portable_fp4.decode_matmul(*arguments, **options)
+
+
 ours = pytest.mark.parametrize("matmul", [pytest.param(marlin_fp4.decode_matmul, marks=hopper),
-                                          portable_fp4.decode_matmul], ids=["hopper", "portable"])
+                                          portable_fp4.decode_matmul, portable_in_99_kib],
+                               ids=["hopper", "portable", "portable_99"])
 GRID = torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6])
 
 

@@ -6,6 +6,7 @@ python -m pytest tests/test_sampler.py -v
 """
 import math
 import random
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -159,6 +160,17 @@ def test_completion_depends_on_neither_rows_pool_window_order_nor_company(tiny):
     alone, _ = rollouts(prompts[4:5], ids=[4], group_size=2)
     assert alone.completions == want.completions[12:14]
     assert rollouts(ids=[100 + i for i in range(len(prompts))])[0].completions != want.completions
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="asks for a GPU's memory")
+def test_the_default_pool_takes_half_of_what_bounds_the_process():
+    model = load(Path(__file__).parent.parent / "tiny", "nvfp4", "cuda")
+    total = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**28) / total)
+    try:
+        assert 2**26 < sampler_for(TorchEngine, model, 1000, 10**6).engine.kv.nbytes <= 2**27
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def test_dead_vocabulary_is_never_sampled(tiny):
