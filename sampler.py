@@ -205,14 +205,14 @@ def fill_cache(model, kv, tokens, blocks, positions, attend):
 
 def through_cache(kv, blocks, offsets, attend):
     """-> for each layer what writes k and v, then attends with the layer's whole cache."""
-    def layer(keys, values):                                     # (blocks, KV, BLOCK, d)
-        def write_and_attend(q, k, v):
-            keys[blocks, :, offsets] = k
-            values[blocks, :, offsets] = v
-            return attend(q, k, v, keys, values)
-        return write_and_attend
+    return [functools.partial(write_and_attend, layer, blocks, offsets, attend) for layer in kv]
 
-    return [layer(keys, values) for keys, values in kv]
+
+def write_and_attend(layer, blocks, offsets, attend, q, k, v):
+    keys, values = layer                                         # (blocks, KV, BLOCK, d) each
+    keys[blocks, :, offsets] = k
+    values[blocks, :, offsets] = v
+    return attend(q, k, v, keys, values)
 
 
 def attention_to_cache(kv, table, prefix, pos):

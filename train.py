@@ -84,7 +84,7 @@ def make_sampler(args, model, learner, held_out):
     """-> the sampler; on a GPU, what the memory allows, for it and for the learner's batches."""
     longest = args.max_prompt_tokens + args.max_new_tokens
     rows = min(args.max_rows, max(args.prompts_per_step * args.group_size, held_out))
-    tokens = args.micro_batch_tokens or 8192
+    tokens = args.micro_batch_tokens or learner.micro_batch_tokens
     kept = len(model.layers) if model.config.width <= 256 else 0     # 40 KB a token of tiny/
     engine = engine_for(model.device, args.kernels)
     if model.device.type == "cuda":
