@@ -10,7 +10,7 @@ Greedy by default; --samples N draws N answers a problem. For c of its n answers
     maj@k  is the commonest of k answers right? Mean over the n // k blocks of k as drawn. Equal
            answers vote together, none is no vote, a tie counts as its right share.
 Each is a mean over problems, with its 95 % interval. The last line on stdout is a JSON object,
-whose keys the README defines. --out grows by each problem that is done; Ctrl-C ends with the
+whose keys docs/metrics.md defines. --out grows by each problem that is done; Ctrl-C ends with the
 figures of these. Not here: few-shot prompts.
 """
 import argparse

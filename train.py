@@ -303,7 +303,7 @@ def lr_at(args, progress):
 
 
 def report(run, rows, advantages, weights, rollouts, updates):
-    """The step's numbers; the README defines each. Means over all B rows of all ranks."""
+    """The step's numbers; docs/metrics.md defines each. Means over all B rows of all ranks."""
     G = run.args.group_size
     def mean(key):
         return sum(row[key] for row in rows) / len(rows)

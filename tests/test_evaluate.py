@@ -167,8 +167,8 @@ def test_samples_are_figured_per_problem_and_compared_with_another_run(tmp_path,
     greedy = [row["correct"] for row in read(tmp_path / "greedy.jsonl")]
     assert figures["difference"][0] == pytest.approx(mean(share) - mean(greedy[:6]))
     assert (figures["pairs"], figures["unpaired"], figures["mcnemar_p"]) == (6, 2, None)
-    readme, flags = (ROOT / "README.md").read_text(), vars(evaluate.parse_args()[0])
-    assert [key for key in figures if key not in flags and f"`{key.split('@')[0]}" not in readme] == []
+    defined, flags = (ROOT / "docs" / "metrics.md").read_text(), vars(evaluate.parse_args()[0])
+    assert [key for key in figures if key not in flags and f"`{key.split('@')[0]}" not in defined] == []
 
 
 def test_top_k_and_top_p_reach_the_sampler(tmp_path, capsys, monkeypatch):

@@ -17,6 +17,7 @@ from grpo import METRICS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+LOGGED = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
 
 METHOD = "train grpo learner aqn sampler model attention ops lora nvfp4 rewards".split()
 READING_PATH = [*METHOD, *"flags watch data run hf".split()]                      # imports torch and nothing of Triton
@@ -341,7 +342,7 @@ for tree in TREES.values():
 
 def dotted_names():
     """`nvfp4.quantize`, `Learner.update`, `hf.Checkpoint.frozen` wherever the README has them; not `train.py`."""
-    words = set(re.findall(r"`([A-Za-z_]\w*(?:\.\w+)+)`", README))
+    words = set(re.findall(r"`([A-Za-z_]\w*(?:\.\w+)+)`", README + LOGGED))
     known = MODULES.keys() | CLASSES.keys() | {"engine"}
     return sorted(w for w in words if w.split(".")[0] in known and not w.endswith((".py", ".json", ".jsonl")))
 
@@ -359,8 +360,8 @@ def test_every_name_in_the_readme_is_in_the_code(name):
 
 
 def logged():
-    """Key -> meaning, of the first table under Logged numbers, which is that of metrics.jsonl."""
-    table = re.search(r"\| key \| meaning \|\n\|---\|---\|\n(.*?)\n\n", section("Logged numbers"), re.S)[1]
+    """Key -> meaning, of the first table in docs/metrics.md, which is that of metrics.jsonl."""
+    table = re.search(r"\| key \| meaning \|\n\|---\|---\|\n(.*?)\n\n", LOGGED, re.S)[1]
     rows = [line.strip("|").split("|", 1) for line in table.splitlines()]
     return {key: meaning for keys, meaning in rows for key in re.findall(r"`(\w+)`", keys)}
 
