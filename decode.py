@@ -55,23 +55,23 @@ PROGRAMS = {
 }
 
 
-def attention_shape(pairs, shared, room):
-    """(row, key-value head) pairs of a step, rows that may share -> the fields of Shape.
+def attention_shape(pairs, most_siblings, room):
+    """(row, key-value head) pairs of a step -> Shape.
 
     A step of 128 tokens with heads of 128 takes 128 KiB of shared memory; room: whether they fit.
 
     A row is cut up only where there are too few of them for 132 multiprocessors: a join costs 2 us,
-    programs that find nothing to do 3. A shared prefix pays where the L2 cannot keep up, from 512
-    pairs on (32B, 64 rows: 30 -> 28 us).
+    programs that find nothing to do 3. A prefix read once for its siblings pays where the L2
+    cannot keep up, from 512 pairs on (32B, 64 rows: 30 -> 28 us).
     """
     if pairs <= 64:
         splits = min(64, triton.next_power_of_2(triton.cdiv(132, pairs)))
-        return splits, 1, 4, 32 if room else 16
+        return Shape(splits, 1, 4, 32 if room else 16)
     if pairs <= 132 and room:
-        return 1, 1, 8, 16
+        return Shape(1, 1, 8, 16)
     if pairs <= 264:
-        return 1, 1, 4, 16
-    return 1, shared, 4, 16
+        return Shape(1, 1, 4, 16)
+    return Shape(1, most_siblings, 4, 16)
 
 
 def partial(linear, x, matmul):
@@ -140,7 +140,7 @@ class GraphEngine(TorchEngine):
             raise ValueError(f"{c.heads} query heads on {c.kv_heads}: more than {GROUP} on each")
         super().__init__(model, kv, max_rows)
         self.max_rows = max_rows
-        self.shared = GROUP // (c.heads // c.kv_heads)
+        self.most_siblings = GROUP // (c.heads // c.kv_heads)
         self.buckets = [size for size in BUCKETS if size < max_rows] + [max_rows]
         pdl = capability(kv.device) >= (9, 0)
         self.room = c.head_dim == 64 or shared_memory(capability(kv.device)) > 128
@@ -154,7 +154,7 @@ class GraphEngine(TorchEngine):
         self.rows = zeros(len(State._fields), max_rows)
         self.state = State(*self.rows)
         self.nobody = zeros(len(State._fields), 1)  # a row that reads and writes block 0
-        self.nobody[State._fields.index("share")] = 1
+        self.nobody[State._fields.index("siblings")] = 1
         self.table = None  # (max_rows, width), from the first call on
         self.ends = zeros(MAX_ENDS)
         self.inv_temperature = zeros(dtype=torch.float32)
@@ -249,7 +249,7 @@ class GraphEngine(TorchEngine):
         bucket = next((m for m in PROGRAMS if n <= m), max(PROGRAMS))
         tile, of_heads, of_residual, of_swiglu = PROGRAMS[bucket]
         tiles = D // tile
-        splits, members, warps, _ = shape = attention_shape(n * KV, self.shared, self.room)
+        shape = attention_shape(n * KV, self.most_siblings, self.room)
 
         def new(*shape, dtype=torch.float32):
             return torch.empty(shape, dtype=dtype, device=self.kv.device)
@@ -260,7 +260,8 @@ class GraphEngine(TorchEngine):
         hidden = new(n, F, dtype=model.dtype)  # down
         q = new(n, H, d, dtype=model.dtype)
         cos, sin = new(2, n, d // 2)
-        runs = Runs(new(n, H, splits, d), new(n, H, splits), new(n, H, splits), self.counters)
+        of_runs = n, H, shape.SPLITS
+        runs = Runs(new(*of_runs, d), new(*of_runs), new(*of_runs), self.counters)
         squares = Squares(new(n, tiles), model.final_norm.eps, D, constexpr(tiles))
         shift = constexpr(FP16_SHIFT if model.dtype == torch.float16 else 1.0)
 
@@ -284,10 +285,9 @@ class GraphEngine(TorchEngine):
             kernels.heads_kernel[triton.cdiv(n, rows), H + 2 * KV](
                 partial(layer.qkv, xw, self.matmul), n, squares, layer.qkv_bias, cos, sin, q, cache,
                 self.state, H, rows, num_warps=num_warps, **pdl)
-            kernels.attention_kernel[n, KV, splits](
+            kernels.attention_kernel[n, KV, shape.SPLITS](
                 q, cache, self.state, context, runs, d ** -0.5 * LOG2_E, H, GROUP,
-                Shape(*map(constexpr, shape)), num_warps=warps,
-                num_stages=4 if members > 1 else 3, **pdl)
+                shape, num_warps=shape.W, num_stages=4 if shape.SIBLINGS > 1 else 3, **pdl)
             residual(layer.o, context, layer.post_norm)
             rows, num_warps = of_swiglu
             kernels.swiglu_kernel[triton.cdiv(n, rows), F // tile](

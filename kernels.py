@@ -74,7 +74,7 @@ class State(NamedTuple):
     token: tl.tensor
     pos: tl.tensor
     prefix: tl.tensor
-    share: tl.tensor
+    siblings: tl.tensor
     limit: tl.tensor
     key: tl.tensor
     alive: tl.tensor        # 0: repeats its step, which counts for nothing
@@ -95,10 +95,10 @@ class Cache(NamedTuple):
 
 class Shape(NamedTuple):
     """How attention_kernel cuts its work up: decode.attention_shape."""
-    SPLITS: tl.constexpr    # programs of a row, at most
-    MEMBERS: tl.constexpr   # rows of a program, at most
-    W: tl.constexpr         # warps of a program
-    T: tl.constexpr         # tokens of a warp's step
+    SPLITS: int             # programs of a row, at most
+    SIBLINGS: int           # rows of a program, at most
+    W: int                  # warps of a program
+    T: int                  # tokens of a warp's step
 
 
 class Runs(NamedTuple):
@@ -370,7 +370,8 @@ def attention_kernel(
     scale,             # log2(e) / sqrt(d): softmax in base 2
     H: tl.constexpr,
     J: tl.constexpr,   # queries of a tile
-    shape: Shape, PDL: tl.constexpr,
+    shape: tl.constexpr,  # Shape
+    PDL: tl.constexpr,
 ):
     """A key-value head, the H/KV query heads that share it, a program's part of a row's context.
 
@@ -378,31 +379,31 @@ def attention_kernel(
     of the row's own. A warp keeps a softmax of its own: nothing in the loop waits for another. The
     last program to arrive joins what they leave in order: the result does not depend on who it is.
 
-    MEMBERS > 1: of up to so many neighbours with one prefix, at the first of them. Query j of the
-    tile is head j % G of row + j // G; the prefix is read once, then each member's own tokens,
+    SIBLINGS > 1: of up to so many neighbours with one prefix, at the first of them. Query j of the
+    tile is head j % G of row + j // G; the prefix is read once, then each sibling's own tokens,
     hidden from the others. A row gets the same tokens in the same warps as alone: the same bits.
     """
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    MEMBERS: tl.constexpr = shape.MEMBERS
+    SIBLINGS: tl.constexpr = shape.SIBLINGS
     W: tl.constexpr = shape.W
     G: tl.constexpr = H // cache.KV
     overlap(PDL)
     prefix = tl.load(state.prefix + row).to(tl.int32)
-    members, count = 1, shape.SPLITS
-    if MEMBERS > 1:
-        members = tl.load(state.share + row).to(tl.int32)
+    siblings, count = 1, shape.SPLITS
+    if SIBLINGS > 1:
+        siblings = tl.load(state.siblings + row).to(tl.int32)
     elif shape.SPLITS > 1:
         steps = tl.cdiv(tl.load(state.pos + row).to(tl.int32) + 1, W * shape.T)
         count = tl.minimum(steps, shape.SPLITS)
-    if (members == 0) | (split >= count):
+    if (siblings == 0) | (split >= count):
         return
     step = W * shape.T * count  # tokens
-    own, ends = (), (tl.cdiv(prefix, step),)  # each member's tokens; steps up to their last
-    for m in tl.static_range(MEMBERS):
-        pos = tl.load(state.pos + row + m, mask=m < members, other=0).to(tl.int32)
-        own += (tl.where(m < members, pos + 1 - prefix, 0),)
+    own, ends = (), (tl.cdiv(prefix, step),)  # each sibling's tokens; steps up to their last
+    for m in tl.static_range(SIBLINGS):
+        pos = tl.load(state.pos + row + m, mask=m < siblings, other=0).to(tl.int32)
+        own += (tl.where(m < siblings, pos + 1 - prefix, 0),)
         ends += (ends[m] + tl.cdiv(own[m], step),)
     gap = tl.cdiv(prefix, cache.BLOCK) * cache.BLOCK  # own tokens start a block
     offset = (split * W + tl.arange(0, W)) * shape.T  # of each warp's first token in a step
@@ -411,7 +412,7 @@ def attention_kernel(
     wait(PDL)
     j = tl.arange(0, J)
     i = tl.arange(0, cache.d)
-    live = j < members * G
+    live = j < siblings * G
     head = (row + j // G) * H + kv_head * G + j % G  # of the M * H query heads
     at_q = head[:, None] * cache.d + i[None, :]
     q = tl.load(q_ptr + at_q, mask=live[:, None], other=0.0)
@@ -422,13 +423,13 @@ def attention_kernel(
     top = tl.full((W, J), -INF, tl.float32)
     mass = tl.zeros((W, J), tl.float32)
     acc = tl.zeros((W, J, cache.d), tl.float32)
-    for t in range(0, ends[MEMBERS]):
+    for t in range(0, ends[SIBLINGS]):
         of = -1  # whose tokens this step has; -1: everybody's
         start = 0
         tokens = prefix
         next_row = row
         next_at = (t + 1) * step
-        for m in tl.static_range(MEMBERS):
+        for m in tl.static_range(SIBLINGS):
             of = tl.where(t >= ends[m], m, of)
             start = tl.where(t >= ends[m], ends[m], start)
             tokens = tl.where(t >= ends[m], own[m], tokens)
@@ -440,7 +441,7 @@ def attention_kernel(
         # One step early: if keys and values waited for this load, the compiler would keep a single
         # buffer for them.
         page = (next_at + offset) // cache.BLOCK
-        more = (t + 1 < ends[MEMBERS]) & (page < cache.width)
+        more = (t + 1 < ends[SIBLINGS]) & (page < cache.width)
         block = tl.load(cache.table + next_row * cache.width + page, mask=more, other=0)
         valid = token[:, None] + slot[None, :] < tokens  # (W, T)
         k = tl.load(page_ptr[:, None, None] + within, mask=valid[:, :, None], other=0.0)

@@ -345,7 +345,7 @@ class HashModel:
 
 
 class HashEngine(TorchEngine):
-    window, shared = 8, 3
+    window, most_siblings = 8, 3
 
     def __init__(self, model, kv, max_rows):
         super().__init__(model, kv, max_rows)
@@ -393,10 +393,10 @@ class AuditedSampler(Sampler):
         for prefix in prefixes:
             assert prefix.users == sum(s.prefix is prefix for s in live)
         rows, leader = super()._rows(live), 0
-        for row, (s, share) in enumerate(zip(live, rows.share.tolist())):
-            leader = row if share else leader                             # rows [leader, leader + share): one prefix
-            assert s.prefix is live[leader].prefix and row - leader < rows.share[leader] <= self.engine.shared
-        assert rows.share.sum() == len(live)
+        for row, (s, count) in enumerate(zip(live, rows.siblings.tolist())):
+            leader = row if count else leader                             # rows [leader, leader + count): one prefix
+            assert s.prefix is live[leader].prefix and row - leader < rows.siblings[leader] <= self.engine.most_siblings
+        assert rows.siblings.sum() == len(live)
         return rows
 
     def _release(self, s):
