@@ -88,27 +88,25 @@ def partial(linear, x, matmul):
 
 
 class Graphs(dict):
-    """key -> the replay of a CUDA graph, made for the same `settings`: what it captured must stay
-    where it is. before() precedes a launch that is no replay.
+    """key -> the replay of a CUDA graph, all made for the same `settings`: what they captured must
+    stay where it is.
     """
-    def __init__(self, capturing, before):
-        self.capturing = capturing  # False: in Triton's interpreter, on a CPU
-        self.before = before
-        self.settings = None
-        self.pool = None  # of activations: graphs never run at once
+    settings = None
+    pool = None  # of activations: graphs never run at once
 
     def get_for(self, settings, key, launch):
-        """-> what replays launch(); what that returns lives as long as its graph."""
         if settings != self.settings:
             self.clear()
             self.pool = None  # without graphs it cannot be used again
             self.settings = settings
         if key not in self:
-            self[key] = self.capture(launch) if self.capturing else launch
+            self[key] = self.capture(launch)
         return self[key]
 
     def capture(self, launch):
-        self.before()
+        """-> what replays launch(); what that returns lives as long as its graph."""
+        if not torch.cuda.is_available():  # Triton's interpreter
+            return launch
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):  # compiles, wakes cuBLAS
             stream.wait_stream(torch.cuda.default_stream())
@@ -117,13 +115,8 @@ class Graphs(dict):
         graph = torch.cuda.CUDAGraph()
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         with torch.cuda.graph(graph, pool=self.pool):
-            kept = launch()
-
-        def replay():
-            graph.replay()
-            return kept
-
-        return replay
+            graph.kept = launch()
+        return graph.replay
 
 
 class GraphEngine(TorchEngine):
@@ -165,8 +158,8 @@ class GraphEngine(TorchEngine):
         self.freq = c.rope_theta ** (-half / c.head_dim)  # as model.rope_table
         self.packed = zeros(3, PREFILL_SIZES[-1])  # of a prefill: tokens, blocks, positions,
         self.starts = zeros(PREFILL_SIZES[-1] // BLOCK + 1, dtype=torch.int32)  # where each begins
-        self.graphs = Graphs(kv.is_cuda, self.nobody_lives)  # of (rows, greedy)
-        self.prefills = Graphs(kv.is_cuda, self.nobody_lives)  # of tokens
+        self.graphs = Graphs()  # of (rows, greedy)
+        self.prefills = Graphs()  # of tokens
 
     def batch_size(self, n):
         return next(size for size in self.buckets if size >= n)
@@ -180,10 +173,8 @@ class GraphEngine(TorchEngine):
             self.table = self.rows.new_zeros(self.max_rows, rows.table.shape[1])
         size = self.batch_size(n)
         run = self.graph(size, sampling)
-        self.rows[:, :size] = self.nobody
         self.rows[:len(rows) - 1, :n] = torch.stack(rows[:-1])  # State begins as Rows, no table
         self.state.alive[:n] = rows.limit > rows.pos
-        self.table[:size] = 0
         self.table[:n] = rows.table
         self.ends.copy_(torch.tensor(ends + [-1] * (MAX_ENDS - len(ends))))
         self.inv_temperature.fill_(1 / (sampling.temperature or 1.0))
@@ -223,16 +214,14 @@ class GraphEngine(TorchEngine):
         self.prefills.get_for(self.adapter(), size, launch)()
 
     def graph(self, size, sampling):
-        """-> what runs one step of `size` rows."""
+        """-> what runs one step of `size` rows, so far nobody's: to make it takes a step, too."""
+        self.rows[:, :size] = self.nobody
+        self.table[:size] = 0
         settings = self.adapter(), sampling.top_k, sampling.top_p, self.model.live_vocab
-        return self.graphs.get_for(settings, (size, not sampling.temperature),
-                                   lambda: self.step(size, sampling))
-
-    def nobody_lives(self):
-        """A step that is no replay must not write anybody's keys."""
-        self.rows.zero_()
-        if self.table is not None:
-            self.table.zero_()
+        run = self.graphs.get_for(settings, (size, not sampling.temperature),
+                                  lambda: self.step(size, sampling))
+        self.state.step.zero_()
+        return run
 
     def adapter(self):
         """Whose addresses a graph captured."""

@@ -11,6 +11,7 @@ doing it once. So a run does not fail at step 300, on the first batch of long an
 """
 import math
 import sys
+from functools import cached_property
 
 import torch
 
@@ -72,7 +73,7 @@ class Plan:
             left = self.room - worst
             if left <= 0:
                 continue
-            block = self.block_bytes() * tokens
+            block = self.block_bytes * tokens
             pool = min(left, max(useful / 2, min(useful, left - c.layers * block)))
             if kv_gib:
                 pool = kv_gib * GIB
@@ -102,6 +103,7 @@ class Plan:
             rows.append([0] * rest)
         return self.model.token_logprobs(rows, [1] * len(rows), kept=kept)[0]
 
+    @cached_property
     def block_bytes(self):
         """Bytes a token that a block adds which keeps its activations."""
         def held(kept):
