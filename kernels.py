@@ -315,6 +315,20 @@ def heads_kernel(
 
 
 @triton.jit
+def softmax_step(top, mass, acc, q, k, v, seen, scale):
+    """Largest logit, mass (W, J), unscaled sum (W, J, d) so far -> with T tokens k, v (W, T, d)."""
+    logit = tl.dot(q, tl.permute(k, (0, 2, 1)), input_precision="ieee") * scale
+    logit = tl.where(seen, logit, -INF)
+    new_top = tl.maximum(top, tl.max(logit, axis=2))
+    base = tl.where(new_top == -INF, 0.0, new_top)  # nothing seen yet: no inf - inf
+    p = tl.exp2(logit - base[:, :, None])
+    shrink = tl.exp2(top - base)
+    mass = mass * shrink + tl.sum(p, axis=2)
+    acc = tl.dot(p.to(q.dtype), v, acc * shrink[:, :, None], input_precision="ieee")
+    return new_top, mass, acc
+
+
+@triton.jit
 def add_halves(x):
     """x (2 W, J, d) -> (W, J, d): x[w] + x[W + w]. tl.sum across warps takes 10 times the code."""
     halves = tl.reshape(x, (2, x.shape[0] // 2, x.shape[1], x.shape[2]))
@@ -448,15 +462,7 @@ def attention_kernel(
         page_ptr += cache.plane
         v = tl.load(page_ptr[:, None, None] + within, mask=valid[:, :, None], other=0.0)
         seen = valid[:, None, :] & ((of < 0) | (j // G == of))[None, :, None]
-        logit = tl.dot(q, tl.permute(k, (0, 2, 1)), input_precision="ieee") * scale
-        logit = tl.where(seen, logit, -INF)
-        new_top = tl.maximum(top, tl.max(logit, axis=2))
-        base = tl.where(new_top == -INF, 0.0, new_top)  # nothing seen yet: no inf - inf
-        p = tl.exp2(logit - base[:, :, None])
-        shrink = tl.exp2(top - base)
-        mass = mass * shrink + tl.sum(p, axis=2)
-        acc = tl.dot(p.to(q.dtype), v, acc * shrink[:, :, None], input_precision="ieee")
-        top = new_top
+        top, mass, acc = softmax_step(top, mass, acc, q, k, v, seen, scale)
     top, mass, acc = join_warps(top, mass, acc)
 
     if count > 1:
