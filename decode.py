@@ -84,7 +84,7 @@ def partial(linear, x, matmul):
     else:
         slabs = linear.weight.partial(x, a)
     return Partial(slabs.sums, slabs.scale, linear.b16 if R else slabs.scale, linear.weight.N,
-                   slabs.sums.shape[2], slabs.KB, slabs.L, *map(constexpr, (*slabs.most, R)))
+                   slabs.sums.shape[2], slabs.KB, slabs.L, constexpr(max(slabs.most)), constexpr(R))
 
 
 class Graphs(dict):

@@ -45,8 +45,7 @@ class Partial(NamedTuple):
     width: tl.tensor
     KB: tl.tensor           # blocks along K,
     L: tl.tensor            # of a program: marlin_fp4.pieces
-    S: tl.constexpr         # slabs of x @ W.T at most,
-    SA: tl.constexpr        # of x @ A.T
+    S: tl.constexpr         # slabs of a column, at most
     R: tl.constexpr         # 0: no adapter
 
 
@@ -136,39 +135,32 @@ def linear_weights(y: Partial, first, BN: tl.constexpr):
 
 
 @triton.jit
-def slab_sums(y: Partial, M, tiles, of_w: tl.constexpr):
-    """Of every tile (at, live, count), the first `of_w` of W, the sum of its slabs, in order.
+def slab_sums(y: Partial, M, tiles):
+    """Of every tile (at, live, count) the sum of its slabs, in order.
 
     Few elements: slabs lie side by side in one tensor, so that all threads load (2.1 and not 2.5 ms
     a step of 7B at 1 row). Many would spill registers that way (4.2 ms at 64 rows, not 3.9), so a
-    loop; unrolled by static_range, each slab would be moved into the layout of the dot that follows
-    by itself, through shared memory: 74 barriers a program instead of 14, 6.7 us instead of 3.5
-    (residual_kernel, 32 rows). All tiles end in one loop: the loads of others would wait behind the
-    barrier of a sum that was done before.
+    loop, one for all tiles: the loads of others would wait behind the barrier of a sum that was
+    done before. Unrolled by static_range, each slab would be moved through shared memory into the
+    layout of the dot that follows: 6.7 us instead of 3.5 (residual_kernel, 32 rows).
     """
     slab = M.to(tl.int64) * y.width
     sums = ()
-    COMMON: tl.constexpr = min(y.S, y.SA)
-    for t in tl.static_range(len(tiles)):
-        at, live, count = tiles[t]
-        if at.shape[0] <= 2:
-            s = tl.arange(0, triton.next_power_of_2(y.S if t < of_w else y.SA))[:, None, None]
+    if tiles[0][0].shape[0] <= 2:
+        s = tl.arange(0, triton.next_power_of_2(y.S))[:, None, None]
+        for t in tl.static_range(len(tiles)):
+            at, live, count = tiles[t]
             mask = (s < count) & live[None]
             side_by_side = tl.load(y.sums + s * slab + at[None], mask=mask, other=0.0)
             sums += (tl.sum(side_by_side, axis=0),)
-        else:
-            x = tl.zeros(at.shape, tl.float32)
-            # not up to `count`: so that loads are issued together
-            for s in range((y.S if t < of_w else y.SA) - COMMON):
-                x += tl.load(y.sums + s * slab + at, mask=live & (s < count), other=0.0)
-            sums += (x,)
-    if tiles[0][0].shape[0] > 2:
-        for s in range(COMMON):
+    else:
+        for t in tl.static_range(len(tiles)):
+            sums += (tl.zeros(tiles[t][0].shape, tl.float32),)
+        for s in range(y.S):  # not up to `count`: so that loads are issued together
             longer = ()
             for t in tl.static_range(len(tiles)):
                 at, live, count = tiles[t]
-                i = s + ((y.S if t < of_w else y.SA) - COMMON)
-                x = tl.load(y.sums + i * slab + at, mask=live & (i < count), other=0.0)
+                x = tl.load(y.sums + s * slab + at, mask=live & (s < count), other=0.0)
                 longer += (sums[t] + x,)
             sums = longer
     return sums
@@ -189,7 +181,7 @@ def linear_tiles(y: Partial, M, row, weights, parts):
     for p in tl.static_range(len(parts)):
         at = row[:, None] * y.width + y.N + parts[p] * y.R + r
         tiles += ((at, live & (r < y.R), a_pieces(y.KB, y.L)),)
-    sums = slab_sums(y, M, tiles, len(weights))
+    sums = slab_sums(y, M, tiles)
     finished = ()
     for t in tl.static_range(len(weights)):
         _, scale, b, _ = weights[t]
