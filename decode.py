@@ -255,7 +255,7 @@ class GraphEngine(TorchEngine):
         shift = constexpr(FP16_SHIFT if model.dtype == torch.float16 else 1.0)
 
         def into(norm):
-            return Norm(norm.weight, norm.noise, xw, squares.sums, D, tiles, shift)
+            return Norm(norm.weight, norm.noise, xw, squares, shift)
 
         def residual(linear, x, norm):
             rows, warps = of_residual

@@ -62,9 +62,7 @@ class Norm(NamedTuple):
     weight: tl.tensor       # fp32 (D,)
     noise: tl.tensor        # fp32 (D,)             AQN's
     xw: tl.tensor           # (M, D)                x * (weight + noise), rounded
-    sums: tl.tensor         # fp32 (M, TILES)       as Squares.sums
-    D: tl.tensor
-    TILES: tl.tensor
+    squares: Squares        # takes them
     SHIFT: tl.constexpr     # of x before all this: model.FP16_SHIFT, or 1
 
 
@@ -206,9 +204,10 @@ def rstd_of(squares: Squares, row, live):
 @triton.jit
 def norm_tile(norm: Norm, x, w, row, col, tile, M):
     x *= norm.SHIFT
-    at = norm.xw + row[:, None] * norm.D + col[None, :]
+    squares = norm.squares
+    at = norm.xw + row[:, None] * squares.D + col[None, :]
     tl.store(at, x * w[None, :], mask=(row < M)[:, None])
-    tl.store(norm.sums + row * norm.TILES + tile, tl.sum(x * x, axis=1), mask=row < M)
+    tl.store(squares.sums + row * squares.TILES + tile, tl.sum(x * x, axis=1), mask=row < M)
 
 
 @triton.jit
@@ -243,9 +242,9 @@ def embed_kernel(
     live = (row < M)[:, None]
     overlap(PDL)
     token = tl.load(state.token + row, mask=row < M, other=0)
-    x = tl.load(embed_ptr + token[:, None] * norm.D + col[None, :], mask=live, other=0.0)
+    x = tl.load(embed_ptr + token[:, None] * norm.squares.D + col[None, :], mask=live, other=0.0)
     x = x.to(tl.float32)
-    tl.store(resid_ptr + row[:, None] * norm.D + col[None, :], x, mask=live)
+    tl.store(resid_ptr + row[:, None] * norm.squares.D + col[None, :], x, mask=live)
     w = tl.load(norm.weight + col) + tl.load(norm.noise + col)
     norm_tile(norm, x, w, row, col, tile, M)
     if tile == 0:
@@ -483,7 +482,7 @@ def residual_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tile = tl.program_id(1)
     col = tile * TILE + tl.arange(0, TILE)
-    at = row[:, None] * norm.D + col[None, :]
+    at = row[:, None] * norm.squares.D + col[None, :]
     overlap(PDL)
     weights = linear_weights(y, tile * TILE, TILE)
     w = tl.load(norm.weight + col) + tl.load(norm.noise + col)

@@ -214,7 +214,7 @@ def test_residual_kernel_adds_the_linear_and_norms_the_sum(M, KB, L, R, ROWS, ge
     want = resid.double() + y
     xw = torch.full((M, D), torch.nan, device=DEVICE, dtype=DTYPE)
     squares = torch.full((M, D // T), torch.nan, device=DEVICE)
-    norm = kernels.Norm(weight, noise, xw, squares, D, D // T, const(SHIFT))
+    norm = kernels.Norm(weight, noise, xw, kernels.Squares(squares, 1e-6, D, const(D // T)), const(SHIFT))
     kernels.residual_kernel[-(-M // ROWS), D // T](linear, M, resid, norm, T, ROWS, False)
     assert (resid - want).abs().max() < 1e-4 + 1e-2 * (R > 0)        # fp32, but for flipped roundings of x @ A.T
     assert close(xw, resid.double() * (weight + noise).double() * SHIFT)
