@@ -299,7 +299,7 @@ class GraphEngine(TorchEngine):
         chunks = triton.cdiv(V, CHUNK)
         logits = Logits(logits, logits.stride(0), V, squares, self.inv_temperature,
                         logits.new_empty(n, chunks), logits.new_empty(n, chunks),
-                        self.tokens.new_empty(n, chunks), constexpr(filtered), constexpr(CHUNK))
+                        constexpr(filtered), constexpr(CHUNK))
         kernels.chunk_kernel[n, chunks](logits)
         kernels.pick_kernel[n,](logits, chunks, self.state, self.ends, self.tokens, self.logprobs,
                                 self.max_rows, not sampling.temperature,

@@ -114,8 +114,7 @@ class Logits(NamedTuple):
     squares: Squares        # of the final norm
     inv_temperature: tl.tensor  # fp32 ()
     tops: tl.tensor         # fp32 (M, chunks)      largest logit,
-    masses: tl.tensor       # fp32 (M, chunks)      sum of exp(logit - largest),
-    picks: tl.tensor        # int64 (M, chunks)     column of the largest
+    masses: tl.tensor       # fp32 (M, chunks)      sum of exp(logit - largest)
     SCALED: tl.constexpr    # x is divided by rms and temperature already
     CHUNK: tl.constexpr
 
@@ -538,7 +537,7 @@ def logits_at(logits: Logits, row, column):
 
 @triton.jit
 def chunk_kernel(logits: Logits):
-    """Tops, masses and picks of one chunk of a row."""
+    """Top and mass of one chunk of a row."""
     row = tl.program_id(0)
     chunk = tl.program_id(1)
     i = chunk * logits.CHUNK + tl.arange(0, logits.CHUNK)
@@ -548,7 +547,6 @@ def chunk_kernel(logits: Logits):
     tl.store(logits.tops + at, top)
     mass = tl.sum(tl.exp(x - tl.maximum(top, -1e30)), axis=0)  # a chunk may be all -inf
     tl.store(logits.masses + at, mass)
-    tl.store(logits.picks + at, chunk * logits.CHUNK + tl.argmax(x, axis=0))
 
 
 @triton.jit
@@ -559,6 +557,14 @@ def uniform(key, pos):
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
     z = z ^ (z >> 31)
     return ((z >> 41).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2^-23
+
+
+@triton.jit
+def inverse_cdf(masses, i, target):
+    """-> the first i where masses add up to more than target; what of it those before leave."""
+    at = tl.sum((tl.cumsum(masses, axis=0) <= target).to(tl.int32), axis=0)
+    at = tl.minimum(at, tl.max(tl.where(masses > 0, i, 0), axis=0))  # sums round
+    return at, target - tl.sum(tl.where(i < at, masses, 0.0), axis=0)
 
 
 @triton.jit
@@ -581,21 +587,18 @@ def pick_kernel(
     mass = tl.sum(masses, axis=0)
     pos = tl.load(state.pos + row)
     scale = logit_scale(logits, row)
+    target = uniform(tl.load(state.key + row), pos) * mass
     if GREEDY:
-        token = tl.load(logits.picks + row * chunks + tl.argmax(tops, axis=0))
+        chunk = tl.argmax(tops, axis=0)
     else:
-        target = uniform(tl.load(state.key + row), pos) * mass
-        chunk = tl.sum((tl.cumsum(masses, axis=0) <= target).to(tl.int32), axis=0)
-        # sums round: the target may exceed them
-        chunk = tl.minimum(chunk, tl.max(tl.where(masses > 0, c, 0), axis=0))
-        target -= tl.sum(tl.where(c < chunk, masses, 0.0), axis=0)
-        i = tl.arange(0, logits.CHUNK)
-        x = logits_at(logits, row, chunk * logits.CHUNK + i) * scale
-        p = tl.exp(x - top)
-        inside = tl.sum((tl.cumsum(p, axis=0) <= target).to(tl.int32), axis=0)
-        inside = tl.minimum(inside, tl.max(tl.where(p > 0, i, 0), axis=0))
-        token = chunk * logits.CHUNK + inside
-    token = tl.minimum(token, logits.V - 1)  # of a row that is all NaN, too
+        chunk, target = inverse_cdf(masses, c, target)
+    i = tl.arange(0, logits.CHUNK)
+    x = logits_at(logits, row, chunk * logits.CHUNK + i) * scale
+    if GREEDY:
+        inside = tl.argmax(x, axis=0)
+    else:
+        inside, _ = inverse_cdf(tl.exp(x - top), i, target)
+    token = tl.minimum(chunk * logits.CHUNK + inside, logits.V - 1)  # of a row of NaN, too
     logprob = logits_at(logits, row, token) * scale - top - tl.log(mass)
     step = tl.load(state.step + row)
     tl.store(tokens_ptr + step * stride + row, token.to(tl.int64))
