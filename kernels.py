@@ -30,6 +30,7 @@ from marlin_fp4 import a_pieces, pieces
 from nvfp4 import byte_table
 
 INF = tl.constexpr(float("inf"))
+LOWEST = tl.constexpr(-1e30)  # below all logits, and finite: no inf - inf
 AT_ONCE = tl.constexpr(4)  # runs of attention_kernel joined at a time
 
 
@@ -545,7 +546,7 @@ def chunk_kernel(logits: Logits):
     top = tl.max(x, axis=0)
     at = row * tl.num_programs(1) + chunk
     tl.store(logits.tops + at, top)
-    mass = tl.sum(tl.exp(x - tl.maximum(top, -1e30)), axis=0)  # a chunk may be all -inf
+    mass = tl.sum(tl.exp(x - tl.maximum(top, LOWEST)), axis=0)  # a chunk may be all -inf
     tl.store(logits.masses + at, mass)
 
 
@@ -776,27 +777,27 @@ def scores_kernel(
     scale = tl.load(scale_ptr + row)
     target = tl.load(targets_ptr + row)
     products_ptr += row * V
-    top = tl.full((BLOCK,), -INF, tl.float32)  # each lane's own: one reduction at the end
+    top = tl.full((BLOCK,), LOWEST, tl.float32)  # each lane's own: one reduction at the end
     mass = tl.zeros((BLOCK,), tl.float32)
     mean = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, live, BLOCK):
         col = start + tl.arange(0, BLOCK)
         # not col < live, which is odd: that would be loads of 4 bytes
         logit = tl.load(products_ptr + col, mask=col < V, other=0.0) * scale
-        logit = tl.where(col < live, logit, -INF)
+        logit = tl.where(col < live, logit, LOWEST)
         higher = tl.maximum(top, logit)
-        old = tl.where(top == higher, 1.0, tl.exp(top - higher))
-        new = tl.where(col < live, tl.exp(logit - higher), 0.0)
+        old = tl.exp(top - higher)
+        new = tl.exp(logit - higher)
         mass = mass * old + new
-        mean = mean * old + tl.where(col < live, new * logit, 0.0)
+        mean = mean * old + new * logit
         top = higher
     highest = tl.max(top, 0)
-    share = tl.exp(top - highest)  # 0 for a lane that saw nothing
-    total = tl.sum(mass * share, 0)
+    weight = tl.exp(top - highest)  # 0 for a lane that saw nothing
+    total = tl.sum(mass * weight, 0)
     lse = highest + tl.log(total)
     tl.store(sums_ptr + row, tl.load(products_ptr + target) * scale)
     tl.store(sums_ptr + c + row, lse)
-    tl.store(sums_ptr + 2 * c + row, tl.sum(mean * share, 0) / total)
+    tl.store(sums_ptr + 2 * c + row, tl.sum(mean * weight, 0) / total)
     if ahead_ptr is not None:
         for start in range(0, V, BLOCK):
             col = start + tl.arange(0, BLOCK)
