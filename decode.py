@@ -260,12 +260,13 @@ class GraphEngine(TorchEngine):
         def residual(linear, x, norm):
             rows, warps = of_residual
             kernels.residual_kernel[triton.cdiv(n, rows), tiles](
-                partial(linear, x, self.matmul), n, resid, into(norm), tile, rows, num_warps=warps, **pdl)
+                partial(linear, x, self.matmul), n, resid, into(norm), tile, rows,
+                num_warps=warps, **pdl)
 
         # Launched without pdl, after the step before: all others may read the state early.
         norms = [layer.input_norm for layer in model.layers] + [model.final_norm]
         kernels.embed_kernel[n, tiles](
-            self.state, model.embed, self.freq, resid, cos, sin, into(norms[0]), n, tile, 1, d // 2,
+            self.state, model.embed, self.freq, resid, cos, sin, into(norms[0]), n, tile, d // 2,
             pdl["PDL"], num_warps=1)
         for layer, kv, next_norm in zip(model.layers, self.kv, norms[1:]):
             cache = Cache(kv, kv.stride(0), self.table, self.table.shape[1],

@@ -234,25 +234,23 @@ def embed_kernel(
     resid_ptr,         # fp32 (M, D)       the residual stream
     cos_ptr, sin_ptr,  # fp32 (M, HALF)    the rotary table of this step
     norm: Norm,        # the first
-    M, TILE: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
+    M, TILE: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0) + tl.arange(0, 1)
     tile = tl.program_id(1)
+    D = norm.squares.D
     col = tile * TILE + tl.arange(0, TILE)
-    live = (row < M)[:, None]
     overlap(PDL)
-    token = tl.load(state.token + row, mask=row < M, other=0)
-    x = tl.load(embed_ptr + token[:, None] * norm.squares.D + col[None, :], mask=live, other=0.0)
-    x = x.to(tl.float32)
-    tl.store(resid_ptr + row[:, None] * norm.squares.D + col[None, :], x, mask=live)
+    token = tl.load(state.token + row)
+    x = tl.load(embed_ptr + token[:, None] * D + col[None, :]).to(tl.float32)
+    tl.store(resid_ptr + row[:, None] * D + col[None, :], x)
     w = tl.load(norm.weight + col) + tl.load(norm.noise + col)
     norm_tile(norm, x, w, row, col, tile, M)
     if tile == 0:
         i = tl.arange(0, HALF)
-        pos = tl.load(state.pos + row, mask=row < M, other=0).to(tl.float32)
-        angle = pos[:, None] * tl.load(freq_ptr + i)[None, :]
-        tl.store(cos_ptr + row[:, None] * HALF + i[None, :], tl.cos(angle), mask=live)
-        tl.store(sin_ptr + row[:, None] * HALF + i[None, :], tl.sin(angle), mask=live)
+        angle = tl.load(state.pos + row).to(tl.float32)[:, None] * tl.load(freq_ptr + i)[None, :]
+        tl.store(cos_ptr + row[:, None] * HALF + i[None, :], tl.cos(angle))
+        tl.store(sin_ptr + row[:, None] * HALF + i[None, :], tl.sin(angle))
 
 
 @triton.jit(do_not_specialize=["M"])
