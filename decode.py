@@ -43,7 +43,6 @@ CHUNK = 2048            # vocabulary entries of one program of the softmax
 GROUP = 16              # queries of a tile of attention_kernel
 MAX_ENDS = 16           # end ids of a tokenizer
 PREFILL_SIZES = (64, 128, 256, 512, 1024)  # tokens of prefills as graphs
-LOG2_E = 1.4426950408889634
 MATMULS = {"hopper": marlin_fp4.decode_matmul, "portable": portable_fp4.decode_matmul}
 # n up to -> columns of an elementwise program; (rows, warps) of heads_, residual_, swiglu_kernel's.
 # With 128 columns a number costs half as many instructions, up to 16 rows too few programs result.
@@ -276,8 +275,8 @@ class GraphEngine(TorchEngine):
                 partial(layer.qkv, xw, self.matmul), n, squares, layer.qkv_bias, cos, sin, q, cache,
                 self.state, H, rows, num_warps=num_warps, **pdl)
             kernels.attention_kernel[n, KV, shape.SPLITS](
-                q, cache, self.state, context, runs, d ** -0.5 * LOG2_E, H, GROUP,
-                shape, num_warps=shape.W, num_stages=4 if shape.SIBLINGS > 1 else 3, **pdl)
+                q, cache, self.state, context, runs, H, GROUP, shape, num_warps=shape.W,
+                num_stages=4 if shape.SIBLINGS > 1 else 3, **pdl)
             residual(layer.o, context, layer.post_norm)
             rows, num_warps = of_swiglu
             kernels.swiglu_kernel[triton.cdiv(n, rows), F // tile](

@@ -31,6 +31,7 @@ from nvfp4 import byte_table
 
 INF = tl.constexpr(float("inf"))
 LOWEST = tl.constexpr(-1e30)  # below all logits, and finite: no inf - inf
+LOG2_E = tl.constexpr(1.4426950408889634)  # attention's softmax is in base 2
 AT_ONCE = tl.constexpr(4)  # runs of attention_kernel joined at a time
 
 
@@ -304,9 +305,24 @@ def heads_kernel(
 
 
 @triton.jit
-def softmax_step(top, mass, acc, q, k, v, seen, scale):
+def block_of(cache: Cache, t, step, row, prefix, ends, offset):
+    """Of each warp the block of the cache that holds its tokens of step t."""
+    whose = row
+    at = t * step
+    for m in tl.static_range(len(ends) - 1):
+        gap = tl.cdiv(prefix, cache.BLOCK) * cache.BLOCK  # own tokens start a block
+        whose = tl.where(t >= ends[m], row + m, whose)
+        at = tl.where(t >= ends[m], (t - ends[m]) * step + gap, at)
+    page = (at + offset) // cache.BLOCK
+    mask = (t < ends[len(ends) - 1]) & (page < cache.width)
+    return tl.load(cache.table + whose * cache.width + page, mask=mask, other=0)
+
+
+@triton.jit
+def softmax_step(top, mass, acc, q, k, v, seen):
     """Largest logit, mass (W, J), unscaled sum (W, J, d) so far -> with T tokens k, v (W, T, d)."""
-    logit = tl.dot(q, tl.permute(k, (0, 2, 1)), input_precision="ieee") * scale
+    SCALE: tl.constexpr = LOG2_E * q.shape[2] ** -0.5
+    logit = tl.dot(q, tl.permute(k, (0, 2, 1)), input_precision="ieee") * SCALE
     logit = tl.where(seen, logit, LOWEST)
     new_top = tl.maximum(top, tl.max(logit, axis=2))
     p = tl.exp2(logit - new_top[:, :, None])
@@ -322,6 +338,17 @@ def add_halves(x):
     halves = tl.reshape(x, (2, x.shape[0] // 2, x.shape[1], x.shape[2]))
     a, b = tl.split(tl.permute(halves, (1, 2, 3, 0)))
     return a + b
+
+
+@triton.jit
+def leave(runs: Runs, at, top, mass, acc, live):
+    """Run number `at` (J,) of each query, for the last program of a row to join."""
+    d: tl.constexpr = acc.shape[1]
+    tl.store(runs.tops + at, top, mask=live)
+    tl.store(runs.masses + at, mass, mask=live)
+    at_acc = at[:, None] * d + tl.arange(0, d)[None, :]
+    tl.store(runs.acc + at_acc, acc, mask=live[:, None])
+    tl.debug_barrier()  # all threads' stores come before the count
 
 
 @triton.jit
@@ -369,7 +396,6 @@ def attention_kernel(
     cache: Cache, state: State,
     out_ptr,           # (M, H, d)
     runs: Runs,
-    scale,             # log2(e) / sqrt(d): softmax in base 2
     H: tl.constexpr,
     J: tl.constexpr,   # queries of a tile
     shape: tl.constexpr,  # Shape
@@ -407,10 +433,8 @@ def attention_kernel(
         pos = tl.load(state.pos + row + m, mask=m < siblings, other=0).to(tl.int32)
         own += (tl.where(m < siblings, pos + 1 - prefix, 0),)
         ends += (ends[m] + tl.cdiv(own[m], step),)
-    gap = tl.cdiv(prefix, cache.BLOCK) * cache.BLOCK  # own tokens start a block
     offset = (split * W + tl.arange(0, W)) * shape.T  # of each warp's first token in a step
-    page = (tl.where(prefix > 0, 0, gap) + offset) // cache.BLOCK
-    block = tl.load(cache.table + row * cache.width + page, mask=page < cache.width, other=0)
+    block = block_of(cache, 0, step, row, prefix, ends, offset)
     wait(PDL)
     j = tl.arange(0, J)
     i = tl.arange(0, cache.d)
@@ -429,37 +453,27 @@ def attention_kernel(
         of = -1  # whose tokens this step has; -1: everybody's
         start = 0
         tokens = prefix
-        next_row = row
-        next_at = (t + 1) * step
         for m in tl.static_range(SIBLINGS):
             of = tl.where(t >= ends[m], m, of)
             start = tl.where(t >= ends[m], ends[m], start)
             tokens = tl.where(t >= ends[m], own[m], tokens)
-            next_row = tl.where(t + 1 >= ends[m], row + m, next_row)
-            next_at = tl.where(t + 1 >= ends[m], (t + 1 - ends[m]) * step + gap, next_at)
         token = (t - start) * step + offset
         at = (block * cache.KV + kv_head) * cache.BLOCK + token % cache.BLOCK
         page_ptr = cache.kv + at * cache.d
         # One step early: if keys and values waited for this load, the compiler would keep a single
         # buffer for them.
-        page = (next_at + offset) // cache.BLOCK
-        more = (t + 1 < ends[SIBLINGS]) & (page < cache.width)
-        block = tl.load(cache.table + next_row * cache.width + page, mask=more, other=0)
+        block = block_of(cache, t + 1, step, row, prefix, ends, offset)
         valid = token[:, None] + slot[None, :] < tokens  # (W, T)
         k = tl.load(page_ptr[:, None, None] + within, mask=valid[:, :, None], other=0.0)
         page_ptr += cache.plane
         v = tl.load(page_ptr[:, None, None] + within, mask=valid[:, :, None], other=0.0)
         seen = valid[:, None, :] & ((of < 0) | (j // G == of))[None, :, None]
-        top, mass, acc = softmax_step(top, mass, acc, q, k, v, seen, scale)
+        top, mass, acc = softmax_step(top, mass, acc, q, k, v, seen)
     top, mass, acc = join_warps(top, mass, acc)
 
     if count > 1:
         first = head * shape.SPLITS  # of (M, H, SPLITS)
-        tl.store(runs.tops + first + split, top, mask=live)
-        tl.store(runs.masses + first + split, mass, mask=live)
-        at_acc = (first + split)[:, None] * cache.d + i[None, :]
-        tl.store(runs.acc + at_acc, acc, mask=live[:, None])
-        tl.debug_barrier()  # all threads' stores come before the count
+        leave(runs, first + split, top, mass, acc, live)
         counter_ptr = runs.counters + row * cache.KV + kv_head
         if tl.atomic_add(counter_ptr, 1, sem="acq_rel") < count - 1:
             return

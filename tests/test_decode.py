@@ -299,8 +299,7 @@ def test_attention_kernel_matches_float64_over_prefix_gap_and_own_tokens(H, KV, 
         out = torch.full_like(q, torch.nan)
         shape = kernels.Shape(splits, siblings, W, T)
         kernels.attention_kernel[n, KV, splits](
-            q, cache, state, out, kernels.Runs(acc, tops, masses, counters), d ** -0.5 * 1.4426950408889634,
-            H, decode.GROUP, shape, False, num_warps=W)
+            q, cache, state, out, kernels.Runs(acc, tops, masses, counters), H, decode.GROUP, shape, False, num_warps=W)
         return out
 
     out = run(most if together else 1)
