@@ -1,7 +1,13 @@
-"""Puts the repository's root on the import path, so that a bare `pytest` finds the modules; the tiny checkpoints."""
+"""
+Puts the repository's root on the import path, so that a bare `pytest` finds the modules; the tiny checkpoints; the
+kernels in Triton's interpreter.
+"""
 import os
+import re
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -27,3 +33,38 @@ def tiny(tmp_path_factory):
         tensors = random_tensors(raw)
         made[shape] = Tiny(write_folder(tmp_path_factory.mktemp(shape), raw, tensors), raw, tensors)
     return made
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interpreted(request):
+    """-> how many tests of a file passed in the interpreter: a process for all files, beside the others' tests."""
+    files = {str(item.path) for item in request.session.items if "in_tritons_interpreter" in item.name}
+    if not files or os.environ.get("TRITON_INTERPRET"):
+        yield
+        return
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rp", "-k", "not compile", *files]
+    process = subprocess.Popen(command, env=os.environ | {"TRITON_INTERPRET": "1"}, stdout=subprocess.PIPE, text=True)
+    output = []
+
+    def passed(file):
+        if not output:
+            output.append(process.communicate()[0])
+        assert process.returncode == 0, output[0][-3000:]
+        return len(re.findall(rf"^PASSED .*{Path(file).name}::", output[0], re.M))
+
+    yield passed
+    process.kill()
+
+
+def pytest_collection_modifyitems(items):
+    """Who waits for that process comes last."""
+    items.sort(key=lambda item: "in_tritons_interpreter" in item.name)
+
+
+def pytest_collection_finish():
+    """In the interpreter's process: it patches triton.language at every call of a function, a fifth of its time."""
+    if os.environ.get("TRITON_INTERPRET"):
+        import triton.language as tl
+        from triton.runtime import interpreter
+        interpreter._patch_lang(SimpleNamespace(__globals__=dict(tl=tl, core=tl.core)))
+        interpreter._patch_lang = lambda fn: SimpleNamespace(restore=lambda: None)

@@ -1,15 +1,12 @@
 """
 The learner's kernels against the plain torch that they stand for: kernels.NAME and its .reference.
 
-On a GPU all of it. Without one, those that Triton's interpreter can run, in a process of their own.
+On a GPU all of it. Without one, those that Triton's interpreter can run (conftest.py).
 The kernels of the decode step: test_decode.py.
 
 python -m pytest tests/test_kernels.py -v
 """
 import os
-import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -42,11 +39,8 @@ def there(*tensors):
 
 
 @pytest.mark.skipif(GPU or INTERPRETED, reason="where there is a GPU they run themselves")
-def test_the_kernels_pass_in_tritons_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout[-3000:]
-    assert int(re.search(r"(\d+) passed", run.stdout)[1]) >= 19
+def test_the_kernels_pass_in_tritons_interpreter(interpreted):
+    assert interpreted(__file__) >= 19
 
 
 @pytest.mark.skipif(GPU or INTERPRETED, reason="where there is a GPU the other tests compile them")
@@ -203,7 +197,7 @@ def test_attention_to_a_shared_prompt_is_that_of_plain_torch_and_repeats_bit_for
 
 @runs_kernels
 @pytest.mark.parametrize("base", ["mxfp4", "nf4"])
-@pytest.mark.parametrize("N,K", [(1, 64), (65, 192), (2, 8320)])          # the last: three programs a row
+@pytest.mark.parametrize("N,K", [(1, 64), (5, 192), (2, 8320)])          # the last: three programs a row
 def test_decode_equals_plain_torch_bit_for_bit(base, N, K):
     packed, scale = nvfp4.FORMATS[base].quantize(torch.randn(N, K))
     levels = nvfp4.NF4 if base == "nf4" else nvfp4.E2M1_SIGNED

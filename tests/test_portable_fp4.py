@@ -8,7 +8,6 @@ python -m pytest tests/test_portable_fp4.py -v
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -31,10 +30,8 @@ no_gpu = pytest.mark.skipif(GPU or INTERPRETED, reason="where there is a GPU the
 
 
 @no_gpu
-def test_the_kernel_passes_in_tritons_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "float64"]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0 and "4 passed" in done.stdout, done.stdout[-3000:]
+def test_the_kernel_passes_in_tritons_interpreter(interpreted):
+    assert interpreted(__file__) >= 35
 
 
 class Results(list):
