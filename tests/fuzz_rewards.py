@@ -3,7 +3,7 @@ Grown, mutated and random answers for the grader, from a seed: python tests/fuzz
 
 What must hold of every two texts a, b: is_equal and grade raise nothing, is_equal(a, b) == is_equal(b, a),
 is_equal(a, a) unless a is blank, and all calls together take less than 100 ms of CPU time.
-tests/test_rewards.py runs 8,000 cases.
+tests/test_rewards.py runs 2,000 cases.
 """
 import json
 import random

@@ -145,12 +145,12 @@ def compile_step(sm, matmul, n, dtype):
 
 
 BF16, FP16 = torch.bfloat16, torch.float16
-# Every target, every number of rows, both types; all 36 of them with TEST_ALL_TARGETS=1: 90 s.
-AS_LAUNCHED = [(90, "hopper", 2, BF16), (90, "hopper", 64, BF16), (90, "hopper", 16, FP16), (80, "portable", 16, BF16),
-               (86, "portable", 64, FP16), (89, "portable", 1, BF16), (90, "portable", 64, BF16),
-               (100, "portable", 16, FP16), (120, "portable", 1, FP16)]
+# Every target, every number of rows, both types, 6 s each; all 38 of them with TEST_ALL_TARGETS=1.
+AS_LAUNCHED = [(90, "hopper", 64, BF16), (90, "hopper", 16, FP16), (80, "portable", 16, BF16),
+               (86, "portable", 64, FP16), (89, "portable", 1, BF16), (100, "portable", 16, FP16),
+               (120, "portable", 1, FP16)]
 if os.environ.get("TEST_ALL_TARGETS"):
-    AS_LAUNCHED = [*AS_LAUNCHED[:3], *itertools.product((80, 86, 89, 90, 100, 120), ["portable"], (1, 16, 64),
+    AS_LAUNCHED = [*AS_LAUNCHED[:2], *itertools.product((80, 86, 89, 90, 100, 120), ["portable"], (1, 16, 64),
                                                         (BF16, FP16))]
 STACK = {"embed_kernel": 32, "portable_kernel": 48}                  # bytes: digits of 2 / pi; outside of the loop
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}       # KiB a block, CUDA's table of compute capabilities

@@ -3,6 +3,7 @@ Figures of evaluate.py against enumeration, published tables and numbers worked 
 
 python -m pytest tests/test_evaluate.py -v
 """
+import functools
 import itertools
 import json
 import random
@@ -28,6 +29,14 @@ BASIC = ["--model", str(ROOT / "tiny"), "--data", "arithmetic", "--prompt-style"
 
 def mean(values):
     return sum(values) / len(values)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def arithmetic_once():
+    """The 4,096 word problems of --data arithmetic take longer than most evaluations of a few."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluate.data, "arithmetic", functools.cache(evaluate.data.arithmetic))
+        yield
 
 
 # -----------------------------------------------------------------------------
@@ -173,8 +182,8 @@ def test_samples_are_figured_per_problem_and_compared_with_another_run(tmp_path,
 
 def test_top_k_and_top_p_reach_the_sampler(tmp_path, capsys, monkeypatch):
     """Sampling hot from the one likeliest token, or from the least mass that it alone fills, is greedy."""
-    hot = ["--limit", 6, "--samples", 2, "--temperature", 3]
-    twice = 2 * run(capsys, monkeypatch, "--limit", 6)["tokens"]
+    hot = ["--limit", 3, "--samples", 2, "--temperature", 3]
+    twice = 2 * run(capsys, monkeypatch, "--limit", 3)["tokens"]
     assert run(capsys, monkeypatch, *hot, "--top-k", 1)["tokens"] == twice
     assert run(capsys, monkeypatch, *hot, "--top-p", 1e-6)["tokens"] == twice
     assert run(capsys, monkeypatch, *hot)["tokens"] != twice

@@ -3,6 +3,8 @@ marlin_fp4: the packed layout by hand and bit by bit, every product against floa
 
 python -m pytest tests/test_marlin_fp4.py -v
 """
+import itertools
+import os
 import re
 import subprocess
 import tempfile
@@ -438,8 +440,14 @@ def test_a_write_to_an_operand_in_flight_is_found_also_around_a_loop():
     assert written_while_read(list(enumerate(loop))) == []
 
 
-@both
-@pytest.mark.parametrize("config", sorted({*DEFAULTS.values(), *TUNED.values()}))
+# Every configuration in one of the types, in turn; in both with TEST_ALL_TARGETS=1: a second each.
+CONFIGS = sorted({*DEFAULTS.values(), *TUNED.values()})
+COMPILED = list(zip(CONFIGS, itertools.cycle([torch.bfloat16, torch.float16])))
+if os.environ.get("TEST_ALL_TARGETS"):
+    COMPILED = list(itertools.product(CONFIGS, [torch.bfloat16, torch.float16]))
+
+
+@pytest.mark.parametrize("config,dtype", COMPILED)
 def test_the_compiled_kernel_neither_serializes_nor_touches_what_the_tensor_cores_still_read(config, dtype):
     remarks, instructions = compiled_for_hopper(config, dtype)
     assert "C75" not in remarks, remarks                             # ptxas: wgmma serialized

@@ -1,10 +1,9 @@
 """
-How programs end, most as a process of its own: wrong input and signals in one line, whatever the moment; how long help
-takes; two hosts.
+How programs end, some as a process of its own: wrong input and signals in one line, whatever the moment; how long help
+takes.
 
 python -m pytest tests/test_program.py -v
 """
-import json
 import os
 import runpy
 import signal
@@ -15,19 +14,16 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
+import hf
+import model
 import program
 
 ROOT = Path(__file__).parent.parent
 TINY = str(ROOT / "tiny")
-# Runs the program in sys.argv with a function of a module, in the process itself, replaced by one that interrupts it.
+# Runs the program in sys.argv, which is interrupted where it loads its model.
 INTERRUPTED = """
-import importlib, os, runpy, signal, sys, time
-sys.path.insert(0, {root!r})
-def interrupt(*_, **__):
-    os.kill(os.getpid(), signal.{signal})
-    time.sleep(10)
-module = importlib.import_module({module!r})
-setattr(module, {name!r}, interrupt)
+import model, runpy, signal, sys
+model.load = lambda *_: signal.raise_signal(signal.SIGINT)
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -40,23 +36,35 @@ def run(*argv, cwd, code=None):
     return done.returncode, done.stdout + done.stderr
 
 
+def run_here(folder, monkeypatch, program, *flags):
+    """In this process."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", [str(ROOT / program), *flags])
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
 @pytest.mark.parametrize("argv", [
-    [ROOT / "train.py", "--device", "cpu", "--out", "x"],
-    [ROOT / "evaluate.py", "--model", TINY, "--data", "arithmetic", "--device", "cpu", "--out", "x.jsonl"],
-    [ROOT / "tools/chat.py", "--model", TINY, "--device", "cpu", "--question", "1+1?"]])
-def test_ctrl_c_while_loading_is_one_line_and_code_130(tmp_path, argv):
-    code = INTERRUPTED.format(root=str(ROOT), signal="SIGINT", module="model", name="load")
-    status, said = run(*argv, cwd=tmp_path, code=code)
-    assert status == 130 and said.splitlines()[-1] == f"{argv[0].name}: stopped by Ctrl-C" and "Traceback" not in said
+    ["evaluate.py", "--model", TINY, "--data", "arithmetic", "--device", "cpu", "--out", "x.jsonl"],
+    ["tools/chat.py", "--model", TINY, "--device", "cpu", "--question", "1+1?"]])
+def test_ctrl_c_while_loading_leaves_no_file(tmp_path, monkeypatch, argv):
+    monkeypatch.setattr(model, "load", lambda *_: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):                 # program.report says the line
+        run_here(tmp_path, monkeypatch, *argv)
     assert not [p for p in tmp_path.rglob("*") if p.is_file()]
 
 
-@pytest.mark.parametrize("name,code,line", [
-    ("SIGINT", 130, "convert.py: stopped by Ctrl-C"), ("SIGTERM", 1, "convert nvfp4: stopped by SIGTERM")])
-def test_a_signal_in_convert_leaves_no_half_folder(tmp_path, name, code, line):
-    interrupted = INTERRUPTED.format(root=str(ROOT), signal=name, module="hf", name="write_json")    # weights are there
-    status, said = run(ROOT / "tools/convert.py", "nvfp4", TINY, "out", cwd=tmp_path, code=interrupted)
-    assert status == code and said.splitlines()[-1] == line and "Traceback" not in said
+def test_ctrl_c_while_loading_is_one_line_and_code_130(tmp_path):
+    status, said = run(ROOT / "train.py", "--device", "cpu", "--out", "x", cwd=tmp_path, code=INTERRUPTED)
+    assert status == 130 and said.splitlines()[-1] == "train.py: stopped by Ctrl-C" and "Traceback" not in said
+    assert not [p for p in tmp_path.rglob("*") if p.is_file()]
+
+
+@pytest.mark.parametrize("number,end", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_a_signal_in_convert_leaves_no_half_folder(tmp_path, monkeypatch, number, end):
+    monkeypatch.setattr(hf, "write_json", lambda *_: signal.raise_signal(number))         # the weights are there
+    with pytest.raises(end) as stop:
+        run_here(tmp_path, monkeypatch, "tools/convert.py", "nvfp4", TINY, "out")
+    assert end is KeyboardInterrupt or stop.value.code == "convert nvfp4: stopped by SIGTERM"
     assert not list(tmp_path.iterdir())
 
 
@@ -100,18 +108,14 @@ def test_ctrl_c_while_libraries_are_imported_is_one_line(tmp_path):
     (["tools/convert.py", "nvfp4", "folder", "out"], "folder/config.json: cannot be read")])
 def test_wrong_input_is_one_line_and_code_1(tmp_path, monkeypatch, capfd, argv, words):
     (tmp_path / "folder").mkdir()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [str(ROOT / argv[0]), *argv[1:]])
     with pytest.raises(SystemExit) as stop:                # its text goes to stderr, and the code is 1
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        run_here(tmp_path, monkeypatch, *argv)
     assert words in stop.value.code and "\n" not in stop.value.code and capfd.readouterr() == ("", "")
     assert not [p for p in tmp_path.rglob("*") if p.name not in ("folder", "runs")]
 
 
-@pytest.mark.parametrize("argv", [
-    ["train.py", "--lr", "nan"], ["evaluate.py"], ["tools/convert.py", "merge", ".", "out"]])
-def test_a_process_with_wrong_input_ends_with_one_line_and_code_1(tmp_path, argv):
-    status, said = run(ROOT / argv[0], *argv[1:], cwd=tmp_path)
+def test_a_process_with_wrong_input_ends_with_one_line_and_code_1(tmp_path):
+    status, said = run(ROOT / "evaluate.py", cwd=tmp_path)
     assert status == 1 and len(said.splitlines()) == 1, said
 
 
@@ -119,14 +123,12 @@ def test_a_process_with_wrong_input_ends_with_one_line_and_code_1(tmp_path, argv
     ["train.py", "--model", "some/model"], ["evaluate.py", "--model", "some/model"],
     ["tools/convert.py", "nvfp4", "some/model", "out", "--calibrate", "8"]])
 def test_wrong_data_is_found_before_a_models_weights_are_downloaded(tmp_path, monkeypatch, argv):
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.jsonl").write_text('{"question": "1 + 1"}\n')
     asked = []
     monkeypatch.setattr(huggingface_hub, "snapshot_download",
                         lambda name, allow_patterns: asked.extend(allow_patterns) or TINY)
-    monkeypatch.setattr(sys, "argv", [str(ROOT / argv[0]), *argv[1:], "--data", "bad.jsonl", "--device", "cpu"])
     with pytest.raises(SystemExit, match="bad.jsonl:1: has no answer"):
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        run_here(tmp_path, monkeypatch, *argv, "--data", "bad.jsonl", "--device", "cpu")
     assert "*.json" in asked and "*.safetensors" not in asked
 
 
@@ -142,6 +144,7 @@ def test_help_takes_little_longer_than_torchs_import(tmp_path):
     torchs, _ = seconds(code="import torch")
     ours, said = seconds(ROOT / "train.py", "--help")
     assert "what most runs set:" in said and said.count("(default: 80)") == 1
+    assert "(default: arithmetic)" in " ".join(said.split())              # of a run without --model
     assert ours < 2 * torchs, (ours, torchs)
 
 
@@ -161,28 +164,3 @@ def test_a_bug_keeps_its_traceback(error):
     with pytest.raises(type(error)):
         with program.one_line("me"):
             raise error
-
-
-# -----------------------------------------------------------------------------
-# Two hosts
-
-def test_two_hosts_equal_one_process(tmp_path):
-    """Two agents of torchrun on the loopback address, gloo, one rank each."""
-    flags = ("--steps 2 --prompts-per-step 4 --eval-problems 8 --lr 1e-3 --device cpu --max-new-tokens 24").split()
-    port = 20000 + os.getpid() % 20000
-    agents = [subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *f"--nnodes 2 --node-rank {rank} --nproc-per-node 1".split(),
-         "--master-addr", "127.0.0.1", "--master-port", str(port), str(ROOT / "train.py"), *flags, "--out", "two"],
-        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for rank in (0, 1)]
-    status, said = run(ROOT / "train.py", *flags, "--out", "one", cwd=tmp_path)
-    assert status == 0, said
-    for agent in agents:
-        said, _ = agent.communicate(timeout=120)
-        assert agent.returncode == 0, said
-    one, two = ((tmp_path / out / "samples.jsonl").read_text() for out in ("one", "two"))
-    assert [drop(line) for line in one.splitlines()] == [drop(line) for line in two.splitlines()]
-
-
-def drop(line):
-    """Without the log-prob, whose last bits are those of a batch of another size."""
-    return {key: value for key, value in json.loads(line).items() if key != "mean_logprob"}

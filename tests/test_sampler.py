@@ -1,6 +1,6 @@
 """
 The sampler against plain float64 forwards of whole sequences, its randomness against SplitMix64's published numbers,
-its bookkeeping (blocks, groups, preemption) against a loop that has none, on 10,000 requests.
+its bookkeeping (blocks, groups, preemption) against a loop that has none, on 3,000 requests.
 
 python -m pytest tests/test_sampler.py -v
 """
@@ -144,8 +144,9 @@ def test_completion_depends_on_neither_rows_pool_window_order_nor_company(tiny):
     want, prefills = rollouts()
     assert prefills == len(prompts) - 1                                   # once a group; one prompt has no prefix
     assert 0 < sum(want.finished) < len(want.finished)
-    for max_rows in (1, 4, 30):
+    for max_rows in (4, 30):
         assert same(rollouts(max_rows=max_rows)[0], want)
+    assert rollouts(prompts[:3], ids=range(3), max_rows=1)[0].completions == want.completions[:9]
     assert same(rollouts(engine=WindowEngine, max_rows=5)[0], want)
     for extra in (0, 1, 7):
         small, prefills = rollouts(kv_gib=minimal_gib(model, 130, extra), engine=WindowEngine)
@@ -399,10 +400,10 @@ class AuditedSampler(Sampler):
         super()._release(s)
 
 
-def test_ten_thousand_random_requests_match_a_plain_loop():
+def test_three_thousand_random_requests_match_a_plain_loop():
     rng, model = random.Random(0), HashModel()
     requests = preempted = stopped = shared = 0
-    while requests < 10_000:
+    while requests < 3_000:
         max_length = rng.randint(2, 200)
         max_rows = rng.choice([1, 7, 24, 64])
         extra = rng.choice([0, 3, 10, 20, 1000])                          # from pools for one sequence to plenty
@@ -429,7 +430,7 @@ def test_ten_thousand_random_requests_match_a_plain_loop():
             requests += len(rollouts.completions)
             stopped, shared = stopped + sum(rollouts.finished), shared + (group_size > 1)
         preempted += sampler.preempted
-    assert preempted > 200 and stopped > 1000 and shared > 20             # the interesting cases did occur
+    assert preempted > 60 and stopped > 300 and shared > 8             # the interesting cases did occur
 
 
 @pytest.mark.parametrize("max_length", [2, 31, 32, 33, 64, 65, 96, 97])

@@ -176,8 +176,8 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(runs):
-    """The uninterrupted run of 30 steps that others are compared with."""
-    runs.run("whole", "--steps", "30", "--save-every", "3")
+    """The uninterrupted run of 15 steps that others are compared with."""
+    runs.run("whole", "--steps", "15", "--save-every", "3")
     return "whole"
 
 
@@ -259,11 +259,6 @@ def test_a_run_with_a_flag_that_is_gone_cannot_go_on(tmp_path, name, had, left):
             flags_py.check_flags(args, before)
 
 
-def test_help_says_what_a_run_without_a_model_does():
-    said = subprocess.run([sys.executable, ROOT / "train.py", "--help"], capture_output=True, text=True).stdout
-    assert "(default: arithmetic)" in " ".join(said.split())
-
-
 def test_every_flag_that_is_a_number_has_a_range():
     numbers = {a.dest for a in flags_py.parser._actions if a.type in (int, float)}
     assert numbers - flags_py.RANGES.keys() == {"overlong_buffer"}        # 0..--max-new-tokens
@@ -283,9 +278,9 @@ def test_the_learning_rate_by_hand():
 # Learning.
 
 def test_the_embedded_model_learns(runs):
-    # Seeds 0 to 3: mean reward 0.27 to 0.41 over the first four steps, 0.92 to 0.97 over the last; held out 0.32, 0.93.
-    runs.run("learns", *("--data more.jsonl --steps 14 --prompts-per-step 8 --group-size 8 --max-new-tokens 32 "
-                         "--lr 3e-3 --eval-problems 64").split())
+    # Three seeds: mean reward 0.34 to 0.41 over the first four steps, 0.88 to 0.97 over the last; held out 0.34, 0.94.
+    runs.run("learns", *("--data more.jsonl --steps 12 --prompts-per-step 8 --group-size 6 --max-new-tokens 32 "
+                         "--lr 3e-3 --eval-problems 32 --eval-every 99").split())
     metrics = runs.metrics("learns")
     rewards = [m["reward"] for m in metrics]
     assert sum(rewards[:4]) / 4 < 0.5 and sum(rewards[-4:]) / 4 > 0.85, rewards
@@ -331,8 +326,10 @@ def groups_of(samples, step):
 
 
 def test_problems_that_taught_nothing_are_passed_over_and_a_resumed_run_remembers_them(runs):
-    # 56 problems, four a step: 28 steps are two epochs and more. What was chosen follows from the verdicts on file.
-    flags = "--steps 28 --prompts-per-step 4 --revisit 0.3 --lr 1e-5 --save-every 20".split()
+    # 18 problems, four a step: 12 steps are two epochs and more. What was chosen follows from the verdicts on file.
+    lines = (runs.folder / "sums.jsonl").read_text().splitlines()
+    (runs.folder / "few.jsonl").write_text("\n".join(lines[:20]))
+    flags = "--steps 12 --data few.jsonl --prompts-per-step 4 --revisit 0.3 --lr 1e-5 --save-every 8".split()
     runs.run("visits", *flags)
     metrics, samples = runs.metrics("visits"), runs.samples("visits")
     misses, place = {}, 0
@@ -340,7 +337,7 @@ def test_problems_that_taught_nothing_are_passed_over_and_a_resumed_run_remember
         groups = groups_of(samples, m["step"])
         want = []
         while len(want) < 4:
-            name = order_of_sums(place)
+            name = json.loads(lines[data.step_indices(18, 0, place, 1)[0]])["question"]
             if row_key(0, place, 4) / 2**63 < 0.3 ** misses.get(name, 0):
                 want.append(name)
             place += 1
@@ -348,15 +345,15 @@ def test_problems_that_taught_nothing_are_passed_over_and_a_resumed_run_remember
         for rows in groups:
             equal = len({row["task"] for row in rows}) == 1
             misses[rows[0]["question"]] = min(3, misses.get(rows[0]["question"], 0) + 1) if equal else 0
-    assert sum(m["passed_over"] for m in metrics) == place - 28 * 4 > 10 and metrics[0]["passed_over"] == 0
+    assert sum(m["passed_over"] for m in metrics) == place - 12 * 4 > 10 and metrics[0]["passed_over"] == 0
     shutil.copytree(runs.folder / "visits", runs.folder / "visits2")
-    shutil.rmtree(runs.folder / "visits2/checkpoints/step_000028")
+    shutil.rmtree(runs.folder / "visits2/checkpoints/step_000012")
     runs.run("visits2", "--resume")
     assert runs.same("visits2", "visits")
-    for process in runs.ranks("visits3", 2, *flags[2:], "--steps", "20"):
+    for process in runs.ranks("visits3", 2, *flags[2:], "--steps", "8"):
         process.join(120)
         assert process.exitcode == 0
-    assert [m["passed_over"] for m in runs.metrics("visits3")] == [m["passed_over"] for m in metrics[:20]]
+    assert [m["passed_over"] for m in runs.metrics("visits3")] == [m["passed_over"] for m in metrics[:8]]
 
 
 def test_each_group_of_a_problem_counts_also_where_a_step_has_it_twice():
@@ -364,12 +361,6 @@ def test_each_group_of_a_problem_counts_also_where_a_step_has_it_twice():
     groups = [(0, 0), (0, 0), (1, 0), (1, 1), (0, 0), (0, 0), (0, 0), (0, 0)]         # of these problems, in order
     train_py.remember(run, [0, 0, 1, 1, 2, 2, 2, 2], [{"task": float(x)} for group in groups for x in group])
     assert run.misses.tolist() == [2, 1, 3]
-
-
-def order_of_sums(place):
-    """The question at a place of a run over the 56 problems of sums.jsonl that are trained on."""
-    questions = [question for _, question, _ in arithmetic("train", 600)][:56]
-    return questions[data.step_indices(56, 0, place, 1)[0]]
 
 
 def test_groups_with_equal_rewards_teach_nothing_of_their_lengths(runs):
@@ -448,12 +439,11 @@ def log(metrics, step):
         check_one_line(runs, log, f"--report-to {name} needs pip install {name}", "untracked")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_dead_run_ends_in_one_line_and_keeps_the_adapter_of_its_best_steps(runs, ranks):
+def test_dead_ranks_end_in_one_line_and_keep_the_adapter_of_their_best_steps(runs):
     # A rate that kills within a few steps. Until ten steps are seen the newest counts as the best.
-    out = f"dead{ranks}"
+    out = "dead"
     flags = "--steps 40 --prompts-per-step 20 --group-size 2 --lr 3 --warmup 0 --max-grad-norm 9 --keep 1".split()
-    for process in runs.ranks(out, 2, *flags) if ranks == 2 else [runs.start(out, *flags)]:
+    for process in runs.ranks(out, 2, *flags):
         process.join(120)
         assert process.exitcode == 1
     last, steps, kept = runs.log(out).strip().splitlines()[-1], len(runs.lines(out)), runs.folder / out / "adapters"
@@ -609,16 +599,16 @@ def test_a_run_starts_from_an_adapter_with_its_rank(runs):
 def test_a_finished_run_says_so_and_can_be_extended_from_another_folder(runs, whole, monkeypatch):
     shutil.copytree(runs.folder / whole, runs.folder / "elsewhere" / "longer")
     out = "elsewhere/longer"
-    assert f"all 30 steps of {out} are done: --resume --steps N does more" in runs.run(out, "--resume")
-    assert "--steps is 20, the run had 30" in runs.run(out, "--resume", "--steps", "20", code=1)
-    runs.run(out, "--resume", "--steps", "32")
-    assert [m["step"] for m in runs.metrics(out)] == list(range(32))
+    assert f"all 15 steps of {out} are done: --resume --steps N does more" in runs.run(out, "--resume")
+    assert "--steps is 9, the run had 15" in runs.run(out, "--resume", "--steps", "9", code=1)
+    runs.run(out, "--resume", "--steps", "17")
+    assert [m["step"] for m in runs.metrics(out)] == list(range(17))
     flags = json.loads((runs.folder / out / "run.json").read_text())
-    assert flags["steps"] == 32 and Path(flags["model"]).is_absolute() and Path(flags["data"]).is_absolute()
+    assert flags["steps"] == 17 and Path(flags["model"]).is_absolute() and Path(flags["data"]).is_absolute()
 
 
 def test_the_second_of_two_runs_with_one_folder_ends_at_once(runs, whole):
-    process = runs.start("taken", "--steps", "30", "--save-every", "3")
+    process = runs.start("taken", "--steps", "15", "--save-every", "3")
     runs.wait("taken", 1, process)
     log = runs.folder / "taken.0.log"
     text = log.read_text()
@@ -656,16 +646,16 @@ def test_a_reward_and_a_prompt_of_ones_own_need_no_gold_and_the_parts_are_logged
 
 def test_a_run_killed_ten_times_equals_the_uninterrupted_one(runs, whole):
     rng = random.Random(0)
-    process, kills = runs.start("killed", "--steps", "30", "--save-every", "3"), 0
+    process, kills = runs.start("killed", "--steps", "15", "--save-every", "3"), 0
     while kills < 10:
-        runs.wait("killed", min(27, 3 * kills + rng.randint(0, 2)), process)             # then anywhere in a step
+        runs.wait("killed", min(12, kills + rng.randint(0, 2)), process)             # then anywhere in a step
         time.sleep(rng.random() * 0.12)
         assert process.is_alive(), runs.log("killed")
         process.kill()
         process.join()
         kills += 1
         begun = (runs.folder / "killed" / "run.json").exists()
-        process = runs.start("killed", *["--resume"] * begun, "--steps", "30", "--save-every", "3")
+        process = runs.start("killed", *["--resume"] * begun, "--steps", "15", "--save-every", "3")
     process.join(120)
     assert process.exitcode == 0, runs.log("killed")
     assert runs.same("killed", whole)
@@ -673,7 +663,7 @@ def test_a_run_killed_ten_times_equals_the_uninterrupted_one(runs, whole):
 
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGINT", "SIGHUP"])
 def test_a_signal_saves_the_last_whole_step_and_the_run_goes_on_from_it(runs, whole, number):
-    process = runs.start(number, "--steps", "30", "--save-every", "100")
+    process = runs.start(number, "--steps", "15", "--save-every", "100")
     runs.wait(number, 5, process)
     os.kill(process.pid, getattr(signal, number))
     process.join(30)
@@ -736,9 +726,9 @@ def stop_after_reading():
     (stop_before_reading, "stopped by SIGTERM; nothing was changed; go on"),
     (break_before_reading, "ZeroDivisionError"),
     (fail_to_read, "Input/output error; nothing was changed; go on"),
-    (stop_after_reading, "stopped by SIGTERM; step 30 is saved; go on")])
+    (stop_after_reading, "stopped by SIGTERM; step 15 is saved; go on")])
 def test_a_resume_that_ends_before_its_checkpoint_is_in_place_leaves_the_adapter(runs, whole, fault, said):
-    # The adapter of step 30 was replaced by the one that training starts from, whose B is zero.
+    # The adapter of step 15 was replaced by the one that training starts from, whose B is zero.
     def files():
         return {p: p.read_bytes() for p in (runs.folder / fault.__name__).rglob("*") if p.is_file()}
 
@@ -749,18 +739,18 @@ def test_a_resume_that_ends_before_its_checkpoint_is_in_place_leaves_the_adapter
 
 
 def test_damaged_checkpoints_are_named_and_the_one_before_is_used(runs, whole):
-    # Steps 27 and 30 are on disk. Cut off one's tensors, change a counter in the other: nothing whole is left after 24.
+    # Steps 12 and 15 are on disk. Cut off one's tensors, change a counter in the other: nothing whole is left after 9.
     shutil.copytree(runs.folder / whole, runs.folder / "damaged")
     first, second = sorted((runs.folder / "damaged" / "checkpoints").iterdir())
-    assert (first.name, second.name) == ("step_000027", "step_000030")
+    assert (first.name, second.name) == ("step_000012", "step_000015")
     os.truncate(second / "state.safetensors", 1_000_000)
     log = runs.run("damaged", "--resume")
-    assert "step_000030: damaged checkpoint passed over" in log and "step_000027: going on" in log
+    assert "step_000015: damaged checkpoint passed over" in log and "step_000012: going on" in log
     assert runs.same("damaged", whole)
 
     counters = json.loads((first / "state.json").read_text())
     (first / "state.json").write_text(json.dumps({**counters, "cursor": counters["cursor"] + 1}))
-    os.truncate(runs.folder / "damaged/checkpoints/step_000030/state.json", 5)
+    os.truncate(runs.folder / "damaged/checkpoints/step_000015/state.json", 5)
     log = runs.run("damaged", "--resume")
     assert log.count("damaged checkpoint passed over") == 2 and "no whole checkpoint, starting from step 0" in log
     assert runs.same("damaged", whole)
@@ -785,7 +775,7 @@ def stopped_in_a_calibration():
 
 def test_a_full_disk_stops_the_run_and_loses_no_earlier_checkpoint(runs, whole):
     # state.safetensors has 4.3 MB: 2 MB a file is enough for everything but a checkpoint.
-    process = runs.start("full", "--steps", "30", "--save-every", "3")
+    process = runs.start("full", "--steps", "15", "--save-every", "3")
     runs.wait("full", 4, process)
     process.kill()
     process.join()
@@ -847,6 +837,24 @@ def test_ranks_with_room_for_other_micro_batches_cut_a_step_alike(runs):
     assert (alone - uneven).norm() < 1e-4 * alone.norm()                  # as in test_two_ranks_equal_one
 
 
+def test_two_hosts_equal_one_process(runs):
+    """Two agents of torchrun on the loopback address, gloo, one rank each."""
+    flags = "--steps 2 --prompts-per-step 4".split()
+    command = [sys.executable, "-m", "torch.distributed.run", "--master-addr", "127.0.0.1",
+               "--master-port", str(20000 + os.getpid() % 20000), "--nnodes", "2", "--nproc-per-node", "1"]
+    program = [ROOT / "train.py", "--data", "sums.jsonl", *SMALL, *flags, "--device", "cpu", "--out", "hosts"]
+    agents = [subprocess.Popen([*command, "--node-rank", str(rank), *program], cwd=runs.folder,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for rank in (0, 1)]
+    runs.run("host", *flags)
+    for agent in agents:
+        said, _ = agent.communicate(timeout=120)
+        assert agent.returncode == 0, said
+    for rows in zip(runs.samples("host"), runs.samples("hosts"), strict=True):
+        for row in rows:
+            del row["mean_logprob"]                       # its last bits are those of a batch of another size
+        assert rows[0] == rows[1]
+
+
 def test_a_rank_that_cannot_start_ends_the_others_in_one_line(runs):
     ranks = runs.ranks("lame", 2, rank_flags=[(), ("--kv-gib", "1e-9")])
     for rank, process in enumerate(ranks):
@@ -868,7 +876,7 @@ def test_a_lost_rank_ends_the_run_with_a_checkpoint(runs, whole, device):
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs a GPU for each of two ranks")
     out = f"lost-{device}"
-    zero, one = runs.ranks(out, 2, "--steps", "30", "--save-every", "100", "--device", device)
+    zero, one = runs.ranks(out, 2, "--steps", "15", "--save-every", "100", "--device", device)
     runs.wait(out, 3, zero)
     one.kill()
     zero.join(30)
