@@ -32,7 +32,7 @@ import torch
 
 @dataclass(frozen=True)
 class Loss:
-    """What a token weighs, and what is made of the sampler's being another policy.
+    """A loss: its divisor, its clip, and how it corrects for the sampler being another policy.
 
     correction: "truncate": w is at most the cap. "mask": tokens with w outside [1 / cap, cap] add
     nothing. "off": w = 1, biased, as NVlabs/QeRL. "ppo": the sampler is the proximal policy, so
@@ -41,7 +41,7 @@ class Loss:
     divisor: Callable                            # of (rows, tokens, lengths, limit)
     clip_low: float = 0.2                        # Table 4, for every loss
     clip_high: float = 0.28
-    of_rows: bool = False                        # r, w are one number a row: the mean of the logs
+    of_rows: bool = False                        # r, w are one a row: exp of the mean of the logs
     correction: str = "truncate"
     cap: float = 2.0                             # C of the correction
     kl_beta: float = 0.0                         # weight of k3 to the base without adapter
@@ -61,7 +61,7 @@ CORRECTIONS = ("truncate", "mask", "off", "ppo")
 # -------------------------------------------------------------------------------------------------
 # Rewards -> advantages and weights
 
-def keep_informative(rewards, group_size):
+def informative_groups(rewards, group_size):
     """(B,) rewards -> (P,) bool: groups whose scorable rewards differ; only these can teach."""
     grouped = rewards.view(-1, group_size)                                  # (P, G)
     top = grouped.nan_to_num(nan=-torch.inf).amax(dim=1)
@@ -69,11 +69,11 @@ def keep_informative(rewards, group_size):
 
 
 def group_advantages(rewards, group_size, scale="group", shaping=None):
-    """(B,) rewards -> (B,) fp32 advantages: distance from the group's mean, over a deviation.
+    """(B,) rewards -> (B,) fp32 advantages: distance from the group's mean, over its deviation.
 
-    scale: of the group, or 1 ("none", Dr. GRPO). NaN means unscorable: outside every mean,
-    advantage 0. Equal rewards get exactly 0: asked of the rewards themselves,
-    since the fp32 mean of eight 0.1 need not be 0.1.
+    scale: "group" divides by the group's standard deviation, "none" does not (Dr. GRPO). NaN means
+    unscorable: outside every mean, advantage 0. Groups of equal rewards get exactly 0 by comparing
+    the rewards themselves: the fp32 mean of eight 0.1 need not be 0.1.
 
     shaping (B,): what else is wanted of a row (format, length). Its distance from the group's mean
     is added undivided, and only where rewards differ: within the sum, one wrong answer 0.05 below
@@ -91,7 +91,7 @@ def group_advantages(rewards, group_size, scale="group", shaping=None):
     if shaping is not None:
         shaping = torch.where(scorable, shaping.view(-1, group_size), torch.nan)
         centred = centred + (shaping - shaping.nanmean(dim=1, keepdim=True)).nan_to_num(nan=0.0)
-    informative = keep_informative(rewards, group_size)
+    informative = informative_groups(rewards, group_size)
     return torch.where(informative[:, None], centred, 0.0).view(-1)
 
 
@@ -105,8 +105,9 @@ def live_rows(rewards, finished, mask_cut=True):
 
 
 def disjoint(live, group_size, count):
-    """live (B,) bool -> `count` of (B,) bool: every live row in one, whole groups in their order;
-    numbers of groups with a live row differ by one at most.
+    """live (B,) bool -> `count` masks (B,), each live row in one of them: whole groups, in order.
+
+    Their numbers of groups with a live row differ by one at most.
     """
     groups = live.view(-1, group_size).any(dim=1)
     part = (groups.cumsum(0) - 1) * count // groups.sum().clamp(min=1)
@@ -119,7 +120,7 @@ def token_weights(lengths, live, loss, max_new_tokens):
     rows = live.sum().clamp(min=1)                                          # no live row: all 0
     tokens = lengths[live].sum().clamp(min=1)
     divisor = loss.divisor(rows, tokens, lengths, max_new_tokens)
-    return torch.where(live, 1.0 / torch.as_tensor(divisor).clamp(min=1).float(), 0.0)
+    return torch.where(live, 1.0 / divisor.float(), 0.0)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -143,9 +144,9 @@ class LogProbs(NamedTuple):
     reference: torch.Tensor = None               # without adapter, for kl_beta
 
 
-def importance(gap, loss):
-    """gap (T,) = log(proximal / sampler) -> w (T,), bounded as loss.correction says."""
-    w = gap.clamp(-20, 20).exp()
+def importance(log_w, loss):
+    """log_w (T,) = log(proximal / sampler) -> w (T,), bounded as loss.correction says."""
+    w = log_w.clamp(-20, 20).exp()
     if loss.correction == "truncate":
         return w.clamp(max=loss.cap)
     if loss.correction == "mask":
@@ -153,36 +154,39 @@ def importance(gap, loss):
     return torch.ones_like(w)
 
 
-def policy_loss(of, advantages, row, weights, loss):
-    """-> loss of a micro-batch of whole rows, sums of METRICS; both to be added to other ones'.
+def policy_loss(logprobs, advantages, row, weights, loss):
+    """-> loss of a micro-batch of whole rows, sums of METRICS; both add up over micro-batches.
 
-    of: LogProbs; row (T,) int64 indexes advantages and weights (B,).
+    logprobs: LogProbs; row (T,) int64 indexes advantages and weights (B,).
     """
     assert loss.correction in CORRECTIONS and loss.cap >= 1, (loss.correction, loss.cap)
-    assert of.reference is not None or loss.kl_beta == 0, f"{loss.kl_beta=} needs a reference"
-    assert all(t is None or t.shape == row.shape for t in of), [row.shape, *of]
-    assert of.policy.dtype in (torch.float32, torch.float64), \
-        f"{of.policy.dtype}: differences of log-probs need fp32"
-    policy = of.policy.detach()
-    proximal = of.sampler if loss.correction == "ppo" else of.proximal
-    sums = mismatch_sums(policy - of.sampler)
-    moved = policy - proximal                                               # (T,) log r
-    gap = proximal - of.sampler                                             # (T,) log w
+    policy, sampler, proximal, reference = logprobs
+    assert reference is not None or loss.kl_beta == 0, f"{loss.kl_beta=} needs a reference"
+    assert all(t is None or t.shape == row.shape for t in logprobs), [row.shape, *logprobs]
+    assert policy.dtype in (torch.float32, torch.float64), \
+        f"{policy.dtype}: differences of log-probs need fp32"
+    fixed = policy.detach()
+    sums = mismatch_sums(fixed - sampler)
+    if loss.correction == "ppo":
+        proximal = sampler
+    log_r = fixed - proximal                                                # (T,)
+    log_w = proximal - sampler                                              # (T,)
     if loss.of_rows:
-        moved, gap = (row_means(t, row, len(weights)) for t in (moved, gap))
-    ratio = moved.clamp(-20, 20).exp()
-    A = advantages[row] * importance(gap, loss)                             # (T,)
+        log_r = row_means(log_r, row, len(weights))
+        log_w = row_means(log_w, row, len(weights))
+    ratio = log_r.clamp(-20, 20).exp()
+    A = advantages[row] * importance(log_w, loss)                           # (T,)
     clip_low = (A < 0) & (ratio < 1 - loss.clip_low)
     clip_high = (A > 0) & (ratio > 1 + loss.clip_high)
     # The last factor is 1 with gradient dlogp: the gradient is A * r * dlogp. For gspo too:
     # d(A * r) is the sum over tokens of A * r / length * dlogp, and 1 / length is in the weight.
-    surrogate = A * ratio * (of.policy - policy).exp()
+    surrogate = A * ratio * (policy - fixed).exp()
     clipped = A * ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high)        # no gradient
     per_token = -torch.where(clip_low | clip_high, clipped, surrogate)
     sums["clip_low"] = clip_low.sum().double()
     sums["clip_high"] = clip_high.sum().double()
-    if of.reference is not None:
-        kl = k3(of.reference - of.policy)
+    if reference is not None:
+        kl = k3(reference - policy)
         per_token = per_token + loss.kl_beta * kl
         sums["kl"] = kl.detach().sum().double()
     return (weights[row] * per_token).sum(), sums
@@ -198,8 +202,8 @@ def row_means(values, row, rows):
 # Metrics: sums over the trained tokens of a step, then means
 
 class Metric(NamedTuple):
-    """of_token(d, r): d = log r = learner's log-prob - sampler's (T,), r the ratio (T,)."""
-    of_token: Callable
+    """Of learner against sampler; not the r of the loss, which is policy / proximal policy."""
+    of_token: Callable                           # of d = learner's log-prob - sampler's, r = e^d
     largest: bool = False                        # of all tokens, instead of their sum
 
 
@@ -214,9 +218,9 @@ METRICS = {
 }
 
 
-def mismatch_sums(gap):
-    """gap (T,) -> name -> sum, float64: counts stay exact, and a step adds many."""
-    d = gap.detach().double()
+def mismatch_sums(d):
+    """d (T,), see Metric -> name -> sum, float64: counts stay exact, and a step adds many."""
+    d = d.double()
     r = d.clamp(-20, 20).exp()
     sums = {"tokens": torch.ones_like(d).sum()}
     for name, metric in METRICS.items():

@@ -146,18 +146,19 @@ class Learner:
         device = model.device
         tokens = [rollouts.prompts[b] + rollouts.completions[b] for b in rows]
         starts = [len(rollouts.prompts[b]) for b in rows]
-        logprobs, entropy = model.token_logprobs(tokens, starts, self.temperature, self.kept_blocks)
+        policy, entropy = model.token_logprobs(tokens, starts, self.temperature, self.kept_blocks)
         reference = None
         if self.loss.kl_beta:
             with torch.no_grad(), self.adapter.off():
                 reference, _ = model.token_logprobs(tokens, starts, self.temperature)
-        old = torch.cat([rollouts.logprobs[b] for b in rows]).to(device)
+        sampler = torch.cat([rollouts.logprobs[b] for b in rows]).to(device)
         lengths = [len(rollouts.completions[b]) for b in rows]
         row = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths)).to(device)
-        first = [rollouts.proximal.setdefault(b, part)
-                 for b, part in zip(rows, logprobs.detach().split(lengths))]
-        of = grpo.LogProbs(logprobs, old, torch.cat(first), reference)
-        loss, sums = grpo.policy_loss(of, advantages.to(device), row, weights.to(device), self.loss)
+        proximal = [rollouts.proximal.setdefault(b, part)
+                    for b, part in zip(rows, policy.detach().split(lengths))]
+        logprobs = grpo.LogProbs(policy, sampler, torch.cat(proximal), reference)
+        loss, sums = grpo.policy_loss(logprobs, advantages.to(device), row, weights.to(device),
+                                      self.loss)
         sums["entropy"] = entropy.sum().double()
         sums["loss"] = loss.detach().double()
         return loss, sums
@@ -179,7 +180,7 @@ def micro_batches(prompts, completions, token_budget, ranks=1, rank=0):
     Rows of one prompt that follow each other stay together: the learner computes their prompt once,
     so a group counts it once. A group beyond the budget is cut, a row beyond it stands alone. First
     fit, longest first: what does not fit in memory fails at once. Several ranks have about four or
-    more each, dealt largest first to whom has least: in turns, one would have a tenth too much.
+    more each, dealt largest first to the rank with least: in turns, one would have 10 % too much.
     """
     assert token_budget > 0, token_budget
     if ranks > 1:

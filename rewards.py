@@ -238,7 +238,7 @@ def score(tokenizer, problems, rollouts, style="boxed", plug_in=None):
     """Rollouts of P problems -> one dict a row: what was said, what was read, the verdict, and
     `task`, the grader's reward or the plug-in's, with the latter's `parts`.
     """
-    group_size = len(rollouts.completions) // len(problems)
+    group_size = len(rollouts.completions) // max(len(problems), 1)      # a rank may have none
     texts = [tokenizer.decode(completion) for completion in rollouts.completions]
     rows = []
     for i, text in enumerate(texts):

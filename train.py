@@ -7,24 +7,22 @@ QeRL in one script: GRPO/DAPO of a Qwen2.5 model with frozen 4-bit weights, LoRA
     torchrun --nproc-per-node 8 train.py ...   the same run on 8 GPUs, a share of the prompts each
 
 One step: sample a group of answers to each problem with noise on the norms, score them, turn
-scores into advantages, update the adapter, report. The old policy of the ratio is what the
-sampler wrote down while sampling.
+scores into advantages, update the adapter, report. The sampler writes down the log-probs that it
+drew with; grpo.py says what the loss makes of them.
 
 A run folder holds run.json (the flags and what ran them), metrics.jsonl (one object a step),
 samples.jsonl (every completion with its verdict), adapter/ (PEFT format) and checkpoints/ (the last
-two). A run that learns nothing any more is ended (watch.py); adapters/last_good is that of its best
-steps, others are there with --keep.
+two). A run that learns nothing any more is ended (watch.py), with the adapter of its best steps in
+adapters/last_good. --keep keeps others there.
 
 Not here: a critic, a reference model (the adapter switched off is one), a learned reward, a
 config file.
 """
 import argparse
 import dataclasses
-import functools
 import hashlib
 import json
 import math
-import operator
 import os
 import sys
 import time
@@ -57,11 +55,11 @@ from watch import Watch
 
 @dataclass
 class Progress:
-    """Where a run stands; advanced in one line of the loop."""
+    """Where a run stands."""
     step: int = 0                                # whole steps done
     cursor: int = 0                              # problems taken so far
     tokens: int = 0                              # completion tokens sampled so far
-    best: float = -1e9                           # on the held-out problems
+    best: float = -1e9                           # held-out accuracy, or mean of --reward
 
 
 @dataclass
@@ -69,7 +67,7 @@ class Run:
     """What does not change from step to step, but for what the learner updates."""
     args: argparse.Namespace
     tokenizer: data.Tokenizer
-    problems: list                               # of data.Problem, as held_out
+    problems: list                               # of data.Problem; held_out likewise
     held_out: list
     misses: torch.Tensor                         # of each problem: groups that taught nothing
     plug_in: rewards.PlugIn                      # --reward's, or None
@@ -80,12 +78,12 @@ class Run:
     tracker: Tracker
 
 
-def make_sampler(args, model, learner, held_out):
-    """-> the sampler; on a GPU, what the memory allows, for it and for the learner's batches."""
+def make_sampler(args, model, learner, num_held_out):
+    """-> the sampler. Sets the learner's micro-batch size, too: on a GPU both share the memory."""
     longest = args.max_prompt_tokens + args.max_new_tokens
-    rows = min(args.max_rows, max(args.prompts_per_step * args.group_size, held_out))
+    rows = min(args.max_rows, max(args.prompts_per_step * args.group_size, num_held_out))
     tokens = args.micro_batch_tokens or learner.micro_batch_tokens
-    kept = len(model.layers) if model.config.width <= 256 else 0     # 40 KB a token of tiny/
+    kept = len(model.layers) if model.config.width <= 256 else 0     # tiny/: 40 KB a token
     engine = engine_for(model.device, args.kernels)
     if model.device.type == "cuda":
         plan = memory.Plan(model, args.max_prompt_tokens, args.max_new_tokens,
@@ -228,9 +226,9 @@ def sample(run, step, sigma, places, indices):
 
 
 def score(run, problems, rollouts):
-    """-> rows of rewards.score() with `reward`: `task`, the format's and the length's."""
+    """-> rows of rewards.score() with `reward`: `task`, the format's and the length's added."""
     args = run.args
-    rows = scored(run, problems, rollouts)
+    rows = rewards.score(run.tokenizer, problems, rollouts, args.prompt_style, run.plug_in)
     for row in rows:
         row["reward"] = row["task"] + args.format_weight * row["format"]
         if args.overlong_buffer:
@@ -239,24 +237,18 @@ def score(run, problems, rollouts):
     return rows
 
 
-def scored(run, problems, rollouts):
-    if not problems:                             # of this rank
-        return []
-    return rewards.score(run.tokenizer, problems, rollouts, run.args.prompt_style, run.plug_in)
-
-
 def sample_and_score(run, step, sigma, places, indices):
     """-> rollouts and rows of all ranks."""
     problems, rollouts = sample(run, step, sigma, places, indices)
     rows = gather(score(run, problems, rollouts))
     parts = gather([rollouts])
-    rollouts = functools.reduce(operator.add, parts)
+    rollouts = sum(parts[1:], start=parts[0])
     rollouts.seconds = max(part.seconds for part in parts)       # ranks sample side by side
     return rollouts, rows
 
 
 def compare(run, rows):
-    """Rows of all ranks -> advantages (B,), and token weights (B,) of each of a pass's updates."""
+    """Rows of all ranks -> advantages (B,), and token weights (B,) for each update of a pass."""
     args = run.args
     task = torch.tensor([row["task"] for row in rows])
     shaping = torch.tensor([row["reward"] - row["task"] for row in rows])
@@ -272,15 +264,17 @@ def compare(run, rows):
 
 
 def remember(run, indices, rows):
-    """Three groups in a row at most: what is beyond the model today may not be for ever."""
+    """Count a problem's groups in a row that taught nothing, for --revisit. Up to three: what is
+    beyond the model today may not be for ever.
+    """
     task = torch.tensor([row["task"] for row in rows])
-    useful = grpo.keep_informative(task, run.args.group_size).tolist()
-    for i, taught in zip(indices, useful):       # a small set may have one twice
+    informative = grpo.informative_groups(task, run.args.group_size).tolist()
+    for i, taught in zip(indices, informative):  # a small set may have one twice
         run.misses[i] = 0 if taught else min(3, run.misses[i] + 1)
 
 
 def update(run, step, rollouts, advantages, weights):
-    """weights: of the disjoint updates of a pass -> the Updates of all passes."""
+    """weights: as compare() gives them -> the Updates of all passes."""
     args = run.args
     weights = weights * args.epochs
     updates = []
@@ -305,17 +299,20 @@ def lr_at(args, progress):
 def report(run, rows, advantages, weights, rollouts, updates):
     """The step's numbers; docs/metrics.md defines each. Means over all B rows of all ranks."""
     G = run.args.group_size
+
     def mean(key):
         return sum(row[key] for row in rows) / len(rows)
 
-    rewards, task = (torch.tensor([row[key] for row in rows]) for key in ("reward", "task"))
+    reward = torch.tensor([row["reward"] for row in rows])
+    task = torch.tensor([row["task"] for row in rows])
+    names = dict.fromkeys(name for row in rows for name in row.get("parts", ()))
     parts = {f"reward_{name}": sum(row["parts"].get(name, 0.0) for row in rows) / len(rows)
-             for name in dict.fromkeys(name for row in rows for name in row.get("parts", ()))}
-    informative = grpo.keep_informative(task, G).float().mean().item()
+             for name in names}
+    informative = grpo.informative_groups(task, G).float().mean().item()
     learned = (advantages != 0) & (sum(weights) > 0)
     taught = [update for update in updates if update.sums] or updates
     last = grpo.summarize(taught[-1].sums)
-    return {"reward": rewards.nanmean().item(), **parts, "accuracy": mean("correct"),
+    return {"reward": reward.nanmean().item(), **parts, "accuracy": mean("correct"),
             "format": mean("format"), "length": mean("length"), "truncated": 1 - mean("finished"),
             "informative": informative, "groups": int(learned.view(-1, G).any(dim=1).sum()),
             **grpo.summarize(taught[0].sums),    # of the first: before the policy has moved
@@ -327,14 +324,15 @@ def report(run, rows, advantages, weights, rollouts, updates):
 def evaluate_held_out(run, step, bar):
     """Greedy answers to the held-out problems, each rank its share, without noise -> metrics."""
     began = time.time()
+    args = run.args
     problems = share(run.held_out)
-    greedy = Sampling(run.args.max_new_tokens, run.tokenizer.end_ids, temperature=0.0)
+    greedy = Sampling(args.max_new_tokens, run.tokenizer.end_ids, temperature=0.0)
     rollouts = run.sampler.generate([p.prompt for p in problems], 1, greedy)
-    rows = gather(scored(run, problems, rollouts))
+    rows = gather(rewards.score(run.tokenizer, problems, rollouts, args.prompt_style, run.plug_in))
     metrics = {"eval_accuracy": sum(row["correct"] for row in rows) / len(rows)}
     if run.plug_in:
         metrics["eval_reward"] = sum(row["task"] for row in rows) / len(rows)
-    said = ", ".join(f"{name[5:]} {value:.3f}" for name, value in metrics.items())
+    said = ", ".join(f"{name.removeprefix('eval_')} {value:.3f}" for name, value in metrics.items())
     say(f"after {step} steps: held-out {said}")
     if not bar.disable:
         bar.start_t += time.time() - began       # its steps per second leave this out
@@ -344,7 +342,7 @@ def evaluate_held_out(run, step, bar):
 def give_up(run, verdict, step, master):
     if RANK == 0:
         run.folder.write_adapter({"master": master}, run.folder.path / "adapters" / "last_good")
-    gather([])                                   # a rank that ends has the others ended
+    gather([])                                   # torchrun ends all ranks when one has ended
     raise program.Stopped(f"{verdict}; adapters/last_good is that of step {step}")
 
 

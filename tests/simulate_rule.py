@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from grpo import group_advantages, keep_informative                       # noqa: E402
+from grpo import group_advantages, informative_groups                       # noqa: E402
 from rewards import overlong_penalty                                      # noqa: E402
 
 G, LIMIT, BUFFER = 8, 512, 128
@@ -25,7 +25,7 @@ def summed(task, penalty):
 
 
 def summed_where_mixed(task, penalty):
-    return torch.where(keep_informative(task, G).repeat_interleave(G), summed(task, penalty), 0.0)
+    return torch.where(informative_groups(task, G).repeat_interleave(G), summed(task, penalty), 0.0)
 
 
 def apart(task, penalty):
@@ -77,7 +77,7 @@ def visits(revisit, a, b, gain, problems=7473, count=64, epochs=5):
             if torch.rand(1, generator=g).item() < revisit ** misses[i].item():
                 chosen.append(i)
         chance = torch.sigmoid(logits[chosen] + gain * t / steps)[:, None]
-        useful = keep_informative((torch.rand(count, G, generator=g) < chance).float().flatten(), G)
+        useful = informative_groups((torch.rand(count, G, generator=g) < chance).float().flatten(), G)
         misses[chosen] = torch.where(useful, 0, (misses[chosen] + 1).clamp(max=3))
         shares.append(useful.float().mean())
     return [torch.stack(shares[e * steps // epochs:(e + 1) * steps // epochs]).mean().item() for e in range(epochs)]

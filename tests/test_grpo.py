@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import grpo
-from grpo import (LOSSES, METRICS, LogProbs, add_sums, disjoint, group_advantages, k3, keep_informative, live_rows,
+from grpo import (LOSSES, METRICS, LogProbs, add_sums, disjoint, group_advantages, informative_groups, k3, live_rows,
                   policy_loss, summarize, token_weights)
 from learner import micro_batches
 from rewards import overlong_penalty
@@ -109,8 +109,8 @@ def penalised_batch(P=4000, G=8, limit=512, buffer=128):
 
 def test_a_length_penalty_teaches_nothing_in_groups_without_right_and_wrong_answers():
     task, penalty = penalised_batch()
-    mixed = keep_informative(task, 8).repeat_interleave(8)
-    assert 0.4 < mixed.float().mean() < 0.5 and 0.7 < keep_informative(task + penalty, 8).float().mean() < 0.9
+    mixed = informative_groups(task, 8).repeat_interleave(8)
+    assert 0.4 < mixed.float().mean() < 0.5 and 0.7 < informative_groups(task + penalty, 8).float().mean() < 0.9
 
     def shares(advantages):
         """Of all gradient mass: of groups without both; that pushes wrong answers up."""
@@ -141,7 +141,7 @@ def test_unscorable_rows_are_outside_mean_and_std():
 
 def test_informative_groups_are_those_with_spread():
     rewards = torch.tensor([0, 0, 1, 1, 0, 1, NAN, 1, NAN, NAN, .1, .1 + 1e-6])
-    assert keep_informative(rewards, 2).tolist() == [False, False, True, False, False, True]
+    assert informative_groups(rewards, 2).tolist() == [False, False, True, False, False, True]
 
 
 def test_live_rows_are_scorable_and_by_choice_finished():
