@@ -20,7 +20,7 @@ import nvfp4
 from program import short
 from run import KERNELS, say
 
-# What changes when no --model is given: the embedded model, and sizes for two CPU cores.
+# Defaults when no --model is given: the embedded model, and sizes for two CPU cores.
 TINY = dict(model=str(Path(__file__).parent / "tiny"), data="arithmetic", steps=80,
             max_prompt_tokens=64, max_new_tokens=48, lr=5e-4, epochs=1)
 
@@ -99,7 +99,7 @@ add("--correction", default="truncate", choices=grpo.CORRECTIONS,
          "around the sampler (paper)")
 add("--correction-cap", type=float, default=2.0, help="the bound C")
 add("--advantage-scale", default="group", choices=grpo.SCALES,
-    help="which standard deviation divides centred rewards")
+    help="what divides centred rewards: the group's standard deviation, or nothing (Dr. GRPO)")
 add("--kl-beta", type=float, default=0.0, help="weight of KL to the base without adapter")
 add("--overlong", default="mask", choices=["mask", "keep"],
     help="keep: answers cut at the limit stay in the loss")
@@ -135,9 +135,10 @@ RANGES = {**dict.fromkeys(COUNTS, "[1, 2e9]"), **dict.fromkeys(POSITIVE, "(0, 1e
           "temperature": "(0, 1000]", "sigma_start": "[0, 10]", "sigma_end": "[0, 10]",
           "eval_problems": "[0, 2e9]", "seed": "[0, 2e18]", "revisit": "[0.1, 1]",
           "calibrate": "[0, 1e5]"}
-# Flags of older runs: what is left of each.
+# Flags that only older runs have -> the one value that can still be meant.
 GONE = {"head": "bf16", "oversample": 1.0, "noise_relative": False, "noise_learner": False,
         "noise_kl": None}
+# Flags of a place, not of a run: --resume and --like do not take them over.
 PLACES = {"resume", "like", "out", "device", "kernels", "memory_gib", "kv_gib", "show", "keep",
           "report_to", *GONE}
 
@@ -266,13 +267,18 @@ def check_flags(args, before):
         raise ValueError(f"--memory-gib bounds the memory of a GPU, --device is {args.device}")
     if args.report_to and importlib.util.find_spec(args.report_to) is None:
         raise ValueError(f"--report-to {args.report_to} needs pip install {args.report_to}")
-    for name, left in GONE.items() if before else ():
+    if before:
+        check_resumed(args, before)
+
+
+def check_resumed(args, before):
+    for name, left in GONE.items():
         if before.get(name, left) != left:
             flag = name.replace("_", "-")
             raise ValueError(f"--resume: the run had --{flag} {before[name]}, which is gone")
-    if before and "epochs" not in before:
+    if "epochs" not in before:
         raise ValueError("--resume: the run is older than --epochs: it had another learning rule")
-    for name in vars(args).keys() - PLACES if before else ():
+    for name in vars(args).keys() - PLACES:
         had = before.get(name, parser.get_default(name))         # a flag younger than the run
         grows = name == "steps" and args.steps > had
         if getattr(args, name) != had and not grows:

@@ -83,7 +83,7 @@ def device_of(name, model):
 
 
 def few_threads(model):
-    """Of a small model on a CPU: more than two wait for each other longer than they work."""
+    """For a small model on a CPU: more than two wait for each other longer than they work."""
     if model.device.type == "cpu" and model.config.width < 1024:
         torch.set_num_threads(min(2, torch.get_num_threads()))
 
@@ -94,8 +94,8 @@ def capability(device):
 
 
 def kernels_for(device, wanted):
-    """--kernels -> whose 4-bit matmul decodes: "hopper" is marlin_fp4.py's, "portable" that of
-    portable_fp4.py; on a CPU None. ValueError if the GPU cannot run it.
+    """--kernels -> which 4-bit matmul decodes: "hopper" of marlin_fp4.py, "portable" of
+    portable_fp4.py, None on a CPU. ValueError if the GPU cannot run it.
     """
     if device.type != "cuda":
         if wanted != "auto":
@@ -180,7 +180,7 @@ def signals_wait():
 
 @contextmanager
 def ending_with(save, advice):
-    """However the block ends early, save() is called -> what was saved, to be said. What is no
+    """However the block ends early, save() is called, which returns what to say of it. What is no
     fault of the code ends in one line and code 1; a bug keeps its traceback.
     """
     for number in SIGNALS:
@@ -312,7 +312,7 @@ class Checkpoints:
                         for name, t in live.items()}
         self.counters = {}
 
-    def keep(self, live, counters):
+    def snapshot(self, live, counters):
         for name, t in live.items():
             self.tensors[name].copy_(t)
         self.counters = dict(counters)
@@ -403,9 +403,9 @@ class Folder:
             flags = json.loads(path.read_text()) | changes
             write_atomically(path, json.dumps(flags, indent=2).encode())
 
-    def keep(self, counters):
+    def snapshot(self, counters):
         """From here on, whatever ends the run saves this whole step."""
-        self.checkpoints.keep(self.live, counters)
+        self.checkpoints.snapshot(self.live, counters)
 
     def log(self, name, objects):
         """One JSON object a line, to disk before any checkpoint that counts on them."""

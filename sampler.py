@@ -1,6 +1,6 @@
 """
 Rollouts: groups of samples for a batch of prompts, from a KV cache of blocks, with the log-probs
-they were drawn with. Those are the old policy of the loss: temperature, noise, adapter included.
+they were drawn with: temperature, noise and adapter included.
 
     sampler = sampler_for(TorchEngine, model, max_length=2048)
     rollouts = sampler.generate(prompts, 8, Sampling(max_new_tokens=1024, end_ids=(151645,)))
@@ -11,11 +11,11 @@ they were drawn with. Those are the old policy of the loss: temperature, noise, 
 - A live sequence is a row of the decode batch. A finished row leaves and a waiting sequence takes
   its place (continuous batching); rows are dense, so a draining batch uses cheaper steps.
 - The host looks at the rows every few steps. A row that ends between two looks idles:
-  at 8 steps and 200-token answers, 2 % of the work, printed as `idle`.
+  at 8 steps and 200-token answers, 2 % of the work, logged as `idle`.
 - Blocks are given out as rows grow. If the pool runs dry the newest row goes back to the queue
   with what it has written so far and is prefilled again later: sequences wait, never an error.
 - Randomness. The token at position t of sample g of prompt p is the inverse CDF at
-  u(seed, p, g, t), a hash: not of batch, row, window or number of GPUs.
+  u(seed, p, g, t), a hash: batch, row, window and number of GPUs do not change it.
 
 Not here: beam search, penalties, stop strings, prefix sharing between different prompts.
 
@@ -137,7 +137,7 @@ class Rows(NamedTuple):
     """The live rows on the device, (n,) int64 each: what an engine needs for a window."""
     token: torch.Tensor                          # next input
     pos: torch.Tensor                            # its position
-    prefix: torch.Tensor                         # tokens of the prefix, that others may have too
+    prefix: torch.Tensor                         # how many tokens its prefix has
     limit: torch.Tensor                          # the last position
     key: torch.Tensor                            # of the row's randomness
     table: torch.Tensor                          # (n, width) blocks: of the prefix, then its own
@@ -146,7 +146,7 @@ class Rows(NamedTuple):
 class TorchEngine:
     """In plain torch, on any device; its fast twin is decode.GraphEngine.
 
-    kv: (L, 2, blocks, KV, BLOCK, d), keys and values.
+    kv: (L, 2, blocks, KV, BLOCK, d), keys and values. max_rows: for the twin's buffers.
     """
     window = 1                                   # decode steps between two looks of the host
 
@@ -202,7 +202,7 @@ def fill_cache(model, kv, tokens, blocks, positions, attend):
 
 
 def through_cache(kv, blocks, offsets, attend):
-    """-> for each layer what writes k and v, then attends with the layer's whole cache."""
+    """-> for each layer a function that writes k and v, then attends to the layer's cache."""
     return [functools.partial(write_and_attend, layer, blocks, offsets, attend) for layer in kv]
 
 
@@ -216,7 +216,7 @@ def write_and_attend(layer, blocks, offsets, attend, q, k, v):
 def attention_to_cache(kv, table, prefix, pos):
     """-> for each layer the attention of one new token per row, at pos.
 
-    A row's slots: of its prefix, a gap to the end of that block, from `start` on its own.
+    A row's slots: its prefix, a gap up to a whole block, from `start` on its own tokens.
     """
     start = (prefix + BLOCK - 1) // BLOCK * BLOCK
     last = start + pos - prefix                                  # the new token's slot
@@ -236,7 +236,7 @@ def attention_to_cache(kv, table, prefix, pos):
 
 
 def engine_for(device, kernels="auto"):
-    """The engine class of a device; kernels: run.kernels_for."""
+    """The engine class of a device; kernels: --kernels, see run.kernels_for."""
     if device.type != "cuda":
         return TorchEngine
     from decode import GraphEngine               # the engine room: Triton
@@ -247,7 +247,7 @@ def engine_for(device, kernels="auto"):
 # Sequences and their blocks
 
 class BlockPool:
-    """Numbers of the free KV blocks. Block 0 is never given out: rows that do not count use it."""
+    """Numbers of the free KV blocks. Block 0 is never given out: a graph's spare rows use it."""
 
     def __init__(self, count):
         self.count = count
@@ -270,10 +270,10 @@ class BlockPool:
 
 @dataclass(eq=False)
 class Prefix:
-    """Tokens whose KV is computed before decoding, and its blocks while anybody needs them."""
+    """Tokens whose keys and values are computed before decoding, and the blocks that hold those."""
     tokens: list
     blocks: list = field(default_factory=list)
-    users: int = 0
+    users: int = 0                               # live sequences; the last one frees the blocks
 
 
 @dataclass(eq=False)
@@ -340,14 +340,14 @@ class Sampler:
         self.max_rows = max_rows
 
     @torch.no_grad()
-    def generate(self, prompts, group_size, sampling, prompt_ids=None, progress=None):
+    def generate(self, prompts, group_size, sampling, numbers=None, progress=None):
         """prompts: P lists of ids -> Rollouts of P * group_size sequences.
 
-        prompt_ids: P ints that key the randomness (default: the index). progress: called after
-        each window with the number of new tokens, and the sequences that ended in it.
+        numbers: of the prompts, P ints that key their randomness (default: from 0 on). progress:
+        called after each window with how many tokens are new, and the sequences that ended in it.
         """
         began = time.perf_counter()
-        sequences = self._sequences(prompts, group_size, sampling, prompt_ids)
+        sequences = self._sequences(prompts, group_size, sampling, numbers)
         self.pool.reset()                        # a call ended by an exception gave none back
         waiting = deque(sequences)
         live = []
@@ -367,7 +367,7 @@ class Sampler:
             rollouts.idle = 1 - rollouts.num_tokens / computed
         return rollouts
 
-    def _sequences(self, prompts, group_size, sampling, prompt_ids):
+    def _sequences(self, prompts, group_size, sampling, numbers):
         """One Sequence a sample, P * group_size of them."""
         limits = sampling.max_new_tokens
         size = len(prompts) * group_size
@@ -376,7 +376,7 @@ class Sampler:
         assert len(limits) == size and min(limits, default=1) > 0, \
             f"need {size} limits above 0, got {len(limits)}"
         sequences = []
-        for prompt, number in zip(prompts, prompt_ids or range(len(prompts)), strict=True):
+        for prompt, number in zip(prompts, numbers or range(len(prompts)), strict=True):
             prefix = Prefix(prompt[:-1])
             pos = len(prompt) - 1
             for g in range(group_size):

@@ -94,7 +94,7 @@ def test_a_log_is_cut_to_whole_lines_of_earlier_steps(tmp_path):
 
 def saved(folder, step, live=None):
     checkpoints = Checkpoints(folder, live or some_live())
-    checkpoints.keep(live or some_live(), {"step": step, "cursor": 7 * step})
+    checkpoints.snapshot(live or some_live(), {"step": step, "cursor": 7 * step})
     checkpoints.save()
     return checkpoints
 
@@ -108,7 +108,7 @@ def test_a_checkpoint_comes_back_bit_for_bit(tmp_path):
     live = {"master": torch.randn(5, 3), "step": torch.tensor(3.0), "half": torch.randn(4).bfloat16()}
     checkpoints = Checkpoints(tmp_path, live)
     counters = {"step": 40, "cursor": 3, "loss_scale": 2.0**14, "tokens": 10**12}
-    checkpoints.keep(live, counters)
+    checkpoints.snapshot(live, counters)
     checkpoints.save()
     other = Checkpoints(tmp_path, live)
     lines = other.load()
@@ -125,7 +125,7 @@ def test_saving_writes_the_last_whole_step_and_never_touches_what_is_trained(tmp
     whole = {name: t.clone() for name, t in live.items()}
     folder = Folder(tmp_path, live, lambda tensors, path: written.append((tensors["master"].clone(), path)))
     written = []
-    folder.keep({"step": 2})
+    folder.snapshot({"step": 2})
     with torch.no_grad():                                                 # the middle of step 2
         live["master"].mul_(-3).add_(0.25)
         live["step"].add_(1)
@@ -371,7 +371,7 @@ def test_a_resumed_run_has_the_checkpoints_state_in_place_and_logs_cut_to_it(tmp
 def test_other_ranks_neither_read_nor_write(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "RANK", 1)
     folder = Folder(tmp_path, some_live(), lambda *_: (_ for _ in ()).throw(AssertionError("rank 1 wrote")))
-    folder.keep({"step": 1})
+    folder.snapshot({"step": 1})
     folder.log("metrics.jsonl", [{"step": 0}])
     assert folder.save() == "step 1 is saved" and not list(tmp_path.iterdir())
 

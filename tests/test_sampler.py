@@ -49,8 +49,8 @@ def distributions(case, tensors, rollouts, temperature, live_vocab):
         yield (logits / temperature).log_softmax(-1)
 
 
-def generate(sampler, prompts, group_size=1, max_new_tokens=16, prompt_ids=None, **how):
-    return sampler.generate(prompts, group_size, Sampling(max_new_tokens, **how), prompt_ids)
+def generate(sampler, prompts, group_size=1, max_new_tokens=16, numbers=None, **how):
+    return sampler.generate(prompts, group_size, Sampling(max_new_tokens, **how), numbers)
 
 
 def audited(sampler_class, sampler):
@@ -472,7 +472,7 @@ def test_requests_that_do_not_fit_stop():
         with pytest.raises(AssertionError, match="need 2 limits above 0"):
             generate(sampler, [[5]], group_size=2, max_new_tokens=limits)
     with pytest.raises(ValueError, match="zip"):
-        generate(sampler, [[5], [6]], max_new_tokens=2, prompt_ids=[1])
+        generate(sampler, [[5], [6]], max_new_tokens=2, numbers=[1])
     nothing = generate(sampler, [], max_new_tokens=2)
     assert nothing.completions == [] and nothing.idle == 0
 
