@@ -48,7 +48,7 @@ def lay_out(rows, starts):
     token, row by row, the place of the token before it. A row's last token is left out: it
     predicts nothing.
     """
-    def branch(group):                           # else: one row, or answers of one token each
+    def branch(group):                           # not one row, nor answers of one token each
         return len(group) > 1 and any(len(rows[i]) > starts[i] + 1 for i in group)
 
     groups = groupby(range(len(rows)), lambda i: rows[i][:starts[i]])
@@ -84,11 +84,11 @@ class PackedAttention:
         own = [*lengths, *(n for n in chain(*branches) if n)]
         trunks = lengths[:len(branches)]
         self.inside = spans_of(own, own, True, device)           # every token over its own piece
-        self.across = None                       # branches over trunks: all branches of a sequence
-        if branches:                             # are one block of queries
+        self.across = None                       # the branches of a sequence over it: one span
+        if branches:
             self.across = spans_of([sum(group) for group in branches], trunks, False, device)
-        self.first = sum(lengths)                # of the branches' tokens
-        self.shared = sum(trunks)                # tokens of all trunks
+        self.first = sum(lengths)                # where the branches' tokens begin
+        self.shared = sum(trunks)                # where the trunks' tokens end
 
     def positions(self):
         """(T,) int64: from 0 in each sequence, going on from its end in each of its branches."""

@@ -23,9 +23,10 @@ import huggingface_hub
 from huggingface_hub import constants
 from tokenizers import Tokenizer as TokenizerFile
 
+from answers import can_read
 from hf import read_json, read_text, refuse_constant
 from program import first_line, short
-from rewards import call, can_read, last_box, load_function
+from rewards import call, last_box, load_function
 from run import say
 from tiny.arithmetic import arithmetic
 
@@ -217,7 +218,7 @@ def gold(row):
         text = str(value).strip()
         if "####" in text:
             text = text.rsplit("####", 1)[1].strip().replace(",", "")
-        elif name == "solution":                # the hub's DAPO and BigMath: a bare gold
+        elif name == "solution":                 # the hub's DAPO and BigMath: a bare gold
             worked = len(text) > 100 or "\n" in text
             text = last_box(text) or ("" if worked else text)
         if text:
@@ -257,7 +258,7 @@ class Tokenizer:
         vocab = self.file.get_vocab()            # with the added tokens
         if not {"<|im_start|>", "<|im_end|>"} <= vocab.keys():
             raise ValueError(f"{path}: lacks <|im_start|> or <|im_end|>: not Qwen's chat format")
-        # The library gives others without a word.
+        # The library would number them anew.
         for token in json.loads(text).get("added_tokens", ()):
             if vocab[token["content"]] != token["id"]:
                 raise ValueError(f"{path}: added_tokens: the id of {token['content']} is "
@@ -286,13 +287,13 @@ class Tokenizer:
         return self.file.decode(ids, skip_special_tokens=False)
 
     def chat(self, text, system=None):
-        """Ids of a system message, the model's own by default, a user's turn, an answer's begin."""
+        """Ids of a system message (or the model's), a user's turn, the generation prompt."""
         system = system or self.system
         turns = [("system", system)] if system else []
         return self.turns([*turns, ("user", text)])
 
     def turns(self, turns):
-        """(role, text) of each turn -> ids, the begin of an answer with them."""
+        """(role, text) of each turn -> ids, and of the generation prompt."""
         ids = []
         for role, text in turns:
             ids += [self.start, *self.encode(f"{role}\n{text}"), self.stop, *self.encode("\n")]
@@ -359,6 +360,7 @@ def encode_prompts(tokenizer, problems, style, max_tokens):
 
 
 def encoded_problems(args, tokenizer, source, split):
+    """-> the problems that can be used, with prompts; says how many are left out."""
     loaded = load_problems(source, split, not args.reward)       # a reward needs no gold
     problems = [p for p in loaded if args.reward or can_read(p.answer)]
     unreadable = len(loaded) - len(problems)
@@ -373,7 +375,7 @@ def encoded_problems(args, tokenizer, source, split):
 
 
 def split_problems(args, tokenizer):
-    """-> problems to train on, problems held out, both with prompts; args: the flags of a run."""
+    """-> problems to train on, problems held out, with prompts; args: the flags of a run."""
     problems = encoded_problems(args, tokenizer, args.data, "train")
     most = args.eval_problems or None
     if args.eval_data or has_test_split(args.data):

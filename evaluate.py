@@ -35,6 +35,7 @@ import lora
 import model as qwen
 import nvfp4
 import rewards
+from answers import can_read
 from run import KERNELS, device_of, few_threads, kernels_for, write_atomically
 from sampler import Sampling, engine_for, rollouts_of, sampler_for
 
@@ -302,7 +303,7 @@ def prepare(args, of_run):
         paired([{**vars(p), "correct": 0.0} for p in problems], others)
     longest = max(len(p.prompt) for p in problems)
     if args.max_new_tokens is None:
-        args.max_new_tokens = max(1, min(4096, hf.positions(folder) - longest))
+        args.max_new_tokens = max(1, min(4096, hf.max_positions(folder) - longest))
     hf.check_lengths(folder, longest + args.max_new_tokens)
     model = load_model(args, hf.resolve(args.model), device, tokenizer)
     rows = min(args.max_rows, len(problems) * args.samples)
@@ -374,7 +375,7 @@ def main():
             figures |= paired(rows, others)
         tokens = sum(row["length"] for row in rows)
         figures |= {"n": count,
-                    "unreadable": sum(not rewards.can_read(p.answer) for p in problems),
+                    "unreadable": sum(not can_read(p.answer) for p in problems),
                     "tokens": tokens, "tokens_per_s": tokens / seconds, "idle": idle,
                     "seconds_sample": seconds, "seconds": time.perf_counter() - began}
         show(args, figures, shift)

@@ -249,7 +249,7 @@ def read_qwen2(path):
     return config
 
 
-def positions(folder):
+def max_positions(folder):
     """How many tokens a model's sequences may have."""
     return read_qwen2(folder / "config.json").get("max_position_embeddings") or math.inf
 
@@ -257,7 +257,7 @@ def positions(folder):
 def check_lengths(folder, length, rank=1):
     """ValueError if a model has no positions for `length` tokens, or no room for such a rank."""
     path = folder / "config.json"
-    most = positions(folder)
+    most = max_positions(folder)
     if length > most:
         raise ValueError(f"{path}: max_position_embeddings is {most}, less than {length}, the "
                          "tokens of prompt and --max-new-tokens together")

@@ -36,7 +36,7 @@ from ops import mm, mm_fp32
 
 
 class Scratch:
-    """One buffer for the expanded matrices of all linears of a model, each in its turn."""
+    """One buffer for the expanded matrices of all linears of a model, one at a time."""
 
     def __init__(self):
         self.flat = None
@@ -63,7 +63,7 @@ class Linear(torch.nn.Module):
         self.names = names
         self.parts = parts
         self.scratch = scratch or Scratch()
-        self.adapter = None                                      # sets a, b, a16 and b16
+        self.adapter = None                      # lora.Adapter sets it, and a, b, a16 and b16
 
     @property
     def rank(self):
@@ -71,7 +71,7 @@ class Linear(torch.nn.Module):
         return self.adapter.rank if self.adapter and self.adapter.enabled else 0
 
     def trained(self):
-        """What autograd hands gradients to."""
+        """A and B, for autograd to hand gradients to."""
         return (self.a, self.b) if self.rank else (None, None)
 
     def forward(self, x):
@@ -133,7 +133,7 @@ class Linear(torch.nn.Module):
         """W + s * B @ A in fp32, (N, K): what an exported checkpoint holds."""
         w = torch.empty(self.weight.N, self.weight.K, device=self.weight.device)
         self.weight.dequantize(out=w)
-        self.weight.__dict__.pop("dense", None)                  # of a CPU: asked for once here
+        self.weight.__dict__.pop("dense", None)                  # kept on a CPU: used once here
         if self.rank:
             b = self.adapter.scale * self.b.data
             for rows, part_b, a in zip(w.split(self.parts), b.split(self.parts),

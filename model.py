@@ -56,7 +56,7 @@ class ModelConfig:
 
     @classmethod
     def of(cls, raw):
-        """Of what hf.read_qwen2 returns."""
+        """raw: config.json, as hf.read_qwen2 returns it."""
         return cls(raw["hidden_size"], raw["intermediate_size"], raw["num_hidden_layers"],
                    raw["num_attention_heads"], raw["num_key_value_heads"], raw["vocab_size"],
                    raw.get("tie_word_embeddings", False), raw["rope_theta"], raw["rms_norm_eps"])
@@ -111,7 +111,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class Block(torch.nn.Module):
-    """The i-th, of get(name, *shape) -> tensor and frozen(names, parts, K) -> nvfp4.Weight.
+    """Layer i. get(name, *shape) -> tensor and frozen(names, parts, K) -> nvfp4.Weight read it.
 
     parts: rows of the matrices that a fused linear is made of; scratch: shared by all blocks.
     """
@@ -151,7 +151,7 @@ class Block(torch.nn.Module):
 
 
 class Qwen2(torch.nn.Module):
-    """Of get and frozen, as Block has them.
+    """get and frozen: as Block takes them.
 
     live_vocab: ids that the tokenizer has; rows of the head beyond it never take part in a
     log-prob. folder: where its files are, None for random weights.
@@ -179,17 +179,17 @@ class Qwen2(torch.nn.Module):
     def hidden(self, tokens, attend, positions, recompute=0):
         """tokens (T,) packed -> final norm's (x * w (T, D) in dtype, 1/rms (T, 1)).
 
-        attend: a PackedAttention, or one callable per layer. recompute: so many of the first
-        blocks keep their input alone and run again in the backward, when the last ones are through.
+        attend: a PackedAttention, or a list with a callable for each layer. recompute: so many
+        blocks, the first ones, keep only their input and run again in the backward.
         """
         x = self.embed[tokens].float()
         cos, sin = rope_table(positions, self.config)
-        for i, layer in enumerate(self.layers):
-            inputs = x, cos, sin, attend[i] if isinstance(attend, list) else attend
+        attends = attend if isinstance(attend, list) else [attend] * len(self.layers)
+        for i, (layer, attend) in enumerate(zip(self.layers, attends)):
             if i < recompute:
-                x = checkpoint(layer, *inputs, use_reentrant=False)
+                x = checkpoint(layer, x, cos, sin, attend, use_reentrant=False)
             else:
-                x = layer(*inputs)
+                x = layer(x, cos, sin, attend)
         return self.final_norm(x)
 
     def forward(self, tokens):

@@ -31,7 +31,7 @@ import torch
 
 from ops import mm_fp32, twin_in_kernels
 
-CHUNK = 2**22          # weights at a time: bounds the fp32 temporaries to ~100 MB for any matrix
+CHUNK = 2**22                                    # weights at a time: 100 MB of fp32 temporaries
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 E2M1_SIGNED = torch.cat([E2M1, -E2M1])           # code 0..15 -> value; code 8 is -0
@@ -135,8 +135,8 @@ def global_scale_for(*weights):
     amax = torch.stack(extremes).abs().max().item()
     if not math.isfinite(amax):
         raise ValueError(f"a weight matrix holds {amax}: no tensor scale fits")
-    mantissa, exponent = math.frexp(amax / (6 * 448))     # in [.5, 1): .5 is the power itself
-    exponent = max(exponent - (mantissa == 0.5), -126)    # below, the reciprocal overflows
+    mantissa, exponent = math.frexp(amax / (6 * 448))     # mantissa .5: the power of two itself
+    exponent = max(exponent - (mantissa == 0.5), -126)    # smaller ones have no reciprocal in fp32
     return torch.tensor(2.0**exponent, device=weights[0].device)
 
 
@@ -153,7 +153,7 @@ def quantize(w, global_scale=None, importance=None, offsets=OFFSETS):
 
     def candidates(blocks):
         first = e4m3_codes(blocks.abs().amax(-1) / 6, inverse)
-        return [e4m3_value(first, offset) / inverse for offset in offsets]
+        return [e4m3_value(first + offset) / inverse for offset in offsets]
 
     packed, scale = encode(w, 16, candidates, e2m1_codes, E2M1_SIGNED, importance)
     return packed, (scale * inverse).to(torch.float8_e4m3fn), global_scale
@@ -166,9 +166,9 @@ def e4m3_codes(scale, inverse):
     return code.masked_fill(code == 0, 32)                        # 0.125 for zeros: all codes are 0
 
 
-def e4m3_value(code, offset=0):
-    """fp32; 0 and NaN are left out."""
-    return (code + offset).clamp(1, 126).byte().view(torch.float8_e4m3fn).float()
+def e4m3_value(code):
+    """Codes, clamped to the positive numbers: no 0, no NaN -> fp32."""
+    return code.clamp(1, 126).byte().view(torch.float8_e4m3fn).float()
 
 
 def dequantize(packed, block_scale, global_scale, dtype=torch.bfloat16, out=None):

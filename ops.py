@@ -125,15 +125,15 @@ def scores(products, scale, targets, live, dtype=None):
     sums = picked[:, 0], lse[:, 0], torch.linalg.vecdot(p, logits)
     if dtype is None:
         return sums, None
-    ahead = p.neg_().scatter_add_(1, targets[:, None], torch.ones_like(picked))
-    return sums, F.pad(ahead, (0, products.shape[1] - live)).to(dtype)
+    dlogits = p.neg_().scatter_add_(1, targets[:, None], torch.ones_like(picked))
+    return sums, F.pad(dlogits, (0, products.shape[1] - live)).to(dtype)
 
 
 class _TokenLogprobs(torch.autograd.Function):
     """A log-prob's gradient is one row, (onehot - p) @ head * scale, computed while the chunk's
     logits are at hand: the backward is one multiplication, and logits are computed once.
     """
-    CHUNK = 512                                  # rows a time: 0.3 GB of fp32 logits at V = 152k
+    CHUNK = 512                                  # rows: 0.3 GB of fp32 logits at V = 152k
 
     @staticmethod
     def forward(ctx, x, rstd, head, targets, live, temperature):
@@ -148,12 +148,12 @@ class _TokenLogprobs(torch.autograd.Function):
             s = slice(i, i + _TokenLogprobs.CHUNK)
             scale = rstd[s] / temperature                                       # (c, 1)
             products = mm_fp32(x[s], head.T)                                    # (c, V)
-            (picked, lse, mean_logit), ahead = scores(products, scale, targets[s], live, dtype)
+            (picked, lse, mean_logit), dlogits = scores(products, scale, targets[s], live, dtype)
             logprobs[s] = picked - lse
             entropy[s] = lse - mean_logit
             if dtype:
                 drstd[s] = (picked - mean_logit)[:, None] / rstd[s]
-                dx[s] = mm_fp32(ahead, head).mul_(scale)
+                dx[s] = mm_fp32(dlogits, head).mul_(scale)
         ctx.save_for_backward(dx, drstd)
         ctx.dtype = x.dtype
         ctx.mark_non_differentiable(entropy)

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
-from answers import END_OF_TURN, can_read, is_equal  # noqa: F401 (can_read is used by others)
+from answers import END_OF_TURN, is_equal
 from program import Stopped, first_line
 
 MAX_TAIL = 20_000      # characters searched for tags, markers and numbers; boxes are found anywhere

@@ -13,7 +13,8 @@ from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from rewards import can_read, grade, is_equal
+from answers import can_read
+from rewards import grade, is_equal
 
 GOLDS = json.loads((Path(__file__).parent / "golds.json").read_text())
 LIMIT = 0.1                                                # seconds, times slowness()

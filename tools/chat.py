@@ -110,7 +110,7 @@ def main():
         folder = hf.resolve(args.model)
         tokenizer = data.Tokenizer(folder)
         model = load_model(args, folder, device, tokenizer)
-        length = min(hf.positions(folder), LENGTH)
+        length = min(hf.max_positions(folder), LENGTH)
         sampler = sampler_for(engine_for(device), model, length, max_rows=1)
         sampling = Sampling(args.max_new_tokens, tokenizer.end_ids, args.temperature,
                             seed=args.seed)
