@@ -1,5 +1,5 @@
 """
-Folders of other programs: Hugging Face models, compressed-tensors NVFP4 weights, PEFT adapters.
+Other programs' folders: Hugging Face models, compressed-tensors NVFP4 weights, PEFT adapters.
 
     shards = Shards(resolve("qwen2.5-7b"))
     shards.get("model.norm.weight", device="cuda")     read one tensor at a time

@@ -4,6 +4,7 @@ ours. Every program imports this before torch, which reads its settings once.
 
     with one_line("train.py"): ...     a wrong flag, file or folder, or a signal such as SIGTERM,
                                        ends in one line and code 1
+
 Ctrl-C ends in one line and code 130, also while libraries are still being imported. A bug keeps
 its traceback.
 """
@@ -82,7 +83,6 @@ def report(kind, error, trace):
 
 
 sys.excepthook = report
-
 
 LIBRARIES = "torch", "triton", "safetensors", "tokenizers", "numpy"
 

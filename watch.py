@@ -20,28 +20,28 @@ ALL_RIGHT = 0.95
 
 def symptom(metrics, args, best):
     """-> what is wrong with a step and which flag it likely is, or "". best: as Watch.best."""
-    m = metrics
     lr = f"--lr {args.lr} may be too high"
     if args.overlong_buffer:
         lr += f", or --overlong-buffer {args.overlong_buffer} too much"
-    if m["accuracy"] >= ALL_RIGHT:
+    if metrics["accuracy"] >= ALL_RIGHT:
         return ""
-    if m["truncated"] == 1 and args.overlong == "mask":
+    if metrics["truncated"] == 1 and args.overlong == "mask":
         return (f"every answer was cut and masked: --max-new-tokens {args.max_new_tokens} is too "
                 "few, or take --overlong keep")
-    if m["length"] < 1.5:
+    if metrics["length"] < 1.5:
         return f"answers had one token: {lr}"
-    if m.get("entropy", 1.0) < 1e-3:
+    if metrics.get("entropy", 1.0) < 1e-3:
         return f"the entropy was zero: {lr}"
-    if m["accuracy"] == 0 and best > 0 and not args.reward:
+    if metrics["accuracy"] == 0 and best > 0 and not args.reward:
         return f"no answer was right, where {best:.0%} had been: {lr}"
-    if m["groups"] == 0 and args.reward:
+    if metrics["groups"] == 0 and args.reward:
         return f"--reward {args.reward} gave all answers to a problem the same, or {lr}"
-    if m["groups"] == 0 and best > 0:
+    if metrics["groups"] == 0 and best > 0:
         return f"no group of answers had anything to teach: {lr}"
-    if m["groups"] == 0:
+    if metrics["groups"] == 0:
         return (f"no answer was right so far: --data {args.data} is too hard for this model, or "
-                f"--max-new-tokens {args.max_new_tokens} too few ({m['truncated']:.0%} were cut)")
+                f"--max-new-tokens {args.max_new_tokens} too few "
+                f"({metrics['truncated']:.0%} were cut)")
     return ""
 
 
