@@ -45,8 +45,8 @@ def lay_out(rows, starts):
     """Rows that follow each other and share rows[i][:starts[i]] become a sequence with branches.
 
     -> tokens, lengths, branches (as PackedAttention takes them), predictors: for every scored
-    token, row by row, the place of the token before it. A row's last token is left out: it
-    predicts nothing.
+    token, row by row, the place of the token before it. A row's last token predicts nothing and is
+    left out: lay_out([[1, 2, 7, 8], [1, 2, 5]], [2, 2]) == [1, 2, 7], [2], [[1, 0]], [1, 2, 1].
     """
     def branch(group):                           # not one row, nor answers of one token each
         return len(group) > 1 and any(len(rows[i]) > starts[i] + 1 for i in group)

@@ -284,7 +284,7 @@ def source_of(folder, device):
         if files.config[key] % 16:
             raise ValueError(f"{folder}/config.json: {key} is {files.config[key]}, not a multiple "
                              "of 16")
-    c = qwen.ModelConfig.of(files.config)
+    c = qwen.ModelConfig.from_json(files.config)
     files.check("model.embed_tokens.weight", (c.vocab, c.width))     # those that no layer reads
     files.check("model.norm.weight", (c.width,))
     if not c.tied:
@@ -317,7 +317,7 @@ def coded_linears(files, codes, texts=(), held_out=(), live_vocab=None):
     codes: of CODES. texts: of Text; without them "search" and "nearest" alone have what they need.
     With them, says each layer's error of the outputs, and at the end the KL on the ones held out.
     """
-    config = qwen.ModelConfig.of(files.config)
+    config = qwen.ModelConfig.from_json(files.config)
     chunks = []
     measured = []
     if texts:

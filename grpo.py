@@ -19,7 +19,7 @@ its proximal policy before the first update instead, for one more forward pass.
 Divisors are those of the whole optimizer step, known before the first backward. So gradients are
 summed, over micro-batches and ranks alike, and no split of the rows changes them. Rows that are not
 live (cut at the length limit, unscorable) leave numerator and divisor. Groups of equal rewards stay
-in the divisor though they add no gradient, as in the release.
+in the divisor though they add no gradient, as in the release (NVlabs/QeRL).
 
 Not here: a critic, an entropy bonus (neither in the paper), the overlong penalty (rewards.py),
 DAPO's dynamic sampling: sampling until N groups teach costs what larger --prompts-per-step do.
@@ -41,7 +41,7 @@ class Loss:
     divisor: Callable                            # of (rows, tokens, lengths, limit)
     clip_low: float = 0.2                        # Table 4, for every loss
     clip_high: float = 0.28
-    of_rows: bool = False                        # r, w are one a row: exp of the mean of the logs
+    sequence_level: bool = False                 # r, w are one a row: exp of the mean of the logs
     correction: str = "truncate"
     cap: float = 2.0                             # C of the correction
     kl_beta: float = 0.0                         # weight of k3 to the base without adapter
@@ -52,7 +52,8 @@ LOSSES = {
     "dapo": Loss(lambda rows, tokens, lengths, limit: tokens),
     "dr_grpo": Loss(lambda rows, tokens, lengths, limit: rows * limit),
     # The GSPO paper's clip: with correction="ppo" the noise's effect on r is beyond it.
-    "gspo": Loss(lambda rows, tokens, lengths, limit: rows * lengths, 3e-4, 4e-4, of_rows=True),
+    "gspo": Loss(lambda rows, tokens, lengths, limit: rows * lengths, 3e-4, 4e-4,
+                 sequence_level=True),
 }
 SCALES = ("group", "none")
 CORRECTIONS = ("truncate", "mask", "off", "ppo")
@@ -95,16 +96,16 @@ def group_advantages(rewards, group_size, scale="group", shaping=None):
     return torch.where(informative[:, None], centred, 0.0).view(-1)
 
 
-def live_rows(rewards, finished, mask_cut=True):
+def live_rows(rewards, finished, mask_truncated):
     """(B,) bool: the rows that enter the loss. Cut rows still count in their group's mean.
 
-    mask_cut drops rows that hit the length limit (finished False), as the release does.
+    mask_truncated drops rows that hit the length limit (finished False), as the release does.
     """
     live = ~rewards.isnan()
-    return live & finished if mask_cut else live
+    return live & finished if mask_truncated else live
 
 
-def disjoint(live, group_size, count):
+def minibatches(live, group_size, count):
     """live (B,) bool -> `count` masks (B,), each live row in one of them: whole groups, in order.
 
     Their numbers of groups with a live row differ by one at most.
@@ -171,7 +172,7 @@ def policy_loss(logprobs, advantages, row, weights, loss):
         proximal = sampler
     log_r = fixed - proximal                                                # (T,)
     log_w = proximal - sampler                                              # (T,)
-    if loss.of_rows:
+    if loss.sequence_level:
         log_r = row_means(log_r, row, len(weights))
         log_w = row_means(log_w, row, len(weights))
     ratio = log_r.clamp(-20, 20).exp()

@@ -118,7 +118,7 @@ class Learner:
         m["step"] += 1
         torch._fused_adamw_(
             [self.adapter.master], [self.adapter.master.grad], [m["exp_avg"]], [m["exp_avg_sq"]],
-            [], [m["step"]], lr=lr, beta1=0.9, beta2=0.99,       # as the release
+            [], [m["step"]], lr=lr, beta1=0.9, beta2=0.99,       # as NVlabs/QeRL
             weight_decay=0.0, eps=ADAM_EPS, amsgrad=False, maximize=False)
 
     def gradient(self, rollouts, advantages, weights, rank, ranks):

@@ -55,7 +55,7 @@ class ModelConfig:
         return self.width // self.heads
 
     @classmethod
-    def of(cls, raw):
+    def from_json(cls, raw):
         """raw: config.json, as hf.read_qwen2 returns it."""
         return cls(raw["hidden_size"], raw["intermediate_size"], raw["num_hidden_layers"],
                    raw["num_attention_heads"], raw["num_key_value_heads"], raw["vocab_size"],
@@ -234,7 +234,7 @@ def load(folder, base="nvfp4", device=None, dtype=None, live_vocab=None):
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype)
     files = hf.Checkpoint(hf.resolve(folder), base, device, dtype)
-    config = ModelConfig.of(files.config)
+    config = ModelConfig.from_json(files.config)
     if (live_vocab or 0) > config.vocab:
         raise ValueError(f"{files.folder}: tokenizer.json has ids up to {live_vocab - 1}, the "
                          f"embedding in config.json {config.vocab} rows (vocab_size)")

@@ -7,7 +7,7 @@ sampler; and their rounding error is the "quantization noise" that QeRL explores
 NVFP4: one weight (N out_features, K in_features) is three tensors, 4 + 8 / 16 bits a weight
     packed        uint8  (N, K // 2)     two E2M1 codes a byte along K: even k in the LOW nibble
     block_scale   e4m3   (N, K // 16)    one per block of 16 consecutive k (MXFP4 32, NF4 64)
-    global_scale  fp32   () or (N,)      one per weight (per row where parts are fused)
+    global_scale  fp32   () or (N,)      the tensor scale (one per row where parts are fused)
 Both scales multiply; |e2m1| is 0, .5, 1, 1.5, 2, 3, 4 or 6, the sign is bit 3 of a code:
     w[n, k] = e2m1(code[n, k]) * block_scale[n, k // 16] * global_scale
 

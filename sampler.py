@@ -402,8 +402,12 @@ class Sampler:
                 new.append(prefix)
             prefix.users += 1
             live.append(waiting.popleft())
+        self._prefill(new)
+
+    def _prefill(self, prefixes):
+        """Packed: at most PREFILL_TOKENS tokens together, or one prefix."""
         batches = [[]]
-        for prefix in new:
+        for prefix in prefixes:
             if sum(len(p.tokens) for p in [*batches[-1], prefix]) > PREFILL_TOKENS:
                 batches.append([])
             batches[-1].append(prefix)

@@ -136,11 +136,7 @@ def prepare(args, before):
         lora.load_adapter(model, args.adapter)
     else:
         lora.Adapter(model, args.lora_rank, args.lora_alpha, args.train_norms, args.seed)
-    loss = grpo.LOSSES[args.loss]
-    loss = dataclasses.replace(
-        loss, clip_low=args.clip_low or loss.clip_low, clip_high=args.clip_high or loss.clip_high,
-        correction=args.correction, cap=args.correction_cap, kl_beta=args.kl_beta)
-    learner = Learner(model, loss, args.temperature, args.max_grad_norm, args.weight_decay)
+    learner = Learner(model, loss_of(args), args.temperature, args.max_grad_norm, args.weight_decay)
     sampler = make_sampler(args, model, learner, len(held_out))
 
     def write_adapter(tensors, folder):
@@ -150,6 +146,13 @@ def prepare(args, before):
     return Run(args, tokenizer, problems, held_out, misses, plug_in, model, learner, sampler,
                Folder(out, learner.tensors() | {"misses": misses}, write_adapter),
                Tracker(args.report_to, out, vars(args)))
+
+
+def loss_of(args):
+    loss = grpo.LOSSES[args.loss]
+    return dataclasses.replace(
+        loss, clip_low=args.clip_low or loss.clip_low, clip_high=args.clip_high or loss.clip_high,
+        correction=args.correction, cap=args.correction_cap, kl_beta=args.kl_beta)
 
 
 def calibrated(args, source, tokenizer, problems, folder, device):
@@ -259,7 +262,7 @@ def compare(run, rows):
     advantages = grpo.group_advantages(task, args.group_size, args.advantage_scale, shaping)
     live = grpo.live_rows(task, finished, args.overlong == "mask")
     weights = [grpo.token_weights(lengths, part, run.learner.loss, args.max_new_tokens)
-               for part in grpo.disjoint(live, args.group_size, args.updates_per_rollout)]
+               for part in grpo.minibatches(live, args.group_size, args.updates_per_rollout)]
     return advantages, weights
 
 
@@ -378,8 +381,9 @@ def train(run, bar):
         # 4) Report. Not the loss: on centred advantages its value says nothing about learning.
         metrics |= report(run, rows, advantages, weights, rollouts, updates)
         metrics["passed_over"] = places[-1] + 1 - progress.cursor - len(places)
-        progress = Progress(step + 1, places[-1] + 1, progress.tokens + rollouts.num_tokens,
-                            best=progress.best)
+        progress.step += 1
+        progress.cursor = places[-1] + 1
+        progress.tokens += rollouts.num_tokens
         metrics |= {"sigma": sigma, "tokens": progress.tokens, "seconds": done - began,
                     "seconds_sample": updating - began, "seconds_update": done - updating}
         last = progress.step == args.steps

@@ -243,7 +243,7 @@ def texts_of(case, *sizes, seed=0):
 def layer(tiny):
     """A block of the 16-bit model, its embedding and config."""
     files = hf.Checkpoint(tiny["untied"].folder, "bf16", CPU, torch.float32)
-    config = qwen.ModelConfig.of(files.config)
+    config = qwen.ModelConfig.from_json(files.config)
     embed = files.read("model.embed_tokens.weight", config.vocab, config.width).float()
     block = qwen.Block(config, 1, files.read, files.frozen, files.dtype, lora.Scratch())
     return block.requires_grad_(False), embed, config
@@ -384,7 +384,7 @@ def test_a_layers_errors_are_those_of_its_codes(tiny, tmp_path, capsys):
     calibrate.to_nvfp4(calibrate.source_of(case.folder, CPU), tmp_path / "out", "gptq", texts)
     said = [float(x) for x in re.findall(r" (\d\.\d{4})", capsys.readouterr().out.splitlines()[0])]
     files = hf.Checkpoint(case.folder, "bf16", CPU, torch.float32)
-    config = qwen.ModelConfig.of(files.config)
+    config = qwen.ModelConfig.from_json(files.config)
     chunk = Chunk(texts[:7], files.read("model.embed_tokens.weight", config.vocab, config.width).float(), config)
     model, coded = (qwen.load(f, base, "cpu").layers[0] for f, base in ((case.folder, "bf16"),
                                                                        (tmp_path / "out", "nvfp4")))

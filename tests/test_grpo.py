@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import grpo
-from grpo import (LOSSES, METRICS, LogProbs, add_sums, disjoint, group_advantages, informative_groups, k3, live_rows,
-                  policy_loss, summarize, token_weights)
+from grpo import (LOSSES, METRICS, LogProbs, add_sums, group_advantages, informative_groups, k3, live_rows,
+                  minibatches, policy_loss, summarize, token_weights)
 from learner import micro_batches
 from rewards import overlong_penalty
 
@@ -146,18 +146,18 @@ def test_informative_groups_are_those_with_spread():
 
 def test_live_rows_are_scorable_and_by_choice_finished():
     rewards, finished = torch.tensor([1, 0, NAN, 1, 1, 1.0]), torch.tensor([True, False, True, True, True, False])
-    assert live_rows(rewards, finished).tolist() == [True, False, False, True, True, False]
-    assert live_rows(rewards, finished, mask_cut=False).tolist() == [True, True, False, True, True, True]
+    assert live_rows(rewards, finished, mask_truncated=True).tolist() == [True, False, False, True, True, False]
+    assert live_rows(rewards, finished, mask_truncated=False).tolist() == [True, True, False, True, True, True]
 
 
 def test_disjoint_updates_share_out_whole_groups_with_live_rows():
     live = torch.tensor([1, 1, 0, 0, 0, 1, 1, 0, 1, 1]).bool()            # groups of 2: the second has none
-    parts = disjoint(live, 2, 2)
+    parts = minibatches(live, 2, 2)
     assert [part.nonzero()[:, 0].tolist() for part in parts] == [[0, 1, 5], [6, 8, 9]]
-    assert [part.nonzero()[:, 0].tolist() for part in disjoint(live, 2, 3)] == [[0, 1, 5], [6], [8, 9]]
-    assert torch.equal(disjoint(live, 2, 1)[0], live)
-    assert sum(part.sum() for part in disjoint(live, 2, 7)) == live.sum()                # more parts than groups
-    assert not torch.stack(disjoint(live & False, 2, 3)).any()
+    assert [part.nonzero()[:, 0].tolist() for part in minibatches(live, 2, 3)] == [[0, 1, 5], [6], [8, 9]]
+    assert torch.equal(minibatches(live, 2, 1)[0], live)
+    assert sum(part.sum() for part in minibatches(live, 2, 7)) == live.sum()                # more parts than groups
+    assert not torch.stack(minibatches(live & False, 2, 3)).any()
 
 
 # -- weights ------------------------------------------------------------------------------------------------------

@@ -365,7 +365,8 @@ def test_config_without_a_key_or_without_json_is_refused(tiny, tmp_path):
 def test_newer_configs_keep_theta_in_rope_parameters(tiny, tmp_path):
     raw = config_json("tied")
     raw["rope_parameters"] = dict(rope_theta=raw.pop("rope_theta"), rope_type="default")
-    assert ModelConfig.of(hf.read_qwen2(write_folder(tmp_path / "model", raw, {}) / "config.json")).rope_theta == 1e4
+    read = hf.read_qwen2(write_folder(tmp_path / "model", raw, {}) / "config.json")
+    assert ModelConfig.from_json(read).rope_theta == 1e4
 
 
 def test_wrong_shape_is_refused_by_name(tiny, tmp_path):

@@ -70,7 +70,7 @@ def plain_gradient(case, tensors, rollouts, advantages, loss):
         now, A, n = logprobs(weights), advantages[b].double(), len(completion)
         proximal = rollouts.proximal[b].double() if rollouts.proximal else rollouts.logprobs[b].double()
         moved, gap = now - proximal, proximal - rollouts.logprobs[b].double()
-        ratio, w = ((t.mean().expand(n) if loss.of_rows else t).exp() for t in (moved, gap))
+        ratio, w = ((t.mean().expand(n) if loss.sequence_level else t).exp() for t in (moved, gap))
         ratios.append(ratio.detach())
         objective = torch.minimum(ratio * A, ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high) * A)
         objective = objective * w.clamp(max=loss.cap)

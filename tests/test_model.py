@@ -205,7 +205,7 @@ def test_what_a_model_holds_is_the_checkpoint(tiny, shape):
 @pytest.mark.parametrize("base", nvfp4.FORMATS)
 def test_a_model_is_built_of_any_tensors_without_a_folder(tiny, base):
     case = tiny["untied"]
-    model = Qwen2(ModelConfig.of(case.raw), lambda name, *shape: case.tensors[name].view(shape),
+    model = Qwen2(ModelConfig.from_json(case.raw), lambda name, *shape: case.tensors[name].view(shape),
                   lambda names, parts, k: nvfp4.freeze([case.tensors[f"{name}.weight"].view(n, k)
                                                         for name, n in zip(names, parts)], base, torch.float32),
                   torch.float32, "in memory")
