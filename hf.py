@@ -87,10 +87,11 @@ def resolve(name, weights=True):
     """
     if Path(name).is_dir():
         return Path(name)
-    alias = re.fullmatch(r"qwen2\.5(-coder|-math)?-(0\.5|1\.5|3|7|14|32|72)b", str(name).lower())
+    name = str(name)
+    alias = re.fullmatch(r"qwen2\.5(-coder|-math)?-(0\.5|1\.5|3|7|14|32|72)b", name.lower())
     if alias:
         name = f"Qwen/Qwen2.5{(alias[1] or '').title()}-{alias[2]}B-Instruct"
-    if "/" not in str(name) or Path(name).is_absolute():
+    if "/" not in name or Path(name).is_absolute():
         raise ValueError(f"--model {name}: neither a folder nor a name such as qwen2.5-7b "
                          "or Qwen/Qwen2.5-7B-Instruct")
     from huggingface_hub import snapshot_download

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -52,6 +53,15 @@ def bf16(tiny, tmp_path):
     folder = write_folder(tmp_path / "bf16", case.raw, case.tensors, files=2)
     (folder / "tokenizer.json").write_text("{}")
     return folder
+
+
+def test_a_hub_id_reaches_the_hub_as_text(monkeypatch, tmp_path):
+    # As a Path, which source was, huggingface_hub takes it for no id at all.
+    def asked(name, allow_patterns):
+        raise OSError(f"asked for {name!r}")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", asked)
+    assert "(asked for 'somebody/else')" in run(monkeypatch, "nvfp4", "somebody/else", tmp_path / "out")
 
 
 @pytest.mark.parametrize("flags,offsets", [((), nvfp4.OFFSETS), (("--codes", "search"), nvfp4.OFFSETS),

@@ -53,7 +53,7 @@ def quantize(args):
 
 def merge(args):
     held = flags.of_run(args.source)
-    adapter = args.source / "adapter"
+    adapter = Path(args.source) / "adapter"
     must_be_new(args.out)
     hf.read_peft(adapter)
     model = qwen.load(held["model"], held["base"])
@@ -67,7 +67,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.strip(), allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["nvfp4", "merge"])
-    parser.add_argument("source", type=Path, help="bf16 Qwen2.5 folder; folder of train.py")
+    parser.add_argument("source", help="bf16 Qwen2.5 folder, name or id; folder of train.py")
     parser.add_argument("out", type=Path, help="folder to make; must not exist, or be empty")
     parser.add_argument("--calibrate", type=int, default=0, metavar="N",
                         help="choose codes by the model's answers to N training problems")
