@@ -291,12 +291,14 @@ def heads_kernel(
     turned_b = (b * cos + a * sin).to(q_ptr.dtype.element_ty)
     if head < H:
         out = q_ptr + row[:, None] * (2 * HALF * H) + first[None, :]
+        tl.store(out, turned_a, mask=live)
+        tl.store(out + HALF, turned_b, mask=live)
     else:
         kv_head = head - H - (part - 1) * cache.KV
         at = ((block * cache.KV + kv_head) * BLOCK + slot % BLOCK) * (2 * HALF)
         out = cache.kv + ((part - 1) * cache.plane + at)[:, None] + i[None, :]
-    tl.store(out, turned_a, mask=live)
-    tl.store(out + HALF, turned_b, mask=live)
+        tl.store(out, turned_a, mask=live)
+        tl.store(out + HALF, turned_b, mask=live)
 
 
 @triton.jit
