@@ -66,11 +66,13 @@ BLOCK = 16                          # weights per scale
 TILE = 128                          # side of a packed tile
 CROSSOVER = 256                     # rows up to which the decode kernel beats expanding W
 A_SIDE = tl.constexpr(64)           # side of a tile of LoRA's A: the bytes of a tile of codes
+SENT_ROWS = tl.constexpr(64)        # rows of x up to which a sum has room in shared memory
 
-# In shared memory, swizzled against bank conflicts: rows of x and A, of codes; scales
+# In shared memory, swizzled against bank conflicts: rows of x and A, of codes; scales; fp32 sums
 ROWS_256B = tl.constexpr(gl.NVMMASharedLayout(128, 16))
 ROWS_64B = tl.constexpr(gl.NVMMASharedLayout(64, 16))
 FLAT = tl.constexpr(gl.NVMMASharedLayout(0, 32))
+SUMS = tl.constexpr(gl.NVMMASharedLayout(128, 32, rank=3))
 # In registers: (128, 2, 16) scales beside the weights that they serve
 SCALED = tl.constexpr(gl.DistributedLinearLayout(
     [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 1, 0], [64, 0, 0]],
@@ -306,14 +308,7 @@ class Maps(NamedTuple):
     codes: tl.tensor        # int16 (N/128 * K/128 * 128, 32)        (128, 32)
     scales: tl.tensor       # int32 (N/128 * K/128, 256)             (1, 256)
     a: tl.tensor            # as x (R, K), LoRA's A, or None         (64, 64)
-
-
-class Out(NamedTuple):
-    """Where pieces go."""
-    slabs: tl.tensor        # fp32 (S, M, width)
-    M: tl.tensor
-    width: tl.tensor
-    N: tl.tensor            # A's columns are N .. N + R
+    slabs: tl.tensor        # fp32 (S, M, N)                         (1, BM, 128)
 
 
 class Ring(NamedTuple):
@@ -431,17 +426,19 @@ def _multiply(acc, words, word, xs, W: gl.constexpr):
 
 
 @gluon.jit
-def _store_piece(acc, out: Out, piece, row, rows, column, m0):
+def _store_piece(acc, slabs_ptr, maps: Maps, piece, row, rows, column, m0):
     """acc (C, BM) -> slabs[piece, m0:, column + row:], as much of it as lies below `rows` and M."""
+    M = maps.x.shape[0]
+    stride = maps.slabs.strides[1].to(gl.int32)
     n = row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
     m = m0 + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
-    at = out.slabs + piece * out.M * out.width + column
-    mask = (m < out.M)[None, :] & (n < rows)[:, None]
-    gl.store(at + m[None, :] * out.width + n[:, None], acc, mask=mask)
+    out = slabs_ptr + piece * M * stride + column
+    mask = (m < M)[None, :] & (n < rows)[:, None]
+    gl.store(out + m[None, :] * stride + n[:, None], acc, mask=mask)
 
 
 @gluon.jit
-def _consume(maps: Maps, ring: Ring, share: Share, out: Out):
+def _consume(maps: Maps, ring: Ring, share: Share, out, slabs_ptr, N):
     """Multiplies the share's blocks; a piece is stored wherever a tile of W ends."""
     HAS_A: gl.constexpr = maps.a is not None
     STAGES: gl.constexpr = ring.x.shape[0]
@@ -462,7 +459,7 @@ def _consume(maps: Maps, ring: Ring, share: Share, out: Out):
                 mbarrier.arrive(ring.empty.index(slot), count=1)
         piece = share.first % KB // a_blocks(KB, share.L)
         row = share.first // KB * A_SIDE
-        _store_piece(acc, out, piece, row, maps.a.shape[0], out.N, share.m0)
+        _store_piece(acc, slabs_ptr, maps, piece, row, maps.a.shape[0], N, share.m0)
     else:
         i = 0
         block = share.first
@@ -479,14 +476,21 @@ def _consume(maps: Maps, ring: Ring, share: Share, out: Out):
                 mbarrier.arrive(ring.empty.index(slot), count=1)
                 i += 1
             piece = share.pid - tile * KB // share.L
-            _store_piece(acc, out, piece, tile * 128, out.N, 0, share.m0)
+            if BM <= SENT_ROWS:
+                tma.store_wait(0)  # the piece before has left
+                out.store(acc.permute((1, 0)).reshape(1, BM, 128))
+                fence_async_shared()  # what lies past N and M the copy engine drops
+                tma.async_copy_shared_to_global(maps.slabs, [piece, share.m0, tile * 128], out)
+            else:
+                _store_piece(acc, slabs_ptr, maps, piece, tile * 128, N, 0, share.m0)
             block = end
+        tma.store_wait(0)  # what is being sent must stay till it is
 
 
 @gluon.jit(do_not_specialize=["KB", "L", "a_programs"])
 def decode_kernel(
-    x_desc, codes_desc, scales_desc, a_desc,  # Maps; a_desc None: no adapter
-    slabs_ptr, width,  # Out, and
+    x_desc, codes_desc, scales_desc, a_desc, slabs_desc,  # Maps; a_desc None: no adapter
+    slabs_ptr,         # fp32 (S, M, width)    A's columns are N .. N + R
     N,                 # specialized: if 16 divides it, neighbouring rows of W share a mask
     KB,                # blocks of 128 along K
     L,                 # blocks that one program walks
@@ -511,8 +515,8 @@ def decode_kernel(
     scales = gl.allocate_shared_memory(gl.int32, [STAGES, 1, 256], FLAT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    maps = Maps(x_desc, codes_desc, scales_desc, a_desc)
-    out = Out(slabs_ptr, x_desc.shape[0], width, N)
+    out = gl.allocate_shared_memory(gl.float32, [1, config.sent, 128], SUMS)
+    maps = Maps(x_desc, codes_desc, scales_desc, a_desc, slabs_desc)
     ring = Ring(x, codes, scales, full, empty)
     for slot in gl.static_range(STAGES):
         mbarrier.init(full.index(slot), count=1)
@@ -544,7 +548,7 @@ def decode_kernel(
         if step < steps:
             _fetch_x(maps, ring, share, step, step)
     gl.warp_specialize([
-        (_consume, (maps, ring, share, out)),
+        (_consume, (maps, ring, share, out, slabs_ptr, N)),
         (_produce, (maps, ring, share, steps, AHEAD)),
     ], [1], [24])  # warps and registers of the producer
 
@@ -559,6 +563,11 @@ class Config(NamedTuple):
     ahead: int              # blocks asked for before the kernel before is done
 
     @property
+    def sent(self):
+        """Rows of a sum in shared memory on its way out; 8 where it is stored directly."""
+        return self.BM if self.BM <= SENT_ROWS.value else 8
+
+    @property
     def maxnreg(self):
         """Registers of a thread at launch. The producer's 4 warps then keep 24 of them."""
         return 65536 // (256 * self.per_sm) // 8 * 8
@@ -567,7 +576,7 @@ class Config(NamedTuple):
 # M at most -> Config
 DEFAULTS = {
     8: Config(8, 4, 4, 4),
-    16: Config(16, 4, 4, 2),
+    16: Config(16, 3, 4, 2),
     32: Config(32, 3, 3, 1),
     64: Config(64, 3, 2, 1),
     256: Config(128, 2, 2, 1),
@@ -670,7 +679,8 @@ def decode_matmul(x, weight, lora_a=None, slabs=None, pdl=False):
     if R:
         a_map = TensorDescriptor.from_tensor(lora_a, [A_SIDE.value] * 2, ROWS_256B.value)
     x_map = TensorDescriptor.from_tensor(x, [config.BM, TILE], ROWS_256B.value)
+    out_map = TensorDescriptor.from_tensor(slabs[:, :, :N], [1, config.sent, TILE], SUMS.value)
     decode_kernel[plan.programs, triton.cdiv(M, config.BM)](
-        x_map, *weight.maps, a_map, slabs, slabs.shape[2], N, plan.KB, plan.L, plan.a_programs,
+        x_map, *weight.maps, a_map, out_map, slabs, N, plan.KB, plan.L, plan.a_programs,
         config, PDL=pdl, num_warps=4, maxnreg=config.maxnreg, launch_pdl=pdl)
     return Slabs(slabs, weight.out_scale, plan.KB, plan.L)
