@@ -54,18 +54,23 @@ PROGRAMS = {
 }
 
 
-def attention_shape(pairs, room):
+def attention_shape(pairs, most_siblings, room):
     """(row, key-value head) pairs of a step -> Shape.
 
     A step of 128 tokens with heads of 128 takes 128 KiB of shared memory; room: whether they fit.
 
     A row is cut up only where there are too few of them for 132 multiprocessors: a join costs 2 us,
-    programs that find nothing to do 3.
+    programs that find nothing to do 3. A prefix read once for its siblings pays where the L2
+    cannot keep up, from 512 pairs on (32B, 64 rows: 30 -> 28 us).
     """
     if pairs <= 64:
         splits = min(64, triton.next_power_of_2(triton.cdiv(132, pairs)))
-        return Shape(splits, 4, 32 if room else 16)
-    return Shape(1, 8 if pairs <= 132 and room else 4, 16)
+        return Shape(splits, 1, 4, 32 if room else 16)
+    if pairs <= 132 and room:
+        return Shape(1, 1, 8, 16)
+    if pairs <= 264:
+        return Shape(1, 1, 4, 16)
+    return Shape(1, most_siblings, 4, 16)
 
 
 def partial(linear, x, matmul):
@@ -127,6 +132,7 @@ class GraphEngine(TorchEngine):
             raise ValueError(f"{c.heads} query heads on {c.kv_heads}: more than {GROUP} on each")
         super().__init__(model, kv, max_rows)
         self.max_rows = max_rows
+        self.most_siblings = GROUP // (c.heads // c.kv_heads)
         self.buckets = [size for size in BUCKETS if size < max_rows] + [max_rows]
         pdl = capability(kv.device) >= (9, 0)
         self.room = c.head_dim == 64 or shared_memory(capability(kv.device)) > 128
@@ -139,6 +145,8 @@ class GraphEngine(TorchEngine):
 
         self.rows = zeros(len(State._fields), max_rows)
         self.state = State(*self.rows)
+        self.nobody = zeros(len(State._fields), 1)  # a row that reads and writes block 0
+        self.nobody[State._fields.index("siblings")] = 1
         self.table = None  # (max_rows, width), from the first call on
         self.ends = zeros(MAX_ENDS)
         self.inv_temperature = zeros(dtype=torch.float32)
@@ -206,8 +214,8 @@ class GraphEngine(TorchEngine):
 
     def graph(self, size, sampling):
         """-> what runs one step of `size` rows, so far nobody's: to make it takes a step, too."""
-        self.rows.zero_()  # nobody reads and writes block 0
-        self.table.zero_()
+        self.rows[:, :size] = self.nobody
+        self.table[:size] = 0
         settings = self.adapter(), sampling.top_k, sampling.top_p, self.model.live_vocab
         run = self.graphs.get_for(settings, (size, not sampling.temperature),
                                   lambda: self.step(size, sampling))
@@ -229,7 +237,7 @@ class GraphEngine(TorchEngine):
         bucket = next((m for m in PROGRAMS if n <= m), max(PROGRAMS))
         tile, of_heads, of_residual, of_swiglu = PROGRAMS[bucket]
         tiles = D // tile
-        shape = attention_shape(n * KV, self.room)
+        shape = attention_shape(n * KV, self.most_siblings, self.room)
 
         def new(*shape, dtype=torch.float32):
             return torch.empty(shape, dtype=dtype, device=self.kv.device)
@@ -268,7 +276,7 @@ class GraphEngine(TorchEngine):
                 self.state, H, rows, num_warps=num_warps, **pdl)
             kernels.attention_kernel[n, KV, shape.SPLITS](
                 q, cache, self.state, context, runs, H, GROUP, shape, num_warps=shape.W,
-                maxnreg=168 if n * KV > 132 else None, **pdl)  # three programs a multiprocessor
+                num_stages=4 if shape.SIBLINGS > 1 else 3, **pdl)
             residual(layer.o, context, layer.post_norm)
             rows, num_warps = of_swiglu
             kernels.swiglu_kernel[triton.cdiv(n, rows), F // tile](

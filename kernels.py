@@ -73,6 +73,7 @@ class State(NamedTuple):
     token: tl.tensor
     pos: tl.tensor
     prefix: tl.tensor
+    siblings: tl.tensor
     limit: tl.tensor
     key: tl.tensor
     alive: tl.tensor        # 0: repeats its step, which counts for nothing
@@ -94,6 +95,7 @@ class Cache(NamedTuple):
 class Shape(NamedTuple):
     """How attention_kernel cuts its work up: decode.attention_shape."""
     SPLITS: int             # programs of a row, at most
+    SIBLINGS: int           # rows of a program, at most
     W: int                  # warps of a program
     T: int                  # tokens of a warp's step
 
@@ -303,20 +305,25 @@ def heads_kernel(
 
 
 @triton.jit
-def block_of(cache: Cache, row, prefix, t, step, offset):
-    """Of each warp the block of the cache that holds its tokens of step t; 0 past the table."""
-    own = t - tl.cdiv(prefix, step)
-    gap = tl.cdiv(prefix, cache.BLOCK) * cache.BLOCK  # own tokens start a block
-    page = (tl.where(own < 0, t * step, own * step + gap) + offset) // cache.BLOCK
-    return tl.load(cache.table + row * cache.width + page, mask=page < cache.width, other=0)
+def block_of(cache: Cache, t, step, row, prefix, ends, offset):
+    """Of each warp the block of the cache that holds its tokens of step t."""
+    whose = row
+    at = t * step
+    for m in tl.static_range(len(ends) - 1):
+        gap = tl.cdiv(prefix, cache.BLOCK) * cache.BLOCK  # own tokens start a block
+        whose = tl.where(t >= ends[m], row + m, whose)
+        at = tl.where(t >= ends[m], (t - ends[m]) * step + gap, at)
+    page = (at + offset) // cache.BLOCK
+    mask = (t < ends[len(ends) - 1]) & (page < cache.width)
+    return tl.load(cache.table + whose * cache.width + page, mask=mask, other=0)
 
 
 @triton.jit
-def softmax_step(top, mass, acc, q, k, v, valid):
+def softmax_step(top, mass, acc, q, k, v, seen):
     """Largest logit, mass (W, J), unscaled sum (W, J, d) so far -> with T tokens k, v (W, T, d)."""
     SCALE: tl.constexpr = LOG2_E * q.shape[2] ** -0.5
     logit = tl.dot(q, tl.permute(k, (0, 2, 1)), input_precision="ieee") * SCALE
-    logit = tl.where(valid[:, None, :], logit, LOWEST)
+    logit = tl.where(seen, logit, LOWEST)
     new_top = tl.maximum(top, tl.max(logit, axis=2))
     p = tl.exp2(logit - new_top[:, :, None])
     shrink = tl.exp2(top - new_top)
@@ -399,30 +406,40 @@ def attention_kernel(
     A step takes T tokens for each of W warps of each of a row's programs, of the prefix first, then
     of the row's own. A warp keeps a softmax of its own: nothing in the loop waits for another. The
     last program to arrive joins what they leave in order: the result does not depend on who it is.
+
+    SIBLINGS > 1: of up to so many neighbours with one prefix, at the first of them. Query j of the
+    tile is head j % G of row + j // G; the prefix is read once, then each sibling's own tokens,
+    hidden from the others. A row gets the same tokens in the same warps as alone: the same bits.
     """
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
+    SIBLINGS: tl.constexpr = shape.SIBLINGS
     W: tl.constexpr = shape.W
     G: tl.constexpr = H // cache.KV
     overlap(PDL)
     prefix = tl.load(state.prefix + row).to(tl.int32)
-    own = tl.load(state.pos + row).to(tl.int32) + 1 - prefix
-    count = shape.SPLITS
-    if count > 1:
-        count = tl.minimum(tl.cdiv(prefix + own, W * shape.T), count)
-        if split >= count:
-            return
+    siblings, count = 1, shape.SPLITS
+    if SIBLINGS > 1:
+        siblings = tl.load(state.siblings + row).to(tl.int32)
+    elif shape.SPLITS > 1:
+        steps = tl.cdiv(tl.load(state.pos + row).to(tl.int32) + 1, W * shape.T)
+        count = tl.minimum(steps, shape.SPLITS)
+    if (siblings == 0) | (split >= count):
+        return
     step = W * shape.T * count  # tokens
-    prefix_steps = tl.cdiv(prefix, step)
-    steps = prefix_steps + tl.cdiv(own, step)
+    own, ends = (), (tl.cdiv(prefix, step),)  # each sibling's tokens; steps up to their last
+    for m in tl.static_range(SIBLINGS):
+        pos = tl.load(state.pos + row + m, mask=m < siblings, other=0).to(tl.int32)
+        own += (tl.where(m < siblings, pos + 1 - prefix, 0),)
+        ends += (ends[m] + tl.cdiv(own[m], step),)
     offset = (split * W + tl.arange(0, W)) * shape.T  # of each warp's first token in a step
-    block = block_of(cache, row, prefix, 0, step, offset)
+    block = block_of(cache, 0, step, row, prefix, ends, offset)
     wait(PDL)
     j = tl.arange(0, J)
     i = tl.arange(0, cache.d)
-    live = j < G
-    head = row * H + kv_head * G + j  # of the M * H query heads
+    live = j < siblings * G
+    head = (row + j // G) * H + kv_head * G + j % G  # of the M * H query heads
     at_q = head[:, None] * cache.d + i[None, :]
     q = tl.load(q_ptr + at_q, mask=live[:, None], other=0.0)
     q = tl.broadcast_to(q[None], (W, J, cache.d))
@@ -432,19 +449,26 @@ def attention_kernel(
     top = tl.full((W, J), LOWEST, tl.float32)
     mass = tl.zeros((W, J), tl.float32)
     acc = tl.zeros((W, J, cache.d), tl.float32)
-    for t in range(0, steps):
-        is_own = t >= prefix_steps
-        token = (t - tl.where(is_own, prefix_steps, 0)) * step + offset
+    for t in range(0, ends[SIBLINGS]):
+        of = -1  # whose tokens this step has; -1: everybody's
+        start = 0
+        tokens = prefix
+        for m in tl.static_range(SIBLINGS):
+            of = tl.where(t >= ends[m], m, of)
+            start = tl.where(t >= ends[m], ends[m], start)
+            tokens = tl.where(t >= ends[m], own[m], tokens)
+        token = (t - start) * step + offset
         at = (block * cache.KV + kv_head) * cache.BLOCK + token % cache.BLOCK
         page_ptr = cache.kv + at * cache.d
         # One step early: if keys and values waited for this load, the compiler would keep a single
         # buffer for them.
-        block = block_of(cache, row, prefix, t + 1, step, offset)
-        valid = token[:, None] + slot[None, :] < tl.where(is_own, own, prefix)  # (W, T)
+        block = block_of(cache, t + 1, step, row, prefix, ends, offset)
+        valid = token[:, None] + slot[None, :] < tokens  # (W, T)
         k = tl.load(page_ptr[:, None, None] + within, mask=valid[:, :, None], other=0.0)
         page_ptr += cache.plane
         v = tl.load(page_ptr[:, None, None] + within, mask=valid[:, :, None], other=0.0)
-        top, mass, acc = softmax_step(top, mass, acc, q, k, v, valid)
+        seen = valid[:, None, :] & ((of < 0) | (j // G == of))[None, :, None]
+        top, mass, acc = softmax_step(top, mass, acc, q, k, v, seen)
     top, mass, acc = join_warps(top, mass, acc)
 
     if count > 1:

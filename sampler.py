@@ -138,6 +138,7 @@ class Rows(NamedTuple):
     token: torch.Tensor                          # next input
     pos: torch.Tensor                            # its position
     prefix: torch.Tensor                         # how many tokens its prefix has
+    siblings: torch.Tensor                       # at the first of rows with one prefix: how many
     limit: torch.Tensor                          # the last position
     key: torch.Tensor                            # of the row's randomness
     table: torch.Tensor                          # (n, width) blocks: of the prefix, then its own
@@ -149,6 +150,7 @@ class TorchEngine:
     kv: (L, 2, blocks, KV, BLOCK, d), keys and values. max_rows: for the twin's buffers.
     """
     window = 1                                   # decode steps between two looks of the host
+    most_siblings = 1                            # rows whose prefix is read together
 
     def __init__(self, model, kv, max_rows):
         self.model = model
@@ -435,11 +437,17 @@ class Sampler:
 
     def _rows(self, live):
         """The rows' state as tensors, in one copy to the device."""
+        siblings = [0] * len(live)
+        first = 0
+        for row, s in enumerate(live):
+            if s.prefix is not live[first].prefix or row - first == self.engine.most_siblings:
+                first = row
+            siblings[first] += 1
         columns = len(Rows._fields) - 1
         width = -(-self.max_length // BLOCK) + 1
         values = np.zeros((len(live), columns + width), dtype=np.int64)
-        for line, s in zip(values, live):
-            state = [s.token, s.pos, len(s.prefix.tokens), s.limit, s.key]
+        for line, s, count in zip(values, live, siblings):
+            state = [s.token, s.pos, len(s.prefix.tokens), count, s.limit, s.key]
             known = [*state, *s.prefix.blocks, *s.blocks]
             line[:len(known)] = known
         values = torch.from_numpy(values).to(self.engine.kv.device)

@@ -215,8 +215,8 @@ def rows_state(prefix, pos, width, blocks, gen):
     """kernels.State and a table of distinct random blocks for rows at `pos` after a prefix of `prefix` tokens."""
     n = len(pos)
     state = kernels.State(*torch.zeros(len(kernels.State._fields), n, dtype=torch.int64, device=DEVICE))
-    state.pos.copy_(torch.tensor(pos))
-    state.prefix.copy_(torch.tensor(prefix))
+    for name, values in dict(pos=pos, prefix=prefix, siblings=[1] * n).items():
+        getattr(state, name).copy_(torch.tensor(values))
     return state, torch.randperm(blocks, generator=gen, device=DEVICE)[:n * width].view(n, width).contiguous()
 
 
@@ -249,15 +249,19 @@ def test_heads_kernel_rotates_and_writes_keys_and_values_where_the_table_says(H,
 @runs_kernels
 @in_one_setting
 @pytest.mark.parametrize("H,KV,d", [(14, 2, 64), *(pytest.param(*h, 128, marks=gpu) for h in ((28, 4), (10, 2)))])
-@pytest.mark.parametrize("splits,W,T", [(1, 8, 16), (1, 4, 16), (2, 8, 16), (4, 4, 16), (16, 4, 32)])
-def test_attention_kernel_matches_float64_over_prefix_gap_and_own_tokens(H, KV, d, splits, W, T, gen):
+@pytest.mark.parametrize("splits,together,W,T", [(1, False, 8, 16), (1, True, 4, 16), (2, True, 8, 16),
+                                               (4, False, 4, 16), (16, False, 4, 32)])
+def test_attention_kernel_matches_float64_over_prefix_gap_and_own_tokens(H, KV, d, splits, together, W, T, gen):
     far, B = 1000 if GPU else 400, 32
     prefix = [0, 0, 31, 32, 32, 100, far, far, far, 5]
     pos = [0, 63, 31, 32, 164, 164, 2 * far + 47, far, far + 200, 2 * far]
-    groups = [2, 1, 2, 1, 3, 1]                                      # rows that have a prefix in common, in order
+    most = decode.GROUP // (H // KV)                                 # 2 or 3
+    groups = [2, 1, 2, 1, most, 4 - most]                            # rows that have a prefix in common, in order
     n, width = len(pos), 66
     state, table = rows_state(prefix, pos, width, n * width, gen)
     leaders = torch.tensor(groups).cumsum(0) - torch.tensor(groups)
+    state.siblings.zero_()
+    state.siblings[leaders] = torch.tensor(groups, device=DEVICE)
     for leader, size in zip(leaders.tolist(), groups):
         for row in range(leader, leader + size):
             prefix[row] = prefix[leader]
@@ -272,15 +276,18 @@ def test_attention_kernel_matches_float64_over_prefix_gap_and_own_tokens(H, KV, 
     counters = torch.zeros(n * KV, dtype=torch.int32, device=DEVICE)
     cache = kernels.Cache(kv, kv.stride(0), table, width, const(KV), const(B), const(d))
 
-    def run():
+    def run(siblings):
         out = torch.full_like(q, torch.nan)
-        shape = kernels.Shape(splits, W, T)
+        shape = kernels.Shape(splits, siblings, W, T)
         kernels.attention_kernel[n, KV, splits](
             q, cache, state, out, kernels.Runs(acc, tops, masses, counters), H, decode.GROUP, shape, False, num_warps=W)
         return out
 
-    out = run()
-    assert all(torch.equal(out, run()) for _ in range(3 * GPU))      # whoever joins the runs
+    out = run(most if together else 1)
+    assert all(torch.equal(out, run(most if together else 1)) for _ in range(3 * GPU))  # whoever joins the runs
+    if together and splits == 1:                                     # as without the neighbours: on a GPU the same
+        alone = run(1)                                               # bits; numpy's matmul depends on a row's place
+        assert torch.equal(out, alone) if GPU else (out - alone).abs().max() < 1e-5
     assert not counters.any()                                        # ready for the next layer
     for row in range(n):
         start = -(-prefix[row] // B) * B
@@ -330,6 +337,7 @@ def random_rows(n, width, gen):
     pos = torch.randint(0, 250, (n,), generator=gen, device=DEVICE)
     return Rows(token=torch.randint(0, 2311, (n,), generator=gen, device=DEVICE), pos=pos,
                 prefix=(torch.rand(n, generator=gen, device=DEVICE) * (pos + 1)).long(), limit=pos + 100,
+                siblings=torch.ones_like(pos),
                 key=torch.randint(0, 2**62, (n,), generator=gen, device=DEVICE),
                 table=1 + torch.randperm(n * width, generator=gen, device=DEVICE).view(n, width))
 
@@ -471,7 +479,7 @@ def test_a_short_prefill_is_a_graph_that_writes_what_an_eager_one_does_and_nothi
 
 
 @gpu
-@pytest.mark.parametrize("P,G", [(6, 2), (20, 8)])                    # 9 rows, 120 rows
+@pytest.mark.parametrize("P,G", [(6, 2), (20, 8)])                    # 9 rows; 120: groups read their prefix once
 @torch.no_grad()
 def test_greedy_completions_of_groups_are_those_of_full_forwards(P, G, gen):
     """Prefill, shared blocks, windows, and rows that come and go, against every sequence computed whole."""

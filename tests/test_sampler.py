@@ -346,7 +346,7 @@ class HashModel:
 
 
 class HashEngine(TorchEngine):
-    window = 8
+    window, most_siblings = 8, 3
 
     def __init__(self, model, kv, max_rows):
         super().__init__(model, kv, max_rows)
@@ -393,7 +393,12 @@ class AuditedSampler(Sampler):
             assert len(s.blocks) * BLOCK - own in range(BLOCK), (len(s.blocks), own)
         for prefix in prefixes:
             assert prefix.users == sum(s.prefix is prefix for s in live)
-        return super()._rows(live)
+        rows, leader = super()._rows(live), 0
+        for row, (s, count) in enumerate(zip(live, rows.siblings.tolist())):
+            leader = row if count else leader                             # rows [leader, leader + count): one prefix
+            assert s.prefix is live[leader].prefix and row - leader < rows.siblings[leader] <= self.engine.most_siblings
+        assert rows.siblings.sum() == len(live)
+        return rows
 
     def _release(self, s):
         self.preempted += not s.finished and s.pos < s.limit
