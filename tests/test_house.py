@@ -52,7 +52,7 @@ LARGEST = {                                                               # line
     "hf.py": (460, 20.8),
     "marlin_fp4.py": (690, 31.6),
     "portable_fp4.py": (165, 7.2),
-    "kernels.py": (835, 35.5),
+    "kernels.py": (850, 35.5),
     "decode.py": (310, 14.6),
     "memory.py": (140, 6.7),
     "answers.py": (1185, 49.8),
