@@ -323,11 +323,10 @@ def softmax_step(top, mass, acc, q, k, v, seen):
     """Largest logit, mass (W, J), unscaled sum (W, J, d) so far -> with T tokens k, v (W, T, d)."""
     SCALE: tl.constexpr = LOG2_E * q.shape[2] ** -0.5
     logit = tl.dot(q, tl.permute(k, (0, 2, 1)), input_precision="ieee") * SCALE
-    logit = tl.where(seen, logit, -INF)
+    logit = tl.where(seen, logit, LOWEST)
     new_top = tl.maximum(top, tl.max(logit, axis=2))
-    base = tl.where(new_top == -INF, 0.0, new_top)  # nothing seen yet: no inf - inf
-    p = tl.exp2(logit - base[:, :, None])
-    shrink = tl.exp2(top - base)
+    p = tl.exp2(logit - new_top[:, :, None])
+    shrink = tl.exp2(top - new_top)
     mass = mass * shrink + tl.sum(p, axis=2)
     acc = tl.dot(p.to(q.dtype), v, acc * shrink[:, :, None], input_precision="ieee")
     return new_top, mass, acc
@@ -356,7 +355,7 @@ def leave(runs: Runs, at, top, mass, acc, live):
 def join(runs: Runs, first, count, live, d: tl.constexpr):
     """`count` runs of each query from number `first` (J,) on -> mass (J,), unscaled sum (J, d)."""
     i = tl.arange(0, d)
-    top = tl.full(live.shape, -INF, tl.float32)
+    top = tl.full(live.shape, LOWEST, tl.float32)
     mass = tl.zeros(live.shape, tl.float32)
     acc = tl.zeros((live.shape[0], d), tl.float32)
     for s0 in range(0, count, AT_ONCE):
@@ -364,12 +363,12 @@ def join(runs: Runs, first, count, live, d: tl.constexpr):
         for s in tl.static_range(AT_ONCE):  # loads that wait for each other cost 0.6 us a run
             left = live & (s0 + s < count)
             at = first + s0 + s
-            tops += (tl.load(runs.tops + at, mask=left, other=-INF, cache_modifier=".cg"),)
+            tops += (tl.load(runs.tops + at, mask=left, other=LOWEST, cache_modifier=".cg"),)
             masses += (tl.load(runs.masses + at, mask=left, other=0.0, cache_modifier=".cg"),)
             at_acc = runs.acc + at[:, None] * d + i[None, :]
             accs += (tl.load(at_acc, mask=left[:, None], other=0.0, cache_modifier=".cg"),)
         for s in tl.static_range(AT_ONCE):
-            new_top = tl.maximum(top, tops[s])  # finite from the first run on
+            new_top = tl.maximum(top, tops[s])
             shrink = tl.exp2(top - new_top)
             weight = tl.exp2(tops[s] - new_top)
             mass = mass * shrink + weight * masses[s]
@@ -382,7 +381,7 @@ def join(runs: Runs, first, count, live, d: tl.constexpr):
 def join_warps(top, mass, acc):
     """Largest logit, mass (W, J) and unscaled sum (W, J, d) of W warps -> the same of all."""
     highest = tl.max(top, axis=0)
-    weight = tl.exp2(top - tl.where(highest == -INF, 0.0, highest)[None, :])
+    weight = tl.exp2(top - highest[None, :])  # 0 for a warp that saw nothing
     mass = tl.sum(mass * weight, axis=0)
     acc *= weight[:, :, None]
     if acc.shape[0] == 8:
@@ -447,7 +446,7 @@ def attention_kernel(
 
     slot = tl.arange(0, shape.T)
     within = slot[None, :, None] * cache.d + i[None, None, :]
-    top = tl.full((W, J), -INF, tl.float32)
+    top = tl.full((W, J), LOWEST, tl.float32)
     mass = tl.zeros((W, J), tl.float32)
     acc = tl.zeros((W, J, cache.d), tl.float32)
     for t in range(0, ends[SIBLINGS]):
