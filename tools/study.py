@@ -14,6 +14,7 @@ Not here: the runs (docs/study.md has each command), curves (tools/plot.py).
 """
 import argparse
 import json
+import math
 from pathlib import Path
 
 import program  # isort: skip; before numpy
@@ -38,9 +39,11 @@ class Arm:
         self.after = np.array([list(held_out[run]) for run in runs], int)
 
     def mean(self, key, first, last):
-        """Of a logged number over some steps and all seeds; steps that lack it are left out."""
+        """Of a logged number over some steps and all seeds; steps that lack it are left out.
+        NaN if all do: nothing taught any more.
+        """
         values = [step[key] for steps in self.metrics for step in steps[first:last] if key in step]
-        return sum(values) / len(values)
+        return sum(values) / len(values) if values else math.nan
 
     def moved(self, key, digits):
         """From the first five steps to the last five."""
