@@ -305,7 +305,7 @@ def to_nvfp4(files, out, codes="search", texts=(), live_vocab=None):
         held = -(-len(texts) // 8)
         ends = len(texts) - held
         for name, coded in coded_linears(files, codes, texts[:ends], texts[ends:], live_vocab):
-            yield from hf.nvfp4_files(name, *coded)
+            yield from hf.nvfp4_tensors(name, *coded)
 
     hf.save_model(tensors(), files.folder, out, hf.NVFP4_CONFIG)
 

@@ -170,9 +170,12 @@ def parse_args():
     if known.like:
         for name, value in like.items():
             if getattr(args, name) != value:
-                flag = name.replace("_", "-")
-                say(f"--{flag} is {getattr(args, name)!r}, {known.like} had {value!r}")
+                say(f"{option(name)} is {getattr(args, name)!r}, {known.like} had {value!r}")
     return args, before
+
+
+def option(name):
+    return "--" + name.replace("_", "-")
 
 
 def without_places(flags):
@@ -234,8 +237,7 @@ def check_ranges(args, ranges):
     for name, interval in ranges.items():
         value = getattr(args, name)
         if value is not None and not inside(value, interval):
-            flag = name.replace("_", "-")
-            raise ValueError(f"--{flag} must lie in {interval}, got {value}")
+            raise ValueError(f"{option(name)} must lie in {interval}, got {value}")
 
 
 def check_flags(args, before):
@@ -274,13 +276,11 @@ def check_flags(args, before):
 def check_resumed(args, before):
     for name, left in GONE.items():
         if before.get(name, left) != left:
-            flag = name.replace("_", "-")
-            raise ValueError(f"--resume: the run had --{flag} {before[name]}, which is gone")
+            raise ValueError(f"--resume: the run had {option(name)} {before[name]}, which is gone")
     if "epochs" not in before:
         raise ValueError("--resume: the run is older than --epochs: it had another learning rule")
-    for name in vars(args).keys() - PLACES:
+    for name, value in without_places(vars(args)).items():
         had = before.get(name, parser.get_default(name))         # a flag younger than the run
-        grows = name == "steps" and args.steps > had
-        if getattr(args, name) != had and not grows:
-            flag = name.replace("_", "-")
-            raise ValueError(f"--resume: --{flag} is {getattr(args, name)!r}, the run had {had!r}")
+        grows = name == "steps" and value > had
+        if value != had and not grows:
+            raise ValueError(f"--resume: {option(name)} is {value!r}, the run had {had!r}")

@@ -323,7 +323,7 @@ def model_tensors(model):
         yield "lm_head.weight", model.lm_head
 
 
-def nvfp4_files(name, packed, block_scale, global_scale):
+def nvfp4_tensors(name, packed, block_scale, global_scale):
     """Yields (tensor name, tensor) of a linear as compressed-tensors stores it."""
     yield f"{name}.weight_packed", packed.cpu()
     yield f"{name}.weight_scale", block_scale.cpu()

@@ -11,8 +11,8 @@ The block, with x the residual stream:
 Precision. The residual stream and every matmul's sum and result are fp32; inputs of matmuls are
 rounded to `dtype` (bf16 on a GPU). That keeps the sampler's log-probs close to the learner's: 0.1
 instead of 1.3 % of tokens leave the ratio band [0.9, 1.1]. fp16 rounds 8 times finer, but ends at
-65,504: the learner's gradients need a scale (learner.py), and x * w below, which is not normalized
-and reaches 24,000 on the 1.5B, is that of x / 16, exactly.
+65,504: the learner's loss needs a scale (learner.py), and x * w below, not normalized and up to
+24,000 on the 1.5B, is made of x / 16, which is exact.
 
 Where RMSNorm's division goes. norm(x) = x * w / rms(x), and 1/rms(x) is one number a row, so it
 commutes with the linear that follows: RMSNorm returns (x * w rounded to dtype) and 1/rms apart,

@@ -2,7 +2,7 @@
 The door to the GPU kernels, and two operations whose backward is written by hand (attention's is in
 attention.py, a linear's in lora.py): autograd would keep or move gigabytes.
 
-    mlp              down(silu(gate) * up): its backward leaves the inputs of matmuls in 16 bits
+    mlp              down(silu(gate) * up): gradients between its matmuls are 16-bit
     token_logprobs   log softmax at the sampled tokens, without the (T, V) tensor
 
 The door. A function marked `twin_in_kernels` is plain torch and complete. Where its first tensor is

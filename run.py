@@ -36,10 +36,10 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from safetensors.torch import load, save
 from tqdm import tqdm
 
 import program
@@ -324,7 +324,7 @@ class Checkpoints:
             return                                       # load() saw it whole, or this run wrote it
         for cut_off in list(self.folder.glob(".step_*")):        # new_folder's, by a kill
             shutil.rmtree(cut_off)
-        tensors = save(self.tensors)
+        tensors = safetensors.torch.save(self.tensors)
         record = {**self.counters, "sha256": digest(tensors, self.counters)}
         with new_folder(final) as folder:
             write_atomically(folder / "state.safetensors", tensors)
@@ -341,7 +341,7 @@ class Checkpoints:
                 tensors = read_bytes(folder / "state.safetensors")
                 if counters.pop("sha256") != digest(tensors, counters):
                     raise ValueError("its checksum does not match")
-                held = load(tensors)
+                held = safetensors.torch.load(tensors)
             except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError,
                     SafetensorError) as error:
                 lines.append(f"{folder}: damaged checkpoint passed over: {error}")

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 import hf
 import nvfp4
-from hf import Shards, load_nvfp4, nvfp4_files, resolve, save_model
+from hf import Shards, load_nvfp4, nvfp4_tensors, resolve, save_model
 from lora import load_adapter, save_adapter
 from model import ModelConfig, load
 from test_lora import FP32, adapted, tokens_of
@@ -52,7 +52,7 @@ def quantized(case):
             weights = [tensors.pop(f"{name}.weight") for name in names]
             scale = nvfp4.global_scale_for(*weights)
             for name, w in zip(names, weights):
-                tensors |= dict(nvfp4_files(name, *nvfp4.quantize(w, scale)))
+                tensors |= dict(nvfp4_tensors(name, *nvfp4.quantize(w, scale)))
     return tensors
 
 

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 
 import run
 from run import (Checkpoints, Folder, Stopped, Tracker, ending_with, new_folder, signals_wait, trim_lines,
@@ -210,7 +210,7 @@ def test_a_damaged_checkpoint_is_named_set_aside_and_the_one_before_is_used(tmp_
     {"counter": ("step", 1.5)}, {"counter": ("cursor", -1)}, {"counter": ("tokens", None)}])
 def test_a_checkpoint_of_something_else_behind_a_right_sum_ends_in_one_line_and_is_left_alone(tmp_path, change):
     counters = {"step": 3, "cursor": 21} | dict([change.pop("counter")] if "counter" in change else [])
-    tensors = run.save({name: t for name, t in (some_live() | change).items() if t is not None})
+    tensors = save({name: t for name, t in (some_live() | change).items() if t is not None})
     folder = tmp_path / "step_000003"
     folder.mkdir()
     (folder / "state.safetensors").write_bytes(tensors)
