@@ -59,7 +59,7 @@ def sigma_at(step, total_steps, sigma_start, sigma_end, num_stages, schedule="ex
     return sigma_end + (sigma_start - sigma_end) * REMAINING[schedule](t)
 
 
-def draw(seed, step, layer, which, size):
+def draw_z(seed, step, layer, which, size):
     """z (size,) fp32 of one norm; which: 0 = before attention, 1 = before the MLP.
 
     Philox is counter-based: (seed, step) is its key and (layer, which) the high words of its
@@ -85,7 +85,7 @@ def noisy_norms(model, sigma, seed, step):
     try:
         if sigma > 0:
             for i, j, norm in norms:
-                norm.noise.copy_(sigma * draw(seed, step, i, j, len(norm.noise)))
+                norm.noise.copy_(sigma * draw_z(seed, step, i, j, len(norm.noise)))
             hit = len({n.noise.data_ptr() for _, _, n in norms if n.noise.any()})
             assert hit == 2 * len(model.layers) > 0, \
                 f"noise hit {hit} norms of {len(model.layers)} layers"

@@ -12,8 +12,8 @@ they were drawn with: temperature, noise and adapter included.
   its place (continuous batching); rows are dense, so a draining batch uses cheaper steps.
 - The host looks at the rows every few steps. A row that ends between two looks idles:
   at 8 steps and 200-token answers, 2 % of the work, logged as `idle`.
-- Blocks are given out as rows grow. If the pool runs dry the newest row goes back to the queue
-  with what it has written so far and is prefilled again later: sequences wait, never an error.
+- Blocks are given out as rows grow. If the pool runs dry the newest row is preempted: back to the
+  queue with what it has written so far, to be prefilled again later. Never an error.
 - Randomness. The token at position t of sample g of prompt p is the inverse CDF at
   u(seed, p, g, t), a hash: batch, row, window and number of GPUs do not change it.
 
@@ -421,7 +421,7 @@ class Sampler:
             self.engine.prefill(tokens, torch.cat(blocks), lengths)
 
     def _grow(self, waiting, live):
-        """Blocks of the next window, oldest row first; if short, the newest rows wait again."""
+        """Blocks of the next window, oldest row first; if short, the newest are preempted."""
         for s in live:                           # rows from its end may be sent back on the way
             end = min(s.pos + self.engine.window, s.limit)
             need = -(-(end - len(s.prefix.tokens)) // BLOCK) - len(s.blocks)

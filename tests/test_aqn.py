@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from aqn import SCHEDULES, draw, noisy_norms, sigma_at
+from aqn import SCHEDULES, draw_z, noisy_norms, sigma_at
 
 # sigma of stages 0..9. Algorithm 1: 1e-2 * 0.05^((k - 1) / 9); NVlabs/QeRL: 1e-2 * 0.01^((k - 1) / 8).
 ALGORITHM_1 = [0, 1.0e-2, 7.17e-3, 5.14e-3, 3.68e-3, 2.64e-3, 1.89e-3, 1.36e-3, 9.73e-4, 6.97e-4]
@@ -99,7 +99,7 @@ def test_noise_hits_the_block_norms_in_place_and_leaves_the_final_norm_alone():
     with noisy_norms(model, 1e-2, seed=1, step=5):
         assert [norm.noise.data_ptr() for norm in model.block_norms()] == addresses
         for n, norm in enumerate(model.block_norms()):
-            assert torch.equal(norm.noise, 1e-2 * draw(1, 5, n // 2, n % 2, 24))
+            assert torch.equal(norm.noise, 1e-2 * draw_z(1, 5, n // 2, n % 2, 24))
         assert not model.norm.noise.any()
 
 
@@ -151,7 +151,7 @@ def test_noise_depends_on_seed_step_layer_and_norm_alone():
 
 
 def test_noise_is_standard_normal():
-    z = torch.cat([draw(0, step, 3, 1, 3584) for step in range(60)]).double()
+    z = torch.cat([draw_z(0, step, 3, 1, 3584) for step in range(60)]).double()
     # 215,040 draws: standard errors of mean, variance and share beyond 2 are .0022, .0030 and .00045; 5 of each.
     assert abs(z.mean()) < 0.011 and abs(z.var() - 1) < 0.015
     assert abs((z.abs() > 2).double().mean() - (1 - math.erf(math.sqrt(2)))) < 0.0023
@@ -165,7 +165,7 @@ def test_bf16_weights_get_the_full_fp32_noise():
     with noisy_norms(model, 1e-4, seed=0, step=0):
         norm = model.block_norms()[0]
         assert ((norm.weight + norm.noise) != 1.5).all()
-        assert torch.equal(norm.noise, 1e-4 * draw(0, 0, 0, 0, 24))
+        assert torch.equal(norm.noise, 1e-4 * draw_z(0, 0, 0, 0, 24))
 
 
 def test_misuse_stops():
