@@ -106,9 +106,8 @@ def live_rows(rewards, finished, mask_truncated):
 
 
 def minibatches(live, group_size, count):
-    """live (B,) bool -> `count` masks (B,), each live row in one of them: whole groups, in order.
-
-    Their numbers of groups with a live row differ by one at most.
+    """live (B,) bool -> `count` masks (B,), each live row in one of them: whole groups, in order,
+    as many with a live row in one as in another, or one more.
     """
     groups = live.view(-1, group_size).any(dim=1)
     part = (groups.cumsum(0) - 1) * count // groups.sum().clamp(min=1)

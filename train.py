@@ -185,12 +185,8 @@ def begin(run):
         run.folder.note(steps=args.steps, resumed=program.now())
     if progress.step >= args.steps:
         say(f"all {args.steps} steps of {args.out} are done: --resume --steps N does more")
-    snapshot(run, progress)
-    return progress
-
-
-def snapshot(run, progress):
     run.folder.snapshot(dataclasses.asdict(progress) | run.learner.counters())
+    return progress
 
 
 # -------------------------------------------------------------------------------------------------
@@ -398,7 +394,7 @@ def train(run, bar):
         with signals_wait():
             run.folder.log("metrics.jsonl", [metrics])
             run.folder.log("samples.jsonl", samples)
-            snapshot(run, progress)
+            run.folder.snapshot(dataclasses.asdict(progress) | run.learner.counters())
             if last or progress.step % args.save_every == 0:
                 run.folder.save()
             if args.keep and progress.step % args.keep == 0:

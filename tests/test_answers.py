@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from answers import CONTEXT, FORMULAS, MAX_WORK, ROUNDING, Number, can_read, is_equal
-from rewards import extract_answer
+from rewards import extract
 
 GOLDS = json.loads((Path(__file__).parent / "golds.json").read_text())
 
@@ -28,7 +28,7 @@ def boxed(answer):
 def test_every_gold_equals_itself_bare_boxed_and_respelled():
     for gold in GOLDS:
         assert is_equal(gold, gold), gold
-        assert is_equal(extract_answer(boxed(gold)), gold), gold
+        assert is_equal(extract(boxed(gold)).answer, gold), gold
         for respelled in (f"${gold}$", f" {gold} ", gold.replace("\\frac", "\\dfrac"), f"\\displaystyle {gold}"):
             assert is_equal(respelled, gold), (respelled, gold)
 
@@ -135,12 +135,12 @@ def table(text):
 
 @pytest.mark.parametrize("a,b", table(EQUAL))
 def test_equal(a, b):
-    assert is_equal(a, b) and is_equal(b, a) and is_equal(extract_answer(boxed(a)), b)
+    assert is_equal(a, b) and is_equal(b, a) and is_equal(extract(boxed(a)).answer, b)
 
 
 @pytest.mark.parametrize("a,b", table(DIFFERENT))
 def test_different(a, b):
-    assert not is_equal(a, b) and not is_equal(b, a) and not is_equal(extract_answer(boxed(a)), b)
+    assert not is_equal(a, b) and not is_equal(b, a) and not is_equal(extract(boxed(a)).answer, b)
 
 
 def test_powers_too_small_for_a_float_are_not_0():
