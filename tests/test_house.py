@@ -30,8 +30,8 @@ DOORS = {("ops", "kernels"), ("nvfp4", "marlin_fp4"), ("sampler", "decode")}
 # What each may hold at most: what was reached, rounded up, to be lowered with every cut. The aim is
 # 2,400 lines and 120 KB for the method, 3,250 lines for the reading path, 6,450 and 300 KB for all.
 METHOD_BUDGET = 3080, 138                                                # lines, KB of 1,024 bytes
-READING_BUDGET = 4860, 218
-WHOLE_BUDGET = 9920, 439
+READING_BUDGET = 4850, 218
+WHOLE_BUDGET = 9905, 439
 LARGEST = {                                                               # lines, KB
     "program.py": (110, 4.1),
     "watch.py": (75, 3.1),
