@@ -31,7 +31,7 @@ DOORS = {("ops", "kernels"), ("nvfp4", "marlin_fp4"), ("sampler", "decode")}
 # 2,400 lines and 120 KB for the method, 3,250 lines for the reading path, 6,450 and 300 KB for all.
 METHOD_BUDGET = 3080, 138                                                # lines, KB of 1,024 bytes
 READING_BUDGET = 4850, 218
-WHOLE_BUDGET = 9905, 439
+WHOLE_BUDGET = 9910, 439
 LARGEST = {                                                               # lines, KB
     "program.py": (110, 4.1),
     "watch.py": (75, 3.1),
@@ -46,7 +46,7 @@ LARGEST = {                                                               # line
     "ops.py": (175, 7.0),
     "lora.py": (260, 11.3),
     "nvfp4.py": (325, 14.1),
-    "rewards.py": (340, 14.9),
+    "rewards.py": (345, 15.1),
     "data.py": (400, 18.3),
     "run.py": (500, 19.6),
     "hf.py": (460, 20.8),

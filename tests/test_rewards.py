@@ -14,7 +14,7 @@ import torch
 import fuzz_rewards
 from data import Problem
 from program import Stopped
-from rewards import PlugIn, extract, format_tags, grade, load_function, overlong_penalty, score
+from rewards import PlugIn, extract, extract_answer, format_tags, grade, load_function, overlong_penalty, score
 
 
 def boxed(answer):
@@ -52,7 +52,7 @@ def test_extraction(text, answer, rule):
 
 def test_last_number_can_be_turned_off():
     assert extract("we get 42", last_number=False) == (None, "none")
-    assert extract("we get 42").answer == "42"
+    assert extract("we get 42").answer == extract_answer("we get 42") == "42"
 
 
 @pytest.mark.parametrize("text", [
