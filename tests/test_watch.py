@@ -67,10 +67,11 @@ def test_the_best_steps_are_those_of_the_highest_mean():
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
-def test_no_run_on_record_is_taken_for_dead(path):
+def test_of_the_runs_on_record_one_is_dead(path):
     watch = Watch(args(prompts_per_step=16, overlong="keep"))
     for line in path.read_text().splitlines():
         metrics = json.loads(line)
         watch.see(metrics | {"groups": round(16 * metrics["informative"])})
-        assert not watch.verdict, (path, metrics)
+        assert not watch.verdict or path.stem == "16x8-lr1e-3-penalty-s0", (path, metrics)
     assert RUNS and len(watch.recent) == watch.patience
+    assert bool(watch.verdict) == (path.stem == "16x8-lr1e-3-penalty-s0")
