@@ -39,7 +39,7 @@ class Learner:
     """The optimizer of a model's adapter, and what else changes with every update.
 
     loss: a grpo.Loss; temperature: of sampling. skipped: updates that were not finite so far.
-    micro_batch_tokens, kept_blocks (that keep their activations): as the memory allows.
+    micro_batch_tokens, kept_layers (that keep their activations): as the memory allows.
     """
 
     def __init__(self, model, loss, temperature=1.0, max_grad_norm=0.2, weight_decay=0.0):
@@ -50,7 +50,7 @@ class Learner:
         self.max_grad_norm = max_grad_norm
         self.weight_decay = weight_decay
         self.micro_batch_tokens = 8192
-        self.kept_blocks = 0
+        self.kept_layers = 0
         self.skipped = 0
         self.good_updates = 0
         self.loss_scale = FIRST_LOSS_SCALE if model.dtype == torch.float16 else 1.0
@@ -146,7 +146,7 @@ class Learner:
         device = model.device
         tokens = [rollouts.prompts[b] + rollouts.completions[b] for b in rows]
         starts = [len(rollouts.prompts[b]) for b in rows]
-        policy, entropy = model.token_logprobs(tokens, starts, self.temperature, self.kept_blocks)
+        policy, entropy = model.token_logprobs(tokens, starts, self.temperature, self.kept_layers)
         reference = None
         if self.loss.kl_beta:
             with torch.no_grad(), self.adapter.off():

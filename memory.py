@@ -7,7 +7,7 @@ doing it once. So a run does not fail at step 300, on the first batch of long an
                           expands where no kernel reads the packed one; of a prefill
     longest micro-batch   of the longest rows, or the sampler's largest prefill
     KV pool               at most what --max-rows sequences need
-    activations           of blocks that are then not run again in the backward
+    activations           of layers that are then not run again in the backward
 """
 import math
 import sys
@@ -21,7 +21,7 @@ GIB = 2**30
 FRAGMENTS = 0.03 if sys.platform == "linux" else 0.06  # lost between segments: see program.py
 OUTSIDE = 0.6 * GIB    # not torch's: CUDA context, NCCL
 MICRO_BATCH_TOKENS = 32768, 16384, 8192, 4096, 2048
-WORTH = 2**25          # tokens x width of the largest that pays: below, the host's launches bound it
+WORTH = 2**25          # tokens x width of the largest that pays: below, launches bound it
 PREFILL = 1024         # tokens of the largest graph: decode.PREFILL_SIZES
 DECODE = 240           # tokens whose matmuls take as long as to decode the weights: 3, 6 and 12 %
 
@@ -38,9 +38,9 @@ def bound(gib, device):
 
 
 class Plan:
-    """-> micro_batch_tokens, pool (bytes), kept (blocks). gib None: what is free.
+    """-> micro_batch_tokens, pool (bytes), kept_layers. gib None: what is free.
 
-    Blocks that keep their activations come before the second half of a pool for max_rows sequences
+    Layers that keep their activations come before the second half of a pool for max_rows sequences
     of full length: few get so long, the others wait. Micro-batches leave a quarter of it.
     """
 
@@ -73,20 +73,20 @@ class Plan:
             left = self.room - worst
             if left <= 0:
                 continue
-            block = self.block_bytes * tokens
-            pool = min(left, max(useful / 2, min(useful, left - c.layers * block)))
+            layer = self.layer_bytes * tokens
+            pool = min(left, max(useful / 2, min(useful, left - c.layers * layer)))
             if kv_gib:
                 pool = kv_gib * GIB
-            kept = min(c.layers, max(0, int((left - pool) / block)))
-            forwards = (3 - kept / c.layers) * (1 + DECODE / tokens)
-            options.append((max(0, useful / 4 - left), forwards, tokens, worst, pool, kept))
-            if kept == c.layers:
+            kept_layers = min(c.layers, max(0, int((left - pool) / layer)))
+            forwards = (3 - kept_layers / c.layers) * (1 + DECODE / tokens)
+            options.append((max(0, useful / 4 - left), forwards, tokens, worst, pool, kept_layers))
+            if kept_layers == c.layers:
                 break                            # nothing to gain from smaller ones
         if not options:
             raise ValueError(f"no room for rows of {self.longest} tokens beside {held / GIB:.1f} "
                              "GiB of weights and adapter: lower --max-new-tokens or "
                              f"--micro-batch-tokens ({tokens})")
-        *_, self.micro_batch_tokens, worst, self.pool, self.kept = min(options)
+        *_, self.micro_batch_tokens, worst, self.pool, self.kept_layers = min(options)
         left = self.room - worst
         if self.pool > left:
             raise ValueError(f"--kv-gib {kv_gib}: only {left / GIB:.2f} GiB are left")
@@ -95,24 +95,24 @@ class Plan:
         for name, size in table.items():
             say(f"{name:22} {size / GIB:8.2f} GiB")
 
-    def largest(self, tokens, kept):
+    def largest(self, tokens, kept_layers):
         """Log-probs of the largest micro-batch: prompts of one token, all others scored."""
         full, rest = divmod(tokens, self.longest)
         rows = [[0] * self.longest] * max(full, 1)
         if full and rest > 1:
             rows.append([0] * rest)
-        return self.model.token_logprobs(rows, [1] * len(rows), kept=kept)[0]
+        return self.model.token_logprobs(rows, [1] * len(rows), kept_layers=kept_layers)[0]
 
     @cached_property
-    def block_bytes(self):
-        """Bytes a token that a block adds which keeps its activations."""
-        def held(kept):
-            logprobs = self.largest(self.longest, kept)  # its graph holds activations
+    def layer_bytes(self):
+        """Bytes a token that a layer adds which keeps its activations."""
+        def held(kept_layers):
+            logprobs = self.largest(self.longest, kept_layers)  # its graph holds activations
             return torch.cuda.memory_allocated()
 
         return (held(1) - held(0)) / self.longest
 
-    def worst_case(self, tokens, kept=0):
+    def worst_case(self, tokens, kept_layers=0):
         """Bytes that torch reserves for the largest micro-batch and prefill, or inf."""
         prompts = [[i % self.model.config.vocab] + [0] * self.prompt  # no two the same
                    for i in range(max(PREFILL_TOKENS // self.prompt, 1))]
@@ -120,7 +120,7 @@ class Plan:
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_reserved()
         try:
-            self.largest(tokens, kept).sum().backward()
+            self.largest(tokens, kept_layers).sum().backward()
             with torch.no_grad():
                 self.model.token_logprobs(prompts, [self.prompt] * len(prompts))
             return torch.cuda.max_memory_reserved() - held
@@ -131,8 +131,9 @@ class Plan:
             torch.cuda.empty_cache()
 
     def dry_step(self):
-        """With the pool in place; keeps fewer blocks if need be."""
+        """With the pool in place; fewer layers keep theirs if need be."""
         room = self.room - self.pool
-        while self.kept and self.worst_case(self.micro_batch_tokens, self.kept) > room:
-            self.kept = self.kept * 7 // 8
+        tokens = self.micro_batch_tokens
+        while self.kept_layers and self.worst_case(tokens, self.kept_layers) > room:
+            self.kept_layers = self.kept_layers * 7 // 8
         return self

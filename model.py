@@ -199,19 +199,19 @@ class Qwen2(torch.nn.Module):
         xw, rstd = self.hidden(tokens.reshape(-1), attend, attend.positions())
         return (mm_fp32(xw, self.lm_head.T) * rstd).view(B, T, -1)
 
-    def token_logprobs(self, rows, starts, temperature=1.0, kept=0):
+    def token_logprobs(self, rows, starts, temperature=1.0, kept_layers=0):
         """-> log-probs of tokens rows[i][starts[i]:], (T,) fp32 flat in row order, differentiable,
         and entropy (T,) fp32, not.
 
         rows: lists of ids, prompt and completion; starts: of the completions. Rows that follow
-        each other share the work on the same prompt. kept: blocks that do not run again in the
-        backward.
+        each other share the work on the same prompt. kept_layers: so many of the last do
+        not run again in the backward.
         """
         assert all(0 < s < len(r) for r, s in zip(rows, starts)), \
             "every row needs a prompt token and a scored token"
         tokens, lengths, branches, predictors = lay_out(rows, starts)
         attend = PackedAttention(lengths, self.device, branches)
-        recompute = len(self.layers) - kept if torch.is_grad_enabled() else 0
+        recompute = len(self.layers) - kept_layers if torch.is_grad_enabled() else 0
         tokens = torch.tensor(tokens, device=self.device)
         xw, rstd = self.hidden(tokens, attend, attend.positions(), recompute)
         at = torch.tensor(predictors, device=self.device)

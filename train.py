@@ -83,22 +83,22 @@ def make_sampler(args, model, learner, num_held_out):
     longest = args.max_prompt_tokens + args.max_new_tokens
     rows = min(args.max_rows, max(args.prompts_per_step * args.group_size, num_held_out))
     tokens = args.micro_batch_tokens or learner.micro_batch_tokens
-    kept = len(model.layers) if model.config.width <= 256 else 0     # tiny/: 40 KB a token
+    kept_layers = len(model.layers) if model.config.width <= 256 else 0     # tiny/: 40 KB a token
     engine = engine_for(model.device, args.kernels)
     if model.device.type == "cuda":
         plan = memory.Plan(model, args.max_prompt_tokens, args.max_new_tokens,
                            args.micro_batch_tokens, rows, args.kv_gib, args.memory_gib, say)
         sampler = sampler_for(engine, model, longest, rows, plan.pool / 2**30)
         tokens = plan.micro_batch_tokens
-        kept = plan.dry_step().kept
+        kept_layers = plan.dry_step().kept_layers
     else:
         sampler = sampler_for(engine, model, longest, rows, args.kv_gib)
     tokens = min(gather([tokens]))               # ranks deal out one list: all must cut it alike
     learner.micro_batch_tokens = tokens
-    learner.kept_blocks = kept
+    learner.kept_layers = kept_layers
     say(f"KV pool: {sampler.engine.kv.nbytes / 2**30:.2f} GiB, {len(sampler.pool) * BLOCK:,} "
-        f"tokens; micro-batches of {tokens:,} tokens; {kept} of {len(model.layers)} blocks keep "
-        "their activations")
+        f"tokens; micro-batches of {tokens:,} tokens; {kept_layers} of {len(model.layers)} layers "
+        "keep their activations")
     return sampler
 
 

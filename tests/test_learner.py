@@ -162,11 +162,11 @@ def test_the_sums_of_an_update_are_those_of_its_trained_tokens(tiny):
 
 
 @pytest.mark.parametrize("loss", grpo.LOSSES)
-def test_micro_batches_and_kept_blocks_do_not_change_the_gradient(tiny, loss):
+def test_micro_batches_and_kept_layers_do_not_change_the_gradient(tiny, loss):
     learner, _, *step = some_step(tiny, loss, norms=True, base="nvfp4", clip_low=0.5, clip_high=0.5)
     gradients = []
     for tokens, kept in ((100_000, 0), (100_000, 2), (60, 1), (1, 0)):    # a row of more tokens stands alone
-        learner.micro_batch_tokens, learner.kept_blocks = tokens, kept
+        learner.micro_batch_tokens, learner.kept_layers = tokens, kept
         learner.update(*step, lr=0.0)
         gradients.append(learner.adapter.master.grad.clone())
     assert gradients[0].norm() > 0 and torch.equal(gradients[0], gradients[1])

@@ -45,9 +45,9 @@ class FakeGpu:
     def memory_allocated(self):
         return self.held + self.peak
 
-    def token_logprobs(self, rows, starts, kept=0):
+    def token_logprobs(self, rows, starts, kept_layers=0):
         if torch.is_grad_enabled():
-            self.peak = sum(map(len, rows)) * (4 + kept) * self.token_bytes
+            self.peak = sum(map(len, rows)) * (4 + kept_layers) * self.token_bytes
             if self.held + self.peak > self.total:
                 raise torch.OutOfMemoryError
         return torch.zeros(1, requires_grad=True), None
@@ -85,24 +85,24 @@ def test_the_plan_counts_the_largest_w_that_a_decode_step_expands(gpu, monkeypat
 
 
 @pytest.mark.parametrize("pool,kept", [(20, 3), (68.5, 3), (69, 2), (71, 0)])
-def test_blocks_keep_their_activations_where_the_kv_pool_leaves_room(gpu, pool, kept):
+def test_layers_keep_their_activations_where_the_kv_pool_leaves_room(gpu, pool, kept):
     # Of 80 GiB 71.6 are left: 2 are held, 4 for the micro-batch, 2.4 for fragments. A block takes 1.
     plan = memory.Plan(gpu.model, 32, 64, 200, 8, pool, None, gpu.lines.append)
-    assert (plan.pool, plan.kept) == (pool * 2**30, kept)
+    assert (plan.pool, plan.kept_layers) == (pool * 2**30, kept)
     gpu.held += plan.pool
-    assert plan.dry_step().kept == kept
+    assert plan.dry_step().kept_layers == kept
 
 
 def test_the_dry_step_lets_go_of_blocks_that_do_not_fit(gpu):
     plan = memory.Plan(gpu.model, 32, 64, 200, 8, 69, None, gpu.lines.append)
     gpu.held = 74.5 * 2**30                                               # 2 + 69, and somebody took 3.5
-    assert plan.kept == 2 and plan.dry_step().kept == 1
+    assert plan.kept_layers == 2 and plan.dry_step().kept_layers == 1
 
 
 def test_micro_batches_shrink_until_the_kv_pool_has_room(gpu):
     # 4 GiB for 200 tokens: 4096 and more take 81, 2048 take 40, of 75. The tiny model's own pool is 1 MB.
     plan = memory.Plan(gpu.model, 32, 64, None, 8, None, None, gpu.lines.append)
-    assert (plan.micro_batch_tokens, plan.kept) == (2048, 3)
+    assert (plan.micro_batch_tokens, plan.kept_layers) == (2048, 3)
     with pytest.raises(ValueError, match="--kv-gib 50: only 3.* GiB are left"):
         memory.Plan(gpu.model, 32, 64, None, 8, 50, None, gpu.lines.append)
     for held in (60, 38):                                            # not even the micro-batch; nothing else beside it

@@ -117,7 +117,7 @@ def test_a_prompt_computed_once_for_its_group_equals_one_row_at_a_time(tiny, sha
         flat = flat[n:]
     starts = [prompt] * len(completions) + [2, 2]
     weights = torch.linspace(-1, 2, sum(sizes))
-    logprobs, _ = model.token_logprobs(rows, starts, kept=1)
+    logprobs, _ = model.token_logprobs(rows, starts, kept_layers=1)
     tensors = merged(case.tensors, random_adapter(case.raw, 4, norms=True), 2)
     want = []
     for row, start in zip(rows, starts):
@@ -244,7 +244,7 @@ def test_recompute_gives_the_same_gradient_and_touches_no_frozen_weight(tiny):
     gradients = []
     for kept in (0, 1, 2):
         model.adapter.zero_grad()
-        logprobs, _ = model.token_logprobs(rows, [1] * len(rows), kept=kept)
+        logprobs, _ = model.token_logprobs(rows, [1] * len(rows), kept_layers=kept)
         (logprobs * torch.linspace(-1, 2, len(logprobs))).sum().backward()
         gradients.append(model.adapter.master.grad.clone())
     assert torch.equal(gradients[0], gradients[1]) and torch.equal(gradients[0], gradients[2])

@@ -246,7 +246,7 @@ def step(args):
             "tokens": rollouts.num_tokens, "learner_tokens": sum(map(len, rows)),
             "learner_computed": len(lay_out(rows, starts)[0]),
             "idle": rollouts.idle, "samples": len(rows), "gpus": WORLD,
-            "micro_batch": learner.micro_batch_tokens, "kept": learner.kept_blocks,
+            "micro_batch": learner.micro_batch_tokens, "kept": learner.kept_layers,
             "kv_gib": sampler.engine.kv.nbytes / 2**30,
             "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
             "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
