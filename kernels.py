@@ -817,7 +817,7 @@ def scores_kernel(
             tl.store(ahead_ptr + row * V + col, value, mask=col < V)
 
 
-def decode(packed, scale, levels, dtype, out=None):
+def dequantize_codes(packed, scale, levels, dtype, out=None):
     """MXFP4 and NF4: without it, a comparison with them would be one with torch's temporaries."""
     N, K_bytes = packed.shape
     if out is None:

@@ -98,7 +98,7 @@ def byte_table(levels, device):
 
 
 @twin_in_kernels
-def decode(packed, scale, levels, dtype, out=None):
+def dequantize_codes(packed, scale, levels, dtype, out=None):
     """packed, scale fp32 (N, K // block), levels (16,) -> levels[code] * scale in fp32, then
     `dtype`: (N, K), or into `out`, rows of any stride.
     """
@@ -174,7 +174,7 @@ def e4m3_value(code):
 def dequantize(packed, block_scale, global_scale, dtype=torch.bfloat16, out=None):
     """quantize's tensors -> (N, K) in `dtype`; exact in bf16 if global_scale is a power of two."""
     scale = block_scale.float() * global_scale.reshape(-1, 1)
-    return decode(packed, scale, E2M1_SIGNED, dtype, out)
+    return dequantize_codes(packed, scale, E2M1_SIGNED, dtype, out)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ def quantize_mxfp4(w, offsets=(0, -1, 1)):
 def dequantize_mxfp4(packed, block_scale, dtype=torch.bfloat16, out=None):
     """-> (N, K) in `dtype`, exact in bf16."""
     scale = block_scale.view(torch.float8_e8m0fnu).float()
-    return decode(packed, scale, E2M1_SIGNED, dtype, out)
+    return dequantize_codes(packed, scale, E2M1_SIGNED, dtype, out)
 
 
 def quantize_nf4(w, offsets=range(0, -11, -1)):
@@ -214,7 +214,7 @@ def quantize_nf4(w, offsets=range(0, -11, -1)):
 
 
 def dequantize_nf4(packed, absmax, dtype=torch.bfloat16, out=None):
-    return decode(packed, absmax, NF4, dtype, out)
+    return dequantize_codes(packed, absmax, NF4, dtype, out)
 
 
 def quantize_bf16(w):
@@ -266,9 +266,9 @@ class Weight:
     dtype: of matmul inputs. Its fast twin is marlin_fp4.PackedWeight.
     """
 
-    def __init__(self, tensors, decode, shape, dtype):
+    def __init__(self, tensors, dequantize, shape, dtype):
         self.tensors = tensors
-        self.decode = decode
+        self._dequantize = dequantize
         self.N, self.K = shape
         self.dtype = dtype
         self.device = tensors[0].device
@@ -279,11 +279,11 @@ class Weight:
         """-> W (N, K) in dtype, not to be written to; or in `out`, rows of any stride."""
         if self.device.type == "cpu":            # kept: decoding takes longer than the product
             return self.dense if out is None else out.copy_(self.dense)
-        return self.decode(*self.tensors, dtype=self.dtype, out=out)
+        return self._dequantize(*self.tensors, dtype=self.dtype, out=out)
 
     @cached_property
     def dense(self):
-        return self.decode(*self.tensors, dtype=self.dtype)
+        return self._dequantize(*self.tensors, dtype=self.dtype)
 
     def partial(self, x, a=None):
         """x (M, K), LoRA's A (R, K) or None -> Slabs of x @ [W; A].T. Here: one slab, complete."""

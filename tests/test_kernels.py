@@ -61,7 +61,7 @@ def test_every_kernel_of_the_learner_compiles(sm, dtype, monkeypatch):
     kernels.scores(y, rstd, torch.zeros(3, dtype=torch.int64), 60, dtype)
     out, lse = torch.zeros(3, 4, 16, dtype=dtype), torch.zeros(4, 3)
     kernels.merge(out, lse, out, lse)
-    kernels.decode(torch.zeros(2, 32, dtype=torch.uint8), torch.zeros(2, 1), nvfp4.NF4, dtype)
+    kernels.dequantize_codes(torch.zeros(2, 32, dtype=torch.uint8), torch.zeros(2, 1), nvfp4.NF4, dtype)
     assert {name for name, f in vars(kernels).items() if isinstance(f, triton.JITFunction)} >= set(compiled)
     assert len(compiled) == 5
     for kernel in compiled.values():
@@ -203,10 +203,10 @@ def test_decode_equals_plain_torch_bit_for_bit(base, N, K):
     levels = nvfp4.NF4 if base == "nf4" else nvfp4.E2M1_SIGNED
     scale = scale if base == "nf4" else scale.view(torch.float8_e8m0fnu).float()
     for dtype in HALVES:
-        want = nvfp4.decode.reference(packed, scale, levels, dtype)
-        assert torch.equal(kernels.decode(*there(packed, scale), levels, dtype).cpu(), want)
+        want = nvfp4.dequantize_codes.reference(packed, scale, levels, dtype)
+        assert torch.equal(kernels.dequantize_codes(*there(packed, scale), levels, dtype).cpu(), want)
         wide = torch.zeros(N, K + 8, device=DEVICE, dtype=dtype)
-        kernels.decode(*there(packed, scale), levels, dtype, wide[:, :K])
+        kernels.dequantize_codes(*there(packed, scale), levels, dtype, wide[:, :K])
         assert torch.equal(wide[:, :K].cpu(), want) and not wide[:, K:].any()
 
 
