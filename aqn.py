@@ -18,10 +18,10 @@ channels at sigma 1e-3, those near 1.5 in none, and half of the schedule would d
 rollouts run inside noisy_norms(): evaluation and learner are clean, and grpo.py weighs the learner
 against the noisy log-probs that the sampler wrote down.
 
-Not here: noise on the final norm (the paper leaves lm_head clean); noise in the learner too, in
-proportion to the weight, or steered to a KL (they did not pay: docs/log.md); a new z for every
-forward pass (Eq. 7), under which the tokens of one completion would come from different policies;
-a z for each sample of a group (the norm kernels would have to read one a row).
+Not here: noise on the final norm (the paper leaves lm_head clean); noise in proportion to the
+weight and in the learner too, which did not pay in one run (docs/log.md); a sigma steered to a KL;
+a new z for every forward pass (Eq. 7), under which the tokens of one completion would come from
+different policies; a z for each sample of a group (the norm kernels would have to read one a row).
 """
 import math
 from contextlib import contextmanager

@@ -180,7 +180,7 @@ class Qwen2(torch.nn.Module):
         """tokens (T,) packed -> final norm's (x * w (T, D) in dtype, 1/rms (T, 1)).
 
         attend: a PackedAttention, or a list with a callable for each layer. recompute: so many
-        blocks, the first ones, keep only their input and run again in the backward.
+        layers, the first ones, keep only their input and run again in the backward.
         """
         x = self.embed[tokens].float()
         cos, sin = rope_table(positions, self.config)

@@ -1,8 +1,8 @@
 """
 Curves of one or several runs: python -m tools.plot runs/x [runs/y ...] [--out curves.svg]
 
-Reads <run>/metrics.jsonl; docs/metrics.md defines every number. One panel a metric, one colour a run:
-raw values faint, on top of them a moving mean. A metric that no run has gets no panel. Needs
+Reads <run>/metrics.jsonl; docs/metrics.md defines every number. One panel a metric, one colour a
+run: raw values faint, on top of them a moving mean. A metric that no run has gets no panel. Needs
 matplotlib, which is not in requirements.txt.
 """
 import argparse
