@@ -48,33 +48,31 @@ def lay_out(rows, starts):
     token, row by row, the place of the token before it. A row's last token predicts nothing and is
     left out: lay_out([[1, 2, 7, 8], [1, 2, 5]], [2, 2]) == [1, 2, 7], [2], [[1, 0]], [1, 2, 1].
     """
-    def branch(group):                           # not one row, nor answers of one token each
-        return len(group) > 1 and any(len(rows[i]) > starts[i] + 1 for i in group)
-
     groups = groupby(range(len(rows)), lambda i: rows[i][:starts[i]])
-    groups = sorted((list(group) for _, group in groups), key=branch, reverse=True)
+    groups = [list(group) for _, group in groups]
     tokens = []
     lengths = []
-    for group in groups:
-        first = group[0]
-        lengths.append(starts[first] if branch(group) else len(rows[first]) - 1)
-        tokens += rows[first][:lengths[-1]]
-    predictors = [[]] * len(rows)
+    for first, *others in groups:
+        trunk = rows[first][:starts[first] if others else -1]    # a row alone does not branch
+        tokens += trunk
+        lengths.append(len(trunk))
+    branches = []
+    predictors = []
     for group, length, end in zip(groups, lengths, accumulate(lengths)):
-        for i in group:
-            inside = range(end - length + starts[i] - 1, end)
-            tail = rows[i][length:-1]
-            predictors[i] = [*inside, *range(len(tokens), len(tokens) + len(tail))]
+        tails = [rows[i][length:-1] for i in group]
+        branches.append([len(tail) for tail in tails])
+        for i, tail in zip(group, tails):
+            predictors += range(end - length + starts[i] - 1, end)
+            predictors += range(len(tokens), len(tokens) + len(tail))
             tokens += tail
-    branches = [[len(rows[i]) - starts[i] - 1 for i in group] for group in groups if branch(group)]
-    return tokens, lengths, branches, [*chain(*predictors)]
+    return tokens, lengths, branches, predictors
 
 
 class PackedAttention:
-    """Causal attention inside each of several sequences laid end to end, some of which branch.
+    """Causal attention inside each of several sequences laid end to end, which may branch.
 
-    lengths: of the sequences; branches: for each of the first sequences, the lengths of its
-    continuations. After all sequences come all branches, sequence by sequence.
+    lengths: of the sequences; branches: of each sequence, the lengths of its continuations. After
+    all sequences come all branches, sequence by sequence.
     """
 
     def __init__(self, lengths, device, branches=()):
@@ -82,13 +80,11 @@ class PackedAttention:
         self.branches = branches
         self.device = device
         own = [*lengths, *(n for n in chain(*branches) if n)]
-        trunks = lengths[:len(branches)]
         self.inside = spans_of(own, own, True, device)           # every token over its own piece
         self.across = None                       # the branches of a sequence over it: one span
-        if branches:
-            self.across = spans_of([sum(group) for group in branches], trunks, False, device)
-        self.first = sum(lengths)                # where the branches' tokens begin
-        self.shared = sum(trunks)                # where the trunks' tokens end
+        if any(chain(*branches)):
+            self.across = spans_of([sum(group) for group in branches], lengths, False, device)
+        self.trunks = sum(lengths)               # tokens of the sequences; those of branches follow
 
     def positions(self):
         """(T,) int64: from 0 in each sequence, going on from its end in each of its branches."""
@@ -170,9 +166,8 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, pack):
         out, lse = attend(q, k, v, pack.inside)
         if pack.across:
-            own = slice(pack.first, None)
-            other = attend(q[own], k[:pack.shared], v[:pack.shared], pack.across)
-            merge(out[own], lse[:, own], *other)
+            n = pack.trunks
+            merge(out[n:], lse[:, n:], *attend(q[n:], k[:n], v[:n], pack.across))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.pack = pack
         return out
@@ -184,11 +179,10 @@ class _Attention(torch.autograd.Function):
         dout = dout.contiguous()
         dq, dk, dv = attend_backward(dout, q, k, v, out, lse, pack.inside)
         if pack.across:
-            own = slice(pack.first, None)
+            n = pack.trunks
             more_q, more_k, more_v = attend_backward(
-                dout[own], q[own], k[:pack.shared], v[:pack.shared], out[own],
-                lse[:, own].contiguous(), pack.across)
-            dq[own] += more_q
-            dk[:pack.shared] += more_k
-            dv[:pack.shared] += more_v
+                dout[n:], q[n:], k[:n], v[:n], out[n:], lse[:, n:].contiguous(), pack.across)
+            dq[n:] += more_q
+            dk[:n] += more_k
+            dv[:n] += more_v
         return dq, dk, dv, None

@@ -201,41 +201,33 @@ def row_means(values, row, rows):
 # -------------------------------------------------------------------------------------------------
 # Metrics: sums over the trained tokens of a step, then means
 
-class Metric(NamedTuple):
-    """Of learner against sampler; not the r of the loss, which is policy / proximal policy."""
-    of_token: Callable                           # of d = learner's log-prob - sampler's, r = e^d
-    largest: bool = False                        # of all tokens, instead of their sum
-
-
-METRICS = {
-    "mismatch_abs": Metric(lambda d, r: d.abs()),
-    "mismatch_within": Metric(lambda d, r: d.abs() <= 0.01),
-    "mismatch_k3": Metric(lambda d, r: k3(d)),               # an estimate of KL(sampler || learner)
-    "ratio_outside": Metric(lambda d, r: (r < 0.9) | (r > 1.1)),
-    "ratio_max": Metric(lambda d, r: r, largest=True),
-    "ratio": Metric(lambda d, r: r),                         # these two become ess
-    "ratio_squared": Metric(lambda d, r: r.square()),
-}
-
-
 def mismatch_sums(d):
-    """d (T,), see Metric -> name -> sum, float64: counts stay exact, and a step adds many."""
+    """d (T,) = learner's log-prob - sampler's -> name -> sum of all tokens, of ratio_max the
+    largest; float64: counts stay exact, and a step adds many.
+
+    Their ratio is not the r of the loss, which is policy / proximal policy.
+    """
     d = d.double()
-    r = d.clamp(-20, 20).exp()
-    sums = {"tokens": torch.ones_like(d).sum()}
-    for name, metric in METRICS.items():
-        values = metric.of_token(d, r).double()
-        sums[name] = values.max() if metric.largest and len(d) else values.sum()
-    return sums
+    ratio = d.clamp(-20, 20).exp()
+    of_tokens = {
+        "tokens": torch.ones_like(d),
+        "mismatch_abs": d.abs(),
+        "mismatch_within": d.abs() <= 0.01,
+        "mismatch_k3": k3(d),                    # an estimate of KL(sampler || learner)
+        "ratio_outside": (ratio < 0.9) | (ratio > 1.1),
+        "ratio_max": torch.cat([ratio, ratio.new_zeros(1)]).amax(),
+        "ratio": ratio,                          # these two become ess
+        "ratio_squared": ratio.square(),
+    }
+    return {name: values.double().sum() for name, values in of_tokens.items()}
 
 
 def add_sums(a, b):
     """Sums of two micro-batches, or ranks; a may be {}."""
     if not a:
         return b
-    largest = [name for name, metric in METRICS.items() if metric.largest]
-    return {name: torch.maximum(a[name], b[name]) if name in largest else a[name] + b[name]
-            for name in a}
+    return {name: a[name] + b[name] for name in a} | {
+        "ratio_max": torch.maximum(a["ratio_max"], b["ratio_max"])}
 
 
 def summarize(sums):
@@ -250,6 +242,5 @@ def summarize(sums):
     tokens = sums.pop("tokens")
     ratio = sums.pop("ratio")
     ess = ratio**2 / (tokens * sums.pop("ratio_squared"))
-    means = {name: value if name in METRICS and METRICS[name].largest else value / tokens
-             for name, value in sums.items()}
-    return means | {"ess": ess}
+    means = {name: value / tokens for name, value in sums.items()}
+    return means | {"ratio_max": sums["ratio_max"], "ess": ess}

@@ -52,37 +52,31 @@ NF4_EDGES = (NF4[1:] + NF4[:-1]) / 2
 
 
 def encode(w, block, candidates, codes_of, levels, importance=None):
-    """(N, K) -> packed uint8 (N, K // 2), scale fp32 (N, K // block).
+    """(N, K) -> packed uint8 (N, K // 2), scale fp32 (N, K // block): of least squared error.
 
     candidates: blocks (n, K // block, block) -> the scales to try, fp32 (n, K // block) each.
-    codes_of: blocks / scale -> codes, of `levels`. importance (K,) weighs squared errors.
+    codes_of: blocks / scale -> codes uint8, of `levels`. importance (K,) weighs squared errors.
     """
     K = w.shape[1]
     if K % block:
         raise ValueError(f"K={K} (in_features) is not a multiple of the block of {block} weights")
     packed = []
     scales = []
+    levels = levels.to(w.device)
     weigh = 1.0 if importance is None else importance.view(-1, block)
     for rows in w.split(max(1, CHUNK // K)):
         blocks = rows.unflatten(1, (-1, block))
-        codes, scale = least_error(blocks, candidates(blocks), codes_of, levels, weigh)
-        packed.append(pack_pairs(codes.flatten(1)))
+        tried = candidates(blocks)
+        blocks = blocks.float()
+        errors = []
+        for scale in tried:
+            values = levels[codes_of(blocks / scale[..., None]).int()] * scale[..., None]
+            errors.append(((values - blocks).square() * weigh).sum(-1))
+        best = torch.stack(errors).argmin(0, keepdim=True)       # of equal ones the first
+        scale = torch.stack(tried).gather(0, best)[0]
+        packed.append(pack_pairs(codes_of(blocks / scale[..., None]).flatten(1)))
         scales.append(scale)
     return torch.cat(packed), torch.cat(scales)
-
-
-def least_error(blocks, scales, codes_of, levels, weigh):
-    """-> codes uint8, and of the given scales each block's best; of equal ones the first."""
-    blocks = blocks.float()
-    levels = levels.to(blocks.device)
-    errors = []
-    for scale in scales:
-        codes = codes_of(blocks / scale[..., None])
-        error = levels[codes.int()] * scale[..., None] - blocks
-        errors.append((error.square() * weigh).sum(-1))
-    best = torch.stack(errors).argmin(0, keepdim=True)
-    scale = torch.stack(scales).gather(0, best)[0]
-    return codes_of(blocks / scale[..., None]), scale
 
 
 def pack_pairs(codes):

@@ -20,14 +20,14 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="attention 
 
 def test_positions_restart_with_every_packed_sequence():
     assert PackedAttention([3, 1, 2], "cpu").positions().tolist() == [0, 1, 2, 0, 0, 1]
-    assert PackedAttention([3, 1], "cpu", [[2, 0, 1]]).positions().tolist() == [0, 1, 2, 0, 3, 4, 3]
+    assert PackedAttention([3, 1], "cpu", [[2, 0, 1], []]).positions().tolist() == [0, 1, 2, 0, 3, 4, 3]
 
 
 def test_lay_out_by_hand():
     # Two rows after prompt 1 2, one after 5, two of one token after 7 8: only the first prompt has branches.
     rows = [[1, 2, 3, 4], [5, 6, 9], [1, 2, 6], [1, 2, 3, 4], [7, 8, 1], [7, 8, 2]]
     tokens, lengths, branches, predictors = lay_out([rows[0], rows[2], *rows[1:2], *rows[4:]], [2, 2, 1, 2, 2])
-    assert (tokens, lengths, branches) == ([1, 2, 5, 6, 7, 8, 3], [2, 2, 2], [[1, 0]])
+    assert (tokens, lengths, branches) == ([1, 2, 5, 6, 7, 8, 3], [2, 2, 2], [[1, 0], [0], [0, 0]])
     assert predictors == [1, 6, 1, 2, 3, 5, 5]
 
 
@@ -81,7 +81,7 @@ def whole_sequences(q, k, v, prompts, groups):
 
 
 @pytest.mark.parametrize("prompts,groups", [
-    ((5,), [(3, 1)]), ((1,), [(1, 2, 3, 4, 5, 6, 7, 8)]), ((7, 2, 4), [(5, 3), (1, 6)]), ((3, 9), [])])
+    ((5,), [(3, 1)]), ((1,), [(1, 2, 3, 4, 5, 6, 7, 8)]), ((7, 2, 4), [(5, 3), (1, 6), ()]), ((3, 9), [])])
 @pytest.mark.parametrize("device,dtype,heads,d", [
     ("cpu", torch.float64, (4, 2), 16), pytest.param("cuda", torch.bfloat16, (28, 4), 128, marks=needs_gpu),
     pytest.param("cuda", torch.float16, (14, 2), 64, marks=needs_gpu)])

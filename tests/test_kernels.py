@@ -173,7 +173,7 @@ def test_attend_and_its_backward_equal_plain_torch(dtype, H, KV, d, q_lengths, k
 
 @gpu
 @pytest.mark.parametrize("prompts,groups", [
-    ((5,), [(3, 1)]), ((1,), [(1, 2, 3, 4, 5, 6, 7, 8)]), ((7, 2, 4), [(5, 3), (1, 6)]), ((3, 9), [])])
+    ((5,), [(3, 1)]), ((1,), [(1, 2, 3, 4, 5, 6, 7, 8)]), ((7, 2, 4), [(5, 3), (1, 6), ()]), ((3, 9), [])])
 @pytest.mark.parametrize("dtype,heads,d", [(torch.bfloat16, (28, 4), 128), (torch.float16, (14, 2), 64)])
 def test_attention_to_a_shared_prompt_is_that_of_plain_torch_and_repeats_bit_for_bit(prompts, groups, dtype, heads, d):
     prompts, groups = [40 * p for p in prompts], [[40 * n for n in g] for g in groups]    # longer than a tile
