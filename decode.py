@@ -76,13 +76,13 @@ def attention_shape(pairs, most_siblings, room):
 def partial(linear, x, matmul):
     """The linear's matmul of x (n, K), for a kernel to finish; `matmul`: of a packed weight."""
     R = linear.rank
-    a = linear.a16 if R else None
+    a = linear.working_a if R else None
     packed = isinstance(linear.weight, marlin_fp4.PackedWeight)
     if packed and not linear.weight.expands(len(x)):
         slabs = matmul(x, linear.weight, a)
     else:
         slabs = linear.weight.partial(x, a)
-    return Partial(slabs.sums, slabs.scale, linear.b16 if R else slabs.scale, linear.weight.N,
+    return Partial(slabs.sums, slabs.scale, linear.working_b if R else slabs.scale, linear.weight.N,
                    slabs.sums.shape[2], slabs.KB, slabs.L, constexpr(max(slabs.most)), constexpr(R))
 
 

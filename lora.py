@@ -3,7 +3,7 @@ A linear of the network = one frozen weight + one low-rank adapter (LoRA, arXiv 
 
     y = x @ W.T + (x @ A.T) @ (s * B).T          s = alpha / rank
 
-W is frozen and may live in 4 bits; A and B are trained (and, if asked, the two norms of a block:
+W is frozen and may live in 4 bits; A and B are trained (and, if asked, the two norms of a layer:
 PEFT's modules_to_save).
 
 Fused linears. q|k|v and gate|up are one matrix each: their `parts` are consecutive rows of W. Every
@@ -12,8 +12,8 @@ part has an adapter of its own: `a` stacks the parts' A, `b` has one row per out
 
 One flat buffer. All A, all B (and trained norms) are views into one fp32 vector `master`, their
 gradients into another: optimizer, ranks and checkpoints see one tensor. Sampler and learner compute
-with copies in the model's dtype, `a16` and `b16 = s * b`, which `sync()` rewrites in place, where
-CUDA graphs captured them.
+with copies in the model's dtype, `working_a` and `working_b` = s * b, which `sync()` rewrites in
+place, where CUDA graphs captured them.
 
 K-augmentation. The learner expands W into a buffer with room to the right and below,
               K      P*R
@@ -28,6 +28,7 @@ Shapes: M rows (tokens), N out_features, K in_features, R LoRA rank, P parts of 
 """
 import math
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 
@@ -63,7 +64,7 @@ class Linear(torch.nn.Module):
         self.names = names
         self.parts = parts
         self.scratch = scratch or Scratch()
-        self.adapter = None                      # lora.Adapter sets it, and a, b, a16 and b16
+        self.adapter = None                      # Adapter sets it, a, b, working_a, working_b
 
     @property
     def rank(self):
@@ -76,6 +77,8 @@ class Linear(torch.nn.Module):
 
     def forward(self, x):
         """x (M, K) in the compute dtype -> (M, N) fp32; differentiable in x, A and B."""
+        k = self.weight.K
+        assert x.dim() == 2 and x.shape[1] == k, f"{self.names[0]}: x {tuple(x.shape)}, not K={k}"
         return _Product.apply(x, *self.trained(), self)
 
     def wide(self, dtype):
@@ -86,28 +89,28 @@ class Linear(torch.nn.Module):
         wide = self.scratch.view(n + pr, k + pr, dtype, self.weight.device)
         self.weight.dequantize(out=wide[:n, :k])
         if pr:
-            wide[n:, :k] = self.a16
-            wide[:n, k:] = torch.block_diag(*self.b16.split(self.parts))
+            wide[n:, :k] = self.working_a
+            wide[:n, k:] = torch.block_diag(*self.working_b.split(self.parts))
         return wide
 
     def room(self, like, columns):
-        """Empty (M, columns + P*R): for an x (M, K), or a dL/dy (M, N), in its first columns."""
+        """Empty (M, columns + P*R), for x (M, K) or dL/dy (M, N) in its first columns."""
         return like.new_empty(len(like), columns + self.rank * len(self.parts))
 
-    def product(self, x, xa=None):
-        """x (M, K) -> y (M, N) fp32, and what the backward needs: x with x @ A.T beside it.
-
-        xa: a room() whose first columns x is, which saves a copy.
-        """
-        k = self.weight.K
-        assert x.dim() == 2 and x.shape[1] == k, f"{self.names[0]}: x {tuple(x.shape)}, not K={k}"
+    def padded(self, x, like):
+        """x, or dL/dy, in a room() of the dtype of `like`."""
         if not self.rank:
-            return mm_fp32(x, self.wide(x.dtype).T), x
-        if xa is None:
-            xa = self.room(x, k)
-            xa[:, :k] = x
-        xa[:, k:] = mm_fp32(x, self.a16.T)                       # rounded, as when sampling
-        return mm_fp32(xa, self.wide(x.dtype)[:self.weight.N].T), xa
+            return x.to(like.dtype)
+        room = self.room(like, x.shape[1])
+        room[:, :x.shape[1]] = x
+        return room
+
+    def product(self, xa):
+        """x (M, K) in a room() -> y (M, N) fp32. Writes x @ A.T beside x, for the backward too."""
+        k = self.weight.K
+        if self.rank:
+            xa[:, k:] = mm_fp32(xa[:, :k], self.working_a.T)     # rounded, as when sampling
+        return mm_fp32(xa, self.wide(xa.dtype)[:self.weight.N].T)
 
     def product_backward(self, xa, dy, needs_ab):
         """xa of product(), dL/dy in a room() -> dL/dx (M, K), dL/dA, dL/dB fp32 or None.
@@ -145,21 +148,20 @@ class Linear(torch.nn.Module):
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, a, b, linear):
-        y, xa = linear.product(x)
+        xa = linear.padded(x, x)
         ctx.linear = linear
         ctx.save_for_backward(xa)
-        return y
+        return linear.product(xa)
 
     @staticmethod
     def backward(ctx, dy):
         xa, = ctx.saved_tensors
-        room = ctx.linear.room(xa, dy.shape[1])
-        room[:, :dy.shape[1]] = dy
-        return *ctx.linear.product_backward(xa, room, ctx.needs_input_grad[1]), None
+        dy = ctx.linear.padded(dy, xa)
+        return *ctx.linear.product_backward(xa, dy, ctx.needs_input_grad[1]), None
 
 
 class Adapter:
-    """The LoRA matrices of every Linear of a model (with norms=True also its block norms).
+    """The LoRA matrices of every Linear of a model (with norms=True also its layers' norms).
 
     After each change of master call sync(). A starts uniform in +-1/sqrt(K) (PEFT's default), B at
     zero: the first forward equals the base but for the order of a matmul's sums.
@@ -173,7 +175,6 @@ class Adapter:
         self.norms = norms
         self.enabled = True
         self.linears = [m for m in model.modules() if isinstance(m, Linear)]
-        n = len(self.linears)
         blocks = model.layers if norms else []
         trained = [norm for layer in blocks for norm in (layer.input_norm, layer.post_norm)]
         self.shapes = [(len(lin.parts) * rank, lin.weight.K) for lin in self.linears]   # every A,
@@ -182,27 +183,27 @@ class Adapter:
         self.offsets = [0]
         for shape in self.shapes:                # 256-byte aligned bf16 views, for 16-byte loads
             self.offsets.append(self.offsets[-1] + -(-math.prod(shape) // 128) * 128)
-        self.b_start = self.offsets[n]
-        self.norm_start = self.offsets[2 * n]
+        self.b_start = self.offsets[len(self.linears)]
+        self.norm_start = self.offsets[2 * len(self.linears)]
         device = self.linears[0].weight.device
         self.master = torch.nn.Parameter(torch.zeros(self.offsets[-1], device=device))
         self.master.grad = torch.zeros_like(self.master)
         self.working = torch.zeros_like(self.master.data, dtype=model.dtype)
 
         leaves = self.views(self.master.data)
-        working = self.views(self.working)
-        for leaf, gradient in zip(leaves, self.views(self.master.grad)):
+        for leaf, gradient in zip(chain(*leaves), chain(*self.views(self.master.grad))):
             leaf.requires_grad_().grad = gradient
         generator = torch.Generator().manual_seed(seed)
-        for i, lin in enumerate(self.linears):
-            lin.a = leaves[i]
-            lin.b = leaves[n + i]
-            lin.a16 = working[i]
-            lin.b16 = working[n + i]
+        for lin, a, b, working_a, working_b in zip(self.linears, *leaves[:2],
+                                                   *self.views(self.working)[:2]):
             lin.adapter = self
+            lin.a = a
+            lin.b = b
+            lin.working_a = working_a
+            lin.working_b = working_b
             bound = lin.weight.K ** -0.5
-            lin.a.data.copy_(torch.rand(lin.a.shape, generator=generator) * 2 * bound - bound)
-        for leaf, norm in zip(leaves[2 * n:], trained):
+            a.data.copy_(torch.rand(a.shape, generator=generator) * 2 * bound - bound)
+        for leaf, norm in zip(leaves[2], trained):
             leaf.data.copy_(norm.weight)
             norm.weight = torch.nn.Parameter(leaf)
             norm.weight.grad = leaf.grad
@@ -210,9 +211,11 @@ class Adapter:
         self.sync()
 
     def views(self, flat):
-        """A flat vector like master -> every A, every B, then norms, in the order of linears."""
-        return [flat[at:at + math.prod(shape)].view(shape)
-                for at, shape in zip(self.offsets, self.shapes)]
+        """A flat vector like master -> views of every A, of every B, and of the trained norms."""
+        n = len(self.linears)
+        views = [flat[at:at + math.prod(shape)].view(shape)
+                 for at, shape in zip(self.offsets, self.shapes)]
+        return views[:n], views[n:2 * n], views[2 * n:]
 
     def sync(self):
         """master -> 16-bit working copies, in place: A as it is, B times alpha / rank."""
@@ -235,13 +238,13 @@ class Adapter:
 
     def named(self, flat):
         """Yields (PEFT tensor name, view into a flat vector like master), part by part."""
-        views = self.views(flat)
-        for lin, a, b in zip(self.linears, views, views[len(self.linears):]):
+        all_a, all_b, norms = self.views(flat)
+        for lin, a, b in zip(self.linears, all_a, all_b):
             for name, part_a, part_b in zip(lin.names, a.split(self.rank), b.split(lin.parts)):
                 yield f"base_model.model.{name}.lora_A.weight", part_a
                 yield f"base_model.model.{name}.lora_B.weight", part_b
-        for i, view in enumerate(views[2 * len(self.linears):]):
-            yield f"base_model.model.model.layers.{i // 2}.{hf.NORMS[i % 2]}.weight", view
+        for i, norm in enumerate(norms):
+            yield f"base_model.model.model.layers.{i // 2}.{hf.NORMS[i % 2]}.weight", norm
 
 
 def save_adapter(model, folder, master=None):

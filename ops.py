@@ -80,25 +80,22 @@ class _Mlp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, rstd, gate_up, down, *_):
-        y, xa = gate_up.product(x)
+        xa = gate_up.padded(x, x)
+        y = gate_up.product(xa)
         ha = down.room(x, down.weight.K)
-        h = ha[:, :down.weight.K]
-        y = swiglu(y, rstd, h, keep=ctx.needs_input_grad[0])
-        out, ha = down.product(h, ha)
+        y = swiglu(y, rstd, ha[:, :down.weight.K], keep=ctx.needs_input_grad[0])
         ctx.linears = gate_up, down
         ctx.save_for_backward(xa, y, rstd, ha)
-        return out
+        return down.product(ha)
 
     @staticmethod
     def backward(ctx, dout):
         xa, y, rstd, ha = ctx.saved_tensors
         gate_up, down = ctx.linears
-        room = down.room(ha, dout.shape[1])
-        room[:, :dout.shape[1]] = dout
-        dh, *of_down = down.product_backward(ha, room, ctx.needs_input_grad[6])
-        room = gate_up.room(xa, y.shape[1])
-        drstd = swiglu_backward(y, rstd, dh, room[:, :y.shape[1]])
-        dx, *of_gate_up = gate_up.product_backward(xa, room, ctx.needs_input_grad[4])
+        dh, *of_down = down.product_backward(ha, down.padded(dout, ha), ctx.needs_input_grad[6])
+        dy = gate_up.room(xa, y.shape[1])
+        drstd = swiglu_backward(y, rstd, dh, dy[:, :y.shape[1]])
+        dx, *of_gate_up = gate_up.product_backward(xa, dy, ctx.needs_input_grad[4])
         return dx, drstd, None, None, *of_gate_up, *of_down
 
 

@@ -351,7 +351,7 @@ def in_fp32_and_16_bits(model):
     """Yields both dtypes after rounding the inputs of the model's matmuls to them; DTYPE, as it was, is the last."""
     norms = [norm for layer in model.layers for norm in (layer.input_norm, layer.post_norm)] + [model.final_norm]
     linears = [m for m in model.modules() if isinstance(m, lora.Linear) and m.rank]
-    adapters = [(linear.a16, linear.b16) for linear in linears]
+    adapters = [(linear.working_a, linear.working_b) for linear in linears]
     fast = attention.attend                                          # takes 16 bits only
     try:
         for dtype in (torch.float32, DTYPE):
@@ -359,7 +359,7 @@ def in_fp32_and_16_bits(model):
             for norm in norms:
                 norm.dtype = dtype
             for linear, (a, b) in zip(linears, adapters):            # DTYPE: the tensors that graphs captured
-                linear.a16, linear.b16 = a.to(dtype), b.to(dtype)
+                linear.working_a, linear.working_b = a.to(dtype), b.to(dtype)
             yield dtype
     finally:
         attention.attend = fast

@@ -228,10 +228,9 @@ def gradient_at(master, learner, *step):
 def working_of(adapter):
     """The working copies by hand: A as it is, B times alpha / rank; there are none of the norms."""
     working = torch.zeros_like(adapter.working)
-    views = adapter.views(working)
-    linears = len(adapter.linears)
-    for i, view in enumerate(adapter.views(adapter.master.data)[:2 * linears]):
-        views[i].copy_(view if i < linears else view * (ALPHA / RANK))
+    for mine, its, scale in zip(adapter.views(working), adapter.views(adapter.master.data), (1, ALPHA / RANK)):
+        for copy, view in zip(mine, its):
+            copy.copy_(view * scale)
     return working
 
 

@@ -102,14 +102,14 @@ def test_off_gives_the_base_bit_for_bit_and_back(tiny):
 def test_working_copies_stay_where_they_are(tiny):
     # CUDA graphs hold these addresses.
     model, _ = adapted(tiny["tied"])
-    addresses = [(lin.a16.data_ptr(), lin.b16.data_ptr()) for lin in model.adapter.linears]
+    addresses = [(lin.working_a.data_ptr(), lin.working_b.data_ptr()) for lin in model.adapter.linears]
     with torch.no_grad():
         model.adapter.master.mul_(3)
     model.adapter.sync()
-    assert addresses == [(lin.a16.data_ptr(), lin.b16.data_ptr()) for lin in model.adapter.linears]
+    assert addresses == [(lin.working_a.data_ptr(), lin.working_b.data_ptr()) for lin in model.adapter.linears]
     for lin in model.adapter.linears:
-        assert torch.equal(lin.a16, lin.a) and torch.equal(lin.b16, lin.b * 1.5)
-        assert lin.a16.data_ptr() % 16 == 0 and lin.b16.data_ptr() % 16 == 0
+        assert torch.equal(lin.working_a, lin.a) and torch.equal(lin.working_b, lin.b * 1.5)
+        assert lin.working_a.data_ptr() % 16 == 0 and lin.working_b.data_ptr() % 16 == 0
 
 
 # -----------------------------------------------------------------------------
