@@ -34,7 +34,7 @@ import nvfp4
 from attention import PackedAttention
 from lora import Scratch
 from ops import mm_fp32, swiglu
-from sampler import Sampling, engine_for, sampler_for
+from sampler import Sampler, Sampling, engine_for
 
 DAMPING = 0.02                                   # of the mean diagonal of H, added to all of it
 COLUMNS = 128                                    # between two updates of all columns to come
@@ -172,7 +172,7 @@ def own_answers(folder, tokenizer, problems, device, max_new_tokens=512, seed=0,
     model = qwen.load(folder, "nvfp4", device, live_vocab=tokenizer.vocab_size)
     prompts = [p.prompt for p in problems]
     longest = max(map(len, prompts)) + max_new_tokens
-    sampler = sampler_for(engine_for(device, kernels), model, longest, min(256, len(prompts)))
+    sampler = Sampler(engine_for(device, kernels), model, longest, min(256, len(prompts)))
     rollouts = sampler.generate(prompts, 1, Sampling(max_new_tokens, tokenizer.end_ids, seed=seed))
     del model, sampler
     gc.collect()                                 # an engine and its graphs are a circle

@@ -37,7 +37,7 @@ import nvfp4
 import rewards
 from answers import can_read
 from run import KERNELS, device_of, few_threads, kernels_for, write_atomically
-from sampler import Sampling, engine_for, rollouts_of, sampler_for
+from sampler import Sampler, Sampling, engine_for, rollouts_of
 
 Z = 1.959964                                     # 95 % of a normal lies within +-Z
 
@@ -307,7 +307,7 @@ def prepare(args, of_run):
     hf.check_lengths(folder, longest + args.max_new_tokens)
     model = load_model(args, hf.resolve(args.model), device, tokenizer)
     rows = min(args.max_rows, len(problems) * args.samples)
-    sampler = sampler_for(engine_for(device, args.kernels), model, longest + args.max_new_tokens,
+    sampler = Sampler(engine_for(device, args.kernels), model, longest + args.max_new_tokens,
                           rows)
     shift = None
     if args.adapter:

@@ -2,7 +2,7 @@
 Rollouts: groups of samples for a batch of prompts, from a KV cache of blocks, with the log-probs
 they were drawn with: temperature, noise and adapter included.
 
-    sampler = sampler_for(TorchEngine, model, max_length=2048)
+    sampler = Sampler(TorchEngine, model, max_length=2048)
     rollouts = sampler.generate(prompts, 8, Sampling(max_new_tokens=1024, end_ids=(151645,)))
 
 - A prompt is computed once per group: its KV blocks are shared by the G samples, and freed with
@@ -60,20 +60,23 @@ class Rollouts:
     logprobs: list                               # B fp32 tensors, one entry per completion token
     finished: list                               # B bools: stopped on an end id, not on the limit
     seconds: float = 0.0
-    idle: float = 0.0                            # share of row-steps that produced no token
+    computed: int = 0                            # row-steps
     proximal: dict = field(default_factory=dict)  # row -> learner's log-probs at its first pass
 
     @property
     def num_tokens(self):
         return sum(map(len, self.completions))
 
+    @property
+    def idle(self):
+        """Share of row-steps that produced no token."""
+        return 1 - self.num_tokens / self.computed if self.computed else 0.0
+
     def __add__(self, other):
-        """Rows of both; idle is weighted by time."""
-        seconds = self.seconds + other.seconds
-        idle = self.idle * self.seconds + other.idle * other.seconds
+        """Rows of two ranks, which sampled side by side."""
         return Rollouts(self.prompts + other.prompts, self.completions + other.completions,
                         self.logprobs + other.logprobs, self.finished + other.finished,
-                        seconds, idle / max(seconds, 1e-9))
+                        max(self.seconds, other.seconds), self.computed + other.computed)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -197,22 +200,19 @@ class TorchEngine:
 
 def fill_cache(model, kv, tokens, blocks, positions, attend):
     """One packed forward; keys and values of token t go to blocks[t], positions[t] % BLOCK."""
-    def attend_packed(q, k, v, keys, values):
-        return attend(q, k, v)
-
-    model.hidden(tokens, through_cache(kv, blocks, positions % BLOCK, attend_packed), positions)
+    attends = through_cache(kv, blocks, positions % BLOCK, lambda q, k, v, *_: attend(q, k, v))
+    model.hidden(tokens, attends, positions)
 
 
 def through_cache(kv, blocks, offsets, attend):
-    """-> for each layer a function that writes k and v, then attends to the layer's cache."""
-    return [functools.partial(write_and_attend, layer, blocks, offsets, attend) for layer in kv]
+    """-> for each layer a function of q, k, v, which writes k and v, then attends to the cache."""
+    def write_and_attend(layer, q, k, v):
+        keys, values = layer                                     # (blocks, KV, BLOCK, d) each
+        keys[blocks, :, offsets] = k
+        values[blocks, :, offsets] = v
+        return attend(q, k, v, keys, values)
 
-
-def write_and_attend(layer, blocks, offsets, attend, q, k, v):
-    keys, values = layer                                         # (blocks, KV, BLOCK, d) each
-    keys[blocks, :, offsets] = k
-    values[blocks, :, offsets] = v
-    return attend(q, k, v, keys, values)
+    return [functools.partial(write_and_attend, layer) for layer in kv]
 
 
 def attention_to_cache(kv, table, prefix, pos):
@@ -300,12 +300,8 @@ def rollouts_of(sequences):
                     [s.finished for s in sequences])
 
 
-def sampler_for(engine_class, model, max_length, max_rows=256, kv_gib=None):
-    """-> Sampler with a new KV pool for rows of at most max_length tokens, max_rows at a time.
-
-    kv_gib: memory for the KV blocks; by default what max_rows such rows need, at most half of a
-    GPU's free memory or of the machine's. ValueError if that does not hold even one row.
-    """
+def empty_cache(model, max_length, max_rows, kv_gib):
+    """-> kv as TorchEngine takes it, of as many blocks as Sampler says."""
     c = model.config
     row_blocks = -(-max_length // BLOCK) + 1                     # +1: the prefix's rounding
     block_bytes = c.layers * 2 * c.kv_heads * BLOCK * c.head_dim * model.dtype.itemsize
@@ -325,19 +321,24 @@ def sampler_for(engine_class, model, max_length, max_rows=256, kv_gib=None):
                          f"tokens: less than one sequence of {max_length} tokens ({need:.2f} GiB)")
     shape = c.layers, 2, blocks, c.kv_heads, BLOCK, c.head_dim
     try:
-        kv = torch.zeros(shape, dtype=model.dtype, device=model.device)    # 0 * NaN would be NaN
+        return torch.zeros(shape, dtype=model.dtype, device=model.device)  # 0 * NaN would be NaN
     except RuntimeError:
         raise ValueError(f"not enough memory for {blocks * block_bytes / 2**30:.1f} GiB of KV "
                          "cache: lower --kv-gib, --max-rows or --max-new-tokens") from None
-    return Sampler(engine_class(model, kv, max_rows), BlockPool(blocks), max_length, max_rows)
 
 
 class Sampler:
-    """max_length: longest prompt + completion; max_rows: most sequences decoded at a time."""
+    """An engine_class on a new KV pool, for sequences of at most max_length tokens (prompt and
+    completion), max_rows decoded at a time.
 
-    def __init__(self, engine, pool, max_length, max_rows):
-        self.engine = engine
-        self.pool = pool
+    kv_gib: memory for the KV blocks; by default what max_rows such rows need, at most half of a
+    GPU's free memory or of the machine's. ValueError if that does not hold even one row.
+    """
+
+    def __init__(self, engine_class, model, max_length, max_rows=256, kv_gib=None):
+        kv = empty_cache(model, max_length, max_rows, kv_gib)
+        self.engine = engine_class(model, kv, max_rows)
+        self.pool = BlockPool(kv.shape[2])
         self.max_length = max_length
         self.max_rows = max_rows
 
@@ -353,7 +354,7 @@ class Sampler:
         self.pool.reset()                        # a call ended by an exception gave none back
         waiting = deque(sequences)
         live = []
-        computed = 0                             # row-steps
+        computed = 0
         while waiting or live:
             self._admit(waiting, live)
             self._grow(waiting, live)
@@ -365,8 +366,7 @@ class Sampler:
                 progress(made, ended)
         rollouts = rollouts_of(sequences)
         rollouts.seconds = time.perf_counter() - began
-        if computed:
-            rollouts.idle = 1 - rollouts.num_tokens / computed
+        rollouts.computed = computed
         return rollouts
 
     def _sequences(self, prompts, group_size, sampling, numbers):
@@ -430,7 +430,7 @@ class Sampler:
                 self._release(newest)
                 newest.prefix = Prefix((newest.prompt + newest.completion)[:-1])
                 waiting.appendleft(newest)
-                assert live, "the pool holds one sequence: see sampler_for"
+                assert live, "the pool holds one sequence: see empty_cache"
                 if newest is s:
                     return
             s.blocks += self.pool.take(need)

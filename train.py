@@ -47,7 +47,7 @@ from flags import check_flags, parse_args
 from learner import Learner
 from run import (RANK, WORLD, Folder, Tracker, claimed, device_of, ending_with, few_threads,
                  gather, join, kernels_for, say, share, signals_wait)
-from sampler import BLOCK, Sampler, Sampling, engine_for, row_key, sampler_for
+from sampler import BLOCK, Sampler, Sampling, engine_for, row_key
 from watch import Watch
 
 # -------------------------------------------------------------------------------------------------
@@ -88,11 +88,11 @@ def make_sampler(args, model, learner, num_held_out):
     if model.device.type == "cuda":
         plan = memory.Plan(model, args.max_prompt_tokens, args.max_new_tokens,
                            args.micro_batch_tokens, rows, args.kv_gib, args.memory_gib, say)
-        sampler = sampler_for(engine, model, longest, rows, plan.pool / 2**30)
+        sampler = Sampler(engine, model, longest, rows, plan.pool / 2**30)
         tokens = plan.micro_batch_tokens
         kept_layers = plan.dry_step().kept_layers
     else:
-        sampler = sampler_for(engine, model, longest, rows, args.kv_gib)
+        sampler = Sampler(engine, model, longest, rows, args.kv_gib)
     tokens = min(gather([tokens]))               # ranks deal out one list: all must cut it alike
     learner.micro_batch_tokens = tokens
     learner.kept_layers = kept_layers
@@ -209,7 +209,7 @@ def choose(run, cursor):
 
 
 def sample(run, step, sigma, places, indices):
-    """G samples of each chosen problem -> this rank's problems, rollouts.
+    """G samples of each chosen problem, each rank its share -> rollouts and rows of all ranks.
 
     Noise is here alone. A sample's randomness follows from its problem's place in the run: it does
     not depend on the number of ranks.
@@ -221,7 +221,9 @@ def sample(run, step, sigma, places, indices):
     prompts = [p.prompt for p in problems]
     with aqn.noisy_norms(run.model, sigma, args.seed, step):
         rollouts = run.sampler.generate(prompts, args.group_size, sampling, share(places))
-    return problems, rollouts
+    rows = gather(score(run, problems, rollouts))
+    first, *others = gather([rollouts])
+    return sum(others, start=first), rows
 
 
 def score(run, problems, rollouts):
@@ -234,16 +236,6 @@ def score(run, problems, rollouts):
             row["reward"] += rewards.overlong_penalty(row["length"], args.max_new_tokens,
                                                       args.overlong_buffer)
     return rows
-
-
-def sample_and_score(run, step, sigma, places, indices):
-    """-> rollouts and rows of all ranks."""
-    problems, rollouts = sample(run, step, sigma, places, indices)
-    rows = gather(score(run, problems, rollouts))
-    parts = gather([rollouts])
-    rollouts = sum(parts[1:], start=parts[0])
-    rollouts.seconds = max(part.seconds for part in parts)       # ranks sample side by side
-    return rollouts, rows
 
 
 def compare(run, rows):
@@ -363,7 +355,7 @@ def train(run, bar):
         sigma = aqn.sigma_at(step, args.steps, args.sigma_start, args.sigma_end,
                              args.noise_stages, args.noise_schedule, args.noise_exact_end)
         places, indices = choose(run, progress.cursor)
-        rollouts, rows = sample_and_score(run, step, sigma, places, indices)
+        rollouts, rows = sample(run, step, sigma, places, indices)
         remember(run, indices, rows)
 
         # 2) Compare the answers to each problem with each other.

@@ -18,7 +18,7 @@ import torch
 import lora
 import model as qwen
 from data import STYLES, Tokenizer
-from sampler import Sampling, TorchEngine, sampler_for
+from sampler import Sampler, Sampling, TorchEngine
 from tools import chat as chat_py
 from tools.chat import Chat
 
@@ -42,7 +42,7 @@ def model():
 
 
 def new_chat(tokenizer, model, engine=TorchEngine, length=512, style="boxed", **how):
-    return Chat(tokenizer, sampler_for(engine, model, length, 1), style, Sampling(48, tokenizer.end_ids, **how))
+    return Chat(tokenizer, Sampler(engine, model, length, 1), style, Sampling(48, tokenizer.end_ids, **how))
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_a_full_conversation_is_said_and_an_empty_line_begins_a_new_one(tokenize
 @pytest.mark.parametrize("engine", [TorchEngine, Windows])
 def test_what_is_printed_is_what_was_sampled(engine, tokenizer, model, capsys):
     prompt = tokenizer.chat(QUESTIONS[0] + STYLES["boxed"][0])
-    sampler = sampler_for(TorchEngine, model, 512, 1)
+    sampler = Sampler(TorchEngine, model, 512, 1)
     completion, = sampler.generate([prompt], 1, Sampling(48, tokenizer.end_ids)).completions
     new_chat(tokenizer, model, engine).ask(QUESTIONS[0])
     assert capsys.readouterr().out == tokenizer.decode(completion) + "\n" != "\n"
@@ -151,7 +151,7 @@ def test_a_run_brings_its_base_adapter_style_and_limit(run_folder, tokenizer, mo
     model = qwen.load(TINY, "bf16", "cpu", live_vocab=tokenizer.vocab_size)
     lora.load_adapter(model, run_folder / "adapter")
     prompt = tokenizer.chat(QUESTIONS[0], STYLES["tags"][1])
-    sampler = sampler_for(TorchEngine, model, 512, 1)
+    sampler = Sampler(TorchEngine, model, 512, 1)
     completion, = sampler.generate([prompt], 1, Sampling(20, tokenizer.end_ids, 0.0)).completions
     with_adapter = capsys.readouterr().out
     assert with_adapter == "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1]

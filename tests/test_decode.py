@@ -489,7 +489,7 @@ def test_greedy_completions_of_groups_are_those_of_full_forwards(P, G, gen):
     prompts = [torch.randint(2311, (n,), generator=gen, device=DEVICE).tolist() for n in lengths]
     limits = torch.randint(10, 50, (P * G,), generator=gen, device=DEVICE).tolist()
     engine = functools.partial(decode.GraphEngine, kernels=MATMUL)
-    rollouts = sampler.sampler_for(engine, model, 200, P * G * 3 // 4).generate(
+    rollouts = sampler.Sampler(engine, model, 200, P * G * 3 // 4).generate(
         prompts, G, Sampling(limits, temperature=0.0))
     assert [len(completion) for completion in rollouts.completions] == limits
     same = 0

@@ -20,7 +20,7 @@ import evaluate
 import lora
 import model as qwen
 from evaluate import ballots, interval, maj_at_k, mcnemar, paired, pass_at_k
-from sampler import Sampler, TorchEngine, sampler_for
+from sampler import Sampler, TorchEngine
 
 ROOT = Path(__file__).parent.parent
 BASIC = ["--model", str(ROOT / "tiny"), "--data", "arithmetic", "--prompt-style", "plain", "--max-new-tokens", "40",
@@ -240,9 +240,9 @@ def test_a_sampler_that_ignores_the_adapter_is_refused(adapted):
             with adapted.adapter.off():
                 return super().generate(*args, **kwargs)
 
-    sampler = sampler_for(TorchEngine, adapted, 64, 2)
+    sampler = Sampler(TorchEngine, adapted, 64, 2)
     assert evaluate.prove_adapter(adapted, sampler, [1, 2, 3], 40) > 0.1
-    deaf = Deaf(sampler.engine, sampler.pool, 64, 2)
+    deaf = Deaf(TorchEngine, adapted, 64, 2)
     with pytest.raises(ValueError, match="--adapter has no effect"):
         evaluate.prove_adapter(adapted, deaf, [1, 2, 3], 40)
 

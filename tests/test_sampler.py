@@ -18,7 +18,7 @@ from aqn import noisy_norms
 from lora import Adapter
 from model import load
 from sampler import (BLOCK, MASK64, BlockPool, Rollouts, Sampler, Sampling, TorchEngine, draw, filter_logits, row_key,
-                     sampler_for, uniforms)
+                     uniforms)
 from tiny_qwen2 import held_by, merged, plain_logits, random_adapter, set_adapter
 
 FP32 = 5e-5                                                               # on logits: as in test_model.py
@@ -53,17 +53,12 @@ def generate(sampler, prompts, group_size=1, max_new_tokens=16, numbers=None, **
     return sampler.generate(prompts, group_size, Sampling(max_new_tokens, **how), numbers)
 
 
-def audited(sampler_class, sampler):
-    """The same engine, pool and limits under a subclass of Sampler."""
-    return sampler_class(sampler.engine, sampler.pool, sampler.max_length, sampler.max_rows)
-
-
 def same(a, b):
     return a.completions == b.completions and a.finished == b.finished
 
 
 def minimal_gib(model, max_length, extra=0):
-    """The smallest pool that sampler_for takes, plus some blocks."""
+    """The smallest pool that Sampler takes, plus some blocks."""
     c = model.config
     block_bytes = c.layers * 2 * c.kv_heads * BLOCK * c.head_dim * model.dtype.itemsize
     return (-(-max_length // BLOCK) + 2 + extra + 0.5) * block_bytes / 2**30
@@ -86,7 +81,7 @@ def test_greedy_tokens_are_the_argmax_of_full_forwards(tiny, policy, engine):
         for i, layer in enumerate(model.layers):
             for name, norm in (("input", layer.input_norm), ("post_attention", layer.post_norm)):
                 tensors[f"model.layers.{i}.{name}_layernorm.weight"] = norm.weight.double() + norm.noise
-        sampler = sampler_for(engine, model, max_length=110, max_rows=7)
+        sampler = Sampler(engine, model, max_length=110, max_rows=7)
         rollouts = generate(sampler, prompts_of(101), max_new_tokens=45, temperature=0)
     assert [len(c) for c in rollouts.completions] == [45] * len(LENGTHS) and not any(rollouts.finished)
     # By induction over the tokens this is what a loop of full forwards writes.
@@ -103,7 +98,7 @@ def test_every_token_is_the_inverse_cdf_at_its_own_uniform(tiny, base, temperatu
     model = load(case.folder, base=base, device="cpu")
     model.live_vocab = 90
     with torch.no_grad(), noisy_norms(model, 0.05, seed=1, step=3):
-        sampler = sampler_for(WindowEngine, model, max_length=100, max_rows=8)
+        sampler = Sampler(WindowEngine, model, max_length=100, max_rows=8)
         rollouts = generate(sampler, prompts_of(90), 3, max_new_tokens=35, temperature=temperature, seed=seed)
         rows = [p + c for p, c in zip(rollouts.prompts, rollouts.completions)]
         learner, _ = model.token_logprobs(rows, [len(p) for p in rollouts.prompts], temperature)
@@ -135,7 +130,7 @@ def test_completion_depends_on_neither_rows_pool_window_order_nor_company(tiny):
                 prefills.extend(lengths)
                 super().prefill(tokens, blocks, lengths)
 
-        sampler = sampler_for(Counting, model, max_length=130, max_rows=max_rows, kv_gib=kv_gib)
+        sampler = Sampler(Counting, model, max_length=130, max_rows=max_rows, kv_gib=kv_gib)
         free = sorted(sampler.pool.free)
         out = generate(sampler, prompts, group_size, 60, ids, end_ids=end_ids, temperature=1.3, seed=5)
         assert sorted(sampler.pool.free) == free
@@ -169,7 +164,7 @@ def test_the_default_pool_takes_half_of_what_bounds_the_process():
     total = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**28) / total)
     try:
-        assert 2**26 < sampler_for(TorchEngine, model, 1000, 10**6).engine.kv.nbytes <= 2**27
+        assert 2**26 < Sampler(TorchEngine, model, 1000, 10**6).engine.kv.nbytes <= 2**27
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
@@ -178,7 +173,7 @@ def test_dead_vocabulary_is_never_sampled(tiny):
     model = load(tiny["untied"].folder, base="bf16", device="cpu")
     model.live_vocab = 60
     model.lm_head[60:] *= 10                                              # rows nobody trains may well be large
-    sampler = sampler_for(TorchEngine, model, max_length=40, max_rows=64)
+    sampler = Sampler(TorchEngine, model, max_length=40, max_rows=64)
     for temperature in (0, 1.5):
         rollouts = generate(sampler, prompts_of(60, (4, 9)), 16, max_new_tokens=30, temperature=temperature)
         assert max(max(c) for c in rollouts.completions) < 60
@@ -191,7 +186,7 @@ def test_dead_vocabulary_is_never_sampled(tiny):
 def test_both_end_ids_stop_and_stay_in_the_completion(tiny):
     model, ends = load(tiny["tied"].folder, base="bf16", device="cpu"), {7, 60}
     for engine in (TorchEngine, WindowEngine):
-        sampler = sampler_for(engine, model, max_length=60, max_rows=40)
+        sampler = Sampler(engine, model, max_length=60, max_rows=40)
         rollouts = generate(sampler, prompts_of(101, (3, 8)), 40, max_new_tokens=30, end_ids=ends, temperature=2.0)
         free = generate(sampler, prompts_of(101, (3, 8)), 40, max_new_tokens=30, temperature=2.0)
         last = set()
@@ -214,7 +209,7 @@ def test_float16_brings_sampler_and_learner_4_times_closer_than_bfloat16(tiny, b
         adapter.master.data[adapter.b_start:].normal_(0, 0.05, generator=torch.Generator().manual_seed(1))
         adapter.sync()
         with noisy_norms(model, 0.01, seed=1, step=2), torch.no_grad():
-            rollouts = generate(sampler_for(TorchEngine, model, 80, 64), prompts_of(101, (3, 8, 40)), 8, 32)
+            rollouts = generate(Sampler(TorchEngine, model, 80, 64), prompts_of(101, (3, 8, 40)), 8, 32)
             rows = [p + c for p, c in zip(rollouts.prompts, rollouts.completions)]
             learner, _ = model.token_logprobs(rows, [len(p) for p in rollouts.prompts])
         gaps[dtype] = (torch.cat(rollouts.logprobs) - learner).abs().mean()
@@ -226,7 +221,7 @@ def test_float16_brings_sampler_and_learner_4_times_closer_than_bfloat16(tiny, b
 def test_filtered_logprobs_are_over_the_kept_set(tiny, top_k, top_p, temperature):
     case = tiny["tied"]
     model = load(case.folder, base="bf16", device="cpu")
-    sampler = sampler_for(TorchEngine, model, max_length=40, max_rows=64)
+    sampler = Sampler(TorchEngine, model, max_length=40, max_rows=64)
     rollouts = generate(sampler, prompts_of(101, (3, 8)), 12, 20, temperature=temperature, top_k=top_k, top_p=top_p)
     sizes = set()
     for b, log_p in enumerate(distributions(case, case.tensors, rollouts, temperature or 1.0, 101)):
@@ -293,7 +288,7 @@ def test_sampled_tokens_follow_the_softmax(tiny):
     case, temperature = tiny["tied"], 1.5
     model = load(case.folder, base="bf16", device="cpu")
     prompt, n = [5, 80, 33], 20_000
-    rollouts = generate(sampler_for(TorchEngine, model, 8, 5000), [prompt], n, 1, temperature=temperature, seed=2)
+    rollouts = generate(Sampler(TorchEngine, model, 8, 5000), [prompt], n, 1, temperature=temperature, seed=2)
     counts = torch.tensor([c[0] for c in rollouts.completions]).bincount(minlength=101).double()
     expected = n * (plain_logits(case.raw, case.tensors, prompt)[-1] / temperature).softmax(-1)
     rare = expected < 10                                                  # these share one bin
@@ -412,8 +407,7 @@ def test_three_thousand_random_requests_match_a_plain_loop():
         max_length = rng.randint(2, 200)
         max_rows = rng.choice([1, 7, 24, 64])
         extra = rng.choice([0, 3, 10, 20, 1000])                          # from pools for one sequence to plenty
-        sampler = audited(AuditedSampler, sampler_for(HashEngine, model, max_length, max_rows,
-                                                      minimal_gib(model, max_length, extra)))
+        sampler = AuditedSampler(HashEngine, model, max_length, max_rows, minimal_gib(model, max_length, extra))
         for call in range(2):                                             # the second finds what the first left
             longest = rng.randint(1, max(1, max_length // 2))
             lengths = [rng.randint(1, longest) for _ in range(rng.randint(1, 40))]
@@ -441,7 +435,7 @@ def test_three_thousand_random_requests_match_a_plain_loop():
 @pytest.mark.parametrize("max_length", [2, 31, 32, 33, 64, 65, 96, 97])
 def test_smallest_pool_holds_any_one_sequence(max_length):
     model = HashModel()
-    sampler = audited(AuditedSampler, sampler_for(HashEngine, model, max_length, 4, minimal_gib(model, max_length)))
+    sampler = AuditedSampler(HashEngine, model, max_length, 4, minimal_gib(model, max_length))
     for length in range(1, max_length):
         prompt = [2 + i % 7 for i in range(length)]
         rollouts = generate(sampler, [prompt], 2, max_length - length, end_ids=ENDS)
@@ -462,13 +456,13 @@ def test_a_pool_gives_out_every_block_but_the_first_once():
 def test_pool_for_less_than_one_sequence_is_refused():
     model = HashModel()
     with pytest.raises(ValueError, match="holds 160 tokens: less than one sequence of 97 tokens"):
-        sampler_for(HashEngine, model, 97, kv_gib=minimal_gib(model, 97, extra=-1))
+        Sampler(HashEngine, model, 97, kv_gib=minimal_gib(model, 97, extra=-1))
     with pytest.raises(ValueError, match="holds 0 tokens"):
-        sampler_for(HashEngine, model, 97, kv_gib=0)
+        Sampler(HashEngine, model, 97, kv_gib=0)
 
 
 def test_requests_that_do_not_fit_stop():
-    sampler = sampler_for(HashEngine, HashModel(), 50)
+    sampler = Sampler(HashEngine, HashModel(), 50)
     with pytest.raises(AssertionError, match=r"a prompt of 30 tokens \+ 21 new ones does not fit max_length=50"):
         generate(sampler, [[5] * 30], max_new_tokens=21)
     with pytest.raises(AssertionError, match="a prompt of 0 tokens"):
@@ -484,7 +478,7 @@ def test_requests_that_do_not_fit_stop():
 
 def test_a_rollout_after_an_interrupted_one_finds_the_whole_pool(tiny):
     model = load(tiny["tied"].folder, base="bf16", device="cpu")
-    sampler, prompts = sampler_for(TorchEngine, model, max_length=70, max_rows=1), prompts_of(101, (40,))
+    sampler, prompts = Sampler(TorchEngine, model, max_length=70, max_rows=1), prompts_of(101, (40,))
 
     def interrupt(made, ended):
         raise KeyboardInterrupt
@@ -505,14 +499,14 @@ def test_long_prefills_are_split_into_batches(monkeypatch):
             super().prefill(tokens, blocks, lengths)
 
     prompts = [[3] * n for n in (31, 41, 1, 91, 11)]                      # prefixes of 30, 40, 0, 90 and 10 tokens
-    generate(sampler_for(Recording, HashModel(), 120), prompts, 2, 3)
+    generate(Sampler(Recording, HashModel(), 120), prompts, 2, 3)
     assert sizes == [[30, 40], [90], [10]]
 
 
-def test_rollouts_add():
-    a = Rollouts([[1], [1]], [[2], [3, 4]], [torch.zeros(1), torch.zeros(2)], [True, False], 1.0, 0.5)
-    b = Rollouts([[9]], [[8, 7, 6]], [torch.ones(3)], [True], 3.0, 0.1)
+def test_rollouts_of_two_ranks_add():
+    a = Rollouts([[1], [1]], [[2], [3, 4]], [torch.zeros(1), torch.zeros(2)], [True, False], 1.0, 6)
+    b = Rollouts([[9]], [[8, 7, 6]], [torch.ones(3)], [True], 3.0, 4)
     both = a + b
     assert both.completions == [[2], [3, 4], [8, 7, 6]] and both.num_tokens == 6
     assert both.finished == [True, False, True]
-    assert both.seconds == 4.0 and both.idle == pytest.approx(0.2)
+    assert both.seconds == 3.0 and (a.idle, both.idle) == pytest.approx((0.5, 0.4))

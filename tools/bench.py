@@ -34,7 +34,7 @@ from attention import lay_out
 from learner import Learner
 from lora import Adapter, Linear
 from run import KERNELS, LOCAL_RANK, WORLD, capability, gather, join, kernels_for, say, share
-from sampler import Sampling, engine_for, sampler_for
+from sampler import Sampler, Sampling, engine_for
 from train import make_sampler
 
 SIZES = {  # D, F, layers, H, KV, V, tied: config.json of Qwen2.5-*-Instruct
@@ -206,7 +206,7 @@ def load_figures(model, sampler, B, prompt, new):
 def rollout(args):
     model = random_model(args)
     engine = engine_for(DEVICE, args.kernels)
-    sampler = sampler_for(engine, model, args.prompt + args.new, max(args.batch))
+    sampler = Sampler(engine, model, args.prompt + args.new, max(args.batch))
     batch = {B: show(f"B={B}", load_figures(model, sampler, B, args.prompt, args.new))
              for B in args.batch}
     return {"weight_gb": weight_bytes(model) / 1e9, "batch": batch}

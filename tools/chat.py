@@ -20,7 +20,7 @@ import hf
 from evaluate import load_model, new_parser, parse
 from flags import check_ranges
 from run import device_of
-from sampler import Sampling, engine_for, sampler_for
+from sampler import Sampler, Sampling, engine_for
 
 LENGTH = 8192                                    # tokens of a conversation, if the model takes them
 RANGES = {"temperature": "[0, 1000]", "max_new_tokens": "[1, 2e9]", "seed": "[0, 2e18]"}
@@ -111,7 +111,7 @@ def main():
         tokenizer = data.Tokenizer(folder)
         model = load_model(args, folder, device, tokenizer)
         length = min(hf.max_positions(folder), LENGTH)
-        sampler = sampler_for(engine_for(device), model, length, max_rows=1)
+        sampler = Sampler(engine_for(device), model, length, max_rows=1)
         sampling = Sampling(args.max_new_tokens, tokenizer.end_ids, args.temperature,
                             seed=args.seed)
         chat = Chat(tokenizer, sampler, args.prompt_style, sampling)
