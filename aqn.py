@@ -3,7 +3,7 @@ Adaptive quantization noise (AQN): decaying Gaussian noise on the norms of the s
 
 Why: rounding the frozen weights to 4 bits makes the policy a little more random, and the paper
 finds that this helps exploration. AQN adds noise whose size is under control: the two norms of
-every block compute with weight + noise,
+every layer compute with weight + noise,
     noise = sigma * z,   z ~ N(0, 1) of shape (D,), fresh every step.
 The linears behind a norm see (w + noise) * x_hat = (1 + noise / w) * (w * x_hat): column i of
 their W (N, K) is in effect multiplied by 1 + noise_i / w_i. q, k, v share one z, gate and up
@@ -77,8 +77,8 @@ def noisy_norms(model, sigma, seed, step):
 
     Written in place, because captured CUDA graphs read these addresses.
     """
-    norms = [(i, j, norm) for i, block in enumerate(model.layers)
-             for j, norm in enumerate((block.input_norm, block.post_norm))]
+    norms = [(i, j, norm) for i, layer in enumerate(model.layers)
+             for j, norm in enumerate((layer.input_norm, layer.post_norm))]
     assert all(n.noise.dtype == torch.float32 for _, _, n in norms), "noise buffers must be fp32"
     assert not any(n.noise.any() for _, _, n in norms), \
         "a norm is noisy already: noisy_norms does not nest"

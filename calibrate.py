@@ -217,29 +217,29 @@ def chunks_of(texts, embed, config):
     return [Chunk(part, embed, config) for part in parts]
 
 
-def block_and_inputs(block, chunk):
-    """model.Block.forward of the exact stream, written out -> inputs (T, K) of qkv, o, gate_up and
-    down, and what leaves the block.
+def layer_and_inputs(layer, chunk):
+    """model.Layer.forward of the exact stream, written out -> inputs (T, K) of qkv, o, gate_up and
+    down, and what leaves the layer.
     """
     x = chunk.exact
-    dtype = block.input_norm.dtype
-    xw, rstd = block.input_norm(x)
-    q, k, v = qwen.split_qkv(block.qkv(xw), rstd, block.qkv_bias, *chunk.rope,
-                             block.config.kv_heads, dtype)
+    dtype = layer.input_norm.dtype
+    xw, rstd = layer.input_norm(x)
+    q, k, v = qwen.split_qkv(layer.qkv(xw), rstd, layer.qkv_bias, *chunk.rope,
+                             layer.config.kv_heads, dtype)
     attended = chunk.attend(q, k, v).flatten(1)
-    x = x + block.o(attended)
-    post, post_rstd = block.post_norm(x)
-    h = torch.empty(len(x), block.config.feed_forward, dtype=dtype, device=x.device)
-    swiglu(block.gate_up(post), post_rstd, h, keep=False)
+    x = x + layer.o(attended)
+    post, post_rstd = layer.post_norm(x)
+    h = torch.empty(len(x), layer.config.feed_forward, dtype=dtype, device=x.device)
+    swiglu(layer.gate_up(post), post_rstd, h, keep=False)
     inputs = (xw * rstd).to(dtype), attended, (post * post_rstd).to(dtype), h
-    return inputs, x + block.down(h)
+    return inputs, x + layer.down(h)
 
 
-def hessians(block, chunks):
-    """Moves the exact stream through a block -> H (K, K) fp32 of each of its four linears."""
+def hessians(layer, chunks):
+    """Moves the exact stream through a layer -> H (K, K) fp32 of each of its four linears."""
     sums = None
     for chunk in chunks:
-        inputs, chunk.exact = block_and_inputs(block, chunk)
+        inputs, chunk.exact = layer_and_inputs(layer, chunk)
         sums = sums or [torch.zeros(x.shape[1], x.shape[1], device=x.device) for x in inputs]
         for total, x in zip(sums, inputs):
             add_upper(total, x.float())                          # fp32: see inverse_factor
@@ -326,13 +326,13 @@ def coded_linears(files, codes, texts=(), held_out=(), live_vocab=None):
         measured = chunks_of(held_out, embed, config)
     scratch = Scratch()
     for i in tqdm(range(config.layers), unit="layer"):
-        block = qwen.Block(config, i, files.read, files.frozen, files.dtype, scratch)
-        linears = block.qkv, block.o, block.gate_up, block.down
+        layer = qwen.Layer(config, i, files.read, files.frozen, files.dtype, scratch)
+        linears = layer.qkv, layer.o, layer.gate_up, layer.down
         weights = [torch.cat([files.read(f"{name}.weight") for name in linear.names]).float()
-                   for linear in linears]        # a float16 file's are finer than the block's
-        of_inputs = hessians(block, chunks) if texts else [None] * 4
+                   for linear in linears]        # a float16 file's are finer than the layer's
+        of_inputs = hessians(layer, chunks) if texts else [None] * 4
         for chunk in measured:
-            _, chunk.exact = block_and_inputs(block, chunk)
+            _, chunk.exact = layer_and_inputs(layer, chunk)
         errors = []
         for linear, w, hessian in zip(linears, weights, of_inputs):
             tensors = CODES[codes](w, hessian, nvfp4.global_scale_for(w))
@@ -344,7 +344,7 @@ def coded_linears(files, codes, texts=(), held_out=(), live_vocab=None):
             parts = zip(linear.names, packed.split(linear.parts), block_scale.split(linear.parts))
             yield from ((name, (p, s, global_scale)) for name, p, s in parts)
         for chunk in [*chunks, *measured]:
-            chunk.coded = block(chunk.coded, *chunk.rope, chunk.attend)
+            chunk.coded = layer(chunk.coded, *chunk.rope, chunk.attend)
         if texts:
             said = "  ".join(f"{error:.4f}" for error in errors)
             tqdm.write(f"layer {i:2d}  error of the outputs of qkv, o, gate_up, down: {said}")

@@ -60,7 +60,7 @@ add("--kernels", default="auto", choices=["auto", *KERNELS],
     help="of the 4-bit matmul that decodes; auto: by the GPU")
 add("--lora-rank", type=int, default=32, help="rank of every adapter (paper 4.1)")
 add("--lora-alpha", type=float, default=32, help="adapter scale is alpha / rank (release: rank)")
-add("--train-norms", action="store_true", help="also train each block's two norms (release)")
+add("--train-norms", action="store_true", help="also train each layer's two norms (release)")
 add("--adapter", help="PEFT folder to start from; its rank, alpha and norms are the run's")
 
 add = parser.add_argument_group("data and reward").add_argument

@@ -17,8 +17,8 @@ is split into disjoint updates, w covers what earlier ones moved and the clip ne
 its proximal policy before the first update instead, for one more forward pass.
 
 Divisors are those of the whole optimizer step, known before the first backward. So gradients are
-summed, over micro-batches and ranks alike, and no split of the rows changes them. Rows that are not
-live (cut at the length limit, unscorable) leave numerator and divisor. Groups of equal rewards stay
+summed, over micro-batches and ranks alike, and no split of the rows changes them. Rows outside the
+loss mask (cut at the limit, unscorable) leave numerator and divisor. Groups of equal rewards stay
 in the divisor though they add no gradient, as in the release (NVlabs/QeRL).
 
 Not here: a critic, an entropy bonus (neither in the paper), the overlong penalty (rewards.py),
@@ -96,31 +96,31 @@ def group_advantages(rewards, group_size, scale="group", shaping=None):
     return torch.where(informative[:, None], centred, 0.0).view(-1)
 
 
-def live_rows(rewards, finished, mask_truncated):
+def loss_mask(rewards, finished, mask_truncated):
     """(B,) bool: the rows that enter the loss. Cut rows still count in their group's mean.
 
     mask_truncated drops rows that hit the length limit (finished False), as the release does.
     """
-    live = ~rewards.isnan()
-    return live & finished if mask_truncated else live
+    scorable = ~rewards.isnan()
+    return scorable & finished if mask_truncated else scorable
 
 
-def minibatches(live, group_size, count):
-    """live (B,) bool -> `count` masks (B,), each live row in one of them: whole groups, in order,
-    as many with a live row in one as in another, or one more.
+def minibatches(mask, group_size, count):
+    """loss_mask (B,) -> `count` masks (B,), each row of it in one of them: whole groups, in order,
+    as many with such a row in one as in another, or one more.
     """
-    groups = live.view(-1, group_size).any(dim=1)
+    groups = mask.view(-1, group_size).any(dim=1)
     part = (groups.cumsum(0) - 1) * count // groups.sum().clamp(min=1)
-    return [live & (part == u).repeat_interleave(group_size) for u in range(count)]
+    return [mask & (part == u).repeat_interleave(group_size) for u in range(count)]
 
 
-def token_weights(lengths, live, loss, max_new_tokens):
-    """lengths, live (B,) of the whole step -> (B,) fp32: what a token of row b weighs."""
-    assert (lengths[live] > 0).all(), "a live row has no tokens; even '' has its end token"
-    rows = live.sum().clamp(min=1)                                          # no live row: all 0
-    tokens = lengths[live].sum().clamp(min=1)
+def token_weights(lengths, mask, loss, max_new_tokens):
+    """lengths, mask (B,) of the whole step -> (B,) fp32: what a token of row b weighs."""
+    assert (lengths[mask] > 0).all(), "a row has no tokens; even '' has its end token"
+    rows = mask.sum().clamp(min=1)                                          # no row: all weigh 0
+    tokens = lengths[mask].sum().clamp(min=1)
     divisor = loss.divisor(rows, tokens, lengths, max_new_tokens)
-    return torch.where(live, 1.0 / divisor.float(), 0.0)
+    return torch.where(mask, 1.0 / divisor.float(), 0.0)
 
 
 # -------------------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ class Learner:
         fp16 a gradient beyond its range is one, and the loss scale follows.
         """
         adapter = self.adapter
-        adapter.zero_grad()
+        adapter.master.grad.zero_()
         parts = gather([self.gradient(rollouts, advantages, weights, RANK, WORLD)])
         parts = [sums for sums in parts if sums]
         if not parts:
@@ -203,8 +203,6 @@ def micro_batches(prompts, completions, token_budget, ranks=1, rank=0):
             batches.append(batch)
         batch[0] += tokens
         batch[1] += rows
-    if ranks == 1:
-        return [rows for _, rows in batches]
     shares = [[0, []] for _ in range(ranks)]
     for tokens, rows in sorted(batches, key=itemgetter(0), reverse=True):
         least = min(shares, key=lambda share: share[0])

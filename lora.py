@@ -81,27 +81,28 @@ class Linear(torch.nn.Module):
         assert x.dim() == 2 and x.shape[1] == k, f"{self.names[0]}: x {tuple(x.shape)}, not K={k}"
         return _Product.apply(x, *self.trained(), self)
 
-    def wide(self, dtype):
+    def wide(self):
         """The matrix (N + P*R, K + P*R) at the top of this file, in the shared buffer."""
         n = self.weight.N
         k = self.weight.K
         pr = self.rank * len(self.parts)
-        wide = self.scratch.view(n + pr, k + pr, dtype, self.weight.device)
+        wide = self.scratch.view(n + pr, k + pr, self.weight.dtype, self.weight.device)
         self.weight.dequantize(out=wide[:n, :k])
         if pr:
             wide[n:, :k] = self.working_a
             wide[:n, k:] = torch.block_diag(*self.working_b.split(self.parts))
         return wide
 
-    def room(self, like, columns):
-        """Empty (M, columns + P*R), for x (M, K) or dL/dy (M, N) in its first columns."""
-        return like.new_empty(len(like), columns + self.rank * len(self.parts))
+    def room(self, rows, columns):
+        """Empty (rows, columns + P*R): x (M, K) or dL/dy (M, N) goes to the first columns."""
+        columns += self.rank * len(self.parts)
+        return torch.empty(rows, columns, dtype=self.weight.dtype, device=self.weight.device)
 
-    def padded(self, x, like):
-        """x, or dL/dy, in a room() of the dtype of `like`."""
+    def padded(self, x):
+        """x, or dL/dy, rounded and in a room()."""
         if not self.rank:
-            return x.to(like.dtype)
-        room = self.room(like, x.shape[1])
+            return x.to(self.weight.dtype)
+        room = self.room(*x.shape)
         room[:, :x.shape[1]] = x
         return room
 
@@ -110,7 +111,7 @@ class Linear(torch.nn.Module):
         k = self.weight.K
         if self.rank:
             xa[:, k:] = mm_fp32(xa[:, :k], self.working_a.T)     # rounded, as when sampling
-        return mm_fp32(xa, self.wide(xa.dtype)[:self.weight.N].T)
+        return mm_fp32(xa, self.wide()[:self.weight.N].T)
 
     def product_backward(self, xa, dy, needs_ab):
         """xa of product(), dL/dy in a room() -> dL/dx (M, K), dL/dA, dL/dB fp32 or None.
@@ -119,7 +120,7 @@ class Linear(torch.nn.Module):
         """
         n = self.weight.N
         k = self.weight.K
-        wide = self.wide(xa.dtype)
+        wide = self.wide()
         assert xa.shape[1] == wide.shape[1], \
             f"{self.names[0]}: adapter switched between forward and backward"
         if self.rank:
@@ -139,16 +140,14 @@ class Linear(torch.nn.Module):
         self.weight.__dict__.pop("dense", None)                  # kept on a CPU: used once here
         if self.rank:
             b = self.adapter.scale * self.b.data
-            for rows, part_b, a in zip(w.split(self.parts), b.split(self.parts),
-                                       self.a.data.split(self.rank)):
-                rows += part_b @ a
+            w += torch.block_diag(*b.split(self.parts)) @ self.a.data
         return w
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, a, b, linear):
-        xa = linear.padded(x, x)
+        xa = linear.padded(x)
         ctx.linear = linear
         ctx.save_for_backward(xa)
         return linear.product(xa)
@@ -156,8 +155,9 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         xa, = ctx.saved_tensors
-        dy = ctx.linear.padded(dy, xa)
-        return *ctx.linear.product_backward(xa, dy, ctx.needs_input_grad[1]), None
+        linear = ctx.linear
+        needs_ab = ctx.needs_input_grad[1]
+        return *linear.product_backward(xa, linear.padded(dy), needs_ab), None
 
 
 class Adapter:
@@ -175,8 +175,8 @@ class Adapter:
         self.norms = norms
         self.enabled = True
         self.linears = [m for m in model.modules() if isinstance(m, Linear)]
-        blocks = model.layers if norms else []
-        trained = [norm for layer in blocks for norm in (layer.input_norm, layer.post_norm)]
+        layers = model.layers if norms else []
+        trained = [norm for layer in layers for norm in (layer.input_norm, layer.post_norm)]
         self.shapes = [(len(lin.parts) * rank, lin.weight.K) for lin in self.linears]   # every A,
         self.shapes += [(lin.weight.N, rank) for lin in self.linears]                   # every B,
         self.shapes += [norm.weight.shape for norm in trained]                          # norms
@@ -223,9 +223,6 @@ class Adapter:
             self.working[:self.b_start] = self.master[:self.b_start]
             b = slice(self.b_start, self.norm_start)
             self.working[b] = self.master[b] * self.scale
-
-    def zero_grad(self):
-        self.master.grad.zero_()
 
     @contextmanager
     def off(self):

@@ -127,7 +127,7 @@ class Plan:
         except torch.OutOfMemoryError:
             return math.inf
         finally:
-            self.model.adapter.zero_grad()
+            self.model.adapter.master.grad.zero_()
             torch.cuda.empty_cache()
 
     def dry_step(self):

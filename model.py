@@ -4,7 +4,7 @@ Qwen2.5, 0.5B to 72B: a frozen transformer whose linears are 4-bit (or bf16) wei
     model = load("qwen2.5-7b", base="nvfp4")     # or a local folder; base: see nvfp4.FORMATS
     logits = model(tokens)                       # (B, T) -> (B, T, V) fp32
 
-The block, with x the residual stream:
+A layer, with x the residual stream:
     x += o(attention(rope(qkv(norm(x)))))        q, k, v: one fused matrix with biases
     x += down(silu(gate) * up)                   gate|up = gate_up(norm(x))
 
@@ -16,7 +16,7 @@ instead of 1.3 % of tokens leave the ratio band [0.9, 1.1]. fp16 rounds 8 times 
 
 Where RMSNorm's division goes. norm(x) = x * w / rms(x), and 1/rms(x) is one number a row, so it
 commutes with the linear that follows: RMSNorm returns (x * w rounded to dtype) and 1/rms apart,
-and the block multiplies the linear's *result*. Then no kernel has to see a whole row before the
+and the layer multiplies the linear's *result*. Then no kernel has to see a whole row before the
 matmul starts, and sampler and learner round the same numbers at the same place (but for attention
 to a shared prompt: attention.py). AQN's noise is added to w.
 
@@ -110,26 +110,26 @@ class RMSNorm(torch.nn.Module):
         return elementwise(scaled_norm, x, self.weight + self.noise, self.eps, self.dtype)
 
 
-class Block(torch.nn.Module):
+class Layer(torch.nn.Module):
     """Layer i. get(name, *shape) -> tensor and frozen(names, parts, K) -> nvfp4.Weight read it.
 
-    parts: rows of the matrices that a fused linear is made of; scratch: shared by all blocks.
+    parts: rows of the matrices that a fused linear is made of; scratch: shared by all layers.
     """
 
     def __init__(self, config, i, get, frozen, dtype, scratch):
         super().__init__()
         c = config
-        layer = f"model.layers.{i}"
+        prefix = f"model.layers.{i}"
         self.config = config
         kv_width = c.kv_heads * c.head_dim
         qkv = c.width, kv_width, kv_width
-        bias = [get(f"{layer}.self_attn.{s}_proj.bias", n) for s, n in zip("qkv", qkv)]
+        bias = [get(f"{prefix}.self_attn.{s}_proj.bias", n) for s, n in zip("qkv", qkv)]
 
         def norm(name):
-            return RMSNorm(get(f"{layer}.{name}.weight", c.width), c.eps, dtype)
+            return RMSNorm(get(f"{prefix}.{name}.weight", c.width), c.eps, dtype)
 
         def linear(names, parts, k):
-            names = [f"{layer}.{name}_proj" for name in names]
+            names = [f"{prefix}.{name}_proj" for name in names]
             return Linear(frozen(names, parts, k), names, parts, scratch)
 
         self.input_norm = norm("input_layernorm")
@@ -151,7 +151,7 @@ class Block(torch.nn.Module):
 
 
 class Qwen2(torch.nn.Module):
-    """get and frozen: as Block takes them.
+    """get and frozen: as Layer takes them.
 
     live_vocab: ids that the tokenizer has; rows of the head beyond it never take part in a
     log-prob. folder: where its files are, None for random weights.
@@ -168,7 +168,7 @@ class Qwen2(torch.nn.Module):
         self.adapter = None                                      # lora.Adapter sets it
         scratch = Scratch()
         self.layers = torch.nn.ModuleList(
-            Block(c, i, get, frozen, dtype, scratch) for i in range(c.layers))
+            Layer(c, i, get, frozen, dtype, scratch) for i in range(c.layers))
         self.embed = get("model.embed_tokens.weight", c.vocab, c.width).to(dtype)
         self.device = self.embed.device
         self.lm_head = self.embed                                # (V, D) both

@@ -75,14 +75,14 @@ def swiglu_backward(y, rstd, dh, dy):
 
 class _Mlp(torch.autograd.Function):
     """One function, not three: the gradients between them would be fp32, and h would be copied to
-    stand beside h @ A.T. The backward reads y rounded: half of what a block has to keep.
+    stand beside h @ A.T. The backward reads y rounded: half of what a layer has to keep.
     """
 
     @staticmethod
     def forward(ctx, x, rstd, gate_up, down, *_):
-        xa = gate_up.padded(x, x)
+        xa = gate_up.padded(x)
         y = gate_up.product(xa)
-        ha = down.room(x, down.weight.K)
+        ha = down.room(len(x), down.weight.K)
         y = swiglu(y, rstd, ha[:, :down.weight.K], keep=ctx.needs_input_grad[0])
         ctx.linears = gate_up, down
         ctx.save_for_backward(xa, y, rstd, ha)
@@ -92,8 +92,8 @@ class _Mlp(torch.autograd.Function):
     def backward(ctx, dout):
         xa, y, rstd, ha = ctx.saved_tensors
         gate_up, down = ctx.linears
-        dh, *of_down = down.product_backward(ha, down.padded(dout, ha), ctx.needs_input_grad[6])
-        dy = gate_up.room(xa, y.shape[1])
+        dh, *of_down = down.product_backward(ha, down.padded(dout), ctx.needs_input_grad[6])
+        dy = gate_up.room(*y.shape)
         drstd = swiglu_backward(y, rstd, dh, dy[:, :y.shape[1]])
         dx, *of_gate_up = gate_up.product_backward(xa, dy, ctx.needs_input_grad[4])
         return dx, drstd, None, None, *of_gate_up, *of_down

@@ -248,9 +248,9 @@ def compare(run, rows):
     finished = torch.tensor([row["finished"] for row in rows])
     lengths = torch.tensor([row["length"] for row in rows])
     advantages = grpo.group_advantages(task, args.group_size, args.advantage_scale, shaping)
-    live = grpo.live_rows(task, finished, args.overlong == "mask")
+    mask = grpo.loss_mask(task, finished, args.overlong == "mask")
     weights = [grpo.token_weights(lengths, part, run.learner.loss, args.max_new_tokens)
-               for part in grpo.minibatches(live, args.group_size, args.updates_per_rollout)]
+               for part in grpo.minibatches(mask, args.group_size, args.updates_per_rollout)]
     return advantages, weights
 
 

@@ -245,7 +245,7 @@ def layer(tiny):
     files = hf.Checkpoint(tiny["untied"].folder, "bf16", CPU, torch.float32)
     config = qwen.ModelConfig.from_json(files.config)
     embed = files.read("model.embed_tokens.weight", config.vocab, config.width).float()
-    block = qwen.Block(config, 1, files.read, files.frozen, files.dtype, lora.Scratch())
+    block = qwen.Layer(config, 1, files.read, files.frozen, files.dtype, lora.Scratch())
     return block.requires_grad_(False), embed, config
 
 
@@ -266,7 +266,7 @@ def test_the_block_written_out_is_the_block_and_its_inputs_are_the_linears(tiny,
     for name in ("qkv", "o", "gate_up", "down"):
         spy(name)
     want = block(chunk.exact, *chunk.rope, chunk.attend)
-    inputs, got = calibrate.block_and_inputs(block, chunk)
+    inputs, got = calibrate.layer_and_inputs(block, chunk)
     assert torch.equal(got, want)
     middle = chunk.exact + block.o(seen["o"])
     for x, norm, given, name in ((chunk.exact, block.input_norm, inputs[0], "qkv"),
@@ -285,7 +285,7 @@ def test_hessians_are_means_over_all_tokens(tiny, layer, monkeypatch):
     monkeypatch.setattr(calibrate, "TILE", 48)             # 128 columns and 192: 48, 48, 32, and even ones
     block, embed, config = layer
     chunks = calibrate.chunks_of(texts_of(tiny["untied"], (3, 9), (5, 1), (2, 11)), embed, config)
-    inputs = [calibrate.block_and_inputs(block, chunk)[0] for chunk in chunks]
+    inputs = [calibrate.layer_and_inputs(block, chunk)[0] for chunk in chunks]
     moved = [block(chunk.exact, *chunk.rope, chunk.attend) for chunk in chunks]
     got = calibrate.hessians(block, chunks)
     assert len(chunks) == 3 and all(torch.equal(c.exact, x) for c, x in zip(chunks, moved))
@@ -389,7 +389,7 @@ def test_a_layers_errors_are_those_of_its_codes(tiny, tmp_path, capsys):
     model, coded = (qwen.load(f, base, "cpu").layers[0] for f, base in ((case.folder, "bf16"),
                                                                        (tmp_path / "out", "nvfp4")))
     with torch.no_grad():
-        inputs, _ = calibrate.block_and_inputs(model, chunk)
+        inputs, _ = calibrate.layer_and_inputs(model, chunk)
     want = []
     for name, x in zip(("qkv", "o", "gate_up", "down"), inputs):
         w, w4 = (getattr(layer, name).weight.dequantize().double() for layer in (model, coded))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import grpo
-from grpo import (LOSSES, LogProbs, add_sums, group_advantages, informative_groups, k3, live_rows,
+from grpo import (LOSSES, LogProbs, add_sums, group_advantages, informative_groups, k3, loss_mask,
                   minibatches, policy_loss, summarize, token_weights)
 from learner import micro_batches
 from rewards import overlong_penalty
@@ -47,7 +47,7 @@ class Toy:
         self.old = self.logprobs().detach() + 0.15 * torch.randn(T, generator=g, dtype=torch.float64)
         self.proximal = self.logprobs().detach() + 0.15 * torch.randn(T, generator=g, dtype=torch.float64)
         self.advantages = group_advantages(torch.randint(0, 2, (B,), generator=g).float(), 4)
-        self.live = torch.rand(B, generator=g) < 0.8
+        self.mask = torch.rand(B, generator=g) < 0.8
 
     def logprobs(self):
         return torch.log_softmax(self.x @ self.W.T, dim=1).gather(1, self.tokens[:, None])[:, 0]
@@ -55,7 +55,7 @@ class Toy:
     def gradient(self, loss, batches, ref=None, **changes):
         """Sum over micro-batches of rows -> d loss / dW and the added sums."""
         loss, total = loss_of(loss, **changes), {}
-        weights = token_weights(self.lengths, self.live, loss, max_new_tokens=10)
+        weights = token_weights(self.lengths, self.mask, loss, max_new_tokens=10)
         self.W.grad = None
         for rows in batches:
             t = torch.cat([(self.row == b).nonzero()[:, 0] for b in rows])
@@ -144,20 +144,20 @@ def test_informative_groups_are_those_with_spread():
     assert informative_groups(rewards, 2).tolist() == [False, False, True, False, False, True]
 
 
-def test_live_rows_are_scorable_and_by_choice_finished():
+def test_rows_of_the_loss_are_scorable_and_by_choice_finished():
     rewards, finished = torch.tensor([1, 0, NAN, 1, 1, 1.0]), torch.tensor([True, False, True, True, True, False])
-    assert live_rows(rewards, finished, mask_truncated=True).tolist() == [True, False, False, True, True, False]
-    assert live_rows(rewards, finished, mask_truncated=False).tolist() == [True, True, False, True, True, True]
+    assert loss_mask(rewards, finished, mask_truncated=True).tolist() == [True, False, False, True, True, False]
+    assert loss_mask(rewards, finished, mask_truncated=False).tolist() == [True, True, False, True, True, True]
 
 
-def test_disjoint_updates_share_out_whole_groups_with_live_rows():
-    live = torch.tensor([1, 1, 0, 0, 0, 1, 1, 0, 1, 1]).bool()            # groups of 2: the second has none
-    parts = minibatches(live, 2, 2)
+def test_disjoint_updates_share_out_whole_groups_with_loss_mask():
+    mask = torch.tensor([1, 1, 0, 0, 0, 1, 1, 0, 1, 1]).bool()            # groups of 2: the second has none
+    parts = minibatches(mask, 2, 2)
     assert [part.nonzero()[:, 0].tolist() for part in parts] == [[0, 1, 5], [6, 8, 9]]
-    assert [part.nonzero()[:, 0].tolist() for part in minibatches(live, 2, 3)] == [[0, 1, 5], [6], [8, 9]]
-    assert torch.equal(minibatches(live, 2, 1)[0], live)
-    assert sum(part.sum() for part in minibatches(live, 2, 7)) == live.sum()                # more parts than groups
-    assert not torch.stack(minibatches(live & False, 2, 3)).any()
+    assert [part.nonzero()[:, 0].tolist() for part in minibatches(mask, 2, 3)] == [[0, 1, 5], [6], [8, 9]]
+    assert torch.equal(minibatches(mask, 2, 1)[0], mask)
+    assert sum(part.sum() for part in minibatches(mask, 2, 7)) == mask.sum()                # more parts than groups
+    assert not torch.stack(minibatches(mask & False, 2, 3)).any()
 
 
 # -- weights ------------------------------------------------------------------------------------------------------
@@ -165,12 +165,12 @@ def test_disjoint_updates_share_out_whole_groups_with_live_rows():
 @pytest.mark.parametrize("loss,want", [("grpo", [1 / 4, 0, 1 / 12]), ("gspo", [1 / 4, 0, 1 / 12]),
                                        ("dapo", [1 / 8, 0, 1 / 8]), ("dr_grpo", [1 / 20, 0, 1 / 20])])
 def test_token_weights_by_hand(loss, want):
-    lengths, live = torch.tensor([2, 5, 6]), torch.tensor([True, False, True])        # 2 live rows of 8 tokens
-    assert token_weights(lengths, live, LOSSES[loss], max_new_tokens=10).tolist() == pytest.approx(want)
+    lengths, mask = torch.tensor([2, 5, 6]), torch.tensor([True, False, True])        # 2 rows of 8 tokens
+    assert token_weights(lengths, mask, LOSSES[loss], max_new_tokens=10).tolist() == pytest.approx(want)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_step_without_live_rows_has_zero_weights_not_nan(loss):
+def test_step_without_rows_has_zero_weights_not_nan(loss):
     assert token_weights(torch.tensor([3, 0]), torch.tensor([False, False]), LOSSES[loss], 10).tolist() == [0, 0]
 
 
@@ -248,7 +248,7 @@ def test_gradient_equals_autograd_of_the_textbook_formula(loss, correction):
     assert ((ratio < .8) | (ratio > 1.28)).sum() > 3                      # the clip has something to do
     assert correction == "ppo" or 3 < (w > 1.2).sum() < len(w) - 3 and (w < 1 / 1.2).any()
     w = {"truncate": w.clamp(max=1.2), "mask": w * ((w <= 1.2) & (w >= 1 / 1.2)), "off": 1.0, "ppo": 1.0}[correction]
-    A, weights = toy.advantages[toy.row], token_weights(toy.lengths, toy.live, LOSSES[loss], 10)[toy.row]
+    A, weights = toy.advantages[toy.row], token_weights(toy.lengths, toy.mask, LOSSES[loss], 10)[toy.row]
     objective = w * torch.minimum(ratio * A, ratio.clamp(.8, 1.28) * A)
     want, = torch.autograd.grad(-(weights * objective).sum(), toy.W)
     assert torch.allclose(got, want, rtol=1e-10, atol=1e-14)
@@ -263,8 +263,8 @@ def test_gspo_equals_autograd_of_its_sequence_formula():
         s = ((logprobs - toy.proximal)[mine].sum() / mine.sum()).exp()
         w = ((toy.proximal - toy.old)[mine].sum() / mine.sum()).exp().clamp(max=1.1)
         A = toy.advantages[b].double() * w
-        objective = objective + toy.live[b] * torch.minimum(s * A, s.clamp(.95, 1.05) * A)
-    want, = torch.autograd.grad(-objective / toy.live.sum(), toy.W)
+        objective = objective + toy.mask[b] * torch.minimum(s * A, s.clamp(.95, 1.05) * A)
+    want, = torch.autograd.grad(-objective / toy.mask.sum(), toy.W)
     assert torch.allclose(got, want, rtol=1e-6, atol=1e-10)               # the weights are fp32
 
 
@@ -296,7 +296,7 @@ def test_plain_gradient_equals_the_clipped_ratio_gradient_on_the_first_update():
     toy = Toy()
     toy.old = toy.proximal = toy.logprobs().detach()
     got, _ = toy.gradient("dapo", [range(16)])
-    weights = (token_weights(toy.lengths, toy.live, LOSSES["dapo"], 10).double() * toy.advantages)[toy.row]
+    weights = (token_weights(toy.lengths, toy.mask, LOSSES["dapo"], 10).double() * toy.advantages)[toy.row]
     want, = torch.autograd.grad(-(weights * toy.logprobs()).sum(), toy.W)
     assert torch.allclose(got, want, rtol=1e-10, atol=1e-14)
 
@@ -313,12 +313,12 @@ def test_second_update_on_the_same_rollout_meets_the_clip():
     assert second.norm() < 0.5 * first.norm()
 
 
-def test_rows_that_are_not_live_and_groups_of_equal_rewards_add_no_gradient():
+def test_rows_outside_the_mask_and_groups_of_equal_rewards_add_no_gradient():
     toy = Toy()
     toy.advantages[:] = 0
     assert not toy.gradient("dapo", [range(16)])[0].any()
     toy = Toy()
-    toy.live[:] = False
+    toy.mask[:] = False
     assert not toy.gradient("grpo", [range(16)])[0].any()
 
 

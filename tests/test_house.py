@@ -30,23 +30,23 @@ DOORS = {("ops", "kernels"), ("nvfp4", "marlin_fp4"), ("sampler", "decode")}
 
 # What each may hold at most: what was reached, rounded up, to be lowered with every cut. The aim is
 # 2,400 lines and 120 KB for the method, 3,250 lines for the reading path, 6,450 and 300 KB for all.
-METHOD_BUDGET = 3080, 138                                                # lines, KB of 1,024 bytes
+METHOD_BUDGET = 3040, 136                                                # lines, KB of 1,024 bytes
 READING_BUDGET = 4850, 218
 WHOLE_BUDGET = 9910, 439
 LARGEST = {                                                               # lines, KB
     "program.py": (110, 4.1),
     "watch.py": (75, 3.1),
-    "train.py": (495, 22.1),
+    "train.py": (485, 21.8),
     "flags.py": (290, 15.3),
-    "grpo.py": (260, 12.2),
+    "grpo.py": (250, 11.8),
     "learner.py": (215, 9.6),
     "aqn.py": (95, 4.8),
-    "sampler.py": (485, 21.5),
+    "sampler.py": (485, 21.4),
     "model.py": (245, 11.4),
-    "attention.py": (195, 8.5),
-    "ops.py": (175, 7.0),
+    "attention.py": (190, 8.0),
+    "ops.py": (175, 6.9),
     "lora.py": (260, 11.3),
-    "nvfp4.py": (325, 14.3),
+    "nvfp4.py": (320, 14.0),
     "rewards.py": (345, 15.1),
     "data.py": (400, 18.3),
     "run.py": (500, 19.6),
@@ -54,7 +54,7 @@ LARGEST = {                                                               # line
     "marlin_fp4.py": (690, 31.6),
     "portable_fp4.py": (165, 7.2),
     "kernels.py": (850, 35.5),
-    "decode.py": (310, 14.6),
+    "decode.py": (310, 14.5),
     "memory.py": (140, 6.8),
     "answers.py": (1185, 49.8),
     "evaluate.py": (400, 17.6),

@@ -37,7 +37,7 @@ def some_rollouts(model, noise, groups=4, group_size=4, seed=0):
 
 
 def some_step(tiny, loss="dapo", noise=0.15, norms=False, base="bf16", dtype=None, max_grad_norm=ANY_NORM, **changes):
-    """-> learner, its adapter by PEFT's names, rollouts, advantages (B,), weights (B,); row 5 is not live."""
+    """-> learner, its adapter by PEFT's names, rollouts, advantages (B,), weights (B,); row 5 is not in the loss."""
     model, tensors = adapted(tiny["untied"], rank=RANK, alpha=ALPHA, norms=norms, base=base, dtype=dtype)
     learner = Learner(model, dataclasses.replace(grpo.LOSSES[loss], **changes), TEMPERATURE, max_grad_norm)
     rollouts = some_rollouts(model, noise)
@@ -57,10 +57,10 @@ def plain_gradient(case, tensors, rollouts, advantages, loss):
     leaves = {name: t.double().requires_grad_() for name, t in tensors.items()}
     weights = merged(case.tensors, leaves, ALPHA / RANK)
     reference = {name: t.double() for name, t in case.tensors.items()}
-    live = [b for b in range(len(rollouts.prompts)) if b != 5]
-    tokens = sum(len(rollouts.completions[b]) for b in live)
+    kept = [b for b in range(len(rollouts.prompts)) if b != 5]
+    tokens = sum(len(rollouts.completions[b]) for b in kept)
     total, ratios = 0.0, []
-    for b in live:
+    for b in kept:
         prompt, completion = rollouts.prompts[b], rollouts.completions[b]
 
         def logprobs(w):
@@ -77,9 +77,9 @@ def plain_gradient(case, tensors, rollouts, advantages, loss):
         if loss.kl_beta:
             d = logprobs(reference).detach() - now
             objective = objective - loss.kl_beta * (d.exp() - 1 - d)
-        share = {"dapo": 1 / tokens, "dr_grpo": 1 / (len(live) * LIMIT)}
+        share = {"dapo": 1 / tokens, "dr_grpo": 1 / (len(kept) * LIMIT)}
         name = next(name for name, row in grpo.LOSSES.items() if row.divisor is loss.divisor)
-        total = total - (objective * share.get(name, 1 / (n * len(live)))).sum()
+        total = total - (objective * share.get(name, 1 / (n * len(kept)))).sum()
     ratios = torch.cat(ratios)
     gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
     return dict(zip(leaves, gradients)), total.item(), ratios
@@ -180,7 +180,7 @@ def test_the_shares_of_all_ranks_add_up_to_the_gradient(tiny, ranks):
     learner, _, rollouts, advantages, weights = some_step(tiny)
     learner.gradient(rollouts, advantages, weights, 0, 1)
     whole = learner.adapter.master.grad.clone()
-    learner.adapter.zero_grad()
+    learner.adapter.master.grad.zero_()
     parts = [learner.gradient(rollouts, advantages, weights, rank, ranks) for rank in range(ranks)]
     assert (learner.adapter.master.grad - whole).norm() < 1e-5 * whole.norm()            # as with micro-batches
     assert sum(part["tokens"] for part in parts if part) == sum(
@@ -217,7 +217,7 @@ def gradient_at(master, learner, *step):
     after = adapter.master.data.clone()
     adapter.master.data.copy_(master)
     adapter.sync()
-    adapter.zero_grad()
+    adapter.master.grad.zero_()
     learner.gradient(*step, 0, 1)
     gradient = adapter.master.grad.double()
     adapter.master.data.copy_(after)

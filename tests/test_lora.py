@@ -210,7 +210,7 @@ def test_whole_model_gradient_equals_float64_finite_differences(tiny, tmp_path):
     case, scale, step = tiny["ragged"], 6 / 4, 1e-5
     model, adapter = adapted(case, norms=True)
     row = tokens_of(case, 14).tolist()
-    model.adapter.zero_grad()
+    model.adapter.master.grad.zero_()
     model.token_logprobs([row], [5])[0].sum().backward()
 
     def value(tensors):
@@ -273,8 +273,8 @@ def test_a_scratch_that_found_no_room_is_asked_for_again(tiny, monkeypatch):
 
     with monkeypatch.context() as full, pytest.raises(torch.OutOfMemoryError):
         full.setattr(torch, "empty", no_room)
-        model.layers[0].qkv.wide(torch.float32)
-    assert model.layers[0].qkv.wide(torch.float32).shape == (128 + 12, 64 + 12)
+        model.layers[0].qkv.wide()
+    assert model.layers[0].qkv.wide().shape == (128 + 12, 64 + 12)
 
 
 def test_the_linears_of_a_model_share_one_scratch_and_two_models_none(tiny):
@@ -282,7 +282,7 @@ def test_the_linears_of_a_model_share_one_scratch_and_two_models_none(tiny):
     one, other = (adapted(tiny[shape])[0] for shape in ("tied", "untied"))
     scratches = [{id(linear.scratch) for linear in model.adapter.linears} for model in (one, other)]
     assert [len(s) for s in scratches] == [1, 1] and scratches[0] != scratches[1]
-    wide = one.layers[0].qkv.wide(torch.float32).fill_(7)                 # its corner was whatever memory held, NaN too
+    wide = one.layers[0].qkv.wide().fill_(7)                 # its corner was whatever memory held, NaN too
     tokens = tokens_of(tiny["untied"], 1, 5)
     with torch.no_grad():
         other(tokens)
