@@ -2,7 +2,7 @@
 Problems and prompts: a file, a data set's name or a generator in, token ids out.
 
     problems = load_problems("gsm8k", "train")
-    problems, too_long = encode_prompts(Tokenizer(folder), problems, "boxed", max_tokens=512)
+    problems = encode_prompts(Tokenizer(folder), problems, "boxed", max_tokens=512)
     for i in step_indices(len(problems), seed, cursor, 16): ...      # then cursor += 16
 
 A row without an answer ends the load with its file and line: skipped, it would make a different
@@ -59,10 +59,6 @@ KNOWN = {
 HUB_ID = r"[\w.-]+/[\w.-]+(:[\w./-]+)?"
 
 
-class NoSplit(ValueError):
-    """A data set on the hub without files of that split."""
-
-
 def check_source(source):
     """ValueError for a --data that is neither here nor anywhere; nothing is downloaded."""
     if str(source).endswith(SUFFIXES):
@@ -86,7 +82,7 @@ def load_problems(source, split="train", needs_gold=True):
     problems = [to_problem(row, path, number, needs_gold)
                 for path in paths for number, row in read_rows(path)]
     if not problems:
-        raise ValueError(f"{source}: holds no problems")
+        raise ValueError(f"{source}: holds no {split} problems")
     return problems
 
 
@@ -94,14 +90,12 @@ def has_test_split(source):
     """Whether a data set holds out problems itself; a file of one's own does not."""
     if str(source).endswith(SUFFIXES):
         return False
-    try:
-        return source == "arithmetic" or bool(fetch(source, "test"))
-    except NoSplit:
-        return False
+    return source == "arithmetic" or fetch(source, "test") != []
 
 
 def fetch(source, split):
-    """One split in the Hugging Face cache, downloaded if need be -> local paths."""
+    """One split in the Hugging Face cache, downloaded if need be -> local paths, [] if it has none.
+    """
     where = KNOWN.get(source, source).replace("{split}", split)
     repo, _, folder = where.partition(":")
     patterns = [f"{folder}*{suffix}" for suffix in SUFFIXES]
@@ -132,20 +126,16 @@ def pick_files(names, where, split):
         inside = name.startswith(where.partition(":")[2]) and "dataset_info" not in name
         if inside and name.endswith(SUFFIXES) and (marks or ["train"])[-1] == split:
             folders.setdefault(str(Path(name).parent), []).append(name)
-    if not folders:
-        raise NoSplit(f"{where} has no {split} files")
     if len(folders) > 1:
         raise ValueError(f"{where} has several configurations, add one of :{', :'.join(folders)}")
-    (files,) = folders.values()
-    suffix = next(s for s in SUFFIXES if any(name.endswith(s) for name in files))
-    return [name for name in files if name.endswith(suffix)]
+    files = sum(folders.values(), [])
+    by_suffix = [[name for name in files if name.endswith(suffix)] for suffix in SUFFIXES]
+    return next(filter(None, by_suffix), [])
 
 
 def read_rows(path):
     """-> [(number, row)]: the line where it begins, or a row's place in a list or parquet, from 1.
     """
-    if not path.is_file():
-        raise ValueError(f"no data file {path}")
     if path.suffix == ".parquet":
         try:
             import pyarrow.parquet
@@ -351,22 +341,22 @@ def style_of(name):
     return ask_users
 
 
-def encode_prompts(tokenizer, problems, style, max_tokens):
-    """-> problems with their prompts, number left out for a prompt of more than max_tokens."""
+def encode_prompts(tokenizer, problems, style, max_tokens=math.inf):
+    """-> problems with their prompts, but those of more than max_tokens."""
     ask = style_of(style)
     encoded = [replace(p, prompt=ask(tokenizer, p)) for p in problems]
-    kept = [p for p in encoded if len(p.prompt) <= max_tokens]
-    return kept, len(encoded) - len(kept)
+    return [p for p in encoded if len(p.prompt) <= max_tokens]
 
 
 def encoded_problems(args, tokenizer, source, split):
     """-> the problems that can be used, with prompts; says how many are left out."""
     loaded = load_problems(source, split, not args.reward)       # a reward needs no gold
-    problems = [p for p in loaded if args.reward or can_read(p.answer)]
-    unreadable = len(loaded) - len(problems)
+    readable = [p for p in loaded if args.reward or can_read(p.answer)]
+    unreadable = len(loaded) - len(readable)
     if unreadable:
         say(f"{source}: {unreadable} problems left out, their answers cannot be read")
-    problems, long = encode_prompts(tokenizer, problems, args.prompt_style, args.max_prompt_tokens)
+    problems = encode_prompts(tokenizer, readable, args.prompt_style, args.max_prompt_tokens)
+    long = len(readable) - len(problems)
     if long:
         say(f"{source}: {long} prompts of more than {args.max_prompt_tokens} tokens left out")
     if len(problems) < 2:

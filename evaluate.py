@@ -14,10 +14,8 @@ whose keys docs/metrics.md defines. --out grows by each problem that is done; Ct
 figures of these. Not here: few-shot prompts.
 """
 import argparse
-import json
 import math
 import os
-import shlex
 import sys
 import time
 from collections import Counter, defaultdict
@@ -36,7 +34,7 @@ import model as qwen
 import nvfp4
 import rewards
 from answers import can_read
-from run import KERNELS, device_of, few_threads, kernels_for, write_atomically
+from run import KERNELS, device_of, few_threads, json_line, kernels_for, write_atomically
 from sampler import Sampler, Sampling, engine_for, rollouts_of
 
 Z = 1.959964                                     # 95 % of a normal lies within +-Z
@@ -257,7 +255,7 @@ def problems_of(args, of_run, tokenizer):
         return problems[:args.limit or None]
     problems = data.load_problems(args.data, args.split, needs_gold=not args.reward)
     problems = problems[:args.limit or None]
-    return data.encode_prompts(tokenizer, problems, args.prompt_style, math.inf)[0]
+    return data.encode_prompts(tokenizer, problems, args.prompt_style)
 
 
 def prove_adapter(model, sampler, prompt, max_new_tokens):
@@ -336,7 +334,7 @@ def answer(args, tokenizer, problems, sampler, plug_in):
         for sample, row in enumerate(done[i]):
             lenient = rewards.grade(row["completion"], row["answer"], last_number=True)
             row |= {"sample": sample, "lenient": float(lenient.correct)}
-        out.write(lines_of(done[i]))
+        out.writelines(map(json_line, done[i]))
         out.flush()
 
     sampling = Sampling(args.max_new_tokens, tokenizer.end_ids, args.temperature, args.top_k,
@@ -351,12 +349,8 @@ def answer(args, tokenizer, problems, sampler, plug_in):
     seconds = time.perf_counter() - began
     rows = [row for i in sorted(done) for row in done[i]]
     if args.out:                                 # now in the problems' order
-        write_atomically(args.out, lines_of(rows).encode())
+        write_atomically(args.out, "".join(map(json_line, rows)).encode())
     return rows, seconds, idle
-
-
-def lines_of(rows):
-    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def main():
@@ -389,10 +383,9 @@ def show(args, figures, shift):
     for name, value in figures.items():
         values = value if isinstance(value, list) else [value]
         print(f"{name:15}", *(f"{v:.4g}" if isinstance(v, float) else v for v in values))
-    on_gpu = args.device.startswith("cuda")
-    print(json.dumps({**vars(args), **figures, "adapter_shift": shift,
-                      "hardware": torch.cuda.get_device_name() if on_gpu else "cpu",
-                      "command": f"python {shlex.join(sys.argv)}"}))
+    hardware = torch.cuda.get_device_name() if args.device.startswith("cuda") else "cpu"
+    about = program.about(hardware)
+    print(json_line({**vars(args), **figures, "adapter_shift": shift, **about}), end="")
 
 
 if __name__ == "__main__":

@@ -409,7 +409,7 @@ def test_a_linear_of_zeros_has_no_error(tiny, tmp_path, capsys):
 def test_the_models_own_answers_and_nothing_else_stays_in_memory(monkeypatch):
     tokenizer = data.Tokenizer(TINY)
     problems = data.load_problems("arithmetic")
-    problems, _ = data.encode_prompts(tokenizer, problems[:20], "boxed", 99)
+    problems = data.encode_prompts(tokenizer, problems[:20], "boxed", 99)
     texts, again, other = (calibrate.own_answers(TINY, tokenizer, problems, CPU, 12, seed) for seed in (0, 0, 1))
     assert texts == again != other and len(texts) == 20
     for text, problem in zip(texts, problems):

@@ -269,7 +269,7 @@ def test_a_fresh_adapter_is_said_to_be_the_base(tmp_path, capsys, monkeypatch):
     (["--device", "abacus"], "--device abacus: Expected one of"),
     (["--device", "cuda:9"], "--device cuda:9: torch sees"),
     (["--out", "taken.jsonl"], "--out taken.jsonl exists and is not overwritten"),
-    (["--against", "nowhere.jsonl"], "no data file nowhere.jsonl"),
+    (["--against", "nowhere.jsonl"], "nowhere.jsonl: cannot be read"),
     (["--against", "taken.jsonl"], "--against taken.jsonl:2: needs id, question, correct"),
     (["--against", "other.jsonl"], "none of its 2 problems is among the 3 here"),
     (["--against", "empty.jsonl"], "none of its 0 problems is among the 3 here")])

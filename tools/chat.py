@@ -9,7 +9,6 @@ A conversation goes on from line to line in the model's chat format; an empty li
 Ctrl-D ends. An answer appears as it is sampled: token by token on a CPU, eight at a time on a GPU.
 Each turn computes the whole conversation again.
 """
-import math
 import sys
 
 import program  # isort: skip; before torch
@@ -52,7 +51,7 @@ class Chat:
         """Prints the answer. ValueError if the conversation leaves no room for one."""
         tokenizer = self.tokenizer
         problem = data.Problem("chat", question.encode(errors="replace").decode(), "")
-        (problem,), _ = data.encode_prompts(tokenizer, [problem], self.style, math.inf)
+        problem, = data.encode_prompts(tokenizer, [problem], self.style)
         turns = [i for i, token in enumerate(problem.prompt) if token == tokenizer.start]
         prompt = self.ids + problem.prompt[turns[-2] if self.ids else 0:]    # one system message
         most = min(self.sampling.max_new_tokens, self.sampler.max_length - len(prompt))

@@ -13,7 +13,6 @@ Not here: merging into 4 bits, whose rounding error is larger than most adapters
 nvfp4 of the model, and the run's adapter beside it.
 """
 import argparse
-import math
 from pathlib import Path
 
 import program  # before torch
@@ -39,7 +38,7 @@ def quantize(args):
     if args.calibrate:
         tokenizer = data.Tokenizer(src)
         problems = data.load_problems(args.data, "train")
-        problems, _ = data.encode_prompts(tokenizer, problems, args.prompt_style, math.inf)
+        problems = data.encode_prompts(tokenizer, problems, args.prompt_style)
         some = data.step_indices(len(problems), args.seed, 0, min(args.calibrate, len(problems)))
     src = hf.resolve(args.source)
     files = calibrate.source_of(src, device)
