@@ -148,29 +148,26 @@ def parse_args():
 
     A resumed run's own flags, or those of --like, are the defaults of what is not given again.
     """
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--model")
-    first.add_argument("--like")
-    known = first.parse_known_args()[0]
-    if known.model is None:
+    args = parser.parse_args()
+    if args.resume and args.like:
+        raise ValueError("--like begins a run, --resume goes on with one: give one of the two")
+    if args.model is None:
         parser.set_defaults(**TINY)
-    if known.like:
-        like = without_places(flags_of(Path(known.like) / "run.json"))
+    like = {}
+    if args.like:
+        like = without_places(flags_of(Path(args.like) / "run.json"))
         parser.set_defaults(**like)
     args = parser.parse_args()
     before = None
-    if args.resume and args.like:
-        raise ValueError("--like begins a run, --resume goes on with one: give one of the two")
     if args.resume:
         before = flags_of(out_folder(args) / "run.json")
         parser.set_defaults(**without_places(before))
         args = parser.parse_args()
     args.out = str(out_folder(args))
     vars(args).update(from_anywhere(vars(args)))
-    if known.like:
-        for name, value in like.items():
-            if getattr(args, name) != value:
-                say(f"{option(name)} is {getattr(args, name)!r}, {known.like} had {value!r}")
+    for name, value in like.items():
+        if getattr(args, name) != value:
+            say(f"{option(name)} is {getattr(args, name)!r}, {args.like} had {value!r}")
     return args, before
 
 
