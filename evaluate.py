@@ -192,9 +192,8 @@ def parse_args():
     return parse(parser)
 
 
-RANGES = {"samples": "[1, 1e5]", "max_new_tokens": "[1, 2e9]", "max_rows": "[1, 2e9]",
-          "limit": "[0, 2e9]", "top_k": "[0, 2e9]", "temperature": "[0, 1000]", "top_p": "(0, 1]",
-          "seed": "[0, 2e18]"}
+RANGES = flags.RANGES | {"samples": "[1, 1e5]", "limit": "[0, 2e9]", "temperature": "[0, 1000]",
+                         "top_k": "[0, 2e9]", "top_p": "(0, 1]"}
 
 
 def check(args, of_run):

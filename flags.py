@@ -230,16 +230,15 @@ def inside(value, interval):
         or (value == high and interval[-1] == "]")
 
 
-def check_ranges(args, ranges):
-    for name, interval in ranges.items():
-        value = getattr(args, name)
-        if value is not None and not inside(value, interval):
-            raise ValueError(f"{option(name)} must lie in {interval}, got {value}")
+def check_ranges(args, ranges=RANGES):
+    for name, value in vars(args).items():
+        if value is not None and name in ranges and not inside(value, ranges[name]):
+            raise ValueError(f"{option(name)} must lie in {ranges[name]}, got {value}")
 
 
 def check_flags(args, before):
     """ValueError names the first flag whose value cannot be meant; before: a resumed run's."""
-    check_ranges(args, RANGES)
+    check_ranges(args)
     if args.sigma_start and not 0 < args.sigma_end <= args.sigma_start:
         raise ValueError(f"--sigma-end must lie in (0, {args.sigma_start}], the --sigma-start, "
                          f"got {args.sigma_end}")

@@ -16,13 +16,12 @@ from tokenizers.decoders import DecodeStream
 
 import data
 import hf
-from evaluate import load_model, new_parser, parse
+from evaluate import RANGES, load_model, new_parser, parse
 from flags import check_ranges
 from run import device_of
 from sampler import Sampler, Sampling, engine_for
 
 LENGTH = 8192                                    # tokens of a conversation, if the model takes them
-RANGES = {"temperature": "[0, 1000]", "max_new_tokens": "[1, 2e9]", "seed": "[0, 2e18]"}
 
 
 class Chat:

@@ -26,7 +26,7 @@ from run import device_of, must_be_new
 
 
 def quantize(args):
-    flags.check_ranges(args, {name: flags.RANGES[name] for name in ("calibrate", "seed")})
+    flags.check_ranges(args)
     data.check_source(args.data)
     src = hf.resolve(args.source, weights=False)
     device = device_of(args.device, src)
