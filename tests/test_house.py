@@ -31,13 +31,13 @@ DOORS = {("ops", "kernels"), ("nvfp4", "marlin_fp4"), ("sampler", "decode")}
 # What each may hold at most: what was reached, rounded up, to be lowered with every cut. The aim is
 # 2,400 lines and 120 KB for the method, 3,250 lines for the reading path, 6,450 and 300 KB for all.
 METHOD_BUDGET = 3040, 136                                                # lines, KB of 1,024 bytes
-READING_BUDGET = 4850, 218
-WHOLE_BUDGET = 9910, 439
+READING_BUDGET = 4800, 216
+WHOLE_BUDGET = 9850, 436
 LARGEST = {                                                               # lines, KB
     "program.py": (110, 4.1),
     "watch.py": (75, 3.1),
     "train.py": (485, 21.8),
-    "flags.py": (290, 15.3),
+    "flags.py": (285, 15.1),
     "grpo.py": (250, 11.8),
     "learner.py": (215, 9.6),
     "aqn.py": (95, 4.8),
@@ -48,7 +48,7 @@ LARGEST = {                                                               # line
     "lora.py": (260, 11.3),
     "nvfp4.py": (320, 14.0),
     "rewards.py": (345, 15.1),
-    "data.py": (400, 18.3),
+    "data.py": (390, 18.1),
     "run.py": (500, 19.6),
     "hf.py": (460, 20.8),
     "marlin_fp4.py": (690, 31.6),
@@ -56,13 +56,13 @@ LARGEST = {                                                               # line
     "kernels.py": (850, 35.5),
     "decode.py": (310, 14.5),
     "memory.py": (140, 6.8),
-    "answers.py": (1185, 49.8),
-    "evaluate.py": (400, 17.6),
+    "answers.py": (1180, 49.6),
+    "evaluate.py": (395, 17.4),
     "tools/bench.py": (310, 13.8),
-    "tools/convert.py": (90, 4.0),
+    "tools/convert.py": (85, 3.9),
     "tools/plot.py": (135, 5.9),
     "tools/report.py": (90, 3.8),
-    "tools/chat.py": (125, 5.1),
+    "tools/chat.py": (125, 5.0),
     "tools/study.py": (105, 4.5),
     "tools/__init__.py": (5, 0.2),
     "tiny/arithmetic.py": (65, 3.1),
