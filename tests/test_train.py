@@ -120,6 +120,7 @@ class Runs:
         """-> what it printed. Any exit code but `code` fails the test."""
         process = self.start(out, *flags, **more)
         process.join(120)
+        process.kill()                           # else it would hold --out against the next test
         assert process.exitcode == code, f"exit code {process.exitcode}:\n{self.log(out)}"
         return self.log(out)
 
