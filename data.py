@@ -176,10 +176,12 @@ def to_problem(row, path, number, needs_gold=True):
     question = next((row[name] for name in QUESTIONS if row.get(name)), None)
     system = None
     if isinstance(question, list) and all(isinstance(turn, dict) for turn in question):
-        system = next((t.get("content") for t in question if t.get("role") == "system"), None)
-        if not isinstance(system, str | None):
-            raise ValueError(f"{where}: the system turn is {short(system)}, no text")
-        question = question[-1].get("content")   # DAPO's original: a chat, the user's turn last
+        turns = [(turn.get("role"), type(turn.get("content"))) for turn in question]
+        if turns not in ([("user", str)], [("system", str), ("user", str)]):
+            raise ValueError(f"{where}: has no question: {short(question)} is no chat of a user's "
+                             "text, before it perhaps a system's")
+        system = question[0]["content"] if turns[1:] else None
+        question = question[-1]["content"]
     answer = gold(row)
     for what, names, value in (("question", QUESTIONS, question), ("answer", GOLDS, answer)):
         needed = what == "question" or needs_gold
@@ -245,6 +247,8 @@ class Tokenizer:
             raise ValueError(f"{path}: cannot be read as a tokenizer "
                              f"({first_line(error)})") from None
         self.file.encode_special_tokens = True   # <|im_end|> in a text stays text; see chat()
+        self.file.no_truncation()                # settings of whoever saved the file last
+        self.file.no_padding()
         vocab = self.file.get_vocab()            # with the added tokens
         if not {"<|im_start|>", "<|im_end|>"} <= vocab.keys():
             raise ValueError(f"{path}: lacks <|im_start|> or <|im_end|>: not Qwen's chat format")
@@ -291,7 +295,7 @@ class Tokenizer:
 
 
 def read_if_there(path):
-    return read_json(path) if path.exists() else {}
+    return read_json(path) if path.exists() or path.is_symlink() else {}
 
 
 def default_system(folder):
@@ -301,13 +305,15 @@ def default_system(folder):
     if isinstance(template, list) and all(isinstance(one, dict) for one in template):
         named = {str(one.get("name")): one.get("template") for one in template}
         template = named.get("default")
-    if (folder / "chat_template.jinja").exists():                # where transformers >= 4.52 has it
-        template = read_text(folder / "chat_template.jinja")
+    jinja = folder / "chat_template.jinja"                       # where transformers >= 4.52 has it
+    if jinja.exists():
+        path = jinja
+        template = read_text(jinja)
     if template is None:
         return QWEN_SYSTEM
-    if not isinstance(template, str):
-        raise ValueError(f"{path}: chat_template is {short(template)}, expected text or a list of "
-                         "texts with names")
+    if not isinstance(template, str) or "<|im_start|>" not in template:
+        raise ValueError(f"{path}: chat_template is {short(template)}, expected ChatML's text or a "
+                         "list of texts with names")
     # A jinja string: newline and backslash are escaped. {{ }} or a quote would mean a variable.
     text = re.search(r"<\|im_start\|>system(?:\\n|\n)([^'\"<]+)<\|im_end\|>", template)
     return text and text[1].replace("\\n", "\n").replace("\\\\", "\\")
@@ -332,12 +338,16 @@ def style_of(name):
     def ask_users(tokenizer, problem):
         said = call(f"--prompt-style {name}", function, f"problem {problem.id}", problem.fields())
         try:
-            if isinstance(said, str):
+            if isinstance(said, str) and said.strip():
                 return tokenizer.chat(said)
-            return tokenizer.turns([(turn["role"], turn["content"]) for turn in said])
+            turns = [(turn["role"], turn["content"]) for turn in said]
+            if {type(part) for turn in turns for part in turn} != {str} or turns[-1][0] != "user":
+                raise TypeError
+            return tokenizer.turns(turns)
         except (TypeError, KeyError, UnicodeError):
             raise ValueError(f"--prompt-style {name}: expected text or a list of objects with role "
-                             f"and content for problem {problem.id}, got {short(said)}") from None
+                             "and content that ends with the user's, for problem "
+                             f"{problem.id}, got {short(said)}") from None
     return ask_users
 
 

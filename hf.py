@@ -20,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save, save_file
 
 import nvfp4
-from program import first_line, short
-from run import new_folder, read_bytes, say, write_atomically
+from program import first_line, read_bytes, short
+from run import new_folder, say, write_atomically
 
 SHARD_BYTES = 2**31                              # of an output file, in memory until written
 
@@ -357,12 +357,12 @@ def save_model(tensors, source, out, quantization=None, merged=None):
     if quantization:
         config["quantization_config"] = quantization
     with new_folder(out) as folder:
-        save_shards(tensors, folder)
-        write_json(folder / "config.json", config)
         for pattern in ("*.json", "*.txt", "*.jinja", "LICENSE*"):             # tokenizer and kin
             for file in source.glob(pattern):
                 if file.name not in ("config.json", "model.safetensors.index.json"):
                     shutil.copy(file, folder)
+        save_shards(tensors, folder)
+        write_json(folder / "config.json", config)
 
 
 def save_shards(tensors, folder):
@@ -397,7 +397,8 @@ def save_shards(tensors, folder):
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm")
 VARIANTS = ("use_dora", "use_rslora", "lora_bias", "rank_pattern", "alpha_pattern",
-            "fan_in_fan_out", "layers_to_transform")                            # not computed
+            "fan_in_fan_out", "layers_to_transform", "layer_replication",
+            "alora_invocation_tokens")                                          # not computed
 
 
 def write_peft(folder, tensors, model_name, rank, alpha, norms):
@@ -418,6 +419,8 @@ PEFT = {"peft_type": (*exactly("LORA"), True),
         "r": (*whole(1, 2**16), True),
         "lora_alpha": (*number(1e9), True),
         "bias": (*exactly("none"), False),
+        "init_lora_weights": ("one that keeps the base's weights",
+                              lambda value: value in (True, False, "gaussian", "eva"), False),
         "modules_to_save": (f"null or {list(NORMS)}",
                             lambda value: value == [] or value in (list(NORMS), list(NORMS)[::-1]),
                             False)}

@@ -10,6 +10,7 @@ its traceback.
 """
 import os
 import platform
+import re
 import shlex
 import signal
 import subprocess
@@ -43,6 +44,13 @@ def short(value):
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def read_bytes(path):
+    """OSError for a pipe or a device, which would be waited for."""
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path}: no regular file")
+    return path.read_bytes()
+
+
 SIGNALS = [signal.SIGTERM]
 if getattr(signal, "SIGHUP", None) and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
     SIGNALS.append(signal.SIGHUP)                # a lost terminal; nohup has it ignored
@@ -65,6 +73,9 @@ def one_line(name):
     for number in SIGNALS:
         signal.signal(number, end)               # unhandled, it would leave half a folder behind
     try:
+        for flag, value in zip(sys.argv, [*sys.argv[1:], None]):
+            if value == "" or re.fullmatch("--[a-z-]+=", flag):          # "$NOT_SET" in a shell
+                raise ValueError(f"{flag} is given nothing: an empty argument")
         yield
     except (ValueError, OSError, Stopped) as error:
         sys.exit(f"{name}: {first_line(error)}")

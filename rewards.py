@@ -286,7 +286,7 @@ class PlugIn:
         value = call(self.name, self.function, about, *given)
         parts = value if isinstance(value, dict) else {"reward": value}
         try:
-            if any(isinstance(part, str) for part in parts.values()):
+            if any(isinstance(part, (str, bytes)) for part in parts.values()):
                 raise TypeError
             return {str(name): float(part) for name, part in parts.items()}
         except (TypeError, ValueError, OverflowError):
@@ -296,12 +296,15 @@ class PlugIn:
 
 def call(name, function, about, *arguments):
     """A user's function. What it raises ends the program in one line that names it and its line."""
+    here = os.getcwd()
     try:
         return function(*arguments)
     except (Exception, SystemExit) as error:
         at = traceback.extract_tb(error.__traceback__)[-1]
         raise Stopped(f"{name}: {type(error).__name__}: {first_line(error)} at {at.filename}:"
                       f"{at.lineno} ({about})") from None
+    finally:
+        os.chdir(here)                           # our paths are relative
 
 
 def load_function(spec: str, flag: str) -> Callable:

@@ -43,7 +43,7 @@ from safetensors import SafetensorError
 from tqdm import tqdm
 
 import program
-from program import Stopped, first_line, short, stop
+from program import Stopped, first_line, read_bytes, short, stop
 
 try:
     import fcntl
@@ -215,13 +215,6 @@ def flush(path):
     os.close(handle)
 
 
-def read_bytes(path):
-    """OSError for a pipe or a device, which would be waited for."""
-    if path.exists() and not path.is_file():
-        raise OSError(f"{path}: no regular file")
-    return path.read_bytes()
-
-
 @contextmanager
 def claimed(folder, resume):
     """--out becomes this run's own. If the block fails, a new run has left nothing: neither the
@@ -240,7 +233,10 @@ def claimed(folder, resume):
 
 
 def claim(folder, resume):
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {folder}: {error.strerror}") from None
     if not os.access(folder, os.W_OK):
         raise ValueError(f"--out {folder}: not writable")
     if fcntl:
@@ -278,7 +274,7 @@ def must_be_new(out):
 @contextmanager
 def new_folder(out):
     """A temporary folder beside `out`: becomes `out` if the block ends well, else is removed."""
-    out = Path(out).absolute()
+    out = Path(os.path.realpath(out))            # a link to an empty folder stays one
     must_be_new(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
@@ -360,6 +356,9 @@ class Checkpoints:
                 self.tensors[name].copy_(t)
             self.counters = counters
             return lines + [f"{folder}: going on from here"]
+        if (self.folder.parent / "adapter").exists() and not any(self.folder.glob("*step_*")):
+            raise Stopped(f"{self.folder}: no checkpoint is left; from step 0 on the run would "
+                          "replace its adapter and logs: begin another, with --adapter")
         return lines + [f"{self.folder}: no whole checkpoint, starting from step 0"]
 
 
@@ -438,11 +437,10 @@ def json_line(value):
 
 def trim_lines(path, step):
     """Keep the whole lines of a log that belong to steps before `step`. Stopped names a line of
-    something else, and nothing is cut.
+    something else, and nothing is cut. Steps that are missing are said.
     """
-    if not path.exists():
-        return
-    lines = read_bytes(path).split(b"\n")
+    lines = read_bytes(path).split(b"\n") if path.exists() else []
+    held = set()
     kept = 0
     for number, line in enumerate(lines[:-1], 1):        # the last was cut off by a kill, or is ""
         try:
@@ -453,7 +451,10 @@ def trim_lines(path, step):
             raise Stopped(f"{path}:{number}: no line of a run ({first_line(error)})") from None
         if of_step < step:
             kept += len(line) + 1
-    if kept < path.stat().st_size:
+            held.add(of_step)
+    if len(held) < step:
+        say(f"{path}: holds {len(held)} of the {step} steps done")
+    if lines and kept < path.stat().st_size:
         os.truncate(path, kept)
 
 

@@ -36,6 +36,7 @@ import torch.nn.functional as F
 
 from attention import PackedAttention
 from ops import mm_fp32
+from program import Stopped
 
 BLOCK = 32                                       # tokens per KV block: half a block wasted a row
 PREFILL_TOKENS = 16384                           # in one packed prefill: bounds its activations
@@ -458,8 +459,8 @@ class Sampler:
         tokens, logprobs, made = window
         logprobs = logprobs.cpu()
         if not logprobs.isfinite().all():
-            raise FloatingPointError("a sampled token's log-prob is not finite: NaN in weights or "
-                                     "adapter, or a number beyond float16's 65,504?")
+            raise Stopped("a sampled token's log-prob is not finite: --temperature is too low, or "
+                          "weights or adapter are too large, for --dtype float16 above 65,504")
         tokens = tokens.cpu().T.tolist()
         logprobs = logprobs.T.tolist()
         made = made.tolist()

@@ -124,6 +124,11 @@ def prepare(args, before):
     hf.check_lengths(folder, args.max_prompt_tokens + args.max_new_tokens, args.lora_rank)
     tokenizer = data.Tokenizer(folder)
     problems, held_out = data.split_problems(args, tokenizer)
+    found = str([(p.id, p.prompt, p.answer) for p in problems + held_out])
+    args.problems = hashlib.sha256(found.encode()).hexdigest()           # stays in run.json
+    if args.resume and hf.read_json(out / "run.json").get("problems") not in (None, args.problems):
+        raise ValueError(f"--resume: --data {args.data}, --eval-data {args.eval_data}: other "
+                         "problems or prompts than when the run began")
     if device.type == "cuda":
         memory.bound(args.memory_gib, device)
     join(device)
@@ -448,18 +453,19 @@ def farewell(run):
     """Where the run is, what it changed, how long it took, what can be done with it."""
     if RANK > 0:
         return
-    lines = (run.folder.path / "metrics.jsonl").read_text().splitlines()
+    lines = (run.folder.path / "metrics.jsonl").read_bytes().splitlines()
     metrics = [json.loads(line) for line in lines]
-    seconds = sum(m["seconds"] for m in metrics)
+    seconds = sum(m.get("seconds", 0.0) for m in metrics)
     n = len(run.held_out)
     texts = []
     for accuracy in [m["eval_accuracy"] for m in metrics if "eval_accuracy" in m]:
         right = round(accuracy * n)
         mean, low, high = interval([1.0] * right + [0.0] * (n - right))
         texts.append(f"{mean:.1%} [{low:.1%}, {high:.1%}]")
+    before = f"{texts[0]} before" if texts else "lost"
     after = f", {texts[-1]} after" if texts[1:] else ""
     say(f"{run.folder.path}: {len(metrics)} steps in {duration(seconds)}; held-out accuracy "
-        f"{texts[0]} before{after}, on {n} problems")
+        f"{before}{after}, on {n} problems")
     say(f"next: python evaluate.py {run.folder.path}\n"
         f"      python -m tools.report {run.folder.path}\n"
         f"      python -m tools.convert merge {run.folder.path} OUT")

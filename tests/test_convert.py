@@ -144,7 +144,9 @@ def test_a_calibrated_folder_says_how_far_it_is_from_16_bits(tmp_path, monkeypat
     (["--codes", "weighted"], "--codes weighted needs --calibrate N"),
     (["--calibrate", "1", "--data", "arithmetic"], "--calibrate takes at least 2 problems, one to measure by, got 1"),
     (["--calibrate", "-3", "--data", "arithmetic"], "--calibrate must lie in [0, 1e5], got -3"),
-    (["--calibrate", "4", "--data", "none"], "unknown data 'none'")])
+    (["--calibrate", "4", "--data", "none"], "unknown data 'none'"),
+    (["--data", "arithmetic"], "--data is for nvfp4 with --calibrate N"),
+    (["--seed", "3"], "--seed is for nvfp4 with --calibrate N")])
 def test_a_calibration_that_cannot_be_is_one_line(tmp_path, monkeypatch, flags, words):
     line = run(monkeypatch, "nvfp4", TINY, tmp_path / "out", *flags)
     assert line.startswith(f"convert nvfp4: {words}") and "\n" not in line and not any(tmp_path.iterdir())
@@ -264,6 +266,9 @@ def test_what_cannot_be_merged_is_one_line_and_nothing_is_overwritten(trained, t
     line = run(monkeypatch, "merge", run_folder, tmp_path / "taken")
     assert line == f"convert merge: {tmp_path}/taken: exists and is not an empty folder"
     assert "run.json" in run(monkeypatch, "merge", tmp_path / "taken", tmp_path / "out")
+    for flag, value in (("--calibrate", "8"), ("--codes", "gptq"), ("--data", "arithmetic")):
+        line = run(monkeypatch, "merge", run_folder, tmp_path / "out", flag, value)
+        assert line == f"convert merge: {flag} is for nvfp4 with --calibrate N"
     (run_folder / "adapter" / "adapter_config.json").unlink()
     assert "adapter_config.json: cannot be read" in run(monkeypatch, "merge", run_folder, tmp_path / "out")
     assert not (tmp_path / "out").exists() and [p.name for p in (tmp_path / "taken").iterdir()] == ["notes.txt"]

@@ -77,6 +77,10 @@ def test_golds_are_found_under_the_names_in_use(tmp_path, row, answer):
     (r'{"question": "\ud800", "answer": "1"}', "half a surrogate pair"),
     ('{"prompt": [], "answer": "1"}', "has no question"),
     (r'{"question": "q", "answer": "1", "id": "\udc00"}', "half a surrogate pair"), ("3", "not an object but int"),
+    *((json.dumps({"prompt": [{"role": role, "content": "1+1"} for role in roles], "answer": "2"}), "is no chat of")
+      for roles in (["user", "assistant"], ["system"], ["user", "assistant", "user"], [None])),
+    ('{"prompt": [{"role": "system", "content": 3}, {"role": "user", "content": "q"}], "answer": "1"}', "is no chat"),
+    ('{"prompt": [{"role": "user", "content": [{"text": "q"}]}], "answer": "1"}', "is no chat of a user's text"),
     ('{"prompt": [3], "answer": "1"}', "has no question"), ('{"question": {"a": 1}, "answer": "1"}', "has no question"),
     ('{"frage": "q", "answer": "1"}', r"none of question, problem, prompt holds one \(its fields: frage, answer\)"),
     ('{"question": "q", "gold": "1"}', "none of answer, final_answer, ground_truth, solution holds one"),
@@ -315,6 +319,26 @@ def test_chat_is_chatml_with_the_templates_own_default_system_message(tmp_path, 
     assert Tokenizer(tmp_path).chat("U", system="S") == file.encode(want).ids
 
 
+@pytest.mark.parametrize("name,text,said", [
+    ("tokenizer_config.json", '{"chat_template": "[INST] {{ messages[0] }} [/INST]"}', "chat_template is .*, expected"),
+    ("tokenizer_config.json", '{"chat_template": [3]}', "chat_template is .*, expected ChatML's text or a list"),
+    ("chat_template.jinja", "{{ messages[0] }}", "chat_template is '{{ messages.*, expected ChatML's text"),
+    ("tokenizer_config.json", None, "cannot be read"), ("generation_config.json", None, "cannot be read")])
+def test_another_chat_format_or_a_link_to_nothing_is_refused(tmp_path, name, text, said):
+    save_tokenizer(tmp_path)
+    (tmp_path / name).symlink_to("nowhere") if text is None else (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=f"{name}: {said}"):
+        Tokenizer(tmp_path)
+
+
+def test_a_tokenizer_saved_with_a_limit_cuts_and_fills_no_prompt(tmp_path):
+    file = save_tokenizer(tmp_path)
+    file.enable_truncation(5)
+    file.enable_padding(length=500)
+    file.save(str(tmp_path / "tokenizer.json"))
+    assert len(Tokenizer(tmp_path).encode("How many apples?")) == 16
+
+
 def test_a_problem_cannot_smuggle_in_control_tokens(tmp_path):
     save_tokenizer(tmp_path)
     tokenizer = Tokenizer(tmp_path)
@@ -390,6 +414,16 @@ def test_every_style_is_a_system_message_and_a_users_turn(tmp_path, style, syste
     problem, = data.encode_prompts(Tokenizer(tmp_path), [Problem("1", "How many?", "1")], style)
     want = (f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n")
     assert problem.prompt == file.encode(want).ids
+
+
+@pytest.mark.parametrize("said", [
+    "", " ", [], None, 3, [3], [{"content": "q"}], {"role": "user", "content": "q"}, [{"role": "user", "content": ()}],
+    [{"role": "user", "content": [{"type": "text", "text": "q"}]}], [{"role": 3, "content": "q"}],
+    [{"role": "system", "content": "s"}], [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]])
+def test_a_prompt_of_ones_own_is_text_or_turns_of_text_that_end_with_the_users(monkeypatch, said):
+    monkeypatch.setattr(data, "load_function", lambda name, flag: lambda problem: said)
+    with pytest.raises(ValueError, match="--prompt-style my:ask: expected text or a list .* for problem x, got"):
+        data.encode_prompts(Tokenizer(TINY), [Problem("x", "q", "1")], "my:ask", 64)
 
 
 # -----------------------------------------------------------------------------

@@ -286,6 +286,17 @@ def test_bad_input_is_one_clear_line(flags, message, tmp_path, monkeypatch):
     assert Path("taken.jsonl").read_bytes() == before
 
 
+@pytest.mark.parametrize("flags", [["--samples", "2", "--temperature", "1e-45"], ["--adapter", "large"]])
+def test_log_probs_that_are_not_finite_are_one_line(adapted, flags, tmp_path, monkeypatch):
+    adapted.adapter.master.data[adapted.adapter.b_start:] = 1e30
+    monkeypatch.chdir(tmp_path)
+    lora.save_adapter(adapted, "large")
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", *BASIC, "--limit", "1", *flags])
+    with pytest.raises(SystemExit) as stop:
+        evaluate.main()
+    assert stop.value.code.startswith("evaluate.py: a sampled token's log-prob is not finite: --temperature is too low")
+
+
 def test_a_flag_cut_short_is_not_guessed(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["evaluate.py", *BASIC, "--sample", "4"])
     with pytest.raises(SystemExit):
@@ -321,6 +332,14 @@ def test_ctrl_c_ends_with_the_figures_and_rows_of_the_problems_that_are_done(tmp
     assert figures["n"] == 3 and figures["idle"] is None and len(read(out)) == 6
     assert {row["id"] for row in read(out)} == set(scored)
     assert figures["pass@1"][0] == mean([row["correct"] for row in read(out)])
+
+
+def test_a_reward_of_nan_is_null_and_the_rows_can_be_compared_with(tmp_path, capsys, monkeypatch):
+    (tmp_path / "odd.py").write_text("def nan(completion, problem):\n    return float('nan')\n")
+    monkeypatch.chdir(tmp_path)
+    figures = run(capsys, monkeypatch, "--limit", 2, "--reward", "odd:nan", "--out", "a.jsonl")
+    assert figures["reward"] is None and [row["task"] for row in read(Path("a.jsonl"))] == [None, None]
+    assert run(capsys, monkeypatch, "--limit", 2, "--against", "a.jsonl")["pairs"] == 2      # NaN, it was no JSON
 
 
 def test_rows_are_in_the_file_before_the_end(tmp_path, capsys, monkeypatch):

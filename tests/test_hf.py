@@ -526,6 +526,10 @@ A = "base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"
     (dict(config=dict(use_dora=True)), "plain LoRA"),
     (dict(config=dict(use_rslora=True)), "use_rslora"),                   # its scale is alpha / sqrt(r)
     (dict(config=dict(alpha_pattern={"q_proj": 64})), "alpha_pattern"),
+    (dict(config=dict(alora_invocation_tokens=[1])), "alora_invocation_tokens"),
+    (dict(config=dict(layer_replication=[[0, 2]])), "layer_replication"),
+    *((dict(config=dict(init_lora_weights=init)), f"init_lora_weights is '{init}', expected one that keeps the base")
+      for init in ("pissa", "olora")),                                    # they take a part out of the base
     (dict(drop=("r",)), "adapter_config.json: no r"),
     *((dict(config={key: value}), f"adapter_config.json: {key} is") for key, values in {
         "r": [True, "3", 2**40, -1, [3]], "lora_alpha": [0, -1, [], "x"],

@@ -4,6 +4,7 @@ Reading of run folders by tools/plot.py, its panels, one line for a bad folder.
 python -m pytest tests/test_plot.py -v
 """
 import json
+import os
 import sys
 
 import pytest
@@ -42,6 +43,14 @@ def test_line_cut_off_by_a_killed_run_is_dropped_but_a_bad_line_before_it_stops(
         read_log(write(tmp_path / "b", "metrics.jsonl", rows, tail='{"step": 3,\n{"step": 4}\n') / "metrics.jsonl")
 
 
+def test_a_byte_order_mark_is_no_text_and_a_pipe_is_not_waited_for(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'\xef\xbb\xbf{"step": 0}\n')
+    assert read_log(tmp_path / "metrics.jsonl") == [{"step": 0}]
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(OSError, match="pipe.jsonl: no regular file"):
+        read_log(tmp_path / "pipe.jsonl")
+
+
 def test_line_separators_inside_a_completion_do_not_end_the_line(tmp_path):
     # str.splitlines() would cut this record in four; json.dumps(ensure_ascii=False) leaves all three as they are.
     rows = [dict(step=0, completion="a\u2028b\x85c\u2029d")]
@@ -68,8 +77,9 @@ def test_plot_stops_in_one_line_that_names_the_cause(tmp_path, monkeypatch):
     assert "nowhere" in run(monkeypatch, plot, tmp_path / "nowhere")
     assert "x.gif" in run(monkeypatch, plot, good, "--out", "x.gif")
     assert "no complete line" in run(monkeypatch, plot, write(tmp_path / "new", "metrics.jsonl", []))
-    odd = write(tmp_path / "odd", "metrics.jsonl", [dict(step=0), dict(step=None), dict(step=2)])
-    assert "line 2: not an object with a whole step" in run(monkeypatch, plot, odd)
+    for step in (None, True, 1.5):
+        odd = write(tmp_path / "odd", "metrics.jsonl", [dict(step=0), dict(step=step), dict(step=2)])
+        assert "line 2: not an object with a whole step" in run(monkeypatch, plot, odd)
 
 
 @pytest.mark.parametrize("suffix,magic", [("png", b"\x89PNG"), ("svg", b"<?xml")])

@@ -104,6 +104,10 @@ def test_ctrl_c_while_libraries_are_imported_is_one_line(tmp_path):
     (["train.py", "--adapter", "folder"], "folder/adapter_config.json: cannot be read"),
     (["evaluate.py", "folder"], "folder/run.json: cannot be read"),
     (["evaluate.py"], "needs the folder of a run, or --model and --data"),
+    (["evaluate.py", "--model", TINY, "--data", "arithmetic", "--adapter", ""], "--adapter is given nothing"),
+    (["evaluate.py", "--model", TINY, "--data="], "--data= is given nothing"),
+    (["tools/chat.py", ""], "chat.py is given nothing"), (["train.py", "--out", ""], "--out is given nothing"),
+    (["tools/convert.py", "nvfp4", TINY, ""], "tiny is given nothing"),
     (["tools/convert.py", "merge", "folder", "out"], "folder/run.json: cannot be read"),
     (["tools/convert.py", "nvfp4", "folder", "out"], "folder/config.json: cannot be read")])
 def test_wrong_input_is_one_line_and_code_1(tmp_path, monkeypatch, capfd, argv, words):

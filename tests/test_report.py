@@ -116,6 +116,9 @@ def test_flags_and_places_that_cannot_be_are_one_line(tmp_path, monkeypatch):
     folder = write_run(tmp_path / "a")
     assert run(monkeypatch, folder, "--every", 0) == "report: --every must be at least 1, got 0"
     assert "metrics.jsonl" in run(monkeypatch, folder, "--out", folder / "metrics.jsonl" / "page.html")
+    before = (folder / "metrics.jsonl").read_bytes()
+    assert "metrics.jsonl: must end in .html" in run(monkeypatch, folder, "--out", folder / "metrics.jsonl")
+    assert (folder / "metrics.jsonl").read_bytes() == before
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="looks at the page in a Chromium")

@@ -4,8 +4,10 @@ Equality of answers has its own tests, test_answers.py.
 
 python -m pytest tests/test_rewards.py -q
 """
+import os
 import sys
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -155,7 +157,7 @@ def test_score_has_a_row_for_each_rollout_in_the_order_of_their_problems():
                        "mean_logprob": -1.5, "task": 0.0}
 
 
-SOURCE = '''
+SOURCE = '''import os
 def length(completion, problem):
     return len(completion)
 
@@ -170,6 +172,13 @@ def words(completion, problem):
 
 def nothing(completion, problem):
     return None
+
+def raw(completion, problem):
+    return b"1"
+
+def wanders(completion, problem):
+    os.chdir("/")
+    return 1 / len(completion)
 
 number = 3
 '''
@@ -224,12 +233,21 @@ def test_a_reward_is_told_the_whole_problem_and_the_group_if_it_asks(plug_ins):
 
 @pytest.mark.parametrize("name,words", [
     ("breaks", ["ZeroDivisionError: division by zero", "mine.py:9", "problem p1, completion ''"]),
-    ("words", ["returned 'good', expected a number"]), ("nothing", ["returned None, expected a number"])])
+    ("words", ["returned 'good', expected a number"]), ("nothing", ["returned None, expected a number"]),
+    ("raw", ["returned b'1', expected a number"])])
 def test_what_a_reward_does_wrong_names_it_its_line_and_the_completion(plug_ins, name, words):
     with pytest.raises(Stopped) as error:
         PlugIn(f"mine:{name}")("", PROBLEM, [""])
     said = str(error.value)
     assert said.startswith(f"--reward mine:{name}: ") and all(word in said for word in words) and "\n" not in said
+
+
+@pytest.mark.parametrize("completion", ["a", ""])
+def test_a_reward_that_goes_to_another_folder_does_not_take_the_run_along(plug_ins, completion):
+    """Its metrics, checkpoints and adapter went to a folder of the same name there."""
+    with pytest.raises(Stopped) if not completion else nullcontext():
+        PlugIn("mine:wanders")(completion, PROBLEM, [completion])
+    assert os.getcwd() == str(plug_ins)
 
 
 def test_parts_are_in_the_row_and_their_sum_is_its_task(plug_ins):

@@ -62,6 +62,15 @@ def test_a_new_folder_appears_whole_and_readable_to_all_or_not_at_all(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["deep"]
 
 
+def test_a_new_folder_may_be_a_link_to_an_empty_one(tmp_path):
+    """It failed at the end, with all that had been written."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to("disk")
+    with new_folder(tmp_path / "out") as folder:
+        (folder / "a").write_text("1")
+    assert (tmp_path / "out").is_symlink() and (tmp_path / "disk" / "a").exists()
+
+
 def test_a_new_folder_takes_the_place_of_nothing_but_an_empty_one(tmp_path):
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "notes.txt").write_text("mine")
@@ -77,16 +86,17 @@ def test_a_new_folder_takes_the_place_of_nothing_but_an_empty_one(tmp_path):
     assert (tmp_path / "empty/a").exists()
 
 
-def test_a_log_is_cut_to_whole_lines_of_earlier_steps(tmp_path):
+def test_a_log_is_cut_to_whole_lines_of_earlier_steps(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
-    trim_lines(path, 3)                                                   # there is none: nothing to do
+    trim_lines(path, 3)
+    assert capsys.readouterr().out == f"{path}: holds 0 of the 3 steps done\n"
     lines = "".join(json.dumps({"step": step, "x": "é"}) + "\n" for step in (0, 0, 1, 2, 3, 3, 4))
     path.write_text(lines + '{"step": 1, "x"')                            # a line that a kill cut off
     trim_lines(path, 3)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 0, 1, 2]
     before = path.stat().st_mtime_ns
     trim_lines(path, 3)
-    assert path.stat().st_mtime_ns == before
+    assert path.stat().st_mtime_ns == before and capsys.readouterr().out == ""
 
 
 # -----------------------------------------------------------------------------
@@ -220,6 +230,16 @@ def test_a_checkpoint_of_something_else_behind_a_right_sum_ends_in_one_line_and_
     assert "\n" not in str(error.value) and [p.name for p in tmp_path.iterdir()] == ["step_000003"]
 
 
+@pytest.mark.parametrize("remove", [lambda folder: run.shutil.rmtree(folder), lambda folder: None])
+def test_a_run_whose_checkpoints_were_deleted_is_not_begun_again_over_its_adapter(tmp_path, remove):
+    """To save space: --resume --steps N then started from step 0 and cut the logs to nothing."""
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "checkpoints").mkdir()
+    remove(tmp_path / "checkpoints")
+    with pytest.raises(Stopped, match="/checkpoints: no checkpoint is left; .* begin another, with --adapter"):
+        loaded(tmp_path / "checkpoints")
+
+
 @pytest.mark.parametrize("text", ["[]", "3", "null", "[" * 100_000, "x", ""])
 def test_counters_that_are_none_are_a_damaged_checkpoint(tmp_path, text):
     saved(tmp_path, 3)
@@ -304,6 +324,14 @@ def test_a_folder_is_one_runs_as_long_as_its_process_lives(tmp_path):
     owner.kill()
     owner.wait()
     run.claim(tmp_path / "x", False)
+
+
+@pytest.mark.parametrize("name", ["file", "file/x", "dangling"])
+def test_an_out_that_cannot_be_a_folder_is_named_with_its_flag(tmp_path, name):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    with pytest.raises(ValueError, match=f"^--out {tmp_path}/{name}: (File exists|Not a directory)$"):
+        run.claim(tmp_path / name, False)
 
 
 def test_a_run_that_cannot_begin_leaves_nothing_and_takes_nothing_that_others_made(tmp_path):

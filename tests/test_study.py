@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tools import study
 from tools.study import Arm, interval
 
 ROOT = Path(__file__).parent.parent
@@ -59,8 +60,18 @@ def test_the_tables_say_what_the_files_hold(runs):
     assert lines[-1].startswith("| b - a | -10.0 [") and "| +10.0 [" in lines[-1] and lines[-1].endswith("| 0, 1 |")
 
 
-def test_an_arm_without_runs_is_one_line(runs):
-    done = subprocess.run([sys.executable, "-m", "tools.study", "c", "--runs", runs], cwd=ROOT,
-                          capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr.strip() == f"study: {runs}: no runs c-sSEED.jsonl that held_out.json knows"
+@pytest.mark.parametrize("arms,held_out,said", [
+    ("c", {}, "no runs c-sSEED.jsonl that held_out.json knows"),
+    ("/a", {}, "no runs /a-sSEED.jsonl that held_out.json knows"),
+    ("a", [], "held_out.json: holds no JSON object"),
+    ("a", {"a-s1": "11"}, "held_out.json: a-s1 is '11', expected 0 or 1 for each problem"),
+    ("a", {"a": 1100}, "held_out.json: a-s0 is '1111000000', expected 0 or 1 for each problem"),
+    ("a", {"a": "2100000000"}, "held_out.json: a is '2100000000', expected 0 or 1 for each problem"),
+    ("a b", {"b": "1", "b-s0": "1", "b-s1": "1", "b-s2": "1"}, "a and b have no seed in common, or other problems")])
+def test_what_cannot_be_compared_is_one_line(runs, monkeypatch, arms, held_out, said):
+    path = runs / "held_out.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | held_out if isinstance(held_out, dict) else held_out))
+    monkeypatch.setattr(sys, "argv", ["study", *arms.split(), "--runs", str(runs)])
+    with pytest.raises(SystemExit) as stop:
+        study.main()
+    assert stop.value.code.startswith("study: ") and said in stop.value.code and "\n" not in stop.value.code

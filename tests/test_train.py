@@ -608,6 +608,21 @@ def test_a_finished_run_says_so_and_can_be_extended_from_another_folder(runs, wh
     assert flags["steps"] == 17 and Path(flags["model"]).is_absolute() and Path(flags["data"]).is_absolute()
 
 
+def test_a_run_does_not_go_on_with_other_problems_and_says_which_steps_are_lost(runs):
+    shutil.copy(runs.folder / "sums.jsonl", runs.folder / "mine.jsonl")
+    runs.run("other", "--data", "mine.jsonl", "--steps", "2")
+    files = {p: p.read_bytes() for p in (runs.folder / "other").rglob("*") if p.is_file()}
+    text = (runs.folder / "mine.jsonl").read_text()
+    (runs.folder / "mine.jsonl").write_text(text.replace("How many", "Say how many", 1))
+    log = runs.run("other", "--resume", "--steps", "3", code=1)
+    assert "mine.jsonl, --eval-data None: other problems or prompts than when the run began" in log.splitlines()[-1]
+    assert files == {p: p.read_bytes() for p in (runs.folder / "other").rglob("*") if p.is_file()}
+    (runs.folder / "mine.jsonl").write_text(text)
+    (runs.folder / "other" / "metrics.jsonl").write_bytes(b"")
+    log = runs.run("other", "--resume")
+    assert "metrics.jsonl: holds 0 of the 2 steps done" in log and "held-out accuracy lost, on 4 problems" in log
+
+
 def test_the_second_of_two_runs_with_one_folder_ends_at_once(runs, whole):
     process = runs.start("taken", "--steps", "15", "--save-every", "3")
     runs.wait("taken", 1, process)

@@ -78,6 +78,10 @@ def main():
     parser.add_argument("--device", help="of nvfp4: cpu, cuda or cuda:N (default: a GPU if there is one)")
     args = parser.parse_args()
     with program.one_line(f"convert {args.command}"):
+        given = [name for name in ("calibrate", "codes", "data", "prompt_style", "seed")
+                 if getattr(args, name) != parser.get_default(name)]
+        if given and (args.command == "merge" or given[0] in ("data", "prompt_style", "seed")):
+            raise ValueError(f"{flags.option(given[0])} is for nvfp4 with --calibrate N")
         merge(args) if args.command == "merge" else quantize(args)
 
 

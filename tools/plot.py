@@ -33,7 +33,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 
 def read_log(path):
     """Lines of a run's JSONL file -> dicts. A last line cut off by a killed run is dropped."""
-    text = path.read_text(encoding="utf-8", errors="replace").rstrip("\n")
+    text = program.read_bytes(path).decode("utf-8-sig", errors="replace").rstrip("\n")
     lines = text.split("\n")                     # splitlines() also cuts at U+2028, inside a string
     rows = []
     for number, line in enumerate(lines, 1):
@@ -43,7 +43,7 @@ def read_log(path):
             if number == len(lines):
                 break
             raise ValueError(f"{path}, line {number}: not JSON ({error})") from None
-        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        if not isinstance(row, dict) or type(row.get("step")) is not int:
             raise ValueError(f"{path}, line {number}: not an object with a whole step")
         rows.append(row)
     if not rows:

@@ -77,6 +77,8 @@ def main():
     with program.one_line("report"):
         if args.every < 1:
             raise ValueError(f"--every must be at least 1, got {args.every}")
+        if out.suffix != ".html":                # not --out runs/x/metrics.jsonl
+            raise ValueError(f"--out {out}: must end in .html")
         html = page([read_run(run, args.every) for run in args.runs])
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(out, html.encode())

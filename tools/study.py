@@ -13,13 +13,15 @@ seeds and of problems, both with replacement: with three seeds that of the seeds
 Not here: the runs (docs/study.md has each command), curves (tools/plot.py).
 """
 import argparse
-import json
 import math
+import re
 from pathlib import Path
 
 import program  # isort: skip; before numpy
 import numpy as np
 
+from hf import read_json
+from program import short
 from tools.plot import read_log
 
 
@@ -27,11 +29,15 @@ class Arm:
     """metrics: of each seed its steps; before (problems,) and after (seeds, problems): 0, 1."""
 
     def __init__(self, folder, name):
-        held_out = json.loads((folder / "held_out.json").read_text(encoding="utf-8"))
-        files = sorted(folder.glob(f"{name}-s*.jsonl"))
+        path = folder / "held_out.json"
+        held_out = read_json(path)
+        files = sorted(folder.glob(f"{name}-s*.jsonl")) if name in held_out else []
         runs = [file.stem for file in files if file.stem in held_out]
-        if not runs or name not in held_out:
+        if not runs:
             raise ValueError(f"{folder}: no runs {name}-sSEED.jsonl that held_out.json knows")
+        for run in (name, *runs):
+            if not re.fullmatch(f"[01]{{{len(str(held_out[name]))}}}", str(held_out[run])):
+                raise ValueError(f"{path}: {run} is {short(held_out[run])}, expected 0 or 1 for each problem")
         self.name = name
         self.seeds = [run.removeprefix(f"{name}-s") for run in runs]
         self.metrics = [read_log(folder / f"{run}.jsonl") for run in runs]
@@ -42,7 +48,7 @@ class Arm:
         """Of a logged number over some steps and all seeds; steps that lack it are left out.
         NaN if all do: nothing taught any more.
         """
-        values = [step[key] for steps in self.metrics for step in steps[first:last] if key in step]
+        values = [step[key] for steps in self.metrics for step in steps[first:last] if step.get(key) is not None]
         return sum(values) / len(values) if values else math.nan
 
     def moved(self, key, digits):
@@ -79,6 +85,8 @@ def row(arm):
 def compare(first, other):
     """A line of the second table: other minus first, of the seeds that both have."""
     seeds = [seed for seed in first.seeds if seed in other.seeds]
+    if not seeds or first.before.shape != other.before.shape:
+        raise ValueError(f"{first.name} and {other.name} have no seed in common, or other problems")
     after = [arm.after[[arm.seeds.index(seed) for seed in seeds]] for arm in (first, other)]
     return (f"| {other.name} - {first.name} | {points((other.before - first.before)[None])} "
             f"| {points(after[1] - after[0])} | {', '.join(seeds)} |")
@@ -92,12 +100,12 @@ def main():
     args = parser.parse_args()
     with program.one_line("study"):
         arms = [Arm(args.runs, name) for name in args.arms]
-    print("| arm | steps | before, % | after, % | by seed | gain | entropy | accuracy | length "
-          "| s a step |\n|---|---|---|---|---|---|---|---|---|---|")
-    print(*map(row, arms), sep="\n")
-    if len(arms) > 1:
-        print("\n| points | before | after | seeds |\n|---|---|---|---|")
-        print(*(compare(arms[0], arm) for arm in arms[1:]), sep="\n")
+        print("| arm | steps | before, % | after, % | by seed | gain | entropy | accuracy | length "
+              "| s a step |\n|---|---|---|---|---|---|---|---|---|---|")
+        print(*map(row, arms), sep="\n")
+        if len(arms) > 1:
+            print("\n| points | before | after | seeds |\n|---|---|---|---|")
+            print(*(compare(arms[0], arm) for arm in arms[1:]), sep="\n")
 
 
 if __name__ == "__main__":
