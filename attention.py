@@ -72,26 +72,21 @@ class PackedAttention:
     """Causal attention inside each of several sequences laid end to end, which may branch.
 
     lengths: of the sequences; branches: of each sequence, the lengths of its continuations. After
-    all sequences come all branches, sequence by sequence.
+    all sequences come all branches, sequence by sequence. positions (T,) int64: from 0 in each
+    sequence, going on from its end in each of its branches.
     """
 
     def __init__(self, lengths, device, branches=()):
-        self.lengths = lengths
-        self.branches = branches
-        self.device = device
         own = [*lengths, *(n for n in chain(*branches) if n)]
         self.inside = spans_of(own, own, True, device)           # every token over its own piece
         self.across = None                       # the branches of a sequence over it: one span
         if any(chain(*branches)):
             self.across = spans_of([sum(group) for group in branches], lengths, False, device)
         self.trunks = sum(lengths)               # tokens of the sequences; those of branches follow
-
-    def positions(self):
-        """(T,) int64: from 0 in each sequence, going on from its end in each of its branches."""
-        own = [torch.arange(n) for n in self.lengths]
-        for start, group in zip(self.lengths, self.branches):
-            own += [torch.arange(start, start + n) for n in group]
-        return torch.cat(own).to(self.device)
+        positions = [torch.arange(n) for n in lengths]
+        for start, group in zip(lengths, branches):
+            positions += [torch.arange(start, start + n) for n in group]
+        self.positions = torch.cat(positions).to(device)
 
     def __call__(self, q, k, v):
         """q (T, H, d), k, v (T, KV, d) -> (T, H, d)."""
@@ -102,7 +97,7 @@ class PackedAttention:
 # The softmax over one set of keys, its backward, and two of them as one
 
 @twin_in_kernels
-def attend(q, k, v, spans):
+def attend_spans(q, k, v, spans):
     """q (T, H, d), k, v (S, KV, d) -> out (T, H, d), log-sum-exp of scores (H, T) fp32."""
     out = torch.empty_like(q)
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -115,7 +110,7 @@ def attend(q, k, v, spans):
 
 
 @twin_in_kernels
-def attend_backward(dout, q, k, v, out, lse, spans):
+def attend_spans_backward(dout, q, k, v, out, lse, spans):
     """-> dq, dk, dv: this set of keys' share, where out and lse are those of a softmax over it and
     others. Probabilities are exp(score - lse), the softmax's own term is out . dout.
     """
@@ -164,10 +159,10 @@ def merge(out, lse, other, other_lse):
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, pack):
-        out, lse = attend(q, k, v, pack.inside)
+        out, lse = attend_spans(q, k, v, pack.inside)
         if pack.across:
             n = pack.trunks
-            merge(out[n:], lse[:, n:], *attend(q[n:], k[:n], v[:n], pack.across))
+            merge(out[n:], lse[:, n:], *attend_spans(q[n:], k[:n], v[:n], pack.across))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.pack = pack
         return out
@@ -177,10 +172,10 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         pack = ctx.pack
         dout = dout.contiguous()
-        dq, dk, dv = attend_backward(dout, q, k, v, out, lse, pack.inside)
+        dq, dk, dv = attend_spans_backward(dout, q, k, v, out, lse, pack.inside)
         if pack.across:
             n = pack.trunks
-            more_q, more_k, more_v = attend_backward(
+            more_q, more_k, more_v = attend_spans_backward(
                 dout[n:], q[n:], k[:n], v[:n], out[n:], lse[:, n:].contiguous(), pack.across)
             dq[n:] += more_q
             dk[:n] += more_k

@@ -189,7 +189,7 @@ class Chunk:
     def __init__(self, texts, embed, config):
         self.texts = texts
         self.attend = PackedAttention([len(text.tokens) for text in texts], embed.device)
-        self.rope = qwen.rope_table(self.attend.positions(), config)
+        self.rope = qwen.rope_table(self.attend.positions, config)
         tokens = torch.tensor([token for text in texts for token in text.tokens])
         self.exact = embed[tokens.to(embed.device)].float()
         self.coded = self.exact.clone()

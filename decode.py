@@ -29,7 +29,7 @@ import kernels
 import marlin_fp4
 import portable_fp4
 from kernels import Cache, Logits, Norm, Partial, Runs, Shape, Squares, State
-from attention import Spans, attend
+from attention import Spans, attend_spans
 from model import FP16_SHIFT
 from ops import mm_fp32
 from portable_fp4 import shared_memory
@@ -207,7 +207,8 @@ class GraphEngine(TorchEngine):
         spans = Spans(at, at, size, size, causal=True)
 
         def launch():
-            fill_cache(self.model, self.kv, *inputs, lambda q, k, v: attend(q, k, v, spans)[0])
+            fill_cache(self.model, self.kv, *inputs,
+                       lambda q, k, v: attend_spans(q, k, v, spans)[0])
             return self.model.layers[0].qkv.scratch.flat  # where every W is expanded
 
         self.prefills.get_for(self.adapter(), size, launch)()

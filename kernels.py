@@ -642,13 +642,13 @@ def elementwise(function, x, *rest):
     return compiled(function)(x, *rest)
 
 
-def attend(q, k, v, spans):
+def attend_spans(q, k, v, spans):
     return torch.ops.aten._flash_attention_forward(
         q, k, v, spans.q_starts, spans.k_starts, spans.longest_q, spans.longest_k, 0.0,
         spans.causal, False)[:2]
 
 
-def attend_backward(dout, q, k, v, out, lse, spans):
+def attend_spans_backward(dout, q, k, v, out, lse, spans):
     """FlashAttention's adds up dq by atomics, in any order, but for a global switch."""
     unused = q.new_zeros(2, dtype=torch.uint64), q.new_empty(0)  # of dropout
     switch = torch.get_deterministic_debug_mode()

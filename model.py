@@ -176,17 +176,20 @@ class Qwen2(torch.nn.Module):
             self.lm_head = get("lm_head.weight", c.vocab, c.width).to(dtype)
         self.final_norm = RMSNorm(get("model.norm.weight", c.width), c.eps, dtype)
 
-    def hidden(self, tokens, attend, positions, recompute=0):
+    def hidden(self, tokens, attend, positions, kept_layers=None):
         """tokens (T,) packed -> final norm's (x * w (T, D) in dtype, 1/rms (T, 1)).
 
-        attend: a PackedAttention, or a list with a callable for each layer. recompute: so many
-        layers, the first ones, keep only their input and run again in the backward.
+        attend: a PackedAttention, or a list with a callable for each layer. kept_layers: so many,
+        the last ones, keep their activations (None: all); others run again in the backward.
         """
         x = self.embed[tokens].float()
         cos, sin = rope_table(positions, self.config)
         attends = attend if isinstance(attend, list) else [attend] * len(self.layers)
+        first_kept = 0
+        if kept_layers is not None and torch.is_grad_enabled():
+            first_kept = len(self.layers) - kept_layers
         for i, (layer, attend) in enumerate(zip(self.layers, attends)):
-            if i < recompute:
+            if i < first_kept:
                 x = checkpoint(layer, x, cos, sin, attend, use_reentrant=False)
             else:
                 x = layer(x, cos, sin, attend)
@@ -196,7 +199,7 @@ class Qwen2(torch.nn.Module):
         """tokens (B, T) -> logits (B, T, V) fp32. For checks: training never builds this tensor."""
         B, T = tokens.shape
         attend = PackedAttention([T] * B, tokens.device)
-        xw, rstd = self.hidden(tokens.reshape(-1), attend, attend.positions())
+        xw, rstd = self.hidden(tokens.reshape(-1), attend, attend.positions)
         return (mm_fp32(xw, self.lm_head.T) * rstd).view(B, T, -1)
 
     def token_logprobs(self, rows, starts, temperature=1.0, kept_layers=0):
@@ -204,16 +207,14 @@ class Qwen2(torch.nn.Module):
         and entropy (T,) fp32, not.
 
         rows: lists of ids, prompt and completion; starts: of the completions. Rows that follow
-        each other share the work on the same prompt. kept_layers: so many of the last do
-        not run again in the backward.
+        each other share the work on the same prompt. kept_layers: as hidden() takes it.
         """
         assert all(0 < s < len(r) for r, s in zip(rows, starts)), \
             "every row needs a prompt token and a scored token"
         tokens, lengths, branches, predictors = lay_out(rows, starts)
         attend = PackedAttention(lengths, self.device, branches)
-        recompute = len(self.layers) - kept_layers if torch.is_grad_enabled() else 0
         tokens = torch.tensor(tokens, device=self.device)
-        xw, rstd = self.hidden(tokens, attend, attend.positions(), recompute)
+        xw, rstd = self.hidden(tokens, attend, attend.positions, kept_layers)
         at = torch.tensor(predictors, device=self.device)
         scored = [t for row, start in zip(rows, starts) for t in row[start:]]
         targets = torch.tensor(scored, device=self.device)

@@ -169,7 +169,7 @@ class TorchEngine:
         """Keys and values of packed prefixes of so many tokens each; tokens, blocks (T,) int64."""
         device = self.kv.device
         attend = PackedAttention(lengths, device)
-        fill_cache(self.model, self.kv, tokens.to(device), blocks.to(device), attend.positions(),
+        fill_cache(self.model, self.kv, tokens.to(device), blocks.to(device), attend.positions,
                    attend)
 
     @torch.no_grad()
@@ -249,6 +249,10 @@ def engine_for(device, kernels="auto"):
 # -------------------------------------------------------------------------------------------------
 # Sequences and their blocks
 
+def blocks_for(tokens):
+    return -(-tokens // BLOCK)
+
+
 class BlockPool:
     """Numbers of the free KV blocks. Block 0 is never given out: a graph's spare rows use it."""
 
@@ -295,16 +299,16 @@ class Sequence:
     finished: bool = False
 
 
-def rollouts_of(sequences):
+def rollouts_of(sequences, seconds=0.0, computed=0):
     return Rollouts([s.prompt for s in sequences], [s.completion for s in sequences],
                     [torch.tensor(s.logprobs) for s in sequences],
-                    [s.finished for s in sequences])
+                    [s.finished for s in sequences], seconds, computed)
 
 
 def empty_cache(model, max_length, max_rows, kv_gib):
     """-> kv as TorchEngine takes it, of as many blocks as Sampler says."""
     c = model.config
-    row_blocks = -(-max_length // BLOCK) + 1                     # +1: the prefix's rounding
+    row_blocks = blocks_for(max_length) + 1                      # +1: the prefix's rounding
     block_bytes = c.layers * 2 * c.kv_heads * BLOCK * c.head_dim * model.dtype.itemsize
     memory = math.inf                                            # Windows does not tell
     if kv_gib is not None:
@@ -365,10 +369,7 @@ class Sampler:
             made, ended = self._record(live, window, sampling.end_ids)
             if progress:
                 progress(made, ended)
-        rollouts = rollouts_of(sequences)
-        rollouts.seconds = time.perf_counter() - began
-        rollouts.computed = computed
-        return rollouts
+        return rollouts_of(sequences, time.perf_counter() - began, computed)
 
     def _sequences(self, prompts, group_size, sampling, numbers):
         """One Sequence a sample, P * group_size of them."""
@@ -397,7 +398,7 @@ class Sampler:
         new = []
         while waiting and len(live) < self.max_rows:
             prefix = waiting[0].prefix
-            need = 0 if prefix.users else -(-len(prefix.tokens) // BLOCK)
+            need = 0 if prefix.users else blocks_for(len(prefix.tokens))
             if live and len(self.pool) < need + 1 + len(live):
                 break                            # wait: each live row may need a block this window
             if prefix.tokens and not prefix.users:
@@ -425,7 +426,7 @@ class Sampler:
         """Blocks of the next window, oldest row first; if short, the newest are preempted."""
         for s in live:                           # rows from its end may be sent back on the way
             end = min(s.pos + self.engine.window, s.limit)
-            need = -(-(end - len(s.prefix.tokens)) // BLOCK) - len(s.blocks)
+            need = blocks_for(end - len(s.prefix.tokens)) - len(s.blocks)
             while need > len(self.pool):
                 newest = live.pop()
                 self._release(newest)
@@ -445,7 +446,7 @@ class Sampler:
                 first = row
             siblings[first] += 1
         columns = len(Rows._fields) - 1
-        width = -(-self.max_length // BLOCK) + 1
+        width = blocks_for(self.max_length) + 1
         values = np.zeros((len(live), columns + width), dtype=np.int64)
         for line, s, count in zip(values, live, siblings):
             state = [s.token, s.pos, len(s.prefix.tokens), count, s.limit, s.key]

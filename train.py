@@ -317,9 +317,8 @@ def report(run, rows, advantages, weights, rollouts, updates):
             "idle": rollouts.idle, "tokens_per_s": rollouts.num_tokens / rollouts.seconds}
 
 
-def evaluate_held_out(run, step, bar):
+def evaluate_held_out(run, step):
     """Greedy answers to the held-out problems, each rank its share, without noise -> metrics."""
-    began = time.time()
     args = run.args
     problems = share(run.held_out)
     greedy = Sampling(args.max_new_tokens, run.tokenizer.end_ids, temperature=0.0)
@@ -330,8 +329,6 @@ def evaluate_held_out(run, step, bar):
         metrics["eval_reward"] = sum(row["task"] for row in rows) / len(rows)
     said = ", ".join(f"{name.removeprefix('eval_')} {value:.3f}" for name, value in metrics.items())
     say(f"after {step} steps: held-out {said}")
-    if not bar.disable:
-        bar.start_t += time.time() - began       # its steps per second leave this out
     return metrics
 
 
@@ -353,7 +350,7 @@ def train(run, bar):
     for step in range(progress.step, args.steps):
         metrics = {"step": step}
         if step == 0:                                            # accuracy before training
-            metrics |= evaluate_held_out(run, 0, bar)
+            metrics |= evaluate_held_out(run, 0)
 
         # 1) Sample, and score each answer.
         began = time.perf_counter()
@@ -382,7 +379,7 @@ def train(run, bar):
         last = progress.step == args.steps
         better = False
         if "eval_accuracy" not in metrics and (last or progress.step % args.eval_every == 0):
-            metrics |= evaluate_held_out(run, progress.step, bar)
+            metrics |= evaluate_held_out(run, progress.step)
             reached = metrics.get("eval_reward", metrics["eval_accuracy"])
             better = reached > progress.best
             progress.best = max(progress.best, reached)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attention import PackedAttention, attend, attend_backward, lay_out, merge, spans_of
+from attention import PackedAttention, attend_spans, attend_spans_backward, lay_out, merge, spans_of
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="attention by FlashAttention")
 
@@ -19,8 +19,8 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="attention 
 # Which token stands where
 
 def test_positions_restart_with_every_packed_sequence():
-    assert PackedAttention([3, 1, 2], "cpu").positions().tolist() == [0, 1, 2, 0, 0, 1]
-    assert PackedAttention([3, 1], "cpu", [[2, 0, 1], []]).positions().tolist() == [0, 1, 2, 0, 3, 4, 3]
+    assert PackedAttention([3, 1, 2], "cpu").positions.tolist() == [0, 1, 2, 0, 0, 1]
+    assert PackedAttention([3, 1], "cpu", [[2, 0, 1], []]).positions.tolist() == [0, 1, 2, 0, 3, 4, 3]
 
 
 def test_lay_out_by_hand():
@@ -46,7 +46,7 @@ def test_lay_out_gives_every_scored_token_what_its_row_has_before_it():
         tails = [(trunk, [next(left) for _ in range(n)]) for trunk, b in zip(trunks, branches) for n in b]
         for trunk, tail in [([], trunk) for trunk in trunks] + tails:
             seen += [trunk + tail[:i + 1] for i in range(len(tail))]
-        assert PackedAttention(lengths, "cpu", branches).positions().tolist() == [len(s) - 1 for s in seen]
+        assert PackedAttention(lengths, "cpu", branches).positions.tolist() == [len(s) - 1 for s in seen]
         assert len(tokens) == len(seen)
         assert [seen[p] for p in predictors] == [r[:t] for r, s in zip(rows, starts) for t in range(s, len(r))]
 
@@ -131,8 +131,8 @@ def test_each_span_sees_its_own_keys_alone(q_lengths, k_lengths, causal):
     want, want_lse = plain(q, k, v, allowed_by(q_lengths, k_lengths, causal))
     gradients = torch.autograd.grad(want, (q, k, v), upstream)
     with torch.no_grad():
-        out, lse = attend(q, k, v, s)
-        got = attend_backward(upstream, q, k, v, out, lse, s)
+        out, lse = attend_spans(q, k, v, s)
+        got = attend_spans_backward(upstream, q, k, v, out, lse, s)
     for a, b in zip((out, lse, *got), (want, want_lse, *gradients)):
         assert a.shape == b.shape and (a - b).abs().max() < 1e-12
 
@@ -147,10 +147,10 @@ def test_two_softmaxes_merge_into_that_of_all_keys_and_share_out_its_gradient():
     first, second = spans_of([T], [3], False, "cpu"), spans_of([T], [S - 3], False, "cpu")
     with torch.no_grad():
         keys = 5 * k
-        out, lse = attend(q, keys[:3], v[:3], first)
-        merge(out, lse, *attend(q, keys[3:], v[3:], second))
+        out, lse = attend_spans(q, keys[:3], v[:3], first)
+        merge(out, lse, *attend_spans(q, keys[3:], v[3:], second))
         assert (out - want).abs().max() < 1e-12 and (lse - want_lse).abs().max() < 1e-12
-        parts = [attend_backward(upstream, q, keys[rows], v[rows], out, lse, s)
+        parts = [attend_spans_backward(upstream, q, keys[rows], v[rows], out, lse, s)
                  for rows, s in ((slice(0, 3), first), (slice(3, S), second))]
     dq, dk, dv = parts[0][0] + parts[1][0], *(torch.cat(pair) for pair in zip(parts[0][1:], parts[1][1:]))
     for a, b in zip((dq, 5 * dk, dv), gradients):
@@ -160,7 +160,7 @@ def test_two_softmaxes_merge_into_that_of_all_keys_and_share_out_its_gradient():
 def test_sixteen_bit_inputs_are_summed_in_float32():
     torch.manual_seed(0)
     q, k, v = (torch.randn(300, h, 16).bfloat16() for h in (4, 2, 2))
-    out, lse = attend(q, k, v, spans_of([300], [300], True, "cpu"))
+    out, lse = attend_spans(q, k, v, spans_of([300], [300], True, "cpu"))
     want, want_lse = plain(*(t.double() for t in (q, k, v)), torch.ones(300, 300, dtype=torch.bool).tril())
     assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
     assert ((out - want).abs() <= 2.0**-8 * want.abs() + 1e-5).all()             # one rounding of the result

@@ -352,17 +352,17 @@ def in_fp32_and_16_bits(model):
     norms = [norm for layer in model.layers for norm in (layer.input_norm, layer.post_norm)] + [model.final_norm]
     linears = [m for m in model.modules() if isinstance(m, lora.Linear) and m.rank]
     adapters = [(linear.working_a, linear.working_b) for linear in linears]
-    fast = attention.attend                                          # takes 16 bits only
+    fast = attention.attend_spans                                          # takes 16 bits only
     try:
         for dtype in (torch.float32, DTYPE):
-            attention.attend = fast.reference if dtype == torch.float32 else fast
+            attention.attend_spans = fast.reference if dtype == torch.float32 else fast
             for norm in norms:
                 norm.dtype = dtype
             for linear, (a, b) in zip(linears, adapters):            # DTYPE: the tensors that graphs captured
                 linear.working_a, linear.working_b = a.to(dtype), b.to(dtype)
             yield dtype
     finally:
-        attention.attend = fast
+        attention.attend_spans = fast
 
 
 def reference_logprobs(model, kv, rows, temperature):

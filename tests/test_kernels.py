@@ -160,13 +160,13 @@ def test_attend_and_its_backward_equal_plain_torch(dtype, H, KV, d, q_lengths, k
     q = torch.randn(sum(q_lengths), H, d, device="cuda", dtype=dtype)
     k, v = torch.randn(2, sum(k_lengths or q_lengths), KV, d, device="cuda", dtype=dtype)
     dout = torch.randn_like(q)
-    out, lse = kernels.attend(q, k, v, s)
+    out, lse = kernels.attend_spans(q, k, v, s)
     exact = [t.double() for t in (q, k, v)]
-    want, want_lse = attention.attend.reference(*exact, s)
+    want, want_lse = attention.attend_spans.reference(*exact, s)
     assert (out - want).norm() < BOUND[dtype] * want.norm()
     assert (lse - want_lse).abs().max() < 1e-4
-    got = kernels.attend_backward(dout, q, k, v, out, lse, s)
-    gradients = attention.attend_backward.reference(dout.double(), *exact, want, want_lse, s)
+    got = kernels.attend_spans_backward(dout, q, k, v, out, lse, s)
+    gradients = attention.attend_spans_backward.reference(dout.double(), *exact, want, want_lse, s)
     for a, b in zip(got, gradients):
         assert (a - b).norm() < BOUND[dtype] * b.norm()
 
