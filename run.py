@@ -118,7 +118,7 @@ def kernels_for(device, wanted):
 # Ranks
 
 def say(text):
-    """Prints above the progress bar; rank 0 alone."""
+    """Prints, above a progress bar if there is one; rank 0 alone."""
     if RANK == 0:
         tqdm.write(text)
 

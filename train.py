@@ -24,14 +24,12 @@ import hashlib
 import json
 import math
 import os
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import program  # isort: skip; before torch
 import torch
-from tqdm import tqdm
 
 import aqn
 import calibrate
@@ -342,12 +340,12 @@ def give_up(run, verdict, step, master):
 # -------------------------------------------------------------------------------------------------
 # The loop: sample, score, update, report
 
-def train(run, bar):
+def train(run):
     args = run.args
     progress = begin(run)
-    bar.initial = bar.n = progress.step
+    first = progress.step
     watch = Watch(args)
-    for step in range(progress.step, args.steps):
+    for step in range(first, args.steps):
         metrics = {"step": step}
         if step == 0:                                            # accuracy before training
             metrics |= evaluate_held_out(run, 0)
@@ -396,7 +394,7 @@ def train(run, bar):
             if args.keep and better:
                 run.folder.keep_adapter("best")
         run.tracker.log(metrics)
-        tell(run, bar, metrics, rows)
+        tell(run, metrics, rows, step == first)
         if watch.see(metrics):
             good = progress.step, run.folder.checkpoints.tensors["master"].clone()
         if watch.verdict:
@@ -417,21 +415,15 @@ def greet(run):
         f"{run.learner.adapter.master.numel():,} trained parameters; writes {args.out}")
 
 
-def tell(run, bar, metrics, rows):
-    """A step on the bar, or as a line where there is no terminal."""
+def tell(run, metrics, rows, is_first):
     args = run.args
     step = metrics["step"] + 1
-    figures = {key: f"{metrics[key]:.3g}"
-               for key in ("reward", "accuracy", "length", "tokens_per_s")}
-    if bar.n == bar.initial:
+    if is_first:
         left = (args.steps - step) * metrics["seconds"]
         say(f"a step takes {metrics['seconds']:.1f} s: {duration(left)} to go, without evaluations")
-    bar.set_postfix(figures)
-    bar.update()
-    if bar.disable:
-        bar.n += 1
-        said = ", ".join(f"{key} {value}" for key, value in figures.items())
-        say(f"step {step}/{args.steps}: {said}, {metrics['seconds']:.1f} s")
+    figures = ", ".join(f"{key} {metrics[key]:.3g}"
+                        for key in ("reward", "accuracy", "length", "tokens_per_s"))
+    say(f"step {step}/{args.steps}: {figures}, {metrics['seconds']:.1f} s")
     if args.show and step % args.show == 0:
         row = rows[0]
         said = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1]
@@ -473,12 +465,9 @@ def main():
         args, before = parse_args()
         with claimed(Path(args.out), args.resume):
             run = prepare(args, before)
-    plain = RANK > 0 or not sys.stderr.isatty()
-    bar = tqdm(total=args.steps, unit="step", dynamic_ncols=True, disable=plain)
-    with ending_with(run.folder.save, f"go on with --resume --out {run.folder.path}"), bar:
+    with ending_with(run.folder.save, f"go on with --resume --out {run.folder.path}"):
         greet(run)
-        train(run, bar)
-        bar.close()
+        train(run)
         farewell(run)
 
 
