@@ -372,7 +372,6 @@ class Sampler:
         return rollouts_of(sequences, time.perf_counter() - began, computed)
 
     def _sequences(self, prompts, group_size, sampling, numbers):
-        """One Sequence a sample, P * group_size of them."""
         limits = sampling.max_new_tokens
         size = len(prompts) * group_size
         if not isinstance(limits, list):
@@ -384,12 +383,12 @@ class Sampler:
             prefix = Prefix(prompt[:-1])
             pos = len(prompt) - 1
             for g in range(group_size):
-                limit = pos + limits[len(sequences)]
+                row = len(sequences)
+                limit = pos + limits[row]
                 assert 0 <= pos and limit < self.max_length, (
                     f"a prompt of {pos + 1} tokens + {limit - pos} new ones does not fit "
                     f"max_length={self.max_length}")
                 key = row_key(sampling.seed, number, g)
-                row = len(sequences)
                 sequences.append(Sequence(row, prompt, key, prefix, prompt[-1], pos, limit))
         return sequences
 

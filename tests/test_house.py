@@ -30,20 +30,20 @@ DOORS = {("ops", "kernels"), ("nvfp4", "marlin_fp4"), ("sampler", "decode")}
 
 # What each may hold at most: what was reached, rounded up, to be lowered with every cut. The aim is
 # 2,400 lines and 120 KB for the method, 3,250 lines for the reading path, 6,450 and 300 KB for all.
-METHOD_BUDGET = 3050, 137                                                # lines, KB of 1,024 bytes
-READING_BUDGET = 4825, 217
-WHOLE_BUDGET = 9895, 439
+METHOD_BUDGET = 3030, 136                                                # lines, KB of 1,024 bytes
+READING_BUDGET = 4805, 217
+WHOLE_BUDGET = 9880, 438
 LARGEST = {                                                               # lines, KB
     "program.py": (125, 4.5),
     "watch.py": (75, 3.1),
-    "train.py": (490, 22.2),
+    "train.py": (475, 21.7),
     "flags.py": (285, 15.1),
     "grpo.py": (250, 11.8),
     "learner.py": (215, 9.6),
     "aqn.py": (95, 4.8),
     "sampler.py": (485, 21.4),
     "model.py": (245, 11.4),
-    "attention.py": (190, 8.0),
+    "attention.py": (185, 8.0),
     "ops.py": (175, 6.9),
     "lora.py": (260, 11.3),
     "nvfp4.py": (320, 14.0),
