@@ -155,7 +155,7 @@ def importance(log_w, loss):
 
 
 def policy_loss(logprobs, advantages, row, weights, loss):
-    """-> loss of a micro-batch of whole rows, sums of METRICS; both add up over micro-batches.
+    """-> loss of a micro-batch of whole rows, and sums for summarize(); both add up (add_sums).
 
     logprobs: LogProbs; row (T,) int64 indexes advantages and weights (B,).
     """

@@ -255,7 +255,7 @@ class Slabs(NamedTuple):
 
 
 class Weight:
-    """A frozen (N, K) weight: dequantize() for the learner, partial() for the sampler.
+    """A frozen (N, K) weight: dequantize() for lora.Linear, partial() for decode.py alone.
 
     dtype: of matmul inputs. Its fast twin is marlin_fp4.PackedWeight.
     """
