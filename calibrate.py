@@ -307,7 +307,7 @@ def to_nvfp4(files, out, codes="search", texts=(), live_vocab=None):
         for name, coded in coded_linears(files, codes, texts[:ends], texts[ends:], live_vocab):
             yield from hf.nvfp4_tensors(name, *coded)
 
-    hf.save_model(tensors(), files.folder, out, hf.NVFP4_CONFIG)
+    hf.save_model(tensors(), files.folder, out, quantization_config=hf.NVFP4_CONFIG)
 
 
 @torch.no_grad()

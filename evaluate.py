@@ -34,7 +34,7 @@ import model as qwen
 import nvfp4
 import rewards
 from answers import can_read
-from run import KERNELS, device_of, few_threads, json_line, kernels_for, write_atomically
+from run import KERNELS, choose_device, few_threads, json_line, write_atomically
 from sampler import Sampler, Sampling, engine_for, rollouts_of
 
 Z = 1.959964                                     # 95 % of a normal lies within +-Z
@@ -284,11 +284,7 @@ def prove_adapter(model, sampler, prompt, max_new_tokens):
 
 def prepare(args, of_run):
     """-> tokenizer, problems, sampler, plug-in, rows of --against, adapter's shift."""
-    device = device_of(args.device, args.model)
-    args.device = args.device or device.type
-    kernels = kernels_for(device, args.kernels)
-    if kernels:
-        print(f"decode kernels: {kernels}, on {torch.cuda.get_device_name(device)}")
+    device = choose_device(args)
     plug_in = rewards.PlugIn(args.reward) if args.reward else None
     others = read_results(args.against) if args.against else None
     if args.adapter:

@@ -148,17 +148,20 @@ def parse_args():
 
     A resumed run's own flags, or those of --like, are the defaults of what is not given again.
     """
-    args = parser.parse_args()
-    if args.resume and args.like:
-        raise ValueError("--like begins a run, --resume goes on with one: give one of the two")
-    if args.model is None:
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--model")                # --help shows the defaults that follow from it
+    first.add_argument("--like")
+    known = first.parse_known_args()[0]
+    if known.model is None:
         parser.set_defaults(**TINY)
     like = {}
-    if args.like:
-        like = without_places(flags_of(Path(args.like) / "run.json"))
+    if known.like:
+        like = without_places(flags_of(Path(known.like) / "run.json"))
         parser.set_defaults(**like)
     args = parser.parse_args()
     before = None
+    if args.resume and args.like:
+        raise ValueError("--like begins a run, --resume goes on with one: give one of the two")
     if args.resume:
         before = flags_of(out_folder(args) / "run.json")
         parser.set_defaults(**without_places(before))

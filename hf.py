@@ -3,7 +3,7 @@ Other programs' folders: Hugging Face models, compressed-tensors NVFP4 weights, 
 
     shards = Shards(resolve("qwen2.5-7b"))
     shards.get("model.norm.weight", device="cuda")     read one tensor at a time
-    save_model(tensors, source, out, quantization)     write a new folder, shard by shard
+    save_model(tensors, source, out)                   write a new folder, shard by shard
 
 What can be wrong with a file is a ValueError that names it. Nothing is unpickled.
 
@@ -21,7 +21,7 @@ from safetensors.torch import load, save, save_file
 
 import nvfp4
 from program import first_line, read_bytes, short
-from run import new_folder, say, write_atomically
+from run import new_folder, say, write_atomically, write_json
 
 SHARD_BYTES = 2**31                              # of an output file, in memory until written
 
@@ -75,10 +75,6 @@ def exactly(wanted):
 def number(most):
     return (f"a number above 0, at most {most:g}",
             lambda value: type(value) in (int, float) and 0 < value <= most)
-
-
-def write_json(path, value):
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def resolve(name, weights=True):
@@ -330,32 +326,25 @@ def nvfp4_tensors(name, packed, block_scale, global_scale):
     yield f"{name}.weight_global_scale", (1 / global_scale).reshape(1).cpu()
 
 
-MERGED = "merged_adapter"                        # in config.json of what tools.convert merged
-
-
 def base_of(folder, base):
-    """The format to hold a folder's linears in: --base, or by default NVFP4, but 16 bits where an
-    adapter was merged: 4 bits round away most of what training changed.
+    """The format to hold a folder's linears in: --base, or by default NVFP4, but 16 bits where
+    tools.convert merged an adapter: 4 bits round away most of what training changed.
     """
-    merged = read_qwen2(folder / "config.json").get(MERGED)
+    merged = read_qwen2(folder / "config.json").get("merged_adapter")
     if merged and base not in (None, "bf16"):
         say(f"{folder}: rounded to {base}, the merged adapter {short(merged)} is mostly lost: keep "
             "--base bf16, or take the model it was trained on with --adapter")
     return base or ("bf16" if merged else "nvfp4")
 
 
-def save_model(tensors, source, out, quantization=None, merged=None):
+def save_model(tensors, source, out, **keys):
     """An iterable of (name, tensor) -> the new model folder `out`, all else copied from `source`.
 
-    quantization: config.json's section, NVFP4_CONFIG or None for 16-bit weights. merged: what
-    `tensors` hold besides the source's.
+    keys: of config.json that tell what the tensors are; without quantization_config, 16-bit ones.
     """
-    config = read_json(source / "config.json") | {"torch_dtype": "bfloat16"}
-    if merged:
-        config[MERGED] = merged
+    config = read_json(source / "config.json")
     config.pop("quantization_config", None)
-    if quantization:
-        config["quantization_config"] = quantization
+    config |= {"torch_dtype": "bfloat16", **keys}
     with new_folder(out) as folder:
         for pattern in ("*.json", "*.txt", "*.jinja", "LICENSE*"):             # tokenizer and kin
             for file in source.glob(pattern):
@@ -412,7 +401,7 @@ def write_peft(folder, tensors, model_name, rank, alpha, norms):
               "init_lora_weights": True, "inference_mode": True}
     data = save(tensors, metadata={"format": "pt"})
     write_atomically(folder / "adapter_model.safetensors", data)
-    write_atomically(folder / "adapter_config.json", json.dumps(config, indent=2).encode())
+    write_json(folder / "adapter_config.json", config)
 
 
 PEFT = {"peft_type": (*exactly("LORA"), True),

@@ -114,6 +114,16 @@ def kernels_for(device, wanted):
     return wanted
 
 
+def choose_device(args):
+    """--device and --kernels of a program -> torch.device; says which kernels decode there."""
+    device = device_of(args.device, args.model)
+    args.device = args.device or device.type
+    kernels = kernels_for(device, args.kernels)
+    if kernels:
+        say(f"decode kernels: {kernels}, on {torch.cuda.get_device_name(device)}")
+    return device
+
+
 # -------------------------------------------------------------------------------------------------
 # Ranks
 
@@ -252,6 +262,10 @@ def claim(folder, resume):
         raise ValueError(f"--out {folder} is not empty: choose another folder{advice}")
 
 
+def write_json(path, value):
+    write_atomically(path, (json.dumps(value, indent=2) + "\n").encode())
+
+
 def write_atomically(path, data):
     """bytes -> file, by a temporary one beside it. A crash leaves the old file or the new."""
     path = Path(path)
@@ -324,7 +338,7 @@ class Checkpoints:
         record = {**self.counters, "sha256": digest(tensors, self.counters)}
         with new_folder(final) as folder:
             write_atomically(folder / "state.safetensors", tensors)
-            write_atomically(folder / "state.json", json.dumps(record).encode())
+            write_json(folder / "state.json", record)
         for old in sorted(self.folder.glob("step_*"))[:-2]:
             shutil.rmtree(old)
 
@@ -385,7 +399,7 @@ class Folder:
                 trim_lines(self.path / name, self.checkpoints.counters.get("step", 0))
         elif RANK == 0:
             (self.path / "run.json").touch(exist_ok=False)       # of two runs, one comes first
-            write_atomically(self.path / "run.json", json.dumps(flags, indent=2).encode())
+            write_json(self.path / "run.json", flags)
         counters = gather([self.checkpoints.counters])[0]
         if counters:
             for name, t in self.checkpoints.tensors.items():
@@ -399,8 +413,7 @@ class Folder:
         """Changes keys of run.json."""
         if RANK == 0:
             path = self.path / "run.json"
-            flags = json.loads(path.read_text()) | changes
-            write_atomically(path, json.dumps(flags, indent=2).encode())
+            write_json(path, json.loads(path.read_text()) | changes)
 
     def snapshot(self, counters):
         """From here on, whatever ends the run saves this whole step."""

@@ -43,8 +43,8 @@ import rewards
 from evaluate import interval
 from flags import check_flags, parse_args
 from learner import Learner
-from run import (RANK, WORLD, Folder, Tracker, claimed, device_of, ending_with, few_threads,
-                 gather, join, kernels_for, say, share, signals_wait)
+from run import (RANK, WORLD, Folder, Tracker, choose_device, claimed, ending_with, few_threads,
+                 gather, join, say, share, signals_wait)
 from sampler import BLOCK, Sampler, Sampling, engine_for, row_key
 from watch import Watch
 
@@ -108,11 +108,7 @@ def prepare(args, before):
         args.lora_alpha = config["lora_alpha"]
         args.train_norms = bool(config.get("modules_to_save"))
     check_flags(args, before)
-    device = device_of(args.device, args.model)
-    args.device = args.device or device.type
-    kernels = kernels_for(device, args.kernels)
-    if kernels:
-        say(f"decode kernels: {kernels}, on {torch.cuda.get_device_name(device)}")
+    device = choose_device(args)
     plug_in = rewards.PlugIn(args.reward) if args.reward else None
     data.style_of(args.prompt_style)
     data.check_source(args.data)

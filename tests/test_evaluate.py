@@ -20,6 +20,7 @@ import evaluate
 import lora
 import model as qwen
 from evaluate import ballots, interval, maj_at_k, mcnemar, paired, pass_at_k
+from run import device_of
 from sampler import Sampler, TorchEngine
 
 ROOT = Path(__file__).parent.parent
@@ -309,7 +310,7 @@ def test_the_gpu_named_is_the_one_that_triton_launches_on(monkeypatch):
     chosen = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    assert [evaluate.device_of(name, '.').type for name in ("cuda:1", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
+    assert [device_of(name, '.').type for name in ("cuda:1", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
     assert chosen == [1, 0]
 
 
@@ -395,7 +396,7 @@ def test_a_run_is_evaluated_with_its_flags_on_what_it_held_out(adapted, tmp_path
 
 
 def test_a_merged_folder_stays_in_16_bits_unless_told_otherwise(tmp_path, capsys, monkeypatch):
-    config = json.loads((ROOT / "tiny" / "config.json").read_text()) | {evaluate.hf.MERGED: "runs/x/adapter"}
+    config = json.loads((ROOT / "tiny" / "config.json").read_text()) | {"merged_adapter": "runs/x/adapter"}
     shutil.copytree(ROOT / "tiny", tmp_path / "merged")
     (tmp_path / "merged" / "config.json").write_text(json.dumps(config))
     assert run(capsys, monkeypatch, "--model", tmp_path / "merged", "--limit", 2)["base"] == "bf16"

@@ -58,7 +58,7 @@ def merge(args):
     model = qwen.load(held["model"], held["base"])
     lora.load_adapter(model, adapter)
     tensors = ((name, t.detach().bfloat16().cpu()) for name, t in hf.model_tensors(model))
-    hf.save_model(tensors, model.folder, args.out, merged=str(adapter))
+    hf.save_model(tensors, model.folder, args.out, merged_adapter=str(adapter))
     print(f"{args.out}: {held['model']} as {held['base']}, with {adapter}, in bf16")
 
 
