@@ -42,8 +42,7 @@ class Problem:
 
     def fields(self):
         """What a function of the user's is told: every field of the row, and these three."""
-        known = {"id": self.id, "question": self.question, "answer": self.answer}
-        return (self.row or {}) | known
+        return (self.row or {}) | {"id": self.id, "question": self.question, "answer": self.answer}
 
 
 SUFFIXES = (".jsonl", ".json", ".parquet")       # in order of preference: the last needs pyarrow
