@@ -324,12 +324,13 @@ def answer(args, tokenizer, problems, sampler, plug_in):
                 finish(i, sorted(waiting.pop(i), key=lambda s: s.row))
 
     def finish(i, sequences):
-        done[i] = rewards.score(tokenizer, [problems[i]], rollouts_of(sequences),
-                                args.prompt_style, plug_in)
-        for sample, row in enumerate(done[i]):
+        rows = rewards.score(tokenizer, [problems[i]], rollouts_of(sequences), args.prompt_style,
+                             plug_in)
+        for sample, row in enumerate(rows):
             lenient = rewards.grade(row["completion"], row["answer"], last_number=True)
             row |= {"sample": sample, "lenient": float(lenient.correct)}
-        out.writelines(map(json_line, done[i]))
+        done[i] = rows                           # whole: Ctrl-C may have come in between
+        out.writelines(map(json_line, rows))
         out.flush()
 
     sampling = Sampling(args.max_new_tokens, tokenizer.end_ids, args.temperature, args.top_k,

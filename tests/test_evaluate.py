@@ -314,14 +314,22 @@ def test_the_gpu_named_is_the_one_that_triton_launches_on(monkeypatch):
     assert chosen == [1, 0]
 
 
-def test_ctrl_c_ends_with_the_figures_and_rows_of_the_problems_that_are_done(tmp_path, capsys, monkeypatch):
-    score = evaluate.rewards.score
+@pytest.mark.parametrize("lenient", [False, True])
+def test_ctrl_c_ends_with_the_figures_and_rows_of_the_problems_that_are_done(tmp_path, capsys, monkeypatch, lenient):
+    """Also where one's rows have their score and not yet all of their keys."""
+    score, grade = evaluate.rewards.score, evaluate.rewards.grade
 
     def interrupt(*arguments):
         if len(scored) == 3:
-            raise KeyboardInterrupt
-        scored.append(arguments[1][0].id)
+            monkeypatch.setattr(evaluate.rewards, "grade", cut)
+        else:
+            scored.append(arguments[1][0].id)
         return score(*arguments)
+
+    def cut(*arguments, last_number=False):
+        if last_number == lenient:
+            raise KeyboardInterrupt
+        return grade(*arguments)
 
     scored, out = [], tmp_path / "a.jsonl"
     monkeypatch.setattr(evaluate.rewards, "score", interrupt)
