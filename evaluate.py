@@ -34,7 +34,7 @@ import model as qwen
 import nvfp4
 import rewards
 from answers import can_read
-from run import KERNELS, choose_device, few_threads, json_line, write_atomically
+from run import KERNELS, choose_device, few_threads, json_line, named, write_atomically
 from sampler import Sampler, Sampling, engine_for, rollouts_of
 
 Z = 1.959964                                     # 95 % of a normal lies within +-Z
@@ -233,7 +233,7 @@ def read_results(path):
     """Rows of another run's --out. ValueError names the line that is not one."""
     rows = []
     for number, row in data.read_rows(Path(path)):
-        known = isinstance(row, dict) and isinstance(row.get("correct"), (int, float))
+        known = isinstance(row, dict) and row.get("correct") in (0, 1)
         if not (known and isinstance(row.get("id"), str) and isinstance(row.get("question"), str)):
             raise ValueError(f"--against {path}:{number}: needs id, question, correct")
         rows.append(row)
@@ -338,7 +338,7 @@ def answer(args, tokenizer, problems, sampler, plug_in):
     began = time.perf_counter()
     idle = None
     file = open(args.out, "x") if args.out else open(os.devnull, "w")
-    with file as out, tqdm(unit=" tokens", unit_scale=True) as bar:
+    with named(args.out), file as out, tqdm(unit=" tokens", unit_scale=True) as bar:
         with suppress(KeyboardInterrupt):
             idle = sampler.generate([p.prompt for p in problems], args.samples, sampling,
                                     progress=progress).idle

@@ -361,7 +361,10 @@ def save_shards(tensors, folder):
     total = 0
 
     def flush():
-        save_file(shard, folder / f"{len(parts)}.part", metadata={"format": "pt"})
+        try:
+            save_file(shard, folder / f"{len(parts)}.part", metadata={"format": "pt"})
+        except SafetensorError as error:         # of a full disk
+            raise OSError(f"{folder}: {error}") from None
         parts.append(list(shard))
         shard.clear()
 

@@ -262,6 +262,17 @@ def claim(folder, resume):
         raise ValueError(f"--out {folder} is not empty: choose another folder{advice}")
 
 
+@contextmanager
+def named(path):
+    """Within, a full disk's error names the file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno and not error.filename:
+            error.filename = str(path)
+        raise
+
+
 def write_json(path, value):
     write_atomically(path, (json.dumps(value, indent=2) + "\n").encode())
 
@@ -271,7 +282,7 @@ def write_atomically(path, data):
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as f:
+        with named(path), open(temporary, "wb") as f:
             f.write(data)
             f.flush()
             os.fsync(f.fileno())
@@ -422,7 +433,7 @@ class Folder:
     def log(self, name, objects):
         """One JSON object a line, to disk before any checkpoint that counts on them."""
         if RANK == 0:
-            with open(self.path / name, "a") as f:
+            with named(self.path / name), open(self.path / name, "a") as f:
                 f.writelines(map(json_line, objects))
                 f.flush()
                 os.fsync(f.fileno())

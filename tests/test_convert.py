@@ -185,6 +185,12 @@ def nan_in_the_last_layer(folder):                         # found only after mu
     edit_weight(folder, lambda w: w * float("nan"))
 
 
+def full_disk(folder):                                     # from the weights on
+    def save_file(*_, **__):
+        raise hf.SafetensorError("I/O error: No space left on device (os error 28)\n")
+    hf.save_file = save_file
+
+
 def cut_shard(folder):
     file = folder / "model-00002-of-00002.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
@@ -196,8 +202,10 @@ def cut_shard(folder):
     (ragged_k, ["config.json", "intermediate_size is 184", "16"]),
     (short_head, ["lm_head.weight has shape (3, 128)"]),
     (nan_in_the_last_layer, ["model.layers.1.mlp.down_proj.weight", "NaN"]),
+    (full_disk, ["/.out.", "No space left on device"]),
     (cut_shard, ["model-00002-of-00002.safetensors", "cut off"])])
 def test_a_bad_source_is_one_clear_line_and_leaves_nothing_behind(bf16, tmp_path, monkeypatch, damage, words):
+    monkeypatch.setattr(hf, "save_file", hf.save_file)     # back afterwards
     damage(bf16)
     line = run(monkeypatch, "nvfp4", bf16, tmp_path / "out")
     assert line.startswith("convert nvfp4: ") and "\n" not in line

@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 import random
+import resource
 import shutil
 import subprocess
 import sys
@@ -273,12 +274,14 @@ def test_a_fresh_adapter_is_said_to_be_the_base(tmp_path, capsys, monkeypatch):
     (["--against", "nowhere.jsonl"], "nowhere.jsonl: cannot be read"),
     (["--against", "taken.jsonl"], "--against taken.jsonl:2: needs id, question, correct"),
     (["--against", "other.jsonl"], "none of its 2 problems is among the 3 here"),
+    (["--against", "seven.jsonl"], "--against seven.jsonl:2: needs id, question, correct"),
     (["--against", "empty.jsonl"], "none of its 0 problems is among the 3 here")])
 def test_bad_input_is_one_clear_line(flags, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("taken.jsonl").write_text(json.dumps(rows([1])[0]) + '\n{"id": "p1", "correct": 1}\n')
     Path("other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows([1, 0])))
     Path("empty.jsonl").write_text("")
+    Path("seven.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows([1, 7])))
     before = Path("taken.jsonl").read_bytes()
     monkeypatch.setattr(sys, "argv", ["evaluate.py", *BASIC, "--limit", "3", *flags])
     with pytest.raises(SystemExit) as stop:
@@ -296,6 +299,19 @@ def test_log_probs_that_are_not_finite_are_one_line(adapted, flags, tmp_path, mo
     with pytest.raises(SystemExit) as stop:
         evaluate.main()
     assert stop.value.code.startswith("evaluate.py: a sampled token's log-prob is not finite: --temperature is too low")
+
+
+@pytest.mark.parametrize("most", [1, 1000])
+def test_a_full_disk_is_one_line_that_names_the_file(most, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", *BASIC, "--limit", "9", "--out", f"{tmp_path}/a.jsonl"])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))          # Python ignores SIGXFSZ
+    try:
+        with pytest.raises(SystemExit) as stop:
+            evaluate.main()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert stop.value.code == f"evaluate.py: [Errno 27] File too large: '{tmp_path}/a.jsonl'"
 
 
 def test_a_flag_cut_short_is_not_guessed(monkeypatch, capsys):
