@@ -128,7 +128,7 @@ def choose_device(args):
 # Ranks
 
 def say(text):
-    """Prints, above a progress bar if there is one; rank 0 alone."""
+    """Prints above the progress bar; rank 0 alone."""
     if RANK == 0:
         tqdm.write(text)
 

@@ -24,12 +24,14 @@ import hashlib
 import json
 import math
 import os
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import program  # isort: skip; before torch
 import torch
+from tqdm import tqdm
 
 import aqn
 import calibrate
@@ -74,6 +76,7 @@ class Run:
     sampler: Sampler
     folder: Folder
     tracker: Tracker
+    bar: tqdm                                    # off where there is no terminal
 
 
 def make_sampler(args, model, learner, num_held_out):
@@ -142,9 +145,11 @@ def prepare(args, before):
         lora.save_adapter(model, folder, tensors["master"])
 
     misses = torch.zeros(len(problems), dtype=torch.int32)
+    plain = RANK > 0 or not sys.stderr.isatty()
     return Run(args, tokenizer, problems, held_out, misses, plug_in, model, learner, sampler,
                Folder(out, learner.tensors() | {"misses": misses}, write_adapter),
-               Tracker(args.report_to, out, vars(args)))
+               Tracker(args.report_to, out, vars(args)),
+               tqdm(total=args.steps, unit="step", dynamic_ncols=True, disable=plain))
 
 
 def loss_of(args):
@@ -313,6 +318,7 @@ def report(run, rows, advantages, weights, rollouts, updates):
 
 def evaluate_held_out(run, step):
     """Greedy answers to the held-out problems, each rank its share, without noise -> metrics."""
+    began = time.time()
     args = run.args
     problems = share(run.held_out)
     greedy = Sampling(args.max_new_tokens, run.tokenizer.end_ids, temperature=0.0)
@@ -323,6 +329,8 @@ def evaluate_held_out(run, step):
         metrics["eval_reward"] = sum(row["task"] for row in rows) / len(rows)
     said = ", ".join(f"{name.removeprefix('eval_')} {value:.3f}" for name, value in metrics.items())
     say(f"after {step} steps: held-out {said}")
+    if not run.bar.disable:
+        run.bar.start_t += time.time() - began   # its steps per second leave this out
     return metrics
 
 
@@ -339,9 +347,9 @@ def give_up(run, verdict, step, master):
 def train(run):
     args = run.args
     progress = begin(run)
-    first = progress.step
+    run.bar.initial = run.bar.n = progress.step
     watch = Watch(args)
-    for step in range(first, args.steps):
+    for step in range(progress.step, args.steps):
         metrics = {"step": step}
         if step == 0:                                            # accuracy before training
             metrics |= evaluate_held_out(run, 0)
@@ -390,7 +398,7 @@ def train(run):
             if args.keep and better:
                 run.folder.keep_adapter("best")
         run.tracker.log(metrics)
-        tell(run, metrics, rows, step == first)
+        tell(run, metrics, rows)
         if watch.see(metrics):
             good = progress.step, run.folder.checkpoints.tensors["master"].clone()
         if watch.verdict:
@@ -411,15 +419,22 @@ def greet(run):
         f"{run.learner.adapter.master.numel():,} trained parameters; writes {args.out}")
 
 
-def tell(run, metrics, rows, is_first):
+def tell(run, metrics, rows):
+    """A step on the bar, or as a line where there is no terminal."""
     args = run.args
+    bar = run.bar
     step = metrics["step"] + 1
-    if is_first:
+    figures = {key: f"{metrics[key]:.3g}"
+               for key in ("reward", "accuracy", "length", "tokens_per_s")}
+    if bar.n == bar.initial:
         left = (args.steps - step) * metrics["seconds"]
         say(f"a step takes {metrics['seconds']:.1f} s: {duration(left)} to go, without evaluations")
-    figures = ", ".join(f"{key} {metrics[key]:.3g}"
-                        for key in ("reward", "accuracy", "length", "tokens_per_s"))
-    say(f"step {step}/{args.steps}: {figures}, {metrics['seconds']:.1f} s")
+    bar.set_postfix(figures)
+    bar.update()
+    if bar.disable:
+        bar.n += 1
+        said = ", ".join(f"{key} {value}" for key, value in figures.items())
+        say(f"step {step}/{args.steps}: {said}, {metrics['seconds']:.1f} s")
     if args.show and step % args.show == 0:
         row = rows[0]
         said = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1]
@@ -461,9 +476,10 @@ def main():
         args, before = parse_args()
         with claimed(Path(args.out), args.resume):
             run = prepare(args, before)
-    with ending_with(run.folder.save, f"go on with --resume --out {run.folder.path}"):
+    with ending_with(run.folder.save, f"go on with --resume --out {run.folder.path}"), run.bar:
         greet(run)
         train(run)
+        run.bar.close()
         farewell(run)
 
 

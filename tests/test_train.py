@@ -84,8 +84,8 @@ def train(argv, folder, log, env, max_file, fault):
     if env:                                                               # run.py reads its rank when it is imported
         for name in [n for n, m in sys.modules.items() if Path(getattr(m, "__file__", None) or "/").parent == ROOT]:
             del sys.modules[name]
-    if "cuda" not in argv:                                  # a kernel that promises any size: 1 TiB is too much
-        resource.setrlimit(resource.RLIMIT_AS, (2**40, 2**40))
+    if "cuda" not in argv:                                  # a kernel that promises any size: 128 GiB are too much
+        resource.setrlimit(resource.RLIMIT_AS, (2**37, 2**37))
     if max_file:
         resource.setrlimit(resource.RLIMIT_FSIZE, (max_file, max_file))
     if fault:
@@ -573,6 +573,17 @@ def test_a_run_says_what_it_will_do_what_it_did_and_what_comes_next(runs):
     about = json.loads((runs.folder / "speaks" / "run.json").read_text())
     assert about["about"].keys() == {"commit", "versions", "hardware", "command", "date"} and about["ended"]
     assert about["about"]["versions"]["torch"] == metadata.version("torch") and "--show 2" in about["about"]["command"]
+
+
+def on_a_terminal():
+    sys.stderr.isatty = lambda: True
+
+
+def test_on_a_terminal_a_bar_shows_the_steps_and_their_accuracy(runs):
+    log = runs.run("bar", "--steps", "3", "--eval-every", "1", fault=on_a_terminal)
+    bars = [part for part in re.split("[\r\n]", log) if "step" in part and "accuracy=" in part]
+    assert "3/3" in bars[-1] and "reward=" in bars[-1] and "tokens_per_s=" in bars[-1], log
+    assert "step 3/3:" not in log and "after 3 steps: held-out accuracy" in log
 
 
 def test_a_run_like_another_says_what_differs_and_keeps_adapters(runs):
