@@ -15,7 +15,6 @@ import re
 import shutil
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save, save_file
 

@@ -326,7 +326,7 @@ def evaluate_held_out(run, step):
     rows = gather(rewards.score(run.tokenizer, problems, rollouts, args.prompt_style, run.plug_in))
     metrics = {"eval_accuracy": sum(row["correct"] for row in rows) / len(rows)}
     if run.plug_in:
-        metrics["eval_reward"] = sum(row["task"] for row in rows) / len(rows)
+        metrics["eval_reward"] = torch.tensor([row["task"] for row in rows]).nanmean().item()
     said = ", ".join(f"{name.removeprefix('eval_')} {value:.3f}" for name, value in metrics.items())
     say(f"after {step} steps: held-out {said}")
     if not run.bar.disable:

@@ -92,6 +92,14 @@ def test_plot_writes_a_picture_of_two_runs(tmp_path, monkeypatch, suffix, magic)
     no_folder = runs[0] / "metrics.jsonl"
     assert str(no_folder) in run(monkeypatch, plot, *runs, "--out", no_folder / f"x.{suffix}")
 
+    def full_disk(_, path, **__):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full_disk)
+    assert "No space left" in run(monkeypatch, plot, *runs, "--out", out)
+    assert out.read_bytes().startswith(magic)
+
 
 def test_panels_are_the_metrics_that_some_run_has():
     plt = pytest.importorskip("matplotlib.pyplot", reason="matplotlib is optional")

@@ -60,6 +60,9 @@ def huge(completion, problem):
 def levels(completion, problem, group):
     return {"level": problem["level"], "group": len(group)}
 
+def unscorable_at_times(completion, problem):
+    return problem["level"] or float("nan")
+
 def ask(problem):
     return [{"role": "system", "content": "Count."}, {"role": "user", "content": problem["question"]}]
 
@@ -666,6 +669,9 @@ def test_a_reward_and_a_prompt_of_ones_own_need_no_gold_and_the_parts_are_logged
     assert all(row["task"] == row["parts"]["level"] + 4 for row in samples)
     assert metrics["reward_group"] == 4 and metrics["reward_level"] == sum(r["parts"]["level"] for r in samples) / 8
     assert 1 <= metrics["eval_reward"] <= 3 and metrics["accuracy"] == 0
+
+    runs.run("at-times", *flags, "--reward", "my_rewards:unscorable_at_times", "--steps", "2", "--eval-problems", "20")
+    assert all(1 < metrics["eval_reward"] < 2 for metrics in runs.metrics("at-times")[1:])
 
 
 # -----------------------------------------------------------------------------

@@ -124,7 +124,9 @@ def main():
         plt.switch_backend("Agg")                # files only: no display needed
         fig = figure(runs, plt)
         out.parent.mkdir(parents=True, exist_ok=True)
-        fig.savefig(out, dpi=150)
+        new = out.with_name(f".{out.name}{out.suffix}")          # a full disk leaves the old curves
+        fig.savefig(new, dpi=150)
+        new.replace(out)
     print(out)
 
 
