@@ -322,8 +322,8 @@ def empty_cache(model, max_length, max_rows, kv_gib):
     blocks = int(min(max_rows * row_blocks + 1, memory / block_bytes))     # +1: block 0
     if blocks < row_blocks + 1:
         need = (row_blocks + 1) * block_bytes / 2**30
-        raise ValueError(f"KV pool of {memory / 2**30:.2f} GiB holds {blocks * BLOCK} "
-                         f"tokens: less than one sequence of {max_length} tokens ({need:.2f} GiB)")
+        raise ValueError(f"KV pool of {memory / 2**30:.2f} GiB holds {blocks * BLOCK} tokens: less "
+                         f"than one sequence of {max_length} tokens ({need:.2g}): raise --kv-gib")
     shape = c.layers, 2, blocks, c.kv_heads, BLOCK, c.head_dim
     try:
         return torch.zeros(shape, dtype=model.dtype, device=model.device)  # 0 * NaN would be NaN

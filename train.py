@@ -130,6 +130,7 @@ def prepare(args, before):
         memory.bound(args.memory_gib, device)
     join(device)
     folder = hf.resolve(args.model)
+    hf.base_of(folder, args.base)                # says what is lost of a merged adapter
     if args.calibrate:
         folder = calibrated(args, folder, tokenizer, problems, out / "base", device)
     model = qwen.load(folder, args.base, device, args.dtype, tokenizer.vocab_size)
@@ -149,7 +150,7 @@ def prepare(args, before):
     return Run(args, tokenizer, problems, held_out, misses, plug_in, model, learner, sampler,
                Folder(out, learner.tensors() | {"misses": misses}, write_adapter),
                Tracker(args.report_to, out, vars(args)),
-               tqdm(total=args.steps, unit="step", dynamic_ncols=True, disable=plain))
+               tqdm(total=args.steps, unit="step", dynamic_ncols=True, smoothing=0, disable=plain))
 
 
 def loss_of(args):

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -237,9 +238,13 @@ def trained(tmp_path):
     return model
 
 
-def test_merged_folder_is_the_trained_model(trained, tmp_path, monkeypatch):
+def test_merged_folder_is_the_trained_model_and_says_what_rounding_it_loses(trained, tmp_path, monkeypatch, capsys):
     """On the base that the run had: merged onto the bf16 original it would be another model."""
     assert run(monkeypatch, "merge", tmp_path / "run", tmp_path / "out") is None
+    assert hf.base_of(tmp_path / "out", None) == "bf16" and hf.base_of(TINY, None) == "nvfp4"
+    assert run(monkeypatch, "nvfp4", tmp_path / "out", tmp_path / "rounded") is None
+    lost = f"rounded to nvfp4, the merged adapter '{tmp_path}/run/adapter' is mostly lost"
+    assert lost[:50] in capsys.readouterr().out
     tokens = torch.randint(0, 460, (2, 24), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         want = trained(tokens).log_softmax(-1)
@@ -265,6 +270,13 @@ def test_a_calibrated_run_is_merged_onto_its_own_base(trained, tmp_path, monkeyp
     merged = hf.Shards(tmp_path / "out")
     for name, want in hf.model_tensors(on_base):
         assert torch.equal(merged.get(name), want.detach().bfloat16()), name
+
+
+def test_ctrl_c_while_merging_leaves_no_half_folder(trained, tmp_path, monkeypatch):
+    monkeypatch.setattr(hf, "write_json", lambda *_: signal.raise_signal(signal.SIGINT))  # the weights are there
+    with pytest.raises(KeyboardInterrupt):
+        run(monkeypatch, "merge", tmp_path / "run", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_what_cannot_be_merged_is_one_line_and_nothing_is_overwritten(trained, tmp_path, monkeypatch):

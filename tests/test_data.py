@@ -308,6 +308,8 @@ QWEN_TEMPLATE = (r"{%- if tools %}{{- '<|im_start|>system\n' }}{{- messages[0]['
 @pytest.mark.parametrize("template,system", [
     (None, data.QWEN_SYSTEM),
     (QWEN_TEMPLATE, "Put it in \\boxed{}.\nBe brief."),
+    ([{"name": "tool_use", "template": "?"}, {"name": "default", "template": QWEN_TEMPLATE}],
+     "Put it in \\boxed{}.\nBe brief."),
     (r"{{ '<|im_start|>' + message['role'] + '\n' }}", None),
 ])
 def test_chat_is_chatml_with_the_templates_own_default_system_message(tmp_path, template, system):

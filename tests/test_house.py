@@ -36,7 +36,7 @@ WHOLE_BUDGET = 9905, 439
 LARGEST = {                                                               # lines, KB
     "program.py": (125, 4.5),
     "watch.py": (75, 3.1),
-    "train.py": (487, 22.1),
+    "train.py": (488, 22.2),
     "flags.py": (285, 15.3),
     "grpo.py": (250, 11.8),
     "learner.py": (215, 9.6),
@@ -323,6 +323,42 @@ def test_the_readme_tree_is_the_disks():
 def test_the_readme_names_the_tools():
     missing = [name for name in FILES if name.startswith("tools/") and Path(name).stem not in README + "__init__"]
     assert not missing, missing
+
+
+def test_requirements_name_what_is_imported_and_the_license_is_there():
+    asked = {name.split(".")[0] for tree in TREES.values() for name, _ in imports(tree)}
+    ours = {module(name).split(".")[0] for name in FILES} | {"tiny"}
+    optional = {"matplotlib", "pyarrow"}                                  # a line says so where they lack
+    named = set(re.findall(r"^\w+", (ROOT / "requirements.txt").read_text(), re.M))
+    assert asked - ours - optional - sys.stdlib_module_names == named - {"pytest"}
+    assert "Apache License" in (ROOT / "LICENSE").read_text() and "[LICENSE](LICENSE)" in README
+
+
+def test_the_readme_names_the_fields_of_a_problem():
+    data = ast.parse((ROOT / "data.py").read_text())
+    known = {node.targets[0].id: ast.literal_eval(node.value) for node in data.body if isinstance(node, ast.Assign)
+             and node.targets[0].id in ("QUESTIONS", "GOLDS")}
+    assert len(known) == 2
+    assert [name for names in known.values() for name in names if f"`{name}`" not in README] == []
+
+
+def test_the_readmes_memory_is_that_of_the_published_sizes():
+    """Linears of 4.5 or 16 bits, embeddings and head of 16; 18 bytes a parameter of an adapter of rank 32; GiB."""
+    table = [line.strip("| ").split(" | ") for line in README.splitlines()
+             if re.match(r"\| (NVFP4|bf16) \+|\| KV c", line)]
+    sizes = next(ast.literal_eval(node.value) for node in TREES["tools/bench.py"].body
+                 if isinstance(node, ast.Assign) and node.targets[0].id == "SIZES")
+    for column, (width, forward, layers, heads, kv_heads, vocab, tied) in enumerate(sizes.values(), 1):
+        kv = kv_heads * 128 if width > 1000 else kv_heads * 64
+        shapes = [(width, width)] * 2 + [(width, kv)] * 2 + [(width, forward)] * 3
+        linears = layers * sum(k * n for k, n in shapes)
+        adapter = layers * sum(32 * (k + n) for k, n in shapes) * 18 / 2**30
+        others = vocab * width * (1 if tied else 2) * 2
+        for row, bits in ((0, 4.5), (1, 16)):
+            weights = (linears * bits / 8 + others) / 2**30
+            said = [float(number) for number in table[row][column].split(" + ")]
+            assert said == pytest.approx([weights, adapter], abs=0.06), (table[row][0], column)
+        assert float(table[2][column]) == layers * 2 * kv * 2 / 1024
 
 
 @pytest.mark.parametrize("command", sorted(set(re.findall(r"python (?:-m [\w.]+|[\w/]+\.py)", README))))

@@ -68,19 +68,33 @@ def test_a_signal_in_convert_leaves_no_half_folder(tmp_path, monkeypatch, number
     assert not list(tmp_path.iterdir())
 
 
-def test_a_gpus_memory_is_told_to_grow_before_anybody_asks_for_the_gpus_name(tmp_path):
+def test_a_gpus_memory_is_told_to_grow_and_threads_not_to_spin_before_torch_is_imported(tmp_path):
     """It was told afterwards, which torch passes over without a word."""
     code = """
 import os, sys, program
-print("torch" in sys.modules, os.environ["PYTORCH_CUDA_ALLOC_CONF"])
+print("torch" in sys.modules, os.environ["PYTORCH_CUDA_ALLOC_CONF"], os.environ["OMP_WAIT_POLICY"])
 import torch
 if torch.cuda.is_available():
     torch.zeros(1, device="cuda")
     assert torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]
 """
-    env = {key: value for key, value in os.environ.items() if "ALLOC_CONF" not in key} | {"PYTHONPATH": str(ROOT)}
+    told = "PYTORCH_CUDA_ALLOC_CONF", "OMP_WAIT_POLICY"
+    env = {key: value for key, value in os.environ.items() if key not in told} | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.split() == ["False", "expandable_segments:True"], done.stderr
+    assert done.returncode == 0 and done.stdout.split() == ["False", "expandable_segments:True", "PASSIVE"], done.stderr
+
+
+@pytest.mark.parametrize("hangups,stop", [("SIG_IGN", False), ("SIG_DFL", True)])
+def test_a_lost_terminal_stops_a_program_but_not_under_nohup(tmp_path, hangups, stop):
+    code = f"""
+import os, signal
+signal.signal(signal.SIGHUP, signal.{hangups})
+import program
+with program.one_line("me"):
+    os.kill(os.getpid(), signal.SIGHUP)
+    print("goes on")
+"""
+    assert run(cwd=tmp_path, code=code) == ((1, "me: stopped by SIGHUP\n") if stop else (0, "goes on\n"))
 
 
 def test_ctrl_c_while_libraries_are_imported_is_one_line(tmp_path):
@@ -134,6 +148,20 @@ def test_wrong_data_is_found_before_a_models_weights_are_downloaded(tmp_path, mo
     with pytest.raises(SystemExit, match="bad.jsonl:1: has no answer"):
         run_here(tmp_path, monkeypatch, *argv, "--data", "bad.jsonl", "--device", "cpu")
     assert "*.json" in asked and "*.safetensors" not in asked
+
+
+@pytest.mark.parametrize("argv,said", [
+    (["train.py", "--lr", "nan"], "--lr must lie in"), (["train.py", "--out", "taken"], "taken is not empty"),
+    (["train.py", "--reward", "no:f"], "--reward no:f"), (["train.py", "--prompt-style", "no:f"], "--prompt-style no"),
+    (["train.py", "--adapter", "no"], "no/adapter_config"), (["train.py", "--resume", "--out", "no"], "no/run.json"),
+    (["evaluate.py", "--out", "taken/x"], "taken/x exists"), (["evaluate.py", "--reward", "no:f"], "--reward no:f"),
+    (["evaluate.py", "--against", "no"], "no: cannot be read")])
+def test_what_is_cheap_to_check_comes_before_any_download(tmp_path, monkeypatch, argv, said):
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "x").write_text("mine")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: 1 / 0)
+    with pytest.raises(SystemExit, match=said):
+        run_here(tmp_path, monkeypatch, *argv, "--model", "some/model", "--data", "gsm8k", "--device", "cpu")
 
 
 def test_help_takes_little_longer_than_torchs_import(tmp_path):

@@ -36,7 +36,7 @@ import train as train_py
 from hf import NVFP4_CONFIG, Shards
 from lora import Adapter, save_adapter
 from model import load
-from sampler import row_key
+from sampler import BLOCK, blocks_for, row_key
 from tiny.arithmetic import arithmetic
 from tiny_qwen2 import config_json, random_tensors, write_folder
 
@@ -267,6 +267,23 @@ def test_every_flag_that_is_a_number_has_a_range():
     numbers = {a.dest for a in flags_py.parser._actions if a.type in (int, float)}
     assert numbers - flags_py.RANGES.keys() == {"overlong_buffer"}        # 0..--max-new-tokens
     assert flags_py.RANGES.keys() <= numbers
+
+
+def test_the_default_folder_carries_model_base_data_and_seed():
+    named = args_of("--model", "x/qwen", "--base", "nf4", "--data", "my/sums.jsonl", "--seed", "7")
+    assert str(flags_py.out_folder(args_of())) == "runs/tiny-nvfp4-arithmetic-0"
+    assert str(flags_py.out_folder(named)) == "runs/qwen-nf4-sums-7"
+
+
+def test_help_has_the_defaults_of_the_model_each_once_in_groups(runs):
+    log = runs.run("help", "--model", "x", "--help", bare=True)
+    said = [" ".join(part.split()) for part in re.split("\n  (?=--)", log)]
+    (steps,), (data_flag,) = ([part for part in said if part.startswith(flag)] for flag in ("--steps ", "--data "))
+    assert steps.endswith("(default: 600)") and "(default: gsm8k)" in data_flag
+    assert all(part.count("(default: ") <= 1 for part in said)
+    titles = re.findall(r"^(\w.*):$", log, re.M)
+    assert titles == ["options", "what most runs set", "model", "data and reward", "rollouts",
+                      "adaptive quantization noise", "learning", "watching and keeping"]
 
 
 def test_the_learning_rate_by_hand():
@@ -572,21 +589,50 @@ def test_a_run_says_what_it_will_do_what_it_did_and_what_comes_next(runs):
     assert len(shown) == 1 and log[shown[0] + 2].startswith("-> ")
     ends = r"speaks: 3 steps in .*; held-out accuracy .*% \[.*%\] before, .*% \[.*%\] after, on 4 problems"
     assert any(re.match(ends, line) for line in log)
-    assert "next: python evaluate.py speaks" in log
+    assert log[-3:] == ["next: python evaluate.py speaks", "      python -m tools.report speaks",
+                        "      python -m tools.convert merge speaks OUT"]
+    tokens = BLOCK * 8 * (blocks_for(512 + 24) + 1)                       # of 8 rows, though --max-rows is 64
+    assert any(line.startswith("KV pool: ") and f", {tokens:,} tokens; " in line for line in log)
     about = json.loads((runs.folder / "speaks" / "run.json").read_text())
     assert about["about"].keys() == {"commit", "versions", "hardware", "command", "date"} and about["ended"]
     assert about["about"]["versions"]["torch"] == metadata.version("torch") and "--show 2" in about["about"]["command"]
 
 
-def on_a_terminal():
+def on_a_terminal_with_slow_evaluations():
+    import sampler
+    generate = sampler.Sampler.generate
+
+    def slowly(self, prompts, samples, sampling, *more, **named):
+        time.sleep(0 if sampling.temperature else 0.4)
+        return generate(self, prompts, samples, sampling, *more, **named)
+
+    sampler.Sampler.generate = slowly
     sys.stderr.isatty = lambda: True
 
 
-def test_on_a_terminal_a_bar_shows_the_steps_and_their_accuracy(runs):
-    log = runs.run("bar", "--steps", "3", "--eval-every", "1", fault=on_a_terminal)
+def test_on_a_terminal_a_bar_shows_the_steps_and_their_accuracy_and_leaves_evaluations_out(runs):
+    log = runs.run("bar", "--steps", "3", "--eval-every", "1", fault=on_a_terminal_with_slow_evaluations)
     bars = [part for part in re.split("[\r\n]", log) if "step" in part and "accuracy=" in part]
     assert "3/3" in bars[-1] and "reward=" in bars[-1] and "tokens_per_s=" in bars[-1], log
     assert "step 3/3:" not in log and "after 3 steps: held-out accuracy" in log
+    steps = sum(json.loads(line)["seconds"] for line in runs.lines("bar"))
+    rates = re.findall(r"(\d)/3 \[.*?, +([\d.]+)(step/s|s/step)", log)
+    seconds = [int(n) / float(rate) if unit == "step/s" else int(n) * float(rate) for n, rate, unit in rates]
+    assert seconds and max(seconds) < steps + 0.8, log                    # the evaluations take 1.6
+
+
+def eight_threads():
+    torch.get_num_threads = lambda: 8
+    torch.set_num_threads = lambda n: print(f"{n} threads")
+
+
+def test_a_merged_model_that_a_run_rounds_is_said_and_threads_are_few_and_a_small_pool_names_its_flag(runs, tmp_path):
+    shutil.copytree(ROOT / "tiny", tmp_path / "merged")
+    config = json.loads((ROOT / "tiny" / "config.json").read_text()) | {"merged_adapter": "runs/x/adapter"}
+    (tmp_path / "merged" / "config.json").write_text(json.dumps(config))
+    log = runs.run("round", "--kv-gib", "1e-9", model=tmp_path / "merged", code=1, fault=eight_threads).splitlines()
+    assert "rounded to nvfp4, the merged adapter 'runs/x/adapter' is mostly lost" in log[0]
+    assert log[1] == "2 threads" and log[-1].endswith(": raise --kv-gib")
 
 
 def test_a_run_like_another_says_what_differs_and_keeps_adapters(runs):
