@@ -132,10 +132,45 @@ def test_flags_and_places_that_cannot_be_are_one_line(tmp_path, monkeypatch):
     ("#least=2", "0 of 161", [])])
 def test_a_reader_sees_the_completions_that_pass_the_filter(address, count, problems, tmp_path, monkeypatch):
     assert run(monkeypatch, write_run(tmp_path / "a"), "--out", tmp_path / "page.html") is None
-    done = subprocess.run([CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=9000",
-                           f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom",
-                           f"file://{tmp_path}/page.html{address}"], capture_output=True, text=True, timeout=120)
-    assert f'id="count">{count}</p>' in done.stdout, done.stderr
-    rows = re.findall(r'<div class="row"><span>[^<]*</span><span>([^<]*)</span>', done.stdout)
+    shown = drawn(tmp_path / "page.html", address)
+    assert f'id="count">{count}</p>' in shown
+    rows = re.findall(r'<div class="row"><span>[^<]*</span><span>([^<]*)</span>', shown)
     assert rows == problems if problems is not None else 10 < len(rows) < 161
-    assert done.stdout.count("<figure>") == 3
+    assert shown.count("<figure>") == 3
+
+
+def drawn(page, address=""):
+    """-> the page's DOM after its scripts."""
+    done = subprocess.run([CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=9000",
+                           f"--user-data-dir={page.with_name('profile')}", "--dump-dom", f"file://{page}{address}"],
+                          capture_output=True, text=True, timeout=120)
+    assert "</html>" in done.stdout, done.stderr
+    return done.stdout
+
+
+HAND = """<script>
+const at = setInterval(() => {
+  if (!one(".rows .row")) return
+  clearInterval(at)
+  one("[name=text]").value = "says 3"
+  one("form").dispatchEvent(new Event("input"))
+  setTimeout(() => one(".rows").children[7].click(), 1000)
+}, 50)
+</script>
+"""
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="looks at the page in a Chromium")
+def test_what_is_typed_filters_and_a_click_opens_a_completion_beside_another_runs_flags(tmp_path, monkeypatch):
+    pair = write_run(tmp_path / "a"), write_run(tmp_path / "b", lr=2e-3)
+    assert run(monkeypatch, *pair, "--out", tmp_path / "page.html") is None
+    with open(tmp_path / "page.html", "a") as page:
+        page.write(HAND)
+    shown = drawn(tmp_path / "page.html")
+    assert 'id="count">80 of 322, mean reward 1.000, 100.0 % right</p>' in shown
+    detail = shown[shown.index('<div class="detail">'):]
+    assert "step 7, problem p-3, " in detail and "reward 1, advantage 1 <button>its group" in detail
+    for title, text in (("Prompt", "What is p-3?"), ("Completion", "step 7 says 3"), ("Gold", "7")):
+        assert f"<b>{title}</b><pre>{text}</pre>" in detail
+    differing = shown[shown.index('<div id="differing">'):shown.index('id="flags"')]
+    assert re.findall(r"<tr><th>(\w+)</th>|<td>([^<]*)</td>", differing) == [("lr", ""), ("", "0.001"), ("", "0.002")]
