@@ -191,6 +191,14 @@ def test_top_k_and_top_p_reach_the_sampler(tmp_path, capsys, monkeypatch):
     assert run(capsys, monkeypatch, *hot)["tokens"] != twice
 
 
+def test_the_cache_is_for_as_many_rows_as_there_are_answers(capsys, monkeypatch):
+    asked = []
+    sampler = evaluate.Sampler
+    monkeypatch.setattr(evaluate, "Sampler", lambda *given: asked.append(given[3]) or sampler(*given))
+    run(capsys, monkeypatch, "--limit", 3, "--samples", 2)
+    assert asked == [6]
+
+
 def test_ids_that_the_tokenizer_lacks_are_never_drawn(capsys, monkeypatch):
     highest = []
     score = evaluate.rewards.score
