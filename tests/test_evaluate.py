@@ -191,12 +191,14 @@ def test_top_k_and_top_p_reach_the_sampler(tmp_path, capsys, monkeypatch):
     assert run(capsys, monkeypatch, *hot)["tokens"] != twice
 
 
-def test_the_cache_is_for_as_many_rows_as_there_are_answers(capsys, monkeypatch):
-    asked = []
+def test_the_cache_is_for_as_many_rows_as_there_are_answers_and_threads_are_few(capsys, monkeypatch):
+    asked, threads = [], []
     sampler = evaluate.Sampler
     monkeypatch.setattr(evaluate, "Sampler", lambda *given: asked.append(given[3]) or sampler(*given))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
     run(capsys, monkeypatch, "--limit", 3, "--samples", 2)
-    assert asked == [6]
+    assert (asked, threads) == ([6], [2])
 
 
 def test_ids_that_the_tokenizer_lacks_are_never_drawn(capsys, monkeypatch):
@@ -271,6 +273,7 @@ def test_a_fresh_adapter_is_said_to_be_the_base(tmp_path, capsys, monkeypatch):
     (["--samples", "0"], "--samples must lie in [1, 1e5], got 0"),
     (["--limit", "-1"], "--limit must lie in [0, 2e9], got -1"),
     (["--samples", "4", "--temperature", "0"], "--samples 4 needs a --temperature above 0"),
+    (["--max-new-tokens", "1020"], "max_position_embeddings is 1024, less than"),
     (["--temperature", "nan"], "--temperature must lie in [0, 1000], got nan"),
     (["--top-p", "0"], "--top-p must lie in (0, 1], got 0.0"),
     (["--model", "nowhere"], "--model nowhere: neither a folder nor a name"),

@@ -235,6 +235,8 @@ def test_values_on_the_edge_are_taken(flags):
     ("--sigma-start 1e-4 --sigma-end 1e-2", r"--sigma-end must lie in \(0, 0.0001\], the --sigma-start, got 0.01"),
     ("--train-norms --kl-beta 0.1", "--kl-beta 0.1: --train-norms"),
     ("--overlong-buffer 8", "--overlong-buffer 8: --overlong mask leaves out"),
+    ("--lr 2 --weight-decay 0.5", "--weight-decay 0.5 x --lr 2.0 must be below 1"),
+    ("--prompts-per-step 600000", "--prompts-per-step 600000 x --group-size 8 is more than a step can hold"),
     ("--calibrate 8 --base nf4", "--calibrate 8 is for NVFP4, --base is nf4"),
     ("--memory-gib 16 --device cpu", "--device is cpu")])
 def test_flags_that_contradict_each_other_are_refused(flags, words):
@@ -598,6 +600,16 @@ def test_a_run_says_what_it_will_do_what_it_did_and_what_comes_next(runs):
     assert about["about"]["versions"]["torch"] == metadata.version("torch") and "--show 2" in about["about"]["command"]
 
 
+def test_a_completion_that_is_shown_brings_no_control_codes(capsys):
+    bar = train_py.tqdm(total=2, disable=True)
+    bar.initial = bar.n = 1                                               # a resumed run's
+    args = SimpleNamespace(steps=2, show=1)
+    metrics = {"step": 1, "seconds": 1.0, "reward": 1.0, "accuracy": 1.0, "length": 3.0, "tokens_per_s": 9.0}
+    row = {"id": "p", "question": "q", "completion": "a\x1b[2J\nb", "reward": 1.0}
+    train_py.tell(SimpleNamespace(args=args, bar=bar), metrics, [row])
+    assert capsys.readouterr().out.endswith("step 2, p, reward 1:\nq\n-> a\\x1b[2J\nb\n")
+
+
 def on_a_terminal_with_slow_evaluations():
     import sampler
     generate = sampler.Sampler.generate
@@ -647,11 +659,11 @@ def test_a_run_like_another_says_what_differs_and_keeps_adapters(runs):
     assert (kept / "step_000002/adapter_model.safetensors").read_bytes() == runs.adapter("second")
 
 
-def test_a_run_starts_from_an_adapter_with_its_rank(runs):
-    runs.run("gives", "--steps", "2", "--lora-rank", "4", "--lora-alpha", "6", "--reward", "my_rewards:by_length")
+def test_a_run_starts_from_an_adapter_with_its_rank_and_norms(runs):
+    runs.run("gives", *"--steps 2 --lora-rank 4 --lora-alpha 6 --train-norms --reward my_rewards:by_length".split())
     runs.run("takes", "--steps", "1", "--adapter", "gives/adapter", "--eval-every", "1", "--lr", "1e-9")
     flags = json.loads((runs.folder / "takes" / "run.json").read_text())
-    assert (flags["lora_rank"], flags["lora_alpha"]) == (4, 6)
+    assert (flags["lora_rank"], flags["lora_alpha"], flags["train_norms"]) == (4, 6, True)
     given, taken = (load_file(runs.folder / name / "adapter/adapter_model.safetensors") for name in ("gives", "takes"))
     for name, value in given.items():                                     # the one update moves them by 1e-9
         torch.testing.assert_close(taken[name], value, atol=1e-8, rtol=0)
@@ -666,6 +678,7 @@ def test_a_finished_run_says_so_and_can_be_extended_from_another_folder(runs, wh
     assert [m["step"] for m in runs.metrics(out)] == list(range(17))
     flags = json.loads((runs.folder / out / "run.json").read_text())
     assert flags["steps"] == 17 and Path(flags["model"]).is_absolute() and Path(flags["data"]).is_absolute()
+    assert flags["about"]["date"] < flags["resumed"] <= flags["ended"]
 
 
 def test_a_run_does_not_go_on_with_other_problems_and_says_which_steps_are_lost(runs):
