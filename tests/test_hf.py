@@ -342,6 +342,12 @@ def test_a_config_that_is_no_object_names_the_file(tmp_path, text):
     assert "\n" not in str(error.value)
 
 
+def test_ids_beyond_the_embedding_are_refused(tiny):
+    load(tiny["tied"].folder, device="cpu", live_vocab=tiny["tied"].raw["vocab_size"])
+    with pytest.raises(ValueError, match="tokenizer.json has ids up to .*, the embedding in config.json .* rows"):
+        load(tiny["tied"].folder, device="cpu", live_vocab=tiny["tied"].raw["vocab_size"] + 1)
+
+
 def test_lengths_and_ranks_beyond_the_model_are_refused(tiny):
     hf.check_lengths(tiny["tied"].folder, 512, 64)
     with pytest.raises(ValueError, match="max_position_embeddings is 512, less than 513, .*--max-new-tokens"):
