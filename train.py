@@ -121,9 +121,10 @@ def prepare(args, before):
     hf.check_lengths(folder, args.max_prompt_tokens + args.max_new_tokens, args.lora_rank)
     tokenizer = data.Tokenizer(folder)
     problems, held_out = data.split_problems(args, tokenizer)
-    found = str([(p.id, p.prompt, p.answer) for p in problems + held_out])
-    args.problems = hashlib.sha256(found.encode()).hexdigest()           # stays in run.json
-    if args.resume and hf.read_json(out / "run.json").get("problems") not in (None, args.problems):
+    known = str([(p.id, p.prompt, p.answer) for p in problems + held_out])
+    args.problems_sha256 = hashlib.sha256(known.encode()).hexdigest()    # stays in run.json
+    had = hf.read_json(out / "run.json") if args.resume else {}
+    if had.get("problems_sha256", args.problems_sha256) != args.problems_sha256:
         raise ValueError(f"--resume: --data {args.data}, --eval-data {args.eval_data}: other "
                          "problems or prompts than when the run began")
     if device.type == "cuda":
