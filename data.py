@@ -25,8 +25,9 @@ from tokenizers import Tokenizer as TokenizerFile
 
 from answers import can_read
 from hf import read_json, read_text, refuse_constant
+from plugin import call, load_function
 from program import first_line, short
-from rewards import call, last_box, load_function
+from rewards import last_box
 from run import say
 from tiny.arithmetic import arithmetic
 

@@ -32,6 +32,7 @@ import hf
 import lora
 import model as qwen
 import nvfp4
+import plugin
 import rewards
 from answers import can_read
 from run import KERNELS, choose_device, few_threads, json_line, named, write_atomically
@@ -285,7 +286,7 @@ def prove_adapter(model, sampler, prompt, max_new_tokens):
 def prepare(args, of_run):
     """-> tokenizer, problems, sampler, plug-in, rows of --against, adapter's shift."""
     device = choose_device(args)
-    plug_in = rewards.PlugIn(args.reward) if args.reward else None
+    plug_in = plugin.Reward(args.reward) if args.reward else None
     others = read_results(args.against) if args.against else None
     if args.adapter:
         hf.read_peft(args.adapter)

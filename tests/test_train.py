@@ -29,7 +29,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tqdm import tqdm
 
+import calibrate
 import data
 import flags as flags_py
 import train as train_py
@@ -520,7 +522,7 @@ def test_a_calibration_that_cannot_be_ends_a_run_in_one_line(runs, flags, words)
 
 
 def answer_nothing():
-    train_py.calibrate.own_answers = None
+    calibrate.own_answers = None
 
 
 def test_what_cannot_be_calibrated_is_refused_before_it_answers(runs):
@@ -614,7 +616,7 @@ def test_a_run_says_what_it_will_do_what_it_did_and_what_comes_next(runs):
 
 
 def test_a_completion_that_is_shown_brings_no_control_codes(capsys):
-    bar = train_py.tqdm(total=2, disable=True)
+    bar = tqdm(total=2, disable=True)
     bar.initial = bar.n = 1                                               # a resumed run's
     args = SimpleNamespace(steps=2, show=1)
     metrics = {"step": 1, "seconds": 1.0, "reward": 1.0, "accuracy": 1.0, "length": 3.0, "tokens_per_s": 9.0}

@@ -33,9 +33,9 @@ import nvfp4
 from attention import lay_out
 from learner import Learner
 from lora import Adapter, Linear
+from prepare import make_sampler
 from run import KERNELS, LOCAL_RANK, WORLD, capability, gather, join, kernels_for, say, share
 from sampler import Sampler, Sampling, engine_for
-from train import make_sampler
 
 SIZES = {  # D, F, layers, H, KV, V, tied: config.json of Qwen2.5-*-Instruct
     "0.5b": (896, 4864, 24, 14, 2, 151936, True), "1.5b": (1536, 8960, 28, 12, 2, 151936, True),
