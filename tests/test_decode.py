@@ -347,19 +347,32 @@ def sampling(temperature=1.0, end_ids=(), top_k=0, top_p=1.0):
     return Sampling(100, end_ids, temperature, top_k, top_p)
 
 
+class As:
+    """A frozen weight that lora.Linear takes for one of another dtype: it rounds its x to that and expands W in it."""
+
+    def __init__(self, weight, dtype):
+        self.weight = weight
+        self.dtype = dtype
+
+    def __getattr__(self, name):
+        return getattr(self.weight, name)
+
+
 def in_fp32_and_16_bits(model):
     """Yields both dtypes after rounding the inputs of the model's matmuls to them; DTYPE, as it was, is the last."""
     norms = [norm for layer in model.layers for norm in (layer.input_norm, layer.post_norm)] + [model.final_norm]
-    linears = [m for m in model.modules() if isinstance(m, lora.Linear) and m.rank]
-    adapters = [(linear.working_a, linear.working_b) for linear in linears]
+    linears = [m for m in model.modules() if isinstance(m, lora.Linear)]
+    kept = [(linear.weight, *((linear.working_a, linear.working_b) if linear.rank else ())) for linear in linears]
     fast = attention.attend_spans                                          # takes 16 bits only
     try:
         for dtype in (torch.float32, DTYPE):
             attention.attend_spans = fast.reference if dtype == torch.float32 else fast
             for norm in norms:
                 norm.dtype = dtype
-            for linear, (a, b) in zip(linears, adapters):            # DTYPE: the tensors that graphs captured
-                linear.working_a, linear.working_b = a.to(dtype), b.to(dtype)
+            for linear, (weight, *adapter) in zip(linears, kept):   # DTYPE: the tensors that graphs captured
+                linear.weight = weight if dtype == DTYPE else As(weight, dtype)
+                if adapter:
+                    linear.working_a, linear.working_b = (t.to(dtype) for t in adapter)
             yield dtype
     finally:
         attention.attend_spans = fast
