@@ -6,7 +6,7 @@ finds that this helps exploration. AQN adds noise whose size is under control: t
 every layer compute with weight + noise,
     noise = sigma * z,   z ~ N(0, 1) of shape (D,), fresh every step.
 The linears behind a norm see (w + noise) * x_hat = (1 + noise / w) * (w * x_hat): column i of
-their W (N, K) is in effect multiplied by 1 + noise_i / w_i. q, k, v share one z, gate and up
+their W is in effect multiplied by 1 + noise_i / w_i. q, k, v share one z, gate and up
 another; o and down have none.
 
     stage k = min(floor(step / floor(M / K)), K - 1)        M steps in K equal stages

@@ -34,7 +34,7 @@ import model as qwen
 import nvfp4
 import plugin
 import rewards
-from answers import can_read
+from answers import can_read, is_equal
 from run import KERNELS, choose_device, few_threads, json_line, named, write_atomically
 from sampler import Sampler, Sampling, engine_for, rollouts_of
 
@@ -55,7 +55,7 @@ def ballots(answers):
     vote = {None: None}
     for answer in answers:
         if answer not in vote:
-            equal = (v for v in vote.values() if rewards.is_equal(answer, v))
+            equal = (v for v in vote.values() if is_equal(answer, v))
             vote[answer] = next(equal, answer)
     return [vote[answer] for answer in answers]
 

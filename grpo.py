@@ -4,15 +4,15 @@ The learning rule: rewards -> advantages -> token weights -> loss, for GRPO, DAP
     P prompts, G samples each: B = P * G rows; rows [p * G, (p + 1) * G) answer prompt p
     T completion tokens of all rows laid end to end; row (T,) says which row a token belongs to
 
-    loss = sum_t weight[row_t] * (-w_t min(r_t A, clip(r_t, 1 - low, 1 + high) A) + beta * k3_t)
-    A    = advantage[row_t]
-    r_t  = policy / proximal policy              the clip holds the policy near the proximal one
-    w_t  = min(proximal policy / sampler, C)     truncated importance sampling
+    loss  = sum_t weight[row_t] * (-w_t min(rho_t A, clip(rho_t, 1 - low, 1 + high) A) + beta k3_t)
+    A     = advantage[row_t]
+    rho_t = policy / proximal policy             the clip holds the policy near the proximal one
+    w_t   = min(proximal policy / sampler, C)    truncated importance sampling
 
 The sampler's log-probs are those it wrote down, noise and temperature included. The proximal policy
 is the learner at its own first pass over a row (decoupled PPO: Hilton et al. 2110.00641; TIS: Yao
 et al. 2025): noise and rounding then cost no token its gradient, only its weight. No second forward
-pass is needed: at the first pass r = 1, later ones read one stored fp32 a token. So where a batch
+pass is needed: at the first pass rho = 1, later ones read one stored fp32 a token. So where a batch
 is split into disjoint updates, w covers what earlier ones moved and the clip never acts; verl takes
 its proximal policy before the first update instead, for one more forward pass.
 
@@ -41,7 +41,7 @@ class Loss:
     divisor: Callable                            # of (rows, tokens, lengths, limit)
     clip_low: float = 0.2                        # Table 4, for every loss
     clip_high: float = 0.28
-    sequence_level: bool = False                 # r, w are one a row: exp of the mean of the logs
+    sequence_level: bool = False                 # rho, w: one a row, exp of the mean of the logs
     correction: str = "truncate"
     cap: float = 2.0                             # C of the correction
     kl_beta: float = 0.0                         # weight of k3 to the base without adapter
@@ -51,7 +51,7 @@ LOSSES = {
     "grpo": Loss(lambda rows, tokens, lengths, limit: rows * lengths),
     "dapo": Loss(lambda rows, tokens, lengths, limit: tokens),
     "dr_grpo": Loss(lambda rows, tokens, lengths, limit: rows * limit),
-    # The GSPO paper's clip: with correction="ppo" the noise's effect on r is beyond it.
+    # The GSPO paper's clip: with correction="ppo" the noise's effect on rho is beyond it.
     "gspo": Loss(lambda rows, tokens, lengths, limit: rows * lengths, 3e-4, 4e-4,
                  sequence_level=True),
 }
@@ -106,8 +106,8 @@ def loss_mask(rewards, finished, mask_truncated):
 
 
 def minibatches(mask, group_size, count):
-    """loss_mask (B,) -> `count` masks (B,), each row of it in one of them: whole groups, in order,
-    as many with such a row in one as in another, or one more.
+    """loss_mask (B,) -> `count` masks (B,), disjoint parts of it: whole groups, in order, shared
+    out evenly; groups without a row in the loss do not count.
     """
     groups = mask.view(-1, group_size).any(dim=1)
     part = (groups.cumsum(0) - 1) * count // groups.sum().clamp(min=1)
@@ -169,19 +169,19 @@ def policy_loss(logprobs, advantages, row, weights, loss):
     sums = mismatch_sums(fixed - sampler)
     if loss.correction == "ppo":
         proximal = sampler
-    log_r = fixed - proximal                                                # (T,)
+    log_rho = fixed - proximal                                              # (T,)
     log_w = proximal - sampler                                              # (T,)
     if loss.sequence_level:
-        log_r = row_means(log_r, row, len(weights))
+        log_rho = row_means(log_rho, row, len(weights))
         log_w = row_means(log_w, row, len(weights))
-    ratio = log_r.clamp(-20, 20).exp()
+    rho = log_rho.clamp(-20, 20).exp()
     A = advantages[row] * importance(log_w, loss)                           # (T,)
-    clip_low = (A < 0) & (ratio < 1 - loss.clip_low)
-    clip_high = (A > 0) & (ratio > 1 + loss.clip_high)
-    # The last factor is 1 with gradient dlogp: the gradient is A * r * dlogp. For gspo too:
-    # d(A * r) is the sum over tokens of A * r / length * dlogp, and 1 / length is in the weight.
-    surrogate = A * ratio * (policy - fixed).exp()
-    clipped = A * ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high)        # no gradient
+    clip_low = (A < 0) & (rho < 1 - loss.clip_low)
+    clip_high = (A > 0) & (rho > 1 + loss.clip_high)
+    # The last factor is 1 with gradient dlogp: the gradient is A * rho * dlogp. For gspo too:
+    # d(A * rho) is the sum over tokens of A * rho / length * dlogp; 1 / length is in the weight.
+    surrogate = A * rho * (policy - fixed).exp()
+    clipped = A * rho.clamp(1 - loss.clip_low, 1 + loss.clip_high)        # no gradient
     per_token = -torch.where(clip_low | clip_high, clipped, surrogate)
     sums["clip_low"] = clip_low.sum().double()
     sums["clip_high"] = clip_high.sum().double()
@@ -205,7 +205,7 @@ def mismatch_sums(d):
     """d (T,) = learner's log-prob - sampler's -> name -> sum of all tokens, of ratio_max the
     largest; float64: counts stay exact, and a step adds many.
 
-    Their ratio is not the r of the loss, which is policy / proximal policy.
+    Their ratio is not the rho of the loss, which is policy / proximal policy.
     """
     d = d.double()
     ratio = d.clamp(-20, 20).exp()

@@ -32,7 +32,7 @@ class Update(NamedTuple):
     sums: dict                                   # of the trained tokens, for grpo.summarize
     grad_norm: float                             # before clipping
     lr: float
-    problem: str = ""                            # why the step was left out
+    failure: str = ""                            # why it was skipped
 
 
 class Learner:

@@ -44,7 +44,7 @@ class Progress:
 
 @dataclass
 class Run:
-    """What does not change from step to step, but for what the learner updates."""
+    """What all steps share; where it stands is in Progress."""
     args: argparse.Namespace
     tokenizer: data.Tokenizer
     problems: list                               # of data.Problem; held_out likewise

@@ -1,5 +1,5 @@
 """
-A run among other processes and on a disk: ranks, signals, files, checkpoints, trackers.
+What a run stands on: its device, ranks, signals, files, checkpoints, trackers.
 
 Ranks. Started by torchrun, WORLD processes run the same script, each with a GPU of its own and
 the whole model; RANK is this one's number. Started by hand there is one: share, gather and all_sum
@@ -438,10 +438,10 @@ class Folder:
                 f.flush()
                 os.fsync(f.fileno())
 
-    def keep_adapter(self, name):
-        """A copy of the last whole step's adapter that stays: adapters/NAME."""
+    def keep_adapter(self, name, tensors=None):
+        """Write adapters/NAME, which stays: of `tensors`, or as of the last whole step."""
         if RANK == 0:
-            self.write_adapter(self.checkpoints.tensors, self.path / "adapters" / name)
+            self.write_adapter(tensors or self.checkpoints.tensors, self.path / "adapters" / name)
 
     def save(self):
         """Checkpoint and adapter/ of the last whole step -> what there is to say."""

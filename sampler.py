@@ -305,8 +305,8 @@ def rollouts_of(sequences, seconds=0.0, computed=0):
                     [s.finished for s in sequences], seconds, computed)
 
 
-def empty_cache(model, max_length, max_rows, kv_gib):
-    """-> kv as TorchEngine takes it, of as many blocks as Sampler says."""
+def allocate_kv(model, max_length, max_rows, kv_gib):
+    """-> kv as TorchEngine takes it; arguments as of Sampler."""
     c = model.config
     row_blocks = blocks_for(max_length) + 1                      # +1: the prefix's rounding
     block_bytes = c.layers * 2 * c.kv_heads * BLOCK * c.head_dim * model.dtype.itemsize
@@ -341,7 +341,7 @@ class Sampler:
     """
 
     def __init__(self, engine_class, model, max_length, max_rows=256, kv_gib=None):
-        kv = empty_cache(model, max_length, max_rows, kv_gib)
+        kv = allocate_kv(model, max_length, max_rows, kv_gib)
         self.engine = engine_class(model, kv, max_rows)
         self.pool = BlockPool(kv.shape[2])
         self.max_length = max_length
@@ -431,7 +431,7 @@ class Sampler:
                 self._release(newest)
                 newest.prefix = Prefix((newest.prompt + newest.completion)[:-1])
                 waiting.appendleft(newest)
-                assert live, "the pool holds one sequence: see empty_cache"
+                assert live, "the pool holds one sequence: see allocate_kv"
                 if newest is s:
                     return
             s.blocks += self.pool.take(need)

@@ -76,7 +76,7 @@ def sample(run, step, sigma, places, indices):
 
 
 def score(run, problems, rollouts):
-    """-> rows of rewards.score() with `reward`: `task`, the format's and the length's added."""
+    """-> rows of rewards.score(), each with its `reward`: `task` + what format and length add."""
     args = run.args
     rows = rewards.score(run.tokenizer, problems, rollouts, args.prompt_style, run.plug_in)
     for row in rows:
@@ -114,15 +114,15 @@ def remember(run, indices, rows):
 
 
 def update(run, step, rollouts, advantages, weights):
-    """weights: as compare() gives them -> the Updates of all passes."""
+    """weights: of one pass, as compare() gives them -> the Updates of all passes."""
     args = run.args
-    weights = weights * args.epochs
+    weights = weights * args.epochs              # the list over and over
     updates = []
     for u, weight in enumerate(weights):
         lr = lr_at(args, (step + (u + 0.5) / len(weights)) / args.steps)
         updates.append(run.learner.update(rollouts, advantages, weight, lr))
-        if updates[-1].problem:
-            say(f"step {step}: {updates[-1].problem}: update skipped")
+        if updates[-1].failure:
+            say(f"step {step}: {updates[-1].failure}: update skipped")
     return updates
 
 
@@ -180,14 +180,13 @@ def evaluate_held_out(run, step):
 
 
 def give_up(run, verdict, step, master):
-    if RANK == 0:
-        run.folder.write_adapter({"master": master}, run.folder.path / "adapters" / "last_good")
+    run.folder.keep_adapter("last_good", {"master": master})
     gather([])                                   # torchrun ends all ranks when one has ended
     raise program.Stopped(f"{verdict}; adapters/last_good is that of step {step}")
 
 
 # -------------------------------------------------------------------------------------------------
-# The loop: sample, score, update, report
+# The loop: sample, compare, update, report
 
 def train(run):
     args = run.args

@@ -105,7 +105,7 @@ def test_the_gradient_is_that_of_float64_autograd_on_the_whole_batch(tiny, loss,
     low, high = 1 - learner.loss.clip_low, 1 + learner.loss.clip_high
     assert ((ratios < low) | (ratios > high)).any()                       # the clip has something to do
     update = learner.update(rollouts, advantages, weights, lr=0.0)
-    assert update.problem == "" and learner.skipped == 0
+    assert update.failure == "" and learner.skipped == 0
     # Two blocks of fp32 sums of up to 192 terms, log-probs of up to 12: as in test_model.py's finite differences.
     assert difference(learner.adapter, want) < 1e-5
     norm = torch.cat([t.flatten() for t in want.values()]).norm().item()
@@ -263,7 +263,7 @@ def test_a_loss_or_gradient_that_is_not_finite_is_skipped_counted_and_changes_no
         monkeypatch.setattr(learner, "gradient", gradient)
     for count in (1, 2):
         update = learner.update(rollouts, advantages, weights, lr=1e-3)
-        assert "gradient norm" in update.problem and learner.skipped == count == learner.counters()["skipped"]
+        assert "gradient norm" in update.failure and learner.skipped == count == learner.counters()["skipped"]
     assert all(torch.equal(t, before[name]) for name, t in learner.tensors().items())
     assert learner.loss_scale == 1.0 and "loss_scale" not in learner.counters()
 
@@ -293,7 +293,7 @@ def test_float16_scales_the_loss_and_the_gradient_is_the_same(tiny):
     learner, _, *step = some_step(tiny, norms=True, dtype=torch.float16)
     assert learner.loss_scale == FIRST_LOSS_SCALE == 2.0**14
     halved = 0
-    while learner.update(*step, lr=0.0).problem:                          # the tiny model's gradients are steep
+    while learner.update(*step, lr=0.0).failure:                          # the tiny model's gradients are steep
         halved += 1
     assert halved < 4 and learner.counters() == dict(skipped=halved, loss_scale=2.0**(14 - halved), good_updates=1)
     assert (learner.adapter.master.grad - want).norm() < 2**-7 * want.norm()            # 20 roundings of 2^-11 a token
@@ -303,14 +303,14 @@ def test_gradients_beyond_float16_lower_the_scale_until_they_fit_and_an_infinite
     learner, _, rollouts, advantages, weights = some_step(tiny, dtype=torch.float16, max_grad_norm=0.2)
     before = learner.adapter.master.data.clone()
     scales = []
-    while learner.update(rollouts, 50 * advantages, weights, lr=1e-3).problem:
+    while learner.update(rollouts, 50 * advantages, weights, lr=1e-3).failure:
         scales.append(learner.loss_scale)
         assert torch.equal(learner.adapter.master.data, before) and len(scales) < 14
     assert len(scales) > 4 and scales == [2.0**14 / 2**n for n in range(1, len(scales) + 1)]
     assert learner.skipped == len(scales) and learner.good_updates == 1
     assert learner.adapter.master.data.isfinite().all() and not torch.equal(learner.adapter.master.data, before)
     advantages[3] = float("inf")                                          # a reward's fault, not the scale's
-    assert learner.update(rollouts, advantages, weights, lr=1e-3).problem
+    assert learner.update(rollouts, advantages, weights, lr=1e-3).failure
     assert (learner.loss_scale, learner.good_updates) == (scales[-1], 1)
 
 

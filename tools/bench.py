@@ -237,7 +237,7 @@ def step(args):
         rollouts = functools.reduce(operator.add, gather([own]))         # end this together
         sampled = time.perf_counter()
         update = learner.update(rollouts, advantages, weights, lr=1e-6)
-        assert not update.problem, update.problem
+        assert not update.failure, update.failure
         torch.cuda.synchronize()
         done = time.perf_counter()
     rows = [prompt + answer for prompt, answer in zip(rollouts.prompts, rollouts.completions)]
