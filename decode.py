@@ -78,10 +78,9 @@ def partial(linear, x, matmul):
     R = linear.rank
     a = linear.working_a if R else None
     packed = isinstance(linear.weight, marlin_fp4.PackedWeight)
-    if packed and not linear.weight.expands(len(x)):
-        slabs = matmul(x, linear.weight, a)
-    else:
-        slabs = linear.weight.partial(x, a)
+    if not packed or linear.weight.expands(len(x)):
+        matmul = marlin_fp4.expanded_matmul
+    slabs = matmul(x, linear.weight, a)
     return Partial(slabs.sums, slabs.scale, linear.working_b if R else slabs.scale, linear.weight.N,
                    slabs.sums.shape[2], slabs.KB, slabs.L, constexpr(max(slabs.most)), constexpr(R))
 

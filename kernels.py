@@ -4,9 +4,9 @@ Every Triton kernel but the 4-bit matmul's (portable_fp4.py, marlin_fp4.py).
     the decode step        all between two matmuls, attention to the cache, the draw: see decode.py
     the learner's twins    of what ops.py, attention.py and nvfp4.py mark twin_in_kernels
 
-Finishing a linear. A matmul leaves slabs of split-K partial sums (nvfp4.Slabs), columns N.. being
-x @ A.T of the adapter. Whoever reads them adds those that hold something, in order, and rounds
-where model.py does. 1/rms needs a whole row, which no program sees: programs leave sums of
+Finishing a linear. A matmul leaves slabs of split-K partial sums (marlin_fp4.Slabs), columns N..
+being x @ A.T of the adapter. Whoever reads them adds those that hold something, in order, and
+rounds where model.py does. 1/rms needs a whole row, which no program sees: programs leave sums of
 squares of their columns, for the reader of the next matmul (model.py says why it may).
 
 Programmatic dependent launch. A kernel lets the next one start at once (overlap) and loads what

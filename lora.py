@@ -22,7 +22,7 @@ K-augmentation. The learner expands W into a buffer with room to the right and b
 so that forward [x | x@A.T] @ wide[:N].T and backward [dy | dy@sB] @ wide[:, :K] are one matmul
 each: the adapter costs (P*R)/K more columns instead of another pass over y.
 
-Not here: the sampler's kernels, which compute the same from Weight.partial (nvfp4.py); dropout.
+Not here: the sampler's kernels, which compute the same (decode.partial); dropout.
 
 Shapes: M rows (tokens), N out_features, K in_features, R LoRA rank, P parts of a fused linear.
 """
@@ -137,7 +137,7 @@ class Linear(torch.nn.Module):
         """W + s * B @ A in fp32, (N, K): what an exported checkpoint holds."""
         w = torch.empty(self.weight.N, self.weight.K, device=self.weight.device)
         self.weight.dequantize(out=w)
-        self.weight.__dict__.pop("dense", None)                  # kept on a CPU: used once here
+        self.weight.dense = None                 # used once here
         if self.rank:
             b = self.adapter.scale * self.b.data
             w += torch.block_diag(*b.split(self.parts)) @ self.a.data

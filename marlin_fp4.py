@@ -59,7 +59,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nvfp4 import Slabs, Weight
+from nvfp4 import Weight
+from ops import mm_fp32
 from run import capability
 
 BLOCK = 16                          # weights per scale
@@ -556,6 +557,24 @@ def decode_kernel(
 # -----------------------------------------------------------------------------
 # Its launch: which tile for which M, who walks which blocks
 
+class Slabs(NamedTuple):
+    """x @ [W; A].T as split-K partial sums: whoever reads them adds up and finishes the linear.
+
+    Column n < N of the product is scale[n] times its sum; columns N.. are x @ A.T, unscaled.
+    pieces() tells from KB and L which slabs hold a part; the others hold anything.
+    """
+    sums: torch.Tensor      # fp32 (S, M, at least N + R)
+    scale: torch.Tensor     # fp32 (N,)
+    KB: int = 1             # blocks of 128 along K
+    L: int = 1              # blocks that one program walked
+
+    @property
+    def most(self):
+        """The most slabs of any column of x @ W.T, and those of x @ A.T."""
+        blocks_of_a = min(self.L, -(-self.KB // 4))
+        return (self.KB + self.L - 2) // self.L + 1, -(-self.KB // blocks_of_a)
+
+
 class Config(NamedTuple):
     BM: int                 # rows of x in a tile
     num_stages: int         # blocks in the ring
@@ -684,3 +703,19 @@ def decode_matmul(x, weight, lora_a=None, slabs=None, pdl=False):
         x_map, *weight.maps, a_map, out_map, slabs, N, plan.KB, plan.L, plan.a_programs,
         config, PDL=pdl, num_warps=4, maxnreg=config.maxnreg, launch_pdl=pdl)
     return Slabs(slabs, weight.out_scale, plan.KB, plan.L)
+
+
+@cache
+def ones(n, device):
+    return torch.ones(n, device=device)
+
+
+def expanded_matmul(x, weight, lora_a=None):
+    """As decode_matmul, for more rows and other formats: of the 16-bit W, in one slab."""
+    N = weight.N
+    R = 0 if lora_a is None else len(lora_a)
+    slabs = torch.empty(1, len(x), N + R, device=x.device)
+    mm_fp32(x, weight.dequantize().T, out=slabs[0, :, :N])
+    if R:
+        mm_fp32(x, lora_a.T, out=slabs[0, :, N:])
+    return Slabs(slabs, ones(N, x.device))

@@ -24,12 +24,12 @@ of compressed-tensors and bitsandbytes.
 Not here: codes chosen from data (calibrate.py), 4-bit activations, NF4's double quantization.
 """
 import math
-from functools import cache, cached_property
+from functools import cache
 from typing import Callable, NamedTuple
 
 import torch
 
-from ops import mm_fp32, twin_in_kernels
+from ops import twin_in_kernels
 
 CHUNK = 2**22                                    # weights at a time: 100 MB of fp32 temporaries
 
@@ -236,29 +236,8 @@ FORMATS = {
 # -------------------------------------------------------------------------------------------------
 # A frozen weight
 
-class Slabs(NamedTuple):
-    """x @ [W; A].T as split-K partial sums: whoever reads them adds up and finishes the linear.
-
-    Column n < N of the product is scale[n] times its sum; columns N.. are x @ A.T, unscaled.
-    marlin_fp4.pieces tells from KB and L which slabs hold a part; the others hold anything.
-    """
-    sums: torch.Tensor                           # fp32 (S, M, at least N + R)
-    scale: torch.Tensor                          # fp32 (N,)
-    KB: int = 1                                  # blocks of 128 along K
-    L: int = 1                                   # blocks that one program walked
-
-    @property
-    def most(self):
-        """The most slabs of any column of x @ W.T, and those of x @ A.T."""
-        blocks_of_a = min(self.L, -(-self.KB // 4))
-        return (self.KB + self.L - 2) // self.L + 1, -(-self.KB // blocks_of_a)
-
-
 class Weight:
-    """A frozen (N, K) weight: dequantize() for lora.Linear, partial() for decode.py alone.
-
-    dtype: of matmul inputs. Its fast twin is marlin_fp4.PackedWeight.
-    """
+    """A frozen (N, K) weight; dtype: of matmul inputs. Its fast twin is marlin_fp4.PackedWeight."""
 
     def __init__(self, tensors, dequantize, shape, dtype):
         self.tensors = tensors
@@ -267,29 +246,18 @@ class Weight:
         self.dtype = dtype
         self.device = tensors[0].device
         self.nbytes = sum(t.nbytes for t in tensors)
-        self.ones = torch.ones(self.N, device=self.device)
+        self.dense = None                        # W, on a CPU
 
     def dequantize(self, out=None):
         """-> W (N, K) in dtype, not to be written to; or in `out`, rows of any stride."""
-        if self.device.type == "cpu":            # kept: decoding takes longer than the product
-            return self.dense if out is None else out.copy_(self.dense)
-        return self._dequantize(*self.tensors, dtype=self.dtype, out=out)
-
-    @cached_property
-    def dense(self):
-        return self._dequantize(*self.tensors, dtype=self.dtype)
-
-    def partial(self, x, a=None):
-        """x (M, K), LoRA's A (R, K) or None -> Slabs of x @ [W; A].T. Here: one slab, complete."""
-        columns = self.N + (0 if a is None else len(a))
-        sums = torch.empty(1, len(x), columns, device=x.device)
-        mm_fp32(x, self.dequantize().T, out=sums[0, :, :self.N])
-        if a is not None:
-            mm_fp32(x, a.T, out=sums[0, :, self.N:])
-        return Slabs(sums, self.ones)
+        if self.device.type != "cpu":
+            return self._dequantize(*self.tensors, dtype=self.dtype, out=out)
+        if self.dense is None:                   # kept: decoding takes longer than the product
+            self.dense = self._dequantize(*self.tensors, dtype=self.dtype)
+        return self.dense if out is None else out.copy_(self.dense)
 
     def expands(self, rows):
-        """Whether partial() of so many rows makes a 16-bit W first."""
+        """Whether a decode step of so many rows makes a 16-bit W first."""
         return self.tensors[0].dtype != self.dtype
 
 

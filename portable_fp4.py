@@ -22,8 +22,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from marlin_fp4 import TILE, a_blocks, planes_of, prepare, scales_of, spread
-from nvfp4 import Slabs
+from marlin_fp4 import TILE, Slabs, a_blocks, planes_of, prepare, scales_of, spread
 from run import capability
 
 

@@ -91,7 +91,7 @@ def random_linear(M, N, KB, L, parts, R, gen):
     rows = list(torch.arange(N).split(parts))
     for p, r in enumerate(rows if R else []):
         y[:, r] += total[:, N + p * R:N + (p + 1) * R].to(DTYPE).double() @ b[r].double().T
-    most = max(nvfp4.Slabs(slab, scale, KB, L).most)
+    most = max(marlin_fp4.Slabs(slab, scale, KB, L).most)
     return kernels.Partial(slab, scale, b, N, slab.shape[2], KB, L, const(most), const(R)), y
 
 

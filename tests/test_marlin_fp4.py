@@ -21,8 +21,8 @@ import marlin_fp4
 import portable_fp4
 import run
 from marlin_fp4 import (DEFAULTS, FLAT, ROWS_64B, ROWS_256B, SUMS, TUNED, decode_config,
-                        decode_kernel, decode_matmul, pack, schedule)
-from nvfp4 import Slabs
+                        Slabs, decode_kernel, decode_matmul, expanded_matmul, pack, schedule)
+from nvfp4 import FORMATS, freeze
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels need a GPU")
 both = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -144,18 +144,27 @@ def test_bad_input_is_named():
         decode_matmul(torch.zeros(1, 32).bfloat16(), pack(packed, scale, one))
 
 
-def test_partial_expands_w(monkeypatch):
-    weight, w = random_weight(300, 272)
-    x, a = torch.randn(5, 272), torch.randn(8, 272)
-    monkeypatch.setattr(weight, "dequantize", w.float)               # its kernel needs a GPU
-    sums, scale, KB, L = weight.partial(x, a)
-    assert sums.shape == (1, 5, 308) and (KB, L) == (1, 1)
-    y = sums[0].double()
-    # fp32 sums of 272 terms
-    bound = 272 * 2 ** -23 * (x.double().abs() @ w.abs().T)
-    assert ((y[:, :300] * scale - x.double() @ w.T).abs() <= bound).all()
-    assert (y[:, 300:] - x.double() @ a.double().T).abs().max() < 1e-4
-    assert not weight.expands(256) and weight.expands(257)
+@both
+@pytest.mark.parametrize("base", [*FORMATS, "packed"])
+@pytest.mark.parametrize("M,R", [(1, 0), (5, 8), (33, 3)])
+def test_the_matmul_of_an_expanded_weight_is_float64s(monkeypatch, base, dtype, M, R):
+    torch.manual_seed(1)
+    if base == "packed":
+        weight, w = random_weight(300, 256, dtype=dtype)
+        w = w.to(dtype)
+        monkeypatch.setattr(weight, "dequantize", lambda: w)          # its kernel needs a GPU
+        assert not weight.expands(256) and weight.expands(257)
+    else:
+        weight = freeze([torch.randn(40, 256), torch.randn(9, 256)], base, dtype)
+    x, a = torch.randn(M, 256).to(dtype), torch.randn(R, 256).to(dtype) if R else None
+    slabs = expanded_matmul(x, weight, a)
+    N = weight.N
+    assert slabs.sums.shape == (1, M, N + R) and slabs.sums.dtype == torch.float32 and slabs.most == (1, 1)
+    got = slabs.sums[0].double()
+    got[:, :N] *= slabs.scale.double()
+    whole = torch.cat([weight.dequantize().double(), *([a.double()] if R else [])])
+    # fp32 sums of 256 terms, in any order
+    assert ((got - x.double() @ whole.T).abs() <= 256 * 2**-24 * (x.double().abs() @ whole.T.abs())).all()
 
 
 @pytest.mark.parametrize("N,K,M,R", [(4608, 3584, 1, 96), (3584, 18944, 16, 32), (37888, 3584, 64, 64),
