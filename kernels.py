@@ -766,17 +766,18 @@ def swiglu_backward_kernel(
     tl.store(drstd_ptr + row, tl.sum(total))
 
 
-def scores(products, scale, targets, live, dtype=None):
+def softmax_at(products, scale, targets, live, dtype=None):
     """A program reads one row twice, where the reference moves it twenty times."""
     c, V = products.shape
     sums = products.new_empty(3, c)
     ahead = products.new_empty(c, V, dtype=dtype) if dtype else None
-    scores_kernel[c,](products, scale, targets, sums, ahead, c, V, live, BLOCK=4096, num_warps=8)
+    softmax_at_kernel[c,](
+        products, scale, targets, sums, ahead, c, V, live, BLOCK=4096, num_warps=8)
     return sums, ahead
 
 
 @triton.jit
-def scores_kernel(
+def softmax_at_kernel(
     products_ptr,      # fp32 (c, V)
     scale_ptr,         # fp32 (c, 1)
     targets_ptr,       # int64 (c,)

@@ -122,8 +122,8 @@ class Layer(torch.nn.Module):
         prefix = f"model.layers.{i}"
         self.config = config
         kv_width = c.kv_heads * c.head_dim
-        qkv = c.width, kv_width, kv_width
-        bias = [get(f"{prefix}.self_attn.{s}_proj.bias", n) for s, n in zip("qkv", qkv)]
+        widths = c.width, kv_width, kv_width                     # of q, k, v
+        bias = [get(f"{prefix}.self_attn.{s}_proj.bias", n) for s, n in zip("qkv", widths)]
 
         def norm(name):
             return RMSNorm(get(f"{prefix}.{name}.weight", c.width), c.eps, dtype)
@@ -133,7 +133,7 @@ class Layer(torch.nn.Module):
             return Linear(frozen(names, parts, k), names, parts, scratch)
 
         self.input_norm = norm("input_layernorm")
-        self.qkv = linear([f"self_attn.{s}" for s in "qkv"], qkv, c.width)
+        self.qkv = linear([f"self_attn.{s}" for s in "qkv"], widths, c.width)
         self.qkv_bias = torch.cat(bias).float()                  # (N,), added after 1/rms
         self.o = linear(["self_attn.o"], (c.width,), c.width)
         self.post_norm = norm("post_attention_layernorm")
@@ -176,15 +176,14 @@ class Qwen2(torch.nn.Module):
             self.lm_head = get("lm_head.weight", c.vocab, c.width).to(dtype)
         self.final_norm = RMSNorm(get("model.norm.weight", c.width), c.eps, dtype)
 
-    def hidden(self, tokens, attend, positions, kept_layers=None):
+    def hidden(self, tokens, attends, positions, kept_layers=None):
         """tokens (T,) packed -> final norm's (x * w (T, D) in dtype, 1/rms (T, 1)).
 
-        attend: a PackedAttention, or a list with a callable for each layer. kept_layers: so many,
-        the last ones, keep their activations (None: all); others run again in the backward.
+        attends: what each layer attends by, see Layer.forward. kept_layers: so many, the last
+        ones, keep their activations (None: all); others run again in the backward.
         """
         x = self.embed[tokens].float()
         cos, sin = rope_table(positions, self.config)
-        attends = attend if isinstance(attend, list) else [attend] * len(self.layers)
         first_kept = 0
         if kept_layers is not None and torch.is_grad_enabled():
             first_kept = len(self.layers) - kept_layers
@@ -199,7 +198,8 @@ class Qwen2(torch.nn.Module):
         """tokens (B, T) -> logits (B, T, V) fp32. For checks: training never builds this tensor."""
         B, T = tokens.shape
         attend = PackedAttention([T] * B, tokens.device)
-        xw, rstd = self.hidden(tokens.reshape(-1), attend, attend.positions)
+        attends = [attend] * len(self.layers)
+        xw, rstd = self.hidden(tokens.reshape(-1), attends, attend.positions)
         return (mm_fp32(xw, self.lm_head.T) * rstd).view(B, T, -1)
 
     def token_logprobs(self, rows, starts, temperature=1.0, kept_layers=0):
@@ -213,8 +213,9 @@ class Qwen2(torch.nn.Module):
             "every row needs a prompt token and a scored token"
         tokens, lengths, branches, predictors = lay_out(rows, starts)
         attend = PackedAttention(lengths, self.device, branches)
+        attends = [attend] * len(self.layers)
         tokens = torch.tensor(tokens, device=self.device)
-        xw, rstd = self.hidden(tokens, attend, attend.positions, kept_layers)
+        xw, rstd = self.hidden(tokens, attends, attend.positions, kept_layers)
         at = torch.tensor(predictors, device=self.device)
         scored = [t for row, start in zip(rows, starts) for t in row[start:]]
         targets = torch.tensor(scored, device=self.device)

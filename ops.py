@@ -109,12 +109,12 @@ def mlp(gate_up, down, x, rstd):
 # Log-probs
 
 @twin_in_kernels
-def scores(products, scale, targets, live, dtype=None):
+def softmax_at(products, scale, targets, live, dtype=None):
     """Softmax of logits = products[:, :live] * scale at `targets`; overwrites products.
 
-    products (c, V) fp32, scale (c, 1), targets (c,) -> (target's logit, log-sum-exp, mean logit
-    under the softmax), each (c,), and onehot(targets) - softmax (c, V) in `dtype`, zeros from
-    `live` on, or None without dtype.
+    products (c, V) fp32, scale (c, 1), targets (c,) -> sums: (target's logit, log-sum-exp, mean
+    logit under the softmax), each (c,); and the log-prob's gradient by the logits, onehot(targets)
+    - softmax (c, V) in `dtype`, zeros from `live` on, or None without dtype.
     """
     logits = products[:, :live].mul_(scale)
     picked = logits.gather(1, targets[:, None])
@@ -146,7 +146,8 @@ class _TokenLogprobs(torch.autograd.Function):
             s = slice(i, i + _TokenLogprobs.CHUNK)
             scale = rstd[s] / temperature                                       # (c, 1)
             products = mm_fp32(x[s], head.T)                                    # (c, V)
-            (picked, lse, mean_logit), dlogits = scores(products, scale, targets[s], live, dtype)
+            sums, dlogits = softmax_at(products, scale, targets[s], live, dtype)
+            picked, lse, mean_logit = sums
             logprobs[s] = picked - lse
             entropy[s] = lse - mean_logit
             if dtype:

@@ -184,8 +184,8 @@ class TorchEngine:
         tokens = []
         logprobs = []
         for _ in range(steps):
-            attend = attention_to_cache(self.kv, rows.table, rows.prefix, pos)
-            xw, rstd = model.hidden(token, attend, pos)
+            attends = attention_to_cache(self.kv, rows.table, rows.prefix, pos)
+            xw, rstd = model.hidden(token, attends, pos)
             scale = rstd / (sampling.temperature or 1.0)
             logits = mm_fp32(xw, model.lm_head[:model.live_vocab].T) * scale
             u = uniforms(rows.key, pos) if sampling.temperature else None

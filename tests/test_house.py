@@ -45,7 +45,7 @@ LARGEST = {                                                               # line
     "sampler.py": (485, 21.4),
     "model.py": (245, 11.4),
     "attention.py": (185, 8.0),
-    "ops.py": (175, 7.0),
+    "ops.py": (175, 7.2),
     "lora.py": (260, 11.3),
     "nvfp4.py": (285, 12.8),
     "rewards.py": (255, 11.4),
@@ -382,15 +382,13 @@ for tree in TREES.values():
 def dotted_names():
     """`nvfp4.quantize`, `Learner.update`, `hf.Checkpoint.frozen` wherever the README has them; not `train.py`."""
     words = set(re.findall(r"`([A-Za-z_]\w*(?:\.\w+)+)`", README + LOGGED))
-    known = MODULES.keys() | CLASSES.keys() | {"engine"}
+    known = MODULES.keys() | CLASSES.keys()
     return sorted(w for w in words if w.split(".")[0] in known and not w.endswith((".py", ".json", ".jsonl")))
 
 
 @pytest.mark.parametrize("name", dotted_names())
 def test_every_name_in_the_readme_is_in_the_code(name):
     first, *rest = name.split(".")
-    if first == "engine":
-        first = "TorchEngine"
     if first in MODULES:
         assert rest[0] in MODULES[first], f"{first}.py has no {rest[0]}"
         first, *rest = rest

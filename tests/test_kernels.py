@@ -58,7 +58,7 @@ def test_every_kernel_of_the_learner_compiles(sm, dtype, monkeypatch):
     y, rstd, h = torch.zeros(3, 64), torch.zeros(3, 1), torch.zeros(3, 32, dtype=dtype)
     kept = kernels.swiglu(y, rstd, h)
     kernels.swiglu_backward(kept, rstd, h, torch.zeros_like(kept))
-    kernels.scores(y, rstd, torch.zeros(3, dtype=torch.int64), 60, dtype)
+    kernels.softmax_at(y, rstd, torch.zeros(3, dtype=torch.int64), 60, dtype)
     out, lse = torch.zeros(3, 4, 16, dtype=dtype), torch.zeros(4, 3)
     kernels.merge(out, lse, out, lse)
     kernels.dequantize_codes(torch.zeros(2, 32, dtype=torch.uint8), torch.zeros(2, 1), nvfp4.NF4, dtype)
@@ -124,8 +124,8 @@ def test_scores_equal_plain_torch(c, V, live):
     products, scale, targets = 9 * torch.randn(c, V), torch.rand(c, 1) + 0.5, torch.randint(live, (c,))
     products[:, live:] = 1e30                                             # e^1e30 is inf
     for dtype in (None, *HALVES):
-        got, got_ahead = kernels.scores(*there(products, scale, targets), live, dtype)
-        want, ahead = ops.scores.reference(products.clone(), scale, targets, live, dtype)
+        got, got_ahead = kernels.softmax_at(*there(products, scale, targets), live, dtype)
+        want, ahead = ops.softmax_at.reference(products.clone(), scale, targets, live, dtype)
         assert (got.cpu() - torch.stack(want)).abs().max() < 1e-4         # logits of 50: 2^-23 of that, times a few
         assert (got_ahead is None) == (ahead is None) == (dtype is None)
         if dtype:

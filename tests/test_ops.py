@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from lora import Adapter, Linear
 from nvfp4 import freeze
-from ops import _TokenLogprobs, elementwise, mlp, mm, mm_fp32, scores, swiglu, swiglu_backward, token_logprobs
+from ops import _TokenLogprobs, elementwise, mlp, mm, mm_fp32, softmax_at, swiglu, swiglu_backward, token_logprobs
 from ops import twin_in_kernels
 
 # -----------------------------------------------------------------------------
@@ -138,13 +138,13 @@ def test_mlp_gradients_equal_autograd_through_the_merged_matrices(base, adapter)
 
 @pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("c,V,live", [(1, 5, 5), (3, 101, 90)])
-def test_scores_are_the_softmax_of_the_live_logits(c, V, live, dtype):
+def test_softmax_at_is_the_softmax_of_the_live_logits(c, V, live, dtype):
     torch.manual_seed(0)
     products, scale, targets = 9 * torch.randn(c, V), torch.rand(c, 1) + 0.5, torch.randint(live, (c,))
     products[:, live:] = 1e30                                             # e^1e30 is inf
     logits = products[:, :live].double() * scale.double()
     p = logits.softmax(-1)
-    (picked, lse, mean), ahead = scores(products.clone(), scale, targets, live, dtype)
+    (picked, lse, mean), ahead = softmax_at(products.clone(), scale, targets, live, dtype)
     assert (picked - logits[torch.arange(c), targets]).abs().max() < 1e-5
     assert (lse - logits.logsumexp(-1)).abs().max() < 1e-5
     assert (mean - (p * logits).sum(-1)).abs().max() < 1e-4
