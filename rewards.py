@@ -2,6 +2,7 @@ r"""
 Rewards from text: find the answer in a completion, ask whether it is the gold, score the format.
 
     extract(r"so \boxed{\frac12}")    ->  Extraction(answer=r"\frac12", rule="box")
+    extract_answer("it is 42")        ->  "42"
     grade(r"\boxed{\frac12}", "0.5")  ->  Grade(correct=1, format=1, rule="box", answer=r"\frac12")
     is_equal(r"\frac12", "0.5")       ->  True, in answers.py
 
@@ -57,6 +58,11 @@ PROSE = re.compile(r"""
     | [^\W\d_A-Za-zª-ϿⅠ-ↈ𝐀-𝟿]{2}""", re.VERBOSE)
 CHOICE = re.compile(r"\(([A-Z])\)|([A-Z])(?=[.:,;)]|\s*$)|([B-H])(?=\s+[a-z]{2})")
 BARE_NAME = re.compile(r"\\?[A-Za-z]+(_\w+|\([a-z]\))?")
+
+
+def extract_answer(text: str, last_number: bool = True) -> str | None:
+    """The answer alone, for scripts of one's own."""
+    return extract(text, last_number).answer
 
 
 def extract(text: str, last_number: bool = True) -> Extraction:
