@@ -192,6 +192,13 @@ def test_what_a_file_asks_of_another_is_there(name):
     assert not missing, missing
 
 
+@pytest.mark.parametrize("name", "model.load nvfp4.quantize nvfp4.dequantize nvfp4.freeze lora.save_adapter "
+                                 "lora.load_adapter rewards.extract_answer rewards.is_equal rewards.grade".split())
+def test_a_name_that_scripts_of_ones_own_import_is_there(name):
+    file, what = name.split(".")
+    assert what in MODULES[file]
+
+
 BLOCKED = """
 import os, runpy, signal, sys
 sys.argv = ARGV
