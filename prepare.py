@@ -115,7 +115,8 @@ def load_model(args, tokenizer, problems, device):
         folder = calibrated(args, folder, tokenizer, problems, device)
     model = qwen.load(folder, args.base, device, args.dtype, tokenizer.vocab_size)
     few_threads(model)
-    if args.adapter and not args.resume:
+    going_on = any(Path(args.out, "checkpoints").glob("step_*"))        # not if killed before one
+    if args.adapter and not going_on:
         lora.load_adapter(model, args.adapter)
     else:
         lora.Adapter(model, args.lora_rank, args.lora_alpha, args.train_norms, args.seed)

@@ -684,6 +684,22 @@ def test_a_run_starts_from_an_adapter_with_its_rank_and_norms(runs):
         torch.testing.assert_close(taken[name], value, atol=1e-8, rtol=0)
 
 
+def test_a_run_from_an_adapter_that_is_killed_before_its_first_checkpoint_begins_with_it_again(runs):
+    # It went on from a new adapter, whose B is zero, and said nothing.
+    runs.run("given", *"--steps 2 --lora-rank 4 --reward my_rewards:by_length".split())
+    flags = "--steps 3 --adapter given/adapter --reward my_rewards:by_length".split()
+    runs.run("taken", *flags)
+    runs.run("killed-early", *flags, code=-signal.SIGKILL, fault=killed_in_its_first_checkpoint)
+    assert len(runs.lines("killed-early")) == 3 and not (runs.folder / "killed-early" / "checkpoints").exists()
+    runs.run("killed-early", "--resume")
+    assert runs.same("killed-early", "taken")
+
+
+def killed_in_its_first_checkpoint():
+    import run
+    run.Checkpoints.save = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_a_finished_run_says_so_and_can_be_extended_from_another_folder(runs, whole, monkeypatch):
     shutil.copytree(runs.folder / whole, runs.folder / "elsewhere" / "longer")
     out = "elsewhere/longer"
