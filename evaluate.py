@@ -361,7 +361,7 @@ def main():
     if rows:
         figures = summarize(rows, args.samples)
         if plug_in:
-            figures["reward"] = mean([row["task"] for row in rows])
+            figures["reward"] = torch.tensor([row["task"] for row in rows]).nanmean().item()
         if others is not None and idle is not None:
             figures |= paired(rows, others)
         tokens = sum(row["length"] for row in rows)

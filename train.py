@@ -146,8 +146,10 @@ def report(run, rows, advantages, weights, rollouts, updates):
     reward = torch.tensor([row["reward"] for row in rows])
     task = torch.tensor([row["task"] for row in rows])
     names = dict.fromkeys(name for row in rows for name in row.get("parts", ()))
-    parts = {f"reward_{name}": sum(row["parts"].get(name, 0.0) for row in rows) / len(rows)
-             for name in names}
+    parts = {}
+    for name in names:
+        part = torch.tensor([row["parts"].get(name, 0.0) for row in rows])
+        parts[f"reward_{name}"] = part.nanmean().item()
     informative = grpo.informative_groups(task, G).float().mean().item()
     learned = (advantages != 0) & (sum(weights) > 0)
     taught = [update for update in updates if update.sums] or updates

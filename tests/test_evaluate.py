@@ -371,11 +371,14 @@ def test_ctrl_c_ends_with_the_figures_and_rows_of_the_problems_that_are_done(tmp
 
 
 def test_a_reward_of_nan_is_null_and_the_rows_can_be_compared_with(tmp_path, capsys, monkeypatch):
-    (tmp_path / "odd.py").write_text("def nan(completion, problem):\n    return float('nan')\n")
+    (tmp_path / "odd.py").write_text("def nan(completion, problem):\n    return float('nan')\n"
+                                     "def two(completion, problem):\n"
+                                     "    return 2 if problem['id'].endswith('-0') else float('nan')\n")
     monkeypatch.chdir(tmp_path)
     figures = run(capsys, monkeypatch, "--limit", 2, "--reward", "odd:nan", "--out", "a.jsonl")
     assert figures["reward"] is None and [row["task"] for row in read(Path("a.jsonl"))] == [None, None]
     assert run(capsys, monkeypatch, "--limit", 2, "--against", "a.jsonl")["pairs"] == 2      # NaN, it was no JSON
+    assert run(capsys, monkeypatch, "--limit", 2, "--reward", "odd:two")["reward"] == 2
 
 
 def test_rows_are_in_the_file_before_the_end(tmp_path, capsys, monkeypatch):

@@ -762,6 +762,11 @@ def test_a_reward_and_a_prompt_of_ones_own_need_no_gold_and_the_parts_are_logged
 
     runs.run("at-times", *flags, "--reward", "my_rewards:unscorable_at_times", "--steps", "2", "--eval-problems", "20")
     assert all(1 < metrics["eval_reward"] < 2 for metrics in runs.metrics("at-times")[1:])
+    levels = [row["task"] for row in runs.samples("at-times")]
+    assert None in levels[:8] and {1, 2} & set(levels[:8])                # one group in three has no number
+    for metrics in runs.metrics("at-times"):
+        numbers = [level for level in levels[8 * metrics["step"]:][:8] if level]
+        assert metrics["reward"] == metrics["reward_reward"] == sum(numbers) / len(numbers)
 
 
 # -----------------------------------------------------------------------------
