@@ -121,7 +121,8 @@ def paired(rows, others):
     lost = sum(gap < 0 for gap in gaps)
     single = len(rows) == len(mine) and len(others) == len(theirs)
     return {"pairs": len(gaps), "unpaired": len(mine) + len(theirs) - 2 * len(gaps), "won": won,
-            "lost": lost, "difference": [mean(gaps), centre - half, centre + half],
+            "lost": lost,
+            "difference": [mean(gaps), max(-1.0, centre - half), min(1.0, centre + half)],
             "mcnemar_p": mcnemar(won, lost) if single else None}
 
 

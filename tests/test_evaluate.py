@@ -126,6 +126,12 @@ def test_paired_comparison_by_hand():
     assert figures["mcnemar_p"] == 2 * (1 + 5) / 32
 
 
+def test_no_end_of_a_difference_is_beyond_all_problems_won_or_lost():
+    # 1 / 3 +- z sqrt((3 / 3 - (1 / 3)^2) / 3) goes to 1.4; accuracies differ by at most 1.
+    assert paired(rows([1]), rows([0]))["difference"] == [1, pytest.approx(1 / 3 - 1.066869, abs=1e-6), 1]
+    assert paired(rows([0]), rows([1]))["difference"] == [-1, -1, pytest.approx(1.066869 - 1 / 3, abs=1e-6)]
+
+
 def test_paired_comparison_of_samples_is_one_of_means():
     figures = paired(rows([1, 0]), rows([1, 1]) + rows([0, 1]))
     assert figures["difference"][0] == pytest.approx((1 - 0.5 + 0 - 1) / 2) and figures["mcnemar_p"] is None
