@@ -12,7 +12,7 @@ import torch
 
 import grpo
 from grpo import (LOSSES, LogProbs, add_sums, group_advantages, informative_groups, k3, loss_mask,
-                  minibatches, policy_loss, summarize, token_weights)
+                  minibatches, mismatch_sums, policy_loss, summarize, token_weights)
 from learner import micro_batches
 from rewards import overlong_penalty
 
@@ -369,6 +369,13 @@ def test_metrics_by_hand():
         mismatch_within=2 / 4, mismatch_k3=(.25 - math.log(1.25) - .5 + math.log(2)) / 4,
         ratio_outside=2 / 4, ratio_max=1.25, clip_low=1 / 4, clip_high=1 / 4,
         ess=3.75**2 / (4 * (1 + 1.5625 + .25 + 1))))
+
+
+def test_the_band_of_the_ratio_and_what_is_within_end_where_their_names_say():
+    ratio = torch.tensor([0.899, 0.901, 1.099, 1.101]).double()
+    assert summarize(mismatch_sums(ratio.log()))["ratio_outside"] == 2 / 4
+    d = torch.tensor([-0.0101, -0.0099, 0.0099, 0.0101]).double()
+    assert summarize(mismatch_sums(d))["mismatch_within"] == 2 / 4
 
 
 def test_max_ratio_is_the_largest_of_all_micro_batches_and_nothing_gives_nothing():

@@ -204,6 +204,7 @@ def test_the_step_is_adamw_by_hand_on_the_clipped_gradient_and_the_norms_do_not_
         master[:adapter.norm_start] *= 1 - lr * 0.3
         m = 0.9 * m + 0.1 * gradient                                      # betas 0.9 and 0.99, eps 1e-10
         v = 0.99 * v + 0.01 * gradient.square()
+        assert learner.moments["exp_avg"].norm().item() == pytest.approx(m.norm().item(), rel=1e-5)
         master -= lr * (m / (1 - 0.9**t)) / ((v / (1 - 0.99**t)).sqrt() + 1e-10)
         # Where a gradient is about 1e-8 of the largest, its direction is rounding: lr is the most it can do.
         assert (adapter.master.data - master).abs().max() < 1e-3 * max(lr, 1e-9) + 2e-7
