@@ -179,6 +179,7 @@ def test_samples_are_figured_per_problem_and_compared_with_another_run(tmp_path,
     share = [mean([row["correct"] for row in group]) for group in groups]
     assert figures["pass@1"][0] == pytest.approx(mean(share))
     assert figures["pass@5"][0] == pytest.approx(mean([float(s > 0) for s in share]))
+    assert figures["pass@1_lenient"][0] == pytest.approx(mean([row["lenient"] for row in sum(groups, [])]))
     assert [name for name in figures if "@" in name] == ["pass@1", "pass@2", "pass@4", "pass@5", "maj@2", "maj@4",
                                                          "maj@5", "pass@1_lenient"]
     greedy = [row["correct"] for row in read(tmp_path / "greedy.jsonl")]

@@ -244,6 +244,7 @@ def test_kept_set_of_a_hand_worked_row():
     assert kept(top_p=0.95) == [True, True, True, True]
     assert kept(top_k=2, top_p=0.5) == [False, True, False, False]        # of the two kept, 0.4 / 0.7 = 0.57 suffices
     assert kept(top_k=9) == kept() == [True] * 4
+    assert (filter_logits(torch.zeros(1, 4), top_p=0.5) == 0).sum() == 2  # exactly half is enough
 
 
 # -----------------------------------------------------------------------------
