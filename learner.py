@@ -7,8 +7,8 @@ The learner: rollouts and advantages -> one optimizer step on the adapter.
 A batch is cut into micro-batches of whole rows; their gradients add up in adapter.master.grad, over
 micro-batches and ranks. Then clip, AdamW, sync.
 
-fp16. Its gradients are those of loss_scale * loss, a power of two, so that dividing by it is exact.
-Half after an update that was not finite, down to 1; twice as much after GOOD_UPDATES that were.
+fp16. Its gradients are those of loss_scale * loss. The scale is a power of two, so that dividing by
+it is exact: halved where a gradient was not finite, doubled after GOOD_UPDATES that were.
 
 Not here: the loss (grpo.py), forward and backward (model.py, ops.py).
 """

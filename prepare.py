@@ -49,7 +49,7 @@ class Run:
     tokenizer: data.Tokenizer
     problems: list                               # of data.Problem; held_out likewise
     held_out: list
-    misses: torch.Tensor                         # of each problem: groups that taught nothing
+    misses: torch.Tensor                         # of each problem: see train.remember
     plug_in: plugin.Reward                       # --reward's, or None
     model: qwen.Qwen2
     learner: Learner

@@ -61,7 +61,7 @@ class Rollouts:
     logprobs: list                               # B fp32 tensors, one entry per completion token
     finished: list                               # B bools: stopped on an end id, not on the limit
     seconds: float = 0.0
-    computed: int = 0                            # row-steps
+    computed: int = 0                            # rows of all decode steps
     proximal: dict = field(default_factory=dict)  # row -> learner's log-probs at its first pass
 
     @property
@@ -70,7 +70,7 @@ class Rollouts:
 
     @property
     def idle(self):
-        """Share of row-steps that produced no token."""
+        """Share of those rows that produced no token."""
         return 1 - self.num_tokens / self.computed if self.computed else 0.0
 
     def __add__(self, other):
@@ -199,21 +199,22 @@ class TorchEngine:
         return torch.stack(tokens), torch.stack(logprobs), made
 
 
+def write_cache(layer, blocks, offsets, k, v):
+    """Key and value of token t (KV, d) go to place offsets[t] of block blocks[t]."""
+    keys, values = layer                                         # (blocks, KV, BLOCK, d) each
+    keys[blocks, :, offsets] = k
+    values[blocks, :, offsets] = v
+
+
 def fill_cache(model, kv, tokens, blocks, positions, attend):
-    """One packed forward; keys and values of token t go to blocks[t], positions[t] % BLOCK."""
-    attends = through_cache(kv, blocks, positions % BLOCK, lambda q, k, v, *_: attend(q, k, v))
-    model.hidden(tokens, attends, positions)
+    """One packed forward, whose keys and values go to positions % BLOCK of blocks."""
+    offsets = positions % BLOCK
 
-
-def through_cache(kv, blocks, offsets, attend):
-    """-> for each layer a function of q, k, v, which writes k and v, then attends to the cache."""
     def write_and_attend(layer, q, k, v):
-        keys, values = layer                                     # (blocks, KV, BLOCK, d) each
-        keys[blocks, :, offsets] = k
-        values[blocks, :, offsets] = v
-        return attend(q, k, v, keys, values)
+        write_cache(layer, blocks, offsets, k, v)
+        return attend(q, k, v)
 
-    return [functools.partial(write_and_attend, layer) for layer in kv]
+    model.hidden(tokens, [functools.partial(write_and_attend, layer) for layer in kv], positions)
 
 
 def attention_to_cache(kv, table, prefix, pos):
@@ -223,6 +224,7 @@ def attention_to_cache(kv, table, prefix, pos):
     """
     start = (prefix + BLOCK - 1) // BLOCK * BLOCK
     last = start + pos - prefix                                  # the new token's slot
+    offset = last % BLOCK
     width = int(last.max()) // BLOCK + 1
     table = table[:, :width]
     block = table.gather(1, (last // BLOCK)[:, None])[:, 0]
@@ -230,12 +232,13 @@ def attention_to_cache(kv, table, prefix, pos):
     own = (slot >= start[:, None]) & (slot <= last[:, None])
     mask = ((slot < prefix[:, None]) | own)[:, None, None, :]    # (n, 1, 1, slots)
 
-    def attend(q, k, v, keys, values):
-        context = [t[table].transpose(1, 2).flatten(2, 3) for t in (keys, values)]
+    def attend(layer, q, k, v):
+        write_cache(layer, block, offset, k, v)
+        context = [t[table].transpose(1, 2).flatten(2, 3) for t in layer]
         y = F.scaled_dot_product_attention(q[:, :, None], *context, attn_mask=mask, enable_gqa=True)
         return y[:, :, 0]
 
-    return through_cache(kv, block, last % BLOCK, attend)
+    return [functools.partial(attend, layer) for layer in kv]
 
 
 def engine_for(device, kernels="auto"):

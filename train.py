@@ -272,13 +272,12 @@ def tell(run, metrics, rows):
     step = metrics["step"] + 1
     figures = {key: f"{metrics[key]:.3g}"
                for key in ("reward", "accuracy", "length", "tokens_per_s")}
-    if bar.n == bar.initial:
+    if metrics["step"] == bar.initial:
         left = (args.steps - step) * metrics["seconds"]
         say(f"a step takes {metrics['seconds']:.1f} s: {duration(left)} to go, without evaluations")
     bar.set_postfix(figures)
     bar.update()
     if bar.disable:
-        bar.n += 1
         said = ", ".join(f"{key} {value}" for key, value in figures.items())
         say(f"step {step}/{args.steps}: {said}, {metrics['seconds']:.1f} s")
     if args.show and step % args.show == 0:
