@@ -87,17 +87,20 @@ def score(run, problems, rollouts):
     return rows
 
 
+def column(rows, key):
+    return torch.tensor([row[key] for row in rows])
+
+
 def compare(run, rows):
     """Rows of all ranks -> advantages (B,), and token weights (B,) for each update of a pass."""
     args = run.args
-    task = torch.tensor([row["task"] for row in rows])
+    task = column(rows, "task")
     shaping = torch.tensor([row["reward"] - row["task"] for row in rows])
     if task.isnan().all():
         raise program.Stopped(f"--reward {args.reward}: nan for each of {len(rows)} completions")
-    finished = torch.tensor([row["finished"] for row in rows])
-    lengths = torch.tensor([row["length"] for row in rows])
     advantages = grpo.group_advantages(task, args.group_size, args.advantage_scale, shaping)
-    mask = grpo.loss_mask(task, finished, args.overlong == "mask")
+    mask = grpo.loss_mask(task, column(rows, "finished"), args.overlong == "mask")
+    lengths = column(rows, "length")
     weights = [grpo.token_weights(lengths, part, run.learner.loss, args.max_new_tokens)
                for part in grpo.minibatches(mask, args.group_size, args.updates_per_rollout)]
     return advantages, weights
@@ -107,9 +110,8 @@ def remember(run, indices, rows):
     """Count a problem's groups in a row that taught nothing, for --revisit. Up to three: what is
     beyond the model today may not be for ever.
     """
-    task = torch.tensor([row["task"] for row in rows])
-    informative = grpo.informative_groups(task, run.args.group_size).tolist()
-    for i, taught in zip(indices, informative):  # a small set may have one twice
+    informative = grpo.informative_groups(column(rows, "task"), run.args.group_size)
+    for i, taught in zip(indices, informative.tolist()):         # a small set may have one twice
         run.misses[i] = 0 if taught else min(3, run.misses[i] + 1)
 
 
@@ -143,24 +145,24 @@ def report(run, rows, advantages, weights, rollouts, updates):
     def mean(key):
         return sum(row[key] for row in rows) / len(rows)
 
-    reward = torch.tensor([row["reward"] for row in rows])
-    task = torch.tensor([row["task"] for row in rows])
     names = dict.fromkeys(name for row in rows for name in row.get("parts", ()))
-    parts = {}
+    metrics = {"reward": column(rows, "reward").nanmean().item()}
     for name in names:
         part = torch.tensor([row["parts"].get(name, 0.0) for row in rows])
-        parts[f"reward_{name}"] = part.nanmean().item()
-    informative = grpo.informative_groups(task, G).float().mean().item()
+        metrics[f"reward_{name}"] = part.nanmean().item()
+    metrics |= {"accuracy": mean("correct"), "format": mean("format")}
+    metrics |= {"length": mean("length"), "truncated": 1 - mean("finished")}
+    informative = grpo.informative_groups(column(rows, "task"), G)
     learned = (advantages != 0) & (sum(weights) > 0)
+    metrics["informative"] = informative.float().mean().item()
+    metrics["groups"] = int(learned.view(-1, G).any(dim=1).sum())
     taught = [update for update in updates if update.sums] or updates
+    metrics |= grpo.summarize(taught[0].sums)    # of the first: before the policy has moved
     last = grpo.summarize(taught[-1].sums)
-    return {"reward": reward.nanmean().item(), **parts, "accuracy": mean("correct"),
-            "format": mean("format"), "length": mean("length"), "truncated": 1 - mean("finished"),
-            "informative": informative, "groups": int(learned.view(-1, G).any(dim=1).sum()),
-            **grpo.summarize(taught[0].sums),    # of the first: before the policy has moved
-            **{k: v for k, v in last.items() if k.startswith("clip")},
-            "grad_norm": taught[-1].grad_norm, "lr": updates[-1].lr, **run.learner.metrics(),
-            "idle": rollouts.idle, "tokens_per_s": rollouts.num_tokens / rollouts.seconds}
+    metrics |= {key: value for key, value in last.items() if key.startswith("clip")}
+    metrics |= {"grad_norm": taught[-1].grad_norm, "lr": updates[-1].lr, **run.learner.metrics()}
+    metrics |= {"idle": rollouts.idle, "tokens_per_s": rollouts.num_tokens / rollouts.seconds}
+    return metrics
 
 
 def evaluate_held_out(run, step):
@@ -173,7 +175,7 @@ def evaluate_held_out(run, step):
     rows = gather(rewards.score(run.tokenizer, problems, rollouts, args.prompt_style, run.plug_in))
     metrics = {"eval_accuracy": sum(row["correct"] for row in rows) / len(rows)}
     if run.plug_in:
-        metrics["eval_reward"] = torch.tensor([row["task"] for row in rows]).nanmean().item()
+        metrics["eval_reward"] = column(rows, "task").nanmean().item()
     said = ", ".join(f"{name.removeprefix('eval_')} {value:.3f}" for name, value in metrics.items())
     say(f"after {step} steps: held-out {said}")
     if not run.bar.disable:
