@@ -41,7 +41,7 @@ class Refuse(Exception):
     """The text is not something we read, or a limit was reached. Never leaves this file."""
 
 
-# --------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # 1. Clean-up: answer text -> plain text that the tokenizer reads
 
 def pairs(text: str) -> dict:
@@ -233,7 +233,7 @@ def split_unit(s: str) -> tuple[str, tuple | None]:
     return value, UNIT.get(" ".join(words))
 
 
-# --------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # 2. Numbers: complex, in 100 digits
 
 CONTEXT = Context(prec=100, Emax=MAX_EMAX, Emin=MIN_EMIN,
@@ -543,7 +543,7 @@ class Point:
         return value
 
 
-# --------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # 3. Reader: plain text -> tokens -> reading
 
 RELATIONS = {
@@ -874,7 +874,7 @@ class Answer:
         return one_or_list(items)
 
 
-# --------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # 4. Comparison
 
 SCALAR = ("number", "%", "mod")

@@ -38,7 +38,7 @@ def spans_of(q_lengths, k_lengths, causal, device):
     return Spans(*starts, max(q_lengths), max(k_lengths), causal)
 
 
-# -------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # Which token stands where
 
 def lay_out(rows, starts):
@@ -93,7 +93,7 @@ class PackedAttention:
         return _Attention.apply(q, k, v, self)
 
 
-# -------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # The softmax over one set of keys, its backward, and two of them as one
 
 @twin_in_kernels

@@ -217,7 +217,7 @@ def gold(row):
             return text
 
 
-# -------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # Prompts and token ids
 
 # style -> what follows the question, the system message (None: the model's own).

@@ -59,7 +59,7 @@ SCALES = ("group", "none")
 CORRECTIONS = ("truncate", "mask", "off", "ppo")
 
 
-# -------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # Rewards -> advantages and weights
 
 def informative_groups(rewards, group_size):
@@ -123,7 +123,7 @@ def token_weights(lengths, mask, loss, max_new_tokens):
     return torch.where(mask, 1.0 / divisor.float(), 0.0)
 
 
-# -------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # The loss
 
 def k3(log_ratio):
@@ -198,7 +198,7 @@ def row_means(values, row, rows):
     return (total / row.bincount(minlength=rows).clamp(min=1))[row]
 
 
-# -------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # Metrics: sums over the trained tokens of a step, then means
 
 def mismatch_sums(d):

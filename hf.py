@@ -98,7 +98,7 @@ def resolve(name, weights=True):
         raise ValueError(f"--model {name}: not downloadable ({first_line(error)})") from None
 
 
-# -------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # Weights in
 
 class Shards:
@@ -298,7 +298,7 @@ def load_nvfp4(shards, name, device="cpu"):
     return packed, block_scale, global_scale
 
 
-# -------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # Weights out
 
 def model_tensors(model):
@@ -382,7 +382,7 @@ def save_shards(tensors, folder):
     write_json(folder / "model.safetensors.index.json", index)
 
 
-# -------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # PEFT adapters
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -62,7 +62,7 @@ class ModelConfig:
                    raw.get("tie_word_embeddings", False), raw["rope_theta"], raw["rms_norm_eps"])
 
 
-# -------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # The elementwise work between matmuls, as plain functions (see ops.elementwise)
 
 def scaled_norm(x, weight, eps, dtype):
@@ -93,7 +93,7 @@ def rope_table(positions, config):
     return angle.cos()[:, None], angle.sin()[:, None]
 
 
-# -------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # The network
 
 class RMSNorm(torch.nn.Module):
@@ -222,7 +222,7 @@ class Qwen2(torch.nn.Module):
         return token_logprobs(xw[at], rstd[at], self.lm_head, targets, self.live_vocab, temperature)
 
 
-# -------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # Loading
 
 def load(folder, base="nvfp4", device=None, dtype=None, live_vocab=None):

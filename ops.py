@@ -49,7 +49,7 @@ def mm(a, b):
     return torch.mm(a, b) if a.is_cuda else mm_fp32(a, b).to(a.dtype)
 
 
-# -------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # The MLP
 
 @twin_in_kernels
@@ -93,10 +93,11 @@ class _Mlp(torch.autograd.Function):
     def backward(ctx, dout):
         xa, y, rstd, ha = ctx.saved_tensors
         gate_up, down = ctx.linears
-        dh, *of_down = down.product_backward(ha, down.padded(dout), ctx.needs_input_grad[6])
+        *_, needs_gate_up, _, needs_down, _ = ctx.needs_input_grad
+        dh, *of_down = down.product_backward(ha, down.padded(dout), needs_down)
         dy = gate_up.room(*y.shape)
         drstd = swiglu_backward(y, rstd, dh, dy[:, :y.shape[1]])
-        dx, *of_gate_up = gate_up.product_backward(xa, dy, ctx.needs_input_grad[4])
+        dx, *of_gate_up = gate_up.product_backward(xa, dy, needs_gate_up)
         return dx, drstd, None, None, *of_gate_up, *of_down
 
 
@@ -105,7 +106,7 @@ def mlp(gate_up, down, x, rstd):
     return _Mlp.apply(x, rstd, gate_up, down, *gate_up.trained(), *down.trained())
 
 
-# -------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # Log-probs
 
 @twin_in_kernels

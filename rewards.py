@@ -20,7 +20,7 @@ from answers import END_OF_TURN, is_equal
 MAX_TAIL = 20_000      # characters searched for tags, markers and numbers; boxes are found anywhere
 
 
-# --------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # Extraction: completion -> answer text
 
 class Extraction(NamedTuple):
@@ -192,7 +192,7 @@ def value_in(text: str, marked: bool = False) -> str | None:
     return inside(found)
 
 
-# --------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # Scores for training
 
 class Grade(NamedTuple):

@@ -80,7 +80,7 @@ class Rollouts:
                         max(self.seconds, other.seconds), self.computed + other.computed)
 
 
-# -------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # The draw
 
 def mix64(x):
@@ -134,7 +134,7 @@ def draw(logits, u):
     return token, logits.gather(1, token[:, None])[:, 0] - lse
 
 
-# -------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # The engine: prefills and decode steps
 
 class Rows(NamedTuple):
@@ -249,7 +249,7 @@ def engine_for(device, kernels="auto"):
     return functools.partial(GraphEngine, kernels=kernels)
 
 
-# -------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # Sequences and their blocks
 
 def blocks_for(tokens):

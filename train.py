@@ -38,7 +38,7 @@ from run import RANK, WORLD, claimed, ending_with, gather, say, share, signals_w
 from sampler import Sampling, row_key
 from watch import Watch
 
-# -------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # The verbs of a step
 
 def choose(run, cursor):
@@ -189,7 +189,7 @@ def give_up(run, verdict, step, master):
     raise program.Stopped(f"{verdict}; adapters/last_good is that of step {step}")
 
 
-# -------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # The loop: sample, compare, update, report
 
 def train(run):
@@ -254,7 +254,7 @@ def train(run):
     run.folder.note(ended=program.now())
 
 
-# -------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # What it says
 
 def greet(run):

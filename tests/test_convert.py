@@ -44,7 +44,7 @@ def same_bytes(a, b):
     return a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-# -------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # nvfp4
 
 @pytest.fixture
@@ -222,7 +222,7 @@ def test_the_command_runs_without_triton(bf16, tmp_path):
     assert done.returncode == 0 and (tmp_path / "out" / "config.json").exists(), done.stderr
 
 
-# -------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # merge
 
 @pytest.fixture
