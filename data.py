@@ -94,8 +94,7 @@ def has_test_split(source):
 
 
 def fetch(source, split):
-    """One split in the Hugging Face cache, downloaded if need be -> local paths, [] if it has none.
-    """
+    """One split in the Hugging Face cache, fetched if need be -> local paths, [] if it has none."""
     where = KNOWN.get(source, source).replace("{split}", split)
     repo, _, folder = where.partition(":")
     patterns = [f"{folder}*{suffix}" for suffix in SUFFIXES]
@@ -134,8 +133,7 @@ def pick_files(names, where, split):
 
 
 def read_rows(path):
-    """-> [(number, row)]: the line where it begins, or a row's place in a list or parquet, from 1.
-    """
+    """-> [(number, row)]: the line where it begins, or its place in a list or parquet, from 1."""
     if path.suffix == ".parquet":
         try:
             import pyarrow.parquet

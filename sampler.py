@@ -260,11 +260,7 @@ class BlockPool:
     """Numbers of the free KV blocks. Block 0 is never given out: a graph's spare rows use it."""
 
     def __init__(self, count):
-        self.count = count
-        self.reset()
-
-    def reset(self):
-        self.free = list(range(self.count - 1, 0, -1))
+        self.free = list(range(count - 1, 0, -1))
 
     def __len__(self):
         return len(self.free)
@@ -359,7 +355,7 @@ class Sampler:
         """
         began = time.perf_counter()
         sequences = self._sequences(prompts, group_size, sampling, numbers)
-        self.pool.reset()                        # a call ended by an exception gave none back
+        self.pool = BlockPool(self.engine.kv.shape[2])           # a call cut short gave none back
         waiting = deque(sequences)
         live = []
         computed = 0

@@ -30,24 +30,24 @@ DOORS = {("ops", "kernels"), ("nvfp4", "marlin_fp4"), ("sampler", "decode")}
 
 # What each may hold at most: what was reached, rounded up, to be lowered with every cut. The aim is
 # 2,400 lines and 120 KB for the method, 3,250 lines for the reading path, 6,450 and 300 KB for all.
-METHOD_BUDGET = 2800, 126                                                # lines, KB of 1,024 bytes
-READING_BUDGET = 4877, 220
-WHOLE_BUDGET = 9952, 441
+METHOD_BUDGET = 2770, 123.4                                             # lines, KB of 1,024 bytes
+READING_BUDGET = 4850, 217
+WHOLE_BUDGET = 9952, 439.5
 LARGEST = {                                                               # lines, KB
     "program.py": (125, 4.5),
     "watch.py": (75, 3.1),
-    "train.py": (335, 15.3),
-    "prepare.py": (200, 9.0),
+    "train.py": (335, 14.8),
+    "prepare.py": (190, 8.4),
     "flags.py": (285, 15.3),
     "grpo.py": (250, 11.8),
     "learner.py": (215, 9.6),
     "aqn.py": (95, 4.8),
-    "sampler.py": (485, 21.4),
+    "sampler.py": (485, 21.3),
     "model.py": (245, 11.4),
     "attention.py": (185, 8.0),
     "ops.py": (175, 7.2),
     "lora.py": (260, 11.3),
-    "nvfp4.py": (285, 12.8),
+    "nvfp4.py": (285, 12.6),
     "rewards.py": (255, 11.4),
     "plugin.py": (100, 4.2),
     "data.py": (400, 18.6),
