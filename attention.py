@@ -71,7 +71,7 @@ def lay_out(rows, starts):
 class PackedAttention:
     """Causal attention inside each of several sequences laid end to end, which may branch.
 
-    lengths: of the sequences; branches: of each sequence, the lengths of its continuations. After
+    lengths: of the sequences (trunks); branches: of each, the lengths of its continuations. After
     all sequences come all branches, sequence by sequence. positions (T,) int64: from 0 in each
     sequence, going on from its end in each of its branches.
     """

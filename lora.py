@@ -64,7 +64,9 @@ class Linear(torch.nn.Module):
         self.names = names
         self.parts = parts
         self.scratch = scratch or Scratch()
-        self.adapter = None                      # Adapter sets it, a, b, working_a, working_b
+        self.adapter = None                      # Adapter sets this and its views:
+        self.a = self.b = None                   # fp32 A (P*R, K), B (N, R), trained
+        self.working_a = self.working_b = None   # in dtype, B times s
 
     @property
     def rank(self):

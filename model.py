@@ -153,17 +153,15 @@ class Layer(torch.nn.Module):
 class Qwen2(torch.nn.Module):
     """get and frozen: as Layer takes them.
 
-    live_vocab: ids that the tokenizer has; rows of the head beyond it never take part in a
-    log-prob. folder: where its files are, None for random weights.
+    live_vocab: ids that the tokenizer has; no log-prob sees rows of the head beyond them.
     """
 
-    def __init__(self, config, get, frozen, dtype, name, folder=None):
+    def __init__(self, config, get, frozen, dtype, name):
         super().__init__()
         c = config
         self.config = c
         self.dtype = dtype
         self.name = name
-        self.folder = folder
         self.live_vocab = c.vocab
         self.adapter = None                                      # lora.Adapter sets it
         scratch = Scratch()
@@ -240,6 +238,6 @@ def load(folder, base="nvfp4", device=None, dtype=None, live_vocab=None):
     if (live_vocab or 0) > config.vocab:
         raise ValueError(f"{files.folder}: tokenizer.json has ids up to {live_vocab - 1}, the "
                          f"embedding in config.json {config.vocab} rows (vocab_size)")
-    model = Qwen2(config, files.read, files.frozen, dtype, str(folder), files.folder)
+    model = Qwen2(config, files.read, files.frozen, dtype, str(folder))
     model.live_vocab = live_vocab or config.vocab
     return model

@@ -37,7 +37,7 @@ def elementwise(function, x, *rest):
 
 
 def mm_fp32(a, b, out=None):
-    """a (M, K) @ b (K, N) -> fp32: rounded, sampler and learner would drift twice as far apart."""
+    """a (M, K) @ b (K, N) -> fp32: in 16 bits sampler and learner would be twice as far apart."""
     assert a.dtype == b.dtype, f"{a.dtype} @ {b.dtype}"          # GPUs refuse it
     if not a.is_cuda or a.dtype == torch.float32:
         return torch.mm(a.float(), b.float(), out=out)

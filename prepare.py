@@ -60,7 +60,10 @@ class Run:
 
 
 def prepare(args, before):
-    """-> Run. ValueError for what a flag, a file or the machine does not allow."""
+    """-> Run. ValueError for what a flag, a file or the machine does not allow.
+
+    For run.json it sets in args: the rank of --adapter, the device, the problems' digest.
+    """
     if args.adapter and not args.resume:
         config, _ = hf.read_peft(args.adapter)
         args.lora_rank = config["r"]
@@ -75,7 +78,7 @@ def prepare(args, before):
     join(device)
     model = load_model(args, tokenizer, problems, device)
     learner = Learner(model, loss_of(args), args.temperature, args.max_grad_norm, args.weight_decay)
-    sampler = make_sampler(args, model, learner, len(held_out))
+    sampler = divide_memory(args, model, learner, len(held_out))
 
     def write_adapter(tensors, folder):
         lora.save_adapter(model, folder, tensors["master"])
@@ -110,10 +113,10 @@ def problems_of(args):
 def load_model(args, tokenizer, problems, device):
     """-> the model of --base, --calibrate and --dtype, with a new adapter or --adapter."""
     folder = hf.resolve(args.model)
-    hf.base_of(folder, args.base)                # says what is lost of a merged adapter
+    base = hf.base_of(folder, args.base)
     if args.calibrate:
         folder = calibrated(args, folder, tokenizer, problems, device)
-    model = qwen.load(folder, args.base, device, args.dtype, tokenizer.vocab_size)
+    model = qwen.load(folder, base, device, args.dtype, tokenizer.vocab_size)
     few_threads(model)
     going_on = any(Path(args.out, "checkpoints").glob("step_*"))        # not if killed before one
     if args.adapter and not going_on:
@@ -143,8 +146,8 @@ def loss_of(args):
         correction=args.correction, cap=args.correction_cap, kl_beta=args.kl_beta)
 
 
-def make_sampler(args, model, learner, num_held_out):
-    """-> the sampler. Sets the learner's micro-batch size, too: on a GPU both share the memory."""
+def divide_memory(args, model, learner, num_held_out):
+    """-> the sampler, with its KV pool. Sets the learner's micro_batch_tokens and kept_layers."""
     longest = args.max_prompt_tokens + args.max_new_tokens
     rows = min(args.max_rows, max(args.prompts_per_step * args.group_size, num_held_out))
     tokens = args.micro_batch_tokens or learner.micro_batch_tokens

@@ -241,7 +241,7 @@ def test_merged_folder_is_a_bf16_checkpoint_with_the_same_logits(tiny, tmp_path,
     model, adapter = adapted(case, norms=True, base=base)
     monkeypatch.setattr(hf, "SHARD_BYTES", 20_000)                       # several shards
     tensors = ((name, t.detach().bfloat16()) for name, t in hf.model_tensors(model))
-    hf.save_model(tensors, model.folder, tmp_path / "merged")
+    hf.save_model(tensors, case.folder, tmp_path / "merged")
     assert len(list((tmp_path / "merged").glob("*.safetensors"))) > 2
     again = load(tmp_path / "merged", base="bf16", device="cpu")
     for name, got in hf.model_tensors(again):

@@ -32,12 +32,12 @@ DOORS = {("ops", "kernels"), ("nvfp4", "marlin_fp4"), ("sampler", "decode")}
 # 2,400 lines and 120 KB for the method, 3,250 lines for the reading path, 6,450 and 300 KB for all.
 METHOD_BUDGET = 2770, 123.4                                             # lines, KB of 1,024 bytes
 READING_BUDGET = 4850, 217
-WHOLE_BUDGET = 9952, 439.5
+WHOLE_BUDGET = 9954, 439.2
 LARGEST = {                                                               # lines, KB
     "program.py": (125, 4.5),
     "watch.py": (75, 3.1),
     "train.py": (335, 14.8),
-    "prepare.py": (190, 8.4),
+    "prepare.py": (195, 8.5),
     "flags.py": (285, 15.3),
     "grpo.py": (250, 11.8),
     "learner.py": (215, 9.6),
@@ -46,7 +46,7 @@ LARGEST = {                                                               # line
     "model.py": (245, 11.4),
     "attention.py": (185, 8.0),
     "ops.py": (175, 7.2),
-    "lora.py": (260, 11.3),
+    "lora.py": (265, 11.4),
     "nvfp4.py": (285, 12.6),
     "rewards.py": (255, 11.4),
     "plugin.py": (100, 4.2),

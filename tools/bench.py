@@ -33,7 +33,7 @@ import nvfp4
 from attention import lay_out
 from learner import Learner
 from lora import Adapter, Linear
-from prepare import make_sampler
+from prepare import divide_memory
 from run import KERNELS, LOCAL_RANK, WORLD, capability, gather, join, kernels_for, say, share
 from sampler import Sampler, Sampling, engine_for
 
@@ -229,7 +229,7 @@ def step(args):
     limits = Sampling(share(lengths.view(-1, G)).flatten().tolist())
     plan = argparse.Namespace(**vars(args), max_prompt_tokens=256, max_new_tokens=1024,
                               max_rows=256, prompts_per_step=len(mine))
-    sampler = make_sampler(plan, model, learner, num_held_out=0)
+    sampler = divide_memory(plan, model, learner, num_held_out=0)
     for _ in range(2):
         gather([])                               # all ranks begin together, and
         began = time.perf_counter()

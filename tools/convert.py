@@ -55,10 +55,11 @@ def merge(args):
     adapter = Path(args.source) / "adapter"
     must_be_new(args.out)
     hf.read_peft(adapter)
-    model = qwen.load(held["model"], held["base"])
+    folder = hf.resolve(held["model"])
+    model = qwen.load(folder, held["base"])
     lora.load_adapter(model, adapter)
     tensors = ((name, t.detach().bfloat16().cpu()) for name, t in hf.model_tensors(model))
-    hf.save_model(tensors, model.folder, args.out, merged_adapter=str(adapter))
+    hf.save_model(tensors, folder, args.out, merged_adapter=str(adapter))
     print(f"{args.out}: {held['model']} as {held['base']}, with {adapter}, in bf16")
 
 
