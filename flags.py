@@ -95,8 +95,8 @@ add("--loss", default="dapo", choices=list(grpo.LOSSES), help="Table 1: grpo, Ta
 add("--clip-low", type=float, help="lower clip of the ratio (default: the loss's own)")
 add("--clip-high", type=float, help="upper clip (default: the loss's own)")
 add("--correction", default="truncate", choices=grpo.CORRECTIONS,
-    help="bound of learner / sampler, a token's importance; off: 1 (release); ppo: the clip is "
-         "around the sampler (paper)")
+    help="bound of a token's importance, the learner's first pass / sampler; off: 1 (release); "
+         "ppo: the clip is around the sampler (paper)")
 add("--correction-cap", type=float, default=2.0, help="the bound C")
 add("--advantage-scale", default="group", choices=grpo.SCALES,
     help="what divides centred rewards: the group's standard deviation, or nothing (Dr. GRPO)")
@@ -122,7 +122,7 @@ add("--eval-problems", type=int, default=256, help="held-out problems, greedy; 0
 add("--save-every", type=int, default=20, help="steps between checkpoints")
 add("--report-to", choices=["trackio", "wandb", "tensorboard"],
     help="also send each step's metrics there; needs that package")
-add("--keep", type=int, help="keep the adapter of every so many steps, as adapters/step_N")
+add("--keep", type=int, help="keep the adapter of every so many steps, and the best, in adapters/")
 add("--show", type=int, help="print a completion every so many steps")
 
 COUNTS = ("lora_rank steps prompts_per_step max_prompt_tokens max_new_tokens max_rows noise_stages "

@@ -70,7 +70,7 @@ class Rollouts:
 
     @property
     def idle(self):
-        """Share of those rows that produced no token."""
+        """Share of the decode steps' rows that produced no token."""
         return 1 - self.num_tokens / self.computed if self.computed else 0.0
 
     def __add__(self, other):

@@ -118,7 +118,7 @@ def remember(run, indices, rows):
 def update(run, step, rollouts, advantages, weights):
     """weights: of one pass, as compare() gives them -> the Updates of all passes."""
     args = run.args
-    weights = weights * args.epochs              # the list over and over
+    weights = weights * args.epochs              # a list: pass after pass
     updates = []
     for u, weight in enumerate(weights):
         lr = lr_at(args, (step + (u + 0.5) / len(weights)) / args.steps)
