@@ -77,7 +77,7 @@ class Plan:
             pool = min(left, max(useful / 2, min(useful, left - c.layers * layer)))
             if kv_gib:
                 pool = kv_gib * GIB
-            kept_layers = min(c.layers, max(0, int((left - pool) / layer)))
+            kept_layers = min(c.layers, max(0, int((left - pool) / layer + 1e-6)))  # not 2.999
             forwards = (3 - kept_layers / c.layers) * (1 + DECODE / tokens)
             options.append((max(0, useful / 4 - left), forwards, tokens, worst, pool, kept_layers))
             if kept_layers == c.layers:

@@ -93,6 +93,37 @@ def test_layers_keep_their_activations_where_the_kv_pool_leaves_room(gpu, pool, 
     assert plan.dry_step().kept_layers == kept
 
 
+def make_useful(gpu, monkeypatch, gib):
+    """A KV cache of so many GiB holds 8 sequences of 96 tokens."""
+    c = gpu.model.config
+    of_a_head = 8 * 96 * 2 * c.layers * c.head_dim * 4
+    monkeypatch.setattr(gpu.model, "config", dataclasses.replace(c, kv_heads=gib * 2**30 // of_a_head))
+
+
+@pytest.mark.parametrize("bound,pool,kept", [(60, 40, 3), *((bound, None, 3) for bound in range(33, 48)), (30, 20, 2),
+                                             (25, None, 0)])
+def test_a_pool_of_half_its_use_comes_before_activations_and_the_other_half_after(gpu, monkeypatch, bound, pool, kept):
+    # 40 GiB are of use to 8 sequences of 96 tokens. None: what three layers of 1 GiB leave, all of it without a layer.
+    make_useful(gpu, monkeypatch, 40)
+    plan = memory.Plan(gpu.model, 32, 64, 200, 8, None, bound, gpu.lines.append)
+    left = plan.room - 4 * 2**30
+    assert plan.pool == pytest.approx(pool * 2**30 if pool else left - kept * 2**30, rel=1e-4)
+    assert plan.kept_layers == kept                              # 3 of 3 where 3 / 1 comes out as 2.9999
+
+
+def test_the_largest_micro_batch_that_leaves_a_quarter_of_the_pool_wins_where_no_layer_keeps_anything(gpu, monkeypatch):
+    # Of 24 GiB 20.7 are left; 16384 tokens take 16 of them, 8192 take 8. A quarter of 40 is 10.
+    make_useful(gpu, monkeypatch, 40)
+    gpu.token_bytes = 2**30 / 4096
+    plan = memory.Plan(gpu.model, 32, 64, None, 8, None, 24, gpu.lines.append)
+    assert (plan.micro_batch_tokens, plan.kept_layers) == (8192, 0)
+
+
+def test_a_row_more_takes_three_times_its_logits_from_the_rest(gpu):
+    rooms = [memory.Plan(gpu.model, 32, 64, 200, rows, None, 48, gpu.lines.append).room for rows in (8, 1008)]
+    assert rooms[0] - rooms[1] == pytest.approx(1000 * 3 * 4 * TINY["vocab_size"], abs=1)
+
+
 def test_the_dry_step_lets_go_of_blocks_that_do_not_fit(gpu):
     plan = memory.Plan(gpu.model, 32, 64, 200, 8, 69, None, gpu.lines.append)
     gpu.held = 74.5 * 2**30                                               # 2 + 69, and somebody took 3.5
