@@ -241,12 +241,16 @@ def test_recompute_gives_the_same_gradient_and_touches_no_frozen_weight(tiny):
     model, rows = load(tiny["untied"].folder, base="nvfp4", device="cpu"), ragged_rows(tiny["untied"])
     lora.Adapter(model, rank=4, alpha=8, norms=True)
     set_adapter(model, random_adapter(tiny["untied"].raw, 4, norms=True))
-    gradients = []
+    gradients, runs = [], []
+    for layer in model.layers:
+        layer.register_forward_pre_hook(lambda layer, _: runs.append(layer))
     for kept in (0, 1, 2):
         model.adapter.master.grad.zero_()
+        runs.clear()
         logprobs, _ = model.token_logprobs(rows, [1] * len(rows), kept_layers=kept)
         (logprobs * torch.linspace(-1, 2, len(logprobs))).sum().backward()
         gradients.append(model.adapter.master.grad.clone())
+        assert [runs.count(layer) for layer in model.layers] == [2 - (kept == 2), 2 - (kept > 0)]     # the last are kept
     assert torch.equal(gradients[0], gradients[1]) and torch.equal(gradients[0], gradients[2])
     assert gradients[0].count_nonzero() > 0.9 * sum(
         t.numel() for t in random_adapter(tiny["untied"].raw, 4, norms=True).values())
