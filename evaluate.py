@@ -250,11 +250,9 @@ def problems_of(args, of_run, tokenizer):
         args.data = like.eval_data or like.data
         if not args.data.endswith(data.SUFFIXES):
             like.eval_problems = 0               # all of a data set's own split
-        like.prompt_style = args.prompt_style
-        like.reward = args.reward
-        _, problems = data.split_problems(like, tokenizer)
-        return problems[:args.limit or None]
-    problems = data.load_problems(args.data, args.split, needs_gold=not args.reward)
+        _, problems = data.split_problems(like, tokenizer)       # by the run's own flags
+    else:
+        problems = data.load_problems(args.data, args.split, needs_gold=not args.reward)
     problems = problems[:args.limit or None]
     return data.encode_prompts(tokenizer, problems, args.prompt_style)
 

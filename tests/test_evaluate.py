@@ -440,6 +440,27 @@ def test_a_run_is_evaluated_with_its_flags_on_what_it_held_out(adapted, tmp_path
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["adapter_shift"] is None
 
 
+@pytest.mark.parametrize("flags", ["--prompt-style boxed", "--reward rewards_here:length"])
+def test_what_a_run_held_out_stays_so_under_another_prompt_or_reward(flags, tmp_path, capsys, monkeypatch):
+    # Of 40 problems the run left out ten without a gold that can be read and held out three; asked in longer prompts,
+    # or without need of golds, they would be split elsewhere: what it had trained on would count as held out.
+    (tmp_path / "rewards_here.py").write_text("def length(completion, problem):\n    return len(completion)\n")
+    golds = [r"2^{\aleph_0}"] * 10 + ["7"] * 30
+    lines = [json.dumps({"question": f"{i}?" + " + 1" * (9 * (i > 36)), "answer": gold}) + "\n"
+             for i, gold in enumerate(golds, 1)]
+    (tmp_path / "sums.jsonl").write_text("".join(lines))
+    held = dict(model=str(ROOT / "tiny"), base="bf16", dtype=None, data=str(tmp_path / "sums.jsonl"),
+                prompt_style="plain", max_new_tokens=4, eval_problems=256, max_prompt_tokens=64)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text(json.dumps(held))
+    monkeypatch.chdir(tmp_path)
+    for more in ([], flags.split()):
+        monkeypatch.setattr(sys, "argv", ["evaluate.py", "run", "--adapter", "none", "--device", "cpu", "--out",
+                                          f"{len(more)}.jsonl", *more])
+        evaluate.main()
+        assert [row["id"] for row in read(tmp_path / f"{len(more)}.jsonl")] == ["sums-38", "sums-39", "sums-40"]
+
+
 def test_a_merged_folder_stays_in_16_bits_unless_told_otherwise(tmp_path, capsys, monkeypatch):
     config = json.loads((ROOT / "tiny" / "config.json").read_text()) | {"merged_adapter": "runs/x/adapter"}
     shutil.copytree(ROOT / "tiny", tmp_path / "merged")
