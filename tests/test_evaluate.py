@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -438,6 +439,13 @@ def test_a_run_is_evaluated_with_its_flags_on_what_it_held_out(adapted, tmp_path
     monkeypatch.setattr(sys, "argv", ["evaluate.py", "run", "--device", "cpu", "--adapter", "none"])
     evaluate.main()
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["adapter_shift"] is None
+
+
+def test_of_a_data_set_all_of_its_own_test_split_is_held_out_but_no_more_than_limit():
+    of_run = dict(data="arithmetic", eval_problems=4, max_prompt_tokens=64)
+    for limit, want in ((0, len(evaluate.data.arithmetic("test"))), (6, 6)):
+        args = SimpleNamespace(data=None, prompt_style="plain", reward=None, limit=limit)
+        assert len(evaluate.problems_of(args, of_run, evaluate.data.Tokenizer(ROOT / "tiny"))) == want > 4
 
 
 @pytest.mark.parametrize("flags", ["--prompt-style boxed", "--reward rewards_here:length"])

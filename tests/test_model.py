@@ -250,7 +250,7 @@ def test_recompute_gives_the_same_gradient_and_touches_no_frozen_weight(tiny):
         logprobs, _ = model.token_logprobs(rows, [1] * len(rows), kept_layers=kept)
         (logprobs * torch.linspace(-1, 2, len(logprobs))).sum().backward()
         gradients.append(model.adapter.master.grad.clone())
-        assert [runs.count(layer) for layer in model.layers] == [2 - (kept == 2), 2 - (kept > 0)]     # the last are kept
+        assert [runs.count(layer) for layer in model.layers] == [2 - (kept == 2), 2 - (kept > 0)]     # of the last
     assert torch.equal(gradients[0], gradients[1]) and torch.equal(gradients[0], gradients[2])
     assert gradients[0].count_nonzero() > 0.9 * sum(
         t.numel() for t in random_adapter(tiny["untied"].raw, 4, norms=True).values())
