@@ -35,7 +35,9 @@ import calibrate
 import data
 import flags as flags_py
 import train as train_py
+from grpo import mismatch_sums
 from hf import NVFP4_CONFIG, Shards
+from learner import Update
 from lora import Adapter, save_adapter
 from model import load
 from sampler import BLOCK, blocks_for, row_key
@@ -73,6 +75,10 @@ calls = []
 def breaks_later(completion, problem):
     calls.append(1)
     return 1 / (len(calls) != 24)            # 4 held out, 8 a step
+
+def best_after_three(completion, problem):
+    calls.append(1)
+    return [1, 3, 5, 5, 2, 4][(len(calls) - 1) // 12] + len(calls) % 2
 
 def by_length(completion, problem):
     return {"length": 0.01 * len(completion), "one": 1.0}
@@ -310,6 +316,36 @@ def test_the_learning_rate_by_hand():
     assert [train_py.lr_at(cosine, x) for x in (0.1, 0.55, 0.775, 1)] == pytest.approx(
         [2, 1, 1 + math.cos(0.75 * math.pi), 0])
     assert [train_py.lr_at(constant, x) for x in (0.1, 0.5, 0.75, 0.875, 1)] == pytest.approx([2, 2, 2, 1, 0])
+
+
+def some_update(ratio, grad_norm):
+    """Of two tokens, one of which became so much likelier."""
+    d = torch.tensor([0.0, math.log(ratio)])
+    sums = mismatch_sums(d) | {"clip_high": torch.tensor(grad_norm * 2), "entropy": torch.tensor(grad_norm * 6)}
+    return Update(sums, grad_norm, lr=0.1)
+
+
+def test_an_update_takes_its_part_pass_by_pass_at_the_rate_of_its_middle():
+    taken = []
+    learner = SimpleNamespace(update=lambda *step: taken.append(step) or Update({}, 0.0, step[-1]))
+    run = SimpleNamespace(args=args_of("--epochs", "2", "--steps", "10", "--lr", "1"), learner=learner)
+    updates = train_py.update(run, 4, "rollouts", "advantages", ["first", "second"])
+    rates = [(1 + math.cos(math.pi * (x - 0.1) / 0.9)) / 2 for x in (0.4125, 0.4375, 0.4625, 0.4875)]      # --warmup 0.1
+    assert [step[2] for step in taken] == ["first", "second"] * 2
+    assert [step[3] for step in taken] == [update.lr for update in updates] == pytest.approx(rates)
+
+
+def test_a_step_reports_its_first_update_that_taught_and_the_clip_and_norm_of_its_last():
+    rows = [dict(reward=r, task=r, correct=r, format=1, length=2, finished=True) for r in (1.0, 0.0, 1.0, 0.0)]
+    rollouts = SimpleNamespace(idle=0.0, num_tokens=8, seconds=2.0)
+    run = SimpleNamespace(args=SimpleNamespace(group_size=2), learner=SimpleNamespace(metrics=dict))
+    nothing = Update({}, 0.0, lr=0.2)
+    updates = [nothing, some_update(2.0, 1.0), some_update(4.0, 3.0), nothing]
+    weights = [torch.tensor([0.5, 0.0, 0.0, 0.0]), torch.zeros(4)]        # the second group is outside the mask
+    metrics = train_py.report(run, rows, torch.tensor([1.0, -1.0] * 2), weights, rollouts, updates)
+    assert metrics["ratio_max"] == pytest.approx(2) and metrics["entropy"] == 3
+    assert (metrics["clip_high"], metrics["grad_norm"], metrics["lr"]) == (3, 3, 0.2)
+    assert (metrics["groups"], metrics["informative"], metrics["tokens_per_s"]) == (1, 1, 4)
 
 
 # -----------------------------------------------------------------------------
@@ -672,6 +708,15 @@ def test_a_run_like_another_says_what_differs_and_keeps_adapters(runs):
     kept = runs.folder / "second" / "adapters"
     assert sorted(p.name for p in kept.iterdir()) == ["best", "step_000001", "step_000002"]
     assert (kept / "step_000002/adapter_model.safetensors").read_bytes() == runs.adapter("second")
+
+
+def test_the_best_adapter_is_that_of_the_first_highest_mean_reward_on_what_is_held_out(runs):
+    runs.run("best", *"--steps 6 --reward my_rewards:best_after_three --eval-every 1 --keep 1".split())
+    assert [m.get("eval_reward") for m in runs.metrics("best")] == [1.5, 3.5, 5.5, 5.5, 2.5, 4.5]
+    kept = runs.folder / "best" / "adapters"
+    best, *steps = ((kept / name / "adapter_model.safetensors").read_bytes()
+                    for name in ("best", *(f"step_{step:06d}" for step in range(1, 7))))
+    assert [best == step for step in steps] == [False, False, True, False, False, False]
 
 
 def test_a_run_starts_from_an_adapter_with_its_rank_and_norms(runs):
