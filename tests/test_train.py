@@ -80,6 +80,10 @@ def best_after_three(completion, problem):
     calls.append(1)
     return [1, 3, 5, 5, 2, 4][(len(calls) - 1) // 12] + len(calls) % 2
 
+def ten_steps_alone(completion, problem):
+    calls.append(1)
+    return len(calls) % 2 if len(calls) <= 4 + 10 * 40 else 0.0
+
 def by_length(completion, problem):
     return {"length": 0.01 * len(completion), "one": 1.0}
 '''
@@ -527,6 +531,17 @@ def test_dead_ranks_end_in_one_line_and_keep_the_adapter_of_their_best_steps(run
     names = "last_good", f"step_{int(step):06d}"
     good, then = ((kept / name / "adapter_model.safetensors").read_bytes() for name in names)
     assert good == then
+
+
+def test_last_good_is_the_adapter_as_it_was_though_it_moved_on_until_the_run_was_given_up(runs):
+    # Ten steps have something to teach, ten have not: there the pull to the base alone moves the adapter.
+    log = runs.run("moved", *("--steps 40 --prompts-per-step 20 --group-size 2 --max-new-tokens 8 --overlong keep "
+                              "--reward my_rewards:ten_steps_alone --kl-beta 1 --keep 1 --eval-every 99").split(), code=1)
+    assert "gave all answers to a problem the same" in log and "adapters/last_good is that of step 10;" in log
+    kept = runs.folder / "moved" / "adapters"
+    good, then, last = ((kept / name / "adapter_model.safetensors").read_bytes()
+                        for name in ("last_good", "step_000010", "step_000020"))
+    assert good == then != last
 
 
 def test_a_calibrated_run_trains_on_a_base_of_its_own_and_goes_on_with_it(runs):
