@@ -536,7 +536,8 @@ def test_dead_ranks_end_in_one_line_and_keep_the_adapter_of_their_best_steps(run
 def test_last_good_is_the_adapter_as_it_was_though_it_moved_on_until_the_run_was_given_up(runs):
     # Ten steps have something to teach, ten have not: there the pull to the base alone moves the adapter.
     log = runs.run("moved", *("--steps 40 --prompts-per-step 20 --group-size 2 --max-new-tokens 8 --overlong keep "
-                              "--reward my_rewards:ten_steps_alone --kl-beta 1 --keep 1 --eval-every 99").split(), code=1)
+                              "--reward my_rewards:ten_steps_alone --kl-beta 1 --keep 1 --eval-every 99").split(),
+                    code=1)
     assert "gave all answers to a problem the same" in log and "adapters/last_good is that of step 10;" in log
     kept = runs.folder / "moved" / "adapters"
     good, then, last = ((kept / name / "adapter_model.safetensors").read_bytes()
