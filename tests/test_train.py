@@ -334,7 +334,7 @@ def test_an_update_takes_its_part_pass_by_pass_at_the_rate_of_its_middle():
     learner = SimpleNamespace(update=lambda *step: taken.append(step) or Update({}, 0.0, step[-1]))
     run = SimpleNamespace(args=args_of("--epochs", "2", "--steps", "10", "--lr", "1"), learner=learner)
     updates = train_py.update(run, 4, "rollouts", "advantages", ["first", "second"])
-    rates = [(1 + math.cos(math.pi * (x - 0.1) / 0.9)) / 2 for x in (0.4125, 0.4375, 0.4625, 0.4875)]      # --warmup 0.1
+    rates = [(1 + math.cos(math.pi * (x - 0.1) / 0.9)) / 2 for x in (0.4125, 0.4375, 0.4625, 0.4875)]
     assert [step[2] for step in taken] == ["first", "second"] * 2
     assert [step[3] for step in taken] == [update.lr for update in updates] == pytest.approx(rates)
 
