@@ -659,7 +659,7 @@ def multiprocessors_of(device):
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def prepare(x, weight, lora_a, slabs, config):
+def launch_plan(x, weight, lora_a, slabs, config):
     """Of a decode matmul, whose operands it checks -> R, Schedule, fp32 slabs (made if None)."""
     M, K = x.shape
     R = 0
@@ -693,7 +693,7 @@ def decode_matmul(x, weight, lora_a=None, slabs=None, pdl=False):
     device = weight.device
     assert capability(device)[0] == 9, f"needs a Hopper GPU, the weight is on {device}"
     config = decode_config(N, K, M)
-    R, plan, slabs = prepare(x, weight, lora_a, slabs, config)
+    R, plan, slabs = launch_plan(x, weight, lora_a, slabs, config)
     a_map = None
     if R:
         a_map = TensorDescriptor.from_tensor(lora_a, [A_SIDE.value] * 2, ROWS_256B.value)

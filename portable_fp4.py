@@ -22,7 +22,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from marlin_fp4 import TILE, Slabs, a_blocks, planes_of, prepare, scales_of, spread
+from marlin_fp4 import TILE, Slabs, a_blocks, launch_plan, planes_of, scales_of, spread
 from run import capability
 
 
@@ -154,7 +154,7 @@ def decode_matmul(x, weight, lora_a=None, slabs=None, pdl=False):
     """As marlin_fp4.decode_matmul. pdl, which needs sm_90, hides the launch alone."""
     M, K = x.shape
     config = decode_config(M, shared_memory(capability(weight.device)))
-    R, plan, slabs = prepare(x, weight, lora_a, slabs, config)
+    R, plan, slabs = launch_plan(x, weight, lora_a, slabs, config)
     a = lora_a if R else x
     inputs = Inputs(x, x.stride(0), weight.codes, weight.scales, a, weight.N, K, R)
     portable_kernel[plan.programs, triton.cdiv(M, config.BM)](

@@ -72,11 +72,11 @@ def prepare(args, before):
     check_flags(args, before)
     device = choose_device(args)
     plug_in = plugin.Reward(args.reward) if args.reward else None
-    tokenizer, problems, held_out = problems_of(args)
+    tokenizer, problems, held_out = read_problems(args)
     if device.type == "cuda":
         memory.bound(args.memory_gib, device)
     join(device)
-    model = load_model(args, tokenizer, problems, device)
+    model = read_model(args, tokenizer, problems, device)
     learner = Learner(model, loss_of(args), args.temperature, args.max_grad_norm, args.weight_decay)
     sampler = divide_memory(args, model, learner, len(held_out))
 
@@ -92,7 +92,7 @@ def prepare(args, before):
                folder, tracker, bar)
 
 
-def problems_of(args):
+def read_problems(args):
     """-> tokenizer, problems to train on, problems held out. A resumed run's must be the same."""
     data.style_of(args.prompt_style)
     data.check_source(args.data)
@@ -110,7 +110,7 @@ def problems_of(args):
     return tokenizer, problems, held_out
 
 
-def load_model(args, tokenizer, problems, device):
+def read_model(args, tokenizer, problems, device):
     """-> the model of --base, --calibrate and --dtype, with a new adapter or --adapter."""
     folder = hf.resolve(args.model)
     base = hf.base_of(folder, args.base)

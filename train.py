@@ -31,7 +31,7 @@ import aqn
 import data
 import grpo
 import rewards
-from evaluate import interval
+from figures import interval
 from flags import parse_args
 from prepare import begin, prepare
 from run import RANK, WORLD, claimed, ending_with, gather, say, share, signals_wait

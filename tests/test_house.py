@@ -25,14 +25,14 @@ READING_PATH = [*METHOD, *"prepare flags watch data plugin run hf".split()]     
 TRITON = ["marlin_fp4", "portable_fp4", "kernels", "decode"]
 # Bottom to top: a file imports files before it.
 ORDER = ("program run ops nvfp4 hf attention lora model aqn grpo learner sampler answers rewards plugin data "
-         "calibrate flags watch marlin_fp4 portable_fp4 kernels decode memory evaluate prepare train").split()
+         "calibrate flags watch marlin_fp4 portable_fp4 kernels decode memory figures evaluate prepare train").split()
 DOORS = {("ops", "kernels"), ("nvfp4", "marlin_fp4"), ("sampler", "decode")}
 
 # What each may hold at most: what was reached, rounded up, to be lowered with every cut. The aim is
 # 2,400 lines and 120 KB for the method, 3,250 lines for the reading path, 6,450 and 300 KB for all.
 METHOD_BUDGET = 2770, 123.4                                             # lines, KB of 1,024 bytes
 READING_BUDGET = 4850, 217
-WHOLE_BUDGET = 9954, 439.2
+WHOLE_BUDGET = 9964, 439.6
 LARGEST = {                                                               # lines, KB
     "program.py": (125, 4.5),
     "watch.py": (75, 3.1),
@@ -59,7 +59,8 @@ LARGEST = {                                                               # line
     "decode.py": (310, 14.5),
     "memory.py": (140, 6.8),
     "answers.py": (1180, 49.6),
-    "evaluate.py": (390, 17.3),
+    "figures.py": (120, 5.1),
+    "evaluate.py": (285, 12.6),
     "tools/bench.py": (310, 13.8),
     "tools/convert.py": (90, 4.3),
     "tools/plot.py": (135, 6.1),
