@@ -35,12 +35,13 @@ import calibrate
 import data
 import flags as flags_py
 import train as train_py
+from aqn import draw_z
 from grpo import mismatch_sums
 from hf import NVFP4_CONFIG, Shards
 from learner import Update
 from lora import Adapter, save_adapter
 from model import load
-from sampler import BLOCK, blocks_for, row_key
+from sampler import BLOCK, Rollouts, blocks_for, row_key
 from tiny.arithmetic import arithmetic
 from tiny_qwen2 import config_json, random_tensors, write_folder
 
@@ -350,6 +351,26 @@ def test_a_step_reports_its_first_update_that_taught_and_the_clip_and_norm_of_it
     assert metrics["ratio_max"] == pytest.approx(2) and metrics["entropy"] == 3
     assert (metrics["clip_high"], metrics["grad_norm"], metrics["lr"]) == (3, 3, 0.2)
     assert (metrics["groups"], metrics["informative"], metrics["tokens_per_s"]) == (1, 1, 4)
+
+
+def test_the_seed_of_a_run_is_that_of_its_noise_its_sampling_and_its_adapter(runs):
+    model, seen = load(ROOT / "tiny", "nvfp4", "cpu"), []
+
+    def generate(prompts, group_size, sampling, numbers):
+        seen.append((prompts, group_size, sampling.seed, numbers, model.layers[1].post_norm.noise.clone()))
+        return Rollouts([], [], [], [])
+
+    run = SimpleNamespace(args=args_of("--seed", "7", "--group-size", "3"), model=model, plug_in=None,
+                          tokenizer=SimpleNamespace(end_ids=()),
+                          problems=[SimpleNamespace(prompt=[i]) for i in range(5)],
+                          sampler=SimpleNamespace(generate=generate))
+    train_py.sample(run, 2, 0.5, [10, 11], [4, 1])
+    (prompts, group_size, seed, numbers, noise), = seen
+    assert (prompts, group_size, seed, numbers) == ([[4], [1]], 3, 7, [10, 11])
+    assert torch.equal(noise, 0.5 * draw_z(7, 2, 1, 1, len(noise)))
+    runs.run("seeded", *"--steps 1 --seed 7 --lr 1e-9".split())
+    start = Adapter(model, rank=32, alpha=32, seed=7).master.data
+    torch.testing.assert_close(runs.state("seeded", 1)["master"], start, atol=1e-8, rtol=0)
 
 
 # -----------------------------------------------------------------------------
