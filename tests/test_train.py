@@ -34,6 +34,7 @@ from tqdm import tqdm
 import calibrate
 import data
 import flags as flags_py
+import prepare
 import train as train_py
 from aqn import draw_z
 from grpo import mismatch_sums
@@ -353,6 +354,14 @@ def test_a_step_reports_its_first_update_that_taught_and_the_clip_and_norm_of_it
     assert (metrics["groups"], metrics["informative"], metrics["tokens_per_s"]) == (1, 1, 4)
 
 
+def test_the_flags_of_the_loss_reach_it_and_its_own_clips_are_the_defaults():
+    flags = "--correction mask --correction-cap 3 --kl-beta 0.2".split()
+    for more, clips in ((["--clip-low", "0.1"], (0.1, 4e-4)), (["--clip-high", "0.5"], (3e-4, 0.5))):
+        loss = prepare.loss_of(args_of("--loss", "gspo", *flags, *more))
+        assert (loss.clip_low, loss.clip_high) == clips and loss.sequence_level
+        assert (loss.correction, loss.cap, loss.kl_beta) == ("mask", 3, 0.2)
+
+
 def test_the_seed_of_a_run_is_that_of_its_noise_its_sampling_and_its_adapter(runs):
     model, seen = load(ROOT / "tiny", "nvfp4", "cpu"), []
 
@@ -477,6 +486,7 @@ def test_disjoint_updates_see_each_row_once_and_epochs_repeat_them(runs):
     for out, more in (("once", ""), ("split", "--updates-per-rollout 2"), ("twice", "--epochs 2"),
                       ("both2", "--updates-per-rollout 2 --epochs 2")):
         runs.run(out, *flags, *more.split())
+        assert runs.metrics(out)[0]["mismatch_abs"] < 1e-4                # the learner has the sampler's temperature
         state = runs.state(out, 1)
         steps.append(state["step"].item())
         masters.append(state["master"])
