@@ -42,7 +42,7 @@ from hf import NVFP4_CONFIG, Shards
 from learner import Update
 from lora import Adapter, save_adapter
 from model import load
-from sampler import BLOCK, Rollouts, blocks_for, row_key
+from sampler import BLOCK, Rollouts, Sampling, blocks_for, row_key
 from tiny.arithmetic import arithmetic
 from tiny_qwen2 import config_json, random_tensors, write_folder
 
@@ -352,6 +352,17 @@ def test_a_step_reports_its_first_update_that_taught_and_the_clip_and_norm_of_it
     assert metrics["ratio_max"] == pytest.approx(2) and metrics["entropy"] == 3
     assert (metrics["clip_high"], metrics["grad_norm"], metrics["lr"]) == (3, 3, 0.2)
     assert (metrics["groups"], metrics["informative"], metrics["tokens_per_s"]) == (1, 1, 4)
+
+
+def test_what_is_held_out_is_answered_once_and_greedily_whatever_the_temperature(monkeypatch):
+    seen = []
+    monkeypatch.setattr(train_py.rewards, "score", lambda *_: [{"correct": 1.0}, {"correct": 0.0}])
+    run = SimpleNamespace(args=args_of("--temperature", "2", "--max-new-tokens", "9"), plug_in=None,
+                          tokenizer=SimpleNamespace(end_ids=(5,)), bar=SimpleNamespace(disable=True),
+                          held_out=[SimpleNamespace(prompt=[i]) for i in range(2)],
+                          sampler=SimpleNamespace(generate=lambda *arguments: seen.append(arguments)))
+    assert train_py.evaluate_held_out(run, 0) == {"eval_accuracy": 0.5}
+    assert seen == [([[0], [1]], 1, Sampling(9, (5,), temperature=0.0))]
 
 
 def test_the_flags_of_the_loss_reach_it_and_its_own_clips_are_the_defaults():
