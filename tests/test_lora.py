@@ -39,6 +39,15 @@ def plain(case, adapter, scale, tokens):
 # -----------------------------------------------------------------------------
 # What it computes
 
+def test_every_a_starts_uniform_as_pefts_does_and_every_b_at_zero(tiny):
+    model = load(tiny["untied"].folder, "bf16", "cpu")
+    adapter = Adapter(model, rank=8)
+    for linear in adapter.linears:                                        # kaiming_uniform_ with a = sqrt(5)
+        bound = linear.weight.K ** -0.5
+        assert 0.99 * bound < linear.a.max() <= bound and -bound <= linear.a.min() < -0.99 * bound
+        assert abs(linear.a.mean()) < 0.1 * bound and not linear.b.any()
+
+
 @pytest.mark.parametrize("base", nvfp4.FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adapter_with_b_zero_leaves_the_logits(tiny, base, dtype):
