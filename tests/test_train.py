@@ -791,11 +791,11 @@ def test_a_run_from_an_adapter_that_is_killed_before_its_first_checkpoint_begins
     # It went on from a new adapter, whose B is zero, and said nothing.
     runs.run("given", *"--steps 2 --lora-rank 4 --reward my_rewards:by_length".split())
     flags = "--steps 3 --adapter given/adapter --reward my_rewards:by_length".split()
-    runs.run("taken", *flags)
+    runs.run("from-given", *flags)
     runs.run("killed-early", *flags, code=-signal.SIGKILL, fault=killed_in_its_first_checkpoint)
     assert len(runs.lines("killed-early")) == 3 and not (runs.folder / "killed-early" / "checkpoints").exists()
     runs.run("killed-early", "--resume")
-    assert runs.same("killed-early", "taken")
+    assert runs.same("killed-early", "from-given")
 
 
 def killed_in_its_first_checkpoint():
