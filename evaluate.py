@@ -31,7 +31,7 @@ import plugin
 import rewards
 from answers import can_read
 from figures import measure, paired
-from run import KERNELS, choose_device, few_threads, json_line, named, write_atomically
+from run import KERNELS, choose_device, json_line, named, settle_cpu, write_atomically
 from sampler import Sampler, Sampling, engine_for, rollouts_of
 
 
@@ -118,7 +118,7 @@ def load_model(args, folder, device, tokenizer):
     """-> the model of --base and --dtype, with --adapter."""
     args.base = hf.base_of(folder, args.base)
     model = qwen.load(folder, args.base, device, args.dtype, tokenizer.vocab_size)
-    few_threads(model)
+    settle_cpu(model)
     if args.adapter:
         lora.load_adapter(model, args.adapter)
     return model

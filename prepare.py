@@ -29,7 +29,7 @@ import plugin
 import program
 from flags import check_flags
 from learner import Learner
-from run import RANK, WORLD, Folder, Tracker, choose_device, few_threads, gather, join, say
+from run import RANK, WORLD, Folder, Tracker, choose_device, gather, join, say, settle_cpu
 from sampler import BLOCK, Sampler, engine_for
 
 
@@ -117,7 +117,7 @@ def read_model(args, tokenizer, problems, device):
     if args.calibrate:
         folder = calibrated(args, folder, tokenizer, problems, device)
     model = qwen.load(folder, base, device, args.dtype, tokenizer.vocab_size)
-    few_threads(model)
+    settle_cpu(model)
     going_on = any(Path(args.out, "checkpoints").glob("step_*"))        # not if killed before one
     if args.adapter and not going_on:
         lora.load_adapter(model, args.adapter)

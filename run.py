@@ -82,10 +82,15 @@ def device_of(name, model):
     return torch.device("cuda", index)
 
 
-def few_threads(model):
-    """For a small model on a CPU: more than two wait for each other longer than they work."""
-    if model.device.type == "cpu" and model.config.width < 1024:
-        torch.set_num_threads(min(2, torch.get_num_threads()))
+def settle_cpu(model):
+    """On a CPU: gradients of a prompt that answers share, which threads would add in any order, are
+    added in one; and two threads for a small model, more wait for each other longer than they work.
+    """
+    if model.device.type == "cpu":
+        torch.set_deterministic_debug_mode("error")              # imports less than its other name
+        torch.utils.deterministic.fill_uninitialized_memory = False      # of torch.empty
+        if model.config.width < 1024:
+            torch.set_num_threads(min(2, torch.get_num_threads()))
 
 
 def capability(device):

@@ -11,7 +11,6 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -617,3 +616,23 @@ def test_rank_0_alone_reports(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "RANK", 1)
     Tracker("wandb", tmp_path, {}).log(STEPS[0])
     assert service.told == []
+
+
+def test_a_gradient_that_rows_share_is_added_up_in_one_order_on_a_cpu():
+    """Two threads added the last token of a group's prompt in any order: runs with one seed parted within 30 steps."""
+    g = torch.Generator().manual_seed(0)
+    at = torch.cat([torch.arange(1490), torch.full((20,), 5), torch.arange(1490)])   # repeats lie astride the middle
+    upstream = torch.randn(len(at), 128, generator=g)
+    before = torch.get_num_threads(), torch.get_deterministic_debug_mode()
+    try:
+        torch.set_num_threads(2)
+        run.settle_cpu(SimpleNamespace(device=torch.device("cpu"), config=SimpleNamespace(width=128)))
+        sums = set()
+        for _ in range(1000):
+            x = torch.zeros(1500, 128, requires_grad=True)
+            x[at].backward(upstream)
+            sums.add(x.grad[5].sum().item())
+        assert len(sums) == 1
+    finally:
+        torch.set_num_threads(before[0])
+        torch.set_deterministic_debug_mode(before[1])
