@@ -1,5 +1,5 @@
 """
-QeRL in one script: GRPO/DAPO of a Qwen2.5 model with frozen 4-bit weights, LoRA and AQN.
+QeRL's loop: GRPO/DAPO of a Qwen2.5 model with frozen 4-bit weights, LoRA and AQN.
 
     python train.py                            a tiny model that ships here: CPU, offline, minutes
     python train.py --model qwen2.5-7b         the 7B on GSM8K, the paper's settings, one GPU
@@ -15,8 +15,8 @@ samples.jsonl (every completion with its verdict), adapter/ (PEFT format) and ch
 two). A run that learns nothing any more is ended (watch.py), with the adapter of its best steps in
 adapters/last_good. --keep keeps others there.
 
-Not here: a critic, a reference model (the adapter switched off is one), a learned reward, a
-config file.
+Not here: what a run is set up from (prepare.py), a critic, a reference model (the adapter switched
+off is one), a learned reward, a config file.
 """
 import dataclasses
 import json
