@@ -364,9 +364,11 @@ def in_fp32_and_16_bits(model):
     linears = [m for m in model.modules() if isinstance(m, lora.Linear)]
     kept = [(linear.weight, *((linear.working_a, linear.working_b) if linear.rank else ())) for linear in linears]
     fast = attention.attend_spans                                          # takes 16 bits only
+    lm_head = model.lm_head
     try:
         for dtype in (torch.float32, DTYPE):
             attention.attend_spans = fast.reference if dtype == torch.float32 else fast
+            model.lm_head = lm_head.to(dtype)
             for norm in norms:
                 norm.dtype = dtype
             for linear, (weight, *adapter) in zip(linears, kept):   # DTYPE: the tensors that graphs captured
@@ -384,7 +386,7 @@ def reference_logprobs(model, kv, rows, temperature):
     for dtype in in_fp32_and_16_bits(model):
         attend = sampler.attention_to_cache(kv.to(dtype, copy=True), rows.table, rows.prefix, rows.pos)
         xw, rstd = model.hidden(rows.token, attend, rows.pos)
-        logits = mm_fp32(xw, model.lm_head[:model.live_vocab].to(dtype).T) * (rstd / (temperature or 1.0))
+        logits = mm_fp32(xw, model.lm_head[:model.live_vocab].T) * (rstd / (temperature or 1.0))
         logprobs.append(logits.log_softmax(-1))
     return logprobs[1], (logprobs[1] - logprobs[0]).square().mean().sqrt().item()
 
