@@ -19,7 +19,6 @@ Not here: what a run is set up from (prepare.py), a critic, a reference model (t
 off is one), a learned reward, a config file.
 """
 import dataclasses
-import json
 import math
 import time
 from pathlib import Path
@@ -31,12 +30,11 @@ import aqn
 import data
 import grpo
 import rewards
-from figures import interval
 from flags import parse_args
 from prepare import begin, prepare
-from run import RANK, WORLD, claimed, ending_with, gather, say, share, signals_wait
+from run import claimed, ending_with, gather, say, share, signals_wait
 from sampler import Sampling, row_key
-from watch import Watch
+from watch import Watch, farewell, greet, tell
 
 # -----------------------------------------------------------------------------
 # The verbs of a step
@@ -252,70 +250,6 @@ def train(run):
         if watch.verdict:
             give_up(run, watch.verdict, *good)
     run.folder.note(ended=program.now())
-
-
-# -----------------------------------------------------------------------------
-# What it says
-
-def greet(run):
-    args = run.args
-    device = run.model.device
-    why = "" if device.type == "cuda" or torch.cuda.is_available() else ", torch sees no GPU"
-    say(f"{args.steps} steps of {args.prompts_per_step} problems x {args.group_size} answers: "
-        f"{args.model} as {args.base} learns {args.data} ({len(run.problems):,} problems, "
-        f"{len(run.held_out):,} held out) on {WORLD} x {device}{why}; "
-        f"{run.learner.adapter.master.numel():,} trained parameters; writes {args.out}")
-
-
-def tell(run, metrics, rows):
-    """A step on the bar, or as a line where there is no terminal."""
-    args = run.args
-    bar = run.bar
-    step = metrics["step"] + 1
-    figures = {key: f"{metrics[key]:.3g}"
-               for key in ("reward", "accuracy", "length", "tokens_per_s")}
-    if metrics["step"] == bar.initial:
-        left = (args.steps - step) * metrics["seconds"]
-        say(f"a step takes {metrics['seconds']:.1f} s: {duration(left)} to go, without evaluations")
-    bar.set_postfix(figures)
-    bar.update()
-    if bar.disable:
-        said = ", ".join(f"{key} {value}" for key, value in figures.items())
-        say(f"step {step}/{args.steps}: {said}, {metrics['seconds']:.1f} s")
-    if args.show and step % args.show == 0:
-        row = rows[0]
-        said = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1]
-                       for c in f"{row['question']}\n-> {row['completion']}")
-        say(f"step {step}, {row['id']}, reward {row['reward']:.3g}:\n{said}")
-
-
-def duration(seconds):
-    minutes = round(seconds / 60)
-    if minutes < 2:
-        return f"{seconds:.0f} s"
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
-
-
-def farewell(run):
-    """Where the run is, what it changed, how long it took, what can be done with it."""
-    if RANK > 0:
-        return
-    lines = (run.folder.path / "metrics.jsonl").read_bytes().splitlines()
-    metrics = [json.loads(line) for line in lines]
-    seconds = sum(m.get("seconds", 0.0) for m in metrics)
-    n = len(run.held_out)
-    texts = []
-    for accuracy in [m["eval_accuracy"] for m in metrics if "eval_accuracy" in m]:
-        right = round(accuracy * n)
-        mean, low, high = interval([1.0] * right + [0.0] * (n - right))
-        texts.append(f"{mean:.1%} [{low:.1%}, {high:.1%}]")
-    before = f"{texts[0]} before" if texts else "lost"
-    after = f", {texts[-1]} after" if texts[1:] else ""
-    say(f"{run.folder.path}: {len(metrics)} steps in {duration(seconds)}; held-out accuracy "
-        f"{before}{after}, on {n} problems")
-    say(f"next: python evaluate.py {run.folder.path}\n"
-        f"      python -m tools.report {run.folder.path}\n"
-        f"      python -m tools.convert merge {run.folder.path} OUT")
 
 
 def main():

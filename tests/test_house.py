@@ -24,8 +24,8 @@ METHOD = "train grpo learner aqn sampler model attention ops lora nvfp4 rewards"
 READING_PATH = [*METHOD, *"prepare flags watch data plugin run hf".split()]      # imports torch and nothing of Triton
 TRITON = ["marlin_fp4", "portable_fp4", "kernels", "decode"]
 # Bottom to top: a file imports files before it.
-ORDER = ("program run ops nvfp4 hf attention lora model aqn grpo learner sampler answers rewards plugin data "
-         "calibrate flags watch marlin_fp4 portable_fp4 kernels decode memory figures evaluate prepare train").split()
+ORDER = ("program run ops nvfp4 hf attention lora model aqn grpo learner sampler answers rewards plugin figures data "
+         "calibrate flags watch marlin_fp4 portable_fp4 kernels decode memory evaluate prepare train").split()
 DOORS = {("ops", "kernels"), ("nvfp4", "marlin_fp4"), ("sampler", "decode")}
 
 # What each may hold at most: what was reached, rounded up, to be lowered with every cut. The aim is
@@ -35,8 +35,8 @@ READING_BUDGET = 4852, 217
 WHOLE_BUDGET = 9969, 440
 LARGEST = {                                                               # lines, KB
     "program.py": (125, 4.5),
-    "watch.py": (75, 3.1),
-    "train.py": (335, 14.8),
+    "watch.py": (150, 6.3),
+    "train.py": (270, 12),
     "prepare.py": (195, 8.5),
     "flags.py": (285, 15.3),
     "grpo.py": (250, 11.8),
