@@ -260,8 +260,9 @@ def add_upper(total, x):
 
 
 def best_codes(w, hessian, scale):
-    """GPTQ's, where they beat the search's on the outputs."""
-    found = gptq(w, hessian, scale), nvfp4.quantize(w, scale, hessian.diagonal())
+    """GPTQ's, where they beat the search's and rounding to nearest on the outputs."""
+    found = [gptq(w, hessian, scale), nvfp4.quantize(w, scale, hessian.diagonal()),
+             nvfp4.quantize(w, scale, offsets=[0])]
     return min(found, key=lambda tensors: output_error(w, tensors, hessian))
 
 
@@ -294,8 +295,10 @@ def source_of(folder, device):
 
 def to_nvfp4(files, out, codes="search", texts=(), live_vocab=None):
     """source_of() -> the new folder `out` as compressed-tensors writes NVFP4; lm_head and embedding
-    stay bf16. codes, texts: of coded_linears(); the last eighth of the texts measures.
+    stay bf16. codes, texts: of coded_linears(); the last eighth of the texts measures. What it
+    measures stays in config.json, as `calibration`, and is said again where the folder is read.
     """
+    about = {"quantization_config": hf.NVFP4_CONFIG}
     linears = tuple(f"{name}.weight" for name in hf.TARGETS)
 
     def tensors():
@@ -304,18 +307,20 @@ def to_nvfp4(files, out, codes="search", texts=(), live_vocab=None):
                 yield name, files.read(name).bfloat16().cpu()
         held = -(-len(texts) // 8)
         ends = len(texts) - held
-        for name, coded in coded_linears(files, codes, texts[:ends], texts[ends:], live_vocab):
+        for name, coded in coded_linears(files, codes, texts[:ends], texts[ends:], live_vocab,
+                                         about):
             yield from hf.nvfp4_tensors(name, *coded)
 
-    hf.save_model(tensors(), files.folder, out, quantization_config=hf.NVFP4_CONFIG)
+    hf.save_model(tensors(), files.folder, out, about)
 
 
 @torch.no_grad()
-def coded_linears(files, codes, texts=(), held_out=(), live_vocab=None):
+def coded_linears(files, codes, texts=(), held_out=(), live_vocab=None, about=None):
     """Yields (name of a linear, quantize's tensors) of a 16-bit hf.Checkpoint, layer by layer.
 
     codes: of CODES. texts: of Text; without them "search" and "nearest" alone have what they need.
-    With them, says each layer's error of the outputs, and at the end the KL on the ones held out.
+    With them, says each layer's error of the outputs, and at the end the KL on the ones held out,
+    which becomes about["calibration"].
     """
     config = qwen.ModelConfig.from_json(files.config)
     chunks = []
@@ -354,8 +359,11 @@ def coded_linears(files, codes, texts=(), held_out=(), live_vocab=None):
         if not config.tied:
             head = files.read("lm_head.weight", config.vocab, config.width).to(files.dtype)
         kl, error, tokens = divergence(measured, norm, head[:live_vocab])
-        tqdm.write(f"KL(16 bits || {codes}) {kl:.3g} +- {error:.2g} nats a token, "
-                   f"{len(held_out)} answers of {tokens:,} tokens that no code was chosen by")
+        said = (f"KL(16 bits || {codes}) {kl:.3g} +- {error:.2g} nats a token, {len(held_out)} "
+                f"answers of {tokens:,} tokens that no code was chosen by")
+        tqdm.write(said)
+        if about is not None:
+            about["calibration"] = said
 
 
 def divergence(chunks, norm, head):

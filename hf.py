@@ -176,6 +176,8 @@ class Checkpoint(Shards):
         section = self.config.get("quantization_config")
         if section or any(name.endswith(".weight_packed") for name in self.names):
             check_nvfp4(section, folder / "config.json")
+        if "calibration" in self.config:
+            say(f"{folder}: {short(self.config['calibration'])}")
         matches = {name: NAME.fullmatch(name) for name in self.names}
         unused = [name for name, match in matches.items()        # a layer that somebody counts on
                   if not match or int(match[1] or 0) >= self.config["num_hidden_layers"]]
@@ -336,20 +338,22 @@ def base_of(folder, base):
     return base or ("bf16" if merged else "nvfp4")
 
 
-def save_model(tensors, source, out, **keys):
+def save_model(tensors, source, out, about=None):
     """An iterable of (name, tensor) -> the new model folder `out`, all else copied from `source`.
 
-    keys: of config.json that tell what the tensors are; without quantization_config, 16-bit ones.
+    about: keys of config.json that tell what the tensors are, read when all have been written;
+    without quantization_config they are 16-bit ones.
     """
     config = read_json(source / "config.json")
-    config.pop("quantization_config", None)
-    config |= {"torch_dtype": "bfloat16", **keys}
+    for key in ("quantization_config", "calibration"):
+        config.pop(key, None)
     with new_folder(out) as folder:
         for pattern in ("*.json", "*.txt", "*.jinja", "LICENSE*"):             # tokenizer and kin
             for file in source.glob(pattern):
                 if file.name not in ("config.json", "model.safetensors.index.json"):
                     shutil.copy(file, folder)
         save_shards(tensors, folder)
+        config |= {"torch_dtype": "bfloat16", **(about or {})}
         write_json(folder / "config.json", config)
 
 

@@ -196,19 +196,19 @@ def test_each_way_of_choosing_codes_beats_the_one_before_it_where_it_should():
     assert alone["weighted"] < alone["search"] < alone["nearest"]
 
 
-def test_the_better_of_gptq_and_search_is_kept():
-    """One row, inputs nearly white: the greedy way sometimes loses."""
-    lost = 0
+def test_the_best_of_gptq_search_and_nearest_is_kept():
+    """One row, inputs nearly white: the greedy way sometimes loses, and to nearest sometimes wins."""
+    won = [0, 0, 0]
     for seed in range(40):
         generator = torch.Generator().manual_seed(seed)
         x, w = torch.randn(64, 32, generator=generator), torch.randn(1, 32, generator=generator)
         hessian, scale = x.T @ x / 64, nvfp4.global_scale_for(w)
         errors = [output_error(w, tensors, hessian) for tensors in (
             gptq(w, hessian, scale), nvfp4.quantize(w, scale, hessian.diagonal()),
-            calibrate.best_codes(w, hessian, scale))]
-        lost += errors[0] > errors[1]
-        assert errors[2] == min(errors[:2])
-    assert 0 < lost < 40
+            nvfp4.quantize(w, scale, offsets=[0]), calibrate.best_codes(w, hessian, scale))]
+        assert errors[3] == min(errors[:3])
+        won[errors.index(errors[3])] += 1
+    assert min(won) > 0
 
 
 def test_zeros_and_dead_channels_do_no_harm():
@@ -342,9 +342,9 @@ def test_the_kl_is_that_of_two_whole_models(tiny, tmp_path, monkeypatch, capsys,
     spread = sum((part - size * total / count) ** 2 for part, size in sums)
     spread = (spread * 3 / 2) ** 0.5 / count               # three answers
     assert error == pytest.approx(spread, abs=2 * slack)
-    said = capsys.readouterr().out.splitlines()
-    assert f"KL(16 bits || gptq) {kl:.3g} +- {error:.2g} nats a token, 3 answers of 63 tokens" in said[-1]
-    assert len(said) == 1 + case.raw["num_hidden_layers"]
+    *layers, said, _ = capsys.readouterr().out.splitlines()               # the last line is load's
+    assert f"KL(16 bits || gptq) {kl:.3g} +- {error:.2g} nats a token, 3 answers of 63 tokens" in said
+    assert len(layers) == case.raw["num_hidden_layers"]
 
 
 def test_the_folder_holds_the_codes_that_were_found(tiny, tmp_path, monkeypatch, capsys):

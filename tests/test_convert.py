@@ -135,9 +135,14 @@ def test_a_calibrated_folder_says_how_far_it_is_from_16_bits(tmp_path, monkeypat
         *layers, last = capsys.readouterr().out.splitlines()
         assert [line[:8] for line in layers] == ["layer  0", "layer  1", "layer  2"]
         kl[codes] = float(re.match(rf"KL\(16 bits \|\| {codes}\) (\d\.\d+) \+- .* nats a token, 2 answers of", last)[1])
+        assert json.loads((tmp_path / codes / "config.json").read_text())["calibration"] == last
     assert 0 < kl["gptq"] < kl["nearest"] / 2               # 24 problems, seeds 0 and 1: a tenth
     for codes in kl:
-        qwen.load(tmp_path / codes, "nvfp4", "cpu")
+        model = qwen.load(tmp_path / codes, "nvfp4", "cpu")
+        assert capsys.readouterr().out.startswith(f"{tmp_path / codes}: 'KL(16 bits || {codes}) {kl[codes]:.3g}")
+    lora.Adapter(model)
+    hf.save_model(hf.model_tensors(model), tmp_path / "nearest", tmp_path / "merged")
+    assert "calibration" not in json.loads((tmp_path / "merged" / "config.json").read_text())
 
 
 @pytest.mark.parametrize("flags,words", [

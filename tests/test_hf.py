@@ -57,7 +57,7 @@ def quantized(case):
 
 
 def write_nvfp4(case, out):
-    save_model(quantized(case).items(), case.folder, out, quantization_config=hf.NVFP4_CONFIG)
+    save_model(quantized(case).items(), case.folder, out, {"quantization_config": hf.NVFP4_CONFIG})
     return out
 
 

@@ -59,7 +59,7 @@ def merge(args):
     model = qwen.load(folder, held["base"])
     lora.load_adapter(model, adapter)
     tensors = ((name, t.detach().bfloat16().cpu()) for name, t in hf.model_tensors(model))
-    hf.save_model(tensors, folder, args.out, merged_adapter=str(adapter))
+    hf.save_model(tensors, folder, args.out, {"merged_adapter": str(adapter)})
     print(f"{args.out}: {held['model']} as {held['base']}, with {adapter}, in bf16")
 
 
