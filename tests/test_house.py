@@ -52,7 +52,7 @@ LARGEST = {                                                               # line
     "plugin.py": (100, 4.2),
     "data.py": (400, 18.6),
     "run.py": (530, 20.9),
-    "hf.py": (455, 20.8),
+    "hf.py": (460, 21),
     "marlin_fp4.py": (725, 32.9),
     "portable_fp4.py": (165, 7.2),
     "kernels.py": (850, 35.5),
@@ -63,13 +63,13 @@ LARGEST = {                                                               # line
     "evaluate.py": (285, 12.6),
     "tools/bench.py": (310, 13.8),
     "tools/convert.py": (90, 4.3),
-    "tools/plot.py": (135, 6.1),
+    "tools/plot.py": (135, 6.2),
     "tools/report.py": (90, 3.9),
     "tools/chat.py": (125, 5.0),
-    "tools/study.py": (115, 5.0),
+    "tools/study.py": (115, 5.1),
     "tools/__init__.py": (5, 0.2),
     "tiny/arithmetic.py": (65, 3.1),
-    "calibrate.py": (385, 17.2),
+    "calibrate.py": (390, 17.6),
 }
 
 # Of tiny/, what data.py reads: the rest made the model, once.

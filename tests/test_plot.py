@@ -89,8 +89,9 @@ def test_plot_writes_a_picture_of_two_runs(tmp_path, monkeypatch, suffix, magic)
     out = tmp_path / "new" / f"curves.{suffix}"
     assert run(monkeypatch, plot, *runs, "--out", out) is None
     assert out.read_bytes().startswith(magic)
-    no_folder = runs[0] / "metrics.jsonl"
-    assert str(no_folder) in run(monkeypatch, plot, *runs, "--out", no_folder / f"x.{suffix}")
+    log = runs[0] / "metrics.jsonl"
+    assert run(monkeypatch, plot, log) is None and (runs[0] / "curves.png").exists()
+    assert str(log) in run(monkeypatch, plot, *runs, "--out", log / f"x.{suffix}")
 
     def full_disk(_, path, **__):
         path.write_bytes(b"half")

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture
 def runs(tmp_path):
-    """Arms a and b, seeds 0 and 1 (b also 2), six steps each; ten problems."""
+    """Arms a and b, seeds 0 and 1 (b also 2), six steps each (b-s2 seven); ten problems."""
     right = {"a": "1100000000", "a-s0": "1111000000", "a-s1": "1111110000",
              "b": "1000000000", "b-s0": "1111100000", "b-s1": "1111111000", "b-s2": "0000000000"}
     for name in right:
@@ -27,6 +27,7 @@ def runs(tmp_path):
             steps = [{"step": i, "entropy": 0.6 - i / 10, "accuracy": i / 10, "length": 100 - i, "seconds": 2.0}
                      for i in range(6)]
             del steps[5]["entropy"]                        # a step in which no row could teach anything
+            steps += [{"step": 6}] * (name == "b-s2")
             (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, steps)) + "\n")
     (tmp_path / "a-extra.jsonl").write_text("not a run of a\n")
     (tmp_path / "held_out.json").write_text(json.dumps(right))
@@ -56,7 +57,7 @@ def test_the_tables_say_what_the_files_hold(runs):
     lines = done.stdout.splitlines()
     assert lines[2].startswith("| a | 6 | 20.0 | **50.0** | 40.0 / 60.0 | +30.0 [")
     assert "| 0.400 -> 0.350 | 0.200 -> 0.300 | 98 -> 97 | 2.0 |" in lines[2]
-    assert lines[3].startswith("| b | 6 | 10.0 | **40.0** | 50.0 / 70.0 / 0.0 | +30.0 [")
+    assert lines[3].startswith("| b | 6-7 | 10.0 | **40.0** | 50.0 / 70.0 / 0.0 | +30.0 [")
     assert lines[-1].startswith("| b - a | -10.0 [") and "| +10.0 [" in lines[-1] and lines[-1].endswith("| 0, 1 |")
 
 

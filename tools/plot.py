@@ -1,9 +1,9 @@
 """
 Curves of one or several runs: python -m tools.plot runs/x [runs/y ...] [--out curves.svg]
 
-Reads <run>/metrics.jsonl; docs/metrics.md defines every number. One panel a metric, one colour a
-run: raw values faint, on top of them a moving mean. A metric that no run has gets no panel. Needs
-matplotlib, which is not in requirements.txt.
+Reads <run>/metrics.jsonl, or such a file of any name; docs/metrics.md defines every number. One
+panel a metric, one colour a run: raw values faint, on top of them a moving mean. A metric that no
+run has gets no panel. Needs matplotlib, which is not in requirements.txt.
 """
 import argparse
 import colorsys
@@ -109,14 +109,15 @@ def figure(runs, plt):
 
 def main():
     parser = argparse.ArgumentParser(description="Draw the curves of runs.", allow_abbrev=False)
-    parser.add_argument("runs", nargs="+", type=Path, help="folders that train.py wrote")
+    parser.add_argument("runs", nargs="+", type=Path, help="folders that train.py wrote, or their metrics.jsonl")
     parser.add_argument("--out", type=Path, help=".png, .svg or .pdf (default: RUN/curves.png)")
     args = parser.parse_args()
-    out = args.out or args.runs[0] / "curves.png"
+    logs = [run if run.suffix == ".jsonl" else run / "metrics.jsonl" for run in args.runs]
+    out = args.out or logs[0].parent / "curves.png"
     with program.one_line("plot"):
         if out.suffix not in (".png", ".svg", ".pdf"):
             raise ValueError(f"--out {out}: must end in .png, .svg or .pdf")
-        runs = {str(run): read_log(run / "metrics.jsonl") for run in args.runs}
+        runs = {str(run): read_log(log) for run, log in zip(args.runs, logs)}
         try:
             from matplotlib import pyplot as plt
         except ImportError:

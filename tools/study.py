@@ -41,6 +41,7 @@ class Arm:
         self.name = name
         self.seeds = [run.removeprefix(f"{name}-s") for run in runs]
         self.metrics = [read_log(folder / f"{run}.jsonl") for run in runs]
+        self.steps = [len(steps) for steps in self.metrics]
         self.before = np.array(list(held_out[name]), int)
         self.after = np.array([list(held_out[run]) for run in runs], int)
 
@@ -76,7 +77,8 @@ def points(differences):
 def row(arm):
     """A line of the first table."""
     after = " / ".join(f"{100 * share:.1f}" for share in arm.after.mean(axis=1))
-    return (f"| {arm.name} | {len(arm.metrics[0])} | {100 * arm.before.mean():.1f} "
+    steps = "-".join(map(str, sorted({min(arm.steps), max(arm.steps)})))
+    return (f"| {arm.name} | {steps} | {100 * arm.before.mean():.1f} "
             f"| **{100 * arm.after.mean():.1f}** | {after} | {points(arm.after - arm.before)} "
             f"| {arm.moved('entropy', 3)} | {arm.moved('accuracy', 3)} | {arm.moved('length', 0)} "
             f"| {arm.mean('seconds', 5, None):.1f} |")
