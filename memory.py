@@ -2,7 +2,8 @@
 GPU memory of a training run, divided before its first step: the learner's worst case is measured by
 doing it once. So a run does not fail at step 300, on the first batch of long answers.
 
-    weights, adapter      linears, embeddings; master, gradient, moments, 16-bit copies
+    weights, adapter      linears, one of them expanded, embeddings; master, gradient, moments,
+                          16-bit copies
     graphs                of a decode step: three times its fp32 logits, and the W that it
                           expands where no kernel reads the packed one; of a prefill
     longest micro-batch   of the longest rows, or the sampler's largest prefill
@@ -50,6 +51,8 @@ class Plan:
         adapter = model.adapter
         self.prompt = prompt_tokens
         self.longest = prompt_tokens + new_tokens
+        for linear in adapter.linears:
+            linear.wide()                        # their buffer stays: before anything is measured
         torch.cuda.empty_cache()
         held = torch.cuda.memory_reserved()
         limit = gib * GIB if gib else held + torch.cuda.mem_get_info()[0] + OUTSIDE

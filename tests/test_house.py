@@ -32,7 +32,7 @@ DOORS = {("ops", "kernels"), ("nvfp4", "marlin_fp4"), ("sampler", "decode")}
 # 2,400 lines and 120 KB for the method, 3,250 lines for the reading path, 6,450 and 300 KB for all.
 METHOD_BUDGET = 2700, 120.5                                             # lines, KB of 1,024 bytes
 READING_BUDGET = 4865, 217.5
-WHOLE_BUDGET = 9993, 442
+WHOLE_BUDGET = 9996, 442
 LARGEST = {                                                               # lines, KB
     "program.py": (125, 4.5),
     "watch.py": (150, 6.3),
@@ -57,7 +57,7 @@ LARGEST = {                                                               # line
     "portable_fp4.py": (165, 7.2),
     "kernels.py": (850, 35.5),
     "decode.py": (310, 14.5),
-    "memory.py": (140, 6.8),
+    "memory.py": (142, 6.9),
     "answers.py": (1180, 49.6),
     "figures.py": (120, 5.1),
     "evaluate.py": (285, 12.6),

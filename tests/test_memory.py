@@ -119,6 +119,21 @@ def test_the_largest_micro_batch_that_leaves_a_quarter_of_the_pool_wins_where_no
     assert (plan.micro_batch_tokens, plan.kept_layers) == (8192, 0)
 
 
+def test_the_buffer_of_an_expanded_weight_is_there_before_micro_batches_are_measured(gpu, monkeypatch):
+    # 3 GiB that the learner's first linear takes for good. Of 25 GiB 18.7 are left; 16384 tokens take 16, 8192 take 8.
+    make_useful(gpu, monkeypatch, 40)
+    gpu.token_bytes = 2**30 / 4096
+    scratch = gpu.model.layers[0].down.scratch
+    reserved, peak, learn = gpu.memory_reserved, gpu.max_memory_reserved, gpu.model.token_logprobs
+    monkeypatch.setattr(gpu, "memory_reserved", lambda: reserved() + 3 * 2**30 * (scratch.flat is not None))
+    monkeypatch.setattr(gpu, "max_memory_reserved", lambda: peak() + 3 * 2**30 * (scratch.flat is not None))
+    monkeypatch.setattr(gpu.model, "token_logprobs", lambda *a, **named: gpu.model.layers[0].down.wide() is None
+                        or learn(*a, **named))
+    plans = [memory.Plan(gpu.model, 32, 64, tokens, 8, None, 25, gpu.lines.append) for tokens in (None, 8192)]
+    assert scratch.flat is not None and [plan.micro_batch_tokens for plan in plans] == [8192, 8192]
+    assert plans[0].pool == plans[1].pool == pytest.approx((25 - 2 - 3 - 0.6 - 0.75 - 8) * 2**30, rel=1e-3)
+
+
 def test_a_row_more_takes_three_times_its_logits_from_the_rest(gpu):
     rooms = [memory.Plan(gpu.model, 32, 64, 200, rows, None, 48, gpu.lines.append).room for rows in (8, 1008)]
     assert rooms[0] - rooms[1] == pytest.approx(1000 * 3 * 4 * TINY["vocab_size"], abs=1)
