@@ -35,6 +35,16 @@ def tiny(tmp_path_factory):
     return made
 
 
+@pytest.fixture
+def fake_gpu(monkeypatch):
+    """-> function(capability): from then on torch sees such a GPU, on which nothing can be put."""
+    def see(capability):
+        for name, answer in dict(is_available=True, device_count=1, set_device=None, get_device_name="a GPU",
+                                 get_device_capability=capability).items():
+            monkeypatch.setattr(f"torch.cuda.{name}", lambda *_, answer=answer: answer)
+    return see
+
+
 @pytest.fixture(scope="session", autouse=True)
 def interpreted(request):
     """-> how many tests of a file passed in the interpreter: a process for all files, beside the others' tests."""

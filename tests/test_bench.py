@@ -8,6 +8,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,7 +29,8 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(bench, "drawn_lengths", lambda count, *_: [3 + i % 17 for i in range(count)])
     monkeypatch.setattr(bench.memory, "bound", lambda gib, device: None)
     for name, answer in dict(synchronize=None, set_device=None, reset_peak_memory_stats=None, max_memory_allocated=0,
-                             max_memory_reserved=0, get_device_name="a CPU").items():
+                             max_memory_reserved=0, get_device_name="NVIDIA H200",
+                             get_device_properties=None).items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
 
 
@@ -89,6 +91,24 @@ def test_commands_end_with_one_line_of_json(on_cpu, capsys, command, keys):
     if command == "rollout":
         assert json.loads(last)["batch"]["8"].keys() == {"tokens_s", "step_ms", "floor_ms", "floor_of_step",
                                                          "prefill_ms"}
+
+
+@pytest.mark.parametrize("card", ["NVIDIA GH200 480GB", "NVIDIA H200 NVL", "NVIDIA A10"])
+def test_a_card_that_is_no_h200_is_not_held_to_its_floors(on_cpu, monkeypatch, card):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: card)
+    assert bench.rollout(Namespace(**FLAGS))["batch"][8].keys() == {"tokens_s", "step_ms", "prefill_ms"}
+
+
+def test_the_kernels_are_said_first_and_the_line_to_send_back_has_the_cards_sizes(fake_gpu, monkeypatch, capsys):
+    sizes = dict(major=8, minor=6, multi_processor_count=84, shared_memory_per_block_optin=101376, L2_cache_size=2**22)
+    fake_gpu((8, 6))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(**sizes))
+    monkeypatch.setitem(bench.COMMANDS, "linears", lambda args: {"decode": args.kernels})
+    monkeypatch.setattr(sys, "argv", ["bench.py", "linears"])
+    bench.main()
+    first, last = capsys.readouterr().out.splitlines()
+    assert first == "decode kernels: portable, on a GPU" and json.loads(last)["decode"] == "portable"
+    assert json.loads(last)["gpu"] == sizes | {"shared_memory_per_multiprocessor": None}     # this torch lacks it
 
 
 @pytest.mark.parametrize("flags,line", [

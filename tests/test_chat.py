@@ -174,6 +174,13 @@ def test_bad_input_is_one_line(flags, said, monkeypatch, capsys):
     assert message.startswith("chat: ") and said in message and "\n" not in message
 
 
+def test_a_gpu_without_kernels_is_one_line_before_the_model_is_loaded(fake_gpu, monkeypatch):
+    fake_gpu((7, 5))
+    monkeypatch.delattr(chat_py, "load_model")
+    said = "chat: --device cuda:0: a GPU (sm_75): the kernels need sm_80 (Ampere) or later"
+    assert main(monkeypatch, "--model", TINY) == said
+
+
 def test_the_command_answers_on_stdout_alone_and_ends_at_ctrl_c():
     command = [sys.executable, "-m", "tools.chat", "--model", str(TINY), "--prompt-style", "boxed", "--device", "cpu"]
     process = subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,

@@ -33,7 +33,7 @@ TINY = ROOT / "tiny"
 
 def run(monkeypatch, *arguments):
     """convert.main() with these arguments -> None, or the message that it stopped with."""
-    monkeypatch.setattr(sys, "argv", ["convert.py", *map(str, arguments), "--device", "cpu"])
+    monkeypatch.setattr(sys, "argv", ["convert.py", "--device", "cpu", *map(str, arguments)])
     try:
         return convert.main()
     except SystemExit as stop:
@@ -275,6 +275,14 @@ def test_a_calibrated_run_is_merged_onto_its_own_base(trained, tmp_path, monkeyp
     merged = hf.Shards(tmp_path / "out")
     for name, want in hf.model_tensors(on_base):
         assert torch.equal(merged.get(name), want.detach().bfloat16()), name
+
+
+def test_a_gpu_without_triton_is_one_line_where_kernels_run(trained, tmp_path, fake_gpu, monkeypatch):
+    fake_gpu((8, 6))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for command in (["nvfp4", TINY, "--calibrate", 4, "--data", "arithmetic"], ["merge", tmp_path / "run"]):
+        line = run(monkeypatch, *command, tmp_path / "out", "--device", "cuda")
+        assert line == f"convert {command[0]}: --device cuda:0: a GPU needs Triton: pip install triton"
 
 
 def test_ctrl_c_while_merging_leaves_no_half_folder(trained, tmp_path, monkeypatch):

@@ -538,9 +538,8 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch, name, named):
     ((10, 0), "hopper", "--kernels hopper: a GPU (sm_100): it needs sm_90"),
     ((7, 5), "auto", "--device cuda: a GPU (sm_75): the kernels need sm_80 (Ampere) or later"),
     ((7, 0), "portable", "--device cuda: a GPU (sm_70): the kernels need sm_80 (Ampere) or later")])
-def test_the_kernels_are_chosen_by_the_gpu_and_refused_in_one_line(capability, wanted, want, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+def test_the_kernels_are_chosen_by_the_gpu_and_refused_in_one_line(capability, wanted, want, fake_gpu, monkeypatch):
+    fake_gpu(capability)
     gpu = torch.device("cuda")
     if want in run.KERNELS:
         assert run.kernels_for(gpu, wanted) == want

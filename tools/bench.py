@@ -1,5 +1,6 @@
 """
-Measures the speeds that docs/ reports; needs a GPU. Each command ends with one line of JSON.
+Measures the speeds that docs/ reports; needs a GPU. Each command ends with one line of JSON. A
+`floor` is what an H200's copy and matmul take, and left out on any other card.
 
     python -m tools.bench linears --model 7b [--lora-rank 32]      a layer's linears against cuBLAS
     python -m tools.bench rollout --model 7b --base nvfp4 [--batch 1,8,32,64,256]        tokens/s
@@ -34,7 +35,8 @@ from attention import lay_out
 from learner import Learner
 from lora import Adapter, Linear
 from prepare import divide_memory
-from run import KERNELS, LOCAL_RANK, WORLD, capability, gather, join, kernels_for, say, share
+from run import (KERNELS, LOCAL_RANK, WORLD, capability, choose_device, gather, join, kernels_for,
+                 say, share)
 from sampler import Sampler, Sampling, engine_for
 
 SIZES = {  # D, F, layers, H, KV, V, tied: config.json of Qwen2.5-*-Instruct
@@ -45,10 +47,13 @@ SIZES = {  # D, F, layers, H, KV, V, tied: config.json of Qwen2.5-*-Instruct
     "72b": (8192, 29568, 80, 64, 8, 152064, False)}
 LIVE_VOCAB = 151665                              # of all sizes: ids that the tokenizer has
 PARTS = {"qkv": 3, "o": 1, "gate_up": 2, "down": 1}              # each has a LoRA A of its own
-COPY = 4.3e12                                    # bytes/s of an H200's copy, and
+H200 = "NVIDIA H200"                             # neither GH200, nor H200 NVL, nor a part by MIG
+COPY = 4.3e12                                    # bytes/s of its copy, and
 TENSOR = 790e12                                  # FLOP/s of its 8192^3 bf16 matmul, measured
 TRAFFIC = 400e6                                  # bytes of weights per graph: 7 times the L2
 BYTES = 0.5625                                   # of an NVFP4 weight
+SIZES_OF_GPU = ("major", "minor", "multi_processor_count", "shared_memory_per_multiprocessor",
+                "shared_memory_per_block_optin", "L2_cache_size")
 DEVICE = torch.device("cuda", LOCAL_RANK)
 
 
@@ -91,7 +96,9 @@ def drawn_lengths(count, low, high, mean):
 
 
 def show(what, figures):
-    """Prints a line of them, and hands them on."""
+    """Prints a line of them, and hands them on; without the floors where they do not hold."""
+    if torch.cuda.get_device_name() != H200:
+        figures = {name: value for name, value in figures.items() if "floor" not in name}
     words = [f"{name} {value:,.5g}" for name, value in figures.items()]
     print(f"{what:10}", ", ".join(words), flush=True)
     return figures
@@ -215,7 +222,6 @@ def rollout(args):
 def step(args):
     """A GRPO step on random weights, twice: the first compiles. Under torchrun, a rank's share."""
     memory.bound(args.memory_gib, DEVICE)
-    torch.cuda.set_device(DEVICE)
     join(DEVICE)
     G = args.group_size
     B = args.prompts * G
@@ -260,12 +266,15 @@ def measure(args):
     """Runs a command and prints its flags, commit, versions, GPU and figures."""
     figures = COMMANDS[args.command](args)
     about = program.about(torch.cuda.get_device_name())
-    say(json.dumps({**vars(args), **about, **figures}))
+    properties = torch.cuda.get_device_properties(DEVICE)
+    gpu = {name: getattr(properties, name, None) for name in SIZES_OF_GPU}       # not in all torch
+    say(json.dumps({**vars(args), **about, "gpu": gpu, **figures}))
 
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.set_defaults(device="cuda")           # for choose_device
     commands = parser.add_subparsers(dest="command", required=True)
     for name in COMMANDS:
         commands.add_parser(name, allow_abbrev=False)
@@ -298,7 +307,7 @@ def main():
         args = parse_args()
         if not torch.cuda.is_available():
             raise ValueError("measures a GPU and there is none")
-        args.kernels = kernels_for(DEVICE, args.kernels)
+        args.kernels = kernels_for(choose_device(args), args.kernels)
         if args.command == "step" and args.lora_rank < 1:
             raise ValueError(f"--lora-rank {args.lora_rank}: the learner trains an adapter")
         measure(args)

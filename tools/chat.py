@@ -18,7 +18,7 @@ import data
 import hf
 from evaluate import RANGES, load_model, new_parser, parse
 from flags import check_ranges
-from run import device_of
+from run import device_of, kernels_for
 from sampler import Sampler, Sampling, engine_for
 
 LENGTH = 8192                                    # tokens of a conversation, if the model takes them
@@ -104,6 +104,7 @@ def main():
     with program.one_line("chat"):
         args = parse_args()
         device = device_of(args.device, args.model)
+        kernels_for(device, "auto")              # refuses a GPU that has none
         data.style_of(args.prompt_style)
         folder = hf.resolve(args.model)
         tokenizer = data.Tokenizer(folder)

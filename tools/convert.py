@@ -22,7 +22,7 @@ import flags
 import hf
 import lora
 import model as qwen
-from run import device_of, must_be_new
+from run import device_of, kernels_for, must_be_new
 
 
 def quantize(args):
@@ -36,6 +36,7 @@ def quantize(args):
     must_be_new(args.out)
     hf.base_of(src, "nvfp4")                     # says what is lost of a merged adapter
     if args.calibrate:
+        kernels_for(device, "auto")              # refuses a GPU that has none
         tokenizer = data.Tokenizer(src)
         problems = data.load_problems(args.data, "train")
         problems = data.encode_prompts(tokenizer, problems, args.prompt_style)
@@ -52,11 +53,14 @@ def quantize(args):
 
 def merge(args):
     held = flags.of_run(args.source)
+    device = device_of(args.device, args.source)
+    if held["base"] != "bf16":
+        kernels_for(device, "auto")
     adapter = Path(args.source) / "adapter"
     must_be_new(args.out)
     hf.read_peft(adapter)
     folder = hf.resolve(held["model"])
-    model = qwen.load(folder, held["base"])
+    model = qwen.load(folder, held["base"], device)
     lora.load_adapter(model, adapter)
     tensors = ((name, t.detach().bfloat16().cpu()) for name, t in hf.model_tensors(model))
     hf.save_model(tensors, folder, args.out, {"merged_adapter": str(adapter)})
@@ -76,7 +80,7 @@ def main():
     parser.add_argument("--data", default="gsm8k", help="the problems, as train.py's --data")
     parser.add_argument("--prompt-style", default="boxed", choices=sorted(data.STYLES))
     parser.add_argument("--seed", type=int, default=0, help="which problems, which answers")
-    parser.add_argument("--device", help="of nvfp4: cpu, cuda or cuda:N (default: a GPU if there is one)")
+    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     args = parser.parse_args()
     with program.one_line(f"convert {args.command}"):
         given = [name for name in ("calibrate", "codes", "data", "prompt_style", "seed")
