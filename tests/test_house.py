@@ -32,7 +32,7 @@ DOORS = {("ops", "kernels"), ("nvfp4", "marlin_fp4"), ("sampler", "decode")}
 # 2,400 lines and 120 KB for the method, 3,250 lines for the reading path, 6,450 and 300 KB for all.
 METHOD_BUDGET = 2700, 120.5                                             # lines, KB of 1,024 bytes
 READING_BUDGET = 4865, 217.5
-WHOLE_BUDGET = 9996, 442
+WHOLE_BUDGET = 10010, 442.5
 LARGEST = {                                                               # lines, KB
     "program.py": (125, 4.5),
     "watch.py": (150, 6.3),
