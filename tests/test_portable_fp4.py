@@ -5,11 +5,15 @@ On a GPU it runs through the tests of test_marlin_fp4.py and test_decode.py, bes
 
 python -m pytest tests/test_portable_fp4.py -v
 """
+import itertools
+import multiprocessing
 import os
 import re
 import subprocess
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -22,8 +26,8 @@ import marlin_fp4
 import portable_fp4
 from marlin_fp4 import schedule
 from portable_fp4 import Inputs, decode_config, decode_matmul, portable_kernel
-from test_decode import SHARED, Gpu
-from test_marlin_fp4 import both, random_weight, run_assembly, total
+from test_decode import SHARED, STACK, Gpu, resources
+from test_marlin_fp4 import random_weight, run_assembly, total
 
 GPU, INTERPRETED = torch.cuda.is_available(), os.environ.get("TRITON_INTERPRET") == "1"
 no_gpu = pytest.mark.skipif(GPU or INTERPRETED, reason="where there is a GPU the other tests compile and run it")
@@ -68,13 +72,10 @@ def test_the_product_matches_float64(M, N, K, R, monkeypatch):
 
 @pytest.mark.parametrize("sm", SHARED)
 @pytest.mark.parametrize("M", [1, 16, 32, 64, 256])
-def test_the_programs_that_the_schedule_counts_on_fit_a_multiprocessor(sm, M):
-    """Together the chip holds them all: a second wave would double the time."""
+def test_the_schedule_plans_no_more_programs_than_the_chip_holds_at_once(sm, M):
+    """A second wave would double the time."""
     assert portable_fp4.shared_memory(divmod(sm, 10)) == SHARED[sm]
     config = decode_config(M, SHARED[sm])
-    shared = (config.num_stages - 1) * (8192 + 1024 + 256 * config.BM)       # codes, scales and x of the blocks
-    assert shared <= SHARED[sm] * 1024
-    assert config.per_sm >= 1 and config.per_sm * (shared + 1024) <= (SHARED[sm] + 1) * 1024
     multiprocessors = 82
     plan = schedule(37888, 3584, M, 64, config, multiprocessors)
     assert plan.programs * -(-M // config.BM) <= multiprocessors * config.per_sm
@@ -83,14 +84,27 @@ def test_the_programs_that_the_schedule_counts_on_fit_a_multiprocessor(sm, M):
 # -----------------------------------------------------------------------------
 # What the compiler made of it
 
-def compiled_for(sm, config, dtype):
-    """-> kernel, its instructions [(address, text)]."""
+CASES = list(itertools.product(SHARED, (1, 16, 32, 64), (torch.bfloat16, torch.float16)))
+every_case = pytest.mark.parametrize("sm,M,dtype", CASES)
+
+
+class Compiled(NamedTuple):
+    shared: int             # bytes
+    registers: int
+    stack: int              # bytes
+    loop: list              # its instructions, of the longest without another inside: a block a round
+    layouts: dict           # rows x columns, element -> (vec, perPhase, maxPhase) of its swizzle in shared memory
+
+
+def compile_for(sm, M, dtype):
+    """In a process of its own."""
+    config = decode_config(M, SHARED[sm])
     of_x = torch.zeros(64, 3584, dtype=dtype)
     codes, scales = torch.zeros(1, dtype=torch.int16), torch.zeros(1, dtype=torch.int32)
     inputs = Inputs(of_x, 3584, codes, scales, of_x, 4608, 3584, 96)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton.runtime.driver, "_active", Gpu(sm))
-        kernel = portable_kernel.warmup(inputs, torch.zeros(1), 64, 4704, 28, 7, 8, config.BM, config.num_stages,
+        kernel = portable_kernel.warmup(inputs, torch.zeros(1), M, 4704, 28, 7, 8, config.BM, config.num_stages,
                                         config.num_warps, True, sm >= 90, grid=(1,), num_warps=config.num_warps,
                                         launch_pdl=sm >= 90)
     with tempfile.TemporaryDirectory() as folder:
@@ -99,7 +113,18 @@ def compiled_for(sm, config, dtype):
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
         listing = subprocess.run([tool, "-sass", cubin], capture_output=True, text=True, check=True).stdout
     found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\d+ )?([^;]+?)\s*;", listing)
-    return kernel, [(int(address, 16), text) for address, text in found]
+    loop = max(inner_loops([(int(address, 16), text) for address, text in found]), key=len)
+    ttgir = kernel.asm["ttgir"]
+    swizzles = {name: tuple(map(int, numbers)) for name, *numbers in re.findall(
+        r"(#\w+) = #ttg.swizzled_shared<{vec = (\d+), perPhase = (\d+), maxPhase = (\d+)", ttgir)}
+    layouts = {tile: swizzles[name] for tile, name in re.findall(r"memdesc<\d+x(\d+x\d+x\w+), (#\w+),", ttgir)}
+    return Compiled(*resources(kernel), loop, layouts)
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork")) as pool:
+        yield {case: pool.submit(compile_for, *case) for case in CASES}
 
 
 def inner_loops(instructions):
@@ -124,24 +149,42 @@ def bank_conflicts(columns, vec, per_phase, max_phase):
 
 
 @no_gpu
-@both
-@pytest.mark.parametrize("sm,M,most", [(80, 16, 2.8), (89, 64, 3.8)])
-def test_the_loop_is_what_the_file_says(sm, M, most, dtype):
-    kernel, instructions = compiled_for(sm, decode_config(M, SHARED[sm]), dtype)
-    loop = max(inner_loops(instructions), key=len)
-    counts = {name: sum(text.startswith(name) for text in loop) for name in
-              ("LDGSTS.E.BYPASS.128", "HMMA.16816.F32", "LDSM.16.M88.4", "LDL", "STL", "PRMT", "LDG.")}
+@every_case
+def test_the_programs_that_the_schedule_counts_on_fit_a_multiprocessor(sm, M, dtype, compiled):
     config = decode_config(M, SHARED[sm])
-    warps = config.num_warps
-    assert counts["HMMA.16816.F32"] == 128 * 128 * config.BM // (16 * 16 * 8) // warps         # mma.sync, none twice
-    assert counts["LDGSTS.E.BYPASS.128"] >= 8192 // 16 // (32 * warps)                         # codes, 16 bytes each
-    assert counts["LDSM.16.M88.4"] >= 8192 // 512 // warps
-    assert counts["LDL"] == counts["STL"] == counts["PRMT"] == counts["LDG."] == 0
-    assert len(loop) * 32 * warps / 128**2 <= most, len(loop)        # instructions a weight
-    codes = re.search(r"memdesc<\d+x128x32xi16, (#\w+),", kernel.asm["ttgir"])[1]
-    swizzle = re.search(rf"{codes} = #ttg.swizzled_shared<{{vec = (\d+), perPhase = (\d+), maxPhase = (\d+)",
-                        kernel.asm["ttgir"])
-    assert bank_conflicts(32, *map(int, swizzle.groups())) == 0
+    found = compiled[sm, M, dtype].result()
+    assert found.shared <= SHARED[sm] * 1024
+    assert config.per_sm * (found.shared + 1024) <= (SHARED[sm] + 1) * 1024
+    of_warp = -(-found.registers // 8) * 8 * 32                      # allotted by eights a thread
+    assert config.per_sm >= 1 and 65536 // (of_warp * config.num_warps) >= config.per_sm
+    assert found.stack <= STACK.get(("portable_kernel", sm), 0)
+
+
+@no_gpu
+@every_case
+def test_the_loop_is_what_the_file_says(sm, M, dtype, compiled):
+    found = compiled[sm, M, dtype].result()
+    BM, _, _, warps = decode_config(M, SHARED[sm])
+    threads = 32 * warps
+    counts = {name: sum(text.split()[0] == name for text in found.loop) for name in
+              ("LDGSTS.E.BYPASS.128", "LDGSTS.E.64", "LDGSTS.E", "LDSM.16.M88.4")}
+    others = [text for text in found.loop if text.startswith(("LDL", "STL", "PRMT", "LDG.", "LDSM.16.M88.2"))]
+    assert others == []
+    products = sum(text.startswith("HMMA.16816.F32") for text in found.loop)
+    assert products == 128 * 128 * BM // (16 * 16 * 8) // warps      # mma.sync, none twice
+    # To shared memory: codes 16 bytes a thread, scales 8 bytes a row, each of x's four tiles (BM, 32) in the widest
+    # copies that leave no thread idle, of at most 16.
+    copies = {"LDGSTS.E.BYPASS.128": 8192 // 16 // threads, "LDGSTS.E.64": 1024 // 8 // threads, "LDGSTS.E": 0}
+    bytes_of_x = BM * 64 // threads
+    width = min(bytes_of_x, 16)
+    copies[{16: "LDGSTS.E.BYPASS.128", 8: "LDGSTS.E.64", 4: "LDGSTS.E"}[width]] += 4 * bytes_of_x // width
+    # From there, 512 bytes an instruction: a warp its rows of codes and all of x.
+    assert counts == {**copies, "LDSM.16.M88.4": (8192 // warps + 4 * BM * 64) // 512}
+    most = {8: 2.5, 16: 2.7, 32: 2.8, 64: 3.7}[BM]
+    assert len(found.loop) * threads / 128**2 <= most, len(found.loop)        # instructions a weight
+    element = {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
+    for tile in ("128x32xi16", f"{BM}x32x{element}"):                # codes, x
+        assert bank_conflicts(32, *found.layouts[tile]) == 0, tile
 
 
 def test_rows_without_a_swizzle_would_conflict():
