@@ -185,7 +185,7 @@ if os.environ.get("TEST_ALL_TARGETS"):
     AS_LAUNCHED = [*AS_LAUNCHED[:2], *itertools.product(SHARED, ["portable"], (1, 16, 64), (BF16, FP16), [SMALL]),
                    *itertools.product(SHARED, ["portable"], (1, 64), [BF16], (HEADS_05B, HEADS_7B, HEADS_14B))]
 EMBED_STACK = 32                                                     # bytes, everywhere: digits of 2 / pi for its sine
-# Bytes of registers that a kernel spills on an sm, outside of its loops: heads of 128 at few rows; at 64 rows.
+# Bytes of registers that a kernel spills on an sm, outside of its inner loop: heads of 128 at few rows; 64 rows.
 STACK = {("attention_kernel", 80): 8, ("attention_kernel", 120): 8, ("portable_kernel", 100): 40}
 
 
