@@ -33,9 +33,9 @@ from run import RANK, WORLD, Folder, Tracker, choose_device, gather, join, say, 
 from sampler import BLOCK, Sampler, engine_for
 
 
-@dataclass
+@dataclass(frozen=True)
 class Progress:
-    """Where a run stands."""
+    """Where a run stands: a new one for every step."""
     step: int = 0                                # whole steps done
     cursor: int = 0                              # problems taken so far
     tokens: int = 0                              # completion tokens sampled so far

@@ -31,7 +31,7 @@ import data
 import grpo
 import rewards
 from flags import parse_args
-from prepare import begin, prepare
+from prepare import Progress, begin, prepare
 from run import claimed, ending_with, gather, say, share, signals_wait
 from sampler import Sampling, row_key
 from watch import Watch, farewell, greet, tell
@@ -219,18 +219,16 @@ def train(run):
         # 4) Report. Not the loss: on centred advantages its value says nothing about learning.
         metrics |= report(run, rows, advantages, weights, rollouts, updates)
         metrics["passed_over"] = places[-1] + 1 - progress.cursor - len(places)
-        progress.step += 1
-        progress.cursor = places[-1] + 1
-        progress.tokens += rollouts.num_tokens
-        metrics |= {"sigma": sigma, "tokens": progress.tokens, "seconds": done - began,
-                    "seconds_sample": updating - began, "seconds_update": done - updating}
-        last = progress.step == args.steps
-        better = False
-        if "eval_accuracy" not in metrics and (last or progress.step % args.eval_every == 0):
-            metrics |= evaluate_held_out(run, progress.step)
-            reached = metrics.get("eval_reward", metrics["eval_accuracy"])
-            better = reached > progress.best
-            progress.best = max(progress.best, reached)
+        metrics |= {"sigma": sigma, "tokens": progress.tokens + rollouts.num_tokens,
+                    "seconds": done - began, "seconds_sample": updating - began,
+                    "seconds_update": done - updating}
+        last = step + 1 == args.steps
+        best = progress.best
+        if "eval_accuracy" not in metrics and (last or (step + 1) % args.eval_every == 0):
+            metrics |= evaluate_held_out(run, step + 1)
+            best = max(best, metrics.get("eval_reward", metrics["eval_accuracy"]))
+        better = best > progress.best
+        progress = Progress(step + 1, places[-1] + 1, metrics["tokens"], best)
         samples = [{"step": step, "advantage": a, **row}
                    for a, row in zip(advantages.tolist(), rows)]
         with signals_wait():
