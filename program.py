@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -78,6 +79,9 @@ def one_line(name):
                 raise ValueError(f"{flag} is given nothing: an empty argument")
         yield
     except (ValueError, OSError, Stopped) as error:
+        last = traceback.extract_tb(error.__traceback__)[-1].line or "raise"
+        if isinstance(error, ValueError) and not last.startswith("raise"):
+            raise                                # Python's own, as of `x, y = [1]`: a bug of ours
         sys.exit(f"{name}: {first_line(error)}")
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, RuntimeError) and "allocate" not in str(error):

@@ -191,6 +191,13 @@ def test_what_is_no_bug_is_one_line(error, said):
     assert stop.value.code == said
 
 
+@pytest.mark.parametrize("bug", [lambda: max([]), lambda: dict([(1, 2, 3)]), lambda: int("x")])
+def test_a_value_error_that_nobody_raised_is_a_bug(bug):
+    with pytest.raises(ValueError):
+        with program.one_line("me"):
+            bug()
+
+
 @pytest.mark.parametrize("error", [RuntimeError("mat1 and mat2"), TypeError("x"), AssertionError(), KeyError("x")])
 def test_a_bug_keeps_its_traceback(error):
     with pytest.raises(type(error)):

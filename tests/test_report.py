@@ -97,7 +97,7 @@ def test_a_run_without_completions_has_its_curves(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name,text,said", [
     ("metrics.jsonl", None, "/metrics.jsonl'"), ("metrics.jsonl", "", "metrics.jsonl: no complete line"),
     ("samples.jsonl", '{"step": 0\n{"step": 1}\n', "samples.jsonl, line 1: not JSON"),
-    ("samples.jsonl", json.dumps(sample(0, "p", 1.0)).replace("-0.25", "1e999"), "report: Out of range"),
+    ("samples.jsonl", json.dumps(sample(0, "p", 1.0)).replace("-0.25", "1e999"), "a number that JSON lacks"),
     ("samples.jsonl", json.dumps(sample(0, "p", 1.0, rule=None)), "samples.jsonl, line 1: rule is no text"),
     ("samples.jsonl", "[" * 99999 + "\n\n", "samples.jsonl: no complete line"),
     ("metrics.jsonl", '{"step": 0, "x": ' + "[" * 99999 + "\n{}\n", "metrics.jsonl, line 1: not JSON"),

@@ -59,7 +59,10 @@ def read_run(folder, every=1):
 
 def page(runs):
     """Of read_run() of each -> the HTML. ValueError for a number that JSON lacks."""
-    data = json.dumps({"panels": PANELS, "runs": runs}, separators=(",", ":"), allow_nan=False)
+    try:
+        data = json.dumps({"panels": PANELS, "runs": runs}, separators=(",", ":"), allow_nan=False)
+    except ValueError as error:
+        raise ValueError(f"runs hold a number that JSON lacks: {error}") from None
     if len(data) > BROWSER:
         raise ValueError(f"{len(data) / 1e6:.0f} MB of text are more than a browser reads: --every "
                          "10 keeps the completions of every 10th step")
