@@ -66,6 +66,8 @@ def load_function(spec: str, flag: str) -> Callable:
     if not (module_name and name):
         raise ValueError(f"{flag} takes module:function, got {spec!r}")
     path = os.path.join(os.getcwd(), *module_name.split(".")) + ".py"
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())             # last: what that file imports, never ours
     try:
         if os.path.isfile(path):
             module = load_file(module_name, path)

@@ -206,6 +206,16 @@ def test_a_function_is_loaded_with_a_dataclass_of_postponed_annotations(tmp_path
     assert load_function("scored_by_length:length", "--reward")("abc", "x") == 3
 
 
+def test_a_function_may_import_a_neighbour_of_its_file(tmp_path, monkeypatch):
+    (tmp_path / "half_a_reward.py").write_text("HALF = 0.5\n")
+    (tmp_path / "rewarded.py").write_text("import half_a_reward\n\n\ndef f(completion, problem):\n"
+                                          "    return half_a_reward.HALF\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [part for part in sys.path if part])             # "" is the working directory
+    assert load_function("rewarded:f", "--reward")("abc", "x") == 0.5
+    assert sys.path[-1] == str(tmp_path)
+
+
 def test_a_file_of_the_users_does_not_take_the_place_of_ours(tmp_path, monkeypatch):
     """Both before and after ours is imported: on a GPU `import kernels` comes late."""
     monkeypatch.chdir(tmp_path)
