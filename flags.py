@@ -135,12 +135,9 @@ RANGES = {**dict.fromkeys(COUNTS, "[1, 2e9]"), **dict.fromkeys(POSITIVE, "(0, 1e
           "temperature": "(0, 1000]", "sigma_start": "[0, 10]", "sigma_end": "[0, 10]",
           "eval_problems": "[0, 2e9]", "seed": "[0, 2e18]", "revisit": "[0.1, 1]",
           "calibrate": "[0, 1e5]"}
-# Flags that only older runs have -> the one value that can still be meant.
-GONE = {"head": "bf16", "oversample": 1.0, "noise_relative": False, "noise_learner": False,
-        "noise_kl": None}
 # Flags of a place, not of a run: --resume and --like do not take them over.
 PLACES = {"resume", "like", "out", "device", "kernels", "memory_gib", "kv_gib", "show", "keep",
-          "report_to", *GONE}
+          "report_to"}
 
 
 def parse_args():
@@ -193,7 +190,7 @@ def from_anywhere(flags):
 def flags_of(path):
     """A run.json -> the flags in it. ValueError names one whose value its flag cannot have."""
     held = hf.read_json(path)
-    flags = {name: held[name] for name in GONE if name in held}
+    flags = {}
     for action in parser._actions:
         if action.dest in held:
             flags[action.dest] = value = held[action.dest]
@@ -273,9 +270,6 @@ def check_flags(args, before):
 
 
 def check_resumed(args, before):
-    for name, left in GONE.items():
-        if before.get(name, left) != left:
-            raise ValueError(f"--resume: the run had {option(name)} {before[name]}, which is gone")
     if "epochs" not in before:
         raise ValueError("--resume: the run is older than --epochs: it had another learning rule")
     for name, value in without_places(vars(args)).items():
