@@ -78,7 +78,7 @@ class Plan:
                 continue
             layer = self.layer_bytes * tokens
             pool = min(left, max(useful / 2, min(useful, left - c.layers * layer)))
-            if kv_gib:
+            if kv_gib is not None:
                 pool = kv_gib * GIB
             kept_layers = min(c.layers, max(0, int((left - pool) / layer + 1e-6)))  # not 2.999
             forwards = (3 - kept_layers / c.layers) * (1 + DECODE / tokens)

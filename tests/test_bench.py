@@ -114,6 +114,8 @@ def test_the_kernels_are_said_first_and_the_line_to_send_back_has_the_cards_size
 @pytest.mark.parametrize("flags,line", [
     (["linears"], "bench: measures a GPU and there is none"),
     (["step", "--mod", "7b"], "unrecognized arguments: --mod"),
+    (["step", "--kv-gib", "0"], "bench: --kv-gib must lie in (0, 1e9], got 0.0"),
+    (["step", "--group-size", "1"], "bench: --group-size must lie in [2, 1e6], got 1"),
     (["tune"], "invalid choice: 'tune'")])
 def test_a_machine_without_gpu_and_a_bad_flag_get_one_line(flags, line, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -30,15 +30,15 @@ DOORS = {("ops", "kernels"), ("nvfp4", "marlin_fp4"), ("sampler", "decode")}
 
 # What each may hold at most: what was reached, rounded up, to be lowered with every cut. The aim is
 # 2,400 lines and 120 KB for the method, 3,250 lines for the reading path, 6,450 and 300 KB for all.
-METHOD_BUDGET = 2700, 120.5                                             # lines, KB of 1,024 bytes
-READING_BUDGET = 4865, 217.5
-WHOLE_BUDGET = 10010, 442.5
+METHOD_BUDGET = 2699, 120.4                                             # lines, KB of 1,024 bytes
+READING_BUDGET = 4861, 217.4
+WHOLE_BUDGET = 10014, 442.5
 LARGEST = {                                                               # lines, KB
-    "program.py": (125, 4.5),
+    "program.py": (125, 4.8),
     "watch.py": (150, 6.3),
     "train.py": (270, 12),
     "prepare.py": (195, 8.5),
-    "flags.py": (285, 15.3),
+    "flags.py": (280, 14.9),
     "grpo.py": (250, 11.8),
     "learner.py": (215, 9.6),
     "aqn.py": (95, 4.8),
@@ -61,10 +61,10 @@ LARGEST = {                                                               # line
     "answers.py": (1180, 49.6),
     "figures.py": (120, 5.1),
     "evaluate.py": (285, 12.6),
-    "tools/bench.py": (317, 14.5),
+    "tools/bench.py": (320, 14.8),
     "tools/convert.py": (94, 4.5),
     "tools/plot.py": (135, 6.2),
-    "tools/report.py": (90, 3.9),
+    "tools/report.py": (92, 4.1),
     "tools/chat.py": (124, 5.1),
     "tools/study.py": (115, 5.1),
     "tools/__init__.py": (5, 0.2),
@@ -240,6 +240,15 @@ def metrics(tmp_path_factory):
 
 def test_the_tiny_model_trains_where_triton_cannot_be_imported(metrics):
     assert metrics["step"] == 0 and metrics["grad_norm"] > 0 and metrics["tokens"] >= 32
+
+
+def test_the_tests_can_be_collected_where_triton_cannot_be_imported():
+    argv = ["pytest", "--collect-only", "-q", "-p", "no:cacheprovider", str(ROOT / "tests")]
+    code = "import sys\nsys.modules['triton'] = None\nimport pytest\nsys.exit(pytest.main(ARGV))"
+    done = subprocess.run([sys.executable, "-c", code.replace("ARGV", repr(argv[1:]))], capture_output=True, text=True,
+                          cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert "tests/test_train.py::" in done.stdout and "tests/test_decode.py::" not in done.stdout
 
 
 # -----------------------------------------------------------------------------

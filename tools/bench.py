@@ -27,6 +27,7 @@ import time
 import program  # isort: skip; before torch
 import torch
 
+import flags
 import grpo
 import memory
 import model as qwen
@@ -54,6 +55,7 @@ TRAFFIC = 400e6                                  # bytes of weights per graph: 7
 BYTES = 0.5625                                   # of an NVFP4 weight
 SIZES_OF_GPU = ("major", "minor", "multi_processor_count", "shared_memory_per_multiprocessor",
                 "shared_memory_per_block_optin", "L2_cache_size")
+RANGED = "group_size", "kv_gib", "memory_gib", "micro_batch_tokens"      # as in train.py
 DEVICE = torch.device("cuda", LOCAL_RANK)
 
 
@@ -305,6 +307,7 @@ def parse_args():
 def main():
     with program.one_line("bench"):
         args = parse_args()
+        flags.check_ranges(args, {name: flags.RANGES[name] for name in RANGED})
         if not torch.cuda.is_available():
             raise ValueError("measures a GPU and there is none")
         args.kernels = kernels_for(choose_device(args), args.kernels)
