@@ -32,7 +32,7 @@ DOORS = {("ops", "kernels"), ("nvfp4", "marlin_fp4"), ("sampler", "decode")}
 # 2,400 lines and 120 KB for the method, 3,250 lines for the reading path, 6,450 and 300 KB for all.
 METHOD_BUDGET = 2699, 120.4                                             # lines, KB of 1,024 bytes
 READING_BUDGET = 4861, 217.4
-WHOLE_BUDGET = 10014, 442.5
+WHOLE_BUDGET = 10024, 443
 LARGEST = {                                                               # lines, KB
     "program.py": (125, 4.8),
     "watch.py": (150, 6.3),
@@ -66,7 +66,7 @@ LARGEST = {                                                               # line
     "tools/plot.py": (135, 6.2),
     "tools/report.py": (92, 4.1),
     "tools/chat.py": (124, 5.1),
-    "tools/study.py": (115, 5.1),
+    "tools/study.py": (125, 5.7),
     "tools/__init__.py": (5, 0.2),
     "tiny/arithmetic.py": (65, 3.1),
     "calibrate.py": (390, 17.6),

@@ -61,6 +61,12 @@ def test_the_tables_say_what_the_files_hold(runs):
     assert lines[-1].startswith("| b - a | -10.0 [") and "| +10.0 [" in lines[-1] and lines[-1].endswith("| 0, 1 |")
 
 
+def test_the_mean_of_some_steps_includes_the_last(runs, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["study", "a", "--runs", str(runs), *"--mean accuracy --first 2 --last 4".split()])
+    study.main()
+    assert capsys.readouterr().out == "a 0.3\n"
+
+
 @pytest.mark.parametrize("arms,held_out,said", [
     ("c", {}, "no runs c-sSEED.jsonl that held_out.json knows"),
     ("/a", {}, "no runs /a-sSEED.jsonl that held_out.json knows"),

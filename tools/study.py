@@ -2,6 +2,7 @@
 Several seeds of several arms as the tables of docs/study.md.
 
     python -m tools.study bf16 nvfp4 --runs docs/runs
+    python -m tools.study bf16 --mean accuracy --first 6 --last 17     of those steps, all seeds
 
 Of an arm it reads ARM-sSEED.jsonl, the metrics.jsonl of each of its runs, and from held_out.json
 which held-out problems were answered right, greedily: "ARM" before training, "ARM-sSEED" after, a
@@ -99,9 +100,16 @@ def main():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("arms", nargs="+", help="the others are compared with the first")
     parser.add_argument("--runs", type=Path, default=Path("docs/runs"), help="folder of the files")
+    parser.add_argument("--mean", metavar="KEY", help="only the mean of a logged number")
+    parser.add_argument("--first", type=int, default=0, help="step of --mean")
+    parser.add_argument("--last", type=int, default=10**9, help="step of --mean, included")
     args = parser.parse_args()
     with program.one_line("study"):
         arms = [Arm(args.runs, name) for name in args.arms]
+        if args.mean:
+            for arm in arms:
+                print(f"{arm.name} {arm.mean(args.mean, args.first, args.last + 1):.5g}")
+            return
         print("| arm | steps | before, % | after, % | by seed | gain | entropy | accuracy | length "
               "| s a step |\n|---|---|---|---|---|---|---|---|---|---|")
         print(*map(row, arms), sep="\n")
