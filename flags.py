@@ -270,8 +270,6 @@ def check_flags(args, before):
 
 
 def check_resumed(args, before):
-    if "epochs" not in before:
-        raise ValueError("--resume: the run is older than --epochs: it had another learning rule")
     for name, value in without_places(vars(args)).items():
         had = before.get(name, parser.get_default(name))         # a flag younger than the run
         grows = name == "steps" and value > had

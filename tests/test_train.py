@@ -258,12 +258,6 @@ def test_flags_that_contradict_each_other_are_refused(flags, words):
         flags_py.check_flags(args_of(*flags.split()), None)
 
 
-def test_a_run_of_the_earlier_learning_rule_cannot_go_on():
-    args = args_of()
-    with pytest.raises(ValueError, match="--resume: the run is older than --epochs"):
-        flags_py.check_flags(args, {k: v for k, v in vars(args).items() if k != "epochs"})
-
-
 @pytest.mark.parametrize("name,value", [
     ("lr", "1e-3"), ("steps", 2.5), ("steps", True), ("steps", None), ("train_norms", 1), ("base", "int3"),
     ("model", ["tiny"]), ("reward", 3)])

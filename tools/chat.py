@@ -10,6 +10,7 @@ Ctrl-D ends. An answer appears as it is sampled: token by token on a CPU, eight 
 Each turn computes the whole conversation again.
 """
 import sys
+from contextlib import redirect_stdout
 
 import program  # isort: skip; before torch
 from tokenizers.decoders import DecodeStream
@@ -108,7 +109,8 @@ def main():
         data.style_of(args.prompt_style)
         folder = hf.resolve(args.model)
         tokenizer = data.Tokenizer(folder)
-        model = load_model(args, folder, device, tokenizer)
+        with redirect_stdout(sys.stderr):        # what is said of a folder is no answer
+            model = load_model(args, folder, device, tokenizer)
         length = min(hf.max_positions(folder), LENGTH)
         sampler = Sampler(engine_for(device), model, length, max_rows=1)
         sampling = Sampling(args.max_new_tokens, tokenizer.end_ids, args.temperature,
