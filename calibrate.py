@@ -315,12 +315,11 @@ def to_nvfp4(files, out, codes="search", texts=(), live_vocab=None):
 
 
 @torch.no_grad()
-def coded_linears(files, codes, texts=(), held_out=(), live_vocab=None, about=None):
+def coded_linears(files, codes, texts, held_out, live_vocab, about):
     """Yields (name of a linear, quantize's tensors) of a 16-bit hf.Checkpoint, layer by layer.
 
     codes: of CODES. texts: of Text; without them "search" and "nearest" alone have what they need.
-    With them, says each layer's error of the outputs, and at the end the KL on the ones held out,
-    which becomes about["calibration"].
+    With them, the KL on the ones held out is said and becomes about["calibration"].
     """
     config = qwen.ModelConfig.from_json(files.config)
     chunks = []
@@ -338,32 +337,24 @@ def coded_linears(files, codes, texts=(), held_out=(), live_vocab=None, about=No
         of_inputs = hessians(layer, chunks) if texts else [None] * 4
         for chunk in measured:
             _, chunk.exact = layer_and_inputs(layer, chunk)
-        errors = []
         for linear, w, hessian in zip(linears, weights, of_inputs):
             tensors = CODES[codes](w, hessian, nvfp4.global_scale_for(w))
-            if texts:
-                whole = max(((w @ hessian) * w).sum().item(), 1e-30)
-                errors.append((output_error(w, tensors, hessian) / whole) ** 0.5)
             linear.weight = nvfp4.fuse([tensors], files.dtype)
             packed, block_scale, global_scale = tensors
             parts = zip(linear.names, packed.split(linear.parts), block_scale.split(linear.parts))
             yield from ((name, (p, s, global_scale)) for name, p, s in parts)
         for chunk in [*chunks, *measured]:
             chunk.coded = layer(chunk.coded, *chunk.rope, chunk.attend)
-        if texts:
-            said = "  ".join(f"{error:.4f}" for error in errors)
-            tqdm.write(f"layer {i:2d}  error of the outputs of qkv, o, gate_up, down: {said}")
     if texts:
         norm = qwen.RMSNorm(files.read("model.norm.weight", config.width), config.eps, files.dtype)
         head = embed
         if not config.tied:
             head = files.read("lm_head.weight", config.vocab, config.width).to(files.dtype)
         kl, error, tokens = divergence(measured, norm, head[:live_vocab])
-        said = (f"KL(16 bits || {codes}) {kl:.3g} +- {error:.2g} nats a token, {len(held_out)} "
-                f"answers of {tokens:,} tokens that no code was chosen by")
-        tqdm.write(said)
-        if about is not None:
-            about["calibration"] = said
+        about["calibration"] = (f"KL(16 bits || {codes}) {kl:.3g} +- {error:.2g} nats a token, "
+                                f"{len(held_out)} answers of {tokens:,} tokens that no code was "
+                                "chosen by")
+        tqdm.write(about["calibration"])
 
 
 def divergence(chunks, norm, head):

@@ -5,7 +5,6 @@ logits of two whole models.
 python -m pytest tests/test_calibrate.py -v
 """
 import gc
-import re
 import shutil
 import time
 import weakref
@@ -342,9 +341,8 @@ def test_the_kl_is_that_of_two_whole_models(tiny, tmp_path, monkeypatch, capsys,
     spread = sum((part - size * total / count) ** 2 for part, size in sums)
     spread = (spread * 3 / 2) ** 0.5 / count               # three answers
     assert error == pytest.approx(spread, abs=2 * slack)
-    *layers, said, _ = capsys.readouterr().out.splitlines()               # the last line is load's
+    said, _ = capsys.readouterr().out.splitlines()         # the last line is load's
     assert f"KL(16 bits || gptq) {kl:.3g} +- {error:.2g} nats a token, 3 answers of 63 tokens" in said
-    assert len(layers) == case.raw["num_hidden_layers"]
 
 
 def test_the_folder_holds_the_codes_that_were_found(tiny, tmp_path, monkeypatch, capsys):
@@ -377,32 +375,11 @@ def test_the_folder_holds_the_codes_that_were_found(tiny, tmp_path, monkeypatch,
     assert all(torch.equal(loaded[f"{name}.weight"], decoded(t).float()) for name, t in found.items())
 
 
-def test_a_layers_errors_are_those_of_its_codes(tiny, tmp_path, capsys):
-    """Printed relative to the outputs, over the texts that chose: here of the first layer, whose inputs are known."""
-    case = tiny["untied"]
-    texts = texts_of(case, *[(4, 12)] * 8)
-    calibrate.to_nvfp4(calibrate.source_of(case.folder, CPU), tmp_path / "out", "gptq", texts)
-    said = [float(x) for x in re.findall(r" (\d\.\d{4})", capsys.readouterr().out.splitlines()[0])]
-    files = hf.Checkpoint(case.folder, "bf16", CPU, torch.float32)
-    config = qwen.ModelConfig.from_json(files.config)
-    chunk = Chunk(texts[:7], files.read("model.embed_tokens.weight", config.vocab, config.width).float(), config)
-    model, coded = (qwen.load(f, base, "cpu").layers[0] for f, base in ((case.folder, "bf16"),
-                                                                       (tmp_path / "out", "nvfp4")))
-    with torch.no_grad():
-        inputs, _ = calibrate.layer_and_inputs(model, chunk)
-    want = []
-    for name, x in zip(("qkv", "o", "gate_up", "down"), inputs):
-        w, w4 = (getattr(layer, name).weight.dequantize().double() for layer in (model, coded))
-        want.append(((x.double() @ (w - w4).T).norm() / (x.double() @ w.T).norm()).item())
-    assert said == pytest.approx(want, abs=0.6e-4)
-
-
-def test_a_linear_of_zeros_has_no_error(tiny, tmp_path, capsys):
+def test_a_linear_of_zeros_stays_one(tiny, tmp_path):
     case, name = tiny["untied"], "model.layers.0.self_attn.o_proj"
     source = write_folder(tmp_path / "source", case.raw, case.tensors | {
         f"{name}.weight": torch.zeros_like(case.tensors[f"{name}.weight"])})
     calibrate.to_nvfp4(calibrate.source_of(source, CPU), tmp_path / "out", "gptq", texts_of(case, *[(4, 12)] * 8))
-    assert re.findall(r" (\d\.\d{4})", capsys.readouterr().out.splitlines()[0])[1] == "0.0000"
     assert not decoded(hf.load_nvfp4(hf.Shards(tmp_path / "out"), name)).any()
 
 

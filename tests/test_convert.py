@@ -132,8 +132,7 @@ def test_a_calibrated_folder_says_how_far_it_is_from_16_bits(tmp_path, monkeypat
     for codes in ("gptq", "nearest"):
         assert run(monkeypatch, "nvfp4", TINY, tmp_path / codes, "--calibrate", "10", "--data", "arithmetic",
                    "--prompt-style", "tags", "--codes", codes) is None
-        *layers, last = capsys.readouterr().out.splitlines()
-        assert [line[:8] for line in layers] == ["layer  0", "layer  1", "layer  2"]
+        last, = capsys.readouterr().out.splitlines()
         kl[codes] = float(re.match(rf"KL\(16 bits \|\| {codes}\) (\d\.\d+) \+- .* nats a token, 2 answers of", last)[1])
         assert json.loads((tmp_path / codes / "config.json").read_text())["calibration"] == last
     assert 0 < kl["gptq"] < kl["nearest"] / 2               # 24 problems, seeds 0 and 1: a tenth

@@ -570,7 +570,7 @@ def test_a_calibrated_run_trains_on_a_base_of_its_own_and_goes_on_with_it(runs):
     flags = "--steps 2 --save-every 1 --reward my_rewards:by_length".split()
     log = runs.run("calibrated", *flags, "--calibrate", "8")
     base, files = runs.folder / "calibrated/base", Shards(runs.folder / "calibrated/base")
-    assert log.count("error of the outputs") == 3 and log.count("KL(16 bits || gptq)") == 2   # measured, read
+    assert log.count("KL(16 bits || gptq)") == 2           # measured, read
     assert json.loads((base / "config.json").read_text())["quantization_config"]["format"] == "nvfp4-pack-quantized"
     assert "model.layers.2.mlp.down_proj.weight_packed" in files.names
     adapter = json.loads((runs.folder / "calibrated/adapter/adapter_config.json").read_text())
@@ -584,7 +584,7 @@ def test_a_calibrated_run_trains_on_a_base_of_its_own_and_goes_on_with_it(runs):
     whole = runs.metrics("calibrated")
     shutil.rmtree(runs.folder / "calibrated/checkpoints/step_000002")
     log = runs.run("calibrated", "--resume")
-    assert "error of the outputs" not in log and log.count("KL(") == 1 and runs.metrics("calibrated") == whole
+    assert log.count("KL(") == 1 and runs.metrics("calibrated") == whole
     assert written == {path: path.stat().st_mtime_ns for path in (base, *base.iterdir())}
 
 
