@@ -31,7 +31,7 @@ from tqdm import tqdm
 import hf
 import model as qwen
 import nvfp4
-from attention import PackedAttention
+from attention import PackedAttention, lay_out
 from lora import Scratch
 from ops import mm_fp32, swiglu
 from sampler import Sampler, Sampling, engine_for
@@ -181,27 +181,19 @@ def own_answers(folder, tokenizer, problems, device, max_new_tokens=512, seed=0,
 
 
 class Chunk:
-    """Some texts laid end to end, on their way through the layers.
+    """Some texts, laid out as the learner's rows, on their way through the layers.
 
     exact, coded (T, D) fp32: hidden states of the 16-bit model and of the one with new codes.
     """
 
     def __init__(self, texts, embed, config):
         self.texts = texts
-        self.attend = PackedAttention([len(text.tokens) for text in texts], embed.device)
+        tokens, lengths, branches, predictors = lay_out(*zip(*texts))
+        self.predictors = torch.tensor(predictors, device=embed.device)
+        self.attend = PackedAttention(lengths, embed.device, branches)
         self.rope = qwen.rope_table(self.attend.positions, config)
-        tokens = torch.tensor([token for text in texts for token in text.tokens])
-        self.exact = embed[tokens.to(embed.device)].float()
+        self.exact = embed[torch.tensor(tokens, device=embed.device)].float()
         self.coded = self.exact.clone()
-
-    def predictors(self):
-        """Indices of the tokens that an answer's tokens are predicted from."""
-        at = []
-        first = 0
-        for text in self.texts:
-            at += range(first + text.start - 1, first + len(text.tokens) - 1)
-            first += len(text.tokens)
-        return at
 
 
 def chunks_of(texts, embed, config):
@@ -361,8 +353,8 @@ def divergence(chunks, norm, head):
     """-> KL(exact || coded), nats a token of the answers; its standard error; how many tokens."""
     sums = []
     for chunk in chunks:
-        at = torch.tensor(chunk.predictors(), device=head.device)
-        of_token = torch.cat([token_divergence(chunk, part, norm, head) for part in at.split(512)])
+        of_token = torch.cat([token_divergence(chunk, part, norm, head)
+                              for part in chunk.predictors.split(512)])
         sizes = [len(text.tokens) - text.start for text in chunk.texts]
         sums += [(part.sum().item(), len(part)) for part in of_token.split(sizes)]
     total, tokens = (sum(column) for column in zip(*sums))
