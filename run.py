@@ -412,7 +412,7 @@ class Folder:
             for line in self.checkpoints.load():
                 say(line)
             for name in ("metrics.jsonl", "samples.jsonl"):      # later steps will be done again
-                trim_lines(self.path / name, self.checkpoints.counters.get("step", 0))
+                trim_log(self.path / name, self.checkpoints.counters.get("step", 0))
         elif RANK == 0:
             (self.path / "run.json").touch(exist_ok=False)       # of two runs, one comes first
             write_json(self.path / "run.json", flags)
@@ -464,26 +464,33 @@ def json_line(value):
     return json.dumps(json.loads(json.dumps(value), parse_constant=lambda name: None)) + "\n"
 
 
-def trim_lines(path, step):
-    """Keep the whole lines of a log that belong to steps before `step`. Stopped names a line of
-    something else, and nothing is cut. Steps that are missing are said.
+def read_log(path):
+    """Yields (row, where its line ends) of metrics.jsonl or samples.jsonl. A last line that a kill
+    cut off is none; Stopped names a line of something else.
     """
-    lines = read_bytes(path).split(b"\n") if path.exists() else []
-    held = set()
-    kept = 0
-    for number, line in enumerate(lines[:-1], 1):        # the last was cut off by a kill, or is ""
+    end = 0
+    for number, line in enumerate(read_bytes(path).split(b"\n")[:-1], 1):
         try:
-            of_step = json.loads(line)["step"]
-            if type(of_step) is not int:
+            row = json.loads(line)
+            if type(row["step"]) is not int:
                 raise ValueError("its step is no whole number")
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise Stopped(f"{path}:{number}: no line of a run ({first_line(error)})") from None
-        if of_step < step:
-            kept += len(line) + 1
-            held.add(of_step)
+        end += len(line) + 1
+        yield row, end
+
+
+def trim_log(path, step):
+    """Keep the lines of steps before `step`, which come first. Steps that are missing are said."""
+    held = set()
+    kept = 0
+    for row, end in read_log(path) if path.exists() else ():
+        if row["step"] < step:
+            held.add(row["step"])
+            kept = end
     if len(held) < step:
         say(f"{path}: holds {len(held)} of the {step} steps done")
-    if lines and kept < path.stat().st_size:
+    if path.exists() and kept < path.stat().st_size:
         os.truncate(path, kept)
 
 

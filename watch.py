@@ -15,14 +15,13 @@ is watched anew.
 
 Not here: a reward that rises while answers get worse; curves for that are in tools/plot.py.
 """
-import json
 import math
 from collections import deque
 
 import torch
 
 from figures import interval
-from run import RANK, WORLD, say
+from run import RANK, WORLD, read_log, say
 
 ALL_RIGHT = 0.95
 
@@ -129,8 +128,7 @@ def farewell(run):
     """Where the run is, what it changed, how long it took, what can be done with it."""
     if RANK > 0:
         return
-    lines = (run.folder.path / "metrics.jsonl").read_bytes().splitlines()
-    metrics = [json.loads(line) for line in lines]
+    metrics = [row for row, _ in read_log(run.folder.path / "metrics.jsonl")]
     seconds = sum(m.get("seconds", 0.0) for m in metrics)
     n = len(run.held_out)
     texts = []

@@ -9,8 +9,9 @@ import sys
 
 import pytest
 
+from program import Stopped
 from tools import plot
-from tools.plot import read_log, series, smooth
+from tools.plot import rows_of, series, smooth
 
 
 def write(folder, name, rows, tail=""):
@@ -38,23 +39,23 @@ def metrics(num_steps):
 
 def test_line_cut_off_by_a_killed_run_is_dropped_but_a_bad_line_before_it_stops(tmp_path):
     rows = metrics(3)
-    assert read_log(write(tmp_path / "a", "metrics.jsonl", rows, tail='{"step": 3, "rew') / "metrics.jsonl") == rows
-    with pytest.raises(ValueError, match="line 4: not JSON"):
-        read_log(write(tmp_path / "b", "metrics.jsonl", rows, tail='{"step": 3,\n{"step": 4}\n') / "metrics.jsonl")
+    assert rows_of(write(tmp_path / "a", "metrics.jsonl", rows, tail='{"step": 3, "rew') / "metrics.jsonl") == rows
+    with pytest.raises(Stopped, match="metrics.jsonl:4: no line of a run"):
+        rows_of(write(tmp_path / "b", "metrics.jsonl", rows, tail='{"step": 3,\n{"step": 4}\n') / "metrics.jsonl")
 
 
 def test_a_byte_order_mark_is_no_text_and_a_pipe_is_not_waited_for(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b'\xef\xbb\xbf{"step": 0}\n')
-    assert read_log(tmp_path / "metrics.jsonl") == [{"step": 0}]
+    assert rows_of(tmp_path / "metrics.jsonl") == [{"step": 0}]
     os.mkfifo(tmp_path / "pipe.jsonl")
     with pytest.raises(OSError, match="pipe.jsonl: no regular file"):
-        read_log(tmp_path / "pipe.jsonl")
+        rows_of(tmp_path / "pipe.jsonl")
 
 
 def test_line_separators_inside_a_completion_do_not_end_the_line(tmp_path):
     # str.splitlines() would cut this record in four; json.dumps(ensure_ascii=False) leaves all three as they are.
     rows = [dict(step=0, completion="a\u2028b\x85c\u2029d")]
-    assert read_log(write(tmp_path, "samples.jsonl", rows) / "samples.jsonl") == rows
+    assert rows_of(write(tmp_path, "samples.jsonl", rows) / "samples.jsonl") == rows
 
 
 def test_resumed_step_counts_once_and_gaps_are_skipped():
@@ -79,7 +80,7 @@ def test_plot_stops_in_one_line_that_names_the_cause(tmp_path, monkeypatch):
     assert "no complete line" in run(monkeypatch, plot, write(tmp_path / "new", "metrics.jsonl", []))
     for step in (None, True, 1.5):
         odd = write(tmp_path / "odd", "metrics.jsonl", [dict(step=0), dict(step=step), dict(step=2)])
-        assert "line 2: not an object with a whole step" in run(monkeypatch, plot, odd)
+        assert "metrics.jsonl:2: no line of a run (its step is no whole number)" in run(monkeypatch, plot, odd)
 
 
 @pytest.mark.parametrize("suffix,magic", [("png", b"\x89PNG"), ("svg", b"<?xml")])

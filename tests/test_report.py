@@ -96,11 +96,11 @@ def test_a_run_without_completions_has_its_curves(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name,text,said", [
     ("metrics.jsonl", None, "/metrics.jsonl'"), ("metrics.jsonl", "", "metrics.jsonl: no complete line"),
-    ("samples.jsonl", '{"step": 0\n{"step": 1}\n', "samples.jsonl, line 1: not JSON"),
-    ("samples.jsonl", json.dumps(sample(0, "p", 1.0)).replace("-0.25", "1e999"), "a number that JSON lacks"),
-    ("samples.jsonl", json.dumps(sample(0, "p", 1.0, rule=None)), "samples.jsonl, line 1: rule is no text"),
-    ("samples.jsonl", "[" * 99999 + "\n\n", "samples.jsonl: no complete line"),
-    ("metrics.jsonl", '{"step": 0, "x": ' + "[" * 99999 + "\n{}\n", "metrics.jsonl, line 1: not JSON"),
+    ("samples.jsonl", '{"step": 0\n{"step": 1}\n', "samples.jsonl:1: no line of a run"),
+    ("samples.jsonl", json.dumps(sample(0, "p", 1.0)).replace("-0.25", "1e999") + "\n", "a number that JSON lacks"),
+    ("samples.jsonl", json.dumps(sample(0, "p", 1.0, rule=None)) + "\n", "samples.jsonl:1: rule is no text"),
+    ("samples.jsonl", "[" * 99999 + "\n\n", "samples.jsonl:1: no line of a run"),
+    ("metrics.jsonl", '{"step": 0, "x": ' + "[" * 99999 + "\n{}\n", "metrics.jsonl:1: no line of a run"),
     ("run.json", "[", "run.json"), ("run.json", None, "run.json")])
 def test_what_cannot_be_read_is_one_line_and_leaves_no_page(name, text, said, tmp_path, monkeypatch):
     folder = write_run(tmp_path / "a")

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save
 
 import run
-from run import (Checkpoints, Folder, Stopped, Tracker, ending_with, new_folder, signals_wait, trim_lines,
+from run import (Checkpoints, Folder, Stopped, Tracker, ending_with, new_folder, signals_wait, trim_log,
                  write_atomically)
 
 
@@ -87,14 +87,14 @@ def test_a_new_folder_takes_the_place_of_nothing_but_an_empty_one(tmp_path):
 
 def test_a_log_is_cut_to_whole_lines_of_earlier_steps(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
-    trim_lines(path, 3)
+    trim_log(path, 3)
     assert capsys.readouterr().out == f"{path}: holds 0 of the 3 steps done\n"
     lines = "".join(json.dumps({"step": step, "x": "é"}) + "\n" for step in (0, 0, 1, 2, 3, 3, 4))
     path.write_text(lines + '{"step": 1, "x"')                            # a line that a kill cut off
-    trim_lines(path, 3)
+    trim_log(path, 3)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 0, 1, 2]
     before = path.stat().st_mtime_ns
-    trim_lines(path, 3)
+    trim_log(path, 3)
     assert path.stat().st_mtime_ns == before and capsys.readouterr().out == ""
 
 
@@ -299,14 +299,14 @@ def test_a_line_of_something_else_in_a_log_is_named_and_nothing_is_cut(tmp_path,
     path.write_bytes(b'{"step": 0}\n' + line.encode("latin-1") + b'\n{"step": 1}\n{"st')
     before = path.read_bytes()
     with pytest.raises(Stopped, match="metrics.jsonl:2: no line of a run"):
-        trim_lines(path, 1)
+        trim_log(path, 1)
     assert path.read_bytes() == before
 
 
 def test_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "metrics.jsonl")
     with pytest.raises(OSError, match="metrics.jsonl: no regular file"):
-        trim_lines(tmp_path / "metrics.jsonl", 1)
+        trim_log(tmp_path / "metrics.jsonl", 1)
 
 
 # -----------------------------------------------------------------------------

@@ -925,11 +925,11 @@ def break_before_reading():
 def stop_after_reading():
     import run
 
-    def trim_lines(path, step):                                           # the checkpoint is read, nothing in place yet
+    def trim_log(path, step):                                           # the checkpoint is read, nothing in place yet
         os.kill(os.getpid(), signal.SIGTERM)
         signal.pause()
 
-    run.trim_lines = trim_lines
+    run.trim_log = trim_log
 
 
 @pytest.mark.parametrize("fault,said", [

@@ -7,11 +7,11 @@ run has gets no panel. Needs matplotlib, which is not in requirements.txt.
 """
 import argparse
 import colorsys
-import json
 import math
 from pathlib import Path
 
-import program
+import program  # isort: skip; before torch
+from run import read_log
 
 PANELS = dict(                                   # key -> title, axis: fixed 0..1, logarithmic, free
     reward=("reward, mean of the rollouts", "free"),
@@ -31,21 +31,9 @@ PANELS = dict(                                   # key -> title, axis: fixed 0..
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
 
-def read_log(path):
-    """Lines of a run's JSONL file -> dicts. A last line cut off by a killed run is dropped."""
-    text = program.read_bytes(path).decode("utf-8-sig", errors="replace").rstrip("\n")
-    lines = text.split("\n")                     # splitlines() also cuts at U+2028, inside a string
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line, parse_constant=lambda name: None)     # NaN is no number
-        except (ValueError, RecursionError) as error:
-            if number == len(lines):
-                break
-            raise ValueError(f"{path}, line {number}: not JSON ({error})") from None
-        if not isinstance(row, dict) or type(row.get("step")) is not int:
-            raise ValueError(f"{path}, line {number}: not an object with a whole step")
-        rows.append(row)
+def rows_of(path):
+    """Of metrics.jsonl or samples.jsonl. ValueError if there are none yet."""
+    rows = [row for row, _ in read_log(path)]
     if not rows:
         raise ValueError(f"{path}: no complete line yet")
     return rows
@@ -117,7 +105,7 @@ def main():
     with program.one_line("plot"):
         if out.suffix not in (".png", ".svg", ".pdf"):
             raise ValueError(f"--out {out}: must end in .png, .svg or .pdf")
-        runs = {str(run): read_log(log) for run, log in zip(args.runs, logs)}
+        runs = {str(run): rows_of(log) for run, log in zip(args.runs, logs)}
         try:
             from matplotlib import pyplot as plt
         except ImportError:

@@ -18,7 +18,7 @@ from pathlib import Path
 import program  # isort: skip; before torch
 from hf import read_json
 from run import write_atomically
-from tools.plot import PANELS, read_log, series, smooth
+from tools.plot import PANELS, rows_of, series, smooth
 
 BROWSER = 500e6                                  # characters in one string, 2^29 in Chromium
 
@@ -40,12 +40,12 @@ def read_run(folder, every=1):
     OSError or ValueError names a bad file.
     """
     path = folder / "samples.jsonl"
-    samples = read_log(path) if path.exists() else []
+    samples = rows_of(path) if path.exists() else []
     for number, row in enumerate(samples, 1):
         for key in ("id", "question", "completion", "rule"):
             if not isinstance(row.get(key), str):
-                raise ValueError(f"{path}, line {number}: {key} is no text")
-    metrics = read_log(folder / "metrics.jsonl")
+                raise ValueError(f"{path}:{number}: {key} is no text")
+    metrics = rows_of(folder / "metrics.jsonl")
     keys = dict.fromkeys(PANELS) | dict.fromkeys(key for row in metrics for key in row)
     del keys["step"]
     curves = {}                                  # steps, values and their moving mean, in this order

@@ -23,7 +23,7 @@ import numpy as np
 
 from hf import read_json
 from program import short
-from tools.plot import read_log
+from tools.plot import rows_of
 
 
 class Arm:
@@ -41,7 +41,7 @@ class Arm:
                 raise ValueError(f"{path}: {run} is {short(held_out[run])}, expected 0 or 1 for each problem")
         self.name = name
         self.seeds = [run.removeprefix(f"{name}-s") for run in runs]
-        self.metrics = [read_log(folder / f"{run}.jsonl") for run in runs]
+        self.metrics = [rows_of(folder / f"{run}.jsonl") for run in runs]
         self.steps = [len(steps) for steps in self.metrics]
         self.before = np.array(list(held_out[name]), int)
         self.after = np.array([list(held_out[run]) for run in runs], int)
