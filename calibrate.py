@@ -22,6 +22,7 @@ equalise), AWQ (it would move the norms, which AQN perturbs).
 Shapes: T tokens of all texts, D width, N out_features, K in_features, C candidates of a scale.
 """
 import gc
+import math
 from functools import cache
 from typing import NamedTuple
 
@@ -51,18 +52,15 @@ EDGES = (LEVELS[1:] + LEVELS[:-1]) / 2
 
 def gptq(w, hessian, global_scale):
     """w (N, K), hessian (K, K) fp32 -> quantize's three tensors."""
-    codes = []
-    scales = []
+    pieces = []
     code_block = recorded(gptq_block, torch.ones(16, len(w), device=w.device),
                           torch.eye(16, device=w.device), global_scale)
     for start in range(0, w.shape[1], LARGEST):
         some = slice(start, start + LARGEST)
         columns = w[:, some].T.clone(memory_format=torch.contiguous_format)
-        more = gptq_columns(columns, hessian[some, some], global_scale, code_block)
-        codes.append(more[0])
-        scales.append(more[1])
-    block_scale = torch.cat(scales).T.contiguous().view(torch.float8_e4m3fn)
-    return nvfp4.pack_pairs(torch.cat(codes).T.contiguous()), block_scale, global_scale
+        pieces.append(gptq_columns(columns, hessian[some, some], global_scale, code_block))
+    codes, scales = (torch.cat(part).T.contiguous() for part in zip(*pieces))
+    return nvfp4.pack_pairs(codes), scales.view(torch.float8_e4m3fn), global_scale
 
 
 def recorded(step, *inputs):
@@ -287,8 +285,8 @@ def source_of(folder, device):
 
 def to_nvfp4(files, out, codes="search", texts=(), live_vocab=None):
     """source_of() -> the new folder `out` as compressed-tensors writes NVFP4; lm_head and embedding
-    stay bf16. codes, texts: of coded_linears(); the last eighth of the texts measures. What it
-    measures stays in config.json, as `calibration`, and is said again where the folder is read.
+    stay bf16. codes, texts: of coded_linears(). What they measure stays in config.json, as
+    `calibration`, and is said again where the folder is read.
     """
     about = {"quantization_config": hf.NVFP4_CONFIG}
     linears = tuple(f"{name}.weight" for name in hf.TARGETS)
@@ -297,28 +295,26 @@ def to_nvfp4(files, out, codes="search", texts=(), live_vocab=None):
         for name in files.names:
             if not name.endswith(linears):
                 yield name, files.read(name).bfloat16().cpu()
-        held = -(-len(texts) // 8)
-        ends = len(texts) - held
-        for name, coded in coded_linears(files, codes, texts[:ends], texts[ends:], live_vocab,
-                                         about):
+        for name, coded in coded_linears(files, codes, texts, live_vocab, about):
             yield from hf.nvfp4_tensors(name, *coded)
 
     hf.save_model(tensors(), files.folder, out, about)
 
 
 @torch.no_grad()
-def coded_linears(files, codes, texts, held_out, live_vocab, about):
+def coded_linears(files, codes, texts, live_vocab, about):
     """Yields (name of a linear, quantize's tensors) of a 16-bit hf.Checkpoint, layer by layer.
 
     codes: of CODES. texts: of Text; without them "search" and "nearest" alone have what they need.
-    With them, the KL on the ones held out is said and becomes about["calibration"].
+    Their last eighth measures: its KL is said and becomes about["calibration"].
     """
     config = qwen.ModelConfig.from_json(files.config)
     chunks = []
     measured = []
     if texts:
         embed = files.read("model.embed_tokens.weight", config.vocab, config.width).to(files.dtype)
-        chunks = chunks_of(texts, embed, config)
+        held_out = texts[-math.ceil(len(texts) / 8):]
+        chunks = chunks_of(texts[:-len(held_out)], embed, config)
         measured = chunks_of(held_out, embed, config)
     scratch = Scratch()
     for i in tqdm(range(config.layers), unit="layer"):
