@@ -27,6 +27,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -67,15 +68,12 @@ def device_of(name, model):
         name = "cuda" if torch.cuda.is_available() else "cpu"
         if name == "cpu" and not Path(model).is_dir():
             raise ValueError(f"--model {model}: torch sees no GPU; --device cpu runs it on the CPU")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"--device {name}: {first_line(error)}") from None
-    if device.type == "cpu" and device.index is None:
-        return device
-    if device.type != "cuda":
+    match = re.fullmatch(r"cpu|cuda(?::(\d+))?", name)
+    if not match:
         raise ValueError(f"--device {name}: expected cpu, cuda or cuda:N")
-    index = LOCAL_RANK if WORLD > 1 else device.index or 0
+    if name == "cpu":
+        return torch.device(name)
+    index = LOCAL_RANK if WORLD > 1 else int(match[1] or 0)
     if index >= torch.cuda.device_count():
         raise ValueError(f"--device {name}: torch sees {torch.cuda.device_count()} GPUs")
     torch.cuda.set_device(index)

@@ -181,7 +181,7 @@ def test_a_fresh_adapter_is_said_to_be_the_base(tmp_path, capsys, monkeypatch):
     (["--model", "nowhere"], "--model nowhere: neither a folder nor a name"),
     (["--adapter", "nowhere"], "nowhere/adapter_config.json: cannot be read (No such file"),
     (["--data", "nowhere.jsonl"], "no data file nowhere.jsonl"),
-    (["--device", "abacus"], "--device abacus: Expected one of"),
+    (["--device", "abacus"], "--device abacus: expected cpu, cuda or cuda:N"),
     (["--device", "cuda:9"], "--device cuda:9: torch sees"),
     (["--out", "taken.jsonl"], "--out taken.jsonl exists and is not overwritten"),
     (["--against", "nowhere.jsonl"], "nowhere.jsonl: cannot be read"),
