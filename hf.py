@@ -216,7 +216,6 @@ CONFIG = {
     "max_position_embeddings": (*whole(1, 2**31), False),
     "rms_norm_eps": (*number(0.1), True),
     "rope_theta": (*number(1e12), True),
-    "model_type": (*exactly("qwen2"), False),
     "hidden_act": (*exactly("silu"), False),
     "tie_word_embeddings": ("true or false", lambda value: isinstance(value, bool), False),
     "use_sliding_window": ("false: sliding windows are not supported", lambda v: v is False, False),
