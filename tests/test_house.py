@@ -30,12 +30,12 @@ DOORS = {("ops", "kernels"), ("nvfp4", "marlin_fp4"), ("sampler", "decode")}
 
 # What each may hold at most: what was reached, rounded up, to be lowered with every cut. The aim is
 # 2,400 lines and 120 KB for the method, 3,250 lines for the reading path, 6,450 and 300 KB for all.
-METHOD_BUDGET = 2699, 120.4                                             # lines, KB of 1,024 bytes
-READING_BUDGET = 4857, 217
-WHOLE_BUDGET = 10022, 443
+METHOD_BUDGET = 2698, 120.4                                             # lines, KB of 1,024 bytes
+READING_BUDGET = 4849, 217
+WHOLE_BUDGET = 9981, 441
 LARGEST = {                                                               # lines, KB
     "program.py": (125, 4.8),
-    "watch.py": (150, 6.3),
+    "watch.py": (145, 6.3),
     "train.py": (270, 12),
     "prepare.py": (195, 8.5),
     "flags.py": (277, 14.8),
@@ -50,9 +50,9 @@ LARGEST = {                                                               # line
     "nvfp4.py": (285, 12.6),
     "rewards.py": (255, 11.4),
     "plugin.py": (100, 4.2),
-    "data.py": (400, 18.6),
-    "run.py": (530, 20.9),
-    "hf.py": (460, 21),
+    "data.py": (397, 18.5),
+    "run.py": (528, 20.6),
+    "hf.py": (449, 20.7),
     "marlin_fp4.py": (725, 32.9),
     "portable_fp4.py": (165, 7.2),
     "kernels.py": (850, 35.5),
@@ -60,16 +60,16 @@ LARGEST = {                                                               # line
     "memory.py": (145, 7.0),
     "answers.py": (1180, 49.6),
     "figures.py": (120, 5.1),
-    "evaluate.py": (285, 12.6),
+    "evaluate.py": (281, 12.6),
     "tools/bench.py": (320, 14.8),
     "tools/convert.py": (94, 4.5),
-    "tools/plot.py": (135, 6.2),
-    "tools/report.py": (92, 4.1),
+    "tools/plot.py": (123, 5.5),
+    "tools/report.py": (92, 4.0),
     "tools/chat.py": (126, 5.2),
-    "tools/study.py": (125, 5.7),
+    "tools/study.py": (122, 5.6),
     "tools/__init__.py": (5, 0.2),
     "tiny/arithmetic.py": (65, 3.1),
-    "calibrate.py": (390, 17.6),
+    "calibrate.py": (369, 16.8),
 }
 
 # Of tiny/, what data.py reads: the rest made the model, once.
