@@ -2,7 +2,7 @@
 The decode matmul for any NVIDIA GPU from Ampere (sm_80) on, in plain Triton: y = x @ [W; A].T.
 
 The kernel to read first. marlin_fp4.py has the layout of W, its decoding in registers and the
-schedule; and the same product for Hopper, by its copy engine and wgmma, 1.05 to 1.6 times as fast.
+schedule; and the same product for Hopper, by its copy engine and wgmma, 1.05 to 1.3 times as fast.
 
 A program walks L consecutive blocks (128, 128) of the weight stream, along K inside a row of tiles,
 then to the next row of tiles (stream-K): all programs do the same work whatever N and K, and fill
@@ -11,8 +11,9 @@ that tile, counted from the program that started the tile. The first programs do
 
 The sum is transposed, (128, BM): W is the tensor cores' first operand and M their short side, so
 that 1 row wastes 7 of 8 columns and not 15 of 16 rows. Each warp has rows of W of its own, which
-are a batch to Triton: it decodes no weight twice, and takes mma.sync, which all GPUs have, also
-where it would prefer wgmma or tcgen05. So what was measured on one GPU is what runs on the others.
+are a batch to Triton: it decodes no weight twice, and takes mma.sync, which all GPUs have. On
+Hopper, from 17 rows on, all warps share a plain product instead, for which Triton takes wgmma: it
+reads x from shared memory by itself (64 rows of 7B: 84 us a layer, not 110).
 
 Shapes: M rows, N out_features, K in_features, R rows of LoRA's A, S slabs, BM rows of a tile, W
 warps.
@@ -46,19 +47,33 @@ def tile_of(ptr, stride, row, rows, k, K, WHOLE_K: tl.constexpr):
     return tl.load(at, mask=(k < K)[None, :], other=0.0)
 
 
+@triton.constexpr_function
+def sum_of(n, BM, W):
+    """Shape of a sum of n rows, W warps have rows of their own; 1: all share them."""
+    return (W, n // W, BM) if W > 1 else (n, BM)
+
+
 @triton.jit
 def product(acc, w, x):
-    """acc (W, n, BM) + w (W n, k) @ x (BM, k).T, each warp its n rows."""
-    W: tl.constexpr = acc.shape[0]
-    w = tl.reshape(w, (W, w.shape[0] // W, w.shape[1]))
-    xt = tl.broadcast_to(tl.permute(x, (1, 0))[None], (W, x.shape[1], x.shape[0]))
-    return tl.dot(w, xt, acc)
+    """acc + w (n, k) @ x (BM, k).T: acc (W, n/W, BM), each warp its rows; on Hopper (n, BM)."""
+    if len(acc.shape) == 3:
+        W: tl.constexpr = acc.shape[0]
+        w = tl.reshape(w, (W, w.shape[0] // W, w.shape[1]))
+        xt = tl.broadcast_to(tl.permute(x, (1, 0))[None], (W, x.shape[1], x.shape[0]))
+        acc = tl.dot(w, xt, acc)
+    else:
+        acc = tl.dot(w, tl.permute(x, (1, 0)), acc)
+        # A use of the sum, which waits for wgmma: without, it may read its registers while the
+        # next block is decoded into them.
+        acc = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [acc], dtype=tl.float32,
+                                        is_pure=False, pack=1)
+    return acc
 
 
 @triton.jit
 def store(acc, out_ptr, width, n, columns, m, M):
-    """acc (W, n, BM) -> out[m, n], as much of it as lies below M and `columns`."""
-    acc = tl.reshape(acc, (acc.shape[0] * acc.shape[1], acc.shape[2]))
+    """acc (W, n/W, BM) -> out[m, n], as much of it as lies below M and `columns`."""
+    acc = tl.reshape(acc, (n.shape[0], m.shape[0]))
     mask = (m < M)[None, :] & (n < columns)[:, None]
     tl.store(out_ptr + m[None, :] * width + n[:, None], acc, mask=mask)
 
@@ -89,7 +104,7 @@ def portable_kernel(
         r = pid // pieces * 64 + tl.arange(0, 64)
         k = tl.arange(0, 64)  # half a block: 8 KB of A, as a block of codes
         last = tl.minimum(piece * share + share, KB)
-        acc = tl.zeros((W, 64 // W, BM), tl.float32)
+        acc = tl.zeros(sum_of(64, BM, W), tl.float32)
         for half in tl.range(2 * piece * share, 2 * last, num_stages=STAGES):
             a = tile_of(of.a, of.K, r, of.R, half * 64 + k, of.K, WHOLE_K)
             x = tile_of(of.x, of.x_stride, m, M, half * 64 + k, of.K, WHOLE_K)
@@ -108,7 +123,7 @@ def portable_kernel(
         first = (tile * KB).to(tl.int64)
         codes = of.codes + first * 4096 + n[:, None] * 32 + c[None, :]
         scales = of.scales + first * 256 + n[:, None] * 2 + h[None, :]
-        acc = tl.zeros((W, 128 // W, BM), tl.float32)
+        acc = tl.zeros(sum_of(128, BM, W), tl.float32)
         for kb in tl.range(block - tile * KB, end - tile * KB, num_stages=STAGES):
             words = tl.load(codes + kb * 4096)
             planes = planes_of(words, 0, dtype) + planes_of(words, 2, dtype)
@@ -129,6 +144,7 @@ class Config(NamedTuple):
     num_stages: int         # blocks under way, and the one that is multiplied
     per_sm: int             # programs on a multiprocessor
     num_warps: int
+    wgmma: bool = False     # all warps share a plain product
 
 
 def shared_memory(capability):
@@ -142,23 +158,25 @@ TILES = {8: Config(8, 3, 4, 4), 16: Config(16, 3, 4, 4), 32: Config(32, 3, 4, 2)
          256: Config(64, 3, 2, 4)}
 TILES_99 = {8: Config(8, 3, 4, 4), 16: Config(16, 3, 3, 4), 32: Config(32, 2, 4, 2),
             256: Config(64, 2, 2, 4)}
+TILES_HOPPER = TILES | {32: Config(32, 3, 3, 4, wgmma=True), 256: Config(64, 3, 2, 4, wgmma=True)}
 
 
-def decode_config(M, room):
-    """room: shared_memory of the GPU."""
-    tiles = TILES if room > 99 else TILES_99
+def decode_config(M, capability):
+    tiles = TILES_HOPPER if capability[0] == 9 else TILES
+    if shared_memory(capability) <= 99:
+        tiles = TILES_99
     return next((config for rows, config in tiles.items() if M <= rows), tiles[256])
 
 
 def decode_matmul(x, weight, lora_a=None, slabs=None, pdl=False):
     """As marlin_fp4.decode_matmul. pdl, which needs sm_90, hides the launch alone."""
     M, K = x.shape
-    config = decode_config(M, shared_memory(capability(weight.device)))
+    config = decode_config(M, capability(weight.device))
     R, plan, slabs = launch_plan(x, weight, lora_a, slabs, config)
     a = lora_a if R else x
     inputs = Inputs(x, x.stride(0), weight.codes, weight.scales, a, weight.N, K, R)
     portable_kernel[plan.programs, triton.cdiv(M, config.BM)](
         inputs, slabs, M, slabs.shape[2], plan.KB, plan.L, plan.a_programs, config.BM,
-        config.num_stages, config.num_warps, K % TILE == 0, pdl, num_warps=config.num_warps,
-        launch_pdl=pdl)
+        config.num_stages, 1 if config.wgmma else config.num_warps, K % TILE == 0, pdl,
+        num_warps=config.num_warps, launch_pdl=pdl)
     return Slabs(slabs, weight.out_scale, plan.KB, plan.L)

@@ -54,7 +54,7 @@ LARGEST = {                                                               # line
     "run.py": (528, 20.6),
     "hf.py": (449, 20.7),
     "marlin_fp4.py": (725, 32.9),
-    "portable_fp4.py": (165, 7.2),
+    "portable_fp4.py": (182, 8.0),
     "kernels.py": (850, 35.5),
     "decode.py": (310, 14.5),
     "memory.py": (145, 7.0),

@@ -27,7 +27,7 @@ import portable_fp4
 from marlin_fp4 import schedule
 from portable_fp4 import Inputs, decode_config, decode_matmul, portable_kernel
 from test_decode import SHARED, STACK, Gpu, resources
-from test_marlin_fp4 import random_weight, run_assembly, total
+from test_marlin_fp4 import random_weight, run_assembly, total, written_while_read
 
 GPU, INTERPRETED = torch.cuda.is_available(), os.environ.get("TRITON_INTERPRET") == "1"
 no_gpu = pytest.mark.skipif(GPU or INTERPRETED, reason="where there is a GPU the other tests compile and run it")
@@ -35,7 +35,7 @@ no_gpu = pytest.mark.skipif(GPU or INTERPRETED, reason="where there is a GPU the
 
 @no_gpu
 def test_the_kernel_passes_in_tritons_interpreter(interpreted):
-    assert interpreted(__file__) >= 35
+    assert interpreted(__file__) >= 39
 
 
 class Results(list):
@@ -43,7 +43,9 @@ class Results(list):
 
 
 def assembly_in_numpy(builder, text, constraints, values, types, is_pure, pack):
-    """What InterpreterBuilder.create_inline_asm lacks: two int16 words, or one int32, to a register."""
+    """What InterpreterBuilder.create_inline_asm lacks: two int16 words, or one int32, to a register; a sum as it is."""
+    if text == "mov.b32 $0, $1;":
+        return Results(values)
     words = np.ascontiguousarray(values[0].data)
     registers = words.view(np.uint32).ravel().astype(np.int64)
     found = run_assembly(text, torch.from_numpy(registers))
@@ -56,11 +58,13 @@ def assembly_in_numpy(builder, text, constraints, values, types, is_pure, pack):
 
 @pytest.mark.skipif(not INTERPRETED, reason="in a process of its own")
 @pytest.mark.parametrize("M,N,K,R", [(1, 128, 128, 0), (5, 300, 272, 6), (33, 384, 640, 48), (70, 130, 400, 70)])
-def test_the_product_matches_float64(M, N, K, R, monkeypatch):
+@pytest.mark.parametrize("sm", [86, 90])
+def test_the_product_matches_float64(M, N, K, R, sm, monkeypatch):
     """fp16: numpy has no bf16. Ragged rows, columns and K; several pieces a tile; two tiles of A, of x."""
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_inline_asm", assembly_in_numpy)
     monkeypatch.setattr(tl.dtype, "value", property(lambda dtype: dtype), raising=False)   # there no constexpr
     monkeypatch.setattr(marlin_fp4, "multiprocessors_of", lambda device: 4)
+    monkeypatch.setattr(portable_fp4, "capability", lambda device: divmod(sm, 10))
     weight, w = random_weight(N, K, dtype=torch.float16)
     x, a = torch.randn(M, K).half(), torch.randn(R, K).half()
     slabs = torch.full_like(decode_matmul(x, weight, a if R else None).sums, torch.nan)
@@ -75,7 +79,7 @@ def test_the_product_matches_float64(M, N, K, R, monkeypatch):
 def test_the_schedule_plans_no_more_programs_than_the_chip_holds_at_once(sm, M):
     """A second wave would double the time."""
     assert portable_fp4.shared_memory(divmod(sm, 10)) == SHARED[sm]
-    config = decode_config(M, SHARED[sm])
+    config = decode_config(M, divmod(sm, 10))
     multiprocessors = 82
     plan = schedule(37888, 3584, M, 64, config, multiprocessors)
     assert plan.programs * -(-M // config.BM) <= multiprocessors * config.per_sm
@@ -85,6 +89,8 @@ def test_the_schedule_plans_no_more_programs_than_the_chip_holds_at_once(sm, M):
 # What the compiler made of it
 
 CASES = list(itertools.product(SHARED, (1, 16, 32, 64), (torch.bfloat16, torch.float16)))
+WGMMA = [case for case in CASES if decode_config(case[1], divmod(case[0], 10)).wgmma]
+MMA_SYNC = [case for case in CASES if case not in WGMMA]
 every_case = pytest.mark.parametrize("sm,M,dtype", CASES)
 
 
@@ -92,33 +98,35 @@ class Compiled(NamedTuple):
     shared: int             # bytes
     registers: int
     stack: int              # bytes
-    loop: list              # its instructions, of the longest without another inside: a block a round
+    instructions: list      # [(address, text)]
+    loop: list              # those of the longest without another inside: a block a round
     layouts: dict           # rows x columns, element -> (vec, perPhase, maxPhase) of its swizzle in shared memory
 
 
 def compile_for(sm, M, dtype):
     """In a process of its own."""
-    config = decode_config(M, SHARED[sm])
+    config = decode_config(M, divmod(sm, 10))
     of_x = torch.zeros(64, 3584, dtype=dtype)
     codes, scales = torch.zeros(1, dtype=torch.int16), torch.zeros(1, dtype=torch.int32)
     inputs = Inputs(of_x, 3584, codes, scales, of_x, 4608, 3584, 96)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton.runtime.driver, "_active", Gpu(sm))
         kernel = portable_kernel.warmup(inputs, torch.zeros(1), M, 4704, 28, 7, 8, config.BM, config.num_stages,
-                                        config.num_warps, True, sm >= 90, grid=(1,), num_warps=config.num_warps,
-                                        launch_pdl=sm >= 90)
+                                        1 if config.wgmma else config.num_warps, True, sm >= 90, grid=(1,),
+                                        num_warps=config.num_warps, launch_pdl=sm >= 90)
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "k.cubin")
         cubin.write_bytes(kernel.asm["cubin"])
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
         listing = subprocess.run([tool, "-sass", cubin], capture_output=True, text=True, check=True).stdout
     found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\d+ )?([^;]+?)\s*;", listing)
-    loop = max(inner_loops([(int(address, 16), text) for address, text in found]), key=len)
+    instructions = [(int(address, 16), text) for address, text in found]
+    loop = max(inner_loops(instructions), key=len)
     ttgir = kernel.asm["ttgir"]
     swizzles = {name: tuple(map(int, numbers)) for name, *numbers in re.findall(
         r"(#\w+) = #ttg.swizzled_shared<{vec = (\d+), perPhase = (\d+), maxPhase = (\d+)", ttgir)}
-    layouts = {tile: swizzles[name] for tile, name in re.findall(r"memdesc<\d+x(\d+x\d+x\w+), (#\w+),", ttgir)}
-    return Compiled(*resources(kernel), loop, layouts)
+    layouts = {tile: swizzles.get(name) for tile, name in re.findall(r"memdesc<\d+x(\d+x\d+x\w+), (#\w+),", ttgir)}
+    return Compiled(*resources(kernel), instructions, loop, layouts)
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +159,7 @@ def bank_conflicts(columns, vec, per_phase, max_phase):
 @no_gpu
 @every_case
 def test_the_programs_that_the_schedule_counts_on_fit_a_multiprocessor(sm, M, dtype, compiled):
-    config = decode_config(M, SHARED[sm])
+    config = decode_config(M, divmod(sm, 10))
     found = compiled[sm, M, dtype].result()
     assert found.shared <= SHARED[sm] * 1024
     assert config.per_sm * (found.shared + 1024) <= (SHARED[sm] + 1) * 1024
@@ -161,10 +169,11 @@ def test_the_programs_that_the_schedule_counts_on_fit_a_multiprocessor(sm, M, dt
 
 
 @no_gpu
-@every_case
+@pytest.mark.parametrize("sm,M,dtype", MMA_SYNC)
 def test_the_loop_is_what_the_file_says(sm, M, dtype, compiled):
     found = compiled[sm, M, dtype].result()
-    BM, _, _, warps = decode_config(M, SHARED[sm])
+    config = decode_config(M, divmod(sm, 10))
+    BM, warps = config.BM, config.num_warps
     threads = 32 * warps
     counts = {name: sum(text.split()[0] == name for text in found.loop) for name in
               ("LDGSTS.E.BYPASS.128", "LDGSTS.E.64", "LDGSTS.E", "LDSM.16.M88.4")}
@@ -185,6 +194,24 @@ def test_the_loop_is_what_the_file_says(sm, M, dtype, compiled):
     element = {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
     for tile in ("128x32xi16", f"{BM}x32x{element}"):                # codes, x
         assert bank_conflicts(32, *found.layouts[tile]) == 0, tile
+
+
+@no_gpu
+@pytest.mark.parametrize("sm,M,dtype", WGMMA)
+def test_on_hopper_a_block_is_decoded_when_the_tensor_cores_have_read_the_one_before(sm, M, dtype, compiled):
+    found = compiled[sm, M, dtype].result()
+    config = decode_config(M, divmod(sm, 10))
+    assert sm == 90 and M in (32, 64)
+    products = sum(text.startswith("HGMMA.64x%dx16.F32" % config.BM) for text in found.loop)
+    assert products == 128 // 64 * 128 // 16 // (config.num_warps // 4)
+    waits = [text for text in found.loop if text.startswith("WARPGROUP.DEPBAR")]
+    assert waits == ["WARPGROUP.DEPBAR.LE gsb0, 0x0"] * 4            # a dot, not serialized
+    assert not any(text.startswith(("LDL", "STL", "PRMT", "LDG.")) for text in found.loop)
+    assert sum(text.startswith("LDSM.16.M88.4") for text in found.loop) == 8192 // 512 // config.num_warps     # codes
+    assert len(found.loop) * 32 * config.num_warps / 128**2 <= 3
+    assert written_while_read(found.instructions) == []
+    never = [(address, text.replace("gsb0, 0x0", "gsb0, 0x7")) for address, text in found.instructions]
+    assert written_while_read(never)                                 # without the waits there would be a race
 
 
 def test_rows_without_a_swizzle_would_conflict():
