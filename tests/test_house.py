@@ -32,7 +32,7 @@ DOORS = {("ops", "kernels"), ("nvfp4", "marlin_fp4"), ("sampler", "decode")}
 # 2,400 lines and 120 KB for the method, 3,250 lines for the reading path, 6,450 and 300 KB for all.
 METHOD_BUDGET = 2698, 120.4                                             # lines, KB of 1,024 bytes
 READING_BUDGET = 4849, 217
-WHOLE_BUDGET = 9981, 441
+WHOLE_BUDGET = 9999, 442
 LARGEST = {                                                               # lines, KB
     "program.py": (125, 4.8),
     "watch.py": (145, 6.3),
