@@ -11,8 +11,6 @@ A branch sees its prompt and itself, not its siblings. That is two softmaxes, of
 its own piece (causal) and of every branch over its prompt, merged by their log-sum-exp. The
 backward adds the two parts' gradients, with the whole's log-sum-exp.
 
-Not here: the sampler's attention to a KV cache (sampler.py, kernels.py).
-
 Shapes: T tokens, H query heads, KV key-value heads, d head size.
 """
 from itertools import accumulate, chain, groupby

@@ -59,8 +59,6 @@ class Learner:
                         "exp_avg": torch.zeros_like(master.data),
                         "exp_avg_sq": torch.zeros_like(master.data)}
 
-    # What a resumed run needs
-
     def tensors(self):
         """name -> tensor, changed in place by update()."""
         return {"master": self.adapter.master.data, **self.moments}
@@ -78,8 +76,6 @@ class Learner:
         for name in self.counters().keys() & counters.keys():
             setattr(self, name, counters[name])
         self.adapter.sync()
-
-    # Learning
 
     def update(self, rollouts, advantages, weights, lr):
         """One optimizer step on the B rows of all ranks, which every rank holds; those of weight

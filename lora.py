@@ -22,7 +22,7 @@ K-augmentation. The learner expands W into a buffer with room to the right and b
 so that forward [x | x@A.T] @ wide[:N].T and backward [dy | dy@sB] @ wide[:, :K] are one matmul
 each: the adapter costs (P*R)/K more columns instead of another pass over y.
 
-Not here: the sampler's kernels, which compute the same (decode.partial); dropout.
+Not here: the sampler's kernels, which compute the same (decode.partial).
 
 Shapes: M rows (tokens), N out_features, K in_features, R LoRA rank, P parts of a fused linear.
 """

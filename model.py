@@ -20,7 +20,7 @@ and the layer multiplies the linear's *result*. Then no kernel has to see a whol
 matmul starts, and sampler and learner round the same numbers at the same place (but for attention
 to a shared prompt: attention.py). AQN's noise is added to w.
 
-Not here: the KV cache (sampler.py), sliding windows and YaRN (off in these checkpoints), dropout.
+Not here: the KV cache (sampler.py), sliding windows and YaRN (off in these checkpoints).
 
 Shapes: B rows, T tokens, V vocabulary, D width, H query heads, KV key-value heads, d head size,
 F feed-forward.

@@ -2,9 +2,7 @@ r"""
 Rewards from text: find the answer in a completion, ask whether it is the gold, score the format.
 
     extract(r"so \boxed{\frac12}")    ->  Extraction(answer=r"\frac12", rule="box")
-    extract_answer("it is 42")        ->  "42"
     grade(r"\boxed{\frac12}", "0.5")  ->  Grade(correct=1, format=1, rule="box", answer=r"\frac12")
-    is_equal(r"\frac12", "0.5")       ->  True, in answers.py
 
 The rules, in order: the last box, the last <answer> tag, what follows the last "answer is" or
 "####" and, if the caller allows, the last formula or number. Only the first turn counts, and in it
@@ -222,7 +220,6 @@ def format_tags(text: str) -> int:
 
 def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
     """DAPO's soft ramp in tokens: 0 up to max_length - buffer, -1 at max_length and beyond."""
-    assert 0 < buffer <= max_length, f"{buffer=} must lie in 1..{max_length=}"
     over = (length - (max_length - buffer)) / buffer
     return -min(1.0, max(0.0, over))
 

@@ -15,8 +15,7 @@ samples.jsonl (every completion with its verdict), adapter/ (PEFT format) and ch
 two). A run that learns nothing any more is ended (watch.py), with the adapter of its best steps in
 adapters/last_good. --keep keeps others there.
 
-Not here: what a run is set up from (prepare.py), a critic, a reference model (the adapter switched
-off is one), a learned reward, a config file.
+Not here: what a run is set up from (prepare.py), a learned reward, a config file.
 """
 import dataclasses
 import math

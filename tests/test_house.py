@@ -30,9 +30,9 @@ DOORS = {("ops", "kernels"), ("nvfp4", "marlin_fp4"), ("sampler", "decode")}
 
 # What each may hold at most: what was reached, rounded up, to be lowered with every cut. The aim is
 # 2,400 lines and 120 KB for the method, 3,250 lines for the reading path, 6,450 and 300 KB for all.
-METHOD_BUDGET = 2698, 120.4                                             # lines, KB of 1,024 bytes
-READING_BUDGET = 4849, 217
-WHOLE_BUDGET = 9999, 442
+METHOD_BUDGET = 2688, 120                                             # lines, KB of 1,024 bytes
+READING_BUDGET = 4839, 216.6
+WHOLE_BUDGET = 9989, 442
 LARGEST = {                                                               # lines, KB
     "program.py": (125, 4.8),
     "watch.py": (145, 6.3),
