@@ -258,15 +258,8 @@ class Tokenizer:
         self.vocab_size = max(vocab.values()) + 1        # Qwen2.5: 151,665
         self.start = vocab["<|im_start|>"]
         self.stop = vocab["<|im_end|>"]
-        end_ids = {self.stop, vocab.get("<|endoftext|>", self.stop)}
-        for name in ("generation_config.json", "config.json"):
-            eos = read_if_there(path.with_name(name)).get("eos_token_id")
-            for token in eos if isinstance(eos, list) else [] if eos is None else [eos]:
-                if type(token) is not int or not 0 <= token < self.vocab_size:
-                    raise ValueError(f"{path.with_name(name)}: eos_token_id is {short(eos)}, "
-                                     f"expected ids below {self.vocab_size} of {path.name}")
-                end_ids.add(token)
-        self.end_ids = sorted(end_ids)           # Qwen2.5: 151643 and 151645
+        # Those of every Qwen2.5's generation_config.json.
+        self.end_ids = sorted({self.stop, vocab.get("<|endoftext|>", self.stop)})
         self.system = default_system(path.parent)
 
     def encode(self, text):
@@ -292,14 +285,11 @@ class Tokenizer:
         return ids + [self.start, *self.encode("assistant\n")]
 
 
-def read_if_there(path):
-    return read_json(path) if path.exists() or path.is_symlink() else {}
-
-
 def default_system(folder):
     """The system message that the chat template adds, or None; Qwen's if there is no template."""
     path = folder / "tokenizer_config.json"
-    template = read_if_there(path).get("chat_template")
+    there = path.exists() or path.is_symlink()   # a link to nothing is refused
+    template = read_json(path).get("chat_template") if there else None
     if isinstance(template, list) and all(isinstance(one, dict) for one in template):
         named = {str(one.get("name")): one.get("template") for one in template}
         template = named.get("default")
