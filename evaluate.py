@@ -47,6 +47,7 @@ def new_parser(description):
         help="format of the linears (default: nvfp4, of a merged folder bf16)")
     add("--dtype", choices=["bfloat16", "float16"], help="of matmul inputs, as of train.py")
     add("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    add("--kernels", default="auto", choices=["auto", *KERNELS], help="as of train.py")
     return parser
 
 
@@ -68,7 +69,6 @@ def parse(parser):
 def parse_args():
     parser = new_parser(__doc__.split("\n\n")[0])
     add = parser.add_argument
-    add("--kernels", default="auto", choices=["auto", *KERNELS], help="as of train.py")
     add("--data", help="as of train.py: gsm8k, a file, an id, ... (default: the run's held-out)")
     add("--split", default="test", choices=["train", "test"], help="of a data set, not of a file")
     add("--limit", type=int, default=0, help="only the first so many problems; 0: all")

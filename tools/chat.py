@@ -19,7 +19,7 @@ import data
 import hf
 from evaluate import RANGES, load_model, new_parser, parse
 from flags import check_ranges
-from run import device_of, kernels_for
+from run import choose_device
 from sampler import Sampler, Sampling, engine_for
 
 LENGTH = 8192                                    # tokens of a conversation, if the model takes them
@@ -104,15 +104,14 @@ def talk(chat):
 def main():
     with program.one_line("chat"):
         args = parse_args()
-        device = device_of(args.device, args.model)
-        kernels_for(device, "auto")              # refuses a GPU that has none
         data.style_of(args.prompt_style)
-        folder = hf.resolve(args.model)
-        tokenizer = data.Tokenizer(folder)
-        with redirect_stdout(sys.stderr):        # what is said of a folder is no answer
+        with redirect_stdout(sys.stderr):        # what is said of a GPU or a folder is no answer
+            device = choose_device(args)
+            folder = hf.resolve(args.model)
+            tokenizer = data.Tokenizer(folder)
             model = load_model(args, folder, device, tokenizer)
         length = min(hf.max_positions(folder), LENGTH)
-        sampler = Sampler(engine_for(device), model, length, max_rows=1)
+        sampler = Sampler(engine_for(device, args.kernels), model, length, max_rows=1)
         sampling = Sampling(args.max_new_tokens, tokenizer.end_ids, args.temperature,
                             seed=args.seed)
         chat = Chat(tokenizer, sampler, args.prompt_style, sampling)

@@ -33,7 +33,6 @@ def quantize(args):
     codes = args.codes or ("gptq" if args.calibrate else "search")
     if codes in ("gptq", "weighted") and not args.calibrate:
         raise ValueError(f"--codes {codes} needs --calibrate N")
-    must_be_new(args.out)
     hf.base_of(src, "nvfp4")                     # says what is lost of a merged adapter
     if args.calibrate:
         kernels_for(device, "auto")              # refuses a GPU that has none
@@ -57,7 +56,6 @@ def merge(args):
     if held["base"] != "bf16":
         kernels_for(device, "auto")
     adapter = Path(args.source) / "adapter"
-    must_be_new(args.out)
     hf.read_peft(adapter)
     folder = hf.resolve(held["model"])
     model = qwen.load(folder, held["base"], device)
@@ -87,6 +85,7 @@ def main():
                  if getattr(args, name) != parser.get_default(name)]
         if given and (args.command == "merge" or given[0] in ("data", "prompt_style", "seed")):
             raise ValueError(f"{flags.option(given[0])} is for nvfp4 with --calibrate N")
+        must_be_new(args.out)
         merge(args) if args.command == "merge" else quantize(args)
 
 
