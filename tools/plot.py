@@ -63,9 +63,7 @@ def draw(axis, steps, values, key, colour):
     if PANELS[key][1] == "share":
         axis.set_ylim(-0.02, 1.02)
     if PANELS[key][1] == "log":
-        if any(value > 0 for value in values):   # a run without noise stays at 0, linear
-            axis.set_yscale("log")
-            values = [value if value > 0 else math.nan for value in values]      # stage 0: a gap
+        axis.set_yscale("symlog", linthresh=1e-4)        # the first stage, or all of a run, may be 0
         axis.plot(steps, values, color=colour, linewidth=1.3, drawstyle="steps-post")
     elif key == "eval_accuracy":
         axis.plot(steps, values, color=colour, linewidth=1.6, marker="o", markersize=3)
