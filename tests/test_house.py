@@ -31,13 +31,13 @@ DOORS = {("ops", "kernels"), ("nvfp4", "marlin_fp4"), ("sampler", "decode")}
 # What each may hold at most: what was reached, rounded up, to be lowered with every cut. The aim is
 # 2,400 lines and 120 KB for the method, 3,250 lines for the reading path, 6,450 and 300 KB for all.
 METHOD_BUDGET = 2688, 120                                             # lines, KB of 1,024 bytes
-READING_BUDGET = 4839, 216.6
-WHOLE_BUDGET = 9989, 442
+READING_BUDGET = 4829, 215.5
+WHOLE_BUDGET = 9975, 441
 LARGEST = {                                                               # lines, KB
     "program.py": (125, 4.8),
     "watch.py": (145, 6.3),
     "train.py": (270, 12),
-    "prepare.py": (195, 8.5),
+    "prepare.py": (192, 8.4),
     "flags.py": (277, 14.8),
     "grpo.py": (250, 11.8),
     "learner.py": (215, 9.6),
@@ -49,8 +49,8 @@ LARGEST = {                                                               # line
     "lora.py": (265, 11.4),
     "nvfp4.py": (285, 12.6),
     "rewards.py": (255, 11.4),
-    "plugin.py": (100, 4.2),
-    "data.py": (397, 18.5),
+    "plugin.py": (99, 4.1),
+    "data.py": (387, 18.0),
     "run.py": (528, 20.6),
     "hf.py": (449, 20.7),
     "marlin_fp4.py": (725, 32.9),
@@ -59,13 +59,13 @@ LARGEST = {                                                               # line
     "decode.py": (310, 14.5),
     "memory.py": (145, 7.0),
     "answers.py": (1180, 49.6),
-    "figures.py": (120, 5.1),
+    "figures.py": (119, 5.1),
     "evaluate.py": (281, 12.6),
     "tools/bench.py": (320, 14.8),
-    "tools/convert.py": (94, 4.5),
-    "tools/plot.py": (123, 5.5),
+    "tools/convert.py": (93, 4.5),
+    "tools/plot.py": (121, 5.4),
     "tools/report.py": (92, 4.0),
-    "tools/chat.py": (126, 5.2),
+    "tools/chat.py": (125, 5.1),
     "tools/study.py": (122, 5.6),
     "tools/__init__.py": (5, 0.2),
     "tiny/arithmetic.py": (65, 3.1),
