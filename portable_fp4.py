@@ -2,7 +2,7 @@
 The decode matmul for any NVIDIA GPU from Ampere (sm_80) on, in plain Triton: y = x @ [W; A].T.
 
 The kernel to read first. marlin_fp4.py has the layout of W, its decoding in registers and the
-schedule; and the same product for Hopper, by its copy engine and wgmma, 1.05 to 1.3 times as fast.
+schedule; and the same product for Hopper, where a warp only copies, 1.05 to 1.3 times as fast.
 
 A program walks L consecutive blocks (128, 128) of the weight stream, along K inside a row of tiles,
 then to the next row of tiles (stream-K): all programs do the same work whatever N and K, and fill
@@ -10,13 +10,13 @@ the chip once. Where it ends a tile or its own share, it stores the sum as piece
 that tile, counted from the program that started the tile. The first programs do x @ A.T instead.
 
 The sum is transposed, (128, BM): W is the tensor cores' first operand and M their short side, so
-that 1 row wastes 7 of 8 columns and not 15 of 16 rows. Each warp has rows of W of its own, which
-are a batch to Triton: it decodes no weight twice, and takes mma.sync, which all GPUs have. On
-Hopper, from 17 rows on, all warps share a plain product instead, for which Triton takes wgmma: it
-reads x from shared memory by itself (64 rows of 7B: 84 us a layer, not 110).
+that 1 row wastes 7 of 8 columns and not 15 of 16 rows. Each warp has a group of W's rows of its
+own, a batch to Triton: no weight is decoded twice, and the product is mma.sync, which all GPUs
+have. On Hopper, where `--kernels auto` takes the other kernel anyway, all warps share a plain
+product from 17 rows on, which is wgmma there and reads x from shared memory by itself: 84 us a
+layer of 7B at 64 rows, not 110; at 16 it would be 54, not 55.
 
-Shapes: M rows, N out_features, K in_features, R rows of LoRA's A, S slabs, BM rows of a tile, W
-warps.
+Shapes: M rows, N out_features, K in_features, R rows of LoRA's A, S slabs, BM rows of a tile.
 """
 from typing import NamedTuple
 
@@ -48,23 +48,23 @@ def tile_of(ptr, stride, row, rows, k, K, WHOLE_K: tl.constexpr):
 
 
 @triton.constexpr_function
-def sum_of(n, BM, W):
-    """Shape of a sum of n rows, W warps have rows of their own; 1: all share them."""
-    return (W, n // W, BM) if W > 1 else (n, BM)
+def shape_of_sum(n, BM, GROUPS):
+    """Of n rows of W: each group a warp's own, or one of all warps."""
+    return (GROUPS, n // GROUPS, BM) if GROUPS > 1 else (n, BM)
 
 
 @triton.jit
 def product(acc, w, x):
-    """acc + w (n, k) @ x (BM, k).T: acc (W, n/W, BM), each warp its rows; on Hopper (n, BM)."""
+    """acc, of shape_of_sum, + w (n, k) @ x (BM, k).T."""
     if len(acc.shape) == 3:
-        W: tl.constexpr = acc.shape[0]
-        w = tl.reshape(w, (W, w.shape[0] // W, w.shape[1]))
-        xt = tl.broadcast_to(tl.permute(x, (1, 0))[None], (W, x.shape[1], x.shape[0]))
+        groups: tl.constexpr = acc.shape[0]
+        w = tl.reshape(w, (groups, w.shape[0] // groups, w.shape[1]))
+        xt = tl.broadcast_to(tl.permute(x, (1, 0))[None], (groups, x.shape[1], x.shape[0]))
         acc = tl.dot(w, xt, acc)
     else:
         acc = tl.dot(w, tl.permute(x, (1, 0)), acc)
-        # A use of the sum, which waits for wgmma: without, it may read its registers while the
-        # next block is decoded into them.
+        # wgmma still reads w's registers when the next plane is decoded: a use of its sum makes
+        # the compiler wait.
         acc = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [acc], dtype=tl.float32,
                                         is_pure=False, pack=1)
     return acc
@@ -72,7 +72,7 @@ def product(acc, w, x):
 
 @triton.jit
 def store(acc, out_ptr, width, n, columns, m, M):
-    """acc (W, n/W, BM) -> out[m, n], as much of it as lies below M and `columns`."""
+    """acc, of shape_of_sum -> out[m, n], as much of it as lies below M and `columns`."""
     acc = tl.reshape(acc, (n.shape[0], m.shape[0]))
     mask = (m < M)[None, :] & (n < columns)[:, None]
     tl.store(out_ptr + m[None, :] * width + n[:, None], acc, mask=mask)
@@ -86,7 +86,7 @@ def portable_kernel(
     KB,                # blocks of 128 along K
     L,                 # blocks that one program walks
     a_programs,        # of the grid's first axis, the first ones do x @ A.T
-    BM: tl.constexpr, STAGES: tl.constexpr, W: tl.constexpr,
+    BM: tl.constexpr, STAGES: tl.constexpr, GROUPS: tl.constexpr,
     WHOLE_K: tl.constexpr, # 128 divides K
     PDL: tl.constexpr,
 ):
@@ -104,7 +104,7 @@ def portable_kernel(
         r = pid // pieces * 64 + tl.arange(0, 64)
         k = tl.arange(0, 64)  # half a block: 8 KB of A, as a block of codes
         last = tl.minimum(piece * share + share, KB)
-        acc = tl.zeros(sum_of(64, BM, W), tl.float32)
+        acc = tl.zeros(shape_of_sum(64, BM, GROUPS), tl.float32)
         for half in tl.range(2 * piece * share, 2 * last, num_stages=STAGES):
             a = tile_of(of.a, of.K, r, of.R, half * 64 + k, of.K, WHOLE_K)
             x = tile_of(of.x, of.x_stride, m, M, half * 64 + k, of.K, WHOLE_K)
@@ -123,7 +123,7 @@ def portable_kernel(
         first = (tile * KB).to(tl.int64)
         codes = of.codes + first * 4096 + n[:, None] * 32 + c[None, :]
         scales = of.scales + first * 256 + n[:, None] * 2 + h[None, :]
-        acc = tl.zeros(sum_of(128, BM, W), tl.float32)
+        acc = tl.zeros(shape_of_sum(128, BM, GROUPS), tl.float32)
         for kb in tl.range(block - tile * KB, end - tile * KB, num_stages=STAGES):
             words = tl.load(codes + kb * 4096)
             planes = planes_of(words, 0, dtype) + planes_of(words, 2, dtype)
@@ -144,27 +144,33 @@ class Config(NamedTuple):
     num_stages: int         # blocks under way, and the one that is multiplied
     per_sm: int             # programs on a multiprocessor
     num_warps: int
-    wgmma: bool = False     # all warps share a plain product
+    groups: int             # of W's rows: one for each warp, or 1 for all
 
 
-def shared_memory(capability):
+def shared_memory(sm):
     """KiB that a program may take; a multiprocessor has 1 more, and keeps 1 for each program."""
-    return {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}.get(capability, 99)
+    return {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}.get(sm, 99)
 
 
-# M at most -> Config: the fastest on an H200, of all and of what fits into 99 KiB. Two warps read x
-# from shared memory half as often as four: that pays at 32 rows; at 64 registers do not suffice.
-TILES = {8: Config(8, 3, 4, 4), 16: Config(16, 3, 4, 4), 32: Config(32, 3, 4, 2),
-         256: Config(64, 3, 2, 4)}
-TILES_99 = {8: Config(8, 3, 4, 4), 16: Config(16, 3, 3, 4), 32: Config(32, 2, 4, 2),
-            256: Config(64, 2, 2, 4)}
-TILES_HOPPER = TILES | {32: Config(32, 3, 3, 4, wgmma=True), 256: Config(64, 3, 2, 4, wgmma=True)}
+# M at most -> Config: by mma.sync the fastest on an H200, of all and of what fits into 99 KiB. Two
+# warps read x from shared memory half as often as four: that pays at 32 rows; at 64 registers do
+# not suffice.
+TILES = {8: Config(8, 3, 4, 4, 4), 16: Config(16, 3, 4, 4, 4), 32: Config(32, 3, 4, 2, 2),
+         256: Config(64, 3, 2, 4, 4)}
+TILES_99 = {8: Config(8, 3, 4, 4, 4), 16: Config(16, 3, 3, 4, 4), 32: Config(32, 2, 4, 2, 2),
+            256: Config(64, 2, 2, 4, 4)}
+# By wgmma; with Triton 3.6 registers do not suffice for a fourth program at 32 rows.
+TILES_HOPPER = TILES | {32: Config(32, 3, 3, 4, 1), 256: Config(64, 3, 2, 4, 1)}
 
 
-def decode_config(M, capability):
-    tiles = TILES_HOPPER if capability[0] == 9 else TILES
-    if shared_memory(capability) <= 99:
+def decode_config(M, sm):
+    """sm: (9, 0) of an sm_90."""
+    if shared_memory(sm) <= 99:
         tiles = TILES_99
+    elif sm[0] == 9:
+        tiles = TILES_HOPPER
+    else:
+        tiles = TILES
     return next((config for rows, config in tiles.items() if M <= rows), tiles[256])
 
 
@@ -177,6 +183,6 @@ def decode_matmul(x, weight, lora_a=None, slabs=None, pdl=False):
     inputs = Inputs(x, x.stride(0), weight.codes, weight.scales, a, weight.N, K, R)
     portable_kernel[plan.programs, triton.cdiv(M, config.BM)](
         inputs, slabs, M, slabs.shape[2], plan.KB, plan.L, plan.a_programs, config.BM,
-        config.num_stages, 1 if config.wgmma else config.num_warps, K % TILE == 0, pdl,
-        num_warps=config.num_warps, launch_pdl=pdl)
+        config.num_stages, config.groups, K % TILE == 0, pdl, num_warps=config.num_warps,
+        launch_pdl=pdl)
     return Slabs(slabs, weight.out_scale, plan.KB, plan.L)

@@ -37,9 +37,16 @@ def portable_in_99_kib(*arguments, **options):
         return portable_fp4.decode_matmul(*arguments, **options)
 
 
+def portable_of_sm_80(*arguments, **options):
+    """As on an A100 or B200: by mma.sync also where Hopper takes wgmma."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(portable_fp4, "capability", lambda device: (8, 0))
+        return portable_fp4.decode_matmul(*arguments, **options)
+
+
 ours = pytest.mark.parametrize("matmul", [pytest.param(marlin_fp4.decode_matmul, marks=hopper),
-                                          portable_fp4.decode_matmul, portable_in_99_kib],
-                               ids=["hopper", "portable", "portable_99"])
+                                          portable_fp4.decode_matmul, portable_in_99_kib, portable_of_sm_80],
+                               ids=["hopper", "portable", "portable_99", "portable_sm_80"])
 GRID = torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6])
 
 

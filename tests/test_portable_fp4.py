@@ -89,7 +89,7 @@ def test_the_schedule_plans_no_more_programs_than_the_chip_holds_at_once(sm, M):
 # What the compiler made of it
 
 CASES = list(itertools.product(SHARED, (1, 16, 32, 64), (torch.bfloat16, torch.float16)))
-WGMMA = [case for case in CASES if decode_config(case[1], divmod(case[0], 10)).wgmma]
+WGMMA = [case for case in CASES if decode_config(case[1], divmod(case[0], 10)).groups == 1]
 MMA_SYNC = [case for case in CASES if case not in WGMMA]
 every_case = pytest.mark.parametrize("sm,M,dtype", CASES)
 
@@ -112,8 +112,8 @@ def compile_for(sm, M, dtype):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton.runtime.driver, "_active", Gpu(sm))
         kernel = portable_kernel.warmup(inputs, torch.zeros(1), M, 4704, 28, 7, 8, config.BM, config.num_stages,
-                                        1 if config.wgmma else config.num_warps, True, sm >= 90, grid=(1,),
-                                        num_warps=config.num_warps, launch_pdl=sm >= 90)
+                                        config.groups, True, sm >= 90, grid=(1,), num_warps=config.num_warps,
+                                        launch_pdl=sm >= 90)
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "k.cubin")
         cubin.write_bytes(kernel.asm["cubin"])
