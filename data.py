@@ -24,7 +24,7 @@ from huggingface_hub import constants
 from tokenizers import Tokenizer as TokenizerFile
 
 from answers import can_read
-from hf import read_json, read_text
+from hf import read_json, read_text, refuse_constant
 from plugin import call, load_function
 from program import first_line, short
 from rewards import last_box
@@ -143,7 +143,7 @@ def read_rows(path):
         except Exception as error:               # pyarrow's, each of another kind
             raise ValueError(f"{path}: not parquet ({first_line(error)})") from None
     text = read_text(path).rstrip(" \t\r\n")
-    decode = json.JSONDecoder().raw_decode
+    decode = json.JSONDecoder(parse_constant=refuse_constant).raw_decode
     rows = []
     number = 1                                   # of the line of text[start]
     start = at = 0

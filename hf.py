@@ -34,11 +34,15 @@ def read_text(path):
         raise ValueError(f"{path}: cannot be read ({why})") from None
 
 
+def refuse_constant(name):
+    raise ValueError(f"{name} is no JSON")
+
+
 def read_json(path):
     """The JSON object in a file, or a ValueError that names the file."""
     text = read_text(path)
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: cannot be read as JSON ({first_line(error)})") from None
     if not isinstance(value, dict):
