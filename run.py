@@ -459,8 +459,8 @@ def json_line(value):
 
 
 def read_log(path):
-    """Yields (row, where its line ends) of metrics.jsonl or samples.jsonl. A last line that a kill
-    cut off is none; Stopped names a line of something else.
+    """Yields (row, where its line ends) of metrics.jsonl or samples.jsonl. What has no line feed,
+    as what a kill cut off, is no line; Stopped names one of something else.
     """
     end = 0
     for number, line in enumerate(read_bytes(path).split(b"\n")[:-1], 1):

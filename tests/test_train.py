@@ -925,7 +925,7 @@ def break_before_reading():
 def stop_after_reading():
     import run
 
-    def trim_log(path, step):                                           # the checkpoint is read, nothing in place yet
+    def trim_log(path, step):                                        # the checkpoint is read, nothing in place yet
         os.kill(os.getpid(), signal.SIGTERM)
         signal.pause()
 

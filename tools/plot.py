@@ -13,7 +13,7 @@ from pathlib import Path
 import program  # isort: skip; before torch
 from run import read_log
 
-PANELS = dict(                                   # key -> title, axis: fixed 0..1, logarithmic, free
+PANELS = dict(                                   # key -> title, axis: 0..1, logarithmic from 1e-4 on, free
     reward=("reward, mean of the rollouts", "free"),
     accuracy=("share of correct rollouts", "share"),
     eval_accuracy=("held-out accuracy", "share"),
@@ -32,7 +32,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 
 
 def rows_of(path):
-    """Of metrics.jsonl or samples.jsonl. ValueError if there are none yet."""
+    """-> the objects of metrics.jsonl or samples.jsonl; ValueError if there are none yet."""
     rows = [row for row, _ in read_log(path)]
     if not rows:
         raise ValueError(f"{path}: no complete line yet")
