@@ -92,6 +92,8 @@ x\equiv3\pmod 7 == 3               10\bmod 7 == 3 (mod 7)           2y-2y+x == x
 \begin{cases}x=1\\y=2\end{cases} == x=1,y=2       x=1,y=2 or x=3,y=4 == (3,4),(1,2)
 a^2_1 == a_1^2                     14 {, }916 == 14916              \text{five} == 5                  (C) Alina == C
 6:30 p.m. == 6:30\text{ PM}         5^\text{th} == 5     5 men == 5             \text{12 cm} == 12
+0.\overline{01} == 1/99             5\text{ sec} == 5               \|x\| == |x|                      **42** == 42
+floor(n/2) == \lfloor\frac n2\rfloor                |5 \bmod 3| == 2                x!\neq1 == x! \ne 1
 """
 DIFFERENT = r"""
 0.33 == 1/3                        0.3333 == 1/3                    2.23 == 2.232                     3.14 == \pi

@@ -32,7 +32,7 @@ DOORS = {("ops", "kernels"), ("nvfp4", "marlin_fp4"), ("sampler", "decode")}
 # 2,400 lines and 120 KB for the method, 3,250 lines for the reading path, 6,450 and 300 KB for all.
 METHOD_BUDGET = 2688, 120                                             # lines, KB of 1,024 bytes
 READING_BUDGET = 4833, 215.7
-WHOLE_BUDGET = 9985, 441.3
+WHOLE_BUDGET = 9865, 437.9
 LARGEST = {                                                               # lines, KB
     "program.py": (125, 4.8),
     "watch.py": (145, 6.3),
@@ -58,7 +58,7 @@ LARGEST = {                                                               # line
     "kernels.py": (850, 35.5),
     "decode.py": (310, 14.5),
     "memory.py": (145, 7.0),
-    "answers.py": (1180, 49.6),
+    "answers.py": (1060, 46.4),
     "figures.py": (119, 5.1),
     "evaluate.py": (281, 12.6),
     "tools/bench.py": (320, 14.8),

@@ -97,6 +97,7 @@ ADVERSARIAL = [  # text, gold, right verdict
     # each of these made a regular expression quadratic or worse in an earlier version
     (",".join(["27", "5", "108"] * 30), "42", 0), ("answer" + " " * 20_000, "42", 0), ("\\(" * 10_000, "42", 0),
     ("\\$" * 10_000, "42", 0), (boxed("1" + " " * 5_000 + "«"), "42", 0), ("<|im_start|>" * 50_000, "42", 0),
+    (boxed("*" * 5_000 + "x"), "42", 0),
     ("x" * 1_000_000 + "\\boxed{42}", "42", 1), (boxed("\ud800"), "42", 0), (boxed("__import__('os')"), "0", 0),
 ]
 
