@@ -86,7 +86,6 @@ TEXT = (r"\\(?:text(?:bf|rm|it|tt|normal)?|math(?:rm|bf|it|sf|cal)|[mh]box|emph|
         r"\s*\{([^{}]*)\}")
 NO_LETTER = "(?![A-Za-z])"
 REWRITES = [  # in this order
-    (r"(?s)^[*`_]+(?=[^*`_])(.*[^*`_])[*`_]+$", r"\1"),  # Markdown
     (r"[^\S\n]", " "),
     (r"(?<!\\)\\\\(?=[A-Za-z]{2})(?!.*\\end\b)", r"\\"),  # a doubly escaped \\frac
     (r"(?<=[0-9])\s*\{\s*,\s*\}\s*(?=[0-9]{3})|\{,\}|,\s*\\!\s*(?=[0-9]{3})", ","),  # 1{,}234
@@ -98,8 +97,7 @@ REWRITES = [  # in this order
     (r"(?<!\\)\\[;: ]|\\q?quad|\\(?:thin|med|en)space" + NO_LETTER, " "),
     (r"\\([A-Za-z]+)", lambda match: RENAME.get(match[1], match[0])),
     (r"\\mathbb\s*\{?\s*R\b\s*\}?", r"(-\\infty,\\infty)"),
-    (r"\\begin\s*\{(?:[pbB]?matrix|smallmatrix|array\}\s*\{[^{}]*|array)\}", r"\\matrix "),
-    (r"\\begin\s*\{cases\}", r"\\cases "),
+    (r"\\begin\s*\{(?:[pbB]|small)?(matrix|cases|array)\}((?<=y\})\s*\{[^{}]*\})?", r"\\\1 "),
     (r"\\end\s*\{[A-Za-z]*\}", r"\\end "),
     (TEXT, unwrap_text),
     (TEXT, unwrap_text),  # \text{\textbf{...}}
@@ -147,6 +145,8 @@ def clean(s: str) -> str:
     s = s.translate(UNICODE)
     if s.lstrip("-").isdecimal():  # most answers
         return s
+    if len(s) > 2 and s[0] in "*`_" and s[-1] in "*`_":  # Markdown
+        s = s.strip("*`_")
     for pattern, to in REWRITES:
         s = pattern.sub(to, s)
     s = s.strip(" \n,;")
@@ -501,7 +501,7 @@ BINDING = {
     "+": SUM, "-": SUM, "*": PRODUCT, "/": PRODUCT, "%": PRODUCT, "beside": PRODUCT,
     "mixed": MIXED, "^": POWER, "!": POSTFIX, "°": POSTFIX, "": 0,
 }
-MATRICES = (r"\matrix", r"\cases")
+MATRICES = (r"\matrix", r"\array", r"\cases")
 CLOSERS = {
     "(": (")", "]"), "[": (")", "]"), "{": ("}",), r"\{": (r"\}",), r"\langle": (r"\rangle",),
     "|": ("|",), r"\lfloor": (r"\rfloor",), r"\lceil": (r"\rceil",),
