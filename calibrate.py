@@ -29,10 +29,10 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-import hf
 import model as qwen
 import nvfp4
 from attention import PackedAttention, lay_out
+from harness import hf
 from lora import Scratch
 from ops import mm_fp32, swiglu
 from sampler import Sampler, Sampling, engine_for

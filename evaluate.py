@@ -17,28 +17,26 @@ from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 
-import program  # before torch
+from harness import process  # before torch
 import torch
 from tqdm import tqdm
 
-import data
-import flags
-import hf
 import lora
 import model as qwen
 import nvfp4
-import plugin
 import rewards
 from answers import can_read
-from figures import measure, paired
-from run import KERNELS, choose_device, json_line, named, settle_cpu, write_atomically
+from harness import config, data, hf, plugin
+from harness.figures import measure, paired
+from harness.files import json_line, named, read_rows, write_atomically
+from harness.ranks import KERNELS, choose_device, settle_cpu
 from sampler import Sampler, Sampling, engine_for, rollouts_of
 
 
 def new_parser(description):
     """-> parser of the flags that say which model."""
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False,
-                                     formatter_class=flags.Help)
+                                     formatter_class=config.Help)
     add = parser.add_argument
     add("run", nargs="?", help="folder of train.py, whose flags are the defaults here")
     add("--model", help="folder, Hugging Face id or name such as qwen2.5-7b")
@@ -56,7 +54,7 @@ def parse(parser):
     args = parser.parse_args()
     of_run = {}
     if args.run:
-        of_run = flags.of_run(args.run)
+        of_run = config.of_run(args.run)
         names = "model", "base", "dtype", "prompt_style", "reward", "max_new_tokens"
         parser.set_defaults(adapter=str(Path(args.run) / "adapter"),
                             **{name: of_run[name] for name in names if name in of_run})
@@ -87,7 +85,7 @@ def parse_args():
     return parse(parser)
 
 
-RANGES = flags.RANGES | {"samples": "[1, 1e5]", "limit": "[0, 2e9]", "temperature": "[0, 1000]",
+RANGES = config.RANGES | {"samples": "[1, 1e5]", "limit": "[0, 2e9]", "temperature": "[0, 1000]",
                          "top_k": "[0, 2e9]", "top_p": "(0, 1]"}
 
 
@@ -97,7 +95,7 @@ def check(args, of_run):
         raise ValueError("needs the folder of a run, or --model and --data")
     if args.temperature is None:
         args.temperature = 0.0 if args.samples == 1 else 0.6
-    flags.check_ranges(args, RANGES)
+    config.check_ranges(args, RANGES)
     if args.samples > 1 and args.temperature == 0:
         raise ValueError(f"--samples {args.samples} needs a --temperature above 0")
     if args.out and Path(args.out).exists():
@@ -127,7 +125,7 @@ def load_model(args, folder, device, tokenizer):
 def read_results(path):
     """Rows of another run's --out. ValueError names the line that is not one."""
     rows = []
-    for number, row in data.read_rows(Path(path)):
+    for number, row in read_rows(Path(path)):
         known = isinstance(row, dict) and row.get("correct") in (0, 1)
         if not (known and isinstance(row.get("id"), str) and isinstance(row.get("question"), str)):
             raise ValueError(f"--against {path}:{number}: needs id, question, correct")
@@ -138,7 +136,7 @@ def read_results(path):
 def problems_of(args, of_run, tokenizer):
     """-> problems with prompts: of --data, or what the run holds out."""
     if not args.data:
-        like = flags.parser.parse_args([])
+        like = config.parser.parse_args([])
         vars(like).update(of_run)
         args.data = like.eval_data or like.data
         if not args.data.endswith(data.SUFFIXES):
@@ -244,7 +242,7 @@ def answer(args, tokenizer, problems, sampler, plug_in):
 
 def main():
     began = time.perf_counter()
-    with program.one_line("evaluate.py"):
+    with process.one_line("evaluate.py"):
         args, of_run = parse_args()
         check(args, of_run)
         tokenizer, problems, sampler, plug_in, others, shift = set_up(args, of_run)
@@ -273,7 +271,7 @@ def show(args, figures, shift):
         values = value if isinstance(value, list) else [value]
         print(f"{name:15}", *(f"{v:.4g}" if isinstance(v, float) else v for v in values))
     hardware = torch.cuda.get_device_name() if args.device.startswith("cuda") else "cpu"
-    about = program.about(hardware)
+    about = process.about(hardware)
     print(json_line({**vars(args), **figures, "adapter_shift": shift, **about}), end="")
 
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 import grpo
-from run import RANK, WORLD, all_sum, gather
+from harness.ranks import RANK, WORLD, all_sum, gather
 
 FIRST_LOSS_SCALE = 2.0**14
 GOOD_UPDATES = 500

@@ -32,7 +32,7 @@ from itertools import chain
 
 import torch
 
-import hf
+from harness import hf
 from ops import mm, mm_fp32
 
 

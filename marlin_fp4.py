@@ -59,9 +59,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from harness.ranks import capability
 from nvfp4 import Weight
 from ops import mm_fp32
-from run import capability
 
 BLOCK = 16                          # weights per scale
 TILE = 128                          # side of a packed tile
@@ -290,7 +290,7 @@ def dequantize_kernel(
     w0, w1 = planes_of(words, 0, dtype)
     w2, w3 = planes_of(words, 2, dtype)
     s0, s1, s2, s3 = scales_of(word, dtype)
-    # whole rows of 256 bytes rather than 64 bytes a plane: see docs/kernel_log.md
+    # whole rows of 256 bytes rather than 64 bytes a plane: see docs/kernels.md
     front = side_by_side(w0 * spread(s0), w1 * spread(s1))
     value = side_by_side(front, side_by_side(w2 * spread(s2), w3 * spread(s3)))
     if not EXACT:

@@ -30,8 +30,8 @@ from dataclasses import dataclass
 import torch
 from torch.utils.checkpoint import checkpoint
 
-import hf
 from attention import PackedAttention, lay_out
+from harness import hf
 from lora import Linear, Scratch
 from ops import elementwise, mlp, mm_fp32, token_logprobs
 

@@ -24,7 +24,7 @@ def twin_in_kernels(reference):
         tensor = next(a for a in arguments if isinstance(a, torch.Tensor))
         if not tensor.is_cuda:
             return reference(*arguments, **options)
-        import kernels
+        from fast import kernels
         return getattr(kernels, reference.__name__)(*arguments, **options)
     either.reference = reference
     return either

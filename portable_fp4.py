@@ -23,8 +23,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from harness.ranks import capability
 from marlin_fp4 import TILE, Slabs, a_blocks, launch_plan, planes_of, scales_of, spread
-from run import capability
 
 
 class Inputs(NamedTuple):

@@ -35,8 +35,8 @@ import torch
 import torch.nn.functional as F
 
 from attention import PackedAttention
+from harness.process import Stopped
 from ops import mm_fp32
-from program import Stopped
 
 BLOCK = 32                                       # tokens per KV block: half a block wasted a row
 PREFILL_TOKENS = 16384                           # in one packed prefill: bounds its activations
@@ -245,7 +245,7 @@ def engine_for(device, kernels="auto"):
     """The engine class of a device; kernels: --kernels, see run.kernels_for."""
     if device.type != "cuda":
         return TorchEngine
-    from decode import GraphEngine               # the engine room: Triton
+    from fast.decode import GraphEngine
     return functools.partial(GraphEngine, kernels=kernels)
 
 

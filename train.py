@@ -22,18 +22,19 @@ import math
 import time
 from pathlib import Path
 
-import program  # isort: skip; before torch
+from harness import process  # isort: skip; before torch
 import torch
 
 import aqn
-import data
 import grpo
 import rewards
-from flags import parse_args
-from prepare import Progress, begin, prepare
-from run import claimed, ending_with, gather, say, share, signals_wait
+from harness import data
+from harness.checkpoints import claimed, ending_with, signals_wait
+from harness.config import parse_args
+from harness.console import Watch, farewell, greet, tell
+from harness.prepare import Progress, begin, prepare
+from harness.ranks import gather, say, share
 from sampler import Sampling, row_key
-from watch import Watch, farewell, greet, tell
 
 # -----------------------------------------------------------------------------
 # The verbs of a step
@@ -94,7 +95,7 @@ def compare(run, rows):
     task = column(rows, "task")
     shaping = torch.tensor([row["reward"] - row["task"] for row in rows])
     if task.isnan().all():
-        raise program.Stopped(f"--reward {args.reward}: nan for each of {len(rows)} completions")
+        raise process.Stopped(f"--reward {args.reward}: nan for each of {len(rows)} completions")
     advantages = grpo.group_advantages(task, args.group_size, args.advantage_scale, shaping)
     mask = grpo.loss_mask(task, column(rows, "finished"), args.overlong == "mask")
     lengths = column(rows, "length")
@@ -183,7 +184,7 @@ def evaluate_held_out(run, step):
 def give_up(run, verdict, step, master):
     run.folder.keep_adapter("last_good", {"master": master})
     gather([])                                   # torchrun ends all ranks when one has ended
-    raise program.Stopped(f"{verdict}; adapters/last_good is that of step {step}")
+    raise process.Stopped(f"{verdict}; adapters/last_good is that of step {step}")
 
 
 # -----------------------------------------------------------------------------
@@ -246,11 +247,11 @@ def train(run):
             good = progress.step, run.folder.checkpoints.tensors["master"].clone()
         if watch.verdict:
             give_up(run, watch.verdict, *good)
-    run.folder.note(ended=program.now())
+    run.folder.note(ended=process.now())
 
 
 def main():
-    with program.one_line("train.py"):
+    with process.one_line("train.py"):
         args, before = parse_args()
         with claimed(Path(args.out), args.resume):
             run = prepare(args, before)

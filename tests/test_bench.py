@@ -128,10 +128,10 @@ def test_a_machine_without_gpu_and_a_bad_flag_get_one_line(flags, line, monkeypa
 ASK_EACH = """
 import runpy, sys
 sys.modules["triton"] = None
-for tool in ("bench", "chat", "convert", "plot", "report", "study"):
+for tool in ("tools.bench", "tools.chat", "tools.convert", "study.plot", "tools.report", "study.results"):
     sys.argv = [tool, "--help"]
     try:
-        runpy.run_module(f"tools.{tool}", run_name="__main__")
+        runpy.run_module(tool, run_name="__main__")
     except SystemExit as stop:
         assert stop.code == 0, tool
 """

@@ -13,12 +13,11 @@ import pytest
 import torch
 
 import calibrate
-import data
-import hf
 import lora
 import model as qwen
 import nvfp4
 from calibrate import Chunk, Text, gptq, output_error
+from harness import data, hf
 from test_convert import TINY, same_bytes
 from tiny_qwen2 import held_by, plain_logits, write_folder
 

@@ -18,7 +18,7 @@ import torch
 
 import lora
 import model as qwen
-from data import STYLES, Tokenizer
+from harness.data import STYLES, Tokenizer
 from sampler import Sampler, Sampling, TorchEngine
 from tools import chat as chat_py
 from tools.chat import Chat

@@ -19,11 +19,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import calibrate
-import data
-import hf
 import lora
 import model as qwen
 import nvfp4
+from harness import data, hf
 from tiny_qwen2 import config_json, random_tensors, write_folder
 from tools import convert
 

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-import data
-from data import Problem, Tokenizer
+from harness import data
+from harness.data import Problem, Tokenizer
 from tiny.arithmetic import arithmetic, word_problem
 
 TINY = Path(__file__).parent.parent / "tiny"
@@ -103,7 +103,7 @@ def test_a_reward_of_ones_own_needs_no_gold_and_sees_every_field(tmp_path):
 
 
 def test_an_added_token_whose_id_the_library_would_change_is_refused(tmp_path):
-    raw = json.loads((Path(data.__file__).parent / "tiny/tokenizer.json").read_text())
+    raw = json.loads((TINY / "tokenizer.json").read_text())
     raw["added_tokens"][1]["id"] = 10**9
     (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
     with pytest.raises(ValueError, match="tokenizer.json: added_tokens: the id of .* is 1000000000, no id after"):
@@ -113,7 +113,7 @@ def test_an_added_token_whose_id_the_library_would_change_is_refused(tmp_path):
 def test_a_chat_keeps_its_system_turn(tmp_path):
     turns = [{"role": "system", "content": "S"}, {"role": "user", "content": "q"}]
     (problem,) = data.load_problems(write(tmp_path / "x.jsonl", {"prompt": turns, "answer": "1"}))
-    tokenizer = Tokenizer(Path(data.__file__).parent / "tiny")
+    tokenizer = Tokenizer(TINY)
     asked = {style: data.encode_prompts(tokenizer, [problem], style)[0].prompt for style in ("plain", "tags")}
     assert asked["plain"] == tokenizer.chat("q", "S")
     assert asked["tags"] == tokenizer.chat("q", "S\n\n" + data.STYLES["tags"][1])
@@ -234,7 +234,7 @@ def test_a_cached_gsm8k_is_read_without_a_network(tmp_path, monkeypatch):
         rows = [{"question": f"{split}?", "answer": f"<<1+1={i}>>\n#### {i},000"} for i in range(n)]
         write(tmp_path / "qerl" / f"gsm8k_{split}.jsonl", *rows)
     env = {**os.environ, "HF_HOME": str(tmp_path)}
-    code = ("import data; print(data.has_test_split('gsm8k'), "
+    code = ("from harness import data; print(data.has_test_split('gsm8k'), "
             "[p.answer for p in data.load_problems('gsm8k', 'test')])")
     done = subprocess.run([sys.executable, "-c", code], cwd=TINY.parent, env=env, text=True, capture_output=True)
     assert done.stdout == "True ['0000', '1000']\n", done.stderr

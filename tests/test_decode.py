@@ -35,8 +35,7 @@ from aqn import noisy_norms
 from ops import mm_fp32
 from sampler import Rows, Sampling
 
-import decode
-import kernels
+from fast import decode, kernels
 
 GPU, INTERPRETED = torch.cuda.is_available(), os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if GPU else "cpu"
@@ -482,7 +481,7 @@ def test_a_row_has_the_same_bits_whatever_its_neighbours(gen):
 @gpu
 @pytest.mark.parametrize("n", [8, 16, 32, 64, 96, 128, 256])
 def test_steps_of_7b_sized_layers_repeat_bit_for_bit_while_kernels_overlap(n, gen):
-    """Every matmul was right alone, and whole steps of 7B at 64 rows had NaN (docs/kernel_log.md). Operands of tensor
+    """Every matmul was right alone, and whole steps of 7B at 64 rows had NaN (docs/kernels.md). Operands of tensor
     cores that are overwritten while in flight take a loaded multiprocessor to show, and then as runs that differ.
     """
     model, engine, width = small_engine("nvfp4", gen, max_rows=n, size=(3584, 18944, 4, 28, 4, 2432))

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import evaluate
 import lora
 import model as qwen
-from figures import mean
-from run import device_of
+from harness.figures import mean
+from harness.ranks import device_of
 from sampler import Sampler, TorchEngine
 from test_figures import rows
 

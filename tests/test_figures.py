@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from figures import ballots, interval, maj_at_k, mcnemar, mean, paired, pass_at_k
+from harness.figures import ballots, interval, maj_at_k, mcnemar, mean, paired, pass_at_k
 
 
 @pytest.mark.parametrize("n,c", [(1, 0), (1, 1), (5, 0), (5, 2), (6, 5), (7, 3)])

@@ -18,9 +18,9 @@ import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 
-import hf
 import nvfp4
-from hf import Shards, load_nvfp4, nvfp4_tensors, resolve, save_model
+from harness import hf
+from harness.hf import Shards, load_nvfp4, nvfp4_tensors, resolve, save_model
 from lora import load_adapter, save_adapter
 from model import ModelConfig, load
 from test_lora import FP32, adapted, tokens_of

@@ -13,11 +13,11 @@ import torch
 import triton
 
 import attention
-import kernels
 import nvfp4
 import ops
 import test_decode
 from attention import PackedAttention
+from fast import kernels
 
 GPU = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

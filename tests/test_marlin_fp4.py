@@ -19,14 +19,14 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 import marlin_fp4
 import portable_fp4
-import run
+from harness.ranks import capability
 from marlin_fp4 import (DEFAULTS, FLAT, ROWS_64B, ROWS_256B, SUMS, TUNED, decode_config,
                         Slabs, decode_kernel, decode_matmul, expanded_matmul, pack, schedule)
 from nvfp4 import FORMATS, freeze
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels need a GPU")
 both = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-hopper = pytest.mark.skipif(not (torch.cuda.is_available() and run.capability(torch.device("cuda", 0))[0] == 9),
+hopper = pytest.mark.skipif(not (torch.cuda.is_available() and capability(torch.device("cuda", 0))[0] == 9),
                             reason="needs a Hopper GPU")
 
 
@@ -245,7 +245,7 @@ def test_decode_matmul_matches_float64_and_repeats_bit_for_bit(matmul, M, N, K, 
     x, a = torch.randn(M, K, device="cuda").to(dtype), torch.randn(R, K, device="cuda").to(dtype)
     sums = matmul(x, weight, a if R else None).sums
     first = None
-    for pdl in (False, run.capability(x.device) >= (9, 0)):
+    for pdl in (False, capability(x.device) >= (9, 0)):
         sums.fill_(float("nan"))
         y, xa = total(matmul(x, weight, a if R else None, slabs=sums, pdl=pdl), N, R)
         assert first is None or torch.equal(first, y)
@@ -287,7 +287,7 @@ def test_a_row_has_the_same_bits_whatever_the_other_rows_hold(matmul, bucket, dt
 def test_decode_matmul_replays_inside_a_cuda_graph(matmul):
     weight, w = random_weight(1024, 512, "cuda")
     x = torch.randn(8, 512, device="cuda").bfloat16()
-    pdl = run.capability(x.device) >= (9, 0)
+    pdl = capability(x.device) >= (9, 0)
     slabs = matmul(x, weight, pdl=pdl)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

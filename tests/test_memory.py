@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import memory
+from fast import memory
 from lora import Adapter
 from model import load
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import fast
 from lora import Adapter, Linear
 from nvfp4 import freeze
 from ops import _TokenLogprobs, elementwise, mlp, mm, mm_fp32, softmax_at, swiglu, swiglu_backward, token_logprobs
@@ -27,6 +28,12 @@ def on_gpu(*shape):
     return torch.zeros(shape).as_subclass(OnGpu)
 
 
+def pretend_kernels(monkeypatch, twins):
+    """From then on `from fast import kernels` gives these."""
+    monkeypatch.setitem(sys.modules, "fast.kernels", twins)
+    monkeypatch.setattr(fast, "kernels", twins, raising=False)
+
+
 @twin_in_kernels
 def halve(x, by=2.0):
     """x / by."""
@@ -34,14 +41,15 @@ def halve(x, by=2.0):
 
 
 def test_on_a_cpu_the_function_itself_runs_and_kernels_is_not_opened(monkeypatch):
-    monkeypatch.setitem(sys.modules, "kernels", None)                     # to import it would be an ImportError
+    monkeypatch.delattr(fast, "kernels", raising=False)
+    monkeypatch.setitem(sys.modules, "fast.kernels", None)                # to import it would be an ImportError
     x = torch.zeros(3)
     assert halve(x) == ("reference", x, 2.0) and halve(x, by=5) == ("reference", x, 5)
     assert halve.__name__ == "halve" and halve.__doc__ == "x / by."
 
 
 def test_on_a_gpu_the_twin_of_the_same_name_runs_and_the_reference_stays_within_reach(monkeypatch):
-    monkeypatch.setitem(sys.modules, "kernels", SimpleNamespace(halve=lambda *a, **o: ("twin", a, o)))
+    pretend_kernels(monkeypatch, SimpleNamespace(halve=lambda *a, **o: ("twin", a, o)))
     x = on_gpu(3)
     name, arguments, options = halve(x, by=5)
     assert name == "twin" and arguments[0] is x and options == {"by": 5}
@@ -49,7 +57,7 @@ def test_on_a_gpu_the_twin_of_the_same_name_runs_and_the_reference_stays_within_
 
 
 def test_the_first_tensor_decides_wherever_it_stands(monkeypatch):
-    monkeypatch.setitem(sys.modules, "kernels", SimpleNamespace(elementwise=lambda f, x, *rest: ("twin", f, rest)))
+    pretend_kernels(monkeypatch, SimpleNamespace(elementwise=lambda f, x, *rest: ("twin", f, rest)))
     assert elementwise(torch.add, torch.ones(2), torch.ones(2)).tolist() == [2, 2]
     assert elementwise(torch.add, on_gpu(2), 3)[2] == (3,)
 

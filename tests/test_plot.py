@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from program import Stopped
-from tools import plot
-from tools.plot import rows_of, series, smooth
+from harness.process import Stopped
+from study.plot import rows_of, series, smooth
+from study import plot
 
 
 def write(folder, name, rows, tail=""):

@@ -14,7 +14,8 @@ import sys
 
 import pytest
 
-from tools import plot, report
+from study import plot
+from tools import report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 NASTY = "a\u2028</script><script>alert(1)</script><!-- & \x1b[2J"

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import fuzz_rewards
-from data import Problem
-from program import Stopped
-from plugin import Reward, load_function
+from harness.data import Problem
+from harness.plugin import Reward, load_function
+from harness.process import Stopped
 from rewards import extract, extract_answer, format_tags, grade, overlong_penalty, score
 
 

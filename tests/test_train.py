@@ -32,13 +32,11 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 import calibrate
-import data
-import flags as flags_py
-import prepare
 import train as train_py
 from aqn import draw_z
 from grpo import mismatch_sums
-from hf import NVFP4_CONFIG, Shards
+from harness import config as flags_py, data, prepare
+from harness.hf import NVFP4_CONFIG, Shards
 from learner import Update
 from lora import Adapter, save_adapter
 from model import load
@@ -98,8 +96,8 @@ def train(argv, folder, log, env, max_file, fault):
     os.dup2(handle, 2)
     os.chdir(folder)
     os.environ.update(env)
-    if env:                                                               # run.py reads its rank when it is imported
-        for name in [n for n, m in sys.modules.items() if Path(getattr(m, "__file__", None) or "/").parent == ROOT]:
+    if env:                                                               # harness/ranks.py reads its rank when it is imported
+        for name in [n for n, m in sys.modules.items() if Path(getattr(m, "__file__", None) or "/").parent in (ROOT, ROOT / "fast", ROOT / "harness")]:
             del sys.modules[name]
     if "cuda" not in argv:                                  # a kernel that promises any size: 128 GiB are too much
         resource.setrlimit(resource.RLIMIT_AS, (2**37, 2**37))
@@ -778,8 +776,8 @@ def test_a_run_from_an_adapter_that_is_killed_before_its_first_checkpoint_begins
 
 
 def killed_in_its_first_checkpoint():
-    import run
-    run.Checkpoints.save = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+    from harness import checkpoints
+    checkpoints.Checkpoints.save = lambda self: os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_finished_run_says_so_and_can_be_extended_from_another_folder(runs, whole, monkeypatch):
@@ -899,37 +897,37 @@ def test_the_adapter_of_a_stopped_run_is_that_of_its_checkpoint(runs):
 
 
 def stop_before_reading():
-    import run
+    from harness import checkpoints
 
     def load(self):
         os.kill(os.getpid(), signal.SIGTERM)
         signal.pause()
 
-    run.Checkpoints.load = load
+    checkpoints.Checkpoints.load = load
 
 
 def fail_to_read():
-    import run
+    from harness import checkpoints
 
     def load(self):
         raise OSError("Input/output error")
 
-    run.Checkpoints.load = load
+    checkpoints.Checkpoints.load = load
 
 
 def break_before_reading():
-    import run
-    run.Checkpoints.load = lambda self: 1 / 0
+    from harness import checkpoints
+    checkpoints.Checkpoints.load = lambda self: 1 / 0
 
 
 def stop_after_reading():
-    import run
+    from harness import checkpoints
 
     def trim_log(path, step):                                        # the checkpoint is read, nothing in place yet
         os.kill(os.getpid(), signal.SIGTERM)
         signal.pause()
 
-    run.trim_log = trim_log
+    checkpoints.trim_log = trim_log
 
 
 @pytest.mark.parametrize("fault,said", [
@@ -979,7 +977,7 @@ def test_a_calibrated_run_that_cannot_begin_leaves_no_base_that_blocks_the_next(
 
 
 def stopped_in_a_calibration():
-    import hf                                              # the run's own: it may have been imported anew
+    from harness import hf  # the run's own: it may have been imported anew
     hf.write_json = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer as TokenizerFile, decoders, models, pre_tokenizers, trainers
 from torch import nn
 
-import data
+from harness import data
 import nvfp4
 from tiny.arithmetic import arithmetic, is_held_out, word_problem
 

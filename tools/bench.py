@@ -24,20 +24,20 @@ import math
 import operator
 import time
 
-import program  # isort: skip; before torch
+from harness import process  # isort: skip; before torch
 import torch
 
-import flags
 import grpo
-import memory
 import model as qwen
 import nvfp4
 from attention import lay_out
+from fast import memory
+from harness import config
+from harness.prepare import divide_memory
+from harness.ranks import (KERNELS, LOCAL_RANK, WORLD, capability, choose_device, gather, join,
+                           kernels_for, say, share)
 from learner import Learner
 from lora import Adapter, Linear
-from prepare import divide_memory
-from run import (KERNELS, LOCAL_RANK, WORLD, capability, choose_device, gather, join, kernels_for,
-                 say, share)
 from sampler import Sampler, Sampling, engine_for
 
 SIZES = {  # D, F, layers, H, KV, V, tied: config.json of Qwen2.5-*-Instruct
@@ -154,7 +154,7 @@ def random_bf16(*shape):
 
 def decode_figures(shapes, M, rank, kernels):
     """Of the decode matmul with M rows, a layer."""
-    from decode import MATMULS
+    from fast.decode import MATMULS
     decode_matmul = functools.partial(MATMULS[kernels], pdl=capability(DEVICE) >= (9, 0))
     layers = math.ceil(TRAFFIC / (BYTES * sum(N * K for N, K in shapes.values())))
     operands = []
@@ -267,7 +267,7 @@ COMMANDS = {"linears": linears, "rollout": rollout, "step": step}
 def measure(args):
     """Runs a command and prints its flags, commit, versions, GPU and figures."""
     figures = COMMANDS[args.command](args)
-    about = program.about(torch.cuda.get_device_name())
+    about = process.about(torch.cuda.get_device_name())
     properties = torch.cuda.get_device_properties(DEVICE)
     gpu = {name: getattr(properties, name, None) for name in SIZES_OF_GPU}       # not in all torch
     say(json.dumps({**vars(args), **about, "gpu": gpu, **figures}))
@@ -305,9 +305,9 @@ def parse_args():
 
 
 def main():
-    with program.one_line("bench"):
+    with process.one_line("bench"):
         args = parse_args()
-        flags.check_ranges(args, {name: flags.RANGES[name] for name in RANGED})
+        config.check_ranges(args, {name: config.RANGES[name] for name in RANGED})
         if not torch.cuda.is_available():
             raise ValueError("measures a GPU and there is none")
         args.kernels = kernels_for(choose_device(args), args.kernels)

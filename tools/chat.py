@@ -12,14 +12,13 @@ Each turn computes the whole conversation again.
 import sys
 from contextlib import redirect_stdout
 
-import program  # isort: skip; before torch
+from harness import process  # isort: skip; before torch
 from tokenizers.decoders import DecodeStream
 
-import data
-import hf
 from evaluate import RANGES, load_model, new_parser, parse
-from flags import check_ranges
-from run import choose_device
+from harness import data, hf
+from harness.config import check_ranges
+from harness.ranks import choose_device
 from sampler import Sampler, Sampling, engine_for
 
 LENGTH = 8192                                    # tokens of a conversation, if the model takes them
@@ -96,13 +95,13 @@ def talk(chat):
             else:
                 chat.ids = []
         except ValueError as error:
-            print(f"({program.first_line(error)})", file=sys.stderr)
+            print(f"({process.first_line(error)})", file=sys.stderr)
         except EOFError:
             return
 
 
 def main():
-    with program.one_line("chat"):
+    with process.one_line("chat"):
         args = parse_args()
         data.style_of(args.prompt_style)
         with redirect_stdout(sys.stderr):        # what is said of a GPU or a folder is no answer

@@ -15,18 +15,17 @@ nvfp4 of the model, and the run's adapter beside it.
 import argparse
 from pathlib import Path
 
-import program  # before torch
+from harness import process  # before torch
 import calibrate
-import data
-import flags
-import hf
 import lora
 import model as qwen
-from run import device_of, kernels_for, must_be_new
+from harness import config, data, hf
+from harness.files import must_be_new
+from harness.ranks import device_of, kernels_for
 
 
 def quantize(args):
-    flags.check_ranges(args)
+    config.check_ranges(args)
     data.check_source(args.data)
     src = hf.resolve(args.source, weights=False)
     device = device_of(args.device, src)
@@ -51,7 +50,7 @@ def quantize(args):
 
 
 def merge(args):
-    held = flags.of_run(args.source)
+    held = config.of_run(args.source)
     device = device_of(args.device, args.source)
     if held["base"] != "bf16":
         kernels_for(device, "auto")
@@ -80,11 +79,11 @@ def main():
     parser.add_argument("--seed", type=int, default=0, help="which problems, which answers")
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     args = parser.parse_args()
-    with program.one_line(f"convert {args.command}"):
+    with process.one_line(f"convert {args.command}"):
         given = [name for name in ("calibrate", "codes", "data", "prompt_style", "seed")
                  if getattr(args, name) != parser.get_default(name)]
         if given and (args.command == "merge" or given[0] in ("data", "prompt_style", "seed")):
-            raise ValueError(f"{flags.option(given[0])} is for nvfp4 with --calibrate N")
+            raise ValueError(f"{config.option(given[0])} is for nvfp4 with --calibrate N")
         must_be_new(args.out)
         merge(args) if args.command == "merge" else quantize(args)
 

@@ -15,10 +15,10 @@ import gzip
 import json
 from pathlib import Path
 
-import program  # isort: skip; before torch
-from hf import read_json
-from run import write_atomically
-from tools.plot import PANELS, rows_of, series, smooth
+from harness import process  # isort: skip; before torch
+from harness.files import read_json
+from harness.files import write_atomically
+from study.plot import PANELS, rows_of, series, smooth
 
 BROWSER = 500e6                                  # characters in one string, 2^29 in Chromium
 
@@ -77,7 +77,7 @@ def main():
     parser.add_argument("--every", type=int, default=1, help="completions of every so many steps")
     args = parser.parse_args()
     out = args.out or args.runs[0] / "report.html"
-    with program.one_line("report"):
+    with process.one_line("report"):
         if args.every < 1:
             raise ValueError(f"--every must be at least 1, got {args.every}")
         if out.suffix != ".html":                # not --out runs/x/metrics.jsonl

@@ -2,7 +2,7 @@
 How programs end, some as a process of its own: wrong input and signals in one line, whatever the moment; how long help
 takes.
 
-python -m pytest tests/test_program.py -v
+python -m pytest tests/test_process.py -v
 """
 import os
 import runpy
@@ -14,9 +14,8 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-import hf
 import model
-import program
+from harness import hf, process
 
 ROOT = Path(__file__).parent.parent
 TINY = str(ROOT / "tiny")
@@ -48,7 +47,7 @@ def run_here(folder, monkeypatch, program, *flags):
     ["tools/chat.py", "--model", TINY, "--device", "cpu", "--question", "1+1?"]])
 def test_ctrl_c_while_loading_leaves_no_file(tmp_path, monkeypatch, argv):
     monkeypatch.setattr(model, "load", lambda *_: signal.raise_signal(signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt):                 # program.report says the line
+    with pytest.raises(KeyboardInterrupt):                 # process.report says the line
         run_here(tmp_path, monkeypatch, *argv)
     assert not [p for p in tmp_path.rglob("*") if p.is_file()]
 
@@ -71,7 +70,8 @@ def test_a_signal_in_convert_leaves_no_half_folder(tmp_path, monkeypatch, number
 def test_a_gpus_memory_is_told_to_grow_and_threads_not_to_spin_before_torch_is_imported(tmp_path):
     """It was told afterwards, which torch passes over without a word."""
     code = """
-import os, sys, program
+import os, sys
+from harness import process
 print("torch" in sys.modules, os.environ["PYTORCH_CUDA_ALLOC_CONF"], os.environ["OMP_WAIT_POLICY"])
 import torch
 if torch.cuda.is_available():
@@ -89,8 +89,8 @@ def test_a_lost_terminal_stops_a_program_but_not_under_nohup(tmp_path, hangups, 
     code = f"""
 import os, signal
 signal.signal(signal.SIGHUP, signal.{hangups})
-import program
-with program.one_line("me"):
+from harness import process
+with process.one_line("me"):
     os.kill(os.getpid(), signal.SIGHUP)
     print("goes on")
 """
@@ -101,7 +101,7 @@ def test_ctrl_c_while_libraries_are_imported_is_one_line(tmp_path):
     command = [sys.executable, "-X", "importtime", str(ROOT / "train.py"), "--device", "cpu"]
     process = subprocess.Popen(command, text=True, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     for line in process.stderr:
-        if "| program" in line:                                           # torch comes next
+        if "| harness.process" in line:                                           # torch comes next
             break
     process.send_signal(signal.SIGINT)
     said = process.stderr.read()
@@ -182,11 +182,11 @@ def test_help_takes_little_longer_than_torchs_import(tmp_path):
 
 @pytest.mark.parametrize("error,said", [
     (ValueError("x.json: bad\nmore"), "me: x.json: bad"), (OSError(), "me: OSError"),
-    (program.Stopped("stopped"), "me: stopped"), (MemoryError("big"), "me: not enough memory: big"),
+    (process.Stopped("stopped"), "me: stopped"), (MemoryError("big"), "me: not enough memory: big"),
     (RuntimeError("you tried to allocate 9 bytes"), "me: not enough memory: you tried to allocate 9 bytes")])
 def test_what_is_no_bug_is_one_line(error, said):
     with pytest.raises(SystemExit) as stop:
-        with program.one_line("me"):
+        with process.one_line("me"):
             raise error
     assert stop.value.code == said
 
@@ -194,12 +194,17 @@ def test_what_is_no_bug_is_one_line(error, said):
 @pytest.mark.parametrize("bug", [lambda: max([]), lambda: dict([(1, 2, 3)]), lambda: int("x")])
 def test_a_value_error_that_nobody_raised_is_a_bug(bug):
     with pytest.raises(ValueError):
-        with program.one_line("me"):
+        with process.one_line("me"):
             bug()
 
 
 @pytest.mark.parametrize("error", [RuntimeError("mat1 and mat2"), TypeError("x"), AssertionError(), KeyError("x")])
 def test_a_bug_keeps_its_traceback(error):
     with pytest.raises(type(error)):
-        with program.one_line("me"):
+        with process.one_line("me"):
             raise error
+
+
+def test_an_error_without_a_text_is_named_by_its_class():
+    assert process.first_line(OSError()) == "OSError"
+    assert process.first_line(ValueError("no file\nat all")) == "no file"

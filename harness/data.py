@@ -24,11 +24,11 @@ from huggingface_hub import constants
 from tokenizers import Tokenizer as TokenizerFile
 
 from answers import can_read
-from hf import read_json, read_text, refuse_constant
-from plugin import call, load_function
-from program import first_line, short
+from harness.files import read_json, read_rows, read_text
+from harness.plugin import call, load_function
+from harness.process import first_line, short
+from harness.ranks import say
 from rewards import last_box
-from run import say
 from tiny.arithmetic import arithmetic
 
 
@@ -132,36 +132,6 @@ def pick_files(names, where, split):
     return next(filter(None, by_suffix), [])
 
 
-def read_rows(path):
-    """-> [(number, row)]: the line where it begins, or its place in a list or parquet, from 1."""
-    if path.suffix == ".parquet":
-        try:
-            import pyarrow.parquet
-            return list(enumerate(pyarrow.parquet.read_table(path).to_pylist(), 1))
-        except ImportError:
-            raise ValueError(f"{path}: reading parquet needs pip install pyarrow") from None
-        except Exception as error:               # pyarrow's, each of another kind
-            raise ValueError(f"{path}: not parquet ({first_line(error)})") from None
-    text = read_text(path).rstrip(" \t\r\n")
-    decode = json.JSONDecoder(parse_constant=refuse_constant).raw_decode
-    rows = []
-    number = 1                                   # of the line of text[start]
-    start = at = 0
-    while at < len(text):
-        at = BLANK.match(text, at).end()
-        number += text.count("\n", start, at)
-        start = at
-        try:
-            row, at = decode(text, start)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}:{number}: not JSON: {first_line(error)}") from None
-        rows.append((number, row))
-    if len(rows) == 1 and isinstance(rows[0][1], list):
-        return list(enumerate(rows[0][1], 1))
-    return rows
-
-
-BLANK = re.compile(r"[ \t\r\n]*")
 QUESTIONS = "question", "problem", "prompt"
 GOLDS = "answer", "final_answer", "ground_truth", "solution"
 

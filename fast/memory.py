@@ -19,7 +19,7 @@ import torch
 from sampler import PREFILL_TOKENS
 
 GIB = 2**30
-FRAGMENTS = 0.03 if sys.platform == "linux" else 0.06  # lost between segments: see program.py
+FRAGMENTS = 0.03 if sys.platform == "linux" else 0.06  # lost between segments: see harness/process.py
 OUTSIDE = 0.6 * GIB    # not torch's: CUDA context, NCCL
 MICRO_BATCH_TOKENS = 32768, 16384, 8192, 4096, 2048
 WORTH = 2**25          # tokens x width of the largest that pays: below, launches bound it

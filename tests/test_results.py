@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tools import study
-from tools.study import Arm, interval
+from study.results import Arm, interval
+from study import results as study
 
 ROOT = Path(__file__).parent.parent
 
@@ -51,7 +51,7 @@ def test_the_interval_holds_both_spreads():
 
 
 def test_the_tables_say_what_the_files_hold(runs):
-    done = subprocess.run([sys.executable, "-m", "tools.study", "a", "b", "--runs", runs], cwd=ROOT,
+    done = subprocess.run([sys.executable, "-m", "study.results", "a", "b", "--runs", runs], cwd=ROOT,
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from watch import Watch, symptom
+from harness.console import Watch, symptom
 
 HEALTHY = dict(accuracy=0.3, reward=0.3, groups=9, length=280.0, truncated=0.04, entropy=0.2)
 RUNS = sorted((Path(__file__).parent.parent / "docs" / "runs").glob("*.jsonl"))

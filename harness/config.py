@@ -13,15 +13,15 @@ import re
 from pathlib import Path
 
 import aqn
-import data
 import grpo
-import hf
 import nvfp4
-from program import short
-from run import KERNELS, say
+from harness import data
+from harness.files import read_json
+from harness.process import short
+from harness.ranks import KERNELS, say
 
 # Defaults when no --model is given: the embedded model, and sizes for two CPU cores.
-TINY = dict(model=str(Path(__file__).parent / "tiny"), data="arithmetic", steps=80,
+TINY = dict(model=str(Path(__file__).parent.parent / "tiny"), data="arithmetic", steps=80,
             max_prompt_tokens=64, max_new_tokens=48, lr=5e-4, epochs=1)
 
 
@@ -189,7 +189,7 @@ def from_anywhere(flags):
 
 def flags_of(path):
     """A run.json -> the flags in it. ValueError names one whose value its flag cannot have."""
-    held = hf.read_json(path)
+    held = read_json(path)
     flags = {}
     for action in parser._actions:
         if action.dest in held:

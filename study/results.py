@@ -1,8 +1,8 @@
 """
-Several seeds of several arms as the tables of docs/study.md.
+Several seeds of several arms as the tables of study/README.md.
 
-    python -m tools.study bf16 nvfp4 --runs docs/runs
-    python -m tools.study bf16 --mean accuracy --first 6 --last 17     of those steps, all seeds
+    python -m study.results bf16 nvfp4 --runs study/runs
+    python -m study.results bf16 --mean accuracy --first 6 --last 17     of those steps, all seeds
 
 Of an arm it reads ARM-sSEED.jsonl, the metrics.jsonl of each of its runs, and from held_out.json
 which held-out problems were answered right, greedily: "ARM" before training, "ARM-sSEED" after, a
@@ -11,19 +11,19 @@ string of 0 and 1 each, in the order of the file.
 A difference is of the same seed and the same problem. Its 95 % interval is of 4,000 resamples of
 seeds and of problems, both with replacement: with three seeds that of the seeds is coarse.
 
-Not here: the runs (docs/study.md has each command), curves (tools/plot.py).
+Not here: the runs (study/README.md has each command), curves (study/plot.py).
 """
 import argparse
 import math
 import re
 from pathlib import Path
 
-import program  # isort: skip; before numpy
+from harness import process  # isort: skip; before numpy
 import numpy as np
 
-from hf import read_json
-from program import short
-from tools.plot import rows_of
+from harness.files import read_json
+from harness.process import short
+from study.plot import rows_of
 
 
 class Arm:
@@ -99,12 +99,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.strip(), allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("arms", nargs="+", help="the others are compared with the first")
-    parser.add_argument("--runs", type=Path, default=Path("docs/runs"), help="folder of the files")
+    parser.add_argument("--runs", type=Path, default=Path("study/runs"), help="folder of the files")
     parser.add_argument("--mean", metavar="KEY", help="only the mean of a logged number")
     parser.add_argument("--first", type=int, default=0, help="step of --mean")
     parser.add_argument("--last", type=int, default=10**9, help="step of --mean, included")
     args = parser.parse_args()
-    with program.one_line("study"):
+    with process.one_line("study"):
         arms = [Arm(args.runs, name) for name in args.arms]
         if args.mean:
             for arm in arms:

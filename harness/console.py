@@ -20,8 +20,9 @@ from collections import deque
 
 import torch
 
-from figures import interval
-from run import RANK, WORLD, read_log, say
+from harness.figures import interval
+from harness.files import read_log
+from harness.ranks import RANK, WORLD, say
 
 ALL_RIGHT = 0.95
 

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from functools import cache
 
-from program import Stopped, first_line
+from harness.process import Stopped, first_line
 
 
 class Reward:

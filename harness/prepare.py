@@ -19,17 +19,17 @@ import torch
 from tqdm import tqdm
 
 import calibrate
-import data
 import grpo
-import hf
 import lora
-import memory
 import model as qwen
-import plugin
-import program
-from flags import check_flags
+from fast import memory
+from harness import data, hf, plugin, process
+from harness.checkpoints import Folder
+from harness.config import check_flags
+from harness.files import read_json
+from harness.ranks import RANK, WORLD, choose_device, gather, join, say, settle_cpu
+from harness.trackers import Tracker
 from learner import Learner
-from run import RANK, WORLD, Folder, Tracker, choose_device, gather, join, say, settle_cpu
 from sampler import BLOCK, Sampler, engine_for
 
 
@@ -103,7 +103,7 @@ def read_problems(args):
     problems, held_out = data.split_problems(args, tokenizer)
     known = str([(p.id, p.prompt, p.answer) for p in problems + held_out])
     args.problems_sha256 = hashlib.sha256(known.encode()).hexdigest()    # stays in run.json
-    had = hf.read_json(Path(args.out) / "run.json") if args.resume else {}
+    had = read_json(Path(args.out) / "run.json") if args.resume else {}
     if had.get("problems_sha256", args.problems_sha256) != args.problems_sha256:
         raise ValueError(f"--resume: --data {args.data}, --eval-data {args.eval_data}: other "
                          "problems or prompts than when the run began")
@@ -176,7 +176,7 @@ def begin(run):
     device = run.model.device
     cores = f"{os.cpu_count()} CPU cores"
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else cores
-    about = {"about": program.about(f"{WORLD} x {hardware}")}
+    about = {"about": process.about(f"{WORLD} x {hardware}")}
     counters = run.folder.start(vars(args) | about, args.resume)
     run.learner.restore(counters)
     mine = run.learner.tensors()["master"].cpu().numpy().tobytes()
@@ -185,7 +185,7 @@ def begin(run):
     names = {field.name for field in dataclasses.fields(Progress)} & counters.keys()
     progress = Progress(**{name: counters[name] for name in names})
     if args.resume:
-        run.folder.note(steps=args.steps, resumed=program.now())
+        run.folder.note(steps=args.steps, resumed=process.now())
     if progress.step >= args.steps:
         say(f"all {args.steps} steps of {args.out} are done: --resume --steps N does more")
     run.folder.snapshot(dataclasses.asdict(progress) | run.learner.counters())

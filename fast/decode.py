@@ -25,15 +25,15 @@ import torch
 import triton
 from triton.language import constexpr
 
-import kernels
 import marlin_fp4
 import portable_fp4
-from kernels import Cache, Logits, Norm, Partial, Runs, Shape, Squares, State
 from attention import Spans, attend_spans
+from fast import kernels
+from fast.kernels import Cache, Logits, Norm, Partial, Runs, Shape, Squares, State
+from harness.ranks import capability, kernels_for
 from model import FP16_SHIFT
 from ops import mm_fp32
 from portable_fp4 import shared_memory
-from run import capability, kernels_for
 from sampler import BLOCK, TorchEngine, fill_cache, filter_logits
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)  # rows of a graph

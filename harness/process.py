@@ -45,13 +45,6 @@ def short(value):
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def read_bytes(path):
-    """OSError for a pipe or a device, which would be waited for."""
-    if path.exists() and not path.is_file():
-        raise OSError(f"{path}: no regular file")
-    return path.read_bytes()
-
-
 SIGNALS = [signal.SIGTERM]
 if getattr(signal, "SIGHUP", None) and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
     SIGNALS.append(signal.SIGHUP)                # a lost terminal; nohup has it ignored
@@ -104,7 +97,7 @@ LIBRARIES = "torch", "triton", "safetensors", "tokenizers", "numpy"
 
 def about(hardware):
     """What run.json says of a start of its run: code, libraries, hardware, command, date."""
-    root = Path(__file__).parent
+    root = Path(__file__).parent.parent
     try:
         git = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40"], cwd=root,
                              capture_output=True, text=True, timeout=10)

@@ -1,5 +1,5 @@
 """
-Curves of one or several runs: python -m tools.plot runs/x [runs/y ...] [--out curves.svg]
+Curves of one or several runs: python -m study.plot runs/x [runs/y ...] [--out curves.svg]
 
 Reads <run>/metrics.jsonl, or such a file of any name; docs/metrics.md defines every number. One
 panel a metric, one colour a run: raw values faint, on top of them a moving mean. A metric that no
@@ -10,8 +10,8 @@ import colorsys
 import math
 from pathlib import Path
 
-import program  # isort: skip; before torch
-from run import read_log
+from harness import process  # isort: skip; before torch
+from harness.files import read_log
 
 PANELS = dict(                                   # key -> title, axis: 0..1, logarithmic from 1e-4 on, free
     reward=("reward, mean of the rollouts", "free"),
@@ -100,7 +100,7 @@ def main():
     args = parser.parse_args()
     logs = [run if run.suffix == ".jsonl" else run / "metrics.jsonl" for run in args.runs]
     out = args.out or logs[0].parent / "curves.png"
-    with program.one_line("plot"):
+    with process.one_line("plot"):
         if out.suffix not in (".png", ".svg", ".pdf"):
             raise ValueError(f"--out {out}: must end in .png, .svg or .pdf")
         runs = {str(run): rows_of(log) for run, log in zip(args.runs, logs)}

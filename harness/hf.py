@@ -9,7 +9,6 @@ What can be wrong with a file is a ValueError that names it. Nothing is unpickle
 
 Not here: what the numbers mean (nvfp4.py, model.py), atomic files (run.py).
 """
-import json
 import math
 import re
 import shutil
@@ -19,61 +18,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save, save_file
 
 import nvfp4
-from program import first_line, read_bytes, short
-from run import new_folder, say, write_atomically, write_json
+from harness.files import (check, exactly, new_folder, number, read_bytes, read_json, whole,
+                           write_atomically, write_json)
+from harness.process import first_line, short
+from harness.ranks import say
 
 SHARD_BYTES = 2**31                              # of an output file, in memory until written
-
-
-def read_text(path):
-    """ValueError names the file. Neither a pipe nor a device is waited for."""
-    try:
-        return read_bytes(Path(path)).decode("utf-8-sig")
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or first_line(error)
-        raise ValueError(f"{path}: cannot be read ({why})") from None
-
-
-def refuse_constant(name):
-    raise ValueError(f"{name} is no JSON")
-
-
-def read_json(path):
-    """The JSON object in a file, or a ValueError that names the file."""
-    text = read_text(path)
-    try:
-        value = json.loads(text, parse_constant=refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: cannot be read as JSON ({first_line(error)})") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: holds no JSON object")
-    return value
-
-
-def check(path, value, rules):
-    """rules: key -> (what it must be, test, whether it must be there). ValueError names the first
-    key of the object `value` that is not.
-    """
-    for key, (what, test, needed) in rules.items():
-        if value.get(key) is None:
-            if needed:
-                raise ValueError(f"{path}: no {key}")
-        elif not test(value[key]):
-            raise ValueError(f"{path}: {key} is {short(value[key])}, expected {what}")
-
-
-def whole(least, most):
-    what = f"a whole number from {least} to {most:,}"
-    return what, lambda value: type(value) is int and least <= value <= most
-
-
-def exactly(wanted):
-    return repr(wanted), lambda value: value == wanted
-
-
-def number(most):
-    return (f"a number above 0, at most {most:g}",
-            lambda value: type(value) in (int, float) and 0 < value <= most)
 
 
 def resolve(name, weights=True):

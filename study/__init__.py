@@ -1,0 +1,1 @@
+"""The study: its runs, and the script that makes its tables and curves."""

@@ -1,0 +1,73 @@
+"""
+What --report-to's services are told, and what their failures do to a run: nothing.
+
+python -m pytest tests/test_trackers.py -v
+"""
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from harness import trackers
+from harness.process import Stopped, stop
+from harness.trackers import Tracker
+
+
+class Service:
+    """In the place of trackio, wandb and torch.utils.tensorboard: keeps what it is told, fails from a call on."""
+
+    def __init__(self, monkeypatch, fails_at=99):
+        self.told, self.fails_at = [], fails_at
+        board = SimpleNamespace(add_scalar=self.hear, flush=lambda: None)
+        for name in ("trackio", "wandb", "torch.utils.tensorboard"):
+            monkeypatch.setitem(sys.modules, name, self)
+        self.init, self.log, self.SummaryWriter = self.hear, self.hear, lambda folder: self.hear(folder) or board
+
+    def hear(self, *args, **named):
+        if len(self.told) == self.fails_at:
+            raise ConnectionError("no route\nto host")
+        self.told.append((*args, *named.values()))
+
+
+STEPS = [{"step": 7, "reward": 0.5, "eval_accuracy": None}, {"step": 8, "reward": 0.75, "eval_accuracy": 1.0}]
+TOLD = [({"reward": 0.5}, 7), ({"reward": 0.75, "eval_accuracy": 1.0}, 8)]
+
+
+@pytest.mark.parametrize("name,told", [
+    ("wandb", [("qerl", "x", {"lr": 1}), *TOLD]),
+    ("trackio", [("qerl", "x", {"lr": 1}), *TOLD]),
+    ("tensorboard", [("runs/x",), ("reward", 0.5, 7), ("reward", 0.75, 8), ("eval_accuracy", 1.0, 8)]),
+    (None, [])])
+def test_a_tracker_is_told_every_steps_numbers_as_they_are(name, told, tmp_path, monkeypatch):
+    service = Service(monkeypatch)
+    tracker = Tracker(name, Path("runs/x"), {"lr": 1})
+    assert service.told == []                                             # nothing is opened before there is a step
+    for metrics in STEPS:
+        tracker.log(metrics)
+    assert service.told == told
+
+
+@pytest.mark.parametrize("fails_at", [0, 2])                              # as it is opened; at the second step
+def test_a_tracker_that_fails_is_said_once_and_ends_nothing_else(fails_at, tmp_path, monkeypatch, capsys):
+    service = Service(monkeypatch, fails_at)
+    tracker = Tracker("wandb", tmp_path, {})
+    for metrics in STEPS * 2:
+        tracker.log(metrics)
+    assert len(service.told) == fails_at
+    assert capsys.readouterr().out == "--report-to wandb stops here: no route\n"
+
+
+def test_a_stop_within_a_tracker_stops_the_run(tmp_path, monkeypatch):
+    Service(monkeypatch)
+    monkeypatch.setattr(sys.modules["wandb"], "log", lambda metrics, step: stop(signal.SIGTERM))
+    with pytest.raises(Stopped):
+        Tracker("wandb", tmp_path, {}).log(STEPS[0])
+
+
+def test_rank_0_alone_reports(tmp_path, monkeypatch):
+    service = Service(monkeypatch)
+    monkeypatch.setattr(trackers, "RANK", 1)
+    Tracker("wandb", tmp_path, {}).log(STEPS[0])
+    assert service.told == []
