@@ -226,7 +226,7 @@ assert len(FIELDS) == len(Settings().flat()), "two sections have a setting of th
 
 
 # When no --model is given the embedded tiny model learns arithmetic, in sizes for two CPU cores.
-TINY_DEFAULTS = dict(data="arithmetic", steps=80, max_prompt_tokens=64, max_new_tokens=48, lr=5e-4,
+TINY_DEFAULTS = dict(data="arithmetic", steps=48, max_prompt_tokens=64, max_new_tokens=48, lr=5e-4,
                      epochs=1)
 
 

@@ -138,7 +138,7 @@ def test_a_process_with_wrong_input_ends_with_one_line_and_code_1(tmp_path):
 
 
 @pytest.mark.parametrize("argv", [
-    ["train.py", "--model", "some/model"], ["evaluate.py", "--model", "some/model"],
+    ["train.py", "--model", "some/model", "--max-new-tokens", "8"], ["evaluate.py", "--model", "some/model"],
     ["tools/convert.py", "nvfp4", "some/model", "out", "--calibrate", "8"]])
 def test_wrong_data_is_found_before_a_models_weights_are_downloaded(tmp_path, monkeypatch, argv):
     (tmp_path / "bad.jsonl").write_text('{"question": "1 + 1"}\n')
@@ -175,7 +175,7 @@ def test_help_takes_little_longer_than_torchs_import(tmp_path):
 
     torchs, _ = seconds(code="import torch")
     ours, said = seconds(ROOT / "train.py", "--help")
-    assert "what most runs set:" in said and said.count("(default: 80)") == 1
+    assert "what most runs set:" in said and said.count("(default: 48)") == 1
     assert "(default: arithmetic)" in " ".join(said.split())              # of a run without --model
     assert ours < 2 * torchs, (ours, torchs)
 

@@ -181,11 +181,10 @@ def decode_figures(shapes, M, rank, kernels):
             "cublas_of_chain": cublas / chain, "floor_of_chain": floor / chain}
 
 
-def linears(args: argparse.Namespace, kernels: str) -> dict:
-    """The four linears of a layer against cuBLAS, for each of --rows."""
-    shapes = fused_shapes(args.model)
-    decode = {M: show(f"{M} rows", decode_figures(shapes, M, args.lora_rank, kernels))
-              for M in args.rows}
+def linears(model: str, kernels: str, lora_rank: int, rows: list[int]) -> dict:
+    """The four linears of a layer against cuBLAS, for each number of rows."""
+    shapes = fused_shapes(model)
+    decode = {M: show(f"{M} rows", decode_figures(shapes, M, lora_rank, kernels)) for M in rows}
     return {"decode": decode}
 
 
@@ -211,40 +210,39 @@ def load_figures(model, sampler, B, prompt, new):
             "floor_ms": floor * 1e3, "floor_of_step": floor / step, "prefill_ms": prefill * 1e3}
 
 
-def rollout(args: argparse.Namespace, kernels: str) -> dict:
-    """The whole sampler, for each of --batch."""
-    model = random_model(args.model, args.base, getattr(torch, args.dtype), args.lora_rank)
-    engine = engine_for(DEVICE, kernels)
-    sampler = Sampler(engine, model, args.prompt + args.new, max(args.batch))
-    batch = {B: show(f"B={B}", load_figures(model, sampler, B, args.prompt, args.new))
-             for B in args.batch}
-    return {"weight_gb": weight_bytes(model) / 1e9, "batch": batch}
+def rollout(model: str, kernels: str, base: str, dtype: str, lora_rank: int, batch: list[int],
+            prompt: int, new: int) -> dict:
+    """The whole sampler, for each number of sequences in `batch`."""
+    network = random_model(model, base, getattr(torch, dtype), lora_rank)
+    sampler = Sampler(engine_for(DEVICE, kernels), network, prompt + new, max(batch))
+    figures = {B: show(f"B={B}", load_figures(network, sampler, B, prompt, new)) for B in batch}
+    return {"weight_gb": weight_bytes(network) / 1e9, "batch": figures}
 
 
-def step(args: argparse.Namespace, kernels: str) -> dict:
+def step(model: str, kernels: str, base: str, dtype: str, lora_rank: int, memory_gib: float | None,
+         kv_gib: float | None, micro_batch_tokens: int | None, group_size: int,
+         prompts: int) -> dict:
     """A training step on random weights, twice: the first compiles. With torchrun, a rank's share.
     """
-    wanted = Memory(None, kernels, args.memory_gib, args.kv_gib, args.micro_batch_tokens)
-    check_ranges(wanted)
-    memory.bound(wanted.memory_gib, DEVICE)
+    wanted = Memory(None, kernels, memory_gib, kv_gib, micro_batch_tokens)
+    memory.bound(memory_gib, DEVICE)
     join(DEVICE)
-    G = args.group_size
-    B = args.prompts * G
-    model = random_model(args.model, args.base, getattr(torch, args.dtype), args.lora_rank)
-    learner = Learner(model, grpo.LOSSES["dapo"])
+    G = group_size
+    B = prompts * G
+    network = random_model(model, base, getattr(torch, dtype), lora_rank)
+    learner = Learner(network, grpo.LOSSES["dapo"])
     lengths = torch.tensor(drawn_lengths(B, 50, 1024, 300))
-    prompts = random_prompts(model, torch.randint(64, 257, (args.prompts,)).tolist())
+    questions = random_prompts(network, torch.randint(64, 257, (prompts,)).tolist())
     advantages = grpo.group_advantages(torch.arange(B) % 2, G)   # so every row is trained on
     weights = grpo.token_weights(lengths, torch.ones(B, dtype=torch.bool), learner.loss, 1024)
-    mine = share(prompts)
+    mine = share(questions)
     limits = Sampling(share(lengths.view(-1, G)).flatten().tolist())
     sizes = Rollout(prompts_per_step=len(mine), group_size=G, max_new_tokens=1024, max_rows=256)
-    check_ranges(sizes)
-    sampler = divide_memory(model, learner, wanted, sizes, max_prompt_tokens=256, num_held_out=0)
+    sampler = divide_memory(network, learner, wanted, sizes, max_prompt_tokens=256, num_held_out=0)
     for _ in range(2):
         gather([])                               # all ranks begin together, and
         began = time.perf_counter()
-        own = sampler.generate(mine, G, limits, share(range(len(prompts))))
+        own = sampler.generate(mine, G, limits, share(range(prompts)))
         rollouts = functools.reduce(operator.add, gather([own]))         # end this together
         sampled = time.perf_counter()
         update = learner.update(rollouts, advantages, weights, lr=1e-6)
@@ -267,13 +265,14 @@ def step(args: argparse.Namespace, kernels: str) -> dict:
 COMMANDS = {"linears": linears, "rollout": rollout, "step": step}
 
 
-def measure(args: argparse.Namespace, kernels: str) -> None:
+def measure(command: str, kernels: str, flags: dict) -> None:
     """Runs a command and prints its flags, commit, versions, GPU and figures."""
-    figures = COMMANDS[args.command](args, kernels)
+    flags = flags | {"kernels": kernels}
+    figures = COMMANDS[command](**flags)
     about = process.about(torch.cuda.get_device_name())
     properties = torch.cuda.get_device_properties(DEVICE)
     gpu = {name: getattr(properties, name, None) for name in SIZES_OF_GPU}       # not in all torch
-    say(json.dumps({**vars(args), "kernels": kernels, **about, "gpu": gpu, **figures}))
+    say(json.dumps({"command": command, **flags, **about, "gpu": gpu, **figures}))
 
 
 def parse_args():
@@ -306,16 +305,21 @@ def parse_args():
     return parser.parse_args()
 
 
-def main():
+def main() -> None:
     with process.one_line("bench"):
-        args = parse_args()
+        flags = vars(parse_args())
+        command = flags.pop("command")
+        if command == "step":
+            check_ranges(Rollout(group_size=flags["group_size"]))
+            check_ranges(Memory(memory_gib=flags["memory_gib"], kv_gib=flags["kv_gib"],
+                                micro_batch_tokens=flags["micro_batch_tokens"]))
+            if flags["lora_rank"] < 1:
+                raise ValueError(f"--lora-rank {flags['lora_rank']}: the learner trains an adapter")
         if not torch.cuda.is_available():
             raise ValueError("measures a GPU and there is none")
-        _, kernels = choose_device("cuda", args.kernels, args.model)
+        _, kernels = choose_device("cuda", flags["kernels"], flags["model"])
         say(f"decode kernels: {kernels}, on {torch.cuda.get_device_name()}")
-        if args.command == "step" and args.lora_rank < 1:
-            raise ValueError(f"--lora-rank {args.lora_rank}: the learner trains an adapter")
-        measure(args, kernels)
+        measure(command, kernels, flags)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from harness import process  # before torch
 import calibrate
 import lora
 import model as qwen
+from calibrate import CODES
 from harness import config, data, hf
 from harness.config import setting
 from harness.data import STYLES
@@ -36,7 +37,7 @@ class Conversion:
     calibrate: int = setting(0, "choose the codes by the model's answers to this many training "
                              "problems", "[0, 1e5]")
     codes: str | None = setting(None, "how the codes are chosen (default: gptq with --calibrate, "
-                                "search without)", choices=calibrate.CODES)
+                                "search without)", choices=CODES)
     data: str = setting("gsm8k", "the problems, as in train.py")
     prompt_style: str = setting("boxed", "as in train.py", choices=sorted(STYLES))
     seed: int = setting(0, "which problems, which answers", "[0, 2e18]")
