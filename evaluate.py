@@ -27,9 +27,9 @@ import nvfp4
 import rewards
 from answers import can_read
 from harness import config, data, hf, plugin
-from harness.figures import measure, paired
-from harness.files import json_line, named, read_rows, write_atomically
-from harness.ranks import KERNELS, choose_device, settle_cpu
+from harness.figures import evaluation_figures, paired_figures
+from harness.files import errors_name_file, json_line, read_rows, write_atomically
+from harness.ranks import KERNELS, choose_device, configure_cpu
 from sampler import Sampler, Sampling, engine_for, rollouts_of
 
 
@@ -116,7 +116,7 @@ def load_model(args, folder, device, tokenizer):
     """-> the model of --base and --dtype, with --adapter."""
     args.base = hf.base_of(folder, args.base)
     model = qwen.load(folder, args.base, device, args.dtype, tokenizer.vocab_size)
-    settle_cpu(model)
+    configure_cpu(model)
     if args.adapter:
         lora.load_adapter(model, args.adapter)
     return model
@@ -175,7 +175,8 @@ def prove_adapter(model, sampler, prompt, max_new_tokens):
 
 def set_up(args, of_run):
     """-> tokenizer, problems, sampler, plug-in, rows of --against, adapter's shift."""
-    device = choose_device(args)
+    device, _ = choose_device(args.device, args.kernels, args.model)
+    args.device = args.device or device.type
     plug_in = plugin.Reward(args.reward) if args.reward else None
     others = read_results(args.against) if args.against else None
     if args.adapter:
@@ -184,7 +185,7 @@ def set_up(args, of_run):
     tokenizer = data.Tokenizer(folder)
     problems = problems_of(args, of_run, tokenizer)
     if others is not None:
-        paired([{**vars(p), "correct": 0.0} for p in problems], others)
+        paired_figures([{**vars(p), "correct": 0.0} for p in problems], others)
     longest = max(len(p.prompt) for p in problems)
     if args.max_new_tokens is None:
         args.max_new_tokens = max(1, min(4096, hf.max_positions(folder) - longest))
@@ -229,7 +230,7 @@ def answer(args, tokenizer, problems, sampler, plug_in):
     began = time.perf_counter()
     idle = None
     file = open(args.out, "x") if args.out else open(os.devnull, "w")
-    with named(args.out), file as out, tqdm(unit=" tokens", unit_scale=True) as bar:
+    with errors_name_file(args.out), file as out, tqdm(unit=" tokens", unit_scale=True) as bar:
         with suppress(KeyboardInterrupt):
             idle = sampler.generate([p.prompt for p in problems], args.samples, sampling,
                                     progress=progress).idle
@@ -249,11 +250,11 @@ def main():
         rows, seconds, idle = answer(args, tokenizer, problems, sampler, plug_in)
     count = len(rows) // args.samples
     if rows:
-        figures = measure(rows, args.samples)
+        figures = evaluation_figures(rows, args.samples)
         if plug_in:
             figures["reward"] = torch.tensor([row["task"] for row in rows]).nanmean().item()
         if others is not None and idle is not None:
-            figures |= paired(rows, others)
+            figures |= paired_figures(rows, others)
         tokens = sum(row["length"] for row in rows)
         figures |= {"n": count,
                     "unreadable": sum(not can_read(p.answer) for p in problems),
@@ -271,7 +272,7 @@ def show(args, figures, shift):
         values = value if isinstance(value, list) else [value]
         print(f"{name:15}", *(f"{v:.4g}" if isinstance(v, float) else v for v in values))
     hardware = torch.cuda.get_device_name() if args.device.startswith("cuda") else "cpu"
-    about = process.about(hardware)
+    about = process.provenance(hardware)
     print(json_line({**vars(args), **figures, "adapter_shift": shift, **about}), end="")
 
 

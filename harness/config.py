@@ -17,7 +17,7 @@ import grpo
 import nvfp4
 from harness import data
 from harness.files import read_json
-from harness.process import short
+from harness.process import short_repr
 from harness.ranks import KERNELS, say
 
 # Defaults when no --model is given: the embedded model, and sizes for two CPU cores.
@@ -195,7 +195,7 @@ def flags_of(path):
         if action.dest in held:
             flags[action.dest] = value = held[action.dest]
             if not can_hold(action, value):
-                raise ValueError(f"{path}: {action.dest} is {short(value)}, which "
+                raise ValueError(f"{path}: {action.dest} is {short_repr(value)}, which "
                                  f"{action.option_strings[0]} cannot be")
     return from_anywhere(flags)
 

@@ -20,7 +20,7 @@ from collections import deque
 
 import torch
 
-from harness.figures import interval
+from harness.figures import confidence_interval
 from harness.files import read_log
 from harness.ranks import RANK, WORLD, say
 
@@ -135,7 +135,7 @@ def farewell(run):
     texts = []
     for accuracy in [m["eval_accuracy"] for m in metrics if "eval_accuracy" in m]:
         right = round(accuracy * n)
-        mean, low, high = interval([1.0] * right + [0.0] * (n - right))
+        mean, low, high = confidence_interval([1.0] * right + [0.0] * (n - right))
         texts.append(f"{mean:.1%} [{low:.1%}, {high:.1%}]")
     before = f"{texts[0]} before" if texts else "lost"
     after = f", {texts[-1]} after" if texts[1:] else ""

@@ -24,10 +24,10 @@ import lora
 import model as qwen
 from fast import memory
 from harness import data, hf, plugin, process
-from harness.checkpoints import Folder
+from harness.checkpoints import RunFolder
 from harness.config import check_flags
 from harness.files import read_json
-from harness.ranks import RANK, WORLD, choose_device, gather, join, say, settle_cpu
+from harness.ranks import RANK, WORLD, choose_device, configure_cpu, gather, join_ranks, say
 from harness.trackers import Tracker
 from learner import Learner
 from sampler import BLOCK, Sampler, engine_for
@@ -54,7 +54,7 @@ class Run:
     model: qwen.Qwen2
     learner: Learner
     sampler: Sampler
-    folder: Folder
+    folder: RunFolder
     tracker: Tracker
     bar: tqdm                                    # off where there is no terminal
 
@@ -70,12 +70,13 @@ def prepare(args, before):
         args.lora_alpha = config["lora_alpha"]
         args.train_norms = bool(config.get("modules_to_save"))
     check_flags(args, before)
-    device = choose_device(args)
+    device, _ = choose_device(args.device, args.kernels, args.model)
+    args.device = args.device or device.type
     plug_in = plugin.Reward(args.reward) if args.reward else None
     tokenizer, problems, held_out = read_problems(args)
     if device.type == "cuda":
         memory.bound(args.memory_gib, device)
-    join(device)
+    join_ranks(device)
     model = read_model(args, tokenizer, problems, device)
     learner = Learner(model, loss_of(args), args.temperature, args.max_grad_norm, args.weight_decay)
     sampler = divide_memory(args, model, learner, len(held_out))
@@ -84,7 +85,7 @@ def prepare(args, before):
         lora.save_adapter(model, folder, tensors["master"])
 
     misses = torch.zeros(len(problems), dtype=torch.int32)
-    folder = Folder(Path(args.out), learner.tensors() | {"misses": misses}, write_adapter)
+    folder = RunFolder(Path(args.out), learner.tensors() | {"misses": misses}, write_adapter)
     tracker = Tracker(args.report_to, Path(args.out), vars(args))
     no_bar = RANK > 0 or not sys.stderr.isatty()
     bar = tqdm(total=args.steps, unit="step", dynamic_ncols=True, smoothing=0, disable=no_bar)
@@ -117,7 +118,7 @@ def read_model(args, tokenizer, problems, device):
     if args.calibrate:
         folder = calibrated(args, folder, tokenizer, problems, device)
     model = qwen.load(folder, base, device, args.dtype, tokenizer.vocab_size)
-    settle_cpu(model)
+    configure_cpu(model)
     going_on = any(Path(args.out, "checkpoints").glob("step_*"))        # not if killed before one
     if args.adapter and not going_on:
         lora.load_adapter(model, args.adapter)
@@ -176,7 +177,7 @@ def begin(run):
     device = run.model.device
     cores = f"{os.cpu_count()} CPU cores"
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else cores
-    about = {"about": process.about(f"{WORLD} x {hardware}")}
+    about = {"about": process.provenance(f"{WORLD} x {hardware}")}
     counters = run.folder.start(vars(args) | about, args.resume)
     run.learner.restore(counters)
     mine = run.learner.tensors()["master"].cpu().numpy().tobytes()

@@ -16,14 +16,14 @@ import torch
 from safetensors.torch import load_file, save
 
 from harness import checkpoints
-from harness.checkpoints import Checkpoints, Folder, ending_with, signals_wait, trim_log
+from harness.checkpoints import Checkpoints, RunFolder, ending_with, signals_wait, trim_log
 from harness.process import Stopped
 
 
 @pytest.fixture
 def handlers():
     """Puts the process's signal handlers back."""
-    before = {number: signal.getsignal(number) for number in checkpoints.SIGNALS}
+    before = {number: signal.getsignal(number) for number in checkpoints.STOP_SIGNALS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -83,7 +83,7 @@ def test_saving_writes_the_last_whole_step_and_never_touches_what_is_trained(tmp
     # place of a trained one.
     live = some_live()
     whole = {name: t.clone() for name, t in live.items()}
-    folder = Folder(tmp_path, live, lambda tensors, path: written.append((tensors["master"].clone(), path)))
+    folder = RunFolder(tmp_path, live, lambda tensors, path: written.append((tensors["master"].clone(), path)))
     written = []
     folder.snapshot({"step": 2})
     with torch.no_grad():                                                 # the middle of step 2
@@ -104,7 +104,7 @@ def test_before_the_first_whole_step_there_is_nothing_to_save(tmp_path):
     def write(*_):
         raise AssertionError("there is no step to write the adapter of")
 
-    assert Folder(tmp_path, some_live(), write).save() == "nothing was changed"
+    assert RunFolder(tmp_path, some_live(), write).save() == "nothing was changed"
     assert not list(tmp_path.iterdir())
 
 
@@ -305,13 +305,13 @@ def test_where_there_are_no_locks_run_json_is_made_once(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "fcntl", None)
     for _ in range(2):
         checkpoints.claim(tmp_path, False)
-    Folder(tmp_path, some_live(), lambda *_: None).start({}, resume=False)
+    RunFolder(tmp_path, some_live(), lambda *_: None).start({}, resume=False)
     with pytest.raises(FileExistsError):
-        Folder(tmp_path, some_live(), lambda *_: None).start({}, resume=False)
+        RunFolder(tmp_path, some_live(), lambda *_: None).start({}, resume=False)
 
 
 def test_a_new_run_writes_its_flags_first(tmp_path):
-    folder = Folder(tmp_path, some_live(), lambda *_: None)
+    folder = RunFolder(tmp_path, some_live(), lambda *_: None)
     assert folder.start({"lr": 1e-5, "model": "x"}, resume=False) == {}
     assert json.loads((tmp_path / "run.json").read_text()) == {"lr": 1e-5, "model": "x"}
     assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
@@ -323,7 +323,7 @@ def test_a_resumed_run_has_the_checkpoints_state_in_place_and_logs_cut_to_it(tmp
         (tmp_path / name).write_text("".join(json.dumps({"step": step}) + "\n" for step in range(4)))
     live, written = {name: torch.zeros_like(t) for name, t in some_live().items()}, []
     addresses = [t.data_ptr() for t in live.values()]
-    folder = Folder(tmp_path, live, lambda tensors, path: written.append(tensors["master"].clone()))
+    folder = RunFolder(tmp_path, live, lambda tensors, path: written.append(tensors["master"].clone()))
     assert folder.start({}, resume=True) == {"step": 2, "cursor": 14}
     assert all(torch.equal(live[name], t) for name, t in some_live().items())
     assert addresses == [t.data_ptr() for t in live.values()]
@@ -336,7 +336,7 @@ def test_a_resumed_run_has_the_checkpoints_state_in_place_and_logs_cut_to_it(tmp
 
 def test_other_ranks_neither_read_nor_write(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "RANK", 1)
-    folder = Folder(tmp_path, some_live(), lambda *_: (_ for _ in ()).throw(AssertionError("rank 1 wrote")))
+    folder = RunFolder(tmp_path, some_live(), lambda *_: (_ for _ in ()).throw(AssertionError("rank 1 wrote")))
     folder.snapshot({"step": 1})
     folder.log("metrics.jsonl", [{"step": 0}])
     assert folder.save() == "step 1 is saved" and not list(tmp_path.iterdir())
@@ -356,10 +356,10 @@ def test_a_signal_waits_until_files_and_memory_agree(handlers):
             done.append("log")
             done.append("keep")
 
-    done, before = [], [signal.getsignal(number) for number in checkpoints.SIGNALS]
+    done, before = [], [signal.getsignal(number) for number in checkpoints.STOP_SIGNALS]
     with pytest.raises(Stopped, match="stopped by SIGTERM"):
         whole()
-    assert done == ["log", "keep"] and [signal.getsignal(number) for number in checkpoints.SIGNALS] == before
+    assert done == ["log", "keep"] and [signal.getsignal(number) for number in checkpoints.STOP_SIGNALS] == before
     with signals_wait():
         pass
 
@@ -425,6 +425,6 @@ def test_a_pipe_is_not_waited_for(tmp_path):
 
 
 def test_numbers_that_are_not_finite_are_null_in_a_log(tmp_path):
-    folder = Folder(tmp_path, some_live(), lambda *_: None)
+    folder = RunFolder(tmp_path, some_live(), lambda *_: None)
     folder.log("a.jsonl", [{"x": float("nan"), "parts": {"y": -float("inf")}, "z": 1}])
     assert (tmp_path / "a.jsonl").read_text() == '{"x": null, "parts": {"y": null}, "z": 1}\n'

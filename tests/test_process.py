@@ -47,7 +47,7 @@ def run_here(folder, monkeypatch, program, *flags):
     ["tools/chat.py", "--model", TINY, "--device", "cpu", "--question", "1+1?"]])
 def test_ctrl_c_while_loading_leaves_no_file(tmp_path, monkeypatch, argv):
     monkeypatch.setattr(model, "load", lambda *_: signal.raise_signal(signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt):                 # process.report says the line
+    with pytest.raises(KeyboardInterrupt):                 # process.report_uncaught prints the line
         run_here(tmp_path, monkeypatch, *argv)
     assert not [p for p in tmp_path.rglob("*") if p.is_file()]
 

@@ -27,7 +27,7 @@ def test_shares_are_the_list_in_order_and_differ_by_one_at_most(monkeypatch, wor
 def test_alone_every_function_of_ranks_is_the_identity():
     tensor = torch.ones(3)
     assert ranks.gather(["a", "b"]) == ["a", "b"] and ranks.all_sum(tensor) is tensor
-    ranks.join(torch.device("cpu"))
+    ranks.join_ranks(torch.device("cpu"))
     assert tensor.tolist() == [1, 1, 1] and not torch.distributed.is_initialized()
 
 
@@ -73,6 +73,15 @@ def test_the_kernels_are_chosen_by_the_gpu_and_refused_in_one_line(capability, w
     assert str(error.value) == want
 
 
+def test_a_program_is_told_its_device_and_its_kernels(fake_gpu, monkeypatch, capsys):
+    assert ranks.choose_device("cpu", "auto", "nowhere") == (torch.device("cpu"), None)
+    assert capsys.readouterr().out == ""
+    fake_gpu((8, 0))
+    monkeypatch.setattr(ranks.importlib.util, "find_spec", lambda name: name)
+    assert ranks.choose_device(None, "auto", "nowhere") == (torch.device("cuda", 0), "portable")
+    assert capsys.readouterr().out == "decode kernels: portable, on a GPU\n"
+
+
 def test_a_cpu_has_no_kernels():
     assert ranks.kernels_for(torch.device("cpu"), "auto") is None
     with pytest.raises(ValueError, match="--kernels portable: for a GPU, --device is cpu"):
@@ -87,7 +96,7 @@ def test_a_gradient_that_rows_share_is_added_up_in_one_order_on_a_cpu():
     before = torch.get_num_threads(), torch.get_deterministic_debug_mode()
     try:
         torch.set_num_threads(2)
-        ranks.settle_cpu(SimpleNamespace(device=torch.device("cpu"), config=SimpleNamespace(width=128)))
+        ranks.configure_cpu(SimpleNamespace(device=torch.device("cpu"), config=SimpleNamespace(width=128)))
         sums = set()
         for _ in range(1000):
             x = torch.zeros(1500, 128, requires_grad=True)

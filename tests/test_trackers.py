@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from harness import trackers
-from harness.process import Stopped, stop
+from harness.process import Stopped, stop_on_signal
 from harness.trackers import Tracker
 
 
@@ -61,7 +61,7 @@ def test_a_tracker_that_fails_is_said_once_and_ends_nothing_else(fails_at, tmp_p
 
 def test_a_stop_within_a_tracker_stops_the_run(tmp_path, monkeypatch):
     Service(monkeypatch)
-    monkeypatch.setattr(sys.modules["wandb"], "log", lambda metrics, step: stop(signal.SIGTERM))
+    monkeypatch.setattr(sys.modules["wandb"], "log", lambda metrics, step: stop_on_signal(signal.SIGTERM))
     with pytest.raises(Stopped):
         Tracker("wandb", tmp_path, {}).log(STEPS[0])
 

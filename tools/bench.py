@@ -34,8 +34,8 @@ from attention import lay_out
 from fast import memory
 from harness import config
 from harness.prepare import divide_memory
-from harness.ranks import (KERNELS, LOCAL_RANK, WORLD, capability, choose_device, gather, join,
-                           kernels_for, say, share)
+from harness.ranks import (KERNELS, LOCAL_RANK, WORLD, capability, choose_device, gather,
+                           join_ranks, say, share)
 from learner import Learner
 from lora import Adapter, Linear
 from sampler import Sampler, Sampling, engine_for
@@ -224,7 +224,7 @@ def rollout(args):
 def step(args):
     """A GRPO step on random weights, twice: the first compiles. Under torchrun, a rank's share."""
     memory.bound(args.memory_gib, DEVICE)
-    join(DEVICE)
+    join_ranks(DEVICE)
     G = args.group_size
     B = args.prompts * G
     model = random_model(args)
@@ -267,7 +267,7 @@ COMMANDS = {"linears": linears, "rollout": rollout, "step": step}
 def measure(args):
     """Runs a command and prints its flags, commit, versions, GPU and figures."""
     figures = COMMANDS[args.command](args)
-    about = process.about(torch.cuda.get_device_name())
+    about = process.provenance(torch.cuda.get_device_name())
     properties = torch.cuda.get_device_properties(DEVICE)
     gpu = {name: getattr(properties, name, None) for name in SIZES_OF_GPU}       # not in all torch
     say(json.dumps({**vars(args), **about, "gpu": gpu, **figures}))
@@ -310,7 +310,7 @@ def main():
         config.check_ranges(args, {name: config.RANGES[name] for name in RANGED})
         if not torch.cuda.is_available():
             raise ValueError("measures a GPU and there is none")
-        args.kernels = kernels_for(choose_device(args), args.kernels)
+        _, args.kernels = choose_device(args.device, args.kernels, args.model)
         if args.command == "step" and args.lora_rank < 1:
             raise ValueError(f"--lora-rank {args.lora_rank}: the learner trains an adapter")
         measure(args)

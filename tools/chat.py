@@ -105,7 +105,7 @@ def main():
         args = parse_args()
         data.style_of(args.prompt_style)
         with redirect_stdout(sys.stderr):        # what is said of a GPU or a folder is no answer
-            device = choose_device(args)
+            device, _ = choose_device(args.device, args.kernels, args.model)
             folder = hf.resolve(args.model)
             tokenizer = data.Tokenizer(folder)
             model = load_model(args, folder, device, tokenizer)
