@@ -107,7 +107,7 @@ def check(args, of_run):
     if args.temperature == 0:                    # greedy ignores the two: say so in the figures
         args.top_p = 1.0
         args.top_k = 0
-    data.style_of(args.prompt_style)
+    data.prompt_function(args.prompt_style)
     if args.data:
         data.check_source(args.data)
 

@@ -4,7 +4,7 @@ The folder of a run: who may write there, its logs, and checkpoints that survive
     runs/x/run.json                                the flags, and what ran them
           /metrics.jsonl, samples.jsonl            one line a step, one line a completion
           /checkpoints/step_000040/state.safetensors     the tensors that training changes
-                                  /state.json            the counters, SHA-256 of both files' content
+                                  /state.json            the counters, SHA-256 of both files
           /adapter/, adapters/NAME/                PEFT folders: of the last save; kept for good
 
 Training changes its tensors in place, one after the other, in the middle of a step. Saved there,

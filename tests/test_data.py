@@ -75,10 +75,10 @@ def test_golds_are_found_under_the_names_in_use(tmp_path, row, answer):
     (r'{"question": "\ud800", "answer": "1"}', "half a surrogate pair"),
     ('{"prompt": [], "answer": "1"}', "has no question"),
     (r'{"question": "q", "answer": "1", "id": "\udc00"}', "half a surrogate pair"), ("3", "not an object but int"),
-    *((json.dumps({"prompt": [{"role": role, "content": "1+1"} for role in roles], "answer": "2"}), "is no chat of")
+    *((json.dumps({"prompt": [{"role": role, "content": "1+1"} for role in roles], "answer": "2"}), "a chat must be a user's text")
       for roles in (["user", "assistant"], ["system"], ["user", "assistant", "user"], [None])),
-    ('{"prompt": [{"role": "system", "content": 3}, {"role": "user", "content": "q"}], "answer": "1"}', "is no chat"),
-    ('{"prompt": [{"role": "user", "content": [{"text": "q"}]}], "answer": "1"}', "is no chat of a user's text"),
+    ('{"prompt": [{"role": "system", "content": 3}, {"role": "user", "content": "q"}], "answer": "1"}', "a chat must be"),
+    ('{"prompt": [{"role": "user", "content": [{"text": "q"}]}], "answer": "1"}', "a chat must be a user's text"),
     ('{"prompt": [3], "answer": "1"}', "has no question"), ('{"question": {"a": 1}, "answer": "1"}', "has no question"),
     ('{"frage": "q", "answer": "1"}', r"none of question, problem, prompt holds one \(its fields: frage, answer\)"),
     ('{"question": "q", "gold": "1"}', "none of answer, final_answer, ground_truth, solution holds one"),
@@ -90,11 +90,21 @@ def test_a_bad_line_ends_the_load_with_file_line_and_what_is_missing(tmp_path, l
         data.load_problems(str(path))
 
 
-def test_objects_may_take_several_lines(tmp_path):
-    path = tmp_path / "x.json"
-    path.write_text(json.dumps({"question": "a", "answer": "1"}, indent=2) + "\n"
-                    + json.dumps({"question": "b", "answer": "2"}, indent=2))
-    assert data.load_problems(str(path)) == [Problem("x-1", "a", "1"), Problem("x-5", "b", "2")]
+@pytest.mark.parametrize("text,message", [
+    ('{"question": "a", "answer": "1"}\n{"question": "b", "answer": "2"}', "Extra data.*one row a line is a .jsonl"),
+    ('{"question": "a", "answer": "1"}', "must hold a list of rows, this one holds {'question': 'a', 'answer': '1'}"),
+    ('[{"question": NaN}]', "NaN is no JSON"), ("", "Expecting value"), ("[" * 100_000, "cannot be read as JSON")])
+def test_a_json_file_that_is_no_list_of_rows_is_refused(tmp_path, text, message):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(ValueError, match=f"x.json: .*{message}") as error:
+        data.load_problems(str(tmp_path / "x.json"))
+    assert "\n" not in str(error.value)
+
+
+def test_rows_of_a_list_are_numbered_by_their_place(tmp_path):
+    (tmp_path / "x.json").write_text(json.dumps([{"question": "a", "answer": "1"}, {"question": "b"}], indent=2))
+    with pytest.raises(ValueError, match="x.json:2: has no answer"):
+        data.load_problems(str(tmp_path / "x.json"))
 
 
 def test_a_reward_of_ones_own_needs_no_gold_and_sees_every_field(tmp_path):
@@ -131,7 +141,7 @@ def test_a_line_separator_inside_a_string_does_not_split_the_line(tmp_path):
     assert data.load_problems(str(path))[0].question == "a\u2028b"
 
 
-def test_json_may_be_a_list_or_lines(tmp_path):
+def test_a_json_list_and_jsonl_lines_hold_the_same_problems(tmp_path):
     rows = [{"id": 7, "question": "a", "answer": 1}, {"question": "b", "answer": "2"}]
     (tmp_path / "x.json").write_text(json.dumps(rows, indent=2))
     want = [Problem("7", "a", "1"), Problem("x-2", "b", "2")]
@@ -142,8 +152,8 @@ def test_json_may_be_a_list_or_lines(tmp_path):
 @pytest.mark.parametrize("reward,kept", [(None, ["1", "2"]), ("my:function", ["1", r"2^{\aleph_0}", "2"])])
 def test_golds_that_the_grader_cannot_read_are_left_out_and_counted(tmp_path, capsys, reward, kept):
     rows = [{"question": "q", "answer": answer} for answer in ("1", r"2^{\aleph_0}", "2")]
-    args = SimpleNamespace(reward=reward, prompt_style="plain", max_prompt_tokens=512)
-    problems = data.encoded_problems(args, Tokenizer(TINY), write(tmp_path / "x.jsonl", *rows), "train")
+    settings = SimpleNamespace(reward=reward, prompt_style="plain", max_prompt_tokens=512)
+    problems = data.usable_problems(settings, Tokenizer(TINY), write(tmp_path / "x.jsonl", *rows), "train")
     assert [p.answer for p in problems] == kept
     said = "x.jsonl: 1 problems left out, their answers cannot be read\n"
     assert capsys.readouterr().out.endswith(said) == (reward is None)
@@ -194,14 +204,17 @@ def test_a_hub_data_set_is_read_from_its_downloaded_files(tmp_path, monkeypatch)
     assert [p.question for p in data.load_problems("some/set", "test")] == ["c"]
 
 
-def test_the_files_of_one_split_and_configuration_are_picked():
+def test_the_files_of_one_split_in_one_folder_are_picked():
     gsm8k = ["README.md", "main/test-00000-of-00001.parquet", "main/train-00000-of-00001.parquet",
              "socratic/test-00000-of-00001.parquet", "socratic/train-00000-of-00001.parquet"]
     assert data.pick_files(gsm8k, "openai/gsm8k:main", "test") == ["main/test-00000-of-00001.parquet"]
-    with pytest.raises(ValueError, match=":main, :socratic"):
+    with pytest.raises(ValueError, match="test files in several folders: give openai/gsm8k:main or openai/gsm8k:socr"):
         data.pick_files(gsm8k, "openai/gsm8k", "test")
-    assert data.pick_files(["data/dapo-math-17k.parquet"], "x/dapo", "train") == ["data/dapo-math-17k.parquet"]
-    assert data.pick_files(["data/dapo-math-17k.parquet"], "x/dapo", "test") == []
+    levels = ["level_3/train-0.jsonl", "level_3_4/train-0.jsonl"]
+    assert data.pick_files(levels, "x/bigmath:level_3", "train") == levels[:1]
+    others = ["training.jsonl", "data/trainer.json", "data/problems.jsonl", "validation.jsonl", "latest.jsonl"]
+    assert data.pick_files([*others, "train.jsonl"], "x/y", "train") == ["train.jsonl"]
+    assert data.pick_files(others, "x/y", "train") == data.pick_files(others, "x/y", "test") == []
     assert data.pick_files(["test.jsonl", "test.parquet"], "x/y", "test") == ["test.jsonl"]      # pyarrow not needed
 
 
@@ -391,8 +404,8 @@ def test_over_long_prompts_are_dropped_and_counted_never_cut(tmp_path, capsys):
     source = write(tmp_path / "x.jsonl", *({"id": n, "question": "x" * n, "answer": "1"} for n in (1, 50, 2, 51)))
     problems = data.load_problems(source)
     fifty, = data.encode_prompts(tokenizer, problems[1:2], "boxed")
-    args = SimpleNamespace(reward=None, prompt_style="boxed", max_prompt_tokens=len(fifty.prompt))
-    kept = data.encoded_problems(args, tokenizer, source, "train")
+    settings = SimpleNamespace(reward=None, prompt_style="boxed", max_prompt_tokens=len(fifty.prompt))
+    kept = data.usable_problems(settings, tokenizer, source, "train")
     assert [p.id for p in kept] == ["1", "50", "2"]
     assert f"1 prompts of more than {len(fifty.prompt)} tokens left out" in capsys.readouterr().out
     assert all(p.question + "\n" in tokenizer.decode(p.prompt) for p in kept)
@@ -425,12 +438,12 @@ def test_a_prompt_of_ones_own_is_text_or_turns_of_text_that_end_with_the_users(m
 # Order.
 
 def test_every_epoch_visits_each_problem_once_in_another_order():
-    epochs = [data.order(100, seed=3, epoch=e) for e in range(4)]
+    epochs = [data.epoch_order(100, seed=3, epoch=e) for e in range(4)]
     assert all(sorted(e) == list(range(100)) for e in epochs)
-    assert len({tuple(e) for e in epochs} | {tuple(data.order(100, seed=4, epoch=0))}) == 5
+    assert len({tuple(e) for e in epochs} | {tuple(data.epoch_order(100, seed=4, epoch=0))}) == 5
 
 
 def test_steps_walk_the_epochs_and_resume_anywhere():
-    walk = data.order(10, 0, 0) + data.order(10, 0, 1) + data.order(10, 0, 2)
+    walk = data.epoch_order(10, 0, 0) + data.epoch_order(10, 0, 1) + data.epoch_order(10, 0, 2)
     assert [i for cursor in range(0, 28, 4) for i in data.step_indices(10, 0, cursor, 4)] == walk[:28]
     assert data.step_indices(10, 0, 7, 16) == walk[7:23]                  # over two epoch ends, from the cursor alone

@@ -72,7 +72,7 @@ def test_every_tensor_of_a_folder_comes_as_it_was_written(tiny, tmp_path, files)
 
 def test_an_index_that_maps_nothing_is_refused(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": []}')
-    with pytest.raises(ValueError, match=r"index.json: weight_map is \[\], no object"):
+    with pytest.raises(ValueError, match=r"index.json: weight_map is \[\], expected an object"):
         Shards(tmp_path)
 
 

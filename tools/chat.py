@@ -103,7 +103,7 @@ def talk(chat):
 def main():
     with process.one_line("chat"):
         args = parse_args()
-        data.style_of(args.prompt_style)
+        data.prompt_function(args.prompt_style)
         with redirect_stdout(sys.stderr):        # what is said of a GPU or a folder is no answer
             device, _ = choose_device(args.device, args.kernels, args.model)
             folder = hf.resolve(args.model)
