@@ -95,7 +95,7 @@ def prepare(args, before):
 
 def read_problems(args):
     """-> tokenizer, problems to train on, problems held out. A resumed run's must be the same."""
-    data.style_of(args.prompt_style)
+    data.prompt_function(args.prompt_style)
     data.check_source(args.data)
     data.check_source(args.eval_data or args.data)
     folder = hf.resolve(args.model, weights=False)

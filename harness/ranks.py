@@ -117,7 +117,7 @@ def configure_cpu(model) -> None:
     waiting for each other than computing.
     """
     if model.device.type == "cpu":
-        # torch.use_deterministic_algorithms(True) does the same, but imports torch's compiler first.
+        # torch.use_deterministic_algorithms(True) does the same, but imports the compiler as well.
         torch.set_deterministic_debug_mode("error")
         # The mode would also fill every torch.empty() with NaN, for debugging.
         torch.utils.deterministic.fill_uninitialized_memory = False
