@@ -147,7 +147,7 @@ def claim(folder: Path, resume: bool) -> None:
     except OSError as error:
         raise ValueError(f"--out {folder}: {error.strerror}") from None
     if not os.access(folder, os.W_OK):
-        raise ValueError(f"--out {folder}: not writable")
+        raise ValueError(f"--out {folder}: the folder is not writable")
     if fcntl:
         # The lock is on the open handle. The system drops it with the process, however that ends:
         # unlike a lock file, it cannot be left over. So the handle stays open on purpose.

@@ -70,7 +70,7 @@ def check_source(source: str) -> None:
     """ValueError for a --data that cannot be meant; downloads nothing."""
     if names_a_file(source):
         if not Path(source).is_file():
-            raise ValueError(f"no data file {source}")
+            raise ValueError(f"there is no data file {source}")
     elif source != "arithmetic" and source not in KNOWN and not re.fullmatch(HUB_ID, source):
         raise ValueError(f"unknown data {source!r}: give a file ending in {', '.join(SUFFIXES)}, a "
                          f"hub id owner/name, arithmetic, or one of {', '.join(KNOWN)}")
@@ -239,7 +239,8 @@ class Tokenizer:
         self.file.no_padding()
         vocab = self.file.get_vocab()            # with the added tokens
         if not {"<|im_start|>", "<|im_end|>"} <= vocab.keys():
-            raise ValueError(f"{path}: lacks <|im_start|> or <|im_end|>: not Qwen's chat format")
+            raise ValueError(f"{path}: lacks <|im_start|> or <|im_end|>, which Qwen's chat "
+                             "format needs")
         # The library silently gives an added token the next free id if the file's leaves a gap.
         # The model was trained with the file's.
         for token in json.loads(text).get("added_tokens", ()):
@@ -390,7 +391,7 @@ def usable_problems(settings, tokenizer: Tokenizer, source: str, split: str) -> 
     if long:
         say(f"{source}: {long} prompts of more than {settings.max_prompt_tokens} tokens left out")
     if len(problems) < 2:
-        raise ValueError(f"{source}: {len(problems)} problems are left, need 2")
+        raise ValueError(f"{source}: {len(problems)} problems can be used, a run needs at least 2")
     return problems
 
 

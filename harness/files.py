@@ -47,7 +47,7 @@ def parse_json(text: str) -> object:
     does not have, and for brackets nested deeper than Python's stack.
     """
     def refuse_constant(name):
-        raise ValueError(f"{name} is no JSON")
+        raise ValueError(f"{name} is not JSON")
 
     try:
         return json.loads(text, parse_constant=refuse_constant)
@@ -93,7 +93,7 @@ def read_rows(path: Path) -> list[tuple[int, object]]:
             try:
                 rows.append((number, parse_json(line)))
             except ValueError as error:
-                raise ValueError(f"{path}:{number}: not JSON: {first_line(error)}") from None
+                raise ValueError(f"{path}:{number}: is not JSON ({first_line(error)})") from None
     return rows
 
 
@@ -104,7 +104,7 @@ def read_parquet(path: Path) -> list[dict]:
     except ImportError:
         raise ValueError(f"{path}: reading parquet needs pip install pyarrow") from None
     except Exception as error:                   # pyarrow's errors have no common class
-        raise ValueError(f"{path}: not parquet ({first_line(error)})") from None
+        raise ValueError(f"{path}: is not a parquet file ({first_line(error)})") from None
 
 
 def read_log(path: Path) -> Iterator[tuple[dict, int]]:
@@ -138,7 +138,7 @@ def check_keys(path: str | Path, value: dict, rules: dict[str, tuple]) -> None:
     for key, (expected, test, needed) in rules.items():
         if value.get(key) is None:
             if needed:
-                raise ValueError(f"{path}: no {key}")
+                raise ValueError(f"{path}: lacks {key}, expected {expected}")
         elif not test(value[key]):
             raise ValueError(f"{path}: {key} is {short_repr(value[key])}, expected {expected}")
 

@@ -59,7 +59,7 @@ def resolve(name: str | Path, weights: bool = True) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise ValueError(f"--model {name}: not downloadable ({first_line(error)})") from None
+        raise ValueError(f"--model {name}: cannot be downloaded ({first_line(error)})") from None
 
 
 def base_of(folder: Path, base: str | None) -> str:
@@ -104,19 +104,19 @@ class Shards:
         held = {file: self._open(file).keys() for file in sorted(set(self.names.values()))}
         for name, file in self.names.items():
             if name not in held[file]:
-                raise ValueError(f"{file}: no tensor {name}, which {index.name} places there")
+                raise ValueError(f"{file}: has no tensor {name}, which {index.name} places there")
 
     def _open(self, path):
         if not path.is_file():                   # opening a pipe would wait for ever
-            raise ValueError(f"{path}: {'no regular file' if path.exists() else 'missing'}")
+            raise ValueError(f"{path}: {'no regular file' if path.exists() else 'is missing'}")
         try:
             return safe_open(path, framework="pt")
         except SafetensorError as error:         # also if the header and the file's size disagree
-            raise ValueError(f"{path}: cut off, or not a safetensors file ({error})") from None
+            raise ValueError(f"{path}: is cut off, or not a safetensors file ({error})") from None
 
     def _file_of(self, name):
         if name not in self.names:
-            raise ValueError(f"{self.folder}: no tensor {name} in its safetensors files")
+            raise ValueError(f"{self.folder}: has no tensor {name} in its safetensors files")
         return self._open(self.names[name])
 
     def get(self, name: str, device: str | torch.device = "cpu") -> torch.Tensor:
@@ -165,8 +165,8 @@ class ModelFolder(Shards):
         unused = [name for name, match in matches.items()
                   if not match or int(match[1] or 0) >= self.config["num_hidden_layers"]]
         if unused:
-            raise ValueError(f"{folder}: {len(unused)} tensors that config.json does not account "
-                             f"for, first {min(unused)}")
+            raise ValueError(f"{folder}: holds {len(unused)} tensors that config.json does not "
+                             f"account for, first {min(unused)}")
         self.base = base
         self.device = device
         self.dtype = dtype
@@ -235,7 +235,9 @@ def read_qwen2(path: Path) -> dict:
     KV = config["num_key_value_heads"]
     if D % (2 * H) or H % KV or config.get("head_dim", D // H) != D // H:
         raise ValueError(f"{path}: hidden_size is {D}, num_attention_heads {H}, num_key_value_heads"
-                         f" {KV}, head_dim {config.get('head_dim')}: heads do not divide")
+                         f" {KV}, head_dim {config.get('head_dim')}; expected an even head_dim of "
+                         "hidden_size / num_attention_heads, and as many query heads for each "
+                         "key-value head")
     return config
 
 
@@ -289,7 +291,7 @@ def check_nvfp4(section: object, path: Path) -> None:
         known = False
     if not known:
         raise ValueError(f"{path}: quantization_config is not that of compressed-tensors NVFP4 "
-                         "weights")
+                         "weights, the only 4-bit ones that can be read")
 
 
 def load_nvfp4(shards: Shards, name: str, device: str | torch.device = "cpu"
@@ -445,7 +447,7 @@ def read_peft(folder: str | Path) -> tuple[dict, dict[str, torch.Tensor]]:
     try:
         tensors = load(read_bytes(file))
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{file}: not a readable PEFT adapter ({error})") from None
+        raise ValueError(f"{file}: cannot be read as an adapter ({error})") from None
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or not tensor.float().isfinite().all():
             raise ValueError(f"{file}: {name} is {tensor.dtype}, or holds NaN or infinity")

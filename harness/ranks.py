@@ -86,7 +86,7 @@ def kernels_for(device: torch.device, wanted: str) -> str | None:
     """
     if device.type != "cuda":
         if wanted != "auto":
-            raise ValueError(f"--kernels {wanted}: for a GPU, --device is {device}")
+            raise ValueError(f"--kernels {wanted} is for a GPU, --device is {device}")
         return None
     major, minor = capability(device)
     gpu = f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
