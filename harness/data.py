@@ -3,7 +3,7 @@ Problems and prompts: from a file, a data set's name or a generator to lists of 
 
     tokenizer = Tokenizer(folder)
     problems = encode_prompts(tokenizer, load_problems("gsm8k", "train"), "boxed", max_tokens=512)
-    for i in step_indices(len(problems), seed, cursor, 16): ...      # then cursor += 16
+    chosen = problems_at(problems, seed, range(cursor, cursor + 16))          # then cursor += 16
 
 A row without a question or an answer ends the load with its file and line. Passing over it would
 train on a data set other than the one that was named. What is merely of no use is left out and
@@ -421,6 +421,11 @@ def step_indices(n: int, seed: int, cursor: int, count: int) -> list[int]:
     """
     assert n > 0, n
     return [epoch_order(n, seed, i // n)[i % n] for i in range(cursor, cursor + count)]
+
+
+def problems_at(problems: list[Problem], seed: int, places: range) -> list[Problem]:
+    """The problems at consecutive places of a run; place 0 is the first problem that it takes."""
+    return [problems[i] for i in step_indices(len(problems), seed, places.start, len(places))]
 
 
 @lru_cache(2)                                    # a step may end one epoch and begin the next

@@ -47,14 +47,11 @@ KERNELS = "hopper", "portable"                   # --kernels, besides auto
 
 def choose_device(name: str | None, kernels: str, model: str | Path
                   ) -> tuple[torch.device, str | None]:
-    """--device, --kernels and --model of a program -> the device, and the kernels that decode there
-    (None on a CPU), which it prints. ValueError for what this machine does not have.
+    """--device, --kernels and --model of a program -> the device, and which kernels decode there,
+    None on a CPU. ValueError for what this machine does not have.
     """
     device = device_of(name, model)
-    chosen = kernels_for(device, kernels)
-    if chosen:
-        say(f"decode kernels: {chosen}, on {torch.cuda.get_device_name(device)}")
-    return device, chosen
+    return device, kernels_for(device, kernels)
 
 
 def device_of(name: str | None, model: str | Path) -> torch.device:
