@@ -265,12 +265,12 @@ CODES = {
 
 
 def source_of(folder, device):
-    """A 16-bit Qwen2.5 folder -> hf.Checkpoint. ValueError if it cannot be held as NVFP4."""
+    """A 16-bit Qwen2.5 folder -> hf.ModelFolder. ValueError if it cannot be held as NVFP4."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if hf.read_qwen2(folder / "config.json").get("quantization_config"):
         raise ValueError(f"{folder}/config.json: has a quantization_config: it is quantized "
                          "already")
-    files = hf.Checkpoint(folder, "bf16", device, dtype)
+    files = hf.ModelFolder(folder, "bf16", device, dtype)
     for key in ("hidden_size", "intermediate_size"):
         if files.config[key] % 16:
             raise ValueError(f"{folder}/config.json: {key} is {files.config[key]}, not a multiple "
@@ -303,7 +303,7 @@ def to_nvfp4(files, out, codes="search", texts=(), live_vocab=None):
 
 @torch.no_grad()
 def coded_linears(files, codes, texts, live_vocab, about):
-    """Yields (name of a linear, quantize's tensors) of a 16-bit hf.Checkpoint, layer by layer.
+    """Yields (name of a linear, quantize's tensors) of a 16-bit hf.ModelFolder, layer by layer.
 
     codes: of CODES. texts: of Text; without them "search" and "nearest" alone have what they need.
     Their last eighth measures: its KL is said and becomes about["calibration"].

@@ -32,9 +32,9 @@ import rewards
 from answers import can_read
 from harness import config, data, hf, plugin
 from harness.config import Settings, setting
-from harness.figures import measure, paired
-from harness.files import json_line, named, read_rows, write_atomically
-from harness.ranks import KERNELS, choose_device, say, settle_cpu
+from harness.figures import evaluation_figures, paired_figures
+from harness.files import errors_name_file, json_line, read_rows, write_atomically
+from harness.ranks import KERNELS, choose_device, configure_cpu, say
 from sampler import Sampler, Sampling, Sequence, engine_for, rollouts_of
 
 
@@ -121,7 +121,7 @@ def read_flags() -> tuple[Which, Evaluation, Settings | None]:
         os.remove(wanted.out)
     if wanted.temperature == 0:                  # greedy ignores the two: the figures say so
         wanted = dataclasses.replace(wanted, top_p=1.0, top_k=0)
-    data.style_of(wanted.prompt_style)
+    data.prompt_function(wanted.prompt_style)
     if wanted.data:
         data.check_source(wanted.data)
     return which, wanted, run
@@ -131,7 +131,7 @@ def load_model(which: Which, folder: Path, device: torch.device,
                tokenizer: data.Tokenizer) -> qwen.Qwen2:
     """-> the model in `folder`, held as --base and --dtype say, with --adapter."""
     model = qwen.load(folder, which.base, device, which.dtype, tokenizer.vocab_size)
-    settle_cpu(model)
+    configure_cpu(model)
     if which.adapter:
         lora.load_adapter(model, which.adapter)
     return model
@@ -224,7 +224,7 @@ def answer(wanted: Evaluation, tokenizer: data.Tokenizer, problems: list, sample
     began = time.perf_counter()
     idle = None
     file = open(wanted.out, "x") if wanted.out else open(os.devnull, "w")
-    with named(wanted.out), file as out, tqdm(unit=" tokens", unit_scale=True) as bar:
+    with errors_name_file(wanted.out), file as out, tqdm(unit=" tokens", unit_scale=True) as bar:
         with suppress(KeyboardInterrupt):
             idle = sampler.generate(prompts, wanted.samples, sampling, progress=progress).idle
     seconds = time.perf_counter() - began
@@ -249,7 +249,7 @@ def main() -> None:
         tokenizer = data.Tokenizer(folder)
         problems, source = problems_of(wanted, run, tokenizer)
         if others is not None:                   # ValueError if no problem is in both
-            paired([{**vars(problem), "correct": 0.0} for problem in problems], others)
+            paired_figures([{**vars(problem), "correct": 0.0} for problem in problems], others)
         longest = max(len(problem.prompt) for problem in problems)
         new_tokens = wanted.max_new_tokens
         if new_tokens is None:
@@ -267,11 +267,11 @@ def main() -> None:
         rows, seconds, idle = answer(wanted, tokenizer, problems, sampler, plug_in)
     count = len(rows) // wanted.samples
     if rows:
-        figures = measure(rows, wanted.samples)
+        figures = evaluation_figures(rows, wanted.samples)
         if plug_in:
             figures["reward"] = torch.tensor([row["task"] for row in rows]).nanmean().item()
         if others is not None and idle is not None:
-            figures |= paired(rows, others)
+            figures |= paired_figures(rows, others)
         tokens = sum(row["length"] for row in rows)
         figures |= {"n": count,
                     "unreadable": sum(not can_read(problem.answer) for problem in problems),
@@ -291,7 +291,7 @@ def show(figures: dict, flags: dict, shift: float | None, device: torch.device) 
         values = value if isinstance(value, list) else [value]
         print(f"{name:15}", *(f"{v:.4g}" if isinstance(v, float) else v for v in values))
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    about = process.about(hardware)
+    about = process.provenance(hardware)
     print(json_line({**flags, **figures, "adapter_shift": shift, **about}), end="")
 
 

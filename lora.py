@@ -258,5 +258,5 @@ def load_adapter(model, folder):
     """Attach the adapter in a PEFT folder. ValueError names what is missing or does not fit."""
     config, tensors = hf.read_peft(folder)
     Adapter(model, config["r"], config["lora_alpha"], norms=bool(config.get("modules_to_save")))
-    hf.fill(folder, dict(model.adapter.named(model.adapter.master.data)), tensors)
+    hf.copy_into(dict(model.adapter.named(model.adapter.master.data)), tensors, folder)
     model.adapter.sync()

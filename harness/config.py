@@ -29,7 +29,7 @@ import grpo
 import nvfp4
 from harness.data import STYLES, SUFFIXES
 from harness.files import read_json
-from harness.process import short
+from harness.process import short_repr
 from harness.ranks import KERNELS, say
 
 TINY_MODEL = Path(__file__).parent.parent / "tiny"
@@ -331,8 +331,8 @@ def read_run_json(path: Path) -> dict:
     held = read_json(path)
     for name in FIELDS.keys() & held.keys():
         if not can_hold(FIELDS[name], held[name]):
-            raise ValueError(f"{path}: {name} is {short(held[name])}, which {option(name)} cannot "
-                             "be")
+            raise ValueError(f"{path}: {name} is {short_repr(held[name])}, which {option(name)} "
+                             "cannot be")
     return with_absolute_paths({name: held[name] for name in FIELDS if name in held})
 
 

@@ -32,7 +32,7 @@ import torch
 from tqdm import tqdm
 
 from harness.config import Settings
-from harness.figures import interval
+from harness.figures import confidence_interval
 from harness.files import read_log
 from harness.ranks import RANK, WORLD, say
 
@@ -178,7 +178,7 @@ class Console:
         texts = []
         for accuracy in [row["eval_accuracy"] for row in metrics if "eval_accuracy" in row]:
             right = round(accuracy * held_out)
-            mean, low, high = interval([1.0] * right + [0.0] * (held_out - right))
+            mean, low, high = confidence_interval([1.0] * right + [0.0] * (held_out - right))
             texts.append(f"{mean:.1%} [{low:.1%}, {high:.1%}]")
         before = f"{texts[0]} before" if texts else "lost"
         after = f", {texts[-1]} after" if texts[1:] else ""

@@ -24,11 +24,11 @@ import model as qwen
 import rewards
 from fast import memory
 from harness import data, hf, plugin, process
-from harness.checkpoints import Folder
+from harness.checkpoints import RunFolder
 from harness.config import Memory, Objective, Rollout, Settings, check_settings
 from harness.console import Console
 from harness.files import read_json
-from harness.ranks import RANK, WORLD, choose_device, gather, join, say, settle_cpu
+from harness.ranks import RANK, WORLD, choose_device, configure_cpu, gather, join_ranks, say
 from harness.trackers import Tracker
 from learner import Learner
 from sampler import BLOCK, Sampler, engine_for
@@ -54,7 +54,7 @@ class Run:
     model: qwen.Qwen2
     learner: Learner
     sampler: Sampler
-    folder: Folder
+    folder: RunFolder
     tracker: Tracker
     console: Console
     record: dict                                 # what run.json holds beside `about`
@@ -79,7 +79,7 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
     if kernels:
         say(f"decode kernels: {kernels}, on {torch.cuda.get_device_name(device)}")
         memory.bound(wanted.memory_gib, device)
-    join(device)
+    join_ranks(device)
     record = settings.flat() | {"device": wanted.device or device.type,
                                 "problems_sha256": digest_of(problems + held_out)}
     check_same_problems(settings, record)
@@ -96,7 +96,7 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
         lora.save_adapter(model, folder, tensors["master"])
 
     out = Path(settings.general.out)
-    folder = Folder(out, learner.tensors(), write_adapter)
+    folder = RunFolder(out, learner.tensors(), write_adapter)
     tracker = Tracker(settings.watching.report_to, out, record)
     return Run(settings, tokenizer, problems, held_out, grade, model, learner, sampler, folder,
                tracker, console, record)
@@ -105,7 +105,7 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
 def read_problems(settings: Settings) -> tuple[data.Tokenizer, list, list]:
     """-> tokenizer, problems to train on, problems held out."""
     wanted = settings.data
-    data.style_of(wanted.prompt_style)
+    data.prompt_function(wanted.prompt_style)
     data.check_source(wanted.data)
     data.check_source(wanted.eval_data or wanted.data)
     folder = hf.resolve(settings.model.model, weights=False)
@@ -139,7 +139,7 @@ def read_model(settings: Settings, tokenizer: data.Tokenizer, problems: list,
     if wanted.calibrate:
         folder = calibrated(settings, folder, tokenizer, problems, device)
     model = qwen.load(folder, base, device, wanted.dtype, tokenizer.vocab_size)
-    settle_cpu(model)
+    configure_cpu(model)
     # A run that was killed before its first checkpoint begins with --adapter again.
     goes_on = any(Path(general.out, "checkpoints").glob("step_*"))
     if wanted.adapter and not goes_on:
@@ -210,7 +210,7 @@ def begin(run: Run) -> Progress:
     device = run.model.device
     cores = f"{os.cpu_count()} CPU cores"
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else cores
-    about = {"about": process.about(f"{WORLD} x {hardware}")}
+    about = {"about": process.provenance(f"{WORLD} x {hardware}")}
     counters = run.folder.start(run.record | about, general.resume)
     run.learner.restore(counters)
     mine = run.learner.tensors()["master"].cpu().numpy().tobytes()

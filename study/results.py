@@ -22,7 +22,7 @@ from harness import process  # isort: skip; before numpy
 import numpy as np
 
 from harness.files import read_json
-from harness.process import short
+from harness.process import short_repr
 from study.plot import rows_of
 
 
@@ -38,7 +38,7 @@ class Arm:
             raise ValueError(f"{folder}: no runs {name}-sSEED.jsonl that held_out.json knows")
         for run in (name, *runs):
             if not re.fullmatch(f"[01]{{{len(str(held_out[name]))}}}", str(held_out[run])):
-                raise ValueError(f"{path}: {run} is {short(held_out[run])}, expected 0 or 1 for each problem")
+                raise ValueError(f"{path}: {run} is {short_repr(held_out[run])}, expected 0 or 1 for each problem")
         self.name = name
         self.seeds = [run.removeprefix(f"{name}-s") for run in runs]
         self.metrics = [rows_of(folder / f"{run}.jsonl") for run in runs]

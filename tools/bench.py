@@ -34,8 +34,8 @@ from attention import lay_out
 from fast import memory
 from harness.config import Memory, Rollout, check_ranges
 from harness.prepare import divide_memory
-from harness.ranks import (KERNELS, LOCAL_RANK, WORLD, capability, choose_device, gather, join,
-                           say, share)
+from harness.ranks import (KERNELS, LOCAL_RANK, WORLD, capability, choose_device, gather,
+                           join_ranks, say, share)
 from learner import Learner
 from lora import Adapter, Linear
 from sampler import Sampler, Sampling, engine_for
@@ -226,7 +226,7 @@ def step(model: str, kernels: str, base: str, dtype: str, lora_rank: int, memory
     """
     wanted = Memory(None, kernels, memory_gib, kv_gib, micro_batch_tokens)
     memory.bound(memory_gib, DEVICE)
-    join(DEVICE)
+    join_ranks(DEVICE)
     G = group_size
     B = prompts * G
     network = random_model(model, base, getattr(torch, dtype), lora_rank)
@@ -269,7 +269,7 @@ def measure(command: str, kernels: str, flags: dict) -> None:
     """Runs a command and prints its flags, commit, versions, GPU and figures."""
     flags = flags | {"kernels": kernels}
     figures = COMMANDS[command](**flags)
-    about = process.about(torch.cuda.get_device_name())
+    about = process.provenance(torch.cuda.get_device_name())
     properties = torch.cuda.get_device_properties(DEVICE)
     gpu = {name: getattr(properties, name, None) for name in SIZES_OF_GPU}       # not in all torch
     say(json.dumps({"command": command, **flags, **about, "gpu": gpu, **figures}))

@@ -113,7 +113,7 @@ def talk(chat):
 def main():
     with process.one_line("chat"):
         which, wanted = read_flags()
-        data.style_of(wanted.prompt_style)
+        data.prompt_function(wanted.prompt_style)
         with redirect_stdout(sys.stderr):        # what is said of a GPU or a folder is no answer
             device, _ = choose_device(which.device, which.kernels, which.model)
             folder = hf.resolve(which.model)
