@@ -140,8 +140,13 @@ def print_mean(args):
         print(f"{name} {Arm(args.runs, name).mean(args.key, args.first, args.last + 1):.5g}")
 
 
-# A normal distribution's 97.5 % quantile is 1.960; Student's t for 1, 2, ... degrees of freedom
+# 97.5 % quantiles of Student's t with 1, 2, ... degrees of freedom
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+
+
+def student_quantile(freedom: int) -> float:
+    """A difference lies within so many standard errors of its mean in 95 % of cases."""
+    return STUDENT[freedom - 1] if freedom <= len(STUDENT) else 1.96 + 2.5 / freedom    # right to 0.005
 
 
 class Pair(NamedTuple):
@@ -187,8 +192,8 @@ def print_pairs(args):
     print(f"| pair | steps | {args.key} |\n|---|---|---|")
     print(*(f"| {pair.name} | {pair.steps} | {pair.difference:+.4f} |" for pair in found), sep="\n")
     differences = [pair.difference for pair in found]
-    if 2 <= len(found) <= len(STUDENT) + 1:
-        half = STUDENT[len(found) - 2] * np.std(differences, ddof=1) / len(found) ** 0.5
+    if len(found) > 1:
+        half = student_quantile(len(found) - 1) * np.std(differences, ddof=1) / len(found) ** 0.5
         print(f"| mean of {len(found)}, 95 % by Student's t | | **{np.mean(differences):+.4f}** +- {half:.4f} |")
 
 

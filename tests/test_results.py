@@ -118,6 +118,8 @@ def test_students_t_of_three_pairs_by_hand(runs, monkeypatch, capsys):
         write(runs, f"b-s{seed}.jsonl", [{"step": 0, "entropy": 1}])
     assert run(monkeypatch, "pairs", "entropy", "a:b", "--runs", runs) is None
     assert "| mean of 3, 95 % by Student's t | | **+0.3000** +- 0.6573 |" in capsys.readouterr().out
+    assert [results.student_quantile(n) for n in (1, 8, 15)] == [12.706, 2.306, 2.131]
+    assert [results.student_quantile(n) for n in (16, 30, 120)] == pytest.approx([2.120, 2.042, 1.980], abs=0.005)
 
 
 @pytest.mark.parametrize("pair,options,said", [
