@@ -316,28 +316,28 @@ def encode_prompts(tokenizer, problems, style, max_tokens=math.inf):
     return [p for p in encoded if len(p.prompt) <= max_tokens]
 
 
-def encoded_problems(args, tokenizer, source, split):
+def encoded_problems(settings, tokenizer, source, split):
     """-> the problems that can be used, with prompts; says how many are left out."""
-    loaded = load_problems(source, split, not args.reward)       # a reward needs no gold
-    readable = [p for p in loaded if args.reward or can_read(p.answer)]
+    loaded = load_problems(source, split, not settings.reward)       # a reward needs no gold
+    readable = [p for p in loaded if settings.reward or can_read(p.answer)]
     unreadable = len(loaded) - len(readable)
     if unreadable:
         say(f"{source}: {unreadable} problems left out, their answers cannot be read")
-    problems = encode_prompts(tokenizer, readable, args.prompt_style, args.max_prompt_tokens)
+    problems = encode_prompts(tokenizer, readable, settings.prompt_style, settings.max_prompt_tokens)
     long = len(readable) - len(problems)
     if long:
-        say(f"{source}: {long} prompts of more than {args.max_prompt_tokens} tokens left out")
+        say(f"{source}: {long} prompts of more than {settings.max_prompt_tokens} tokens left out")
     if len(problems) < 2:
         raise ValueError(f"{source}: {len(problems)} problems are left, need 2")
     return problems
 
 
-def split_problems(args, tokenizer):
-    """-> problems to train on, problems held out, with prompts; args: the flags of a run."""
-    problems = encoded_problems(args, tokenizer, args.data, "train")
-    most = args.eval_problems or None
-    if args.eval_data or has_test_split(args.data):
-        held_out = encoded_problems(args, tokenizer, args.eval_data or args.data, "test")
+def split_problems(settings, tokenizer):
+    """-> problems to train on, problems held out, with prompts; settings: config.Data."""
+    problems = encoded_problems(settings, tokenizer, settings.data, "train")
+    most = settings.eval_problems or None
+    if settings.eval_data or has_test_split(settings.data):
+        held_out = encoded_problems(settings, tokenizer, settings.eval_data or settings.data, "test")
         return problems, held_out[:most]
     held = max(1, min(most or 256, len(problems) // 10))         # the end of a file of one's own
     return problems[:-held], problems[-held:]
@@ -355,3 +355,8 @@ def step_indices(n, seed, cursor, count):
     """The `count` of n problems after the first `cursor`, running on into the next epoch."""
     assert n > 0, n
     return [order(n, seed, i // n)[i % n] for i in range(cursor, cursor + count)]
+
+
+def problems_at(problems: list, seed: int, places: range) -> list:
+    """The problems at these places of a run, which follow each other."""
+    return [problems[i] for i in step_indices(len(problems), seed, places.start, len(places))]

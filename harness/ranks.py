@@ -89,14 +89,10 @@ def kernels_for(device, wanted):
     return wanted
 
 
-def choose_device(args):
-    """--device and --kernels of a program -> torch.device; says which kernels decode there."""
-    device = device_of(args.device, args.model)
-    args.device = args.device or device.type
-    kernels = kernels_for(device, args.kernels)
-    if kernels:
-        say(f"decode kernels: {kernels}, on {torch.cuda.get_device_name(device)}")
-    return device
+def choose_device(name, kernels, model):
+    """--device, --kernels and --model -> torch.device, and which kernels decode there, or None."""
+    device = device_of(name, model)
+    return device, kernels_for(device, kernels)
 
 
 def say(text):

@@ -32,10 +32,10 @@ import model as qwen
 import nvfp4
 from attention import lay_out
 from fast import memory
-from harness import config
+from harness.config import Memory, Rollout, check_ranges
 from harness.prepare import divide_memory
 from harness.ranks import (KERNELS, LOCAL_RANK, WORLD, capability, choose_device, gather, join,
-                           kernels_for, say, share)
+                           say, share)
 from learner import Learner
 from lora import Adapter, Linear
 from sampler import Sampler, Sampling, engine_for
@@ -55,15 +55,13 @@ TRAFFIC = 400e6                                  # bytes of weights per graph: 7
 BYTES = 0.5625                                   # of an NVFP4 weight
 SIZES_OF_GPU = ("major", "minor", "multi_processor_count", "shared_memory_per_multiprocessor",
                 "shared_memory_per_block_optin", "L2_cache_size")
-RANGED = "group_size", "kv_gib", "memory_gib", "micro_batch_tokens"      # as in train.py
 DEVICE = torch.device("cuda", LOCAL_RANK)
 
 
-def random_model(args):
-    """Of a published size, made on the device; the adapter's B is random too, not zero."""
+def random_model(size: str, base: str, dtype: torch.dtype, lora_rank: int) -> qwen.Qwen2:
+    """A model of a published size, made on the device. The adapter's B is random too, not zero."""
     torch.manual_seed(0)
-    config = qwen.ModelConfig(*SIZES[args.model])
-    dtype = getattr(torch, args.dtype)
+    shape = qwen.ModelConfig(*SIZES[size])
     generator = torch.Generator(DEVICE).manual_seed(0)
 
     def get(name, *shape):
@@ -73,12 +71,12 @@ def random_model(args):
         return w * shape[-1] ** -0.5
 
     def frozen(names, parts, k):
-        return nvfp4.freeze([get(name, n, k) for name, n in zip(names, parts)], args.base, dtype)
+        return nvfp4.freeze([get(name, n, k) for name, n in zip(names, parts)], base, dtype)
 
-    model = qwen.Qwen2(config, get, frozen, dtype, f"random-{args.model}")
-    model.live_vocab = min(config.vocab, LIVE_VOCAB)
-    if args.lora_rank:
-        adapter = Adapter(model, rank=args.lora_rank, alpha=args.lora_rank)
+    model = qwen.Qwen2(shape, get, frozen, dtype, f"random-{size}")
+    model.live_vocab = min(shape.vocab, LIVE_VOCAB)
+    if lora_rank:
+        adapter = Adapter(model, rank=lora_rank, alpha=lora_rank)
         adapter.master.data[adapter.b_start:].normal_(0, 0.02)
         adapter.sync()
     return model
@@ -183,9 +181,10 @@ def decode_figures(shapes, M, rank, kernels):
             "cublas_of_chain": cublas / chain, "floor_of_chain": floor / chain}
 
 
-def linears(args):
+def linears(args: argparse.Namespace, kernels: str) -> dict:
+    """The four linears of a layer against cuBLAS, for each of --rows."""
     shapes = fused_shapes(args.model)
-    decode = {M: show(f"{M} rows", decode_figures(shapes, M, args.lora_rank, args.kernels))
+    decode = {M: show(f"{M} rows", decode_figures(shapes, M, args.lora_rank, kernels))
               for M in args.rows}
     return {"decode": decode}
 
@@ -212,22 +211,26 @@ def load_figures(model, sampler, B, prompt, new):
             "floor_ms": floor * 1e3, "floor_of_step": floor / step, "prefill_ms": prefill * 1e3}
 
 
-def rollout(args):
-    model = random_model(args)
-    engine = engine_for(DEVICE, args.kernels)
+def rollout(args: argparse.Namespace, kernels: str) -> dict:
+    """The whole sampler, for each of --batch."""
+    model = random_model(args.model, args.base, getattr(torch, args.dtype), args.lora_rank)
+    engine = engine_for(DEVICE, kernels)
     sampler = Sampler(engine, model, args.prompt + args.new, max(args.batch))
     batch = {B: show(f"B={B}", load_figures(model, sampler, B, args.prompt, args.new))
              for B in args.batch}
     return {"weight_gb": weight_bytes(model) / 1e9, "batch": batch}
 
 
-def step(args):
-    """A GRPO step on random weights, twice: the first compiles. Under torchrun, a rank's share."""
-    memory.bound(args.memory_gib, DEVICE)
+def step(args: argparse.Namespace, kernels: str) -> dict:
+    """A training step on random weights, twice: the first compiles. With torchrun, a rank's share.
+    """
+    wanted = Memory(None, kernels, args.memory_gib, args.kv_gib, args.micro_batch_tokens)
+    check_ranges(wanted)
+    memory.bound(wanted.memory_gib, DEVICE)
     join(DEVICE)
     G = args.group_size
     B = args.prompts * G
-    model = random_model(args)
+    model = random_model(args.model, args.base, getattr(torch, args.dtype), args.lora_rank)
     learner = Learner(model, grpo.LOSSES["dapo"])
     lengths = torch.tensor(drawn_lengths(B, 50, 1024, 300))
     prompts = random_prompts(model, torch.randint(64, 257, (args.prompts,)).tolist())
@@ -235,9 +238,9 @@ def step(args):
     weights = grpo.token_weights(lengths, torch.ones(B, dtype=torch.bool), learner.loss, 1024)
     mine = share(prompts)
     limits = Sampling(share(lengths.view(-1, G)).flatten().tolist())
-    plan = argparse.Namespace(**vars(args), max_prompt_tokens=256, max_new_tokens=1024,
-                              max_rows=256, prompts_per_step=len(mine))
-    sampler = divide_memory(plan, model, learner, num_held_out=0)
+    sizes = Rollout(prompts_per_step=len(mine), group_size=G, max_new_tokens=1024, max_rows=256)
+    check_ranges(sizes)
+    sampler = divide_memory(model, learner, wanted, sizes, max_prompt_tokens=256, num_held_out=0)
     for _ in range(2):
         gather([])                               # all ranks begin together, and
         began = time.perf_counter()
@@ -264,19 +267,18 @@ def step(args):
 COMMANDS = {"linears": linears, "rollout": rollout, "step": step}
 
 
-def measure(args):
+def measure(args: argparse.Namespace, kernels: str) -> None:
     """Runs a command and prints its flags, commit, versions, GPU and figures."""
-    figures = COMMANDS[args.command](args)
+    figures = COMMANDS[args.command](args, kernels)
     about = process.about(torch.cuda.get_device_name())
     properties = torch.cuda.get_device_properties(DEVICE)
     gpu = {name: getattr(properties, name, None) for name in SIZES_OF_GPU}       # not in all torch
-    say(json.dumps({**vars(args), **about, "gpu": gpu, **figures}))
+    say(json.dumps({**vars(args), "kernels": kernels, **about, "gpu": gpu, **figures}))
 
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.set_defaults(device="cuda")           # for choose_device
     commands = parser.add_subparsers(dest="command", required=True)
     for name in COMMANDS:
         commands.add_parser(name, allow_abbrev=False)
@@ -307,13 +309,13 @@ def parse_args():
 def main():
     with process.one_line("bench"):
         args = parse_args()
-        config.check_ranges(args, {name: config.RANGES[name] for name in RANGED})
         if not torch.cuda.is_available():
             raise ValueError("measures a GPU and there is none")
-        args.kernels = kernels_for(choose_device(args), args.kernels)
+        _, kernels = choose_device("cuda", args.kernels, args.model)
+        say(f"decode kernels: {kernels}, on {torch.cuda.get_device_name()}")
         if args.command == "step" and args.lora_rank < 1:
             raise ValueError(f"--lora-rank {args.lora_rank}: the learner trains an adapter")
-        measure(args)
+        measure(args, kernels)
 
 
 if __name__ == "__main__":
