@@ -34,6 +34,7 @@ from harness.config import parse_args
 from harness.console import Watch, farewell, greet, tell
 from harness.prepare import Progress, begin, prepare
 from harness.ranks import gather, say, share
+from learner import Batch
 from sampler import Sampling, row_key
 
 # -----------------------------------------------------------------------------
@@ -118,9 +119,10 @@ def update(run, step, rollouts, advantages, weights):
     args = run.args
     weights = weights * args.epochs              # a list: pass after pass
     updates = []
+    batch = Batch(rollouts, advantages)
     for u, weight in enumerate(weights):
         lr = lr_at(args, (step + (u + 0.5) / len(weights)) / args.steps)
-        updates.append(run.learner.update(rollouts, advantages, weight, lr))
+        updates.append(run.learner.update(batch, weight, lr))
         if updates[-1].failure:
             say(f"step {step}: {updates[-1].failure}: update skipped")
     return updates
@@ -203,7 +205,7 @@ def train(run):
         # 1) Sample, and score each answer.
         began = time.perf_counter()
         sigma = aqn.sigma_at(step, args.steps, args.sigma_start, args.sigma_end,
-                             args.noise_stages, args.noise_schedule, args.noise_exact_end)
+                             args.noise_stages, args.noise_schedule)
         places, indices = choose(run, progress.cursor)
         rollouts, rows = sample(run, step, sigma, places, indices)
         remember(run, indices, rows)

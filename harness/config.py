@@ -88,16 +88,14 @@ add("--sigma-start", type=float, default=1e-2, help="of the first noisy stage; 0
 add("--sigma-end", type=float, default=5e-4, help="what the schedule decays to (Table 4)")
 add("--noise-stages", type=int, default=10, help="K of Algorithm 1; the first is clean (Table 4)")
 add("--noise-schedule", default="exponential", choices=aqn.SCHEDULES, help="decay (Fig. 9)")
-add("--noise-exact-end", action="store_true", help="reach sigma-end in the last stage (release)")
 
 add = parser.add_argument_group("learning").add_argument
 add("--loss", default="dapo", choices=list(grpo.LOSSES), help="Table 1: grpo, Table 2: dapo")
 add("--clip-low", type=float, help="lower clip of the ratio (default: the loss's own)")
 add("--clip-high", type=float, help="upper clip (default: the loss's own)")
 add("--correction", default="truncate", choices=grpo.CORRECTIONS,
-    help="bound of a token's importance, the learner's first pass / sampler; off: 1 (release); "
-         "ppo: the clip is around the sampler (paper)")
-add("--correction-cap", type=float, default=2.0, help="the bound C")
+    help="how a token's weight corrects for the sampler's noise: first pass / sampler, at most 2; "
+         "ppo: the clip is around the sampler (paper); off: not at all (release)")
 add("--advantage-scale", default="group", choices=grpo.SCALES,
     help="what divides centred rewards: the group's standard deviation, or nothing (Dr. GRPO)")
 add("--kl-beta", type=float, default=0.0, help="weight of KL to the base without adapter")
@@ -131,7 +129,7 @@ POSITIVE = "lora_alpha kv_gib memory_gib max_grad_norm clip_high".split()
 NOT_NEGATIVE = "format_weight kl_beta weight_decay".split()
 RANGES = {**dict.fromkeys(COUNTS, "[1, 2e9]"), **dict.fromkeys(POSITIVE, "(0, 1e9]"),
           **dict.fromkeys(NOT_NEGATIVE, "[0, 1e9]"), "group_size": "[2, 1e6]", "warmup": "[0, 1]",
-          "clip_low": "(0, 1]", "correction_cap": "[1, 1e9]", "lr": "(0, 10]",
+          "clip_low": "(0, 1]", "lr": "(0, 10]",
           "temperature": "(0, 1000]", "sigma_start": "[0, 10]", "sigma_end": "[0, 10]",
           "eval_problems": "[0, 2e9]", "seed": "[0, 2e18]", "revisit": "[0.1, 1]",
           "calibrate": "[0, 1e5]"}

@@ -30,7 +30,7 @@ from harness.files import read_json
 from harness.ranks import RANK, WORLD, choose_device, gather, join, say, settle_cpu
 from harness.trackers import Tracker
 from learner import Learner
-from sampler import BLOCK, Sampler, engine_for
+from sampler import KV_BLOCK, Sampler, engine_for
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def loss_of(args):
     loss = grpo.LOSSES[args.loss]
     return dataclasses.replace(
         loss, clip_low=args.clip_low or loss.clip_low, clip_high=args.clip_high or loss.clip_high,
-        correction=args.correction, cap=args.correction_cap, kl_beta=args.kl_beta)
+        correction=args.correction, kl_beta=args.kl_beta)
 
 
 def divide_memory(args, model, learner, num_held_out):
@@ -164,7 +164,7 @@ def divide_memory(args, model, learner, num_held_out):
     tokens = min(gather([tokens]))               # ranks deal out one list: all must cut it alike
     learner.micro_batch_tokens = tokens
     learner.kept_layers = kept_layers
-    say(f"KV pool: {sampler.engine.kv.nbytes / 2**30:.2f} GiB, {len(sampler.pool) * BLOCK:,} "
+    say(f"KV pool: {sampler.engine.kv.nbytes / 2**30:.2f} GiB, {len(sampler.pool) * KV_BLOCK:,} "
         f"tokens; micro-batches of {tokens:,} tokens; {kept_layers} of {len(model.layers)} layers "
         "keep their activations")
     return sampler

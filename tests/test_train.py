@@ -40,7 +40,7 @@ from harness.hf import NVFP4_CONFIG, Shards
 from learner import Update
 from lora import Adapter, save_adapter
 from model import load
-from sampler import BLOCK, Rollouts, Sampling, blocks_for, row_key
+from sampler import KV_BLOCK, Rollouts, Sampling, blocks_for, row_key
 from tiny.arithmetic import arithmetic
 from tiny_qwen2 import config_json, random_tensors, write_folder
 
@@ -223,7 +223,7 @@ def test_the_defaults_pass_their_own_check():
     *((flag, ("-0.1", "nan", "inf")) for flag in ("--weight-decay", "--kl-beta", "--format-weight", "--sigma-start")),
     ("--eval-problems", ("-3",)), ("--seed", ("-1",)), ("--group-size", ("1", "0", "-4")),
     ("--warmup", ("-0.1", "1.5", "nan")), ("--clip-low", ("0", "-0.2", "1.5", "nan")),
-    ("--correction-cap", ("0.5", "nan", "inf")), ("--overlong-buffer", ("-1", "100000")),
+    ("--overlong-buffer", ("-1", "100000")),
     ("--revisit", ("0.09", "1.1", "nan")), ("--updates-per-rollout", ("17",))])
 def test_a_value_that_cannot_be_meant_is_refused_with_flag_and_value(flag, values):
     for value in values:
@@ -237,7 +237,7 @@ def test_a_value_that_cannot_be_meant_is_refused_with_flag_and_value(flag, value
 @pytest.mark.parametrize("flags", [
     "--warmup 0", "--warmup 1", "--sigma-start 0", "--sigma-start 0 --sigma-end 0",
     "--weight-decay 0.1 --kl-beta 0.001", "--eval-problems 0",
-    "--seed 0", "--clip-low 1 --clip-high 1e9", "--correction-cap 1", "--group-size 2",
+    "--seed 0", "--clip-low 1 --clip-high 1e9", "--group-size 2",
     "--overlong-buffer 48 --overlong keep", "--updates-per-rollout 16"])
 def test_values_on_the_edge_are_taken(flags):
     assert flags_py.check_flags(args_of(*flags.split()), None) is None
@@ -343,11 +343,11 @@ def test_what_is_held_out_is_answered_once_and_greedily_whatever_the_temperature
 
 
 def test_the_flags_of_the_loss_reach_it_and_its_own_clips_are_the_defaults():
-    flags = "--correction mask --correction-cap 3 --kl-beta 0.2".split()
+    flags = "--correction ppo --kl-beta 0.2".split()
     for more, clips in ((["--clip-low", "0.1"], (0.1, 4e-4)), (["--clip-high", "0.5"], (3e-4, 0.5))):
         loss = prepare.loss_of(args_of("--loss", "gspo", *flags, *more))
         assert (loss.clip_low, loss.clip_high) == clips and loss.sequence_level
-        assert (loss.correction, loss.cap, loss.kl_beta) == ("mask", 3, 0.2)
+        assert (loss.correction, loss.kl_beta) == ("ppo", 0.2)
 
 
 def test_the_seed_of_a_run_is_that_of_its_noise_its_sampling_and_its_adapter(runs):
@@ -399,7 +399,7 @@ def test_the_gradient_does_not_depend_on_micro_batches(runs):
 @pytest.mark.parametrize("flags", ["--loss grpo --kl-beta 0.1",
                                    "--loss dapo --base nf4 --train-norms --lr-schedule constant",
                                    "--loss dr_grpo --advantage-scale none --overlong-buffer 20 --overlong keep",
-                                   "--loss gspo --advantage-scale none --correction mask --format-weight 0.5"])
+                                   "--loss gspo --advantage-scale none --correction off --format-weight 0.5"])
 def test_every_loss_and_option_runs(runs, flags):
     name = flags.replace(" ", "").strip("-")
     runs.run(name, *"--steps 2 --updates-per-rollout 2 --epochs 2".split(), *flags.split())
@@ -679,7 +679,7 @@ def test_a_run_says_what_it_will_do_what_it_did_and_what_comes_next(runs):
     assert any(re.match(ends, line) for line in log)
     assert log[-3:] == ["next: python evaluate.py speaks", "      python -m tools.report speaks",
                         "      python -m tools.convert merge speaks OUT"]
-    tokens = BLOCK * 8 * (blocks_for(512 + 24) + 1)                       # of 8 rows, though --max-rows is 64
+    tokens = KV_BLOCK * 8 * (blocks_for(512 + 24) + 1)                    # of 8 rows, though --max-rows is 64
     assert any(line.startswith("KV pool: ") and f", {tokens:,} tokens; " in line for line in log)
     about = json.loads((runs.folder / "speaks" / "run.json").read_text())
     assert about["about"].keys() == {"commit", "versions", "hardware", "command", "date"} and about["ended"]
