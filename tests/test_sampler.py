@@ -17,8 +17,8 @@ import sampler as sampler_py
 from aqn import noisy_norms
 from lora import Adapter
 from model import load
-from sampler import (BLOCK, MASK64, BlockPool, Rollouts, Sampler, Sampling, TorchEngine, draw, filter_logits, row_key,
-                     uniforms)
+from sampler import (KV_BLOCK, MASK64, BlockPool, Rollouts, Sampler, Sampling, TorchEngine, draw_tokens, filter_logits,
+                     row_key, uniforms)
 from tiny_qwen2 import held_by, merged, plain_logits, random_adapter, set_adapter
 
 FP32 = 5e-5                                                               # on logits: as in test_model.py
@@ -60,8 +60,8 @@ def same(a, b):
 def minimal_gib(model, max_length, extra=0):
     """The smallest pool that Sampler takes, plus some blocks."""
     c = model.config
-    block_bytes = c.layers * 2 * c.kv_heads * BLOCK * c.head_dim * model.dtype.itemsize
-    return (-(-max_length // BLOCK) + 2 + extra + 0.5) * block_bytes / 2**30
+    block_bytes = c.layers * 2 * c.kv_heads * KV_BLOCK * c.head_dim * model.dtype.itemsize
+    return (-(-max_length // KV_BLOCK) + 2 + extra + 0.5) * block_bytes / 2**30
 
 
 # -----------------------------------------------------------------------------
@@ -305,7 +305,7 @@ def test_extreme_uniforms_never_draw_what_has_no_probability(u):
     torch.manual_seed(0)
     logits = 3 * torch.randn(50, 3000)
     logits[:, :700] = logits[:, 2000:] = -torch.inf
-    token, logprob = draw(logits, torch.full((50,), u))
+    token, logprob = draw_tokens(logits, torch.full((50,), u))
     assert ((700 <= token) & (token < 2000)).all() and logprob.isfinite().all()
 
 
@@ -346,17 +346,17 @@ class HashEngine(TorchEngine):
 
     def __init__(self, model, kv, max_rows):
         super().__init__(model, kv, max_rows)
-        self.keys, self.values = kv[0].view(2, -1, BLOCK).numpy()
+        self.keys, self.values = kv[0].view(2, -1, KV_BLOCK).numpy()
 
     def decode(self, rows, steps, sampling):
         r = {name: t.numpy() for name, t in rows._asdict().items()}
         token, pos, alive = r["token"].copy(), r["pos"].copy(), r["limit"] > r["pos"]
-        start, n = -(-r["prefix"] // BLOCK) * BLOCK, np.arange(len(token))
+        start, n = -(-r["prefix"] // KV_BLOCK) * KV_BLOCK, np.arange(len(token))
         made, tokens = np.zeros_like(pos), []
         for _ in range(steps):
             p = np.arange(pos.max() + 1)[None]                            # a row's token at position p lies in slot:
             slot = np.where(p < r["prefix"][:, None], p, start[:, None] + p - r["prefix"][:, None])
-            block, offset = np.take_along_axis(r["table"], slot // BLOCK, axis=1), slot % BLOCK
+            block, offset = np.take_along_axis(r["table"], slot // KV_BLOCK, axis=1), slot % KV_BLOCK
             self.keys[block[n, pos], offset[n, pos]] = np.where(alive, token, -1)        # a row that ended still writes
             self.values[block[n, pos], offset[n, pos]] = pos
             valid = (p <= pos[:, None]) & alive[:, None]
@@ -386,7 +386,7 @@ class AuditedSampler(Sampler):
         assert len(set(map(id, live))) == len(live) <= self.max_rows
         for s in live:                                                    # no row holds one that it cannot reach yet
             own = min(s.pos + self.engine.window, s.limit) - len(s.prefix.tokens)
-            assert len(s.blocks) * BLOCK - own in range(BLOCK), (len(s.blocks), own)
+            assert len(s.blocks) * KV_BLOCK - own in range(KV_BLOCK), (len(s.blocks), own)
         for prefix in prefixes:
             assert prefix.users == sum(s.prefix is prefix for s in live)
         rows, leader = super()._rows(live), 0
