@@ -46,6 +46,8 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from model import Qwen2
+
 # The other schedules of Figures 9 and 15: t in [0, 1] -> which share of start - end is left.
 REMAINING = {
     "linear": lambda t: 1 - t,
@@ -92,8 +94,8 @@ def draw_z(seed: int, step: int, layer: int, which: int, size: int) -> torch.Ten
 
 
 @contextmanager
-def noisy_norms(model, sigma: float, seed: int, step: int) -> Iterator[None]:
-    """Makes a Qwen2's rollouts noisy: within, input_norm and post_norm of every layer have noise.
+def noisy_norms(model: Qwen2, sigma: float, seed: int, step: int) -> Iterator[None]:
+    """Makes rollouts noisy: within, input_norm and post_norm of every layer have noise.
 
     It is written into the norms' buffers in place, because captured CUDA graphs read their
     addresses, and set to 0 on the way out, also by an exception.

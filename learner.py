@@ -29,6 +29,8 @@ from torch import Tensor
 
 import grpo
 from harness.ranks import RANK, WORLD, all_sum, gather
+from lora import Adapter
+from model import Qwen2
 from sampler import Rollouts
 
 FIRST_LOSS_SCALE = 2.0**14
@@ -66,7 +68,7 @@ class AdamW:
     BETAS = 0.9, 0.99                            # as NVlabs/QeRL
     EPS = 1e-10                                  # dL/dA is 1e-8 to 1e-6 while B is still small
 
-    def __init__(self, adapter, weight_decay: float = 0.0):
+    def __init__(self, adapter: Adapter, weight_decay: float = 0.0):
         master = adapter.master
         self.adapter = adapter
         self.weight_decay = weight_decay
@@ -74,7 +76,7 @@ class AdamW:
         self.moments |= {name: torch.zeros_like(master.data) for name in self.MOMENTS}
 
     @classmethod
-    def state_bytes(cls, adapter) -> int:
+    def state_bytes(cls, adapter: Adapter) -> int:
         """How much memory this optimizer adds to an adapter and its gradient."""
         return len(cls.MOMENTS) * adapter.master.nbytes
 
@@ -109,7 +111,7 @@ class Learner:
     updates so far whose gradient was not finite.
     """
 
-    def __init__(self, model, loss: grpo.Loss, temperature: float = 1.0,
+    def __init__(self, model: Qwen2, loss: grpo.Loss, temperature: float = 1.0,
                  max_grad_norm: float = 0.2, weight_decay: float = 0.0):
         self.model = model
         self.adapter = model.adapter
@@ -124,7 +126,7 @@ class Learner:
         self.loss_scale = FIRST_LOSS_SCALE if model.dtype == torch.float16 else 1.0
 
     @staticmethod
-    def state_bytes(adapter) -> int:
+    def state_bytes(adapter: Adapter) -> int:
         """How much memory an adapter takes in training: fp32 parameters and their gradient, the
         copies in the model's dtype that are computed with, the optimizer's state.
         """
@@ -257,16 +259,16 @@ def micro_batches(prompts: Sequence, completions: Sequence, token_budget: int,
         1) pieces     [a  3  3] = 8       [a  6] = 8       [b  1] = 2
                       rows of one prompt; a group beyond the budget is cut, its prompt counts again
 
-        2) batches    [a  3  3 | b  1] = 10                [a  6] = 8
-                      first fit, longest piece first
+        2) micro-     [a  3  3 | b  1] = 10                [a  6] = 8
+           batches    first fit, longest piece first
 
         3) ranks      rank 0: [0, 1, 3]                    rank 1: [2]
-                      largest batch first, each to the rank that has least so far
+                      largest first, each to the rank that has least so far
 
     A row beyond the budget stands alone. The longest come first, so what does not fit in memory
-    fails at once and not after an hour. A few large batches cannot be dealt out evenly, so for
-    several ranks the budget shrinks first, until there are about MICRO_BATCHES_PER_RANK for each
-    (the drawing leaves that out). Dealt in turns, one rank would still have 10 % too much.
+    fails at once and not after an hour. A few large micro-batches cannot be dealt out evenly, so
+    for several ranks the budget shrinks first, until there are about MICRO_BATCHES_PER_RANK for
+    each (the drawing leaves that out). Dealt in turns, one rank would still have 10 % too much.
     """
     assert token_budget > 0, token_budget
     if ranks > 1:
@@ -284,19 +286,19 @@ def micro_batches(prompts: Sequence, completions: Sequence, token_budget: int,
             piece[0] += len(completions[b])
             piece[1].append(b)
 
-    # 2) Batches: each piece goes to the first batch that has space for it, or opens a new one.
-    batches = []
+    # 2) Micro-batches: each piece goes to the first one that has space for it, or opens a new one.
+    packed = []
     for tokens, rows in sorted(pieces, key=itemgetter(0), reverse=True):
-        batch = next((b for b in batches if b[0] + tokens <= token_budget), None)
-        if batch is None:
-            batch = [0, []]
-            batches.append(batch)
-        batch[0] += tokens
-        batch[1] += rows
+        micro_batch = next((m for m in packed if m[0] + tokens <= token_budget), None)
+        if micro_batch is None:
+            micro_batch = [0, []]
+            packed.append(micro_batch)
+        micro_batch[0] += tokens
+        micro_batch[1] += rows
 
-    # 3) Ranks: [tokens, batches] each. Every rank computes all of this and takes its own.
+    # 3) Ranks: [tokens, micro-batches] each. Every rank computes all of this and takes its own.
     shares = [[0, []] for _ in range(ranks)]
-    for tokens, rows in sorted(batches, key=itemgetter(0), reverse=True):
+    for tokens, rows in sorted(packed, key=itemgetter(0), reverse=True):
         least = min(shares, key=itemgetter(0))
         least[0] += tokens
         least[1].append(rows)

@@ -57,6 +57,7 @@ from torch import Tensor
 
 from attention import PackedAttention
 from harness.process import Stopped
+from model import Qwen2
 from ops import mm_fp32
 
 KV_BLOCK = 32                                    # tokens; on average a row leaves half of one empty
@@ -195,7 +196,7 @@ class TorchEngine:
     window = 1                                   # decode steps between two looks of the host
     most_siblings = 1                            # rows that may read their prefix together
 
-    def __init__(self, model, kv: Tensor, max_rows: int):
+    def __init__(self, model: Qwen2, kv: Tensor, max_rows: int):
         self.model = model
         self.kv = kv
 
@@ -251,7 +252,7 @@ def write_cache(layer: Tensor, blocks: Tensor, offsets: Tensor, k: Tensor, v: Te
     values[blocks, :, offsets] = v
 
 
-def fill_cache(model, kv: Tensor, tokens: Tensor, blocks: Tensor, positions: Tensor,
+def fill_cache(model: Qwen2, kv: Tensor, tokens: Tensor, blocks: Tensor, positions: Tensor,
                attend: Callable) -> None:
     """One packed forward pass, in which every layer writes its keys and values to the KV cache.
 
@@ -331,7 +332,11 @@ class BlockPool:
 
 @dataclass(eq=False)
 class Prefix:
-    """The tokens of a group whose keys and values are prefilled, and the kv_blocks they are in."""
+    """The tokens of a group whose keys and values are prefilled, and the kv_blocks they are in.
+
+    Keys and values depend on adapter and noise, so all who share a prefix are sampled with the
+    same of both: noise of its own for each answer would need a prefix of its own for each.
+    """
     tokens: list[int]
     blocks: list[int] = field(default_factory=list)
     users: int = 0                               # live sequences; the last to go frees the blocks
@@ -364,7 +369,7 @@ def rollouts_of(sequences: list[Sequence], seconds: float = 0.0, computed: int =
                     [s.finished for s in sequences], seconds, computed)
 
 
-def allocate_kv(model, max_length: int, max_rows: int, kv_gib: float | None) -> Tensor:
+def allocate_kv(model: Qwen2, max_length: int, max_rows: int, kv_gib: float | None) -> Tensor:
     """The KV cache as TorchEngine takes it; arguments and ValueErrors as of Sampler."""
     c = model.config
     row_blocks = blocks_for(max_length) + 1      # + 1: the gap may push a row into one more
@@ -402,8 +407,8 @@ class Sampler:
     ValueError if that does not hold even one sequence.
     """
 
-    def __init__(self, engine_class: Callable, model, max_length: int, max_rows: int = 256,
-                 kv_gib: float | None = None):
+    def __init__(self, engine_class: Callable, model: Qwen2, max_length: int,
+                 max_rows: int = 256, kv_gib: float | None = None):
         kv = allocate_kv(model, max_length, max_rows, kv_gib)
         self.engine = engine_class(model, kv, max_rows)
         self.pool = BlockPool(kv.shape[2])
