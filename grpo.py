@@ -87,7 +87,7 @@ LOSSES = {
     "grpo": Loss(lambda rows, tokens, lengths, limit: rows * lengths),
     # Every token of the step has the same say: section 3.3, token-level loss.
     "dapo": Loss(lambda rows, tokens, lengths, limit: tokens),
-    # A constant in the place of the length, dividing by which favours long wrong answers (3.1, 3.2).
+    # A constant in the place of the length: to divide by it favours long wrong answers (3.1).
     # Dr. GRPO also divides by no standard deviation: --advantage-scale none.
     "dr_grpo": Loss(lambda rows, tokens, lengths, limit: rows * limit),
     # One ratio a row, and the narrow clip of section 5.1. With correction="ppo" AQN's noise alone
