@@ -44,7 +44,7 @@ from harness.config import Objective, Optim, Rollout, read_settings
 from harness.console import Watch
 from harness.prepare import Progress, Run, begin, prepare
 from harness.ranks import gather, say, share
-from learner import Learner, Update
+from learner import Batch, Learner, Update
 from model import Qwen2
 from sampler import Rollouts, Sampler, Sampling
 
@@ -127,11 +127,10 @@ def plan_updates(rows: list[dict], loss: grpo.Loss, rollout: Rollout, optim: Opt
             for part in parts] * optim.epochs
 
 
-def update(learner: Learner, rollouts: Rollouts, advantages: torch.Tensor,
-           weights: list[torch.Tensor], rates: list[float]) -> list[Update]:
+def update(learner: Learner, batch: Batch, weights: list[torch.Tensor],
+           rates: list[float]) -> list[Update]:
     """One optimizer step for each of plan_updates()'s weights, at its learning rate."""
-    return [learner.update(rollouts, advantages, weight, lr)
-            for weight, lr in zip(weights, rates, strict=True)]
+    return [learner.update(batch, weight, lr) for weight, lr in zip(weights, rates, strict=True)]
 
 
 def learning_rates(optim: Optim, step: int, steps: int, count: int) -> list[float]:
@@ -258,7 +257,7 @@ def train(run: Run) -> None:
         updating = time.perf_counter()
         weights = plan_updates(rows, run.learner.loss, rollout, optim, objective.overlong == "mask")
         rates = learning_rates(optim, step, steps, len(weights))
-        updates = update(run.learner, rollouts, advantages, weights, rates)
+        updates = update(run.learner, Batch(rollouts, advantages), weights, rates)
         done = time.perf_counter()
 
         # 4) Report.

@@ -16,6 +16,7 @@ from functools import cached_property
 
 import torch
 
+from learner import Learner
 from sampler import PREFILL_TOKENS
 
 GIB = 2**30
@@ -56,7 +57,7 @@ class Plan:
         torch.cuda.empty_cache()
         held = torch.cuda.memory_reserved()
         limit = gib * GIB if gib else held + torch.cuda.mem_get_info()[0] + OUTSIDE
-        of_adapter = 4 * adapter.master.nbytes + adapter.working.nbytes
+        of_adapter = Learner.state_bytes(adapter)
         c = model.config
         weights = [linear.weight for linear in adapter.linears]
         graphs = 3 * 4 * max_rows * c.vocab

@@ -31,7 +31,7 @@ from harness.files import read_json
 from harness.ranks import RANK, WORLD, choose_device, configure_cpu, gather, join_ranks, say
 from harness.trackers import Tracker
 from learner import Learner
-from sampler import BLOCK, Sampler, engine_for
+from sampler import KV_BLOCK, Sampler, engine_for
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def divide_memory(model: qwen.Qwen2, learner: Learner, wanted: Memory, rollout: 
     learner.micro_batch_tokens = tokens
     learner.kept_layers = kept_layers
     say(f"{learner.adapter.master.numel():,} trained parameters; KV pool of "
-        f"{sampler.engine.kv.nbytes / 2**30:.2f} GiB, {len(sampler.pool) * BLOCK:,} tokens; "
+        f"{sampler.engine.kv.nbytes / 2**30:.2f} GiB, {len(sampler.pool) * KV_BLOCK:,} tokens; "
         f"micro-batches of {tokens:,} tokens; {kept_layers} of {len(model.layers)} layers keep "
         "their activations")
     return sampler

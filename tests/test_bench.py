@@ -65,9 +65,9 @@ def test_a_step_samples_the_lengths_it_draws_and_trains_on_every_row(on_cpu, mon
     updates = []
     update = bench.Learner.update
 
-    def look(learner, rollouts, *more, lr):
+    def look(learner, batch, *more, lr):
         before = learner.adapter.master.detach().clone()
-        updates.append((rollouts, update(learner, rollouts, *more, lr=lr)))
+        updates.append((batch.rollouts, update(learner, batch, *more, lr=lr)))
         assert 0 < (learner.adapter.master - before).abs().max() < 1e-5                 # lr 1e-6
         return updates[-1][1]
 

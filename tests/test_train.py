@@ -41,7 +41,7 @@ from harness.hf import NVFP4_CONFIG, Shards
 from learner import Update
 from lora import Adapter, save_adapter
 from model import load
-from sampler import BLOCK, Sampling, blocks_for
+from sampler import KV_BLOCK, Sampling, blocks_for
 from tiny.arithmetic import arithmetic
 from tiny_qwen2 import config_json, random_tensors, write_folder
 
@@ -310,7 +310,7 @@ def test_the_gradient_does_not_depend_on_micro_batches(runs):
 @pytest.mark.parametrize("flags", ["--loss grpo --kl-beta 0.1",
                                    "--loss dapo --base nf4 --train-norms --lr-schedule constant",
                                    "--loss dr_grpo --advantage-scale none --overlong-buffer 20 --overlong keep",
-                                   "--loss gspo --advantage-scale none --correction mask --format-weight 0.5"])
+                                   "--loss gspo --advantage-scale none --correction off --format-weight 0.5"])
 def test_every_loss_and_option_runs(runs, flags):
     name = flags.replace(" ", "").strip("-")
     runs.run(name, *"--steps 2 --updates-per-rollout 2 --epochs 2".split(), *flags.split())
@@ -552,7 +552,7 @@ def test_a_run_says_what_it_will_do_what_it_did_and_what_comes_next(runs):
     assert any(re.match(ends, line) for line in log)
     assert log[-3:] == ["next: python evaluate.py speaks", "      python -m tools.report speaks",
                         "      python -m tools.convert merge speaks OUT"]
-    tokens = BLOCK * 8 * (blocks_for(512 + 24) + 1)                       # of 8 rows, though --max-rows is 64
+    tokens = KV_BLOCK * 8 * (blocks_for(512 + 24) + 1)                       # of 8 rows, though --max-rows is 64
     assert "trained parameters; KV pool of " in log[1] and f", {tokens:,} tokens; " in log[1]
     about = json.loads((runs.folder / "speaks" / "run.json").read_text())
     assert about["about"].keys() == {"commit", "versions", "hardware", "command", "date"} and about["ended"]

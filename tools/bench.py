@@ -36,7 +36,7 @@ from harness.config import Memory, Rollout, check_ranges
 from harness.prepare import divide_memory
 from harness.ranks import (KERNELS, LOCAL_RANK, WORLD, capability, choose_device, gather,
                            join_ranks, say, share)
-from learner import Learner
+from learner import Batch, Learner
 from lora import Adapter, Linear
 from sampler import Sampler, Sampling, engine_for
 
@@ -245,7 +245,7 @@ def step(model: str, kernels: str, base: str, dtype: str, lora_rank: int, memory
         own = sampler.generate(mine, G, limits, share(range(prompts)))
         rollouts = functools.reduce(operator.add, gather([own]))         # end this together
         sampled = time.perf_counter()
-        update = learner.update(rollouts, advantages, weights, lr=1e-6)
+        update = learner.update(Batch(rollouts, advantages), weights, lr=1e-6)
         assert not update.failure, update.failure
         torch.cuda.synchronize()
         done = time.perf_counter()
