@@ -81,9 +81,9 @@ class _Mlp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, rstd, gate_up, down, *_):
-        xa = gate_up.padded(x)
+        xa = gate_up.widened(x)
         y = gate_up.product(xa)
-        ha = down.room(len(x), down.weight.K)
+        ha = down.empty_wide(len(x), down.weight.K)
         y = swiglu(y, rstd, ha[:, :down.weight.K], keep=ctx.needs_input_grad[0])
         ctx.linears = gate_up, down
         ctx.save_for_backward(xa, y, rstd, ha)
@@ -94,8 +94,8 @@ class _Mlp(torch.autograd.Function):
         xa, y, rstd, ha = ctx.saved_tensors
         gate_up, down = ctx.linears
         *_, needs_gate_up, _, needs_down, _ = ctx.needs_input_grad
-        dh, *of_down = down.product_backward(ha, down.padded(dout), needs_down)
-        dy = gate_up.room(*y.shape)
+        dh, *of_down = down.product_backward(ha, down.widened(dout), needs_down)
+        dy = gate_up.empty_wide(*y.shape)
         drstd = swiglu_backward(y, rstd, dh, dy[:, :y.shape[1]])
         dx, *of_gate_up = gate_up.product_backward(xa, dy, needs_gate_up)
         return dx, drstd, None, None, *of_gate_up, *of_down

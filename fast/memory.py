@@ -52,7 +52,7 @@ class Plan:
         self.prompt = prompt_tokens
         self.longest = prompt_tokens + new_tokens
         for linear in adapter.linears:
-            linear.wide()                        # their buffer stays: before anything is measured
+            linear.wide_weight()                        # their buffer stays: before anything is measured
         torch.cuda.empty_cache()
         held = torch.cuda.memory_reserved()
         limit = gib * GIB if gib else held + torch.cuda.mem_get_info()[0] + OUTSIDE

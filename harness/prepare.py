@@ -122,7 +122,7 @@ def read_model(args, tokenizer, problems, device):
     if args.adapter and not going_on:
         lora.load_adapter(model, args.adapter)
     else:
-        lora.Adapter(model, args.lora_rank, args.lora_alpha, args.train_norms, args.seed)
+        lora.attach(model, args.lora_rank, args.lora_alpha, args.train_norms, args.seed)
     return model
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fast import memory
-from lora import Adapter
+from lora import attach
 from model import load
 
 ROOT = Path(__file__).parent.parent
@@ -58,7 +58,7 @@ def gpu(monkeypatch):
     gpu, model = FakeGpu(), load(ROOT / "tiny", "nvfp4", "cpu")
     monkeypatch.setattr(memory.torch, "cuda", gpu)
     monkeypatch.setattr(model, "token_logprobs", gpu.token_logprobs)
-    gpu.model, gpu.adapter, gpu.lines = model, Adapter(model, rank=4), []
+    gpu.model, gpu.adapter, gpu.lines = model, attach(model, rank=4), []
     return gpu
 
 
@@ -78,7 +78,7 @@ def test_the_plan_counts_the_largest_w_that_a_decode_step_expands(gpu, monkeypat
     for name in ("bf16", base):
         model = load(ROOT / "tiny", name, "cpu", torch.bfloat16)
         monkeypatch.setattr(model, "token_logprobs", gpu.token_logprobs)
-        Adapter(model, rank=4)
+        attach(model, rank=4)
         plan = memory.Plan(model, 32, 64, 200, 8, None, 48.0, gpu.lines.append)
         rooms.append(plan.room)
     assert rooms[0] - rooms[1] == expands * 2 * 2 * TINY["intermediate_size"] * TINY["hidden_size"]
@@ -127,7 +127,7 @@ def test_the_buffer_of_an_expanded_weight_is_there_before_micro_batches_are_meas
     reserved, peak, learn = gpu.memory_reserved, gpu.max_memory_reserved, gpu.model.token_logprobs
     monkeypatch.setattr(gpu, "memory_reserved", lambda: reserved() + 3 * 2**30 * (scratch.flat is not None))
     monkeypatch.setattr(gpu, "max_memory_reserved", lambda: peak() + 3 * 2**30 * (scratch.flat is not None))
-    monkeypatch.setattr(gpu.model, "token_logprobs", lambda *a, **named: gpu.model.layers[0].down.wide() is None
+    monkeypatch.setattr(gpu.model, "token_logprobs", lambda *a, **named: gpu.model.layers[0].down.wide_weight() is None
                         or learn(*a, **named))
     plans = [memory.Plan(gpu.model, 32, 64, tokens, 8, None, 25, gpu.lines.append) for tokens in (None, 8192)]
     assert scratch.flat is not None and [plan.micro_batch_tokens for plan in plans] == [8192, 8192]

@@ -37,7 +37,7 @@ from harness.prepare import divide_memory
 from harness.ranks import (KERNELS, LOCAL_RANK, WORLD, capability, choose_device, gather, join,
                            kernels_for, say, share)
 from learner import Learner
-from lora import Adapter, Linear
+from lora import Linear, attach
 from sampler import Sampler, Sampling, engine_for
 
 SIZES = {  # D, F, layers, H, KV, V, tied: config.json of Qwen2.5-*-Instruct
@@ -78,7 +78,7 @@ def random_model(args):
     model = qwen.Qwen2(config, get, frozen, dtype, f"random-{args.model}")
     model.live_vocab = min(config.vocab, LIVE_VOCAB)
     if args.lora_rank:
-        adapter = Adapter(model, rank=args.lora_rank, alpha=args.lora_rank)
+        adapter = attach(model, rank=args.lora_rank, alpha=args.lora_rank)
         adapter.master.data[adapter.b_start:].normal_(0, 0.02)
         adapter.sync()
     return model
