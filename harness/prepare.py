@@ -154,8 +154,8 @@ def divide_memory(args, model, learner, num_held_out):
     kept_layers = len(model.layers) if model.config.width <= 256 else 0     # tiny/: 40 KB a token
     engine = engine_for(model.device, args.kernels)
     if model.device.type == "cuda":
-        plan = memory.Plan(model, args.max_prompt_tokens, args.max_new_tokens,
-                           args.micro_batch_tokens, rows, args.kv_gib, args.memory_gib, say)
+        given = memory.Memory(args.memory_gib, args.kv_gib, args.micro_batch_tokens)
+        plan = memory.Plan(model, given, args.max_prompt_tokens, args.max_new_tokens, rows, say)
         sampler = Sampler(engine, model, longest, rows, plan.pool / 2**30)
         tokens = plan.micro_batch_tokens
         kept_layers = plan.dry_step().kept_layers
