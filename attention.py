@@ -1,36 +1,64 @@
 """
-Attention of the learner: sequences packed end to end, a group's prompt computed once.
+Attention of the learner: sequences packed end to end, and a group's prompt computed once.
 
-Tokens are (T,): several sequences laid end to end, no padding. The G samples of a problem share
-their prompt, so the prompt is one sequence and each sample a branch of it:
+Tokens are (T,), several sequences laid end to end without padding. The G answers to a problem share
+their prompt, so the prompt is one sequence, the trunk, and each answer is a branch of it:
 
     rows that are scored          prompt a1 a2 a3      prompt b1 b2
     what is computed              prompt  a1 a2 a3  b1 b2
 
-A branch sees its prompt and itself, not its siblings. That is two softmaxes, of every token over
-its own piece (causal) and of every branch over its prompt, merged by their log-sum-exp. The
-backward adds the two parts' gradients, with the whole's log-sum-exp.
+A branch sees its prompt and itself, not its siblings:
 
-Shapes: T tokens, H query heads, KV key-value heads, d head size.
+        queries |  p1 p2 | a1 a2 a3 | b1 b2    keys
+        --------+--------+----------+-------
+           p1   |  x     |          |
+           p2   |  x  x  |          |          x  inside: every token over its own piece, causal
+        --------+--------+----------+-------
+           a1   |  o  o  | x        |          o  across: every branch over its whole prompt
+           a2   |  o  o  | x  x     |
+           a3   |  o  o  | x  x  x  |
+        --------+--------+----------+-------
+           b1   |  o  o  |          | x
+           b2   |  o  o  |          | x  x
+
+FlashAttention computes either part, but not both at once. So there are two softmaxes, and merge()
+makes one of them. With lse = log of the sum of e^score over the keys of a part, the weight of a
+part is its share of the whole sum:
+
+    lse = log(e^lse_inside + e^lse_across)
+    out = out_inside * e^(lse_inside - lse) + out_across * e^(lse_across - lse)
+
+The backward needs no such step. A probability of the whole softmax is e^(score - lse) with the
+whole's lse, whichever part the key is in; so each part computes its gradients from the whole's out
+and lse, and they add up.
+
+Shapes: T tokens, S keys, H query heads, KV key-value heads, d head size.
 """
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain, groupby
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ops import twin_in_kernels
 
 
 class Spans(NamedTuple):
-    """Queries q_starts[i]..q_starts[i + 1] see keys k_starts[i]..k_starts[i + 1]."""
-    q_starts: torch.Tensor                       # (n + 1,) int32
-    k_starts: torch.Tensor                       # (n + 1,) int32, equal to q_starts where causal
+    """Who sees whom: queries q_starts[i]..q_starts[i+1] see keys k_starts[i]..k_starts[i+1].
+
+    The form that FlashAttention takes packed sequences in.
+    """
+    q_starts: Tensor                             # (n + 1,) int32, from 0 to the number of queries
+    k_starts: Tensor                             # (n + 1,) int32, equal to q_starts where causal
     longest_q: int
     longest_k: int
-    causal: bool
+    causal: bool                                 # a query sees no key behind its own place
 
 
-def spans_of(q_lengths, k_lengths, causal, device):
+def spans_of(q_lengths: Sequence[int], k_lengths: Sequence[int], causal: bool,
+             device: torch.device | str) -> Spans:
+    """Spans from lengths: the first q_lengths[0] queries see the first k_lengths[0] keys, ..."""
     starts = [torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
               for lengths in (q_lengths, k_lengths)]
     return Spans(*starts, max(q_lengths), max(k_lengths), causal)
@@ -39,19 +67,33 @@ def spans_of(q_lengths, k_lengths, causal, device):
 # -----------------------------------------------------------------------------
 # Which token stands where
 
-def lay_out(rows, starts):
-    """Rows that follow each other and share rows[i][:starts[i]] become a sequence with branches.
+def lay_out(rows: list[list[int]], starts: list[int]) -> tuple[list, list, list, list]:
+    """Pack rows of ids, each a prompt and a completion, so that equal prompts are computed once.
 
-    -> tokens, lengths, branches (as PackedAttention takes them), predictors: for every scored
-    token, row by row, the place of the token before it. A row's last token predicts nothing and is
-    left out: lay_out([[1, 2, 7, 8], [1, 2, 5]], [2, 2]) == [1, 2, 7], [2], [[1, 0]], [1, 2, 1].
+    starts[i]: where the completion of row i begins. Rows next to each other with equal prompts
+    become a trunk with branches; a row alone becomes a sequence without branches. Each row's last
+    token predicts nothing and is left out.
+
+        rows             1 2 | 7 8     a prompt of two tokens, completions of two and of one:
+                         1 2 | 5       starts == [2, 2]
+
+        place            0    1    2
+        tokens           1    2    7   the prompt, then the branches without their last tokens
+        row 0 predicts   .    7    8
+        row 1 predicts   .    5        its branch is empty: 5 is its last token
+
+        lay_out(rows, starts) ==
+            [1, 2, 7],              tokens
+            [2],                    lengths of the trunks
+            [[1, 0]],               branches: of each trunk, the lengths of its branches
+            [1, 2, 1]               predictors: the places at whose logits 7, 8 and 5 are scored
     """
     groups = groupby(range(len(rows)), lambda i: rows[i][:starts[i]])
     groups = [list(group) for _, group in groups]
     tokens = []
     lengths = []
     for first, *others in groups:
-        trunk = rows[first][:starts[first] if others else -1]    # a row alone does not branch
+        trunk = rows[first][:starts[first] if others else -1]    # a row alone is all trunk
         tokens += trunk
         lengths.append(len(trunk))
     branches = []
@@ -60,6 +102,8 @@ def lay_out(rows, starts):
         tails = [rows[i][length:-1] for i in group]
         branches.append([len(tail) for tail in tails])
         for i, tail in zip(group, tails):
+            # The prompt's last place predicts the first scored token. Where a row is all trunk,
+            # the rest of the trunk predicts the others; else the places of its branch do.
             predictors += range(end - length + starts[i] - 1, end)
             predictors += range(len(tokens), len(tokens) + len(tail))
             tokens += tail
@@ -67,36 +111,40 @@ def lay_out(rows, starts):
 
 
 class PackedAttention:
-    """Causal attention inside each of several sequences laid end to end, which may branch.
+    """Attention as a layer calls it, for sequences laid end to end, which may have branches.
 
-    lengths: of the sequences (trunks); branches: of each, the lengths of its continuations. After
-    all sequences come all branches, sequence by sequence. positions (T,) int64: from 0 in each
-    sequence, going on from its end in each of its branches.
+    lengths: of the sequences (trunks). branches: for each, the lengths of its branches. In memory
+    all trunks come first, then all branches, trunk by trunk. positions (T,) int64 count from 0 in
+    each trunk and go on from its end in each of its branches.
     """
 
-    def __init__(self, lengths, device, branches=()):
+    def __init__(self, lengths: Sequence[int], device: torch.device | str,
+                 branches: Sequence[Sequence[int]] = ()):
         own = [*lengths, *(n for n in chain(*branches) if n)]
-        self.inside = spans_of(own, own, True, device)           # every token over its own piece
-        self.across = None                       # the branches of a sequence over it: one span
+        self.inside = spans_of(own, own, True, device)
+        self.across = None                       # one span for each trunk and all of its branches
         if any(chain(*branches)):
             self.across = spans_of([sum(group) for group in branches], lengths, False, device)
-        self.trunks = sum(lengths)               # tokens of the sequences; those of branches follow
+        self.trunks = sum(lengths)               # how many tokens come before the first branch
         positions = [torch.arange(n) for n in lengths]
         for start, group in zip(lengths, branches):
             positions += [torch.arange(start, start + n) for n in group]
         self.positions = torch.cat(positions).to(device)
 
-    def __call__(self, q, k, v):
-        """q (T, H, d), k, v (T, KV, d) -> (T, H, d)."""
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q (T, H, d), k and v (T, KV, d) -> (T, H, d), differentiable."""
         return _Attention.apply(q, k, v, self)
 
 
 # -----------------------------------------------------------------------------
-# The softmax over one set of keys, its backward, and two of them as one
+# The softmax over one part of the keys, its backward, and two softmaxes as one
 
 @twin_in_kernels
-def attend_spans(q, k, v, spans):
-    """q (T, H, d), k, v (S, KV, d) -> out (T, H, d), log-sum-exp of scores (H, T) fp32."""
+def attend_spans(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> tuple[Tensor, Tensor]:
+    """Attention of one part: each span's queries over its keys.
+
+    q (T, H, d), k and v (S, KV, d) -> out (T, H, d), log-sum-exp of the scores (H, T) fp32.
+    """
     out = torch.empty_like(q)
     dtype = torch.promote_types(q.dtype, torch.float32)
     lse = q.new_empty(q.shape[1], q.shape[0], dtype=dtype)
@@ -108,26 +156,32 @@ def attend_spans(q, k, v, spans):
 
 
 @twin_in_kernels
-def attend_spans_backward(dout, q, k, v, out, lse, spans):
-    """-> dq, dk, dv: this set of keys' share, where out and lse are those of a softmax over it and
-    others. Probabilities are exp(score - lse), the softmax's own term is out . dout.
+def attend_spans_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+                          spans: Spans) -> tuple[Tensor, Tensor, Tensor]:
+    """What one part adds to dq, dk and dv; out and lse are the whole softmax's, not the part's.
+
+    With p = e^(score - lse) and dp = dout . v, the softmax's gradient is p * (dp - sum of p * dp).
+    That sum runs over the keys of all parts, but equals dout . out, which is at hand.
     """
     dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
-    own = (dout.to(lse.dtype) * out).sum(-1).T[:, :, None]                      # (H, T, 1)
+    mean_dp = (dout.to(lse.dtype) * out).sum(-1).T[:, :, None]                  # (H, T, 1)
     for rows, columns, query, key, value, scores in _each_span(q, k, v, spans):
         p = (scores - lse[:, rows, None]).exp()
         upstream = dout[rows].to(lse.dtype)
         dp = torch.einsum("qhd,khd->hqk", upstream, value)
-        ds = p * (dp - own[:, rows]) * q.shape[-1] ** -0.5
+        ds = p * (dp - mean_dp[:, rows]) * q.shape[-1] ** -0.5
         dq[rows] = torch.einsum("hqk,khd->qhd", ds, key).to(q.dtype)
-        for grad, of_heads in ((dk, torch.einsum("hqk,qhd->khd", ds, query)),
+        for grad, per_head in ((dk, torch.einsum("hqk,qhd->khd", ds, query)),
                                (dv, torch.einsum("hqk,qhd->khd", p, upstream))):
-            grad[columns] = of_heads.unflatten(1, (k.shape[1], -1)).sum(2).to(k.dtype)
+            # H / KV query heads share a key-value head: its gradient is the sum of theirs.
+            grad[columns] = per_head.unflatten(1, (k.shape[1], -1)).sum(2).to(k.dtype)
     return dq, dk, dv
 
 
-def _each_span(q, k, v, spans):
-    """Yields places of queries and keys, their q, k, v (., H, d) and scores (H, ., .) in fp32."""
+def _each_span(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Iterator[tuple]:
+    """Yield of each span the slices of its queries and keys, their q, k, v (., H, d) in fp32, with
+    keys and values repeated for the query heads that share them, and the scores (H, ., .).
+    """
     dtype = torch.promote_types(q.dtype, torch.float32)
     heads = q.shape[1]
     q_starts = spans.q_starts.tolist()
@@ -146,20 +200,25 @@ def _each_span(q, k, v, spans):
 
 
 @twin_in_kernels
-def merge(out, lse, other, other_lse):
-    """Softmax over two sets of keys from those over each: into out (T, H, d) and lse (H, T)."""
+def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    """Make the softmax over two sets of keys from one over each (see the top of this file).
+
+    out and other (T, H, d), lse and other_lse (H, T); the result overwrites out and lse.
+    """
     both = torch.logaddexp(lse, other_lse)
-    mine, its = ((t - both).exp().T[:, :, None] for t in (lse, other_lse))
-    out.copy_(out * mine + other * its)
+    share, other_share = ((t - both).exp().T[:, :, None] for t in (lse, other_lse))
+    out.copy_(out * share + other * other_share)
     lse.copy_(both)
 
 
 class _Attention(torch.autograd.Function):
+    """PackedAttention.__call__: both parts, forward and backward."""
+
     @staticmethod
     def forward(ctx, q, k, v, pack):
         out, lse = attend_spans(q, k, v, pack.inside)
         if pack.across:
-            n = pack.trunks
+            n = pack.trunks                      # queries: the branches; keys: the trunks
             merge(out[n:], lse[:, n:], *attend_spans(q[n:], k[:n], v[:n], pack.across))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.pack = pack

@@ -23,6 +23,7 @@ Shapes: T tokens of all texts, D width, N out_features, K in_features, C candida
 """
 import gc
 import math
+from contextlib import contextmanager
 from functools import cache
 from typing import NamedTuple
 
@@ -34,7 +35,7 @@ import nvfp4
 from attention import PackedAttention, lay_out
 from harness import hf
 from lora import Scratch
-from ops import mm_fp32, swiglu
+from ops import mm_fp32
 from sampler import Sampler, Sampling, engine_for
 
 DAMPING = 0.02                                   # of the mean diagonal of H, added to all of it
@@ -193,6 +194,10 @@ class Chunk:
         self.exact = embed[torch.tensor(tokens, device=embed.device)].float()
         self.coded = self.exact.clone()
 
+    def through(self, layer, hidden):
+        """What a model.Layer makes of hidden states (T, D)."""
+        return layer(hidden, *self.rope, self.attend)
+
 
 def chunks_of(texts, embed, config):
     """-> Chunks of at most TOKENS tokens, or of one text."""
@@ -207,38 +212,59 @@ def chunks_of(texts, embed, config):
     return [Chunk(part, embed, config) for part in parts]
 
 
-def layer_and_inputs(layer, chunk):
-    """model.Layer.forward of the exact stream, written out -> inputs (T, K) of qkv, o, gate_up and
-    down, and what leaves the layer.
+def linears_of(layer):
+    return layer.qkv, layer.o, layer.gate_up, layer.down
+
+
+@contextmanager
+def listening(layer, hear):
+    """Within: hear(linear, x) for each linear of a model.Layer whenever it multiplies an x (T, K).
+
+    qkv and gate_up are given x * w of the norm before them, and the layer multiplies their result
+    by 1/rms(x) (see model.py). As an error of W counts in that result, x comes here with its 1/rms:
+    the norm's forward hook keeps the factor, which is at hand when the linear's turn comes.
+
+    Torch's own hooks would not do for the linears: ops.mlp calls product() of gate_up and down, not
+    their forward(). Hence Linear.on_input, which sits in product().
     """
-    x = chunk.exact
-    dtype = layer.input_norm.dtype
-    xw, rstd = layer.input_norm(x)
-    q, k, v = qwen.split_qkv(layer.qkv(xw), rstd, layer.qkv_bias, *chunk.rope,
-                             layer.config.kv_heads, dtype)
-    attended = chunk.attend(q, k, v).flatten(1)
-    x = x + layer.o(attended)
-    post, post_rstd = layer.post_norm(x)
-    h = torch.empty(len(x), layer.config.feed_forward, dtype=dtype, device=x.device)
-    swiglu(layer.gate_up(post), post_rstd, h, keep=False)
-    inputs = (xw * rstd).to(dtype), attended, (post * post_rstd).to(dtype), h
-    return inputs, x + layer.down(h)
+    norm_before = {layer.qkv: layer.input_norm, layer.gate_up: layer.post_norm}
+    rstd = {}                                                    # norm -> its latest 1/rms (T, 1)
+
+    def keep_rstd(norm, _, output):
+        _, rstd[norm] = output
+
+    def listener(linear):
+        def on_input(x):
+            if linear in norm_before:
+                x = (x * rstd[norm_before[linear]]).to(x.dtype)
+            hear(linear, x)
+        return on_input
+
+    hooks = [norm.register_forward_hook(keep_rstd) for norm in norm_before.values()]
+    for linear in linears_of(layer):
+        linear.on_input = listener(linear)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for linear in linears_of(layer):
+            linear.on_input = None
 
 
 def hessians(layer, chunks):
     """Moves the exact stream through a layer -> H (K, K) fp32 of each of its four linears."""
-    sums = None
-    for chunk in chunks:
-        inputs, chunk.exact = layer_and_inputs(layer, chunk)
-        sums = sums or [torch.zeros(x.shape[1], x.shape[1], device=x.device) for x in inputs]
-        for total, x in zip(sums, inputs):
-            add_upper(total, x.float())                          # fp32: see inverse_factor
+    sums = {linear: torch.zeros(linear.weight.K, linear.weight.K, device=linear.weight.device)
+            for linear in linears_of(layer)}
+    with listening(layer, lambda linear, x: add_upper(sums[linear], x.float())):
+        for chunk in chunks:
+            chunk.exact = chunk.through(layer, chunk.exact)
     tokens = sum(len(chunk.exact) for chunk in chunks)
-    for total in sums:
+    for total in sums.values():
         total /= tokens
         for i in range(0, len(total), TILE):
             total[i + TILE:, i:i + TILE] = total[i:i + TILE, i + TILE:].T
-    return sums
+    return list(sums.values())
 
 
 def add_upper(total, x):
@@ -319,20 +345,19 @@ def coded_linears(files, codes, texts, live_vocab, about):
     scratch = Scratch()
     for i in tqdm(range(config.layers), unit="layer"):
         layer = qwen.Layer(config, i, files.read, files.frozen, files.dtype, scratch)
-        linears = layer.qkv, layer.o, layer.gate_up, layer.down
         weights = [torch.cat([files.read(f"{name}.weight") for name in linear.names]).float()
-                   for linear in linears]        # a float16 file's are finer than the layer's
+                   for linear in linears_of(layer)]   # a float16 file's are finer than the layer's
         of_inputs = hessians(layer, chunks) if texts else [None] * 4
         for chunk in measured:
-            _, chunk.exact = layer_and_inputs(layer, chunk)
-        for linear, w, hessian in zip(linears, weights, of_inputs):
+            chunk.exact = chunk.through(layer, chunk.exact)
+        for linear, w, hessian in zip(linears_of(layer), weights, of_inputs):
             tensors = CODES[codes](w, hessian, nvfp4.global_scale_for(w))
             linear.weight = nvfp4.fuse([tensors], files.dtype)
             packed, block_scale, global_scale = tensors
             parts = zip(linear.names, packed.split(linear.parts), block_scale.split(linear.parts))
             yield from ((name, (p, s, global_scale)) for name, p, s in parts)
         for chunk in [*chunks, *measured]:
-            chunk.coded = layer(chunk.coded, *chunk.rope, chunk.attend)
+            chunk.coded = chunk.through(layer, chunk.coded)
     if texts:
         norm = qwen.RMSNorm(files.read("model.norm.weight", config.width), config.eps, files.dtype)
         head = embed

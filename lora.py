@@ -1,49 +1,72 @@
 """
-A linear of the network = one frozen weight + one low-rank adapter (LoRA, arXiv 2106.09685):
+A linear of the network: one frozen weight W, which may live in 4 bits, plus one trained low-rank
+adapter (LoRA, arXiv 2106.09685):
 
-    y = x @ W.T + (x @ A.T) @ (s * B).T          s = alpha / rank
+    y = x @ W.T + (x @ A.T) @ (s * B).T          A (R, K), B (N, R), s = alpha / rank
 
-W is frozen and may live in 4 bits; A and B are trained (and, if asked, the two norms of a layer:
-PEFT's modules_to_save).
+    adapter = attach(model, rank=32, alpha=32)   # every Linear of the model gets its A and B
+    save_adapter(model, folder)                  # as PEFT writes it; load_adapter reads it
 
-Fused linears. q|k|v and gate|up are one matrix each: their `parts` are consecutive rows of W. Every
-part has an adapter of its own: `a` stacks the parts' A, `b` has one row per output row, so
-    y[:, rows of p] += (x @ a[p*R:(p+1)*R].T) @ (s * b[rows of p]).T
+With norms=True the two norms of each layer are trained as well (PEFT's modules_to_save).
 
-One flat buffer. All A, all B (and trained norms) are views into one fp32 vector `master`, their
-gradients into another: optimizer, ranks and checkpoints see one tensor. Sampler and learner compute
-with copies in the model's dtype, `working_a` and `working_b` = s * b, which `sync()` rewrites in
-place, where CUDA graphs captured them.
+Fused linears. q|k|v are one matrix here, and so are gate|up: their `parts` are consecutive rows of
+W. Every part has an adapter of its own. `a` stacks the parts' A, `b` has one row per output row:
+    y[:, rows of part p] += (x @ a[p*R:(p+1)*R].T) @ (s * b[rows of part p]).T
 
-K-augmentation. The learner expands W into a buffer with room to the right and below,
-              K      P*R
-    wide = [  W   |  s*B  ]  N          (s*B block diagonal: a part sees its own x @ A.T only)
-           [  A   |       ]  P*R
-so that forward [x | x@A.T] @ wide[:N].T and backward [dy | dy@sB] @ wide[:, :K] are one matmul
-each: the adapter costs (P*R)/K more columns instead of another pass over y.
+One flat buffer. All A, all B and the trained norms are views into one fp32 vector, `master`; their
+gradients are views into another. So optimizer, ranks and checkpoints handle one tensor. Sampler and
+learner compute with 16-bit copies, `working_a` and `working_b` = s * b, which sync() rewrites in
+place, because CUDA graphs have captured their addresses.
 
-Not here: the sampler's kernels, which compute the same (decode.partial).
+The wide matrix. Computing x @ W.T and then adding the adapter's part would read and write y, the
+largest tensor around, a second time. Instead the learner expands W into a buffer that has P*R more
+columns and P*R more rows, and puts s*B beside W and A below it. For q|k|v (P = 3):
+
+                        K          R    R    R
+                  +-----------+----+----+----+
+        rows of q |           |sB_q|  0 |  0 |
+        rows of k |     W     |  0 |sB_k|  0 |  N      block diagonal: the rows of a part
+        rows of v |           |  0 |  0 |sB_v|         see the part's own x @ A.T alone
+                  +-----------+----+----+----+
+                  |    A_q    |              |
+                  |    A_k    |  never read  |  P*R
+                  |    A_v    |              |
+                  +-----------+--------------+
+
+x and dL/dy get P*R more columns too. Then y and dx are one matmul each, of which the adapter is
+P*R / K (or P*R / N) of the work:
+
+    forward       x_wide = [ x  | x @ A.T ]      y  = x_wide @ wide[:N].T     wide[:N] = [W | s*B]
+    backward     dy_wide = [ dy | dy @ s*B ]     dx = dy_wide @ wide[:, :K]   its rows are W, A
+                      dA = (dy @ s*B).T @ x      (P*R, K)
+                      dB = s * dy.T @ (x @ A.T)  (N, R), for each part its rows and its R columns
+
+Not here: how the sampler's kernels compute the same y (fast/decode.py, partial()).
 
 Shapes: M rows (tokens), N out_features, K in_features, R LoRA rank, P parts of a fused linear.
 """
 import math
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from harness import hf
+from nvfp4 import Weight
 from ops import mm, mm_fp32
 
 
 class Scratch:
-    """One buffer for the expanded matrices of all linears of a model, one at a time."""
+    """One buffer in which all linears of a model expand their matrices, one at a time."""
 
     def __init__(self):
         self.flat = None
 
-    def view(self, rows, columns, dtype, device):
-        """(rows, columns), holding anything; valid until the next linear asks."""
+    def view(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """(rows, columns) with arbitrary content; valid until the next linear asks for one."""
         size = rows * columns
         if self.flat is None or len(self.flat) < size or self.flat.dtype != dtype:
             self.flat = None                                     # free the smaller one first
@@ -52,38 +75,41 @@ class Scratch:
 
 
 class Linear(torch.nn.Module):
-    """An nvfp4.Weight plus an optional adapter.
+    """A frozen nvfp4.Weight plus an optional adapter.
 
-    names: Hugging Face's of the parts (model.layers.0.self_attn.q_proj); parts: their row counts.
+    names: what Hugging Face calls the parts, such as model.layers.0.self_attn.q_proj.
+    parts: how many rows of W each part has. scratch: shared by the linears of a model.
     """
 
-    def __init__(self, weight, names, parts, scratch=None):
+    def __init__(self, weight: Weight, names: list[str], parts: tuple[int, ...],
+                 scratch: Scratch | None = None):
         super().__init__()
         assert sum(parts) == weight.N, f"parts {parts} of {names} do not add up to N={weight.N}"
         self.weight = weight
         self.names = names
         self.parts = parts
         self.scratch = scratch or Scratch()
-        self.adapter = None                      # Adapter sets this and its views:
-        self.a = self.b = None                   # fp32 A (P*R, K), B (N, R), trained
-        self.working_a = self.working_b = None   # in dtype, B times s
+        self.adapter = None                      # attach() sets these five:
+        self.a = self.b = None                   # fp32 A (P*R, K) and B (N, R), trained
+        self.working_a = self.working_b = None   # A and s * B in the model's dtype
+        self.on_input = None                     # called with each x (M, K): calibrate.py listens
 
     @property
-    def rank(self):
-        """R, 0 without adapter."""
+    def rank(self) -> int:
+        """R, or 0 without an adapter and where it is switched off."""
         return self.adapter.rank if self.adapter and self.adapter.enabled else 0
 
-    def trained(self):
-        """A and B, for autograd to hand gradients to."""
+    def trained(self) -> tuple[Tensor | None, Tensor | None]:
+        """A and B, which a torch.autograd.Function takes so that autograd hands it gradients."""
         return (self.a, self.b) if self.rank else (None, None)
 
-    def forward(self, x):
-        """x (M, K) in the compute dtype -> (M, N) fp32; differentiable in x, A and B."""
+    def forward(self, x: Tensor) -> Tensor:
+        """x (M, K) in the model's dtype -> y (M, N) fp32, differentiable in x, A and B."""
         k = self.weight.K
         assert x.dim() == 2 and x.shape[1] == k, f"{self.names[0]}: x {tuple(x.shape)}, not K={k}"
         return _Product.apply(x, *self.trained(), self)
 
-    def wide(self):
+    def wide_weight(self) -> Tensor:
         """The matrix (N + P*R, K + P*R) at the top of this file, in the shared buffer."""
         n = self.weight.N
         k = self.weight.K
@@ -95,51 +121,57 @@ class Linear(torch.nn.Module):
             wide[:n, k:] = torch.block_diag(*self.working_b.split(self.parts))
         return wide
 
-    def room(self, rows, columns):
-        """Empty (rows, columns + P*R): x (M, K) or dL/dy (M, N) goes to the first columns."""
+    def empty_wide(self, rows: int, columns: int) -> Tensor:
+        """An empty (rows, columns + P*R): for x (columns = K) or dL/dy (columns = N) and what
+        product() and product_backward() write to its right.
+        """
         columns += self.rank * len(self.parts)
         return torch.empty(rows, columns, dtype=self.weight.dtype, device=self.weight.device)
 
-    def padded(self, x):
-        """x, or dL/dy, rounded and in a room()."""
+    def widened(self, x: Tensor) -> Tensor:
+        """x, or dL/dy, rounded to the model's dtype, in the first columns of an empty_wide()."""
         if not self.rank:
-            return x.to(self.weight.dtype)
-        room = self.room(*x.shape)
-        room[:, :x.shape[1]] = x
-        return room
+            return x.to(self.weight.dtype)       # no columns to add: no copy where dtypes agree
+        wide = self.empty_wide(*x.shape)
+        wide[:, :x.shape[1]] = x
+        return wide
 
-    def product(self, xa):
-        """x (M, K) in a room() -> y (M, N) fp32. Writes x @ A.T beside x, for the backward too."""
+    def product(self, x_wide: Tensor) -> Tensor:
+        """widened(x) -> y (M, N) fp32. Writes x @ A.T to the right of x: the backward needs it."""
         k = self.weight.K
-        if self.rank:
-            xa[:, k:] = mm_fp32(xa[:, :k], self.working_a.T)     # rounded, as when sampling
-        return mm_fp32(xa, self.wide()[:self.weight.N].T)
+        if self.on_input:
+            self.on_input(x_wide[:, :k])
+        if self.rank:                            # rounded to 16 bits, as the sampler's kernels do
+            x_wide[:, k:] = mm_fp32(x_wide[:, :k], self.working_a.T)
+        return mm_fp32(x_wide, self.wide_weight()[:self.weight.N].T)
 
-    def product_backward(self, xa, dy, needs_ab):
-        """xa of product(), dL/dy in a room() -> dL/dx (M, K), dL/dA, dL/dB fp32 or None.
+    def product_backward(self, x_wide: Tensor, dy_wide: Tensor, needs_ab: bool) -> tuple:
+        """Gradients of product(): -> dx (M, K) in the model's dtype, dA and dB in fp32 or None.
 
-        Expands W again rather than keep it alive since the forward.
+        x_wide: as product() left it. dy_wide: widened(dL/dy). W is expanded a second time here:
+        kept since the forward, all layers' W at once would be the whole model in 16 bits.
         """
         n = self.weight.N
         k = self.weight.K
-        wide = self.wide()
-        assert xa.shape[1] == wide.shape[1], \
+        wide = self.wide_weight()
+        assert x_wide.shape[1] == wide.shape[1], \
             f"{self.names[0]}: adapter switched between forward and backward"
         if self.rank:
-            dy[:, n:] = mm_fp32(dy[:, :n], wide[:n, k:])         # dL/d(x @ A.T) (M, P*R)
-        dx = mm(dy, wide[:, :k])
+            dy_wide[:, n:] = mm_fp32(dy_wide[:, :n], wide[:n, k:])     # dL/d(x @ A.T), (M, P*R)
+        dx = mm(dy_wide, wide[:, :k])
         if not (self.rank and needs_ab):
             return dx, None, None
-        da = mm_fp32(dy[:, n:].T, xa[:, :k])                     # (P*R, K)
-        of_parts = zip(dy[:, :n].split(self.parts, dim=1), xa[:, k:].split(self.rank, dim=1))
-        db = torch.cat([mm_fp32(rows.T, own) for rows, own in of_parts])
+        da = mm_fp32(dy_wide[:, n:].T, x_wide[:, :k])                  # (P*R, K)
+        part_dy = dy_wide[:, :n].split(self.parts, dim=1)              # P of (M, the part's rows)
+        part_xa = x_wide[:, k:].split(self.rank, dim=1)                # P of (M, R)
+        db = torch.cat([mm_fp32(dy.T, xa) for dy, xa in zip(part_dy, part_xa)])
         return dx, da, self.adapter.scale * db
 
-    def merged(self):
+    def merged(self) -> Tensor:
         """W + s * B @ A in fp32, (N, K): what an exported checkpoint holds."""
         w = torch.empty(self.weight.N, self.weight.K, device=self.weight.device)
         self.weight.dequantize(out=w)
-        self.weight.dense = None                 # used once here
+        self.weight.dense = None                 # a copy that a CPU keeps; it is used once here
         if self.rank:
             b = self.adapter.scale * self.b.data
             w += torch.block_diag(*b.split(self.parts)) @ self.a.data
@@ -147,116 +179,156 @@ class Linear(torch.nn.Module):
 
 
 class _Product(torch.autograd.Function):
+    """Linear.forward. A and B are arguments only to get gradients: product() uses their copies."""
+
     @staticmethod
     def forward(ctx, x, a, b, linear):
-        xa = linear.padded(x)
+        x_wide = linear.widened(x)
         ctx.linear = linear
-        ctx.save_for_backward(xa)
-        return linear.product(xa)
+        ctx.save_for_backward(x_wide)
+        return linear.product(x_wide)
 
     @staticmethod
     def backward(ctx, dy):
-        xa, = ctx.saved_tensors
+        x_wide, = ctx.saved_tensors
         linear = ctx.linear
-        needs_ab = ctx.needs_input_grad[1]
-        return *linear.product_backward(xa, linear.padded(dy), needs_ab), None
+        _, needs_a, _, _ = ctx.needs_input_grad
+        dx, da, db = linear.product_backward(x_wide, linear.widened(dy), needs_a)
+        return dx, da, db, None
 
 
 class Adapter:
-    """The LoRA matrices of every Linear of a model (with norms=True also its layers' norms).
+    """Everything that is trained, in one flat fp32 vector; attach() makes one for a model.
 
-    After each change of master call sync(). A starts uniform in +-1/sqrt(K) (PEFT's default), B at
-    zero: the first forward equals the base but for the order of a matmul's sums.
+    master           all A, then all B, then the norms' weights; fp32; its .grad lies the same way
+    working          the copies in 16 bits that sampler and learner compute with
+
+        |  A of linear 0  |  A of 1  | ... |  B of 0  |  B of 1  | ... |  norms  |
+        0                                  b_start                     norm_start
+
+    Whoever changes master calls sync() afterwards. norms: the RMSNorms that are trained, or [].
     """
 
-    def __init__(self, model, rank=32, alpha=32, norms=False, seed=0):
+    def __init__(self, linears: list[Linear], norms: list[torch.nn.Module], rank: int, alpha: float,
+                 dtype: torch.dtype):
         assert rank >= 1, f"rank must be at least 1, got {rank}"
         self.rank = rank
         self.alpha = alpha
         self.scale = alpha / rank                                # s
         self.norms = norms
-        self.enabled = True
-        self.linears = [m for m in model.modules() if isinstance(m, Linear)]
-        layers = model.layers if norms else []
-        trained = [norm for layer in layers for norm in (layer.input_norm, layer.post_norm)]
-        self.shapes = [(len(lin.parts) * rank, lin.weight.K) for lin in self.linears]   # every A,
-        self.shapes += [(lin.weight.N, rank) for lin in self.linears]                   # every B,
-        self.shapes += [norm.weight.shape for norm in trained]                          # norms
+        self.enabled = True                                      # see off()
+        self.linears = linears
+        self.shapes = [(len(linear.parts) * rank, linear.weight.K) for linear in linears]
+        self.shapes += [(linear.weight.N, rank) for linear in linears]
+        self.shapes += [norm.weight.shape for norm in norms]
         self.offsets = [0]
-        for shape in self.shapes:                # 256-byte aligned bf16 views, for 16-byte loads
+        for shape in self.shapes:
+            # Each view starts at a multiple of 128 numbers, 256 bytes in 16 bits: kernels load 16
+            # bytes at a time from such addresses only.
             self.offsets.append(self.offsets[-1] + -(-math.prod(shape) // 128) * 128)
-        self.b_start = self.offsets[len(self.linears)]
-        self.norm_start = self.offsets[2 * len(self.linears)]
-        device = self.linears[0].weight.device
+        self.b_start = self.offsets[len(linears)]
+        self.norm_start = self.offsets[2 * len(linears)]
+        device = linears[0].weight.device
         self.master = torch.nn.Parameter(torch.zeros(self.offsets[-1], device=device))
         self.master.grad = torch.zeros_like(self.master)
-        self.working = torch.zeros_like(self.master.data, dtype=model.dtype)
+        self.working = torch.zeros_like(self.master.data, dtype=dtype)
 
-        leaves = self.views(self.master.data)
-        for leaf, gradient in zip(chain(*leaves), chain(*self.views(self.master.grad))):
-            leaf.requires_grad_().grad = gradient
-        generator = torch.Generator().manual_seed(seed)
-        for lin, a, b, working_a, working_b in zip(self.linears, *leaves[:2],
-                                                   *self.views(self.working)[:2]):
-            lin.adapter = self
-            lin.a = a
-            lin.b = b
-            lin.working_a = working_a
-            lin.working_b = working_b
-            bound = lin.weight.K ** -0.5
-            a.data.copy_(torch.rand(a.shape, generator=generator) * 2 * bound - bound)
-        for leaf, norm in zip(leaves[2], trained):
-            leaf.data.copy_(norm.weight)
-            norm.weight = torch.nn.Parameter(leaf)
-            norm.weight.grad = leaf.grad
-        model.adapter = self
-        self.sync()
-
-    def views(self, flat):
-        """A flat vector like master -> views of every A, of every B, and of the trained norms."""
+    def unflatten(self, flat: Tensor) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """A vector laid out like master -> views of every A, of every B and of the norms."""
         n = len(self.linears)
         views = [flat[at:at + math.prod(shape)].view(shape)
                  for at, shape in zip(self.offsets, self.shapes)]
         return views[:n], views[n:2 * n], views[2 * n:]
 
-    def sync(self):
-        """master -> 16-bit working copies, in place: A as it is, B times alpha / rank."""
+    def sync(self) -> None:
+        """Rewrite the 16-bit copies from master, in place: A as it is, B times alpha / rank."""
         with torch.no_grad():
             self.working[:self.b_start] = self.master[:self.b_start]
             b = slice(self.b_start, self.norm_start)
             self.working[b] = self.master[b] * self.scale
 
     @contextmanager
-    def off(self):
-        """Within: the base alone, the reference policy of a KL term. (Trained norms stay.)"""
+    def off(self) -> Iterator[None]:
+        """Within: the model computes without A and B, which is the reference policy of a KL term.
+
+        Trained norms stay.
+        """
         self.enabled = False
         try:
             yield
         finally:
             self.enabled = True
 
-    def named(self, flat):
-        """Yields (PEFT tensor name, view into a flat vector like master), part by part."""
-        all_a, all_b, norms = self.views(flat)
-        for lin, a, b in zip(self.linears, all_a, all_b):
-            for name, part_a, part_b in zip(lin.names, a.split(self.rank), b.split(lin.parts)):
+    def peft_tensors(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """A vector laid out like master -> (PEFT's name, view) of each part's A and B and of the
+        norms.
+        """
+        all_a, all_b, norm_weights = self.unflatten(flat)
+        for linear, a, b in zip(self.linears, all_a, all_b):
+            for name, part_a, part_b in zip(linear.names, a.split(self.rank),
+                                            b.split(linear.parts)):
                 yield f"base_model.model.{name}.lora_A.weight", part_a
                 yield f"base_model.model.{name}.lora_B.weight", part_b
-        for i, norm in enumerate(norms):
-            yield f"base_model.model.model.layers.{i // 2}.{hf.NORMS[i % 2]}.weight", norm
+        for i, weight in enumerate(norm_weights):
+            yield f"base_model.model.model.layers.{i // 2}.{hf.NORMS[i % 2]}.weight", weight
 
 
-def save_adapter(model, folder, master=None):
-    """Write the adapter as PEFT does, fp32. master: a flat vector to write instead of its own."""
+def attach(model: torch.nn.Module, rank: int = 32, alpha: float = 32, norms: bool = False,
+           seed: int = 0) -> Adapter:
+    """Give every Linear of a model its A and B, in place of any it had -> model.adapter.
+
+    norms: train the two norms of each layer too. A starts uniform in +-1/sqrt(K) as PEFT's does,
+    drawn from `seed`. B starts at zero: the first forward equals the base's but for the order in
+    which a matmul sums.
+    """
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    layers = model.layers if norms else []
+    trained_norms = [norm for layer in layers for norm in (layer.input_norm, layer.post_norm)]
+    adapter = Adapter(linears, trained_norms, rank, alpha, model.dtype)
+
+    # Autograd adds to the .grad of a leaf in place. With these views as leaves, all gradients
+    # gather in adapter.master.grad by themselves.
+    leaves = adapter.unflatten(adapter.master.data)
+    gradients = adapter.unflatten(adapter.master.grad)
+    for leaf, gradient in zip(chain(*leaves), chain(*gradients)):
+        leaf.requires_grad_().grad = gradient
+
+    all_a, all_b, norm_weights = leaves
+    working_a, working_b, _ = adapter.unflatten(adapter.working)
+    generator = torch.Generator().manual_seed(seed)
+    for i, linear in enumerate(linears):
+        linear.adapter = adapter
+        linear.a = all_a[i]
+        linear.b = all_b[i]
+        linear.working_a = working_a[i]
+        linear.working_b = working_b[i]
+        bound = linear.weight.K ** -0.5
+        uniform = torch.rand(linear.a.shape, generator=generator) * 2 * bound - bound
+        linear.a.data.copy_(uniform)
+    for norm, weight in zip(trained_norms, norm_weights):
+        weight.data.copy_(norm.weight)
+        norm.weight = torch.nn.Parameter(weight)
+        norm.weight.grad = weight.grad
+    model.adapter = adapter
+    adapter.sync()
+    return adapter
+
+
+def save_adapter(model: torch.nn.Module, folder: str | Path, master: Tensor | None = None) -> None:
+    """Write the adapter in fp32 as PEFT does. master: a vector to write instead of the adapter's
+    own, laid out the same (an older one, or one on the CPU).
+    """
     adapter = model.adapter
     flat = adapter.master.data if master is None else master
-    tensors = {name: view.cpu().contiguous() for name, view in adapter.named(flat)}
-    hf.write_peft(folder, tensors, model.name, adapter.rank, adapter.alpha, adapter.norms)
+    tensors = {name: view.cpu().contiguous() for name, view in adapter.peft_tensors(flat)}
+    hf.write_peft(folder, tensors, model.name, adapter.rank, adapter.alpha, bool(adapter.norms))
 
 
-def load_adapter(model, folder):
-    """Attach the adapter in a PEFT folder. ValueError names what is missing or does not fit."""
+def load_adapter(model: torch.nn.Module, folder: str | Path) -> Adapter:
+    """Attach the adapter of a PEFT folder. ValueError names what is missing or does not fit."""
     config, tensors = hf.read_peft(folder)
-    Adapter(model, config["r"], config["lora_alpha"], norms=bool(config.get("modules_to_save")))
-    hf.copy_into(dict(model.adapter.named(model.adapter.master.data)), tensors, folder)
-    model.adapter.sync()
+    adapter = attach(model, config["r"], config["lora_alpha"],
+                     norms=bool(config.get("modules_to_save")))
+    hf.copy_into(dict(adapter.peft_tensors(adapter.master.data)), tensors, folder)
+    adapter.sync()
+    return adapter

@@ -8,26 +8,36 @@ A layer, with x the residual stream:
     x += o(attention(rope(qkv(norm(x)))))        q, k, v: one fused matrix with biases
     x += down(silu(gate) * up)                   gate|up = gate_up(norm(x))
 
-Precision. The residual stream and every matmul's sum and result are fp32; inputs of matmuls are
-rounded to `dtype` (bf16 on a GPU). That keeps the sampler's log-probs close to the learner's: 0.1
-instead of 1.3 % of tokens leave the ratio band [0.9, 1.1]. fp16 rounds 8 times finer, but ends at
-65,504: the learner's loss needs a scale (learner.py), and x * w below, not normalized and up to
-24,000 on the 1.5B, is made of x / 16, which is exact.
+Precision. GRPO divides the learner's probability of a token by the sampler's, so the two must agree
+although they sum in different orders. Hence the residual stream and the sum and result of every
+matmul are fp32, and only the inputs of matmuls are rounded, to `dtype` (bf16 on a GPU). On the 0.5B
+0.1 % of the tokens leave the ratio band [0.9, 1.1]; with results in bf16 too it is 1.3 %.
 
-Where RMSNorm's division goes. norm(x) = x * w / rms(x), and 1/rms(x) is one number a row, so it
-commutes with the linear that follows: RMSNorm returns (x * w rounded to dtype) and 1/rms apart,
-and the layer multiplies the linear's *result*. Then no kernel has to see a whole row before the
-matmul starts, and sampler and learner round the same numbers at the same place (but for attention
-to a shared prompt: attention.py). AQN's noise is added to w.
+Where RMSNorm's division goes. norm(x) = x * w / rms(x), and 1/rms(x) is one number a row. So it may
+be multiplied into the result of the linear that follows, instead of into its input:
+
+    textbook    norm: x * w / rms  ->  dtype  ->  @ W.T                ->  y
+    here        norm: x * w        ->  dtype  ->  @ W.T  -> * 1/rms    ->  y
+                      1/rms  -------------------------------^
+
+RMSNorm returns both, (x * w in dtype, 1/rms in fp32). Two things are gained: a GPU's matmul need
+not wait until a kernel has seen the whole row, and sampler and learner round the same numbers at
+the same place (but for attention to a shared prompt: attention.py). AQN's noise is added to w.
+
+fp16 rounds 8 times finer than bf16 but ends at 65,504. So the learner scales its loss (learner.py),
+and the norm works on x / 16, an exact division: x * w reaches 24,000 on the 1.5B without it.
 
 Not here: the KV cache (sampler.py), sliding windows and YaRN (off in these checkpoints).
 
 Shapes: B rows, T tokens, V vocabulary, D width, H query heads, KV key-value heads, d head size,
 F feed-forward.
 """
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attention import PackedAttention, lay_out
@@ -35,28 +45,30 @@ from harness import hf
 from lora import Linear, Scratch
 from ops import elementwise, mlp, mm_fp32, token_logprobs
 
-FP16_SHIFT = 2.0**-4                             # of the residual in front of a norm
+FP16_SHIFT = 2.0**-4                             # the residual times this enters a norm in fp16
 
 
 @dataclass(frozen=True)
 class ModelConfig:
+    """The sizes of a model, by the letters that docstrings use for them."""
     width: int                                   # D
     feed_forward: int                            # F
     layers: int                                  # L
     heads: int                                   # H
     kv_heads: int                                # KV
-    vocab: int                                   # V: rows of the embedding, more than live ids
+    vocab: int                                   # V: rows of the embedding; Qwen pads the last ones
     tied: bool                                   # lm_head = embedding (up to 3B)
     rope_theta: float = 1e6
     eps: float = 1e-6
 
     @property
-    def head_dim(self):
+    def head_dim(self) -> int:
+        """d, the numbers of one head."""
         return self.width // self.heads
 
     @classmethod
-    def from_json(cls, raw):
-        """raw: config.json, as hf.read_qwen2 returns it."""
+    def from_json(cls, raw: dict) -> "ModelConfig":
+        """raw: the content of config.json, as hf.read_qwen2 returns it."""
         return cls(raw["hidden_size"], raw["intermediate_size"], raw["num_hidden_layers"],
                    raw["num_attention_heads"], raw["num_key_value_heads"], raw["vocab_size"],
                    raw.get("tie_word_embeddings", False), raw["rope_theta"], raw["rms_norm_eps"])
@@ -65,28 +77,38 @@ class ModelConfig:
 # -----------------------------------------------------------------------------
 # The elementwise work between matmuls, as plain functions (see ops.elementwise)
 
-def scaled_norm(x, weight, eps, dtype):
-    """x (T, D) fp32 -> x * weight in dtype, and 1/rms (T, 1) fp32."""
+def scaled_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The two factors of a normalised x (T, D) fp32: x * weight in dtype, 1/rms (T, 1) in fp32."""
     if dtype == torch.float16:
         x = x * FP16_SHIFT
     return (x * weight).to(dtype), torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
-def split_qkv(y, rstd, bias, cos, sin, kv_heads, dtype):
-    """qkv's result y (T, N), 1/rms (T, 1), bias (N,) fp32 -> q (T, H, d), k, v (T, KV, d)."""
+def split_qkv(y: Tensor, rstd: Tensor, bias: Tensor, cos: Tensor, sin: Tensor, kv_heads: int,
+              dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """From the qkv linear's result to attention's inputs: 1/rms, bias, rotary embedding, dtype.
+
+    y (T, N), rstd = 1/rms (T, 1), bias (N,), all fp32 -> q (T, H, d), k and v (T, KV, d).
+    """
     y = (y * rstd + bias).unflatten(1, (-1, 2 * cos.shape[-1]))
     q, k, v = y.split([y.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
     return rotate(q, cos, sin).to(dtype), rotate(k, cos, sin).to(dtype), v.to(dtype)
 
 
-def rotate(x, cos, sin):
-    """Rotary embedding of x (T, heads, d), pairing element i with i + d/2 as Qwen2 does."""
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding: turn each pair of numbers (i, i + d/2) of x (T, heads, d) by its angle.
+
+    Qwen2 pairs i with i + d/2; other implementations pair neighbours.
+    """
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
-def rope_table(positions, config):
-    """positions (T,) -> cos, sin (T, 1, d/2) fp32: bf16 cannot tell position 4001 from 4002."""
+def rope_table(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of each position's d/2 angles: positions (T,) -> (T, 1, d/2) fp32 each.
+
+    In fp32, because bf16 cannot tell position 4001 from 4002.
+    """
     half = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
     frequency = config.rope_theta ** (-half / config.head_dim)
     angle = positions.float()[:, None] * frequency[None, :]
@@ -97,26 +119,33 @@ def rope_table(positions, config):
 # The network
 
 class RMSNorm(torch.nn.Module):
-    """scaled_norm with weight + noise."""
+    """A norm as its two factors (see the top), with AQN's noise added to its weight.
 
-    def __init__(self, weight, eps, dtype):
+    noise (D,) is zero but within aqn.noisy_norms.
+    """
+
+    def __init__(self, weight: Tensor, eps: float, dtype: torch.dtype):
         super().__init__()
         self.weight = torch.nn.Parameter(weight.float(), requires_grad=False)
         self.register_buffer("noise", torch.zeros_like(self.weight))
-        self.eps = eps * FP16_SHIFT**2 if dtype == torch.float16 else eps
+        self.eps = eps * FP16_SHIFT**2 if dtype == torch.float16 else eps      # of (x / 16)^2
         self.dtype = dtype
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x (T, D) fp32 -> x * (weight + noise) (T, D) in dtype, 1/rms (T, 1) fp32."""
         return elementwise(scaled_norm, x, self.weight + self.noise, self.eps, self.dtype)
 
 
 class Layer(torch.nn.Module):
-    """Layer i. get(name, *shape) -> tensor and frozen(names, parts, K) -> nvfp4.Weight read it.
+    """Layer i: attention and MLP, each behind a norm, each added to the residual stream.
 
-    parts: rows of the matrices that a fused linear is made of; scratch: shared by all layers.
+    get(name, *shape) returns a tensor of the checkpoint. frozen(names, parts, K) returns the
+    nvfp4.Weight of a fused linear, whose part names[j] has parts[j] rows. So a checkpoint, a test
+    and the bench's random numbers all make the same Layer. scratch: shared by all layers.
     """
 
-    def __init__(self, config, i, get, frozen, dtype, scratch):
+    def __init__(self, config: ModelConfig, i: int, get: Callable, frozen: Callable,
+                 dtype: torch.dtype, scratch: Scratch):
         super().__init__()
         c = config
         prefix = f"model.layers.{i}"
@@ -140,8 +169,12 @@ class Layer(torch.nn.Module):
         self.gate_up = linear(["mlp.gate", "mlp.up"], (c.feed_forward,) * 2, c.width)
         self.down = linear(["mlp.down"], (c.width,), c.feed_forward)
 
-    def forward(self, x, cos, sin, attend):
-        """x (T, D) fp32 -> the same; attend(q (T, H, d), k (T, KV, d), v) -> (T, H, d)."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Callable) -> Tensor:
+        """The residual stream x (T, D) fp32 -> what the layer makes of it, (T, D) fp32.
+
+        attend(q (T, H, d), k (T, KV, d), v (T, KV, d)) -> (T, H, d) knows which token sees which:
+        attention.PackedAttention for the learner, the KV cache for the sampler.
+        """
         xw, rstd = self.input_norm(x)
         q, k, v = elementwise(split_qkv, self.qkv(xw), rstd, self.qkv_bias, cos, sin,
                               self.config.kv_heads, self.input_norm.dtype)
@@ -151,19 +184,21 @@ class Layer(torch.nn.Module):
 
 
 class Qwen2(torch.nn.Module):
-    """get and frozen: as Layer takes them.
+    """The whole model. get and frozen read it, as Layer says; load() makes one of a folder.
 
-    live_vocab: ids that the tokenizer has; no log-prob sees rows of the head beyond them.
+    live_vocab: how many ids the tokenizer has. Rows of the head beyond it are padding, and no
+    log-prob sees them. adapter: None until lora.attach().
     """
 
-    def __init__(self, config, get, frozen, dtype, name):
+    def __init__(self, config: ModelConfig, get: Callable, frozen: Callable, dtype: torch.dtype,
+                 name: str):
         super().__init__()
         c = config
         self.config = c
         self.dtype = dtype
         self.name = name
         self.live_vocab = c.vocab
-        self.adapter = None                                      # lora.Adapter sets it
+        self.adapter = None
         scratch = Scratch()
         self.layers = torch.nn.ModuleList(
             Layer(c, i, get, frozen, dtype, scratch) for i in range(c.layers))
@@ -174,11 +209,13 @@ class Qwen2(torch.nn.Module):
             self.lm_head = get("lm_head.weight", c.vocab, c.width).to(dtype)
         self.final_norm = RMSNorm(get("model.norm.weight", c.width), c.eps, dtype)
 
-    def hidden(self, tokens, attends, positions, kept_layers=None):
-        """tokens (T,) packed -> final norm's (x * w (T, D) in dtype, 1/rms (T, 1)).
+    def hidden(self, tokens: Tensor, attends: Sequence[Callable], positions: Tensor,
+               kept_layers: int | None = None) -> tuple[Tensor, Tensor]:
+        """All layers and the final norm: tokens (T,) packed -> its x * w (T, D), 1/rms (T, 1).
 
-        attends: what each layer attends by, see Layer.forward. kept_layers: so many, the last
-        ones, keep their activations (None: all); others run again in the backward.
+        attends: one for each layer, see Layer.forward. kept_layers: how many layers, counted from
+        the last, keep their activations for the backward; the others keep their input alone and
+        run a second time. None: all keep them.
         """
         x = self.embed[tokens].float()
         cos, sin = rope_table(positions, self.config)
@@ -192,7 +229,7 @@ class Qwen2(torch.nn.Module):
                 x = layer(x, cos, sin, attend)
         return self.final_norm(x)
 
-    def forward(self, tokens):
+    def forward(self, tokens: Tensor) -> Tensor:
         """tokens (B, T) -> logits (B, T, V) fp32. For checks: training never builds this tensor."""
         B, T = tokens.shape
         attend = PackedAttention([T] * B, tokens.device)
@@ -200,12 +237,14 @@ class Qwen2(torch.nn.Module):
         xw, rstd = self.hidden(tokens.reshape(-1), attends, attend.positions)
         return (mm_fp32(xw, self.lm_head.T) * rstd).view(B, T, -1)
 
-    def token_logprobs(self, rows, starts, temperature=1.0, kept_layers=0):
-        """-> log-probs of tokens rows[i][starts[i]:], (T,) fp32 flat in row order, differentiable,
-        and entropy (T,) fp32, not.
+    def token_logprobs(self, rows: list[list[int]], starts: list[int], temperature: float = 1.0,
+                       kept_layers: int = 0) -> tuple[Tensor, Tensor]:
+        """What the loss needs of each completion token: its log-prob, differentiable, and the
+        entropy of the softmax that it was drawn from, not differentiable.
 
-        rows: lists of ids, prompt and completion; starts: of the completions. Rows that follow
-        each other share the work on the same prompt. kept_layers: as hidden() takes it.
+        rows: lists of ids, each a prompt and its completion; starts[i]: where the completion of row
+        i begins. -> (T,) fp32 each, for the tokens rows[i][starts[i]:] of row 0, row 1, ... Rows
+        next to each other with the same prompt share the work on it. kept_layers: see hidden().
         """
         assert all(0 < s < len(r) for r, s in zip(rows, starts)), \
             "every row needs a prompt token and a scored token"
@@ -214,20 +253,22 @@ class Qwen2(torch.nn.Module):
         attends = [attend] * len(self.layers)
         tokens = torch.tensor(tokens, device=self.device)
         xw, rstd = self.hidden(tokens, attends, attend.positions, kept_layers)
-        at = torch.tensor(predictors, device=self.device)
-        scored = [t for row, start in zip(rows, starts) for t in row[start:]]
-        targets = torch.tensor(scored, device=self.device)
+        at = torch.tensor(predictors, device=self.device)        # the place before each target
+        completions = [t for row, start in zip(rows, starts) for t in row[start:]]
+        targets = torch.tensor(completions, device=self.device)
         return token_logprobs(xw[at], rstd[at], self.lm_head, targets, self.live_vocab, temperature)
 
 
 # -----------------------------------------------------------------------------
 # Loading
 
-def load(folder, base="nvfp4", device=None, dtype=None, live_vocab=None):
-    """A checkpoint (bf16 or compressed-tensors NVFP4 files) -> Qwen2, its linears held as `base`.
+def load(folder: str | Path, base: str = "nvfp4", device: torch.device | str | None = None,
+         dtype: torch.dtype | str | None = None, live_vocab: int | None = None) -> Qwen2:
+    """Read a checkpoint, of 16-bit files or compressed-tensors NVFP4, with its linears as `base`.
 
-    Quantizes matrix by matrix as it reads: the peak is the result plus one fused matrix. dtype (or
-    its name): of matmul inputs. ValueError says which file or tensor is bad.
+    It is quantized matrix by matrix as it is read, so the peak of memory is the result plus one
+    fused matrix. device: a GPU if there is one. dtype: of matmul inputs; bf16 on a GPU, fp32 on a
+    CPU. live_vocab: see Qwen2. ValueError names the file or tensor that is bad.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)

@@ -1,46 +1,80 @@
 """
 Four-bit weight formats: real values <-> codes and scales, and the frozen weight made of them.
 
-Why: decoding is bound by reading the frozen linears, so 4.5 bits a weight instead of 16 pay for the
-sampler; and their rounding error is the "quantization noise" that QeRL explores with.
+Why: a decode step is bound by reading the frozen linears from memory, so 4.5 bits a weight instead
+of 16 are what makes sampling fast. Their rounding error is the "quantization noise" that QeRL
+explores with.
 
 NVFP4: one weight (N out_features, K in_features) is three tensors, 4 + 8 / 16 bits a weight
     packed        uint8  (N, K // 2)     two E2M1 codes a byte along K: even k in the LOW nibble
-    block_scale   e4m3   (N, K // 16)    one per block of 16 consecutive k (MXFP4 32, NF4 64)
+    block_scale   e4m3   (N, K // 16)    one for each scale_block, 16 weights side by side in a row
     global_scale  fp32   () or (N,)      the tensor scale (one per row where parts are fused)
-Both scales multiply; |e2m1| is 0, .5, 1, 1.5, 2, 3, 4 or 6, the sign is bit 3 of a code:
+Both scales multiply; |e2m1| is 0, .5, 1, 1.5, 2, 3, 4 or 6, and bit 3 of a code is the sign:
     w[n, k] = e2m1(code[n, k]) * block_scale[n, k // 16] * global_scale
+MXFP4 has scale_blocks of 32 weights, NF4 of 64, both without a tensor scale.
 
-The tensor scale is a power of two (compressed-tensors: max|w| / 2688): a code has 2 significant
-bits and a block scale 4, so code * block_scale * 2^n is exact in bf16, and a learner that
-dequantizes and a sampler that multiplies later see the same weights, bit for bit. q, k, v share one
-tensor scale and gate, up another: engines fuse them and keep one for the result.
+One scale_block by hand, in a matrix whose global_scale is 2^-11. Of its 16 weights these four are
+not 0:
+    w                   0.30      0.245     -0.12     0.01
 
-Which block scale? The usual one takes the largest weight to the largest code. A finer one that
-clips it, or a coarser one, often fits the other 15 better: each format tries the scales of its
-`offsets` and keeps the one of least squared error. The usual one alone, offset 0, gives the bytes
-of compressed-tensors and bitsandbytes.
+The usual scale takes the largest weight to the largest code: 0.30 / 6 = 0.05 = 102.4 * 2^-11. The
+E4M3 number nearest to 102.4 is 104, which makes 104 * 2^-11 = 0.0508 the unit of this block:
+    w / unit            5.91      4.82      -2.36     0.20
+    nearest e2m1        6         4         -2        0
+    decoded             0.305     0.203     -0.102    0           squared error 0.0022
+
+Most of the error is that of 0.245, which falls between 4 and 6, where E2M1 is coarsest. With a
+block_scale of 160 the unit is 0.0781:
+    w / unit            3.84      3.14      -1.54     0.13
+    nearest e2m1        4         3         -1.5      0
+    decoded             0.3125    0.234     -0.117    0           squared error 0.0004
+    code                6         5         11        0           11 = 8 (the sign) + 3
+    packed              0x56                0x0B                  the first code in the low nibble
+    block_scale         0x72                                      E4M3: 2^7 * (1 + 2/8) = 160
+
+So the usual scale, which takes the largest weight to the largest code, is often not the best: a
+finer one that clips this weight, or a coarser one, may fit the other 15 better. Each format tries
+the scales of its `offsets` and keeps the one of least squared error. Offset 0 is the usual scale;
+with it alone the bytes are those of compressed-tensors and bitsandbytes.
+
+Why the tensor scale is a power of two (compressed-tensors takes max|w| / 2688): a code has 2
+significant bits and a block scale 4, so code * block_scale has at most 6, and bf16 holds it exactly
+with its 8. A factor 2^n adds none. The learner rounds code * block_scale * global_scale to bf16
+before it multiplies, the sampler multiplies by global_scale afterwards. With a power of two both
+see the same weights, bit for bit; with any other number they would not. q, k, v share one tensor
+scale, and gate, up another: inference engines fuse them and keep one scale for the result.
 
 Not here: codes chosen from data (calibrate.py), 4-bit activations, NF4's double quantization.
 """
 import math
+from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ops import twin_in_kernels
 
-CHUNK = 2**22                                    # weights at a time: 100 MB of fp32 temporaries
+WEIGHTS_AT_A_TIME = 2**22                        # encoded together: 100 MB of fp32 temporaries
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 E2M1_SIGNED = torch.cat([E2M1, -E2M1])           # code 0..15 -> value; code 8 is -0
-# Lower edge of magnitudes 1..7; x > edge decides, so a tie goes down. But ties belong to the even
-# code: the edges below even codes (.75, 1.75, 3.5) move one fp32 step towards zero.
+# Between two magnitudes lies an edge, and the code of |x| is the number of edges below it. A tie, |x|
+# on an edge, goes to the even code as in IEEE arithmetic, left (<) or right (>):
+#     code        0      1      2      3      4      5      6      7
+#     magnitude   0     .5      1     1.5     2      3      4      6
+#     edge          .25    .75   1.25   1.75   2.5    3.5     5
+#     tie goes       <      >      <      >     <      >      <
+# An edge is below x where x > edge, so a tie goes left by itself. The edges marked > are moved one
+# fp32 step towards zero, so that what was a tie lies above them.
 E2M1_EDGES = (E2M1[1:] + E2M1[:-1]) / 2
 E2M1_EDGES[1::2] = torch.nextafter(E2M1_EDGES[1::2], torch.zeros(3))
 
-OFFSETS = sorted(range(-4, 7), key=abs)          # E4M3 codes tried, the usual first
+# Block scales that NVFP4 tries, in E4M3 codes from the usual one. A larger code is a larger number,
+# and 8 codes are a factor of 2: these are 0.7 to 1.7 times the usual scale. The usual one comes
+# first and the others by distance, because among equal errors the first wins.
+OFFSETS = sorted(range(-4, 7), key=abs)
 
 # The 16 NormalFloat levels (QLoRA, arXiv 2305.14314, appendix E): quantiles of N(0, 1) in [-1, 1].
 NF4 = torch.tensor([
@@ -51,99 +85,114 @@ NF4 = torch.tensor([
 NF4_EDGES = (NF4[1:] + NF4[:-1]) / 2
 
 
-def encode(w, block, candidates, codes_of, levels, importance=None):
-    """(N, K) -> packed uint8 (N, K // 2), scale fp32 (N, K // block): of least squared error.
+def encode(w: Tensor, scale_block: int, candidates: Callable, nearest_codes: Callable,
+           levels: Tensor, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The search that all formats share: for each scale_block the scale of least squared error.
 
-    candidates: blocks (n, K // block, block) -> the scales to try, fp32 (n, K // block) each.
-    codes_of: blocks / scale -> codes uint8, of `levels`. importance (K,) weighs squared errors.
+    w (N, K), scale_block: how many weights share a scale -> packed uint8 (N, K // 2), scale fp32
+    (N, K // scale_block). candidates(blocks (n, K // scale_block, scale_block)) -> the scales to
+    try, fp32 (n, K // scale_block) each. nearest_codes(blocks / scale) -> codes uint8, places in
+    `levels`. importance (K,): what the squared error of an input channel weighs; None: all equal.
+    ValueError if K ends inside a scale_block.
     """
     K = w.shape[1]
-    if K % block:
-        raise ValueError(f"K={K} (in_features) is not a multiple of the block of {block} weights")
+    if K % scale_block:
+        raise ValueError(f"K={K} (in_features) is not a multiple of the block of {scale_block} "
+                         "weights")
     packed = []
     scales = []
     levels = levels.to(w.device)
-    weigh = 1.0 if importance is None else importance.view(-1, block)
-    for rows in w.split(max(1, CHUNK // K)):
-        blocks = rows.unflatten(1, (-1, block))
+    importance = 1.0 if importance is None else importance.view(-1, scale_block)
+    for rows in w.split(max(1, WEIGHTS_AT_A_TIME // K)):
+        blocks = rows.unflatten(1, (-1, scale_block))
         tried = candidates(blocks)
         blocks = blocks.float()
         errors = []
         for scale in tried:
-            values = levels[codes_of(blocks / scale[..., None]).int()] * scale[..., None]
-            errors.append(((values - blocks).square() * weigh).sum(-1))
+            values = levels[nearest_codes(blocks / scale[..., None]).int()] * scale[..., None]
+            errors.append(((values - blocks).square() * importance).sum(-1))
         best = torch.stack(errors).argmin(0, keepdim=True)       # of equal ones the first
         scale = torch.stack(tried).gather(0, best)[0]
-        packed.append(pack_pairs(codes_of(blocks / scale[..., None]).flatten(1)))
+        packed.append(pack_pairs(nearest_codes(blocks / scale[..., None]).flatten(1)))
         scales.append(scale)
     return torch.cat(packed), torch.cat(scales)
 
 
-def pack_pairs(codes):
-    """(N, K) codes -> uint8 (N, K // 2)."""
+def pack_pairs(codes: Tensor) -> Tensor:
+    """Two codes a byte, even k in the low nibble: (N, K) uint8 -> (N, K // 2) uint8."""
     return codes[:, 0::2] | codes[:, 1::2] << 4
 
 
 @cache
-def byte_table(levels, device):
-    """(256, 2): both codes of a byte decoded. Kept: a CUDA graph may not copy from the CPU."""
+def byte_table(levels: Tensor, device: torch.device) -> Tensor:
+    """What the two codes of each byte decode to, (256, 2).
+
+    It is made once for a device: the copy from the CPU may not happen inside a CUDA graph.
+    """
     byte = torch.arange(256)
     return torch.stack([levels[byte & 15], levels[byte >> 4]], dim=1).to(device)
 
 
 @twin_in_kernels
-def dequantize_codes(packed, scale, levels, dtype, out=None):
-    """packed, scale fp32 (N, K // block), levels (16,) -> levels[code] * scale in fp32, then
-    `dtype`: (N, K), or into `out`, rows of any stride.
+def dequantize_codes(packed: Tensor, scale: Tensor, levels: Tensor, dtype: torch.dtype,
+                     out: Tensor | None = None) -> Tensor:
+    """Decode: levels[code] * scale in fp32, rounded once to `dtype`.
+
+    packed uint8 (N, K // 2), scale fp32 (N, K // scale_block), levels (16,) -> (N, K), or into
+    `out`, whose rows may have any stride.
     """
     N, blocks = scale.shape
     K = 2 * packed.shape[1]
     pairs = byte_table(levels, packed.device)
     if out is None:
         out = torch.empty(N, K, dtype=dtype, device=packed.device)
-    step = max(1, CHUNK // K)
+    step = max(1, WEIGHTS_AT_A_TIME // K)
     for codes, factor, rows in zip(packed.split(step), scale.split(step), out.split(step)):
         values = pairs[codes.int()].view(-1, blocks, K // blocks) * factor[..., None]
         rows.copy_(values.flatten(1).to(dtype))
     return out
 
 
-def edges_below(x, edges):
-    """-> uint8, how many edges are < x: on a CPU in half of bucketize's time."""
+def edges_below(x: Tensor, edges: Tensor) -> Tensor:
+    """How many edges are < x, uint8: on a CPU in half of torch.bucketize's time."""
     return sum((x > edge).to(torch.uint8) for edge in edges.tolist())
 
 
-def e2m1_codes(x):
-    """fp32 in units of the block's scale -> codes; beyond 6 saturates."""
+def e2m1_codes(x: Tensor) -> Tensor:
+    """The nearest E2M1 codes, uint8, of x in units of the scale; beyond 6 they saturate."""
     return edges_below(x.abs(), E2M1_EDGES) | (x < 0).to(torch.uint8) << 3
 
 
 # -----------------------------------------------------------------------------
 # NVFP4
 
-def global_scale_for(*weights):
-    """The smallest power of two, fp32 (), that keeps every block scale of weights that share it
-    within E4M3's 448: global_scale_for(q, k, v). All zeros give 1.
+def global_scale_for(*weights: Tensor) -> Tensor:
+    """The tensor scale, fp32 (), that weights share: global_scale_for(q, k, v).
+
+    It is the smallest power of two with which no block scale has to exceed E4M3's largest number,
+    448. All zeros give 1. ValueError if a weight is not finite.
     """
     extremes = [extreme for w in weights for extreme in torch.aminmax(w)]
     amax = torch.stack(extremes).abs().max().item()
     if not math.isfinite(amax):
         raise ValueError(f"a weight matrix holds {amax}: no tensor scale fits")
-    mantissa, exponent = math.frexp(amax / (6 * 448))     # mantissa .5: the power of two itself
-    exponent = max(exponent - (mantissa == 0.5), -126)    # smaller ones have no reciprocal in fp32
+    # amax / 2688 = mantissa * 2^exponent with a mantissa in [.5, 1): 2^exponent is the next power
+    # of two above it, unless it is one itself (mantissa .5). Below 2^-126 fp32 has no reciprocal.
+    mantissa, exponent = math.frexp(amax / (6 * 448))
+    exponent = max(exponent - (mantissa == 0.5), -126)
     return torch.tensor(2.0**exponent, device=weights[0].device)
 
 
-def quantize(w, global_scale=None, importance=None, offsets=OFFSETS):
-    """(N, K) -> packed uint8 (N, K // 2), block_scale e4m3 (N, K // 16), global_scale fp32 ().
+def quantize(w: Tensor, global_scale: Tensor | None = None, importance: Tensor | None = None,
+             offsets: Iterable[int] = OFFSETS) -> tuple[Tensor, Tensor, Tensor]:
+    """To NVFP4: (N, K) -> packed uint8 (N, K // 2), block_scale e4m3 (N, K // 16), global_scale ().
 
-    importance (K,): what an input channel's squared error weighs; None: all the same. offsets: of
-    the E4M3 codes to try from blockmax / 6, which is rounded to the dtype of w, as in
-    compressed-tensors.
+    importance: see encode(). offsets: the E4M3 codes to try, counted from that of the usual scale,
+    the block's largest |w| / 6 (rounded to the dtype of w, as compressed-tensors does).
     """
     if global_scale is None:
         global_scale = global_scale_for(w)
-    inverse = 1 / global_scale                                    # compressed-tensors' direction
+    inverse = 1 / global_scale                   # compressed-tensors stores and multiplies by this
 
     def candidates(blocks):
         first = e4m3_codes(blocks.abs().amax(-1) / 6, inverse)
@@ -153,20 +202,24 @@ def quantize(w, global_scale=None, importance=None, offsets=OFFSETS):
     return packed, (scale * inverse).to(torch.float8_e4m3fn), global_scale
 
 
-def e4m3_codes(scale, inverse):
-    """Wanted block scale -> int16 codes of E4M3's positive numbers, which rise with the code."""
+def e4m3_codes(scale: Tensor, inverse: Tensor) -> Tensor:
+    """The E4M3 codes, int16, nearest to wanted scales; inverse = 1 / global_scale.
+
+    A larger code is a larger number, so code + 1 is the next scale up.
+    """
     scale = (scale.float() * inverse).clamp(max=448)              # not every cast saturates
     code = scale.to(torch.float8_e4m3fn).view(torch.uint8).short()
-    return code.masked_fill(code == 0, 32)                        # 0.125 for zeros: all codes are 0
+    return code.masked_fill(code == 0, 32)       # for a block of zeros 0.125: any scale will do
 
 
-def e4m3_value(code):
-    """Codes, clamped to the positive numbers: no 0, no NaN -> fp32."""
+def e4m3_value(code: Tensor) -> Tensor:
+    """The numbers, fp32, of E4M3 codes, which are clamped to the positive ones: no 0, no NaN."""
     return code.clamp(1, 126).byte().view(torch.float8_e4m3fn).float()
 
 
-def dequantize(packed, block_scale, global_scale, dtype=torch.bfloat16, out=None):
-    """quantize's tensors -> (N, K) in `dtype`; exact in bf16 if global_scale is a power of two."""
+def dequantize(packed: Tensor, block_scale: Tensor, global_scale: Tensor,
+               dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None) -> Tensor:
+    """From NVFP4: (N, K) in `dtype`. Exact in bf16 if global_scale is a power of two."""
     scale = block_scale.float() * global_scale.reshape(-1, 1)
     return dequantize_codes(packed, scale, E2M1_SIGNED, dtype, out)
 
@@ -174,11 +227,13 @@ def dequantize(packed, block_scale, global_scale, dtype=torch.bfloat16, out=None
 # -----------------------------------------------------------------------------
 # The paper's other bases
 
-def quantize_mxfp4(w, offsets=(0, -1, 1)):
-    """(N, K) -> packed uint8 (N, K // 2), block_scale uint8 (N, K // 32): byte b is 2^(b - 127).
+def quantize_mxfp4(w: Tensor, offsets: Iterable[int] = (0, -1, 1)) -> tuple[Tensor, Tensor]:
+    """To MXFP4: (N, K) -> packed uint8 (N, K // 2), block_scale uint8 (N, K // 32), where byte b
+    stands for 2^(b - 127).
 
-    offsets: of the bytes to try from the one that puts blockmax into [3.5, 7), whose upper end
-    saturates, as in compressed-tensors (the OCP text's floor clips up to a quarter of a weight).
+    offsets: the bytes to try, counted from the usual one. That puts the block's largest |w| into
+    [3.5, 7) units, as in compressed-tensors; above 6 it saturates. (The OCP text puts it into
+    [4, 8), which clips up to a quarter of that weight.)
     """
     def candidates(blocks):
         mantissa, exponent = torch.frexp(blocks.abs().amax(-1).float())         # in [.5, 1)
@@ -190,15 +245,17 @@ def quantize_mxfp4(w, offsets=(0, -1, 1)):
     return packed, scale.to(torch.float8_e8m0fnu).view(torch.uint8)
 
 
-def dequantize_mxfp4(packed, block_scale, dtype=torch.bfloat16, out=None):
-    """-> (N, K) in `dtype`, exact in bf16."""
+def dequantize_mxfp4(packed: Tensor, block_scale: Tensor, dtype: torch.dtype = torch.bfloat16,
+                     out: Tensor | None = None) -> Tensor:
+    """From MXFP4: (N, K) in `dtype`, exact in bf16."""
     scale = block_scale.view(torch.float8_e8m0fnu).float()
     return dequantize_codes(packed, scale, E2M1_SIGNED, dtype, out)
 
 
-def quantize_nf4(w, offsets=range(0, -11, -1)):
-    """(N, K) -> packed uint8 (N, K // 2), absmax fp32 (N, K // 64): the block's largest |w|, or
-    what is tried below it, offsets in steps of 2 %.
+def quantize_nf4(w: Tensor, offsets: Iterable[int] = range(0, -11, -1)) -> tuple[Tensor, Tensor]:
+    """To NF4: (N, K) -> packed uint8 (N, K // 2), absmax fp32 (N, K // 64), the scale.
+
+    offsets: the scales to try, in steps of 2 % from the usual one, the block's largest |w|.
     """
     def candidates(blocks):
         absmax = blocks.abs().amax(-1).float().clamp(min=2.0**-126)     # zeros get the level 0
@@ -207,25 +264,30 @@ def quantize_nf4(w, offsets=range(0, -11, -1)):
     return encode(w, 64, candidates, lambda x: edges_below(x, NF4_EDGES), NF4)
 
 
-def dequantize_nf4(packed, absmax, dtype=torch.bfloat16, out=None):
+def dequantize_nf4(packed: Tensor, absmax: Tensor, dtype: torch.dtype = torch.bfloat16,
+                   out: Tensor | None = None) -> Tensor:
+    """From NF4: (N, K) in `dtype`."""
     return dequantize_codes(packed, absmax, NF4, dtype, out)
 
 
-def quantize_bf16(w):
-    """16 bits, as they are: fp16 stays fp16."""
+def quantize_bf16(w: Tensor) -> tuple[Tensor]:
+    """To 16 bits: fp16 stays fp16, everything else becomes bf16."""
     return (w if w.dtype == torch.float16 else w.bfloat16(),)
 
 
-def dequantize_bf16(w, dtype=torch.bfloat16, out=None):
+def dequantize_bf16(w: Tensor, dtype: torch.dtype = torch.bfloat16,
+                    out: Tensor | None = None) -> Tensor:
+    """From 16 bits: (N, K) in `dtype`."""
     return w.to(dtype) if out is None else out.copy_(w)
 
 
 class Format(NamedTuple):
+    """How a base is written and read."""
     quantize: Callable                           # tensors = quantize(w)
     dequantize: Callable                         # w = dequantize(*tensors, dtype=..., out=...)
 
 
-FORMATS = {
+FORMATS = {                                      # by --base
     "nvfp4": Format(quantize, dequantize),
     "bf16": Format(quantize_bf16, dequantize_bf16),
     "mxfp4": Format(quantize_mxfp4, dequantize_mxfp4),
@@ -237,32 +299,41 @@ FORMATS = {
 # A frozen weight
 
 class Weight:
-    """A frozen (N, K) weight; dtype: of matmul inputs. Its fast twin is marlin_fp4.PackedWeight."""
+    """A frozen weight W (N, K) in one of the formats. On a GPU, marlin_fp4.PackedWeight takes the
+    place of an NVFP4 one.
 
-    def __init__(self, tensors, dequantize, shape, dtype):
+    tensors: what the format's quantize() made; dequantize: the format's. dtype: of the inputs of
+    matmuls, which W is decoded to. nbytes: what the tensors take.
+    """
+
+    def __init__(self, tensors: tuple[Tensor, ...], dequantize: Callable, shape: tuple[int, int],
+                 dtype: torch.dtype):
         self.tensors = tensors
         self._dequantize = dequantize
         self.N, self.K = shape
         self.dtype = dtype
         self.device = tensors[0].device
         self.nbytes = sum(t.nbytes for t in tensors)
-        self.dense = None                        # W, on a CPU
+        self.dense = None                        # W decoded, kept on a CPU
 
-    def dequantize(self, out=None):
-        """-> W (N, K) in dtype, not to be written to; or in `out`, rows of any stride."""
+    def dequantize(self, out: Tensor | None = None) -> Tensor:
+        """W (N, K) in dtype, not to be written to; or in `out`, whose rows may have any stride."""
         if self.device.type != "cpu":
             return self._dequantize(*self.tensors, dtype=self.dtype, out=out)
-        if self.dense is None:                   # kept: decoding takes longer than the product
+        if self.dense is None:                   # a CPU takes longer to decode W than to multiply
             self.dense = self._dequantize(*self.tensors, dtype=self.dtype)
         return self.dense if out is None else out.copy_(self.dense)
 
-    def expands(self, rows):
-        """Whether a decode step of so many rows makes a 16-bit W first."""
+    def expands(self, rows: int) -> bool:
+        """Whether a decode step of `rows` rows makes a 16-bit W before it multiplies.
+
+        A Weight in codes always does; a PackedWeight only beyond the rows that its kernel is for.
+        """
         return self.tensors[0].dtype != self.dtype
 
 
-def freeze(weights, base, dtype):
-    """The parts (N_p, K) of a fused linear -> one Weight of their rows in format `base`."""
+def freeze(weights: list[Tensor], base: str, dtype: torch.dtype) -> Weight:
+    """Quantize the parts (N_p, K) of a fused linear to `base`: one Weight, its rows theirs."""
     if base == "nvfp4":
         scale = global_scale_for(*weights)
         return fuse([quantize(w, scale) for w in weights], dtype)
@@ -270,15 +341,17 @@ def freeze(weights, base, dtype):
     return Weight(FORMATS[base].quantize(w), FORMATS[base].dequantize, w.shape, dtype)
 
 
-def fuse(parts, dtype):
-    """quantize's three tensors of each part -> one NVFP4 Weight, its tensor scale one a row:
-    other programs' parts may not share theirs.
+def fuse(parts: list[tuple[Tensor, Tensor, Tensor]], dtype: torch.dtype) -> Weight:
+    """Make one NVFP4 Weight of the tensors of its parts, each as quantize() returns them.
+
+    The tensor scale becomes one number a row: parts that another program quantized need not share
+    theirs. On a GPU -> marlin_fp4.PackedWeight.
     """
     packed = torch.cat([part[0] for part in parts])
     block_scale = torch.cat([part[1] for part in parts])
     row_scale = torch.cat([part[2].expand(len(part[0])) for part in parts])
     if packed.is_cuda:
-        import marlin_fp4                        # the same weight, read by kernels
+        import marlin_fp4                        # late: it needs Triton, which a CPU may lack
         return marlin_fp4.pack(packed, block_scale, row_scale, dtype)
     shape = len(packed), 2 * packed.shape[1]
     return Weight((packed, block_scale, row_scale), dequantize, shape, dtype)

@@ -1,24 +1,31 @@
 """
-The door to the GPU kernels, and two operations whose backward is written by hand (attention's is in
-attention.py, a linear's in lora.py): autograd would keep or move gigabytes.
+Where plain torch hands over to the GPU kernels, and two operations whose backward is written by
+hand because autograd would keep, or move, gigabytes:
 
-    mlp              down(silu(gate) * up): gradients between its matmuls are 16-bit
-    token_logprobs   log softmax at the sampled tokens, without the (T, V) tensor
+    mlp              down(silu(gate) * up), with 16-bit gradients between its matmuls
+    token_logprobs   log softmax at the sampled tokens, without the (T, V) tensor of all logits
 
-The door. A function marked `twin_in_kernels` is plain torch and complete. Where its first tensor is
-on a GPU, the function of the same name in kernels.py runs instead: Triton kernels that move each
-number once. A machine without Triton never opens that file.
+Attention's backward is in attention.py, a linear's in lora.py.
 
-Shapes: T tokens, D width, F feed-forward, V vocabulary, M rows, N out_features, K in_features.
+The door. A function marked `twin_in_kernels` is plain torch and complete: it is what to read, and
+what runs on a CPU. Where its first tensor is on a GPU, the function of the same name in
+fast/kernels.py runs instead, Triton kernels that read and write each number once. That import
+happens on the first call: a machine without Triton never opens that file.
+
+Shapes: T tokens, D width, F feed-forward, V vocabulary, M rows, N out_features, K in_features, c
+rows of a chunk.
 """
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 
-def twin_in_kernels(reference):
-    """The door; `.reference` is the torch function."""
+def twin_in_kernels(reference: Callable) -> Callable:
+    """Make a function run its twin in fast/kernels.py on a GPU; `.reference` stays the function."""
     @functools.wraps(reference)
     def either(*arguments, **options):
         tensor = next(a for a in arguments if isinstance(a, torch.Tensor))
@@ -31,21 +38,25 @@ def twin_in_kernels(reference):
 
 
 @twin_in_kernels
-def elementwise(function, x, *rest):
-    """function(x, *rest); on a GPU compiled into one kernel, where a gradient is wanted."""
+def elementwise(function: Callable, x: Tensor, *rest):
+    """function(x, *rest). On a GPU, where a gradient is wanted, it is compiled into one kernel."""
     return function(x, *rest)
 
 
-def mm_fp32(a, b, out=None):
-    """a (M, K) @ b (K, N) -> fp32: in 16 bits sampler and learner would be twice as far apart."""
-    assert a.dtype == b.dtype, f"{a.dtype} @ {b.dtype}"          # GPUs refuse it
+def mm_fp32(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """a (M, K) @ b (K, N) of equal dtype -> fp32 (M, N), or into `out`.
+
+    The products of 16-bit inputs are summed in fp32 anyway. Rounding the sums to 16 bits as well
+    would put sampler and learner, which sum in different orders, twice as far apart.
+    """
+    assert a.dtype == b.dtype, f"{a.dtype} @ {b.dtype}"          # a GPU refuses it, a CPU would not
     if not a.is_cuda or a.dtype == torch.float32:
         return torch.mm(a.float(), b.float(), out=out)
     return torch.mm(a, b, out_dtype=torch.float32, out=out)
 
 
-def mm(a, b):
-    """a @ b with fp32 sums, rounded once to their dtype."""
+def mm(a: Tensor, b: Tensor) -> Tensor:
+    """a (M, K) @ b (K, N), summed in fp32 and rounded once to their dtype."""
     return torch.mm(a, b) if a.is_cuda else mm_fp32(a, b).to(a.dtype)
 
 
@@ -53,10 +64,11 @@ def mm(a, b):
 # The MLP
 
 @twin_in_kernels
-def swiglu(y, rstd, h, keep=True):
-    """y (T, 2F) fp32, gate|up's result, and rstd (T, 1) 1/rms -> y in h's dtype, if kept.
+def swiglu(y: Tensor, rstd: Tensor, h: Tensor, keep: bool = True) -> Tensor | None:
+    """Write silu(gate) * up into h (T, F), whose rows may have any stride; gate|up = y * rstd.
 
-    Writes silu(gate) * up into h (T, F), rows of any stride.
+    y (T, 2F) fp32 is gate_up's result, rstd (T, 1) the norm's 1/rms. -> y rounded to h's dtype, as
+    the backward takes it; on a GPU None if not keep.
     """
     gate, up = (y * rstd).chunk(2, dim=-1)
     h.copy_(F.silu(gate) * up)
@@ -64,8 +76,12 @@ def swiglu(y, rstd, h, keep=True):
 
 
 @twin_in_kernels
-def swiglu_backward(y, rstd, dh, dy):
-    """dh (T, F): dL/dh. Writes dL/dy into dy (T, 2F), rows of any stride; -> dL/drstd (T, 1)."""
+def swiglu_backward(y: Tensor, rstd: Tensor, dh: Tensor, dy: Tensor) -> Tensor:
+    """Write dL/dy into dy (T, 2F), whose rows may have any stride; -> dL/drstd (T, 1).
+
+    y and rstd as in swiglu, dh (T, F) = dL/dh. With z = y * rstd and s = sigmoid(gate):
+    d silu(gate) / d gate = s + gate * s * (1 - s).
+    """
     gate, up = (y * rstd).chunk(2, dim=-1)
     s = torch.sigmoid(gate)
     silu = gate * s
@@ -74,48 +90,80 @@ def swiglu_backward(y, rstd, dh, dy):
     return (dz * y).sum(-1, keepdim=True, dtype=rstd.dtype)
 
 
+class _MlpArguments(NamedTuple):
+    """What _Mlp.apply takes. Autograd tells which arguments need a gradient, and is told the
+    gradients, in the same order. With names nobody has to count.
+
+    A and B are None without an adapter. The products read their 16-bit copies instead; they are
+    here because autograd gives gradients to arguments alone.
+    """
+    x: Tensor | None
+    rstd: Tensor | None
+    gate_up: torch.nn.Module | None              # the two lora.Linears have no gradient themselves
+    down: torch.nn.Module | None
+    gate_up_a: Tensor | None
+    gate_up_b: Tensor | None
+    down_a: Tensor | None
+    down_b: Tensor | None
+
+
 class _Mlp(torch.autograd.Function):
-    """One function, not three: the gradients between them would be fp32, and h would be copied to
-    stand beside h @ A.T. The backward reads y rounded: half of what a layer has to keep.
+    """Both linears and what lies between them as one step of autograd.
+
+        x_wide -- gate_up.product --> y -- swiglu --> h_wide -- down.product --> out
+               [x | x@A.T]          (T, 2F) fp32    [h | h@A.T]                (T, D) fp32
+
+    As three steps it would cost more memory traffic, in three places:
+    - Autograd wants the gradient of an fp32 tensor in fp32. Inside one step dL/dh and dL/dy are
+      16-bit, and dL/dy is written straight to where gate_up's backward multiplies it.
+    - swiglu writes h to its place in h_wide. From a step of its own it would be copied there.
+    - Only y rounded to 16 bits has to live until the backward: half the bytes of fp32.
     """
 
     @staticmethod
-    def forward(ctx, x, rstd, gate_up, down, *_):
-        xa = gate_up.padded(x)
-        y = gate_up.product(xa)
-        ha = down.room(len(x), down.weight.K)
-        y = swiglu(y, rstd, ha[:, :down.weight.K], keep=ctx.needs_input_grad[0])
+    def forward(ctx, *arguments):
+        x, rstd, gate_up, down, *_ = arguments
+        needs = _MlpArguments(*ctx.needs_input_grad)
+        x_wide = gate_up.widened(x)
+        y = gate_up.product(x_wide)
+        h_wide = down.empty_wide(len(x), down.weight.K)
+        y = swiglu(y, rstd, h_wide[:, :down.weight.K], keep=needs.x)
         ctx.linears = gate_up, down
-        ctx.save_for_backward(xa, y, rstd, ha)
-        return down.product(ha)
+        ctx.save_for_backward(x_wide, y, rstd, h_wide)
+        return down.product(h_wide)
 
     @staticmethod
     def backward(ctx, dout):
-        xa, y, rstd, ha = ctx.saved_tensors
+        x_wide, y, rstd, h_wide = ctx.saved_tensors
         gate_up, down = ctx.linears
-        *_, needs_gate_up, _, needs_down, _ = ctx.needs_input_grad
-        dh, *of_down = down.product_backward(ha, down.padded(dout), needs_down)
-        dy = gate_up.room(*y.shape)
-        drstd = swiglu_backward(y, rstd, dh, dy[:, :y.shape[1]])
-        dx, *of_gate_up = gate_up.product_backward(xa, dy, needs_gate_up)
-        return dx, drstd, None, None, *of_gate_up, *of_down
+        needs = _MlpArguments(*ctx.needs_input_grad)
+        dh, down_da, down_db = down.product_backward(h_wide, down.widened(dout), needs.down_a)
+        dy_wide = gate_up.empty_wide(*y.shape)
+        drstd = swiglu_backward(y, rstd, dh, dy_wide[:, :y.shape[1]])
+        dx, gate_up_da, gate_up_db = gate_up.product_backward(x_wide, dy_wide, needs.gate_up_a)
+        return _MlpArguments(dx, drstd, None, None, gate_up_da, gate_up_db, down_da, down_db)
 
 
-def mlp(gate_up, down, x, rstd):
-    """down(silu(gate) * up), gate|up = gate_up(x) * rstd; x (T, D), rstd (T, 1) -> (T, D) fp32."""
-    return _Mlp.apply(x, rstd, gate_up, down, *gate_up.trained(), *down.trained())
+def mlp(gate_up: torch.nn.Module, down: torch.nn.Module, x: Tensor, rstd: Tensor) -> Tensor:
+    """The MLP of a layer: down(silu(gate) * up), where gate|up = gate_up(x) * rstd.
+
+    gate_up, down: lora.Linears; x (T, D) in the model's dtype, rstd (T, 1) -> (T, D) fp32.
+    """
+    return _Mlp.apply(*_MlpArguments(x, rstd, gate_up, down, *gate_up.trained(), *down.trained()))
 
 
 # -----------------------------------------------------------------------------
 # Log-probs
 
 @twin_in_kernels
-def softmax_at(products, scale, targets, live, dtype=None):
-    """Softmax of logits = products[:, :live] * scale at `targets`; overwrites products.
+def softmax_at(products: Tensor, scale: Tensor, targets: Tensor, live: int,
+               dtype: torch.dtype | None = None) -> tuple:
+    """Softmax of logits = products[:, :live] * scale, read at `targets`. Overwrites products.
 
-    products (c, V) fp32, scale (c, 1), targets (c,) -> sums: (target's logit, log-sum-exp, mean
-    logit under the softmax), each (c,); and the log-prob's gradient by the logits, onehot(targets)
-    - softmax (c, V) in `dtype`, zeros from `live` on, or None without dtype.
+    products (c, V) fp32, scale (c, 1), targets (c,) -> (logit of the target, log-sum-exp, mean
+    logit under the softmax), each (c,); and the gradient of the target's log-prob by the logits,
+    onehot(target) - softmax, (c, V) in `dtype`, with zeros from column `live` on (None if no dtype
+    is given).
     """
     logits = products[:, :live].mul_(scale)
     picked = logits.gather(1, targets[:, None])
@@ -129,8 +177,14 @@ def softmax_at(products, scale, targets, live, dtype=None):
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """A log-prob's gradient is one row, (onehot - p) @ head * scale, computed while the chunk's
-    logits are at hand: the backward is one multiplication, and logits are computed once.
+    """Log-probs in chunks of rows, and their gradient already in the forward.
+
+    The log-prob of row t depends on row t of x alone, so its gradient is one row too, up to the one
+    number dL/dlogprob[t] which only the backward knows:
+        dx[t] = dL/dlogprob[t] * (onehot(target) - softmax) @ head * scale
+    The forward computes all of it but that number while it has the chunk's logits, then drops them.
+    The backward is one multiplication. Otherwise it would need all (T, V) logits, 5 GB of fp32 for
+    8,192 tokens of a vocabulary of 152k, or the product with `head` a second time.
     """
     CHUNK = 512                                  # rows: 0.3 GB of fp32 logits at V = 152k
 
@@ -138,8 +192,9 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(ctx, x, rstd, head, targets, live, temperature):
         n = x.shape[0]
         logprobs, entropy = torch.empty(2, n, device=x.device)
+        needs_x, needs_rstd, *_ = ctx.needs_input_grad
         dx = drstd = dtype = None
-        if any(ctx.needs_input_grad[:2]):
+        if needs_x or needs_rstd:
             dx = torch.empty(x.shape, device=x.device)
             drstd = torch.empty_like(rstd)
             dtype = x.dtype
@@ -150,8 +205,9 @@ class _TokenLogprobs(torch.autograd.Function):
             sums, dlogits = softmax_at(products, scale, targets[s], live, dtype)
             picked, lse, mean_logit = sums
             logprobs[s] = picked - lse
-            entropy[s] = lse - mean_logit
+            entropy[s] = lse - mean_logit        # -sum of p * (logit - lse)
             if dtype:
+                # A logit is proportional to rstd: its derivative is logit / rstd.
                 drstd[s] = (picked - mean_logit)[:, None] / rstd[s]
                 dx[s] = mm_fp32(dlogits, head).mul_(scale)
         ctx.save_for_backward(dx, drstd)
@@ -166,9 +222,13 @@ class _TokenLogprobs(torch.autograd.Function):
         return (dx * upstream).to(ctx.dtype), drstd * upstream, None, None, None, None
 
 
-def token_logprobs(x, rstd, head, targets, live, temperature):
-    """log softmax(x @ head[:live].T * rstd / temperature) at `targets`, with a gradient, and the
-    softmax's entropy, without: (T,) fp32 each. x (T, D), rstd (T, 1), head (V, D), targets (T,).
-    Rows from `live` on are multiplied too: 151,665 columns keep cuBLAS off its aligned kernels.
+def token_logprobs(x: Tensor, rstd: Tensor, head: Tensor, targets: Tensor, live: int,
+                   temperature: float) -> tuple[Tensor, Tensor]:
+    """log softmax(x @ head[:live].T * rstd / temperature) at `targets`, differentiable in x and
+    rstd, and the entropy of that softmax, not differentiable: (T,) fp32 each.
+
+    x (T, D), rstd (T, 1), head (V, D), targets (T,). live: rows of `head` that stand for a token;
+    Qwen2.5 pads the rest. All V are multiplied and the rest left out afterwards, because
+    live = 151,665 columns, an odd number, would keep cuBLAS off its aligned kernels.
     """
     return _TokenLogprobs.apply(x, rstd, head, targets, live, temperature)

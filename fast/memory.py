@@ -1,132 +1,209 @@
 """
-GPU memory of a training run, divided before its first step: the learner's worst case is measured by
-doing it once. So a run does not fail at step 300, on the first batch of long answers.
+Divides a GPU's memory for a training run, before its first step.
 
-    weights, adapter      linears, one of them expanded, embeddings; master, gradient, moments,
-                          16-bit copies
-    graphs                of a decode step: three times its fp32 logits, and the W that it
-                          expands where no kernel reads the packed one; of a prefill
-    longest micro-batch   of the longest rows, or the sampler's largest prefill
-    KV pool               at most what --max-rows sequences need
-    activations           of layers that are then not run again in the backward
+The sampler wants a large KV pool and the learner wants large micro-batches whose activations stay
+in memory, both out of the same GiB. What the learner needs at worst is measured by doing it once,
+so a run does not fail at step 300, on the first batch of long answers.
+
+    |<-------------------------- limit: --memory-gib, or what is free ------------------------->|
+    +---------+---------+--------+--------------+-----------+-----------------------------------+
+    | weights | adapter | graphs | CUDA context | fragments |               free                |
+    +---------+---------+--------+--------------+-----------+-----------------------------------+
+                                                            | longest     | KV   | activations  |
+                                                            | micro-batch | pool |              |
+                                                            +-------------+------+--------------+
+                                                             what is decided here
+
+    weights               measured: frozen linears, the buffer that expands one of them, embeddings
+    adapter               measured: master, its gradient, the optimizer's moments, 16-bit copies
+    graphs                estimated: of a decode step three times its fp32 logits, and the W that it
+                          expands where no kernel reads the packed one; of a prefill its activations
+    CUDA context, NCCL    estimated: what a process takes besides torch's own allocations
+    fragments             estimated: what torch loses between its segments
+    longest micro-batch   measured for each size that is tried: forward and backward of rows of full
+                          length while every layer runs again in the backward; or the sampler's
+                          largest prefill, if that takes more
+    KV pool               of use up to max_rows sequences of full length
+    activations           of layers that keep theirs, and so do not run again in the backward
+
+For each size of micro-batch, from the largest on, what it leaves free is given away in this order:
+
+    1. to the KV pool, up to half of what is of use: few answers get as long as they may, and rows
+       that find no kv_block wait;
+    2. to activations, of as many layers as fit;
+    3. to the KV pool, up to all that is of use;
+    4. what then remains is kept free, and listed with the activations.
+
+Of the sizes that fit, the one with the smallest Option (below) is taken: it leaves the pool at
+least a quarter of its use if any size does, and among those a token costs least.
 """
 import math
 import sys
 from functools import cached_property
+from typing import Callable, NamedTuple
 
 import torch
 
+from harness.config import Memory
 from learner import Learner
 from sampler import PREFILL_TOKENS
 
 GIB = 2**30
-FRAGMENTS = 0.03 if sys.platform == "linux" else 0.06  # lost between segments: see harness/process.py
-OUTSIDE = 0.6 * GIB    # not torch's: CUDA context, NCCL
-MICRO_BATCH_TOKENS = 32768, 16384, 8192, 4096, 2048
-WORTH = 2**25          # tokens x width of the largest that pays: below, launches bound it
-PREFILL = 1024         # tokens of the largest graph: decode.PREFILL_SIZES
-DECODE = 240           # tokens whose matmuls take as long as to decode the weights: 3, 6 and 12 %
+MICRO_BATCH_TOKENS = 32768, 16384, 8192, 4096, 2048    # the sizes that are tried
+# Micro-batches beyond 8,192 tokens pay on small models alone, whose kernels are so short that
+# launching them takes the time: up to this product of tokens and width.
+WORTHWHILE = 2**25
+# Expanding W costs as much as multiplying 240 tokens: 3, 6 and 12 % of micro-batches of 8,192,
+# 4,096 and 2,048. Each micro-batch does it anew.
+EXPANSION_TOKENS = 240
+LARGEST_PREFILL = 1024                                 # tokens of a graph: decode.PREFILL_SIZES
+CUDA_CONTEXT = 0.6 * GIB                               # and NCCL
+# The share of the limit that is lost between torch's segments. On Linux they can grow, which
+# harness/process.py asks for.
+FRAGMENTS = 0.03 if sys.platform == "linux" else 0.06
 
 
-def bound(gib, device):
-    """Before the first allocation: torch's part of a process's `gib` GiB; None: all."""
-    if gib is None:
+class Option(NamedTuple):
+    """One way to divide what is free. Options compare as tuples: the smallest is the best."""
+    pool_lack: float              # bytes that a quarter of the pool's use lacks, 0 if it fits
+    forwards: float               # what a token of the learner costs, in forwards through the model
+    micro_batch_tokens: int
+    micro_batch: float            # bytes
+    pool: float                   # bytes
+    kept_layers: int              # how many layers keep their activations
+
+
+def bound(memory_gib: float | None, device: torch.device) -> None:
+    """Hold torch to its part of the process's memory_gib; None: no bound. Call it before the first
+    allocation. ValueError if the GPU has less.
+    """
+    if memory_gib is None:
         return
     total = torch.cuda.get_device_properties(device).total_memory
-    if not OUTSIDE < gib * GIB <= total:
-        raise ValueError(f"--memory-gib {gib}: must lie between {OUTSIDE / GIB} and the GPU's "
-                         f"{total / GIB:.1f}")
-    torch.cuda.set_per_process_memory_fraction((gib * GIB - OUTSIDE) / total, device)
+    if not CUDA_CONTEXT < memory_gib * GIB <= total:
+        raise ValueError(f"--memory-gib {memory_gib}: must lie between {CUDA_CONTEXT / GIB} and "
+                         f"the GPU's {total / GIB:.1f}")
+    torch.cuda.set_per_process_memory_fraction((memory_gib * GIB - CUDA_CONTEXT) / total, device)
 
 
 class Plan:
-    """-> micro_batch_tokens, pool (bytes), kept_layers. gib None: what is free.
+    """The division for one run: micro_batch_tokens, pool (bytes of the KV pool), kept_layers.
 
-    Layers that keep their activations come before the second half of a pool for max_rows sequences
-    of full length: few get so long, the others wait. Micro-batches leave a quarter of it.
+    model: with its adapter, after its Learner was made, which allocates all that it keeps.
+    prompt_tokens, new_tokens: of the longest row. max_rows: decoded at a time. say: is called with
+    each line of the table. ValueError names the flag to change where nothing fits.
     """
 
-    def __init__(self, model, prompt_tokens, new_tokens, micro_batch_tokens, max_rows, kv_gib,
-                 gib, say):
+    def __init__(self, model: torch.nn.Module, memory: Memory, prompt_tokens: int, new_tokens: int,
+                 max_rows: int, say: Callable[[str], None]):
         self.model = model
-        adapter = model.adapter
-        self.prompt = prompt_tokens
-        self.longest = prompt_tokens + new_tokens
-        for linear in adapter.linears:
-            linear.wide()                        # their buffer stays: before anything is measured
+        self.prompt_tokens = prompt_tokens
+        self.row_tokens = prompt_tokens + new_tokens
+        for linear in model.adapter.linears:
+            linear.wide_weight()                 # makes their common buffer, so that it is measured
         torch.cuda.empty_cache()
-        held = torch.cuda.memory_reserved()
-        limit = gib * GIB if gib else held + torch.cuda.mem_get_info()[0] + OUTSIDE
-        of_adapter = Learner.state_bytes(adapter)
+        self.held = torch.cuda.memory_reserved()
+        limit = self.held + torch.cuda.mem_get_info()[0] + CUDA_CONTEXT
+        if memory.memory_gib:
+            limit = memory.memory_gib * GIB
+        fixed = self._fixed(limit, max_rows)
+        self.free = limit - sum(fixed.values())
+
         c = model.config
-        weights = [linear.weight for linear in adapter.linears]
-        graphs = 3 * 4 * max_rows * c.vocab
-        graphs += max(w.N * w.K * w.dtype.itemsize * w.expands(max_rows) for w in weights)
-        graphs += PREFILL * (10 * c.feed_forward + 20 * c.width)  # fp32 gate|up, 16-bit h, x
-        table = {"weights": held - of_adapter, "adapter": of_adapter, "graphs": graphs,
-                 "CUDA context, NCCL": OUTSIDE, "fragments": FRAGMENTS * limit}
-        self.room = limit - sum(table.values())
-        token = 2 * c.layers * c.kv_heads * c.head_dim * model.dtype.itemsize  # of the KV cache
-        choices = [tokens for tokens in MICRO_BATCH_TOKENS if tokens <= max(8192, WORTH // c.width)]
-        if micro_batch_tokens:
-            choices = [micro_batch_tokens]
-        useful = max_rows * self.longest * token
-        options = []  # (what a quarter of `useful` lacks, forwards a token, ...): the least is best
-        for tokens in choices:
-            worst = self.worst_case(tokens)
-            left = self.room - worst
-            if left <= 0:
-                continue
-            layer = self.layer_bytes * tokens
-            pool = min(left, max(useful / 2, min(useful, left - c.layers * layer)))
-            if kv_gib is not None:
-                pool = kv_gib * GIB
-            kept_layers = min(c.layers, max(0, int((left - pool) / layer + 1e-6)))  # not 2.999
-            forwards = (3 - kept_layers / c.layers) * (1 + DECODE / tokens)
-            options.append((max(0, useful / 4 - left), forwards, tokens, worst, pool, kept_layers))
-            if kept_layers == c.layers:
-                break                            # nothing to gain from smaller ones
-        if not options:
-            raise ValueError(f"no room for rows of {self.longest} tokens beside {held / GIB:.1f} "
-                             "GiB of weights and adapter: lower --max-new-tokens or "
-                             f"--micro-batch-tokens ({tokens})")
-        *_, self.micro_batch_tokens, worst, self.pool, self.kept_layers = min(options)
-        left = self.room - worst
-        if self.pool > left:
-            raise ValueError(f"--kv-gib {kv_gib}: only {left / GIB:.2f} GiB are left")
-        table |= {"longest micro-batch": worst, "KV pool": self.pool,
-                  "activations": left - self.pool, "together": limit}
+        kv_token = 2 * c.layers * c.kv_heads * c.head_dim * model.dtype.itemsize   # keys and values
+        useful_pool = max_rows * self.row_tokens * kv_token
+        best = self._best_option(memory, useful_pool)
+        left = self.free - best.micro_batch
+        if best.pool > left:
+            raise ValueError(f"--kv-gib {memory.kv_gib}: only {left / GIB:.2f} GiB are left")
+        self.micro_batch_tokens = best.micro_batch_tokens
+        self.pool = best.pool
+        self.kept_layers = best.kept_layers
+        table = fixed | {"longest micro-batch": best.micro_batch, "KV pool": best.pool,
+                         "activations": left - best.pool, "together": limit}
         for name, size in table.items():
             say(f"{name:22} {size / GIB:8.2f} GiB")
 
-    def largest(self, tokens, kept_layers):
-        """Log-probs of the largest micro-batch: prompts of one token, all others scored."""
-        full, rest = divmod(tokens, self.longest)
-        rows = [[0] * self.longest] * max(full, 1)
+    def _fixed(self, limit: float, max_rows: int) -> dict[str, float]:
+        """What there is nothing to decide about: name -> bytes."""
+        adapter = self.model.adapter
+        adapter_bytes = Learner.state_bytes(adapter)
+        c = self.model.config
+        weights = [linear.weight for linear in adapter.linears]
+        graphs = 3 * 4 * max_rows * c.vocab                      # three times the fp32 logits
+        graphs += max(w.N * w.K * w.dtype.itemsize * w.expands(max_rows) for w in weights)
+        # Bytes of a token: gate|up in fp32 and h in 16 bits, 10 F; what is D wide, 20 D.
+        graphs += LARGEST_PREFILL * (10 * c.feed_forward + 20 * c.width)
+        return {"weights": self.held - adapter_bytes, "adapter": adapter_bytes, "graphs": graphs,
+                "CUDA context, NCCL": CUDA_CONTEXT, "fragments": FRAGMENTS * limit}
+
+    def _best_option(self, memory: Memory, useful_pool: int) -> Option:
+        """Try the sizes of micro-batches and divide what each leaves, as the top of the file says.
+
+        useful_pool: bytes of max_rows sequences of full length.
+        """
+        layers = self.model.config.layers
+        largest = max(8192, WORTHWHILE // self.model.config.width)
+        sizes = [tokens for tokens in MICRO_BATCH_TOKENS if tokens <= largest]
+        if memory.micro_batch_tokens:
+            sizes = [memory.micro_batch_tokens]
+        options = []
+        for tokens in sizes:
+            micro_batch = self.worst_case(tokens)
+            left = self.free - micro_batch
+            if left <= 0:
+                continue
+            layer = self.layer_bytes_per_token * tokens
+            # What all layers' activations leave of the pool's use, but at least half of its use.
+            pool = min(left, max(useful_pool / 2, min(useful_pool, left - layers * layer)))
+            if memory.kv_gib is not None:
+                pool = memory.kv_gib * GIB
+            kept_layers = int((left - pool) / layer + 1e-6)      # 2.9999999 is 3
+            kept_layers = min(layers, max(0, kept_layers))
+            # Forward, backward, and a second forward of the layers that kept nothing. The backward
+            # costs what a forward does: W is frozen, so only the gradient of x is multiplied.
+            forwards = (3 - kept_layers / layers) * (1 + EXPANSION_TOKENS / tokens)
+            options.append(Option(max(0, useful_pool / 4 - left), forwards, tokens, micro_batch,
+                                  pool, kept_layers))
+            if kept_layers == layers:
+                break                            # a smaller size has nothing to gain
+        if not options:
+            raise ValueError(f"rows of {self.row_tokens} tokens do not fit beside "
+                             f"{self.held / GIB:.1f} GiB of weights and adapter: lower "
+                             f"--max-new-tokens or --micro-batch-tokens ({tokens})")
+        return min(options)
+
+    def _largest_micro_batch(self, tokens: int, kept_layers: int) -> torch.Tensor:
+        """Log-probs of rows of full length: prompts of one token, so that all others are scored."""
+        full, rest = divmod(tokens, self.row_tokens)
+        rows = [[0] * self.row_tokens] * max(full, 1)
         if full and rest > 1:
             rows.append([0] * rest)
         return self.model.token_logprobs(rows, [1] * len(rows), kept_layers=kept_layers)[0]
 
     @cached_property
-    def layer_bytes(self):
-        """Bytes a token that a layer adds which keeps its activations."""
+    def layer_bytes_per_token(self) -> float:
+        """What a layer holds of each token of a micro-batch if it keeps its activations."""
         def held(kept_layers):
-            logprobs = self.largest(self.longest, kept_layers)  # its graph holds activations
-            return torch.cuda.memory_allocated()
+            logprobs = self._largest_micro_batch(self.row_tokens, kept_layers)
+            return torch.cuda.memory_allocated()     # while logprobs' graph holds the activations
 
-        return (held(1) - held(0)) / self.longest
+        return (held(1) - held(0)) / self.row_tokens
 
-    def worst_case(self, tokens, kept_layers=0):
-        """Bytes that torch reserves for the largest micro-batch and prefill, or inf."""
-        prompts = [[i % self.model.config.vocab] + [0] * self.prompt  # no two the same
-                   for i in range(max(PREFILL_TOKENS // self.prompt, 1))]
+    def worst_case(self, tokens: int, kept_layers: int = 0) -> float:
+        """Bytes that torch reserves for the largest micro-batch, or for the largest prefill if that
+        takes more; inf if they do not fit.
+        """
+        count = max(PREFILL_TOKENS // self.prompt_tokens, 1)
+        vocab = self.model.config.vocab
+        prompts = [[i % vocab] + [0] * self.prompt_tokens for i in range(count)]   # all different
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_reserved()
         try:
-            self.largest(tokens, kept_layers).sum().backward()
+            self._largest_micro_batch(tokens, kept_layers).sum().backward()
             with torch.no_grad():
-                self.model.token_logprobs(prompts, [self.prompt] * len(prompts))
+                self.model.token_logprobs(prompts, [self.prompt_tokens] * len(prompts))
             return torch.cuda.max_memory_reserved() - held
         except torch.OutOfMemoryError:
             return math.inf
@@ -134,10 +211,14 @@ class Plan:
             self.model.adapter.master.grad.zero_()
             torch.cuda.empty_cache()
 
-    def dry_step(self):
-        """With the pool in place; fewer layers keep theirs if need be."""
-        room = self.room - self.pool
+    def dry_step(self) -> "Plan":
+        """Try the plan with the pool in place, and let layers drop their activations until it fits.
+
+        Activations were extrapolated from one layer and one row, and segments may not grow as well
+        as they did without the pool.
+        """
+        free = self.free - self.pool
         tokens = self.micro_batch_tokens
-        while self.kept_layers and self.worst_case(tokens, self.kept_layers) > room:
+        while self.kept_layers and self.worst_case(tokens, self.kept_layers) > free:
             self.kept_layers = self.kept_layers * 7 // 8
         return self

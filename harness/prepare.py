@@ -145,7 +145,7 @@ def read_model(settings: Settings, tokenizer: data.Tokenizer, problems: list,
     if wanted.adapter and not goes_on:
         lora.load_adapter(model, wanted.adapter)
     else:
-        lora.Adapter(model, wanted.lora_rank, wanted.lora_alpha, wanted.train_norms, general.seed)
+        lora.attach(model, wanted.lora_rank, wanted.lora_alpha, wanted.train_norms, general.seed)
     return model
 
 
@@ -183,8 +183,7 @@ def divide_memory(model: qwen.Qwen2, learner: Learner, wanted: Memory, rollout: 
     rows = min(rollout.max_rows, max(answers, num_held_out))
     engine = engine_for(model.device, wanted.kernels)
     if model.device.type == "cuda":
-        plan = memory.Plan(model, max_prompt_tokens, rollout.max_new_tokens,
-                           wanted.micro_batch_tokens, rows, wanted.kv_gib, wanted.memory_gib, say)
+        plan = memory.Plan(model, wanted, max_prompt_tokens, rollout.max_new_tokens, rows, say)
         sampler = Sampler(engine, model, longest, rows, plan.pool / 2**30)
         tokens = plan.micro_batch_tokens
         kept_layers = plan.dry_step().kept_layers

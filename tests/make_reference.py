@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from lora import Adapter, save_adapter
+from lora import attach, save_adapter
 from model import load
 from tiny_qwen2 import NORMS, SHAPES, TARGETS, config_json, random_adapter, random_tensors, set_adapter, write_folder
 
@@ -51,7 +51,7 @@ def tiny_cases(scratch):
         if shape != "tied":
             continue
         ours = load(folder, base="bf16", device="cpu")
-        Adapter(ours, rank=4, alpha=6, norms=True)
+        attach(ours, rank=4, alpha=6, norms=True)
         set_adapter(ours, random_adapter(raw, 4, seed=2, norms=True))
         save_adapter(ours, scratch / "ours")
         logits = PeftModel.from_pretrained(transformers_model(folder), scratch / "ours")(tokens).logits

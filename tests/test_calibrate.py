@@ -247,34 +247,48 @@ def layer(tiny):
     return block.requires_grad_(False), embed, config
 
 
+def heard(block, chunk):
+    """What calibrate hears enters each linear while the exact stream goes through a layer, and the layer's result."""
+    inputs = {}
+    with calibrate.listening(block, inputs.__setitem__):
+        result = chunk.through(block, chunk.exact)
+    return [inputs[linear] for linear in calibrate.linears_of(block)], result
+
+
 @torch.no_grad()
-def test_the_block_written_out_is_the_block_and_its_inputs_are_the_linears(tiny, layer):
+def test_a_listener_hears_the_normalized_inputs_and_changes_no_result(tiny, layer):
     block, embed, config = layer
     chunk = Chunk(texts_of(tiny["untied"], (3, 9), (5, 1)), embed, config)
-    seen = {}
-
-    def spy(name):
-        product = getattr(block, name).product
-
-        def spied(x, *rest):
-            seen.setdefault(name, x.clone())
-            return product(x, *rest)
-        getattr(block, name).product = spied
-
-    for name in ("qkv", "o", "gate_up", "down"):
-        spy(name)
     want = block(chunk.exact, *chunk.rope, chunk.attend)
-    inputs, got = calibrate.layer_and_inputs(block, chunk)
+    (qkv, o, gate_up, down), got = heard(block, chunk)
     assert torch.equal(got, want)
-    middle = chunk.exact + block.o(seen["o"])
-    for x, norm, given, name in ((chunk.exact, block.input_norm, inputs[0], "qkv"),
-                                 (middle, block.post_norm, inputs[2], "gate_up")):
+    # The layer in float64 from what each linear was given, one linear after the other.
+    exact = {linear: linear.weight.dequantize().double() for linear in calibrate.linears_of(block)}
+    middle = chunk.exact + block.o(o)
+    for x, norm, given in ((chunk.exact, block.input_norm, qkv), (middle, block.post_norm, gate_up)):
         x = x.double()
         normed = x / (x.square().mean(-1, keepdim=True) + config.eps).sqrt() * norm.weight.double()
         # A sum of D squares, halved by the root, and a few roundings more.
         assert ((given - normed).abs() <= (config.width / 2 + 6) * EPS * normed.abs()).all()
-        assert torch.equal(seen[name], x.float() * norm.weight)
-    assert torch.equal(inputs[1], seen["o"]) and torch.equal(inputs[3], seen["down"])
+    gate, up = (gate_up.double() @ exact[block.gate_up].T).chunk(2, dim=-1)
+    assert torch.allclose(down.double(), torch.nn.functional.silu(gate) * up, rtol=0, atol=1e-5)
+    assert torch.allclose(got.double(), middle.double() + down.double() @ exact[block.down].T, rtol=0, atol=1e-5)
+    assert torch.allclose(middle.double(), chunk.exact.double() + o.double() @ exact[block.o].T, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_nobody_listens_afterwards_also_after_an_error(tiny, layer):
+    block, embed, config = layer
+    chunk = Chunk(texts_of(tiny["untied"], (3, 9)), embed, config)
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), calibrate.listening(block, fail):
+        chunk.through(block, chunk.exact)
+    chunk.through(block, chunk.exact)
+    assert all(linear.on_input is None for linear in calibrate.linears_of(block))
+    assert not block.input_norm._forward_hooks and not block.post_norm._forward_hooks
 
 
 @torch.no_grad()
@@ -283,7 +297,7 @@ def test_hessians_are_means_over_all_tokens(tiny, layer, monkeypatch):
     monkeypatch.setattr(calibrate, "TILE", 48)             # 128 columns and 192: 48, 48, 32, and even ones
     block, embed, config = layer
     chunks = calibrate.chunks_of(texts_of(tiny["untied"], (3, 9), (5, 1), (2, 11)), embed, config)
-    inputs = [calibrate.layer_and_inputs(block, chunk)[0] for chunk in chunks]
+    inputs = [heard(block, chunk)[0] for chunk in chunks]
     moved = [block(chunk.exact, *chunk.rope, chunk.attend) for chunk in chunks]
     got = calibrate.hessians(block, chunks)
     assert len(chunks) == 3 and all(torch.equal(c.exact, x) for c, x in zip(chunks, moved))

@@ -51,7 +51,7 @@ def run_folder(tmp_path_factory):
     """As train.py leaves one; the adapter changes what is said."""
     folder = tmp_path_factory.mktemp("runs") / "x"
     model = qwen.load(TINY, "bf16", "cpu")
-    adapter = lora.Adapter(model, rank=4, alpha=4)
+    adapter = lora.attach(model, rank=4, alpha=4)
     size = adapter.master.numel() - adapter.b_start
     adapter.master.data[adapter.b_start:] = torch.randn(size, generator=torch.Generator().manual_seed(0))
     adapter.sync()

@@ -138,7 +138,7 @@ def test_a_calibrated_folder_says_how_far_it_is_from_16_bits(tmp_path, monkeypat
     for codes in kl:
         model = qwen.load(tmp_path / codes, "nvfp4", "cpu")
         assert capsys.readouterr().out.startswith(f"{tmp_path / codes}: 'KL(16 bits || {codes}) {kl[codes]:.3g}")
-    lora.Adapter(model)
+    lora.attach(model)
     hf.save_model(hf.model_tensors(model), tmp_path / "nearest", tmp_path / "merged")
     assert "calibration" not in json.loads((tmp_path / "merged" / "config.json").read_text())
 
@@ -232,7 +232,7 @@ def test_the_command_runs_without_triton(bf16, tmp_path):
 def trained(tmp_path):
     """A run folder as train.py leaves it, with an adapter that acts -> its model."""
     model = qwen.load(TINY, "nvfp4", "cpu")
-    adapter = lora.Adapter(model, rank=4, alpha=4)
+    adapter = lora.attach(model, rank=4, alpha=4)
     b = adapter.master.data[adapter.b_start:]
     b.copy_(torch.randn(b.shape, generator=torch.Generator().manual_seed(0)) / 50)
     adapter.sync()

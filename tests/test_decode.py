@@ -351,7 +351,7 @@ def small_engine(base, gen, rank=32, max_rows=9, size=(256, 384, 2, 4, 2, 2432),
     model = model_module.Qwen2(config, get, frozen, dtype, "small")
     model.live_vocab = 2311
     if rank:
-        adapter = lora.Adapter(model, rank=rank, alpha=rank)
+        adapter = lora.attach(model, rank=rank, alpha=rank)
         adapter.master.data[adapter.b_start:].normal_(0, 0.1, generator=gen)
         adapter.sync()
     width = 12
@@ -590,7 +590,7 @@ def test_graphs_of_another_adapter_sampling_or_vocabulary_are_dropped(gen):
     before = engine.graph(4, sampling(top_k=40, top_p=0.9))          # the adapter is back
     model.live_vocab -= 1
     assert engine.graph(4, sampling(top_k=40, top_p=0.9)) is not before
-    lora.Adapter(model, rank=8, alpha=8)
+    lora.attach(model, rank=8, alpha=8)
     engine.graph(8, sampling(top_k=40, top_p=0.9))
     assert list(engine.graphs) == [(8, False)]
 

@@ -132,7 +132,7 @@ def test_lenient_counts_the_last_number_of_answers_out_of_form(capsys, monkeypat
 def adapted():
     """The tiny model with an adapter whose B is random and large, so that its effect is far from rounding."""
     model = qwen.load(ROOT / "tiny", "nvfp4", "cpu")
-    adapter = lora.Adapter(model, rank=4, alpha=4)
+    adapter = lora.attach(model, rank=4, alpha=4)
     adapter.master.data[adapter.b_start:] = torch.randn(adapter.master.numel() - adapter.b_start,
                                                         generator=torch.Generator().manual_seed(0))
     adapter.sync()
@@ -164,7 +164,7 @@ def test_a_sampler_that_ignores_the_adapter_is_refused(adapted):
 
 def test_a_fresh_adapter_is_said_to_be_the_base(tmp_path, capsys, monkeypatch):
     model = qwen.load(ROOT / "tiny", "nvfp4", "cpu")
-    lora.Adapter(model, rank=4)
+    lora.attach(model, rank=4)
     lora.save_adapter(model, tmp_path)
     monkeypatch.setattr(sys, "argv", ["evaluate.py", *BASIC, "--limit", "2", "--adapter", str(tmp_path)])
     evaluate.main()

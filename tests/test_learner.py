@@ -90,7 +90,7 @@ def plain_gradient(case, tensors, batch, loss):
 
 def difference(adapter, want):
     """|gradient - want| / |want| over all tensors. The model's last norm belongs to no layer and is in neither."""
-    got = dict(adapter.named(adapter.master.grad))
+    got = dict(adapter.peft_tensors(adapter.master.grad))
     assert got.keys() == want.keys()
     off = sum((got[name].double() - want[name]).square().sum() for name in want)
     return (off / sum(t.square().sum() for t in want.values())).sqrt().item()
@@ -140,7 +140,7 @@ def test_the_first_pass_over_a_row_is_the_proximal_policy_of_later_ones(tiny, mo
     learner.adapter.master.data.copy_(moved)
     learner.adapter.sync()
 
-    tensors = {name: t.clone() for name, t in learner.adapter.named(moved)}
+    tensors = {name: t.clone() for name, t in learner.adapter.peft_tensors(moved)}
     second = learner.update(batch, weights, lr=0.0)
     assert second.sums["clip_low"] + second.sums["clip_high"] > 0
     assert sorted(batch.proximal) == trained and all(torch.equal(batch.proximal[b], t) for b, t in kept.items())
@@ -273,7 +273,7 @@ def gradient_at(master, learner, *step):
 def working_of(adapter):
     """The working copies by hand: A as it is, B times alpha / rank. Trained norms have no copies."""
     working = torch.zeros_like(adapter.working)
-    for mine, its, scale in zip(adapter.views(working), adapter.views(adapter.master.data), (1, ALPHA / RANK)):
+    for mine, its, scale in zip(adapter.unflatten(working), adapter.unflatten(adapter.master.data), (1, ALPHA / RANK)):
         for copy, view in zip(mine, its):
             copy.copy_(view * scale)
     return working

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import nvfp4
-from lora import Adapter, Linear, load_adapter, save_adapter
+from lora import Linear, attach, load_adapter, save_adapter
 from model import load
 from tiny_qwen2 import SHAPES, merged, plain_logits, random_adapter, set_adapter
 
@@ -21,7 +21,7 @@ FP32 = 5e-5                                                               # on l
 def adapted(case, rank=4, alpha=6, norms=False, base="bf16", seed=2, **kwargs):
     """The tiny model with a nonzero adapter, and that adapter's tensors by PEFT's names."""
     model = load(case.folder, base=base, device="cpu", **kwargs)
-    Adapter(model, rank=rank, alpha=alpha, norms=norms)
+    attach(model, rank=rank, alpha=alpha, norms=norms)
     tensors = random_adapter(case.raw, rank, seed=seed, norms=norms)
     set_adapter(model, tensors)
     return model, tensors
@@ -41,7 +41,7 @@ def plain(case, adapter, scale, tokens):
 
 def test_every_a_starts_uniform_as_pefts_does_and_every_b_at_zero(tiny):
     model = load(tiny["untied"].folder, "bf16", "cpu")
-    adapter = Adapter(model, rank=8)
+    adapter = attach(model, rank=8)
     for linear in adapter.linears:                                        # kaiming_uniform_ with a = sqrt(5)
         bound = linear.weight.K ** -0.5
         assert 0.99 * bound < linear.a.max() <= bound and -bound <= linear.a.min() < -0.99 * bound
@@ -54,7 +54,7 @@ def test_adapter_with_b_zero_leaves_the_logits(tiny, base, dtype):
     model, tokens = load(tiny["tied"].folder, base=base, device="cpu", dtype=dtype), tokens_of(tiny["tied"], 2, 13)
     with torch.no_grad():
         before = model(tokens)
-        Adapter(model, rank=8, alpha=16, norms=True)
+        attach(model, rank=8, alpha=16, norms=True)
         after = model(tokens)
     # The same numbers and zeros; how a CPU's matmul orders its sums depends on how many there are.
     assert (after - before).abs().max() < (FP32 if dtype == torch.float32 else 0.01 * before.std())
@@ -70,7 +70,7 @@ def test_a_linear_with_b_zero_is_the_base_bit_for_bit(base, dtype):
     linear = Linear(nvfp4.freeze([w], base, dtype), ["o"], (48,))
     x = torch.randint(-6, 7, (9, 128)).to(dtype)
     before = linear(x)
-    Adapter(OneLinear(linear, dtype), rank=8, alpha=16)
+    attach(OneLinear(linear, dtype), rank=8, alpha=16)
     assert torch.equal(before.double(), x.double() @ w.double().T)
     assert linear.rank == 8 and torch.equal(linear(x), before)
 
@@ -149,7 +149,7 @@ def test_gradients_equal_autograd_through_the_merged_matrix(kind, parts):
     M, K, R, alpha = 11, 128, 4, 10
     weight, w = frozen_weight(kind, parts, K)
     linear = Linear(weight, [f"part{p}" for p in range(len(parts))], parts)
-    adapter = Adapter(OneLinear(linear), rank=R, alpha=alpha)
+    adapter = attach(OneLinear(linear), rank=R, alpha=alpha)
     with torch.no_grad():
         linear.b.normal_()
     adapter.sync()
@@ -180,7 +180,7 @@ def test_float16_gradients_are_those_of_float64_but_for_their_rounding(kind, std
     parts, M, K, R, alpha, u = (64, 32, 32), 24, 128, 4, 8, 2.0**-11
     weight, w = frozen_weight(kind, parts, K, torch.float16, std)
     linear = Linear(weight, ["q", "k", "v"], parts)
-    adapter = Adapter(OneLinear(linear, torch.float16), rank=R, alpha=alpha)
+    adapter = attach(OneLinear(linear, torch.float16), rank=R, alpha=alpha)
     linear.b.data.normal_(0, 0.02)
     adapter.sync()
     x, upstream = torch.randn(M, K).half().requires_grad_(), torch.randn(M, sum(parts)) * 2.0**4         # a loss scale
@@ -257,7 +257,7 @@ def test_adapter_comes_back_from_its_folder_bit_for_bit(tiny, tmp_path, norms):
 
 def test_misfits_stop(tiny):
     with pytest.raises(AssertionError, match="rank must be at least 1, got 0"):
-        Adapter(load(tiny["tied"].folder, base="bf16", device="cpu"), rank=0)
+        attach(load(tiny["tied"].folder, base="bf16", device="cpu"), rank=0)
     model, _ = adapted(tiny["tied"])
     with pytest.raises(AssertionError, match=r"q_proj: x \(3, 65\), not K=64"):
         model.layers[0].qkv(torch.zeros(3, 65))
@@ -282,8 +282,8 @@ def test_a_scratch_that_found_no_room_is_asked_for_again(tiny, monkeypatch):
 
     with monkeypatch.context() as full, pytest.raises(torch.OutOfMemoryError):
         full.setattr(torch, "empty", no_room)
-        model.layers[0].qkv.wide()
-    assert model.layers[0].qkv.wide().shape == (128 + 12, 64 + 12)
+        model.layers[0].qkv.wide_weight()
+    assert model.layers[0].qkv.wide_weight().shape == (128 + 12, 64 + 12)
 
 
 def test_the_linears_of_a_model_share_one_scratch_and_two_models_none(tiny):
@@ -291,7 +291,7 @@ def test_the_linears_of_a_model_share_one_scratch_and_two_models_none(tiny):
     one, other = (adapted(tiny[shape])[0] for shape in ("tied", "untied"))
     scratches = [{id(linear.scratch) for linear in model.adapter.linears} for model in (one, other)]
     assert [len(s) for s in scratches] == [1, 1] and scratches[0] != scratches[1]
-    wide = one.layers[0].qkv.wide().fill_(7)                 # its corner was whatever memory held, NaN too
+    wide = one.layers[0].qkv.wide_weight().fill_(7)                 # its corner was whatever memory held, NaN too
     tokens = tokens_of(tiny["untied"], 1, 5)
     with torch.no_grad():
         other(tokens)

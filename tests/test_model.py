@@ -107,7 +107,7 @@ def test_a_prompt_computed_once_for_its_group_equals_one_row_at_a_time(tiny, sha
     # Log-probs against a float64 forward of each row, gradients against rows whose prompts are computed each time.
     case = tiny[shape]
     model, rows = load(case.folder, base="bf16", device="cpu"), []
-    lora.Adapter(model, rank=4, alpha=8, norms=True)
+    lora.attach(model, rank=4, alpha=8, norms=True)
     set_adapter(model, random_adapter(case.raw, 4, norms=True))
     sizes = [n for n in (*completions, 4, 6)]
     flat = some_tokens(case, prompt + 2 + sum(sizes)).tolist()
@@ -239,7 +239,7 @@ def test_token_logprobs_equal_log_softmax_of_the_logits(tiny, temperature, live_
 
 def test_recompute_gives_the_same_gradient_and_touches_no_frozen_weight(tiny):
     model, rows = load(tiny["untied"].folder, base="nvfp4", device="cpu"), ragged_rows(tiny["untied"])
-    lora.Adapter(model, rank=4, alpha=8, norms=True)
+    lora.attach(model, rank=4, alpha=8, norms=True)
     set_adapter(model, random_adapter(tiny["untied"].raw, 4, norms=True))
     gradients, runs = [], []
     for layer in model.layers:

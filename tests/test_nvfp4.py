@@ -98,6 +98,19 @@ def test_even_k_sits_in_the_low_nibble():
     assert dequantize(packed, block_scale, global_scale)[0, :3].tolist() == [6.0, 1.0, -0.5]
 
 
+def test_the_block_worked_by_hand_at_the_top_of_the_file():
+    w = torch.zeros(1, 16)
+    w[0, :4] = torch.tensor([0.30, 0.245, -0.12, 0.01])
+    usual, searched = (quantize(w, torch.tensor(2.0**-11), offsets=offsets) for offsets in ([0], nvfp4.OFFSETS))
+    assert usual[1].item() == 104 and dequantize(*usual, torch.float32)[0, :4].tolist() == [
+        code * 104 * 2.0**-11 for code in (6, 4, -2, 0)]
+    packed, block_scale, _ = searched
+    assert packed[0].tolist() == [0x56, 0x0B, 0, 0, 0, 0, 0, 0] and block_scale.view(torch.uint8).item() == 0x72
+    assert dequantize(*searched, torch.float32)[0, :4].tolist() == [0.3125, 0.234375, -0.1171875, 0]
+    errors = [(dequantize(*tensors, torch.float32) - w).square().sum().item() for tensors in (usual, searched)]
+    assert [round(error, 4) for error in errors] == [0.0022, 0.0004]
+
+
 def test_both_scales_multiply():
     packed, ones = torch.full((1, 8), 0x22, dtype=torch.uint8), torch.ones(1, 1)    # all codes 2 = 1.0
     assert dequantize(packed, (ones * 3).to(torch.float8_e4m3fn), torch.tensor(0.25)).unique().item() == 0.75
@@ -188,7 +201,7 @@ def test_working_in_chunks_changes_nothing(base, monkeypatch):
     w = torch.randn(13, 128)
     encode, decode = FORMATS[base]
     whole = encode(w)
-    monkeypatch.setattr(nvfp4, "CHUNK", 3 * 128)           # 3 rows at a time: the last chunk is ragged
+    monkeypatch.setattr(nvfp4, "WEIGHTS_AT_A_TIME", 3 * 128)        # 3 rows at a time: the last chunk is ragged
     chunked = encode(w)
     assert all(same_bytes(a, b) for a, b in zip(whole, chunked)) and torch.equal(decode(*whole), decode(*chunked))
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import fast
-from lora import Adapter, Linear
+from lora import Linear, attach
 from nvfp4 import freeze
 from ops import _TokenLogprobs, elementwise, mlp, mm, mm_fp32, softmax_at, swiglu, swiglu_backward, token_logprobs
 from ops import twin_in_kernels
@@ -118,7 +118,7 @@ def test_mlp_gradients_equal_autograd_through_the_merged_matrices(base, adapter)
     if adapter:
         stub = torch.nn.Module()                                          # as much of a model as Adapter looks at
         stub.gate_up, stub.down, stub.layers, stub.dtype = gate_up, down, [], torch.float32
-        Adapter(stub, rank=R, alpha=alpha)
+        attach(stub, rank=R, alpha=alpha)
         for linear in (gate_up, down):
             linear.b.data.normal_()
             leaves += [linear.a, linear.b]

@@ -15,7 +15,7 @@ import torch
 
 import sampler as sampler_py
 from aqn import noisy_norms
-from lora import Adapter
+from lora import attach
 from model import load
 from sampler import (KV_BLOCK, MASK64, BlockPool, Rollouts, Sampler, Sampling, TorchEngine, draw_tokens, filter_logits,
                      row_key, uniforms)
@@ -74,7 +74,7 @@ def test_greedy_tokens_are_the_argmax_of_full_forwards(tiny, policy, engine):
     model, tensors = load(case.folder, base="bf16", device="cpu"), dict(case.tensors)
     if policy == "adapter":
         adapter = random_adapter(case.raw, 4, seed=2, norms=True)
-        Adapter(model, rank=4, alpha=6, norms=True)
+        attach(model, rank=4, alpha=6, norms=True)
         set_adapter(model, adapter)
         tensors = merged(case.tensors, adapter, 6 / 4)
     with noisy_norms(model, 0.1 if policy == "noise" else 0.0, seed=1, step=3):
@@ -205,7 +205,7 @@ def test_float16_brings_sampler_and_learner_4_times_closer_than_bfloat16(tiny, b
     gaps = {}
     for dtype in ("bfloat16", "float16"):
         model = load(tiny["untied"].folder, base=base, device="cpu", dtype=dtype)
-        adapter = Adapter(model, rank=8, alpha=8)
+        adapter = attach(model, rank=8, alpha=8)
         adapter.master.data[adapter.b_start:].normal_(0, 0.05, generator=torch.Generator().manual_seed(1))
         adapter.sync()
         with noisy_norms(model, 0.01, seed=1, step=2), torch.no_grad():

@@ -39,7 +39,7 @@ from harness import prepare
 from harness.config import read_settings
 from harness.hf import NVFP4_CONFIG, Shards
 from learner import Update
-from lora import Adapter, save_adapter
+from lora import attach, save_adapter
 from model import load
 from sampler import KV_BLOCK, Sampling, blocks_for
 from tiny.arithmetic import arithmetic
@@ -277,7 +277,7 @@ def test_the_seed_of_a_run_is_that_of_its_noise_its_sampling_and_its_adapter(run
     assert (prompts, group_size, seed, numbers) == ([[4], [1]], 3, 7, range(10, 12))
     assert torch.equal(noise, 0.5 * draw_z(7, 2, 1, 1, len(noise)))
     runs.run("seeded", *"--steps 1 --seed 7 --lr 1e-9".split())
-    start = Adapter(model, rank=32, alpha=32, seed=7).master.data
+    start = attach(model, rank=32, alpha=32, seed=7).master.data
     torch.testing.assert_close(runs.state("seeded", 1)["master"], start, atol=1e-8, rtol=0)
 
 
@@ -482,7 +482,7 @@ def test_weight_decay_shrinks_the_lora_matrices_and_no_norm(runs):
     for decay in ("0", "100"):
         runs.run(f"decay{decay}", *flags, "--weight-decay", decay)
     model = load(ROOT / "tiny", "nvfp4", "cpu")
-    Adapter(model, norms=True)
+    attach(model, norms=True)
     save_adapter(model, runs.folder / "start")
     start, plain, decayed = (load_file(runs.folder / path / "adapter_model.safetensors")
                              for path in ("start", "decay0/adapter", "decay100/adapter"))
@@ -1016,10 +1016,10 @@ def test_an_abbreviated_flag_is_refused_by_name(runs, flags, named):
 def bug(error):
     import lora
 
-    def adapter(*_, **__):
+    def attach(*_, **__):
         raise error
 
-    lora.Adapter = adapter
+    lora.attach = attach
 
 
 def assert_in_set_up():

@@ -37,7 +37,7 @@ from harness.prepare import divide_memory
 from harness.ranks import (KERNELS, LOCAL_RANK, WORLD, capability, choose_device, gather,
                            join_ranks, say, share)
 from learner import Batch, Learner
-from lora import Adapter, Linear
+from lora import Linear, attach
 from sampler import Sampler, Sampling, engine_for
 
 SIZES = {  # D, F, layers, H, KV, V, tied: config.json of Qwen2.5-*-Instruct
@@ -76,7 +76,7 @@ def random_model(size: str, base: str, dtype: torch.dtype, lora_rank: int) -> qw
     model = qwen.Qwen2(shape, get, frozen, dtype, f"random-{size}")
     model.live_vocab = min(shape.vocab, LIVE_VOCAB)
     if lora_rank:
-        adapter = Adapter(model, rank=lora_rank, alpha=lora_rank)
+        adapter = attach(model, rank=lora_rank, alpha=lora_rank)
         adapter.master.data[adapter.b_start:].normal_(0, 0.02)
         adapter.sync()
     return model
