@@ -3,7 +3,8 @@ What readers may rely on: imports go down, Triton stays where it belongs, a name
 what is there and nothing else. No test here limits the size of anything.
 
 It looks at the files that git tracks, and at what these import. A reward function or a data file of your own beside
-them changes nothing. Where you add something that readers must be told of, the message says which document needs a line.
+them changes nothing. Where you add something that readers must be told of, the message says which document needs a
+line.
 
 python -m pytest tests/test_house.py -v
 """
@@ -37,7 +38,7 @@ HISTORY = "docs/log.md"
 def said(problems):
     """Ends a test with these messages alone: they say what to do, and a traceback would bury them."""
     if problems:
-        pytest.fail("\n".join(problems), pytrace=False)
+        pytest.fail("\n".join(sorted(set(problems))), pytrace=False)
 
 
 # -----------------------------------------------------------------------------
@@ -103,7 +104,7 @@ def take_in_what_is_imported():
     while waiting:
         for other, _ in imports(waiting.pop()):
             file = other.replace(".", "/") + ".py"
-            if other and other not in FILES and (ROOT / file).is_file() and not file.startswith(("tests/", "tiny/make")):
+            if other and other not in FILES and not file.startswith("tests/") and (ROOT / file).is_file():
                 FILES[other], TREES[other] = file, parse(file)
                 waiting.append(other)
 
@@ -247,8 +248,8 @@ def asked(tree):
 
 def test_what_a_file_asks_of_another_is_there():
     # What one flag's branch alone calls can go lost in a merge without any other test noticing.
-    said(sorted({f"{FILES[name]} asks {FILES[other]} for {what}, which it has not"
-                 for name, tree in TREES.items() for other, what in asked(tree) if not has(other, what)}))
+    said({f"{FILES[name]} asks {FILES[other]} for {what}, which it has not"
+                 for name, tree in TREES.items() for other, what in asked(tree) if not has(other, what)})
 
 
 # -----------------------------------------------------------------------------
@@ -291,7 +292,7 @@ def test_a_name_stands_in_one_file_alone_or_in_that_of_its_twin():
         for what in set(names_in(defined)):
             where.setdefault(what, []).append(FILES[name])
     allowed = {node.name for _, node in twins()} | TWINS.keys()
-    said([f"{what} is defined in {' and '.join(files)}: rename one" for what, files in sorted(where.items())
+    said([f"{what} is defined in {' and '.join(files)}: rename one" for what, files in where.items()
           if len(files) > 1 and what not in allowed and not what.startswith("__")]
          + [f"tests/test_house.py, TWINS: {what} does not stand in two files" for what in TWINS
             if len(where.get(what, ())) < 2])
@@ -324,10 +325,10 @@ def test_public_functions_of_the_method_and_of_fast_have_type_hints():
 def test_requirements_name_what_is_imported_and_the_license_is_there():
     needed = {library: name for name in FILES for library in libraries(name)}
     named = set(re.findall(r"^[\w-]+", text_of("requirements.txt"), re.M))
-    said([f"requirements.txt: add {library}, which {FILES[name]} imports" for library, name in sorted(needed.items())
+    said([f"requirements.txt: add {library}, which {FILES[name]} imports" for library, name in needed.items()
           if library not in named | OPTIONAL | sys.stdlib_module_names]
-         + [f"requirements.txt: nothing imports {library}" for library in
-            sorted(named - needed.keys() - {"pytest", "pytest-xdist"})])
+         + [f"requirements.txt: nothing imports {library}"
+            for library in named - needed.keys() - {"pytest", "pytest-xdist"}])
     assert "Apache License" in text_of("LICENSE") and "LICENSE" in text_of("README.md")
 
 
@@ -425,8 +426,8 @@ def test_the_readmes_map_names_every_module_of_the_root_and_every_folder():
     folders = {f"{name.split('/')[0]}/" for name in TRACKED if "/" in name and not name.startswith(".")}
     listed = files_of_the_map()
     every = {Path(name).name for name in TRACKED}
-    said([f"README.md, section '{title}': add a line for {name}" for name in sorted((at_root | folders) - listed)]
-         + [f"README.md, section '{title}': {name} is not there; take it out" for name in sorted(listed - folders)
+    said([f"README.md, section '{title}': add a line for {name}" for name in (at_root | folders) - listed]
+         + [f"README.md, section '{title}': {name} is not there; take it out" for name in listed - folders
             if name not in every and not (ROOT / name).exists()])
 
 
@@ -461,9 +462,9 @@ def test_every_link_leads_somewhere():
 
 def test_every_python_file_that_a_document_names_is_there():
     known = {*TRACKED, *(Path(name).name for name in TRACKED), *FILES.values()}
-    said(sorted({f"{name} names {word}, which is not there" for name, text in TIMELESS.items()
+    said({f"{name} names {word}, which is not there" for name, text in TIMELESS.items()
                  for word in re.findall(r"(?<![\w/.:-])[\w/]+\.py\b", re.sub(r"https?://\S+", "", text))
-                 if word not in known and not Path(word).name.startswith("my")}))
+                 if word not in known and not Path(word).name.startswith("my")})
 
 
 def commands():
@@ -483,8 +484,8 @@ def test_every_command_of_the_documents_runs_a_file_that_is_there():
     known = {*TRACKED, *FILES.values(), "pytest.py", "venv.py"}              # python -m pytest, python -m venv
     inline = {(name, (module or file).replace(".", "/").removesuffix("/py") + ".py") for name, text in TIMELESS.items()
               for module, file in re.findall(r"`python3? (?:-m ([\w.]+)|([\w/]+\.py))", text)}
-    said(sorted(f"{name}: a command runs {file}, which is not there"
-                for name, file in {(name, file) for name, file, _ in commands()} | inline if file not in known))
+    said([f"{name}: a command runs {file}, which is not there"
+                for name, file in {(name, file) for name, file, _ in commands()} | inline if file not in known])
 
 
 HELP = """
@@ -520,10 +521,10 @@ def flags_in(text):
 def test_every_flag_in_a_command_of_the_documents_is_one_of_its_programs(help_of):
     wrong = set()
     for name, file, arguments in commands():
-        if module(file) in PROGRAMS and name != "study/README.md":        # which has flags of the code that made its runs
+        if module(file) in PROGRAMS and name != "study/README.md":  # which has the flags that its runs were made with
             known = flags_in(help_of(file, arguments[0] if arguments else "")) | {"--help"}
             wrong |= {f"{name}: {file} has no flag {flag}" for flag in flags_in(" ".join(arguments)) - known}
-    said(sorted(wrong))
+    said(wrong)
     assert "--steps" in flags_in(help_of("train.py"))
 
 
@@ -535,8 +536,8 @@ def blocks_of_python():
 
 
 def test_what_the_documents_import_is_there():
-    said(sorted({f"{name} imports {what} from {FILES[other]}, which has no such name"
-                 for name, tree in blocks_of_python() for other, what in asked(tree) if not has(other, what)}))
+    said({f"{name} imports {what} from {FILES[other]}, which has no such name"
+                 for name, tree in blocks_of_python() for other, what in asked(tree) if not has(other, what)})
 
 
 CLASSES = {}
@@ -566,10 +567,10 @@ def is_there(word):
 
 def test_every_dotted_name_in_the_documents_is_in_the_code():
     known = CLASSES.keys() | {part for name in FILES for part in (name.split(".")[0], name.split(".")[-1])}
-    said(sorted({f"{name} names `{word}`, which the code has not" for name, text in TIMELESS.items()
+    said({f"{name} names `{word}`, which the code has not" for name, text in TIMELESS.items()
                  for word in re.findall(r"`([A-Za-z_]\w*(?:\.\w+)+)(?:\(\))?`", text)
-                 if word.split(".")[0] in known and not re.search(r"\.(py|jsonl?|md|html|parquet|safetensors|png)$", word)
-                 and not is_there(word)}))
+                 if word.split(".")[0] in known and not is_there(word)
+                 and not re.search(r"\.(py|jsonl?|md|html|parquet|safetensors|png)$", word)})
 
 
 def test_no_document_but_the_log_has_commit_ids():
@@ -632,7 +633,7 @@ def test_every_logged_number_is_defined_and_every_defined_number_is_logged(metri
              if isinstance(leaf, ast.Constant) and isinstance(leaf.value, str)}
     words |= {leaf.arg for tree in TREES.values() for leaf in ast.walk(tree) if isinstance(leaf, ast.keyword)}
     said([f"docs/metrics.md, table of metrics.jsonl: add a row for `{key}`"
-          for key in sorted(metrics.keys() - meanings.keys())]
+          for key in metrics.keys() - meanings.keys()]
          + [f"docs/metrics.md, table of metrics.jsonl: nothing logs `{key}`; take it out, or say with which `--flag`"
             for key, meaning in meanings.items() if key not in metrics
             and not ("with `--" in meaning and key.replace("PART", "") in words)])
