@@ -314,8 +314,9 @@ def test_an_update_takes_its_part_pass_by_pass_at_the_rate_of_its_middle():
     run = SimpleNamespace(args=args_of("--epochs", "2", "--steps", "10", "--lr", "1"), learner=learner)
     updates = train_py.update(run, 4, "rollouts", "advantages", ["first", "second"])
     rates = [(1 + math.cos(math.pi * (x - 0.1) / 0.9)) / 2 for x in (0.4125, 0.4375, 0.4625, 0.4875)]
-    assert [step[2] for step in taken] == ["first", "second"] * 2
-    assert [step[3] for step in taken] == [update.lr for update in updates] == pytest.approx(rates)
+    assert [step[1] for step in taken] == ["first", "second"] * 2
+    assert all(step[0] is taken[0][0] for step in taken)                  # one Batch: it keeps the proximal policy
+    assert [step[2] for step in taken] == [update.lr for update in updates] == pytest.approx(rates)
 
 
 def test_a_step_reports_its_first_update_that_taught_and_the_clip_and_norm_of_its_last():
