@@ -88,9 +88,9 @@ def naive_gptq(w, hessian, global_scale):
     return out
 
 
-@pytest.mark.parametrize("largest", [8192, 64])            # 160 columns cross COLUMNS; or 64, 64 and 32 apart
+@pytest.mark.parametrize("largest", [8192, 64])            # 160 columns are more than a PANEL; or 64, 64 and 32 apart
 def test_gptq_is_the_naive_one_in_float64(largest, monkeypatch):
-    monkeypatch.setattr(calibrate, "LARGEST", largest)
+    monkeypatch.setattr(calibrate, "LARGEST_HESSIAN", largest)
     w, hessian = linear(6, 160)
     w[2, 32:48] = 0
     scale = nvfp4.global_scale_for(w)
@@ -134,7 +134,7 @@ def test_a_graph_gives_the_codes_of_its_launches(N, K, monkeypatch):
     w, hessian = (x.cuda() for x in linear(N, K))
     w[2, 32:48] = 0
     scale = nvfp4.global_scale_for(w)
-    monkeypatch.setattr(calibrate, "LARGEST", 640)         # one graph for pieces of 640 columns and of 384
+    monkeypatch.setattr(calibrate, "LARGEST_HESSIAN", 640)         # one graph for pieces of 640 columns and of 384
     got = gptq(w, hessian, scale)
     made = calibrate.recorded(calibrate.gptq_block, w[:, :16].T, hessian[:16, :16], scale)
     assert made is not calibrate.gptq_block
@@ -293,8 +293,8 @@ def test_nobody_listens_afterwards_also_after_an_error(tiny, layer):
 
 @torch.no_grad()
 def test_hessians_are_means_over_all_tokens(tiny, layer, monkeypatch):
-    monkeypatch.setattr(calibrate, "TOKENS", 16)
-    monkeypatch.setattr(calibrate, "TILE", 48)             # 128 columns and 192: 48, 48, 32, and even ones
+    monkeypatch.setattr(calibrate, "CHUNK_TOKENS", 16)
+    monkeypatch.setattr(calibrate, "HESSIAN_TILE", 48)             # 128 columns and 192: 48, 48, 32, and even ones
     block, embed, config = layer
     chunks = calibrate.chunks_of(texts_of(tiny["untied"], (3, 9), (5, 1), (2, 11)), embed, config)
     inputs = [heard(block, chunk)[0] for chunk in chunks]
@@ -308,7 +308,7 @@ def test_hessians_are_means_over_all_tokens(tiny, layer, monkeypatch):
 
 
 def test_chunks_hold_whole_texts_and_at_most_so_many_tokens(tiny, layer, monkeypatch):
-    monkeypatch.setattr(calibrate, "TOKENS", 10)
+    monkeypatch.setattr(calibrate, "CHUNK_TOKENS", 10)
     _, embed, config = layer
     texts = texts_of(tiny["untied"], *((2, n - 2) for n in (4, 4, 4, 13, 3, 7, 10)))
     chunks = calibrate.chunks_of(texts, embed, config)
@@ -331,7 +331,7 @@ def test_predictors_stand_before_the_answers_tokens(tiny, layer):
 @pytest.mark.parametrize("shape,live", [("tied", 90), ("untied", None)])
 def test_the_kl_is_that_of_two_whole_models(tiny, tmp_path, monkeypatch, capsys, shape, live):
     case, found = tiny[shape], []
-    monkeypatch.setattr(calibrate, "TOKENS", 30)           # several chunks, and of several texts
+    monkeypatch.setattr(calibrate, "CHUNK_TOKENS", 30)           # several chunks, and of several texts
     whole = calibrate.divergence
     monkeypatch.setattr(calibrate, "divergence", lambda *a: found.append(whole(*a)) or found[-1])
     texts = texts_of(case, *((3 + i % 4, 5 + i) for i in range(18)))
