@@ -1,50 +1,69 @@
 """
-Adaptive quantization noise (AQN): decaying Gaussian noise on the norms of the sampler (QeRL, 3.3).
+Adaptive quantization noise (AQN): decaying Gaussian noise on the sampler's norms, for exploration.
 
 Why: rounding the frozen weights to 4 bits makes the policy a little more random, and the paper
-finds that this helps exploration. AQN adds noise whose size is under control: the two norms of
-every layer compute with weight + noise,
-    noise = sigma * z,   z ~ N(0, 1) of shape (D,), fresh every step.
-The linears behind a norm see (w + noise) * x_hat = (1 + noise / w) * (w * x_hat): column i of
-their W is in effect multiplied by 1 + noise_i / w_i. q, k, v share one z, gate and up
-another; o and down have none.
+finds that this helps it to explore (QeRL, section 3.3). AQN adds noise whose size is under control.
+The two norms of every layer compute with
 
-    stage k = min(floor(step / floor(M / K)), K - 1)        M steps in K equal stages
-    sigma   = 0                                             k = 0: quantization noise alone
-    sigma   = start * (end / start)^((k - 1) / (K - 1))     k >= 1, Algorithm 1; never reaches `end`
+    weight + noise,     noise = sigma * z,     z ~ N(0, 1) of shape (D,), drawn anew for every step
 
-noise is an fp32 buffer of each norm, whatever the base: bf16 weights near 0.75 move in 5 % of
-channels at sigma 1e-3, those near 1.5 in none, and half of the schedule would do nothing. Only
-rollouts run inside noisy_norms(): evaluation and learner are clean, and grpo.py weighs the learner
-against the noisy log-probs that the sampler wrote down.
+so the linears behind a norm see (w + noise) * x_hat = (1 + noise / w) * (w * x_hat): column i of
+their matrix W is in effect multiplied by 1 + noise_i / w_i (Appendix G). Noise on D numbers stands
+in for noise on a whole matrix. q, k and v share one z, gate and up another; o and down have none.
+
+The schedule (Eq. 8, Algorithm 1): M steps in K equal stages, a step's stage is k.
+
+    k     = min(floor(step / floor(M / K)), K - 1)
+    sigma = 0                                             k = 0: quantization's own noise alone
+    sigma = start * (end / start)^((k - 1) / (K - 1))     k >= 1; the last stage stays above `end`
+
+NVlabs/QeRL has K - 2 in that exponent, so that its last stage reaches `end`. Its schedule from
+start to end is the one above with start * (end / start)^((K - 1) / (K - 2)) as `end`: 5.62e-5
+instead of 1e-4 at its other settings, 1e-2 and K = 10.
+
+Where noise acts. Only rollouts run inside noisy_norms(). Evaluation and learner are clean, and
+grpo.py corrects for the difference: the sampler wrote down the log-probs of its noisy draw.
+
+Why one z for a whole step, and not more of them?
+- One for each forward pass (Eq. 7): the tokens of one answer would come from different policies,
+  and attend to keys and values that yet others have computed. The release draws per step as well.
+- One for each answer: the answers of a group share the keys and values of their prompt, which are
+  computed once (sampler.Prefix), and these depend on z. Every answer would need a prompt of its
+  own in the KV cache, and the norm kernels would have to read another z for every row.
+
+Why noise is an fp32 buffer beside the weight, and is not added to the weight: bf16 would swallow
+it. At sigma 1e-3 the sum differs from the weight in 5 % of the channels with weights near 0.75 and
+in none of those near 1.5, so half of the schedule would do nothing.
 
 Not here: noise on the final norm (the paper leaves lm_head clean); noise in proportion to the
-weight and in the learner too, which did not pay in one run (docs/log.md); a sigma steered to a KL;
-a new z for every forward pass (Eq. 7), under which the tokens of one completion would come from
-different policies; a z for each sample of a group (the norm kernels would have to read one a row).
+weight and in the learner too, which did not pay in one run (docs/log.md); a sigma that is steered
+to a given KL divergence.
 """
 import math
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
 import torch
 
-# Share of sigma_start - sigma_end that is left at t in [0, 1].
+from model import Qwen2
+
+# The other schedules of Figures 9 and 15: t in [0, 1] -> which share of start - end is left.
 REMAINING = {
     "linear": lambda t: 1 - t,
     "cosine": lambda t: (1 + math.cos(math.pi * t)) / 2,
-    "log": lambda t: 1 - math.log10(1 + 9 * t),  # the paper's Fig. 15: .050 .035 .026 .020 ...
+    "log": lambda t: 1 - math.log10(1 + 9 * t),
 }
 SCHEDULES = ("exponential", *REMAINING)
 
 
-def sigma_at(step, total_steps, sigma_start, sigma_end, num_stages, schedule="exponential",
-             exact_end=False):
-    """sigma of a step from 0 on (the paper: from 1): sigma_at(60, 600, 1e-2, 5e-4, 10) == 1e-2.
+def sigma_at(step: int, total_steps: int, sigma_start: float, sigma_end: float, num_stages: int,
+             schedule: str = "exponential") -> float:
+    """The standard deviation of a step's noise: sigma_at(60, 600, 1e-2, 5e-4, 10) == 1e-2.
 
-    exact_end spreads the K - 1 noisy stages over start..end inclusive, as NVlabs/QeRL does. One
-    stage is no noise, two are one noisy stage at sigma_start; with fewer steps than stages each
-    step is a stage and the last ones never come.
+    Steps count from 0 here, from 1 in the paper. One stage is no noise at all, two are a clean one
+    and a noisy one at sigma_start. With fewer steps than stages each step is a stage, and the last
+    stages never come.
     """
     assert schedule in SCHEDULES, f"{schedule!r} is not one of {SCHEDULES}"
     assert 0 <= step and total_steps >= 1 and num_stages >= 1, (step, total_steps, num_stages)
@@ -53,39 +72,45 @@ def sigma_at(step, total_steps, sigma_start, sigma_end, num_stages, schedule="ex
     stage = min(step // max(total_steps // num_stages, 1), num_stages - 1)
     if stage == 0 or sigma_start == 0:
         return 0.0
-    t = (stage - 1) / max(num_stages - (2 if exact_end else 1), 1)
+    t = (stage - 1) / (num_stages - 1)
     if schedule == "exponential":
         return sigma_start * (sigma_end / sigma_start) ** t
     return sigma_end + (sigma_start - sigma_end) * REMAINING[schedule](t)
 
 
-def draw_z(seed, step, layer, which, size):
-    """z (size,) fp32 of one norm; which: 0 = before attention, 1 = before the MLP.
+def draw_z(seed: int, step: int, layer: int, which: int, size: int) -> torch.Tensor:
+    """The noise of one norm at sigma 1: (size,) fp32. which: 0 = before attention, 1 = before MLP.
 
-    Philox is counter-based: (seed, step) is its key and (layer, which) the high words of its
-    counter, so no two streams meet and none depends on device, rank or call order. A
-    torch.Generator keeps only 32 bits of its seed: among the 33,600 norms of 600 steps of a 7B
-    model two would share their z with odds of 12 %.
+    It depends on these numbers alone, not on device, rank, or what was drawn before: so all ranks
+    sample from one policy, and a resumed run from the one that it would have had.
+
+    Philox makes its n-th output from (key, n) directly. (seed, step) is the key, and (layer, which)
+    are the high words of the counter n, so no two norms share any part of a stream. Seeding a
+    torch.Generator by a hash of the four would not do: it keeps 32 bits of its seed, and among the
+    33,600 norms of 600 steps of a 7B model two would share their z with odds of 12 %.
     """
     philox = np.random.Philox(key=[seed, step], counter=[0, 0, layer, which])
     return torch.from_numpy(np.random.Generator(philox).standard_normal(size, dtype=np.float32))
 
 
 @contextmanager
-def noisy_norms(model, sigma, seed, step):
-    """Within, the input_norm and post_norm of every layer carry sigma * z, afterwards 0.
+def noisy_norms(model: Qwen2, sigma: float, seed: int, step: int) -> Iterator[None]:
+    """Makes rollouts noisy: within, input_norm and post_norm of every layer have noise.
 
-    Written in place, because captured CUDA graphs read these addresses.
+    It is written into the norms' buffers in place, because captured CUDA graphs read their
+    addresses, and set to 0 on the way out, also by an exception.
     """
-    norms = [(i, j, norm) for i, layer in enumerate(model.layers)
-             for j, norm in enumerate((layer.input_norm, layer.post_norm))]
-    assert not any(n.noise.any() for _, _, n in norms), \
+    norms = [(i, which, norm) for i, layer in enumerate(model.layers)
+             for which, norm in enumerate((layer.input_norm, layer.post_norm))]
+    assert not any(norm.noise.any() for _, _, norm in norms), \
         "a norm is noisy already: noisy_norms does not nest"
     try:
         if sigma > 0:
-            for i, j, norm in norms:
-                norm.noise.copy_(sigma * draw_z(seed, step, i, j, len(norm.noise)))
-            hit = len({n.noise.data_ptr() for _, _, n in norms if n.noise.any()})
+            for i, which, norm in norms:
+                norm.noise.copy_(sigma * draw_z(seed, step, i, which, len(norm.noise)))
+            # Does it act? The release adds its noise to no norm at all, and says nothing: it looks
+            # for Hugging Face's norm classes in vLLM's model.
+            hit = len({norm.noise.data_ptr() for _, _, norm in norms if norm.noise.any()})
             assert hit == 2 * len(model.layers) > 0, \
                 f"noise hit {hit} norms of {len(model.layers)} layers"
         yield

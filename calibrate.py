@@ -350,13 +350,13 @@ CODES = {                                        # by --codes of tools/convert.p
 }
 
 
-def source_of(folder: Path, device: torch.device) -> hf.Checkpoint:
+def source_of(folder: Path, device: torch.device) -> hf.ModelFolder:
     """Open a 16-bit Qwen2.5 folder. ValueError if it cannot be held as NVFP4."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if hf.read_qwen2(folder / "config.json").get("quantization_config"):
         raise ValueError(f"{folder}/config.json: has a quantization_config: it is quantized "
                          "already")
-    files = hf.Checkpoint(folder, "bf16", device, dtype)
+    files = hf.ModelFolder(folder, "bf16", device, dtype)
     for key in ("hidden_size", "intermediate_size"):
         if files.config[key] % 16:
             raise ValueError(f"{folder}/config.json: {key} is {files.config[key]}, not a multiple "
@@ -369,7 +369,7 @@ def source_of(folder: Path, device: torch.device) -> hf.Checkpoint:
     return files
 
 
-def to_nvfp4(files: hf.Checkpoint, out: Path, codes: str = "search", texts: Sequence[Text] = (),
+def to_nvfp4(files: hf.ModelFolder, out: Path, codes: str = "search", texts: Sequence[Text] = (),
              live_vocab: int | None = None) -> None:
     """Write source_of()'s model to the new folder `out` as compressed-tensors writes NVFP4.
 
@@ -390,7 +390,7 @@ def to_nvfp4(files: hf.Checkpoint, out: Path, codes: str = "search", texts: Sequ
 
 
 @torch.no_grad()
-def coded_linears(files: hf.Checkpoint, codes: str, texts: Sequence[Text], live_vocab: int | None,
+def coded_linears(files: hf.ModelFolder, codes: str, texts: Sequence[Text], live_vocab: int | None,
                   about: dict) -> Iterator[tuple[str, Nvfp4Tensors]]:
     """Quantize a model layer by layer: yields the name of each linear and its tensors.
 

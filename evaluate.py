@@ -1,20 +1,24 @@
 """
-Accuracy of a model, with or without an adapter: the same sampler and grader as training.
+Measures the accuracy of a model, with or without an adapter, by the sampler and grader of training.
 
     python evaluate.py runs/x                        a run, with its flags, on its held-out problems
     python evaluate.py --model qwen2.5-7b --adapter runs/x/adapter --data gsm8k --out after.jsonl
     python evaluate.py ... --against before.jsonl    compared with that run, problem by problem
 
-Greedy by default; --samples N draws N answers a problem, for pass@k and maj@k (figures.py). The last
-line on stdout is a JSON object, whose keys docs/metrics.md defines. --out grows by each problem that
-is done; Ctrl-C ends with the figures of these. Not here: few-shot prompts.
+Answers are greedy by default. With --samples N each problem gets N sampled answers, for pass@k and
+maj@k (harness/figures.py). The last line on stdout is a JSON object whose keys docs/metrics.md
+defines. --out grows with each problem that is done, and Ctrl-C ends with the figures of these.
+
+Not here: few-shot prompts.
 """
 import argparse
+import dataclasses
 import os
 import sys
 import time
 from collections import defaultdict
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from harness import process  # before torch
@@ -27,103 +31,114 @@ import nvfp4
 import rewards
 from answers import can_read
 from harness import config, data, hf, plugin
-from harness.figures import measure, paired
-from harness.files import json_line, named, read_rows, write_atomically
-from harness.ranks import KERNELS, choose_device, settle_cpu
-from sampler import Sampler, Sampling, engine_for, rollouts_of
+from harness.config import Settings, setting
+from harness.figures import evaluation_figures, paired_figures
+from harness.files import errors_name_file, json_line, read_rows, write_atomically
+from harness.ranks import KERNELS, choose_device, configure_cpu, say
+from sampler import Sampler, Sampling, Sequence, engine_for, rollouts_of
 
 
-def new_parser(description):
-    """-> parser of the flags that say which model."""
-    parser = argparse.ArgumentParser(description=description, allow_abbrev=False,
-                                     formatter_class=config.Help)
-    add = parser.add_argument
-    add("run", nargs="?", help="folder of train.py, whose flags are the defaults here")
-    add("--model", help="folder, Hugging Face id or name such as qwen2.5-7b")
-    add("--adapter", help="PEFT folder, such as train.py's runs/x/adapter; none: the model alone")
-    add("--base", choices=list(nvfp4.FORMATS),
-        help="format of the linears (default: nvfp4, of a merged folder bf16)")
-    add("--dtype", choices=["bfloat16", "float16"], help="of matmul inputs, as of train.py")
-    add("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
-    add("--kernels", default="auto", choices=["auto", *KERNELS], help="as of train.py")
-    return parser
+@dataclass(frozen=True)
+class Which:
+    """which model"""
+    model: str | None = setting(None, "folder, Hugging Face id or a name such as qwen2.5-7b")
+    adapter: str | None = setting(None, "PEFT folder, such as runs/x/adapter; none: the model "
+                                  "without an adapter")
+    base: str | None = setting(None, "format of the linears (default: nvfp4, of a merged folder "
+                               "bf16)", choices=nvfp4.FORMATS)
+    dtype: str | None = setting(None, "of the inputs of matmuls, as in train.py",
+                                choices=("bfloat16", "float16"))
+    device: str | None = setting(None, "cpu, cuda or cuda:N (default: a GPU if there is one)")
+    kernels: str = setting("auto", "as in train.py", choices=("auto", *KERNELS))
 
 
-def parse(parser):
-    """-> flags; those of the run that is named, some of which are defaults."""
+@dataclass(frozen=True)
+class Evaluation:
+    """which problems, and how they are answered"""
+    data: str | None = setting(None, "as in train.py: gsm8k, a file, an id (default: what the run "
+                               "holds out)")
+    split: str = setting("test", "of a data set; a file has one", choices=("train", "test"))
+    limit: int = setting(0, "only the first so many problems; 0: all", "[0, 2e9]")
+    prompt_style: str = setting("boxed", "as in train.py")
+    reward: str | None = setting(None, "module:function, as in train.py: its mean is among the "
+                                 "figures")
+    samples: int = setting(1, "answers to each problem", "[1, 1e5]")
+    temperature: float | None = setting(None, "0: greedy (default: 0; of several samples 0.6, as in "
+                                        "the paper)", "[0, 1000]")
+    top_p: float = setting(0.95, "nucleus of sampled answers (paper)", "(0, 1]")
+    top_k: int = setting(0, "sample from the likeliest so many tokens only; 0: from all",
+                         "[0, 2e9]")
+    max_new_tokens: int | None = setting(None, "longest answer (default: the paper's 4096, or what "
+                                         "the model has positions for)", "[1, 2e9]")
+    max_rows: int = setting(256, "most answers that are decoded at a time", "[1, 2e9]")
+    seed: int = setting(0, "of sampling", "[0, 2e18]")
+    out: str | None = setting(None, "new .jsonl file for every answer with its verdict")
+    against: str | None = setting(None, "the --out of another evaluation, to compare with problem "
+                                  "by problem")
+
+
+def parse(parser: argparse.ArgumentParser, sections: list) -> tuple[argparse.Namespace,
+                                                                    Settings | None]:
+    """-> the flags of these sections, and the settings of the run that is named, if one is.
+
+    A run's own settings are the defaults of those that sections and runs have in common.
+    """
+    parser.add_argument("run", nargs="?", help="folder of train.py, whose flags are the defaults")
+    for section in sections:
+        config.add_section(parser, section)
     args = parser.parse_args()
-    of_run = {}
+    run = None
     if args.run:
-        of_run = config.of_run(args.run)
+        run = config.settings_of_run(args.run)
         names = "model", "base", "dtype", "prompt_style", "reward", "max_new_tokens"
         parser.set_defaults(adapter=str(Path(args.run) / "adapter"),
-                            **{name: of_run[name] for name in names if name in of_run})
+                            **{name: run.flat()[name] for name in names})
         args = parser.parse_args()
     if args.adapter == "none":
         args.adapter = None
-    return args, of_run
+    return args, run
 
 
-def parse_args():
-    parser = new_parser(__doc__.split("\n\n")[0])
-    add = parser.add_argument
-    add("--data", help="as of train.py: gsm8k, a file, an id, ... (default: the run's held-out)")
-    add("--split", default="test", choices=["train", "test"], help="of a data set, not of a file")
-    add("--limit", type=int, default=0, help="only the first so many problems; 0: all")
-    add("--prompt-style", default="boxed", help="as of train.py")
-    add("--reward", help="module:function, as of train.py: its mean is among the figures")
-    add("--samples", type=int, default=1, help="answers a problem")
-    add("--temperature", type=float, help="0: greedy (default: 0; for several samples 0.6)")
-    add("--top-p", type=float, default=0.95, help="nucleus of sampled answers (paper)")
-    add("--top-k", type=int, default=0, help="sample from the likeliest so many only; 0: all")
-    add("--max-new-tokens", type=int,
-        help="longest completion (default: the paper's 4096, or what the model has positions for)")
-    add("--max-rows", type=int, default=256, help="most sequences decoded at a time")
-    add("--seed", type=int, default=0, help="of sampling")
-    add("--out", help="new .jsonl file for every completion with its verdict")
-    add("--against", help="another run's --out, to compare with problem by problem")
-    return parse(parser)
-
-
-RANGES = config.RANGES | {"samples": "[1, 1e5]", "limit": "[0, 2e9]", "temperature": "[0, 1000]",
-                         "top_k": "[0, 2e9]", "top_p": "(0, 1]"}
-
-
-def check(args, of_run):
-    """ValueError for flags that can be refused before anything is loaded."""
-    if args.model is None or not (args.data or of_run):
+def read_flags() -> tuple[Which, Evaluation, Settings | None]:
+    """The command line. ValueError for what can be refused before anything is loaded."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False,
+                                     formatter_class=config.Help)
+    args, run = parse(parser, [Which, Evaluation])
+    which = config.section_of(Which, args)
+    wanted = config.section_of(Evaluation, args)
+    if which.model is None or not (wanted.data or run):
         raise ValueError("needs the folder of a run, or --model and --data")
-    if args.temperature is None:
-        args.temperature = 0.0 if args.samples == 1 else 0.6
-    config.check_ranges(args, RANGES)
-    if args.samples > 1 and args.temperature == 0:
-        raise ValueError(f"--samples {args.samples} needs a --temperature above 0")
-    if args.out and Path(args.out).exists():
-        raise ValueError(f"--out {args.out} exists and is not overwritten")
-    if args.out:                                 # an hour of sampling later would be too late
-        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-        open(args.out, "x").close()
-        os.remove(args.out)
-    if args.temperature == 0:                    # greedy ignores the two: say so in the figures
-        args.top_p = 1.0
-        args.top_k = 0
-    data.style_of(args.prompt_style)
-    if args.data:
-        data.check_source(args.data)
+    if wanted.temperature is None:
+        wanted = dataclasses.replace(wanted, temperature=0.0 if wanted.samples == 1 else 0.6)
+    config.check_ranges(wanted)
+    if wanted.samples > 1 and wanted.temperature == 0:
+        raise ValueError(f"--samples {wanted.samples} needs a --temperature above 0")
+    if wanted.out and Path(wanted.out).exists():
+        raise ValueError(f"--out {wanted.out} exists and is not overwritten")
+    if wanted.out:                               # an hour of sampling later would be too late
+        Path(wanted.out).parent.mkdir(parents=True, exist_ok=True)
+        open(wanted.out, "x").close()
+        os.remove(wanted.out)
+    if wanted.temperature == 0:                  # greedy ignores the two: the figures say so
+        wanted = dataclasses.replace(wanted, top_p=1.0, top_k=0)
+    data.prompt_function(wanted.prompt_style)
+    if wanted.data:
+        data.check_source(wanted.data)
+    return which, wanted, run
 
 
-def load_model(args, folder, device, tokenizer):
-    """-> the model of --base and --dtype, with --adapter."""
-    args.base = hf.base_of(folder, args.base)
-    model = qwen.load(folder, args.base, device, args.dtype, tokenizer.vocab_size)
-    settle_cpu(model)
-    if args.adapter:
-        lora.load_adapter(model, args.adapter)
+def load_model(which: Which, folder: Path, device: torch.device,
+               tokenizer: data.Tokenizer) -> qwen.Qwen2:
+    """-> the model in `folder`, held as --base and --dtype say, with --adapter."""
+    model = qwen.load(folder, which.base, device, which.dtype, tokenizer.vocab_size)
+    configure_cpu(model)
+    if which.adapter:
+        lora.load_adapter(model, which.adapter)
     return model
 
 
-def read_results(path):
-    """Rows of another run's --out. ValueError names the line that is not one."""
+def read_results(path: str) -> list[dict]:
+    """Rows of another evaluation's --out. ValueError names the line that is not one."""
     rows = []
     for number, row in read_rows(Path(path)):
         known = isinstance(row, dict) and row.get("correct") in (0, 1)
@@ -133,25 +148,26 @@ def read_results(path):
     return rows
 
 
-def problems_of(args, of_run, tokenizer):
-    """-> problems with prompts: of --data, or what the run holds out."""
-    if not args.data:
-        like = config.parser.parse_args([])
-        vars(like).update(of_run)
-        args.data = like.eval_data or like.data
-        if not args.data.endswith(data.SUFFIXES):
-            like.eval_problems = 0               # all of a data set's own split
-        _, problems = data.split_problems(like, tokenizer)       # by the run's own flags
+def problems_of(wanted: Evaluation, run: Settings | None, tokenizer: data.Tokenizer
+                ) -> tuple[list, str]:
+    """-> problems with prompts, of --data or what the run holds out; where they come from."""
+    source = wanted.data
+    if source:
+        problems = data.load_problems(source, wanted.split, needs_gold=not wanted.reward)
     else:
-        problems = data.load_problems(args.data, args.split, needs_gold=not args.reward)
-    problems = problems[:args.limit or None]
-    return data.encode_prompts(tokenizer, problems, args.prompt_style)
+        held = run.data
+        source = held.eval_data or held.data
+        if not source.endswith(data.SUFFIXES):   # all of a data set's own test split
+            held = dataclasses.replace(held, eval_problems=0)
+        _, problems = data.split_problems(held, tokenizer)
+    problems = problems[:wanted.limit or None]
+    return data.encode_prompts(tokenizer, problems, wanted.prompt_style), source
 
 
-def prove_adapter(model, sampler, prompt, max_new_tokens):
-    """-> mean change of a probe's log-probs by the adapter. ValueError if the sampler ignores it.
+def prove_adapter(model: qwen.Qwen2, sampler: Sampler, prompt: list, max_new_tokens: int) -> float:
+    """-> how far the adapter moves the log-probs of a probe, on average, in nats.
 
-    The release's GSM8K evaluation did, and nothing told.
+    ValueError if the sampler ignores it: in the release's GSM8K evaluation it did, and nothing told.
     """
     if not any(linear.b.any() for linear in model.adapter.linears):
         print("the adapter's B is zero in every layer: its linears are the base's")
@@ -167,55 +183,33 @@ def prove_adapter(model, sampler, prompt, max_new_tokens):
     shift = (on - off).abs().mean().item()
     to_off = (sampled - off).abs().mean().item()
     effect = f"log-probs move by {shift:.1e}, the sampler's are {to_off:.1e} from the base's"
-    if shift == 0 or to_off < shift / 2:         # half: to_off is rounding alone if not applied
+    # An adapter that is not applied leaves to_off at rounding alone, far below half of the shift.
+    if shift == 0 or to_off < shift / 2:
         raise ValueError(f"--adapter has no effect: {effect}")
     print(f"adapter active: {effect}")
     return shift
 
 
-def set_up(args, of_run):
-    """-> tokenizer, problems, sampler, plug-in, rows of --against, adapter's shift."""
-    device = choose_device(args)
-    plug_in = plugin.Reward(args.reward) if args.reward else None
-    others = read_results(args.against) if args.against else None
-    if args.adapter:
-        hf.read_peft(args.adapter)
-    folder = hf.resolve(args.model, weights=False)
-    tokenizer = data.Tokenizer(folder)
-    problems = problems_of(args, of_run, tokenizer)
-    if others is not None:
-        paired([{**vars(p), "correct": 0.0} for p in problems], others)
-    longest = max(len(p.prompt) for p in problems)
-    if args.max_new_tokens is None:
-        args.max_new_tokens = max(1, min(4096, hf.max_positions(folder) - longest))
-    hf.check_lengths(folder, longest + args.max_new_tokens)
-    model = load_model(args, hf.resolve(args.model), device, tokenizer)
-    rows = min(args.max_rows, len(problems) * args.samples)
-    sampler = Sampler(engine_for(device, args.kernels), model, longest + args.max_new_tokens,
-                          rows)
-    shift = None
-    if args.adapter:
-        shift = prove_adapter(model, sampler, problems[0].prompt, args.max_new_tokens)
-    return tokenizer, problems, sampler, plug_in, others, shift
+def answer(wanted: Evaluation, tokenizer: data.Tokenizer, problems: list, sampler: Sampler,
+           plug_in: plugin.Reward | None) -> tuple[list[dict], float, float | None]:
+    """-> rows of the problems that were done, in their order; seconds; share of idle rows.
 
-
-def answer(args, tokenizer, problems, sampler, plug_in):
-    """-> rows of the problems that were done, in their order; seconds; idle share, None if
-    Ctrl-C came. Each problem's rows are in the file --out as soon as its answers are there.
+    The last is None if Ctrl-C came. The rows of a problem are in the file --out as soon as its last
+    answer is there.
     """
-    waiting = defaultdict(list)
-    done = {}
+    waiting = defaultdict(list)                  # problem -> its answers so far
+    done = {}                                    # problem -> its rows
 
-    def progress(made, ended):
+    def progress(made: int, ended: list[Sequence]) -> None:
         bar.update(made)
-        for s in ended:
-            i = s.row // args.samples
-            waiting[i].append(s)
-            if len(waiting[i]) == args.samples:
-                finish(i, sorted(waiting.pop(i), key=lambda s: s.row))
+        for sequence in ended:
+            i = sequence.row // wanted.samples
+            waiting[i].append(sequence)
+            if len(waiting[i]) == wanted.samples:
+                finish(i, sorted(waiting.pop(i), key=lambda one: one.row))
 
-    def finish(i, sequences):
-        rows = rewards.score(tokenizer, [problems[i]], rollouts_of(sequences), args.prompt_style,
+    def finish(i: int, sequences: list[Sequence]) -> None:
+        rows = rewards.score(tokenizer, [problems[i]], rollouts_of(sequences), wanted.prompt_style,
                              plug_in)
         for sample, row in enumerate(rows):
             lenient = rewards.grade(row["completion"], row["answer"], last_number=True)
@@ -224,55 +218,81 @@ def answer(args, tokenizer, problems, sampler, plug_in):
         out.writelines(map(json_line, rows))
         out.flush()
 
-    sampling = Sampling(args.max_new_tokens, tokenizer.end_ids, args.temperature, args.top_k,
-                        args.top_p, args.seed)
+    sampling = Sampling(wanted.max_new_tokens, tokenizer.end_ids, wanted.temperature, wanted.top_k,
+                        wanted.top_p, wanted.seed)
+    prompts = [problem.prompt for problem in problems]
     began = time.perf_counter()
     idle = None
-    file = open(args.out, "x") if args.out else open(os.devnull, "w")
-    with named(args.out), file as out, tqdm(unit=" tokens", unit_scale=True) as bar:
+    file = open(wanted.out, "x") if wanted.out else open(os.devnull, "w")
+    with errors_name_file(wanted.out), file as out, tqdm(unit=" tokens", unit_scale=True) as bar:
         with suppress(KeyboardInterrupt):
-            idle = sampler.generate([p.prompt for p in problems], args.samples, sampling,
-                                    progress=progress).idle
+            idle = sampler.generate(prompts, wanted.samples, sampling, progress=progress).idle
     seconds = time.perf_counter() - began
     rows = [row for i in sorted(done) for row in done[i]]
-    if args.out:                                 # now in the problems' order
-        write_atomically(args.out, "".join(map(json_line, rows)).encode())
+    if wanted.out:                               # at last in the order of the problems
+        write_atomically(wanted.out, "".join(map(json_line, rows)).encode())
     return rows, seconds, idle
 
 
-def main():
+def main() -> None:
     began = time.perf_counter()
     with process.one_line("evaluate.py"):
-        args, of_run = parse_args()
-        check(args, of_run)
-        tokenizer, problems, sampler, plug_in, others, shift = set_up(args, of_run)
-        rows, seconds, idle = answer(args, tokenizer, problems, sampler, plug_in)
-    count = len(rows) // args.samples
+        which, wanted, run = read_flags()
+        device, kernels = choose_device(which.device, which.kernels, which.model)
+        if kernels:
+            say(f"decode kernels: {kernels}, on {torch.cuda.get_device_name(device)}")
+        plug_in = plugin.Reward(wanted.reward) if wanted.reward else None
+        others = read_results(wanted.against) if wanted.against else None
+        if which.adapter:
+            hf.read_peft(which.adapter)          # what is wrong with it is said at once
+        folder = hf.resolve(which.model, weights=False)
+        tokenizer = data.Tokenizer(folder)
+        problems, source = problems_of(wanted, run, tokenizer)
+        if others is not None:                   # ValueError if no problem is in both
+            paired_figures([{**vars(problem), "correct": 0.0} for problem in problems], others)
+        longest = max(len(problem.prompt) for problem in problems)
+        new_tokens = wanted.max_new_tokens
+        if new_tokens is None:
+            new_tokens = max(1, min(4096, hf.max_positions(folder) - longest))
+        wanted = dataclasses.replace(wanted, data=source, max_new_tokens=new_tokens)
+        hf.check_lengths(folder, longest + new_tokens)
+        which = dataclasses.replace(which, base=hf.base_of(folder, which.base), device=device.type)
+        model = load_model(which, hf.resolve(which.model), device, tokenizer)
+        rows_at_once = min(wanted.max_rows, len(problems) * wanted.samples)
+        sampler = Sampler(engine_for(device, which.kernels), model, longest + new_tokens,
+                          rows_at_once)
+        shift = None
+        if which.adapter:
+            shift = prove_adapter(model, sampler, problems[0].prompt, new_tokens)
+        rows, seconds, idle = answer(wanted, tokenizer, problems, sampler, plug_in)
+    count = len(rows) // wanted.samples
     if rows:
-        figures = measure(rows, args.samples)
+        figures = evaluation_figures(rows, wanted.samples)
         if plug_in:
             figures["reward"] = torch.tensor([row["task"] for row in rows]).nanmean().item()
         if others is not None and idle is not None:
-            figures |= paired(rows, others)
+            figures |= paired_figures(rows, others)
         tokens = sum(row["length"] for row in rows)
         figures |= {"n": count,
-                    "unreadable": sum(not can_read(p.answer) for p in problems),
+                    "unreadable": sum(not can_read(problem.answer) for problem in problems),
                     "tokens": tokens, "tokens_per_s": tokens / seconds, "idle": idle,
                     "seconds_sample": seconds, "seconds": time.perf_counter() - began}
-        show(args, figures, shift)
+        flags = {"run": run and run.general.out, **vars(which), **vars(wanted)}
+        show(figures, flags, shift, device)
     if idle is None:
         print(f"evaluate.py: stopped by Ctrl-C: {count} of {len(problems)} problems are done",
               file=sys.stderr)
         sys.exit(130)
 
 
-def show(args, figures, shift):
+def show(figures: dict, flags: dict, shift: float | None, device: torch.device) -> None:
+    """Prints the figures, a line each, and then all that is known as one JSON object."""
     for name, value in figures.items():
         values = value if isinstance(value, list) else [value]
         print(f"{name:15}", *(f"{v:.4g}" if isinstance(v, float) else v for v in values))
-    hardware = torch.cuda.get_device_name() if args.device.startswith("cuda") else "cpu"
-    about = process.about(hardware)
-    print(json_line({**vars(args), **figures, "adapter_shift": shift, **about}), end="")
+    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    about = process.provenance(hardware)
+    print(json_line({**flags, **figures, "adapter_shift": shift, **about}), end="")
 
 
 if __name__ == "__main__":

@@ -329,6 +329,6 @@ def load_adapter(model: torch.nn.Module, folder: str | Path) -> Adapter:
     config, tensors = hf.read_peft(folder)
     adapter = attach(model, config["r"], config["lora_alpha"],
                      norms=bool(config.get("modules_to_save")))
-    hf.fill(folder, dict(adapter.peft_tensors(adapter.master.data)), tensors)
+    hf.copy_into(dict(adapter.peft_tensors(adapter.master.data)), tensors, folder)
     adapter.sync()
     return adapter

@@ -274,7 +274,7 @@ def load(folder: str | Path, base: str = "nvfp4", device: torch.device | str | N
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype)
-    files = hf.Checkpoint(hf.resolve(folder), base, device, dtype)
+    files = hf.ModelFolder(hf.resolve(folder), base, device, dtype)
     config = ModelConfig.from_json(files.config)
     if (live_vocab or 0) > config.vocab:
         raise ValueError(f"{files.folder}: tokenizer.json has ids up to {live_vocab - 1}, the "

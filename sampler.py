@@ -1,23 +1,42 @@
 """
-Rollouts: groups of samples for a batch of prompts, from a KV cache of blocks, with the log-probs
-they were drawn with: temperature, noise and adapter included.
+The sampler: groups of answers to a batch of prompts, drawn from a paged KV cache, with the log-prob
+that each token was drawn with (temperature, noise and adapter included).
 
     sampler = Sampler(TorchEngine, model, max_length=2048)
     rollouts = sampler.generate(prompts, 8, Sampling(max_new_tokens=1024, end_ids=(151645,)))
 
-- A prompt is computed once per group: its KV blocks are shared by the G samples, and freed with
-  the last one. The prefill covers all but the prompt's last token; that token is every sample's
-  first decode input, so there is one path to a sampled token, the decode step.
-- A live sequence is a row of the decode batch. A finished row leaves and a waiting sequence takes
-  its place (continuous batching); rows are dense, so a draining batch uses cheaper steps.
-- The host looks at the rows every few steps. A row that ends between two looks idles:
-  at 8 steps and 200-token answers, 2 % of the work, logged as `idle`.
-- Blocks are given out as rows grow. If the pool runs dry the newest row is preempted: back to the
-  queue with what it has written so far, to be prefilled again later. Never an error.
-- Randomness. The token at position t of sample g of prompt p is the inverse CDF at
-  u(seed, p, g, t), a hash: batch, row, window and number of GPUs do not change it.
+The KV cache is a pool of kv_blocks of KV_BLOCK tokens each; a row's `table` lists its kv_blocks.
+The G answers to a prompt share those of the prompt. Here a prompt of 41 tokens, so a prefix of 40
+(all but the last token), and G = 3:
 
-Not here: beam search, penalties, stop strings, prefix sharing between different prompts.
+    slots     0 ...      31  32 ... 39   gap  63  64 ...     95  96 ...
+             +--------------+--------------------+--------------+--------------+
+    row 0    |  kv_block 7  |  kv_block 3        |  kv_block 12 |  kv_block 5  |  table 7 3 12 5
+    row 1    |       7      |       3            |  kv_block 9  |                 table 7 3 9
+    row 2    |       7      |       3            |  kv_block 4  |                 table 7 3 4
+             +--------------+--------------------+--------------+--------------+
+              the prefix, computed once            the row's own tokens: position p, from 40 on, is
+              for the group; the gap is            in slot 64 + p - 40
+              never read
+
+Own tokens begin a new kv_block, so shared blocks are never written to and never copied.
+
+- Prefill computes the keys and values of prefixes. A prompt's last token is not in its prefix: it
+  is the first input of each row's decode. So every sampled token comes from a decode step.
+- A decode step computes one new token for each live row. A row that has ended leaves the batch and
+  a waiting sequence takes its place (continuous batching). The batch has no holes: when few rows
+  are left, its steps get cheaper.
+- The host looks at the rows once in a window of decode steps (8 on a GPU, where a look stops the
+  stream of launches). A row that ends inside a window idles until the next look. `idle` says how
+  much of all work that was: 2 % for answers of 200 tokens.
+- A row gets kv_blocks as it grows. When the pool runs dry, the newest row is preempted: it gives
+  its kv_blocks back and waits, and its prompt and what it has written are prefilled when some are
+  free again. The oldest row always goes on, so every request ends; none fails.
+- Randomness is a hash. The token at position t of sample g of prompt p is the inverse CDF at
+  u(seed, p, g, t), so it depends on nothing else: not on batch, row, window, preemption or the
+  number of GPUs (but for rounding, which may differ between them).
+
+Not here: beam search, penalties, stop strings, sharing prefixes between different prompts.
 
 Shapes: P prompts, G samples a prompt, n live rows, T tokens, V vocabulary, L layers, KV key-value
 heads, d head size.
@@ -27,54 +46,56 @@ import math
 import os
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from attention import PackedAttention
 from harness.process import Stopped
+from model import Qwen2
 from ops import mm_fp32
 
-BLOCK = 32                                       # tokens per KV block: half a block wasted a row
+KV_BLOCK = 32                                    # tokens; on average a row leaves half of one empty
 PREFILL_TOKENS = 16384                           # in one packed prefill: bounds its activations
-MASK64 = 2**64 - 1
+MASK64 = 2**64 - 1                               # Python's integers have no 64-bit overflow
 
 
 class Sampling(NamedTuple):
     """How to draw. temperature 0 is greedy; its log-probs are those at temperature 1."""
-    max_new_tokens: int                          # or one for each sequence: a list of P * G
-    end_ids: tuple = ()
+    max_new_tokens: int | list[int]              # a list has one for each sequence, P * G
+    end_ids: tuple[int, ...] = ()
     temperature: float = 1.0
-    top_k: int = 0                               # only the likeliest so many; 0: all
-    top_p: float = 1.0                           # nucleus
+    top_k: int = 0                               # only the top_k likeliest tokens; 0 is all
+    top_p: float = 1.0                           # nucleus sampling (1904.09751); 1 is all
     seed: int = 0
 
 
 @dataclass
 class Rollouts:
-    """B = P * G sequences without padding; rows [p * G, (p + 1) * G) belong to prompt p."""
-    prompts: list                                # B lists of ids, one object for a whole group
-    completions: list                            # B lists of ids, the end id included
-    logprobs: list                               # B fp32 tensors, one entry per completion token
-    finished: list                               # B bools: stopped on an end id, not on the limit
+    """The answers: B = P * G rows without padding; rows [p * G, (p + 1) * G) answer prompt p."""
+    prompts: list[list[int]]                     # (B) token ids; one object for a whole group
+    completions: list[list[int]]                 # (B) token ids, the end id included
+    logprobs: list[Tensor]                       # (B) fp32, one for each completion token
+    finished: list[bool]                         # (B) stopped by an end id, not by the limit
     seconds: float = 0.0
-    computed: int = 0                            # rows of all decode steps
-    proximal: dict = field(default_factory=dict)  # row -> learner's log-probs at its first pass
+    computed: int = 0                            # rows of all decode steps together
 
     @property
-    def num_tokens(self):
+    def num_tokens(self) -> int:
         return sum(map(len, self.completions))
 
     @property
-    def idle(self):
-        """Share of the decode steps' rows that produced no token."""
+    def idle(self) -> float:
+        """The share of all rows of all decode steps that produced no token."""
         return 1 - self.num_tokens / self.computed if self.computed else 0.0
 
-    def __add__(self, other):
-        """Rows of two ranks, which sampled side by side."""
+    def __add__(self, other: "Rollouts") -> "Rollouts":
+        """The rows of two ranks that sampled at the same time: so `seconds` is the longer one."""
         return Rollouts(self.prompts + other.prompts, self.completions + other.completions,
                         self.logprobs + other.logprobs, self.finished + other.finished,
                         max(self.seconds, other.seconds), self.computed + other.computed)
@@ -83,53 +104,66 @@ class Rollouts:
 # -----------------------------------------------------------------------------
 # The draw
 
-def mix64(x):
+def mix64(x: int) -> int:
     """SplitMix64's finalizer: 64 bits in, 64 well-mixed bits out (Steele et al. 2014)."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & MASK64
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB & MASK64
     return x ^ (x >> 31)
 
 
-def row_key(seed, prompt, sample):
-    """A 63-bit key of one sample; 63 so that it fits torch's int64."""
+def row_key(seed: int, prompt: int, sample: int) -> int:
+    """The key of one sample's randomness. It has 63 bits, so that it fits torch's int64."""
     key = 0
     for part in (seed, prompt, sample):
         key = mix64((key + part + 0x9E3779B97F4A7C15) & MASK64)
     return key >> 1
 
 
-def uniforms(keys, positions):
-    """keys, positions (n,) int64 -> u (n,) fp32 in (0, 1). kernels.uniform: the same bits."""
-    def shift(x, s):                                             # logical, of an int64
+def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
+    """The random number of each row's next token: keys, positions (n,) int64 -> u (n,) in (0, 1).
+
+    A generator with a state would depend on which rows were drawn before, and in which order. This
+    is a hash of (key, position) instead: output number `position`, counted from 0, of SplitMix64
+    started at `key`, which needs none of those before it. kernels.uniform makes the same bits.
+    """
+    def shift(x, s):                             # logical: torch's >> of an int64 keeps the sign
         return (x >> s) & ((1 << (64 - s)) - 1)
     z = keys + (positions + 1) * (0x9E3779B97F4A7C15 - 2**64)
     z = (z ^ shift(z, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
     z = (z ^ shift(z, 27)) * (0x94D049BB133111EB - 2**64)
     z = z ^ shift(z, 31)
-    return (shift(z, 41).float() + 0.5) * 2.0**-23               # exact, never 0 or 1
+    return (shift(z, 41).float() + 0.5) * 2.0**-23               # 23 bits: exact, never 0 or 1
 
 
-def filter_logits(logits, top_k=0, top_p=1.0):
-    """Keep the top_k highest and of those the smallest set with mass >= top_p; in place."""
+def filter_logits(logits: Tensor, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+    """Sets logits (n, V) outside the top_k highest, and of those outside top_p, to -inf, in place.
+
+    top_p keeps the smallest set of likeliest tokens whose probabilities sum to top_p or more.
+    """
     if top_k:
         kth = logits.topk(min(top_k, logits.shape[-1]), dim=-1).values[..., -1:]
         logits.masked_fill_(logits < kth, -torch.inf)
     if top_p < 1.0:
         ordered, index = logits.sort(dim=-1, descending=True)
         p = ordered.softmax(-1)
-        enough = p.cumsum(-1) - p >= top_p                       # mass before this token suffices
+        enough = p.cumsum(-1) - p >= top_p       # the tokens before this one sum to top_p already
         logits.scatter_(-1, index, ordered.masked_fill_(enough, -torch.inf))
     return logits
 
 
-def draw(logits, u):
-    """logits (n, V) fp32, u (n,) -> token (n,), its log-prob (n,): inverse CDF; u None: greedy."""
+def draw_tokens(logits: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Draws from softmax(logits): logits (n, V) fp32, u (n,) -> tokens (n,), log-probs (n,).
+
+    Inverse CDF: lay the tokens' probabilities end to end on [0, 1) and take the token that u falls
+    on, the first whose cumulated probability exceeds u. u None takes the likeliest token.
+    """
     lse = logits.logsumexp(-1)
     if u is None:
         token = logits.argmax(-1)
     else:
         cdf = (logits - lse[:, None]).exp().cumsum(-1)
-        target = (u * cdf[:, -1])[:, None]
+        target = (u * cdf[:, -1])[:, None]       # an fp32 sum of probabilities is not exactly 1
+        # right=True: the first cdf > target, so never a token of probability 0, where cdf is flat.
         token = torch.searchsorted(cdf, target, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
     return token, logits.gather(1, token[:, None])[:, 0] - lse
 
@@ -138,43 +172,55 @@ def draw(logits, u):
 # The engine: prefills and decode steps
 
 class Rows(NamedTuple):
-    """The live rows on the device, (n,) int64 each: what an engine needs for a window."""
-    token: torch.Tensor                          # next input
-    pos: torch.Tensor                            # its position
-    prefix: torch.Tensor                         # how many tokens its prefix has
-    siblings: torch.Tensor                       # at the first of rows with one prefix: how many
-    limit: torch.Tensor                          # the last position
-    key: torch.Tensor                            # of the row's randomness
-    table: torch.Tensor                          # (n, width) blocks: of the prefix, then its own
+    """The live rows as an engine needs them for a window: tensors on the device, (n,) int64 each.
+
+    siblings: rows that share a prefix stand next to each other, and a kernel may read the prefix
+    once for up to `most_siblings` of them. The first row of such a run says how many rows it has,
+    the others say 0: three rows of one prefix and one of another are 3 0 0 1.
+    """
+    token: Tensor                                # next input
+    pos: Tensor                                  # its position
+    prefix: Tensor                               # length of the row's prefix, in tokens
+    siblings: Tensor
+    limit: Tensor                                # the last position
+    key: Tensor                                  # of the row's randomness
+    table: Tensor                                # (n, width) kv_blocks: the prefix's, then its own
 
 
 class TorchEngine:
-    """In plain torch, on any device; its fast twin is decode.GraphEngine.
+    """Computes prefills and decode steps in plain torch, on any device.
 
-    kv: (L, 2, blocks, KV, BLOCK, d), keys and values. max_rows: for the twin's buffers.
+    fast/decode.py's GraphEngine does the same on a GPU and must give the same numbers. kv holds the
+    keys and values, (L, 2, kv_blocks, KV, KV_BLOCK, d); max_rows is for GraphEngine's buffers.
     """
     window = 1                                   # decode steps between two looks of the host
-    most_siblings = 1                            # rows whose prefix is read together
+    most_siblings = 1                            # rows that may read their prefix together
 
-    def __init__(self, model, kv, max_rows):
+    def __init__(self, model: Qwen2, kv: Tensor, max_rows: int):
         self.model = model
         self.kv = kv
 
-    def batch_size(self, n):
-        """The rows that a step of n live rows computes."""
+    def batch_size(self, n: int) -> int:
+        """How many rows a decode step of n live rows computes."""
         return n
 
     @torch.no_grad()
-    def prefill(self, tokens, blocks, lengths):
-        """Keys and values of packed prefixes of so many tokens each; tokens, blocks (T,) int64."""
+    def prefill(self, tokens: Tensor, blocks: Tensor, lengths: list[int]) -> None:
+        """Writes the keys and values of several prefixes, laid end to end, to the KV cache.
+
+        tokens (T,) int64; blocks (T,) int64, the kv_block of each token; lengths of the prefixes.
+        """
         device = self.kv.device
         attend = PackedAttention(lengths, device)
         fill_cache(self.model, self.kv, tokens.to(device), blocks.to(device), attend.positions,
                    attend)
 
     @torch.no_grad()
-    def decode(self, rows, steps, sampling):
-        """-> tokens (steps, n) int64, logprobs (steps, n) fp32, made (n,): tokens that count."""
+    def decode(self, rows: Rows, steps: int, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
+        """Draws up to `steps` tokens for each row: tokens (steps, n) int64, logprobs (steps, n)
+        fp32, and made (n,): how many of a row's tokens count. A row that ended earlier goes on
+        computing, as it does in a CUDA graph, and what it draws is to be thrown away.
+        """
         model = self.model
         token = rows.token.clone()
         pos = rows.pos.clone()
@@ -189,7 +235,7 @@ class TorchEngine:
             scale = rstd / (sampling.temperature or 1.0)
             logits = mm_fp32(xw, model.lm_head[:model.live_vocab].T) * scale
             u = uniforms(rows.key, pos) if sampling.temperature else None
-            picked, logprob = draw(filter_logits(logits, sampling.top_k, sampling.top_p), u)
+            picked, logprob = draw_tokens(filter_logits(logits, sampling.top_k, sampling.top_p), u)
             tokens.append(picked)
             logprobs.append(logprob)
             made += alive
@@ -199,16 +245,21 @@ class TorchEngine:
         return torch.stack(tokens), torch.stack(logprobs), made
 
 
-def write_cache(layer, blocks, offsets, k, v):
-    """Key and value of token t (KV, d) go to place offsets[t] of block blocks[t]."""
-    keys, values = layer                                         # (blocks, KV, BLOCK, d) each
+def write_cache(layer: Tensor, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
+    """Token t's key and value (KV, d) go to place offsets[t] of kv_block blocks[t] of a layer."""
+    keys, values = layer                         # (kv_blocks, KV, KV_BLOCK, d) each
     keys[blocks, :, offsets] = k
     values[blocks, :, offsets] = v
 
 
-def fill_cache(model, kv, tokens, blocks, positions, attend):
-    """One packed forward, whose keys and values go to positions % BLOCK of blocks."""
-    offsets = positions % BLOCK
+def fill_cache(model: Qwen2, kv: Tensor, tokens: Tensor, blocks: Tensor, positions: Tensor,
+               attend: Callable) -> None:
+    """One packed forward pass, in which every layer writes its keys and values to the KV cache.
+
+    tokens, blocks, positions (T,) int64: token t goes to place positions[t] % KV_BLOCK of kv_block
+    blocks[t]. attend(q, k, v) is the attention of these tokens to each other.
+    """
+    offsets = positions % KV_BLOCK
 
     def write_and_attend(layer, q, k, v):
         write_cache(layer, blocks, offsets, k, v)
@@ -217,32 +268,32 @@ def fill_cache(model, kv, tokens, blocks, positions, attend):
     model.hidden(tokens, [functools.partial(write_and_attend, layer) for layer in kv], positions)
 
 
-def attention_to_cache(kv, table, prefix, pos):
-    """-> for each layer the attention of one new token per row, at pos.
+def attention_to_cache(kv: Tensor, table: Tensor, prefix: Tensor, pos: Tensor) -> list[Callable]:
+    """For each layer, the attention of one new token per row, at position pos, to the row's slots.
 
-    A row's slots: its prefix, a gap up to a whole block, from `start` on its own tokens.
+    table (n, width), prefix and pos (n,) as in Rows. The drawing at the top shows the slots.
     """
-    start = (prefix + BLOCK - 1) // BLOCK * BLOCK
+    start = (prefix + KV_BLOCK - 1) // KV_BLOCK * KV_BLOCK       # slot of the first own token
     last = start + pos - prefix                                  # the new token's slot
-    offset = last % BLOCK
-    width = int(last.max()) // BLOCK + 1
+    offset = last % KV_BLOCK
+    width = int(last.max()) // KV_BLOCK + 1
     table = table[:, :width]
-    block = table.gather(1, (last // BLOCK)[:, None])[:, 0]
-    slot = torch.arange(width * BLOCK, device=table.device)[None, :]
+    block = table.gather(1, (last // KV_BLOCK)[:, None])[:, 0]
+    slot = torch.arange(width * KV_BLOCK, device=table.device)[None, :]
     own = (slot >= start[:, None]) & (slot <= last[:, None])
-    mask = ((slot < prefix[:, None]) | own)[:, None, None, :]    # (n, 1, 1, slots)
+    mask = ((slot < prefix[:, None]) | own)[:, None, None, :]    # (n, 1, 1, slots): not the gap
 
     def attend(layer, q, k, v):
         write_cache(layer, block, offset, k, v)
-        context = [t[table].transpose(1, 2).flatten(2, 3) for t in layer]
+        context = [t[table].transpose(1, 2).flatten(2, 3) for t in layer]   # (n, KV, slots, d)
         y = F.scaled_dot_product_attention(q[:, :, None], *context, attn_mask=mask, enable_gqa=True)
         return y[:, :, 0]
 
     return [functools.partial(attend, layer) for layer in kv]
 
 
-def engine_for(device, kernels="auto"):
-    """The engine class of a device; kernels: --kernels, see run.kernels_for."""
+def engine_for(device: torch.device, kernels: str = "auto") -> Callable:
+    """The engine class of a device. kernels is --kernels, see harness/ranks.py: kernels_for."""
     if device.type != "cuda":
         return TorchEngine
     from fast.decode import GraphEngine
@@ -250,66 +301,80 @@ def engine_for(device, kernels="auto"):
 
 
 # -----------------------------------------------------------------------------
-# Sequences and their blocks
+# Sequences and their kv_blocks
 
-def blocks_for(tokens):
-    return -(-tokens // BLOCK)
+def blocks_for(tokens: int) -> int:
+    """How many kv_blocks hold that many tokens."""
+    return -(-tokens // KV_BLOCK)
 
 
 class BlockPool:
-    """Numbers of the free KV blocks. Block 0 is never given out: a graph's spare rows use it."""
+    """The free kv_blocks of the cache, by number; there are no other owners than rows and prefixes.
 
-    def __init__(self, count):
+    Number 0 is never given out. Every table has it in its unused places, and rows that only fill up
+    a CUDA graph's batch write there: nobody reads it.
+    """
+
+    def __init__(self, count: int):
         self.free = list(range(count - 1, 0, -1))
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.free)
 
-    def take(self, n):
+    def take(self, n: int) -> list[int]:
         return [self.free.pop() for _ in range(n)]
 
-    def give(self, blocks):
-        """Takes back, and empties the list."""
+    def give(self, blocks: list[int]) -> None:
+        """Takes kv_blocks back, and empties the list: who gave them has none left."""
         self.free += blocks
         blocks.clear()
 
 
 @dataclass(eq=False)
 class Prefix:
-    """Tokens whose keys and values are computed before decoding, and the blocks that hold those."""
-    tokens: list
-    blocks: list = field(default_factory=list)
-    users: int = 0                               # live sequences; the last one frees the blocks
+    """The tokens of a group whose keys and values are prefilled, and the kv_blocks they are in.
+
+    Keys and values depend on adapter and noise, so all who share a prefix are sampled with the
+    same of both: noise of its own for each answer would need a prefix of its own for each.
+    """
+    tokens: list[int]
+    blocks: list[int] = field(default_factory=list)
+    users: int = 0                               # live sequences; the last to go frees the blocks
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One sample: prefix + next input token + own blocks."""
-    row: int                                     # of Rollouts
-    prompt: list
-    key: int                                     # seeds its uniforms
+    """One answer on its way: a prefix, and tokens of its own after it.
+
+    The last of these, `token` at position `pos`, is not in the cache yet: the next decode step
+    computes its key and value, and draws the token at pos + 1.
+    """
+    row: int                                     # in Rollouts
+    prompt: list[int]
+    key: int                                     # of its randomness
     prefix: Prefix
     token: int                                   # next input, and
     pos: int                                     # its position
     limit: int                                   # the last position
-    blocks: list = field(default_factory=list)
-    completion: list = field(default_factory=list)
-    logprobs: list = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    completion: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     finished: bool = False
 
 
-def rollouts_of(sequences, seconds=0.0, computed=0):
+def rollouts_of(sequences: list[Sequence], seconds: float = 0.0, computed: int = 0) -> Rollouts:
+    """Sequences that have ended -> Rollouts."""
     return Rollouts([s.prompt for s in sequences], [s.completion for s in sequences],
                     [torch.tensor(s.logprobs) for s in sequences],
                     [s.finished for s in sequences], seconds, computed)
 
 
-def allocate_kv(model, max_length, max_rows, kv_gib):
-    """-> kv as TorchEngine takes it; arguments as of Sampler."""
+def allocate_kv(model: Qwen2, max_length: int, max_rows: int, kv_gib: float | None) -> Tensor:
+    """The KV cache as TorchEngine takes it; arguments and ValueErrors as of Sampler."""
     c = model.config
-    row_blocks = blocks_for(max_length) + 1                      # +1: the prefix's rounding
-    block_bytes = c.layers * 2 * c.kv_heads * BLOCK * c.head_dim * model.dtype.itemsize
-    memory = math.inf                                            # Windows does not tell
+    row_blocks = blocks_for(max_length) + 1      # + 1: the gap may push a row into one more
+    block_bytes = c.layers * 2 * c.kv_heads * KV_BLOCK * c.head_dim * model.dtype.itemsize
+    memory = math.inf                            # Windows does not say
     if kv_gib is not None:
         memory = kv_gib * 2**30
     elif model.device.type == "cuda":
@@ -318,28 +383,32 @@ def allocate_kv(model, max_length, max_rows, kv_gib):
         memory = min(free, allowed - torch.cuda.memory_reserved(model.device)) / 2
     elif hasattr(os, "sysconf"):
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
-    blocks = int(min(max_rows * row_blocks + 1, memory / block_bytes))     # +1: block 0
+    blocks = int(min(max_rows * row_blocks + 1, memory / block_bytes))      # + 1: number 0
     if blocks < row_blocks + 1:
         need = (row_blocks + 1) * block_bytes / 2**30
-        raise ValueError(f"KV pool of {memory / 2**30:.2f} GiB holds {blocks * BLOCK} tokens: less "
-                         f"than one sequence of {max_length} tokens ({need:.2g}): raise --kv-gib")
-    shape = c.layers, 2, blocks, c.kv_heads, BLOCK, c.head_dim
+        raise ValueError(
+            f"KV pool of {memory / 2**30:.2f} GiB holds {blocks * KV_BLOCK} tokens: less "
+            f"than one sequence of {max_length} tokens ({need:.2g}): raise --kv-gib")
+    shape = c.layers, 2, blocks, c.kv_heads, KV_BLOCK, c.head_dim
     try:
-        return torch.zeros(shape, dtype=model.dtype, device=model.device)  # 0 * NaN would be NaN
+        # Zeros, not empty: a masked slot counts 0 times, and 0 * NaN would be NaN.
+        return torch.zeros(shape, dtype=model.dtype, device=model.device)
     except RuntimeError:
         raise ValueError(f"not enough memory for {blocks * block_bytes / 2**30:.1f} GiB of KV "
                          "cache: lower --kv-gib, --max-rows or --max-new-tokens") from None
 
 
 class Sampler:
-    """An engine_class on a new KV pool, for sequences of at most max_length tokens (prompt and
-    completion), max_rows decoded at a time.
+    """Samples answers with an engine on a KV cache of its own.
 
-    kv_gib: memory for the KV blocks; by default what max_rows such rows need, at most half of a
-    GPU's free memory or of the machine's. ValueError if that does not hold even one row.
+    A sequence (prompt and completion) has at most max_length tokens, and max_rows of them are
+    decoded at a time. kv_gib is the memory for the KV cache; by default it is what max_rows
+    sequences of full length need, at most half of a GPU's free memory or of the machine's.
+    ValueError if that does not hold even one sequence.
     """
 
-    def __init__(self, engine_class, model, max_length, max_rows=256, kv_gib=None):
+    def __init__(self, engine_class: Callable, model: Qwen2, max_length: int,
+                 max_rows: int = 256, kv_gib: float | None = None):
         kv = allocate_kv(model, max_length, max_rows, kv_gib)
         self.engine = engine_class(model, kv, max_rows)
         self.pool = BlockPool(kv.shape[2])
@@ -347,17 +416,21 @@ class Sampler:
         self.max_rows = max_rows
 
     @torch.no_grad()
-    def generate(self, prompts, group_size, sampling, numbers=None, progress=None):
-        """prompts: P lists of ids -> Rollouts of P * group_size sequences.
+    def generate(self, prompts: list[list[int]], group_size: int, sampling: Sampling,
+                 numbers: list[int] | range | None = None,
+                 progress: Callable | None = None) -> Rollouts:
+        """P prompts, lists of token ids -> Rollouts of P * group_size answers.
 
-        numbers: of the prompts, P ints that key their randomness (default: from 0 on). progress:
-        called after each window with how many tokens are new, and the sequences that ended in it.
+        numbers: P ints that key the prompts' randomness; by default 0, 1, 2, ... progress(made,
+        ended) is called after each window with the number of new tokens and the sequences that
+        ended in it.
         """
         began = time.perf_counter()
         sequences = self._sequences(prompts, group_size, sampling, numbers)
-        self.pool = BlockPool(self.engine.kv.shape[2])           # a call cut short gave none back
+        # A call that an exception ended gave nothing back, so each call begins with a full pool.
+        self.pool = BlockPool(self.engine.kv.shape[2])
         waiting = deque(sequences)
-        live = []
+        live = []                                # the rows of the decode batch, oldest first
         computed = 0
         while waiting or live:
             self._admit(waiting, live)
@@ -371,6 +444,7 @@ class Sampler:
         return rollouts_of(sequences, time.perf_counter() - began, computed)
 
     def _sequences(self, prompts, group_size, sampling, numbers):
+        """One Sequence for every answer; those of a group share one Prefix."""
         limits = sampling.max_new_tokens
         size = len(prompts) * group_size
         if not isinstance(limits, list):
@@ -392,13 +466,17 @@ class Sampler:
         return sequences
 
     def _admit(self, waiting, live):
-        """Queue -> batch, while rows and blocks last; prefill the prefixes that came."""
+        """Moves sequences from the queue to the batch while there are rows and kv_blocks for them,
+        and prefills the prefixes that came with them.
+        """
         new = []
         while waiting and len(live) < self.max_rows:
             prefix = waiting[0].prefix
             need = 0 if prefix.users else blocks_for(len(prefix.tokens))
+            # Each live row, and this one, may need another kv_block in the coming window. Without
+            # that reserve _grow would send this one back at once, and its prefill would be wasted.
             if live and len(self.pool) < need + 1 + len(live):
-                break                            # wait: each live row may need a block this window
+                break
             if prefix.tokens and not prefix.users:
                 prefix.blocks = self.pool.take(need)
                 new.append(prefix)
@@ -407,7 +485,7 @@ class Sampler:
         self._prefill(new)
 
     def _prefill(self, prefixes):
-        """Packed: at most PREFILL_TOKENS tokens together, or one prefix."""
+        """Prefills prefixes, packed to at most PREFILL_TOKENS tokens; a longer one goes alone."""
         batches = [[]]
         for prefix in prefixes:
             if sum(len(p.tokens) for p in [*batches[-1], prefix]) > PREFILL_TOKENS:
@@ -415,14 +493,20 @@ class Sampler:
             batches[-1].append(prefix)
         for batch in filter(None, batches):
             lengths = [len(p.tokens) for p in batch]
-            blocks = [torch.tensor(p.blocks).repeat_interleave(BLOCK)[:n]
+            blocks = [torch.tensor(p.blocks).repeat_interleave(KV_BLOCK)[:n]
                       for p, n in zip(batch, lengths)]
             tokens = torch.tensor([t for p in batch for t in p.tokens])
             self.engine.prefill(tokens, torch.cat(blocks), lengths)
 
     def _grow(self, waiting, live):
-        """Blocks of the next window, oldest row first; if short, the newest are preempted."""
-        for s in live:                           # rows from its end may be sent back on the way
+        """Gives every row the kv_blocks that it needs for the next window, oldest row first.
+
+        Where the pool runs dry, the newest row is preempted: it gives back what it has and goes to
+        the front of the queue. All that it has written becomes a prefix of its own, which is
+        prefilled when it comes back; position and key are kept, so it draws what it would have
+        drawn. The pool holds one sequence of full length (allocate_kv), so the oldest always fits.
+        """
+        for s in live:                           # gets shorter on the way: rows leave at its end
             end = min(s.pos + self.engine.window, s.limit)
             need = blocks_for(end - len(s.prefix.tokens)) - len(s.blocks)
             while need > len(self.pool):
@@ -431,12 +515,12 @@ class Sampler:
                 newest.prefix = Prefix((newest.prompt + newest.completion)[:-1])
                 waiting.appendleft(newest)
                 assert live, "the pool holds one sequence: see allocate_kv"
-                if newest is s:
+                if newest is s:                  # no row is left to grow
                     return
             s.blocks += self.pool.take(need)
 
     def _rows(self, live):
-        """The rows' state as tensors, in one copy to the device."""
+        """The live rows as Rows. They travel to the device as one tensor: one copy, not seven."""
         siblings = [0] * len(live)
         first = 0
         for row, s in enumerate(live):
@@ -454,7 +538,10 @@ class Sampler:
         return Rows(*values[:, :columns].T.contiguous(), table=values[:, columns:])
 
     def _record(self, live, window, end_ids):
-        """Write down what a window made -> how many tokens, the sequences that ended."""
+        """Writes down what a window drew, and takes the rows that ended out of the batch.
+
+        Returns the number of new tokens and the sequences that ended.
+        """
         tokens, logprobs, made = window
         logprobs = logprobs.cpu()
         if not logprobs.isfinite().all():
@@ -477,6 +564,7 @@ class Sampler:
         return sum(made), ended
 
     def _release(self, s):
+        """A sequence leaves the batch; the last one of a prefix frees that too."""
         self.pool.give(s.blocks)
         s.prefix.users -= 1
         if s.prefix.users == 0:

@@ -34,7 +34,7 @@ from harness.ranks import capability, kernels_for
 from model import FP16_SHIFT
 from ops import mm_fp32
 from portable_fp4 import shared_memory
-from sampler import BLOCK, TorchEngine, fill_cache, filter_logits
+from sampler import KV_BLOCK, TorchEngine, fill_cache, filter_logits
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)  # rows of a graph
 WINDOW = 8              # steps between two looks of the host
@@ -155,7 +155,7 @@ class GraphEngine(TorchEngine):
         half = torch.arange(0, c.head_dim, 2, device=kv.device, dtype=torch.float32)
         self.freq = c.rope_theta ** (-half / c.head_dim)  # as model.rope_table
         self.packed = zeros(3, PREFILL_SIZES[-1])  # of a prefill: tokens, blocks, positions,
-        self.starts = zeros(PREFILL_SIZES[-1] // BLOCK + 1, dtype=torch.int32)  # where each begins
+        self.starts = zeros(PREFILL_SIZES[-1] // KV_BLOCK + 1, dtype=torch.int32)  # where each begins
         self.graphs = Graphs()  # of (rows, greedy)
         self.prefills = Graphs()  # of tokens
 
@@ -190,14 +190,14 @@ class GraphEngine(TorchEngine):
         """
         T = len(tokens)
         n = len(lengths)
-        size = next((s for s in PREFILL_SIZES if T <= s and n < s // BLOCK), None)
+        size = next((s for s in PREFILL_SIZES if T <= s and n < s // KV_BLOCK), None)
         if size is None or not self.kv.is_cuda:
             return super().prefill(tokens, blocks, lengths)
         packed = torch.zeros(3, size, dtype=torch.int64)
         packed[0, :T] = tokens
         packed[1, :T] = blocks
         packed[2] = torch.cat([torch.arange(length) for length in (*lengths, size - T)])
-        starts = torch.full((size // BLOCK + 1,), size)
+        starts = torch.full((size // KV_BLOCK + 1,), size)
         starts[:n + 1] = torch.tensor([0, *lengths]).cumsum(0)
         inputs = self.packed[:, :size]
         inputs.copy_(packed)
@@ -269,7 +269,7 @@ class GraphEngine(TorchEngine):
             pdl["PDL"], num_warps=1)
         for layer, kv, next_norm in zip(model.layers, self.kv, norms[1:]):
             cache = Cache(kv, kv.stride(0), self.table, self.table.shape[1],
-                          *map(constexpr, (KV, BLOCK, d)))
+                          *map(constexpr, (KV, KV_BLOCK, d)))
             rows, num_warps = of_heads
             kernels.heads_kernel[triton.cdiv(n, rows), H + 2 * KV](
                 partial(layer.qkv, xw, self.matmul), n, squares, layer.qkv_bias, cos, sin, q, cache,

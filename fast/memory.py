@@ -39,12 +39,13 @@ least a quarter of its use if any size does, and among those a token costs least
 """
 import math
 import sys
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Callable, NamedTuple
 
 import torch
 
+from harness.config import Memory
+from learner import Learner
 from sampler import PREFILL_TOKENS
 
 GIB = 2**30
@@ -60,14 +61,6 @@ CUDA_CONTEXT = 0.6 * GIB                               # and NCCL
 # The share of the limit that is lost between torch's segments. On Linux they can grow, which
 # harness/process.py asks for.
 FRAGMENTS = 0.03 if sys.platform == "linux" else 0.06
-
-
-@dataclass(frozen=True)
-class Memory:
-    """What a user decides about the memory of a GPU; what is None is left to the plan."""
-    memory_gib: float | None = None              # of this process: the limit
-    kv_gib: float | None = None                  # of the KV pool
-    micro_batch_tokens: int | None = None        # in one forward and backward of the learner
 
 
 class Option(NamedTuple):
@@ -134,8 +127,7 @@ class Plan:
     def _fixed(self, limit: float, max_rows: int) -> dict[str, float]:
         """What there is nothing to decide about: name -> bytes."""
         adapter = self.model.adapter
-        # master, its gradient and Adam's two moments in fp32, and the 16-bit copies
-        adapter_bytes = 4 * adapter.master.nbytes + adapter.working.nbytes
+        adapter_bytes = Learner.state_bytes(adapter)
         c = self.model.config
         weights = [linear.weight for linear in adapter.linears]
         graphs = 3 * 4 * max_rows * c.vocab                      # three times the fp32 logits

@@ -1,1 +1,4 @@
-"""What any trainer needs: settings, data, files, checkpoints, ranks, console. Nothing here is QeRL's own idea."""
+"""What any trainer needs: settings, data, files, checkpoints, ranks, console.
+
+Nothing here is QeRL's own idea, and nobody needs to read it to learn QeRL.
+"""

@@ -1,17 +1,36 @@
 """
 The folder of a run: who may write there, its logs, and checkpoints that survive any end.
 
-Training changes tensors in place, in the middle of steps. `Checkpoints` keeps a copy
-on the host as of the end of the last whole step (50 ms a step for 7B at rank 32: 1 GB, pinned),
-and files are written from that copy alone. So wherever in a step a run ends, rank 0 can save the
-last whole one without a word to other ranks or to a GPU that may be stuck. A signal raises Stopped
-wherever the step is: a cluster may give 30 seconds, a step may take longer.
+    runs/x/run.json                                the flags, and what ran them
+          /metrics.jsonl, samples.jsonl            one line a step, one line a completion
+          /checkpoints/step_000040/state.safetensors     the tensors that training changes
+                                  /state.json            the counters, SHA-256 of both files
+          /adapter/, adapters/NAME/                PEFT folders: of the last save; kept for good
 
-    checkpoints/step_000040/state.safetensors     the tensors
-                           /state.json            the counters, SHA-256 of both files' content
+Training changes its tensors in place, one after the other, in the middle of a step. Saved there,
+they would be half of one step and half of the next. So at the end of each step `Checkpoints` copies
+them to the host's memory, and files are written from that copy alone:
 
-A crash leaves all of a checkpoint or nothing. The last two stay. Noise, order and sampling are
-functions of the seed and the counters: there is no generator to save.
+    |<------------------ step 7 ------------------>|<------------------ step 8 -----------
+    | sample, score, update | logs | copy | (save) | sample, score, update | logs | copy | ...
+    | live tensors change   | signals wait here    | live tensors change   | signals wait
+                                      ^
+       left of it the copy is step 6, | right of it step 7
+
+An end that Python notices (a signal, an error, a lost rank) saves the copy on its way out. That
+takes no word to the other ranks and none to a GPU, either of which may be stuck, so a signal need
+not wait for the step to end: a cluster may give 30 seconds, and a step may take longer.
+
+An end that nobody notices (SIGKILL, a power cut) loses the steps since the last save. Their log
+lines are on disk already: the logs are synced before the copy is made. So the logs are ahead of the
+newest checkpoint or equal to it, never behind. --resume cuts them back to it and does those steps
+again, with the same bits, since noise, order and sampling are functions of the seed and the
+counters: there is no generator whose state would have to be saved.
+
+A crash while saving leaves the whole new checkpoint or none of it (files.new_folder). The last two
+are kept, should the newest be damaged later.
+
+The copy takes 50 ms a step for a 7B with an adapter of rank 32 (1 GB, in pinned memory).
 """
 import hashlib
 import json
@@ -20,7 +39,9 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import safetensors.torch
 import torch
@@ -28,44 +49,43 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from harness import process
-from harness.files import json_line, named, new_folder, read_bytes, read_log, write_atomically, write_json
-from harness.process import Stopped, first_line, short, stop
+from harness.files import (append_lines, new_folder, read_bytes, read_log, write_atomically,
+                           write_json)
+from harness.process import Stopped, first_line, short_repr, stop_on_signal
 from harness.ranks import RANK, WORLD, collective, gather, say
 
 try:
     import fcntl
-except ImportError:                              # Windows: there run.json alone is exclusive
+except ImportError:                              # Windows: run.json alone keeps a second run out
     fcntl = None
 
-SIGNALS = [*process.SIGNALS, signal.SIGINT]
+# While training, Ctrl-C saves the last step as the other signals do.
+STOP_SIGNALS = [*process.SIGNALS, signal.SIGINT]
+
+Tensors = dict[str, torch.Tensor]
 
 
-@contextmanager
-def signals_wait():
-    """Within, files and memory change together; a signal takes effect at the end."""
-    came = []
-    before = [signal.signal(number, lambda n, _: came.append(n)) for number in SIGNALS]
-    try:
-        yield
-    finally:
-        for number, handler in zip(SIGNALS, before):
-            signal.signal(number, handler)
-    if came:
-        stop(came[0])
-
+# -----------------------------------------------------------------------------
+# How a run ends
 
 @contextmanager
-def ending_with(save, advice):
-    """However the block ends early, save() is called, which returns what to say of it. What is no
-    fault of the code ends in one line and code 1; a bug keeps its traceback.
+def ending_with(save: Callable[[], str], advice: str) -> Iterator[None]:
+    """Within, whatever ends the program early calls save() first.
+
+    save() returns what there is to say of it: "step 7 is saved". What is not a bug ends in one
+    line and code 1, a bug keeps its traceback:
+
+        train.py: stopped by SIGTERM; step 7 is saved; go on with --resume --out runs/x
     """
-    for number in SIGNALS:
-        signal.signal(number, stop)
+    for number in STOP_SIGNALS:
+        signal.signal(number, stop_on_signal)
     try:
         yield
     except BaseException as error:
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)        # torchrun repeats it; SIGKILL after 30 s
+        # torchrun repeats its SIGTERM. Nothing may cut the saving short now, but SIGKILL, which
+        # torchrun sends after 30 seconds.
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
         try:
             saved = save()
         except OSError as failure:
@@ -75,14 +95,39 @@ def ending_with(save, advice):
         if RANK == 0:
             print(f"train.py: {first_line(error)}; {saved}; {advice}", file=sys.stderr, flush=True)
         if WORLD > 1:
-            os._exit(1)                                  # NCCL's farewell waits for ranks now gone
+            # Python's ordinary exit destroys the process group, where NCCL waits for all ranks;
+            # some of them may be gone.
+            os._exit(1)
         sys.exit(1)
 
 
 @contextmanager
-def claimed(folder, resume):
-    """--out becomes this run's own. If the block fails, a new run has left nothing: neither the
-    folder nor a base in it. ValueError if it is not empty, or another process holds it.
+def signals_wait() -> Iterator[None]:
+    """Within, a signal is only noted down; it takes effect when the block ends.
+
+    For the block in which the logs, the copy and the checkpoint move on to a new step. Ended
+    between two of them, the run would save step 7 with the log lines of step 8.
+    """
+    arrived = []
+    before = [signal.signal(number, lambda n, _: arrived.append(n)) for number in STOP_SIGNALS]
+    try:
+        yield
+    finally:
+        for number, handler in zip(STOP_SIGNALS, before):
+            signal.signal(number, handler)
+    if arrived:
+        stop_on_signal(arrived[0])
+
+
+# -----------------------------------------------------------------------------
+# Whose folder it is
+
+@contextmanager
+def claimed(folder: Path, resume: bool) -> Iterator[None]:
+    """Makes --out this run's own, for as long as its process lives.
+
+    ValueError if it is not empty, or another process writes there. If the block, in which the run
+    is set up, fails, a new run leaves nothing behind: no folder, and no calibrated base in it.
     """
     if RANK == 0:
         claim(folder, resume)
@@ -91,55 +136,60 @@ def claimed(folder, resume):
     except BaseException:
         if RANK == 0 and not resume:
             shutil.rmtree(folder / "base", ignore_errors=True)
-            with suppress(OSError):              # something else came to be in it
+            with suppress(OSError):              # rmdir: a file that somebody else put there stays
                 folder.rmdir()
         raise
 
 
-def claim(folder, resume):
+def claim(folder: Path, resume: bool) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"--out {folder}: {error.strerror}") from None
     if not os.access(folder, os.W_OK):
-        raise ValueError(f"--out {folder}: not writable")
+        raise ValueError(f"--out {folder}: the folder is not writable")
     if fcntl:
-        handle = os.open(folder, os.O_RDONLY)    # a lock ends with its owner, however that ends
+        # The lock is on the open handle. The system drops it with the process, however that ends:
+        # unlike a lock file, it cannot be left over. So the handle stays open on purpose.
+        handle = os.open(folder, os.O_RDONLY)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"--out {folder}: another run is writing there") from None
-        except OSError:                          # a file system without locks
+        except OSError:                          # a file system without locks: run.json decides
             os.close(handle)
     if not resume and any(folder.iterdir()):
         advice = ", or --resume it" if (folder / "run.json").exists() else ""
         raise ValueError(f"--out {folder} is not empty: choose another folder{advice}")
 
 
-def digest(tensors, counters):
-    return hashlib.sha256(tensors + json.dumps(counters, sort_keys=True).encode()).hexdigest()
-
+# -----------------------------------------------------------------------------
+# Checkpoints
 
 class Checkpoints:
-    """The last whole step: `tensors`, name -> copy on the host; `counters`, {} before the first."""
+    """The last whole step in memory, and its way to the disk and back.
 
-    def __init__(self, folder, live):
+    tensors: name -> copy on the host; counters: name -> number, {} before the first whole step.
+    """
+
+    def __init__(self, folder: Path, live: Tensors):
         self.folder = folder
+        # Pinned memory lets the GPU copy into it directly, at the full speed of the bus.
         self.tensors = {name: torch.empty_like(t, device="cpu", pin_memory=t.is_cuda)
                         for name, t in live.items()}
         self.counters = {}
 
-    def snapshot(self, live, counters):
+    def snapshot(self, live: Tensors, counters: dict) -> None:
         for name, t in live.items():
             self.tensors[name].copy_(t)
         self.counters = dict(counters)
 
-    def save(self):
-        """OSError leaves the earlier checkpoints untouched and gives the space back."""
+    def save(self) -> None:
+        """Writes the copy to the disk. OSError leaves the earlier checkpoints as they were."""
         final = self.folder / f"step_{self.counters['step']:06d}"
-        if final.exists():
-            return                                       # load() saw it whole, or this run wrote it
-        for cut_off in list(self.folder.glob(".step_*")):        # new_folder's, by a kill
+        if final.exists():                       # this run wrote it, or load() found it whole
+            return
+        for cut_off in list(self.folder.glob(".step_*")):        # a kill cut new_folder() short
             shutil.rmtree(cut_off)
         tensors = safetensors.torch.save(self.tensors)
         record = {**self.counters, "sha256": digest(tensors, self.counters)}
@@ -149,51 +199,69 @@ class Checkpoints:
         for old in sorted(self.folder.glob("step_*"))[:-2]:
             shutil.rmtree(old)
 
-    def load(self):
-        """From the newest whole checkpoint -> lines to print. Damaged ones are renamed."""
+    def load(self) -> list[str]:
+        """Fills the copy from the newest whole checkpoint; returns lines to print.
+
+        A damaged one is renamed, so that it is neither lost nor tried again. Stopped if a whole
+        one is not this run's, or if all are gone though the run has an adapter.
+        """
         lines = []
         for folder in sorted(self.folder.glob("step_*"), reverse=True):
             try:
-                counters = json.loads(read_bytes(folder / "state.json"))
-                tensors = read_bytes(folder / "state.safetensors")
-                if counters.pop("sha256") != digest(tensors, counters):
-                    raise ValueError("its checksum does not match")
-                held = safetensors.torch.load(tensors)
+                counters, tensors = read_checkpoint(folder)
             except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError,
                     SafetensorError) as error:
                 lines.append(f"{folder}: damaged checkpoint passed over: {error}")
                 folder.rename(folder.with_name(f"damaged_{folder.name}_{time.time_ns()}"))
                 continue
             kinds = [{name: (t.shape, t.dtype) for name, t in part.items()}
-                     for part in (held, self.tensors)]
+                     for part in (tensors, self.tensors)]
             if kinds[0] != kinds[1] or folder.name != f"step_{counters['step']:06d}":
-                raise Stopped(f"{folder}: holds no state of this run: {short(counters)}, "
-                              f"{short({name: tuple(t.shape) for name, t in held.items()})}")
-            for name, t in held.items():
+                shapes = {name: tuple(t.shape) for name, t in tensors.items()}
+                raise Stopped(f"{folder}: holds no state of this run: {short_repr(counters)}, "
+                              f"{short_repr(shapes)}")
+            for name, t in tensors.items():
                 self.tensors[name].copy_(t)
             self.counters = counters
             return lines + [f"{folder}: going on from here"]
+        # Somebody who deletes checkpoints to save space does not mean the run to begin again.
         if (self.folder.parent / "adapter").exists() and not any(self.folder.glob("*step_*")):
             raise Stopped(f"{self.folder}: no checkpoint is left; from step 0 on the run would "
                           "replace its adapter and logs: begin another, with --adapter")
         return lines + [f"{self.folder}: no whole checkpoint, starting from step 0"]
 
 
-class Folder:
-    """run.json, metrics.jsonl, samples.jsonl, checkpoints/, adapter/ and adapters/ of one run.
+def read_checkpoint(folder: Path) -> tuple[dict, Tensors]:
+    """Returns the counters and tensors of a checkpoint; what it raises means that it is damaged."""
+    counters = json.loads(read_bytes(folder / "state.json"))
+    tensors = read_bytes(folder / "state.safetensors")
+    if counters.pop("sha256") != digest(tensors, counters):
+        raise ValueError("its checksum does not match")
+    return counters, safetensors.torch.load(tensors)
+
+
+def digest(tensors: bytes, counters: dict) -> str:
+    return hashlib.sha256(tensors + json.dumps(counters, sort_keys=True).encode()).hexdigest()
+
+
+# -----------------------------------------------------------------------------
+# The folder
+
+class RunFolder:
+    """Everything that a run writes, by rank 0 alone.
 
     live: name -> tensor that training changes; write_adapter(tensors, folder) writes PEFT's files.
     """
 
-    def __init__(self, path, live, write_adapter):
+    def __init__(self, path: Path, live: Tensors, write_adapter: Callable[[Tensors, Path], None]):
         self.path = path
         self.live = live
         self.write_adapter = write_adapter
         self.checkpoints = Checkpoints(path / "checkpoints", live)
 
-    def start(self, flags, resume):
-        """Write run.json, or load the newest checkpoint into every rank's `live` and cut the logs
-        to it -> its counters, {} if there is none.
+    def start(self, flags: dict, resume: bool) -> dict:
+        """Writes run.json, or puts the newest checkpoint into every rank's live tensors and cuts
+        the logs back to it. Returns its counters, {} if there is none.
         """
         if RANK == 0 and resume:
             for line in self.checkpoints.load():
@@ -201,7 +269,8 @@ class Folder:
             for name in ("metrics.jsonl", "samples.jsonl"):      # later steps will be done again
                 trim_log(self.path / name, self.checkpoints.counters.get("step", 0))
         elif RANK == 0:
-            (self.path / "run.json").touch(exist_ok=False)       # of two runs, one comes first
+            # exist_ok=False: where folders cannot be locked, the first of two runs has it.
+            (self.path / "run.json").touch(exist_ok=False)
             write_json(self.path / "run.json", flags)
         counters = gather([self.checkpoints.counters])[0]
         if counters:
@@ -209,52 +278,49 @@ class Folder:
                 if WORLD > 1:
                     collective(dist.broadcast, t, 0)
                 self.live[name].copy_(t)
-            self.save()                          # adapter/, in case the end came between the two
+            self.save()                          # a kill may have come between state and adapter/
         return counters
 
-    def note(self, **changes):
+    def note(self, **changes: object) -> None:
         """Changes keys of run.json."""
         if RANK == 0:
             path = self.path / "run.json"
             write_json(path, json.loads(path.read_text()) | changes)
 
-    def snapshot(self, counters):
-        """From here on, whatever ends the run saves this whole step."""
+    def snapshot(self, counters: dict) -> None:
+        """Copies the live tensors: whatever ends the run from here on saves this step."""
         self.checkpoints.snapshot(self.live, counters)
 
-    def log(self, name, objects):
-        """One JSON object a line, to disk before any checkpoint that counts on them."""
+    def log(self, name: str, objects: list[dict]) -> None:
+        """Appends lines to a log. They are on the disk before a checkpoint that counts on them."""
         if RANK == 0:
-            with named(self.path / name), open(self.path / name, "a") as f:
-                f.writelines(map(json_line, objects))
-                f.flush()
-                os.fsync(f.fileno())
+            append_lines(self.path / name, objects)
 
-    def keep_adapter(self, name, tensors=None):
-        """Write adapters/NAME, which stays: of `tensors`, or as of the last whole step."""
+    def keep_adapter(self, name: str, tensors: Tensors | None = None) -> None:
+        """Writes adapters/NAME, which no later save replaces: of `tensors`, or the last step's."""
         if RANK == 0:
             self.write_adapter(tensors or self.checkpoints.tensors, self.path / "adapters" / name)
 
-    def save(self):
-        """Checkpoint and adapter/ of the last whole step -> what there is to say."""
-        kept = self.checkpoints
-        if not kept.counters:
+    def save(self) -> str:
+        """Writes the last whole step's checkpoint and adapter/; returns what there is to say."""
+        last = self.checkpoints
+        if not last.counters:
             return "nothing was changed"
         if RANK == 0:
-            kept.save()
-            self.write_adapter(kept.tensors, self.path / "adapter")
-        return f"step {kept.counters['step']} is saved"
+            last.save()
+            self.write_adapter(last.tensors, self.path / "adapter")
+        return f"step {last.counters['step']} is saved"
 
 
-def trim_log(path, step):
-    """Keep the lines of steps before `step`, which come first. Steps that are missing are said."""
-    held = set()
+def trim_log(path: Path, step: int) -> None:
+    """Cuts a log after its last line of a step before `step`; says so if steps are missing."""
+    steps = set()
     kept = 0
     for row, end in read_log(path) if path.exists() else ():
         if row["step"] < step:
-            held.add(row["step"])
+            steps.add(row["step"])
             kept = end
-    if len(held) < step:
-        say(f"{path}: holds {len(held)} of the {step} steps done")
+    if len(steps) < step:
+        say(f"{path}: holds {len(steps)} of the {step} steps done")
     if path.exists() and kept < path.stat().st_size:
         os.truncate(path, kept)

@@ -1,277 +1,434 @@
 """
-The flags of a run: what they are called, what they default to, which values can be meant.
+The settings of a run: what each is called, what it defaults to, and where that default comes from.
 
-parse_args() gives train.py its flags, those of run.json where a run is resumed; check_flags()
-refuses in one line what cannot be meant, before anything dear is done.
+Every field of the dataclasses below is a flag of train.py: `Rollout.group_size` is `--group-size`.
+The field holds the flag's default, its help text and the values that it may have, so this file is
+the one place to look up or to change a setting. A setting is added by adding a field.
 
-Not here: what a flag does. Its help says where the value comes from: the paper's tables or the
-release, NVlabs/QeRL.
+    settings, before = read_settings()           # from sys.argv; before: the run that is resumed
+    settings.rollout.group_size                  # 8
+
+Settings are made once and never change. run.json holds them flat, flag name -> value, and
+`--resume` and `--like` read them back from there. check_settings() rejects invalid values with a
+one-line error before anything expensive starts.
+
+In the help texts, "Table 4" and sections are those of the paper (QeRL, arXiv 2510.11696), "release"
+is its code (NVlabs/QeRL), and "study" is study/README.md.
 """
 import argparse
+import dataclasses
 import importlib.util
 import re
+import types
+import typing
+from dataclasses import dataclass
 from pathlib import Path
 
 import aqn
 import grpo
 import nvfp4
-from harness import data
+from harness.data import STYLES, SUFFIXES
 from harness.files import read_json
-from harness.process import short
+from harness.process import short_repr
 from harness.ranks import KERNELS, say
 
-# Defaults when no --model is given: the embedded model, and sizes for two CPU cores.
-TINY = dict(model=str(Path(__file__).parent.parent / "tiny"), data="arithmetic", steps=80,
-            max_prompt_tokens=64, max_new_tokens=48, lr=5e-4, epochs=1)
+TINY_MODEL = Path(__file__).parent.parent / "tiny"
 
+
+def setting(default, text: str, allowed: str = "", choices=None, place: bool = False):
+    """One setting, as a dataclass field.
+
+    allowed: an interval as in mathematics, "(0, 1]"; choices: the values that are allowed. place:
+    it belongs to the machine or the folder that a run happens to have and not to the run itself,
+    so `--resume` and `--like` do not take it over.
+    """
+    about = {"help": text, "allowed": allowed, "choices": choices, "place": place}
+    return dataclasses.field(default=default, metadata=about)
+
+
+COUNT = "[1, 2e9]"
+
+# -----------------------------------------------------------------------------
+# The settings. Each class is a section of --help; its docstring is the section's title.
+
+@dataclass(frozen=True)
+class General:
+    """what most runs set"""
+    steps: int = setting(600, "training steps, a batch of rollouts each (paper: about 600 on "
+                         "GSM8K); may grow with --resume", COUNT)
+    seed: int = setting(0, "of the adapter, the order of problems, sampling and noise", "[0, 2e18]")
+    out: str | None = setting(None, "run folder (default: runs/MODEL-BASE-DATA-SEED)", place=True)
+    resume: bool = setting(False, "continue from the newest intact checkpoint in --out", place=True)
+    like: str | None = setting(None, "folder of another run, whose flags become the defaults",
+                               place=True)
+
+
+@dataclass(frozen=True)
+class Model:
+    """model and adapter"""
+    model: str = setting(str(TINY_MODEL), "folder, Hugging Face id, or a name such as qwen2.5-7b "
+                         "(default: the tiny model in tiny/)")
+    base: str = setting("nvfp4", "format of the frozen linears", choices=nvfp4.FORMATS)
+    calibrate: int = setting(0, "choose the NVFP4 codes by the model's own answers to this many "
+                             "training problems; the new weights stay in OUT/base", "[0, 1e5]")
+    dtype: str | None = setting(
+        None, "of the inputs of matmuls; float16 brings sampler and learner 8 times closer "
+        "(default: bfloat16 on a GPU, float32 on a CPU)", choices=("bfloat16", "float16"))
+    lora_rank: int = setting(32, "rank of every LoRA adapter (paper 4.1)", COUNT)
+    lora_alpha: float = setting(32, "the adapter is scaled by alpha / rank (release: alpha = rank)",
+                                "(0, 1e9]")
+    train_norms: bool = setting(False, "also train the two norms of each layer (release)")
+    adapter: str | None = setting(None, "PEFT folder to start from; the run takes over its rank, "
+                                  "alpha and norms")
+
+
+@dataclass(frozen=True)
+class Data:
+    """problems and prompts"""
+    data: str = setting("gsm8k", "gsm8k, math, arithmetic, a .jsonl, .json or .parquet file, or a "
+                        "Hugging Face id")
+    eval_data: str | None = setting(None, "held-out problems (default: the test split of --data, or "
+                                    "the end of a file)")
+    eval_problems: int = setting(256, "how many held-out problems; 0: all of them", "[0, 2e9]")
+    prompt_style: str = setting("boxed", f"{', '.join(STYLES)}, or module:function; "
+                                "boxed is Qwen's request for maths, tags is the paper's format")
+    max_prompt_tokens: int = setting(512, "longer prompts are left out (release: 256)", COUNT)
+    reward: str | None = setting(None, "module:function that scores answers in place of the "
+                                 "built-in grader")
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """rollouts"""
+    prompts_per_step: int = setting(16, "problems in a training step (16 x 8 answers are Table 4's "
+                                    "batch of 128)", COUNT)
+    group_size: int = setting(8, "answers to each problem (Table 4: 8, on BigMath 16)", "[2, 1e6]")
+    max_new_tokens: int = setting(4096, "longest answer (Table 4; on BigMath 8192)", COUNT)
+    temperature: float = setting(1.0, "of sampling and of every log-prob (Table 4)", "(0, 1000]")
+    max_rows: int = setting(256, "most answers that are decoded at a time", COUNT)
+
+
+@dataclass(frozen=True)
+class Noise:
+    """adaptive quantization noise (AQN)"""
+    sigma_start: float = setting(1e-2, "standard deviation in the first noisy stage (Table 4); "
+                                 "0: no noise", "[0, 10]")
+    sigma_end: float = setting(5e-4, "what the schedule decays to (Table 4)", "[0, 10]")
+    noise_stages: int = setting(10, "K of Algorithm 1; the first stage has no noise (Table 4)",
+                                COUNT)
+    noise_schedule: str = setting("exponential", "how sigma decays (Fig. 9)", choices=aqn.SCHEDULES)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """what is optimised"""
+    loss: str = setting("dapo", "the paper's Table 1 has grpo, its Table 2 dapo",
+                        choices=grpo.LOSSES)
+    clip_low: float | None = setting(None, "the ratio is clipped at 1 - this (default: the loss's "
+                                     "own)", "(0, 1]")
+    clip_high: float | None = setting(None, "the ratio is clipped at 1 + this (default: the loss's "
+                                      "own)", "(0, 1e9]")
+    correction: str = setting(
+        "truncate", "what weighs the sampler's noise and rounding: truncate, importance weights of "
+        "at most 2; ppo, the clip is around the sampler (paper); off, nothing (release)",
+        choices=grpo.CORRECTIONS)
+    advantage_scale: str = setting("group", "what centred rewards are divided by: the standard "
+                                   "deviation of their group, or nothing (Dr. GRPO)",
+                                   choices=grpo.SCALES)
+    kl_beta: float = setting(0.0, "weight of the KL term towards the model without its adapter",
+                             "[0, 1e9]")
+    format_weight: float = setting(0.0, "added to the reward of a well-formed answer (release: 0.1 "
+                                   "of that of a right one)", "[0, 1e9]")
+    overlong: str = setting("mask", "answers cut at --max-new-tokens: mask leaves them out of the "
+                            "loss (release), keep does not", choices=("mask", "keep"))
+    overlong_buffer: int = setting(0, "tokens of DAPO's soft length penalty, with --overlong keep; "
+                                   "0: none")
+
+
+@dataclass(frozen=True)
+class Optim:
+    """optimizer"""
+    lr: float = setting(1e-5, "peak learning rate (Table 4; for bf16 LoRA 5e-6)", "(0, 10]")
+    lr_schedule: str = setting(
+        "cosine", "after the warm-up: half a cosine down to 0 (release), or constant with a linear "
+        "end over the last quarter", choices=("cosine", "constant"))
+    warmup: float = setting(0.1, "share of the run in which the rate rises (release)", "[0, 1]")
+    epochs: int = setting(4, "passes over each batch of rollouts (Table 4: 4 updates)", COUNT)
+    updates_per_rollout: int = setting(1, "disjoint parts of a batch, each with an optimizer step "
+                                       "of its own", COUNT)
+    max_grad_norm: float = setting(0.2, "bound of the global gradient norm (release)", "(0, 1e9]")
+    weight_decay: float = setting(0.0, "of A and B, decoupled from the gradient (release: 0.1)",
+                                  "[0, 1e9]")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """device and memory"""
+    device: str | None = setting(None, "cpu, cuda or cuda:N (default: a GPU if there is one)",
+                                 place=True)
+    kernels: str = setting("auto", "which kernels multiply 4-bit weights while decoding; auto: by "
+                           "the GPU", choices=("auto", *KERNELS), place=True)
+    memory_gib: float | None = setting(None, "most memory of the GPU that the process may take "
+                                       "(default: what is free)", "(0, 1e9]", place=True)
+    kv_gib: float | None = setting(None, "memory of the KV cache (default: what is needed and "
+                                   "left)", "(0, 1e9]", place=True)
+    micro_batch_tokens: int | None = setting(None, "tokens in one forward and backward (default: "
+                                             "as the memory allows)", COUNT)
+
+
+@dataclass(frozen=True)
+class Watching:
+    """watching and keeping"""
+    eval_every: int = setting(20, "steps between evaluations on the held-out problems", COUNT)
+    save_every: int = setting(20, "steps between checkpoints", COUNT)
+    keep: int | None = setting(None, "keep the adapter of every so many steps, and the best one, in "
+                               "OUT/adapters", COUNT, place=True)
+    show: int | None = setting(None, "print an answer every so many steps", COUNT, place=True)
+    report_to: str | None = setting(
+        None, "also send each step's numbers there; needs that package",
+        choices=("trackio", "wandb", "tensorboard"), place=True)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All settings of a run."""
+    general: General = General()
+    model: Model = Model()
+    data: Data = Data()
+    rollout: Rollout = Rollout()
+    noise: Noise = Noise()
+    objective: Objective = Objective()
+    optim: Optim = Optim()
+    memory: Memory = Memory()
+    watching: Watching = Watching()
+
+    def flat(self) -> dict:
+        """Name -> value of every setting, as run.json holds them."""
+        return {name: value for section in dataclasses.fields(self)
+                for name, value in vars(getattr(self, section.name)).items()}
+
+    @classmethod
+    def of(cls, values: dict) -> "Settings":
+        """From names and values as flat() gives them; a name that is missing has its default."""
+        def made(section):
+            names = [field.name for field in dataclasses.fields(section)]
+            return section(**{name: values[name] for name in names if name in values})
+        return cls(*(made(field.type) for field in dataclasses.fields(cls)))
+
+    def replace(self, **values) -> "Settings":
+        """The same settings but for these."""
+        return Settings.of(self.flat() | values)
+
+
+FIELDS = {field.name: field for section in dataclasses.fields(Settings)
+          for field in dataclasses.fields(section.type)}
+assert len(FIELDS) == len(Settings().flat()), "two sections have a setting of the same name"
+
+
+# When no --model is given the embedded tiny model learns arithmetic, in sizes for two CPU cores.
+TINY_DEFAULTS = dict(data="arithmetic", steps=48, max_prompt_tokens=64, max_new_tokens=48, lr=5e-4,
+                     epochs=1)
+
+
+# -----------------------------------------------------------------------------
+# From the command line and from run.json
 
 class Help(argparse.HelpFormatter):
-    """Each default once: that of %(default)s, unless the text tells one itself."""
+    """Adds each flag's default to its help, unless the text tells one itself."""
 
     def _get_help_string(self, action):
         told = action.default in (None, False, argparse.SUPPRESS) or "(default:" in action.help
         return action.help + ("" if told else " (default: %(default)s)")
 
 
-parser = argparse.ArgumentParser(
-    description="GRPO/DAPO of a Qwen2.5 model with frozen 4-bit weights, LoRA and AQN.",
-    usage="train.py [flags], --help lists them", allow_abbrev=False, formatter_class=Help)
-add = parser.add_argument_group("what most runs set").add_argument
-add("--model", help="folder, Hugging Face id or name such as qwen2.5-7b (default: the tiny one)")
-add("--data", default="gsm8k",
-    help="gsm8k, math, arithmetic, a .jsonl/.json/.parquet file or a Hugging Face id")
-add("--steps", type=int, default=600,
-    help="rollout batches (paper: about 600 on GSM8K); may grow with --resume")
-add("--lr", type=float, default=1e-5, help="peak learning rate (Table 4; bf16 LoRA 5e-6)")
-add("--out", help="run folder (default: runs/MODEL-BASE-DATA-SEED)")
-add("--resume", action="store_true", help="go on from the newest intact checkpoint in --out")
-add("--like", help="folder of a run: its flags are the defaults of this one's")
-add("--seed", type=int, default=0, help="of adapter, order of problems, sampling and noise")
-
-add = parser.add_argument_group("model").add_argument
-add("--base", default="nvfp4", choices=list(nvfp4.FORMATS), help="format of the frozen linears")
-add("--calibrate", type=int, default=0, metavar="N",
-    help="choose NVFP4 codes by the model's answers to N training problems; they stay in OUT/base")
-add("--dtype", choices=["bfloat16", "float16"],
-    help="of matmul inputs; float16 brings sampler and learner 8 times closer (default: bfloat16 "
-         "on a GPU, float32 on a CPU, where either of the two is emulated)")
-add("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
-add("--kernels", default="auto", choices=["auto", *KERNELS],
-    help="of the 4-bit matmul that decodes; auto: by the GPU")
-add("--lora-rank", type=int, default=32, help="rank of every adapter (paper 4.1)")
-add("--lora-alpha", type=float, default=32, help="adapter scale is alpha / rank (release: rank)")
-add("--train-norms", action="store_true", help="also train each layer's two norms (release)")
-add("--adapter", help="PEFT folder to start from; its rank, alpha and norms are the run's")
-
-add = parser.add_argument_group("data and reward").add_argument
-add("--eval-data", help="held-out problems; default: the test split, or the end of a file")
-add("--prompt-style", default="boxed",
-    help=f"{', '.join(data.STYLES)}, or module:function; boxed: Qwen's; tags: the paper's")
-add("--max-prompt-tokens", type=int, default=512, help="longer prompts are dropped (release: 256)")
-add("--reward", help="module:function to use instead of the built-in grader")
-add("--format-weight", type=float, default=0.0,
-    help="added for a well-formed answer (release: 0.1 of a right one)")
-
-add = parser.add_argument_group("rollouts").add_argument
-add("--prompts-per-step", type=int, default=16, help="problems; 16 x 8 = Table 4's batch of 128")
-add("--group-size", type=int, default=8, help="samples a problem (Table 4: 8, BigMath 16)")
-add("--revisit", type=float, default=1.0,
-    help="chance to take a problem again for each of its last groups that were all right or all "
-         "wrong (GRESO: 0.5)")
-add("--max-new-tokens", type=int, default=4096, help="longest completion (Table 4; BigMath 8192)")
-add("--temperature", type=float, default=1.0, help="of sampling and every log-prob (Table 4)")
-add("--max-rows", type=int, default=256, help="most sequences decoded at a time")
-add("--kv-gib", type=float, help="memory of the KV cache (default: what is needed and left)")
-
-add = parser.add_argument_group("adaptive quantization noise").add_argument
-add("--sigma-start", type=float, default=1e-2, help="of the first noisy stage; 0: no AQN (Table 4)")
-add("--sigma-end", type=float, default=5e-4, help="what the schedule decays to (Table 4)")
-add("--noise-stages", type=int, default=10, help="K of Algorithm 1; the first is clean (Table 4)")
-add("--noise-schedule", default="exponential", choices=aqn.SCHEDULES, help="decay (Fig. 9)")
-add("--noise-exact-end", action="store_true", help="reach sigma-end in the last stage (release)")
-
-add = parser.add_argument_group("learning").add_argument
-add("--loss", default="dapo", choices=list(grpo.LOSSES), help="Table 1: grpo, Table 2: dapo")
-add("--clip-low", type=float, help="lower clip of the ratio (default: the loss's own)")
-add("--clip-high", type=float, help="upper clip (default: the loss's own)")
-add("--correction", default="truncate", choices=grpo.CORRECTIONS,
-    help="bound of a token's importance, the learner's first pass / sampler; off: 1 (release); "
-         "ppo: the clip is around the sampler (paper)")
-add("--correction-cap", type=float, default=2.0, help="the bound C")
-add("--advantage-scale", default="group", choices=grpo.SCALES,
-    help="what divides centred rewards: the group's standard deviation, or nothing (Dr. GRPO)")
-add("--kl-beta", type=float, default=0.0, help="weight of KL to the base without adapter")
-add("--overlong", default="mask", choices=["mask", "keep"],
-    help="keep: answers cut at the limit stay in the loss")
-add("--overlong-buffer", type=int, default=0,
-    help="tokens of DAPO's soft penalty, with --overlong keep; 0: none")
-add("--updates-per-rollout", type=int, default=1,
-    help="disjoint parts of a batch, an optimizer step each")
-add("--epochs", type=int, default=4, help="passes over a batch (Table 4: 4 updates)")
-add("--lr-schedule", default="cosine", choices=["cosine", "constant"],
-    help="after the warm-up: half a cosine to 0 (release), or constant, linear in the last quarter")
-add("--warmup", type=float, default=0.1, help="share of the run with rising rate (release)")
-add("--max-grad-norm", type=float, default=0.2, help="clip of the global gradient norm (release)")
-add("--weight-decay", type=float, default=0.0, help="of A and B, decoupled (release: 0.1)")
-add("--micro-batch-tokens", type=int, help="in one forward and backward (default: by the memory)")
-add("--memory-gib", type=float, help="bound of the process on a GPU (default: what is free)")
-
-add = parser.add_argument_group("watching and keeping").add_argument
-add("--eval-every", type=int, default=20, help="steps between evaluations, first and last included")
-add("--eval-problems", type=int, default=256, help="held-out problems, greedy; 0: all")
-add("--save-every", type=int, default=20, help="steps between checkpoints")
-add("--report-to", choices=["trackio", "wandb", "tensorboard"],
-    help="also send each step's metrics there; needs that package")
-add("--keep", type=int, help="keep the adapter of every so many steps, and the best, in adapters/")
-add("--show", type=int, help="print a completion every so many steps")
-
-COUNTS = ("lora_rank steps prompts_per_step max_prompt_tokens max_new_tokens max_rows noise_stages "
-          "updates_per_rollout epochs micro_batch_tokens eval_every save_every keep show").split()
-POSITIVE = "lora_alpha kv_gib memory_gib max_grad_norm clip_high".split()
-NOT_NEGATIVE = "format_weight kl_beta weight_decay".split()
-RANGES = {**dict.fromkeys(COUNTS, "[1, 2e9]"), **dict.fromkeys(POSITIVE, "(0, 1e9]"),
-          **dict.fromkeys(NOT_NEGATIVE, "[0, 1e9]"), "group_size": "[2, 1e6]", "warmup": "[0, 1]",
-          "clip_low": "(0, 1]", "correction_cap": "[1, 1e9]", "lr": "(0, 10]",
-          "temperature": "(0, 1000]", "sigma_start": "[0, 10]", "sigma_end": "[0, 10]",
-          "eval_problems": "[0, 2e9]", "seed": "[0, 2e18]", "revisit": "[0.1, 1]",
-          "calibrate": "[0, 1e5]"}
-# Flags of a place, not of a run: --resume and --like do not take them over.
-PLACES = {"resume", "like", "out", "device", "kernels", "memory_gib", "kv_gib", "show", "keep",
-          "report_to"}
+def type_of(field: dataclasses.Field) -> type:
+    """int of a field of type int, and of one of type int | None."""
+    kinds = typing.get_args(field.type) if isinstance(field.type, types.UnionType) else [field.type]
+    return kinds[0]
 
 
-def parse_args():
-    """-> the flags, and those of the run that is resumed, or None.
+def new_parser() -> argparse.ArgumentParser:
+    """-> the parser of train.py: a flag for every field of Settings."""
+    parser = argparse.ArgumentParser(
+        description="GRPO/DAPO of a Qwen2.5 model with frozen 4-bit weights, LoRA and AQN.",
+        usage="train.py [flags], --help lists them", allow_abbrev=False, formatter_class=Help)
+    for section in dataclasses.fields(Settings):
+        add_section(parser, section.type)
+    return parser
 
-    A resumed run's own flags, or those of --like, are the defaults of what is not given again.
+
+def add_section(parser: argparse.ArgumentParser, section: type) -> None:
+    """A flag for every field of a dataclass of settings, under its docstring as a title."""
+    group = parser.add_argument_group(section.__doc__)
+    for field in dataclasses.fields(section):
+        choices = field.metadata["choices"]
+        how = {"action": "store_true"} if field.type is bool else {
+            "type": type_of(field), "choices": choices and list(choices),
+            "default": field.default}
+        group.add_argument(option(field.name), help=field.metadata["help"], **how)
+
+
+def section_of(section: type, args: argparse.Namespace):
+    """What the flags of add_section() gave, as one object of that dataclass."""
+    return section(**{field.name: getattr(args, field.name)
+                      for field in dataclasses.fields(section)})
+
+
+def read_settings(argv: list | None = None) -> tuple[Settings, Settings | None]:
+    """-> the settings that the command line gives, and those of the run that is resumed, or None.
+
+    With --resume or --like a flag that is not given has the value that the other run had.
     """
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--model")                # --help shows the defaults that follow from it
     first.add_argument("--like")
-    known = first.parse_known_args()[0]
+    known = first.parse_known_args(argv)[0]
+    parser = new_parser()
     if known.model is None:
-        parser.set_defaults(**TINY)
+        parser.set_defaults(**TINY_DEFAULTS)
     like = {}
     if known.like:
-        like = without_places(flags_of(Path(known.like) / "run.json"))
+        like = without_places(read_run_json(Path(known.like) / "run.json"))
         parser.set_defaults(**like)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     before = None
     if args.resume and args.like:
-        raise ValueError("--like begins a run, --resume goes on with one: give one of the two")
+        raise ValueError("--like begins a run and --resume continues one: give one of the two")
     if args.resume:
-        before = flags_of(out_folder(args) / "run.json")
+        before = read_run_json(run_folder(args) / "run.json")
         parser.set_defaults(**without_places(before))
-        args = parser.parse_args()
-    args.out = str(out_folder(args))
-    vars(args).update(from_anywhere(vars(args)))
+        args = parser.parse_args(argv)
+    args.out = str(run_folder(args))
+    values = with_absolute_paths(vars(args))
     for name, value in like.items():
-        if getattr(args, name) != value:
-            say(f"{option(name)} is {getattr(args, name)!r}, {args.like} had {value!r}")
-    return args, before
+        if values[name] != value:
+            say(f"{option(name)} is {values[name]!r}, {args.like} had {value!r}")
+    return Settings.of(values), before and Settings.of(before)
 
 
-def option(name):
+def option(name: str) -> str:
+    """"group_size" -> "--group-size"."""
     return "--" + name.replace("_", "-")
 
 
-def without_places(flags):
-    return {name: value for name, value in flags.items() if name not in PLACES}
+def without_places(values: dict) -> dict:
+    """Without what belongs to the machine or folder of a run."""
+    return {name: value for name, value in values.items() if not FIELDS[name].metadata["place"]}
 
 
-def from_anywhere(flags):
-    """Paths of a run's inputs as absolute ones: a run can go on from another folder."""
-    paths = [name for name in ("model", "adapter") if Path(flags.get(name) or "?").is_dir()]
-    paths += [name for name in ("data", "eval_data")
-              if (flags.get(name) or "?").endswith(data.SUFFIXES)]
-    return flags | {name: str(Path(flags[name]).absolute()) for name in paths}
+def with_absolute_paths(values: dict) -> dict:
+    """The inputs of a run by their absolute paths, so that it can go on from another folder."""
+    folders = [name for name in ("model", "adapter") if Path(values.get(name) or "?").is_dir()]
+    files = [name for name in ("data", "eval_data") if (values.get(name) or "?").endswith(SUFFIXES)]
+    return values | {name: str(Path(values[name]).absolute()) for name in folders + files}
 
 
-def flags_of(path):
-    """A run.json -> the flags in it. ValueError names one whose value its flag cannot have."""
+def read_run_json(path: Path) -> dict:
+    """A run.json -> name and value of each setting in it. Its other keys are left out.
+
+    ValueError names a setting whose value is none that its flag could give.
+    """
     held = read_json(path)
-    flags = {}
-    for action in parser._actions:
-        if action.dest in held:
-            flags[action.dest] = value = held[action.dest]
-            if not can_hold(action, value):
-                raise ValueError(f"{path}: {action.dest} is {short(value)}, which "
-                                 f"{action.option_strings[0]} cannot be")
-    return from_anywhere(flags)
+    for name in FIELDS.keys() & held.keys():
+        if not can_hold(FIELDS[name], held[name]):
+            raise ValueError(f"{path}: {name} is {short_repr(held[name])}, which {option(name)} "
+                             "cannot be")
+    return with_absolute_paths({name: held[name] for name in FIELDS if name in held})
 
 
-def of_run(folder):
-    """The flags of a run; `model` is what its adapter belongs to: a calibrated one's own base."""
+def can_hold(field: dataclasses.Field, value) -> bool:
+    """Whether a setting can have this value of a JSON file, ranges apart."""
+    if value is None:
+        return field.default is None
+    kind = type_of(field)
+    choices = field.metadata["choices"]
+    return type(value) in ((int, float) if kind is float else (kind,)) \
+        and (not choices or value in choices)
+
+
+def settings_of_run(folder: str | Path) -> Settings:
+    """The settings of a run; `model` is the one that its adapter belongs to, which is OUT/base if
+    the run calibrated its own weights.
+    """
     path = Path(folder) / "run.json"
-    held = flags_of(path)
+    held = read_run_json(path)
     if not {"model", "base"} <= held.keys():
         raise ValueError(f"{path}: has no model or no base")
-    return held | ({"model": str(path.with_name("base"))} if held.get("calibrate") else {})
+    if held.get("calibrate"):
+        held["model"] = str(path.with_name("base"))
+    return Settings.of(held | {"out": str(folder)})
 
 
-def can_hold(action, value):
-    if value is None:
-        return action.default is None
-    if isinstance(action.default, bool):
-        return isinstance(value, bool)
-    kinds = {int: (int,), float: (int, float)}.get(action.type, (str,))
-    return type(value) in kinds and (action.choices is None or value in action.choices)
-
-
-def out_folder(args):
+def run_folder(args) -> Path:
+    """--out, or runs/MODEL-BASE-DATA-SEED."""
     parts = Path(args.model).name, args.base, Path(args.data).stem, str(args.seed)
     return Path(args.out or "runs/" + re.sub(r"[^\w.-]+", "-", "-".join(parts)))
 
 
-def inside(value, interval):
-    """interval as in mathematics: "(0, 1]". A NaN is in none."""
+# -----------------------------------------------------------------------------
+# Which values are allowed
+
+def inside(value: float, interval: str) -> bool:
+    """interval: as in mathematics, "(0, 1]". A NaN is in none."""
     low, high = map(float, interval[1:-1].split(","))
     return low < value < high or (value == low and interval[0] == "[") \
         or (value == high and interval[-1] == "]")
 
 
-def check_ranges(args, ranges=RANGES):
-    for name, value in vars(args).items():
-        if value is not None and name in ranges and not inside(value, ranges[name]):
-            raise ValueError(f"{option(name)} must lie in {ranges[name]}, got {value}")
+def check_ranges(section) -> None:
+    """ValueError names the first setting of a dataclass that lies outside of its interval."""
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        allowed = field.metadata["allowed"]
+        if value is not None and allowed and not inside(value, allowed):
+            raise ValueError(f"{option(field.name)} must lie in {allowed}, got {value}")
 
 
-def check_flags(args, before):
-    """ValueError names the first flag whose value cannot be meant; before: a resumed run's."""
-    check_ranges(args)
-    if args.sigma_start and not 0 < args.sigma_end <= args.sigma_start:
-        raise ValueError(f"--sigma-end must lie in (0, {args.sigma_start}], the --sigma-start, "
-                         f"got {args.sigma_end}")
-    if args.lr * args.weight_decay >= 1:
-        raise ValueError(f"--weight-decay {args.weight_decay} x --lr {args.lr} must be below 1: "
+def check_settings(settings: Settings, before: Settings | None) -> None:
+    """ValueError names the first setting that is not allowed, alone or beside another one.
+
+    before: those of the run that is resumed.
+    """
+    for section in dataclasses.fields(settings):
+        check_ranges(getattr(settings, section.name))
+    model, rollout, noise = settings.model, settings.rollout, settings.noise
+    objective, optim, memory = settings.objective, settings.optim, settings.memory
+    if noise.sigma_start and not 0 < noise.sigma_end <= noise.sigma_start:
+        raise ValueError(f"--sigma-end must lie in (0, {noise.sigma_start}], the --sigma-start, "
+                         f"got {noise.sigma_end}")
+    if optim.lr * optim.weight_decay >= 1:
+        raise ValueError(f"--weight-decay {optim.weight_decay} x --lr {optim.lr} must be below 1: "
                          "an update takes that share of a weight away")
-    if args.prompts_per_step * args.group_size > 2**20:
-        raise ValueError(f"--prompts-per-step {args.prompts_per_step} x --group-size "
-                         f"{args.group_size} is more than a step can hold ({2**20})")
-    if args.train_norms and args.kl_beta:
-        raise ValueError(f"--kl-beta {args.kl_beta}: --train-norms moves the reference's norms")
-    if not 0 <= args.overlong_buffer <= args.max_new_tokens:
+    if rollout.prompts_per_step * rollout.group_size > 2**20:
+        raise ValueError(f"--prompts-per-step {rollout.prompts_per_step} x --group-size "
+                         f"{rollout.group_size} is more than a step can hold ({2**20})")
+    if model.train_norms and objective.kl_beta:
+        raise ValueError(f"--kl-beta {objective.kl_beta}: --train-norms moves the norms of the "
+                         "reference model too")
+    if not 0 <= objective.overlong_buffer <= rollout.max_new_tokens:
         raise ValueError("--overlong-buffer must lie in 0..--max-new-tokens, got "
-                         f"{args.overlong_buffer}")
-    if args.overlong_buffer and args.overlong == "mask":
-        raise ValueError(f"--overlong-buffer {args.overlong_buffer}: --overlong mask leaves out "
-                         "the rows that it punishes most, take --overlong keep")
-    if args.updates_per_rollout > args.prompts_per_step:
+                         f"{objective.overlong_buffer}")
+    if objective.overlong_buffer and objective.overlong == "mask":
+        raise ValueError(f"--overlong-buffer {objective.overlong_buffer}: --overlong mask leaves "
+                         "out the rows that it punishes most, take --overlong keep")
+    if optim.updates_per_rollout > rollout.prompts_per_step:
         raise ValueError("--updates-per-rollout must lie in 1..--prompts-per-step, got "
-                         f"{args.updates_per_rollout}")
-    if args.calibrate and args.base != "nvfp4":
-        raise ValueError(f"--calibrate {args.calibrate} is for NVFP4, --base is {args.base}")
-    if args.memory_gib and not (args.device or "cuda").startswith("cuda"):
-        raise ValueError(f"--memory-gib bounds the memory of a GPU, --device is {args.device}")
-    if args.report_to and importlib.util.find_spec(args.report_to) is None:
-        raise ValueError(f"--report-to {args.report_to} needs pip install {args.report_to}")
+                         f"{optim.updates_per_rollout}")
+    if model.calibrate and model.base != "nvfp4":
+        raise ValueError(f"--calibrate {model.calibrate} is for NVFP4, --base is {model.base}")
+    if memory.memory_gib and not (memory.device or "cuda").startswith("cuda"):
+        raise ValueError(f"--memory-gib bounds the memory of a GPU, --device is {memory.device}")
+    tracker = settings.watching.report_to
+    if tracker and importlib.util.find_spec(tracker) is None:
+        raise ValueError(f"--report-to {tracker} needs pip install {tracker}")
     if before:
-        check_resumed(args, before)
+        check_resumed(settings, before)
 
 
-def check_resumed(args, before):
-    for name, value in without_places(vars(args)).items():
-        had = before.get(name, parser.get_default(name))         # a flag younger than the run
-        grows = name == "steps" and value > had
-        if value != had and not grows:
-            raise ValueError(f"--resume: {option(name)} is {value!r}, the run had {had!r}")
+def check_resumed(settings: Settings, before: Settings) -> None:
+    """A resumed run keeps its settings; only its number of steps may grow."""
+    had = before.flat()
+    for name, value in without_places(settings.flat()).items():
+        grows = name == "steps" and value > had[name]
+        if value != had[name] and not grows:
+            raise ValueError(f"--resume: {option(name)} is {value!r}, the run had {had[name]!r}")

@@ -1,13 +1,13 @@
 """
-Problems and prompts: a file, a data set's name or a generator in, token ids out.
+Problems and prompts: from a file, a data set's name or a generator to lists of token ids.
 
-    problems = load_problems("gsm8k", "train")
-    problems = encode_prompts(Tokenizer(folder), problems, "boxed", max_tokens=512)
-    for i in step_indices(len(problems), seed, cursor, 16): ...      # then cursor += 16
+    tokenizer = Tokenizer(folder)
+    problems = encode_prompts(tokenizer, load_problems("gsm8k", "train"), "boxed", max_tokens=512)
+    chosen = problems_at(problems, seed, range(cursor, cursor + 16))          # then cursor += 16
 
-A row without an answer ends the load with its file and line: skipped, it would make a different
-data set. Golds that the grader cannot read and prompts over the limit are left out and counted.
-The chat format is Qwen's ChatML written as ids: a problem's text never becomes a control token.
+A row without a question or an answer ends the load with its file and line. Passing over it would
+train on a data set other than the one that was named. What is merely of no use is left out and
+counted: answers that the grader cannot read, prompts longer than the limit.
 """
 import json
 import math
@@ -15,6 +15,7 @@ import os
 import random
 import re
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -25,8 +26,8 @@ from tokenizers import Tokenizer as TokenizerFile
 
 from answers import can_read
 from harness.files import read_json, read_rows, read_text
-from harness.plugin import call, load_function
-from harness.process import first_line, short
+from harness.plugin import call_users, load_function
+from harness.process import first_line, short_repr
 from harness.ranks import say
 from rewards import last_box
 from tiny.arithmetic import arithmetic
@@ -36,22 +37,28 @@ from tiny.arithmetic import arithmetic
 class Problem:
     id: str
     question: str
-    answer: str                                  # the gold, "" where a reward needs none
-    prompt: list = None                          # ids, from encode_prompts
-    row: dict = field(default=None, compare=False)               # as it is in the file
-    system: str = None                           # message of a question that is a chat
+    answer: str                                  # the gold answer; "" where a --reward needs none
+    prompt: list[int] | None = None              # token ids, once encode_prompts has made them
+    row: dict | None = field(default=None, compare=False)        # every field as it is in the file
+    system: str | None = None                    # the system message, where the row has one
 
-    def fields(self):
-        """What a function of the user's is told: every field of the row, and these three."""
+    def fields(self) -> dict:
+        """What a function of the user's is given: every field of the row, and these three."""
         return (self.row or {}) | {"id": self.id, "question": self.question, "answer": self.answer}
 
 
-SUFFIXES = (".jsonl", ".json", ".parquet")       # in order of preference: the last needs pyarrow
-# owner/name[:folder] on the Hugging Face hub, or a URL: the hub has GSM8K only as parquet.
+# -----------------------------------------------------------------------------
+# Where problems come from
+
+# Files that can be read. Of a hub data set that has several kinds, the first is taken: .parquet
+# needs pyarrow.
+SUFFIXES = (".jsonl", ".json", ".parquet")
+# Short names for owner/name[:folder] on the Hugging Face hub. GSM8K has a URL of its own, since the
+# hub has it as parquet only.
 KNOWN = {
     "gsm8k": "https://raw.githubusercontent.com/openai/grade-school-math/master/"
              "grade_school_math/data/{split}.jsonl",
-    "math": "nlile/hendrycks-MATH-benchmark",    # train 12,000, test = MATH-500
+    "math": "nlile/hendrycks-MATH-benchmark",    # train 12,000 problems, test MATH-500
     "math500": "HuggingFaceH4/MATH-500",         # test only
     "dapo": "open-r1/DAPO-Math-17k-Processed:en",            # train only
     "bigmath": "open-r1/Big-Math-RL-Verified-Processed:level_3_4_5",
@@ -59,26 +66,27 @@ KNOWN = {
 HUB_ID = r"[\w.-]+/[\w.-]+(:[\w./-]+)?"
 
 
-def check_source(source):
-    """ValueError for a --data that is neither here nor anywhere; nothing is downloaded."""
-    if str(source).endswith(SUFFIXES):
+def check_source(source: str) -> None:
+    """ValueError for a --data that cannot be meant; downloads nothing."""
+    if names_a_file(source):
         if not Path(source).is_file():
-            raise ValueError(f"no data file {source}")
+            raise ValueError(f"there is no data file {source}")
     elif source != "arithmetic" and source not in KNOWN and not re.fullmatch(HUB_ID, source):
         raise ValueError(f"unknown data {source!r}: give a file ending in {', '.join(SUFFIXES)}, a "
                          f"hub id owner/name, arithmetic, or one of {', '.join(KNOWN)}")
 
 
-def load_problems(source, split="train", needs_gold=True):
-    """source: a file (one split by itself), "arithmetic", a name in KNOWN, or owner/name of a data
-    set on the hub, with :folder where it has several configurations.
+def load_problems(source: str, split: str = "train", needs_gold: bool = True) -> list[Problem]:
+    """The problems of --data, without prompts.
+
+    source: a file, which is one split by itself; "arithmetic", the generator; a name in KNOWN; or
+    owner/name of a data set on the hub, with :folder where its files are in several folders.
     """
     assert split in ("train", "test"), split
     check_source(source)
     if source == "arithmetic":
         return [Problem(*fields) for fields in arithmetic(split)]
-    here = str(source).endswith(SUFFIXES)
-    paths = [Path(source)] if here else fetch(source, split)
+    paths = [Path(source)] if names_a_file(source) else fetch_split(source, split)
     problems = [to_problem(row, path, number, needs_gold)
                 for path in paths for number, row in read_rows(path)]
     if not problems:
@@ -86,58 +94,71 @@ def load_problems(source, split="train", needs_gold=True):
     return problems
 
 
-def has_test_split(source):
+def names_a_file(source: str) -> bool:
+    return str(source).endswith(SUFFIXES)
+
+
+def has_test_split(source: str) -> bool:
     """Whether a data set holds out problems itself; a file of one's own does not."""
-    if str(source).endswith(SUFFIXES):
+    if names_a_file(source):
         return False
-    return source == "arithmetic" or fetch(source, "test") != []
+    return source == "arithmetic" or fetch_split(source, "test") != []
 
 
-def fetch(source, split):
-    """One split in the Hugging Face cache, fetched if need be -> local paths, [] if it has none."""
+def fetch_split(source: str, split: str) -> list[Path]:
+    """The local files of one split, downloaded if need be; [] if the data set does not have it."""
     where = KNOWN.get(source, source).replace("{split}", split)
-    repo, _, folder = where.partition(":")
-    patterns = [f"{folder}*{suffix}" for suffix in SUFFIXES]
+    repository, _, folder = where.partition(":")
+    patterns = [f"{folder}/*{suffix}" if folder else f"*{suffix}" for suffix in SUFFIXES]
     try:
-        if repo == "https":
+        if repository == "https":
             return [download(where, f"{source}_{split}.jsonl")]
-        root = huggingface_hub.snapshot_download(repo, repo_type="dataset", allow_patterns=patterns)
-    except Exception as error:                   # the hub's, httpx's, urllib's: no narrower class
+        root = huggingface_hub.snapshot_download(repository, repo_type="dataset",
+                                                 allow_patterns=patterns)
+    except Exception as error:                   # the hub's, httpx's, urllib's: no common class
         raise ValueError(f"cannot fetch {where}: {type(error).__name__}: {error}") from error
-    names = [str(path.relative_to(root)) for path in Path(root).rglob("*")]
+    names = [path.relative_to(root).as_posix() for path in Path(root).rglob("*")]
     return [Path(root) / name for name in pick_files(names, where, split)]
 
 
-def download(url, name):
+def download(url: str, name: str) -> Path:
     path = Path(constants.HF_HOME) / "qerl" / name
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         part, _ = urllib.request.urlretrieve(url, f"{path}.{os.getpid()}.part")
-        os.replace(part, path)                   # one cut short never looks like a whole file
+        os.replace(part, path)                   # a download cut short never has the file's name
     return path
 
 
-def pick_files(names, where, split):
-    """The files of one split of owner/name:folder; as on the hub, "train" if the name says none."""
-    folders = {}
-    for name in sorted(names):
-        marks = re.findall(r"(?:^|[/_.-])(train|test|validation|valid|dev)(?=[/_.-])", name)
-        inside = name.startswith(where.partition(":")[2]) and "dataset_info" not in name
-        if inside and name.endswith(SUFFIXES) and (marks or ["train"])[-1] == split:
-            folders.setdefault(str(Path(name).parent), []).append(name)
+def pick_files(names: list[str], where: str, split: str) -> list[str]:
+    """Of the files of owner/name or owner/name:folder, those of a split: their name begins with it,
+    as in main/train-00000-of-00002.parquet. ValueError if several folders have such files.
+    """
+    repository, _, folder = where.partition(":")
+    files = [name for name in sorted(names)
+             if name.startswith(f"{folder}/" if folder else "") and names_a_file(name)
+             and re.match(rf"{split}(?![a-z])", Path(name).name)]
+    folders = sorted({Path(name).parent.as_posix() for name in files})
     if len(folders) > 1:
-        raise ValueError(f"{where} has several configurations, add one of :{', :'.join(folders)}")
-    files = sum(folders.values(), [])
+        choices = " or ".join(f"{repository}:{folder}" for folder in folders)
+        raise ValueError(f"{where} has {split} files in several folders: give {choices}")
     by_suffix = [[name for name in files if name.endswith(suffix)] for suffix in SUFFIXES]
     return next(filter(None, by_suffix), [])
 
 
+# -----------------------------------------------------------------------------
+# Rows
+
+# The names of fields in use, the first one that holds something counts.
 QUESTIONS = "question", "problem", "prompt"
 GOLDS = "answer", "final_answer", "ground_truth", "solution"
 
 
-def to_problem(row, path, number, needs_gold=True):
-    """A row under any of the field names in use: GSM8K, MATH, DAPO, BigMath and their copies."""
+def to_problem(row: object, path: Path, number: int, needs_gold: bool = True) -> Problem:
+    """A row of GSM8K, MATH, DAPO, BigMath or any file whose fields are called like theirs.
+
+    path, number: the row's place, for messages. ValueError if it cannot be used.
+    """
     where = f"{path}:{number}"
     if not isinstance(row, dict):
         raise ValueError(f"{where}: not an object but {type(row).__name__}")
@@ -146,11 +167,11 @@ def to_problem(row, path, number, needs_gold=True):
     if isinstance(question, list) and all(isinstance(turn, dict) for turn in question):
         turns = [(turn.get("role"), type(turn.get("content"))) for turn in question]
         if turns not in ([("user", str)], [("system", str), ("user", str)]):
-            raise ValueError(f"{where}: has no question: {short(question)} is no chat of a user's "
-                             "text, before it perhaps a system's")
+            raise ValueError(f"{where}: has no question: a chat must be a user's text, or a "
+                             f"system's and a user's; this one is {short_repr(question)}")
         system = question[0]["content"] if turns[1:] else None
         question = question[-1]["content"]
-    answer = gold(row)
+    answer = find_gold(row)
     for what, names, value in (("question", QUESTIONS, question), ("answer", GOLDS, answer)):
         needed = what == "question" or needs_gold
         if needed and not (isinstance(value, str) and value.strip()):
@@ -165,9 +186,12 @@ def to_problem(row, path, number, needs_gold=True):
     return Problem(name, question.strip(), answer or "", row=row, system=system)
 
 
-def gold(row):
-    """The gold as text, or None: what follows GSM8K's ####, the last box of a MATH solution."""
-    reward = row.get("reward_model")             # DAPO's original keeps the gold in there
+def find_gold(row: dict) -> str | None:
+    """The gold answer of a row as text, or None.
+
+    GSM8K's is what follows #### in a worked solution; MATH's is in the solution's last box.
+    """
+    reward = row.get("reward_model")             # the original DAPO keeps the gold in there
     fields = {**row, **reward} if isinstance(reward, dict) else row
     for name in GOLDS:
         value = fields.get(name)
@@ -178,7 +202,9 @@ def gold(row):
         text = str(value).strip()
         if "####" in text:
             text = text.rsplit("####", 1)[1].strip().replace(",", "")
-        elif name == "solution":                 # the hub's DAPO and BigMath: a bare gold
+        elif name == "solution":
+            # The hub's DAPO and BigMath have the bare gold here. A long text without a box is a
+            # worked solution whose answer cannot be found.
             worked = len(text) > 100 or "\n" in text
             text = last_box(text) or ("" if worked else text)
         if text:
@@ -186,9 +212,114 @@ def gold(row):
 
 
 # -----------------------------------------------------------------------------
-# Prompts and token ids
+# The tokenizer and its chat format
 
-# style -> what follows the question, the system message (None: the model's own).
+QWEN_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+
+
+class Tokenizer:
+    """The tokenizer.json of a model's folder, with Qwen's chat format.
+
+    end_ids: the tokens that end a completion. vocab_size: how many ids mean something; a model's
+    embedding may have more rows.
+    """
+
+    def __init__(self, folder: str | Path):
+        path = Path(folder) / "tokenizer.json"
+        text = read_text(path)
+        try:
+            self.file = TokenizerFile.from_str(text)
+        except BaseException as error:           # a panic in the library's Rust is no Exception
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
+            raise ValueError(f"{path}: cannot be read as a tokenizer "
+                             f"({first_line(error)})") from None
+        self.file.encode_special_tokens = True   # "<|im_end|>" in a text stays text: see turns()
+        self.file.no_truncation()                # the file keeps what its last user had set
+        self.file.no_padding()
+        vocab = self.file.get_vocab()            # with the added tokens
+        if not {"<|im_start|>", "<|im_end|>"} <= vocab.keys():
+            raise ValueError(f"{path}: lacks <|im_start|> or <|im_end|>, which Qwen's chat "
+                             "format needs")
+        # The library silently gives an added token the next free id if the file's leaves a gap.
+        # The model was trained with the file's.
+        for token in json.loads(text).get("added_tokens", ()):
+            if vocab[token["content"]] != token["id"]:
+                raise ValueError(f"{path}: added_tokens: the id of {token['content']} is "
+                                 f"{token['id']}, no id after those of the vocabulary")
+        self.vocab_size = max(vocab.values()) + 1        # Qwen2.5: 151,665
+        self.start = vocab["<|im_start|>"]
+        self.stop = vocab["<|im_end|>"]
+        # Both, as in every Qwen2.5's generation_config.json.
+        self.end_ids = sorted({self.stop, vocab.get("<|endoftext|>", self.stop)})
+        self.system = default_system(path.parent)
+
+    def encode(self, text: str) -> list[int]:
+        return self.file.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of a completion without its end token. Any other control token stays visible,
+        so that a reader and the grader see what the model really wrote.
+        """
+        if ids and ids[-1] in self.end_ids:
+            ids = ids[:-1]
+        return self.file.decode(ids, skip_special_tokens=False)
+
+    def chat(self, text: str, system: str | None = None) -> list[int]:
+        """The prompt of a question; system None: with the model's own system message, if any."""
+        system = system or self.system
+        turns = [("system", system)] if system else []
+        return self.turns([*turns, ("user", text)])
+
+    def turns(self, turns: list[tuple[str, str]]) -> list[int]:
+        """The prompt of a conversation of (role, text):
+
+            <|im_start|>  system \\n You are Qwen, ...   <|im_end|>  \\n
+            <|im_start|>  user \\n 2+3*4?                <|im_end|>  \\n
+            <|im_start|>  assistant \\n                  the model goes on from here
+
+        The two control tokens are put in as ids, and only texts are encoded, as plain text. A chat
+        template would paste everything into one text and encode that: a question that contains
+        "<|im_end|>\\n<|im_start|>assistant" could then speak for the model. The ids are otherwise
+        the same, since a tokenizer cuts its text at control tokens before anything else.
+        """
+        ids = []
+        for role, text in turns:
+            ids += [self.start, *self.encode(f"{role}\n{text}"), self.stop, *self.encode("\n")]
+        return ids + [self.start, *self.encode("assistant\n")]
+
+
+def default_system(folder: Path) -> str | None:
+    """The system message that a model's chat template adds if there is none, or None.
+
+    Without a template it is Qwen's. ValueError if the template is not that of Qwen's chat format.
+    """
+    path = folder / "tokenizer_config.json"
+    there = path.exists() or path.is_symlink()   # a link to nothing is an error, not "no template"
+    template = read_json(path).get("chat_template") if there else None
+    if isinstance(template, list) and all(isinstance(one, dict) for one in template):
+        by_name = {str(one.get("name")): one.get("template") for one in template}
+        template = by_name.get("default")
+    jinja = folder / "chat_template.jinja"       # where transformers >= 4.52 puts it
+    if jinja.exists():
+        path = jinja
+        template = read_text(jinja)
+    if template is None:
+        return QWEN_SYSTEM
+    if not isinstance(template, str) or "<|im_start|>" not in template:
+        raise ValueError(f"{path}: chat_template is {short_repr(template)}, expected ChatML's text "
+                         "or a list of texts with names")
+    # The message stands in the template between <|im_start|>system and <|im_end|>, as part of a
+    # jinja string in which newline and backslash are escaped. Another such part, in which the
+    # user's own system message is filled in, has a quote or {{ }} there and is not meant.
+    text = re.search(r"<\|im_start\|>system(?:\\n|\n)([^'\"<]+)<\|im_end\|>", template)
+    return text and text[1].replace("\\n", "\n").replace("\\\\", "\\")
+
+
+# -----------------------------------------------------------------------------
+# Prompts
+
+# --prompt-style -> what follows the question, and the system message (None: the model's own).
 STYLES = {
     # Qwen2.5's own request for maths (model cards of Qwen2.5-Math)
     "boxed": ("\nPlease reason step by step, and put your final answer within \\boxed{}.", None),
@@ -198,103 +329,29 @@ STYLES = {
                  "</answer>."),
     "plain": ("", None),
 }
-QWEN_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 
 
-class Tokenizer:
-    """tokenizer.json of a folder. end_ids end a completion; vocab_size: ids that mean something."""
+def prompt_function(style: str) -> Callable[[Tokenizer, Problem], list[int]]:
+    """--prompt-style -> the function that makes a problem's prompt. ValueError if there is none.
 
-    def __init__(self, folder):
-        path = Path(folder) / "tokenizer.json"
-        text = read_text(path)
-        try:
-            self.file = TokenizerFile.from_str(text)
-        except BaseException as error:           # of the library's Rust, a panic too
-            if isinstance(error, (KeyboardInterrupt, SystemExit)):
-                raise
-            raise ValueError(f"{path}: cannot be read as a tokenizer "
-                             f"({first_line(error)})") from None
-        self.file.encode_special_tokens = True   # <|im_end|> in a text stays text; see chat()
-        self.file.no_truncation()                # settings of whoever saved the file last
-        self.file.no_padding()
-        vocab = self.file.get_vocab()            # with the added tokens
-        if not {"<|im_start|>", "<|im_end|>"} <= vocab.keys():
-            raise ValueError(f"{path}: lacks <|im_start|> or <|im_end|>: not Qwen's chat format")
-        # The library would number them anew.
-        for token in json.loads(text).get("added_tokens", ()):
-            if vocab[token["content"]] != token["id"]:
-                raise ValueError(f"{path}: added_tokens: the id of {token['content']} is "
-                                 f"{token['id']}, no id after those of the vocabulary")
-        self.vocab_size = max(vocab.values()) + 1        # Qwen2.5: 151,665
-        self.start = vocab["<|im_start|>"]
-        self.stop = vocab["<|im_end|>"]
-        # Those of every Qwen2.5's generation_config.json.
-        self.end_ids = sorted({self.stop, vocab.get("<|endoftext|>", self.stop)})
-        self.system = default_system(path.parent)
-
-    def encode(self, text):
-        return self.file.encode(text, add_special_tokens=False).ids
-
-    def decode(self, ids):
-        """Text of a completion without its end token; any other control token stays visible."""
-        if ids and ids[-1] in self.end_ids:
-            ids = ids[:-1]
-        return self.file.decode(ids, skip_special_tokens=False)
-
-    def chat(self, text, system=None):
-        """Ids of a system message (or the model's), a user's turn, the generation prompt."""
-        system = system or self.system
-        turns = [("system", system)] if system else []
-        return self.turns([*turns, ("user", text)])
-
-    def turns(self, turns):
-        """(role, text) of each turn -> ids, and of the generation prompt."""
-        ids = []
-        for role, text in turns:
-            ids += [self.start, *self.encode(f"{role}\n{text}"), self.stop, *self.encode("\n")]
-        return ids + [self.start, *self.encode("assistant\n")]
-
-
-def default_system(folder):
-    """The system message that the chat template adds, or None; Qwen's if there is no template."""
-    path = folder / "tokenizer_config.json"
-    there = path.exists() or path.is_symlink()   # a link to nothing is refused
-    template = read_json(path).get("chat_template") if there else None
-    if isinstance(template, list) and all(isinstance(one, dict) for one in template):
-        named = {str(one.get("name")): one.get("template") for one in template}
-        template = named.get("default")
-    jinja = folder / "chat_template.jinja"                       # where transformers >= 4.52 has it
-    if jinja.exists():
-        path = jinja
-        template = read_text(jinja)
-    if template is None:
-        return QWEN_SYSTEM
-    if not isinstance(template, str) or "<|im_start|>" not in template:
-        raise ValueError(f"{path}: chat_template is {short(template)}, expected ChatML's text or a "
-                         "list of texts with names")
-    # A jinja string: newline and backslash are escaped. {{ }} or a quote would mean a variable.
-    text = re.search(r"<\|im_start\|>system(?:\\n|\n)([^'\"<]+)<\|im_end\|>", template)
-    return text and text[1].replace("\\n", "\n").replace("\\\\", "\\")
-
-
-def style_of(name):
-    """--prompt-style -> a function (tokenizer, problem) -> ids. "module:function" is the user's: it
-    gets a problem's fields and returns the user's turn, or a list of {"role", "content"}.
+    "module:function" is the user's. It is given a problem's fields, and returns the user's turn as
+    text, or a whole conversation as a list of {"role", "content"} that ends with the user's.
     """
-    if name in STYLES:
-        request, system = STYLES[name]
+    if style in STYLES:
+        request, system = STYLES[style]
 
         def ask(tokenizer, problem):
             systems = filter(None, (problem.system, system))
             return tokenizer.chat(problem.question + request, "\n\n".join(systems))
         return ask
-    if ":" not in name:
-        raise ValueError(f"--prompt-style {name}: expected one of {', '.join(STYLES)}, or "
+    if ":" not in style:
+        raise ValueError(f"--prompt-style {style}: expected one of {', '.join(STYLES)}, or "
                          "module:function")
-    function = load_function(name, "--prompt-style")
+    function = load_function(style, "--prompt-style")
 
     def ask_users(tokenizer, problem):
-        said = call(f"--prompt-style {name}", function, f"problem {problem.id}", problem.fields())
+        said = call_users(f"--prompt-style {style}", function, f"problem {problem.id}",
+                          problem.fields())
         try:
             if isinstance(said, str) and said.strip():
                 return tokenizer.chat(said)
@@ -303,55 +360,79 @@ def style_of(name):
                 raise TypeError
             return tokenizer.turns(turns)
         except (TypeError, KeyError, UnicodeError):
-            raise ValueError(f"--prompt-style {name}: expected text or a list of objects with role "
-                             "and content that ends with the user's, for problem "
-                             f"{problem.id}, got {short(said)}") from None
+            raise ValueError(f"--prompt-style {style}: expected text or a list of objects with "
+                             "role and content that ends with the user's, for problem "
+                             f"{problem.id}, got {short_repr(said)}") from None
     return ask_users
 
 
-def encode_prompts(tokenizer, problems, style, max_tokens=math.inf):
-    """-> problems with their prompts, but those of more than max_tokens."""
-    ask = style_of(style)
+def encode_prompts(tokenizer: Tokenizer, problems: list[Problem], style: str,
+                   max_tokens: float = math.inf) -> list[Problem]:
+    """The problems with their prompts, without those whose prompt has more than max_tokens."""
+    ask = prompt_function(style)
     encoded = [replace(p, prompt=ask(tokenizer, p)) for p in problems]
     return [p for p in encoded if len(p.prompt) <= max_tokens]
 
 
-def encoded_problems(args, tokenizer, source, split):
-    """-> the problems that can be used, with prompts; says how many are left out."""
-    loaded = load_problems(source, split, not args.reward)       # a reward needs no gold
-    readable = [p for p in loaded if args.reward or can_read(p.answer)]
+def usable_problems(settings, tokenizer: Tokenizer, source: str, split: str) -> list[Problem]:
+    """The problems of a source that a run can use, with prompts; says how many are left out.
+
+    settings has --prompt-style, --max-prompt-tokens and --reward under these names (config.Data).
+    With a --reward a problem needs no gold answer. ValueError if fewer than two problems are left.
+    """
+    loaded = load_problems(source, split, not settings.reward)
+    readable = [p for p in loaded if settings.reward or can_read(p.answer)]
     unreadable = len(loaded) - len(readable)
     if unreadable:
         say(f"{source}: {unreadable} problems left out, their answers cannot be read")
-    problems = encode_prompts(tokenizer, readable, args.prompt_style, args.max_prompt_tokens)
+    problems = encode_prompts(tokenizer, readable, settings.prompt_style,
+                              settings.max_prompt_tokens)
     long = len(readable) - len(problems)
     if long:
-        say(f"{source}: {long} prompts of more than {args.max_prompt_tokens} tokens left out")
+        say(f"{source}: {long} prompts of more than {settings.max_prompt_tokens} tokens left out")
     if len(problems) < 2:
-        raise ValueError(f"{source}: {len(problems)} problems are left, need 2")
+        raise ValueError(f"{source}: {len(problems)} problems can be used, a run needs at least 2")
     return problems
 
 
-def split_problems(args, tokenizer):
-    """-> problems to train on, problems held out, with prompts; args: the flags of a run."""
-    problems = encoded_problems(args, tokenizer, args.data, "train")
-    most = args.eval_problems or None
-    if args.eval_data or has_test_split(args.data):
-        held_out = encoded_problems(args, tokenizer, args.eval_data or args.data, "test")
-        return problems, held_out[:most]
-    held = max(1, min(most or 256, len(problems) // 10))         # the end of a file of one's own
+def split_problems(settings, tokenizer: Tokenizer) -> tuple[list[Problem], list[Problem]]:
+    """The problems to train on and the problems held out, all with prompts.
+
+    Held out are, of what there is, --eval-data, else the data set's test split, else the end of
+    the training data. settings has --data, --eval-data and --eval-problems as well (config.Data).
+    """
+    problems = usable_problems(settings, tokenizer, settings.data, "train")
+    most = settings.eval_problems or None
+    if settings.eval_data or has_test_split(settings.data):
+        source = settings.eval_data or settings.data
+        return problems, usable_problems(settings, tokenizer, source, "test")[:most]
+    held = max(1, min(most or 256, len(problems) // 10))
     return problems[:-held], problems[-held:]
 
 
-@lru_cache(2)
-def order(n, seed, epoch):
-    """The permutation of range(n) that an epoch follows: to resume, the cursor is enough."""
+# -----------------------------------------------------------------------------
+# The order in which a run takes problems
+
+def step_indices(n: int, seed: int, cursor: int, count: int) -> list[int]:
+    """Indices of the next `count` of n problems, when a run has taken `cursor` of them so far.
+
+    Each epoch takes every problem once, in an order of its own. A step at the end of an epoch goes
+    on into the next.
+    """
+    assert n > 0, n
+    return [epoch_order(n, seed, i // n)[i % n] for i in range(cursor, cursor + count)]
+
+
+def problems_at(problems: list[Problem], seed: int, places: range) -> list[Problem]:
+    """The problems at consecutive places of a run; place 0 is the first problem that it takes."""
+    return [problems[i] for i in step_indices(len(problems), seed, places.start, len(places))]
+
+
+@lru_cache(2)                                    # a step may end one epoch and begin the next
+def epoch_order(n: int, seed: int, epoch: int) -> list[int]:
+    """The permutation of range(n) that an epoch follows. It follows from the seed and the epoch
+    alone: a resumed run needs its cursor and nothing else.
+    """
     indices = list(range(n))
     random.Random(f"order/{seed}/{epoch}").shuffle(indices)
     return indices
-
-
-def step_indices(n, seed, cursor, count):
-    """The `count` of n problems after the first `cursor`, running on into the next epoch."""
-    assert n > 0, n
-    return [order(n, seed, i // n)[i % n] for i in range(cursor, cursor + count)]

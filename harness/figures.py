@@ -1,14 +1,19 @@
 """
-What verdicts say of a model: pass@k, maj@k, intervals, the difference of two models.
+What the verdicts on a model's answers say of the model: pass@k, maj@k, intervals, differences.
 
-    figures = measure(rows, samples)             rows as of evaluate.py --out
-    figures |= paired(rows, others)              against another model's, problem by problem
+    figures = evaluation_figures(rows, samples)     rows as evaluate.py --out writes them
+    figures |= paired_figures(rows, other_rows)     against another model, problem by problem
 
-For c of a problem's n answers right
-    pass@k = 1 - C(n - c, k) / C(n, k)      chance that k of the n hold a right one
-    maj@k  is the commonest of k answers right? Mean over the n // k blocks of k as drawn. Equal
-           answers vote together, none is no vote, a tie counts as its right share.
-Each is a mean over problems, with its 95 % interval.
+Of a problem's n answers c are right:
+
+    pass@k   The chance that k of the n answers, picked without return, hold a right one:
+             1 - C(n - c, k) / C(n, k).
+    maj@k    Is the commonest of k answers right? Answers that are equal vote together, an answer
+             that could not be extracted has no vote, and a tie counts as the share of its
+             right ones. Mean over the n // k blocks of k answers, in the order drawn.
+
+Each is a mean over problems and comes with its 95 % interval. The interval answers: between which
+values would this mean lie on other problems like these?
 """
 import math
 from collections import Counter, defaultdict
@@ -18,17 +23,44 @@ from answers import is_equal
 Z = 1.959964                                     # 95 % of a normal lies within +-Z
 
 
-def mean(values):
+def evaluation_figures(rows: list[dict], samples: int) -> dict:
+    """name -> figure, of `samples` consecutive rows for each problem; a list is [mean, low, high].
+
+    docs/metrics.md defines every name.
+    """
+    groups = [rows[i:i + samples] for i in range(0, len(rows), samples)]
+    correct = [[int(row["correct"]) for row in group] for group in groups]
+    votes = [ballots([row["extracted"] for row in group]) for group in groups]
+    ks = sorted({samples, *(2**i for i in range(samples.bit_length()))})         # 1, 2, 4, ..., N
+    values = {f"pass@{k}": [pass_at_k(samples, sum(c), k) for c in correct] for k in ks}
+    for k in ks[1:]:
+        values[f"maj@{k}"] = [maj_at_k(v, c, k) for v, c in zip(votes, correct)]
+    values["pass@1_lenient"] = [mean([row["lenient"] for row in group]) for group in groups]
+    figures = {name: confidence_interval(each, samples) for name, each in values.items()}
+    figures |= {key: mean([row[key] for row in rows]) for key in ("format", "length")}
+    figures["truncated"] = mean([not row["finished"] for row in rows])
+    return figures | {"rules": dict(Counter(row["rule"] for row in rows).most_common())}
+
+
+def mean(values: list) -> float:
     return sum(values) / len(values)
 
 
-def pass_at_k(n, c, k):
-    """The unbiased estimate (Chen et al. 2021)."""
+# -----------------------------------------------------------------------------
+# One problem
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """The unbiased estimate from n answers of which c are right (Chen et al. 2021).
+
+    Whether any of the first k is right would be unbiased too, but it wastes the other n - k.
+    """
     return 1 - math.comb(n - c, k) / math.comb(n, k)
 
 
-def ballots(answers):
-    """Extracted answers -> for each the first one equal to it; None stays None."""
+def ballots(answers: list[str | None]) -> list[str | None]:
+    """Replaces each extracted answer by the first one that is equal to it: "0.5" after "1/2" votes
+    for "1/2". None, an answer that could not be extracted, stays None.
+    """
     vote = {None: None}
     for answer in answers:
         if answer not in vote:
@@ -37,9 +69,12 @@ def ballots(answers):
     return [vote[answer] for answer in answers]
 
 
-def maj_at_k(votes, correct, k):
-    """ballots() of one problem's n answers and their verdicts -> mean over n // k blocks."""
-    right = dict(zip(reversed(votes), reversed(correct)))        # the first of equal ones decides
+def maj_at_k(votes: list[str | None], correct: list[int], k: int) -> float:
+    """maj@k of one problem: ballots() of its n answers, and their verdicts."""
+    # Answers that vote together nearly always have one verdict. But "equal" is not transitive:
+    # 0.333333 is taken for 1/3, and not for 333333/1000000. If verdicts differ, the first one
+    # decides; hence reversed(), since the last entry of a key stays.
+    right = dict(zip(reversed(votes), reversed(correct)))
     scores = []
     for i in range(0, len(votes) - k + 1, k):
         count = Counter(vote for vote in votes[i:i + k] if vote is not None)
@@ -48,15 +83,20 @@ def maj_at_k(votes, correct, k):
     return mean(scores)
 
 
-def interval(values, samples=1):
-    """A value in [0, 1] for each problem, from `samples` answers -> [mean, low, high] at 95 %.
+# -----------------------------------------------------------------------------
+# All problems
 
-    Wilson's, at the effective sample size: the number of problems if all values are 0 or 1, and
-    never more than that of answers.
+def confidence_interval(values: list[float], samples: int = 1) -> list[float]:
+    """[mean, low, high] at 95 % of a figure in [0, 1], one value a problem from `samples` answers.
+
+    This is Wilson's interval for a proportion, which stays inside [0, 1] and is right near its
+    ends too. Values between 0 and 1 vary less than verdicts do, so it is taken at the effective
+    sample size: how many verdicts, each 0 or 1, would give a mean of this variance. That is the
+    number of problems if all values are 0 or 1, and never more than the number of answers.
     """
     n = len(values)
     p = mean(values)
-    spread = p * (1 - p)
+    spread = p * (1 - p)                         # variance of a single verdict
     if spread:
         variance = sum((v - p) ** 2 for v in values) / n**2
         n = spread / max(variance, spread / (n * samples))
@@ -66,27 +106,16 @@ def interval(values, samples=1):
     return [p, max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)]
 
 
-def mcnemar(won, lost):
-    """Exact two-sided p of so uneven a split of the problems that one of two runs solved."""
-    tail = sum(math.comb(won + lost, i) for i in range(min(won, lost) + 1))
-    return min(1.0, 2 * tail / 2 ** (won + lost))
+def paired_figures(rows: list[dict], other_rows: list[dict]) -> dict:
+    """Accuracy of rows minus that of other_rows, on the problems that both have.
 
-
-def by_problem(rows):
-    verdicts = defaultdict(list)
-    for row in rows:
-        verdicts[row["id"], row["question"]].append(row["correct"])
-    return verdicts
-
-
-def paired(rows, others):
-    """Accuracy of rows minus others on the problems of both; ValueError if there are none.
-
-    The interval is normal over problems with one won and one lost added (Bonett and Price 2012).
-    McNemar's p is for one answer a problem, else None.
+    Two models mostly fail at the same hard problems. Compared problem by problem, that cancels,
+    and the interval of the difference is much narrower than those of the two accuracies. It is a
+    normal interval over the problems' differences, with one problem won and one lost added (Bonett
+    and Price 2012). ValueError if the two have no problem in common.
     """
-    mine = by_problem(rows)
-    theirs = by_problem(others)
+    mine = verdicts_by_problem(rows)
+    theirs = verdicts_by_problem(other_rows)
     gaps = [mean(mine[key]) - mean(theirs[key]) for key in mine if key in theirs]
     if not gaps:
         raise ValueError(f"--against: none of its {len(theirs)} problems is among the {len(mine)} "
@@ -94,26 +123,14 @@ def paired(rows, others):
     n = len(gaps) + 2
     centre = sum(gaps) / n
     half = Z * math.sqrt(((sum(gap**2 for gap in gaps) + 2) / n - centre**2) / n)
-    won = sum(gap > 0 for gap in gaps)
-    lost = sum(gap < 0 for gap in gaps)
-    single = len(rows) == len(mine) and len(others) == len(theirs)
-    return {"pairs": len(gaps), "unpaired": len(mine) + len(theirs) - 2 * len(gaps), "won": won,
-            "lost": lost,
-            "difference": [mean(gaps), max(-1.0, centre - half), min(1.0, centre + half)],
-            "mcnemar_p": mcnemar(won, lost) if single else None}
+    return {"pairs": len(gaps), "unpaired": len(mine) + len(theirs) - 2 * len(gaps),
+            "won": sum(gap > 0 for gap in gaps), "lost": sum(gap < 0 for gap in gaps),
+            "difference": [mean(gaps), max(-1.0, centre - half), min(1.0, centre + half)]}
 
 
-def measure(rows, samples):
-    """Rows as of --out, `samples` a problem -> figures; lists are [mean, low, high]."""
-    groups = [rows[i:i + samples] for i in range(0, len(rows), samples)]
-    correct = [[int(row["correct"]) for row in group] for group in groups]
-    votes = [ballots([row["extracted"] for row in group]) for group in groups]
-    ks = sorted({samples, *(2**i for i in range(samples.bit_length()))})         # 1, 2, 4, ..., N
-    values = {f"pass@{k}": [pass_at_k(samples, sum(c), k) for c in correct] for k in ks}
-    for k in ks[1:]:
-        values[f"maj@{k}"] = [maj_at_k(v, c, k) for v, c in zip(votes, correct)]
-    values["pass@1_lenient"] = [mean([row["lenient"] for row in group]) for group in groups]
-    figures = {name: interval(of_problem, samples) for name, of_problem in values.items()}
-    figures |= {key: mean([row[key] for row in rows]) for key in ("format", "length")}
-    figures["truncated"] = mean([not row["finished"] for row in rows])
-    return figures | {"rules": dict(Counter(row["rule"] for row in rows).most_common())}
+def verdicts_by_problem(rows: list[dict]) -> dict[tuple, list]:
+    """The question is part of the key: row numbers serve as ids, and two files may share those."""
+    verdicts = defaultdict(list)
+    for row in rows:
+        verdicts[row["id"], row["question"]].append(row["correct"])
+    return verdicts

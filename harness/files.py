@@ -1,31 +1,40 @@
 """
-Reading and writing files: what is wrong with one is a single line that names it; what is written is whole.
+Reading and writing files, so that a bad file is one line that names it and a written one is whole.
 
-A file is written under a temporary name and renamed, so a crash leaves the old one or the new one.
+Reading. Whatever is wrong with a file is a ValueError whose one line names it, with the line number
+where there is one. check_keys() compares a JSON object with a table of what each key must hold.
+
+Writing. A file is never written in place:
+
+    .run.json.4711.tmp   written, then synced to the disk
+    run.json             the temporary file gets this name: os.replace() is atomic
+
+So a kill, a full disk or a power cut at any moment leaves the old file or the new one, never half
+of one. new_folder() does the same for a folder of files.
 """
 import json
 import os
-import re
 import shutil
 import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from harness.process import Stopped, first_line, short
+from harness.process import Stopped, first_line, short_repr
+
 
 # -----------------------------------------------------------------------------
 # Reading
 
-
-def read_bytes(path):
-    """OSError for a pipe or a device, which would be waited for."""
+def read_bytes(path: Path) -> bytes:
+    """The file's bytes. OSError for a pipe or a device: reading one would wait for ever."""
     if path.exists() and not path.is_file():
         raise OSError(f"{path}: no regular file")
     return path.read_bytes()
 
 
-def read_text(path):
-    """ValueError names the file. Neither a pipe nor a device is waited for."""
+def read_text(path: str | Path) -> str:
+    """The file's text in UTF-8; a byte order mark, as Windows' editors write it, is dropped."""
     try:
         return read_bytes(Path(path)).decode("utf-8-sig")
     except (OSError, ValueError) as error:
@@ -33,57 +42,76 @@ def read_text(path):
         raise ValueError(f"{path}: cannot be read ({why})") from None
 
 
-def refuse_constant(name):
-    raise ValueError(f"{name} is no JSON")
+def parse_json(text: str) -> object:
+    """The value of a JSON text. Unlike json.loads, a ValueError for NaN and Infinity, which JSON
+    does not have, and for brackets nested deeper than Python's stack.
+    """
+    def refuse_constant(name):
+        raise ValueError(f"{name} is not JSON")
+
+    try:
+        return json.loads(text, parse_constant=refuse_constant)
+    except RecursionError as error:
+        raise ValueError(first_line(error)) from None
 
 
-def read_json(path):
-    """The JSON object in a file, or a ValueError that names the file."""
+def read_json(path: str | Path) -> dict:
+    """The JSON object that a file holds."""
     text = read_text(path)
     try:
-        value = json.loads(text, parse_constant=refuse_constant)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(text)
+    except ValueError as error:
         raise ValueError(f"{path}: cannot be read as JSON ({first_line(error)})") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path}: holds no JSON object")
     return value
 
 
-BLANK = re.compile(r"[ \t\r\n]*")
+def read_rows(path: Path) -> list[tuple[int, object]]:
+    """The rows of a data file with their numbers, from 1, for messages.
 
-
-def read_rows(path):
-    """-> [(number, row)]: the line where it begins, or its place in a list or parquet, from 1."""
+    .json holds one list, whose rows are counted. .parquet is counted likewise. Everything else,
+    such as .jsonl, has one row a line and is numbered by lines; blank lines are passed over.
+    """
     if path.suffix == ".parquet":
+        return list(enumerate(read_parquet(path), 1))
+    text = read_text(path)
+    if path.suffix == ".json":
         try:
-            import pyarrow.parquet
-            return list(enumerate(pyarrow.parquet.read_table(path).to_pylist(), 1))
-        except ImportError:
-            raise ValueError(f"{path}: reading parquet needs pip install pyarrow") from None
-        except Exception as error:               # pyarrow's, each of another kind
-            raise ValueError(f"{path}: not parquet ({first_line(error)})") from None
-    text = read_text(path).rstrip(" \t\r\n")
-    decode = json.JSONDecoder(parse_constant=refuse_constant).raw_decode
+            rows = parse_json(text)
+        except ValueError as error:
+            raise ValueError(f"{path}: cannot be read as JSON ({first_line(error)}); a file with "
+                             "one row a line is a .jsonl") from None
+        if not isinstance(rows, list):
+            raise ValueError(f"{path}: a .json file must hold a list of rows, this one holds "
+                             f"{short_repr(rows)}")
+        return list(enumerate(rows, 1))
     rows = []
-    number = 1                                   # of the line of text[start]
-    start = at = 0
-    while at < len(text):
-        at = BLANK.match(text, at).end()
-        number += text.count("\n", start, at)
-        start = at
-        try:
-            row, at = decode(text, start)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}:{number}: not JSON: {first_line(error)}") from None
-        rows.append((number, row))
-    if len(rows) == 1 and isinstance(rows[0][1], list):
-        return list(enumerate(rows[0][1], 1))
+    # Not splitlines(): it also splits at U+2028, which may stand inside a JSON string.
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                rows.append((number, parse_json(line)))
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: is not JSON ({first_line(error)})") from None
     return rows
 
 
-def read_log(path):
-    """Yields (row, where its line ends) of metrics.jsonl or samples.jsonl. What has no line feed,
-    as what a kill cut off, is no line; Stopped names one of something else.
+def read_parquet(path: Path) -> list[dict]:
+    try:
+        import pyarrow.parquet
+        return pyarrow.parquet.read_table(path).to_pylist()
+    except ImportError:
+        raise ValueError(f"{path}: reading parquet needs pip install pyarrow") from None
+    except Exception as error:                   # pyarrow's errors have no common class
+        raise ValueError(f"{path}: is not a parquet file ({first_line(error)})") from None
+
+
+def read_log(path: Path) -> Iterator[tuple[dict, int]]:
+    """Yields every row of metrics.jsonl or samples.jsonl, with the byte offset where it ends.
+
+    A last line without its line feed is what a kill cut off, and is left out. Stopped names a
+    line that no run can have written.
     """
     end = 0
     for number, line in enumerate(read_bytes(path).split(b"\n")[:-1], 1):
@@ -96,42 +124,111 @@ def read_log(path):
         end += len(line) + 1
         yield row, end
 
+
 # -----------------------------------------------------------------------------
 # What a JSON object must hold
+#
+# A table of rules has a row for each key: what the value must be, in words for the message; a test
+# of the value; and whether the key must be there.
+#
+#     {"r": (*whole_number(1, 65536), True), "bias": (*equal_to("none"), False)}
 
-
-def check(path, value, rules):
-    """rules: key -> (what it must be, test, whether it must be there). ValueError names the first
-    key of the object `value` that is not.
-    """
-    for key, (what, test, needed) in rules.items():
+def check_keys(path: str | Path, value: dict, rules: dict[str, tuple]) -> None:
+    """ValueError names the first key of a JSON object that breaks its rule, and the file."""
+    for key, (expected, test, needed) in rules.items():
         if value.get(key) is None:
             if needed:
-                raise ValueError(f"{path}: no {key}")
+                raise ValueError(f"{path}: lacks {key}, expected {expected}")
         elif not test(value[key]):
-            raise ValueError(f"{path}: {key} is {short(value[key])}, expected {what}")
+            raise ValueError(f"{path}: {key} is {short_repr(value[key])}, expected {expected}")
 
 
-def whole(least, most):
-    what = f"a whole number from {least} to {most:,}"
-    return what, lambda value: type(value) is int and least <= value <= most
+def whole_number(least: int, most: int) -> tuple[str, Callable]:
+    return (f"a whole number from {least} to {most:,}",
+            lambda value: type(value) is int and least <= value <= most)         # True is no int
 
 
-def exactly(wanted):
-    return repr(wanted), lambda value: value == wanted
-
-
-def number(most):
+def positive_number(most: float) -> tuple[str, Callable]:
     return (f"a number above 0, at most {most:g}",
             lambda value: type(value) in (int, float) and 0 < value <= most)
+
+
+def equal_to(wanted: object) -> tuple[str, Callable]:
+    return repr(wanted), lambda value: value == wanted
+
 
 # -----------------------------------------------------------------------------
 # Writing
 
+def write_atomically(path: str | Path, data: bytes) -> None:
+    """Writes a file, or replaces it, whole. OSError names the file: a full disk, say."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with errors_name_file(path), open(temporary, "wb") as f:
+            f.write(data)
+            f.flush()
+            # Without this the rename may reach the disk before the bytes do: after a power cut
+            # the new name would stand for an empty file.
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)        # what a full disk cut off
 
-def flush(path):
-    """A file's bytes, or the names in a folder, to disk: else a rename may be lost with power."""
-    if not hasattr(os, "O_DIRECTORY"):           # Windows: a folder cannot be opened there
+
+def write_json(path: str | Path, value: object) -> None:
+    write_atomically(path, (json.dumps(value, indent=2) + "\n").encode())
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Yields a temporary folder, which becomes `out` as a whole when the block ends.
+
+    If the block raises, the temporary folder is removed and `out` is as it was. ValueError if
+    `out` is anything but absent or an empty folder.
+    """
+    out = Path(os.path.realpath(out))            # a link to an empty folder stays a link
+    must_be_new(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # Beside `out`, not in /tmp: a rename is only atomic within one file system.
+    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        yield folder
+        for path in (*folder.iterdir(), folder):
+            # mkdtemp and safetensors make files that their owner alone may read.
+            path.chmod(0o755 if path.is_dir() else 0o644)
+            sync_to_disk(path)
+        if out.exists():                         # empty; Windows does not rename over it
+            out.rmdir()
+        folder.rename(out)
+        sync_to_disk(out.parent)                 # the name `out` itself
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def must_be_new(out: Path) -> None:
+    """ValueError if `out` is anything but absent or an empty folder."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out}: exists and is not an empty folder")
+
+
+def append_lines(path: Path, values: Iterable) -> None:
+    """Appends each value as a line of JSON and waits until the disk has them."""
+    with errors_name_file(path), open(path, "a") as f:
+        f.writelines(map(json_line, values))
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def json_line(value: object) -> str:
+    """A value as one line. JSON has no NaN and no infinity: they are written as null."""
+    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda name: None)) + "\n"
+
+
+def sync_to_disk(path: Path) -> None:
+    """Waits until the disk has a file's bytes, or a folder's list of names."""
+    if not hasattr(os, "O_DIRECTORY"):           # Windows cannot open a folder for this
         return
     handle = os.open(path, os.O_RDONLY)
     os.fsync(handle)
@@ -139,60 +236,13 @@ def flush(path):
 
 
 @contextmanager
-def named(path):
-    """Within, a full disk's error names the file."""
+def errors_name_file(path: str | Path) -> Iterator[None]:
+    """Within, an OSError names the file. Python's own names it when open() fails, but not when
+    write() does: "No space left on device" alone would not say on which disk.
+    """
     try:
         yield
     except OSError as error:
         if error.errno and not error.filename:
             error.filename = str(path)
         raise
-
-
-def write_json(path, value):
-    write_atomically(path, (json.dumps(value, indent=2) + "\n").encode())
-
-
-def write_atomically(path, data):
-    """bytes -> file, by a temporary one beside it. A crash leaves the old file or the new."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with named(path), open(temporary, "wb") as f:
-            f.write(data)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)                # what a full disk cut off
-
-
-def must_be_new(out):
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out}: exists and is not an empty folder")
-
-
-@contextmanager
-def new_folder(out):
-    """A temporary folder beside `out`: becomes `out` if the block ends well, else is removed."""
-    out = Path(os.path.realpath(out))            # a link to an empty folder stays one
-    must_be_new(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
-        yield folder
-        for path in (*folder.iterdir(), folder):         # mkdtemp and safetensors let only us read
-            path.chmod(0o755 if path.is_dir() else 0o644)
-            flush(path)
-        if out.exists():                         # empty; Windows renames over nothing
-            out.rmdir()
-        folder.rename(out)
-        flush(out.parent)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-
-
-def json_line(value):
-    """NaN and infinity are no JSON: null."""
-    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda name: None)) + "\n"

@@ -1,34 +1,48 @@
 """
-Other programs' folders: Hugging Face models, compressed-tensors NVFP4 weights, PEFT adapters.
+The folders of other programs: Hugging Face models, compressed-tensors' NVFP4, PEFT adapters.
 
-    shards = Shards(resolve("qwen2.5-7b"))
-    shards.get("model.norm.weight", device="cuda")     read one tensor at a time
-    save_model(tensors, source, out)                   write a new folder, shard by shard
+    files = ModelFolder(resolve("qwen2.5-7b"), "nvfp4", device, torch.bfloat16)
+    files.read("model.norm.weight", 3584)              one tensor, with the shape it must have
+    files.frozen(names, parts, k)                      linears, as one nvfp4.Weight
+    save_model(tensors, source, out)                   a new folder, shard by shard
+    write_peft(...), read_peft(folder)                 an adapter
 
-What can be wrong with a file is a ValueError that names it. Nothing is unpickled.
+A model may be larger than the host's memory. So tensors are read one at a time, and written as
+they are made, with one shard of a file in memory.
 
-Not here: what the numbers mean (nvfp4.py, model.py), atomic files (run.py).
+Whatever is wrong with a file is a ValueError that names it. Headers, shapes, types and NaNs are
+checked before they can become a wrong number in training. Nothing is unpickled.
+
+Not here: what the numbers mean (nvfp4.py, model.py), how files are written whole (files.py).
 """
 import math
 import re
 import shutil
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save, save_file
 
 import nvfp4
-from harness.files import (check, exactly, new_folder, number, read_bytes, read_json, whole,
-                           write_atomically, write_json)
-from harness.process import first_line, short
+from harness.files import (check_keys, equal_to, new_folder, positive_number, read_bytes, read_json,
+                           whole_number, write_atomically, write_json)
+from harness.process import first_line, short_repr
 from harness.ranks import say
 
-SHARD_BYTES = 2**31                              # of an output file, in memory until written
+SHARD_BYTES = 2**31                              # of one output file, in memory until written
 
 
-def resolve(name, weights=True):
-    """A folder, a name such as qwen2.5-7b or a Hugging Face id -> a folder; what is not here is
-    downloaded. Without weights it is a matter of seconds, enough to find out what is wrong.
+# -----------------------------------------------------------------------------
+# Finding a model
+
+def resolve(name: str | Path, weights: bool = True) -> Path:
+    """--model -> a local folder. A Hugging Face id, or a short name such as qwen2.5-7b, is
+    downloaded if it is not in the cache. ValueError if that fails.
+
+    weights False: configuration and tokenizer alone. That takes seconds, and most of what can be
+    wrong with a run is found out with them, before 15 GB are downloaded.
     """
     if Path(name).is_dir():
         return Path(name)
@@ -45,20 +59,34 @@ def resolve(name, weights=True):
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise ValueError(f"--model {name}: not downloadable ({first_line(error)})") from None
+        raise ValueError(f"--model {name}: cannot be downloaded ({first_line(error)})") from None
+
+
+def base_of(folder: Path, base: str | None) -> str:
+    """--base -> the format in which to hold a model's linears; by default it is NVFP4.
+
+    A folder into which tools.convert merged an adapter defaults to 16 bits: 4 bits round away most
+    of what training changed. If 4 bits are asked for, a line says so.
+    """
+    merged = read_qwen2(folder / "config.json").get("merged_adapter")
+    if merged and base not in (None, "bf16"):
+        say(f"{folder}: rounded to {base}, the merged adapter {short_repr(merged)} is mostly lost: "
+            "keep --base bf16, or take the model it was trained on with --adapter")
+    return base or ("bf16" if merged else "nvfp4")
 
 
 # -----------------------------------------------------------------------------
 # Weights in
 
 class Shards:
-    """The tensors of a folder: model.safetensors, or what model.safetensors.index.json names.
+    """The tensors of a folder: of model.safetensors, or of the files that
+    model.safetensors.index.json names. names: tensor name -> file.
 
-    Opening checks every file's header: a missing or cut-off one is found before any work is done.
-    get() maps the file for that tensor only and lets go of it with the tensor.
+    Opening checks the header of every file, so one that is missing or cut off is found before any
+    work is done. get() maps the file into memory for that tensor alone.
     """
 
-    def __init__(self, folder):
+    def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         index = self.folder / "model.safetensors.index.json"
         if not index.exists():
@@ -67,34 +95,36 @@ class Shards:
             return
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
-            raise ValueError(f"{index}: weight_map is {short(weight_map)}, no object")
+            raise ValueError(f"{index}: weight_map is {short_repr(weight_map)}, expected an object")
         for name, file in weight_map.items():
             if not (isinstance(file, str) and re.fullmatch(r"[\w.-]+\.safetensors", file)):
-                raise ValueError(f"{index}: places {short(name)} in {short(file)}, which is no "
-                                 "safetensors file of this folder")
+                raise ValueError(f"{index}: places {short_repr(name)} in {short_repr(file)}, which "
+                                 "is no safetensors file of this folder")
         self.names = {name: self.folder / file for name, file in weight_map.items()}
         held = {file: self._open(file).keys() for file in sorted(set(self.names.values()))}
         for name, file in self.names.items():
             if name not in held[file]:
-                raise ValueError(f"{file}: no tensor {name}, which {index.name} places there")
+                raise ValueError(f"{file}: has no tensor {name}, which {index.name} places there")
 
     def _open(self, path):
-        if not path.is_file():                                   # a pipe would be waited for
-            raise ValueError(f"{path}: {'no regular file' if path.exists() else 'missing'}")
+        if not path.is_file():                   # opening a pipe would wait for ever
+            raise ValueError(f"{path}: {'no regular file' if path.exists() else 'is missing'}")
         try:
             return safe_open(path, framework="pt")
-        except SafetensorError as error:                        # also if header and size disagree
-            raise ValueError(f"{path}: cut off, or not a safetensors file ({error})") from None
+        except SafetensorError as error:         # also if the header and the file's size disagree
+            raise ValueError(f"{path}: is cut off, or not a safetensors file ({error})") from None
 
     def _file_of(self, name):
         if name not in self.names:
-            raise ValueError(f"{self.folder}: no tensor {name} in its safetensors files")
+            raise ValueError(f"{self.folder}: has no tensor {name} in its safetensors files")
         return self._open(self.names[name])
 
-    def get(self, name, device="cpu"):
+    def get(self, name: str, device: str | torch.device = "cpu") -> torch.Tensor:
         return self._file_of(name).get_tensor(name).to(device)
 
-    def check(self, name, shape, dtypes=("BF16", "F16", "F32", "F64")):
+    def check(self, name: str, shape: tuple,
+              dtypes: Iterable[str] = ("BF16", "F16", "F32", "F64")) -> None:
+        """ValueError unless a tensor has this shape, () for any, and one of these types."""
         found = self._file_of(name).get_slice(name)
         held = tuple(found.get_shape())
         if shape and held != shape:
@@ -104,8 +134,9 @@ class Shards:
                              f"{' or '.join(dtypes)}")
 
 
-# A tensor of a Qwen2.5, and its layer.
-NAME = re.compile(r"""
+# The name of every tensor that a Qwen2.5 may have; the group is its layer. Those of the last line
+# are written by some programs and not needed here.
+TENSOR_NAME = re.compile(r"""
       (?:lm_head | model\.embed_tokens | model\.norm)\.weight
     | model\.layers\.(\d+)\.
       (?: (?:input | post_attention)_layernorm\.weight
@@ -115,36 +146,45 @@ NAME = re.compile(r"""
     | .*(?:rotary_emb\.inv_freq | input_global_scale)""", re.VERBOSE)
 
 
-class Checkpoint(Shards):
-    """A Qwen2.5 folder, bf16 or NVFP4, its linears to be held as `base`."""
+class ModelFolder(Shards):
+    """A folder of a Qwen2.5 with 16-bit or NVFP4 weights, whose linears are to be held as `base`.
 
-    def __init__(self, folder, base, device, dtype):
+    ValueError if model.py would compute something else from it than its makers do: another
+    architecture or 4-bit format, or tensors that would be left out.
+    """
+
+    def __init__(self, folder: Path, base: str, device: torch.device, dtype: torch.dtype):
         self.config = read_qwen2(folder / "config.json")
         super().__init__(folder)
         section = self.config.get("quantization_config")
         if section or any(name.endswith(".weight_packed") for name in self.names):
             check_nvfp4(section, folder / "config.json")
         if "calibration" in self.config:
-            say(f"{folder}: {short(self.config['calibration'])}")
-        matches = {name: NAME.fullmatch(name) for name in self.names}
-        unused = [name for name, match in matches.items()        # a layer that somebody counts on
+            say(f"{folder}: {short_repr(self.config['calibration'])}")
+        matches = {name: TENSOR_NAME.fullmatch(name) for name in self.names}
+        unused = [name for name, match in matches.items()
                   if not match or int(match[1] or 0) >= self.config["num_hidden_layers"]]
         if unused:
-            raise ValueError(f"{folder}: {len(unused)} tensors that config.json does not account "
-                             f"for, first {min(unused)}")
+            raise ValueError(f"{folder}: holds {len(unused)} tensors that config.json does not "
+                             f"account for, first {min(unused)}")
         self.base = base
         self.device = device
         self.dtype = dtype
 
-    def read(self, name, *shape):
+    def read(self, name: str, *shape: int) -> torch.Tensor:
+        """A floating-point tensor of this shape. ValueError if a number in it is not finite."""
         self.check(name, shape)
         tensor = self.get(name, self.device)
+        # In parts: isfinite() of a whole 32B embedding would take a gigabyte more.
         if not all(part.isfinite().all() for part in tensor.split(2**16)):
             raise ValueError(f"{self.names[name]}: {name} holds NaN or infinity")
         return tensor
 
-    def frozen(self, names, parts, k):
-        """The linears `names` of parts[i] rows and k columns -> one nvfp4.Weight."""
+    def frozen(self, names: list[str], parts: list[int], k: int) -> nvfp4.Weight:
+        """The linears `names`, of parts[i] rows and k columns each, fused into one weight.
+
+        NVFP4 in the folder is taken as it is; 16-bit weights are quantized to `base`.
+        """
         if f"{names[0]}.weight_packed" in self.names:
             if self.base != "nvfp4":
                 raise ValueError(f"{self.folder} holds NVFP4 weights: --base {self.base} needs "
@@ -157,50 +197,57 @@ class Checkpoint(Shards):
         weights = [self.read(f"{name}.weight", n, k) for name, n in zip(names, parts)]
         try:
             return nvfp4.freeze(weights, self.base, self.dtype)
-        except ValueError as error:              # a K that ends inside a block, an infinite weight
+        except ValueError as error:              # K ends inside a scale block, or a weight is inf
             raise ValueError(f"{self.folder}: {names[0]}: {error}") from None
 
 
-CONFIG = {
-    "architectures": (*exactly(["Qwen2ForCausalLM"]), True),
-    **{key: (*whole(1, 2**24), True) for key in (
+# -----------------------------------------------------------------------------
+# What a model's config.json may say
+
+# Keys that change what the model computes, and the values that model.py implements.
+CONFIG_RULES = {
+    "architectures": (*equal_to(["Qwen2ForCausalLM"]), True),
+    **{key: (*whole_number(1, 2**24), True) for key in (
         "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
         "vocab_size")},
-    "num_hidden_layers": (*whole(1, 1000), True),
-    "max_position_embeddings": (*whole(1, 2**31), False),
-    "rms_norm_eps": (*number(0.1), True),
-    "rope_theta": (*number(1e12), True),
-    "hidden_act": (*exactly("silu"), False),
+    "num_hidden_layers": (*whole_number(1, 1000), True),
+    "max_position_embeddings": (*whole_number(1, 2**31), False),
+    "rms_norm_eps": (*positive_number(0.1), True),
+    "rope_theta": (*positive_number(1e12), True),
+    "hidden_act": (*equal_to("silu"), False),
     "tie_word_embeddings": ("true or false", lambda value: isinstance(value, bool), False),
     "use_sliding_window": ("false: sliding windows are not supported", lambda v: v is False, False),
     "rope_scaling": ("null: rope_scaling is not supported", lambda v: not v, False),
     "quantization_config": ("an object", lambda value: isinstance(value, dict), False)}
 
 
-def read_qwen2(path):
-    """config.json; ValueError unless it is a model that this project computes."""
+def read_qwen2(path: Path) -> dict:
+    """The config.json of a Qwen2.5. ValueError unless model.py computes this model."""
     config = read_json(path)
-    rope = config.get("rope_parameters") or {}                                  # newer files
+    rope = config.get("rope_parameters") or {}   # where newer files have rope_theta
     if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
-        raise ValueError(f"{path}: rope_parameters is {short(rope)}: only the default is supported")
+        raise ValueError(f"{path}: rope_parameters is {short_repr(rope)}: only the default is "
+                         "supported")
     config["rope_theta"] = config.get("rope_theta") or rope.get("rope_theta")
-    check(path, config, CONFIG)
-    D = config["hidden_size"]
+    check_keys(path, config, CONFIG_RULES)
+    D = config["hidden_size"]                    # D wide, H query heads, KV key and value heads
     H = config["num_attention_heads"]
     KV = config["num_key_value_heads"]
     if D % (2 * H) or H % KV or config.get("head_dim", D // H) != D // H:
         raise ValueError(f"{path}: hidden_size is {D}, num_attention_heads {H}, num_key_value_heads"
-                         f" {KV}, head_dim {config.get('head_dim')}: heads do not divide")
+                         f" {KV}, head_dim {config.get('head_dim')}; expected an even head_dim of "
+                         "hidden_size / num_attention_heads, and as many query heads for each "
+                         "key-value head")
     return config
 
 
-def max_positions(folder):
-    """How many tokens a model's sequences may have."""
+def max_positions(folder: Path) -> float:
+    """How many tokens a model's sequences may have; infinity if it does not say."""
     return read_qwen2(folder / "config.json").get("max_position_embeddings") or math.inf
 
 
-def check_lengths(folder, length, rank=1):
-    """ValueError if a model has no positions for `length` tokens, or no room for such a rank."""
+def check_lengths(folder: Path, length: int, rank: int = 1) -> None:
+    """ValueError if `length` tokens are too long for a model, or `rank` is more than its width."""
     path = folder / "config.json"
     most = max_positions(folder)
     if length > most:
@@ -211,7 +258,16 @@ def check_lengths(folder, length, rank=1):
         raise ValueError(f"--lora-rank {rank} exceeds hidden_size, which is {width} in {path}")
 
 
-# What compressed-tensors writes into config.json of NVFP4 weights, and the section around it.
+# -----------------------------------------------------------------------------
+# NVFP4 as compressed-tensors stores it
+#
+# Each linear of N rows and K columns is three tensors (nvfp4.py has the format itself):
+#
+#     NAME.weight_packed        (N, K / 2)   uint8: two 4-bit codes a byte
+#     NAME.weight_scale         (N, K / 16)  float8_e4m3: one scale for each scale_block of 16
+#     NAME.weight_global_scale  (1,)         float32: a divisor, 1 / nvfp4.py's global_scale
+
+# What config.json says of such weights, and the section around it.
 NVFP4_WEIGHTS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16,
                  "symmetric": True}
 NVFP4_CONFIG = {
@@ -221,8 +277,12 @@ NVFP4_CONFIG = {
                                   "input_activations": None, "output_activations": None}}}
 
 
-def check_nvfp4(section, path):
-    """Other conventions differ silently: ModelOpt's files hold the tensor scale, not 1 / it."""
+def check_nvfp4(section: object, path: Path) -> None:
+    """ValueError unless config.json says that the weights are stored as above.
+
+    Other programs' files look the same and mean something else: ModelOpt's hold the global scale
+    itself, not 1 / it, and nothing but this section tells.
+    """
     try:
         groups = section["config_groups"].values()
         known = groups and all(NVFP4_WEIGHTS.items() <= g["weights"].items() for g in groups)
@@ -231,11 +291,14 @@ def check_nvfp4(section, path):
         known = False
     if not known:
         raise ValueError(f"{path}: quantization_config is not that of compressed-tensors NVFP4 "
-                         "weights")
+                         "weights, the only 4-bit ones that can be read")
 
 
-def load_nvfp4(shards, name, device="cpu"):
-    """nvfp4.quantize's three tensors of the linear "model.layers.0.mlp.up_proj", once checked."""
+def load_nvfp4(shards: Shards, name: str, device: str | torch.device = "cpu"
+               ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A linear such as "model.layers.0.mlp.up_proj" as nvfp4.quantize returns it: codes, block
+    scales, global scale. ValueError if they would decode to NaN or to weights of the wrong sign.
+    """
     packed, block_scale, inverse = (shards.get(f"{name}.weight_{part}", device)
                                     for part in ("packed", "scale", "global_scale"))
     where = f"{shards.folder}: {name}"
@@ -247,11 +310,19 @@ def load_nvfp4(shards, name, device="cpu"):
     return packed, block_scale, global_scale
 
 
+def nvfp4_tensors(name: str, packed: torch.Tensor, block_scale: torch.Tensor,
+                  global_scale: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (tensor name, tensor): what nvfp4.quantize returned for a linear, as it is stored."""
+    yield f"{name}.weight_packed", packed.cpu()
+    yield f"{name}.weight_scale", block_scale.cpu()
+    yield f"{name}.weight_global_scale", (1 / global_scale).reshape(1).cpu()
+
+
 # -----------------------------------------------------------------------------
 # Weights out
 
-def model_tensors(model):
-    """Yields (Hugging Face name, tensor) of a model.Qwen2, its adapter merged in fp32."""
+def model_tensors(model) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (Hugging Face name, tensor) of a model.Qwen2, with its adapter merged in fp32."""
     yield "model.embed_tokens.weight", model.embed
     for i, layer in enumerate(model.layers):
         prefix = f"model.layers.{i}."
@@ -267,63 +338,51 @@ def model_tensors(model):
         yield "lm_head.weight", model.lm_head
 
 
-def nvfp4_tensors(name, packed, block_scale, global_scale):
-    """Yields (tensor name, tensor) of a linear as compressed-tensors stores it."""
-    yield f"{name}.weight_packed", packed.cpu()
-    yield f"{name}.weight_scale", block_scale.cpu()
-    yield f"{name}.weight_global_scale", (1 / global_scale).reshape(1).cpu()
+def save_model(tensors: Iterable[tuple[str, torch.Tensor]], source: Path, out: Path,
+               notes: dict | None = None) -> None:
+    """Writes (name, tensor) pairs as the new model folder `out`; tokenizer and the rest are copied
+    from `source`.
 
-
-def base_of(folder, base):
-    """The format to hold a folder's linears in: --base, or by default NVFP4, but 16 bits where
-    tools.convert merged an adapter: 4 bits round away most of what training changed.
-    """
-    merged = read_qwen2(folder / "config.json").get("merged_adapter")
-    if merged and base not in (None, "bf16"):
-        say(f"{folder}: rounded to {base}, the merged adapter {short(merged)} is mostly lost: keep "
-            "--base bf16, or take the model it was trained on with --adapter")
-    return base or ("bf16" if merged else "nvfp4")
-
-
-def save_model(tensors, source, out, about=None):
-    """An iterable of (name, tensor) -> the new model folder `out`, all else copied from `source`.
-
-    about: keys of config.json that tell what the tensors are, read when all have been written;
-    without quantization_config they are 16-bit ones.
+    notes: keys of config.json that say what the tensors are. The dict is read after the last
+    tensor, so whoever yields them may still fill it in. Without a quantization_config among the
+    notes the tensors are 16-bit ones.
     """
     config = read_json(source / "config.json")
     for key in ("quantization_config", "calibration"):
         config.pop(key, None)
     with new_folder(out) as folder:
-        for pattern in ("*.json", "*.txt", "*.jinja", "LICENSE*"):             # tokenizer and kin
+        for pattern in ("*.json", "*.txt", "*.jinja", "LICENSE*"):
             for file in source.glob(pattern):
                 if file.name not in ("config.json", "model.safetensors.index.json"):
                     shutil.copy(file, folder)
         save_shards(tensors, folder)
-        config |= {"torch_dtype": "bfloat16", **(about or {})}
+        config |= {"torch_dtype": "bfloat16", **(notes or {})}
         write_json(folder / "config.json", config)
 
 
-def save_shards(tensors, folder):
-    """-> model-0000i-of-0000n.safetensors and their index; holds one shard at a time."""
-    parts = []                                   # names of each file
+def save_shards(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
+    """Writes model-0000i-of-0000n.safetensors and their index, holding one shard at a time.
+
+    n is known at the end only, so shards are called 0.part, 1.part, ... until then.
+    """
+    parts = []                                   # the names of the tensors in each file
     shard = {}
     total = 0
 
-    def flush():
+    def write_shard():
         try:
             save_file(shard, folder / f"{len(parts)}.part", metadata={"format": "pt"})
-        except SafetensorError as error:         # of a full disk
+        except SafetensorError as error:         # the library's own error of a full disk
             raise OSError(f"{folder}: {error}") from None
         parts.append(list(shard))
         shard.clear()
 
     for name, tensor in tensors:
         if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > SHARD_BYTES:
-            flush()
+            write_shard()
         shard[name] = tensor.contiguous()
         total += tensor.nbytes
-    flush()
+    write_shard()
     weight_map = {}
     for i, names in enumerate(parts):
         file = f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors"
@@ -338,13 +397,15 @@ def save_shards(tensors, folder):
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm")
+# PEFT's variants of LoRA, each of which computes something else than lora.py does.
 VARIANTS = ("use_dora", "use_rslora", "lora_bias", "rank_pattern", "alpha_pattern",
             "fan_in_fan_out", "layers_to_transform", "layer_replication",
-            "alora_invocation_tokens")                                          # not computed
+            "alora_invocation_tokens")
 
 
-def write_peft(folder, tensors, model_name, rank, alpha, norms):
-    """norms: whether they are trained as well."""
+def write_peft(folder: str | Path, tensors: dict[str, torch.Tensor], model_name: str, rank: int,
+               alpha: float, norms: bool) -> None:
+    """Writes an adapter as PEFT does. norms: the layers' norms are trained and in `tensors` too."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM",
@@ -357,32 +418,36 @@ def write_peft(folder, tensors, model_name, rank, alpha, norms):
     write_json(folder / "adapter_config.json", config)
 
 
-PEFT = {"peft_type": (*exactly("LORA"), True),
-        "r": (*whole(1, 2**16), True),
-        "lora_alpha": (*number(1e9), True),
-        "bias": (*exactly("none"), False),
-        "init_lora_weights": ("one that keeps the base's weights",
-                              lambda value: value in (True, False, "gaussian", "eva"), False),
-        "modules_to_save": (f"null or {list(NORMS)}",
-                            lambda value: value == [] or value in (list(NORMS), list(NORMS)[::-1]),
-                            False)}
+PEFT_RULES = {
+    "peft_type": (*equal_to("LORA"), True),
+    "r": (*whole_number(1, 2**16), True),
+    "lora_alpha": (*positive_number(1e9), True),
+    "bias": (*equal_to("none"), False),
+    # PiSSA and OLoRA take a part out of the base: their adapters fit no other.
+    "init_lora_weights": ("one that keeps the base's weights",
+                          lambda value: value in (True, False, "gaussian", "eva"), False),
+    "modules_to_save": (f"null or {list(NORMS)}",
+                        lambda value: value == [] or value in (list(NORMS), list(NORMS)[::-1]),
+                        False)}
 
 
-def read_peft(folder):
-    """-> adapter_config.json and the tensors of a plain LoRA adapter on every linear."""
+def read_peft(folder: str | Path) -> tuple[dict, dict[str, torch.Tensor]]:
+    """The adapter_config.json and the tensors of an adapter. ValueError unless it is a plain LoRA
+    adapter on every linear.
+    """
     path = Path(folder) / "adapter_config.json"
     file = Path(folder) / "adapter_model.safetensors"
     config = read_json(path)
-    check(path, config, PEFT)
+    check_keys(path, config, PEFT_RULES)
     variants = [key for key in VARIANTS if config.get(key)]
     targets = config.get("target_modules")
     if variants or not isinstance(targets, list) or {*map(str, targets)} != set(TARGETS):
         raise ValueError(f"{folder}: need a plain LoRA adapter on {', '.join(TARGETS)}, "
-                         f"got one on {short(targets)} {' '.join(variants)}")
+                         f"got one on {short_repr(targets)} {' '.join(variants)}")
     try:
         tensors = load(read_bytes(file))
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{file}: not a readable PEFT adapter ({error})") from None
+        raise ValueError(f"{file}: cannot be read as an adapter ({error})") from None
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or not tensor.float().isfinite().all():
             raise ValueError(f"{file}: {name} is {tensor.dtype}, or holds NaN or infinity")
@@ -392,8 +457,11 @@ def read_peft(folder):
     return config, tensors
 
 
-def fill(folder, views, tensors):
-    """Copy an adapter's tensors into the views of those names; ValueError if they differ."""
+def copy_into(views: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor],
+              folder: str | Path) -> None:
+    """Copies an adapter's tensors into the views of the same names. ValueError, which names the
+    tensors' folder, if names or shapes differ.
+    """
     wrong = sorted(views.keys() ^ tensors.keys())
     wrong += [n for n in views if n in tensors and views[n].shape != tensors[n].shape]
     if wrong:

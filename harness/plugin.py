@@ -1,8 +1,11 @@
 """
-Functions of the user's: --reward module:function, --prompt-style module:function.
+Calls functions that the user wrote: --reward module:function and --prompt-style module:function.
 
-What is wrong with one is said in one line, with the place in the user's file; it is imported as any
-module is, from the working directory first.
+    reward = Reward("my_rewards:length")         # my_rewards.py in the working directory
+    reward("the answer is 5", problem, group)    # {"reward": 15.0}
+
+The file belongs to the user, so its errors do too. Whatever it does wrong, from a syntax error to
+a division by zero at step 400, becomes one line that names the flag, the file and the line in it.
 """
 import importlib
 import importlib.util
@@ -12,62 +15,76 @@ import sys
 import traceback
 from collections.abc import Callable
 from functools import cache
+from types import ModuleType
 
-from harness.process import Stopped, first_line
+from harness.process import Stopped, first_line, short_repr
 
 
 class Reward:
-    """--reward module:function, called as function(completion, problem), and with the group's
-    completions as well if it takes a third argument. `problem` is a dict: every field of its row,
-    with id, question and answer. Returns a number, or a dict of numbers that are summed.
+    """--reward module:function, called as function(completion, problem) for every completion.
+
+    `problem` is a dict: every field of the problem's row, with id, question and answer. A function
+    that takes a third argument is given the completions of the whole group as well. It returns a
+    number, or a dict of numbers that are summed. A NaN leaves the completion out of training.
     """
 
-    def __init__(self, spec):
+    def __init__(self, spec: str):
         self.name = f"--reward {spec}"
         self.function = load_function(spec, "--reward")
         try:
-            taken = inspect.signature(self.function).parameters.values()
-        except (TypeError, ValueError):          # of a builtin, which tells nothing
-            taken = ()
-        positional = [p for p in taken if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        self.arguments = 3 if len(positional) > 2 else 2
+            parameters = inspect.signature(self.function).parameters.values()
+        except (TypeError, ValueError):          # a builtin may not tell its signature
+            parameters = ()
+        positional = [p for p in parameters
+                      if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        self.num_arguments = 3 if len(positional) > 2 else 2
 
-    def __call__(self, completion, problem, group):
-        """-> {part: number}; a NaN is a number, and a row of it is left out."""
-        about = f"problem {problem.id}, completion {completion[:80]!r}"
-        given = (completion, problem.fields(), group)[:self.arguments]
-        value = call(self.name, self.function, about, *given)
+    def __call__(self, completion: str, problem, group: list[str]) -> dict[str, float]:
+        """The parts of one completion's reward by name; `problem` is a data.Problem.
+
+        Stopped if the function fails or returns anything but numbers.
+        """
+        what = f"problem {problem.id}, completion {completion[:80]!r}"
+        arguments = (completion, problem.fields(), group)[:self.num_arguments]
+        value = call_users(self.name, self.function, what, *arguments)
         parts = value if isinstance(value, dict) else {"reward": value}
         try:
             if any(isinstance(part, (str, bytes)) for part in parts.values()):
-                raise TypeError
+                raise TypeError                  # float("3") would accept it
             return {str(name): float(part) for name, part in parts.items()}
         except (TypeError, ValueError, OverflowError):
-            raise Stopped(f"{self.name}: returned {repr(value)[:80]}, expected a number or a dict "
-                          f"of numbers ({about})") from None
+            raise Stopped(f"{self.name}: returned {short_repr(value)}, expected a number or a dict "
+                          f"of numbers ({what})") from None
 
 
-def call(name, function, about, *arguments):
-    """A user's function. What it raises ends the program in one line that names it and its line."""
-    here = os.getcwd()
+def call_users(name: str, function: Callable, what: str, *arguments: object) -> object:
+    """Calls a user's function; if it raises, Stopped says where in the user's file.
+
+    name: the flag; what: the problem that it was called for; both are for the message.
+    """
+    folder = os.getcwd()
     try:
         return function(*arguments)
     except (Exception, SystemExit) as error:
         at = traceback.extract_tb(error.__traceback__)[-1]
         raise Stopped(f"{name}: {type(error).__name__}: {first_line(error)} at {at.filename}:"
-                      f"{at.lineno} ({about})") from None
+                      f"{at.lineno} ({what})") from None
     finally:
-        os.chdir(here)                           # our paths are relative
+        os.chdir(folder)                         # it may have gone elsewhere; --out is relative
 
 
 def load_function(spec: str, flag: str) -> Callable:
-    """"module:function" -> the function, from a file in the working directory or any module."""
+    """Returns the function of "module:function", from the working directory or any installed
+    module. ValueError, which names `flag`, if there is none.
+    """
     module_name, _, name = spec.partition(":")
     if not (module_name and name):
         raise ValueError(f"{flag} takes module:function, got {spec!r}")
     path = os.path.join(os.getcwd(), *module_name.split(".")) + ".py"
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())             # last: what that file imports, never ours
+        # For what the user's file itself imports. Last, so that a file called data.py or model.py
+        # in the working directory never takes the place of one of ours.
+        sys.path.append(os.getcwd())
     try:
         if os.path.isfile(path):
             module = load_file(module_name, path)
@@ -83,9 +100,11 @@ def load_function(spec: str, flag: str) -> Callable:
 
 
 @cache
-def load_file(name: str, path: str):
-    """A module from its file, in sys.modules, where a dataclass looks for it; not under `name`,
-    which may be one of ours that is imported later.
+def load_file(name: str, path: str) -> ModuleType:
+    """Imports a module from its file. Cached: two flags that name it share its global variables.
+
+    sys.modules holds it as "user's NAME". It has to be there, since dataclasses look their module
+    up, but not under NAME: that may be one of our own modules, imported only later.
     """
     name = f"user's {name}"
     spec = importlib.util.spec_from_file_location(name, path)

@@ -1,12 +1,21 @@
 """
-A program as its user meets it: how its threads wait, and how it ends where that is no fault of
-ours. Every program imports this before torch, which reads its settings once.
+Process settings that must come before `import torch`, and one-line exits for user errors.
 
-    with one_line("train.py"): ...     a wrong flag, file or folder, or a signal such as SIGTERM,
-                                       ends in one line and code 1
+Every program imports this file first:
 
-Ctrl-C ends in one line and code 130, also while libraries are still being imported. A bug keeps
-its traceback.
+    from harness import process                  # isort: skip; before torch
+    import torch
+
+    with process.one_line("train.py"): ...
+
+How a program ends:
+
+    wrong flag, file or folder; too little memory       one line on stderr, code 1   (one_line)
+    SIGTERM, or SIGHUP of a closed terminal             one line on stderr, code 1   (one_line)
+    Ctrl-C, also while libraries are being imported     one line on stderr, code 130 (the hook)
+    a bug of ours                                       its traceback, code 1
+
+Not here: how a training run saves its last step on the way out (checkpoints.ending_with).
 """
 import os
 import platform
@@ -17,86 +26,134 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
-# A thread that spins while it waits takes the core that a busy machine gave to another process:
-# with one such process 80 steps of the tiny model took 12 minutes instead of one.
+# -----------------------------------------------------------------------------
+# Settings that torch reads once, when it is imported or when CUDA starts
+
+# By default a waiting OpenMP thread spins: it keeps its core busy doing nothing. On a machine
+# whose cores are shared it takes that core from the process it waits for. With one such process
+# beside it, 80 steps of the tiny model took 12 minutes instead of one.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# A GPU's segments of memory grow: 32B's largest micro-batch reserves 10 % less. Read when CUDA
-# starts: asked for a GPU's name.
+# Let the segments of the CUDA allocator grow in place, instead of adding one for each new size.
+# This reserves 10 % less memory for the largest micro-batch of a 32B model.
 if sys.platform == "linux":
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
+# -----------------------------------------------------------------------------
+# Ending
+
 class Stopped(BaseException):
-    """The run ends though it did nothing wrong. Not an Exception: no library may swallow it."""
+    """Ends the program with a one-line message: a signal, a lost rank, a failing user function.
+
+    It is a BaseException, as KeyboardInterrupt is, so that no library's `except Exception`
+    swallows it.
+    """
 
 
-def first_line(error):
-    """An exception's message in one line, its class where it has none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def short(value):
-    """repr() of what a file holds, at most 80 characters of it."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
+# What asks a program to end. SIGINT is not here: Python makes Ctrl-C a KeyboardInterrupt, and
+# report_uncaught() prints its line. SIGHUP means that the terminal was closed; a program started
+# with nohup has it ignored already and should go on. Windows has no SIGHUP.
 SIGNALS = [signal.SIGTERM]
 if getattr(signal, "SIGHUP", None) and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-    SIGNALS.append(signal.SIGHUP)                # a lost terminal; nohup has it ignored
+    SIGNALS.append(signal.SIGHUP)
 
 
-def stop(number, _=None):
-    """A signal's handler."""
+def stop_on_signal(number: int, frame: object = None) -> None:
+    """A signal handler that raises Stopped in the main thread."""
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     hint = " (asked to, or because a rank died: see torchrun's report)" if ranks > 1 else ""
     raise Stopped(f"stopped by {signal.Signals(number).name}{hint}")
 
 
 @contextmanager
-def one_line(name):
-    """What a user's flag, file or folder can hold, or a machine lack, ends in one line, code 1."""
-    def end(number, _):
-        signal.signal(number, signal.SIG_DFL)    # a second one ends what does not end: a download
-        stop(number)
+def one_line(program: str) -> Iterator[None]:
+    """Within, errors that the user can mend end the program with one line and code 1.
 
+    Bugs of ours keep their traceback. The difference is who raised the error:
+
+        raised by this project     a ValueError, OSError or Stopped. Its text is a sentence that
+                                   names the wrong value and what is allowed: a user error.
+        raised by Python itself    a ValueError out of `x, y = [1]` or int("x") means that this
+                                   project did not check something: a bug.
+
+    Python's own ValueErrors are told apart by the source line of the innermost frame: ours is a
+    `raise`. A frame without source, of a compiled library, counts as a raise too. An OSError is
+    always the machine's or the user's: a missing file, a full disk.
+    """
+    def end(number, frame):
+        # A download may not react to the exception. A second signal ends the process at once.
+        signal.signal(number, signal.SIG_DFL)
+        stop_on_signal(number)
+
+    # Unhandled, a signal would end Python on the spot and leave a half-written folder behind.
     for number in SIGNALS:
-        signal.signal(number, end)               # unhandled, it would leave half a folder behind
+        signal.signal(number, end)
     try:
+        # `--out "$RUN"` with RUN unset passes "": almost certainly not what was meant.
         for flag, value in zip(sys.argv, [*sys.argv[1:], None]):
-            if value == "" or re.fullmatch("--[a-z-]+=", flag):          # "$NOT_SET" in a shell
-                raise ValueError(f"{flag} is given nothing: an empty argument")
+            if value == "" or re.fullmatch("--[a-z-]+=", flag):
+                raise ValueError(f"{flag} is given nothing: the argument after it is empty")
         yield
     except (ValueError, OSError, Stopped) as error:
-        last = traceback.extract_tb(error.__traceback__)[-1].line or "raise"
-        if isinstance(error, ValueError) and not last.startswith("raise"):
-            raise                                # Python's own, as of `x, y = [1]`: a bug of ours
-        sys.exit(f"{name}: {first_line(error)}")
+        source_line = traceback.extract_tb(error.__traceback__)[-1].line or "raise"
+        if isinstance(error, ValueError) and not source_line.startswith("raise"):
+            raise
+        sys.exit(f"{program}: {first_line(error)}")
     except (RuntimeError, MemoryError) as error:
+        # torch raises a plain RuntimeError when the host's memory is full, and a subclass of
+        # RuntimeError when a GPU's is. Both say "allocate".
         if isinstance(error, RuntimeError) and "allocate" not in str(error):
-            raise                                # memory of a GPU or the host; that has no class
-        sys.exit(f"{name}: not enough memory: {first_line(error)}")
+            raise
+        sys.exit(f"{program}: not enough memory: {first_line(error)}")
 
 
-def report(kind, error, trace):
-    """sys.excepthook."""
+def report_uncaught(kind: type, error: BaseException, trace: object) -> None:
+    """The sys.excepthook: one line for Ctrl-C, a traceback for everything else.
+
+    It is installed when this file is imported, so it also covers the seconds in which torch is
+    imported, where no `with` block of ours is active yet. os._exit skips the interpreter's
+    shutdown, in which threads of libraries would print tracebacks of their own.
+    """
     if not issubclass(kind, KeyboardInterrupt):
         return sys.__excepthook__(kind, error, trace)
     print(f"\n{Path(sys.argv[0]).name}: stopped by Ctrl-C", file=sys.stderr, flush=True)
     os._exit(130)
 
 
-sys.excepthook = report
+sys.excepthook = report_uncaught
+
+
+# -----------------------------------------------------------------------------
+# Texts for messages
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message, or its class name where the message is empty."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def short_repr(value: object) -> str:
+    """repr(value), cut to 80 characters: what a file holds, quoted in a message."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+# -----------------------------------------------------------------------------
+# What a result was made with
 
 LIBRARIES = "torch", "triton", "safetensors", "tokenizers", "numpy"
 
 
-def about(hardware):
-    """What run.json says of a start of its run: code, libraries, hardware, command, date."""
+def provenance(hardware: str) -> dict:
+    """Commit, versions, hardware, command and date, for run.json and the results of programs.
+
+    A commit that ends in -dirty had uncommitted changes. None stands for what cannot be found
+    out: no git, no repository, a library that is not installed.
+    """
     root = Path(__file__).parent.parent
     try:
         git = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40"], cwd=root,
@@ -114,5 +171,6 @@ def about(hardware):
             "command": f"python {shlex.join(sys.argv)}", "date": now()}
 
 
-def now():
+def now() -> str:
+    """The local time with its offset from UTC."""
     return time.strftime("%Y-%m-%d %H:%M:%S %z")

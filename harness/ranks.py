@@ -1,13 +1,24 @@
 """
-Which device a process computes on, which kernels decode there, and how several processes work together.
+Where a process computes, which kernels decode there, and how several processes train one adapter.
 
-Ranks. Started by torchrun, WORLD processes run the same script, each with a GPU of its own and
-the whole model; RANK is this one's number. Started by hand there is one: share, gather and all_sum
-are the identity. Rank 0 alone prints and writes.
+Started by hand, a program is one process. Started by torchrun, WORLD processes run the same script
+at the same time, each with the whole model and a GPU of its own. RANK is the number of this one:
 
-A rank that dies makes the next gather() of the others raise Stopped. Lists travel by gloo,
-also on GPUs: a gloo call fails as soon as a peer's socket closes, while an NCCL kernel waits for
-the dead until a timeout. So an all_sum() of a big GPU tensor comes right after a gather().
+    problems = share(problems)         each rank takes its part of the list
+    rows = gather(rows)                each rank gets everybody's rows, in the order of the ranks
+    all_sum(gradient)                  each rank gets the sum of all gradients, with the same bits
+
+With one process these three are the identity, so the code that calls them does not ask. Rank 0
+alone prints and writes files.
+
+Why there are two ways of talking. Lists travel over gloo, which uses sockets; gradients on GPUs
+travel over NCCL, which uses kernels. They differ in what happens when a rank dies:
+
+    gloo     the dead rank's socket closes, and the others' calls fail at once
+    NCCL     a kernel that waits for the dead rank spins until a timeout, and nothing can stop it
+
+So a gather() comes right before every all_sum(). If a rank died since the last meeting, the gather
+fails and raises Stopped, the others save their work, and nobody enters the all_sum alone.
 
 Not here: model parallelism, elastic restarts.
 """
@@ -15,6 +26,7 @@ import importlib.util
 import os
 import re
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -24,17 +36,30 @@ from tqdm import tqdm
 
 from harness.process import Stopped, first_line
 
-RANK = int(os.environ.get("RANK", 0))
-WORLD = int(os.environ.get("WORLD_SIZE", 1))
-LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
-KERNELS = "hopper", "portable"                   # --kernels
+RANK = int(os.environ.get("RANK", 0))            # this process among all
+WORLD = int(os.environ.get("WORLD_SIZE", 1))     # how many there are
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))        # this process among those of its machine
+KERNELS = "hopper", "portable"                   # --kernels, besides auto
 
 
-def device_of(name, model):
-    """--device -> torch.device, of several ranks each its own GPU; ValueError if there is none. It
-    becomes the current one, on which Triton launches.
+# -----------------------------------------------------------------------------
+# Device and kernels
 
-    name None: a GPU if there is one, else the CPU for a model that is here already.
+def choose_device(name: str | None, kernels: str, model: str | Path
+                  ) -> tuple[torch.device, str | None]:
+    """--device, --kernels and --model of a program -> the device, and which kernels decode there,
+    None on a CPU. ValueError for what this machine does not have.
+    """
+    device = device_of(name, model)
+    return device, kernels_for(device, kernels)
+
+
+def device_of(name: str | None, model: str | Path) -> torch.device:
+    """--device -> the device, which becomes torch's current one: Triton launches there. ValueError
+    if there is no such device. Under torchrun it is the GPU of this rank.
+
+    Without a name it is a GPU if there is one, else the CPU. But a model that is not on this
+    machine yet is not downloaded for a CPU that nobody asked for.
     """
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -52,29 +77,13 @@ def device_of(name, model):
     return torch.device("cuda", index)
 
 
-def settle_cpu(model):
-    """On a CPU: gradients of a prompt that answers share, which threads would add in any order, are
-    added in one; and two threads for a small model, more wait for each other longer than they work.
-    """
-    if model.device.type == "cpu":
-        torch.set_deterministic_debug_mode("error")              # imports less than its other name
-        torch.utils.deterministic.fill_uninitialized_memory = False      # of torch.empty
-        if model.config.width < 1024:
-            torch.set_num_threads(min(2, torch.get_num_threads()))
-
-
-def capability(device):
-    """(8, 6) of an sm_86; (0, 0) of a CPU."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-
-
-def kernels_for(device, wanted):
-    """--kernels -> which 4-bit matmul decodes: "hopper" of marlin_fp4.py, "portable" of
-    portable_fp4.py, None on a CPU. ValueError if the GPU cannot run it.
+def kernels_for(device: torch.device, wanted: str) -> str | None:
+    """--kernels -> which 4-bit matmul decodes, of KERNELS; None on a CPU. ValueError if the GPU
+    cannot run it.
     """
     if device.type != "cuda":
         if wanted != "auto":
-            raise ValueError(f"--kernels {wanted}: for a GPU, --device is {device}")
+            raise ValueError(f"--kernels {wanted} is for a GPU, --device is {device}")
         return None
     major, minor = capability(device)
     gpu = f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
@@ -89,43 +98,61 @@ def kernels_for(device, wanted):
     return wanted
 
 
-def choose_device(args):
-    """--device and --kernels of a program -> torch.device; says which kernels decode there."""
-    device = device_of(args.device, args.model)
-    args.device = args.device or device.type
-    kernels = kernels_for(device, args.kernels)
-    if kernels:
-        say(f"decode kernels: {kernels}, on {torch.cuda.get_device_name(device)}")
-    return device
+def capability(device: torch.device) -> tuple[int, int]:
+    """The GPU's compute capability: (9, 0) of an H200, which is sm_90. (0, 0) on a CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
-def say(text):
-    """Prints above the progress bar; rank 0 alone."""
+def configure_cpu(model) -> None:
+    """On a CPU, makes runs with one seed equal bit for bit, and small models fast.
+
+    The answers to one problem share its prompt, so their gradients are added up in the prompt's
+    rows. torch's threads would add them in whatever order they get there; in deterministic mode
+    the order is always the same.
+
+    Two threads for a small model: with more, each matmul is so short that they spend longer
+    waiting for each other than computing.
+    """
+    if model.device.type == "cpu":
+        # torch.use_deterministic_algorithms(True) does the same, but imports the compiler as well.
+        torch.set_deterministic_debug_mode("error")
+        # The mode would also fill every torch.empty() with NaN, for debugging.
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        if model.config.width < 1024:
+            torch.set_num_threads(min(2, torch.get_num_threads()))
+
+
+# -----------------------------------------------------------------------------
+# Ranks
+
+def say(text: str) -> None:
+    """Prints a line above the progress bar, on rank 0 alone."""
     if RANK == 0:
         tqdm.write(text)
 
 
-def join(device):
-    """Meet the other ranks. 30 minutes: one rank may sample that long after another is done."""
+def join_ranks(device: torch.device) -> None:
+    """Meets the other ranks; afterwards all of them can talk.
+
+    The timeout must exceed the longest wait in a run: one rank may sample long answers for half an
+    hour after another is done with its short ones.
+    """
     if WORLD > 1:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(minutes=30))
 
 
-def collective(operation, *arguments):
-    try:
-        operation(*arguments)
-    except RuntimeError as error:
-        raise Stopped(f"another rank was lost ({first_line(error)})") from None
-
-
-def share(items):
-    """This rank's part of a list that all have: consecutive, sizes differ by one at most."""
+def share(items: list) -> list:
+    """This rank's consecutive part of a list that all ranks have. Parts differ by one at most."""
     return items[len(items) * RANK // WORLD:len(items) * (RANK + 1) // WORLD]
 
 
-def gather(items):
-    """-> all ranks' items as one list, in order of the ranks. CPU tensors."""
+def gather(items: list) -> list:
+    """The items of all ranks as one list, in the order of the ranks; share() undone.
+
+    Tensors in them must be on the CPU. Stopped if a rank is gone. gather([]) makes ranks wait for
+    each other.
+    """
     parts = [items]
     if WORLD > 1:
         parts = [None] * WORLD
@@ -133,11 +160,23 @@ def gather(items):
     return [item for part in parts for item in part]
 
 
-def all_sum(tensor):
-    """In place, the same bits on every rank. Waits in Python, where signals get through."""
+def all_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Sums a tensor over the ranks, in place. Every rank gets the same bits.
+
+    Call it right after a gather(): see the top of this file.
+    """
     if WORLD > 1:
         work = dist.all_reduce(tensor, async_op=True)
+        # Not work.wait() at once: that waits in C++, where Python cannot handle a signal.
         while not work.is_completed():
             time.sleep(1e-4)
         collective(work.wait)
     return tensor
+
+
+def collective(operation: Callable, *arguments: object) -> None:
+    """Calls a function of torch.distributed. If it fails, Stopped says that a rank is lost."""
+    try:
+        operation(*arguments)
+    except RuntimeError as error:
+        raise Stopped(f"another rank was lost ({first_line(error)})") from None

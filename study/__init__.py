@@ -1,1 +1,1 @@
-"""The study: its runs, and the script that makes its tables and curves."""
+"""The experiments on real models: README.md has what they found, runs/ their numbers, results.py makes the tables."""

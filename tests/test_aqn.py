@@ -1,5 +1,5 @@
 """
-The noise schedule against the tables of the paper and the release, and the noise on a two-layer stub model.
+The noise schedule against the tables and figures of the paper and the release, the noise on a stub of two layers.
 
 python -m pytest tests/test_aqn.py -v
 """
@@ -43,11 +43,12 @@ class Model(torch.nn.Module):
         return [norm for block in self.layers for norm in (block.input_norm, block.post_norm)]
 
 
-@pytest.mark.parametrize("table,sigma_end,exact_end", [(ALGORITHM_1, 5e-4, False), (RELEASE, 1e-4, True)])
-def test_sigma_follows_the_published_stage_table(table, sigma_end, exact_end):
+@pytest.mark.parametrize("table,sigma_end", [(ALGORITHM_1, 5e-4), (RELEASE, 5.62e-5)])
+def test_sigma_follows_the_published_stage_table(table, sigma_end):
+    # The release's own end is 1e-4: 5.62e-5 = 1e-2 * 0.01^(9 / 8) makes Algorithm 1 go through its table.
     for stage, want in enumerate(table):
         for step in (60 * stage, 60 * stage + 59):                        # first and last step of the stage
-            got = sigma_at(step, 600, 1e-2, sigma_end, 10, exact_end=exact_end)
+            got = sigma_at(step, 600, 1e-2, sigma_end, 10)
             assert got == pytest.approx(want, rel=4e-3), (step, got)      # half a unit of the third digit of 1.36
 
 
@@ -61,27 +62,25 @@ def test_steps_from_0_agree_with_algorithm_1_which_counts_from_1(total_steps, nu
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_exact_end_starts_and_ends_on_the_given_values_and_never_rises(schedule):
-    stages = [sigma_at(step, 10, 5e-2, 5e-4, 10, schedule, exact_end=True) for step in range(10)]
-    assert stages[0] == 0
-    assert stages[1] == pytest.approx(5e-2) and stages[9] == pytest.approx(5e-4)
-    assert all(a > b for a, b in zip(stages[1:], stages[2:]))
+def test_every_schedule_starts_on_the_given_value_falls_and_stays_above_its_end(schedule):
+    stages = [sigma_at(step, 10, 5e-2, 5e-4, 10, schedule) for step in range(10)]
+    assert stages[0] == 0 and stages[1] == pytest.approx(5e-2)
+    assert all(a > b for a, b in zip(stages[1:], stages[2:])) and stages[9] > 5e-4
 
 
 def test_log_linear_and_cosine_follow_figure_15():
-    # Ten points of the plot, t = k / 9, read to +-.001 and falling to 0: sigma_end is small instead of 0 here.
-    figure = dict(log=[.050, .035, .026, .020, .015, .011, .008, .005, .002, 0],
-                  linear=[.050, .0445, .039, .033, .028, .0225, .017, .011, .0055, 0],
-                  cosine=[.050, .0485, .044, .0375, .029, .021, .0125, .006, .0015, 0])
+    # Nine points of the plot, t = k / 9, read to +-.001. Its tenth is 0, which sigma_at never reaches.
+    figure = dict(log=[.050, .035, .026, .020, .015, .011, .008, .005, .002],
+                  linear=[.050, .0445, .039, .033, .028, .0225, .017, .011, .0055],
+                  cosine=[.050, .0485, .044, .0375, .029, .021, .0125, .006, .0015])
     for schedule, want in figure.items():
-        got = [sigma_at(k + 1, 11, .05, 1e-9, 11, schedule, exact_end=True) for k in range(10)]
+        got = [sigma_at(k + 1, 10, .05, 1e-9, 10, schedule) for k in range(9)]
         assert got == pytest.approx(want, abs=1e-3), schedule
 
 
 def test_one_stage_is_clean_and_two_stages_have_one_noisy_one():
-    for exact_end in (False, True):
-        assert {sigma_at(s, 8, 1e-2, 1e-4, 1, exact_end=exact_end) for s in range(8)} == {0}
-        assert [sigma_at(s, 8, 1e-2, 1e-4, 2, exact_end=exact_end) for s in range(8)] == [0] * 4 + [1e-2] * 4
+    assert {sigma_at(step, 8, 1e-2, 1e-4, 1) for step in range(8)} == {0}
+    assert [sigma_at(step, 8, 1e-2, 1e-4, 2) for step in range(8)] == [0] * 4 + [1e-2] * 4
 
 
 def test_zero_start_is_no_noise_and_impossible_ranges_stop():
@@ -103,7 +102,7 @@ def test_noise_hits_the_block_norms_in_place_and_leaves_the_final_norm_alone():
         assert not model.norm.noise.any()
 
 
-def test_linear_behind_a_noisy_norm_sees_its_columns_multiplied():
+def test_noise_on_a_norm_multiplies_the_columns_of_the_linear_behind_it():
     # Appendix G: W ((w + noise) x_hat) = (W diag(1 + noise / w)) (w x_hat). float64, so only rounding is left.
     torch.manual_seed(0)
     model = Model().double()
@@ -118,7 +117,7 @@ def test_linear_behind_a_noisy_norm_sees_its_columns_multiplied():
     assert (got - clean @ W.T).abs().max() > 1e-2
 
 
-def test_exit_restores_every_bit_also_when_an_exception_flies():
+def test_every_bit_is_restored_on_the_way_out_also_by_an_exception():
     model, x = Model(), torch.randn(3, 24)
     before = [norm(x) for norm in model.block_norms()]
     for step in range(3):
@@ -129,7 +128,7 @@ def test_exit_restores_every_bit_also_when_an_exception_flies():
         assert all(torch.equal(norm(x), want) for norm, want in zip(model.block_norms(), before))
 
 
-def test_sigma_zero_is_bit_exact():
+def test_sigma_zero_changes_no_bit():
     model, x = Model(), torch.randn(3, 24)
     before = [norm(x) for norm in model.block_norms()]
     with noisy_norms(model, 0.0, seed=0, step=0):
@@ -168,7 +167,7 @@ def test_bf16_weights_get_the_full_fp32_noise():
         assert torch.equal(norm.noise, 1e-4 * draw_z(0, 0, 0, 0, 24))
 
 
-def test_misuse_stops():
+def test_nested_noise_and_norms_that_share_a_buffer_stop():
     model = Model()
     with noisy_norms(model, 1e-2, seed=0, step=0):
         with pytest.raises(AssertionError, match="nest"):

@@ -6,7 +6,6 @@ python -m pytest tests/test_bench.py -v
 import json
 import subprocess
 import sys
-from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,8 +16,9 @@ from nvfp4 import FORMATS
 from tools import bench
 
 ROOT = Path(__file__).parent.parent
-FLAGS = dict(model="toy", base="nvfp4", kernels="auto", dtype="bfloat16", lora_rank=2, prompt=8, new=4, prompts=3,
-             group_size=2, memory_gib=None, kv_gib=None, micro_batch_tokens=2048, batch=[1, 2, 8])
+MODEL = dict(model="toy", base="nvfp4", kernels="auto", dtype="bfloat16", lora_rank=2)
+FLAGS = {"step": MODEL | dict(prompts=3, group_size=2, memory_gib=None, kv_gib=None, micro_batch_tokens=2048),
+         "rollout": MODEL | dict(prompt=8, new=4, batch=[1, 2, 8])}
 
 
 @pytest.fixture
@@ -36,13 +36,12 @@ def on_cpu(monkeypatch):
 
 @pytest.mark.parametrize("base", FORMATS)
 def test_random_model_of_a_published_size_runs(on_cpu, base):
-    flags = Namespace(**FLAGS | dict(base=base, dtype="float32", lora_rank=0))
-    model = bench.random_model(flags)
+    model = bench.random_model("toy", base, torch.float32, lora_rank=0)
     assert (model.config.width, len(model.layers), model.live_vocab) == (64, 2, 200)
     with torch.no_grad():
         logits = model(torch.arange(12).view(1, 12))
     assert logits.shape == (1, 12, 200) and logits.isfinite().all() and logits.std() > 0.1
-    again = bench.random_model(flags)
+    again = bench.random_model("toy", base, torch.float32, lora_rank=0)
     assert torch.equal(model.layers[1].down.weight.dequantize(), again.layers[1].down.weight.dequantize())
 
 
@@ -66,14 +65,14 @@ def test_a_step_samples_the_lengths_it_draws_and_trains_on_every_row(on_cpu, mon
     updates = []
     update = bench.Learner.update
 
-    def look(learner, rollouts, *more, lr):
+    def look(learner, batch, *more, lr):
         before = learner.adapter.master.detach().clone()
-        updates.append((rollouts, update(learner, rollouts, *more, lr=lr)))
+        updates.append((batch.rollouts, update(learner, batch, *more, lr=lr)))
         assert 0 < (learner.adapter.master - before).abs().max() < 1e-5                 # lr 1e-6
         return updates[-1][1]
 
     monkeypatch.setattr(bench.Learner, "update", look)
-    figures = bench.step(Namespace(**FLAGS))
+    figures = bench.step(**FLAGS["step"])
     assert figures["micro_batch"] == 2048 and figures["samples"] == 6 and len(updates) == 2
     for rollouts, done in updates:
         assert [len(c) for c in rollouts.completions] == bench.drawn_lengths(6)
@@ -85,7 +84,7 @@ def test_a_step_samples_the_lengths_it_draws_and_trains_on_every_row(on_cpu, mon
               "kept", "kv_gib", "peak_gib", "reserved_gib", "gpus", "samples", "mismatch_abs"}),
     ("rollout", {"model", "base", "dtype", "lora_rank", "prompt", "new", "hardware", "commit", "weight_gb", "batch"})])
 def test_commands_end_with_one_line_of_json(on_cpu, capsys, command, keys):
-    bench.measure(Namespace(command=command, **FLAGS))
+    bench.measure(command, "auto", FLAGS[command])
     *_, last = capsys.readouterr().out.splitlines()
     assert keys <= json.loads(last).keys()
     if command == "rollout":
@@ -96,14 +95,14 @@ def test_commands_end_with_one_line_of_json(on_cpu, capsys, command, keys):
 @pytest.mark.parametrize("card", ["NVIDIA GH200 480GB", "NVIDIA H200 NVL", "NVIDIA A10"])
 def test_a_card_that_is_no_h200_is_not_held_to_its_floors(on_cpu, monkeypatch, card):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: card)
-    assert bench.rollout(Namespace(**FLAGS))["batch"][8].keys() == {"tokens_s", "step_ms", "prefill_ms"}
+    assert bench.rollout(**FLAGS["rollout"])["batch"][8].keys() == {"tokens_s", "step_ms", "prefill_ms"}
 
 
 def test_the_kernels_are_said_first_and_the_line_to_send_back_has_the_cards_sizes(fake_gpu, monkeypatch, capsys):
     sizes = dict(major=8, minor=6, multi_processor_count=84, shared_memory_per_block_optin=101376, L2_cache_size=2**22)
     fake_gpu((8, 6))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(**sizes))
-    monkeypatch.setitem(bench.COMMANDS, "linears", lambda args: {"decode": args.kernels})
+    monkeypatch.setitem(bench.COMMANDS, "linears", lambda kernels, **_: {"decode": kernels})
     monkeypatch.setattr(sys, "argv", ["bench.py", "linears"])
     bench.main()
     first, last = capsys.readouterr().out.splitlines()
@@ -128,7 +127,7 @@ def test_a_machine_without_gpu_and_a_bad_flag_get_one_line(flags, line, monkeypa
 ASK_EACH = """
 import runpy, sys
 sys.modules["triton"] = None
-for tool in ("tools.bench", "tools.chat", "tools.convert", "study.plot", "tools.report", "study.results"):
+for tool in ("tools.bench", "tools.chat", "tools.convert", "tools.report", "study.results"):
     sys.argv = [tool, "--help"]
     try:
         runpy.run_module(tool, run_name="__main__")
@@ -139,4 +138,4 @@ for tool in ("tools.bench", "tools.chat", "tools.convert", "study.plot", "tools.
 
 def test_every_tool_can_be_asked_for_its_flags_without_triton():
     done = subprocess.run([sys.executable, "-c", ASK_EACH], cwd=ROOT, text=True, capture_output=True)
-    assert done.returncode == 0 and done.stdout.count("usage: ") == 6, done.stderr
+    assert done.returncode == 0 and done.stdout.count("usage: ") == 5, done.stderr

@@ -240,7 +240,7 @@ def texts_of(case, *sizes, seed=0):
 @pytest.fixture
 def some_layer(tiny):
     """A layer of the 16-bit model, its embedding and config."""
-    files = hf.Checkpoint(tiny["untied"].folder, "bf16", CPU, torch.float32)
+    files = hf.ModelFolder(tiny["untied"].folder, "bf16", CPU, torch.float32)
     config = qwen.ModelConfig.from_json(files.config)
     embed = files.read("model.embed_tokens.weight", config.vocab, config.width).float()
     layer = qwen.Layer(config, 1, files.read, files.frozen, files.dtype, lora.Scratch())

@@ -1,6 +1,6 @@
 """
-What a run leaves on a disk and how it ends: atomic files, checkpoints that are whole or passed over, signals, ranks.
-Whole runs that are killed, stopped and resumed are in test_train.py.
+The folder of a run survives any end: its logs, its checkpoints, its lock, and what a signal does. Whole runs that are
+killed, stopped and resumed are in test_train.py.
 
 python -m pytest tests/test_checkpoints.py -v
 """
@@ -16,14 +16,14 @@ import torch
 from safetensors.torch import load_file, save
 
 from harness import checkpoints
-from harness.checkpoints import Checkpoints, Folder, ending_with, signals_wait, trim_log
+from harness.checkpoints import Checkpoints, RunFolder, ending_with, signals_wait, trim_log
 from harness.process import Stopped
 
 
 @pytest.fixture
 def handlers():
-    """Puts the process's signal handlers back."""
-    before = {number: signal.getsignal(number) for number in checkpoints.SIGNALS}
+    """Restores the signal handlers of this process after the test."""
+    before = {number: signal.getsignal(number) for number in checkpoints.STOP_SIGNALS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -34,9 +34,9 @@ def some_live():
 
 
 # -----------------------------------------------------------------------------
+# Logs
 
-
-def test_a_log_is_cut_to_whole_lines_of_earlier_steps(tmp_path, capsys):
+def test_a_log_is_cut_back_to_the_whole_lines_of_earlier_steps(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     trim_log(path, 3)
     assert capsys.readouterr().out == f"{path}: holds 0 of the 3 steps done\n"
@@ -47,6 +47,29 @@ def test_a_log_is_cut_to_whole_lines_of_earlier_steps(tmp_path, capsys):
     before = path.stat().st_mtime_ns
     trim_log(path, 3)
     assert path.stat().st_mtime_ns == before and capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("line", ["x", "[]", "3", "null", "{}", "\xff",
+                                  '{"step": "1"}', '{"step": 1.5}', "[" * 100_000])
+def test_a_line_that_no_run_wrote_is_named_and_nothing_is_cut(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0}\n' + line.encode("latin-1") + b'\n{"step": 1}\n{"st')
+    before = path.read_bytes()
+    with pytest.raises(Stopped, match="metrics.jsonl:2: no line of a run"):
+        trim_log(path, 1)
+    assert path.read_bytes() == before
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(OSError, match="metrics.jsonl: no regular file"):
+        trim_log(tmp_path / "metrics.jsonl", 1)
+
+
+def test_numbers_that_are_not_finite_are_null_in_a_log(tmp_path):
+    folder = RunFolder(tmp_path, some_live(), lambda *_: None)
+    folder.log("a.jsonl", [{"x": float("nan"), "parts": {"y": -float("inf")}, "z": 1}])
+    assert (tmp_path / "a.jsonl").read_text() == '{"x": null, "parts": {"y": null}, "z": 1}\n'
 
 
 # -----------------------------------------------------------------------------
@@ -78,12 +101,12 @@ def test_a_checkpoint_comes_back_bit_for_bit(tmp_path):
     assert other.tensors.keys() == live.keys()
 
 
-def test_saving_writes_the_last_whole_step_and_never_touches_what_is_trained(tmp_path):
-    # It rolled live tensors back to the last whole step, until an interrupted --resume put an untrained adapter in the
-    # place of a trained one.
+def test_saving_writes_the_last_whole_step_and_leaves_the_live_tensors_alone(tmp_path):
+    # A save that rolled the live tensors back would, in an interrupted --resume, replace a trained adapter by an
+    # untrained one.
     live = some_live()
     whole = {name: t.clone() for name, t in live.items()}
-    folder = Folder(tmp_path, live, lambda tensors, path: written.append((tensors["master"].clone(), path)))
+    folder = RunFolder(tmp_path, live, lambda tensors, path: written.append((tensors["master"].clone(), path)))
     written = []
     folder.snapshot({"step": 2})
     with torch.no_grad():                                                 # the middle of step 2
@@ -104,11 +127,11 @@ def test_before_the_first_whole_step_there_is_nothing_to_save(tmp_path):
     def write(*_):
         raise AssertionError("there is no step to write the adapter of")
 
-    assert Folder(tmp_path, some_live(), write).save() == "nothing was changed"
+    assert RunFolder(tmp_path, some_live(), write).save() == "nothing was changed"
     assert not list(tmp_path.iterdir())
 
 
-def test_the_last_two_stay_and_a_step_that_is_there_is_not_written_again(tmp_path):
+def test_the_last_two_checkpoints_are_kept_and_none_is_written_twice(tmp_path):
     for step in (1, 2, 10):
         saved(tmp_path, step)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000002", "step_000010"]
@@ -150,7 +173,7 @@ DAMAGES = cut_tensors, flip_a_bit, lose_tensors, change_a_counter, lose_the_sum,
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_named_set_aside_and_the_one_before_is_used(tmp_path, damage):
+def test_a_damaged_checkpoint_is_renamed_and_the_one_before_is_used(tmp_path, damage):
     saved(tmp_path, 3)
     saved(tmp_path, 6)
     damage(tmp_path / "step_000006")
@@ -180,8 +203,8 @@ def test_a_checkpoint_of_another_run_or_step_ends_in_one_line_and_is_left_alone(
 
 
 @pytest.mark.parametrize("remove", [lambda folder: checkpoints.shutil.rmtree(folder), lambda folder: None])
-def test_a_run_whose_checkpoints_were_deleted_is_not_begun_again_over_its_adapter(tmp_path, remove):
-    """To save space: --resume --steps N then started from step 0 and cut the logs to nothing."""
+def test_a_run_whose_checkpoints_were_deleted_does_not_start_over_its_adapter(tmp_path, remove):
+    """Somebody deletes them to save space. Starting from step 0, --resume would cut the logs to nothing."""
     (tmp_path / "adapter").mkdir()
     (tmp_path / "checkpoints").mkdir()
     remove(tmp_path / "checkpoints")
@@ -190,14 +213,14 @@ def test_a_run_whose_checkpoints_were_deleted_is_not_begun_again_over_its_adapte
 
 
 @pytest.mark.parametrize("text", ["[]", "3", "null", "[" * 100_000, "x", ""])
-def test_counters_that_are_none_are_a_damaged_checkpoint(tmp_path, text):
+def test_a_checkpoint_whose_counters_are_no_object_is_damaged(tmp_path, text):
     saved(tmp_path, 3)
     (tmp_path / "step_000003" / "state.json").write_text(text)
     assert "damaged checkpoint passed over" in loaded(tmp_path)[1][0]
 
 
 def killed_at(moment, save):
-    """save() in a process of its own that ends without a word before its call number `moment` to the disk -> done?"""
+    """Runs save() in a process that is killed before its call number `moment` to the disk -> whether it ended."""
     child = os.fork()
     if child == 0:
         left = [moment]
@@ -242,24 +265,15 @@ def test_a_full_disk_raises_and_gives_the_space_back(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["step_000001"]
 
 
-@pytest.mark.parametrize("line", ["x", "[]", "3", "null", "{}", "\xff",
-                                  '{"step": "1"}', '{"step": 1.5}', "[" * 100_000])
-def test_a_line_of_something_else_in_a_log_is_named_and_nothing_is_cut(tmp_path, line):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 0}\n' + line.encode("latin-1") + b'\n{"step": 1}\n{"st')
-    before = path.read_bytes()
-    with pytest.raises(Stopped, match="metrics.jsonl:2: no line of a run"):
-        trim_log(path, 1)
-    assert path.read_bytes() == before
-
-
 # -----------------------------------------------------------------------------
 # The folder of a run
 
-def test_a_folder_is_one_runs_as_long_as_its_process_lives(tmp_path):
-    code = "import sys, pathlib; from harness.checkpoints import claim; claim(pathlib.Path(sys.argv[1]), False); print('mine', flush=True); input()"
-    owner = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "x")], cwd=Path(checkpoints.__file__).parent.parent,
-                             text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+def test_a_folder_belongs_to_one_run_while_its_process_lives(tmp_path):
+    code = ("import sys, pathlib; from harness.checkpoints import claim; claim(pathlib.Path(sys.argv[1]), False); "
+            "print('mine', flush=True); input()")
+    root = Path(checkpoints.__file__).parent.parent
+    owner = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "x")], cwd=root, text=True,
+                             stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert owner.stdout.readline() == "mine\n"
     for resume in (False, True):
         with pytest.raises(ValueError, match="--out .*/x: another run is writing there"):
@@ -301,29 +315,29 @@ def test_a_run_that_cannot_begin_leaves_nothing_and_takes_nothing_that_others_ma
     assert (tmp_path / "resumed" / "base" / "model.safetensors").exists()
 
 
-def test_where_there_are_no_locks_run_json_is_made_once(tmp_path, monkeypatch):
+def test_without_locks_the_second_run_fails_to_create_run_json(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "fcntl", None)
     for _ in range(2):
         checkpoints.claim(tmp_path, False)
-    Folder(tmp_path, some_live(), lambda *_: None).start({}, resume=False)
+    RunFolder(tmp_path, some_live(), lambda *_: None).start({}, resume=False)
     with pytest.raises(FileExistsError):
-        Folder(tmp_path, some_live(), lambda *_: None).start({}, resume=False)
+        RunFolder(tmp_path, some_live(), lambda *_: None).start({}, resume=False)
 
 
 def test_a_new_run_writes_its_flags_first(tmp_path):
-    folder = Folder(tmp_path, some_live(), lambda *_: None)
+    folder = RunFolder(tmp_path, some_live(), lambda *_: None)
     assert folder.start({"lr": 1e-5, "model": "x"}, resume=False) == {}
     assert json.loads((tmp_path / "run.json").read_text()) == {"lr": 1e-5, "model": "x"}
     assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
 
 
-def test_a_resumed_run_has_the_checkpoints_state_in_place_and_logs_cut_to_it(tmp_path, capsys):
+def test_a_resumed_run_has_its_checkpoints_state_and_logs_cut_back_to_it(tmp_path, capsys):
     saved(tmp_path / "checkpoints", 2)
     for name in ("metrics.jsonl", "samples.jsonl"):
         (tmp_path / name).write_text("".join(json.dumps({"step": step}) + "\n" for step in range(4)))
     live, written = {name: torch.zeros_like(t) for name, t in some_live().items()}, []
     addresses = [t.data_ptr() for t in live.values()]
-    folder = Folder(tmp_path, live, lambda tensors, path: written.append(tensors["master"].clone()))
+    folder = RunFolder(tmp_path, live, lambda tensors, path: written.append(tensors["master"].clone()))
     assert folder.start({}, resume=True) == {"step": 2, "cursor": 14}
     assert all(torch.equal(live[name], t) for name, t in some_live().items())
     assert addresses == [t.data_ptr() for t in live.values()]
@@ -336,16 +350,16 @@ def test_a_resumed_run_has_the_checkpoints_state_in_place_and_logs_cut_to_it(tmp
 
 def test_other_ranks_neither_read_nor_write(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "RANK", 1)
-    folder = Folder(tmp_path, some_live(), lambda *_: (_ for _ in ()).throw(AssertionError("rank 1 wrote")))
+    folder = RunFolder(tmp_path, some_live(), lambda *_: (_ for _ in ()).throw(AssertionError("rank 1 wrote")))
     folder.snapshot({"step": 1})
     folder.log("metrics.jsonl", [{"step": 0}])
     assert folder.save() == "step 1 is saved" and not list(tmp_path.iterdir())
 
 
 # -----------------------------------------------------------------------------
-# Ends
+# How a run ends
 
-def test_no_library_swallows_a_stop():
+def test_no_librarys_except_exception_swallows_stopped():
     assert not issubclass(Stopped, Exception)
 
 
@@ -356,10 +370,10 @@ def test_a_signal_waits_until_files_and_memory_agree(handlers):
             done.append("log")
             done.append("keep")
 
-    done, before = [], [signal.getsignal(number) for number in checkpoints.SIGNALS]
+    done, before = [], [signal.getsignal(number) for number in checkpoints.STOP_SIGNALS]
     with pytest.raises(Stopped, match="stopped by SIGTERM"):
         whole()
-    assert done == ["log", "keep"] and [signal.getsignal(number) for number in checkpoints.SIGNALS] == before
+    assert done == ["log", "keep"] and [signal.getsignal(number) for number in checkpoints.STOP_SIGNALS] == before
     with signals_wait():
         pass
 
@@ -371,7 +385,7 @@ def end(error, save=lambda: "step 7 is saved"):
 
 @pytest.mark.parametrize("error", [Stopped("stopped by SIGTERM"), OSError("disk full\nsecond line"),
                                    torch.OutOfMemoryError("no room\nsecond line")])
-def test_what_is_no_fault_of_the_code_ends_in_one_line_and_code_1(handlers, capsys, error):
+def test_an_end_that_is_no_bug_is_one_line_and_code_1(handlers, capsys, error):
     with pytest.raises(SystemExit) as stop:
         end(error)
     assert stop.value.code == 1
@@ -387,7 +401,7 @@ def test_a_bug_keeps_its_traceback_but_the_step_is_saved(handlers, capsys, error
     assert calls == [1] and capsys.readouterr().err == ""
 
 
-def test_a_save_that_fails_is_said_and_loses_nothing(handlers, capsys):
+def test_a_failed_save_is_reported_and_earlier_checkpoints_are_kept(handlers, capsys):
     def full():
         raise OSError("disk full")
 
@@ -411,20 +425,8 @@ def test_a_second_signal_does_not_cut_the_saving_short(handlers):
     assert saves == ["whole"]
 
 
-def test_an_end_that_is_none_saves_nothing(handlers):
+def test_a_block_that_ends_normally_saves_nothing(handlers):
     saves = []
     with ending_with(lambda: saves.append("early"), ""):
         pass
     assert saves == []
-
-
-def test_a_pipe_is_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "metrics.jsonl")
-    with pytest.raises(OSError, match="metrics.jsonl: no regular file"):
-        trim_log(tmp_path / "metrics.jsonl", 1)
-
-
-def test_numbers_that_are_not_finite_are_null_in_a_log(tmp_path):
-    folder = Folder(tmp_path, some_live(), lambda *_: None)
-    folder.log("a.jsonl", [{"x": float("nan"), "parts": {"y": -float("inf")}, "z": 1}])
-    assert (tmp_path / "a.jsonl").read_text() == '{"x": null, "parts": {"y": null}, "z": 1}\n'

@@ -115,7 +115,7 @@ def test_calibration_takes_the_problems_style_and_seed_of_its_flags(tmp_path, mo
                    "--prompt-style", "tags", "--seed", "5", *flags) is None
         (folder, tokenizer, some, _), named = asked[-1]
         assert folder == TINY and named == {"seed": 5}
-        questions = [f"{i} + 1" for i in data.order(9, 5, 0)[:count]]
+        questions = [f"{i} + 1" for i in data.epoch_order(9, 5, 0)[:count]]
         assert [problem.question for problem in some] == questions
         request, system = data.STYLES["tags"]
         assert [p.prompt for p in some] == [tokenizer.chat(q + request, system) for q in questions]

@@ -1,5 +1,6 @@
 """
-data.py against hand-written rows, hand-worked problems and (chat format) the tokenizer's own parsing of the text.
+Problems and prompts, against rows and word problems worked by hand, and the chat format against the tokenizer's own
+parsing of the text.
 
 python -m pytest tests/test_data.py -v
 """
@@ -43,7 +44,7 @@ def save_tokenizer(folder, template=None):
 
 
 # -----------------------------------------------------------------------------
-# Rows.
+# Rows
 
 @pytest.mark.parametrize("row,answer", [
     ({"question": "q", "answer": "It is 1,000 + 234 = <<1000+234=1234>>1,234.\n#### 1,234"}, "1234"),      # GSM8K, raw
@@ -56,7 +57,7 @@ def save_tokenizer(folder, template=None):
     ({"prompt": [{"role": "user", "content": "q"}], "reward_model": {"ground_truth": "34"}}, "34"),     # DAPO, original
     ({"question": "q", "final_answer": 0}, "0"),                                            # falsy, yet an answer
 ])
-def test_golds_are_found_under_the_names_in_use(tmp_path, row, answer):
+def test_gold_answers_are_found_under_the_names_in_use(tmp_path, row, answer):
     assert data.load_problems(write(tmp_path / "x.jsonl", row)) == [Problem("x-1", "q", answer)]
 
 
@@ -68,36 +69,46 @@ def test_golds_are_found_under_the_names_in_use(tmp_path, row, answer):
     ('{"problem": "q", "solution": "A long proof\\nthat ends without a box."}', "has no answer"),
     ('{"problem": "q", "solution": "an unclosed \\\\boxed{12, and then\\nmore"}', "has no answer"),
     ('{"answer": "1"}', "has no question"),
-    ('{"question": "q", "answer": "1"', "not JSON"),
-    ('["q", "1"]', "not an object"), ("[" * 100_000, "not JSON"),
-    ('{"question": NaN, "answer": "1"}', "NaN is no JSON"),
-    ('{"question": "q", "answer": NaN}', "NaN is no JSON"), ('{"question": "q", "answer": 1e999}', "has no answer"),
+    ('{"question": "q", "answer": "1"', "is not JSON"),
+    ('["q", "1"]', "not an object"), ("[" * 100_000, "is not JSON"),
+    ('{"question": NaN, "answer": "1"}', "NaN is not JSON"),
+    ('{"question": "q", "answer": NaN}', "NaN is not JSON"), ('{"question": "q", "answer": 1e999}', "has no answer"),
     (r'{"question": "\ud800", "answer": "1"}', "half a surrogate pair"),
     ('{"prompt": [], "answer": "1"}', "has no question"),
     (r'{"question": "q", "answer": "1", "id": "\udc00"}', "half a surrogate pair"), ("3", "not an object but int"),
-    *((json.dumps({"prompt": [{"role": role, "content": "1+1"} for role in roles], "answer": "2"}), "is no chat of")
+    *((json.dumps({"prompt": [{"role": role, "content": "1"} for role in roles], "answer": "2"}), "a chat must be")
       for roles in (["user", "assistant"], ["system"], ["user", "assistant", "user"], [None])),
-    ('{"prompt": [{"role": "system", "content": 3}, {"role": "user", "content": "q"}], "answer": "1"}', "is no chat"),
-    ('{"prompt": [{"role": "user", "content": [{"text": "q"}]}], "answer": "1"}', "is no chat of a user's text"),
+    ('{"prompt": [{"role": "system", "content": 3}, {"role": "user", "content": "q"}], "answer": "1"}', "a chat must"),
+    ('{"prompt": [{"role": "user", "content": [{"text": "q"}]}], "answer": "1"}', "a chat must be a user's text"),
     ('{"prompt": [3], "answer": "1"}', "has no question"), ('{"question": {"a": 1}, "answer": "1"}', "has no question"),
     ('{"frage": "q", "answer": "1"}', r"none of question, problem, prompt holds one \(its fields: frage, answer\)"),
     ('{"question": "q", "gold": "1"}', "none of answer, final_answer, ground_truth, solution holds one"),
 ])
-def test_a_bad_line_ends_the_load_with_file_line_and_what_is_missing(tmp_path, line, missing):
+def test_a_bad_row_ends_the_load_with_its_file_line_and_what_is_missing(tmp_path, line, missing):
     path = tmp_path / "bad.jsonl"
     path.write_text('{"question": "q", "answer": "1"}\n\n' + line + "\n")
     with pytest.raises(ValueError, match=rf"bad\.jsonl:3: .*{missing}|bad\.jsonl:3: {missing}"):
         data.load_problems(str(path))
 
 
-def test_objects_may_take_several_lines(tmp_path):
-    path = tmp_path / "x.json"
-    path.write_text(json.dumps({"question": "a", "answer": "1"}, indent=2) + "\n"
-                    + json.dumps({"question": "b", "answer": "2"}, indent=2))
-    assert data.load_problems(str(path)) == [Problem("x-1", "a", "1"), Problem("x-5", "b", "2")]
+@pytest.mark.parametrize("text,message", [
+    ('{"question": "a", "answer": "1"}\n{"question": "b", "answer": "2"}', "Extra data.*one row a line is a .jsonl"),
+    ('{"question": "a", "answer": "1"}', "must hold a list of rows, this one holds {'question': 'a', 'answer': '1'}"),
+    ('[{"question": NaN}]', "NaN is not JSON"), ("", "Expecting value"), ("[" * 100_000, "cannot be read as JSON")])
+def test_a_json_file_that_is_no_list_of_rows_is_refused(tmp_path, text, message):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(ValueError, match=f"x.json: .*{message}") as error:
+        data.load_problems(str(tmp_path / "x.json"))
+    assert "\n" not in str(error.value)
 
 
-def test_a_reward_of_ones_own_needs_no_gold_and_sees_every_field(tmp_path):
+def test_rows_of_a_list_are_numbered_by_their_place(tmp_path):
+    (tmp_path / "x.json").write_text(json.dumps([{"question": "a", "answer": "1"}, {"question": "b"}], indent=2))
+    with pytest.raises(ValueError, match="x.json:2: has no answer"):
+        data.load_problems(str(tmp_path / "x.json"))
+
+
+def test_a_users_reward_needs_no_gold_and_sees_every_field(tmp_path):
     (problem,) = data.load_problems(write(tmp_path / "x.jsonl", {"question": "q", "level": 3}), needs_gold=False)
     assert problem.answer == "" and problem.fields() == {"question": "q", "level": 3, "id": "x-1", "answer": ""}
 
@@ -131,7 +142,7 @@ def test_a_line_separator_inside_a_string_does_not_split_the_line(tmp_path):
     assert data.load_problems(str(path))[0].question == "a\u2028b"
 
 
-def test_json_may_be_a_list_or_lines(tmp_path):
+def test_a_json_list_and_jsonl_lines_hold_the_same_problems(tmp_path):
     rows = [{"id": 7, "question": "a", "answer": 1}, {"question": "b", "answer": "2"}]
     (tmp_path / "x.json").write_text(json.dumps(rows, indent=2))
     want = [Problem("7", "a", "1"), Problem("x-2", "b", "2")]
@@ -142,8 +153,8 @@ def test_json_may_be_a_list_or_lines(tmp_path):
 @pytest.mark.parametrize("reward,kept", [(None, ["1", "2"]), ("my:function", ["1", r"2^{\aleph_0}", "2"])])
 def test_golds_that_the_grader_cannot_read_are_left_out_and_counted(tmp_path, capsys, reward, kept):
     rows = [{"question": "q", "answer": answer} for answer in ("1", r"2^{\aleph_0}", "2")]
-    args = SimpleNamespace(reward=reward, prompt_style="plain", max_prompt_tokens=512)
-    problems = data.encoded_problems(args, Tokenizer(TINY), write(tmp_path / "x.jsonl", *rows), "train")
+    settings = SimpleNamespace(reward=reward, prompt_style="plain", max_prompt_tokens=512)
+    problems = data.usable_problems(settings, Tokenizer(TINY), write(tmp_path / "x.jsonl", *rows), "train")
     assert [p.answer for p in problems] == kept
     said = "x.jsonl: 1 problems left out, their answers cannot be read\n"
     assert capsys.readouterr().out.endswith(said) == (reward is None)
@@ -194,14 +205,17 @@ def test_a_hub_data_set_is_read_from_its_downloaded_files(tmp_path, monkeypatch)
     assert [p.question for p in data.load_problems("some/set", "test")] == ["c"]
 
 
-def test_the_files_of_one_split_and_configuration_are_picked():
+def test_the_files_of_one_split_in_one_folder_are_picked():
     gsm8k = ["README.md", "main/test-00000-of-00001.parquet", "main/train-00000-of-00001.parquet",
              "socratic/test-00000-of-00001.parquet", "socratic/train-00000-of-00001.parquet"]
     assert data.pick_files(gsm8k, "openai/gsm8k:main", "test") == ["main/test-00000-of-00001.parquet"]
-    with pytest.raises(ValueError, match=":main, :socratic"):
+    with pytest.raises(ValueError, match="test files in several folders: give openai/gsm8k:main or openai/gsm8k:socr"):
         data.pick_files(gsm8k, "openai/gsm8k", "test")
-    assert data.pick_files(["data/dapo-math-17k.parquet"], "x/dapo", "train") == ["data/dapo-math-17k.parquet"]
-    assert data.pick_files(["data/dapo-math-17k.parquet"], "x/dapo", "test") == []
+    levels = ["level_3/train-0.jsonl", "level_3_4/train-0.jsonl"]
+    assert data.pick_files(levels, "x/bigmath:level_3", "train") == levels[:1]
+    others = ["training.jsonl", "data/trainer.json", "data/problems.jsonl", "validation.jsonl", "latest.jsonl"]
+    assert data.pick_files([*others, "train.jsonl"], "x/y", "train") == ["train.jsonl"]
+    assert data.pick_files(others, "x/y", "train") == data.pick_files(others, "x/y", "test") == []
     assert data.pick_files(["test.jsonl", "test.parquet"], "x/y", "test") == ["test.jsonl"]      # pyarrow not needed
 
 
@@ -214,7 +228,6 @@ def test_the_files_of_one_split_and_configuration_are_picked():
     ("arithmetic", [], True),
     ("my/problems.jsonl", [], False)])                     # one's own file, not owner/name
 def test_a_data_set_with_a_test_split_is_evaluated_on_it(tmp_path, monkeypatch, source, files, held_out):
-    """--data owner/name used to be evaluated on the end of its train split, whatever it held."""
     for file in files:
         (tmp_path / file).parent.mkdir(exist_ok=True)
         write(tmp_path / file, {"problem": file, "answer": "1"})
@@ -227,8 +240,7 @@ def test_a_data_set_with_a_test_split_is_evaluated_on_it(tmp_path, monkeypatch, 
 
 
 def test_a_cached_gsm8k_is_read_without_a_network(tmp_path, monkeypatch):
-    """huggingface_hub.constants is no attribute of the package before somebody imports it: every
-    --data gsm8k with a local model folder ended in an AttributeError."""
+    """In a process of its own: huggingface_hub.constants is no attribute of the package before somebody imports it."""
     (tmp_path / "qerl").mkdir()
     for split, n in (("train", 3), ("test", 2)):
         rows = [{"question": f"{split}?", "answer": f"<<1+1={i}>>\n#### {i},000"} for i in range(n)]
@@ -253,7 +265,7 @@ def test_a_download_cut_short_leaves_no_file(tmp_path, monkeypatch):
     assert not (tmp_path / "qerl" / "gsm8k_train.jsonl").exists()
 
 
-def test_a_failed_download_is_one_clear_line(monkeypatch):
+def test_a_failed_download_is_one_line_that_names_the_data_set(monkeypatch):
     def offline(*args, **kwargs):
         raise ConnectionError("name not known")
     monkeypatch.setattr(data.huggingface_hub, "snapshot_download", offline)
@@ -262,7 +274,7 @@ def test_a_failed_download_is_one_clear_line(monkeypatch):
 
 
 # -----------------------------------------------------------------------------
-# The generator.
+# The generator
 
 def test_every_kind_of_problem_states_the_numbers_that_its_answer_follows_from():
     rng = random.Random(0)
@@ -295,7 +307,7 @@ def test_arithmetic_splits_share_no_question_whatever_the_seed():
 
 
 # -----------------------------------------------------------------------------
-# Tokenizer and prompts.
+# Tokenizer and prompts
 
 QWEN_TEMPLATE = (r"{%- if tools %}{{- '<|im_start|>system\n' }}{{- messages[0]['content'] }}{%- else %}"
                  r"{%- if messages[0]['role'] == 'system' %}"
@@ -310,7 +322,7 @@ QWEN_TEMPLATE = (r"{%- if tools %}{{- '<|im_start|>system\n' }}{{- messages[0]['
      "Put it in \\boxed{}.\nBe brief."),
     (r"{{ '<|im_start|>' + message['role'] + '\n' }}", None),
 ])
-def test_chat_is_chatml_with_the_templates_own_default_system_message(tmp_path, template, system):
+def test_a_prompt_is_chatml_with_the_templates_default_system_message(tmp_path, template, system):
     file = save_tokenizer(tmp_path, template)
     begin = "" if system is None else f"<|im_start|>system\n{system}<|im_end|>\n"
     want = f"{begin}<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n"
@@ -331,7 +343,7 @@ def test_another_chat_format_or_a_link_to_nothing_is_refused(tmp_path, name, tex
         Tokenizer(tmp_path)
 
 
-def test_a_tokenizer_saved_with_a_limit_cuts_and_fills_no_prompt(tmp_path):
+def test_limits_and_padding_saved_in_a_tokenizer_are_not_applied(tmp_path):
     file = save_tokenizer(tmp_path)
     file.enable_truncation(5)
     file.enable_padding(length=500)
@@ -339,7 +351,7 @@ def test_a_tokenizer_saved_with_a_limit_cuts_and_fills_no_prompt(tmp_path):
     assert len(Tokenizer(tmp_path).encode("How many apples?")) == 16
 
 
-def test_a_problem_cannot_smuggle_in_control_tokens(tmp_path):
+def test_control_tokens_in_a_question_stay_text(tmp_path):
     save_tokenizer(tmp_path)
     tokenizer = Tokenizer(tmp_path)
     ids = tokenizer.chat("1 + 1<|im_end|>\n<|im_start|>assistant\n2")
@@ -361,7 +373,7 @@ def test_decode_inverts_encode_and_drops_only_the_end_token(tmp_path):
     assert tokenizer.vocab_size == 259
 
 
-def test_a_folder_without_a_fit_tokenizer_is_named(tmp_path):
+def test_a_tokenizer_that_is_missing_broken_or_not_qwens_is_named(tmp_path):
     with pytest.raises(ValueError, match=f"{tmp_path.name}/tokenizer.json: cannot be read"):
         Tokenizer(tmp_path)
     save_tokenizer(tmp_path)
@@ -370,11 +382,11 @@ def test_a_folder_without_a_fit_tokenizer_is_named(tmp_path):
     with pytest.raises(ValueError, match="tokenizer.json: cannot be read as a tokenizer"):
         Tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text(whole.replace("<|im_start|>", "<s>"))
-    with pytest.raises(ValueError, match="tokenizer.json: lacks <.im_start"):
+    with pytest.raises(ValueError, match="tokenizer.json: lacks <.im_start.*Qwen's chat"):
         Tokenizer(tmp_path)
 
 
-def test_the_embedded_model_has_spare_rows_both_end_tokens_and_one_digit_a_token():
+def test_the_tiny_models_tokenizer_has_spare_ids_both_end_tokens_and_one_digit_a_token():
     tokenizer = Tokenizer(TINY)
     config = json.loads((TINY / "config.json").read_text())
     assert tokenizer.vocab_size < config["vocab_size"], (tokenizer.vocab_size, config["vocab_size"])
@@ -385,14 +397,14 @@ def test_the_embedded_model_has_spare_rows_both_end_tokens_and_one_digit_a_token
     assert len(problems) == 200                          # short prompts keep the CPU run short
 
 
-def test_over_long_prompts_are_dropped_and_counted_never_cut(tmp_path, capsys):
+def test_prompts_over_the_limit_are_left_out_and_counted_never_cut(tmp_path, capsys):
     save_tokenizer(tmp_path)
     tokenizer = Tokenizer(tmp_path)
     source = write(tmp_path / "x.jsonl", *({"id": n, "question": "x" * n, "answer": "1"} for n in (1, 50, 2, 51)))
     problems = data.load_problems(source)
     fifty, = data.encode_prompts(tokenizer, problems[1:2], "boxed")
-    args = SimpleNamespace(reward=None, prompt_style="boxed", max_prompt_tokens=len(fifty.prompt))
-    kept = data.encoded_problems(args, tokenizer, source, "train")
+    settings = SimpleNamespace(reward=None, prompt_style="boxed", max_prompt_tokens=len(fifty.prompt))
+    kept = data.usable_problems(settings, tokenizer, source, "train")
     assert [p.id for p in kept] == ["1", "50", "2"]
     assert f"1 prompts of more than {len(fifty.prompt)} tokens left out" in capsys.readouterr().out
     assert all(p.question + "\n" in tokenizer.decode(p.prompt) for p in kept)
@@ -404,7 +416,7 @@ def test_over_long_prompts_are_dropped_and_counted_never_cut(tmp_path, capsys):
     ("boxed", data.QWEN_SYSTEM, "How many?\nPlease reason step by step, and put your final answer within \\boxed{}."),
     ("tags", "Think the problem through before you answer. Write your reasoning between <think> and </think>, then "
              "only the final answer between <answer> and </answer>.", "How many?")])
-def test_every_style_is_a_system_message_and_a_users_turn(tmp_path, style, system, user):
+def test_every_prompt_style_is_a_system_message_and_a_users_turn(tmp_path, style, system, user):
     file = save_tokenizer(tmp_path)
     problem, = data.encode_prompts(Tokenizer(tmp_path), [Problem("1", "How many?", "1")], style)
     want = (f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n")
@@ -415,22 +427,22 @@ def test_every_style_is_a_system_message_and_a_users_turn(tmp_path, style, syste
     "", " ", [], None, 3, [3], [{"content": "q"}], {"role": "user", "content": "q"}, [{"role": "user", "content": ()}],
     [{"role": "user", "content": [{"type": "text", "text": "q"}]}], [{"role": 3, "content": "q"}],
     [{"role": "system", "content": "s"}], [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]])
-def test_a_prompt_of_ones_own_is_text_or_turns_of_text_that_end_with_the_users(monkeypatch, said):
+def test_a_users_prompt_function_must_return_text_or_turns_that_end_with_the_users(monkeypatch, said):
     monkeypatch.setattr(data, "load_function", lambda name, flag: lambda problem: said)
     with pytest.raises(ValueError, match="--prompt-style my:ask: expected text or a list .* for problem x, got"):
         data.encode_prompts(Tokenizer(TINY), [Problem("x", "q", "1")], "my:ask", 64)
 
 
 # -----------------------------------------------------------------------------
-# Order.
+# The order of problems
 
 def test_every_epoch_visits_each_problem_once_in_another_order():
-    epochs = [data.order(100, seed=3, epoch=e) for e in range(4)]
+    epochs = [data.epoch_order(100, seed=3, epoch=e) for e in range(4)]
     assert all(sorted(e) == list(range(100)) for e in epochs)
-    assert len({tuple(e) for e in epochs} | {tuple(data.order(100, seed=4, epoch=0))}) == 5
+    assert len({tuple(e) for e in epochs} | {tuple(data.epoch_order(100, seed=4, epoch=0))}) == 5
 
 
-def test_steps_walk_the_epochs_and_resume_anywhere():
-    walk = data.order(10, 0, 0) + data.order(10, 0, 1) + data.order(10, 0, 2)
+def test_steps_follow_the_epochs_and_can_resume_anywhere():
+    walk = data.epoch_order(10, 0, 0) + data.epoch_order(10, 0, 1) + data.epoch_order(10, 0, 2)
     assert [i for cursor in range(0, 28, 4) for i in data.step_indices(10, 0, cursor, 4)] == walk[:28]
     assert data.step_indices(10, 0, 7, 16) == walk[7:23]                  # over two epoch ends, from the cursor alone

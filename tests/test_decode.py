@@ -256,7 +256,7 @@ def rows_state(prefix, pos, width, blocks, gen):
 @runs_kernels
 @pytest.mark.parametrize("H,KV,d", [(14, 2, 64), (10, 2, 128)])
 def test_heads_kernel_rotates_and_writes_keys_and_values_where_the_table_says(H, KV, d, gen):
-    prefix, pos, B = [0, 5, 32, 40, 64], [0, 9, 32, 90, 95], sampler.BLOCK
+    prefix, pos, B = [0, 5, 32, 40, 64], [0, 9, 32, 90, 95], sampler.KV_BLOCK
     n, D, width = 5, 256, 5
     state, table = rows_state(prefix, pos, width, 40, gen)
     kv = torch.zeros(2, 40, KV, B, d, device=DEVICE, dtype=DTYPE)
@@ -355,7 +355,7 @@ def small_engine(base, gen, rank=32, max_rows=9, size=(256, 384, 2, 4, 2, 2432),
         adapter.master.data[adapter.b_start:].normal_(0, 0.1, generator=gen)
         adapter.sync()
     width = 12
-    shape = config.layers, 2, max_rows * width + 1, config.kv_heads, sampler.BLOCK, config.head_dim
+    shape = config.layers, 2, max_rows * width + 1, config.kv_heads, sampler.KV_BLOCK, config.head_dim
     kv = torch.randn(shape, generator=gen, device=DEVICE).to(dtype)
     return model, decode.GraphEngine(model, kv, max_rows, MATMUL), width
 
@@ -498,7 +498,7 @@ def test_steps_of_7b_sized_layers_repeat_bit_for_bit_while_kernels_overlap(n, ge
 @torch.no_grad()
 def test_a_short_prefill_is_a_graph_that_writes_what_an_eager_one_does_and_nothing_else(gen):
     model, engine, _ = small_engine("nvfp4", gen)
-    blocks, block = engine.kv.shape[2], sampler.BLOCK
+    blocks, block = engine.kv.shape[2], sampler.KV_BLOCK
     for _ in range(2):
         for lengths in [(5,), (33, 33, 1), (64,), (90,), (200, 90), (10,) * 14]:
             free = iter((torch.randperm(blocks - 1, generator=gen, device=DEVICE) + 1).cpu())
@@ -609,7 +609,7 @@ def test_drawn_tokens_equal_a_draw_from_the_same_logits(temperature, top_k, top_
     engine.sample(xw, squares, sampling(temperature, (), top_k, top_p))
     logits = mm_fp32(xw, model.lm_head.T)[:, :V] * (rstd / (temperature or 1.0)).float()
     u = sampler.uniforms(key, pos) if temperature else None
-    token, logprob = sampler.draw(sampler.filter_logits(logits, top_k, top_p), u)
+    token, logprob = sampler.draw_tokens(sampler.filter_logits(logits, top_k, top_p), u)
     # fp32 sums of 2,311 probabilities differ by 1e-6: a draw lands between the two with odds of 1e-4 for all rows
     assert torch.equal(token, engine.tokens[0])
     torch.testing.assert_close(logprob, engine.logprobs[0], atol=1e-4, rtol=0)

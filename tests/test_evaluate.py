@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import evaluate
 import lora
 import model as qwen
+from harness.config import Settings
 from harness.figures import mean
 from harness.ranks import device_of
 from sampler import Sampler, TorchEngine
@@ -79,8 +79,9 @@ def test_samples_are_figured_per_problem_and_compared_with_another_run(tmp_path,
                                                          "maj@5", "pass@1_lenient"]
     greedy = [row["correct"] for row in read(tmp_path / "greedy.jsonl")]
     assert figures["difference"][0] == pytest.approx(mean(share) - mean(greedy[:6]))
-    assert (figures["pairs"], figures["unpaired"], figures["mcnemar_p"]) == (6, 2, None)
-    defined, flags = (ROOT / "docs" / "metrics.md").read_text(), vars(evaluate.parse_args()[0])
+    assert (figures["pairs"], figures["unpaired"]) == (6, 2)
+    defined = (ROOT / "docs" / "metrics.md").read_text()
+    flags = {"run", *vars(evaluate.Which()), *vars(evaluate.Evaluation())}
     assert [key for key in figures if key not in flags and f"`{key.split('@')[0]}" not in defined] == []
 
 
@@ -336,10 +337,11 @@ def test_a_run_is_evaluated_with_its_flags_on_what_it_held_out(adapted, tmp_path
 
 
 def test_of_a_data_set_all_of_its_own_test_split_is_held_out_but_no_more_than_limit():
-    of_run = dict(data="arithmetic", eval_problems=4, max_prompt_tokens=64)
+    run = Settings.of(dict(data="arithmetic", eval_problems=4, max_prompt_tokens=64))
     for limit, want in ((0, len(evaluate.data.arithmetic("test"))), (6, 6)):
-        args = SimpleNamespace(data=None, prompt_style="plain", reward=None, limit=limit)
-        assert len(evaluate.problems_of(args, of_run, evaluate.data.Tokenizer(ROOT / "tiny"))) == want > 4
+        wanted = evaluate.Evaluation(prompt_style="plain", limit=limit)
+        problems, source = evaluate.problems_of(wanted, run, evaluate.data.Tokenizer(ROOT / "tiny"))
+        assert len(problems) == want > 4 and source == "arithmetic"
 
 
 @pytest.mark.parametrize("flags", ["--prompt-style boxed", "--reward rewards_here:length"])

@@ -1,5 +1,5 @@
 """
-figures.py against enumeration, published tables and numbers worked by hand.
+pass@k, maj@k, intervals and paired differences, against enumeration, published tables and numbers worked by hand.
 
 python -m pytest tests/test_figures.py -v
 """
@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from harness.figures import ballots, interval, maj_at_k, mcnemar, mean, paired, pass_at_k
+from harness.figures import ballots, confidence_interval, maj_at_k, mean, paired_figures, pass_at_k
 
 
 @pytest.mark.parametrize("n,c", [(1, 0), (1, 1), (5, 0), (5, 2), (6, 5), (7, 3)])
@@ -20,7 +20,7 @@ def test_pass_at_k_is_the_share_of_all_subsets_that_hold_a_right_answer(n, c):
         assert pass_at_k(n, c, k) == pytest.approx(share, abs=1e-15)
 
 
-def test_pass_at_k_is_not_the_first_k():
+def test_pass_at_k_counts_all_choices_of_k_answers():
     assert pass_at_k(4, 1, 2) == 0.5                       # 3 of the 6 pairs hold the one right answer
     assert pass_at_k(200, 1, 100) == 0.5                   # C(200, 100) has 59 digits: no float on the way
 
@@ -38,7 +38,7 @@ def test_equal_answers_vote_together_and_no_answer_does_not_vote():
     ([None, None, "A"], [0, 0, 1], 3, 1.0),                # two without an answer do not outvote one with
     ([None, None], [0, 0], 2, 0.0),
     ("AA", [1, 0], 2, 1.0)])                               # 0.333333 = 1/3, yet not 333333/1000000: the first decides
-def test_maj_at_k_by_hand(votes, correct, k, want):
+def test_maj_at_k_is_what_counting_by_hand_gives(votes, correct, k, want):
     assert maj_at_k(list(votes), correct, k) == pytest.approx(want)
 
 
@@ -52,60 +52,55 @@ def test_one_or_two_voters_are_as_good_as_one_answer():
 
 @pytest.mark.parametrize("solved,n,low,high", [            # Newcombe 1998, table I, method 3
     (81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)])
-def test_interval_of_proportions_is_wilsons(solved, n, low, high):
-    assert interval([1.0] * solved + [0.0] * (n - solved)) == pytest.approx([solved / n, low, high], abs=6e-5)
+def test_the_interval_of_verdicts_is_wilsons(solved, n, low, high):
+    verdicts = [1.0] * solved + [0.0] * (n - solved)
+    assert confidence_interval(verdicts) == pytest.approx([solved / n, low, high], abs=6e-5)
 
 
 @pytest.mark.parametrize("power,k", [(1.0, 1), (1.0, 2), (0.1, 1), (0.1, 4)])
-def test_interval_holds_the_truth_95_times_in_100(power, k):
+def test_the_interval_holds_the_truth_95_times_in_100(power, k):
     """60 problems with p = u^power of being solved, 4 samples each; by integration E[1 - (1 - p)^k] is known."""
     u = (torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000
     truth = (1 - (1 - u**power) ** k).mean().item()
     generator = torch.Generator().manual_seed(0)
     p = torch.rand(1000, 60, 1, generator=generator) ** power
     c = (torch.rand(1000, 60, 4, generator=generator) < p).sum(-1).tolist()
-    intervals = [interval([pass_at_k(4, x, k) for x in run], samples=4) for run in c]
+    intervals = [confidence_interval([pass_at_k(4, x, k) for x in run], samples=4) for run in c]
     held = mean([low <= truth <= high for _, low, high in intervals])
     assert 0.93 <= held <= 0.985                           # sd of 1000 such trials is 0.007; Wilson errs towards wide
 
 
-def test_interval_is_no_narrower_than_independent_answers_allow():
+def test_the_interval_is_no_narrower_than_independent_answers_allow():
     """Ten problems, 2 of 4 answers right in each: no spread between problems, still only 40 answers."""
-    assert interval([0.5] * 10, samples=4) == pytest.approx(interval([0.0] * 20 + [1.0] * 20))
-    assert interval([1.0] * 10, samples=4)[1] == pytest.approx(0.7225, abs=1e-4)        # Wilson, 10 of 10
-
-
-@pytest.mark.parametrize("won,lost,p", [(1, 9, 22 / 1024), (9, 1, 22 / 1024), (0, 6, 2 / 64), (5, 5, 1.0), (0, 0, 1.0)])
-def test_mcnemar_is_the_exact_binomial(won, lost, p):
-    assert mcnemar(won, lost) == p
+    assert confidence_interval([0.5] * 10, samples=4) == pytest.approx(confidence_interval([0.0] * 20 + [1.0] * 20))
+    assert confidence_interval([1.0] * 10, samples=4)[1] == pytest.approx(0.7225, abs=1e-4)        # Wilson, 10 of 10
 
 
 def rows(verdicts, question="q"):
     return [{"id": f"p{i}", "question": question, "correct": float(v)} for i, v in enumerate(verdicts)]
 
 
-def test_paired_comparison_by_hand():
+def test_a_paired_difference_is_what_bonett_and_price_give_by_hand():
     """10 problems, 4 won and 1 lost: 0.3; Bonett-Price (5 - 2) / 12 +- z sqrt((7 / 12 - (3 / 12)^2) / 12)."""
     mine = rows([1, 1, 1, 1, 0, 1, 1, 0, 0, 0])
     theirs = rows([0, 0, 0, 0, 1, 1, 1, 0, 0, 0])
-    figures = paired(mine, theirs[::-1])                   # order does not matter, ids do
+    figures = paired_figures(mine, theirs[::-1])                   # order does not matter, ids do
     assert figures["difference"] == pytest.approx([0.3, 0.25 - 0.408326, 0.25 + 0.408326], abs=1e-6)
     assert (figures["won"], figures["lost"], figures["pairs"], figures["unpaired"]) == (4, 1, 10, 0)
-    assert figures["mcnemar_p"] == 2 * (1 + 5) / 32
 
 
 def test_no_end_of_a_difference_is_beyond_all_problems_won_or_lost():
     # 1 / 3 +- z sqrt((3 / 3 - (1 / 3)^2) / 3) goes to 1.4; accuracies differ by at most 1.
-    assert paired(rows([1]), rows([0]))["difference"] == [1, pytest.approx(1 / 3 - 1.066869, abs=1e-6), 1]
-    assert paired(rows([0]), rows([1]))["difference"] == [-1, -1, pytest.approx(1.066869 - 1 / 3, abs=1e-6)]
+    assert paired_figures(rows([1]), rows([0]))["difference"] == [1, pytest.approx(1 / 3 - 1.066869, abs=1e-6), 1]
+    assert paired_figures(rows([0]), rows([1]))["difference"] == [-1, -1, pytest.approx(1.066869 - 1 / 3, abs=1e-6)]
 
 
-def test_paired_comparison_of_samples_is_one_of_means():
-    figures = paired(rows([1, 0]), rows([1, 1]) + rows([0, 1]))
-    assert figures["difference"][0] == pytest.approx((1 - 0.5 + 0 - 1) / 2) and figures["mcnemar_p"] is None
+def test_a_paired_difference_of_several_samples_is_one_of_means():
+    figures = paired_figures(rows([1, 0]), rows([1, 1]) + rows([0, 1]))
+    assert figures["difference"][0] == pytest.approx((1 - 0.5 + 0 - 1) / 2)
 
 
-def test_one_id_with_two_questions_is_no_pair():
-    assert paired(rows([1, 1]), rows([0]) + rows([1, 1], "other"))["unpaired"] == 3
+def test_rows_with_one_id_and_two_questions_are_no_pair():
+    assert paired_figures(rows([1, 1]), rows([0]) + rows([1, 1], "other"))["unpaired"] == 3
     with pytest.raises(ValueError, match="none of its 2 problems is among the 3 here"):
-        paired(rows([1, 1, 1]), rows([1, 1], "other"))
+        paired_figures(rows([1, 1, 1]), rows([1, 1], "other"))

@@ -1,6 +1,7 @@
 """
-One optimizer step against float64 autograd of the textbook losses on the whole batch and AdamW by hand; micro-batches
-and ranks; what is skipped, and what a resumed run needs.
+The learner's gradient against float64 autograd of the textbook losses on the whole batch, its step against AdamW worked
+out by hand and torch's own; how rows are cut into micro-batches and dealt to ranks; which updates are skipped; what a
+resumed run needs.
 
 python -m pytest tests/test_learner.py -v
 """
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import grpo
-from learner import FIRST_LOSS_SCALE, GOOD_UPDATES, Learner, micro_batches
+from learner import FIRST_LOSS_SCALE, GOOD_UPDATES, AdamW, Batch, Learner, micro_batches
 from sampler import Rollouts
 from test_lora import adapted
 from tiny_qwen2 import merged, plain_logits
@@ -37,23 +38,25 @@ def some_rollouts(model, noise, groups=4, group_size=4, seed=0):
 
 
 def some_step(tiny, loss="dapo", noise=0.15, norms=False, base="bf16", dtype=None, max_grad_norm=ANY_NORM, **changes):
-    """-> learner, its adapter by PEFT's names, rollouts, advantages (B,), weights (B,); row 5 is not in the loss."""
+    """A learner, its adapter's tensors by PEFT's names, a Batch and weights (B,), in which row 5 is not in the loss."""
     model, tensors = adapted(tiny["untied"], rank=RANK, alpha=ALPHA, norms=norms, base=base, dtype=dtype)
     learner = Learner(model, dataclasses.replace(grpo.LOSSES[loss], **changes), TEMPERATURE, max_grad_norm)
     rollouts = some_rollouts(model, noise)
     rewards = torch.tensor([1.0, 0, 0, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0, 2, 1, 3])   # the third group teaches nothing
-    advantages = grpo.group_advantages(rewards, 4)
+    batch = Batch(rollouts, grpo.group_advantages(rewards, 4))
     lengths = torch.tensor([len(c) for c in rollouts.completions])
     weights = grpo.token_weights(lengths, torch.arange(16) != 5, learner.loss, LIMIT)
-    return learner, tensors, rollouts, advantages, weights
+    return learner, tensors, batch, weights
 
 
-def plain_gradient(case, tensors, rollouts, advantages, loss):
-    """The textbook objectives, row by row through plain float64 Qwen2 -> gradient of A, B and norms by PEFT's names.
+def plain_gradient(case, tensors, batch, loss):
+    """The textbook objectives, row by row through a plain float64 Qwen2.
 
-    Nothing of grpo.py: grpo means over a row's tokens and rows, dapo over all tokens, dr_grpo over rows x limit; gspo
-    has one ratio a row. Row 5 is left out of everything.
+    Returns the gradient of A, B and norms by PEFT's names, the loss, and every ratio policy / proximal. Nothing of
+    grpo.py is used: grpo takes the mean over a row's tokens, then over rows; dapo that over all tokens; dr_grpo divides
+    by rows x limit; gspo has one ratio for each row. Row 5 is left out of everything.
     """
+    rollouts, advantages = batch.rollouts, batch.advantages
     leaves = {name: t.double().requires_grad_() for name, t in tensors.items()}
     weights = merged(case.tensors, leaves, ALPHA / RANK)
     reference = {name: t.double() for name, t in case.tensors.items()}
@@ -68,12 +71,12 @@ def plain_gradient(case, tensors, rollouts, advantages, loss):
             return logits.log_softmax(-1)[range(len(completion)), completion]
 
         now, A, n = logprobs(weights), advantages[b].double(), len(completion)
-        proximal = rollouts.proximal[b].double() if rollouts.proximal else rollouts.logprobs[b].double()
+        proximal = batch.proximal[b].double() if batch.proximal else rollouts.logprobs[b].double()
         moved, gap = now - proximal, proximal - rollouts.logprobs[b].double()
         ratio, w = ((t.mean().expand(n) if loss.sequence_level else t).exp() for t in (moved, gap))
         ratios.append(ratio.detach())
         objective = torch.minimum(ratio * A, ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high) * A)
-        objective = objective * w.clamp(max=loss.cap)
+        objective = objective * w.clamp(max=grpo.IMPORTANCE_CAP)
         if loss.kl_beta:
             d = logprobs(reference).detach() - now
             objective = objective - loss.kl_beta * (d.exp() - 1 - d)
@@ -86,7 +89,7 @@ def plain_gradient(case, tensors, rollouts, advantages, loss):
 
 
 def difference(adapter, want):
-    """|gradient - want| / |want| over all tensors; the last norm of no block is in neither."""
+    """|gradient - want| / |want| over all tensors. The model's last norm belongs to no layer and is in neither."""
     got = dict(adapter.peft_tensors(adapter.master.grad))
     assert got.keys() == want.keys()
     off = sum((got[name].double() - want[name]).square().sum() for name in want)
@@ -100,31 +103,33 @@ def difference(adapter, want):
                                           ("gspo", dict(clip_low=0.05, clip_high=0.05))])
 def test_the_gradient_is_that_of_float64_autograd_on_the_whole_batch(tiny, loss, changes):
     changes["correction"] = "ppo"                                         # the sampler's noise makes the clip act
-    learner, tensors, rollouts, advantages, weights = some_step(tiny, loss, norms=not changes.get("kl_beta"), **changes)
-    want, value, ratios = plain_gradient(tiny["untied"], tensors, rollouts, advantages, learner.loss)
+    learner, tensors, batch, weights = some_step(tiny, loss, norms=not changes.get("kl_beta"), **changes)
+    want, value, ratios = plain_gradient(tiny["untied"], tensors, batch, learner.loss)
     low, high = 1 - learner.loss.clip_low, 1 + learner.loss.clip_high
     assert ((ratios < low) | (ratios > high)).any()                       # the clip has something to do
-    update = learner.update(rollouts, advantages, weights, lr=0.0)
+    update = learner.update(batch, weights, lr=0.0)
     assert update.failure == "" and learner.skipped == 0
-    # Two blocks of fp32 sums of up to 192 terms, log-probs of up to 12: as in test_model.py's finite differences.
+    # Two layers of fp32 sums of up to 192 terms, log-probs of up to 12: as in test_model.py's finite differences.
     assert difference(learner.adapter, want) < 1e-5
     norm = torch.cat([t.flatten() for t in want.values()]).norm().item()
     assert update.grad_norm == pytest.approx(norm, rel=1e-5)
-    trained = [b for b in range(16) if b != 5 and (advantages[b] != 0 or learner.loss.kl_beta)]
-    assert update.sums["tokens"] == sum(len(rollouts.completions[b]) for b in trained)
+    trained = [b for b in range(16) if b != 5 and (batch.advantages[b] != 0 or learner.loss.kl_beta)]
+    assert update.sums["tokens"] == sum(len(batch.rollouts.completions[b]) for b in trained)
 
 
 @pytest.mark.parametrize("loss,changes", [("dapo", {}), ("gspo", dict(clip_low=0.05, clip_high=0.05))])
-def test_the_first_pass_over_a_row_is_the_proximal_policy_of_later_ones(tiny, loss, changes):
-    # A first update, of the first two groups; then one of all rows. At a row's first pass the ratio is 1, weighted by
-    # learner / sampler; at its second the ratio is of two passes of the learner, though the sampler is elsewhere.
-    learner, _, rollouts, advantages, weights = some_step(tiny, loss, cap=1.2, **changes)
+def test_the_first_pass_over_a_row_is_the_proximal_policy_of_later_ones(tiny, monkeypatch, loss, changes):
+    # A first update trains the first two groups, a second one all rows. At a row's first pass rho is 1, and its weight
+    # is learner / sampler. At its second pass rho compares two passes of the learner, wherever the sampler is.
+    monkeypatch.setattr(grpo, "IMPORTANCE_CAP", 1.2)                      # so that it binds
+    learner, _, batch, weights = some_step(tiny, loss, **changes)
+    rollouts, advantages = batch.rollouts, batch.advantages
     start = learner.adapter.master.data.clone()
-    first = learner.update(rollouts, advantages, torch.where(torch.arange(16) < 8, weights, 0.0), lr=5e-2)
+    first = learner.update(batch, torch.where(torch.arange(16) < 8, weights, 0.0), lr=5e-2)
     assert first.sums["clip_low"] + first.sums["clip_high"] == 0
     trained = [b for b in range(16) if weights[b] > 0 and advantages[b] != 0]
-    assert sorted(rollouts.proximal) == [b for b in trained if b < 8]
-    kept = {b: t.clone() for b, t in rollouts.proximal.items()}
+    assert sorted(batch.proximal) == [b for b in trained if b < 8]
+    kept = {b: t.clone() for b, t in batch.proximal.items()}
     rows = [(rollouts.prompts[b], rollouts.completions[b]) for b in kept]
     moved = learner.adapter.master.data.clone()
     learner.adapter.master.data.copy_(start)
@@ -136,20 +141,21 @@ def test_the_first_pass_over_a_row_is_the_proximal_policy_of_later_ones(tiny, lo
     learner.adapter.sync()
 
     tensors = {name: t.clone() for name, t in learner.adapter.peft_tensors(moved)}
-    second = learner.update(rollouts, advantages, weights, lr=0.0)
+    second = learner.update(batch, weights, lr=0.0)
     assert second.sums["clip_low"] + second.sums["clip_high"] > 0
-    assert sorted(rollouts.proximal) == trained and all(torch.equal(rollouts.proximal[b], t) for b, t in kept.items())
-    rollouts.proximal |= {b: rollouts.logprobs[b] for b in range(16) if b not in trained}    # advantage or weight 0
-    want, _, _ = plain_gradient(tiny["untied"], tensors, rollouts, advantages, learner.loss)
+    assert sorted(batch.proximal) == trained and all(torch.equal(batch.proximal[b], t) for b, t in kept.items())
+    batch.proximal |= {b: rollouts.logprobs[b] for b in range(16) if b not in trained}       # advantage or weight 0
+    want, _, _ = plain_gradient(tiny["untied"], tensors, batch, learner.loss)
     assert difference(learner.adapter, {name: want[name] for name in tensors}) < 1e-5
 
 
 def test_the_sums_of_an_update_are_those_of_its_trained_tokens(tiny):
-    learner, tensors, rollouts, advantages, weights = some_step(tiny)
-    sums = learner.update(rollouts, advantages, weights, lr=0.0).sums
+    learner, tensors, batch, weights = some_step(tiny)
+    rollouts = batch.rollouts
+    sums = learner.update(batch, weights, lr=0.0).sums
     w = merged(tiny["untied"].tensors, tensors, ALPHA / RANK)
     gaps, entropy = [], 0.0
-    for b in [b for b in range(16) if b != 5 and advantages[b] != 0]:
+    for b in [b for b in range(16) if b != 5 and batch.advantages[b] != 0]:
         prompt, completion = rollouts.prompts[b], rollouts.completions[b]
         log_p = plain_logits(tiny["untied"].raw, w, prompt + completion)[len(prompt) - 1:-1] / TEMPERATURE
         log_p = log_p.log_softmax(-1)
@@ -176,40 +182,78 @@ def test_micro_batches_and_kept_layers_do_not_change_the_gradient(tiny, loss):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_the_shares_of_all_ranks_add_up_to_the_gradient(tiny, ranks):
-    learner, _, rollouts, advantages, weights = some_step(tiny)
-    learner.gradient(rollouts, advantages, weights, 0, 1)
+def test_the_gradients_of_all_ranks_add_up_to_that_of_one(tiny, ranks):
+    learner, _, batch, weights = some_step(tiny)
+    learner.gradient(batch, weights, 0, 1)
     whole = learner.adapter.master.grad.clone()
     learner.adapter.master.grad.zero_()
-    parts = [learner.gradient(rollouts, advantages, weights, rank, ranks) for rank in range(ranks)]
+    parts = [learner.gradient(batch, weights, rank, ranks) for rank in range(ranks)]
     assert (learner.adapter.master.grad - whole).norm() < 1e-5 * whole.norm()            # as with micro-batches
     assert sum(part["tokens"] for part in parts if part) == sum(
-        len(c) for b, c in enumerate(rollouts.completions) if weights[b] > 0 and advantages[b] != 0)
+        len(c) for b, c in enumerate(batch.rollouts.completions) if weights[b] > 0 and batch.advantages[b] != 0)
 
 
 # -----------------------------------------------------------------------------
 # The step
 
 def test_the_step_is_adamw_by_hand_on_the_clipped_gradient_and_the_norms_do_not_decay(tiny):
-    learner, _, rollouts, advantages, weights = some_step(tiny, norms=True, max_grad_norm=0.01)
-    learner.weight_decay = 0.3
+    learner, _, batch, weights = some_step(tiny, norms=True, max_grad_norm=0.01)
+    learner.optimizer.weight_decay = 0.3
     adapter = learner.adapter
     master = adapter.master.data.double().clone()
     m, v = torch.zeros_like(master), torch.zeros_like(master)
     for t, lr in ((1, 1e-3), (2, 3e-4), (3, 0.0)):
-        update = learner.update(rollouts, advantages, weights, lr)
+        update = learner.update(batch, weights, lr)
         assert update.grad_norm > 0.01                                    # before clipping, and it does clip
-        raw = gradient_at(master, learner, rollouts, advantages, weights)
+        raw = gradient_at(master, learner, batch, weights)
         gradient = raw * (0.01 / (raw.norm() + 1e-6))
         master[:adapter.norm_start] *= 1 - lr * 0.3
         m = 0.9 * m + 0.1 * gradient                                      # betas 0.9 and 0.99, eps 1e-10
         v = 0.99 * v + 0.01 * gradient.square()
-        assert learner.moments["exp_avg"].norm().item() == pytest.approx(m.norm().item(), rel=1e-5)
+        assert learner.tensors()["exp_avg"].norm().item() == pytest.approx(m.norm().item(), rel=1e-5)
         master -= lr * (m / (1 - 0.9**t)) / ((v / (1 - 0.99**t)).sqrt() + 1e-10)
-        # Where a gradient is about 1e-8 of the largest, its direction is rounding: lr is the most it can do.
+        # Where a gradient is about 1e-8 of the largest, its direction is rounding, which can move it by lr at most.
         assert (adapter.master.data - master).abs().max() < 1e-3 * max(lr, 1e-9) + 2e-7
         master = adapter.master.data.double().clone()
         assert torch.equal(adapter.working, working_of(adapter))
+
+
+def test_the_optimizer_is_torchs_adamw_and_the_formula():
+    # torch._fused_adamw_ is private: an update of torch that changes it shows here. Two numbers never get a gradient.
+    g = torch.Generator().manual_seed(0)
+    start, gradients = torch.randn(100, generator=g), 1e-3 * torch.randn(20, 100, generator=g)
+    gradients[:, :2] = 0
+    mine, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    optimizer = AdamW(SimpleNamespace(master=mine, norm_start=100), weight_decay=0.1)
+    how = dict(lr=1.0, betas=AdamW.BETAS, eps=AdamW.EPS, weight_decay=0.1)
+    fused = torch.optim.AdamW([theirs], fused=True, **how)
+    exact = start.double()
+    plain = torch.optim.AdamW([torch.nn.Parameter(exact.clone())], foreach=False, **how)
+    m, v = torch.zeros(2, 100, dtype=torch.float64)
+    for t, gradient in enumerate(gradients.double(), start=1):
+        lr = 1e-2 / t
+        mine.grad, theirs.grad = gradient.float(), gradient.float()
+        plain.param_groups[0]["params"][0].grad = gradient
+        fused.param_groups[0]["lr"] = plain.param_groups[0]["lr"] = lr
+        optimizer.step(lr)
+        fused.step()
+        plain.step()
+        m, v = 0.9 * m + 0.1 * gradient, 0.99 * v + 0.01 * gradient.square()
+        exact = exact * (1 - lr * 0.1) - lr * (m / (1 - 0.9**t)) / ((v / (1 - 0.99**t)).sqrt() + 1e-10)
+        # The class in float64 is the formula; in fp32, 20 steps round by some 2^-24 of a number around 3 each.
+        torch.testing.assert_close(plain.param_groups[0]["params"][0].data, exact, rtol=0, atol=1e-12)
+        for fp32 in (mine, theirs):
+            torch.testing.assert_close(fp32.data.double(), exact, rtol=0, atol=2e-6)
+        torch.testing.assert_close(mine.data, theirs.data, rtol=0, atol=1e-6)
+    assert optimizer.tensors()["step"] == 20 and (exact - start).abs().mean() > 1e-2
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float16])
+def test_state_bytes_is_what_training_an_adapter_holds(tiny, dtype):
+    learner, *_ = some_step(tiny, norms=True, dtype=dtype)
+    adapter = learner.adapter
+    held = [adapter.master.grad, adapter.working, *learner.tensors().values()]
+    assert sum(t.nbytes for t in held) == Learner.state_bytes(adapter) + 4                  # the count of steps
 
 
 def gradient_at(master, learner, *step):
@@ -227,7 +271,7 @@ def gradient_at(master, learner, *step):
 
 
 def working_of(adapter):
-    """The working copies by hand: A as it is, B times alpha / rank; there are none of the norms."""
+    """The working copies by hand: A as it is, B times alpha / rank. Trained norms have no copies."""
     working = torch.zeros_like(adapter.working)
     for mine, its, scale in zip(adapter.unflatten(working), adapter.unflatten(adapter.master.data), (1, ALPHA / RANK)):
         for copy, view in zip(mine, its):
@@ -235,24 +279,25 @@ def working_of(adapter):
     return working
 
 
-def test_nothing_to_learn_from_is_no_step_and_no_momentum(tiny):
-    learner, _, rollouts, advantages, weights = some_step(tiny)
-    learner.update(rollouts, advantages, weights, lr=1e-3)                # now there is momentum that could act
+def test_where_nothing_can_be_learned_there_is_no_step_and_no_momentum_acts(tiny):
+    learner, _, batch, weights = some_step(tiny)
+    learner.update(batch, weights, lr=1e-3)                               # now there is momentum that could act
     before = {name: t.clone() for name, t in learner.tensors().items()}
-    for a, w in ((advantages * 0, weights), (advantages, weights * 0)):
-        assert learner.update(rollouts, a, w, lr=1e-3) == ({}, 0.0, 1e-3, "")
+    no_advantage = Batch(batch.rollouts, batch.advantages * 0)
+    for b, w in ((no_advantage, weights), (batch, weights * 0)):
+        assert learner.update(b, w, lr=1e-3) == ({}, 0.0, 1e-3, "")
     assert all(torch.equal(t, before[name]) for name, t in learner.tensors().items()) and learner.skipped == 0
 
 
 @pytest.mark.parametrize("where", ["sampler's log-prob", "advantage", "gradient"])
 def test_a_loss_or_gradient_that_is_not_finite_is_skipped_counted_and_changes_nothing(tiny, monkeypatch, where):
-    learner, _, rollouts, advantages, weights = some_step(tiny)
-    learner.update(rollouts, advantages, weights, lr=1e-3)
+    learner, _, batch, weights = some_step(tiny)
+    learner.update(batch, weights, lr=1e-3)
     before = {name: t.clone() for name, t in learner.tensors().items()}
     if where == "sampler's log-prob":
-        rollouts.logprobs[3][0] = float("nan")
+        batch.rollouts.logprobs[3][0] = float("nan")
     elif where == "advantage":
-        advantages[3] = float("inf")
+        batch.advantages[3] = float("inf")
     else:
         real = learner.gradient
 
@@ -263,7 +308,7 @@ def test_a_loss_or_gradient_that_is_not_finite_is_skipped_counted_and_changes_no
 
         monkeypatch.setattr(learner, "gradient", gradient)
     for count in (1, 2):
-        update = learner.update(rollouts, advantages, weights, lr=1e-3)
+        update = learner.update(batch, weights, lr=1e-3)
         assert "gradient norm" in update.failure and learner.skipped == count == learner.counters()["skipped"]
     assert all(torch.equal(t, before[name]) for name, t in learner.tensors().items())
     assert learner.loss_scale == 1.0 and "loss_scale" not in learner.counters()
@@ -301,17 +346,18 @@ def test_float16_scales_the_loss_and_the_gradient_is_the_same(tiny):
 
 
 def test_gradients_beyond_float16_lower_the_scale_until_they_fit_and_an_infinite_loss_does_not(tiny):
-    learner, _, rollouts, advantages, weights = some_step(tiny, dtype=torch.float16, max_grad_norm=0.2)
+    learner, _, batch, weights = some_step(tiny, dtype=torch.float16, max_grad_norm=0.2)
+    steep = Batch(batch.rollouts, 50 * batch.advantages)
     before = learner.adapter.master.data.clone()
     scales = []
-    while learner.update(rollouts, 50 * advantages, weights, lr=1e-3).failure:
+    while learner.update(steep, weights, lr=1e-3).failure:
         scales.append(learner.loss_scale)
         assert torch.equal(learner.adapter.master.data, before) and len(scales) < 14
     assert len(scales) > 4 and scales == [2.0**14 / 2**n for n in range(1, len(scales) + 1)]
     assert learner.skipped == len(scales) and learner.good_updates == 1
     assert learner.adapter.master.data.isfinite().all() and not torch.equal(learner.adapter.master.data, before)
-    advantages[3] = float("inf")                                          # a reward's fault, not the scale's
-    assert learner.update(rollouts, advantages, weights, lr=1e-3).failure
+    batch.advantages[3] = float("inf")                                    # a reward's fault, not the scale's
+    assert learner.update(batch, weights, lr=1e-3).failure
     assert (learner.loss_scale, learner.good_updates) == (scales[-1], 1)
 
 
@@ -351,9 +397,16 @@ def test_the_optimizer_steps_the_tensors_that_are_saved(tiny):
 # -----------------------------------------------------------------------------
 # Micro-batches
 
+def test_the_drawing_of_the_three_packings_is_right():
+    a, b, rows = [1, 2], [3], [[0] * n for n in (3, 3, 6, 1)]
+    assert micro_batches([a, a, a, b], rows, 10) == [[0, 1, 3], [2]]
+    # With two ranks the budget shrinks to 16 tokens / 8 + 1 = 3, below every row but the last: each stands alone.
+    assert [micro_batches([a, a, a, b], rows, 10, ranks=2, rank=rank) for rank in (0, 1)] == [[[2], [3]], [[0], [1]]]
+
+
 def test_micro_batches_by_hand():
     # Two groups, of prompts a (2 tokens) and b (1); budget 8. Longest first: a's row of 9 alone, then 2 + 3 + 3 of a;
-    # b's 1 + 4 + 2 has no room beside it.
+    # b's 1 + 4 + 2 has no space beside it.
     a, b, rows = [1, 2], [3], [[0] * n for n in (3, 3, 9, 4, 2)]
     assert micro_batches([a, a, a, b, b], rows, 8) == [[2], [0, 1], [3, 4]]
     assert micro_batches([a, a, a, b, b], rows, 17) == [[0, 1, 2], [3, 4]]

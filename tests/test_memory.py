@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from fast import memory
-from fast.memory import GIB, Memory, Plan
+from fast.memory import GIB, Plan
+from harness.config import Memory
 from lora import attach
 from model import load
 
@@ -57,7 +58,8 @@ class FakeGpu:
         return torch.zeros(1, requires_grad=True), None
 
     def plan(self, memory_gib=None, kv_gib=None, tokens=None, rows=ROWS, model=None):
-        return Plan(model or self.model, Memory(memory_gib, kv_gib, tokens), PROMPT, NEW, rows, self.lines.append)
+        wanted = Memory(memory_gib=memory_gib, kv_gib=kv_gib, micro_batch_tokens=tokens)
+        return Plan(model or self.model, wanted, PROMPT, NEW, rows, self.lines.append)
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """
-How programs end, some as a process of its own: wrong input and signals in one line, whatever the moment; how long help
-takes.
+Wrong input, signals and Ctrl-C end a program in one line, whatever the moment; a bug keeps its traceback. Also how long
+--help takes.
 
 python -m pytest tests/test_process.py -v
 """
@@ -19,7 +19,7 @@ from harness import hf, process
 
 ROOT = Path(__file__).parent.parent
 TINY = str(ROOT / "tiny")
-# Runs the program in sys.argv, which is interrupted where it loads its model.
+# Runs the program that sys.argv[1:] names, and interrupts it where it loads its model.
 INTERRUPTED = """
 import model, runpy, signal, sys
 model.load = lambda *_: signal.raise_signal(signal.SIGINT)
@@ -36,7 +36,7 @@ def run(*argv, cwd, code=None):
 
 
 def run_here(folder, monkeypatch, program, *flags):
-    """In this process."""
+    """Runs a program in this process, which takes no time to import torch."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", [str(ROOT / program), *flags])
     runpy.run_path(sys.argv[0], run_name="__main__")
@@ -47,7 +47,7 @@ def run_here(folder, monkeypatch, program, *flags):
     ["tools/chat.py", "--model", TINY, "--device", "cpu", "--question", "1+1?"]])
 def test_ctrl_c_while_loading_leaves_no_file(tmp_path, monkeypatch, argv):
     monkeypatch.setattr(model, "load", lambda *_: signal.raise_signal(signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt):                 # process.report says the line
+    with pytest.raises(KeyboardInterrupt):                 # process.report_uncaught prints the line
         run_here(tmp_path, monkeypatch, *argv)
     assert not [p for p in tmp_path.rglob("*") if p.is_file()]
 
@@ -67,8 +67,8 @@ def test_a_signal_in_convert_leaves_no_half_folder(tmp_path, monkeypatch, number
     assert not list(tmp_path.iterdir())
 
 
-def test_a_gpus_memory_is_told_to_grow_and_threads_not_to_spin_before_torch_is_imported(tmp_path):
-    """It was told afterwards, which torch passes over without a word."""
+def test_the_memory_and_thread_settings_are_made_before_torch_is_imported(tmp_path):
+    """Made afterwards, torch would ignore them without a word."""
     code = """
 import os, sys
 from harness import process
@@ -138,7 +138,7 @@ def test_a_process_with_wrong_input_ends_with_one_line_and_code_1(tmp_path):
 
 
 @pytest.mark.parametrize("argv", [
-    ["train.py", "--model", "some/model"], ["evaluate.py", "--model", "some/model"],
+    ["train.py", "--model", "some/model", "--max-new-tokens", "8"], ["evaluate.py", "--model", "some/model"],
     ["tools/convert.py", "nvfp4", "some/model", "out", "--calibrate", "8"]])
 def test_wrong_data_is_found_before_a_models_weights_are_downloaded(tmp_path, monkeypatch, argv):
     (tmp_path / "bad.jsonl").write_text('{"question": "1 + 1"}\n')
@@ -156,7 +156,7 @@ def test_wrong_data_is_found_before_a_models_weights_are_downloaded(tmp_path, mo
     (["train.py", "--adapter", "no"], "no/adapter_config"), (["train.py", "--resume", "--out", "no"], "no/run.json"),
     (["evaluate.py", "--out", "taken/x"], "taken/x exists"), (["evaluate.py", "--reward", "no:f"], "--reward no:f"),
     (["evaluate.py", "--against", "no"], "no: cannot be read")])
-def test_what_is_cheap_to_check_comes_before_any_download(tmp_path, monkeypatch, argv, said):
+def test_what_is_cheap_to_check_is_checked_before_any_download(tmp_path, monkeypatch, argv, said):
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "x").write_text("mine")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: 1 / 0)
@@ -165,7 +165,7 @@ def test_what_is_cheap_to_check_comes_before_any_download(tmp_path, monkeypatch,
 
 
 def test_help_takes_little_longer_than_torchs_import(tmp_path):
-    """Of the processor: 1.0 s where it is quick, 2 to 3.5 on a busy host, of which torch alone has nine tenths."""
+    """In processor time: 1.0 s on a quick machine, 2 to 3.5 s on a busy one; nine tenths are torch's import."""
     def seconds(*argv, code=None):
         before = os.times()
         status, said = run(*argv, cwd=tmp_path, code=code)
@@ -175,7 +175,7 @@ def test_help_takes_little_longer_than_torchs_import(tmp_path):
 
     torchs, _ = seconds(code="import torch")
     ours, said = seconds(ROOT / "train.py", "--help")
-    assert "what most runs set:" in said and said.count("(default: 80)") == 1
+    assert "what most runs set:" in said and said.count("(default: 48)") == 1
     assert "(default: arithmetic)" in " ".join(said.split())              # of a run without --model
     assert ours < 2 * torchs, (ours, torchs)
 
@@ -184,7 +184,7 @@ def test_help_takes_little_longer_than_torchs_import(tmp_path):
     (ValueError("x.json: bad\nmore"), "me: x.json: bad"), (OSError(), "me: OSError"),
     (process.Stopped("stopped"), "me: stopped"), (MemoryError("big"), "me: not enough memory: big"),
     (RuntimeError("you tried to allocate 9 bytes"), "me: not enough memory: you tried to allocate 9 bytes")])
-def test_what_is_no_bug_is_one_line(error, said):
+def test_an_error_of_the_user_or_the_machine_is_one_line(error, said):
     with pytest.raises(SystemExit) as stop:
         with process.one_line("me"):
             raise error
@@ -192,7 +192,7 @@ def test_what_is_no_bug_is_one_line(error, said):
 
 
 @pytest.mark.parametrize("bug", [lambda: max([]), lambda: dict([(1, 2, 3)]), lambda: int("x")])
-def test_a_value_error_that_nobody_raised_is_a_bug(bug):
+def test_a_value_error_of_pythons_own_is_a_bug(bug):
     with pytest.raises(ValueError):
         with process.one_line("me"):
             bug()
@@ -205,6 +205,6 @@ def test_a_bug_keeps_its_traceback(error):
             raise error
 
 
-def test_an_error_without_a_text_is_named_by_its_class():
+def test_an_error_without_a_message_is_named_by_its_class():
     assert process.first_line(OSError()) == "OSError"
     assert process.first_line(ValueError("no file\nat all")) == "no file"

@@ -1,5 +1,6 @@
 """
-Which device and kernels a process takes; what several ranks share.
+The device and the kernels are what the machine has, and ranks share lists in order. Runs on several ranks are in
+test_train.py.
 
 python -m pytest tests/test_ranks.py -v
 """
@@ -13,7 +14,7 @@ from harness.process import Stopped
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
-def test_shares_are_the_list_in_order_and_differ_by_one_at_most(monkeypatch, world):
+def test_the_ranks_shares_make_up_the_list_in_order_and_differ_by_one_at_most(monkeypatch, world):
     monkeypatch.setattr(ranks, "WORLD", world)
     for n in (0, 1, 2, 7, 16, 17):
         shares = []
@@ -24,14 +25,14 @@ def test_shares_are_the_list_in_order_and_differ_by_one_at_most(monkeypatch, wor
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-def test_alone_every_function_of_ranks_is_the_identity():
+def test_with_one_process_sharing_and_gathering_change_nothing():
     tensor = torch.ones(3)
     assert ranks.gather(["a", "b"]) == ["a", "b"] and ranks.all_sum(tensor) is tensor
-    ranks.join(torch.device("cpu"))
+    ranks.join_ranks(torch.device("cpu"))
     assert tensor.tolist() == [1, 1, 1] and not torch.distributed.is_initialized()
 
 
-def test_a_collective_that_fails_is_a_lost_rank():
+def test_a_collective_that_fails_means_a_lost_rank():
     def peer_closed():
         raise RuntimeError("Connection closed by peer\nand a page of C++")
 
@@ -73,21 +74,28 @@ def test_the_kernels_are_chosen_by_the_gpu_and_refused_in_one_line(capability, w
     assert str(error.value) == want
 
 
+def test_a_program_is_told_its_device_and_its_kernels(fake_gpu, monkeypatch):
+    assert ranks.choose_device("cpu", "auto", "nowhere") == (torch.device("cpu"), None)
+    fake_gpu((8, 0))
+    monkeypatch.setattr(ranks.importlib.util, "find_spec", lambda name: name)
+    assert ranks.choose_device(None, "auto", "nowhere") == (torch.device("cuda", 0), "portable")
+
+
 def test_a_cpu_has_no_kernels():
     assert ranks.kernels_for(torch.device("cpu"), "auto") is None
-    with pytest.raises(ValueError, match="--kernels portable: for a GPU, --device is cpu"):
+    with pytest.raises(ValueError, match="--kernels portable is for a GPU, --device is cpu"):
         ranks.kernels_for(torch.device("cpu"), "portable")
 
 
-def test_a_gradient_that_rows_share_is_added_up_in_one_order_on_a_cpu():
-    """Two threads added the last token of a group's prompt in any order: runs with one seed parted within 30 steps."""
+def test_a_gradient_that_rows_share_is_always_added_up_in_one_order_on_a_cpu():
+    """Else threads add the last token of a shared prompt in any order, and runs with one seed part within 30 steps."""
     g = torch.Generator().manual_seed(0)
     at = torch.cat([torch.arange(1490), torch.full((20,), 5), torch.arange(1490)])   # repeats lie astride the middle
     upstream = torch.randn(len(at), 128, generator=g)
     before = torch.get_num_threads(), torch.get_deterministic_debug_mode()
     try:
         torch.set_num_threads(2)
-        ranks.settle_cpu(SimpleNamespace(device=torch.device("cpu"), config=SimpleNamespace(width=128)))
+        ranks.configure_cpu(SimpleNamespace(device=torch.device("cpu"), config=SimpleNamespace(width=128)))
         sums = set()
         for _ in range(1000):
             x = torch.zeros(1500, 128, requires_grad=True)

@@ -1,6 +1,6 @@
 """
-tools/report.py: what is on the page, that it needs nothing else, one line for a bad folder; and where there is a
-Chromium, what a reader sees of it.
+The page of runs: what is on it, that it needs nothing but itself, and one line for a folder that cannot be read. Where
+a Chromium is installed, also what a reader sees.
 
 python -m pytest tests/test_report.py -v
 """
@@ -14,7 +14,6 @@ import sys
 
 import pytest
 
-from study import plot
 from tools import report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -42,7 +41,7 @@ def write_run(folder, samples=SAMPLES, **flags):
 
 
 def run(monkeypatch, *arguments):
-    """report.main() with these arguments -> None, or the message that it stopped with."""
+    """report.main() with these arguments; returns None, or the message that it stopped with."""
     monkeypatch.setattr(sys, "argv", ["report.py", *map(str, arguments)])
     try:
         return report.main()
@@ -55,14 +54,14 @@ def data_of(path):
     return json.loads(gzip.decompress(base64.b64decode(packed)))
 
 
-def test_the_page_holds_curves_flags_and_every_completion_as_written(tmp_path, monkeypatch, capsys):
+def test_the_page_holds_curves_flags_and_every_answer_as_written(tmp_path, monkeypatch, capsys):
     half = [sample(0, "half", 1.0, completion="half of a pair: \ud800")]
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", half, lr=2e-3,
                                                                 about={"commit": "abc", "versions": {"torch": "2.13"}})
     assert run(monkeypatch, a, b) is None
     assert capsys.readouterr().out.startswith(f"{a / 'report.html'}: ")
     data = data_of(a / "report.html")
-    assert data["panels"] == {key: list(panel) for key, panel in plot.PANELS.items()}
+    assert data["panels"] == {key: list(panel) for key, panel in report.PANELS.items()}
     first, second = data["runs"]
     assert (first["name"], second["name"]) == (str(a), str(b))
     assert first["samples"] == SAMPLES and second["samples"] == half
@@ -70,7 +69,7 @@ def test_the_page_holds_curves_flags_and_every_completion_as_written(tmp_path, m
     assert second["flags"]["about.commit"] == "abc" and second["flags"]["about.versions.torch"] == "2.13"
     assert first["curves"].keys() == {"reward", "sigma", "own"}           # kl was never a number
     steps, values, mean = first["curves"]["reward"]
-    assert (steps, values) == (list(range(41)), [s / 40 for s in range(41)]) and mean == plot.smooth(values, 41 // 15)
+    assert (steps, values) == (list(range(41)), [s / 40 for s in range(41)]) and mean == report.smooth(values, 41 // 15)
 
 
 def test_the_page_needs_nothing_but_itself(tmp_path, monkeypatch):
@@ -80,16 +79,16 @@ def test_the_page_needs_nothing_but_itself(tmp_path, monkeypatch):
     assert html.count("</script>") == 2 and "alert(1)" not in html
 
 
-def test_completions_can_be_those_of_every_nth_step_and_must_fit_into_a_browser(tmp_path, monkeypatch):
+def test_answers_can_be_those_of_every_nth_step_and_must_fit_into_a_browser(tmp_path, monkeypatch):
     folder = write_run(tmp_path / "a")
     assert run(monkeypatch, folder, "--every", 10) is None
     assert {row["step"] for row in data_of(folder / "report.html")["runs"][0]["samples"]} == {0, 10, 20, 30, 40}
-    monkeypatch.setattr(report, "BROWSER", 20_000)
+    monkeypatch.setattr(report, "MOST_CHARACTERS", 20_000)
     assert "more than a browser reads: --every 10 keeps" in run(monkeypatch, folder)
     assert run(monkeypatch, folder, "--every", 10) is None
 
 
-def test_a_run_without_completions_has_its_curves(tmp_path, monkeypatch):
+def test_a_run_without_answers_has_its_curves(tmp_path, monkeypatch):
     (write_run(tmp_path / "a") / "samples.jsonl").unlink()
     assert run(monkeypatch, tmp_path / "a") is None
     assert data_of(tmp_path / "a" / "report.html")["runs"][0]["samples"] == []
@@ -103,7 +102,7 @@ def test_a_run_without_completions_has_its_curves(tmp_path, monkeypatch):
     ("samples.jsonl", "[" * 99999 + "\n\n", "samples.jsonl:1: no line of a run"),
     ("metrics.jsonl", '{"step": 0, "x": ' + "[" * 99999 + "\n{}\n", "metrics.jsonl:1: no line of a run"),
     ("run.json", "[", "run.json"), ("run.json", None, "run.json")])
-def test_what_cannot_be_read_is_one_line_and_leaves_no_page(name, text, said, tmp_path, monkeypatch):
+def test_a_file_that_cannot_be_read_is_one_line_and_leaves_no_page(name, text, said, tmp_path, monkeypatch):
     folder = write_run(tmp_path / "a")
     if text is None:
         (folder / name).unlink()
@@ -113,7 +112,7 @@ def test_what_cannot_be_read_is_one_line_and_leaves_no_page(name, text, said, tm
     assert said in message and "\n" not in message and not (folder / "report.html").exists()
 
 
-def test_flags_and_places_that_cannot_be_are_one_line(tmp_path, monkeypatch):
+def test_a_bad_flag_or_place_is_one_line(tmp_path, monkeypatch):
     folder = write_run(tmp_path / "a")
     assert run(monkeypatch, folder, "--every", 0) == "report: --every must be at least 1, got 0"
     assert "metrics.jsonl" in run(monkeypatch, folder, "--out", folder / "metrics.jsonl" / "page.html")
@@ -122,7 +121,7 @@ def test_flags_and_places_that_cannot_be_are_one_line(tmp_path, monkeypatch):
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.skipif(not CHROMIUM, reason="looks at the page in a Chromium")
+@pytest.mark.skipif(not CHROMIUM, reason="needs a Chromium to look at the page")
 @pytest.mark.parametrize("address,count,problems", [
     ("", "161 of 161, mean reward 0.498, 50.3 % right", None),            # 80 ones and a 0.25, all of them right
     ("#from=10&to=11&most=0", "4 of 161, mean reward 0.000, 0.0 % right", ["p-0", "p-2"] * 2),
@@ -131,7 +130,7 @@ def test_flags_and_places_that_cannot_be_are_one_line(tmp_path, monkeypatch):
     ("#problem=what+is+odd", "1 of 161, mean reward 0.250, 100.0 % right", ["odd"]),
     ("#text=%3C%2Fscript", "1 of 161, mean reward 0.250, 100.0 % right", ["odd"]),
     ("#least=2", "0 of 161", [])])
-def test_a_reader_sees_the_completions_that_pass_the_filter(address, count, problems, tmp_path, monkeypatch):
+def test_a_reader_sees_the_answers_that_pass_the_filter(address, count, problems, tmp_path, monkeypatch):
     assert run(monkeypatch, write_run(tmp_path / "a"), "--out", tmp_path / "page.html") is None
     shown = drawn(tmp_path / "page.html", address)
     assert f'id="count">{count}</p>' in shown
@@ -141,7 +140,7 @@ def test_a_reader_sees_the_completions_that_pass_the_filter(address, count, prob
 
 
 def drawn(page, address=""):
-    """-> the page's DOM after its scripts."""
+    """The page's DOM after its scripts have run."""
     done = subprocess.run([CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=9000",
                            f"--user-data-dir={page.with_name('profile')}", "--dump-dom", f"file://{page}{address}"],
                           capture_output=True, text=True, timeout=120)
@@ -161,8 +160,8 @@ const at = setInterval(() => {
 """
 
 
-@pytest.mark.skipif(not CHROMIUM, reason="looks at the page in a Chromium")
-def test_what_is_typed_filters_and_a_click_opens_a_completion_beside_another_runs_flags(tmp_path, monkeypatch):
+@pytest.mark.skipif(not CHROMIUM, reason="needs a Chromium to look at the page")
+def test_typing_filters_and_a_click_opens_an_answer_beside_another_runs_flags(tmp_path, monkeypatch):
     pair = write_run(tmp_path / "a"), write_run(tmp_path / "b", lr=2e-3)
     assert run(monkeypatch, *pair, "--out", tmp_path / "page.html") is None
     with open(tmp_path / "page.html", "a") as page:
@@ -170,8 +169,8 @@ def test_what_is_typed_filters_and_a_click_opens_a_completion_beside_another_run
     shown = drawn(tmp_path / "page.html")
     assert 'id="count">80 of 322, mean reward 1.000, 100.0 % right</p>' in shown
     detail = shown[shown.index('<div class="detail">'):]
-    assert "step 7, problem p-3, " in detail and "reward 1, advantage 1 <button>its group" in detail
-    for title, text in (("Prompt", "What is p-3?"), ("Completion", "step 7 says 3"), ("Gold", "7")):
+    assert "step 7, problem p-3, " in detail and "reward 1, advantage 1 <button>all answers of its group" in detail
+    for title, text in (("Problem", "What is p-3?"), ("What the model wrote", "step 7 says 3"), ("Known answer", "7")):
         assert f"<b>{title}</b><pre>{text}</pre>" in detail
     differing = shown[shown.index('<div id="differing">'):shown.index('id="flags"')]
     assert re.findall(r"<tr><th>(\w+)</th>|<td>([^<]*)</td>", differing) == [("lr", ""), ("", "0.001"), ("", "0.002")]

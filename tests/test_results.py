@@ -1,9 +1,11 @@
 """
-tools/study.py on runs whose numbers are known by hand.
+The study's tables, pairs and curves on runs whose figures are known by hand; the reading of logs, which tools/report.py
+does for both.
 
-python -m pytest tests/test_study.py -v
+python -m pytest tests/test_results.py -v
 """
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +13,36 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from study.results import Arm, interval
-from study import results as study
+from harness.process import Stopped
+from study import results
+from study.results import Arm, bootstrap_interval, pairs_of_runs
+from tools.report import PANELS, log_rows, series, smooth
 
 ROOT = Path(__file__).parent.parent
 
+
+def write(folder, name, rows, tail=""):
+    folder.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    (folder / name).write_text(text + tail, encoding="utf-8")
+    return folder
+
+
+def run(monkeypatch, *arguments):
+    """results.main() with these arguments; returns None, or the message that it stopped with (exit code 1)."""
+    monkeypatch.setattr(sys, "argv", ["study.results", *map(str, arguments)])
+    try:
+        return results.main()
+    except SystemExit as stop:
+        return stop.code
+
+
+def metrics(num_steps):
+    return [dict(step=s, reward=s / 10, sigma=0 if s < 3 else 1e-2, mismatch_abs=1e-3, eval_accuracy=[0.5, None][s % 2])
+            for s in range(num_steps)]
+
+
+# -- tables, mean, pairs ------------------------------------------------------------------------------------------
 
 @pytest.fixture
 def runs(tmp_path):
@@ -41,17 +68,17 @@ def test_an_arm_is_its_seeds(runs):
     assert a.mean("entropy", -5, None) == pytest.approx((0.5 + 0.4 + 0.3 + 0.2) / 4)
 
 
-def test_the_interval_holds_both_spreads():
+def test_the_bootstrap_interval_holds_the_spread_of_seeds_and_of_problems():
     # One seed: the error of a mean of 0s and 1s. Seeds that disagree, problems that do not: their spread alone.
     one = np.repeat([[1, 0]], 200, axis=0).reshape(1, 400)
-    mean, low, high = interval(one)
+    mean, low, high = bootstrap_interval(one)
     assert mean == 50 and high - low == pytest.approx(2 * 196 * (0.25 / 400) ** 0.5, rel=0.1)
-    mean, low, high = interval(np.array([[0] * 50, [1] * 50]))
+    mean, low, high = bootstrap_interval(np.array([[0] * 50, [1] * 50]))
     assert (mean, low, high) == (50, 0, 100)
 
 
 def test_the_tables_say_what_the_files_hold(runs):
-    done = subprocess.run([sys.executable, "-m", "study.results", "a", "b", "--runs", runs], cwd=ROOT,
+    done = subprocess.run([sys.executable, "-m", "study.results", "tables", "a", "b", "--runs", runs], cwd=ROOT,
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -62,9 +89,56 @@ def test_the_tables_say_what_the_files_hold(runs):
 
 
 def test_the_mean_of_some_steps_includes_the_last(runs, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["study", "a", "--runs", str(runs), *"--mean accuracy --first 2 --last 4".split()])
-    study.main()
+    assert run(monkeypatch, *"mean accuracy a --first 2 --last 4 --runs".split(), runs) is None
     assert capsys.readouterr().out == "a 0.3\n"
+
+
+def test_pairs_are_runs_of_one_seed_over_the_steps_that_both_have(runs, monkeypatch, capsys):
+    # b-s0 learns twice as fast as a-s0 and stops two steps earlier: over steps 0 to 3 it is ahead by 0, .1, .2, .3.
+    write(runs, "b-s0.jsonl", [{"step": i, "accuracy": i / 5} for i in range(4)])
+    a, b = Arm(runs, "a"), Arm(runs, "b")
+    first, second = pairs_of_runs(b, a, "accuracy", 0, 10**9, last_common=2)
+    assert (first.steps, second.steps) == ("2 to 3", "4 to 5")
+    assert first.difference == pytest.approx(0.25) and second.difference == pytest.approx(0)
+    first, second = pairs_of_runs(b, a, "accuracy", 1, 2, last_common=None)
+    assert first.steps == "1 to 2" and first.difference == pytest.approx(0.15)
+    # Greedy: 5 and 7 of ten against 4 and 6. Two differences of 0.1 have no spread.
+    assert run(monkeypatch, "pairs", "greedy", "b:a", "--runs", runs) is None
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2] == "| b - a, seed 0 | after training | +0.1000 |"
+    assert lines[-1] == "| mean of 2, 95 % by Student's t | | **+0.1000** +- 0.0000 |"
+
+
+def test_students_t_of_three_pairs_by_hand(runs, monkeypatch, capsys):
+    # a-s0, a-s1 and a-s2 are 0.1, 0.2 and 0.6 ahead in entropy: mean 0.3, sd 0.2646, 4.303 * sd / sqrt(3) = 0.6573.
+    right = json.loads((runs / "held_out.json").read_text())
+    (runs / "held_out.json").write_text(json.dumps(right | {"a-s2": "0000000000"}))
+    for seed, ahead in enumerate((0.1, 0.2, 0.6)):
+        write(runs, f"a-s{seed}.jsonl", [{"step": 0, "entropy": 1 + ahead}])
+        write(runs, f"b-s{seed}.jsonl", [{"step": 0, "entropy": 1}])
+    assert run(monkeypatch, "pairs", "entropy", "a:b", "--runs", runs) is None
+    assert "| mean of 3, 95 % by Student's t | | **+0.3000** +- 0.6573 |" in capsys.readouterr().out
+    assert [results.student_quantile(n) for n in (1, 8, 15)] == [12.706, 2.306, 2.131]
+    assert [results.student_quantile(n) for n in (16, 30, 120)] == pytest.approx([2.120, 2.042, 1.980], abs=0.005)
+
+
+@pytest.mark.parametrize("pair,options,said", [
+    ("a", [], "a: a pair is written ARM:OTHER"),
+    ("a:b", ["--first", "50"], "a and b, seed 0: no step in common that logged accuracy"),
+    ("a:c", [], "no runs c-sSEED.jsonl")])
+def test_pairs_that_cannot_be_made_are_one_line(runs, monkeypatch, pair, options, said):
+    message = run(monkeypatch, "pairs", "accuracy", pair, *options, "--runs", runs)
+    assert message.startswith("study: ") and said in message and "\n" not in message
+
+
+def test_the_studys_first_claim_is_what_its_files_hold(monkeypatch, capsys):
+    """README.md: calibrated NVFP4 is 1.8 +- 0.7 points behind 16 bits while sampling, in nine of nine pairs."""
+    monkeypatch.chdir(ROOT)
+    families = "calibrated:bf16", "1.5b-calibrated:1.5b-bf16", "1.5b-calibrated-clip:1.5b-bf16-clip"
+    assert run(monkeypatch, "pairs", "accuracy", *families, "--last-common", 20) is None
+    *nine, mean = capsys.readouterr().out.splitlines()[2:]
+    assert len(nine) == 9 and all(" | -0.0" in line for line in nine)
+    assert mean.endswith("**-0.0182** +- 0.0073 |")
 
 
 @pytest.mark.parametrize("arms,held_out,said", [
@@ -78,7 +152,101 @@ def test_the_mean_of_some_steps_includes_the_last(runs, monkeypatch, capsys):
 def test_what_cannot_be_compared_is_one_line(runs, monkeypatch, arms, held_out, said):
     path = runs / "held_out.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | held_out if isinstance(held_out, dict) else held_out))
-    monkeypatch.setattr(sys, "argv", ["study", *arms.split(), "--runs", str(runs)])
-    with pytest.raises(SystemExit) as stop:
-        study.main()
-    assert stop.value.code.startswith("study: ") and said in stop.value.code and "\n" not in stop.value.code
+    message = run(monkeypatch, "tables", *arms.split(), "--runs", runs)
+    assert message.startswith("study: ") and said in message and "\n" not in message
+
+
+# -- reading ------------------------------------------------------------------------------------------------------
+
+def test_line_cut_off_by_a_killed_run_is_dropped_but_a_bad_line_before_it_stops(tmp_path):
+    rows = metrics(3)
+    assert log_rows(write(tmp_path / "a", "metrics.jsonl", rows, tail='{"step": 3, "rew') / "metrics.jsonl") == rows
+    with pytest.raises(Stopped, match="metrics.jsonl:4: no line of a run"):
+        log_rows(write(tmp_path / "b", "metrics.jsonl", rows, tail='{"step": 3,\n{"step": 4}\n') / "metrics.jsonl")
+
+
+def test_a_byte_order_mark_is_no_text_and_a_pipe_is_not_waited_for(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'\xef\xbb\xbf{"step": 0}\n')
+    assert log_rows(tmp_path / "metrics.jsonl") == [{"step": 0}]
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(OSError, match="pipe.jsonl: no regular file"):
+        log_rows(tmp_path / "pipe.jsonl")
+
+
+def test_line_separators_inside_a_completion_do_not_end_the_line(tmp_path):
+    # str.splitlines() would cut this record in four; json.dumps(ensure_ascii=False) leaves all three as they are.
+    rows = [dict(step=0, completion="a\u2028b\x85c\u2029d")]
+    assert log_rows(write(tmp_path, "samples.jsonl", rows) / "samples.jsonl") == rows
+
+
+def test_resumed_step_counts_once_and_gaps_are_skipped():
+    rows = [dict(step=0, reward=1), dict(step=2, reward=3.5), dict(step=1, reward=9), dict(step=1, reward=2),
+            dict(step=3, reward=None), dict(step=4, reward=float("nan")), dict(step=5)]
+    assert series(rows, "reward") == ([0, 1, 2], [1, 2, 3.5])
+
+
+def test_smoothing_by_hand():
+    assert smooth([0, 3, 6, 9, 0], 3) == [1.5, 3, 6, 5, 4.5]              # means of 2, 3, 3, 3, 2 neighbours
+    assert smooth([5, 1], 0) == [5, 1]
+
+
+# -- curves ------------------------------------------------------------------------------------------------------
+
+def test_curves_that_cannot_be_drawn_stop_in_one_line_that_names_the_cause(tmp_path, monkeypatch):
+    good = write(tmp_path / "good", "metrics.jsonl", metrics(4))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)                  # as if it were not installed
+
+    def curves(folder, out=tmp_path / "x.png"):
+        return run(monkeypatch, "curves", folder, "--out", out)
+
+    assert "pip install matplotlib" in curves(good)
+    assert "nowhere" in curves(tmp_path / "nowhere")
+    assert "x.gif" in curves(good, "x.gif")
+    assert "no complete line" in curves(write(tmp_path / "new", "metrics.jsonl", []))
+    for step in (None, True, 1.5):
+        odd = write(tmp_path / "odd", "metrics.jsonl", [dict(step=0), dict(step=step), dict(step=2)])
+        assert "metrics.jsonl:2: no line of a run (its step is no whole number)" in curves(odd)
+
+
+@pytest.mark.parametrize("suffix,magic", [("png", b"\x89PNG"), ("svg", b"<?xml")])
+def test_curves_of_two_runs_become_a_picture_that_a_full_disk_does_not_destroy(tmp_path, monkeypatch, suffix, magic):
+    pytest.importorskip("matplotlib", reason="matplotlib is optional")
+    runs = [write(tmp_path / name, "metrics.jsonl", metrics(n)) for name, n in (("long", 40), ("short", 1))]
+    out = tmp_path / "new" / f"curves.{suffix}"
+    assert run(monkeypatch, "curves", *runs, "--out", out) is None
+    assert out.read_bytes().startswith(magic)
+    log = runs[0] / "metrics.jsonl"
+    assert run(monkeypatch, "curves", log, "--out", tmp_path / "one.pdf") is None and (tmp_path / "one.pdf").exists()
+    assert run(monkeypatch, "curves", "bf16-s0", "--runs", ROOT / "study" / "runs", "--out", tmp_path / "s.pdf") is None
+    assert str(log) in run(monkeypatch, "curves", *runs, "--out", log / f"x.{suffix}")
+
+    def full_disk(_, path, **__):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full_disk)
+    assert "No space left" in run(monkeypatch, "curves", *runs, "--out", out)
+    assert out.read_bytes().startswith(magic)
+
+
+def test_the_panels_are_the_metrics_that_some_run_has():
+    plt = pytest.importorskip("matplotlib.pyplot", reason="matplotlib is optional")
+    picture = results.panels({"x": metrics(5), "y": [dict(step=0, length=3)]}, plt)
+    titles = {axis.get_title("left") for axis in picture.axes} - {""}
+    assert titles == {PANELS[key][0] for key in ("reward", "sigma", "mismatch_abs", "eval_accuracy", "length")}
+    with pytest.raises(ValueError, match="nothing to draw"):
+        results.panels({"x": [dict(step=0)]}, plt)
+
+
+def test_shares_have_axes_of_0_to_1_and_no_two_of_many_runs_one_colour():
+    plt = pytest.importorskip("matplotlib.pyplot", reason="matplotlib is optional")
+    shares = "accuracy eval_accuracy informative truncated".split()
+    rows = [{"step": s, "grad_norm": 0.5, "kl": 0.1, "reward": 0.4 + s / 100, **dict.fromkeys(shares, 0.4)}
+            for s in range(3)]
+    picture = results.panels({f"run {i}": rows for i in range(20)}, plt)
+    axes = {axis.get_title("left"): axis for axis in picture.axes}
+    for key in (*shares, "grad_norm", "kl", "reward"):
+        low, high = axes[PANELS[key][0]].get_ylim()
+        assert (low < 0 and 1 < high < 1.1) == (key in shares), key
+    drawn = [line.get_color() for line in axes[PANELS["eval_accuracy"][0]].lines]
+    assert len(drawn) == 20 and len(set(map(str, drawn))) == 20

@@ -1,6 +1,6 @@
 """
-The sampler against plain float64 forwards of whole sequences, its randomness against SplitMix64's published numbers,
-its bookkeeping (blocks, groups, preemption) against a loop that has none, on 3,000 requests.
+What is sampled against plain float64 forwards of whole sequences, the randomness against SplitMix64's published
+numbers, the bookkeeping (kv_blocks, groups, preemption) against a loop that needs none, on 3,000 requests.
 
 python -m pytest tests/test_sampler.py -v
 """
@@ -17,8 +17,8 @@ import sampler as sampler_py
 from aqn import noisy_norms
 from lora import attach
 from model import load
-from sampler import (BLOCK, MASK64, BlockPool, Rollouts, Sampler, Sampling, TorchEngine, draw, filter_logits, row_key,
-                     uniforms)
+from sampler import (KV_BLOCK, MASK64, BlockPool, Rollouts, Sampler, Sampling, TorchEngine, draw_tokens, filter_logits,
+                     row_key, uniforms)
 from tiny_qwen2 import held_by, merged, plain_logits, random_adapter, set_adapter
 
 FP32 = 5e-5                                                               # on logits: as in test_model.py
@@ -35,7 +35,7 @@ def prompts_of(vocab, lengths=LENGTHS, seed=3):
 
 
 def plain_uniform(key, position):
-    """SplitMix64's output number position + 1 from state `key`, its upper 23 bits and a half as a fraction."""
+    """Output number position + 1 of SplitMix64 started at `key`: its upper 23 bits, plus a half, over 2^23."""
     z = (key + (position + 1) * 0x9E3779B97F4A7C15) % 2**64
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
@@ -43,7 +43,7 @@ def plain_uniform(key, position):
 
 
 def distributions(case, tensors, rollouts, temperature, live_vocab):
-    """For every sequence the float64 log-probs (T, V) its completion tokens were to be drawn from."""
+    """For each row, the float64 log-probs (T, V) that its completion's tokens should have been drawn from."""
     for prompt, completion in zip(rollouts.prompts, rollouts.completions):
         logits = plain_logits(case.raw, tensors, prompt + completion)[len(prompt) - 1:-1, :live_vocab]
         yield (logits / temperature).log_softmax(-1)
@@ -58,10 +58,10 @@ def same(a, b):
 
 
 def minimal_gib(model, max_length, extra=0):
-    """The smallest pool that Sampler takes, plus some blocks."""
+    """The memory of the smallest pool that Sampler takes, plus `extra` kv_blocks."""
     c = model.config
-    block_bytes = c.layers * 2 * c.kv_heads * BLOCK * c.head_dim * model.dtype.itemsize
-    return (-(-max_length // BLOCK) + 2 + extra + 0.5) * block_bytes / 2**30
+    block_bytes = c.layers * 2 * c.kv_heads * KV_BLOCK * c.head_dim * model.dtype.itemsize
+    return (-(-max_length // KV_BLOCK) + 2 + extra + 0.5) * block_bytes / 2**30
 
 
 # -----------------------------------------------------------------------------
@@ -118,7 +118,7 @@ def test_every_token_is_the_inverse_cdf_at_its_own_uniform(tiny, base, temperatu
         assert (rollouts.logprobs[b] - want).abs().max() < FP32 / temperature
 
 
-def test_completion_depends_on_neither_rows_pool_window_order_nor_company(tiny):
+def test_a_completion_depends_on_neither_rows_pool_window_order_nor_company(tiny):
     model = load(tiny["untied"].folder, base="nvfp4", device="cpu")
     prompts, end_ids = prompts_of(101), (3, 17)
 
@@ -218,7 +218,7 @@ def test_float16_brings_sampler_and_learner_4_times_closer_than_bfloat16(tiny, b
 
 @pytest.mark.parametrize("top_k,top_p", [(5, 1.0), (0, 0.7), (8, 0.8)])
 @pytest.mark.parametrize("temperature", [0, 1.4])
-def test_filtered_logprobs_are_over_the_kept_set(tiny, top_k, top_p, temperature):
+def test_with_top_k_or_top_p_log_probs_are_over_the_tokens_that_are_kept(tiny, top_k, top_p, temperature):
     case = tiny["tied"]
     model = load(case.folder, base="bf16", device="cpu")
     sampler = Sampler(TorchEngine, model, max_length=40, max_rows=64)
@@ -235,7 +235,7 @@ def test_filtered_logprobs_are_over_the_kept_set(tiny, top_k, top_p, temperature
     assert len(sizes) > 1 or top_p == 1.0
 
 
-def test_kept_set_of_a_hand_worked_row():
+def test_top_k_and_top_p_keep_what_they_should_of_a_row_worked_by_hand():
     p = torch.tensor([[0.1, 0.4, 0.2, 0.3]])
     kept = lambda **kwargs: (filter_logits(p.log(), **kwargs) > -torch.inf)[0].tolist()
     assert kept(top_k=2) == [False, True, False, True]
@@ -305,13 +305,14 @@ def test_extreme_uniforms_never_draw_what_has_no_probability(u):
     torch.manual_seed(0)
     logits = 3 * torch.randn(50, 3000)
     logits[:, :700] = logits[:, 2000:] = -torch.inf
-    token, logprob = draw(logits, torch.full((50,), u))
+    token, logprob = draw_tokens(logits, torch.full((50,), u))
     assert ((700 <= token) & (token < 2000)).all() and logprob.isfinite().all()
 
 
 # -----------------------------------------------------------------------------
-# Bookkeeping, with a model that costs nothing: the "KV" of a token is its id and position, and the next token is a hash
-# of the whole context as read back through the block table. One wrong, stale or twice-owned block changes what follows.
+# Bookkeeping, with a model that costs nothing. The "key" of a token is its id, the "value" its position, and the next
+# token is a hash of the whole context as it is read back through the table of kv_blocks. One kv_block that is wrong,
+# out of date or owned twice changes every token that follows.
 
 VOCAB, ENDS = 40, (0, 1)
 
@@ -323,7 +324,7 @@ def scramble(x):
 
 
 def plain_completion(prompt, key, max_new_tokens, ends=ENDS):
-    """The reference: no cache, no batch. The context's hash is a sum over (token, position)."""
+    """The reference, without cache or batch. The context's hash is a sum over its (token, position) pairs."""
     context = sum(scramble((token << 32) + p) for p, token in enumerate(prompt)) & MASK64
     completion = []
     while len(completion) < max_new_tokens and not (completion and completion[-1] in ends):
@@ -346,17 +347,17 @@ class HashEngine(TorchEngine):
 
     def __init__(self, model, kv, max_rows):
         super().__init__(model, kv, max_rows)
-        self.keys, self.values = kv[0].view(2, -1, BLOCK).numpy()
+        self.keys, self.values = kv[0].view(2, -1, KV_BLOCK).numpy()
 
     def decode(self, rows, steps, sampling):
         r = {name: t.numpy() for name, t in rows._asdict().items()}
         token, pos, alive = r["token"].copy(), r["pos"].copy(), r["limit"] > r["pos"]
-        start, n = -(-r["prefix"] // BLOCK) * BLOCK, np.arange(len(token))
+        start, n = -(-r["prefix"] // KV_BLOCK) * KV_BLOCK, np.arange(len(token))
         made, tokens = np.zeros_like(pos), []
         for _ in range(steps):
             p = np.arange(pos.max() + 1)[None]                            # a row's token at position p lies in slot:
             slot = np.where(p < r["prefix"][:, None], p, start[:, None] + p - r["prefix"][:, None])
-            block, offset = np.take_along_axis(r["table"], slot // BLOCK, axis=1), slot % BLOCK
+            block, offset = np.take_along_axis(r["table"], slot // KV_BLOCK, axis=1), slot % KV_BLOCK
             self.keys[block[n, pos], offset[n, pos]] = np.where(alive, token, -1)        # a row that ended still writes
             self.values[block[n, pos], offset[n, pos]] = pos
             valid = (p <= pos[:, None]) & alive[:, None]
@@ -375,7 +376,7 @@ class HashEngine(TorchEngine):
 
 
 class AuditedSampler(Sampler):
-    """Before every window: each block is free, of one prefix or of one row, and none is missing."""
+    """Checks before every window that each kv_block is free or belongs to one prefix or one row, and none is lost."""
     preempted = 0
 
     def _rows(self, live):
@@ -384,9 +385,9 @@ class AuditedSampler(Sampler):
         blocks += [b for prefix in prefixes for b in prefix.blocks]
         assert sorted(blocks) == list(range(1, self.engine.kv.shape[2])), "a block is lost or has two owners"
         assert len(set(map(id, live))) == len(live) <= self.max_rows
-        for s in live:                                                    # no row holds one that it cannot reach yet
+        for s in live:                                                    # no row holds one that it does not need yet
             own = min(s.pos + self.engine.window, s.limit) - len(s.prefix.tokens)
-            assert len(s.blocks) * BLOCK - own in range(BLOCK), (len(s.blocks), own)
+            assert len(s.blocks) * KV_BLOCK - own in range(KV_BLOCK), (len(s.blocks), own)
         for prefix in prefixes:
             assert prefix.users == sum(s.prefix is prefix for s in live)
         rows, leader = super()._rows(live), 0
@@ -434,7 +435,7 @@ def test_three_thousand_random_requests_match_a_plain_loop():
 
 
 @pytest.mark.parametrize("max_length", [2, 31, 32, 33, 64, 65, 96, 97])
-def test_smallest_pool_holds_any_one_sequence(max_length):
+def test_the_smallest_pool_holds_any_one_sequence(max_length):
     model = HashModel()
     sampler = AuditedSampler(HashEngine, model, max_length, 4, minimal_gib(model, max_length))
     for length in range(1, max_length):
@@ -454,7 +455,7 @@ def test_a_pool_gives_out_every_block_but_the_first_once():
     assert len(pool) == 5 and sorted(pool.take(5)) == [1, 2, 3, 4, 5]
 
 
-def test_pool_for_less_than_one_sequence_is_refused():
+def test_a_pool_that_holds_less_than_one_sequence_is_refused():
     model = HashModel()
     with pytest.raises(ValueError, match="holds 160 tokens: less than one sequence of 97 tokens"):
         Sampler(HashEngine, model, 97, kv_gib=minimal_gib(model, 97, extra=-1))

@@ -1,5 +1,5 @@
 """
-What --report-to's services are told, and what their failures do to a run: nothing.
+--report-to sends a service every number, and the failure of a service does nothing to the run.
 
 python -m pytest tests/test_trackers.py -v
 """
@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import pytest
 
 from harness import trackers
-from harness.process import Stopped, stop
+from harness.process import Stopped, stop_on_signal
 from harness.trackers import Tracker
 
 
 class Service:
-    """In the place of trackio, wandb and torch.utils.tensorboard: keeps what it is told, fails from a call on."""
+    """Stands in for trackio, wandb and torch.utils.tensorboard: keeps what it is told, and fails from one call on."""
 
     def __init__(self, monkeypatch, fails_at=99):
         self.told, self.fails_at = [], fails_at
@@ -40,7 +40,7 @@ TOLD = [({"reward": 0.5}, 7), ({"reward": 0.75, "eval_accuracy": 1.0}, 8)]
     ("trackio", [("qerl", "x", {"lr": 1}), *TOLD]),
     ("tensorboard", [("runs/x",), ("reward", 0.5, 7), ("reward", 0.75, 8), ("eval_accuracy", 1.0, 8)]),
     (None, [])])
-def test_a_tracker_is_told_every_steps_numbers_as_they_are(name, told, tmp_path, monkeypatch):
+def test_a_service_is_sent_the_numbers_of_every_step(name, told, tmp_path, monkeypatch):
     service = Service(monkeypatch)
     tracker = Tracker(name, Path("runs/x"), {"lr": 1})
     assert service.told == []                                             # nothing is opened before there is a step
@@ -50,7 +50,7 @@ def test_a_tracker_is_told_every_steps_numbers_as_they_are(name, told, tmp_path,
 
 
 @pytest.mark.parametrize("fails_at", [0, 2])                              # as it is opened; at the second step
-def test_a_tracker_that_fails_is_said_once_and_ends_nothing_else(fails_at, tmp_path, monkeypatch, capsys):
+def test_a_service_that_fails_is_reported_once_and_ends_nothing_else(fails_at, tmp_path, monkeypatch, capsys):
     service = Service(monkeypatch, fails_at)
     tracker = Tracker("wandb", tmp_path, {})
     for metrics in STEPS * 2:
@@ -59,14 +59,14 @@ def test_a_tracker_that_fails_is_said_once_and_ends_nothing_else(fails_at, tmp_p
     assert capsys.readouterr().out == "--report-to wandb stops here: no route\n"
 
 
-def test_a_stop_within_a_tracker_stops_the_run(tmp_path, monkeypatch):
+def test_a_signal_while_reporting_stops_the_run(tmp_path, monkeypatch):
     Service(monkeypatch)
-    monkeypatch.setattr(sys.modules["wandb"], "log", lambda metrics, step: stop(signal.SIGTERM))
+    monkeypatch.setattr(sys.modules["wandb"], "log", lambda metrics, step: stop_on_signal(signal.SIGTERM))
     with pytest.raises(Stopped):
         Tracker("wandb", tmp_path, {}).log(STEPS[0])
 
 
-def test_rank_0_alone_reports(tmp_path, monkeypatch):
+def test_rank_0_alone_reports_to_the_service(tmp_path, monkeypatch):
     service = Service(monkeypatch)
     monkeypatch.setattr(trackers, "RANK", 1)
     Tracker("wandb", tmp_path, {}).log(STEPS[0])

@@ -32,11 +32,11 @@ import model as qwen
 import nvfp4
 from attention import lay_out
 from fast import memory
-from harness import config
+from harness.config import Memory, Rollout, check_ranges
 from harness.prepare import divide_memory
-from harness.ranks import (KERNELS, LOCAL_RANK, WORLD, capability, choose_device, gather, join,
-                           kernels_for, say, share)
-from learner import Learner
+from harness.ranks import (KERNELS, LOCAL_RANK, WORLD, capability, choose_device, gather,
+                           join_ranks, say, share)
+from learner import Batch, Learner
 from lora import Linear, attach
 from sampler import Sampler, Sampling, engine_for
 
@@ -55,15 +55,13 @@ TRAFFIC = 400e6                                  # bytes of weights per graph: 7
 BYTES = 0.5625                                   # of an NVFP4 weight
 SIZES_OF_GPU = ("major", "minor", "multi_processor_count", "shared_memory_per_multiprocessor",
                 "shared_memory_per_block_optin", "L2_cache_size")
-RANGED = "group_size", "kv_gib", "memory_gib", "micro_batch_tokens"      # as in train.py
 DEVICE = torch.device("cuda", LOCAL_RANK)
 
 
-def random_model(args):
-    """Of a published size, made on the device; the adapter's B is random too, not zero."""
+def random_model(size: str, base: str, dtype: torch.dtype, lora_rank: int) -> qwen.Qwen2:
+    """A model of a published size, made on the device. The adapter's B is random too, not zero."""
     torch.manual_seed(0)
-    config = qwen.ModelConfig(*SIZES[args.model])
-    dtype = getattr(torch, args.dtype)
+    shape = qwen.ModelConfig(*SIZES[size])
     generator = torch.Generator(DEVICE).manual_seed(0)
 
     def get(name, *shape):
@@ -73,12 +71,12 @@ def random_model(args):
         return w * shape[-1] ** -0.5
 
     def frozen(names, parts, k):
-        return nvfp4.freeze([get(name, n, k) for name, n in zip(names, parts)], args.base, dtype)
+        return nvfp4.freeze([get(name, n, k) for name, n in zip(names, parts)], base, dtype)
 
-    model = qwen.Qwen2(config, get, frozen, dtype, f"random-{args.model}")
-    model.live_vocab = min(config.vocab, LIVE_VOCAB)
-    if args.lora_rank:
-        adapter = attach(model, rank=args.lora_rank, alpha=args.lora_rank)
+    model = qwen.Qwen2(shape, get, frozen, dtype, f"random-{size}")
+    model.live_vocab = min(shape.vocab, LIVE_VOCAB)
+    if lora_rank:
+        adapter = attach(model, rank=lora_rank, alpha=lora_rank)
         adapter.master.data[adapter.b_start:].normal_(0, 0.02)
         adapter.sync()
     return model
@@ -183,10 +181,10 @@ def decode_figures(shapes, M, rank, kernels):
             "cublas_of_chain": cublas / chain, "floor_of_chain": floor / chain}
 
 
-def linears(args):
-    shapes = fused_shapes(args.model)
-    decode = {M: show(f"{M} rows", decode_figures(shapes, M, args.lora_rank, args.kernels))
-              for M in args.rows}
+def linears(model: str, kernels: str, lora_rank: int, rows: list[int]) -> dict:
+    """The four linears of a layer against cuBLAS, for each number of rows."""
+    shapes = fused_shapes(model)
+    decode = {M: show(f"{M} rows", decode_figures(shapes, M, lora_rank, kernels)) for M in rows}
     return {"decode": decode}
 
 
@@ -212,39 +210,42 @@ def load_figures(model, sampler, B, prompt, new):
             "floor_ms": floor * 1e3, "floor_of_step": floor / step, "prefill_ms": prefill * 1e3}
 
 
-def rollout(args):
-    model = random_model(args)
-    engine = engine_for(DEVICE, args.kernels)
-    sampler = Sampler(engine, model, args.prompt + args.new, max(args.batch))
-    batch = {B: show(f"B={B}", load_figures(model, sampler, B, args.prompt, args.new))
-             for B in args.batch}
-    return {"weight_gb": weight_bytes(model) / 1e9, "batch": batch}
+def rollout(model: str, kernels: str, base: str, dtype: str, lora_rank: int, batch: list[int],
+            prompt: int, new: int) -> dict:
+    """The whole sampler, for each number of sequences in `batch`."""
+    network = random_model(model, base, getattr(torch, dtype), lora_rank)
+    sampler = Sampler(engine_for(DEVICE, kernels), network, prompt + new, max(batch))
+    figures = {B: show(f"B={B}", load_figures(network, sampler, B, prompt, new)) for B in batch}
+    return {"weight_gb": weight_bytes(network) / 1e9, "batch": figures}
 
 
-def step(args):
-    """A GRPO step on random weights, twice: the first compiles. Under torchrun, a rank's share."""
-    memory.bound(args.memory_gib, DEVICE)
-    join(DEVICE)
-    G = args.group_size
-    B = args.prompts * G
-    model = random_model(args)
-    learner = Learner(model, grpo.LOSSES["dapo"])
+def step(model: str, kernels: str, base: str, dtype: str, lora_rank: int, memory_gib: float | None,
+         kv_gib: float | None, micro_batch_tokens: int | None, group_size: int,
+         prompts: int) -> dict:
+    """A training step on random weights, twice: the first compiles. With torchrun, a rank's share.
+    """
+    wanted = Memory(None, kernels, memory_gib, kv_gib, micro_batch_tokens)
+    memory.bound(memory_gib, DEVICE)
+    join_ranks(DEVICE)
+    G = group_size
+    B = prompts * G
+    network = random_model(model, base, getattr(torch, dtype), lora_rank)
+    learner = Learner(network, grpo.LOSSES["dapo"])
     lengths = torch.tensor(drawn_lengths(B, 50, 1024, 300))
-    prompts = random_prompts(model, torch.randint(64, 257, (args.prompts,)).tolist())
+    questions = random_prompts(network, torch.randint(64, 257, (prompts,)).tolist())
     advantages = grpo.group_advantages(torch.arange(B) % 2, G)   # so every row is trained on
     weights = grpo.token_weights(lengths, torch.ones(B, dtype=torch.bool), learner.loss, 1024)
-    mine = share(prompts)
+    mine = share(questions)
     limits = Sampling(share(lengths.view(-1, G)).flatten().tolist())
-    plan = argparse.Namespace(**vars(args), max_prompt_tokens=256, max_new_tokens=1024,
-                              max_rows=256, prompts_per_step=len(mine))
-    sampler = divide_memory(plan, model, learner, num_held_out=0)
+    sizes = Rollout(prompts_per_step=len(mine), group_size=G, max_new_tokens=1024, max_rows=256)
+    sampler = divide_memory(network, learner, wanted, sizes, max_prompt_tokens=256, num_held_out=0)
     for _ in range(2):
         gather([])                               # all ranks begin together, and
         began = time.perf_counter()
-        own = sampler.generate(mine, G, limits, share(range(len(prompts))))
+        own = sampler.generate(mine, G, limits, share(range(prompts)))
         rollouts = functools.reduce(operator.add, gather([own]))         # end this together
         sampled = time.perf_counter()
-        update = learner.update(rollouts, advantages, weights, lr=1e-6)
+        update = learner.update(Batch(rollouts, advantages), weights, lr=1e-6)
         assert not update.failure, update.failure
         torch.cuda.synchronize()
         done = time.perf_counter()
@@ -264,19 +265,19 @@ def step(args):
 COMMANDS = {"linears": linears, "rollout": rollout, "step": step}
 
 
-def measure(args):
+def measure(command: str, kernels: str, flags: dict) -> None:
     """Runs a command and prints its flags, commit, versions, GPU and figures."""
-    figures = COMMANDS[args.command](args)
-    about = process.about(torch.cuda.get_device_name())
+    flags = flags | {"kernels": kernels}
+    figures = COMMANDS[command](**flags)
+    about = process.provenance(torch.cuda.get_device_name())
     properties = torch.cuda.get_device_properties(DEVICE)
     gpu = {name: getattr(properties, name, None) for name in SIZES_OF_GPU}       # not in all torch
-    say(json.dumps({**vars(args), **about, "gpu": gpu, **figures}))
+    say(json.dumps({"command": command, **flags, **about, "gpu": gpu, **figures}))
 
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.set_defaults(device="cuda")           # for choose_device
     commands = parser.add_subparsers(dest="command", required=True)
     for name in COMMANDS:
         commands.add_parser(name, allow_abbrev=False)
@@ -304,16 +305,21 @@ def parse_args():
     return parser.parse_args()
 
 
-def main():
+def main() -> None:
     with process.one_line("bench"):
-        args = parse_args()
-        config.check_ranges(args, {name: config.RANGES[name] for name in RANGED})
+        flags = vars(parse_args())
+        command = flags.pop("command")
+        if command == "step":
+            check_ranges(Rollout(group_size=flags["group_size"]))
+            check_ranges(Memory(memory_gib=flags["memory_gib"], kv_gib=flags["kv_gib"],
+                                micro_batch_tokens=flags["micro_batch_tokens"]))
+            if flags["lora_rank"] < 1:
+                raise ValueError(f"--lora-rank {flags['lora_rank']}: the learner trains an adapter")
         if not torch.cuda.is_available():
             raise ValueError("measures a GPU and there is none")
-        args.kernels = kernels_for(choose_device(args), args.kernels)
-        if args.command == "step" and args.lora_rank < 1:
-            raise ValueError(f"--lora-rank {args.lora_rank}: the learner trains an adapter")
-        measure(args)
+        _, kernels = choose_device("cuda", flags["kernels"], flags["model"])
+        say(f"decode kernels: {kernels}, on {torch.cuda.get_device_name()}")
+        measure(command, kernels, flags)
 
 
 if __name__ == "__main__":

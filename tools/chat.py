@@ -9,19 +9,32 @@ A conversation goes on from line to line in the model's chat format; an empty li
 Ctrl-D ends. An answer appears as it is sampled: token by token on a CPU, eight at a time on a GPU.
 Each turn computes the whole conversation again.
 """
+import argparse
+import dataclasses
 import sys
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 
 from harness import process  # isort: skip; before torch
 from tokenizers.decoders import DecodeStream
 
-from evaluate import RANGES, load_model, new_parser, parse
-from harness import data, hf
-from harness.config import check_ranges
+from evaluate import Which, load_model, parse
+from harness import config, data, hf
+from harness.config import setting
 from harness.ranks import choose_device
 from sampler import Sampler, Sampling, engine_for
 
 LENGTH = 8192                                    # tokens of a conversation, if the model takes them
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """how it answers"""
+    prompt_style: str = setting("plain", "as in train.py")
+    question: str | None = setting(None, "answer this one and end")
+    temperature: float = setting(0.0, "0: greedy", "[0, 1000]")
+    max_new_tokens: int = setting(1024, "longest answer", "[1, 2e9]")
+    seed: int = setting(0, "of sampling", "[0, 2e18]")
 
 
 class Chat:
@@ -69,19 +82,16 @@ class Chat:
         self.ids = [*prompt, *completion, tokenizer.stop, *tokenizer.encode("\n")]
 
 
-def parse_args():
-    parser = new_parser("Talk to a model.")
-    add = parser.add_argument
-    add("--prompt-style", default="plain", help="as of train.py")
-    add("--question", help="answer this one and end")
-    add("--temperature", type=float, default=0.0, help="0: greedy")
-    add("--max-new-tokens", type=int, default=1024, help="longest answer")
-    add("--seed", type=int, default=0, help="of sampling")
-    args, _ = parse(parser)
-    check_ranges(args, RANGES)
+def read_flags() -> tuple[Which, Conversation]:
+    """The command line, a run's own settings being the defaults."""
+    parser = argparse.ArgumentParser(description="Talk to a model.", allow_abbrev=False,
+                                     formatter_class=config.Help)
+    args, _ = parse(parser, [Which, Conversation])
+    wanted = config.section_of(Conversation, args)
+    config.check_ranges(wanted)
     if args.model is None:
         raise ValueError("needs the folder of a run, or --model")
-    return args
+    return config.section_of(Which, args), wanted
 
 
 def talk(chat):
@@ -102,22 +112,23 @@ def talk(chat):
 
 def main():
     with process.one_line("chat"):
-        args = parse_args()
-        data.style_of(args.prompt_style)
+        which, wanted = read_flags()
+        data.prompt_function(wanted.prompt_style)
         with redirect_stdout(sys.stderr):        # what is said of a GPU or a folder is no answer
-            device = choose_device(args)
-            folder = hf.resolve(args.model)
+            device, _ = choose_device(which.device, which.kernels, which.model)
+            folder = hf.resolve(which.model)
+            which = dataclasses.replace(which, base=hf.base_of(folder, which.base))
             tokenizer = data.Tokenizer(folder)
-            model = load_model(args, folder, device, tokenizer)
+            model = load_model(which, folder, device, tokenizer)
         length = min(hf.max_positions(folder), LENGTH)
-        sampler = Sampler(engine_for(device, args.kernels), model, length, max_rows=1)
-        sampling = Sampling(args.max_new_tokens, tokenizer.end_ids, args.temperature,
-                            seed=args.seed)
-        chat = Chat(tokenizer, sampler, args.prompt_style, sampling)
-        if args.question is None:
+        sampler = Sampler(engine_for(device, which.kernels), model, length, max_rows=1)
+        sampling = Sampling(wanted.max_new_tokens, tokenizer.end_ids, wanted.temperature,
+                            seed=wanted.seed)
+        chat = Chat(tokenizer, sampler, wanted.prompt_style, sampling)
+        if wanted.question is None:
             talk(chat)
         else:
-            chat.ask(args.question)
+            chat.ask(wanted.question)
 
 
 if __name__ == "__main__":

@@ -1,91 +1,115 @@
 """
-Model folders for other programs.
+Writes model folders for other programs.
 
     python -m tools.convert nvfp4 SRC OUT        a bf16 Qwen2.5 folder as NVFP4, for vLLM and others
     python -m tools.convert merge RUN OUT        a run of train.py as an ordinary bf16 model
 
-nvfp4 writes compressed-tensors files, layer by layer. With --calibrate N the codes are GPTQ's, and
-it says how far they are from the 16-bit model, in nats a token (calibrate.py). merge adds a run's
-adapter to the weights it was trained on, 4-bit ones decoded: python evaluate.py --model OUT
-measures the result, in 16 bits. The sum is rounded to bf16, so log-probs move a little.
+nvfp4 writes compressed-tensors files, layer by layer. With --calibrate N it chooses the codes by
+GPTQ and says how far they are from the 16-bit model, in nats a token (calibrate.py).
 
-Not here: merging into 4 bits, whose rounding error is larger than most adapters. To serve 4 bits:
-nvfp4 of the model, and the run's adapter beside it.
+merge adds a run's adapter to the weights that it was trained on; 4-bit ones are decoded first. Then
+`python evaluate.py --model OUT` measures the result, in 16 bits. The sum is rounded to bf16, so the
+log-probs move a little.
+
+Not here: merging into 4 bits, whose rounding error is larger than most adapters. To serve 4 bits,
+convert the model with nvfp4 and put the run's adapter beside it.
 """
 import argparse
+import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
 
 from harness import process  # before torch
 import calibrate
 import lora
 import model as qwen
+from calibrate import CODES
 from harness import config, data, hf
+from harness.config import setting
+from harness.data import STYLES
 from harness.files import must_be_new
 from harness.ranks import device_of, kernels_for
 
 
-def quantize(args):
-    config.check_ranges(args)
-    data.check_source(args.data)
-    src = hf.resolve(args.source, weights=False)
-    device = device_of(args.device, src)
-    codes = args.codes or ("gptq" if args.calibrate else "search")
-    if codes in ("gptq", "weighted") and not args.calibrate:
+@dataclass(frozen=True)
+class Conversion:
+    """flags"""
+    calibrate: int = setting(0, "choose the codes by the model's answers to this many training "
+                             "problems", "[0, 1e5]")
+    codes: str | None = setting(None, "how the codes are chosen (default: gptq with --calibrate, "
+                                "search without)", choices=CODES)
+    data: str = setting("gsm8k", "the problems, as in train.py")
+    prompt_style: str = setting("boxed", "as in train.py", choices=sorted(STYLES))
+    seed: int = setting(0, "which problems, which answers", "[0, 2e18]")
+    device: str | None = setting(None, "cpu, cuda or cuda:N (default: a GPU if there is one)")
+
+
+FOR_CALIBRATION = "data", "prompt_style", "seed"
+
+
+def quantize(source: str, out: Path, wanted: Conversion) -> None:
+    """A 16-bit model -> the new folder `out` in NVFP4."""
+    data.check_source(wanted.data)
+    folder = hf.resolve(source, weights=False)
+    device = device_of(wanted.device, folder)
+    codes = wanted.codes or ("gptq" if wanted.calibrate else "search")
+    if codes in ("gptq", "weighted") and not wanted.calibrate:
         raise ValueError(f"--codes {codes} needs --calibrate N")
-    hf.base_of(src, "nvfp4")                     # says what is lost of a merged adapter
-    if args.calibrate:
-        kernels_for(device, "auto")              # refuses a GPU that has none
-        tokenizer = data.Tokenizer(src)
-        problems = data.load_problems(args.data, "train")
-        problems = data.encode_prompts(tokenizer, problems, args.prompt_style)
-        some = data.step_indices(len(problems), args.seed, 0, min(args.calibrate, len(problems)))
-    src = hf.resolve(args.source)
-    files = calibrate.source_of(src, device)
-    if not args.calibrate:
-        calibrate.to_nvfp4(files, args.out, codes)
+    hf.base_of(folder, "nvfp4")                  # says what is lost of a merged adapter
+    if not wanted.calibrate:
+        calibrate.to_nvfp4(calibrate.source_of(hf.resolve(source), device), out, codes)
         return
-    texts = calibrate.own_answers(src, tokenizer, [problems[i] for i in some], device,
-                                  seed=args.seed)
-    calibrate.to_nvfp4(files, args.out, codes, texts, tokenizer.vocab_size)
+    kernels_for(device, "auto")                  # refuses a GPU that has none
+    tokenizer = data.Tokenizer(folder)
+    problems = data.load_problems(wanted.data, "train")
+    problems = data.encode_prompts(tokenizer, problems, wanted.prompt_style)
+    count = min(wanted.calibrate, len(problems))
+    some = data.problems_at(problems, wanted.seed, range(count))
+    folder = hf.resolve(source)
+    files = calibrate.source_of(folder, device)
+    texts = calibrate.own_answers(folder, tokenizer, some, device, seed=wanted.seed)
+    calibrate.to_nvfp4(files, out, codes, texts, tokenizer.vocab_size)
 
 
-def merge(args):
-    held = config.of_run(args.source)
-    device = device_of(args.device, args.source)
-    if held["base"] != "bf16":
+def merge(run: str, out: Path, device: str | None) -> None:
+    """A run's model and adapter -> the new folder `out` in bf16."""
+    trained = config.settings_of_run(run).model
+    device = device_of(device, run)
+    if trained.base != "bf16":
         kernels_for(device, "auto")
-    adapter = Path(args.source) / "adapter"
+    adapter = Path(run) / "adapter"
     hf.read_peft(adapter)
-    folder = hf.resolve(held["model"])
-    model = qwen.load(folder, held["base"], device)
+    folder = hf.resolve(trained.model)
+    model = qwen.load(folder, trained.base, device)
     lora.load_adapter(model, adapter)
     tensors = ((name, t.detach().bfloat16().cpu()) for name, t in hf.model_tensors(model))
-    hf.save_model(tensors, folder, args.out, {"merged_adapter": str(adapter)})
-    print(f"{args.out}: {held['model']} as {held['base']}, with {adapter}, in bf16")
+    hf.save_model(tensors, folder, out, {"merged_adapter": str(adapter)})
+    print(f"{out}: {trained.model} as {trained.base}, with {adapter}, in bf16")
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.strip(), allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["nvfp4", "merge"])
-    parser.add_argument("source", help="bf16 Qwen2.5 folder, name or id; folder of train.py")
+    parser.add_argument("source", help="bf16 Qwen2.5 folder, name or id; for merge a run's folder")
     parser.add_argument("out", type=Path, help="folder to make; must not exist, or be empty")
-    parser.add_argument("--calibrate", type=int, default=0, metavar="N",
-                        help="choose codes by the model's answers to N training problems")
-    parser.add_argument("--codes", choices=list(calibrate.CODES),
-                        help="how (default: gptq with --calibrate, search without)")
-    parser.add_argument("--data", default="gsm8k", help="the problems, as train.py's --data")
-    parser.add_argument("--prompt-style", default="boxed", choices=sorted(data.STYLES))
-    parser.add_argument("--seed", type=int, default=0, help="which problems, which answers")
-    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    config.add_section(parser, Conversion)
     args = parser.parse_args()
     with process.one_line(f"convert {args.command}"):
-        given = [name for name in ("calibrate", "codes", "data", "prompt_style", "seed")
-                 if getattr(args, name) != parser.get_default(name)]
-        if given and (args.command == "merge" or given[0] in ("data", "prompt_style", "seed")):
-            raise ValueError(f"{config.option(given[0])} is for nvfp4 with --calibrate N")
+        wanted = config.section_of(Conversion, args)
+        config.check_ranges(wanted)
+        changed = [field.name for field in dataclasses.fields(wanted)
+                   if field.name != "device" and getattr(wanted, field.name) != field.default]
+        if args.command == "nvfp4" and wanted.calibrate:
+            changed = []
+        wrong = [name for name in changed if args.command == "merge" or name in FOR_CALIBRATION]
+        if wrong:
+            raise ValueError(f"{config.option(wrong[0])} is for nvfp4 with --calibrate N")
         must_be_new(args.out)
-        merge(args) if args.command == "merge" else quantize(args)
+        if args.command == "merge":
+            merge(args.source, args.out, wanted.device)
+        else:
+            quantize(args.source, args.out, wanted)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,110 @@
+"""
+Settings: every field is a flag, values that make no sense are refused in one line, run.json gives them back.
+
+python -m pytest tests/test_config.py -v
+"""
+import dataclasses
+import json
+import re
+
+import pytest
+
+from harness.config import FIELDS, Settings, check_settings, option, read_run_json, read_settings, type_of
+
+
+def settings_of(*flags):
+    """As train.py reads them, the sizes for two CPU cores included."""
+    return read_settings(list(flags))[0]
+
+
+def test_the_defaults_pass_their_own_check():
+    assert check_settings(settings_of(), None) is None             # it raises or says nothing
+    assert check_settings(settings_of("--model", "qwen2.5-7b"), None) is None
+
+
+@pytest.mark.parametrize("flag,values", [
+    *((flag, ("0", "-1")) for flag in ("--lora-rank", "--steps", "--prompts-per-step", "--max-prompt-tokens",
+                                       "--max-new-tokens", "--max-rows", "--noise-stages", "--updates-per-rollout",
+                                       "--epochs", "--micro-batch-tokens", "--eval-every", "--save-every")),
+    *((flag, ("0", "-1", "nan", "inf")) for flag in ("--lr", "--max-grad-norm", "--temperature", "--kv-gib",
+                                                     "--memory-gib", "--lora-alpha", "--sigma-end", "--clip-high")),
+    *((flag, ("-0.1", "nan", "inf")) for flag in ("--weight-decay", "--kl-beta", "--format-weight", "--sigma-start")),
+    ("--eval-problems", ("-3",)), ("--seed", ("-1",)), ("--group-size", ("1", "0", "-4")),
+    ("--warmup", ("-0.1", "1.5", "nan")), ("--clip-low", ("0", "-0.2", "1.5", "nan")),
+    ("--overlong-buffer", ("-1", "100000")), ("--updates-per-rollout", ("17",))])
+def test_a_value_outside_of_its_range_is_refused_with_flag_and_value(flag, values):
+    for value in values:
+        settings = settings_of(f"{flag}={value}")
+        with pytest.raises(ValueError) as error:
+            check_settings(settings, None)
+        said, got = str(error.value), settings.flat()[flag[2:].replace("-", "_")]
+        assert said.startswith(f"{flag} must lie in ") and said.endswith(f", got {got}") and "\n" not in said
+
+
+@pytest.mark.parametrize("flags", [
+    "--warmup 0", "--warmup 1", "--sigma-start 0", "--sigma-start 0 --sigma-end 0",
+    "--weight-decay 0.1 --kl-beta 0.001", "--eval-problems 0",
+    "--seed 0", "--clip-low 1 --clip-high 1e9", "--group-size 2",
+    "--overlong-buffer 48 --overlong keep", "--updates-per-rollout 16"])
+def test_a_value_on_the_edge_of_its_range_is_taken(flags):
+    assert check_settings(settings_of(*flags.split()), None) is None
+
+
+@pytest.mark.parametrize("flags,words", [
+    ("--sigma-start 1e-4 --sigma-end 1e-2", r"--sigma-end must lie in \(0, 0.0001\], the --sigma-start, got 0.01"),
+    ("--train-norms --kl-beta 0.1", "--kl-beta 0.1: --train-norms"),
+    ("--overlong-buffer 8", "--overlong-buffer 8: --overlong mask leaves out"),
+    ("--lr 2 --weight-decay 0.5", "--weight-decay 0.5 x --lr 2.0 must be below 1"),
+    ("--prompts-per-step 600000", "--prompts-per-step 600000 x --group-size 8 is more than a step can hold"),
+    ("--calibrate 8 --base nf4", "--calibrate 8 is for NVFP4, --base is nf4"),
+    ("--memory-gib 16 --device cpu", "--device is cpu")])
+def test_flags_that_contradict_each_other_are_refused(flags, words):
+    with pytest.raises(ValueError, match=words):
+        check_settings(settings_of(*flags.split()), None)
+
+
+@pytest.mark.parametrize("name,value", [
+    ("lr", "1e-3"), ("steps", 2.5), ("steps", True), ("steps", None), ("train_norms", 1), ("base", "int3"),
+    ("model", ["tiny"]), ("reward", 3)])
+def test_a_run_json_with_a_value_that_its_flag_cannot_have_names_file_and_flag(tmp_path, name, value):
+    held = settings_of().flat()
+    (tmp_path / "run.json").write_text(json.dumps(held))
+    assert read_run_json(tmp_path / "run.json")["lr"] == held["lr"]
+    (tmp_path / "run.json").write_text(json.dumps(held | {name: value}))
+    flag = option(name)
+    with pytest.raises(ValueError, match=re.escape(f"run.json: {name} is {value!r}, which {flag} cannot be")):
+        read_run_json(tmp_path / "run.json")
+
+
+def test_every_setting_that_is_a_number_has_a_range():
+    numbers = {name for name, field in FIELDS.items() if type_of(field) in (int, float)}
+    ranged = {name for name, field in FIELDS.items() if field.metadata["allowed"]}
+    assert numbers - ranged == {"overlong_buffer"}                        # 0..--max-new-tokens
+    assert ranged <= numbers
+
+
+def test_every_setting_is_a_flag_and_a_key_of_run_json_and_comes_back_from_both():
+    given = settings_of("--model", "x/qwen", "--lr", "0.5", "--train-norms", "--kv-gib", "2", "--seed", "7")
+    assert (given.optim.lr, given.model.train_norms, given.memory.kv_gib, given.general.seed) == (0.5, True, 2.0, 7)
+    assert given.flat().keys() == FIELDS.keys() and Settings.of(given.flat()) == given
+    assert given.replace(lr=1e-3).optim.lr == 1e-3 and given.optim.lr == 0.5
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        given.optim.lr = 1
+
+
+def test_the_default_folder_carries_model_base_data_and_seed():
+    named = settings_of("--model", "x/qwen", "--base", "nf4", "--data", "my/sums.jsonl", "--seed", "7")
+    assert settings_of().general.out == "runs/tiny-nvfp4-arithmetic-0"
+    assert named.general.out == "runs/qwen-nf4-sums-7"
+
+
+def test_help_shows_every_default_once_under_the_title_of_its_section(capsys):
+    with pytest.raises(SystemExit):
+        settings_of("--model", "x", "--help")
+    log = capsys.readouterr().out
+    said = [" ".join(part.split()) for part in re.split("\n  (?=--)", log)]
+    (steps,), (data_flag,) = ([part for part in said if part.startswith(flag)] for flag in ("--steps ", "--data "))
+    assert steps.endswith("(default: 600)") and "(default: gsm8k)" in data_flag
+    assert all(part.count("(default: ") <= 1 for part in said)
+    titles = re.findall(r"^(\w.*):$", log, re.M)
+    assert titles == ["options", *(section.type.__doc__ for section in dataclasses.fields(Settings))]
