@@ -38,7 +38,7 @@ from attention import PackedAttention
 from harness.process import Stopped
 from ops import mm_fp32
 
-BLOCK = 32                                       # tokens per KV block: half a block wasted a row
+KV_BLOCK = BLOCK = 32                            # tokens per KV block: half a block wasted a row
 PREFILL_TOKENS = 16384                           # in one packed prefill: bounds its activations
 MASK64 = 2**64 - 1
 

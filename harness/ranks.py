@@ -69,13 +69,15 @@ def capability(device):
 
 
 def kernels_for(device, wanted):
-    """--kernels -> which 4-bit matmul decodes: "hopper" of marlin_fp4.py, "portable" of
-    portable_fp4.py, None on a CPU. ValueError if the GPU cannot run it.
+    """--kernels -> which 4-bit matmul decodes: "hopper" of fast/hopper_fp4.py, "portable" of
+    marlin_fp4.py, None on a CPU. ValueError if the GPU cannot run it.
     """
     if device.type != "cuda":
         if wanted != "auto":
             raise ValueError(f"--kernels {wanted}: for a GPU, --device is {device}")
         return None
+    if torch.version.hip:  # ROCm: an MI200 reports capability (9, 0), as if it were a Hopper
+        raise ValueError(f"--device {device}: an AMD GPU; the kernels run on NVIDIA GPUs only")
     major, minor = capability(device)
     gpu = f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
     if major < 8:
