@@ -2,10 +2,10 @@
 The packed form of a frozen NVFP4 weight, and the matmul that decodes it: y = x @ W.T.
 
 Why: writing one token means reading every weight once, and reading is what takes the time. A weight
-of 4.5 bits is read 3.6 times as fast as one of 16. The tensor cores before Blackwell cannot
-multiply 4-bit numbers, so the kernel expands W to 16 bits in registers, on its way to them. That
-must cost next to nothing: in the time in which an H200 reads one weight (at 4 TB/s) all its lanes
-together issue 4.4 instructions. The layout in this file exists to spend 2.5 of them.
+of 4.5 bits is read 3.6 times as fast as one of 16. No tensor core multiplies a 4-bit weight by a
+16-bit x, so the kernel expands W to 16 bits in registers, on its way to them. That must cost next
+to nothing: in the time in which an H200 reads one weight (at 4 TB/s) all its lanes together issue
+4.4 instructions. The layout in this file exists to spend 2.5 of them.
 
 From a few hundred rows of x on the products take longer than the reading. Then W is expanded in
 memory first, and cuBLAS multiplies (`expanded_matmul`).
@@ -288,8 +288,8 @@ def pack(packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Te
 # -----------------------------------------------------------------------------
 # 4. Decoding in registers
 #
-# In assembly, because the compiler would treat every 16-bit word by itself: it would widen it,
-# shift and mask it, and narrow it again. Here one instruction works on a register with two words.
+# In assembly, because the compiler would spend instructions on every 16-bit word by itself. Here
+# one instruction works on a register with two words.
 
 @triton.constexpr_function
 def _decode_planes_asm(dtype, first):
@@ -605,7 +605,6 @@ def portable_kernel(
             planes = decode_planes(words, 0, dtype) + decode_planes(words, 2, dtype)
             plane_scales = decode_scales(tl.load(scales + kt * 256), dtype)
             k = kt * 128 + c
-            # All of x's loads stand before all products, so that the compiler keeps them in flight.
             xs = ()
             for p in tl.static_range(4):
                 xs += (load_rows(inputs.x, inputs.x_stride, m, M, k + 32 * p, inputs.K, WHOLE_K),)

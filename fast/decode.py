@@ -43,16 +43,17 @@ from fast import kernels
 from fast.kernels import (AttentionPlan, LayerCache, LogitChunks, NextNorm, RowSquares, RowState,
                           SplitSoftmaxes, UnfinishedLinear)
 from harness.ranks import capability, kernels_for
+from lora import Linear
 from marlin_fp4 import (TILE_SIDE, PackedWeight, expanded_matmul, most_pieces, portable_matmul,
                         shared_memory_kib)
-from model import FP16_SHIFT
+from model import FP16_SHIFT, Qwen2
 from ops import mm_fp32
-from sampler import KV_BLOCK, TorchEngine, fill_cache, filter_logits
+from sampler import KV_BLOCK, Rows, Sampling, TorchEngine, fill_cache, filter_logits
 
 GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)  # a graph for each, as needed
 WINDOW = 8              # steps between two looks of the host
 VOCAB_CHUNK = 2048      # logits of one program of chunk_kernel
-QUERY_TILE = 16         # queries of one program of attention_kernel: the least that tl.dot takes
+QUERY_TILE = 16         # queries of one program of attention_kernel: the side of an mma.sync
 MAX_END_IDS = 16
 PREFILL_SIZES = (64, 128, 256, 512, 1024)  # tokens of prefills that are graphs
 # Rows up to which the elementwise kernels take: columns a program; and (rows a program, warps) of
@@ -81,8 +82,8 @@ def attention_plan(pairs: int, most_siblings: int, wide_steps_fit: bool) -> Atte
     of 128.
 
     Times on an H200. With up to 64 pairs there are too few programs for its 132 multiprocessors, so
-    several share a row, though joining them costs 2 us. (Programs that find nothing to do would
-    cost 3.) From 265 pairs on siblings read their prefix together. That pays where the L2 cannot
+    several share a row. Only there: joining them costs 2 us, and programs that find nothing to do
+    cost 3. From 265 pairs on siblings read their prefix together. That pays where the L2 cannot
     keep up, from 512 pairs on: 28 instead of 30 us for 32B at 64 rows.
     """
     if pairs <= 64:
@@ -95,8 +96,9 @@ def attention_plan(pairs: int, most_siblings: int, wide_steps_fit: bool) -> Atte
     return AttentionPlan(1, most_siblings, 4, 16)
 
 
-def launch_matmul(linear, x: torch.Tensor, decode_matmul: Callable | None) -> UnfinishedLinear:
-    """Launches the matmul of a lora.Linear with x (n, K); a kernel of kernels.py finishes it.
+def launch_matmul(linear: Linear, x: torch.Tensor,
+                  decode_matmul: Callable | None) -> UnfinishedLinear:
+    """Launches the linear's matmul with x (n, K); a kernel of kernels.py finishes it.
 
     decode_matmul: for packed weights and few rows; others are expanded to 16 bits first.
     """
@@ -156,7 +158,7 @@ class GraphEngine(TorchEngine):
     """
     window = WINDOW
 
-    def __init__(self, model, kv: torch.Tensor, max_rows: int, kernels: str = "auto"):
+    def __init__(self, model: Qwen2, kv: torch.Tensor, max_rows: int, kernels: str = "auto"):
         c = model.config
         if c.head_dim not in (64, 128):
             raise ValueError(f"heads of size {c.head_dim}: the GPU's kernels take 64 and 128")
@@ -203,8 +205,9 @@ class GraphEngine(TorchEngine):
         return next(size for size in self.sizes if size >= n)
 
     @torch.no_grad()
-    def decode(self, rows, steps: int, sampling) -> tuple:
-        """As TorchEngine.decode: up to WINDOW steps of sampler.Rows."""
+    def decode(self, rows: Rows, steps: int,
+               sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As TorchEngine.decode, for at most WINDOW steps."""
         n = len(rows.pos)
         ends = sorted(sampling.end_ids)
         assert len(ends) <= MAX_END_IDS, f"{len(ends)} end ids, at most {MAX_END_IDS}"
@@ -254,7 +257,7 @@ class GraphEngine(TorchEngine):
 
         self.prefills.get_for(self.adapter_key(), size, launch)()
 
-    def graph(self, size: int, sampling) -> Callable:
+    def graph(self, size: int, sampling: Sampling) -> Callable:
         """What runs one step of `size` rows. All of them are spare rows until decode() fills them
         in: to capture a graph is to run a step, which must not touch anybody's cache.
         """
@@ -272,7 +275,7 @@ class GraphEngine(TorchEngine):
         live = adapter is not None and adapter.enabled
         return (adapter.working.data_ptr(), adapter.rank) if live else None
 
-    def step(self, n: int, sampling) -> None:
+    def step(self, n: int, sampling: Sampling) -> None:
         """Launches one step of rows [0, n): the list of kernels at the top of this file."""
         model = self.model
         pdl = self.pdl
@@ -330,7 +333,7 @@ class GraphEngine(TorchEngine):
             add_to_residual(layer.down, hidden, next_norm)
         self.sample(xw, squares, sampling)
 
-    def sample(self, xw: torch.Tensor, squares: RowSquares, sampling) -> None:
+    def sample(self, xw: torch.Tensor, squares: RowSquares, sampling: Sampling) -> None:
         """Launches the head and the draw, from the final norm's x * w (n, D) and its squares."""
         n = len(xw)
         V = self.model.live_vocab

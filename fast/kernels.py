@@ -144,13 +144,13 @@ class LogitChunks(NamedTuple):
 
 @triton.jit
 def load_linear(y: UnfinishedLinear, first, BN: tl.constexpr):
-    """What finishes BN columns from `first` on, all in one tile row of the matmul, but no sums.
+    """Loads what finishes BN columns from `first` on, which lie in one tile row of the matmul.
 
-    -> the columns, their scale, b (R padded to a power of two, BN), how many slabs hold a piece.
-    All of it is frozen during a step: kernels call this before they wait.
+    -> the columns, their scale, b (R padded to a power of two, BN), how many slabs hold a piece of
+    them. All of it is frozen during a step: kernels call this before they wait.
     """
     col = first + tl.arange(0, BN)
-    r = tl.arange(0, max(16, triton.next_power_of_2(y.R)))  # tl.dot takes no fewer than 16
+    r = tl.arange(0, max(16, triton.next_power_of_2(y.R)))  # tl.dot sums over 16 or more
     b = tl.load(y.b + col[None, :] * y.R + r[:, None], mask=(r < y.R)[:, None], other=0.0)
     return col, tl.load(y.scale + col), b, w_pieces(first, y.k_tiles, y.stripe)
 
@@ -256,7 +256,7 @@ def let_next_kernel_start(PDL: tl.constexpr):
 
 
 @triton.jit
-def wait_for_last_kernel(PDL: tl.constexpr):
+def wait_for_previous_kernel(PDL: tl.constexpr):
     """Waits until the kernel before this one is done and all that it wrote can be read."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -303,13 +303,13 @@ def embed_kernel(
 # block of their own, and the slots between stay empty. With KV_BLOCK 32 and a prefix of 40 tokens,
 # the token at position 45:
 #
-#     slot       0                31 32    39 40       63 64      69 70       95
-#               +-------------------+---------+----------+----------+-----------+
-#               |     the prefix's 40 tokens  |  empty   | own      |   free    |
-#               +-------------------+---------+----------+----------+-----------+
-#     position   0                       .. 39            40 ..  45
-#     table     |----- block 7 -----|----- block 3 ------|----- block 12 -------|
-#                    shared by all rows of the group        this row's own
+#     slot       0                31  32     39  40     63  64     69  70      95
+#               +--------------------+----------+----------+----------+-----------+
+#               |    the prefix's 40 tokens     |  empty   |   own    |   free    |
+#               +--------------------+----------+----------+----------+-----------+
+#     position   0                           39             40 .. 45
+#     table     |      block 7       |       block 3       |       block 12       |
+#                     shared by all rows of the group           this row's own
 #
 #     slot = prefix rounded up to whole blocks + pos - prefix = 64 + 45 - 40 = 69
 
@@ -345,7 +345,7 @@ def heads_kernel(
     prefix = tl.load(state.prefix + row, mask=row < M, other=0)
     slot = (prefix + KV_BLOCK - 1) // KV_BLOCK * KV_BLOCK + pos - prefix
     block = tl.load(cache.table + row * cache.width + slot // KV_BLOCK, mask=row < M, other=0)
-    wait_for_last_kernel(PDL)
+    wait_for_previous_kernel(PDL)
     rstd = row_rstd(squares, row[:, None], live)[:, None]
     a, b = finish_linear(y, M, row, (loaded_a, loaded_b), (part,))
     a = a * rstd + bias_a
@@ -545,7 +545,7 @@ def attention_kernel(
         ends += (ends[m] + tl.cdiv(own[m], step),)
     offset = (split * W + tl.arange(0, W)) * T  # each warp's first token in a step
     block = load_block_numbers(cache, 0, step, row, prefix, ends, offset)
-    wait_for_last_kernel(PDL)
+    wait_for_previous_kernel(PDL)
 
     # The queries, the same for every warp: (W, J, d)
     j = tl.arange(0, J)
@@ -612,7 +612,7 @@ def residual_kernel(
     let_next_kernel_start(PDL)
     loaded = load_linear(y, tile * TILE, TILE)
     w = tl.load(norm.weight + col) + tl.load(norm.noise + col)
-    wait_for_last_kernel(PDL)
+    wait_for_previous_kernel(PDL)
     x = tl.load(resid_ptr + at, mask=(row < M)[:, None], other=0.0)
     x += finish_linear(y, M, row, (loaded,), (0,))[0]
     tl.store(resid_ptr + at, x, mask=(row < M)[:, None])
@@ -634,7 +634,7 @@ def swiglu_kernel(
     let_next_kernel_start(PDL)
     loaded_gate = load_linear(y, first, TILE)
     loaded_up = load_linear(y, first + F, TILE)
-    wait_for_last_kernel(PDL)
+    wait_for_previous_kernel(PDL)
     rstd = row_rstd(squares, row[:, None], (row < M)[:, None])[:, None]
     gate, up = finish_linear(y, M, row, (loaded_gate, loaded_up), (0, 1))
     gate *= rstd

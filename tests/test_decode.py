@@ -1,8 +1,8 @@
 """
 The decode step's kernels against float64 torch, and whole steps against sampler.TorchEngine.
 
-On a GPU all of it. Without one, a part runs in Triton's interpreter (conftest.py), in fp32 and fp16, and the kernels of
-a step are compiled for every target as they would be launched.
+On a GPU everything runs. Without one, a part runs in Triton's interpreter (conftest.py), in fp32 and fp16, and the
+kernels of a step are compiled for every target as they would be launched.
 
 python -m pytest tests/test_decode.py -v
 """
@@ -41,7 +41,8 @@ DEVICE = "cuda" if GPU else "cpu"
 gpu = pytest.mark.skipif(not GPU, reason="CUDA graphs, or sizes that only a GPU can do")
 runs_kernels = pytest.mark.skipif(not (GPU or INTERPRETED), reason="runs in the interpreter, in a process of its own")
 
-# Types and matmuls that a test with `gen` runs in, one after the other; numpy has no bf16.
+# The types and matmuls that a test with `gen` runs in, one after the other. The interpreter computes with numpy, which
+# has no bf16.
 SETTINGS = {"fp32": (torch.float32, "auto"), "fp16": (torch.float16, "auto")}
 if GPU:
     SETTINGS = {f"{name}-{matmul}": (dtype, matmul) for matmul in ("auto", "portable")
@@ -49,12 +50,12 @@ if GPU:
 DTYPE, MATMUL = next(iter(SETTINGS.values()))
 in_one_setting = pytest.mark.parametrize("gen", [next(iter(SETTINGS))], indirect=True)
 
-ROWS = 4                                                             # of a program
+ROWS = 4                                                             # of x, in a program of an elementwise kernel
 
 
 @pytest.fixture(params=SETTINGS)
 def gen(request, monkeypatch):
-    """A generator for a test in one of the settings, which DTYPE and MATMUL are meanwhile."""
+    """A random generator. Runs the test in each of SETTINGS, to which DTYPE and MATMUL are set meanwhile."""
     dtype, matmul = SETTINGS[request.param]
     monkeypatch.setitem(globals(), "DTYPE", dtype)
     monkeypatch.setitem(globals(), "MATMUL", matmul)
@@ -62,12 +63,12 @@ def gen(request, monkeypatch):
 
 
 def shift():
-    """Of the residual in front of a norm."""
+    """What the residual is multiplied by in front of a norm."""
     return model_module.FP16_SHIFT if DTYPE == torch.float16 else 1.0
 
 
 def rounding():
-    """The largest relative error, of bf16 or fp16."""
+    """The largest relative error of rounding to DTYPE."""
     return 2.0**-12 if DTYPE == torch.float16 else 2.0**-9
 
 
@@ -102,7 +103,7 @@ def squares_of(M, tiles, D, gen):
 
 
 class Gpu:
-    """Says to Triton that there is an sm_90, or another; nothing is launched."""
+    """Triton's driver, which tells it that there is an sm_90 or another GPU. Nothing is launched on it."""
     def __init__(self, sm=90):
         self.get_current_target = lambda: GPUTarget("cuda", sm, 32)
         self.get_current_device = lambda: sm                         # Triton keeps what it compiled by device
@@ -112,7 +113,7 @@ class Gpu:
 
 
 def resources(kernel):
-    """-> bytes of shared memory, registers, bytes of stack, where registers are spilled to."""
+    """A compiled kernel -> bytes of shared memory, registers, bytes of stack, which registers are spilled to."""
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "k.cubin")
@@ -122,7 +123,7 @@ def resources(kernel):
 
 
 class Head(NamedTuple):
-    """Of a model: query heads, key-value heads, their size."""
+    """A model's query heads, key-value heads, and their size."""
     H: int
     KV: int
     d: int
@@ -132,7 +133,7 @@ SMALL, HEADS_05B, HEADS_7B, HEADS_14B = Head(4, 2, 128), Head(14, 2, 64), Head(2
 
 
 def blank(weights, base, dtype):
-    """As nvfp4.freeze on a GPU, of the same shape; every code is 0."""
+    """What nvfp4.freeze returns on a GPU, in the same shape, but every code is 0."""
     N, K = sum(map(len, weights)), weights[0].shape[1]
     tiles = -(-N // 128), -(-K // 128), 128
     codes, scales = torch.zeros(*tiles, 32, dtype=torch.int16), torch.zeros(*tiles, 2, dtype=torch.int32)
@@ -140,8 +141,8 @@ def blank(weights, base, dtype):
 
 
 def compile_step(sm, matmul, n, dtype, head):
-    """-> {kernel: the most of each of its resources} of a step of n rows, as launched on an sm, and of the expansion
-    of W for a prefill and for the learner; in a process of its own.
+    """Compiles a step of n rows as it is launched on a GPU of this sm, and the expansion of W for a prefill and for the
+    learner -> {kernel: the most of each of its resources}. Runs in a process of its own.
     """
     compiled, launch = [], triton.runtime.jit.JITFunction.run
 
@@ -178,12 +179,12 @@ AS_LAUNCHED = [(90, "hopper", 64, BF16, SMALL), (90, "hopper", 16, FP16, SMALL),
                (86, "portable", 64, FP16, SMALL), (89, "portable", 1, BF16, SMALL), (100, "portable", 16, FP16, SMALL),
                (120, "portable", 1, FP16, SMALL), (86, "portable", 64, BF16, HEADS_14B),
                (120, "portable", 64, BF16, HEADS_05B)]
-SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}       # KiB a block, CUDA's table of compute capabilities
+SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}       # KiB a program, of CUDA's table of capabilities
 if os.environ.get("TEST_ALL_TARGETS"):
     AS_LAUNCHED = [*AS_LAUNCHED[:2], *itertools.product(SHARED, ["portable"], (1, 16, 64), (BF16, FP16), [SMALL]),
                    *itertools.product(SHARED, ["portable"], (1, 64), [BF16], (HEADS_05B, HEADS_7B, HEADS_14B))]
-EMBED_STACK = 32                                                     # bytes, everywhere: digits of 2 / pi for its sine
-# Bytes of registers that a kernel spills on an sm, outside of its inner loop: heads of 128 at few rows; 64 rows.
+EMBED_STACK = 32                                                     # bytes on every sm: 2 / pi, for sines of large angles
+# Bytes that a kernel spills on an sm, outside of its inner loop: with heads of 128 at few rows, and at 64 rows.
 STACK = {("attention_kernel", 80): 8, ("attention_kernel", 120): 8, ("portable_kernel", 100): 40}
 
 
@@ -208,7 +209,9 @@ def test_every_kernel_of_a_step_compiles_as_it_is_launched_and_fits_the_gpu(sm, 
 
 
 def close(got, want, ulps=1.0):
-    """One rounding of an fp32 value, and that of x @ A.T, which flips where the sum's order differs."""
+    """Whether they differ by one rounding of an fp32 value, and by that of x @ A.T, which may fall the other way where
+    its sum has another order.
+    """
     bound = ulps * rounding() * 2 * want.abs() + 2e-2 * rounding() * want.abs().max() + 1e-5
     return ((got.double() - want).abs() <= bound).double().mean() > 0.999
 
@@ -368,7 +371,7 @@ def test_every_attention_plan_reads_whole_parts_of_a_kv_block(wide_steps_fit):
 
 
 def small_engine(base, gen, rank=32, max_rows=9, size=(256, 384, 2, 4, 2, 2432), dtype=None):
-    """A small random model with a live adapter, and its engine over a KV cache of random context."""
+    """-> a small random model with a live adapter, its engine over a KV cache of random context, the table's width."""
     dtype = dtype or DTYPE
     config = model_module.ModelConfig(*size, False)
 
@@ -407,7 +410,7 @@ def sampling(temperature=1.0, end_ids=(), top_k=0, top_p=1.0):
 
 
 class As:
-    """A frozen weight that lora.Linear takes for one of another dtype: it rounds its x to that and expands W in it."""
+    """A frozen weight that claims another dtype. lora.Linear then rounds x to that, and expands W in it."""
 
     def __init__(self, weight, dtype):
         self.weight = weight

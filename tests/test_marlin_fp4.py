@@ -50,7 +50,7 @@ GRID = torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, 
 
 
 def random_weight(N, K, device="cpu", seed=0, global_scale=2.0 ** -7, dtype=torch.bfloat16):
-    """Random codes and all E4M3 scales that exist -> PackedWeight and its float64 value (N, K)."""
+    """A weight of random codes and random E4M3 scales, of all that exist -> PackedWeight, its float64 value (N, K)."""
     g = torch.Generator().manual_seed(seed)
     packed = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8, generator=g)
     scale = torch.randint(0, 127, (N, K // 16), dtype=torch.uint8, generator=g).view(torch.float8_e4m3fn)
@@ -61,7 +61,7 @@ def random_weight(N, K, device="cpu", seed=0, global_scale=2.0 ** -7, dtype=torc
 
 
 def values(weight):
-    """code * v * row_scale (N, K) float64 of the packed words, as plain torch decodes them."""
+    """The float64 value (N, K) of the packed words, as plain torch decodes them: code * v * row_scale."""
     order = marlin_fp4.BIT_ORDERS[weight.dtype]
     word = weight.scales.long() & 0xFFFFFFFF
     word = word >> order.rotation | (word << (32 - order.rotation)) & 0xFFFFFFFF
@@ -88,6 +88,17 @@ def test_a_word_holds_the_four_planes_of_one_column():
     assert int(word) & 0xFFFF == 1 << 15 | 3 << 10 | 1 << 9 | 1 << 7 | 1 << 14 | 1 << 13 | 1 << 1 | 1
 
 
+@both
+def test_the_words_drawn_in_the_file_are_the_ones_that_are_packed(dtype):
+    drawings = re.findall(r"a word    ((?:[sem][0-3] ?){16})", Path(marlin_fp4.__file__).read_text())
+    drawn = drawings[[torch.bfloat16, torch.float16].index(dtype)].split()                 # bit 15 first
+    for bit, name in zip(range(15, -1, -1), drawn):
+        (codes,) = marlin_fp4._unpack_words(torch.tensor([[1 << bit]]), marlin_fp4.BIT_ORDERS[dtype])
+        again = name in drawn[:15 - bit]                             # of two e, the left one is the higher
+        code = {"s": 8, "e": 2 if again else 4, "m": 1}[name[0]]
+        assert codes.tolist() == [code if plane == int(name[1]) else 0 for plane in range(4)], (bit, name)
+
+
 @pytest.mark.parametrize("dtype,bias,rotation", [(torch.bfloat16, 10, 4), (torch.float16, 22, 7)])
 def test_a_scale_word_is_four_rotated_e5m3_bytes(dtype, bias, rotation):
     scale = torch.ones(128, 8)
@@ -100,6 +111,7 @@ def test_a_scale_word_is_four_rotated_e5m3_bytes(dtype, bias, rotation):
 
 
 def every_scale_times_every_code(dtype, device="cpu"):
+    """-> a PackedWeight with one row for each scale and one column for each code, its value in fp32."""
     codes = torch.arange(16, dtype=torch.uint8).repeat(127, 1)       # one row per scale, one block of 16 codes
     packed = codes[:, 0::2] | codes[:, 1::2] << 4
     scale = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, None]
@@ -108,7 +120,7 @@ def every_scale_times_every_code(dtype, device="cpu"):
 
 
 @both
-def test_every_scale_times_every_code_is_exact(dtype):
+def test_every_scale_times_every_code_is_packed_exactly(dtype):
     weight, want = every_scale_times_every_code(dtype)
     assert torch.equal(values(weight), want.double())
 

@@ -43,7 +43,7 @@ class Results(list):
 
 
 def assembly_in_numpy(builder, text, constraints, values, types, is_pure, pack):
-    """What InterpreterBuilder.create_inline_asm lacks: two int16 words, or one int32, to a register; a sum as it is."""
+    """Inline assembly for Triton's interpreter, which has none: two int16 words or one int32 go to a register."""
     if text == "mov.b32 $0, $1;":
         return Results(values)
     words = np.ascontiguousarray(values[0].data)
@@ -60,7 +60,9 @@ def assembly_in_numpy(builder, text, constraints, values, types, is_pure, pack):
 @pytest.mark.parametrize("M,N,K,R", [(1, 128, 128, 0), (5, 300, 272, 6), (33, 384, 640, 48), (70, 130, 400, 70)])
 @pytest.mark.parametrize("sm", [86, 90])
 def test_the_product_matches_float64(M, N, K, R, sm, monkeypatch):
-    """fp16: numpy has no bf16. Ragged rows, columns and K; several pieces a tile; two tiles of A, of x."""
+    """In fp16, since numpy has no bf16. The cases have ragged rows, columns and K, several pieces to a tile row, two
+    tiles of A, two tiles of x.
+    """
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_inline_asm", assembly_in_numpy)
     monkeypatch.setattr(tl.dtype, "value", property(lambda dtype: dtype), raising=False)   # there no constexpr
     monkeypatch.setattr(marlin_fp4, "multiprocessors_on", lambda device: 4)
@@ -77,7 +79,7 @@ def test_the_product_matches_float64(M, N, K, R, sm, monkeypatch):
 @pytest.mark.parametrize("sm", SHARED)
 @pytest.mark.parametrize("M", [1, 16, 32, 64, 256])
 def test_the_schedule_plans_no_more_programs_than_the_chip_holds_at_once(sm, M):
-    """A second wave would double the time."""
+    """A second wave of programs would double the time."""
     assert marlin_fp4.shared_memory_kib(divmod(sm, 10)) == SHARED[sm]
     config = portable_config(M, divmod(sm, 10))
     multiprocessors = 82
@@ -86,7 +88,7 @@ def test_the_schedule_plans_no_more_programs_than_the_chip_holds_at_once(sm, M):
 
 
 # -----------------------------------------------------------------------------
-# What the compiler made of it
+# What the compiler makes of the kernel
 
 CASES = list(itertools.product(SHARED, (1, 16, 32, 64), (torch.bfloat16, torch.float16)))
 WGMMA = [case for case in CASES if portable_config(case[1], divmod(case[0], 10)).bands == 1]
@@ -95,16 +97,17 @@ every_case = pytest.mark.parametrize("sm,M,dtype", CASES)
 
 
 class Compiled(NamedTuple):
-    shared: int             # bytes
-    registers: int
-    stack: int              # bytes
+    """What the compiler made of the kernel for one GPU, number of rows and type."""
+    shared: int             # bytes of shared memory
+    registers: int          # of a thread
+    stack: int              # bytes that a thread spills registers to
     instructions: list      # [(address, text)]
-    loop: list              # those of the longest without another inside: a block a round
-    layouts: dict           # rows x columns, element -> (vec, perPhase, maxPhase) of its swizzle in shared memory
+    loop: list              # the instructions of the longest innermost loop, which does one tile a round
+    layouts: dict           # "rows x columns x element" -> (vec, perPhase, maxPhase) of its swizzle in shared memory
 
 
 def compile_for(sm, M, dtype):
-    """In a process of its own."""
+    """-> Compiled; runs in a process of its own."""
     config = portable_config(M, divmod(sm, 10))
     of_x = torch.zeros(64, 3584, dtype=dtype)
     codes, scales = torch.zeros(1, dtype=torch.int16), torch.zeros(1, dtype=torch.int32)
@@ -136,7 +139,7 @@ def compiled():
 
 
 def inner_loops(instructions):
-    """Instructions between a jump backwards and its target, of loops without another inside."""
+    """The instructions of each loop that has no other loop inside: from a jump backwards to its target."""
     at = {address: i for i, (address, _) in enumerate(instructions)}
     loops = []
     for i, (address, text) in enumerate(instructions):
@@ -148,7 +151,10 @@ def inner_loops(instructions):
 
 
 def bank_conflicts(columns, vec, per_phase, max_phase):
-    """Of ldmatrix: 16 bytes of 8 neighbouring rows of 16-bit elements, swizzled as Triton's layout says."""
+    """The worst conflict of an ldmatrix, which reads 16 bytes of 8 neighbouring rows of 16-bit elements.
+
+    vec, per_phase, max_phase: the swizzle of Triton's layout.
+    """
     worst = 0
     for chunk in range(columns // 8):
         banks = [(row * columns // 8 + (chunk ^ (row // per_phase % max_phase) * vec // 8)) % 8 for row in range(8)]
@@ -170,7 +176,7 @@ def test_the_programs_that_the_schedule_counts_on_fit_a_multiprocessor(sm, M, dt
 
 @no_gpu
 @pytest.mark.parametrize("sm,M,dtype", MMA_SYNC)
-def test_the_loop_is_what_the_file_says(sm, M, dtype, compiled):
+def test_the_loop_copies_every_byte_once_and_decodes_no_weight_twice(sm, M, dtype, compiled):
     found = compiled[sm, M, dtype].result()
     config = portable_config(M, divmod(sm, 10))
     BM, warps = config.BM, config.num_warps
@@ -181,13 +187,13 @@ def test_the_loop_is_what_the_file_says(sm, M, dtype, compiled):
     assert others == []
     products = sum(text.startswith("HMMA.16816.F32") for text in found.loop)
     assert products == 128 * 128 * BM // (16 * 16 * 8) // warps      # mma.sync, none twice
-    # To shared memory: codes 16 bytes a thread, scales 8 bytes a row, each of x's four tiles (BM, 32) in the widest
-    # copies that leave no thread idle, of at most 16.
+    # Copies to shared memory: codes by 16 bytes a thread, scales by the 8 bytes of a row, and each of x's four tiles
+    # (BM, 32) in the widest copies, of at most 16 bytes, that leave no thread idle.
     copies = {"LDGSTS.E.BYPASS.128": 8192 // 16 // threads, "LDGSTS.E.64": 1024 // 8 // threads, "LDGSTS.E": 0}
     bytes_of_x = BM * 64 // threads
     width = min(bytes_of_x, 16)
     copies[{16: "LDGSTS.E.BYPASS.128", 8: "LDGSTS.E.64", 4: "LDGSTS.E"}[width]] += 4 * bytes_of_x // width
-    # From there, 512 bytes an instruction: a warp its rows of codes and all of x.
+    # Loads from there take 512 bytes an instruction: a warp reads its rows of codes and all of x.
     assert counts == {**copies, "LDSM.16.M88.4": (8192 // warps + 4 * BM * 64) // 512}
     most = {8: 2.5, 16: 2.7, 32: 2.8, 64: 3.7}[BM]
     assert len(found.loop) * threads / 128**2 <= most, len(found.loop)        # instructions a weight
@@ -205,7 +211,7 @@ def test_on_hopper_a_block_is_decoded_when_the_tensor_cores_have_read_the_one_be
     products = sum(text.startswith("HGMMA.64x%dx16.F32" % config.BM) for text in found.loop)
     assert products == 128 // 64 * 128 // 16 // (config.num_warps // 4)
     waits = [text for text in found.loop if text.startswith("WARPGROUP.DEPBAR")]
-    assert waits == ["WARPGROUP.DEPBAR.LE gsb0, 0x0"] * 4            # a dot, not serialized
+    assert waits == ["WARPGROUP.DEPBAR.LE gsb0, 0x0"] * 4            # one a product: ptxas has not serialized them
     assert not any(text.startswith(("LDL", "STL", "PRMT", "LDG.")) for text in found.loop)
     assert sum(text.startswith("LDSM.16.M88.4") for text in found.loop) == 8192 // 512 // config.num_warps     # codes
     assert len(found.loop) * 32 * config.num_warps / 128**2 <= 3
