@@ -152,8 +152,8 @@ def random_bf16(*shape):
 
 def decode_figures(shapes, M, rank, kernels):
     """Of the decode matmul with M rows, a layer."""
-    from fast.decode import MATMULS
-    decode_matmul = functools.partial(MATMULS[kernels], pdl=capability(DEVICE) >= (9, 0))
+    from fast.decode import decode_matmul_for
+    decode_matmul = functools.partial(decode_matmul_for(kernels), pdl=capability(DEVICE) >= (9, 0))
     layers = math.ceil(TRAFFIC / (BYTES * sum(N * K for N, K in shapes.values())))
     operands = []
     for name, (N, K) in shapes.items():
