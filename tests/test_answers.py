@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from answers import CONTEXT, FORMULAS, MAX_WORK, ROUNDING, Number, can_read, is_equal
+from answers import MAX_WORK, can_read, is_equal
+from harness.decimals import CONTEXT, FORMULAS, ROUNDING, Number
 from rewards import extract
 
 GOLDS = json.loads((Path(__file__).parent / "golds.json").read_text())
