@@ -30,7 +30,7 @@ no column. 10 mod 7 is 3. Sums and integrals are not evaluated: they are compare
 """
 import re
 from decimal import Decimal, localcontext
-from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple, Union
 from zlib import crc32
 
@@ -100,9 +100,9 @@ TEXT = (r"\\(?:text(?:bf|rm|it|tt|normal)?|math(?:rm|bf|it|sf|cal)|[mh]box|emph|
 NO_LETTER = "(?![A-Za-z])"
 REWRITES = [(re.compile(pattern), to) for pattern, to in [  # in this order
     # a sum of money, \$32,\!348 or €5: its sign becomes a unit behind it; $5$ is only a formula
-    (r"^\s*(\$(?=.*\$))?\s*([-+]?)\s*(\\?\$|[€£¥₹])\s*"
-     r"([-+]?(?:[0-9](?:(?:[0-9.,]|\\[!,]|\{,\})*[0-9])?|\.[0-9]+))\s*(?(1)\$)\s*\.?\s*$",
-     lambda match: f"{match[2]}{match[4]} «{CURRENCY[match[3]]}»"),
+    (r"^(\$(?=.*\$))?(?:\s*([-+]))?\s*(\\?\$|[€£¥₹])\s*"
+     r"([-+]?(?:[0-9](?:(?:[0-9.,]|\\[!,]|\{,\})*[0-9])?|\.[0-9]+))(?(1)\s*\$)\.?$",
+     lambda match: f"{match[2] or ''}{match[4]} «{CURRENCY[match[3]]}»"),
     # tabs and the like are spaces
     (r"[^\S\n]", " "),
     # a doubly escaped \\frac; but inside a matrix \\ ends a row
@@ -129,7 +129,7 @@ REWRITES = [(re.compile(pattern), to) for pattern, to in [  # in this order
     (TEXT, unwrap_text),
     # 90^\circ and 90^{\circ} are 90°; 20 °C is 20 «celsius»
     (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ" + NO_LETTER + r")|\\circ" + NO_LETTER, "°"),
-    (r"«?\s*(?:°|(?<![A-Za-z])degrees?)\s*([CF])" + NO_LETTER + r"\s*»?",
+    (r"«? ?(?:°|(?<![A-Za-z])degrees?)\s*([CF])" + NO_LETTER + "»?",
      lambda match: " «celsius»" if match[1] == "C" else " «fahrenheit»"),
     # 0.1\overline{6}, written out to 80 digits
     (r"([0-9]{0,20})\.([0-9]{0,20})\\(?:overline|bar|dot)\s*\{([0-9]{1,20})\}",
@@ -160,12 +160,24 @@ SPELLED["all real numbers"] = r"(-\infty,\infty)"
 SPELLED["no solution"] = SPELLED["no solutions"] = r"\emptyset"
 
 
+BOX = re.compile(r"\\(?:boxed|fbox)\s*\{(.*)\}", re.DOTALL)
+
+
+def unbox(s: str) -> str:
+    r"""What is in the box, if all is in one: $\boxed{5}$, but not \boxed{5}, \boxed{6}."""
+    box = BOX.fullmatch(s.strip("$ ."))
+    if not box:
+        return s
+    depths = list(accumulate((c == "{") - (c == "}") for c in box[1]))
+    return s if depths and min(depths) < 0 else box[1].strip()
+
+
 def clean(s: str) -> str:
     """The same answer without variants of spelling, styling and spacing."""
     s = s.replace("\f", "\\f").replace("\b", "\\b").strip()  # "\frac" in a text that was unescaped
     if len(s) > 2 * MAX_ANSWER:
         return s
-    s = END_OF_TURN.sub("", s).strip()
+    s = unbox(END_OF_TURN.sub("", s).strip())
     s = SCRIPTS.sub(lambda match: "^_"[not match[1]] + f"{{{match[0]}}}", s)  # x⁻² is x^{-2}
     s = s.translate(UNICODE)
     if s.lstrip("-").isdecimal():  # most answers are integers
@@ -198,12 +210,14 @@ POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3, "
 # Words that may follow any value, as a known unit may. They are no unit: 5 people is 5 students.
 COUNTED = frozenset("""per people person student way point time square cubic sq cu squared cubed
     mph kmh kph fps""".split())
-# Words that change the value before them, so they are no unit: "5 hundredths", "5 or less".
-NOT_UNITS = frozenset("""and or is not but if no to than more less none either neither nor where for
-    with mod thousand million billion trillion hundred dozen half halves over pi sqrt sin cos tan
-    log ln exp most least plus minus times negative factorial fewer below above under before after
-    ago short east west north south third quarter fourth fifth sixth seventh eighth ninth tenth
-    twelfth twentieth hundredth thousandth millionth""".split())
+# Words that change the value before them: "5 hundredths" is not 5. rewards.py asks for them too.
+SCALES = frozenset("""hundred thousand million billion trillion dozen half halves third quarter
+    fourth fifth sixth seventh eighth ninth tenth twelfth twentieth hundredth thousandth millionth
+    over plus minus mod factorial pi sqrt""".split())
+# Words of an answer that does more than name a value: "5 or less", "5 miles east".
+NOT_UNITS = SCALES | frozenset("""and or is not but if no to than more less fewer most least none
+    either neither nor where for with times negative sin cos tan log ln exp below above under
+    before after ago short east west north south st nd rd th""".split())
 PERCENT = frozenset(("percent", "pct", "percentage"))
 WORDS = r"(?:[A-Za-z]{2,}\.?(?:/[A-Za-z]+)?\s+){0,3}(?:[A-Za-z]{2,}(?:/[A-Za-z]+)?\.?|m/s)"
 RAISED_UNIT = r"(?:\s*\^\s*(?:[23]|\{\s*[23]\s*\}))?"
@@ -254,7 +268,8 @@ def split_unit(s: str) -> tuple[str, dict[str, int]]:
         if words and words[0] in PERCENT:
             value += "%"
             words.pop(0)
-        is_changed = any(word in NOT_UNITS or word.rstrip("s") in NOT_UNITS for word in words)
+        is_changed = any(word in NOT_UNITS or word.rstrip("s") in NOT_UNITS for word in words) \
+            or words[:1] in (["squared"], ["cubed"])
         if is_changed or not re.search(r"[0-9A-Za-z})°%]$", value):
             return s, found
         found = powers(end[0])
@@ -418,7 +433,7 @@ PLAIN_FUNCTION = re.compile(
 # Letters that stand alone as an item, and are no product there: IX is not XI, AB is the name of a
 # line, "no" is not "on". The o tells small words from products; nobody calls a variable o.
 ALONE = re.compile(
-    r"(^\s*\{?|[,;(=])\s*([A-Z]{2,}|[a-z]?o[a-z]|[a-z]{1,2}o)\s*(?=[,;)=]|\}?\s*$)")
+    r"(^\s*\{|^|[,;(=])\s*([A-Z]{2,}|[a-z]?o[a-z]|[a-z]{1,2}o)(?=\s*[,;)=]|\s*$|\s*\}\s*$)")
 
 
 def tokenize(s: str) -> list[str]:
@@ -441,14 +456,14 @@ class Reader:
     a Reading, and the answer has no other form than its tokens:
 
         1 + 2 x          expression(0)     1, then "+" binds tighter than nothing
-              2 x          expression(SUM)   2, then "beside" binds tighter than "+": 2 * value of x
+              2 x          expression(SUM)   2, then "beside" binds tighter than "+": 2 times x
     """
 
     def __init__(self, tokens: list[str], point: Point):
         self.tokens = [*tokens, ""]  # "" marks the end
         self.point = point
         self.at = 0
-        self.trig = 0                # how many arguments of sin, cos, ... are open: 30° needs to know
+        self.trig = 0                # open arguments of sin, cos, ...: there 30° is an angle
         self.stops = frozenset()     # tokens that end the operand at hand, as the second | of |x|
 
     def peek(self) -> str:
@@ -629,7 +644,7 @@ class Reader:
         return self.expression(POSTFIX)  # nothing binds tighter, so this is one operand
 
     def function(self, name: str, opener: str = "") -> Reading:
-        r"""\sin x, \log_2 8, \sin^2 x, \tan^{-1} x, |x|; the name or the first | is taken already."""
+        r"""\sin x, \log_2 8, \sin^2 x, \tan^{-1} x, |x|; the name or the first | is taken."""
         if name == "sqrt":
             [degree] = self.listing(("]",)) if self.accept("[") else [TWO]
             return self.point.compute("^", self.expression(POSTFIX), ONE / number(degree))
@@ -754,7 +769,8 @@ def same_name(a: str, b: str) -> bool:
     if len(x[2]) > 1 and (x[2] + y[2]).isupper() and len(y[2]) > 1:
         return x[2] in (y[2], y[2][::-1])
     if x[2] == y[2]:
-        return x.group(1, 3, 4) == y.group(1, 3, 4) and not (x[5] and y[5])
+        one_subscript = x[3] == y[3] or not (x[3] and y[3])
+        return x.group(1, 4) == y.group(1, 4) and one_subscript and not (x[5] and y[5])
     places = [re.search("[0-9]", part or "") for part in (x[5], y[5])]
     return x[4] == y[4] and (None in places or x[5] == y[5])
 
