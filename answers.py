@@ -197,9 +197,9 @@ def clean(s: str) -> str:
 UNIT = {}
 for names in """mm=millimeter=millimetre cm=centimeter=centimetre dm=decimeter m=meter=metre
         km=kilometer=kilometre inch=in=inches foot=feet=ft yard=yd mile=mi unit
-        second=sec=s minute=min hour=hr=h day week month year decade am pm
-        dollar=usd=buck cent=penny=pennies euro pound rupee yuan yen
-        mg=milligram g=gram kg=kilogram lb ounce=oz ton tonne
+        second=sec=s minute=min hour=hr=h day week month year=yr decade am pm
+        dollar=usd=buck cent=penny=pennies euro pound=lb rupee yuan yen
+        mg=milligram g=gram=gm kg=kilogram ounce=oz ton=tonne
         liter=litre=l ml=milliliter=millilitre gallon quart pint cup
         degree=deg radian=rad celsius fahrenheit kelvin
         watt kw=kilowatt joule kj=kilojoule newton volt amp=ampere hertz=hz""".split():
@@ -269,7 +269,7 @@ def split_unit(s: str) -> tuple[str, dict[str, int]]:
             value += "%"
             words.pop(0)
         is_changed = any(word in NOT_UNITS or word.rstrip("s") in NOT_UNITS for word in words) \
-            or words[:1] in (["squared"], ["cubed"])
+            or words[:1] in (["squared"], ["cubed"])  # 5 squared, not 5 feet squared
         if is_changed or not re.search(r"[0-9A-Za-z})°%]$", value):
             return s, found
         found = powers(end[0])
