@@ -288,7 +288,7 @@ def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
     return -min(1.0, max(0.0, over))
 
 
-def score(tokenizer, problems: list, rollouts, style: str = "boxed",
+def grade_rollouts(tokenizer, problems: list, rollouts, style: str = "boxed",
           plug_in: Callable | None = None) -> list[dict]:
     """One dict for each row of the rollouts: the completion, the answer that was found in it, the
     verdict, and the reward `task`.
