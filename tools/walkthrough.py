@@ -21,8 +21,8 @@ import nvfp4
 import rewards
 from harness import data
 from harness.config import TINY_MODEL
-from harness.hf import Checkpoint
-from harness.ranks import settle_cpu
+from harness.hf import Shards
+from harness.ranks import configure_cpu
 from learner import Batch, Learner
 from model import load
 from sampler import Sampler, Sampling, TorchEngine
@@ -62,8 +62,8 @@ for token in problem.prompt[:10]:
 
 # %% 2. A frozen weight: sixteen numbers that share a scale
 # NVFP4 keeps 4 bits of each weight, one byte for every 16 of them, and one scale for the matrix.
-files = Checkpoint(TINY_MODEL, "nvfp4", torch.device("cpu"), torch.float32)
-original = files.read("model.layers.0.self_attn.o_proj.weight", 256, 256).float()
+files = Shards(TINY_MODEL)
+original = files.get("model.layers.0.self_attn.o_proj.weight").float()
 packed, block_scale, tensor_scale = nvfp4.quantize(original)
 decoded = nvfp4.dequantize(packed, block_scale, tensor_scale, torch.float32)
 
@@ -90,7 +90,7 @@ print(f"  decoded weights that fit in bfloat16    {exact.float().mean():.0%}")
 # All linears of the model are held like that. Each gets an adapter of rank 32, which will learn.
 # While the model answers, the weights of its norms carry noise, sigma * z.
 model = load(TINY_MODEL, "nvfp4", torch.device("cpu"), live_vocab=tokenizer.vocab_size)
-settle_cpu(model)
+configure_cpu(model)
 adapter = lora.attach(model, rank=32, alpha=32, seed=SEED)
 sigmas = [aqn.sigma_at(step, STEPS, 1e-2, 5e-4, 10) for step in range(STEPS)]
 
@@ -210,14 +210,14 @@ update = learner.update(batch, weights, lr=5e-4)
 
 title("8. One update")
 print(f"norm of the gradient {update.grad_norm:.3f}\n")
-print("          numbers  moved  their moves  gradients, median  and largest")
+print("        numbers  moved  by how much  gradient: median  largest")
 moves = adapter.unflatten((adapter.master.detach() - start).abs())
 gradients = adapter.unflatten(adapter.master.grad.abs())
 for name, moved, gradient in zip(["all A", "all B"], moves, gradients):
     moved = torch.cat([view.flatten() for view in moved])
     gradient = torch.cat([view.flatten() for view in gradient])
-    print(f"{name:9}{len(moved):8,}  {(moved > 0).float().mean():5.0%}  {moved.mean():11.4f}  "
-          f"{gradient.median():17.6f}  {gradient.max():11.6f}")
+    print(f"{name}  {len(moved):8,}  {(moved > 0).float().mean():5.0%}  {moved.mean():11.4f}  "
+          f"{gradient.median():16.1e}  {gradient.max():7.1e}")
 
 # %% 9. The same problem again
 # Now the policy has moved away from the proximal policy, so a second pass over the same answers
@@ -231,7 +231,7 @@ for b, (old, new) in enumerate(zip(of_rows(proximal), of_rows(policy))):
 print("\na second pass over the same answers:")
 show_losses(policy)
 
-# %% 10. Twenty-five steps
+# %% 10. Thirty steps
 # All of the above in one loop, for four problems a step.
 def share_right(some):
     """How many of these problems the model answers right, greedily and without noise."""
@@ -242,10 +242,10 @@ def share_right(some):
 
 held_out = data.encode_prompts(tokenizer, data.load_problems("arithmetic", "test")[:64], "boxed")
 share_before = share_right(held_out)
-for step in range(25):
+for step in range(30):
     places = range(4 * step, 4 * step + 4)
     some = data.problems_at(problems, SEED, places)
-    with aqn.noisy_norms(model, aqn.sigma_at(step, 25, 1e-2, 5e-4, 10), SEED, step):
+    with aqn.noisy_norms(model, aqn.sigma_at(step, 30, 1e-2, 5e-4, 10), SEED, step):
         answers = sampler.generate([one.prompt for one in some], GROUP_SIZE, sampling, list(places))
     graded = rewards.score(tokenizer, some, answers)
     rewarded = torch.tensor([row["task"] for row in graded])
@@ -254,7 +254,7 @@ for step in range(25):
     learner.update(Batch(answers, grpo.group_advantages(rewarded, GROUP_SIZE)),
                    grpo.token_weights(tokens, in_loss, loss, MAX_NEW_TOKENS), lr=5e-4)
 
-title("10. Twenty-five steps")
+title("10. Thirty steps")
 now = learner_logprobs()
 print(f"{'':50}  before  after")
 for b in (4, 5):
