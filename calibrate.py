@@ -59,7 +59,7 @@ from tqdm import tqdm
 import model as qwen
 import nvfp4
 from attention import PackedAttention, lay_out
-from harness import hf
+from harness import data, hf
 from lora import Linear, Scratch
 from ops import mm_fp32
 from sampler import Sampler, Sampling, engine_for
@@ -83,8 +83,9 @@ Nvfp4Tensors = tuple[Tensor, Tensor, Tensor]    # as nvfp4.quantize returns them
 
 
 def gptq(w: Tensor, hessian: Tensor, global_scale: Tensor) -> Nvfp4Tensors:
-    """Quantize w (N, K) fp32 for inputs whose H is `hessian` (K, K) fp32, as nvfp4.quantize does
-    without knowing the inputs.
+    """Quantize w (N, K) fp32 for inputs whose H is `hessian` (K, K) fp32.
+
+    It returns what nvfp4.quantize returns, which chooses codes without knowing the inputs.
     """
     pieces = []
     code_block = recorded(gptq_block, torch.ones(16, len(w), device=w.device),
@@ -101,8 +102,8 @@ def recorded(function: Callable, *inputs: Tensor) -> Callable:
     """On a GPU, record a function of tensors as a CUDA graph; on a CPU return it as it is.
 
     inputs: tensors of the shapes that it will be called with. The graph's results are overwritten
-    by the next call. gptq_block is about 125 launches, for which Python takes 3 ms: that was 5.5 s
-    a layer of Qwen2.5-7B on an H200.
+    by the next call. gptq_block is about 125 launches, for which Python needs 3 ms: without a graph
+    they take 5.5 s of each layer of Qwen2.5-7B (H200).
     """
     if not inputs[0].is_cuda:
         return function
@@ -150,7 +151,8 @@ def inverse_factor(hessian: Tensor) -> Tensor:
 
     No inverse is computed, which would lose digits. Let P reverse the order of rows. Cholesky gives
     P H P = L @ L.T, so H^-1 = (P L^-1 P).T @ (P L^-1 P), and P L^-1 P is upper triangular: it is U.
-    In float64, because in fp32 Cholesky found the H of a 0.5B's down not positive.
+    In float64, and of an H that was summed in fp32: summed by bf16 matmuls and factored in fp32,
+    the H of a 0.5B's down was not positive.
     """
     damped = hessian.double()
     damped.diagonal().add_(DAMPING * damped.diagonal().mean().clamp(min=1e-10))
@@ -176,8 +178,8 @@ def gptq_block(w: Tensor, U: Tensor, global_scale: Tensor) -> tuple[Tensor, Tens
     the scales (N,), and e / U[i, i] (16, N), from which the columns to come are corrected.
     """
     levels, edges, offsets = constants(w.device)
-    first = nvfp4.e4m3_codes(w.abs().amax(0) / 6, 1 / global_scale)
-    tried = (first + offsets).clamp(1, 126)                      # (C, N)
+    usual = nvfp4.e4m3_codes(w.abs().amax(0) / 6, 1 / global_scale)
+    tried = (usual + offsets).clamp(1, 126)                      # (C, N)
     scale = nvfp4.e4m3_value(tried) * global_scale
     diagonal = U.diagonal()
     passed_on = (U / diagonal[:, None])[..., None, None]         # U[i, j] / U[i, i]
@@ -186,9 +188,9 @@ def gptq_block(w: Tensor, U: Tensor, global_scale: Tensor) -> tuple[Tensor, Tens
     errors = torch.empty_like(rest)
     columns = zip(rest.unbind(), values.unbind(), errors.unbind())
     for i, (column, value, error) in enumerate(columns):
-        torch.take(levels, torch.bucketize(column / scale, edges), out=value)
-        torch.addcmul(column, value, scale, value=-1, out=error)
-        rest[i + 1:].addcmul_(error, passed_on[i, i + 1:], value=-1)
+        torch.take(levels, torch.bucketize(column / scale, edges), out=value)      # step 1
+        torch.addcmul(column, value, scale, value=-1, out=error)                   # e
+        rest[i + 1:].addcmul_(error, passed_on[i, i + 1:], value=-1)               # step 2
     errors /= diagonal[:, None, None]                            # squared: the cost of a rounding
     best = errors.square().sum(0).argmin(0)                      # (N,); of equal ones the first
     at = best.expand(16, 1, -1)
@@ -211,11 +213,12 @@ class Text(NamedTuple):
     start: int                                   # where the answer begins
 
 
-def own_answers(folder: str | Path, tokenizer, problems: list, device: torch.device,
-                max_new_tokens: int = 512, seed: int = 0, kernels: str = "auto") -> list[Text]:
+def own_answers(folder: str | Path, tokenizer: data.Tokenizer, problems: list[data.Problem],
+                device: torch.device, max_new_tokens: int = 512, seed: int = 0,
+                kernels: str = "auto") -> list[Text]:
     """Texts to calibrate by: the answers, at temperature 1, of the model rounded to NVFP4.
 
-    problems: data.Problems. ValueError for fewer than two of them.
+    ValueError for fewer than two problems.
     """
     if len(problems) < 2:
         raise ValueError(f"--calibrate takes at least 2 problems, one to measure by, "
@@ -265,7 +268,7 @@ def chunks_of(texts: Sequence[Text], embed: Tensor, config: qwen.ModelConfig) ->
 
 
 def linears_of(layer: qwen.Layer) -> tuple[Linear, Linear, Linear, Linear]:
-    """In the order of the computation."""
+    """The four linears, in the order in which the layer computes them."""
     return layer.qkv, layer.o, layer.gate_up, layer.down
 
 
@@ -309,7 +312,7 @@ def hessians(layer: qwen.Layer, chunks: Sequence[Chunk]) -> list[Tensor]:
     """Move the exact stream through a layer -> H (K, K) fp32 of each of linears_of(layer)."""
     sums = {linear: torch.zeros(linear.weight.K, linear.weight.K, device=linear.weight.device)
             for linear in linears_of(layer)}
-    with listening(layer, lambda linear, x: add_upper(sums[linear], x.float())):
+    with listening(layer, lambda linear, x: add_upper(sums[linear], x.float())):   # not in bf16
         for chunk in chunks:
             chunk.exact = chunk.through(layer, chunk.exact)
     tokens = sum(len(chunk.exact) for chunk in chunks)
@@ -410,15 +413,18 @@ def coded_linears(files: hf.ModelFolder, codes: str, texts: Sequence[Text], live
         layer = qwen.Layer(config, i, files.read, files.frozen, files.dtype, scratch)
         weights = [torch.cat([files.read(f"{name}.weight") for name in linear.names]).float()
                    for linear in linears_of(layer)]   # a float16 file's are finer than the layer's
+        # 1) The exact stream moves through the 16-bit layer, and gives H on its way.
         layer_hessians = hessians(layer, chunks) if texts else [None] * 4
         for chunk in measured:
             chunk.exact = chunk.through(layer, chunk.exact)
+        # 2) Each linear gets its codes.
         for linear, w, hessian in zip(linears_of(layer), weights, layer_hessians):
             tensors = CODES[codes](w, hessian, nvfp4.global_scale_for(w))
             linear.weight = nvfp4.fuse([tensors], files.dtype)
             packed, block_scale, global_scale = tensors
             parts = zip(linear.names, packed.split(linear.parts), block_scale.split(linear.parts))
             yield from ((name, (p, s, global_scale)) for name, p, s in parts)
+        # 3) The coded stream moves through the layer with the new codes.
         for chunk in [*chunks, *measured]:
             chunk.coded = chunk.through(layer, chunk.coded)
     if texts:

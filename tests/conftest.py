@@ -1,7 +1,7 @@
 """
 What all tests share: the import path, the tiny checkpoints, signals as from a shell, Triton's interpreter.
 
-A bare `pytest` runs all tests in two processes (pytest.ini); `pytest -n 0` runs them in one, for a debugger.
+A bare `pytest` runs the tests in several processes (pytest.ini); `pytest -n 0` runs them in one.
 """
 import os
 import re
@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 # take 12 times as long as one.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+import torch
 from tiny_qwen2 import SHAPES, config_json, random_tensors, write_folder
 
 # A caller may have signals ignored: `nohup pytest` ignores SIGHUP, `pytest &` in a shell script ignores SIGINT. Every
@@ -93,6 +94,14 @@ def interpreted():
         return len(re.findall(rf"^PASSED .*{Path(file).name}::", done.stdout, re.M))
 
     return passed
+
+
+def pytest_xdist_auto_num_workers():
+    """How many processes `-n auto` starts: one a core, at most four, since each holds up to 1 GB with the run that it
+    tests. On a machine with a GPU there is one alone: tests that measure the GPU's memory would disturb each other.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return 0 if torch.cuda.is_available() or cores == 1 else min(cores, 4)
 
 
 def pytest_collection_modifyitems(items):

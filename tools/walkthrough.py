@@ -1,0 +1,265 @@
+"""
+One problem on its way from prompt to update, with every number in between.
+
+    python -m tools.walkthrough          the tiny model, on any CPU, offline, in a few seconds
+
+Read this file from top to bottom like a notebook. Each cell (# %%) is one thing that a training
+step does. train.py does it for sixteen problems at once, this file for one, with the same functions
+of the project. Editors that know the # %% marks run the cells one by one.
+
+docs/walkthrough.md shows what is printed, and explains it.
+"""
+import math
+
+from harness import process  # noqa: F401, isort: skip; its settings must come before torch
+import torch
+
+import aqn
+import grpo
+import lora
+import nvfp4
+import rewards
+from harness import data
+from harness.config import TINY_MODEL
+from harness.hf import Shards
+from harness.ranks import configure_cpu
+from learner import Batch, Learner
+from model import load
+from sampler import Sampler, Sampling, TorchEngine
+
+SEED = 0
+STEPS = 80                                       # of the run that this could be a part of,
+STEP = 10                                        # the step of it that we look at,
+PLACE = 165                                      # and the place in the run of its sixth problem
+GROUP_SIZE = 8
+MAX_NEW_TOKENS = 48
+
+
+def title(text):
+    print(f"\n{text}\n{'-' * len(text)}")
+
+
+# %% 1. The problem and its prompt
+# A model does one thing: it continues a list of token ids. The chat format tells it who speaks.
+# Three control tokens mark that; no text of a user's can spell them.
+tokenizer = data.Tokenizer(TINY_MODEL)
+problems = data.encode_prompts(tokenizer, data.load_problems("arithmetic"), "boxed")
+problem, = data.problems_at(problems, SEED, range(PLACE, PLACE + 1))
+
+
+def text_of(ids):
+    """Text of token ids, control tokens included."""
+    return tokenizer.file.decode(ids, skip_special_tokens=False)
+
+
+title("1. The problem and its prompt")
+print(f"question  {problem.question}")
+print(f"answer    {problem.answer}\n")
+print(text_of(problem.prompt))
+print(f"{len(problem.prompt)} tokens; the first ten:")
+for token in problem.prompt[:10]:
+    print(f"{token:5}  {text_of([token])!r}")
+
+# %% 2. A frozen weight: sixteen numbers that share a scale
+# NVFP4 keeps 4 bits of each weight, one byte for every 16 of them, and one scale for the matrix.
+files = Shards(TINY_MODEL)
+original = files.get("model.layers.0.self_attn.o_proj.weight").float()
+packed, block_scale, tensor_scale = nvfp4.quantize(original)
+decoded = nvfp4.dequantize(packed, block_scale, tensor_scale, torch.float32)
+
+pairs = packed[0, :8]                            # row 0, columns 0 to 15: two codes in a byte
+codes = torch.stack([pairs & 15, pairs >> 4], dim=1).flatten().tolist()
+unit = block_scale[0, 0].float() * tensor_scale
+
+title("2. A frozen weight: sixteen numbers that share a scale")
+print(f"tensor scale   2^{math.log2(tensor_scale):.0f}")
+print(f"block scale    {block_scale[0, 0].float():.0f}")
+print(f"their product  {unit:.4f}, the unit of this block\n")
+print(" weight  in units  code  it means  decoded    error")
+for weight, code, value in zip(original[0, :16], codes, decoded[0, :16]):
+    print(f"{weight:7.4f}  {weight / unit:8.2f}  {code:04b}  {nvfp4.E2M1_SIGNED[code]:8.1f}  "
+          f"{value:7.4f}  {value - weight:7.4f}")
+error = decoded - original
+exact = decoded.bfloat16().float() == decoded
+print("\nthe whole matrix, 256 x 256:")
+print(f"  root mean square of the weights         {original.square().mean().sqrt():.4f}")
+print(f"  root mean square of the errors          {error.square().mean().sqrt():.4f}")
+print(f"  decoded weights that fit in bfloat16    {exact.float().mean():.0%}")
+
+# %% 3. The model, and noise on its norms
+# All linears of the model are held like that. Each gets an adapter of rank 32, which will learn.
+# While the model answers, the weights of its norms carry noise, sigma * z.
+model = load(TINY_MODEL, "nvfp4", torch.device("cpu"), live_vocab=tokenizer.vocab_size)
+configure_cpu(model)
+adapter = lora.attach(model, rank=32, alpha=32, seed=SEED)
+sigmas = [aqn.sigma_at(step, STEPS, 1e-2, 5e-4, 10) for step in range(STEPS)]
+
+norm = model.layers[0].input_norm
+W = model.layers[0].qkv.weight.dequantize()      # the linear behind that norm
+x = torch.ones(model.config.width)               # stands for x / rms(x)
+with aqn.noisy_norms(model, sigmas[STEP], SEED, STEP):
+    noise = norm.noise.clone()
+    noisy_norm = W @ ((norm.weight + norm.noise) * x)
+noisy_columns = (W * (1 + noise / norm.weight)) @ (norm.weight * x)
+
+title("3. The model, and noise on its norms")
+frozen = sum(linear.weight.N * linear.weight.K for linear in adapter.linears)
+print(f"frozen numbers in its linears  {frozen:9,}")
+print(f"numbers in A and B             {adapter.master.numel():9,}\n")
+print(f"sigma in the ten stages of {STEPS} steps:")
+print("  " + "  ".join(f"{sigma:.4f}" for sigma in sigmas[::STEPS // 10]))
+print(f"\nthe first norm in step {STEP}, its first four numbers:")
+for name, values in (("weight w", norm.weight), ("z", noise / sigmas[STEP]),
+                     ("sigma * z", noise), ("1 + sigma * z / w", 1 + noise / norm.weight)):
+    print(f"  {name:18}" + "  ".join(f"{value:7.4f}" for value in values[:4]))
+print("\na noisy norm before W, and W with noisy columns, give the same: "
+      f"{torch.allclose(noisy_norm, noisy_columns, atol=1e-5)}")
+
+# %% 4. Eight answers
+# A token is drawn by the model's probabilities, and the sampler writes down the log of the one that
+# it was drawn with. The random number is a hash of (seed, place, number of the answer, position).
+sampler = Sampler(TorchEngine, model, max_length=128)
+sampling = Sampling(MAX_NEW_TOKENS, tokenizer.end_ids, temperature=1.0, seed=SEED)
+with aqn.noisy_norms(model, sigmas[STEP], SEED, STEP):
+    rollouts = sampler.generate([problem.prompt], GROUP_SIZE, sampling, [PLACE])
+
+title("4. Eight answers")
+print("row  tokens  log-prob  probability")
+for b, (completion, logprobs) in enumerate(zip(rollouts.completions, rollouts.logprobs)):
+    print(f"{b:3}  {len(completion):6}  {logprobs.sum():8.2f}  {logprobs.sum().exp():11.1%}  "
+          f"{tokenizer.decode(completion)}")
+print("\nthe first four tokens of rows 4 and 5:")
+for b in (4, 5):
+    drawn = zip(rollouts.completions[b][:4], rollouts.logprobs[b].exp())
+    print("  " + ", ".join(f"{text_of([token])!r} {p:.1%}" for token, p in drawn))
+
+# %% 5. Their rewards
+# One rule finds the answer in a text, another decides whether it equals the known one.
+graded = rewards.score(tokenizer, [problem], rollouts)
+reward = torch.tensor([row["task"] for row in graded])
+
+title("5. Their rewards")
+print("row  answer  found by  known  reward")
+for b, row in enumerate(graded):
+    print(f"{b:3}  {row['extracted']:>6}  {row['rule']:8}  {row['answer']:>5}  {row['task']:6.0f}")
+
+# %% 6. Their advantages
+# How much better is an answer than the others to its problem, in standard deviations?
+by_hand = (reward - reward.mean()) / (reward.std() + 1e-4)
+advantages = grpo.group_advantages(reward, GROUP_SIZE)
+
+title("6. Their advantages")
+print(f"mean {reward.mean():.2f}, standard deviation {reward.std():.3f}")
+print(f"right  (1 - {reward.mean():.2f}) / {reward.std():.3f} = {by_hand.max():5.2f}")
+print(f"wrong  (0 - {reward.mean():.2f}) / {reward.std():.3f} = {by_hand.min():5.2f}")
+print(f"grpo.group_advantages gives the same: {torch.allclose(by_hand, advantages)}")
+
+# %% 7. The loss of a token
+# The learner computes the log-probs of the same tokens once more, without noise. At its first pass
+# what it computes is the policy and the proximal policy at once.
+loss = grpo.LOSSES["dapo"]
+lengths = torch.tensor([len(completion) for completion in rollouts.completions])
+in_loss = grpo.loss_mask(reward, torch.tensor(rollouts.finished), mask_truncated=True)
+weights = grpo.token_weights(lengths, in_loss, loss, MAX_NEW_TOKENS)     # of a token of each row
+row = torch.arange(GROUP_SIZE).repeat_interleave(lengths)                # of each token
+sampler_logprobs = torch.cat(rollouts.logprobs)
+
+
+def learner_logprobs():
+    """Log-probs of all sampled tokens as the model gives them now: row after row, without noise."""
+    tokens = [problem.prompt + completion for completion in rollouts.completions]
+    starts = [len(problem.prompt)] * GROUP_SIZE
+    return model.token_logprobs(tokens, starts)[0].detach()
+
+
+def of_rows(logprobs):
+    """The same, apart for each row."""
+    return logprobs.split(lengths.tolist())
+
+
+def show_losses(policy):
+    """The formula of the loss by hand; prints it for the first two tokens of rows 4 and 5."""
+    w = (proximal - sampler_logprobs).exp().clamp(max=2)
+    rho = (policy - proximal).exp()
+    clipped = rho.clamp(1 - loss.clip_low, 1 + loss.clip_high)
+    A = advantages[row]
+    losses = -weights[row] * w * torch.minimum(rho * A, clipped * A)
+    print("row  token      sampler  proximal   policy       w     rho      A     loss")
+    for b in (4, 5):
+        for t in range(2):
+            i = lengths[:b].sum() + t            # the token's place among those of all rows
+            print(f"{b:3}  {text_of([rollouts.completions[b][t]])!r:9}"
+                  f"{sampler_logprobs[i]:9.4f} {proximal[i]:9.4f} {policy[i]:8.4f}"
+                  f"{w[i]:8.4f}{rho[i]:8.4f}{A[i]:7.2f}{losses[i]:9.4f}")
+    same = grpo.LogProbs(policy, sampler_logprobs, proximal)
+    total, _ = grpo.policy_loss(same, advantages, row, weights, loss)
+    print(f"sum over all tokens {losses.sum():.4f}, grpo.policy_loss {total:.4f}")
+
+
+title("7. The loss of a token")
+print(f"tokens in all answers {lengths.sum()}, so each weighs {weights[0]:.2f}\n")
+proximal = learner_logprobs()
+show_losses(proximal)
+
+# %% 8. One update
+# Backward, and a step of AdamW on all A and B. 5e-4 is the highest rate of the tiny model's run.
+learner = Learner(model, loss)
+batch = Batch(rollouts, advantages)
+start = adapter.master.detach().clone()
+update = learner.update(batch, weights, lr=5e-4)
+
+title("8. One update")
+print(f"norm of the gradient {update.grad_norm:.3f}\n")
+print("        numbers  moved  by how much  gradient: median  largest")
+moves = adapter.unflatten((adapter.master.detach() - start).abs())
+gradients = adapter.unflatten(adapter.master.grad.abs())
+for name, moved, gradient in zip(["all A", "all B"], moves, gradients):
+    moved = torch.cat([view.flatten() for view in moved])
+    gradient = torch.cat([view.flatten() for view in gradient])
+    print(f"{name}  {len(moved):8,}  {(moved > 0).float().mean():5.0%}  {moved.mean():11.4f}  "
+          f"{gradient.median():16.1e}  {gradient.max():7.1e}")
+
+# %% 9. The same problem again
+# Now the policy has moved away from the proximal policy, so a second pass over the same answers
+# (--epochs 2) would see a ratio rho that is not 1.
+policy = learner_logprobs()
+
+title("9. The same problem again")
+print("row  reward  probability before  after")
+for b, (old, new) in enumerate(zip(of_rows(proximal), of_rows(policy))):
+    print(f"{b:3}  {reward[b]:6.0f}  {old.sum().exp():18.1%}  {new.sum().exp():5.1%}")
+print("\na second pass over the same answers:")
+show_losses(policy)
+
+# %% 10. Thirty steps
+# All of the above in one loop, for four problems a step.
+def share_right(some):
+    """How many of these problems the model answers right, greedily and without noise."""
+    greedy = sampling._replace(temperature=0.0)
+    answers = sampler.generate([one.prompt for one in some], 1, greedy)
+    return torch.tensor([row["correct"] for row in rewards.score(tokenizer, some, answers)]).mean()
+
+
+held_out = data.encode_prompts(tokenizer, data.load_problems("arithmetic", "test")[:64], "boxed")
+share_before = share_right(held_out)
+for step in range(30):
+    places = range(4 * step, 4 * step + 4)
+    some = data.problems_at(problems, SEED, places)
+    with aqn.noisy_norms(model, aqn.sigma_at(step, 30, 1e-2, 5e-4, 10), SEED, step):
+        answers = sampler.generate([one.prompt for one in some], GROUP_SIZE, sampling, list(places))
+    graded = rewards.score(tokenizer, some, answers)
+    rewarded = torch.tensor([row["task"] for row in graded])
+    in_loss = grpo.loss_mask(rewarded, torch.tensor(answers.finished), mask_truncated=True)
+    tokens = torch.tensor([row["length"] for row in graded])
+    learner.update(Batch(answers, grpo.group_advantages(rewarded, GROUP_SIZE)),
+                   grpo.token_weights(tokens, in_loss, loss, MAX_NEW_TOKENS), lr=5e-4)
+
+title("10. Thirty steps")
+now = learner_logprobs()
+print(f"{'':50}  before  after")
+for b in (4, 5):
+    old, new = (of_rows(logprobs)[b].sum().exp() for logprobs in (proximal, now))
+    label = f"row {b}: {tokenizer.decode(rollouts.completions[b])}"
+    print(f"{label:50}  {old:6.0%}  {new:5.0%}")
+label = f"right answers to {len(held_out)} held-out problems"
+print(f"{label:50}  {share_before:6.0%}  {share_right(held_out):5.0%}")
