@@ -178,7 +178,7 @@ def of_rows(logprobs):
 
 
 def show_losses(policy):
-    """The formula of the loss by hand; prints it for the first two tokens of rows 4 and 5."""
+    """The loss by hand. Prints it for two tokens of rows 4 and 5, with their three probabilities."""
     w = (proximal - sampler_logprobs).exp().clamp(max=2)
     rho = (policy - proximal).exp()
     clipped = rho.clamp(1 - loss.clip_low, 1 + loss.clip_high)
@@ -189,7 +189,7 @@ def show_losses(policy):
         for t in range(2):
             i = lengths[:b].sum() + t            # the token's place among those of all rows
             print(f"{b:3}  {text_of([rollouts.completions[b][t]])!r:9}"
-                  f"{sampler_logprobs[i]:9.4f} {proximal[i]:9.4f} {policy[i]:8.4f}"
+                  f"{sampler_logprobs[i].exp():9.5f}{proximal[i].exp():10.5f}{policy[i].exp():9.5f}"
                   f"{w[i]:8.4f}{rho[i]:8.4f}{A[i]:7.2f}{losses[i]:9.4f}")
     same = grpo.LogProbs(policy, sampler_logprobs, proximal)
     total, _ = grpo.policy_loss(same, advantages, row, weights, loss)
