@@ -442,7 +442,7 @@ def most_pieces(k_tiles: int, stripe: int) -> tuple[int, int]:
     return (k_tiles + stripe - 2) // stripe + 1, -(-k_tiles // a_tiles)
 
 
-class Schedule(NamedTuple):
+class StripePlan(NamedTuple):
     """How one launch cuts up x @ [W; A].T."""
     k_tiles: int            # tiles in a tile row
     stripe: int             # consecutive tiles that one program walks
@@ -452,7 +452,7 @@ class Schedule(NamedTuple):
 
 
 @cache
-def schedule(N: int, K: int, M: int, R: int, config: tuple, multiprocessors: int) -> Schedule:
+def plan_stripes(N: int, K: int, M: int, R: int, config: tuple, multiprocessors: int) -> StripePlan:
     """The shortest stripe whose programs all fit on the GPU at once, as a second wave of programs
     would double the time. config: PortableConfig, or Hopper's.
     """
@@ -469,7 +469,7 @@ def schedule(N: int, K: int, M: int, R: int, config: tuple, multiprocessors: int
             break
     slabs = max((row * k_tiles + k_tiles - 1) // stripe - row * k_tiles // stripe + 1  # w_pieces
                 for row in range(tile_rows))
-    return Schedule(k_tiles, stripe, a_programs, programs, max(slabs, pieces_of_a if R else 0))
+    return StripePlan(k_tiles, stripe, a_programs, programs, max(slabs, pieces_of_a if R else 0))
 
 
 class MatmulSlabs(NamedTuple):
@@ -480,7 +480,7 @@ class MatmulSlabs(NamedTuple):
     """
     sums: torch.Tensor      # fp32 (S, M, at least N + R)
     scale: torch.Tensor     # fp32 (N,)
-    k_tiles: int = 1        # of the schedule, which tells how many slabs hold a piece
+    k_tiles: int = 1        # these two, of the StripePlan, tell how many slabs hold a piece
     stripe: int = 1
 
 
@@ -558,7 +558,7 @@ def portable_kernel(
     inputs: MatmulInputs,
     slabs_ptr,         # fp32 (S, M, width)     columns N .. N + R are x @ A.T
     M, width,
-    k_tiles, stripe, a_programs,  # of the Schedule
+    k_tiles, stripe, a_programs,  # of the StripePlan
     BM: tl.constexpr, STAGES: tl.constexpr, BANDS: tl.constexpr,
     WHOLE_K: tl.constexpr, # K is a multiple of 128
     PDL: tl.constexpr,
@@ -666,9 +666,10 @@ def multiprocessors_on(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def prepare_launch(x: torch.Tensor, weight: PackedWeight, lora_a: torch.Tensor | None,
-                   slabs: torch.Tensor | None, config: tuple) -> tuple[int, Schedule, torch.Tensor]:
-    """Checks the operands of a decode matmul -> R, its schedule, its slabs (made if None)."""
+def prepare_launch(
+        x: torch.Tensor, weight: PackedWeight, lora_a: torch.Tensor | None,
+        slabs: torch.Tensor | None, config: tuple) -> tuple[int, StripePlan, torch.Tensor]:
+    """Checks the operands of a decode matmul -> R, its StripePlan, its slabs (made if None)."""
     M, K = x.shape
     R = 0
     assert x.dtype == weight.dtype, f"the weight was packed for {weight.dtype}, got {x.dtype}"
@@ -679,7 +680,7 @@ def prepare_launch(x: torch.Tensor, weight: PackedWeight, lora_a: torch.Tensor |
         assert lora_a.dtype == x.dtype and lora_a.shape[1] == K, (lora_a.dtype, lora_a.shape, K)
         assert lora_a.is_contiguous(), lora_a.stride()
         R = len(lora_a)
-    plan = schedule(weight.N, K, M, R, config, multiprocessors_on(weight.device))
+    plan = plan_stripes(weight.N, K, M, R, config, multiprocessors_on(weight.device))
     # Rows of whole 16 bytes, which Hopper's copy engine asks for.
     shape = plan.slabs, M, triton.cdiv(weight.N + R, 4) * 4
     if slabs is None:

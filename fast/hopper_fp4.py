@@ -95,8 +95,8 @@ class Stripe(NamedTuple):
     first: tl.tensor
     last: tl.tensor
     halves: tl.tensor       # steps to a tile: 1, of A 2
-    k_tiles: tl.tensor      # of the Schedule
-    length: tl.tensor       # `stripe` of the Schedule
+    k_tiles: tl.tensor      # of the StripePlan
+    length: tl.tensor       # `stripe` of the StripePlan
 
 
 # -----------------------------------------------------------------------------
@@ -267,7 +267,7 @@ def hopper_kernel(
     x_desc, codes_desc, scales_desc, a_desc, slabs_desc,  # TensorMaps; a_desc None: no adapter
     slabs_ptr,         # fp32 (S, M, width)    columns N .. N + R are x @ A.T
     N,                 # specialized: where 16 divides it, neighbouring rows of W share a mask
-    k_tiles, stripe_length, a_programs,  # of the Schedule
+    k_tiles, stripe_length, a_programs,  # of the StripePlan
     config: gl.constexpr, # HopperConfig
     PDL: gl.constexpr,
 ):

@@ -75,7 +75,7 @@ def rounding():
 def random_linear(M, N, k_tiles, stripe, parts, R, gen):
     """A made-up linear as a matmul would leave it -> kernels.UnfinishedLinear, its result (M, N) in float64.
 
-    k_tiles, stripe: of a marlin_fp4.Schedule. Slabs without a piece of a column hold NaN there: nobody may read them.
+    k_tiles, stripe: of a marlin_fp4.StripePlan. Slabs without a piece of a column hold NaN there: nobody may read them.
     """
     counts = [(n * k_tiles + k_tiles - 1) // stripe - n * k_tiles // stripe + 1 for n in range(-(-N // 128))]
     a_count = -(-k_tiles // min(stripe, -(-k_tiles // 4)))           # marlin_fp4.a_pieces

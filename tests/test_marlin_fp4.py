@@ -20,7 +20,7 @@ import marlin_fp4
 from fast import hopper_fp4
 from fast.hopper_fp4 import HOPPER_CONFIGS, hopper_config, hopper_matmul
 from harness.ranks import capability
-from marlin_fp4 import expanded_matmul, most_pieces, pack, portable_matmul, schedule
+from marlin_fp4 import expanded_matmul, most_pieces, pack, plan_stripes, portable_matmul
 from nvfp4 import FORMATS, freeze
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels need a GPU")
@@ -189,7 +189,7 @@ def test_the_matmul_of_an_expanded_weight_is_float64s(monkeypatch, base, dtype, 
 @pytest.mark.parametrize("N,K,M,R", [(4608, 3584, 1, 96), (3584, 18944, 16, 32), (37888, 3584, 64, 64),
                                      (128, 128, 8, 0), (1152, 896, 33, 48), (384, 128, 250, 16)])
 def test_the_schedule_covers_every_tile_once_and_no_tile_row_has_more_pieces_than_slabs(N, K, M, R):
-    k_tiles, stripe, a_programs, programs, slabs = schedule(N, K, M, R, hopper_config(N, K, M), 132)
+    k_tiles, stripe, a_programs, programs, slabs = plan_stripes(N, K, M, R, hopper_config(N, K, M), 132)
     tile_rows = -(-N // 128)
     owners = [[tile // stripe for tile in range(row * k_tiles, row * k_tiles + k_tiles)] for row in range(tile_rows)]
     assert k_tiles == -(-K // 128) and max(max(o) for o in owners) == programs - a_programs - 1
@@ -204,8 +204,8 @@ def test_the_schedule_covers_every_tile_once_and_no_tile_row_has_more_pieces_tha
 def test_the_schedule_drawn_in_the_file_is_the_one_that_is_computed():
     """3 tile rows of 5 tiles in stripes of 3, as 5 multiprocessors that hold one program each would walk them."""
     config = marlin_fp4.PortableConfig(8, 3, 1, 4, 4)
-    plan = schedule(3 * 128, 5 * 128, 1, 0, config, 5)
-    assert plan == marlin_fp4.Schedule(k_tiles=5, stripe=3, a_programs=0, programs=5, slabs=3)
+    plan = plan_stripes(3 * 128, 5 * 128, 1, 0, config, 5)
+    assert plan == marlin_fp4.StripePlan(k_tiles=5, stripe=3, a_programs=0, programs=5, slabs=3)
     drawing = Path(marlin_fp4.__file__).read_text().split("k ->                      slab 0")[1]
     rows = re.findall(r"tile row \d +([\d |]+?)   +((?:program \d|-).*)", drawing)
     owners = [[int(digit) for digit in re.findall(r"\d", walked)] for walked, _ in rows]

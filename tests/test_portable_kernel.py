@@ -24,7 +24,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 import marlin_fp4
-from marlin_fp4 import MatmulInputs, portable_config, portable_kernel, portable_matmul, schedule
+from marlin_fp4 import MatmulInputs, plan_stripes, portable_config, portable_kernel, portable_matmul
 from test_decode import SHARED, STACK, Gpu, resources
 from test_hopper_fp4 import written_while_read
 from test_marlin_fp4 import random_weight, run_assembly, total
@@ -83,7 +83,7 @@ def test_the_schedule_plans_no_more_programs_than_the_chip_holds_at_once(sm, M):
     assert marlin_fp4.shared_memory_kib(divmod(sm, 10)) == SHARED[sm]
     config = portable_config(M, divmod(sm, 10))
     multiprocessors = 82
-    plan = schedule(37888, 3584, M, 64, config, multiprocessors)
+    plan = plan_stripes(37888, 3584, M, 64, config, multiprocessors)
     assert plan.programs * -(-M // config.BM) <= multiprocessors * config.programs_per_sm
 
 
