@@ -218,7 +218,7 @@ SCALES = frozenset("""hundred thousand million billion trillion dozen half halve
 # Words of an answer that does more than name a value: "5 or less", "5 miles east".
 NOT_UNITS = SCALES | frozenset("""and or is not but if no to than more less fewer most least none
     either neither nor where for with negative sin cos tan log ln exp below above under
-    before after ago short east west north south st nd rd th""".split())
+    before after ago short as east west north south st nd rd th""".split())
 PERCENT = frozenset(("percent", "pct", "percentage"))
 WORDS = r"(?:[A-Za-z]{2,}\.?(?:/[A-Za-z]+)?\s+){0,3}(?:[A-Za-z]{2,}(?:/[A-Za-z]+)?\.?|m/s)"
 RAISED_UNIT = r"(?:\s*\^\s*(?:[23]|\{\s*[23]\s*\}))?"
