@@ -206,18 +206,19 @@ for names in """mm=millimeter=millimetre cm=centimeter=centimetre dm=decimeter m
     for word in names.split("="):
         UNIT[word] = UNIT[word + "s" * (len(word) > 1)] = names.split("=")[0]
 SPEED = {"mph": "mile/hour", "kmh": "km/hour", "kph": "km/hour", "fps": "foot/second"}
+# Words and digits that say how often a unit counts; the first four stand in front of it.
 POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3, "2": 2, "3": 3}
 # Words that may follow any value, as a known unit may. They are no unit: 5 people is 5 students.
 COUNTED = frozenset("""per people person student way point time square cubic sq cu squared cubed
     mph kmh kph fps""".split())
 # Words that change the value before them: "5 hundredths" is not 5. rewards.py asks for them too.
-SCALES = frozenset("""hundred thousand million billion trillion dozen half halves third quarter
+SCALES = frozenset("""hundred thousand million billion trillion dozen half halves third
     fourth fifth sixth seventh eighth ninth tenth twelfth twentieth hundredth thousandth millionth
     over plus minus mod factorial pi sqrt""".split())
 # Words of an answer that does more than name a value: "5 or less", "5 miles east".
 NOT_UNITS = SCALES | frozenset("""and or is not but if no to than more less fewer most least none
-    either neither nor where for with times negative sin cos tan log ln exp below above under
-    before after ago short east west north south st nd rd th""".split())
+    either neither nor where for with negative sin cos tan log ln exp below above under
+    before after ago short as east west north south st nd rd th""".split())
 PERCENT = frozenset(("percent", "pct", "percentage"))
 WORDS = r"(?:[A-Za-z]{2,}\.?(?:/[A-Za-z]+)?\s+){0,3}(?:[A-Za-z]{2,}(?:/[A-Za-z]+)?\.?|m/s)"
 RAISED_UNIT = r"(?:\s*\^\s*(?:[23]|\{\s*[23]\s*\}))?"
