@@ -1,41 +1,50 @@
 r"""
-Are two answers equal? is_equal(r"\frac12", "0.5") is True. can_read(gold): can it be compared?
+Are two answers equal? is_equal(r"\frac12", "0.5") is True. can_read(gold) says whether a gold can
+be compared at all.
 
-An answer is a function of its variables. The reader computes while it parses, at given values of
-the variables, so there is no syntax tree. Answers are equal if their readings are, at each of six
-fixed points (at one, if they have no variables). A reading is
+An answer is a function of its variables; "5" is a function of none. Two answers are equal if they
+have equal values at six fixed points. So there is no computer algebra and no syntax tree: the
+reader computes while it parses, once for each point. Four steps, a section of this file each:
 
-    Number               complex, in 100 digits; equal if 50 agree, so that nothing is ever close
-    Group(kind, items)   tuples, intervals, lists, sets, unions; also 50% and 3 mod 7
-    Relation             x = 5 or 0 < x <= 1: operators and sides, with the tokens of each side
+    1. clean-up     "$\dfrac{1}{2}$ cm."   ->  r"\frac{1}{2}" and the unit {"cm": 1}
+    2. numbers      the values of the variables at a point, and what may be computed there;
+                    the arithmetic itself, in 100 digits, is harness/decimals.py
+    3. reader       r"\frac{1}{2}"         ->  a Reading, here Number(0.5)
+    4. comparison   two Readings           ->  True or False
 
-A wrong answer accepted is the worst error: it trains the wrong thing. So a decimal equals a
-fraction only if it has six digits and rounds to it, several answers never equal one of them, and no
-answer is the empty string.
+A Reading is the value of an answer at one point, and of one of these types:
 
-Counters bound the work, not clocks; an answer that runs into a limit still equals itself. Only the
-standard library, so no computer algebra: sums and integrals are compared as text.
+    Number                  complex, in 100 digits; two are equal if 50 digits agree
+    Group(kind, items)      tuples, intervals, lists, sets, unions; also 50%, 3 mod 7, 1:2:3
+    Relation                x = 5 or 0 < x <= 1: the operators, and the sides with their tokens
 
-Choices where graders disagree: 50% is 0.5 and also 50; lists and sets have no order, tuples do; 52
-stands for 52_8; a chain of equations with two different numbers (x = 41 = 42) is wrong; 32, 349 is
-two numbers; units are dropped unless both sides have one of a kind and they differ; 2:3 is 2/3; a
-row is no column; 10 mod 7 is 3.
+A wrong answer accepted is the worst error, because it trains the wrong thing. So a decimal equals a
+fraction only if it has six digits and rounds to it, several answers never equal one of them, and
+nothing equals the empty answer. What cannot be read equals only its own text. Counters bound the
+work, not clocks, so that a verdict does not depend on the machine.
+
+Where graders disagree, these are the choices: 50% is 0.5 and also 50. Lists and sets have no order,
+tuples have one. 52 stands for 52_8. A chain of equations with two different numbers (x = 41 = 42)
+is wrong. 32, 349 is two numbers. 5 cm is 5, but not 5 m. 2:3 is 2/3, but 10:30 is a time. A row is
+no column. 10 mod 7 is 3. Sums and integrals are not evaluated: they are compared as text.
 """
-import math
 import re
-from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal, InvalidOperation, Underflow, localcontext
-from functools import lru_cache
-from typing import NamedTuple
+from decimal import Decimal, localcontext
+from itertools import accumulate
+from typing import NamedTuple, Union
 from zlib import crc32
 
+from harness.decimals import (CONTEXT, DEGREE, E, HUNDRED, I, INFINITY, ONE, PI, TWO, ZERO, Number,
+                              evaluate, unknown)
+
 MAX_ANSWER = 6_000     # characters that are parsed; a longer answer equals only itself
-MAX_WORK = 4_000       # operands and comparisons, about 5 us each
+MAX_WORK = 4_000       # operands and comparisons that one is_equal may spend, about 5 us each
 
 
 # -----------------------------------------------------------------------------
-# 1. Clean-up: answer text -> plain text that the tokenizer reads
+# 1. Clean-up: the text of an answer -> plain text that the tokenizer reads, and a unit
 
-def pairs(text: str) -> dict:
+def pairs(text: str) -> dict[str, str]:
     r"""'≤ \le  ≥ \ge' -> {'≤': '\le ', '≥': '\ge '}; the space keeps x\cdot y apart."""
     words = text.split()
     return {spelling: plain + " " for spelling, plain in zip(words[::2], words[1::2])}
@@ -45,105 +54,133 @@ END_OF_TURN = re.compile(r"<\|im_end\|>|<\|endoftext\|>|<\|im_start\|>|<\|eot_id
 RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ"
 LOWERED = "₀₁₂₃₄₅₆₇₈₉"
 SCRIPTS = re.compile(f"([{RAISED}]+)|[{LOWERED}]+")
-# Not NFKC: that would read 4² as 42. Digits of other scripts are left alone: they never equal 0-9.
+# Python's own normalisation (NFKC) is no help: it reads 4² as 42. Digits of other scripts are left
+# alone, so they never equal 0-9.
 UNICODE = str.maketrans({
     **pairs(r"""÷ /  √ \sqrt  ∛ \sqrt[3]  π \pi  ∞ \infty  º °  ≤ <=  ≥ >=  ⩽ <=  ⩾ >=
-≠ !=  ∪ \cup  ∈ \in  ∅ \emptyset  θ \theta  α \alpha  β \beta  λ \lambda  、 ,
-⟨ \langle  ⟩ \rangle  ⌊ \lfloor  ⌋ \rfloor  ⌈ \lceil  ⌉ \rceil  ± \pm  ∓ \mp
-½ \frac{1}{2}  ⅓ \frac{1}{3}  ⅔ \frac{2}{3}  ¼ \frac{1}{4}  ¾ \frac{3}{4}"""),
+    ≠ !=  ∪ \cup  ∈ \in  ∅ \emptyset  θ \theta  α \alpha  β \beta  λ \lambda  、 ,
+    ⟨ \langle  ⟩ \rangle  ⌊ \lfloor  ⌋ \rfloor  ⌈ \lceil  ⌉ \rceil  ± \pm  ∓ \mp
+    ½ \frac{1}{2}  ⅓ \frac{1}{3}  ⅔ \frac{2}{3}  ¼ \frac{1}{4}  ¾ \frac{3}{4}"""),
     **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2212\ufe63", "-"),
     **dict.fromkeys("\u00b7\u00d7\u2217\u2219\u22c5", "*"),
     **dict.fromkeys("\u2044\u2215", "/"),
-    **dict.fromkeys("\u00ad\u200b\u200c\u200d\u2060\u2061\u2062\ufeff€£¥₹", ""),
+    **dict.fromkeys("\u00ad\u200b\u200c\u200d\u2060\u2061\u2062\ufeff", ""),  # of no width
     **dict(zip(RAISED + LOWERED, "0123456789+-n0123456789")),
     **{0xFF01 + i: chr(0x21 + i) for i in range(94)},  # full-width
     **{0x1D7CE + digit: str(digit % 10) for digit in range(50)},  # bold, double-struck, ...
 })
+# Commands that are another spelling of something. "=" for \in and \equiv is no mistake: what
+# follows either of them is the answer, and what precedes it is only its name.
 RENAME = pairs(r"""dfrac \frac  tfrac \frac  cfrac \frac  dbinom \binom  tbinom \binom  lt <  gt >
-le <=  leq <=  leqslant <=  ge >=  geq >=  geqslant >=  ne !=  neq !=  in =  equiv =  approx ≈
-sim ≈  simeq ≈  cdot *  times *  ast *  div /  lvert |  rvert |  vert |  mid |  lbrace \{
-rbrace \}  lbrack [  rbrack ]  lparen (  rparen )  colon :  varnothing \emptyset  ldots ...
-dots ...  cdots ...  degree °  bmod \mod  pmod \mod  varphi \phi  vartheta \theta
-varepsilon \epsilon""")
-
+    le <=  leq <=  leqslant <=  ge >=  geq >=  geqslant >=  ne !=  neq !=  in =  equiv =  approx ≈
+    sim ≈  simeq ≈  cdot *  times *  ast *  div /  lvert |  rvert |  vert |  mid |  lbrace \{
+    rbrace \}  lbrack [  rbrack ]  lparen (  rparen )  colon :  varnothing \emptyset  ldots ...
+    dots ...  cdots ...  degree °  bmod \mod  pmod \mod  varphi \phi  vartheta \theta
+    varepsilon \epsilon""")
 TRIG = frozenset("sin cos tan cot sec csc".split())
-FUNCTIONS = TRIG | frozenset("""arcsin arccos arctan arccot sinh cosh tanh arcsinh arccosh arctanh
-ln log lg exp sqrt max min gcd lcm floor ceil abs""".split())
-INVERSE = {a + name: "arc" + name  # asin, arsinh -> arcsin
-           for a in ("a", "ar") for name in "sin cos tan sinh cosh tanh".split()}
+FUNCTIONS = TRIG | frozenset("""arcsin arccos arctan arccot sinh cosh tanh ln log exp sqrt max min
+    gcd abs floor ceil""".split())
 
 
 def unwrap_text(match: re.Match) -> str:
-    r"""A formula, a function's name, "and" and "or" lose \text{ }; the rest is «words»."""
-    word = match[1].strip(" .")
-    is_formula = re.fullmatch(r"(?is).?|\d.*|.*\\.*|[^a-z]*|[ ,;]*(and|or)[ ,;]*", word)
-    if is_formula or INVERSE.get(word, word) in (*FUNCTIONS, "mod") and word != "min":  # minutes
+    r"""\text{...} without the command. A formula, the name of a function, "and" and "or" are read
+    as if no \text stood there; anything else is a word or a unit, which « and » mark from here on.
+    """
+    word = match[1].strip().rstrip(". ")  # not the first point: \text{.5} is no 5
+    is_formula = re.fullmatch(
+        r"(?is).?|[-+]?[.\d].*|.*\\.*|[^a-z]*|[ ,;]*(and|or)[ ,;]*", word)
+    if is_formula or word in FUNCTIONS - {"min"} or word == "mod":  # \text{ min} is minutes
         return f" {word} "
     return f" «{word}» "
 
 
+CURRENCY = {"\\$": "dollar", "$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "rupee"}
 TEXT = (r"\\(?:text(?:bf|rm|it|tt|normal)?|math(?:rm|bf|it|sf|cal)|[mh]box|emph|operatorname|bm)\*?"
         r"\s*\{([^{}]*)\}")
 NO_LETTER = "(?![A-Za-z])"
-REWRITES = [  # in this order
+REWRITES = [(re.compile(pattern), to) for pattern, to in [  # in this order
+    # a sum of money, \$32,\!348 or €5: its sign becomes a unit behind it; $5$ is only a formula
+    (r"^(\$(?=.*\$))?(?:\s*([-+]))?\s*(\\?\$|[€£¥₹])\s*"
+     r"([-+]?(?:[0-9](?:(?:[0-9.,]|\\[!,]|\{,\})*[0-9])?|\.[0-9]+))(?(1)\s*\$)\.?$",
+     lambda match: f"{match[2] or ''}{match[4]} «{CURRENCY[match[3]]}»"),
+    # tabs and the like are spaces
     (r"[^\S\n]", " "),
-    (r"(?<!\\)\\\\(?=[A-Za-z]{2})(?!.*\\end\b)", r"\\"),  # a doubly escaped \\frac
-    (r"(?<=[0-9])\s*\{\s*,\s*\}\s*(?=[0-9]{3})|\{,\}|,\s*\\!\s*(?=[0-9]{3})", ","),  # 1{,}234
+    # a doubly escaped \\frac; but inside a matrix \\ ends a row
+    (r"(?<!\\)\\\\(?=[A-Za-z]{2})(?!.*\\end\b)", r"\\"),
+    # 1{,}234 and 1,\!234 have a plain comma
+    (r"(?<=[0-9])\s*\{\s*,\s*\}\s*(?=[0-9]{3})|\{,\}|,\s*\\!\s*(?=[0-9]{3})", ","),
+    # \( \) \[ \] around a formula, the \ of \$ and \%, thin spaces, \|
     (r"\\(?:[()$]|(?=%))|(?<!\\)\\(?:[\[\],!]|(?=\|))", ""),
+    # \left( \right) \left. \mleft \big \displaystyle \boxed \bf \angle: styling
     (r"\\m?(?:left|right)" + NO_LETTER + r"\.?", ""),
     (r"\\(?:[bB]igg?[lrm]?|(?:display|text)style|boxed|fbox|(?:no)?limits|bf|rm|it|boldsymbol"
      r"|(?:measured)?angle)" + NO_LETTER, ""),
-    (r"\{([^{}\\]{1,40})\\choose" + NO_LETTER + r"([^{}\\]{1,40})\}", r"\\binom{\1}{\2}"),
+    # \; \quad: spaces
     (r"(?<!\\)\\[;: ]|\\q?quad|\\(?:thin|med|en)space" + NO_LETTER, " "),
+    # \dfrac, \leq, \cdot: see RENAME
     (r"\\([A-Za-z]+)", lambda match: RENAME.get(match[1], match[0])),
+    # \mathbb{R}
     (r"\\mathbb\s*\{?\s*R\b\s*\}?", r"(-\\infty,\\infty)"),
-    (r"\\begin\s*\{(?:[pbB]|small)?(matrix|cases|array)\}((?<=y\})\s*\{[^{}]*\})?", r"\\\1 "),
+    # \begin{pmatrix} ... \end{pmatrix}
+    (r"\\begin\s*\{(?:[pbB]|small)?matrix\}", r"\\matrix "),
     (r"\\end\s*\{[A-Za-z]*\}", r"\\end "),
+    # \text{...}, and \text{\textbf{...}}
     (TEXT, unwrap_text),
-    (TEXT, unwrap_text),  # \text{\textbf{...}}
-    (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|\\circ" + NO_LETTER, "°"),
-    (r"([0-9]{0,20})\.([0-9]{0,20})\\(?:overline|bar|dot)\s*\{([0-9]{1,20})\}",  # 80 digits of it
+    (TEXT, unwrap_text),
+    # 90^\circ and 90^{\circ} are 90°; 20 °C is 20 «celsius»
+    (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ" + NO_LETTER + r")|\\circ" + NO_LETTER, "°"),
+    (r"«? ?(?:°|(?<![A-Za-z])degrees?)\s*([CF])" + NO_LETTER + "»?",
+     lambda match: " «celsius»" if match[1] == "C" else " «fahrenheit»"),
+    # 0.1\overline{6}, written out to 80 digits
+    (r"([0-9]{0,20})\.([0-9]{0,20})\\(?:overline|bar|dot)\s*\{([0-9]{1,20})\}",
      lambda match: f"{match[1] or 0}.{match[2]}{(match[3] * 80)[:80]} "),
-    (r"[$~]", ""),
-    # {x | x > 3}
-    (r"^\s*\\\{\s*[A-Za-z]\s*(?:=\s*\(-\\infty,\\infty\)\s*)?[|:](.*)\\\}[\s.]*$", r"\1"),
+    # other dollar signs, and the sign in front of what is not just a sum of money
+    (r"[$~€£¥₹]", ""),
+    # \{\}
     (r"\\\{\s*\\\}", r"\\emptyset "),
-    (r"(?i)\(\s*\\?mod" + NO_LETTER + r"\s*([^()]{1,20})\)", r"\\mod{\1}"),  # (mod 7)
-    (r"(?i)(\^(?:\{[^{}]{1,20}\}|[0-9a-z]))(_(?:\{[^{}]{1,20}\}|[0-9a-z]))", r"\2\1"),  # x^2_1
-    (r"(?i)(?<=[0-9])\s*\^\s*\{?\s*«(?:st|nd|rd|th)»\s*\}?", ""),
-    (r"(?i)(?<=1)st$|(?<=2)nd$|(?<=3)rd$|(?<=[0-9])th$", ""),
-    (r"(?i)^\s*«?(?:option|choice|answer)[\s:»]*(?=[«(]*[a-z][)»]*\s*$)", ""),
-    (r"(?i)(?<=[)\]])\s*U\s*(?=[(\[])", r" \\cup "),
+    # 3 (mod 7)
+    (r"(?i)\(\s*\\?mod" + NO_LETTER + r"\s*([^()]{1,20})\)", r"\\mod{\1}"),
+    # 6:30 p.m.
     (r"(?i)(?<![a-z])([ap])\.\s?m\.?(?![a-z])", r"\1m"),
+    # 1 1/2; not the end of 2^1 1/2, nor of 3/1 1/2
     (r"(?<![0-9.,/^_}])(?<![/^] )([0-9]{1,9})\s+([0-9]{1,9})\s*/\s*([0-9]{1,9})(?![0-9.])",
-     r"(\1+\2/\3)"),  # 1 1/2
-    (r"(?i)^\s*(?:(?:USD|US|EUR|GBP|INR|CNY|Rs)\.?"
-     r"|«(?:the |final |answer |is |are |about |:)*(?:is|are|about|:)»)\s*(?=[-+0-9.\\(])", ""),
+     r"(\1+\2/\3)"),
+    # \text{the answer is } 5
+    (r"(?i)^\s*«(?:the |final |answer |is |are |about |:)*(?:is|are|about|:)»\s*(?=[-+0-9.\\(])",
+     ""),
+    # 1 000 000
     (r"(?<![0-9.,] )(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3})+(?! ?[0-9]|/)",
-     lambda match: match[0].replace(" ", "")),  # 1 000
+     lambda match: match[0].replace(" ", "")),
+    # 5 or 6
     (r"(?i)(?<![a-z\\])(?:and|or)(?![a-z])", " , "),
-    (r"\*\*", "^"),
-]
-REWRITES = [(re.compile(pattern), to) for pattern, to in REWRITES]
-DEEP = re.compile(r"(\{{6,}|\({6,})([^{}()]*)([})]{6,})")  # a known attack on parsers
+]]
 COUNT = "zero one two three four five six seven eight nine ten eleven twelve".split()
 SPELLED = {word: str(number) for number, word in enumerate(COUNT)}
 SPELLED["all real numbers"] = r"(-\infty,\infty)"
 SPELLED["no solution"] = SPELLED["no solutions"] = r"\emptyset"
 
 
+BOX = re.compile(r"\\(?:boxed|fbox)\s*\{(.*)\}", re.DOTALL)
+
+
+def unbox(s: str) -> str:
+    r"""What is in the box, if all is in one: $\boxed{5}$, but not \boxed{5}, \boxed{6}."""
+    box = BOX.fullmatch(s.strip("$ ."))
+    if not box:
+        return s
+    depths = list(accumulate((c == "{") - (c == "}") for c in box[1]))
+    return s if depths and min(depths) < 0 else box[1].strip()
+
+
 def clean(s: str) -> str:
-    """Spelling variants out, meaning kept: unicode, styling, spacing, text wrappers, "and"."""
-    s = s.replace("\f", "\\f").replace("\b", "\\b").strip()  # "\frac", unescaped once
-    deep = DEEP.fullmatch(s)
-    if deep and len(deep[1]) == len(deep[3]):
-        s = deep[2].strip()
+    """The same answer without variants of spelling, styling and spacing."""
+    s = s.replace("\f", "\\f").replace("\b", "\\b").strip()  # "\frac" in a text that was unescaped
     if len(s) > 2 * MAX_ANSWER:
         return s
-    s = END_OF_TURN.sub("", s).strip()
+    s = unbox(END_OF_TURN.sub("", s).strip())
     s = SCRIPTS.sub(lambda match: "^_"[not match[1]] + f"{{{match[0]}}}", s)  # x⁻² is x^{-2}
     s = s.translate(UNICODE)
-    if s.lstrip("-").isdecimal():  # most answers
+    if s.lstrip("-").isdecimal():  # most answers are integers
         return s
     if len(s) > 2 and s[0] in "*`_" and s[-1] in "*`_":  # Markdown
         s = s.strip("*`_")
@@ -155,308 +192,171 @@ def clean(s: str) -> str:
     return SPELLED.get(s.strip("« »").lower(), s)
 
 
-# Synonyms are joined by "=". Two units of one family, the last one apart, make two answers.
-FAMILIES = (
-    "mm=millimeter cm=centimeter=centimetre dm m=meter=metre km=kilometer=kilometre inch=in=inches "
-    "foot=feet=ft yard=yd mile=mi",
-    "second=sec=s minute=min hour=hr=h day week month year",
-    "dollar=usd cent euro pound rupee yuan yen",
-    "am pm",
-    "mg g=gram kg=kilogram lb ounce=oz ton",
-    "liter=litre ml gallon quart",
-    "mph kmh m/s",
-    "degree=deg radian=rad",
-    "unit square cubic sq cu per people student way point time",
-)
-UNIT = {}  # word, in singular or plural -> (family, name)
-for family, units in enumerate(FAMILIES):
-    for names in (unit.split("=") for unit in units.split()):
-        for word in names:
-            UNIT[word] = UNIT[word + "s" * (len(word) > 1)] = (family, names[0])
-NOT_UNITS = frozenset("""and or is not but if no to than more less none either neither nor where for
-with mod thousand million hundred billion dozen half squared cubed over pi sqrt sin cos tan log ln
-exp most least plus minus negative factorial""".split())
-MULTIPLIER = pairs("""thousand *10^3  million *10^6  billion *10^9  trillion *10^12
-percent %  pct %  percentage %""")
+# A unit is a dictionary of powers: "5 square miles per hour" has {"mile": 2, "hour": -1}. Here are
+# the words that are known, synonyms joined by "="; a plural s is allowed behind each.
+UNIT = {}
+for names in """mm=millimeter=millimetre cm=centimeter=centimetre dm=decimeter m=meter=metre
+        km=kilometer=kilometre inch=in=inches foot=feet=ft yard=yd mile=mi unit
+        second=sec=s minute=min hour=hr=h day week month year=yr decade am pm
+        dollar=usd=buck cent=penny=pennies euro pound=lb rupee yuan yen
+        mg=milligram g=gram=gm kg=kilogram ounce=oz ton=tonne
+        liter=litre=l ml=milliliter=millilitre gallon quart pint cup
+        degree=deg radian=rad celsius fahrenheit kelvin
+        watt kw=kilowatt joule kj=kilojoule newton volt amp=ampere hertz=hz""".split():
+    for word in names.split("="):
+        UNIT[word] = UNIT[word + "s" * (len(word) > 1)] = names.split("=")[0]
+SPEED = {"mph": "mile/hour", "kmh": "km/hour", "kph": "km/hour", "fps": "foot/second"}
+# Words and digits that say how often a unit counts; the first four stand in front of it.
+POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3, "2": 2, "3": 3}
+# Words that may follow any value, as a known unit may. They are no unit: 5 people is 5 students.
+COUNTED = frozenset("""per people person student way point time square cubic sq cu squared cubed
+    mph kmh kph fps""".split())
+# Words that change the value before them: "5 hundredths" is not 5. rewards.py asks for them too.
+SCALES = frozenset("""hundred thousand million billion trillion dozen half halves third
+    fourth fifth sixth seventh eighth ninth tenth twelfth twentieth hundredth thousandth millionth
+    over plus minus mod factorial pi sqrt""".split())
+# Words of an answer that does more than name a value: "5 or less", "5 miles east".
+NOT_UNITS = SCALES | frozenset("""and or is not but if no to than more less fewer most least none
+    either neither nor where for with negative sin cos tan log ln exp below above under
+    before after ago short as east west north south st nd rd th""".split())
+PERCENT = frozenset(("percent", "pct", "percentage"))
 WORDS = r"(?:[A-Za-z]{2,}\.?(?:/[A-Za-z]+)?\s+){0,3}(?:[A-Za-z]{2,}(?:/[A-Za-z]+)?\.?|m/s)"
+RAISED_UNIT = r"(?:\s*\^\s*(?:[23]|\{\s*[23]\s*\}))?"
+# «cm»^2 and «m»/«s»^2 behind anything, cm behind a digit or bracket, "square cm" behind a space.
 UNIT_END = re.compile(
-    rf"(?:«([^«»]*)»|(?:(?<=[0-9)}}%])\s*|\s)({WORDS}))(?:\s*\^\s*\{{?\s*[23]\s*\}}?)?\s*\.?$")
+    rf"(?:«([^«»]*)»|(?:(?<=[0-9)}}%])\s*|\s)({WORDS})){RAISED_UNIT}"
+    rf"(?:\s*/\s*(?:«[^«»]*»|[A-Za-z]+){RAISED_UNIT})?\s*\.?$")
 BARE_NUMBER = re.compile(r"[-+]?[0-9.,/\s]*(\\frac\s*\{[0-9]+\}\s*\{[0-9]+\})?[%°]?")
 
 
-def split_unit(s: str) -> tuple[str, tuple | None]:
-    """"12 cm" -> "12" and its unit: «text», a known unit, or any few words after a number.
+def powers(words: str) -> dict[str, int]:
+    """"square miles per hour" -> {"mile": 2, "hour": -1}. Other words do not count."""
+    found = {}
+    sign = prefix = 1
+    last = ""  # the unit that ^2 and "squared" belong to
+    words = re.sub(r"[a-z]+", lambda match: SPEED.get(match[0], match[0]), words.lower())
+    for word in re.findall(r"[a-z]+|[23/]", words):
+        if word in ("/", "per"):
+            sign = -1
+        elif word in UNIT:
+            last = UNIT[word]
+            found[last] = found.get(last, 0) + sign * prefix
+            prefix = 1
+        elif word in ("square", "sq", "cubic", "cu"):
+            prefix = POWERS[word]
+        elif word in POWERS and last:
+            found[last] *= POWERS[word]
+    if "celsius" in found or "fahrenheit" in found:
+        found.pop("degree", None)  # "degrees Celsius"
+    return found
 
-    Words that change the value stay ("not", "half") or are applied: "5 million" -> 5*10^6.
+
+def split_unit(s: str) -> tuple[str, dict[str, int]]:
+    """"12 cm" -> "12" and {"cm": 1}. A unit is «text», known words, or any few words behind a plain
+    number; "20 percent" becomes 20%. Words that change the value ("not", "half") stay where they
+    are, so that the answer cannot be read as if they were not there.
     """
     end = UNIT_END.search(s) if s[-1:].isalpha() or s[-1:] in tuple("23}.»") else None
-    if end is None:
-        return s, None
-    wrapped, plain = end.groups()
-    value = s[:end.start()].strip()
-    words = (wrapped or plain or "").lower().strip(" .").split()
-    if plain and not all(word in UNIT for word in words):
-        shortest = 3 if s[end.start(2) - 1].isspace() else 4  # not 6xy; 5 men
-        if not BARE_NUMBER.fullmatch(value) or max(map(len, words)) < shortest:
-            return s, None
-    if words and words[0] in MULTIPLIER:
-        value += MULTIPLIER[words.pop(0)].strip()
-    if NOT_UNITS.intersection(words) or not re.search(r"[0-9A-Za-z})°%]$", value):
-        return s, None
-    return value, UNIT.get(" ".join(words))
+    found = {}
+    if end:
+        wrapped, plain = end.groups()
+        value = s[:end.start()].strip()
+        words = (wrapped or plain or "").lower().strip(" .").replace("/", " ").split()
+        if plain and not all(word in UNIT or word.rstrip("s") in COUNTED for word in words):
+            shortest = 3 if s[end.start(2) - 1].isspace() else 4  # "5 men", but not 6xy
+            if not BARE_NUMBER.fullmatch(value) or max(map(len, words)) < shortest:
+                return s, found
+        if words and words[0] in PERCENT:
+            value += "%"
+            words.pop(0)
+        is_changed = any(word in NOT_UNITS or word.rstrip("s") in NOT_UNITS for word in words) \
+            or words[:1] in (["squared"], ["cubed"])  # 5 squared, not 5 feet squared
+        if is_changed or not re.search(r"[0-9A-Za-z})°%]$", value):
+            return s, found
+        found = powers(end[0])
+        s = value
+    if s.endswith("%"):
+        found["%"] = 1
+    elif s.endswith("°") and not re.search(r"\\?(?:sin|cos|tan|cot|sec|csc)", s):
+        found["degree"] = 1  # the sign itself stays, because only the reader knows what it means
+    return s, found
+
+
+def clash(a: dict[str, int], b: dict[str, int]) -> bool:
+    """Are two units different? No unit at all goes with any, "square units" with cm^2 and m^2."""
+    if not a or not b or a == b:
+        return False
+    if "unit" in a or "unit" in b:
+        return sorted(a.values()) != sorted(b.values())
+    degrees = {"degree", "celsius", "fahrenheit"}
+    return not ({"degree": 1} in (a, b) and len(a) == len(b) == 1 and {*a, *b} < degrees)
 
 
 # -----------------------------------------------------------------------------
-# 2. Numbers: complex, in 100 digits
-
-CONTEXT = Context(prec=100, Emax=MAX_EMAX, Emin=MIN_EMIN)
-CONTEXT.traps[Underflow] = True
-ROUNDING = Decimal("1e-50")    # a smaller difference, or part of a number, is rounding
-LOST = Decimal("1e-45")        # a smaller term of a sum has lost its digits
-MAX_WHOLE = 10 ** 45
-TURN = Decimal("6.28318530717958647692528676655900576839433879875021164194988918461563281257241799"
-               "72560696506842341359642961730265646132941876892")
-ZERO = Decimal(0)
-
-
-class Number(NamedTuple):
-    re: Decimal
-    im: Decimal = ZERO
-    digits: int = 0        # of a decimal as it was written, from the first that is not 0
-
-    kind = "number"
-    __hash__ = tuple.__hash__  # of the digits, for the caches
-
-    def __eq__(self, other):
-        """But for rounding, which whole numbers have none of."""
-        if self.is_whole() and other.is_whole():
-            return self.re == other.re
-        apart = max(abs(self.re - other.re), abs(self.im - other.im))
-        return apart <= ROUNDING * max(self.size(), other.size())
-
-    def __add__(self, other):
-        """Where rounding would decide there is no value."""
-        total = Number(self.re + other.re, self.im + other.im)
-        small, large = sorted((self.size(), other.size()))
-        if 0 < small < LOST * large:
-            raise ArithmeticError("digits are lost")
-        return settle(*total[:2]) if total.size() > ROUNDING * large else Number(ZERO)
-
-    def __mul__(self, other):
-        re = self.re * other.re - self.im * other.im
-        return settle(re, self.re * other.im + self.im * other.re)
-
-    def __truediv__(self, other):
-        norm = other.re * other.re + other.im * other.im
-        return self * Number(other.re / norm, -other.im / norm)
-
-    def __neg__(self):
-        return Number(self.re.copy_negate(), -self.im, self.digits)  # no -0, for ln
-
-    def __sub__(self, other):
-        return self + -other
-
-    def __abs__(self):
-        return settle((self.re * self.re + self.im * self.im).sqrt(), ZERO)
-
-    def size(self) -> Decimal:
-        return max(abs(self.re), abs(self.im))
-
-    def real(self) -> Decimal:
-        if self.im:
-            raise ArithmeticError("complex numbers have no order")
-        return self.re
-
-    def is_whole(self) -> bool:
-        return self.im == 0 and self.re == self.re.to_integral_value()
-
-    def whole(self, limit: int = MAX_WHOLE) -> int:
-        if not self.is_whole() or abs(self.re) > limit:
-            raise ArithmeticError("not whole, or too large")
-        return int(self.re)
-
+# 2. Numbers: what an answer is at one point
 
 class Group(NamedTuple):
-    kind: str              # brackets such as "()" or "(]", "list", "set", "union", "%" or "mod"
+    """Several readings in brackets, or one with a mark that is not part of its value."""
+    kind: str              # brackets such as "()" or "(]", "list", "set", "union", "%", "mod", ":"
     items: list            # a matrix is a tuple of its rows, a column the tuple of its cells
 
 
 class Side(NamedTuple):
-    value: object          # a reading
+    """One side of a relation. Its tokens tell whether it is only a name."""
+    value: "Reading"
     tokens: list
 
 
 class Relation(NamedTuple):
+    """An equation or a chain of inequalities."""
     kind: str              # "eq" for an equation, else "rel"
-    ops: list              # "=", "<", "<=", "!=", "≈"; chains of > are turned round
+    ops: list              # "=", "<", "<=", "!=", "≈"; a chain of > is turned round
     sides: list            # of Side, one more than ops
 
 
-def settle(re: Decimal, im: Decimal) -> Number:
-    """A result without what only rounding left."""
-    rounding = ROUNDING * max(abs(re), abs(im))
-    whole = re.to_integral_value()
-    return Number(whole if abs(re - whole) <= rounding else re, im if abs(im) > rounding else ZERO)
-
-
-def unknown(*key) -> Number:
-    """Some number from 4096 to 8192 in place of one that is beyond us: it equals itself."""
-    texts = [f"{x.re:.40e} {x.im:.40e}" if isinstance(x, Number) else repr(x) for x in key]
-    return Number(Decimal(2 ** 32 + crc32(" ".join(texts).encode("utf-8", "replace"))) / 2 ** 20)
-
-
-def number(x) -> Number:
-    """50% is 1/2 and 10 mod 7 is 3 once something is computed with them."""
-    if x.kind == "number":
-        return x
-    if x.kind == "%":
-        return x.items[0] / HUNDRED
-    if x.kind in ("eq", "rel"):
-        raise SyntaxError("no number")
-    return x.items[0] if x.kind == "mod" else unknown(x)
-
-
-EXACT = {  # of whole numbers of up to 1,000 digits, if the result is one too
-    "+": int.__add__,
-    "*": int.__mul__,
-    "/": lambda a, b: None if a % b else a // b,
-    "^": lambda a, b: a ** b if 0 <= b * a.bit_length() <= 6_600 else None,  # 0^0 is 1
-    r"\mod": int.__mod__,
-}
-
-
-def power(x: Number, n: Number) -> Number:
-    """Roots are powers too: real ones for negative x and odd roots, as in school."""
-    if x.im == n.im == 0 <= x.re and not 0 < n.size() < LOST:
-        return settle(x.re.sqrt() if n == HALF else x.re ** n.re, ZERO)
-    for degree in range(1, 20, 2):
-        times = n * Number(Decimal(degree))
-        if x.im == 0 and times.is_whole():
-            root = power(-x, n)
-            return -root if times.re % 2 else root
-    return exp(n * ln(x))
-
-
-def circle(angle: Decimal) -> list:
-    """[cos, sin] by their series."""
-    if abs(angle) > 10 ** 25:
-        raise ArithmeticError("no angle")
-    angle = angle.remainder_near(TURN)
-    sums = [ZERO, ZERO]
-    term = Decimal(1)
-    for n in range(85):
-        sums[n % 2] += term if n % 4 < 2 else -term
-        term = term * angle / (n + 1)
-    return sums
-
-
-@lru_cache(1_000)
-def exp(z: Number) -> Number:
-    if 0 < z.size() < LOST:
-        raise ArithmeticError("hardly 1")
-    length = z.re.exp()
-    cos, sin = circle(z.im)
-    return settle(length * cos, length * sin)
-
-
-@lru_cache(1_000)
-def ln(z: Number) -> Number:
-    """The angle by Newton's method from a float: 16, 48, 144 digits."""
-    if z.im == 0 and z.re > 0:
-        return settle(z.re.ln(), ZERO)
-    length = abs(z).re
-    angle = Decimal(math.atan2(z.im / length, z.re / length))
-    for _ in range(2):
-        cos, sin = circle(angle)
-        angle += (z.im * cos - z.re * sin) / length
-    return settle(length.ln(), angle)
-
-
-def floor(x: Number) -> Number:
-    if abs(x.real()) > MAX_WHOLE:
-        raise ArithmeticError("digits are lost")
-    return Number(Decimal(math.floor(x.re)))
-
-
-def step(x: Number) -> Number:
-    """For floor of what varies, which has too few values: x less some function of x mod 1."""
-    part = (x - floor(x)).real()
-    return x - unknown(f"{part:.6f}") / Number(Decimal(2 ** 14)) if part else x
-
-
-ONE, TWO, TEN, HUNDRED, HALF = (Number(Decimal(text)) for text in "1 2 10 100 0.5".split())
-I = Number(ZERO, Decimal(1))
-PI = Number(CONTEXT.divide(TURN, 2))
-E = Number(CONTEXT.exp(Decimal(1)))
-FORMULAS = {
-    "+": Number.__add__,
-    "*": Number.__mul__,
-    "/": Number.__truediv__,
-    "^": power,
-    r"\mod": lambda x, n: x - n * floor(x / n),
-    "exp": exp,
-    "ln": ln,
-    "log": lambda z, base=E: ln(z) / ln(base),
-    "lg": lambda z, base=TEN: ln(z) / ln(base),
-    "sinh": lambda z: (exp(z) - exp(-z)) / TWO,
-    "cosh": lambda z: (exp(z) + exp(-z)) / TWO,
-    "tanh": lambda z: ONE - TWO / (exp(z + z) + ONE),
-    "arcsinh": lambda z: ln(z + power(z * z + ONE, HALF)),
-    "arccosh": lambda z: ln(z + power(z - ONE, HALF) * power(z + ONE, HALF)),
-    "arctanh": lambda z: ln((ONE + z) / (ONE - z)) / TWO,
-    "sin": lambda z: FORMULAS["sinh"](I * z) / I,
-    "cos": lambda z: FORMULAS["cosh"](I * z),
-    "tan": lambda z: FORMULAS["tanh"](I * z) / I,
-    "cot": lambda z: FORMULAS["tan"](PI / TWO - z),
-    "sec": lambda z: ONE / FORMULAS["cos"](z),
-    "csc": lambda z: ONE / FORMULAS["sin"](z),
-    "arcsin": lambda z: FORMULAS["arcsinh"](I * z) / I,
-    "arccos": lambda z: PI / TWO - FORMULAS["arcsin"](z),
-    "arctan": lambda z: FORMULAS["arctanh"](I * z) / I,
-    "arccot": lambda z: PI / TWO - FORMULAS["arctan"](z),
-    "abs": abs,
-    "max": lambda *args: max(args, key=Number.real),
-    "min": lambda *args: min(args, key=Number.real),
-    "floor": floor,
-    "ceil": lambda x: -floor(-x),
-    "floor of a variable": step,
-    "ceil of a variable": lambda x: -step(-x),
-    "factorial": lambda n: math.factorial(n.whole(3_000)),
-    "binom": lambda n, k: math.comb(n.whole(3_000), k.whole()),
-    "gcd": lambda *args: math.gcd(*map(Number.whole, args)),
-    "lcm": lambda *args: math.lcm(*map(Number.whole, args)),
-}
+Reading = Union[Number, Group, Relation]
+# Where the variables lie at the six points. The first two are just below 1, where x^{2004} keeps
+# its digits; two have room for differences between functions that agree near 1; the last is large,
+# where 17 - e^x and |12 - x| have changed their sign.
 RANGES = ((0.96, 1), (0.96, 1), (1, 1.045), (2, 5), (2, 5), (13, 33))
+MAX_POINTS = 20        # tried for six values; from the seventh on the variables are whole
 
 
 class Point:
-    """Values of the variables at one point; and the budget of the whole comparison."""
+    """Values for the variables at the point number `index`, and the work left to the comparison.
 
-    def __init__(self, names):
-        # In which of the points 1, 3, 5 a name is negative, as bits; two names differ somewhere.
-        self.signs = {name: (3, 5, 6, 7, 1, 2, 4)[i % 7] for i, name in enumerate(sorted(names))}
+    Six points are enough because nothing is close in 50 digits: two different polynomials agree at
+    one such point by accident about never. Several are needed for functions that are the same on
+    one side only: |x| and x, sqrt(x^2) and x. So at the points 1, 3 and 5 some variables are
+    negative, and no two variables (of up to seven) have the same pattern of signs.
+    """
+
+    def __init__(self, names: set):
+        patterns = (3, 5, 6, 7, 1, 2, 4)  # bits: in which of the points 1, 3, 5 a name is negative
+        self.signs = {name: patterns[i % 7] for i, name in enumerate(sorted(names))}
         self.work = MAX_WORK
-        self.factors = {}  # between equations, see proportional()
+        self.factors = {}          # between two equations at the first point, see proportional()
         self.index = 0
-        self.met_complex = False  # were complex numbers compared?
+        self.met_complex = False   # have complex numbers been compared at this point?
 
     def spend(self, amount: int):
+        """SyntaxError once the work is used up: the answers are then too long to be compared."""
         self.work -= amount
         if self.work < 0:
-            raise SyntaxError("work")
+            raise SyntaxError("too much work")
 
     def variable(self, name: str) -> Number:
-        """Near 1, so that x^{2004} keeps its digits, then larger, then whole, for factorials."""
+        """A value that looks random and depends on nothing but the name and the point."""
         seed = crc32(f"{self.index}:{name}".encode("utf-8", "replace"))
         if self.index >= len(RANGES):
-            return Number(Decimal(1 + seed % 15))
+            return Number(Decimal(1 + seed % 15))  # whole, because n! has a value only there
         low, high = RANGES[self.index]
         value = Number(Decimal(low + (high - low) * seed / 2 ** 32))
-        negative = self.index % 2 and self.signs.get(name, 0) >> self.index // 2 & 1
-        return -value if negative else value
+        is_negative = self.index % 2 and self.signs.get(name, 0) >> self.index // 2 & 1
+        return -value if is_negative else value
 
-    def compute(self, op: str, x, y):
-        """Numbers, two tuples of one length, a tuple by a number."""
+    def compute(self, op: str, x: Reading, y: Reading) -> Reading:
+        """x op y for numbers, for two tuples of one length, and for a tuple and a number."""
         if op == "-":
             return self.compute("+", x, self.compute("*", y, -ONE))
         if x.kind == y.kind == "()" and op == "+" and len(x.items) == len(y.items):
@@ -470,48 +370,46 @@ class Point:
         is_root = op == "^" and not (x.im == 0 and (y + y).is_whole())
         return self.apply(op, x, y, work=50 if is_root else 2)
 
-    def apply(self, name: str, *args, work=60) -> Number:
-        """A value; where nothing varies, what needs more digits is unknown, unlike 1/0."""
+    def apply(self, name: str, *args: Reading, work: int = 60) -> Number:
+        """A function of numbers. A function costs as much time as sixty sums."""
         self.spend(work)
-        args = [number(x) for x in args]
-        if name in EXACT and all(x.is_whole() and x.re.adjusted() <= 1_000 for x in args):
-            value = EXACT[name](*(int(x.re) for x in args))
-            if value is not None:
-                return Number(Decimal(value))
-        try:
-            value = FORMULAS[name](*(x._replace(re=+x.re) for x in args))  # in 100 digits
-        except ArithmeticError as error:
-            if self.signs or isinstance(error, (ZeroDivisionError, InvalidOperation)):
-                raise
-            return unknown(name, *(sorted(args) if name == "+" else args))
-        if isinstance(value, int):
-            value = Number(Decimal(value))
-            if self.signs and value.size() == 0:  # n over k for any k > n
-                raise ArithmeticError("says nothing")
-        return value
+        return evaluate(name, [number(x) for x in args], varies=bool(self.signs))
+
+
+def number(x: Reading) -> Number:
+    """What arithmetic sees: 50% is 1/2 and 10 mod 7 is 3 once something is computed with them. A
+    set or a tuple becomes an unknown number, so 2\\{1,2\\} equals itself and nothing else.
+    """
+    if x.kind == "number":
+        return x
+    if x.kind == "%":
+        return x.items[0] / HUNDRED
+    if x.kind in ("eq", "rel"):
+        raise SyntaxError("a relation is no number")
+    return x.items[0] if x.kind == "mod" else unknown(x)
 
 
 # -----------------------------------------------------------------------------
-# 3. Reader: plain text -> tokens -> reading
+# 3. Reader: plain text -> tokens -> a reading
 
 RELATIONS = ("=", "<", ">", "<=", ">=", "!=", "≈")
+# How tightly operators bind. "beside" is the product of 2x, "mixed" the sum of 1\frac12.
 RELATION, RATIO, UNION, MOD, SUM, PRODUCT, MIXED, POWER, POSTFIX = range(1, 10)
 BINDING = {
     **dict.fromkeys(RELATIONS, RELATION), ":": RATIO, r"\cup": UNION, r"\mod": MOD,
     "+": SUM, "-": SUM, "*": PRODUCT, "/": PRODUCT, "%": PRODUCT, "beside": PRODUCT,
     "mixed": MIXED, "^": POWER, "!": POSTFIX, "°": POSTFIX, "": 0,
 }
-MATRICES = (r"\matrix", r"\array", r"\cases")
-CLOSERS = {
+CLOSERS = {  # half-open intervals mix round and square brackets
     "(": (")", "]"), "[": (")", "]"), "{": ("}",), r"\{": (r"\}",), r"\langle": (r"\rangle",),
     "|": ("|",), r"\lfloor": (r"\rfloor",), r"\lceil": (r"\rceil",),
 }
 ENCLOSING = {"|": "abs", r"\lfloor": "floor", r"\lceil": "ceil"}
 COMMANDS = frozenset("\\" + name for name in FUNCTIONS)
-STARTS = {*CLOSERS, *COMMANDS, *MATRICES, r"\frac", r"\binom", r"\emptyset"}
-BARE_STOPS = COMMANDS | {"*", "/", "("}  # \sin 2x \cos y
-INFINITY = unknown("infinity")
+STARTS = {*CLOSERS, *COMMANDS, r"\matrix", r"\frac", r"\binom", r"\emptyset"}  # of an operand
+BARE_STOPS = COMMANDS | {"*", "/", "("}  # what ends an argument without brackets: \sin 2x \cos y
 CONSTANTS = {"«e": E, "«i": I, r"«\pi": PI, r"«\infty": INFINITY}
+DIGITS = tuple("0123456789.")  # what a number begins with
 
 FRAMES = "overline|overrightarrow|vec|hat|bar|widehat|tilde|underline|mathbb|mathcal|mathfrak"
 GREEK = ("alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau"
@@ -519,64 +417,77 @@ GREEK = ("alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|
 SUBSCRIPT = r"\s*_\s*(?:\{(?:[^{}]|\{[^{}]*\})*\}|\\[A-Za-z]+|[0-9]+|[A-Za-z])"
 MARKS = rf"(?:{SUBSCRIPT})?(?:\s*')*"
 TOKEN = re.compile(rf"""\s*(?:
-      (?P<name> «[^«»]*»{MARKS}
-        | [0-9]{{1,50}}(?:\.[0-9]{{1,50}})?{SUBSCRIPT}
-        | (?<![A-Za-z])[fghFG](?:\s*')*\s*\([^()]*\)
-        | \\(?:{FRAMES}){NO_LETTER}\s*(?:\{{[^{{}}]*\}}|[A-Za-z0-9]){MARKS}
-        | \\(?:{GREEK}){NO_LETTER}{MARKS}
-        | (?:[A-Za-z]{{4,}}|[A-Za-z]){MARKS} )
+      (?P<name> «[^«»]*»{MARKS}                                             # «blue»
+        | [0-9]{{1,50}}(?:\.[0-9]{{1,50}})?{SUBSCRIPT}                      # 52_8
+        | (?<![A-Za-z])[fghFG](?:\s*')*\s*\([^()]*\)                        # f'(2)
+        | \\(?:{FRAMES}){NO_LETTER}\s*(?:\{{[^{{}}]*\}}|[A-Za-z0-9]){MARKS}  # \overline{{AB}}
+        | \\(?:{GREEK}){NO_LETTER}{MARKS}                                   # \alpha_1
+        | (?:[A-Za-z]{{4,}}|[A-Za-z]){MARKS} )                              # blue, x_{{10}}, y'
     | [0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{{1,3}}(?![0-9A-Za-z]))? | \.[0-9]+
     | \\[A-Za-z]+ | \\\\ | \\[{{}}]
     | !!(?!=) | [<>!]= | \S )""", re.VERBOSE)
-PLAIN_NAMES = sorted([*FUNCTIONS, *INVERSE, "pi", "mod"], key=len, reverse=True)
+INFINITIES = ("inf", "infty", "oo", "infinity", "Infinity")
+PLAIN_NAMES = sorted([*FUNCTIONS, "pi", "mod"], key=len, reverse=True)
 PLAIN_FUNCTION = re.compile(
     rf"\\?(?<![A-Za-z])({'|'.join(PLAIN_NAMES)})(?=[A-Za-z]?{NO_LETTER})"
-    rf"|(?<![A-Za-z\\])(?:inf|infty|oo|infinity|Infinity){NO_LETTER}")
-DIGITS = tuple("0123456789.")  # what a number begins with
+    rf"|(?<![A-Za-z\\])(?:{'|'.join(INFINITIES)}){NO_LETTER}")
+# Letters that stand alone as an item, and are no product there: IX is not XI, AB is the name of a
+# line, "no" is not "on". The o tells small words from products; nobody calls a variable o.
+ALONE = re.compile(
+    r"(^\s*\{|^|[,;(=])\s*([A-Z]{2,}|[a-z]?o[a-z]|[a-z]{1,2}o)(?=\s*[,;)=]|\s*$|\s*\}\s*$)")
 
 
 def tokenize(s: str) -> list[str]:
     """Numbers, operators, commands, and names, which begin with "«": «x, «x_10, «f(2), «blue.
 
     In plain letters pi, inf, sinx and pix are read as in LaTeX, other words of up to three letters
-    are a product, longer ones a name.
+    are a product (xyz) unless they stand alone, longer ones a name.
     """
-    s = PLAIN_FUNCTION.sub(lambda match: f"\\{INVERSE.get(match[1], match[1] or 'infty')} ", s)
+    s = PLAIN_FUNCTION.sub(lambda match: f"\\{match[1] or 'infty'} ", s)
+    s = ALONE.sub(r"\1«\2»", s)
     return ["«" + re.sub(r"[\s{}«»]", "", match[0]) if match["name"] else match[0].strip()
             for match in TOKEN.finditer(s)]
 
 
 class Reader:
-    """Precedence climbing over the tokens of one answer, which computes as it goes."""
+    r"""Reads the tokens of one answer at one point, and computes as it goes.
+
+    Precedence climbing: expression() reads one operand and then every operator that binds tighter
+    than its caller's. Where a parser would build the node "+", infix() adds. So each method returns
+    a Reading, and the answer has no other form than its tokens:
+
+        1 + 2 x          expression(0)     1, then "+" binds tighter than nothing
+              2 x          expression(SUM)   2, then "beside" binds tighter than "+": 2 times x
+    """
 
     def __init__(self, tokens: list[str], point: Point):
         self.tokens = [*tokens, ""]  # "" marks the end
         self.point = point
         self.at = 0
-        self.trig = 0  # inside so many arguments of sin, cos, ...
-        self.stops = frozenset()  # tokens that end the operand at hand: the second | of |x|
+        self.trig = 0                # open arguments of sin, cos, ...: there 30° is an angle
+        self.stops = frozenset()     # tokens that end the operand at hand, as the second | of |x|
 
     def peek(self) -> str:
         return self.tokens[self.at]
 
-    def take(self, *allowed) -> str:
+    def take(self, *allowed: str) -> str:
         token = self.peek()
         if allowed and token not in allowed:
             raise SyntaxError(f"unexpected {token}")
         self.at += 1
         return token
 
-    def accept(self, *tokens) -> str:
+    def accept(self, *tokens: str) -> str:
         return self.take() if self.peek() in tokens else ""
 
-    def rows(self, between: str, after: str, closers: tuple) -> list:
-        """Rows of items up to a closer: "1,2;3,4", or a matrix with & and two backslashes."""
+    def rows(self, between: str, after: str, closers: tuple) -> list[list[Reading]]:
+        r"""Rows of items up to a closer: "1,2;3,4", or the cells of a matrix with & and \\."""
         rows = [[]]
         while True:
             self.accept("=", "≈")  # "= 5" is 5
             rows[-1].append(self.expression(stops=frozenset(closers)))
             separator = self.accept(between, after)
-            while self.accept(between, after):  # "(1,2), and (3,4)" after clean-up
+            while self.accept(between, after):  # "(1,2), and (3,4)" has two commas after clean-up
                 pass
             if not separator or self.peek() in ("", *closers):
                 self.take(*closers)
@@ -584,14 +495,14 @@ class Reader:
             if separator == after:
                 rows.append([])
 
-    def listing(self, closers: tuple) -> list:
+    def listing(self, closers: tuple) -> list[Reading]:
         rows = self.rows(",", ";", closers)
         if len(rows) > 1 and max(map(len, rows)) > 1:
             return [one_or_list(row) for row in rows]
         return [item for row in rows for item in row]
 
-    def expression(self, floor: int = 0, stops=None):
-        """One operand and every operator after it that binds tighter than `floor`."""
+    def expression(self, floor: int = 0, stops: frozenset | None = None) -> Reading:
+        """One operand, and every operator behind it that binds tighter than `floor`."""
         self.point.spend(1)
         outer = self.stops
         self.stops = outer if stops is None else stops
@@ -599,7 +510,7 @@ class Reader:
         while self.peek() in ("+", "-"):
             self.at += 1
         signs = self.tokens[start:self.at]
-        value = self.expression(max(floor, SUM)) if signs else self.primary()
+        value = self.expression(max(floor, SUM)) if signs else self.primary()  # -2^2 is -4
         if signs.count("-") % 2:
             value = -value if value.kind == "number" else self.point.compute("*", value, -ONE)
         while BINDING[op := self.operator()] > floor:
@@ -618,10 +529,10 @@ class Reader:
         if token == r"\frac" and before[0] in DIGITS:
             return "mixed"
         if token[0] in DIGITS and before[0] in ("«", *DIGITS):
-            return ""  # neither "5 6" nor "x2"
+            return ""  # neither "5 6" nor "x2" is a product
         return "beside" if token in STARTS or token[0] in ("«", *DIGITS) else ""
 
-    def infix(self, left, op: str, start: int):
+    def infix(self, left: Reading, op: str, start: int) -> Reading:
         """`left op right`; `start` is the token that `left` begins with."""
         compute = self.point.compute
         if op in RELATIONS:
@@ -631,6 +542,8 @@ class Reader:
             right = self.expression(BINDING[op])
             is_mixed = op == "mixed" and left == self.literal(before) and 0 < number(right).re < 1
             return compute("+" if is_mixed else "*", left, right)
+        if op == ":":
+            return self.ratio(left, start)
         self.take()
         if op == "^":
             right = self.primary() if self.peek() == "{" else self.expression(POWER - 1)
@@ -639,24 +552,30 @@ class Reader:
             return self.point.apply("factorial", left)
         if op == "%":  # of all so far: 3\frac14%
             return Group("%", [number(left)])
-        if op == "°":
-            self.accept("«C", "«F")
-            return compute("*", left, PI / Number(Decimal(180))) if self.trig else left
+        if op == "°":  # counts only where the degrees are the argument of a function
+            return compute("*", left, DEGREE) if self.trig else left
         right = self.expression(BINDING[op])
         if op == r"\cup":
             parts = [x.items if x.kind == "union" else [x] for x in (left, right)]
             return Group("union", parts[0] + parts[1])
-        if op == ":" and (self.peek() == ":" or right == Number(ZERO)):  # 1:2:3, 5:00, not 2:3
-            items = [left, right]
-            while self.accept(":"):
-                items.append(self.expression(RATIO))
-            return Group("()", items)
-        value = compute("/" if op == ":" else op, left, right)
+        value = compute(op, left, right)
         return Group("mod", [value, right]) if op == r"\mod" else value
 
-    def relation(self, left, start: int):
+    def ratio(self, left: Reading, start: int) -> Reading:
+        """2:3 is the number 2/3. The three parts of 1:2:3 are a group of their own kind, and so are
+        hours and minutes: 10:30 is neither 1/3 nor the tuple (10, 30).
+        """
+        items = [left]
+        while self.accept(":"):
+            items.append(self.expression(RATIO))
+        written = "".join(self.tokens[start:self.at])
+        if len(items) > 2 or re.fullmatch(r"(1?[0-9]|0[0-9]|2[0-4]):[0-5][0-9]", written):
+            return Group(":", items)
+        return self.point.compute("/", *items)
+
+    def relation(self, left: Reading, start: int) -> Reading:
         """A chain of equalities is left = value, or its value if every side is a number: the last
-        before an approximation. Two that disagree, 41 = 42, have none.
+        one before an approximation. If two of the numbers disagree (41 = 42), it has no value.
         """
         ops = []
         sides = [Side(left, self.tokens[start:self.at])]
@@ -677,9 +596,10 @@ class Reader:
             raise SyntaxError("false equation")
         if len(sides) in (1, len(numbers)):
             return sides[-1].value
-        return Relation("eq", ["="], [sides[0], sides[-1]])
+        return equation(sides[0], sides[-1])
 
-    def primary(self):
+    def primary(self) -> Reading:
+        """A number, a name, or whatever begins with a bracket or a command."""
         token = self.take()
         if token[:1] in DIGITS:
             return self.literal(token)
@@ -693,36 +613,39 @@ class Reader:
             return self.point.compute("/", self.argument(), self.argument())
         if token == r"\binom":
             return self.point.apply("binom", self.argument(), self.argument())
-        if token in MATRICES:
-            return self.matrix(token)
+        if token == r"\matrix":
+            return self.matrix()
         if token == r"\emptyset":
             return Group("set", [])
         if token in COMMANDS:
             return self.function(token[1:])
         raise SyntaxError(f"unexpected {token}")
 
-    def literal(self, token: str):
+    def literal(self, token: str) -> Number:
         value = Decimal(token)
         is_decimal = token.partition(".")[2].isdigit()
         return Number(value, ZERO, len(value.as_tuple().digits) if is_decimal else 0)
 
-    def group(self, opener: str):
+    def group(self, opener: str) -> Reading:
         items = self.listing(CLOSERS[opener])
         closer = self.tokens[self.at - 1]
         kind = {"{": "list", r"\{": "set", r"\langle": "()"}.get(opener, opener + closer)
+        if kind == "set" and any(item.kind == "rel" for item in items):
+            raise SyntaxError("a set of conditions")  # \{x : x > 3\}
         if kind == "[]" and all(item.kind == "[]" for item in items):  # [[1, 2], [3, 4]]
             return Group("()", [Group("()", row.items) for row in items])
         return items[0] if len(items) == 1 and kind in ("()", "[]", "list") else Group(kind, items)
 
-    def argument(self):
-        r"""A LaTeX argument: a group, or one digit or token (\frac12, \frac1{72})."""
+    def argument(self) -> Reading:
+        r"""An argument as LaTeX takes it: a group, or one digit or token (\frac12, \frac1{72})."""
         token = self.peek()
         if len(token) > 1 and token.isdigit():
             self.tokens[self.at] = token[1:]
             return self.literal(token[0])
-        return self.expression(POSTFIX)  # nothing binds tighter: one primary
+        return self.expression(POSTFIX)  # nothing binds tighter, so this is one operand
 
-    def function(self, name: str, opener: str = ""):
+    def function(self, name: str, opener: str = "") -> Reading:
+        r"""\sin x, \log_2 8, \sin^2 x, \tan^{-1} x, |x|; the name or the first | is taken."""
         if name == "sqrt":
             [degree] = self.listing(("]",)) if self.accept("[") else [TWO]
             return self.point.compute("^", self.expression(POSTFIX), ONE / number(degree))
@@ -745,39 +668,69 @@ class Reader:
         value = self.point.apply(name, *arguments, *marks.values())
         return value if exponent == ONE else self.point.compute("^", value, exponent)
 
-    def matrix(self, token: str):
+    def matrix(self) -> Group:
         rows = self.rows("&", r"\\", (r"\end",))
-        if token == r"\cases":  # a system, or values and conditions
-            return Group("list", [one_or_list(row) for row in rows])
         is_column = len(rows) > 1 and max(map(len, rows)) == 1
         return Group("()", [row[0] if is_column else Group("()", row) for row in rows])
 
 
-def one_or_list(items: list):
+def one_or_list(items: list[Reading]) -> Reading:
     return items[0] if len(items) == 1 else Group("list", items)
 
 
+def equation(left: Side, right: Side) -> Reading:
+    """left = right; but (x, y) = (1, 2) is the list x = 1, y = 2: each name keeps its value."""
+    names = left.tokens[1:-1:2]
+    is_tuple = left.value.kind == right.value.kind == "()" and all(map(label, zip(names)))
+    if not (is_tuple and left.tokens[2:-1:2] == [","] * (len(names) - 1)
+            and len(names) == len(left.value.items) == len(right.value.items)):
+        return Relation("eq", ["="], [left, right])
+    parts = zip(names, left.value.items, right.value.items)
+    return Group("list", [Relation("eq", ["="], [Side(x, [name]), Side(y, right.tokens)])
+                          for name, x, y in parts])
+
+
+def is_among(x: Reading, items: list[Reading], point: Point) -> bool:
+    r"""Has the other branch of 0, \pm 2 this item too? Then it is not meant twice."""
+    name, value = named(x)
+    return value.kind not in ("eq", "rel") and any(
+        name == named(y)[0] and same(value, named(y)[1], point) for y in items)
+
+
 THOUSANDS = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
+# Digits with hyphens or slashes that are no arithmetic: 2023-01-05, 1/5/2023, 555-123-4567.
+CODE = re.compile(r"(?:^|[=,;(])\s*[0-9]+([-/])[0-9]+\1[0-9]+\s*(?=$|[,;)])")
+RANGE = re.compile(r"([0-9]+)\s*-\s*([0-9]+)")
 
 
 class Answer:
-    """A clean text as a function of its variables. `thousands`: 1,234 is one number, not two."""
+    r"""A clean text as a function of its variables. With `thousands`, 1,234 is one number; without,
+    it is two. A text with \pm has two branches, one for each sign.
+    """
 
     def __init__(self, s: str, thousands: bool = True):
         if thousands:
             s = THOUSANDS.sub(lambda match: match[0].replace(",", ""), s)
+        span = RANGE.fullmatch(s)
+        if CODE.search(s) or span and len(s) < 40 and int(span[1]) < int(span[2]):
+            raise SyntaxError("a date, a telephone number or a range, no difference")
         upper = s.replace(r"\pm", "+").replace(r"\mp", "-")
         lower = s.replace(r"\pm", "-").replace(r"\mp", "+")
         self.branches = [tokenize(text) for text in dict.fromkeys((upper, lower))]
-        # A name on the left of x = 5 need not vary: six times faster, and such answers are many.
+        # The x of x = 5 is only a name, so it need not vary, and one point is enough instead of
+        # six: such answers are many, and six times as fast then.
         tokens = self.branches[0]
         start = tokens.index("=") + 1 if "=" in tokens else 0
         self.names = names_in(tokens[start:] if label(tokens[:start - 1]) else tokens)
 
-    def at(self, point: Point):
+    def at(self, point: Point) -> Reading:
         items = []
         for tokens in self.branches:
-            items += Reader(tokens, point).listing(("",))
+            branch = Reader(tokens, point).listing(("",))
+            names = {named(item)[0] for item in branch}
+            if len(names) == 1 or () in names:  # no system such as x = \pm 1, y = 2
+                branch = [x for x in branch if not is_among(x, items, point)]
+            items += branch
         if all(item.kind == "set" for item in items):
             return Group("set", [x for item in items for x in item.items])
         return one_or_list(items)
@@ -791,25 +744,52 @@ BRACKETS = ("()", "[]", "(]", "[)")
 LABEL_MARKS = {*"(){},*/:|", r"\frac", r"\langle", r"\rangle", *("\\" + f for f in TRIG)}
 
 
-def names_in(tokens: list) -> set:
+def names_in(tokens: list[str]) -> set[str]:
     return {token for token in tokens if token[0] == "«" and token not in CONSTANTS}
 
 
-def label(tokens: list) -> str:
-    r"""The text of a side that only names the answer: x, f(x), AB, (x, y), |AB|, \tan A; or ""."""
+def label(tokens: list[str]) -> tuple[str, ...]:
+    r"""The tokens of a side that is only a name: x, f(x), AB, (x, y), |AB|, \tan A; else ()."""
     for token in tokens:
         if token not in LABEL_MARKS and (token[0] != "«" or token in (r"«\infty", r"«\pi", "«i")):
-            return ""
-    return "".join(tokens)
+            return ()
+    return tuple(tokens)
 
 
-def may_rename(a: str, b: str) -> bool:
-    """Of two labels: x = 5 and k = 5 are one answer, f(1) = 0 and f(0) = 0 are not."""
-    places = [re.findall(r"«.\((.*?[0-9].*?)\)", x) for x in (a, b)]
-    return bool(a and b) and ([] in places or places[0] == places[1])
+NAME = re.compile(  # \overline, letters, subscript, primes, (argument)
+    rf"«(?:\\vec|\\overrightarrow)?(\\(?:{FRAMES}))?(\\?[A-Za-z]+)(_[^'(]*)?('*)(\(.*\))?")
 
 
-def same_number(a, b, point) -> bool:
+def same_name(a: str, b: str) -> bool:
+    """May two names stand for one thing? x and k may, f and f(x), y' and f'(x), AB and BA. Names of
+    different things may not: x_1 and x_2, f(0) and f(1), y and y', AB and AC.
+    """
+    x, y = NAME.fullmatch(a), NAME.fullmatch(b)
+    if a == b or not x or not y:
+        return a == b
+    if len(x[2]) > 1 and (x[2] + y[2]).isupper() and len(y[2]) > 1:
+        return x[2] in (y[2], y[2][::-1])
+    if x[2] == y[2]:
+        one_subscript = x[3] == y[3] or not (x[3] and y[3])
+        return x.group(1, 4) == y.group(1, 4) and one_subscript and not (x[5] and y[5])
+    places = [re.search("[0-9]", part or "") for part in (x[5], y[5])]
+    return x[4] == y[4] and (None in places or x[5] == y[5])
+
+
+def may_rename(a: tuple, b: tuple) -> bool:
+    r"""Are two labels one, but for the names? x = 5 and k = 5 are one answer, x:y = 2:3 and
+    a:b = 2:3 too. x:y and y:x are not, nor \cos A and \sin A, nor P(A) and P(B).
+    """
+    if a == b:
+        return True
+    shapes = ["".join("«" if token[0] == "«" else token for token in x) for x in (a, b)]
+    if shapes[0] != shapes[1] or not re.fullmatch(r"«([:/]«)*", shapes[0]):
+        return False
+    is_mixed = names_in(a) & names_in(b)
+    return not is_mixed and all(same_name(x, y) for x, y in zip(a, b) if x[0] == "«")
+
+
+def same_number(a: Reading, b: Reading, point: Point) -> bool:
     """50% is 50%, 0.5 and also 50: the sign is often in the question. 3 mod 7 is 10 mod 7 and 3."""
     if a.kind == b.kind == "mod" and not same(a.items[1], b.items[1], point):
         return False
@@ -824,9 +804,9 @@ def same_number(a, b, point) -> bool:
 
 def rounds_to(decimal: Number, x: Number) -> bool:
     """A written decimal of six or more digits stands for the value x that it rounds. From ten
-    digits on it may also truncate x, unless that is such a decimal too.
+    digits on it may also be x cut off, unless x is such a decimal too.
     """
-    if not 6 <= decimal.digits <= 50 or x.im:  # more digits are as good as all
+    if not 6 <= decimal.digits <= 50 or x.im:  # more than 50 digits are as good as all
         return False
     error = abs(x.re - decimal.re)
     if decimal.digits >= 10 > x.digits:
@@ -834,27 +814,44 @@ def rounds_to(decimal: Number, x: Number) -> bool:
     return 2 * error <= ONE.re.scaleb(decimal.re.as_tuple().exponent)
 
 
-def same(a, b, point) -> bool:
+def same(a: Reading, b: Reading, point: Point) -> bool:
     """Are two readings the same answer at this point? Symmetric in a and b."""
     point.spend(1)
     a, b = sorted((a, b), key=lambda x: list(RULES).index(x.kind))
     return RULES[a.kind](a, b, point)
 
 
-def in_order(a: list, b: list, point) -> bool:
+def in_order(a: list[Reading], b: list[Reading], point: Point) -> bool:
     return len(a) == len(b) and all(same(x, y, point) for x, y in zip(a, b))
 
 
-def in_any_order(a: list, b: list, point) -> bool:
-    found = all(any(same(x, y, point) for y in b) for x in a)
-    return found and all(any(same(x, y, point) for x in a) for y in b)
+def in_any_order(a: list[Reading], b: list[Reading], point: Point) -> bool:
+    """One to one: 2, 3, 3 is 3, 2, 3, but not 2, 2, 3."""
+    if len(a) != len(b):
+        return False
+    left = list(b)
+    for x in a:
+        at = next((i for i, y in enumerate(left) if same(x, y, point)), None)
+        if at is None:
+            return False
+        del left[at]
+    return True
+
+
+def distinct(items: list[Reading], point: Point) -> list[Reading]:
+    """For sets and unions, where a repeated member says nothing."""
+    found = []
+    for x in items:
+        if not any(same(x, y, point) for y in found):
+            found.append(x)
+    return found
 
 
 # The rules of RULES: `a` is of the rule's kind, `b` of the same or of a later one.
 
-def same_relation(a, b, point) -> bool:
-    """Up to a factor, or up to the name of what is found: x = 5, k = 5, 5 = x and 5 are one.
-    Inequalities up to direction; longer chains side by side.
+def same_relation(a: Relation, b: Reading, point: Point) -> bool:
+    """Equations up to a factor, or up to the name of what is found: x = 5, k = 5 and 5 = x are one.
+    Inequalities up to direction and a positive factor; longer chains side by side.
     """
     if b.kind != a.kind:
         name, value = named(a)
@@ -865,16 +862,29 @@ def same_relation(a, b, point) -> bool:
     if len(a.ops) > 1:
         return in_order([side.value for side in a.sides], [side.value for side in b.sides], point)
     sides = a.sides + b.sides
-    labels = [label(side.tokens) for side in sides]
-    renamed = may_rename(labels[0], labels[2]) and not (labels[1] and labels[3])
-    if a.kind == "eq" and (renamed or sides[0].tokens == sides[2].tokens):
-        if same(sides[1].value, sides[3].value, point):
-            return True
+    if a.kind == "eq" and same_left(sides, point) and same(sides[1].value, sides[3].value, point):
+        return True
     return proportional(sides, a.ops[0], point)
 
 
-def proportional(sides, op, point) -> bool:
-    """Sides 0 - 1 are c times sides 2 - 3, for one c at all points; positive for < and <=."""
+def same_left(sides: list[Side], point: Point) -> bool:
+    """Do sides 0 and 2, the left ones, name or say the same, so that the right ones decide?"""
+    left, left_value, other, other_value = (label(side.tokens) for side in sides)
+    if sides[0].tokens == sides[2].tokens:
+        return True
+    if not left or not other or left_value and other_value:
+        return False
+    if may_rename(left, other):
+        return True
+    # x/y and x:y, xy and yx: one value is proof enough, but for |x| and x.
+    return (names_in(left) == names_in(other) and left.count("|") == other.count("|")
+            and same(sides[0].value, sides[2].value, point))
+
+
+def proportional(sides: list[Side], op: str, point: Point) -> bool:
+    """Is (side 0 - side 1) the same multiple of (side 2 - side 3) at all points? The multiple must
+    be positive for < and <=. So 2x + 2y = 6 is x + y = 3, and -x < 5 is x > -5.
+    """
     names = [names_in(side.tokens) for side in sides]
     are_scalar = all(side.value.kind in SCALAR for side in sides)
     if not (are_scalar and point.signs and names[0] | names[1] == names[2] | names[3]):
@@ -888,7 +898,7 @@ def proportional(sides, op, point) -> bool:
     return quotient == point.factors.setdefault(key, quotient)  # that of the first point
 
 
-def interval(relation: Relation):
+def interval(relation: Relation) -> Group | None:
     r"""0 < x <= 1 -> (0, 1]; x > 3 -> (3, \infty); x != 3 -> a union. None for other relations."""
     _, ops, sides = relation
     free = [i for i, side in enumerate(sides) if len(side.tokens) == 1 and label(side.tokens)]
@@ -903,17 +913,17 @@ def interval(relation: Relation):
     return Group("[("[before == "<"] + "])"[after == "<"], [low, high])
 
 
-def named(x) -> tuple:
-    """x = 5 and 5 = x -> ("«x", 5); other readings have the name ""."""
+def named(x: Reading) -> tuple[tuple, Reading]:
+    """x = 5 and 5 = x -> the label ("«x",) and 5; other readings have the label ()."""
     if x.kind == "eq":
         for side, other in (x.sides, reversed(x.sides)):
             if label(side.tokens):
                 return label(side.tokens), other.value
-    return "", x
+    return (), x
 
 
-def solutions(x) -> tuple:
-    """Names and values of the items; x = 1, y = 2, x = 3, y = 4 are two lists without a name."""
+def solutions(x: Reading) -> tuple[list[tuple], list[Reading]]:
+    """Labels and values of the items. x = 1, y = 2, x = 3, y = 4 are two lists without a label."""
     items = x.items if x.kind in ("list", "set") else [x]
     names = [named(item)[0] for item in items]
     count = len(set(names))
@@ -922,7 +932,7 @@ def solutions(x) -> tuple:
     return [named(item)[0] for item in items], [named(item)[1] for item in items]
 
 
-def same_collection(a, b, point) -> bool:
+def same_collection(a: Group, b: Reading, point: Point) -> bool:
     """Lists and sets, against each other or against one answer of several parts.
 
     Named values (x = 1, y = 2) match by name, or in order against other names or none.
@@ -934,37 +944,50 @@ def same_collection(a, b, point) -> bool:
     if a.kind == "list" and is_tuple:
         return in_order(values, b.items, point)
     other_names, others = solutions(b)
-    if "" not in names + other_names and len(set(names)) == len(names) == len(others):
+    if () not in names + other_names and len(set(names)) == len(names) == len(others):
         if set(names) == set(other_names):
             others = [others[other_names.index(name)] for name in names]
             return in_order(values, others, point)
-        if not all(may_rename(*pair) for pair in zip(names, other_names)):
-            return False
+        for x, y in zip(names, other_names):
+            if not may_rename(x, y) or x != y and (x in other_names or y in names):
+                return False
     # Names that are not all x_1, x_2, ... of one family: their order counts.
-    families = [{re.sub(r"_\w*", "", x) for x in part} for part in (names, other_names)]
+    families = [{re.sub(r"_\w*", "", "".join(x)) for x in part} for part in (names, other_names)]
     if any("" not in part and len(part) > 1 for part in families):
         return in_order(values, others, point)
-    return in_any_order(values, others, point)
+    if in_any_order(values, others, point):
+        return True
+    if a.kind == "set":
+        values = distinct(values, point)
+    if b.kind == "set":
+        others = distinct(others, point)
+    return "set" in (a.kind, b.kind) and in_any_order(values, others, point)
 
 
-def same_brackets(a, b, point) -> bool:
-    """Unions, intervals, tuples: brackets count, but round is square for three values or more."""
+def same_brackets(a: Group, b: Reading, point: Point) -> bool:
+    """Unions, ratios, intervals, tuples. Brackets count, but three values or more are a tuple in
+    round and in square ones.
+    """
     if a.kind == "union":
-        return b.kind == "union" and in_any_order(a.items, b.items, point)
-    are_alike = a.kind == b.kind or b.kind in BRACKETS and len(a.items) > 2
+        return b.kind == "union" and in_any_order(
+            distinct(a.items, point), distinct(b.items, point), point)
+    are_alike = a.kind == b.kind or {a.kind, b.kind} <= {*BRACKETS} and len(a.items) > 2
     return are_alike and in_order(a.items, b.items, point)
 
 
 RULES = {
     "eq": same_relation, "list": same_collection, "set": same_collection, "rel": same_relation,
-    **dict.fromkeys(("union", *BRACKETS), same_brackets), **dict.fromkeys(SCALAR, same_number),
+    **dict.fromkeys(("union", ":", *BRACKETS), same_brackets),
+    **dict.fromkeys(SCALAR, same_number),
 }
 
 
 def same_function(a: Answer, b: Answer) -> bool:
-    """Equal at the points where both have a value, of which there must be three.
+    """Equal at all of six points. A point where either has no value (a pole, the factorial of 0.97,
+    lost digits) says nothing, so it is skipped and another is tried; three points must be left.
 
-    log x^2 and 2 log x agree where both are real: those points decide, if there are three.
+    log x^2 and 2 log x are equal for positive x and are complex numbers that differ for others. So
+    if three points compare real numbers, these alone decide; i in an answer turns that off.
     """
     if a.branches == b.branches:
         return True
@@ -973,11 +996,11 @@ def same_function(a: Answer, b: Answer) -> bool:
     if not names:
         return same(a.at(point), b.at(point), point)
     verdicts = []  # (equal, with complex numbers?)
-    while point.index < 20 and len(verdicts) < 6 and (False, False) not in verdicts:
+    while point.index < MAX_POINTS and len(verdicts) < 6 and (False, False) not in verdicts:
         point.met_complex = False
         try:
             verdicts.append((same(a.at(point), b.at(point), point), point.met_complex))
-        except (ArithmeticError, ValueError):  # a pole, lost digits
+        except (ArithmeticError, ValueError):
             pass
         point.index += 1
     if len(verdicts) < 3 or (False, False) in verdicts:
@@ -986,17 +1009,20 @@ def same_function(a: Answer, b: Answer) -> bool:
     return are_real or all(equal for equal, _ in verdicts)
 
 
-# "(C) 12 apples", not "(A) or (B)".
+# "(C) 12 apples", but not "(A) or (B)".
 CHOSEN = re.compile(r"[«(]*([A-H])[).:][\s»]+(?:(?!\b[A-H]\b)[^,;])+")
-# SyntaxError: also too much work; RecursionError: too deep; KeyError: arcsec; TypeError: sin(1, 2)
-UNREADABLE = (SyntaxError, ArithmeticError, ValueError, RecursionError, KeyError, TypeError)
+# SyntaxError: also too much work; RecursionError: too deep; TypeError: sin(1, 2)
+UNREADABLE = (SyntaxError, ArithmeticError, ValueError, RecursionError, TypeError)
 GAPS = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])|[«»]")
+# Letters that may be a product, in which order does not count: ab is ba, nR is Rn, xyz is zyx. But
+# words have vowels, and orders of things capitals or three letters: no, IX, BCA, bca.
+PRODUCT = re.compile(r"[a-np-z]\s*[A-NP-Za-np-z]|[A-NP-Z]\s*[a-np-z]|[b-df-hj-np-tv-z\s]+")
 
 
 def word_key(s: str) -> str:
     """Letters of an answer in words or of a choice, "(C)" -> "c"; empty for anything else."""
     bare = re.sub(r"[«»\s(){}.\"]|'(?=[a-z])|(?<=[a-z])-", "", s)
-    return bare.casefold() if bare.isalpha() else ""
+    return bare.casefold() if bare.isalpha() and bare not in ("pi", *INFINITIES) else ""
 
 
 def is_equal(pred: str, gold: str) -> bool:
@@ -1015,26 +1041,28 @@ def is_equal(pred: str, gold: str) -> bool:
 
 
 def compare(a: str, b: str) -> bool:
-    """Of two clean texts: as text, as words, then as functions of their variables."""
+    """Compares two clean texts: as text, as words, then as functions of their variables."""
     if not a or not b or max(len(a), len(b)) > MAX_ANSWER:
         return a == b != ""
     if GAPS.sub("", a) == GAPS.sub("", b):
         return True
     words = [word_key(a), word_key(b)]
-    if all(words) and (words[0] == words[1] or min(map(len, words)) > 3):
+    for one, word in ((a, words[1]), (b, words[0])):
+        choice = CHOSEN.fullmatch(one)
+        if choice and len(word) == 1:
+            return choice[1].lower() == word
+    if all(words) and (words[0] == words[1] or not (PRODUCT.fullmatch(a) and PRODUCT.fullmatch(b))):
         return words[0] == words[1]
     for one, other in ((a, b), (b, a)):
-        choice = CHOSEN.fullmatch(one)
-        if choice and len(word_key(other)) == 1:
-            return choice[1].lower() == word_key(other)
+        # 1,5 may be 1.5, with a decimal comma; but 1,234 is not 1.234
         if re.fullmatch(r"[-+]?[0-9]+,[0-9]+", one) and re.fullmatch(r"[-+]?[0-9]*\.[0-9]+", other):
             return not THOUSANDS.search(one) and Decimal(one.replace(",", ".")) == Decimal(other)
         based = re.fullmatch(r"([0-9]+)\s*_\s*\{?\s*[0-9]+\s*\}?", one)
         if based and based[1] == other:
-            return True  # 52_8 = 52, the base being in the question
+            return True  # 52_8 = 52: the base is often in the question
     a, unit = split_unit(a)
     b, other_unit = split_unit(b)
-    if unit and other_unit and unit[0] == other_unit[0] < len(FAMILIES) - 1 and unit != other_unit:
+    if clash(unit, other_unit):
         return False
     if same_function(Answer(a), Answer(b)):
         return True
@@ -1046,7 +1074,9 @@ def compare(a: str, b: str) -> bool:
 
 
 def can_read(gold: str) -> bool:
-    """False for a gold that could only be matched letter by letter (data.py drops these)."""
+    """Can a gold be compared with other spellings of itself? harness/data.py leaves out those that
+    could only be matched letter by letter.
+    """
     try:
         s = clean(gold)
         if 0 < len(s) <= MAX_ANSWER and not word_key(s):
@@ -1055,4 +1085,4 @@ def can_read(gold: str) -> bool:
                 answer.at(Point(answer.names))
         return 0 < len(s) <= MAX_ANSWER
     except UNREADABLE as error:
-        return isinstance(error, ArithmeticError)  # no value at this point
+        return isinstance(error, ArithmeticError)  # it can be read, but this point is a pole

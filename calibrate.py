@@ -1,20 +1,43 @@
 """
-NVFP4 codes chosen from data: GPTQ (arXiv 2210.17323), layer by layer, in the memory of one layer.
+Chooses NVFP4 codes by data: GPTQ (arXiv 2210.17323), layer by layer, in the memory of one layer.
 
-    python -m tools.convert nvfp4 SRC OUT --calibrate 128      the folder; train.py --calibrate too
+    python -m tools.convert nvfp4 SRC OUT --calibrate 128      makes a folder
+    python train.py --calibrate 128                            trains on one that it makes
 
-Rounding to nearest makes the error of the *weights* small. What the policy feels is the error of
-the *outputs*, x @ (W - W4).T: with H = X.T @ X / T of the inputs of some texts (T tokens),
-    error = tr((W - W4) H (W - W4).T)
-GPTQ rounds one column of W after the other and moves what it got wrong onto the columns to come,
-as far as the inputs are correlated. Of each block of 16 weights every scale of the search is taken
-all the way, and the one of least error stays. Only codes and block scales differ: format, kernels
-and the power-of-two tensor scale are those of nvfp4.py.
+What for. Rounding to nearest makes the error of the weights small. What the policy feels is the
+error of the outputs, x @ (W - W4).T. Let H = X.T @ X / T, where X are the inputs of W for the T
+tokens of some texts. Then the squared error of a token's outputs is on average
+    tr((W - W4) H (W - W4).T)
+which is small where the errors of correlated inputs cancel.
 
-Texts are the model's own answers to training problems, never to those that measure it. Two streams
-of hidden states go through the layers: `exact` through the 16-bit ones, which also gives H; `coded`
-through the new ones. At the end their log-probs are compared on the last eighth of the texts, which
-no H has seen: KL(16 bits || 4 bits), nats a token, is the quality of a folder.
+GPTQ, for one row w of W (rows do not affect each other, and go together). Go through the columns
+from left to right:
+    1. round w[i] to a code; e = w[i] - its value
+    2. for every column j > i, not rounded yet:   w[j] -= e * U[i, j] / U[i, i]
+where U is upper triangular and U.T @ U = H^-1. Step 2 is the change of the columns to come that
+makes up for e best: where inputs i and j are correlated, w[j] takes over what w[i] got wrong. What
+no change can make up for is (e / U[i, i])^2, the cost of this rounding.
+
+Block scales. The 16 columns of a scale_block are rounded with each scale of nvfp4's search, every
+time through steps 1 and 2, and the scale of the least total cost stays. Format, kernels and the
+power-of-two tensor scale are those of nvfp4.py: only codes and block scales come out differently.
+
+The order of the work, for speed. Step 2 on all columns to come would be a small operation on a
+large matrix, for every column. So corrections are held back and applied together:
+
+    columns of W     rounded   | 16 | 16 | 16 | ... | 16 |   all columns behind
+                               |<-- a panel of 128 -->|
+
+    what is corrected          when
+    the rest of the 16         after each column, for every scale that is tried
+    the rest of the panel      after each scale_block
+    all columns behind         after each panel: one matmul with 128 columns of errors
+
+Texts are the model's own answers to training problems, and never to problems that measure it. Two
+streams of hidden states go through the layers together: `exact` through the 16-bit layers, where it
+also gives H; `coded` through the new ones. At the end both predict the tokens of the last eighth of
+the texts, which no H has seen. KL(16 bits || 4 bits) of these predictions, in nats a token, is the
+measure of a folder.
 
 Not here: act-order (the layout has no g_idx), Hadamard rotations (blocks of 16 leave little to
 equalise), AWQ (it would move the norms, which AQN perturbs).
@@ -23,93 +46,113 @@ Shapes: T tokens of all texts, D width, N out_features, K in_features, C candida
 """
 import gc
 import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 import model as qwen
 import nvfp4
 from attention import PackedAttention, lay_out
-from harness import hf
-from lora import Scratch
+from harness import data, hf
+from lora import Linear, Scratch
 from ops import mm_fp32
 from sampler import Sampler, Sampling, engine_for
 
-DAMPING = 0.02                                   # of the mean diagonal of H, added to all of it
-COLUMNS = 128                                    # between two updates of all columns to come
-LARGEST = 8192                                   # columns in one H: the down of 7B has 18,944
-TILE = 2048                                      # rows of H in one product
-TOKENS = 8192                                    # of texts in one forward
+DAMPING = 0.02                                   # x the mean of H's diagonal, added to the diagonal
+PANEL = 128                                      # columns between two updates of all that follow
+# A wider H is treated as several, without the correlations between them: a float64 inverse factor
+# of the down of 7B, which has 18,944 columns, would be 2.9 GB.
+LARGEST_HESSIAN = 8192
+HESSIAN_TILE = 2048                              # rows of H that one product adds to
+CHUNK_TOKENS = 8192                              # tokens of texts in one forward
 
-LEVELS = nvfp4.E2M1_SIGNED.unique()              # -6 .. 6, one 0
-EDGES = (LEVELS[1:] + LEVELS[:-1]) / 2
+LEVELS = nvfp4.E2M1_SIGNED.unique()              # the 15 values from -6 to 6, in order
+LEVEL_EDGES = (LEVELS[1:] + LEVELS[:-1]) / 2
 
 
 # -----------------------------------------------------------------------------
 # One linear
 
-def gptq(w, hessian, global_scale):
-    """w (N, K), hessian (K, K) fp32 -> quantize's three tensors."""
+Nvfp4Tensors = tuple[Tensor, Tensor, Tensor]    # as nvfp4.quantize returns them
+
+
+def gptq(w: Tensor, hessian: Tensor, global_scale: Tensor) -> Nvfp4Tensors:
+    """Quantize w (N, K) fp32 for inputs whose H is `hessian` (K, K) fp32.
+
+    It returns what nvfp4.quantize returns, which chooses codes without knowing the inputs.
+    """
     pieces = []
     code_block = recorded(gptq_block, torch.ones(16, len(w), device=w.device),
                           torch.eye(16, device=w.device), global_scale)
-    for start in range(0, w.shape[1], LARGEST):
-        some = slice(start, start + LARGEST)
-        columns = w[:, some].T.clone(memory_format=torch.contiguous_format)
-        pieces.append(gptq_columns(columns, hessian[some, some], global_scale, code_block))
+    for start in range(0, w.shape[1], LARGEST_HESSIAN):
+        piece = slice(start, start + LARGEST_HESSIAN)
+        columns = w[:, piece].T.clone(memory_format=torch.contiguous_format)
+        pieces.append(gptq_columns(columns, hessian[piece, piece], global_scale, code_block))
     codes, scales = (torch.cat(part).T.contiguous() for part in zip(*pieces))
     return nvfp4.pack_pairs(codes), scales.view(torch.float8_e4m3fn), global_scale
 
 
-def recorded(step, *inputs):
-    """-> step for inputs of these shapes; on a GPU as a CUDA graph, whose results the next call
-    overwrites. gptq_block is some 125 launches, which took Python 3 ms, 5.5 s a layer of 7B (H200).
+def recorded(function: Callable, *inputs: Tensor) -> Callable:
+    """On a GPU, record a function of tensors as a CUDA graph; on a CPU return it as it is.
+
+    inputs: tensors of the shapes that it will be called with. The graph's results are overwritten
+    by the next call. gptq_block is about 125 launches, for which Python needs 3 ms: without a graph
+    they take 5.5 s of each layer of Qwen2.5-7B (H200).
     """
     if not inputs[0].is_cuda:
-        return step
+        return function
     held = [x.clone() for x in inputs]
-    step(*held)                                  # loads kernels and constants: a capture may not
+    function(*held)                      # loads kernels and constants, which a capture may not do
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = step(*held)
+        results = function(*held)
 
     def replay(*inputs):
-        for mine, given in zip(held, inputs):
-            mine.copy_(given)
+        for recorded_input, new in zip(held, inputs):
+            recorded_input.copy_(new)
         graph.replay()
         return results
 
     return replay
 
 
-def gptq_columns(w, hessian, global_scale, code_block):
-    """w (K, N): a column of W is a row here, so that what is read together lies together.
+def gptq_columns(w: Tensor, hessian: Tensor, global_scale: Tensor,
+                 code_block: Callable) -> tuple[Tensor, Tensor]:
+    """GPTQ's walk over the columns of W, in the order drawn at the top of this file.
 
-    -> codes uint8 (K, N), E4M3 codes of the block scales uint8 (K // 16, N); w is overwritten.
+    w (K, N) is W transposed: what is read together, a column of W, lies together in memory. It is
+    overwritten. code_block: gptq_block. -> codes uint8 (K, N), E4M3 codes of the block scales uint8
+    (K // 16, N).
     """
     U = inverse_factor(hessian)
     codes = torch.empty(w.shape, dtype=torch.uint8, device=w.device)
     scales = codes.new_empty(len(w) // 16, w.shape[1])
-    for start in range(0, len(w), COLUMNS):
-        end = min(start + COLUMNS, len(w))
+    for start in range(0, len(w), PANEL):
+        end = min(start + PANEL, len(w))
         errors = torch.empty_like(w[start:end])
         for i in range(start, end, 16):
             block = slice(i, i + 16)
             codes[block], scales[i // 16], error = code_block(w[block], U[block, block],
                                                               global_scale)
             errors[i - start:i - start + 16] = error
-            w[i + 16:end] -= U[block, i + 16:end].T @ error
-        w[end:] -= U[start:end, end:].T @ errors
+            w[i + 16:end] -= U[block, i + 16:end].T @ error      # the rest of the panel
+        w[end:] -= U[start:end, end:].T @ errors                 # all columns behind it
     return codes, scales
 
 
-def inverse_factor(hessian):
-    """U (K, K), upper triangular, U.T @ U = (H + damping)^-1, without computing an inverse: of H
-    with rows and columns in reverse, L @ L.T, U is L^-1 in reverse. In float64: fp32 found the H of
-    a 0.5B's down, of sums by bf16 matmuls, not positive.
+def inverse_factor(hessian: Tensor) -> Tensor:
+    """U (K, K) fp32, upper triangular, with U.T @ U = (H + damping)^-1.
+
+    No inverse is computed, which would lose digits. Let P reverse the order of rows. Cholesky gives
+    P H P = L @ L.T, so H^-1 = (P L^-1 P).T @ (P L^-1 P), and P L^-1 P is upper triangular: it is U.
+    In float64, and of an H that was summed in fp32: summed by bf16 matmuls and factored in fp32,
+    the H of a 0.5B's down was not positive.
     """
     damped = hessian.double()
     damped.diagonal().add_(DAMPING * damped.diagonal().mean().clamp(min=1e-10))
@@ -119,38 +162,44 @@ def inverse_factor(hessian):
 
 
 @cache
-def constants(device):
-    """Levels, edges, offsets (C, 1). Kept: a CUDA graph may not copy from the CPU."""
-    return LEVELS.to(device), EDGES.to(device), torch.tensor(nvfp4.OFFSETS, device=device)[:, None]
+def constants(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """LEVELS, LEVEL_EDGES and nvfp4.OFFSETS (C, 1) on a device.
+
+    They are made once, because a CUDA graph may not copy them from the CPU.
+    """
+    offsets = torch.tensor(nvfp4.OFFSETS, device=device)[:, None]
+    return LEVELS.to(device), LEVEL_EDGES.to(device), offsets
 
 
-def gptq_block(w, U, global_scale):
-    """16 columns w (16, N), their part of U -> codes (16, N), E4M3 codes (N,) of the best scales,
-    errors (16, N) that the columns to come have to make up for.
+def gptq_block(w: Tensor, U: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """One scale_block of every row: try all its scales, keep each row's best.
+
+    w (16, N): 16 columns of W; U (16, 16): their part of U -> codes uint8 (16, N), E4M3 codes of
+    the scales (N,), and e / U[i, i] (16, N), from which the columns to come are corrected.
     """
     levels, edges, offsets = constants(w.device)
-    first = nvfp4.e4m3_codes(w.abs().amax(0) / 6, 1 / global_scale)
-    tried = (first + offsets).clamp(1, 126)                      # (C, N)
+    usual = nvfp4.e4m3_codes(w.abs().amax(0) / 6, 1 / global_scale)
+    tried = (usual + offsets).clamp(1, 126)                      # (C, N)
     scale = nvfp4.e4m3_value(tried) * global_scale
     diagonal = U.diagonal()
-    along = (U / diagonal[:, None])[..., None, None]
-    rest = w[:, None].repeat(1, len(scale), 1)                   # (16, C, N)
-    values = torch.empty_like(rest)                              # in units of the scale
+    passed_on = (U / diagonal[:, None])[..., None, None]         # U[i, j] / U[i, i]
+    rest = w[:, None].repeat(1, len(scale), 1)                   # (16, C, N): a copy for each scale
+    values = torch.empty_like(rest)                              # decoded, in units of the scale
     errors = torch.empty_like(rest)
     columns = zip(rest.unbind(), values.unbind(), errors.unbind())
     for i, (column, value, error) in enumerate(columns):
-        torch.take(levels, torch.bucketize(column / scale, edges), out=value)
-        torch.addcmul(column, value, scale, value=-1, out=error)
-        rest[i + 1:].addcmul_(error, along[i, i + 1:], value=-1)
-    errors /= diagonal[:, None, None]
-    best = errors.square().sum(0).argmin(0)                      # of equal ones the first
+        torch.take(levels, torch.bucketize(column / scale, edges), out=value)      # step 1
+        torch.addcmul(column, value, scale, value=-1, out=error)                   # e
+        rest[i + 1:].addcmul_(error, passed_on[i, i + 1:], value=-1)               # step 2
+    errors /= diagonal[:, None, None]                            # squared: the cost of a rounding
+    best = errors.square().sum(0).argmin(0)                      # (N,); of equal ones the first
     at = best.expand(16, 1, -1)
     codes = nvfp4.e2m1_codes(values.gather(1, at)[:, 0])
     return codes, tried.gather(0, best[None])[0], errors.gather(1, at)[:, 0]
 
 
-def output_error(w, tensors, hessian):
-    """tr((W - W4) H (W - W4).T), a float."""
+def output_error(w: Tensor, tensors: Nvfp4Tensors, hessian: Tensor) -> float:
+    """The squared error of a token's outputs, on average: tr((W - W4) H (W - W4).T)."""
     wrong = w.float() - nvfp4.dequantize(*tensors, dtype=torch.float32)
     return ((wrong @ hessian) * wrong).sum().clamp(min=0).item()
 
@@ -159,12 +208,18 @@ def output_error(w, tensors, hessian):
 # A model, layer by layer
 
 class Text(NamedTuple):
-    tokens: list                                 # ids, of a prompt and an answer
-    start: int                                   # of the answer
+    """A prompt and the model's answer."""
+    tokens: list[int]
+    start: int                                   # where the answer begins
 
 
-def own_answers(folder, tokenizer, problems, device, max_new_tokens=512, seed=0, kernels="auto"):
-    """-> a Text for each data.Problem: what the model, rounded, answers at temperature 1."""
+def own_answers(folder: str | Path, tokenizer: data.Tokenizer, problems: list[data.Problem],
+                device: torch.device, max_new_tokens: int = 512, seed: int = 0,
+                kernels: str = "auto") -> list[Text]:
+    """Texts to calibrate by: the answers, at temperature 1, of the model rounded to NVFP4.
+
+    ValueError for fewer than two problems.
+    """
     if len(problems) < 2:
         raise ValueError(f"--calibrate takes at least 2 problems, one to measure by, "
                          f"got {len(problems)}")
@@ -174,18 +229,18 @@ def own_answers(folder, tokenizer, problems, device, max_new_tokens=512, seed=0,
     sampler = Sampler(engine_for(device, kernels), model, longest, min(256, len(prompts)))
     rollouts = sampler.generate(prompts, 1, Sampling(max_new_tokens, tokenizer.end_ids, seed=seed))
     del model, sampler
-    gc.collect()                                 # an engine and its graphs are a circle
+    gc.collect()                                 # an engine and its graphs refer to each other
     return [Text(prompt + answer, len(prompt))
             for prompt, answer in zip(rollouts.prompts, rollouts.completions)]
 
 
 class Chunk:
-    """Some texts, laid out as the learner's rows, on their way through the layers.
+    """Some texts, packed as the learner packs rows, on their way through the layers.
 
-    exact, coded (T, D) fp32: hidden states of the 16-bit model and of the one with new codes.
+    exact, coded (T, D) fp32: hidden states in the 16-bit model and in the one with new codes.
     """
 
-    def __init__(self, texts, embed, config):
+    def __init__(self, texts: list[Text], embed: Tensor, config: qwen.ModelConfig):
         self.texts = texts
         tokens, lengths, branches, predictors = lay_out(*zip(*texts))
         self.predictors = torch.tensor(predictors, device=embed.device)
@@ -194,35 +249,36 @@ class Chunk:
         self.exact = embed[torch.tensor(tokens, device=embed.device)].float()
         self.coded = self.exact.clone()
 
-    def through(self, layer, hidden):
+    def through(self, layer: qwen.Layer, hidden: Tensor) -> Tensor:
         """What a model.Layer makes of hidden states (T, D)."""
         return layer(hidden, *self.rope, self.attend)
 
 
-def chunks_of(texts, embed, config):
-    """-> Chunks of at most TOKENS tokens, or of one text."""
+def chunks_of(texts: Sequence[Text], embed: Tensor, config: qwen.ModelConfig) -> list[Chunk]:
+    """Texts in their order as Chunks of at most CHUNK_TOKENS tokens; a longer text is one alone."""
     parts = []
-    room = 0
+    tokens_left = 0
     for text in texts:
-        room -= len(text.tokens)
-        if room < 0 or not parts:
+        tokens_left -= len(text.tokens)
+        if tokens_left < 0 or not parts:
             parts.append([])
-            room = TOKENS - len(text.tokens)
+            tokens_left = CHUNK_TOKENS - len(text.tokens)
         parts[-1].append(text)
     return [Chunk(part, embed, config) for part in parts]
 
 
-def linears_of(layer):
+def linears_of(layer: qwen.Layer) -> tuple[Linear, Linear, Linear, Linear]:
+    """The four linears, in the order in which the layer computes them."""
     return layer.qkv, layer.o, layer.gate_up, layer.down
 
 
 @contextmanager
-def listening(layer, hear):
+def listening(layer: qwen.Layer, hear: Callable[[Linear, Tensor], None]) -> Iterator[None]:
     """Within: hear(linear, x) for each linear of a model.Layer whenever it multiplies an x (T, K).
 
     qkv and gate_up are given x * w of the norm before them, and the layer multiplies their result
-    by 1/rms(x) (see model.py). As an error of W counts in that result, x comes here with its 1/rms:
-    the norm's forward hook keeps the factor, which is at hand when the linear's turn comes.
+    by 1/rms (see model.py). The errors of W are multiplied by it too, so hear() is given x with its
+    1/rms. A forward hook on the norm keeps that factor until the linear is computed.
 
     Torch's own hooks would not do for the linears: ops.mlp calls product() of gate_up and down, not
     their forward(). Hence Linear.on_input, which sits in product().
@@ -252,37 +308,44 @@ def listening(layer, hear):
             linear.on_input = None
 
 
-def hessians(layer, chunks):
-    """Moves the exact stream through a layer -> H (K, K) fp32 of each of its four linears."""
+def hessians(layer: qwen.Layer, chunks: Sequence[Chunk]) -> list[Tensor]:
+    """Move the exact stream through a layer -> H (K, K) fp32 of each of linears_of(layer)."""
     sums = {linear: torch.zeros(linear.weight.K, linear.weight.K, device=linear.weight.device)
             for linear in linears_of(layer)}
-    with listening(layer, lambda linear, x: add_upper(sums[linear], x.float())):
+    with listening(layer, lambda linear, x: add_upper(sums[linear], x.float())):   # not in bf16
         for chunk in chunks:
             chunk.exact = chunk.through(layer, chunk.exact)
     tokens = sum(len(chunk.exact) for chunk in chunks)
     for total in sums.values():
         total /= tokens
-        for i in range(0, len(total), TILE):
-            total[i + TILE:, i:i + TILE] = total[i:i + TILE, i + TILE:].T
+        for i in range(0, len(total), HESSIAN_TILE):             # the lower triangle is its mirror
+            end = i + HESSIAN_TILE
+            total[end:, i:end] = total[i:end, end:].T
     return list(sums.values())
 
 
-def add_upper(total, x):
-    """total (K, K) += x.T @ x, x (T, K), but for the tiles below the diagonal: with them it is
-    32 TFLOP of fp32 for the down of one layer of 7B and 45,000 tokens.
+def add_upper(total: Tensor, x: Tensor) -> None:
+    """total (K, K) += x.T @ x for x (T, K) fp32, except for tiles below the diagonal.
+
+    They hold the same numbers, and all of x.T @ x is 32 TFLOP of fp32 for the down of one layer of
+    Qwen2.5-7B and 45,000 tokens.
     """
-    for i in range(0, len(total), TILE):
-        total[i:i + TILE, i:].addmm_(x[:, i:i + TILE].T, x[:, i:])
+    for i in range(0, len(total), HESSIAN_TILE):
+        end = i + HESSIAN_TILE
+        total[i:end, i:].addmm_(x[:, i:end].T, x[:, i:])
 
 
-def best_codes(w, hessian, scale):
-    """GPTQ's, where they beat the search's and rounding to nearest on the outputs."""
+def best_codes(w: Tensor, hessian: Tensor, scale: Tensor) -> Nvfp4Tensors:
+    """The codes of least output error: GPTQ's, the search's or those of rounding to nearest.
+
+    GPTQ decides column after column and cannot go back, so in rare cases it loses.
+    """
     found = [gptq(w, hessian, scale), nvfp4.quantize(w, scale, hessian.diagonal()),
              nvfp4.quantize(w, scale, offsets=[0])]
     return min(found, key=lambda tensors: output_error(w, tensors, hessian))
 
 
-CODES = {
+CODES = {                                        # by --codes of tools/convert.py
     "gptq": best_codes,
     "weighted": lambda w, hessian, scale: nvfp4.quantize(w, scale, hessian.diagonal()),
     "search": lambda w, hessian, scale: nvfp4.quantize(w, scale),
@@ -290,8 +353,8 @@ CODES = {
 }
 
 
-def source_of(folder, device):
-    """A 16-bit Qwen2.5 folder -> hf.ModelFolder. ValueError if it cannot be held as NVFP4."""
+def source_of(folder: Path, device: torch.device) -> hf.ModelFolder:
+    """Open a 16-bit Qwen2.5 folder. ValueError if it cannot be held as NVFP4."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if hf.read_qwen2(folder / "config.json").get("quantization_config"):
         raise ValueError(f"{folder}/config.json: has a quantization_config: it is quantized "
@@ -302,17 +365,19 @@ def source_of(folder, device):
             raise ValueError(f"{folder}/config.json: {key} is {files.config[key]}, not a multiple "
                              "of 16")
     c = qwen.ModelConfig.from_json(files.config)
-    files.check("model.embed_tokens.weight", (c.vocab, c.width))     # those that no layer reads
+    files.check("model.embed_tokens.weight", (c.vocab, c.width))     # no layer reads these three
     files.check("model.norm.weight", (c.width,))
     if not c.tied:
         files.check("lm_head.weight", (c.vocab, c.width))
     return files
 
 
-def to_nvfp4(files, out, codes="search", texts=(), live_vocab=None):
-    """source_of() -> the new folder `out` as compressed-tensors writes NVFP4; lm_head and embedding
-    stay bf16. codes, texts: of coded_linears(). What they measure stays in config.json, as
-    `calibration`, and is said again where the folder is read.
+def to_nvfp4(files: hf.ModelFolder, out: Path, codes: str = "search", texts: Sequence[Text] = (),
+             live_vocab: int | None = None) -> None:
+    """Write source_of()'s model to the new folder `out` as compressed-tensors writes NVFP4.
+
+    lm_head and embedding stay bf16. codes, texts: see coded_linears(). The KL that the texts
+    measure goes into config.json as `calibration`, and is printed whenever the folder is read.
     """
     about = {"quantization_config": hf.NVFP4_CONFIG}
     linears = tuple(f"{name}.weight" for name in hf.TARGETS)
@@ -328,11 +393,12 @@ def to_nvfp4(files, out, codes="search", texts=(), live_vocab=None):
 
 
 @torch.no_grad()
-def coded_linears(files, codes, texts, live_vocab, about):
-    """Yields (name of a linear, quantize's tensors) of a 16-bit hf.ModelFolder, layer by layer.
+def coded_linears(files: hf.ModelFolder, codes: str, texts: Sequence[Text], live_vocab: int | None,
+                  about: dict) -> Iterator[tuple[str, Nvfp4Tensors]]:
+    """Quantize a model layer by layer: yields the name of each linear and its tensors.
 
-    codes: of CODES. texts: of Text; without them "search" and "nearest" alone have what they need.
-    Their last eighth measures: its KL is said and becomes about["calibration"].
+    codes: a name in CODES; "search" and "nearest" do without texts. The last eighth of the texts
+    gives no H, but measures: the KL is printed and written to about["calibration"].
     """
     config = qwen.ModelConfig.from_json(files.config)
     chunks = []
@@ -347,15 +413,18 @@ def coded_linears(files, codes, texts, live_vocab, about):
         layer = qwen.Layer(config, i, files.read, files.frozen, files.dtype, scratch)
         weights = [torch.cat([files.read(f"{name}.weight") for name in linear.names]).float()
                    for linear in linears_of(layer)]   # a float16 file's are finer than the layer's
-        of_inputs = hessians(layer, chunks) if texts else [None] * 4
+        # 1) The exact stream moves through the 16-bit layer, and gives H on its way.
+        layer_hessians = hessians(layer, chunks) if texts else [None] * 4
         for chunk in measured:
             chunk.exact = chunk.through(layer, chunk.exact)
-        for linear, w, hessian in zip(linears_of(layer), weights, of_inputs):
+        # 2) Each linear gets its codes.
+        for linear, w, hessian in zip(linears_of(layer), weights, layer_hessians):
             tensors = CODES[codes](w, hessian, nvfp4.global_scale_for(w))
             linear.weight = nvfp4.fuse([tensors], files.dtype)
             packed, block_scale, global_scale = tensors
             parts = zip(linear.names, packed.split(linear.parts), block_scale.split(linear.parts))
             yield from ((name, (p, s, global_scale)) for name, p, s in parts)
+        # 3) The coded stream moves through the layer with the new codes.
         for chunk in [*chunks, *measured]:
             chunk.coded = chunk.through(layer, chunk.coded)
     if texts:
@@ -370,14 +439,19 @@ def coded_linears(files, codes, texts, live_vocab, about):
         tqdm.write(about["calibration"])
 
 
-def divergence(chunks, norm, head):
-    """-> KL(exact || coded), nats a token of the answers; its standard error; how many tokens."""
-    sums = []
+def divergence(chunks: Sequence[Chunk], norm: qwen.RMSNorm, head: Tensor) -> tuple:
+    """How far the coded model's predictions are from the 16-bit model's: -> KL(exact || coded) in
+    nats a token of the answers, its standard error, how many tokens.
+
+    Tokens of one answer resemble each other, so the error counts answers: it is that of a ratio,
+    the answers' sums of KL over their lengths.
+    """
+    sums = []                                    # of each answer: KL of its tokens, their number
     for chunk in chunks:
-        of_token = torch.cat([token_divergence(chunk, part, norm, head)
-                              for part in chunk.predictors.split(512)])
+        per_token = torch.cat([token_divergence(chunk, part, norm, head)
+                               for part in chunk.predictors.split(512)])
         sizes = [len(text.tokens) - text.start for text in chunk.texts]
-        sums += [(part.sum().item(), len(part)) for part in of_token.split(sizes)]
+        sums += [(part.sum().item(), len(part)) for part in per_token.split(sizes)]
     total, tokens = (sum(column) for column in zip(*sums))
     kl = total / tokens
     n = len(sums)
@@ -385,7 +459,8 @@ def divergence(chunks, norm, head):
     return kl, variance ** 0.5 / tokens, tokens
 
 
-def token_divergence(chunk, at, norm, head):
+def token_divergence(chunk: Chunk, at: Tensor, norm: qwen.RMSNorm, head: Tensor) -> Tensor:
+    """At each place `at` (n,), KL of the next token: sum over v of p(v) * (log p(v) - log q(v))."""
     logprobs = []
     for hidden in (chunk.exact, chunk.coded):
         xw, rstd = norm(hidden[at])

@@ -209,7 +209,7 @@ def answer(wanted: Evaluation, tokenizer: data.Tokenizer, problems: list, sample
                 finish(i, sorted(waiting.pop(i), key=lambda one: one.row))
 
     def finish(i: int, sequences: list[Sequence]) -> None:
-        rows = rewards.score(tokenizer, [problems[i]], rollouts_of(sequences), wanted.prompt_style,
+        rows = rewards.grade_rollouts(tokenizer, [problems[i]], rollouts_of(sequences), wanted.prompt_style,
                              plug_in)
         for sample, row in enumerate(rows):
             lenient = rewards.grade(row["completion"], row["answer"], last_number=True)
@@ -278,14 +278,14 @@ def main() -> None:
                     "tokens": tokens, "tokens_per_s": tokens / seconds, "idle": idle,
                     "seconds_sample": seconds, "seconds": time.perf_counter() - began}
         flags = {"run": run and run.general.out, **vars(which), **vars(wanted)}
-        show(figures, flags, shift, device)
+        print_result(figures, flags, shift, device)
     if idle is None:
         print(f"evaluate.py: stopped by Ctrl-C: {count} of {len(problems)} problems are done",
               file=sys.stderr)
         sys.exit(130)
 
 
-def show(figures: dict, flags: dict, shift: float | None, device: torch.device) -> None:
+def print_result(figures: dict, flags: dict, shift: float | None, device: torch.device) -> None:
     """Prints the figures, a line each, and then all that is known as one JSON object."""
     for name, value in figures.items():
         values = value if isinstance(value, list) else [value]

@@ -236,7 +236,9 @@ def policy_loss(logprobs: LogProbs, advantages: Tensor, row: Tensor, weights: Te
         log_rho = row_means(log_rho, row, len(weights))
         log_w = row_means(log_w, row, len(weights))
     rho = log_rho.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    advantage = advantages[row] * importance(log_w, loss)                   # (T,)
+    w = importance(log_w, loss)                                             # (T,)
+    # w is positive, so it can go into the advantage before min() and clip as well as after them.
+    advantage = advantages[row] * w                                         # (T,)
 
     # 2) The clip. Of min(rho * advantage, clip(rho) * advantage) the second is the smaller one
     # where the policy has gone far enough the way that the advantage asks for: it already gives a

@@ -1,163 +1,242 @@
 """
-Weight-only NVFP4 matmul for Hopper: y = x @ W.T, W in 4.5 bits a weight, x in bf16 or fp16.
+The packed form of a frozen NVFP4 weight, and the matmul that decodes it: y = x @ W.T.
 
-Why: sm_90 has no FP4 tensor cores, so FP4 can only save memory traffic. Decoding a token is bound
-by reading weights, and at 4 TB/s an H200 has 4.4 issue slots per weight: the layout below exists
-to spend 2.5 of them. From a few hundred rows on the tensor cores are the bound: W is expanded.
+Why: writing one token means reading every weight once, and reading is what takes the time. A weight
+of 4.5 bits is read 3.6 times as fast as one of 16. No tensor core multiplies a 4-bit weight by a
+16-bit x, so the kernel expands W to 16 bits in registers, on its way to them. That must cost next
+to nothing: in the time in which an H200 reads one weight (at 4 TB/s) all its lanes together issue
+4.4 instructions. The layout in this file exists to spend 2.5 of them.
 
-Value of a weight; both scales multiply:
-    W[n, k] = e2m1(code[n, k]) * block_scale[n, k // 16] * row_scale[n]
-row_scale is the tensor's global scale; the parts of a fused matrix (q|k|v, gate|up) may differ.
+From a few hundred rows of x on the products take longer than the reading. Then W is expanded in
+memory first, and cuBLAS multiplies (`expanded_matmul`).
 
-Layout ("planes"). Tiles of 128 x 128 (ragged edges padded with zeros), each contiguous bytes:
-    codes    int16 (N/128, K/128, 128, 32)   [n, c]: the codes of k = c, 32 + c, 64 + c, 96 + c
-    scales   int32 (N/128, K/128, 128, 2)    eight bytes, one per 16 consecutive k
-Bits of a word, s e e m being a code's, the digit its plane (plane p is k = 32 p + c), in two
-orders, one for each type of x:
-    bit    15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
-    bf16   s0 m3 s3 s1 e3 e3 s2 e0 e0 m0 e1 e1 m1 e2 e2 m2
-    fp16   s0 s2 s3 s1 e0 e0 m0 e1 e1 m1 e2 e2 m2 e3 e3 m3
+    1  the packed layout: a tile, a word of codes, a word of scales       for x in bf16
+    2  the same two words                                                for x in fp16
+    3  packing, in plain torch
+    4  decoding in registers; `dequantize_kernel`, which expands W
+    5  the schedule: which program walks which tiles, and where its sums go
+    6  the kernel in plain Triton, for every NVIDIA GPU from Ampere (sm_80) on
+    7  its launch
+    8  the same product of a W that is expanded first
 
-bf16. word & 0x81C0, (word << 3) & 0x81C0 and (word << 6) & 0x81C0 are planes 0..2 as bf16 numbers
-worth code * 2^-126 (E2M1's subnormal 0.5 becomes a bf16 subnormal). Plane 3 lies in the bits that
-are left: times 1 + 2^5 + 2^10 all four are where they belong at once. A plane meets a contiguous
-slice of x, so nothing is interleaved; two neighbouring words are one register of two numbers.
+fast/hopper_fp4.py is part 6 again for Hopper alone, 1.05 to 1.3 times as fast; read it after this.
 
-A scale v becomes the byte u = ((floor(log2 v) + 10) << 3) | 3 mantissa bits (E5M3 without sign),
-which holds every E4M3 value, subnormal ones included, as a normal number; u = 0 for v = 0, whose
-codes are cleared. 0x7000 | u << 4 is v * 2^107 as a bf16 number, and code * 2^-126 * v * 2^107 =
-code * v * 2^-19 is exact in bf16 (6 significant bits). Scale word h serves k in [32 p + 16 h,
-32 p + 16 h + 16) of every plane p with u_p, and is the 32-bit number u0 | u3 << 8 | u1 << 16 |
-u2 << 24 rotated left by 4: one AND-OR puts u0 and u1 in place as a bf16x2 register and, after a
-rotation by 8, another does u2 and u3.
+The name and the idea of one weight stream cut into equal stripes are Marlin's (Frantar et al. 2024,
+arXiv 2408.11743, github.com/IST-DASLab/marlin). The order of bits is this project's own.
 
-fp16. word & 0x8E00 and (word << 3) & 0x8E00 are planes 0 and 1, worth code * 2^-14 (0.5 a subnormal
-again; tensor cores and multipliers take those at full speed). In planes 2 and 3 sign and digits
-have different ways to go, and one product takes both: (word & 0x4038) * (2^1 + 2^6) and
-(word & 0x2007) * (2^2 + 2^9), & 0x8E00. What a product pushes into the word above stays below bit
-9. u = ((floor(log2 v) + 22) << 3) | 3 mantissa bits, the scale word is rotated left by 7, and
-u << 7 is v * 2^7; so code * v * 2^-7 is at most 21 and a multiple of 2^-17: exact in fp16.
+Not here: which codes stand for a weight (nvfp4.py), the product with LoRA's B (fast/kernels.py),
+4-bit activations.
 
-decode_matmul leaves sums of code * v * 2^-19 * x (fp16: 2^-7), to be multiplied by out_scale (N,),
-which is row_scale * 2^19 (2^7). dequantize() includes it: exactly where row_scale is a power of two
-(in fp16 down to 2^-14; below, the last bit is worth 2^-24), elsewhere in fp32, rounded once.
-
-Not here: quantization (nvfp4.py), the product with LoRA's B (kernels.py), 4-bit activations; the
-same product in plain Triton, for every other GPU, to be read before this one (portable_fp4.py).
-
-Shapes: M rows, N out_features, K in_features, R rows of LoRA's A, S slabs, BM rows of a tile.
+Shapes: M rows of x, N out_features, K in_features, R rows of LoRA's A, S slabs, BM rows of x in a
+tile of the product.
 """
-from functools import cache, cached_property
+from functools import cache
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from harness.ranks import capability
 from nvfp4 import Weight
 from ops import mm_fp32
 
-BLOCK = 16                          # weights per scale
-TILE = 128                          # side of a packed tile
-CROSSOVER = 256                     # rows up to which the decode kernel beats expanding W
-A_SIDE = tl.constexpr(64)           # side of a tile of LoRA's A: the bytes of a tile of codes
-SENT_ROWS = tl.constexpr(64)        # rows of x up to which a sum has room in shared memory
-
-# In shared memory, swizzled against bank conflicts: rows of x and A, of codes; scales; fp32 sums
-ROWS_256B = tl.constexpr(gl.NVMMASharedLayout(128, 16))
-ROWS_64B = tl.constexpr(gl.NVMMASharedLayout(64, 16))
-FLAT = tl.constexpr(gl.NVMMASharedLayout(0, 32))
-SUMS = tl.constexpr(gl.NVMMASharedLayout(128, 32, rank=3))
-# In registers: (128, 2, 16) scales beside the weights that they serve
-SCALED = tl.constexpr(gl.DistributedLinearLayout(
-    [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 1, 0], [64, 0, 0]],
-    [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-    [[16, 0, 0], [32, 0, 0]], [], [128, 2, 16]))
-
-
-class Order(NamedTuple):
-    """How the two orders differ."""
-    planes: tuple           # (take, shift, times) of each plane: ((word & take) << shift) * times
-    low: int                # bit of a plane's mantissa: s is 15 and e, e, m are low + 2 .. low
-    turn: int               # bits by which a scale word is rotated
-    bias: int               # of the exponent in a scale's byte
-    base: int               # bits that belong to every scale
-    power: int              # the kernel multiplies x by code * v * 2^-power
-
-
-ORDERS = {
-    torch.bfloat16: Order(((0xFFFF, 0, 1), (0xFFFF, 3, 1), (0xFFFF, 6, 1), (0x6C00, -8, 1057)),
-                          low=6, turn=4, bias=10, base=0x7000, power=19),
-    torch.float16: Order(((0xFFFF, 0, 1), (0xFFFF, 3, 1), (0x4038, 0, 66), (0x2007, 0, 516)),
-                         low=9, turn=7, bias=22, base=0, power=7),
-}
-ORDER_OF = {tl.bfloat16: ORDERS[torch.bfloat16], tl.float16: ORDERS[torch.float16]}
+SCALE_BLOCK = 16                    # consecutive weights of a row that share a scale
+TILE_SIDE = 128                     # a tile is 128 x 128 weights
+A_TILE = 64                         # LoRA's A is read in tiles of 64 x 64: the bytes of W's codes
+MAX_DECODE_ROWS = 256               # rows of x up to which decoding in registers beats expanding W
 
 
 # -----------------------------------------------------------------------------
-# Packing. Plain torch, any device.
+# 1. The packed layout, for x in bf16
+#
+# The value of a weight. Both scales multiply; e2m1 is one of 0, .5, 1, 1.5, 2, 3, 4, 6 with a sign:
+#
+#     W[n, k] = e2m1(code[n, k]) * block_scale[n, k // 16] * row_scale[n]
+#
+# row_scale is the tensor's global scale. It is kept for each row, since the parts of a fused matrix
+# (q|k|v, gate|up) may have different ones.
+#
+# A tile. W is cut into tiles of 128 x 128; ragged edges are padded with zeros. The codes of a tile
+# are 8 KiB side by side in memory, its scales 1 KiB, and tiles follow each other along k:
+#
+#               k ->                          codes    int16 (N/128, K/128, 128, 32)
+#          +--------+--------+--------+       scales   int32 (N/128, K/128, 128, 2)
+#      n   | tile 0 | tile 1 | tile 2 |
+#      |   +--------+--------+--------+       a "tile row": 128 rows of W, which give
+#      v   | tile 3 | tile 4 | tile 5 |       128 columns of y
+#          +--------+--------+--------+
+#
+# A row of a tile is 128 weights. They are cut into four planes of 32, and word c takes one code
+# from each plane:
+#
+#      k = 0        31 32       63 64       95 96      127
+#         +-----------+-----------+-----------+-----------+
+#         |  plane 0  |  plane 1  |  plane 2  |  plane 3  |
+#         +-----------+-----------+-----------+-----------+
+#            k = c      k = 32+c    k = 64+c    k = 96+c        -> codes[..., n, c], 16 bits
+#
+# So plane p of 32 neighbouring words is W at 32 neighbouring k. It meets 32 neighbouring columns of
+# x and nothing has to be interleaved. Two neighbouring words also fill one 32-bit register, and one
+# instruction decodes both.
+#
+# A word. A code has a sign bit s, two exponent bits e and a mantissa bit m; the digit is the plane:
+#
+#     bit       15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
+#     a word    s0 m3 s3 s1 e3 e3 s2 e0 e0 m0 e1 e1 m1 e2 e2 m2
+#     a bf16     s  e  e  e  e  e  e  e  e  m  m  m  m  m  m  m
+#
+#     plane 0   s0  .  .  .  .  .  . e0 e0 m0  .  .  .  .  .  .      word       & 0x81C0
+#     plane 1   s1  .  .  .  .  .  . e1 e1 m1  .  .  .  .  .  .     (word << 3) & 0x81C0
+#     plane 2   s2  .  .  .  .  .  . e2 e2 m2  .  .  .  .  .  .     (word << 6) & 0x81C0
+#
+# What is left after the mask, read as a bf16 number, is the code's value times 2^-126. That holds
+# for 0.5 as well: E2M1's subnormal number becomes a subnormal number of bf16.
+#
+# Plane 3 gets the bits that are left over. One product puts all four in their place at once,
+# because x * (1 + 2^5 + 2^10) is three copies of x side by side, and from each copy the mask takes
+# other bits:
+#
+#     bit                       16 15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
+#     x = (word & 0x6C00) >> 8                                m3 s3  . e3 e3  .  .
+#     x << 5                                   m3 s3  . e3 e3
+#     x << 10                   m3 s3  . e3 e3
+#     their sum & 0x81C0           s3  .  .  .  .  .  . e3 e3 m3  .  .  .  .  .  .
+#
+# A scale. E4M3's scale v >= 0 becomes a byte u of 5 exponent and 3 mantissa bits,
+#
+#     u = ((floor(log2 v) + 10) << 3) | mantissa         u = 0 for v = 0, whose codes are cleared
+#
+# which holds every value of E4M3, subnormal ones too, as a normal number. Then 0x7000 | (u << 4) is
+# the bf16 number v * 2^107. A plane has two scale blocks, k = 32 p + [0, 16) and 32 p + [16, 32),
+# so a row of a tile has two scale words, h = 0 and 1, each with one byte of every plane. A word is
+# rotated to the left by 4, so that one AND-OR with 0x0FF00FF0 and 0x70007000 makes two scales:
+#
+#     bit           31    28 27        20 19        12 11         4 3     0
+#                  | low u2 |     u1     |     u3     |     u0     | high u2 |
+#     AND-OR                 -> scale of plane 1       -> scale of plane 0
+#     rotated by 8 and AND-OR   the same for planes 3 and 2
+#
+# The product. code * 2^-126 times v * 2^107 is code * v * 2^-19, which is exact in bf16: it has 6
+# significant bits. The kernels sum x * code * v * 2^-19, and whoever reads their sums multiplies by
+# `out_scale` = row_scale * 2^19.
 
-def _to_codes(words, order):
-    """(..., C) int16 words -> (..., 4 C) codes 0..15 as int32, plane after plane."""
+class BitOrder(NamedTuple):
+    """Where the bits of four codes and of four scales lie in their words, for one type of x."""
+    planes: tuple           # (take, shift, times) of each plane: ((word & take) << shift) * times
+    mantissa_bit: int       # where a decoded code has its m; both e are above it, s is bit 15
+    rotation: int           # of a scale word, to the left
+    exponent_bias: int      # what is added to floor(log2 v) in a scale's byte
+    scale_base: int         # bits that are set in every decoded scale
+    power: int              # a decoded code times its decoded scale is code * v * 2^-power
+
+
+BF16_ORDER = BitOrder(((0xFFFF, 0, 1), (0xFFFF, 3, 1), (0xFFFF, 6, 1), (0x6C00, -8, 1057)),
+                      mantissa_bit=6, rotation=4, exponent_bias=10, scale_base=0x7000, power=19)
+
+
+# -----------------------------------------------------------------------------
+# 2. The same two words, for x in fp16
+#
+# fp16 has 5 exponent bits, not 8, so e, e, m belong to bits 11, 10, 9 and the mask is 0x8E00:
+#
+#     bit       15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
+#     a word    s0 s2 s3 s1 e0 e0 m0 e1 e1 m1 e2 e2 m2 e3 e3 m3
+#     a fp16     s  e  e  e  e  e  m  m  m  m  m  m  m  m  m  m
+#
+#     plane 0    word                            & 0x8E00
+#     plane 1   (word << 3)                      & 0x8E00
+#     plane 2   (word & 0x4038) * (2^1 + 2^6)    & 0x8E00       the sign goes up by 1, e e m by 6
+#     plane 3   (word & 0x2007) * (2^2 + 2^9)    & 0x8E00       the sign goes up by 2, e e m by 9
+#
+# What is left is the code's value times 2^-14; 0.5 is a subnormal number again, which tensor cores
+# and multipliers take at full speed. Two words share a register here as well, and the lower one's
+# product reaches into the upper one, but only below bit 9: the mask removes that.
+#
+# A scale's byte is u = ((floor(log2 v) + 22) << 3) | mantissa; u << 7 is v * 2^7 as a fp16 number,
+# and scale words are rotated by 7. The product code * v * 2^-7 is at most 21 and a multiple of
+# 2^-17: exact in fp16.
+
+FP16_ORDER = BitOrder(((0xFFFF, 0, 1), (0xFFFF, 3, 1), (0x4038, 0, 66), (0x2007, 0, 516)),
+                      mantissa_bit=9, rotation=7, exponent_bias=22, scale_base=0, power=7)
+
+BIT_ORDERS = {torch.bfloat16: BF16_ORDER, torch.float16: FP16_ORDER}
+TRITON_BIT_ORDERS = {tl.bfloat16: BF16_ORDER, tl.float16: FP16_ORDER}
+
+
+# -----------------------------------------------------------------------------
+# 3. Packing. Plain torch, on any device.
+
+def _unpack_words(words, order):
+    """(..., C) int16 words -> (..., 4 C) codes 0..15 as int32, plane after plane.
+
+    The kernels' arithmetic, word for word; everything else about codes follows from this function.
+    """
     words = words.to(torch.int32) & 0xFFFF
     codes = []
     for take, shift, times in order.planes:
-        plane = (words & take) * times * 2**max(shift, 0) >> max(-shift, 0)
-        codes.append(plane >> 12 & 8 | plane >> order.low & 7)
+        number = (words & take) * times * 2**max(shift, 0) >> max(-shift, 0)
+        codes.append(number >> 12 & 8 | number >> order.mantissa_bit & 7)
     return torch.cat(codes, dim=-1)
 
 
 @cache
 def _word_table(order, device):
-    """int16 (65536,): the word of four codes c0 | c1 << 4 | c2 << 8 | c3 << 12."""
+    """int16 (65536,): the word that holds four codes, at index c0 | c1 << 4 | c2 << 8 | c3 << 12.
+
+    Found by unpacking all 65,536 words, so packing cannot disagree with unpacking.
+    """
     words = torch.arange(65536, device=device)
-    c0, c1, c2, c3 = _to_codes(words[:, None], order).unbind(-1)
+    c0, c1, c2, c3 = _unpack_words(words[:, None], order).unbind(-1)
     table = torch.empty(65536, dtype=torch.int16, device=device)
     table[c0 | c1 << 4 | c2 << 8 | c3 << 12] = words.to(torch.int16)
     return table
 
 
-def _to_words(codes, order):
-    """Inverse of _to_codes: (..., 128) -> (..., 32)."""
+def _pack_words(codes, order):
+    """The inverse of _unpack_words, a row of a tile at a time: (..., 128) -> (..., 32)."""
     c0, c1, c2, c3 = codes.to(torch.int32).unflatten(-1, (4, 32)).unbind(-2)
     return _word_table(order, codes.device)[c0 | c1 << 4 | c2 << 8 | c3 << 12]
 
 
-def _to_scale_words(scale, order):
-    """(..., 8) fp32 E4M3 values >= 0 in the order of k -> (..., 2) int32, rotated words."""
-    mantissa, exponent = torch.frexp(scale)  # v = mantissa * 2^exponent, from 0.5 on
-    u = (exponent.long() - 1 + order.bias) << 3 | (mantissa * 16).long() & 7
+def _pack_scales(scale, order):
+    """(..., 8) fp32 E4M3 values >= 0 in the order of k -> (..., 2) int32, the two rotated words."""
+    mantissa, exponent = torch.frexp(scale)  # v = mantissa * 2^exponent with mantissa in [0.5, 1)
+    u = (exponent.long() - 1 + order.exponent_bias) << 3 | (mantissa * 16).long() & 7
     u0, u1, u2, u3 = torch.where(scale > 0, u, 0).unflatten(-1, (4, 2)).unbind(-2)
-    word = u0 | u3 << 8 | u1 << 16 | u2 << 24  # int64 (..., 2)
-    word = (word << order.turn) & 0xFFFFFFFF | word >> (32 - order.turn)
-    return (word - ((word >> 31) << 32)).to(torch.int32)  # the same 32 bits, signed
+    word = u0 | u3 << 8 | u1 << 16 | u2 << 24  # (..., 2) int64: torch shifts no unsigned 32 bits
+    word = (word << order.rotation) & 0xFFFFFFFF | word >> (32 - order.rotation)
+    return (word - ((word >> 31) << 32)).to(torch.int32)  # the same 32 bits as a signed number
 
 
-def _tiles(t, columns):
-    """(N, C) -> contiguous (N/128, C/columns, 128, columns), zero padded to whole tiles."""
-    t = torch.nn.functional.pad(t, (0, -t.shape[1] % columns, 0, -t.shape[0] % TILE))
-    return t.unflatten(0, (-1, TILE)).unflatten(2, (-1, columns)).transpose(1, 2).contiguous()
+def _cut_into_tiles(t, columns):
+    """(N, C) -> contiguous (N/128, C/columns, 128, columns), padded with zeros to whole tiles."""
+    t = torch.nn.functional.pad(t, (0, -t.shape[1] % columns, 0, -t.shape[0] % TILE_SIDE))
+    return t.unflatten(0, (-1, TILE_SIDE)).unflatten(2, (-1, columns)).transpose(1, 2).contiguous()
 
 
 class PackedWeight(Weight):
-    """One frozen (N, K) NVFP4 weight in the layout above, on a GPU. Made by pack()."""
+    """A frozen NVFP4 weight (N, K) in the layout above, on a GPU; `pack` makes it.
 
-    def __init__(self, N, K, codes, scales, row_scale, dtype):
+    The fast twin of nvfp4.Weight. `dtype` is the type of the x that it multiplies.
+    """
+
+    def __init__(self, N: int, K: int, codes: torch.Tensor, scales: torch.Tensor,
+                 row_scale: torch.Tensor, dtype: torch.dtype):
         super().__init__((codes, scales, row_scale), None, (N, K), dtype)
-        self.codes = codes  # int16 (N/128, K/128, 128, 32)
-        self.scales = scales  # int32 (N/128, K/128, 128, 2)
+        self.codes = codes          # int16 (N/128, K/128, 128, 32)
+        self.scales = scales        # int32 (N/128, K/128, 128, 2)
         self.row_scale = row_scale  # fp32 (N,)
-        self.out_scale = row_scale * 2**ORDERS[dtype].power  # fp32 (N,)
-        self.exact = bool((torch.frexp(row_scale).mantissa == 0.5).all())  # powers of two
+        self.out_scale = row_scale * 2**BIT_ORDERS[dtype].power  # fp32 (N,)
+        # Whether every row_scale is a power of two. Then 16 bits hold code * v * row_scale.
+        self.exact = bool((torch.frexp(row_scale).mantissa == 0.5).all())
 
-    def dequantize(self, out=None):
-        """-> W (N, K) in dtype, or in out's, whose rows may have any stride."""
+    def dequantize(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """-> W (N, K) in `dtype`, or in the type of `out`, whose rows may have any stride.
+
+        Exact where every row_scale is a power of two (in fp16 down to 2^-14: below that the last
+        bit is worth 2^-24). Elsewhere the product is made in fp32 and rounded once.
+        """
         if out is None:
             out = torch.empty(self.N, self.K, dtype=self.dtype, device=self.device)
         assert out.shape == (self.N, self.K) and out.stride(1) == 1, (out.shape, out.stride())
@@ -167,61 +246,64 @@ class PackedWeight(Weight):
             num_warps=8)
         return out
 
-    def expands(self, rows):
-        return rows > CROSSOVER
-
-    @cached_property
-    def maps(self):
-        """Tensor maps of codes and scales, one tile a copy."""
-        codes = self.codes.view(-1, TILE // 4)
-        scales = self.scales.view(-1, 2 * TILE)
-        return (TensorDescriptor.from_tensor(codes, [TILE, TILE // 4], ROWS_64B.value),
-                TensorDescriptor.from_tensor(scales, [1, 2 * TILE], FLAT.value))
+    def expands(self, rows: int) -> bool:
+        return rows > MAX_DECODE_ROWS
 
 
-def pack(packed, block_scale, global_scale, dtype=torch.bfloat16):
-    """nvfp4.quantize's three tensors, global_scale () or (N,) -> PackedWeight for x of dtype."""
+def pack(packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Tensor,
+         dtype: torch.dtype = torch.bfloat16) -> PackedWeight:
+    """Packs the three tensors of nvfp4.quantize for x of `dtype`.
+
+    packed uint8 (N, K // 2), block_scale E4M3 (N, K // 16), global_scale fp32 () or (N,). An
+    AssertionError names what does not fit.
+    """
     N, K = packed.shape[0], packed.shape[1] * 2
-    assert dtype in ORDERS, f"dtype must be bf16 or fp16, got {dtype}"
-    assert K % BLOCK == 0, f"{K=} must be a multiple of {BLOCK}, the weights of one scale ({N=})"
+    assert dtype in BIT_ORDERS, f"dtype must be bf16 or fp16, got {dtype}"
+    assert K % SCALE_BLOCK == 0, (
+        f"{K=} must be a multiple of {SCALE_BLOCK}, the weights of one scale ({N=})")
     dtypes = packed.dtype, block_scale.dtype, global_scale.dtype
     assert dtypes == (torch.uint8, torch.float8_e4m3fn, torch.float32), dtypes
-    assert block_scale.shape == (N, K // BLOCK), (
-        f"block_scale is {tuple(block_scale.shape)}, not {(N, K // BLOCK)}")
+    assert block_scale.shape == (N, K // SCALE_BLOCK), (
+        f"block_scale is {tuple(block_scale.shape)}, not {(N, K // SCALE_BLOCK)}")
     scale = block_scale.float()
-    bad = scale[~(scale >= 0)]  # NaN too
+    bad = scale[~(scale >= 0)]  # written this way round it finds NaN too
     assert not len(bad), f"block scales must be >= 0 and finite, got {bad[0]}"
     row_scale = global_scale.to(packed.device).reshape(-1).expand(N).contiguous()
     bad = row_scale[~(row_scale.isfinite() & (row_scale > 0))]
     assert not len(bad), f"global_scale must be finite and above 0, got {bad[0]}"
 
-    order = ORDERS[dtype]
-    scale = _tiles(scale, TILE // BLOCK)  # padding and true zeros are 0
+    order = BIT_ORDERS[dtype]
+    scale = _cut_into_tiles(scale, TILE_SIDE // SCALE_BLOCK)  # 0 in the padding
     codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
-    words = torch.empty(*scale.shape[:3], TILE // 4, dtype=torch.int16, device=packed.device)
-    for i in range(scale.shape[0]):  # a row of tiles at a time: codes are 8x as big
-        rows = _tiles(codes[i * TILE:(i + 1) * TILE], TILE)[0]
-        empty = (scale[i] == 0).repeat_interleave(BLOCK, dim=-1)
-        words[i] = _to_words(rows.masked_fill(empty, 0), order)
-    return PackedWeight(N, K, words, _to_scale_words(scale, order), row_scale, dtype)
+    words = torch.empty(*scale.shape[:3], TILE_SIDE // 4, dtype=torch.int16, device=packed.device)
+    for i in range(scale.shape[0]):  # one tile row at a time: int32 codes take 8 times their memory
+        row = _cut_into_tiles(codes[i * TILE_SIDE:(i + 1) * TILE_SIDE], TILE_SIDE)[0]
+        # The byte 0 of a zero scale decodes to a number that is not zero (2^97 in bf16), so the
+        # codes under it have to be zero.
+        empty = (scale[i] == 0).repeat_interleave(SCALE_BLOCK, dim=-1)
+        words[i] = _pack_words(row.masked_fill(empty, 0), order)
+    return PackedWeight(N, K, words, _pack_scales(scale, order), row_scale, dtype)
 
 
 # -----------------------------------------------------------------------------
-# Decoding in registers: assembly where the compiler would spend instructions on 16-bit lanes
+# 4. Decoding in registers
+#
+# In assembly, because the compiler would spend instructions on every 16-bit word by itself. Here
+# one instruction works on a register with two words.
 
 @triton.constexpr_function
-def _planes_asm(dtype, first):
-    """PTX: two words in register $2 -> planes `first` and the next in $0 and $1."""
-    order = ORDER_OF[dtype]
-    mask = (0x8000 | 7 << order.low) * 0x10001
+def _decode_planes_asm(dtype, first):
+    """PTX: two words in register $2 -> planes `first` and first + 1 of both, in $0 and $1."""
+    order = TRITON_BIT_ORDERS[dtype]
+    mask = (0x8000 | 7 << order.mantissa_bit) * 0x10001  # times 0x10001: the same for both words
     lines = []
     for i in range(2):
         take, shift, times = order.planes[first + i]
         word = "$2"
         steps = (("and.b32", take * 0x10001, 0xFFFFFFFF), ("shl.b32", max(shift, 0), 0),
                  ("shr.u32", max(-shift, 0), 0), ("mul.lo.u32", times, 1))
-        for op, operand, nothing in steps:
-            if operand != nothing:
+        for op, operand, changes_nothing in steps:
+            if operand != changes_nothing:
                 lines.append(f"{op} t, {word}, {operand:#x};")
                 word = "t"
         lines.append(f"and.b32 ${i}, {word}, {mask:#x};")
@@ -229,10 +311,11 @@ def _planes_asm(dtype, first):
 
 
 @triton.constexpr_function
-def _scales_asm(dtype):
-    """PTX: a scale word in register $4 -> the scales of planes 0..3 in $0..$3."""
-    order = ORDER_OF[dtype]
-    take_and_or = f"{(0xFF << order.turn) * 0x10001:#x}, {order.base * 0x10001:#x}, 0xEA"
+def _decode_scales_asm(dtype):
+    """PTX: a scale word in register $4 -> the scales of planes 0, 1, 2, 3 in $0, $1, $2, $3."""
+    order = TRITON_BIT_ORDERS[dtype]
+    # lop3 with the table 0xEA is (a & b) | c.
+    take_and_or = f"{(0xFF << order.rotation) * 0x10001:#x}, {order.scale_base * 0x10001:#x}, 0xEA"
     return f"""{{ .reg .b32 t;
         lop3.b32 t, $4, {take_and_or};
         mov.b32 {{$0, $1}}, t;
@@ -242,28 +325,31 @@ def _scales_asm(dtype):
 
 
 @triton.jit
-def planes_of(words, first: tl.constexpr, dtype: tl.constexpr):
-    """int16 words -> planes `first` and the next: 3 instructions for 4 weights, from 2 on 6."""
-    return tl.inline_asm_elementwise(_planes_asm(dtype, first), "=&r,=r,r", [words],
+def decode_planes(words, first: tl.constexpr, dtype: tl.constexpr):
+    """int16 words -> planes `first` (0 or 2) and first + 1, each of the shape of `words`.
+
+    In bf16 planes 0 and 1 take 3 instructions for 4 weights, planes 2 and 3 take 6.
+    """
+    return tl.inline_asm_elementwise(_decode_planes_asm(dtype, first), "=&r,=r,r", [words],
                                      dtype=(dtype.value, dtype.value), is_pure=True, pack=2)
 
 
 @triton.jit
-def scales_of(word, dtype: tl.constexpr):
-    """int32 scale words -> four tensors of scales, one a plane."""
-    return tl.inline_asm_elementwise(_scales_asm(dtype), "=h,=h,=h,=h,r", [word],
+def decode_scales(word, dtype: tl.constexpr):
+    """int32 scale words -> four tensors of scales, one for each plane."""
+    return tl.inline_asm_elementwise(_decode_scales_asm(dtype), "=h,=h,=h,=h,r", [word],
                                      dtype=(dtype.value,) * 4, is_pure=True, pack=1)
 
 
 @triton.jit
-def spread(scale):
-    """(128, 2) scales -> (128, 32), each beside its codes: their product is exact."""
+def spread_scales(scale):
+    """(128, 2) scales of a plane -> (128, 32), each beside the 16 codes that it multiplies."""
     return tl.broadcast_to(scale[:, :, None], (128, 2, 16)).reshape(128, 32)
 
 
 @triton.jit
 def side_by_side(a, b):
-    """(128, C), (128, C) -> (128, 2 C); only renames registers."""
+    """(128, C) and (128, C) -> (128, 2 C). Only names registers anew; nothing is moved."""
     return tl.join(a, b).permute(0, 2, 1).reshape(a.shape[0], 2 * a.shape[1])
 
 
@@ -272,12 +358,12 @@ def dequantize_kernel(
     codes_ptr,         # int16 (N/128, K/128, 128, 32)
     scales_ptr,        # int32 (N/128, K/128, 128, 2)
     out_scale_ptr,     # fp32  (N,)
-    out_ptr,           # bf16, fp16 or fp32 (N, K)   row stride out_stride
+    out_ptr,           # bf16, fp16 or fp32 (N, K), its row stride is out_stride
     N, K, out_stride,
-    EXACT: tl.constexpr, # out_scale: powers of two, so that 16 bits hold the product
-    FP16: tl.constexpr,  # the order of codes and scales
+    EXACT: tl.constexpr, # every out_scale is a power of two, so that 16 bits hold the product
+    FP16: tl.constexpr,  # which order of bits the weight is packed in
 ):
-    """One program expands one 128 x 128 tile."""
+    """Expands W. One program does one 128 x 128 tile."""
     dtype: tl.constexpr = tl.float16 if FP16 else tl.bfloat16
     tile_k = tl.program_id(0)
     tile_n = tl.program_id(1)
@@ -287,12 +373,14 @@ def dequantize_kernel(
     n = tile_n * 128 + row
     words = tl.load(codes_ptr + tile * 4096 + row[:, None] * 32 + tl.arange(0, 32)[None, :])
     word = tl.load(scales_ptr + tile * 256 + row[:, None] * 2 + tl.arange(0, 2)[None, :])
-    w0, w1 = planes_of(words, 0, dtype)
-    w2, w3 = planes_of(words, 2, dtype)
-    s0, s1, s2, s3 = scales_of(word, dtype)
-    # whole rows of 256 bytes rather than 64 bytes a plane: see docs/kernels.md
-    front = side_by_side(w0 * spread(s0), w1 * spread(s1))
-    value = side_by_side(front, side_by_side(w2 * spread(s2), w3 * spread(s3)))
+    w0, w1 = decode_planes(words, 0, dtype)
+    w2, w3 = decode_planes(words, 2, dtype)
+    s0, s1, s2, s3 = decode_scales(word, dtype)
+    # The planes are put side by side first, so that a row is stored as 256 bytes in one go and not
+    # as four times 64.
+    front = side_by_side(w0 * spread_scales(s0), w1 * spread_scales(s1))
+    back = side_by_side(w2 * spread_scales(s2), w3 * spread_scales(s3))
+    value = side_by_side(front, back)
     if not EXACT:
         value = value.to(tl.float32)
     value *= tl.load(out_scale_ptr + n, mask=n < N, other=0.0).to(value.dtype)[:, None]
@@ -301,366 +389,287 @@ def dequantize_kernel(
 
 
 # -----------------------------------------------------------------------------
-# The decode kernel
+# 5. The schedule of the weight stream
+#
+# The tiles of W in memory order, along k and then down the tile rows, are one stream. It is cut
+# into stripes of equal length, and each program walks one stripe (stream-K; Marlin's stripes). So
+# every program has the same work whatever N and K are, and there are as many programs as the GPU
+# can hold at once: they all start together and end together.
+#
+# A stripe may begin and end in the middle of a tile row. Here W has 3 tile rows of 5 tiles, and a
+# stripe has 3 tiles; a digit is the number of the program that walks the tile:
+#
+#                      k ->                      slab 0       slab 1       slab 2
+#     tile row 0   0  0  0 | 1  1               program 0    program 1       -
+#     tile row 1   1 | 2  2  2 | 3              program 1    program 2    program 3
+#     tile row 2   3  3 | 4  4  4               program 3    program 4       -
+#
+# Where a program comes to the end of a tile row, or of its stripe, it stores what it has summed: a
+# "piece" of that tile row's 128 columns of y. The pieces of a tile row are numbered from 0, in the
+# order of their programs, and piece p goes into slab p, which is a whole matrix (M, N + R). Nobody
+# adds them up here and nothing is set to zero first: the kernel that reads y next knows from
+# `w_pieces` how many slabs hold something of a column, and adds those in order ("-" above may hold
+# anything, even NaN). So the result has the same bits in every run, which atomic additions would
+# not give.
+#
+# LoRA's A rides along: columns N .. N + R of the slabs are x @ A.T. The first programs of the grid
+# do nothing else. A is in 16 bits: 64 rows of it at the width of a tile are 16 KiB to read, a tile
+# of W is 9. So these programs get at most a quarter of K each, in order not to be the last to
+# finish.
 
-class Maps(NamedTuple):
-    """Tensor maps: a copy by the copy engine takes one tile of a matrix."""
-    x: tl.tensor            # bf16 or fp16 (M, K)                    (BM, 128)
-    codes: tl.tensor        # int16 (N/128 * K/128 * 128, 32)        (128, 32)
-    scales: tl.tensor       # int32 (N/128 * K/128, 256)             (1, 256)
-    a: tl.tensor            # as x (R, K), LoRA's A, or None         (64, 64)
-    slabs: tl.tensor        # fp32 (S, M, N)                         (1, BM, 128)
-
-
-class Ring(NamedTuple):
-    """Blocks in shared memory, STAGES places of each."""
-    x: tl.tensor            # (STAGES, BM, 128)
-    codes: tl.tensor        # (STAGES, 128, 32); of A (64, 64) instead
-    scales: tl.tensor       # (STAGES, 1, 256)
-    full: tl.tensor         # barriers: completes when a block's bytes have arrived,
-    empty: tl.tensor        # when it has been multiplied
-
-
-class Share(NamedTuple):
-    """What a program walks: blocks first .. last of W, or of A."""
-    is_a: tl.tensor
-    pid: tl.tensor          # among those of W
-    m0: tl.tensor           # first row of x
-    first: tl.tensor
-    last: tl.tensor
-    halves: tl.tensor       # steps to a block
-    KB: tl.tensor
-    L: tl.tensor
+@triton.jit
+def a_stripe(k_tiles, stripe):
+    """How many tiles' width of K a program of x @ A.T walks."""
+    return tl.minimum(stripe, tl.cdiv(k_tiles, 4))
 
 
 @triton.jit
-def a_blocks(KB, L):
-    """Of a program: each is more to read than one of W, so at most a quarter of K."""
-    return tl.minimum(L, tl.cdiv(KB, 4))
+def a_pieces(k_tiles, stripe):
+    """How many slabs hold a piece of x @ A.T."""
+    return tl.cdiv(k_tiles, a_stripe(k_tiles, stripe))
 
 
 @triton.jit
-def a_pieces(KB, L):
-    """How many slabs hold a part of x @ A.T."""
-    return tl.cdiv(KB, a_blocks(KB, L))
+def w_pieces(column, k_tiles, stripe):
+    """How many slabs hold a piece of this column of x @ W.T."""
+    first = column // 128 * k_tiles
+    return (first + k_tiles - 1) // stripe - first // stripe + 1
 
 
-@triton.jit
-def pieces(column, KB, L):
-    """How many slabs hold a part of this column of x @ W.T."""
-    first = column // 128 * KB
-    return (first + KB - 1) // L - first // L + 1
+def most_pieces(k_tiles: int, stripe: int) -> tuple[int, int]:
+    """The most slabs that hold a piece of any column of x @ W.T, and those of x @ A.T."""
+    a_tiles = min(stripe, -(-k_tiles // 4))  # as a_stripe
+    return (k_tiles + stripe - 2) // stripe + 1, -(-k_tiles // a_tiles)
 
 
-@gluon.jit
-def _fetch_weights(maps: Maps, ring: Ring, share: Share, slot, step):
-    """Start the copy of a step's weights to place `slot`: a block (128, 128), or (64, 64) of A."""
-    HAS_A: gl.constexpr = maps.a is not None
-    X_BYTES: gl.constexpr = ring.x.shape[1] * 256
-    bar = ring.full.index(slot)
-    if HAS_A and share.is_a:
-        mbarrier.expect(bar, A_SIDE * A_SIDE * 2 + X_BYTES)
-        a = ring.codes._reinterpret(maps.a.dtype, [ring.x.shape[0], A_SIDE, A_SIDE], ROWS_256B)
-        row = share.first // share.KB * A_SIDE
-        k = (share.first + step // 2) % share.KB * 128 + step % 2 * A_SIDE
-        tma.async_copy_global_to_shared(maps.a, [row, k], bar, a.index(slot))
-    else:
-        mbarrier.expect(bar, 128 * 64 + 128 * 8 + X_BYTES)
-        block = share.first + step
-        tma.async_copy_global_to_shared(maps.codes, [block * 128, 0], bar, ring.codes.index(slot))
-        tma.async_copy_global_to_shared(maps.scales, [block, 0], bar, ring.scales.index(slot))
+class StripePlan(NamedTuple):
+    """How one launch cuts up x @ [W; A].T."""
+    k_tiles: int            # tiles in a tile row
+    stripe: int             # consecutive tiles that one program walks
+    a_programs: int         # programs that do x @ A.T; those of W come after them
+    programs: int           # all of them
+    slabs: int              # S
 
 
-@gluon.jit
-def _fetch_x(maps: Maps, ring: Ring, share: Share, slot, step):
-    """Start the copy of the x that a step multiplies."""
-    k = (share.first + step // share.halves) % share.KB * 128
-    bar = ring.full.index(slot)
-    tma.async_copy_global_to_shared(maps.x, [share.m0, k], bar, ring.x.index(slot))
-
-
-@gluon.jit
-def _produce(maps: Maps, ring: Ring, share: Share, steps, AHEAD: gl.constexpr):
-    """Keeps the ring full from step AHEAD on."""
-    STAGES: gl.constexpr = ring.x.shape[0]
-    for step in range(AHEAD, steps):
-        slot = step % STAGES
-        mbarrier.wait(ring.empty.index(slot), (step // STAGES & 1) ^ 1)
-        _fetch_weights(maps, ring, share, slot, step)
-        _fetch_x(maps, ring, share, slot, step)
-
-
-@gluon.jit
-def _times(plane, scale, W: gl.constexpr):
-    """Times its scales, in the layout W of registers."""
-    return plane * gl.convert_layout(spread(scale), W, assert_trivial=True)
-
-
-@gluon.jit
-def _product(acc, w, xs, k: gl.constexpr):
-    """acc + w @ xs[:, k:k + columns of w].T, begun."""
-    xs = xs.slice(k, w.shape[1], 1).permute((1, 0))
-    return warpgroup_mma(w, xs, acc, is_async=True)
-
-
-@gluon.jit
-def _multiply(acc, words, word, xs, W: gl.constexpr):
-    """acc + the product of a block, its last planes still under way.
-
-    A plane keeps 16 registers until it has been multiplied. Where they suffice two planes make one
-    product, which saves 5 % of the instructions; else never more than two are in the tensor cores.
+@cache
+def plan_stripes(N: int, K: int, M: int, R: int, config: tuple, multiprocessors: int) -> StripePlan:
+    """The shortest stripe whose programs all fit on the GPU at once, as a second wave of programs
+    would double the time. config: PortableConfig, or Hopper's.
     """
-    s0, s1, s2, s3 = scales_of(word, xs.dtype)
-    w0, w1 = planes_of(words, 0, xs.dtype)
-    w2, w3 = planes_of(words, 2, xs.dtype)
-    if acc.shape[1] == 32 or acc.shape[1] == 64:
-        front = side_by_side(_times(w0, s0, W), _times(w1, s1, W))
-        back = side_by_side(_times(w2, s2, W), _times(w3, s3, W))
-        acc = _product(acc, gl.convert_layout(front, W, assert_trivial=True), xs, 0)
-        return _product(acc, gl.convert_layout(back, W, assert_trivial=True), xs, 64)
-    acc = _product(acc, _times(w0, s0, W), xs, 0)
-    acc = _product(acc, _times(w1, s1, W), xs, 32)
-    acc = warpgroup_mma_wait(1, deps=[acc])
-    acc = _product(acc, _times(w2, s2, W), xs, 64)
-    acc = warpgroup_mma_wait(1, deps=[acc])
-    return _product(acc, _times(w3, s3, W), xs, 96)
+    k_tiles = triton.cdiv(K, TILE_SIDE)
+    tile_rows = triton.cdiv(N, TILE_SIDE)
+    tiles = tile_rows * k_tiles
+    # Each BM rows of x take a whole set of programs.
+    places = max(1, multiprocessors * config.programs_per_sm // triton.cdiv(M, config.BM))
+    for stripe in range(max(1, tiles // places), tiles + 1):
+        pieces_of_a = most_pieces(k_tiles, stripe)[1]
+        a_programs = triton.cdiv(R, A_TILE) * pieces_of_a
+        programs = a_programs + triton.cdiv(tiles, stripe)
+        if programs <= places:
+            break
+    slabs = max((row * k_tiles + k_tiles - 1) // stripe - row * k_tiles // stripe + 1  # w_pieces
+                for row in range(tile_rows))
+    return StripePlan(k_tiles, stripe, a_programs, programs, max(slabs, pieces_of_a if R else 0))
 
 
-@gluon.jit
-def _store_piece(acc, slabs_ptr, maps: Maps, piece, row, rows, column, m0):
-    """acc (C, BM) -> slabs[piece, m0:, column + row:], as much of it as lies below `rows` and M."""
-    M = maps.x.shape[0]
-    stride = maps.slabs.strides[1].to(gl.int32)
-    n = row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
-    m = m0 + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
-    out = slabs_ptr + piece * M * stride + column
-    mask = (m < M)[None, :] & (n < rows)[:, None]
-    gl.store(out + m[None, :] * stride + n[:, None], acc, mask=mask)
+class MatmulSlabs(NamedTuple):
+    """What a decode matmul leaves: partial sums, still to be added up and scaled.
 
-
-@gluon.jit
-def _consume(maps: Maps, ring: Ring, share: Share, out, slabs_ptr, N):
-    """Multiplies the share's blocks; a piece is stored wherever a tile of W ends."""
-    HAS_A: gl.constexpr = maps.a is not None
-    STAGES: gl.constexpr = ring.x.shape[0]
-    BM: gl.constexpr = ring.x.shape[1]
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
-    W: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    KB = share.KB
-    if HAS_A and share.is_a:
-        a = ring.codes._reinterpret(ring.x.dtype, [STAGES, A_SIDE, A_SIDE], ROWS_256B)
-        acc = gl.zeros([A_SIDE, BM], gl.float32, MMA)
-        for i in range(0, 2 * (share.last - share.first), 2):
-            for half in gl.static_range(2):
-                slot = (i + half) % STAGES
-                mbarrier.wait(ring.full.index(slot), (i + half) // STAGES & 1)
-                xs = ring.x.index(slot).slice(half * A_SIDE, A_SIDE, 1).permute((1, 0))
-                acc = warpgroup_mma(a.index(slot), xs, acc, is_async=True)
-                acc = warpgroup_mma_wait(0, deps=[acc])
-                mbarrier.arrive(ring.empty.index(slot), count=1)
-        piece = share.first % KB // a_blocks(KB, share.L)
-        row = share.first // KB * A_SIDE
-        _store_piece(acc, slabs_ptr, maps, piece, row, maps.a.shape[0], N, share.m0)
-    else:
-        i = 0
-        block = share.first
-        while block < share.last:
-            tile = block // KB
-            end = gl.minimum(share.last, tile * KB + KB)
-            acc = gl.zeros([128, BM], gl.float32, MMA)
-            for _ in range(block, end):
-                slot = i % STAGES
-                mbarrier.wait(ring.full.index(slot), i // STAGES & 1)
-                word = ring.scales.index(slot).reshape([128, 2]).load(gl.SliceLayout(2, SCALED))
-                acc = _multiply(acc, ring.codes.index(slot).load(W), word, ring.x.index(slot), W)
-                acc = warpgroup_mma_wait(0, deps=[acc])
-                mbarrier.arrive(ring.empty.index(slot), count=1)
-                i += 1
-            piece = share.pid - tile * KB // share.L
-            if BM <= SENT_ROWS:
-                tma.store_wait(0)  # the piece before has left
-                out.store(acc.permute((1, 0)).reshape(1, BM, 128))
-                fence_async_shared()  # what lies past N and M the copy engine drops
-                tma.async_copy_shared_to_global(maps.slabs, [piece, share.m0, tile * 128], out)
-            else:
-                _store_piece(acc, slabs_ptr, maps, piece, tile * 128, N, 0, share.m0)
-            block = end
-        tma.store_wait(0)  # what is being sent must stay till it is
-
-
-@gluon.jit(do_not_specialize=["KB", "L", "a_programs"])
-def decode_kernel(
-    x_desc, codes_desc, scales_desc, a_desc, slabs_desc,  # Maps; a_desc None: no adapter
-    slabs_ptr,         # fp32 (S, M, width)    A's columns are N .. N + R
-    N,                 # specialized: if 16 divides it, neighbouring rows of W share a mask
-    KB,                # blocks of 128 along K
-    L,                 # blocks that one program walks
-    a_programs,        # of the grid's first axis, the first ones do x @ A.T
-    config: gl.constexpr, # Config
-    PDL: gl.constexpr,
-):
-    """Partial sums of x @ W.T, walked, transposed and stored as portable_fp4.py says at its top; W
-    is the register operand of wgmma.
-
-    A program is a warp group that decodes and multiplies, and one warp that keeps a ring of
-    STAGES blocks in shared memory full, also between two tiles. The weights of the first AHEAD
-    blocks are asked for before x exists (PDL); more would stand in front of x in the queue to
-    memory. Programs that share a multiprocessor drift apart: one decodes while another multiplies.
-    """
-    BM: gl.constexpr = config.BM
-    STAGES: gl.constexpr = config.num_stages
-    AHEAD: gl.constexpr = config.ahead
-    HAS_A: gl.constexpr = a_desc is not None
-    x = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BM, 128], ROWS_256B)
-    codes = gl.allocate_shared_memory(gl.int16, [STAGES, 128, 32], ROWS_64B)
-    scales = gl.allocate_shared_memory(gl.int32, [STAGES, 1, 256], FLAT)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    out = gl.allocate_shared_memory(gl.float32, [1, config.sent, 128], SUMS)
-    maps = Maps(x_desc, codes_desc, scales_desc, a_desc, slabs_desc)
-    ring = Ring(x, codes, scales, full, empty)
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=1)
-    fence_async_shared()
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    pid = gl.program_id(0)
-    is_a = pid < a_programs
-    first = (pid - a_programs) * L
-    end = gl.cdiv(N, 128) * KB
-    length = L
-    halves = 1
-    if HAS_A and is_a:
-        length = a_blocks(KB, L)
-        halves = 2
-        pieces_a = gl.cdiv(KB, length)
-        first = pid // pieces_a * KB + pid % pieces_a * length
-        end = pid // pieces_a * KB + KB
-    last = gl.minimum(first + length, end)
-    share = Share(is_a, pid - a_programs, gl.program_id(1) * BM, first, last, halves, KB, L)
-    steps = (last - first) * halves
-    for step in gl.static_range(AHEAD):
-        if step < steps:
-            _fetch_weights(maps, ring, share, step, step)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    for step in gl.static_range(AHEAD):
-        if step < steps:
-            _fetch_x(maps, ring, share, step, step)
-    gl.warp_specialize([
-        (_consume, (maps, ring, share, out, slabs_ptr, N)),
-        (_produce, (maps, ring, share, steps, AHEAD)),
-    ], [1], [24])  # warps and registers of the producer
-
-
-# -----------------------------------------------------------------------------
-# Its launch: which tile for which M, who walks which blocks
-
-class Slabs(NamedTuple):
-    """x @ [W; A].T as split-K partial sums: whoever reads them adds up and finishes the linear.
-
-    Column n < N of the product is scale[n] times its sum; columns N.. are x @ A.T, unscaled.
-    pieces() tells from KB and L which slabs hold a part; the others hold anything.
+    Column n of x @ W.T is scale[n] times the sum of sums[:w_pieces(n), :, n]; x @ A.T is the sum of
+    sums[:a_pieces(), :, N:N + R]. fast/kernels.py does that where it reads them.
     """
     sums: torch.Tensor      # fp32 (S, M, at least N + R)
     scale: torch.Tensor     # fp32 (N,)
-    KB: int = 1             # blocks of 128 along K
-    L: int = 1              # blocks that one program walked
-
-    @property
-    def most(self):
-        """The most slabs of any column of x @ W.T, and those of x @ A.T."""
-        blocks_of_a = min(self.L, -(-self.KB // 4))
-        return (self.KB + self.L - 2) // self.L + 1, -(-self.KB // blocks_of_a)
+    k_tiles: int = 1        # these two, of the StripePlan, tell how many slabs hold a piece
+    stripe: int = 1
 
 
-class Config(NamedTuple):
-    BM: int                 # rows of x in a tile
-    num_stages: int         # blocks in the ring
-    per_sm: int             # programs on a multiprocessor
-    ahead: int              # blocks asked for before the kernel before is done
+# -----------------------------------------------------------------------------
+# 6. The kernel, in plain Triton
+#
+# The sum is kept transposed, (128 columns of y, BM rows of x): W is the tensor cores' first
+# operand, whose side is 16 or 64 long, and x the second, whose side may be 8. A single row of x
+# then wastes 7 of 8 columns; the other way round it would waste 15 of 16 rows.
+#
+# Each warp has a band of the tile's 128 rows of its own, which Triton sees as a batch (BANDS > 1).
+# No weight is decoded twice, and the product is mma.sync, which all GPUs have. On Hopper all warps
+# share one product from 17 rows on (BANDS = 1), which Triton makes a wgmma that reads x from shared
+# memory by itself: 84 instead of 110 us a layer of 7B at 64 rows on an H200. (`--kernels auto`
+# takes fast/hopper_fp4.py there anyway.)
 
-    @property
-    def sent(self):
-        """Rows of a sum in shared memory on its way out; 8 where it is stored directly."""
-        return self.BM if self.BM <= SENT_ROWS.value else 8
-
-    @property
-    def maxnreg(self):
-        """Registers of a thread at launch. The producer's 4 warps then keep 24 of them."""
-        return 65536 // (256 * self.per_sm) // 8 * 8
-
-
-# M at most -> Config
-DEFAULTS = {
-    8: Config(8, 4, 4, 4),
-    16: Config(16, 3, 4, 2),
-    32: Config(32, 3, 3, 1),
-    64: Config(64, 3, 2, 1),
-    256: Config(128, 2, 2, 1),
-}
-# (M at most, N, K) -> Config of a linear that another one suits better, by 1 us a layer of a decode
-# step and a chain of linears together, in two runs on an H200: what `python bench.py tune` of
-# commit 2c47a35 printed. The tuner was removed after 5814e75.
-TUNED = {
-    (8, 17920, 1536): Config(8, 6, 3, 2),
-    (16, 1536, 8960): Config(16, 4, 3, 1),
-    (32, 1536, 1536): Config(32, 5, 2, 2),
-    (32, 1536, 8960): Config(32, 4, 2, 2),
-    (8, 22016, 2048): Config(8, 4, 4, 2),
-    (8, 2048, 11008): Config(8, 4, 3, 2),
-    (32, 2560, 2048): Config(32, 5, 2, 2),
-    (32, 2048, 11008): Config(32, 4, 2, 2),
-    (16, 4608, 3584): Config(16, 4, 3, 1),
-    (32, 3584, 3584): Config(32, 4, 2, 2),
-    (32, 37888, 3584): Config(32, 5, 2, 2),
-    (8, 7168, 5120): Config(8, 4, 3, 2),
-    (16, 7168, 5120): Config(16, 4, 3, 2),
-    (8, 5120, 5120): Config(8, 4, 3, 2),
-    (16, 5120, 5120): Config(16, 5, 3, 2),
-    (8, 55296, 5120): Config(8, 4, 3, 3),
-}
+class MatmulInputs(NamedTuple):
+    """What portable_kernel reads."""
+    x: tl.tensor            # bf16 or fp16 (M, K)
+    x_stride: tl.tensor     # from one of its rows to the next
+    codes: tl.tensor        # int16 (N/128, K/128, 128, 32)
+    scales: tl.tensor       # int32 (N/128, K/128, 128, 2)
+    a: tl.tensor            # as x (R, K), LoRA's A; never read where R is 0
+    N: tl.tensor
+    K: tl.tensor
+    R: tl.tensor
 
 
-def decode_config(N, K, M):
-    bucket = next((m for m in DEFAULTS if M <= m), max(DEFAULTS))
-    return TUNED.get((bucket, N, K), DEFAULTS[bucket])
+@triton.jit
+def load_rows(ptr, stride, row, rows, k, K, WHOLE_K: tl.constexpr):
+    """Rows `row` of a matrix that has `rows` of them, at columns `k` of K.
+
+    A row past the end is read as the last one: that needs no mask, and its result is never stored.
+    Columns past the end must be zeros, since they are summed.
+    """
+    at = ptr + tl.minimum(row, rows - 1)[:, None] * stride + k[None, :]
+    if WHOLE_K:
+        return tl.load(at)
+    return tl.load(at, mask=(k < K)[None, :], other=0.0)
 
 
-class Schedule(NamedTuple):
-    KB: int                 # blocks of a row of tiles
-    L: int                  # blocks per program
-    a_programs: int         # programs that do x @ A.T
-    programs: int           # all of them
-    S: int                  # slabs
+@triton.constexpr_function
+def sum_shape(n, BM, BANDS):
+    """Shape of the sums of n rows of W with BM rows of x: a band for each warp, or one for all."""
+    return (BANDS, n // BANDS, BM) if BANDS > 1 else (n, BM)
+
+
+@triton.jit
+def add_product(acc, w, x):
+    """acc (of sum_shape) + w (n, k) @ x (BM, k).T."""
+    if len(acc.shape) == 3:
+        bands: tl.constexpr = acc.shape[0]
+        w = tl.reshape(w, (bands, w.shape[0] // bands, w.shape[1]))
+        xt = tl.broadcast_to(tl.permute(x, (1, 0))[None], (bands, x.shape[1], x.shape[0]))
+        acc = tl.dot(w, xt, acc)
+    else:
+        acc = tl.dot(w, tl.permute(x, (1, 0)), acc)
+        # A trap: wgmma runs on its own and still reads w's registers while the next plane is
+        # decoded into them. A use of its sum, which this "mov" is, makes the compiler wait for it.
+        acc = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [acc], dtype=tl.float32,
+                                        is_pure=False, pack=1)
+    return acc
+
+
+@triton.jit
+def store_piece(acc, out_ptr, width, n, columns, m, M):
+    """acc (of sum_shape) -> out[m, n], as much of it as lies below M and `columns`."""
+    acc = tl.reshape(acc, (n.shape[0], m.shape[0]))
+    mask = (m < M)[None, :] & (n < columns)[:, None]
+    tl.store(out_ptr + m[None, :] * width + n[:, None], acc, mask=mask)
+
+
+@triton.jit(do_not_specialize=["M", "k_tiles", "stripe", "a_programs"])
+def portable_kernel(
+    inputs: MatmulInputs,
+    slabs_ptr,         # fp32 (S, M, width)     columns N .. N + R are x @ A.T
+    M, width,
+    k_tiles, stripe, a_programs,  # of the StripePlan
+    BM: tl.constexpr, STAGES: tl.constexpr, BANDS: tl.constexpr,
+    WHOLE_K: tl.constexpr, # K is a multiple of 128
+    PDL: tl.constexpr,
+):
+    """x @ [W; A].T as pieces in slabs. Axis 0 of the grid: programs; axis 1: BM rows of x each."""
+    dtype: tl.constexpr = inputs.x.dtype.element_ty
+    pid = tl.program_id(0)
+    m = tl.program_id(1) * BM + tl.arange(0, BM)
+    slab = M.to(tl.int64) * width  # elements of a slab
+    if PDL:  # see fast/kernels.py
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+    if pid < a_programs:  # a program of x @ A.T: one tile of 64 rows, a_stripe tiles' width of K
+        share = a_stripe(k_tiles, stripe)
+        pieces = tl.cdiv(k_tiles, share)
+        piece = pid % pieces
+        r = pid // pieces * 64 + tl.arange(0, 64)
+        k = tl.arange(0, 64)  # half of a tile's width: 8 KiB of A, as many as the codes of a tile
+        last = tl.minimum(piece * share + share, k_tiles)
+        acc = tl.zeros(sum_shape(64, BM, BANDS), tl.float32)
+        for half in tl.range(2 * piece * share, 2 * last, num_stages=STAGES):
+            a = load_rows(inputs.a, inputs.K, r, inputs.R, half * 64 + k, inputs.K, WHOLE_K)
+            x = load_rows(inputs.x, inputs.x_stride, m, M, half * 64 + k, inputs.K, WHOLE_K)
+            acc = add_product(acc, a, x)
+        store_piece(acc, slabs_ptr + piece * slab + inputs.N, width, r, inputs.R, m, M)
+        return
+
+    pid -= a_programs  # a program of x @ W.T: its stripe
+    n = tl.arange(0, 128)
+    c = tl.arange(0, 32)
+    h = tl.arange(0, 2)
+    tile = pid * stripe
+    last = tl.minimum(tile + stripe, tl.cdiv(inputs.N, 128) * k_tiles)
+    while tile < last:  # once for every tile row that the stripe touches
+        tile_row = tile // k_tiles
+        end = tl.minimum(last, tile_row * k_tiles + k_tiles)
+        first = (tile_row * k_tiles).to(tl.int64)
+        codes = inputs.codes + first * 4096 + n[:, None] * 32 + c[None, :]
+        scales = inputs.scales + first * 256 + n[:, None] * 2 + h[None, :]
+        acc = tl.zeros(sum_shape(128, BM, BANDS), tl.float32)
+        for kt in tl.range(tile - tile_row * k_tiles, end - tile_row * k_tiles, num_stages=STAGES):
+            words = tl.load(codes + kt * 4096)
+            planes = decode_planes(words, 0, dtype) + decode_planes(words, 2, dtype)
+            plane_scales = decode_scales(tl.load(scales + kt * 256), dtype)
+            k = kt * 128 + c
+            xs = ()
+            for p in tl.static_range(4):
+                xs += (load_rows(inputs.x, inputs.x_stride, m, M, k + 32 * p, inputs.K, WHOLE_K),)
+            for p in tl.static_range(4):
+                acc = add_product(acc, planes[p] * spread_scales(plane_scales[p]), xs[p])
+        piece = pid - tile_row * k_tiles // stripe  # counted from the program that began the row
+        store_piece(acc, slabs_ptr + piece * slab, width, tile_row * 128 + n, inputs.N, m, M)
+        tile = end
+
+
+# -----------------------------------------------------------------------------
+# 7. Its launch
+
+class PortableConfig(NamedTuple):
+    """How portable_kernel is launched for some number of rows of x."""
+    BM: int                 # rows of x in a tile of the product
+    num_stages: int         # tiles of W under way, with the one that is multiplied
+    programs_per_sm: int    # programs that a multiprocessor holds at once
+    num_warps: int
+    bands: int              # of a tile's rows: one for each warp, or 1 for all
+
+
+# M at most -> the config that was fastest on an H200, of all that use mma.sync. Two warps read x
+# from shared memory half as often as four do. That pays at 32 rows; at 64, registers do not suffice
+# for it.
+PORTABLE_CONFIGS = {8: PortableConfig(8, 3, 4, 4, 4), 16: PortableConfig(16, 3, 4, 4, 4),
+                    32: PortableConfig(32, 3, 4, 2, 2), 256: PortableConfig(64, 3, 2, 4, 4)}
+# The same for GPUs with 99 KiB of shared memory: consumer cards, where fewer stages fit.
+CONFIGS_99_KIB = {8: PortableConfig(8, 3, 4, 4, 4), 16: PortableConfig(16, 3, 3, 4, 4),
+                  32: PortableConfig(32, 2, 4, 2, 2), 256: PortableConfig(64, 2, 2, 4, 4)}
+# By wgmma. With Triton 3.6 registers do not suffice for a fourth program at 32 rows.
+CONFIGS_WGMMA = PORTABLE_CONFIGS | {32: PortableConfig(32, 3, 3, 4, 1),
+                                    256: PortableConfig(64, 3, 2, 4, 1)}
+
+
+def shared_memory_kib(sm: tuple[int, int]) -> int:
+    """KiB of shared memory that one program may take on a GPU of compute capability `sm`.
+
+    A multiprocessor has 1 KiB more, and keeps 1 KiB for each of its programs.
+    """
+    return {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}.get(sm, 99)
+
+
+def portable_config(M: int, sm: tuple[int, int]) -> PortableConfig:
+    """The config for M rows of x on a GPU of compute capability `sm`, which is (9, 0) for sm_90."""
+    if shared_memory_kib(sm) <= 99:
+        configs = CONFIGS_99_KIB
+    elif sm[0] == 9:
+        configs = CONFIGS_WGMMA
+    else:
+        configs = PORTABLE_CONFIGS
+    return next((config for rows, config in configs.items() if M <= rows), configs[256])
 
 
 @cache
-def schedule(N, K, M, R, config, multiprocessors):
-    """Cuts the weight stream into equal shares, so many that they fill the chip once."""
-    KB = triton.cdiv(K, TILE)
-    tiles = triton.cdiv(N, TILE)
-    room = max(1, multiprocessors * config.per_sm // triton.cdiv(M, config.BM))
-    for L in range(max(1, tiles * KB // room), tiles * KB + 1):
-        pieces_a = Slabs(None, None, KB, L).most[1]
-        a_programs = triton.cdiv(R, A_SIDE.value) * pieces_a
-        programs = a_programs + triton.cdiv(tiles * KB, L)
-        if programs <= room:
-            break
-    S = max((t * KB + KB - 1) // L - t * KB // L + 1 for t in range(tiles))
-    return Schedule(KB, L, a_programs, programs, max(S, pieces_a if R else 0))
-
-
-@cache
-def multiprocessors_of(device):
+def multiprocessors_on(device: torch.device) -> int:
     if device.type != "cuda":
-        return 132
+        return 132  # an H200's, for tests that compile without one
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def launch_plan(x, weight, lora_a, slabs, config):
-    """Of a decode matmul, whose operands it checks -> R, Schedule, fp32 slabs (made if None)."""
+def prepare_launch(
+        x: torch.Tensor, weight: PackedWeight, lora_a: torch.Tensor | None,
+        slabs: torch.Tensor | None, config: tuple) -> tuple[int, StripePlan, torch.Tensor]:
+    """Checks the operands of a decode matmul -> R, its StripePlan, its slabs (made if None)."""
     M, K = x.shape
     R = 0
     assert x.dtype == weight.dtype, f"the weight was packed for {weight.dtype}, got {x.dtype}"
@@ -671,51 +680,52 @@ def launch_plan(x, weight, lora_a, slabs, config):
         assert lora_a.dtype == x.dtype and lora_a.shape[1] == K, (lora_a.dtype, lora_a.shape, K)
         assert lora_a.is_contiguous(), lora_a.stride()
         R = len(lora_a)
-    plan = schedule(weight.N, K, M, R, config, multiprocessors_of(weight.device))
-    # rows of whole 16 bytes, as the copy engine wants
-    shape = plan.S, M, triton.cdiv(weight.N + R, 4) * 4
+    plan = plan_stripes(weight.N, K, M, R, config, multiprocessors_on(weight.device))
+    # Rows of whole 16 bytes, which Hopper's copy engine asks for.
+    shape = plan.slabs, M, triton.cdiv(weight.N + R, 4) * 4
     if slabs is None:
         slabs = torch.empty(shape, device=x.device)
     assert slabs.shape == shape, f"slabs must be {shape}: {slabs.shape}"
     return R, plan, slabs
 
 
-def decode_matmul(x, weight, lora_a=None, slabs=None, pdl=False):
-    """x (M, K) and lora_a (R, K) of the weight's dtype, M <= 256 or so -> Slabs, in `slabs` if
-    given: (S, M, N + R), rows rounded up to whole 16 bytes. No row's bits depend on other rows.
+def portable_matmul(x: torch.Tensor, weight: PackedWeight, lora_a: torch.Tensor | None = None,
+                    slabs: torch.Tensor | None = None, pdl: bool = False) -> MatmulSlabs:
+    """x (M, K) @ [W; lora_a].T, as partial sums in slabs (S, M, N + R rounded up to 4).
 
-    pdl (programmatic dependent launch): start while the kernel before still runs, fetch weights and
-    A, which that kernel must not write, and wait for its end before reading x. The next kernel may
-    do the same if it calls gdc_wait() before it touches slabs; all of such a chain must call it.
+    x and lora_a (R, K) have the weight's dtype, M is 256 or so at most. No row's bits depend on
+    what the other rows hold. slabs: an earlier result's `sums` to be overwritten. pdl: launch while
+    the kernel before still runs (from sm_90 on). This kernel waits for that one before it reads
+    anything, so only the launch is hidden; hopper_matmul hides more.
     """
     M, K = x.shape
-    N = weight.N
-    device = weight.device
-    assert capability(device)[0] == 9, f"needs a Hopper GPU, the weight is on {device}"
-    config = decode_config(N, K, M)
-    R, plan, slabs = launch_plan(x, weight, lora_a, slabs, config)
-    a_map = None
-    if R:
-        a_map = TensorDescriptor.from_tensor(lora_a, [A_SIDE.value] * 2, ROWS_256B.value)
-    x_map = TensorDescriptor.from_tensor(x, [config.BM, TILE], ROWS_256B.value)
-    out_map = TensorDescriptor.from_tensor(slabs[:, :, :N], [1, config.sent, TILE], SUMS.value)
-    decode_kernel[plan.programs, triton.cdiv(M, config.BM)](
-        x_map, *weight.maps, a_map, out_map, slabs, N, plan.KB, plan.L, plan.a_programs,
-        config, PDL=pdl, num_warps=4, maxnreg=config.maxnreg, launch_pdl=pdl)
-    return Slabs(slabs, weight.out_scale, plan.KB, plan.L)
+    config = portable_config(M, capability(weight.device))
+    R, plan, slabs = prepare_launch(x, weight, lora_a, slabs, config)
+    a = lora_a if R else x
+    inputs = MatmulInputs(x, x.stride(0), weight.codes, weight.scales, a, weight.N, K, R)
+    portable_kernel[plan.programs, triton.cdiv(M, config.BM)](
+        inputs, slabs, M, slabs.shape[2], plan.k_tiles, plan.stripe, plan.a_programs, config.BM,
+        config.num_stages, config.bands, K % TILE_SIDE == 0, pdl, num_warps=config.num_warps,
+        launch_pdl=pdl)
+    return MatmulSlabs(slabs, weight.out_scale, plan.k_tiles, plan.stripe)
 
+
+# -----------------------------------------------------------------------------
+# 8. The same product of a W that is expanded first
 
 @cache
-def ones(n, device):
+def unit_scale(n: int, device: torch.device) -> torch.Tensor:
+    """n ones, made once: inside a CUDA graph they would be filled in again at every step."""
     return torch.ones(n, device=device)
 
 
-def expanded_matmul(x, weight, lora_a=None):
-    """As decode_matmul, for more rows and other formats: of the 16-bit W, in one slab."""
+def expanded_matmul(x: torch.Tensor, weight: Weight,
+                    lora_a: torch.Tensor | None = None) -> MatmulSlabs:
+    """As portable_matmul, for many rows and for every other format: W in 16 bits, one slab."""
     N = weight.N
     R = 0 if lora_a is None else len(lora_a)
     slabs = torch.empty(1, len(x), N + R, device=x.device)
     mm_fp32(x, weight.dequantize().T, out=slabs[0, :, :N])
     if R:
         mm_fp32(x, lora_a.T, out=slabs[0, :, N:])
-    return Slabs(slabs, ones(N, x.device))
+    return MatmulSlabs(slabs, unit_scale(N, x.device))

@@ -60,8 +60,8 @@ WEIGHTS_AT_A_TIME = 2**22                        # encoded together: 100 MB of f
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 E2M1_SIGNED = torch.cat([E2M1, -E2M1])           # code 0..15 -> value; code 8 is -0
-# Between two magnitudes lies an edge, and the code of |x| is the number of edges below it. A tie, |x|
-# on an edge, goes to the even code as in IEEE arithmetic, left (<) or right (>):
+# Between two magnitudes lies an edge, and the code of |x| is the number of edges below it. A tie,
+# an |x| on an edge, goes to the even code as in IEEE arithmetic, left (<) or right (>):
 #     code        0      1      2      3      4      5      6      7
 #     magnitude   0     .5      1     1.5     2      3      4      6
 #     edge          .25    .75   1.25   1.75   2.5    3.5     5

@@ -1,19 +1,27 @@
 r"""
-Rewards from text: find the answer in a completion, ask whether it is the gold, score the format.
+Rewards from text: finds the answer in a completion, asks answers.py whether it is the gold, and
+scores the format.
 
     extract(r"so \boxed{\frac12}")    ->  Extraction(answer=r"\frac12", rule="box")
     grade(r"\boxed{\frac12}", "0.5")  ->  Grade(correct=1, format=1, rule="box", answer=r"\frac12")
 
-The rules, in order: the last box, the last <answer> tag, what follows the last "answer is" or
-"####" and, if the caller allows, the last formula or number. Only the first turn counts, and in it
-what comes after the last </think>. Alternatives ("5 or 6") never become one of them.
+The answer is taken from the first of these that the text has:
 
-Work is linear in the length of the text. Not here: time limits, threads, a judge model.
+    box          the last \boxed{...}; neighbours such as "\boxed{2} and \boxed{3}" are one list
+    tag          the last <answer>...</answer>
+    marker       what follows the last "answer is", "answer:" or "####" in its sentence
+    last_number  the last formula or number, if the caller allows it
+
+Only the first turn counts, and in it what comes after the last </think>. A number that the text
+hedges is no answer: "5 or 6", "not 5", "more than 5", "between 5 and 6" and "5 million" are not 5.
+
+The work is linear in the length of the text. There are no time limits and no threads, because a
+limit that fires outside the main thread has silently paid nothing elsewhere, and no judge model.
 """
 import re
-from typing import NamedTuple
+from typing import Callable, NamedTuple
 
-from answers import END_OF_TURN, is_equal
+from answers import END_OF_TURN, SCALES, is_equal
 
 MAX_TAIL = 20_000      # characters searched for tags, markers and numbers; boxes are found anywhere
 
@@ -22,14 +30,17 @@ MAX_TAIL = 20_000      # characters searched for tags, markers and numbers; boxe
 # Extraction: completion -> answer text
 
 class Extraction(NamedTuple):
+    """An answer and the rule that found it, so that a run can report how its model answers."""
     answer: str | None
     rule: str          # box, tag, marker, last_number, none or truncated (an unclosed <think>)
 
 
 BOX = r"\\(?:boxed|fbox)(?![A-Za-z])\s*"
 BOX_OR_BRACES = re.compile(BOX + r"|\{+|\}+")
-ESCAPED = re.compile(r"\\\\(?!boxed|fbox)|\\[{}]")  # braces that are text, but not \\boxed
-BARE_WORD = re.compile(r"[-\w.,/]*\w")
+# \{ and \} are text, no braces, and so is the second backslash of a line break; but \\boxed in a
+# text that was escaped twice is a box.
+ESCAPED = re.compile(r"\\\\(?!boxed|fbox)|\\[{}]")
+BARE_WORD = re.compile(r"[-\w.,/]*\w")  # the 5 of "\boxed 5"
 # What may stand between two boxes that are one answer, as in "\boxed{2} and $y=\boxed{3}$".
 # Prose, a full stop or a line break make the last box the answer.
 JOINER = re.compile(r"""(?: [ ,;$&] | \\q?quad | \\[,;:!\ ()\[\]] | and | or
@@ -37,12 +48,17 @@ JOINER = re.compile(r"""(?: [ ,;$&] | \\q?quad | \\[,;:!\ ()\[\]] | and | or
     | [A-Za-z](?:_\{?\w{1,3}\}?)?\s*= )*""", re.VERBOSE)
 # No answer may hold another opening tag: 10,000 unclosed ones would each be scanned to the end.
 TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
-MARKER = re.compile(r"answer\s*(?:(?:\*\*|__)\s*)?(?:is\s*:?|:|=)|####", re.IGNORECASE)
+# "answer is", "Answer:", "**Answer**:"; not "answer isn't", and not the noun "answers".
+MARKER = re.compile(
+    r"answer\s*(?:(?:\*\*|__)\s*)?(?:is(?![a-z'’])\s*:?|:|=)|####", re.IGNORECASE)
+# The end of "The answer is 3.5. I hope it is correct." is behind the 5.
 SENTENCE_END = re.compile(r"\n|(?<=[^\s.])\.(?:\s|$)|I hope it is")
 # A digit at both ends (a lone comma is no number), a sign only where it is no hyphen; then /7 or %.
-NUMBER = re.compile(r"""(?<![A-Za-z0-9.]) ( (?:(?<![\w)])-)? (?:\\?\$)?
+# The 2 of x_2, x^2 and B2 is none.
+NUMBER = re.compile(r"""(?<![A-Za-z0-9.^])(?<![A-Za-z0-9)}]_) ( (?:(?<![\w)])-)? (?:\\?\$)?
     (?: [0-9](?:[0-9,]*[0-9])?(?:\.[0-9]+)? | \.[0-9]+ )
     (?:/[0-9]+(?![\w/]))? (?:\s?\\?%)? )""", re.VERBOSE)
+# $$...$$, $...$, \(...\), \[...\]; the limits keep 10,000 opening ones from being quadratic.
 MATH_SPAN = re.compile(r"""
       \$\$([^$]{1,2000})\$\$
     | (?<!\\)\$((?:\\.|[^$\\\n]){1,2000})\$
@@ -56,17 +72,45 @@ PROSE = re.compile(r"""
     | [^\W\d_A-Za-zª-ϿⅠ-ↈ𝐀-𝟿]{2}""", re.VERBOSE)
 CHOICE = re.compile(r"\(([A-Z])\)|([A-Z])(?=[.:,;)]|\s*$)|([B-H])(?=\s+[a-z]{2})")
 BARE_NAME = re.compile(r"\\?[A-Za-z]+(_\w+|\([a-z]\))?")
+# What may not stand before a value, or the value is not the answer.
+BEFORE = re.compile(r"""(?:
+    (?: \b(?:not|never|cannot|neither|nor|than|without|except|exceeds?|unlike|under|over|below|above
+          |almost|nearly|at\ least|at\ most|up\ to|no\ longer) | n['’]t )
+      (?: \s+ (?!but\b|is\b|are\b|was\b) [a-z]+ ){0,2} \s+ (?:equal\ to\ )?  # "is not 5", "than 5"
+    | \b(?:between|either)                                                # "between 5 and 6"
+      (?: \s+ (?!is\b|are\b|was\b|were\b|equals?\b) [^\s.:;=]+ ){0,5} \s+
+    | \b(?:negative|plus|minus|times|twice|double|triple|half|square|cube|root|multiple|factor
+         |divisor|power|multiplied\ by|divided\ by|divisible\ by) \s+ (?:of\s+)?  # "minus 5"
+    | [0-9%$)] \s* (?: \b(?:or|and|to|through)\b | [,;&] ) \s*            # "5 to 6", "5, 6"
+    | [0-9] \s+ | [0-9)] \s* [x*] \s*                                     # "5 1/2", "3 * 5"
+    | [0-9A-Za-z)}$] \s* (?: [+/^×÷<≤≥≠] | (?<![-=])> | [<>!]= ) \s*      # "3 + 5", "x > 5"
+    | (?: [0-9)}$] | \b[a-z] ) \s* [-−] \s+                               # "8 - 5"
+    | [±√] \s* | \\(?:neq?|leq?|geq?|lt|gt|times|cdot|pm|sqrt) \s*
+    ) [$(]* $""", re.VERBOSE | re.IGNORECASE)
+# What may not stand behind it. The $ or ) that ends a formula comes first.
+AFTER = re.compile(rf"""[$)]* (?:
+    \s* (?: or\b | (?:and|to|through)\s+ (?:an?\b|one\b|half\b|[$(]*[0-9])      # "5 and a half"
+      | [,;]\s* (?:(?:and|or)\s+)? [$(]*[0-9]                                   # "5, 6"
+      | [+/^<>≤≥≠×÷±√π] | \*\s*[0-9] | -\s*[0-9] | :[0-9] | [0-9]               # "5 + 6 = 11"
+      | \\(?:sqrt|pi|frac|cdot|times|pm|leq?|geq?|lt|gt|neq?)
+      | -? (?:{'|'.join(sorted(SCALES))}|squared|cubed|times) s? \b             # "5 million"
+      | ,?\s* (?:which\s+|that\s+)? (?:is|are|was|were|seems|can)               # "5 is wrong"
+        (?: n['’]t | not | \s+ (?:not|wrong|incorrect|impossible|too) ) \b )
+    | (?: st | nd | rd | th | [a-z] | e[0-9]+ | sqrt | pi ) (?![a-z]) )         # "5th", "5x"
+    """, re.VERBOSE | re.IGNORECASE)
+# "5 apples and 6 pears", but not "18 eggs because 9 and 9 is 18".
+MORE = re.compile(r"(?:(?!\b(?:because|since|as)\b)[^,;.=])*\b(?:and|or)\s+[$(]*[0-9]")
 
 
 def extract_answer(text: str, last_number: bool = True) -> str | None:
-    """The answer alone, for scripts of one's own."""
+    """The answer alone, without the rule: for scripts of one's own."""
     return extract(text, last_number).answer
 
 
 def extract(text: str, last_number: bool = True) -> Extraction:
-    """The answer and the rule that found it (see the top). Never raises.
+    """Finds the answer of a completion; the rules are at the top of this file. Never raises.
 
-    Turn `last_number` off where a box or tag was asked for: else a model may learn to leave it out.
+    Turn `last_number` off where a box or a tag was asked for, or a model may learn to leave it out.
     """
     turns = filter(str.strip, END_OF_TURN.split(text))
     text = next(turns, "").rpartition("</think>")[2]
@@ -82,7 +126,8 @@ def extract(text: str, last_number: bool = True) -> Extraction:
     marked = last_marker(tail)
     if marked:
         return Extraction(marked, "marker")
-    # A box that is empty or never closes is a failed answer, often the copied prompt.
+    # A box that is empty or never closes is a failed answer, and often that of the copied prompt:
+    # "Put your answer in \boxed{}." Then no number of the text may count.
     if last_number and not re.search(BOX, text) and "<answer>" not in tail:
         value = value_in(tail.strip())
         if value:
@@ -110,10 +155,12 @@ def last_box(text: str) -> str | None:
     return "".join(reversed(found)).strip()
 
 
-def complete_boxes(text: str) -> list:
-    r"""(start, start and end of the content, end) of each box that closes, "\boxed 5" among them.
+def complete_boxes(text: str) -> list[tuple[int, int, int, int]]:
+    r"""(start, start of the content, end of the content, end) of each box that closes, and of each
+    "\boxed 5".
 
-    One pass, over runs of braces: 100,000 nested ones are a known attack.
+    One pass over the runs of braces, because 100,000 nested ones are a known attack. `depth` counts
+    the open braces; a box is closed when it falls back to what it was outside of the box.
     """
     found = []
     opened = []  # boxes: braces outside, start, start of the content
@@ -140,7 +187,7 @@ def complete_boxes(text: str) -> list:
 
 
 def last_marker(text: str) -> str | None:
-    """What follows the last "answer is", "answer:" or "####" in its sentence or line."""
+    """The value behind the last "answer is", "answer:" or "####", in its sentence or line."""
     for marker in reversed(list(MARKER.finditer(text))):
         rest = text[marker.end():].lstrip(" \t*_:\n")
         display = MATH_SPAN.match(rest)
@@ -153,6 +200,7 @@ def last_marker(text: str) -> str | None:
 
 
 def has_prose(text: str) -> bool:
+    """Does a text have words of a language besides formulas?"""
     return PROSE.search(LATEX.sub("", text)) is not None
 
 
@@ -161,11 +209,19 @@ def inside(match: re.Match) -> str:
     return next(filter(None, match.groups())).strip()
 
 
-def value_in(text: str, marked: bool = False) -> str | None:
-    """The value in a text: all of it if it is no prose, else its last formula or number.
+def stands_alone(found: re.Match) -> bool:
+    """Is a value in a text the value that is meant, and not one that words around it change?"""
+    before = found.string[max(0, found.start() - 60):found.start()].rpartition("\n")[2]
+    after = found.string[found.end():found.end() + 60].partition("\n")[0]
+    return not BEFORE.search(before) and not AFTER.match(after)
 
-    A `marked` text is the line after "answer is": there a leading number or choice letter counts,
-    and what cannot be taken apart is the answer as a whole. Elsewhere alternatives are no answer.
+
+def value_in(text: str, marked: bool = False) -> str | None:
+    """The value in a text: all of it if it has no prose, else its last formula or number.
+
+    A `marked` text is the line behind "answer is". There a leading number or choice letter counts,
+    and what cannot be taken apart is the answer as a whole: "not 5" equals no gold. Elsewhere a
+    value that does not stand alone is no answer.
     """
     whole = MATH_SPAN.fullmatch(text)
     if whole:
@@ -174,16 +230,20 @@ def value_in(text: str, marked: bool = False) -> str | None:
         return text
     choice = CHOICE.match(text)
     if marked and choice:
-        return inside(choice)
+        is_one = not re.match(r"\)?,?\s*(?:or\b|and\b|\(?[A-H]\b)", text[choice.end():])
+        return inside(choice) if is_one and stands_alone(choice) else text
     # In "$5 and $10" the dollars are money: what stands between them is prose.
     spans = [span for span in MATH_SPAN.finditer(text) if not has_prose(span.group())]
     numbers = list(NUMBER.finditer(text, spans[-1].end() if spans else 0))
     found = (spans[-1:] + numbers[-1:] or [None])[-1]
     if marked and spans and not BARE_NAME.fullmatch(inside(spans[-1])):
-        found = spans[-1]  # but "the largest $n$ is 34" goes on
+        # "$5$, not $6$"; but "the largest $n$ is 34" goes on to the number.
+        found = next(filter(stands_alone, spans[:-10:-1]), spans[-1])
     elif marked and numbers and numbers[0].start() == 0:
         found = numbers[0]  # "18 eggs because 16 + 2 = 18"
-    if found is None or re.search(r"[0-9$]\s+or\s+$", text[:found.start()][-40:]):
+        if MORE.match(text, found.end()):
+            return text
+    if found is None or not stands_alone(found):
         return text if marked else None
     if marked and not spans and "\\" in text:  # "\frac{1}{2} dollars"
         return text
@@ -194,7 +254,7 @@ def value_in(text: str, marked: bool = False) -> str | None:
 # Scores for training
 
 class Grade(NamedTuple):
-    """One completion's reward in parts: learning the format is not learning mathematics."""
+    """The reward of one completion in parts: learning the format is not learning mathematics."""
     correct: int           # 1 if the extracted answer equals the gold
     format: int            # 1 if the answer came in the form that the prompt asked for
     rule: str              # how the answer was found, see Extraction
@@ -202,7 +262,7 @@ class Grade(NamedTuple):
 
 
 def grade(completion: str, gold: str, style: str = "boxed", last_number: bool = False) -> Grade:
-    """Score one completion. `style` is what the prompt asked for: "boxed" or "tags"."""
+    """Scores one completion. `style` is the form that the prompt asked for: "boxed" or "tags"."""
     assert style in ("boxed", "tags"), f"{style!r} is neither 'boxed' nor 'tags'"
     answer, rule = extract(completion, last_number)
     correct = int(answer is not None and is_equal(answer, gold))
@@ -211,7 +271,9 @@ def grade(completion: str, gold: str, style: str = "boxed", last_number: bool = 
 
 
 def format_tags(text: str) -> int:
-    """The paper's form: <think>...</think> <answer>...</answer>, each tag once, nothing around."""
+    """1 if a text has the paper's form, else 0: <think>...</think> <answer>...</answer>, each tag
+    once, and nothing around them.
+    """
     text = END_OF_TURN.split(text.strip(), maxsplit=1)[0].strip()
     if any(text.count(tag) != 1 for tag in ("<think>", "</think>", "<answer>", "</answer>")):
         return 0
@@ -219,16 +281,23 @@ def format_tags(text: str) -> int:
 
 
 def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
-    """DAPO's soft ramp in tokens: 0 up to max_length - buffer, -1 at max_length and beyond."""
+    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), lengths in tokens: 0 up to
+    max_length - buffer, from there a straight line down to -1 at max_length, and -1 beyond.
+    """
     over = (length - (max_length - buffer)) / buffer
     return -min(1.0, max(0.0, over))
 
 
-def score(tokenizer, problems, rollouts, style="boxed", plug_in=None):
-    """Rollouts of P problems -> one dict a row: what was said, what was read, the verdict, and
-    `task`, the grader's reward or the plug-in's, with the latter's `parts`.
+def grade_rollouts(tokenizer, problems: list, rollouts, style: str = "boxed",
+          plug_in: Callable | None = None) -> list[dict]:
+    """One dict for each row of the rollouts: the completion, the answer that was found in it, the
+    verdict, and the reward `task`.
+
+    Rows come in groups, one for each of `problems` and all of one size. Without a plug-in the
+    reward is 1 for a correct answer, else 0. A plug-in is a function of the user's; the reward is
+    then the sum of the `parts` that it returns.
     """
-    group_size = len(rollouts.completions) // max(len(problems), 1)      # a rank may have none
+    group_size = len(rollouts.completions) // max(len(problems), 1)  # a rank may have no problem
     texts = [tokenizer.decode(completion) for completion in rollouts.completions]
     rows = []
     for i, text in enumerate(texts):

@@ -1,52 +1,65 @@
 """
-The decode step on a GPU, one new token for every live row, and short prefills as CUDA graphs:
-sampler.TorchEngine, the same numbers.
+The fast engine of the sampler: decode steps and short prefills as CUDA graphs, on a GPU.
 
-Why: at 7B a step is 4.9 GB of memory traffic, about 1.1 ms, in 260 launches. Python needs 10 us
-for a launch and a pass over an activation 3 us, so launches are recorded once and everything
-between two matmuls is one kernel of kernels.py:
+It takes sampler.TorchEngine's place and gives the same numbers, up to the order of fp32 sums.
 
-    embed           residual = embed[token]
-    per layer       qkv matmul -> heads_kernel: sum, adapter, 1/rms, bias, rotary, KV cache
-                    attention_kernel -> o matmul -> residual_kernel: sum, adapter, residual, norm
-                    gate_up matmul -> swiglu_kernel -> down matmul -> residual_kernel
-    head            matmul -> chunk_kernel, pick_kernel: softmax, draw, the row's state advances
+Why: a step of 7B, one new token for every live row, is 4.9 GB of memory traffic, about 1.1 ms on an
+H200, in 260 launches. Python takes 10 us for a launch, and a pass over an activation takes 3 us. So
+launches are recorded once as a graph, and everything between two matmuls is one kernel of
+kernels.py:
 
-A row's state lives on the GPU and the last kernel of a step advances it: the host launches a window
-of steps and looks afterwards.
-Adapters, norms and their noise are read where they are: an optimizer step needs no new capture.
+    embed_kernel                     residual = embed[token]; the first norm
+    in every layer
+        qkv matmul
+        heads_kernel                 slabs, adapter, 1/rms, bias, rotary; queries, KV cache
+        attention_kernel             the new token's attention to its row's context
+        o matmul
+        residual_kernel              slabs, adapter, residual += o; the next norm
+        gate|up matmul
+        swiglu_kernel                slabs, adapter, 1/rms, silu(gate) * up
+        down matmul
+        residual_kernel              slabs, adapter, residual += down; the next norm
+    lm_head matmul
+    chunk_kernel, pick_kernel        softmax, the draw; the row's state advances
+
+A row's state (kernels.RowState) lives on the GPU, and the last kernel of a step advances it. So the
+host launches a window of 8 steps and looks afterwards.
+
+A graph has addresses in it, not values. Adapters, norms and their noise are read where they are,
+and an optimizer step needs no new capture.
 
 Shapes: n rows (M of a matmul), K in_features, R LoRA rank, V vocabulary, D width, F feed-forward, H
 query heads, KV key-value heads, d head size.
 """
 import functools
+from typing import Callable, Hashable, Sequence
 
 import torch
 import triton
 from triton.language import constexpr
 
-import marlin_fp4
-import portable_fp4
 from attention import Spans, attend_spans
 from fast import kernels
-from fast.kernels import Cache, Logits, Norm, Partial, Runs, Shape, Squares, State
+from fast.kernels import (AttentionPlan, LayerCache, LogitChunks, NextNorm, RowSquares, RowState,
+                          SplitSoftmaxes, UnfinishedLinear)
 from harness.ranks import capability, kernels_for
-from model import FP16_SHIFT
+from lora import Linear
+from marlin_fp4 import (TILE_SIDE, PackedWeight, expanded_matmul, most_pieces, portable_matmul,
+                        shared_memory_kib)
+from model import FP16_SHIFT, Qwen2
 from ops import mm_fp32
-from portable_fp4 import shared_memory
-from sampler import KV_BLOCK, TorchEngine, fill_cache, filter_logits
+from sampler import KV_BLOCK, Rows, Sampling, TorchEngine, fill_cache, filter_logits
 
-BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)  # rows of a graph
+GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)  # a graph for each, as needed
 WINDOW = 8              # steps between two looks of the host
-TILE = 128              # columns of a matmul's tile
-CHUNK = 2048            # vocabulary entries of one program of the softmax
-GROUP = 16              # queries of a tile of attention_kernel
-MAX_ENDS = 16           # end ids of a tokenizer
-PREFILL_SIZES = (64, 128, 256, 512, 1024)  # tokens of prefills as graphs
-MATMULS = {"hopper": marlin_fp4.decode_matmul, "portable": portable_fp4.decode_matmul}
-# n up to -> columns of an elementwise program; (rows, warps) of heads_, residual_, swiglu_kernel's.
-# With 128 columns a number costs half as many instructions, up to 16 rows too few programs result.
-PROGRAMS = {
+VOCAB_CHUNK = 2048      # logits of one program of chunk_kernel
+QUERY_TILE = 16         # queries of one program of attention_kernel: the side of an mma.sync
+MAX_END_IDS = 16
+PREFILL_SIZES = (64, 128, 256, 512, 1024)  # tokens of prefills that are graphs
+# Rows up to which the elementwise kernels take: columns a program; and (rows a program, warps) of
+# heads_kernel, residual_kernel and swiglu_kernel. With 128 columns a number costs half as many
+# instructions as with 64, but up to 16 rows there would be too few programs for the GPU.
+PROGRAM_SIZES = {
     4: (64, (1, 4), (1, 1), (1, 1)),
     16: (64, (4, 4), (4, 4), (8, 4)),
     64: (128, (4, 4), (4, 8), (16, 4)),
@@ -54,59 +67,80 @@ PROGRAMS = {
 }
 
 
-def attention_shape(pairs, most_siblings, room):
-    """(row, key-value head) pairs of a step -> Shape.
+def decode_matmul_for(name: str | None) -> Callable | None:
+    """The matmul of --kernels `name`, "hopper" or "portable". None, a CPU, packs no weights."""
+    if name == "hopper":
+        from fast.hopper_fp4 import hopper_matmul  # Gluon, which no other GPU needs
+        return hopper_matmul
+    return portable_matmul if name == "portable" else None
 
-    A step of 128 tokens with heads of 128 takes 128 KiB of shared memory; room: whether they fit.
 
-    A row is cut up only where there are too few of them for 132 multiprocessors: a join costs 2 us,
-    programs that find nothing to do 3. A prefix read once for its siblings pays where the L2
-    cannot keep up, from 512 pairs on (32B, 64 rows: 30 -> 28 us).
+def attention_plan(pairs: int, most_siblings: int, wide_steps_fit: bool) -> AttentionPlan:
+    """How attention_kernel cuts up a step of `pairs` = rows * key-value heads.
+
+    wide_steps_fit: whether shared memory holds a step of 128 tokens, which takes 128 KiB with heads
+    of 128.
+
+    Times on an H200. With up to 64 pairs there are too few programs for its 132 multiprocessors, so
+    several share a row. Only there: joining them costs 2 us, and programs that find nothing to do
+    cost 3. From 265 pairs on siblings read their prefix together. That pays where the L2 cannot
+    keep up, from 512 pairs on: 28 instead of 30 us for 32B at 64 rows.
     """
     if pairs <= 64:
         splits = min(64, triton.next_power_of_2(triton.cdiv(132, pairs)))
-        return Shape(splits, 1, 4, 32 if room else 16)
-    if pairs <= 132 and room:
-        return Shape(1, 1, 8, 16)
+        return AttentionPlan(splits, 1, 4, 32 if wide_steps_fit else 16)
+    if pairs <= 132 and wide_steps_fit:
+        return AttentionPlan(1, 1, 8, 16)
     if pairs <= 264:
-        return Shape(1, 1, 4, 16)
-    return Shape(1, most_siblings, 4, 16)
+        return AttentionPlan(1, 1, 4, 16)
+    return AttentionPlan(1, most_siblings, 4, 16)
 
 
-def partial(linear, x, matmul):
-    """The linear's matmul of x (n, K), for a kernel to finish; `matmul`: of a packed weight."""
+def launch_matmul(linear: Linear, x: torch.Tensor,
+                  decode_matmul: Callable | None) -> UnfinishedLinear:
+    """Launches the linear's matmul with x (n, K); a kernel of kernels.py finishes it.
+
+    decode_matmul: for packed weights and few rows; others are expanded to 16 bits first.
+    """
     R = linear.rank
     a = linear.working_a if R else None
-    packed = isinstance(linear.weight, marlin_fp4.PackedWeight)
+    packed = isinstance(linear.weight, PackedWeight)
     if not packed or linear.weight.expands(len(x)):
-        matmul = marlin_fp4.expanded_matmul
-    slabs = matmul(x, linear.weight, a)
-    return Partial(slabs.sums, slabs.scale, linear.working_b if R else slabs.scale, linear.weight.N,
-                   slabs.sums.shape[2], slabs.KB, slabs.L, constexpr(max(slabs.most)), constexpr(R))
+        decode_matmul = expanded_matmul
+    slabs = decode_matmul(x, linear.weight, a)
+    b = linear.working_b if R else slabs.scale  # without an adapter nobody reads it
+    return UnfinishedLinear(
+        slabs.sums, slabs.scale, b, linear.weight.N, slabs.sums.shape[2], slabs.k_tiles,
+        slabs.stripe, constexpr(max(most_pieces(slabs.k_tiles, slabs.stripe))), constexpr(R))
 
 
-class Graphs(dict):
-    """key -> the replay of a CUDA graph, all made for the same `settings`: what they captured must
-    stay where it is.
+class GraphStore(dict):
+    """key -> a function that replays a CUDA graph.
+
+    All graphs in it were captured under the same `settings`, which are whatever a graph depends on
+    beside its key: other settings drop them all.
     """
     settings = None
-    pool = None  # of activations: graphs never run at once
+    pool = None  # of the activations' memory. One for all graphs, since no two run at once.
 
-    def get_for(self, settings, key, launch):
+    def get_for(self, settings: Hashable, key: Hashable, launch: Callable) -> Callable:
+        """The replay of the graph `key`; captured from launch() where there is none."""
         if settings != self.settings:
             self.clear()
-            self.pool = None  # without graphs it cannot be used again
+            self.pool = None  # a pool without graphs cannot be used again
             self.settings = settings
         if key not in self:
             self[key] = self.capture(launch)
         return self[key]
 
-    def capture(self, launch):
-        """-> what replays launch(); what that returns lives as long as its graph."""
-        if not torch.cuda.is_available():  # Triton's interpreter
+    def capture(self, launch: Callable) -> Callable:
+        """Records launch() -> the graph's replay. What launch() returns lives as long as the graph:
+        it should return tensors that the graph writes to and nobody else holds.
+        """
+        if not torch.cuda.is_available():  # in Triton's interpreter
             return launch
         stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):  # compiles, wakes cuBLAS
+        with torch.cuda.stream(stream):  # once for real: this compiles kernels and wakes cuBLAS
             stream.wait_stream(torch.cuda.default_stream())
             launch()
         torch.cuda.synchronize()
@@ -118,63 +152,72 @@ class Graphs(dict):
 
 
 class GraphEngine(TorchEngine):
-    """TorchEngine in graphs, made as needed."""
+    """sampler.TorchEngine's fast twin. kernels: --kernels, see harness.ranks.kernels_for.
+
+    Raises ValueError for a model whose sizes the kernels do not take.
+    """
     window = WINDOW
 
-    def __init__(self, model, kv, max_rows, kernels="auto"):
+    def __init__(self, model: Qwen2, kv: torch.Tensor, max_rows: int, kernels: str = "auto"):
         c = model.config
         if c.head_dim not in (64, 128):
             raise ValueError(f"heads of size {c.head_dim}: the GPU's kernels take 64 and 128")
-        if c.width % TILE or c.feed_forward % TILE:
-            raise ValueError(f"{c.width=}, {c.feed_forward=}: no multiples of {TILE}")
-        if c.heads // c.kv_heads > GROUP:
-            raise ValueError(f"{c.heads} query heads on {c.kv_heads}: more than {GROUP} on each")
+        if c.width % TILE_SIDE or c.feed_forward % TILE_SIDE:
+            raise ValueError(f"{c.width=}, {c.feed_forward=}: the GPU's kernels take multiples of "
+                             f"{TILE_SIDE}")
+        if c.heads // c.kv_heads > QUERY_TILE:
+            raise ValueError(f"{c.heads} query heads on {c.kv_heads} key-value heads: the GPU's "
+                             f"kernels take at most {QUERY_TILE} on each")
         super().__init__(model, kv, max_rows)
         self.max_rows = max_rows
-        self.most_siblings = GROUP // (c.heads // c.kv_heads)
-        self.buckets = [size for size in BUCKETS if size < max_rows] + [max_rows]
+        self.most_siblings = QUERY_TILE // (c.heads // c.kv_heads)
+        self.sizes = [size for size in GRAPH_ROWS if size < max_rows] + [max_rows]
         pdl = capability(kv.device) >= (9, 0)
-        self.room = c.head_dim == 64 or shared_memory(capability(kv.device)) > 128
         self.pdl = dict(PDL=True, launch_pdl=True) if pdl else dict(PDL=False)
-        matmul = MATMULS.get(kernels_for(kv.device, kernels))  # None: a CPU packs nothing
+        shared_memory = shared_memory_kib(capability(kv.device))
+        self.wide_steps_fit = c.head_dim == 64 or shared_memory > 128
+        matmul = decode_matmul_for(kernels_for(kv.device, kernels))
         self.matmul = functools.partial(matmul, pdl=pdl) if matmul else None
 
         def zeros(*shape, dtype=torch.int64):
             return torch.zeros(shape, dtype=dtype, device=kv.device)
 
-        self.rows = zeros(len(State._fields), max_rows)
-        self.state = State(*self.rows)
-        self.nobody = zeros(len(State._fields), 1)  # a row that reads and writes block 0
-        self.nobody[State._fields.index("siblings")] = 1
-        self.table = None  # (max_rows, width), from the first call on
-        self.ends = zeros(MAX_ENDS)
+        # What graphs read and write between steps; it must stay where it is.
+        self.rows = zeros(len(RowState._fields), max_rows)
+        self.state = RowState(*self.rows)
+        self.nobody = zeros(len(RowState._fields), 1)  # a spare row: it reads and writes block 0
+        self.nobody[RowState._fields.index("siblings")] = 1
+        self.table = None  # (max_rows, width), made at the first call, which tells the width
+        self.ends = zeros(MAX_END_IDS)
         self.inv_temperature = zeros(dtype=torch.float32)
         self.tokens = zeros(WINDOW, max_rows)
         self.logprobs = zeros(WINDOW, max_rows, dtype=torch.float32)
         self.counters = zeros(max_rows * c.kv_heads, dtype=torch.int32)
         half = torch.arange(0, c.head_dim, 2, device=kv.device, dtype=torch.float32)
-        self.freq = c.rope_theta ** (-half / c.head_dim)  # as model.rope_table
-        self.packed = zeros(3, PREFILL_SIZES[-1])  # of a prefill: tokens, blocks, positions,
-        self.starts = zeros(PREFILL_SIZES[-1] // KV_BLOCK + 1, dtype=torch.int32)  # where each begins
-        self.graphs = Graphs()  # of (rows, greedy)
-        self.prefills = Graphs()  # of tokens
+        self.freq = c.rope_theta ** (-half / c.head_dim)  # as in model.rope_table
+        self.prefill_inputs = zeros(3, PREFILL_SIZES[-1])  # tokens, blocks, positions
+        self.prefill_starts = zeros(PREFILL_SIZES[-1] // KV_BLOCK + 1, dtype=torch.int32)
+        self.graphs = GraphStore()  # its keys: (rows, greedy)
+        self.prefills = GraphStore()  # its keys: tokens
 
-    def batch_size(self, n):
-        return next(size for size in self.buckets if size >= n)
+    def batch_size(self, n: int) -> int:
+        """The rows that a step of n live rows computes: those of the next larger graph."""
+        return next(size for size in self.sizes if size >= n)
 
     @torch.no_grad()
-    def decode(self, rows, steps, sampling):
+    def decode(self, rows: Rows, steps: int,
+               sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As TorchEngine.decode, for at most WINDOW steps."""
         n = len(rows.pos)
         ends = sorted(sampling.end_ids)
-        assert len(ends) <= MAX_ENDS, f"{len(ends)} end ids, at most {MAX_ENDS}"
+        assert len(ends) <= MAX_END_IDS, f"{len(ends)} end ids, at most {MAX_END_IDS}"
         if self.table is None:
             self.table = self.rows.new_zeros(self.max_rows, rows.table.shape[1])
-        size = self.batch_size(n)
-        run = self.graph(size, sampling)
-        self.rows[:len(rows) - 1, :n] = torch.stack(rows[:-1])  # State begins as Rows, no table
+        run = self.graph(self.batch_size(n), sampling)
+        self.rows[:len(rows) - 1, :n] = torch.stack(rows[:-1])  # RowState begins with Rows' fields
         self.state.alive[:n] = rows.limit > rows.pos
         self.table[:n] = rows.table
-        self.ends.copy_(torch.tensor(ends + [-1] * (MAX_ENDS - len(ends))))
+        self.ends.copy_(torch.tensor(ends + [-1] * (MAX_END_IDS - len(ends))))
         self.inv_temperature.fill_(1 / (sampling.temperature or 1.0))
         for _ in range(steps):
             run()
@@ -182,11 +225,13 @@ class GraphEngine(TorchEngine):
         return tokens, self.logprobs[:steps, :n].clone(), self.state.made[:n].clone()
 
     @torch.no_grad()
-    def prefill(self, tokens, blocks, lengths):
-        """A short one is a graph: the host takes 2 ms a layer to launch its 90 kernels.
+    def prefill(self, tokens: torch.Tensor, blocks: torch.Tensor, lengths: Sequence[int]) -> None:
+        """As TorchEngine.prefill. A short one is a graph: the host would need 2 ms to launch the 90
+        kernels of a layer.
 
-        Padded by one more prefix, which goes to block 0, and by empty ones: room for size / 32,
-        since FlashAttention launches programs for those too.
+        A graph has a fixed number of tokens and of prefixes. The spare tokens become one more
+        prefix, which goes to block 0, and the spare prefixes are empty: there are size / 32 in all,
+        since FlashAttention launches programs for empty ones too.
         """
         T = len(tokens)
         n = len(lengths)
@@ -199,108 +244,112 @@ class GraphEngine(TorchEngine):
         packed[2] = torch.cat([torch.arange(length) for length in (*lengths, size - T)])
         starts = torch.full((size // KV_BLOCK + 1,), size)
         starts[:n + 1] = torch.tensor([0, *lengths]).cumsum(0)
-        inputs = self.packed[:, :size]
+        inputs = self.prefill_inputs[:, :size]
         inputs.copy_(packed)
-        at = self.starts[:len(starts)]
+        at = self.prefill_starts[:len(starts)]
         at.copy_(starts)
         spans = Spans(at, at, size, size, causal=True)
 
         def launch():
             fill_cache(self.model, self.kv, *inputs,
                        lambda q, k, v: attend_spans(q, k, v, spans)[0])
-            return self.model.layers[0].qkv.scratch.flat  # where every W is expanded
+            return self.model.layers[0].qkv.scratch.flat  # kept: every W is expanded into it
 
-        self.prefills.get_for(self.adapter(), size, launch)()
+        self.prefills.get_for(self.adapter_key(), size, launch)()
 
-    def graph(self, size, sampling):
-        """-> what runs one step of `size` rows, so far nobody's: to make it takes a step, too."""
+    def graph(self, size: int, sampling: Sampling) -> Callable:
+        """What runs one step of `size` rows. All of them are spare rows until decode() fills them
+        in: to capture a graph is to run a step, which must not touch anybody's cache.
+        """
         self.rows[:, :size] = self.nobody
         self.table[:size] = 0
-        settings = self.adapter(), sampling.top_k, sampling.top_p, self.model.live_vocab
+        settings = self.adapter_key(), sampling.top_k, sampling.top_p, self.model.live_vocab
         run = self.graphs.get_for(settings, (size, not sampling.temperature),
                                   lambda: self.step(size, sampling))
         self.state.step.zero_()
         return run
 
-    def adapter(self):
-        """Whose addresses a graph captured."""
+    def adapter_key(self) -> tuple | None:
+        """Which adapter's addresses a graph has in it; None: no adapter is on."""
         adapter = self.model.adapter
         live = adapter is not None and adapter.enabled
         return (adapter.working.data_ptr(), adapter.rank) if live else None
 
-    def step(self, n, sampling):
-        """Launch one step of rows [0, n)."""
+    def step(self, n: int, sampling: Sampling) -> None:
+        """Launches one step of rows [0, n): the list of kernels at the top of this file."""
         model = self.model
         pdl = self.pdl
         c = model.config
         D, F, H, KV, d = c.width, c.feed_forward, c.heads, c.kv_heads, c.head_dim
-        bucket = next((m for m in PROGRAMS if n <= m), max(PROGRAMS))
-        tile, of_heads, of_residual, of_swiglu = PROGRAMS[bucket]
+        bucket = next((rows for rows in PROGRAM_SIZES if n <= rows), max(PROGRAM_SIZES))
+        tile, heads_size, residual_size, swiglu_size = PROGRAM_SIZES[bucket]
         tiles = D // tile
-        shape = attention_shape(n * KV, self.most_siblings, self.room)
+        plan = attention_plan(n * KV, self.most_siblings, self.wide_steps_fit)
 
         def new(*shape, dtype=torch.float32):
             return torch.empty(shape, dtype=dtype, device=self.kv.device)
 
         resid = new(n, D)
-        xw = new(n, D, dtype=model.dtype)  # inputs of matmuls: qkv, gate|up, head;
-        context = new(n, H * d, dtype=model.dtype)  # o;
-        hidden = new(n, F, dtype=model.dtype)  # down
+        xw = new(n, D, dtype=model.dtype)  # the input of qkv, gate|up and lm_head
+        context = new(n, H * d, dtype=model.dtype)  # the input of o
+        hidden = new(n, F, dtype=model.dtype)  # the input of down
         q = new(n, H, d, dtype=model.dtype)
         cos, sin = new(2, n, d // 2)
-        of_runs = n, H, shape.SPLITS
-        runs = Runs(new(*of_runs, d), new(*of_runs), new(*of_runs), self.counters)
-        squares = Squares(new(n, tiles), model.final_norm.eps, D, constexpr(tiles))
+        per_split = n, H, plan.SPLITS
+        splits = SplitSoftmaxes(new(*per_split, d), new(*per_split), new(*per_split), self.counters)
+        squares = RowSquares(new(n, tiles), model.final_norm.eps, D, constexpr(tiles))
         shift = constexpr(FP16_SHIFT if model.dtype == torch.float16 else 1.0)
 
         def into(norm):
-            return Norm(norm.weight, norm.noise, xw, squares, shift)
+            return NextNorm(norm.weight, norm.noise, xw, squares, shift)
 
-        def residual(linear, x, norm):
-            rows, warps = of_residual
+        def add_to_residual(linear, x, norm):
+            rows, warps = residual_size
             kernels.residual_kernel[triton.cdiv(n, rows), tiles](
-                partial(linear, x, self.matmul), n, resid, into(norm), tile, rows,
+                launch_matmul(linear, x, self.matmul), n, resid, into(norm), tile, rows,
                 num_warps=warps, **pdl)
 
-        # Launched without pdl, after the step before: all others may read the state early.
+        # Launched without launch_pdl, so after the whole step before. That is why every other
+        # kernel of the step may read the rows' state before it waits.
         norms = [layer.input_norm for layer in model.layers] + [model.final_norm]
         kernels.embed_kernel[n, tiles](
             self.state, model.embed, self.freq, resid, cos, sin, into(norms[0]), n, tile, d // 2,
             pdl["PDL"], num_warps=1)
         for layer, kv, next_norm in zip(model.layers, self.kv, norms[1:]):
-            cache = Cache(kv, kv.stride(0), self.table, self.table.shape[1],
-                          *map(constexpr, (KV, KV_BLOCK, d)))
-            rows, num_warps = of_heads
+            cache = LayerCache(kv, kv.stride(0), self.table, self.table.shape[1],
+                               *map(constexpr, (KV, KV_BLOCK, d)))
+            rows, num_warps = heads_size
             kernels.heads_kernel[triton.cdiv(n, rows), H + 2 * KV](
-                partial(layer.qkv, xw, self.matmul), n, squares, layer.qkv_bias, cos, sin, q, cache,
-                self.state, H, rows, num_warps=num_warps, **pdl)
-            kernels.attention_kernel[n, KV, shape.SPLITS](
-                q, cache, self.state, context, runs, H, GROUP, shape, num_warps=shape.W,
-                num_stages=4 if shape.SIBLINGS > 1 else 3, **pdl)
-            residual(layer.o, context, layer.post_norm)
-            rows, num_warps = of_swiglu
+                launch_matmul(layer.qkv, xw, self.matmul), n, squares, layer.qkv_bias, cos, sin, q,
+                cache, self.state, H, rows, num_warps=num_warps, **pdl)
+            kernels.attention_kernel[n, KV, plan.SPLITS](
+                q, cache, self.state, context, splits, H, QUERY_TILE, plan, num_warps=plan.WARPS,
+                num_stages=4 if plan.SIBLINGS > 1 else 3, **pdl)
+            add_to_residual(layer.o, context, layer.post_norm)
+            rows, num_warps = swiglu_size
             kernels.swiglu_kernel[triton.cdiv(n, rows), F // tile](
-                partial(layer.gate_up, xw, self.matmul), n, squares, hidden, tile, rows,
+                launch_matmul(layer.gate_up, xw, self.matmul), n, squares, hidden, tile, rows,
                 num_warps=num_warps, **pdl)
-            residual(layer.down, hidden, next_norm)
+            add_to_residual(layer.down, hidden, next_norm)
         self.sample(xw, squares, sampling)
 
-    def sample(self, xw, squares, sampling):
-        """The head and the draw, from the final norm's xw (n, D) and squares."""
+    def sample(self, xw: torch.Tensor, squares: RowSquares, sampling: Sampling) -> None:
+        """Launches the head and the draw, from the final norm's x * w (n, D) and its squares."""
         n = len(xw)
         V = self.model.live_vocab
-        # All of the head: 151,665 columns of fp32 would leave cuBLAS unaligned rows.
-        logits = mm_fp32(xw, self.model.lm_head.T)  # (n, V padded)
+        # The whole head, though only V of its rows are tokens: 151,665 columns of fp32 would leave
+        # cuBLAS with rows that are not aligned.
+        logits = mm_fp32(xw, self.model.lm_head.T)
         filtered = bool(sampling.top_k or sampling.top_p < 1.0)
-        if filtered:
+        if filtered:  # top-p needs real probabilities, so the scale is applied here
             rstd = torch.rsqrt(squares.sums.sum(1, keepdim=True) / squares.D + squares.eps)
             logits *= rstd * self.inv_temperature
             filter_logits(logits[:, :V], sampling.top_k, sampling.top_p)
-        chunks = triton.cdiv(V, CHUNK)
-        logits = Logits(logits, logits.stride(0), V, squares, self.inv_temperature,
-                        logits.new_empty(n, chunks), logits.new_empty(n, chunks),
-                        constexpr(filtered), constexpr(CHUNK))
+        chunks = triton.cdiv(V, VOCAB_CHUNK)
+        logits = LogitChunks(logits, logits.stride(0), V, squares, self.inv_temperature,
+                             logits.new_empty(n, chunks), logits.new_empty(n, chunks),
+                             constexpr(filtered), constexpr(VOCAB_CHUNK))
         kernels.chunk_kernel[n, chunks](logits)
         kernels.pick_kernel[n,](logits, chunks, self.state, self.ends, self.tokens, self.logprobs,
                                 self.max_rows, not sampling.temperature,
-                                triton.next_power_of_2(chunks), MAX_ENDS)
+                                triton.next_power_of_2(chunks), MAX_END_IDS)

@@ -1,147 +1,179 @@
 """
-Every Triton kernel but the 4-bit matmul's (portable_fp4.py, marlin_fp4.py).
+Triton kernels: everything in a decode step between two matmuls, and the learner's fast twins.
 
-    the decode step        all between two matmuls, attention to the cache, the draw: see decode.py
-    the learner's twins    of what ops.py, attention.py and nvfp4.py mark twin_in_kernels
+    the decode step        from the embedding to the draw; decode.py says which kernel comes when
+    the learner's twins    of the functions that ops.py, attention.py and nvfp4.py mark with
+                           @twin_in_kernels; those are the reference, in plain torch
 
-Finishing a linear. A matmul leaves slabs of split-K partial sums (marlin_fp4.Slabs), columns N..
-being x @ A.T of the adapter. Whoever reads them adds those that hold something, in order, and
-rounds where model.py does. 1/rms needs a whole row, which no program sees: programs leave sums of
-squares of their columns, for the reader of the next matmul (model.py says why it may).
+The matmuls themselves are in marlin_fp4.py and hopper_fp4.py.
 
-Programmatic dependent launch. A kernel lets the next one start at once (overlap) and loads what
-no earlier kernel of the step writes, weights and the rows' state, before it waits for the one
-before it (wait): from sm_90 on. This and smaller tiles took a step of 7B with 1 row from 2.9 to
-2.2 ms.
+Finishing a linear. A matmul leaves slabs: partial sums of split-K, whose columns N .. hold x @ A.T
+of the adapter. The kernel that reads them finishes the linear:
 
-Tensors are row-major, contiguous unless a stride is named. Rows past M are masked.
+    y = (sum of W's slabs) * scale  +  round(sum of A's slabs) @ b.T
+
+It adds those slabs that hold something, in their order, and rounds where model.py rounds.
+
+RMSNorm without a pass over the row. 1/rms needs a whole row, and no program here sees one. So a
+norm is split in two, as model.py explains: the kernel before a matmul writes x * w, and leaves the
+sum of squares of its own columns. The kernel after the matmul adds those sums up and multiplies by
+1/rms.
+
+Programmatic dependent launch (PDL, from sm_90 on). Launching takes longer than many of these
+kernels. So each one says at its very start that the next may be launched, and the next one loads
+what no kernel of the step writes, weights and the rows' state, before it waits for the end of the
+one before it:
+
+    kernel 1   [let_next_kernel_start | load weights | wait | work .......... ]
+    kernel 2             [let_next_kernel_start | load weights | wait ........ | work ...... ]
+
+What a kernel may load before its wait is thus a question of correctness: nothing that an earlier
+kernel of the step writes. This and smaller tiles took a step of 7B with 1 row from 2.9 to 2.2 ms on
+an H200.
+
+Tensors are row-major, and contiguous unless a stride is named. Rows past M are masked.
 
 Shapes: M rows, N out_features, R LoRA rank, S slabs, D width, F feed-forward, V vocabulary, H
 query heads, KV key-value heads, d head size, T tokens.
 """
 from functools import cache
-from typing import NamedTuple
+from typing import Callable, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from marlin_fp4 import a_pieces, pieces
+from attention import Spans
+from marlin_fp4 import a_pieces, w_pieces
 from nvfp4 import byte_table
 
 INF = tl.constexpr(float("inf"))
-LOWEST = tl.constexpr(-1e30)  # below all logits, and finite: no inf - inf
+LOWEST = tl.constexpr(-1e30)  # below every logit, and finite: -inf - -inf would be NaN
 LOG2_E = tl.constexpr(1.4426950408889634)  # attention's softmax is in base 2
-AT_ONCE = tl.constexpr(4)  # runs of attention_kernel joined at a time
+SPLITS_AT_ONCE = tl.constexpr(4)  # splits of a row that join_splits loads together
 
 
 # -----------------------------------------------------------------------------
 # What travels together
 
-class Partial(NamedTuple):
-    """A linear as its matmul left it, and what finishes it."""
-    sums: tl.tensor         # fp32 (S, M, width)    columns N.. are x @ A.T
+class UnfinishedLinear(NamedTuple):
+    """A linear as its matmul left it (marlin_fp4.MatmulSlabs), and what finishes it."""
+    sums: tl.tensor         # fp32 (S, M, width)    columns N .. are x @ A.T
     scale: tl.tensor        # fp32 (N,)
-    b: tl.tensor            # (N, R)                alpha / rank included
+    b: tl.tensor            # (N, R)                LoRA's B, times alpha / rank
     N: tl.tensor
-    width: tl.tensor
-    KB: tl.tensor           # blocks along K,
-    L: tl.tensor            # of a program: marlin_fp4.pieces
-    S: tl.constexpr         # slabs of a column, at most
+    width: tl.tensor        # columns of a slab: N + R, rounded up
+    k_tiles: tl.tensor      # these two tell how many slabs hold a piece of a column:
+    stripe: tl.tensor       # marlin_fp4.w_pieces, a_pieces
+    S: tl.constexpr         # the most slabs that any column has
     R: tl.constexpr         # 0: no adapter
 
 
-class Squares(NamedTuple):
-    """What 1/rms of the residual's rows is made of."""
-    sums: tl.tensor         # fp32 (M, TILES)       of squares, each program's
+class RowSquares(NamedTuple):
+    """Sums of squares of the residual's rows, of which the reader makes 1/rms."""
+    sums: tl.tensor         # fp32 (M, TILES)       one for each program's columns
     eps: tl.tensor
     D: tl.tensor
     TILES: tl.constexpr
 
 
-class Norm(NamedTuple):
+class NextNorm(NamedTuple):
     """The norm in front of the next matmul, and where its two results go."""
     weight: tl.tensor       # fp32 (D,)
     noise: tl.tensor        # fp32 (D,)             AQN's
-    xw: tl.tensor           # (M, D)                x * (weight + noise), rounded
-    squares: Squares        # takes them
-    SHIFT: tl.constexpr     # of x before all this: model.FP16_SHIFT, or 1
+    xw: tl.tensor           # (M, D)                takes x * (weight + noise), rounded
+    squares: RowSquares     # takes the squares of x
+    SHIFT: tl.constexpr     # what x is multiplied by first: model.FP16_SHIFT for fp16, else 1
 
 
-class State(NamedTuple):
-    """Of each row, int64 (M,): sampler.Rows, and what pick_kernel counts."""
-    token: tl.tensor
-    pos: tl.tensor
-    prefix: tl.tensor
-    siblings: tl.tensor
-    limit: tl.tensor
-    key: tl.tensor
-    alive: tl.tensor        # 0: repeats its step, which counts for nothing
-    made: tl.tensor         # tokens that count, in this window
+class RowState(NamedTuple):
+    """Each row's state, int64 (M,): sampler.Rows without its table, and what pick_kernel counts."""
+    token: tl.tensor        # the next input
+    pos: tl.tensor          # its position
+    prefix: tl.tensor       # tokens of the row's prefix
+    siblings: tl.tensor     # at the first of neighbours with one prefix: how many; else 0
+    limit: tl.tensor        # the last position
+    key: tl.tensor          # of the row's randomness
+    alive: tl.tensor        # 0: the row has ended; it repeats its last step, to no effect
+    made: tl.tensor         # tokens of this window that count
     step: tl.tensor         # of this window
 
 
-class Cache(NamedTuple):
-    """One layer's keys and values, and which blocks are whose."""
-    kv: tl.tensor           # (2, blocks, KV, BLOCK, d)
-    plane: tl.tensor        # elements from keys to values
-    table: tl.tensor        # int64 (M, width)      a row's blocks
+class LayerCache(NamedTuple):
+    """One layer's keys and values, and which KV blocks are whose."""
+    kv: tl.tensor           # (2, blocks, KV, KV_BLOCK, d)
+    plane: tl.tensor        # elements from a key to its value
+    table: tl.tensor        # int64 (M, width)      each row's KV blocks: its prefix's, then its own
     width: tl.tensor
     KV: tl.constexpr
-    BLOCK: tl.constexpr
+    KV_BLOCK: tl.constexpr
     d: tl.constexpr
 
 
-class Shape(NamedTuple):
-    """How attention_kernel cuts its work up: decode.attention_shape."""
-    SPLITS: int             # programs of a row, at most
-    SIBLINGS: int           # rows of a program, at most
-    W: int                  # warps of a program
-    T: int                  # tokens of a warp's step
+class AttentionPlan(NamedTuple):
+    """How attention_kernel cuts its work up; decode.attention_plan chooses it."""
+    SPLITS: int             # programs that share a row's context, at most
+    SIBLINGS: int           # rows with one prefix that a program does together, at most
+    WARPS: int              # of a program
+    TOKENS: int             # that a warp reads in one step, all from one KV block
 
 
-class Runs(NamedTuple):
-    """What the programs of one row leave for the last of them."""
-    acc: tl.tensor          # fp32 (M, H, SPLITS, d)   unscaled sums
+class SplitSoftmaxes(NamedTuple):
+    """Where the programs that share a row leave their softmaxes, for the last of them to join."""
+    acc: tl.tensor          # fp32 (M, H, SPLITS, d)   sums of 2^(logit - largest) * value
     tops: tl.tensor         # fp32 (M, H, SPLITS)      largest logits
     masses: tl.tensor       # fp32 (M, H, SPLITS)      sums of 2^(logit - largest)
-    counters: tl.tensor     # int32 (M, KV)            how many are done; left at 0
+    counters: tl.tensor     # int32 (M, KV)            programs that are done; left at 0
 
 
-class Logits(NamedTuple):
-    """What is drawn from, and a summary of each row's chunks."""
+class LogitChunks(NamedTuple):
+    """The logits that a token is drawn from, and a summary of each chunk of a row."""
     x: tl.tensor            # fp32 (M, stride)
     stride: tl.tensor
-    V: tl.tensor            # live columns
-    squares: Squares        # of the final norm
+    V: tl.tensor            # columns that are tokens
+    squares: RowSquares     # of the final norm
     inv_temperature: tl.tensor  # fp32 ()
-    tops: tl.tensor         # fp32 (M, chunks)      largest logit,
-    masses: tl.tensor       # fp32 (M, chunks)      sum of exp(logit - largest)
+    tops: tl.tensor         # fp32 (M, chunks)      largest logit
+    masses: tl.tensor       # fp32 (M, chunks)      sum of exp(logit - the chunk's largest)
     SCALED: tl.constexpr    # x is divided by rms and temperature already
-    CHUNK: tl.constexpr
+    CHUNK: tl.constexpr     # columns of a chunk
 
 
 # -----------------------------------------------------------------------------
 # The end of a linear
 
 @triton.jit
-def linear_weights(y: Partial, first, BN: tl.constexpr):
-    """Of BN columns in one tile of the matmul: columns, scale, b (R padded, BN), how many slabs."""
+def load_linear(y: UnfinishedLinear, first, BN: tl.constexpr):
+    """Loads what finishes BN columns from `first` on, which lie in one tile row of the matmul.
+
+    -> the columns, their scale, b (R padded to a power of two, BN), how many slabs hold a piece of
+    them. All of it is frozen during a step: kernels call this before they wait.
+    """
     col = first + tl.arange(0, BN)
-    r = tl.arange(0, max(16, triton.next_power_of_2(y.R)))
+    r = tl.arange(0, max(16, triton.next_power_of_2(y.R)))  # tl.dot sums over 16 or more
     b = tl.load(y.b + col[None, :] * y.R + r[:, None], mask=(r < y.R)[:, None], other=0.0)
-    return col, tl.load(y.scale + col), b, pieces(first, y.KB, y.L)
+    return col, tl.load(y.scale + col), b, w_pieces(first, y.k_tiles, y.stripe)
 
 
 @triton.jit
-def slab_sums(y: Partial, M, tiles):
-    """Of every tile (at, live, count) the sum of its slabs, in order.
+def slab_sums(y: UnfinishedLinear, M, tiles):
+    """The sum of the first `count` slabs, in order, of each tile (at, live, count).
 
-    Few elements: slabs lie side by side in one tensor, so that all threads load (2.1 and not 2.5 ms
-    a step of 7B at 1 row). Many would spill registers that way (4.2 ms at 64 rows, not 3.9), so a
-    loop, one for all tiles: the loads of others would wait behind the barrier of a sum that was
-    done before. Unrolled by static_range, each slab would be moved through shared memory into the
-    layout of the dot that follows: 6.7 us instead of 3.5 (residual_kernel, 32 rows).
+    at: places of the tile's elements in a slab; live: which of them are wanted.
+
+    There are two ways to write this sum, and each is the fast one somewhere:
+
+    - Few elements (up to 2 rows). The slabs lie side by side along an axis of one tensor, which is
+      then reduced: every thread has something to load. On an H200 a step of 7B at 1 row takes 2.1
+      ms, and 2.5 with the loop below. With many elements that tensor would spill registers: 4.2 ms
+      a step at 64 rows, where the loop takes 3.9.
+    - Many elements. A loop over slabs, and inside it over tiles. It runs to S and masks by `count`,
+      rather than to `count`, so that the compiler can issue the loads of several rounds together.
+
+    Two traps. A loop for each tile would be slower: the loads of the second would wait behind the
+    barrier at the end of the first. And `static_range` over slabs would be slower: the unrolled
+    loads get the layout of the dot that follows, and each slab goes through shared memory to reach
+    it (6.7 instead of 3.5 us for residual_kernel at 32 rows).
     """
     slab = M.to(tl.int64) * y.width
     sums = ()
@@ -155,7 +187,7 @@ def slab_sums(y: Partial, M, tiles):
     else:
         for t in tl.static_range(len(tiles)):
             sums += (tl.zeros(tiles[t][0].shape, tl.float32),)
-        for s in range(y.S):  # not up to `count`: so that loads are issued together
+        for s in range(y.S):
             longer = ()
             for t in tl.static_range(len(tiles)):
                 at, live, count = tiles[t]
@@ -166,27 +198,29 @@ def slab_sums(y: Partial, M, tiles):
 
 
 @triton.jit
-def linear_tiles(y: Partial, M, row, weights, parts):
-    """Tiles of a linear (rows, BN), fp32: sums * scale + (x @ A.T rounded to b's type) @ b.T.
+def finish_linear(y: UnfinishedLinear, M, row, loaded, parts):
+    """-> tiles (rows, BN) of the linear in fp32, one for each of `loaded` (load_linear).
 
-    weights: of each, linear_weights; parts: which R columns of x @ A.T is its own, or one for all.
+    parts: which R columns of x @ A.T belong to a tile, since the parts of a fused matrix (q|k|v,
+    gate|up) have an adapter each: one entry for each tile, or one for all of them.
     """
     live = (row < M)[:, None]
     r = tl.arange(0, max(16, triton.next_power_of_2(y.R)))[None, :]
     tiles = ()
-    for t in tl.static_range(len(weights)):
-        col, _, _, count = weights[t]
+    for t in tl.static_range(len(loaded)):
+        col, _, _, count = loaded[t]
         tiles += ((row[:, None] * y.width + col[None, :], live, count),)
     for p in tl.static_range(len(parts)):
         at = row[:, None] * y.width + y.N + parts[p] * y.R + r
-        tiles += ((at, live & (r < y.R), a_pieces(y.KB, y.L)),)
+        tiles += ((at, live & (r < y.R), a_pieces(y.k_tiles, y.stripe)),)
     sums = slab_sums(y, M, tiles)
     finished = ()
-    for t in tl.static_range(len(weights)):
-        _, scale, b, _ = weights[t]
+    for t in tl.static_range(len(loaded)):
+        _, scale, b, _ = loaded[t]
         scale = tl.broadcast_to(scale[None, :], sums[t].shape)
         if y.R > 0:
-            xa = sums[len(weights) + min(t, len(parts) - 1)].to(b.dtype)
+            # x @ A.T is rounded as the learner rounds it: to the type of its next matmul's input.
+            xa = sums[len(loaded) + min(t, len(parts) - 1)].to(b.dtype)
             finished += (tl.fma(sums[t], scale, tl.dot(xa, b, input_precision="ieee")),)
         else:
             finished += (sums[t] * scale,)
@@ -194,8 +228,8 @@ def linear_tiles(y: Partial, M, row, weights, parts):
 
 
 @triton.jit
-def rstd_of(squares: Squares, row, live):
-    """1/rms of rows: row and live (rows, 1) -> (rows,); or of a single one."""
+def row_rstd(squares: RowSquares, row, live):
+    """1/rms of rows: row and live are (rows, 1) and the result (rows,), or all are scalars."""
     t = tl.arange(0, triton.next_power_of_2(squares.TILES))
     mask = live & (t < squares.TILES)
     sums = tl.load(squares.sums + row * squares.TILES + t, mask=mask, other=0.0)
@@ -203,7 +237,10 @@ def rstd_of(squares: Squares, row, live):
 
 
 @triton.jit
-def norm_tile(norm: Norm, x, w, row, col, tile, M):
+def store_normed(norm: NextNorm, x, w, row, col, tile, M):
+    """Stores what the next matmul and its reader need of a tile of the residual x (rows, columns):
+    x * w rounded, and the sum of squares of its columns.
+    """
     x *= norm.SHIFT
     squares = norm.squares
     at = norm.xw + row[:, None] * squares.D + col[None, :]
@@ -212,14 +249,15 @@ def norm_tile(norm: Norm, x, w, row, col, tile, M):
 
 
 @triton.jit
-def overlap(PDL: tl.constexpr):
-    """Let the next kernel start as soon as all programs of this one have."""
+def let_next_kernel_start(PDL: tl.constexpr):
+    """The next kernel is launched as soon as every program of this one has come by here."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
-def wait(PDL: tl.constexpr):
+def wait_for_previous_kernel(PDL: tl.constexpr):
+    """Waits until the kernel before this one is done and all that it wrote can be read."""
     if PDL:
         tl.extra.cuda.gdc_wait()
 
@@ -229,24 +267,29 @@ def wait(PDL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])
 def embed_kernel(
-    state: State,
+    state: RowState,
     embed_ptr,         # (V, D)
     freq_ptr,          # fp32 (HALF,)      rotary frequencies
-    resid_ptr,         # fp32 (M, D)       the residual stream
-    cos_ptr, sin_ptr,  # fp32 (M, HALF)    the rotary table of this step
-    norm: Norm,        # the first
+    resid_ptr,         # fp32 (M, D)       takes the residual stream
+    cos_ptr, sin_ptr,  # fp32 (M, HALF)    take the rotary table of this step
+    norm: NextNorm,
     M, TILE: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
 ):
+    """residual = embed[token], normed for the first matmul; one program a row and TILE columns.
+
+    It never waits: it is launched without PDL, after the whole step before, and so everything in
+    the rows' state is settled for all kernels of this step.
+    """
     row = tl.program_id(0) + tl.arange(0, 1)
     tile = tl.program_id(1)
     D = norm.squares.D
     col = tile * TILE + tl.arange(0, TILE)
-    overlap(PDL)
+    let_next_kernel_start(PDL)
     token = tl.load(state.token + row)
     x = tl.load(embed_ptr + token[:, None] * D + col[None, :]).to(tl.float32)
     tl.store(resid_ptr + row[:, None] * D + col[None, :], x)
     w = tl.load(norm.weight + col) + tl.load(norm.noise + col)
-    norm_tile(norm, x, w, row, col, tile, M)
+    store_normed(norm, x, w, row, col, tile, M)
     if tile == 0:
         i = tl.arange(0, HALF)
         angle = tl.load(state.pos + row).to(tl.float32)[:, None] * tl.load(freq_ptr + i)[None, :]
@@ -254,40 +297,60 @@ def embed_kernel(
         tl.store(sin_ptr + row[:, None] * HALF + i[None, :], tl.sin(angle))
 
 
+# The slots of a row. A row's keys and values lie in slots, KV_BLOCK of them to a KV block, and the
+# row's line of the table says which block of the cache each KV block is. The prefix is shared by
+# all rows of a group, so a row's own tokens cannot go into the prefix's last block: they begin a
+# block of their own, and the slots between stay empty. With KV_BLOCK 32 and a prefix of 40 tokens,
+# the token at position 45:
+#
+#     slot       0                31  32     39  40     63  64     69  70      95
+#               +--------------------+----------+----------+----------+-----------+
+#               |    the prefix's 40 tokens     |  empty   |   own    |   free    |
+#               +--------------------+----------+----------+----------+-----------+
+#     position   0                           39             40 .. 45
+#     table     |      block 7       |       block 3       |       block 12       |
+#                     shared by all rows of the group           this row's own
+#
+#     slot = prefix rounded up to whole blocks + pos - prefix = 64 + 45 - 40 = 69
+
 @triton.jit(do_not_specialize=["M"])
 def heads_kernel(
-    y: Partial,        # of qkv
-    M, squares: Squares,
+    y: UnfinishedLinear,  # qkv's
+    M, squares: RowSquares,
     bias_ptr,          # fp32 (N,)
     cos_ptr, sin_ptr,  # fp32 (M, d / 2)
-    q_ptr,             # (M, H, d)
-    cache: Cache, state: State,
+    q_ptr,             # (M, H, d)         takes the queries
+    cache: LayerCache, state: RowState,
     H: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """One head: the end of the linear, 1/rms, bias, rotary; to q, or to the cache."""
+    """The end of qkv for one head of ROWS rows: slabs, adapter, 1/rms, bias, rotary embedding.
+
+    Heads 0 .. H are queries and go to q; then come KV heads of keys and KV of values, which go to
+    the cache. All three kinds run the same code, a value with an angle of 0.
+    """
     HALF: tl.constexpr = cache.d // 2
-    BLOCK: tl.constexpr = cache.BLOCK
+    KV_BLOCK: tl.constexpr = cache.KV_BLOCK
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1)
     i = tl.arange(0, HALF)
-    first = head * 2 * HALF + i  # rotary pairs element i with i + d/2
-    part = tl.where(head < H, 0, tl.where(head < H + cache.KV, 1, 2))
+    first = head * 2 * HALF + i  # the rotary embedding pairs element i with i + d/2: tiles a and b
+    part = tl.where(head < H, 0, tl.where(head < H + cache.KV, 1, 2))  # q, k or v
     live = (row < M)[:, None]
-    overlap(PDL)
-    weights_a = linear_weights(y, head * 2 * HALF, HALF)
-    weights_b = linear_weights(y, head * 2 * HALF + HALF, HALF)
+    let_next_kernel_start(PDL)
+    loaded_a = load_linear(y, head * 2 * HALF, HALF)
+    loaded_b = load_linear(y, head * 2 * HALF + HALF, HALF)
     bias_a = tl.load(bias_ptr + first)[None, :]
     bias_b = tl.load(bias_ptr + first + HALF)[None, :]
     pos = tl.load(state.pos + row, mask=row < M, other=0)
     prefix = tl.load(state.prefix + row, mask=row < M, other=0)
-    slot = (prefix + BLOCK - 1) // BLOCK * BLOCK + pos - prefix  # own tokens start a block
-    block = tl.load(cache.table + row * cache.width + slot // BLOCK, mask=row < M, other=0)
-    wait(PDL)
-    rstd = rstd_of(squares, row[:, None], live)[:, None]
-    a, b = linear_tiles(y, M, row, (weights_a, weights_b), (part,))
+    slot = (prefix + KV_BLOCK - 1) // KV_BLOCK * KV_BLOCK + pos - prefix
+    block = tl.load(cache.table + row * cache.width + slot // KV_BLOCK, mask=row < M, other=0)
+    wait_for_previous_kernel(PDL)
+    rstd = row_rstd(squares, row[:, None], live)[:, None]
+    a, b = finish_linear(y, M, row, (loaded_a, loaded_b), (part,))
     a = a * rstd + bias_a
     b = b * rstd + bias_b
-    turned = live & (head < H + cache.KV)  # values are not: an angle of 0
+    turned = live & (head < H + cache.KV)  # values are not turned: cos 1, sin 0
     cos = tl.load(cos_ptr + row[:, None] * HALF + i[None, :], mask=turned, other=1.0)
     sin = tl.load(sin_ptr + row[:, None] * HALF + i[None, :], mask=turned, other=0.0)
     turned_a = (a * cos - b * sin).to(q_ptr.dtype.element_ty)
@@ -298,29 +361,72 @@ def heads_kernel(
         tl.store(out + HALF, turned_b, mask=live)
     else:
         kv_head = head - H - (part - 1) * cache.KV
-        at = ((block * cache.KV + kv_head) * BLOCK + slot % BLOCK) * (2 * HALF)
+        at = ((block * cache.KV + kv_head) * KV_BLOCK + slot % KV_BLOCK) * (2 * HALF)
         out = cache.kv + ((part - 1) * cache.plane + at)[:, None] + i[None, :]
         tl.store(out, turned_a, mask=live)
         tl.store(out + HALF, turned_b, mask=live)
 
 
+# -----------------------------------------------------------------------------
+# Attention of one new token to its row's context
+#
+# A context has two parts, the prefix and the row's own tokens (see the slots above).
+# attention_kernel walks it in steps. In one step each of the W warps of each of the row's `count`
+# programs reads T tokens; with 2 programs of 4 warps and T = 16 a step is 128 tokens:
+#
+#                     <------------- step 0 --------------> <-- step 1 ...
+#     tokens          0   16   32   48   64   80   96   112  128
+#     program, warp   0,0  0,1  0,2  0,3  1,0  1,1  1,2  1,3  0,0  ...
+#
+# Steps never straddle the two parts: the last step of the prefix is masked at its end, and the
+# row's own tokens begin a new step. So a warp's T tokens lie in one KV block, because T divides
+# KV_BLOCK.
+#
+# Every warp keeps a softmax of its own over the tokens that it has seen, in three numbers per
+# query: the largest logit (top), the sum of 2^(logit - top) (mass), the same sum weighted by the
+# values (acc). Nothing in the loop waits for another warp. At the end they are joined, first the
+# warps of a program (join_warps); then, where several programs share a row, each stores its softmax
+# and counts itself, and the one that finds all others done joins them in order (join_splits). The
+# result does not depend on who that is.
+#
+# Siblings. The rows of a group stand next to each other and have one prefix. With SIBLINGS > 1 one
+# program, that of the first of them, does up to SIBLINGS rows and reads their prefix once; the
+# programs of the others end at once. The steps are those of the prefix, then those of each
+# sibling's own tokens, which the queries of the other siblings do not see. With 3 siblings:
+#
+#     steps    | prefix          | own of row 0 | own of row 1     | own of row 2 |
+#     seen by  | all             | row 0        | row 1            | row 2        |
+#              0              ends[0]        ends[1]            ends[2]        ends[3]
+#
+# The queries of a program form one tile: query j is head j % G of row j // G, where G = H / KV
+# query heads share a key-value head. A row meets the same tokens in the same warps in the same
+# order as it would alone, so its result has the same bits.
+
 @triton.jit
-def block_of(cache: Cache, t, step, row, prefix, ends, offset):
-    """Of each warp the block of the cache that holds its tokens of step t."""
+def load_block_numbers(cache: LayerCache, t, step, row, prefix, ends, offset):
+    """For each warp, the KV block that holds its tokens of step t.
+
+    step: tokens of a step; ends: steps up to the end of the prefix and of each sibling's own
+    tokens; offset: each warp's first token in a step.
+    """
     whose = row
     at = t * step
     for m in tl.static_range(len(ends) - 1):
-        gap = tl.cdiv(prefix, cache.BLOCK) * cache.BLOCK  # own tokens start a block
+        gap = tl.cdiv(prefix, cache.KV_BLOCK) * cache.KV_BLOCK  # own tokens start a block
         whose = tl.where(t >= ends[m], row + m, whose)
         at = tl.where(t >= ends[m], (t - ends[m]) * step + gap, at)
-    page = (at + offset) // cache.BLOCK
-    mask = (t < ends[len(ends) - 1]) & (page < cache.width)
-    return tl.load(cache.table + whose * cache.width + page, mask=mask, other=0)
+    kv_block = (at + offset) // cache.KV_BLOCK
+    mask = (t < ends[len(ends) - 1]) & (kv_block < cache.width)
+    return tl.load(cache.table + whose * cache.width + kv_block, mask=mask, other=0)
 
 
 @triton.jit
 def softmax_step(top, mass, acc, q, k, v, seen):
-    """Largest logit, mass (W, J), unscaled sum (W, J, d) so far -> with T tokens k, v (W, T, d)."""
+    """The softmaxes so far, with T more tokens: top and mass (W, J), acc (W, J, d).
+
+    q (W, J, d), k and v (W, T, d), seen (W, J, T): which tokens a query may see. Where the largest
+    logit rises, what was summed under the old one shrinks by 2^(old - new).
+    """
     SCALE: tl.constexpr = LOG2_E * q.shape[2] ** -0.5
     logit = tl.dot(q, tl.permute(k, (0, 2, 1)), input_precision="ieee") * SCALE
     logit = tl.where(seen, logit, LOWEST)
@@ -341,33 +447,37 @@ def add_halves(x):
 
 
 @triton.jit
-def leave(runs: Runs, at, top, mass, acc, live):
-    """Run number `at` (J,) of each query, for the last program of a row to join."""
+def store_split(splits: SplitSoftmaxes, at, top, mass, acc, live):
+    """Leaves a program's softmax as number `at` (J,) of each query, for the last one to join."""
     d: tl.constexpr = acc.shape[1]
-    tl.store(runs.tops + at, top, mask=live)
-    tl.store(runs.masses + at, mass, mask=live)
+    tl.store(splits.tops + at, top, mask=live)
+    tl.store(splits.masses + at, mass, mask=live)
     at_acc = at[:, None] * d + tl.arange(0, d)[None, :]
-    tl.store(runs.acc + at_acc, acc, mask=live[:, None])
-    tl.debug_barrier()  # all threads' stores come before the count
+    tl.store(splits.acc + at_acc, acc, mask=live[:, None])
+    tl.debug_barrier()  # all threads have stored before one of them counts the program as done
 
 
 @triton.jit
-def join(runs: Runs, first, count, live, d: tl.constexpr):
-    """`count` runs of each query from number `first` (J,) on -> mass (J,), unscaled sum (J, d)."""
+def join_splits(splits: SplitSoftmaxes, first, count, live, d: tl.constexpr):
+    """Joins `count` softmaxes of each query from number `first` (J,) on -> mass (J,), acc (J, d).
+
+    They are loaded SPLITS_AT_ONCE at a time: loads that wait for each other cost 0.6 us a split.
+    ".cg" reads from the L2, past the L1, which knows nothing of what other multiprocessors wrote.
+    """
     i = tl.arange(0, d)
     top = tl.full(live.shape, LOWEST, tl.float32)
     mass = tl.zeros(live.shape, tl.float32)
     acc = tl.zeros((live.shape[0], d), tl.float32)
-    for s0 in range(0, count, AT_ONCE):
+    for s0 in range(0, count, SPLITS_AT_ONCE):
         tops, masses, accs = (), (), ()
-        for s in tl.static_range(AT_ONCE):  # loads that wait for each other cost 0.6 us a run
+        for s in tl.static_range(SPLITS_AT_ONCE):
             left = live & (s0 + s < count)
             at = first + s0 + s
-            tops += (tl.load(runs.tops + at, mask=left, other=LOWEST, cache_modifier=".cg"),)
-            masses += (tl.load(runs.masses + at, mask=left, other=0.0, cache_modifier=".cg"),)
-            at_acc = runs.acc + at[:, None] * d + i[None, :]
+            tops += (tl.load(splits.tops + at, mask=left, other=LOWEST, cache_modifier=".cg"),)
+            masses += (tl.load(splits.masses + at, mask=left, other=0.0, cache_modifier=".cg"),)
+            at_acc = splits.acc + at[:, None] * d + i[None, :]
             accs += (tl.load(at_acc, mask=left[:, None], other=0.0, cache_modifier=".cg"),)
-        for s in tl.static_range(AT_ONCE):
+        for s in tl.static_range(SPLITS_AT_ONCE):
             new_top = tl.maximum(top, tops[s])
             shrink = tl.exp2(top - new_top)
             weight = tl.exp2(tops[s] - new_top)
@@ -379,9 +489,9 @@ def join(runs: Runs, first, count, live, d: tl.constexpr):
 
 @triton.jit
 def join_warps(top, mass, acc):
-    """Largest logit, mass (W, J) and unscaled sum (W, J, d) of W warps -> the same of all."""
+    """top and mass (W, J), acc (W, J, d) of W warps -> one softmax: (J,), (J,), (J, d)."""
     highest = tl.max(top, axis=0)
-    weight = tl.exp2(top - highest[None, :])  # 0 for a warp that saw nothing
+    weight = tl.exp2(top - highest[None, :])  # 0 for a warp that saw no token
     mass = tl.sum(mass * weight, axis=0)
     acc *= weight[:, :, None]
     if acc.shape[0] == 8:
@@ -393,171 +503,192 @@ def join_warps(top, mass, acc):
 @triton.jit
 def attention_kernel(
     q_ptr,             # (M, H, d)
-    cache: Cache, state: State,
-    out_ptr,           # (M, H, d)
-    runs: Runs,
+    cache: LayerCache, state: RowState,
+    out_ptr,           # (M, H, d)         takes the result
+    splits: SplitSoftmaxes,
     H: tl.constexpr,
-    J: tl.constexpr,   # queries of a tile
-    shape: tl.constexpr,  # Shape
+    J: tl.constexpr,   # queries of a tile; those past siblings * G are computed and not stored
+    plan: tl.constexpr,  # AttentionPlan
     PDL: tl.constexpr,
 ):
-    """A key-value head, the H/KV query heads that share it, a program's part of a row's context.
+    """Attention of a row's new token, and of its siblings', to their context; one key-value head.
 
-    A step takes T tokens for each of W warps of each of a row's programs, of the prefix first, then
-    of the row's own. A warp keeps a softmax of its own: nothing in the loop waits for another. The
-    last program to arrive joins what they leave in order: the result does not depend on who it is.
-
-    SIBLINGS > 1: of up to so many neighbours with one prefix, at the first of them. Query j of the
-    tile is head j % G of row + j // G; the prefix is read once, then each sibling's own tokens,
-    hidden from the others. A row gets the same tokens in the same warps as alone: the same bits.
+    The grid is (rows, KV, SPLITS). The comment above draws what a program walks.
     """
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    SIBLINGS: tl.constexpr = shape.SIBLINGS
-    W: tl.constexpr = shape.W
+    SIBLINGS: tl.constexpr = plan.SIBLINGS
+    W: tl.constexpr = plan.WARPS
+    T: tl.constexpr = plan.TOKENS
     G: tl.constexpr = H // cache.KV
-    overlap(PDL)
+    # A warp looks one block number up for T tokens: were they to straddle two KV blocks, it would
+    # read on into the next head's keys of the first one.
+    tl.static_assert(cache.KV_BLOCK % T == 0, "TOKENS of an AttentionPlan must divide KV_BLOCK")
+    let_next_kernel_start(PDL)
+
+    # Which steps. All of this comes from the rows' state, which may be read before the wait.
     prefix = tl.load(state.prefix + row).to(tl.int32)
-    siblings, count = 1, shape.SPLITS
+    siblings, count = 1, plan.SPLITS
     if SIBLINGS > 1:
-        siblings = tl.load(state.siblings + row).to(tl.int32)
-    elif shape.SPLITS > 1:
-        steps = tl.cdiv(tl.load(state.pos + row).to(tl.int32) + 1, W * shape.T)
-        count = tl.minimum(steps, shape.SPLITS)
+        siblings = tl.load(state.siblings + row).to(tl.int32)  # 0: a row before does this one too
+    elif plan.SPLITS > 1:  # a short context takes fewer programs
+        steps = tl.cdiv(tl.load(state.pos + row).to(tl.int32) + 1, W * T)
+        count = tl.minimum(steps, plan.SPLITS)
     if (siblings == 0) | (split >= count):
         return
-    step = W * shape.T * count  # tokens
-    own, ends = (), (tl.cdiv(prefix, step),)  # each sibling's tokens; steps up to their last
+    step = W * T * count  # tokens of a step
+    own, ends = (), (tl.cdiv(prefix, step),)
     for m in tl.static_range(SIBLINGS):
         pos = tl.load(state.pos + row + m, mask=m < siblings, other=0).to(tl.int32)
         own += (tl.where(m < siblings, pos + 1 - prefix, 0),)
         ends += (ends[m] + tl.cdiv(own[m], step),)
-    offset = (split * W + tl.arange(0, W)) * shape.T  # of each warp's first token in a step
-    block = block_of(cache, 0, step, row, prefix, ends, offset)
-    wait(PDL)
+    offset = (split * W + tl.arange(0, W)) * T  # each warp's first token in a step
+    block = load_block_numbers(cache, 0, step, row, prefix, ends, offset)
+    wait_for_previous_kernel(PDL)
+
+    # The queries, the same for every warp: (W, J, d)
     j = tl.arange(0, J)
     i = tl.arange(0, cache.d)
     live = j < siblings * G
-    head = (row + j // G) * H + kv_head * G + j % G  # of the M * H query heads
+    head = (row + j // G) * H + kv_head * G + j % G  # among the M * H query heads
     at_q = head[:, None] * cache.d + i[None, :]
     q = tl.load(q_ptr + at_q, mask=live[:, None], other=0.0)
     q = tl.broadcast_to(q[None], (W, J, cache.d))
 
-    slot = tl.arange(0, shape.T)
+    slot = tl.arange(0, T)
     within = slot[None, :, None] * cache.d + i[None, None, :]
     top = tl.full((W, J), LOWEST, tl.float32)
     mass = tl.zeros((W, J), tl.float32)
     acc = tl.zeros((W, J, cache.d), tl.float32)
     for t in range(0, ends[SIBLINGS]):
-        of = -1  # whose tokens this step has; -1: everybody's
+        whose = -1  # the sibling whose own tokens this step reads; -1: the prefix, everybody's
         start = 0
         tokens = prefix
         for m in tl.static_range(SIBLINGS):
-            of = tl.where(t >= ends[m], m, of)
+            whose = tl.where(t >= ends[m], m, whose)
             start = tl.where(t >= ends[m], ends[m], start)
             tokens = tl.where(t >= ends[m], own[m], tokens)
-        token = (t - start) * step + offset
-        at = (block * cache.KV + kv_head) * cache.BLOCK + token % cache.BLOCK
-        page_ptr = cache.kv + at * cache.d
-        # One step early: if keys and values waited for this load, the compiler would keep a single
-        # buffer for them.
-        block = block_of(cache, t + 1, step, row, prefix, ends, offset)
+        token = (t - start) * step + offset  # each warp's first one, in its part of the context
+        at = (block * cache.KV + kv_head) * cache.KV_BLOCK + token % cache.KV_BLOCK
+        block_ptr = cache.kv + at * cache.d
+        # The next step's block number is loaded one step early. If keys and values had to wait for
+        # that load, the compiler would keep a single buffer for them and nothing would overlap.
+        block = load_block_numbers(cache, t + 1, step, row, prefix, ends, offset)
         valid = token[:, None] + slot[None, :] < tokens  # (W, T)
-        k = tl.load(page_ptr[:, None, None] + within, mask=valid[:, :, None], other=0.0)
-        page_ptr += cache.plane
-        v = tl.load(page_ptr[:, None, None] + within, mask=valid[:, :, None], other=0.0)
-        seen = valid[:, None, :] & ((of < 0) | (j // G == of))[None, :, None]
+        k = tl.load(block_ptr[:, None, None] + within, mask=valid[:, :, None], other=0.0)
+        block_ptr += cache.plane
+        v = tl.load(block_ptr[:, None, None] + within, mask=valid[:, :, None], other=0.0)
+        seen = valid[:, None, :] & ((whose < 0) | (j // G == whose))[None, :, None]
         top, mass, acc = softmax_step(top, mass, acc, q, k, v, seen)
     top, mass, acc = join_warps(top, mass, acc)
 
     if count > 1:
-        first = head * shape.SPLITS  # of (M, H, SPLITS)
-        leave(runs, first + split, top, mass, acc, live)
-        counter_ptr = runs.counters + row * cache.KV + kv_head
+        first = head * plan.SPLITS  # in (M, H, SPLITS)
+        store_split(splits, first + split, top, mass, acc, live)
+        counter_ptr = splits.counters + row * cache.KV + kv_head
         if tl.atomic_add(counter_ptr, 1, sem="acq_rel") < count - 1:
             return
         tl.store(counter_ptr, 0)  # for the next layer
-        mass, acc = join(runs, first, count, live, cache.d)
+        mass, acc = join_splits(splits, first, count, live, cache.d)
     tl.store(out_ptr + at_q, acc / mass[:, None], mask=live[:, None])
 
 
+# -----------------------------------------------------------------------------
+# After attention, and the MLP
+
 @triton.jit(do_not_specialize=["M"])
 def residual_kernel(
-    y: Partial, M,     # of o or down
+    y: UnfinishedLinear, M,  # o's or down's
     resid_ptr,         # fp32 (M, D)
-    norm: Norm,        # that follows
+    norm: NextNorm,
     TILE: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """residual += linear, normed for the next matmul."""
+    """residual += linear, and the residual normed for the next matmul."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tile = tl.program_id(1)
     col = tile * TILE + tl.arange(0, TILE)
     at = row[:, None] * norm.squares.D + col[None, :]
-    overlap(PDL)
-    weights = linear_weights(y, tile * TILE, TILE)
+    let_next_kernel_start(PDL)
+    loaded = load_linear(y, tile * TILE, TILE)
     w = tl.load(norm.weight + col) + tl.load(norm.noise + col)
-    wait(PDL)
+    wait_for_previous_kernel(PDL)
     x = tl.load(resid_ptr + at, mask=(row < M)[:, None], other=0.0)
-    x += linear_tiles(y, M, row, (weights,), (0,))[0]
+    x += finish_linear(y, M, row, (loaded,), (0,))[0]
     tl.store(resid_ptr + at, x, mask=(row < M)[:, None])
-    norm_tile(norm, x, w, row, col, tile, M)
+    store_normed(norm, x, w, row, col, tile, M)
 
 
 @triton.jit(do_not_specialize=["M"])
 def swiglu_kernel(
-    y: Partial,        # of gate|up: N = 2 F
-    M, squares: Squares,
-    out_ptr,           # (M, F)
+    y: UnfinishedLinear,  # gate|up's: N = 2 F
+    M, squares: RowSquares,
+    out_ptr,           # (M, F)            takes the result
     TILE: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """out = silu(gate) * up, gate | up = linear / rms."""
+    """out = silu(gate) * up, where gate | up = linear / rms."""
     F = y.N // 2
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     first = tl.program_id(1) * TILE
     col = first + tl.arange(0, TILE)
-    overlap(PDL)
-    of_gate = linear_weights(y, first, TILE)
-    of_up = linear_weights(y, first + F, TILE)
-    wait(PDL)
-    rstd = rstd_of(squares, row[:, None], (row < M)[:, None])[:, None]
-    gate, up = linear_tiles(y, M, row, (of_gate, of_up), (0, 1))
+    let_next_kernel_start(PDL)
+    loaded_gate = load_linear(y, first, TILE)
+    loaded_up = load_linear(y, first + F, TILE)
+    wait_for_previous_kernel(PDL)
+    rstd = row_rstd(squares, row[:, None], (row < M)[:, None])[:, None]
+    gate, up = finish_linear(y, M, row, (loaded_gate, loaded_up), (0, 1))
     gate *= rstd
     up *= rstd
-    root = tl.rsqrt(1 + tl.exp(-gate))  # of sigmoid(gate); a division takes longer
+    # silu(gate) = gate * sigmoid(gate), and sigmoid is the square of this: rsqrt is one
+    # instruction, a division is many.
+    root = tl.rsqrt(1 + tl.exp(-gate))
     out = out_ptr + row[:, None] * F + col[None, :]
     tl.store(out, gate * root * root * up, mask=(row < M)[:, None])
 
 
 # -----------------------------------------------------------------------------
 # The draw
+#
+# A token is the inverse CDF of the softmax at one uniform number u: the first token, in the order
+# of the vocabulary, at which the probabilities add up to more than u. A row has 152 thousand
+# logits, so this takes two kernels. chunk_kernel, one program to a chunk of 2,048 logits, writes
+# the chunk's largest logit and its mass. pick_kernel, one program to a row, then finds the chunk,
+# and the token inside it:
+#
+#     masses of the chunks   | 0.1 | 0.4 |   0.3   | 0.2 |          they add up to 1.0; u = 0.62
+#                            0    0.1   0.5   ^    0.8    1
+#     in the third chunk     target 0.62 - 0.5 = 0.12: the token at which its own terms pass 0.12
+#
+# So only one chunk of the logits is read a second time. sampler.draw does the same to the whole
+# row.
 
 @triton.jit
-def logit_scale(logits: Logits, row):
-    """1 / (rms * temperature) of one row."""
+def logit_scale(logits: LogitChunks, row):
+    """1 / (rms * temperature) of one row: the head's matmul was of x * w, before any division."""
     if logits.SCALED:
         return 1.0
-    return rstd_of(logits.squares, row, True) * tl.load(logits.inv_temperature)
+    return row_rstd(logits.squares, row, True) * tl.load(logits.inv_temperature)
 
 
 @triton.jit
-def logits_at(logits: Logits, row, column):
-    """One row's unscaled logits; -inf past the live ones."""
+def load_logits(logits: LogitChunks, row, column):
+    """One row's unscaled logits; -inf where the column is no token."""
     at = row.to(tl.int64) * logits.stride + column
     return tl.load(logits.x + at, mask=column < logits.V, other=-INF)
 
 
 @triton.jit
-def chunk_kernel(logits: Logits):
-    """Top and mass of one chunk of a row."""
+def chunk_kernel(logits: LogitChunks):
+    """The largest logit and the mass of one chunk of a row."""
     row = tl.program_id(0)
     chunk = tl.program_id(1)
     i = chunk * logits.CHUNK + tl.arange(0, logits.CHUNK)
-    x = logits_at(logits, row, i) * logit_scale(logits, row)
+    x = load_logits(logits, row, i) * logit_scale(logits, row)
     top = tl.max(x, axis=0)
     at = row * tl.num_programs(1) + chunk
     tl.store(logits.tops + at, top)
-    mass = tl.sum(tl.exp(x - tl.maximum(top, LOWEST)), axis=0)  # a chunk may be all -inf
+    # top-k and top-p may leave nothing but -inf in a chunk: then the mass is 0, not NaN.
+    mass = tl.sum(tl.exp(x - tl.maximum(top, LOWEST)), axis=0)
     tl.store(logits.masses + at, mass)
 
 
@@ -573,29 +704,35 @@ def uniform(key, pos):
 
 @triton.jit
 def inverse_cdf(masses, i, target):
-    """-> the first i where masses add up to more than target; what of it those before leave."""
+    """-> the first i at which masses (of places i) add up to more than target, and the target less
+    everything in front of that place.
+    """
     at = tl.sum((tl.cumsum(masses, axis=0) <= target).to(tl.int32), axis=0)
-    at = tl.minimum(at, tl.max(tl.where(masses > 0, i, 0), axis=0))  # sums round
+    # Sums round: if the target is not reached at all, the last place with any mass is meant.
+    at = tl.minimum(at, tl.max(tl.where(masses > 0, i, 0), axis=0))
     return at, target - tl.sum(tl.where(i < at, masses, 0.0), axis=0)
 
 
 @triton.jit
 def pick_kernel(
-    logits: Logits, chunks,
-    state: State,
+    logits: LogitChunks, chunks,
+    state: RowState,
     ends_ptr,          # int64 (ENDS,)          end ids, padded with -1
-    tokens_ptr,        # int64 (WINDOW, stride)
-    logprobs_ptr,      # fp32 (WINDOW, stride)
+    tokens_ptr,        # int64 (WINDOW, stride) takes the tokens,
+    logprobs_ptr,      # fp32 (WINDOW, stride)  and their log-probs
     stride,
     GREEDY: tl.constexpr, CHUNKS_P: tl.constexpr, ENDS: tl.constexpr,
 ):
-    """The inverse CDF in vocabulary order, first the chunk, then inside it; advances the row."""
+    """Draws one row's token, writes down its log-prob, and advances the row's state.
+
+    CHUNKS_P: `chunks` rounded up to a power of two.
+    """
     row = tl.program_id(0)
     c = tl.arange(0, CHUNKS_P)
     tops = tl.load(logits.tops + row * chunks + c, mask=c < chunks, other=-INF)
     top = tl.max(tops, axis=0)
     masses = tl.load(logits.masses + row * chunks + c, mask=c < chunks, other=0.0)
-    masses *= tl.exp(tops - top)
+    masses *= tl.exp(tops - top)  # all relative to the row's largest logit
     mass = tl.sum(masses, axis=0)
     pos = tl.load(state.pos + row)
     scale = logit_scale(logits, row)
@@ -605,17 +742,18 @@ def pick_kernel(
     else:
         chunk, target = inverse_cdf(masses, c, target)
     i = tl.arange(0, logits.CHUNK)
-    x = logits_at(logits, row, chunk * logits.CHUNK + i) * scale
+    x = load_logits(logits, row, chunk * logits.CHUNK + i) * scale
     if GREEDY:
         inside = tl.argmax(x, axis=0)
     else:
         inside, _ = inverse_cdf(tl.exp(x - top), i, target)
-    token = tl.minimum(chunk * logits.CHUNK + inside, logits.V - 1)  # of a row of NaN, too
-    logprob = logits_at(logits, row, token) * scale - top - tl.log(mass)
+    token = tl.minimum(chunk * logits.CHUNK + inside, logits.V - 1)  # in range even for NaN logits
+    logprob = load_logits(logits, row, token) * scale - top - tl.log(mass)
     step = tl.load(state.step + row)
     tl.store(tokens_ptr + step * stride + row, token.to(tl.int64))
     tl.store(logprobs_ptr + step * stride + row, logprob)
-    # sampler.TorchEngine's last lines. A row that is not alive repeats its step.
+    # The same as the last lines of sampler.TorchEngine.decode. A row that is not alive changes
+    # nothing but `step`.
     alive = tl.load(state.alive + row)
     ended = tl.max((tl.load(ends_ptr + tl.arange(0, ENDS)) == token).to(tl.int32), axis=0)
     goes_on = (ended == 0) & (pos + alive < tl.load(state.limit + row))
@@ -628,29 +766,42 @@ def pick_kernel(
 
 # -----------------------------------------------------------------------------
 # The learner's twins
+#
+# Each has the name and the arguments of the function that it stands for, whose docstring says what
+# it computes; here stands what makes it fast.
 
 compiled = cache(torch.compile)
 
 
-def elementwise(function, x, *rest):
-    """One kernel, and one for the backward."""
-    if not torch.is_grad_enabled():  # a prefill is not worth the compiling
+def elementwise(function: Callable, x: torch.Tensor, *rest) -> torch.Tensor:
+    """Twin of ops.elementwise: one kernel for the forward and one for the backward."""
+    if not torch.is_grad_enabled():  # a prefill's few passes are not worth the compiling
         return function(x, *rest)
-    for t in (x, *rest):  # a dynamic width would cost every element an integer division
+    # Only the number of tokens is dynamic. Were the width dynamic too, indexing would cost every
+    # element an integer division.
+    for t in (x, *rest):
         if isinstance(t, torch.Tensor) and t.shape[0] == x.shape[0]:
             torch._dynamo.maybe_mark_dynamic(t, 0)
     return compiled(function)(x, *rest)
 
 
-def attend_spans(q, k, v, spans):
+def attend_spans(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                 spans: Spans) -> tuple[torch.Tensor, torch.Tensor]:
+    """Twin of attention.attend_spans: torch's own FlashAttention for sequences of many lengths."""
     return torch.ops.aten._flash_attention_forward(
         q, k, v, spans.q_starts, spans.k_starts, spans.longest_q, spans.longest_k, 0.0,
         spans.causal, False)[:2]
 
 
-def attend_spans_backward(dout, q, k, v, out, lse, spans):
-    """FlashAttention's adds up dq by atomics, in any order, but for a global switch."""
-    unused = q.new_zeros(2, dtype=torch.uint64), q.new_empty(0)  # of dropout
+def attend_spans_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                          out: torch.Tensor, lse: torch.Tensor, spans: Spans) -> tuple:
+    """Twin of attention.attend_spans_backward: FlashAttention's, with the same bits in every run.
+
+    By default it adds dq up by atomics, in any order. Only torch's global switch for deterministic
+    algorithms makes it keep an order, so that is set around the call. The switch would also fill
+    every new tensor with NaN, which takes time, hence the second one.
+    """
+    unused = q.new_zeros(2, dtype=torch.uint64), q.new_empty(0)  # dropout's seed and offset
     switch = torch.get_deterministic_debug_mode()
     filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.set_deterministic_debug_mode("error")
@@ -664,8 +815,11 @@ def attend_spans_backward(dout, q, k, v, out, lse, spans):
         torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
-def merge(out, lse, other, other_lse):
-    """A program does one token; the reference takes a dozen passes over out."""
+def merge(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor,
+          other_lse: torch.Tensor) -> None:
+    """Twin of attention.merge, which takes a dozen passes over `out`: here one program does all of
+    a token in one.
+    """
     T, H, d = out.shape
     merge_kernel[T,](out, lse, lse.stride(0), other, other_lse, other_lse.stride(0), H, d,
                      BLOCK_H=triton.next_power_of_2(H), BLOCK_D=triton.next_power_of_2(d))
@@ -673,13 +827,14 @@ def merge(out, lse, other, other_lse):
 
 @triton.jit
 def merge_kernel(
-    out_ptr,           # (T, H, d)      takes the result, as does lse
-    lse_ptr,           # fp32 (H, T)    row stride lse_stride
+    out_ptr,           # (T, H, D)      takes the result, as lse does
+    lse_ptr,           # fp32 (H, T)    its row stride is lse_stride
     lse_stride,
     other_ptr,         # as out_ptr
     other_lse_ptr,     # as lse_ptr
     other_stride, H, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
+    """Two softmaxes of one token over two sets of keys, weighted by what each has of the mass."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, BLOCK_H)
     col = tl.arange(0, BLOCK_D)
@@ -695,8 +850,9 @@ def merge_kernel(
     tl.store(lse_ptr + head * lse_stride + token, both, mask=head < H)
 
 
-def swiglu(y, rstd, h, keep=True):
-    """Reads y once; a program does 1024 columns of one row."""
+def swiglu(y: torch.Tensor, rstd: torch.Tensor, h: torch.Tensor,
+           keep: bool = True) -> torch.Tensor | None:
+    """Twin of ops.swiglu, which reads y once; a program does 1,024 columns of one row."""
     F = h.shape[1]
     rounded = torch.empty_like(y, dtype=h.dtype) if keep else None
     swiglu_forward_kernel[y.shape[0], triton.cdiv(F, 1024)](
@@ -708,11 +864,12 @@ def swiglu(y, rstd, h, keep=True):
 def swiglu_forward_kernel(
     y_ptr,             # fp32 (T, 2 F)     gate | up
     rstd_ptr,          # fp32 (T, 1)
-    h_ptr, h_stride,   # (T, F)            its row stride
-    rounded_ptr,       # (T, 2 F)          takes y in h's dtype; or None
+    h_ptr, h_stride,   # (T, F)            takes the result; its row stride
+    rounded_ptr,       # (T, 2 F)          takes y in h's dtype, or is None
     F, BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)  # row * 2F passes 2^31 from 57k tokens of 7B on
+    """h = silu(gate * rstd) * (up * rstd), and y rounded for the backward."""
+    row = tl.program_id(0).to(tl.int64)  # row * 2F passes 2^31 from 57 thousand tokens of 7B on
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = col < F
     rstd = tl.load(rstd_ptr + row)
@@ -727,8 +884,12 @@ def swiglu_forward_kernel(
     tl.store(h_ptr + row * h_stride + col, gate * tl.sigmoid(gate) * up, mask=live)
 
 
-def swiglu_backward(y, rstd, dh, dy):
-    """Reads y and dh once, writes dy once; a program does one row."""
+def swiglu_backward(y: torch.Tensor, rstd: torch.Tensor, dh: torch.Tensor,
+                    dy: torch.Tensor) -> torch.Tensor:
+    """Twin of ops.swiglu_backward, which reads y and dh once and writes dy once.
+
+    A program does a whole row, since drstd is a sum over it.
+    """
     drstd = torch.empty_like(rstd)
     swiglu_backward_kernel[y.shape[0],](y, rstd, dh.contiguous(), dy, dy.stride(0), drstd,
                                         dh.shape[1], BLOCK=2048, num_warps=8)
@@ -740,10 +901,13 @@ def swiglu_backward_kernel(
     y_ptr,             # (T, 2 F)          fp32, or as swiglu() kept it
     rstd_ptr,          # fp32 (T, 1)
     dh_ptr,            # (T, F)
-    dy_ptr, dy_stride,  # (T, 2 F)          its row stride
-    drstd_ptr,         # fp32 (T, 1)
+    dy_ptr, dy_stride,  # (T, 2 F)          takes dL/dy; its row stride
+    drstd_ptr,         # fp32 (T, 1)       takes dL/drstd
     F, BLOCK: tl.constexpr,
 ):
+    """With g = gate * rstd, u = up * rstd and s = sigmoid(g): h = g s u, so dL/dg is
+    dh u (s + g s (1 - s)), dL/du is dh g s, and both times rstd are the two halves of dy.
+    """
     row = tl.program_id(0).to(tl.int64)
     rstd = tl.load(rstd_ptr + row)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -766,8 +930,11 @@ def swiglu_backward_kernel(
     tl.store(drstd_ptr + row, tl.sum(total))
 
 
-def softmax_at(products, scale, targets, live, dtype=None):
-    """A program reads one row twice, where the reference moves it twenty times."""
+def softmax_at(products: torch.Tensor, scale: torch.Tensor, targets: torch.Tensor, live: int,
+               dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Twin of ops.softmax_at: a program reads one row of logits twice; the reference moves each row
+    twenty times.
+    """
     c, V = products.shape
     sums = products.new_empty(3, c)
     ahead = products.new_empty(c, V, dtype=dtype) if dtype else None
@@ -781,20 +948,25 @@ def softmax_at_kernel(
     products_ptr,      # fp32 (c, V)
     scale_ptr,         # fp32 (c, 1)
     targets_ptr,       # int64 (c,)
-    sums_ptr,          # fp32 (3, c)       the target's logit, log-sum-exp, mean under softmax
-    ahead_ptr,         # (c, V)            onehot - softmax, or None
+    sums_ptr,          # fp32 (3, c)       takes the target's logit, log-sum-exp, mean logit
+    ahead_ptr,         # (c, V)            takes onehot - softmax, or is None
     c, V, live, BLOCK: tl.constexpr,
 ):
+    """One row, in two passes. The first keeps a running softmax in each of BLOCK lanes, where lane
+    i sees columns i, i + BLOCK and so on, and joins the lanes once, at its end. The second writes
+    the gradient.
+    """
     row = tl.program_id(0).to(tl.int64)
     scale = tl.load(scale_ptr + row)
     target = tl.load(targets_ptr + row)
     products_ptr += row * V
-    top = tl.full((BLOCK,), LOWEST, tl.float32)  # each lane's own: one reduction at the end
+    top = tl.full((BLOCK,), LOWEST, tl.float32)
     mass = tl.zeros((BLOCK,), tl.float32)
     mean = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, live, BLOCK):
         col = start + tl.arange(0, BLOCK)
-        # not col < live, which is odd: that would be loads of 4 bytes
+        # Masked by V, not by `live`: `live` is odd (151,665), and an odd bound would split the
+        # loads of 16 bytes into loads of 4. What lies past it is taken out on the next line.
         logit = tl.load(products_ptr + col, mask=col < V, other=0.0) * scale
         logit = tl.where(col < live, logit, LOWEST)
         higher = tl.maximum(top, logit)
@@ -804,7 +976,7 @@ def softmax_at_kernel(
         mean = mean * old + new * logit
         top = higher
     highest = tl.max(top, 0)
-    weight = tl.exp(top - highest)  # 0 for a lane that saw nothing
+    weight = tl.exp(top - highest)  # 0 for a lane that saw no column
     total = tl.sum(mass * weight, 0)
     lse = highest + tl.log(total)
     tl.store(sums_ptr + row, tl.load(products_ptr + target) * scale)
@@ -818,8 +990,12 @@ def softmax_at_kernel(
             tl.store(ahead_ptr + row * V + col, value, mask=col < V)
 
 
-def dequantize_codes(packed, scale, levels, dtype, out=None):
-    """MXFP4 and NF4: without it, a comparison with them would be one with torch's temporaries."""
+def dequantize_codes(packed: torch.Tensor, scale: torch.Tensor, levels: torch.Tensor,
+                     dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Twin of nvfp4.dequantize_codes, for MXFP4 and NF4 (NVFP4 on a GPU is a PackedWeight).
+
+    Without it NVFP4 would be compared with torch's temporaries, not with these formats.
+    """
     N, K_bytes = packed.shape
     if out is None:
         out = torch.empty(N, 2 * K_bytes, dtype=dtype, device=packed.device)
@@ -833,10 +1009,11 @@ def dequantize_codes(packed, scale, levels, dtype, out=None):
 def look_up_kernel(
     packed_ptr,        # uint8 (N, K_BYTES)
     scale_ptr,         # fp32 (N, K_BYTES / block_bytes)
-    pairs_ptr,         # fp32 (256, 2)     both codes of a byte
-    w_ptr,             # (N, K)            row stride w_stride
+    pairs_ptr,         # fp32 (256, 2)     the two values of a byte's codes, nvfp4.byte_table
+    w_ptr,             # (N, K)            takes the weight; its row stride is w_stride
     w_stride, K_BYTES, block_bytes, BYTES: tl.constexpr,
 ):
+    """One program does BYTES bytes of a row, two weights each."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BYTES + tl.arange(0, BYTES)
     live = at < K_BYTES

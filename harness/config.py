@@ -46,7 +46,7 @@ def setting(default, text: str, allowed: str = "", choices=None, place: bool = F
     return dataclasses.field(default=default, metadata=about)
 
 
-COUNT = "[1, 2e9]"
+AT_LEAST_1 = "[1, 2e9]"
 
 # -----------------------------------------------------------------------------
 # The settings. Each class is a section of --help; its docstring is the section's title.
@@ -55,7 +55,7 @@ COUNT = "[1, 2e9]"
 class General:
     """what most runs set"""
     steps: int = setting(600, "training steps, a batch of rollouts each (paper: about 600 on "
-                         "GSM8K); may grow with --resume", COUNT)
+                         "GSM8K); may grow with --resume", AT_LEAST_1)
     seed: int = setting(0, "of the adapter, the order of problems, sampling and noise", "[0, 2e18]")
     out: str | None = setting(None, "run folder (default: runs/MODEL-BASE-DATA-SEED)", place=True)
     resume: bool = setting(False, "continue from the newest intact checkpoint in --out", place=True)
@@ -74,7 +74,7 @@ class Model:
     dtype: str | None = setting(
         None, "of the inputs of matmuls; float16 brings sampler and learner 8 times closer "
         "(default: bfloat16 on a GPU, float32 on a CPU)", choices=("bfloat16", "float16"))
-    lora_rank: int = setting(32, "rank of every LoRA adapter (paper 4.1)", COUNT)
+    lora_rank: int = setting(32, "rank of every LoRA adapter (paper 4.1)", AT_LEAST_1)
     lora_alpha: float = setting(32, "the adapter is scaled by alpha / rank (release: alpha = rank)",
                                 "(0, 1e9]")
     train_norms: bool = setting(False, "also train the two norms of each layer (release)")
@@ -92,7 +92,7 @@ class Data:
     eval_problems: int = setting(256, "how many held-out problems; 0: all of them", "[0, 2e9]")
     prompt_style: str = setting("boxed", f"{', '.join(STYLES)}, or module:function; "
                                 "boxed is Qwen's request for maths, tags is the paper's format")
-    max_prompt_tokens: int = setting(512, "longer prompts are left out (release: 256)", COUNT)
+    max_prompt_tokens: int = setting(512, "longer prompts are left out (release: 256)", AT_LEAST_1)
     reward: str | None = setting(None, "module:function that scores answers in place of the "
                                  "built-in grader")
 
@@ -101,11 +101,11 @@ class Data:
 class Rollout:
     """rollouts"""
     prompts_per_step: int = setting(16, "problems in a training step (16 x 8 answers are Table 4's "
-                                    "batch of 128)", COUNT)
+                                    "batch of 128)", AT_LEAST_1)
     group_size: int = setting(8, "answers to each problem (Table 4: 8, on BigMath 16)", "[2, 1e6]")
-    max_new_tokens: int = setting(4096, "longest answer (Table 4; on BigMath 8192)", COUNT)
+    max_new_tokens: int = setting(4096, "longest answer (Table 4; on BigMath 8192)", AT_LEAST_1)
     temperature: float = setting(1.0, "of sampling and of every log-prob (Table 4)", "(0, 1000]")
-    max_rows: int = setting(256, "most answers that are decoded at a time", COUNT)
+    max_rows: int = setting(256, "most answers that are decoded at a time", AT_LEAST_1)
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Noise:
                                  "0: no noise", "[0, 10]")
     sigma_end: float = setting(5e-4, "what the schedule decays to (Table 4)", "[0, 10]")
     noise_stages: int = setting(10, "K of Algorithm 1; the first stage has no noise (Table 4)",
-                                COUNT)
+                                AT_LEAST_1)
     noise_schedule: str = setting("exponential", "how sigma decays (Fig. 9)", choices=aqn.SCHEDULES)
 
 
@@ -153,9 +153,9 @@ class Optim:
         "cosine", "after the warm-up: half a cosine down to 0 (release), or constant with a linear "
         "end over the last quarter", choices=("cosine", "constant"))
     warmup: float = setting(0.1, "share of the run in which the rate rises (release)", "[0, 1]")
-    epochs: int = setting(4, "passes over each batch of rollouts (Table 4: 4 updates)", COUNT)
+    epochs: int = setting(4, "passes over each batch of rollouts (Table 4: 4 updates)", AT_LEAST_1)
     updates_per_rollout: int = setting(1, "disjoint parts of a batch, each with an optimizer step "
-                                       "of its own", COUNT)
+                                       "of its own", AT_LEAST_1)
     max_grad_norm: float = setting(0.2, "bound of the global gradient norm (release)", "(0, 1e9]")
     weight_decay: float = setting(0.0, "of A and B, decoupled from the gradient (release: 0.1)",
                                   "[0, 1e9]")
@@ -173,17 +173,17 @@ class Memory:
     kv_gib: float | None = setting(None, "memory of the KV cache (default: what is needed and "
                                    "left)", "(0, 1e9]", place=True)
     micro_batch_tokens: int | None = setting(None, "tokens in one forward and backward (default: "
-                                             "as the memory allows)", COUNT)
+                                             "as the memory allows)", AT_LEAST_1)
 
 
 @dataclass(frozen=True)
 class Watching:
     """watching and keeping"""
-    eval_every: int = setting(20, "steps between evaluations on the held-out problems", COUNT)
-    save_every: int = setting(20, "steps between checkpoints", COUNT)
+    eval_every: int = setting(20, "steps between evaluations on the held-out problems", AT_LEAST_1)
+    save_every: int = setting(20, "steps between checkpoints", AT_LEAST_1)
     keep: int | None = setting(None, "keep the adapter of every so many steps, and the best one, in "
-                               "OUT/adapters", COUNT, place=True)
-    show: int | None = setting(None, "print an answer every so many steps", COUNT, place=True)
+                               "OUT/adapters", AT_LEAST_1, place=True)
+    show: int | None = setting(None, "print an answer every so many steps", AT_LEAST_1, place=True)
     report_to: str | None = setting(
         None, "also send each step's numbers there; needs that package",
         choices=("trackio", "wandb", "tensorboard"), place=True)
@@ -368,7 +368,7 @@ def run_folder(args) -> Path:
 # -----------------------------------------------------------------------------
 # Which values are allowed
 
-def inside(value: float, interval: str) -> bool:
+def lies_in(value: float, interval: str) -> bool:
     """interval: as in mathematics, "(0, 1]". A NaN is in none."""
     low, high = map(float, interval[1:-1].split(","))
     return low < value < high or (value == low and interval[0] == "[") \
@@ -380,7 +380,7 @@ def check_ranges(section) -> None:
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
         allowed = field.metadata["allowed"]
-        if value is not None and allowed and not inside(value, allowed):
+        if value is not None and allowed and not lies_in(value, allowed):
             raise ValueError(f"{option(field.name)} must lie in {allowed}, got {value}")
 
 

@@ -50,7 +50,7 @@ class Run:
     tokenizer: data.Tokenizer
     problems: list                               # of data.Problem, to train on
     held_out: list                               # of data.Problem, to evaluate on
-    grade: Callable                              # (problems, rollouts) -> rows: rewards.score
+    grade: Callable                              # (problems, rollouts) -> rows: rewards.grade_rollouts
     model: qwen.Qwen2
     learner: Learner
     sampler: Sampler
@@ -89,7 +89,7 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
                       optim.max_grad_norm, optim.weight_decay)
     sampler = divide_memory(model, learner, wanted, settings.rollout,
                             settings.data.max_prompt_tokens, len(held_out))
-    grade = functools.partial(rewards.score, tokenizer, style=settings.data.prompt_style,
+    grade = functools.partial(rewards.grade_rollouts, tokenizer, style=settings.data.prompt_style,
                               plug_in=plug_in)
 
     def write_adapter(tensors, folder):

@@ -85,6 +85,8 @@ def kernels_for(device: torch.device, wanted: str) -> str | None:
         if wanted != "auto":
             raise ValueError(f"--kernels {wanted} is for a GPU, --device is {device}")
         return None
+    if torch.version.hip:  # ROCm: an MI200 reports capability (9, 0), as if it were a Hopper
+        raise ValueError(f"--device {device}: an AMD GPU; the kernels run on NVIDIA GPUs only")
     major, minor = capability(device)
     gpu = f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
     if major < 8:

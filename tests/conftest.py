@@ -1,9 +1,11 @@
 """
-Puts the repository's root on the import path, so that a bare `pytest` finds the modules; the tiny checkpoints; the
-kernels in Triton's interpreter.
+What all tests share: the import path, the tiny checkpoints, signals as from a shell, Triton's interpreter.
+
+A bare `pytest` runs the tests in several processes (pytest.ini); `pytest -n 0` runs them in one.
 """
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,20 +14,33 @@ from typing import NamedTuple
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch, as program.py
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: two threads on a busy machine take 12 times longer
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+# Both before torch is imported, as in harness/process.py. The tensors here are tiny: on a busy machine two threads
+# take 12 times as long as one.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+import torch
 from tiny_qwen2 import SHAPES, config_json, random_tensors, write_folder
 
+# A caller may have signals ignored: `nohup pytest` ignores SIGHUP, `pytest &` in a shell script ignores SIGINT. Every
+# program that a test starts would inherit that and could not be stopped by the signal that the test sends. A handler
+# that does nothing protects pytest just as well, and is not inherited: a new program starts with the default.
+for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
 
 try:
     from triton import __version__ as TRITON
-except ImportError:  # no Linux: what the kernels' tests show is for a machine that has it
+except ImportError:  # not Linux: the kernels' tests need a machine that has it
     TRITON = ""
-    collect_ignore = ["test_decode.py", "test_kernels.py", "test_marlin_fp4.py", "test_portable_fp4.py"]
-# Of what needs no GPU, what Triton 3.6 (torch 2.11's) cannot pass: its interpreter fails with numpy 2.4 and later, and
-# its ptxas makes another loop for sm_120 and spills 8 bytes on sm_90.
-NOT_BY_3_6 = re.compile("in_tritons_interpreter|is_what_the_file_says.120-(32|64)|launched.*.90-hopper-16")
+    NEEDS_TRITON = re.compile(r"^(import|from) (triton|marlin_fp4|fast\.(kernels|decode|hopper_fp4))\b"
+                              r"|^from fast import .*\b(kernels|decode|hopper_fp4)\b", re.M)
+    collect_ignore = [path.name for path in Path(__file__).parent.glob("test_*.py")
+                      if NEEDS_TRITON.search(path.read_text(encoding="utf-8"))]
+# Tests that need no GPU and that Triton 3.6 (torch 2.11's) cannot pass: its interpreter fails with numpy 2.4 and later,
+# and its ptxas makes another loop for sm_120 and spills 8 bytes on sm_90.
+NOT_BY_3_6 = re.compile("in_tritons_interpreter|decodes_no_weight_twice.120-(32|64)|launched.*.90-hopper-16")
 
 
 class Tiny(NamedTuple):
@@ -36,7 +51,7 @@ class Tiny(NamedTuple):
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """shape name -> its checkpoint on disk and in memory."""
+    """Shape name -> a checkpoint of that shape, on disk and in memory."""
     made = {}
     for shape in SHAPES:
         raw = config_json(shape)
@@ -47,7 +62,7 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture
 def fake_gpu(monkeypatch):
-    """-> function(capability): from then on torch sees such a GPU, on which nothing can be put."""
+    """A function of a compute capability. After its call torch reports such a GPU, though no tensor can go there."""
     def see(capability):
         for name, answer in dict(is_available=True, device_count=1, set_device=None, get_device_name="a GPU",
                                  get_device_capability=capability).items():
@@ -55,37 +70,52 @@ def fake_gpu(monkeypatch):
     return see
 
 
-@pytest.fixture(scope="session", autouse=True)
-def interpreted(request):
-    """-> how many tests of a file passed in the interpreter: a process for all files, beside the others' tests."""
-    files = {str(item.path) for item in request.session.items if "in_tritons_interpreter" in item.name}
-    if not files or os.environ.get("TRITON_INTERPRET"):
-        yield
-        return
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rp", "-k", "not compile", *files]
-    process = subprocess.Popen(command, env=os.environ | {"TRITON_INTERPRET": "1"}, stdout=subprocess.PIPE, text=True)
-    output = []
+@pytest.fixture
+def ctrl_c_interrupts():
+    """In this process SIGINT raises KeyboardInterrupt, also where the caller of pytest ignores that signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
+
+@pytest.fixture
+def interpreted():
+    """A function of a test file: runs it where Triton interprets the kernels, returns how many tests passed there.
+
+    That needs a process of its own, since Triton chooses between GPU and interpreter when it is imported.
+    """
     def passed(file):
-        if not output:
-            output.append(process.communicate()[0])
-        assert process.returncode == 0, output[0][-3000:]
-        return len(re.findall(rf"^PASSED .*{Path(file).name}::", output[0], re.M))
+        if os.environ.get("TRITON_INTERPRET"):
+            pytest.skip("this is the interpreter's process")
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-rp",
+                   "-k", "not compile", file]
+        done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-3000:]
+        return len(re.findall(rf"^PASSED .*{Path(file).name}::", done.stdout, re.M))
 
-    yield passed
-    process.kill()
+    return passed
+
+
+def pytest_xdist_auto_num_workers():
+    """How many processes `-n auto` starts: one a core, at most four, since each holds up to 1 GB with the run that it
+    tests. On a machine with a GPU there is one alone: tests that measure the GPU's memory would disturb each other.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return 0 if torch.cuda.is_available() or cores == 1 else min(cores, 4)
 
 
 def pytest_collection_modifyitems(items):
-    """Who waits for that process comes last."""
-    items.sort(key=lambda item: "in_tritons_interpreter" in item.name)
+    """The longest tests come first: at the end one of them would run while the other process has nothing to do."""
+    items.sort(key=lambda item: "in_tritons_interpreter" not in item.name)
     for item in items:
         if TRITON.startswith("3.6.") and NOT_BY_3_6.search(item.name):
             item.add_marker(pytest.mark.skip(reason="needs Triton 3.7"))
 
 
 def pytest_collection_finish():
-    """In the interpreter's process: it patches triton.language at every call of a function, a fifth of its time."""
+    """In the interpreter's process, patch triton.language once; Triton would do so at every call of a function, which
+    is a fifth of the time there.
+    """
     if os.environ.get("TRITON_INTERPRET"):
         import triton.language as tl
         from triton.runtime import interpreter

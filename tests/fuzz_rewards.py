@@ -1,8 +1,8 @@
 r"""
-Grown, mutated and random answers for the grader, from a seed: python tests/fuzz_rewards.py [CASES] [SEED]
+Feeds the grader with grown, mutated and random answers, from a seed: python tests/fuzz_rewards.py [CASES] [SEED]
 
-What must hold of every two texts a, b: is_equal and grade raise nothing, is_equal(a, b) == is_equal(b, a),
-is_equal(a, a) unless a is blank, and all calls together take less than 100 ms of CPU time.
+For every two texts a and b this must hold: is_equal and grade raise nothing, is_equal(a, b) == is_equal(b, a), a equals
+itself unless it is blank, and all calls together take less than 100 ms of CPU time.
 tests/test_rewards.py runs 2,000 cases.
 """
 import json
@@ -35,7 +35,7 @@ TOPS = ["(A,B)", "[A,B)", r"\{A,B,C\}", "A,B", r"A \text{ or } B", "x=A", "x=A,y
 
 
 def grown(rng, depth):
-    """A well-formed expression: a random tree of NODES over LEAVES, perhaps inside one of TOPS."""
+    """A well-formed expression: a random tree of NODES over LEAVES, sometimes inside one of TOPS."""
     if depth <= 0 or rng.random() < 0.15:
         return rng.choice(LEAVES)
     text = rng.choice(TOPS if depth > 3 and rng.random() < 0.5 else NODES)
@@ -43,7 +43,9 @@ def grown(rng, depth):
 
 
 def mutated(rng):
-    """A text: grown, or one with one to four edits, two glued, pieces in a row, one repeated, or any characters."""
+    """A text: a grown expression, a gold or one with one to four edits, two glued together, pieces in a row, one piece
+    many times over, or any characters.
+    """
     kind = rng.random()
     if kind < 0.4:
         return grown(rng, rng.randint(0, 5))
@@ -65,7 +67,7 @@ def mutated(rng):
 
 
 def slowness():
-    """How many times as long a loop of Python takes here as where the figures come from, 1 or more."""
+    """How many times as long a Python loop takes here as on the machine that the limit was set on; 1 at least."""
     seconds = []
     for _ in range(3):
         start = time.process_time()
@@ -76,7 +78,7 @@ def slowness():
 
 
 def examine(a, b):
-    """-> what is wrong with the verdicts on a and b, what to count, CPU seconds."""
+    """Returns what is wrong with the verdicts on a and b, what to count, and the CPU time in seconds."""
     start = time.process_time()
     verdict, mirrored, same = is_equal(a, b), is_equal(b, a), is_equal(a, a)
     boxed, rule = grade(f"so \\boxed{{{a}}} it is", b).rule, grade(a, b, last_number=True).rule
@@ -87,7 +89,7 @@ def examine(a, b):
 
 
 def run(cases, seed=0):
-    """-> failures (what, a, b), the slowest case, and how many pairs were equal, readable, answered by which rule."""
+    """Returns the failures (what, a, b), the slowest case, and counts: pairs equal, readable, found by which rule."""
     rng, before, failures, slowest, count = random.Random(seed), "1", [], (0.0, "", ""), Counter()
     limit = LIMIT * slowness()
     for _ in range(cases):

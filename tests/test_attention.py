@@ -23,7 +23,9 @@ def test_positions_restart_with_every_packed_sequence():
     assert PackedAttention([3, 1], "cpu", [[2, 0, 1], []]).positions.tolist() == [0, 1, 2, 0, 3, 4, 3]
 
 
-def test_lay_out_by_hand():
+def test_rows_are_laid_out_as_worked_out_by_hand():
+    # The example of lay_out's docstring.
+    assert lay_out([[1, 2, 7, 8], [1, 2, 5]], [2, 2]) == ([1, 2, 7], [2], [[1, 0]], [1, 2, 1])
     # Two rows after prompt 1 2, one after 5, two of one token after 7 8: only the first prompt has branches.
     rows = [[1, 2, 3, 4], [5, 6, 9], [1, 2, 6], [1, 2, 3, 4], [7, 8, 1], [7, 8, 2]]
     tokens, lengths, branches, predictors = lay_out([rows[0], rows[2], *rows[1:2], *rows[4:]], [2, 2, 1, 2, 2])
@@ -51,7 +53,7 @@ def test_lay_out_gives_every_scored_token_what_its_row_has_before_it():
         assert [seen[p] for p in predictors] == [r[:t] for r, s in zip(rows, starts) for t in range(s, len(r))]
 
 
-def test_a_row_of_one_group_is_laid_out_once_for_its_prompt():
+def test_a_group_is_laid_out_with_its_prompt_once():
     # 8 samples of 3 tokens after a prompt of 5: the prompt, then what each sample's last token does not predict.
     rows = [[9] * 5 + [s, s, s] for s in range(8)]
     tokens, lengths, branches, predictors = lay_out(rows, [5] * 8)

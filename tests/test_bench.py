@@ -72,7 +72,7 @@ def test_a_step_samples_the_lengths_it_draws_and_trains_on_every_row(on_cpu, mon
         return updates[-1][1]
 
     monkeypatch.setattr(bench.Learner, "update", look)
-    figures = bench.step(**FLAGS["step"])
+    figures = bench.training_step(**FLAGS["step"])
     assert figures["micro_batch"] == 2048 and figures["samples"] == 6 and len(updates) == 2
     for rollouts, done in updates:
         assert [len(c) for c in rollouts.completions] == bench.drawn_lengths(6)

@@ -42,7 +42,7 @@ def decoded(tensors):
 # One linear
 
 @pytest.mark.parametrize("K", [16, 160])
-def test_the_factor_is_that_of_the_inverse(K):
+def test_the_factor_times_itself_is_the_inverse_of_the_damped_hessian(K):
     _, hessian = linear(1, K)
     hessian[3] = hessian[:, 3] = 0                         # a dead channel: damping alone
     R = calibrate.inverse_factor(hessian)
@@ -88,9 +88,9 @@ def naive_gptq(w, hessian, global_scale):
     return out
 
 
-@pytest.mark.parametrize("largest", [8192, 64])            # 160 columns cross COLUMNS; or 64, 64 and 32 apart
-def test_gptq_is_the_naive_one_in_float64(largest, monkeypatch):
-    monkeypatch.setattr(calibrate, "LARGEST", largest)
+@pytest.mark.parametrize("largest", [8192, 64])            # 160 columns are more than a PANEL; or 64, 64 and 32 apart
+def test_gptq_gives_the_codes_of_a_naive_one_in_float64(largest, monkeypatch):
+    monkeypatch.setattr(calibrate, "LARGEST_HESSIAN", largest)
     w, hessian = linear(6, 160)
     w[2, 32:48] = 0
     scale = nvfp4.global_scale_for(w)
@@ -109,7 +109,7 @@ def test_gptq_is_the_naive_one_in_float64(largest, monkeypatch):
 
 
 def test_a_blocks_results_may_be_overwritten_by_the_next_blocks(monkeypatch):
-    """As those of a graph are."""
+    """A CUDA graph overwrites its results at each replay; here the function does."""
     w, hessian = linear(5, 160)
     scale = nvfp4.global_scale_for(w)
     want = gptq(w, hessian, scale)
@@ -134,7 +134,7 @@ def test_a_graph_gives_the_codes_of_its_launches(N, K, monkeypatch):
     w, hessian = (x.cuda() for x in linear(N, K))
     w[2, 32:48] = 0
     scale = nvfp4.global_scale_for(w)
-    monkeypatch.setattr(calibrate, "LARGEST", 640)         # one graph for pieces of 640 columns and of 384
+    monkeypatch.setattr(calibrate, "LARGEST_HESSIAN", 640)         # one graph for pieces of 640 columns and of 384
     got = gptq(w, hessian, scale)
     made = calibrate.recorded(calibrate.gptq_block, w[:, :16].T, hessian[:16, :16], scale)
     assert made is not calibrate.gptq_block
@@ -144,7 +144,7 @@ def test_a_graph_gives_the_codes_of_its_launches(N, K, monkeypatch):
 
 @needs_gpu
 @pytest.mark.parametrize("name,N,K", [("o", 3584, 3584), ("gate_up", 37888, 3584), ("down", 3584, 18944)])
-def test_the_time_of_a_7bs_linears_is_said(name, N, K, capsys):
+def test_the_time_of_a_7bs_linears_is_printed(name, N, K, capsys):
     x = torch.randn(4096, K, device="cuda")
     w, hessian = torch.randn(N, K, device="cuda") / K**0.5, x.T @ x / len(x)
     scale = nvfp4.global_scale_for(w)
@@ -176,7 +176,7 @@ def test_codes_pack_as_nvfp4_has_them():
     assert same_bytes(alone[1], want[1]) and torch.equal(decoded(alone), decoded(want))
 
 
-def test_the_output_error_is_that_of_the_outputs():
+def test_the_output_error_equals_the_squared_error_of_the_outputs():
     x = torch.randn(50, 32, generator=torch.Generator().manual_seed(1))
     w, _ = linear(4, 32)
     tensors = nvfp4.quantize(w)
@@ -184,7 +184,7 @@ def test_the_output_error_is_that_of_the_outputs():
     assert output_error(w, tensors, x.T @ x / 50) == pytest.approx(want.item(), rel=50 * 32 * EPS)
 
 
-def test_each_way_of_choosing_codes_beats_the_one_before_it_where_it_should():
+def test_gptq_beats_the_weighted_search_on_correlated_inputs_and_that_beats_the_others_on_unequal_ones():
     w, hessian = linear(64, 128)                           # seeds 0 to 7: gptq at 0.43 to 0.5 of the weighted search
     scale = nvfp4.global_scale_for(w)
     unequal = torch.diag(hessian.diagonal())
@@ -238,68 +238,68 @@ def texts_of(case, *sizes, seed=0):
 
 
 @pytest.fixture
-def layer(tiny):
-    """A block of the 16-bit model, its embedding and config."""
+def some_layer(tiny):
+    """A layer of the 16-bit model, its embedding and config."""
     files = hf.ModelFolder(tiny["untied"].folder, "bf16", CPU, torch.float32)
     config = qwen.ModelConfig.from_json(files.config)
     embed = files.read("model.embed_tokens.weight", config.vocab, config.width).float()
-    block = qwen.Layer(config, 1, files.read, files.frozen, files.dtype, lora.Scratch())
-    return block.requires_grad_(False), embed, config
+    layer = qwen.Layer(config, 1, files.read, files.frozen, files.dtype, lora.Scratch())
+    return layer.requires_grad_(False), embed, config
 
 
-def heard(block, chunk):
+def heard(layer, chunk):
     """What calibrate hears enters each linear while the exact stream goes through a layer, and the layer's result."""
     inputs = {}
-    with calibrate.listening(block, inputs.__setitem__):
-        result = chunk.through(block, chunk.exact)
-    return [inputs[linear] for linear in calibrate.linears_of(block)], result
+    with calibrate.listening(layer, inputs.__setitem__):
+        result = chunk.through(layer, chunk.exact)
+    return [inputs[linear] for linear in calibrate.linears_of(layer)], result
 
 
 @torch.no_grad()
-def test_a_listener_hears_the_normalized_inputs_and_changes_no_result(tiny, layer):
-    block, embed, config = layer
+def test_a_listener_hears_the_normalized_inputs_and_changes_no_result(tiny, some_layer):
+    layer, embed, config = some_layer
     chunk = Chunk(texts_of(tiny["untied"], (3, 9), (5, 1)), embed, config)
-    want = block(chunk.exact, *chunk.rope, chunk.attend)
-    (qkv, o, gate_up, down), got = heard(block, chunk)
+    want = layer(chunk.exact, *chunk.rope, chunk.attend)
+    (qkv, o, gate_up, down), got = heard(layer, chunk)
     assert torch.equal(got, want)
-    # The layer in float64 from what each linear was given, one linear after the other.
-    exact = {linear: linear.weight.dequantize().double() for linear in calibrate.linears_of(block)}
-    middle = chunk.exact + block.o(o)
-    for x, norm, given in ((chunk.exact, block.input_norm, qkv), (middle, block.post_norm, gate_up)):
+    # The layer in float64 from what each linear was given: sums of up to 192 fp32 terms of size 1 are off by 1e-6.
+    exact = {linear: linear.weight.dequantize().double() for linear in calibrate.linears_of(layer)}
+    middle = chunk.exact + layer.o(o)
+    for x, norm, given in ((chunk.exact, layer.input_norm, qkv), (middle, layer.post_norm, gate_up)):
         x = x.double()
         normed = x / (x.square().mean(-1, keepdim=True) + config.eps).sqrt() * norm.weight.double()
         # A sum of D squares, halved by the root, and a few roundings more.
         assert ((given - normed).abs() <= (config.width / 2 + 6) * EPS * normed.abs()).all()
-    gate, up = (gate_up.double() @ exact[block.gate_up].T).chunk(2, dim=-1)
+    gate, up = (gate_up.double() @ exact[layer.gate_up].T).chunk(2, dim=-1)
     assert torch.allclose(down.double(), torch.nn.functional.silu(gate) * up, rtol=0, atol=1e-5)
-    assert torch.allclose(got.double(), middle.double() + down.double() @ exact[block.down].T, rtol=0, atol=1e-5)
-    assert torch.allclose(middle.double(), chunk.exact.double() + o.double() @ exact[block.o].T, rtol=0, atol=1e-5)
+    assert torch.allclose(got.double(), middle.double() + down.double() @ exact[layer.down].T, rtol=0, atol=1e-5)
+    assert torch.allclose(middle.double(), chunk.exact.double() + o.double() @ exact[layer.o].T, rtol=0, atol=1e-5)
 
 
 @torch.no_grad()
-def test_nobody_listens_afterwards_also_after_an_error(tiny, layer):
-    block, embed, config = layer
+def test_nobody_listens_afterwards_also_after_an_error(tiny, some_layer):
+    layer, embed, config = some_layer
     chunk = Chunk(texts_of(tiny["untied"], (3, 9)), embed, config)
 
     def fail(*_):
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), calibrate.listening(block, fail):
-        chunk.through(block, chunk.exact)
-    chunk.through(block, chunk.exact)
-    assert all(linear.on_input is None for linear in calibrate.linears_of(block))
-    assert not block.input_norm._forward_hooks and not block.post_norm._forward_hooks
+    with pytest.raises(KeyboardInterrupt), calibrate.listening(layer, fail):
+        chunk.through(layer, chunk.exact)
+    chunk.through(layer, chunk.exact)
+    assert all(linear.on_input is None for linear in calibrate.linears_of(layer))
+    assert not layer.input_norm._forward_hooks and not layer.post_norm._forward_hooks
 
 
 @torch.no_grad()
-def test_hessians_are_means_over_all_tokens(tiny, layer, monkeypatch):
-    monkeypatch.setattr(calibrate, "TOKENS", 16)
-    monkeypatch.setattr(calibrate, "TILE", 48)             # 128 columns and 192: 48, 48, 32, and even ones
-    block, embed, config = layer
+def test_hessians_are_means_over_all_tokens(tiny, some_layer, monkeypatch):
+    monkeypatch.setattr(calibrate, "CHUNK_TOKENS", 16)
+    monkeypatch.setattr(calibrate, "HESSIAN_TILE", 48)             # 128 columns and 192: 48, 48, 32, and even ones
+    layer, embed, config = some_layer
     chunks = calibrate.chunks_of(texts_of(tiny["untied"], (3, 9), (5, 1), (2, 11)), embed, config)
-    inputs = [heard(block, chunk)[0] for chunk in chunks]
-    moved = [block(chunk.exact, *chunk.rope, chunk.attend) for chunk in chunks]
-    got = calibrate.hessians(block, chunks)
+    inputs = [heard(layer, chunk)[0] for chunk in chunks]
+    moved = [layer(chunk.exact, *chunk.rope, chunk.attend) for chunk in chunks]
+    got = calibrate.hessians(layer, chunks)
     assert len(chunks) == 3 and all(torch.equal(c.exact, x) for c, x in zip(chunks, moved))
     for hessian, parts in zip(got, zip(*inputs)):
         x = torch.cat(parts).double()
@@ -307,9 +307,9 @@ def test_hessians_are_means_over_all_tokens(tiny, layer, monkeypatch):
         assert ((hessian - x.T @ x / 28).abs() <= (28 + 2) * EPS * (x.abs().T @ x.abs() / 28)).all()
 
 
-def test_chunks_hold_whole_texts_and_at_most_so_many_tokens(tiny, layer, monkeypatch):
-    monkeypatch.setattr(calibrate, "TOKENS", 10)
-    _, embed, config = layer
+def test_chunks_hold_whole_texts_and_no_more_tokens_than_allowed(tiny, some_layer, monkeypatch):
+    monkeypatch.setattr(calibrate, "CHUNK_TOKENS", 10)
+    _, embed, config = some_layer
     texts = texts_of(tiny["untied"], *((2, n - 2) for n in (4, 4, 4, 13, 3, 7, 10)))
     chunks = calibrate.chunks_of(texts, embed, config)
     assert [[len(text.tokens) for text in chunk.texts] for chunk in chunks] == [[4, 4], [4], [13], [3, 7], [10]]
@@ -318,8 +318,8 @@ def test_chunks_hold_whole_texts_and_at_most_so_many_tokens(tiny, layer, monkeyp
     assert calibrate.chunks_of([], embed, config) == []
 
 
-def test_predictors_stand_before_the_answers_tokens(tiny, layer):
-    _, embed, config = layer
+def test_predictors_stand_before_the_answers_tokens(tiny, some_layer):
+    _, embed, config = some_layer
     texts = texts_of(tiny["untied"], (2, 3), (3, 1), (1, 2))
     assert Chunk(texts, embed, config).predictors.tolist() == [1, 2, 3, 6, 7, 8]
 
@@ -329,9 +329,9 @@ def test_predictors_stand_before_the_answers_tokens(tiny, layer):
 
 @torch.no_grad()
 @pytest.mark.parametrize("shape,live", [("tied", 90), ("untied", None)])
-def test_the_kl_is_that_of_two_whole_models(tiny, tmp_path, monkeypatch, capsys, shape, live):
+def test_the_printed_kl_is_that_of_the_logits_of_two_whole_models(tiny, tmp_path, monkeypatch, capsys, shape, live):
     case, found = tiny[shape], []
-    monkeypatch.setattr(calibrate, "TOKENS", 30)           # several chunks, and of several texts
+    monkeypatch.setattr(calibrate, "CHUNK_TOKENS", 30)           # several chunks, and of several texts
     whole = calibrate.divergence
     monkeypatch.setattr(calibrate, "divergence", lambda *a: found.append(whole(*a)) or found[-1])
     texts = texts_of(case, *((3 + i % 4, 5 + i) for i in range(18)))
@@ -389,7 +389,7 @@ def test_the_folder_holds_the_codes_that_were_found(tiny, tmp_path, monkeypatch,
     assert all(torch.equal(loaded[f"{name}.weight"], decoded(t).float()) for name, t in found.items())
 
 
-def test_a_linear_of_zeros_stays_one(tiny, tmp_path):
+def test_a_linear_of_zeros_stays_zeros(tiny, tmp_path):
     case, name = tiny["untied"], "model.layers.0.self_attn.o_proj"
     source = write_folder(tmp_path / "source", case.raw, case.tensors | {
         f"{name}.weight": torch.zeros_like(case.tensors[f"{name}.weight"])})

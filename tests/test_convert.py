@@ -283,7 +283,7 @@ def test_a_gpu_without_triton_is_one_line_where_kernels_run(trained, tmp_path, f
         assert line == f"convert {command[0]}: --device cuda:0: a GPU needs Triton: pip install triton"
 
 
-def test_ctrl_c_while_merging_leaves_no_half_folder(trained, tmp_path, monkeypatch):
+def test_ctrl_c_while_merging_leaves_no_half_folder(trained, tmp_path, monkeypatch, ctrl_c_interrupts):
     monkeypatch.setattr(hf, "write_json", lambda *_: signal.raise_signal(signal.SIGINT))  # the weights are there
     with pytest.raises(KeyboardInterrupt):
         run(monkeypatch, "merge", tmp_path / "run", tmp_path / "out")

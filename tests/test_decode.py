@@ -1,8 +1,8 @@
 """
 The decode step's kernels against float64 torch, and whole steps against sampler.TorchEngine.
 
-On a GPU all of it. Without one, a part runs in Triton's interpreter (conftest.py), in fp32 and fp16, and the kernels of
-a step are compiled for every target as they would be launched.
+On a GPU everything runs. Without one, a part runs in Triton's interpreter (conftest.py), in fp32 and fp16, and the
+kernels of a step are compiled for every target as they would be launched.
 
 python -m pytest tests/test_decode.py -v
 """
@@ -29,20 +29,20 @@ import lora
 import marlin_fp4
 import model as model_module
 import nvfp4
-import portable_fp4
 import sampler
 from aqn import noisy_norms
 from ops import mm_fp32
 from sampler import Rows, Sampling
 
-from fast import decode, kernels
+from fast import decode, hopper_fp4, kernels
 
 GPU, INTERPRETED = torch.cuda.is_available(), os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if GPU else "cpu"
 gpu = pytest.mark.skipif(not GPU, reason="CUDA graphs, or sizes that only a GPU can do")
 runs_kernels = pytest.mark.skipif(not (GPU or INTERPRETED), reason="runs in the interpreter, in a process of its own")
 
-# Types and matmuls that a test with `gen` runs in, one after the other; numpy has no bf16.
+# The types and matmuls that a test with `gen` runs in, one after the other. The interpreter computes with numpy, which
+# has no bf16.
 SETTINGS = {"fp32": (torch.float32, "auto"), "fp16": (torch.float16, "auto")}
 if GPU:
     SETTINGS = {f"{name}-{matmul}": (dtype, matmul) for matmul in ("auto", "portable")
@@ -50,12 +50,12 @@ if GPU:
 DTYPE, MATMUL = next(iter(SETTINGS.values()))
 in_one_setting = pytest.mark.parametrize("gen", [next(iter(SETTINGS))], indirect=True)
 
-ROWS = 4                                                             # of a program
+ROWS = 4                                                             # of x, in a program of an elementwise kernel
 
 
 @pytest.fixture(params=SETTINGS)
 def gen(request, monkeypatch):
-    """A generator for a test in one of the settings, which DTYPE and MATMUL are meanwhile."""
+    """A random generator. Runs the test in each of SETTINGS, to which DTYPE and MATMUL are set meanwhile."""
     dtype, matmul = SETTINGS[request.param]
     monkeypatch.setitem(globals(), "DTYPE", dtype)
     monkeypatch.setitem(globals(), "MATMUL", matmul)
@@ -63,22 +63,22 @@ def gen(request, monkeypatch):
 
 
 def shift():
-    """Of the residual in front of a norm."""
+    """What the residual is multiplied by in front of a norm."""
     return model_module.FP16_SHIFT if DTYPE == torch.float16 else 1.0
 
 
 def rounding():
-    """The largest relative error, of bf16 or fp16."""
+    """The largest relative error of rounding to DTYPE."""
     return 2.0**-12 if DTYPE == torch.float16 else 2.0**-9
 
 
-def random_linear(M, N, KB, L, parts, R, gen):
-    """A made-up linear in slabs of programs that walked L of KB blocks a tile -> kernels.Partial, its result (M, N).
+def random_linear(M, N, k_tiles, stripe, parts, R, gen):
+    """A made-up linear as a matmul would leave it -> kernels.UnfinishedLinear, its result (M, N) in float64.
 
-    Slabs past a tile's pieces hold NaN: nobody may read them. The result is float64.
+    k_tiles, stripe: of a marlin_fp4.StripePlan. Slabs without a piece of a column hold NaN there: nobody may read them.
     """
-    counts = [(n * KB + KB - 1) // L - n * KB // L + 1 for n in range(-(-N // 128))]
-    a_count = -(-KB // min(L, -(-KB // 4)))                          # marlin_fp4.a_pieces
+    counts = [(n * k_tiles + k_tiles - 1) // stripe - n * k_tiles // stripe + 1 for n in range(-(-N // 128))]
+    a_count = -(-k_tiles // min(stripe, -(-k_tiles // 4)))           # marlin_fp4.a_pieces
     slab = torch.randn(max(a_count, *counts), M, N + len(parts) * R, generator=gen, device=DEVICE)
     total = torch.zeros(M, slab.shape[2], device=DEVICE, dtype=torch.float64)
     for first, count in [(128 * n, c) for n, c in enumerate(counts)] + [(N, a_count)]:
@@ -91,19 +91,19 @@ def random_linear(M, N, KB, L, parts, R, gen):
     rows = list(torch.arange(N).split(parts))
     for p, r in enumerate(rows if R else []):
         y[:, r] += total[:, N + p * R:N + (p + 1) * R].to(DTYPE).double() @ b[r].double().T
-    most = max(marlin_fp4.Slabs(slab, scale, KB, L).most)
-    return kernels.Partial(slab, scale, b, N, slab.shape[2], KB, L, const(most), const(R)), y
+    most = max(marlin_fp4.most_pieces(k_tiles, stripe))
+    return kernels.UnfinishedLinear(slab, scale, b, N, slab.shape[2], k_tiles, stripe, const(most), const(R)), y
 
 
 def squares_of(M, tiles, D, gen):
-    """Partial sums of squares of rows whose rms is about 1 -> kernels.Squares, 1/rms (M, 1) float64."""
+    """Partial sums of squares of rows whose rms is about 1 -> kernels.RowSquares, 1/rms (M, 1) float64."""
     sums = torch.rand(M, tiles, generator=gen, device=DEVICE) * D
-    squares = kernels.Squares(sums, 1e-6, D, const(tiles))
+    squares = kernels.RowSquares(sums, 1e-6, D, const(tiles))
     return squares, torch.rsqrt(sums.double().sum(1, keepdim=True) / D + 1e-6)
 
 
 class Gpu:
-    """Says to Triton that there is an sm_90, or another; nothing is launched."""
+    """Triton's driver, which tells it that there is an sm_90 or another GPU. Nothing is launched on it."""
     def __init__(self, sm=90):
         self.get_current_target = lambda: GPUTarget("cuda", sm, 32)
         self.get_current_device = lambda: sm                         # Triton keeps what it compiled by device
@@ -113,7 +113,7 @@ class Gpu:
 
 
 def resources(kernel):
-    """-> bytes of shared memory, registers, bytes of stack, where registers are spilled to."""
+    """A compiled kernel -> bytes of shared memory, registers, bytes of stack, which registers are spilled to."""
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "k.cubin")
@@ -123,7 +123,7 @@ def resources(kernel):
 
 
 class Head(NamedTuple):
-    """Of a model: query heads, key-value heads, their size."""
+    """A model's query heads, key-value heads, and their size."""
     H: int
     KV: int
     d: int
@@ -133,7 +133,7 @@ SMALL, HEADS_05B, HEADS_7B, HEADS_14B = Head(4, 2, 128), Head(14, 2, 64), Head(2
 
 
 def blank(weights, base, dtype):
-    """As nvfp4.freeze on a GPU, of the same shape; every code is 0."""
+    """What nvfp4.freeze returns on a GPU, in the same shape, but every code is 0."""
     N, K = sum(map(len, weights)), weights[0].shape[1]
     tiles = -(-N // 128), -(-K // 128), 128
     codes, scales = torch.zeros(*tiles, 32, dtype=torch.int16), torch.zeros(*tiles, 2, dtype=torch.int32)
@@ -141,8 +141,8 @@ def blank(weights, base, dtype):
 
 
 def compile_step(sm, matmul, n, dtype, head):
-    """-> {kernel: the most of each of its resources} of a step of n rows, as launched on an sm, and of the expansion
-    of W for a prefill and for the learner; in a process of its own.
+    """Compiles a step of n rows as it is launched on a GPU of this sm, and the expansion of W for a prefill and for the
+    learner -> {kernel: the most of each of its resources}. Runs in a process of its own.
     """
     compiled, launch = [], triton.runtime.jit.JITFunction.run
 
@@ -152,7 +152,7 @@ def compile_step(sm, matmul, n, dtype, head):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton.runtime.jit.JITFunction, "run", compile_only)
         patch.setattr(decode, "kernels_for", lambda device, wanted: matmul)
-        for module in (decode, marlin_fp4, portable_fp4):
+        for module in (decode, marlin_fp4, hopper_fp4):
             patch.setattr(module, "capability", lambda device: divmod(sm, 10))
         patch.setattr(nvfp4, "freeze", blank)
         patch.setattr(torch, "randn", lambda *shape, generator, device: torch.zeros(*shape, device=device))
@@ -173,18 +173,18 @@ def compile_step(sm, matmul, n, dtype, head):
 
 
 BF16, FP16 = torch.bfloat16, torch.float16
-# Each target, number of rows, type and kind of heads at least once, 5 s each; test_portable_fp4.py compiles its matmul
-# in every combination. All 74 of them with TEST_ALL_TARGETS=1.
+# Each target, number of rows, type and kind of heads at least once, 5 s each; test_portable_kernel.py compiles the
+# matmul in every combination. With TEST_ALL_TARGETS=1 all 74 of them.
 AS_LAUNCHED = [(90, "hopper", 64, BF16, SMALL), (90, "hopper", 16, FP16, SMALL), (80, "portable", 16, BF16, SMALL),
                (86, "portable", 64, FP16, SMALL), (89, "portable", 1, BF16, SMALL), (100, "portable", 16, FP16, SMALL),
                (120, "portable", 1, FP16, SMALL), (86, "portable", 64, BF16, HEADS_14B),
                (120, "portable", 64, BF16, HEADS_05B)]
-SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}       # KiB a block, CUDA's table of compute capabilities
+SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}       # KiB a program, of CUDA's table of capabilities
 if os.environ.get("TEST_ALL_TARGETS"):
     AS_LAUNCHED = [*AS_LAUNCHED[:2], *itertools.product(SHARED, ["portable"], (1, 16, 64), (BF16, FP16), [SMALL]),
                    *itertools.product(SHARED, ["portable"], (1, 64), [BF16], (HEADS_05B, HEADS_7B, HEADS_14B))]
-EMBED_STACK = 32                                                     # bytes, everywhere: digits of 2 / pi for its sine
-# Bytes of registers that a kernel spills on an sm, outside of its inner loop: heads of 128 at few rows; 64 rows.
+EMBED_STACK = 32                                                     # bytes on every sm: 2 / pi, for sines of large angles
+# Bytes that a kernel spills on an sm, outside of its inner loop: with heads of 128 at few rows, and at 64 rows.
 STACK = {("attention_kernel", 80): 8, ("attention_kernel", 120): 8, ("portable_kernel", 100): 40}
 
 
@@ -199,7 +199,7 @@ def compiled():
 def test_every_kernel_of_a_step_compiles_as_it_is_launched_and_fits_the_gpu(sm, matmul, n, dtype, head, compiled):
     found = compiled[sm, matmul, n, dtype, head].result()
     print(f"sm_{sm}, {n} rows, {dtype}, {head}:", found)
-    assert set(found) == {"embed_kernel", {"hopper": "decode_kernel", "portable": "portable_kernel"}[matmul],
+    assert set(found) == {"embed_kernel", {"hopper": "hopper_kernel", "portable": "portable_kernel"}[matmul],
                           "heads_kernel", "attention_kernel", "residual_kernel", "swiglu_kernel", "chunk_kernel",
                           "pick_kernel", "dequantize_kernel"}
     for name, (shared, _, stack) in found.items():
@@ -209,23 +209,25 @@ def test_every_kernel_of_a_step_compiles_as_it_is_launched_and_fits_the_gpu(sm, 
 
 
 def close(got, want, ulps=1.0):
-    """One rounding of an fp32 value, and that of x @ A.T, which flips where the sum's order differs."""
+    """Whether they differ by one rounding of an fp32 value, and by that of x @ A.T, which may fall the other way where
+    its sum has another order.
+    """
     bound = ulps * rounding() * 2 * want.abs() + 2e-2 * rounding() * want.abs().max() + 1e-5
     return ((got.double() - want).abs() <= bound).double().mean() > 0.999
 
 
 @runs_kernels
-@pytest.mark.parametrize("M,KB,L,R", [(1, 1, 1, 0), (5, 13, 2, 32), (40, 3, 4, 8)])  # one row, ragged tile, many tiles
+@pytest.mark.parametrize("M,k_tiles,stripe,R", [(1, 1, 1, 0), (5, 13, 2, 32), (40, 3, 4, 8)])     # one to 10 programs
 @pytest.mark.parametrize("ROWS", [1, 4])                             # slabs side by side, one after the other
-def test_residual_kernel_adds_the_linear_and_norms_the_sum(M, KB, L, R, ROWS, gen):
-    D, T = 256, decode.TILE
-    linear, y = random_linear(M, D, KB, L, [D], R, gen)
+def test_residual_kernel_adds_the_linear_and_norms_the_sum(M, k_tiles, stripe, R, ROWS, gen):
+    D, T = 256, marlin_fp4.TILE_SIDE
+    linear, y = random_linear(M, D, k_tiles, stripe, [D], R, gen)
     resid = torch.randn(M, D, generator=gen, device=DEVICE)
     weight, noise = torch.randn(2, D, generator=gen, device=DEVICE)
     want = resid.double() + y
     xw = torch.full((M, D), torch.nan, device=DEVICE, dtype=DTYPE)
     squares = torch.full((M, D // T), torch.nan, device=DEVICE)
-    norm = kernels.Norm(weight, noise, xw, kernels.Squares(squares, 1e-6, D, const(D // T)), const(shift()))
+    norm = kernels.NextNorm(weight, noise, xw, kernels.RowSquares(squares, 1e-6, D, const(D // T)), const(shift()))
     kernels.residual_kernel[-(-M // ROWS), D // T](linear, M, resid, norm, T, ROWS, False)
     assert (resid - want).abs().max() < 1e-4 + 1e-2 * (R > 0)        # fp32, but for flipped roundings of x @ A.T
     assert close(xw, resid.double() * (weight + noise).double() * shift())
@@ -233,21 +235,22 @@ def test_residual_kernel_adds_the_linear_and_norms_the_sum(M, KB, L, R, ROWS, ge
 
 
 @runs_kernels
-@pytest.mark.parametrize("M,KB,L,R", [(1, 7, 2, 16), (33, 2, 3, 64)])
-def test_swiglu_kernel_is_silu_of_gate_times_up_over_rms(M, KB, L, R, gen):
+@pytest.mark.parametrize("M,k_tiles,stripe,R", [(1, 7, 2, 16), (33, 2, 3, 64)])
+def test_swiglu_kernel_is_silu_of_gate_times_up_over_rms(M, k_tiles, stripe, R, gen):
     D, F_ = 192, 384                                                 # 3 partial sums of squares: padded to 4
-    linear, y = random_linear(M, 2 * F_, KB, L, [F_, F_], R, gen)
+    linear, y = random_linear(M, 2 * F_, k_tiles, stripe, [F_, F_], R, gen)
     squares, rstd = squares_of(M, 3, D, gen)
     y *= rstd
     out = torch.full((M, F_), torch.nan, device=DEVICE, dtype=DTYPE)
-    kernels.swiglu_kernel[-(-M // ROWS), F_ // decode.TILE](linear, M, squares, out, decode.TILE, ROWS, False)
+    tile = marlin_fp4.TILE_SIDE
+    kernels.swiglu_kernel[-(-M // ROWS), F_ // tile](linear, M, squares, out, tile, ROWS, False)
     assert close(out, F.silu(y[:, :F_]) * y[:, F_:])
 
 
 def rows_state(prefix, pos, width, blocks, gen):
-    """kernels.State and a table of distinct random blocks for rows at `pos` after a prefix of `prefix` tokens."""
+    """kernels.RowState and a table of distinct random blocks for rows at `pos` after a prefix of `prefix` tokens."""
     n = len(pos)
-    state = kernels.State(*torch.zeros(len(kernels.State._fields), n, dtype=torch.int64, device=DEVICE))
+    state = kernels.RowState(*torch.zeros(len(kernels.RowState._fields), n, dtype=torch.int64, device=DEVICE))
     for name, values in dict(pos=pos, prefix=prefix, siblings=[1] * n).items():
         getattr(state, name).copy_(torch.tensor(values))
     return state, torch.randperm(blocks, generator=gen, device=DEVICE)[:n * width].view(n, width).contiguous()
@@ -266,7 +269,7 @@ def test_heads_kernel_rotates_and_writes_keys_and_values_where_the_table_says(H,
     config = model_module.ModelConfig(H * d, 0, 0, H, KV, 0, True)
     cos, sin = model_module.rope_table(state.pos, config)
     q = torch.full((n, H, d), torch.nan, device=DEVICE, dtype=DTYPE)
-    cache = kernels.Cache(kv, kv.stride(0), table, width, const(KV), const(B), const(d))
+    cache = kernels.LayerCache(kv, kv.stride(0), table, width, const(KV), const(B), const(d))
     kernels.heads_kernel[-(-n // ROWS), H + 2 * KV](
         linear, n, squares, bias, cos, sin, q, cache, state, H, ROWS, False)
     y = (y * rstd + bias).view(n, H + 2 * KV, d)
@@ -288,7 +291,7 @@ def test_attention_kernel_matches_float64_over_prefix_gap_and_own_tokens(H, KV, 
     far, B = 1000 if GPU else 400, 32
     prefix = [0, 0, 31, 32, 32, 100, far, far, far, 5]
     pos = [0, 63, 31, 32, 164, 164, 2 * far + 47, far, far + 200, 2 * far]
-    most = decode.GROUP // (H // KV)                                 # 2 or 3
+    most = decode.QUERY_TILE // (H // KV)                                 # 2 or 3
     groups = [2, 1, 2, 1, most, 4 - most]                            # rows that have a prefix in common, in order
     n, width = len(pos), 66
     state, table = rows_state(prefix, pos, width, n * width, gen)
@@ -307,13 +310,14 @@ def test_attention_kernel_matches_float64_over_prefix_gap_and_own_tokens(H, KV, 
     acc = torch.full((n, H, splits, d), torch.nan, device=DEVICE)
     tops, masses = torch.full((2, n, H, splits), torch.nan, device=DEVICE)
     counters = torch.zeros(n * KV, dtype=torch.int32, device=DEVICE)
-    cache = kernels.Cache(kv, kv.stride(0), table, width, const(KV), const(B), const(d))
+    cache = kernels.LayerCache(kv, kv.stride(0), table, width, const(KV), const(B), const(d))
 
     def run(siblings):
         out = torch.full_like(q, torch.nan)
-        shape = kernels.Shape(splits, siblings, W, T)
+        plan = kernels.AttentionPlan(splits, siblings, W, T)
+        left = kernels.SplitSoftmaxes(acc, tops, masses, counters)
         kernels.attention_kernel[n, KV, splits](
-            q, cache, state, out, kernels.Runs(acc, tops, masses, counters), H, decode.GROUP, shape, False, num_warps=W)
+            q, cache, state, out, left, H, decode.QUERY_TILE, plan, False, num_warps=W)
         return out
 
     out = run(most if together else 1)
@@ -334,8 +338,40 @@ def test_attention_kernel_matches_float64_over_prefix_gap_and_own_tokens(H, KV, 
         assert ((out[row].double() - want).abs() <= bound).all(), f"row {row}"
 
 
+@pytest.mark.skipif(INTERPRETED, reason="asks the compiler")
+@pytest.mark.parametrize("kv_block,tokens", [(32, 16), (32, 32), (16, 16), (16, 32), (24, 16)])
+def test_attention_compiles_only_where_a_warps_tokens_lie_in_one_kv_block(kv_block, tokens, monkeypatch):
+    """Blocks of 16 tokens with steps of 32 read on into the next head's keys, and nothing said so."""
+    if not GPU:
+        monkeypatch.setattr(triton.runtime.driver, "_active", Gpu())
+    H, KV, d, n = 4, 2, 64, 1
+    q, kv = torch.zeros(n, H, d, dtype=FP16), torch.zeros(2, 8, KV, kv_block, d, dtype=FP16)
+    table = torch.zeros(n, 4, dtype=torch.int64)
+    state = torch.zeros(len(kernels.RowState._fields), n, dtype=torch.int64)
+    sums, counters = torch.zeros(n * H * d), torch.zeros(n * KV, dtype=torch.int32)
+    cache = kernels.LayerCache(kv, kv.stride(0), table, 4, const(KV), const(kv_block), const(d))
+    left = kernels.SplitSoftmaxes(sums, sums, sums, counters)
+
+    def compile_it():
+        return kernels.attention_kernel.warmup(
+            q, cache, kernels.RowState(*state), q, left, H, decode.QUERY_TILE, kernels.AttentionPlan(1, 1, 4, tokens),
+            False, grid=(1,), num_warps=4)
+
+    if kv_block % tokens == 0:
+        compile_it()
+    else:
+        with pytest.raises(triton.CompilationError, match="TOKENS of an AttentionPlan must divide KV_BLOCK"):
+            compile_it()
+
+
+@pytest.mark.parametrize("wide_steps_fit", [True, False])
+def test_every_attention_plan_reads_whole_parts_of_a_kv_block(wide_steps_fit):
+    plans = {decode.attention_plan(pairs, 2, wide_steps_fit) for pairs in range(1, 2049)}
+    assert len(plans) > 3 and all(sampler.KV_BLOCK % plan.TOKENS == 0 for plan in plans)
+
+
 def small_engine(base, gen, rank=32, max_rows=9, size=(256, 384, 2, 4, 2, 2432), dtype=None):
-    """A small random model with a live adapter, and its engine over a KV cache of random context."""
+    """-> a small random model with a live adapter, its engine over a KV cache of random context, the table's width."""
     dtype = dtype or DTYPE
     config = model_module.ModelConfig(*size, False)
 
@@ -374,7 +410,7 @@ def sampling(temperature=1.0, end_ids=(), top_k=0, top_p=1.0):
 
 
 class As:
-    """A frozen weight that lora.Linear takes for one of another dtype: it rounds its x to that and expands W in it."""
+    """A frozen weight that claims another dtype. lora.Linear then rounds x to that, and expands W in it."""
 
     def __init__(self, weight, dtype):
         self.weight = weight
@@ -617,4 +653,4 @@ def test_drawn_tokens_equal_a_draw_from_the_same_logits(temperature, top_k, top_
 
 @pytest.mark.skipif(GPU or INTERPRETED, reason="where there is a GPU, or in that process, they run themselves")
 def test_the_kernels_pass_in_tritons_interpreter(interpreted):
-    assert interpreted(__file__) >= 36
+    assert interpreted(__file__) >= 38

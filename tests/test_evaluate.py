@@ -106,13 +106,13 @@ def test_the_cache_is_for_as_many_rows_as_there_are_answers_and_threads_are_few(
 
 def test_ids_that_the_tokenizer_lacks_are_never_drawn(capsys, monkeypatch):
     highest = []
-    score = evaluate.rewards.score
+    score = evaluate.rewards.grade_rollouts
 
     def look(tokenizer, problems, rollouts, *more):
         highest.extend(max(completion) - tokenizer.vocab_size for completion in rollouts.completions)
         return score(tokenizer, problems, rollouts, *more)
 
-    monkeypatch.setattr(evaluate.rewards, "score", look)
+    monkeypatch.setattr(evaluate.rewards, "grade_rollouts", look)
     run(capsys, monkeypatch, "--limit", 8, "--samples", 4, "--temperature", 1000, "--top-p", 1)
     assert len(highest) == 32 and max(highest) < 0
 
@@ -247,7 +247,7 @@ def test_the_gpu_named_is_the_one_that_triton_launches_on(monkeypatch):
 @pytest.mark.parametrize("lenient", [False, True])
 def test_ctrl_c_ends_with_the_figures_and_rows_of_the_problems_that_are_done(tmp_path, capsys, monkeypatch, lenient):
     """Also where one's rows have their score and not yet all of their keys."""
-    score, grade = evaluate.rewards.score, evaluate.rewards.grade
+    score, grade = evaluate.rewards.grade_rollouts, evaluate.rewards.grade
 
     def interrupt(*arguments):
         if len(scored) == 3:
@@ -262,7 +262,7 @@ def test_ctrl_c_ends_with_the_figures_and_rows_of_the_problems_that_are_done(tmp
         return grade(*arguments)
 
     scored, out = [], tmp_path / "a.jsonl"
-    monkeypatch.setattr(evaluate.rewards, "score", interrupt)
+    monkeypatch.setattr(evaluate.rewards, "grade_rollouts", interrupt)
     with pytest.raises(SystemExit) as stop:
         run(capsys, monkeypatch, "--limit", 8, "--samples", 2, "--temperature", 1, "--out", out)
     said = capsys.readouterr()
@@ -285,13 +285,13 @@ def test_a_reward_of_nan_is_null_and_the_rows_can_be_compared_with(tmp_path, cap
 
 
 def test_rows_are_in_the_file_before_the_end(tmp_path, capsys, monkeypatch):
-    score, seen, out = evaluate.rewards.score, [], tmp_path / "a.jsonl"
+    score, seen, out = evaluate.rewards.grade_rollouts, [], tmp_path / "a.jsonl"
 
     def look(*arguments):
         seen.append(len(read(out)))
         return score(*arguments)
 
-    monkeypatch.setattr(evaluate.rewards, "score", look)
+    monkeypatch.setattr(evaluate.rewards, "grade_rollouts", look)
     run(capsys, monkeypatch, "--limit", 4, "--out", out)
     assert seen == [0, 1, 2, 3]
     assert [row["id"] for row in read(out)] == [f"arithmetic-test-{i}" for i in range(4)]

@@ -1,6 +1,10 @@
 """
-The house: which file may import which and where Triton is, how large files, lines and signatures get, and that the
-README names what is there. The method runs where Triton cannot be imported.
+What readers may rely on: imports go down, Triton stays where it belongs, a name means one thing, and the documents name
+what is there and nothing else. No test here limits the size of anything.
+
+It looks at the files that git tracks, and at what these import. A reward function or a data file of your own beside
+them changes nothing. Where you add something that readers must be told of, the message says which document needs a
+line.
 
 python -m pytest tests/test_house.py -v
 """
@@ -12,147 +16,208 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-
-from grpo import mismatch_sums, summarize
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-LOGGED = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+# Without git, as in an unpacked archive: these folders are searched, and at the root the files that the README lists.
+FOLDERS = "fast harness tools study tiny tests docs".split()
 
-METHOD = "train grpo learner aqn sampler model attention ops lora nvfp4 rewards".split()
-READING_PATH = [*METHOD, *"prepare flags watch data plugin run hf".split()]      # imports torch and nothing of Triton
-TRITON = ["marlin_fp4", "portable_fp4", "kernels", "decode"]
-# Bottom to top: a file imports files before it.
-ORDER = ("program run ops nvfp4 hf attention lora model aqn grpo learner sampler answers rewards plugin figures data "
-         "calibrate flags watch marlin_fp4 portable_fp4 kernels decode memory evaluate prepare train").split()
-DOORS = {("ops", "kernels"), ("nvfp4", "marlin_fp4"), ("sampler", "decode")}
-
-# What each may hold at most: what was reached, rounded up, to be lowered with every cut. The aim is
-# 2,400 lines and 120 KB for the method, 3,250 lines for the reading path, 6,450 and 300 KB for all.
-METHOD_BUDGET = 2688, 120                                             # lines, KB of 1,024 bytes
-READING_BUDGET = 4833, 215.7
-WHOLE_BUDGET = 9865, 437.9
-LARGEST = {                                                               # lines, KB
-    "program.py": (125, 4.8),
-    "watch.py": (145, 6.3),
-    "train.py": (270, 12),
-    "prepare.py": (192, 8.4),
-    "flags.py": (277, 14.8),
-    "grpo.py": (250, 11.8),
-    "learner.py": (215, 9.6),
-    "aqn.py": (95, 4.8),
-    "sampler.py": (485, 21.3),
-    "model.py": (245, 11.4),
-    "attention.py": (185, 8.0),
-    "ops.py": (175, 7.2),
-    "lora.py": (265, 11.4),
-    "nvfp4.py": (285, 12.6),
-    "rewards.py": (255, 11.4),
-    "plugin.py": (99, 4.1),
-    "data.py": (387, 18.0),
-    "run.py": (528, 20.6),
-    "hf.py": (453, 20.8),
-    "marlin_fp4.py": (725, 32.9),
-    "portable_fp4.py": (188, 8.2),
-    "kernels.py": (850, 35.5),
-    "decode.py": (310, 14.5),
-    "memory.py": (145, 7.0),
-    "answers.py": (1060, 46.4),
-    "figures.py": (119, 5.1),
-    "evaluate.py": (281, 12.6),
-    "tools/bench.py": (320, 14.8),
-    "tools/convert.py": (93, 4.5),
-    "tools/plot.py": (121, 5.4),
-    "tools/report.py": (92, 4.0),
-    "tools/chat.py": (125, 5.1),
-    "tools/study.py": (122, 5.6),
-    "tools/__init__.py": (5, 0.2),
-    "tiny/arithmetic.py": (65, 3.1),
-    "calibrate.py": (369, 16.8),
+# The doors: at three places plain torch hands over to Triton, and behind them is one to Hopper's kernel. Each imports
+# inside a function, so that a machine without Triton (or without a Hopper GPU) never opens the file.
+# (module, function) -> module that it imports.
+DOORS = {("ops", "twin_in_kernels"): "fast.kernels", ("nvfp4", "fuse"): "marlin_fp4",
+         ("sampler", "engine_for"): "fast.decode", ("fast.decode", "decode_matmul_for"): "fast.hopper_fp4"}
+# Names that stand in two files though ops.twin_in_kernels does not tie them together, and why.
+TWINS = {
+    "main": "every program has one",
 }
-
-# Of tiny/, what data.py reads: the rest made the model, once.
-PATHS = [*ROOT.glob("*.py"), *ROOT.glob("tools/*.py"), ROOT / "tiny" / "arithmetic.py"]
-FILES = {path.relative_to(ROOT).as_posix(): path for path in PATHS}
-TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
-every_file = pytest.mark.parametrize("name", sorted(FILES))
+OPTIONAL = {"matplotlib", "pyarrow"}  # not in requirements.txt: who needs one is told by a line of the program
+# Commit ids belong to docs/log.md and to the tables of study/README.md that say what was run with which code.
+HISTORY = "docs/log.md"
 
 
-def module(name):
-    return name.removesuffix(".py").replace("/", ".")
-
-
-def imported(node):
-    """Full names of the modules that an import statement asks for."""
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    if node.module == "tools":                                            # from tools import bench
-        return [f"tools.{alias.name}" for alias in node.names]
-    return [node.module or "."]
-
-
-def imports(tree):
-    """Yields (module name, whether inside a function) of every import."""
-    inside = {id(node) for function in ast.walk(tree)
-              if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-              for node in ast.walk(function)}
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            yield from ((name, id(node) in inside) for name in imported(node))
+def said(problems):
+    """Ends a test with these messages alone: they say what to do, and a traceback would bury them."""
+    if problems:
+        pytest.fail("\n".join(sorted(set(problems))), pytrace=False)
 
 
 # -----------------------------------------------------------------------------
-# Imports
+# The files, and what each imports
 
-def test_the_order_names_every_root_file_and_no_other():
-    assert sorted(ORDER) == sorted(module(name) for name in FILES if "/" not in name)
-    assert set(READING_PATH) < set(ORDER) and not set(READING_PATH) & set(TRITON)
-
-
-@pytest.mark.parametrize("name", ORDER)
-def test_imports_go_down(name):
-    # So there is no circle, and a file can be read with those before it.
-    below = ORDER[:ORDER.index(name)]
-    for other, late in imports(TREES[f"{name}.py"]):
-        if other.split(".")[0] in (*ORDER, "tools", "tests"):
-            assert late or other in below, f"{name}.py imports {other}"
+def text_of(name):
+    return (ROOT / name).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if "__main__" in FILES[name].read_text(encoding="utf-8")])
-def test_a_program_imports_program_before_what_imports_torch(name):
-    first = [other.split(".")[0] for other, late in imports(TREES[name]) if not late]
-    assert not {*first[:first.index("program")]} & {*ORDER, "tools", "torch", "numpy", "tokenizers"}, first
+def the_map(readme):
+    """Title and text of the README's section that lists the files."""
+    for word in "map", "files":
+        found = re.search(rf"^##+ (.*\b{word}\b.*)\n((?:.*\n)*?)(?=^## |\Z)", readme + "\n", re.M | re.I)
+        if found:
+            return found[1], found[2]
+    return pytest.fail("README.md: add a section '## The map' with a line for each file and folder", pytrace=False)
+
+
+def files_of_the_map(readme):
+    """What the map lists: `train.py` and the like, `harness/`."""
+    return set(re.findall(r"(?<![\w/.])\w+(?:\.py\b|/(?=[\s`,;:)\]]))", the_map(readme)[1]))
+
+
+def tracked():
+    """The files of the project, as paths relative to its root."""
+    try:
+        done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+        names = [name for name in done.stdout.split("\0") if name and (ROOT / name).is_file()]
+    except OSError:
+        names = []
+    if "train.py" in names:                     # else git is absent, or another repository holds this folder
+        return sorted(names)
+    names = [path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*")
+             if path.is_file() and "__pycache__" not in path.parts]
+    at_root = {"README.md", "LICENSE", "requirements.txt", *files_of_the_map(text_of("README.md"))}
+    return sorted(names + [name for name in at_root if (ROOT / name).is_file()])
+
+
+def module(name):
+    return name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def parse(name):
+    return ast.parse(text_of(name), name)
+
+
+TRACKED = tracked()
+# Of tiny/, what training reads: make.py made the model once and stands alone. Tests are no part of the program.
+FILES = {module(name): name for name in TRACKED
+         if name.endswith(".py") and not name.startswith("tests/") and name != "tiny/make.py"}
+TREES = {name: parse(file) for name, file in FILES.items()}
+
+
+def imported(node):
+    """The full names that an import statement may be asking for: `from fast import kernels` may mean a module."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+
+
+def imports(name):
+    """Yields (imported name, name of the innermost function that imports it or None) of a module."""
+    def walk(node, function):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, (ast.Import, ast.ImportFrom)):
+                yield from ((other, function) for other in imported(child))
+            else:
+                inside = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
+                # twin_in_kernels imports in the wrapper that it returns: the outermost name is what readers know
+                yield from walk(child, function or (child.name if inside else None))
+    yield from walk(TREES[name], None)
+
+
+def take_in_what_is_imported():
+    """A module that was added and that git does not track yet belongs to the program once the program imports it."""
+    waiting = list(FILES)
+    while waiting:
+        for other, _ in imports(waiting.pop()):
+            file = other.replace(".", "/") + ".py"
+            if other and other not in FILES and not file.startswith("tests/") and (ROOT / file).is_file():
+                FILES[other], TREES[other] = file, parse(file)
+                waiting.append(other)
+
+
+take_in_what_is_imported()
+PROGRAMS = [name for name, file in FILES.items() if '__name__ == "__main__"' in text_of(file)]
+
+
+def of_project(name, late=False):
+    """The project's own modules that a module imports at its top (late: inside functions)."""
+    return {other for other, function in imports(name) if other in FILES and other != name and bool(function) == late}
+
+
+def reached(name):
+    """A module and all of the project's that come with it at its import."""
+    seen, waiting = set(), {name}
+    while waiting:
+        seen |= waiting
+        waiting = {other for here in waiting for other in of_project(here)} - seen
+    return seen
+
+
+def libraries(name):
+    """Top-level packages outside the project that a module imports, anywhere."""
+    ours = {other.split(".")[0] for other in FILES} | {"tiny", "tests"}
+    return {other.split(".")[0] for other, _ in imports(name)} - ours - {""}
+
+
+# The parts that a program of the project is made of. A tracked file that no program imports (a reward of a fork's own)
+# has to please its author alone.
+PARTS = sorted({part for program in PROGRAMS for part in reached(program)} | {*DOORS.values()}
+               | {part for door in DOORS.values() if door in FILES for part in reached(door)})
+
+
+def test_the_files_named_here_exist():
+    assert {"train", "evaluate", "harness.process", "fast.kernels"} <= FILES.keys()
+    said([f"tests/test_house.py, DOORS: there is no module {name}" for name in DOORS.values() if name not in FILES])
+
+
+def test_imports_go_in_no_circle():
+    circles = [name for name in FILES if any(name in reached(other) for other in of_project(name))]
+    said([f"{FILES[name]} imports what imports it again: " + ", ".join(
+        sorted(FILES[other] for other in of_project(name) if name in reached(other))) for name in circles])
+
+
+def test_imports_go_down():
+    # Programs and tools stand on the method, on harness/ and on fast/, never the other way round.
+    def is_above(name):
+        return name in PROGRAMS or name.split(".")[0] in ("tools", "study", "tests")
+
+    said([f"{FILES[name]} imports {FILES[other]}, which stands above it: move what both need into a module of its own"
+          for name in FILES if not is_above(name)
+          for other in of_project(name) | of_project(name, late=True) if is_above(other)])
 
 
 def test_the_tiny_models_problems_stand_on_nothing():
-    assert not {other for other, _ in imports(TREES["tiny/arithmetic.py"])} & set(ORDER)
+    assert not of_project("tiny.arithmetic") - {"tiny"}
 
 
-def test_the_doors_are_the_only_imports_inside_functions():
-    late = {(name, other) for name in ORDER for other, is_late in imports(TREES[f"{name}.py"])
-            if is_late and other.split(".")[0] in (*ORDER, "tools")}
-    assert late == DOORS
+def test_the_doors_alone_import_inside_a_function():
+    # A tool may open Triton's files late: its other commands run on any machine.
+    late = {(name, function): other for name in FILES if not name.startswith(("tools", "study"))
+            for other, function in imports(name) if function and other in FILES and other not in ("fast", "harness")}
+    said([f"{FILES[name]}: {function}() imports {other}; import it at the top of the file (only the doors to Triton "
+          "may wait)" for (name, function), other in late.items() if DOORS.get((name, function)) != other]
+         + [f"tests/test_house.py, DOORS: {'.'.join(door)}() does not import {other}"
+            for door, other in DOORS.items() if late.get(door) != other])
 
 
-@every_file
-def test_triton_is_imported_in_the_engine_room_alone(name):
-    asks = any(other.split(".")[0] == "triton" for other, _ in imports(TREES[name]))
-    assert not asks or module(name) in TRITON
+def may_import_triton(name):
+    return name == "marlin_fp4" or name.startswith("fast.")
 
 
-@pytest.mark.parametrize("name", READING_PATH)
-def test_the_reading_path_imports_nothing_of_triton_on_the_way(name):
-    seen, waiting = set(), [name]
-    while waiting:
-        file = waiting.pop()
-        seen.add(file)
-        waiting += {other for other, late in imports(TREES[f"{file}.py"]) if not late and other in ORDER} - seen
-    assert not seen & set(TRITON), seen
+def test_triton_is_imported_in_marlin_fp4_and_in_fast_alone():
+    said([f"{FILES[name]} imports triton: kernels belong to marlin_fp4.py and fast/"
+          for name in FILES if "triton" in libraries(name) and not may_import_triton(name)])
+
+
+def test_the_method_and_the_harness_import_nothing_of_triton_on_the_way():
+    with_triton = {name for name in FILES if "triton" in libraries(name)}
+    said([f"{FILES[name]} imports {FILES[other]}, and with it Triton: every machine without Triton would stop there"
+          for name in FILES if not may_import_triton(name) and not name.startswith(("tools.", "study."))
+          for other in reached(name) & with_triton])
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_imports_process_before_what_imports_torch(name):
+    # harness/process.py holds settings that torch reads once, when it is imported.
+    heavy = {"torch", "numpy", "tokenizers", "triton"}
+    for other, function in imports(name):
+        if other == "harness.process":
+            break
+        loaded = {library for part in (reached(other) if other in FILES else ()) for library in libraries(part)}
+        if not function and (loaded | {other.split(".")[0]}) & heavy:
+            said([f"{FILES[name]}: `from harness import process` must come before the import of {other}"])
 
 
 def names_in(body):
-    """Names that a module's or a class's own statements define, imports included."""
+    """The names that the statements of a module or class define, imports included."""
     for node in body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             yield node.name
@@ -162,21 +227,30 @@ def names_in(body):
             yield from (leaf.attr for target in targets for leaf in ast.walk(target) if isinstance(leaf, ast.Attribute))
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             yield from (alias.asname or alias.name for alias in node.names)
-        elif isinstance(node, ast.If):
+        elif isinstance(node, (ast.If, ast.Try, ast.With)):
             yield from names_in(node.body)
+            yield from names_in(getattr(node, "orelse", ()))
+            yield from (name for handler in getattr(node, "handlers", ()) for name in names_in(handler.body))
 
 
-MODULES = {module(name): set(names_in(tree.body)) for name, tree in TREES.items()}
+NAMES = {name: set(names_in(tree.body)) for name, tree in TREES.items()}
+
+
+def has(name, what):
+    """Whether a module has a name; `fast` has `kernels`, a module."""
+    return what in NAMES[name] or f"{name}.{what}" in FILES
 
 
 def asked(tree):
-    """Yields (file, name) of every `from file import name`, and of every file.name where `file` is that module."""
+    """Yields (module, name) of each `from module import name` and of each module.name in a file."""
     modules = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module in MODULES:
+        if isinstance(node, ast.ImportFrom) and node.module in FILES:
             yield from ((node.module, alias.name) for alias in node.names)
+            modules |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names
+                        if f"{node.module}.{alias.name}" in FILES}
         elif isinstance(node, ast.Import):
-            modules |= {alias.asname or alias.name: alias.name for alias in node.names if alias.name in MODULES}
+            modules |= {alias.asname or alias.name: alias.name for alias in node.names if alias.name in FILES}
     for function in [tree, *(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))]:
         own = {leaf.id for leaf in ast.walk(function) if isinstance(leaf, ast.Name) and isinstance(leaf.ctx, ast.Store)}
         own |= {arg.arg for arg in ast.walk(function) if isinstance(arg, ast.arg)}
@@ -186,19 +260,94 @@ def asked(tree):
                     yield modules[node.value.id], node.attr
 
 
-@every_file
-def test_what_a_file_asks_of_another_is_there(name):
-    # A merge took a function away that one flag's branch alone calls.
-    missing = {f"{file}.{what}" for file, what in asked(TREES[name]) if what not in MODULES[file]}
-    assert not missing, missing
+def test_what_a_file_asks_of_another_is_there():
+    # What one flag's branch alone calls can go lost in a merge without any other test noticing.
+    said({f"{FILES[name]} asks {FILES[other]} for {what}, which it has not"
+                 for name, tree in TREES.items() for other, what in asked(tree) if not has(other, what)})
 
 
-@pytest.mark.parametrize("name", "model.load nvfp4.quantize nvfp4.dequantize nvfp4.freeze lora.save_adapter "
-                                 "lora.load_adapter rewards.extract_answer rewards.is_equal rewards.grade".split())
-def test_a_name_that_scripts_of_ones_own_import_is_there(name):
-    file, what = name.split(".")
-    assert what in MODULES[file]
+# -----------------------------------------------------------------------------
+# What each module owes its readers
 
+def test_every_module_says_what_it_is_for():
+    said([f"{FILES[name]}: begin it with a docstring that says what it is for"
+          for name in PARTS if not ast.get_docstring(TREES[name])])
+
+
+def twins():
+    """Yields (module, function) of each function that has a twin in fast/kernels.py."""
+    for name, tree in TREES.items():
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef):
+                if any(ast.unparse(d).endswith("twin_in_kernels") for d in node.decorator_list):
+                    yield name, node
+
+
+def signature(function):
+    a = function.args
+    return [arg.arg for arg in a.posonlyargs + a.args + a.kwonlyargs], [ast.dump(d) for d in a.defaults], bool(a.vararg)
+
+
+def test_every_twin_has_its_references_name_and_signature():
+    kernels = {node.name: node for node in TREES["fast.kernels"].body if isinstance(node, ast.FunctionDef)}
+    pairs = list(twins())
+    assert len(pairs) >= 8
+    said([f"fast/kernels.py: add {node.name}(), the twin of {FILES[name]}'s"
+          for name, node in pairs if node.name not in kernels]
+         + [f"fast/kernels.py: {node.name}() has other arguments or defaults than {FILES[name]}'s"
+            for name, node in pairs if node.name in kernels and signature(kernels[node.name]) != signature(node)])
+
+
+def test_a_name_stands_in_one_file_alone_or_in_that_of_its_twin():
+    # A reader who greps for a name finds one thing.
+    where = {}
+    for name in PARTS:
+        defined = [node for node in TREES[name].body if not isinstance(node, (ast.Import, ast.ImportFrom, ast.Try))]
+        for what in set(names_in(defined)):
+            where.setdefault(what, []).append(FILES[name])
+    allowed = {node.name for _, node in twins()} | TWINS.keys()
+    said([f"{what} is defined in {' and '.join(files)}: rename one" for what, files in where.items()
+          if len(files) > 1 and what not in allowed and not what.startswith("__")]
+         + [f"tests/test_house.py, TWINS: {what} does not stand in two files" for what in TWINS
+            if len(where.get(what, ())) < 2])
+
+
+def lacking_hints(function, is_method):
+    a = function.args
+    named = a.posonlyargs + a.args
+    named = named[1:] if is_method and not any(ast.unparse(d) == "staticmethod" for d in function.decorator_list) \
+        else named
+    named = named + a.kwonlyargs + [arg for arg in (a.vararg, a.kwarg) if arg]
+    return [arg.arg for arg in named if not arg.annotation] + ["its result"] * (not function.returns)
+
+
+def public_functions(name):
+    """Yields (function, whether it is a method) of a module, but for what Triton compiles: that takes pointers."""
+    for node in TREES[name].body:
+        for function in node.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_") else [node]:
+            if isinstance(function, ast.FunctionDef) and not function.name.startswith("_"):
+                if not any(re.search("jit|constexpr", ast.unparse(d)) for d in function.decorator_list):
+                    yield function, function is not node
+
+
+def test_public_functions_of_the_method_and_of_fast_have_type_hints():
+    said([f"{FILES[name]}:{function.lineno}: {function.name}() lacks type hints of {', '.join(lacking)}"
+          for name in PARTS if "." not in name or name.startswith("fast.")
+          for function, is_method in public_functions(name) if (lacking := lacking_hints(function, is_method))])
+
+
+def test_requirements_name_what_is_imported_and_the_license_is_there():
+    needed = {library: name for name in FILES for library in libraries(name)}
+    named = set(re.findall(r"^[\w-]+", text_of("requirements.txt"), re.M))
+    said([f"requirements.txt: add {library}, which {FILES[name]} imports" for library, name in needed.items()
+          if library not in named | OPTIONAL | sys.stdlib_module_names]
+         + [f"requirements.txt: nothing imports {library}"
+            for library in named - needed.keys() - {"pytest", "pytest-xdist"}])
+    assert "Apache License" in text_of("LICENSE") and "LICENSE" in text_of("README.md")
+
+
+# -----------------------------------------------------------------------------
+# A machine without Triton
 
 BLOCKED = """
 import os, runpy, signal, sys
@@ -216,175 +365,179 @@ def fsync(handle, real=os.fsync):
 
 sys.meta_path.insert(0, NoTriton())
 sys.modules.pop("fcntl", None)
-del os.O_DIRECTORY, os.sysconf, os.fork, os.killpg, signal.SIGHUP, signal.SIGUSR1, signal.pause
+for name in ("O_DIRECTORY", "sysconf", "fork", "killpg"):
+    if hasattr(os, name):
+        delattr(os, name)
+for name in ("SIGHUP", "SIGUSR1", "pause"):
+    if hasattr(signal, name):
+        delattr(signal, name)
 os.fsync = fsync
 runpy.run_path(sys.argv[0], run_name="__main__")
-rooms = {"triton", "kernels", "marlin_fp4", "portable_fp4", "decode"} & sys.modules.keys()
-assert not rooms, rooms
+loaded = FORBIDDEN & sys.modules.keys()
+assert not loaded, loaded
 """
 
 
 @pytest.fixture(scope="module")
-def metrics(tmp_path_factory):
-    """Of one step of the tiny model in a process without Triton and without what only POSIX has, as on Windows."""
+def run_folder(tmp_path_factory):
+    """A run of one step of the tiny model in a process without Triton and without what Windows lacks."""
     out = tmp_path_factory.mktemp("house") / "run"
     flags = ["--steps", "1", "--prompts-per-step", "4", "--eval-problems", "4", "--device", "cpu", "--out", str(out)]
-    argv = [str(ROOT / "train.py"), *flags]
-    code = BLOCKED.replace("ARGV", repr(argv)).replace("ROOT", repr(str(ROOT)))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=out.parent, timeout=120)
+    forbidden = {"triton", *(name for name in FILES if "triton" in libraries(name))}
+    code = BLOCKED
+    for word, value in dict(ARGV=[str(ROOT / "train.py"), *flags], ROOT=str(ROOT), FORBIDDEN=forbidden).items():
+        code = code.replace(word, repr(value))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=out.parent, timeout=240)
     assert done.returncode == 0, done.stderr
-    line, = (out / "metrics.jsonl").read_text().splitlines()
-    assert (out / "adapter" / "adapter_model.safetensors").exists()
+    return out
+
+
+@pytest.fixture(scope="module")
+def metrics(run_folder):
+    line, = (run_folder / "metrics.jsonl").read_text().splitlines()
     return json.loads(line)
 
 
-def test_the_tiny_model_trains_where_triton_cannot_be_imported(metrics):
+def test_the_tiny_model_trains_where_triton_cannot_be_imported(run_folder, metrics):
     assert metrics["step"] == 0 and metrics["grad_norm"] > 0 and metrics["tokens"] >= 32
+    assert (run_folder / "adapter" / "adapter_model.safetensors").exists()
 
 
 def test_the_tests_can_be_collected_where_triton_cannot_be_imported():
-    argv = ["pytest", "--collect-only", "-q", "-p", "no:cacheprovider", str(ROOT / "tests")]
-    code = "import sys\nsys.modules['triton'] = None\nimport pytest\nsys.exit(pytest.main(ARGV))"
-    done = subprocess.run([sys.executable, "-c", code.replace("ARGV", repr(argv[1:]))], capture_output=True, text=True,
-                          cwd=ROOT, timeout=120)
+    argv = ["--collect-only", "-q", "-n", "0", "-p", "no:cacheprovider", str(ROOT / "tests")]
+    code = f"import sys\nsys.modules['triton'] = None\nimport pytest\nsys.exit(pytest.main({argv}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=240)
     assert done.returncode == 0, done.stdout[-2000:]
     assert "tests/test_train.py::" in done.stdout and "tests/test_decode.py::" not in done.stdout
 
 
 # -----------------------------------------------------------------------------
-# The door: a twin for every function that has one
+# The documents
 
-def signature(function):
-    a = function.args
-    return [arg.arg for arg in a.posonlyargs + a.args + a.kwonlyargs], [ast.dump(d) for d in a.defaults], bool(a.vararg)
-
-
-def test_every_twin_has_its_references_name_and_signature():
-    pairs = [(file, node) for file, tree in TREES.items() for node in tree.body if isinstance(node, ast.FunctionDef)
-             and any(ast.unparse(d).endswith("twin_in_kernels") for d in node.decorator_list)]
-    assert len(pairs) >= 8
-    twins = {node.name: node for node in TREES["kernels.py"].body if isinstance(node, ast.FunctionDef)}
-    for file, node in pairs:
-        assert node.name in twins, f"kernels.py has no {node.name} of {file}"
-        assert signature(twins[node.name]) == signature(node), node.name
+DOCS = {name: text_of(name) for name in TRACKED
+        if name.endswith(".md") and (name in ("README.md", "study/README.md") or name.startswith("docs/"))}
+TIMELESS = {name: text for name, text in DOCS.items() if name != HISTORY}     # they speak of the tree as it is
+README = DOCS["README.md"]
 
 
-# -----------------------------------------------------------------------------
-# Size
-
-@every_file
-def test_every_file_opens_with_a_docstring(name):
-    assert ast.get_docstring(TREES[name])
-
-
-TESTS = [f"tests/{path.name}" for path in sorted(Path(__file__).parent.glob("*.py"))]
-
-
-@pytest.mark.parametrize("name", [*sorted(FILES), *TESTS, "README.md"])
-def test_lines_are_no_wider_than_a_reader_sees(name):
-    path = ROOT / name
-    widest = 100 if "/" not in name and module(name) in READING_PATH else 120
-    wide = [i for i, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if len(line) > widest]
-    assert not wide, f"{name}: lines {wide} have more than {widest} columns"
+def test_the_readmes_map_names_every_module_of_the_root_and_every_folder():
+    title, _ = the_map(README)
+    at_root = {name for name in FILES.values() if "/" not in name}
+    folders = {f"{name.split('/')[0]}/" for name in TRACKED if "/" in name and not name.startswith(".")}
+    listed = files_of_the_map(README)
+    every = {Path(name).name for name in TRACKED}
+    said([f"README.md, section '{title}': add a line for {name}" for name in (at_root | folders) - listed]
+         + [f"README.md, section '{title}': {name} is not there; take it out" for name in listed - folders
+            if name not in every and not (ROOT / name).exists()])
 
 
-@every_file
-def test_no_signature_has_more_than_12_parameters(name):
-    # What travels together is one argument: kernels take NamedTuples with constexpr fields.
-    for node in ast.walk(TREES[name]):
-        if isinstance(node, (ast.FunctionDef, ast.Lambda)):
-            a = node.args
-            names = [arg.arg for arg in a.posonlyargs + a.args + a.kwonlyargs if arg.arg not in ("self", "cls")]
-            assert len(names) <= 12, f"{name}:{node.lineno}: {getattr(node, 'name', 'lambda')} has {len(names)}"
+def test_every_page_and_every_program_is_named_where_readers_look():
+    words = " ".join(DOCS.values())
+    pages = [name for name in DOCS if name != "README.md"]
+    said([f"README.md: add a link to {name}; no page leads there" for name in pages
+          if not any(name in text or (at.startswith("docs/") and f"]({Path(name).name}" in text)
+                     for at, text in DOCS.items() if at != name)]
+         + [f"README.md, or a page of docs/: say what {FILES[name]} is for and how to start it"
+            for name in PROGRAMS if FILES[name] not in words and name not in words])
 
 
-def size(names):
-    """Lines and KB of some files."""
-    texts = [FILES[name].read_bytes() for name in names]
-    return sum(len(text.splitlines()) for text in texts), sum(map(len, texts)) / 1024
+def test_every_link_leads_somewhere():
+    def anchors(text):
+        titles = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.S), re.M)
+        return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+    wrong = []
+    for name, text in DOCS.items():
+        for link in re.findall(r"\]\(([^)\s]+)\)", text):
+            path, _, anchor = link.partition("#")
+            target = (ROOT / name).parent / path if path else ROOT / name
+            if "://" in link:
+                continue
+            if not target.exists():
+                wrong.append(f"{name}: the link to {link} leads nowhere")
+            elif anchor and target.suffix == ".md" and anchor not in anchors(target.read_text(encoding="utf-8")):
+                wrong.append(f"{name}: {path or name} has no heading for the link to #{anchor}")
+    said(wrong)
 
 
-def test_the_table_of_sizes_names_every_file():
-    assert LARGEST.keys() == FILES.keys()
+def test_every_python_file_that_a_document_names_is_there():
+    known = {*TRACKED, *(Path(name).name for name in TRACKED), *FILES.values()}
+    said({f"{name} names {word}, which is not there" for name, text in TIMELESS.items()
+                 for word in re.findall(r"(?<![\w/.:-])[\w/]+\.py\b", re.sub(r"https?://\S+", "", text))
+                 if word not in known and not {"my", "mine"} & {*re.split(r"[_.]", Path(word).name)}})    # an example
 
 
-@pytest.mark.parametrize("name", LARGEST)
-def test_no_file_outgrows_its_ceiling(name):
-    lines, kilobytes = size([name])
-    assert lines <= LARGEST[name][0] and kilobytes <= LARGEST[name][1], f"{name}: {lines} lines, {kilobytes:.1f} KB"
+def commands():
+    """Yields (document, program's file, its arguments) of each command in the documents' blocks of code."""
+    for name, text in TIMELESS.items():
+        for block in re.findall(r"^```\w*\n(.*?)^```", text, re.M | re.S):
+            for line in re.sub(r"\\\n\s*", " ", block).splitlines():
+                # `torchrun --nproc-per-node 2 train.py ...` has flags of its own before the program's name
+                found = re.search(r"(?:python3? (?:-m ([\w.]+)|([\w/]+\.py))|torchrun .*?([\w/]+\.py))\b(.*)",
+                                  re.sub(r"(^|\s)#.*", "", line))
+                if found:
+                    file = found[2] or found[3] or found[1].replace(".", "/") + ".py"
+                    yield name, file, found[4].split()
 
 
-@pytest.mark.parametrize("what,names,budget", [
-    ("method", [f"{name}.py" for name in METHOD], METHOD_BUDGET),
-    ("reading path", [*(f"{name}.py" for name in READING_PATH), "tiny/arithmetic.py"], READING_BUDGET),
-    ("whole", list(FILES), WHOLE_BUDGET)])
-def test_the_house_stays_within_its_budgets(what, names, budget):
-    lines, kilobytes = size(names)
-    said = f"{what}: {lines} lines, {kilobytes:.0f} KB"
-    assert lines <= budget[0] and kilobytes <= budget[1], said
+def test_every_command_of_the_documents_runs_a_file_that_is_there():
+    known = {*TRACKED, *FILES.values(), "pytest.py", "venv.py"}              # python -m pytest, python -m venv
+    inline = {(name, (module or file).replace(".", "/").removesuffix("/py") + ".py") for name, text in TIMELESS.items()
+              for module, file in re.findall(r"`python3? (?:-m ([\w.]+)|([\w/]+\.py))", text)}
+    said([f"{name}: a command runs {file}, which is not there"
+                for name, file in {(name, file) for name, file, _ in commands()} | inline if file not in known])
 
 
-# -----------------------------------------------------------------------------
-# The README
-
-def section(title):
-    return re.search(rf"^## {title}.*?(?=^## |\Z)", README, re.M | re.S)[0]
-
-
-def test_the_readme_tree_is_the_disks():
-    blocks = re.findall(r"```\n(.*?)```", section("Files"), re.S)
-    named = [line.split()[0] for block in blocks for line in block.strip().splitlines()]
-    on_disk = {name for name in FILES if "/" not in name} | {"tiny/", "tests/", "docs/", "tools/"}
-    assert len(named) == len(set(named)) and set(named) == on_disk, set(named) ^ on_disk
-    assert [name for name in named if module(name) in READING_PATH] == [f"{name}.py" for name in READING_PATH]
+HELP = """
+import contextlib, io, json, runpy, sys
+said = {}
+for file, word in json.loads(sys.argv.pop()):
+    sys.argv = [file, *([word] if word else []), "--help"]
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+        runpy.run_path(file, run_name="__main__")
+    said[f"{file} {word}"] = out.getvalue()
+print(json.dumps(said))
+"""
 
 
-def test_the_readme_names_the_tools():
-    missing = [name for name in FILES if name.startswith("tools/") and Path(name).stem not in README + "__init__"]
-    assert not missing, missing
+@pytest.fixture(scope="module")
+def help_of():
+    """A function of a program's file and its first argument: what it says to --help."""
+    programs = {FILES[name] for name in PROGRAMS}
+    words = {(file, arguments[0]) for _, file, arguments in commands()
+             if file in programs and arguments and re.fullmatch("[a-z]+", arguments[0])}
+    asked = sorted(words | {(file, "") for file in programs})
+    done = subprocess.run([sys.executable, "-c", HELP, json.dumps(asked)], cwd=ROOT, capture_output=True, text=True,
+                          timeout=240)
+    assert done.returncode == 0, done.stderr
+    texts = json.loads(done.stdout.splitlines()[-1])
+    return lambda file, word="": texts.get(f"{file} {word}", "") + texts.get(f"{file} ", "")
 
 
-def test_requirements_name_what_is_imported_and_the_license_is_there():
-    asked = {name.split(".")[0] for tree in TREES.values() for name, _ in imports(tree)}
-    ours = {module(name).split(".")[0] for name in FILES} | {"tiny"}
-    optional = {"matplotlib", "pyarrow"}                                  # a line says so where they lack
-    named = set(re.findall(r"^\w+", (ROOT / "requirements.txt").read_text(), re.M))
-    assert asked - ours - optional - sys.stdlib_module_names == named - {"pytest"}
-    assert "Apache License" in (ROOT / "LICENSE").read_text() and "LICENSE" in README
+def flags_in(text):
+    return set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", text))
 
 
-def test_the_readme_names_the_fields_of_a_problem():
-    data = ast.parse((ROOT / "data.py").read_text())
-    known = {node.targets[0].id: ast.literal_eval(node.value) for node in data.body if isinstance(node, ast.Assign)
-             and node.targets[0].id in ("QUESTIONS", "GOLDS")}
-    assert len(known) == 2
-    assert [name for names in known.values() for name in names if f"`{name}`" not in README] == []
+def test_every_flag_in_a_command_of_the_documents_is_one_of_its_programs(help_of):
+    wrong = set()
+    for name, file, arguments in commands():
+        if module(file) in PROGRAMS and name != "study/README.md":  # which has the flags that its runs were made with
+            known = flags_in(help_of(file, arguments[0] if arguments else "")) | {"--help"}
+            wrong |= {f"{name}: {file} has no flag {flag}" for flag in flags_in(" ".join(arguments)) - known}
+    said(wrong)
+    assert "--steps" in flags_in(help_of("train.py"))
 
 
-def test_the_readmes_memory_is_that_of_the_published_sizes():
-    """Linears of 4.5 or 16 bits, embeddings and head of 16; 18 bytes a parameter of an adapter of rank 32; GiB."""
-    table = [line.strip("| ").split(" | ") for line in README.splitlines()
-             if re.match(r"\| (NVFP4|bf16) \+|\| KV c", line)]
-    sizes = next(ast.literal_eval(node.value) for node in TREES["tools/bench.py"].body
-                 if isinstance(node, ast.Assign) and node.targets[0].id == "SIZES")
-    for column, (width, forward, layers, heads, kv_heads, vocab, tied) in enumerate(sizes.values(), 1):
-        kv = kv_heads * 128 if width > 1000 else kv_heads * 64
-        shapes = [(width, width)] * 2 + [(width, kv)] * 2 + [(width, forward)] * 3
-        linears = layers * sum(k * n for k, n in shapes)
-        adapter = layers * sum(32 * (k + n) for k, n in shapes) * 18 / 2**30
-        others = vocab * width * (1 if tied else 2) * 2
-        for row, bits in ((0, 4.5), (1, 16)):
-            weights = (linears * bits / 8 + others) / 2**30
-            said = [float(number) for number in table[row][column].split(" + ")]
-            assert said == pytest.approx([weights, adapter], abs=0.06), (table[row][0], column)
-        assert float(table[2][column]) == layers * 2 * kv * 2 / 1024
+def blocks_of_python():
+    """Yields (document, syntax tree) of each block of code that is Python."""
+    for name, text in TIMELESS.items():
+        for block in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S):
+            yield name, ast.parse(block)
 
 
-@pytest.mark.parametrize("command", sorted(set(re.findall(r"python (?:-m [\w.]+|[\w/]+\.py)", README))))
-def test_every_command_of_the_readme_runs_a_file_that_is_there(command):
-    *_, what = command.split()
-    path = what if what.endswith(".py") else what.replace(".", "/") + ".py"
-    assert path in FILES or (ROOT / path).exists(), command
+def test_what_the_documents_import_is_there():
+    said({f"{name} imports {what} from {FILES[other]}, which has no such name"
+                 for name, tree in blocks_of_python() for other, what in asked(tree) if not has(other, what)})
 
 
 CLASSES = {}
@@ -396,36 +549,95 @@ for tree in TREES.values():
             CLASSES.setdefault(node.name, set()).update(members)
 
 
-def dotted_names():
-    """`nvfp4.quantize`, `Learner.update`, `hf.Checkpoint.frozen` wherever the README has them; not `train.py`."""
-    words = set(re.findall(r"`([A-Za-z_]\w*(?:\.\w+)+)`", README + LOGGED))
-    known = MODULES.keys() | CLASSES.keys()
-    return sorted(w for w in words if w.split(".")[0] in known and not w.endswith((".py", ".json", ".jsonl")))
+def is_there(word):
+    """Whether `nvfp4.quantize`, `Learner.update`, `harness.hf.Checkpoint.frozen`, `hf.load` and the like exist."""
+    first, *rest = word.split(".")
+    if first in CLASSES:
+        return rest[0] in CLASSES[first]
+    for name in FILES:
+        for prefix in {name, name.split(".")[-1]}:                              # `kernels.attend` is fast.kernels'
+            if word == prefix:
+                return True
+            if word.startswith(f"{prefix}."):
+                what, *member = word.removeprefix(f"{prefix}.").split(".")
+                if has(name, what) and (not member or member[0] in CLASSES.get(what, member)):
+                    return True
+    return False
 
 
-@pytest.mark.parametrize("name", dotted_names())
-def test_every_name_in_the_readme_is_in_the_code(name):
-    first, *rest = name.split(".")
-    if first in MODULES:
-        assert rest[0] in MODULES[first], f"{first}.py has no {rest[0]}"
-        first, *rest = rest
-    if rest:
-        assert rest[0] in CLASSES[first], f"{first} has no {rest[0]}"
+def test_every_dotted_name_in_the_documents_is_in_the_code():
+    known = CLASSES.keys() | {part for name in FILES for part in (name.split(".")[0], name.split(".")[-1])}
+    said({f"{name} names `{word}`, which the code has not" for name, text in TIMELESS.items()
+                 for word in re.findall(r"`([A-Za-z_]\w*(?:\.\w+)+)(?:\(\))?`", text)
+                 if word.split(".")[0] in known and not is_there(word)
+                 and not re.search(r"\.(py|jsonl?|md|html|parquet|safetensors|png)$", word)})
 
 
-def logged():
-    """Key -> meaning, of the first table in docs/metrics.md, which is that of metrics.jsonl."""
-    table = re.search(r"\| key \| meaning \|\n\|---\|---\|\n(.*?)\n\n", LOGGED, re.S)[1]
+def test_no_document_but_the_log_has_commit_ids():
+    wrong = []
+    for name, text in TIMELESS.items():
+        if name == "study/README.md":                        # its tables say which code made which run
+            text = re.sub(r"^\|.*$", "", text, flags=re.M)
+        # `NVlabs/QeRL as of commit 0123abc` names another repository's
+        text = re.sub(r"\b\w+/[\w-]+(?:@|(?:\s+(?:at|as|of|commit))+\s+)[0-9a-f]+\b", "", text)
+        ids = re.findall(r"(?<![\w/.#-])(?=[0-9]*[a-f])(?=[a-f]*[0-9])[0-9a-f]{7,40}(?![\w-])", text)
+        if ids:
+            wrong.append(f"{name}: take out what looks like commit ids (they belong to {HISTORY}): " + ", ".join(ids))
+    said(wrong)
+
+
+def test_the_documents_name_the_fields_of_a_problem():
+    fields = {node.targets[0].id: ast.literal_eval(node.value) for node in TREES["harness.data"].body
+              if isinstance(node, ast.Assign) and node.targets[0].id in ("QUESTIONS", "GOLDS")}
+    assert len(fields) == 2, "harness/data.py lists the names of fields that it reads in QUESTIONS and GOLDS"
+    said([f"docs/flags.md, at --data: name the field `{name}`, which harness/data.py reads"
+          for names in fields.values() for name in names if not any(f"`{name}`" in text for text in TIMELESS.values())])
+
+
+def test_the_table_of_gpu_memory_is_that_of_the_published_sizes():
+    """Linears have 4.5 or 16 bits, embeddings and head 16; an adapter of rank 32 takes 18 bytes a parameter; in GiB."""
+    found = [line.strip("| ").split(" | ") for text in TIMELESS.values() for line in text.splitlines()
+             if re.match(r"\| (NVFP4|bf16) \+|\| KV c", line)]
+    sizes = [ast.literal_eval(node.value) for tree in TREES.values() for node in tree.body
+             if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "SIZES"]
+    assert len(found) == 3 and len(sizes) == 1, "docs/gpus.md has that table, tools/bench.py the SIZES"
+    for column, (width, forward, layers, heads, kv_heads, vocab, tied) in enumerate(sizes[0].values(), 1):
+        kv = kv_heads * 128 if width > 1000 else kv_heads * 64
+        shapes = [(width, width)] * 2 + [(width, kv)] * 2 + [(width, forward)] * 3
+        linears = layers * sum(k * n for k, n in shapes)
+        adapter = layers * sum(32 * (k + n) for k, n in shapes) * 18 / 2**30
+        others = vocab * width * (1 if tied else 2) * 2
+        for row, bits in ((0, 4.5), (1, 16)):
+            weights = (linears * bits / 8 + others) / 2**30
+            written = [float(number) for number in found[row][column].split(" + ")]
+            assert written == pytest.approx([weights, adapter], abs=0.06), (found[row][0], column)
+        assert float(found[2][column]) == layers * 2 * kv * 2 / 1024
+
+
+# -----------------------------------------------------------------------------
+# The logged numbers
+
+def defined():
+    """Key -> meaning, of the first table of docs/metrics.md, which is that of metrics.jsonl."""
+    table = re.search(r"\| key \| meaning \|\n\|[-| ]+\|\n(.*?)\n\n", DOCS["docs/metrics.md"], re.S)[1]
     rows = [line.strip("|").split("|", 1) for line in table.splitlines()]
     return {key: meaning for keys, meaning in rows for key in re.findall(r"`(\w+)`", keys)}
 
 
 def test_every_logged_number_is_defined_and_every_defined_number_is_logged(metrics):
-    defined = logged()
-    absent = {key for key, meaning in defined.items() if re.search("with `--(kl-beta|dtype|reward)", meaning)}
-    assert absent == {"kl", "loss_scale", "eval_reward", "reward_PART"}
-    assert metrics.keys() == defined.keys() - absent
+    meanings = defined()
+    # What a flag alone turns on is absent from the run above; the code must still have a word for it.
+    words = {leaf.value for tree in TREES.values() for leaf in ast.walk(tree)
+             if isinstance(leaf, ast.Constant) and isinstance(leaf.value, str)}
+    words |= {leaf.arg for tree in TREES.values() for leaf in ast.walk(tree) if isinstance(leaf, ast.keyword)}
+    said([f"docs/metrics.md, table of metrics.jsonl: add a row for `{key}`"
+          for key in metrics.keys() - meanings.keys()]
+         + [f"docs/metrics.md, table of metrics.jsonl: nothing logs `{key}`; take it out, or say with which `--flag`"
+            for key, meaning in meanings.items() if key not in metrics
+            and not ("with `--" in meaning and key.replace("PART", "") in words)])
 
 
-def test_every_metric_of_the_loss_is_defined():
-    assert summarize(mismatch_sums(torch.zeros(1))).keys() <= logged().keys()
+def test_every_key_of_a_logged_sample_is_defined(run_folder):
+    sample = json.loads((run_folder / "samples.jsonl").read_text().splitlines()[0])
+    said([f"docs/metrics.md, on samples.jsonl: say what `{key}` is" for key in sample
+          if f"`{key}`" not in DOCS["docs/metrics.md"]])

@@ -1,8 +1,8 @@
 """
 The learner's kernels against the plain torch that they stand for: kernels.NAME and its .reference.
 
-On a GPU all of it. Without one, those that Triton's interpreter can run (conftest.py).
-The kernels of the decode step: test_decode.py.
+On a GPU everything runs. Without one, what Triton's interpreter can run does (conftest.py). The kernels of the decode
+step are tested in test_decode.py.
 
 python -m pytest tests/test_kernels.py -v
 """
@@ -34,7 +34,7 @@ def seed():
 
 
 def there(*tensors):
-    """Copies where the kernels run."""
+    """Copies of the tensors on the device where the kernels run."""
     return [t.to(DEVICE, copy=True) for t in tensors]
 
 
@@ -136,8 +136,8 @@ def test_merge_equals_plain_torch(H, d):
     assert (got.cpu() - out).abs().max() < 1e-5 and (got_lse.cpu() - lse).abs().max() < 1e-5
 
 
-# Of fp16 and bf16: 2^-9 and 2^-12 for each rounding of q, k, v's products, of two outputs and of up to three parts of a
-# gradient.
+# Relative: 8 roundings, which are 2^-9 each in bf16 and 2^-12 in fp16. They fall on the products of q, k and v, on two
+# outputs and on up to three parts of a gradient.
 BOUND = {torch.bfloat16: 2**-6, torch.float16: 2**-9}
 
 

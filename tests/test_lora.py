@@ -84,7 +84,7 @@ def test_logits_are_those_of_the_merged_weights(tiny, shape, norms):
         assert (model(tokens) - plain(case, adapter, 6 / 4, tokens)).abs().max() < FP32
 
 
-def test_each_linear_adds_the_adapter_of_its_own_module(tiny):
+def test_each_part_of_a_fused_linear_adds_its_own_adapter_alone(tiny):
     # One module's adapter at a time: a part of a fused linear must not see its neighbour's.
     case, tokens = tiny["untied"], tokens_of(tiny["untied"], 1, 9)
     model, adapter = adapted(case)
@@ -108,7 +108,7 @@ def test_off_gives_the_base_bit_for_bit_and_back(tiny):
         assert torch.equal(model(tokens), on) and not torch.equal(on, want)
 
 
-def test_working_copies_stay_where_they_are(tiny):
+def test_sync_rewrites_the_working_copies_where_they_are(tiny):
     # CUDA graphs hold these addresses.
     model, _ = adapted(tiny["tied"])
     addresses = [(lin.working_a.data_ptr(), lin.working_b.data_ptr()) for lin in model.adapter.linears]
@@ -135,7 +135,7 @@ def frozen_weight(kind, parts, K, dtype=torch.float32, std=0.1):
 
 
 class OneLinear(torch.nn.Module):
-    """As much of a model as Adapter looks at."""
+    """As much of a model as attach() looks at."""
 
     def __init__(self, linear, dtype=torch.float32):
         super().__init__()
@@ -165,7 +165,7 @@ def test_gradients_equal_autograd_through_the_merged_matrix(kind, parts):
     results = dict(y=(y, want), x=(x.grad, x64.grad), a=(linear.a.grad, a.grad), b=(linear.b.grad, b.grad))
     for name, (got, exact) in results.items():
         assert (got - exact).abs().max() < 5e-6 * exact.abs().max(), name
-    # Both land in the flat vector that the optimizer steps, at the place the docstring gives them.
+    # Both land in the flat vector that the optimizer steps, where Adapter's docstring draws them.
     n = linear.a.numel()
     assert torch.equal(adapter.master.grad[:n].view_as(linear.a), linear.a.grad)
     assert adapter.master.grad.count_nonzero() == linear.a.numel() + linear.b.numel()
@@ -255,7 +255,7 @@ def test_adapter_comes_back_from_its_folder_bit_for_bit(tiny, tmp_path, norms):
     assert {p.name for p in (tmp_path / "adapter").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
 
 
-def test_misfits_stop(tiny):
+def test_a_rank_of_0_and_wrong_shapes_are_refused(tiny):
     with pytest.raises(AssertionError, match="rank must be at least 1, got 0"):
         attach(load(tiny["tied"].folder, base="bf16", device="cpu"), rank=0)
     model, _ = adapted(tiny["tied"])
@@ -272,26 +272,26 @@ def test_misfits_stop(tiny):
 # -----------------------------------------------------------------------------
 # The buffer of expanded matrices
 
-def test_a_scratch_that_found_no_room_is_asked_for_again(tiny, monkeypatch):
+def test_a_scratch_that_ran_out_of_memory_works_again_afterwards(tiny, monkeypatch):
     # memory.Plan tries a large micro-batch, runs out of memory and goes on with a smaller one.
     model, _ = adapted(tiny["tied"])
     model.layers[0].qkv.scratch.flat = torch.empty(1)
 
-    def no_room(*_, **__):
+    def out_of_memory(*_, **__):
         raise torch.OutOfMemoryError
 
     with monkeypatch.context() as full, pytest.raises(torch.OutOfMemoryError):
-        full.setattr(torch, "empty", no_room)
+        full.setattr(torch, "empty", out_of_memory)
         model.layers[0].qkv.wide_weight()
     assert model.layers[0].qkv.wide_weight().shape == (128 + 12, 64 + 12)
 
 
 def test_the_linears_of_a_model_share_one_scratch_and_two_models_none(tiny):
-    # It was a dict of the module once: a second model of other sizes wrote into the first one's matrices' place.
+    # A buffer that two models shared would let one write over the other's expanded matrix.
     one, other = (adapted(tiny[shape])[0] for shape in ("tied", "untied"))
     scratches = [{id(linear.scratch) for linear in model.adapter.linears} for model in (one, other)]
     assert [len(s) for s in scratches] == [1, 1] and scratches[0] != scratches[1]
-    wide = one.layers[0].qkv.wide_weight().fill_(7)                 # its corner was whatever memory held, NaN too
+    wide = one.layers[0].qkv.wide_weight().fill_(7)                 # its corner, never read, may hold NaN
     tokens = tokens_of(tiny["untied"], 1, 5)
     with torch.no_grad():
         other(tokens)

@@ -1,27 +1,26 @@
 """
 marlin_fp4: the packed layout by hand and bit by bit, every product against float64 on the weight it stands for.
 
+The products run with Hopper's kernel too. What the compilers make of the kernels: test_portable_kernel.py and
+test_hopper_fp4.py.
+
 python -m pytest tests/test_marlin_fp4.py -v
 """
-import itertools
-import os
+import ast
 import re
 import subprocess
-import tempfile
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
 
 import marlin_fp4
-import portable_fp4
+from fast import hopper_fp4
+from fast.hopper_fp4 import HOPPER_CONFIGS, hopper_config, hopper_matmul
 from harness.ranks import capability
-from marlin_fp4 import (DEFAULTS, FLAT, ROWS_64B, ROWS_256B, SUMS, TUNED, decode_config,
-                        Slabs, decode_kernel, decode_matmul, expanded_matmul, pack, schedule)
+from marlin_fp4 import expanded_matmul, most_pieces, pack, plan_stripes, portable_matmul
 from nvfp4 import FORMATS, freeze
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels need a GPU")
@@ -33,25 +32,25 @@ hopper = pytest.mark.skipif(not (torch.cuda.is_available() and capability(torch.
 def portable_in_99_kib(*arguments, **options):
     """As on a card whose programs have 99 KiB of shared memory."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(portable_fp4, "shared_memory", lambda capability: 99)
-        return portable_fp4.decode_matmul(*arguments, **options)
+        patch.setattr(marlin_fp4, "shared_memory_kib", lambda sm: 99)
+        return portable_matmul(*arguments, **options)
 
 
 def portable_of_sm_80(*arguments, **options):
-    """As on an A100 or B200: by mma.sync also where Hopper takes wgmma."""
+    """As on an A100 or B200: by mma.sync, also where Hopper takes wgmma."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(portable_fp4, "capability", lambda device: (8, 0))
-        return portable_fp4.decode_matmul(*arguments, **options)
+        patch.setattr(marlin_fp4, "capability", lambda device: (8, 0))
+        return portable_matmul(*arguments, **options)
 
 
-ours = pytest.mark.parametrize("matmul", [pytest.param(marlin_fp4.decode_matmul, marks=hopper),
-                                          portable_fp4.decode_matmul, portable_in_99_kib, portable_of_sm_80],
+ours = pytest.mark.parametrize("matmul", [pytest.param(hopper_matmul, marks=hopper), portable_matmul,
+                                          portable_in_99_kib, portable_of_sm_80],
                                ids=["hopper", "portable", "portable_99", "portable_sm_80"])
 GRID = torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6])
 
 
 def random_weight(N, K, device="cpu", seed=0, global_scale=2.0 ** -7, dtype=torch.bfloat16):
-    """Random codes and all E4M3 scales that exist -> PackedWeight and its float64 value (N, K)."""
+    """A weight of random codes and random E4M3 scales, of all that exist -> PackedWeight, its float64 value (N, K)."""
     g = torch.Generator().manual_seed(seed)
     packed = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8, generator=g)
     scale = torch.randint(0, 127, (N, K // 16), dtype=torch.uint8, generator=g).view(torch.float8_e4m3fn)
@@ -62,13 +61,13 @@ def random_weight(N, K, device="cpu", seed=0, global_scale=2.0 ** -7, dtype=torc
 
 
 def values(weight):
-    """code * v * row_scale (N, K) float64 of the packed words, as plain torch decodes them."""
-    order = marlin_fp4.ORDERS[weight.dtype]
+    """The float64 value (N, K) of the packed words, as plain torch decodes them: code * v * row_scale."""
+    order = marlin_fp4.BIT_ORDERS[weight.dtype]
     word = weight.scales.long() & 0xFFFFFFFF
-    word = word >> order.turn | (word << (32 - order.turn)) & 0xFFFFFFFF
+    word = word >> order.rotation | (word << (32 - order.rotation)) & 0xFFFFFFFF
     u = torch.stack([word >> shift & 255 for shift in (0, 16, 24, 8)], dim=-2).flatten(-2)
-    scale = torch.where(u > 0, torch.ldexp(1 + (u & 7).double() / 8, (u >> 3) - order.bias), 0.0)
-    codes = marlin_fp4._to_codes(weight.codes, order)
+    scale = torch.where(u > 0, torch.ldexp(1 + (u & 7).double() / 8, (u >> 3) - order.exponent_bias), 0.0)
+    codes = marlin_fp4._unpack_words(weight.codes, order)
     w = GRID.double()[codes] * scale.repeat_interleave(16, dim=-1)   # (N/128, K/128, 128, 128)
     w = w.transpose(1, 2).flatten(2, 3).flatten(0, 1)[:weight.N, :weight.K]
     return w * weight.row_scale.double()[:, None]
@@ -89,18 +88,30 @@ def test_a_word_holds_the_four_planes_of_one_column():
     assert int(word) & 0xFFFF == 1 << 15 | 3 << 10 | 1 << 9 | 1 << 7 | 1 << 14 | 1 << 13 | 1 << 1 | 1
 
 
-@pytest.mark.parametrize("dtype,bias,turn", [(torch.bfloat16, 10, 4), (torch.float16, 22, 7)])
-def test_a_scale_word_is_four_rotated_e5m3_bytes(dtype, bias, turn):
+@both
+def test_the_words_drawn_in_the_file_are_the_ones_that_are_packed(dtype):
+    drawings = re.findall(r"a word    ((?:[sem][0-3] ?){16})", Path(marlin_fp4.__file__).read_text())
+    drawn = drawings[[torch.bfloat16, torch.float16].index(dtype)].split()                 # bit 15 first
+    for bit, name in zip(range(15, -1, -1), drawn):
+        (codes,) = marlin_fp4._unpack_words(torch.tensor([[1 << bit]]), marlin_fp4.BIT_ORDERS[dtype])
+        again = name in drawn[:15 - bit]                             # of two e, the left one is the higher
+        code = {"s": 8, "e": 2 if again else 4, "m": 1}[name[0]]
+        assert codes.tolist() == [code if plane == int(name[1]) else 0 for plane in range(4)], (bit, name)
+
+
+@pytest.mark.parametrize("dtype,bias,rotation", [(torch.bfloat16, 10, 4), (torch.float16, 22, 7)])
+def test_a_scale_word_is_four_rotated_e5m3_bytes(dtype, bias, rotation):
     scale = torch.ones(128, 8)
     scale[5, 0], scale[5, 2], scale[5, 4], scale[5, 6] = 1.0, 2.0, 4.0, 448.0     # k = 0, 32, 64, 96: half 0
     weight = pack(torch.zeros(128, 64, dtype=torch.uint8), scale.to(torch.float8_e4m3fn), torch.tensor(1.0),
                   dtype)
     u0, u1, u2, u3 = bias << 3, bias + 1 << 3, bias + 2 << 3, bias + 8 << 3 | 6  # 448 = 2^8 * 1.75
     plain = u0 | u3 << 8 | u1 << 16 | u2 << 24
-    assert int(weight.scales[0, 0, 5, 0]) & 0xFFFFFFFF == (plain << turn | plain >> 32 - turn) & 0xFFFFFFFF
+    assert int(weight.scales[0, 0, 5, 0]) & 0xFFFFFFFF == (plain << rotation | plain >> 32 - rotation) & 0xFFFFFFFF
 
 
 def every_scale_times_every_code(dtype, device="cpu"):
+    """-> a PackedWeight with one row for each scale and one column for each code, its value in fp32."""
     codes = torch.arange(16, dtype=torch.uint8).repeat(127, 1)       # one row per scale, one block of 16 codes
     packed = codes[:, 0::2] | codes[:, 1::2] << 4
     scale = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, None]
@@ -109,7 +120,7 @@ def every_scale_times_every_code(dtype, device="cpu"):
 
 
 @both
-def test_every_scale_times_every_code_is_exact(dtype):
+def test_every_scale_times_every_code_is_packed_exactly(dtype):
     weight, want = every_scale_times_every_code(dtype)
     assert torch.equal(values(weight), want.double())
 
@@ -134,7 +145,7 @@ def test_a_zero_scale_clears_its_codes():
     assert weight.codes.count_nonzero() == 0 and values(weight).count_nonzero() == 0
 
 
-def test_bad_input_is_named():
+def test_pack_and_hopper_matmul_name_what_is_wrong_with_their_input():
     packed, one = torch.zeros(4, 16, dtype=torch.uint8), torch.tensor(1.0)
     scale = torch.ones(4, 2).to(torch.float8_e4m3fn)
     with pytest.raises(AssertionError, match="-1"):
@@ -148,7 +159,7 @@ def test_bad_input_is_named():
     with pytest.raises(AssertionError, match="float64"):
         pack(packed, scale, one, torch.float64)
     with pytest.raises(AssertionError, match="needs a Hopper GPU, the weight is on cpu"):
-        decode_matmul(torch.zeros(1, 32).bfloat16(), pack(packed, scale, one))
+        hopper_matmul(torch.zeros(1, 32).bfloat16(), pack(packed, scale, one))
 
 
 @both
@@ -166,7 +177,8 @@ def test_the_matmul_of_an_expanded_weight_is_float64s(monkeypatch, base, dtype, 
     x, a = torch.randn(M, 256).to(dtype), torch.randn(R, 256).to(dtype) if R else None
     slabs = expanded_matmul(x, weight, a)
     N = weight.N
-    assert slabs.sums.shape == (1, M, N + R) and slabs.sums.dtype == torch.float32 and slabs.most == (1, 1)
+    assert slabs.sums.shape == (1, M, N + R) and slabs.sums.dtype == torch.float32
+    assert most_pieces(slabs.k_tiles, slabs.stripe) == (1, 1)
     got = slabs.sums[0].double()
     got[:, :N] *= slabs.scale.double()
     whole = torch.cat([weight.dequantize().double(), *([a.double()] if R else [])])
@@ -176,35 +188,49 @@ def test_the_matmul_of_an_expanded_weight_is_float64s(monkeypatch, base, dtype, 
 
 @pytest.mark.parametrize("N,K,M,R", [(4608, 3584, 1, 96), (3584, 18944, 16, 32), (37888, 3584, 64, 64),
                                      (128, 128, 8, 0), (1152, 896, 33, 48), (384, 128, 250, 16)])
-def test_the_schedule_covers_every_block_once_and_no_tile_has_more_than_S_pieces(N, K, M, R):
-    KB, L, a_programs, programs, S = schedule(N, K, M, R, decode_config(N, K, M), 132)
-    tiles = -(-N // 128)
-    owners = [[block // L for block in range(tile * KB, tile * KB + KB)] for tile in range(tiles)]
-    assert KB == -(-K // 128) and max(max(o) for o in owners) == programs - a_programs - 1
+def test_the_schedule_covers_every_tile_once_and_no_tile_row_has_more_pieces_than_slabs(N, K, M, R):
+    k_tiles, stripe, a_programs, programs, slabs = plan_stripes(N, K, M, R, hopper_config(N, K, M), 132)
+    tile_rows = -(-N // 128)
+    owners = [[tile // stripe for tile in range(row * k_tiles, row * k_tiles + k_tiles)] for row in range(tile_rows)]
+    assert k_tiles == -(-K // 128) and max(max(o) for o in owners) == programs - a_programs - 1
     assert all(set(o) == set(range(o[0], o[-1] + 1)) for o in owners)             # pieces are numbered without gaps
-    assert [len(set(o)) for o in owners] == [pieces(128 * tile, KB, L) for tile in range(tiles)]
-    a_pieces = -(-KB // min(L, -(-KB // 4))) if R else 0             # a block of A is more to read: smaller shares
-    assert a_programs == -(-R // 64) * a_pieces and S == max(a_pieces, *(len(set(o)) for o in owners))
-    most, most_a = Slabs(None, None, KB, L).most
+    assert [len(set(o)) for o in owners] == [pieces(128 * row, k_tiles, stripe) for row in range(tile_rows)]
+    a_pieces = -(-k_tiles // min(stripe, -(-k_tiles // 4))) if R else 0      # A is more to read: smaller shares
+    assert a_programs == -(-R // 64) * a_pieces and slabs == max(a_pieces, *(len(set(o)) for o in owners))
+    most, most_a = most_pieces(k_tiles, stripe)
     assert max(len(set(o)) for o in owners) <= most and a_pieces in (0, most_a)
 
 
-def pieces(column, KB, L):
-    """marlin_fp4.pieces in Python."""
-    first = column // 128 * KB
-    return (first + KB - 1) // L - first // L + 1
+def test_the_schedule_drawn_in_the_file_is_the_one_that_is_computed():
+    """3 tile rows of 5 tiles in stripes of 3, as 5 multiprocessors that hold one program each would walk them."""
+    config = marlin_fp4.PortableConfig(8, 3, 1, 4, 4)
+    plan = plan_stripes(3 * 128, 5 * 128, 1, 0, config, 5)
+    assert plan == marlin_fp4.StripePlan(k_tiles=5, stripe=3, a_programs=0, programs=5, slabs=3)
+    drawing = Path(marlin_fp4.__file__).read_text().split("k ->                      slab 0")[1]
+    rows = re.findall(r"tile row \d +([\d |]+?)   +((?:program \d|-).*)", drawing)
+    owners = [[int(digit) for digit in re.findall(r"\d", walked)] for walked, _ in rows]
+    assert owners == [[tile // 3 for tile in range(row * 5, row * 5 + 5)] for row in range(3)]
+    for row, (_, slabs) in enumerate(rows):
+        programs = [int(digit) for digit in re.findall(r"\d", slabs)]
+        assert programs == sorted(set(owners[row])) and len(programs) == pieces(128 * row, 5, 3)
+
+
+def pieces(column, k_tiles, stripe):
+    """marlin_fp4.w_pieces in Python."""
+    first = column // 128 * k_tiles
+    return (first + k_tiles - 1) // stripe - first // stripe + 1
 
 
 def total(slabs, N, R=0):
     """What the slabs of a product add up to, float64: x @ W.T (M, N), x @ A.T (M, R).
 
-    NaN in the others is not read.
+    Slabs without a piece of a column may hold NaN there: they are not read.
     """
-    sums, scale, KB, L = slabs
+    sums, scale, k_tiles, stripe = slabs
     y = []
     for n in range(0, N, 128):
-        y.append(sums[:pieces(n, KB, L), :, n:min(n + 128, N)].double().sum(0))
-    a_pieces = -(-KB // min(L, -(-KB // 4)))
+        y.append(sums[:pieces(n, k_tiles, stripe), :, n:min(n + 128, N)].double().sum(0))
+    a_pieces = -(-k_tiles // min(stripe, -(-k_tiles // 4)))
     return torch.cat(y, dim=1) * scale, sums[:a_pieces, :, N:N + R].double().sum(0)
 
 
@@ -240,7 +266,7 @@ def test_dequantize_fills_a_slice_of_a_wider_buffer_and_nothing_else(dtype, glob
 @pytest.mark.parametrize("N,K,R", [(128, 128, 0), (300, 272, 6), (1152, 896, 48), (896, 4864, 32), (4608, 3584, 96)])
 @pytest.mark.parametrize("M", [1, 5, 16, 31, 64, 100, 256, 300])
 @ours
-def test_decode_matmul_matches_float64_and_repeats_bit_for_bit(matmul, M, N, K, R, dtype):
+def test_a_decode_matmul_matches_float64_and_repeats_bit_for_bit(matmul, M, N, K, R, dtype):
     weight, w = random_weight(N, K, "cuda", dtype=dtype)
     x, a = torch.randn(M, K, device="cuda").to(dtype), torch.randn(R, K, device="cuda").to(dtype)
     sums = matmul(x, weight, a if R else None).sums
@@ -257,21 +283,9 @@ def test_decode_matmul_matches_float64_and_repeats_bit_for_bit(matmul, M, N, K, 
         assert (y - x.double() @ w.T).norm() <= 1.5 * error + 1e-7 * y.norm()
 
 
-@hopper
-@pytest.mark.parametrize("M,N,K", TUNED)
-def test_every_tuned_linear_is_the_product_of_cublas(M, N, K):
-    codes = torch.randint(256, (N, K // 2), dtype=torch.uint8, device="cuda")
-    weight = pack(codes, torch.rand(N, K // 16, device="cuda").to(torch.float8_e4m3fn), torch.tensor(2.0**-12))
-    x, a = torch.randn(M - 1, K, device="cuda").bfloat16(), torch.randn(64, K, device="cuda").bfloat16()
-    y, xa = total(decode_matmul(x, weight, a, pdl=True), N, 64)
-    for got, w in ((y, weight.dequantize()), (xa, a)):               # both sum in fp32: 2 sqrt(K) 2^-24 is 2e-5
-        want = cublas(x, w)
-        assert (got - want).norm() < 2e-5 * want.norm()
-
-
 @gpu
 @both
-@pytest.mark.parametrize("bucket", DEFAULTS)
+@pytest.mark.parametrize("bucket", HOPPER_CONFIGS)
 @ours
 def test_a_row_has_the_same_bits_whatever_the_other_rows_hold(matmul, bucket, dtype):
     weight, _ = random_weight(4608, 3584, "cuda", dtype=dtype)
@@ -284,7 +298,7 @@ def test_a_row_has_the_same_bits_whatever_the_other_rows_hold(matmul, bucket, dt
 
 @gpu
 @ours
-def test_decode_matmul_replays_inside_a_cuda_graph(matmul):
+def test_a_decode_matmul_replays_inside_a_cuda_graph(matmul):
     weight, w = random_weight(1024, 512, "cuda")
     x = torch.randn(8, 512, device="cuda").bfloat16()
     pdl = capability(x.device) >= (9, 0)
@@ -302,7 +316,7 @@ def test_decode_matmul_replays_inside_a_cuda_graph(matmul):
 
 @gpu
 @ours
-def test_decode_matmul_refuses_what_it_cannot_read(matmul):
+def test_a_decode_matmul_refuses_what_it_cannot_read(matmul):
     weight, _ = random_weight(256, 256, "cuda")
     for x, message in [(torch.zeros(4, 256), "on cpu"), (torch.zeros(4, 256, device="cuda"), "float32"),
                        (torch.zeros(4, 256, device="cuda").half(), "bfloat16.*got torch.float16"),
@@ -372,13 +386,13 @@ def run_assembly(text, argument):
 @both
 def test_the_kernels_assembly_finds_every_code_and_every_scale_where_the_packer_put_it(dtype):
     codes = torch.cartesian_prod(*[torch.arange(16, dtype=torch.int32)] * 4)        # (65536, 4): one code a plane
-    order, of_triton = marlin_fp4.ORDERS[dtype], tl.bfloat16 if dtype == torch.bfloat16 else tl.float16
-    words = marlin_fp4._to_words(codes.repeat_interleave(32, dim=1), order)[:, 0].long() & 0xFFFF
+    order, of_triton = marlin_fp4.BIT_ORDERS[dtype], tl.bfloat16 if dtype == torch.bfloat16 else tl.float16
+    words = marlin_fp4._pack_words(codes.repeat_interleave(32, dim=1), order)[:, 0].long() & 0xFFFF
     assert torch.equal(words.sort().values, torch.arange(65536))     # no bit is left out
     for other in (words.flip(0), words.roll(12345), torch.full_like(words, 0xFFFF), torch.zeros_like(words)):
         pairs = words | other << 16                                  # two neighbouring words are one register
-        front, back = (run_assembly(marlin_fp4._planes_asm(of_triton, first), pairs) for first in (0, 2))
-        of_other = marlin_fp4._to_codes(other.to(torch.int16)[:, None], order)
+        front, back = (run_assembly(marlin_fp4._decode_planes_asm(of_triton, first), pairs) for first in (0, 2))
+        of_other = marlin_fp4._unpack_words(other.to(torch.int16)[:, None], order)
         for plane, register in enumerate((front["$0"], front["$1"], back["$0"], back["$1"])):
             for half, want in ((register & 0xFFFF, codes[:, plane]), (register >> 16, of_other[:, plane])):
                 unit = torch.finfo(dtype).smallest_normal            # 2^-126 and 2^-14
@@ -386,8 +400,8 @@ def test_the_kernels_assembly_finds_every_code_and_every_scale_where_the_packer_
     values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()  # all there are, not below 0
     scale = torch.stack([values.roll(7 * i) for i in range(8)], dim=1)               # (127, 8) in the order of k
     for half in range(2):
-        word = marlin_fp4._to_scale_words(scale, order)[:, half].long() & 0xFFFFFFFF
-        found = run_assembly(marlin_fp4._scales_asm(of_triton), word)
+        word = marlin_fp4._pack_scales(scale, order)[:, half].long() & 0xFFFFFFFF
+        found = run_assembly(marlin_fp4._decode_scales_asm(of_triton), word)
         for plane in range(4):
             got, want = number(found[f"${plane}"], dtype), scale[:, 2 * plane + half].double()
             want = want * 2.0 ** (107 if dtype == torch.bfloat16 else 7)
@@ -396,86 +410,24 @@ def test_the_kernels_assembly_finds_every_code_and_every_scale_where_the_packer_
 
 
 # -----------------------------------------------------------------------------
-# What the compiler made of decode_kernel, for an H200 but without one
+# Who imports Gluon
 
-def compiled_for_hopper(config, dtype):
-    """-> (ptxas's remarks, instructions [(address, text)]) of decode_kernel with an adapter and dependent launch."""
-    wide, narrow, flat = ROWS_256B.value, ROWS_64B.value, FLAT.value
-    of_x = "bf16" if dtype == torch.bfloat16 else "fp16"
-    types = {"x_desc": f"tensordesc<{of_x}[{config.BM}, 128],{wide!r}>", "slabs_ptr": "*fp32",
-             "codes_desc": f"tensordesc<i16[128, 32],{narrow!r}>", "scales_desc": f"tensordesc<i32[1, 256],{flat!r}>",
-             "a_desc": f"tensordesc<{of_x}[64, 64],{wide!r}>",
-             "slabs_desc": f"tensordesc<fp32[1, {config.sent}, 128],{SUMS.value!r}>"}
-    constants = {"config": config, "PDL": True}
-    names = decode_kernel.arg_names
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("slabs_ptr", "N")}
-    source = GluonASTSource(decode_kernel, signature, {(names.index(k),): v for k, v in constants.items()}, aligned)
-    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32),
-                            options={"num_warps": 4, "maxnreg": config.maxnreg, "launch_pdl": True})
-    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
-    with tempfile.TemporaryDirectory() as folder:
-        ptx, cubin = Path(folder, "k.ptx"), Path(folder, "k.cubin")
-        ptx.write_text(kernel.asm["ptx"])
-        remarks = subprocess.run([tools / "ptxas", "-v", "-arch=sm_90a", ptx, "-o", cubin], capture_output=True,
-                                 text=True, check=True).stderr
-        listing = subprocess.run([tools / "cuobjdump", "-sass", cubin], capture_output=True, text=True, check=True)
-    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\d+ )?([^;]+?)\s*;", listing.stdout)
-    return remarks, [(int(address, 16), text) for address, text in found]
+def test_the_file_to_read_imports_nothing_of_gluon_and_nothing_of_hoppers_file():
+    names = {name for node in ast.walk(ast.parse(Path(marlin_fp4.__file__).read_text()))
+             for name in ([node.module] if isinstance(node, ast.ImportFrom) else
+                          [alias.name for alias in node.names] if isinstance(node, ast.Import) else [])}
+    assert "nvfp4" in names and not any("gluon" in name or "hopper" in name for name in names)
 
 
-def written_while_read(instructions):
-    """Instructions that write a register which a wgmma group that may not be done yet reads its A operand from."""
-    at = {address: i for i, (address, _) in enumerate(instructions)}
-    found, todo, seen = [], [(0, ())], set()
-    while todo:
-        i, groups = todo.pop()
-        reading = set()
-        while i < len(instructions) and (i, groups) not in seen:
-            seen.add((i, groups))
-            address, text = instructions[i]
-            if a := re.match(r"HGMMA\S* R\d+, R(\d+), gdesc", text):
-                reading |= set(range(int(a[1]), int(a[1]) + 4))
-                if "gsb0" in text:                                   # the group ends here
-                    groups, reading = groups + (frozenset(reading),), set()
-            elif wait := re.match(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d)", text):
-                groups = groups[len(groups) - min(int(wait[1]), len(groups)):]
-            elif (to := re.match(r"(\S+) R(\d+),", text)) and not to[1].startswith(("ST", "HGMMA")):
-                count = 4 if to[1].endswith((".4", ".128")) else 2 if ".64" in to[1] or "WIDE" in to[1] else 1
-                if set(range(int(to[2]), int(to[2]) + count)) & reading.union(*groups):
-                    found.append((hex(address), text))
-            elif jump := re.match(r"BRA\S* (?:.*, )?`?\(?0x([0-9a-f]+)", text):
-                todo.append((at.get(int(jump[1], 16), len(instructions)), groups))
-            i += 1
-    return found
-
-
-def test_a_write_to_an_operand_in_flight_is_found_also_around_a_loop():
-    loop = ["MOV R8, R1", "HGMMA.64x8x16 R24, R8, gdesc[UR4], R24, gsb0", "WARPGROUP.DEPBAR.LE gsb0, 0x1", "BRA 0x0"]
-    assert written_while_read(list(enumerate(loop))) == [("0x0", "MOV R8, R1")]
-    loop[2] = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
-    assert written_while_read(list(enumerate(loop))) == []
-
-
-# Every configuration in one of the types, in turn; in both with TEST_ALL_TARGETS=1: a second each.
-CONFIGS = sorted({*DEFAULTS.values(), *TUNED.values()})
-COMPILED = list(zip(CONFIGS, itertools.cycle([torch.bfloat16, torch.float16])))
-if os.environ.get("TEST_ALL_TARGETS"):
-    COMPILED = list(itertools.product(CONFIGS, [torch.bfloat16, torch.float16]))
-
-
-@pytest.mark.parametrize("config,dtype", COMPILED)
-def test_the_compiled_kernel_neither_serializes_nor_touches_what_the_tensor_cores_still_read(config, dtype):
-    remarks, instructions = compiled_for_hopper(config, dtype)
-    assert "C75" not in remarks, remarks                             # ptxas: wgmma serialized
-    products = [i for i, (_, text) in enumerate(instructions) if re.match(r"HGMMA\S* R\d+, R\d+, gdesc", text)]
-    loop = [text for _, text in instructions[products[0]:products[-1]]]
-    assert not any(text.startswith(("STL", "LDL")) for text in loop)                     # registers spilled
-    assert sum(text.startswith("HGMMA") for _, text in instructions) == 24        # 4 planes x 2 x 2, and A's 8
-    assert written_while_read(instructions) == []
-    if config.BM <= 64:                                              # a sum on its way out: waits, fences and barriers
-        steps = {"STS": "s", "FENCE": "f", "BAR": "b", "UTMASTG": "c", "DEPBAR": "w"}    # c: the copy, w: for the last
-        order = "".join(steps.get(text.split(".")[0].split(" ")[0], "") for _, text in instructions)
-        assert re.search("w+b+s+f+b+c+w", order) and "sc" not in order and "ws" not in order, order
-    never = [(address, re.sub(r"gsb0, 0x\d$", "gsb0, 0x7", text)) for address, text in instructions]
-    assert written_while_read(never)                                 # without the waits there would be a race
+def test_hoppers_file_is_imported_only_when_hoppers_matmul_is_asked_for():
+    code = """
+import sys
+sys.path.insert(0, ROOT)
+from fast import decode
+assert decode.decode_matmul_for(None) is None
+assert decode.decode_matmul_for("portable").__module__ == "marlin_fp4"
+assert "fast.hopper_fp4" not in sys.modules
+assert decode.decode_matmul_for("hopper").__module__ == "fast.hopper_fp4"
+""".replace("ROOT", repr(str(Path(marlin_fp4.__file__).parent)))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -32,7 +32,7 @@ def plain(tiny, tokens):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_norm_is_that_of_the_paper_whatever_it_works_on(dtype):
+def test_a_norms_two_factors_multiply_to_the_papers_rmsnorm_in_every_dtype(dtype):
     torch.manual_seed(0)
     x, weight, eps = 0.3 * torch.randn(5, 64), torch.rand(64) + 0.5, 0.1             # eps weighs as much as x does
     xw, rstd = RMSNorm(weight, eps, dtype)(x)
@@ -71,7 +71,7 @@ def test_logits_equal_a_float64_forward(tiny, tmp_path, shape, files):
 def test_logits_equal_transformers_on_the_same_weights(tiny, shape):
     case = tiny[shape]
     checksum = sum(t.double().abs().sum() for t in case.tensors.values())
-    assert abs(checksum / REFERENCE[f"{shape}.checksum"] - 1) < 1e-12, "the recipe made other weights than it did then"
+    assert abs(checksum / REFERENCE[f"{shape}.checksum"] - 1) < 1e-12, "not the weights that make_reference.py saw"
     tokens, want = REFERENCE[f"{shape}.tokens"], REFERENCE[f"{shape}.logits"]
     with torch.no_grad():
         got = load(case.folder, base="bf16", device="cpu")(tokens)
@@ -80,7 +80,7 @@ def test_logits_equal_transformers_on_the_same_weights(tiny, shape):
 
 
 @pytest.mark.skipif("QWEN05" not in os.environ, reason="QWEN05 does not name a folder of Qwen2.5-Coder-0.5B-Instruct")
-def test_half_b_model_equals_transformers():
+def test_logits_of_the_real_half_b_equal_transformers():
     model = load(os.environ["QWEN05"], base="bf16", device="cpu", dtype=torch.float32)
     tokens, columns = REFERENCE["qwen05.tokens"], REFERENCE["qwen05.columns"]
     with torch.no_grad():
@@ -90,7 +90,7 @@ def test_half_b_model_equals_transformers():
     assert (logprobs - REFERENCE["qwen05.logprobs"]).abs().max() < 1e-3
 
 
-def test_packed_rows_equal_one_row_at_a_time(tiny):
+def test_rows_packed_together_score_as_each_does_alone(tiny):
     model, rows = load(tiny["untied"].folder, base="nvfp4", device="cpu"), ragged_rows(tiny["untied"])
     with torch.no_grad():
         together, _ = model.token_logprobs(rows, [1] * len(rows))
@@ -103,7 +103,7 @@ def test_packed_rows_equal_one_row_at_a_time(tiny):
 @pytest.mark.parametrize("shape,prompt,completions", [
     ("untied", 1, (3,)), ("tied", 5, (1, 7)), ("ragged", 2, (1, 1, 1)), ("untied", 9, (4, 1, 12, 3, 3)),
     ("tied", 1, (2, 9, 1, 5, 6, 2, 11, 3))])
-def test_a_prompt_computed_once_for_its_group_equals_one_row_at_a_time(tiny, shape, prompt, completions):
+def test_a_prompt_computed_once_for_its_group_gives_each_rows_own_log_probs(tiny, shape, prompt, completions):
     # Log-probs against a float64 forward of each row, gradients against rows whose prompts are computed each time.
     case = tiny[shape]
     model, rows = load(case.folder, base="bf16", device="cpu"), []
@@ -133,7 +133,7 @@ def test_a_prompt_computed_once_for_its_group_equals_one_row_at_a_time(tiny, sha
     assert (together - model.adapter.master.grad).norm() < 3e-6 * together.norm()
 
 
-def test_noise_on_the_block_norms_acts_as_added_to_their_weights(tiny):
+def test_noise_acts_as_if_added_to_the_weights_of_the_layers_norms(tiny):
     case, tokens = tiny["ragged"], some_tokens(tiny["ragged"], 2, 11)
     model = load(case.folder, base="bf16", device="cpu")
     with torch.no_grad(), noisy_norms(model, 0.05, seed=1, step=2):
@@ -173,7 +173,7 @@ def dequantized(case, base):
 
 
 @pytest.mark.parametrize("shape,base", [("ragged", "nvfp4"), *product(("tied", "untied"), nvfp4.FORMATS)])
-def test_base_equals_a_model_of_the_dequantized_weights(tiny, tmp_path, shape, base):
+def test_a_quantized_model_computes_what_its_decoded_weights_stand_for(tiny, tmp_path, shape, base):
     tokens, replaced = some_tokens(tiny[shape], 2, 15), dequantized(tiny[shape], base)
     with torch.no_grad():
         got = load(tiny[shape].folder, base=base, device="cpu")(tokens)
@@ -195,7 +195,7 @@ def test_fused_parts_share_one_power_of_two_tensor_scale(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_what_a_model_holds_is_the_checkpoint(tiny, shape):
+def test_a_loaded_model_holds_the_checkpoints_tensors(tiny, shape):
     got = held_by(load(tiny[shape].folder, base="bf16", device="cpu"))
     assert got.keys() == tiny[shape].tensors.keys()
     for name, want in tiny[shape].tensors.items():
@@ -203,7 +203,7 @@ def test_what_a_model_holds_is_the_checkpoint(tiny, shape):
 
 
 @pytest.mark.parametrize("base", nvfp4.FORMATS)
-def test_a_model_is_built_of_any_tensors_without_a_folder(tiny, base):
+def test_a_model_can_be_built_from_tensors_in_memory(tiny, base):
     case = tiny["untied"]
     model = Qwen2(ModelConfig.from_json(case.raw), lambda name, *shape: case.tensors[name].view(shape),
                   lambda names, parts, k: nvfp4.freeze([case.tensors[f"{name}.weight"].view(n, k)
@@ -237,7 +237,7 @@ def test_token_logprobs_equal_log_softmax_of_the_logits(tiny, temperature, live_
     assert (entropy - torch.cat(want_entropy)).abs().max() < FP32
 
 
-def test_recompute_gives_the_same_gradient_and_touches_no_frozen_weight(tiny):
+def test_layers_that_run_again_in_the_backward_give_the_same_gradient_and_no_frozen_weight_gets_one(tiny):
     model, rows = load(tiny["untied"].folder, base="nvfp4", device="cpu"), ragged_rows(tiny["untied"])
     lora.attach(model, rank=4, alpha=8, norms=True)
     set_adapter(model, random_adapter(tiny["untied"].raw, 4, norms=True))
@@ -257,7 +257,7 @@ def test_recompute_gives_the_same_gradient_and_touches_no_frozen_weight(tiny):
     assert model.embed.grad is None and model.final_norm.weight.grad is None
 
 
-def test_row_without_prompt_or_completion_stops(tiny):
+def test_a_row_without_prompt_or_completion_is_refused(tiny):
     model = load(tiny["tied"].folder, base="bf16", device="cpu")
     for start in (0, 3):
         with pytest.raises(AssertionError, match="a prompt token and a scored token"):

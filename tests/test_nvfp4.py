@@ -98,7 +98,7 @@ def test_even_k_sits_in_the_low_nibble():
     assert dequantize(packed, block_scale, global_scale)[0, :3].tolist() == [6.0, 1.0, -0.5]
 
 
-def test_the_block_worked_by_hand_at_the_top_of_the_file():
+def test_the_scale_block_worked_by_hand_in_the_docstring_comes_out_so():
     w = torch.zeros(1, 16)
     w[0, :4] = torch.tensor([0.30, 0.245, -0.12, 0.01])
     usual, searched = (quantize(w, torch.tensor(2.0**-11), offsets=offsets) for offsets in ([0], nvfp4.OFFSETS))
@@ -122,7 +122,7 @@ def test_ties_go_to_the_even_code():
     assert dequantize(*quantize(w, torch.tensor(1.0), offsets=[0]))[0].tolist() == half + [-x for x in half]
 
 
-def test_codes_are_the_nearest_ones():
+def test_every_weight_gets_the_nearest_code():
     torch.manual_seed(0)
     w = torch.randn(64, 256)
     packed, block_scale, global_scale = quantize(w)
@@ -144,7 +144,7 @@ def test_tensor_scale_is_the_smallest_power_of_two_without_saturation(amax, scal
     assert abs(dequantize(packed, block_scale, global_scale)[1, 5].item() + amax) <= amax / 16
 
 
-def test_default_tensor_scale_makes_bf16_decoding_exact():
+def test_a_power_of_two_as_tensor_scale_makes_bf16_decoding_exact():
     torch.manual_seed(0)
     tensors = quantize(torch.randn(64, 256).bfloat16() * 0.02)
     assert torch.equal(dequantize(*tensors).float(), dequantize(*tensors, dtype=torch.float32))
@@ -181,7 +181,7 @@ def test_ragged_k_is_refused_with_its_value(base, block):
 
 @pytest.mark.parametrize("base,lo,hi", [
     ("bf16", 0.0, 0.0), ("nvfp4", 0.08, 0.1), ("mxfp4", 0.1, 0.12), ("nf4", 0.08, 0.1)])
-def test_relative_error_on_normal_weights(base, lo, hi):
+def test_the_relative_error_on_normal_weights_is_what_each_format_can_do(base, lo, hi):
     torch.manual_seed(0)
     w = torch.randn(128, 512).bfloat16() * 0.02
     encode, decode = FORMATS[base]
@@ -196,7 +196,7 @@ def test_zeros_stay_zeros(base):
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_working_in_chunks_changes_nothing(base, monkeypatch):
+def test_encoding_some_rows_at_a_time_changes_nothing(base, monkeypatch):
     torch.manual_seed(0)
     w = torch.randn(13, 128)
     encode, decode = FORMATS[base]
@@ -222,7 +222,7 @@ SEARCHED = {"nvfp4": (16, range(-4, 7)), "mxfp4": (32, (-1, 0, 1)), "nf4": (64, 
 
 
 def squared_errors(base, w, weigh=1.0, **options):
-    """Of each block, float64."""
+    """The squared error of each scale_block, float64."""
     encode, decode = FORMATS[base]
     decoded = decode(*encode(w, **options), dtype=torch.float32).double()
     return ((w.double() - decoded).square() * weigh).unflatten(1, (-1, SEARCHED[base][0])).sum(-1)
@@ -307,12 +307,12 @@ def test_a_weight_decodes_into_rows_of_any_stride_and_touches_nothing_beside_the
     if base in ("nvfp4", "mxfp4") and dtype != torch.float16:             # a power of two as tensor scale
         assert torch.equal(w.double(), want)
     for columns, step in ((128, 1), (200, 1), (400, 2)):                  # whole rows, a margin, every other column
-        room = torch.full((80, columns), 7.0, dtype=dtype)
-        out = room[3:76, :128 * step:step]
+        wider = torch.full((80, columns), 7.0, dtype=dtype)
+        out = wider[3:76, :128 * step:step]
         weight.dequantize(out=out)
         assert torch.equal(out, w)
         out.fill_(7.0)
-        assert (room == 7).all()
+        assert (wider == 7).all()
     into = torch.empty(73, 128)                                           # Linear.merged asks for fp32
     assert torch.equal(weight.dequantize(out=into), w.float())
 
@@ -350,13 +350,13 @@ def test_a_weight_takes_the_bytes_of_its_format(base, bits):
     assert freeze(some_parts(), base, torch.bfloat16).nbytes == 73 * 128 * bits / 8 + rows
 
 
-def test_only_codes_are_expanded_before_a_product():
+def test_four_bit_weights_are_expanded_before_a_product_and_bf16_ones_are_not():
     for base in BASES:
         weight = freeze(some_parts(), base, torch.bfloat16)
         assert [weight.expands(rows) for rows in (1, 16, 300)] == [base != "bf16"] * 3
 
 
-def test_fp16_keeps_its_weights_as_they_are():
+def test_a_bf16_base_keeps_fp16_weights_as_they_are():
     w = torch.randn(3, 64).half()
     assert torch.equal(freeze([w], "bf16", torch.float16).dequantize(), w)
     assert freeze([w.float()], "bf16", torch.float32).dequantize().tolist() == w.float().bfloat16().float().tolist()

@@ -29,7 +29,7 @@ def on_gpu(*shape):
 
 
 def pretend_kernels(monkeypatch, twins):
-    """From then on `from fast import kernels` gives these."""
+    """Make `from fast import kernels` give these functions."""
     monkeypatch.setitem(sys.modules, "fast.kernels", twins)
     monkeypatch.setattr(fast, "kernels", twins, raising=False)
 
@@ -67,13 +67,13 @@ def test_the_first_tensor_decides_wherever_it_stands(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("M,K,N", [(1, 5, 3), (7, 300, 11)])
-def test_products_are_summed_in_float32_and_rounded_once(dtype, M, K, N):
+def test_matmuls_sum_in_float32_and_round_once(dtype, M, K, N):
     torch.manual_seed(0)
     a, b = torch.randn(M, K).to(dtype), torch.randn(K, N).to(dtype)
     want, scale = a.double() @ b.double(), a.double().abs() @ b.double().abs()
-    room = torch.full((M, N + 3), 7.0)
-    into = mm_fp32(a, b, out=room[:, :N])                                 # columns of a wider matrix
-    assert into.data_ptr() == room.data_ptr() and (room[:, N:] == 7).all()
+    wider = torch.full((M, N + 3), 7.0)
+    into = mm_fp32(a, b, out=wider[:, :N])                                 # columns of a wider matrix
+    assert into.data_ptr() == wider.data_ptr() and (wider[:, N:] == 7).all()
     for got, out_dtype in ((mm_fp32(a, b), torch.float32), (into, torch.float32), (mm(a, b), dtype)):
         u = torch.finfo(out_dtype).eps / 2
         assert got.dtype == out_dtype
@@ -84,18 +84,18 @@ def test_products_are_summed_in_float32_and_rounded_once(dtype, M, K, N):
 # The MLP
 
 @pytest.mark.parametrize("M,width", [(1, 16), (5, 100)])
-def test_swiglu_writes_its_product_into_rows_of_any_stride_and_its_gradient_is_autograds(M, width):
+def test_swiglu_and_its_backward_write_into_rows_of_any_stride_and_equal_autograd(M, width):
     torch.manual_seed(0)
     y, rstd = (2 * torch.randn(M, 2 * width)).requires_grad_(), (torch.rand(M, 1) + 0.5).requires_grad_()
-    upstream, room = torch.randn(M, width), torch.full((M, width + 8), 7.0)
+    upstream, wider = torch.randn(M, width), torch.full((M, width + 8), 7.0)
     exact = [t.detach().double().requires_grad_() for t in (y, rstd)]
     gate, up = (exact[0] * exact[1]).chunk(2, dim=-1)
     want = gate / (1 + torch.exp(-gate)) * up
     dy, drstd = torch.autograd.grad(want, exact, upstream.double())
     with torch.no_grad():
-        kept = swiglu(y, rstd, room[:, :width])
-        assert torch.equal(kept, y) and (room[:, width:] == 7).all()
-        assert (room[:, :width] - want).abs().max() < 1e-5 * want.abs().max()
+        kept = swiglu(y, rstd, wider[:, :width])
+        assert torch.equal(kept, y) and (wider[:, width:] == 7).all()
+        assert (wider[:, :width] - want).abs().max() < 1e-5 * want.abs().max()
         half = torch.empty(M, width, dtype=torch.bfloat16)
         assert torch.equal(swiglu(y, rstd, half), y.bfloat16())           # kept in h's dtype
         assert ((half - want).abs() <= 2.0**-8 * want.abs() + 1e-5).all()
@@ -116,7 +116,7 @@ def test_mlp_gradients_equal_autograd_through_the_merged_matrices(base, adapter)
     w_in, w_out = gate_up.weight.dequantize().double(), down.weight.dequantize().double()
     leaves = [torch.randn(M, D, requires_grad=True), (torch.rand(M, 1) + 0.5).requires_grad_()]      # x, rstd
     if adapter:
-        stub = torch.nn.Module()                                          # as much of a model as Adapter looks at
+        stub = torch.nn.Module()                                          # as much of a model as attach() looks at
         stub.gate_up, stub.down, stub.layers, stub.dtype = gate_up, down, [], torch.float32
         attach(stub, rank=R, alpha=alpha)
         for linear in (gate_up, down):

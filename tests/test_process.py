@@ -45,7 +45,7 @@ def run_here(folder, monkeypatch, program, *flags):
 @pytest.mark.parametrize("argv", [
     ["evaluate.py", "--model", TINY, "--data", "arithmetic", "--device", "cpu", "--out", "x.jsonl"],
     ["tools/chat.py", "--model", TINY, "--device", "cpu", "--question", "1+1?"]])
-def test_ctrl_c_while_loading_leaves_no_file(tmp_path, monkeypatch, argv):
+def test_ctrl_c_while_loading_leaves_no_file(tmp_path, monkeypatch, ctrl_c_interrupts, argv):
     monkeypatch.setattr(model, "load", lambda *_: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):                 # process.report_uncaught prints the line
         run_here(tmp_path, monkeypatch, *argv)
@@ -59,7 +59,7 @@ def test_ctrl_c_while_loading_is_one_line_and_code_130(tmp_path):
 
 
 @pytest.mark.parametrize("number,end", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
-def test_a_signal_in_convert_leaves_no_half_folder(tmp_path, monkeypatch, number, end):
+def test_a_signal_in_convert_leaves_no_half_folder(tmp_path, monkeypatch, ctrl_c_interrupts, number, end):
     monkeypatch.setattr(hf, "write_json", lambda *_: signal.raise_signal(number))         # the weights are there
     with pytest.raises(end) as stop:
         run_here(tmp_path, monkeypatch, "tools/convert.py", "nvfp4", TINY, "out")
@@ -82,6 +82,19 @@ if torch.cuda.is_available():
     env = {key: value for key, value in os.environ.items() if key not in told} | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.split() == ["False", "expandable_segments:True", "PASSIVE"], done.stderr
+
+
+@pytest.mark.skipif(os.name != "posix", reason="only there a program inherits which signals are ignored")
+def test_these_tests_pass_whatever_signals_the_caller_ignores(tmp_path):
+    """As under nohup, which ignores SIGHUP, and in the background of a shell script, which ignores SIGINT."""
+    def ignore():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+
+    names = "ctrl_c_while_loading or lost_terminal"
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-k", names, __file__]
+    done = subprocess.run(command, preexec_fn=ignore, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0 and "5 passed" in done.stdout, done.stdout[-3000:]
 
 
 @pytest.mark.parametrize("hangups,stop", [("SIG_IGN", False), ("SIG_DFL", True)])

@@ -81,6 +81,14 @@ def test_a_program_is_told_its_device_and_its_kernels(fake_gpu, monkeypatch):
     assert ranks.choose_device(None, "auto", "nowhere") == (torch.device("cuda", 0), "portable")
 
 
+def test_an_amd_gpu_is_refused_in_one_line(fake_gpu, monkeypatch):
+    fake_gpu((9, 0))                                                      # what ROCm reports of an MI200: not a Hopper
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    for wanted in ("auto", *ranks.KERNELS):
+        with pytest.raises(ValueError, match="^--device cuda: an AMD GPU; the kernels run on NVIDIA GPUs only$"):
+            ranks.kernels_for(torch.device("cuda"), wanted)
+
+
 def test_a_cpu_has_no_kernels():
     assert ranks.kernels_for(torch.device("cpu"), "auto") is None
     with pytest.raises(ValueError, match="--kernels portable is for a GPU, --device is cpu"):

@@ -1,6 +1,6 @@
 r"""
-Extraction, format and scores on texts judged by hand; adversarial and random texts for the grader as a whole.
-Equality of answers has its own tests, test_answers.py.
+Tests extraction, format and scores on texts that were judged by hand, and the grader as a whole on adversarial and
+random texts. The equality of answers has its own tests, test_answers.py.
 
 python -m pytest tests/test_rewards.py -q
 """
@@ -17,7 +17,7 @@ import fuzz_rewards
 from harness.data import Problem
 from harness.plugin import Reward, load_function
 from harness.process import Stopped
-from rewards import extract, extract_answer, format_tags, grade, overlong_penalty, score
+from rewards import extract, extract_answer, format_tags, grade, overlong_penalty, grade_rollouts
 
 
 def boxed(answer):
@@ -49,7 +49,7 @@ def boxed(answer):
     # a copied prompt: the empty box of the instruction must not let a number of the question count
     ("Put your answer in \\boxed{}. What is 6*7? 42", None, "none"),
 ])
-def test_extraction(text, answer, rule):
+def test_the_answer_is_found_by_the_right_rule(text, answer, rule):
     assert extract(text) == (answer, rule)
 
 
@@ -67,7 +67,53 @@ def test_several_answers_never_equal_one_of_them(text):
         assert grade(text, gold, last_number=True).correct == 0
 
 
-def test_gsm8k_answers():
+# Texts without a box whose numbers are no answers: 5 and 6 are wrong for each of them.
+HEDGED = r"""
+the answer is not 5 | The answer is not $5$. | The answer isn't 5. | The answer cannot be 5 | The answer is no longer 5
+The answer is definitely not 5. | we know that x is not 5 | anything other than 5 works | all numbers except 5
+The answer is between 5 and 6 | It lies between $5$ and $6$. | somewhere between 5 and 6 meters | It is 5 to 6.
+The answer is more than 5 | The answer is greater than or equal to 5. | There is no more than 5 | less than $5$
+The answer is at least 5 | The answer is at most 5 apples | over 5 miles | up to 5 hours | almost 5 | The answer is > 5
+we know that x < 5 | The answer is x > 5 for all cases | so we get x - 5 | so we get 3 + 5 | It is 3 x 5
+The answer is 5 or more | The answer is 5 or 6 apples | The answer is 5 to 6 hours | The answer is 5-6 hours
+The answer is 5 and a half hours | The answer is 5 1/2 cups | The answer is 5 million dollars
+The answer is 5 dozen eggs | The answer is 5 + 6 = 11 apples | The answer is 5 * 6 apples | The answer is 5^2 meters
+The answer is 5:30 in the afternoon | The answer is 5x where x is the number
+The answer is 5 apples and 6 pears | The answer is 5 times as many | 5th place
+5 is not the answer | 5 is wrong. | I think that 5 isn't right | The answer is negative 5
+The answer is minus 5 degrees | The answer is a multiple of 5
+The answer is the square root of 5 | The answer is twice 5
+The answer is neither 5 nor 6 | The roots are 5 and 6. | The roots are 5, 6.
+<answer>not 5</answer> | <answer>between 5 and 6</answer> | #### not 5
+"""
+
+
+@pytest.mark.parametrize("text", [text.strip() for line in HEDGED.strip().split("\n") for text in line.split(" | ")])
+def test_a_number_that_the_text_hedges_is_no_answer(text):
+    for gold in ("5", "6"):
+        assert grade(text, gold, last_number=True).correct == 0
+
+
+def test_a_choice_beside_another_one_or_behind_a_not_is_no_answer():
+    for text in ("The answer is B or C, both work", "The answer is (B) or (C), both work",
+                 "The answer is B, C, and D as shown", "The answer is not B", "The answer is not (B) I think"):
+        assert grade(text, "B").correct == 0, text
+    assert grade("The answer is B because it fits", "B").correct == 1
+
+
+@pytest.mark.parametrize("text,gold", [
+    ("The answer is not 5 but 6", "6"), ("The answer is not 5, it is 6", "6"), ("The answer is $5$, not $6$", "5"),
+    ("The answer is $6$, which is more than $5$", "6"), ("The difference between 8 and 3 is 5", "5"),
+    ("The answer is 18 eggs because 9 and 9 is 18", "18"), ("The answer is **5** apples", "5"), ("so it is *5*", "5"),
+    ("more than enough money, so she keeps 5 dollars", "5"), ("12\n5 apples", "5"), ("half of 10 is 5", "5"),
+    ("The sum of the two numbers is 5", "5"), ("The product equals 5", "5"), ("Total: 5 km per hour", "5"),
+    ("3 or 4 days make a total of 12 hours", "12"), ("The answer is 5 and we are done", "5"), ("the result - 5", "5"),
+    ("The answer is 5 (five)", "5"), ("Hence he is not late and arrives in 5 minutes", "5")])
+def test_a_hedge_of_something_else_does_not_hide_the_answer(text, gold):
+    assert grade(text, gold, last_number=True).correct == 1
+
+
+def test_answers_as_gsm8k_writes_them_are_found_and_equal():
     for text in ("... #### 1,234", "The answer is $1,234.00.", "So she earns $1234.",
                  r"\boxed{1{,}234 \text{ dollars}}", "<answer>1234.0</answer>", "in total 1,234 dollars"):
         assert grade(text, "1234", last_number=True).correct == 1, text
@@ -78,8 +124,9 @@ def test_gsm8k_answers():
 
 ADVERSARIAL = [  # text, gold, right verdict
     ("\\boxed{42 " * 20_000, "42", 0), ("\\boxed{7}" + "\\boxed{42 " * 20_000, "7", 1),
-    (boxed("{" * 100_000 + "42" + "}" * 100_000), "42", 1), ("\\boxed{" + "{" * 100_000 + "42", "42", 0),
-    (boxed("{a" * 50_000 + "}" * 50_000), "42", 0), (boxed("(" * 50_000 + "42" + ")" * 50_000), "42", 1),
+    (boxed("{" * 100_000 + "42" + "}" * 100_000), "42", 0), ("\\boxed{" + "{" * 100_000 + "42", "42", 0),
+    (boxed("{a" * 50_000 + "}" * 50_000), "42", 0), (boxed("(" * 50_000 + "42" + ")" * 50_000), "42", 0),
+    (boxed("{" * 90 + "42" + "}" * 90), "42", 1), (boxed("(" * 2_900 + "42" + ")" * 2_900), "42", 0),
     (boxed("9^{9^{9^{9}}}"), "9^{9^{9^{8}}}", 0), (boxed("2^{10^{10}}"), "2^{10^{10}}", 1),
     (boxed("2**999999999"), "2", 0),
     (boxed("((((100!)!)!)!)!"), "1", 0), (boxed("3!!!!!!!"), "720", 0), (boxed("99999999!"), "1", 0),
@@ -94,10 +141,12 @@ ADVERSARIAL = [  # text, gold, right verdict
     (boxed("(1,2)" * 900), "(1,2)" * 899 + "(1,3)", 0),
     (boxed("\\sqrt{" * 60 + "1" + "(1,2)}" * 60), "1", 0),   # once hours
     (boxed("3^{10^6} \\bmod 7"), "4", 0), (boxed("option " + " " * 5_000 + "ab"), "1", 0),
-    # each of these made a regular expression quadratic or worse in an earlier version
+    # each of these made a regular expression quadratic or worse
     (",".join(["27", "5", "108"] * 30), "42", 0), ("answer" + " " * 20_000, "42", 0), ("\\(" * 10_000, "42", 0),
     ("\\$" * 10_000, "42", 0), (boxed("1" + " " * 5_000 + "«"), "42", 0), ("<|im_start|>" * 50_000, "42", 0),
-    (boxed("*" * 5_000 + "x"), "42", 0),
+    (boxed("*" * 5_000 + "x"), "42", 0), (boxed("$" + " " * 5_000 + "5x"), "42", 0),
+    (boxed("AB" + " " * 5_000 + "x"), "42", 0),
+    ("The answer is " + "not 5 and " * 2_000, "5", 0), ("between " * 3_000 + "5", "5", 0), ("$5$ or " * 3_000, "5", 0),
     ("x" * 1_000_000 + "\\boxed{42}", "42", 1), (boxed("\ud800"), "42", 0), (boxed("__import__('os')"), "0", 0),
 ]
 
@@ -113,8 +162,8 @@ def test_adversarial_texts_get_the_right_verdict_in_50_ms(case):
     assert min(seconds) < 0.05 * fuzz_rewards.slowness(), seconds
 
 
-def test_fuzz_no_exception_reflexive_symmetric_and_fast():
-    """2,000 random strings and mutated golds; python tests/fuzz_rewards.py 1000000 runs more of them."""
+def test_random_texts_raise_nothing_and_verdicts_are_reflexive_symmetric_and_fast():
+    """Runs 2,000 random strings and mutated golds; `python tests/fuzz_rewards.py 1000000` runs more of them."""
     assert fuzz_rewards.run(2_000)["failures"] == []
 
 
@@ -139,19 +188,19 @@ def test_format_tags_wants_each_tag_once_and_in_order():
         assert format_tags(text) == 0, text
 
 
-def test_overlong_penalty_is_a_ramp():
-    """1,000 tokens allowed, the last 200 are the buffer: halfway through it costs a half."""
+def test_the_overlong_penalty_falls_from_0_to_minus_1_along_the_buffer():
+    """Of 1,000 tokens that are allowed, the last 200 are the buffer: an answer that ends halfway in it pays a half."""
     assert [overlong_penalty(n, 1_000, 200) for n in (0, 800, 900, 1_000, 5_000)] == [0, 0, -0.5, -1, -1]
 
 
 def test_score_has_a_row_for_each_rollout_in_the_order_of_their_problems():
-    """Two problems of two answers: rows 0 and 1 belong to the first."""
+    """There are two problems of two answers each: rows 0 and 1 belong to the first problem."""
     rollouts = SimpleNamespace(
         completions=[[0], [1, 1], [0], [1, 1]], finished=[True, True, False, True],
         logprobs=[torch.tensor([-1.0]), torch.tensor([-1.0, -2.0]), torch.tensor([-3.0]), torch.tensor([0.0, -1.0])])
     problems = [SimpleNamespace(id=id, question=f"q{id}", answer=answer) for id, answer in (("a", "5"), ("b", "6"))]
     tokenizer = SimpleNamespace(decode=lambda ids: ("\\boxed{5}", "the answer is 6.")[ids[0]])
-    rows = score(tokenizer, problems, rollouts)
+    rows = grade_rollouts(tokenizer, problems, rollouts)
     assert [row["id"] for row in rows] == ["a", "a", "b", "b"]
     assert [row["correct"] for row in rows] == [1, 0, 0, 1] and [row["format"] for row in rows] == [1, 0, 1, 0]
     assert rows[1] == {"id": "a", "question": "qa", "answer": "5", "completion": "the answer is 6.", "extracted": "6",
@@ -199,7 +248,7 @@ PROBLEM = Problem("p1", "q", "", row={"level": 5, "problem": "q"})
 
 
 def test_a_function_is_loaded_with_a_dataclass_of_postponed_annotations(tmp_path, monkeypatch):
-    """dataclasses looks its module up in sys.modules."""
+    """The module dataclasses looks the function's module up in sys.modules, so it must be there."""
     source = ("from __future__ import annotations\nfrom dataclasses import dataclass\n\n\n@dataclass\nclass Score:\n"
               "    value: float\n\n\ndef length(completion, gold):\n    return Score(len(completion)).value\n")
     (tmp_path / "scored_by_length.py").write_text(source)
@@ -218,7 +267,7 @@ def test_a_function_may_import_a_neighbour_of_its_file(tmp_path, monkeypatch):
 
 
 def test_a_file_of_the_users_does_not_take_the_place_of_ours(tmp_path, monkeypatch):
-    """Both before and after ours is imported: on a GPU `import kernels` comes late."""
+    """That holds before and after ours is imported: on a GPU, `import kernels` comes late."""
     monkeypatch.chdir(tmp_path)
     for name in ("data", "kernels"):
         ours = sys.modules.get(name)
@@ -256,7 +305,7 @@ def test_what_a_reward_does_wrong_names_it_its_line_and_the_completion(plug_ins,
 
 @pytest.mark.parametrize("completion", ["a", ""])
 def test_a_reward_that_goes_to_another_folder_does_not_take_the_run_along(plug_ins, completion):
-    """Its metrics, checkpoints and adapter went to a folder of the same name there."""
+    """Else the metrics, checkpoints and adapter of the run would go to a folder of the same name there."""
     with pytest.raises(Stopped) if not completion else nullcontext():
         Reward("mine:wanders")(completion, PROBLEM, [completion])
     assert os.getcwd() == str(plug_ins)
@@ -265,6 +314,6 @@ def test_a_reward_that_goes_to_another_folder_does_not_take_the_run_along(plug_i
 def test_parts_are_in_the_row_and_their_sum_is_its_task(plug_ins):
     rollouts = SimpleNamespace(completions=[[0], [1]], finished=[True] * 2, logprobs=[torch.tensor([-1.0])] * 2)
     tokenizer = SimpleNamespace(decode=lambda ids: "ab"[ids[0]])
-    first, second = score(tokenizer, [PROBLEM], rollouts, plug_in=Reward("mine:asks"))
+    first, second = grade_rollouts(tokenizer, [PROBLEM], rollouts, plug_in=Reward("mine:asks"))
     assert first["parts"] == second["parts"] == {"level": 5.0, "asked": 1.0, "others": 2.0} and first["task"] == 8.0
     assert first["correct"] == 0.0                                        # there is no gold

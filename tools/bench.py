@@ -95,7 +95,7 @@ def drawn_lengths(count, low, high, mean):
     return (low + excess).clamp(max=high).round().int().tolist()
 
 
-def show(what, figures):
+def print_figures(what, figures):
     """Prints a line of them, and hands them on; without the floors where they do not hold."""
     if torch.cuda.get_device_name() != H200:
         figures = {name: value for name, value in figures.items() if "floor" not in name}
@@ -152,8 +152,8 @@ def random_bf16(*shape):
 
 def decode_figures(shapes, M, rank, kernels):
     """Of the decode matmul with M rows, a layer."""
-    from fast.decode import MATMULS
-    decode_matmul = functools.partial(MATMULS[kernels], pdl=capability(DEVICE) >= (9, 0))
+    from fast.decode import decode_matmul_for
+    decode_matmul = functools.partial(decode_matmul_for(kernels), pdl=capability(DEVICE) >= (9, 0))
     layers = math.ceil(TRAFFIC / (BYTES * sum(N * K for N, K in shapes.values())))
     operands = []
     for name, (N, K) in shapes.items():
@@ -184,7 +184,7 @@ def decode_figures(shapes, M, rank, kernels):
 def linears(model: str, kernels: str, lora_rank: int, rows: list[int]) -> dict:
     """The four linears of a layer against cuBLAS, for each number of rows."""
     shapes = fused_shapes(model)
-    decode = {M: show(f"{M} rows", decode_figures(shapes, M, lora_rank, kernels)) for M in rows}
+    decode = {M: print_figures(f"{M} rows", decode_figures(shapes, M, lora_rank, kernels)) for M in rows}
     return {"decode": decode}
 
 
@@ -215,13 +215,13 @@ def rollout(model: str, kernels: str, base: str, dtype: str, lora_rank: int, bat
     """The whole sampler, for each number of sequences in `batch`."""
     network = random_model(model, base, getattr(torch, dtype), lora_rank)
     sampler = Sampler(engine_for(DEVICE, kernels), network, prompt + new, max(batch))
-    figures = {B: show(f"B={B}", load_figures(network, sampler, B, prompt, new)) for B in batch}
+    figures = {B: print_figures(f"B={B}", load_figures(network, sampler, B, prompt, new)) for B in batch}
     return {"weight_gb": weight_bytes(network) / 1e9, "batch": figures}
 
 
-def step(model: str, kernels: str, base: str, dtype: str, lora_rank: int, memory_gib: float | None,
-         kv_gib: float | None, micro_batch_tokens: int | None, group_size: int,
-         prompts: int) -> dict:
+def training_step(model: str, kernels: str, base: str, dtype: str, lora_rank: int,
+                  memory_gib: float | None, kv_gib: float | None, micro_batch_tokens: int | None,
+                  group_size: int, prompts: int) -> dict:
     """A training step on random weights, twice: the first compiles. With torchrun, a rank's share.
     """
     wanted = Memory(None, kernels, memory_gib, kv_gib, micro_batch_tokens)
@@ -262,7 +262,7 @@ def step(model: str, kernels: str, base: str, dtype: str, lora_rank: int, memory
             **grpo.summarize(update.sums)}
 
 
-COMMANDS = {"linears": linears, "rollout": rollout, "step": step}
+COMMANDS = {"linears": linears, "rollout": rollout, "step": training_step}
 
 
 def measure(command: str, kernels: str, flags: dict) -> None:
@@ -275,7 +275,7 @@ def measure(command: str, kernels: str, flags: dict) -> None:
     say(json.dumps({"command": command, **flags, **about, "gpu": gpu, **figures}))
 
 
-def parse_args():
+def read_bench_flags():
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -307,7 +307,7 @@ def parse_args():
 
 def main() -> None:
     with process.one_line("bench"):
-        flags = vars(parse_args())
+        flags = vars(read_bench_flags())
         command = flags.pop("command")
         if command == "step":
             check_ranges(Rollout(group_size=flags["group_size"]))

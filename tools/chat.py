@@ -82,7 +82,7 @@ class Chat:
         self.ids = [*prompt, *completion, tokenizer.stop, *tokenizer.encode("\n")]
 
 
-def read_flags() -> tuple[Which, Conversation]:
+def read_chat_flags() -> tuple[Which, Conversation]:
     """The command line, a run's own settings being the defaults."""
     parser = argparse.ArgumentParser(description="Talk to a model.", allow_abbrev=False,
                                      formatter_class=config.Help)
@@ -112,7 +112,7 @@ def talk(chat):
 
 def main():
     with process.one_line("chat"):
-        which, wanted = read_flags()
+        which, wanted = read_chat_flags()
         data.prompt_function(wanted.prompt_style)
         with redirect_stdout(sys.stderr):        # what is said of a GPU or a folder is no answer
             device, _ = choose_device(which.device, which.kernels, which.model)

@@ -47,7 +47,7 @@ class Conversion:
 FOR_CALIBRATION = "data", "prompt_style", "seed"
 
 
-def quantize(source: str, out: Path, wanted: Conversion) -> None:
+def convert_to_nvfp4(source: str, out: Path, wanted: Conversion) -> None:
     """A 16-bit model -> the new folder `out` in NVFP4."""
     data.check_source(wanted.data)
     folder = hf.resolve(source, weights=False)
@@ -109,7 +109,7 @@ def main() -> None:
         if args.command == "merge":
             merge(args.source, args.out, wanted.device)
         else:
-            quantize(args.source, args.out, wanted)
+            convert_to_nvfp4(args.source, args.out, wanted)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """
-portable_fp4: in Triton's interpreter against float64, its assembly run in numpy; what the compiler makes of its loop.
+marlin_fp4.portable_kernel: in Triton's interpreter against float64, its assembly run in numpy; and what the compiler
+makes of its loop.
 
 On a GPU it runs through the tests of test_marlin_fp4.py and test_decode.py, beside Hopper's.
 
-python -m pytest tests/test_portable_fp4.py -v
+python -m pytest tests/test_portable_kernel.py -v
 """
 import itertools
 import multiprocessing
@@ -23,11 +24,10 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 import marlin_fp4
-import portable_fp4
-from marlin_fp4 import schedule
-from portable_fp4 import Inputs, decode_config, decode_matmul, portable_kernel
+from marlin_fp4 import MatmulInputs, plan_stripes, portable_config, portable_kernel, portable_matmul
 from test_decode import SHARED, STACK, Gpu, resources
-from test_marlin_fp4 import random_weight, run_assembly, total, written_while_read
+from test_hopper_fp4 import written_while_read
+from test_marlin_fp4 import random_weight, run_assembly, total
 
 GPU, INTERPRETED = torch.cuda.is_available(), os.environ.get("TRITON_INTERPRET") == "1"
 no_gpu = pytest.mark.skipif(GPU or INTERPRETED, reason="where there is a GPU the other tests compile and run it")
@@ -43,7 +43,7 @@ class Results(list):
 
 
 def assembly_in_numpy(builder, text, constraints, values, types, is_pure, pack):
-    """What InterpreterBuilder.create_inline_asm lacks: two int16 words, or one int32, to a register; a sum as it is."""
+    """Inline assembly for Triton's interpreter, which has none: two int16 words or one int32 go to a register."""
     if text == "mov.b32 $0, $1;":
         return Results(values)
     words = np.ascontiguousarray(values[0].data)
@@ -60,15 +60,17 @@ def assembly_in_numpy(builder, text, constraints, values, types, is_pure, pack):
 @pytest.mark.parametrize("M,N,K,R", [(1, 128, 128, 0), (5, 300, 272, 6), (33, 384, 640, 48), (70, 130, 400, 70)])
 @pytest.mark.parametrize("sm", [86, 90])
 def test_the_product_matches_float64(M, N, K, R, sm, monkeypatch):
-    """fp16: numpy has no bf16. Ragged rows, columns and K; several pieces a tile; two tiles of A, of x."""
+    """In fp16, since numpy has no bf16. The cases have ragged rows, columns and K, several pieces to a tile row, two
+    tiles of A, two tiles of x.
+    """
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_inline_asm", assembly_in_numpy)
     monkeypatch.setattr(tl.dtype, "value", property(lambda dtype: dtype), raising=False)   # there no constexpr
-    monkeypatch.setattr(marlin_fp4, "multiprocessors_of", lambda device: 4)
-    monkeypatch.setattr(portable_fp4, "capability", lambda device: divmod(sm, 10))
+    monkeypatch.setattr(marlin_fp4, "multiprocessors_on", lambda device: 4)
+    monkeypatch.setattr(marlin_fp4, "capability", lambda device: divmod(sm, 10))
     weight, w = random_weight(N, K, dtype=torch.float16)
     x, a = torch.randn(M, K).half(), torch.randn(R, K).half()
-    slabs = torch.full_like(decode_matmul(x, weight, a if R else None).sums, torch.nan)
-    y, xa = total(decode_matmul(x, weight, a if R else None, slabs), N, R)
+    slabs = torch.full_like(portable_matmul(x, weight, a if R else None).sums, torch.nan)
+    y, xa = total(portable_matmul(x, weight, a if R else None, slabs), N, R)
     # fp32 accumulation: at most K roundings of 2^-24 of the magnitudes
     assert ((y - x.double() @ w.T).abs() <= K * 2**-23 * (x.double().abs() @ w.abs().T)).all()
     assert ((xa - x.double() @ a.double().T).abs() <= K * 2**-23 * (x.double().abs() @ a.double().abs().T)).all()
@@ -77,42 +79,43 @@ def test_the_product_matches_float64(M, N, K, R, sm, monkeypatch):
 @pytest.mark.parametrize("sm", SHARED)
 @pytest.mark.parametrize("M", [1, 16, 32, 64, 256])
 def test_the_schedule_plans_no_more_programs_than_the_chip_holds_at_once(sm, M):
-    """A second wave would double the time."""
-    assert portable_fp4.shared_memory(divmod(sm, 10)) == SHARED[sm]
-    config = decode_config(M, divmod(sm, 10))
+    """A second wave of programs would double the time."""
+    assert marlin_fp4.shared_memory_kib(divmod(sm, 10)) == SHARED[sm]
+    config = portable_config(M, divmod(sm, 10))
     multiprocessors = 82
-    plan = schedule(37888, 3584, M, 64, config, multiprocessors)
-    assert plan.programs * -(-M // config.BM) <= multiprocessors * config.per_sm
+    plan = plan_stripes(37888, 3584, M, 64, config, multiprocessors)
+    assert plan.programs * -(-M // config.BM) <= multiprocessors * config.programs_per_sm
 
 
 # -----------------------------------------------------------------------------
-# What the compiler made of it
+# What the compiler makes of the kernel
 
 CASES = list(itertools.product(SHARED, (1, 16, 32, 64), (torch.bfloat16, torch.float16)))
-WGMMA = [case for case in CASES if decode_config(case[1], divmod(case[0], 10)).groups == 1]
+WGMMA = [case for case in CASES if portable_config(case[1], divmod(case[0], 10)).bands == 1]
 MMA_SYNC = [case for case in CASES if case not in WGMMA]
 every_case = pytest.mark.parametrize("sm,M,dtype", CASES)
 
 
 class Compiled(NamedTuple):
-    shared: int             # bytes
-    registers: int
-    stack: int              # bytes
+    """What the compiler made of the kernel for one GPU, number of rows and type."""
+    shared: int             # bytes of shared memory
+    registers: int          # of a thread
+    stack: int              # bytes that a thread spills registers to
     instructions: list      # [(address, text)]
-    loop: list              # those of the longest without another inside: a block a round
-    layouts: dict           # rows x columns, element -> (vec, perPhase, maxPhase) of its swizzle in shared memory
+    loop: list              # the instructions of the longest innermost loop, which does one tile a round
+    layouts: dict           # "rows x columns x element" -> (vec, perPhase, maxPhase) of its swizzle in shared memory
 
 
 def compile_for(sm, M, dtype):
-    """In a process of its own."""
-    config = decode_config(M, divmod(sm, 10))
+    """-> Compiled; runs in a process of its own."""
+    config = portable_config(M, divmod(sm, 10))
     of_x = torch.zeros(64, 3584, dtype=dtype)
     codes, scales = torch.zeros(1, dtype=torch.int16), torch.zeros(1, dtype=torch.int32)
-    inputs = Inputs(of_x, 3584, codes, scales, of_x, 4608, 3584, 96)
+    inputs = MatmulInputs(of_x, 3584, codes, scales, of_x, 4608, 3584, 96)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton.runtime.driver, "_active", Gpu(sm))
         kernel = portable_kernel.warmup(inputs, torch.zeros(1), M, 4704, 28, 7, 8, config.BM, config.num_stages,
-                                        config.groups, True, sm >= 90, grid=(1,), num_warps=config.num_warps,
+                                        config.bands, True, sm >= 90, grid=(1,), num_warps=config.num_warps,
                                         launch_pdl=sm >= 90)
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "k.cubin")
@@ -136,7 +139,7 @@ def compiled():
 
 
 def inner_loops(instructions):
-    """Instructions between a jump backwards and its target, of loops without another inside."""
+    """The instructions of each loop that has no other loop inside: from a jump backwards to its target."""
     at = {address: i for i, (address, _) in enumerate(instructions)}
     loops = []
     for i, (address, text) in enumerate(instructions):
@@ -148,7 +151,10 @@ def inner_loops(instructions):
 
 
 def bank_conflicts(columns, vec, per_phase, max_phase):
-    """Of ldmatrix: 16 bytes of 8 neighbouring rows of 16-bit elements, swizzled as Triton's layout says."""
+    """The worst conflict of an ldmatrix, which reads 16 bytes of 8 neighbouring rows of 16-bit elements.
+
+    vec, per_phase, max_phase: the swizzle of Triton's layout.
+    """
     worst = 0
     for chunk in range(columns // 8):
         banks = [(row * columns // 8 + (chunk ^ (row // per_phase % max_phase) * vec // 8)) % 8 for row in range(8)]
@@ -159,20 +165,20 @@ def bank_conflicts(columns, vec, per_phase, max_phase):
 @no_gpu
 @every_case
 def test_the_programs_that_the_schedule_counts_on_fit_a_multiprocessor(sm, M, dtype, compiled):
-    config = decode_config(M, divmod(sm, 10))
+    config = portable_config(M, divmod(sm, 10))
     found = compiled[sm, M, dtype].result()
     assert found.shared <= SHARED[sm] * 1024
-    assert config.per_sm * (found.shared + 1024) <= (SHARED[sm] + 1) * 1024
+    assert config.programs_per_sm * (found.shared + 1024) <= (SHARED[sm] + 1) * 1024
     of_warp = -(-found.registers // 8) * 8 * 32                      # allotted by eights a thread
-    assert config.per_sm >= 1 and 65536 // (of_warp * config.num_warps) >= config.per_sm
+    assert config.programs_per_sm >= 1 and 65536 // (of_warp * config.num_warps) >= config.programs_per_sm
     assert found.stack <= STACK.get(("portable_kernel", sm), 0)
 
 
 @no_gpu
 @pytest.mark.parametrize("sm,M,dtype", MMA_SYNC)
-def test_the_loop_is_what_the_file_says(sm, M, dtype, compiled):
+def test_the_loop_copies_every_byte_once_and_decodes_no_weight_twice(sm, M, dtype, compiled):
     found = compiled[sm, M, dtype].result()
-    config = decode_config(M, divmod(sm, 10))
+    config = portable_config(M, divmod(sm, 10))
     BM, warps = config.BM, config.num_warps
     threads = 32 * warps
     counts = {name: sum(text.split()[0] == name for text in found.loop) for name in
@@ -181,13 +187,13 @@ def test_the_loop_is_what_the_file_says(sm, M, dtype, compiled):
     assert others == []
     products = sum(text.startswith("HMMA.16816.F32") for text in found.loop)
     assert products == 128 * 128 * BM // (16 * 16 * 8) // warps      # mma.sync, none twice
-    # To shared memory: codes 16 bytes a thread, scales 8 bytes a row, each of x's four tiles (BM, 32) in the widest
-    # copies that leave no thread idle, of at most 16.
+    # Copies to shared memory: codes by 16 bytes a thread, scales by the 8 bytes of a row, and each of x's four tiles
+    # (BM, 32) in the widest copies, of at most 16 bytes, that leave no thread idle.
     copies = {"LDGSTS.E.BYPASS.128": 8192 // 16 // threads, "LDGSTS.E.64": 1024 // 8 // threads, "LDGSTS.E": 0}
     bytes_of_x = BM * 64 // threads
     width = min(bytes_of_x, 16)
     copies[{16: "LDGSTS.E.BYPASS.128", 8: "LDGSTS.E.64", 4: "LDGSTS.E"}[width]] += 4 * bytes_of_x // width
-    # From there, 512 bytes an instruction: a warp its rows of codes and all of x.
+    # Loads from there take 512 bytes an instruction: a warp reads its rows of codes and all of x.
     assert counts == {**copies, "LDSM.16.M88.4": (8192 // warps + 4 * BM * 64) // 512}
     most = {8: 2.5, 16: 2.7, 32: 2.8, 64: 3.7}[BM]
     assert len(found.loop) * threads / 128**2 <= most, len(found.loop)        # instructions a weight
@@ -200,12 +206,12 @@ def test_the_loop_is_what_the_file_says(sm, M, dtype, compiled):
 @pytest.mark.parametrize("sm,M,dtype", WGMMA)
 def test_on_hopper_a_block_is_decoded_when_the_tensor_cores_have_read_the_one_before(sm, M, dtype, compiled):
     found = compiled[sm, M, dtype].result()
-    config = decode_config(M, divmod(sm, 10))
+    config = portable_config(M, divmod(sm, 10))
     assert sm == 90 and M in (32, 64)
     products = sum(text.startswith("HGMMA.64x%dx16.F32" % config.BM) for text in found.loop)
     assert products == 128 // 64 * 128 // 16 // (config.num_warps // 4)
     waits = [text for text in found.loop if text.startswith("WARPGROUP.DEPBAR")]
-    assert waits == ["WARPGROUP.DEPBAR.LE gsb0, 0x0"] * 4            # a dot, not serialized
+    assert waits == ["WARPGROUP.DEPBAR.LE gsb0, 0x0"] * 4            # one a product: ptxas has not serialized them
     assert not any(text.startswith(("LDL", "STL", "PRMT", "LDG.")) for text in found.loop)
     assert sum(text.startswith("LDSM.16.M88.4") for text in found.loop) == 8192 // 512 // config.num_warps     # codes
     assert len(found.loop) * 32 * config.num_warps / 128**2 <= 3

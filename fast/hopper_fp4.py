@@ -1,0 +1,415 @@
+"""
+The decode matmul of marlin_fp4.py again, for Hopper alone (sm_90): 1.05 to 1.3 times as fast.
+
+Read marlin_fp4.py first: layout, decoding, schedule and slabs are the same, and so is the result up
+to the order of fp32 sums. What Hopper adds:
+
+- A copy engine (TMA). One instruction copies a whole tile from memory to shared memory, and a
+  barrier completes when its bytes have arrived. One warp of a program does nothing but ask for
+  tiles.
+- wgmma. Tensor cores that run on their own while four warps go on. They take W from registers,
+  where it has just been decoded, and x from shared memory.
+- Dependent launch. A kernel begins while the one before it still runs, and asks for the first
+  weights before the x that it will multiply exists.
+
+Plain Triton leaves it to the compiler which warp does what. Gluon, Triton's lower level, lets the
+program say it; hence a file of its own, which nothing imports on another GPU.
+
+A program has two kinds of warps, which hand the slots of a ring in shared memory back and forth:
+
+      one producer warp                                   four consumer warps
+    +--> wait until slot is empty                 +--> wait until slot is full
+    |    ask the copy engine for a tile of W,     |    read the codes, decode them in registers
+    |    its scales, and 128 columns of x         |    multiply (wgmma), wait for the tensor cores
+    |    (the slot's `full` completes by itself)  |    say that the slot is empty
+    +--- next step, next slot                     +--- next step, next slot
+
+Two to four programs share a multiprocessor and drift apart, so one decodes while another
+multiplies.
+
+Shapes: M rows of x, N out_features, K in_features, R rows of LoRA's A, S slabs, BM rows of x in a
+tile of the product.
+"""
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from harness.ranks import capability
+from marlin_fp4 import (A_TILE, TILE_SIDE, MatmulSlabs, PackedWeight, a_stripe, decode_planes,
+                        decode_scales, prepare_launch, side_by_side, spread_scales)
+
+A_SIDE = tl.constexpr(A_TILE)
+# Rows of x up to which a finished piece leaves through shared memory, by the copy engine. With more
+# rows there is no space for it beside the ring, and it is stored from registers.
+MAX_COPIED_ROWS = tl.constexpr(64)
+
+# Layouts in shared memory, swizzled so that no two lanes of a load meet in one bank: rows of x and
+# of A (256 and 128 bytes), rows of codes (64 bytes), scales, finished fp32 sums.
+ROWS_256B = tl.constexpr(gl.NVMMASharedLayout(128, 16))
+ROWS_64B = tl.constexpr(gl.NVMMASharedLayout(64, 16))
+FLAT = tl.constexpr(gl.NVMMASharedLayout(0, 32))
+SUMS = tl.constexpr(gl.NVMMASharedLayout(128, 32, rank=3))
+# A layout in registers: (128, 2, 16) scales, each in the very lane and register order of the
+# weights that it multiplies (wgmma prescribes those). Then spread_scales moves nothing between
+# lanes. Each list says how far an element moves for one bit of the register number, the lane, the
+# warp.
+SCALED = tl.constexpr(gl.DistributedLinearLayout(
+    [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 1, 0], [64, 0, 0]],
+    [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+    [[16, 0, 0], [32, 0, 0]], [], [128, 2, 16]))
+
+
+# -----------------------------------------------------------------------------
+# What travels together in the kernel
+
+class TensorMaps(NamedTuple):
+    """What the copy engine knows of each matrix: its shape, and the box that one copy takes."""
+    x: tl.tensor            # bf16 or fp16 (M, K)                    box (BM, 128)
+    codes: tl.tensor        # int16 (N/128 * K/128 * 128, 32)        box (128, 32)
+    scales: tl.tensor       # int32 (N/128 * K/128, 256)             box (1, 256)
+    a: tl.tensor            # as x (R, K), LoRA's A; None without    box (64, 64)
+    slabs: tl.tensor        # fp32 (S, M, N)                         box (1, BM, 128)
+
+
+class Ring(NamedTuple):
+    """STAGES slots in shared memory. A slot holds what one step multiplies."""
+    x: tl.tensor            # (STAGES, BM, 128)
+    codes: tl.tensor        # (STAGES, 128, 32); a step of x @ A.T has (64, 64) of A in these bytes
+    scales: tl.tensor       # (STAGES, 1, 256)
+    full: tl.tensor         # barriers: a slot's bytes have arrived
+    empty: tl.tensor        # barriers: a slot has been multiplied
+
+
+class Stripe(NamedTuple):
+    """What one program walks: tiles first .. last of the weight stream, or of A."""
+    is_a: tl.tensor
+    pid: tl.tensor          # the program's number among those of W
+    m0: tl.tensor           # its first row of x
+    first: tl.tensor
+    last: tl.tensor
+    halves: tl.tensor       # steps to a tile: 1, of A 2
+    k_tiles: tl.tensor      # of the StripePlan
+    length: tl.tensor       # `stripe` of the StripePlan
+
+
+# -----------------------------------------------------------------------------
+# The producer
+
+@gluon.jit
+def _fetch_weights(maps: TensorMaps, ring: Ring, stripe: Stripe, slot, step):
+    """Ask for a step's weights, to go to `slot`: a tile of W, or (64, 64) of A.
+
+    The barrier is told to expect x's bytes too; it completes when all of them are there.
+    """
+    HAS_A: gl.constexpr = maps.a is not None
+    X_BYTES: gl.constexpr = ring.x.shape[1] * 256
+    bar = ring.full.index(slot)
+    if HAS_A and stripe.is_a:
+        mbarrier.expect(bar, A_SIDE * A_SIDE * 2 + X_BYTES)
+        a = ring.codes._reinterpret(maps.a.dtype, [ring.x.shape[0], A_SIDE, A_SIDE], ROWS_256B)
+        row = stripe.first // stripe.k_tiles * A_SIDE
+        k = (stripe.first + step // 2) % stripe.k_tiles * 128 + step % 2 * A_SIDE
+        tma.async_copy_global_to_shared(maps.a, [row, k], bar, a.index(slot))
+    else:
+        mbarrier.expect(bar, 128 * 64 + 128 * 8 + X_BYTES)
+        tile = stripe.first + step
+        tma.async_copy_global_to_shared(maps.codes, [tile * 128, 0], bar, ring.codes.index(slot))
+        tma.async_copy_global_to_shared(maps.scales, [tile, 0], bar, ring.scales.index(slot))
+
+
+@gluon.jit
+def _fetch_x(maps: TensorMaps, ring: Ring, stripe: Stripe, slot, step):
+    """Ask for the 128 columns of x that a step multiplies."""
+    k = (stripe.first + step // stripe.halves) % stripe.k_tiles * 128
+    bar = ring.full.index(slot)
+    tma.async_copy_global_to_shared(maps.x, [stripe.m0, k], bar, ring.x.index(slot))
+
+
+@gluon.jit
+def _produce(maps: TensorMaps, ring: Ring, stripe: Stripe, steps, AHEAD: gl.constexpr):
+    """The producer warp: keeps the ring full from step AHEAD on, also across two tile rows.
+
+    A barrier counts its completions modulo 2, and wait(bar, p) returns once round p is over. Round
+    r of a slot is step // STAGES; `full` is waited for with r & 1. `empty` of round r - 1 is what
+    the producer needs, hence the ^ 1, and in round 0 a new barrier passes as "round -1 is over".
+    """
+    STAGES: gl.constexpr = ring.x.shape[0]
+    for step in range(AHEAD, steps):
+        slot = step % STAGES
+        mbarrier.wait(ring.empty.index(slot), (step // STAGES & 1) ^ 1)
+        _fetch_weights(maps, ring, stripe, slot, step)
+        _fetch_x(maps, ring, stripe, slot, step)
+
+
+# -----------------------------------------------------------------------------
+# The consumers
+
+@gluon.jit
+def _times(plane, scale, W: gl.constexpr):
+    """A plane times its scales, in W, the register layout of wgmma's first operand."""
+    return plane * gl.convert_layout(spread_scales(scale), W, assert_trivial=True)
+
+
+@gluon.jit
+def _begin_product(acc, w, xs, k: gl.constexpr):
+    """Begin acc + w @ xs[:, k:k + columns of w].T. The tensor cores go on by themselves."""
+    xs = xs.slice(k, w.shape[1], 1).permute((1, 0))
+    return warpgroup_mma(w, xs, acc, is_async=True)
+
+
+@gluon.jit
+def _multiply_tile(acc, words, word, xs, W: gl.constexpr):
+    """acc + the product of a tile; its last planes are still being multiplied.
+
+    The trap: a plane keeps 16 registers until the tensor cores have read it. With 32 or 64 rows of
+    x registers suffice for all four planes at once, and two planes make one product, which saves 5
+    % of the instructions. Else the waits see to it that at most two products are under way.
+    """
+    s0, s1, s2, s3 = decode_scales(word, xs.dtype)
+    w0, w1 = decode_planes(words, 0, xs.dtype)
+    w2, w3 = decode_planes(words, 2, xs.dtype)
+    if acc.shape[1] == 32 or acc.shape[1] == 64:
+        front = side_by_side(_times(w0, s0, W), _times(w1, s1, W))
+        back = side_by_side(_times(w2, s2, W), _times(w3, s3, W))
+        acc = _begin_product(acc, gl.convert_layout(front, W, assert_trivial=True), xs, 0)
+        return _begin_product(acc, gl.convert_layout(back, W, assert_trivial=True), xs, 64)
+    acc = _begin_product(acc, _times(w0, s0, W), xs, 0)
+    acc = _begin_product(acc, _times(w1, s1, W), xs, 32)
+    acc = warpgroup_mma_wait(1, deps=[acc])
+    acc = _begin_product(acc, _times(w2, s2, W), xs, 64)
+    acc = warpgroup_mma_wait(1, deps=[acc])
+    return _begin_product(acc, _times(w3, s3, W), xs, 96)
+
+
+@gluon.jit
+def _store_from_registers(acc, slabs_ptr, maps: TensorMaps, piece, row, rows, column, m0):
+    """acc (C, BM) -> slabs[piece, m0:, column + row:], as much of it as lies below `rows` and M."""
+    M = maps.x.shape[0]
+    stride = maps.slabs.strides[1].to(gl.int32)
+    n = row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
+    m = m0 + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+    out = slabs_ptr + piece * M * stride + column
+    mask = (m < M)[None, :] & (n < rows)[:, None]
+    gl.store(out + m[None, :] * stride + n[:, None], acc, mask=mask)
+
+
+@gluon.jit
+def _consume(maps: TensorMaps, ring: Ring, stripe: Stripe, out, slabs_ptr, N):
+    """The consumer warps: multiply the stripe's tiles, store a piece wherever a tile row ends.
+
+    `out` is the place in shared memory that a piece leaves from.
+    """
+    HAS_A: gl.constexpr = maps.a is not None
+    STAGES: gl.constexpr = ring.x.shape[0]
+    BM: gl.constexpr = ring.x.shape[1]
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+    W: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    k_tiles = stripe.k_tiles
+    if HAS_A and stripe.is_a:
+        a = ring.codes._reinterpret(ring.x.dtype, [STAGES, A_SIDE, A_SIDE], ROWS_256B)
+        acc = gl.zeros([A_SIDE, BM], gl.float32, MMA)
+        for i in range(0, 2 * (stripe.last - stripe.first), 2):
+            for half in gl.static_range(2):
+                slot = (i + half) % STAGES
+                mbarrier.wait(ring.full.index(slot), (i + half) // STAGES & 1)
+                xs = ring.x.index(slot).slice(half * A_SIDE, A_SIDE, 1).permute((1, 0))
+                acc = warpgroup_mma(a.index(slot), xs, acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=[acc])
+                mbarrier.arrive(ring.empty.index(slot), count=1)
+        piece = stripe.first % k_tiles // a_stripe(k_tiles, stripe.length)
+        row = stripe.first // k_tiles * A_SIDE
+        _store_from_registers(acc, slabs_ptr, maps, piece, row, maps.a.shape[0], N, stripe.m0)
+    else:
+        i = 0
+        tile = stripe.first
+        while tile < stripe.last:
+            tile_row = tile // k_tiles
+            end = gl.minimum(stripe.last, tile_row * k_tiles + k_tiles)
+            acc = gl.zeros([128, BM], gl.float32, MMA)
+            for _ in range(tile, end):
+                slot = i % STAGES
+                mbarrier.wait(ring.full.index(slot), i // STAGES & 1)
+                word = ring.scales.index(slot).reshape([128, 2]).load(gl.SliceLayout(2, SCALED))
+                words = ring.codes.index(slot).load(W)
+                acc = _multiply_tile(acc, words, word, ring.x.index(slot), W)
+                # All products must have read their planes before the next tile is decoded into the
+                # same registers, and x before the slot is given back.
+                acc = warpgroup_mma_wait(0, deps=[acc])
+                mbarrier.arrive(ring.empty.index(slot), count=1)
+                i += 1
+            piece = stripe.pid - tile_row * k_tiles // stripe.length
+            if BM <= MAX_COPIED_ROWS:
+                tma.store_wait(0)  # the piece before has left `out`
+                out.store(acc.permute((1, 0)).reshape(1, BM, 128))
+                fence_async_shared()  # the copy engine sees what the warps have written
+                # Rows past M and columns past N are dropped by the copy engine.
+                tma.async_copy_shared_to_global(
+                    maps.slabs, [piece, stripe.m0, tile_row * 128], out)
+            else:
+                _store_from_registers(
+                    acc, slabs_ptr, maps, piece, tile_row * 128, N, 0, stripe.m0)
+            tile = end
+        tma.store_wait(0)  # shared memory must stay until the last piece has left it
+
+
+# -----------------------------------------------------------------------------
+# The kernel
+
+@gluon.jit(do_not_specialize=["k_tiles", "stripe_length", "a_programs"])
+def hopper_kernel(
+    x_desc, codes_desc, scales_desc, a_desc, slabs_desc,  # TensorMaps; a_desc None: no adapter
+    slabs_ptr,         # fp32 (S, M, width)    columns N .. N + R are x @ A.T
+    N,                 # specialized: where 16 divides it, neighbouring rows of W share a mask
+    k_tiles, stripe_length, a_programs,  # of the StripePlan
+    config: gl.constexpr, # HopperConfig
+    PDL: gl.constexpr,
+):
+    """x @ [W; A].T as pieces in slabs. Axis 0 of the grid: programs; axis 1: BM rows of x each."""
+    BM: gl.constexpr = config.BM
+    STAGES: gl.constexpr = config.num_stages
+    AHEAD: gl.constexpr = config.ahead
+    HAS_A: gl.constexpr = a_desc is not None
+    x = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BM, 128], ROWS_256B)
+    codes = gl.allocate_shared_memory(gl.int16, [STAGES, 128, 32], ROWS_64B)
+    scales = gl.allocate_shared_memory(gl.int32, [STAGES, 1, 256], FLAT)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    out = gl.allocate_shared_memory(gl.float32, [1, config.out_rows, 128], SUMS)
+    maps = TensorMaps(x_desc, codes_desc, scales_desc, a_desc, slabs_desc)
+    ring = Ring(x, codes, scales, full, empty)
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=1)
+    fence_async_shared()
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+    # Which tiles are this program's
+    pid = gl.program_id(0)
+    is_a = pid < a_programs
+    first = (pid - a_programs) * stripe_length
+    end = gl.cdiv(N, 128) * k_tiles
+    length = stripe_length
+    halves = 1
+    if HAS_A and is_a:
+        length = a_stripe(k_tiles, stripe_length)
+        halves = 2
+        pieces_a = gl.cdiv(k_tiles, length)
+        first = pid // pieces_a * k_tiles + pid % pieces_a * length
+        end = pid // pieces_a * k_tiles + k_tiles
+    last = gl.minimum(first + length, end)
+    m0 = gl.program_id(1) * BM
+    stripe = Stripe(is_a, pid - a_programs, m0, first, last, halves, k_tiles, stripe_length)
+    steps = (last - first) * halves
+
+    # The weights of the first AHEAD steps are asked for before the kernel that makes x is done. Not
+    # more: they would stand in front of x in the queue to memory.
+    for step in gl.static_range(AHEAD):
+        if step < steps:
+            _fetch_weights(maps, ring, stripe, step, step)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    for step in gl.static_range(AHEAD):
+        if step < steps:
+            _fetch_x(maps, ring, stripe, step, step)
+    gl.warp_specialize([
+        (_consume, (maps, ring, stripe, out, slabs_ptr, N)),
+        (_produce, (maps, ring, stripe, steps, AHEAD)),
+    ], [1], [24])  # warps and registers of the producer
+
+
+# -----------------------------------------------------------------------------
+# Its launch
+
+class HopperConfig(NamedTuple):
+    """How hopper_kernel is launched for some number of rows of x."""
+    BM: int                 # rows of x in a tile of the product
+    num_stages: int         # slots of the ring
+    programs_per_sm: int    # programs that a multiprocessor holds at once
+    ahead: int              # steps whose weights are asked for before x is there
+
+    @property
+    def out_rows(self):
+        """Rows of a piece in shared memory on its way out; 8, unused, if stored from registers."""
+        return self.BM if self.BM <= MAX_COPIED_ROWS.value else 8
+
+    @property
+    def maxnreg(self):
+        """Registers of a thread at launch. The producer's 4 warps then keep 24 of them."""
+        return 65536 // (256 * self.programs_per_sm) // 8 * 8
+
+
+# M at most -> HopperConfig
+HOPPER_CONFIGS = {
+    8: HopperConfig(8, 4, 4, 4),
+    16: HopperConfig(16, 3, 4, 2),
+    32: HopperConfig(32, 3, 3, 1),
+    64: HopperConfig(64, 3, 2, 1),
+    256: HopperConfig(128, 2, 2, 1),
+}
+# (M at most, N, K) -> HopperConfig of a linear of Qwen2.5 that another one suits better: on an H200
+# by 1 us a layer or more, both in a whole decode step and in a chain of linears, in two runs.
+TUNED_CONFIGS = {
+    (8, 17920, 1536): HopperConfig(8, 6, 3, 2),
+    (16, 1536, 8960): HopperConfig(16, 4, 3, 1),
+    (32, 1536, 1536): HopperConfig(32, 5, 2, 2),
+    (32, 1536, 8960): HopperConfig(32, 4, 2, 2),
+    (8, 22016, 2048): HopperConfig(8, 4, 4, 2),
+    (8, 2048, 11008): HopperConfig(8, 4, 3, 2),
+    (32, 2560, 2048): HopperConfig(32, 5, 2, 2),
+    (32, 2048, 11008): HopperConfig(32, 4, 2, 2),
+    (16, 4608, 3584): HopperConfig(16, 4, 3, 1),
+    (32, 3584, 3584): HopperConfig(32, 4, 2, 2),
+    (32, 37888, 3584): HopperConfig(32, 5, 2, 2),
+    (8, 7168, 5120): HopperConfig(8, 4, 3, 2),
+    (16, 7168, 5120): HopperConfig(16, 4, 3, 2),
+    (8, 5120, 5120): HopperConfig(8, 4, 3, 2),
+    (16, 5120, 5120): HopperConfig(16, 5, 3, 2),
+    (8, 55296, 5120): HopperConfig(8, 4, 3, 3),
+}
+
+
+def hopper_config(N: int, K: int, M: int) -> HopperConfig:
+    """The config for a weight (N, K) and M rows of x."""
+    bucket = next((m for m in HOPPER_CONFIGS if M <= m), max(HOPPER_CONFIGS))
+    return TUNED_CONFIGS.get((bucket, N, K), HOPPER_CONFIGS[bucket])
+
+
+def hopper_matmul(x: torch.Tensor, weight: PackedWeight, lora_a: torch.Tensor | None = None,
+                  slabs: torch.Tensor | None = None, pdl: bool = False) -> MatmulSlabs:
+    """The fast twin of marlin_fp4.portable_matmul, which says what goes in and comes out.
+
+    pdl (programmatic dependent launch): start while the kernel before still runs, ask for weights
+    and A, which that kernel must not write, and wait for its end before x is read. The next kernel
+    may do the same if it waits (gdc_wait) before it touches the slabs. Every kernel of such a chain
+    has to wait, even one that reads nothing of the kernel before: the end of a kernel that did not
+    wait says nothing of the kernels before it.
+    """
+    M, K = x.shape
+    N = weight.N
+    device = weight.device
+    assert capability(device)[0] == 9, f"needs a Hopper GPU, the weight is on {device}"
+    config = hopper_config(N, K, M)
+    R, plan, slabs = prepare_launch(x, weight, lora_a, slabs, config)
+    # Tensor maps are made at each launch: decode steps are CUDA graphs, so that is once.
+    codes_map = TensorDescriptor.from_tensor(
+        weight.codes.view(-1, TILE_SIDE // 4), [TILE_SIDE, TILE_SIDE // 4], ROWS_64B.value)
+    scales_map = TensorDescriptor.from_tensor(
+        weight.scales.view(-1, 2 * TILE_SIDE), [1, 2 * TILE_SIDE], FLAT.value)
+    a_map = None
+    if R:
+        a_map = TensorDescriptor.from_tensor(lora_a, [A_TILE] * 2, ROWS_256B.value)
+    x_map = TensorDescriptor.from_tensor(x, [config.BM, TILE_SIDE], ROWS_256B.value)
+    out_map = TensorDescriptor.from_tensor(
+        slabs[:, :, :N], [1, config.out_rows, TILE_SIDE], SUMS.value)
+    hopper_kernel[plan.programs, triton.cdiv(M, config.BM)](
+        x_map, codes_map, scales_map, a_map, out_map, slabs, N, plan.k_tiles, plan.stripe,
+        plan.a_programs, config, PDL=pdl, num_warps=4, maxnreg=config.maxnreg, launch_pdl=pdl)
+    return MatmulSlabs(slabs, weight.out_scale, plan.k_tiles, plan.stripe)

@@ -1,0 +1,122 @@
+"""
+hopper_fp4: what the compiler makes of hopper_kernel for an H200, checked without one; its tuned configs on a GPU.
+
+Its products are tested beside the portable kernel's in test_marlin_fp4.py, whole steps in test_decode.py.
+
+python -m pytest tests/test_hopper_fp4.py -v
+"""
+import itertools
+import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from fast.hopper_fp4 import (FLAT, HOPPER_CONFIGS, ROWS_64B, ROWS_256B, SUMS, TUNED_CONFIGS, hopper_kernel,
+                             hopper_matmul)
+from marlin_fp4 import pack
+from test_marlin_fp4 import cublas, hopper, total
+
+
+@hopper
+@pytest.mark.parametrize("M,N,K", TUNED_CONFIGS)
+def test_every_tuned_linear_is_the_product_of_cublas(M, N, K):
+    codes = torch.randint(256, (N, K // 2), dtype=torch.uint8, device="cuda")
+    weight = pack(codes, torch.rand(N, K // 16, device="cuda").to(torch.float8_e4m3fn), torch.tensor(2.0**-12))
+    x, a = torch.randn(M - 1, K, device="cuda").bfloat16(), torch.randn(64, K, device="cuda").bfloat16()
+    y, xa = total(hopper_matmul(x, weight, a, pdl=True), N, 64)
+    for got, w in ((y, weight.dequantize()), (xa, a)):               # both sum in fp32: 2 sqrt(K) 2^-24 is 2e-5
+        want = cublas(x, w)
+        assert (got - want).norm() < 2e-5 * want.norm()
+
+
+# -----------------------------------------------------------------------------
+# What the compiler makes of hopper_kernel
+
+def compiled_for_hopper(config, dtype):
+    """-> (ptxas's remarks, instructions [(address, text)]) of hopper_kernel with an adapter and dependent launch."""
+    wide, narrow, flat = ROWS_256B.value, ROWS_64B.value, FLAT.value
+    of_x = "bf16" if dtype == torch.bfloat16 else "fp16"
+    types = {"x_desc": f"tensordesc<{of_x}[{config.BM}, 128],{wide!r}>", "slabs_ptr": "*fp32",
+             "codes_desc": f"tensordesc<i16[128, 32],{narrow!r}>", "scales_desc": f"tensordesc<i32[1, 256],{flat!r}>",
+             "a_desc": f"tensordesc<{of_x}[64, 64],{wide!r}>",
+             "slabs_desc": f"tensordesc<fp32[1, {config.out_rows}, 128],{SUMS.value!r}>"}
+    constants = {"config": config, "PDL": True}
+    names = hopper_kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("slabs_ptr", "N")}
+    source = GluonASTSource(hopper_kernel, signature, {(names.index(k),): v for k, v in constants.items()}, aligned)
+    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32),
+                            options={"num_warps": 4, "maxnreg": config.maxnreg, "launch_pdl": True})
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.TemporaryDirectory() as folder:
+        ptx, cubin = Path(folder, "k.ptx"), Path(folder, "k.cubin")
+        ptx.write_text(kernel.asm["ptx"])
+        remarks = subprocess.run([tools / "ptxas", "-v", "-arch=sm_90a", ptx, "-o", cubin], capture_output=True,
+                                 text=True, check=True).stderr
+        listing = subprocess.run([tools / "cuobjdump", "-sass", cubin], capture_output=True, text=True, check=True)
+    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\d+ )?([^;]+?)\s*;", listing.stdout)
+    return remarks, [(int(address, 16), text) for address, text in found]
+
+
+def written_while_read(instructions):
+    """Instructions that write a register which a wgmma group that may not be done yet reads its A operand from."""
+    at = {address: i for i, (address, _) in enumerate(instructions)}
+    found, todo, seen = [], [(0, ())], set()
+    while todo:
+        i, groups = todo.pop()
+        reading = set()
+        while i < len(instructions) and (i, groups) not in seen:
+            seen.add((i, groups))
+            address, text = instructions[i]
+            if a := re.match(r"HGMMA\S* R\d+, R(\d+), gdesc", text):
+                reading |= set(range(int(a[1]), int(a[1]) + 4))
+                if "gsb0" in text:                                   # the group ends here
+                    groups, reading = groups + (frozenset(reading),), set()
+            elif wait := re.match(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d)", text):
+                groups = groups[len(groups) - min(int(wait[1]), len(groups)):]
+            elif (to := re.match(r"(\S+) R(\d+),", text)) and not to[1].startswith(("ST", "HGMMA")):
+                count = 4 if to[1].endswith((".4", ".128")) else 2 if ".64" in to[1] or "WIDE" in to[1] else 1
+                if set(range(int(to[2]), int(to[2]) + count)) & reading.union(*groups):
+                    found.append((hex(address), text))
+            elif jump := re.match(r"BRA\S* (?:.*, )?`?\(?0x([0-9a-f]+)", text):
+                todo.append((at.get(int(jump[1], 16), len(instructions)), groups))
+            i += 1
+    return found
+
+
+def test_a_write_to_an_operand_in_flight_is_found_also_around_a_loop():
+    loop = ["MOV R8, R1", "HGMMA.64x8x16 R24, R8, gdesc[UR4], R24, gsb0", "WARPGROUP.DEPBAR.LE gsb0, 0x1", "BRA 0x0"]
+    assert written_while_read(list(enumerate(loop))) == [("0x0", "MOV R8, R1")]
+    loop[2] = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
+    assert written_while_read(list(enumerate(loop))) == []
+
+
+# Every config in one of the two types, in turn: a second each. With TEST_ALL_TARGETS=1 in both.
+CONFIGS = sorted({*HOPPER_CONFIGS.values(), *TUNED_CONFIGS.values()})
+COMPILED = list(zip(CONFIGS, itertools.cycle([torch.bfloat16, torch.float16])))
+if os.environ.get("TEST_ALL_TARGETS"):
+    COMPILED = list(itertools.product(CONFIGS, [torch.bfloat16, torch.float16]))
+
+
+@pytest.mark.parametrize("config,dtype", COMPILED)
+def test_the_compiled_kernel_neither_serializes_nor_touches_what_the_tensor_cores_still_read(config, dtype):
+    remarks, instructions = compiled_for_hopper(config, dtype)
+    assert "C75" not in remarks, remarks                             # ptxas: wgmma serialized
+    products = [i for i, (_, text) in enumerate(instructions) if re.match(r"HGMMA\S* R\d+, R\d+, gdesc", text)]
+    loop = [text for _, text in instructions[products[0]:products[-1]]]
+    assert not any(text.startswith(("STL", "LDL")) for text in loop)                     # registers spilled
+    assert sum(text.startswith("HGMMA") for _, text in instructions) == 24        # 4 planes x 2 x 2, and A's 8
+    assert written_while_read(instructions) == []
+    if config.BM <= 64:                                              # a sum on its way out: waits, fences and barriers
+        steps = {"STS": "s", "FENCE": "f", "BAR": "b", "UTMASTG": "c", "DEPBAR": "w"}    # c: the copy, w: for the last
+        order = "".join(steps.get(text.split(".")[0].split(" ")[0], "") for _, text in instructions)
+        assert re.search("w+b+s+f+b+c+w", order) and "sc" not in order and "ws" not in order, order
+    never = [(address, re.sub(r"gsb0, 0x\d$", "gsb0, 0x7", text)) for address, text in instructions]
+    assert written_while_read(never)                                 # without the waits there would be a race
