@@ -135,7 +135,7 @@ for b in (4, 5):
 
 # %% 5. Their rewards
 # One rule finds the answer in a text, another decides whether it equals the known one.
-graded = rewards.score(tokenizer, [problem], rollouts)
+graded = rewards.grade_rollouts(tokenizer, [problem], rollouts)
 reward = torch.tensor([row["task"] for row in graded])
 
 title("5. Their rewards")
@@ -236,7 +236,8 @@ def share_right(some):
     """How many of these problems the model answers right, greedily and without noise."""
     greedy = sampling._replace(temperature=0.0)
     answers = sampler.generate([one.prompt for one in some], 1, greedy)
-    return torch.tensor([row["correct"] for row in rewards.score(tokenizer, some, answers)]).mean()
+    graded = rewards.grade_rollouts(tokenizer, some, answers)
+    return torch.tensor([row["correct"] for row in graded]).mean()
 
 
 held_out = data.encode_prompts(tokenizer, data.load_problems("arithmetic", "test")[:64], "boxed")
@@ -246,7 +247,7 @@ for step in range(30):
     some = data.problems_at(problems, SEED, places)
     with aqn.noisy_norms(model, aqn.sigma_at(step, 30, 1e-2, 5e-4, 10), SEED, step):
         answers = sampler.generate([one.prompt for one in some], GROUP_SIZE, sampling, list(places))
-    graded = rewards.score(tokenizer, some, answers)
+    graded = rewards.grade_rollouts(tokenizer, some, answers)
     rewarded = torch.tensor([row["task"] for row in graded])
     in_loss = grpo.loss_mask(rewarded, torch.tensor(answers.finished), mask_truncated=True)
     tokens = torch.tensor([row["length"] for row in graded])
