@@ -135,7 +135,7 @@ for b in (4, 5):
 
 # %% 5. Their rewards
 # One rule finds the answer in a text, another decides whether it equals the known one.
-graded = rewards.score(tokenizer, [problem], rollouts)
+graded = rewards.grade_rollouts(tokenizer, [problem], rollouts)
 reward = torch.tensor([row["task"] for row in graded])
 
 title("5. Their rewards")
@@ -178,19 +178,18 @@ def of_rows(logprobs):
 
 
 def show_losses(policy):
-    """The loss by hand. Prints it for two tokens of rows 4 and 5, with their three probabilities."""
+    """The loss by hand, printed for two tokens of rows 4 and 5 with their three probabilities."""
     w = (proximal - sampler_logprobs).exp().clamp(max=2)
     rho = (policy - proximal).exp()
     clipped = rho.clamp(1 - loss.clip_low, 1 + loss.clip_high)
-    A = advantages[row]
-    losses = -weights[row] * w * torch.minimum(rho * A, clipped * A)
-    print("row  token      sampler  proximal   policy       w     rho      A     loss")
+    losses = -weights[row] * w * torch.minimum(rho * advantages[row], clipped * advantages[row])
+    print("row  token      sampler  proximal   policy       w     rho  advantage     loss")
     for b in (4, 5):
         for t in range(2):
             i = lengths[:b].sum() + t            # the token's place among those of all rows
             print(f"{b:3}  {text_of([rollouts.completions[b][t]])!r:9}"
                   f"{sampler_logprobs[i].exp():9.5f}{proximal[i].exp():10.5f}{policy[i].exp():9.5f}"
-                  f"{w[i]:8.4f}{rho[i]:8.4f}{A[i]:7.2f}{losses[i]:9.4f}")
+                  f"{w[i]:8.4f}{rho[i]:8.4f}{advantages[b]:11.2f}{losses[i]:9.4f}")
     same = grpo.LogProbs(policy, sampler_logprobs, proximal)
     total, _ = grpo.policy_loss(same, advantages, row, weights, loss)
     print(f"sum over all tokens {losses.sum():.4f}, grpo.policy_loss {total:.4f}")
@@ -237,7 +236,8 @@ def share_right(some):
     """How many of these problems the model answers right, greedily and without noise."""
     greedy = sampling._replace(temperature=0.0)
     answers = sampler.generate([one.prompt for one in some], 1, greedy)
-    return torch.tensor([row["correct"] for row in rewards.score(tokenizer, some, answers)]).mean()
+    graded = rewards.grade_rollouts(tokenizer, some, answers)
+    return torch.tensor([row["correct"] for row in graded]).mean()
 
 
 held_out = data.encode_prompts(tokenizer, data.load_problems("arithmetic", "test")[:64], "boxed")
@@ -247,7 +247,7 @@ for step in range(30):
     some = data.problems_at(problems, SEED, places)
     with aqn.noisy_norms(model, aqn.sigma_at(step, 30, 1e-2, 5e-4, 10), SEED, step):
         answers = sampler.generate([one.prompt for one in some], GROUP_SIZE, sampling, list(places))
-    graded = rewards.score(tokenizer, some, answers)
+    graded = rewards.grade_rollouts(tokenizer, some, answers)
     rewarded = torch.tensor([row["task"] for row in graded])
     in_loss = grpo.loss_mask(rewarded, torch.tensor(answers.finished), mask_truncated=True)
     tokens = torch.tensor([row["length"] for row in graded])
