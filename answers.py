@@ -368,7 +368,7 @@ class Point:
             return Group("()", [self.compute(op, item, y) for item in x.items])
         x = number(x)
         is_root = op == "^" and not (x.im == 0 and (y + y).is_whole())
-        return self.apply(op, x, y, work=50 if is_root else 2)
+        return self.apply(op, x, y, work=65 if is_root else 2)
 
     def apply(self, name: str, *args: Reading, work: int = 60) -> Number:
         """A function of numbers. A function costs as much time as sixty sums."""
