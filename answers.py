@@ -339,7 +339,7 @@ class Point:
         self.index = 0
         self.met_complex = False   # have complex numbers been compared at this point?
 
-    def spend(self, amount: int):
+    def spend(self, amount: int) -> None:
         """SyntaxError once the work is used up: the answers are then too long to be compared."""
         self.work -= amount
         if self.work < 0:

@@ -19,13 +19,9 @@ The work is linear in the length of the text. There are no time limits and no th
 limit that fires outside the main thread has silently paid nothing elsewhere, and no judge model.
 """
 import re
-from typing import TYPE_CHECKING, Callable, NamedTuple
+from typing import Callable, NamedTuple
 
 from answers import END_OF_TURN, MULTIPLES, is_equal
-
-if TYPE_CHECKING:                                # for the hints alone: both import this file, or torch
-    from harness.data import Tokenizer
-    from sampler import Rollouts
 
 MAX_TAIL = 20_000      # characters searched for tags, markers and numbers; boxes are found anywhere
 
@@ -292,8 +288,8 @@ def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
     return -min(1.0, max(0.0, over))
 
 
-def grade_rollouts(tokenizer: "Tokenizer", problems: list, rollouts: "Rollouts",
-                   style: str = "boxed", plug_in: Callable | None = None) -> list[dict]:
+def grade_rollouts(tokenizer: "harness.data.Tokenizer", problems: list,
+                   rollouts: "sampler.Rollouts", style: str = "boxed", plug_in: Callable | None = None) -> list[dict]:
     """One dict for each row of the rollouts: the completion, the answer that was found in it, the
     verdict, and the reward `task`.
 
