@@ -63,8 +63,8 @@ class Evaluation:
     reward: str | None = setting(None, "module:function, as in train.py: its mean is among the "
                                  "figures")
     samples: int = setting(1, "answers to each problem", "[1, 1e5]")
-    temperature: float | None = setting(None, "0: greedy (default: 0; of several samples 0.6, as in "
-                                        "the paper)", "[0, 1000]")
+    temperature: float | None = setting(None, "0: greedy (default: 0; with several samples 0.6, as "
+                                        "in the paper)", "[0, 1000]")
     top_p: float = setting(0.95, "nucleus of sampled answers (paper)", "(0, 1]")
     top_k: int = setting(0, "sample from the likeliest so many tokens only; 0: from all",
                          "[0, 2e9]")
@@ -167,7 +167,7 @@ def problems_of(wanted: Evaluation, run: Settings | None, tokenizer: data.Tokeni
 def prove_adapter(model: qwen.Qwen2, sampler: Sampler, prompt: list, max_new_tokens: int) -> float:
     """-> how far the adapter moves the log-probs of a probe, on average, in nats.
 
-    ValueError if the sampler ignores it: in the release's GSM8K evaluation it did, and nothing told.
+    ValueError if the sampler ignores it. In NVlabs/QeRL's GSM8K evaluation it did, unnoticed.
     """
     if not any(linear.b.any() for linear in model.adapter.linears):
         print("the adapter's B is zero in every layer: its linears are the base's")
@@ -209,8 +209,8 @@ def answer(wanted: Evaluation, tokenizer: data.Tokenizer, problems: list, sample
                 finish(i, sorted(waiting.pop(i), key=lambda one: one.row))
 
     def finish(i: int, sequences: list[Sequence]) -> None:
-        rows = rewards.grade_rollouts(tokenizer, [problems[i]], rollouts_of(sequences), wanted.prompt_style,
-                             plug_in)
+        rows = rewards.grade_rollouts(tokenizer, [problems[i]], rollouts_of(sequences),
+                                      wanted.prompt_style, plug_in)
         for sample, row in enumerate(rows):
             lenient = rewards.grade(row["completion"], row["answer"], last_number=True)
             row |= {"sample": sample, "lenient": float(lenient.correct)}

@@ -289,7 +289,8 @@ def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
 
 
 def grade_rollouts(tokenizer: "harness.data.Tokenizer", problems: list,
-                   rollouts: "sampler.Rollouts", style: str = "boxed", plug_in: Callable | None = None) -> list[dict]:
+                   rollouts: "sampler.Rollouts", style: str = "boxed",
+                   plug_in: Callable | None = None) -> list[dict]:
     """One dict for each row of the rollouts: the completion, the answer that was found in it, the
     verdict, and the reward `task`.
 

@@ -87,8 +87,8 @@ class Data:
     """problems and prompts"""
     data: str = setting("gsm8k", "gsm8k, math, arithmetic, a .jsonl, .json or .parquet file, or a "
                         "Hugging Face id")
-    eval_data: str | None = setting(None, "held-out problems (default: the test split of --data, or "
-                                    "the end of a file)")
+    eval_data: str | None = setting(None, "held-out problems (default: the test split of --data, "
+                                    "or the end of a file)")
     eval_problems: int = setting(256, "how many held-out problems; 0: all of them", "[0, 2e9]")
     prompt_style: str = setting("boxed", f"{', '.join(STYLES)}, or module:function; "
                                 "boxed is Qwen's request for maths, tags is the paper's format")
@@ -181,8 +181,8 @@ class Watching:
     """watching and keeping"""
     eval_every: int = setting(20, "steps between evaluations on the held-out problems", AT_LEAST_1)
     save_every: int = setting(20, "steps between checkpoints", AT_LEAST_1)
-    keep: int | None = setting(None, "keep the adapter of every so many steps, and the best one, in "
-                               "OUT/adapters", AT_LEAST_1, place=True)
+    keep: int | None = setting(None, "keep the adapter of every so many steps, and the best one, "
+                               "in OUT/adapters", AT_LEAST_1, place=True)
     show: int | None = setting(None, "print an answer every so many steps", AT_LEAST_1, place=True)
     report_to: str | None = setting(
         None, "also send each step's numbers there; needs that package",

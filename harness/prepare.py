@@ -50,7 +50,7 @@ class Run:
     tokenizer: data.Tokenizer
     problems: list                               # of data.Problem, to train on
     held_out: list                               # of data.Problem, to evaluate on
-    grade: Callable                              # (problems, rollouts) -> rows: rewards.grade_rollouts
+    grade: Callable                              # rewards.grade_rollouts(problems, rollouts)
     model: qwen.Qwen2
     learner: Learner
     sampler: Sampler

@@ -272,7 +272,8 @@ def test_the_seed_of_a_run_is_that_of_its_noise_its_sampling_and_its_adapter(run
         seen.append((prompts, group_size, sampling.seed, numbers, model.layers[1].post_norm.noise.clone()))
 
     problems = [SimpleNamespace(prompt=[i]) for i in (4, 1)]
-    train_py.sample(model, SimpleNamespace(generate=generate), problems, 3, Sampling(9, (), seed=7), range(10, 12), 0.5, 2)
+    noise = train_py.aqn.noisy_norms(model, 0.5, 7, 2)
+    train_py.sample(SimpleNamespace(generate=generate), noise, problems, range(10, 12), 3, Sampling(9, (), seed=7))
     (prompts, group_size, seed, numbers, noise), = seen
     assert (prompts, group_size, seed, numbers) == ([[4], [1]], 3, 7, range(10, 12))
     assert torch.equal(noise, 0.5 * draw_z(7, 2, 1, 1, len(noise)))

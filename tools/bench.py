@@ -184,7 +184,8 @@ def decode_figures(shapes, M, rank, kernels):
 def linears(model: str, kernels: str, lora_rank: int, rows: list[int]) -> dict:
     """The four linears of a layer against cuBLAS, for each number of rows."""
     shapes = fused_shapes(model)
-    decode = {M: print_figures(f"{M} rows", decode_figures(shapes, M, lora_rank, kernels)) for M in rows}
+    decode = {M: print_figures(f"{M} rows", decode_figures(shapes, M, lora_rank, kernels))
+              for M in rows}
     return {"decode": decode}
 
 
@@ -215,7 +216,8 @@ def rollout(model: str, kernels: str, base: str, dtype: str, lora_rank: int, bat
     """The whole sampler, for each number of sequences in `batch`."""
     network = random_model(model, base, getattr(torch, dtype), lora_rank)
     sampler = Sampler(engine_for(DEVICE, kernels), network, prompt + new, max(batch))
-    figures = {B: print_figures(f"B={B}", load_figures(network, sampler, B, prompt, new)) for B in batch}
+    figures = {B: print_figures(f"B={B}", load_figures(network, sampler, B, prompt, new))
+               for B in batch}
     return {"weight_gb": weight_bytes(network) / 1e9, "batch": figures}
 
 

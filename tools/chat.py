@@ -50,11 +50,11 @@ class Chat:
         sampler.engine.decode = self.decode_aloud
 
     def decode_aloud(self, *window):
-        """TorchEngine.decode of one row; what it adds is printed, control characters as their codes."""
+        """TorchEngine.decode of one row, whose new text is printed, control characters as codes."""
         tokens, logprobs, made = self.decode(*window)
         for token in tokens[:int(made[0]), 0].tolist():
             if token not in self.tokenizer.end_ids:
-                text = self.stream.step(self.tokenizer.file, token) or ""    # None: half a character
+                text = self.stream.step(self.tokenizer.file, token) or ""  # None: half a character
                 safe = (c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
                 print("".join(safe), end="", flush=True)
         return tokens, logprobs, made
