@@ -35,7 +35,7 @@ from typing import NamedTuple, Union
 from zlib import crc32
 
 from harness.decimals import (CONTEXT, DEGREE, E, HUNDRED, I, INFINITY, ONE, PI, TWO, ZERO, Number,
-                              evaluate, unknown)
+                              apply_function, unknown)
 
 MAX_ANSWER = 6_000     # characters that are parsed; a longer answer equals only itself
 MAX_WORK = 4_000       # operands and comparisons that one is_equal may spend, about 5 us each
@@ -160,12 +160,12 @@ SPELLED["all real numbers"] = r"(-\infty,\infty)"
 SPELLED["no solution"] = SPELLED["no solutions"] = r"\emptyset"
 
 
-BOX = re.compile(r"\\(?:boxed|fbox)\s*\{(.*)\}", re.DOTALL)
+WHOLE_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{(.*)\}", re.DOTALL)
 
 
 def unbox(s: str) -> str:
     r"""What is in the box, if all is in one: $\boxed{5}$, but not \boxed{5}, \boxed{6}."""
-    box = BOX.fullmatch(s.strip("$ ."))
+    box = WHOLE_BOX.fullmatch(s.strip("$ ."))
     if not box:
         return s
     depths = list(accumulate((c == "{") - (c == "}") for c in box[1]))
@@ -212,11 +212,11 @@ POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3, "
 COUNTED = frozenset("""per people person student way point time square cubic sq cu squared cubed
     mph kmh kph fps""".split())
 # Words that change the value before them: "5 hundredths" is not 5. rewards.py asks for them too.
-SCALES = frozenset("""hundred thousand million billion trillion dozen half halves third
+MULTIPLES = frozenset("""hundred thousand million billion trillion dozen half halves third
     fourth fifth sixth seventh eighth ninth tenth twelfth twentieth hundredth thousandth millionth
     over plus minus mod factorial pi sqrt""".split())
 # Words of an answer that does more than name a value: "5 or less", "5 miles east".
-NOT_UNITS = SCALES | frozenset("""and or is not but if no to than more less fewer most least none
+NOT_UNITS = MULTIPLES | frozenset("""and or is not but if no to than more less fewer most least none
     either neither nor where for with negative sin cos tan log ln exp below above under
     before after ago short as east west north south st nd rd th""".split())
 PERCENT = frozenset(("percent", "pct", "percentage"))
@@ -339,7 +339,7 @@ class Point:
         self.index = 0
         self.met_complex = False   # have complex numbers been compared at this point?
 
-    def spend(self, amount: int):
+    def spend(self, amount: int) -> None:
         """SyntaxError once the work is used up: the answers are then too long to be compared."""
         self.work -= amount
         if self.work < 0:
@@ -368,12 +368,12 @@ class Point:
             return Group("()", [self.compute(op, item, y) for item in x.items])
         x = number(x)
         is_root = op == "^" and not (x.im == 0 and (y + y).is_whole())
-        return self.apply(op, x, y, work=50 if is_root else 2)
+        return self.apply(op, x, y, work=65 if is_root else 2)
 
     def apply(self, name: str, *args: Reading, work: int = 60) -> Number:
         """A function of numbers. A function costs as much time as sixty sums."""
         self.spend(work)
-        return evaluate(name, [number(x) for x in args], varies=bool(self.signs))
+        return apply_function(name, [number(x) for x in args], varies=bool(self.signs))
 
 
 def number(x: Reading) -> Number:
@@ -405,9 +405,9 @@ CLOSERS = {  # half-open intervals mix round and square brackets
     "|": ("|",), r"\lfloor": (r"\rfloor",), r"\lceil": (r"\rceil",),
 }
 ENCLOSING = {"|": "abs", r"\lfloor": "floor", r"\lceil": "ceil"}
-COMMANDS = frozenset("\\" + name for name in FUNCTIONS)
-STARTS = {*CLOSERS, *COMMANDS, r"\matrix", r"\frac", r"\binom", r"\emptyset"}  # of an operand
-BARE_STOPS = COMMANDS | {"*", "/", "("}  # what ends an argument without brackets: \sin 2x \cos y
+FUNCTION_COMMANDS = frozenset("\\" + name for name in FUNCTIONS)
+STARTS = {*CLOSERS, *FUNCTION_COMMANDS, r"\matrix", r"\frac", r"\binom", r"\emptyset"}  # of an operand
+BARE_STOPS = FUNCTION_COMMANDS | {"*", "/", "("}  # what ends an argument without brackets: \sin 2x \cos y
 CONSTANTS = {"«e": E, "«i": I, r"«\pi": PI, r"«\infty": INFINITY}
 DIGITS = tuple("0123456789.")  # what a number begins with
 
@@ -617,7 +617,7 @@ class Reader:
             return self.matrix()
         if token == r"\emptyset":
             return Group("set", [])
-        if token in COMMANDS:
+        if token in FUNCTION_COMMANDS:
             return self.function(token[1:])
         raise SyntaxError(f"unexpected {token}")
 
@@ -1035,12 +1035,12 @@ def is_equal(pred: str, gold: str) -> bool:
     try:
         a, b = map(clean, sorted((pred, gold)))  # so that the order cannot matter
         with localcontext(CONTEXT):
-            return compare(a, b)
+            return same_answer(a, b)
     except UNREADABLE:
         return False
 
 
-def compare(a: str, b: str) -> bool:
+def same_answer(a: str, b: str) -> bool:
     """Compares two clean texts: as text, as words, then as functions of their variables."""
     if not a or not b or max(len(a), len(b)) > MAX_ANSWER:
         return a == b != ""

@@ -38,7 +38,7 @@ def twin_in_kernels(reference: Callable) -> Callable:
 
 
 @twin_in_kernels
-def elementwise(function: Callable, x: Tensor, *rest):
+def elementwise(function: Callable, x: Tensor, *rest: object) -> Tensor | tuple[Tensor, ...]:
     """function(x, *rest). On a GPU, where a gradient is wanted, it is compiled into one kernel."""
     return function(x, *rest)
 

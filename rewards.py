@@ -21,7 +21,7 @@ limit that fires outside the main thread has silently paid nothing elsewhere, an
 import re
 from typing import Callable, NamedTuple
 
-from answers import END_OF_TURN, SCALES, is_equal
+from answers import END_OF_TURN, MULTIPLES, is_equal
 
 MAX_TAIL = 20_000      # characters searched for tags, markers and numbers; boxes are found anywhere
 
@@ -93,7 +93,7 @@ AFTER = re.compile(rf"""[$)]* (?:
       | [,;]\s* (?:(?:and|or)\s+)? [$(]*[0-9]                                   # "5, 6"
       | [+/^<>≤≥≠×÷±√π] | \*\s*[0-9] | -\s*[0-9] | :[0-9] | [0-9]               # "5 + 6 = 11"
       | \\(?:sqrt|pi|frac|cdot|times|pm|leq?|geq?|lt|gt|neq?)
-      | -? (?:{'|'.join(sorted(SCALES))}|squared|cubed|times) s? \b             # "5 million"
+      | -? (?:{'|'.join(sorted(MULTIPLES))}|squared|cubed|times) s? \b             # "5 million"
       | ,?\s* (?:which\s+|that\s+)? (?:is|are|was|were|seems|can)               # "5 is wrong"
         (?: n['’]t | not | \s+ (?:not|wrong|incorrect|impossible|too) ) \b )
     | (?: st | nd | rd | th | [a-z] | e[0-9]+ | sqrt | pi ) (?![a-z]) )         # "5th", "5x"
@@ -288,8 +288,8 @@ def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
     return -min(1.0, max(0.0, over))
 
 
-def grade_rollouts(tokenizer, problems: list, rollouts, style: str = "boxed",
-          plug_in: Callable | None = None) -> list[dict]:
+def grade_rollouts(tokenizer: "harness.data.Tokenizer", problems: list,
+                   rollouts: "sampler.Rollouts", style: str = "boxed", plug_in: Callable | None = None) -> list[dict]:
     """One dict for each row of the rollouts: the completion, the answer that was found in it, the
     verdict, and the reward `task`.
 

@@ -336,12 +336,12 @@ class HopperConfig(NamedTuple):
     ahead: int              # steps whose weights are asked for before x is there
 
     @property
-    def out_rows(self):
+    def out_rows(self) -> int:
         """Rows of a piece in shared memory on its way out; 8, unused, if stored from registers."""
         return self.BM if self.BM <= MAX_COPIED_ROWS.value else 8
 
     @property
-    def maxnreg(self):
+    def maxnreg(self) -> int:
         """Registers of a thread at launch. The producer's 4 warps then keep 24 of them."""
         return 65536 // (256 * self.programs_per_sm) // 8 * 8
 

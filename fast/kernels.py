@@ -773,7 +773,7 @@ def pick_kernel(
 compiled = cache(torch.compile)
 
 
-def elementwise(function: Callable, x: torch.Tensor, *rest) -> torch.Tensor:
+def elementwise(function: Callable, x: torch.Tensor, *rest: object) -> torch.Tensor:
     """Twin of ops.elementwise: one kernel for the forward and one for the backward."""
     if not torch.is_grad_enabled():  # a prefill's few passes are not worth the compiling
         return function(x, *rest)

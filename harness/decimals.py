@@ -234,7 +234,7 @@ FORMULAS = {
 }
 
 
-def evaluate(name: str, args: list[Number], varies: bool) -> Number:
+def apply_function(name: str, args: list[Number], varies: bool) -> Number:
     """FORMULAS[name] of `args`, exact for integers of up to 1,000 digits.
 
     `varies` says that the arguments depend on variables. Then a value that is out of reach is an

@@ -102,7 +102,7 @@ def test_the_kernels_are_said_first_and_the_line_to_send_back_has_the_cards_size
     sizes = dict(major=8, minor=6, multi_processor_count=84, shared_memory_per_block_optin=101376, L2_cache_size=2**22)
     fake_gpu((8, 6))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(**sizes))
-    monkeypatch.setitem(bench.COMMANDS, "linears", lambda kernels, **_: {"decode": kernels})
+    monkeypatch.setitem(bench.MEASUREMENTS, "linears", lambda kernels, **_: {"decode": kernels})
     monkeypatch.setattr(sys, "argv", ["bench.py", "linears"])
     bench.main()
     first, last = capsys.readouterr().out.splitlines()

@@ -262,13 +262,13 @@ def training_step(model: str, kernels: str, base: str, dtype: str, lora_rank: in
             **grpo.summarize(update.sums)}
 
 
-COMMANDS = {"linears": linears, "rollout": rollout, "step": training_step}
+MEASUREMENTS = {"linears": linears, "rollout": rollout, "step": training_step}
 
 
 def measure(command: str, kernels: str, flags: dict) -> None:
     """Runs a command and prints its flags, commit, versions, GPU and figures."""
     flags = flags | {"kernels": kernels}
-    figures = COMMANDS[command](**flags)
+    figures = MEASUREMENTS[command](**flags)
     about = process.provenance(torch.cuda.get_device_name())
     properties = torch.cuda.get_device_properties(DEVICE)
     gpu = {name: getattr(properties, name, None) for name in SIZES_OF_GPU}       # not in all torch
@@ -279,7 +279,7 @@ def read_bench_flags():
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in COMMANDS:
+    for name in MEASUREMENTS:
         commands.add_parser(name, allow_abbrev=False)
 
     def add(names, flag, **options):

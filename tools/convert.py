@@ -71,7 +71,7 @@ def convert_to_nvfp4(source: str, out: Path, wanted: Conversion) -> None:
     calibrate.to_nvfp4(files, out, codes, texts, tokenizer.vocab_size)
 
 
-def merge(run: str, out: Path, device: str | None) -> None:
+def write_merged(run: str, out: Path, device: str | None) -> None:
     """A run's model and adapter -> the new folder `out` in bf16."""
     trained = config.settings_of_run(run).model
     device = device_of(device, run)
@@ -107,7 +107,7 @@ def main() -> None:
             raise ValueError(f"{config.option(wrong[0])} is for nvfp4 with --calibrate N")
         must_be_new(args.out)
         if args.command == "merge":
-            merge(args.source, args.out, wanted.device)
+            write_merged(args.source, args.out, wanted.device)
         else:
             convert_to_nvfp4(args.source, args.out, wanted)
 
