@@ -1,7 +1,7 @@
 """
 One problem on its way from prompt to update, with every number in between.
 
-    python -m tools.walkthrough          the tiny model, on any CPU, offline, in a few seconds
+    python -m tools.walkthrough          the tiny model, on any CPU, offline, in about 20 seconds
 
 Read this file from top to bottom like a notebook. Each cell (# %%) is one thing that a training
 step does. train.py does it for sixteen problems at once, this file for one, with the same functions
@@ -28,9 +28,9 @@ from model import load
 from sampler import Sampler, Sampling, TorchEngine
 
 SEED = 0
-STEPS = 80                                       # of the run that this could be a part of,
-STEP = 10                                        # the step of it that we look at,
-PLACE = 165                                      # and the place in the run of its sixth problem
+STEPS = 80                                       # of a run: python train.py has as many
+STEP = 10                                        # the one that we look at
+PLACE = 165                                      # in the run: the sixth problem of that step
 GROUP_SIZE = 8
 MAX_NEW_TOKENS = 48
 
@@ -179,7 +179,7 @@ def of_rows(logprobs):
 
 def show_losses(policy):
     """The loss by hand, printed for two tokens of rows 4 and 5 with their three probabilities."""
-    w = (proximal - sampler_logprobs).exp().clamp(max=2)
+    w = (proximal - sampler_logprobs).exp().clamp(max=grpo.IMPORTANCE_CAP)
     rho = (policy - proximal).exp()
     clipped = rho.clamp(1 - loss.clip_low, 1 + loss.clip_high)
     losses = -weights[row] * w * torch.minimum(rho * advantages[row], clipped * advantages[row])
