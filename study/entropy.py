@@ -1,0 +1,117 @@
+"""
+How random is the policy that samples, and what do 4-bit codes and noise add to that? No training.
+
+    python -m study.entropy --model M --base nvfp4 --data gsm8k_test.jsonl --name nearest --out sampler.jsonl
+
+Answers the same problems at temperature 1 under several noises on the norms. The sampler's entropy
+is estimated by minus the mean log-probability of all sampled tokens, in nats a token: the expected
+value of -log p under p is the entropy.
+
+Each setting becomes one line of --out: its means, the standard error of the entropy over problems,
+and for every answer [correct, finished, tokens, sum of log-probs], so that every figure can be
+computed again. Every 50 problems get a new z, as 50 problems are about a training step.
+"""
+import argparse
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from harness import process  # isort: skip; it makes settings that torch reads when imported
+import torch
+
+import aqn
+import model as qwen
+import nvfp4
+import rewards
+from harness import data, hf
+from harness.files import append_lines, json_line
+from harness.ranks import choose_device
+from sampler import Sampler, Sampling, engine_for
+
+PROBLEMS_A_STEP = 50
+NOISES = [("none", 0.0), ("aqn", 1e-2), ("aqn", 5e-2), ("aqn", 8e-2), ("gain", 7e-2)]
+
+
+@contextmanager
+def noise_relative_to_gain(model: qwen.Qwen2, sigma: float, seed: int, step: int) -> Iterator[None]:
+    """As aqn.noisy_norms, but the noise of each channel is in proportion to its gain."""
+    norms = [(i, j, norm) for i, layer in enumerate(model.layers)
+             for j, norm in enumerate((layer.input_norm, layer.post_norm))]
+    try:
+        for i, j, norm in norms:
+            z = aqn.draw_z(seed, step, i, j, len(norm.noise)).to(norm.weight.device)
+            norm.noise.copy_(sigma * norm.weight * z)
+        yield
+    finally:
+        for _, _, norm in norms:
+            norm.noise.zero_()
+
+
+def sample_all(model: qwen.Qwen2, sampler: Sampler, tokenizer: data.Tokenizer, problems: list,
+               samples: int, max_new_tokens: int, kind: str, sigma: float, seed: int) -> list[list]:
+    """-> [correct, finished, tokens, sum of log-probs] of every answer, problem by problem."""
+    noisy = noise_relative_to_gain if kind == "gain" else aqn.noisy_norms
+    sampling = Sampling(max_new_tokens, tokenizer.end_ids, 1.0, seed=seed)
+    answers = []
+    for step, start in enumerate(range(0, len(problems), PROBLEMS_A_STEP)):
+        part = problems[start:start + PROBLEMS_A_STEP]
+        with noisy(model, sigma, seed, step):
+            rollouts = sampler.generate([problem.prompt for problem in part], samples, sampling,
+                                        range(start, start + len(part)))
+        rows = rewards.grade_rollouts(tokenizer, part, rollouts)
+        answers += [[int(row["correct"]), int(row["finished"]), len(logprobs),
+                     round(logprobs.sum().item(), 4)]
+                    for row, logprobs in zip(rows, rollouts.logprobs, strict=True)]
+    return answers
+
+
+def summary(answers: list[list], samples: int) -> dict:
+    """Means over answers; the entropy over tokens, with its standard error over problems."""
+    table = torch.tensor(answers, dtype=torch.float64)
+    correct, finished, tokens, logprobs = table.T
+    entropy = -logprobs.sum() / tokens.sum()
+    # A ratio of sums: its error is that of the mean of (sum of -log p) - entropy * tokens.
+    off = (-logprobs - entropy * tokens).view(-1, samples).sum(1)
+    error = off.std() * len(off) ** 0.5 / tokens.sum()
+    return {"entropy": entropy.item(), "entropy_error": error.item(),
+            "accuracy": correct.mean().item(), "length": tokens.mean().item(),
+            "truncated": 1 - finished.mean().item()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="study.entropy", description=__doc__.strip(),
+                                     allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="folder, name or id, as in train.py")
+    parser.add_argument("--base", default="nvfp4", choices=list(nvfp4.FORMATS))
+    parser.add_argument("--data", required=True, help="problems, as in train.py")
+    parser.add_argument("--name", required=True, help="what these weights are called in --out")
+    parser.add_argument("--out", required=True, type=Path, help=".jsonl file that grows")
+    parser.add_argument("--problems", type=int, default=500, help="the first so many")
+    parser.add_argument("--samples", type=int, default=8, help="answers to each")
+    parser.add_argument("--max-new-tokens", type=int, default=512, help="longest answer")
+    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    args = parser.parse_args()
+    with process.one_line("study.entropy"):
+        device, _ = choose_device(args.device, "auto", args.model)
+        folder = hf.resolve(args.model)
+        tokenizer = data.Tokenizer(folder)
+        problems = data.load_problems(args.data, "test")[:args.problems]
+        problems = data.encode_prompts(tokenizer, problems, "boxed")
+        model = qwen.load(folder, args.base, device, live_vocab=tokenizer.vocab_size)
+        longest = max(len(problem.prompt) for problem in problems) + args.max_new_tokens
+        sampler = Sampler(engine_for(device, "auto"), model, longest,
+                          PROBLEMS_A_STEP * args.samples)
+        for kind, sigma in NOISES:
+            began = time.perf_counter()
+            answers = sample_all(model, sampler, tokenizer, problems, args.samples,
+                                 args.max_new_tokens, kind, sigma, seed=0)
+            line = {"name": args.name, "noise": kind, "sigma": sigma,
+                    **summary(answers, args.samples), "seconds": time.perf_counter() - began}
+            print(json_line(line), end="", flush=True)
+            append_lines(args.out, [line | {"answers": answers}])
+
+
+if __name__ == "__main__":
+    main()

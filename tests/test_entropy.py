@@ -1,0 +1,63 @@
+"""
+The study's measure of the sampler's entropy: by hand, and against the entropy of a known policy.
+
+python -m pytest tests/test_entropy.py -v
+"""
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from model import load
+from study import entropy
+
+TINY = Path(__file__).parent.parent / "tiny"
+
+
+def test_the_summary_is_what_two_problems_give_by_hand():
+    answers = [[1, 1, 2, -1.0], [0, 1, 4, -2.0], [1, 0, 6, -6.0], [0, 1, 8, -8.0]]       # two answers to each of two
+    found = entropy.summary(answers, samples=2)
+    assert found["entropy"] == pytest.approx(17 / 20) and found["accuracy"] == 0.5
+    assert found["length"] == 5 and found["truncated"] == 0.25
+    # Per problem, sum of -log p minus entropy times tokens: 3 - 0.85 * 6 = -2.1 and 14 - 0.85 * 14 = 2.1.
+    deviation = torch.tensor([-2.1, 2.1]).std().item()
+    assert found["entropy_error"] == pytest.approx(deviation * 2**0.5 / 20)
+
+
+def test_the_estimate_is_the_entropy_of_the_policy_that_is_drawn_from():
+    p = torch.tensor([0.5, 0.25, 0.125, 0.125], dtype=torch.float64)
+    drawn = torch.multinomial(p, 40_000, replacement=True, generator=torch.Generator().manual_seed(0))
+    answers = [[0, 1, 1, p[token].log().item()] for token in drawn.tolist()]
+    found = entropy.summary(answers, samples=1)
+    exact = -(p * p.log()).sum().item()
+    assert abs(found["entropy"] - exact) < 4 * found["entropy_error"]     # 4 standard errors: 6e-5 by chance
+    spread = (p * (-p.log() - exact) ** 2).sum().sqrt().item() / 200      # of one draw, over the root of 40,000
+    assert found["entropy_error"] == pytest.approx(spread, rel=0.02)
+
+
+def test_noise_relative_to_the_gain_is_sigma_times_z_times_the_gain_and_is_taken_away():
+    model = load(TINY, "nvfp4", "cpu")
+    norm = model.layers[1].post_norm
+    with entropy.noise_relative_to_gain(model, 0.5, seed=3, step=2):
+        z = entropy.aqn.draw_z(3, 2, 1, 1, len(norm.noise))
+        assert torch.equal(norm.noise, 0.5 * norm.weight * z)
+    assert not norm.noise.any()
+
+
+def test_every_noise_becomes_a_line_whose_answers_give_its_means_again(tmp_path, monkeypatch, capsys):
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps({"question": f"{i} + 1?", "answer": str(i + 1)}) + "\n"
+                                                 for i in range(3)))
+    out = tmp_path / "out.jsonl"
+    monkeypatch.setattr(sys, "argv", ["entropy", "--model", str(TINY), "--data", str(tmp_path / "sums.jsonl"), "--name",
+                                      "search", "--out", str(out), "--samples", "2", "--max-new-tokens", "8",
+                                      "--device", "cpu"])
+    entropy.main()
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(line["noise"], line["sigma"]) for line in lines] == entropy.NOISES
+    for line in lines:
+        again = entropy.summary(line["answers"], samples=2)
+        assert len(line["answers"]) == 6 and again == pytest.approx({key: line[key] for key in again})
+    assert lines[0]["answers"] != lines[3]["answers"]                     # sigma 8e-2 changes what is drawn
+    assert len(capsys.readouterr().out.splitlines()) == len(entropy.NOISES)
