@@ -20,7 +20,7 @@ import lora
 import nvfp4
 import rewards
 from harness import data
-from harness.config import TINY_MODEL
+from harness.config import TINY_DEFAULTS, TINY_MODEL
 from harness.hf import Shards
 from harness.ranks import configure_cpu
 from learner import Batch, Learner
@@ -28,7 +28,7 @@ from model import load
 from sampler import Sampler, Sampling, TorchEngine
 
 SEED = 0
-STEPS = 80                                       # of a run: python train.py has as many
+STEPS = TINY_DEFAULTS["steps"]                   # of a run: as many as python train.py has
 STEP = 10                                        # the one that we look at
 PLACE = 165                                      # in the run: the sixth problem of that step
 GROUP_SIZE = 8
@@ -107,7 +107,7 @@ frozen = sum(linear.weight.N * linear.weight.K for linear in adapter.linears)
 print(f"frozen numbers in its linears  {frozen:9,}")
 print(f"numbers in A and B             {adapter.master.numel():9,}\n")
 print(f"sigma in the ten stages of {STEPS} steps:")
-print("  " + "  ".join(f"{sigma:.4f}" for sigma in sigmas[::STEPS // 10]))
+print("  " + "  ".join(f"{sigma:.4f}" for sigma in dict.fromkeys(sigmas)))
 print(f"\nthe first norm in step {STEP}, its first four numbers:")
 for name, values in (("weight w", norm.weight), ("z", noise / sigmas[STEP]),
                      ("sigma * z", noise), ("1 + sigma * z / w", 1 + noise / norm.weight)):
