@@ -1039,7 +1039,7 @@ def type_error_in_set_up():
 def test_a_bug_in_the_set_up_keeps_its_traceback(runs, fault):
     # A user's file is one line, a bug is not: its line alone would say nothing of where it is.
     log = runs.run("bug", code=1, fault=fault)
-    assert "Traceback" in log and "in prepare" in log and "in adapter" in log
+    assert "Traceback" in log and "in prepare" in log and "in attach" in log
 
 
 def value_error_in_set_up():
