@@ -128,15 +128,15 @@ class Objective:
                                      "own)", "(0, 1]")
     clip_high: float | None = setting(None, "the ratio is clipped at 1 + this (default: the loss's "
                                       "own)", "(0, 1e9]")
-    correction: str = setting(
-        "truncate", "what weighs the sampler's noise and rounding: truncate, importance weights of "
-        "at most 2; ppo, the clip is around the sampler (paper); off, nothing (release)",
-        choices=grpo.CORRECTIONS)
+    correction: str | None = setting(
+        None, "what weighs the sampler's noise and rounding: truncate, importance weights of at "
+        "most 2; ppo, the clip is around the sampler (paper); off, nothing (release) (default: the "
+        "loss's own, truncate)", choices=grpo.CORRECTIONS)
     advantage_scale: str = setting("group", "what centred rewards are divided by: the standard "
                                    "deviation of their group, or nothing (Dr. GRPO)",
                                    choices=grpo.SCALES)
-    kl_beta: float = setting(0.0, "weight of the KL term towards the model without its adapter",
-                             "[0, 1e9]")
+    kl_beta: float | None = setting(None, "weight of the KL term towards the model without its "
+                                    "adapter (default: the loss's own, 0)", "[0, 1e9]")
     format_weight: float = setting(0.0, "added to the reward of a well-formed answer (release: 0.1 "
                                    "of that of a right one)", "[0, 1e9]")
     overlong: str = setting("mask", "answers cut at --max-new-tokens: mask leaves them out of the "

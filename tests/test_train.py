@@ -7,6 +7,7 @@ GPU: what forks from a process that has asked CUDA for one cannot use it. A run 
 
 python -m pytest tests/test_train.py -v
 """
+import dataclasses
 import json
 import math
 import multiprocessing
@@ -255,6 +256,13 @@ def test_what_is_held_out_is_answered_once_and_greedily_whatever_the_temperature
                           sampler=SimpleNamespace(generate=lambda *arguments: seen.append(arguments)))
     assert train_py.evaluate(run, Sampling(9, (5,), temperature=2.0), 0) == {"eval_accuracy": 0.5}
     assert seen == [([[0], [1]], 1, Sampling(9, (5,), temperature=0.0))]
+
+
+def test_a_loss_keeps_its_own_values_where_no_flag_is_given(monkeypatch):
+    own = dataclasses.replace(LOSSES["grpo"], clip_low=0.3, correction="ppo", kl_beta=0.04)
+    monkeypatch.setitem(LOSSES, "grpo", own)
+    assert prepare.loss_of(settings_of("--loss", "grpo").objective) == own
+    assert prepare.loss_of(settings_of("--loss", "grpo", "--kl-beta", "0").objective).kl_beta == 0
 
 
 def test_the_settings_of_the_loss_reach_it_and_its_own_clips_are_the_defaults():
