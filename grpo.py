@@ -6,7 +6,7 @@ The learning rule: from the rewards of a group of answers to the loss of every t
     policy_loss         puts both together with the tokens' log-probs: the loss to differentiate
 
 GRPO (2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783) and GSPO (2507.18071) differ in their
-divisor, their clip and whether the ratio belongs to a token or to a row: four rows of LOSSES.
+divisor, their clip and whether the ratio belongs to a token or to a row: four entries of LOSSES.
 
 Shapes. P problems get G answers each. An answer is a row, so there are B = P * G rows, and rows
 [p * G, (p + 1) * G) answer problem p. The loss sees the T tokens of all rows laid end to end:
@@ -42,18 +42,19 @@ With the clip around the sampler, noise alone could push a token out of it, and 
 its gradient although no update has moved it. So each job has a ratio of its own (decoupled PPO:
 Hilton et al. 2110.00641), and noise only changes how much a token counts.
 
-What the two cover depends on Loss.correction, and on the learner's pass over the row (--epochs 2
-has two passes over each row):
+What the two cover depends on Loss.correction, and on whether this is the learner's first pass over
+the row (with --epochs 2 there are two):
 
-    Loss.correction           correction                       rho in pass 1   rho in later passes
-    "truncate"                noise, rounding, and updates     1               updates since pass 1
-                              before the row's first pass
-    "off"                     1                                1               updates since pass 1
-    "ppo": the sampler is     1                                noise and       noise, rounding and
-    the proximal policy too                                    rounding        updates
+    Loss.correction   correction covers            rho covers
+    "truncate"        noise, rounding and          updates since the row's first pass, so it is 1
+                      updates before the row's     in that pass and nothing is clipped there
+                      first pass
+    "off"             nothing, it is 1             the same
+    "ppo"             nothing, it is 1             noise, rounding and all updates, in every pass:
+                                                   the sampler takes the proximal policy's place
 
-Updates before a row's first pass: with --updates-per-rollout 2 the second half of the rows has its
-first pass after the first update, so their proximal policy has already moved by this update.
+Can there be updates before a row's first pass? With --updates-per-rollout 2 the second half of the
+rows has its first pass after the first update, which has moved the learner already.
 
 The proximal policy costs no forward pass, because pass 1 computes it anyway; one fp32 number a
 token is kept. (verl computes it for all rows before the first update of a step instead, which is
@@ -106,8 +107,10 @@ class Loss:
     #   lengths (B,)  how many tokens each row has
     #   limit         the most tokens that an answer may have (--max-new-tokens)
     divisor: Callable[[Tensor, Tensor, Tensor, int], Tensor]
-    clip_low: float = 0.2                        # QeRL, Table 4, for every loss
-    clip_high: float = 0.28                      # above clip_low: Clip-Higher (2503.14476, 3.1)
+    # Both widths are those of QeRL, Table 4, which has them for all its losses. That clip_high is
+    # larger than clip_low is DAPO's Clip-Higher (2503.14476, section 3.1).
+    clip_low: float = 0.2
+    clip_high: float = 0.28
     sequence_level: bool = False                 # one ratio for a row: exp of the mean log-ratio
     correction: str = "truncate"
     kl_beta: float = 0.0                         # how much the KL divergence from the base counts
@@ -151,7 +154,7 @@ def informative_groups(rewards: Tensor, group_size: int) -> Tensor:
     grouped = rewards.view(-1, group_size)                                  # (P, G)
     highest = grouped.nan_to_num(nan=-torch.inf).amax(dim=1)
     lowest = grouped.nan_to_num(nan=torch.inf).amin(dim=1)
-    return highest > lowest                      # False for NaN alone, which is -inf > inf
+    return highest > lowest                      # for NaN alone -inf > inf, which is False
 
 
 def group_advantages(rewards: Tensor, group_size: int, scale: str = "group",
@@ -257,9 +260,9 @@ def k3(log_ratio: Tensor) -> Tensor:
 
 
 def correction_factors(log_ratio: Tensor, loss: Loss) -> Tensor:
-    """How much more a token counts for having been drawn by the sampler: (T,), 1 for no change.
+    """What a token's part of the loss is multiplied by because the sampler drew it: (T,) -> (T,).
 
-    log_ratio (T,) is log(proximal / sampler).
+    log_ratio is log(proximal / sampler). loss.correction says what becomes of it.
     """
     if loss.correction != "truncate":
         return torch.ones_like(log_ratio)
@@ -313,8 +316,8 @@ def policy_loss(logprobs: LogProbs, advantages: Tensor, row_of_token: Tensor, we
     # d log p. So the surrogate's value is advantage * rho and its gradient advantage * rho *
     # d log p. That is PPO's gradient, because d rho = rho * d log p, although rho is detached here.
     # For GSPO, rho belongs to a whole row, and d rho is rho times the mean of d log p over the
-    # row's tokens. The same line gives it: 1 / length is in the weights, and the sum over tokens is
-    # the sum below (2507.18071, section 4.3, which calls this GSPO-token).
+    # row's tokens. The same line gives it, because 1 / length is in the weights and the last line
+    # adds up the tokens (2507.18071, section 4.3, which calls this GSPO-token).
     surrogate = weighted_advantage * rho * (policy - policy_detached).exp()
     constant = weighted_advantage * rho.clamp(1 - loss.clip_low, 1 + loss.clip_high)
     per_token = -torch.where(is_clipped_low | is_clipped_high, constant, surrogate)

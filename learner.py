@@ -254,10 +254,10 @@ class Learner:
             with torch.no_grad(), self.adapter.off():
                 reference, _ = model.token_logprobs(tokens, starts, self.temperature)
         sampler = torch.cat([rollouts.logprobs[b] for b in rows]).to(device)
-        # In a row's first pass the policy is the proximal policy, so rho is exactly 1. Later passes
-        # use what the first one has kept. It is kept on this rank alone, so a row must come to the
-        # same rank in every pass over the batch. It does, because --epochs repeats the same updates,
-        # and the same rows are dealt to the ranks in the same way.
+        # In a row's first pass the proximal policy is the policy itself. Later passes use what the
+        # first one has kept. It is kept on this rank alone, so a row must come to the same rank in
+        # every pass over the batch. It does, because --epochs repeats the same updates, and the
+        # same rows are dealt to the ranks in the same way.
         for b, logprobs in zip(rows, policy.detach().split(lengths)):
             if b not in batch.proximal:
                 assert b not in batch.seen, f"row {b}: its proximal policy is on another rank"
