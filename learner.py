@@ -290,8 +290,8 @@ def micro_batches(prompts: Sequence, completions: Sequence, token_budget: int,
     """Which rows one rank computes together: a list of micro-batches, each a list of row indices.
 
     prompts and completions are lists of token ids, B each. The rows of a group stand next to each
-    other. The learner computes the prompt of neighbours once, so it counts once in a micro-batch,
-    which has at most token_budget tokens. A single row that is longer stands alone.
+    other, and the learner computes the prompt of neighbours once, so it counts once for them. A
+    micro-batch has at most token_budget tokens, but for a single longer row, which stands alone.
 
     Three packings follow one another. Here with a budget of 10 tokens and four rows, of which the
     first three answer the prompt a (2 tokens) and the last one the prompt b (1 token):
