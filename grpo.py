@@ -2,50 +2,74 @@
 The learning rule: from the rewards of a group of answers to the loss of every token.
 
     group_advantages    was an answer better or worse than the others to the same problem?
-    token_weights       what share of the whole step's loss is one token of that answer?
-    policy_loss         both, with the token's log-probs -> the loss that is differentiated
+    token_weights       how much does one token of an answer count in the loss of the whole step?
+    policy_loss         puts both together with the tokens' log-probs: the loss to differentiate
 
 GRPO (2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783) and GSPO (2507.18071) differ in their
-divisor, their clip and whether the ratio belongs to a token or to a row: four rows of LOSSES.
+divisor, their clip and whether the ratio belongs to a token or to a row: four entries of LOSSES.
 
-    P prompts, G samples each: B = P * G rows; rows [p * G, (p + 1) * G) answer prompt p
-    T completion tokens of all rows laid end to end; row (T,) says which row a token belongs to
+Shapes. P problems get G answers each. An answer is a row, so there are B = P * G rows, and rows
+[p * G, (p + 1) * G) answer problem p. The loss sees the T tokens of all rows laid end to end:
 
-The loss, with advantage_t and weight_t those of the token's row:
+    problem            0            1          P = 2, G = 2
+    row                0     1      2     3    B = 4: rewards, advantages, weights are (B,)
+    token              a b   c d e  f     g h  T = 8: log-probs are (T,)
+    row_of_token       0 0   1 1 1  2     3 3  (T,), so that weights[row_of_token] is (T,)
 
-    loss = sum_t weight_t * (kl_beta * k3_t  -  w_t * min(rho_t * advantage_t,
-                                        clip(rho_t, 1 - clip_low, 1 + clip_high) * advantage_t))
+Three policies have met a token, and two ratios compare the probabilities that they give to it:
 
-Three policies, two ratios. PPO's one ratio, policy / sampler, does two jobs: it corrects for the
-answers having been drawn by another policy, and its clip bounds how far one batch may move the
-policy. Here the sampler differs from the learner even before the first update (AQN's noise, other
-rounding), and a clip around it would take the gradient from tokens that nothing has moved yet. So
-the jobs are parted (decoupled PPO: Hilton et al. 2110.00641):
+     sampler  ------ correction ------>  proximal  ---------- rho ---------->  policy
+     drew the answer, with noise         the learner, without noise, at        the learner in this
+     on its norms; its log-probs         its own first pass over the row,      pass: the only one
+     were written down then              kept for the later passes             with a gradient
 
-     sampler  ----------- w ---------->  proximal  ----------- rho ---------->  policy
-     drew the answer, with noise         the learner, without noise, at         the learner in this
-     on its norms; its log-probs         its own first pass over the row,       pass: the only one
-     were written down then              kept for the later passes              with a gradient
+    rho = policy / proximal: how far updates have moved the learner since its first pass.
+    correction = min(proximal / sampler, CORRECTION_CAP): how much more (or less) the token must
+        count because another policy than the learner drew it. The cap keeps a token that the
+        sampler hardly ever draws from outweighing all others (truncated importance sampling, TIS:
+        Yao et al. 2025).
 
-                                  what it corrects                        pass 1   pass 2 and later
-     w   = proximal / sampler     noise and rounding; also what earlier   any      as in pass 1
-                                  disjoint updates of the step moved
-     rho = policy / proximal      updates since the row's first pass      1        moves; is clipped
+The loss, where weight and advantage are those of the token's row and k3 estimates the KL
+divergence from the base model (only with kl_beta > 0):
 
-w is at most IMPORTANCE_CAP (truncated importance sampling, TIS: Yao et al. 2025). So noise costs no
-token its gradient, it only changes the token's weight. The proximal policy costs no forward pass:
-pass 1 computes it anyway, and one fp32 a token is kept. (verl takes it before the first update of
-a step instead, which is one more forward pass over the batch; then rho and not w covers what
-earlier disjoint updates moved.)
+    objective = min(rho * advantage, clip(rho, 1 - clip_low, 1 + clip_high) * advantage)
+    loss = sum over the tokens of weight * (kl_beta * k3 - correction * objective)
 
-Divisors are those of the whole optimizer step, known before the first backward pass. So gradients
-are just summed, over micro-batches and over ranks, and no way of cutting up the rows changes them.
-Rows outside the loss mask (cut off at the length limit, or unscorable) count in neither numerator
-nor divisor. Groups of equal rewards add no gradient and still count in the divisor, as in the
-release (NVlabs/QeRL).
+Why two ratios? PPO has one, policy / sampler, which does two jobs: it corrects for the answers
+having been drawn by another policy, and its clip bounds how far one batch may move the policy. Here
+the sampler differs from the learner even before the first update, by AQN's noise and by rounding.
+With the clip around the sampler, noise alone could push a token out of it, and the token would lose
+its gradient although no update has moved it. So each job has a ratio of its own (decoupled PPO:
+Hilton et al. 2110.00641), and noise only changes how much a token counts.
 
-Not here: a critic, an entropy bonus (neither is in the paper), the overlong penalty (rewards.py),
-DAPO's dynamic sampling: to sample until N groups can teach costs what more prompts per step cost.
+What the two cover depends on Loss.correction, and on whether this is the learner's first pass over
+the row (with --epochs 2 there are two):
+
+    Loss.correction   correction covers            rho covers
+    "truncate"        noise, rounding and          updates since the row's first pass, so it is 1
+                      updates before the row's     in that pass and nothing is clipped there
+                      first pass
+    "off"             nothing, it is 1             the same
+    "ppo"             nothing, it is 1             noise, rounding and all updates, in every pass:
+                                                   the sampler takes the proximal policy's place
+
+Can there be updates before a row's first pass? With --updates-per-rollout 2 the second half of the
+rows has its first pass after the first update, which has moved the learner already.
+
+The proximal policy costs no forward pass, because pass 1 computes it anyway; one fp32 number a
+token is kept. (verl computes it for all rows before the first update of a step instead, which is
+one more forward pass over the batch. There rho covers all updates of the step.)
+
+The weights divide by numbers of the whole optimizer step, which are known before the first backward
+pass. So gradients are simply added up, over micro-batches and over ranks, and cutting up the rows
+in another way changes their sum by rounding alone. Rows outside the loss (loss_mask: unscorable
+ones, and with --overlong mask those that were cut off at the length limit) count in neither the sum
+nor the divisor. Groups of equal rewards have advantages of 0, so that only a KL term can teach
+anything there; they still count in the divisor, as in the paper's release (NVlabs/QeRL).
+
+Not here: a critic and an entropy bonus (the QeRL paper has neither), the overlong penalty
+(rewards.py), DAPO's dynamic sampling. That draws answers until enough groups have rewards that
+differ, which costs as much as more problems in every step do.
 """
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,49 +78,69 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Bound of w. Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
-# Training" (fengyao.notion.site/off-policy-rl), truncate it at a small constant; 2 is the usual
-# one, also where the sampler is quantized (verl, ms-swift).
-IMPORTANCE_CAP = 2.0
-LOG_RATIO_LIMIT = 20.0                           # of every log-ratio: its exp stays finite in fp32
+# The bound of `correction`. Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
+# Off-Policy RL Training" (fengyao.notion.site/off-policy-rl), truncate it at a small constant; 2 is
+# the usual one, also where the sampler is quantized (verl, ms-swift).
+CORRECTION_CAP = 2.0
+# Every log-ratio is clamped to +-20 before exp(). So ratios are at most 4.9e8, and they, their
+# squares and their sums over a step are finite in fp32.
+LOG_RATIO_LIMIT = 20.0
+SCALES = ("group", "none")
+CORRECTIONS = ("truncate", "ppo", "off")
 
 
 @dataclass(frozen=True)
 class Loss:
     """What tells one loss from another: a divisor, a clip, and how it corrects for the sampler.
 
-    divisor(rows, tokens, lengths, limit): how many rows and tokens the step's loss has, the length
-    of each row (B,), the length limit -> one number, or one for each row (B,).
-
-    correction, for the sampler being another policy than the learner:
-        "truncate"  w = min(proximal / sampler, IMPORTANCE_CAP)
-        "ppo"       the sampler takes the proximal policy's place, so w = 1 and the clip acts on
-                    noise and rounding too (QeRL, Eq. 3, where the old policy is the noisy one)
-        "off"       w = 1: no correction, and a biased gradient, as NVlabs/QeRL
+    correction says what is done about the answers having been drawn by another policy than the
+    learner (see the table at the top):
+        "truncate"  correction = min(proximal / sampler, CORRECTION_CAP)
+        "ppo"       the sampler takes the proximal policy's place, so the clip acts on noise and
+                    rounding too (QeRL, Eq. 3, where the old policy is the noisy one)
+        "off"       nothing, which leaves the gradient biased; the release does the same
     """
-    divisor: Callable
-    clip_low: float = 0.2                        # QeRL, Table 4, for every loss; clip_high above
-    clip_high: float = 0.28                      # clip_low is DAPO's Clip-Higher (section 3.1)
-    sequence_level: bool = False                 # rho and w: one a row, exp of the mean of the logs
+    # divisor(rows, tokens, lengths, limit) -> what the sum over a row's tokens is divided by, one
+    # number () or one for each row (B,). The arguments are tensors but for the last:
+    #   rows ()       how many rows are in the loss of the whole optimizer step
+    #   tokens ()     how many tokens these rows have together
+    #   lengths (B,)  how many tokens each row has
+    #   limit         the most tokens that an answer may have (--max-new-tokens)
+    divisor: Callable[[Tensor, Tensor, Tensor, int], Tensor]
+    # Both widths are those of QeRL, Table 4, which has them for all its losses. That clip_high is
+    # larger than clip_low is DAPO's Clip-Higher (2503.14476, section 3.1).
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    sequence_level: bool = False                 # one ratio for a row: exp of the mean log-ratio
     correction: str = "truncate"
-    kl_beta: float = 0.0                         # weight of k3 towards the base without adapter
+    kl_beta: float = 0.0                         # how much the KL divergence from the base counts
+
+    def __post_init__(self):
+        assert self.correction in CORRECTIONS, f"{self.correction!r} is not one of {CORRECTIONS}"
+        assert self.kl_beta >= 0, f"kl_beta {self.kl_beta} is negative"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss has a KL term, which needs the base model's log-probs."""
+        return self.kl_beta > 0
 
 
 LOSSES = {
-    # Every row has the same say, however long it is (2402.03300, Eq. 3).
+    # Every row has the same say, however long it is (2402.03300, Eq. 3). That paper has one width
+    # for both sides of the clip and a KL term: add --clip-high 0.2 --kl-beta 0.04 for these.
     "grpo": Loss(lambda rows, tokens, lengths, limit: rows * lengths),
-    # Every token of the step has the same say: section 3.3, token-level loss.
+    # Every token of the step has the same say (2503.14476, section 3.3: token-level loss).
     "dapo": Loss(lambda rows, tokens, lengths, limit: tokens),
-    # A constant in the place of the length: to divide by it favours long wrong answers (3.1).
-    # Dr. GRPO also divides by no standard deviation: --advantage-scale none.
+    # Divides by the same constant where "grpo" divides by the row's length. A division by the
+    # length makes each token of a wrong answer cost less the longer the answer is, so wrong answers
+    # grow (2503.20783, section 3.1). Dr. GRPO also leaves out the division by the standard
+    # deviation: it is this loss together with --advantage-scale none.
     "dr_grpo": Loss(lambda rows, tokens, lengths, limit: rows * limit),
-    # One ratio a row, and the narrow clip of section 5.1. With correction="ppo" AQN's noise alone
-    # moves that ratio beyond this clip.
+    # One ratio for a row, and the narrow clip of 2507.18071, section 5.1. With correction "ppo"
+    # AQN's noise alone moves that ratio out of this clip.
     "gspo": Loss(lambda rows, tokens, lengths, limit: rows * lengths, 3e-4, 4e-4,
                  sequence_level=True),
 }
-SCALES = ("group", "none")
-CORRECTIONS = ("truncate", "ppo", "off")
 
 
 # -----------------------------------------------------------------------------
@@ -110,21 +154,23 @@ def informative_groups(rewards: Tensor, group_size: int) -> Tensor:
     grouped = rewards.view(-1, group_size)                                  # (P, G)
     highest = grouped.nan_to_num(nan=-torch.inf).amax(dim=1)
     lowest = grouped.nan_to_num(nan=torch.inf).amin(dim=1)
-    return highest > lowest                      # of NaN alone: -inf > inf, which is False
+    return highest > lowest                      # for NaN alone -inf > inf, which is False
 
 
 def group_advantages(rewards: Tensor, group_size: int, scale: str = "group",
                      shaping: Tensor | None = None) -> Tensor:
     """How much better than its group each answer was: (B,) rewards -> (B,) fp32 advantages.
 
-    The distance from the group's mean; scale "group" divides it by the group's standard deviation
-    (GRPO, DAPO), "none" does not (Dr. GRPO, section 3.2). A reward of NaN means unscorable: the row
-    is outside every mean and its advantage is 0.
+    An advantage is the reward's distance from the mean of its group. scale "group" divides it by
+    the group's standard deviation (GRPO, DAPO), "none" does not (Dr. GRPO: 2503.20783, section
+    3.2). A reward of NaN means that the answer is unscorable: it is in no mean, and its advantage
+    is 0.
 
-    shaping (B,) is what else is wanted of an answer (format, length). Its distance from the group's
-    mean is added undivided, and only in groups whose rewards differ. As part of the reward it
-    would be blown up: seven wrong answers at 0 and one at -0.05, divided by their tiny standard
-    deviation, would get +0.35 and -2.5, as much as right and wrong ones get.
+    shaping (B,) rewards what else is wanted of an answer (format, length). Its distance from the
+    group's mean is added undivided, and only in groups whose rewards differ. If it were part of the
+    reward, the division could blow it up. Take eight wrong answers, seven with a reward of 0 and
+    one with -0.05 because it is long: their standard deviation is 0.018, so the seven would get
+    +0.35 and the long one -2.5, advantages as large as those that tell right answers from wrong.
     """
     assert scale in SCALES, f"{scale!r} is not one of {SCALES}"
     grouped = rewards.float().view(-1, group_size)                          # (P, G)
@@ -132,17 +178,18 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "group",
     mean = grouped.nanmean(dim=1, keepdim=True)
     centred = torch.where(scorable, grouped - mean, 0.0)
     if scale == "group":
-        # The sample's deviation (n - 1) and 1e-4, as NVlabs/QeRL; n may be below G here.
+        # The squares are divided by n - 1 and 1e-4 is added to the root, both as in the release. n
+        # counts the scorable answers, so it can be below G.
         n = scorable.sum(dim=1, keepdim=True)
         variance = centred.square().sum(dim=1, keepdim=True) / (n - 1).clamp(min=1)
         centred = centred / (variance.sqrt() + 1e-4)
     if shaping is not None:
         shaping = torch.where(scorable, shaping.view(-1, group_size), torch.nan)
         centred = centred + (shaping - shaping.nanmean(dim=1, keepdim=True)).nan_to_num(nan=0.0)
-    # Groups of equal rewards get exactly 0, and are found by comparing the rewards themselves. The
-    # formula alone would not do it: the fp32 mean of eight 0.1 need not be 0.1, and that rounding,
-    # divided by 0 + 1e-4, would be learned from. Exactly 0 also lets the learner leave such rows
-    # out of its forward and backward passes.
+    # Groups of equal rewards must get exactly 0, so they are found by comparing the rewards. The
+    # formula alone would not do: the fp32 mean of eight times 0.1 need not be 0.1, and the rounding
+    # error, divided by 0 + 1e-4, would be learned from. Exactly 0 also lets the learner leave these
+    # rows out of its forward and backward passes.
     informative = informative_groups(rewards, group_size)
     return torch.where(informative[:, None], centred, 0.0).view(-1)
 
@@ -150,9 +197,10 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "group",
 def loss_mask(rewards: Tensor, finished: Tensor, mask_truncated: bool) -> Tensor:
     """Which rows enter the loss: rewards (B,), finished (B,) bool -> (B,) bool.
 
-    Unscorable rows never do. mask_truncated also leaves out rows that hit the length limit
-    (finished is False), as the release does and as DAPO's overlong filtering (section 3.4). A row
-    that is left out here still counts in its group's mean reward.
+    True means that the row is in the loss. Unscorable rows (NaN) never are. mask_truncated also
+    leaves out rows that were cut off at the length limit (finished is False), as the release does
+    and as DAPO's overlong filtering does (2503.14476, section 3.4). The reward of a row that was
+    cut off still counts in the mean of its group; that of an unscorable row counts nowhere.
     """
     scorable = ~rewards.isnan()
     return scorable & finished if mask_truncated else scorable
@@ -161,23 +209,27 @@ def loss_mask(rewards: Tensor, finished: Tensor, mask_truncated: bool) -> Tensor
 def minibatches(mask: Tensor, group_size: int, count: int) -> list[Tensor]:
     """Cuts a batch for `count` optimizer steps: loss_mask (B,) -> `count` disjoint parts of it.
 
-    Groups stay whole and in order. Groups without a row in the loss do not count, so that each step
-    gets the same number of the others, give or take one.
+    Groups stay whole and in order. Groups without a row in the loss are not counted, so every step
+    gets the same number of the others, give or take one. With fewer of them than `count`, some
+    parts are empty, and the learner makes no step of these.
     """
     groups = mask.view(-1, group_size).any(dim=1)                           # (P,)
-    part = (groups.cumsum(0) - 1) * count // groups.sum().clamp(min=1)      # (P,): 0..count - 1
+    # (P,): which part a group belongs to, 0..count - 1. Groups without a row in the loss get the
+    # part of the group before them, or -1 at the beginning; `mask` keeps their rows out either way.
+    part = (groups.cumsum(0) - 1) * count // groups.sum().clamp(min=1)
     return [mask & (part == u).repeat_interleave(group_size) for u in range(count)]
 
 
 def token_weights(lengths: Tensor, mask: Tensor, loss: Loss, max_new_tokens: int) -> Tensor:
-    """What one token of each row counts for in the loss: (B,) fp32, 0 for rows outside the mask.
+    """How much one token of each row counts in the loss: (B,) fp32, 0 for rows outside the mask.
 
-    lengths (B,) in tokens and mask (B,) bool are those of the whole optimizer step, all ranks
-    together: its loss is divided once, here.
+    lengths (B,) in tokens and mask (B,) bool belong to the whole optimizer step, all ranks
+    together, because this is the only place where its loss is divided by anything.
     """
     assert (lengths[mask] > 0).all(), "a row has no tokens; even '' has its end token"
-    rows = mask.sum().clamp(min=1)               # at least 1: without any row all weights are 0,
-    tokens = lengths[mask].sum().clamp(min=1)    # not 0 / 0
+    # At least 1, so that a step without any row has weights of 0 and not of 0 / 0.
+    rows = mask.sum().clamp(min=1)
+    tokens = lengths[mask].sum().clamp(min=1)
     divisor = loss.divisor(rows, tokens, lengths, max_new_tokens)
     return torch.where(mask, 1.0 / divisor.float(), 0.0)
 
@@ -190,7 +242,7 @@ class LogProbs(NamedTuple):
     policy: Tensor                               # differentiable
     sampler: Tensor
     proximal: Tensor
-    reference: Tensor | None = None              # the base without adapter, for kl_beta
+    reference: Tensor | None = None              # the base without its adapter, for the KL term
 
 
 def k3(log_ratio: Tensor) -> Tensor:
@@ -199,101 +251,116 @@ def k3(log_ratio: Tensor) -> Tensor:
     Schulman's k3 (joschu.net/blog/kl-approx.html). As a loss with p = policy and q = reference, its
     gradient pulls the policy towards the reference; the gradient of the plainer k1 = -log_ratio
     would be zero on average.
+
+    The loss's KL term takes the tokens as samples of the policy. They are the noisy sampler's, and
+    no correction is applied to this term, so there it is an approximation.
     """
     log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return log_ratio.exp() - 1 - log_ratio
 
 
-def importance(log_w: Tensor, loss: Loss) -> Tensor:
-    """log(proximal / sampler) (T,) -> w (T,), the factor that loss.correction makes of it."""
+def correction_factors(log_ratio: Tensor, loss: Loss) -> Tensor:
+    """What a token's part of the loss is multiplied by because the sampler drew it: (T,) -> (T,).
+
+    log_ratio is log(proximal / sampler). loss.correction says what becomes of it.
+    """
     if loss.correction != "truncate":
-        return torch.ones_like(log_w)
-    return log_w.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=IMPORTANCE_CAP)
+        return torch.ones_like(log_ratio)
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=CORRECTION_CAP)
 
 
-def policy_loss(logprobs: LogProbs, advantages: Tensor, row: Tensor, weights: Tensor,
+def policy_loss(logprobs: LogProbs, advantages: Tensor, row_of_token: Tensor, weights: Tensor,
                 loss: Loss) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of one micro-batch, differentiable in logprobs.policy, and sums for summarize().
 
-    The micro-batch has whole rows: advantages and weights (b,) are theirs, row (T,) int64 says
-    which of them a token belongs to. Losses and sums of several micro-batches add up (add_sums).
+    The micro-batch has b whole rows: advantages and weights (b,) are theirs, and row_of_token (T,)
+    int64 says which of them a token belongs to. The losses of several micro-batches add up to that
+    of the step, and so do their sums (add_sums).
     """
-    assert loss.correction in CORRECTIONS, f"{loss.correction!r} is not one of {CORRECTIONS}"
     policy, sampler, proximal, reference = logprobs
-    assert reference is not None or loss.kl_beta == 0, f"{loss.kl_beta=} needs a reference"
-    assert all(t is None or t.shape == row.shape for t in logprobs), [row.shape, *logprobs]
+    shapes = [tuple(t.shape) for t in (row_of_token, *logprobs) if t is not None]
+    assert len(set(shapes)) == 1, f"row_of_token and log-probs have the shapes {shapes}"
+    assert reference is not None or not loss.needs_reference, f"{loss.kl_beta=} needs a reference"
     assert policy.dtype in (torch.float32, torch.float64), \
         f"{policy.dtype}: differences of log-probs need fp32"
-    fixed = policy.detach()                      # the policy's log-probs as plain numbers
-    sums = mismatch_sums(fixed - sampler)
+    policy_detached = policy.detach()            # its log-probs as plain numbers
+    sums = mismatch_sums(policy_detached - sampler)
     if loss.correction == "ppo":
         proximal = sampler
 
     # 1) The two ratios, as plain numbers: no gradient flows through either.
-    log_rho = fixed - proximal                                              # (T,)
-    log_w = proximal - sampler                                              # (T,)
+    log_rho = policy_detached - proximal                                    # (T,)
+    log_correction = proximal - sampler                                     # (T,)
     if loss.sequence_level:
-        log_rho = row_means(log_rho, row, len(weights))
-        log_w = row_means(log_w, row, len(weights))
+        log_rho = row_means(log_rho, row_of_token, len(weights))
+        log_correction = row_means(log_correction, row_of_token, len(weights))
     rho = log_rho.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    w = importance(log_w, loss)                                             # (T,)
-    # w is positive, so it can go into the advantage before min() and clip as well as after them.
-    advantage = advantages[row] * w                                         # (T,)
+    correction = correction_factors(log_correction, loss)                   # (T,)
+    # The correction is positive, so it may be multiplied into the advantage before min() and clip
+    # as well as after them.
+    weighted_advantage = advantages[row_of_token] * correction              # (T,)
 
-    # 2) The clip. Of min(rho * advantage, clip(rho) * advantage) the second is the smaller one
-    # where the policy has gone far enough the way that the advantage asks for: it already gives a
-    # good token more than 1 + clip_high times its proximal probability, or a bad one less than
-    # 1 - clip_low times. The second has no gradient: such a token is left alone.
-    clip_low = (advantage < 0) & (rho < 1 - loss.clip_low)
-    clip_high = (advantage > 0) & (rho > 1 + loss.clip_high)
+    # 2) The clip. Where does min(rho * advantage, clip(rho) * advantage) take its second term,
+    # which is constant, so that the token gets no gradient? Where the policy has already gone far
+    # enough in the direction that the advantage asks for:
+    #
+    #                         rho < 1 - clip_low    in between    rho > 1 + clip_high
+    #     advantage > 0       gradient              gradient      clipped: likely enough
+    #     advantage < 0       clipped: rare enough  gradient      gradient
+    #
+    # In the two other corners the policy has gone the wrong way, and the gradient pulls it back.
+    is_clipped_low = (weighted_advantage < 0) & (rho < 1 - loss.clip_low)
+    is_clipped_high = (weighted_advantage > 0) & (rho > 1 + loss.clip_high)
 
-    # 3) Why multiply by (policy - fixed).exp()? Its value is exp(0) = 1, and its gradient is that
-    # of `policy`, dlogp. So the surrogate's value is advantage * rho, and its gradient is
-    # advantage * rho * dlogp: just what d(advantage * rho) is for the ratio of one token, though
-    # rho here is a plain number. It holds for the ratio of a whole row too (GSPO-token,
-    # 2507.18071, section 4.3): there d(advantage * rho) is the sum over the row's tokens of
-    # advantage * rho / length * dlogp, and the 1 / length is in their weights.
-    surrogate = advantage * rho * (policy - fixed).exp()
-    clipped = advantage * rho.clamp(1 - loss.clip_low, 1 + loss.clip_high)  # no gradient
-    per_token = -torch.where(clip_low | clip_high, clipped, surrogate)
-    sums["clip_low"] = clip_low.sum().double()
-    sums["clip_high"] = clip_high.sum().double()
+    # 3) The surrogate. (policy - policy_detached).exp() has the value exp(0) = 1 and the gradient
+    # d log p. So the surrogate's value is advantage * rho and its gradient advantage * rho *
+    # d log p. That is PPO's gradient, because d rho = rho * d log p, although rho is detached here.
+    # For GSPO, rho belongs to a whole row, and d rho is rho times the mean of d log p over the
+    # row's tokens. The same line gives it, because 1 / length is in the weights and the last line
+    # adds up the tokens (2507.18071, section 4.3, which calls this GSPO-token).
+    surrogate = weighted_advantage * rho * (policy - policy_detached).exp()
+    constant = weighted_advantage * rho.clamp(1 - loss.clip_low, 1 + loss.clip_high)
+    per_token = -torch.where(is_clipped_low | is_clipped_high, constant, surrogate)
+    sums["clip_low"] = is_clipped_low.sum().double()
+    sums["clip_high"] = is_clipped_high.sum().double()
     if reference is not None:
         kl = k3(reference - policy)
         per_token = per_token + loss.kl_beta * kl
         sums["kl"] = kl.detach().sum().double()
-    return (weights[row] * per_token).sum(), sums
+    return (weights[row_of_token] * per_token).sum(), sums
 
 
-def row_means(values: Tensor, row: Tensor, rows: int) -> Tensor:
+def row_means(values: Tensor, row_of_token: Tensor, rows: int) -> Tensor:
     """values (T,) -> (T,): every token gets the mean over the tokens of its row."""
-    total = torch.zeros(rows, dtype=values.dtype, device=values.device).index_add(0, row, values)
-    return (total / row.bincount(minlength=rows).clamp(min=1))[row]
+    total = torch.zeros(rows, dtype=values.dtype, device=values.device)
+    total = total.index_add(0, row_of_token, values)
+    return (total / row_of_token.bincount(minlength=rows).clamp(min=1))[row_of_token]
 
 
 # -----------------------------------------------------------------------------
 # Metrics: sums over the trained tokens of a step, then means
 
 def mismatch_sums(d: Tensor) -> dict[str, Tensor]:
-    """How far the learner is from the sampler: d (T,), log-prob now - the sampler's -> sums.
+    """How far the learner is from the sampler: d (T,) = log policy - log sampler -> sums.
 
-    Each is a sum over the tokens, ratio_max their maximum. They are float64, so that counts stay
-    exact however many are added. exp(d) = policy / sampler = rho * w (with w before its bound):
-    neither of the loss's two ratios alone.
+    Each is a sum over the tokens, but for ratio_max, which is the largest ratio. They are float64,
+    so that counts stay exact however many are added. The ratio here, exp(d) = policy / sampler, is
+    the product of a token's policy / proximal and proximal / sampler, before any cap. So it is
+    neither of the loss's two ratios alone, but for correction "ppo", where rho is policy / sampler.
     """
     d = d.double()
     ratio = d.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    per_token = {
+    statistics = {
         "tokens": torch.ones_like(d),
         "mismatch_abs": d.abs(),
         "mismatch_within": d.abs() <= 0.01,
         "mismatch_k3": k3(d),                    # an estimate of KL(sampler || learner)
         "ratio_outside": (ratio < 0.9) | (ratio > 1.1),
-        "ratio_max": torch.cat([ratio, ratio.new_zeros(1)]).amax(),
-        "ratio": ratio,                          # these two become the effective sample size
+        "ratio_max": torch.cat([ratio, ratio.new_zeros(1)]).amax(),          # 0 without tokens
+        "ratio": ratio,                          # summarize() makes ess of these two
         "ratio_squared": ratio.square(),
     }
-    return {name: values.double().sum() for name, values in per_token.items()}
+    return {name: values.double().sum() for name, values in statistics.items()}
 
 
 def add_sums(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -307,9 +374,9 @@ def add_sums(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
 def summarize(sums: dict[str, Tensor]) -> dict[str, float]:
     """The sums of a whole update -> means over its tokens, for the log; {} if it trained no row.
 
-    ess = (sum r)^2 / (T * sum r^2), the effective sample size as a share of T: 1 where sampler and
-    learner agree. At the first update of a rollout these numbers measure the sampler's noise and
-    rounding; at later ones the policy has moved as well.
+    ess = (sum of ratio)^2 / (T * sum of ratio^2) is the effective sample size as a share of the T
+    tokens: 1 where sampler and learner agree. At the first update of a training step these numbers
+    measure the sampler's noise and rounding; at later ones the policy has moved as well.
     """
     if not sums or sums["tokens"] == 0:
         return {}

@@ -1,18 +1,20 @@
 """
-The learner: turns a rollout and its advantages into optimizer steps on the adapter.
+The learner: turns sampled answers and their advantages into optimizer steps on the adapter.
 
     learner = Learner(model, loss)
-    batch = Batch(rollouts, advantages)          # one for each rollout
+    batch = Batch(rollouts, advantages)          # one for each training step
     update = learner.update(batch, weights, lr)  # one or more for each batch
 
 An update cuts the batch's rows into micro-batches that fit in memory and adds up their gradients in
 adapter.master.grad, over micro-batches and ranks. Then it clips the gradient, takes an AdamW step
 and rewrites the adapter's working copies.
 
-float16. Its smallest number is 6e-8, and the gradients of activations are often smaller. So the
-backward pass runs on loss_scale * loss, and the gradient is divided by loss_scale in fp32, exactly,
-because the scale is a power of two. A scale that is too large shows as a gradient that is infinite
-or NaN: that update is skipped and the scale halved. After GOOD_UPDATES finite ones it is doubled.
+With float16 the learner scales the loss. The smallest number that float16 can hold is 6e-8, and the
+gradients of activations are often smaller, so they would become 0. The backward pass therefore runs
+on loss_scale * loss, and the gradient is divided by loss_scale afterwards, in fp32 and without
+rounding, because the scale is a power of two. A scale that is too large makes the gradient infinite
+or NaN: then this update is skipped and the scale is halved. After DOUBLE_SCALE_AFTER finite updates
+in a row it is doubled.
 
 Not here: the loss (grpo.py), forward and backward of the model (model.py, ops.py).
 """
@@ -34,82 +36,103 @@ from model import Qwen2
 from sampler import Rollouts
 
 FIRST_LOSS_SCALE = 2.0**14
-GOOD_UPDATES = 500
-MICRO_BATCHES_PER_RANK = 4                       # at least about so many, where there are ranks
+DOUBLE_SCALE_AFTER = 500
+# With several ranks, micro_batches() cuts a step into pieces so small that each rank gets about
+# this many of them or more.
+MICRO_BATCHES_PER_RANK = 4
 
 
 @dataclass
 class Batch:
-    """One rollout as the learner sees it: made once, and given to every update on that rollout.
+    """The answers of one training step as the learner sees them: made once, and given to every
+    update on these answers.
 
-    advantages (B,) fp32, of the rollout's rows. proximal holds the proximal policy (grpo.py): for
-    each row that was trained on so far, the learner's log-probs (t,) at its first pass over it.
+    advantages (B,) fp32 are those of the rows. proximal holds the proximal policy (grpo.py): for
+    each row that this rank has trained on, the log-probs of its tokens at the learner's first pass
+    over it. seen holds the rows that any rank has trained on in an earlier update.
     """
     rollouts: Rollouts
     advantages: Tensor
     proximal: dict[int, Tensor] = field(default_factory=dict)
+    seen: set[int] = field(default_factory=set)
 
 
 class Update(NamedTuple):
-    """What an optimizer step did."""
+    """What an optimizer step did.
+
+    A step that was skipped also has the sums and the norm that were computed for it, which may be
+    infinite or NaN: the log shows them as they are.
+    """
     sums: dict[str, Tensor]                      # over the trained tokens, for grpo.summarize
     grad_norm: float                             # before clipping
     lr: float
-    failure: str = ""                            # why the step was skipped
+    failure: str = ""                            # why the step was skipped; "" if it was not
 
 
 class AdamW:
     """The optimizer of an adapter: AdamW (1711.05101) on its one flat vector of parameters.
 
-    To try another optimizer, write a class with these four methods and use it in Learner:
-    checkpoints, resumed runs and memory.py's plan follow from state_bytes() and tensors().
+    To try another optimizer, write a class with these four methods and put it into
+    Learner.OPTIMIZER: checkpoints, resumed runs and the memory plan of fast/memory.py follow from
+    state_bytes() and tensors().
     """
     MOMENTS = "exp_avg", "exp_avg_sq"            # as torch.optim names them
-    BETAS = 0.9, 0.99                            # as NVlabs/QeRL
-    EPS = 1e-10                                  # dL/dA is 1e-8 to 1e-6 while B is still small
+    BETAS = 0.9, 0.99                            # as in the paper's release (NVlabs/QeRL)
+    # torch's 1e-8 would damp the updates of LoRA's matrix A: while B is still small, the gradient
+    # of A is only 1e-8 to 1e-6.
+    EPS = 1e-10
 
     def __init__(self, adapter: Adapter, weight_decay: float = 0.0):
         master = adapter.master
         self.adapter = adapter
         self.weight_decay = weight_decay
-        self.moments = {"step": torch.zeros((), device=master.device)}
-        self.moments |= {name: torch.zeros_like(master.data) for name in self.MOMENTS}
+        self.state = {"step": torch.zeros((), device=master.device)}
+        self.state |= {name: torch.zeros_like(master.data) for name in self.MOMENTS}
 
     @classmethod
     def state_bytes(cls, adapter: Adapter) -> int:
-        """How much memory this optimizer adds to an adapter and its gradient."""
+        """How many bytes this optimizer keeps beside an adapter and its gradient."""
         return len(cls.MOMENTS) * adapter.master.nbytes
 
     def tensors(self) -> dict[str, Tensor]:
         """The optimizer's state by name, as checkpoints hold it; step() changes it in place."""
-        return self.moments
+        return self.state
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """Moves adapter.master along adapter.master.grad, in place; sync() is the caller's."""
+        """One AdamW step on adapter.master, in place, with the gradient in adapter.master.grad.
+
+        The caller must then call adapter.sync(), which rewrites the adapter's working copies.
+        """
         adapter = self.adapter
-        decayed = adapter.master.data[:adapter.norm_start]       # A and B; norms belong near 1
+        # Weight decay pulls A and B towards 0. Norms, if they are trained at all (--train-norms),
+        # belong near 1 and do not decay; they lie behind A and B in the vector.
+        decayed = adapter.master.data[:adapter.norm_start]
         decayed *= 1 - lr * self.weight_decay
-        m = self.moments
-        m["step"] += 1
+        state = self.state
+        state["step"] += 1
         # One kernel for the whole vector: what torch.optim.AdamW(fused=True) calls. That class is
         # not used because it imports torch's compiler, which takes 0.8 s and more at every start.
         # This function is private. torch 2.11 to 2.13 have it with these arguments, and
         # test_learner.py compares it with the class and with the formula in float64.
         torch._fused_adamw_(
-            [adapter.master], [adapter.master.grad], [m["exp_avg"]], [m["exp_avg_sq"]],
-            [], [m["step"]], lr=lr, beta1=self.BETAS[0], beta2=self.BETAS[1],
+            [adapter.master], [adapter.master.grad], [state["exp_avg"]], [state["exp_avg_sq"]],
+            [], [state["step"]], lr=lr, beta1=self.BETAS[0], beta2=self.BETAS[1],
             weight_decay=0.0, eps=self.EPS, amsgrad=False, maximize=False)
 
 
 class Learner:
     """Trains a model's adapter; holds all that changes from one update to the next.
 
-    temperature is that of sampling: the log-probs of both must be of the same distribution.
-    micro_batch_tokens and kept_layers (how many layers keep their activations for the backward
-    pass, the others compute them again) may be set to what the memory allows. skipped counts the
-    updates so far whose gradient was not finite.
+    temperature is the one that the answers are sampled with. The learner divides its logits by it
+    too, so that the log-probs of both belong to the same distribution.
+
+    Two attributes may be set to what the memory allows: micro_batch_tokens, and kept_layers, the
+    number of layers without activation checkpointing (these keep their activations for the backward
+    pass, the others compute them again). skipped counts the updates so far whose loss or gradient
+    was not finite.
     """
+    OPTIMIZER = AdamW
 
     def __init__(self, model: Qwen2, loss: grpo.Loss, temperature: float = 1.0,
                  max_grad_norm: float = 0.2, weight_decay: float = 0.0):
@@ -118,19 +141,20 @@ class Learner:
         self.loss = loss
         self.temperature = temperature
         self.max_grad_norm = max_grad_norm
-        self.optimizer = AdamW(self.adapter, weight_decay)
+        self.optimizer = self.OPTIMIZER(self.adapter, weight_decay)
         self.micro_batch_tokens = 8192
         self.kept_layers = 0
         self.skipped = 0
-        self.good_updates = 0                    # with float16: finite ones in a row, see the top
+        self.finite_updates_in_a_row = 0         # counted with float16 alone, see the top
         self.loss_scale = FIRST_LOSS_SCALE if model.dtype == torch.float16 else 1.0
 
-    @staticmethod
-    def state_bytes(adapter: Adapter) -> int:
-        """How much memory an adapter takes in training: fp32 parameters and their gradient, the
-        copies in the model's dtype that are computed with, the optimizer's state.
+    @classmethod
+    def state_bytes(cls, adapter: Adapter) -> int:
+        """How many bytes an adapter takes in training: the fp32 parameters and their gradient, the
+        working copies in the model's dtype that are computed with, and the optimizer's state.
         """
-        return 2 * adapter.master.nbytes + adapter.working.nbytes + AdamW.state_bytes(adapter)
+        optimizer = cls.OPTIMIZER.state_bytes(adapter)
+        return 2 * adapter.master.nbytes + adapter.working.nbytes + optimizer
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint must hold, by name; update() changes it in place."""
@@ -138,17 +162,22 @@ class Learner:
 
     def counters(self) -> dict[str, float]:
         """The numbers that a checkpoint must hold beside tensors()."""
-        scale = {"loss_scale": self.loss_scale, "good_updates": self.good_updates}
-        return {"skipped": self.skipped} | (scale if self.model.dtype == torch.float16 else {})
+        counters = {"skipped": self.skipped}
+        if self.model.dtype == torch.float16:
+            counters |= {"loss_scale": self.loss_scale,
+                         "finite_updates_in_a_row": self.finite_updates_in_a_row}
+        return counters
 
     def metrics(self) -> dict[str, float]:
         """The counters that a run logs."""
-        return {name: n for name, n in self.counters().items() if name != "good_updates"}
+        counters = self.counters()
+        counters.pop("finite_updates_in_a_row", None)
+        return counters
 
     def restore(self, counters: dict) -> None:
         """Goes on from a checkpoint whose tensors have been written into tensors() already.
 
-        counters: the checkpoint's, which may hold other numbers too; {} for a new run.
+        counters are the checkpoint's, among which may be numbers of others; {} for a new run.
         """
         for name in self.counters().keys() & counters.keys():
             setattr(self, name, counters[name])
@@ -160,12 +189,13 @@ class Learner:
         Every rank holds the whole batch, the B rows of all ranks, and weights (B,) fp32 as
         grpo.token_weights gives them; each computes its share. A loss or gradient that is infinite
         or NaN skips the step, on every rank alike, because all see the same sums. Where nothing can
-        be learned (all advantages 0) there is no step either, and no momentum acts.
+        be learned (all advantages are 0) there is no step either: with a gradient of 0, AdamW's
+        momentum would still move the adapter.
         """
         adapter = self.adapter
         adapter.master.grad.zero_()
-        parts = gather([self.gradient(batch, weights, RANK, WORLD)])
-        parts = [sums for sums in parts if sums]
+        mine = self.accumulate_gradient(batch, weights, RANK, WORLD)
+        parts = [sums for sums in gather([mine]) if sums]
         if not parts:
             return Update({}, 0.0, lr)
         sums = functools.reduce(grpo.add_sums, parts)
@@ -185,28 +215,33 @@ class Learner:
         adapter.sync()
         return Update(sums, grad_norm, lr)
 
-    def gradient(self, batch: Batch, weights: Tensor, rank: int, ranks: int) -> dict[str, Tensor]:
+    def accumulate_gradient(self, batch: Batch, weights: Tensor, rank: int,
+                            ranks: int) -> dict[str, Tensor]:
         """Adds one rank's share of the gradient of loss_scale * loss to adapter.master.grad.
 
-        Returns the sums over the tokens that it trained on, on the CPU; {} if it has none.
+        Returns the sums over the tokens that this rank trained on, on the CPU; {} if it has none.
         """
-        # Rows of advantage 0 have no gradient (but for a KL term): they are left out, and cost
-        # nothing but their place in the divisor, which is in the weights already.
-        teaches = (batch.advantages != 0) | (self.loss.kl_beta > 0)
+        # A row of advantage 0 has no gradient, unless the loss has a KL term, so it is not
+        # computed. It still counts in the divisor of the loss, which is in the weights already.
+        teaches = (batch.advantages != 0) | self.loss.needs_reference
         trained = torch.nonzero((weights > 0) & teaches)[:, 0].tolist()
         prompts = [batch.rollouts.prompts[b] for b in trained]
         completions = [batch.rollouts.completions[b] for b in trained]
-        sums = {}
-        # Cut from the whole step, then dealt to the ranks. If each rank cut its own rows, bf16
-        # rounding would depend on the number of GPUs (0.8 % of a 7B's gradient).
+        total = {}
+        # The rows of the whole step are cut into micro-batches, and these are dealt to the ranks.
+        # If each rank cut rows of its own, the cuts would depend on the number of GPUs, and bf16
+        # rounds differently in another micro-batch: a 7B's gradient differed by 0.8 %. That is
+        # avoided as long as the budget of a micro-batch is the same. micro_batches() lowers it when
+        # there are many ranks for a small step, and then the cuts do depend on their number.
         for part in micro_batches(prompts, completions, self.micro_batch_tokens, ranks, rank):
-            loss, more = self._micro_batch(batch, [trained[i] for i in part], weights)
+            loss, sums = self._micro_batch(batch, [trained[i] for i in part], weights)
             (loss * self.loss_scale).backward()
-            sums = grpo.add_sums(sums, more)
-        return {name: value.cpu() for name, value in sums.items()}
+            total = grpo.add_sums(total, sums)
+        batch.seen.update(trained)
+        return {name: value.cpu() for name, value in total.items()}
 
     def _micro_batch(self, batch, rows, weights):
-        """The given rows of a batch -> their loss, differentiable, and their sums."""
+        """-> the loss of the given rows of a batch, differentiable, and their sums."""
         model = self.model
         device = model.device
         rollouts = batch.rollouts
@@ -215,31 +250,36 @@ class Learner:
         lengths = [len(rollouts.completions[b]) for b in rows]
         policy, entropy = model.token_logprobs(tokens, starts, self.temperature, self.kept_layers)
         reference = None
-        if self.loss.kl_beta:
+        if self.loss.needs_reference:
             with torch.no_grad(), self.adapter.off():
                 reference, _ = model.token_logprobs(tokens, starts, self.temperature)
         sampler = torch.cat([rollouts.logprobs[b] for b in rows]).to(device)
-        # At a row's first pass its proximal policy is this very pass, so rho is exactly 1; later
-        # passes find what the first one left.
-        proximal = [batch.proximal.setdefault(b, part)
-                    for b, part in zip(rows, policy.detach().split(lengths))]
-        row = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths)).to(device)
-        logprobs = grpo.LogProbs(policy, sampler, torch.cat(proximal), reference)
-        loss, sums = grpo.policy_loss(logprobs, batch.advantages[rows].to(device), row,
+        # In a row's first pass the proximal policy is the policy itself. Later passes use what the
+        # first one has kept. It is kept on this rank alone, so a row must come to the same rank in
+        # every pass over the batch. It does, because --epochs repeats the same updates, and the
+        # same rows are dealt to the ranks in the same way.
+        for b, logprobs in zip(rows, policy.detach().split(lengths)):
+            if b not in batch.proximal:
+                assert b not in batch.seen, f"row {b}: its proximal policy is on another rank"
+                batch.proximal[b] = logprobs
+        proximal = torch.cat([batch.proximal[b] for b in rows])
+        row_of_token = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths)).to(device)
+        loss, sums = grpo.policy_loss(grpo.LogProbs(policy, sampler, proximal, reference),
+                                      batch.advantages[rows].to(device), row_of_token,
                                       weights[rows].to(device), self.loss)
-        sums["entropy"] = entropy.sum().double()
+        sums["entropy"] = entropy.sum().double()                 # token_logprobs has detached it
         sums["loss"] = loss.detach().double()
         return loss, sums
 
     def _next_loss_scale(self, finite):
         if not finite:
             self.loss_scale = max(self.loss_scale / 2, 1.0)
-            self.good_updates = 0
+            self.finite_updates_in_a_row = 0
             return
-        self.good_updates += 1
-        if self.good_updates == GOOD_UPDATES:
+        self.finite_updates_in_a_row += 1
+        if self.finite_updates_in_a_row == DOUBLE_SCALE_AFTER:
             self.loss_scale *= 2
-            self.good_updates = 0
+            self.finite_updates_in_a_row = 0
 
 
 # -----------------------------------------------------------------------------
@@ -247,35 +287,42 @@ class Learner:
 
 def micro_batches(prompts: Sequence, completions: Sequence, token_budget: int,
                   ranks: int = 1, rank: int = 0) -> list[list[int]]:
-    """Which rows one rank computes together: lists of row indices of at most token_budget tokens.
+    """Which rows one rank computes together: a list of micro-batches, each a list of row indices.
 
-    prompts and completions are lists of token ids, B each; the rows of a group stand next to each
-    other, and the learner then computes their prompt once, so that it counts once. Three packings
-    follow one another. Here with a budget of 10 tokens, the prompts a (2 tokens) and b (1), and
-    answers of 3, 3, 6 and 1 tokens:
+    prompts and completions are lists of token ids, B each. The rows of a group stand next to each
+    other, and the learner computes the prompt of neighbours once, so it counts once for them. A
+    micro-batch has at most token_budget tokens, but for a single longer row, which stands alone.
 
-        rows          0: a 3    1: a 3    2: a 6    3: b 1
+    Three packings follow one another. Here with a budget of 10 tokens and four rows, of which the
+    first three answer the prompt a (2 tokens) and the last one the prompt b (1 token):
 
-        1) pieces     [a  3  3] = 8       [a  6] = 8       [b  1] = 2
-                      rows of one prompt; a group beyond the budget is cut, its prompt counts again
+        row               0        1        2        3
+        prompt, answer    a + 3    a + 3    a + 6    b + 1   tokens
 
-        2) micro-     [a  3  3 | b  1] = 10                [a  6] = 8
-           batches    first fit, longest piece first
+        1) pieces         [a + 3 + 3] = 8        [a + 6] = 8        [b + 1] = 2
+                          rows of one prompt; a group that exceeds the budget is cut, and then its
+                          prompt counts in each piece
 
-        3) ranks      rank 0: [0, 1, 3]                    rank 1: [2]
-                      largest first, each to the rank that has least so far
+        2) micro-batches  [a + 3 + 3, b + 1] = 10                   [a + 6] = 8
+                          the longest piece first, each into the first micro-batch that it fits in
 
-    A row beyond the budget stands alone. The longest come first, so what does not fit in memory
-    fails at once and not after an hour. A few large micro-batches cannot be dealt out evenly, so
-    for several ranks the budget shrinks first, until there are about MICRO_BATCHES_PER_RANK for
-    each (the drawing leaves that out). Dealt in turns, one rank would still have 10 % too much.
+        3) ranks          rank 0: rows [0, 1, 3]                    rank 1: rows [2]
+                          the largest micro-batch first, each to the rank with the fewest tokens
+
+    The largest come first also within a rank, so a run that does not fit in memory fails at once
+    and not after an hour.
+
+    A few large micro-batches cannot be dealt out evenly. So with several ranks the budget is
+    lowered first, until there are about MICRO_BATCHES_PER_RANK for each (the drawing leaves that
+    out). In simulated steps of 128 answers on 8 ranks the busiest rank had 3 to 10 % more tokens
+    than the mean; with micro-batches dealt in turns it had 14 to 25 % more.
     """
     assert token_budget > 0, token_budget
     if ranks > 1:
         tokens = sum(map(len, completions)) + sum(len(prompt) for prompt, _ in groupby(prompts))
         token_budget = min(token_budget, tokens // (MICRO_BATCHES_PER_RANK * ranks) + 1)
 
-    # 1) Pieces: [tokens, rows], as in all three.
+    # 1) Pieces, [tokens, rows] each.
     pieces = []
     for _, group in groupby(range(len(prompts)), prompts.__getitem__):
         piece = None
@@ -286,7 +333,7 @@ def micro_batches(prompts: Sequence, completions: Sequence, token_budget: int,
             piece[0] += len(completions[b])
             piece[1].append(b)
 
-    # 2) Micro-batches: each piece goes to the first one that has space for it, or opens a new one.
+    # 2) Micro-batches, [tokens, rows] each. A piece that fits in none of them opens a new one.
     packed = []
     for tokens, rows in sorted(pieces, key=itemgetter(0), reverse=True):
         micro_batch = next((m for m in packed if m[0] + tokens <= token_budget), None)
@@ -296,7 +343,7 @@ def micro_batches(prompts: Sequence, completions: Sequence, token_budget: int,
         micro_batch[0] += tokens
         micro_batch[1] += rows
 
-    # 3) Ranks: [tokens, micro-batches] each. Every rank computes all of this and takes its own.
+    # 3) Ranks, [tokens, micro-batches] each. Every rank computes all shares and takes its own.
     shares = [[0, []] for _ in range(ranks)]
     for tokens, rows in sorted(packed, key=itemgetter(0), reverse=True):
         least = min(shares, key=itemgetter(0))

@@ -23,14 +23,14 @@ def loss_of(name, **changes):
     return dataclasses.replace(LOSSES[name], **changes)
 
 
-def one_token(ratio, advantage, w=1.0, loss="dapo", dtype=torch.float64, ref_logprobs=None, **changes):
+def one_token(rho, advantage, gap=1.0, loss="dapo", dtype=torch.float64, ref_logprobs=None, **changes):
     """The loss of one token of weight 1, its derivative by the token's log-prob, and the sums.
 
-    ratio is policy / proximal, w is proximal / sampler.
+    rho is policy / proximal, gap is proximal / sampler.
     """
-    logprobs = torch.tensor([math.log(ratio) - 1], dtype=dtype, requires_grad=True)
+    logprobs = torch.tensor([math.log(rho) - 1], dtype=dtype, requires_grad=True)
     proximal, advantages = torch.tensor([-1.0], dtype=dtype), torch.tensor([advantage], dtype=dtype)
-    value, sums = policy_loss(LogProbs(logprobs, proximal - math.log(w), proximal, ref_logprobs), advantages,
+    value, sums = policy_loss(LogProbs(logprobs, proximal - math.log(gap), proximal, ref_logprobs), advantages,
                               torch.zeros(1, dtype=torch.int64), torch.ones(1), loss_of(loss, **changes))
     value.backward()
     return value.item(), logprobs.grad.item(), sums
@@ -44,8 +44,8 @@ class Toy:
     def __init__(self, B=16, V=11, D=5, seed=0):
         g = torch.Generator().manual_seed(seed)
         self.lengths = torch.randint(1, 9, (B,), generator=g)
-        self.row = torch.arange(B).repeat_interleave(self.lengths)        # (T,)
-        T = len(self.row)
+        self.row_of_token = torch.arange(B).repeat_interleave(self.lengths)                 # (T,)
+        T = len(self.row_of_token)
         self.x = torch.randn(T, D, generator=g, dtype=torch.float64)
         self.tokens = torch.randint(0, V, (T,), generator=g)
         self.W = torch.randn(V, D, generator=g, dtype=torch.float64, requires_grad=True)
@@ -63,9 +63,9 @@ class Toy:
         weights = token_weights(self.lengths, self.mask, loss, max_new_tokens=10)
         self.W.grad = None
         for rows in batches:
-            t = torch.cat([(self.row == b).nonzero()[:, 0] for b in rows])
+            t = torch.cat([(self.row_of_token == b).nonzero()[:, 0] for b in rows])
             logprobs = LogProbs(self.logprobs()[t], self.old[t], self.proximal[t], None if ref is None else ref[t])
-            value, sums = policy_loss(logprobs, self.advantages, self.row[t], weights, loss)
+            value, sums = policy_loss(logprobs, self.advantages, self.row_of_token[t], weights, loss)
             value.backward()
             total = add_sums(total, sums)
         return self.W.grad.clone(), total
@@ -194,9 +194,9 @@ def test_a_new_loss_is_one_more_row_of_the_table():
 
 # -- the loss -----------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("ratio,advantage,want", [
+@pytest.mark.parametrize("rho,advantage,want", [
     (1.00, +1.5, -1.50),       # on policy: -advantage
-    (1.27, +1.0, -1.27),       # inside the clip: -ratio * advantage
+    (1.27, +1.0, -1.27),       # inside the clip: -rho * advantage
     (1.29, +1.0, 0.0),         # above 1.28 and good: the clip binds
     (1.29, -1.0, +1.29),       # above 1.28 and bad: alive
     (0.79, -1.0, 0.0),         # below .8 and bad: the clip binds
@@ -204,37 +204,37 @@ def test_a_new_loss_is_one_more_row_of_the_table():
     (5.00, -1.0, +5.00),       # the same: PPO has no cap
     (5.00, +1.0, 0.0),
 ])
-@pytest.mark.parametrize("w", [1.0, 0.6, 1.9])
-def test_gradient_of_one_token(ratio, advantage, want, w):
-    value, grad, sums = one_token(ratio, advantage, w)
-    assert grad == pytest.approx(w * want, abs=1e-12)
-    objective = w * min(ratio * advantage, min(max(ratio, .8), 1.28) * advantage)
+@pytest.mark.parametrize("gap", [1.0, 0.6, 1.9])
+def test_gradient_of_one_token(rho, advantage, want, gap):
+    value, grad, sums = one_token(rho, advantage, gap)
+    assert grad == pytest.approx(gap * want, abs=1e-12)
+    objective = gap * min(rho * advantage, min(max(rho, .8), 1.28) * advantage)
     assert value == pytest.approx(-objective)
     binds = want == 0
-    assert (sums["clip_low"].item(), sums["clip_high"].item()) == (binds and ratio < 1, binds and ratio > 1)
+    assert (sums["clip_low"].item(), sums["clip_high"].item()) == (binds and rho < 1, binds and rho > 1)
 
 
 @pytest.mark.parametrize("correction,want", [("truncate", [0.3, 1.9, 2.0]), ("off", [1, 1, 1])])
 def test_the_correction_bounds_what_a_token_weighs(correction, want):
     # proximal / sampler is 0.3, 1.9, 5; the policy has not moved, and no token is clipped.
-    for w, weight in zip([0.3, 1.9, 5.0], want):
+    for gap, weight in zip([0.3, 1.9, 5.0], want):
         for advantage in (-1.0, 1.5):
-            value, grad, sums = one_token(1.0, advantage, w, correction=correction)
+            value, grad, sums = one_token(1.0, advantage, gap, correction=correction)
             assert (value, grad) == pytest.approx((-weight * advantage,) * 2)
             assert (sums["clip_low"].item(), sums["clip_high"].item()) == (0, 0)
-            assert sums["ratio_max"] == pytest.approx(w)                  # of learner to sampler, as it is
+            assert sums["ratio_max"] == pytest.approx(gap)                # of learner to sampler, as it is
 
 
 def test_ppo_clips_around_the_sampler_wherever_the_proximal_policy_is():
-    for ratio, w, advantage, want in ((1, 1.29, 1, 0), (1, 1.29, -1, 1.29), (2, 0.6, 1, -1.2), (1, 0.79, -1, 0),
-                                      (1, 5, -1, 5)):
-        assert one_token(ratio, advantage, w, correction="ppo")[1] == pytest.approx(want)
+    for rho, gap, advantage, want in ((1, 1.29, 1, 0), (1, 1.29, -1, 1.29), (2, 0.6, 1, -1.2), (1, 0.79, -1, 0),
+                                    (1, 5, -1, 5)):
+        assert one_token(rho, advantage, gap, correction="ppo")[1] == pytest.approx(want)
 
 
 def test_a_ratio_beyond_fp32_gives_neither_inf_nor_nan():
-    for ratio in (1e-40, 1e40):                                           # fp32 exp overflows at 3e38
-        for correction, w in itertools.product(grpo.CORRECTIONS, (1e-38, 1e38)):
-            value, grad, sums = one_token(ratio, -1.0, w, dtype=torch.float32, correction=correction, kl_beta=0.1,
+    for rho in (1e-40, 1e40):                                             # fp32 exp overflows at 3e38
+        for correction, gap in itertools.product(grpo.CORRECTIONS, (1e-38, 1e38)):
+            value, grad, sums = one_token(rho, -1.0, gap, dtype=torch.float32, correction=correction, kl_beta=0.1,
                                           ref_logprobs=torch.zeros(1))
             assert math.isfinite(value) and math.isfinite(grad)
             assert all(math.isfinite(v) for v in summarize(sums).values())
@@ -243,31 +243,32 @@ def test_a_ratio_beyond_fp32_gives_neither_inf_nor_nan():
 @pytest.mark.parametrize("correction", grpo.CORRECTIONS)
 @pytest.mark.parametrize("loss", ["grpo", "dapo", "dr_grpo"])
 def test_gradient_equals_autograd_of_the_textbook_formula(monkeypatch, loss, correction):
-    # Decoupled PPO (2110.00641) with the weight of TIS, or with none; "ppo" is PPO (1707.06347, Eq. 7).
-    monkeypatch.setattr(grpo, "IMPORTANCE_CAP", 1.2)                      # so that it binds often
+    # Decoupled PPO (2110.00641) with the correction of TIS, or with none; "ppo" is PPO (1707.06347, Eq. 7).
+    monkeypatch.setattr(grpo, "CORRECTION_CAP", 1.2)                      # so that it binds often
     toy = Toy()
     got, _ = toy.gradient(loss, [range(16)], correction=correction)
     proximal = toy.old if correction == "ppo" else toy.proximal
-    ratio, w = (toy.logprobs() - proximal).exp(), (proximal - toy.old).exp()
-    assert ((ratio < .8) | (ratio > 1.28)).sum() > 3                      # the clip has something to do
-    assert correction == "ppo" or 3 < (w > 1.2).sum() < len(w) - 3
-    w = w.clamp(max=1.2) if correction == "truncate" else 1.0
-    advantage, weights = toy.advantages[toy.row], token_weights(toy.lengths, toy.mask, LOSSES[loss], 10)[toy.row]
-    objective = w * torch.minimum(ratio * advantage, ratio.clamp(.8, 1.28) * advantage)
+    rho, gap = (toy.logprobs() - proximal).exp(), (proximal - toy.old).exp()
+    assert ((rho < .8) | (rho > 1.28)).sum() > 3                          # the clip has something to do
+    assert correction == "ppo" or 3 < (gap > 1.2).sum() < len(gap) - 3
+    factor = gap.clamp(max=1.2) if correction == "truncate" else 1.0
+    advantage = toy.advantages[toy.row_of_token]
+    weights = token_weights(toy.lengths, toy.mask, LOSSES[loss], 10)[toy.row_of_token]
+    objective = factor * torch.minimum(rho * advantage, rho.clamp(.8, 1.28) * advantage)
     want, = torch.autograd.grad(-(weights * objective).sum(), toy.W)
     assert torch.allclose(got, want, rtol=1e-10, atol=1e-14)
 
 
 def test_gspo_equals_autograd_of_its_sequence_formula(monkeypatch):
-    monkeypatch.setattr(grpo, "IMPORTANCE_CAP", 1.1)
+    monkeypatch.setattr(grpo, "CORRECTION_CAP", 1.1)
     toy = Toy()
     got, _ = toy.gradient("gspo", [range(16)], clip_low=.05, clip_high=.05)
     logprobs, objective = toy.logprobs(), 0.0
     for b in range(16):                                                   # one row at a time, by the paper's Eq. 5-7
-        mine = toy.row == b
+        mine = toy.row_of_token == b
         s = ((logprobs - toy.proximal)[mine].sum() / mine.sum()).exp()
-        w = ((toy.proximal - toy.old)[mine].sum() / mine.sum()).exp().clamp(max=1.1)
-        advantage = toy.advantages[b].double() * w
+        correction = ((toy.proximal - toy.old)[mine].sum() / mine.sum()).exp().clamp(max=1.1)
+        advantage = toy.advantages[b].double() * correction
         objective = objective + toy.mask[b] * torch.minimum(s * advantage, s.clamp(.95, 1.05) * advantage)
     want, = torch.autograd.grad(-objective / toy.mask.sum(), toy.W)
     assert torch.allclose(got, want, rtol=1e-6, atol=1e-10)               # the weights are fp32
@@ -301,7 +302,7 @@ def test_plain_gradient_equals_the_clipped_ratio_gradient_on_the_first_update():
     toy = Toy()
     toy.old = toy.proximal = toy.logprobs().detach()
     got, _ = toy.gradient("dapo", [range(16)])
-    weights = (token_weights(toy.lengths, toy.mask, LOSSES["dapo"], 10).double() * toy.advantages)[toy.row]
+    weights = (token_weights(toy.lengths, toy.mask, LOSSES["dapo"], 10).double() * toy.advantages)[toy.row_of_token]
     want, = torch.autograd.grad(-(weights * toy.logprobs()).sum(), toy.W)
     assert torch.allclose(got, want, rtol=1e-10, atol=1e-14)
 
@@ -318,7 +319,7 @@ def test_second_update_on_the_same_rollout_meets_the_clip():
     assert second.norm() < 0.5 * first.norm()
 
 
-def test_rows_outside_the_mask_and_groups_of_equal_rewards_add_no_gradient():
+def test_without_a_kl_term_rows_outside_the_mask_and_advantages_of_0_add_no_gradient():
     toy = Toy()
     toy.advantages[:] = 0
     assert not toy.gradient("dapo", [range(16)])[0].any()
@@ -400,3 +401,12 @@ def test_impossible_settings_stop():
         one_token(1.0, 1.0, correction="mask")
     with pytest.raises(AssertionError, match="kl_beta=0.1 needs a reference"):
         one_token(1.0, 1.0, kl_beta=0.1)
+    with pytest.raises(AssertionError, match="kl_beta -0.1 is negative"):
+        loss_of("dapo", kl_beta=-0.1)
+
+
+def test_shapes_that_do_not_fit_stop_and_are_named_without_the_numbers():
+    two, three = torch.zeros(2), torch.zeros(3)
+    with pytest.raises(AssertionError, match=r"have the shapes \[\(2,\), \(2,\), \(3,\), \(2,\)\]"):
+        policy_loss(LogProbs(two, three, two), torch.ones(1), torch.zeros(2, dtype=torch.int64), torch.ones(1),
+                    LOSSES["dapo"])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import grpo
-from learner import FIRST_LOSS_SCALE, GOOD_UPDATES, AdamW, Batch, Learner, micro_batches
+from learner import DOUBLE_SCALE_AFTER, FIRST_LOSS_SCALE, AdamW, Batch, Learner, micro_batches
 from sampler import Rollouts
 from test_lora import adapted
 from tiny_qwen2 import merged, plain_logits
@@ -70,13 +70,13 @@ def plain_gradient(case, tensors, batch, loss):
             logits = plain_logits(case.raw, w, prompt + completion)[len(prompt) - 1:-1] / TEMPERATURE
             return logits.log_softmax(-1)[range(len(completion)), completion]
 
-        now, A, n = logprobs(weights), advantages[b].double(), len(completion)
+        now, advantage, n = logprobs(weights), advantages[b].double(), len(completion)
         proximal = batch.proximal[b].double() if batch.proximal else rollouts.logprobs[b].double()
         moved, gap = now - proximal, proximal - rollouts.logprobs[b].double()
-        ratio, w = ((t.mean().expand(n) if loss.sequence_level else t).exp() for t in (moved, gap))
-        ratios.append(ratio.detach())
-        objective = torch.minimum(ratio * A, ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high) * A)
-        objective = objective * w.clamp(max=grpo.IMPORTANCE_CAP)
+        rho, correction = ((t.mean().expand(n) if loss.sequence_level else t).exp() for t in (moved, gap))
+        ratios.append(rho.detach())
+        clipped = rho.clamp(1 - loss.clip_low, 1 + loss.clip_high)
+        objective = torch.minimum(rho * advantage, clipped * advantage) * correction.clamp(max=grpo.CORRECTION_CAP)
         if loss.kl_beta:
             d = logprobs(reference).detach() - now
             objective = objective - loss.kl_beta * (d.exp() - 1 - d)
@@ -119,9 +119,10 @@ def test_the_gradient_is_that_of_float64_autograd_on_the_whole_batch(tiny, loss,
 
 @pytest.mark.parametrize("loss,changes", [("dapo", {}), ("gspo", dict(clip_low=0.05, clip_high=0.05))])
 def test_the_first_pass_over_a_row_is_the_proximal_policy_of_later_ones(tiny, monkeypatch, loss, changes):
-    # A first update trains the first two groups, a second one all rows. At a row's first pass rho is 1, and its weight
-    # is learner / sampler. At its second pass rho compares two passes of the learner, wherever the sampler is.
-    monkeypatch.setattr(grpo, "IMPORTANCE_CAP", 1.2)                      # so that it binds
+    # A first update trains the first two groups, a second one all rows. At a row's first pass rho is 1, and its
+    # correction is learner / sampler. At its second pass rho compares two passes of the learner, wherever the sampler
+    # is.
+    monkeypatch.setattr(grpo, "CORRECTION_CAP", 1.2)                      # so that it binds
     learner, _, batch, weights = some_step(tiny, loss, **changes)
     rollouts, advantages = batch.rollouts, batch.advantages
     start = learner.adapter.master.data.clone()
@@ -184,13 +185,25 @@ def test_micro_batches_and_kept_layers_do_not_change_the_gradient(tiny, loss):
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_the_gradients_of_all_ranks_add_up_to_that_of_one(tiny, ranks):
     learner, _, batch, weights = some_step(tiny)
-    learner.gradient(batch, weights, 0, 1)
+    learner.accumulate_gradient(batch, weights, 0, 1)
     whole = learner.adapter.master.grad.clone()
     learner.adapter.master.grad.zero_()
-    parts = [learner.gradient(batch, weights, rank, ranks) for rank in range(ranks)]
+    parts = [learner.accumulate_gradient(batch, weights, rank, ranks) for rank in range(ranks)]
     assert (learner.adapter.master.grad - whole).norm() < 1e-5 * whole.norm()            # as with micro-batches
     assert sum(part["tokens"] for part in parts if part) == sum(
         len(c) for b, c in enumerate(batch.rollouts.completions) if weights[b] > 0 and batch.advantages[b] != 0)
+
+
+def test_a_row_whose_first_pass_was_on_another_rank_stops_the_pass(tiny):
+    # Its proximal policy is not here, and the pass would silently take itself for the first.
+    learner, _, batch, weights = some_step(tiny)
+    learner.accumulate_gradient(batch, weights, 0, 2)
+    learner.accumulate_gradient(batch, weights, 0, 2)                     # dealt alike: all of its rows are found
+    mine = set(batch.proximal)
+    assert mine < batch.seen == {b for b in range(16) if weights[b] > 0 and batch.advantages[b] != 0}
+    with pytest.raises(AssertionError, match="its proximal policy is on another rank"):
+        learner.accumulate_gradient(batch, weights, 1, 2)                 # as rank 1, without what rank 1 has kept
+    assert set(batch.proximal) == mine
 
 
 # -----------------------------------------------------------------------------
@@ -256,6 +269,27 @@ def test_state_bytes_is_what_training_an_adapter_holds(tiny, dtype):
     assert sum(t.nbytes for t in held) == Learner.state_bytes(adapter) + 4                  # the count of steps
 
 
+def test_another_optimizer_is_named_at_one_place(tiny):
+    class Descent(AdamW):
+        MOMENTS = ()
+
+        def step(self, lr):
+            self.state["step"] += 1
+            self.adapter.master.data -= lr * self.adapter.master.grad
+
+    class Other(Learner):
+        OPTIMIZER = Descent
+
+    adamw, _, *step = some_step(tiny)
+    learner = Other(adamw.model, adamw.loss, TEMPERATURE, ANY_NORM)
+    adapter = learner.adapter
+    before = adapter.master.data.clone()
+    learner.update(*step, lr=0.5)
+    assert torch.equal(adapter.master.data, before - 0.5 * adapter.master.grad)
+    assert learner.tensors().keys() == {"master", "step"}
+    assert Other.state_bytes(adapter) == Learner.state_bytes(adapter) - 2 * adapter.master.nbytes
+
+
 def gradient_at(master, learner, *step):
     """The raw gradient at other parameters, float64; leaves the adapter as it was."""
     adapter = learner.adapter
@@ -263,7 +297,7 @@ def gradient_at(master, learner, *step):
     adapter.master.data.copy_(master)
     adapter.sync()
     adapter.master.grad.zero_()
-    learner.gradient(*step, 0, 1)
+    learner.accumulate_gradient(*step, 0, 1)
     gradient = adapter.master.grad.double()
     adapter.master.data.copy_(after)
     adapter.sync()
@@ -299,14 +333,14 @@ def test_a_loss_or_gradient_that_is_not_finite_is_skipped_counted_and_changes_no
     elif where == "advantage":
         batch.advantages[3] = float("inf")
     else:
-        real = learner.gradient
+        real = learner.accumulate_gradient
 
-        def gradient(*arguments):
+        def accumulate_gradient(*arguments):
             sums = real(*arguments)
             learner.adapter.master.grad[7] = float("inf")
             return sums
 
-        monkeypatch.setattr(learner, "gradient", gradient)
+        monkeypatch.setattr(learner, "accumulate_gradient", accumulate_gradient)
     for count in (1, 2):
         update = learner.update(batch, weights, lr=1e-3)
         assert "gradient norm" in update.failure and learner.skipped == count == learner.counters()["skipped"]
@@ -317,19 +351,20 @@ def test_a_loss_or_gradient_that_is_not_finite_is_skipped_counted_and_changes_no
 # -----------------------------------------------------------------------------
 # float16
 
-def test_the_loss_scale_halves_after_an_overflow_and_doubles_after_500_good_updates():
-    state = SimpleNamespace(loss_scale=4.0, good_updates=7)
+def test_the_loss_scale_halves_after_an_overflow_and_doubles_after_500_finite_updates_in_a_row():
+    state = SimpleNamespace(loss_scale=4.0, finite_updates_in_a_row=7)
     step = lambda finite: Learner._next_loss_scale(state, finite)
     step(False)
-    assert vars(state) == dict(loss_scale=2.0, good_updates=0)
+    assert vars(state) == dict(loss_scale=2.0, finite_updates_in_a_row=0)
     scales = []
     for _ in range(1001):
         scales.append(state.loss_scale)
         step(True)
-    assert GOOD_UPDATES == 500 and scales == [2.0] * 500 + [4.0] * 500 + [8.0] and state.good_updates == 1
+    assert DOUBLE_SCALE_AFTER == 500 and scales == [2.0] * 500 + [4.0] * 500 + [8.0]
+    assert state.finite_updates_in_a_row == 1
     for _ in range(5):                                                    # 8, 4, 2, 1, and no lower
         step(False)
-    assert vars(state) == dict(loss_scale=1.0, good_updates=0)
+    assert vars(state) == dict(loss_scale=1.0, finite_updates_in_a_row=0)
 
 
 def test_float16_scales_the_loss_and_the_gradient_is_the_same(tiny):
@@ -341,7 +376,8 @@ def test_float16_scales_the_loss_and_the_gradient_is_the_same(tiny):
     halved = 0
     while learner.update(*step, lr=0.0).failure:                          # the tiny model's gradients are steep
         halved += 1
-    assert halved < 4 and learner.counters() == dict(skipped=halved, loss_scale=2.0**(14 - halved), good_updates=1)
+    counters = dict(skipped=halved, loss_scale=2.0**(14 - halved), finite_updates_in_a_row=1)
+    assert halved < 4 and learner.counters() == counters
     assert (learner.adapter.master.grad - want).norm() < 2**-7 * want.norm()            # 20 roundings of 2^-11 a token
 
 
@@ -354,11 +390,11 @@ def test_gradients_beyond_float16_lower_the_scale_until_they_fit_and_an_infinite
         scales.append(learner.loss_scale)
         assert torch.equal(learner.adapter.master.data, before) and len(scales) < 14
     assert len(scales) > 4 and scales == [2.0**14 / 2**n for n in range(1, len(scales) + 1)]
-    assert learner.skipped == len(scales) and learner.good_updates == 1
+    assert learner.skipped == len(scales) and learner.finite_updates_in_a_row == 1
     assert learner.adapter.master.data.isfinite().all() and not torch.equal(learner.adapter.master.data, before)
     batch.advantages[3] = float("inf")                                    # a reward's fault, not the scale's
     assert learner.update(batch, weights, lr=1e-3).failure
-    assert (learner.loss_scale, learner.good_updates) == (scales[-1], 1)
+    assert (learner.loss_scale, learner.finite_updates_in_a_row) == (scales[-1], 1)
 
 
 # -----------------------------------------------------------------------------
@@ -375,7 +411,7 @@ def test_a_restored_learner_goes_on_bit_for_bit(tiny, dtype):
     other, _, *step = some_step(tiny, dtype=dtype, max_grad_norm=0.2)
     addresses = {name: t.data_ptr() for name, t in other.tensors().items()}
     other.update(*step, lr=0.5)                                           # somewhere else before
-    other.skipped, other.good_updates = 5, 9
+    other.skipped, other.finite_updates_in_a_row = 5, 9
     for name, t in other.tensors().items():
         t.copy_(kept[name])
     other.restore(counters | {"step": 1, "cursor": 16})                   # a run's counters hold more than these
@@ -427,6 +463,18 @@ def test_ranks_share_a_step_without_overlap_and_nobody_has_much_more_than_anothe
     loads = [sum(sum(lengths[b] for b in rows) + 150 * len({b // 8 for b in rows}) for rows in share)
              for share in shares]
     assert sum(loads) / ranks > 0.95 * max(loads)                         # in turns: 0.75 to 0.98
+
+
+def test_a_step_is_cut_alike_on_any_number_of_ranks_as_long_as_the_budget_is_the_same():
+    prompts, completions = [[b // 8] * 100 for b in range(64)], [[0] * 400] * 64      # 26,400 tokens
+
+    def cuts(budget, ranks):
+        return sorted(rows for rank in range(ranks)
+                      for rows in micro_batches(prompts, completions, budget, ranks, rank))
+
+    assert cuts(1000, 1) == cuts(1000, 2) == cuts(1000, 6)                # 26,400 / 4 / 6 = 1,100
+    assert [len(cuts(10_000, ranks)) for ranks in (1, 2, 8)] == [3, 8, 64]  # lowered to 3,301 and 826 tokens
+    assert [len(cuts(1000, ranks)) for ranks in (6, 8)] == [32, 64]
 
 
 @pytest.mark.parametrize("budget", [1, 50, 333, 10**6])

@@ -528,7 +528,7 @@ def test_float16_halves_the_loss_scale_where_gradients_overflow_and_a_resumed_ru
     assert state["master"].isfinite().all() and state["step"].item() == 12 - skipped[-1] and state["exp_avg"].any()
     counters = json.loads((runs.folder / "half/checkpoints/step_000002/state.json").read_text())
     assert counters["loss_scale"] == metrics[-1]["loss_scale"]
-    assert 0 < counters["good_updates"] <= 12 - skipped[-1]               # since the last that was not
+    assert 0 < counters["finite_updates_in_a_row"] <= 12 - skipped[-1]               # since the last that was not
     shutil.copytree(runs.folder / "half", runs.folder / "half2")
     shutil.rmtree(runs.folder / "half2/checkpoints/step_000002")
     runs.run("half2", "--resume")

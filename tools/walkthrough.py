@@ -161,7 +161,7 @@ loss = grpo.LOSSES["dapo"]
 lengths = torch.tensor([len(completion) for completion in rollouts.completions])
 in_loss = grpo.loss_mask(reward, torch.tensor(rollouts.finished), mask_truncated=True)
 weights = grpo.token_weights(lengths, in_loss, loss, MAX_NEW_TOKENS)     # of a token of each row
-row = torch.arange(GROUP_SIZE).repeat_interleave(lengths)                # of each token
+row_of_token = torch.arange(GROUP_SIZE).repeat_interleave(lengths)
 sampler_logprobs = torch.cat(rollouts.logprobs)
 
 
@@ -179,19 +179,21 @@ def of_rows(logprobs):
 
 def show_losses(policy):
     """The loss by hand, printed for two tokens of rows 4 and 5 with their three probabilities."""
-    w = (proximal - sampler_logprobs).exp().clamp(max=grpo.IMPORTANCE_CAP)
+    correction = (proximal - sampler_logprobs).exp().clamp(max=grpo.CORRECTION_CAP)
     rho = (policy - proximal).exp()
     clipped = rho.clamp(1 - loss.clip_low, 1 + loss.clip_high)
-    losses = -weights[row] * w * torch.minimum(rho * advantages[row], clipped * advantages[row])
-    print("row  token      sampler  proximal   policy       w     rho  advantage     loss")
+    advantage = advantages[row_of_token]
+    objective = torch.minimum(rho * advantage, clipped * advantage)
+    losses = -weights[row_of_token] * correction * objective
+    print("row  token      sampler  proximal   policy  correction     rho  advantage     loss")
     for b in (4, 5):
         for t in range(2):
             i = lengths[:b].sum() + t            # the token's place among those of all rows
             print(f"{b:3}  {text_of([rollouts.completions[b][t]])!r:9}"
                   f"{sampler_logprobs[i].exp():9.5f}{proximal[i].exp():10.5f}{policy[i].exp():9.5f}"
-                  f"{w[i]:8.4f}{rho[i]:8.4f}{advantages[b]:11.2f}{losses[i]:9.4f}")
+                  f"{correction[i]:12.4f}{rho[i]:8.4f}{advantages[b]:11.2f}{losses[i]:9.4f}")
     same = grpo.LogProbs(policy, sampler_logprobs, proximal)
-    total, _ = grpo.policy_loss(same, advantages, row, weights, loss)
+    total, _ = grpo.policy_loss(same, advantages, row_of_token, weights, loss)
     print(f"sum over all tokens {losses.sum():.4f}, grpo.policy_loss {total:.4f}")
 
 
