@@ -269,7 +269,7 @@ def _pack_words(codes, order):
 def _pack_scales(scale, order):
     """Scale words of rows of a tile: (..., 8) fp32 E4M3 values >= 0 -> (..., 2) int32.
 
-    The 8 scales stand in the order of k, so the two of a plane are neighbours.
+    The 8 scales follow each other along k, so the two of a plane are neighbours.
     """
     mantissa, exponent = torch.frexp(scale)  # v = mantissa * 2^exponent with mantissa in [0.5, 1)
     u = ((exponent.long() - 1 + order.exponent_bias) << 3) | ((mantissa * 16).long() & 7)
