@@ -132,9 +132,10 @@ MAX_DECODE_ROWS = 256               # rows of x up to which decoding in register
 #     bit        31         16 15          0
 #               |  word c + 1 |   word c    |     c even
 #
-# Both halves are masked alike (0x81C081C0). Shifts push the highest bits of the lower word into
-# bits 0 to 5 of the upper one, and the product pushes an m3 into its bit 0, where the upper word's
-# copies have nothing. The lowest bit that the mask keeps is 6, so all of that is dropped.
+# Both halves are masked alike (0x81C081C0). Shifts to the left push the highest bits of the lower
+# word into bits 0 to 5 of the upper one, and the product pushes an m3 into its bit 0, where the
+# upper word's copies have nothing. The lowest bit that the mask keeps is 6, so all of that is
+# dropped. The shift to the right stays within its word, as it moves bits 10 and up by 8.
 #
 # Scales. An E4M3 scale v > 0 becomes a byte u of 5 exponent and 3 mantissa bits,
 #
@@ -216,7 +217,7 @@ BF16_ORDER = BitOrder(((0xFFFF, 0, 1), (0xFFFF, 3, 1), (0xFFFF, 6, 1), (0x6C00, 
 # subnormal number here too; a GPU multiplies those as fast as others.
 #
 # Two words share a register as in bf16. The product pushes the lower word's sign (plane 2: to bit
-# 20, plane 3: to bit 22) into the upper word. There it may meet a copy of an e and carry, but no
+# 20, plane 3: to bit 22) into the upper word. There it may meet a copy of an m and carry, but no
 # carry goes beyond bit 7, and the lowest bit that the mask keeps is 9.
 #
 # A scale's byte is u = ((floor(log2 v) + 22) << 3) | mantissa, and u << 7 is v * 2^7 as a fp16
