@@ -2,24 +2,33 @@
 The packed form of a frozen NVFP4 weight, and the matmul that decodes it: y = x @ W.T.
 
 Why: writing one token means reading every weight once, and reading is what takes the time. A weight
-of 4.5 bits is read 3.6 times as fast as one of 16. No tensor core multiplies a 4-bit weight by a
-16-bit x, so the kernel expands W to 16 bits in registers, on its way to them. That must cost next
-to nothing: in the time in which an H200 reads one weight (at 4 TB/s) all its lanes together issue
-4.4 instructions. The layout in this file exists to spend 2.5 of them.
+of 4.5 bits is read 3.6 times as fast as one of 16. But no tensor core multiplies a 4-bit weight by
+a 16-bit x. So the kernel reads W in 4 bits and turns it into 16 bits in registers, from which the
+tensor cores take it.
 
-From a few hundred rows of x on the products take longer than the reading. Then W is expanded in
-memory first, and cuBLAS multiplies (`expanded_matmul`).
+That must cost next to nothing. At 4 TB/s an H200 reads 7.1e12 weights a second. Its 132
+multiprocessors issue an instruction for 128 lanes each in a clock, which is 31e12 a second at 1.85
+GHz. So there are 4.4 instructions for each weight. With the layout of this file the kernel takes
+2.5 at up to 8 rows of x: 1.1 decode a weight, 0.5 multiply it by its scale, and the others load,
+copy, multiply by x and count.
 
-    1  the packed layout: a tile, a word of codes, a word of scales       for x in bf16
-    2  the same two words                                                for x in fp16
-    3  packing, in plain torch
+Above 256 rows of x (MAX_DECODE_ROWS) the products take longer than the reading. Then W is expanded
+to 16 bits in memory first, and cuBLAS multiplies (`expanded_matmul`). The learner and the sampler's
+prefills always expand W, by `PackedWeight.dequantize`.
+
+The parts of this file:
+
+    1  the packed layout for x in bf16: tiles, code words, scale words, and one weight by hand
+    2  the bits of code words and scale words for x in fp16
+    3  packing a weight, in plain torch
     4  decoding in registers; `dequantize_kernel`, which expands W
     5  the schedule: which program walks which tiles, and where its sums go
     6  the kernel in plain Triton, for every NVIDIA GPU from Ampere (sm_80) on
-    7  its launch
+    7  how that kernel is launched
     8  the same product of a W that is expanded first
 
-fast/hopper_fp4.py is part 6 again for Hopper alone, 1.05 to 1.3 times as fast; read it after this.
+fast/hopper_fp4.py is parts 6 and 7 again for Hopper alone, 1.05 to 1.3 times as fast; read it after
+this.
 
 The name and the idea of one weight stream cut into equal stripes are Marlin's (Frantar et al. 2024,
 arXiv 2408.11743, github.com/IST-DASLab/marlin). The order of bits is this project's own.
@@ -27,8 +36,8 @@ arXiv 2408.11743, github.com/IST-DASLab/marlin). The order of bits is this proje
 Not here: which codes stand for a weight (nvfp4.py), the product with LoRA's B (fast/kernels.py),
 4-bit activations.
 
-Shapes: M rows of x, N out_features, K in_features, R rows of LoRA's A, S slabs, BM rows of x in a
-tile of the product.
+Shapes: M rows of x, N out_features, K in_features, R rows of LoRA's A, S slabs, BM rows of x that
+one program multiplies.
 """
 from functools import cache
 from typing import NamedTuple
@@ -42,33 +51,43 @@ from nvfp4 import Weight
 from ops import mm_fp32
 
 SCALE_BLOCK = 16                    # consecutive weights of a row that share a scale
-TILE_SIDE = 128                     # a tile is 128 x 128 weights
-A_TILE = 64                         # LoRA's A is read in tiles of 64 x 64: the bytes of W's codes
+# A tile of W is 128 x 128 weights. The layout below is built on that number: a row of a tile is
+# four planes of 32, and the kernels write 128, 32, 4096 and 256 where they mean it. It has a name
+# for those who cut something to whole tiles; changing it here would only break the kernels.
+TILE_SIDE = 128
+# A tile of LoRA's A is 64 x 64 numbers of 16 bits: 8 KiB, as many bytes as the codes of a tile of
+# W, so that both fit the same place in shared memory. The kernels write this 64 out as well.
+A_TILE = 64
 MAX_DECODE_ROWS = 256               # rows of x up to which decoding in registers beats expanding W
 
 
 # -----------------------------------------------------------------------------
 # 1. The packed layout, for x in bf16
 #
-# The value of a weight. Both scales multiply; e2m1 is one of 0, .5, 1, 1.5, 2, 3, 4, 6 with a sign:
+# The value of a weight is the number that its code stands for, times two scales. e2m1(code) is one
+# of 0, .5, 1, 1.5, 2, 3, 4, 6 with a sign:
 #
 #     W[n, k] = e2m1(code[n, k]) * block_scale[n, k // 16] * row_scale[n]
 #
 # row_scale is the tensor's global scale. It is kept for each row, since the parts of a fused matrix
 # (q|k|v, gate|up) may have different ones.
 #
-# A tile. W is cut into tiles of 128 x 128; ragged edges are padded with zeros. The codes of a tile
-# are 8 KiB side by side in memory, its scales 1 KiB, and tiles follow each other along k:
+# Tiles and bands. W is cut into tiles of 128 x 128; ragged edges are padded with zeros. A "band" is
+# the tiles that lie beside each other along k: 128 rows of W, which give 128 columns of y. The
+# tiles are stored one after the other in the order of their numbers here:
 #
-#               k ->                          codes    int16 (N/128, K/128, 128, 32)
-#          +--------+--------+--------+       scales   int32 (N/128, K/128, 128, 2)
-#      n   | tile 0 | tile 1 | tile 2 |
-#      |   +--------+--------+--------+       a "tile row": 128 rows of W, which give
-#      v   | tile 3 | tile 4 | tile 5 |       128 columns of y
+#               k ->
+#          +--------+--------+--------+
+#      n   | tile 0 | tile 1 | tile 2 |    band 0
+#      |   +--------+--------+--------+
+#      v   | tile 3 | tile 4 | tile 5 |    band 1
 #          +--------+--------+--------+
 #
-# A row of a tile is 128 weights. They are cut into four planes of 32, and word c takes one code
-# from each plane:
+#     codes    int16 (N/128, K/128, 128, 32)    8 KiB a tile, side by side in memory
+#     scales   int32 (N/128, K/128, 128, 2)     1 KiB a tile
+#
+# Code words. A row of a tile is 128 weights. They are cut into four planes of 32, and code word c
+# (16 bits) takes one code from each plane:
 #
 #      k = 0        31 32       63 64       95 96      127
 #         +-----------+-----------+-----------+-----------+
@@ -76,54 +95,98 @@ MAX_DECODE_ROWS = 256               # rows of x up to which decoding in register
 #         +-----------+-----------+-----------+-----------+
 #            k = c      k = 32+c    k = 64+c    k = 96+c        -> codes[..., n, c], 16 bits
 #
-# So plane p of 32 neighbouring words is W at 32 neighbouring k. It meets 32 neighbouring columns of
-# x and nothing has to be interleaved. Two neighbouring words also fill one 32-bit register, and one
-# instruction decodes both.
+# So plane p of 32 neighbouring words is W at 32 neighbouring k. It is multiplied by 32 neighbouring
+# columns of x, and nothing has to be interleaved.
 #
-# A word. A code has a sign bit s, two exponent bits e and a mantissa bit m; the digit is the plane:
+# The bits of a code word. A code has a sign bit s, two exponent bits e and a mantissa bit m; the
+# digit behind them is the plane. Of the two e of a plane the left one is the higher. A `.` is a bit
+# that the mask 0x81C0 sets to 0; the mask keeps a bf16's sign, its two lowest exponent bits and its
+# highest mantissa bit:
 #
-#     bit       15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
-#     a word    s0 m3 s3 s1 e3 e3 s2 e0 e0 m0 e1 e1 m1 e2 e2 m2
-#     a bf16     s  e  e  e  e  e  e  e  e  m  m  m  m  m  m  m
+#     bit            15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
+#     a code word    s0 m3 s3 s1 e3 e3 s2 e0 e0 m0 e1 e1 m1 e2 e2 m2
+#     a bf16          s  e  e  e  e  e  e  e  e  m  m  m  m  m  m  m
 #
-#     plane 0   s0  .  .  .  .  .  . e0 e0 m0  .  .  .  .  .  .      word       & 0x81C0
-#     plane 1   s1  .  .  .  .  .  . e1 e1 m1  .  .  .  .  .  .     (word << 3) & 0x81C0
-#     plane 2   s2  .  .  .  .  .  . e2 e2 m2  .  .  .  .  .  .     (word << 6) & 0x81C0
+#     plane 0        s0  .  .  .  .  .  . e0 e0 m0  .  .  .  .  .  .     word        & 0x81C0
+#     plane 1        s1  .  .  .  .  .  . e1 e1 m1  .  .  .  .  .  .     (word << 3) & 0x81C0
+#     plane 2        s2  .  .  .  .  .  . e2 e2 m2  .  .  .  .  .  .     (word << 6) & 0x81C0
 #
-# What is left after the mask, read as a bf16 number, is the code's value times 2^-126. That holds
-# for 0.5 as well: E2M1's subnormal number becomes a subnormal number of bf16.
+# What is left, read as a bf16 number, is the code's value times 2^-126: where the exponent field is
+# 1 it means 2^-126 in bf16, and 1 in E2M1. Exponent 0 holds the subnormal numbers of both formats,
+# so that 0.5, E2M1's only one, becomes 2^-127 as it should.
 #
-# Plane 3 gets the bits that are left over. One product puts all four in their place at once,
-# because x * (1 + 2^5 + 2^10) is three copies of x side by side, and from each copy the mask takes
-# other bits:
+# Plane 3 gets the bits that are left over. One product puts all four in their place at once: let t
+# be the word's bits of plane 3, moved down by 8. Then t * 1057, which is t * (1 + 2^5 + 2^10), is
+# three copies of t side by side, and from each copy the mask takes other bits:
 #
-#     bit                       16 15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
-#     x = (word & 0x6C00) >> 8                                m3 s3  . e3 e3  .  .
-#     x << 5                                   m3 s3  . e3 e3
-#     x << 10                   m3 s3  . e3 e3
-#     their sum & 0x81C0           s3  .  .  .  .  .  . e3 e3 m3  .  .  .  .  .  .
+#     bit                         16 15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
+#     t = (word & 0x6C00) >> 8                                  m3 s3  . e3 e3  .  .
+#     t << 5                                     m3 s3  . e3 e3
+#     t << 10                     m3 s3  . e3 e3
+#     t * 1057 & 0x81C0              s3  .  .  .  .  .  . e3 e3 m3  .  .  .  .  .  .
 #
-# A scale. E4M3's scale v >= 0 becomes a byte u of 5 exponent and 3 mantissa bits,
+# No two copies have a bit in common, so the sum has no carries.
 #
-#     u = ((floor(log2 v) + 10) << 3) | mantissa         u = 0 for v = 0, whose codes are cleared
+# Two words at once. A register has 32 bits, and one instruction decodes two neighbouring words:
+#
+#     bit        31         16 15          0
+#               |  word c + 1 |   word c    |     c even
+#
+# Both halves are masked alike (0x81C081C0). Shifts to the left push the highest bits of the lower
+# word into bits 0 to 5 of the upper one, and the product pushes an m3 into its bit 0, where the
+# upper word's copies have nothing. The lowest bit that the mask keeps is 6, so all of that is
+# dropped. The shift to the right stays within its word, as it moves bits 10 and up by 8.
+#
+# Scales. An E4M3 scale v > 0 becomes a byte u of 5 exponent and 3 mantissa bits,
+#
+#     u = ((floor(log2 v) + 10) << 3) | mantissa
 #
 # which holds every value of E4M3, subnormal ones too, as a normal number. Then 0x7000 | (u << 4) is
-# the bf16 number v * 2^107. A plane has two scale blocks, k = 32 p + [0, 16) and 32 p + [16, 32),
-# so a row of a tile has two scale words, h = 0 and 1, each with one byte of every plane. A word is
-# rotated to the left by 4, so that one AND-OR with 0x0FF00FF0 and 0x70007000 makes two scales:
+# the bf16 number v * 2^107. A scale of 0 gets the byte 0. That would decode to 2^97, so `pack` sets
+# all codes under such a scale to 0.
+#
+# Scale words. A plane of a row has two scale_blocks, k = 32 p + [0, 16) and 32 p + [16, 32). So a
+# row of a tile has two scale words of 32 bits: word h has the byte of half h of every plane. The
+# word is rotated to the left by 4 before it is stored, so that the bytes of planes 0 and 1 lie
+# where a bf16 number in the same half of a register wants them:
+#
+#     bit           31    24 23    16 15     8 7      0
+#     four bytes   |   u2   |   u1   |   u3   |   u0   |
 #
 #     bit           31    28 27        20 19        12 11         4 3     0
-#                  | low u2 |     u1     |     u3     |     u0     | high u2 |
-#     AND-OR                 -> scale of plane 1       -> scale of plane 0
-#     rotated by 8 and AND-OR   the same for planes 3 and 2
+#     stored       | low u2 |     u1     |     u3     |     u0     | high u2 |
+#                  | high half of the register | low half of it              |
 #
-# The product. code * 2^-126 times v * 2^107 is code * v * 2^-19, which is exact in bf16: it has 6
-# significant bits. The kernels sum x * code * v * 2^-19, and whoever reads their sums multiplies by
-# `out_scale` = row_scale * 2^19.
+#     AND 0x0FF00FF0, OR 0x70007000                high half: scale of plane 1, low half: plane 0
+#     rotated to the left by 8, then the same      high half: scale of plane 3, low half: plane 2
+#
+# One instruction does AND and OR, and another one rotates.
+#
+# The product of a code and its scale. code * 2^-126 times v * 2^107 is code * v * 2^-19. bf16 holds
+# that exactly, because it has at most 6 significant bits: 2 of the code and 4 of the scale. The
+# kernels sum x * code * v * 2^-19, and whoever reads their sums multiplies by `out_scale`, which is
+# row_scale * 2^19.
+#
+# One weight by hand: the code 5, 0b0101, has e = 2 and m = 1 and stands for 3. It lies in plane 3
+# under a scale of 1.5, and all other codes and scales of its two words are 0:
+#
+#     code word                0x4800        m3 (bit 14) and the higher e3 (bit 11)
+#     t                        0x48
+#     t * 1057                 0x12948
+#     t * 1057 & 0x81C0        0x0140        as bf16: 3 * 2^-126
+#     u of the scale           0x54          (0 + 10) << 3 | 4, since 1.5 = 2^0 * (1 + 4/8)
+#     four bytes               0x00005400
+#     stored scale word        0x00054000    rotated to the left by 4
+#     rotated by 8             0x05400000
+#     after AND and OR         0x75407000    the high half, 0x7540, as bf16: 1.5 * 2^107
+#     code times scale         0x3710        as bf16: 4.5 * 2^-19
+#     times out_scale          4.5 * row_scale
 
 class BitOrder(NamedTuple):
     """Where the bits of four codes and of four scales lie in their words, for one type of x."""
-    planes: tuple           # (take, shift, times) of each plane: ((word & take) << shift) * times
+    # (take, shift, times) of each plane: ((word & take) << shift) * times. A shift below 0 goes to
+    # the right.
+    planes: tuple
     mantissa_bit: int       # where a decoded code has its m; both e are above it, s is bit 15
     rotation: int           # of a scale word, to the left
     exponent_bias: int      # what is added to floor(log2 v) in a scale's byte
@@ -136,26 +199,30 @@ BF16_ORDER = BitOrder(((0xFFFF, 0, 1), (0xFFFF, 3, 1), (0xFFFF, 6, 1), (0x6C00, 
 
 
 # -----------------------------------------------------------------------------
-# 2. The same two words, for x in fp16
+# 2. The bits of both words for x in fp16
 #
-# fp16 has 5 exponent bits, not 8, so e, e, m belong to bits 11, 10, 9 and the mask is 0x8E00:
+# fp16 has 5 exponent bits, not 8. So the e, e and m of a decoded code belong into bits 11, 10 and
+# 9, and the mask is 0x8E00:
 #
-#     bit       15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
-#     a word    s0 s2 s3 s1 e0 e0 m0 e1 e1 m1 e2 e2 m2 e3 e3 m3
-#     a fp16     s  e  e  e  e  e  m  m  m  m  m  m  m  m  m  m
+#     bit            15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
+#     a code word    s0 s2 s3 s1 e0 e0 m0 e1 e1 m1 e2 e2 m2 e3 e3 m3
+#     a fp16          s  e  e  e  e  e  m  m  m  m  m  m  m  m  m  m
 #
 #     plane 0    word                            & 0x8E00
-#     plane 1   (word << 3)                      & 0x8E00
-#     plane 2   (word & 0x4038) * (2^1 + 2^6)    & 0x8E00       the sign goes up by 1, e e m by 6
-#     plane 3   (word & 0x2007) * (2^2 + 2^9)    & 0x8E00       the sign goes up by 2, e e m by 9
+#     plane 1    (word << 3)                     & 0x8E00
+#     plane 2    (word & 0x4038) * (2^1 + 2^6)   & 0x8E00       the sign goes up by 1, e e m by 6
+#     plane 3    (word & 0x2007) * (2^2 + 2^9)   & 0x8E00       the sign goes up by 2, e e m by 9
 #
-# What is left is the code's value times 2^-14; 0.5 is a subnormal number again, which tensor cores
-# and multipliers take at full speed. Two words share a register here as well, and the lower one's
-# product reaches into the upper one, but only below bit 9: the mask removes that.
+# What is left is the code's value times 2^-14, the smallest normal number of fp16. 0.5 becomes a
+# subnormal number here too; a GPU multiplies those as fast as others.
 #
-# A scale's byte is u = ((floor(log2 v) + 22) << 3) | mantissa; u << 7 is v * 2^7 as a fp16 number,
-# and scale words are rotated by 7. The product code * v * 2^-7 is at most 21 and a multiple of
-# 2^-17: exact in fp16.
+# Two words share a register as in bf16. The product pushes the lower word's sign (plane 2: to bit
+# 20, plane 3: to bit 22) into the upper word. There it may meet a copy of an m and carry, but no
+# carry goes beyond bit 7, and the lowest bit that the mask keeps is 9.
+#
+# A scale's byte is u = ((floor(log2 v) + 22) << 3) | mantissa, and u << 7 is v * 2^7 as a fp16
+# number, so scale words are rotated by 7. The product is code * v * 2^-7. It has 6 significant bits
+# again, is at most 21 and a multiple of 2^-17, so fp16 holds it exactly.
 
 FP16_ORDER = BitOrder(((0xFFFF, 0, 1), (0xFFFF, 3, 1), (0x4038, 0, 66), (0x2007, 0, 516)),
                       mantissa_bit=9, rotation=7, exponent_bias=22, scale_base=0, power=7)
@@ -170,13 +237,14 @@ TRITON_BIT_ORDERS = {tl.bfloat16: BF16_ORDER, tl.float16: FP16_ORDER}
 def _unpack_words(words, order):
     """(..., C) int16 words -> (..., 4 C) codes 0..15 as int32, plane after plane.
 
-    The kernels' arithmetic, word for word; everything else about codes follows from this function.
+    It computes the bits that the kernels compute. (The shift to the right comes last here and first
+    there; no bit that counts is lost either way.) `_word_table` below is its inverse.
     """
     words = words.to(torch.int32) & 0xFFFF
     codes = []
     for take, shift, times in order.planes:
-        number = (words & take) * times * 2**max(shift, 0) >> max(-shift, 0)
-        codes.append(number >> 12 & 8 | number >> order.mantissa_bit & 7)
+        number = ((words & take) * times * 2**max(shift, 0)) >> max(-shift, 0)
+        codes.append(((number >> 12) & 8) | ((number >> order.mantissa_bit) & 7))
     return torch.cat(codes, dim=-1)
 
 
@@ -200,12 +268,15 @@ def _pack_words(codes, order):
 
 
 def _pack_scales(scale, order):
-    """(..., 8) fp32 E4M3 values >= 0 in the order of k -> (..., 2) int32, the two rotated words."""
+    """Scale words of rows of a tile: (..., 8) fp32 E4M3 values >= 0 -> (..., 2) int32.
+
+    The 8 scales follow each other along k, so the two of a plane are neighbours.
+    """
     mantissa, exponent = torch.frexp(scale)  # v = mantissa * 2^exponent with mantissa in [0.5, 1)
-    u = (exponent.long() - 1 + order.exponent_bias) << 3 | (mantissa * 16).long() & 7
+    u = ((exponent.long() - 1 + order.exponent_bias) << 3) | ((mantissa * 16).long() & 7)
     u0, u1, u2, u3 = torch.where(scale > 0, u, 0).unflatten(-1, (4, 2)).unbind(-2)
     word = u0 | u3 << 8 | u1 << 16 | u2 << 24  # (..., 2) int64: torch shifts no unsigned 32 bits
-    word = (word << order.rotation) & 0xFFFFFFFF | word >> (32 - order.rotation)
+    word = ((word << order.rotation) & 0xFFFFFFFF) | (word >> (32 - order.rotation))
     return (word - ((word >> 31) << 32)).to(torch.int32)  # the same 32 bits as a signed number
 
 
@@ -223,19 +294,27 @@ class PackedWeight(Weight):
 
     def __init__(self, N: int, K: int, codes: torch.Tensor, scales: torch.Tensor,
                  row_scale: torch.Tensor, dtype: torch.dtype):
-        super().__init__((codes, scales, row_scale), None, (N, K), dtype)
+        # No function that decodes the tensors is handed on: dequantize() below replaces Weight's.
+        super().__init__((codes, scales, row_scale), dequantize=None, shape=(N, K), dtype=dtype)
         self.codes = codes          # int16 (N/128, K/128, 128, 32)
         self.scales = scales        # int32 (N/128, K/128, 128, 2)
         self.row_scale = row_scale  # fp32 (N,)
-        self.out_scale = row_scale * 2**BIT_ORDERS[dtype].power  # fp32 (N,)
-        # Whether every row_scale is a power of two. Then 16 bits hold code * v * row_scale.
-        self.exact = bool((torch.frexp(row_scale).mantissa == 0.5).all())
+        # What the kernels' sums are multiplied by, fp32 (N,): the power undoes that of the codes
+        # and scales as they are decoded.
+        self.out_scale = row_scale * 2**BIT_ORDERS[dtype].power
+        # Whether dequantize() may multiply by out_scale in `dtype`, without a detour through fp32.
+        # Every out_scale has to be a power of two, and `dtype` has to hold it: fp16 would make inf
+        # of 2^16 (a row_scale of 2^9) and 0 of 2^-25 (a row_scale of 2^-32).
+        held = self.out_scale.to(dtype).float() == self.out_scale
+        self.exact = bool((held & (torch.frexp(self.out_scale).mantissa == 0.5)).all())
 
     def dequantize(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """-> W (N, K) in `dtype`, or in the type of `out`, whose rows may have any stride.
+        """W (N, K) in `dtype`, or in the type of `out`, whose rows may have any stride.
 
-        Exact where every row_scale is a power of two (in fp16 down to 2^-14: below that the last
-        bit is worth 2^-24). Elsewhere the product is made in fp32 and rounded once.
+        Every weight is code * block_scale * row_scale in fp32, rounded. Where row_scale is a power
+        of two, bf16 holds that exactly. fp16 has fewer exponents: it holds all weights of a row
+        exactly if its row_scale is 2^-14 to 2^4. At 2^-14 the last bit of the smallest weight is
+        worth 2^-24, fp16's smallest number, and at 2^4 the largest weight is 43,008.
         """
         if out is None:
             out = torch.empty(self.N, self.K, dtype=self.dtype, device=self.device)
@@ -247,6 +326,7 @@ class PackedWeight(Weight):
         return out
 
     def expands(self, rows: int) -> bool:
+        """Whether a decode step of `rows` rows expands W and leaves the product to cuBLAS."""
         return rows > MAX_DECODE_ROWS
 
 
@@ -259,6 +339,7 @@ def pack(packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Te
     """
     N, K = packed.shape[0], packed.shape[1] * 2
     assert dtype in BIT_ORDERS, f"dtype must be bf16 or fp16, got {dtype}"
+    order = BIT_ORDERS[dtype]
     assert K % SCALE_BLOCK == 0, (
         f"{K=} must be a multiple of {SCALE_BLOCK}, the weights of one scale ({N=})")
     dtypes = packed.dtype, block_scale.dtype, global_scale.dtype
@@ -269,37 +350,54 @@ def pack(packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Te
     bad = scale[~(scale >= 0)]  # written this way round it finds NaN too
     assert not len(bad), f"block scales must be >= 0 and finite, got {bad[0]}"
     row_scale = global_scale.to(packed.device).reshape(-1).expand(N).contiguous()
-    bad = row_scale[~(row_scale.isfinite() & (row_scale > 0))]
-    assert not len(bad), f"global_scale must be finite and above 0, got {bad[0]}"
+    limit = 2.0**(128 - order.power)  # from here on out_scale would be inf
+    bad = row_scale[~((row_scale > 0) & (row_scale < limit))]
+    assert not len(bad), f"global_scale must be above 0 and below {limit:g}, got {bad[0]}"
 
-    order = BIT_ORDERS[dtype]
     scale = _cut_into_tiles(scale, TILE_SIDE // SCALE_BLOCK)  # 0 in the padding
     codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
     words = torch.empty(*scale.shape[:3], TILE_SIDE // 4, dtype=torch.int16, device=packed.device)
-    for i in range(scale.shape[0]):  # one tile row at a time: int32 codes take 8 times their memory
-        row = _cut_into_tiles(codes[i * TILE_SIDE:(i + 1) * TILE_SIDE], TILE_SIDE)[0]
+    # One band at a time, because the codes become int32 on the way: 8 times the bytes of `packed`.
+    for i in range(scale.shape[0]):
+        band = _cut_into_tiles(codes[i * TILE_SIDE:(i + 1) * TILE_SIDE], TILE_SIDE)[0]
         # The byte 0 of a zero scale decodes to a number that is not zero (2^97 in bf16), so the
         # codes under it have to be zero.
-        empty = (scale[i] == 0).repeat_interleave(SCALE_BLOCK, dim=-1)
-        words[i] = _pack_words(row.masked_fill(empty, 0), order)
+        under_zero = (scale[i] == 0).repeat_interleave(SCALE_BLOCK, dim=-1)
+        words[i] = _pack_words(band.masked_fill(under_zero, 0), order)
     return PackedWeight(N, K, words, _pack_scales(scale, order), row_scale, dtype)
 
 
 # -----------------------------------------------------------------------------
 # 4. Decoding in registers
 #
-# In assembly, because the compiler would spend instructions on every 16-bit word by itself. Here
-# one instruction works on a register with two words.
+# The arithmetic of parts 1 and 2 is written in PTX, NVIDIA's assembly, because one instruction can
+# then work on a register with two code words. The compiler would spend one on each 16-bit word.
+#
+# Triton's inline assembly numbers the operands: first the results, then the argument. For planes 2
+# and 3 in bf16 the first function below makes, with the results in $0 and $1 and two code words in
+# $2:
+#
+#     { .reg .b32 t;
+#     shl.b32 t, $2, 0x6;
+#     and.b32 $0, t, 0x81c081c0;
+#     and.b32 t, $2, 0x6c006c00;
+#     shr.u32 t, t, 0x8;
+#     mul.lo.u32 t, t, 0x421;
+#     and.b32 $1, t, 0x81c081c0; }
+#
+# These are 6 instructions for 4 weights, and planes 0 and 1 need 3. Scale words take 3 more for 4
+# scales, each of which belongs to 16 weights.
 
 @triton.constexpr_function
-def _decode_planes_asm(dtype, first):
-    """PTX: two words in register $2 -> planes `first` and first + 1 of both, in $0 and $1."""
+def _decode_planes_asm(dtype, first_plane):
+    """PTX: two code words in register $2 -> plane `first_plane` of both in $0, the next in $1."""
     order = TRITON_BIT_ORDERS[dtype]
     mask = (0x8000 | 7 << order.mantissa_bit) * 0x10001  # times 0x10001: the same for both words
     lines = []
     for i in range(2):
-        take, shift, times = order.planes[first + i]
+        take, shift, times = order.planes[first_plane + i]
         word = "$2"
+        # (operation, operand, the operand with which it would change nothing and is left out)
         steps = (("and.b32", take * 0x10001, 0xFFFFFFFF), ("shl.b32", max(shift, 0), 0),
                  ("shr.u32", max(-shift, 0), 0), ("mul.lo.u32", times, 1))
         for op, operand, changes_nothing in steps:
@@ -312,7 +410,10 @@ def _decode_planes_asm(dtype, first):
 
 @triton.constexpr_function
 def _decode_scales_asm(dtype):
-    """PTX: a scale word in register $4 -> the scales of planes 0, 1, 2, 3 in $0, $1, $2, $3."""
+    """PTX: a scale word in register $4 -> the scales of planes 0, 1, 2, 3 in $0, $1, $2, $3.
+
+    The "mov" takes the low and the high half of a register by their names and costs nothing.
+    """
     order = TRITON_BIT_ORDERS[dtype]
     # lop3 with the table 0xEA is (a & b) | c.
     take_and_or = f"{(0xFF << order.rotation) * 0x10001:#x}, {order.scale_base * 0x10001:#x}, 0xEA"
@@ -324,19 +425,21 @@ def _decode_scales_asm(dtype):
         mov.b32 {{$2, $3}}, t; }}"""
 
 
-@triton.jit
-def decode_planes(words, first: tl.constexpr, dtype: tl.constexpr):
-    """int16 words -> planes `first` (0 or 2) and first + 1, each of the shape of `words`.
+# The strings below that begin with "=" say where each operand lives: "r" is a 32-bit register, "h"
+# a 16-bit one, "=" marks a result. "=&r" is a result that is written while the argument is still
+# needed, so the two may not share a register. pack=2 puts two neighbouring words into one.
 
-    In bf16 planes 0 and 1 take 3 instructions for 4 weights, planes 2 and 3 take 6.
+@triton.jit
+def decode_planes(words, first_plane: tl.constexpr, dtype: tl.constexpr):
+    """int16 code words -> plane `first_plane` (0 or 2) and the next, each of the shape of `words`.
     """
-    return tl.inline_asm_elementwise(_decode_planes_asm(dtype, first), "=&r,=r,r", [words],
+    return tl.inline_asm_elementwise(_decode_planes_asm(dtype, first_plane), "=&r,=r,r", [words],
                                      dtype=(dtype.value, dtype.value), is_pure=True, pack=2)
 
 
 @triton.jit
 def decode_scales(word, dtype: tl.constexpr):
-    """int32 scale words -> four tensors of scales, one for each plane."""
+    """int32 scale words -> four tensors of scales, one for each plane, of the shape of `word`."""
     return tl.inline_asm_elementwise(_decode_scales_asm(dtype), "=h,=h,=h,=h,r", [word],
                                      dtype=(dtype.value,) * 4, is_pure=True, pack=1)
 
@@ -360,19 +463,19 @@ def dequantize_kernel(
     out_scale_ptr,     # fp32  (N,)
     out_ptr,           # bf16, fp16 or fp32 (N, K), its row stride is out_stride
     N, K, out_stride,
-    EXACT: tl.constexpr, # every out_scale is a power of two, so that 16 bits hold the product
-    FP16: tl.constexpr,  # which order of bits the weight is packed in
+    EXACT: tl.constexpr, # PackedWeight.exact: multiply by out_scale in 16 bits, else in fp32
+    FP16: tl.constexpr,  # the weight is packed for x in fp16, else for bf16
 ):
     """Expands W. One program does one 128 x 128 tile."""
     dtype: tl.constexpr = tl.float16 if FP16 else tl.bfloat16
     tile_k = tl.program_id(0)
     tile_n = tl.program_id(1)
     tile = (tile_n * tl.num_programs(0) + tile_k).to(tl.int64)
-    row = tl.arange(0, 128)
-    k = tile_k * 128 + row
-    n = tile_n * 128 + row
-    words = tl.load(codes_ptr + tile * 4096 + row[:, None] * 32 + tl.arange(0, 32)[None, :])
-    word = tl.load(scales_ptr + tile * 256 + row[:, None] * 2 + tl.arange(0, 2)[None, :])
+    i = tl.arange(0, 128)
+    k = tile_k * 128 + i
+    n = tile_n * 128 + i
+    words = tl.load(codes_ptr + tile * 4096 + i[:, None] * 32 + tl.arange(0, 32)[None, :])
+    word = tl.load(scales_ptr + tile * 256 + i[:, None] * 2 + tl.arange(0, 2)[None, :])
     w0, w1 = decode_planes(words, 0, dtype)
     w2, w3 = decode_planes(words, 2, dtype)
     s0, s1, s2, s3 = decode_scales(word, dtype)
@@ -391,31 +494,50 @@ def dequantize_kernel(
 # -----------------------------------------------------------------------------
 # 5. The schedule of the weight stream
 #
-# The tiles of W in memory order, along k and then down the tile rows, are one stream. It is cut
-# into stripes of equal length, and each program walks one stripe (stream-K; Marlin's stripes). So
-# every program has the same work whatever N and K are, and there are as many programs as the GPU
-# can hold at once: they all start together and end together.
+# The tiles of W in memory order, along k and then band after band, are one stream. It is cut into
+# stripes of equal length, and each program walks one stripe (stream-K; Marlin's stripes). So all
+# programs of W have the same work whatever N and K are, but for the last, whose stripe may be
+# shorter. `plan_stripes` takes the shortest stripe whose programs all fit on the GPU at once: then
+# they start together and end together. A stripe has whole tiles, so some of the GPU may stay empty:
+# qkv of a 7B has 356 programs at M = 1 where an H200 could hold 528.
 #
-# A stripe may begin and end in the middle of a tile row. Here W has 3 tile rows of 5 tiles, and a
-# stripe has 3 tiles; a digit is the number of the program that walks the tile:
+# A stripe may begin and end in the middle of a band. Here W has 3 bands of 5 tiles, and a stripe
+# has 3 tiles; a digit is the number of the program that walks the tile:
 #
-#                      k ->                      slab 0       slab 1       slab 2
-#     tile row 0   0  0  0 | 1  1               program 0    program 1       -
-#     tile row 1   1 | 2  2  2 | 3              program 1    program 2    program 3
-#     tile row 2   3  3 | 4  4  4               program 3    program 4       -
+#               k ->
+#     band 0    0  0  0 | 1  1
+#     band 1    1 | 2  2  2 | 3
+#     band 2    3  3 | 4  4  4
 #
-# Where a program comes to the end of a tile row, or of its stripe, it stores what it has summed: a
-# "piece" of that tile row's 128 columns of y. The pieces of a tile row are numbered from 0, in the
-# order of their programs, and piece p goes into slab p, which is a whole matrix (M, N + R). Nobody
-# adds them up here and nothing is set to zero first: the kernel that reads y next knows from
-# `w_pieces` how many slabs hold something of a column, and adds those in order ("-" above may hold
-# anything, even NaN). So the result has the same bits in every run, which atomic additions would
-# not give.
+# Where a program comes to the end of a band, or of its stripe, it stores what it has summed: a
+# "piece" of that band's 128 columns of y. The pieces of a band are numbered from 0 in the order of
+# their programs, and piece p goes into slab p. A slab is a whole matrix (M, N + R), and the slabs
+# lie in a stack. For the W above, a digit is the program that stores the piece:
+#
+#                columns of
+#                band 0    band 1    band 2    LoRA's A (N .. N + R)
+#     slab 0     0         1         3         A0
+#     slab 1     1         2         4         A1
+#     slab 2     -         3         -         A2
+#
+# Nobody adds the slabs up here, and nothing is set to zero first ("-" may hold anything, even NaN).
+# The kernel that reads y next asks `w_pieces` how many slabs hold a piece of a column, and adds
+# those in order. So the result has the same bits in every run, which atomic additions would not
+# give.
 #
 # LoRA's A rides along: columns N .. N + R of the slabs are x @ A.T. The first programs of the grid
-# do nothing else. A is in 16 bits: 64 rows of it at the width of a tile are 16 KiB to read, a tile
-# of W is 9. So these programs get at most a quarter of K each, in order not to be the last to
-# finish.
+# do nothing else; A0 to A2 above each walk a part of K for (up to) 64 rows of A. Where x has more
+# than BM rows, axis 1 of the grid repeats all of that for the next BM rows:
+#
+#                  axis 0 ->
+#     rows 0 .. BM         A0  A1  A2   0   1   2   3   4
+#     rows BM .. 2 BM      A0  A1  A2   0   1   2   3   4
+#
+# A program of A walks as many tiles' width of K as a stripe has tiles, but at most a quarter of K.
+# That bound is for long stripes: gate_up of a 7B has stripes of 32 tiles at M = 32, and K is 28
+# tiles wide, so one program would walk all of it. With short stripes (qkv, o and down of a 7B at
+# M = 1 to 64) the bound does nothing, and a program of A reads 1.78 times the bytes of one of W:
+# 64 rows of 16 bits at the width of a tile are 16 KiB, a tile of W is 9. It has nothing to decode.
 
 @triton.jit
 def a_stripe(k_tiles, stripe):
@@ -432,70 +554,82 @@ def a_pieces(k_tiles, stripe):
 @triton.jit
 def w_pieces(column, k_tiles, stripe):
     """How many slabs hold a piece of this column of x @ W.T."""
-    first = column // 128 * k_tiles
-    return (first + k_tiles - 1) // stripe - first // stripe + 1
+    first_tile = column // 128 * k_tiles
+    return (first_tile + k_tiles - 1) // stripe - first_tile // stripe + 1
 
 
 def most_pieces(k_tiles: int, stripe: int) -> tuple[int, int]:
-    """The most slabs that hold a piece of any column of x @ W.T, and those of x @ A.T."""
-    a_tiles = min(stripe, -(-k_tiles // 4))  # as a_stripe
+    """The most slabs that a piece of any column of x @ W.T may lie in, and the slabs of x @ A.T.
+
+    The first is a bound: a band of k_tiles tiles meets that many stripes if it begins at the last
+    tile of one. StripePlan.slabs, which knows N, may be smaller. The kernels that read slabs take
+    the bound as a compile-time constant, and ask w_pieces how many they read.
+    """
+    a_tiles = min(stripe, -(-k_tiles // 4))  # as a_stripe, which is for kernels alone
     return (k_tiles + stripe - 2) // stripe + 1, -(-k_tiles // a_tiles)
 
 
 class StripePlan(NamedTuple):
     """How one launch cuts up x @ [W; A].T."""
-    k_tiles: int            # tiles in a tile row
+    k_tiles: int            # tiles in a band
     stripe: int             # consecutive tiles that one program walks
     a_programs: int         # programs that do x @ A.T; those of W come after them
-    programs: int           # all of them
-    slabs: int              # S
+    programs: int           # all of them: axis 0 of the grid
+    slabs: int              # S: as many as some column of this W, or A, has pieces
 
 
 @cache
 def plan_stripes(N: int, K: int, M: int, R: int, config: tuple, multiprocessors: int) -> StripePlan:
-    """The shortest stripe whose programs all fit on the GPU at once, as a second wave of programs
-    would double the time. config: PortableConfig, or Hopper's.
+    """The shortest stripe whose programs all fit on the GPU at once. config: PortableConfig, or
+    Hopper's.
+
+    A second wave of programs would double the time of the launch. With so many rows of x that even
+    one program for every BM of them is too many (2,048 rows on 8 multiprocessors), no stripe
+    fits: then a stripe is all of W, and the launch takes several waves.
     """
     k_tiles = triton.cdiv(K, TILE_SIDE)
-    tile_rows = triton.cdiv(N, TILE_SIDE)
-    tiles = tile_rows * k_tiles
-    # Each BM rows of x take a whole set of programs.
-    places = max(1, multiprocessors * config.programs_per_sm // triton.cdiv(M, config.BM))
-    for stripe in range(max(1, tiles // places), tiles + 1):
-        pieces_of_a = most_pieces(k_tiles, stripe)[1]
+    bands = triton.cdiv(N, TILE_SIDE)
+    tiles = bands * k_tiles
+    # Each BM rows of x take a whole set of programs, axis 0 of the grid.
+    fit = max(1, multiprocessors * config.programs_per_sm // triton.cdiv(M, config.BM))
+    for stripe in range(max(1, tiles // fit), tiles + 1):
+        pieces_of_a = most_pieces(k_tiles, stripe)[1] if R else 0
         a_programs = triton.cdiv(R, A_TILE) * pieces_of_a
         programs = a_programs + triton.cdiv(tiles, stripe)
-        if programs <= places:
+        if programs <= fit:
             break
-    slabs = max((row * k_tiles + k_tiles - 1) // stripe - row * k_tiles // stripe + 1  # w_pieces
-                for row in range(tile_rows))
-    return StripePlan(k_tiles, stripe, a_programs, programs, max(slabs, pieces_of_a if R else 0))
+    # w_pieces.fn is the Python function that @triton.jit was applied to.
+    pieces_of_w = max(w_pieces.fn(band * TILE_SIDE, k_tiles, stripe) for band in range(bands))
+    return StripePlan(k_tiles, stripe, a_programs, programs, max(pieces_of_w, pieces_of_a))
 
 
 class MatmulSlabs(NamedTuple):
     """What a decode matmul leaves: partial sums, still to be added up and scaled.
 
-    Column n of x @ W.T is scale[n] times the sum of sums[:w_pieces(n), :, n]; x @ A.T is the sum of
-    sums[:a_pieces(), :, N:N + R]. fast/kernels.py does that where it reads them.
+    Column n of x @ W.T is scale[n] times the sum of the first w_pieces(n, k_tiles, stripe) of
+    sums[:, :, n], and x @ A.T is the sum of the first a_pieces(k_tiles, stripe) of
+    sums[:, :, N:N + R]. fast/kernels.py adds them up where it reads them.
     """
     sums: torch.Tensor      # fp32 (S, M, at least N + R)
     scale: torch.Tensor     # fp32 (N,)
-    k_tiles: int = 1        # these two, of the StripePlan, tell how many slabs hold a piece
-    stripe: int = 1
+    k_tiles: int            # as in the StripePlan
+    stripe: int             # likewise
 
 
 # -----------------------------------------------------------------------------
 # 6. The kernel, in plain Triton
 #
-# The sum is kept transposed, (128 columns of y, BM rows of x): W is the tensor cores' first
-# operand, whose side is 16 or 64 long, and x the second, whose side may be 8. A single row of x
-# then wastes 7 of 8 columns; the other way round it would waste 15 of 16 rows.
+# A tensor core's product has a first operand of at least 16 rows, and a second one of at least 8
+# columns. W is the first operand and x.T the second, so the sums are kept transposed: 128 columns
+# of y by BM rows of x. A single row of x then wastes 7 of 8 columns; the other way round it would
+# waste 15 of 16 rows.
 #
-# Each warp has a band of the tile's 128 rows of its own, which Triton sees as a batch (BANDS > 1).
-# No weight is decoded twice, and the product is mma.sync, which all GPUs have. On Hopper all warps
-# share one product from 17 rows on (BANDS = 1), which Triton makes a wgmma that reads x from shared
-# memory by itself: 84 instead of 110 us a layer of 7B at 64 rows on an H200. (`--kernels auto`
-# takes fast/hopper_fp4.py there anyway.)
+# A tile's 128 rows are shared out among the warps. Triton sees that as a batch of products
+# (BATCH > 1): each warp multiplies its own rows by all of x, so no weight is decoded twice, and the
+# product is mma.sync, which all GPUs have. On Hopper from 17 rows of x on, all warps do one product
+# (BATCH = 1). Triton makes a wgmma of it, which reads x from shared memory by itself: that takes 84
+# instead of 110 us for a layer of a 7B at 64 rows on an H200. (`--kernels auto` takes
+# fast/hopper_fp4.py there anyway.)
 
 class MatmulInputs(NamedTuple):
     """What portable_kernel reads."""
@@ -511,10 +645,10 @@ class MatmulInputs(NamedTuple):
 
 @triton.jit
 def load_rows(ptr, stride, row, rows, k, K, WHOLE_K: tl.constexpr):
-    """Rows `row` of a matrix that has `rows` of them, at columns `k` of K.
+    """Rows `row` of a matrix (rows, K), at columns `k`; `row` and `k` may run past its ends.
 
     A row past the end is read as the last one: that needs no mask, and its result is never stored.
-    Columns past the end must be zeros, since they are summed.
+    Columns past the end must be zeros, since they are summed. WHOLE_K: there are none.
     """
     at = ptr + tl.minimum(row, rows - 1)[:, None] * stride + k[None, :]
     if WHOLE_K:
@@ -523,18 +657,18 @@ def load_rows(ptr, stride, row, rows, k, K, WHOLE_K: tl.constexpr):
 
 
 @triton.constexpr_function
-def sum_shape(n, BM, BANDS):
-    """Shape of the sums of n rows of W with BM rows of x: a band for each warp, or one for all."""
-    return (BANDS, n // BANDS, BM) if BANDS > 1 else (n, BM)
+def sum_shape(n, BM, BATCH):
+    """Shape of the sums of n rows of W or A with BM rows of x: cut into BATCH parts, or whole."""
+    return (BATCH, n // BATCH, BM) if BATCH > 1 else (n, BM)
 
 
 @triton.jit
 def add_product(acc, w, x):
     """acc (of sum_shape) + w (n, k) @ x (BM, k).T."""
     if len(acc.shape) == 3:
-        bands: tl.constexpr = acc.shape[0]
-        w = tl.reshape(w, (bands, w.shape[0] // bands, w.shape[1]))
-        xt = tl.broadcast_to(tl.permute(x, (1, 0))[None], (bands, x.shape[1], x.shape[0]))
+        batch: tl.constexpr = acc.shape[0]
+        w = tl.reshape(w, (batch, w.shape[0] // batch, w.shape[1]))
+        xt = tl.broadcast_to(tl.permute(x, (1, 0))[None], (batch, x.shape[1], x.shape[0]))
         acc = tl.dot(w, xt, acc)
     else:
         acc = tl.dot(w, tl.permute(x, (1, 0)), acc)
@@ -559,50 +693,55 @@ def portable_kernel(
     slabs_ptr,         # fp32 (S, M, width)     columns N .. N + R are x @ A.T
     M, width,
     k_tiles, stripe, a_programs,  # of the StripePlan
-    BM: tl.constexpr, STAGES: tl.constexpr, BANDS: tl.constexpr,
+    BM: tl.constexpr, STAGES: tl.constexpr, BATCH: tl.constexpr,  # of the PortableConfig
     WHOLE_K: tl.constexpr, # K is a multiple of 128
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,     # a programmatic dependent launch, see fast/kernels.py
 ):
     """x @ [W; A].T as pieces in slabs. Axis 0 of the grid: programs; axis 1: BM rows of x each."""
     dtype: tl.constexpr = inputs.x.dtype.element_ty
     pid = tl.program_id(0)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     slab = M.to(tl.int64) * width  # elements of a slab
-    if PDL:  # see fast/kernels.py
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
-    if pid < a_programs:  # a program of x @ A.T: one tile of 64 rows, a_stripe tiles' width of K
-        share = a_stripe(k_tiles, stripe)
-        pieces = tl.cdiv(k_tiles, share)
+    # A program of x @ A.T: 64 rows of A, along a_stripe tiles' width of K. A tile of A is 64 wide,
+    # half a tile of W, so its steps are numbered in half tiles.
+    if pid < a_programs:
+        length = a_stripe(k_tiles, stripe)
+        pieces = tl.cdiv(k_tiles, length)
         piece = pid % pieces
         r = pid // pieces * 64 + tl.arange(0, 64)
-        k = tl.arange(0, 64)  # half of a tile's width: 8 KiB of A, as many as the codes of a tile
-        last = tl.minimum(piece * share + share, k_tiles)
-        acc = tl.zeros(sum_shape(64, BM, BANDS), tl.float32)
-        for half in tl.range(2 * piece * share, 2 * last, num_stages=STAGES):
-            a = load_rows(inputs.a, inputs.K, r, inputs.R, half * 64 + k, inputs.K, WHOLE_K)
-            x = load_rows(inputs.x, inputs.x_stride, m, M, half * 64 + k, inputs.K, WHOLE_K)
+        k = tl.arange(0, 64)
+        end = tl.minimum(piece * length + length, k_tiles)
+        acc = tl.zeros(sum_shape(64, BM, BATCH), tl.float32)
+        for half_tile in tl.range(2 * piece * length, 2 * end, num_stages=STAGES):
+            a = load_rows(inputs.a, inputs.K, r, inputs.R, half_tile * 64 + k, inputs.K, WHOLE_K)
+            x = load_rows(inputs.x, inputs.x_stride, m, M, half_tile * 64 + k, inputs.K, WHOLE_K)
             acc = add_product(acc, a, x)
         store_piece(acc, slabs_ptr + piece * slab + inputs.N, width, r, inputs.R, m, M)
         return
 
-    pid -= a_programs  # a program of x @ W.T: its stripe
+    # A program of x @ W.T: its stripe, band by band.
+    pid -= a_programs
     n = tl.arange(0, 128)
     c = tl.arange(0, 32)
     h = tl.arange(0, 2)
     tile = pid * stripe
-    last = tl.minimum(tile + stripe, tl.cdiv(inputs.N, 128) * k_tiles)
-    while tile < last:  # once for every tile row that the stripe touches
-        tile_row = tile // k_tiles
-        end = tl.minimum(last, tile_row * k_tiles + k_tiles)
-        first = (tile_row * k_tiles).to(tl.int64)
-        codes = inputs.codes + first * 4096 + n[:, None] * 32 + c[None, :]
-        scales = inputs.scales + first * 256 + n[:, None] * 2 + h[None, :]
-        acc = tl.zeros(sum_shape(128, BM, BANDS), tl.float32)
-        for kt in tl.range(tile - tile_row * k_tiles, end - tile_row * k_tiles, num_stages=STAGES):
+    stripe_end = tl.minimum(tile + stripe, tl.cdiv(inputs.N, 128) * k_tiles)
+    while tile < stripe_end:
+        band = tile // k_tiles
+        end = tl.minimum(stripe_end, band * k_tiles + k_tiles)  # of the stripe in this band
+        band_start = (band * k_tiles).to(tl.int64)
+        codes = inputs.codes + band_start * 4096 + n[:, None] * 32 + c[None, :]
+        scales = inputs.scales + band_start * 256 + n[:, None] * 2 + h[None, :]
+        acc = tl.zeros(sum_shape(128, BM, BATCH), tl.float32)
+        for kt in tl.range(tile - band * k_tiles, end - band * k_tiles, num_stages=STAGES):
             words = tl.load(codes + kt * 4096)
-            planes = decode_planes(words, 0, dtype) + decode_planes(words, 2, dtype)
+            w0, w1 = decode_planes(words, 0, dtype)
+            w2, w3 = decode_planes(words, 2, dtype)
+            planes = (w0, w1, w2, w3)
             plane_scales = decode_scales(tl.load(scales + kt * 256), dtype)
             k = kt * 128 + c
             xs = ()
@@ -610,34 +749,43 @@ def portable_kernel(
                 xs += (load_rows(inputs.x, inputs.x_stride, m, M, k + 32 * p, inputs.K, WHOLE_K),)
             for p in tl.static_range(4):
                 acc = add_product(acc, planes[p] * spread_scales(plane_scales[p]), xs[p])
-        piece = pid - tile_row * k_tiles // stripe  # counted from the program that began the row
-        store_piece(acc, slabs_ptr + piece * slab, width, tile_row * 128 + n, inputs.N, m, M)
+        piece = pid - band * k_tiles // stripe  # counted from the program that began the band
+        store_piece(acc, slabs_ptr + piece * slab, width, band * 128 + n, inputs.N, m, M)
         tile = end
 
 
 # -----------------------------------------------------------------------------
-# 7. Its launch
+# 7. How that kernel is launched
 
 class PortableConfig(NamedTuple):
     """How portable_kernel is launched for some number of rows of x."""
-    BM: int                 # rows of x in a tile of the product
-    num_stages: int         # tiles of W under way, with the one that is multiplied
-    programs_per_sm: int    # programs that a multiprocessor holds at once
+    BM: int                 # rows of x that one program multiplies
+    num_stages: int         # tiles of W in shared memory: the one in use and those under way
+    programs_per_sm: int    # programs that fit on a multiprocessor at once
     num_warps: int
-    bands: int              # of a tile's rows: one for each warp, or 1 for all
+    batch: int              # parts that a tile's rows are cut into: one for each warp, or 1
 
 
-# M at most -> the config that was fastest on an H200, of all that use mma.sync. Two warps read x
-# from shared memory half as often as four do. That pays at 32 rows; at 64, registers do not suffice
-# for it.
-PORTABLE_CONFIGS = {8: PortableConfig(8, 3, 4, 4, 4), 16: PortableConfig(16, 3, 4, 4, 4),
-                    32: PortableConfig(32, 3, 4, 2, 2), 256: PortableConfig(64, 3, 2, 4, 4)}
-# The same for GPUs with 99 KiB of shared memory: consumer cards, where fewer stages fit.
-CONFIGS_99_KIB = {8: PortableConfig(8, 3, 4, 4, 4), 16: PortableConfig(16, 3, 3, 4, 4),
-                  32: PortableConfig(32, 2, 4, 2, 2), 256: PortableConfig(64, 2, 2, 4, 4)}
-# By wgmma. With Triton 3.6 registers do not suffice for a fourth program at 32 rows.
-CONFIGS_WGMMA = PORTABLE_CONFIGS | {32: PortableConfig(32, 3, 3, 4, 1),
-                                    256: PortableConfig(64, 3, 2, 4, 1)}
+# Rows of x, at most -> the config that was fastest for them on an H200. The numbers of a config are
+# BM, num_stages, programs_per_sm, num_warps and batch.
+PORTABLE_CONFIGS = {  # by mma.sync
+    8: PortableConfig(8, 3, 4, 4, 4),
+    16: PortableConfig(16, 3, 4, 4, 4),
+    32: PortableConfig(32, 3, 4, 2, 2),  # two warps read x half as often as four do
+    256: PortableConfig(64, 3, 2, 4, 4),  # with two warps the registers would not suffice
+}
+CONFIGS_99_KIB = {  # the same on consumer cards: 99 KiB of shared memory hold fewer stages
+    8: PortableConfig(8, 3, 4, 4, 4),
+    16: PortableConfig(16, 3, 3, 4, 4),
+    32: PortableConfig(32, 2, 4, 2, 2),
+    256: PortableConfig(64, 2, 2, 4, 4),
+}
+CONFIGS_WGMMA = {  # on Hopper
+    8: PORTABLE_CONFIGS[8],
+    16: PORTABLE_CONFIGS[16],
+    32: PortableConfig(32, 3, 3, 4, 1),  # Triton 3.6 has too few registers for a fourth program
+    256: PortableConfig(64, 3, 2, 4, 1),
+}
 
 
 def shared_memory_kib(sm: tuple[int, int]) -> int:
@@ -661,23 +809,31 @@ def portable_config(M: int, sm: tuple[int, int]) -> PortableConfig:
 
 @cache
 def multiprocessors_on(device: torch.device) -> int:
+    """How many multiprocessors a GPU has. On a CPU an H200's 132, for tests that compile there."""
     if device.type != "cuda":
-        return 132  # an H200's, for tests that compile without one
+        return 132
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _check_operands(x, weight, lora_a):
+    """What every product x @ [W; A].T asks of its operands."""
+    K = x.shape[1]
+    assert x.dtype == weight.dtype, f"the weight is for x in {weight.dtype}, got {x.dtype}"
+    assert x.device == weight.device, f"x is on {x.device}, the weight on {weight.device}"
+    assert K == weight.K, f"x has {K=}, the weight N={weight.N}, K={weight.K}"
+    if lora_a is not None:
+        assert lora_a.dtype == x.dtype and lora_a.shape[1] == K, (lora_a.dtype, lora_a.shape, K)
 
 
 def prepare_launch(
         x: torch.Tensor, weight: PackedWeight, lora_a: torch.Tensor | None,
         slabs: torch.Tensor | None, config: tuple) -> tuple[int, StripePlan, torch.Tensor]:
     """Checks the operands of a decode matmul -> R, its StripePlan, its slabs (made if None)."""
+    _check_operands(x, weight, lora_a)
     M, K = x.shape
     R = 0
-    assert x.dtype == weight.dtype, f"the weight was packed for {weight.dtype}, got {x.dtype}"
-    assert x.device == weight.device, f"x is on {x.device}, the weight on {weight.device}"
-    assert K == weight.K, f"x has {K=}, the weight N={weight.N}, K={weight.K}"
     assert x.stride(1) == 1 and x.stride(0) % 8 == 0, f"x: contiguous rows, not {x.stride()}"
     if lora_a is not None:
-        assert lora_a.dtype == x.dtype and lora_a.shape[1] == K, (lora_a.dtype, lora_a.shape, K)
         assert lora_a.is_contiguous(), lora_a.stride()
         R = len(lora_a)
     plan = plan_stripes(weight.N, K, M, R, config, multiprocessors_on(weight.device))
@@ -693,19 +849,23 @@ def portable_matmul(x: torch.Tensor, weight: PackedWeight, lora_a: torch.Tensor 
                     slabs: torch.Tensor | None = None, pdl: bool = False) -> MatmulSlabs:
     """x (M, K) @ [W; lora_a].T, as partial sums in slabs (S, M, N + R rounded up to 4).
 
-    x and lora_a (R, K) have the weight's dtype, M is 256 or so at most. No row's bits depend on
-    what the other rows hold. slabs: an earlier result's `sums` to be overwritten. pdl: launch while
-    the kernel before still runs (from sm_90 on). This kernel waits for that one before it reads
-    anything, so only the launch is hidden; hopper_matmul hides more.
+    x and lora_a (R, K) have the weight's dtype. Any M works; above MAX_DECODE_ROWS expanded_matmul
+    is faster. No row's bits depend on what the other rows hold, but they do depend on how many rows
+    there are: BM and the stripe follow from M. slabs: an earlier result's `sums`, to be
+    overwritten.
+
+    pdl: a programmatic dependent launch, while the kernel before still runs (from sm_90 on). This
+    kernel waits for that one before it reads anything, so only the launch itself is hidden;
+    hopper_matmul hides more.
     """
     M, K = x.shape
     config = portable_config(M, capability(weight.device))
     R, plan, slabs = prepare_launch(x, weight, lora_a, slabs, config)
-    a = lora_a if R else x
+    a = lora_a if R else x  # without an adapter any pointer will do, since nothing is read from it
     inputs = MatmulInputs(x, x.stride(0), weight.codes, weight.scales, a, weight.N, K, R)
     portable_kernel[plan.programs, triton.cdiv(M, config.BM)](
         inputs, slabs, M, slabs.shape[2], plan.k_tiles, plan.stripe, plan.a_programs, config.BM,
-        config.num_stages, config.bands, K % TILE_SIDE == 0, pdl, num_warps=config.num_warps,
+        config.num_stages, config.batch, K % TILE_SIDE == 0, pdl, num_warps=config.num_warps,
         launch_pdl=pdl)
     return MatmulSlabs(slabs, weight.out_scale, plan.k_tiles, plan.stripe)
 
@@ -715,17 +875,25 @@ def portable_matmul(x: torch.Tensor, weight: PackedWeight, lora_a: torch.Tensor 
 
 @cache
 def unit_scale(n: int, device: torch.device) -> torch.Tensor:
-    """n ones, made once: inside a CUDA graph they would be filled in again at every step."""
+    """n ones: the `scale` of a product whose W was expanded together with its scales.
+
+    Made once for a device: inside a CUDA graph every replay would fill them in again.
+    """
     return torch.ones(n, device=device)
 
 
 def expanded_matmul(x: torch.Tensor, weight: Weight,
                     lora_a: torch.Tensor | None = None) -> MatmulSlabs:
-    """As portable_matmul, for many rows and for every other format: W in 16 bits, one slab."""
+    """x (M, K) @ [W; lora_a].T like portable_matmul, but W is expanded to 16 bits first.
+
+    It takes a weight of any format and is the faster one for many rows. One slab holds all sums.
+    """
+    _check_operands(x, weight, lora_a)
     N = weight.N
     R = 0 if lora_a is None else len(lora_a)
     slabs = torch.empty(1, len(x), N + R, device=x.device)
     mm_fp32(x, weight.dequantize().T, out=slabs[0, :, :N])
     if R:
         mm_fp32(x, lora_a.T, out=slabs[0, :, N:])
-    return MatmulSlabs(slabs, unit_scale(N, x.device))
+    # As if K were one tile wide and a stripe one tile long: then every column has one piece.
+    return MatmulSlabs(slabs, unit_scale(N, x.device), k_tiles=1, stripe=1)

@@ -27,8 +27,8 @@ A program has two kinds of warps, which hand the slots of a ring in shared memor
 Two to four programs share a multiprocessor and drift apart, so one decodes while another
 multiplies.
 
-Shapes: M rows of x, N out_features, K in_features, R rows of LoRA's A, S slabs, BM rows of x in a
-tile of the product.
+Shapes: M rows of x, N out_features, K in_features, R rows of LoRA's A, S slabs, BM rows of x that
+one program multiplies.
 """
 from typing import NamedTuple
 
@@ -88,12 +88,12 @@ class Ring(NamedTuple):
 
 
 class Stripe(NamedTuple):
-    """What one program walks: tiles first .. last of the weight stream, or of A."""
+    """What one program walks: tiles `first` to `end` - 1 of the weight stream, or of A."""
     is_a: tl.tensor
     pid: tl.tensor          # the program's number among those of W
     m0: tl.tensor           # its first row of x
     first: tl.tensor
-    last: tl.tensor
+    end: tl.tensor
     halves: tl.tensor       # steps to a tile: 1, of A 2
     k_tiles: tl.tensor      # of the StripePlan
     length: tl.tensor       # `stripe` of the StripePlan
@@ -134,7 +134,7 @@ def _fetch_x(maps: TensorMaps, ring: Ring, stripe: Stripe, slot, step):
 
 @gluon.jit
 def _produce(maps: TensorMaps, ring: Ring, stripe: Stripe, steps, AHEAD: gl.constexpr):
-    """The producer warp: keeps the ring full from step AHEAD on, also across two tile rows.
+    """The producer warp: keeps the ring full from step AHEAD on, also across two bands.
 
     A barrier counts its completions modulo 2, and wait(bar, p) returns once round p is over. Round
     r of a slot is step // STAGES; `full` is waited for with r & 1. `empty` of round r - 1 is what
@@ -202,7 +202,7 @@ def _store_from_registers(acc, slabs_ptr, maps: TensorMaps, piece, row, rows, co
 
 @gluon.jit
 def _consume(maps: TensorMaps, ring: Ring, stripe: Stripe, out, slabs_ptr, N):
-    """The consumer warps: multiply the stripe's tiles, store a piece wherever a tile row ends.
+    """The consumer warps: multiply the stripe's tiles, store a piece wherever a band ends.
 
     `out` is the place in shared memory that a piece leaves from.
     """
@@ -215,7 +215,7 @@ def _consume(maps: TensorMaps, ring: Ring, stripe: Stripe, out, slabs_ptr, N):
     if HAS_A and stripe.is_a:
         a = ring.codes._reinterpret(ring.x.dtype, [STAGES, A_SIDE, A_SIDE], ROWS_256B)
         acc = gl.zeros([A_SIDE, BM], gl.float32, MMA)
-        for i in range(0, 2 * (stripe.last - stripe.first), 2):
+        for i in range(0, 2 * (stripe.end - stripe.first), 2):
             for half in gl.static_range(2):
                 slot = (i + half) % STAGES
                 mbarrier.wait(ring.full.index(slot), (i + half) // STAGES & 1)
@@ -229,9 +229,9 @@ def _consume(maps: TensorMaps, ring: Ring, stripe: Stripe, out, slabs_ptr, N):
     else:
         i = 0
         tile = stripe.first
-        while tile < stripe.last:
-            tile_row = tile // k_tiles
-            end = gl.minimum(stripe.last, tile_row * k_tiles + k_tiles)
+        while tile < stripe.end:
+            band = tile // k_tiles
+            end = gl.minimum(stripe.end, band * k_tiles + k_tiles)
             acc = gl.zeros([128, BM], gl.float32, MMA)
             for _ in range(tile, end):
                 slot = i % STAGES
@@ -244,17 +244,17 @@ def _consume(maps: TensorMaps, ring: Ring, stripe: Stripe, out, slabs_ptr, N):
                 acc = warpgroup_mma_wait(0, deps=[acc])
                 mbarrier.arrive(ring.empty.index(slot), count=1)
                 i += 1
-            piece = stripe.pid - tile_row * k_tiles // stripe.length
+            piece = stripe.pid - band * k_tiles // stripe.length
             if BM <= MAX_COPIED_ROWS:
                 tma.store_wait(0)  # the piece before has left `out`
                 out.store(acc.permute((1, 0)).reshape(1, BM, 128))
                 fence_async_shared()  # the copy engine sees what the warps have written
                 # Rows past M and columns past N are dropped by the copy engine.
                 tma.async_copy_shared_to_global(
-                    maps.slabs, [piece, stripe.m0, tile_row * 128], out)
+                    maps.slabs, [piece, stripe.m0, band * 128], out)
             else:
                 _store_from_registers(
-                    acc, slabs_ptr, maps, piece, tile_row * 128, N, 0, stripe.m0)
+                    acc, slabs_ptr, maps, piece, band * 128, N, 0, stripe.m0)
             tile = end
         tma.store_wait(0)  # shared memory must stay until the last piece has left it
 
@@ -291,11 +291,11 @@ def hopper_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
-    # Which tiles are this program's
+    # Which tiles are this program's: `length` from `first` on, as far as they lie below `limit`.
     pid = gl.program_id(0)
     is_a = pid < a_programs
     first = (pid - a_programs) * stripe_length
-    end = gl.cdiv(N, 128) * k_tiles
+    limit = gl.cdiv(N, 128) * k_tiles
     length = stripe_length
     halves = 1
     if HAS_A and is_a:
@@ -303,11 +303,11 @@ def hopper_kernel(
         halves = 2
         pieces_a = gl.cdiv(k_tiles, length)
         first = pid // pieces_a * k_tiles + pid % pieces_a * length
-        end = pid // pieces_a * k_tiles + k_tiles
-    last = gl.minimum(first + length, end)
+        limit = pid // pieces_a * k_tiles + k_tiles
+    end = gl.minimum(first + length, limit)
     m0 = gl.program_id(1) * BM
-    stripe = Stripe(is_a, pid - a_programs, m0, first, last, halves, k_tiles, stripe_length)
-    steps = (last - first) * halves
+    stripe = Stripe(is_a, pid - a_programs, m0, first, end, halves, k_tiles, stripe_length)
+    steps = (end - first) * halves
 
     # The weights of the first AHEAD steps are asked for before the kernel that makes x is done. Not
     # more: they would stand in front of x in the queue to memory.
@@ -330,9 +330,9 @@ def hopper_kernel(
 
 class HopperConfig(NamedTuple):
     """How hopper_kernel is launched for some number of rows of x."""
-    BM: int                 # rows of x in a tile of the product
+    BM: int                 # rows of x that one program multiplies
     num_stages: int         # slots of the ring
-    programs_per_sm: int    # programs that a multiprocessor holds at once
+    programs_per_sm: int    # programs that fit on a multiprocessor at once
     ahead: int              # steps whose weights are asked for before x is there
 
     @property
@@ -346,7 +346,7 @@ class HopperConfig(NamedTuple):
         return 65536 // (256 * self.programs_per_sm) // 8 * 8
 
 
-# M at most -> HopperConfig
+# Rows of x, at most -> HopperConfig(BM, num_stages, programs_per_sm, ahead)
 HOPPER_CONFIGS = {
     8: HopperConfig(8, 4, 4, 4),
     16: HopperConfig(16, 3, 4, 2),
@@ -354,8 +354,9 @@ HOPPER_CONFIGS = {
     64: HopperConfig(64, 3, 2, 1),
     256: HopperConfig(128, 2, 2, 1),
 }
-# (M at most, N, K) -> HopperConfig of a linear of Qwen2.5 that another one suits better: on an H200
-# by 1 us a layer or more, both in a whole decode step and in a chain of linears, in two runs.
+# (rows of x at most, N, K) -> HopperConfig of a linear of Qwen2.5 that another one suits better: on
+# an H200 by 1 us a layer or more, both in a whole decode step and in a chain of linears, in two
+# runs.
 TUNED_CONFIGS = {
     (8, 17920, 1536): HopperConfig(8, 6, 3, 2),
     (16, 1536, 8960): HopperConfig(16, 4, 3, 1),

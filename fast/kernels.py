@@ -144,7 +144,7 @@ class LogitChunks(NamedTuple):
 
 @triton.jit
 def load_linear(y: UnfinishedLinear, first, BN: tl.constexpr):
-    """Loads what finishes BN columns from `first` on, which lie in one tile row of the matmul.
+    """Loads what finishes BN columns from `first` on, which lie in one band of the matmul.
 
     -> the columns, their scale, b (R padded to a power of two, BN), how many slabs hold a piece of
     them. All of it is frozen during a step: kernels call this before they wait.

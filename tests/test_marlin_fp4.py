@@ -90,13 +90,38 @@ def test_a_word_holds_the_four_planes_of_one_column():
 
 @both
 def test_the_words_drawn_in_the_file_are_the_ones_that_are_packed(dtype):
-    drawings = re.findall(r"a word    ((?:[sem][0-3] ?){16})", Path(marlin_fp4.__file__).read_text())
+    drawings = re.findall(r"a code word    ((?:[sem][0-3] ?){16})", Path(marlin_fp4.__file__).read_text())
     drawn = drawings[[torch.bfloat16, torch.float16].index(dtype)].split()                 # bit 15 first
     for bit, name in zip(range(15, -1, -1), drawn):
         (codes,) = marlin_fp4._unpack_words(torch.tensor([[1 << bit]]), marlin_fp4.BIT_ORDERS[dtype])
         again = name in drawn[:15 - bit]                             # of two e, the left one is the higher
         code = {"s": 8, "e": 2 if again else 4, "m": 1}[name[0]]
         assert codes.tolist() == [code if plane == int(name[1]) else 0 for plane in range(4)], (bit, name)
+
+
+def test_the_weight_worked_by_hand_in_the_file_is_right_in_every_line():
+    """Code 5 in plane 3 under a scale of 1.5, with the other codes and scales 0: each step computed here again."""
+    packed, scale = torch.zeros(128, 64, dtype=torch.uint8), torch.zeros(128, 8)
+    packed[0, 48] = 5                                                # k = 96: plane 3, the word of c = 0
+    scale[0, 6] = 1.5                                                # k = 96 to 111: plane 3, half 0
+    weight = pack(packed, scale.to(torch.float8_e4m3fn), torch.tensor(0.25))
+    word, stored = int(weight.codes[0, 0, 0, 0]), int(weight.scales[0, 0, 0, 0])
+    t = (word & 0x6C00) >> 8
+    u = (stored >> 12) & 0xFF
+    rotated = (stored << 8 | stored >> 24) & 0xFFFFFFFF
+    scales = rotated & 0x0FF00FF0 | 0x70007000
+    code, factor = (number(torch.tensor(bits), torch.bfloat16) for bits in (t * 1057 & 0x81C0, scales >> 16))
+    product = int((code * factor).bfloat16().view(torch.int16))
+    example = Path(marlin_fp4.__file__).read_text().split("One weight by hand")[1].split("class BitOrder")[0]
+    drawn = [int(found, 16) for found in re.findall(r"  (0x[0-9a-fA-F]+)\b", example)]
+    assert drawn == [word, t, t * 1057, t * 1057 & 0x81C0, u, u << 8, stored, rotated, scales, product]
+    assert code == 3 * 2.0**-126 and scales >> 16 == 0x7540 and factor == 1.5 * 2.0**107
+    assert float(code * factor) == 4.5 * 2.0**-19 and float(code * factor * weight.out_scale[0]) == 4.5 * 0.25
+
+
+def test_the_assembly_shown_in_the_file_is_what_decodes_planes_2_and_3():
+    shown = re.search(r"#     (\{ \.reg .b32 t;\n(?:#     .*\n)+)", Path(marlin_fp4.__file__).read_text())[1]
+    assert shown.replace("#     ", "").strip() == marlin_fp4._decode_planes_asm(tl.bfloat16, 2)
 
 
 @pytest.mark.parametrize("dtype,bias,rotation", [(torch.bfloat16, 10, 4), (torch.float16, 22, 7)])
@@ -139,6 +164,22 @@ def test_a_scale_that_is_no_power_of_two_is_rounded_once_with_the_weight(global_
     assert torch.equal(weight.dequantize(), w.float().bfloat16())
 
 
+@pytest.mark.parametrize("dtype,largest,smallest", [(torch.float16, 8, -31), (torch.bfloat16, 108, -140)])
+def test_a_weight_is_exact_only_where_its_type_holds_every_out_scale(dtype, largest, smallest):
+    """fp16 would make inf of 2^16, and NaN of inf times a weight of 0; it would make 0 of 2^-25."""
+    def exact(row_scale):
+        scale = torch.ones(2, 1).to(torch.float8_e4m3fn)
+        return pack(torch.zeros(2, 8, dtype=torch.uint8), scale, torch.tensor(row_scale), dtype).exact
+
+    assert exact([2.0**largest, 1.0]) and exact([2.0**smallest, 1.0])
+    assert not exact([1.0, 0.3])
+    if dtype == torch.float16:
+        assert not exact([2.0**(largest + 1), 1.0]) and not exact([1.0, 2.0**(smallest - 1)])
+    else:                                                            # there fp32's own out_scale would be inf
+        with pytest.raises(AssertionError, match="below 6.49037e.32, got 6.49037"):
+            exact([2.0**(largest + 1), 1.0])
+
+
 def test_a_zero_scale_clears_its_codes():
     packed = torch.full((128, 64), 0x77, dtype=torch.uint8)
     weight = pack(packed, torch.zeros(128, 8).to(torch.float8_e4m3fn), torch.tensor(1.0))
@@ -160,6 +201,19 @@ def test_pack_and_hopper_matmul_name_what_is_wrong_with_their_input():
         pack(packed, scale, one, torch.float64)
     with pytest.raises(AssertionError, match="needs a Hopper GPU, the weight is on cpu"):
         hopper_matmul(torch.zeros(1, 32).bfloat16(), pack(packed, scale, one))
+    for bad in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(AssertionError, match=f"global_scale must be above 0 and below .*, got {bad}"):
+            pack(packed, scale, torch.tensor(bad))
+
+
+def test_the_matmul_of_an_expanded_weight_refuses_operands_that_do_not_fit():
+    weight, x = freeze([torch.randn(4, 32)], "nvfp4", torch.bfloat16), torch.zeros(1, 32).bfloat16()
+    with pytest.raises(AssertionError, match="x has K=16, the weight N=4, K=32"):
+        expanded_matmul(x[:, :16], weight)
+    with pytest.raises(AssertionError, match="for x in torch.bfloat16, got torch.float16"):
+        expanded_matmul(x.half(), weight)
+    with pytest.raises(AssertionError, match="torch.float32"):
+        expanded_matmul(x, weight, torch.zeros(2, 32))
 
 
 @both
@@ -188,31 +242,59 @@ def test_the_matmul_of_an_expanded_weight_is_float64s(monkeypatch, base, dtype, 
 
 @pytest.mark.parametrize("N,K,M,R", [(4608, 3584, 1, 96), (3584, 18944, 16, 32), (37888, 3584, 64, 64),
                                      (128, 128, 8, 0), (1152, 896, 33, 48), (384, 128, 250, 16)])
-def test_the_schedule_covers_every_tile_once_and_no_tile_row_has_more_pieces_than_slabs(N, K, M, R):
+def test_the_schedule_covers_every_tile_once_and_no_band_has_more_pieces_than_slabs(N, K, M, R):
     k_tiles, stripe, a_programs, programs, slabs = plan_stripes(N, K, M, R, hopper_config(N, K, M), 132)
-    tile_rows = -(-N // 128)
-    owners = [[tile // stripe for tile in range(row * k_tiles, row * k_tiles + k_tiles)] for row in range(tile_rows)]
+    bands = -(-N // 128)
+    owners = [[tile // stripe for tile in range(band * k_tiles, band * k_tiles + k_tiles)] for band in range(bands)]
     assert k_tiles == -(-K // 128) and max(max(o) for o in owners) == programs - a_programs - 1
     assert all(set(o) == set(range(o[0], o[-1] + 1)) for o in owners)             # pieces are numbered without gaps
-    assert [len(set(o)) for o in owners] == [pieces(128 * row, k_tiles, stripe) for row in range(tile_rows)]
-    a_pieces = -(-k_tiles // min(stripe, -(-k_tiles // 4))) if R else 0      # A is more to read: smaller shares
+    assert [len(set(o)) for o in owners] == [pieces(128 * band, k_tiles, stripe) for band in range(bands)]
+    a_pieces = -(-k_tiles // min(stripe, -(-k_tiles // 4))) if R else 0      # A's programs walk a quarter of K at most
     assert a_programs == -(-R // 64) * a_pieces and slabs == max(a_pieces, *(len(set(o)) for o in owners))
     most, most_a = most_pieces(k_tiles, stripe)
     assert max(len(set(o)) for o in owners) <= most and a_pieces in (0, most_a)
 
 
 def test_the_schedule_drawn_in_the_file_is_the_one_that_is_computed():
-    """3 tile rows of 5 tiles in stripes of 3, as 5 multiprocessors that hold one program each would walk them."""
+    """3 bands of 5 tiles in stripes of 3, and LoRA's A, as 8 multiprocessors with one program each would walk them."""
     config = marlin_fp4.PortableConfig(8, 3, 1, 4, 4)
-    plan = plan_stripes(3 * 128, 5 * 128, 1, 0, config, 5)
-    assert plan == marlin_fp4.StripePlan(k_tiles=5, stripe=3, a_programs=0, programs=5, slabs=3)
-    drawing = Path(marlin_fp4.__file__).read_text().split("k ->                      slab 0")[1]
-    rows = re.findall(r"tile row \d +([\d |]+?)   +((?:program \d|-).*)", drawing)
-    owners = [[int(digit) for digit in re.findall(r"\d", walked)] for walked, _ in rows]
-    assert owners == [[tile // 3 for tile in range(row * 5, row * 5 + 5)] for row in range(3)]
-    for row, (_, slabs) in enumerate(rows):
-        programs = [int(digit) for digit in re.findall(r"\d", slabs)]
-        assert programs == sorted(set(owners[row])) and len(programs) == pieces(128 * row, 5, 3)
+    plan = plan_stripes(3 * 128, 5 * 128, 1, 32, config, 8)
+    assert plan == marlin_fp4.StripePlan(k_tiles=5, stripe=3, a_programs=3, programs=8, slabs=3)
+    text = Path(marlin_fp4.__file__).read_text()
+    walked = re.findall(r"#     band \d    ([\d |]+)\n", text)
+    owners = [[int(digit) for digit in re.findall(r"\d", band)] for band in walked]
+    assert owners == [[tile // 3 for tile in range(band * 5, band * 5 + 5)] for band in range(3)]
+    assert [band.count("|") for band in walked] == [len(set(owner)) - 1 for owner in owners]
+    stack = [line.split() for line in re.findall(r"#     slab \d     (.*)\n", text)]
+    assert len(stack) == plan.slabs
+    for band in range(3):
+        column = [line[band] for line in stack]
+        count = pieces(128 * band, 5, 3)
+        assert column == [str(program) for program in sorted(set(owners[band]))] + ["-"] * (3 - count)
+    assert [line[3] for line in stack] == ["A0", "A1", "A2"] and most_pieces(5, 3)[1] == plan.a_programs
+    grid = re.findall(r"#     rows .*? BM +((?:A?\d *)+)\n", text)
+    assert [line.split() for line in grid] == [["A0", "A1", "A2", "0", "1", "2", "3", "4"]] * 2
+
+
+def test_the_numbers_beside_the_schedule_are_those_of_a_7b_on_an_h200():
+    linears = {"qkv": (4608, 3584, 96), "o": (3584, 3584, 32), "down": (3584, 18944, 32), "gate_up": (37888, 3584, 64)}
+
+    def plan(name, M):
+        N, K, R = linears[name]
+        return plan_stripes(N, K, M, R, hopper_config(N, K, M), 132)
+
+    text = " ".join(Path(marlin_fp4.__file__).read_text().replace("\n#", " ").split())
+    assert f"qkv of a 7B has {plan('qkv', 1).programs} programs at M = 1 where an H200 could hold {132 * 4}" in text
+    assert hopper_config(4608, 3584, 1).programs_per_sm == 4
+    long = plan("gate_up", 32)
+    assert f"stripes of {long.stripe} tiles at M = 32, and K is {long.k_tiles} tiles wide" in text
+    for name in "qkv", "o", "down":                                  # the bound of a quarter of K does nothing
+        assert all(plan(name, M).stripe <= -(-plan(name, M).k_tiles // 4) for M in (1, 8, 16, 32, 64))
+    assert f"{64 * 128 * 2 / (8192 + 1024):.2f} times the bytes" in text
+    # Where no stripe fits, several waves of programs run: 2,048 rows on 8 multiprocessors.
+    config = marlin_fp4.portable_config(2048, (9, 0))
+    waves = plan_stripes(4608, 3584, 2048, 0, config, 8)
+    assert waves.programs == 1 and waves.stripe == 36 * 28 and 2048 // config.BM > 8 * config.programs_per_sm
 
 
 def pieces(column, k_tiles, stripe):
@@ -252,7 +334,7 @@ def test_the_gpu_decodes_every_scale_times_every_code_exactly(dtype, out):
 
 @gpu
 @both
-@pytest.mark.parametrize("global_scale", [2.0 ** -7, 2.0 ** -16, 0.3])
+@pytest.mark.parametrize("global_scale", [2.0 ** -7, 2.0 ** -16, 2.0 ** 9, 2.0 ** -33, 0.3])
 def test_dequantize_fills_a_slice_of_a_wider_buffer_and_nothing_else(dtype, global_scale):
     weight, w = random_weight(300, 272, "cuda", global_scale=global_scale, dtype=dtype)
     wide = torch.full((300, 272 + 64), 7.0, device="cuda", dtype=dtype)

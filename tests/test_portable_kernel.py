@@ -35,7 +35,7 @@ no_gpu = pytest.mark.skipif(GPU or INTERPRETED, reason="where there is a GPU the
 
 @no_gpu
 def test_the_kernel_passes_in_tritons_interpreter(interpreted):
-    assert interpreted(__file__) >= 39
+    assert interpreted(__file__) >= 46
 
 
 class Results(list):
@@ -60,7 +60,7 @@ def assembly_in_numpy(builder, text, constraints, values, types, is_pure, pack):
 @pytest.mark.parametrize("M,N,K,R", [(1, 128, 128, 0), (5, 300, 272, 6), (33, 384, 640, 48), (70, 130, 400, 70)])
 @pytest.mark.parametrize("sm", [86, 90])
 def test_the_product_matches_float64(M, N, K, R, sm, monkeypatch):
-    """In fp16, since numpy has no bf16. The cases have ragged rows, columns and K, several pieces to a tile row, two
+    """In fp16, since numpy has no bf16. The cases have ragged rows, columns and K, several pieces to a band, two
     tiles of A, two tiles of x.
     """
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_inline_asm", assembly_in_numpy)
@@ -74,6 +74,17 @@ def test_the_product_matches_float64(M, N, K, R, sm, monkeypatch):
     # fp32 accumulation: at most K roundings of 2^-24 of the magnitudes
     assert ((y - x.double() @ w.T).abs() <= K * 2**-23 * (x.double().abs() @ w.abs().T)).all()
     assert ((xa - x.double() @ a.double().T).abs() <= K * 2**-23 * (x.double().abs() @ a.double().abs().T)).all()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="in a process of its own")
+@pytest.mark.parametrize("global_scale", [2.0**-7, 2.0**4, 2.0**9, 2.0**-16, 2.0**-31, 2.0**-33, 0.3])
+def test_an_expanded_weight_is_the_fp32_product_rounded(global_scale, monkeypatch):
+    """Also where fp16 cannot hold out_scale, row_scale * 2^7: then weights are inf, or a few bits, but a 0 stays 0."""
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_inline_asm", assembly_in_numpy)
+    monkeypatch.setattr(tl.dtype, "value", property(lambda dtype: dtype), raising=False)
+    weight, w = random_weight(130, 144, global_scale=global_scale, dtype=torch.float16)
+    assert (w == 0).any() and weight.exact == (global_scale in (2.0**-7, 2.0**4, 2.0**-16, 2.0**-31))
+    assert torch.equal(weight.dequantize(), w.float().half())
 
 
 @pytest.mark.parametrize("sm", SHARED)
@@ -91,7 +102,7 @@ def test_the_schedule_plans_no_more_programs_than_the_chip_holds_at_once(sm, M):
 # What the compiler makes of the kernel
 
 CASES = list(itertools.product(SHARED, (1, 16, 32, 64), (torch.bfloat16, torch.float16)))
-WGMMA = [case for case in CASES if portable_config(case[1], divmod(case[0], 10)).bands == 1]
+WGMMA = [case for case in CASES if portable_config(case[1], divmod(case[0], 10)).batch == 1]
 MMA_SYNC = [case for case in CASES if case not in WGMMA]
 every_case = pytest.mark.parametrize("sm,M,dtype", CASES)
 
@@ -115,7 +126,7 @@ def compile_for(sm, M, dtype):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton.runtime.driver, "_active", Gpu(sm))
         kernel = portable_kernel.warmup(inputs, torch.zeros(1), M, 4704, 28, 7, 8, config.BM, config.num_stages,
-                                        config.bands, True, sm >= 90, grid=(1,), num_warps=config.num_warps,
+                                        config.batch, True, sm >= 90, grid=(1,), num_warps=config.num_warps,
                                         launch_pdl=sm >= 90)
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "k.cubin")
