@@ -216,6 +216,7 @@ class Adapter:
         self.alpha = alpha
         self.scale = alpha / rank                                # s
         self.norms = norms
+        self.untrained_norms = [norm.weight for norm in norms]   # the checkpoint's
         self.enabled = True                                      # see off()
         self.linears = linears
         self.shapes = [(len(linear.parts) * rank, linear.weight.K) for linear in linears]
@@ -275,12 +276,18 @@ class Adapter:
 
 def attach(model: torch.nn.Module, rank: int = 32, alpha: float = 32, norms: bool = False,
            seed: int = 0) -> Adapter:
-    """Give every Linear of a model its A and B, in place of any it had -> model.adapter.
+    """Give every Linear of a model its A and B -> model.adapter.
 
+    An adapter that the model had is dropped, with the norms that it trained: these start again
+    from the checkpoint's weights.
     norms: train the two norms of each layer too. A starts uniform in +-1/sqrt(K) as PEFT's does,
     drawn from `seed`. B starts at zero: the first forward equals the base's but for the order in
     which a matmul sums.
     """
+    before = getattr(model, "adapter", None)
+    if before is not None:                       # its norms are views of its own master
+        for norm, weight in zip(before.norms, before.untrained_norms):
+            norm.weight = weight
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     layers = model.layers if norms else []
     trained_norms = [norm for layer in layers for norm in (layer.input_norm, layer.post_norm)]

@@ -91,11 +91,12 @@ def swiglu_backward(y: Tensor, rstd: Tensor, dh: Tensor, dy: Tensor) -> Tensor:
 
 
 class _MlpArguments(NamedTuple):
-    """What _Mlp.apply takes. Autograd tells which arguments need a gradient, and is told the
-    gradients, in the same order. With names nobody has to count.
+    """One slot for each argument of _Mlp.apply, used for three things in the same order: the
+    arguments, whether autograd needs a gradient of each, and these gradients. So nobody has to
+    count places.
 
-    A and B are None without an adapter. The products read their 16-bit copies instead; they are
-    here because autograd gives gradients to arguments alone.
+    A and B are None without an adapter. The products read the adapter's working copies instead of
+    them; they are arguments because autograd gives gradients to arguments alone.
     """
     x: Tensor | None
     rstd: Tensor | None
@@ -105,6 +106,7 @@ class _MlpArguments(NamedTuple):
     gate_up_b: Tensor | None
     down_a: Tensor | None
     down_b: Tensor | None
+    grad_enabled: bool | None                    # at the call; forward() itself runs with it off
 
 
 class _Mlp(torch.autograd.Function):
@@ -122,12 +124,13 @@ class _Mlp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *arguments):
-        x, rstd, gate_up, down, *_ = arguments
-        needs = _MlpArguments(*ctx.needs_input_grad)
+        x, rstd, gate_up, down, *_, grad_enabled = arguments
+        # A and B "need a gradient" under torch.no_grad() too, where no backward will ask for y.
+        keep = grad_enabled and any(ctx.needs_input_grad)
         x_wide = gate_up.widened(x)
         y = gate_up.product(x_wide)
         h_wide = down.empty_wide(len(x), down.weight.K)
-        y = swiglu(y, rstd, h_wide[:, :down.weight.K], keep=needs.x)
+        y = swiglu(y, rstd, h_wide[:, :down.weight.K], keep=keep)
         ctx.linears = gate_up, down
         ctx.save_for_backward(x_wide, y, rstd, h_wide)
         return down.product(h_wide)
@@ -141,7 +144,9 @@ class _Mlp(torch.autograd.Function):
         dy_wide = gate_up.empty_wide(*y.shape)
         drstd = swiglu_backward(y, rstd, dh, dy_wide[:, :y.shape[1]])
         dx, gate_up_da, gate_up_db = gate_up.product_backward(x_wide, dy_wide, needs.gate_up_a)
-        return _MlpArguments(dx, drstd, None, None, gate_up_da, gate_up_db, down_da, down_db)
+        return _MlpArguments(x=dx, rstd=drstd, gate_up=None, down=None, gate_up_a=gate_up_da,
+                             gate_up_b=gate_up_db, down_a=down_da, down_b=down_db,
+                             grad_enabled=None)
 
 
 def mlp(gate_up: torch.nn.Module, down: torch.nn.Module, x: Tensor, rstd: Tensor) -> Tensor:
@@ -149,7 +154,8 @@ def mlp(gate_up: torch.nn.Module, down: torch.nn.Module, x: Tensor, rstd: Tensor
 
     gate_up, down: lora.Linears; x (T, D) in the model's dtype, rstd (T, 1) -> (T, D) fp32.
     """
-    return _Mlp.apply(*_MlpArguments(x, rstd, gate_up, down, *gate_up.trained(), *down.trained()))
+    return _Mlp.apply(*_MlpArguments(x, rstd, gate_up, down, *gate_up.trained(), *down.trained(),
+                                     torch.is_grad_enabled()))
 
 
 # -----------------------------------------------------------------------------

@@ -140,6 +140,7 @@ def filter_logits(logits: Tensor, top_k: int = 0, top_p: float = 1.0) -> Tensor:
 
     top_p keeps the smallest set of likeliest tokens whose probabilities sum to top_p or more.
     """
+    assert top_k >= 0 and 0 < top_p <= 1, f"need {top_k=} >= 0 (0 is all) and 0 < {top_p=} <= 1"
     if top_k:
         kth = logits.topk(min(top_k, logits.shape[-1]), dim=-1).values[..., -1:]
         logits.masked_fill_(logits < kth, -torch.inf)
@@ -451,8 +452,10 @@ class Sampler:
             limits = [limits] * size
         assert len(limits) == size and min(limits, default=1) > 0, \
             f"need {size} limits above 0, got {len(limits)}"
+        if numbers is None:
+            numbers = range(len(prompts))
         sequences = []
-        for prompt, number in zip(prompts, numbers or range(len(prompts)), strict=True):
+        for prompt, number in zip(prompts, numbers, strict=True):
             prefix = Prefix(prompt[:-1])
             pos = len(prompt) - 1
             for g in range(group_size):
@@ -544,9 +547,12 @@ class Sampler:
         """
         tokens, logprobs, made = window
         logprobs = logprobs.cpu()
-        if not logprobs.isfinite().all():
-            raise Stopped("a sampled token's log-prob is not finite: --temperature is too low, or "
-                          "weights or adapter are too large, for --dtype float16 above 65,504")
+        made = made.cpu()
+        counts = torch.arange(len(logprobs))[:, None] < made     # not what a row drew after its end
+        if not logprobs[counts].isfinite().all():
+            raise Stopped("a sampled token's log-prob is not finite: --temperature is too low, the "
+                          "weights or the adapter are too large or, with --dtype float16, a value "
+                          "exceeded 65,504")
         tokens = tokens.cpu().T.tolist()
         logprobs = logprobs.T.tolist()
         made = made.tolist()

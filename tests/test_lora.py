@@ -48,6 +48,24 @@ def test_every_a_starts_uniform_as_pefts_does_and_every_b_at_zero(tiny):
         assert abs(linear.a.mean()) < 0.1 * bound and not linear.b.any()
 
 
+@pytest.mark.parametrize("norms_again", [False, True])
+def test_a_second_adapter_starts_from_the_checkpoints_norms(tiny, norms_again):
+    # Norms that the first one trained were once the second one's start; or they stayed, and no file held them.
+    model = load(tiny["tied"].folder, "bf16", "cpu")
+    clean = [norm.weight.clone() for layer in model.layers for norm in (layer.input_norm, layer.post_norm)]
+    first = attach(model, rank=4, norms=True)
+    for norm in first.norms:
+        norm.weight.data += 1
+    second = attach(model, rank=4, norms=norms_again)
+    assert len(second.norms) == norms_again * len(clean)
+    for layer, pair in zip(model.layers, zip(clean[::2], clean[1::2])):
+        for norm, weight in zip((layer.input_norm, layer.post_norm), pair):
+            assert torch.equal(norm.weight, weight) and norm.weight.requires_grad == norms_again
+    if norms_again:
+        model.layers[0].input_norm.weight.data.fill_(7)
+        assert (second.master == 7).sum() == len(clean[0])                # a view of the second's master
+
+
 @pytest.mark.parametrize("base", nvfp4.FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adapter_with_b_zero_leaves_the_logits(tiny, base, dtype):

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import fast
+import ops
 from lora import Linear, attach
 from nvfp4 import freeze
 from ops import _TokenLogprobs, elementwise, mlp, mm, mm_fp32, softmax_at, swiglu, swiglu_backward, token_logprobs
@@ -139,6 +140,35 @@ def test_mlp_gradients_equal_autograd_through_the_merged_matrices(base, adapter)
     assert (out - want).abs().max() < 1e-5 * want.abs().max()
     for got, e in zip(leaves, exact):
         assert (got.grad - e.grad).abs().max() < 1e-5 * e.grad.abs().max()
+
+
+@pytest.mark.parametrize("grad_enabled", [True, False])
+def test_gate_up_is_kept_where_only_an_adapter_needs_a_gradient_and_dropped_without_a_backward(monkeypatch,
+                                                                                               grad_enabled):
+    # A GPU's swiglu returns nothing where it is told not to keep. Once x alone decided that, and the backward of an A
+    # behind an x without a gradient found no gate|up.
+    kept = []
+
+    def as_on_a_gpu(y, rstd, h, keep=True):
+        kept.append(keep)
+        result = swiglu(y, rstd, h)
+        return result if keep else None
+
+    monkeypatch.setattr(ops, "swiglu", as_on_a_gpu)
+    gate_up = Linear(freeze([torch.randn(16, 16) for _ in range(2)], "bf16", torch.float32), ["gate", "up"], (16, 16))
+    down = Linear(freeze([torch.randn(16, 16)], "bf16", torch.float32), ["down"], (16,))
+    stub = torch.nn.Module()
+    stub.gate_up, stub.down, stub.layers, stub.dtype = gate_up, down, [], torch.float32
+    attach(stub, rank=4)
+    for linear in (gate_up, down):
+        linear.b.data.normal_()
+    stub.adapter.sync()
+    with torch.set_grad_enabled(grad_enabled):
+        out = mlp(gate_up, down, torch.randn(3, 16), torch.ones(3, 1))
+    assert kept == [grad_enabled] == [out.requires_grad]
+    if grad_enabled:
+        out.sum().backward()
+        assert gate_up.a.grad.any() and down.b.grad.any()
 
 
 # -----------------------------------------------------------------------------

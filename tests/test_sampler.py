@@ -15,6 +15,7 @@ import torch
 
 import sampler as sampler_py
 from aqn import noisy_norms
+from harness.process import Stopped
 from lora import attach
 from model import load
 from sampler import (KV_BLOCK, MASK64, BlockPool, Rollouts, Sampler, Sampling, TorchEngine, draw_tokens, filter_logits,
@@ -247,6 +248,12 @@ def test_top_k_and_top_p_keep_what_they_should_of_a_row_worked_by_hand():
     assert (filter_logits(torch.zeros(1, 4), top_p=0.5) == 0).sum() == 2  # exactly half is enough
 
 
+@pytest.mark.parametrize("wrong", [{"top_p": 0.0}, {"top_p": -0.5}, {"top_p": 1.5}, {"top_k": -1}])
+def test_a_filter_that_would_keep_no_token_or_means_nothing_is_refused(wrong):
+    with pytest.raises(AssertionError, match=r"0 < top_p=.* <= 1"):       # top_p=0 once made every log-prob NaN
+        filter_logits(torch.zeros(1, 4), **wrong)
+
+
 # -----------------------------------------------------------------------------
 # Randomness
 
@@ -474,6 +481,8 @@ def test_requests_that_do_not_fit_stop():
             generate(sampler, [[5]], group_size=2, max_new_tokens=limits)
     with pytest.raises(ValueError, match="zip"):
         generate(sampler, [[5], [6]], max_new_tokens=2, numbers=[1])
+    with pytest.raises(ValueError, match="zip"):                          # once an empty list meant the default
+        generate(sampler, [[5]], max_new_tokens=2, numbers=[])
     nothing = generate(sampler, [], max_new_tokens=2)
     assert nothing.completions == [] and nothing.idle == 0
 
@@ -489,6 +498,23 @@ def test_a_rollout_after_an_interrupted_one_finds_the_whole_pool(tiny):
         with pytest.raises(KeyboardInterrupt):
             sampler.generate(prompts, 2, Sampling(30), progress=interrupt)
     assert len(generate(sampler, prompts, 2, max_new_tokens=30).completions) == 2
+
+
+@pytest.mark.parametrize("step,stops", [(1, True), (2, False)])
+def test_a_log_prob_that_is_not_finite_stops_the_run_where_its_token_counts(step, stops):
+    class Broken(HashEngine):
+        def decode(self, rows, steps, sampling):
+            tokens, logprobs, made = super().decode(rows, steps, sampling)
+            assert made.tolist() == [2, 8]                                # the first row ends inside the window
+            logprobs[step, 0] = torch.nan
+            return tokens, logprobs, made
+
+    sampler = Sampler(Broken, HashModel(), 50)
+    if stops:
+        with pytest.raises(Stopped, match="log-prob is not finite"):
+            sampler.generate([[5]], 2, Sampling([2, 8]))
+    else:
+        assert sampler.generate([[5]], 2, Sampling([2, 8])).num_tokens == 10
 
 
 def test_long_prefills_are_split_into_batches(monkeypatch):
