@@ -153,7 +153,7 @@ def pick_files(names: list[str], where: str, split: str) -> list[str]:
 QUESTIONS = "question", "problem", "prompt"
 GOLDS = "answer", "final_answer", "ground_truth", "solution"
 # A number whose commas separate thousands, as 1,234,567 and 1,234.5. Not 0,5 and not 1,2.
-THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
+GROUPED_DIGITS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
 
 
 def to_problem(row: object, path: Path, number: int, needs_gold: bool = True) -> Problem:
@@ -210,7 +210,7 @@ def find_gold(row: dict) -> str | None:
         if boxed:
             text = boxed
         elif marked and not re.search(r"[(\[{]", text):         # (1,234) is a pair, not a number
-            text = THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
+            text = GROUPED_DIGITS.sub(lambda number: number[0].replace(",", ""), text)
         elif name == "solution" and not marked:
             # The hub's DAPO and BigMath have the bare gold here. A long text without a box is a
             # worked solution whose answer cannot be found.
