@@ -184,6 +184,8 @@ class Watching:
     keep: int | None = setting(None, "keep the adapter of every so many steps, and the best one, "
                                "in OUT/adapters", AT_LEAST_1, place=True)
     show: int | None = setting(None, "print an answer every so many steps", AT_LEAST_1, place=True)
+    watch: str = setting("on", "on ends a run that cannot learn any more and warns of what may be "
+                         "wrong; off does neither", choices=("on", "off"), place=True)
     report_to: str | None = setting(
         None, "also send each step's numbers there; needs that package",
         choices=("trackio", "wandb", "tensorboard"), place=True)

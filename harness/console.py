@@ -1,5 +1,5 @@
 """
-Console output of a run, and early stopping when nothing is being learned.
+Console output of a run, warnings, and early stopping when nothing can be learned any more.
 
     console = Console(settings)
     console.greet(problems, held_out, device)    # the first line: what is learnt, from what, where
@@ -9,13 +9,17 @@ Console output of a run, and early stopping when nothing is being learned.
     console.farewell(folder, len(held_out))      # what came of it, and what can be done with it
 
     watch = Watch(settings)
-    better = watch.see(metrics)                  # after every step
+    better = watch.see(metrics)                  # after every step; it may print a warning
     watch.verdict                                # "", or why training should stop
 
-When does training stop by itself? A step counts as sick if it shows one of the symptoms below.
-After ten sick steps in a row, and at least 200 groups of answers, the run is given up. The 200 are
-there against bad luck: if one group in twenty could still teach something, 200 groups in a row
-without one would come by chance 0.95^200 = 3e-5 of the time. A resumed run is watched anew.
+When does training stop by itself? Only where going on cannot help, which cannot_learn() lists: the
+updates are not finite, all answers are cut and left out, answers have one token, or no answer is
+right any more where one in ten was. Ten steps of that in a row, and at least 200 groups of answers,
+end the run. The 200 are there against bad luck: if one group in ten still had a right answer, 200
+groups in a row without one would come by chance 0.9^200 = 7e-10 of the time.
+
+Other signs may be trouble or a run that is simply done, or slow: may_not_learn() lists them, and
+the run goes on with a warning. A resumed run is watched anew. `--watch off` turns both off.
 
 Not here: a reward that rises while the answers get worse. Nothing but reading them shows that:
 `python -m tools.report`.
@@ -39,37 +43,74 @@ from harness.ranks import RANK, WORLD, say
 # -----------------------------------------------------------------------------
 # Is anything being learned?
 
-def symptom(metrics: dict, settings: Settings, best: float) -> str:
-    """-> what is wrong with a step and which flag is the likely cause, or "".
+GOOD_LEVEL = 0.1                                 # accuracy from which no right answer is a collapse
+ALL_RIGHT = 0.95                                 # accuracy from which a data set is learnt
+NO_CHOICE = 0.01                                 # entropy in nats a token: the model never doubts
 
-    best: the best mean accuracy (of a --reward: mean reward) so far, as Watch.best.
+
+def cannot_learn(metrics: dict, settings: Settings, level: float, skipping: bool) -> str:
+    """-> why a step like this one teaches nothing for good, and which flag is the likely cause;
+    or "".
+
+    level: the best mean accuracy so far, as Watch.level. skipping: an update of the step was left
+    out because it was not finite, and that no smaller loss scale can mend.
     """
     too_high = f"--lr {settings.optim.lr} may be too high"
     most = settings.rollout.max_new_tokens
+    if skipping:
+        causes = [too_high]
+        if settings.data.reward:
+            causes.append(f"the values of --reward {settings.data.reward} too large")
+        if settings.model.dtype == "float16":
+            causes.append("the range of --dtype float16 too small")
+        return ("a loss or gradient was not finite and its update was skipped: "
+                + ", or ".join(causes))
     if metrics["truncated"] == 1 and settings.objective.overlong == "mask":
         return (f"every answer was cut and left out of the loss: --max-new-tokens {most} may be "
                 "too few, or take --overlong keep")
-    if metrics["length"] < 1.5:
+    if metrics["length"] < 1.5 and most > 1:
         return f"answers had one token: {too_high}"
-    if metrics["accuracy"] == 0 and best > 0 and not settings.data.reward:
-        return f"no answer was right, where {best:.0%} had been: {too_high}"
-    if metrics["groups"] == 0 and settings.data.reward and metrics["accuracy"] < ALL_RIGHT:
-        return (f"--reward {settings.data.reward} gave all answers to a problem the same, or "
-                f"{too_high}")
-    if metrics["groups"] == 0 and best == 0:
-        return (f"no answer was right so far: --data {settings.data.data} may be too hard for "
-                f"this model, or --max-new-tokens {most} too few ({metrics['truncated']:.0%} of "
-                "the answers were cut)")
+    if metrics["accuracy"] == 0 and level >= GOOD_LEVEL and not settings.data.reward:
+        return f"no answer was right, where {level:.0%} had been: {too_high}"
     return ""
 
 
-ALL_RIGHT = 0.95                                 # accuracy from which equal rewards are no symptom
+def may_not_learn(metrics: dict, settings: Settings, level: float) -> str:
+    """-> what a person should look at in a step like this one, or "".
+
+    level: as in cannot_learn().
+    """
+    data, accuracy = settings.data, metrics["accuracy"]
+    if metrics["groups"] == 0:
+        if data.reward:
+            return (f"--reward {data.reward} gave all answers to a problem the same, "
+                    f"{metrics['reward']:.3g} on average")
+        if accuracy >= ALL_RIGHT:
+            return (f"{accuracy:.0%} of the answers were right and no group of them taught "
+                    f"anything: --data {data.data} may have nothing left to teach")
+        if accuracy == 0 and level == 0:
+            return (f"no answer was right so far: --data {data.data} may be too hard for this "
+                    f"model, or --max-new-tokens {settings.rollout.max_new_tokens} too few "
+                    f"({metrics['truncated']:.0%} of the answers were cut)")
+        return ("the answers to a problem were all right or all wrong, which teaches nothing "
+                f"({accuracy:.0%} were right): a larger --group-size or other --data may help")
+    if metrics.get("entropy", math.inf) < NO_CHOICE:
+        return (f"the model hardly had a choice, its entropy was {metrics['entropy']:.2g} nats a "
+                f"token: --temperature {settings.rollout.temperature} may be too low or --lr "
+                f"{settings.optim.lr} too high")
+    return ""
+
+
+POWERS_OF_TWO = {2**n for n in range(32)}        # a warning comes after 1, 2, 4, ... patiences
 
 
 class Watch:
-    """Looks at every step's metrics and says when training should stop.
+    """Looks at every step's metrics, warns, and says when training should stop.
 
+    patience: how many steps in a row make a verdict or a warning.
     best: mean accuracy (of a --reward: mean reward) of the best `patience` steps in a row.
+    level: mean accuracy of the best steps in a row, half of `patience` of them or more. A collapse
+    is measured by it, also one that comes too early for a whole patience of good steps.
     """
 
     def __init__(self, settings: Settings):
@@ -77,16 +118,21 @@ class Watch:
         self.patience = max(10, math.ceil(200 / settings.rollout.prompts_per_step))
         self.key = "reward" if settings.data.reward else "accuracy"
         self.recent = deque(maxlen=self.patience)
+        self.accuracies = deque(maxlen=self.patience)
         self.best = 0.0
-        self.sick = 0                            # sick steps in a row
+        self.level = 0.0
+        self.lost = 0                            # steps in a row that cannot_learn() names
+        self.doubtful = 0                        # steps in a row that may_not_learn() names
+        self.counters = None                     # of the step before: skipped updates, loss scale
         self.verdict = ""
 
     def see(self, metrics: dict) -> bool:
         """-> whether the last steps were the best so far, or are too few to tell."""
-        found = symptom(metrics, self.settings, self.best)
-        self.sick = self.sick + 1 if found else 0
-        if self.sick == self.patience:
-            self.verdict = f"for {self.sick} steps {found}"
+        if self.settings.watching.watch == "on":
+            self._judge(metrics)
+        self.accuracies.append(metrics["accuracy"])
+        if len(self.accuracies) >= self.patience / 2:
+            self.level = max(self.level, sum(self.accuracies) / len(self.accuracies))
         too_few = len(self.recent) < self.patience
         self.recent.append(metrics[self.key])
         mean = sum(self.recent) / len(self.recent)
@@ -94,6 +140,23 @@ class Watch:
         if better:
             self.best = mean
         return better
+
+    def _judge(self, metrics: dict) -> None:
+        """Gives the verdict, or prints a warning, once this step's symptom has lasted long enough.
+        """
+        counters = metrics.get("skipped", 0), metrics.get("loss_scale")
+        before, self.counters = self.counters or counters, counters
+        # While float16's loss scale is being halved, skipped updates are how it is found.
+        skipping = counters[0] > before[0] and counters[1] == before[1]
+        found = cannot_learn(metrics, self.settings, self.level, skipping)
+        self.lost = self.lost + 1 if found else 0
+        if self.lost == self.patience:
+            self.verdict = f"for {self.lost} steps {found}"
+        doubt = "" if found else may_not_learn(metrics, self.settings, self.level)
+        self.doubtful = self.doubtful + 1 if doubt else 0
+        times, rest = divmod(self.doubtful, self.patience)
+        if times in POWERS_OF_TWO and rest == 0:
+            say(f"for {self.doubtful} steps {doubt} (training goes on; --watch off says no more)")
 
 
 # -----------------------------------------------------------------------------

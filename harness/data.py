@@ -152,6 +152,8 @@ def pick_files(names: list[str], where: str, split: str) -> list[str]:
 # The names of fields in use, the first one that holds something counts.
 QUESTIONS = "question", "problem", "prompt"
 GOLDS = "answer", "final_answer", "ground_truth", "solution"
+# A number whose commas separate thousands, as 1,234,567 and 1,234.5. Not 0,5 and not 1,2.
+GROUPED_DIGITS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
 
 
 def to_problem(row: object, path: Path, number: int, needs_gold: bool = True) -> Problem:
@@ -189,7 +191,8 @@ def to_problem(row: object, path: Path, number: int, needs_gold: bool = True) ->
 def find_gold(row: dict) -> str | None:
     """The gold answer of a row as text, or None.
 
-    GSM8K's is what follows #### in a worked solution; MATH's is in the solution's last box.
+    GSM8K's is what follows #### in a worked solution; MATH's is in the solution's last box. Of the
+    fields in GOLDS, the first one that holds an answer counts.
     """
     reward = row.get("reward_model")             # the original DAPO keeps the gold in there
     fields = {**row, **reward} if isinstance(reward, dict) else row
@@ -200,13 +203,19 @@ def find_gold(row: dict) -> str | None:
         if isinstance(value, float) and not math.isfinite(value):
             continue
         text = str(value).strip()
-        if "####" in text:
-            text = text.rsplit("####", 1)[1].strip().replace(",", "")
-        elif name == "solution":
+        marked = "####" in text
+        if marked:
+            text = text.rsplit("####", 1)[1].strip()
+        boxed = last_box(text)
+        if boxed:
+            text = boxed
+        elif marked and not re.search(r"[(\[{]", text):         # (1,234) is a pair, not a number
+            text = GROUPED_DIGITS.sub(lambda number: number[0].replace(",", ""), text)
+        elif name == "solution" and not marked:
             # The hub's DAPO and BigMath have the bare gold here. A long text without a box is a
             # worked solution whose answer cannot be found.
             worked = len(text) > 100 or "\n" in text
-            text = last_box(text) or ("" if worked else text)
+            text = "" if worked else text
         if text:
             return text
 

@@ -10,6 +10,7 @@ a division by zero at step 400, becomes one line that names the flag, the file a
 import importlib
 import importlib.util
 import inspect
+import math
 import os
 import sys
 import traceback
@@ -20,12 +21,18 @@ from types import ModuleType
 from harness.process import Stopped, first_line, short_repr
 
 
+# The largest reward, either way. Advantages are computed in fp32 from the squares of a group's
+# rewards, and fp32 ends at 3.4e38: this square leaves space for the sum over any group.
+LARGEST_REWARD = 1e15
+
+
 class Reward:
     """--reward module:function, called as function(completion, problem) for every completion.
 
     `problem` is a dict: every field of the problem's row, with id, question and answer. A function
     that takes a third argument is given the completions of the whole group as well. It returns a
-    number, or a dict of numbers that are summed. A NaN leaves the completion out of training.
+    number, or a dict of numbers that are summed. A NaN leaves the completion out of training. No
+    number, and no sum of them, may be infinite or beyond LARGEST_REWARD.
     """
 
     def __init__(self, spec: str):
@@ -42,7 +49,7 @@ class Reward:
     def __call__(self, completion: str, problem, group: list[str]) -> dict[str, float]:
         """The parts of one completion's reward by name; `problem` is a data.Problem.
 
-        Stopped if the function fails or returns anything but numbers.
+        Stopped if the function fails or returns anything but numbers that can be trained on.
         """
         what = f"problem {problem.id}, completion {completion[:80]!r}"
         arguments = (completion, problem.fields(), group)[:self.num_arguments]
@@ -51,10 +58,27 @@ class Reward:
         try:
             if any(isinstance(part, (str, bytes)) for part in parts.values()):
                 raise TypeError                  # float("3") would accept it
-            return {str(name): float(part) for name, part in parts.items()}
-        except (TypeError, ValueError, OverflowError):
-            raise Stopped(f"{self.name}: returned {short_repr(value)}, expected a number or a dict "
-                          f"of numbers ({what})") from None
+            numbers = {str(name): float(part) for name, part in parts.items()}
+        except OverflowError:                    # an int beyond float's 1.8e308
+            numbers = {"reward": math.inf}
+        except Exception:                        # float() of an object of the user's may raise any
+            numbers = {}
+        if not numbers:
+            raise Stopped(f"{self.name}: returned {shown(value)}, expected a number or a dict of "
+                          f"numbers ({what})")
+        most = LARGEST_REWARD
+        if any(abs(number) > most for number in (*numbers.values(), sum(numbers.values()))):
+            raise Stopped(f"{self.name}: returned {shown(value)}, expected a number (or a sum) in "
+                          f"[-{most:g}, {most:g}], or nan for what cannot be scored ({what})")
+        return numbers
+
+
+def shown(value: object) -> str:
+    """What a user's function returned, for a message. An object's own repr() may raise."""
+    try:
+        return short_repr(value).replace("\n", " ")
+    except Exception:                            # so does that of an int of 5,000 digits
+        return f"an object of type {type(value).__name__}"
 
 
 def call_users(name: str, function: Callable, what: str, *arguments: object) -> object:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from harness.config import Settings
-from harness.console import Console, Watch, symptom
+from harness.console import Console, Watch, cannot_learn, may_not_learn
 
 HEALTHY = dict(accuracy=0.3, reward=0.3, groups=9, length=280.0, truncated=0.04, entropy=0.2)
 RUNS = sorted((Path(__file__).parent.parent / "study" / "runs").glob("*.jsonl"))
@@ -27,21 +27,35 @@ def step(**changes):
     return {k: v for k, v in (HEALTHY | changes).items() if v is not None}
 
 
-@pytest.mark.parametrize("changes,flags,best,said", [
+@pytest.mark.parametrize("changes,flags,level,said", [
     ({}, {}, 0.3, ""),
     (dict(groups=0, truncated=1, accuracy=0), {}, 0.3, "cut and left out of the loss: --max-new-tokens 512 may be too few"),
     (dict(truncated=1, accuracy=0.1), dict(overlong="keep"), 0.3, ""),
     (dict(length=1.2), {}, 0.3, "answers had one token: --lr 0.001 may be too high"),
+    (dict(length=1, truncated=1), dict(overlong="keep", max_new_tokens=1), 0.3, ""),          # one token is all they may have
     (dict(accuracy=0), {}, 0.26, "no answer was right, where 26% had been: --lr 0.001"),
-    (dict(accuracy=0), {}, 0.0, ""),                                      # hard problems, but format or parts teach
+    (dict(accuracy=0), {}, 0.05, ""),                                     # not a good level: no collapse
     (dict(accuracy=0), dict(reward="mine:f"), 0.26, ""),                  # a reward of one's own means something else
-    (dict(groups=0), {}, 0.3, ""),                                        # a step of equal groups happens to healthy runs
+    (dict(groups=0, accuracy=0), {}, 0.0, ""),
+    (dict(groups=0), dict(reward="mine:f"), 0.3, ""),
+    (dict(groups=0, accuracy=0.94), {}, 0.9, ""),
+    (dict(entropy=1e-9, groups=0), dict(temperature=0.1), 0.9, "")])
+def test_what_cannot_learn_is_named_with_the_flag_that_is_the_likely_cause(changes, flags, level, said):
+    found = cannot_learn(step(**changes), settings(**flags), level, False)
+    assert said in found and bool(said) == bool(found)
+
+
+@pytest.mark.parametrize("changes,flags,level,said", [
+    ({}, {}, 0.3, ""),
+    (dict(groups=1, accuracy=0.001), {}, 0.0, ""),                        # hard, but one group teaches
+    (dict(groups=0), {}, 0.3, "all right or all wrong, which teaches nothing (30% were right)"),
+    (dict(groups=0, accuracy=0.99), {}, 0.9, "99% of the answers were right and no group of them taught anything"),
     (dict(groups=0, accuracy=0), {}, 0.0, "no answer was right so far: --data gsm8k may be too hard"),
-    (dict(groups=0), dict(reward="mine:f"), 0.3, "--reward mine:f gave all answers to a problem the same"),
-    (dict(groups=0, accuracy=0.99), dict(reward="mine:f"), 0.9, ""),      # solved
-    (dict(groups=0, accuracy=0.99), {}, 0.9, "")])
-def test_a_sick_step_is_named_with_the_flag_that_is_the_likely_cause(changes, flags, best, said):
-    found = symptom(step(**changes), settings(**flags), best)
+    (dict(groups=0, reward=1.0), dict(reward="mine:f"), 0.3, "--reward mine:f gave all answers to a problem the same, 1 on"),
+    (dict(entropy=0.004), {}, 0.3, "its entropy was 0.004 nats a token: --temperature 1.0 may be too low"),
+    (dict(entropy=None), {}, 0.3, "")])
+def test_what_may_be_trouble_is_named_too(changes, flags, level, said):
+    found = may_not_learn(step(**changes), settings(**flags), level)
     assert said in found and bool(said) == bool(found)
 
 
@@ -53,6 +67,89 @@ def test_training_stops_after_ten_sick_steps_in_a_row_of_at_least_200_groups(pro
         assert not watch.verdict
     watch.see(sick)
     assert watch.verdict.startswith(f"for {patience} steps answers had one token")
+
+
+def test_updates_that_are_not_finite_in_every_step_end_the_run():
+    def seen(steps, **flags):
+        watch = Watch(settings(**flags))
+        for changes in steps:
+            watch.see(step(**changes))
+        return watch.verdict
+
+    assert "was not finite and its update was skipped: --lr 0.001 may be too high" in seen(
+        dict(skipped=n) for n in range(11))
+    assert seen(dict(skipped=n) for n in range(10)) == ""                 # of the first step one does not know
+    assert seen(dict(skipped=n // 2) for n in range(100)) == ""           # every other step
+    assert seen(dict(skipped=40) for _ in range(100)) == ""               # long ago, in a run that was resumed
+    causes = seen((dict(skipped=4 * n, loss_scale=1.0) for n in range(11)), reward="mine:f", dtype="float16")
+    assert "or the values of --reward mine:f too large, or the range of --dtype float16 too small" in causes
+    # The scale is still being found: it may be halved 14 times.
+    assert seen((dict(skipped=n, loss_scale=2.0 ** (14 - n)) for n in range(15)), dtype="float16") == ""
+
+
+def test_a_collapse_is_one_from_a_good_level_also_if_it_comes_early():
+    def verdict(accuracies, **flags):
+        watch = Watch(settings(prompts_per_step=16, **flags))
+        for accuracy in accuracies:
+            watch.see(step(accuracy=accuracy, groups=9 * (accuracy > 0)))
+        return watch.verdict
+
+    for good, level in ((4, 17), (7, 30), (50, 30)):
+        assert verdict([0.3] * good + [0.0] * 12) == ""
+        assert f"no answer was right, where {level}% had been" in verdict([0.3] * good + [0.0] * 20)
+    assert verdict([0.09] * 50 + [0.0] * 500) == verdict([0.3] + [0.0] * 500) == ""
+    assert verdict([0.3] * 50 + [0.0] * 500, reward="mine:f") == verdict([0.3] * 50 + [0.0] * 500, watch="off") == ""
+
+
+def test_a_doubt_is_said_after_the_patience_and_then_ever_more_rarely_and_ends_nothing(capsys):
+    watch = Watch(settings())
+    for n in range(1, 101):
+        watch.see(step(groups=0))
+        said = capsys.readouterr().out
+        assert bool(said) == (n in (10, 20, 40, 80)) and not watch.verdict
+        assert not said or said.startswith(f"for {n} steps the answers to a problem were all right or all wrong")
+    watch.see(step())                                                     # one step that teaches begins it anew
+    for _ in range(9):
+        watch.see(step(groups=0))
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("sick", [dict(length=1.0), dict(truncated=1, groups=0), dict(groups=0), dict(entropy=0.0)])
+def test_watch_off_neither_ends_nor_warns(sick, capsys):
+    watch, other = Watch(settings(watch="off")), Watch(settings())
+    for accuracy in [0.3] * 20 + [0.4] * 20:
+        metrics = step(**sick, accuracy=accuracy)
+        assert watch.see(metrics) == other.see(metrics)                   # the best steps are found all the same
+    assert not watch.verdict and other.verdict + capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flags,metrics", [
+    (dict(reward="mine:f"), dict(groups=0, accuracy=0, reward=1.0)),                 # all answers reach the maximum
+    ({}, dict(groups=0, accuracy=0.94)),                                             # groups all right or all wrong
+    (dict(temperature=0.1), dict(groups=0, accuracy=0.5, entropy=0.001)),
+    ({}, dict(groups=0, accuracy=0)), (dict(overlong="keep"), dict(groups=0, truncated=1))])
+def test_what_a_healthy_run_may_show_for_long_does_not_end_it(flags, metrics):
+    watch = Watch(settings(prompts_per_step=16, **flags))
+    for _ in range(1000):
+        watch.see(step(**metrics))
+    assert not watch.verdict
+
+
+@pytest.mark.parametrize("rate", [0.001, 0.01, 0.03, 0.1, 0.94])
+@pytest.mark.parametrize("alike", [False, True], ids=["answers apart", "groups all right or all wrong"])
+def test_of_1000_simulated_runs_of_100_steps_none_is_ended_at_any_rate_of_right_answers(rate, alike):
+    gen = torch.Generator().manual_seed(0)
+    right = torch.rand(1000, 100, 16, 1 if alike else 8, generator=gen) < rate
+    accuracies = right.float().mean((2, 3)).tolist()
+    groups = (right.any(3) & ~right.all(3)).sum(2).tolist()
+    ended = 0
+    flags = settings(prompts_per_step=16)
+    for run in range(1000):
+        watch = Watch(flags)
+        for accuracy, taught in zip(accuracies[run], groups[run], strict=True):
+            watch.see(step(accuracy=accuracy, groups=taught))
+        ended += bool(watch.verdict)
+    assert ended == 0
 
 
 def test_the_best_steps_are_those_of_the_highest_mean():

@@ -56,9 +56,24 @@ def save_tokenizer(folder, template=None):
     ({"prompt": "q", "solution": "34"}, "34"),                                          # DAPO and BigMath, processed
     ({"prompt": [{"role": "user", "content": "q"}], "reward_model": {"ground_truth": "34"}}, "34"),     # DAPO, original
     ({"question": "q", "final_answer": 0}, "0"),                                            # falsy, yet an answer
+    ({"question": "q", "answer": r"We get \boxed{5}."}, "5"),                          # a box counts in every field
+    ({"question": "q", "final_answer": r"$\boxed{(1,2)}$"}, "(1,2)"),
+    ({"question": "q", "ground_truth": r"\boxed{1}, no, \boxed{\{1, 2\}}"}, r"\{1, 2\}"),
+    ({"prompt": "q", "reward_model": {"ground_truth": r"\boxed{34}"}}, "34"),
+    ({"question": "q", "answer": r"\boxed{7} so far" + "\n" + r"#### \boxed{8}"}, "8"),
+    ({"question": "q", "answer": "It is 5."}, "It is 5."),                      # only a solution may be a worked one
 ])
 def test_gold_answers_are_found_under_the_names_in_use(tmp_path, row, answer):
     assert data.load_problems(write(tmp_path / "x.jsonl", row)) == [Problem("x-1", "q", answer)]
+
+
+@pytest.mark.parametrize("gold,read", [
+    ("1,234", "1234"), ("-1,234,567", "-1234567"), ("$1,234.50", "$1234.50"), ("x = 12,345 cm", "x = 12345 cm"),
+    ("(1,2)", "(1,2)"), ("0,5", "0,5"), ("1,2,3", "1,2,3"), ("[1,234]", "[1,234]"), ("3,14", "3,14"), ("0,500", "0,500"),
+    ("1,2345", "1,2345"), ("12,345,6", "12,345,6"), ("2.5,100", "2.5,100"), (r"\{1,234\}", r"\{1,234\}")])
+def test_behind_four_hashes_only_the_commas_between_thousands_go(gold, read):
+    for name in data.GOLDS:
+        assert data.find_gold({name: f"so it is 1,000\n#### {gold}\n"}) == read
 
 
 @pytest.mark.parametrize("line,missing", [
@@ -243,13 +258,13 @@ def test_a_cached_gsm8k_is_read_without_a_network(tmp_path, monkeypatch):
     """In a process of its own: huggingface_hub.constants is no attribute of the package before somebody imports it."""
     (tmp_path / "qerl").mkdir()
     for split, n in (("train", 3), ("test", 2)):
-        rows = [{"question": f"{split}?", "answer": f"<<1+1={i}>>\n#### {i},000"} for i in range(n)]
+        rows = [{"question": f"{split}?", "answer": f"<<1+1={i}>>\n#### {i + 1},000"} for i in range(n)]
         write(tmp_path / "qerl" / f"gsm8k_{split}.jsonl", *rows)
     env = {**os.environ, "HF_HOME": str(tmp_path)}
     code = ("from harness import data; print(data.has_test_split('gsm8k'), "
             "[p.answer for p in data.load_problems('gsm8k', 'test')])")
     done = subprocess.run([sys.executable, "-c", code], cwd=TINY.parent, env=env, text=True, capture_output=True)
-    assert done.stdout == "True ['0000', '1000']\n", done.stderr
+    assert done.stdout == "True ['1000', '2000']\n", done.stderr
     monkeypatch.setattr(data.constants, "HF_HOME", str(tmp_path))
     assert len(data.load_problems("gsm8k", "train")) == 3
 

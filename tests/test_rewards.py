@@ -4,6 +4,7 @@ random texts. The equality of answers has its own tests, test_answers.py.
 
 python -m pytest tests/test_rewards.py -q
 """
+import math
 import os
 import sys
 import time
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import fuzz_rewards
+from grpo import group_advantages
 from harness.data import Problem
 from harness.plugin import Reward, load_function
 from harness.process import Stopped
@@ -227,6 +229,48 @@ def nothing(completion, problem):
 def raw(completion, problem):
     return b"1"
 
+def empty(completion, problem):
+    return {}
+
+def infinite(completion, problem):
+    return float("inf") if "long" in completion else 0.0
+
+def minus_infinite(completion, problem):
+    return {"good": 1.0, "bad": float("-inf")}
+
+def both_infinities(completion, problem):
+    return {"good": float("inf"), "bad": float("-inf")}
+
+def beyond_fp32(completion, problem):
+    return 1e39
+
+def beyond_float(completion, problem):
+    return 10 ** 400
+
+def beyond_repr(completion, problem):
+    return {"huge": 10 ** 5000}
+
+def sum_beyond(completion, problem):
+    return {"a": 9e14, "b": 9e14}
+
+def tensor(completion, problem):
+    import torch
+    return torch.zeros(2)
+
+class Odd:
+    def __float__(self):
+        raise RuntimeError("no")
+    __repr__ = __float__
+
+def odd(completion, problem):
+    return Odd()
+
+def unscorable(completion, problem):
+    return {"good": 1.0, "bad": float("nan")}
+
+def largest(completion, problem):
+    return -1e15
+
 def wanders(completion, problem):
     os.chdir("/")
     return 1 / len(completion)
@@ -295,12 +339,37 @@ def test_a_reward_is_told_the_whole_problem_and_the_group_if_it_asks(plug_ins):
 @pytest.mark.parametrize("name,words", [
     ("breaks", ["ZeroDivisionError: division by zero", "mine.py:9", "problem p1, completion ''"]),
     ("words", ["returned 'good', expected a number"]), ("nothing", ["returned None, expected a number"]),
-    ("raw", ["returned b'1', expected a number"])])
+    ("raw", ["returned b'1', expected a number"]),
+    ("empty", ["returned {}, expected a number or a dict of numbers", "problem p1, completion ''"]),
+    ("minus_infinite", ["returned {'good': 1.0, 'bad': -inf}, expected a number (or a sum) in [-1e+15, 1e+15], or nan"]),
+    ("both_infinities", ["returned {'good': inf, 'bad': -inf}, expected a number (or a sum) in"]),
+    ("beyond_fp32", ["returned 1e+39, expected", "problem p1, completion ''"]),
+    ("beyond_float", ["returned 10000", "expected a number (or a sum) in [-1e+15, 1e+15]"]),
+    ("beyond_repr", ["returned an object of type dict, expected a number (or a sum) in"]),
+    ("sum_beyond", ["returned {'a': 900000000000000.0, 'b': 900000000000000.0}, expected a number (or a sum) in"]),
+    ("tensor", ["returned tensor([0., 0.]), expected a number"]),
+    ("odd", ["returned an object of type Odd, expected a number"])])
 def test_what_a_reward_does_wrong_names_it_its_line_and_the_completion(plug_ins, name, words):
     with pytest.raises(Stopped) as error:
         Reward(f"mine:{name}")("", PROBLEM, [""])
     said = str(error.value)
     assert said.startswith(f"--reward mine:{name}: ") and all(word in said for word in words) and "\n" not in said
+
+
+def test_a_reward_that_is_not_finite_names_the_completion_that_got_it(plug_ins):
+    reward = Reward("mine:infinite")
+    assert reward("short", PROBLEM, ["short"]) == {"reward": 0.0}
+    with pytest.raises(Stopped, match="^--reward mine:infinite: returned inf, .*problem p1, completion 'too long'"):
+        reward("too long", PROBLEM, ["too long"])
+
+
+def test_nan_and_the_largest_reward_are_allowed(plug_ins):
+    parts = Reward("mine:unscorable")("", PROBLEM, [""])
+    assert parts["good"] == 1 and math.isnan(parts["bad"])
+    assert Reward("mine:largest")("", PROBLEM, [""]) == {"reward": -1e15}
+    rewards = torch.tensor([-1e15, 1e15] * 500)                           # no square of them is beyond fp32
+    assert torch.equal(group_advantages(rewards, 1000).sign(), rewards.sign())
+    assert group_advantages(rewards, 1000).abs().allclose(torch.ones(1000), rtol=1e-2)
 
 
 @pytest.mark.parametrize("completion", ["a", ""])

@@ -33,6 +33,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import calibrate
+import grpo
+import rewards
 import train as train_py
 from aqn import draw_z
 from grpo import LOSSES, mismatch_sums
@@ -53,6 +55,12 @@ SMALL = ("--prompts-per-step 2 --group-size 4 --max-new-tokens 24 --eval-problem
 REWARDS = '''
 def broken(completion, problem):
     return float("inf") if len(completion) % 2 else 0.0
+
+def beyond(completion, problem):
+    return 1e39
+
+def nothing(completion, problem):
+    return {}
 
 def nan(completion, problem):
     return float("nan")
@@ -81,10 +89,6 @@ def breaks_later(completion, problem):
 def best_after_three(completion, problem):
     calls.append(1)
     return [1, 3, 5, 5, 2, 4][(len(calls) - 1) // 12] + len(calls) % 2
-
-def ten_steps_alone(completion, problem):
-    calls.append(1)
-    return len(calls) % 2 if len(calls) <= 4 + 10 * 40 else 0.0
 
 def by_length(completion, problem):
     return {"length": 0.01 * len(completion), "one": 1.0}
@@ -434,12 +438,24 @@ def test_dead_ranks_end_in_one_line_and_keep_the_adapter_of_their_best_steps(run
     assert good == then
 
 
+def right_for_ten_steps_alone():
+    real, graded = rewards.grade_rollouts, []
+
+    def grade(*args, **more):
+        rows = real(*args, **more)
+        for i, row in enumerate(rows):
+            row["correct"] = row["task"] = float(i % 2) if len(graded) <= 10 else 0.0     # the first call is an evaluation
+        graded.append(rows)
+        return rows
+    rewards.grade_rollouts = grade
+
+
 def test_last_good_is_the_adapter_as_it_was_though_it_moved_on_until_the_run_was_given_up(runs):
     # Ten steps have something to teach, ten have not: there the pull to the base alone moves the adapter.
     log = runs.run("moved", *("--steps 40 --prompts-per-step 20 --group-size 2 --max-new-tokens 8 --overlong keep "
-                              "--reward my_rewards:ten_steps_alone --kl-beta 1 --keep 1 --eval-every 99").split(),
-                    code=1)
-    assert "gave all answers to a problem the same" in log and "adapters/last_good is that of step 10;" in log
+                              "--kl-beta 1 --keep 1 --eval-every 99").split(),
+                    code=1, fault=right_for_ten_steps_alone)
+    assert "no answer was right, where 50% had been" in log and "adapters/last_good is that of step 10;" in log
     kept = runs.folder / "moved" / "adapters"
     good, then, last = ((kept / name / "adapter_model.safetensors").read_bytes()
                         for name in ("last_good", "step_000010", "step_000020"))
@@ -504,15 +520,41 @@ def test_weight_decay_shrinks_the_lora_matrices_and_no_norm(runs):
             torch.testing.assert_close(value, plain[name] - lr * 100 * start[name])
 
 
+def infinite_advantages():
+    real = grpo.group_advantages
+    grpo.group_advantages = lambda *a, **k: torch.where(real(*a, **k) > 0, torch.inf, 0.0)
+
+
 @pytest.mark.parametrize("name,more", [("broken", []), ("broken16", ["--dtype", "float16"])])
 def test_infinite_loss_or_gradient_skips_the_update_and_is_counted(runs, name, more):
-    log = runs.run(name, "--steps", "3", "--reward", "my_rewards:broken", "--save-every", "1", *more)
+    log = runs.run(name, *"--steps 3 --reward my_rewards:by_length --save-every 1".split(), *more,
+                   fault=infinite_advantages)
     skipped = [m["skipped"] for m in runs.metrics(name)]
     assert skipped[-1] >= 1 and log.count("this update was skipped") == skipped[-1]
     assert {m.get("loss_scale") for m in runs.metrics(name)} == {2.0**14 if more else None}      # not the scale's fault
     state = runs.state(name, 3)
     assert state["master"].isfinite().all() and state["exp_avg"].isfinite().all()
     assert state["step"].item() + skipped[-1] <= 3
+
+
+def test_a_run_that_skips_updates_in_every_step_ends_unless_nobody_watches(runs):
+    flags = ("--steps 12 --prompts-per-step 20 --group-size 2 --max-new-tokens 8 --overlong keep --eval-every 99 "
+             "--reward my_rewards:by_length --temperature 2").split()
+    log = runs.run("skips", *flags, code=1, fault=infinite_advantages)
+    last = log.strip().splitlines()[-1]
+    assert last.startswith("train.py: for 10 steps a loss or gradient was not finite and its update was skipped: --lr")
+    assert "or the values of --reward my_rewards:by_length too large; adapters/last_good is that of" in last
+    assert "Traceback" not in log and [m["skipped"] for m in runs.metrics("skips")] == list(range(1, 12))
+    runs.run("skips", "--resume", "--watch", "off")
+    assert [m["skipped"] for m in runs.metrics("skips")][-1] == 11 and len(runs.metrics("skips")) == 12
+
+
+@pytest.mark.parametrize("name,value", [("broken", "inf"), ("beyond", "1e+39"), ("nothing", "{}")])
+def test_a_reward_that_no_update_can_use_ends_the_run_in_one_line(runs, name, value):
+    log = runs.run(f"refused-{name}", "--steps", "3", "--reward", f"my_rewards:{name}", code=1)
+    last = log.strip().splitlines()[-1]
+    assert last.startswith(f"train.py: --reward my_rewards:{name}: returned {value}, expected ")
+    assert re.search(r"\(problem [\w-]+, completion '", last) and "Traceback" not in log
 
 
 def test_float16_halves_the_loss_scale_where_gradients_overflow_and_a_resumed_run_goes_on_with_it(runs):
