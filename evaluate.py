@@ -94,6 +94,7 @@ def parse(parser: argparse.ArgumentParser, sections: list) -> tuple[argparse.Nam
         parser.set_defaults(adapter=str(Path(args.run) / "adapter"),
                             **{name: run.flat()[name] for name in names})
         args = parser.parse_args()
+        config.tell_functions(args.run, vars(args))
     if args.adapter == "none":
         args.adapter = None
     return args, run

@@ -332,10 +332,29 @@ def save_adapter(model: torch.nn.Module, folder: str | Path, master: Tensor | No
 
 
 def load_adapter(model: torch.nn.Module, folder: str | Path) -> Adapter:
-    """Attach the adapter of a PEFT folder. ValueError names what is missing or does not fit."""
-    config, tensors = hf.read_peft(folder)
-    adapter = attach(model, config["r"], config["lora_alpha"],
-                     norms=bool(config.get("modules_to_save")))
-    hf.copy_into(dict(adapter.peft_tensors(adapter.master.data)), tensors, folder)
+    """Attach the adapter of a PEFT folder. ValueError names what is missing or does not fit, before
+    anything of the size that the folder claims is allocated.
+    """
+    config, held = hf.read_peft_header(folder)
+    norms = bool(config.get("modules_to_save"))
+    hf.check_adapter_fits(peft_shapes(model, config["r"], norms), held, folder)
+    _, tensors = hf.read_peft(folder)
+    adapter = attach(model, config["r"], config["lora_alpha"], norms)
+    for name, view in adapter.peft_tensors(adapter.master.data):
+        view.copy_(tensors[name])
     adapter.sync()
     return adapter
+
+
+def peft_shapes(model: torch.nn.Module, rank: int, norms: bool) -> dict[str, tuple[int, ...]]:
+    """PEFT's name -> shape of each tensor that an adapter of this rank would have on a model."""
+    shapes = {}
+    for linear in model.modules():
+        if isinstance(linear, Linear):
+            for name, rows in zip(linear.names, linear.parts):
+                shapes[f"base_model.model.{name}.lora_A.weight"] = (rank, linear.weight.K)
+                shapes[f"base_model.model.{name}.lora_B.weight"] = (rows, rank)
+    for i, layer in enumerate(model.layers if norms else []):
+        for name, norm in zip(hf.NORMS, (layer.input_norm, layer.post_norm)):
+            shapes[f"base_model.model.model.layers.{i}.{name}.weight"] = tuple(norm.weight.shape)
+    return shapes

@@ -19,6 +19,7 @@ import argparse
 import dataclasses
 import importlib.util
 import re
+import sys
 import types
 import typing
 from dataclasses import dataclass
@@ -29,8 +30,9 @@ import grpo
 import nvfp4
 from harness.data import STYLES, SUFFIXES
 from harness.files import read_json
+from harness.plugin import home_of, split_names
 from harness.process import short_repr
-from harness.ranks import KERNELS, say
+from harness.ranks import KERNELS, RANK, say
 
 TINY_MODEL = Path(__file__).parent.parent / "tiny"
 
@@ -305,6 +307,8 @@ def read_settings(argv: list | None = None) -> tuple[Settings, Settings | None]:
     for name, value in like.items():
         if values[name] != value:
             say(f"{option(name)} is {values[name]!r}, {args.like} had {value!r}")
+    if args.resume or args.like:
+        tell_functions(args.out if args.resume else args.like, values)
     return Settings.of(values), before and Settings.of(before)
 
 
@@ -335,7 +339,27 @@ def read_run_json(path: Path) -> dict:
         if not can_hold(FIELDS[name], held[name]):
             raise ValueError(f"{path}: {name} is {short_repr(held[name])}, which {option(name)} "
                              "cannot be")
+    for name in NAME_FUNCTIONS:
+        if ":" in (held.get(name) or ""):
+            split_names(held[name], f"{path}: {option(name)}")
     return with_absolute_paths({name: held[name] for name in FIELDS if name in held})
+
+
+# The settings that may name a function of the user's.
+NAME_FUNCTIONS = "prompt_style", "reward"
+
+
+def tell_functions(folder: str | Path, values: dict) -> None:
+    """Says which functions a program is about to import because a run's run.json names them.
+
+    values: the program's settings. On stderr: the stdout of tools.chat is the answer alone.
+    """
+    held = read_json(Path(folder) / "run.json")
+    for name in NAME_FUNCTIONS:
+        value = values.get(name) or ""
+        if RANK == 0 and ":" in value and value == held.get(name):
+            print(f"{Path(folder) / 'run.json'}: {option(name)} {value}, from {home_of(value)}",
+                  file=sys.stderr, flush=True)
 
 
 def can_hold(field: dataclasses.Field, value) -> bool:

@@ -16,6 +16,7 @@ checked before they can become a wrong number in training. Nothing is unpickled.
 Not here: what the numbers mean (nvfp4.py, model.py), how files are written whole (files.py).
 """
 import math
+import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
@@ -304,8 +305,11 @@ def load_nvfp4(shards: Shards, name: str, device: str | torch.device = "cpu"
     where = f"{shards.folder}: {name}"
     if not (block_scale.float() >= 0).all():
         raise ValueError(f"{where}: a block scale is negative or NaN")
+    if inverse.numel() != 1:
+        raise ValueError(f"{where}: weight_global_scale has shape {tuple(inverse.shape)}, expected "
+                         "one number")
     global_scale = 1 / inverse.float().flatten()[0]
-    if not (inverse.numel() == 1 and global_scale.isfinite() and global_scale > 0):
+    if not (global_scale.isfinite() and global_scale > 0):
         raise ValueError(f"{where}: weight_global_scale is {inverse.tolist()}")
     return packed, block_scale, global_scale
 
@@ -350,14 +354,36 @@ def save_model(tensors: Iterable[tuple[str, torch.Tensor]], source: Path, out: P
     config = read_json(source / "config.json")
     for key in ("quantization_config", "calibration"):
         config.pop(key, None)
+    companions = files_to_copy(source)
     with new_folder(out) as folder:
-        for pattern in ("*.json", "*.txt", "*.jinja", "LICENSE*"):
-            for file in source.glob(pattern):
-                if file.name not in ("config.json", "model.safetensors.index.json"):
-                    shutil.copy(file, folder)
+        for file in companions:
+            shutil.copy(file, folder)
         save_shards(tensors, folder)
         config |= {"torch_dtype": "bfloat16", **(notes or {})}
         write_json(folder / "config.json", config)
+
+
+def files_to_copy(source: Path) -> list[Path]:
+    """What a model converted from `source` takes over as it is: tokenizer, templates, license.
+
+    ValueError for a link that leads out of the folder. A model folder may come from anybody, and
+    its "notes.txt" may be a link to a private file, which a copy would put into a folder that is
+    then published. In the hub's cache every file is a link, to the blobs beside its snapshots.
+    """
+    homes = [Path(os.path.realpath(source))]
+    if homes[0].parent.name == "snapshots":      # models--NAME/snapshots/COMMIT
+        homes.append(homes[0].parent.parent / "blobs")
+    files = []
+    for pattern in ("*.json", "*.txt", "*.jinja", "LICENSE*"):
+        for file in sorted(source.glob(pattern)):
+            if file.name in ("config.json", "model.safetensors.index.json") or not file.is_file():
+                continue                         # a folder called LICENSES, a link to nothing
+            true = Path(os.path.realpath(file))
+            if not any(true.is_relative_to(home) for home in homes):
+                raise ValueError(f"{file}: is a link to {true}, outside of the model's folder, "
+                                 "and is not copied: put the file itself there, or remove it")
+            files.append(file)
+    return files
 
 
 def save_shards(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
@@ -435,15 +461,8 @@ def read_peft(folder: str | Path) -> tuple[dict, dict[str, torch.Tensor]]:
     """The adapter_config.json and the tensors of an adapter. ValueError unless it is a plain LoRA
     adapter on every linear.
     """
-    path = Path(folder) / "adapter_config.json"
+    config, _ = read_peft_header(folder)
     file = Path(folder) / "adapter_model.safetensors"
-    config = read_json(path)
-    check_keys(path, config, PEFT_RULES)
-    variants = [key for key in VARIANTS if config.get(key)]
-    targets = config.get("target_modules")
-    if variants or not isinstance(targets, list) or {*map(str, targets)} != set(TARGETS):
-        raise ValueError(f"{folder}: need a plain LoRA adapter on {', '.join(TARGETS)}, "
-                         f"got one on {short_repr(targets)} {' '.join(variants)}")
     try:
         tensors = load(read_bytes(file))
     except (OSError, SafetensorError) as error:
@@ -451,21 +470,57 @@ def read_peft(folder: str | Path) -> tuple[dict, dict[str, torch.Tensor]]:
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or not tensor.float().isfinite().all():
             raise ValueError(f"{file}: {name} is {tensor.dtype}, or holds NaN or infinity")
-        if name.endswith("lora_A.weight") and tensor.shape[:1] != (config["r"],):
-            raise ValueError(f"{file}: {name} has shape {tuple(tensor.shape)}, {path.name} says "
-                             f"r is {config['r']}")
     return config, tensors
 
 
-def copy_into(views: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor],
-              folder: str | Path) -> None:
-    """Copies an adapter's tensors into the views of the same names. ValueError, which names the
-    tensors' folder, if names or shapes differ.
+def read_peft_config(folder: str | Path) -> dict:
+    """The adapter_config.json of a plain LoRA adapter on every linear. ValueError if it is none."""
+    path = Path(folder) / "adapter_config.json"
+    config = read_json(path)
+    check_keys(path, config, PEFT_RULES)
+    variants = [key for key in VARIANTS if config.get(key)]
+    targets = config.get("target_modules")
+    if variants or not isinstance(targets, list) or {*map(str, targets)} != set(TARGETS):
+        raise ValueError(f"{folder}: need a plain LoRA adapter on {', '.join(TARGETS)}, "
+                         f"got one on {short_repr(targets)} {' '.join(variants)}")
+    return config
+
+
+def read_peft_header(folder: str | Path) -> tuple[dict, dict[str, tuple]]:
+    """The configuration of an adapter, and the shape of each of its tensors by name. None of the
+    tensors is read: what a small file claims cannot take more memory than the file has.
     """
-    wrong = sorted(views.keys() ^ tensors.keys())
-    wrong += [n for n in views if n in tensors and views[n].shape != tensors[n].shape]
+    config = read_peft_config(folder)
+    file = Path(folder) / "adapter_model.safetensors"
+    rank = config["r"]
+    try:
+        if not file.is_file():                   # opening a pipe would wait for ever
+            raise OSError("no regular file" if file.exists() else "No such file")
+        with safe_open(file, framework="pt") as opened:
+            shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{file}: cannot be read as an adapter ({error})") from None
+    for name, shape in shapes.items():
+        for part, axis in (("lora_A.weight", 0), ("lora_B.weight", 1)):
+            if name.endswith(part) and (len(shape) != 2 or shape[axis] != rank):
+                raise ValueError(f"{file}: {name} has shape {shape}, adapter_config.json says r is "
+                                 f"{rank}")
+        if name.endswith("lora_A.weight") and rank > shape[1]:
+            raise ValueError(f"{file}: r is {rank}, more than the {shape[1]} columns of {name}")
+    for target in TARGETS:
+        if not any(name.endswith(f".{target}.lora_A.weight") for name in shapes):
+            raise ValueError(f"{file}: has no lora_A.weight of any {target}: no adapter on "
+                             f"{', '.join(TARGETS)}")
+    return config, shapes
+
+
+def check_adapter_fits(wanted: dict[str, tuple], held: dict[str, tuple],
+                       folder: str | Path) -> None:
+    """ValueError, which names the adapter's folder, unless it holds just the tensors, by name and
+    shape, that a model wants.
+    """
+    wrong = sorted(wanted.keys() ^ held.keys())
+    wrong += [name for name in wanted if name in held and wanted[name] != held[name]]
     if wrong:
         raise ValueError(f"{folder}: {len(wrong)} tensors are missing, unknown or of another "
                          f"shape, first {wrong[0]}")
-    for name, view in views.items():
-        view.copy_(tensors[name])

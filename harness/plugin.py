@@ -97,14 +97,45 @@ def call_users(name: str, function: Callable, what: str, *arguments: object) -> 
         os.chdir(folder)                         # it may have gone elsewhere; --out is relative
 
 
+def split_names(spec: str, flag: str) -> tuple[str, str]:
+    """"package.module:function" -> its two names. ValueError, which names `flag`, for anything else.
+
+    A run's run.json holds such names too, and a run may come from somebody else. So a module is
+    never a path: "/tmp/x", ".x" or "../x" are no names, and what is named lies in the working
+    directory or among the installed modules. Python's own modules are refused: none of them scores
+    an answer, and `builtins:exec` would run what a model has written.
+    """
+    module_name, _, name = spec.partition(":")
+    if not (name.isidentifier() and all(part.isidentifier() for part in module_name.split("."))):
+        raise ValueError(f"{flag} takes module:function, names such as my_rewards:score, got "
+                         f"{short_repr(spec)}")
+    if is_pythons_own(module_name) and not os.path.isfile(path_of(module_name)):
+        raise ValueError(f"{flag} {spec}: {module_name} is a module of Python's own; name one that "
+                         "was written for this")
+    return module_name, name
+
+
+def is_pythons_own(module_name: str) -> bool:
+    return module_name.partition(".")[0] in sys.stdlib_module_names
+
+
+def path_of(module_name: str) -> str:
+    """Where a module's file is if it lies in the working directory."""
+    return os.path.join(os.getcwd(), *module_name.split(".")) + ".py"
+
+
+def home_of(spec: str) -> str:
+    """Where the function "module:function" would come from, for a message. Imports nothing."""
+    path = path_of(spec.partition(":")[0])
+    return path if os.path.isfile(path) else "the installed modules"
+
+
 def load_function(spec: str, flag: str) -> Callable:
     """Returns the function of "module:function", from the working directory or any installed
     module. ValueError, which names `flag`, if there is none.
     """
-    module_name, _, name = spec.partition(":")
-    if not (module_name and name):
-        raise ValueError(f"{flag} takes module:function, got {spec!r}")
-    path = os.path.join(os.getcwd(), *module_name.split(".")) + ".py"
+    module_name, name = split_names(spec, flag)
+    path = path_of(module_name)
     if os.getcwd() not in sys.path:
         # For what the user's file itself imports. Last, so that a file called data.py or model.py
         # in the working directory never takes the place of one of ours.
@@ -120,6 +151,10 @@ def load_function(spec: str, flag: str) -> Callable:
     function = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"{flag} {spec}: {module_name!r} has no function {name!r}")
+    imported = inspect.isroutine(function) or inspect.isclass(function)
+    if imported and is_pythons_own(str(function.__module__)) and not os.path.isfile(path):
+        raise ValueError(f"{flag} {spec}: {name} is a function of Python's own module "
+                         f"{function.__module__}; name one that was written for this")
     return function
 
 

@@ -155,6 +155,7 @@ def calibrated(settings: Settings, source: Path, tokenizer: data.Tokenizer, prob
     general = settings.general
     folder = Path(general.out) / "base"
     if RANK == 0 and not folder.exists():
+        hf.files_to_copy(source)                 # refuses a link out of it before any work
         files = calibrate.source_of(source, device)
         count = min(settings.model.calibrate, len(problems))
         some = data.step_indices(len(problems), general.seed, 0, count)

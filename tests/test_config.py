@@ -76,6 +76,34 @@ def test_a_run_json_with_a_value_that_its_flag_cannot_have_names_file_and_flag(t
         read_run_json(tmp_path / "run.json")
 
 
+@pytest.mark.parametrize("name", ["reward", "prompt_style"])
+@pytest.mark.parametrize("value", ["{}/evil:f", ".evil:f", "builtins:exec", "evil.f"])
+def test_a_run_json_that_names_a_path_is_refused_and_runs_nothing(tmp_path, name, value):
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n\n\ndef f(*_):\n    return 1.0\n")
+    held = settings_of().flat() | {name: value.format(tmp_path)}
+    (tmp_path / "run.json").write_text(json.dumps(held))
+    if ":" in value:
+        with pytest.raises(ValueError, match=f"run.json: {option(name)} .*(takes module:function|of Python's own)"):
+            read_run_json(tmp_path / "run.json")
+    else:
+        assert read_run_json(tmp_path / "run.json")[name] == value        # refused as a style and as a function
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_functions_that_a_run_json_names_are_told_with_their_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def f(*_):\n    return 1.0\n")
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "run.json").write_text(json.dumps(settings_of("--reward", "mine:f", "--out", "x").flat()))
+    told = f"x/run.json: --reward mine:f, from {tmp_path}/mine.py\n"
+    for flags in (["--resume", "--out", "x"], ["--like", "x"]):
+        capsys.readouterr()
+        settings_of(*flags)
+        assert capsys.readouterr().err == told
+    settings_of("--like", "x", "--reward", "other:f")                     # the user's own flag
+    assert capsys.readouterr().err == ""
+
+
 def test_every_setting_that_is_a_number_has_a_range():
     numbers = {name for name, field in FIELDS.items() if type_of(field) in (int, float)}
     ranged = {name for name, field in FIELDS.items() if field.metadata["allowed"]}

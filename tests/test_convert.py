@@ -217,17 +217,6 @@ def test_a_bad_source_is_one_clear_line_and_leaves_nothing_behind(bf16, tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["bf16"]
 
 
-def test_the_command_runs_without_triton(bf16, tmp_path):
-    code = ("import runpy, sys; sys.modules['triton'] = None; "
-            "runpy.run_module('tools.convert', run_name='__main__', alter_sys=True)")
-    done = subprocess.run([sys.executable, "-c", code, "nvfp4", bf16, tmp_path / "out"], cwd=ROOT, text=True,
-                          capture_output=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
-    assert done.returncode == 0 and (tmp_path / "out" / "config.json").exists(), done.stderr
-
-
-# -----------------------------------------------------------------------------
-# merge
-
 @pytest.fixture
 def trained(tmp_path):
     """A run folder as train.py leaves it, with an adapter that acts -> its model."""
@@ -240,6 +229,48 @@ def trained(tmp_path):
     (tmp_path / "run" / "run.json").write_text(json.dumps({"model": str(TINY), "base": "nvfp4", "steps": 1}))
     return model
 
+
+@pytest.mark.parametrize("command", ["nvfp4", "merge"])
+def test_what_a_link_leads_to_outside_of_a_model_folder_is_not_copied(trained, tmp_path, monkeypatch, command):
+    (tmp_path / "secret").write_text("a private key")
+    model = shutil.copytree(TINY, tmp_path / "model")
+    (model / "notes.txt").symlink_to("../secret")
+    source = tmp_path / "run" if command == "merge" else model
+    flags = json.loads((tmp_path / "run" / "run.json").read_text())
+    (tmp_path / "run" / "run.json").write_text(json.dumps(flags | {"model": str(model)}))
+    line = run(monkeypatch, command, source, tmp_path / "out")
+    assert line == (f"convert {command}: {model}/notes.txt: is a link to {tmp_path}/secret, outside of the model's "
+                    "folder, and is not copied: put the file itself there, or remove it")
+    assert not (tmp_path / "out").exists()
+
+
+def test_links_within_a_model_and_those_of_the_hubs_cache_are_copied_and_folders_passed_over(tmp_path, monkeypatch):
+    cache = tmp_path / "models--x--y"
+    (cache / "blobs").mkdir(parents=True)
+    model = cache / "snapshots" / "0123"
+    model.mkdir(parents=True)
+    for i, file in enumerate(file for file in TINY.iterdir() if file.suffix in (".json", ".safetensors")):
+        shutil.copy(file, cache / "blobs" / f"{i}")
+        (model / file.name).symlink_to(f"../../blobs/{i}")
+    (model / "LICENSES").mkdir()
+    (model / "LICENSE.txt").write_text("free")
+    (model / "LICENSE-again").symlink_to("LICENSE.txt")
+    (model / "gone.txt").symlink_to("nowhere")
+    assert run(monkeypatch, "nvfp4", model, tmp_path / "out") is None
+    held = {path.name for path in (tmp_path / "out").iterdir() if path.is_file() and not path.is_symlink()}
+    assert {"tokenizer.json", "LICENSE.txt", "LICENSE-again"} <= held and not held & {"LICENSES", "gone.txt"}
+
+
+def test_the_command_runs_without_triton(bf16, tmp_path):
+    code = ("import runpy, sys; sys.modules['triton'] = None; "
+            "runpy.run_module('tools.convert', run_name='__main__', alter_sys=True)")
+    done = subprocess.run([sys.executable, "-c", code, "nvfp4", bf16, tmp_path / "out"], cwd=ROOT, text=True,
+                          capture_output=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 0 and (tmp_path / "out" / "config.json").exists(), done.stderr
+
+
+# -----------------------------------------------------------------------------
+# merge
 
 def test_merged_folder_is_the_trained_model_and_says_what_rounding_it_loses(trained, tmp_path, monkeypatch, capsys):
     """On the base that the run had: merged onto the bf16 original it would be another model."""

@@ -212,6 +212,10 @@ def test_other_four_bit_checkpoints_are_not_read_as_ours(tiny, tmp_path, change)
     ("weight_scale", torch.ones(64, 4), "is F32, expected F8_E4M3"),
     ("weight_packed", torch.zeros(64, 32), "is F32, expected U8"),
     ("weight_packed", torch.zeros(64, 16, dtype=torch.uint8), r"shape \(64, 16\), config.json says \(64, 32\)"),
+    ("weight_global_scale", torch.zeros(0), r"weight_global_scale has shape \(0,\), expected one number"),
+    ("weight_global_scale", torch.ones(2), r"weight_global_scale has shape \(2,\), expected one number"),
+    ("weight_scale", torch.zeros(0).to(torch.float8_e4m3fn), r"weight_scale has shape \(0,\)"),
+    ("weight_packed", torch.zeros(0, dtype=torch.uint8), r"weight_packed has shape \(0,\)"),
     ("weight_global_scale", torch.zeros(1), r"weight_global_scale is \[0.0\]"),
     ("weight_global_scale", torch.full((1,), -3.0), r"weight_global_scale is \[-3.0\]"),
     ("weight_global_scale", torch.full((1,), float("nan")), r"weight_global_scale is \[nan\]")])
@@ -540,12 +544,50 @@ A = "base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"
     (dict(tensors={A: torch.zeros(3, 64, dtype=torch.int8)}), f"{A} is torch.int8, or holds NaN"),
     (dict(tensors={A: torch.full((3, 64), float("nan"))}), f"{A} is torch.float32, or holds NaN or infinity"),
     (dict(config=dict(r=0)), "adapter_config.json: r is 0"),
+    (dict(tensors={A: torch.zeros(0)}), r"lora_A.weight has shape \(0,\), adapter_config.json says r is 3"),
+    (dict(tensors={A.replace("_A", "_B"): torch.zeros(3, 128)}), "lora_B.weight has shape .3, 128., adapter_config"),
     (dict(config=dict(lora_alpha="16")), "adapter_config.json: lora_alpha is '16', expected a number above 0, at most"),
 ])
 def test_an_adapter_that_would_compute_something_else_is_refused(tiny, tmp_path, change, message):
     model = load(tiny["tied"].folder, base="bf16", device="cpu")
     with pytest.raises(ValueError, match=message):
         load_adapter(model, edited(tmp_path, **change))
+
+
+@pytest.mark.parametrize("tensors,message", [
+    ({}, "has no lora_A.weight of any q_proj"),
+    ({f"base_model.model.model.layers.0.self_attn.{t}.lora_A.weight": torch.zeros(2**16, 1).expand(2**16, 2).clone()
+      for t in hf.TARGETS}, "r is 65536, more than the 2 columns of base_model"),
+    ({f"base_model.model.model.layers.0.mlp.{t}.lora_B.weight": torch.zeros(1, 2**16) for t in hf.TARGETS},
+     "has no lora_A.weight of any q_proj")])
+def test_an_adapter_that_claims_a_rank_of_65536_is_refused_before_anything_is_allocated(tiny, tmp_path, monkeypatch,
+                                                                                       tensors, message):
+    model = load(tiny["tied"].folder, base="bf16", device="cpu")
+    folder = edited(tmp_path, config={"r": 2**16})
+    save_file(tensors, folder / "adapter_model.safetensors")
+    monkeypatch.setattr("lora.attach", lambda *_, **__: 1 / 0)
+    with pytest.raises(ValueError, match=message):
+        load_adapter(model, folder)
+    with pytest.raises(ValueError, match=message):
+        hf.read_peft(folder)
+
+
+def test_an_adapter_of_another_model_is_found_by_its_header_alone(tiny, tmp_path, monkeypatch):
+    save_adapter(adapted(tiny["untied"])[0], tmp_path)
+    model = load(tiny["tied"].folder, base="bf16", device="cpu")
+    for name in ("lora.attach", "lora.hf.read_peft"):
+        monkeypatch.setattr(name, lambda *_, **__: 1 / 0)
+    with pytest.raises(ValueError, match="of another shape, first base_model.model.model.layers.0"):
+        load_adapter(model, tmp_path)
+
+
+@pytest.mark.parametrize("make", [lambda path: path.mkdir(), lambda path: os.mkfifo(path), lambda path: None])
+def test_an_adapter_file_that_is_no_file_is_one_line(tmp_path, make):
+    file = edited(tmp_path) / "adapter_model.safetensors"
+    file.unlink()
+    make(file)
+    with pytest.raises(ValueError, match="adapter_model.safetensors: cannot be read as an adapter .(no regular|No such)"):
+        hf.read_peft(file.parent)
 
 
 def test_a_folder_without_a_readable_adapter_is_refused(tiny, tmp_path):

@@ -6,6 +6,7 @@ python -m pytest tests/test_rewards.py -q
 """
 import math
 import os
+import shutil
 import sys
 import time
 from contextlib import nullcontext
@@ -321,7 +322,7 @@ def test_a_file_of_the_users_does_not_take_the_place_of_ours(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("spec,message", [
-    ("mine", "--reward takes module:function, got 'mine'"), ("mine:number", "has no function 'number'"),
+    ("mine", "--reward takes module:function, names such as my_rewards:score, got 'mine'"), ("mine:number", "has no function 'number'"),
     ("absent_module:f", "cannot import 'absent_module' (ModuleNotFoundError"),
     ("fails_to_load:f", "cannot import 'fails_to_load' (RuntimeError: no)"),
     ("no_python:f", "cannot import 'no_python' (SyntaxError")])
@@ -329,6 +330,34 @@ def test_a_function_that_cannot_be_loaded_is_one_line(plug_ins, spec, message):
     with pytest.raises(ValueError) as error:
         load_function(spec, "--reward")
     assert message in str(error.value) and not [name for name in sys.modules if "fails_to_load" in name]
+
+
+@pytest.mark.parametrize("spec", ["{}/mine:length", "/{}/mine:length", ".mine:length", "..mine:length", "./mine:length",
+                                  "mine.py/../mine:length", "a..b:f", "mine:length.__globals__", "mine:", ":length",
+                                  "mine :length", "mine:length:length", "C:\\mine:length"])
+def test_a_module_is_a_name_and_never_a_path(plug_ins, tmp_path_factory, spec):
+    """A run's run.json names functions too: with a path, a run folder could bring code of its own along."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    shutil.copy(plug_ins / "mine.py", elsewhere)
+    spec = spec.format(elsewhere)
+    with pytest.raises(ValueError, match="--reward takes module:function, names such as my_rewards:score, got "):
+        load_function(spec, "--reward")
+
+
+@pytest.mark.parametrize("spec,words", [
+    ("builtins:exec", "builtins is a module of Python's own"), ("os.path:join", "os.path is a module of Python's own"),
+    ("subprocess:getoutput", "subprocess is a module of Python's own"),
+    ("tqdm.std:proxy", "has no function"), ("harness.files:contextmanager", "of Python's own module contextlib")])
+def test_a_function_of_pythons_own_is_no_reward(plug_ins, spec, words):
+    with pytest.raises(ValueError, match=words):
+        load_function(spec, "--reward")
+
+
+def test_a_file_of_the_users_may_be_called_as_a_module_of_pythons(plug_ins):
+    shutil.copy(plug_ins / "mine.py", plug_ins / "calendar.py")
+    assert load_function("calendar:length", "--reward")("abc", "x") == 3.0
+    (plug_ins / "partly.py").write_text("from operator import add as joined\n")
+    assert load_function("partly:joined", "--reward")(1, 2) == 3
 
 
 def test_a_reward_is_told_the_whole_problem_and_the_group_if_it_asks(plug_ins):

@@ -55,6 +55,7 @@ def convert_to_nvfp4(source: str, out: Path, wanted: Conversion) -> None:
     codes = wanted.codes or ("gptq" if wanted.calibrate else "search")
     if codes in ("gptq", "weighted") and not wanted.calibrate:
         raise ValueError(f"--codes {codes} needs --calibrate N")
+    hf.files_to_copy(folder)                     # refuses a link out of it before any work
     hf.base_of(folder, "nvfp4")                  # says what is lost of a merged adapter
     if not wanted.calibrate:
         calibrate.to_nvfp4(calibrate.source_of(hf.resolve(source), device), out, codes)
@@ -80,6 +81,7 @@ def write_merged(run: str, out: Path, device: str | None) -> None:
     adapter = Path(run) / "adapter"
     hf.read_peft(adapter)
     folder = hf.resolve(trained.model)
+    hf.files_to_copy(folder)                     # refuses a link out of it before any work
     model = qwen.load(folder, trained.base, device)
     lora.load_adapter(model, adapter)
     tensors = ((name, t.detach().bfloat16().cpu()) for name, t in hf.model_tensors(model))
