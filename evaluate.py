@@ -253,7 +253,7 @@ def answer(wanted: Evaluation, tokenizer: data.Tokenizer, problems: list, sample
         open(wanted.out, "x").close()
     # miniters=0: tokens/s is drawn anew while no answer comes to its end, too.
     with tqdm(total=len(prompts) * wanted.samples, unit=" answers", smoothing=0, miniters=0,
-              dynamic_ncols=True, bar_format=BAR) as bar:
+              dynamic_ncols=True, bar_format=ANSWERS_BAR) as bar:
         with suppress(KeyboardInterrupt):
             idle = sampler.generate(prompts, wanted.samples, sampling, progress=progress).idle
     seconds = time.perf_counter() - began
@@ -268,7 +268,7 @@ def answer(wanted: Evaluation, tokenizer: data.Tokenizer, problems: list, sample
 
 
 # The total, the time left and the speed first, in 80 columns; the bar itself has what remains.
-BAR = "{n_fmt}/{total_fmt}{unit} |{bar}| {elapsed}, {remaining} to go{postfix}"
+ANSWERS_BAR = "{n_fmt}/{total_fmt}{unit} |{bar}| {elapsed}, {remaining} left{postfix}"
 
 
 def append_rows(path: str, rows: list[dict]) -> str:

@@ -424,5 +424,5 @@ def test_the_command_ends_with_json_on_stdout_and_shows_progress_on_stderr(tmp_p
                           capture_output=True)
     assert done.returncode == 0 and json.loads(done.stdout.splitlines()[-1])["n"] == 3, done.stderr
     last = done.stderr.split("\r")[-1]
-    assert re.search(r"3/3 answers \|.*\| \d\d:\d\d, 00:00 to go, [\d,]+ tokens/s", last), last
+    assert re.search(r"3/3 answers \|.*\| \d\d:\d\d, 00:00 left, [\d,]+ tokens/s", last), last
     assert max(map(len, done.stderr.splitlines()[-1].split("\r"))) <= 80
