@@ -1,13 +1,15 @@
 """
 Measures the accuracy of a model, with or without an adapter, by the sampler and grader of training.
 
-    python evaluate.py runs/x                        a run, with its flags, on its held-out problems
+    python evaluate.py runs/x                        a run, with its flags, on the problems that it
+                                                     held out; --limit 0: on all of the test split
     python evaluate.py --model qwen2.5-7b --adapter runs/x/adapter --data gsm8k --out after.jsonl
     python evaluate.py ... --against before.jsonl    compared with that run, problem by problem
 
 Answers are greedy by default. With --samples N each problem gets N sampled answers, for pass@k and
 maj@k (harness/figures.py). The last line on stdout is a JSON object whose keys docs/metrics.md
-defines. --out grows with each problem that is done, and Ctrl-C ends with the figures of these.
+defines. --out grows with each problem that is done, and Ctrl-C ends with the figures of these. The
+figures are also printed where a full disk lets --out hold only a part of the answers.
 
 Not here: few-shot prompts.
 """
@@ -58,7 +60,8 @@ class Evaluation:
     data: str | None = setting(None, "as in train.py: gsm8k, a file, an id (default: what the run "
                                "holds out)")
     split: str = setting("test", "of a data set; a file has one", choices=("train", "test"))
-    limit: int = setting(0, "only the first so many problems; 0: all", "[0, 2e9]")
+    limit: int | None = setting(None, "only the first so many problems; 0: all (default: those "
+                                "that the run held out, of --data all)", "[0, 2e9]")
     prompt_style: str = setting("boxed", "as in train.py")
     reward: str | None = setting(None, "module:function, as in train.py: its mean is among the "
                                  "figures")
@@ -151,17 +154,28 @@ def read_results(path: str) -> list[dict]:
 
 def problems_of(wanted: Evaluation, run: Settings | None, tokenizer: data.Tokenizer
                 ) -> tuple[list, str]:
-    """-> problems with prompts, of --data or what the run holds out; where they come from."""
+    """-> problems with prompts, of --data or what the run holds out; where they come from.
+
+    Without --limit these are the run's --eval-problems, those that its own evaluations took. With
+    it they may be more, if they come from a test split: what a run holds out of its training file
+    is all that it was not trained on.
+    """
     source = wanted.data
+    by_run = ""
     if source:
         problems = data.load_problems(source, wanted.split, needs_gold=not wanted.reward)
     else:
         held = run.data
         source = held.eval_data or held.data
-        if not source.endswith(data.SUFFIXES):   # all of a data set's own test split
+        ends_a_training_file = not held.eval_data and source.endswith(data.SUFFIXES)
+        if wanted.limit is not None and not ends_a_training_file:
             held = dataclasses.replace(held, eval_problems=0)
         _, problems = data.split_problems(held, tokenizer)
+        by_run = f", held out by {run.general.out}"
+        if wanted.limit is None and not ends_a_training_file:
+            by_run += " (--limit 0: all of the test split)"
     problems = problems[:wanted.limit or None]
+    say(f"{len(problems):,} problems of {source}{by_run}")
     return data.encode_prompts(tokenizer, problems, wanted.prompt_style), source
 
 
@@ -192,17 +206,25 @@ def prove_adapter(model: qwen.Qwen2, sampler: Sampler, prompt: list, max_new_tok
 
 
 def answer(wanted: Evaluation, tokenizer: data.Tokenizer, problems: list, sampler: Sampler,
-           plug_in: plugin.Reward | None) -> tuple[list[dict], float, float | None]:
-    """-> rows of the problems that were done, in their order; seconds; share of idle rows.
+           plug_in: plugin.Reward | None) -> tuple[list[dict], float, float | None, str]:
+    """-> rows of the problems that were done, in their order; seconds; share of idle rows, or None
+    if Ctrl-C came; why --out could not be written, or "".
 
-    The last is None if Ctrl-C came. The rows of a problem are in the file --out as soon as its last
-    answer is there.
+    The rows of a problem are in the file --out as soon as its last answer is there. Where the file
+    cannot be written, a full disk say, sampling goes on: the figures need no file.
     """
     waiting = defaultdict(list)                  # problem -> its answers so far
     done = {}                                    # problem -> its rows
 
+    tokens = 0
+    failure = ""
+
     def progress(made: int, ended: list[Sequence]) -> None:
-        bar.update(made)
+        nonlocal tokens
+        tokens += made
+        rate = tokens / (time.perf_counter() - began)
+        bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
+        bar.update(len(ended))
         for sequence in ended:
             i = sequence.row // wanted.samples
             waiting[i].append(sequence)
@@ -210,29 +232,57 @@ def answer(wanted: Evaluation, tokenizer: data.Tokenizer, problems: list, sample
                 finish(i, sorted(waiting.pop(i), key=lambda one: one.row))
 
     def finish(i: int, sequences: list[Sequence]) -> None:
+        nonlocal failure
         rows = rewards.grade_rollouts(tokenizer, [problems[i]], rollouts_of(sequences),
                                       wanted.prompt_style, plug_in)
         for sample, row in enumerate(rows):
             lenient = rewards.grade(row["completion"], row["answer"], last_number=True)
             row |= {"sample": sample, "lenient": float(lenient.correct)}
         done[i] = rows                           # whole: Ctrl-C may have come in between
-        out.writelines(map(json_line, rows))
-        out.flush()
+        if wanted.out and not failure:
+            failure = append_rows(wanted.out, rows)
+            if failure:
+                bar.write(f"{failure}: sampling goes on, the figures will be printed",
+                          file=sys.stderr)
 
     sampling = Sampling(wanted.max_new_tokens, tokenizer.end_ids, wanted.temperature, wanted.top_k,
                         wanted.top_p, wanted.seed)
     prompts = [problem.prompt for problem in problems]
     began = time.perf_counter()
     idle = None
-    file = open(wanted.out, "x") if wanted.out else open(os.devnull, "w")
-    with errors_name_file(wanted.out), file as out, tqdm(unit=" tokens", unit_scale=True) as bar:
+    if wanted.out:
+        open(wanted.out, "x").close()
+    # miniters=0: tokens/s is drawn anew while no answer comes to its end, too.
+    with tqdm(total=len(prompts) * wanted.samples, unit=" answers", smoothing=0, miniters=0,
+              dynamic_ncols=True, bar_format=ANSWERS_BAR) as bar:
         with suppress(KeyboardInterrupt):
             idle = sampler.generate(prompts, wanted.samples, sampling, progress=progress).idle
     seconds = time.perf_counter() - began
     rows = [row for i in sorted(done) for row in done[i]]
     if wanted.out:                               # at last in the order of the problems
-        write_atomically(wanted.out, "".join(map(json_line, rows)).encode())
-    return rows, seconds, idle
+        try:
+            write_atomically(wanted.out, "".join(map(json_line, rows)).encode())
+            failure = ""                         # the disk may have space again
+        except OSError as error:
+            failure = process.first_line(error)
+    return rows, seconds, idle, failure
+
+
+# The total, the time left and the speed first, in 80 columns; the bar itself has what remains.
+ANSWERS_BAR = "{n_fmt}/{total_fmt}{unit} |{bar}| {elapsed}, {remaining} left{postfix}"
+
+
+def append_rows(path: str, rows: list[dict]) -> str:
+    """Appends rows to a .jsonl -> "", or why that failed; the file then ends with a whole line."""
+    before = os.path.getsize(path)
+    try:
+        with errors_name_file(path), open(path, "a") as file:
+            file.writelines(map(json_line, rows))
+    except OSError as error:
+        with suppress(OSError):
+            os.truncate(path, before)
+        return process.first_line(error)
+    return ""
 
 
 def main() -> None:
@@ -265,7 +315,7 @@ def main() -> None:
         shift = None
         if which.adapter:
             shift = prove_adapter(model, sampler, problems[0].prompt, new_tokens)
-        rows, seconds, idle = answer(wanted, tokenizer, problems, sampler, plug_in)
+        rows, seconds, idle, failure = answer(wanted, tokenizer, problems, sampler, plug_in)
     count = len(rows) // wanted.samples
     if rows:
         figures = evaluation_figures(rows, wanted.samples)
@@ -283,7 +333,11 @@ def main() -> None:
     if idle is None:
         print(f"evaluate.py: stopped by Ctrl-C: {count} of {len(problems)} problems are done",
               file=sys.stderr)
-        sys.exit(130)
+    if failure:
+        print(f"evaluate.py: {failure}: --out lacks answers, the figures above are of all of them",
+              file=sys.stderr)
+    if failure or idle is None:
+        sys.exit(130 if idle is None else 1)
 
 
 def print_result(figures: dict, flags: dict, shift: float | None, device: torch.device) -> None:

@@ -25,6 +25,8 @@ Not here: a reward that rises while the answers get worse. Nothing but reading t
 `python -m tools.report`.
 """
 import math
+import shlex
+import shutil
 import sys
 import time
 from collections import deque
@@ -163,6 +165,10 @@ class Watch:
 # What a run says
 
 SHOWN = "reward", "accuracy", "length", "tokens_per_s"
+# On a terminal of 80 columns there is space for all but the speed, which metrics.jsonl holds.
+STEPS_BAR = "{n_fmt}/{total_fmt} |{bar}| {remaining} left, {rate_fmt}{postfix}"
+FIRST_STEPS = 10                                 # after which the time that is left is told anew
+SOURCE = Path(__file__).parent.parent            # where train.py lies
 
 
 class Console:
@@ -173,6 +179,7 @@ class Console:
         self.steps = settings.general.steps
         self.first = 0                           # the step that this process begins with
         self.bar = None                          # from start_at() on
+        self.seconds = []                        # of the first steps of this process
 
     def greet(self, problems: list, held_out: list, device: torch.device) -> None:
         """The first line of a run: what is learnt, from what, where."""
@@ -189,7 +196,7 @@ class Console:
         no_bar = RANK > 0 or not sys.stderr.isatty()
         self.first = step
         self.bar = tqdm(total=self.steps, initial=step, unit="step", dynamic_ncols=True,
-                        smoothing=0, disable=no_bar)
+                        smoothing=0, disable=no_bar, bar_format=STEPS_BAR)
 
     def __enter__(self) -> "Console":
         return self
@@ -213,11 +220,9 @@ class Console:
             if update.failure:
                 say(f"step {metrics['step']}: {update.failure}: this update was skipped")
         figures = {key: f"{metrics[key]:.3g}" for key in SHOWN}
-        if metrics["step"] == self.first:
-            left = (self.steps - step) * metrics["seconds"]
-            say(f"a step takes {metrics['seconds']:.1f} s: {duration(left)} to go, without "
-                "evaluations")
-        self.bar.set_postfix(figures)
+        self.tell_time_left(step, metrics["seconds"])
+        told = f"reward {metrics['reward']:.3g}, right {metrics['accuracy']:.0%}"
+        self.bar.set_postfix_str(f"{told}, {metrics['length']:.0f} tokens", refresh=False)
         self.bar.update()
         if self.bar.disable:
             told = ", ".join(f"{key} {value}" for key, value in figures.items())
@@ -228,6 +233,28 @@ class Console:
             text = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1]
                            for c in f"{row['question']}\n-> {row['completion']}")
             say(f"step {step}, {row['id']}, reward {row['reward']:.3g}:\n{text}")
+
+    def tell_time_left(self, step: int, seconds: float) -> None:
+        """Says after this process's first step how long the rest will take, and corrects it later.
+
+        The first step is slower than others: kernels are compiled and memory is taken. So after
+        ten steps the estimate is made anew from the nine others, on the bar too.
+        """
+        if len(self.seconds) >= FIRST_STEPS:
+            return
+        self.seconds.append(seconds)
+        first, *others = self.seconds
+        if not others:
+            say(f"a step takes {first:.1f} s: {duration((self.steps - step) * first)} to go, "
+                "without evaluations")
+        elif len(self.seconds) == FIRST_STEPS:
+            mean = sum(others) / len(others)
+            if step < self.steps:
+                say(f"after {FIRST_STEPS} steps: a step takes {mean:.1f} s, not {first:.1f} s as "
+                    f"the first did: {duration((self.steps - step) * mean)} to go, without "
+                    "evaluations")
+            if not self.bar.disable:
+                self.bar.start_t += max(0.0, first - mean)
 
     def farewell(self, folder: Path, held_out: int) -> None:
         """Where the run is, what it changed, how long it took, what can be done with it.
@@ -247,9 +274,28 @@ class Console:
         after = f", {texts[-1]} after" if texts[1:] else ""
         say(f"{folder}: {len(metrics)} steps in {duration(seconds)}; held-out accuracy "
             f"{before}{after}, on {held_out} problems")
-        say(f"next: python evaluate.py {folder}\n"
-            f"      python -m tools.report {folder}\n"
-            f"      python -m tools.convert merge {folder} OUT")
+        commands = (command("evaluate.py", folder), command("tools.report", folder),
+                    command("tools.chat", folder),
+                    command("tools.convert", "merge", folder, f"{folder}-merged"))
+        say("next: " + "\n      ".join(commands))
+
+
+def command(program: str, *arguments: object) -> str:
+    """A command line of this project that can be pasted into the shell that the user is in.
+
+    program: "evaluate.py", or "tools.report" of a module. Where the user stands in another folder
+    than the source's the command names that folder.
+    """
+    there = Path.cwd() == SOURCE
+    name = Path(sys.executable).name
+    words = [name if shutil.which(name) == sys.executable else sys.executable]
+    if program.endswith(".py"):
+        words.append(program if there else str(SOURCE / program))
+        before = ""
+    else:
+        words += ["-m", program]
+        before = "" if there else f"PYTHONPATH={shlex.quote(str(SOURCE))} "
+    return before + shlex.join([*words, *map(str, arguments)])
 
 
 def duration(seconds: float) -> str:

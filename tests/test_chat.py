@@ -6,6 +6,7 @@ python -m pytest tests/test_chat.py -v
 import contextlib
 import io
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -210,3 +211,32 @@ def test_the_command_answers_on_stdout_alone_and_ends_at_ctrl_c():
     assert process.returncode == 130 and answer.startswith("> ") and "\\boxed{" in answer
     begun = "an empty line begins a new conversation, Ctrl-D ends\n"
     assert process.stderr.read() == f"{begun}\nchat.py: stopped by Ctrl-C\n"
+
+
+def test_on_a_terminal_the_arrow_keys_edit_a_line_and_bring_back_earlier_ones():
+    pytest.importorskip("readline", reason="Python without readline")
+    pty = pytest.importorskip("pty", reason="needs pseudo-terminals")
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "tools.chat", "--model", str(TINY), "--prompt-style", "boxed", "--device", "cpu"]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL,
+                               env=os.environ | {"TERM": "xterm"})
+    os.close(theirs)
+
+    def until(text, count=1):
+        said = b""
+        while said.count(text) < count:
+            said += os.read(ours, 4096)
+        return said.decode(errors="replace")
+
+    try:
+        until(b"> ")
+        os.write(ours, QUESTIONS[0].replace("20", "2").encode() + b"\x01" + b"\x1b[C" * 9 + b"0\r")   # 2 becomes 20
+        first = until(b"\\boxed{") + until(b"> ")
+        os.write(ours, b"\x1b[A\r")                      # up: the question as it was edited
+        again = until(b"\\boxed{") + until(b"> ")
+        os.write(ours, b"\x04")
+        assert process.wait(timeout=60) == 0
+    finally:
+        process.kill()
+        os.close(ours)
+    assert "boxed{" in first and QUESTIONS[0] in again, (first, again)

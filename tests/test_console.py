@@ -4,6 +4,10 @@ When a run is ended because it learns nothing, and what it prints; test_train.py
 python -m pytest tests/test_console.py -v
 """
 import json
+import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +15,7 @@ import pytest
 import torch
 
 from harness.config import Settings
-from harness.console import Console, Watch, cannot_learn, may_not_learn
+from harness.console import SOURCE, Console, Watch, cannot_learn, command, may_not_learn
 
 HEALTHY = dict(accuracy=0.3, reward=0.3, groups=9, length=280.0, truncated=0.04, entropy=0.2)
 RUNS = sorted((Path(__file__).parent.parent / "study" / "runs").glob("*.jsonl"))
@@ -194,3 +198,69 @@ def test_an_answer_that_is_shown_brings_no_control_codes(capsys):
     console.tell(metrics, [row], [])
     said = capsys.readouterr().out
     assert "step 2, q-1, reward 1:\n2+3?\n-> \\x1b[2J5\\r\nyes" in said and "\x1b" not in said
+
+
+def told(step, seconds=1.0, **figures):
+    return dict(step=step, reward=0.5, accuracy=0.5, length=30.0, tokens_per_s=900.0, seconds=seconds) | figures
+
+
+def test_the_bar_fits_80_columns_with_every_figure_in_it(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    console = Console(settings(steps=1200))
+    with console:
+        console.start_at(988)
+        console.bar.dynamic_ncols = lambda file: (80, 25)         # as of a terminal
+        console.bar.start_t -= 120                          # the time left is hours
+        console.tell(told(988, reward=-0.525, accuracy=1.0, length=4096.0), [], [])
+        console.bar.refresh()
+    last = capsys.readouterr().err.rstrip().split("\r")[-1]
+    assert len(last) <= 80
+    assert re.fullmatch(r"989/1200 \|.+\| \d+:\d\d:\d\d left, [\d.]+s/step, reward -0.525, right 100%, 4096 tokens *", last)
+
+
+def test_after_ten_steps_the_time_left_is_told_anew_without_the_slow_first_step(capsys, monkeypatch):
+    console = Console(settings(steps=111))
+    console.start_at(0)
+    for step in range(12):
+        console.tell(told(step, 100.0 if step == 0 else 12.0), [], [])
+    lines = [line for line in capsys.readouterr().out.splitlines() if "to go" in line]
+    assert lines == ["a step takes 100.0 s: 3 h 3 min to go, without evaluations",
+                     "after 10 steps: a step takes 12.0 s, not 100.0 s as the first did: 20 min to go, without evaluations"]
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with Console(settings(steps=111)) as console:           # the bar's own estimate likewise
+        console.start_at(0)
+        console.bar.start_t -= 100 + 9 * 12                 # as if the steps had taken their time
+        for step in range(10):
+            console.tell(told(step, 100.0 if step == 0 else 12.0), [], [])
+        assert console.bar.format_dict["elapsed"] == pytest.approx(10 * 12, abs=2)
+
+
+def test_a_run_of_ten_steps_has_nothing_left_to_correct(capsys):
+    console = Console(settings(steps=10))
+    console.start_at(0)
+    for step in range(10):
+        console.tell(told(step), [], [])
+    assert sum("to go" in line for line in capsys.readouterr().out.splitlines()) == 1
+
+
+@pytest.mark.parametrize("program", ["evaluate.py", "tools.report"])
+def test_a_command_can_be_pasted_where_the_user_stands(program, tmp_path, monkeypatch):
+    monkeypatch.chdir(SOURCE)
+    words = shlex.split(command(program, "my runs/it's x"))
+    assert words[1:] == (["evaluate.py"] if program == "evaluate.py" else ["-m", program]) + ["my runs/it's x"]
+    monkeypatch.chdir(tmp_path)
+    line = command(program, "my runs/it's x")
+    done = subprocess.run(line, shell=True, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and "my runs/it's x/" in done.stderr and "No such file" in done.stderr
+    assert len(done.stderr.splitlines()) == 1               # the program was found, and the run was not
+
+
+def test_the_closing_commands_name_the_run_in_quotes(tmp_path, capsys):
+    folder = tmp_path / "two words"
+    folder.mkdir()
+    rows = [told(0, eval_accuracy=0.25), told(1, eval_accuracy=0.5)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Console(settings(steps=2)).farewell(folder, 64)
+    first, *commands = capsys.readouterr().out.splitlines()
+    assert "2 steps in 2 s; held-out accuracy 25.0% [" in first and "before, 50.0% [" in first
+    assert [shlex.split(line.removeprefix("next:"))[-1] for line in commands] == [str(folder)] * 3 + [f"{folder}-merged"]

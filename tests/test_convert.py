@@ -68,7 +68,11 @@ def test_a_hub_id_reaches_the_hub_as_text(monkeypatch, tmp_path):
                                            (("--codes", "nearest"), [0])])
 def test_converted_folder_loads_back_as_quantized_in_memory(bf16, tiny, tmp_path, monkeypatch, capsys, flags, offsets):
     assert run(monkeypatch, "nvfp4", bf16, tmp_path / "out", *flags) is None
-    assert capsys.readouterr().out == ""                   # without texts nothing is known of the outputs
+    said = capsys.readouterr().out.splitlines()             # without texts nothing is known of the outputs
+    codes = dict(zip(flags, flags[1:])).get("--codes", "search")
+    assert re.fullmatch(rf"{tmp_path}/out: {bf16} in NVFP4, codes by {codes}; \d+\.\d\d MB in \d files", said[0])
+    assert said[1].startswith("next: ") and said[1].endswith(f"evaluate.py --model {tmp_path}/out --data gsm8k")
+    assert len(said) == 2
     tensors = dict(tiny["untied"].tensors)
     after = hf.Shards(tmp_path / "out")
     for i in range(2):
@@ -131,7 +135,9 @@ def test_a_calibrated_folder_says_how_far_it_is_from_16_bits(tmp_path, monkeypat
     for codes in ("gptq", "nearest"):
         assert run(monkeypatch, "nvfp4", TINY, tmp_path / codes, "--calibrate", "10", "--data", "arithmetic",
                    "--prompt-style", "tags", "--codes", codes) is None
-        last, = capsys.readouterr().out.splitlines()
+        last, wrote, following = capsys.readouterr().out.splitlines()
+        assert wrote.startswith(f"{tmp_path / codes}: {TINY} in NVFP4, codes by {codes} from answers to 10 problems of "
+                                "arithmetic; ") and following.endswith("--data arithmetic")
         kl[codes] = float(re.match(rf"KL\(16 bits \|\| {codes}\) (\d\.\d+) \+- .* nats a token, 2 answers of", last)[1])
         assert json.loads((tmp_path / codes / "config.json").read_text())["calibration"] == last
     assert 0 < kl["gptq"] < kl["nearest"] / 2               # 24 problems, seeds 0 and 1: a tenth
@@ -275,6 +281,9 @@ def test_the_command_runs_without_triton(bf16, tmp_path):
 def test_merged_folder_is_the_trained_model_and_says_what_rounding_it_loses(trained, tmp_path, monkeypatch, capsys):
     """On the base that the run had: merged onto the bf16 original it would be another model."""
     assert run(monkeypatch, "merge", tmp_path / "run", tmp_path / "out") is None
+    wrote, following = capsys.readouterr().out.splitlines()
+    assert re.match(rf"{tmp_path}/out: {TINY} as nvfp4, with {tmp_path}/run/adapter, in bf16; .* MB in \d files", wrote)
+    assert following.endswith(f"evaluate.py {tmp_path}/run --model {tmp_path}/out --base bf16 --adapter none")
     assert hf.base_of(tmp_path / "out", None) == "bf16" and hf.base_of(TINY, None) == "nvfp4"
     assert run(monkeypatch, "nvfp4", tmp_path / "out", tmp_path / "rounded") is None
     lost = f"rounded to nvfp4, the merged adapter '{tmp_path}/run/adapter' is mostly lost"

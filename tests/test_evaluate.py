@@ -6,6 +6,7 @@ python -m pytest tests/test_evaluate.py -v
 import functools
 import itertools
 import json
+import re
 import resource
 import shutil
 import subprocess
@@ -216,7 +217,8 @@ def test_log_probs_that_are_not_finite_are_one_line(adapted, flags, tmp_path, mo
 
 
 @pytest.mark.parametrize("most", [1, 1000])
-def test_a_full_disk_is_one_line_that_names_the_file(most, tmp_path, monkeypatch):
+def test_a_full_disk_is_one_line_that_names_the_file_and_loses_no_figures(most, tmp_path, capsys, monkeypatch):
+    whole = run(capsys, monkeypatch, "--limit", 9)
     monkeypatch.setattr(sys, "argv", ["evaluate.py", *BASIC, "--limit", "9", "--out", f"{tmp_path}/a.jsonl"])
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))          # Python ignores SIGXFSZ
@@ -225,7 +227,20 @@ def test_a_full_disk_is_one_line_that_names_the_file(most, tmp_path, monkeypatch
             evaluate.main()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert stop.value.code == f"evaluate.py: [Errno 27] File too large: '{tmp_path}/a.jsonl'"
+    out, err = capsys.readouterr()
+    failure = f"[Errno 27] File too large: '{tmp_path}/a.jsonl'"
+    assert stop.value.code == 1 and err.count(f"{failure}: sampling goes on") == 1
+    assert err.endswith(f"evaluate.py: {failure}: --out lacks answers, the figures above are of all of them\n")
+    figures = json.loads(out.splitlines()[-1])
+    assert all(figures[key] == whole[key] for key in ("n", "pass@1", "length", "rules")) and figures["n"] == 9
+    assert len(read(tmp_path / "a.jsonl")) == (0 if most == 1 else 2)     # whole rows, none of them cut
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_a_disk_that_has_space_again_at_the_end_has_all_answers(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(evaluate, "append_rows", lambda *_: "the disk is full")
+    assert run(capsys, monkeypatch, "--limit", 3, "--out", tmp_path / "a.jsonl")["n"] == 3
+    assert len(read(tmp_path / "a.jsonl")) == 3
 
 
 def test_a_flag_cut_short_is_not_guessed(monkeypatch, capsys):
@@ -336,12 +351,26 @@ def test_a_run_is_evaluated_with_its_flags_on_what_it_held_out(adapted, tmp_path
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["adapter_shift"] is None
 
 
-def test_of_a_data_set_all_of_its_own_test_split_is_held_out_but_no_more_than_limit():
-    run = Settings.of(dict(data="arithmetic", eval_problems=4, max_prompt_tokens=64))
-    for limit, want in ((0, len(evaluate.data.arithmetic("test"))), (6, 6)):
-        wanted = evaluate.Evaluation(prompt_style="plain", limit=limit)
-        problems, source = evaluate.problems_of(wanted, run, evaluate.data.Tokenizer(ROOT / "tiny"))
-        assert len(problems) == want > 4 and source == "arithmetic"
+@pytest.mark.parametrize("limit,want", [(None, 4), (0, 4096), (6, 6), (2, 2)])
+def test_of_a_test_split_what_the_run_held_out_is_taken_and_with_limit_more_or_fewer(limit, want, capsys):
+    run = Settings.of(dict(data="arithmetic", eval_problems=4, max_prompt_tokens=64, out="runs/x"))
+    wanted = evaluate.Evaluation(prompt_style="plain", limit=limit)
+    problems, source = evaluate.problems_of(wanted, run, evaluate.data.Tokenizer(ROOT / "tiny"))
+    assert len(problems) == want and source == "arithmetic"
+    assert [problem.id for problem in problems[:2]] == ["arithmetic-test-0", "arithmetic-test-1"]
+    said = capsys.readouterr().out
+    assert said.startswith(f"{want:,} problems of arithmetic, held out by runs/x")
+    assert ("(--limit 0: all of the test split)" in said) == (limit is None)
+
+
+@pytest.mark.parametrize("limit", [None, 0, 3])
+def test_of_a_training_file_no_problem_is_taken_that_the_run_has_trained_on(limit, tmp_path):
+    rows_of_file = [{"question": f"{i} + 1?", "answer": str(i + 1)} for i in range(60)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of_file))
+    run = Settings.of(dict(data=str(tmp_path / "sums.jsonl"), eval_problems=4, max_prompt_tokens=64, out="runs/x"))
+    wanted = evaluate.Evaluation(prompt_style="plain", limit=limit)
+    problems, _ = evaluate.problems_of(wanted, run, evaluate.data.Tokenizer(ROOT / "tiny"))
+    assert [problem.id for problem in problems] == [f"sums-{i}" for i in range(57, 61)][:limit or 4]
 
 
 @pytest.mark.parametrize("flags", ["--prompt-style boxed", "--reward rewards_here:length"])
@@ -394,4 +423,6 @@ def test_the_command_ends_with_json_on_stdout_and_shows_progress_on_stderr(tmp_p
     done = subprocess.run([sys.executable, str(ROOT / "evaluate.py"), *BASIC, "--limit", "3"], cwd=tmp_path, text=True,
                           capture_output=True)
     assert done.returncode == 0 and json.loads(done.stdout.splitlines()[-1])["n"] == 3, done.stderr
-    assert "tokens/s" in done.stderr
+    last = done.stderr.split("\r")[-1]
+    assert re.search(r"3/3 answers \|.*\| \d\d:\d\d, 00:00 left, [\d,]+ tokens/s", last), last
+    assert max(map(len, done.stderr.splitlines()[-1].split("\r"))) <= 80

@@ -40,6 +40,7 @@ from aqn import draw_z
 from grpo import LOSSES, mismatch_sums
 from harness import prepare
 from harness.config import read_settings
+from harness.console import command
 from harness.hf import NVFP4_CONFIG, Shards
 from learner import Update
 from lora import attach, save_adapter
@@ -601,8 +602,14 @@ def test_a_run_says_what_it_will_do_what_it_did_and_what_comes_next(runs):
     assert len(shown) == 1 and log[shown[0] + 2].startswith("-> ")
     ends = r"speaks: 3 steps in .*; held-out accuracy .*% \[.*%\] before, .*% \[.*%\] after, on 4 problems"
     assert any(re.match(ends, line) for line in log)
-    assert log[-3:] == ["next: python evaluate.py speaks", "      python -m tools.report speaks",
-                        "      python -m tools.convert merge speaks OUT"]
+    # The run's folder is not the source's: the commands name the source, and work from there.
+    python = command("evaluate.py").split()[0]
+    assert log[-4:] == [f"next: {python} {ROOT}/evaluate.py speaks",
+                        f"      PYTHONPATH={ROOT} {python} -m tools.report speaks",
+                        f"      PYTHONPATH={ROOT} {python} -m tools.chat speaks",
+                        f"      PYTHONPATH={ROOT} {python} -m tools.convert merge speaks speaks-merged"]
+    done = subprocess.run(log[-3], shell=True, cwd=runs.folder, capture_output=True, text=True)
+    assert done.returncode == 0 and (runs.folder / "speaks" / "report.html").is_file(), done.stderr
     tokens = KV_BLOCK * 8 * (blocks_for(512 + 24) + 1)                       # of 8 rows, though --max-rows is 64
     assert "trained parameters; KV pool of " in log[1] and f", {tokens:,} tokens; " in log[1]
     about = json.loads((runs.folder / "speaks" / "run.json").read_text())
@@ -624,11 +631,11 @@ def on_a_terminal_with_slow_evaluations():
 
 def test_on_a_terminal_a_bar_shows_the_steps_and_their_accuracy_and_leaves_evaluations_out(runs):
     log = runs.run("bar", "--steps", "3", "--eval-every", "1", fault=on_a_terminal_with_slow_evaluations)
-    bars = [part for part in re.split("[\r\n]", log) if "step" in part and "accuracy=" in part]
-    assert "3/3" in bars[-1] and "reward=" in bars[-1] and "tokens_per_s=" in bars[-1], log
+    bars = [part for part in re.split("[\r\n]", log) if "step" in part and ", right " in part]
+    assert "3/3" in bars[-1] and "reward " in bars[-1] and " tokens" in bars[-1], log
     assert "step 3/3:" not in log and "after 3 steps: held-out accuracy" in log
     steps = sum(json.loads(line)["seconds"] for line in runs.lines("bar"))
-    rates = re.findall(r"(\d)/3 \[.*?, +([\d.]+)(step/s|s/step)", log)
+    rates = re.findall(r"(\d)/3 \|.*?left, +([\d.]+)(step/s|s/step)", log)
     seconds = [int(n) / float(rate) if unit == "step/s" else int(n) * float(rate) for n, rate, unit in rates]
     assert seconds and max(seconds) < steps + 0.8, log                    # the evaluations take 1.6
 

@@ -6,13 +6,14 @@ Talk to a model through the sampler that trains it.
     python -m tools.chat --model qwen2.5-7b --adapter runs/x/adapter
 
 A conversation goes on from line to line in the model's chat format; an empty line begins a new one,
-Ctrl-D ends. An answer appears as it is sampled: token by token on a CPU, eight at a time on a GPU.
-Each turn computes the whole conversation again.
+Ctrl-D ends. The arrow keys edit the line and bring back earlier ones. An answer appears as it is
+sampled: token by token on a CPU, eight at a time on a GPU. Each turn computes the whole
+conversation again.
 """
 import argparse
 import dataclasses
 import sys
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 
 from harness import process  # isort: skip; before torch
@@ -96,6 +97,9 @@ def read_chat_flags() -> tuple[Which, Conversation]:
 
 def talk(chat):
     """Answers each line of stdin until it ends."""
+    if sys.stdin.isatty():
+        with suppress(ImportError):              # Windows has none; its terminal edits lines itself
+            import readline  # noqa: F401        # input() then edits lines and remembers them
     print("an empty line begins a new conversation, Ctrl-D ends", file=sys.stderr)
     while True:
         try:

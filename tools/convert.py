@@ -26,6 +26,7 @@ import model as qwen
 from calibrate import CODES
 from harness import config, data, hf
 from harness.config import setting
+from harness.console import command
 from harness.data import STYLES
 from harness.files import must_be_new
 from harness.ranks import device_of, kernels_for
@@ -59,6 +60,8 @@ def convert_to_nvfp4(source: str, out: Path, wanted: Conversion) -> None:
     hf.base_of(folder, "nvfp4")                  # says what is lost of a merged adapter
     if not wanted.calibrate:
         calibrate.to_nvfp4(calibrate.source_of(hf.resolve(source), device), out, codes)
+        tell_what_was_written(out, f"{source} in NVFP4, codes by {codes}",
+                              "--model", out, "--data", wanted.data)
         return
     kernels_for(device, "auto")                  # refuses a GPU that has none
     tokenizer = data.Tokenizer(folder)
@@ -70,6 +73,8 @@ def convert_to_nvfp4(source: str, out: Path, wanted: Conversion) -> None:
     files = calibrate.source_of(folder, device)
     texts = calibrate.own_answers(folder, tokenizer, some, device, seed=wanted.seed)
     calibrate.to_nvfp4(files, out, codes, texts, tokenizer.vocab_size)
+    tell_what_was_written(out, f"{source} in NVFP4, codes by {codes} from answers to {count} "
+                          f"problems of {wanted.data}", "--model", out, "--data", wanted.data)
 
 
 def write_merged(run: str, out: Path, device: str | None) -> None:
@@ -86,7 +91,18 @@ def write_merged(run: str, out: Path, device: str | None) -> None:
     lora.load_adapter(model, adapter)
     tensors = ((name, t.detach().bfloat16().cpu()) for name, t in hf.model_tensors(model))
     hf.save_model(tensors, folder, out, {"merged_adapter": str(adapter)})
-    print(f"{out}: {trained.model} as {trained.base}, with {adapter}, in bf16")
+    # With the run's folder it is measured on what the run held out, in the run's prompts.
+    tell_what_was_written(out, f"{trained.model} as {trained.base}, with {adapter}, in bf16",
+                          run, "--model", out, "--base", "bf16", "--adapter", "none")
+
+
+def tell_what_was_written(out: Path, what: str, *measured_with: object) -> None:
+    """What the new folder holds and how large it is, and the evaluation that measures it."""
+    files = [path for path in out.rglob("*") if path.is_file()]
+    size = sum(path.stat().st_size for path in files)
+    amount = f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"
+    print(f"{out}: {what}; {amount} in {len(files)} files\n"
+          f"next: {command('evaluate.py', *measured_with)}")
 
 
 def main() -> None:
