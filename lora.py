@@ -1,24 +1,26 @@
 """
-A linear of the network: one frozen weight W, which may live in 4 bits, plus one trained low-rank
-adapter (LoRA, arXiv 2106.09685):
+A linear of the network: one frozen weight W, which may live in 4 bits, plus a trained product of
+two small matrices (LoRA, arXiv 2106.09685):
 
     y = x @ W.T + (x @ A.T) @ (s * B).T          A (R, K), B (N, R), s = alpha / rank
 
     adapter = attach(model, rank=32, alpha=32)   # every Linear of the model gets its A and B
     save_adapter(model, folder)                  # as PEFT writes it; load_adapter reads it
 
-With norms=True the two norms of each layer are trained as well (PEFT's modules_to_save).
+The adapter of a model is all that is trained: A and B of every linear and, with norms=True, the two
+norms of each layer (PEFT's modules_to_save).
 
 Fused linears. q|k|v are one matrix here, and so are gate|up: their `parts` are consecutive rows of
-W. Every part has an adapter of its own. `a` stacks the parts' A, `b` has one row per output row:
+W. Every part has its own A and B. `a` stacks the parts' A, `b` has one row per output row:
     y[:, rows of part p] += (x @ a[p*R:(p+1)*R].T) @ (s * b[rows of part p]).T
 
 One flat buffer. All A, all B and the trained norms are views into one fp32 vector, `master`; their
 gradients are views into another. So optimizer, ranks and checkpoints handle one tensor. Sampler and
-learner compute with 16-bit copies, `working_a` and `working_b` = s * b, which sync() rewrites in
-place, because CUDA graphs have captured their addresses.
+learner compute with copies in the model's dtype (16 bits on a GPU), `working_a` and `working_b` =
+s * b, which sync() rewrites in place, because CUDA graphs have captured their addresses. Norms have
+no copy: their fp32 weights are used as they are.
 
-The wide matrix. Computing x @ W.T and then adding the adapter's part would read and write y, the
+The wide matrix. Computing x @ W.T and then adding (x @ A.T) @ (s * B).T would read and write y, the
 largest tensor around, a second time. Instead the learner expands W into a buffer that has P*R more
 columns and P*R more rows, and puts s*B beside W and A below it. For q|k|v (P = 3):
 
@@ -33,11 +35,13 @@ columns and P*R more rows, and puts s*B beside W and A below it. For q|k|v (P = 
                   |    A_v    |              |
                   +-----------+--------------+
 
-x and dL/dy get P*R more columns too. Then y and dx are one matmul each, of which the adapter is
-P*R / K (or P*R / N) of the work:
+x and dL/dy get P*R more columns too. Then y and dx are one matmul each, in which A and B add only
+P*R / K (or P*R / N) to the work:
 
     forward       x_wide = [ x  | x @ A.T ]      y  = x_wide @ wide[:N].T     wide[:N] = [W | s*B]
-    backward     dy_wide = [ dy | dy @ s*B ]     dx = dy_wide @ wide[:, :K]   its rows are W, A
+                                                    = x @ W.T + (x @ A.T) @ (s*B).T
+    backward     dy_wide = [ dy | dy @ s*B ]     dx = dy_wide @ wide[:, :K]   wide[:, :K] = W over A
+                                                    = dy @ W + (dy @ s*B) @ A
                       dA = (dy @ s*B).T @ x      (P*R, K)
                       dB = s * dy.T @ (x @ A.T)  (N, R), for each part its rows and its R columns
 
@@ -66,7 +70,7 @@ class Scratch:
         self.flat = None
 
     def view(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """(rows, columns) with arbitrary content; valid until the next linear asks for one."""
+        """(rows, columns), uninitialised; valid until the next linear asks for one."""
         size = rows * columns
         if self.flat is None or len(self.flat) < size or self.flat.dtype != dtype:
             self.flat = None                                     # free the smaller one first
@@ -75,7 +79,7 @@ class Scratch:
 
 
 class Linear(torch.nn.Module):
-    """A frozen nvfp4.Weight plus an optional adapter.
+    """A frozen nvfp4.Weight plus, once a model has an adapter, this linear's A and B.
 
     names: what Hugging Face calls the parts, such as model.layers.0.self_attn.q_proj.
     parts: how many rows of W each part has. scratch: shared by the linears of a model.
@@ -100,7 +104,9 @@ class Linear(torch.nn.Module):
         return self.adapter.rank if self.adapter and self.adapter.enabled else 0
 
     def trained(self) -> tuple[Tensor | None, Tensor | None]:
-        """A and B, which a torch.autograd.Function takes so that autograd hands it gradients."""
+        """A and B as arguments of a torch.autograd.Function, or (None, None) where rank is 0. It
+        computes with their working copies, but autograd gives gradients to arguments alone.
+        """
         return (self.a, self.b) if self.rank else (None, None)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -141,7 +147,7 @@ class Linear(torch.nn.Module):
         k = self.weight.K
         if self.on_input:
             self.on_input(x_wide[:, :k])
-        if self.rank:                            # rounded to 16 bits, as the sampler's kernels do
+        if self.rank:                            # rounded to the dtype, as the sampler's kernels do
             x_wide[:, k:] = mm_fp32(x_wide[:, :k], self.working_a.T)
         return mm_fp32(x_wide, self.wide_weight()[:self.weight.N].T)
 
@@ -149,7 +155,8 @@ class Linear(torch.nn.Module):
         """Gradients of product(): -> dx (M, K) in the model's dtype, dA and dB in fp32 or None.
 
         x_wide: as product() left it. dy_wide: widened(dL/dy). W is expanded a second time here:
-        kept since the forward, all layers' W at once would be the whole model in 16 bits.
+        kept since the forward, the expanded W of all layers together would be 3.5 times an NVFP4
+        model.
         """
         n = self.weight.N
         k = self.weight.K
@@ -179,13 +186,13 @@ class Linear(torch.nn.Module):
 
 
 class _Product(torch.autograd.Function):
-    """Linear.forward. A and B are arguments only to get gradients: product() uses their copies."""
+    """Linear.forward. a and b are arguments only to get gradients: see Linear.trained."""
 
     @staticmethod
     def forward(ctx, x, a, b, linear):
         x_wide = linear.widened(x)
         ctx.linear = linear
-        ctx.save_for_backward(x_wide)
+        ctx.save_for_backward(x_wide)            # product() still writes x @ A.T into it
         return linear.product(x_wide)
 
     @staticmethod
@@ -201,12 +208,15 @@ class Adapter:
     """Everything that is trained, in one flat fp32 vector; attach() makes one for a model.
 
     master           all A, then all B, then the norms' weights; fp32; its .grad lies the same way
-    working          the copies in 16 bits that sampler and learner compute with
+    working          the copies in `dtype` that sampler and learner compute with; it is laid out
+                     the same, but its section of norms is unused
 
         |  A of linear 0  |  A of 1  | ... |  B of 0  |  B of 1  | ... |  norms  |
         0                                  b_start                     norm_start
 
-    Whoever changes master calls sync() afterwards. norms: the RMSNorms that are trained, or [].
+    Whoever changes master calls sync() afterwards. Clear the gradients by master.grad.zero_(): an
+    optimizer's or a module's zero_grad() drops the tensor (set_to_none), and the leaves would go on
+    adding to one that nobody reads. norms: the RMSNorms that are trained, or [].
     """
 
     def __init__(self, linears: list[Linear], norms: list[torch.nn.Module], rank: int, alpha: float,
@@ -224,8 +234,8 @@ class Adapter:
         self.shapes += [norm.weight.shape for norm in norms]
         self.offsets = [0]
         for shape in self.shapes:
-            # Each view starts at a multiple of 128 numbers, 256 bytes in 16 bits: kernels load 16
-            # bytes at a time from such addresses only.
+            # Each view starts at a multiple of 128 numbers, which are 256 bytes where a number has
+            # 2: kernels load 16 bytes at once, from aligned addresses only.
             self.offsets.append(self.offsets[-1] + -(-math.prod(shape) // 128) * 128)
         self.b_start = self.offsets[len(linears)]
         self.norm_start = self.offsets[2 * len(linears)]
@@ -242,7 +252,7 @@ class Adapter:
         return views[:n], views[n:2 * n], views[2 * n:]
 
     def sync(self) -> None:
-        """Rewrite the 16-bit copies from master, in place: A as it is, B times alpha / rank."""
+        """Rewrite the working copies from master, in place: A as it is, B times alpha / rank."""
         with torch.no_grad():
             self.working[:self.b_start] = self.master[:self.b_start]
             b = slice(self.b_start, self.norm_start)
@@ -293,8 +303,8 @@ def attach(model: torch.nn.Module, rank: int = 32, alpha: float = 32, norms: boo
     trained_norms = [norm for layer in layers for norm in (layer.input_norm, layer.post_norm)]
     adapter = Adapter(linears, trained_norms, rank, alpha, model.dtype)
 
-    # Autograd adds to the .grad of a leaf in place. With these views as leaves, all gradients
-    # gather in adapter.master.grad by themselves.
+    # Autograd adds to the .grad of a leaf in place. With these views as leaves, all gradients end
+    # up in adapter.master.grad without a copy.
     leaves = adapter.unflatten(adapter.master.data)
     gradients = adapter.unflatten(adapter.master.grad)
     for leaf, gradient in zip(chain(*leaves), chain(*gradients)):

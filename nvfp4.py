@@ -3,13 +3,15 @@ Four-bit weight formats: real values <-> codes and scales, and the frozen weight
 
 Why: a decode step is bound by reading the frozen linears from memory, so 4.5 bits a weight instead
 of 16 are what makes sampling fast. Their rounding error is the "quantization noise" that QeRL
-explores with.
+(arXiv 2510.11696) explores with. The format that the frozen linears are stored in is called the
+`base` of a model; NVFP4 is the one that this project is about.
 
 NVFP4: one weight (N out_features, K in_features) is three tensors, 4 + 8 / 16 bits a weight
     packed        uint8  (N, K // 2)     two E2M1 codes a byte along K: even k in the LOW nibble
     block_scale   e4m3   (N, K // 16)    one for each scale_block, 16 weights side by side in a row
     global_scale  fp32   () or (N,)      the tensor scale (one per row where parts are fused)
-Both scales multiply; |e2m1| is 0, .5, 1, 1.5, 2, 3, 4 or 6, and bit 3 of a code is the sign:
+Decoding multiplies by both scales. |e2m1| is 0, .5, 1, 1.5, 2, 3, 4 or 6, and bit 3 of a code is
+the sign:
     w[n, k] = e2m1(code[n, k]) * block_scale[n, k // 16] * global_scale
 MXFP4 has scale_blocks of 32 weights, NF4 of 64, both without a tensor scale.
 
@@ -23,8 +25,8 @@ E4M3 number nearest to 102.4 is 104, which makes 104 * 2^-11 = 0.0508 the unit o
     nearest e2m1        6         4         -2        0
     decoded             0.305     0.203     -0.102    0           squared error 0.0022
 
-Most of the error is that of 0.245, which falls between 4 and 6, where E2M1 is coarsest. With a
-block_scale of 160 the unit is 0.0781:
+Most of the error is that of 0.245, which falls between 4 and 6, where E2M1 is coarsest. The search
+below picks 160 as block_scale instead, which makes the unit 0.0781:
     w / unit            3.84      3.14      -1.54     0.13
     nearest e2m1        4         3         -1.5      0
     decoded             0.3125    0.234     -0.117    0           squared error 0.0004
@@ -32,10 +34,11 @@ block_scale of 160 the unit is 0.0781:
     packed              0x56                0x0B                  the first code in the low nibble
     block_scale         0x72                                      E4M3: 2^7 * (1 + 2/8) = 160
 
-So the usual scale, which takes the largest weight to the largest code, is often not the best: a
-finer one that clips this weight, or a coarser one, may fit the other 15 better. Each format tries
-the scales of its `offsets` and keeps the one of least squared error. Offset 0 is the usual scale;
-with it alone the bytes are those of compressed-tensors and bitsandbytes.
+So the usual scale is often not the best: a smaller one, which clips the largest weight, or a larger
+one may fit the other 15 better. Each format tries the scales of its `offsets` and keeps the one of
+least squared error. Offset 0 is the usual scale. With it alone codes and scales are those that
+compressed-tensors (NVFP4, MXFP4) and bitsandbytes (NF4) choose, and so are the bytes, but for one
+thing: bitsandbytes puts the first code of a byte in the HIGH nibble.
 
 Why the tensor scale is a power of two (compressed-tensors takes max|w| / 2688): a code has 2
 significant bits and a block scale 4, so code * block_scale has at most 6, and bf16 holds it exactly
@@ -44,7 +47,8 @@ before it multiplies, the sampler multiplies by global_scale afterwards. With a 
 see the same weights, bit for bit; with any other number they would not. q, k, v share one tensor
 scale, and gate, up another: inference engines fuse them and keep one scale for the result.
 
-Not here: codes chosen from data (calibrate.py), 4-bit activations, NF4's double quantization.
+Not here: codes that make up for each other's errors (calibrate.py chooses them by GPTQ, from data;
+`importance` below only weighs the search for scales), 4-bit activations, NF4's double quantization.
 """
 import math
 from collections.abc import Callable, Iterable
@@ -61,12 +65,12 @@ WEIGHTS_AT_A_TIME = 2**22                        # encoded together: 100 MB of f
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 E2M1_SIGNED = torch.cat([E2M1, -E2M1])           # code 0..15 -> value; code 8 is -0
 # Between two magnitudes lies an edge, and the code of |x| is the number of edges below it. A tie,
-# an |x| on an edge, goes to the even code as in IEEE arithmetic, left (<) or right (>):
+# an |x| on an edge, goes to the even code as in IEEE arithmetic:
 #     code        0      1      2      3      4      5      6      7
 #     magnitude   0     .5      1     1.5     2      3      4      6
 #     edge          .25    .75   1.25   1.75   2.5    3.5     5
-#     tie goes       <      >      <      >     <      >      <
-# An edge is below x where x > edge, so a tie goes left by itself. The edges marked > are moved one
+#     tie goes     down    up    down    up    down    up    down
+# A tie is not above its edge, so it goes down by itself. The edges whose ties go up are moved one
 # fp32 step towards zero, so that what was a tie lies above them.
 E2M1_EDGES = (E2M1[1:] + E2M1[:-1]) / 2
 E2M1_EDGES[1::2] = torch.nextafter(E2M1_EDGES[1::2], torch.zeros(3))
@@ -141,20 +145,20 @@ def dequantize_codes(packed: Tensor, scale: Tensor, levels: Tensor, dtype: torch
     packed uint8 (N, K // 2), scale fp32 (N, K // scale_block), levels (16,) -> (N, K), or into
     `out`, whose rows may have any stride.
     """
-    N, blocks = scale.shape
+    N, blocks_per_row = scale.shape
     K = 2 * packed.shape[1]
     pairs = byte_table(levels, packed.device)
     if out is None:
         out = torch.empty(N, K, dtype=dtype, device=packed.device)
-    step = max(1, WEIGHTS_AT_A_TIME // K)
-    for codes, factor, rows in zip(packed.split(step), scale.split(step), out.split(step)):
-        values = pairs[codes.int()].view(-1, blocks, K // blocks) * factor[..., None]
-        rows.copy_(values.flatten(1).to(dtype))
+    n = max(1, WEIGHTS_AT_A_TIME // K)           # rows decoded together
+    for some_bytes, some_scales, some_out in zip(packed.split(n), scale.split(n), out.split(n)):
+        values = pairs[some_bytes.int()].view(-1, blocks_per_row, K // blocks_per_row)
+        some_out.copy_((values * some_scales[..., None]).flatten(1).to(dtype))
     return out
 
 
 def edges_below(x: Tensor, edges: Tensor) -> Tensor:
-    """How many edges are < x, uint8: on a CPU in half of torch.bucketize's time."""
+    """How many edges lie below each x, uint8: on a CPU in half of torch.bucketize's time."""
     return sum((x > edge).to(torch.uint8) for edge in edges.tolist())
 
 
@@ -177,7 +181,8 @@ def global_scale_for(*weights: Tensor) -> Tensor:
     if not math.isfinite(amax):
         raise ValueError(f"a weight matrix holds {amax}: no tensor scale fits")
     # amax / 2688 = mantissa * 2^exponent with a mantissa in [.5, 1): 2^exponent is the next power
-    # of two above it, unless it is one itself (mantissa .5). Below 2^-126 fp32 has no reciprocal.
+    # of two above it, unless it is one itself (mantissa .5). 2^-126 is fp32's smallest normal
+    # number; a GPU's kernels may flush smaller ones to 0.
     mantissa, exponent = math.frexp(amax / (6 * 448))
     exponent = max(exponent - (mantissa == 0.5), -126)
     return torch.tensor(2.0**exponent, device=weights[0].device)
@@ -205,11 +210,14 @@ def quantize(w: Tensor, global_scale: Tensor | None = None, importance: Tensor |
 def e4m3_codes(scale: Tensor, inverse: Tensor) -> Tensor:
     """The E4M3 codes, int16, nearest to wanted scales; inverse = 1 / global_scale.
 
-    A larger code is a larger number, so code + 1 is the next scale up.
+    A larger code is a larger number, so code + 1 is the next scale up. No scale is 0: where the
+    nearest number would be, the code is that of 0.125.
     """
     scale = (scale.float() * inverse).clamp(max=448)              # not every cast saturates
     code = scale.to(torch.float8_e4m3fn).view(torch.uint8).short()
-    return code.masked_fill(code == 0, 32)       # for a block of zeros 0.125: any scale will do
+    # These are blocks of zeros, and those with a largest |w| of less than about 2^-18 of the
+    # matrix's. Their codes are all 0 at any scale that is tried from here: 0.125 will do.
+    return code.masked_fill(code == 0, 32)
 
 
 def e4m3_value(code: Tensor) -> Tensor:
@@ -225,7 +233,7 @@ def dequantize(packed: Tensor, block_scale: Tensor, global_scale: Tensor,
 
 
 # -----------------------------------------------------------------------------
-# The paper's other bases
+# The other bases that the paper compares NVFP4 with: MXFP4, NF4 and 16 bits
 
 def quantize_mxfp4(w: Tensor, offsets: Iterable[int] = (0, -1, 1)) -> tuple[Tensor, Tensor]:
     """To MXFP4: (N, K) -> packed uint8 (N, K // 2), block_scale uint8 (N, K // 32), where byte b
@@ -287,7 +295,7 @@ class Format(NamedTuple):
     dequantize: Callable                         # w = dequantize(*tensors, dtype=..., out=...)
 
 
-FORMATS = {                                      # by --base
+FORMATS = {                                      # the choices of --base
     "nvfp4": Format(quantize, dequantize),
     "bf16": Format(quantize_bf16, dequantize_bf16),
     "mxfp4": Format(quantize_mxfp4, dequantize_mxfp4),
@@ -325,7 +333,7 @@ class Weight:
         return self.dense if out is None else out.copy_(self.dense)
 
     def expands(self, rows: int) -> bool:
-        """Whether a decode step of `rows` rows makes a 16-bit W before it multiplies.
+        """Whether a decode step of `rows` rows decodes all of W to dtype before it multiplies.
 
         A Weight in codes always does; a PackedWeight only beyond the rows that its kernel is for.
         """
@@ -333,7 +341,12 @@ class Weight:
 
 
 def freeze(weights: list[Tensor], base: str, dtype: torch.dtype) -> Weight:
-    """Quantize the parts (N_p, K) of a fused linear to `base`: one Weight, its rows theirs."""
+    """Quantize the parts (N_p, K) of a fused linear to `base`: one Weight, its rows theirs.
+
+    NVFP4 is made of the checkpoint's numbers as they are, because its usual scale is rounded to
+    their dtype (see quantize). The others are made of W in `dtype`: that is how quantize_bf16 knows
+    which 16 bits to keep. A bf16 checkpoint loses nothing by it, but where dtype is fp16.
+    """
     if base == "nvfp4":
         scale = global_scale_for(*weights)
         return fuse([quantize(w, scale) for w in weights], dtype)

@@ -29,6 +29,8 @@ def same_bytes(a, b):
 
 @pytest.mark.parametrize("case", CASES)
 def test_bytes_and_decoded_values_are_those_of_compressed_tensors_and_bitsandbytes(case):
+    # The file has bitsandbytes' bytes with their nibbles swapped (make_fixtures_nvfp4.nf4_case): it puts the first code
+    # in the high nibble, nvfp4.py in the low one.
     want = {part: REFERENCE[f"{case}.{part}"] for part in ("w", "packed", "scale", "decoded")}
     base = case.split("_")[0]
     if base == "nvfp4":
@@ -111,7 +113,7 @@ def test_the_scale_block_worked_by_hand_in_the_docstring_comes_out_so():
     assert [round(error, 4) for error in errors] == [0.0022, 0.0004]
 
 
-def test_both_scales_multiply():
+def test_decoding_multiplies_by_both_scales():
     packed, ones = torch.full((1, 8), 0x22, dtype=torch.uint8), torch.ones(1, 1)    # all codes 2 = 1.0
     assert dequantize(packed, (ones * 3).to(torch.float8_e4m3fn), torch.tensor(0.25)).unique().item() == 0.75
 
@@ -249,6 +251,15 @@ def test_importance_weighs_the_channels_of_the_search():
     assert weighed < 0.95 * squared_errors("nvfp4", w, importance.double()).sum()
     each = torch.stack([squared_errors("nvfp4", w, importance.double(), offsets=[o]) for o in range(-4, 7)])
     assert abs(weighed - each.amin(0).sum()) <= 2**-20 * weighed
+
+
+@pytest.mark.parametrize("amax", [1.0, 1.9, 2688.0])
+def test_a_block_that_is_2_to_the_18_times_smaller_than_the_largest_weight_becomes_zeros_and_a_larger_one_does_not(amax):
+    w = torch.zeros(3, 16)
+    w[0, 0], w[1], w[2, 0] = amax, amax * 2**-19, amax * 2**-17
+    packed, block_scale, global_scale = quantize(w)
+    assert block_scale[1].item() == 0.125 and not dequantize(packed, block_scale, global_scale)[1].any()
+    assert block_scale[2].item() > 0 and dequantize(packed, block_scale, global_scale)[2].any()
 
 
 def test_a_block_scale_that_is_searched_stays_between_0_and_448():
