@@ -342,7 +342,7 @@ def test_a_pipe_or_a_folder_in_place_of_a_file_is_not_waited_for(tiny, tmp_path,
 def test_a_config_that_is_no_json_object_is_refused_by_name(tmp_path, text):
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match="config.json: (cannot be read|holds no JSON object)") as error:
-        hf.read_qwen2(tmp_path / "config.json")
+        hf.read_config(tmp_path / "config.json")
     assert "\n" not in str(error.value)
 
 
@@ -375,7 +375,7 @@ def test_a_config_that_lacks_a_key_or_is_cut_off_is_refused(tiny, tmp_path):
 def test_newer_configs_keep_theta_in_rope_parameters(tiny, tmp_path):
     raw = config_json("tied")
     raw["rope_parameters"] = dict(rope_theta=raw.pop("rope_theta"), rope_type="default")
-    read = hf.read_qwen2(write_folder(tmp_path / "model", raw, {}) / "config.json")
+    read = hf.read_config(write_folder(tmp_path / "model", raw, {}) / "config.json")
     assert ModelConfig.from_json(read).rope_theta == 1e4
 
 
