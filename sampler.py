@@ -417,8 +417,8 @@ def allocate_kv(model: Qwen2, max_length: int, max_rows: int, kv_gib: float | No
     if blocks < row_blocks + 1:
         need = (row_blocks + 1) * block_bytes / 2**30
         raise ValueError(
-            f"KV pool of {memory / 2**30:.2f} GiB holds {blocks * KV_BLOCK} tokens: less "
-            f"than one sequence of {max_length} tokens ({need:.2g}): raise --kv-gib")
+            f"KV pool of {memory / 2**30:.4g} GiB holds less than one sequence of {max_length} "
+            f"tokens, which takes {need:.4g} GiB: raise --kv-gib")
     shape = c.layers, 2, blocks, c.kv_heads, KV_BLOCK, c.head_dim
     try:
         # Zeros, and not whatever was in this memory: attention multiplies a masked slot by 0, and
