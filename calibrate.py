@@ -354,17 +354,17 @@ CODES = {                                        # by --codes of tools/convert.p
 
 
 def source_of(folder: Path, device: torch.device) -> hf.ModelFolder:
-    """Open a 16-bit Qwen2.5 folder. ValueError if it cannot be held as NVFP4."""
+    """Open a folder of a 16-bit model. ValueError if it cannot be held as NVFP4."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    if hf.read_qwen2(folder / "config.json").get("quantization_config"):
+    if hf.read_config(folder / "config.json").get("quantization_config"):
         raise ValueError(f"{folder}/config.json: has a quantization_config: it is quantized "
                          "already")
     files = hf.ModelFolder(folder, "bf16", device, dtype)
-    for key in ("hidden_size", "intermediate_size"):
-        if files.config[key] % 16:
-            raise ValueError(f"{folder}/config.json: {key} is {files.config[key]}, not a multiple "
-                             "of 16")
     c = qwen.ModelConfig.from_json(files.config)
+    for key, columns in {"hidden_size": c.width, "intermediate_size": c.feed_forward,
+                         "num_attention_heads x head_dim": c.heads * c.head_dim}.items():
+        if columns % 16:
+            raise ValueError(f"{folder}/config.json: {key} is {columns}, not a multiple of 16")
     files.check("model.embed_tokens.weight", (c.vocab, c.width))     # no layer reads these three
     files.check("model.norm.weight", (c.width,))
     if not c.tied:

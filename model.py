@@ -1,12 +1,15 @@
 """
-Qwen2.5, 0.5B to 72B: a frozen transformer whose linears are 4-bit (or bf16) weights plus adapters.
+Qwen2.5 and Qwen3 (dense), 0.5B to 72B: a frozen transformer whose linears are 4-bit (or bf16)
+weights plus adapters.
 
     model = load("qwen2.5-7b", base="nvfp4")     # or a local folder; base: see nvfp4.FORMATS
     logits = model(tokens)                       # (B, T) -> (B, T, V) fp32
 
 A layer, with x the residual stream:
-    x += o(attention(rope(qkv(norm(x)))))        q, k, v: one fused matrix with biases
+    x += o(attention(rope(qkv(norm(x)))))        q, k, v: one fused matrix
     x += down(silu(gate) * up)                   gate|up = gate_up(norm(x))
+In Qwen2.5, q, k and v have biases. In Qwen3 they have none; instead each head of q and k is normed
+before the rotary embedding, and d is not D / H.
 
 Precision. GRPO divides the learner's probability of a token by the sampler's, so the two must agree
 although they sum in different orders. Hence the residual stream and the sum and result of every
@@ -57,21 +60,25 @@ class ModelConfig:
     heads: int                                   # H
     kv_heads: int                                # KV
     vocab: int                                   # V: rows of the embedding; Qwen pads the last ones
-    tied: bool                                   # lm_head = embedding (up to 3B)
+    tied: bool                                   # lm_head = embedding (up to 4B)
+    head_dim: int | None = None                  # d; None: D / H
+    qkv_bias: bool = True                        # q, k and v have biases: Qwen2.5
+    qk_norm: bool = False                        # each head of q and k is normed: Qwen3
     rope_theta: float = 1e6
     eps: float = 1e-6
 
-    @property
-    def head_dim(self) -> int:
-        """d, the numbers of one head."""
-        return self.width // self.heads
+    def __post_init__(self):
+        if self.head_dim is None:                # setattr is how a frozen class sets a field
+            object.__setattr__(self, "head_dim", self.width // self.heads)
 
     @classmethod
     def from_json(cls, raw: dict) -> "ModelConfig":
-        """raw: the content of config.json, as hf.read_qwen2 returns it."""
+        """raw: the content of config.json, as hf.read_config returns it."""
+        qwen3 = raw["architectures"] == ["Qwen3ForCausalLM"]
         return cls(raw["hidden_size"], raw["intermediate_size"], raw["num_hidden_layers"],
                    raw["num_attention_heads"], raw["num_key_value_heads"], raw["vocab_size"],
-                   raw.get("tie_word_embeddings", False), raw["rope_theta"], raw["rms_norm_eps"])
+                   raw.get("tie_word_embeddings", False), raw.get("head_dim"), not qwen3, qwen3,
+                   raw["rope_theta"], raw["rms_norm_eps"])
 
 
 # -----------------------------------------------------------------------------
@@ -84,21 +91,38 @@ def scaled_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tu
     return (x * weight).to(dtype), torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
-def split_qkv(y: Tensor, rstd: Tensor, bias: Tensor, cos: Tensor, sin: Tensor, kv_heads: int,
+def split_qkv(y: Tensor, rstd: Tensor, bias: Tensor | None, gains: Tensor | None, eps: float,
+              cos: Tensor, sin: Tensor, kv_heads: int,
               dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """From the qkv linear's result to attention's inputs: 1/rms, bias, rotary embedding, dtype.
+    """From the qkv linear's result to attention's inputs: 1/rms, bias, the norms of q's and k's
+    heads, rotary embedding, dtype.
 
-    y (T, N), rstd = 1/rms (T, 1), bias (N,), all fp32 -> q (T, H, d), k and v (T, KV, d).
+    y (T, N), rstd = 1/rms (T, 1), bias (N,), gains (2, d): the norms' weights, q's and k's, all
+    fp32; a model without biases or without these norms gives None -> q (T, H, d), k and v (T, KV,
+    d).
     """
-    y = (y * rstd + bias).unflatten(1, (-1, 2 * cos.shape[-1]))
+    y = y * rstd
+    if bias is not None:
+        y = y + bias
+    y = y.unflatten(1, (-1, 2 * cos.shape[-1]))
     q, k, v = y.split([y.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+    if gains is not None:
+        q, k = head_norm(q, gains[0], eps), head_norm(k, gains[1], eps)
     return rotate(q, cos, sin).to(dtype), rotate(k, cos, sin).to(dtype), v.to(dtype)
+
+
+def head_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """RMSNorm of each head by itself: x (T, heads, d), gain (d,) -> (T, heads, d), all fp32.
+
+    No linear follows directly, so 1/rms is multiplied in here, and AQN adds no noise to the gain.
+    """
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * gain
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding: turn each pair of numbers (i, i + d/2) of x (T, heads, d) by its angle.
 
-    Qwen2 pairs i with i + d/2; other implementations pair neighbours.
+    Qwen pairs i with i + d/2; other implementations pair neighbours.
     """
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
@@ -150,9 +174,16 @@ class Layer(torch.nn.Module):
         c = config
         prefix = f"model.layers.{i}"
         self.config = config
+        q_width = c.heads * c.head_dim
         kv_width = c.kv_heads * c.head_dim
-        widths = c.width, kv_width, kv_width                     # of q, k, v
-        bias = [get(f"{prefix}.self_attn.{s}_proj.bias", n) for s, n in zip("qkv", widths)]
+        widths = q_width, kv_width, kv_width                     # of q, k, v
+        self.qkv_bias = self.qk_gains = None
+        if c.qkv_bias:                                           # (N,), added after 1/rms
+            bias = [get(f"{prefix}.self_attn.{s}_proj.bias", n) for s, n in zip("qkv", widths)]
+            self.qkv_bias = torch.cat(bias).float()
+        if c.qk_norm:                                            # (2, d), see split_qkv
+            gains = [get(f"{prefix}.self_attn.{s}_norm.weight", c.head_dim) for s in "qk"]
+            self.qk_gains = torch.stack(gains).float()
 
         def norm(name):
             return RMSNorm(get(f"{prefix}.{name}.weight", c.width), c.eps, dtype)
@@ -163,8 +194,7 @@ class Layer(torch.nn.Module):
 
         self.input_norm = norm("input_layernorm")
         self.qkv = linear([f"self_attn.{s}" for s in "qkv"], widths, c.width)
-        self.qkv_bias = torch.cat(bias).float()                  # (N,), added after 1/rms
-        self.o = linear(["self_attn.o"], (c.width,), c.width)
+        self.o = linear(["self_attn.o"], (c.width,), q_width)
         self.post_norm = norm("post_attention_layernorm")
         self.gate_up = linear(["mlp.gate", "mlp.up"], (c.feed_forward,) * 2, c.width)
         self.down = linear(["mlp.down"], (c.width,), c.feed_forward)
@@ -176,8 +206,9 @@ class Layer(torch.nn.Module):
         attention.PackedAttention for the learner, the KV cache for the sampler.
         """
         xw, rstd = self.input_norm(x)
-        q, k, v = elementwise(split_qkv, self.qkv(xw), rstd, self.qkv_bias, cos, sin,
-                              self.config.kv_heads, self.input_norm.dtype)
+        c = self.config
+        q, k, v = elementwise(split_qkv, self.qkv(xw), rstd, self.qkv_bias, self.qk_gains, c.eps,
+                              cos, sin, c.kv_heads, self.input_norm.dtype)
         x = x + self.o(attend(q, k, v).flatten(1))
         xw, rstd = self.post_norm(x)
         return x + mlp(self.gate_up, self.down, xw, rstd)

@@ -11,7 +11,8 @@ kernels.py:
     embed_kernel                     residual = embed[token]; the first norm
     in every layer
         qkv matmul
-        heads_kernel                 slabs, adapter, 1/rms, bias, rotary; queries, KV cache
+        heads_kernel                 slabs, adapter, 1/rms, bias or norms of heads, rotary;
+                                     queries, KV cache
         attention_kernel             the new token's attention to its row's context
         o matmul
         residual_kernel              slabs, adapter, residual += o; the next norm
@@ -162,9 +163,10 @@ class GraphEngine(TorchEngine):
         c = model.config
         if c.head_dim not in (64, 128):
             raise ValueError(f"heads of size {c.head_dim}: the GPU's kernels take 64 and 128")
-        if c.width % TILE_SIDE or c.feed_forward % TILE_SIDE:
-            raise ValueError(f"{c.width=}, {c.feed_forward=}: the GPU's kernels take multiples of "
-                             f"{TILE_SIDE}")
+        sizes = c.width, c.feed_forward, c.heads * c.head_dim
+        if any(size % TILE_SIDE for size in sizes):
+            raise ValueError(f"width, feed-forward and heads x head size are {sizes}: the GPU's "
+                             f"kernels take multiples of {TILE_SIDE}")
         if c.heads // c.kv_heads > QUERY_TILE:
             raise ValueError(f"{c.heads} query heads on {c.kv_heads} key-value heads: the GPU's "
                              f"kernels take at most {QUERY_TILE} on each")
@@ -320,8 +322,9 @@ class GraphEngine(TorchEngine):
                                *map(constexpr, (KV, KV_BLOCK, d)))
             rows, num_warps = heads_size
             kernels.heads_kernel[triton.cdiv(n, rows), H + 2 * KV](
-                launch_matmul(layer.qkv, xw, self.matmul), n, squares, layer.qkv_bias, cos, sin, q,
-                cache, self.state, H, rows, num_warps=num_warps, **pdl)
+                launch_matmul(layer.qkv, xw, self.matmul), n, squares, layer.qkv_bias,
+                layer.qk_gains, cos, sin, q, cache, self.state, H, c.eps, rows,
+                num_warps=num_warps, **pdl)
             kernels.attention_kernel[n, KV, plan.SPLITS](
                 q, cache, self.state, context, splits, H, QUERY_TILE, plan, num_warps=plan.WARPS,
                 num_stages=4 if plan.SIBLINGS > 1 else 3, **pdl)

@@ -317,16 +317,19 @@ def embed_kernel(
 def heads_kernel(
     y: UnfinishedLinear,  # qkv's
     M, squares: RowSquares,
-    bias_ptr,          # fp32 (N,)
+    bias_ptr,          # fp32 (N,), or None
+    gains_ptr,         # fp32 (2, d): weights of the norms of q's and k's heads, or None
     cos_ptr, sin_ptr,  # fp32 (M, d / 2)
     q_ptr,             # (M, H, d)         takes the queries
     cache: LayerCache, state: RowState,
-    H: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+    H: tl.constexpr, EPS: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """The end of qkv for one head of ROWS rows: slabs, adapter, 1/rms, bias, rotary embedding.
+    """The end of qkv for one head of ROWS rows: slabs, adapter, 1/rms, bias, the head's norm,
+    rotary embedding.
 
     Heads 0 .. H are queries and go to q; then come KV heads of keys and KV of values, which go to
-    the cache. All three kinds run the same code, a value with an angle of 0.
+    the cache. All three kinds run the same code; a value is not normed, and has an angle of 0. A
+    program has whole heads, so their norms (EPS is theirs) need nothing from another program.
     """
     HALF: tl.constexpr = cache.d // 2
     KV_BLOCK: tl.constexpr = cache.KV_BLOCK
@@ -339,8 +342,13 @@ def heads_kernel(
     let_next_kernel_start(PDL)
     loaded_a = load_linear(y, head * 2 * HALF, HALF)
     loaded_b = load_linear(y, head * 2 * HALF + HALF, HALF)
-    bias_a = tl.load(bias_ptr + first)[None, :]
-    bias_b = tl.load(bias_ptr + first + HALF)[None, :]
+    if bias_ptr is not None:
+        bias_a = tl.load(bias_ptr + first)[None, :]
+        bias_b = tl.load(bias_ptr + first + HALF)[None, :]
+    if gains_ptr is not None:
+        at_gain = gains_ptr + tl.minimum(part, 1) * 2 * HALF + i  # part 2, a value, uses none
+        gain_a = tl.load(at_gain)[None, :]
+        gain_b = tl.load(at_gain + HALF)[None, :]
     pos = tl.load(state.pos + row, mask=row < M, other=0)
     prefix = tl.load(state.prefix + row, mask=row < M, other=0)
     slot = (prefix + KV_BLOCK - 1) // KV_BLOCK * KV_BLOCK + pos - prefix
@@ -348,8 +356,16 @@ def heads_kernel(
     wait_for_previous_kernel(PDL)
     rstd = row_rstd(squares, row[:, None], live)[:, None]
     a, b = finish_linear(y, M, row, (loaded_a, loaded_b), (part,))
-    a = a * rstd + bias_a
-    b = b * rstd + bias_b
+    a = a * rstd
+    b = b * rstd
+    if bias_ptr is not None:
+        a += bias_a
+        b += bias_b
+    if gains_ptr is not None:
+        squares_of_head = tl.sum(a * a + b * b, axis=1)[:, None]
+        head_rstd = tl.rsqrt(squares_of_head / cache.d + EPS)
+        a = tl.where(part < 2, a * head_rstd * gain_a, a)
+        b = tl.where(part < 2, b * head_rstd * gain_b, b)
     turned = live & (head < H + cache.KV)  # values are not turned: cos 1, sin 0
     cos = tl.load(cos_ptr + row[:, None] * HALF + i[None, :], mask=turned, other=1.0)
     sin = tl.load(sin_ptr + row[:, None] * HALF + i[None, :], mask=turned, other=0.0)

@@ -39,8 +39,8 @@ SHARD_BYTES = 2**31                              # of one output file, in memory
 # Finding a model
 
 def resolve(name: str | Path, weights: bool = True) -> Path:
-    """--model -> a local folder. A Hugging Face id, or a short name such as qwen2.5-7b, is
-    downloaded if it is not in the cache. ValueError if that fails.
+    """--model -> a local folder. A Hugging Face id, or a short name such as qwen2.5-7b or qwen3-8b,
+    is downloaded if it is not in the cache. ValueError if that fails.
 
     weights False: configuration and tokenizer alone. That takes seconds, and most of what can be
     wrong with a run is found out with them, before 15 GB are downloaded.
@@ -51,9 +51,11 @@ def resolve(name: str | Path, weights: bool = True) -> Path:
     alias = re.fullmatch(r"qwen2\.5(-coder|-math)?-(0\.5|1\.5|3|7|14|32|72)b", name.lower())
     if alias:
         name = f"Qwen/Qwen2.5{(alias[1] or '').title()}-{alias[2]}B-Instruct"
+    if re.fullmatch(r"qwen3-((0\.6|1\.7|4|8|14|32)b|4b-(instruct|thinking)-2507)", name.lower()):
+        name = f"Qwen/{name.title()}"            # Qwen3-8B, Qwen3-4B-Instruct-2507
     if "/" not in name or Path(name).is_absolute():
-        raise ValueError(f"--model {name}: neither a folder nor a name such as qwen2.5-7b "
-                         "or Qwen/Qwen2.5-7B-Instruct")
+        raise ValueError(f"--model {name}: neither a folder nor a name such as qwen2.5-7b, "
+                         "qwen3-8b or Qwen/Qwen2.5-7B-Instruct")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     patterns = ["*.json", "*.jinja", *(["*.safetensors"] if weights else [])]
@@ -69,7 +71,7 @@ def base_of(folder: Path, base: str | None) -> str:
     A folder into which tools.convert merged an adapter defaults to 16 bits: 4 bits round away most
     of what training changed. If 4 bits are asked for, a line says so.
     """
-    merged = read_qwen2(folder / "config.json").get("merged_adapter")
+    merged = read_config(folder / "config.json").get("merged_adapter")
     if merged and base not in (None, "bf16"):
         say(f"{folder}: rounded to {base}, the merged adapter {short_repr(merged)} is mostly lost: "
             "keep --base bf16, or take the model it was trained on with --adapter")
@@ -135,34 +137,43 @@ class Shards:
                              f"{' or '.join(dtypes)}")
 
 
-# The name of every tensor that a Qwen2.5 may have; the group is its layer. Those of the last line
-# are written by some programs and not needed here.
-TENSOR_NAME = re.compile(r"""
-      (?:lm_head | model\.embed_tokens | model\.norm)\.weight
-    | model\.layers\.(\d+)\.
-      (?: (?:input | post_attention)_layernorm\.weight
-        | self_attn\.[qkv]_proj\.bias
-        | (?:self_attn\.[qkvo] | mlp\.gate | mlp\.up | mlp\.down)_proj
-          \.weight(?:_packed | _scale | _global_scale)? )
-    | .*(?:rotary_emb\.inv_freq | input_global_scale)""", re.VERBOSE)
+# Model families, by what config.json calls their architecture -> the tensors that the attention of
+# a layer has beside its four matrices.
+FAMILIES = {"Qwen2ForCausalLM": r"[qkv]_proj\.bias",              # Qwen2.5
+            "Qwen3ForCausalLM": r"[qk]_norm\.weight"}
+
+
+def tensor_name(architecture: str) -> re.Pattern:
+    """Matches the name of every tensor that a model of this family may have; the group is its
+    layer. Those of the last line are written by some programs and not needed here.
+    """
+    return re.compile(rf"""
+          (?:lm_head | model\.embed_tokens | model\.norm)\.weight
+        | model\.layers\.(\d+)\.
+          (?: (?:input | post_attention)_layernorm\.weight
+            | self_attn\.{FAMILIES[architecture]}
+            | (?:self_attn\.[qkvo] | mlp\.gate | mlp\.up | mlp\.down)_proj
+              \.weight(?:_packed | _scale | _global_scale)? )
+        | .*(?:rotary_emb\.inv_freq | input_global_scale)""", re.VERBOSE)
 
 
 class ModelFolder(Shards):
-    """A folder of a Qwen2.5 with 16-bit or NVFP4 weights, whose linears are to be held as `base`.
+    """A folder of a model with 16-bit or NVFP4 weights, whose linears are to be held as `base`.
 
     ValueError if model.py would compute something else from it than its makers do: another
     architecture or 4-bit format, or tensors that would be left out.
     """
 
     def __init__(self, folder: Path, base: str, device: torch.device, dtype: torch.dtype):
-        self.config = read_qwen2(folder / "config.json")
+        self.config = read_config(folder / "config.json")
         super().__init__(folder)
         section = self.config.get("quantization_config")
         if section or any(name.endswith(".weight_packed") for name in self.names):
             check_nvfp4(section, folder / "config.json")
         if "calibration" in self.config:
             say(f"{folder}: {short_repr(self.config['calibration'])}")
-        matches = {name: TENSOR_NAME.fullmatch(name) for name in self.names}
+        known = tensor_name(self.config["architectures"][0])
+        matches = {name: known.fullmatch(name) for name in self.names}
         unused = [name for name, match in matches.items()
                   if not match or int(match[1] or 0) >= self.config["num_hidden_layers"]]
         if unused:
@@ -207,10 +218,12 @@ class ModelFolder(Shards):
 
 # Keys that change what the model computes, and the values that model.py implements.
 CONFIG_RULES = {
-    "architectures": (*equal_to(["Qwen2ForCausalLM"]), True),
+    "architectures": (f"one of {', '.join(FAMILIES)}, in a list",
+                      lambda value: value in [[name] for name in FAMILIES], True),
     **{key: (*whole_number(1, 2**24), True) for key in (
         "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
         "vocab_size")},
+    "head_dim": (*whole_number(1, 2**24), False),
     "num_hidden_layers": (*whole_number(1, 1000), True),
     "max_position_embeddings": (*whole_number(1, 2**31), False),
     "rms_norm_eps": (*positive_number(0.1), True),
@@ -218,12 +231,18 @@ CONFIG_RULES = {
     "hidden_act": (*equal_to("silu"), False),
     "tie_word_embeddings": ("true or false", lambda value: isinstance(value, bool), False),
     "use_sliding_window": ("false: sliding windows are not supported", lambda v: v is False, False),
+    "layer_types": ("full_attention in every layer: sliding windows are not supported",
+                    lambda v: isinstance(v, list) and set(map(str, v)) == {"full_attention"}, False),
     "rope_scaling": ("null: rope_scaling is not supported", lambda v: not v, False),
     "quantization_config": ("an object", lambda value: isinstance(value, dict), False)}
+# Where a Qwen3 says nothing of its head size, transformers takes 128 and not D / H.
+QWEN3_RULES = {"head_dim": (*whole_number(1, 2**24), True),
+               "attention_bias": ("false: a Qwen3 with biases is not supported",
+                                  lambda value: value is False, False)}
 
 
-def read_qwen2(path: Path) -> dict:
-    """The config.json of a Qwen2.5. ValueError unless model.py computes this model."""
+def read_config(path: Path) -> dict:
+    """The config.json of a model. ValueError unless model.py computes this model."""
     config = read_json(path)
     rope = config.get("rope_parameters") or {}   # where newer files have rope_theta
     if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
@@ -231,20 +250,22 @@ def read_qwen2(path: Path) -> dict:
                          "supported")
     config["rope_theta"] = config.get("rope_theta") or rope.get("rope_theta")
     check_keys(path, config, CONFIG_RULES)
+    if config["architectures"] == ["Qwen3ForCausalLM"]:
+        check_keys(path, config, QWEN3_RULES)
     D = config["hidden_size"]                    # D wide, H query heads, KV key and value heads
     H = config["num_attention_heads"]
     KV = config["num_key_value_heads"]
-    if D % (2 * H) or H % KV or config.get("head_dim", D // H) != D // H:
+    if (config.get("head_dim") or D / H) % 2 or H % KV:
         raise ValueError(f"{path}: hidden_size is {D}, num_attention_heads {H}, num_key_value_heads"
-                         f" {KV}, head_dim {config.get('head_dim')}; expected an even head_dim of "
-                         "hidden_size / num_attention_heads, and as many query heads for each "
-                         "key-value head")
+                         f" {KV}, head_dim {config.get('head_dim')}; expected an even head_dim, "
+                         "which is hidden_size / num_attention_heads unless it is given, and as "
+                         "many query heads for each key-value head")
     return config
 
 
 def max_positions(folder: Path) -> float:
     """How many tokens a model's sequences may have; infinity if it does not say."""
-    return read_qwen2(folder / "config.json").get("max_position_embeddings") or math.inf
+    return read_config(folder / "config.json").get("max_position_embeddings") or math.inf
 
 
 def check_lengths(folder: Path, length: int, rank: int = 1) -> None:
@@ -254,7 +275,7 @@ def check_lengths(folder: Path, length: int, rank: int = 1) -> None:
     if length > most:
         raise ValueError(f"{path}: max_position_embeddings is {most}, less than {length}, the "
                          "tokens of prompt and --max-new-tokens together")
-    width = read_qwen2(path)["hidden_size"]
+    width = read_config(path)["hidden_size"]
     if rank > width:
         raise ValueError(f"--lora-rank {rank} exceeds hidden_size, which is {width} in {path}")
 
@@ -332,8 +353,12 @@ def model_tensors(model) -> Iterator[tuple[str, torch.Tensor]]:
         prefix = f"model.layers.{i}."
         yield prefix + "input_layernorm.weight", layer.input_norm.weight
         yield prefix + "post_attention_layernorm.weight", layer.post_norm.weight
-        for name, bias in zip("qkv", layer.qkv_bias.split(layer.qkv.parts)):
-            yield f"{prefix}self_attn.{name}_proj.bias", bias
+        if layer.qkv_bias is not None:
+            for name, bias in zip("qkv", layer.qkv_bias.split(layer.qkv.parts)):
+                yield f"{prefix}self_attn.{name}_proj.bias", bias
+        if layer.qk_gains is not None:
+            for name, gain in zip("qk", layer.qk_gains):
+                yield f"{prefix}self_attn.{name}_norm.weight", gain
         for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
             for name, weight in zip(linear.names, linear.merged().split(linear.parts)):
                 yield name + ".weight", weight
@@ -352,8 +377,8 @@ def save_model(tensors: Iterable[tuple[str, torch.Tensor]], source: Path, out: P
     notes the tensors are 16-bit ones.
     """
     config = read_json(source / "config.json")
-    for key in ("quantization_config", "calibration"):
-        config.pop(key, None)
+    for key in ("quantization_config", "calibration", "dtype"):  # dtype: transformers 5's name
+        config.pop(key, None)                                    # of torch_dtype
     companions = files_to_copy(source)
     with new_folder(out) as folder:
         for file in companions:

@@ -1,15 +1,16 @@
 """
-Writes qwen2_reference.safetensors and peft_adapter/: what transformers and PEFT make of tiny_qwen2.py's checkpoints and
-of a real one. test_model.py and test_lora.py compare.
+Writes qwen2_reference.safetensors, peft_adapter/, peft_adapter_qwen3/ and qwen3_config.json: what transformers and PEFT
+make of tiny_qwen2.py's checkpoints and of a real one. test_model.py, test_lora.py and test_hf.py compare.
 
     pip install -r requirements.txt transformers==5.23.0 peft==0.21.2
-    python tests/make_reference.py FOLDER        FOLDER: Qwen2.5-Coder-0.5B-Instruct
+    python tests/make_reference.py [FOLDER]      FOLDER: Qwen2.5-Coder-0.5B-Instruct; without it its numbers are kept
 
 Neither package is needed by the project or its tests. Everything is computed in fp32. Stored are, for every tiny shape,
-a checksum of its weights, tokens (2, T) and logits (2, T, V); for "tied" also the logits of
+a checksum of its weights, tokens (2, T) and logits (2, T, V); for "tied" and "qwen3-tied" also the logits of
     ours_in_peft    the folder that save_adapter wrote, loaded by PEFT
-    peft_adapter    an adapter that PEFT made, saved to peft_adapter/
+    peft_adapter    an adapter that PEFT made, saved to peft_adapter/ or peft_adapter_qwen3/
 and of the real model, for tokens (T,) of one text, the logits (T, C) of C columns and the T - 1 next tokens' log-probs.
+qwen3_config.json is the config.json of a Qwen3 folder that transformers wrote.
 """
 import argparse
 import json
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -30,6 +31,7 @@ from model import load
 from tiny_qwen2 import NORMS, SHAPES, TARGETS, config_json, random_adapter, random_tensors, set_adapter, write_folder
 
 HERE = Path(__file__).parent
+PEFT_FOLDERS = {"tied": "peft_adapter", "qwen3-tied": "peft_adapter_qwen3"}
 TEXT = ("<|im_start|>user\nA box holds 12 rows of 7 pens. How many pens are in 3 boxes?<|im_end|>\n"
         "<|im_start|>assistant\nOne box holds 12 * 7 = 84 pens, so 3 boxes hold 3 * 84 = 252 pens.<|im_end|>")
 
@@ -47,22 +49,30 @@ def tiny_cases(scratch):
         tokens = torch.randint(raw["vocab_size"], (2, 19), generator=torch.Generator().manual_seed(1))
         yield f"{shape}.checksum", sum(t.double().abs().sum() for t in tensors.values())
         yield f"{shape}.tokens", tokens
-        yield f"{shape}.logits", transformers_model(folder)(tokens).logits
-        if shape != "tied":
+        theirs = transformers_model(folder)
+        yield f"{shape}.logits", theirs(tokens).logits
+        written = scratch / f"{shape}-written"
+        theirs.save_pretrained(written)
+        off = (load(written, base="bf16", device="cpu")(tokens) - theirs(tokens).logits).abs().max().item()
+        print(f"{shape}, the folder that transformers wrote: logits differ by at most", off)
+        if shape == "qwen3-tied":
+            shutil.copy(written / "config.json", HERE / "qwen3_config.json")
+        if shape not in PEFT_FOLDERS:
             continue
         ours = load(folder, base="bf16", device="cpu")
         attach(ours, rank=4, alpha=6, norms=True)
         set_adapter(ours, random_adapter(raw, 4, seed=2, norms=True))
-        save_adapter(ours, scratch / "ours")
-        logits = PeftModel.from_pretrained(transformers_model(folder), scratch / "ours")(tokens).logits
+        save_adapter(ours, scratch / f"{shape}-ours")
+        logits = PeftModel.from_pretrained(transformers_model(folder), scratch / f"{shape}-ours")(tokens).logits
         print("our adapter, in PEFT and here: logits differ by at most", (logits - ours(tokens)).abs().max().item())
-        yield "tied.ours_in_peft", logits
-        theirs = peft_adapter(transformers_model(folder), random_adapter(raw, 3, seed=3, norms=True))
-        yield "tied.peft_adapter", theirs(tokens).logits
+        yield f"{shape}.ours_in_peft", logits
+        theirs = peft_adapter(transformers_model(folder), random_adapter(raw, 3, seed=3, norms=True),
+                              HERE / PEFT_FOLDERS[shape])
+        yield f"{shape}.peft_adapter", theirs(tokens).logits
 
 
-def peft_adapter(model, values):
-    """PEFT's wrapper of the model with an adapter of rank 3 on everything and trained norms; also saved."""
+def peft_adapter(model, values, folder):
+    """PEFT's wrapper of the model with an adapter of rank 3 on everything and trained norms; also saved to `folder`."""
     names = [target.split(".")[1] for target in TARGETS]
     model = get_peft_model(model, LoraConfig(r=3, lora_alpha=5, target_modules=names, modules_to_save=list(NORMS),
                                              task_type="CAUSAL_LM", lora_dropout=0.0, bias="none"))
@@ -70,7 +80,6 @@ def peft_adapter(model, values):
     for name, value in values.items():
         inner = ".default.weight" if "lora_" in name else ".modules_to_save.default.weight"
         parameters[name.removesuffix(".weight") + inner].copy_(value)
-    folder = HERE / "peft_adapter"
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder)
     (folder / "README.md").unlink()                                       # a model card
@@ -95,11 +104,15 @@ def real_case(folder):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("folder", type=Path, help="Qwen2.5-Coder-0.5B-Instruct, with its tokenizer.json")
+    parser.add_argument("folder", type=Path, nargs="?", help="Qwen2.5-Coder-0.5B-Instruct, with its tokenizer.json")
     args = parser.parse_args()
+    file = HERE / "qwen2_reference.safetensors"
+    real = {name: t for name, t in load_file(file).items() if name.startswith("qwen05.")}
+    if args.folder:
+        real = dict(real_case(args.folder))
     with tempfile.TemporaryDirectory() as scratch:
-        tensors = dict(tiny_cases(Path(scratch))) | dict(real_case(args.folder))
-    save_file({name: t.clone() for name, t in tensors.items()}, HERE / "qwen2_reference.safetensors")
+        tensors = dict(tiny_cases(Path(scratch))) | real
+    save_file({name: t.clone() for name, t in tensors.items()}, file)
 
 
 if __name__ == "__main__":

@@ -328,7 +328,7 @@ def test_predictors_stand_before_the_answers_tokens(tiny, some_layer):
 # A model
 
 @torch.no_grad()
-@pytest.mark.parametrize("shape,live", [("tied", 90), ("untied", None)])
+@pytest.mark.parametrize("shape,live", [("tied", 90), ("untied", None), ("qwen3-tied", 90)])
 def test_the_printed_kl_is_that_of_the_logits_of_two_whole_models(tiny, tmp_path, monkeypatch, capsys, shape, live):
     case, found = tiny[shape], []
     monkeypatch.setattr(calibrate, "CHUNK_TOKENS", 30)           # several chunks, and of several texts

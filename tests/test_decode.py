@@ -51,6 +51,7 @@ DTYPE, MATMUL = next(iter(SETTINGS.values()))
 in_one_setting = pytest.mark.parametrize("gen", [next(iter(SETTINGS))], indirect=True)
 
 ROWS = 4                                                             # of x, in a program of an elementwise kernel
+HEADS_EPS = 5.0                                                      # of heads' norms: it weighs as much as a head does
 
 
 @pytest.fixture(params=SETTINGS)
@@ -123,13 +124,17 @@ def resources(kernel):
 
 
 class Head(NamedTuple):
-    """A model's query heads, key-value heads, and their size."""
+    """A model's query heads, key-value heads, and their size; for a Qwen3 its width and feed-forward too."""
     H: int
     KV: int
     d: int
+    D: int = 0
+    F: int = 384
 
 
 SMALL, HEADS_05B, HEADS_7B, HEADS_14B = Head(4, 2, 128), Head(14, 2, 64), Head(28, 4, 128), Head(40, 8, 128)
+QWEN3 = {"0.6b": Head(16, 8, 128, 1024, 3072), "4b": Head(32, 8, 128, 2560, 9728),
+         "8b": Head(32, 8, 128, 4096, 12288), "32b": Head(64, 8, 128, 5120, 25600)}
 
 
 def blank(weights, base, dtype):
@@ -157,8 +162,8 @@ def compile_step(sm, matmul, n, dtype, head):
         patch.setattr(nvfp4, "freeze", blank)
         patch.setattr(torch, "randn", lambda *shape, generator, device: torch.zeros(*shape, device=device))
         gen = torch.Generator().manual_seed(0)
-        size = head.H * head.d, 384, 1, head.H, head.KV, 2432
-        model, engine, width = small_engine("nvfp4", gen, 32, 64, size, dtype)
+        size = head.D or head.H * head.d, head.F, 1, head.H, head.KV, 2432
+        model, engine, width = small_engine("nvfp4", gen, 32, 64, size, dtype, head.d if head.D else None)
         engine.table = torch.zeros(64, width, dtype=torch.int64)
         patch.setattr(triton.runtime.driver, "_active", Gpu(sm))
         with torch.no_grad():
@@ -174,15 +179,18 @@ def compile_step(sm, matmul, n, dtype, head):
 
 BF16, FP16 = torch.bfloat16, torch.float16
 # Each target, number of rows, type and kind of heads at least once, 5 s each; test_portable_kernel.py compiles the
-# matmul in every combination. With TEST_ALL_TARGETS=1 all 74 of them.
+# matmul in every combination. With TEST_ALL_TARGETS=1 all 186 of them.
 AS_LAUNCHED = [(90, "hopper", 64, BF16, SMALL), (90, "hopper", 16, FP16, SMALL), (80, "portable", 16, BF16, SMALL),
                (86, "portable", 64, FP16, SMALL), (89, "portable", 1, BF16, SMALL), (100, "portable", 16, FP16, SMALL),
                (120, "portable", 1, FP16, SMALL), (86, "portable", 64, BF16, HEADS_14B),
-               (120, "portable", 64, BF16, HEADS_05B)]
+               (120, "portable", 64, BF16, HEADS_05B), (120, "portable", 1, BF16, QWEN3["0.6b"]),
+               (90, "hopper", 64, BF16, QWEN3["4b"])]
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}       # KiB a program, of CUDA's table of capabilities
 if os.environ.get("TEST_ALL_TARGETS"):
     AS_LAUNCHED = [*AS_LAUNCHED[:2], *itertools.product(SHARED, ["portable"], (1, 16, 64), (BF16, FP16), [SMALL]),
-                   *itertools.product(SHARED, ["portable"], (1, 64), [BF16], (HEADS_05B, HEADS_7B, HEADS_14B))]
+                   *itertools.product(SHARED, ["portable"], (1, 64), [BF16], (HEADS_05B, HEADS_7B, HEADS_14B)),
+                   *itertools.product(SHARED, ["portable"], (1, 64), (BF16, FP16), QWEN3.values()),
+                   *itertools.product([90], ["hopper"], (1, 64), (BF16, FP16), QWEN3.values())]
 EMBED_STACK = 32                                                     # bytes on every sm: 2 / pi, for sines of large angles
 # Bytes that a kernel spills on an sm, outside of its inner loop: with heads of 128 at few rows, and at 64 rows.
 STACK = {("attention_kernel", 80): 8, ("attention_kernel", 120): 8, ("portable_kernel", 100): 40}
@@ -257,22 +265,30 @@ def rows_state(prefix, pos, width, blocks, gen):
 
 
 @runs_kernels
-@pytest.mark.parametrize("H,KV,d", [(14, 2, 64), (10, 2, 128)])
-def test_heads_kernel_rotates_and_writes_keys_and_values_where_the_table_says(H, KV, d, gen):
+@pytest.mark.parametrize("H,KV,d,family,ROWS", [(14, 2, 64, "qwen2", 4), (10, 2, 128, "qwen2", 4),
+                                                (4, 2, 128, "qwen3", 4), (4, 2, 128, "qwen3", 1)])
+def test_heads_kernel_norms_rotates_and_writes_keys_and_values_where_the_table_says(H, KV, d, family, ROWS, gen):
     prefix, pos, B = [0, 5, 32, 40, 64], [0, 9, 32, 90, 95], sampler.KV_BLOCK
     n, D, width = 5, 256, 5
     state, table = rows_state(prefix, pos, width, 40, gen)
     kv = torch.zeros(2, 40, KV, B, d, device=DEVICE, dtype=DTYPE)
     linear, y = random_linear(n, (H + 2 * KV) * d, 13, 3, [H * d, KV * d, KV * d], 16, gen)
     squares, rstd = squares_of(n, 4, D, gen)
-    bias = torch.randn((H + 2 * KV) * d, generator=gen, device=DEVICE)
+    bias = gains = None
+    if family == "qwen2":
+        bias = torch.randn((H + 2 * KV) * d, generator=gen, device=DEVICE)
+    else:
+        gains = torch.randn(2, d, generator=gen, device=DEVICE)
     config = model_module.ModelConfig(H * d, 0, 0, H, KV, 0, True)
     cos, sin = model_module.rope_table(state.pos, config)
     q = torch.full((n, H, d), torch.nan, device=DEVICE, dtype=DTYPE)
     cache = kernels.LayerCache(kv, kv.stride(0), table, width, const(KV), const(B), const(d))
     kernels.heads_kernel[-(-n // ROWS), H + 2 * KV](
-        linear, n, squares, bias, cos, sin, q, cache, state, H, ROWS, False)
-    y = (y * rstd + bias).view(n, H + 2 * KV, d)
+        linear, n, squares, bias, gains, cos, sin, q, cache, state, H, HEADS_EPS, ROWS, False)
+    y = (y * rstd + (0 if bias is None else bias)).view(n, H + 2 * KV, d)
+    if family == "qwen3":
+        normed = y / (y.square().mean(-1, keepdim=True) + HEADS_EPS).sqrt()
+        y = torch.cat([normed[:, :H] * gains[0], normed[:, H:H + KV] * gains[1], y[:, H + KV:]], dim=1)
     cos, sin = cos.double(), sin.double()
     assert close(q, model_module.rotate(y[:, :H], cos, sin))
     for row in range(n):                                             # own tokens start at the block after the prefix
@@ -370,10 +386,15 @@ def test_every_attention_plan_reads_whole_parts_of_a_kv_block(wide_steps_fit):
     assert len(plans) > 3 and all(sampler.KV_BLOCK % plan.TOKENS == 0 for plan in plans)
 
 
-def small_engine(base, gen, rank=32, max_rows=9, size=(256, 384, 2, 4, 2, 2432), dtype=None):
-    """-> a small random model with a live adapter, its engine over a KV cache of random context, the table's width."""
+def small_engine(base, gen, rank=32, max_rows=9, size=(256, 384, 2, 4, 2, 2432), dtype=None, qwen3_head=None):
+    """-> a small random model with a live adapter, its engine over a KV cache of random context, the table's width.
+
+    qwen3_head: the size of a head, of which a Qwen3 is made; None makes a Qwen2.5.
+    """
     dtype = dtype or DTYPE
     config = model_module.ModelConfig(*size, False)
+    if qwen3_head:
+        config = model_module.ModelConfig(*size, False, qwen3_head, qkv_bias=False, qk_norm=True)
 
     def get(name, *shape):
         if "norm" in name:
@@ -454,11 +475,13 @@ def reference_logprobs(model, kv, rows, temperature):
 
 
 @runs_kernels
-@pytest.mark.parametrize("base,rank,n", [("nvfp4", 8, 3), *(pytest.param(*case, marks=gpu) for case in (
-    ("nvfp4", 32, 9), ("nvfp4", 0, 1), ("bf16", 16, 5), ("nf4", 32, 2)))])
+@pytest.mark.parametrize("base,rank,n,qwen3_head", [
+    ("nvfp4", 8, 3, None), ("nvfp4", 8, 3, 128), *(pytest.param(*case, marks=gpu) for case in (
+        ("nvfp4", 32, 9, None), ("nvfp4", 0, 1, None), ("bf16", 16, 5, None), ("nf4", 32, 2, None),
+        ("nvfp4", 32, 9, 128), ("bf16", 16, 5, 128)))])
 @pytest.mark.parametrize("sigma,temperature", [(0.05, 0.7), pytest.param(0, 0.0, marks=gpu)])
-def test_a_step_draws_what_the_torch_engine_would(base, rank, n, sigma, temperature, gen):
-    model, engine, width = small_engine(base, gen, rank)
+def test_a_step_draws_what_the_torch_engine_would(base, rank, n, qwen3_head, sigma, temperature, gen):
+    model, engine, width = small_engine(base, gen, rank, qwen3_head=qwen3_head)
     with torch.no_grad(), noisy_norms(model, sigma, seed=1, step=2):
         rows = random_rows(n, width, gen)
         want, rounding = reference_logprobs(model, engine.kv, rows, temperature)

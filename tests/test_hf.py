@@ -2,8 +2,9 @@
 Model folders and adapters come back as they were written, agree with PEFT's own, and what is wrong with one is one line
 that names the file.
 
-PEFT 0.21.2 with transformers 5.23.0 made the stored logits and the folder peft_adapter/ (make_reference.py), fp32, with
-trained block norms. Our folder in PEFT, and PEFT's folder here, give logits up to 12 that differ by at most 1.2e-5.
+PEFT 0.21.2 with transformers 5.23.0 made the stored logits and the folders peft_adapter/ (of a Qwen2) and
+peft_adapter_qwen3/ (make_reference.py), fp32, with trained block norms. Our folder in PEFT, and PEFT's folder here, give
+logits up to 12 that differ by at most 1.4e-5.
 
 python -m pytest tests/test_hf.py -v
 """
@@ -238,7 +239,7 @@ def test_a_loaded_model_yields_the_tensors_of_its_folder(tiny, shape):
         assert torch.equal(got[name], want.float()), name
 
 
-@pytest.mark.parametrize("shape", ["tied", "untied"])
+@pytest.mark.parametrize("shape", ["tied", "untied", "qwen3-tied"])
 @pytest.mark.parametrize("base", ["bf16", "nvfp4"])
 def test_a_merged_folder_is_a_bf16_model_with_the_same_logits(tiny, tmp_path, monkeypatch, shape, base):
     case, tokens = tiny[shape], tokens_of(tiny[shape], 2, 13)
@@ -279,8 +280,12 @@ def broken(tiny, folder, config=None, tensors=None, files=1, shape="tied"):
         "rms_norm_eps": [-1e-6, 0, "1e-6"], "rope_theta": [-1, "x"], "tie_word_embeddings": ["yes", 1],
         "max_position_embeddings": [0, "512"], "num_key_value_heads": [0, {}], "architectures": ["Qwen2ForCausalLM", 1],
         "quantization_config": [[], "x"]}.items() for value in values),
-    (dict(num_key_value_heads=3), "expected an even head_dim"), (dict(head_dim=32), "expected an even head_dim"),
-    (dict(num_attention_heads=64), "expected an even head_dim"),
+    (dict(num_key_value_heads=3), "expected an even head_dim"), (dict(head_dim=31), "expected an even head_dim"),
+    (dict(num_attention_heads=64), "expected an even head_dim"), (dict(hidden_size=66), "expected an even head_dim"),
+    (dict(num_attention_heads=256), "expected an even head_dim"),
+    (dict(head_dim=32), r"q_proj.bias has shape \(64,\), config.json says \(128,\)"),
+    (dict(layer_types=["full_attention", "sliding_attention"]), "config.json: layer_types is .*sliding"),
+    (dict(layer_types="full_attention"), "config.json: layer_types is 'full_attention'"),
     (dict(num_hidden_layers=1), "12 tensors that config.json does not account for, first model.layers.1"),
     (dict(hidden_size=128), r"layers.0.self_attn.q_proj.bias has shape \(64,\), config.json says \(128,\)"),
     (dict(num_hidden_layers=3), "no tensor model.layers.2"),
@@ -289,6 +294,43 @@ def broken(tiny, folder, config=None, tensors=None, files=1, shape="tied"):
 def test_a_config_that_does_not_fit_model_or_tensors_is_refused(tiny, tmp_path, config, message):
     with pytest.raises(ValueError, match=message):
         load(broken(tiny, tmp_path / "model", config), base="nvfp4", device="cpu")
+
+
+@pytest.mark.parametrize("config,message", [
+    (dict(architectures=["Qwen3MoeForCausalLM"]), r"architectures is .*expected one of Qwen2ForCausalLM, Qwen3ForCausalLM"),
+    (dict(attention_bias=True), "config.json: attention_bias is True, expected false: a Qwen3 with biases"),
+    (dict(head_dim=None), "config.json: lacks head_dim, expected a whole number"),
+    (dict(head_dim=16), r"q_norm.weight has shape \(32,\), config.json says \(16,\)"),
+    (dict(head_dim=33), "expected an even head_dim"), (dict(head_dim=-32), "config.json: head_dim is -32"),
+    (dict(rope_scaling=dict(rope_type="yarn", factor=4.0)), "config.json: rope_scaling is .*yarn"),
+    (dict(architectures=["Qwen2ForCausalLM"]), r"4 tensors .* does not account for, first model.layers.0.self_attn.k_norm"),
+])
+def test_a_qwen3_that_model_py_would_compute_otherwise_is_refused(tiny, tmp_path, config, message):
+    with pytest.raises(ValueError, match=message):
+        load(broken(tiny, tmp_path / "model", config, shape="qwen3-tied"), base="nvfp4", device="cpu")
+
+
+def test_a_qwen3_with_biases_of_q_k_or_v_and_one_without_its_norms_are_refused(tiny, tmp_path):
+    bias = {"model.layers.1.self_attn.v_proj.bias": torch.zeros(64)}
+    with pytest.raises(ValueError, match="1 tensors .* account for, first model.layers.1.self_attn.v_proj.bias"):
+        load(broken(tiny, tmp_path / "bias", tensors=bias, shape="qwen3-tied"), device="cpu")
+    case = tiny["qwen3-tied"]
+    tensors = {name: t for name, t in case.tensors.items() if name != "model.layers.1.self_attn.k_norm.weight"}
+    with pytest.raises(ValueError, match="no tensor model.layers.1.self_attn.k_norm.weight"):
+        load(write_folder(tmp_path / "lacks", case.raw, tensors), device="cpu")
+
+
+def test_the_config_that_transformers_writes_for_a_qwen3_is_read(tiny, tmp_path):
+    case = tiny["qwen3-tied"]
+    written = hf.read_config(HERE / "qwen3_config.json")
+    assert "rope_theta" in written["rope_parameters"] and set(written["layer_types"]) == {"full_attention"}
+    config = ModelConfig.from_json(written)
+    assert config == ModelConfig.from_json(hf.read_config(case.folder / "config.json"))
+    assert (config.head_dim, config.qkv_bias, config.qk_norm, config.rope_theta) == (32, False, True, 1e4)
+    source = write_folder(tmp_path / "source", written, case.tensors)
+    save_model(case.tensors.items(), source, tmp_path / "out")         # what is written in bf16 says nothing else
+    saved = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert saved["torch_dtype"] == "bfloat16" and "dtype" not in saved and saved["head_dim"] == 32
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.bool, torch.uint8])
@@ -342,7 +384,7 @@ def test_a_pipe_or_a_folder_in_place_of_a_file_is_not_waited_for(tiny, tmp_path,
 def test_a_config_that_is_no_json_object_is_refused_by_name(tmp_path, text):
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match="config.json: (cannot be read|holds no JSON object)") as error:
-        hf.read_qwen2(tmp_path / "config.json")
+        hf.read_config(tmp_path / "config.json")
     assert "\n" not in str(error.value)
 
 
@@ -375,7 +417,7 @@ def test_a_config_that_lacks_a_key_or_is_cut_off_is_refused(tiny, tmp_path):
 def test_newer_configs_keep_theta_in_rope_parameters(tiny, tmp_path):
     raw = config_json("tied")
     raw["rope_parameters"] = dict(rope_theta=raw.pop("rope_theta"), rope_type="default")
-    read = hf.read_qwen2(write_folder(tmp_path / "model", raw, {}) / "config.json")
+    read = hf.read_config(write_folder(tmp_path / "model", raw, {}) / "config.json")
     assert ModelConfig.from_json(read).rope_theta == 1e4
 
 
@@ -460,6 +502,8 @@ def test_weight_that_is_not_finite_is_refused_by_name(tiny, tmp_path):
 @pytest.mark.parametrize("name,hub_id", [
     ("qwen2.5-7b", "Qwen/Qwen2.5-7B-Instruct"), ("qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B-Instruct"),
     ("Qwen2.5-Coder-0.5b", "Qwen/Qwen2.5-Coder-0.5B-Instruct"), ("qwen2.5-math-72b", "Qwen/Qwen2.5-Math-72B-Instruct"),
+    ("qwen3-8b", "Qwen/Qwen3-8B"), ("Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+    ("qwen3-4b-thinking-2507", "Qwen/Qwen3-4B-Thinking-2507"),
     ("somebody/else", "somebody/else")])
 def test_short_names_and_hub_ids_are_downloaded(monkeypatch, name, hub_id):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda hub_id, allow_patterns: f"cache/{hub_id}")
@@ -472,7 +516,7 @@ def test_names_that_lead_nowhere_are_refused(monkeypatch, tmp_path):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     assert resolve(tmp_path) == tmp_path
-    for name in ("llama-7b", str(tmp_path / "nothing"), "qwen2.5-8b"):
+    for name in ("llama-7b", str(tmp_path / "nothing"), "qwen2.5-8b", "qwen3-7b", "qwen3-14b-instruct-2507"):
         with pytest.raises(ValueError, match="neither a folder nor a name such as"):
             resolve(name)
     with pytest.raises(ValueError, match=r"--model somebody/else: cannot be downloaded \(no such snapshot"):
@@ -490,21 +534,23 @@ def test_a_saved_adapter_has_pefts_names_and_our_values(tiny, tmp_path):
     assert all(torch.equal(saved[name], adapter[name]) for name in adapter)
 
 
-def test_peft_computes_the_same_from_our_folder(tiny):
-    model, _ = adapted(tiny["tied"], rank=4, alpha=6, norms=True, seed=2)          # as make_reference.py gave to PEFT
+@pytest.mark.parametrize("shape", ["tied", "qwen3-tied"])
+def test_peft_computes_the_same_from_our_folder(tiny, shape):
+    model, _ = adapted(tiny[shape], rank=4, alpha=6, norms=True, seed=2)           # as make_reference.py gave to PEFT
     with torch.no_grad():
-        got = model(REFERENCE["tied.tokens"])
-    assert (got - REFERENCE["tied.ours_in_peft"]).abs().max() < FP32
-    assert (got - REFERENCE["tied.logits"]).abs().max() > 1                          # the adapter matters
+        got = model(REFERENCE[f"{shape}.tokens"])
+    assert (got - REFERENCE[f"{shape}.ours_in_peft"]).abs().max() < FP32
+    assert (got - REFERENCE[f"{shape}.logits"]).abs().max() > 1                      # the adapter matters
 
 
-def test_pefts_own_folder_computes_the_same_here(tiny):
-    model = load(tiny["tied"].folder, base="bf16", device="cpu")
-    load_adapter(model, HERE / "peft_adapter")
+@pytest.mark.parametrize("shape,folder", [("tied", "peft_adapter"), ("qwen3-tied", "peft_adapter_qwen3")])
+def test_pefts_own_folder_computes_the_same_here(tiny, shape, folder):
+    model = load(tiny[shape].folder, base="bf16", device="cpu")
+    load_adapter(model, HERE / folder)
     assert model.adapter.rank == 3 and model.adapter.alpha == 5 and model.adapter.norms
     with torch.no_grad():
-        got = model(REFERENCE["tied.tokens"])
-    assert (got - REFERENCE["tied.peft_adapter"]).abs().max() < FP32
+        got = model(REFERENCE[f"{shape}.tokens"])
+    assert (got - REFERENCE[f"{shape}.peft_adapter"]).abs().max() < FP32
 
 
 def edited(tmp_path, config=None, tensors=None, drop=()):

@@ -37,9 +37,10 @@ def some_rollouts(model, noise, groups=4, group_size=4, seed=0):
     return Rollouts(prompts, completions, logprobs, [True] * len(prompts))
 
 
-def some_step(tiny, loss="dapo", noise=0.15, norms=False, base="bf16", dtype=None, max_grad_norm=ANY_NORM, **changes):
+def some_step(tiny, loss="dapo", noise=0.15, norms=False, base="bf16", dtype=None, max_grad_norm=ANY_NORM,
+              shape="untied", **changes):
     """A learner, its adapter's tensors by PEFT's names, a Batch and weights (B,), in which row 5 is not in the loss."""
-    model, tensors = adapted(tiny["untied"], rank=RANK, alpha=ALPHA, norms=norms, base=base, dtype=dtype)
+    model, tensors = adapted(tiny[shape], rank=RANK, alpha=ALPHA, norms=norms, base=base, dtype=dtype)
     learner = Learner(model, dataclasses.replace(grpo.LOSSES[loss], **changes), TEMPERATURE, max_grad_norm)
     rollouts = some_rollouts(model, noise)
     rewards = torch.tensor([1.0, 0, 0, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0, 2, 1, 3])   # the third group teaches nothing
@@ -99,12 +100,13 @@ def difference(adapter, want):
 # -----------------------------------------------------------------------------
 # The gradient
 
-@pytest.mark.parametrize("loss,changes", [("grpo", {}), ("dapo", {}), ("dr_grpo", {}), ("dapo", dict(kl_beta=0.3)),
-                                          ("gspo", dict(clip_low=0.05, clip_high=0.05))])
-def test_the_gradient_is_that_of_float64_autograd_on_the_whole_batch(tiny, loss, changes):
-    changes["correction"] = "ppo"                                         # the sampler's noise makes the clip act
-    learner, tensors, batch, weights = some_step(tiny, loss, norms=not changes.get("kl_beta"), **changes)
-    want, value, ratios = plain_gradient(tiny["untied"], tensors, batch, learner.loss)
+@pytest.mark.parametrize("loss,changes,shape", [
+    ("grpo", {}, "untied"), ("dapo", {}, "untied"), ("dr_grpo", {}, "untied"), ("dapo", dict(kl_beta=0.3), "untied"),
+    ("gspo", dict(clip_low=0.05, clip_high=0.05), "untied"), ("dapo", {}, "qwen3-tied"), ("dapo", {}, "qwen3-untied")])
+def test_the_gradient_is_that_of_float64_autograd_on_the_whole_batch(tiny, loss, changes, shape):
+    changes = changes | {"correction": "ppo"}                             # the sampler's noise makes the clip act
+    learner, tensors, batch, weights = some_step(tiny, loss, norms=not changes.get("kl_beta"), shape=shape, **changes)
+    want, value, ratios = plain_gradient(tiny[shape], tensors, batch, learner.loss)
     low, high = 1 - learner.loss.clip_low, 1 + learner.loss.clip_high
     assert ((ratios < low) | (ratios > high)).any()                       # the clip has something to do
     update = learner.update(batch, weights, lr=0.0)

@@ -1,5 +1,5 @@
 """
-Logits and log-probs against Qwen2 in plain float64 (tiny_qwen2.py) and against transformers' stored numbers
+Logits and log-probs against Qwen2 and Qwen3 in plain float64 (tiny_qwen2.py) and against transformers' stored numbers
 (make_reference.py); every base. Reading of folders is tested in test_hf.py.
 
 python -m pytest tests/test_model.py -v
@@ -102,7 +102,7 @@ def test_rows_packed_together_score_as_each_does_alone(tiny):
 
 @pytest.mark.parametrize("shape,prompt,completions", [
     ("untied", 1, (3,)), ("tied", 5, (1, 7)), ("ragged", 2, (1, 1, 1)), ("untied", 9, (4, 1, 12, 3, 3)),
-    ("tied", 1, (2, 9, 1, 5, 6, 2, 11, 3))])
+    ("tied", 1, (2, 9, 1, 5, 6, 2, 11, 3)), ("qwen3-tied", 9, (4, 1, 12, 3, 3)), ("qwen3-untied", 5, (1, 7))])
 def test_a_prompt_computed_once_for_its_group_gives_each_rows_own_log_probs(tiny, shape, prompt, completions):
     # Log-probs against a float64 forward of each row, gradients against rows whose prompts are computed each time.
     case = tiny[shape]
@@ -133,8 +133,9 @@ def test_a_prompt_computed_once_for_its_group_gives_each_rows_own_log_probs(tiny
     assert (together - model.adapter.master.grad).norm() < 3e-6 * together.norm()
 
 
-def test_noise_acts_as_if_added_to_the_weights_of_the_layers_norms(tiny):
-    case, tokens = tiny["ragged"], some_tokens(tiny["ragged"], 2, 11)
+@pytest.mark.parametrize("shape", ["ragged", "qwen3-tied"])            # a Qwen3's norms of q and k get none
+def test_noise_acts_as_if_added_to_the_weights_of_the_layers_norms(tiny, shape):
+    case, tokens = tiny[shape], some_tokens(tiny[shape], 2, 11)
     model = load(case.folder, base="bf16", device="cpu")
     with torch.no_grad(), noisy_norms(model, 0.05, seed=1, step=2):
         got = model(tokens)
@@ -147,8 +148,9 @@ def test_noise_acts_as_if_added_to_the_weights_of_the_layers_norms(tiny):
     assert (got - plain(case, tokens)).abs().max() > 0.05                 # the noise did something
 
 
-def test_bf16_inputs_cost_no_more_than_their_rounding(tiny):
-    case, tokens = tiny["untied"], some_tokens(tiny["untied"], 2, 20)
+@pytest.mark.parametrize("shape", ["untied", "qwen3-untied"])
+def test_bf16_inputs_cost_no_more_than_their_rounding(tiny, shape):
+    case, tokens = tiny[shape], some_tokens(tiny[shape], 2, 20)
     with torch.no_grad():
         got = load(case.folder, base="bf16", device="cpu", dtype=torch.bfloat16)(tokens)
     want = plain(case, tokens)
@@ -172,7 +174,7 @@ def dequantized(case, base):
     return case._replace(tensors=tensors)
 
 
-@pytest.mark.parametrize("shape,base", [("ragged", "nvfp4"), *product(("tied", "untied"), nvfp4.FORMATS)])
+@pytest.mark.parametrize("shape,base", [("ragged", "nvfp4"), *product(("tied", "untied", "qwen3-tied"), nvfp4.FORMATS)])
 def test_a_quantized_model_computes_what_its_decoded_weights_stand_for(tiny, tmp_path, shape, base):
     tokens, replaced = some_tokens(tiny[shape], 2, 15), dequantized(tiny[shape], base)
     with torch.no_grad():

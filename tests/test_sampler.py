@@ -70,9 +70,10 @@ def minimal_gib(model, max_length, extra=0):
 # What is sampled
 
 @pytest.mark.parametrize("engine", [TorchEngine, WindowEngine])
-@pytest.mark.parametrize("policy", ["base", "adapter", "noise"])
-def test_greedy_tokens_are_the_argmax_of_full_forwards(tiny, policy, engine):
-    case = tiny["untied"]
+@pytest.mark.parametrize("policy,shape", [("base", "untied"), ("adapter", "untied"), ("noise", "untied"),
+                                          ("adapter", "qwen3-tied"), ("noise", "qwen3-untied")])
+def test_greedy_tokens_are_the_argmax_of_full_forwards(tiny, policy, shape, engine):
+    case = tiny[shape]
     model, tensors = load(case.folder, base="bf16", device="cpu"), dict(case.tensors)
     if policy == "adapter":
         adapter = random_adapter(case.raw, 4, seed=2, norms=True)

@@ -1,5 +1,6 @@
 """
-Qwen2 in plain float64, one sequence at a time, and tiny random checkpoints, for the tests of model, lora and sampler.
+Qwen2 and Qwen3 in plain float64, one sequence at a time, and tiny random checkpoints, for the tests of model, lora and
+sampler.
 
 Weights follow from a seed by integers and one division, so that every version of torch makes the same bits:
 make_reference.py and the tests build the same checkpoint, and only its logits are stored.
@@ -15,27 +16,42 @@ from safetensors.torch import save_file
 # D, F, layers, H, KV, V, tied. K is a multiple of 64 but not always of 128 in the first two, of 16 only in the third.
 SHAPES = {"tied": (64, 192, 2, 4, 2, 101, True), "untied": (128, 192, 2, 4, 1, 101, False),
           "ragged": (80, 176, 3, 5, 5, 77, False)}
+# Qwen3: the same and head_dim. H x d is wider than D in the first, narrower in the second.
+QWEN3_SHAPES = {"qwen3-tied": (64, 192, 2, 4, 2, 101, True, 32), "qwen3-untied": (128, 192, 3, 4, 1, 101, False, 16)}
+SHAPES |= QWEN3_SHAPES
 TARGETS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
            "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm")
+QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 
 def config_json(shape):
     keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
             "vocab_size", "tie_word_embeddings")
-    return dict(zip(keys, SHAPES[shape]), architectures=["Qwen2ForCausalLM"], model_type="qwen2", hidden_act="silu",
-                rms_norm_eps=1e-6, rope_theta=1e4, max_position_embeddings=512, use_sliding_window=False)
+    raw = dict(zip(keys, SHAPES[shape]), architectures=["Qwen2ForCausalLM"], model_type="qwen2", hidden_act="silu",
+               rms_norm_eps=1e-6, rope_theta=1e4, max_position_embeddings=512, use_sliding_window=False)
+    if shape in QWEN3_SHAPES:
+        raw |= dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", head_dim=SHAPES[shape][-1],
+                    attention_bias=False, sliding_window=None)
+    return raw
+
+
+def head_size(raw):
+    return raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
 
 
 def shapes_of(raw):
     """Hugging Face name -> shape of every tensor of the checkpoint."""
     D, F, V = raw["hidden_size"], raw["intermediate_size"], raw["vocab_size"]
-    kv = D // raw["num_attention_heads"] * raw["num_key_value_heads"]
-    sizes = dict(zip(TARGETS, ((D, D), (kv, D), (kv, D), (D, D), (F, D), (F, D), (D, F))))
+    q, kv = (head_size(raw) * raw[key] for key in ("num_attention_heads", "num_key_value_heads"))
+    sizes = dict(zip(TARGETS, ((q, D), (kv, D), (kv, D), (D, q), (F, D), (F, D), (D, F))))
     shapes = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
     for i in range(raw["num_hidden_layers"]):
         shapes |= {f"model.layers.{i}.{name}.weight": size for name, size in sizes.items()}
-        shapes |= {f"model.layers.{i}.{name}.bias": sizes[name][:1] for name in TARGETS[:3]}
+        if raw["model_type"] == "qwen3":
+            shapes |= {f"model.layers.{i}.{name}.weight": (head_size(raw),) for name in QK_NORMS}
+        else:
+            shapes |= {f"model.layers.{i}.{name}.bias": sizes[name][:1] for name in TARGETS[:3]}
         shapes |= {f"model.layers.{i}.{name}.weight": (D,) for name in NORMS}
     return shapes if raw["tie_word_embeddings"] else shapes | {"lm_head.weight": (V, D)}
 
@@ -104,7 +120,7 @@ def plain_logits(raw, tensors, tokens):
     """tokens (T,) of one sequence -> logits (T, V) float64. Rotary pairs are complex numbers, turned by e^(i angle)."""
     w = {name: t.double() for name, t in tensors.items()}
     T, H, KV = len(tokens), raw["num_attention_heads"], raw["num_key_value_heads"]
-    d = raw["hidden_size"] // H
+    d = head_size(raw)
     angle = torch.arange(T).double()[:, None] * raw["rope_theta"] ** (-torch.arange(0, d, 2).double() / d)
     turn = torch.polar(torch.ones_like(angle), angle)[:, None]           # (T, 1, d / 2)
     future = torch.full((T, T), -torch.inf, dtype=torch.float64).triu(1)
@@ -115,15 +131,18 @@ def plain_logits(raw, tensors, tokens):
     def linear(x, name):
         return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0)
 
-    def rotated(x):
-        z = torch.complex(*x.unflatten(1, (-1, d)).chunk(2, dim=-1)) * turn
-        return torch.cat([z.real, z.imag], dim=-1)                       # (T, heads, d)
+    def rotated(x, name):
+        x = x.unflatten(1, (-1, d))                                      # (T, heads, d)
+        if raw["model_type"] == "qwen3":
+            x = norm(x, name)
+        z = torch.complex(*x.chunk(2, dim=-1)) * turn
+        return torch.cat([z.real, z.imag], dim=-1)
 
     x = w["model.embed_tokens.weight"][torch.as_tensor(tokens)]
     for i in range(raw["num_hidden_layers"]):
         p = f"model.layers.{i}."
         y = norm(x, p + "input_layernorm")
-        q, k = rotated(linear(y, p + "self_attn.q_proj")), rotated(linear(y, p + "self_attn.k_proj"))
+        q, k = (rotated(linear(y, f"{p}self_attn.{s}_proj"), f"{p}self_attn.{s}_norm") for s in "qk")
         v = linear(y, p + "self_attn.v_proj").unflatten(1, (-1, d))
         k, v = k.repeat_interleave(H // KV, 1), v.repeat_interleave(H // KV, 1)
         weight = (torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(d) + future).softmax(-1)
@@ -157,8 +176,11 @@ def held_by(model):
     for i, layer in enumerate(model.layers):
         for name, norm in zip(NORMS, (layer.input_norm, layer.post_norm)):
             tensors[f"model.layers.{i}.{name}.weight"] = norm.weight.data
-        for name, bias in zip(TARGETS[:3], layer.qkv_bias.split(layer.qkv.parts)):
-            tensors[f"model.layers.{i}.{name}.bias"] = bias
+        if layer.qkv_bias is not None:
+            for name, bias in zip(TARGETS[:3], layer.qkv_bias.split(layer.qkv.parts)):
+                tensors[f"model.layers.{i}.{name}.bias"] = bias
+        if layer.qk_gains is not None:
+            tensors |= {f"model.layers.{i}.{name}.weight": gain for name, gain in zip(QK_NORMS, layer.qk_gains)}
         for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
             w = linear.weight.dequantize().float()
             tensors |= {f"{name}.weight": part for name, part in zip(linear.names, w.split(linear.parts))}
