@@ -303,7 +303,8 @@ def grade_rollouts(tokenizer: "harness.data.Tokenizer", problems: list,
     rows = []
     for i, text in enumerate(texts):
         problem = problems[i // group_size]
-        verdict = grade(text, problem.answer, "tags" if style == "tags" else "boxed")
+        verdict = grade(tokenizer.opened + text, problem.answer,
+                        "tags" if style == "tags" else "boxed")
         row = {
             "id": problem.id, "question": problem.question, "answer": problem.answer,
             "completion": text, "extracted": verdict.answer, "rule": verdict.rule,

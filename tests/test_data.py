@@ -29,14 +29,18 @@ def write(path, *rows):
     return str(path)
 
 
-def save_tokenizer(folder, template=None):
-    """A byte-level tokenizer without merges: ids 0-255 are bytes, 256-258 the control tokens."""
+def save_tokenizer(folder, template=None, thinks=False):
+    """A byte-level tokenizer without merges: ids 0-255 are bytes, 256-258 the control tokens. thinks: as in Qwen3's,
+    <think> and </think> are tokens of their own and not special, ids 259 and 260.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     file = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     file.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     file.decoder = decoders.ByteLevel()
     file.add_special_tokens([AddedToken(t, special=True) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")])
+    if thinks:
+        file.add_tokens([AddedToken(t, special=False, normalized=False) for t in ("<think>", "</think>")])
     file.save(str(folder / "tokenizer.json"))
     if template is not None:
         (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))

@@ -32,6 +32,7 @@ LENGTH = 8192                                    # tokens of a conversation, if 
 class Conversation:
     """how it answers"""
     prompt_style: str = setting("plain", "as in train.py")
+    thinking: str = setting("off", "as in train.py", choices=("on", "off"))
     question: str | None = setting(None, "answer this one and end")
     temperature: float = setting(0.0, "0: greedy", "[0, 1000]")
     max_new_tokens: int = setting(1024, "longest answer", "[1, 2e9]")
@@ -75,12 +76,13 @@ class Chat:
         sampling = self.sampling._replace(max_new_tokens=most)
         answer = self.sampler.generate([prompt], 1, sampling, [len(prompt)])
         print()
-        completion, = answer.completions
-        if answer.finished[0]:
-            completion = completion[:-1]
-        else:
+        if not answer.finished[0]:
             print(f"(cut off at {most} tokens)", file=sys.stderr)
-        self.ids = [*prompt, *completion, tokenizer.stop, *tokenizer.encode("\n")]
+        said = tokenizer.opened + tokenizer.decode(answer.completions[0])
+        if tokenizer.thinks and "<think>" in said.rpartition("</think>")[2]:
+            said = said[:said.rindex("<think>")]         # cut off in its thinking: nothing is said
+        # The prompt's own end goes: in an earlier turn the chat template has no thinking at all.
+        self.ids = prompt[:-len(tokenizer.answer_start)] + tokenizer.turn("assistant", said)
 
 
 def read_chat_flags() -> tuple[Which, Conversation]:
@@ -120,9 +122,10 @@ def main():
         data.prompt_function(wanted.prompt_style)
         with redirect_stdout(sys.stderr):        # what is said of a GPU or a folder is no answer
             device, _ = choose_device(which.device, which.kernels, which.model)
-            folder = hf.resolve(which.model)
+            folder = hf.resolve(which.model, weights=False)
             which = dataclasses.replace(which, base=hf.base_of(folder, which.base))
-            tokenizer = data.Tokenizer(folder)
+            tokenizer = data.Tokenizer(folder, wanted.thinking)
+            folder = hf.resolve(which.model)
             model = load_model(which, folder, device, tokenizer)
         length = min(hf.max_positions(folder), LENGTH)
         sampler = Sampler(engine_for(device, which.kernels), model, length, max_rows=1)
