@@ -171,7 +171,7 @@ def problems_of(wanted: Evaluation, run: Settings | None, tokenizer: data.Tokeni
         ends_a_training_file = not held.eval_data and source.endswith(data.SUFFIXES)
         if wanted.limit is not None and not ends_a_training_file:
             held = dataclasses.replace(held, eval_problems=0)
-        # Prompts too long for the run are none of its problems, and thinking makes them longer.
+        # What was too long for the run is none of its problems, and --thinking changes the length.
         asked = tokenizer if held.thinking == wanted.thinking else \
             data.Tokenizer(tokenizer.folder, held.thinking)
         _, problems = data.split_problems(held, asked)

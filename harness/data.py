@@ -311,7 +311,7 @@ class Tokenizer:
             <|im_start|>  user \\n 2+3*4?                <|im_end|>  \\n
             <|im_start|>  assistant \\n                  the model goes on from here
 
-        Behind the last line comes what the chat template says of thinking, see THINKING.
+        Behind the last line follows what the chat template has there about thinking: see THINKING.
 
         The two control tokens are put in as ids, and only texts are encoded, as plain text. A chat
         template would paste everything into one text and encode that: a question that contains
@@ -330,8 +330,10 @@ class Tokenizer:
 
 
 # -----------------------------------------------------------------------------
-# A model's chat template is a program in Jinja. It is never run: nothing that a model's folder holds
-# is. What must be known of it is looked up in its text.
+# What a chat template says
+#
+# A template is a program in Jinja. It is never run, as nothing is that a model's folder holds: what
+# must be known of it is looked up in its text.
 
 # Behind "add_generation_prompt" a template says how an answer begins. THINKING has the texts and
 # conditions that stand there, of the templates whose thinking is known here -> what the prompt has
@@ -345,9 +347,9 @@ THINKING = {
     ("<|im_start|>assistant\n<think>\n",): {"on": "<think>\n"},
 }
 TEXT_OR_CONDITION = re.compile(r"""'[^']*'|"[^"]*"|\b(?:el)?if\b.*?(?=\s*-?%})|\belse\b""")
-# How these templates repeat an earlier answer: they cut the thinking off, and write what is left.
-CUTS_THINKING = re.compile(r"content\.split\('</think>'\)\[-1\]\.lstrip\('\n'\).*"
-                           r"message\.role \+ '\n' \+ content", re.DOTALL)
+# How these templates repeat an earlier answer: they cut its thinking off, and write what is left.
+CUT = "content.split('</think>')[-1].lstrip('\n')"
+WRITE = "message.role + '\n' + content"
 
 
 def chat_template(folder: Path) -> tuple[str | None, Path]:
@@ -395,7 +397,7 @@ def answer_begins(template: str | None, path: Path) -> dict[str, str]:
     template = template.replace("\\n", "\n")     # a line break in a text, written in either way
     tail = template.rpartition("add_generation_prompt")[2]
     parts = tuple(part.strip("'\"") for part in TEXT_OR_CONDITION.findall(tail))
-    if parts not in THINKING or not CUTS_THINKING.search(template):
+    if parts not in THINKING or not 0 <= template.find(CUT) < template.rfind(WRITE):
         raise ValueError(f"{path}: chat_template has a thinking that is not known here, expected "
                          "that of Qwen3 or of Qwen3-Thinking-2507")
     return THINKING[parts]

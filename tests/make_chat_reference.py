@@ -12,11 +12,12 @@ are):
     qwen2.5     trl/chat_templates/qwen2_5.jinja, of Qwen2.5-7B-Instruct
     qwen3       trl/chat_templates/qwen3.jinja, of Qwen3-8B and its siblings of other sizes
     instruct    trl/chat_templates/qwen3_instruct_2507.jinja, of Qwen3-4B-Instruct-2507
-    thinking    qwen3_thinking_template in unsloth/chat_templates.py, of Qwen3-4B-Thinking-2507
+    thinking    qwen3_thinking_template in unsloth/chat_templates.py, of Qwen3-4B-Thinking-2507. In the model's own file
+                the last text has its line breaks as "\\n"; here they are real ones, which mean the same
 
 jinja2 runs them as transformers does, with trim_blocks and lstrip_blocks. The script also gives each template to
-harness/data.py in a model's folder, and ends with an error unless every conversation comes out the same there. The tests
-do without the templates' text; they have stand-ins that say the same of thinking.
+harness/data.py in a model's folder, and ends with an error unless every conversation comes out the same there. The
+tests do without the templates' text; they have stand-ins that say the same of thinking.
 """
 import argparse
 import ast
@@ -54,8 +55,9 @@ CONVERSATIONS = [
          ("assistant", "<think>Hm.</think>It is 7."), ("user", "And 4+5?"), ("assistant", "<think>\nHm.\n</think>"),
          ("user", "Well?")),
     # Two thoughts in one answer; one that was not closed; a line break in front of an answer without a thought.
-    chat(("user", "2+3?"), ("assistant", "<think>\n1\n</think>\n\n4. <think>\n2\n</think>\n\n\nNo, 5."), ("user", "Yes?"),
-         ("assistant", "<think>\nLet me see"), ("user", "Go on."), ("assistant", "\nIt is 5. "), ("user", " Thanks\n")),
+    chat(("user", "2+3?"), ("assistant", "<think>\n1\n</think>\n\n4. <think>\n2\n</think>\n\n\nNo, 5."),
+         ("user", "Yes?"), ("assistant", "<think>\nLet me see"), ("user", "Go on."), ("assistant", "\nIt is 5. "),
+         ("user", " Thanks\n")),
     # A system message in between, the tags in what others say, other scripts.
     chat(("system", "Write <think> and </think>."), ("user", "½ of 六 é, {{ 1 }}?"), ("assistant", "3 {% if %}"),
          ("system", "Now in German."), ("user", "What does </think> mean? <think>")),

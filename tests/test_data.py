@@ -80,7 +80,7 @@ TEMPLATES = {
 
 
 def thinking_tiny(folder, template):
-    """The tiny model with <think> and </think> in its tokenizer, among the ids that it has to spare, and this template."""
+    """The tiny model with this template, and with <think> and </think> among the ids that its tokenizer has to spare."""
     shutil.copytree(TINY, folder)
     raw = json.loads((folder / "tokenizer.json").read_text())
     first = 1 + max([*raw["model"]["vocab"].values(), *(token["id"] for token in raw["added_tokens"])])
@@ -488,7 +488,7 @@ def test_a_folder_without_a_template_never_thinks_and_must_not_have_the_tokens_o
     ("is false %}", "is true %}"),                                         # the other way round
     ("is defined and enable_thinking is false", "is not defined"),
     ("{%- if enable_thinking is defined", "{%- if x %}{%- elif enable_thinking is defined"),
-    ("    {%- endif %}\n{%- endif %}", "    {%- else %}\n        {{- '<think>\\n' }}\n    {%- endif %}\n{%- endif %}"),
+    ("    {%- endif %}\n{%- endif %}", "    {%- else %}{{- '<think>\\n' }}{%- endif %}\n{%- endif %}"),
     (r"'<think>\n\n</think>\n\n'", r"'<think>\n</think>\n'"),
     (".split('</think>')[-1]", ".split('</think>')[0]"),                   # earlier answers keep their thinking
     ("'\\n' + content +", "'\\n<think>\\n\\n</think>\\n\\n' + content +"),
@@ -497,7 +497,7 @@ def test_a_thinking_that_is_not_known_is_refused(tmp_path, change):
     assert TEMPLATES["qwen3"].count(change[0]) == 1, change
     save_tokenizer(tmp_path, TEMPLATES["qwen3"].replace(*change), thinks=True)
     for thinking in ("on", "off"):
-        with pytest.raises(ValueError, match="tokenizer_config.json: chat_template has a thinking that is not known here"):
+        with pytest.raises(ValueError, match="tokenizer_config.json: chat_template has a thinking that is not known"):
             Tokenizer(tmp_path, thinking)
 
 
