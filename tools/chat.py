@@ -76,12 +76,18 @@ class Chat:
         sampling = self.sampling._replace(max_new_tokens=most)
         answer = self.sampler.generate([prompt], 1, sampling, [len(prompt)])
         print()
-        if not answer.finished[0]:
+        completion, = answer.completions
+        if answer.finished[0]:
+            completion = completion[:-1]
+        else:
             print(f"(cut off at {most} tokens)", file=sys.stderr)
-        said = tokenizer.opened + tokenizer.decode(answer.completions[0])
-        if tokenizer.thinks and "<think>" in said.rpartition("</think>")[2]:
-            said = said[:said.rindex("<think>")]         # cut off in its thinking: nothing is said
-        # The prompt's own end goes: in an earlier turn the chat template has no thinking at all.
+        if not tokenizer.thinks:
+            self.ids = [*prompt, *completion, tokenizer.stop, *tokenizer.encode("\n")]
+            return
+        # An earlier turn has no thinking, neither what the prompt began with nor the answer's own.
+        said = tokenizer.opened + tokenizer.decode(completion)
+        if "<think>" in said.rpartition("</think>")[2]:
+            said = said[:said.rindex("<think>")]         # cut off while it thought
         self.ids = prompt[:-len(tokenizer.answer_start)] + tokenizer.turn("assistant", said)
 
 
