@@ -94,6 +94,9 @@ class Data:
     eval_problems: int = setting(256, "how many held-out problems; 0: all of them", "[0, 2e9]")
     prompt_style: str = setting("boxed", f"{', '.join(STYLES)}, or module:function; "
                                 "boxed is Qwen's request for maths, tags is the paper's format")
+    thinking: str = setting("off", "whether a model that can do both, such as Qwen3, thinks before "
+                            "it answers; a thinking answer needs more --max-new-tokens",
+                            choices=("on", "off"))
     max_prompt_tokens: int = setting(512, "longer prompts are left out (release: 256)", AT_LEAST_1)
     reward: str | None = setting(None, "module:function that scores answers in place of the "
                                  "built-in grader")

@@ -111,7 +111,7 @@ def read_problems(settings: Settings) -> tuple[data.Tokenizer, list, list]:
     folder = hf.resolve(settings.model.model, weights=False)
     hf.check_lengths(folder, wanted.max_prompt_tokens + settings.rollout.max_new_tokens,
                      settings.model.lora_rank)
-    tokenizer = data.Tokenizer(folder)
+    tokenizer = data.Tokenizer(folder, wanted.thinking)
     return tokenizer, *data.split_problems(wanted, tokenizer)
 
 
