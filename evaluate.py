@@ -37,7 +37,8 @@ from harness.config import Settings, setting
 from harness.figures import evaluation_figures, paired_figures
 from harness.files import errors_name_file, json_line, read_rows, write_atomically
 from harness.ranks import KERNELS, choose_device, configure_cpu, say
-from sampler import Sampler, Sampling, Sequence, engine_for, rollouts_of
+from sampler import (Sampler, Sampling, Sequence, engine_for, refuse_large_rank,
+                     rollouts_of)
 
 
 @dataclass(frozen=True)
@@ -294,13 +295,16 @@ def main() -> None:
     began = time.perf_counter()
     with process.one_line("evaluate.py"):
         which, wanted, run = read_flags()
+        hf.check_model(which.model)
         device, kernels = choose_device(which.device, which.kernels, which.model)
         if kernels:
             say(f"decode kernels: {kernels}, on {torch.cuda.get_device_name(device)}")
         plug_in = plugin.Reward(wanted.reward) if wanted.reward else None
         others = read_results(wanted.against) if wanted.against else None
         if which.adapter:
-            hf.read_peft(which.adapter)          # what is wrong with it is said at once
+            adapter, _ = hf.read_peft(which.adapter)             # what is wrong is said at once
+            refuse_large_rank(adapter["r"], device,
+                              f"--adapter {which.adapter}: its rank of {adapter['r']}")
         folder = hf.resolve(which.model, weights=False)
         tokenizer = data.Tokenizer(folder, wanted.thinking)
         problems, source = problems_of(wanted, run, tokenizer)

@@ -421,7 +421,7 @@ def check_settings(settings: Settings, before: Settings | None) -> None:
     for section in dataclasses.fields(settings):
         check_ranges(getattr(settings, section.name))
     model, rollout, noise = settings.model, settings.rollout, settings.noise
-    objective, optim, memory = settings.objective, settings.optim, settings.memory
+    objective, optim = settings.objective, settings.optim
     if noise.sigma_start and not 0 < noise.sigma_end <= noise.sigma_start:
         raise ValueError(f"--sigma-end must lie in (0, {noise.sigma_start}], the --sigma-start, "
                          f"got {noise.sigma_end}")
@@ -445,8 +445,6 @@ def check_settings(settings: Settings, before: Settings | None) -> None:
                          f"{optim.updates_per_rollout}")
     if model.calibrate and model.base != "nvfp4":
         raise ValueError(f"--calibrate {model.calibrate} is for NVFP4, --base is {model.base}")
-    if memory.memory_gib and not (memory.device or "cuda").startswith("cuda"):
-        raise ValueError(f"--memory-gib bounds the memory of a GPU, --device is {memory.device}")
     tracker = settings.watching.report_to
     if tracker and importlib.util.find_spec(tracker) is None:
         raise ValueError(f"--report-to {tracker} needs pip install {tracker}")

@@ -23,7 +23,7 @@ from evaluate import Which, load_model, parse
 from harness import config, data, hf
 from harness.config import setting
 from harness.ranks import choose_device
-from sampler import Sampler, Sampling, engine_for
+from sampler import Sampler, Sampling, engine_for, refuse_large_rank
 
 LENGTH = 8192                                    # tokens of a conversation, if the model takes them
 
@@ -126,8 +126,12 @@ def main():
     with process.one_line("chat"):
         which, wanted = read_chat_flags()
         data.prompt_function(wanted.prompt_style)
+        hf.check_model(which.model)
         with redirect_stdout(sys.stderr):        # what is said of a GPU or a folder is no answer
             device, _ = choose_device(which.device, which.kernels, which.model)
+            if which.adapter:
+                rank = hf.read_peft_config(which.adapter)["r"]
+                refuse_large_rank(rank, device, f"--adapter {which.adapter}: its rank of {rank}")
             folder = hf.resolve(which.model, weights=False)
             which = dataclasses.replace(which, base=hf.base_of(folder, which.base))
             tokenizer = data.Tokenizer(folder, wanted.thinking)
