@@ -2,38 +2,46 @@
 Adaptive quantization noise (AQN): decaying Gaussian noise on the sampler's norms, for exploration.
 
 Why: rounding the frozen weights to 4 bits makes the policy a little more random, and the paper
-finds that this helps it to explore (QeRL, section 3.3). AQN adds noise whose size is under control.
-The two norms of every layer compute with
+finds that this helps it to explore (QeRL, section 3.2). But that noise is fixed. AQN (section 3.3)
+adds noise whose size can be chosen. The two norms of every layer compute with (Eq. 10)
 
-    weight + noise,     noise = sigma * z,     z ~ N(0, 1) of shape (D,), drawn anew for every step
+    w + noise,     noise = sigma * z,     z ~ N(0, 1) of shape (D,), drawn anew for every step
 
-so the linears behind a norm see (w + noise) * x_hat = (1 + noise / w) * (w * x_hat): column i of
-their matrix W is in effect multiplied by 1 + noise_i / w_i (Appendix G). Noise on D numbers stands
-in for noise on a whole matrix. q, k and v share one z, gate and up another; o and down have none.
+Let x_hat = x / rms(x). The linears behind the norm see (w + noise) * x_hat, which is
+(1 + noise / w) * (w * x_hat). So column i of their matrix W (N, D) is in effect multiplied by
+1 + noise_i / w_i (Appendix G; its W is the transpose of this one, so it speaks of rows). Noise on D
+numbers stands in for noise on a whole matrix. q, k and v share one z, gate and up another; o and
+down have none.
 
-The schedule (Eq. 8, Algorithm 1): M steps in K equal stages, a step's stage is k.
+Mind the units: noise is added to w, whatever the size of w. A channel with w = 0.1 is moved ten
+times as far, in proportion, as one with w = 1.
+
+The schedule (Eq. 8, Algorithm 1) cuts the M steps of a run into K stages of floor(M / K) steps; the
+steps that are left over join the last stage. Step `step`, counted from 0, is in stage k:
 
     k     = min(floor(step / floor(M / K)), K - 1)
     sigma = 0                                             k = 0: quantization's own noise alone
     sigma = start * (end / start)^((k - 1) / (K - 1))     k >= 1; the last stage stays above `end`
 
-NVlabs/QeRL has K - 2 in that exponent, so that its last stage reaches `end`. Its schedule from
-start to end is the one above with start * (end / start)^((K - 1) / (K - 2)) as `end`: 5.62e-5
-instead of 1e-4 at its other settings, 1e-2 and K = 10.
+The release (NVlabs/QeRL) has K - 2 in that exponent, so its last stage reaches `end`. To get its
+schedule here, pass start * (end / start)^((K - 1) / (K - 2)) as `end`. Its own settings are 1e-2,
+1e-4 and K = 10; they need an `end` of 5.62e-5.
 
 Where noise acts. Only rollouts run inside noisy_norms(). Evaluation and learner are clean, and
 grpo.py corrects for the difference: the sampler wrote down the log-probs of its noisy draw.
 
 Why one z for a whole step, and not more of them?
-- One for each forward pass (Eq. 7): the tokens of one answer would come from different policies,
-  and attend to keys and values that yet others have computed. The release draws per step as well.
+- One for each forward pass, as the paper says above Eq. 7: the tokens of one answer would come from
+  different policies, and attend to keys and values that yet others have computed. The release draws
+  once a step as well.
 - One for each answer: the answers of a group share the keys and values of their prompt, which are
   computed once (sampler.Prefix), and these depend on z. Every answer would need a prompt of its
   own in the KV cache, and the norm kernels would have to read another z for every row.
 
-Why noise is an fp32 buffer beside the weight, and is not added to the weight: bf16 would swallow
-it. At sigma 1e-3 the sum differs from the weight in 5 % of the channels with weights near 0.75 and
-in none of those near 1.5, so half of the schedule would do nothing.
+Why noise is an fp32 buffer beside the weight, and is not added to a bf16 weight: rounding would
+swallow it. At sigma 1e-3 the sum would differ from the weight in 5 % of the channels with weights
+near 0.75, and in 0.01 % of those near 1.5. Of the nine noisy stages of the default schedule, the
+last three would move less than 1 % of the channels near 1.5.
 
 Not here: noise on the final norm (the paper leaves lm_head clean); noise in proportion to the
 weight and in the learner too, which did not pay in one run (docs/log.md); a sigma that is steered
@@ -48,7 +56,8 @@ import torch
 
 from model import Qwen2
 
-# The other schedules of Figures 9 and 15: t in [0, 1] -> which share of start - end is left.
+# The other schedules of the paper's Figures 9 and 15: t in [0, 1], 0 at the first noisy stage ->
+# which share of (start - end) is left.
 REMAINING = {
     "linear": lambda t: 1 - t,
     "cosine": lambda t: (1 + math.cos(math.pi * t)) / 2,
@@ -61,9 +70,10 @@ def sigma_at(step: int, total_steps: int, sigma_start: float, sigma_end: float, 
              schedule: str = "exponential") -> float:
     """The standard deviation of a step's noise: sigma_at(60, 600, 1e-2, 5e-4, 10) == 1e-2.
 
-    Steps count from 0 here, from 1 in the paper. One stage is no noise at all, two are a clean one
-    and a noisy one at sigma_start. With fewer steps than stages each step is a stage, and the last
-    stages never come.
+    step counts from 0 here, from 1 in the paper; total_steps is M and num_stages K of the formula
+    above. sigma_start 0 is no noise. One stage is no noise at all, two are a clean one and a noisy
+    one at sigma_start. With fewer steps than stages each step is a stage, and the last stages never
+    come. A run that is resumed with more steps has a longer M, so its stages move.
     """
     assert schedule in SCHEDULES, f"{schedule!r} is not one of {SCHEDULES}"
     assert 0 <= step and total_steps >= 1 and num_stages >= 1, (step, total_steps, num_stages)
@@ -81,13 +91,15 @@ def sigma_at(step: int, total_steps: int, sigma_start: float, sigma_end: float, 
 def draw_z(seed: int, step: int, layer: int, which: int, size: int) -> torch.Tensor:
     """The noise of one norm at sigma 1: (size,) fp32. which: 0 = before attention, 1 = before MLP.
 
-    It depends on these numbers alone, not on device, rank, or what was drawn before: so all ranks
-    sample from one policy, and a resumed run from the one that it would have had.
+    It depends on these numbers alone, not on device, rank, or what was drawn before. So all ranks
+    sample from one policy, and a resumed run from the one that it would have had. (numpy does not
+    promise that another version of it turns Philox's bits into the same normal numbers.)
 
-    Philox makes its n-th output from (key, n) directly. (seed, step) is the key, and (layer, which)
-    are the high words of the counter n, so no two norms share any part of a stream. Seeding a
-    torch.Generator by a hash of the four would not do: it keeps 32 bits of its seed, and among the
-    33,600 norms of 600 steps of a 7B model two would share their z with odds of 12 %.
+    Philox computes its n-th output directly from a key and n. The key is (seed, step). n is a
+    counter of four words, lowest first; layer and which are its two highest, so no two norms share
+    any part of a stream. Seeding a torch.Generator by a hash of the four numbers would not do. On a
+    CPU it keeps only 32 bits of its seed, and among the 33,600 norms of 600 steps of a 7B model two
+    would share their z with a probability of 12 %.
     """
     philox = np.random.Philox(key=[seed, step], counter=[0, 0, layer, which])
     return torch.from_numpy(np.random.Generator(philox).standard_normal(size, dtype=np.float32))
@@ -95,10 +107,11 @@ def draw_z(seed: int, step: int, layer: int, which: int, size: int) -> torch.Ten
 
 @contextmanager
 def noisy_norms(model: Qwen2, sigma: float, seed: int, step: int) -> Iterator[None]:
-    """Makes rollouts noisy: within, input_norm and post_norm of every layer have noise.
+    """A context in which input_norm and post_norm of every layer have noise: for rollouts.
 
-    It is written into the norms' buffers in place, because captured CUDA graphs read their
-    addresses, and set to 0 on the way out, also by an exception.
+    The noise is written into the norms' buffers in place, because captured CUDA graphs read their
+    addresses. At the end it is set to 0, also where an exception ends the context. Nothing that
+    was computed inside, such as a KV cache, may be used outside.
     """
     norms = [(i, which, norm) for i, layer in enumerate(model.layers)
              for which, norm in enumerate((layer.input_norm, layer.post_norm))]
@@ -108,8 +121,9 @@ def noisy_norms(model: Qwen2, sigma: float, seed: int, step: int) -> Iterator[No
         if sigma > 0:
             for i, which, norm in norms:
                 norm.noise.copy_(sigma * draw_z(seed, step, i, which, len(norm.noise)))
-            # Does it act? The release adds its noise to no norm at all, and says nothing: it looks
-            # for Hugging Face's norm classes in vLLM's model.
+            # Is every norm reached, each with a buffer of its own? The release looks for Hugging
+            # Face's norm classes in vLLM's model, finds none, and adds its noise to nothing without
+            # a word.
             hit = len({norm.noise.data_ptr() for _, _, norm in norms if norm.noise.any()})
             assert hit == 2 * len(model.layers) > 0, \
                 f"noise hit {hit} norms of {len(model.layers)} layers"

@@ -1,13 +1,16 @@
 """
-Attention of the learner: sequences packed end to end, and a group's prompt computed once.
+Attention over sequences packed end to end, in which the answers to a problem share their prompt.
+
+For whatever computes whole sequences at once: the learner, the sampler's prefill, calibration. The
+sampler's decode steps, one new token to a row, have their own (sampler.attention_to_cache).
 
 Tokens are (T,), several sequences laid end to end without padding. The G answers to a problem share
-their prompt, so the prompt is one sequence, the trunk, and each answer is a branch of it:
+their prompt, so the prompt is computed once, as the trunk, and each answer is a branch of it:
 
-    rows that are scored          prompt a1 a2 a3      prompt b1 b2
-    what is computed              prompt  a1 a2 a3  b1 b2
+    two rows                      p1 p2 a1 a2 a3      p1 p2 b1 b2
+    what is computed              p1 p2   a1 a2 a3   b1 b2
 
-A branch sees its prompt and itself, not its siblings:
+A branch sees its trunk and itself, and no other branch:
 
         queries |  p1 p2 | a1 a2 a3 | b1 b2    keys
         --------+--------+----------+-------
@@ -21,18 +24,23 @@ A branch sees its prompt and itself, not its siblings:
            b1   |  o  o  |          | x
            b2   |  o  o  |          | x  x
 
-FlashAttention computes either part, but not both at once. So there are two softmaxes, and merge()
-makes one of them. With lse = log of the sum of e^score over the keys of a part, the weight of a
-part is its share of the whole sum:
+FlashAttention computes either part, but not both in one call: it wants the keys of a query to be
+neighbours, and a1..a3 lie between the prompt and b1. So there are two softmaxes, and merge() makes
+one of them. With lse = log of the sum of e^score over the keys of a part, the weight of a part is
+its share of the whole sum:
 
     lse = log(e^lse_inside + e^lse_across)
     out = out_inside * e^(lse_inside - lse) + out_across * e^(lse_across - lse)
 
-The backward needs no such step. A probability of the whole softmax is e^(score - lse) with the
-whole's lse, whichever part the key is in; so each part computes its gradients from the whole's out
-and lse, and they add up.
+The backward pass needs no merging. A probability of the whole softmax is e^(score - lse) with the
+whole's lse, whichever part the key is in. So each part computes its gradients from the whole's out
+and lse, and the gradients of the two parts add up.
 
-Shapes: T tokens, S keys, H query heads, KV key-value heads, d head size.
+In 16 bits the out of each part is rounded before the merge and the merged one after it. The sampler
+attends to prompt and answer in one softmax and rounds once, so here, and nowhere else, the two
+round at different places.
+
+Shapes: T tokens (queries), S keys, H query heads, KV key-value heads, d head size.
 """
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain, groupby
@@ -45,20 +53,24 @@ from ops import twin_in_kernels
 
 
 class Spans(NamedTuple):
-    """Who sees whom: queries q_starts[i]..q_starts[i+1] see keys k_starts[i]..k_starts[i+1].
+    """Who sees whom, in the form that FlashAttention takes: n spans, of which span i lets the
+    queries q_starts[i] to q_starts[i + 1] - 1 see the keys k_starts[i] to k_starts[i + 1] - 1.
 
-    The form that FlashAttention takes packed sequences in.
+    So every query is in one span, and every key in one. A span may have no queries, but none that
+    has queries may be without keys: the softmax over nothing is NaN.
     """
     q_starts: Tensor                             # (n + 1,) int32, from 0 to the number of queries
     k_starts: Tensor                             # (n + 1,) int32, equal to q_starts where causal
-    longest_q: int
-    longest_k: int
-    causal: bool                                 # a query sees no key behind its own place
+    longest_q: int                               # the most queries of a span
+    longest_k: int                               # the most keys of a span
+    causal: bool                                 # query j of a span sees its keys 0 to j alone
 
 
 def spans_of(q_lengths: Sequence[int], k_lengths: Sequence[int], causal: bool,
              device: torch.device | str) -> Spans:
-    """Spans from lengths: the first q_lengths[0] queries see the first k_lengths[0] keys, ..."""
+    """Spans from the n lengths of each: the first q_lengths[0] queries see the first k_lengths[0]
+    keys, the next q_lengths[1] queries see the next k_lengths[1] keys, and so on.
+    """
     starts = [torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
               for lengths in (q_lengths, k_lengths)]
     return Spans(*starts, max(q_lengths), max(k_lengths), causal)
@@ -67,12 +79,14 @@ def spans_of(q_lengths: Sequence[int], k_lengths: Sequence[int], causal: bool,
 # -----------------------------------------------------------------------------
 # Which token stands where
 
-def lay_out(rows: list[list[int]], starts: list[int]) -> tuple[list, list, list, list]:
+def lay_out(rows: list[list[int]], starts: list[int]
+            ) -> tuple[list[int], list[int], list[list[int]], list[int]]:
     """Pack rows of ids, each a prompt and a completion, so that equal prompts are computed once.
 
-    starts[i]: where the completion of row i begins. Rows next to each other with equal prompts
-    become a trunk with branches; a row alone becomes a sequence without branches. Each row's last
-    token predicts nothing and is left out.
+    starts[i]: where the completion of row i begins, at least 1. Rows next to each other with equal
+    prompts become a trunk with branches; equal prompts that lie apart are computed twice. A row
+    whose prompt no neighbour shares is a trunk from end to end, with one empty branch. The last
+    token of a row predicts nothing and is left out.
 
         rows             1 2 | 7 8     a prompt of two tokens, completions of two and of one:
                          1 2 | 5       starts == [2, 2]
@@ -83,17 +97,18 @@ def lay_out(rows: list[list[int]], starts: list[int]) -> tuple[list, list, list,
         row 1 predicts   .    5        its branch is empty: 5 is its last token
 
         lay_out(rows, starts) ==
-            [1, 2, 7],              tokens
+            [1, 2, 7],              tokens: all trunks, then all branches
             [2],                    lengths of the trunks
             [[1, 0]],               branches: of each trunk, the lengths of its branches
-            [1, 2, 1]               predictors: the places at whose logits 7, 8 and 5 are scored
+            [1, 2, 1]               predictors: for each completion token, row after row (7, 8, 5),
+                                    the place whose logits predict it
     """
     groups = groupby(range(len(rows)), lambda i: rows[i][:starts[i]])
     groups = [list(group) for _, group in groups]
     tokens = []
     lengths = []
     for first, *others in groups:
-        trunk = rows[first][:starts[first] if others else -1]    # a row alone is all trunk
+        trunk = rows[first][:starts[first] if others else -1]    # without others all of it is trunk
         tokens += trunk
         lengths.append(len(trunk))
     branches = []
@@ -102,8 +117,9 @@ def lay_out(rows: list[list[int]], starts: list[int]) -> tuple[list, list, list,
         tails = [rows[i][length:-1] for i in group]
         branches.append([len(tail) for tail in tails])
         for i, tail in zip(group, tails):
-            # The prompt's last place predicts the first scored token. Where a row is all trunk,
-            # the rest of the trunk predicts the others; else the places of its branch do.
+            # The prompt's last place predicts the first completion token. The others are predicted
+            # by what follows: by the rest of the trunk where the whole row is trunk, else by the
+            # branch. One of these two ranges is empty then.
             predictors += range(end - length + starts[i] - 1, end)
             predictors += range(len(tokens), len(tokens) + len(tail))
             tokens += tail
@@ -111,21 +127,23 @@ def lay_out(rows: list[list[int]], starts: list[int]) -> tuple[list, list, list,
 
 
 class PackedAttention:
-    """Attention as a layer calls it, for sequences laid end to end, which may have branches.
+    """Attention as model.Layer calls it, over trunks laid end to end and, after all trunks, their
+    branches, trunk by trunk.
 
-    lengths: of the sequences (trunks). branches: for each, the lengths of its branches. In memory
-    all trunks come first, then all branches, trunk by trunk. positions (T,) int64 count from 0 in
-    each trunk and go on from its end in each of its branches.
+    lengths: of the trunks, each at least 1. branches: for each trunk the lengths of its branches,
+    which may be 0; by default no trunk has any, and the trunks are ordinary sequences. The
+    attribute positions, (T,) int64 for rotary embeddings, counts from 0 in each trunk and goes on
+    from the trunk's end in each of its branches.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device | str,
                  branches: Sequence[Sequence[int]] = ()):
         own = [*lengths, *(n for n in chain(*branches) if n)]
         self.inside = spans_of(own, own, True, device)
-        self.across = None                       # one span for each trunk and all of its branches
+        self.across = None                       # span i: all branches of trunk i, over trunk i
         if any(chain(*branches)):
             self.across = spans_of([sum(group) for group in branches], lengths, False, device)
-        self.trunks = sum(lengths)               # how many tokens come before the first branch
+        self.trunk_tokens = sum(lengths)         # the first branch begins here
         positions = [torch.arange(n) for n in lengths]
         for start, group in zip(lengths, branches):
             positions += [torch.arange(start, start + n) for n in group]
@@ -143,7 +161,8 @@ class PackedAttention:
 def attend_spans(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> tuple[Tensor, Tensor]:
     """Attention of one part: each span's queries over its keys.
 
-    q (T, H, d), k and v (S, KV, d) -> out (T, H, d), log-sum-exp of the scores (H, T) fp32.
+    q (T, H, d), k and v (S, KV, d) of one dtype -> out (T, H, d) in that dtype, and the log-sum-exp
+    of each query's scores, (H, T) fp32 (float64 where q is). On a GPU the dtype must have 16 bits.
     """
     out = torch.empty_like(q)
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -160,8 +179,10 @@ def attend_spans_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Te
                           spans: Spans) -> tuple[Tensor, Tensor, Tensor]:
     """What one part adds to dq, dk and dv; out and lse are the whole softmax's, not the part's.
 
-    With p = e^(score - lse) and dp = dout . v, the softmax's gradient is p * (dp - sum of p * dp).
-    That sum runs over the keys of all parts, but equals dout . out, which is at hand.
+    dout and out (T, H, d), lse (H, T), q, k and v as in attend_spans -> dq (T, H, d), dk and dv
+    (S, KV, d). With p = e^(score - lse) and dp = dout . v, the gradient of a score is
+    p * (dp - sum of p * dp). That sum runs over the keys of all parts, but equals dout . out, which
+    is at hand.
     """
     dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
     mean_dp = (dout.to(lse.dtype) * out).sum(-1).T[:, :, None]                  # (H, T, 1)
@@ -173,14 +194,16 @@ def attend_spans_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Te
         dq[rows] = torch.einsum("hqk,khd->qhd", ds, key).to(q.dtype)
         for grad, per_head in ((dk, torch.einsum("hqk,qhd->khd", ds, query)),
                                (dv, torch.einsum("hqk,qhd->khd", p, upstream))):
-            # H / KV query heads share a key-value head: its gradient is the sum of theirs.
+            # H / KV query heads share a key-value head: its gradient is the sum of theirs. It may
+            # be assigned and not added, since a key is in one span alone.
             grad[columns] = per_head.unflatten(1, (k.shape[1], -1)).sum(2).to(k.dtype)
     return dq, dk, dv
 
 
 def _each_span(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Iterator[tuple]:
-    """Yield of each span the slices of its queries and keys, their q, k, v (., H, d) in fp32, with
-    keys and values repeated for the query heads that share them, and the scores (H, ., .).
+    """Yield for each span: the slices of its queries and of its keys in T and S; their q, k and v,
+    (queries or keys, H, d) in fp32, with k and v repeated for the query heads that share them; and
+    the scores (H, queries, keys), scaled by 1 / sqrt(d), -inf where a query must not look.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     heads = q.shape[1]
@@ -201,9 +224,10 @@ def _each_span(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Iterator[tuple]
 
 @twin_in_kernels
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """Make the softmax over two sets of keys from one over each (see the top of this file).
+    """Attention to two sets of keys, made of the attention to each (see the top of this file).
 
-    out and other (T, H, d), lse and other_lse (H, T); the result overwrites out and lse.
+    out and other (T, H, d), lse and other_lse (H, T) as attend_spans returns them; the result
+    overwrites out and lse.
     """
     both = torch.logaddexp(lse, other_lse)
     share, other_share = ((t - both).exp().T[:, :, None] for t in (lse, other_lse))
@@ -218,7 +242,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, pack):
         out, lse = attend_spans(q, k, v, pack.inside)
         if pack.across:
-            n = pack.trunks                      # queries: the branches; keys: the trunks
+            n = pack.trunk_tokens                # queries: the branches; keys: the trunks
             merge(out[n:], lse[:, n:], *attend_spans(q[n:], k[:n], v[:n], pack.across))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.pack = pack
@@ -231,7 +255,7 @@ class _Attention(torch.autograd.Function):
         dout = dout.contiguous()
         dq, dk, dv = attend_spans_backward(dout, q, k, v, out, lse, pack.inside)
         if pack.across:
-            n = pack.trunks
+            n = pack.trunk_tokens
             more_q, more_k, more_v = attend_spans_backward(
                 dout[n:], q[n:], k[:n], v[:n], out[n:], lse[:, n:].contiguous(), pack.across)
             dq[n:] += more_q

@@ -37,7 +37,8 @@ from harness.config import Settings, setting
 from harness.figures import evaluation_figures, paired_figures
 from harness.files import errors_name_file, json_line, read_rows, write_atomically
 from harness.ranks import KERNELS, choose_device, configure_cpu, say
-from sampler import Sampler, Sampling, Sequence, engine_for, rollouts_of
+from sampler import (Sampler, Sampling, Sequence, engine_for, refuse_large_rank,
+                     rollouts_of)
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Evaluation:
     limit: int | None = setting(None, "only the first so many problems; 0: all (default: those "
                                 "that the run held out, of --data all)", "[0, 2e9]")
     prompt_style: str = setting("boxed", "as in train.py")
+    thinking: str = setting("off", "as in train.py", choices=("on", "off"))
     reward: str | None = setting(None, "module:function, as in train.py: its mean is among the "
                                  "figures")
     samples: int = setting(1, "answers to each problem", "[1, 1e5]")
@@ -93,7 +95,7 @@ def parse(parser: argparse.ArgumentParser, sections: list) -> tuple[argparse.Nam
     run = None
     if args.run:
         run = config.settings_of_run(args.run)
-        names = "model", "base", "dtype", "prompt_style", "reward", "max_new_tokens"
+        names = "model", "base", "dtype", "prompt_style", "thinking", "reward", "max_new_tokens"
         parser.set_defaults(adapter=str(Path(args.run) / "adapter"),
                             **{name: run.flat()[name] for name in names})
         args = parser.parse_args()
@@ -170,7 +172,10 @@ def problems_of(wanted: Evaluation, run: Settings | None, tokenizer: data.Tokeni
         ends_a_training_file = not held.eval_data and source.endswith(data.SUFFIXES)
         if wanted.limit is not None and not ends_a_training_file:
             held = dataclasses.replace(held, eval_problems=0)
-        _, problems = data.split_problems(held, tokenizer)
+        # What was too long for the run is none of its problems, and --thinking changes the length.
+        asked = tokenizer if held.thinking == wanted.thinking else \
+            data.Tokenizer(tokenizer.folder, held.thinking)
+        _, problems = data.split_problems(held, asked)
         by_run = f", held out by {run.general.out}"
         if wanted.limit is None and not ends_a_training_file:
             by_run += " (--limit 0: all of the test split)"
@@ -236,7 +241,8 @@ def answer(wanted: Evaluation, tokenizer: data.Tokenizer, problems: list, sample
         rows = rewards.grade_rollouts(tokenizer, [problems[i]], rollouts_of(sequences),
                                       wanted.prompt_style, plug_in)
         for sample, row in enumerate(rows):
-            lenient = rewards.grade(row["completion"], row["answer"], last_number=True)
+            lenient = rewards.grade(tokenizer.opened + row["completion"], row["answer"],
+                                    last_number=True)
             row |= {"sample": sample, "lenient": float(lenient.correct)}
         done[i] = rows                           # whole: Ctrl-C may have come in between
         if wanted.out and not failure:
@@ -289,15 +295,18 @@ def main() -> None:
     began = time.perf_counter()
     with process.one_line("evaluate.py"):
         which, wanted, run = read_flags()
+        hf.check_model(which.model)
         device, kernels = choose_device(which.device, which.kernels, which.model)
         if kernels:
             say(f"decode kernels: {kernels}, on {torch.cuda.get_device_name(device)}")
         plug_in = plugin.Reward(wanted.reward) if wanted.reward else None
         others = read_results(wanted.against) if wanted.against else None
         if which.adapter:
-            hf.read_peft(which.adapter)          # what is wrong with it is said at once
+            adapter, _ = hf.read_peft(which.adapter)             # what is wrong is said at once
+            refuse_large_rank(adapter["r"], device,
+                              f"--adapter {which.adapter}: its rank of {adapter['r']}")
         folder = hf.resolve(which.model, weights=False)
-        tokenizer = data.Tokenizer(folder)
+        tokenizer = data.Tokenizer(folder, wanted.thinking)
         problems, source = problems_of(wanted, run, tokenizer)
         if others is not None:                   # ValueError if no problem is in both
             paired_figures([{**vars(problem), "correct": 0.0} for problem in problems], others)

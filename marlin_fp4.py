@@ -39,6 +39,7 @@ Not here: which codes stand for a weight (nvfp4.py), the product with LoRA's B (
 Shapes: M rows of x, N out_features, K in_features, R rows of LoRA's A, S slabs, BM rows of x that
 one program multiplies.
 """
+import itertools
 from functools import cache
 from typing import NamedTuple
 
@@ -583,21 +584,29 @@ def plan_stripes(N: int, K: int, M: int, R: int, config: tuple, multiprocessors:
     """The shortest stripe whose programs all fit on the GPU at once. config: PortableConfig, or
     Hopper's.
 
-    A second wave of programs would double the time of the launch. With so many rows of x that even
-    one program for every BM of them is too many (2,048 rows on 8 multiprocessors), no stripe
-    fits: then a stripe is all of W, and the launch takes several waves.
+    A second wave of programs would double the time of the launch. But the programs of LoRA's A,
+    four or more for every 64 of its rows, come first: where they leave less than half of the places
+    to W, its stripes get so long that another wave takes less time. (qkv of rank 128 at 256 rows on
+    46 multiprocessors: A has 24 programs, 23 fit at once, and all of W would be one stripe.) With
+    so many rows of x that even one program for every BM of them is too many (2,048 rows on 8
+    multiprocessors), a stripe is all of W, and the launch takes several waves.
     """
     k_tiles = triton.cdiv(K, TILE_SIDE)
     bands = triton.cdiv(N, TILE_SIDE)
     tiles = bands * k_tiles
     # Each BM rows of x take a whole set of programs, axis 0 of the grid.
-    fit = max(1, multiprocessors * config.programs_per_sm // triton.cdiv(M, config.BM))
-    for stripe in range(max(1, tiles // fit), tiles + 1):
-        pieces_of_a = most_pieces(k_tiles, stripe)[1] if R else 0
-        a_programs = triton.cdiv(R, A_TILE) * pieces_of_a
-        programs = a_programs + triton.cdiv(tiles, stripe)
-        if programs <= fit:
+    places = max(1, multiprocessors * config.programs_per_sm // triton.cdiv(M, config.BM))
+    for waves in itertools.count(1):
+        fit = waves * places
+        for stripe in range(max(1, tiles // fit), tiles + 1):
+            pieces_of_a = most_pieces(k_tiles, stripe)[1] if R else 0
+            a_programs = triton.cdiv(R, A_TILE) * pieces_of_a
+            w_programs = triton.cdiv(tiles, stripe)
+            if a_programs + w_programs <= fit:
+                break
+        if 2 * w_programs >= min(places, tiles):
             break
+    programs = a_programs + w_programs
     # w_pieces.fn is the Python function that @triton.jit was applied to.
     pieces_of_w = max(w_pieces.fn(band * TILE_SIDE, k_tiles, stripe) for band in range(bands))
     return StripePlan(k_tiles, stripe, a_programs, programs, max(pieces_of_w, pieces_of_a))

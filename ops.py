@@ -1,19 +1,21 @@
 """
-Where plain torch hands over to the GPU kernels, and two operations whose backward is written by
-hand because autograd would keep, or move, gigabytes:
+The decorator by which plain torch hands over to the GPU kernels, matrix products that keep their
+fp32 sums, and two operations whose backward pass is written by hand, because autograd's would keep
+or move gigabytes more:
 
     mlp              down(silu(gate) * up), with 16-bit gradients between its matmuls
     token_logprobs   log softmax at the sampled tokens, without the (T, V) tensor of all logits
 
-Attention's backward is in attention.py, a linear's in lora.py.
+Attention's backward pass is in attention.py, a linear's in lora.py.
 
-The door. A function marked `twin_in_kernels` is plain torch and complete: it is what to read, and
-what runs on a CPU. Where its first tensor is on a GPU, the function of the same name in
-fast/kernels.py runs instead, Triton kernels that read and write each number once. That import
-happens on the first call: a machine without Triton never opens that file.
+Twins. A function marked @twin_in_kernels is complete in plain torch: that is what to read, and what
+runs on a CPU. If its tensors are on a GPU, the function of the same name in fast/kernels.py runs
+instead, which moves each number through memory once or twice and not once for every operation. Most
+are Triton kernels, attention is torch's FlashAttention. fast/kernels.py is imported on the first
+call on a GPU, so a machine without Triton never opens it.
 
-Shapes: T tokens, D width, F feed-forward, V vocabulary, M rows, N out_features, K in_features, c
-rows of a chunk.
+Shapes: T tokens, D width, F feed-forward, V vocabulary; M rows, N columns and K summed terms of a
+product; c rows of a chunk.
 """
 import functools
 from collections.abc import Callable
@@ -25,7 +27,11 @@ from torch import Tensor
 
 
 def twin_in_kernels(reference: Callable) -> Callable:
-    """Make a function run its twin in fast/kernels.py on a GPU; `.reference` stays the function."""
+    """A decorator: on a GPU the function's twin in fast/kernels.py runs in its place.
+
+    The first tensor among the positional arguments decides, so at least one must be passed by
+    position. The plain function stays at hand as `.reference`; tests compare the twin with it.
+    """
     @functools.wraps(reference)
     def either(*arguments, **options):
         tensor = next(a for a in arguments if isinstance(a, torch.Tensor))
@@ -39,15 +45,20 @@ def twin_in_kernels(reference: Callable) -> Callable:
 
 @twin_in_kernels
 def elementwise(function: Callable, x: Tensor, *rest: object) -> Tensor | tuple[Tensor, ...]:
-    """function(x, *rest). On a GPU, where a gradient is wanted, it is compiled into one kernel."""
+    """function(x, *rest), for a function that treats every element, or every row, by itself.
+
+    On a GPU, while gradients are enabled, torch.compile makes one kernel of it for the forward pass
+    and one for the backward pass.
+    """
     return function(x, *rest)
 
 
 def mm_fp32(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """a (M, K) @ b (K, N) of equal dtype -> fp32 (M, N), or into `out`.
+    """a (M, K) @ b (K, N) of equal dtype -> (M, N) fp32, written into `out` if that is given.
 
-    The products of 16-bit inputs are summed in fp32 anyway. Rounding the sums to 16 bits as well
-    would put sampler and learner, which sum in different orders, twice as far apart.
+    A GPU sums the products of 16-bit inputs in fp32 anyway, and here it does not round the sums to
+    16 bits afterwards. Sampler and learner sum in different orders, and that rounding would turn
+    their last-bit differences into differences of a whole 16-bit step (see the top of model.py).
     """
     assert a.dtype == b.dtype, f"{a.dtype} @ {b.dtype}"          # a GPU refuses it, a CPU would not
     if not a.is_cuda or a.dtype == torch.float32:
@@ -56,7 +67,11 @@ def mm_fp32(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
-    """a (M, K) @ b (K, N), summed in fp32 and rounded once to their dtype."""
+    """a (M, K) @ b (K, N) of equal dtype -> (M, N) in that dtype, summed in fp32, then rounded.
+
+    Only for gradients. Where cuBLAS splits K over several programs it may round their partial sums
+    to 16 bits too (torch allows that by default: allow_bf16_reduced_precision_reduction).
+    """
     return torch.mm(a, b) if a.is_cuda else mm_fp32(a, b).to(a.dtype)
 
 
@@ -67,8 +82,9 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
 def swiglu(y: Tensor, rstd: Tensor, h: Tensor, keep: bool = True) -> Tensor | None:
     """Write silu(gate) * up into h (T, F), whose rows may have any stride; gate|up = y * rstd.
 
-    y (T, 2F) fp32 is gate_up's result, rstd (T, 1) the norm's 1/rms. -> y rounded to h's dtype, as
-    the backward takes it; on a GPU None if not keep.
+    y (T, 2F) fp32 is gate_up's result, rstd (T, 1) fp32 the norm's 1/rms. Returns y rounded to h's
+    dtype, which is what swiglu_backward takes. keep: whether there will be a backward pass; if not,
+    the result is not to be used, and the GPU's twin returns None.
     """
     gate, up = (y * rstd).chunk(2, dim=-1)
     h.copy_(F.silu(gate) * up)
@@ -77,10 +93,11 @@ def swiglu(y: Tensor, rstd: Tensor, h: Tensor, keep: bool = True) -> Tensor | No
 
 @twin_in_kernels
 def swiglu_backward(y: Tensor, rstd: Tensor, dh: Tensor, dy: Tensor) -> Tensor:
-    """Write dL/dy into dy (T, 2F), whose rows may have any stride; -> dL/drstd (T, 1).
+    """Write dL/dy into dy (T, 2F), whose rows may have any stride; -> dL/drstd (T, 1) fp32.
 
-    y and rstd as in swiglu, dh (T, F) = dL/dh. With z = y * rstd and s = sigmoid(gate):
-    d silu(gate) / d gate = s + gate * s * (1 - s).
+    y (T, 2F) as swiglu returned it, rstd (T, 1) as there, dh (T, F) = dL/dh. With z = y * rstd, the
+    gate|up of swiglu, dL/dy = dL/dz * rstd and dL/drstd = sum of dL/dz * y over the row. With
+    s = sigmoid(gate), d silu(gate) / d gate = s + gate * s * (1 - s).
     """
     gate, up = (y * rstd).chunk(2, dim=-1)
     s = torch.sigmoid(gate)
@@ -91,12 +108,12 @@ def swiglu_backward(y: Tensor, rstd: Tensor, dh: Tensor, dy: Tensor) -> Tensor:
 
 
 class _MlpArguments(NamedTuple):
-    """One slot for each argument of _Mlp.apply, used for three things in the same order: the
-    arguments, whether autograd needs a gradient of each, and these gradients. So nobody has to
-    count places.
+    """Names for what torch.autograd.Function passes by place. Three tuples have this order: the
+    arguments of _Mlp.apply, ctx.needs_input_grad (a bool for each), and what backward() returns (a
+    gradient or None for each).
 
-    A and B are None without an adapter. The products read the adapter's working copies instead of
-    them; they are arguments because autograd gives gradients to arguments alone.
+    The four A and B are None without an adapter. They are arguments because autograd gives
+    gradients to arguments alone; the products compute with the adapter's working copies of them.
     """
     x: Tensor | None
     rstd: Tensor | None
@@ -110,22 +127,29 @@ class _MlpArguments(NamedTuple):
 
 
 class _Mlp(torch.autograd.Function):
-    """Both linears and what lies between them as one step of autograd.
+    """Both linears and what lies between them as one step of autograd. lora.py explains the wide
+    inputs, in which x @ A.T stands to the right of x.
 
-        x_wide -- gate_up.product --> y -- swiglu --> h_wide -- down.product --> out
-               [x | x@A.T]          (T, 2F) fp32    [h | h@A.T]                (T, D) fp32
+        x_wide   [x | x @ A.T]   in 16 bits on a GPU; A is gate_up's
+          |  gate_up.product
+        y        (T, 2F)         fp32
+          |  swiglu
+        h_wide   [h | h @ A.T]   A is down's; swiglu writes h, down.product the columns behind it
+          |  down.product
+        result   (T, D)          fp32
 
-    As three steps it would cost more memory traffic, in three places:
+    As three steps it would move more bytes, in three places:
     - Autograd wants the gradient of an fp32 tensor in fp32. Inside one step dL/dh and dL/dy are
-      16-bit, and dL/dy is written straight to where gate_up's backward multiplies it.
+      16-bit, and dL/dy is written straight to where gate_up's backward pass multiplies it.
     - swiglu writes h to its place in h_wide. From a step of its own it would be copied there.
-    - Only y rounded to 16 bits has to live until the backward: half the bytes of fp32.
+    - Only y rounded to 16 bits has to live until the backward pass: half the bytes of fp32.
     """
 
     @staticmethod
     def forward(ctx, *arguments):
         x, rstd, gate_up, down, *_, grad_enabled = arguments
-        # A and B "need a gradient" under torch.no_grad() too, where no backward will ask for y.
+        # ctx.needs_input_grad is True for A and B under torch.no_grad() too, though no backward
+        # pass will then ask for y.
         keep = grad_enabled and any(ctx.needs_input_grad)
         x_wide = gate_up.widened(x)
         y = gate_up.product(x_wide)
@@ -164,12 +188,14 @@ def mlp(gate_up: torch.nn.Module, down: torch.nn.Module, x: Tensor, rstd: Tensor
 @twin_in_kernels
 def softmax_at(products: Tensor, scale: Tensor, targets: Tensor, live: int,
                dtype: torch.dtype | None = None) -> tuple:
-    """Softmax of logits = products[:, :live] * scale, read at `targets`. Overwrites products.
+    """What the loss needs of the softmax of logits = products[:, :live] * scale, row by row.
 
-    products (c, V) fp32, scale (c, 1), targets (c,) -> (logit of the target, log-sum-exp, mean
-    logit under the softmax), each (c,); and the gradient of the target's log-prob by the logits,
-    onehot(target) - softmax, (c, V) in `dtype`, with zeros from column `live` on (None if no dtype
-    is given).
+    products (c, V) fp32, which may be overwritten; scale (c, 1) fp32; targets (c,) int64, below
+    `live`. Returns two things:
+    - a triple of (c,) fp32: the target's logit, the log-sum-exp of the logits, and the mean of the
+      logits, each weighted by its probability;
+    - the gradient of the target's log-prob with respect to the logits, onehot(target) - softmax:
+      (c, V) in `dtype`, zero from column `live` on. None if `dtype` is None.
     """
     logits = products[:, :live].mul_(scale)
     picked = logits.gather(1, targets[:, None])
@@ -183,14 +209,17 @@ def softmax_at(products: Tensor, scale: Tensor, targets: Tensor, live: int,
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Log-probs in chunks of rows, and their gradient already in the forward.
+    """Log-probs in chunks of rows. Their gradient is computed in the forward pass already.
 
-    The log-prob of row t depends on row t of x alone, so its gradient is one row too, up to the one
-    number dL/dlogprob[t] which only the backward knows:
-        dx[t] = dL/dlogprob[t] * (onehot(target) - softmax) @ head * scale
-    The forward computes all of it but that number while it has the chunk's logits, then drops them.
-    The backward is one multiplication. Otherwise it would need all (T, V) logits, 5 GB of fp32 for
-    8,192 tokens of a vocabulary of 152k, or the product with `head` a second time.
+    The log-prob of row t depends on row t of x alone. So its gradient is one row too, and the
+    backward pass knows only one more number for it, dL/dlogprob[t]:
+
+        dL/dx[t] = dL/dlogprob[t] * ((onehot(target) - softmax) @ head * scale)[t]
+
+    The forward pass computes the right factor while it has the logits of the chunk, keeps it in
+    fp32 and drops the logits; the backward pass multiplies. Otherwise it would need the logits of
+    all T tokens, 5 GB of fp32 for 8,192 tokens and a vocabulary of 152k, or would have to multiply
+    by `head` a second time to get them back.
     """
     CHUNK = 512                                  # rows: 0.3 GB of fp32 logits at V = 152k
 
@@ -211,9 +240,9 @@ class _TokenLogprobs(torch.autograd.Function):
             sums, dlogits = softmax_at(products, scale, targets[s], live, dtype)
             picked, lse, mean_logit = sums
             logprobs[s] = picked - lse
-            entropy[s] = lse - mean_logit        # -sum of p * (logit - lse)
+            entropy[s] = lse - mean_logit        # -sum of p log p, where log p = logit - lse
             if dtype:
-                # A logit is proportional to rstd: its derivative is logit / rstd.
+                # A logit is proportional to rstd, so d logit / d rstd = logit / rstd.
                 drstd[s] = (picked - mean_logit)[:, None] / rstd[s]
                 dx[s] = mm_fp32(dlogits, head).mul_(scale)
         ctx.save_for_backward(dx, drstd)
@@ -230,11 +259,14 @@ class _TokenLogprobs(torch.autograd.Function):
 
 def token_logprobs(x: Tensor, rstd: Tensor, head: Tensor, targets: Tensor, live: int,
                    temperature: float) -> tuple[Tensor, Tensor]:
-    """log softmax(x @ head[:live].T * rstd / temperature) at `targets`, differentiable in x and
-    rstd, and the entropy of that softmax, not differentiable: (T,) fp32 each.
+    """The log-prob of each target, and the entropy of the softmax that it is read from.
 
-    x (T, D), rstd (T, 1), head (V, D), targets (T,). live: rows of `head` that stand for a token;
-    Qwen2.5 pads the rest. All V are multiplied and the rest left out afterwards, because
-    live = 151,665 columns, an odd number, would keep cuBLAS off its aligned kernels.
+    logits = x @ head[:live].T * rstd / temperature; -> log softmax(logits) at `targets`, which is
+    differentiable in x and rstd, and the entropy, which is not: (T,) fp32 each, in nats.
+
+    x (T, D) and head (V, D) in the model's dtype, rstd (T, 1) fp32, targets (T,) int64,
+    temperature > 0. `head` gets no gradient. live: how many rows of `head` stand for a token; those
+    behind are padding. All V are multiplied, and the padding is left out afterwards: Qwen2.5's live
+    is 151,665, an odd number, and cuBLAS has no aligned kernel for a product of odd width.
     """
     return _TokenLogprobs.apply(x, rstd, head, targets, live, temperature)

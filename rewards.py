@@ -294,6 +294,9 @@ def grade_rollouts(tokenizer: "harness.data.Tokenizer", problems: list,
     """One dict for each row of the rollouts: the completion, the answer that was found in it, the
     verdict, and the reward `task`.
 
+    Where the prompt has opened the thinking, the grader reads on from there: the thoughts of an
+    answer that never closes it are not taken for its answer.
+
     Rows come in groups, one for each of `problems` and all of one size. Without a plug-in the
     reward is 1 for a correct answer, else 0. A plug-in is a function of the user's; the reward is
     then the sum of the `parts` that it returns.
@@ -303,7 +306,8 @@ def grade_rollouts(tokenizer: "harness.data.Tokenizer", problems: list,
     rows = []
     for i, text in enumerate(texts):
         problem = problems[i // group_size]
-        verdict = grade(text, problem.answer, "tags" if style == "tags" else "boxed")
+        verdict = grade(tokenizer.opened + text, problem.answer,
+                        "tags" if style == "tags" else "boxed")
         row = {
             "id": problem.id, "question": problem.question, "answer": problem.answer,
             "completion": text, "extracted": verdict.answer, "rule": verdict.rule,

@@ -1,13 +1,14 @@
 """
-The sampler: groups of answers to a batch of prompts, drawn from a paged KV cache, with the log-prob
-that each token was drawn with (temperature, noise and adapter included).
+The sampler: groups of answers to many prompts, generated with a paged KV cache, and the log-prob
+with which each token was drawn (adapter, noise, temperature, top_k and top_p included).
 
     sampler = Sampler(TorchEngine, model, max_length=2048)
     rollouts = sampler.generate(prompts, 8, Sampling(max_new_tokens=1024, end_ids=(151645,)))
 
-The KV cache is a pool of kv_blocks of KV_BLOCK tokens each; a row's `table` lists its kv_blocks.
-The G answers to a prompt share those of the prompt. Here a prompt of 41 tokens, so a prefix of 40
-(all but the last token), and G = 3:
+The KV cache is a pool of kv_blocks of KV_BLOCK tokens each. A row's `table` lists its kv_blocks,
+and slot s of the row is place s % KV_BLOCK of the kv_block table[s // KV_BLOCK]. The G answers to a
+prompt share the kv_blocks of its prefix, which is the prompt without its last token. Here is a
+prompt of 41 tokens, so a prefix of 40, and G = 3:
 
     slots     0 ...      31  32 ... 39   gap  63  64 ...     95  96 ...
              +--------------+--------------------+--------------+--------------+
@@ -19,27 +20,29 @@ The G answers to a prompt share those of the prompt. Here a prompt of 41 tokens,
               for the group; the gap is            in slot 64 + p - 40
               never read
 
-Own tokens begin a new kv_block, so shared blocks are never written to and never copied.
+A row's own tokens begin a new kv_block, so nobody writes to a shared kv_block, and none is copied.
 
-- Prefill computes the keys and values of prefixes. A prompt's last token is not in its prefix: it
-  is the first input of each row's decode. So every sampled token comes from a decode step.
+- Prefill computes the keys and values of prefixes. A prompt's last token is not in its prefix,
+  because it is the first input of each row's decode steps. So every sampled token comes from a
+  decode step.
 - A decode step computes one new token for each live row. A row that has ended leaves the batch and
   a waiting sequence takes its place (continuous batching). The batch has no holes: when few rows
   are left, its steps get cheaper.
 - The host looks at the rows once in a window of decode steps (8 on a GPU, where a look stops the
-  stream of launches). A row that ends inside a window idles until the next look. `idle` says how
-  much of all work that was: 2 % for answers of 200 tokens.
+  stream of launches). A row that ends inside a window goes on computing until the next look, for
+  nothing. That is 2 % of the work for answers of 200 tokens. A GPU's batch also has spare rows,
+  since its CUDA graphs exist for some numbers of rows only. Rollouts.idle counts both.
 - A row gets kv_blocks as it grows. When the pool runs dry, the newest row is preempted: it gives
   its kv_blocks back and waits, and its prompt and what it has written are prefilled when some are
   free again. The oldest row always goes on, so every request ends; none fails.
-- Randomness is a hash. The token at position t of sample g of prompt p is the inverse CDF at
-  u(seed, p, g, t), so it depends on nothing else: not on batch, row, window, preemption or the
-  number of GPUs (but for rounding, which may differ between them).
+- Randomness is a hash. The token behind position t of sample g of prompt p is drawn with the random
+  number u(seed, p, g, t). That depends on nothing else: not on batch, row, window, preemption or
+  the number of GPUs. These can change a token through the rounding of its probabilities alone.
 
 Not here: beam search, penalties, stop strings, sharing prefixes between different prompts.
 
-Shapes: P prompts, G samples a prompt, n live rows, T tokens, V vocabulary, L layers, KV key-value
-heads, d head size.
+Shapes: P prompts, G samples a prompt, n live rows, T tokens, V vocabulary, L layers, H query heads,
+KV key-value heads, d head size. Positions count from 0, the prompt's first token.
 """
 import functools
 import math
@@ -62,12 +65,16 @@ from ops import mm_fp32
 
 KV_BLOCK = 32                                    # tokens; on average a row leaves half of one empty
 PREFILL_TOKENS = 16384                           # in one packed prefill: bounds its activations
-MASK64 = 2**64 - 1                               # Python's integers have no 64-bit overflow
+MASK64 = 2**64 - 1                               # Python's integers do not overflow at 64 bits
 
 
 class Sampling(NamedTuple):
-    """How to draw. temperature 0 is greedy; its log-probs are those at temperature 1."""
-    max_new_tokens: int | list[int]              # a list has one for each sequence, P * G
+    """How to draw. temperature 0 takes the likeliest token; its log-probs are at temperature 1.
+
+    Log-probs are those of the distribution that was drawn from. So with top_k or top_p they exceed
+    the learner's, which filters nothing. These two are for evaluation, not for training.
+    """
+    max_new_tokens: int | list[int]              # a list has one for each of the P * G sequences
     end_ids: tuple[int, ...] = ()
     temperature: float = 1.0
     top_k: int = 0                               # only the top_k likeliest tokens; 0 is all
@@ -80,18 +87,19 @@ class Rollouts:
     """The answers: B = P * G rows without padding; rows [p * G, (p + 1) * G) answer prompt p."""
     prompts: list[list[int]]                     # (B) token ids; one object for a whole group
     completions: list[list[int]]                 # (B) token ids, the end id included
-    logprobs: list[Tensor]                       # (B) fp32, one for each completion token
+    logprobs: list[Tensor]                       # (B) of (completion tokens,) fp32, on the CPU
     finished: list[bool]                         # (B) stopped by an end id, not by the limit
-    seconds: float = 0.0
-    computed: int = 0                            # rows of all decode steps together
+    seconds: float = 0.0                         # that generate() took
+    computed: int = 0                            # rows that were computed, over all decode steps
 
     @property
     def num_tokens(self) -> int:
+        """How many tokens were sampled, end ids included."""
         return sum(map(len, self.completions))
 
     @property
     def idle(self) -> float:
-        """The share of all rows of all decode steps that produced no token."""
+        """The share of the computed rows that gave no token: rows that had ended, spare rows."""
         return 1 - self.num_tokens / self.computed if self.computed else 0.0
 
     def __add__(self, other: "Rollouts") -> "Rollouts":
@@ -112,7 +120,10 @@ def mix64(x: int) -> int:
 
 
 def row_key(seed: int, prompt: int, sample: int) -> int:
-    """The key of one sample's randomness. It has 63 bits, so that it fits torch's int64."""
+    """The key of the randomness of sample number `sample` of prompt number `prompt`.
+
+    It has 63 bits, so that it fits torch's int64.
+    """
     key = 0
     for part in (seed, prompt, sample):
         key = mix64((key + part + 0x9E3779B97F4A7C15) & MASK64)
@@ -122,9 +133,10 @@ def row_key(seed: int, prompt: int, sample: int) -> int:
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     """The random number of each row's next token: keys, positions (n,) int64 -> u (n,) in (0, 1).
 
-    A generator with a state would depend on which rows were drawn before, and in which order. This
-    is a hash of (key, position) instead: output number `position`, counted from 0, of SplitMix64
-    started at `key`, which needs none of those before it. kernels.uniform makes the same bits.
+    positions: those of the last tokens, behind which the next ones are drawn. A generator with a
+    state would depend on which rows were drawn before, and in which order. This is a hash of
+    (key, position) instead: output number `position`, counted from 0, of SplitMix64 started at
+    `key`, which needs none of the outputs before it. kernels.uniform makes the same bits.
     """
     def shift(x, s):                             # logical: torch's >> of an int64 keeps the sign
         return (x >> s) & ((1 << (64 - s)) - 1)
@@ -136,9 +148,10 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
 
 
 def filter_logits(logits: Tensor, top_k: int = 0, top_p: float = 1.0) -> Tensor:
-    """Sets logits (n, V) outside the top_k highest, and of those outside top_p, to -inf, in place.
+    """Sets the logits (n, V) of tokens that are not to be drawn to -inf, in place.
 
-    top_p keeps the smallest set of likeliest tokens whose probabilities sum to top_p or more.
+    top_k keeps the top_k highest (and others that equal the lowest of them). Of what is left, top_p
+    keeps the smallest set of likeliest tokens whose probabilities sum to top_p or more.
     """
     assert top_k >= 0 and 0 < top_p <= 1, f"need {top_k=} >= 0 (0 is all) and 0 < {top_p=} <= 1"
     if top_k:
@@ -153,10 +166,11 @@ def filter_logits(logits: Tensor, top_k: int = 0, top_p: float = 1.0) -> Tensor:
 
 
 def draw_tokens(logits: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Draws from softmax(logits): logits (n, V) fp32, u (n,) -> tokens (n,), log-probs (n,).
+    """Draws from softmax(logits): logits (n, V) fp32, u (n,) -> tokens (n,), log-probs (n,) fp32.
 
     Inverse CDF: lay the tokens' probabilities end to end on [0, 1) and take the token that u falls
-    on, the first whose cumulated probability exceeds u. u None takes the likeliest token.
+    on. It is the first whose probability and those before it sum to more than u. u None takes the
+    likeliest token.
     """
     lse = logits.logsumexp(-1)
     if u is None:
@@ -176,23 +190,24 @@ class Rows(NamedTuple):
     """The live rows as an engine needs them for a window: tensors on the device, (n,) int64 each.
 
     siblings: rows that share a prefix stand next to each other, and a kernel may read the prefix
-    once for up to `most_siblings` of them. The first row of such a run says how many rows it has,
-    the others say 0: three rows of one prefix and one of another are 3 0 0 1.
+    once for up to the engine's most_siblings of them. The first of these rows says how many they
+    are, the others say 0: three rows of one prefix and one of another are 3 0 0 1.
     """
-    token: Tensor                                # next input
+    token: Tensor                                # the next input
     pos: Tensor                                  # its position
     prefix: Tensor                               # length of the row's prefix, in tokens
-    siblings: Tensor
-    limit: Tensor                                # the last position
-    key: Tensor                                  # of the row's randomness
-    table: Tensor                                # (n, width) kv_blocks: the prefix's, then its own
+    siblings: Tensor                             # see above
+    limit: Tensor                                # the position of the last token that may be drawn
+    key: Tensor                                  # of the row's randomness, see row_key
+    table: Tensor                                # (n, width) kv_blocks: the prefix's, its own, 0s
 
 
 class TorchEngine:
     """Computes prefills and decode steps in plain torch, on any device.
 
-    fast/decode.py's GraphEngine does the same on a GPU and must give the same numbers. kv holds the
-    keys and values, (L, 2, kv_blocks, KV, KV_BLOCK, d); max_rows is for GraphEngine's buffers.
+    fast/decode.py's GraphEngine does the same on a GPU and must give the same numbers, but for
+    rounding. kv holds the keys and values, (L, 2, kv_blocks, KV, KV_BLOCK, d); max_rows is for
+    GraphEngine's buffers.
     """
     window = 1                                   # decode steps between two looks of the host
     most_siblings = 1                            # rows that may read their prefix together
@@ -202,14 +217,15 @@ class TorchEngine:
         self.kv = kv
 
     def batch_size(self, n: int) -> int:
-        """How many rows a decode step of n live rows computes."""
+        """How many rows a decode step of n live rows computes: no spare rows here."""
         return n
 
     @torch.no_grad()
     def prefill(self, tokens: Tensor, blocks: Tensor, lengths: list[int]) -> None:
-        """Writes the keys and values of several prefixes, laid end to end, to the KV cache.
+        """Computes the keys and values of several prefixes and writes them to the KV cache.
 
-        tokens (T,) int64; blocks (T,) int64, the kv_block of each token; lengths of the prefixes.
+        tokens (T,) int64, the prefixes laid end to end; blocks (T,) int64, the kv_block of each
+        token; lengths: of the prefixes.
         """
         device = self.kv.device
         attend = PackedAttention(lengths, device)
@@ -218,9 +234,10 @@ class TorchEngine:
 
     @torch.no_grad()
     def decode(self, rows: Rows, steps: int, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
-        """Draws up to `steps` tokens for each row: tokens (steps, n) int64, logprobs (steps, n)
-        fp32, and made (n,): how many of a row's tokens count. A row that ended earlier goes on
-        computing, as it does in a CUDA graph, and what it draws is to be thrown away.
+        """Draws up to `steps` tokens for each row: -> tokens (steps, n) int64, logprobs (steps, n)
+        fp32, and made (n,) int64, how many of a row's tokens count. A row that has ended stays
+        where it is and is computed again in each step, as in a CUDA graph; what it draws then is to
+        be thrown away.
         """
         model = self.model
         token = rows.token.clone()
@@ -247,8 +264,11 @@ class TorchEngine:
 
 
 def write_cache(layer: Tensor, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
-    """Token t's key and value (KV, d) go to place offsets[t] of kv_block blocks[t] of a layer."""
-    keys, values = layer                         # (kv_blocks, KV, KV_BLOCK, d) each
+    """Writes k and v (T, KV, d): those of token t go to place offsets[t] of kv_block blocks[t].
+
+    layer (2, kv_blocks, KV, KV_BLOCK, d): one layer of the KV cache; blocks, offsets (T,) int64.
+    """
+    keys, values = layer
     keys[blocks, :, offsets] = k
     values[blocks, :, offsets] = v
 
@@ -270,9 +290,11 @@ def fill_cache(model: Qwen2, kv: Tensor, tokens: Tensor, blocks: Tensor, positio
 
 
 def attention_to_cache(kv: Tensor, table: Tensor, prefix: Tensor, pos: Tensor) -> list[Callable]:
-    """For each layer, the attention of one new token per row, at position pos, to the row's slots.
+    """For each layer, a function attend(q, k, v) for one new token a row, at position pos. It
+    writes the token's key and value to the row's last slot and attends to all slots up to it.
 
-    table (n, width), prefix and pos (n,) as in Rows. The drawing at the top shows the slots.
+    q (n, H, d), k and v (n, KV, d) -> (n, H, d). table (n, width), prefix and pos (n,) as in Rows.
+    The drawing at the top shows the slots.
     """
     start = (prefix + KV_BLOCK - 1) // KV_BLOCK * KV_BLOCK       # slot of the first own token
     last = start + pos - prefix                                  # the new token's slot
@@ -294,11 +316,24 @@ def attention_to_cache(kv: Tensor, table: Tensor, prefix: Tensor, pos: Tensor) -
 
 
 def engine_for(device: torch.device, kernels: str = "auto") -> Callable:
-    """The engine class of a device. kernels is --kernels, see harness/ranks.py: kernels_for."""
+    """The engine class of a device, as Sampler takes it. kernels: the value of --kernels, or what
+    harness.ranks.kernels_for made of it; a CPU has no choice.
+    """
     if device.type != "cuda":
         return TorchEngine
     from fast.decode import GraphEngine
     return functools.partial(GraphEngine, kernels=kernels)
+
+
+def refuse_large_rank(rank: int, device: torch.device, what: str) -> None:
+    """ValueError if a GPU cannot decode with an adapter of this rank. The engine says so too, but
+    only once the model is loaded.
+
+    what: names the adapter in the message, for example "--lora-rank 1024".
+    """
+    if device.type == "cuda":
+        from fast.decode import check_rank
+        check_rank(rank, device, what)
 
 
 # -----------------------------------------------------------------------------
@@ -310,10 +345,10 @@ def blocks_for(tokens: int) -> int:
 
 
 class BlockPool:
-    """The free kv_blocks of the cache, by number; there are no other owners than rows and prefixes.
+    """The numbers of the free kv_blocks. Every other one belongs to one sequence or one prefix.
 
-    Number 0 is never given out. Every table has it in its unused places, and rows that only fill up
-    a CUDA graph's batch write there: nobody reads it.
+    Number 0 is never handed out. Every table has it in its unused places, and the spare rows of a
+    CUDA graph's batch write there: what it holds counts for nothing.
     """
 
     def __init__(self, count: int):
@@ -323,20 +358,22 @@ class BlockPool:
         return len(self.free)
 
     def take(self, n: int) -> list[int]:
+        """Hands out n kv_blocks. The caller has seen to it that there are as many."""
         return [self.free.pop() for _ in range(n)]
 
     def give(self, blocks: list[int]) -> None:
-        """Takes kv_blocks back, and empties the list: who gave them has none left."""
+        """Takes kv_blocks back, and empties the caller's list of them."""
         self.free += blocks
         blocks.clear()
 
 
 @dataclass(eq=False)
 class Prefix:
-    """The tokens of a group whose keys and values are prefilled, and the kv_blocks they are in.
+    """The tokens that the sequences of a group have in common and that are prefilled for all of
+    them, and the kv_blocks that hold their keys and values.
 
-    Keys and values depend on adapter and noise, so all who share a prefix are sampled with the
-    same of both: noise of its own for each answer would need a prefix of its own for each.
+    Keys and values depend on adapter and noise, so all sequences that share a prefix must be
+    sampled with the same adapter and the same noise.
     """
     tokens: list[int]
     blocks: list[int] = field(default_factory=list)
@@ -345,37 +382,40 @@ class Prefix:
 
 @dataclass(eq=False)
 class Sequence:
-    """One answer on its way: a prefix, and tokens of its own after it.
+    """One answer that is being written: a prefix, and tokens of its own after it.
 
-    The last of these, `token` at position `pos`, is not in the cache yet: the next decode step
+    The last of its tokens, `token` at position `pos`, is not in the cache yet: the next decode step
     computes its key and value, and draws the token at pos + 1.
     """
     row: int                                     # in Rollouts
     prompt: list[int]
     key: int                                     # of its randomness
     prefix: Prefix
-    token: int                                   # next input, and
+    token: int                                   # the next input
     pos: int                                     # its position
-    limit: int                                   # the last position
-    blocks: list[int] = field(default_factory=list)
+    limit: int                                   # the position of the last token that may be drawn
+    blocks: list[int] = field(default_factory=list)              # of its own tokens
     completion: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    finished: bool = False
+    finished: bool = False                       # by an end id
 
 
 def rollouts_of(sequences: list[Sequence], seconds: float = 0.0, computed: int = 0) -> Rollouts:
-    """Sequences that have ended -> Rollouts."""
+    """Sequences that have ended, in the order of the rows -> Rollouts."""
     return Rollouts([s.prompt for s in sequences], [s.completion for s in sequences],
                     [torch.tensor(s.logprobs) for s in sequences],
                     [s.finished for s in sequences], seconds, computed)
 
 
 def allocate_kv(model: Qwen2, max_length: int, max_rows: int, kv_gib: float | None) -> Tensor:
-    """The KV cache as TorchEngine takes it; arguments and ValueErrors as of Sampler."""
+    """The KV cache, (L, 2, kv_blocks, KV, KV_BLOCK, d) of zeros in the model's dtype.
+
+    Its size, the arguments and what raises ValueError: see Sampler.
+    """
     c = model.config
-    row_blocks = blocks_for(max_length) + 1      # + 1: the gap may push a row into one more
+    row_blocks = blocks_for(max_length) + 1      # + 1: for the gap behind the prefix
     block_bytes = c.layers * 2 * c.kv_heads * KV_BLOCK * c.head_dim * model.dtype.itemsize
-    memory = math.inf                            # Windows does not say
+    memory = math.inf                            # stays so on Windows, which has no sysconf
     if kv_gib is not None:
         memory = kv_gib * 2**30
     elif model.device.type == "cuda":
@@ -388,11 +428,12 @@ def allocate_kv(model: Qwen2, max_length: int, max_rows: int, kv_gib: float | No
     if blocks < row_blocks + 1:
         need = (row_blocks + 1) * block_bytes / 2**30
         raise ValueError(
-            f"KV pool of {memory / 2**30:.2f} GiB holds {blocks * KV_BLOCK} tokens: less "
-            f"than one sequence of {max_length} tokens ({need:.2g}): raise --kv-gib")
+            f"KV pool of {memory / 2**30:.4g} GiB holds less than one sequence of {max_length} "
+            f"tokens, which takes {need:.4g} GiB: raise --kv-gib")
     shape = c.layers, 2, blocks, c.kv_heads, KV_BLOCK, c.head_dim
     try:
-        # Zeros, not empty: a masked slot counts 0 times, and 0 * NaN would be NaN.
+        # Zeros, and not whatever was in this memory: attention multiplies a masked slot by 0, and
+        # 0 * NaN is NaN.
         return torch.zeros(shape, dtype=model.dtype, device=model.device)
     except RuntimeError:
         raise ValueError(f"not enough memory for {blocks * block_bytes / 2**30:.1f} GiB of KV "
@@ -400,12 +441,12 @@ def allocate_kv(model: Qwen2, max_length: int, max_rows: int, kv_gib: float | No
 
 
 class Sampler:
-    """Samples answers with an engine on a KV cache of its own.
+    """Samples answers with an engine (TorchEngine, or see engine_for) on a KV cache of its own.
 
-    A sequence (prompt and completion) has at most max_length tokens, and max_rows of them are
-    decoded at a time. kv_gib is the memory for the KV cache; by default it is what max_rows
-    sequences of full length need, at most half of a GPU's free memory or of the machine's.
-    ValueError if that does not hold even one sequence.
+    A sequence (prompt and completion) has at most max_length tokens, and at most max_rows of them
+    are decoded at a time. The KV cache is as large as max_rows sequences of full length need, but
+    takes at most kv_gib GiB. By default that limit is half of a GPU's free memory, or on a CPU half
+    of the machine's. ValueError if the cache does not hold even one sequence.
     """
 
     def __init__(self, engine_class: Callable, model: Qwen2, max_length: int,
@@ -422,9 +463,10 @@ class Sampler:
                  progress: Callable | None = None) -> Rollouts:
         """P prompts, lists of token ids -> Rollouts of P * group_size answers.
 
-        numbers: P ints that key the prompts' randomness; by default 0, 1, 2, ... progress(made,
-        ended) is called after each window with the number of new tokens and the sequences that
-        ended in it.
+        numbers: P ints, from which (with the seed) the prompts' randomness follows; by default 0,
+        1, 2, ... A prompt with another number gets other answers. progress(made, ended) is called
+        after each window with the number of new tokens and the list of Sequences that ended in it.
+        harness.process.Stopped if a log-prob is not finite.
         """
         began = time.perf_counter()
         sequences = self._sequences(prompts, group_size, sampling, numbers)
@@ -445,7 +487,7 @@ class Sampler:
         return rollouts_of(sequences, time.perf_counter() - began, computed)
 
     def _sequences(self, prompts, group_size, sampling, numbers):
-        """One Sequence for every answer; those of a group share one Prefix."""
+        """One Sequence for every answer; the Sequences of a group share one Prefix."""
         limits = sampling.max_new_tokens
         size = len(prompts) * group_size
         if not isinstance(limits, list):
@@ -476,8 +518,9 @@ class Sampler:
         while waiting and len(live) < self.max_rows:
             prefix = waiting[0].prefix
             need = 0 if prefix.users else blocks_for(len(prefix.tokens))
-            # Each live row, and this one, may need another kv_block in the coming window. Without
-            # that reserve _grow would send this one back at once, and its prefill would be wasted.
+            # Each live row, and this one, may need another kv_block in the coming window (at most
+            # one: a window is no longer than a kv_block). Without that reserve _grow would send
+            # this one back at once, and its prefill would be wasted.
             if live and len(self.pool) < need + 1 + len(live):
                 break
             if prefix.tokens and not prefix.users:
@@ -504,10 +547,11 @@ class Sampler:
     def _grow(self, waiting, live):
         """Gives every row the kv_blocks that it needs for the next window, oldest row first.
 
-        Where the pool runs dry, the newest row is preempted: it gives back what it has and goes to
-        the front of the queue. All that it has written becomes a prefix of its own, which is
-        prefilled when it comes back; position and key are kept, so it draws what it would have
-        drawn. The pool holds one sequence of full length (allocate_kv), so the oldest always fits.
+        When the pool runs dry, the newest row is preempted: it gives back what it has and goes to
+        the front of the queue. Its prompt and all that it has written become a prefix of its own,
+        which is prefilled when it comes back. Its position and key are kept, so it draws what it
+        would have drawn. The pool holds one sequence of full length (allocate_kv), so the oldest
+        row always fits.
         """
         for s in live:                           # gets shorter on the way: rows leave at its end
             end = min(s.pos + self.engine.window, s.limit)
@@ -541,14 +585,16 @@ class Sampler:
         return Rows(*values[:, :columns].T.contiguous(), table=values[:, columns:])
 
     def _record(self, live, window, end_ids):
-        """Writes down what a window drew, and takes the rows that ended out of the batch.
+        """Adds what a window drew to the sequences, and takes those that ended out of the batch.
 
-        Returns the number of new tokens and the sequences that ended.
+        window: what Engine.decode returned. Returns the number of new tokens and the sequences that
+        ended.
         """
         tokens, logprobs, made = window
         logprobs = logprobs.cpu()
         made = made.cpu()
-        counts = torch.arange(len(logprobs))[:, None] < made     # not what a row drew after its end
+        # (steps, n): True for what a row drew before its end
+        counts = torch.arange(len(logprobs))[:, None] < made
         if not logprobs[counts].isfinite().all():
             raise Stopped("a sampled token's log-prob is not finite: --temperature is too low, the "
                           "weights or the adapter are too large or, with --dtype float16, a value "

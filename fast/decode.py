@@ -66,6 +66,7 @@ PROGRAM_SIZES = {
     64: (128, (4, 4), (4, 8), (16, 4)),
     512: (128, (8, 8), (4, 4), (16, 8)),
 }
+NARROW_TILE = 64        # the columns of a program instead, where a rank is too large for 128
 
 
 def decode_matmul_for(name: str | None) -> Callable | None:
@@ -74,6 +75,30 @@ def decode_matmul_for(name: str | None) -> Callable | None:
         from fast.hopper_fp4 import hopper_matmul  # Gluon, which no other GPU needs
         return hopper_matmul
     return portable_matmul if name == "portable" else None
+
+
+def finishing_kib(rank: int, columns: int) -> float:
+    """KiB of shared memory that a program of swiglu_kernel takes to finish `columns` of gate|up.
+
+    No other kernel takes more of it because of the rank. For gate and for up it holds a tile of B
+    (R, columns) and 16 rows of x @ A.T, with R padded to a power of two, as operands of 16 bits of
+    a tensor core.
+    """
+    R = max(16, triton.next_power_of_2(rank))
+    return 2 * 2 * R * (columns + 16) / 1024
+
+
+def check_rank(rank: int, device: torch.device, what: str) -> None:
+    """ValueError for an adapter whose rank is too large for the GPU's shared memory.
+
+    what: names the adapter in the message, for example "--lora-rank 1024".
+    """
+    has = shared_memory_kib(capability(device))
+    needs = finishing_kib(rank, NARROW_TILE)
+    if needs > has:
+        fits = max(2**i for i in range(20) if finishing_kib(2**i, NARROW_TILE) <= has)
+        raise ValueError(f"{what} needs {needs:,.0f} KiB of shared memory, and this GPU has {has} "
+                         f"KiB: the largest rank that fits is {fits}")
 
 
 def attention_plan(pairs: int, most_siblings: int, wide_steps_fit: bool) -> AttentionPlan:
@@ -170,14 +195,16 @@ class GraphEngine(TorchEngine):
         if c.heads // c.kv_heads > QUERY_TILE:
             raise ValueError(f"{c.heads} query heads on {c.kv_heads} key-value heads: the GPU's "
                              f"kernels take at most {QUERY_TILE} on each")
+        if model.adapter:
+            check_rank(model.adapter.rank, kv.device, f"an adapter of rank {model.adapter.rank}")
         super().__init__(model, kv, max_rows)
         self.max_rows = max_rows
         self.most_siblings = QUERY_TILE // (c.heads // c.kv_heads)
         self.sizes = [size for size in GRAPH_ROWS if size < max_rows] + [max_rows]
         pdl = capability(kv.device) >= (9, 0)
         self.pdl = dict(PDL=True, launch_pdl=True) if pdl else dict(PDL=False)
-        shared_memory = shared_memory_kib(capability(kv.device))
-        self.wide_steps_fit = c.head_dim == 64 or shared_memory > 128
+        self.shared_memory = shared_memory_kib(capability(kv.device))
+        self.wide_steps_fit = c.head_dim == 64 or self.shared_memory > 128
         matmul = decode_matmul_for(kernels_for(kv.device, kernels))
         self.matmul = functools.partial(matmul, pdl=pdl) if matmul else None
 
@@ -285,6 +312,8 @@ class GraphEngine(TorchEngine):
         D, F, H, KV, d = c.width, c.feed_forward, c.heads, c.kv_heads, c.head_dim
         bucket = next((rows for rows in PROGRAM_SIZES if n <= rows), max(PROGRAM_SIZES))
         tile, heads_size, residual_size, swiglu_size = PROGRAM_SIZES[bucket]
+        if finishing_kib(model.layers[0].qkv.rank, tile) > self.shared_memory:
+            tile = NARROW_TILE
         tiles = D // tile
         plan = attention_plan(n * KV, self.most_siblings, self.wide_steps_fit)
 

@@ -75,10 +75,13 @@ class Option(NamedTuple):
 
 def bound(memory_gib: float | None, device: torch.device) -> None:
     """Hold torch to its part of the process's memory_gib; None: no bound. Call it before the first
-    allocation. ValueError if the GPU has less.
+    allocation. ValueError if the GPU has less, or the device is none.
     """
     if memory_gib is None:
         return
+    if device.type != "cuda":
+        raise ValueError(f"--memory-gib {memory_gib:g} bounds the memory of a GPU, --device is "
+                         f"{device}")
     total = torch.cuda.get_device_properties(device).total_memory
     if not CUDA_CONTEXT < memory_gib * GIB <= total:
         raise ValueError(f"--memory-gib {memory_gib}: must lie between {CUDA_CONTEXT / GIB} and "

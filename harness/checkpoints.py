@@ -90,7 +90,8 @@ def ending_with(save: Callable[[], str], advice: str) -> Iterator[None]:
             saved = save()
         except OSError as failure:
             saved = f"the last step cannot be saved ({failure}), earlier checkpoints are whole"
-        if not isinstance(error, (Stopped, OSError, torch.OutOfMemoryError)):
+        if not isinstance(error, (Stopped, OSError, torch.OutOfMemoryError)) \
+                or process.reader_has_ended(error):
             raise
         if RANK == 0:
             print(f"train.py: {first_line(error)}; {saved}; {advice}", file=sys.stderr, flush=True)

@@ -94,6 +94,9 @@ class Data:
     eval_problems: int = setting(256, "how many held-out problems; 0: all of them", "[0, 2e9]")
     prompt_style: str = setting("boxed", f"{', '.join(STYLES)}, or module:function; "
                                 "boxed is Qwen's request for maths, tags is the paper's format")
+    thinking: str = setting("off", "whether a model that can do both, such as Qwen3, thinks before "
+                            "it answers; a thinking answer needs more --max-new-tokens",
+                            choices=("on", "off"))
     max_prompt_tokens: int = setting(512, "longer prompts are left out (release: 256)", AT_LEAST_1)
     reward: str | None = setting(None, "module:function that scores answers in place of the "
                                  "built-in grader")
@@ -418,7 +421,7 @@ def check_settings(settings: Settings, before: Settings | None) -> None:
     for section in dataclasses.fields(settings):
         check_ranges(getattr(settings, section.name))
     model, rollout, noise = settings.model, settings.rollout, settings.noise
-    objective, optim, memory = settings.objective, settings.optim, settings.memory
+    objective, optim = settings.objective, settings.optim
     if noise.sigma_start and not 0 < noise.sigma_end <= noise.sigma_start:
         raise ValueError(f"--sigma-end must lie in (0, {noise.sigma_start}], the --sigma-start, "
                          f"got {noise.sigma_end}")
@@ -442,8 +445,6 @@ def check_settings(settings: Settings, before: Settings | None) -> None:
                          f"{optim.updates_per_rollout}")
     if model.calibrate and model.base != "nvfp4":
         raise ValueError(f"--calibrate {model.calibrate} is for NVFP4, --base is {model.base}")
-    if memory.memory_gib and not (memory.device or "cuda").startswith("cuda"):
-        raise ValueError(f"--memory-gib bounds the memory of a GPU, --device is {memory.device}")
     tracker = settings.watching.report_to
     if tracker and importlib.util.find_spec(tracker) is None:
         raise ValueError(f"--report-to {tracker} needs pip install {tracker}")

@@ -229,12 +229,17 @@ QWEN_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assista
 class Tokenizer:
     """The tokenizer.json of a model's folder, with Qwen's chat format.
 
+    thinking: "on" or "off", as --thinking; ValueError for what the model's chat template rules out.
+
     end_ids: the tokens that end a completion. vocab_size: how many ids mean something; a model's
-    embedding may have more rows.
+    embedding may have more rows. thinks: whether the model can think before it answers. opened:
+    the "<think>\\n" that the prompt ends with, where it is not left to the model, else "". A
+    completion lacks it, so whoever looks for the answer in a completion puts it in front.
     """
 
-    def __init__(self, folder: str | Path):
-        path = Path(folder) / "tokenizer.json"
+    def __init__(self, folder: str | Path, thinking: str = "off"):
+        self.folder = Path(folder)
+        path = self.folder / "tokenizer.json"
         text = read_text(path)
         try:
             self.file = TokenizerFile.from_str(text)
@@ -259,9 +264,28 @@ class Tokenizer:
         self.vocab_size = max(vocab.values()) + 1        # Qwen2.5: 151,665
         self.start = vocab["<|im_start|>"]
         self.stop = vocab["<|im_end|>"]
-        # Both, as in every Qwen2.5's generation_config.json.
+        # Both, as in every Qwen2.5's and Qwen3's generation_config.json. The temperature, top_p and
+        # top_k in that file are for chatting with the model. They are never read: training samples
+        # from the model's own distribution.
         self.end_ids = sorted({self.stop, vocab.get("<|endoftext|>", self.stop)})
-        self.system = default_system(path.parent)
+        template, where = chat_template(self.folder)
+        if template is None and "<think>" in vocab:
+            raise ValueError(f"{where}: has no chat_template, and with <think> in {path.name} the "
+                             "model's chat format is not Qwen2.5's")
+        self.system = default_system(template)
+        begins = answer_begins(template, where)
+        if thinking not in begins:
+            why = "always thinks" if thinking == "off" else "has no thinking"
+            raise ValueError(f"--thinking {thinking}: by the chat_template in {where} the model "
+                             f"{why}: take --thinking {next(iter(begins))}")
+        self.thinks = "on" in begins
+        # In the model's file the two are tokens, but no control tokens: encode() finds them.
+        if self.thinks and [len(self.encode(tag)) for tag in ("<think>", "</think>")] != [1, 1]:
+            raise ValueError(f"{path}: lacks <think> or </think> as a token that is not special, "
+                             f"which the chat_template in {where} needs")
+        begin = begins[thinking]
+        self.opened = "" if "</think>" in begin else begin
+        self.answer_start = [self.start, *self.encode(f"assistant\n{begin}")]
 
     def encode(self, text: str) -> list[int]:
         return self.file.encode(text, add_special_tokens=False).ids
@@ -287,21 +311,51 @@ class Tokenizer:
             <|im_start|>  user \\n 2+3*4?                <|im_end|>  \\n
             <|im_start|>  assistant \\n                  the model goes on from here
 
+        Behind the last line follows what the chat template has there about thinking: see THINKING.
+
         The two control tokens are put in as ids, and only texts are encoded, as plain text. A chat
         template would paste everything into one text and encode that: a question that contains
         "<|im_end|>\\n<|im_start|>assistant" could then speak for the model. The ids are otherwise
         the same, since a tokenizer cuts its text at control tokens before anything else.
         """
-        ids = []
-        for role, text in turns:
-            ids += [self.start, *self.encode(f"{role}\n{text}"), self.stop, *self.encode("\n")]
-        return ids + [self.start, *self.encode("assistant\n")]
+        return [token for turn in turns for token in self.turn(*turn)] + self.answer_start
+
+    def turn(self, role: str, text: str) -> list[int]:
+        """A turn that has been said. An answer of a model that thinks is repeated to it without the
+        thinking, as in its chat template.
+        """
+        if role == "assistant" and self.thinks and "</think>" in text:
+            text = text.rpartition("</think>")[2].lstrip("\n")
+        return [self.start, *self.encode(f"{role}\n{text}"), self.stop, *self.encode("\n")]
 
 
-def default_system(folder: Path) -> str | None:
-    """The system message that a model's chat template adds if there is none, or None.
+# -----------------------------------------------------------------------------
+# What a chat template says
+#
+# A template is a program in Jinja. It is never run, as nothing is that a model's folder holds: what
+# must be known of it is looked up in its text.
 
-    Without a template it is Qwen's. ValueError if the template is not that of Qwen's chat format.
+# Behind "add_generation_prompt" a template says how an answer begins. THINKING has the texts and
+# conditions that stand there, of the templates whose thinking is known here -> what the prompt has
+# behind "assistant\n", by --thinking.
+NO_THOUGHT = "<think>\n\n</think>\n\n"
+THINKING = {
+    # Qwen3 opens its thinking itself, unless the prompt says that it has thought already.
+    ("<|im_start|>assistant\n", "if enable_thinking is defined and enable_thinking is false",
+     NO_THOUGHT): {"off": NO_THOUGHT, "on": ""},
+    # Qwen3-Thinking-2507 always thinks: the prompt opens the thinking, the answer only closes it.
+    ("<|im_start|>assistant\n<think>\n",): {"on": "<think>\n"},
+}
+TEXT_OR_CONDITION = re.compile(r"""'[^']*'|"[^"]*"|\b(?:el)?if\b.*?(?=\s*-?%})|\belse\b""")
+# How these templates repeat an earlier answer: they cut its thinking off, and write what is left.
+CUT = "content.split('</think>')[-1].lstrip('\n')"
+WRITE = "message.role + '\n' + content"
+
+
+def chat_template(folder: Path) -> tuple[str | None, Path]:
+    """-> the text of a model's chat template, or None; the file that it is in, or belongs in.
+
+    ValueError if it is not a template of Qwen's chat format.
     """
     path = folder / "tokenizer_config.json"
     there = path.exists() or path.is_symlink()   # a link to nothing is an error, not "no template"
@@ -313,16 +367,40 @@ def default_system(folder: Path) -> str | None:
     if jinja.exists():
         path = jinja
         template = read_text(jinja)
-    if template is None:
-        return QWEN_SYSTEM
-    if not isinstance(template, str) or "<|im_start|>" not in template:
+    chatml = isinstance(template, str) and "<|im_start|>" in template
+    if template is not None and not chatml:
         raise ValueError(f"{path}: chat_template is {short_repr(template)}, expected ChatML's text "
                          "or a list of texts with names")
+    return template, path
+
+
+def default_system(template: str | None) -> str | None:
+    """The system message that a chat template adds if there is none, or None; Qwen's without a
+    template.
+    """
+    if template is None:
+        return QWEN_SYSTEM
     # The message stands in the template between <|im_start|>system and <|im_end|>, as part of a
     # jinja string in which newline and backslash are escaped. Another such part, in which the
     # user's own system message is filled in, has a quote or {{ }} there and is not meant.
     text = re.search(r"<\|im_start\|>system(?:\\n|\n)([^'\"<]+)<\|im_end\|>", template)
     return text and text[1].replace("\\n", "\n").replace("\\\\", "\\")
+
+
+def answer_begins(template: str | None, path: Path) -> dict[str, str]:
+    """What a prompt has behind "assistant\\n", by --thinking; what is missing the model cannot do.
+
+    path: the template's file. ValueError if the template has a thinking that is not known here.
+    """
+    if template is None or not re.search("</?think>|enable_thinking", template):
+        return {"off": ""}                       # Qwen2.5, Qwen3-Instruct-2507
+    template = template.replace("\\n", "\n")     # a line break in a text, written in either way
+    tail = template.rpartition("add_generation_prompt")[2]
+    parts = tuple(part.strip("'\"") for part in TEXT_OR_CONDITION.findall(tail))
+    if parts not in THINKING or not 0 <= template.find(CUT) < template.rfind(WRITE):
+        raise ValueError(f"{path}: chat_template has a thinking that is not known here, expected "
+                         "that of Qwen3 or of Qwen3-Thinking-2507")
+    return THINKING[parts]
 
 
 # -----------------------------------------------------------------------------

@@ -47,15 +47,7 @@ def resolve(name: str | Path, weights: bool = True) -> Path:
     """
     if Path(name).is_dir():
         return Path(name)
-    name = str(name)
-    alias = re.fullmatch(r"qwen2\.5(-coder|-math)?-(0\.5|1\.5|3|7|14|32|72)b", name.lower())
-    if alias:
-        name = f"Qwen/Qwen2.5{(alias[1] or '').title()}-{alias[2]}B-Instruct"
-    if re.fullmatch(r"qwen3-((0\.6|1\.7|4|8|14|32)b|4b-(instruct|thinking)-2507)", name.lower()):
-        name = f"Qwen/{name.title()}"            # Qwen3-8B, Qwen3-4B-Instruct-2507
-    if "/" not in name or Path(name).is_absolute():
-        raise ValueError(f"--model {name}: neither a folder nor a name such as qwen2.5-7b, "
-                         "qwen3-8b or Qwen/Qwen2.5-7B-Instruct")
+    name = hub_id(name)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     patterns = ["*.json", "*.jinja", *(["*.safetensors"] if weights else [])]
@@ -63,6 +55,36 @@ def resolve(name: str | Path, weights: bool = True) -> Path:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise ValueError(f"--model {name}: cannot be downloaded ({first_line(error)})") from None
+
+
+def hub_id(name: str | Path) -> str:
+    """--model -> its Hugging Face id. ValueError if it cannot be one; nothing is looked up there.
+
+    Short names mean the models that follow instructions. The hub's own name of a Qwen2.5 base
+    model, Qwen2.5-7B, differs from qwen2.5-7b by its capitals alone, so it is refused and not taken
+    for either of the two. Qwen3-8B is the hub's name of the model that follows instructions.
+    """
+    name = str(name)
+    alias = re.fullmatch(r"qwen2\.5(-coder|-math)?-(0\.5|1\.5|3|7|14|32|72)b(-instruct)?",
+                         name.lower())
+    if alias:
+        base = f"Qwen2.5{(alias[1] or '').title()}-{alias[2]}B"
+        if name == base:
+            raise ValueError(f"--model {name}: say Qwen/{base} for the base model, or "
+                             f"{name.lower()} for Qwen/{base}-Instruct")
+        name = f"Qwen/{base}-Instruct"
+    if re.fullmatch(r"qwen3-((0\.6|1\.7|4|8|14|32)b|4b-(instruct|thinking)-2507)", name.lower()):
+        name = f"Qwen/{name.title()}"            # Qwen3-8B, Qwen3-4B-Instruct-2507
+    if "/" not in name or Path(name).is_absolute():
+        raise ValueError(f"--model {name}: neither a folder nor a name such as qwen2.5-7b, "
+                         "qwen3-8b or Qwen/Qwen2.5-7B-Instruct")
+    return name
+
+
+def check_model(name: str | Path) -> None:
+    """ValueError unless --model is a folder, or can be an id of the Hugging Face hub."""
+    if not Path(name).is_dir():
+        hub_id(name)
 
 
 def base_of(folder: Path, base: str | None) -> str:

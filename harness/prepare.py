@@ -31,7 +31,7 @@ from harness.files import read_json
 from harness.ranks import RANK, WORLD, choose_device, configure_cpu, gather, join_ranks, say
 from harness.trackers import Tracker
 from learner import Learner
-from sampler import KV_BLOCK, Sampler, engine_for
+from sampler import KV_BLOCK, Sampler, engine_for, refuse_large_rank
 
 
 @dataclass(frozen=True)
@@ -71,14 +71,18 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
                                     train_norms=bool(config.get("modules_to_save")))
     check_settings(settings, before)
     wanted = settings.memory
+    hf.check_model(settings.model.model)
     device, kernels = choose_device(wanted.device, wanted.kernels, settings.model.model)
+    memory.bound(wanted.memory_gib, device)
+    adapter, rank = settings.model.adapter, settings.model.lora_rank
+    refuse_large_rank(rank, device, f"--adapter {adapter}: its rank of {rank}" if adapter
+                      else f"--lora-rank {rank}")
     plug_in = plugin.Reward(settings.data.reward) if settings.data.reward else None
     tokenizer, problems, held_out = read_problems(settings)
     console = Console(settings)
     console.greet(problems, held_out, device)
     if kernels:
         say(f"decode kernels: {kernels}, on {torch.cuda.get_device_name(device)}")
-        memory.bound(wanted.memory_gib, device)
     join_ranks(device)
     record = settings.flat() | {"device": wanted.device or device.type,
                                 "problems_sha256": digest_of(problems + held_out)}
@@ -111,7 +115,7 @@ def read_problems(settings: Settings) -> tuple[data.Tokenizer, list, list]:
     folder = hf.resolve(settings.model.model, weights=False)
     hf.check_lengths(folder, wanted.max_prompt_tokens + settings.rollout.max_new_tokens,
                      settings.model.lora_rank)
-    tokenizer = data.Tokenizer(folder)
+    tokenizer = data.Tokenizer(folder, wanted.thinking)
     return tokenizer, *data.split_problems(wanted, tokenizer)
 
 

@@ -13,13 +13,17 @@ How a program ends:
     wrong flag, file or folder; too little memory       one line on stderr, code 1   (one_line)
     SIGTERM, or SIGHUP of a closed terminal             one line on stderr, code 1   (one_line)
     Ctrl-C, also while libraries are being imported     one line on stderr, code 130 (the hook)
+    a library that is not installed                     one line on stderr, code 1   (the hook)
+    stdout's reader has ended, as in `| head`           nothing is said, code 141    (the hook)
     a bug of ours                                       its traceback, code 1
 
 Not here: how a training run saves its last step on the way out (checkpoints.ending_with).
 """
+import atexit
 import os
 import platform
 import re
+import select
 import shlex
 import signal
 import subprocess
@@ -65,8 +69,8 @@ if getattr(signal, "SIGHUP", None) and signal.getsignal(signal.SIGHUP) != signal
 
 def stop_on_signal(number: int, frame: object = None) -> None:
     """A signal handler that raises Stopped in the main thread."""
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
-    hint = " (asked to, or because a rank died: see torchrun's report)" if ranks > 1 else ""
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    hint = "" if alone else " (asked to, or because a rank died: see torchrun's report)"
     raise Stopped(f"stopped by {signal.Signals(number).name}{hint}")
 
 
@@ -100,6 +104,8 @@ def one_line(program: str) -> Iterator[None]:
                 raise ValueError(f"{flag} is given nothing: the argument after it is empty")
         yield
     except (ValueError, OSError, Stopped) as error:
+        if reader_has_ended(error):
+            raise
         source_line = traceback.extract_tb(error.__traceback__)[-1].line or "raise"
         if isinstance(error, ValueError) and not source_line.startswith("raise"):
             raise
@@ -112,20 +118,71 @@ def one_line(program: str) -> Iterator[None]:
         sys.exit(f"{program}: not enough memory: {first_line(error)}")
 
 
+def reader_has_ended(error: BaseException) -> bool:
+    """Whether this was raised since nobody reads stdout or stderr any more, as when `| head` has
+    its ten lines. Libraries raise the same error for a socket; so the two pipes are asked.
+    """
+    if not isinstance(error, BrokenPipeError) or not hasattr(select, "poll"):    # Windows has none
+        return False
+    pipes = select.poll()
+    pipes.register(1, 0)                         # 0: of errors and hang-ups alone
+    pipes.register(2, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in pipes.poll(0))
+
+
+def end_quietly() -> None:
+    """Ends the process as SIGPIPE, which is 13, ends other programs."""
+    os._exit(128 + 13)
+
+
+def flush_stdout() -> None:
+    """The last act of a program: Python's own flush would complain where nobody reads any more."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        end_quietly()
+
+
+REQUIREMENTS = Path(__file__).parent.parent / "requirements.txt"
+
+
 def report_uncaught(kind: type, error: BaseException, trace: object) -> None:
-    """The sys.excepthook: one line for Ctrl-C, a traceback for everything else.
+    """The sys.excepthook: one line for Ctrl-C, for a library that is not installed and for what is
+    raised while files are imported; nothing where nobody reads; a traceback for everything else.
 
     It is installed when this file is imported, so it also covers the seconds in which torch is
     imported, where no `with` block of ours is active yet. os._exit skips the interpreter's
     shutdown, in which threads of libraries would print tracebacks of their own.
     """
-    if not issubclass(kind, KeyboardInterrupt):
-        return sys.__excepthook__(kind, error, trace)
-    print(f"\n{Path(sys.argv[0]).name}: stopped by Ctrl-C", file=sys.stderr, flush=True)
-    os._exit(130)
+    program = Path(sys.argv[0]).name
+    if isinstance(error, KeyboardInterrupt):
+        print(f"\n{program}: stopped by Ctrl-C", file=sys.stderr, flush=True)
+        os._exit(130)
+    if reader_has_ended(error):
+        end_quietly()
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing and re.search(rf"^{re.escape(missing)}\b", REQUIREMENTS.read_text(), re.M):
+        print(f"{program}: {missing} is not installed: pip install -r {REQUIREMENTS}",
+              file=sys.stderr)
+    elif isinstance(error, Stopped):
+        print(f"{program}: {error}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
 
 
 sys.excepthook = report_uncaught
+atexit.register(flush_stdout)
+
+# A caller may have closed a standard stream, as `2>&-` does. Python then has None in its place, and
+# the next file that is opened gets its number: a log of the run, into which libraries would write
+# what they have to say on stderr. So /dev/null is opened before any file, in the order of numbers.
+for stream, mode in dict(stdin="r", stdout="w", stderr="w").items():
+    if getattr(sys, stream) is None:
+        setattr(sys, stream, open(os.devnull, mode))
+
+if not __debug__:
+    raise Stopped(f"PYTHONOPTIMIZE={sys.flags.optimize} (python -O) takes out the assertions by "
+                  "which this program checks itself: unset it")
 
 
 # -----------------------------------------------------------------------------

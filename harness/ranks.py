@@ -36,9 +36,21 @@ from tqdm import tqdm
 
 from harness.process import Stopped, first_line
 
-RANK = int(os.environ.get("RANK", 0))            # this process among all
-WORLD = int(os.environ.get("WORLD_SIZE", 1))     # how many there are
-LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))        # this process among those of its machine
+
+def number_from_torchrun(name: str, default: str) -> int:
+    """A variable of the environment that torchrun sets. Stopped if somebody else set it wrongly."""
+    value = os.environ.get(name, default)
+    if not re.fullmatch("[0-9]+", value):
+        raise Stopped(f"{name}={value}: expected a whole number; torchrun sets it")
+    return int(value)
+
+
+RANK = number_from_torchrun("RANK", "0")         # this process among all
+WORLD = number_from_torchrun("WORLD_SIZE", "1")  # how many there are
+LOCAL_RANK = number_from_torchrun("LOCAL_RANK", "0")     # this process among those of its machine
+if RANK >= WORLD:
+    raise Stopped(f"RANK={RANK}, WORLD_SIZE={WORLD}: the first must be below the second; torchrun "
+                  "sets both")
 KERNELS = "hopper", "portable"                   # --kernels, besides auto
 
 

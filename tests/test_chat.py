@@ -21,6 +21,7 @@ import lora
 import model as qwen
 from harness.data import STYLES, Tokenizer
 from sampler import Sampler, Sampling, TorchEngine
+from test_data import TEMPLATES, save_tokenizer, thinking_tiny
 from tools import chat as chat_py
 from tools.chat import Chat
 
@@ -94,6 +95,32 @@ def test_a_conversation_is_that_of_the_models_own_template(style, tokenizer, mod
     assert asked[1].count(tokenizer.stop) == text.count("<|im_end|>") - 1  # the one in the question stays text
 
 
+@pytest.mark.parametrize("name,thinking,end,begun", [
+    ("qwen3", "off", "<think>\n\n</think>\n\n", ""), ("qwen3", "on", "", "<think>\n"),
+    ("thinking", "on", "<think>\n", "")])
+def test_earlier_answers_are_repeated_without_their_thinking(name, thinking, end, begun, tmp_path, capsys):
+    save_tokenizer(tmp_path, TEMPLATES[name], thinks=True)
+    tokenizer = Tokenizer(tmp_path, thinking)
+    answers = [begun + "One.\n</think>\n\nIt is 3.", "It is 7." if thinking == "off" else begun + "Let me see"]
+    waiting, asked = list(answers), []
+
+    def generate(prompts, *more):
+        asked.append(tokenizer.file.decode(prompts[0], skip_special_tokens=False))
+        finished = "It is" in waiting[0]                                  # else it is cut off in its thinking
+        completion = tokenizer.encode(waiting.pop(0)) + [tokenizer.stop] * finished
+        return SimpleNamespace(completions=[completion], finished=[finished])
+
+    sampler = SimpleNamespace(engine=SimpleNamespace(decode=None), generate=generate, max_length=999)
+    chat = Chat(tokenizer, sampler, "plain", Sampling(99, tokenizer.end_ids))
+    for question in ("1+2?", "3+4?"):
+        chat.ask(question)
+    first = "<|im_start|>user\n1+2?<|im_end|>\n<|im_start|>assistant\n"
+    second = "It is 3.<|im_end|>\n<|im_start|>user\n3+4?<|im_end|>\n<|im_start|>assistant\n"
+    assert asked == [first + end, first + second + end]
+    last = "It is 7." if thinking == "off" else ""
+    assert tokenizer.file.decode(chat.ids, skip_special_tokens=False) == f"{first}{second}{last}<|im_end|>\n"
+
+
 def test_an_answer_cut_off_is_ended_before_the_next_question(tokenizer, model, capsys):
     chat = new_chat(tokenizer, model)
     chat.sampling = chat.sampling._replace(max_new_tokens=3)
@@ -163,11 +190,24 @@ def test_a_run_brings_its_base_adapter_style_and_limit(run_folder, tokenizer, mo
     assert capsys.readouterr().out != with_adapter
 
 
+def test_a_run_brings_its_thinking(run_folder, tmp_path, monkeypatch, capsys):
+    model = thinking_tiny(tmp_path / "model", TEMPLATES["qwen3"])
+    shutil.copytree(run_folder, tmp_path / "run")
+    flags = json.loads((run_folder / "run.json").read_text()) | {"model": str(model), "thinking": "on"}
+    (tmp_path / "run" / "run.json").write_text(json.dumps(flags))
+    made = []
+    monkeypatch.setattr(chat_py.data, "Tokenizer", lambda *given: made.append(given[1]) or Tokenizer(*given))
+    for more in ([], ["--thinking", "off"]):
+        assert main(monkeypatch, tmp_path / "run", "--question", QUESTIONS[0], "--device", "cpu", *more) is None
+    assert made == ["on", "off"] and capsys.readouterr().out
+
+
 @pytest.mark.parametrize("flags,said", [
     ([], "needs the folder of a run, or --model"), (["nowhere"], "nowhere/run.json"),
     (["--model", "nowhere"], "--model nowhere"),
     (["--model", TINY, "--adapter", "nowhere"], "nowhere/adapter_config.json"),
     (["--model", TINY, "--temperature", "nan"], "--temperature must lie in [0, 1000], got nan"),
+    (["--model", TINY, "--thinking", "on"], "--thinking on: by the chat_template in "),
     (["--model", TINY, "--max-new-tokens", "0"], "--max-new-tokens must lie in [1, 2e9], got 0"),
     (["--model", TINY, "--prompt-style", "odd"], "--prompt-style odd: expected one of"),
     (["--model", TINY, "--question", "1+" * 2000], "leave no room for an answer, the longest conversation has 1024")])

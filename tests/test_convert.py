@@ -23,6 +23,7 @@ import lora
 import model as qwen
 import nvfp4
 from harness import data, hf
+from test_data import TEMPLATES, thinking_tiny
 from tiny_qwen2 import config_json, random_tensors, write_folder
 from tools import convert
 
@@ -125,6 +126,21 @@ def test_calibration_takes_the_problems_style_and_seed_of_its_flags(tmp_path, mo
         assert [p.prompt for p in some] == [tokenizer.chat(q + request, system) for q in questions]
         files, out, *rest = given[-1]
         assert (files.folder, out, rest) == (TINY, tmp_path / "out", [codes, answers, tokenizer.vocab_size])
+
+
+def test_a_model_that_always_thinks_is_calibrated_by_answers_that_do(tmp_path, monkeypatch, capsys):
+    source = thinking_tiny(tmp_path / "source", TEMPLATES["thinking"])
+    flags = ["--calibrate", "1", "--data", "arithmetic", "--thinking"]
+    assert "--thinking off: " in run(monkeypatch, "nvfp4", source, tmp_path / "out", *flags, "off")
+    assert run(monkeypatch, "nvfp4", source, tmp_path / "out", "--thinking", "on") == (
+        "convert nvfp4: --thinking is for nvfp4 with --calibrate N")
+    asked = []
+    monkeypatch.setattr(calibrate, "own_answers", lambda *given, **_: asked.append(given[1:3]))
+    monkeypatch.setattr(calibrate, "to_nvfp4", lambda files, out, *_: out.mkdir())
+    assert run(monkeypatch, "nvfp4", source, tmp_path / "out", *flags, "on") is None
+    (tokenizer, (problem,)), = asked
+    assert tokenizer.decode(problem.prompt).endswith("<|im_start|>assistant\n<think>\n")
+    assert capsys.readouterr().out.endswith(f"--model {tmp_path / 'out'} --data arithmetic --thinking on\n")
 
 
 def test_a_calibrated_folder_says_how_far_it_is_from_16_bits(tmp_path, monkeypatch, capsys):

@@ -1,6 +1,6 @@
 """
 Problems and prompts, against rows and word problems worked by hand, and the chat format against the tokenizer's own
-parsing of the text.
+parsing of the text. What Qwen's own templates write is in chat_reference.json, from make_chat_reference.py.
 
 python -m pytest tests/test_data.py -v
 """
@@ -9,6 +9,7 @@ import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -29,18 +30,65 @@ def write(path, *rows):
     return str(path)
 
 
-def save_tokenizer(folder, template=None):
-    """A byte-level tokenizer without merges: ids 0-255 are bytes, 256-258 the control tokens."""
+def save_tokenizer(folder, template=None, thinks=False):
+    """A byte-level tokenizer without merges: ids 0-255 are bytes, 256-258 the control tokens. thinks: as in Qwen3's,
+    <think> and </think> are tokens of their own and not special, ids 259 and 260.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     file = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     file.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     file.decoder = decoders.ByteLevel()
     file.add_special_tokens([AddedToken(t, special=True) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")])
+    if thinks:
+        file.add_tokens([AddedToken(t, special=False, normalized=False) for t in ("<think>", "</think>")])
     file.save(str(folder / "tokenizer.json"))
     if template is not None:
         (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+# Chat templates that say the same as Qwen's: the beginning, what all of them have in common; then how each lets an
+# answer begin. make_chat_reference.py has shown that Qwen's own texts are taken for the same.
+TURNS = r"""{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+{%- endfor %}"""
+TURNS_WITHOUT_THINKING = r"""{%- for message in messages %}
+    {%- set content = message.content %}
+    {%- if message.role == 'assistant' and '</think>' in content %}
+        {%- set content = content.split('</think>')[-1].lstrip('\n') %}
+    {%- endif %}
+    {{- '<|im_start|>' + message.role + '\n' + content + '<|im_end|>\n' }}
+{%- endfor %}"""
+ANSWER = r"""
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+{%- endif %}"""
+TEMPLATES = {
+    "qwen2.5": r"{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\n" + data.QWEN_SYSTEM
+               + r"<|im_end|>\n' }}{%- endif %}" + TURNS + ANSWER,
+    "instruct": TURNS + ANSWER,
+    "qwen3": TURNS_WITHOUT_THINKING + r"""
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\n\n</think>\n\n' }}
+    {%- endif %}
+{%- endif %}""",
+    "thinking": TURNS_WITHOUT_THINKING + ANSWER.replace(r"assistant\n", r"assistant\n<think>\n"),
+}
+
+
+def thinking_tiny(folder, template):
+    """The tiny model with this template, and with <think> and </think> among the ids that its tokenizer has to spare."""
+    shutil.copytree(TINY, folder)
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    first = 1 + max([*raw["model"]["vocab"].values(), *(token["id"] for token in raw["added_tokens"])])
+    raw["added_tokens"] += [raw["added_tokens"][0] | {"id": first + i, "content": tag, "special": False}
+                            for i, tag in enumerate(("<think>", "</think>"))]
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
 
 
 # -----------------------------------------------------------------------------
@@ -356,6 +404,111 @@ def test_another_chat_format_or_a_link_to_nothing_is_refused(tmp_path, name, tex
     (tmp_path / name).symlink_to("nowhere") if text is None else (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=f"{name}: {said}"):
         Tokenizer(tmp_path)
+
+
+# -----------------------------------------------------------------------------
+# Thinking
+
+CHATS = json.loads((TINY.parent / "tests" / "chat_reference.json").read_text(encoding="utf-8"))
+MODES = [name.split() for name in CHATS["texts"]]
+
+
+@pytest.mark.parametrize("name,thinking", MODES)
+def test_eight_conversations_are_those_of_the_models_own_templates(tmp_path, name, thinking):
+    file = save_tokenizer(tmp_path, TEMPLATES[name], thinks=True)
+    tokenizer = Tokenizer(tmp_path, thinking)
+    file.encode_special_tokens = False                       # as transformers parses the whole text
+    assert len(CHATS["conversations"]) == 8
+    for messages, text in zip(CHATS["conversations"], CHATS["texts"][f"{name} {thinking}"], strict=True):
+        turns = [(message["role"], message["content"]) for message in messages]
+        if tokenizer.system and turns[0][0] != "system":
+            turns = [("system", tokenizer.system), *turns]
+        ids = tokenizer.turns(turns)
+        assert tokenizer.file.decode(ids, skip_special_tokens=False) == text
+        assert ids == file.encode(text).ids
+
+
+@pytest.mark.parametrize("name,thinking", MODES)
+def test_the_stand_ins_for_the_templates_write_what_qwens_do(name, thinking):
+    jinja2 = pytest.importorskip("jinja2", reason="renders the stand-ins")
+    template = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(TEMPLATES[name])
+    assert CHATS["texts"][f"{name} {thinking}"] == [
+        template.render(messages=messages, add_generation_prompt=True, enable_thinking=thinking == "on")
+        for messages in CHATS["conversations"]]
+
+
+def test_qwen3_has_no_system_message_of_its_own_and_thinks_in_tokens_of_their_own(tmp_path):
+    save_tokenizer(tmp_path, TEMPLATES["qwen3"], thinks=True)
+    for thinking, end in (("off", "<think>\n\n</think>\n\n"), ("on", "")):
+        tokenizer = Tokenizer(tmp_path, thinking)
+        assert (tokenizer.system, tokenizer.opened, tokenizer.end_ids) == (None, "", [256, 258])
+        ids = tokenizer.chat("q")
+        want = f"<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n{end}"
+        assert tokenizer.file.decode(ids, skip_special_tokens=False) == want
+        assert [token for token in ids if token > 258] == [259, 260] * (thinking == "off")
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATES["thinking"])
+    assert Tokenizer(tmp_path, "on").opened == "<think>\n"
+
+
+@pytest.mark.parametrize("name,thinking,begin", [("qwen3", "off", r"<think>\n\n</think>\n\n"),
+                                                 ("thinking", "on", r"<|im_start|>assistant\n<think>\n")])
+def test_a_text_in_a_template_may_be_written_in_several_ways(tmp_path, name, thinking, begin):
+    save_tokenizer(tmp_path, thinks=True)
+    template = TEMPLATES[name]
+    prompts = set()
+    for same in (template, template.replace("\\n", "\n"), template.replace(f"'{begin}'", f'"{begin}"'),
+                 template.replace("{%- ", "{% ").replace(" %}", "%}").replace("{{- ", "{{ ")):
+        (tmp_path / "chat_template.jinja").write_text(same)
+        prompts.add(tuple(Tokenizer(tmp_path, thinking).chat("How many?")))
+    assert len(prompts) == 1 and template.count(f"'{begin}'") == 1
+
+
+@pytest.mark.parametrize("name,thinking,said", [
+    ("qwen2.5", "on", "--thinking on: by the chat_template in .*/chat_template.jinja the model has no thinking: take "
+                      "--thinking off"),
+    ("instruct", "on", "--thinking on: .* the model has no thinking: take --thinking off"),
+    ("thinking", "off", "--thinking off: .* the model always thinks: take --thinking on")])
+def test_what_a_model_cannot_do_is_refused(tmp_path, name, thinking, said):
+    save_tokenizer(tmp_path, thinks=True)
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATES[name])
+    with pytest.raises(ValueError, match=said):
+        Tokenizer(tmp_path, thinking)
+
+
+def test_a_folder_without_a_template_never_thinks_and_must_not_have_the_tokens_of_thinking(tmp_path):
+    save_tokenizer(tmp_path)
+    with pytest.raises(ValueError, match="--thinking on: .*tokenizer_config.json the model has no thinking"):
+        Tokenizer(tmp_path, "on")
+    save_tokenizer(tmp_path, thinks=True)
+    with pytest.raises(ValueError, match="tokenizer_config.json: has no chat_template, and with <think> in tokenizer"):
+        Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("change", [
+    ("is false %}", "is true %}"),                                         # the other way round
+    ("is defined and enable_thinking is false", "is not defined"),
+    ("{%- if enable_thinking is defined", "{%- if x %}{%- elif enable_thinking is defined"),
+    ("    {%- endif %}\n{%- endif %}", "    {%- else %}{{- '<think>\\n' }}{%- endif %}\n{%- endif %}"),
+    (r"'<think>\n\n</think>\n\n'", r"'<think>\n</think>\n'"),
+    (".split('</think>')[-1]", ".split('</think>')[0]"),                   # earlier answers keep their thinking
+    ("'\\n' + content +", "'\\n<think>\\n\\n</think>\\n\\n' + content +"),
+    ("{%- if add_generation_prompt %}", "{%- if true %}")])
+def test_a_thinking_that_is_not_known_is_refused(tmp_path, change):
+    assert TEMPLATES["qwen3"].count(change[0]) == 1, change
+    save_tokenizer(tmp_path, TEMPLATES["qwen3"].replace(*change), thinks=True)
+    for thinking in ("on", "off"):
+        with pytest.raises(ValueError, match="tokenizer_config.json: chat_template has a thinking that is not known"):
+            Tokenizer(tmp_path, thinking)
+
+
+def test_a_template_that_thinks_needs_the_tokens_of_thinking(tmp_path):
+    file = save_tokenizer(tmp_path, TEMPLATES["qwen3"])
+    for special in (None, True):
+        if special:
+            file.add_special_tokens(["<think>", "</think>"])
+            file.save(str(tmp_path / "tokenizer.json"))
+        with pytest.raises(ValueError, match="tokenizer.json: lacks <think> or </think> as a token that is not special"):
+            Tokenizer(tmp_path)
 
 
 def test_limits_and_padding_saved_in_a_tokenizer_are_not_applied(tmp_path):

@@ -24,6 +24,7 @@ from harness.config import Settings
 from harness.figures import mean
 from harness.ranks import device_of
 from sampler import Sampler, TorchEngine
+from test_data import TEMPLATES, thinking_tiny
 from test_figures import rows
 
 ROOT = Path(__file__).parent.parent
@@ -323,6 +324,19 @@ def test_an_out_that_cannot_be_written_ends_before_the_model_is_loaded(out, tmp_
     assert stop.value.code.startswith("evaluate.py: ") and "\n" not in stop.value.code
 
 
+@pytest.mark.parametrize("name,thinking,rules", [("thinking", "on", {"truncated": 20}), ("qwen3", "on", {"box": 20}),
+                                                 ("qwen3", "off", {"box": 20})])
+def test_an_answer_that_never_closes_the_thinking_of_its_prompt_is_cut_strict_and_lenient(
+        name, thinking, rules, tmp_path, capsys, monkeypatch):
+    # The tiny model knows nothing of thinking: it boxes a number at once.
+    model = thinking_tiny(tmp_path / "model", TEMPLATES[name])
+    figures = run(capsys, monkeypatch, "--model", model, "--thinking", thinking, "--limit", 20, "--out", tmp_path / "a")
+    assert figures["rules"] == rules and figures["thinking"] == thinking
+    right = mean([float(f"\\boxed{{{row['answer']}}}" in row["completion"]) for row in read(tmp_path / "a")])
+    assert right > 0 and figures["format"] == (name == "qwen3")
+    assert figures["pass@1"][0] == figures["pass@1_lenient"][0] == (right if name == "qwen3" else 0)
+
+
 def test_what_fails_while_loading_leaves_no_out(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["evaluate.py", *BASIC, "--adapter", "nowhere", "--out", f"{tmp_path}/a"])
     with pytest.raises(SystemExit, match="nowhere/adapter_config.json"):
@@ -371,6 +385,25 @@ def test_of_a_training_file_no_problem_is_taken_that_the_run_has_trained_on(limi
     wanted = evaluate.Evaluation(prompt_style="plain", limit=limit)
     problems, _ = evaluate.problems_of(wanted, run, evaluate.data.Tokenizer(ROOT / "tiny"))
     assert [problem.id for problem in problems] == [f"sums-{i}" for i in range(57, 61)][:limit or 4]
+
+
+def test_a_run_brings_its_thinking_and_its_held_out_problems_stay_the_same_without_it(tmp_path, monkeypatch):
+    # Thinking off makes a prompt longer by an empty block, and one problem then too long for the run.
+    model = thinking_tiny(tmp_path / "model", TEMPLATES["qwen3"])
+    rows_of_file = [{"question": "1" * n, "answer": "1"} for n in range(40, 60)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of_file))
+    tokenizers = {thinking: evaluate.data.Tokenizer(model, thinking) for thinking in ("off", "on")}
+    longest = len(tokenizers["on"].chat("1" * 59))
+    assert longest < len(tokenizers["off"].chat("1" * 59))
+    held = dict(model=str(model), base="bf16", data=str(tmp_path / "sums.jsonl"), prompt_style="plain", thinking="on",
+                max_new_tokens=4, eval_problems=256, max_prompt_tokens=longest)
+    (tmp_path / "run.json").write_text(json.dumps(held))
+    for more, thinking in (([], "on"), (["--thinking", "off"], "off")):
+        monkeypatch.setattr(sys, "argv", ["evaluate.py", str(tmp_path), *more])
+        _, wanted, of_run = evaluate.read_flags()
+        problems, _ = evaluate.problems_of(wanted, of_run, tokenizers[thinking])
+        assert wanted.thinking == thinking and [problem.id for problem in problems] == ["sums-19", "sums-20"]
+        assert problems[1].prompt == tokenizers[thinking].chat("1" * 59)
 
 
 @pytest.mark.parametrize("flags", ["--prompt-style boxed", "--reward rewards_here:length"])

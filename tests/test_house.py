@@ -21,11 +21,12 @@ ROOT = Path(__file__).parent.parent
 # Without git, as in an unpacked archive: these folders are searched, and at the root the files that the README lists.
 FOLDERS = "fast harness tools study tiny tests docs".split()
 
-# The doors: at three places plain torch hands over to Triton, and behind them is one to Hopper's kernel. Each imports
+# The doors: at four places plain torch hands over to Triton, and behind them is one to Hopper's kernel. Each imports
 # inside a function, so that a machine without Triton (or without a Hopper GPU) never opens the file.
 # (module, function) -> module that it imports.
 DOORS = {("ops", "twin_in_kernels"): "fast.kernels", ("nvfp4", "fuse"): "marlin_fp4",
-         ("sampler", "engine_for"): "fast.decode", ("fast.decode", "decode_matmul_for"): "fast.hopper_fp4"}
+         ("sampler", "engine_for"): "fast.decode", ("sampler", "refuse_large_rank"): "fast.decode",
+         ("fast.decode", "decode_matmul_for"): "fast.hopper_fp4"}
 # Names that stand in two files though ops.twin_in_kernels does not tie them together, and why.
 TWINS = {
     "main": "every program has one",

@@ -276,6 +276,34 @@ def test_the_schedule_drawn_in_the_file_is_the_one_that_is_computed():
     assert [line.split() for line in grid] == [["A0", "A1", "A2", "0", "1", "2", "3", "4"]] * 2
 
 
+def test_where_a_large_rank_takes_most_places_another_wave_leaves_w_its_share():
+    """With one wave all of qkv of a 7B would be one stripe of 1,008 tiles there: A alone has 6 x 4 programs."""
+    places = 46 * marlin_fp4.portable_config(193, (8, 6)).programs_per_sm // 4   # 193 rows of x are 4 times BM
+
+    def plan(R, M=193):
+        return plan_stripes(4608, 3584, M, R, marlin_fp4.portable_config(M, (8, 6)), 46)
+
+    assert places == 23 and plan(3 * 128) == marlin_fp4.StripePlan(28, stripe=46, a_programs=24, programs=46, slabs=4)
+    assert plan(3 * 32).programs <= places and plan(3 * 128, M=1).programs <= 46 * 4      # one wave is enough
+
+
+@pytest.mark.parametrize("multiprocessors", [8, 46, 132])
+@pytest.mark.parametrize("R", [0, 32, 384, 768, 1536])
+@pytest.mark.parametrize("N,K", [(128, 128), (4608, 3584), (3584, 18944)])
+def test_w_always_gets_half_of_the_places_or_a_program_for_each_second_tile(N, K, R, multiprocessors):
+    for M in (1, 16, 64, 193, 2048):
+        config = marlin_fp4.portable_config(M, (8, 6))
+        places = max(1, multiprocessors * config.programs_per_sm // -(-M // config.BM))
+        plan = plan_stripes(N, K, M, R, config, multiprocessors)
+        tiles = -(-N // 128) * -(-K // 128)
+        of_w = plan.programs - plan.a_programs
+        assert of_w == -(-tiles // plan.stripe) and 2 * of_w >= min(places, tiles)
+        if plan.programs > places:
+            for stripe in range(1, tiles + 1):               # no stripe would do in one wave
+                of_w, of_a = -(-tiles // stripe), -(-R // 64) * most_pieces(-(-K // 128), stripe)[1]
+                assert of_w + of_a > places or 2 * of_w < min(places, tiles)
+
+
 def test_the_numbers_beside_the_schedule_are_those_of_a_7b_on_an_h200():
     linears = {"qkv": (4608, 3584, 96), "o": (3584, 3584, 32), "down": (3584, 18944, 32), "gate_up": (37888, 3584, 64)}
 

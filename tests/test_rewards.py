@@ -40,6 +40,9 @@ def boxed(answer):
     ("<think>\\boxed{1}</think>\\boxed{2}<|im_end|>\\boxed{3}", "2", "box"),
     ("<think>let me see \\boxed{42}", None, "truncated"),      # the thought was cut off
     ("<think>\\boxed{42}</think> no idea", None, "none"),
+    ("<think>\n\\boxed{1}\n</think>\n\n\\boxed{2}", "2", "box"),
+    ("<think>1</think> 2 <think>\\boxed{3}", None, "truncated"), ("<think>\n", None, "truncated"),
+    ("<think>1</think>\\boxed{2}<think>3</think> or \\boxed{4}", "4", "box"),
     ("<answer>41</answer> <answer> 42 </answer><answer></answer>", "42", "tag"),
     ("#### 1,234\nmore\n#### 72", "72", "marker"),
     ("The answer is 3. Wait, the answer is $4$.", "4", "marker"),
@@ -202,13 +205,27 @@ def test_score_has_a_row_for_each_rollout_in_the_order_of_their_problems():
         completions=[[0], [1, 1], [0], [1, 1]], finished=[True, True, False, True],
         logprobs=[torch.tensor([-1.0]), torch.tensor([-1.0, -2.0]), torch.tensor([-3.0]), torch.tensor([0.0, -1.0])])
     problems = [SimpleNamespace(id=id, question=f"q{id}", answer=answer) for id, answer in (("a", "5"), ("b", "6"))]
-    tokenizer = SimpleNamespace(decode=lambda ids: ("\\boxed{5}", "the answer is 6.")[ids[0]])
+    tokenizer = SimpleNamespace(opened="", decode=lambda ids: ("\\boxed{5}", "the answer is 6.")[ids[0]])
     rows = grade_rollouts(tokenizer, problems, rollouts)
     assert [row["id"] for row in rows] == ["a", "a", "b", "b"]
     assert [row["correct"] for row in rows] == [1, 0, 0, 1] and [row["format"] for row in rows] == [1, 0, 1, 0]
     assert rows[1] == {"id": "a", "question": "qa", "answer": "5", "completion": "the answer is 6.", "extracted": "6",
                        "rule": "marker", "correct": 0.0, "format": 0.0, "length": 2, "finished": True,
                        "mean_logprob": -1.5, "task": 0.0}
+
+
+@pytest.mark.parametrize("style,completion,correct,form,rule", [
+    ("boxed", "Hm.\n</think>\n\n\\boxed{5}", 1, 1, "box"),
+    ("boxed", "Maybe \\boxed{5}, let me check", 0, 0, "truncated"),        # the box is a thought, not the answer
+    ("boxed", "Is it \\boxed{5}?\n</think>\n\nNo idea.", 0, 0, "none"),
+    ("tags", "Hm.</think> <answer>5</answer>", 1, 1, "tag"),
+    ("tags", "<answer>5</answer>", 0, 0, "truncated")])
+def test_an_answer_whose_thinking_the_prompt_has_opened_is_what_comes_behind_it(style, completion, correct, form, rule):
+    tokenizer = SimpleNamespace(opened="<think>\n", decode=lambda ids: completion)
+    rollouts = SimpleNamespace(completions=[[0]], finished=[True], logprobs=[torch.tensor([-1.0])])
+    row, = grade_rollouts(tokenizer, [SimpleNamespace(id="a", question="q", answer="5")], rollouts, style)
+    assert (row["correct"], row["format"], row["rule"]) == (correct, form, rule)
+    assert row["completion"] == completion                                # what the model wrote
 
 
 SOURCE = '''import os
@@ -411,7 +428,7 @@ def test_a_reward_that_goes_to_another_folder_does_not_take_the_run_along(plug_i
 
 def test_parts_are_in_the_row_and_their_sum_is_its_task(plug_ins):
     rollouts = SimpleNamespace(completions=[[0], [1]], finished=[True] * 2, logprobs=[torch.tensor([-1.0])] * 2)
-    tokenizer = SimpleNamespace(decode=lambda ids: "ab"[ids[0]])
+    tokenizer = SimpleNamespace(opened="", decode=lambda ids: "ab"[ids[0]])
     first, second = grade_rollouts(tokenizer, [PROBLEM], rollouts, plug_in=Reward("mine:asks"))
     assert first["parts"] == second["parts"] == {"level": 5.0, "asked": 1.0, "others": 2.0} and first["task"] == 8.0
     assert first["correct"] == 0.0                                        # there is no gold

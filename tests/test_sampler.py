@@ -6,6 +6,7 @@ python -m pytest tests/test_sampler.py -v
 """
 import math
 import random
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -465,10 +466,12 @@ def test_a_pool_gives_out_every_block_but_the_first_once():
 
 def test_a_pool_that_holds_less_than_one_sequence_is_refused():
     model = HashModel()
-    with pytest.raises(ValueError, match="holds 160 tokens: less than one sequence of 97 tokens"):
-        Sampler(HashEngine, model, 97, kv_gib=minimal_gib(model, 97, extra=-1))
-    with pytest.raises(ValueError, match="holds 0 tokens"):
-        Sampler(HashEngine, model, 97, kv_gib=0)
+    need = minimal_gib(model, 97, extra=-0.5)                             # without its half a kv_block to spare
+    message = f"less than one sequence of 97 tokens, which takes {need:.4g} GiB: raise --kv-gib"
+    for kv_gib in (minimal_gib(model, 97, extra=-1), 0):
+        with pytest.raises(ValueError, match=re.escape(f"KV pool of {kv_gib:.4g} GiB holds {message}")):
+            Sampler(HashEngine, model, 97, kv_gib=kv_gib)
+    Sampler(HashEngine, model, 97, kv_gib=minimal_gib(model, 97))
 
 
 def test_requests_that_do_not_fit_stop():

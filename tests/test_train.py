@@ -47,6 +47,7 @@ from lora import attach, save_adapter
 from model import load
 from sampler import KV_BLOCK, Sampling, blocks_for
 from tiny.arithmetic import arithmetic
+from test_data import TEMPLATES, thinking_tiny
 from tiny_qwen2 import config_json, random_tensors, write_folder
 
 ROOT = Path(__file__).parent.parent
@@ -914,6 +915,30 @@ def test_a_full_disk_stops_the_run_and_loses_no_earlier_checkpoint(runs, whole):
     assert sorted(p.name for p in (runs.folder / "full" / "checkpoints").iterdir()) == before
     runs.run("full", "--resume")
     assert runs.same("full", whole)
+
+
+def test_a_run_thinks_as_told_and_goes_on_so(runs, tmp_path):
+    model = thinking_tiny(tmp_path / "model", TEMPLATES["qwen3"])
+    for thinking in ("on", "off"):
+        runs.run(f"thinks-{thinking}", "--steps", "1", "--thinking", thinking, model=model)
+        assert json.loads((runs.folder / f"thinks-{thinking}" / "run.json").read_text())["thinking"] == thinking
+    assert len({json.loads((runs.folder / f"thinks-{t}" / "run.json").read_text())["problems_sha256"]
+                for t in ("on", "off")}) == 2                             # other prompts
+    refused = runs.run("thinks-on", "--resume", "--steps", "2", "--thinking", "off", code=1)
+    assert "--resume: --thinking is 'off', the run had 'on'" in refused
+    runs.run("thinks-on", "--resume", "--steps", "2")
+    assert len(runs.lines("thinks-on")) == 2
+    assert "train.py: --thinking on: by the chat_template in" in runs.run("no-thinking", "--thinking", "on", code=1)
+
+
+def test_what_a_model_says_of_its_sampling_is_no_part_of_training(runs, whole, tmp_path):
+    # As in Qwen3's file. A temperature, top_k or top_p would change the log-probs that the sampler records.
+    model = shutil.copytree(ROOT / "tiny", tmp_path / "model")
+    said = json.loads((model / "generation_config.json").read_text()) | dict(do_sample=True, temperature=0.6, top_k=20,
+                                                                             top_p=0.95)
+    (model / "generation_config.json").write_text(json.dumps(said))
+    runs.run("generation", "--steps", "1", model=model)
+    assert runs.samples("generation") == [row for row in runs.samples(whole) if row["step"] == 0] != []
 
 
 def test_resume_refuses_other_flags_and_a_second_run_refuses_the_folder(runs, whole):

@@ -23,7 +23,7 @@ from evaluate import Which, load_model, parse
 from harness import config, data, hf
 from harness.config import setting
 from harness.ranks import choose_device
-from sampler import Sampler, Sampling, engine_for
+from sampler import Sampler, Sampling, engine_for, refuse_large_rank
 
 LENGTH = 8192                                    # tokens of a conversation, if the model takes them
 
@@ -32,6 +32,7 @@ LENGTH = 8192                                    # tokens of a conversation, if 
 class Conversation:
     """how it answers"""
     prompt_style: str = setting("plain", "as in train.py")
+    thinking: str = setting("off", "as in train.py", choices=("on", "off"))
     question: str | None = setting(None, "answer this one and end")
     temperature: float = setting(0.0, "0: greedy", "[0, 1000]")
     max_new_tokens: int = setting(1024, "longest answer", "[1, 2e9]")
@@ -80,7 +81,14 @@ class Chat:
             completion = completion[:-1]
         else:
             print(f"(cut off at {most} tokens)", file=sys.stderr)
-        self.ids = [*prompt, *completion, tokenizer.stop, *tokenizer.encode("\n")]
+        if not tokenizer.thinks:
+            self.ids = [*prompt, *completion, tokenizer.stop, *tokenizer.encode("\n")]
+            return
+        # An earlier turn has no thinking, neither what the prompt began with nor the answer's own.
+        said = tokenizer.opened + tokenizer.decode(completion)
+        if "<think>" in said.rpartition("</think>")[2]:
+            said = said[:said.rindex("<think>")]         # cut off while it thought
+        self.ids = prompt[:-len(tokenizer.answer_start)] + tokenizer.turn("assistant", said)
 
 
 def read_chat_flags() -> tuple[Which, Conversation]:
@@ -118,11 +126,16 @@ def main():
     with process.one_line("chat"):
         which, wanted = read_chat_flags()
         data.prompt_function(wanted.prompt_style)
+        hf.check_model(which.model)
         with redirect_stdout(sys.stderr):        # what is said of a GPU or a folder is no answer
             device, _ = choose_device(which.device, which.kernels, which.model)
-            folder = hf.resolve(which.model)
+            if which.adapter:
+                rank = hf.read_peft_config(which.adapter)["r"]
+                refuse_large_rank(rank, device, f"--adapter {which.adapter}: its rank of {rank}")
+            folder = hf.resolve(which.model, weights=False)
             which = dataclasses.replace(which, base=hf.base_of(folder, which.base))
-            tokenizer = data.Tokenizer(folder)
+            tokenizer = data.Tokenizer(folder, wanted.thinking)
+            folder = hf.resolve(which.model)
             model = load_model(which, folder, device, tokenizer)
         length = min(hf.max_positions(folder), LENGTH)
         sampler = Sampler(engine_for(device, which.kernels), model, length, max_rows=1)

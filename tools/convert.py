@@ -41,11 +41,12 @@ class Conversion:
                                 "search without)", choices=CODES)
     data: str = setting("gsm8k", "the problems, as in train.py")
     prompt_style: str = setting("boxed", "as in train.py", choices=sorted(STYLES))
+    thinking: str = setting("off", "as in train.py", choices=("on", "off"))
     seed: int = setting(0, "which problems, which answers", "[0, 2e18]")
     device: str | None = setting(None, "cpu, cuda or cuda:N (default: a GPU if there is one)")
 
 
-FOR_CALIBRATION = "data", "prompt_style", "seed"
+FOR_CALIBRATION = "data", "prompt_style", "thinking", "seed"
 
 
 def convert_to_nvfp4(source: str, out: Path, wanted: Conversion) -> None:
@@ -64,7 +65,7 @@ def convert_to_nvfp4(source: str, out: Path, wanted: Conversion) -> None:
                               "--model", out, "--data", wanted.data)
         return
     kernels_for(device, "auto")                  # refuses a GPU that has none
-    tokenizer = data.Tokenizer(folder)
+    tokenizer = data.Tokenizer(folder, wanted.thinking)
     problems = data.load_problems(wanted.data, "train")
     problems = data.encode_prompts(tokenizer, problems, wanted.prompt_style)
     count = min(wanted.calibrate, len(problems))
@@ -74,7 +75,8 @@ def convert_to_nvfp4(source: str, out: Path, wanted: Conversion) -> None:
     texts = calibrate.own_answers(folder, tokenizer, some, device, seed=wanted.seed)
     calibrate.to_nvfp4(files, out, codes, texts, tokenizer.vocab_size)
     tell_what_was_written(out, f"{source} in NVFP4, codes by {codes} from answers to {count} "
-                          f"problems of {wanted.data}", "--model", out, "--data", wanted.data)
+                          f"problems of {wanted.data}", "--model", out, "--data", wanted.data,
+                          *(["--thinking", "on"] if wanted.thinking == "on" else []))
 
 
 def write_merged(run: str, out: Path, device: str | None) -> None:

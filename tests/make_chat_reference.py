@@ -1,0 +1,114 @@
+"""
+Writes chat_reference.json: eight conversations as Qwen's own chat templates write them, with thinking on and off.
+test_data.py compares them with what harness/data.py makes of the same conversations.
+
+    pip install -r requirements.txt jinja2==3.1.6
+    pip download --no-deps trl==1.16.0 unsloth==2026.10.9
+    python tests/make_chat_reference.py trl-1.16.0-*.whl unsloth-2026.10.9-*.whl
+
+The templates are read from the two packages, of which nothing is run or installed (both are Apache-2.0, as the models
+are):
+
+    qwen2.5     trl/chat_templates/qwen2_5.jinja, of Qwen2.5-7B-Instruct
+    qwen3       trl/chat_templates/qwen3.jinja, of Qwen3-8B and its siblings of other sizes
+    instruct    trl/chat_templates/qwen3_instruct_2507.jinja, of Qwen3-4B-Instruct-2507
+    thinking    qwen3_thinking_template in unsloth/chat_templates.py, of Qwen3-4B-Thinking-2507. In the model's own file
+                the last text has its line breaks as "\\n"; here they are real ones, which mean the same
+
+jinja2 runs them as transformers does, with trim_blocks and lstrip_blocks. The script also gives each template to
+harness/data.py in a model's folder, and ends with an error unless every conversation comes out the same there. The
+tests do without the templates' text; they have stand-ins that say the same of thinking.
+"""
+import argparse
+import ast
+import hashlib
+import json
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import jinja2
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+from harness.data import Tokenizer
+from test_data import save_tokenizer
+
+FILES = {"qwen2.5": "qwen2_5", "qwen3": "qwen3", "instruct": "qwen3_instruct_2507"}
+MODES = {"qwen2.5": ["off"], "qwen3": ["off", "on"], "instruct": ["off"], "thinking": ["on"]}
+
+
+def chat(*turns):
+    return [dict(zip(("role", "content"), turn)) for turn in turns]
+
+
+CONVERSATIONS = [
+    chat(("user", "What is 2+3?")),
+    chat(("system", "Be brief."), ("user", "What is 2+3?\nPlease reason step by step.")),
+    chat(("user", "2+3?"), ("assistant", "It is 5."), ("user", "And 3+4?")),
+    chat(("user", "2+3?"), ("assistant", "<think>\nTwo and three.\n</think>\n\nIt is 5."), ("user", "And 3+4?")),
+    chat(("system", "Be brief."), ("user", "2+3?"), ("assistant", "<think>\nHm.\n</think>\n\nIt is 5."),
+         ("user", "And 3+4?"), ("assistant", "<think>\n\n</think>\n\nIt is 7.\n"), ("user", "And 4+5?")),
+    # An answer whose thinking the prompt had opened; then one without line breaks, then one that only thinks.
+    chat(("user", "2+3?"), ("assistant", "Two and three.\n</think>\n\nIt is 5."), ("user", "And 3+4?"),
+         ("assistant", "<think>Hm.</think>It is 7."), ("user", "And 4+5?"), ("assistant", "<think>\nHm.\n</think>"),
+         ("user", "Well?")),
+    # Two thoughts in one answer; one that was not closed; a line break in front of an answer without a thought.
+    chat(("user", "2+3?"), ("assistant", "<think>\n1\n</think>\n\n4. <think>\n2\n</think>\n\n\nNo, 5."),
+         ("user", "Yes?"), ("assistant", "<think>\nLet me see"), ("user", "Go on."), ("assistant", "\nIt is 5. "),
+         ("user", " Thanks\n")),
+    # A system message in between, the tags in what others say, other scripts.
+    chat(("system", "Write <think> and </think>."), ("user", "½ of 六 é, {{ 1 }}?"), ("assistant", "3 {% if %}"),
+         ("system", "Now in German."), ("user", "What does </think> mean? <think>")),
+]
+
+
+def templates(trl, unsloth):
+    """Name -> text."""
+    with zipfile.ZipFile(trl) as wheel:
+        found = {name: wheel.read(f"trl/chat_templates/{file}.jinja").decode() for name, file in FILES.items()}
+    with zipfile.ZipFile(unsloth) as wheel:
+        tree = ast.parse(wheel.read("unsloth/chat_templates.py"))
+    found["thinking"], = (ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign)
+                          and ast.unparse(node.targets[0]) == "qwen3_thinking_template")
+    return found
+
+
+def render(template, messages, thinking):
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(template).render(messages=messages, add_generation_prompt=True,
+                                                    enable_thinking=thinking == "on")
+
+
+def ours(template, messages, thinking):
+    with tempfile.TemporaryDirectory() as folder:
+        save_tokenizer(Path(folder), template, thinks=True)
+        tokenizer = Tokenizer(folder, thinking)
+        turns = [(message["role"], message["content"]) for message in messages]
+        if turns[0][0] != "system" and tokenizer.system:
+            turns = [("system", tokenizer.system), *turns]
+        return tokenizer.file.decode(tokenizer.turns(turns), skip_special_tokens=False)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("trl", type=Path, help="wheel of trl")
+    parser.add_argument("unsloth", type=Path, help="wheel of unsloth")
+    args = parser.parse_args()
+    texts = {}
+    found = templates(args.trl, args.unsloth)
+    for name, template in found.items():
+        for thinking in MODES[name]:
+            texts[f"{name} {thinking}"] = [render(template, messages, thinking) for messages in CONVERSATIONS]
+            for messages, text in zip(CONVERSATIONS, texts[f"{name} {thinking}"]):
+                made = ours(template, messages, thinking)
+                if made != text:
+                    sys.exit(f"{name}, thinking {thinking}: the template writes\n{text}\nand harness/data.py\n{made}")
+    digests = {name: hashlib.sha256(template.encode()).hexdigest() for name, template in found.items()}
+    reference = {"templates_sha256": digests, "conversations": CONVERSATIONS, "texts": texts}
+    (HERE / "chat_reference.json").write_text(json.dumps(reference, indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()
