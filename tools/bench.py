@@ -67,7 +67,7 @@ SIZES_OF_GPU = ("major", "minor", "multi_processor_count", "shared_memory_per_mu
 DEVICE = torch.device("cuda", LOCAL_RANK)
 
 
-def random_model(size: str, base: str, dtype: torch.dtype, lora_rank: int) -> qwen.Qwen2:
+def random_model(size: str, base: str, dtype: torch.dtype, lora_rank: int) -> qwen.Qwen:
     """A model of a published size, made on the device. The adapter's B is random too, not zero."""
     torch.manual_seed(0)
     shape = qwen.ModelConfig(*SIZES[size])
@@ -82,7 +82,7 @@ def random_model(size: str, base: str, dtype: torch.dtype, lora_rank: int) -> qw
     def frozen(names, parts, k):
         return nvfp4.freeze([get(name, n, k) for name, n in zip(names, parts)], base, dtype)
 
-    model = qwen.Qwen2(shape, get, frozen, dtype, f"random-{size}")
+    model = qwen.Qwen(shape, get, frozen, dtype, f"random-{size}")
     model.live_vocab = min(shape.vocab, LIVE_VOCAB_QWEN3 if shape.qk_norm else LIVE_VOCAB)
     if lora_rank:
         adapter = attach(model, rank=lora_rank, alpha=lora_rank)
