@@ -240,7 +240,7 @@ def test_compiled_heads_and_their_gradients_are_those_of_the_plain_function(fami
             results.append([*heads, *torch.autograd.grad(total, leaves)])
         for got, want in zip(*results):              # fp32 sums of up to 1,024 terms, in another order
             assert (got - want).abs().max() < 1e-5 * want.abs().max()
-        # Were the function to round between two operations, the compiler would leave that out, and half of the numbers
+        # Were the function to round between two operations, the compiler might leave that out, and half of the numbers
         # would differ. The last rounding falls otherwise where fp32 is off by 1e-6 beside a tie: one in a thousand.
         heads = [function(model.split_qkv, *leaves, bias, gains, 1e-6, angle.cos(), angle.sin(), KV, torch.bfloat16)
                  for function in (ops.elementwise, ops.elementwise.reference)]
