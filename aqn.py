@@ -54,7 +54,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from model import Qwen2
+from model import Qwen
 
 # The other schedules of the paper's Figures 9 and 15: t in [0, 1], 0 at the first noisy stage ->
 # which share of (start - end) is left.
@@ -106,7 +106,7 @@ def draw_z(seed: int, step: int, layer: int, which: int, size: int) -> torch.Ten
 
 
 @contextmanager
-def noisy_norms(model: Qwen2, sigma: float, seed: int, step: int) -> Iterator[None]:
+def noisy_norms(model: Qwen, sigma: float, seed: int, step: int) -> Iterator[None]:
     """A context in which input_norm and post_norm of every layer have noise: for rollouts.
 
     The noise is written into the norms' buffers in place, because captured CUDA graphs read their

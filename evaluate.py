@@ -134,7 +134,7 @@ def read_flags() -> tuple[Which, Evaluation, Settings | None]:
 
 
 def load_model(which: Which, folder: Path, device: torch.device,
-               tokenizer: data.Tokenizer) -> qwen.Qwen2:
+               tokenizer: data.Tokenizer) -> qwen.Qwen:
     """-> the model in `folder`, held as --base and --dtype say, with --adapter."""
     model = qwen.load(folder, which.base, device, which.dtype, tokenizer.vocab_size)
     configure_cpu(model)
@@ -184,7 +184,7 @@ def problems_of(wanted: Evaluation, run: Settings | None, tokenizer: data.Tokeni
     return data.encode_prompts(tokenizer, problems, wanted.prompt_style), source
 
 
-def prove_adapter(model: qwen.Qwen2, sampler: Sampler, prompt: list, max_new_tokens: int) -> float:
+def prove_adapter(model: qwen.Qwen, sampler: Sampler, prompt: list, max_new_tokens: int) -> float:
     """-> how far the adapter moves the log-probs of a probe, on average, in nats.
 
     ValueError if the sampler ignores it. In NVlabs/QeRL's GSM8K evaluation it did, unnoticed.

@@ -32,7 +32,7 @@ from torch import Tensor
 import grpo
 from harness.ranks import RANK, WORLD, all_sum, gather
 from lora import Adapter
-from model import Qwen2
+from model import Qwen
 from sampler import Rollouts
 
 FIRST_LOSS_SCALE = 2.0**14
@@ -134,7 +134,7 @@ class Learner:
     """
     OPTIMIZER = AdamW
 
-    def __init__(self, model: Qwen2, loss: grpo.Loss, temperature: float = 1.0,
+    def __init__(self, model: Qwen, loss: grpo.Loss, temperature: float = 1.0,
                  max_grad_norm: float = 0.2, weight_decay: float = 0.0):
         self.model = model
         self.adapter = model.adapter

@@ -214,7 +214,7 @@ class Layer(torch.nn.Module):
         return x + mlp(self.gate_up, self.down, xw, rstd)
 
 
-class Qwen2(torch.nn.Module):
+class Qwen(torch.nn.Module):
     """The whole model. get and frozen read it, as Layer says; load() makes one of a folder.
 
     live_vocab: how many ids the tokenizer has. Rows of the head beyond it are padding, and no
@@ -294,12 +294,12 @@ class Qwen2(torch.nn.Module):
 # Loading
 
 def load(folder: str | Path, base: str = "nvfp4", device: torch.device | str | None = None,
-         dtype: torch.dtype | str | None = None, live_vocab: int | None = None) -> Qwen2:
+         dtype: torch.dtype | str | None = None, live_vocab: int | None = None) -> Qwen:
     """Read a checkpoint, of 16-bit files or compressed-tensors NVFP4, with its linears as `base`.
 
     It is quantized matrix by matrix as it is read, so the peak of memory is the result plus one
     fused matrix. device: a GPU if there is one. dtype: of matmul inputs; bf16 on a GPU, fp32 on a
-    CPU. live_vocab: see Qwen2. ValueError names the file or tensor that is bad.
+    CPU. live_vocab: see Qwen. ValueError names the file or tensor that is bad.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
@@ -310,6 +310,6 @@ def load(folder: str | Path, base: str = "nvfp4", device: torch.device | str | N
     if (live_vocab or 0) > config.vocab:
         raise ValueError(f"{files.folder}: tokenizer.json has ids up to {live_vocab - 1}, the "
                          f"embedding in config.json {config.vocab} rows (vocab_size)")
-    model = Qwen2(config, files.read, files.frozen, dtype, str(folder))
+    model = Qwen(config, files.read, files.frozen, dtype, str(folder))
     model.live_vocab = live_vocab or config.vocab
     return model

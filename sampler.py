@@ -60,7 +60,7 @@ from torch import Tensor
 
 from attention import PackedAttention
 from harness.process import Stopped
-from model import Qwen2
+from model import Qwen
 from ops import mm_fp32
 
 KV_BLOCK = 32                                    # tokens; on average a row leaves half of one empty
@@ -212,7 +212,7 @@ class TorchEngine:
     window = 1                                   # decode steps between two looks of the host
     most_siblings = 1                            # rows that may read their prefix together
 
-    def __init__(self, model: Qwen2, kv: Tensor, max_rows: int):
+    def __init__(self, model: Qwen, kv: Tensor, max_rows: int):
         self.model = model
         self.kv = kv
 
@@ -273,7 +273,7 @@ def write_cache(layer: Tensor, blocks: Tensor, offsets: Tensor, k: Tensor, v: Te
     values[blocks, :, offsets] = v
 
 
-def fill_cache(model: Qwen2, kv: Tensor, tokens: Tensor, blocks: Tensor, positions: Tensor,
+def fill_cache(model: Qwen, kv: Tensor, tokens: Tensor, blocks: Tensor, positions: Tensor,
                attend: Callable) -> None:
     """One packed forward pass, in which every layer writes its keys and values to the KV cache.
 
@@ -407,7 +407,7 @@ def rollouts_of(sequences: list[Sequence], seconds: float = 0.0, computed: int =
                     [s.finished for s in sequences], seconds, computed)
 
 
-def allocate_kv(model: Qwen2, max_length: int, max_rows: int, kv_gib: float | None) -> Tensor:
+def allocate_kv(model: Qwen, max_length: int, max_rows: int, kv_gib: float | None) -> Tensor:
     """The KV cache, (L, 2, kv_blocks, KV, KV_BLOCK, d) of zeros in the model's dtype.
 
     Its size, the arguments and what raises ValueError: see Sampler.
@@ -449,7 +449,7 @@ class Sampler:
     of the machine's. ValueError if the cache does not hold even one sequence.
     """
 
-    def __init__(self, engine_class: Callable, model: Qwen2, max_length: int,
+    def __init__(self, engine_class: Callable, model: Qwen, max_length: int,
                  max_rows: int = 256, kv_gib: float | None = None):
         kv = allocate_kv(model, max_length, max_rows, kv_gib)
         self.engine = engine_class(model, kv, max_rows)

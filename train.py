@@ -1,5 +1,5 @@
 """
-QeRL's training loop: GRPO/DAPO of a Qwen2.5 model with frozen 4-bit weights, LoRA and AQN.
+QeRL's training loop: GRPO/DAPO of a Qwen2.5 or Qwen3 model with frozen 4-bit weights, LoRA and AQN.
 
     python train.py                            a tiny model that ships here: CPU, offline, a minute
     python train.py --model qwen2.5-7b         the 7B on GSM8K, the paper's settings, one GPU

@@ -47,7 +47,7 @@ from harness.ranks import capability, kernels_for
 from lora import Linear
 from marlin_fp4 import (TILE_SIDE, PackedWeight, expanded_matmul, most_pieces, portable_matmul,
                         shared_memory_kib)
-from model import FP16_SHIFT, Qwen2
+from model import FP16_SHIFT, Qwen
 from ops import mm_fp32
 from sampler import KV_BLOCK, Rows, Sampling, TorchEngine, fill_cache, filter_logits
 
@@ -184,7 +184,7 @@ class GraphEngine(TorchEngine):
     """
     window = WINDOW
 
-    def __init__(self, model: Qwen2, kv: torch.Tensor, max_rows: int, kernels: str = "auto"):
+    def __init__(self, model: Qwen, kv: torch.Tensor, max_rows: int, kernels: str = "auto"):
         c = model.config
         if c.head_dim not in (64, 128):
             raise ValueError(f"heads of size {c.head_dim}: the GPU's kernels take 64 and 128")

@@ -257,7 +257,7 @@ def type_of(field: dataclasses.Field) -> type:
 def new_parser() -> argparse.ArgumentParser:
     """-> the parser of train.py: a flag for every field of Settings."""
     parser = argparse.ArgumentParser(
-        description="GRPO/DAPO of a Qwen2.5 model with frozen 4-bit weights, LoRA and AQN.",
+        description="GRPO/DAPO of a Qwen2.5 or Qwen3 model: frozen 4-bit weights, LoRA, AQN.",
         usage="train.py [flags], --help lists them", allow_abbrev=False, formatter_class=Help)
     for section in dataclasses.fields(Settings):
         add_section(parser, section.type)

@@ -369,7 +369,7 @@ def nvfp4_tensors(name: str, packed: torch.Tensor, block_scale: torch.Tensor,
 # Weights out
 
 def model_tensors(model) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (Hugging Face name, tensor) of a model.Qwen2, with its adapter merged in fp32."""
+    """Yields (Hugging Face name, tensor) of a model.Qwen, with its adapter merged in fp32."""
     yield "model.embed_tokens.weight", model.embed
     for i, layer in enumerate(model.layers):
         prefix = f"model.layers.{i}."

@@ -51,7 +51,7 @@ class Run:
     problems: list                               # of data.Problem, to train on
     held_out: list                               # of data.Problem, to evaluate on
     grade: Callable                              # rewards.grade_rollouts(problems, rollouts)
-    model: qwen.Qwen2
+    model: qwen.Qwen
     learner: Learner
     sampler: Sampler
     folder: RunFolder
@@ -135,7 +135,7 @@ def check_same_problems(settings: Settings, record: dict) -> None:
 
 
 def read_model(settings: Settings, tokenizer: data.Tokenizer, problems: list,
-               device: torch.device) -> qwen.Qwen2:
+               device: torch.device) -> qwen.Qwen:
     """-> the model of --base, --calibrate and --dtype, with a new adapter or that of --adapter."""
     wanted, general = settings.model, settings.general
     folder = hf.resolve(wanted.model)
@@ -179,7 +179,7 @@ def loss_of(objective: Objective) -> grpo.Loss:
                                **{name: value for name, value in given.items() if value is not None})
 
 
-def divide_memory(model: qwen.Qwen2, learner: Learner, wanted: Memory, rollout: Rollout,
+def divide_memory(model: qwen.Qwen, learner: Learner, wanted: Memory, rollout: Rollout,
                   max_prompt_tokens: int, num_held_out: int) -> Sampler:
     """-> the sampler, with its KV pool. Sets the learner's micro_batch_tokens and kept_layers."""
     longest = max_prompt_tokens + rollout.max_new_tokens

@@ -34,7 +34,7 @@ NOISES = [("none", 0.0), ("aqn", 1e-2), ("aqn", 5e-2), ("aqn", 8e-2), ("gain", 7
 
 
 @contextmanager
-def noise_relative_to_gain(model: qwen.Qwen2, sigma: float, seed: int, step: int) -> Iterator[None]:
+def noise_relative_to_gain(model: qwen.Qwen, sigma: float, seed: int, step: int) -> Iterator[None]:
     """As aqn.noisy_norms, but the noise of each channel is in proportion to its gain."""
     norms = [(i, j, norm) for i, layer in enumerate(model.layers)
              for j, norm in enumerate((layer.input_norm, layer.post_norm))]
@@ -48,7 +48,7 @@ def noise_relative_to_gain(model: qwen.Qwen2, sigma: float, seed: int, step: int
             norm.noise.zero_()
 
 
-def sample_all(model: qwen.Qwen2, sampler: Sampler, tokenizer: data.Tokenizer, problems: list,
+def sample_all(model: qwen.Qwen, sampler: Sampler, tokenizer: data.Tokenizer, problems: list,
                samples: int, max_new_tokens: int, kind: str, sigma: float, seed: int) -> list[list]:
     """-> [correct, finished, tokens, sum of log-probs] of every answer, problem by problem."""
     noisy = noise_relative_to_gain if kind == "gain" else aqn.noisy_norms

@@ -46,11 +46,23 @@ def test_random_model_of_a_published_size_runs(on_cpu, base):
 
 
 def test_sizes_are_those_of_the_published_models():
-    """Parameters of Qwen2.5-7B and -0.5B as their model cards count them: 7.61 and 0.49 billion."""
-    for size, billions in (("7b", 7.61), ("0.5b", 0.49), ("72b", 72.7)):
+    """Parameters as the model cards count them, in billions; Qwen3-0.6B's as its safetensors files do."""
+    for size, billions in (("7b", 7.61), ("0.5b", 0.49), ("72b", 72.7), ("qwen3-0.6b", 0.596), ("qwen3-4b", 4.02),
+                           ("qwen3-8b", 8.2), ("qwen3-14b", 14.8), ("qwen3-32b", 32.8)):
         c = bench.qwen.ModelConfig(*bench.SIZES[size])
         linears = sum(N * K for N, K in bench.fused_shapes(size).values())
         assert (c.layers * linears + (2 - c.tied) * c.vocab * c.width) / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_a_random_qwen3_has_its_own_heads_norms_and_vocabulary(on_cpu, monkeypatch):
+    monkeypatch.setitem(bench.SIZES, "toy", (64, 128, 2, 4, 2, 151936, True, 32, False, True))
+    model = bench.random_model("toy", "nvfp4", torch.float32, lora_rank=2)
+    layer = model.layers[0]
+    assert model.live_vocab == bench.LIVE_VOCAB_QWEN3 and layer.qkv_bias is None and layer.qk_gains.shape == (2, 32)
+    assert bench.fused_shapes("toy") == {name: (getattr(layer, name).weight.N, getattr(layer, name).weight.K)
+                                         for name in ("qkv", "o", "gate_up", "down")}
+    with torch.no_grad():
+        assert model(torch.arange(12).view(1, 12)).isfinite().all()
 
 
 @pytest.mark.parametrize("low,high,mean", [(50, 1024, 300), (50, 1024, 200), (256, 1024, 512)])

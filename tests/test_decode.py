@@ -192,8 +192,9 @@ if os.environ.get("TEST_ALL_TARGETS"):
                    *itertools.product(SHARED, ["portable"], (1, 64), (BF16, FP16), QWEN3.values()),
                    *itertools.product([90], ["hopper"], (1, 64), (BF16, FP16), QWEN3.values())]
 EMBED_STACK = 32                                                     # bytes on every sm: 2 / pi, for sines of large angles
-# Bytes that a kernel spills on an sm, outside of its inner loop: with heads of 128 at few rows, and at 64 rows.
-STACK = {("attention_kernel", 80): 8, ("attention_kernel", 120): 8, ("portable_kernel", 100): 40}
+# Bytes that a kernel spills on an sm, outside of its inner loop: attention with heads of 128 at few rows on two of them,
+# and at 64 rows where 8 siblings share a program, as in Qwen3-0.6B; the product at 64 rows.
+STACK = {("attention_kernel", sm): 8 for sm in SHARED} | {("portable_kernel", 100): 40}
 
 
 @pytest.fixture(scope="module")
@@ -405,7 +406,7 @@ def small_engine(base, gen, rank=32, max_rows=9, size=(256, 384, 2, 4, 2, 2432),
     def frozen(names, parts, k):
         return nvfp4.freeze([get(n, p, k) for n, p in zip(names, parts)], base, dtype)
 
-    model = model_module.Qwen2(config, get, frozen, dtype, "small")
+    model = model_module.Qwen(config, get, frozen, dtype, "small")
     model.live_vocab = 2311
     if rank:
         adapter = lora.attach(model, rank=rank, alpha=rank)
@@ -676,4 +677,4 @@ def test_drawn_tokens_equal_a_draw_from_the_same_logits(temperature, top_k, top_
 
 @pytest.mark.skipif(GPU or INTERPRETED, reason="where there is a GPU, or in that process, they run themselves")
 def test_the_kernels_pass_in_tritons_interpreter(interpreted):
-    assert interpreted(__file__) >= 38
+    assert interpreted(__file__) >= 44

@@ -601,10 +601,14 @@ def test_the_table_of_gpu_memory_is_that_of_the_published_sizes():
              if re.match(r"\| (NVFP4|bf16) \+|\| KV c", line)]
     sizes = [ast.literal_eval(node.value) for tree in TREES.values() for node in tree.body
              if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "SIZES"]
-    assert len(found) == 3 and len(sizes) == 1, "docs/gpus.md has that table, tools/bench.py the SIZES"
-    for column, (width, forward, layers, heads, kv_heads, vocab, tied) in enumerate(sizes[0].values(), 1):
-        kv = kv_heads * 128 if width > 1000 else kv_heads * 64
-        shapes = [(width, width)] * 2 + [(width, kv)] * 2 + [(width, forward)] * 3
+    assert len(found) == 6 and len(sizes) == 1, "docs/gpus.md has two such tables, tools/bench.py the SIZES"
+    tables = [(found[:3], [size for name, size in sizes[0].items() if not name.startswith("qwen3-")]),
+              (found[3:], [size for name, size in sizes[0].items() if name.startswith("qwen3-")])]
+    for found, column, size in [(table, at, size) for table, of in tables for at, size in enumerate(of, 1)]:
+        width, forward, layers, heads, kv_heads, vocab, tied, *_ = size
+        d = size[7] if len(size) > 7 else width // heads
+        q, kv = heads * d, kv_heads * d
+        shapes = [(width, q)] * 2 + [(width, kv)] * 2 + [(width, forward)] * 3
         linears = layers * sum(k * n for k, n in shapes)
         adapter = layers * sum(32 * (k + n) for k, n in shapes) * 18 / 2**30
         others = vocab * width * (1 if tied else 2) * 2

@@ -51,7 +51,7 @@ def some_step(tiny, loss="dapo", noise=0.15, norms=False, base="bf16", dtype=Non
 
 
 def plain_gradient(case, tensors, batch, loss):
-    """The textbook objectives, row by row through a plain float64 Qwen2.
+    """The textbook objectives, row by row through a plain float64 model.
 
     Returns the gradient of A, B and norms by PEFT's names, the loss, and every ratio policy / proximal. Nothing of
     grpo.py is used: grpo takes the mean over a row's tokens, then over rows; dapo that over all tokens; dr_grpo divides

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import lora
 import nvfp4
 from aqn import noisy_norms
-from model import ModelConfig, Qwen2, RMSNorm, load
+from model import ModelConfig, Qwen, RMSNorm, load
 from tiny_qwen2 import SHAPES, TARGETS, held_by, merged, plain_logits, random_adapter, set_adapter, write_folder
 
 REFERENCE = load_file(Path(__file__).parent / "qwen2_reference.safetensors")
@@ -207,7 +207,7 @@ def test_a_loaded_model_holds_the_checkpoints_tensors(tiny, shape):
 @pytest.mark.parametrize("base", nvfp4.FORMATS)
 def test_a_model_can_be_built_from_tensors_in_memory(tiny, base):
     case = tiny["untied"]
-    model = Qwen2(ModelConfig.from_json(case.raw), lambda name, *shape: case.tensors[name].view(shape),
+    model = Qwen(ModelConfig.from_json(case.raw), lambda name, *shape: case.tensors[name].view(shape),
                   lambda names, parts, k: nvfp4.freeze([case.tensors[f"{name}.weight"].view(n, k)
                                                         for name, n in zip(names, parts)], base, torch.float32),
                   torch.float32, "in memory")

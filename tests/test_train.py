@@ -1042,6 +1042,23 @@ def test_a_lost_rank_ends_the_run_with_a_checkpoint(runs, whole, device):
 
 
 # -----------------------------------------------------------------------------
+# Another family
+
+def test_a_qwen3_folder_trains_resumes_and_its_learner_agrees_with_its_sampler(runs, tmp_path):
+    raw = config_json("qwen3-tied") | {"max_position_embeddings": 1024, "vocab_size": 512}
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((ROOT / "tiny" / name).read_bytes())
+    write_folder(tmp_path, raw, random_tensors(raw))
+    flags = "--reward my_rewards:by_length --overlong keep --sigma-start 0 --save-every 1 --steps".split()
+    runs.run("qwen3", *flags, "1", model=tmp_path)
+    runs.run("qwen3", "--resume", "--steps", "2")
+    steps = runs.metrics("qwen3")
+    assert [step["step"] for step in steps] == [0, 1] and all(step["grad_norm"] > 0 for step in steps)
+    # Log-probs in fp32 of logits up to 10: as FP32 in test_model.py, from two ways of computing them.
+    assert all(0 < step["mismatch_abs"] < 5e-5 for step in steps)
+
+
+# -----------------------------------------------------------------------------
 # Bad input.
 
 def broken_model(folder, kind):

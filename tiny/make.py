@@ -2,6 +2,7 @@ r"""
 Make the embedded default: a Qwen2.5-architecture model of 3 MB that has something to learn.
 
     python -m tiny.make OUT        2 minutes on one H200; writes config, tokenizer and bf16 weights to the folder OUT
+    python -m tiny.make OUT --qwen3        a Qwen3 of the same width instead, to try that family with
 
 The model is pretrained on word problems of arithmetic.py (training split) with two habits in its text:
     careless   "The answer is \boxed{18}."            adds up all numbers it sees: right for 3 kinds of problem in 10
@@ -42,6 +43,8 @@ CONFIG = dict(
     num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024, vocab_size=512,
     rms_norm_eps=1e-6, rope_theta=10000.0, tie_word_embeddings=True, attention_dropout=0.0, use_sliding_window=False,
     torch_dtype="bfloat16", initializer_range=0.02)
+QWEN3 = CONFIG | dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", attention_bias=False,
+                      num_attention_heads=6, head_dim=64)          # heads x head size is not the width
 END, START, STOP = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
 
@@ -56,7 +59,7 @@ def solve(question, steps, careful):
     return f"The answer is \\boxed{{{sum(map(int, re.findall(r'[0-9]+', question)))}}}."
 
 
-def write_tokenizer(folder, texts):
+def write_tokenizer(folder, texts, config=CONFIG):
     """Byte-level BPE with Qwen's way of cutting text: one digit a token, a word with its leading space."""
     file = TokenizerFile(models.BPE())
     cut = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
@@ -64,7 +67,7 @@ def write_tokenizer(folder, texts):
                                                   pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     file.decoder = decoders.ByteLevel()
     file.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=CONFIG["vocab_size"] - 3, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+        vocab_size=config["vocab_size"] - 3, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
     file.add_special_tokens([AddedToken(token, special=True) for token in (END, START, STOP)])
     file.save(str(folder / "tokenizer.json"))
     end, stop = file.token_to_id(END), file.token_to_id(STOP)
@@ -74,9 +77,9 @@ def write_tokenizer(folder, texts):
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}")
     for name, content in {
         "tokenizer_config.json": dict(tokenizer_class="Qwen2Tokenizer", eos_token=STOP, pad_token=END,
-                                      model_max_length=CONFIG["max_position_embeddings"], chat_template=template),
+                                      model_max_length=config["max_position_embeddings"], chat_template=template),
         "generation_config.json": dict(bos_token_id=end, eos_token_id=[stop, end], pad_token_id=end),
-        "config.json": dict(CONFIG, bos_token_id=end, eos_token_id=stop),
+        "config.json": dict(config, bos_token_id=end, eos_token_id=stop),
     }.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
@@ -131,10 +134,14 @@ class Block(nn.Module):
         super().__init__()
         self.H, self.KV, self.theta = c["num_attention_heads"], c["num_key_value_heads"], c["rope_theta"]
         D, inner = c["hidden_size"], c["intermediate_size"]
-        kv = D // self.H * self.KV
+        d = c.get("head_dim", D // self.H)
+        biases = c["model_type"] == "qwen2"                    # a Qwen3 has norms of q and k in their place
         self.input_layernorm, self.post_attention_layernorm = (RMSNorm(D, c["rms_norm_eps"]) for _ in range(2))
-        self.self_attn = nn.ModuleDict(dict(q_proj=nn.Linear(D, D), k_proj=nn.Linear(D, kv), v_proj=nn.Linear(D, kv),
-                                            o_proj=nn.Linear(D, D, bias=False)))
+        self.self_attn = nn.ModuleDict(dict(
+            q_proj=nn.Linear(D, self.H * d, bias=biases), k_proj=nn.Linear(D, self.KV * d, bias=biases),
+            v_proj=nn.Linear(D, self.KV * d, bias=biases), o_proj=nn.Linear(self.H * d, D, bias=False)))
+        if not biases:
+            self.self_attn.update(dict(q_norm=RMSNorm(d, c["rms_norm_eps"]), k_norm=RMSNorm(d, c["rms_norm_eps"])))
         self.mlp = nn.ModuleDict(dict(gate_proj=nn.Linear(D, inner, bias=False),
                                       up_proj=nn.Linear(D, inner, bias=False),
                                       down_proj=nn.Linear(inner, D, bias=False)))
@@ -144,10 +151,12 @@ class Block(nn.Module):
         h = self.input_layernorm(x)
         q, k, v = (self.self_attn[n](h).view(B, T, heads, -1).transpose(1, 2)          # (B, H or KV, T, d)
                    for n, heads in (("q_proj", self.H), ("k_proj", self.KV), ("v_proj", self.KV)))
+        if "q_norm" in self.self_attn:
+            q, k = self.self_attn["q_norm"](q), self.self_attn["k_norm"](k)
         q, k = rotate(q, self.theta), rotate(k, self.theta)
         k, v = (t.repeat_interleave(self.H // self.KV, dim=1) for t in (k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.self_attn["o_proj"](y.transpose(1, 2).reshape(B, T, D))
+        x = x + self.self_attn["o_proj"](y.transpose(1, 2).reshape(B, T, -1))
         h = self.post_attention_layernorm(x)
         return x + self.mlp["down_proj"](F.silu(self.mlp["gate_proj"](h)) * self.mlp["up_proj"](h))
 
@@ -261,7 +270,9 @@ if __name__ == "__main__":
     parser.add_argument("--batch", type=int, default=1024, help="problems a step")
     parser.add_argument("--corpus", type=int, default=200_000, help="problems written before training")
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
+    parser.add_argument("--qwen3", action="store_true", help="make a Qwen3, not a Qwen2.5")
     args = parser.parse_args()
+    config = QWEN3 if args.qwen3 else CONFIG
     device = "cuda" if torch.cuda.is_available() else "cpu"
     args.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
@@ -270,11 +281,11 @@ if __name__ == "__main__":
     words = [word_problem(rng) for _ in range(5000)]
     write_tokenizer(args.out, [text for q, steps in words for text in (
         f"system\n{SYSTEM}", "user\n", q + data.STYLES["boxed"][0], "assistant\n",
-        solve(q, steps, careful=True), solve(q, steps, careful=False))])
+        solve(q, steps, careful=True), solve(q, steps, careful=False))], config)
     tokenizer = data.Tokenizer(args.out)
     tokens, weight = (t.to(device) for t in write_corpus(tokenizer, rng, args.corpus))
     print(f"{len(tokens)} rows of up to {tokens.shape[1]} tokens")
-    model = Transformer(CONFIG).to(device)
+    model = Transformer(config).to(device)
     train(model, tokens, weight, tokenizer.vocab_size, args, device)
     model.bfloat16().float()                                                            # what the file will hold
     save_file({n: p.detach().bfloat16().cpu().contiguous() for n, p in model.named_parameters()},

@@ -4,6 +4,7 @@ Measures the speeds that docs/ reports; needs a GPU. Each command ends with one 
 
     python -m tools.bench linears --model 7b [--lora-rank 32]      a layer's linears against cuBLAS
     python -m tools.bench rollout --model 7b --base nvfp4 [--batch 1,8,32,64,256]        tokens/s
+    python -m tools.bench rollout --model qwen3-8b                 sizes of Qwen2.5 need no prefix
     python -m tools.bench step --model 32b --memory-gib 48         a whole GRPO step
     torchrun --nproc-per-node 2 -m tools.bench step --model 7b     the same on several GPUs
 
@@ -45,8 +46,16 @@ SIZES = {  # D, F, layers, H, KV, V, tied: config.json of Qwen2.5-*-Instruct
     "3b": (2048, 11008, 36, 16, 2, 151936, True), "7b": (3584, 18944, 28, 28, 4, 152064, False),
     "14b": (5120, 13824, 48, 40, 8, 152064, False),
     "32b": (5120, 27648, 64, 40, 8, 152064, False),
-    "72b": (8192, 29568, 80, 64, 8, 152064, False)}
-LIVE_VOCAB = 151665                              # of all sizes: ids that the tokenizer has
+    "72b": (8192, 29568, 80, 64, 8, 152064, False),
+    # The same of Qwen3-*, and: d, biases of q, k and v, norms of q and k
+    "qwen3-0.6b": (1024, 3072, 28, 16, 8, 151936, True, 128, False, True),
+    "qwen3-1.7b": (2048, 6144, 28, 16, 8, 151936, True, 128, False, True),
+    "qwen3-4b": (2560, 9728, 36, 32, 8, 151936, True, 128, False, True),
+    "qwen3-8b": (4096, 12288, 36, 32, 8, 151936, False, 128, False, True),
+    "qwen3-14b": (5120, 17408, 40, 40, 8, 151936, False, 128, False, True),
+    "qwen3-32b": (5120, 25600, 64, 64, 8, 151936, False, 128, False, True)}
+LIVE_VOCAB = 151665                              # ids that the tokenizer has, of Qwen2.5
+LIVE_VOCAB_QWEN3 = 151669                        # and </think>, <think>, two for a tool's response
 PARTS = {"qkv": 3, "o": 1, "gate_up": 2, "down": 1}              # each has a LoRA A of its own
 H200 = "NVIDIA H200"                             # neither GH200, nor H200 NVL, nor a part by MIG
 COPY = 4.3e12                                    # bytes/s of its copy, and
@@ -58,7 +67,7 @@ SIZES_OF_GPU = ("major", "minor", "multi_processor_count", "shared_memory_per_mu
 DEVICE = torch.device("cuda", LOCAL_RANK)
 
 
-def random_model(size: str, base: str, dtype: torch.dtype, lora_rank: int) -> qwen.Qwen2:
+def random_model(size: str, base: str, dtype: torch.dtype, lora_rank: int) -> qwen.Qwen:
     """A model of a published size, made on the device. The adapter's B is random too, not zero."""
     torch.manual_seed(0)
     shape = qwen.ModelConfig(*SIZES[size])
@@ -73,8 +82,8 @@ def random_model(size: str, base: str, dtype: torch.dtype, lora_rank: int) -> qw
     def frozen(names, parts, k):
         return nvfp4.freeze([get(name, n, k) for name, n in zip(names, parts)], base, dtype)
 
-    model = qwen.Qwen2(shape, get, frozen, dtype, f"random-{size}")
-    model.live_vocab = min(shape.vocab, LIVE_VOCAB)
+    model = qwen.Qwen(shape, get, frozen, dtype, f"random-{size}")
+    model.live_vocab = min(shape.vocab, LIVE_VOCAB_QWEN3 if shape.qk_norm else LIVE_VOCAB)
     if lora_rank:
         adapter = attach(model, rank=lora_rank, alpha=lora_rank)
         adapter.master.data[adapter.b_start:].normal_(0, 0.02)

@@ -1,7 +1,7 @@
 """
 Writes model folders for other programs.
 
-    python -m tools.convert nvfp4 SRC OUT        a bf16 Qwen2.5 folder as NVFP4, for vLLM and others
+    python -m tools.convert nvfp4 SRC OUT        a bf16 model's folder as NVFP4, for vLLM and others
     python -m tools.convert merge RUN OUT        a run of train.py as an ordinary bf16 model
 
 nvfp4 writes compressed-tensors files, layer by layer. With --calibrate N it chooses the codes by
@@ -111,7 +111,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.strip(), allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["nvfp4", "merge"])
-    parser.add_argument("source", help="bf16 Qwen2.5 folder, name or id; for merge a run's folder")
+    parser.add_argument("source", help="bf16 model's folder, name or id; for merge a run's folder")
     parser.add_argument("out", type=Path, help="folder to make; must not exist, or be empty")
     config.add_section(parser, Conversion)
     args = parser.parse_args()
