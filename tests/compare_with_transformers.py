@@ -7,10 +7,10 @@ own chat template. docs/interoperability.md has the figures that it printed.
 
 MODEL: a 16-bit Qwen2.5 folder. RUN: a run of train.py that began from it with --base nvfp4 and without --calibrate.
 
-Everything is computed in fp32 on a CPU, of the same weights, so two programs differ by rounding alone. How much rounding
-may do is not guessed: tiny_qwen2.py computes the same logits in float64, transformers' distance from these (root mean
-square) shows how large such an error is, and ours may be at most twice as large. "left out" says what a mistake would
-look like: by how much the logits move without the adapter, or without the rounding to 4 bits.
+Everything is computed in fp32 on a CPU, of the same weights, so two programs differ by rounding alone. How much
+rounding may do is not guessed: tiny_qwen2.py computes the same logits in float64, transformers' distance from these
+(root mean square) shows how large such an error is, and ours may be at most twice as large. "left out" says what a
+mistake would look like: by how much the logits move without the adapter, or without the rounding to 4 bits.
 """
 import argparse
 import json
