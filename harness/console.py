@@ -218,7 +218,7 @@ class Console:
         step = metrics["step"] + 1
         for update in updates:
             if update.failure:
-                say(f"step {metrics['step']}: {update.failure}: this update was skipped")
+                say(f"step {step}: {update.failure}: this update was skipped")
         figures = {key: f"{metrics[key]:.3g}" for key in SHOWN}
         self.tell_time_left(step, metrics["seconds"])
         told = f"reward {metrics['reward']:.3g}, right {metrics['accuracy']:.0%}"

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -198,6 +199,15 @@ def test_an_answer_that_is_shown_brings_no_control_codes(capsys):
     console.tell(metrics, [row], [])
     said = capsys.readouterr().out
     assert "step 2, q-1, reward 1:\n2+3?\n-> \\x1b[2J5\\r\nyes" in said and "\x1b" not in said
+
+
+def test_an_update_that_is_skipped_is_told_under_the_number_of_its_steps_line(capsys):
+    console = Console(settings(steps=4))
+    console.start_at(0)
+    console.tell(told(1), [], [SimpleNamespace(failure=None), SimpleNamespace(failure="the loss is nan")])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert lines[0] == "step 2: the loss is nan: this update was skipped"
+    assert len(lines) == 2 and lines[1].startswith("step 2/4: ")
 
 
 def told(step, seconds=1.0, **figures):
