@@ -47,6 +47,7 @@ from harness import data
 from harness.checkpoints import claimed, ending_with, signals_wait
 from harness.config import Objective, Optim, Rollout, read_settings
 from harness.console import Watch
+from harness.figures import sampler_entropy
 from harness.prepare import Progress, Run, begin, prepare
 from harness.ranks import gather, say, share
 from learner import Batch, Learner, Update
@@ -180,6 +181,7 @@ def report(rows: list[dict], advantages: torch.Tensor, weights: list[torch.Tenso
             metrics[f"reward_{name}"] = part.nanmean().item()
     metrics |= {"accuracy": mean("correct"), "format": mean("format")}
     metrics |= {"length": mean("length"), "truncated": 1 - mean("finished")}
+    metrics["sampler_entropy"] = sampler_entropy(rows)
     informative = grpo.informative_groups(column(rows, "task"), group_size)
     in_some_update = sum(weights) > 0            # a sum of tensors (B,)
     learned = (advantages != 0) & in_some_update

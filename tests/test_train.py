@@ -242,7 +242,8 @@ def test_updates_take_disjoint_groups_and_epochs_repeat_them():
 
 
 def test_a_step_reports_its_first_update_that_taught_and_the_clip_and_norm_of_its_last():
-    rows = [dict(reward=r, task=r, correct=r, format=1, length=2, finished=True) for r in (1.0, 0.0, 1.0, 0.0)]
+    rows = [dict(reward=r, task=r, correct=r, format=1, length=2, finished=True, mean_logprob=-0.5)
+            for r in (1.0, 0.0, 1.0, 0.0)]
     rollouts = SimpleNamespace(idle=0.0, num_tokens=8, seconds=2.0)
     nothing = Update({}, 0.0, lr=0.2)
     updates = [nothing, some_update(2.0, 1.0), some_update(4.0, 3.0), nothing]
@@ -251,6 +252,7 @@ def test_a_step_reports_its_first_update_that_taught_and_the_clip_and_norm_of_it
     assert metrics["ratio_max"] == pytest.approx(2) and metrics["entropy"] == 3
     assert (metrics["clip_high"], metrics["grad_norm"], metrics["lr"]) == (3, 3, 0.2)
     assert (metrics["groups"], metrics["informative"], metrics["tokens_per_s"]) == (1, 1, 4)
+    assert metrics["sampler_entropy"] == 0.5                              # of all rows, also of those that taught nothing
 
 
 def test_what_is_held_out_is_answered_once_and_greedily_whatever_the_temperature():
