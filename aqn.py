@@ -21,6 +21,11 @@ NVlabs/QeRL has K - 2 in that exponent, so that its last stage reaches `end`. It
 start to end is the one above with start * (end / start)^((K - 1) / (K - 2)) as `end`: 5.62e-5
 instead of 1e-4 at its other settings, 1e-2 and K = 10.
 
+Noise in proportion to the gain (`--noise gain`, not in the paper): noise = sigma * weight * z, so
+every column of W is multiplied by 1 + sigma * z_i, whatever its norm's weight. With one sigma for
+all, small weights are hit hardest: those of the first layer's input norm, 0.07 in the median of a
+real 0.5B where other norms have 0.9 to 4.1, cause a fifth to a half of the KL (study/README.md).
+
 Where noise acts. Only rollouts run inside noisy_norms(). Evaluation and learner are clean, and
 grpo.py corrects for the difference: the sampler wrote down the log-probs of its noisy draw.
 
@@ -35,9 +40,8 @@ Why noise is an fp32 buffer beside the weight, and is not added to the weight: b
 it. At sigma 1e-3 the sum differs from the weight in 5 % of the channels with weights near 0.75 and
 in none of those near 1.5, so half of the schedule would do nothing.
 
-Not here: noise on the final norm (the paper leaves lm_head clean); noise in proportion to the
-weight and in the learner too, which did not pay in one run (docs/log.md); a sigma that is steered
-to a given KL divergence.
+Not here: noise on the final norm (the paper leaves lm_head clean); noise in the learner too, which
+did not pay in one run (docs/log.md); a sigma that is steered to a given KL divergence.
 """
 import math
 from collections.abc import Iterator
@@ -55,6 +59,7 @@ REMAINING = {
     "log": lambda t: 1 - math.log10(1 + 9 * t),
 }
 SCHEDULES = ("exponential", *REMAINING)
+KINDS = ("absolute", "gain")                     # sigma * z, or sigma * weight * z
 
 
 def sigma_at(step: int, total_steps: int, sigma_start: float, sigma_end: float, num_stages: int,
@@ -94,12 +99,16 @@ def draw_z(seed: int, step: int, layer: int, which: int, size: int) -> torch.Ten
 
 
 @contextmanager
-def noisy_norms(model: Qwen2, sigma: float, seed: int, step: int) -> Iterator[None]:
+def noisy_norms(model: Qwen2, sigma: float, seed: int, step: int,
+                kind: str = "absolute") -> Iterator[None]:
     """Makes rollouts noisy: within, input_norm and post_norm of every layer have noise.
+
+    kind: "absolute", or "gain" for noise in proportion to the norm's weight.
 
     It is written into the norms' buffers in place, because captured CUDA graphs read their
     addresses, and set to 0 on the way out, also by an exception.
     """
+    assert kind in KINDS, f"{kind!r} is not one of {KINDS}"
     norms = [(i, which, norm) for i, layer in enumerate(model.layers)
              for which, norm in enumerate((layer.input_norm, layer.post_norm))]
     assert not any(norm.noise.any() for _, _, norm in norms), \
@@ -108,6 +117,8 @@ def noisy_norms(model: Qwen2, sigma: float, seed: int, step: int) -> Iterator[No
         if sigma > 0:
             for i, which, norm in norms:
                 norm.noise.copy_(sigma * draw_z(seed, step, i, which, len(norm.noise)))
+                if kind == "gain":
+                    norm.noise.mul_(norm.weight)
             # Does it act? The release adds its noise to no norm at all, and says nothing: it looks
             # for Hugging Face's norm classes in vLLM's model.
             hit = len({norm.noise.data_ptr() for _, _, norm in norms if norm.noise.any()})

@@ -262,7 +262,7 @@ def train(run: Run) -> None:
         problems = data.problems_at(run.problems, sampling.seed, positions)
         sigma = aqn.sigma_at(step, steps, settings.noise.sigma_start, settings.noise.sigma_end,
                              settings.noise.noise_stages, settings.noise.noise_schedule)
-        noise = aqn.noisy_norms(run.model, sigma, sampling.seed, step)
+        noise = aqn.noisy_norms(run.model, sigma, sampling.seed, step, settings.noise.noise)
         mine = sample(run.sampler, noise, problems, positions, G, sampling)
 
         # 2) Score. Then every rank gets the rows and the rollouts of all, in the same order.
