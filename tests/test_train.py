@@ -280,6 +280,47 @@ def test_the_settings_of_the_loss_reach_it_and_its_own_clips_are_the_defaults():
         assert (loss.correction, loss.kl_beta) == ("ppo", 0.2)
 
 
+def folder_of_width(folder, width, **more):
+    """A model folder of which only config.json is there."""
+    config = json.loads((ROOT / "tiny" / "config.json").read_text())
+    config |= {"hidden_size": width, "num_attention_heads": width // 64, "num_key_value_heads": 1, **more}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_a_run_has_one_pass_of_steps_and_a_16_bit_model_is_calibrated_on_a_gpu(tmp_path):
+    plain = folder_of_width(tmp_path / "plain", 896)
+    coded = folder_of_width(tmp_path / "coded", 896, quantization_config=NVFP4_CONFIG)
+
+    def decided(device, *flags, problems=7473):
+        settings = prepare.with_decided_defaults(settings_of(*flags), problems, torch.device(device))
+        return settings.general.steps, settings.model.calibrate
+
+    assert decided("cuda", "--model", plain) == (117, 128)                # 7,473 / 64 = 116.8
+    assert decided("cpu", "--model", plain, problems=50) == (60, 0)
+    assert decided("cuda", "--model", coded) == (117, 0) == decided("cuda", "--model", plain, "--base", "bf16")
+    assert decided("cuda", "--model", plain, "--calibrate", "0", "--steps", "3") == (3, 0)
+    assert decided("cuda", "--model", plain, "--preset", "paper") == (600, 0)
+    assert decided("cuda") == (48, 0)                                     # the tiny model
+
+
+def test_a_run_says_which_of_its_defaults_were_not_run_at_its_size(tmp_path):
+    small, large = (folder_of_width(tmp_path / str(width), width) for width in (1536, 3584))
+
+    def said(*flags):
+        return prepare.what_was_run(settings_of(*flags))
+
+    assert said("--model", large) == ("the defaults --lr 0.0001, --prompts-per-step 64, --epochs 1, --overlong keep "
+                                      "were run at 0.5B and 1.5B (study/README.md), not at this size (hidden_size 3584)")
+    given = "--lr 2e-5 --prompts-per-step 8 --epochs 2 --overlong mask".split()
+    assert said("--model", large, *given) == said() == said("--model", str(ROOT / "tiny")) == ""
+    assert said("--model", small) == ("the study's runs at 1.5B had --max-new-tokens 512, --sigma-start 0 where this "
+                                      "one has --max-new-tokens 1024, --sigma-start 0.01")
+    assert said("--model", small, "--max-new-tokens", "512", "--sigma-start", "0") == ""
+    assert said("--model", small, "--preset", "paper").startswith("--preset paper: these settings have not been run")
+
+
 def test_the_seed_of_a_run_is_that_of_its_noise_its_sampling_and_its_adapter(runs):
     model, seen = load(ROOT / "tiny", "nvfp4", "cpu"), []
 
