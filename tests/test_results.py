@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from harness.config import check_settings, read_settings
 from harness.process import Stopped
 from study import results
 from study.results import Arm, interval, pairs_of_runs
@@ -261,6 +262,38 @@ def test_what_cannot_be_compared_is_one_line(runs, monkeypatch, arms, held_out, 
     path.write_text(json.dumps(json.loads(path.read_text()) | held_out if isinstance(held_out, dict) else held_out))
     message = run(monkeypatch, "tables", *arms.split(), "--runs", runs)
     assert message.startswith("study: ") and said in message and "\n" not in message
+
+
+# -- the runs to come ----------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("order,arms", [
+    ("1", "noise-none noise-truncate noise-off noise-gain"),
+    ("2", "rate-bf16-1e-4 rate-calibrated-1e-4 rate-bf16-2e-4 rate-calibrated-2e-4"),
+    ("5", "recipe-divided recipe-cosine recipe-bound recipe-beta2")])
+def test_the_script_of_the_runs_to_come_starts_every_arm_with_flags_that_train_takes(tmp_path, order, arms):
+    """A stand-in for Python writes down what it is called with."""
+    log, stand_in = tmp_path / "calls", tmp_path / "python"
+    stand_in.write_text(f"#!/bin/bash\nline=$(printf '%s\\t' \"$@\")\necho \"$line\" >> {log}\n")
+    stand_in.chmod(0o755)
+    (tmp_path / "gsm8k_train.jsonl").write_text("".join(f"{i}\n" for i in range(1003)))
+    folders = dict(M05="m05", M15="m15", DATA=str(tmp_path), WORK=str(tmp_path / "work"))
+    done = subprocess.run(["bash", ROOT / "study" / "runs.sh", order, "3", "4"], capture_output=True, text=True,
+                          env=os.environ | folders | {"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "work" / "choose.jsonl").read_text().split() == [str(i) for i in range(3, 1003)]
+    assert (tmp_path / "work" / "learn.jsonl").read_text().split() == ["0", "1", "2"]
+    calls = [line.rstrip("\t").split("\t") for line in log.read_text().splitlines()]
+    started = [call[call.index("--model"):] for call in calls if call[0] in ("train.py", "-c")]
+    settings = [read_settings(flags)[0] for flags in started]
+    assert all(check_settings(one, None) is None for one in settings)
+    assert sorted(Path(one.general.out).name for one in settings) == sorted(
+        f"{arm}-s{seed}" for arm in arms.split() for seed in "34")
+    assert all(one.general.seed == int(one.general.out[-1]) for one in settings)
+    assert len({tuple(sorted((one.replace(out=None)).flat().items(), key=str)) for one in settings}) \
+        == len(settings) - 2 * (order == "5")                             # beta2 differs from cosine by no flag
+    # Each run's test is taken in once, and that of the untrained model once for each arm.
+    tested = [call[3] for call in calls if call[:3] == ["-m", "study.results", "verdicts"]]
+    assert sorted(tested) == sorted([*arms.split(), *(f"{arm}-s{seed}" for arm in arms.split() for seed in "34")])
 
 
 # -- reading ------------------------------------------------------------------------------------------------------
