@@ -59,7 +59,7 @@ REMAINING = {
     "log": lambda t: 1 - math.log10(1 + 9 * t),
 }
 SCHEDULES = ("exponential", *REMAINING)
-KINDS = ("absolute", "gain")                     # sigma * z, or sigma * weight * z
+NOISE_KINDS = ("absolute", "gain")                     # sigma * z, or sigma * weight * z
 
 
 def sigma_at(step: int, total_steps: int, sigma_start: float, sigma_end: float, num_stages: int,
@@ -108,7 +108,7 @@ def noisy_norms(model: Qwen2, sigma: float, seed: int, step: int,
     It is written into the norms' buffers in place, because captured CUDA graphs read their
     addresses, and set to 0 on the way out, also by an exception.
     """
-    assert kind in KINDS, f"{kind!r} is not one of {KINDS}"
+    assert kind in NOISE_KINDS, f"{kind!r} is not one of {NOISE_KINDS}"
     norms = [(i, which, norm) for i, layer in enumerate(model.layers)
              for which, norm in enumerate((layer.input_norm, layer.post_norm))]
     assert not any(norm.noise.any() for _, _, norm in norms), \

@@ -140,8 +140,8 @@ class Noise:
     noise_stages: int = setting(10, "K of Algorithm 1; the first stage has no noise (Table 4)",
                                 AT_LEAST_1)
     noise_schedule: str = setting("exponential", "how sigma decays (Fig. 9)", choices=aqn.SCHEDULES)
-    noise: str = setting("absolute", "absolute: sigma x z is added to a norm's weight (paper); gain: "
-                         "sigma x weight x z", choices=aqn.KINDS)
+    noise: str = setting("absolute", "absolute: sigma x z is added to a norm's weight (paper); "
+                         "gain: sigma x weight x z", choices=aqn.NOISE_KINDS)
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ class Arm:
 
 
 def shares_right(path: Path, held: dict, names: list[str], answers: int) -> list[np.ndarray]:
-    """held[name], a string with the number of right answers of each problem -> (problems,) shares."""
+    """held[name], a string of each problem's number of right answers -> (problems,) shares."""
     problems = max(2, len(str(held[names[0]])))  # one has no variance
     for name in names:
         if not re.fullmatch(f"[0-{answers}]{{{problems}}}", str(held[name])):
@@ -186,12 +186,14 @@ def seed_variance(arms: list[np.ndarray]) -> SeedVariance:
             means = arm.mean(axis=1, keepdims=True)
             residual = arm - means - arm.mean(axis=0) + arm.mean()
             seen += (seeds - 1) / freedom * means.var(ddof=1)
-            # (seeds - 1) / freedom * residual's sum of squares / ((seeds - 1) (problems - 1)) / problems
+            # Its mean square has (seeds - 1) (problems - 1) degrees of freedom; seeds - 1 cancels
+            # with the weight (seeds - 1) / freedom.
             noise += (residual**2).sum() / (freedom * (problems - 1) * problems)
     return SeedVariance(seen - noise, seen, freedom)
 
 
-def interval(differences: np.ndarray, seeds: SeedVariance, arms: int) -> tuple[float, float]:
+def difference_interval(differences: np.ndarray, seeds: SeedVariance,
+                        arms: int) -> tuple[float, float]:
     """(seeds, problems) -> their mean, and half the width of its 95 % interval.
 
     arms: how many trained arms the difference has: 2, 1 for a gain over the untrained model, or 0.
@@ -227,7 +229,7 @@ def student_quantile(freedom: float) -> float:
 # tables
 
 def points(differences: np.ndarray, seeds: SeedVariance, arms: int) -> str:
-    mean, half = interval(differences, seeds, arms)
+    mean, half = difference_interval(differences, seeds, arms)
     return f"{100 * mean:+.1f} [{100 * (mean - half):+.1f}, {100 * (mean + half):+.1f}]"
 
 

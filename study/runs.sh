@@ -114,7 +114,8 @@ case $order in
         finish
     done
     before noise-none noise-truncate noise-off noise-gain
-    python -m study.results tables noise-none noise-truncate noise-off noise-gain --primary noise-off ;;
+    python -m study.results tables noise-none noise-truncate noise-off noise-gain \
+        --primary noise-off ;;
 2)
     converted 0.5b-calibrated "$M05" --calibrate 128 --data "$WORK/learn.jsonl"
     for seed in "${seeds[@]}"; do
@@ -126,23 +127,28 @@ case $order in
     done
     before rate-bf16-1e-4 rate-bf16-2e-4
     before rate-calibrated-1e-4 rate-calibrated-2e-4
-    # The rate of each format is chosen on the 1,000 held-out problems; this prints what to choose by.
-    python -m study.results pairs eval_accuracy rate-bf16-2e-4:rate-bf16-1e-4 --last-common 1
-    python -m study.results pairs eval_accuracy rate-calibrated-2e-4:rate-calibrated-1e-4 --last-common 1 ;;
+    # What the rate of each format is chosen by: accuracy on the 1,000 held-out problems.
+    for format in bf16 calibrated; do
+        python -m study.results pairs eval_accuracy rate-$format-2e-4:rate-$format-1e-4 \
+            --last-common 1
+    done ;;
 5)
     converted 1.5b-calibrated "$M15" --calibrate 128 --data "$WORK/learn.jsonl"
     for seed in "${seeds[@]}"; do
         model=$WORK/1.5b-calibrated
         start recipe-divided "$seed" "$model" --sigma-start 0
         start recipe-cosine "$seed" "$model" --sigma-start 0 --advantage-scale none
-        start recipe-bound "$seed" "$model" --sigma-start 0 --advantage-scale none --max-grad-norm 0.006
+        start recipe-bound "$seed" "$model" --sigma-start 0 --advantage-scale none \
+            --max-grad-norm 0.006
         names+=("recipe-beta2-s$seed")           # no flag has Adam's second beta
-        train -c 'import train, learner; learner.AdamW.BETAS = 0.9, 0.95; train.main()' --model "$model" \
-            $COMMON --seed "$seed" --out "$WORK/recipe-beta2-s$seed" --sigma-start 0 --advantage-scale none
+        train -c 'import train, learner; learner.AdamW.BETAS = 0.9, 0.95; train.main()' \
+            --model "$model" $COMMON --seed "$seed" --out "$WORK/recipe-beta2-s$seed" \
+            --sigma-start 0 --advantage-scale none
         finish
     done
     before recipe-divided recipe-cosine recipe-bound recipe-beta2
-    python -m study.results tables recipe-divided recipe-cosine recipe-bound recipe-beta2 --primary recipe-cosine ;;
+    python -m study.results tables recipe-divided recipe-cosine recipe-bound recipe-beta2 \
+        --primary recipe-cosine ;;
 *)
     echo "ORDER $order: 0, 1, 2 or 5" >&2
     exit 1 ;;

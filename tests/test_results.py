@@ -18,7 +18,7 @@ import pytest
 from harness.config import check_settings, read_settings
 from harness.process import Stopped
 from study import results
-from study.results import Arm, interval, pairs_of_runs
+from study.results import Arm, difference_interval, pairs_of_runs
 from tools.report import PANELS, log_rows, series, smooth
 
 ROOT = Path(__file__).parent.parent
@@ -92,12 +92,12 @@ def test_an_interval_by_hand():
     seeds = results.SeedVariance(true=0.01, seen=0.02, freedom=10)
     variance = 1 / 24 + 2 / 2 * 0.01
     freedom = variance**2 / ((1 / 24) ** 2 / 3 + 0.02**2 / 10)            # 4.3: that of 4
-    mean, half = interval(differences, seeds, arms=2)
+    mean, half = difference_interval(differences, seeds, arms=2)
     assert mean == 0.5 and int(freedom) == 4 and half == pytest.approx(2.776 * variance**0.5)
     # A difference of untrained models has no seeds, so three degrees of freedom are left.
-    assert interval(differences, seeds, arms=0)[1] == pytest.approx(3.182 * (1 / 24) ** 0.5)
+    assert difference_interval(differences, seeds, arms=0)[1] == pytest.approx(3.182 * (1 / 24) ** 0.5)
     # A seeds' variance of less than 0 leaves half of the problems' part: freedom (1/48)^2 / ((1/24)^2 / 3) = 3/4.
-    assert interval(differences, results.SeedVariance(-1.0, 0.0, 1), arms=2)[1] == pytest.approx(12.706 / 48**0.5)
+    assert difference_interval(differences, results.SeedVariance(-1.0, 0.0, 1), arms=2)[1] == pytest.approx(12.706 / 48**0.5)
 
 
 @pytest.mark.parametrize("answers,problems", [(1, 1319), (8, 440)])
@@ -118,7 +118,7 @@ def test_the_intervals_cover_the_truth_in_95_per_cent_of_simulated_studies(answe
         right = (drawn < chance.astype(np.float32)).mean(axis=0)
         seeds = results.seed_variance(list(right))
         for first, other in zip(right[::2], right[1::2]):
-            mean, half = interval(other - first, seeds, arms=2)
+            mean, half = difference_interval(other - first, seeds, arms=2)
             inside.append(abs(mean) <= half)
     assert 0.935 <= np.mean(inside) <= 0.965
 
