@@ -34,7 +34,7 @@ import rewards
 from answers import can_read
 from harness import config, data, hf, plugin
 from harness.config import Settings, setting
-from harness.figures import evaluation_figures, paired_figures
+from harness.figures import evaluation_figures, paired_figures, sampler_entropy
 from harness.files import errors_name_file, json_line, read_rows, write_atomically
 from harness.ranks import KERNELS, choose_device, configure_cpu, say
 from sampler import (Sampler, Sampling, Sequence, engine_for, refuse_large_rank,
@@ -328,6 +328,8 @@ def main() -> None:
     count = len(rows) // wanted.samples
     if rows:
         figures = evaluation_figures(rows, wanted.samples)
+        if wanted.temperature > 0:
+            figures["sampler_entropy"] = sampler_entropy(rows)
         if plug_in:
             figures["reward"] = torch.tensor([row["task"] for row in rows]).nanmean().item()
         if others is not None and idle is not None:

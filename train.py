@@ -2,7 +2,8 @@
 QeRL's training loop: GRPO/DAPO of a Qwen2.5 or Qwen3 model with frozen 4-bit weights, LoRA and AQN.
 
     python train.py                            a tiny model that ships here: CPU, offline, a minute
-    python train.py --model qwen2.5-7b         the 7B on GSM8K, the paper's settings, one GPU
+    python train.py --model qwen2.5-1.5b       a real model on GSM8K, one GPU, the study's recipe
+    python train.py --model X --preset paper   the settings of the paper's Table 4
     python train.py --resume --out runs/x      continue the run in runs/x, with its flags
     torchrun --nproc-per-node 8 train.py ...   the same; each GPU answers an eighth of the problems
 
@@ -47,6 +48,7 @@ from harness import data
 from harness.checkpoints import claimed, ending_with, signals_wait
 from harness.config import Objective, Optim, Rollout, read_settings
 from harness.console import Watch
+from harness.figures import sampler_entropy
 from harness.prepare import Progress, Run, begin, prepare
 from harness.ranks import gather, say, share
 from learner import Batch, Learner, Update
@@ -180,6 +182,7 @@ def report(rows: list[dict], advantages: torch.Tensor, weights: list[torch.Tenso
             metrics[f"reward_{name}"] = part.nanmean().item()
     metrics |= {"accuracy": mean("correct"), "format": mean("format")}
     metrics |= {"length": mean("length"), "truncated": 1 - mean("finished")}
+    metrics["sampler_entropy"] = sampler_entropy(rows)
     informative = grpo.informative_groups(column(rows, "task"), group_size)
     in_some_update = sum(weights) > 0            # a sum of tensors (B,)
     learned = (advantages != 0) & in_some_update
@@ -260,7 +263,7 @@ def train(run: Run) -> None:
         problems = data.problems_at(run.problems, sampling.seed, positions)
         sigma = aqn.sigma_at(step, steps, settings.noise.sigma_start, settings.noise.sigma_end,
                              settings.noise.noise_stages, settings.noise.noise_schedule)
-        noise = aqn.noisy_norms(run.model, sigma, sampling.seed, step)
+        noise = aqn.noisy_norms(run.model, sigma, sampling.seed, step, settings.noise.noise)
         mine = sample(run.sampler, noise, problems, positions, G, sampling)
 
         # 2) Score. Then every rank gets the rows and the rollouts of all, in the same order.

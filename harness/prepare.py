@@ -10,6 +10,7 @@ first, before downloads, tokenization and weights.
 import dataclasses
 import functools
 import hashlib
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ import rewards
 from fast import memory
 from harness import data, hf, plugin, process
 from harness.checkpoints import RunFolder
-from harness.config import Memory, Objective, Rollout, Settings, check_settings
+from harness.config import (FIELDS, Memory, Objective, Rollout, Settings, check_settings, option)
 from harness.console import Console
 from harness.files import read_json
 from harness.ranks import RANK, WORLD, choose_device, configure_cpu, gather, join_ranks, say
@@ -79,8 +80,12 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
                       else f"--lora-rank {rank}")
     plug_in = plugin.Reward(settings.data.reward) if settings.data.reward else None
     tokenizer, problems, held_out = read_problems(settings)
+    settings = with_decided_defaults(settings, len(problems), device)
     console = Console(settings)
     console.greet(problems, held_out, device)
+    evidence = what_was_run(settings)
+    if evidence:
+        say(evidence)
     if kernels:
         say(f"decode kernels: {kernels}, on {torch.cuda.get_device_name(device)}")
     join_ranks(device)
@@ -104,6 +109,50 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
     tracker = Tracker(settings.watching.report_to, out, record)
     return Run(settings, tokenizer, problems, held_out, grade, model, learner, sampler, folder,
                tracker, console, record)
+
+
+LEAST_STEPS = 60                                 # where a pass over the problems has fewer
+CALIBRATION_PROBLEMS = 128                       # those of the study
+
+
+def with_decided_defaults(settings: Settings, num_problems: int, device: torch.device) -> Settings:
+    """The settings with the two defaults that depend on the problems, the model and the device."""
+    steps, calibrate = settings.general.steps, settings.model.calibrate
+    if steps is None:
+        steps = max(LEAST_STEPS, math.ceil(num_problems / settings.rollout.prompts_per_step))
+    if calibrate is None:
+        config = hf.read_config(hf.resolve(settings.model.model, weights=False) / "config.json")
+        becomes_nvfp4 = settings.model.base == "nvfp4" and not config.get("quantization_config")
+        calibrate = CALIBRATION_PROBLEMS if becomes_nvfp4 and device.type == "cuda" else 0
+    return settings.replace(steps=steps, calibrate=calibrate)
+
+
+# The defaults that make up the study's recipe, and the widths of the models that it ran on.
+RECIPE = "lr", "prompts_per_step", "epochs", "overlong"
+STUDIED = {896: "0.5B", 1536: "1.5B"}
+OTHER_THAN_STUDIED = {"max_new_tokens": 512, "sigma_start": 0}   # default's name -> what runs had
+
+
+def what_was_run(settings: Settings) -> str:
+    """-> which of a new run's default values have been run at this size, and which have not; or "".
+    """
+    general, model = settings.general, settings.model.model
+    if general.resume or general.like or model == FIELDS["model"].default:
+        return ""
+    if general.preset:
+        return f"--preset {general.preset}: these settings have not been run to their end here"
+    width = hf.read_config(hf.resolve(model, weights=False) / "config.json")["hidden_size"]
+    names = OTHER_THAN_STUDIED if width in STUDIED else RECIPE
+    values = settings.flat()
+    kept = [name for name in names if values[name] == FIELDS[name].default]
+    if not kept:
+        return ""
+    told = ", ".join(f"{option(name)} {values[name]}" for name in kept)
+    if width in STUDIED:
+        had = ", ".join(f"{option(name)} {OTHER_THAN_STUDIED[name]}" for name in kept)
+        return f"the study's runs at {STUDIED[width]} had {had} where this one has {told}"
+    return (f"the defaults {told} were run at {' and '.join(STUDIED.values())} (study/README.md), "
+            f"not at this size (hidden_size {width})")
 
 
 def read_problems(settings: Settings) -> tuple[data.Tokenizer, list, list]:

@@ -9,7 +9,8 @@ import re
 
 import pytest
 
-from harness.config import FIELDS, Settings, check_settings, option, read_run_json, read_settings, type_of
+from harness.config import (FIELDS, PRESETS, TINY_DEFAULTS, Settings, check_settings, option, read_run_json,
+                            read_settings, type_of, without_places)
 
 
 def settings_of(*flags):
@@ -64,7 +65,7 @@ def test_flags_that_contradict_each_other_are_refused(flags, words):
 
 
 @pytest.mark.parametrize("name,value", [
-    ("lr", "1e-3"), ("steps", 2.5), ("steps", True), ("steps", None), ("train_norms", 1), ("base", "int3"),
+    ("lr", "1e-3"), ("steps", 2.5), ("steps", True), ("epochs", None), ("train_norms", 1), ("base", "int3"),
     ("model", ["tiny"]), ("reward", 3)])
 def test_a_run_json_with_a_value_that_its_flag_cannot_have_names_file_and_flag(tmp_path, name, value):
     held = settings_of().flat()
@@ -104,6 +105,32 @@ def test_the_functions_that_a_run_json_names_are_told_with_their_file(tmp_path, 
     assert capsys.readouterr().err == ""
 
 
+def test_a_preset_fills_in_what_is_not_given_and_the_run_holds_the_values(tmp_path):
+    plain, paper = settings_of("--model", "x"), settings_of("--model", "x", "--preset", "paper", "--lr", "3e-5")
+    assert paper.flat() == plain.flat() | PRESETS["paper"] | {"preset": "paper", "lr": 3e-5}
+    assert (paper.rollout.prompts_per_step, paper.optim.epochs, paper.general.steps) == (16, 4, 600)
+    (tmp_path / "run.json").write_text(json.dumps(paper.flat()))
+    again, before = read_settings(["--resume", "--out", str(tmp_path)])
+    assert again.replace(resume=False, out=None, preset="paper") == paper.replace(out=None)
+    assert again.flat().items() >= without_places(before.flat()).items()
+    for flags in (["--resume", "--out", str(tmp_path)], ["--like", str(tmp_path)]):
+        with pytest.raises(ValueError, match="--preset paper: --resume and --like take the values of another run"):
+            settings_of(*flags, "--preset", "paper")
+
+
+def test_every_preset_is_of_flags_and_of_values_that_they_may_have(tmp_path):
+    for name, values in PRESETS.items():
+        settings = settings_of("--model", "x", "--preset", name)
+        assert check_settings(settings, None) is None
+        (tmp_path / "run.json").write_text(json.dumps(settings.flat()))
+        assert read_run_json(tmp_path / "run.json").items() >= values.items()
+
+
+def test_without_a_model_the_sizes_are_those_of_the_tiny_one():
+    assert {name: settings_of().flat()[name] for name in TINY_DEFAULTS} == TINY_DEFAULTS
+    assert settings_of().objective.overlong == "mask" and settings_of("--model", "x").objective.overlong == "keep"
+
+
 def test_every_setting_that_is_a_number_has_a_range():
     numbers = {name for name, field in FIELDS.items() if type_of(field) in (int, float)}
     ranged = {name for name, field in FIELDS.items() if field.metadata["allowed"]}
@@ -132,7 +159,7 @@ def test_help_shows_every_default_once_under_the_title_of_its_section(capsys):
     log = capsys.readouterr().out
     said = [" ".join(part.split()) for part in re.split("\n  (?=--)", log)]
     (steps,), (data_flag,) = ([part for part in said if part.startswith(flag)] for flag in ("--steps ", "--data "))
-    assert steps.endswith("(default: 600)") and "(default: gsm8k)" in data_flag
+    assert "(default: one pass over the problems" in steps and "(default: gsm8k)" in data_flag
     assert all(part.count("(default: ") <= 1 for part in said)
     titles = re.findall(r"^(\w.*):$", log, re.M)
     assert titles == ["options", *(section.type.__doc__ for section in dataclasses.fields(Settings))]

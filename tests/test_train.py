@@ -243,7 +243,8 @@ def test_updates_take_disjoint_groups_and_epochs_repeat_them():
 
 
 def test_a_step_reports_its_first_update_that_taught_and_the_clip_and_norm_of_its_last():
-    rows = [dict(reward=r, task=r, correct=r, format=1, length=2, finished=True) for r in (1.0, 0.0, 1.0, 0.0)]
+    rows = [dict(reward=r, task=r, correct=r, format=1, length=2, finished=True, mean_logprob=-0.5)
+            for r in (1.0, 0.0, 1.0, 0.0)]
     rollouts = SimpleNamespace(idle=0.0, num_tokens=8, seconds=2.0)
     nothing = Update({}, 0.0, lr=0.2)
     updates = [nothing, some_update(2.0, 1.0), some_update(4.0, 3.0), nothing]
@@ -252,6 +253,7 @@ def test_a_step_reports_its_first_update_that_taught_and_the_clip_and_norm_of_it
     assert metrics["ratio_max"] == pytest.approx(2) and metrics["entropy"] == 3
     assert (metrics["clip_high"], metrics["grad_norm"], metrics["lr"]) == (3, 3, 0.2)
     assert (metrics["groups"], metrics["informative"], metrics["tokens_per_s"]) == (1, 1, 4)
+    assert metrics["sampler_entropy"] == 0.5                              # of all rows, also of those that taught nothing
 
 
 def test_what_is_held_out_is_answered_once_and_greedily_whatever_the_temperature():
@@ -277,6 +279,47 @@ def test_the_settings_of_the_loss_reach_it_and_its_own_clips_are_the_defaults():
         loss = prepare.loss_of(settings_of(*flags, *more).objective)
         assert (loss.clip_low, loss.clip_high) == clips and loss.sequence_level
         assert (loss.correction, loss.kl_beta) == ("ppo", 0.2)
+
+
+def folder_of_width(folder, width, **more):
+    """A model folder of which only config.json is there."""
+    config = json.loads((ROOT / "tiny" / "config.json").read_text())
+    config |= {"hidden_size": width, "num_attention_heads": width // 64, "num_key_value_heads": 1, **more}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_a_run_has_one_pass_of_steps_and_a_16_bit_model_is_calibrated_on_a_gpu(tmp_path):
+    plain = folder_of_width(tmp_path / "plain", 896)
+    coded = folder_of_width(tmp_path / "coded", 896, quantization_config=NVFP4_CONFIG)
+
+    def decided(device, *flags, problems=7473):
+        settings = prepare.with_decided_defaults(settings_of(*flags), problems, torch.device(device))
+        return settings.general.steps, settings.model.calibrate
+
+    assert decided("cuda", "--model", plain) == (117, 128)                # 7,473 / 64 = 116.8
+    assert decided("cpu", "--model", plain, problems=50) == (60, 0)
+    assert decided("cuda", "--model", coded) == (117, 0) == decided("cuda", "--model", plain, "--base", "bf16")
+    assert decided("cuda", "--model", plain, "--calibrate", "0", "--steps", "3") == (3, 0)
+    assert decided("cuda", "--model", plain, "--preset", "paper") == (600, 0)
+    assert decided("cuda") == (48, 0)                                     # the tiny model
+
+
+def test_a_run_says_which_of_its_defaults_were_not_run_at_its_size(tmp_path):
+    small, large = (folder_of_width(tmp_path / str(width), width) for width in (1536, 3584))
+
+    def said(*flags):
+        return prepare.what_was_run(settings_of(*flags))
+
+    assert said("--model", large) == ("the defaults --lr 0.0001, --prompts-per-step 64, --epochs 1, --overlong keep "
+                                      "were run at 0.5B and 1.5B (study/README.md), not at this size (hidden_size 3584)")
+    given = "--lr 2e-5 --prompts-per-step 8 --epochs 2 --overlong mask".split()
+    assert said("--model", large, *given) == said() == said("--model", str(ROOT / "tiny")) == ""
+    assert said("--model", small) == ("the study's runs at 1.5B had --max-new-tokens 512, --sigma-start 0 where this "
+                                      "one has --max-new-tokens 1024, --sigma-start 0.01")
+    assert said("--model", small, "--max-new-tokens", "512", "--sigma-start", "0") == ""
+    assert said("--model", small, "--preset", "paper").startswith("--preset paper: these settings have not been run")
 
 
 def test_the_seed_of_a_run_is_that_of_its_noise_its_sampling_and_its_adapter(runs):
@@ -427,7 +470,7 @@ def log(metrics, step):
 def test_ranks_that_cannot_learn_end_in_one_line_and_keep_the_adapter_of_their_best_steps(runs):
     # Every answer is cut and left out of the loss. Until ten steps are seen the newest counts as the best.
     out = "dead"
-    flags = "--steps 40 --prompts-per-step 20 --group-size 2 --max-new-tokens 2 --keep 1".split()
+    flags = "--steps 40 --prompts-per-step 20 --group-size 2 --max-new-tokens 2 --keep 1 --overlong mask".split()
     for process in runs.ranks(out, 2, *flags):
         process.join(120)
         assert process.exitcode == 1
@@ -651,8 +694,8 @@ def test_a_merged_model_that_a_run_rounds_is_said_and_threads_are_few_and_a_smal
     config = json.loads((ROOT / "tiny" / "config.json").read_text()) | {"merged_adapter": "runs/x/adapter"}
     (tmp_path / "merged" / "config.json").write_text(json.dumps(config))
     log = runs.run("round", "--kv-gib", "1e-9", model=tmp_path / "merged", code=1, fault=eight_threads).splitlines()
-    assert "rounded to nvfp4, the merged adapter 'runs/x/adapter' is mostly lost" in log[1]
-    assert log[2] == "2 threads" and log[-1].endswith(": raise --kv-gib")
+    assert "rounded to nvfp4, the merged adapter 'runs/x/adapter' is mostly lost" in log[2]  # after what was not run
+    assert log[3] == "2 threads" and log[-1].endswith(": raise --kv-gib")
 
 
 def test_a_run_like_another_says_what_differs_and_keeps_adapters(runs):
