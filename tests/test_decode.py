@@ -140,14 +140,15 @@ def blank(weights, base, dtype):
     return marlin_fp4.PackedWeight(N, K, codes, scales, torch.ones(N), dtype)
 
 
-def compile_step(sm, matmul, n, dtype, head):
+def compile_step(sm, matmul, n, dtype, head, rank=32, names=None):
     """Compiles a step of n rows as it is launched on a GPU of this sm, and the expansion of W for a prefill and for the
-    learner -> {kernel: the most of each of its resources}. Runs in a process of its own.
+    learner -> {kernel: the most of each of its resources}. names: of these kernels alone. Runs in a process of its own.
     """
     compiled, launch = [], triton.runtime.jit.JITFunction.run
 
     def compile_only(kernel, *args, grid, warmup, **options):
-        compiled.append((kernel.__name__, launch(kernel, *args, grid=grid, warmup=True, **options)))
+        if names is None or kernel.__name__ in names:
+            compiled.append((kernel.__name__, launch(kernel, *args, grid=grid, warmup=True, **options)))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton.runtime.jit.JITFunction, "run", compile_only)
@@ -158,8 +159,8 @@ def compile_step(sm, matmul, n, dtype, head):
         patch.setattr(torch, "randn", lambda *shape, generator, device: torch.zeros(*shape, device=device))
         gen = torch.Generator().manual_seed(0)
         size = head.H * head.d, 384, 1, head.H, head.KV, 2432
-        model, engine, width = small_engine("nvfp4", gen, 32, 64, size, dtype)
-        engine.table = torch.zeros(64, width, dtype=torch.int64)
+        model, engine, width = small_engine("nvfp4", gen, rank, max(n, 64), size, dtype)
+        engine.table = torch.zeros(max(n, 64), width, dtype=torch.int64)
         patch.setattr(triton.runtime.driver, "_active", Gpu(sm))
         with torch.no_grad():
             engine.step(n, sampling())
@@ -174,15 +175,15 @@ def compile_step(sm, matmul, n, dtype, head):
 
 BF16, FP16 = torch.bfloat16, torch.float16
 # Each target, number of rows, type and kind of heads at least once, 5 s each; test_portable_kernel.py compiles the
-# matmul in every combination. With TEST_ALL_TARGETS=1 all 74 of them.
+# matmul in every combination. With TEST_ALL_TARGETS=1 all 92 of them.
 AS_LAUNCHED = [(90, "hopper", 64, BF16, SMALL), (90, "hopper", 16, FP16, SMALL), (80, "portable", 16, BF16, SMALL),
                (86, "portable", 64, FP16, SMALL), (89, "portable", 1, BF16, SMALL), (100, "portable", 16, FP16, SMALL),
                (120, "portable", 1, FP16, SMALL), (86, "portable", 64, BF16, HEADS_14B),
-               (120, "portable", 64, BF16, HEADS_05B)]
+               (120, "portable", 64, BF16, HEADS_05B), (86, "portable", 256, BF16, HEADS_7B)]
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}       # KiB a program, of CUDA's table of capabilities
 if os.environ.get("TEST_ALL_TARGETS"):
     AS_LAUNCHED = [*AS_LAUNCHED[:2], *itertools.product(SHARED, ["portable"], (1, 16, 64), (BF16, FP16), [SMALL]),
-                   *itertools.product(SHARED, ["portable"], (1, 64), [BF16], (HEADS_05B, HEADS_7B, HEADS_14B))]
+                   *itertools.product(SHARED, ["portable"], (1, 64, 256), [BF16], (HEADS_05B, HEADS_7B, HEADS_14B))]
 EMBED_STACK = 32                                                     # bytes on every sm: 2 / pi, for sines of large angles
 # Bytes that a kernel spills on an sm, outside of its inner loop: with heads of 128 at few rows, and at 64 rows.
 STACK = {("attention_kernel", 80): 8, ("attention_kernel", 120): 8, ("portable_kernel", 100): 40}
@@ -206,6 +207,56 @@ def test_every_kernel_of_a_step_compiles_as_it_is_launched_and_fits_the_gpu(sm, 
         assert shared <= SHARED[sm] * 1024, f"{name}: {shared} bytes of shared memory"
         allowed = EMBED_STACK if name == "embed_kernel" else STACK.get((name, sm), 0)
         assert stack <= allowed, f"{name}: {stack} bytes"
+
+
+# The kernels that finish a linear, for adapters of many ranks: (sm, rank, rows), 2 s each.
+FINISHING = "heads_kernel", "residual_kernel", "swiglu_kernel"
+BY_RANK = [(86, 8, 64), (120, 16, 1), (120, 64, 64), (89, 128, 64), (86, 256, 64), (80, 256, 16), (80, 512, 16),
+           (90, 512, 64)]
+if os.environ.get("TEST_ALL_TARGETS"):
+    BY_RANK = [(sm, rank, n) for sm, rank, n in itertools.product(SHARED, (8, 16, 64, 128, 256, 512), (1, 16, 64, 512))
+               if rank < 512 or SHARED[sm] > 99]
+SCRATCH = 12 * 1024                                                  # bytes, that small ranks take for other things
+# Bytes of stack of swiglu_kernel at rank 512: x @ A.T of a row takes most of the registers.
+STACK_AT_512 = 160
+
+
+@pytest.fixture(scope="module")
+def compiled_by_rank():
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork")) as pool:
+        yield {(sm, rank, n): pool.submit(compile_step, sm, "portable", n, BF16, SMALL, rank, FINISHING)
+               for sm, rank, n in BY_RANK}
+
+
+@pytest.mark.skipif(GPU or INTERPRETED, reason="where there is a GPU the other tests compile them")
+@pytest.mark.parametrize("sm,rank,n", BY_RANK)
+def test_an_adapter_of_any_rank_that_is_not_refused_fits_the_gpu(sm, rank, n, compiled_by_rank, monkeypatch):
+    monkeypatch.setattr(decode, "capability", lambda device: divmod(sm, 10))
+    decode.check_rank(rank, torch.device("cuda"), "")
+    found = compiled_by_rank[sm, rank, n].result()
+    print(f"sm_{sm}, rank {rank}, {n} rows:", found)
+    tile = 64 if n <= 16 or decode.finishing_kib(rank, 128) > SHARED[sm] else 128
+    assert set(found) == set(FINISHING) and decode.finishing_kib(rank, tile) <= SHARED[sm]
+    for name, (shared, _, stack) in found.items():
+        assert shared <= max(SCRATCH, decode.finishing_kib(rank, tile) * 1024), f"{name}: {shared} bytes"
+        assert stack <= STACK_AT_512 * (rank == 512 and name == "swiglu_kernel"), f"{name}: {stack} bytes of stack"
+
+
+@pytest.mark.parametrize("sm,most", [(80, 512), (86, 256), (89, 256), (90, 512), (100, 512), (120, 256)])
+def test_a_rank_is_refused_where_the_tensor_cores_operands_alone_exceed_shared_memory(sm, most, monkeypatch):
+    monkeypatch.setattr(decode, "capability", lambda device: divmod(sm, 10))
+    gpu = torch.device("cuda")
+    for rank in (1, 8, 192, 256, most - 1, most):
+        decode.check_rank(rank, gpu, "")
+    needs = decode.finishing_kib(2 * most, decode.NARROW_TILE)
+    said = rf"^x needs {needs:.0f} KiB of shared memory, and this GPU has {SHARED[sm]} KiB: the largest rank that fits " \
+           rf"is {most}$"
+    for rank in (most + 1, 2 * most):                                # padded to a power of two
+        with pytest.raises(ValueError, match=said):
+            decode.check_rank(rank, gpu, "x")
+    assert 2 * 2 * (2 * most) * decode.NARROW_TILE > SHARED[sm] * 1024    # gate's B and up's, 16 bits a number
+    with pytest.raises(ValueError, match=rf"^an adapter of rank {most + 1} needs"):
+        small_engine("bf16", torch.Generator(DEVICE), most + 1, size=(1024, 128, 1, 8, 2, 128))
 
 
 def close(got, want, ulps=1.0):
@@ -458,7 +509,7 @@ def reference_logprobs(model, kv, rows, temperature):
     ("nvfp4", 32, 9), ("nvfp4", 0, 1), ("bf16", 16, 5), ("nf4", 32, 2)))])
 @pytest.mark.parametrize("sigma,temperature", [(0.05, 0.7), pytest.param(0, 0.0, marks=gpu)])
 def test_a_step_draws_what_the_torch_engine_would(base, rank, n, sigma, temperature, gen):
-    model, engine, width = small_engine(base, gen, rank)
+    model, engine, width = small_engine(base, gen, rank, max(n, 9))
     with torch.no_grad(), noisy_norms(model, sigma, seed=1, step=2):
         rows = random_rows(n, width, gen)
         want, rounding = reference_logprobs(model, engine.kv, rows, temperature)
@@ -477,6 +528,22 @@ def test_a_step_draws_what_the_torch_engine_would(base, rank, n, sigma, temperat
         assert ((below - tolerance < u) & (u < above + tolerance)).all()
     else:
         assert (logprob > want.max(1).values - tolerance).all()
+
+
+@runs_kernels
+@in_one_setting
+def test_a_step_whose_rank_is_too_large_for_wide_programs_takes_narrow_ones(gen, monkeypatch):
+    columns = []
+
+    def squares(sums, *rest):
+        columns.append(256 // sums.shape[1])                         # small_engine's width, over the sums of a row
+        return kernels.RowSquares(sums, *rest)
+
+    monkeypatch.setattr(decode, "shared_memory_kib", lambda capability: 99)
+    monkeypatch.setattr(decode, "RowSquares", squares)
+    # With 17 rows programs take 128 columns, if they fit.
+    test_a_step_draws_what_the_torch_engine_would("nvfp4", 256, 17, 0.05, 0.7, gen)
+    assert set(columns) == {decode.NARROW_TILE} == {64}
 
 
 @gpu
