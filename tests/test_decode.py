@@ -8,19 +8,24 @@ python -m pytest tests/test_decode.py -v
 """
 import functools
 import itertools
+import json
 import multiprocessing
 import os
 import re
+import runpy
 import subprocess
+import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import huggingface_hub
 import pytest
 import torch
 import torch.nn.functional as F
 import triton
+from safetensors.torch import save_file
 from triton.backends.compiler import GPUTarget
 from triton.language import constexpr as const
 
@@ -257,6 +262,38 @@ def test_a_rank_is_refused_where_the_tensor_cores_operands_alone_exceed_shared_m
     assert 2 * 2 * (2 * most) * decode.NARROW_TILE > SHARED[sm] * 1024    # gate's B and up's, 16 bits a number
     with pytest.raises(ValueError, match=rf"^an adapter of rank {most + 1} needs"):
         small_engine("bf16", torch.Generator(DEVICE), most + 1, size=(1024, 128, 1, 8, 2, 128))
+
+
+@pytest.fixture
+def large_adapter(tmp_path):
+    """The folder of a PEFT adapter of rank 512, which fits no GPU of 99 KiB."""
+    config = json.loads(Path(__file__).with_name("peft_adapter").joinpath("adapter_config.json").read_text())
+    (tmp_path / "large").mkdir()
+    changed = {"r": 512, "lora_alpha": 512, "modules_to_save": None}
+    (tmp_path / "large" / "adapter_config.json").write_text(json.dumps(config | changed))
+    names = [f"layers.0.{target}.lora_{x}.weight" for target in config["target_modules"] for x in "AB"]
+    save_file({name: torch.zeros(512, 512) for name in names}, tmp_path / "large" / "adapter_model.safetensors")
+    return tmp_path / "large"
+
+
+@pytest.mark.skipif(GPU or INTERPRETED, reason="pretends that there is a GPU")
+@pytest.mark.parametrize("program,flags", [
+    ("train.py", ["--lora-rank", "300"]), ("train.py", ["--adapter"]), ("evaluate.py", ["--data", "gsm8k", "--adapter"]),
+    ("tools/chat.py", ["--adapter"])])
+def test_a_rank_that_is_too_large_is_one_line_before_any_download(program, flags, large_adapter, fake_gpu, monkeypatch):
+    what = "--lora-rank 300"
+    if flags[-1] == "--adapter":
+        flags = [*flags, str(large_adapter)]
+        what = f"--adapter {large_adapter}: its rank of 512"
+    fake_gpu((8, 6))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: 1 / 0)
+    monkeypatch.chdir(large_adapter.parent)
+    path = str(Path(__file__).parent.parent / program)
+    monkeypatch.setattr(sys, "argv", [path, "--model", "some/model", *flags])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(path, run_name="__main__")
+    said = f"{what} needs 160 KiB of shared memory, and this GPU has 99 KiB: the largest rank that fits is 256"
+    assert stop.value.code.split(": ", 1)[1] == said
 
 
 def close(got, want, ulps=1.0):
