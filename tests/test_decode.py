@@ -222,8 +222,8 @@ if os.environ.get("TEST_ALL_TARGETS"):
     BY_RANK = [(sm, rank, n) for sm, rank, n in itertools.product(SHARED, (8, 16, 64, 128, 256, 512), (1, 16, 64, 512))
                if rank < 512 or SHARED[sm] > 99]
 SCRATCH = 12 * 1024                                                  # bytes, that small ranks take for other things
-# Bytes of stack of swiglu_kernel at rank 512: x @ A.T of a row takes most of the registers.
-STACK_AT_512 = 160
+# (sm, rank) -> bytes that swiglu_kernel spills there: x @ A.T of its rows takes most of the registers.
+SWIGLU_STACK = {(80, 512): 128, (90, 512): 160, (100, 512): 168, (100, 256): 8}
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +244,8 @@ def test_an_adapter_of_any_rank_that_is_not_refused_fits_the_gpu(sm, rank, n, co
     assert set(found) == set(FINISHING) and decode.finishing_kib(rank, tile) <= SHARED[sm]
     for name, (shared, _, stack) in found.items():
         assert shared <= max(SCRATCH, decode.finishing_kib(rank, tile) * 1024), f"{name}: {shared} bytes"
-        assert stack <= STACK_AT_512 * (rank == 512 and name == "swiglu_kernel"), f"{name}: {stack} bytes of stack"
+        allowed = SWIGLU_STACK.get((sm, rank), 0) if name == "swiglu_kernel" else 0
+        assert stack <= allowed, f"{name}: {stack} bytes of stack"
 
 
 @pytest.mark.parametrize("sm,most", [(80, 512), (86, 256), (89, 256), (90, 512), (100, 512), (120, 256)])
@@ -254,8 +255,8 @@ def test_a_rank_is_refused_where_the_tensor_cores_operands_alone_exceed_shared_m
     for rank in (1, 8, 192, 256, most - 1, most):
         decode.check_rank(rank, gpu, "")
     needs = decode.finishing_kib(2 * most, decode.NARROW_TILE)
-    said = rf"^x needs {needs:.0f} KiB of shared memory, and this GPU has {SHARED[sm]} KiB: the largest rank that fits " \
-           rf"is {most}$"
+    said = (rf"^x needs {needs:.0f} KiB of shared memory, and this GPU has {SHARED[sm]} KiB: "
+            rf"the largest rank that fits is {most}$")
     for rank in (most + 1, 2 * most):                                # padded to a power of two
         with pytest.raises(ValueError, match=said):
             decode.check_rank(rank, gpu, "x")
@@ -278,8 +279,8 @@ def large_adapter(tmp_path):
 
 @pytest.mark.skipif(GPU or INTERPRETED, reason="pretends that there is a GPU")
 @pytest.mark.parametrize("program,flags", [
-    ("train.py", ["--lora-rank", "300"]), ("train.py", ["--adapter"]), ("evaluate.py", ["--data", "gsm8k", "--adapter"]),
-    ("tools/chat.py", ["--adapter"])])
+    ("train.py", ["--lora-rank", "300"]), ("train.py", ["--adapter"]), ("tools/chat.py", ["--adapter"]),
+    ("evaluate.py", ["--data", "gsm8k", "--adapter"])])
 def test_a_rank_that_is_too_large_is_one_line_before_any_download(program, flags, large_adapter, fake_gpu, monkeypatch):
     what = "--lora-rank 300"
     if flags[-1] == "--adapter":

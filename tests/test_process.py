@@ -128,9 +128,9 @@ def test_ctrl_c_while_libraries_are_imported_is_one_line(tmp_path):
     (["train.py", "--model", "qwen2.5-8b", "--device", "cpu"], "--model qwen2.5-8b: neither a folder nor a name"),
     *[([*program, "--model", "nosuch"], "--model nosuch: neither a folder nor a name such as qwen2.5-7b")
       for program in (["train.py"], ["evaluate.py", "--data", "arithmetic"], ["tools/chat.py"])],
-    (["train.py", "--model", "Qwen2.5-7B"], "--model Qwen2.5-7B: say Qwen/Qwen2.5-7B for the base model, or qwen2.5-7b"),
+    (["train.py", "--model", "Qwen2.5-7B"], "--model Qwen2.5-7B: say Qwen/Qwen2.5-7B for the base model"),
     (["tools/convert.py", "nvfp4", "nosuch", "out"], "--model nosuch: neither a folder nor a name such as qwen2.5-7b"),
-    (["train.py", "--memory-gib", "10", "--device", "cpu"], "--memory-gib 10 bounds the memory of a GPU, --device is cpu"),
+    (["train.py", "--memory-gib", "9", "--device", "cpu"], "--memory-gib 9 bounds the memory of a GPU, --device is cpu"),
     (["train.py", "--model", "folder"], "folder/config.json: cannot be read"),
     (["train.py", "--like", "folder"], "folder/run.json: cannot be read"),
     (["train.py", "--adapter", "folder"], "folder/adapter_config.json: cannot be read"),
