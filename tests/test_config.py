@@ -57,8 +57,7 @@ def test_a_value_on_the_edge_of_its_range_is_taken(flags):
     ("--overlong-buffer 8", "--overlong-buffer 8: --overlong mask leaves out"),
     ("--lr 2 --weight-decay 0.5", "--weight-decay 0.5 x --lr 2.0 must be below 1"),
     ("--prompts-per-step 600000", "--prompts-per-step 600000 x --group-size 8 is more than a step can hold"),
-    ("--calibrate 8 --base nf4", "--calibrate 8 is for NVFP4, --base is nf4"),
-    ("--memory-gib 16 --device cpu", "--device is cpu")])
+    ("--calibrate 8 --base nf4", "--calibrate 8 is for NVFP4, --base is nf4")])
 def test_flags_that_contradict_each_other_are_refused(flags, words):
     with pytest.raises(ValueError, match=words):
         check_settings(settings_of(*flags.split()), None)

@@ -25,6 +25,17 @@ def test_the_ranks_shares_make_up_the_list_in_order_and_differ_by_one_at_most(mo
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
+@pytest.mark.parametrize("value", ["", "-1", "1.0", "\u00b2"])
+def test_a_number_of_torchruns_that_is_none_is_refused(monkeypatch, value):
+    monkeypatch.setenv("LOCAL_RANK", value)
+    with pytest.raises(Stopped, match=f"^LOCAL_RANK={value}: expected a whole number; torchrun sets it$"):
+        ranks.number_from_torchrun("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert ranks.number_from_torchrun("LOCAL_RANK", "0") == 3
+    monkeypatch.delenv("LOCAL_RANK")
+    assert ranks.number_from_torchrun("LOCAL_RANK", "0") == 0
+
+
 def test_with_one_process_sharing_and_gathering_change_nothing():
     tensor = torch.ones(3)
     assert ranks.gather(["a", "b"]) == ["a", "b"] and ranks.all_sum(tensor) is tensor
