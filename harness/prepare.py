@@ -26,7 +26,7 @@ from fast import memory
 from harness import data, hf, plugin, process
 from harness.checkpoints import RunFolder
 from harness.config import Memory, Objective, Rollout, Settings, check_settings
-from harness.console import Console
+from harness.console import Console, Phases
 from harness.files import read_json
 from harness.ranks import RANK, WORLD, choose_device, configure_cpu, gather, join_ranks, say
 from harness.trackers import Tracker
@@ -65,6 +65,7 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
 
     before: the settings of the run that is resumed.
     """
+    phases = Phases()
     if settings.model.adapter and not settings.general.resume:
         config, _ = hf.read_peft(settings.model.adapter)         # its shape becomes the run's
         settings = settings.replace(lora_rank=config["r"], lora_alpha=config["lora_alpha"],
@@ -73,7 +74,8 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
     wanted = settings.memory
     device, kernels = choose_device(wanted.device, wanted.kernels, settings.model.model)
     plug_in = plugin.Reward(settings.data.reward) if settings.data.reward else None
-    tokenizer, problems, held_out = read_problems(settings)
+    with phases("problems"):
+        tokenizer, problems, held_out = read_problems(settings)
     console = Console(settings)
     console.greet(problems, held_out, device)
     if kernels:
@@ -83,12 +85,13 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
     record = settings.flat() | {"device": wanted.device or device.type,
                                 "problems_sha256": digest_of(problems + held_out)}
     check_same_problems(settings, record)
-    model = read_model(settings, tokenizer, problems, device)
+    model = read_model(settings, tokenizer, problems, device, phases)
     optim = settings.optim
     learner = Learner(model, loss_of(settings.objective), settings.rollout.temperature,
                       optim.max_grad_norm, optim.weight_decay)
-    sampler = divide_memory(model, learner, wanted, settings.rollout,
-                            settings.data.max_prompt_tokens, len(held_out))
+    with phases("memory plan"):
+        sampler = divide_memory(model, learner, wanted, settings.rollout,
+                                settings.data.max_prompt_tokens, len(held_out))
     grade = functools.partial(rewards.grade_rollouts, tokenizer, style=settings.data.prompt_style,
                               plug_in=plug_in)
 
@@ -98,6 +101,7 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
     out = Path(settings.general.out)
     folder = RunFolder(out, learner.tensors(), write_adapter)
     tracker = Tracker(settings.watching.report_to, out, record)
+    phases.tell()
     return Run(settings, tokenizer, problems, held_out, grade, model, learner, sampler, folder,
                tracker, console, record)
 
@@ -131,14 +135,17 @@ def check_same_problems(settings: Settings, record: dict) -> None:
 
 
 def read_model(settings: Settings, tokenizer: data.Tokenizer, problems: list,
-               device: torch.device) -> qwen.Qwen2:
+               device: torch.device, phases: Phases) -> qwen.Qwen2:
     """-> the model of --base, --calibrate and --dtype, with a new adapter or that of --adapter."""
     wanted, general = settings.model, settings.general
-    folder = hf.resolve(wanted.model)
+    with phases("download"):
+        folder = hf.resolve(wanted.model)
     base = hf.base_of(folder, wanted.base)
     if wanted.calibrate:
-        folder = calibrated(settings, folder, tokenizer, problems, device)
-    model = qwen.load(folder, base, device, wanted.dtype, tokenizer.vocab_size)
+        with phases("calibration"):
+            folder = calibrated(settings, folder, tokenizer, problems, device)
+    with phases("weights"):
+        model = qwen.load(folder, base, device, wanted.dtype, tokenizer.vocab_size)
     configure_cpu(model)
     # A run that was killed before its first checkpoint begins with --adapter again.
     goes_on = any(Path(general.out, "checkpoints").glob("step_*"))
