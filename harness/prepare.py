@@ -85,6 +85,11 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
     record = settings.flat() | {"device": wanted.device or device.type,
                                 "problems_sha256": digest_of(problems + held_out)}
     check_same_problems(settings, record)
+    if kernels:
+        raw = hf.read_qwen2(hf.resolve(settings.model.model, weights=False) / "config.json")
+        memory.check_model(settings.model.model, qwen.ModelConfig.from_json(raw),
+                           settings.model.base, settings.model.lora_rank,
+                           memory.free_memory(wanted.memory_gib))
     model = read_model(settings, tokenizer, problems, device, phases)
     optim = settings.optim
     learner = Learner(model, loss_of(settings.objective), settings.rollout.temperature,
