@@ -146,6 +146,8 @@ def test_decode_reports_the_lengths_that_fit_and_says_which_do_not(on_cpu, capsy
     block = 2 * 2 * 2 * 32 * 16 * 4                                        # bytes, of fp32
     few = bench.decode(**FLAGS["decode"] | dict(batch=[8], kv_gib=20 * block / 2**30, dtype="float32"))["steps"]
     assert few.keys() == {"8 x 64"} and "B=8 N=200: the KV pool is too small" in capsys.readouterr().out
+    none = bench.decode(**FLAGS["decode"] | dict(batch=[8], kv_gib=9 * block / 2**30, dtype="float32"))["steps"]
+    assert none == {} and "B=8 N=64: the KV pool is too small" in capsys.readouterr().out
 
 
 def test_a_tail_samples_the_given_lengths_in_each_order(on_cpu, monkeypatch, tmp_path):

@@ -13,7 +13,8 @@ import torch
 
 from fast import memory
 from fast.memory import BITS, GIB, Plan
-from harness.config import Memory
+from harness import prepare
+from harness.config import Memory, read_settings
 from learner import Learner
 from lora import attach
 from model import ModelConfig, load
@@ -255,3 +256,14 @@ def test_a_small_model_gets_larger_micro_batches(gpu, monkeypatch, width, larges
     gpu.token_bytes = 2**10                                               # memory for any of them
     monkeypatch.setattr(gpu.model, "config", dataclasses.replace(gpu.model.config, width=width))
     assert gpu.plan().micro_batch_tokens == largest
+
+
+def test_a_run_that_exceeds_the_card_is_refused_before_its_weights_are_read(fake_gpu, monkeypatch, tmp_path):
+    fake_gpu((9, 0))
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda *_: 0)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda *_: (2**20, 2**34))             # 1 MiB is free
+    monkeypatch.setattr(prepare, "read_model", lambda *_: pytest.fail("weights were read"))
+    settings, _ = read_settings(["--lora-rank", "64", "--out", str(tmp_path / "run")])
+    with pytest.raises(ValueError, match=r"--model .*tiny: its nvfp4 weights take 0.0 GiB, an adapter of rank 64 in training 0.0 "
+                                         r"and CUDA 0.6, and there are 0.6 GiB: take a smaller model or a larger card"):
+        prepare.prepare(settings, None)

@@ -290,10 +290,11 @@ def decode(model: str, kernels: str, base: str, dtype: str, lora_rank: int, batc
     sampler.engine.kv.normal_()
     figures = {}
     for B in batch:
-        first = window_seconds(sampler, rows_half_way(sampler, network, B, prompt, 0))
+        start = rows_half_way(sampler, network, B, prompt, 0)
+        first = start and window_seconds(sampler, start)
         for N in new:
             rows = rows_half_way(sampler, network, B, prompt, N // 2)
-            if rows is None:
+            if rows is None:                     # neither are they where even the start is not
                 print(f"B={B} N={N}: the KV pool is too small for these rows", flush=True)
                 continue
             step = window_seconds(sampler, rows)

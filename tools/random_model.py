@@ -12,6 +12,7 @@ things are like a real model's, because times or memory depend on them:
 - Answers come to an end. The head's rows of the end tokens point where all hidden states have
   something in common, so that in each place an answer ends with the same chance. Lengths are then
   geometric: short ones are the commonest, a few are several times the mean, --answer-tokens.
+  Greedy answers do not end: the likeliest token is never an end token.
 - Logits are finite and of a size with which the model has a choice: at temperature 1 they have a
   standard deviation of 2.
 - The inputs of each linear are correlated and its channels differ in size. So GPTQ has errors to
