@@ -202,6 +202,7 @@ def report(rows: list[dict], advantages: torch.Tensor, weights: list[torch.Tenso
 def evaluate(run: Run, sampling: Sampling, steps_done: int) -> dict:
     """Greedy answers to the held-out problems, without noise -> metrics."""
     problems = share(run.held_out)
+    began = time.perf_counter()
     with run.console.not_counted():              # in the bar's steps per second
         rollouts = run.sampler.generate([problem.prompt for problem in problems], 1,
                                         sampling._replace(temperature=0.0))
@@ -210,7 +211,7 @@ def evaluate(run: Run, sampling: Sampling, steps_done: int) -> dict:
     if run.settings.data.reward:
         metrics["eval_reward"] = column(rows, "task").nanmean().item()
     told = ", ".join(f"{key.removeprefix('eval_')} {value:.3f}" for key, value in metrics.items())
-    say(f"after {steps_done} steps: held-out {told}")
+    say(f"after {steps_done} steps: held-out {told}, in {time.perf_counter() - began:.1f} s")
     return metrics
 
 

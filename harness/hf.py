@@ -93,7 +93,10 @@ def base_of(folder: Path, base: str | None) -> str:
     A folder into which tools.convert merged an adapter defaults to 16 bits: 4 bits round away most
     of what training changed. If 4 bits are asked for, a line says so.
     """
-    merged = read_config(folder / "config.json").get("merged_adapter")
+    config = read_config(folder / "config.json")
+    merged = config.get("merged_adapter")
+    if config.get("quantization_config"):        # rounded already: there are no 16 bits to keep
+        merged = None
     if merged and base not in (None, "bf16"):
         say(f"{folder}: rounded to {base}, the merged adapter {short_repr(merged)} is mostly lost: "
             "keep --base bf16, or take the model it was trained on with --adapter")

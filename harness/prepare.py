@@ -27,7 +27,7 @@ from fast import memory
 from harness import data, hf, plugin, process
 from harness.checkpoints import RunFolder
 from harness.config import (FIELDS, Memory, Objective, Rollout, Settings, check_settings, option)
-from harness.console import Console
+from harness.console import Console, Phases
 from harness.files import read_json
 from harness.ranks import RANK, WORLD, choose_device, configure_cpu, gather, join_ranks, say
 from harness.trackers import Tracker
@@ -66,6 +66,7 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
 
     before: the settings of the run that is resumed.
     """
+    phases = Phases()
     if settings.model.adapter and not settings.general.resume:
         config, _ = hf.read_peft(settings.model.adapter)         # its shape becomes the run's
         settings = settings.replace(lora_rank=config["r"], lora_alpha=config["lora_alpha"],
@@ -79,7 +80,8 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
     refuse_large_rank(rank, device, f"--adapter {adapter}: its rank of {rank}" if adapter
                       else f"--lora-rank {rank}")
     plug_in = plugin.Reward(settings.data.reward) if settings.data.reward else None
-    tokenizer, problems, held_out = read_problems(settings)
+    with phases("problems"):
+        tokenizer, problems, held_out = read_problems(settings)
     settings = with_decided_defaults(settings, len(problems), device)
     console = Console(settings)
     console.greet(problems, held_out, device)
@@ -92,12 +94,18 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
     record = settings.flat() | {"device": wanted.device or device.type,
                                 "problems_sha256": digest_of(problems + held_out)}
     check_same_problems(settings, record)
-    model = read_model(settings, tokenizer, problems, device)
+    if kernels:
+        raw = hf.read_config(hf.resolve(settings.model.model, weights=False) / "config.json")
+        memory.check_size(settings.model.model, qwen.ModelConfig.from_json(raw),
+                           settings.model.base, settings.model.lora_rank,
+                           memory.free_memory(wanted.memory_gib))
+    model = read_model(settings, tokenizer, problems, device, phases)
     optim = settings.optim
     learner = Learner(model, loss_of(settings.objective), settings.rollout.temperature,
                       optim.max_grad_norm, optim.weight_decay)
-    sampler = divide_memory(model, learner, wanted, settings.rollout,
-                            settings.data.max_prompt_tokens, len(held_out))
+    with phases("memory plan"):
+        sampler = divide_memory(model, learner, wanted, settings.rollout,
+                                settings.data.max_prompt_tokens, len(held_out))
     grade = functools.partial(rewards.grade_rollouts, tokenizer, style=settings.data.prompt_style,
                               plug_in=plug_in)
 
@@ -107,6 +115,7 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
     out = Path(settings.general.out)
     folder = RunFolder(out, learner.tensors(), write_adapter)
     tracker = Tracker(settings.watching.report_to, out, record)
+    phases.tell()
     return Run(settings, tokenizer, problems, held_out, grade, model, learner, sampler, folder,
                tracker, console, record)
 
@@ -184,14 +193,17 @@ def check_same_problems(settings: Settings, record: dict) -> None:
 
 
 def read_model(settings: Settings, tokenizer: data.Tokenizer, problems: list,
-               device: torch.device) -> qwen.Qwen:
+               device: torch.device, phases: Phases) -> qwen.Qwen:
     """-> the model of --base, --calibrate and --dtype, with a new adapter or that of --adapter."""
     wanted, general = settings.model, settings.general
-    folder = hf.resolve(wanted.model)
+    with phases("download"):
+        folder = hf.resolve(wanted.model)
     base = hf.base_of(folder, wanted.base)
     if wanted.calibrate:
-        folder = calibrated(settings, folder, tokenizer, problems, device)
-    model = qwen.load(folder, base, device, wanted.dtype, tokenizer.vocab_size)
+        with phases("calibration"):
+            folder = calibrated(settings, folder, tokenizer, problems, device)
+    with phases("weights"):
+        model = qwen.load(folder, base, device, wanted.dtype, tokenizer.vocab_size)
     configure_cpu(model)
     # A run that was killed before its first checkpoint begins with --adapter again.
     goes_on = any(Path(general.out, "checkpoints").glob("step_*"))
