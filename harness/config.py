@@ -158,8 +158,8 @@ class Objective:
         "most 2; ppo, the clip is around the sampler (paper); off, nothing (release) (default: the "
         "loss's own, truncate)", choices=grpo.CORRECTIONS)
     advantage_scale: str = setting("group", "what centred rewards are divided by: the standard "
-                                   "deviation of their group, or nothing (Dr. GRPO)",
-                                   choices=grpo.SCALES)
+                                   "deviation of their group, or nothing (Dr. GRPO; study: +2.5 "
+                                   "points [-0.5, +5.6] in one seed)", choices=grpo.SCALES)
     kl_beta: float | None = setting(None, "weight of the KL term towards the model without its "
                                     "adapter (default: the loss's own, 0)", "[0, 1e9]")
     format_weight: float = setting(0.0, "added to the reward of a well-formed answer (release: 0.1 "
