@@ -178,8 +178,7 @@ class Optim:
                         "mixed and 4e-4 bad; Table 4: 1e-5, for bf16 LoRA 5e-6)", "(0, 10]")
     lr_schedule: str = setting(
         "cosine", "after the warm-up: half a cosine down to 0 (study, release), or constant with a "
-        "linear "
-        "end over the last quarter", choices=("cosine", "constant"))
+        "linear end over the last quarter", choices=("cosine", "constant"))
     warmup: float = setting(0.1, "share of the run in which the rate rises (release)", "[0, 1]")
     epochs: int = setting(1, "passes over each batch of rollouts (study; Table 4: 4 updates)",
                           AT_LEAST_1)

@@ -26,7 +26,7 @@ import rewards
 from fast import memory
 from harness import data, hf, plugin, process
 from harness.checkpoints import RunFolder
-from harness.config import (FIELDS, Memory, Objective, Rollout, Settings, check_settings, option)
+from harness.config import FIELDS, Memory, Objective, Rollout, Settings, check_settings, option
 from harness.console import Console
 from harness.files import read_json
 from harness.ranks import RANK, WORLD, choose_device, configure_cpu, gather, join_ranks, say
@@ -146,7 +146,7 @@ def what_was_run(settings: Settings) -> str:
     told = ", ".join(f"{option(name)} {values[name]}" for name in kept)
     if width in STUDIED:
         had = ", ".join(f"{option(name)} {OTHER_THAN_STUDIED[name]}" for name in kept)
-        return f"the study's runs at {STUDIED[width]} had {had} where this one has {told}"
+        return f"most of the study's runs at {STUDIED[width]} had {had}, this one has {told}"
     return (f"the defaults {told} were run at {' and '.join(STUDIED.values())} (study/README.md), "
             f"not at this size (hidden_size {width})")
 
