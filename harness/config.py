@@ -161,8 +161,8 @@ class Objective:
         "most 2; ppo, the clip is around the sampler (paper); off, nothing (release) (default: the "
         "loss's own, truncate)", choices=grpo.CORRECTIONS)
     advantage_scale: str = setting("group", "what centred rewards are divided by: the standard "
-                                   "deviation of their group, or nothing (Dr. GRPO)",
-                                   choices=grpo.SCALES)
+                                   "deviation of their group, or nothing (Dr. GRPO; study: +2.5 "
+                                   "points [-0.5, +5.6] in one seed)", choices=grpo.SCALES)
     kl_beta: float | None = setting(None, "weight of the KL term towards the model without its "
                                     "adapter (default: the loss's own, 0)", "[0, 1e9]")
     format_weight: float = setting(0.0, "added to the reward of a well-formed answer (release: 0.1 "
@@ -181,8 +181,7 @@ class Optim:
                         "mixed and 4e-4 bad; Table 4: 1e-5, for bf16 LoRA 5e-6)", "(0, 10]")
     lr_schedule: str = setting(
         "cosine", "after the warm-up: half a cosine down to 0 (study, release), or constant with a "
-        "linear "
-        "end over the last quarter", choices=("cosine", "constant"))
+        "linear end over the last quarter", choices=("cosine", "constant"))
     warmup: float = setting(0.1, "share of the run in which the rate rises (release)", "[0, 1]")
     epochs: int = setting(1, "passes over each batch of rollouts (study; Table 4: 4 updates)",
                           AT_LEAST_1)

@@ -273,8 +273,8 @@ class Console:
         self.seconds.append(seconds)
         first, *others = self.seconds
         if not others:
-            say(f"a step takes {first:.1f} s{gpu_peak()}: {duration((self.steps - step) * first)} to go, "
-                "without evaluations")
+            to_go = duration((self.steps - step) * first)
+            say(f"a step takes {first:.1f} s{gpu_peak()}: {to_go} to go, without evaluations")
         elif len(self.seconds) == FIRST_STEPS:
             mean = sum(others) / len(others)
             if step < self.steps:

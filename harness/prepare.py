@@ -26,7 +26,7 @@ import rewards
 from fast import memory
 from harness import data, hf, plugin, process
 from harness.checkpoints import RunFolder
-from harness.config import (FIELDS, Memory, Objective, Rollout, Settings, check_settings, option)
+from harness.config import FIELDS, Memory, Objective, Rollout, Settings, check_settings, option
 from harness.console import Console, Phases
 from harness.files import read_json
 from harness.ranks import RANK, WORLD, choose_device, configure_cpu, gather, join_ranks, say
@@ -97,8 +97,8 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
     if kernels:
         raw = hf.read_config(hf.resolve(settings.model.model, weights=False) / "config.json")
         memory.check_size(settings.model.model, qwen.ModelConfig.from_json(raw),
-                           settings.model.base, settings.model.lora_rank,
-                           memory.free_memory(wanted.memory_gib))
+                          settings.model.base, settings.model.lora_rank,
+                          memory.free_memory(wanted.memory_gib))
     model = read_model(settings, tokenizer, problems, device, phases)
     optim = settings.optim
     learner = Learner(model, loss_of(settings.objective), settings.rollout.temperature,
@@ -159,7 +159,7 @@ def what_was_run(settings: Settings) -> str:
     told = ", ".join(f"{option(name)} {values[name]}" for name in kept)
     if width in STUDIED:
         had = ", ".join(f"{option(name)} {OTHER_THAN_STUDIED[name]}" for name in kept)
-        return f"the study's runs at {STUDIED[width]} had {had} where this one has {told}"
+        return f"most of the study's runs at {STUDIED[width]} had {had}, this one has {told}"
     return (f"the defaults {told} were run at {' and '.join(STUDIED.values())} (study/README.md), "
             f"not at this size (hidden_size {width})")
 

@@ -326,15 +326,23 @@ def check_name(name: str) -> None:
         raise ValueError(f"{name}: a run is named ARM-sSEED, bf16-s0 for example")
 
 
+def columns(path: Path, rows: list, keys: tuple[str, ...]) -> list[list]:
+    """The values of these keys of each row. ValueError names the file where a row lacks one."""
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict) or not {*keys} <= row.keys():
+            raise ValueError(f"{path}: row {number} has not all of {', '.join(keys)}")
+    return [[row[key] for key in keys] for row in rows]
+
+
 def keep_run(args):
     check_name(args.name)
     metrics = log_rows(args.run / "metrics.jsonl")
+    samples = args.run / "samples.jsonl"
     table = io.StringIO()
     keys = "step", "id", "correct", "length", "mean_logprob"
     write = csv.writer(table, lineterminator="\n").writerow
     write(keys)
-    for row in log_rows(args.run / "samples.jsonl"):
-        step, name, correct, length, mean_logprob = (row[key] for key in keys)
+    for step, name, correct, length, mean_logprob in columns(samples, log_rows(samples), keys):
         write([step, name, int(correct), length, f"{mean_logprob:.4f}"])
     rows = gzip.compress(table.getvalue().encode(), mtime=0)
     out = args.runs / f"{args.name}.rows.csv.gz"
@@ -347,9 +355,10 @@ def keep_run(args):
 def keep_verdicts(args):
     for file in args.files:
         rows = [row for _, row in read_rows(file)]
-        samples = 1 + max((row["sample"] for row in rows), default=-1)
-        if [row["sample"] for row in rows] != [*range(samples)] * (len(rows) // max(samples, 1)) \
-                or samples not in (1, SAMPLES):
+        keys = "sample", "correct", "length", "mean_logprob"
+        numbers = [sample for sample, *_ in columns(file, rows, keys)]
+        samples = SAMPLES if 1 in numbers else 1
+        if not rows or numbers != [*range(samples)] * (len(rows) // samples):
             raise ValueError(f"{file}: expected 1 answer (greedy) or {SAMPLES} to each problem")
         groups = [rows[i:i + samples] for i in range(0, len(rows), samples)]
         right = "".join(str(sum(int(row["correct"]) for row in group)) for group in groups)

@@ -191,6 +191,9 @@ def test_a_run_is_kept_with_a_line_of_each_answer_and_its_test_once(runs, tmp_pa
     assert Arm(runs, "a").greedy.after[2].tolist() == [1, 0, 0, 1, 0, 0, 1, 0, 0, 1]
     assert json.loads((runs / "sampled.json").read_text()) == {
         "a-s2": {"right": "3323323323", "sampler_entropy": 0.5}}          # 27 of 80 answers: every third, from the first
+    write(folder, "odd.jsonl", [{"id": "0", "sample": 0}])
+    assert "odd.jsonl: row 1 has not all of sample, correct" in run(monkeypatch, "verdicts", "a-s2", folder / "odd.jsonl",
+                                                                    "--runs", runs)
     for samples, said in ((8, "a run is tested once"), (1, "a run is tested once"), (5, "expected 1 answer")):
         assert said in run(monkeypatch, "verdicts", "a-s2", folder / f"{samples}.jsonl", "--runs", runs)
 

@@ -73,8 +73,8 @@ def coin(completion: str, problem: dict) -> float:
 
 
 def config_of(name: str) -> dict:
-    """qwen2.5-7b, qwen3-8b, or a folder -> the config.json of a model of that shape. ValueError if there is
-    no such shape.
+    """qwen2.5-7b, qwen3-8b, or a folder -> the config.json of a model of that shape. ValueError if
+    there is no such shape.
     """
     if Path(name).is_dir():
         raw = read_json(Path(name) / "config.json")
@@ -192,7 +192,8 @@ def write_random_model(name: str, out: Path, wanted: Wanted) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.strip(), allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", help="qwen2.5-7b, qwen3-8b and the like, or a folder with such a config.json")
+    parser.add_argument("shape", help="qwen2.5-7b, qwen3-8b and the like, or a folder with such a "
+                        "config.json")
     parser.add_argument("out", type=Path, help="folder to make; must not exist, or be empty")
     config.add_section(parser, Wanted)
     args = parser.parse_args()
