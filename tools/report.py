@@ -115,7 +115,7 @@ def read_answers(path: Path, problems: dict, every: int = 1) -> list[dict]:
     problems: those four -> number; the new ones are added. ValueError names a line without a text.
     """
     answers = []
-    for number, row in enumerate(log_rows(path) if path.exists() else [], 1):
+    for number, (row, _) in enumerate(read_log(path) if path.exists() else (), 1):
         texts = {"answer": "", "prompt": ""} | row               # an older run has no prompt
         for key in (*PROBLEM, "completion", "rule"):
             if not isinstance(texts.get(key), str):
