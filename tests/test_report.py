@@ -37,8 +37,9 @@ SAMPLES = [sample(step, f"p-{k}", float(k % 2), "box" if k else "none", f"step {
 
 
 # The evaluations before training and after steps 20 and 40: p-1 is learned, p-2 never.
+PROMPT = "<|im_start|>system\nbe brief<|im_end|>\nWhat is p-%d?"
 HELD_OUT = [answer(step, f"p-{k}", float(k == 1 and step > 0), completion=f"held {k} at {step}: \\boxed{{7}}",
-                   prompt=f"<|im_start|>system\nbe brief<|im_end|>\nWhat is p-{k}?") for step in (0, 20, 40) for k in (1, 2)]
+                   prompt=PROMPT % k) for step in (0, 20, 40) for k in (1, 2)]
 
 
 def write_run(folder, samples=SAMPLES, held_out=(), **flags):
@@ -189,7 +190,7 @@ HAND = """<script>
 const wait = ms => new Promise(done => setTimeout(done, ms))
 const all = selector => [...document.querySelectorAll(selector)]
 const texts = selector => all(selector).map(node => node.textContent)
-const button = text => all("button").find(node => node.textContent.includes(text))
+const labelled = text => all("button").find(node => node.textContent.includes(text))
 const press = (node, key) => node.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }))
 const set = async (name, value) => {
   one(`[name=${name}]`).value = value
@@ -244,7 +245,7 @@ def test_mouse_and_keyboard_reach_an_answer_from_the_form_a_curve_and_the_list(t
         said.detail = one(".detail").innerText
         said.marks = [texts(".rows .row.open mark"), texts(".detail mark.hit")]
         said.differing = texts("#differing td")
-        button("all answers of its group").click()
+        labelled("all answers of its group").click()
         said.group = [one("#count").textContent, location.hash]
         history.back(); await wait(400)
         said.back = location.hash
@@ -255,8 +256,8 @@ def test_mouse_and_keyboard_reach_an_answer_from_the_form_a_curve_and_the_list(t
         curve.dispatchEvent(new MouseEvent("click", { clientX: box.right, clientY: box.top + 9 }))
         said.by_click = [location.hash, one("#count").textContent]
 
-        button("show all").click()
-        const head = button("reward")
+        labelled("show all").click()
+        const head = labelled("reward")
         head.focus(); head.click(); head.click()
         said.sorted = [head.parentNode.ariaSort, document.activeElement === head, texts(".rows .row")[0], location.hash]
         press(one(".list"), "End")
@@ -265,7 +266,8 @@ def test_mouse_and_keyboard_reach_an_answer_from_the_form_a_curve_and_the_list(t
         said.before_it = found.findIndex(isOpen)
     """, tmp_path / "page.html")
     assert said["searched"] == "80 of 322, mean reward 1.000, 100.0 % right"
-    for text in ("step 7, problem p-3: right, reward 1, advantage 1", "What is p-3?", "step 7 says 3", "known answer\t7"):
+    for text in ("step 7, problem p-3: right, reward 1, advantage 1", "What is p-3?", "step 7 says 3",
+                 "known answer\t7"):
         assert text in said["detail"]
     assert said["marks"] == [["says 3"], ["says 3"]] and said["differing"] == ["0.001", "0.002"]
     assert said["group"] == ["1 of 322, mean reward 1.000, 100.0 % right", "#run=0&from=7&to=7&problem=p-3"]
@@ -302,7 +304,7 @@ def test_problems_are_hardest_first_and_have_their_answers_side_by_side(tmp_path
     assert said["lines"] == ["What is p-2?", "What is p-1?"]              # 50 and 67 % of their answers are right
     assert said["rates"][1] == ", ".join(["step 0: 0.0 %, step 20: 100.0 %, step 40: 100.0 %"] * 2)
     assert said["prompt"] == ["the prompt that the model saw, style boxed",
-                              "<|im_start|>system\nbe brief<|im_end|>\nWhat is p-2?"]
+                              PROMPT % 2]
     assert said["beside"] == ["held 2 at 40: \\boxed{7}", "better"] and said["read"] == ["\\boxed{7}"]
     assert said["chosen"] == ["step 20: 0 of 1 right", "held 2 at 20: \\boxed{7}"]
     assert said["summary"][1:3] == ["0.0 % → 50.0 %2 problems, after 41 steps", "41 of 41"]
@@ -348,7 +350,8 @@ def test_no_text_of_a_run_becomes_an_element_of_the_page(tmp_path, monkeypatch):
         said.title = one("h1").textContent
         said.foreign = all("img, script:not([id])").length
     """, tmp_path / "page.html")
-    assert said.pop("foreign") == 2 and said.pop("title") == f"{folder}, {folder}"        # the page's own script, and HAND
+    assert said.pop("foreign") == 2                                       # the page's own script, and HAND
+    assert said.pop("title") == f"{folder}, {folder}"
     assert list(said.values()) == [True] * 4
 
 
@@ -362,7 +365,7 @@ def test_a_phones_click_scrolls_to_the_text_and_nothing_is_wider_than_its_screen
         said.top = one(".detail").getBoundingClientRect().top
         said.wide = document.documentElement.scrollWidth
         said.columns = all(".head > *").filter(head => head.offsetWidth).map(head => head.textContent)
-        button("the list").click(); await wait(400)
+        labelled("the list").click(); await wait(400)
         said.list = one(".list").getBoundingClientRect().top
     """, tmp_path / "page.html", width=500)              # Chromium opens no narrower window
     assert said["width"] == 500 >= said["wide"] and abs(said["top"]) < 1 and abs(said["list"]) < 1

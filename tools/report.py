@@ -19,7 +19,7 @@ report.html#from=40&most=0 shows the wrong answers from step 40 on.
 
 What a model or a data set wrote is shown as text and never as HTML. The page is tools/report.html
 with the data put into it, compressed with gzip: 50,000 answers of 200 random words, which are
-122 MB of samples.jsonl, become a page of 58 MB.
+122 MB of samples.jsonl, become a page of 56 MB.
 """
 import argparse
 import base64
