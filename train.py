@@ -21,8 +21,8 @@ With several GPUs ("ranks") each samples and grades its share of the problems. T
 the rows of all, so advantages and weights do not depend on how many ranks there are.
 
 A run folder holds run.json (the settings, the versions of the libraries, the machine),
-metrics.jsonl (one object a step), samples.jsonl (every answer with its verdict), adapter/ (in
-PEFT's format) and checkpoints/ (the last two). When nothing is being learned training stops by
+metrics.jsonl (one object a step), samples.jsonl (every answer with its verdict), held_out.jsonl
+(the same of the evaluations), adapter/ (in PEFT's format) and checkpoints/ (the last two). When nothing is being learned training stops by
 itself (harness/console.py), and the adapter of the steps with the best accuracy is saved in
 adapters/last_good.
 
@@ -199,8 +199,8 @@ def report(rows: list[dict], advantages: torch.Tensor, weights: list[torch.Tenso
     return metrics | {"idle": rollouts.idle, "tokens_per_s": rollouts.num_tokens / rollouts.seconds}
 
 
-def evaluate(run: Run, sampling: Sampling, steps_done: int) -> dict:
-    """Greedy answers to the held-out problems, without noise -> metrics."""
+def evaluate(run: Run, sampling: Sampling, steps_done: int) -> tuple[dict, list[dict]]:
+    """Greedy answers to the held-out problems, without noise -> metrics, a row for each answer."""
     problems = share(run.held_out)
     began = time.perf_counter()
     with run.console.not_counted():              # in the bar's steps per second
@@ -212,12 +212,14 @@ def evaluate(run: Run, sampling: Sampling, steps_done: int) -> dict:
         metrics["eval_reward"] = column(rows, "task").nanmean().item()
     told = ", ".join(f"{key.removeprefix('eval_')} {value:.3f}" for key, value in metrics.items())
     say(f"after {steps_done} steps: held-out {told}, in {time.perf_counter() - began:.1f} s")
-    return metrics
+    return metrics, rows
 
 
 def record(run: Run, progress: Progress, metrics: dict, rows: list[dict],
-           advantages: torch.Tensor, is_best: bool) -> None:
+           advantages: torch.Tensor, evaluated: list[dict], is_best: bool) -> None:
     """Writes the step's files and sends its metrics to the tracker.
+
+    evaluated: the rows of the step's evaluation, none if it had none.
 
     A signal such as Ctrl-C is held back until all files of the step are written. What a run that is
     stopped later saves is the copy of the last whole step that snapshot() makes here.
@@ -228,6 +230,9 @@ def record(run: Run, progress: Progress, metrics: dict, rows: list[dict],
     with signals_wait():
         run.folder.log("metrics.jsonl", [metrics])
         run.folder.log("samples.jsonl", samples)
+        if evaluated:
+            run.folder.log("held_out.jsonl",
+                           [{"step": metrics["step"], **row} for row in evaluated])
         run.folder.snapshot(dataclasses.asdict(progress) | run.learner.counters())       # in memory
         last = progress.step == run.settings.general.steps
         if last or progress.step % watching.save_every == 0:
@@ -254,8 +259,10 @@ def train(run: Run) -> None:
     watch = Watch(settings)
     for step in range(progress.step, steps):
         metrics = {"step": step}
+        evaluated = []
         if step == 0:                            # before training; it is logged with this step
-            metrics |= evaluate(run, sampling, 0)
+            found, evaluated = evaluate(run, sampling, 0)
+            metrics |= found
 
         # 1) Sample answers to this rank's share of the step's problems.
         began = time.perf_counter()
@@ -289,11 +296,12 @@ def train(run: Run) -> None:
         best = progress.best
         due = step + 1 == steps or (step + 1) % settings.watching.eval_every == 0
         if due and "eval_accuracy" not in metrics:
-            metrics |= evaluate(run, sampling, step + 1)
+            found, evaluated = evaluate(run, sampling, step + 1)
+            metrics |= found
             best = max(best, metrics.get("eval_reward", metrics["eval_accuracy"]))
         is_best = best > progress.best
         progress = Progress(step + 1, next_cursor, metrics["tokens"], best)
-        record(run, progress, metrics, rows, advantages, is_best)
+        record(run, progress, metrics, rows, advantages, evaluated, is_best)
         run.console.tell(metrics, rows, updates)
         if watch.see(metrics):                   # the best steps so far, or too few to tell
             good = progress.step, run.folder.checkpoints.tensors["master"].clone()

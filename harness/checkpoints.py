@@ -3,6 +3,7 @@ The folder of a run: who may write there, its logs, and checkpoints that survive
 
     runs/x/run.json                                the flags, and what ran them
           /metrics.jsonl, samples.jsonl            one line a step, one line a completion
+          /held_out.jsonl                          one line a completion of an evaluation
           /checkpoints/step_000040/state.safetensors     the tensors that training changes
                                   /state.json            the counters, SHA-256 of both files
           /adapter/, adapters/NAME/                PEFT folders: of the last save; kept for good
@@ -267,8 +268,10 @@ class RunFolder:
         if RANK == 0 and resume:
             for line in self.checkpoints.load():
                 say(line)
+            step = self.checkpoints.counters.get("step", 0)
             for name in ("metrics.jsonl", "samples.jsonl"):      # later steps will be done again
-                trim_log(self.path / name, self.checkpoints.counters.get("step", 0))
+                trim_log(self.path / name, step)
+            trim_log(self.path / "held_out.jsonl", step, has_every_step=False)
         elif RANK == 0:
             # exist_ok=False: where folders cannot be locked, the first of two runs has it.
             (self.path / "run.json").touch(exist_ok=False)
@@ -313,15 +316,17 @@ class RunFolder:
         return f"step {last.counters['step']} is saved"
 
 
-def trim_log(path: Path, step: int) -> None:
-    """Cuts a log after its last line of a step before `step`; says so if steps are missing."""
+def trim_log(path: Path, step: int, has_every_step: bool = True) -> None:
+    """Cuts a log after its last line of a step before `step`; says so if steps are missing from a
+    log that should have every step.
+    """
     steps = set()
     kept = 0
     for row, end in read_log(path) if path.exists() else ():
         if row["step"] < step:
             steps.add(row["step"])
             kept = end
-    if len(steps) < step:
+    if has_every_step and len(steps) < step:
         say(f"{path}: holds {len(steps)} of the {step} steps done")
     if path.exists() and kept < path.stat().st_size:
         os.truncate(path, kept)

@@ -108,7 +108,7 @@ def read_parquet(path: Path) -> list[dict]:
 
 
 def read_log(path: Path) -> Iterator[tuple[dict, int]]:
-    """Yields every row of metrics.jsonl or samples.jsonl, with the byte offset where it ends.
+    """Yields every row of a run's log such as metrics.jsonl, with the byte offset where it ends.
 
     A last line without its line feed is what a kill cut off, and is left out. Stopped names a
     line that no run can have written.

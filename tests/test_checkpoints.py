@@ -47,6 +47,8 @@ def test_a_log_is_cut_back_to_the_whole_lines_of_earlier_steps(tmp_path, capsys)
     before = path.stat().st_mtime_ns
     trim_log(path, 3)
     assert path.stat().st_mtime_ns == before and capsys.readouterr().out == ""
+    trim_log(path, 9, has_every_step=False)                               # as of evaluations
+    assert path.stat().st_mtime_ns == before and capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("line", ["x", "[]", "3", "null", "{}", "\xff",

@@ -178,8 +178,9 @@ class Runs:
             time.sleep(0.005)
 
     def same(self, a, b):
-        """Metrics, samples and adapter of two runs, bit for bit."""
+        """Metrics, answers and adapter of two runs, bit for bit."""
         return (self.metrics(a) == self.metrics(b) and self.lines(a, "samples.jsonl") == self.lines(b, "samples.jsonl")
+                and self.lines(a, "held_out.jsonl") == self.lines(b, "held_out.jsonl")
                 and self.adapter(a) == self.adapter(b))
 
     def adapter(self, out):
@@ -258,11 +259,12 @@ def test_a_step_reports_its_first_update_that_taught_and_the_clip_and_norm_of_it
 
 def test_what_is_held_out_is_answered_once_and_greedily_whatever_the_temperature():
     seen = []
-    run = SimpleNamespace(settings=settings_of(), grade=lambda *_: [{"correct": 1.0}, {"correct": 0.0}],
+    graded = [{"correct": 1.0}, {"correct": 0.0}]
+    run = SimpleNamespace(settings=settings_of(), grade=lambda *_: graded,
                           console=SimpleNamespace(not_counted=nullcontext),
                           held_out=[SimpleNamespace(prompt=[i]) for i in range(2)],
                           sampler=SimpleNamespace(generate=lambda *arguments: seen.append(arguments)))
-    assert train_py.evaluate(run, Sampling(9, (5,), temperature=2.0), 0) == {"eval_accuracy": 0.5}
+    assert train_py.evaluate(run, Sampling(9, (5,), temperature=2.0), 0) == ({"eval_accuracy": 0.5}, graded)
     assert seen == [([[0], [1]], 1, Sampling(9, (5,), temperature=0.0))]
 
 
