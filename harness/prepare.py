@@ -84,6 +84,9 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
                                 "problems_sha256": digest_of(problems + held_out)}
     check_same_problems(settings, record)
     model = read_model(settings, tokenizer, problems, device)
+    conditions = hf.training_conditions(Path(model.name), settings.model.base,
+                                        settings.data.prompt_style)
+    check_conditions(settings, conditions)
     optim = settings.optim
     learner = Learner(model, loss_of(settings.objective), settings.rollout.temperature,
                       optim.max_grad_norm, optim.weight_decay)
@@ -94,6 +97,7 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
 
     def write_adapter(tensors, folder):
         lora.save_adapter(model, folder, tensors["master"])
+        hf.write_conditions(folder, conditions)
 
     out = Path(settings.general.out)
     folder = RunFolder(out, learner.tensors(), write_adapter)
@@ -128,6 +132,19 @@ def check_same_problems(settings: Settings, record: dict) -> None:
     if had.get("problems_sha256", record["problems_sha256"]) != record["problems_sha256"]:
         raise ValueError(f"--resume: --data {wanted.data}, --eval-data {wanted.eval_data}: other "
                          "problems or prompts than when the run began")
+
+
+def check_conditions(settings: Settings, conditions: dict) -> None:
+    """Compares what the run trains with and what its adapter was trained with: that of --adapter,
+    for which it may be meant to differ, or that of the run which is resumed: ValueError.
+    """
+    general = settings.general
+    if general.resume:
+        mine = Path(general.out) / "adapter"
+        for difference in hf.other_conditions(mine, conditions):
+            raise ValueError(f"--resume: {mine}: {difference}")
+    elif settings.model.adapter:
+        hf.tell_other_conditions(settings.model.adapter, conditions)
 
 
 def read_model(settings: Settings, tokenizer: data.Tokenizer, problems: list,
@@ -217,8 +234,8 @@ def begin(run: Run) -> Progress:
     assert len(set(digests)) == 1, "ranks start from different adapters"
     names = {field.name for field in dataclasses.fields(Progress)} & counters.keys()
     progress = Progress(**{name: counters[name] for name in names})
-    if general.resume:
-        run.folder.note(steps=general.steps, resumed=process.now())
+    if general.resume and progress.step < general.steps:
+        run.folder.note(steps=general.steps, resumed=process.now(), ended=None)
     if progress.step >= general.steps:
         say(f"all {general.steps} steps of {general.out} are done: --resume --steps N does more")
     run.folder.snapshot(dataclasses.asdict(progress) | run.learner.counters())

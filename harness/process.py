@@ -30,6 +30,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
+from typing import NoReturn
 
 # -----------------------------------------------------------------------------
 # Settings that torch reads once, when it is imported or when CUDA starts
@@ -47,12 +48,20 @@ if sys.platform == "linux":
 # -----------------------------------------------------------------------------
 # Ending
 
+GO_ON = "go on with --resume"
+
+
 class Stopped(BaseException):
     """Ends the program with a one-line message: a signal, a lost rank, a failing user function.
 
     It is a BaseException, as KeyboardInterrupt is, so that no library's `except Exception`
     swallows it.
+    then: how a run can go on after it, to which its folder is added; "" if it cannot.
     """
+
+    def __init__(self, text: str, then: str = f"once that is mended, {GO_ON}"):
+        super().__init__(text)
+        self.then = then
 
 
 # What asks a program to end. SIGINT is not here: Python makes Ctrl-C a KeyboardInterrupt, and
@@ -67,7 +76,7 @@ def stop_on_signal(number: int, frame: object = None) -> None:
     """A signal handler that raises Stopped in the main thread."""
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     hint = " (asked to, or because a rank died: see torchrun's report)" if ranks > 1 else ""
-    raise Stopped(f"stopped by {signal.Signals(number).name}{hint}")
+    raise Stopped(f"stopped by {signal.Signals(number).name}{hint}", GO_ON)
 
 
 @contextmanager
@@ -103,13 +112,29 @@ def one_line(program: str) -> Iterator[None]:
         source_line = traceback.extract_tb(error.__traceback__)[-1].line or "raise"
         if isinstance(error, ValueError) and not source_line.startswith("raise"):
             raise
-        sys.exit(f"{program}: {first_line(error)}")
+        end_with(f"{program}: {first_line(error)}")
     except (RuntimeError, MemoryError) as error:
         # torch raises a plain RuntimeError when the host's memory is full, and a subclass of
         # RuntimeError when a GPU's is. Both say "allocate".
         if isinstance(error, RuntimeError) and "allocate" not in str(error):
             raise
-        sys.exit(f"{program}: not enough memory: {first_line(error)}")
+        end_with(f"{program}: not enough memory: {first_line(error)}")
+
+
+def end_with(line: str) -> NoReturn:
+    """Ends the program with a line on stderr and code 1."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        sys.exit(line)
+    # Python's ordinary exit destroys the group of the ranks, where NCCL waits for all of them, and
+    # a thread may still be waiting for one that never comes.
+    print(line, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(1)
+
+
+def program_name() -> str:
+    """The file name of the program that runs, such as train.py."""
+    return Path(sys.argv[0]).name
 
 
 def report_uncaught(kind: type, error: BaseException, trace: object) -> None:
@@ -121,7 +146,7 @@ def report_uncaught(kind: type, error: BaseException, trace: object) -> None:
     """
     if not issubclass(kind, KeyboardInterrupt):
         return sys.__excepthook__(kind, error, trace)
-    print(f"\n{Path(sys.argv[0]).name}: stopped by Ctrl-C", file=sys.stderr, flush=True)
+    print(f"\n{program_name()}: stopped by Ctrl-C", file=sys.stderr, flush=True)
     os._exit(130)
 
 

@@ -122,6 +122,9 @@ def main():
             device, _ = choose_device(which.device, which.kernels, which.model)
             folder = hf.resolve(which.model)
             which = dataclasses.replace(which, base=hf.base_of(folder, which.base))
+            if which.adapter:
+                conditions = hf.training_conditions(folder, which.base, wanted.prompt_style)
+                hf.tell_other_conditions(which.adapter, conditions)
             tokenizer = data.Tokenizer(folder)
             model = load_model(which, folder, device, tokenizer)
         length = min(hf.max_positions(folder), LENGTH)
