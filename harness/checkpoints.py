@@ -173,7 +173,7 @@ def claim(folder: Path, resume: bool) -> None:
             raise ValueError(f"--out {folder}: another run is writing there") from None
         except OSError:                          # a file system without locks: run.json decides
             os.close(handle)
-    for cut_off in folder.glob(".run.json.*"):   # a kill came while run.json was written
+    for cut_off in folder.glob(".*run.json.*"):  # a kill came while run.json was written
         cut_off.unlink(missing_ok=True)
     if not resume and any(folder.iterdir()):
         advice = "" if why_not_resumed(folder) else ", or --resume it"
@@ -337,11 +337,12 @@ class RunFolder:
         """Stopped if the folder or its run.json was moved or removed. Where the folder was moved to
         is its path then.
         """
-        if self.is_there():
-            flags = self.path / "run.json"
-            if self.handle is not None and not flags.exists():
-                raise Stopped(f"{flags} was removed while the run went on")
+        flags = self.path / "run.json"
+        if self.handle is None or (self.is_there() and flags.exists()):
             return
+        time.sleep(1)                            # rm -r may still be at work
+        if self.is_there():
+            raise Stopped(f"{flags} was removed while the run went on")
         before = self.path
         try:                                     # Linux knows the name of what is open
             self.path = Path(os.readlink(f"/proc/self/fd/{self.handle}"))

@@ -25,7 +25,8 @@ import rewards
 from fast import memory
 from harness import data, hf, plugin, process
 from harness.checkpoints import RunFolder
-from harness.config import Memory, Objective, Rollout, Settings, check_settings
+from harness.config import (Memory, Objective, Rollout, Settings, check_settings, option,
+                            without_places)
 from harness.console import Console
 from harness.files import read_json
 from harness.ranks import RANK, WORLD, choose_device, configure_cpu, gather, join_ranks, say
@@ -83,6 +84,7 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
     record = settings.flat() | {"device": wanted.device or device.type,
                                 "problems_sha256": digest_of(problems + held_out)}
     check_same_problems(settings, record)
+    check_same_on_all_ranks(settings, record["problems_sha256"])
     model = read_model(settings, tokenizer, problems, device)
     conditions = hf.training_conditions(Path(model.name), settings.model.base,
                                         settings.data.prompt_style)
@@ -132,6 +134,21 @@ def check_same_problems(settings: Settings, record: dict) -> None:
     if had.get("problems_sha256", record["problems_sha256"]) != record["problems_sha256"]:
         raise ValueError(f"--resume: --data {wanted.data}, --eval-data {wanted.eval_data}: other "
                          "problems or prompts than when the run began")
+
+
+def check_same_on_all_ranks(settings: Settings, problems_sha256: str) -> None:
+    """ValueError if another rank was started with other flags or other files than rank 0, as can
+    happen on several hosts. Memory may differ: the ranks agree on what it allows.
+    """
+    mine = without_places(settings.flat()) | {"problems": problems_sha256}
+    for name in vars(settings.memory):
+        mine.pop(name, None)
+    first, *others = gather([mine])
+    for rank, other in enumerate(others, 1):
+        for name, value in first.items():
+            if other[name] != value:
+                what = "the problems of --data" if name == "problems" else option(name)
+                raise ValueError(f"{what}: rank {rank} has {other[name]!r}, rank 0 has {value!r}")
 
 
 def check_conditions(settings: Settings, conditions: dict) -> None:

@@ -388,7 +388,7 @@ def test_the_format_counts_beside_a_reward_of_ones_own(runs):
 def test_a_reward_of_nan_for_all_ends_the_run_in_one_line_and_writes_none(runs):
     log = runs.run("nan", "--steps", "3", "--reward", "my_rewards:nan", code=1)
     last = log.strip().splitlines()[-1]
-    assert last.startswith("train.py: --reward my_rewards:nan: nan for each of 8 answers; step 0 is saved; go on")
+    assert last.startswith("train.py: --reward my_rewards:nan: nan for each of 8 answers; step 0 is saved; once")
     assert "Traceback" not in log and runs.lines("nan") == runs.lines("nan", "samples.jsonl") == []
 
 
@@ -704,7 +704,9 @@ def killed_in_its_first_checkpoint():
 def test_a_finished_run_says_so_and_can_be_extended_from_another_folder(runs, whole, monkeypatch):
     shutil.copytree(runs.folder / whole, runs.folder / "elsewhere" / "longer")
     out = "elsewhere/longer"
+    before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in (runs.folder / out).rglob("*") if p.is_file()}
     assert f"all 15 steps of {out} are done: --resume --steps N does more" in runs.run(out, "--resume")
+    assert before == {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in before}
     assert "--steps is 9, the run had 15" in runs.run(out, "--resume", "--steps", "9", code=1)
     runs.run(out, "--resume", "--steps", "17")
     assert [m["step"] for m in runs.metrics(out)] == list(range(17))
@@ -746,7 +748,8 @@ def test_an_error_of_a_reward_is_one_line_and_the_run_is_saved(runs):
     log = runs.run("breaks", "--steps", "4", "--reward", "my_rewards:breaks_later", code=1)
     last = log.strip().splitlines()[-1]
     assert last.startswith("train.py: --reward my_rewards:breaks_later: ZeroDivisionError: division by zero at ")
-    assert "my_rewards.py:" in last and "completion '" in last and "step 2 is saved; go on with --resume" in last
+    assert "my_rewards.py:" in last and "completion '" in last
+    assert last.endswith("step 2 is saved; once that is mended, go on with --resume --out breaks")
     assert "Traceback" not in log
 
 
@@ -854,8 +857,8 @@ def stop_after_reading():
 @pytest.mark.parametrize("fault,said", [
     (stop_before_reading, "stopped by SIGTERM; nothing was changed; go on"),
     (break_before_reading, "ZeroDivisionError"),
-    (fail_to_read, "Input/output error; nothing was changed; go on"),
-    (stop_after_reading, "stopped by SIGTERM; step 15 is saved; go on")])
+    (fail_to_read, "Input/output error; nothing was changed; once that is mended, go on"),
+    (stop_after_reading, "stopped by SIGTERM; step 15 is saved; that was its last step")])
 def test_a_resume_that_ends_before_its_checkpoint_is_in_place_leaves_the_adapter(runs, whole, fault, said):
     # The adapter of step 15 was replaced by the one that training starts from, whose B is zero.
     def files():
