@@ -285,12 +285,14 @@ class RunFolder:
         self.write_adapter = write_adapter
         self.checkpoints = Checkpoints(path / "checkpoints", live)
         self.handle = None                       # of the folder, open from start() on
+        self.steps = None                        # --steps, from start() on
 
     def start(self, flags: dict, resume: bool) -> dict:
         """Writes run.json, or puts the newest checkpoint into every rank's live tensors and cuts
         the logs back to it. Returns its counters, {} if there is none.
         """
         ended = None
+        self.steps = flags.get("steps")
         if RANK == 0 and hasattr(os, "O_DIRECTORY"):     # Windows moves no folder that is in use
             self.handle = os.open(self.path, os.O_RDONLY)
         if RANK == 0 and resume:
@@ -359,15 +361,14 @@ class RunFolder:
 
         then: that of Stopped.
         """
-        if not then or not self.is_there():
+        if not (then and self.is_there()):
             return ""
         if not any((self.path / name).exists() for name in ("run.json", "metrics.jsonl")):
             return "the run had not begun"
         wrong = why_not_resumed(self.path)
         if wrong:
             return f"the run cannot go on: {wrong}"
-        step = self.checkpoints.counters.get("step")
-        if step and step == read_json(self.path / "run.json").get("steps"):
+        if then == GO_ON and self.checkpoints.counters.get("step") == self.steps:
             return "that was its last step"
         return f"{then} --out {shlex.quote(str(self.path))}"
 

@@ -301,6 +301,8 @@ def read_settings(argv: list | None = None) -> tuple[Settings, Settings | None]:
         raise ValueError("--like begins a run and --resume continues one: give one of the two")
     if args.resume:
         before = read_run_json(run_folder(args) / "run.json")
+        if not {"model", "base", "data"} <= before.keys():
+            raise ValueError(f"{run_folder(args) / 'run.json'}: has no model, base or data")
         check_adapters_run(run_folder(args), before)
         parser.set_defaults(**without_places(before))
         args = parser.parse_args(argv)
@@ -374,7 +376,7 @@ def check_adapters_run(folder: Path, held: dict) -> None:
     """
     told = {name: held[name] for name in ("base", "prompt_style") if name in held}
     for difference in hf.other_conditions(folder / "adapter", told):
-        raise ValueError(f"{folder / 'run.json'}: {difference}, says {folder / 'adapter'}")
+        raise ValueError(f"{folder / 'run.json'} was edited: {difference}")
 
 
 # The settings that may name a function of the user's.

@@ -547,21 +547,24 @@ def read_conditions(adapter: str | Path) -> dict[str, str | None]:
 
 
 def other_conditions(adapter: str | Path, conditions: dict[str, str | None]) -> list[str]:
-    """-> what is other than an adapter was trained with, in words. conditions: all or some of
-    training_conditions().
+    """-> a sentence for each condition that is other than when the adapter was trained.
+
+    conditions: all or some of training_conditions().
     """
+    def told(value):
+        return "none" if value is None else short_repr(value)
+
     trained = read_conditions(adapter)
-    names = {"base": "base", "calibration": "calibration", "prompt_style": "prompt style"}
-    return [f"{names[key]} {'none' if value is None else short_repr(value)}, trained with "
-            f"{'none' if trained[key] is None else short_repr(trained[key])}"
-            for key, value in conditions.items() if trained and trained[key] != value]
+    return [f"{adapter} was trained with {key.replace('_', ' ')} {told(trained[key])}, not "
+            f"{told(value)}" for key, value in conditions.items() if trained and
+            trained[key] != value]
 
 
 def tell_other_conditions(adapter: str | Path, conditions: dict[str, str | None]) -> None:
     """Says what is other than an adapter was trained with. That may be meant, but costs accuracy.
     """
     for difference in other_conditions(adapter, conditions):
-        say(f"{adapter}: {difference}")
+        say(difference)
 
 
 def check_adapter_fits(wanted: dict[str, tuple], held: dict[str, tuple],

@@ -138,11 +138,13 @@ def check_same_problems(settings: Settings, record: dict) -> None:
 
 def check_same_on_all_ranks(settings: Settings, problems_sha256: str) -> None:
     """ValueError if another rank was started with other flags or other files than rank 0, as can
-    happen on several hosts. Memory may differ: the ranks agree on what it allows.
+    happen on several hosts. Memory may differ: the ranks agree on what it allows. So may folders.
     """
     mine = without_places(settings.flat()) | {"problems": problems_sha256}
-    for name in vars(settings.memory):
+    for name in (*vars(settings.memory), "data", "eval_data"):
         mine.pop(name, None)
+    for name in ("model", "adapter"):
+        mine[name] = mine[name] and Path(mine[name]).name
     first, *others = gather([mine])
     for rank, other in enumerate(others, 1):
         for name, value in first.items():
@@ -157,9 +159,8 @@ def check_conditions(settings: Settings, conditions: dict) -> None:
     """
     general = settings.general
     if general.resume:
-        mine = Path(general.out) / "adapter"
-        for difference in hf.other_conditions(mine, conditions):
-            raise ValueError(f"--resume: {mine}: {difference}")
+        for difference in hf.other_conditions(Path(general.out) / "adapter", conditions):
+            raise ValueError(f"--resume: {difference}")
     elif settings.model.adapter:
         hf.tell_other_conditions(settings.model.adapter, conditions)
 
