@@ -18,6 +18,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from harness import data
+from harness.config import Data
 from harness.data import Problem, Tokenizer
 from tiny.arithmetic import arithmetic, word_problem
 
@@ -183,7 +184,7 @@ def test_fewer_held_out_problems_than_asked_for_are_said(tmp_path, capsys, count
     path = tmp_path / "sums.jsonl"
     path.write_text("".join(json.dumps({"question": f"{i} + 1?", "answer": str(i + 1)}) + "\n" for i in range(count)))
     settings = Data(data=str(path), eval_problems=asked)
-    kept, held_out = data.split_problems(settings, Tokenizer(ROOT / "tiny"))
+    kept, held_out = data.split_problems(settings, Tokenizer(TINY))
     out = capsys.readouterr().out
     assert (len(kept), len(held_out)) == (count - held, held)
     assert out.startswith(f"{path}: {said}") if said else out == ""
@@ -200,7 +201,7 @@ def test_held_out_problems_that_are_trained_on_too_are_counted_aloud(tmp_path, c
                           ("other.jsonl", range(30, 60))):
         write(file, numbers)
     settings = Data(data=str(tmp_path / "sums.jsonl"), eval_data=name and str(tmp_path / name), eval_problems=3)
-    data.split_problems(settings, Tokenizer(ROOT / "tiny"))
+    data.split_problems(settings, Tokenizer(TINY))
     said = f"{tmp_path / (name or '')}: {known} of the 3 held-out problems are also trained on: " if known else ""
     assert capsys.readouterr().out.startswith(said) and bool(said) == bool(known)
 

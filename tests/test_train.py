@@ -146,12 +146,9 @@ class Runs:
         assert process.exitcode == code, f"exit code {process.exitcode}:\n{self.log(out)}"
         return self.log(out)
 
-    def ranks(self, out, count, *flags, rank_flags=((), ())):
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
-        common = dict(WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        return [self.start(out, *flags, *rank_flags[r], env=dict(common, RANK=str(r), LOCAL_RANK=str(r)))
+    def ranks(self, out, count, *flags, rank_flags=((), ()), fault=None):
+        common = dict(WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+        return [self.start(out, *flags, *rank_flags[r], env=dict(common, RANK=str(r), LOCAL_RANK=str(r)), fault=fault)
                 for r in range(count)]
 
     def log(self, out, rank=0):
@@ -888,6 +885,33 @@ def test_damaged_checkpoints_are_named_and_the_one_before_is_used(runs, whole):
     assert runs.same("damaged", whole)
 
 
+def test_a_run_whose_folder_is_moved_ends_at_its_next_step_and_goes_on_there(runs, whole):
+    process = runs.start("house", "--steps", "15", "--save-every", "100")
+    runs.wait("house", 3, process)
+    (runs.folder / "house").rename(runs.folder / "moved-house")
+    process.join(30)
+    last = runs.log("house").strip().splitlines()[-1]
+    assert process.exitcode == 1 and not (runs.folder / "house").exists()
+    out = runs.folder / "moved-house"
+    step = len(runs.lines("moved-house"))
+    assert last == (f"train.py: house was moved to {out} while the run wrote there; step {step} is saved; go on with "
+                    f"--resume --out {out}")
+    runs.run("moved-house", "--resume")
+    assert runs.same("moved-house", whole)
+
+
+def test_an_adapter_on_another_base_or_prompt_is_said_and_an_edited_run_json_is_refused(runs):
+    runs.run("based", "--steps", "1", "--save-every", "1")
+    log = runs.run("rebased", "--steps", "1", "--adapter", "based/adapter", "--base", "bf16", "--prompt-style", "plain")
+    adapter = runs.folder / "based" / "adapter"
+    assert f"{adapter} was trained with base 'nvfp4', not 'bf16'\n" in log
+    assert f"{adapter} was trained with prompt style 'boxed', not 'plain'\n" in log
+    path = runs.folder / "based" / "run.json"
+    path.write_text(path.read_text().replace('"base": "nvfp4"', '"base": "bf16"'))
+    log = runs.run("based", "--resume", "--steps", "2", code=1)
+    assert log == "train.py: based/run.json was edited: based/adapter was trained with base 'nvfp4', not 'bf16'\n"
+
+
 @pytest.mark.parametrize("signalled", [False, True])
 def test_a_calibrated_run_that_cannot_begin_leaves_no_base_that_blocks_the_next(runs, signalled):
     flags = "--steps 1 --calibrate 2".split()
@@ -994,6 +1018,62 @@ def test_a_rank_that_cannot_start_ends_the_others_in_one_line(runs):
         assert process.exitcode == 1, runs.log("lame", rank)
         assert "Traceback" not in runs.log("lame", rank)
     assert "another rank was lost" in runs.log("lame") and "less than one sequence" in runs.log("lame", 1)
+
+
+def say_soon_who_is_awaited():
+    from harness import ranks
+    ranks.PATIENCE = 0.2
+
+
+@pytest.mark.parametrize("rank,said", [(0, "rank 0 has waited 0.2 s for rank 1"),
+                                       (1, "rank 1 has waited 0.2 s for rank 0 at 127.0.0.1:")])
+def test_a_rank_whose_others_never_come_says_so_and_ends_when_told(runs, rank, said):
+    out = f"lonely{rank}"
+    env = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), RANK=str(rank))
+    process = runs.start(out, env=env, fault=say_soon_who_is_awaited)
+    wait_for_line(runs, out, rank, said, process)
+    process.terminate()
+    process.join(20)
+    assert process.exitcode == 1 and runs.log(out, rank).splitlines()[-1].startswith("train.py: stopped by SIGTERM")
+    assert "Traceback" not in runs.log(out, rank) and not (runs.folder / out).exists()
+
+
+def test_a_rank_that_waits_in_a_step_says_for_whom_saves_and_ends_when_told(runs):
+    zero, one = runs.ranks("awaits", 2, "--steps", "200", fault=say_soon_who_is_awaited)
+    runs.wait("awaits", 2, zero)
+    os.kill(one.pid, signal.SIGSTOP)
+    try:
+        wait_for_line(runs, "awaits", 0, " s for rank 1", zero)
+        zero.terminate()
+        zero.join(20)
+    finally:
+        one.kill()
+        zero.kill()
+    done = len(runs.lines("awaits"))
+    assert zero.exitcode == 1 and f"step {done} is saved; go on with --resume --out awaits" in runs.log("awaits")
+
+
+def wait_for_line(runs, out, rank, text, process):
+    limit = time.monotonic() + 60
+    log = runs.folder / f"{out}.{rank}.log"
+    while not (log.exists() and text in log.read_text()):
+        assert process.is_alive() and time.monotonic() < limit, log.exists() and log.read_text()
+        time.sleep(0.02)
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@pytest.mark.parametrize("flags,said", [(("--lr", "0.1"), "--lr: rank 1 has 0.1, rank 0 has 0.001"),
+                                        (("--data", "more.jsonl"), "the problems of --data: rank 1 has ")])
+def test_ranks_with_other_settings_or_problems_are_refused(runs, flags, said):
+    for rank, process in enumerate(runs.ranks("unlike", 2, "--steps", "1", rank_flags=[(), flags])):
+        process.join(60)
+        assert process.exitcode == 1 and said in runs.log("unlike", rank).splitlines()[-1]
+    assert not (runs.folder / "unlike").exists()
 
 
 def test_more_ranks_than_problems_work(runs):
