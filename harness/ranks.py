@@ -56,8 +56,9 @@ def read_environment() -> tuple[int, int, int]:
             raise ValueError(f"the environment has {name}={text}, expected a whole number")
         values[name] = int(text)
     if not values["RANK"] < values["WORLD_SIZE"]:
-        raise ValueError(f"the environment has RANK={values['RANK']}, which must be below WORLD_SIZE"
-                         f" ({values['WORLD_SIZE']}): torchrun sets both, without it unset both")
+        raise ValueError(f"the environment has RANK={values['RANK']}, which must be below "
+                         f"WORLD_SIZE ({values['WORLD_SIZE']}): torchrun sets both, without it "
+                         "unset both")
     return tuple(values.values())
 
 
