@@ -317,6 +317,9 @@ def main() -> None:
         wanted = dataclasses.replace(wanted, data=source, max_new_tokens=new_tokens)
         hf.check_lengths(folder, longest + new_tokens)
         which = dataclasses.replace(which, base=hf.base_of(folder, which.base), device=device.type)
+        if which.adapter:
+            conditions = hf.training_conditions(folder, which.base, wanted.prompt_style)
+            hf.tell_other_conditions(which.adapter, conditions)
         model = load_model(which, hf.resolve(which.model), device, tokenizer)
         rows_at_once = min(wanted.max_rows, len(problems) * wanted.samples)
         sampler = Sampler(engine_for(device, which.kernels), model, longest + new_tokens,

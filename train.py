@@ -94,7 +94,8 @@ def score(grade: Callable, problems: list, rollouts: Rollouts, objective: Object
 def stop_if_nothing_scored(rows: list[dict], reward: str | None) -> None:
     """Ends a run whose --reward gave no answer of a step a number."""
     if all(math.isnan(row["task"]) for row in rows):
-        raise process.Stopped(f"--reward {reward}: nan for each of {len(rows)} answers")
+        raise process.Stopped(f"--reward {reward}: nan for each of {len(rows)} answers",
+                              f"once it is mended, {process.GO_ON}")
 
 
 def column(rows: list[dict], key: str) -> torch.Tensor:
@@ -307,14 +308,15 @@ def train(run: Run) -> None:
             good = progress.step, run.folder.checkpoints.tensors["master"].clone()
         if watch.verdict:
             give_up(run, watch.verdict, *good)
-    run.folder.note(ended=process.now())
+    run.folder.finish()
 
 
 def give_up(run: Run, verdict: str, step: int, master: torch.Tensor) -> None:
     """Ends a run that learns nothing, with the adapter of its best steps in adapters/last_good."""
     run.folder.keep_adapter("last_good", {"master": master})
     gather([])                                   # wait: when one rank ends, torchrun ends all
-    raise process.Stopped(f"{verdict}; adapters/last_good is that of step {step}")
+    raise process.Stopped(f"{verdict}; adapters/last_good is that of step {step}",
+                          "go on all the same with --resume --watch off")
 
 
 def main() -> None:
@@ -324,7 +326,7 @@ def main() -> None:
         with claimed(Path(general.out), general.resume):         # no other run may write there
             run = prepare(settings, resumed)
     # However training ends early, the last whole step is saved first.
-    with ending_with(run.folder.save, f"go on with --resume --out {run.folder.path}"):
+    with ending_with(run.folder.save, run.folder.advice):
         with run.console:
             train(run)
         run.console.farewell(run.folder.path, len(run.held_out))

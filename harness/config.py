@@ -30,6 +30,7 @@ from pathlib import Path
 import aqn
 import grpo
 import nvfp4
+from harness import hf
 from harness.data import STYLES, SUFFIXES
 from harness.files import read_json
 from harness.plugin import home_of, split_names
@@ -336,6 +337,9 @@ def read_settings(argv: list | None = None) -> tuple[Settings, Settings | None]:
                          "run, give one of the two")
     if args.resume:
         before = read_run_json(run_folder(args) / "run.json")
+        if not {"model", "base", "data"} <= before.keys():
+            raise ValueError(f"{run_folder(args) / 'run.json'}: has no model, base or data")
+        check_adapters_run(run_folder(args), before)
         parser.set_defaults(**without_places(before))
         args = parser.parse_args(argv)
     args.out = str(run_folder(args))
@@ -343,9 +347,30 @@ def read_settings(argv: list | None = None) -> tuple[Settings, Settings | None]:
     for name, value in like.items():
         if values[name] != value:
             say(f"{option(name)} is {values[name]!r}, {args.like} had {value!r}")
+    if args.adapter and not args.resume:
+        check_shape_flags(args.adapter, given_flags(parser, argv))
     if args.resume or args.like:
         tell_functions(args.out if args.resume else args.like, values)
     return Settings.of(values), before and Settings.of(before)
+
+
+def given_flags(parser: argparse.ArgumentParser, argv: list | None) -> dict:
+    """Name and value of each flag that stands on the command line, without defaults."""
+    absent = object()
+    empty = argparse.Namespace(**dict.fromkeys(FIELDS, absent))
+    values = vars(parser.parse_args(argv, empty))
+    return {name: value for name, value in values.items() if value is not absent}
+
+
+def check_shape_flags(adapter: str, given: dict) -> None:
+    """ValueError for a flag that gives a run another adapter than --adapter names."""
+    held = hf.read_peft_config(adapter)
+    shape = {"lora_rank": held["r"], "lora_alpha": held["lora_alpha"],
+             "train_norms": bool(held.get("modules_to_save"))}
+    for name, value in shape.items():
+        if name in given and given[name] != value:
+            raise ValueError(f"{option(name)} is {given[name]}, --adapter {adapter} has {value}: a "
+                             "run takes over its adapter's rank, alpha and norms")
 
 
 def option(name: str) -> str:
@@ -379,6 +404,15 @@ def read_run_json(path: Path) -> dict:
         if ":" in (held.get(name) or ""):
             split_names(held[name], f"{path}: {option(name)}")
     return with_absolute_paths({name: held[name] for name in FIELDS if name in held})
+
+
+def check_adapters_run(folder: Path, held: dict) -> None:
+    """ValueError for a run.json that says something else than the run's adapter was trained with:
+    somebody has edited it.
+    """
+    told = {name: held[name] for name in ("base", "prompt_style") if name in held}
+    for difference in hf.other_conditions(folder / "adapter", told):
+        raise ValueError(f"{folder / 'run.json'} was edited: {difference}")
 
 
 # The settings that may name a function of the user's.
@@ -416,6 +450,7 @@ def settings_of_run(folder: str | Path) -> Settings:
     held = read_run_json(path)
     if not {"model", "base"} <= held.keys():
         raise ValueError(f"{path}: has no model or no base")
+    check_adapters_run(path.parent, held)
     if held.get("calibrate"):
         held["model"] = str(path.with_name("base"))
     return Settings.of(held | {"out": str(folder)})

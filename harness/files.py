@@ -180,6 +180,26 @@ def write_json(path: str | Path, value: object) -> None:
     write_atomically(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
+def create_json(path: Path, value: object) -> None:
+    """Writes a file that is not there yet. FileExistsError if it is.
+
+    A second name for a whole file is made at once or not at all. So of two processes one has the
+    file, and a kill leaves it whole or not there.
+    """
+    whole = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        write_json(whole, value)
+        try:
+            os.link(whole, path)
+        except FileExistsError:
+            raise
+        except OSError:                          # a file system without second names
+            path.touch(exist_ok=False)
+            os.replace(whole, path)
+    finally:
+        whole.unlink(missing_ok=True)
+
+
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """Yields a temporary folder, which becomes `out` as a whole when the block ends.

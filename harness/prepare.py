@@ -26,7 +26,8 @@ import rewards
 from fast import memory
 from harness import data, hf, plugin, process
 from harness.checkpoints import RunFolder
-from harness.config import FIELDS, Memory, Objective, Rollout, Settings, check_settings, option
+from harness.config import (FIELDS, Memory, Objective, Rollout, Settings, check_settings, option,
+                            without_places)
 from harness.console import Console, Phases
 from harness.files import read_json
 from harness.ranks import RANK, WORLD, choose_device, configure_cpu, gather, join_ranks, say
@@ -94,12 +95,16 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
     record = settings.flat() | {"device": wanted.device or device.type,
                                 "problems_sha256": digest_of(problems + held_out)}
     check_same_problems(settings, record)
+    check_same_on_all_ranks(settings, record["problems_sha256"])
     if kernels:
         raw = hf.read_config(hf.resolve(settings.model.model, weights=False) / "config.json")
         memory.check_size(settings.model.model, qwen.ModelConfig.from_json(raw),
                           settings.model.base, settings.model.lora_rank,
                           memory.free_memory(wanted.memory_gib))
     model = read_model(settings, tokenizer, problems, device, phases)
+    conditions = hf.training_conditions(Path(model.name), settings.model.base,
+                                        settings.data.prompt_style)
+    check_conditions(settings, conditions)
     optim = settings.optim
     learner = Learner(model, loss_of(settings.objective), settings.rollout.temperature,
                       optim.max_grad_norm, optim.weight_decay)
@@ -111,6 +116,7 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
 
     def write_adapter(tensors, folder):
         lora.save_adapter(model, folder, tensors["master"])
+        hf.write_conditions(folder, conditions)
 
     out = Path(settings.general.out)
     folder = RunFolder(out, learner.tensors(), write_adapter)
@@ -190,6 +196,35 @@ def check_same_problems(settings: Settings, record: dict) -> None:
     if had.get("problems_sha256", record["problems_sha256"]) != record["problems_sha256"]:
         raise ValueError(f"--resume: --data {wanted.data}, --eval-data {wanted.eval_data}: other "
                          "problems or prompts than when the run began")
+
+
+def check_same_on_all_ranks(settings: Settings, problems_sha256: str) -> None:
+    """ValueError if another rank was started with other flags or other files than rank 0, as can
+    happen on several hosts. Memory may differ: the ranks agree on what it allows. So may folders.
+    """
+    mine = without_places(settings.flat()) | {"problems": problems_sha256}
+    for name in (*vars(settings.memory), "data", "eval_data"):
+        mine.pop(name, None)
+    for name in ("model", "adapter"):
+        mine[name] = mine[name] and Path(mine[name]).name
+    first, *others = gather([mine])
+    for rank, other in enumerate(others, 1):
+        for name, value in first.items():
+            if other[name] != value:
+                what = "the problems of --data" if name == "problems" else option(name)
+                raise ValueError(f"{what}: rank {rank} has {other[name]!r}, rank 0 has {value!r}")
+
+
+def check_conditions(settings: Settings, conditions: dict) -> None:
+    """Compares what the run trains with and what its adapter was trained with: that of --adapter,
+    for which it may be meant to differ, or that of the run which is resumed: ValueError.
+    """
+    general = settings.general
+    if general.resume:
+        for difference in hf.other_conditions(Path(general.out) / "adapter", conditions):
+            raise ValueError(f"--resume: {difference}")
+    elif settings.model.adapter:
+        hf.tell_other_conditions(settings.model.adapter, conditions)
 
 
 def read_model(settings: Settings, tokenizer: data.Tokenizer, problems: list,
@@ -282,8 +317,8 @@ def begin(run: Run) -> Progress:
     assert len(set(digests)) == 1, "ranks start from different adapters"
     names = {field.name for field in dataclasses.fields(Progress)} & counters.keys()
     progress = Progress(**{name: counters[name] for name in names})
-    if general.resume:
-        run.folder.note(steps=general.steps, resumed=process.now())
+    if general.resume and progress.step < general.steps:
+        run.folder.note(steps=general.steps, resumed=process.now(), ended=None)
     if progress.step >= general.steps:
         say(f"all {general.steps} steps of {general.out} are done: --resume --steps N does more")
     run.folder.snapshot(dataclasses.asdict(progress) | run.learner.counters())

@@ -9,8 +9,10 @@ import re
 
 import pytest
 
+from harness import hf
 from harness.config import (FIELDS, PRESETS, TINY_DEFAULTS, Settings, check_settings, option, read_run_json,
-                            read_settings, type_of, without_places)
+                            read_settings, settings_of_run, type_of, without_places)
+from harness.hf import write_peft
 
 
 def settings_of(*flags):
@@ -162,3 +164,68 @@ def test_help_shows_every_default_once_under_the_title_of_its_section(capsys):
     assert all(part.count("(default: ") <= 1 for part in said)
     titles = re.findall(r"^(\w.*):$", log, re.M)
     assert titles == ["options", *(section.type.__doc__ for section in dataclasses.fields(Settings))]
+
+
+# -----------------------------------------------------------------------------
+# Adapters and edited run folders
+
+@pytest.fixture
+def run_folder(tmp_path):
+    """A run as train.py leaves it, as far as its settings go: an adapter of rank 4, without norms."""
+    adapter = tmp_path / "x" / "adapter"
+    write_peft(adapter, {}, "tiny", 4, 32, False)
+    hf.write_conditions(adapter, {"base": "nvfp4", "calibration": None, "prompt_style": "boxed"})
+    (tmp_path / "x" / "run.json").write_text(json.dumps(settings_of("--out", "x", "--lora-rank", "4").flat()))
+    return tmp_path / "x"
+
+
+def edit(folder, **changes):
+    path = folder / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize("flags,said", [
+    ("--lora-rank 8", "--lora-rank is 8, --adapter {a} has 4: a run takes over its adapter's rank, alpha and norms"),
+    ("--lora-alpha 8", "--lora-alpha is 8.0, --adapter {a} has 32: "),
+    ("--train-norms", "--train-norms is True, --adapter {a} has False: "),
+    ("--lora-rank 4", ""), ("--lora-alpha 32", ""), ("--lora-rank 4 --lora-alpha 32", ""), ("", "")])
+def test_a_flag_for_another_adapter_than_that_to_start_from_is_refused(run_folder, flags, said):
+    adapter = str(run_folder / "adapter")
+    if not said:
+        assert settings_of("--adapter", adapter, *flags.split()).model.adapter == adapter
+        return
+    with pytest.raises(ValueError) as error:
+        settings_of("--adapter", adapter, *flags.split())
+    assert str(error.value).startswith(said.format(a=adapter))
+
+
+def test_a_default_or_the_flags_of_another_run_are_no_flag_for_another_adapter(run_folder, capsys):
+    edit(run_folder, lora_rank=16, train_norms=True)
+    settings = settings_of("--like", str(run_folder), "--adapter", str(run_folder / "adapter"), "--out", "y")
+    assert settings.model.lora_rank == 16                                 # prepare() takes over the adapter's
+    with pytest.raises(ValueError, match="--lora-rank is 9"):
+        settings_of("--like", str(run_folder), "--adapter", str(run_folder / "adapter"), "--lora-rank", "9")
+
+
+@pytest.mark.parametrize("changes,said", [
+    (dict(base="bf16"), "run.json was edited: {a} was trained with base 'nvfp4', not 'bf16'"),
+    (dict(prompt_style="tags"), "run.json was edited: {a} was trained with prompt style 'boxed', not 'tags'")])
+def test_a_run_json_that_contradicts_its_adapter_is_refused_by_every_program(run_folder, changes, said):
+    flags = ["--resume", "--out", str(run_folder)]
+    assert read_settings(flags)[1] and settings_of_run(run_folder)
+    edit(run_folder, **changes)
+    for read in (lambda: read_settings(flags), lambda: settings_of_run(run_folder)):
+        with pytest.raises(ValueError) as error:
+            read()
+        assert str(error.value) == f"{run_folder}/{said.format(a=run_folder / 'adapter')}"
+    (run_folder / "adapter" / hf.TRAINED_WITH).unlink()                   # a folder of before that file was written
+    assert read_settings(flags)[1] and settings_of_run(run_folder)
+
+
+@pytest.mark.parametrize("lost", ["model", "base", "data"])
+def test_a_run_json_without_what_a_run_is_does_not_go_on_with_defaults(run_folder, lost):
+    held = json.loads((run_folder / "run.json").read_text())
+    del held[lost]
+    (run_folder / "run.json").write_text(json.dumps(held))
+    with pytest.raises(ValueError, match="/x/run.json: has no model, base or data$"):
+        read_settings(["--resume", "--out", str(run_folder)])

@@ -147,12 +147,9 @@ class Runs:
         assert process.exitcode == code, f"exit code {process.exitcode}:\n{self.log(out)}"
         return self.log(out)
 
-    def ranks(self, out, count, *flags, rank_flags=((), ())):
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
-        common = dict(WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        return [self.start(out, *flags, *rank_flags[r], env=dict(common, RANK=str(r), LOCAL_RANK=str(r)))
+    def ranks(self, out, count, *flags, rank_flags=((), ()), fault=None):
+        common = dict(WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+        return [self.start(out, *flags, *rank_flags[r], env=dict(common, RANK=str(r), LOCAL_RANK=str(r)), fault=fault)
                 for r in range(count)]
 
     def log(self, out, rank=0):
@@ -434,7 +431,7 @@ def test_the_format_counts_beside_a_reward_of_ones_own(runs):
 def test_a_reward_of_nan_for_all_ends_the_run_in_one_line_and_writes_none(runs):
     log = runs.run("nan", "--steps", "3", "--reward", "my_rewards:nan", code=1)
     last = log.strip().splitlines()[-1]
-    assert last.startswith("train.py: --reward my_rewards:nan: nan for each of 8 answers; step 0 is saved; go on")
+    assert last.startswith("train.py: --reward my_rewards:nan: nan for each of 8 answers; step 0 is saved; once")
     assert "Traceback" not in log and runs.lines("nan") == runs.lines("nan", "samples.jsonl") == []
 
 
@@ -750,7 +747,9 @@ def killed_in_its_first_checkpoint():
 def test_a_finished_run_says_so_and_can_be_extended_from_another_folder(runs, whole, monkeypatch):
     shutil.copytree(runs.folder / whole, runs.folder / "elsewhere" / "longer")
     out = "elsewhere/longer"
+    before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in (runs.folder / out).rglob("*") if p.is_file()}
     assert f"all 15 steps of {out} are done: --resume --steps N does more" in runs.run(out, "--resume")
+    assert before == {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in before}
     assert "--steps is 9, the run had 15" in runs.run(out, "--resume", "--steps", "9", code=1)
     runs.run(out, "--resume", "--steps", "17")
     assert [m["step"] for m in runs.metrics(out)] == list(range(17))
@@ -792,7 +791,8 @@ def test_an_error_of_a_reward_is_one_line_and_the_run_is_saved(runs):
     log = runs.run("breaks", "--steps", "4", "--reward", "my_rewards:breaks_later", code=1)
     last = log.strip().splitlines()[-1]
     assert last.startswith("train.py: --reward my_rewards:breaks_later: ZeroDivisionError: division by zero at ")
-    assert "my_rewards.py:" in last and "completion '" in last and "step 2 is saved; go on with --resume" in last
+    assert "my_rewards.py:" in last and "completion '" in last
+    assert last.endswith("step 2 is saved; once that is mended, go on with --resume --out breaks")
     assert "Traceback" not in log
 
 
@@ -900,8 +900,8 @@ def stop_after_reading():
 @pytest.mark.parametrize("fault,said", [
     (stop_before_reading, "stopped by SIGTERM; nothing was changed; go on"),
     (break_before_reading, "ZeroDivisionError"),
-    (fail_to_read, "Input/output error; nothing was changed; go on"),
-    (stop_after_reading, "stopped by SIGTERM; step 15 is saved; go on")])
+    (fail_to_read, "Input/output error; nothing was changed; once that is mended, go on"),
+    (stop_after_reading, "stopped by SIGTERM; step 15 is saved; that was its last step")])
 def test_a_resume_that_ends_before_its_checkpoint_is_in_place_leaves_the_adapter(runs, whole, fault, said):
     # The adapter of step 15 was replaced by the one that training starts from, whose B is zero.
     def files():
@@ -929,6 +929,34 @@ def test_damaged_checkpoints_are_named_and_the_one_before_is_used(runs, whole):
     log = runs.run("damaged", "--resume")
     assert log.count("damaged checkpoint passed over") == 2 and "no whole checkpoint, starting from step 0" in log
     assert runs.same("damaged", whole)
+
+
+def test_a_run_whose_folder_is_moved_ends_at_its_next_step_and_goes_on_there(runs, whole):
+    process = runs.start("house", "--steps", "15", "--save-every", "100")
+    runs.wait("house", 3, process)
+    (runs.folder / "house").rename(runs.folder / "moved-house")
+    process.join(30)
+    last = runs.log("house").strip().splitlines()[-1]
+    assert process.exitcode == 1 and not (runs.folder / "house").exists()
+    out = runs.folder / "moved-house"
+    step = int(re.search("step_([0-9]+)", str(next((out / "checkpoints").iterdir())))[1])
+    assert 0 <= len(runs.lines("moved-house")) - step <= 1                # moved between two logs: one is ahead
+    assert last == (f"train.py: house was moved to {out} while the run wrote there; step {step} is saved; go on with "
+                    f"--resume --out {out}")
+    runs.run("moved-house", "--resume")
+    assert runs.same("moved-house", whole)
+
+
+def test_an_adapter_on_another_base_or_prompt_is_said_and_an_edited_run_json_is_refused(runs):
+    runs.run("based", "--steps", "1", "--save-every", "1")
+    log = runs.run("rebased", "--steps", "1", "--adapter", "based/adapter", "--base", "bf16", "--prompt-style", "plain")
+    adapter = runs.folder / "based" / "adapter"
+    assert f"{adapter} was trained with base 'nvfp4', not 'bf16'\n" in log
+    assert f"{adapter} was trained with prompt style 'boxed', not 'plain'\n" in log
+    path = runs.folder / "based" / "run.json"
+    path.write_text(path.read_text().replace('"base": "nvfp4"', '"base": "bf16"'))
+    log = runs.run("based", "--resume", "--steps", "2", code=1)
+    assert log == "train.py: based/run.json was edited: based/adapter was trained with base 'nvfp4', not 'bf16'\n"
 
 
 @pytest.mark.parametrize("signalled", [False, True])
@@ -1061,6 +1089,62 @@ def test_a_rank_that_cannot_start_ends_the_others_in_one_line(runs):
         assert process.exitcode == 1, runs.log("lame", rank)
         assert "Traceback" not in runs.log("lame", rank)
     assert "another rank was lost" in runs.log("lame") and "less than one sequence" in runs.log("lame", 1)
+
+
+def say_soon_who_is_awaited():
+    from harness import ranks
+    ranks.PATIENCE = 0.2
+
+
+@pytest.mark.parametrize("rank,said", [(0, "rank 0 has waited 0.2 s for rank 1"),
+                                       (1, "rank 1 has waited 0.2 s for rank 0 at 127.0.0.1:")])
+def test_a_rank_whose_others_never_come_says_so_and_ends_when_told(runs, rank, said):
+    out = f"lonely{rank}"
+    env = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), RANK=str(rank))
+    process = runs.start(out, env=env, fault=say_soon_who_is_awaited)
+    wait_for_line(runs, out, rank, said, process)
+    process.terminate()
+    process.join(20)
+    assert process.exitcode == 1 and runs.log(out, rank).splitlines()[-1].startswith("train.py: stopped by SIGTERM")
+    assert "Traceback" not in runs.log(out, rank) and not (runs.folder / out).exists()
+
+
+def test_a_rank_that_waits_in_a_step_says_for_whom_saves_and_ends_when_told(runs):
+    zero, one = runs.ranks("awaits", 2, "--steps", "200", fault=say_soon_who_is_awaited)
+    runs.wait("awaits", 2, zero)
+    os.kill(one.pid, signal.SIGSTOP)
+    try:
+        wait_for_line(runs, "awaits", 0, " s for rank 1", zero)
+        zero.terminate()
+        zero.join(20)
+    finally:
+        one.kill()
+        zero.kill()
+    done = len(runs.lines("awaits"))
+    assert zero.exitcode == 1 and f"step {done} is saved; go on with --resume --out awaits" in runs.log("awaits")
+
+
+def wait_for_line(runs, out, rank, text, process):
+    limit = time.monotonic() + 60
+    log = runs.folder / f"{out}.{rank}.log"
+    while not (log.exists() and text in log.read_text()):
+        assert process.is_alive() and time.monotonic() < limit, log.exists() and log.read_text()
+        time.sleep(0.02)
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@pytest.mark.parametrize("flags,said", [(("--lr", "0.1"), "--lr: rank 1 has 0.1, rank 0 has 0.001"),
+                                        (("--data", "more.jsonl"), "the problems of --data: rank 1 has ")])
+def test_ranks_with_other_settings_or_problems_are_refused(runs, flags, said):
+    for rank, process in enumerate(runs.ranks("unlike", 2, "--steps", "1", rank_flags=[(), flags])):
+        process.join(60)
+        assert process.exitcode == 1 and said in runs.log("unlike", rank).splitlines()[-1]
+    assert not (runs.folder / "unlike").exists()
 
 
 def test_more_ranks_than_problems_work(runs):
