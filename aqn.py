@@ -27,6 +27,11 @@ The release (NVlabs/QeRL) has K - 2 in that exponent, so its last stage reaches 
 schedule here, pass start * (end / start)^((K - 1) / (K - 2)) as `end`. Its own settings are 1e-2,
 1e-4 and K = 10; they need an `end` of 5.62e-5.
 
+Noise in proportion to the gain (`--noise gain`, not in the paper): noise = sigma * weight * z, so
+every column of W is multiplied by 1 + sigma * z_i, whatever its norm's weight. With one sigma for
+all, small weights are hit hardest: those of the first layer's input norm, 0.07 in the median of a
+real 0.5B where other norms have 0.9 to 4.1, cause a fifth to a half of the KL (study/README.md).
+
 Where noise acts. Only rollouts run inside noisy_norms(). Evaluation and learner are clean, and
 grpo.py corrects for the difference: the sampler wrote down the log-probs of its noisy draw.
 
@@ -43,9 +48,8 @@ swallow it. At sigma 1e-3 the sum would differ from the weight in 5 % of the cha
 near 0.75, and in 0.01 % of those near 1.5. Of the nine noisy stages of the default schedule, the
 last three would move less than 1 % of the channels near 1.5.
 
-Not here: noise on the final norm (the paper leaves lm_head clean); noise in proportion to the
-weight and in the learner too, which did not pay in one run (docs/log.md); a sigma that is steered
-to a given KL divergence.
+Not here: noise on the final norm (the paper leaves lm_head clean); noise in the learner too, which
+did not pay in one run (docs/log.md); a sigma that is steered to a given KL divergence.
 """
 import math
 from collections.abc import Iterator
@@ -64,6 +68,7 @@ REMAINING = {
     "log": lambda t: 1 - math.log10(1 + 9 * t),
 }
 SCHEDULES = ("exponential", *REMAINING)
+NOISE_KINDS = ("absolute", "gain")                     # sigma * z, or sigma * weight * z
 
 
 def sigma_at(step: int, total_steps: int, sigma_start: float, sigma_end: float, num_stages: int,
@@ -106,13 +111,17 @@ def draw_z(seed: int, step: int, layer: int, which: int, size: int) -> torch.Ten
 
 
 @contextmanager
-def noisy_norms(model: Qwen, sigma: float, seed: int, step: int) -> Iterator[None]:
+def noisy_norms(model: Qwen, sigma: float, seed: int, step: int,
+                kind: str = "absolute") -> Iterator[None]:
     """A context in which input_norm and post_norm of every layer have noise: for rollouts.
+
+    kind: "absolute", or "gain" for noise in proportion to the norm's weight.
 
     The noise is written into the norms' buffers in place, because captured CUDA graphs read their
     addresses. At the end it is set to 0, also where an exception ends the context. Nothing that
     was computed inside, such as a KV cache, may be used outside.
     """
+    assert kind in NOISE_KINDS, f"{kind!r} is not one of {NOISE_KINDS}"
     norms = [(i, which, norm) for i, layer in enumerate(model.layers)
              for which, norm in enumerate((layer.input_norm, layer.post_norm))]
     assert not any(norm.noise.any() for _, _, norm in norms), \
@@ -121,6 +130,8 @@ def noisy_norms(model: Qwen, sigma: float, seed: int, step: int) -> Iterator[Non
         if sigma > 0:
             for i, which, norm in norms:
                 norm.noise.copy_(sigma * draw_z(seed, step, i, which, len(norm.noise)))
+                if kind == "gain":
+                    norm.noise.mul_(norm.weight)
             # Is every norm reached, each with a buffer of its own? The release looks for Hugging
             # Face's norm classes in vLLM's model, finds none, and adds its noise to nothing without
             # a word.

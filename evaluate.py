@@ -34,7 +34,7 @@ import rewards
 from answers import can_read
 from harness import config, data, hf, plugin
 from harness.config import Settings, setting
-from harness.figures import evaluation_figures, paired_figures
+from harness.figures import evaluation_figures, paired_figures, sampler_entropy
 from harness.files import errors_name_file, json_line, read_rows, write_atomically
 from harness.ranks import KERNELS, choose_device, configure_cpu, say
 from sampler import (Sampler, Sampling, Sequence, engine_for, refuse_large_rank,
@@ -317,6 +317,9 @@ def main() -> None:
         wanted = dataclasses.replace(wanted, data=source, max_new_tokens=new_tokens)
         hf.check_lengths(folder, longest + new_tokens)
         which = dataclasses.replace(which, base=hf.base_of(folder, which.base), device=device.type)
+        if which.adapter:
+            conditions = hf.training_conditions(folder, which.base, wanted.prompt_style)
+            hf.tell_other_conditions(which.adapter, conditions)
         model = load_model(which, hf.resolve(which.model), device, tokenizer)
         rows_at_once = min(wanted.max_rows, len(problems) * wanted.samples)
         sampler = Sampler(engine_for(device, which.kernels), model, longest + new_tokens,
@@ -328,6 +331,8 @@ def main() -> None:
     count = len(rows) // wanted.samples
     if rows:
         figures = evaluation_figures(rows, wanted.samples)
+        if wanted.temperature > 0:
+            figures["sampler_entropy"] = sampler_entropy(rows)
         if plug_in:
             figures["reward"] = torch.tensor([row["task"] for row in rows]).nanmean().item()
         if others is not None and idle is not None:

@@ -291,8 +291,8 @@ def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
 def grade_rollouts(tokenizer: "harness.data.Tokenizer", problems: list,
                    rollouts: "sampler.Rollouts", style: str = "boxed",
                    plug_in: Callable | None = None) -> list[dict]:
-    """One dict for each row of the rollouts: the completion, the answer that was found in it, the
-    verdict, and the reward `task`.
+    """One dict for each row of the rollouts: the problem, the prompt as the model saw it, the
+    completion, the answer that was found in it, the verdict, and the reward `task`.
 
     Where the prompt has opened the thinking, the grader reads on from there: the thoughts of an
     answer that never closes it are not taken for its answer.
@@ -303,6 +303,7 @@ def grade_rollouts(tokenizer: "harness.data.Tokenizer", problems: list,
     """
     group_size = len(rollouts.completions) // max(len(problems), 1)  # a rank may have no problem
     texts = [tokenizer.decode(completion) for completion in rollouts.completions]
+    prompts = [tokenizer.decode(problem.prompt) for problem in problems]
     rows = []
     for i, text in enumerate(texts):
         problem = problems[i // group_size]
@@ -310,7 +311,7 @@ def grade_rollouts(tokenizer: "harness.data.Tokenizer", problems: list,
                         "tags" if style == "tags" else "boxed")
         row = {
             "id": problem.id, "question": problem.question, "answer": problem.answer,
-            "completion": text, "extracted": verdict.answer, "rule": verdict.rule,
+            "prompt": prompts[i // group_size], "completion": text, "extracted": verdict.answer, "rule": verdict.rule,
             "correct": float(verdict.correct), "format": float(verdict.format),
             "length": len(rollouts.completions[i]), "finished": rollouts.finished[i],
             "mean_logprob": rollouts.logprobs[i].mean().item(), "task": float(verdict.correct),

@@ -91,6 +91,7 @@ class Rollouts:
     finished: list[bool]                         # (B) stopped by an end id, not by the limit
     seconds: float = 0.0                         # that generate() took
     computed: int = 0                            # rows that were computed, over all decode steps
+    preempted: int = 0                           # times that a row had to give its kv_blocks back
 
     @property
     def num_tokens(self) -> int:
@@ -106,7 +107,8 @@ class Rollouts:
         """The rows of two ranks that sampled at the same time: so `seconds` is the longer one."""
         return Rollouts(self.prompts + other.prompts, self.completions + other.completions,
                         self.logprobs + other.logprobs, self.finished + other.finished,
-                        max(self.seconds, other.seconds), self.computed + other.computed)
+                        max(self.seconds, other.seconds), self.computed + other.computed,
+                        self.preempted + other.preempted)
 
 
 # -----------------------------------------------------------------------------
@@ -400,11 +402,12 @@ class Sequence:
     finished: bool = False                       # by an end id
 
 
-def rollouts_of(sequences: list[Sequence], seconds: float = 0.0, computed: int = 0) -> Rollouts:
+def rollouts_of(sequences: list[Sequence], seconds: float = 0.0, computed: int = 0,
+                preempted: int = 0) -> Rollouts:
     """Sequences that have ended, in the order of the rows -> Rollouts."""
     return Rollouts([s.prompt for s in sequences], [s.completion for s in sequences],
                     [torch.tensor(s.logprobs) for s in sequences],
-                    [s.finished for s in sequences], seconds, computed)
+                    [s.finished for s in sequences], seconds, computed, preempted)
 
 
 def allocate_kv(model: Qwen, max_length: int, max_rows: int, kv_gib: float | None) -> Tensor:
@@ -475,16 +478,17 @@ class Sampler:
         waiting = deque(sequences)
         live = []                                # the rows of the decode batch, oldest first
         computed = 0
+        preempted = 0
         while waiting or live:
             self._admit(waiting, live)
-            self._grow(waiting, live)
+            preempted += self._grow(waiting, live)
             steps = min(self.engine.window, max(s.limit - s.pos for s in live))
             computed += steps * self.engine.batch_size(len(live))
             window = self.engine.decode(self._rows(live), steps, sampling)
             made, ended = self._record(live, window, sampling.end_ids)
             if progress:
                 progress(made, ended)
-        return rollouts_of(sequences, time.perf_counter() - began, computed)
+        return rollouts_of(sequences, time.perf_counter() - began, computed, preempted)
 
     def _sequences(self, prompts, group_size, sampling, numbers):
         """One Sequence for every answer; the Sequences of a group share one Prefix."""
@@ -545,7 +549,8 @@ class Sampler:
             self.engine.prefill(tokens, torch.cat(blocks), lengths)
 
     def _grow(self, waiting, live):
-        """Gives every row the kv_blocks that it needs for the next window, oldest row first.
+        """Gives every row the kv_blocks that it needs for the next window, oldest row first. Returns
+        how many rows were preempted.
 
         When the pool runs dry, the newest row is preempted: it gives back what it has and goes to
         the front of the queue. Its prompt and all that it has written become a prefix of its own,
@@ -553,6 +558,7 @@ class Sampler:
         would have drawn. The pool holds one sequence of full length (allocate_kv), so the oldest
         row always fits.
         """
+        rows = len(live)
         for s in live:                           # gets shorter on the way: rows leave at its end
             end = min(s.pos + self.engine.window, s.limit)
             need = blocks_for(end - len(s.prefix.tokens)) - len(s.blocks)
@@ -563,8 +569,9 @@ class Sampler:
                 waiting.appendleft(newest)
                 assert live, "the pool holds one sequence: see allocate_kv"
                 if newest is s:                  # no row is left to grow
-                    return
+                    return rows - len(live)
             s.blocks += self.pool.take(need)
+        return rows - len(live)
 
     def _rows(self, live):
         """The live rows as Rows. They travel to the device as one tensor: one copy, not seven."""

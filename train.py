@@ -2,7 +2,8 @@
 QeRL's training loop: GRPO/DAPO of a Qwen2.5 or Qwen3 model with frozen 4-bit weights, LoRA and AQN.
 
     python train.py                            a tiny model that ships here: CPU, offline, a minute
-    python train.py --model qwen2.5-7b         the 7B on GSM8K, the paper's settings, one GPU
+    python train.py --model qwen2.5-1.5b       a real model on GSM8K, one GPU, the study's recipe
+    python train.py --model X --preset paper   the settings of the paper's Table 4
     python train.py --resume --out runs/x      continue the run in runs/x, with its flags
     torchrun --nproc-per-node 8 train.py ...   the same; each GPU answers an eighth of the problems
 
@@ -20,8 +21,8 @@ With several GPUs ("ranks") each samples and grades its share of the problems. T
 the rows of all, so advantages and weights do not depend on how many ranks there are.
 
 A run folder holds run.json (the settings, the versions of the libraries, the machine),
-metrics.jsonl (one object a step), samples.jsonl (every answer with its verdict), adapter/ (in
-PEFT's format) and checkpoints/ (the last two). When nothing is being learned training stops by
+metrics.jsonl (one object a step), samples.jsonl (every answer with its verdict), held_out.jsonl
+(the same of the evaluations), adapter/ (in PEFT's format) and checkpoints/ (the last two). When nothing is being learned training stops by
 itself (harness/console.py), and the adapter of the steps with the best accuracy is saved in
 adapters/last_good.
 
@@ -47,6 +48,7 @@ from harness import data
 from harness.checkpoints import claimed, ending_with, signals_wait
 from harness.config import Objective, Optim, Rollout, read_settings
 from harness.console import Watch
+from harness.figures import sampler_entropy
 from harness.prepare import Progress, Run, begin, prepare
 from harness.ranks import gather, say, share
 from learner import Batch, Learner, Update
@@ -92,7 +94,8 @@ def score(grade: Callable, problems: list, rollouts: Rollouts, objective: Object
 def stop_if_nothing_scored(rows: list[dict], reward: str | None) -> None:
     """Ends a run whose --reward gave no answer of a step a number."""
     if all(math.isnan(row["task"]) for row in rows):
-        raise process.Stopped(f"--reward {reward}: nan for each of {len(rows)} answers")
+        raise process.Stopped(f"--reward {reward}: nan for each of {len(rows)} answers",
+                              f"once it is mended, {process.GO_ON}")
 
 
 def column(rows: list[dict], key: str) -> torch.Tensor:
@@ -180,6 +183,7 @@ def report(rows: list[dict], advantages: torch.Tensor, weights: list[torch.Tenso
             metrics[f"reward_{name}"] = part.nanmean().item()
     metrics |= {"accuracy": mean("correct"), "format": mean("format")}
     metrics |= {"length": mean("length"), "truncated": 1 - mean("finished")}
+    metrics["sampler_entropy"] = sampler_entropy(rows)
     informative = grpo.informative_groups(column(rows, "task"), group_size)
     in_some_update = sum(weights) > 0            # a sum of tensors (B,)
     learned = (advantages != 0) & in_some_update
@@ -196,9 +200,10 @@ def report(rows: list[dict], advantages: torch.Tensor, weights: list[torch.Tenso
     return metrics | {"idle": rollouts.idle, "tokens_per_s": rollouts.num_tokens / rollouts.seconds}
 
 
-def evaluate(run: Run, sampling: Sampling, steps_done: int) -> dict:
-    """Greedy answers to the held-out problems, without noise -> metrics."""
+def evaluate(run: Run, sampling: Sampling, steps_done: int) -> tuple[dict, list[dict]]:
+    """Greedy answers to the held-out problems, without noise -> metrics, a row for each answer."""
     problems = share(run.held_out)
+    began = time.perf_counter()
     with run.console.not_counted():              # in the bar's steps per second
         rollouts = run.sampler.generate([problem.prompt for problem in problems], 1,
                                         sampling._replace(temperature=0.0))
@@ -207,13 +212,15 @@ def evaluate(run: Run, sampling: Sampling, steps_done: int) -> dict:
     if run.settings.data.reward:
         metrics["eval_reward"] = column(rows, "task").nanmean().item()
     told = ", ".join(f"{key.removeprefix('eval_')} {value:.3f}" for key, value in metrics.items())
-    say(f"after {steps_done} steps: held-out {told}")
-    return metrics
+    say(f"after {steps_done} steps: held-out {told}, in {time.perf_counter() - began:.1f} s")
+    return metrics, rows
 
 
 def record(run: Run, progress: Progress, metrics: dict, rows: list[dict],
-           advantages: torch.Tensor, is_best: bool) -> None:
+           advantages: torch.Tensor, evaluated: list[dict], is_best: bool) -> None:
     """Writes the step's files and sends its metrics to the tracker.
+
+    evaluated: the rows of the step's evaluation, none if it had none.
 
     A signal such as Ctrl-C is held back until all files of the step are written. What a run that is
     stopped later saves is the copy of the last whole step that snapshot() makes here.
@@ -224,6 +231,9 @@ def record(run: Run, progress: Progress, metrics: dict, rows: list[dict],
     with signals_wait():
         run.folder.log("metrics.jsonl", [metrics])
         run.folder.log("samples.jsonl", samples)
+        if evaluated:
+            run.folder.log("held_out.jsonl",
+                           [{"step": metrics["step"], **row} for row in evaluated])
         run.folder.snapshot(dataclasses.asdict(progress) | run.learner.counters())       # in memory
         last = progress.step == run.settings.general.steps
         if last or progress.step % watching.save_every == 0:
@@ -250,8 +260,10 @@ def train(run: Run) -> None:
     watch = Watch(settings)
     for step in range(progress.step, steps):
         metrics = {"step": step}
+        evaluated = []
         if step == 0:                            # before training; it is logged with this step
-            metrics |= evaluate(run, sampling, 0)
+            found, evaluated = evaluate(run, sampling, 0)
+            metrics |= found
 
         # 1) Sample answers to this rank's share of the step's problems.
         began = time.perf_counter()
@@ -260,7 +272,7 @@ def train(run: Run) -> None:
         problems = data.problems_at(run.problems, sampling.seed, positions)
         sigma = aqn.sigma_at(step, steps, settings.noise.sigma_start, settings.noise.sigma_end,
                              settings.noise.noise_stages, settings.noise.noise_schedule)
-        noise = aqn.noisy_norms(run.model, sigma, sampling.seed, step)
+        noise = aqn.noisy_norms(run.model, sigma, sampling.seed, step, settings.noise.noise)
         mine = sample(run.sampler, noise, problems, positions, G, sampling)
 
         # 2) Score. Then every rank gets the rows and the rollouts of all, in the same order.
@@ -285,24 +297,26 @@ def train(run: Run) -> None:
         best = progress.best
         due = step + 1 == steps or (step + 1) % settings.watching.eval_every == 0
         if due and "eval_accuracy" not in metrics:
-            metrics |= evaluate(run, sampling, step + 1)
+            found, evaluated = evaluate(run, sampling, step + 1)
+            metrics |= found
             best = max(best, metrics.get("eval_reward", metrics["eval_accuracy"]))
         is_best = best > progress.best
         progress = Progress(step + 1, next_cursor, metrics["tokens"], best)
-        record(run, progress, metrics, rows, advantages, is_best)
+        record(run, progress, metrics, rows, advantages, evaluated, is_best)
         run.console.tell(metrics, rows, updates)
         if watch.see(metrics):                   # the best steps so far, or too few to tell
             good = progress.step, run.folder.checkpoints.tensors["master"].clone()
         if watch.verdict:
             give_up(run, watch.verdict, *good)
-    run.folder.note(ended=process.now())
+    run.folder.finish()
 
 
 def give_up(run: Run, verdict: str, step: int, master: torch.Tensor) -> None:
     """Ends a run that learns nothing, with the adapter of its best steps in adapters/last_good."""
     run.folder.keep_adapter("last_good", {"master": master})
     gather([])                                   # wait: when one rank ends, torchrun ends all
-    raise process.Stopped(f"{verdict}; adapters/last_good is that of step {step}")
+    raise process.Stopped(f"{verdict}; adapters/last_good is that of step {step}",
+                          "go on all the same with --resume --watch off")
 
 
 def main() -> None:
@@ -312,7 +326,7 @@ def main() -> None:
         with claimed(Path(general.out), general.resume):         # no other run may write there
             run = prepare(settings, resumed)
     # However training ends early, the last whole step is saved first.
-    with ending_with(run.folder.save, f"go on with --resume --out {run.folder.path}"):
+    with ending_with(run.folder.save, run.folder.advice):
         with run.console:
             train(run)
         run.console.farewell(run.folder.path, len(run.held_out))

@@ -36,6 +36,10 @@ For each size of micro-batch, from the largest on, what it leaves free is given 
 
 Of the sizes that fit, the one with the smallest Option (below) is taken: it leaves the pool at
 least a quarter of its use if any size does, and among those a token costs least.
+
+What cannot fit is refused twice: check_size() compares the model with the card by arithmetic,
+before it is downloaded and read; Plan measures the rest, before the first step. Both say which
+flags help, those first that change a run least.
 """
 import math
 import sys
@@ -46,7 +50,8 @@ import torch
 
 from harness.config import Memory
 from learner import Learner
-from sampler import PREFILL_TOKENS
+from model import ModelConfig
+from sampler import KV_BLOCK, PREFILL_TOKENS, blocks_for
 
 GIB = 2**30
 MICRO_BATCH_TOKENS = 32768, 16384, 8192, 4096, 2048    # the sizes that are tried
@@ -56,11 +61,17 @@ WORTHWHILE = 2**25
 # Expanding W costs as much as multiplying 240 tokens: 3, 6 and 12 % of micro-batches of 8,192,
 # 4,096 and 2,048. Each micro-batch does it anew.
 EXPANSION_TOKENS = 240
+GRAPH_LOGITS = 3 * 4                                   # bytes of one logit: three times in fp32
 LARGEST_PREFILL = 1024                                 # tokens of a graph: decode.PREFILL_SIZES
 CUDA_CONTEXT = 0.6 * GIB                               # and NCCL
 # The share of the limit that is lost between torch's segments. On Linux they can grow, which
 # harness/process.py asks for.
 FRAGMENTS = 0.03 if sys.platform == "linux" else 0.06
+
+
+# Bits of a weight in each of nvfp4.FORMATS, scales included.
+BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5, "bf16": 16}
+ADAPTER_BYTES = 18                                     # of a parameter: Learner.state_bytes
 
 
 class Option(NamedTuple):
@@ -89,6 +100,57 @@ def bound(memory_gib: float | None, device: torch.device) -> None:
     torch.cuda.set_per_process_memory_fraction((memory_gib * GIB - CUDA_CONTEXT) / total, device)
 
 
+def model_bytes(config: ModelConfig, base: str, rank: int) -> tuple[float, float]:
+    """What the weights of a model take, and its adapter in training. Norms and biases, a thousandth
+    of that, are left out.
+    """
+    c = config
+    heads = c.heads * c.head_dim
+    kv_heads = c.kv_heads * c.head_dim
+    linears = ((heads, c.width), (kv_heads, c.width), (kv_heads, c.width), (c.width, heads),
+               (c.feed_forward, c.width), (c.feed_forward, c.width), (c.width, c.feed_forward))
+    embeddings = (2 - c.tied) * c.vocab * c.width * 2
+    weights = c.layers * sum(n * k for n, k in linears) * BITS[base] / 8 + embeddings
+    return weights, c.layers * sum(rank * (n + k) for n, k in linears) * ADAPTER_BYTES
+
+
+def check_size(name: str, config: ModelConfig, base: str, rank: int, limit: float) -> None:
+    """ValueError if weights and adapter alone exceed `limit` bytes of a GPU's memory."""
+    weights, adapter = model_bytes(config, base, rank)
+    if weights + adapter + CUDA_CONTEXT <= limit:
+        return
+    helps = []
+    if base == "bf16":
+        helps.append(("--base nvfp4", weights - model_bytes(config, "nvfp4", rank)[0]))
+    if rank > 1:
+        helps.append((f"--lora-rank {rank // 2}", adapter / 2))
+    raise ValueError(f"--model {name}: its {base} weights take {weights / GIB:.1f} GiB, an adapter "
+                     f"of rank {rank} in training {adapter / GIB:.1f} and CUDA "
+                     f"{CUDA_CONTEXT / GIB:.1f}, and there are {limit / GIB:.1f} GiB: "
+                     + advice(helps))
+
+
+def advice(helps: list[tuple[str, float | None]]) -> str:
+    """"take --lora-rank 16 (1.2 GiB less), or a smaller model or a larger card".
+
+    helps: (flag and value, bytes that it frees or None) in the order in which to try them. What
+    frees less than 0.05 GiB is left out.
+    """
+    flags = [flag if freed is None else f"{flag} ({freed / GIB:.1f} GiB less)"
+             for flag, freed in helps if freed is None or freed > GIB / 20]
+    flags = [", then ".join(flags)] if flags else []
+    return f"take {', or '.join([*flags, 'a smaller model or a larger card'])}"
+
+
+def free_memory(memory_gib: float | None) -> float:
+    """The bytes that this process may take in all, CUDA's context and what it holds already
+    included: --memory-gib, or what is free on the GPU.
+    """
+    if memory_gib:
+        return memory_gib * GIB
+    return torch.cuda.memory_reserved() + torch.cuda.mem_get_info()[0] + CUDA_CONTEXT
+
+
 class Plan:
     """The division for one run: micro_batch_tokens, pool (bytes of the KV pool), kept_layers.
 
@@ -106,16 +168,20 @@ class Plan:
             linear.wide_weight()                 # makes their common buffer, so that it is measured
         torch.cuda.empty_cache()
         self.held = torch.cuda.memory_reserved()
-        limit = self.held + torch.cuda.mem_get_info()[0] + CUDA_CONTEXT
-        if memory.memory_gib:
-            limit = memory.memory_gib * GIB
+        limit = free_memory(memory.memory_gib)
+        self.max_rows = max_rows
         fixed = self._fixed(limit, max_rows)
         self.free = limit - sum(fixed.values())
 
         c = model.config
         kv_token = 2 * c.layers * c.kv_heads * c.head_dim * model.dtype.itemsize   # keys and values
         useful_pool = max_rows * self.row_tokens * kv_token
+        # What sampler.allocate_kv asks for, for one sequence of full length.
+        self.least_pool = (blocks_for(self.row_tokens) + 2) * KV_BLOCK * kv_token
+        self.least_micro_batch = math.inf        # bytes of the smallest that was tried
         best = self._best_option(memory, useful_pool)
+        if best is None:
+            raise ValueError(self._too_large(memory, fixed, limit))
         left = self.free - best.micro_batch
         if best.pool > left:
             raise ValueError(f"--kv-gib {memory.kv_gib}: only {left / GIB:.2f} GiB are left")
@@ -133,15 +199,16 @@ class Plan:
         adapter_bytes = Learner.state_bytes(adapter)
         c = self.model.config
         weights = [linear.weight for linear in adapter.linears]
-        graphs = 3 * 4 * max_rows * c.vocab                      # three times the fp32 logits
+        graphs = GRAPH_LOGITS * max_rows * c.vocab
         graphs += max(w.N * w.K * w.dtype.itemsize * w.expands(max_rows) for w in weights)
         # Bytes of a token: gate|up in fp32 and h in 16 bits, 10 F; what is D wide, 20 D.
         graphs += LARGEST_PREFILL * (10 * c.feed_forward + 20 * c.width)
         return {"weights": self.held - adapter_bytes, "adapter": adapter_bytes, "graphs": graphs,
                 "CUDA context, NCCL": CUDA_CONTEXT, "fragments": FRAGMENTS * limit}
 
-    def _best_option(self, memory: Memory, useful_pool: int) -> Option:
+    def _best_option(self, memory: Memory, useful_pool: int) -> Option | None:
         """Try the sizes of micro-batches and divide what each leaves, as the top of the file says.
+        None if none leaves the pool one sequence of full length.
 
         useful_pool: bytes of max_rows sequences of full length.
         """
@@ -152,9 +219,9 @@ class Plan:
             sizes = [memory.micro_batch_tokens]
         options = []
         for tokens in sizes:
-            micro_batch = self.worst_case(tokens)
+            micro_batch = self.least_micro_batch = self.worst_case(tokens)
             left = self.free - micro_batch
-            if left <= 0:
+            if left < self.least_pool:
                 continue
             layer = self.layer_bytes_per_token * tokens
             # What all layers' activations leave of the pool's use, but at least half of its use.
@@ -170,11 +237,30 @@ class Plan:
                                   pool, kept_layers))
             if kept_layers == layers:
                 break                            # a smaller size has nothing to gain
-        if not options:
-            raise ValueError(f"rows of {self.row_tokens} tokens do not fit beside "
-                             f"{self.held / GIB:.1f} GiB of weights and adapter: lower "
-                             f"--max-new-tokens or --micro-batch-tokens ({tokens})")
-        return min(options)
+        return min(options, default=None)
+
+    def _too_large(self, memory: Memory, fixed: dict[str, float], limit: float) -> str:
+        """The message where not even one row fits: what takes how much, and which flags help."""
+        taken = ", ".join(f"{name} {size / GIB:.1f}" for name, size in fixed.items())
+        smallest = min(MICRO_BATCH_TOKENS)
+        needed = f"{self.least_micro_batch / GIB:.1f}"
+        if self.least_micro_batch == math.inf:
+            needed = "more than that"
+        helps = []
+        if (memory.micro_batch_tokens or 0) > smallest:
+            helps.append((f"--micro-batch-tokens {smallest}", None))
+        if self.max_rows > 8:
+            freed = GRAPH_LOGITS * (self.max_rows - 8) * self.model.config.vocab
+            helps.append(("--max-rows 8", freed))
+        new_tokens = self.row_tokens - self.prompt_tokens
+        if new_tokens > 1:
+            helps.append((f"--max-new-tokens {new_tokens // 2}", None))
+        rank = self.model.adapter.rank
+        if rank > 1:
+            helps.append((f"--lora-rank {rank // 2}", fixed["adapter"] / 2))
+        return (f"rows of {self.row_tokens} tokens do not fit: of {limit / GIB:.1f} GiB {taken} "
+                f"leave {self.free / GIB:.1f}, a forward and backward takes {needed} and the KV "
+                f"cache of one row {self.least_pool / GIB:.1f}: {advice(helps)}")
 
     def _largest_micro_batch(self, tokens: int, kept_layers: int) -> torch.Tensor:
         """Log-probs of rows of full length: prompts of one token, so that all others are scored."""
@@ -224,4 +310,8 @@ class Plan:
         tokens = self.micro_batch_tokens
         while self.kept_layers and self.worst_case(tokens, self.kept_layers) > free:
             self.kept_layers = self.kept_layers * 7 // 8
+        if not self.kept_layers and self.worst_case(tokens) == math.inf:
+            raise ValueError(f"micro-batches of {tokens} tokens do not fit beside a KV pool of "
+                             f"{self.pool / GIB:.1f} GiB: take --kv-gib "
+                             f"{self.pool / 2 / GIB:.2g}")
         return self

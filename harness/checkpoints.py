@@ -3,6 +3,7 @@ The folder of a run: who may write there, its logs, and checkpoints that survive
 
     runs/x/run.json                                the flags, and what ran them
           /metrics.jsonl, samples.jsonl            one line a step, one line a completion
+          /held_out.jsonl                          one line a completion of an evaluation
           /checkpoints/step_000040/state.safetensors     the tensors that training changes
                                   /state.json            the counters, SHA-256 of both files
           /adapter/, adapters/NAME/                PEFT folders: of the last save; kept for good
@@ -30,11 +31,17 @@ counters: there is no generator whose state would have to be saved.
 A crash while saving leaves the whole new checkpoint or none of it (files.new_folder). The last two
 are kept, should the newest be damaged later.
 
+Somebody may move or remove the folder while the run writes there. The run holds it open, and the
+open handle stays with the folder, wherever it goes. So before each step's lines are written the
+handle is compared with what has the folder's name. A run whose folder was moved saves its last
+step where it is now, and ends; the name may be another run's by then.
+
 The copy takes 50 ms a step for a 7B with an adapter of rank 32 (1 GB, in pinned memory).
 """
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -49,9 +56,9 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from harness import process
-from harness.files import (append_lines, new_folder, read_bytes, read_log, write_atomically,
-                           write_json)
-from harness.process import Stopped, first_line, short_repr, stop_on_signal
+from harness.files import (append_lines, create_json, new_folder, read_bytes, read_json, read_log,
+                           write_atomically, write_json)
+from harness.process import GO_ON, Stopped, first_line, short_repr, stop_on_signal
 from harness.ranks import RANK, WORLD, collective, gather, say
 
 try:
@@ -69,13 +76,17 @@ Tensors = dict[str, torch.Tensor]
 # How a run ends
 
 @contextmanager
-def ending_with(save: Callable[[], str], advice: str) -> Iterator[None]:
+def ending_with(save: Callable[[], str], advice: Callable[[str], str]) -> Iterator[None]:
     """Within, whatever ends the program early calls save() first.
 
-    save() returns what there is to say of it: "step 7 is saved". What is not a bug ends in one
-    line and code 1, a bug keeps its traceback:
+    save() returns what there is to say of it: "step 7 is saved"; advice(then) says how the run can
+    go on, if it can, where `then` is that of Stopped. What is not a bug ends in one line and code
+    1, a bug keeps its traceback:
 
         train.py: stopped by SIGTERM; step 7 is saved; go on with --resume --out runs/x
+
+    Rank 0 says it. Another rank speaks only of what it alone may have met, such as an error of
+    --reward: of that rank 0 learns no more than that a rank is lost.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, stop_on_signal)
@@ -93,11 +104,16 @@ def ending_with(save: Callable[[], str], advice: str) -> Iterator[None]:
         if not isinstance(error, (Stopped, OSError, torch.OutOfMemoryError)) \
                 or process.reader_has_ended(error):
             raise
+        then = getattr(error, "then", Stopped("").then)
         if RANK == 0:
-            print(f"train.py: {first_line(error)}; {saved}; {advice}", file=sys.stderr, flush=True)
+            parts = filter(None, (first_line(error), saved, advice(then)))
+            print(f"train.py: {'; '.join(parts)}", file=sys.stderr, flush=True)
+        elif then == Stopped("").then:
+            print(f"train.py: rank {RANK}: {first_line(error)}", file=sys.stderr, flush=True)
         if WORLD > 1:
             # Python's ordinary exit destroys the process group, where NCCL waits for all ranks;
             # some of them may be gone.
+            sys.stdout.flush()
             os._exit(1)
         sys.exit(1)
 
@@ -159,9 +175,20 @@ def claim(folder: Path, resume: bool) -> None:
             raise ValueError(f"--out {folder}: another run is writing there") from None
         except OSError:                          # a file system without locks: run.json decides
             os.close(handle)
+    for cut_off in folder.glob(".*run.json.*"):  # a kill came while run.json was written
+        cut_off.unlink(missing_ok=True)
     if not resume and any(folder.iterdir()):
-        advice = ", or --resume it" if (folder / "run.json").exists() else ""
+        advice = "" if why_not_resumed(folder) else ", or --resume it"
         raise ValueError(f"--out {folder} is not empty: choose another folder{advice}")
+
+
+def why_not_resumed(folder: Path) -> str:
+    """-> what is wrong with a folder's run.json, without which no run can go on; or ""."""
+    try:
+        read_json(folder / "run.json")
+    except ValueError as error:
+        return first_line(error)
+    return ""
 
 
 # -----------------------------------------------------------------------------
@@ -220,7 +247,7 @@ class Checkpoints:
             if kinds[0] != kinds[1] or folder.name != f"step_{counters['step']:06d}":
                 shapes = {name: tuple(t.shape) for name, t in tensors.items()}
                 raise Stopped(f"{folder}: holds no state of this run: {short_repr(counters)}, "
-                              f"{short_repr(shapes)}")
+                              f"{short_repr(shapes)}", "")
             for name, t in tensors.items():
                 self.tensors[name].copy_(t)
             self.counters = counters
@@ -228,7 +255,7 @@ class Checkpoints:
         # Somebody who deletes checkpoints to save space does not mean the run to begin again.
         if (self.folder.parent / "adapter").exists() and not any(self.folder.glob("*step_*")):
             raise Stopped(f"{self.folder}: no checkpoint is left; from step 0 on the run would "
-                          "replace its adapter and logs: begin another, with --adapter")
+                          "replace its adapter and logs: begin another, with --adapter", "")
         return lines + [f"{self.folder}: no whole checkpoint, starting from step 0"]
 
 
@@ -259,34 +286,95 @@ class RunFolder:
         self.live = live
         self.write_adapter = write_adapter
         self.checkpoints = Checkpoints(path / "checkpoints", live)
+        self.handle = None                       # of the folder, open from start() on
+        self.steps = None                        # --steps, from start() on
 
     def start(self, flags: dict, resume: bool) -> dict:
         """Writes run.json, or puts the newest checkpoint into every rank's live tensors and cuts
         the logs back to it. Returns its counters, {} if there is none.
         """
+        ended = None
+        self.steps = flags.get("steps")
+        if RANK == 0 and hasattr(os, "O_DIRECTORY"):     # Windows moves no folder that is in use
+            self.handle = os.open(self.path, os.O_RDONLY)
         if RANK == 0 and resume:
+            ended = read_json(self.path / "run.json").get("ended")
             for line in self.checkpoints.load():
                 say(line)
+            step = self.checkpoints.counters.get("step", 0)
             for name in ("metrics.jsonl", "samples.jsonl"):      # later steps will be done again
-                trim_log(self.path / name, self.checkpoints.counters.get("step", 0))
+                trim_log(self.path / name, step)
+            trim_log(self.path / "held_out.jsonl", step, has_every_step=False)
         elif RANK == 0:
-            # exist_ok=False: where folders cannot be locked, the first of two runs has it.
-            (self.path / "run.json").touch(exist_ok=False)
-            write_json(self.path / "run.json", flags)
+            # Where folders cannot be locked, the first of two runs has it.
+            create_json(self.path / "run.json", flags)
         counters = gather([self.checkpoints.counters])[0]
         if counters:
             for name, t in self.checkpoints.tensors.items():
                 if WORLD > 1:
                     collective(dist.broadcast, t, 0)
                 self.live[name].copy_(t)
-            self.save()                          # a kill may have come between state and adapter/
+            if not ended:                        # a kill may have come between state and adapter/
+                self.save()
         return counters
 
     def note(self, **changes: object) -> None:
         """Changes keys of run.json."""
         if RANK == 0:
+            self.check_place()
             path = self.path / "run.json"
-            write_json(path, json.loads(path.read_text()) | changes)
+            write_json(path, read_json(path) | changes)
+
+    def finish(self) -> None:
+        """Notes down when the run came to its end, unless that is known."""
+        if RANK == 0 and not read_json(self.path / "run.json").get("ended"):
+            self.note(ended=process.now())
+
+    def is_there(self) -> bool:
+        """Whether the folder's name still leads to the folder in which the run began to write."""
+        if self.handle is None:
+            return True
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(self.handle))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def check_place(self) -> None:
+        """Stopped if the folder or its run.json was moved or removed. Where the folder was moved to
+        is its path then.
+        """
+        flags = self.path / "run.json"
+        if self.handle is None or (self.is_there() and flags.exists()):
+            return
+        time.sleep(1)                            # rm -r may still be at work
+        if self.is_there():
+            raise Stopped(f"{flags} was removed while the run went on")
+        before = self.path
+        try:                                     # Linux knows the name of what is open
+            self.path = Path(os.readlink(f"/proc/self/fd/{self.handle}"))
+        except OSError:
+            pass
+        if not self.is_there():
+            self.path = before
+            raise Stopped(f"{before} was removed or moved away while the run wrote there")
+        self.checkpoints.folder = self.path / "checkpoints"
+        raise Stopped(f"{before} was moved to {self.path} while the run wrote there", GO_ON)
+
+    def advice(self, then: str) -> str:
+        """-> how the run can go on after an end, as a sentence's end, or "" if it cannot.
+
+        then: that of Stopped.
+        """
+        if not (then and self.is_there()):
+            return ""
+        if not any((self.path / name).exists() for name in ("run.json", "metrics.jsonl")):
+            return "the run had not begun"
+        wrong = why_not_resumed(self.path)
+        if wrong:
+            return f"the run cannot go on: {wrong}"
+        if then == GO_ON and self.checkpoints.counters.get("step") == self.steps:
+            return "that was its last step"
+        return f"{then} --out {shlex.quote(str(self.path))}"
 
     def snapshot(self, counters: dict) -> None:
         """Copies the live tensors: whatever ends the run from here on saves this step."""
@@ -295,6 +383,7 @@ class RunFolder:
     def log(self, name: str, objects: list[dict]) -> None:
         """Appends lines to a log. They are on the disk before a checkpoint that counts on them."""
         if RANK == 0:
+            self.check_place()
             append_lines(self.path / name, objects)
 
     def keep_adapter(self, name: str, tensors: Tensors | None = None) -> None:
@@ -307,21 +396,26 @@ class RunFolder:
         last = self.checkpoints
         if not last.counters:
             return "nothing was changed"
+        step = f"step {last.counters['step']}"
         if RANK == 0:
+            if not self.is_there():
+                return f"{step} cannot be saved"
             last.save()
             self.write_adapter(last.tensors, self.path / "adapter")
-        return f"step {last.counters['step']} is saved"
+        return f"{step} is saved"
 
 
-def trim_log(path: Path, step: int) -> None:
-    """Cuts a log after its last line of a step before `step`; says so if steps are missing."""
+def trim_log(path: Path, step: int, has_every_step: bool = True) -> None:
+    """Cuts a log after its last line of a step before `step`; says so if steps are missing from a
+    log that should have every step.
+    """
     steps = set()
     kept = 0
     for row, end in read_log(path) if path.exists() else ():
         if row["step"] < step:
             steps.add(row["step"])
             kept = end
-    if len(steps) < step:
+    if has_every_step and len(steps) < step:
         say(f"{path}: holds {len(steps)} of the {step} steps done")
     if path.exists() and kept < path.stat().st_size:
         os.truncate(path, kept)

@@ -12,8 +12,10 @@ Settings are made once and never change. run.json holds them flat, flag name -> 
 `--resume` and `--like` read them back from there. check_settings() rejects invalid values with a
 one-line error before anything expensive starts.
 
-In the help texts, "Table 4" and sections are those of the paper (QeRL, arXiv 2510.11696), "release"
-is its code (NVlabs/QeRL), and "study" is study/README.md.
+With --model the defaults are the recipe that study/README.md supports best. --preset fills in other
+values, those of a row of PRESETS, where no flag is given. In the help texts, "study" is that page,
+"Table 4" and sections are those of the paper (QeRL, arXiv 2510.11696), and "release" is its code
+(NVlabs/QeRL).
 """
 import argparse
 import dataclasses
@@ -28,6 +30,7 @@ from pathlib import Path
 import aqn
 import grpo
 import nvfp4
+from harness import hf
 from harness.data import STYLES, SUFFIXES
 from harness.files import read_json
 from harness.plugin import home_of, split_names
@@ -50,14 +53,28 @@ def setting(default, text: str, allowed: str = "", choices=None, place: bool = F
 
 AT_LEAST_1 = "[1, 2e9]"
 
+# --preset: the values of all flags that are not given. A value that equals a default stands here
+# too, so that a preset stays what it is where a default moves.
+PRESETS = {
+    # Table 4 (GSM8K). Its codes are rounded to nearest; here a search chooses the block scales.
+    "paper": dict(steps=600, prompts_per_step=16, group_size=8, epochs=4, updates_per_rollout=1,
+                  lr=1e-5, max_new_tokens=4096, temperature=1.0, overlong="mask", calibrate=0,
+                  sigma_start=1e-2, sigma_end=5e-4, noise_stages=10, noise_schedule="exponential",
+                  advantage_scale="group", loss="dapo", lora_rank=32, lora_alpha=32.0),
+}
+
 # -----------------------------------------------------------------------------
 # The settings. Each class is a section of --help; its docstring is the section's title.
 
 @dataclass(frozen=True)
 class General:
     """what most runs set"""
-    steps: int = setting(600, "training steps, a batch of rollouts each (paper: about 600 on "
-                         "GSM8K); may grow with --resume", AT_LEAST_1)
+    preset: str | None = setting(None, "paper: the values of the paper's Table 4 for all flags "
+                                 "that are not given (never run to the end here)",
+                                 choices=tuple(PRESETS), place=True)
+    steps: int | None = setting(
+        None, "training steps, a batch of rollouts each; may grow with --resume (default: one pass "
+        "over the problems, 60 at least; study: 44 to 320)", AT_LEAST_1)
     seed: int = setting(0, "of the adapter, the order of problems, sampling and noise", "[0, 2e18]")
     out: str | None = setting(None, "run folder (default: runs/MODEL-BASE-DATA-SEED)", place=True)
     resume: bool = setting(False, "continue from the newest intact checkpoint in --out", place=True)
@@ -71,8 +88,11 @@ class Model:
     model: str = setting(str(TINY_MODEL), "folder, Hugging Face id, or a name such as qwen2.5-7b "
                          "(default: the tiny model in tiny/)")
     base: str = setting("nvfp4", "format of the frozen linears", choices=nvfp4.FORMATS)
-    calibrate: int = setting(0, "choose the NVFP4 codes by the model's own answers to this many "
-                             "training problems; the new weights stay in OUT/base", "[0, 1e5]")
+    calibrate: int | None = setting(
+        None, "choose the NVFP4 codes by the model's own answers to this many training problems, "
+        "about a minute; the new weights stay in OUT/base; 0: do not (default: 128 where a 16-bit "
+        "model becomes NVFP4 on a GPU, else 0; study: after training it ends 3.5 points above "
+        "codes to nearest)", "[0, 1e5]")
     dtype: str | None = setting(
         None, "of the inputs of matmuls; float16 brings sampler and learner 8 times closer "
         "(default: bfloat16 on a GPU, float32 on a CPU)", choices=("bfloat16", "float16"))
@@ -105,10 +125,12 @@ class Data:
 @dataclass(frozen=True)
 class Rollout:
     """rollouts"""
-    prompts_per_step: int = setting(16, "problems in a training step (16 x 8 answers are Table 4's "
-                                    "batch of 128)", AT_LEAST_1)
-    group_size: int = setting(8, "answers to each problem (Table 4: 8, on BigMath 16)", "[2, 1e6]")
-    max_new_tokens: int = setting(4096, "longest answer (Table 4; on BigMath 8192)", AT_LEAST_1)
+    prompts_per_step: int = setting(64, "problems in a training step (study: 64 x 8 answers in "
+                                    "every good run; Table 4: a batch of 128)", AT_LEAST_1)
+    group_size: int = setting(8, "answers to each problem (study; Table 4: 8, on BigMath 16)",
+                              "[2, 1e6]")
+    max_new_tokens: int = setting(1024, "longest answer (study: 512, which cut 3 to 6 %%; Table 4: "
+                                  "4096, on BigMath 8192)", AT_LEAST_1)
     temperature: float = setting(1.0, "of sampling and of every log-prob (Table 4)", "(0, 1000]")
     max_rows: int = setting(256, "most answers that are decoded at a time", AT_LEAST_1)
 
@@ -116,12 +138,14 @@ class Rollout:
 @dataclass(frozen=True)
 class Noise:
     """adaptive quantization noise (AQN)"""
-    sigma_start: float = setting(1e-2, "standard deviation in the first noisy stage (Table 4); "
-                                 "0: no noise", "[0, 10]")
+    sigma_start: float = setting(1e-2, "standard deviation in the first noisy stage (Table 4; "
+                                 "study: too small to have an effect); 0: no noise", "[0, 10]")
     sigma_end: float = setting(5e-4, "what the schedule decays to (Table 4)", "[0, 10]")
     noise_stages: int = setting(10, "K of Algorithm 1; the first stage has no noise (Table 4)",
                                 AT_LEAST_1)
     noise_schedule: str = setting("exponential", "how sigma decays (Fig. 9)", choices=aqn.SCHEDULES)
+    noise: str = setting("absolute", "absolute: sigma x z is added to a norm's weight (paper); "
+                         "gain: sigma x weight x z", choices=aqn.NOISE_KINDS)
 
 
 @dataclass(frozen=True)
@@ -138,14 +162,15 @@ class Objective:
         "most 2; ppo, the clip is around the sampler (paper); off, nothing (release) (default: the "
         "loss's own, truncate)", choices=grpo.CORRECTIONS)
     advantage_scale: str = setting("group", "what centred rewards are divided by: the standard "
-                                   "deviation of their group, or nothing (Dr. GRPO)",
-                                   choices=grpo.SCALES)
+                                   "deviation of their group, or nothing (Dr. GRPO; study: +2.5 "
+                                   "points [-0.5, +5.6] in one seed)", choices=grpo.SCALES)
     kl_beta: float | None = setting(None, "weight of the KL term towards the model without its "
                                     "adapter (default: the loss's own, 0)", "[0, 1e9]")
     format_weight: float = setting(0.0, "added to the reward of a well-formed answer (release: 0.1 "
                                    "of that of a right one)", "[0, 1e9]")
-    overlong: str = setting("mask", "answers cut at --max-new-tokens: mask leaves them out of the "
-                            "loss (release), keep does not", choices=("mask", "keep"))
+    overlong: str = setting("keep", "answers cut at --max-new-tokens: keep counts them as wrong "
+                            "(study), mask leaves them out of the loss (release; study: answers "
+                            "grow)", choices=("mask", "keep"))
     overlong_buffer: int = setting(0, "tokens of DAPO's soft length penalty, with --overlong keep; "
                                    "0: none")
 
@@ -153,12 +178,14 @@ class Objective:
 @dataclass(frozen=True)
 class Optim:
     """optimizer"""
-    lr: float = setting(1e-5, "peak learning rate (Table 4; for bf16 LoRA 5e-6)", "(0, 10]")
+    lr: float = setting(1e-4, "peak learning rate (study: good at 0.5B and 1.5B, where 2e-4 was "
+                        "mixed and 4e-4 bad; Table 4: 1e-5, for bf16 LoRA 5e-6)", "(0, 10]")
     lr_schedule: str = setting(
-        "cosine", "after the warm-up: half a cosine down to 0 (release), or constant with a linear "
-        "end over the last quarter", choices=("cosine", "constant"))
+        "cosine", "after the warm-up: half a cosine down to 0 (study, release), or constant with a "
+        "linear end over the last quarter", choices=("cosine", "constant"))
     warmup: float = setting(0.1, "share of the run in which the rate rises (release)", "[0, 1]")
-    epochs: int = setting(4, "passes over each batch of rollouts (Table 4: 4 updates)", AT_LEAST_1)
+    epochs: int = setting(1, "passes over each batch of rollouts (study; Table 4: 4 updates)",
+                          AT_LEAST_1)
     updates_per_rollout: int = setting(1, "disjoint parts of a batch, each with an optimizer step "
                                        "of its own", AT_LEAST_1)
     max_grad_norm: float = setting(0.2, "bound of the global gradient norm (release)", "(0, 1e9]")
@@ -233,8 +260,8 @@ assert len(FIELDS) == len(Settings().flat()), "two sections have a setting of th
 
 
 # When no --model is given the embedded tiny model learns arithmetic, in sizes for two CPU cores.
-TINY_DEFAULTS = dict(data="arithmetic", steps=48, max_prompt_tokens=64, max_new_tokens=48, lr=5e-4,
-                     epochs=1)
+TINY_DEFAULTS = dict(data="arithmetic", steps=48, prompts_per_step=16, max_prompt_tokens=64,
+                     max_new_tokens=48, lr=5e-4, overlong="mask", calibrate=0)
 
 
 # -----------------------------------------------------------------------------
@@ -284,15 +311,19 @@ def section_of(section: type, args: argparse.Namespace):
 def read_settings(argv: list | None = None) -> tuple[Settings, Settings | None]:
     """-> the settings that the command line gives, and those of the run that is resumed, or None.
 
-    With --resume or --like a flag that is not given has the value that the other run had.
+    With --resume or --like a flag that is not given has the value that the other run had. Two
+    defaults may still be None, because they depend on data, model and device: --steps and
+    --calibrate. prepare.prepare() decides them, and run.json holds what it decided.
     """
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--model")                # --help shows the defaults that follow from it
     first.add_argument("--like")
+    first.add_argument("--preset")
     known = first.parse_known_args(argv)[0]
     parser = new_parser()
     if known.model is None:
         parser.set_defaults(**TINY_DEFAULTS)
+    parser.set_defaults(**PRESETS.get(known.preset, {}))
     like = {}
     if known.like:
         like = without_places(read_run_json(Path(known.like) / "run.json"))
@@ -301,8 +332,14 @@ def read_settings(argv: list | None = None) -> tuple[Settings, Settings | None]:
     before = None
     if args.resume and args.like:
         raise ValueError("--like begins a run and --resume continues one: give one of the two")
+    if args.preset and (args.resume or args.like):
+        raise ValueError(f"--preset {args.preset}: --resume and --like take the values of another "
+                         "run, give one of the two")
     if args.resume:
         before = read_run_json(run_folder(args) / "run.json")
+        if not {"model", "base", "data"} <= before.keys():
+            raise ValueError(f"{run_folder(args) / 'run.json'}: has no model, base or data")
+        check_adapters_run(run_folder(args), before)
         parser.set_defaults(**without_places(before))
         args = parser.parse_args(argv)
     args.out = str(run_folder(args))
@@ -310,9 +347,30 @@ def read_settings(argv: list | None = None) -> tuple[Settings, Settings | None]:
     for name, value in like.items():
         if values[name] != value:
             say(f"{option(name)} is {values[name]!r}, {args.like} had {value!r}")
+    if args.adapter and not args.resume:
+        check_shape_flags(args.adapter, given_flags(parser, argv))
     if args.resume or args.like:
         tell_functions(args.out if args.resume else args.like, values)
     return Settings.of(values), before and Settings.of(before)
+
+
+def given_flags(parser: argparse.ArgumentParser, argv: list | None) -> dict:
+    """Name and value of each flag that stands on the command line, without defaults."""
+    absent = object()
+    empty = argparse.Namespace(**dict.fromkeys(FIELDS, absent))
+    values = vars(parser.parse_args(argv, empty))
+    return {name: value for name, value in values.items() if value is not absent}
+
+
+def check_shape_flags(adapter: str, given: dict) -> None:
+    """ValueError for a flag that gives a run another adapter than --adapter names."""
+    held = hf.read_peft_config(adapter)
+    shape = {"lora_rank": held["r"], "lora_alpha": held["lora_alpha"],
+             "train_norms": bool(held.get("modules_to_save"))}
+    for name, value in shape.items():
+        if name in given and given[name] != value:
+            raise ValueError(f"{option(name)} is {given[name]}, --adapter {adapter} has {value}: a "
+                             "run takes over its adapter's rank, alpha and norms")
 
 
 def option(name: str) -> str:
@@ -346,6 +404,15 @@ def read_run_json(path: Path) -> dict:
         if ":" in (held.get(name) or ""):
             split_names(held[name], f"{path}: {option(name)}")
     return with_absolute_paths({name: held[name] for name in FIELDS if name in held})
+
+
+def check_adapters_run(folder: Path, held: dict) -> None:
+    """ValueError for a run.json that says something else than the run's adapter was trained with:
+    somebody has edited it.
+    """
+    told = {name: held[name] for name in ("base", "prompt_style") if name in held}
+    for difference in hf.other_conditions(folder / "adapter", told):
+        raise ValueError(f"{folder / 'run.json'} was edited: {difference}")
 
 
 # The settings that may name a function of the user's.
@@ -383,6 +450,7 @@ def settings_of_run(folder: str | Path) -> Settings:
     held = read_run_json(path)
     if not {"model", "base"} <= held.keys():
         raise ValueError(f"{path}: has no model or no base")
+    check_adapters_run(path.parent, held)
     if held.get("calibrate"):
         held["model"] = str(path.with_name("base"))
     return Settings.of(held | {"out": str(folder)})
@@ -456,6 +524,6 @@ def check_resumed(settings: Settings, before: Settings) -> None:
     """A resumed run keeps its settings; only its number of steps may grow."""
     had = before.flat()
     for name, value in without_places(settings.flat()).items():
-        grows = name == "steps" and value > had[name]
+        grows = name == "steps" and value > (had[name] or 0)
         if value != had[name] and not grows:
             raise ValueError(f"--resume: {option(name)} is {value!r}, the run had {had[name]!r}")

@@ -3,6 +3,9 @@ Console output of a run, warnings, and early stopping when nothing can be learne
 
     console = Console(settings)
     console.greet(problems, held_out, device)    # the first line: what is learnt, from what, where
+    phases = Phases()
+    with phases("weights"): ...                  # a part of what comes before the first step
+    phases.tell()                                # how long each took, and how much memory
     with console:
         console.start_at(step)                   # a bar on a terminal, else a line a step
         console.tell(metrics, rows, updates)     # after every step; `metrics` as in metrics.jsonl
@@ -171,6 +174,30 @@ FIRST_STEPS = 10                                 # after which the time that is 
 SOURCE = Path(__file__).parent.parent            # where train.py lies
 
 
+class Phases:
+    """Times the parts of what comes before a run's first step, and the most memory of the GPU that
+    torch reserved in each: a model larger than the card shows in which of them it does not fit.
+    """
+
+    def __init__(self):
+        self.began = time.perf_counter()
+        self.told = []
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        forget_gpu_peak()
+        yield
+        seconds = time.perf_counter() - began
+        if seconds >= 0.05:                      # a folder that is at hand is not downloaded
+            self.told.append(f"{name} {whole_seconds(seconds)}{gpu_peak(' (%.1f GiB)')}")
+
+    def tell(self) -> None:
+        """One line of all phases."""
+        say(f"ready after {whole_seconds(time.perf_counter() - self.began)}: "
+            + ", ".join(self.told))
+
+
 class Console:
     """What a run tells the person who started it. Rank 0 alone speaks."""
 
@@ -195,6 +222,7 @@ class Console:
         """Training begins or goes on at this step: with a bar, if there is a terminal."""
         no_bar = RANK > 0 or not sys.stderr.isatty()
         self.first = step
+        forget_gpu_peak()
         self.bar = tqdm(total=self.steps, initial=step, unit="step", dynamic_ncols=True,
                         smoothing=0, disable=no_bar, bar_format=STEPS_BAR)
 
@@ -218,7 +246,7 @@ class Console:
         step = metrics["step"] + 1
         for update in updates:
             if update.failure:
-                say(f"step {metrics['step']}: {update.failure}: this update was skipped")
+                say(f"step {step}: {update.failure}: this update was skipped")
         figures = {key: f"{metrics[key]:.3g}" for key in SHOWN}
         self.tell_time_left(step, metrics["seconds"])
         told = f"reward {metrics['reward']:.3g}, right {metrics['accuracy']:.0%}"
@@ -245,8 +273,8 @@ class Console:
         self.seconds.append(seconds)
         first, *others = self.seconds
         if not others:
-            say(f"a step takes {first:.1f} s: {duration((self.steps - step) * first)} to go, "
-                "without evaluations")
+            to_go = duration((self.steps - step) * first)
+            say(f"a step takes {first:.1f} s{gpu_peak()}: {to_go} to go, without evaluations")
         elif len(self.seconds) == FIRST_STEPS:
             mean = sum(others) / len(others)
             if step < self.steps:
@@ -273,7 +301,7 @@ class Console:
         before = f"{texts[0]} before" if texts else "lost"
         after = f", {texts[-1]} after" if texts[1:] else ""
         say(f"{folder}: {len(metrics)} steps in {duration(seconds)}; held-out accuracy "
-            f"{before}{after}, on {held_out} problems")
+            f"{before}{after}, on {held_out} problems{gpu_peak()}")
         commands = (command("evaluate.py", folder), command("tools.report", folder),
                     command("tools.chat", folder),
                     command("tools.convert", "merge", folder, f"{folder}-merged"))
@@ -296,6 +324,24 @@ def command(program: str, *arguments: object) -> str:
         words += ["-m", program]
         before = "" if there else f"PYTHONPATH={shlex.quote(str(SOURCE))} "
     return before + shlex.join([*words, *map(str, arguments)])
+
+
+def forget_gpu_peak() -> None:
+    """Lets gpu_peak() begin anew, from what is held at this moment."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()                 # what is reserved and holds nothing does not count
+        torch.cuda.reset_peak_memory_stats()
+
+
+def gpu_peak(text: str = ", at most %.1f GiB of GPU memory") -> str:
+    """The text with what torch reserved at most since forget_gpu_peak(), in GiB; "" on a CPU."""
+    reserved = torch.cuda.max_memory_reserved() if torch.cuda.is_initialized() else 0
+    return text % (reserved / 2**30) if reserved else ""
+
+
+def whole_seconds(seconds: float) -> str:
+    """A time that is to be compared with others: 2.5 s, 130 s."""
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
 def duration(seconds: float) -> str:

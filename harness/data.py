@@ -492,9 +492,22 @@ def split_problems(settings, tokenizer: Tokenizer) -> tuple[list[Problem], list[
     most = settings.eval_problems or None
     if settings.eval_data or has_test_split(settings.data):
         source = settings.eval_data or settings.data
-        return problems, usable_problems(settings, tokenizer, source, "test")[:most]
-    held = max(1, min(most or 256, len(problems) // 10))
-    return problems[:-held], problems[-held:]
+        held_out = usable_problems(settings, tokenizer, source, "test")[:most]
+    else:
+        source = settings.data
+        held = max(1, min(most or 256, len(problems) // 10))
+        if held != most:
+            say(f"{source}: the last {held} of {len(problems):,} problems are held out, not "
+                f"--eval-problems {settings.eval_problems}: a tenth at most, and 256; --eval-data "
+                "takes another file")
+        held_out = problems[-held:]
+        problems = problems[:-held]
+    trained = {tuple(problem.prompt) for problem in problems}
+    known = sum(tuple(problem.prompt) in trained for problem in held_out)
+    if known:
+        say(f"{source}: {known} of the {len(held_out)} held-out problems are also trained on: the "
+            "held-out accuracy counts them")
+    return problems, held_out
 
 
 # -----------------------------------------------------------------------------

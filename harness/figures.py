@@ -3,6 +3,7 @@ What the verdicts on a model's answers say of the model: pass@k, maj@k, interval
 
     figures = evaluation_figures(rows, samples)     rows as evaluate.py --out writes them
     figures |= paired_figures(rows, other_rows)     against another model, problem by problem
+    entropy = sampler_entropy(rows)                 rows of sampled answers, also those of train.py
 
 Of a problem's n answers c are right:
 
@@ -44,6 +45,18 @@ def evaluation_figures(rows: list[dict], samples: int) -> dict:
 
 def mean(values: list) -> float:
     return sum(values) / len(values)
+
+
+def sampler_entropy(rows: list[dict]) -> float:
+    """How random the policy is that drew these answers, in nats a token, noise included.
+
+    It is minus the mean log-probability of all tokens of all rows, whatever they taught: the
+    expected value of -log p under p is the entropy. rows: `mean_logprob` and `length` of each.
+    Only for answers that were drawn from the probabilities whose logarithms were recorded: not for
+    greedy ones, and with top-k or top-p it is the entropy of what these leave.
+    """
+    tokens = sum(row["length"] for row in rows)
+    return -sum(row["mean_logprob"] * row["length"] for row in rows) / tokens
 
 
 # -----------------------------------------------------------------------------

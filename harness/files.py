@@ -108,7 +108,7 @@ def read_parquet(path: Path) -> list[dict]:
 
 
 def read_log(path: Path) -> Iterator[tuple[dict, int]]:
-    """Yields every row of metrics.jsonl or samples.jsonl, with the byte offset where it ends.
+    """Yields every row of a run's log such as metrics.jsonl, with the byte offset where it ends.
 
     A last line without its line feed is what a kill cut off, and is left out. Stopped names a
     line that no run can have written.
@@ -178,6 +178,26 @@ def write_atomically(path: str | Path, data: bytes) -> None:
 
 def write_json(path: str | Path, value: object) -> None:
     write_atomically(path, (json.dumps(value, indent=2) + "\n").encode())
+
+
+def create_json(path: Path, value: object) -> None:
+    """Writes a file that is not there yet. FileExistsError if it is.
+
+    A second name for a whole file is made at once or not at all. So of two processes one has the
+    file, and a kill leaves it whole or not there.
+    """
+    whole = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        write_json(whole, value)
+        try:
+            os.link(whole, path)
+        except FileExistsError:
+            raise
+        except OSError:                          # a file system without second names
+            path.touch(exist_ok=False)
+            os.replace(whole, path)
+    finally:
+        whole.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -93,7 +93,10 @@ def base_of(folder: Path, base: str | None) -> str:
     A folder into which tools.convert merged an adapter defaults to 16 bits: 4 bits round away most
     of what training changed. If 4 bits are asked for, a line says so.
     """
-    merged = read_config(folder / "config.json").get("merged_adapter")
+    config = read_config(folder / "config.json")
+    merged = config.get("merged_adapter")
+    if config.get("quantization_config"):        # rounded already: there are no 16 bits to keep
+        merged = None
     if merged and base not in (None, "bf16"):
         say(f"{folder}: rounded to {base}, the merged adapter {short_repr(merged)} is mostly lost: "
             "keep --base bf16, or take the model it was trained on with --adapter")
@@ -559,6 +562,59 @@ def read_peft_header(folder: str | Path) -> tuple[dict, dict[str, tuple]]:
             raise ValueError(f"{file}: has no lora_A.weight of any {target}: no adapter on "
                              f"{', '.join(TARGETS)}")
     return config, shapes
+
+
+# A file of ours beside PEFT's: what the adapter was trained with. Other programs pass over it.
+TRAINED_WITH = "trained_with.json"
+TRAINED_WITH_RULES = {
+    key: ("text", lambda value: isinstance(value, str), needed)
+    for key, needed in (("base", True), ("prompt_style", True), ("calibration", False))}
+
+
+def training_conditions(folder: Path, base: str, prompt_style: str) -> dict[str, str | None]:
+    """What an adapter depends on besides the model's name: the format of the frozen weights, how
+    their codes were calibrated (None: they were not), and the prompts.
+
+    folder: of the model.
+    """
+    calibration = read_config(folder / "config.json").get("calibration")
+    return {"base": base, "calibration": calibration, "prompt_style": prompt_style}
+
+
+def write_conditions(adapter: str | Path, conditions: dict[str, str | None]) -> None:
+    """Writes training_conditions() into an adapter's folder."""
+    write_json(Path(adapter) / TRAINED_WITH, conditions)
+
+
+def read_conditions(adapter: str | Path) -> dict[str, str | None]:
+    """What write_conditions() wrote; {} of an adapter of other origin, which lacks the file."""
+    path = Path(adapter) / TRAINED_WITH
+    if not path.exists():
+        return {}
+    held = read_json(path)
+    check_keys(path, held, TRAINED_WITH_RULES)
+    return {key: held.get(key) for key in TRAINED_WITH_RULES}
+
+
+def other_conditions(adapter: str | Path, conditions: dict[str, str | None]) -> list[str]:
+    """-> a sentence for each condition that is other than when the adapter was trained.
+
+    conditions: all or some of training_conditions().
+    """
+    def told(value):
+        return "none" if value is None else short_repr(value)
+
+    trained = read_conditions(adapter)
+    return [f"{adapter} was trained with {key.replace('_', ' ')} {told(trained[key])}, not "
+            f"{told(value)}" for key, value in conditions.items() if trained and
+            trained[key] != value]
+
+
+def tell_other_conditions(adapter: str | Path, conditions: dict[str, str | None]) -> None:
+    """Says what is other than an adapter was trained with. That may be meant, but costs accuracy.
+    """
+    for difference in other_conditions(adapter, conditions):
+        say(difference)
 
 
 def check_adapter_fits(wanted: dict[str, tuple], held: dict[str, tuple],

@@ -10,6 +10,7 @@ first, before downloads, tokenization and weights.
 import dataclasses
 import functools
 import hashlib
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,8 +26,9 @@ import rewards
 from fast import memory
 from harness import data, hf, plugin, process
 from harness.checkpoints import RunFolder
-from harness.config import Memory, Objective, Rollout, Settings, check_settings
-from harness.console import Console
+from harness.config import (FIELDS, Memory, Objective, Rollout, Settings, check_settings, option,
+                            without_places)
+from harness.console import Console, Phases
 from harness.files import read_json
 from harness.ranks import RANK, WORLD, choose_device, configure_cpu, gather, join_ranks, say
 from harness.trackers import Tracker
@@ -65,6 +67,7 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
 
     before: the settings of the run that is resumed.
     """
+    phases = Phases()
     if settings.model.adapter and not settings.general.resume:
         config, _ = hf.read_peft(settings.model.adapter)         # its shape becomes the run's
         settings = settings.replace(lora_rank=config["r"], lora_alpha=config["lora_alpha"],
@@ -78,32 +81,93 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
     refuse_large_rank(rank, device, f"--adapter {adapter}: its rank of {rank}" if adapter
                       else f"--lora-rank {rank}")
     plug_in = plugin.Reward(settings.data.reward) if settings.data.reward else None
-    tokenizer, problems, held_out = read_problems(settings)
+    with phases("problems"):
+        tokenizer, problems, held_out = read_problems(settings)
+    settings = with_decided_defaults(settings, len(problems), device)
     console = Console(settings)
     console.greet(problems, held_out, device)
+    evidence = what_was_run(settings)
+    if evidence:
+        say(evidence)
     if kernels:
         say(f"decode kernels: {kernels}, on {torch.cuda.get_device_name(device)}")
     join_ranks(device)
     record = settings.flat() | {"device": wanted.device or device.type,
                                 "problems_sha256": digest_of(problems + held_out)}
     check_same_problems(settings, record)
-    model = read_model(settings, tokenizer, problems, device)
+    check_same_on_all_ranks(settings, record["problems_sha256"])
+    if kernels:
+        raw = hf.read_config(hf.resolve(settings.model.model, weights=False) / "config.json")
+        memory.check_size(settings.model.model, qwen.ModelConfig.from_json(raw),
+                          settings.model.base, settings.model.lora_rank,
+                          memory.free_memory(wanted.memory_gib))
+    model = read_model(settings, tokenizer, problems, device, phases)
+    conditions = hf.training_conditions(Path(model.name), settings.model.base,
+                                        settings.data.prompt_style)
+    check_conditions(settings, conditions)
     optim = settings.optim
     learner = Learner(model, loss_of(settings.objective), settings.rollout.temperature,
                       optim.max_grad_norm, optim.weight_decay)
-    sampler = divide_memory(model, learner, wanted, settings.rollout,
-                            settings.data.max_prompt_tokens, len(held_out))
+    with phases("memory plan"):
+        sampler = divide_memory(model, learner, wanted, settings.rollout,
+                                settings.data.max_prompt_tokens, len(held_out))
     grade = functools.partial(rewards.grade_rollouts, tokenizer, style=settings.data.prompt_style,
                               plug_in=plug_in)
 
     def write_adapter(tensors, folder):
         lora.save_adapter(model, folder, tensors["master"])
+        hf.write_conditions(folder, conditions)
 
     out = Path(settings.general.out)
     folder = RunFolder(out, learner.tensors(), write_adapter)
     tracker = Tracker(settings.watching.report_to, out, record)
+    phases.tell()
     return Run(settings, tokenizer, problems, held_out, grade, model, learner, sampler, folder,
                tracker, console, record)
+
+
+LEAST_STEPS = 60                                 # where a pass over the problems has fewer
+CALIBRATION_PROBLEMS = 128                       # those of the study
+
+
+def with_decided_defaults(settings: Settings, num_problems: int, device: torch.device) -> Settings:
+    """The settings with the two defaults that depend on the problems, the model and the device."""
+    steps, calibrate = settings.general.steps, settings.model.calibrate
+    if steps is None:
+        steps = max(LEAST_STEPS, math.ceil(num_problems / settings.rollout.prompts_per_step))
+    if calibrate is None:
+        config = hf.read_config(hf.resolve(settings.model.model, weights=False) / "config.json")
+        becomes_nvfp4 = settings.model.base == "nvfp4" and not config.get("quantization_config")
+        calibrate = CALIBRATION_PROBLEMS if becomes_nvfp4 and device.type == "cuda" else 0
+    return settings.replace(steps=steps, calibrate=calibrate)
+
+
+# The defaults that make up the study's recipe, and the widths of the models that it ran on.
+RECIPE = "lr", "prompts_per_step", "epochs", "overlong"
+STUDIED = {896: "0.5B", 1536: "1.5B"}
+OTHER_THAN_STUDIED = {"max_new_tokens": 512, "sigma_start": 0}   # default's name -> what runs had
+
+
+def what_was_run(settings: Settings) -> str:
+    """-> which of a new run's default values have been run at this size, and which have not; or "".
+    """
+    general, model = settings.general, settings.model.model
+    if general.resume or general.like or model == FIELDS["model"].default:
+        return ""
+    if general.preset:
+        return f"--preset {general.preset}: these settings have not been run to their end here"
+    width = hf.read_config(hf.resolve(model, weights=False) / "config.json")["hidden_size"]
+    names = OTHER_THAN_STUDIED if width in STUDIED else RECIPE
+    values = settings.flat()
+    kept = [name for name in names if values[name] == FIELDS[name].default]
+    if not kept:
+        return ""
+    told = ", ".join(f"{option(name)} {values[name]}" for name in kept)
+    if width in STUDIED:
+        had = ", ".join(f"{option(name)} {OTHER_THAN_STUDIED[name]}" for name in kept)
+        return f"most of the study's runs at {STUDIED[width]} had {had}, this one has {told}"
+    return (f"the defaults {told} were run at {' and '.join(STUDIED.values())} (study/README.md), "
+            f"not at this size (hidden_size {width})")
 
 
 def read_problems(settings: Settings) -> tuple[data.Tokenizer, list, list]:
@@ -134,15 +198,47 @@ def check_same_problems(settings: Settings, record: dict) -> None:
                          "problems or prompts than when the run began")
 
 
+def check_same_on_all_ranks(settings: Settings, problems_sha256: str) -> None:
+    """ValueError if another rank was started with other flags or other files than rank 0, as can
+    happen on several hosts. Memory may differ: the ranks agree on what it allows. So may folders.
+    """
+    mine = without_places(settings.flat()) | {"problems": problems_sha256}
+    for name in (*vars(settings.memory), "data", "eval_data"):
+        mine.pop(name, None)
+    for name in ("model", "adapter"):
+        mine[name] = mine[name] and Path(mine[name]).name
+    first, *others = gather([mine])
+    for rank, other in enumerate(others, 1):
+        for name, value in first.items():
+            if other[name] != value:
+                what = "the problems of --data" if name == "problems" else option(name)
+                raise ValueError(f"{what}: rank {rank} has {other[name]!r}, rank 0 has {value!r}")
+
+
+def check_conditions(settings: Settings, conditions: dict) -> None:
+    """Compares what the run trains with and what its adapter was trained with: that of --adapter,
+    for which it may be meant to differ, or that of the run which is resumed: ValueError.
+    """
+    general = settings.general
+    if general.resume:
+        for difference in hf.other_conditions(Path(general.out) / "adapter", conditions):
+            raise ValueError(f"--resume: {difference}")
+    elif settings.model.adapter:
+        hf.tell_other_conditions(settings.model.adapter, conditions)
+
+
 def read_model(settings: Settings, tokenizer: data.Tokenizer, problems: list,
-               device: torch.device) -> qwen.Qwen:
+               device: torch.device, phases: Phases) -> qwen.Qwen:
     """-> the model of --base, --calibrate and --dtype, with a new adapter or that of --adapter."""
     wanted, general = settings.model, settings.general
-    folder = hf.resolve(wanted.model)
+    with phases("download"):
+        folder = hf.resolve(wanted.model)
     base = hf.base_of(folder, wanted.base)
     if wanted.calibrate:
-        folder = calibrated(settings, folder, tokenizer, problems, device)
-    model = qwen.load(folder, base, device, wanted.dtype, tokenizer.vocab_size)
+        with phases("calibration"):
+            folder = calibrated(settings, folder, tokenizer, problems, device)
+    with phases("weights"):
+        model = qwen.load(folder, base, device, wanted.dtype, tokenizer.vocab_size)
     configure_cpu(model)
     # A run that was killed before its first checkpoint begins with --adapter again.
     goes_on = any(Path(general.out, "checkpoints").glob("step_*"))
@@ -221,8 +317,8 @@ def begin(run: Run) -> Progress:
     assert len(set(digests)) == 1, "ranks start from different adapters"
     names = {field.name for field in dataclasses.fields(Progress)} & counters.keys()
     progress = Progress(**{name: counters[name] for name in names})
-    if general.resume:
-        run.folder.note(steps=general.steps, resumed=process.now())
+    if general.resume and progress.step < general.steps:
+        run.folder.note(steps=general.steps, resumed=process.now(), ended=None)
     if progress.step >= general.steps:
         say(f"all {general.steps} steps of {general.out} are done: --resume --steps N does more")
     run.folder.snapshot(dataclasses.asdict(progress) | run.learner.counters())

@@ -34,6 +34,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
+from typing import NoReturn
 
 # -----------------------------------------------------------------------------
 # Settings that torch reads once, when it is imported or when CUDA starts
@@ -51,12 +52,20 @@ if sys.platform == "linux":
 # -----------------------------------------------------------------------------
 # Ending
 
+GO_ON = "go on with --resume"
+
+
 class Stopped(BaseException):
     """Ends the program with a one-line message: a signal, a lost rank, a failing user function.
 
     It is a BaseException, as KeyboardInterrupt is, so that no library's `except Exception`
     swallows it.
+    then: how a run can go on after it, to which its folder is added; "" if it cannot.
     """
+
+    def __init__(self, text: str, then: str = f"once that is mended, {GO_ON}"):
+        super().__init__(text)
+        self.then = then
 
 
 # What asks a program to end. SIGINT is not here: Python makes Ctrl-C a KeyboardInterrupt, and
@@ -71,7 +80,7 @@ def stop_on_signal(number: int, frame: object = None) -> None:
     """A signal handler that raises Stopped in the main thread."""
     alone = os.environ.get("WORLD_SIZE", "1") == "1"
     hint = "" if alone else " (asked to, or because a rank died: see torchrun's report)"
-    raise Stopped(f"stopped by {signal.Signals(number).name}{hint}")
+    raise Stopped(f"stopped by {signal.Signals(number).name}{hint}", GO_ON)
 
 
 @contextmanager
@@ -109,13 +118,29 @@ def one_line(program: str) -> Iterator[None]:
         source_line = traceback.extract_tb(error.__traceback__)[-1].line or "raise"
         if isinstance(error, ValueError) and not source_line.startswith("raise"):
             raise
-        sys.exit(f"{program}: {first_line(error)}")
+        end_with(f"{program}: {first_line(error)}")
     except (RuntimeError, MemoryError) as error:
         # torch raises a plain RuntimeError when the host's memory is full, and a subclass of
         # RuntimeError when a GPU's is. Both say "allocate".
         if isinstance(error, RuntimeError) and "allocate" not in str(error):
             raise
-        sys.exit(f"{program}: not enough memory: {first_line(error)}")
+        end_with(f"{program}: not enough memory: {first_line(error)}")
+
+
+def end_with(line: str) -> NoReturn:
+    """Ends the program with a line on stderr and code 1."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        sys.exit(line)
+    # Python's ordinary exit destroys the group of the ranks, where NCCL waits for all of them, and
+    # a thread may still be waiting for one that never comes.
+    print(line, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(1)
+
+
+def program_name() -> str:
+    """The file name of the program that runs, such as train.py."""
+    return Path(sys.argv[0]).name
 
 
 def reader_has_ended(error: BaseException) -> bool:
@@ -154,7 +179,7 @@ def report_uncaught(kind: type, error: BaseException, trace: object) -> None:
     imported, where no `with` block of ours is active yet. os._exit skips the interpreter's
     shutdown, in which threads of libraries would print tracebacks of their own.
     """
-    program = Path(sys.argv[0]).name
+    program = program_name()
     if isinstance(error, KeyboardInterrupt):
         print(f"\n{program}: stopped by Ctrl-C", file=sys.stderr, flush=True)
         os._exit(130)

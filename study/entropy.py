@@ -13,8 +13,6 @@ computed again. Every 50 problems get a new z, as 50 problems are about a traini
 """
 import argparse
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from harness import process  # isort: skip; it makes settings that torch reads when imported
@@ -33,30 +31,14 @@ PROBLEMS_A_STEP = 50
 NOISES = [("none", 0.0), ("aqn", 1e-2), ("aqn", 5e-2), ("aqn", 8e-2), ("gain", 7e-2)]
 
 
-@contextmanager
-def noise_relative_to_gain(model: qwen.Qwen, sigma: float, seed: int, step: int) -> Iterator[None]:
-    """As aqn.noisy_norms, but the noise of each channel is in proportion to its gain."""
-    norms = [(i, j, norm) for i, layer in enumerate(model.layers)
-             for j, norm in enumerate((layer.input_norm, layer.post_norm))]
-    try:
-        for i, j, norm in norms:
-            z = aqn.draw_z(seed, step, i, j, len(norm.noise)).to(norm.weight.device)
-            norm.noise.copy_(sigma * norm.weight * z)
-        yield
-    finally:
-        for _, _, norm in norms:
-            norm.noise.zero_()
-
-
 def sample_all(model: qwen.Qwen, sampler: Sampler, tokenizer: data.Tokenizer, problems: list,
                samples: int, max_new_tokens: int, kind: str, sigma: float, seed: int) -> list[list]:
     """-> [correct, finished, tokens, sum of log-probs] of every answer, problem by problem."""
-    noisy = noise_relative_to_gain if kind == "gain" else aqn.noisy_norms
     sampling = Sampling(max_new_tokens, tokenizer.end_ids, 1.0, seed=seed)
     answers = []
     for step, start in enumerate(range(0, len(problems), PROBLEMS_A_STEP)):
         part = problems[start:start + PROBLEMS_A_STEP]
-        with noisy(model, sigma, seed, step):
+        with aqn.noisy_norms(model, sigma, seed, step, "gain" if kind == "gain" else "absolute"):
             rollouts = sampler.generate([problem.prompt for problem in part], samples, sampling,
                                         range(start, start + len(part)))
         rows = rewards.grade_rollouts(tokenizer, part, rollouts)

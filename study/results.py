@@ -1,34 +1,58 @@
 """
 The study's tables and curves, made from the runs in study/runs.
 
-    python -m study.results tables bf16 calibrated nearest
+    python -m study.results tables bf16 calibrated nearest --primary calibrated
+    python -m study.results spread
     python -m study.results mean entropy nearest-aqn --first 6 --last 11
     python -m study.results pairs accuracy calibrated:bf16 1.5b-calibrated:1.5b-bf16 --last-common 20
     python -m study.results pairs greedy calibrated:bf16
     python -m study.results curves bf16-s0 bf16-s1 --out curves.png
+    python -m study.results keep runs/x bf16-s3
+    python -m study.results verdicts bf16-s3 greedy.jsonl sampled.jsonl
 
 An arm is one way to train, run with one or several seeds. study/runs holds of each arm
 
-    ARM-sSEED.jsonl     metrics.jsonl of the run with that seed; docs/metrics.md defines the keys
-    held_out.json       "ARM" and "ARM-sSEED": which test problems were answered correctly (greedily)
-                        before and after training, as a string of 0 and 1, in the test file's order
+    ARM-sSEED.jsonl         metrics.jsonl of the run with that seed; docs/metrics.md defines the keys
+    ARM-sSEED.rows.csv.gz   step, id, correct, length, mean_logprob of every sampled answer
+    held_out.json           "ARM" and "ARM-sSEED": which test problems were answered correctly
+                            (greedily) before and after training, as a string of 0 and 1, in the
+                            test file's order
+    sampled.json            the same of 8 answers at temperature 1 to each problem: `right`, a string
+                            of digits that say how many of the 8 are right, and `sampler_entropy`
 
-tables prints every arm's accuracy, gain, entropy and length, then each arm minus the first one.
+tables prints every arm's accuracy, gain, entropy and length, then each arm minus the first one:
+greedy, and sampled where all arms have that. --primary names the one comparison that was chosen
+before the runs were made; all others are exploratory.
+spread prints how much seeds differ.
 mean prints the mean of one logged number over some steps and all seeds.
 pairs subtracts runs with the same seed from each other and prints every difference, their mean,
 and its 95 % interval by Student's t: the seeds alone tell how sure the mean is.
 curves draws the panels of tools/report.py into a picture. It needs matplotlib, which is not in
 requirements.txt; `python -m tools.report` shows the same curves of any run without it.
+keep takes a run of train.py into study/runs, and verdicts what evaluate.py --out wrote of it, once.
 
-Two kinds of 95 % intervals. Those of `tables` resample seeds and problems 4,000 times, both with
-replacement. They count the noise of single answers, which is nearly all there is, about twice:
-with three seeds and 1,319 problems their half width is 2.1 points where 1.5 would do. Those of
-`pairs` assume nothing but a normal distribution, and are wide for three seeds.
+The 95 % intervals of `tables` answer: where would this figure lie with other seeds and on other
+problems like these? A difference D of two arms that have S seeds and P problems in common varies
+because the problems do and because the seeds do:
+
+    variance of D = (variance over problems of the mean difference on a problem) / P
+                    + 2 * V / S
+
+V, the variance of an arm's accuracy from seed to seed beyond what the noise of single answers
+explains, cannot be had from three seeds. So it is pooled over all arms in study/runs that have two
+seeds or more (seed_variance). The interval is D +- t * root of the variance; t is Student's, with
+the degrees of freedom of Satterthwaite's rule. A gain over the untrained model has V / S instead of
+2 * V / S, and a difference of untrained models none. Those of `pairs` assume nothing but a normal
+distribution of the seeds' differences, and are wide for three seeds.
 
 Not here: how each run was made (study/README.md).
 """
 import argparse
 import colorsys
+import csv
+import gzip
+import io
+import json
 import math
 import re
 from pathlib import Path
@@ -37,11 +61,24 @@ from typing import NamedTuple
 from harness import process  # isort: skip; before numpy
 import numpy as np
 
-from harness.files import read_json
+from harness.figures import sampler_entropy
+from harness.files import json_line, read_json, read_rows, write_atomically
 from harness.process import short_repr
 from tools.report import PANELS, log_rows, series, smooth
 
 RUNS = Path("study/runs")
+SAMPLES = 8                                      # answers to a problem in sampled.json
+
+
+class Verdicts(NamedTuple):
+    """Which share of a model's answers to each problem was right; one answer if they are greedy.
+
+    before (problems,) and after (seeds, problems) training; entropy: None, or that of the sampler
+    before and after, (1 + seeds,)
+    """
+    before: np.ndarray
+    after: np.ndarray
+    entropy: np.ndarray | None = None
 
 
 class Arm:
@@ -49,26 +86,37 @@ class Arm:
 
     seeds     their names
     metrics   for each seed, the rows of its metrics.jsonl
-    before    (problems,) 0 or 1: was the problem answered correctly before training
-    after     (seeds, problems) the same after training
+    greedy, sampled    Verdicts; sampled is None where no such evaluation was made
     """
 
     def __init__(self, folder: Path, name: str):
         path = folder / "held_out.json"
         held_out = read_json(path)
-        files = sorted(folder.glob(f"{name}-s*.jsonl")) if name in held_out else []
-        runs = [file.stem for file in files if file.stem in held_out]
+        runs = runs_of(folder, held_out, name)
         if not runs:
             raise ValueError(f"{folder}: no runs {name}-sSEED.jsonl that held_out.json knows")
-        for run in (name, *runs):
-            if not re.fullmatch(f"[01]{{{len(str(held_out[name]))}}}", str(held_out[run])):
-                raise ValueError(f"{path}: {run} is {short_repr(held_out[run])}, expected 0 or 1 for each problem")
         self.name = name
         self.seeds = [run.removeprefix(f"{name}-s") for run in runs]
         self.metrics = [log_rows(folder / f"{run}.jsonl") for run in runs]
         self.steps = [len(steps) for steps in self.metrics]
-        self.before = np.array(list(held_out[name]), int)
-        self.after = np.array([list(held_out[run]) for run in runs], int)
+        before, *after = shares_right(path, held_out, [name, *runs], 1)
+        self.greedy = Verdicts(before, np.array(after))
+        self.sampled = self._sampled(folder / "sampled.json", [name, *runs])
+
+    def _sampled(self, path: Path, names: list[str]) -> Verdicts | None:
+        held = read_json(path) if path.exists() else {}
+        if names[0] not in held:
+            return None
+        for name in names:
+            entry = held.get(name)
+            entropy = entry.get("sampler_entropy") if isinstance(entry, dict) else None
+            if type(entropy) is not float:
+                raise ValueError(f"{path}: {name} is {short_repr(entry)}, expected an object with "
+                                 "right and sampler_entropy")
+        right = {name: held[name].get("right") for name in names}
+        before, *after = shares_right(path, right, names, SAMPLES)
+        entropies = np.array([held[name]["sampler_entropy"] for name in names])
+        return Verdicts(before, np.array(after), entropies)
 
     def mean(self, key: str, first: int | None, last: int | None) -> float:
         """Mean of a logged number over steps[first:last] of all seeds.
@@ -83,54 +131,245 @@ class Arm:
         return f"{self.mean(key, None, 5):.{digits}f} -> {self.mean(key, -5, None):.{digits}f}"
 
 
+def shares_right(path: Path, held: dict, names: list[str], answers: int) -> list[np.ndarray]:
+    """held[name], a string of each problem's number of right answers -> (problems,) shares."""
+    problems = max(2, len(str(held[names[0]])))  # one has no variance
+    for name in names:
+        if not re.fullmatch(f"[0-{answers}]{{{problems}}}", str(held[name])):
+            raise ValueError(f"{path}: {name} is {short_repr(held[name])}, expected "
+                             f"{'0 or 1' if answers == 1 else f'0 to {answers}'} for each problem")
+    return [np.array(list(held[name]), int) / answers for name in names]
+
+
+def runs_of(folder: Path, held_out: dict, arm: str) -> list[str]:
+    """The runs ARM-sSEED that the folder has both metrics and verdicts of."""
+    runs = [name for name in held_out if re.fullmatch(re.escape(arm) + r"-s\d+", name)]
+    return sorted(run for run in runs if arm in held_out and (folder / f"{run}.jsonl").exists())
+
+
+def arms_in(folder: Path) -> list[Arm]:
+    """Every arm that the folder has runs of."""
+    held_out = read_json(folder / "held_out.json")
+    return [Arm(folder, name) for name in held_out if runs_of(folder, held_out, name)]
+
+
+# -----------------------------------------------------------------------------
+# How sure is a difference?
+
+class SeedVariance(NamedTuple):
+    """How much an arm's accuracy varies from seed to seed.
+
+    true      the part that is not the noise of single answers, V in the docstring above; it is a
+              difference of two estimates and can come out below 0
+    seen      the whole variance of the seeds' accuracies, from which that noise was subtracted
+    freedom   degrees of freedom: seeds - 1, over all arms; 0 if no arm has two seeds
+    """
+    true: float
+    seen: float
+    freedom: int
+
+
+def seed_variance(arms: list[np.ndarray]) -> SeedVariance:
+    """arms: for each, (seeds, problems) shares right after training. Those of one seed say nothing.
+
+    A seed's accuracy differs from that of another for two reasons: the seeds learned differently,
+    and on each problem their answers differ by chance. The second part is the residual of seeds x
+    problems (after the means of both are taken away), divided by the number of problems.
+    """
+    freedom = sum(len(arm) - 1 for arm in arms)
+    if not freedom:
+        return SeedVariance(0.0, 0.0, 0)
+    seen = noise = 0.0
+    for arm in arms:
+        seeds, problems = arm.shape
+        if seeds > 1:
+            means = arm.mean(axis=1, keepdims=True)
+            residual = arm - means - arm.mean(axis=0) + arm.mean()
+            seen += (seeds - 1) / freedom * means.var(ddof=1)
+            # Its mean square has (seeds - 1) (problems - 1) degrees of freedom; seeds - 1 cancels
+            # with the weight (seeds - 1) / freedom.
+            noise += (residual**2).sum() / (freedom * (problems - 1) * problems)
+    return SeedVariance(seen - noise, seen, freedom)
+
+
+def difference_interval(differences: np.ndarray, seeds: SeedVariance,
+                        arms: int) -> tuple[float, float]:
+    """(seeds, problems) -> their mean, and half the width of its 95 % interval.
+
+    arms: how many trained arms the difference has: 2, 1 for a gain over the untrained model, or 0.
+    """
+    count, problems = differences.shape
+    of_problems = differences.mean(axis=0).var(ddof=1) / problems
+    of_seeds = arms / count
+    # A negative estimate counts as it is: if it were raised to 0, intervals would be too wide on
+    # average. The bound is for pools of few arms.
+    variance = max(of_problems + of_seeds * seeds.true, of_problems / 2)
+    # Satterthwaite: a sum of variances is as uncertain as one with so many degrees of freedom.
+    doubt = of_problems**2 / (problems - 1)
+    if seeds.freedom:
+        doubt += (of_seeds * seeds.seen)**2 / seeds.freedom
+    t = student_quantile(variance**2 / doubt) if doubt else 0.0
+    return float(differences.mean()), float(t * variance**0.5)
+
+
+# 97.5 % quantiles of Student's t with 1, 2, ... degrees of freedom
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+
+
+def student_quantile(freedom: float) -> float:
+    """A difference lies within so many standard errors of its mean in 95 % of cases.
+
+    Between whole numbers it is that of the lower one, which is on the safe side.
+    """
+    whole = max(1, int(freedom))
+    return STUDENT[whole - 1] if whole <= len(STUDENT) else 1.96 + 2.5 / whole       # right to 0.005
+
+
 # -----------------------------------------------------------------------------
 # tables
 
-def bootstrap_interval(differences: np.ndarray) -> tuple[float, float, float]:
-    """(seeds, problems) -> mean, low and high end of its 95 % interval, in points."""
-    seeds, problems = differences.shape
-    draw = np.random.default_rng(0)
-    means = []
-    for _ in range(4000):
-        rows = draw.integers(seeds, size=seeds)
-        columns = draw.integers(problems, size=problems)
-        means.append(differences[rows].mean(axis=0)[columns].mean())
-    low, high = np.percentile(means, [2.5, 97.5])
-    return 100 * differences.mean(), 100 * low, 100 * high
+def points(differences: np.ndarray, seeds: SeedVariance, arms: int) -> str:
+    mean, half = difference_interval(differences, seeds, arms)
+    return f"{100 * mean:+.1f} [{100 * (mean - half):+.1f}, {100 * (mean + half):+.1f}]"
 
 
-def points(differences: np.ndarray) -> str:
-    return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*bootstrap_interval(differences))
+def percents(shares: np.ndarray) -> str:
+    return " / ".join(f"{100 * share:.1f}" for share in shares)
 
 
-def arm_line(arm: Arm) -> str:
+def greedy_line(arm: Arm, seeds: SeedVariance) -> str:
     """An arm's line of the first table."""
-    after = " / ".join(f"{100 * share:.1f}" for share in arm.after.mean(axis=1))
+    before, after, _ = arm.greedy
     steps = "-".join(map(str, sorted({min(arm.steps), max(arm.steps)})))
-    return (f"| {arm.name} | {steps} | {100 * arm.before.mean():.1f} "
-            f"| **{100 * arm.after.mean():.1f}** | {after} | {points(arm.after - arm.before)} "
+    return (f"| {arm.name} | {steps} | {100 * before.mean():.1f} "
+            f"| **{100 * after.mean():.1f}** | {percents(after.mean(axis=1))} "
+            f"| {points(after - before, seeds, 1)} "
             f"| {arm.start_to_end('entropy', 3)} | {arm.start_to_end('accuracy', 3)} | {arm.start_to_end('length', 0)} "
             f"| {arm.mean('seconds', 5, None):.1f} |")
 
 
-def difference_line(first: Arm, other: Arm) -> str:
-    """A line of the second table: other minus first, on the same problems, over the seeds that both have."""
-    seeds = [seed for seed in first.seeds if seed in other.seeds]
-    if not seeds or first.before.shape != other.before.shape:
+def sampled_line(arm: Arm, seeds: SeedVariance) -> str:
+    """An arm's line of the table of sampled answers."""
+    before, after, entropy = arm.sampled
+    return (f"| {arm.name} | {100 * before.mean():.1f} | **{100 * after.mean():.1f}** "
+            f"| {percents(after.mean(axis=1))} | {points(after - before, seeds, 1)} "
+            f"| {100 * (before > 0).mean():.1f} -> {100 * (after > 0).mean():.1f} "
+            f"| {entropy[0]:.3f} -> {entropy[1:].mean():.3f} |")
+
+
+def difference_line(first: Arm, other: Arm, kind: str, seeds: SeedVariance, primary: bool) -> str:
+    """Other minus first, on the same problems, over the seeds that both have."""
+    common = [seed for seed in first.seeds if seed in other.seeds]
+    mine, theirs = (getattr(arm, kind) for arm in (first, other))
+    if not common or mine.before.shape != theirs.before.shape:
         raise ValueError(f"{first.name} and {other.name} have no seed in common, or other problems")
-    after = [arm.after[[arm.seeds.index(seed) for seed in seeds]] for arm in (first, other)]
-    return (f"| {other.name} - {first.name} | {points((other.before - first.before)[None])} "
-            f"| {points(after[1] - after[0])} | {', '.join(seeds)} |")
+    after = [verdicts.after[[arm.seeds.index(seed) for seed in common]]
+             for arm, verdicts in ((first, mine), (other, theirs))]
+    name = f"{other.name} - {first.name}"
+    return (f"| {f'**{name}** (primary)' if primary else name} "
+            f"| {points((theirs.before - mine.before)[None], seeds, 0)} "
+            f"| {points(after[1] - after[0], seeds, 2)} | {', '.join(common)} |")
+
+
+def print_differences(arms: list[Arm], kind: str, seeds: SeedVariance, primary: str | None):
+    if len(arms) > 1:
+        print(f"\n| points, {kind} | before | after | seeds |\n|---|---|---|---|")
+        print(*(difference_line(arms[0], arm, kind, seeds, arm.name == primary)
+                for arm in arms[1:]), sep="\n")
 
 
 def print_tables(args):
+    if args.primary and args.primary not in args.arms[1:]:
+        raise ValueError(f"--primary {args.primary}: not among the arms that are compared with "
+                         f"{args.arms[0]}")
     arms = [Arm(args.runs, name) for name in args.arms]
+    every = arms_in(args.runs)
+    seeds = seed_variance([arm.greedy.after for arm in every])
     print("| arm | steps | before, % | after, % | by seed | gain | entropy | accuracy | length "
           "| s a step |\n|---|---|---|---|---|---|---|---|---|---|")
-    print(*map(arm_line, arms), sep="\n")
-    if len(arms) > 1:
-        print("\n| points | before | after | seeds |\n|---|---|---|---|")
-        print(*(difference_line(arms[0], arm) for arm in arms[1:]), sep="\n")
+    print(*(greedy_line(arm, seeds) for arm in arms), sep="\n")
+    print_differences(arms, "greedy", seeds, args.primary)
+    if all(arm.sampled for arm in arms):
+        seeds = seed_variance([arm.sampled.after for arm in every if arm.sampled])
+        print(f"\n| arm, {SAMPLES} answers | before, % | after, % | by seed | gain "
+              f"| pass@{SAMPLES}, % | sampler's entropy |\n|---|---|---|---|---|---|---|")
+        print(*(sampled_line(arm, seeds) for arm in arms), sep="\n")
+        print_differences(arms, "sampled", seeds, args.primary)
+    if not seeds.freedom:
+        print("\nNo arm has two seeds: the intervals leave out that seeds differ.")
+
+
+def print_spread(args):
+    arms = arms_in(args.runs)
+    for kind in "greedy", "sampled":
+        found = [getattr(arm, kind).after for arm in arms if getattr(arm, kind)]
+        true, seen, freedom = seed_variance(found)
+        if freedom:
+            print(f"{kind}: an arm's accuracies have a variance of {1e4 * seen:.2f} points^2 from "
+                  f"seed to seed, {1e4 * true:.2f} without the noise of single answers "
+                  f"({freedom} degrees of freedom)")
+
+
+# -----------------------------------------------------------------------------
+# keep and verdicts
+
+def write_new(path: Path, data: bytes) -> None:
+    """ValueError if the file is there."""
+    if path.exists():
+        raise ValueError(f"{path} exists and is not overwritten")
+    write_atomically(path, data)
+    print(path)
+
+
+def check_name(name: str) -> None:
+    if not re.fullmatch(r"[\w.-]+-s\d+", name):
+        raise ValueError(f"{name}: a run is named ARM-sSEED, bf16-s0 for example")
+
+
+def columns(path: Path, rows: list, keys: tuple[str, ...]) -> list[list]:
+    """The values of these keys of each row. ValueError names the file where a row lacks one."""
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict) or not {*keys} <= row.keys():
+            raise ValueError(f"{path}: row {number} has not all of {', '.join(keys)}")
+    return [[row[key] for key in keys] for row in rows]
+
+
+def keep_run(args):
+    check_name(args.name)
+    metrics = log_rows(args.run / "metrics.jsonl")
+    samples = args.run / "samples.jsonl"
+    table = io.StringIO()
+    keys = "step", "id", "correct", "length", "mean_logprob"
+    write = csv.writer(table, lineterminator="\n").writerow
+    write(keys)
+    for step, name, correct, length, mean_logprob in columns(samples, log_rows(samples), keys):
+        write([step, name, int(correct), length, f"{mean_logprob:.4f}"])
+    rows = gzip.compress(table.getvalue().encode(), mtime=0)
+    out = args.runs / f"{args.name}.rows.csv.gz"
+    if out.exists():                             # before the first of the two files is written
+        raise ValueError(f"{out} exists and is not overwritten")
+    write_new(args.runs / f"{args.name}.jsonl", "".join(map(json_line, metrics)).encode())
+    write_new(out, rows)
+
+
+def keep_verdicts(args):
+    for file in args.files:
+        rows = [row for _, row in read_rows(file)]
+        keys = "sample", "correct", "length", "mean_logprob"
+        numbers = [sample for sample, *_ in columns(file, rows, keys)]
+        samples = SAMPLES if 1 in numbers else 1
+        if not rows or numbers != [*range(samples)] * (len(rows) // samples):
+            raise ValueError(f"{file}: expected 1 answer (greedy) or {SAMPLES} to each problem")
+        groups = [rows[i:i + samples] for i in range(0, len(rows), samples)]
+        right = "".join(str(sum(int(row["correct"]) for row in group)) for group in groups)
+        path = args.runs / ("held_out.json" if samples == 1 else "sampled.json")
+        held = read_json(path) if path.exists() else {}
+        if args.name in held:
+            raise ValueError(f"{path}: {args.name} is there: a run is tested once")
+        held[args.name] = right if samples == 1 else {
+            "right": right, "sampler_entropy": round(sampler_entropy(rows), 5)}
+        write_atomically(path, (json.dumps(held, indent=1) + "\n").encode())
+        print(f"{path}: {args.name}, {len(groups)} problems x {samples}")
 
 
 # -----------------------------------------------------------------------------
@@ -139,15 +378,6 @@ def print_tables(args):
 def print_mean(args):
     for name in args.arms:
         print(f"{name} {Arm(args.runs, name).mean(args.key, args.first, args.last + 1):.5g}")
-
-
-# 97.5 % quantiles of Student's t with 1, 2, ... degrees of freedom
-STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-
-
-def student_quantile(freedom: int) -> float:
-    """A difference lies within so many standard errors of its mean in 95 % of cases."""
-    return STUDENT[freedom - 1] if freedom <= len(STUDENT) else 1.96 + 2.5 / freedom    # right to 0.005
 
 
 class Pair(NamedTuple):
@@ -159,15 +389,19 @@ class Pair(NamedTuple):
 def pairs_of_runs(arm: Arm, other: Arm, key: str, first: int, last: int, last_common: int | None) -> list[Pair]:
     """One difference for each seed that both arms have.
 
-    key greedy: of the test accuracy after training. Any other key: of its mean over the steps that
+    key greedy, sampled: of the test accuracy after training. Any other key: of its mean over the steps that
     both runs logged, from first to last, or the last `last_common` of them. Runs that ended at
     different steps are so compared at equal ones.
     """
     pairs = []
     for seed in [seed for seed in arm.seeds if seed in other.seeds]:
         i, j = arm.seeds.index(seed), other.seeds.index(seed)
-        if key == "greedy":
-            steps, difference = "after training", arm.after[i].mean() - other.after[j].mean()
+        if key in ("greedy", "sampled"):
+            verdicts, theirs = getattr(arm, key), getattr(other, key)
+            if not (verdicts and theirs):
+                raise ValueError(f"sampled.json has not both {arm.name} and {other.name}")
+            steps = "after training"
+            difference = verdicts.after[i].mean() - theirs.after[j].mean()
         else:
             values = [dict(zip(*series(rows, key))) for rows in (arm.metrics[i], other.metrics[j])]
             common = [step for step in sorted(values[0].keys() & values[1].keys()) if first <= step <= last]
@@ -231,7 +465,9 @@ def panels(runs: dict, plt):
     if not keys:
         raise ValueError(f"nothing to draw: none of {', '.join(PANELS)} in {', '.join(runs)}")
     colours = distinct_colours(len(runs))
-    picture, axes = plt.subplots(3, 4, layout="constrained", figsize=(14.4, 8.6))
+    lines = math.ceil(len(keys) / 4)
+    picture, axes = plt.subplots(lines, 4, layout="constrained", squeeze=False,
+                                 figsize=(14.4, 2.8 * lines + 0.4))
     for axis in axes.flat[len(keys):]:
         axis.set_axis_off()
     for axis, key in zip(axes.flat, keys):
@@ -287,18 +523,29 @@ def parse_args():
 
     sub = command("tables", print_tables, "accuracy before and after training, and differences from the first arm")
     sub.add_argument("arms", nargs="+", metavar="ARM")
+    sub.add_argument("--primary", metavar="ARM", help="the arm whose difference from the first was "
+                     "named as the primary one before the runs")
+    command("spread", print_spread, "how much the accuracy of an arm varies from seed to seed")
     sub = command("mean", print_mean, "mean of one logged number over some steps and all seeds")
     sub.add_argument("key", metavar="KEY", help="a key of docs/metrics.md")
     sub.add_argument("arms", nargs="+", metavar="ARM")
     add_steps(sub)
     sub = command("pairs", print_pairs, "differences between runs of the same seed, with Student's t")
-    sub.add_argument("key", metavar="KEY", help="a key of docs/metrics.md, or greedy: test accuracy after training")
+    sub.add_argument("key", metavar="KEY", help="a key of docs/metrics.md, or greedy or sampled: test "
+                     "accuracy after training")
     sub.add_argument("pairs", nargs="+", metavar="ARM:OTHER", help="the first minus the second, seed by seed")
     add_steps(sub)
     sub.add_argument("--last-common", type=int, metavar="N", help="only the last N steps that both runs have")
     sub = command("curves", write_curves, "curves of runs as a picture")
     sub.add_argument("curves", nargs="+", metavar="RUN", help="a run's name, its folder or a metrics.jsonl")
     sub.add_argument("--out", type=Path, required=True, help="a .png, .svg or .pdf")
+    sub = command("keep", keep_run, "takes a run's metrics and a line of each answer into --runs")
+    sub.add_argument("run", type=Path, metavar="FOLDER", help="that train.py wrote")
+    sub.add_argument("name", metavar="ARM-sSEED", help="what it is called there")
+    sub = command("verdicts", keep_verdicts, "takes what evaluate.py --out wrote into --runs")
+    sub.add_argument("name", metavar="NAME", help="ARM-sSEED, or ARM before training")
+    sub.add_argument("files", nargs="+", type=Path, metavar="FILE",
+                     help=f"greedy answers to the test problems, or {SAMPLES} to each")
     return parser.parse_args()
 
 

@@ -117,6 +117,27 @@ def test_noise_on_a_norm_multiplies_the_columns_of_the_linear_behind_it():
     assert (got - clean @ W.T).abs().max() > 1e-2
 
 
+def test_noise_in_proportion_to_the_gain_multiplies_every_column_by_as_much():
+    # W ((w + sigma w z) x_hat) = (W diag(1 + sigma z)) (w x_hat), in float64 from z alone. The noise itself is fp32: two
+    # roundings of 2^-24 each of a product below sigma * 2 * 4.
+    torch.manual_seed(0)
+    model = Model().double()
+    norm, W, x = model.layers[1].input_norm, torch.randn(7, 24).double(), torch.randn(5, 24).double()
+    clean = norm(x)
+    for n in model.block_norms():
+        n.noise = n.noise.float()
+    with noisy_norms(model, 7e-2, seed=3, step=2, kind="gain"):
+        got = norm(x) @ W.T
+    want = clean @ (W * (1 + 7e-2 * draw_z(3, 2, 1, 0, 24).double())).T
+    rounding = (norm.weight * 4 * 7e-2 * 2 * 2**-24 * (x / x.square().mean(-1, keepdim=True).sqrt()).abs()) @ W.abs().T
+    assert ((got - want).abs() <= rounding).all()
+    assert (got - clean @ W.T).abs().max() > 1e-2
+    assert not any(norm.noise.any() for norm in model.block_norms())
+    with pytest.raises(AssertionError, match="'relative' is not one of"):
+        with noisy_norms(model, 7e-2, seed=3, step=2, kind="relative"):
+            pass
+
+
 def test_every_bit_is_restored_on_the_way_out_also_by_an_exception():
     model, x = Model(), torch.randn(3, 24)
     before = [norm(x) for norm in model.block_norms()]

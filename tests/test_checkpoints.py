@@ -47,6 +47,8 @@ def test_a_log_is_cut_back_to_the_whole_lines_of_earlier_steps(tmp_path, capsys)
     before = path.stat().st_mtime_ns
     trim_log(path, 3)
     assert path.stat().st_mtime_ns == before and capsys.readouterr().out == ""
+    trim_log(path, 9, has_every_step=False)                               # as of evaluations
+    assert path.stat().st_mtime_ns == before and capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("line", ["x", "[]", "3", "null", "{}", "\xff",
@@ -233,7 +235,7 @@ def killed_at(moment, save):
                 return real(*arguments, **options)
             return call
 
-        for module, name in ((os, "fsync"), (os, "replace"), (checkpoints.shutil, "rmtree")):
+        for module, name in ((os, "fsync"), (os, "replace"), (os, "link"), (checkpoints.shutil, "rmtree")):
             setattr(module, name, counted(getattr(module, name)))
         save()
         os._exit(0)
@@ -335,6 +337,7 @@ def test_a_resumed_run_has_its_checkpoints_state_and_logs_cut_back_to_it(tmp_pat
     saved(tmp_path / "checkpoints", 2)
     for name in ("metrics.jsonl", "samples.jsonl"):
         (tmp_path / name).write_text("".join(json.dumps({"step": step}) + "\n" for step in range(4)))
+    (tmp_path / "run.json").write_text('{"ended": null}')
     live, written = {name: torch.zeros_like(t) for name, t in some_live().items()}, []
     addresses = [t.data_ptr() for t in live.values()]
     folder = RunFolder(tmp_path, live, lambda tensors, path: written.append(tensors["master"].clone()))
@@ -345,7 +348,105 @@ def test_a_resumed_run_has_its_checkpoints_state_and_logs_cut_back_to_it(tmp_pat
     for name in ("metrics.jsonl", "samples.jsonl"):
         assert [json.loads(line)["step"] for line in (tmp_path / name).read_text().splitlines()] == [0, 1]
     assert "step_000002: going on from here" in capsys.readouterr().out
-    assert not (tmp_path / "run.json").exists()                           # its own flags stay as they are
+    assert (tmp_path / "run.json").read_text() == '{"ended": null}'       # its own flags stay as they are
+
+
+def files_in(folder):
+    return {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.rglob("*") if p.is_file()}
+
+
+def begun(path, step=2):
+    """A run of three steps that has done two of them; its adapter is a file."""
+    def write_adapter(tensors, folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "adapter").write_bytes(tensors["master"].numpy().tobytes())
+
+    path.mkdir(exist_ok=True)
+    folder = RunFolder(path, some_live(), write_adapter)
+    folder.start({"steps": 3, "lr": 1e-5}, resume=False)
+    folder.snapshot({"step": step})
+    return folder
+
+
+def test_a_resumed_run_that_had_ended_changes_no_file(tmp_path):
+    folder = begun(tmp_path, step=3)
+    folder.save()
+    folder.finish()
+    assert json.loads((tmp_path / "run.json").read_text())["ended"]
+    before = files_in(tmp_path)
+    again = RunFolder(tmp_path, some_live(), folder.write_adapter)
+    assert again.start({}, resume=True) == {"step": 3}
+    again.finish()
+    assert files_in(tmp_path) == before
+
+
+def test_a_folder_that_was_moved_gets_the_last_step_where_it_is_and_its_name_stays_free(tmp_path):
+    folder = begun(tmp_path / "x")
+    (tmp_path / "x").rename(tmp_path / "my runs")
+    (tmp_path / "x").mkdir()                                              # another run has the name by now
+    with pytest.raises(Stopped, match="/x was moved to .*/my runs while the run wrote there") as stop:
+        folder.log("metrics.jsonl", [{"step": 2}])
+    assert folder.save() == "step 2 is saved" and not any((tmp_path / "x").iterdir())
+    assert (tmp_path / "my runs/checkpoints/step_000002/state.json").exists()
+    assert folder.advice(stop.value.then) == f"go on with --resume --out '{tmp_path}/my runs'"
+
+
+@pytest.mark.parametrize("act", [lambda folder: folder.log("metrics.jsonl", [{"step": 2}]),
+                                 lambda folder: folder.note(ended="today")])
+def test_a_folder_that_was_removed_is_not_made_again_and_nothing_is_advised(tmp_path, act):
+    folder = begun(tmp_path / "x")
+    checkpoints.shutil.rmtree(tmp_path / "x")
+    with pytest.raises(Stopped, match="/x was removed or moved away while the run wrote there") as stop:
+        act(folder)
+    assert folder.save() == "step 2 cannot be saved" and not list(tmp_path.iterdir())
+    assert folder.advice(stop.value.then) == ""
+
+
+def test_without_its_run_json_a_run_ends_and_is_saved_but_cannot_go_on(tmp_path):
+    folder = begun(tmp_path)
+    (tmp_path / "run.json").unlink()
+    with pytest.raises(Stopped, match="run.json was removed while the run went on") as stop:
+        folder.log("metrics.jsonl", [{"step": 2}])
+    assert folder.save() == "step 2 is saved"
+    (tmp_path / "metrics.jsonl").touch()
+    assert folder.advice(stop.value.then).startswith(f"the run cannot go on: {tmp_path}/run.json: cannot be read")
+
+
+def test_advice_is_given_where_it_helps(tmp_path):
+    folder = begun(tmp_path)
+    out = f" --out {tmp_path}"
+    assert folder.advice("go on with --resume") == f"go on with --resume{out}"
+    assert folder.advice(Stopped("disk full").then) == f"once that is mended, go on with --resume{out}"
+    assert folder.advice("") == ""                                        # the cause is of a kind that stays
+    folder.snapshot({"step": 3})
+    assert folder.advice("go on with --resume") == "that was its last step"
+    (tmp_path / "run.json").write_text('{"steps": 3')
+    assert folder.advice("go on with --resume").startswith("the run cannot go on: ")
+    (tmp_path / "new").mkdir()
+    assert RunFolder(tmp_path / "new", some_live(), None).advice("go on with --resume") == "the run had not begun"
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_kill_while_run_json_is_written_leaves_the_old_file_or_the_new(tmp_path, resume):
+    seen, done = [], False
+    while not done:
+        path = tmp_path / str(len(seen))
+        folder = begun(path) if resume else RunFolder(path, some_live(), None)
+        path.mkdir(exist_ok=True)
+        write = (lambda: folder.note(lr=1.0)) if resume else (lambda: folder.start({"lr": 1.0}, False))
+        done = killed_at(len(seen), write)
+        checkpoints.claim(path, resume or (path / "run.json").exists())   # what was cut off is in nobody's way
+        text = (path / "run.json").read_text() if (path / "run.json").exists() else "{}"
+        seen.append(json.loads(text).get("lr"))
+        assert [p.name for p in path.iterdir()] == ["run.json"] * (seen[-1] is not None)
+    old = 1e-5 if resume else None
+    assert seen == sorted(seen, key=lambda lr: lr == 1.0) and old in seen and seen[-1] == 1.0
+
+
+def test_a_folder_whose_run_json_is_not_whole_is_not_offered_to_resume(tmp_path):
+    (tmp_path / "run.json").touch()
+    with pytest.raises(ValueError, match="is not empty: choose another folder$"):
+        checkpoints.claim(tmp_path, False)
 
 
 def test_other_ranks_neither_read_nor_write(tmp_path, monkeypatch):
@@ -379,7 +480,7 @@ def test_a_signal_waits_until_files_and_memory_agree(handlers):
 
 
 def end(error, save=lambda: "step 7 is saved"):
-    with ending_with(save, "go on with --resume"):
+    with ending_with(save, lambda then: f"{then} --out x"):
         raise error
 
 
@@ -390,7 +491,19 @@ def test_an_end_that_is_no_bug_is_one_line_and_code_1(handlers, capsys, error):
         end(error)
     assert stop.value.code == 1
     line = str(error).splitlines()[0]
-    assert capsys.readouterr().err == f"train.py: {line}; step 7 is saved; go on with --resume\n"
+    told = f"train.py: {line}; step 7 is saved; once that is mended, go on with --resume --out x\n"
+    assert capsys.readouterr().err == told
+
+
+@pytest.mark.parametrize("error,line", [
+    (Stopped("stopped by SIGTERM", "go on with --resume"), ""), (Stopped("no state of this run", ""), ""),
+    (Stopped("--reward r: broke"), "train.py: rank 1: --reward r: broke\n"),
+    (OSError("disk full"), "train.py: rank 1: disk full\n")])
+def test_a_rank_other_than_0_says_what_it_alone_met(handlers, capsys, monkeypatch, error, line):
+    monkeypatch.setattr(checkpoints, "RANK", 1)
+    with pytest.raises(SystemExit):
+        end(error)
+    assert capsys.readouterr().err == line
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("bug"), AssertionError("bug"), RuntimeError("bug")])
@@ -407,7 +520,7 @@ def test_a_failed_save_is_reported_and_earlier_checkpoints_are_kept(handlers, ca
 
     with pytest.raises(SystemExit):
         end(Stopped("stopped by SIGINT"), full)
-    assert ("stopped by SIGINT; the last step cannot be saved (disk full), earlier checkpoints are whole; go on"
+    assert ("stopped by SIGINT; the last step cannot be saved (disk full), earlier checkpoints are whole; once"
             in capsys.readouterr().err)
 
 
@@ -419,7 +532,7 @@ def test_a_second_signal_does_not_cut_the_saving_short(handlers):
 
     saves = []
     with pytest.raises(SystemExit):
-        with ending_with(save, ""):
+        with ending_with(save, str):
             os.kill(os.getpid(), signal.SIGTERM)
             signal.pause()
     assert saves == ["whole"]
@@ -427,6 +540,6 @@ def test_a_second_signal_does_not_cut_the_saving_short(handlers):
 
 def test_a_block_that_ends_normally_saves_nothing(handlers):
     saves = []
-    with ending_with(lambda: saves.append("early"), ""):
+    with ending_with(lambda: saves.append("early"), str):
         pass
     assert saves == []

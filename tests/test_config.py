@@ -9,7 +9,10 @@ import re
 
 import pytest
 
-from harness.config import FIELDS, Settings, check_settings, option, read_run_json, read_settings, type_of
+from harness import hf
+from harness.config import (FIELDS, PRESETS, TINY_DEFAULTS, Settings, check_settings, option, read_run_json,
+                            read_settings, settings_of_run, type_of, without_places)
+from harness.hf import write_peft
 
 
 def settings_of(*flags):
@@ -56,15 +59,14 @@ def test_a_value_on_the_edge_of_its_range_is_taken(flags):
     ("--overlong-buffer 8", "--overlong-buffer 8: --overlong mask leaves out"),
     ("--lr 2 --weight-decay 0.5", "--weight-decay 0.5 x --lr 2.0 must be below 1"),
     ("--prompts-per-step 600000", "--prompts-per-step 600000 x --group-size 8 is more than a step can hold"),
-    ("--calibrate 8 --base nf4", "--calibrate 8 is for NVFP4, --base is nf4"),
-    ("--memory-gib 16 --device cpu", "--device is cpu")])
+    ("--calibrate 8 --base nf4", "--calibrate 8 is for NVFP4, --base is nf4")])
 def test_flags_that_contradict_each_other_are_refused(flags, words):
     with pytest.raises(ValueError, match=words):
         check_settings(settings_of(*flags.split()), None)
 
 
 @pytest.mark.parametrize("name,value", [
-    ("lr", "1e-3"), ("steps", 2.5), ("steps", True), ("steps", None), ("train_norms", 1), ("base", "int3"),
+    ("lr", "1e-3"), ("steps", 2.5), ("steps", True), ("epochs", None), ("train_norms", 1), ("base", "int3"),
     ("model", ["tiny"]), ("reward", 3)])
 def test_a_run_json_with_a_value_that_its_flag_cannot_have_names_file_and_flag(tmp_path, name, value):
     held = settings_of().flat()
@@ -104,6 +106,32 @@ def test_the_functions_that_a_run_json_names_are_told_with_their_file(tmp_path, 
     assert capsys.readouterr().err == ""
 
 
+def test_a_preset_fills_in_what_is_not_given_and_the_run_holds_the_values(tmp_path):
+    plain, paper = settings_of("--model", "x"), settings_of("--model", "x", "--preset", "paper", "--lr", "3e-5")
+    assert paper.flat() == plain.flat() | PRESETS["paper"] | {"preset": "paper", "lr": 3e-5}
+    assert (paper.rollout.prompts_per_step, paper.optim.epochs, paper.general.steps) == (16, 4, 600)
+    (tmp_path / "run.json").write_text(json.dumps(paper.flat()))
+    again, before = read_settings(["--resume", "--out", str(tmp_path)])
+    assert again.replace(resume=False, out=None, preset="paper") == paper.replace(out=None)
+    assert again.flat().items() >= without_places(before.flat()).items()
+    for flags in (["--resume", "--out", str(tmp_path)], ["--like", str(tmp_path)]):
+        with pytest.raises(ValueError, match="--preset paper: --resume and --like take the values of another run"):
+            settings_of(*flags, "--preset", "paper")
+
+
+def test_every_preset_is_of_flags_and_of_values_that_they_may_have(tmp_path):
+    for name, values in PRESETS.items():
+        settings = settings_of("--model", "x", "--preset", name)
+        assert check_settings(settings, None) is None
+        (tmp_path / "run.json").write_text(json.dumps(settings.flat()))
+        assert read_run_json(tmp_path / "run.json").items() >= values.items()
+
+
+def test_without_a_model_the_sizes_are_those_of_the_tiny_one():
+    assert {name: settings_of().flat()[name] for name in TINY_DEFAULTS} == TINY_DEFAULTS
+    assert settings_of().objective.overlong == "mask" and settings_of("--model", "x").objective.overlong == "keep"
+
+
 def test_every_setting_that_is_a_number_has_a_range():
     numbers = {name for name, field in FIELDS.items() if type_of(field) in (int, float)}
     ranged = {name for name, field in FIELDS.items() if field.metadata["allowed"]}
@@ -132,7 +160,72 @@ def test_help_shows_every_default_once_under_the_title_of_its_section(capsys):
     log = capsys.readouterr().out
     said = [" ".join(part.split()) for part in re.split("\n  (?=--)", log)]
     (steps,), (data_flag,) = ([part for part in said if part.startswith(flag)] for flag in ("--steps ", "--data "))
-    assert steps.endswith("(default: 600)") and "(default: gsm8k)" in data_flag
+    assert "(default: one pass over the problems" in steps and "(default: gsm8k)" in data_flag
     assert all(part.count("(default: ") <= 1 for part in said)
     titles = re.findall(r"^(\w.*):$", log, re.M)
     assert titles == ["options", *(section.type.__doc__ for section in dataclasses.fields(Settings))]
+
+
+# -----------------------------------------------------------------------------
+# Adapters and edited run folders
+
+@pytest.fixture
+def run_folder(tmp_path):
+    """A run as train.py leaves it, as far as its settings go: an adapter of rank 4, without norms."""
+    adapter = tmp_path / "x" / "adapter"
+    write_peft(adapter, {}, "tiny", 4, 32, False)
+    hf.write_conditions(adapter, {"base": "nvfp4", "calibration": None, "prompt_style": "boxed"})
+    (tmp_path / "x" / "run.json").write_text(json.dumps(settings_of("--out", "x", "--lora-rank", "4").flat()))
+    return tmp_path / "x"
+
+
+def edit(folder, **changes):
+    path = folder / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize("flags,said", [
+    ("--lora-rank 8", "--lora-rank is 8, --adapter {a} has 4: a run takes over its adapter's rank, alpha and norms"),
+    ("--lora-alpha 8", "--lora-alpha is 8.0, --adapter {a} has 32: "),
+    ("--train-norms", "--train-norms is True, --adapter {a} has False: "),
+    ("--lora-rank 4", ""), ("--lora-alpha 32", ""), ("--lora-rank 4 --lora-alpha 32", ""), ("", "")])
+def test_a_flag_for_another_adapter_than_that_to_start_from_is_refused(run_folder, flags, said):
+    adapter = str(run_folder / "adapter")
+    if not said:
+        assert settings_of("--adapter", adapter, *flags.split()).model.adapter == adapter
+        return
+    with pytest.raises(ValueError) as error:
+        settings_of("--adapter", adapter, *flags.split())
+    assert str(error.value).startswith(said.format(a=adapter))
+
+
+def test_a_default_or_the_flags_of_another_run_are_no_flag_for_another_adapter(run_folder, capsys):
+    edit(run_folder, lora_rank=16, train_norms=True)
+    settings = settings_of("--like", str(run_folder), "--adapter", str(run_folder / "adapter"), "--out", "y")
+    assert settings.model.lora_rank == 16                                 # prepare() takes over the adapter's
+    with pytest.raises(ValueError, match="--lora-rank is 9"):
+        settings_of("--like", str(run_folder), "--adapter", str(run_folder / "adapter"), "--lora-rank", "9")
+
+
+@pytest.mark.parametrize("changes,said", [
+    (dict(base="bf16"), "run.json was edited: {a} was trained with base 'nvfp4', not 'bf16'"),
+    (dict(prompt_style="tags"), "run.json was edited: {a} was trained with prompt style 'boxed', not 'tags'")])
+def test_a_run_json_that_contradicts_its_adapter_is_refused_by_every_program(run_folder, changes, said):
+    flags = ["--resume", "--out", str(run_folder)]
+    assert read_settings(flags)[1] and settings_of_run(run_folder)
+    edit(run_folder, **changes)
+    for read in (lambda: read_settings(flags), lambda: settings_of_run(run_folder)):
+        with pytest.raises(ValueError) as error:
+            read()
+        assert str(error.value) == f"{run_folder}/{said.format(a=run_folder / 'adapter')}"
+    (run_folder / "adapter" / hf.TRAINED_WITH).unlink()                   # a folder of before that file was written
+    assert read_settings(flags)[1] and settings_of_run(run_folder)
+
+
+@pytest.mark.parametrize("lost", ["model", "base", "data"])
+def test_a_run_json_without_what_a_run_is_does_not_go_on_with_defaults(run_folder, lost):
+    held = json.loads((run_folder / "run.json").read_text())
+    del held[lost]
+    (run_folder / "run.json").write_text(json.dumps(held))
+    with pytest.raises(ValueError, match="/x/run.json: has no model, base or data$"):
+        read_settings(["--resume", "--out", str(run_folder)])

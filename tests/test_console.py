@@ -9,13 +9,14 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import torch
 
 from harness.config import Settings
-from harness.console import SOURCE, Console, Watch, cannot_learn, command, may_not_learn
+from harness.console import SOURCE, Console, Phases, Watch, cannot_learn, command, may_not_learn
 
 HEALTHY = dict(accuracy=0.3, reward=0.3, groups=9, length=280.0, truncated=0.04, entropy=0.2)
 RUNS = sorted((Path(__file__).parent.parent / "study" / "runs").glob("*.jsonl"))
@@ -200,6 +201,15 @@ def test_an_answer_that_is_shown_brings_no_control_codes(capsys):
     assert "step 2, q-1, reward 1:\n2+3?\n-> \\x1b[2J5\\r\nyes" in said and "\x1b" not in said
 
 
+def test_an_update_that_is_skipped_is_told_under_the_number_of_its_steps_line(capsys):
+    console = Console(settings(steps=4))
+    console.start_at(0)
+    console.tell(told(1), [], [SimpleNamespace(failure=None), SimpleNamespace(failure="the loss is nan")])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert lines[0] == "step 2: the loss is nan: this update was skipped"
+    assert len(lines) == 2 and lines[1].startswith("step 2/4: ")
+
+
 def told(step, seconds=1.0, **figures):
     return dict(step=step, reward=0.5, accuracy=0.5, length=30.0, tokens_per_s=900.0, seconds=seconds) | figures
 
@@ -233,6 +243,46 @@ def test_after_ten_steps_the_time_left_is_told_anew_without_the_slow_first_step(
         for step in range(10):
             console.tell(told(step, 100.0 if step == 0 else 12.0), [], [])
         assert console.bar.format_dict["elapsed"] == pytest.approx(10 * 12, abs=2)
+
+
+class Gpu:
+    """Of torch.cuda, what tells of memory: 2 GiB are held, and what is used beside them is free again in between."""
+    held = peak = 2 * 2**30
+
+    def is_initialized(self):
+        return True
+
+    def empty_cache(self):
+        pass
+
+    def reset_peak_memory_stats(self):
+        self.peak = self.held
+
+    def max_memory_reserved(self):
+        return self.peak
+
+    def use(self, gib):
+        self.peak = max(self.peak, self.held + gib * 2**30)
+
+
+def test_a_run_says_how_long_each_part_before_the_first_step_took_and_how_much_memory(capsys, monkeypatch):
+    clock, gpu = [1000.0], Gpu()
+    monkeypatch.setattr("harness.console.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("harness.console.torch.cuda", gpu)
+    phases = Phases()
+    for name, seconds, gib in ("problems", 2.5, 0), ("download", 0.01, 0), ("weights", 130, 6.25), ("memory plan", 14, 12):
+        with phases(name):
+            gpu.use(gib)
+            clock[0] += seconds
+    clock[0] += 1
+    phases.tell()
+    assert capsys.readouterr().out == (
+        "ready after 148 s: problems 2.5 s (2.0 GiB), weights 130 s (8.2 GiB), memory plan 14 s (14.0 GiB)\n")
+    run = Console(settings(steps=3))
+    run.start_at(0)                                         # the memory of the preparation is not the steps'
+    gpu.use(5)
+    run.tell(told(0, 4.0), [], [])
+    assert "a step takes 4.0 s, at most 7.0 GiB of GPU memory: 8 s to go" in capsys.readouterr().out
 
 
 def test_a_run_of_ten_steps_has_nothing_left_to_correct(capsys):

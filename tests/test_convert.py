@@ -304,6 +304,8 @@ def test_merged_folder_is_the_trained_model_and_says_what_rounding_it_loses(trai
     assert run(monkeypatch, "nvfp4", tmp_path / "out", tmp_path / "rounded") is None
     lost = f"rounded to nvfp4, the merged adapter '{tmp_path}/run/adapter' is mostly lost"
     assert lost[:50] in capsys.readouterr().out
+    assert hf.base_of(tmp_path / "rounded", None) == "nvfp4"               # there are no 16 bits in it
+    assert not capsys.readouterr().out
     tokens = torch.randint(0, 460, (2, 24), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         want = trained(tokens).log_softmax(-1)

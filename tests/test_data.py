@@ -19,6 +19,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from harness import data
+from harness.config import Data
 from harness.data import Problem, Tokenizer
 from tiny.arithmetic import arithmetic, word_problem
 
@@ -221,6 +222,36 @@ def test_golds_that_the_grader_cannot_read_are_left_out_and_counted(tmp_path, ca
     assert [p.answer for p in problems] == kept
     said = "x.jsonl: 1 problems left out, their answers cannot be read\n"
     assert capsys.readouterr().out.endswith(said) == (reward is None)
+
+
+@pytest.mark.parametrize("count,asked,held,said", [
+    (50, 49, 5, "the last 5 of 50 problems are held out, not --eval-problems 49: a tenth at most, and 256; --eval-data"),
+    (50, 0, 5, "the last 5 of 50 problems are held out, not --eval-problems 0: "), (50, 5, 5, ""), (50, 3, 3, ""),
+    (9, 1, 1, "")])
+def test_fewer_held_out_problems_than_asked_for_are_said(tmp_path, capsys, count, asked, held, said):
+    path = tmp_path / "sums.jsonl"
+    path.write_text("".join(json.dumps({"question": f"{i} + 1?", "answer": str(i + 1)}) + "\n" for i in range(count)))
+    settings = Data(data=str(path), eval_problems=asked)
+    kept, held_out = data.split_problems(settings, Tokenizer(TINY))
+    out = capsys.readouterr().out
+    assert (len(kept), len(held_out)) == (count - held, held)
+    assert out.startswith(f"{path}: {said}") if said else out == ""
+
+
+@pytest.mark.parametrize("name,known", [("sums.jsonl", 3), ("copy.jsonl", 3), ("half.jsonl", 2), ("other.jsonl", 0),
+                                        (None, 0)])
+def test_held_out_problems_that_are_trained_on_too_are_counted_aloud(tmp_path, capsys, name, known):
+    def write(file, numbers):
+        rows = [json.dumps({"question": f"{i} + 1?", "answer": str(i + 1)}) + "\n" for i in numbers]
+        (tmp_path / file).write_text("".join(rows))
+
+    for file, numbers in (("sums.jsonl", range(30)), ("copy.jsonl", range(30)), ("half.jsonl", (28, 30, 29)),
+                          ("other.jsonl", range(30, 60))):
+        write(file, numbers)
+    settings = Data(data=str(tmp_path / "sums.jsonl"), eval_data=name and str(tmp_path / name), eval_problems=3)
+    data.split_problems(settings, Tokenizer(TINY))
+    said = f"{tmp_path / (name or '')}: {known} of the 3 held-out problems are also trained on: " if known else ""
+    assert capsys.readouterr().out.startswith(said) and bool(said) == bool(known)
 
 
 def test_unknown_missing_and_empty_sources_are_refused(tmp_path):

@@ -8,19 +8,24 @@ python -m pytest tests/test_decode.py -v
 """
 import functools
 import itertools
+import json
 import multiprocessing
 import os
 import re
+import runpy
 import subprocess
+import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import huggingface_hub
 import pytest
 import torch
 import torch.nn.functional as F
 import triton
+from safetensors.torch import save_file
 from triton.backends.compiler import GPUTarget
 from triton.language import constexpr as const
 
@@ -145,14 +150,15 @@ def blank(weights, base, dtype):
     return marlin_fp4.PackedWeight(N, K, codes, scales, torch.ones(N), dtype)
 
 
-def compile_step(sm, matmul, n, dtype, head):
+def compile_step(sm, matmul, n, dtype, head, rank=32, names=None):
     """Compiles a step of n rows as it is launched on a GPU of this sm, and the expansion of W for a prefill and for the
-    learner -> {kernel: the most of each of its resources}. Runs in a process of its own.
+    learner -> {kernel: the most of each of its resources}. names: of these kernels alone. Runs in a process of its own.
     """
     compiled, launch = [], triton.runtime.jit.JITFunction.run
 
     def compile_only(kernel, *args, grid, warmup, **options):
-        compiled.append((kernel.__name__, launch(kernel, *args, grid=grid, warmup=True, **options)))
+        if names is None or kernel.__name__ in names:
+            compiled.append((kernel.__name__, launch(kernel, *args, grid=grid, warmup=True, **options)))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton.runtime.jit.JITFunction, "run", compile_only)
@@ -163,8 +169,8 @@ def compile_step(sm, matmul, n, dtype, head):
         patch.setattr(torch, "randn", lambda *shape, generator, device: torch.zeros(*shape, device=device))
         gen = torch.Generator().manual_seed(0)
         size = head.D or head.H * head.d, head.F, 1, head.H, head.KV, 2432
-        model, engine, width = small_engine("nvfp4", gen, 32, 64, size, dtype, head.d if head.D else None)
-        engine.table = torch.zeros(64, width, dtype=torch.int64)
+        model, engine, width = small_engine("nvfp4", gen, rank, max(n, 64), size, dtype, head.d if head.D else None)
+        engine.table = torch.zeros(max(n, 64), width, dtype=torch.int64)
         patch.setattr(triton.runtime.driver, "_active", Gpu(sm))
         with torch.no_grad():
             engine.step(n, sampling())
@@ -179,16 +185,17 @@ def compile_step(sm, matmul, n, dtype, head):
 
 BF16, FP16 = torch.bfloat16, torch.float16
 # Each target, number of rows, type and kind of heads at least once, 5 s each; test_portable_kernel.py compiles the
-# matmul in every combination. With TEST_ALL_TARGETS=1 all 186 of them.
+# matmul in every combination. With TEST_ALL_TARGETS=1 all 204 of them.
 AS_LAUNCHED = [(90, "hopper", 64, BF16, SMALL), (90, "hopper", 16, FP16, SMALL), (80, "portable", 16, BF16, SMALL),
                (86, "portable", 64, FP16, SMALL), (89, "portable", 1, BF16, SMALL), (100, "portable", 16, FP16, SMALL),
                (120, "portable", 1, FP16, SMALL), (86, "portable", 64, BF16, HEADS_14B),
-               (120, "portable", 64, BF16, HEADS_05B), (120, "portable", 1, BF16, QWEN3["0.6b"]),
+               (120, "portable", 64, BF16, HEADS_05B), (86, "portable", 256, BF16, HEADS_7B),
+               (120, "portable", 1, BF16, QWEN3["0.6b"]),
                (90, "hopper", 64, BF16, QWEN3["4b"])]
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}       # KiB a program, of CUDA's table of capabilities
 if os.environ.get("TEST_ALL_TARGETS"):
     AS_LAUNCHED = [*AS_LAUNCHED[:2], *itertools.product(SHARED, ["portable"], (1, 16, 64), (BF16, FP16), [SMALL]),
-                   *itertools.product(SHARED, ["portable"], (1, 64), [BF16], (HEADS_05B, HEADS_7B, HEADS_14B)),
+                   *itertools.product(SHARED, ["portable"], (1, 64, 256), [BF16], (HEADS_05B, HEADS_7B, HEADS_14B)),
                    *itertools.product(SHARED, ["portable"], (1, 64), (BF16, FP16), QWEN3.values()),
                    *itertools.product([90], ["hopper"], (1, 64), (BF16, FP16), QWEN3.values())]
 EMBED_STACK = 32                                                     # bytes on every sm: 2 / pi, for sines of large angles
@@ -215,6 +222,89 @@ def test_every_kernel_of_a_step_compiles_as_it_is_launched_and_fits_the_gpu(sm, 
         assert shared <= SHARED[sm] * 1024, f"{name}: {shared} bytes of shared memory"
         allowed = EMBED_STACK if name == "embed_kernel" else STACK.get((name, sm), 0)
         assert stack <= allowed, f"{name}: {stack} bytes"
+
+
+# The kernels that finish a linear, for adapters of many ranks: (sm, rank, rows), 2 s each.
+FINISHING = "heads_kernel", "residual_kernel", "swiglu_kernel"
+BY_RANK = [(86, 8, 64), (120, 16, 1), (120, 64, 64), (89, 128, 64), (86, 256, 64), (80, 256, 16), (80, 512, 16),
+           (90, 512, 64)]
+if os.environ.get("TEST_ALL_TARGETS"):
+    BY_RANK = [(sm, rank, n) for sm, rank, n in itertools.product(SHARED, (8, 16, 64, 128, 256, 512), (1, 16, 64, 512))
+               if rank < 512 or SHARED[sm] > 99]
+SCRATCH = 12 * 1024                                                  # bytes, that small ranks take for other things
+# (sm, rank) -> bytes that swiglu_kernel spills there: x @ A.T of its rows takes most of the registers.
+SWIGLU_STACK = {(80, 512): 128, (90, 512): 160, (100, 512): 168, (100, 256): 8}
+
+
+@pytest.fixture(scope="module")
+def compiled_by_rank():
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork")) as pool:
+        yield {(sm, rank, n): pool.submit(compile_step, sm, "portable", n, BF16, SMALL, rank, FINISHING)
+               for sm, rank, n in BY_RANK}
+
+
+@pytest.mark.skipif(GPU or INTERPRETED, reason="where there is a GPU the other tests compile them")
+@pytest.mark.parametrize("sm,rank,n", BY_RANK)
+def test_an_adapter_of_any_rank_that_is_not_refused_fits_the_gpu(sm, rank, n, compiled_by_rank, monkeypatch):
+    monkeypatch.setattr(decode, "capability", lambda device: divmod(sm, 10))
+    decode.check_rank(rank, torch.device("cuda"), "")
+    found = compiled_by_rank[sm, rank, n].result()
+    print(f"sm_{sm}, rank {rank}, {n} rows:", found)
+    tile = 64 if n <= 16 or decode.finishing_kib(rank, 128) > SHARED[sm] else 128
+    assert set(found) == set(FINISHING) and decode.finishing_kib(rank, tile) <= SHARED[sm]
+    for name, (shared, _, stack) in found.items():
+        assert shared <= max(SCRATCH, decode.finishing_kib(rank, tile) * 1024), f"{name}: {shared} bytes"
+        allowed = SWIGLU_STACK.get((sm, rank), 0) if name == "swiglu_kernel" else 0
+        assert stack <= allowed, f"{name}: {stack} bytes of stack"
+
+
+@pytest.mark.parametrize("sm,most", [(80, 512), (86, 256), (89, 256), (90, 512), (100, 512), (120, 256)])
+def test_a_rank_is_refused_where_the_tensor_cores_operands_alone_exceed_shared_memory(sm, most, monkeypatch):
+    monkeypatch.setattr(decode, "capability", lambda device: divmod(sm, 10))
+    gpu = torch.device("cuda")
+    for rank in (1, 8, 192, 256, most - 1, most):
+        decode.check_rank(rank, gpu, "")
+    needs = decode.finishing_kib(2 * most, decode.NARROW_TILE)
+    said = (rf"^x needs {needs:.0f} KiB of shared memory, and this GPU has {SHARED[sm]} KiB: "
+            rf"the largest rank that fits is {most}$")
+    for rank in (most + 1, 2 * most):                                # padded to a power of two
+        with pytest.raises(ValueError, match=said):
+            decode.check_rank(rank, gpu, "x")
+    assert 2 * 2 * (2 * most) * decode.NARROW_TILE > SHARED[sm] * 1024    # gate's B and up's, 16 bits a number
+    with pytest.raises(ValueError, match=rf"^an adapter of rank {most + 1} needs"):
+        small_engine("bf16", torch.Generator(DEVICE), most + 1, size=(1024, 128, 1, 8, 2, 128))
+
+
+@pytest.fixture
+def large_adapter(tmp_path):
+    """The folder of a PEFT adapter of rank 512, which fits no GPU of 99 KiB."""
+    config = json.loads(Path(__file__).with_name("peft_adapter").joinpath("adapter_config.json").read_text())
+    (tmp_path / "large").mkdir()
+    changed = {"r": 512, "lora_alpha": 512, "modules_to_save": None}
+    (tmp_path / "large" / "adapter_config.json").write_text(json.dumps(config | changed))
+    names = [f"layers.0.{target}.lora_{x}.weight" for target in config["target_modules"] for x in "AB"]
+    save_file({name: torch.zeros(512, 512) for name in names}, tmp_path / "large" / "adapter_model.safetensors")
+    return tmp_path / "large"
+
+
+@pytest.mark.skipif(GPU or INTERPRETED, reason="pretends that there is a GPU")
+@pytest.mark.parametrize("program,flags", [
+    ("train.py", ["--lora-rank", "300"]), ("train.py", ["--adapter"]), ("tools/chat.py", ["--adapter"]),
+    ("evaluate.py", ["--data", "gsm8k", "--adapter"])])
+def test_a_rank_that_is_too_large_is_one_line_before_any_download(program, flags, large_adapter, fake_gpu, monkeypatch):
+    what = "--lora-rank 300"
+    if flags[-1] == "--adapter":
+        flags = [*flags, str(large_adapter)]
+        what = f"--adapter {large_adapter}: its rank of 512"
+    fake_gpu((8, 6))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: 1 / 0)
+    monkeypatch.chdir(large_adapter.parent)
+    path = str(Path(__file__).parent.parent / program)
+    monkeypatch.setattr(sys, "argv", [path, "--model", "some/model", *flags])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(path, run_name="__main__")
+    said = f"{what} needs 160 KiB of shared memory, and this GPU has 99 KiB: the largest rank that fits is 256"
+    assert stop.value.code.split(": ", 1)[1] == said
 
 
 def close(got, want, ulps=1.0):
@@ -482,7 +572,7 @@ def reference_logprobs(model, kv, rows, temperature):
         ("nvfp4", 32, 9, 128), ("bf16", 16, 5, 128)))])
 @pytest.mark.parametrize("sigma,temperature", [(0.05, 0.7), pytest.param(0, 0.0, marks=gpu)])
 def test_a_step_draws_what_the_torch_engine_would(base, rank, n, qwen3_head, sigma, temperature, gen):
-    model, engine, width = small_engine(base, gen, rank, qwen3_head=qwen3_head)
+    model, engine, width = small_engine(base, gen, rank, max(n, 9), qwen3_head=qwen3_head)
     with torch.no_grad(), noisy_norms(model, sigma, seed=1, step=2):
         rows = random_rows(n, width, gen)
         want, rounding = reference_logprobs(model, engine.kv, rows, temperature)
@@ -501,6 +591,22 @@ def test_a_step_draws_what_the_torch_engine_would(base, rank, n, qwen3_head, sig
         assert ((below - tolerance < u) & (u < above + tolerance)).all()
     else:
         assert (logprob > want.max(1).values - tolerance).all()
+
+
+@runs_kernels
+@in_one_setting
+def test_a_step_whose_rank_is_too_large_for_wide_programs_takes_narrow_ones(gen, monkeypatch):
+    columns = []
+
+    def squares(sums, *rest):
+        columns.append(256 // sums.shape[1])                         # small_engine's width, over the sums of a row
+        return kernels.RowSquares(sums, *rest)
+
+    monkeypatch.setattr(decode, "shared_memory_kib", lambda capability: 99)
+    monkeypatch.setattr(decode, "RowSquares", squares)
+    # With 17 rows programs take 128 columns, if they fit.
+    test_a_step_draws_what_the_torch_engine_would("nvfp4", 256, 17, 0.05, 0.7, gen)
+    assert set(columns) == {decode.NARROW_TILE} == {64}
 
 
 @gpu

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from model import load
 from study import entropy
 
 TINY = Path(__file__).parent.parent / "tiny"
@@ -35,15 +34,6 @@ def test_the_estimate_is_the_entropy_of_the_policy_that_is_drawn_from():
     assert abs(found["entropy"] - exact) < 4 * found["entropy_error"]     # 4 standard errors: 6e-5 by chance
     spread = (p * (-p.log() - exact) ** 2).sum().sqrt().item() / 200      # of one draw, over the root of 40,000
     assert found["entropy_error"] == pytest.approx(spread, rel=0.02)
-
-
-def test_noise_relative_to_the_gain_is_sigma_times_z_times_the_gain_and_is_taken_away():
-    model = load(TINY, "nvfp4", "cpu")
-    norm = model.layers[1].post_norm
-    with entropy.noise_relative_to_gain(model, 0.5, seed=3, step=2):
-        z = entropy.aqn.draw_z(3, 2, 1, 1, len(norm.noise))
-        assert torch.equal(norm.noise, 0.5 * norm.weight * z)
-    assert not norm.noise.any()
 
 
 def test_every_noise_becomes_a_line_whose_answers_give_its_means_again(tmp_path, monkeypatch, capsys):

@@ -217,7 +217,7 @@ def test_log_probs_that_are_not_finite_are_one_line(adapted, flags, tmp_path, mo
     assert stop.value.code.startswith("evaluate.py: a sampled token's log-prob is not finite: --temperature is too low")
 
 
-@pytest.mark.parametrize("most", [1, 1000])
+@pytest.mark.parametrize("most", [1, 1500])
 def test_a_full_disk_is_one_line_that_names_the_file_and_loses_no_figures(most, tmp_path, capsys, monkeypatch):
     whole = run(capsys, monkeypatch, "--limit", 9)
     monkeypatch.setattr(sys, "argv", ["evaluate.py", *BASIC, "--limit", "9", "--out", f"{tmp_path}/a.jsonl"])

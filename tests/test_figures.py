@@ -9,7 +9,8 @@ import random
 import pytest
 import torch
 
-from harness.figures import ballots, confidence_interval, maj_at_k, mean, paired_figures, pass_at_k
+from harness.figures import (ballots, confidence_interval, maj_at_k, mean, paired_figures, pass_at_k,
+                             sampler_entropy)
 
 
 @pytest.mark.parametrize("n,c", [(1, 0), (1, 1), (5, 0), (5, 2), (6, 5), (7, 3)])
@@ -48,6 +49,20 @@ def test_one_or_two_voters_are_as_good_as_one_answer():
     votes = [rng.choice("ABC") for _ in range(64)]
     correct = [int(vote == "A") for vote in votes]
     assert maj_at_k(votes, correct, 1) == maj_at_k(votes, correct, 2) == mean(correct)
+
+
+def test_the_samplers_entropy_is_a_mean_over_tokens_and_not_over_answers():
+    rows = [{"length": 3, "mean_logprob": -0.5}, {"length": 1, "mean_logprob": -2.5}]
+    assert sampler_entropy(rows) == pytest.approx((3 * 0.5 + 2.5) / 4)
+
+
+def test_the_samplers_entropy_estimates_that_of_the_policy_that_draws():
+    p = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64)
+    tokens = torch.multinomial(p, 20_000, replacement=True, generator=torch.Generator().manual_seed(0))
+    rows = [{"length": len(part), "mean_logprob": p[part].log().mean().item()} for part in tokens.split(7)]
+    exact = -(p * p.log()).sum()
+    error = ((p * (-p.log() - exact) ** 2).sum() / 20_000).sqrt()         # of a mean of 20,000 draws
+    assert abs(sampler_entropy(rows) - exact) < 4 * error                 # 6e-5 by chance
 
 
 @pytest.mark.parametrize("solved,n,low,high", [            # Newcombe 1998, table I, method 3

@@ -504,10 +504,22 @@ def test_weight_that_is_not_finite_is_refused_by_name(tiny, tmp_path):
     ("Qwen2.5-Coder-0.5b", "Qwen/Qwen2.5-Coder-0.5B-Instruct"), ("qwen2.5-math-72b", "Qwen/Qwen2.5-Math-72B-Instruct"),
     ("qwen3-8b", "Qwen/Qwen3-8B"), ("Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
     ("qwen3-4b-thinking-2507", "Qwen/Qwen3-4B-Thinking-2507"),
+    ("qwen2.5-7b-instruct", "Qwen/Qwen2.5-7B-Instruct"), ("Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-7B-Instruct"),
+    ("qwen2.5-coder-3b-instruct", "Qwen/Qwen2.5-Coder-3B-Instruct"), ("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-7B"),
     ("somebody/else", "somebody/else")])
 def test_short_names_and_hub_ids_are_downloaded(monkeypatch, name, hub_id):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda hub_id, allow_patterns: f"cache/{hub_id}")
     assert resolve(name) == Path("cache") / hub_id
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-7B", "Qwen2.5-0.5B", "Qwen2.5-Coder-32B", "Qwen2.5-Math-1.5B"])
+def test_the_hubs_name_of_a_base_model_is_neither_it_nor_the_instruct_model(name):
+    said = f"--model {name}: say Qwen/{name} for the base model, or {name.lower()} for Qwen/{name}-Instruct"
+    for refuses in (resolve, hf.check_model):
+        with pytest.raises(ValueError) as error:
+            refuses(name)
+        assert str(error.value) == said
+    assert hf.hub_id(name.lower()) == hf.hub_id(f"{name}-Instruct") == f"Qwen/{name}-Instruct"
 
 
 def test_names_that_lead_nowhere_are_refused(monkeypatch, tmp_path):
@@ -517,8 +529,11 @@ def test_names_that_lead_nowhere_are_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     assert resolve(tmp_path) == tmp_path
     for name in ("llama-7b", str(tmp_path / "nothing"), "qwen2.5-8b", "qwen3-7b", "qwen3-14b-instruct-2507"):
-        with pytest.raises(ValueError, match="neither a folder nor a name such as"):
-            resolve(name)
+        for refuses in (resolve, hf.check_model):
+            with pytest.raises(ValueError, match="neither a folder nor a name such as"):
+                refuses(name)
+    hf.check_model(tmp_path)                               # a folder, or what can be an id: nothing is downloaded
+    hf.check_model("somebody/else")
     with pytest.raises(ValueError, match=r"--model somebody/else: cannot be downloaded \(no such snapshot"):
         resolve("somebody/else")
 
@@ -654,3 +669,36 @@ def test_an_adapter_of_another_model_is_refused(tiny, tmp_path):
     save_adapter(adapted(tiny["untied"])[0], tmp_path)
     with pytest.raises(ValueError, match="of another shape, first base_model.model.model.layers.0"):
         load_adapter(load(tiny["tied"].folder, base="bf16", device="cpu"), tmp_path)
+
+
+def test_an_adapter_says_in_which_conditions_it_was_trained_and_a_foreign_one_says_nothing(tiny, tmp_path, capsys):
+    trained = {"base": "nvfp4", "calibration": None, "prompt_style": "boxed"}
+    folder = tiny["untied"].folder
+    assert hf.training_conditions(folder, "nvfp4", "boxed") == trained
+    save_adapter(adapted(tiny["untied"])[0], tmp_path)
+    other = {"base": "bf16", "calibration": "KL 0.01", "prompt_style": "tags"}
+    hf.tell_other_conditions(tmp_path, other)
+    assert capsys.readouterr().out == ""
+    hf.write_conditions(tmp_path, trained)
+    hf.tell_other_conditions(tmp_path, trained)
+    assert capsys.readouterr().out == ""
+    hf.tell_other_conditions(tmp_path, other)
+    assert capsys.readouterr().out.splitlines() == [f"{tmp_path} was trained with {what}" for what in (
+        "base 'nvfp4', not 'bf16'", "calibration none, not 'KL 0.01'", "prompt style 'boxed', not 'tags'")]
+    load_adapter(load(folder, "nvfp4", "cpu"), tmp_path)                  # the file is in nobody's way
+
+
+def test_the_calibration_of_a_model_is_among_an_adapters_conditions(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config_json("tied") | {"calibration": "KL 0.01"}))
+    assert hf.training_conditions(tmp_path, "nvfp4", "plain")["calibration"] == "KL 0.01"
+
+
+@pytest.mark.parametrize("text,said", [
+    ("x", "cannot be read as JSON"), ("[]", "holds no JSON object"), ("{}", "lacks base, expected text"),
+    ('{"base": 4, "prompt_style": "boxed"}', "base is 4, expected text"),
+    ('{"base": "nvfp4"}', "lacks prompt_style"),
+    ('{"base": "nvfp4", "prompt_style": "boxed", "calibration": []}', r"calibration is \[\], expected text")])
+def test_conditions_that_no_run_wrote_are_named(tmp_path, text, said):
+    (tmp_path / hf.TRAINED_WITH).write_text(text)
+    with pytest.raises(ValueError, match=f"trained_with.json: {said}"):
+        hf.read_conditions(tmp_path)

@@ -126,6 +126,11 @@ def test_ctrl_c_while_libraries_are_imported_is_one_line(tmp_path):
     (["train.py", "--lr", "nan"], "--lr must lie in (0, 10], got nan"),
     (["train.py", "--device", "cuda:77"], "--device cuda:77: torch sees"),
     (["train.py", "--model", "qwen2.5-8b", "--device", "cpu"], "--model qwen2.5-8b: neither a folder nor a name"),
+    *[([*program, "--model", "nosuch"], "--model nosuch: neither a folder nor a name such as qwen2.5-7b")
+      for program in (["train.py"], ["evaluate.py", "--data", "arithmetic"], ["tools/chat.py"])],
+    (["train.py", "--model", "Qwen2.5-7B"], "--model Qwen2.5-7B: say Qwen/Qwen2.5-7B for the base model"),
+    (["tools/convert.py", "nvfp4", "nosuch", "out"], "--model nosuch: neither a folder nor a name such as qwen2.5-7b"),
+    (["train.py", "--memory-gib", "9", "--device", "cpu"], "--memory-gib 9 bounds the memory of a GPU, --device is cpu"),
     (["train.py", "--model", "folder"], "folder/config.json: cannot be read"),
     (["train.py", "--like", "folder"], "folder/run.json: cannot be read"),
     (["train.py", "--adapter", "folder"], "folder/adapter_config.json: cannot be read"),
@@ -191,6 +196,112 @@ def test_help_takes_little_longer_than_torchs_import(tmp_path):
     assert "what most runs set:" in said and said.count("(default: 48)") == 1
     assert "(default: arithmetic)" in " ".join(said.split())              # of a run without --model
     assert ours < 2 * torchs, (ours, torchs)
+
+
+# -----------------------------------------------------------------------------
+# What a program finds around it
+
+@pytest.mark.parametrize("values,said", [
+    ({"WORLD_SIZE": "x"}, "WORLD_SIZE=x: expected a whole number; torchrun sets it"),
+    ({"RANK": "1"}, "RANK=1, WORLD_SIZE=1: the first must be below the second; torchrun sets both")])
+def test_a_wrong_environment_is_one_line(tmp_path, monkeypatch, values, said):
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    assert run(code="from harness import process, ranks", cwd=tmp_path) == (1, f"-c: {said}\n")
+
+
+def test_without_its_assertions_no_program_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONOPTIMIZE", "2")
+    for program in ("train.py", "evaluate.py", "tools/chat.py", "tools/convert.py", "tools/report.py"):
+        assert run(ROOT / program, cwd=tmp_path) == (1, f"{Path(program).name}: PYTHONOPTIMIZE=2 (python -O) takes out "
+                                                     "the assertions by which this program checks itself: unset it\n")
+
+
+WITHOUT = """
+import runpy, sys
+sys.modules[sys.argv[1]] = None
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("program", ["train.py", "evaluate.py", "tools/convert.py"])
+def test_a_library_that_is_not_installed_is_one_line(tmp_path, program):
+    said = f"{Path(program).name}: torch is not installed: pip install -r {ROOT / 'requirements.txt'}\n"
+    assert run("torch", ROOT / program, cwd=tmp_path, code=WITHOUT) == (1, said)
+
+
+@pytest.mark.parametrize("missing", ["harness.files", "json", "torc"])
+def test_a_missing_module_that_is_none_of_the_required_libraries_is_a_bug(tmp_path, missing):
+    status, said = run(cwd=tmp_path, code=f"""
+import sys
+sys.modules[{missing!r}] = None
+from harness import process
+import {missing}
+""")
+    assert status == 1 and "Traceback" in said and "is not installed" not in said
+
+
+posix = pytest.mark.skipif(os.name != "posix", reason="closes file descriptors as a shell does")
+
+
+@posix
+@pytest.mark.parametrize("closed", [(2,), (1,), (0,), (1, 2), (0, 1, 2)])
+def test_what_goes_to_a_closed_stream_lands_in_no_file(tmp_path, closed):
+    """The next file that is opened would get its number."""
+    code = """
+import os, sys
+from harness import process
+with open("log", "wb", buffering=0) as log:
+    for number in (1, 2):
+        os.write(number, b"noise")
+    assert sys.stdin.read() == "" and log.fileno() > 2
+    print("noise", file=sys.stderr)
+    log.write(b"whole")
+"""
+    def close():
+        for number in closed:
+            os.close(number)
+
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
+                          preexec_fn=close, stdin=subprocess.DEVNULL, capture_output=True)
+    assert done.returncode == 0 and (tmp_path / "log").read_bytes() == b"whole", done.stderr
+
+
+def unread(code, folder, unbuffered=""):
+    """Runs code whose stdout nobody reads -> its exit status, its stderr."""
+    ours, theirs = os.pipe()
+    os.close(ours)
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, stdout=theirs, stderr=subprocess.PIPE, text=True,
+                          env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered})
+    os.close(theirs)
+    return done.returncode, done.stderr
+
+
+@posix
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("then", ["with process.one_line('me'): print('x', flush=True)", "print('x', flush=True)",
+                                  "print('x')"])
+def test_a_program_whose_output_nobody_reads_ends_quietly_as_others_do(tmp_path, then, unbuffered):
+    assert unread(f"from harness import process\n{then}", tmp_path, unbuffered) == (141, "")
+
+
+@posix
+def test_a_broken_pipe_to_something_else_than_the_reader_is_told(tmp_path):
+    code = "from harness import process\nwith process.one_line('me'): raise BrokenPipeError(32, 'Broken pipe')"
+    assert run(cwd=tmp_path, code=code) == (1, "me: [Errno 32] Broken pipe\n")
+    assert unread(code.replace("BrokenPipeError(32, 'Broken pipe')", "OSError('full')"), tmp_path) == (1, "me: full\n")
+
+
+@posix
+def test_a_training_run_whose_output_nobody_reads_saves_its_last_step_and_ends_quietly(tmp_path):
+    code = """
+from pathlib import Path
+from harness.checkpoints import ending_with
+with ending_with(lambda: Path("saved").touch(), "go on"):
+    print("step 1", flush=True)
+"""
+    assert unread(code, tmp_path) == (141, "") and (tmp_path / "saved").exists()
 
 
 @pytest.mark.parametrize("error,said", [

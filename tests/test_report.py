@@ -14,27 +14,41 @@ import sys
 
 import pytest
 
+from rewards import extract
 from tools import report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-NASTY = "a\u2028</script><script>alert(1)</script><!-- & \x1b[2J"
+NASTY = "a\u2028</script><script>alert(1)</script><img src=x onerror=alert(1)><!-- & \x1b[2J"
 
 
-def sample(step, problem, reward, rule="box", completion="so \\boxed{7}", **more):
-    return dict(step=step, advantage=2 * reward - 1, id=problem, question=f"What is {problem}?", answer="7",
-                completion=completion, extracted="7", rule=rule, correct=float(reward > 0), format=1.0, length=4,
-                finished=True, mean_logprob=-0.25, reward=reward, **more)
+def answer(step, problem, task, rule="box", completion="so \\boxed{7}", **more):
+    return dict(step=step, id=problem, question=f"What is {problem}?", answer="7", completion=completion,
+                extracted="7", rule=rule, correct=float(task > 0), format=1.0, length=4, finished=True,
+                mean_logprob=-0.25, task=task, **more)
+
+
+def sample(step, problem, reward, *names, **more):
+    """An answer as samples.jsonl has it; held_out.jsonl has it without these two."""
+    return answer(step, problem, reward, *names, advantage=2 * reward - 1, reward=reward, **more)
 
 
 SAMPLES = [sample(step, f"p-{k}", float(k % 2), "box" if k else "none", f"step {step} says {k}")
            for step in range(40) for k in range(4)] + [sample(40, "odd", 0.25, "tag", NASTY, parts={"length": 0.5})]
 
 
-def write_run(folder, samples=SAMPLES, **flags):
+# The evaluations before training and after steps 20 and 40: p-1 is learned, p-2 never.
+PROMPT = "<|im_start|>system\nbe brief<|im_end|>\nWhat is p-%d?"
+HELD_OUT = [answer(step, f"p-{k}", float(k == 1 and step > 0), completion=f"held {k} at {step}: \\boxed{{7}}",
+                   prompt=PROMPT % k) for step in (0, 20, 40) for k in (1, 2)]
+
+
+def write_run(folder, samples=SAMPLES, held_out=(), **flags):
     folder.mkdir(parents=True)
     metrics = [{"step": step, "reward": step / 40, "sigma": 0.01 * (step > 3), "own": 1.0, "kl": float("nan")}
                for step in range(41)]
-    for name, rows in (("metrics.jsonl", metrics), ("samples.jsonl", samples)):
+    for row in metrics[::20] if held_out else ():
+        row["eval_accuracy"] = 0.5 * (row["step"] > 0)
+    for name, rows in (("metrics.jsonl", metrics), ("samples.jsonl", samples), ("held_out.jsonl", held_out)):
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "run.json").write_text(json.dumps({"model": "tiny", "lr": 1e-3, **flags}))
     return folder
@@ -56,15 +70,18 @@ def data_of(path):
 
 def test_the_page_holds_curves_flags_and_every_answer_as_written(tmp_path, monkeypatch, capsys):
     half = [sample(0, "half", 1.0, completion="half of a pair: \ud800")]
-    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", half, lr=2e-3,
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", half, HELD_OUT, lr=2e-3,
                                                                 about={"commit": "abc", "versions": {"torch": "2.13"}})
     assert run(monkeypatch, a, b) is None
-    assert capsys.readouterr().out.startswith(f"{a / 'report.html'}: ")
-    data = data_of(a / "report.html")
-    assert data["panels"] == {key: list(panel) for key, panel in report.PANELS.items()}
+    page = a / "report-with-b.html"
+    assert capsys.readouterr().out.startswith(f"{page}: ")
+    data = data_of(page)
+    assert data["panels"].items() >= {key: list(panel) for key, panel in report.PANELS.items()}.items()
     first, second = data["runs"]
     assert (first["name"], second["name"]) == (str(a), str(b))
-    assert first["samples"] == SAMPLES and second["samples"] == half
+    assert answers(first, "samples") == SAMPLES and first["held_out"] == []
+    assert answers(second, "samples") == half and answers(second, "held_out") == HELD_OUT
+    assert len(first["problems"]) == 5 and len(second["problems"]) == 3   # each one once, with its texts
     assert (first["flags"]["lr"], second["flags"]["lr"]) == (1e-3, 2e-3)
     assert second["flags"]["about.commit"] == "abc" and second["flags"]["about.versions.torch"] == "2.13"
     assert first["curves"].keys() == {"reward", "sigma", "own"}           # kl was never a number
@@ -72,11 +89,40 @@ def test_the_page_holds_curves_flags_and_every_answer_as_written(tmp_path, monke
     assert (steps, values) == (list(range(41)), [s / 40 for s in range(41)]) and mean == report.smooth(values, 41 // 15)
 
 
+def answers(run, name):
+    """The rows of a log again, of what the page has of a run."""
+    return [{key: value for key, value in (row | run["problems"][row["problem"]]).items()
+             if key != "problem" and (key, value) != ("prompt", "")} for row in run[name]]
+
+
+def test_a_page_of_several_runs_leaves_the_page_of_each_alone(tmp_path, monkeypatch):
+    a, b, c = (write_run(tmp_path / name) for name in "abc")
+    for folders in ([a], [a, b], [a, b, c]):
+        assert run(monkeypatch, *folders) is None
+    assert sorted(path.name for path in a.glob("*.html")) == ["report-with-b-c.html", "report-with-b.html",
+                                                              "report.html"]
+    assert len(data_of(a / "report.html")["runs"]) == 1
+    monkeypatch.chdir(b)
+    assert report.default_page([a, report.Path(".")]) == a / "report-with-b.html"
+
+
+def test_each_part_of_an_own_reward_has_a_panel_behind_the_reward():
+    panels = report.panels_for(["entropy", "reward_short", "reward", "eval_reward", "reward_right"])
+    assert list(panels)[:4] == ["reward", "reward_right", "reward_short", "eval_reward"]
+    assert panels["reward_short"] == ("own reward, part short", "free")
+    assert panels.items() >= report.PANELS.items() and len(panels) == len(report.PANELS) + 3
+    one_number = report.panels_for(["reward", "reward_reward"])           # equal to the reward: no second panel
+    assert one_number.keys() == report.PANELS.keys() | {"eval_reward"}
+
+
 def test_the_page_needs_nothing_but_itself(tmp_path, monkeypatch):
     assert run(monkeypatch, write_run(tmp_path / "a"), "--out", tmp_path / "new" / "page.html") is None
     html = (tmp_path / "new" / "page.html").read_text("utf-8")
+    html = html.replace("http://www.w3.org/2000/svg", "", 1)              # a name, which is never fetched
+    assert "content=\"default-src 'none'; " in html                       # the browser would fetch nothing else either
     assert not re.search(r"https?:|//\w+\.|\bsrc=|<link|@import|fetch\(|XMLHttp", html)
     assert html.count("</script>") == 2 and "alert(1)" not in html
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|eval\(|Function\(", html)
 
 
 def test_answers_can_be_those_of_every_nth_step_and_must_fit_into_a_browser(tmp_path, monkeypatch):
@@ -89,9 +135,11 @@ def test_answers_can_be_those_of_every_nth_step_and_must_fit_into_a_browser(tmp_
 
 
 def test_a_run_without_answers_has_its_curves(tmp_path, monkeypatch):
-    (write_run(tmp_path / "a") / "samples.jsonl").unlink()
+    write_run(tmp_path / "a", samples=())                                 # empty: the run was killed in its first step
+    (tmp_path / "a" / "held_out.jsonl").unlink()                          # an older run has none
     assert run(monkeypatch, tmp_path / "a") is None
-    assert data_of(tmp_path / "a" / "report.html")["runs"][0]["samples"] == []
+    shown = data_of(tmp_path / "a" / "report.html")["runs"][0]
+    assert shown["samples"] == shown["held_out"] == shown["problems"] == []
 
 
 @pytest.mark.parametrize("name,text,said", [
@@ -99,6 +147,7 @@ def test_a_run_without_answers_has_its_curves(tmp_path, monkeypatch):
     ("samples.jsonl", '{"step": 0\n{"step": 1}\n', "samples.jsonl:1: no line of a run"),
     ("samples.jsonl", json.dumps(sample(0, "p", 1.0)).replace("-0.25", "1e999") + "\n", "a number that JSON lacks"),
     ("samples.jsonl", json.dumps(sample(0, "p", 1.0, rule=None)) + "\n", "samples.jsonl:1: rule is no text"),
+    ("held_out.jsonl", json.dumps(answer(0, "p", 1.0, prompt=[1])) + "\n", "held_out.jsonl:1: prompt is no text"),
     ("samples.jsonl", "[" * 99999 + "\n\n", "samples.jsonl:1: no line of a run"),
     ("metrics.jsonl", '{"step": 0, "x": ' + "[" * 99999 + "\n{}\n", "metrics.jsonl:1: no line of a run"),
     ("run.json", "[", "run.json"), ("run.json", None, "run.json")])
@@ -121,56 +170,217 @@ def test_a_bad_flag_or_place_is_one_line(tmp_path, monkeypatch):
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.skipif(not CHROMIUM, reason="needs a Chromium to look at the page")
-@pytest.mark.parametrize("address,count,problems", [
-    ("", "161 of 161, mean reward 0.498, 50.3 % right", None),            # 80 ones and a 0.25, all of them right
-    ("#from=10&to=11&most=0", "4 of 161, mean reward 0.000, 0.0 % right", ["p-0", "p-2"] * 2),
-    ("#rule=none&to=1", "2 of 161, mean reward 0.000, 0.0 % right", ["p-0"] * 2),
-    ("#problem=p-3&text=STEP+7+SAYS", "1 of 161, mean reward 1.000, 100.0 % right", ["p-3"]),
-    ("#problem=what+is+odd", "1 of 161, mean reward 0.250, 100.0 % right", ["odd"]),
-    ("#text=%3C%2Fscript", "1 of 161, mean reward 0.250, 100.0 % right", ["odd"]),
-    ("#least=2", "0 of 161", [])])
-def test_a_reader_sees_the_answers_that_pass_the_filter(address, count, problems, tmp_path, monkeypatch):
-    assert run(monkeypatch, write_run(tmp_path / "a"), "--out", tmp_path / "page.html") is None
-    shown = drawn(tmp_path / "page.html", address)
-    assert f'id="count">{count}</p>' in shown
-    rows = re.findall(r'<div class="row"><span>[^<]*</span><span>([^<]*)</span>', shown)
-    assert rows == problems if problems is not None else 10 < len(rows) < 161
-    assert shown.count("<figure>") == 3
+# -----------------------------------------------------------------------------
+# In a browser
+
+in_chromium = pytest.mark.skipif(not CHROMIUM, reason="needs a Chromium to look at the page")
 
 
-def drawn(page, address=""):
+def drawn(page, address="", width=1400):
     """The page's DOM after its scripts have run."""
     done = subprocess.run([CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=9000",
-                           f"--user-data-dir={page.with_name('profile')}", "--dump-dom", f"file://{page}{address}"],
-                          capture_output=True, text=True, timeout=120)
+                           f"--window-size={width},900", f"--user-data-dir={page.with_name('profile')}", "--dump-dom",
+                           f"file://{page}{address}"], capture_output=True, text=True, timeout=120)
     assert "</html>" in done.stdout, done.stderr
     return done.stdout
 
 
+# A hand for the page: it does what `acts` says, and leaves what it has said as JSON at the end of the page.
 HAND = """<script>
+const wait = ms => new Promise(done => setTimeout(done, ms))
+const all = selector => [...document.querySelectorAll(selector)]
+const texts = selector => all(selector).map(node => node.textContent)
+const labelled = text => all("button").find(node => node.textContent.includes(text))
+const press = (node, key) => node.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }))
+const set = async (name, value) => {
+  one(`[name=${name}]`).value = value
+  one(`[name=${name}]`).dispatchEvent(new Event("input", { bubbles: true }))
+  await wait(400)
+}
+async function acts() { const said = {}; %s; return said }
 const at = setInterval(() => {
   if (!one(".rows .row")) return
   clearInterval(at)
-  one("[name=text]").value = "says 3"
-  one("form").dispatchEvent(new Event("input"))
-  setTimeout(() => one(".rows").children[7].click(), 1000)
+  acts().catch(error => ({ error: String(error) })).then(said => {
+    const packed = btoa(unescape(encodeURIComponent(JSON.stringify(said))))
+    document.body.append(make("output", { id: "said" }, packed))
+  })
 }, 50)
 </script>
 """
 
 
-@pytest.mark.skipif(not CHROMIUM, reason="needs a Chromium to look at the page")
-def test_typing_filters_and_a_click_opens_an_answer_beside_another_runs_flags(tmp_path, monkeypatch):
+def played(acts, page, address="", width=1400):
+    """What a script of acts has put into `said` after it has been played on a copy of the page."""
+    copy = page.with_name("played.html")
+    copy.write_text(page.read_text("utf-8") + HAND % acts, "utf-8")
+    packed = re.search(r'id="said">([\w+/=]*)<', drawn(copy, address, width))
+    return json.loads(base64.b64decode(packed[1]))
+
+
+@in_chromium
+@pytest.mark.parametrize("address,count,problems", [
+    ("", "161 of 161, mean reward 0.498, 50.3 % right", None),            # 80 ones and a 0.25, all of them right
+    ("#from=10&to=11&most=0", "4 of 161, mean reward 0.000, 0.0 % right", ["p-0", "p-2"] * 2),
+    ("#problem=p-3&text=STEP+7+SAYS", "1 of 161, mean reward 1.000, 100.0 % right", ["p-3"]),
+    ("#text=%3C%2Fscript", "1 of 161, mean reward 0.250, 100.0 % right", ["odd"]),
+    ("#least=2", "0 of 161", [])])
+def test_a_reader_sees_the_answers_that_pass_the_filter(address, count, problems, tmp_path, monkeypatch):
+    assert run(monkeypatch, write_run(tmp_path / "a"), "--out", tmp_path / "page.html") is None
+    shown = drawn(tmp_path / "page.html", address)
+    assert f'role="status">{count}</p>' in shown
+    rows = re.findall(r'<div class="row"[^>]*><span[^>]*>[^<]*</span><span[^>]*>([^<]*)</span>', shown)
+    assert rows == problems if problems is not None else 10 < len(rows) < 161
+    assert shown.count("<figure>") == 3
+
+
+@in_chromium
+def test_mouse_and_keyboard_reach_an_answer_from_the_form_a_curve_and_the_list(tmp_path, monkeypatch):
     pair = write_run(tmp_path / "a"), write_run(tmp_path / "b", lr=2e-3)
     assert run(monkeypatch, *pair, "--out", tmp_path / "page.html") is None
-    with open(tmp_path / "page.html", "a") as page:
-        page.write(HAND)
-    shown = drawn(tmp_path / "page.html")
-    assert 'id="count">80 of 322, mean reward 1.000, 100.0 % right</p>' in shown
-    detail = shown[shown.index('<div class="detail">'):]
-    assert "step 7, problem p-3, " in detail and "reward 1, advantage 1 <button>all answers of its group" in detail
-    for title, text in (("Problem", "What is p-3?"), ("What the model wrote", "step 7 says 3"), ("Known answer", "7")):
-        assert f"<b>{title}</b><pre>{text}</pre>" in detail
-    differing = shown[shown.index('<div id="differing">'):shown.index('id="flags"')]
-    assert re.findall(r"<tr><th>(\w+)</th>|<td>([^<]*)</td>", differing) == [("lr", ""), ("", "0.001"), ("", "0.002")]
+    said = played("""
+        await set("text", "says 3")
+        said.searched = one("#count").textContent
+        all(".rows .row")[7].click()
+        said.detail = one(".detail").innerText
+        said.marks = [texts(".rows .row.open mark"), texts(".detail mark.hit")]
+        said.differing = texts("#differing td")
+        labelled("all answers of its group").click()
+        said.group = [one("#count").textContent, location.hash]
+        history.back(); await wait(400)
+        said.back = location.hash
+
+        const curve = one("#panels figure svg"), box = curve.getBoundingClientRect()
+        press(curve, "Home"); press(curve, "ArrowRight"); press(curve, "Enter")
+        said.by_key = [location.hash, one("figcaption span + span").textContent]
+        curve.dispatchEvent(new MouseEvent("click", { clientX: box.right, clientY: box.top + 9 }))
+        said.by_click = [location.hash, one("#count").textContent]
+
+        labelled("show all").click()
+        const head = labelled("reward")
+        head.focus(); head.click(); head.click()
+        said.sorted = [head.parentNode.ariaSort, document.activeElement === head, texts(".rows .row")[0], location.hash]
+        press(one(".list"), "End")
+        said.last = one(".detail p").textContent
+        press(one(".list"), "ArrowUp")
+        said.before_it = found.findIndex(isOpen)
+    """, tmp_path / "page.html")
+    assert said["searched"] == "80 of 322, mean reward 1.000, 100.0 % right"
+    for text in ("step 7, problem p-3: right, reward 1, advantage 1", "What is p-3?", "step 7 says 3",
+                 "known answer\t7"):
+        assert text in said["detail"]
+    assert said["marks"] == [["says 3"], ["says 3"]] and said["differing"] == ["0.001", "0.002"]
+    assert said["group"] == ["1 of 322, mean reward 1.000, 100.0 % right", "#run=0&from=7&to=7&problem=p-3"]
+    assert said["back"] == "#text=says+3"
+    assert said["by_key"] == ["#from=1&to=1", "step 1: 0.025 0.025 "]
+    assert said["by_click"] == ["#from=40&to=40", "2 of 322, mean reward 0.250, 100.0 % right"]
+    assert said["sorted"][:2] == ["descending", True] and said["sorted"][2].startswith("0p-11")
+    assert said["sorted"][3] == "#sort=-reward"
+    assert said["last"].startswith("step 39, problem p-2: wrong") and said["before_it"] == 320
+
+
+@in_chromium
+def test_problems_are_hardest_first_and_have_their_answers_side_by_side(tmp_path, monkeypatch):
+    better = [row | {"correct": 1.0, "completion": "better"} if row["id"] == "p-2" else row for row in HELD_OUT]
+    pair = (write_run(tmp_path / "a", held_out=HELD_OUT, prompt_style="boxed", steps=41),
+            write_run(tmp_path / "b", held_out=better, prompt_style="boxed", steps=41))
+    acts = """
+        await set("set", "held-out"); all("[name=view]")[1].click(); await wait(400)
+        said.count = one("#count").textContent
+        said.lines = all(".rows .row").map(row => row.lastChild.textContent)
+        said.rates = all(".rows .row").map(row => row.querySelector("svg").ariaLabel)
+        all(".rows .row")[0].click()
+        said.prompt = [one(".detail summary").textContent, one(".detail details pre").textContent]
+        said.beside = texts(".beside pre")
+        said.read = texts(".beside mark.read")
+        const choice = one(".beside select")
+        choice.value = "1"; choice.dispatchEvent(new Event("change"))
+        said.chosen = [choice.selectedOptions[0].textContent, texts(".beside pre")[0]]
+        said.summary = texts("#summary tbody tr:first-child td")
+    """
+    assert run(monkeypatch, *pair, "--out", tmp_path / "page.html") is None
+    said = played(acts, tmp_path / "page.html")
+    assert said["count"] == "2 problems, 12 of 12 answers, mean reward 0.333, 58.3 % right"
+    assert said["lines"] == ["What is p-2?", "What is p-1?"]              # 50 and 67 % of their answers are right
+    assert said["rates"][1] == ", ".join(["step 0: 0.0 %, step 20: 100.0 %, step 40: 100.0 %"] * 2)
+    assert said["prompt"] == ["the prompt that the model saw, style boxed",
+                              PROMPT % 2]
+    assert said["beside"] == ["held 2 at 40: \\boxed{7}", "better"] and said["read"] == ["\\boxed{7}"]
+    assert said["chosen"] == ["step 20: 0 of 1 right", "held 2 at 20: \\boxed{7}"]
+    assert said["summary"][1:3] == ["0.0 % → 50.0 %2 problems, after 41 steps", "41 of 41"]
+    assert run(monkeypatch, pair[0], "--out", tmp_path / "page.html") is None
+    assert played(acts, tmp_path / "page.html")["beside"] == ["held 2 at 0: \\boxed{7}", "held 2 at 40: \\boxed{7}"]
+
+
+@in_chromium
+def test_what_was_read_is_marked_where_the_rule_reads_it(tmp_path, monkeypatch):
+    cases = [("box", "7", "so \\boxed{7}, no: $\\boxed{7}$", ["\\boxed{7}"]),
+             ("box", "2 , 3", "\\boxed{3}? \\boxed{2} and $y=\\boxed{3}$ \\boxed{}", ["\\boxed{2}", "\\boxed{3}"]),
+             ("box", "\\frac{1}{2}", "is \\fbox{ \\frac{1}{2} } {", ["\\fbox{ \\frac{1}{2} }"]),
+             ("box", "\\{1\\}", "\\boxed{\\{1\\}}", ["\\boxed{\\{1\\}}"]), ("box", "5", "\\boxed 5.", ["\\boxed 5"]),
+             ("tag", "7", "<answer>7</answer>", ["7"]), ("marker", "7", "17 or 7, the answer is 7. 7 it is", ["7"]),
+             ("none", None, "7", [])]
+    assert all(extract(text, last_number=False) == (found, rule) for rule, found, text, _ in cases)
+    rows = [sample(k, "p", 1.0, rule, text) | {"extracted": found} for k, (rule, found, text, _) in enumerate(cases)]
+    assert run(monkeypatch, write_run(tmp_path / "a", rows), "--out", tmp_path / "page.html") is None
+    said = played("said.marks = samples.map(row => [...read(row)].sort((a, b) => a.start - b.start)"
+                  ".map(({ start, end }) => [start, row.completion.slice(start, end)]))", tmp_path / "page.html")
+    assert [[text for _, text in spans] for spans in said["marks"]] == [wanted for *_, wanted in cases]
+    assert said["marks"][0][0][0] == 19 and said["marks"][6][0][0] == 23  # the last box; behind "answer is"
+
+
+@in_chromium
+def test_no_text_of_a_run_becomes_an_element_of_the_page(tmp_path, monkeypatch):
+    """Each text that a run folder holds is <img onerror=...>, as a model, a data set or a stranger may have it."""
+    row = sample(0, NASTY, 1.0, NASTY, NASTY, prompt=NASTY, parts={NASTY: 0.5, "__proto__": 1.0})
+    row |= {"question": NASTY, "answer": NASTY, "extracted": NASTY, NASTY: NASTY}
+    held = {key: value for key, value in row.items() if key not in ("reward", "advantage")}
+    folder = write_run(tmp_path / "a", [row], [held], **{key: NASTY for key in (NASTY, "model", "base", "data", "steps",
+                                                        "ended", "prompt_style", "about.date", "about.hardware")})
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 0, "reward": 1.0, f"reward_{NASTY}": 1.0, NASTY: 2.0}))
+    with open(folder / "metrics.jsonl", "a") as metrics:
+        metrics.write("\n")
+    assert run(monkeypatch, folder, folder, "--out", tmp_path / "page.html") is None
+    said = played("""
+        for (const view of ["answers", "problems"]) for (const set of ["", "held-out"]) {
+          only({ view: view === "answers" ? "" : view, set, text: "img" }); await wait(200)
+          all(".rows .row")[0].click()
+          said[view + set] = one(".detail").textContent.includes("<img src=x onerror=alert(1)>")
+        }
+        said.title = one("h1").textContent
+        said.foreign = all("img, script:not([id])").length
+    """, tmp_path / "page.html")
+    assert said.pop("foreign") == 2                                       # the page's own script, and HAND
+    assert said.pop("title") == f"{folder}, {folder}"
+    assert list(said.values()) == [True] * 4
+
+
+@in_chromium
+def test_a_phones_click_scrolls_to_the_text_and_nothing_is_wider_than_its_screen(tmp_path, monkeypatch):
+    long = [sample(0, f"p-{k}", 1.0, completion="word " * 400) for k in range(60)]
+    assert run(monkeypatch, write_run(tmp_path / "a", long, HELD_OUT), "--out", tmp_path / "page.html") is None
+    said = played("""
+        said.width = innerWidth
+        all(".rows .row")[3].click(); await wait(400)
+        said.top = one(".detail").getBoundingClientRect().top
+        said.wide = document.documentElement.scrollWidth
+        said.columns = all(".head > *").filter(head => head.offsetWidth).map(head => head.textContent)
+        labelled("the list").click(); await wait(400)
+        said.list = one(".list").getBoundingClientRect().top
+    """, tmp_path / "page.html", width=500)              # Chromium opens no narrower window
+    assert said["width"] == 500 >= said["wide"] and abs(said["top"]) < 1 and abs(said["list"]) < 1
+    assert said["columns"] == ["step", "reward", "✓", "answer", "what the model wrote"]
+
+
+@in_chromium
+def test_the_clean_stage_of_sigma_is_drawn_at_0_below_the_axis(tmp_path, monkeypatch):
+    assert run(monkeypatch, write_run(tmp_path / "a"), "--out", tmp_path / "page.html") is None
+    said = played("""
+        const sigma = all("figure").find(node => node.textContent.startsWith("sigma"))
+        said.labels = [...sigma.querySelectorAll("text")].map(node => node.textContent)
+        said.path = sigma.querySelector("path[stroke-width]").getAttribute("d")
+    """, tmp_path / "page.html")
+    assert "0.01" in said["labels"] and said["labels"].count("0") == 2    # of sigma, and of the steps
+    heights = [float(y) for y in re.findall(r"V([\d.]+)", said["path"])]
+    start = float(said["path"].split("h0")[0].split()[1])
+    assert heights[:3] == [start] * 3 and len(set(heights[3:])) == 1 and heights[-1] < start - 18

@@ -4,6 +4,8 @@ does for both.
 
 python -m pytest tests/test_results.py -v
 """
+import csv
+import gzip
 import json
 import os
 import subprocess
@@ -13,9 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from harness.config import check_settings, read_settings
 from harness.process import Stopped
 from study import results
-from study.results import Arm, bootstrap_interval, pairs_of_runs
+from study.results import Arm, difference_interval, pairs_of_runs
 from tools.report import PANELS, log_rows, series, smooth
 
 ROOT = Path(__file__).parent.parent
@@ -63,18 +66,61 @@ def runs(tmp_path):
 
 def test_an_arm_is_its_seeds(runs):
     a = Arm(runs, "a")
-    assert a.seeds == ["0", "1"] and a.before.sum() == 2 and a.after.sum(axis=1).tolist() == [4, 6]
+    assert a.seeds == ["0", "1"] and a.greedy.before.sum() == 2 and a.sampled is None
+    assert a.greedy.after.sum(axis=1).tolist() == [4, 6]
     assert a.mean("accuracy", None, 5) == pytest.approx(0.2) and a.mean("accuracy", -5, None) == pytest.approx(0.3)
     assert a.mean("entropy", -5, None) == pytest.approx((0.5 + 0.4 + 0.3 + 0.2) / 4)
 
 
-def test_the_bootstrap_interval_holds_the_spread_of_seeds_and_of_problems():
-    # One seed: the error of a mean of 0s and 1s. Seeds that disagree, problems that do not: their spread alone.
-    one = np.repeat([[1, 0]], 200, axis=0).reshape(1, 400)
-    mean, low, high = bootstrap_interval(one)
-    assert mean == 50 and high - low == pytest.approx(2 * 196 * (0.25 / 400) ** 0.5, rel=0.1)
-    mean, low, high = bootstrap_interval(np.array([[0] * 50, [1] * 50]))
-    assert (mean, low, high) == (50, 0, 100)
+def test_the_seeds_variance_of_two_arms_by_hand():
+    # Seeds of the first arm have accuracies of 1/2 and 3/4: variance 1/32. Where they agree, on three problems, the two
+    # residuals are +-1/8, on the fourth +-3/8: squares of 2 * (3 + 9) / 64 = 3/8 in all, of (2 - 1) * (4 - 1) degrees
+    # of freedom: 1/8, over four problems 1/32. So answers' noise explains all. The seeds of the second arm agree, which
+    # halves both means, and one seed says nothing.
+    arms = [np.array([[1, 1, 0, 0], [1, 1, 1, 0]]), np.array([[1, 0, 0, 0]] * 2), np.ones((1, 4))]
+    assert results.seed_variance(arms) == pytest.approx((0, 1 / 64, 2))
+    # Five problems: 3/5 and 1/5 right, variance 0.08. With two seeds the noise is half of the variance of their
+    # differences 0, 1, 1, 0, 0, which is 0.3, over five problems: 0.03.
+    two = np.array([[1, 1, 1, 0, 0], [1, 0, 0, 0, 0]])
+    assert results.seed_variance([two]) == pytest.approx((0.05, 0.08, 1))
+    assert results.seed_variance([np.ones((1, 4))]) == (0, 0, 0)
+
+
+def test_an_interval_by_hand():
+    # Two seeds, four problems: means of the problems 1, 0, 1/2, 1/2, their variance 1/6; over 4 problems 1/24.
+    differences = np.array([[1, 0, 1, 0], [1, 0, 0, 1]])
+    seeds = results.SeedVariance(true=0.01, seen=0.02, freedom=10)
+    variance = 1 / 24 + 2 / 2 * 0.01
+    freedom = variance**2 / ((1 / 24) ** 2 / 3 + 0.02**2 / 10)            # 4.3: that of 4
+    mean, half = difference_interval(differences, seeds, arms=2)
+    assert mean == 0.5 and int(freedom) == 4 and half == pytest.approx(2.776 * variance**0.5)
+    # A difference of untrained models has no seeds, so three degrees of freedom are left.
+    assert difference_interval(differences, seeds, arms=0)[1] == pytest.approx(3.182 * (1 / 24) ** 0.5)
+    # A seeds' variance of less than 0 leaves half of the problems' part: freedom (1/48)^2 / ((1/24)^2 / 3) = 3/4.
+    assert difference_interval(differences, results.SeedVariance(-1.0, 0.0, 1), arms=2)[1] == pytest.approx(12.706 / 48**0.5)
+
+
+@pytest.mark.parametrize("answers,problems", [(1, 1319), (8, 440)])
+@pytest.mark.parametrize("deviation", [0.0, 0.012])
+def test_the_intervals_cover_the_truth_in_95_per_cent_of_simulated_studies(answers, problems, deviation):
+    """500 studies of twelve arms with three seeds, six comparisons in each.
+
+    The truth is 0: problems favour the one or the other arm by 5 points as often, and a seed shifts its arm's chance of
+    a right answer by `deviation` (standard deviation). 3,000 intervals: the share has a standard error of 0.4 points.
+    """
+    random = np.random.default_rng(0)
+    inside = []
+    for _ in range(500):
+        chance = random.choice([0.1, 0.3, 0.9], p=[0.5, 0.2, 0.3], size=problems)     # as easy or hard as GSM8K's are
+        chance = chance + random.choice([-0.05, 0.05], size=(12, 1, problems))
+        chance = chance + deviation * random.standard_normal((12, 3, 1))
+        drawn = random.random((answers, *chance.shape), dtype=np.float32)
+        right = (drawn < chance.astype(np.float32)).mean(axis=0)
+        seeds = results.seed_variance(list(right))
+        for first, other in zip(right[::2], right[1::2]):
+            mean, half = difference_interval(other - first, seeds, arms=2)
+            inside.append(abs(mean) <= half)
+    assert 0.935 <= np.mean(inside) <= 0.965
 
 
 def test_the_tables_say_what_the_files_hold(runs):
@@ -86,6 +132,70 @@ def test_the_tables_say_what_the_files_hold(runs):
     assert "| 0.400 -> 0.350 | 0.200 -> 0.300 | 98 -> 97 | 2.0 |" in lines[2]
     assert lines[3].startswith("| b | 6-7 | 10.0 | **40.0** | 50.0 / 70.0 / 0.0 | +30.0 [")
     assert lines[-1].startswith("| b - a | -10.0 [") and "| +10.0 [" in lines[-1] and lines[-1].endswith("| 0, 1 |")
+
+
+def test_the_primary_comparison_is_named_and_must_be_one_of_the_tables(runs, monkeypatch, capsys):
+    assert run(monkeypatch, *"tables a b --primary b --runs".split(), runs) is None
+    assert capsys.readouterr().out.splitlines()[-1].startswith("| **b - a** (primary) | ")
+    for arm in "a", "c":
+        said = run(monkeypatch, *f"tables a b --primary {arm} --runs".split(), runs)
+        assert said == f"study: --primary {arm}: not among the arms that are compared with a"
+
+
+def test_eight_sampled_answers_have_tables_of_their_own_where_all_arms_have_them(runs, monkeypatch, capsys):
+    held = {"a": "0000000000", "a-s0": "8400000000", "a-s1": "8800000000", "b": "0000000000", "b-s0": "8800000000",
+            "b-s1": "8800800000", "b-s2": "0000000000"}
+    entries = {name: {"right": right, "sampler_entropy": 0.25 if "-" in name else 0.5} for name, right in held.items()}
+    (runs / "sampled.json").write_text(json.dumps(entries))
+    assert run(monkeypatch, *"tables a b --runs".split(), runs) is None
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-6].startswith("| a | 0.0 | **17.5** | 15.0 / 20.0 | +17.5 [")
+    assert lines[-6].endswith("] | 0.0 -> 20.0 | 0.500 -> 0.250 |")
+    # Seeds 0 and 1: 20 against 15 and 30 against 20 per cent.
+    assert lines[-3] == "| points, sampled | before | after | seeds |" and "| +7.5 [" in lines[-1]
+    assert run(monkeypatch, *"pairs sampled b:a --runs".split(), runs) is None
+    assert "| b - a, seed 1 | after training | +0.1000 |" in capsys.readouterr().out
+    (runs / "sampled.json").write_text(json.dumps({name: entries[name] for name in ("a", "a-s0", "a-s1")}))
+    assert run(monkeypatch, *"tables a b --runs".split(), runs) is None
+    assert "sampled" not in capsys.readouterr().out                       # b has none
+    assert run(monkeypatch, *"pairs sampled b:a --runs".split(), runs) == "study: sampled.json has not both b and a"
+    for wrong in ({"right": "8" * 10}, "8" * 10, {"right": "9" * 10, "sampler_entropy": 0.1}):
+        (runs / "sampled.json").write_text(json.dumps(entries | {"a-s1": wrong}))
+        assert "sampled.json: a-s1 is " in run(monkeypatch, *"tables a b --runs".split(), runs)
+
+
+def test_a_run_is_kept_with_a_line_of_each_answer_and_its_test_once(runs, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "run"
+    write(folder, "metrics.jsonl", [{"step": 0, "accuracy": 0.5, "sampler_entropy": 0.55}])
+    write(folder, "samples.jsonl", [{"step": 0, "id": f"x,{i}", "completion": "long", "correct": float(i), "length": 2 + i,
+                                     "mean_logprob": -0.4 - i / 4} for i in range(2)])
+    assert run(monkeypatch, "keep", folder, "a-s2", "--runs", runs) is None
+    rows = [*csv.DictReader(gzip.open(runs / "a-s2.rows.csv.gz", "rt"))]
+    assert rows[1] == {"step": "0", "id": "x,1", "correct": "1", "length": "3", "mean_logprob": "-0.6500"}
+    assert log_rows(runs / "a-s2.jsonl") == log_rows(folder / "metrics.jsonl")
+    tokens = [int(row["length"]) for row in rows]                         # the logged entropy, from the kept rows
+    assert -np.average([float(row["mean_logprob"]) for row in rows], weights=tokens) == pytest.approx(0.55)
+    assert "is not overwritten" in run(monkeypatch, "keep", folder, "a-s2", "--runs", runs)
+    assert "is named ARM-sSEED" in run(monkeypatch, "keep", folder, "../a-s2", "--runs", runs)
+    assert "is named ARM-sSEED" in run(monkeypatch, "keep", folder, "a", "--runs", runs)
+
+    def verdicts(samples, problems=10):
+        return write(folder, f"{samples}.jsonl", [{"id": str(i // samples), "sample": i % samples, "length": 4,
+                     "correct": float(i % 3 == 0), "mean_logprob": -0.5} for i in range(problems * samples)])
+
+    for samples in (1, 8, 5):
+        verdicts(samples)
+    capsys.readouterr()
+    assert run(monkeypatch, "verdicts", "a-s2", folder / "1.jsonl", folder / "8.jsonl", "--runs", runs) is None
+    assert capsys.readouterr().out.endswith("sampled.json: a-s2, 10 problems x 8\n")
+    assert Arm(runs, "a").greedy.after[2].tolist() == [1, 0, 0, 1, 0, 0, 1, 0, 0, 1]
+    assert json.loads((runs / "sampled.json").read_text()) == {
+        "a-s2": {"right": "3323323323", "sampler_entropy": 0.5}}          # 27 of 80 answers: every third, from the first
+    write(folder, "odd.jsonl", [{"id": "0", "sample": 0}])
+    assert "odd.jsonl: row 1 has not all of sample, correct" in run(monkeypatch, "verdicts", "a-s2", folder / "odd.jsonl",
+                                                                    "--runs", runs)
+    for samples, said in ((8, "a run is tested once"), (1, "a run is tested once"), (5, "expected 1 answer")):
+        assert said in run(monkeypatch, "verdicts", "a-s2", folder / f"{samples}.jsonl", "--runs", runs)
 
 
 def test_the_mean_of_some_steps_includes_the_last(runs, monkeypatch, capsys):
@@ -148,12 +258,45 @@ def test_the_studys_first_claim_is_what_its_files_hold(monkeypatch, capsys):
     ("a", {"a-s1": "11"}, "held_out.json: a-s1 is '11', expected 0 or 1 for each problem"),
     ("a", {"a": 1100}, "held_out.json: a-s0 is '1111000000', expected 0 or 1 for each problem"),
     ("a", {"a": "2100000000"}, "held_out.json: a is '2100000000', expected 0 or 1 for each problem"),
-    ("a b", {"b": "1", "b-s0": "1", "b-s1": "1", "b-s2": "1"}, "a and b have no seed in common, or other problems")])
+    ("a", {"a": "1", "a-s0": "1", "a-s1": "1"}, "held_out.json: a is '1', expected 0 or 1 for each problem"),
+    ("a b", {"b": "10", "b-s0": "11", "b-s1": "11", "b-s2": "11"}, "a and b have no seed in common, or other problems")])
 def test_what_cannot_be_compared_is_one_line(runs, monkeypatch, arms, held_out, said):
     path = runs / "held_out.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | held_out if isinstance(held_out, dict) else held_out))
     message = run(monkeypatch, "tables", *arms.split(), "--runs", runs)
     assert message.startswith("study: ") and said in message and "\n" not in message
+
+
+# -- the runs to come ----------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("order,arms", [
+    ("1", "noise-none noise-truncate noise-off noise-gain"),
+    ("2", "rate-bf16-1e-4 rate-calibrated-1e-4 rate-bf16-2e-4 rate-calibrated-2e-4"),
+    ("5", "recipe-divided recipe-cosine recipe-bound recipe-beta2")])
+def test_the_script_of_the_runs_to_come_starts_every_arm_with_flags_that_train_takes(tmp_path, order, arms):
+    """A stand-in for Python writes down what it is called with."""
+    log, stand_in = tmp_path / "calls", tmp_path / "python"
+    stand_in.write_text(f"#!/bin/bash\nline=$(printf '%s\\t' \"$@\")\necho \"$line\" >> {log}\n")
+    stand_in.chmod(0o755)
+    (tmp_path / "gsm8k_train.jsonl").write_text("".join(f"{i}\n" for i in range(1003)))
+    folders = dict(M05="m05", M15="m15", DATA=str(tmp_path), WORK=str(tmp_path / "work"))
+    done = subprocess.run(["bash", ROOT / "study" / "runs.sh", order, "3", "4"], capture_output=True, text=True,
+                          env=os.environ | folders | {"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "work" / "choose.jsonl").read_text().split() == [str(i) for i in range(3, 1003)]
+    assert (tmp_path / "work" / "learn.jsonl").read_text().split() == ["0", "1", "2"]
+    calls = [line.rstrip("\t").split("\t") for line in log.read_text().splitlines()]
+    started = [call[call.index("--model"):] for call in calls if call[0] in ("train.py", "-c")]
+    settings = [read_settings(flags)[0] for flags in started]
+    assert all(check_settings(one, None) is None for one in settings)
+    assert sorted(Path(one.general.out).name for one in settings) == sorted(
+        f"{arm}-s{seed}" for arm in arms.split() for seed in "34")
+    assert all(one.general.seed == int(one.general.out[-1]) for one in settings)
+    assert len({tuple(sorted((one.replace(out=None)).flat().items(), key=str)) for one in settings}) \
+        == len(settings) - 2 * (order == "5")                             # beta2 differs from cosine by no flag
+    # Each run's test is taken in once, and that of the untrained model once for each arm.
+    tested = [call[3] for call in calls if call[:3] == ["-m", "study.results", "verdicts"]]
+    assert sorted(tested) == sorted([*arms.split(), *(f"{arm}-s{seed}" for arm in arms.split() for seed in "34")])
 
 
 # -- reading ------------------------------------------------------------------------------------------------------

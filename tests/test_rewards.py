@@ -10,6 +10,7 @@ import shutil
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -204,14 +205,16 @@ def test_score_has_a_row_for_each_rollout_in_the_order_of_their_problems():
     rollouts = SimpleNamespace(
         completions=[[0], [1, 1], [0], [1, 1]], finished=[True, True, False, True],
         logprobs=[torch.tensor([-1.0]), torch.tensor([-1.0, -2.0]), torch.tensor([-3.0]), torch.tensor([0.0, -1.0])])
-    problems = [SimpleNamespace(id=id, question=f"q{id}", answer=answer) for id, answer in (("a", "5"), ("b", "6"))]
-    tokenizer = SimpleNamespace(opened="", decode=lambda ids: ("\\boxed{5}", "the answer is 6.")[ids[0]])
+    problems = [SimpleNamespace(id=id, question=f"q{id}", answer=answer, prompt=[prompt])
+                for id, answer, prompt in (("a", "5", 2), ("b", "6", 3))]
+    tokenizer = SimpleNamespace(opened="", decode=lambda ids: ("\\boxed{5}", "the answer is 6.", "asks a", "asks b")[ids[0]])
     rows = grade_rollouts(tokenizer, problems, rollouts)
     assert [row["id"] for row in rows] == ["a", "a", "b", "b"]
     assert [row["correct"] for row in rows] == [1, 0, 0, 1] and [row["format"] for row in rows] == [1, 0, 1, 0]
-    assert rows[1] == {"id": "a", "question": "qa", "answer": "5", "completion": "the answer is 6.", "extracted": "6",
-                       "rule": "marker", "correct": 0.0, "format": 0.0, "length": 2, "finished": True,
-                       "mean_logprob": -1.5, "task": 0.0}
+    assert [row["prompt"] for row in rows] == ["asks a"] * 2 + ["asks b"] * 2
+    assert rows[1] == {"id": "a", "question": "qa", "answer": "5", "prompt": "asks a",
+                       "completion": "the answer is 6.", "extracted": "6", "rule": "marker", "correct": 0.0,
+                       "format": 0.0, "length": 2, "finished": True, "mean_logprob": -1.5, "task": 0.0}
 
 
 @pytest.mark.parametrize("style,completion,correct,form,rule", [
@@ -223,7 +226,8 @@ def test_score_has_a_row_for_each_rollout_in_the_order_of_their_problems():
 def test_an_answer_whose_thinking_the_prompt_has_opened_is_what_comes_behind_it(style, completion, correct, form, rule):
     tokenizer = SimpleNamespace(opened="<think>\n", decode=lambda ids: completion)
     rollouts = SimpleNamespace(completions=[[0]], finished=[True], logprobs=[torch.tensor([-1.0])])
-    row, = grade_rollouts(tokenizer, [SimpleNamespace(id="a", question="q", answer="5")], rollouts, style)
+    row, = grade_rollouts(tokenizer, [SimpleNamespace(id="a", question="q", answer="5", prompt=[0])],
+                          rollouts, style)
     assert (row["correct"], row["format"], row["rule"]) == (correct, form, rule)
     assert row["completion"] == completion                                # what the model wrote
 
@@ -429,6 +433,6 @@ def test_a_reward_that_goes_to_another_folder_does_not_take_the_run_along(plug_i
 def test_parts_are_in_the_row_and_their_sum_is_its_task(plug_ins):
     rollouts = SimpleNamespace(completions=[[0], [1]], finished=[True] * 2, logprobs=[torch.tensor([-1.0])] * 2)
     tokenizer = SimpleNamespace(opened="", decode=lambda ids: "ab"[ids[0]])
-    first, second = grade_rollouts(tokenizer, [PROBLEM], rollouts, plug_in=Reward("mine:asks"))
+    first, second = grade_rollouts(tokenizer, [replace(PROBLEM, prompt=[0])], rollouts, plug_in=Reward("mine:asks"))
     assert first["parts"] == second["parts"] == {"level": 5.0, "asked": 1.0, "others": 2.0} and first["task"] == 8.0
     assert first["correct"] == 0.0                                        # there is no gold

@@ -413,7 +413,7 @@ class AuditedSampler(Sampler):
 
 def test_three_thousand_random_requests_match_a_plain_loop():
     rng, model = random.Random(0), HashModel()
-    requests = preempted = stopped = shared = 0
+    requests = preempted = told = stopped = shared = 0
     while requests < 3_000:
         max_length = rng.randint(2, 200)
         max_rows = rng.choice([1, 7, 24, 64])
@@ -437,10 +437,11 @@ def test_three_thousand_random_requests_match_a_plain_loop():
                 assert rollouts.logprobs[b].tolist() == want              # the engine's "log-prob" is the token
             assert sum(reported) == rollouts.num_tokens and 0 <= rollouts.idle < 1
             assert sorted(sampler.pool.free) == list(range(1, sampler.engine.kv.shape[2]))
-            requests += len(rollouts.completions)
+            requests, told = requests + len(rollouts.completions), told + rollouts.preempted
             stopped, shared = stopped + sum(rollouts.finished), shared + (group_size > 1)
         preempted += sampler.preempted
     assert preempted > 60 and stopped > 300 and shared > 8             # the interesting cases did occur
+    assert told == preempted
 
 
 @pytest.mark.parametrize("max_length", [2, 31, 32, 33, 64, 65, 96, 97])
@@ -536,9 +537,10 @@ def test_long_prefills_are_split_into_batches(monkeypatch):
 
 
 def test_rollouts_of_two_ranks_add():
-    a = Rollouts([[1], [1]], [[2], [3, 4]], [torch.zeros(1), torch.zeros(2)], [True, False], 1.0, 6)
-    b = Rollouts([[9]], [[8, 7, 6]], [torch.ones(3)], [True], 3.0, 4)
+    a = Rollouts([[1], [1]], [[2], [3, 4]], [torch.zeros(1), torch.zeros(2)], [True, False], 1.0, 6, 2)
+    b = Rollouts([[9]], [[8, 7, 6]], [torch.ones(3)], [True], 3.0, 4, 1)
     both = a + b
     assert both.completions == [[2], [3, 4], [8, 7, 6]] and both.num_tokens == 6
     assert both.finished == [True, False, True]
+    assert both.preempted == 3
     assert both.seconds == 3.0 and (a.idle, both.idle) == pytest.approx((0.5, 0.4))

@@ -147,12 +147,9 @@ class Runs:
         assert process.exitcode == code, f"exit code {process.exitcode}:\n{self.log(out)}"
         return self.log(out)
 
-    def ranks(self, out, count, *flags, rank_flags=((), ())):
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
-        common = dict(WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        return [self.start(out, *flags, *rank_flags[r], env=dict(common, RANK=str(r), LOCAL_RANK=str(r)))
+    def ranks(self, out, count, *flags, rank_flags=((), ()), fault=None):
+        common = dict(WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+        return [self.start(out, *flags, *rank_flags[r], env=dict(common, RANK=str(r), LOCAL_RANK=str(r)), fault=fault)
                 for r in range(count)]
 
     def log(self, out, rank=0):
@@ -178,8 +175,9 @@ class Runs:
             time.sleep(0.005)
 
     def same(self, a, b):
-        """Metrics, samples and adapter of two runs, bit for bit."""
+        """Metrics, answers and adapter of two runs, bit for bit."""
         return (self.metrics(a) == self.metrics(b) and self.lines(a, "samples.jsonl") == self.lines(b, "samples.jsonl")
+                and self.lines(a, "held_out.jsonl") == self.lines(b, "held_out.jsonl")
                 and self.adapter(a) == self.adapter(b))
 
     def adapter(self, out):
@@ -243,7 +241,8 @@ def test_updates_take_disjoint_groups_and_epochs_repeat_them():
 
 
 def test_a_step_reports_its_first_update_that_taught_and_the_clip_and_norm_of_its_last():
-    rows = [dict(reward=r, task=r, correct=r, format=1, length=2, finished=True) for r in (1.0, 0.0, 1.0, 0.0)]
+    rows = [dict(reward=r, task=r, correct=r, format=1, length=2, finished=True, mean_logprob=-0.5)
+            for r in (1.0, 0.0, 1.0, 0.0)]
     rollouts = SimpleNamespace(idle=0.0, num_tokens=8, seconds=2.0)
     nothing = Update({}, 0.0, lr=0.2)
     updates = [nothing, some_update(2.0, 1.0), some_update(4.0, 3.0), nothing]
@@ -252,15 +251,17 @@ def test_a_step_reports_its_first_update_that_taught_and_the_clip_and_norm_of_it
     assert metrics["ratio_max"] == pytest.approx(2) and metrics["entropy"] == 3
     assert (metrics["clip_high"], metrics["grad_norm"], metrics["lr"]) == (3, 3, 0.2)
     assert (metrics["groups"], metrics["informative"], metrics["tokens_per_s"]) == (1, 1, 4)
+    assert metrics["sampler_entropy"] == 0.5                              # of all rows, also of those that taught nothing
 
 
 def test_what_is_held_out_is_answered_once_and_greedily_whatever_the_temperature():
     seen = []
-    run = SimpleNamespace(settings=settings_of(), grade=lambda *_: [{"correct": 1.0}, {"correct": 0.0}],
+    graded = [{"correct": 1.0}, {"correct": 0.0}]
+    run = SimpleNamespace(settings=settings_of(), grade=lambda *_: graded,
                           console=SimpleNamespace(not_counted=nullcontext),
                           held_out=[SimpleNamespace(prompt=[i]) for i in range(2)],
                           sampler=SimpleNamespace(generate=lambda *arguments: seen.append(arguments)))
-    assert train_py.evaluate(run, Sampling(9, (5,), temperature=2.0), 0) == {"eval_accuracy": 0.5}
+    assert train_py.evaluate(run, Sampling(9, (5,), temperature=2.0), 0) == ({"eval_accuracy": 0.5}, graded)
     assert seen == [([[0], [1]], 1, Sampling(9, (5,), temperature=0.0))]
 
 
@@ -277,6 +278,47 @@ def test_the_settings_of_the_loss_reach_it_and_its_own_clips_are_the_defaults():
         loss = prepare.loss_of(settings_of(*flags, *more).objective)
         assert (loss.clip_low, loss.clip_high) == clips and loss.sequence_level
         assert (loss.correction, loss.kl_beta) == ("ppo", 0.2)
+
+
+def folder_of_width(folder, width, **more):
+    """A model folder of which only config.json is there."""
+    config = json.loads((ROOT / "tiny" / "config.json").read_text())
+    config |= {"hidden_size": width, "num_attention_heads": width // 64, "num_key_value_heads": 1, **more}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_a_run_has_one_pass_of_steps_and_a_16_bit_model_is_calibrated_on_a_gpu(tmp_path):
+    plain = folder_of_width(tmp_path / "plain", 896)
+    coded = folder_of_width(tmp_path / "coded", 896, quantization_config=NVFP4_CONFIG)
+
+    def decided(device, *flags, problems=7473):
+        settings = prepare.with_decided_defaults(settings_of(*flags), problems, torch.device(device))
+        return settings.general.steps, settings.model.calibrate
+
+    assert decided("cuda", "--model", plain) == (117, 128)                # 7,473 / 64 = 116.8
+    assert decided("cpu", "--model", plain, problems=50) == (60, 0)
+    assert decided("cuda", "--model", coded) == (117, 0) == decided("cuda", "--model", plain, "--base", "bf16")
+    assert decided("cuda", "--model", plain, "--calibrate", "0", "--steps", "3") == (3, 0)
+    assert decided("cuda", "--model", plain, "--preset", "paper") == (600, 0)
+    assert decided("cuda") == (48, 0)                                     # the tiny model
+
+
+def test_a_run_says_which_of_its_defaults_were_not_run_at_its_size(tmp_path):
+    small, large = (folder_of_width(tmp_path / str(width), width) for width in (1536, 3584))
+
+    def said(*flags):
+        return prepare.what_was_run(settings_of(*flags))
+
+    assert said("--model", large) == ("the defaults --lr 0.0001, --prompts-per-step 64, --epochs 1, --overlong keep "
+                                      "were run at 0.5B and 1.5B (study/README.md), not at this size (hidden_size 3584)")
+    given = "--lr 2e-5 --prompts-per-step 8 --epochs 2 --overlong mask".split()
+    assert said("--model", large, *given) == said() == said("--model", str(ROOT / "tiny")) == ""
+    assert said("--model", small) == ("most of the study's runs at 1.5B had --max-new-tokens 512, --sigma-start 0, "
+                                      "this one has --max-new-tokens 1024, --sigma-start 0.01")
+    assert said("--model", small, "--max-new-tokens", "512", "--sigma-start", "0") == ""
+    assert said("--model", small, "--preset", "paper").startswith("--preset paper: these settings have not been run")
 
 
 def test_the_seed_of_a_run_is_that_of_its_noise_its_sampling_and_its_adapter(runs):
@@ -389,7 +431,7 @@ def test_the_format_counts_beside_a_reward_of_ones_own(runs):
 def test_a_reward_of_nan_for_all_ends_the_run_in_one_line_and_writes_none(runs):
     log = runs.run("nan", "--steps", "3", "--reward", "my_rewards:nan", code=1)
     last = log.strip().splitlines()[-1]
-    assert last.startswith("train.py: --reward my_rewards:nan: nan for each of 8 answers; step 0 is saved; go on")
+    assert last.startswith("train.py: --reward my_rewards:nan: nan for each of 8 answers; step 0 is saved; once")
     assert "Traceback" not in log and runs.lines("nan") == runs.lines("nan", "samples.jsonl") == []
 
 
@@ -427,7 +469,7 @@ def log(metrics, step):
 def test_ranks_that_cannot_learn_end_in_one_line_and_keep_the_adapter_of_their_best_steps(runs):
     # Every answer is cut and left out of the loss. Until ten steps are seen the newest counts as the best.
     out = "dead"
-    flags = "--steps 40 --prompts-per-step 20 --group-size 2 --max-new-tokens 2 --keep 1".split()
+    flags = "--steps 40 --prompts-per-step 20 --group-size 2 --max-new-tokens 2 --keep 1 --overlong mask".split()
     for process in runs.ranks(out, 2, *flags):
         process.join(120)
         assert process.exitcode == 1
@@ -651,8 +693,8 @@ def test_a_merged_model_that_a_run_rounds_is_said_and_threads_are_few_and_a_smal
     config = json.loads((ROOT / "tiny" / "config.json").read_text()) | {"merged_adapter": "runs/x/adapter"}
     (tmp_path / "merged" / "config.json").write_text(json.dumps(config))
     log = runs.run("round", "--kv-gib", "1e-9", model=tmp_path / "merged", code=1, fault=eight_threads).splitlines()
-    assert "rounded to nvfp4, the merged adapter 'runs/x/adapter' is mostly lost" in log[1]
-    assert log[2] == "2 threads" and log[-1].endswith(": raise --kv-gib")
+    assert "rounded to nvfp4, the merged adapter 'runs/x/adapter' is mostly lost" in log[2]  # after what was not run
+    assert log[3] == "2 threads" and log[-1].endswith(": raise --kv-gib")
 
 
 def test_a_run_like_another_says_what_differs_and_keeps_adapters(runs):
@@ -705,7 +747,9 @@ def killed_in_its_first_checkpoint():
 def test_a_finished_run_says_so_and_can_be_extended_from_another_folder(runs, whole, monkeypatch):
     shutil.copytree(runs.folder / whole, runs.folder / "elsewhere" / "longer")
     out = "elsewhere/longer"
+    before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in (runs.folder / out).rglob("*") if p.is_file()}
     assert f"all 15 steps of {out} are done: --resume --steps N does more" in runs.run(out, "--resume")
+    assert before == {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in before}
     assert "--steps is 9, the run had 15" in runs.run(out, "--resume", "--steps", "9", code=1)
     runs.run(out, "--resume", "--steps", "17")
     assert [m["step"] for m in runs.metrics(out)] == list(range(17))
@@ -747,7 +791,8 @@ def test_an_error_of_a_reward_is_one_line_and_the_run_is_saved(runs):
     log = runs.run("breaks", "--steps", "4", "--reward", "my_rewards:breaks_later", code=1)
     last = log.strip().splitlines()[-1]
     assert last.startswith("train.py: --reward my_rewards:breaks_later: ZeroDivisionError: division by zero at ")
-    assert "my_rewards.py:" in last and "completion '" in last and "step 2 is saved; go on with --resume" in last
+    assert "my_rewards.py:" in last and "completion '" in last
+    assert last.endswith("step 2 is saved; once that is mended, go on with --resume --out breaks")
     assert "Traceback" not in log
 
 
@@ -855,8 +900,8 @@ def stop_after_reading():
 @pytest.mark.parametrize("fault,said", [
     (stop_before_reading, "stopped by SIGTERM; nothing was changed; go on"),
     (break_before_reading, "ZeroDivisionError"),
-    (fail_to_read, "Input/output error; nothing was changed; go on"),
-    (stop_after_reading, "stopped by SIGTERM; step 15 is saved; go on")])
+    (fail_to_read, "Input/output error; nothing was changed; once that is mended, go on"),
+    (stop_after_reading, "stopped by SIGTERM; step 15 is saved; that was its last step")])
 def test_a_resume_that_ends_before_its_checkpoint_is_in_place_leaves_the_adapter(runs, whole, fault, said):
     # The adapter of step 15 was replaced by the one that training starts from, whose B is zero.
     def files():
@@ -884,6 +929,34 @@ def test_damaged_checkpoints_are_named_and_the_one_before_is_used(runs, whole):
     log = runs.run("damaged", "--resume")
     assert log.count("damaged checkpoint passed over") == 2 and "no whole checkpoint, starting from step 0" in log
     assert runs.same("damaged", whole)
+
+
+def test_a_run_whose_folder_is_moved_ends_at_its_next_step_and_goes_on_there(runs, whole):
+    process = runs.start("house", "--steps", "15", "--save-every", "100")
+    runs.wait("house", 3, process)
+    (runs.folder / "house").rename(runs.folder / "moved-house")
+    process.join(30)
+    last = runs.log("house").strip().splitlines()[-1]
+    assert process.exitcode == 1 and not (runs.folder / "house").exists()
+    out = runs.folder / "moved-house"
+    step = int(re.search("step_([0-9]+)", str(next((out / "checkpoints").iterdir())))[1])
+    assert 0 <= len(runs.lines("moved-house")) - step <= 1                # moved between two logs: one is ahead
+    assert last == (f"train.py: house was moved to {out} while the run wrote there; step {step} is saved; go on with "
+                    f"--resume --out {out}")
+    runs.run("moved-house", "--resume")
+    assert runs.same("moved-house", whole)
+
+
+def test_an_adapter_on_another_base_or_prompt_is_said_and_an_edited_run_json_is_refused(runs):
+    runs.run("based", "--steps", "1", "--save-every", "1")
+    log = runs.run("rebased", "--steps", "1", "--adapter", "based/adapter", "--base", "bf16", "--prompt-style", "plain")
+    adapter = runs.folder / "based" / "adapter"
+    assert f"{adapter} was trained with base 'nvfp4', not 'bf16'\n" in log
+    assert f"{adapter} was trained with prompt style 'boxed', not 'plain'\n" in log
+    path = runs.folder / "based" / "run.json"
+    path.write_text(path.read_text().replace('"base": "nvfp4"', '"base": "bf16"'))
+    log = runs.run("based", "--resume", "--steps", "2", code=1)
+    assert log == "train.py: based/run.json was edited: based/adapter was trained with base 'nvfp4', not 'bf16'\n"
 
 
 @pytest.mark.parametrize("signalled", [False, True])
@@ -1016,6 +1089,62 @@ def test_a_rank_that_cannot_start_ends_the_others_in_one_line(runs):
         assert process.exitcode == 1, runs.log("lame", rank)
         assert "Traceback" not in runs.log("lame", rank)
     assert "another rank was lost" in runs.log("lame") and "less than one sequence" in runs.log("lame", 1)
+
+
+def say_soon_who_is_awaited():
+    from harness import ranks
+    ranks.PATIENCE = 0.2
+
+
+@pytest.mark.parametrize("rank,said", [(0, "rank 0 has waited 0.2 s for rank 1"),
+                                       (1, "rank 1 has waited 0.2 s for rank 0 at 127.0.0.1:")])
+def test_a_rank_whose_others_never_come_says_so_and_ends_when_told(runs, rank, said):
+    out = f"lonely{rank}"
+    env = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), RANK=str(rank))
+    process = runs.start(out, env=env, fault=say_soon_who_is_awaited)
+    wait_for_line(runs, out, rank, said, process)
+    process.terminate()
+    process.join(20)
+    assert process.exitcode == 1 and runs.log(out, rank).splitlines()[-1].startswith("train.py: stopped by SIGTERM")
+    assert "Traceback" not in runs.log(out, rank) and not (runs.folder / out).exists()
+
+
+def test_a_rank_that_waits_in_a_step_says_for_whom_saves_and_ends_when_told(runs):
+    zero, one = runs.ranks("awaits", 2, "--steps", "200", fault=say_soon_who_is_awaited)
+    runs.wait("awaits", 2, zero)
+    os.kill(one.pid, signal.SIGSTOP)
+    try:
+        wait_for_line(runs, "awaits", 0, " s for rank 1", zero)
+        zero.terminate()
+        zero.join(20)
+    finally:
+        one.kill()
+        zero.kill()
+    done = len(runs.lines("awaits"))
+    assert zero.exitcode == 1 and f"step {done} is saved; go on with --resume --out awaits" in runs.log("awaits")
+
+
+def wait_for_line(runs, out, rank, text, process):
+    limit = time.monotonic() + 60
+    log = runs.folder / f"{out}.{rank}.log"
+    while not (log.exists() and text in log.read_text()):
+        assert process.is_alive() and time.monotonic() < limit, log.exists() and log.read_text()
+        time.sleep(0.02)
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@pytest.mark.parametrize("flags,said", [(("--lr", "0.1"), "--lr: rank 1 has 0.1, rank 0 has 0.001"),
+                                        (("--data", "more.jsonl"), "the problems of --data: rank 1 has ")])
+def test_ranks_with_other_settings_or_problems_are_refused(runs, flags, said):
+    for rank, process in enumerate(runs.ranks("unlike", 2, "--steps", "1", rank_flags=[(), flags])):
+        process.join(60)
+        assert process.exitcode == 1 and said in runs.log("unlike", rank).splitlines()[-1]
+    assert not (runs.folder / "unlike").exists()
 
 
 def test_more_ranks_than_problems_work(runs):

@@ -5,6 +5,9 @@ Measures the speeds that docs/ reports; needs a GPU. Each command ends with one 
     python -m tools.bench linears --model 7b [--lora-rank 32]      a layer's linears against cuBLAS
     python -m tools.bench rollout --model 7b --base nvfp4 [--batch 1,8,32,64,256]        tokens/s
     python -m tools.bench rollout --model qwen3-8b                 sizes of Qwen2.5 need no prefix
+    python -m tools.bench decode --model 7b --batch 32,64 --new 4096,8192     steps of long answers
+    python -m tools.bench tail --model 7b --lengths runs/x/samples.jsonl      lengths as real ones
+    python -m tools.bench update --model 7b --new 4096             the learner, on long answers
     python -m tools.bench step --model 32b --memory-gib 48         a whole GRPO step
     torchrun --nproc-per-node 2 -m tools.bench step --model 7b     the same on several GPUs
 
@@ -13,6 +16,19 @@ are not summed, since other kernels do that.
 
 rollout. The whole sampler on random weights and a live random adapter: B sequences in groups of
 gcd(B, 8), end ids ignored, log-probs returned; tokens/s count prefill and the host's work.
+`preempted` counts rows that had to wait because the KV pool was full.
+
+decode. One window of steps of the same sampler, for rows that have written half of `new` tokens:
+since a step takes longer in proportion to what is written, this is the mean step of answers of that
+length. No token before it is computed, the KV cache holds random numbers. `attention_gb_s` is what
+the keys and values of the answers are read with: their bytes by the time that they add to a step.
+
+tail. Answers of given lengths, in several orders, and as many answers of their mean length. `few`
+is the share of the time in which an eighth of the rows or fewer wrote. The orders by length show
+what could be gained: before an answer is sampled nobody knows its length.
+
+update. Learner.update on random answers of `new` tokens. The `floor` is that of the matmuls, those
+of attention among them, at the rate of a large one.
 
 step. train.py's own sampler, memory plan and Learner.update, the slowest rank's seconds.
 
@@ -24,6 +40,7 @@ import json
 import math
 import operator
 import time
+from pathlib import Path
 
 from harness import process  # isort: skip; before torch
 import torch
@@ -34,12 +51,14 @@ import nvfp4
 from attention import lay_out
 from fast import memory
 from harness.config import Memory, Rollout, check_ranges
+from harness.files import read_rows
 from harness.prepare import divide_memory
 from harness.ranks import (KERNELS, LOCAL_RANK, WORLD, capability, choose_device, gather,
                            join_ranks, say, share)
-from learner import Batch, Learner
+from harness.process import short_repr
+from learner import Batch, Learner, micro_batches
 from lora import Linear, attach
-from sampler import Sampler, Sampling, engine_for
+from sampler import BlockPool, Rollouts, Sampler, Sampling, blocks_for, engine_for
 
 SIZES = {  # D, F, layers, H, KV, V, tied: config.json of Qwen2.5-*-Instruct
     "0.5b": (896, 4864, 24, 14, 2, 151936, True), "1.5b": (1536, 8960, 28, 12, 2, 151936, True),
@@ -205,6 +224,14 @@ def weight_bytes(model):
     return frozen + adapter + model.lm_head.nbytes
 
 
+def kv_read(config, B, prompt, written):
+    """Bytes of keys and values that a step reads of B rows that have written so many tokens each,
+    where those of a group read their prompt together.
+    """
+    groups = B // math.gcd(B, 8)
+    return 4 * config.layers * config.kv_heads * config.head_dim * (groups * prompt + B * written)
+
+
 def load_figures(model, sampler, B, prompt, new):
     """B completions of `new` tokens -> figures."""
     G = math.gcd(B, 8)
@@ -213,21 +240,189 @@ def load_figures(model, sampler, B, prompt, new):
     prefill = sampler.generate(prompts, G, Sampling(1)).seconds        # and one step
     rollouts = sampler.generate(prompts, G, Sampling(new))
     step = (rollouts.seconds - prefill) / (new - 1)
-    c = model.config                             # keys and values that a step half way reads
-    kv_bytes = 4 * c.layers * c.kv_heads * c.head_dim * (B // G * prompt + B * new / 2)
-    floor = (weight_bytes(model) + kv_bytes) / COPY
+    floor = (weight_bytes(model) + kv_read(model.config, B, prompt, new / 2)) / COPY
     return {"tokens_s": rollouts.num_tokens / rollouts.seconds, "step_ms": step * 1e3,
-            "floor_ms": floor * 1e3, "floor_of_step": floor / step, "prefill_ms": prefill * 1e3}
+            "floor_ms": floor * 1e3, "floor_of_step": floor / step, "prefill_ms": prefill * 1e3,
+            "preempted": rollouts.preempted}
 
 
 def rollout(model: str, kernels: str, base: str, dtype: str, lora_rank: int, batch: list[int],
-            prompt: int, new: int) -> dict:
+            prompt: int, new: int, kv_gib: float | None) -> dict:
     """The whole sampler, for each number of sequences in `batch`."""
     network = random_model(model, base, getattr(torch, dtype), lora_rank)
-    sampler = Sampler(engine_for(DEVICE, kernels), network, prompt + new, max(batch))
+    sampler = Sampler(engine_for(DEVICE, kernels), network, prompt + new, max(batch), kv_gib)
     figures = {B: print_figures(f"B={B}", load_figures(network, sampler, B, prompt, new))
                for B in batch}
-    return {"weight_gb": weight_bytes(network) / 1e9, "batch": figures}
+    return {"weight_gb": weight_bytes(network) / 1e9,
+            "kv_gib": sampler.engine.kv.nbytes / 2**30, "batch": figures}
+
+
+def rows_half_way(sampler, model, B, prompt, written):
+    """What a decode step of B rows reads that have written so many tokens each, in the KV blocks
+    that the sampler would have given them; None if its pool does not hold these.
+    """
+    G = math.gcd(B, 8)
+    prompts = random_prompts(model, [prompt] * (B // G))
+    sampler.pool = BlockPool(sampler.engine.kv.shape[2])
+    live = sampler._sequences(prompts, G, Sampling(written + 2 * sampler.engine.window), None)
+    own = blocks_for(written + 2 * sampler.engine.window)
+    if len(sampler.pool) < B // G * blocks_for(prompt - 1) + B * own:
+        return None
+    for sequence in live:
+        if not sequence.prefix.blocks:
+            sequence.prefix.blocks = sampler.pool.take(blocks_for(prompt - 1))
+        sequence.blocks = sampler.pool.take(own)
+        sequence.pos += written
+    return sampler._rows(live)
+
+
+def window_seconds(sampler, rows):
+    """Median seconds of a decode step, of nine windows."""
+    engine = sampler.engine
+    times = []
+    for _ in range(10):                          # the first compiles and captures
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        engine.decode(rows, engine.window, Sampling(2))
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - began) / engine.window)
+    return sorted(times[1:])[4]
+
+
+def decode(model: str, kernels: str, base: str, dtype: str, lora_rank: int, batch: list[int],
+           prompt: int, new: list[int], kv_gib: float | None) -> dict:
+    """A decode step of B rows half way through answers of N tokens, for each B and N."""
+    network = random_model(model, base, getattr(torch, dtype), lora_rank)
+    config = network.config
+    sampler = Sampler(engine_for(DEVICE, kernels), network, prompt + max(new) // 2 + 32,
+                      max(batch), kv_gib)
+    sampler.engine.kv.normal_()
+    figures = {}
+    for B in batch:
+        start = rows_half_way(sampler, network, B, prompt, 0)
+        first = start and window_seconds(sampler, start)
+        for N in new:
+            rows = rows_half_way(sampler, network, B, prompt, N // 2)
+            if rows is None:                     # neither are they where even the start is not
+                print(f"B={B} N={N}: the KV pool is too small for these rows", flush=True)
+                continue
+            step = window_seconds(sampler, rows)
+            floor = (weight_bytes(network) + kv_read(config, B, prompt, N / 2)) / COPY
+            added = kv_read(config, B, prompt, N / 2) - kv_read(config, B, prompt, 0)
+            figures[f"{B} x {N}"] = print_figures(f"B={B} N={N}", {
+                "tokens_s": B / step, "step_ms": step * 1e3, "floor_ms": floor * 1e3,
+                "floor_of_step": floor / step, "attention_gb_s": added / (step - first) / 1e9,
+                "kv_at_the_end_gib": kv_read(config, B, prompt, N) / 2**30})
+    return {"weight_gb": weight_bytes(network) / 1e9, "steps": figures}
+
+
+def lengths_of(path, count):
+    """The lengths of the first answers of a samples.jsonl, or of evaluate.py's --out."""
+    lengths = []
+    for number, row in read_rows(Path(path)):
+        length = row.get("length") if isinstance(row, dict) else None
+        if not (isinstance(length, int) and length > 0):
+            raise ValueError(f"--lengths {path}:{number}: needs a length, got {short_repr(length)}")
+        lengths.append(length)
+        if len(lengths) == count:
+            return lengths
+    raise ValueError(f"--lengths {path}: has {len(lengths)} answers, --answers is {count}")
+
+
+def tail_figures(sampler, prompts, lengths, window):
+    """Samples answers of these lengths -> figures."""
+    moments = []
+    sampler.engine.window = window
+    began = time.perf_counter()
+    rollouts = sampler.generate(prompts, len(lengths) // len(prompts), Sampling(lengths), progress=(
+        lambda made, ended: moments.append((time.perf_counter(), made))))
+    few = 0.0
+    for (moment, made), before in zip(moments, [began, *(moment for moment, _ in moments)]):
+        if made <= window * sampler.max_rows / 8:
+            few += moment - before
+    return {"seconds": rollouts.seconds, "tokens_s": rollouts.num_tokens / rollouts.seconds,
+            "idle": rollouts.idle, "few": few / rollouts.seconds, "preempted": rollouts.preempted}
+
+
+def tail(model: str, kernels: str, base: str, dtype: str, lora_rank: int, prompt: int,
+         answers: int, new: int, lengths: str | None, max_rows: int | None,
+         kv_gib: float | None) -> dict:
+    """Answers of different lengths beside answers of equal ones, in several orders."""
+    drawn = lengths_of(lengths, answers) if lengths else drawn_lengths(answers, 8, new, new / 8)
+    network = random_model(model, base, getattr(torch, dtype), lora_rank)
+    sampler = Sampler(engine_for(DEVICE, kernels), network, prompt + max(drawn),
+                      max_rows or answers, kv_gib)
+    prompts = random_prompts(network, [prompt] * (answers // math.gcd(answers, 8)))
+    usual = sampler.engine.window
+    mean = round(sum(drawn) / answers)
+    orders = {"equal lengths": ([mean] * answers, usual), "as they come": (drawn, usual),
+              "longest first": (sorted(drawn, reverse=True), usual),
+              "shortest first": (sorted(drawn), usual)}
+    windows = [window for window in (4, 2, 1) if window < usual]
+    orders |= {f"window of {window}": (drawn, window) for window in windows}
+    short = [min(i, max(drawn)) for i in range(1, answers + 1)]
+    tail_figures(sampler, prompts, short, usual)                 # captures the graph of each size
+    figures = {name: print_figures(name, tail_figures(sampler, prompts, *order))
+               for name, order in orders.items()}
+    return {"tokens": sum(drawn), "longest": max(drawn), "mean": mean, "orders": figures}
+
+
+def update_flops(config, tokens, scored, pairs, kept_layers):
+    """FLOPs of the matmuls of a forward and backward, without the adapter's.
+
+    tokens: computed; scored: predicted; pairs: of a query and a key. Every linear is multiplied in
+    the forward, in the backward (the gradient of x alone: W is frozen) and, in layers that keep no
+    activations, in a second forward. FlashAttention's backward multiplies 2.5 times as much as its
+    forward. The head is multiplied twice.
+    """
+    c = config
+    linears = (c.width * (c.heads + 2 * c.kv_heads) * c.head_dim + c.heads * c.head_dim * c.width
+               + 3 * c.width * c.feed_forward)
+    forwards = 2 * c.layers - kept_layers
+    attention = 4 * c.heads * c.head_dim * pairs * (forwards + 2.5 * c.layers)
+    return 2 * linears * tokens * (forwards + c.layers) + attention + 4 * c.vocab * c.width * scored
+
+
+def learner_update(model: str, kernels: str, base: str, dtype: str, lora_rank: int,
+                   memory_gib: float | None, kv_gib: float | None, micro_batch_tokens: int | None,
+                   prompts: int, prompt: int, new: int) -> dict:
+    """Learner.update on `prompts` groups of eight random answers of `new` tokens, twice: the first
+    compiles.
+    """
+    wanted = Memory(None, kernels, memory_gib, kv_gib, micro_batch_tokens)
+    memory.bound(memory_gib, DEVICE)
+    G = 8
+    B = prompts * G
+    network = random_model(model, base, getattr(torch, dtype), lora_rank)
+    learner = Learner(network, grpo.LOSSES["dapo"])
+    sizes = Rollout(prompts_per_step=prompts, group_size=G, max_new_tokens=new, max_rows=128)
+    divide_memory(network, learner, wanted, sizes, max_prompt_tokens=prompt, num_held_out=0)
+    questions = [question for question in random_prompts(network, [prompt] * prompts)
+                 for _ in range(G)]
+    rollouts = Rollouts(questions, random_prompts(network, [new] * B),
+                        [torch.full((new,), -1.0)] * B, [True] * B)
+    weights = grpo.token_weights(torch.full((B,), new), torch.ones(B, dtype=torch.bool),
+                                 learner.loss, new)
+    advantages = grpo.group_advantages(torch.arange(B) % 2, G)
+    for _ in range(2):
+        began = time.perf_counter()
+        done = learner.update(Batch(rollouts, advantages), weights, lr=1e-6)
+        assert not done.failure, done.failure
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - began
+    computed = pairs = 0
+    parts = micro_batches(questions, rollouts.completions, learner.micro_batch_tokens)
+    for part in parts:
+        rows = [questions[b] + rollouts.completions[b] for b in part]
+        computed += len(lay_out(rows, [prompt] * len(rows))[0])
+        groups = len({id(questions[b]) for b in part})
+        pairs += groups * prompt**2 / 2 + len(part) * (prompt * new + new**2 / 2)
+    flops = update_flops(network.config, computed, B * new, pairs, learner.kept_layers)
+    return print_figures(f"N={new}", {
+        "seconds": seconds, "tokens_s": B * new / seconds, "tflop_s": flops / seconds / 1e12,
+        "floor": flops / TENSOR, "floor_of_seconds": flops / TENSOR / seconds,
+        "micro_batches": len(parts), "micro_batch": learner.micro_batch_tokens,
+        "kept": learner.kept_layers, "reserved_gib": torch.cuda.max_memory_reserved() / 2**30})
 
 
 def training_step(model: str, kernels: str, base: str, dtype: str, lora_rank: int,
@@ -273,7 +468,8 @@ def training_step(model: str, kernels: str, base: str, dtype: str, lora_rank: in
             **grpo.summarize(update.sums)}
 
 
-MEASUREMENTS = {"linears": linears, "rollout": rollout, "step": training_step}
+MEASUREMENTS = {"linears": linears, "rollout": rollout, "decode": decode, "tail": tail,
+                "update": learner_update, "step": training_step}
 
 
 def measure(command: str, kernels: str, flags: dict) -> None:
@@ -297,22 +493,33 @@ def read_bench_flags():
         for name in names.split():
             commands.choices[name].add_argument(flag, **options)
 
-    add("linears rollout step", "--model", choices=SIZES, default="7b")
-    add("linears rollout step", "--kernels", choices=["auto", *KERNELS], default="auto")
+    numbers = dict(type=lambda text: [int(n) for n in text.split(",")], help="as 1,8,32")
+    whole = "rollout decode tail update step"
+    add(f"linears {whole}", "--model", choices=SIZES, default="7b")
+    add(f"linears {whole}", "--kernels", choices=["auto", *KERNELS], default="auto")
     add("linears", "--lora-rank", type=int, default=0, help="of each part's adapter; 0: none")
     add("linears", "--rows", type=int, nargs="*", default=[1, 8, 16, 32, 64, 128, 256])
-    add("rollout step", "--lora-rank", type=int, default=32)
-    add("rollout step", "--base", choices=list(nvfp4.FORMATS), default="nvfp4")
-    add("rollout step", "--dtype", choices=["bfloat16", "float16"], default="bfloat16")
-    add("rollout", "--batch", type=lambda text: [int(n) for n in text.split(",")],
-        default=[1, 8, 32, 64, 256], help="as 1,8,32")
-    add("rollout", "--prompt", type=int, default=256, help="tokens of a prompt")
+    add(whole, "--lora-rank", type=int, default=32)
+    add(whole, "--base", choices=list(nvfp4.FORMATS), default="nvfp4")
+    add(whole, "--dtype", choices=["bfloat16", "float16"], default="bfloat16")
+    add("rollout decode", "--batch", default=[1, 8, 32, 64, 256], **numbers)
+    add("rollout decode tail update", "--prompt", type=int, default=256, help="tokens of a prompt")
     add("rollout", "--new", type=int, default=512, help="tokens of a completion, at least 2")
-    add("step", "--memory-gib", type=float, help="bound of the whole process")
+    add("decode", "--new", default=[4096, 8192, 16384], **numbers)
+    add("tail", "--new", type=int, default=4096, help="the longest, where none are given")
+    add("tail", "--lengths", help="samples.jsonl of a run, or evaluate.py's --out (default: drawn, "
+        "with an eighth of --new as their mean)")
+    add("tail", "--answers", type=int, default=128, help="how many")
+    add("tail", "--max-rows", type=int, help="most that are decoded at a time (default: all)")
+    add("update", "--new", type=int, default=4096, help="tokens of an answer")
+    add("update step", "--memory-gib", type=float, help="bound of the whole process")
     add("step", "--group-size", type=int, default=8, help="samples a problem, at least 2")
     add("step", "--prompts", type=int, default=16, help="problems")
-    add("step", "--kv-gib", type=float, help="of the KV cache (default: as memory.py plans)")
-    add("step", "--micro-batch-tokens", type=int, help="(default: as memory.py plans)")
+    add("update", "--prompts", type=int, default=2, help="problems, of eight answers each")
+    add("rollout decode tail", "--kv-gib", type=float, help="of the KV cache (default: what is "
+        "needed, at most half of the free memory)")
+    add("update step", "--kv-gib", type=float, help="of the KV cache (default: as memory.py plans)")
+    add("update step", "--micro-batch-tokens", type=int, help="(default: as memory.py plans)")
     return parser.parse_args()
 
 
@@ -322,6 +529,7 @@ def main() -> None:
         command = flags.pop("command")
         if command == "step":
             check_ranges(Rollout(group_size=flags["group_size"]))
+        if command in ("step", "update"):
             check_ranges(Memory(memory_gib=flags["memory_gib"], kv_gib=flags["kv_gib"],
                                 micro_batch_tokens=flags["micro_batch_tokens"]))
             if flags["lora_rank"] < 1:

@@ -134,6 +134,9 @@ def main():
                 refuse_large_rank(rank, device, f"--adapter {which.adapter}: its rank of {rank}")
             folder = hf.resolve(which.model, weights=False)
             which = dataclasses.replace(which, base=hf.base_of(folder, which.base))
+            if which.adapter:
+                conditions = hf.training_conditions(folder, which.base, wanted.prompt_style)
+                hf.tell_other_conditions(which.adapter, conditions)
             tokenizer = data.Tokenizer(folder, wanted.thinking)
             folder = hf.resolve(which.model)
             model = load_model(which, folder, device, tokenizer)

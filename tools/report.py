@@ -1,28 +1,39 @@
 """
-One HTML page to read runs: their curves, the flags where they differ, and what the model wrote.
+One HTML page to read runs: what came of them, their curves, and everything that the model wrote.
 
-    python -m tools.report runs/x [runs/y ...] [--out page.html]
+    python -m tools.report runs/x                writes runs/x/report.html
+    python -m tools.report runs/x runs/y         compares two: writes runs/x/report-with-y.html
 
-The page is one file that any browser from 2023 on opens without a server and without a network.
-It shows the curves of metrics.jsonl, the flags of run.json, and all answers of samples.jsonl in a
-table that can be filtered and sorted; a click on an answer shows its problem, the known answer,
-the verdict and the advantage. The filter is kept in the page's address, so that a view can be sent
-to somebody: page.html#from=40&most=0 shows the wrong answers from step 40 on.
+The page is one file that any browser from 2023 on opens without a server and without a network:
 
-The page is tools/report.html with the data put into it, compressed with gzip: 50,000 answers of
-200 random words, which are 79 MB of samples.jsonl, become a page of 31 MB.
+    at the top   the held-out accuracy before and after, the duration, the hardware
+    curves       of metrics.jsonl; a click on one goes to the answers of that step
+    flags        of run.json, where the runs differ
+    answers      of samples.jsonl and held_out.jsonl, which can be filtered and sorted. An opened
+                 one shows the prompt, and marks the answer that was read in the text
+    problems     the same by problem, hardest first; an opened one has its answers side by side:
+                 those of two runs, or the first and the last of one run
+
+Filter and order are kept in the page's address, so that a view can be sent to somebody:
+report.html#from=40&most=0 shows the wrong answers from step 40 on.
+
+What a model or a data set wrote is shown as text and never as HTML. The page is tools/report.html
+with the data put into it, compressed with gzip: 50,000 answers of 200 random words, which are
+122 MB of samples.jsonl, become a page of 56 MB.
 """
 import argparse
 import base64
 import gzip
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 
 from harness import process  # isort: skip; before torch
 from harness.files import read_json, read_log, write_atomically
 
 MOST_CHARACTERS = 500e6             # Chromium refuses strings of more than 2^29 characters
+PROBLEM = "id", "question", "answer", "prompt"      # what answers to one problem have in common
 
 # The panels of the page, in its order; study/results.py draws the same ones into a picture.
 # key in metrics.jsonl -> title, vertical axis: "share" goes from 0 to 1, "log" is logarithmic,
@@ -34,13 +45,27 @@ PANELS = dict(
     informative=("share of groups that teach", "share"),
     truncated=("share of answers that were cut off", "share"),
     length=("length of an answer, tokens", "free"),
-    entropy=("entropy, nats a token", "free"),
+    sampler_entropy=("entropy of the sampler, nats a token", "free"),
+    entropy=("entropy of the learner where groups teach, nats a token", "free"),
     sigma=("sigma of the noise on the norms", "log"),
     grad_norm=("norm of the gradient before clipping", "free"),
     mismatch_abs=("learner and sampler differ by, mean |log ratio|", "free"),
     kl=("KL to the base model, nats a token", "free"),
     tokens_per_s=("sampled tokens a second", "free"),
 )
+
+
+def panels_for(keys: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """PANELS, and behind `reward` those of a --reward function: each part, and the held-out mean.
+
+    keys: all that the runs have logged.
+    """
+    own = {key: (f"own reward, part {key.removeprefix('reward_')}", "free")
+           for key in sorted(keys) if key.startswith("reward_")}
+    if list(own) == ["reward_reward"]:           # a function that returns one number: `reward`
+        own = {}
+    own["eval_reward"] = ("own reward on held-out problems", "free")
+    return {"reward": PANELS["reward"]} | own | PANELS
 
 
 # -----------------------------------------------------------------------------
@@ -83,17 +108,33 @@ def flat(flags: dict, prefix: str = "") -> dict:
     return names
 
 
+def read_answers(path: Path, problems: dict, every: int = 1) -> list[dict]:
+    """The answers of samples.jsonl or held_out.jsonl of every `every`-th step; [] without the file.
+
+    A problem comes up again and again, at least for each answer of its group, and prompts are
+    long. So `id`, `question`, `answer` and `prompt` become `problem`, the number of the problem.
+    problems: those four -> number; the new ones are added. ValueError names a line without a text.
+    """
+    answers = []
+    for number, (row, _) in enumerate(read_log(path) if path.exists() else (), 1):
+        texts = {"answer": "", "prompt": ""} | row               # an older run has no prompt
+        for key in (*PROBLEM, "completion", "rule"):
+            if not isinstance(texts.get(key), str):
+                raise ValueError(f"{path}:{number}: {key} is no text")
+        if row["step"] % every == 0:
+            known = tuple(row.pop(key, "") for key in PROBLEM)
+            answers.append(row | {"problem": problems.setdefault(known, len(problems))})
+    return answers
+
+
 def read_run(folder: Path, every: int = 1) -> dict:
     """What the page shows of one run, with the answers of every `every`-th step.
 
     Raises OSError, ValueError or Stopped, with a message that names the file.
     """
-    path = folder / "samples.jsonl"
-    samples = log_rows(path) if path.exists() else []
-    for number, row in enumerate(samples, 1):
-        for key in ("id", "question", "completion", "rule"):
-            if not isinstance(row.get(key), str):
-                raise ValueError(f"{path}:{number}: {key} is no text")
+    problems = {}
+    samples = read_answers(folder / "samples.jsonl", problems, every)
+    held_out = read_answers(folder / "held_out.jsonl", problems)           # of a few steps anyway
     metrics = log_rows(folder / "metrics.jsonl")
     # The panels' keys first, in their order; then all others that the run has logged.
     keys = dict.fromkeys(PANELS) | dict.fromkeys(key for row in metrics for key in row)
@@ -104,7 +145,8 @@ def read_run(folder: Path, every: int = 1) -> dict:
         if steps:
             curves[key] = steps, values, smooth(values, len(values) // 15)
     return {"name": str(folder), "flags": flat(read_json(folder / "run.json")), "curves": curves,
-            "samples": [row for row in samples if row["step"] % every == 0]}
+            "problems": [dict(zip(PROBLEM, known)) for known in problems],
+            "samples": samples, "held_out": held_out}
 
 
 # -----------------------------------------------------------------------------
@@ -116,7 +158,8 @@ def page(runs: list[dict]) -> str:
     ValueError if a number is not finite, or if there is more text than a browser reads.
     """
     try:
-        data = json.dumps({"panels": PANELS, "runs": runs}, separators=(",", ":"), allow_nan=False)
+        panels = panels_for({key for run in runs for key in run["curves"]})
+        data = json.dumps({"panels": panels, "runs": runs}, separators=(",", ":"), allow_nan=False)
     except ValueError as error:
         raise ValueError(f"runs hold a number that JSON lacks: {error}") from None
     if len(data) > MOST_CHARACTERS:
@@ -127,15 +170,22 @@ def page(runs: list[dict]) -> str:
     return Path(__file__).with_name("report.html").read_text("utf-8").replace("{DATA}", packed)
 
 
+def default_page(runs: list[Path]) -> Path:
+    """Where the page of these runs goes without --out: into the first one's folder."""
+    others = "-".join(run.resolve().name for run in runs[1:])
+    return runs[0] / (f"report-with-{others}.html" if others else "report.html")
+
+
 def main():
     parser = argparse.ArgumentParser(allow_abbrev=False, description=(
         "Write one HTML page that shows the curves, flags and answers of runs."))
     parser.add_argument("runs", nargs="+", type=Path, help="folders that train.py wrote")
-    parser.add_argument("--out", type=Path, help="the page (default: report.html in the first run)")
+    parser.add_argument("--out", type=Path, help="the page (default: report.html in the run, "
+                        "report-with-y.html in the first of several)")
     parser.add_argument("--every", type=int, default=1, metavar="N",
                         help="only the answers of every Nth step (default: 1, all of them)")
     args = parser.parse_args()
-    out = args.out or args.runs[0] / "report.html"
+    out = args.out or default_page(args.runs)
     with process.one_line("report"):
         if args.every < 1:
             raise ValueError(f"--every must be at least 1, got {args.every}")

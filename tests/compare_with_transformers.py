@@ -1,0 +1,178 @@
+"""
+Reads what this project writes with other programs, and compares: PEFT, transformers, compressed-tensors and the model's
+own chat template. docs/interoperability.md has the figures that it printed.
+
+    pip install -r requirements.txt transformers==5.23.0 peft==0.21.2 compressed-tensors==0.20.0 accelerate jinja2
+    python tests/compare_with_transformers.py MODEL RUN --answers 128
+
+MODEL: a 16-bit Qwen2.5 folder. RUN: a run of train.py that began from it with --base nvfp4 and without --calibrate.
+
+Everything is computed in fp32 on a CPU, of the same weights, so two programs differ by rounding alone. How much
+rounding may do is not guessed: tiny_qwen2.py computes the same logits in float64, transformers' distance from these
+(root mean square) shows how large such an error is, and ours may be at most twice as large. "left out" says what a
+mistake would look like: by how much the logits move without the adapter, or without the rounding to 4 bits.
+"""
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig
+from transformers.utils.logging import disable_progress_bar
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+from harness import data
+from lora import load_adapter
+from model import load
+from sampler import Sampler, Sampling, TorchEngine
+from tiny_qwen2 import TARGETS, merged, plain_logits
+
+TEXTS = 4                                         # problems whose logits are compared
+CONVERSATIONS = (
+    [("user", "2+3*4?")],
+    [("system", "You are terse."), ("user", " a\n\n  b\t"), ("assistant", "Yes."), ("user", "¿Qué? 你好 🙂\n")],
+)
+
+
+def convert(*arguments):
+    """tools.convert, as a user calls it."""
+    subprocess.run([sys.executable, "-m", "tools.convert", *map(str, arguments)], cwd=ROOT, check=True,
+                   stdout=subprocess.DEVNULL)
+
+
+def transformers_model(folder, dtype=torch.float32, **options):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager", **options).eval()
+
+
+def weights_of(model):
+    """A transformers model's tensors under the names of a checkpoint, without lm_head where it is the embedding."""
+    tied = model.config.tie_word_embeddings
+    return {name: t.detach() for name, t in model.state_dict().items() if not (tied and name == "lm_head.weight")}
+
+
+@torch.no_grad()
+def logits_of(model, texts):
+    """All logits of all texts, one text at a time: (total tokens, V) fp32."""
+    outputs = [model(torch.tensor([text])) for text in texts]
+    return torch.cat([getattr(out, "logits", out)[0].float() for out in outputs])
+
+
+def compare(name, ours, theirs, exact, without=None):
+    """Prints how far two programs' logits are apart, and stops where rounding cannot explain it."""
+    error, their_error = ((t - exact).square().mean().sqrt().item() for t in (ours, theirs))
+    line = (f"{name}: logits up to {exact.abs().max():.1f}; ours and theirs at most {(ours - theirs).abs().max():.1e} "
+            f"apart; root mean square distance from float64 {error:.1e}, theirs {their_error:.1e}")
+    if without is not None:
+        line += f"; left out: {(ours - without).square().mean().sqrt():.1e}"
+    print(line, flush=True)
+    if not error <= 2 * their_error:
+        sys.exit(f"{name}: more than rounding")
+
+
+@torch.no_grad()
+def compare_answers(name, ours, theirs, prompts, end_ids, length):
+    """Greedy answers to every prompt, by our sampler and by transformers' generate()."""
+    sampler = Sampler(TorchEngine, ours, max_length=max(map(len, prompts)) + length, kv_gib=1)
+    mine = sampler.generate(prompts, 1, Sampling(length, tuple(end_ids), temperature=0)).completions
+    equal = 0
+    for prompt, completion in zip(prompts, mine):
+        tokens = torch.tensor([prompt])
+        out = theirs.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=length,
+                              repetition_penalty=1.0, eos_token_id=list(end_ids), pad_token_id=end_ids[0])
+        equal += out[0, len(prompt):].tolist() == completion
+    print(f"{name}: {equal} of {len(prompts)} greedy answers equal, token by token", flush=True)
+
+
+def compare_chat(folder, tokenizer):
+    """Our prompts against the folder's Jinja template, as text and as ids of its tokenizer.json."""
+    config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    # As transformers compiles templates.
+    template = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(config["chat_template"])
+    auto = AutoTokenizer.from_pretrained(folder)
+    for turns in CONVERSATIONS:
+        own_system = [("system", tokenizer.system)] if turns[0][0] == "user" and tokenizer.system else []
+        ids = tokenizer.turns([*own_system, *turns])
+        messages = [{"role": role, "content": text} for role, text in turns]
+        text = template.render(messages=messages, add_generation_prompt=True)
+        if tokenizer.file.decode(ids, skip_special_tokens=False) != text:
+            sys.exit(f"{folder}: another prompt than its template's: {text!r}")
+        tokenizer.file.encode_special_tokens = False          # <|im_start|> in this text is meant as one token
+        if tokenizer.file.encode(text, add_special_tokens=False).ids != ids:
+            sys.exit(f"{folder}: other ids than tokenizer.json's: {text!r}")
+        tokenizer.file.encode_special_tokens = True
+        same = auto.apply_chat_template(messages, add_generation_prompt=True, return_dict=False) == ids
+        print(f"chat: {len(messages)} turns, text of {len(text)} characters and {len(ids)} ids equal the template's; "
+              f"AutoTokenizer gives {'the same' if same else 'OTHER'} ids", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--answers", type=int, default=8, help="problems to answer greedily")
+    args = parser.parse_args()
+    disable_progress_bar()
+    tokenizer = data.Tokenizer(args.model)
+    raw = json.loads((args.model / "config.json").read_text(encoding="utf-8"))
+    problems = data.encode_prompts(tokenizer, data.load_problems("arithmetic", "test"), "boxed")
+    prompts = [p.prompt for p in problems[:max(args.answers, TEXTS)]]
+    texts = [p.prompt + tokenizer.encode(f"The answer is {p.answer}.") for p in problems[:TEXTS]]
+    adapter = load_file(args.run / "adapter/adapter_model.safetensors")
+    settings = json.loads((args.run / "adapter/adapter_config.json").read_text(encoding="utf-8"))
+
+    def exact_logits(tensors):
+        return torch.cat([plain_logits(raw, tensors, torch.tensor(text)) for text in texts])
+
+    compare_chat(args.model, tokenizer)
+    theirs = transformers_model(args.model)
+    ours = load(args.model, base="bf16", device="cpu")
+    sixteen_bits = logits_of(ours, texts)
+    compare("16 bits", sixteen_bits, logits_of(theirs, texts), exact_logits(weights_of(theirs)))
+
+    with tempfile.TemporaryDirectory() as scratch:
+        scratch = Path(scratch)
+        convert("nvfp4", args.model, scratch / "nvfp4")
+        theirs = transformers_model(scratch / "nvfp4", quantization_config=CompressedTensorsConfig(dequantize=True))
+        ours = load(scratch / "nvfp4", base="nvfp4", device="cpu")
+        weights = weights_of(theirs)
+        linears = {f"model.layers.{i}.{name}.weight" for i in range(raw["num_hidden_layers"]) for name in TARGETS}
+        decoded = {}
+        for layer in ours.layers:
+            for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
+                w = torch.empty(linear.weight.N, linear.weight.K)
+                linear.weight.dequantize(out=w)
+                decoded |= zip([f"{name}.weight" for name in linear.names], w.split(linear.parts))
+        different = sum((decoded[name] != weights[name]).sum().item() for name in linears)
+        print(f"NVFP4: {sum(weights[name].numel() for name in linears):,} weights of linears, {different} differ")
+        exact = exact_logits(weights)
+        four_bits = logits_of(ours, texts)
+        compare("NVFP4, expanded", four_bits, logits_of(theirs, texts), exact, without=sixteen_bits)
+        # Without dequantize=True compressed-tensors expands to bf16 on the first call, so theirs computes in bf16 here.
+        theirs_in_bf16 = transformers_model(scratch / "nvfp4", torch.bfloat16)
+        compare("NVFP4, theirs in bf16", four_bits, logits_of(theirs_in_bf16, texts), exact, without=sixteen_bits)
+
+        # What a run trained from 16-bit files holds are the codes that `convert nvfp4` writes.
+        ours = load(args.model, base="nvfp4", device="cpu")
+        load_adapter(ours, args.run / "adapter")
+        theirs = PeftModel.from_pretrained(theirs, args.run / "adapter")
+        exact = exact_logits(merged(weights, adapter, settings["lora_alpha"] / settings["r"]))
+        compare("adapter in PEFT", logits_of(ours, texts), logits_of(theirs, texts), exact, without=four_bits)
+        compare_answers("adapter in PEFT", ours, theirs, prompts, tokenizer.end_ids, 48)
+
+        convert("merge", args.run, scratch / "merged")
+        theirs = transformers_model(scratch / "merged")
+        ours = load(scratch / "merged", base="bf16", device="cpu")
+        compare("merged", logits_of(ours, texts), logits_of(theirs, texts), exact_logits(weights_of(theirs)),
+                without=four_bits)
+        compare_answers("merged", ours, theirs, prompts, tokenizer.end_ids, 48)
+
+
+if __name__ == "__main__":
+    main()

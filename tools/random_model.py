@@ -1,0 +1,210 @@
+"""
+Writes a model folder of random weights in a published shape, to try a size without its download.
+
+    python -m tools.random_model qwen2.5-7b OUT --tokenizer QWEN      15 GB in eight files
+    python -m tools.random_model qwen2.5-32b OUT --base nvfp4         21 GB, where 65 would not fit
+    python train.py --model OUT --data arithmetic --reward tools.random_model:coin --steps 3
+
+All programs take the folder: they read, calibrate, sample, train and convert it as they would the
+model of that shape, and their times and memory are its own. What it says means nothing. Three
+things are like a real model's, because times or memory depend on them:
+
+- Answers come to an end. The head's rows of the end tokens point where all hidden states have
+  something in common, so that in each place an answer ends with the same chance. Lengths are then
+  geometric: short ones are the commonest, a few are several times the mean, --answer-tokens.
+  Greedy answers do not end: the likeliest token is never an end token.
+- Logits are finite and of a size with which the model has a choice: at temperature 1 they have a
+  standard deviation of 2.
+- The inputs of each linear are correlated and its channels differ in size. So GPTQ has errors to
+  make up for, and calibration does all its work.
+
+No answer of such a model is ever right, and where all answers to a problem get the same reward
+there is nothing to train on. So coin() below is a --reward that gives half of all answers 1.
+
+The weights follow from --seed on one device; another device draws others. They are made on the GPU
+where there is one, a file of at most 2 GiB at a time.
+
+Not here: models in the GPU's memory alone, which tools/bench.py makes for itself.
+"""
+import argparse
+import math
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import copy
+
+from harness import process  # isort: skip; before torch
+import torch
+
+import model as qwen
+import nvfp4
+from harness import config, data, hf
+from harness.config import TINY_MODEL, setting
+from harness.files import must_be_new, new_folder, read_json, write_json
+from harness.ranks import device_of
+from tools.bench import SIZES
+from tools.convert import tell_what_was_written
+
+SHAPE_NAMES = [size if size.startswith("qwen") else f"qwen2.5-{size}" for size in SIZES]
+SPREAD = 2.0                                     # standard deviation of the logits
+COMMON = 2.0                                     # of all embeddings, beside 1 of each token's own
+# What is common is END_SHARE of a normalised hidden state at the last layer: 2 / sqrt(4 + 1 + 0.58)
+# of what is common, the token's own part and what attention and MLP of all layers add.
+END_SHARE = 0.85
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """flags"""
+    tokenizer: str = setting(str(TINY_MODEL), "folder whose tokenizer.json, templates and the like "
+                             "are copied (default: the tiny model's, of 463 tokens)")
+    base: str = setting("bf16", "what the linears are written as", choices=("bf16", "nvfp4"))
+    answer_tokens: int = setting(300, "mean length of an answer at temperature 1; far above "
+                                 "--max-new-tokens all answers reach that", "[2, 1e9]")
+    seed: int = setting(0, "of the weights", "[0, 2e9]")
+    device: str | None = setting(None, "where they are made: cpu, cuda or cuda:N (default: a GPU if "
+                                 "there is one)")
+
+
+def coin(completion: str, problem: dict) -> float:
+    """A --reward for models that are never right: 1 for one half of all texts, 0 for the other."""
+    return float(zlib.crc32(completion.encode()) % 2)
+
+
+def config_of(name: str) -> dict:
+    """qwen2.5-7b, qwen3-8b, or a folder -> the config.json of a model of that shape. ValueError if
+    there is no such shape.
+    """
+    if Path(name).is_dir():
+        raw = read_json(Path(name) / "config.json")
+        hf.check_lengths(Path(name), 1)          # refuses what model.py does not compute
+        raw.pop("quantization_config", None)
+        return raw
+    size = name.lower().removeprefix("qwen2.5-")
+    if size not in SIZES:
+        raise ValueError(f"{name}: expected a folder, or one of " + ", ".join(SHAPE_NAMES))
+    c = qwen.ModelConfig(*SIZES[size])
+    family = "Qwen3" if c.qk_norm else "Qwen2"   # config.json's name of Qwen2.5
+    return {"architectures": [f"{family}ForCausalLM"], "model_type": family.lower(),
+            "hidden_act": "silu", "head_dim": c.head_dim, "attention_bias": c.qkv_bias,
+            "hidden_size": c.width, "intermediate_size": c.feed_forward,
+            "num_hidden_layers": c.layers, "num_attention_heads": c.heads,
+            "num_key_value_heads": c.kv_heads, "vocab_size": c.vocab, "rms_norm_eps": c.eps,
+            "rope_theta": c.rope_theta, "tie_word_embeddings": c.tied,
+            "max_position_embeddings": 32768, "torch_dtype": "bfloat16"}
+
+
+def tensor_shapes(shape: qwen.ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Hugging Face name -> shape of every tensor that model.py reads for a model of this shape. It
+    is asked itself: the model is built on torch's meta device, which holds shapes and no numbers.
+    """
+    shapes = {}
+
+    def get(name, *size):
+        shapes[name] = size
+        return torch.empty(size, device="meta", dtype=torch.bfloat16)
+
+    def frozen(names, parts, k):
+        weights = [get(f"{name}.weight", n, k) for name, n in zip(names, parts)]
+        return nvfp4.freeze(weights, "bf16", torch.bfloat16)
+
+    qwen.Qwen(shape, get, frozen, torch.bfloat16, "random")
+    return shapes
+
+
+def random_tensors(shape: qwen.ModelConfig, wanted: Wanted, tokenizer: data.Tokenizer,
+                   device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (name, tensor) of every tensor of the folder, linears as --base says.
+
+    With D the width, an embedding is SPREAD / sqrt(D) * (COMMON * u + z): u is the same for all
+    tokens, each number 1 or -1, and z normal. The head of an untied model is of z alone. What all
+    layers add to that is made about as large as a token's own part. The last norm's gains are 1 or
+    -1: with gains of 1 a tied head would find the token that was read last the likeliest by far.
+    """
+    generator = torch.Generator(device).manual_seed(wanted.seed)
+
+    def normal(*size):
+        return torch.randn(size, generator=generator, device=device)
+
+    D = shape.width
+    unit = SPREAD / math.sqrt(D)
+    u = normal(D).sign()
+    signs = normal(D).sign()
+    for name, size in tensor_shapes(shape).items():
+        if name == "model.norm.weight":
+            yield name, signs.bfloat16().cpu()
+        elif name.endswith("norm.weight"):       # channels of different size
+            yield name, (normal(*size) / 2).exp().bfloat16().cpu()
+        elif name.endswith("bias"):
+            yield name, (normal(*size) / 2).bfloat16().cpu()
+        elif name in ("model.embed_tokens.weight", "lm_head.weight"):
+            common = COMMON * unit * u * (name == "model.embed_tokens.weight")
+            w = unit * normal(*size) + common
+            if shape.tied or name == "lm_head.weight":
+                w[tokenizer.end_ids] = common + end_row(u * signs, wanted.answer_tokens, tokenizer)
+            yield name, w.bfloat16().cpu()
+        else:
+            small = name.endswith(("o_proj.weight", "down_proj.weight"))
+            gain = unit / math.sqrt(2 * shape.layers) if small else 1.0
+            w = (normal(*size) * gain / math.sqrt(size[1])).bfloat16()
+            if wanted.base == "nvfp4":
+                coded = nvfp4.quantize(w, offsets=[0])
+                yield from hf.nvfp4_tensors(name.removesuffix(".weight"), *coded)
+            else:
+                yield name, w.cpu()
+
+
+def end_row(common: torch.Tensor, answer_tokens: int, tokenizer: data.Tokenizer) -> torch.Tensor:
+    """The head's row of each end token (D,), by which an answer has `answer_tokens` on average.
+
+    common (D,), each number 1 or -1: what all of the head's inputs have in common, END_SHARE of it.
+    The other logits, V normal ones of deviation SPREAD, have the logsumexp log V + SPREAD^2 / 2.
+    All end tokens together shall have the probability 1 / answer_tokens beside them.
+    """
+    others = math.log(tokenizer.vocab_size) + SPREAD**2 / 2
+    logit = others - math.log(answer_tokens - 1) - math.log(len(tokenizer.end_ids))
+    return logit / (len(common) * END_SHARE) * common
+
+
+def write_random_model(name: str, out: Path, wanted: Wanted) -> None:
+    """The folder `out`. ValueError if the shape or the tokenizer is none that programs here take.
+    """
+    raw = config_of(name)
+    shape = qwen.ModelConfig.from_json(raw)
+    source = Path(wanted.tokenizer)
+    tokenizer = data.Tokenizer(source)
+    if tokenizer.vocab_size > shape.vocab:
+        raise ValueError(f"--tokenizer {source}: has {tokenizer.vocab_size} tokens, {name} "
+                         f"{shape.vocab}")
+    device = device_of(wanted.device, source)
+    raw |= {"bos_token_id": tokenizer.end_ids[0], "eos_token_id": tokenizer.stop}
+    if wanted.base == "nvfp4":
+        raw["quantization_config"] = hf.NVFP4_CONFIG
+    companions = hf.files_to_copy(source)
+    with new_folder(out) as folder:
+        for file in companions:
+            copy(file, folder)
+        hf.save_shards(random_tensors(shape, wanted, tokenizer, device), folder)
+        write_json(folder / "config.json", raw)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.strip(), allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", help="qwen2.5-7b, qwen3-8b and the like, or a folder with such a "
+                        "config.json")
+    parser.add_argument("out", type=Path, help="folder to make; must not exist, or be empty")
+    config.add_section(parser, Wanted)
+    args = parser.parse_args()
+    with process.one_line("random_model"):
+        wanted = config.section_of(Wanted, args)
+        config.check_ranges(wanted)
+        must_be_new(args.out)
+        write_random_model(args.shape, args.out, wanted)
+        tell_what_was_written(args.out, f"random weights in the shape of {args.shape}",
+                              "--model", args.out, "--data", "arithmetic")
+
+
+if __name__ == "__main__":
+    main()
