@@ -687,11 +687,11 @@ def test_a_short_prefill_is_a_graph_that_writes_what_an_eager_one_does_and_nothi
 
 
 @gpu
-@pytest.mark.parametrize("P,G", [(6, 2), (20, 8)])                    # 9 rows; 120: groups read their prefix once
-@torch.no_grad()
-def test_greedy_completions_of_groups_are_those_of_full_forwards(P, G, gen):
+@pytest.mark.parametrize("P,G,qwen3_head", [(6, 2, None), (20, 8, None), (20, 8, 128)])   # 9 rows; 120: groups read
+@torch.no_grad()                                                                             # their prefix once
+def test_greedy_completions_of_groups_are_those_of_full_forwards(P, G, qwen3_head, gen):
     """Prefill, shared blocks, windows, and rows that come and go, against every sequence computed whole."""
-    model, _, _ = small_engine("nvfp4", gen, size=(256, 384, 3, 4, 4, 2432))
+    model, _, _ = small_engine("nvfp4", gen, size=(256, 384, 3, 4, 4, 2432), qwen3_head=qwen3_head)
     lengths = [(1, 2, 32, 33, 34, 150)[p % 6] for p in range(P)]     # a prefix is one token shorter, a block has 32
     prompts = [torch.randint(2311, (n,), generator=gen, device=DEVICE).tolist() for n in lengths]
     limits = torch.randint(10, 50, (P * G,), generator=gen, device=DEVICE).tolist()
