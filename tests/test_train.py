@@ -967,7 +967,7 @@ def test_a_calibrated_run_that_cannot_begin_leaves_no_base_that_blocks_the_next(
         assert log.endswith("train.py: stopped by SIGTERM\n") and "Traceback" not in log
     else:
         log = runs.run("unbegun", *flags, "--kv-gib", "1e-6", code=1)
-        assert "KL(16 bits || gptq)" in log and "KV pool of 0.00 GiB" in log.splitlines()[-1]
+        assert "KL(16 bits || gptq)" in log and "KV pool of 1e-06 GiB" in log.splitlines()[-1]
     assert not list(runs.folder.glob("*unbegun/")) and not list(runs.folder.glob(".unbegun*"))
 
 
