@@ -605,7 +605,7 @@ def test_a_step_whose_rank_is_too_large_for_wide_programs_takes_narrow_ones(gen,
     monkeypatch.setattr(decode, "shared_memory_kib", lambda capability: 99)
     monkeypatch.setattr(decode, "RowSquares", squares)
     # With 17 rows programs take 128 columns, if they fit.
-    test_a_step_draws_what_the_torch_engine_would("nvfp4", 256, 17, 0.05, 0.7, gen)
+    test_a_step_draws_what_the_torch_engine_would("nvfp4", 256, 17, None, 0.05, 0.7, gen)
     assert set(columns) == {decode.NARROW_TILE} == {64}
 
 
