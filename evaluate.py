@@ -318,7 +318,8 @@ def main() -> None:
         hf.check_lengths(folder, longest + new_tokens)
         which = dataclasses.replace(which, base=hf.base_of(folder, which.base), device=device.type)
         if which.adapter:
-            conditions = hf.training_conditions(folder, which.base, wanted.prompt_style)
+            conditions = hf.training_conditions(folder, which.base, wanted.prompt_style,
+                                                wanted.thinking)
             hf.tell_other_conditions(which.adapter, conditions)
         model = load_model(which, hf.resolve(which.model), device, tokenizer)
         rows_at_once = min(wanted.max_rows, len(problems) * wanted.samples)

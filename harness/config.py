@@ -410,7 +410,7 @@ def check_adapters_run(folder: Path, held: dict) -> None:
     """ValueError for a run.json that says something else than the run's adapter was trained with:
     somebody has edited it.
     """
-    told = {name: held[name] for name in ("base", "prompt_style") if name in held}
+    told = {name: held[name] for name in ("base", "prompt_style", "thinking") if name in held}
     for difference in hf.other_conditions(folder / "adapter", told):
         raise ValueError(f"{folder / 'run.json'} was edited: {difference}")
 

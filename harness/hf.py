@@ -568,17 +568,19 @@ def read_peft_header(folder: str | Path) -> tuple[dict, dict[str, tuple]]:
 TRAINED_WITH = "trained_with.json"
 TRAINED_WITH_RULES = {
     key: ("text", lambda value: isinstance(value, str), needed)
-    for key, needed in (("base", True), ("prompt_style", True), ("calibration", False))}
+    for key, needed in (("base", True), ("prompt_style", True), ("thinking", True), ("calibration", False))}
 
 
-def training_conditions(folder: Path, base: str, prompt_style: str) -> dict[str, str | None]:
+def training_conditions(folder: Path, base: str, prompt_style: str,
+                        thinking: str) -> dict[str, str | None]:
     """What an adapter depends on besides the model's name: the format of the frozen weights, how
-    their codes were calibrated (None: they were not), and the prompts.
+    their codes were calibrated (None: they were not), the prompts, and --thinking.
 
     folder: of the model.
     """
     calibration = read_config(folder / "config.json").get("calibration")
-    return {"base": base, "calibration": calibration, "prompt_style": prompt_style}
+    return {"base": base, "calibration": calibration, "prompt_style": prompt_style,
+            "thinking": thinking}
 
 
 def write_conditions(adapter: str | Path, conditions: dict[str, str | None]) -> None:

@@ -103,7 +103,7 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
                           memory.free_memory(wanted.memory_gib))
     model = read_model(settings, tokenizer, problems, device, phases)
     conditions = hf.training_conditions(Path(model.name), settings.model.base,
-                                        settings.data.prompt_style)
+                                        settings.data.prompt_style, settings.data.thinking)
     check_conditions(settings, conditions)
     optim = settings.optim
     learner = Learner(model, loss_of(settings.objective), settings.rollout.temperature,

@@ -96,6 +96,7 @@ def interpreted():
     return passed
 
 
+@pytest.hookimpl(optionalhook=True)                        # `pytest -n 0 -p no:xdist` has no such hook
 def pytest_xdist_auto_num_workers():
     """How many processes `-n auto` starts: one a core, at most four, since each holds up to 1 GB with the run that it
     tests. On a machine with a GPU there is one alone: tests that measure the GPU's memory would disturb each other.

@@ -174,7 +174,8 @@ def run_folder(tmp_path):
     """A run as train.py leaves it, as far as its settings go: an adapter of rank 4, without norms."""
     adapter = tmp_path / "x" / "adapter"
     write_peft(adapter, {}, "tiny", 4, 32, False)
-    hf.write_conditions(adapter, {"base": "nvfp4", "calibration": None, "prompt_style": "boxed"})
+    hf.write_conditions(adapter, {"base": "nvfp4", "calibration": None, "prompt_style": "boxed",
+                                  "thinking": "off"})
     (tmp_path / "x" / "run.json").write_text(json.dumps(settings_of("--out", "x", "--lora-rank", "4").flat()))
     return tmp_path / "x"
 

@@ -672,11 +672,11 @@ def test_an_adapter_of_another_model_is_refused(tiny, tmp_path):
 
 
 def test_an_adapter_says_in_which_conditions_it_was_trained_and_a_foreign_one_says_nothing(tiny, tmp_path, capsys):
-    trained = {"base": "nvfp4", "calibration": None, "prompt_style": "boxed"}
+    trained = {"base": "nvfp4", "calibration": None, "prompt_style": "boxed", "thinking": "off"}
     folder = tiny["untied"].folder
-    assert hf.training_conditions(folder, "nvfp4", "boxed") == trained
+    assert hf.training_conditions(folder, "nvfp4", "boxed", "off") == trained
     save_adapter(adapted(tiny["untied"])[0], tmp_path)
-    other = {"base": "bf16", "calibration": "KL 0.01", "prompt_style": "tags"}
+    other = {"base": "bf16", "calibration": "KL 0.01", "prompt_style": "tags", "thinking": "on"}
     hf.tell_other_conditions(tmp_path, other)
     assert capsys.readouterr().out == ""
     hf.write_conditions(tmp_path, trained)
@@ -684,20 +684,21 @@ def test_an_adapter_says_in_which_conditions_it_was_trained_and_a_foreign_one_sa
     assert capsys.readouterr().out == ""
     hf.tell_other_conditions(tmp_path, other)
     assert capsys.readouterr().out.splitlines() == [f"{tmp_path} was trained with {what}" for what in (
-        "base 'nvfp4', not 'bf16'", "calibration none, not 'KL 0.01'", "prompt style 'boxed', not 'tags'")]
+        "base 'nvfp4', not 'bf16'", "calibration none, not 'KL 0.01'", "prompt style 'boxed', not 'tags'",
+        "thinking 'off', not 'on'")]
     load_adapter(load(folder, "nvfp4", "cpu"), tmp_path)                  # the file is in nobody's way
 
 
 def test_the_calibration_of_a_model_is_among_an_adapters_conditions(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config_json("tied") | {"calibration": "KL 0.01"}))
-    assert hf.training_conditions(tmp_path, "nvfp4", "plain")["calibration"] == "KL 0.01"
+    assert hf.training_conditions(tmp_path, "nvfp4", "plain", "off")["calibration"] == "KL 0.01"
 
 
 @pytest.mark.parametrize("text,said", [
     ("x", "cannot be read as JSON"), ("[]", "holds no JSON object"), ("{}", "lacks base, expected text"),
     ('{"base": 4, "prompt_style": "boxed"}', "base is 4, expected text"),
-    ('{"base": "nvfp4"}', "lacks prompt_style"),
-    ('{"base": "nvfp4", "prompt_style": "boxed", "calibration": []}', r"calibration is \[\], expected text")])
+    ('{"base": "nvfp4"}', "lacks prompt_style"), ('{"base": "nvfp4", "prompt_style": "boxed"}', "lacks thinking"),
+    ('{"base": "nvfp4", "prompt_style": "boxed", "thinking": "off", "calibration": []}', r"calibration is \[\], expected text")])
 def test_conditions_that_no_run_wrote_are_named(tmp_path, text, said):
     (tmp_path / hf.TRAINED_WITH).write_text(text)
     with pytest.raises(ValueError, match=f"trained_with.json: {said}"):

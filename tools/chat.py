@@ -135,7 +135,8 @@ def main():
             folder = hf.resolve(which.model, weights=False)
             which = dataclasses.replace(which, base=hf.base_of(folder, which.base))
             if which.adapter:
-                conditions = hf.training_conditions(folder, which.base, wanted.prompt_style)
+                conditions = hf.training_conditions(folder, which.base, wanted.prompt_style,
+                                                    wanted.thinking)
                 hf.tell_other_conditions(which.adapter, conditions)
             tokenizer = data.Tokenizer(folder, wanted.thinking)
             folder = hf.resolve(which.model)
