@@ -1,7 +1,7 @@
 """
 Writes a model folder of random weights in a published shape, to try a size without its download.
 
-    python -m tools.random_model qwen2.5-7b OUT --tokenizer QWEN      15 GB in eight files
+    python -m tools.random_model qwen2.5-7b OUT --tokenizer QWEN      15 GB in 13 files
     python -m tools.random_model qwen2.5-32b OUT --base nvfp4         21 GB, where 65 would not fit
     python train.py --model OUT --data arithmetic --reward tools.random_model:coin --steps 3
 
