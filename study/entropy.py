@@ -91,7 +91,8 @@ def main() -> None:
             answers = sample_all(model, sampler, tokenizer, problems, args.samples,
                                  args.max_new_tokens, kind, sigma, seed=0)
             line = {"name": args.name, "noise": kind, "sigma": sigma, "samples": args.samples,
-                    **summary(answers, args.samples), "seconds": time.perf_counter() - began}
+                    "problems_a_step": PROBLEMS_A_STEP, **summary(answers, args.samples),
+                    "seconds": time.perf_counter() - began}
             print(json_line(line), end="", flush=True)
             append_lines(args.out, [line | {"answers": answers}])
 

@@ -49,7 +49,8 @@ seeds or more (seed_variance). The interval is D +- t * root of the variance; t 
 the degrees of freedom of Satterthwaite's rule. A gain over the untrained model has V / S instead of
 2 * V / S, and a difference of untrained models none. Those of `pairs` assume nothing but a normal
 distribution of the seeds' differences, and are wide for three seeds. Those of `sampler` are paired
-over the problems, and leave out that another draw of the noise would have another effect.
+over the problems, and leave out that another draw of the noise would have another effect; the last
+column of its second table has intervals over the draws.
 
 Not here: how each run was made (study/README.md).
 """
@@ -450,6 +451,7 @@ class Setting(NamedTuple):
     entropy: np.ndarray     # nats a token
     accuracy: np.ndarray    # share of right answers
     length: np.ndarray      # tokens an answer
+    per_draw: int           # so many problems in a row were answered with one draw of the noise
 
 
 def setting(line: dict) -> Setting:
@@ -465,7 +467,7 @@ def setting(line: dict) -> Setting:
     return Setting(line["name"],
                    line["noise"] if line["noise"] == "none" else f"{line['noise']} {line['sigma']:g}",
                    entropy + (-logprobs - entropy * tokens) / tokens.mean(),
-                   correct / line["samples"], tokens / line["samples"])
+                   correct / line["samples"], tokens / line["samples"], line["problems_a_step"])
 
 
 def read_settings(path: Path) -> list[Setting]:
@@ -476,7 +478,7 @@ def read_settings(path: Path) -> list[Setting]:
         lines = [parse_json(line) for line in text.decode().splitlines()]
     except (EOFError, OSError, ValueError, zlib.error) as error:
         raise ValueError(f"{path}: is not JSON lines, or not gzip ({error})") from None
-    columns(path, lines, ("name", "noise", "sigma", "samples", "answers"))
+    columns(path, lines, ("name", "noise", "sigma", "samples", "problems_a_step", "answers"))
     try:
         return [setting(line) for line in lines]
     except (TypeError, ValueError):
@@ -488,6 +490,13 @@ def paired(differences: np.ndarray, scale: float, digits: int) -> str:
     """The mean of differences (problems,) and its 95 % interval over the problems."""
     half = student_quantile(len(differences) - 1) * differences.std(ddof=1) / len(differences) ** 0.5
     return f"{scale * differences.mean():+.{digits}f} +- {scale * half:.{digits}f}"
+
+
+def by_draw(differences: np.ndarray, per_draw: int) -> np.ndarray:
+    """(problems,) -> (draws,) with the same mean, also where the last draw has fewer problems."""
+    mean = differences.mean()
+    sums = np.add.reduceat(differences - mean, range(0, len(differences), per_draw))
+    return mean + sums * len(sums) / len(differences)
 
 
 def print_sampler(args):
@@ -514,12 +523,15 @@ def print_sampler(args):
               f"| {one.length.mean():.1f} | {' | '.join(cells)} |")
         if one.noise != "none":
             by_size.setdefault((size, one.noise), []).append((one, others[0]))
-    print("\n| mean over | bases | noise | entropy - own | points - own |\n|---|---|---|---|---|")
+    print("\n| mean over | bases | noise | | difference from own | over draws |\n|---|---|---|---|---|---|")
     for (size, noise), pairs in by_size.items():
-        entropy = np.mean([one.entropy - own.entropy for one, own in pairs], axis=0)
-        accuracy = np.mean([one.accuracy - own.accuracy for one, own in pairs], axis=0)
-        print(f"| {size}* | {len(pairs)} | {noise} | {paired(entropy, 1, 4)} "
-              f"| {paired(accuracy, 100, 2)} |")
+        for figure, scale, digits, unit in ("entropy", 1, 4, "nats"), ("accuracy", 100, 2, "points"):
+            differences = np.mean([getattr(one, figure) - getattr(own, figure)
+                                   for one, own in pairs], axis=0)
+            draws = by_draw(differences, pairs[0][0].per_draw)
+            over_draws = paired(draws, scale, digits) if len(draws) > 1 else "one draw"
+            print(f"| {size}* | {len(pairs)} | {noise} | {unit} "
+                  f"| {paired(differences, scale, digits)} | {over_draws} |")
 
 
 # -----------------------------------------------------------------------------
