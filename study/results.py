@@ -454,7 +454,7 @@ class Setting(NamedTuple):
     per_draw: int           # so many problems in a row were answered with one draw of the noise
 
 
-def setting(line: dict) -> Setting:
+def sampled_setting(line: dict) -> Setting:
     """A line of study/entropy.py, summed over the answers to each problem.
 
     The entropy H is a ratio of sums, -log p over tokens. Its standard error is, to first order in
@@ -470,7 +470,7 @@ def setting(line: dict) -> Setting:
                    correct / line["samples"], tokens / line["samples"], line["problems_a_step"])
 
 
-def read_settings(path: Path) -> list[Setting]:
+def read_sampled(path: Path) -> list[Setting]:
     """The lines of a .jsonl or .jsonl.gz that study/entropy.py wrote. ValueError names the file."""
     text = read_bytes(path)
     try:
@@ -480,7 +480,7 @@ def read_settings(path: Path) -> list[Setting]:
         raise ValueError(f"{path}: is not JSON lines, or not gzip ({error})") from None
     columns(path, lines, ("name", "noise", "sigma", "samples", "problems_a_step", "answers"))
     try:
-        return [setting(line) for line in lines]
+        return [sampled_setting(line) for line in lines]
     except (TypeError, ValueError):
         raise ValueError(f"{path}: answers must be lists of 4 numbers, `samples` of them to each "
                          "problem") from None
@@ -502,7 +502,7 @@ def by_draw(differences: np.ndarray, per_draw: int) -> np.ndarray:
 def print_sampler(args):
     found = {}
     for path in args.files or [args.runs / "sampler.jsonl.gz"]:
-        for one in read_settings(path):
+        for one in read_sampled(path):
             if (one.name, one.noise) in found:
                 raise ValueError(f"{path}: {one.name}, {one.noise} is there twice")
             found[one.name, one.noise] = one

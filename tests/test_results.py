@@ -213,7 +213,7 @@ NOISY = sampled_line("0.5b-bf16", "aqn", 1e-2, [[1, 1, 4, -4.0], [0, 1, 6, -6.0]
 
 
 def test_the_paired_difference_of_two_noises_by_hand(tmp_path, monkeypatch, capsys):
-    clean, noisy = results.setting(CLEAN), results.setting(NOISY)
+    clean, noisy = results.sampled_setting(CLEAN), results.sampled_setting(NOISY)
     # Entropies 17 / 20 and 15 / 20, 10 tokens a problem. What is left of each problem, over 10: clean (3 - 0.85 * 6) / 10
     # = -0.21 and +0.21; noisy (10 - 0.75 * 10) / 10 = 0.25 and (5 - 7.5) / 10 = -0.25.
     assert clean.entropy == pytest.approx([0.64, 1.06]) and noisy.entropy == pytest.approx([1.0, 0.5])
