@@ -10,6 +10,7 @@ value of -log p under p is the entropy.
 Each setting becomes one line of --out: its means, the standard error of the entropy over problems,
 and for every answer [correct, finished, tokens, sum of log-probs], so that every figure can be
 computed again. Every 50 problems get a new z, as 50 problems are about a training step.
+`python -m study.results sampler FILE` compares the lines of one or several such files.
 """
 import argparse
 import time
@@ -89,8 +90,9 @@ def main() -> None:
             began = time.perf_counter()
             answers = sample_all(model, sampler, tokenizer, problems, args.samples,
                                  args.max_new_tokens, kind, sigma, seed=0)
-            line = {"name": args.name, "noise": kind, "sigma": sigma,
-                    **summary(answers, args.samples), "seconds": time.perf_counter() - began}
+            line = {"name": args.name, "noise": kind, "sigma": sigma, "samples": args.samples,
+                    "problems_a_step": PROBLEMS_A_STEP, **summary(answers, args.samples),
+                    "seconds": time.perf_counter() - began}
             print(json_line(line), end="", flush=True)
             append_lines(args.out, [line | {"answers": answers}])
 

@@ -9,6 +9,7 @@ The study's tables and curves, made from the runs in study/runs.
     python -m study.results curves bf16-s0 bf16-s1 --out curves.png
     python -m study.results keep runs/x bf16-s3
     python -m study.results verdicts bf16-s3 greedy.jsonl sampled.jsonl
+    python -m study.results sampler
 
 An arm is one way to train, run with one or several seeds. study/runs holds of each arm
 
@@ -19,6 +20,8 @@ An arm is one way to train, run with one or several seeds. study/runs holds of e
                             test file's order
     sampled.json            the same of 8 answers at temperature 1 to each problem: `right`, a string
                             of digits that say how many of the 8 are right, and `sampler_entropy`
+    sampler.jsonl.gz        what study/entropy.py sampled before training, by base and noise; its
+                            sums of log-probs are rounded to a tenth, its means and seconds left out
 
 tables prints every arm's accuracy, gain, entropy and length, then each arm minus the first one:
 greedy, and sampled where all arms have that. --primary names the one comparison that was chosen
@@ -30,6 +33,8 @@ and its 95 % interval by Student's t: the seeds alone tell how sure the mean is.
 curves draws the panels of tools/report.py into a picture. It needs matplotlib, which is not in
 requirements.txt; `python -m tools.report` shows the same curves of any run without it.
 keep takes a run of train.py into study/runs, and verdicts what evaluate.py --out wrote of it, once.
+sampler prints entropy, accuracy and length of every setting of study/entropy.py, and differences
+from the same base without noise and from 16 bits without noise.
 
 The 95 % intervals of `tables` answer: where would this figure lie with other seeds and on other
 problems like these? A difference D of two arms that have S seeds and P problems in common varies
@@ -43,7 +48,9 @@ explains, cannot be had from three seeds. So it is pooled over all arms in study
 seeds or more (seed_variance). The interval is D +- t * root of the variance; t is Student's, with
 the degrees of freedom of Satterthwaite's rule. A gain over the untrained model has V / S instead of
 2 * V / S, and a difference of untrained models none. Those of `pairs` assume nothing but a normal
-distribution of the seeds' differences, and are wide for three seeds.
+distribution of the seeds' differences, and are wide for three seeds. Those of `sampler` are paired
+over the problems, and leave out that another draw of the noise would have another effect; the last
+column of its second table has intervals over the draws.
 
 Not here: how each run was made (study/README.md).
 """
@@ -55,6 +62,7 @@ import io
 import json
 import math
 import re
+import zlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,7 +70,7 @@ from harness import process  # isort: skip; before numpy
 import numpy as np
 
 from harness.figures import sampler_entropy
-from harness.files import json_line, read_json, read_rows, write_atomically
+from harness.files import json_line, parse_json, read_bytes, read_json, read_rows, write_atomically
 from harness.process import short_repr
 from tools.report import PANELS, log_rows, series, smooth
 
@@ -433,6 +441,100 @@ def print_pairs(args):
 
 
 # -----------------------------------------------------------------------------
+# sampler
+
+class Setting(NamedTuple):
+    """One base with one noise. The mean of each array (problems,) is that figure of the setting,
+    and the standard error of the mean is that of the figure."""
+    name: str               # "0.5b-nearest", or "nearest"
+    noise: str              # "none", "aqn 0.01", "gain 0.07"
+    entropy: np.ndarray     # nats a token
+    accuracy: np.ndarray    # share of right answers
+    length: np.ndarray      # tokens an answer
+    per_draw: int           # so many problems in a row were answered with one draw of the noise
+
+
+def sampled_setting(line: dict) -> Setting:
+    """A line of study/entropy.py, summed over the answers to each problem.
+
+    The entropy H is a ratio of sums, -log p over tokens. Its standard error is, to first order in
+    1 / problems, that of the mean of (-log p - H tokens) / (mean of tokens), in which log p and
+    tokens are a problem's sums. These have a mean of 0, so that H is added to each.
+    """
+    answers = np.array(line["answers"], dtype=float).reshape(-1, line["samples"], 4)
+    correct, _, tokens, logprobs = answers.sum(axis=1).T
+    entropy = -logprobs.sum() / tokens.sum()
+    return Setting(line["name"],
+                   line["noise"] if line["noise"] == "none" else f"{line['noise']} {line['sigma']:g}",
+                   entropy + (-logprobs - entropy * tokens) / tokens.mean(),
+                   correct / line["samples"], tokens / line["samples"], line["problems_a_step"])
+
+
+def read_sampled(path: Path) -> list[Setting]:
+    """The lines of a .jsonl or .jsonl.gz that study/entropy.py wrote. ValueError names the file."""
+    text = read_bytes(path)
+    try:
+        text = gzip.decompress(text) if path.suffix == ".gz" else text
+        lines = [parse_json(line) for line in text.decode().splitlines()]
+    except (EOFError, OSError, ValueError, zlib.error) as error:
+        raise ValueError(f"{path}: is not JSON lines, or not gzip ({error})") from None
+    columns(path, lines, ("name", "noise", "sigma", "samples", "problems_a_step", "answers"))
+    try:
+        return [sampled_setting(line) for line in lines]
+    except (TypeError, ValueError):
+        raise ValueError(f"{path}: answers must be lists of 4 numbers, `samples` of them to each "
+                         "problem") from None
+
+
+def paired(differences: np.ndarray, scale: float, digits: int) -> str:
+    """The mean of differences (problems,) and its 95 % interval over the problems."""
+    half = student_quantile(len(differences) - 1) * differences.std(ddof=1) / len(differences) ** 0.5
+    return f"{scale * differences.mean():+.{digits}f} +- {scale * half:.{digits}f}"
+
+
+def by_draw(differences: np.ndarray, per_draw: int) -> np.ndarray:
+    """(problems,) -> (draws,) with the same mean, also where the last draw has fewer problems."""
+    mean = differences.mean()
+    sums = np.add.reduceat(differences - mean, range(0, len(differences), per_draw))
+    return mean + sums * len(sums) / len(differences)
+
+
+def print_sampler(args):
+    found = {}
+    for path in args.files or [args.runs / "sampler.jsonl.gz"]:
+        for one in read_sampled(path):
+            if (one.name, one.noise) in found:
+                raise ValueError(f"{path}: {one.name}, {one.noise} is there twice")
+            found[one.name, one.noise] = one
+    by_size = {}                                 # "0.5b-" -> noise -> [(with noise, without), ...]
+    print("| base | noise | entropy | accuracy, % | length | entropy - own | points - own "
+          "| entropy - bf16 | points - bf16 |\n|---|---|---|---|---|---|---|---|---|")
+    for one in found.values():
+        size = "".join(one.name.rpartition("-")[:2])
+        others = [found.get((name, "none")) for name in (one.name, f"{size}bf16")]
+        for other, name in zip(others, (one.name, f"{size}bf16")):
+            if other is None or len(other.length) != len(one.length):
+                raise ValueError(f"{one.name}, {one.noise}: {name} without noise is not there with "
+                                 f"as many problems ({len(one.length)})")
+        cells = ["" if other is one else cell for other in others
+                 for cell in (paired(one.entropy - other.entropy, 1, 4),
+                              paired(one.accuracy - other.accuracy, 100, 2))]
+        print(f"| {one.name} | {one.noise} | {one.entropy.mean():.4f} | {100 * one.accuracy.mean():.2f} "
+              f"| {one.length.mean():.1f} | {' | '.join(cells)} |")
+        if one.noise != "none":
+            by_size.setdefault((size, one.noise), []).append((one, others[0]))
+    print("\n| mean over | bases | noise | | difference from own | over draws |\n|---|---|---|---|---|---|")
+    for (size, noise), pairs in by_size.items():
+        for figure, scale, digits, unit in ("entropy", 1, 4, "nats"), ("accuracy", 100, 2, "points"):
+            differences = np.mean([getattr(one, figure) - getattr(own, figure)
+                                   for one, own in pairs], axis=0)
+            draws = by_draw(differences, pairs[0][0].per_draw)
+            over_draws = paired(draws, scale, digits) if len(draws) > 1 else "one draw"
+            print(f"| {size}* | {len(pairs)} | {noise} | {unit} "
+                  f"| {paired(differences, scale, digits)} | {over_draws} |")
+
+
+# -----------------------------------------------------------------------------
 # curves
 
 # Colours of Okabe and Ito, which colour-blind readers can tell apart
@@ -546,6 +648,9 @@ def parse_args():
     sub.add_argument("name", metavar="NAME", help="ARM-sSEED, or ARM before training")
     sub.add_argument("files", nargs="+", type=Path, metavar="FILE",
                      help=f"greedy answers to the test problems, or {SAMPLES} to each")
+    sub = command("sampler", print_sampler, "the sampler before training, by base and noise")
+    sub.add_argument("files", nargs="*", type=Path, metavar="FILE",
+                     help="that study/entropy.py wrote, or the same gzipped (default: that of --runs)")
     return parser.parse_args()
 
 

@@ -102,7 +102,8 @@ case $order in
             python -m study.entropy --model "$model" --base $format --data "$TEST" \
                 --name $size-$base --out "$WORK/sampler.jsonl"
         done
-    done ;;
+    done
+    python -m study.results sampler "$WORK/sampler.jsonl" ;;
 1)
     converted 0.5b-nearest "$M05" --codes nearest
     for seed in "${seeds[@]}"; do

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from study import entropy
+from study import entropy, results
 
 TINY = Path(__file__).parent.parent / "tiny"
 
@@ -49,5 +49,6 @@ def test_every_noise_becomes_a_line_whose_answers_give_its_means_again(tmp_path,
     for line in lines:
         again = entropy.summary(line["answers"], samples=2)
         assert len(line["answers"]) == 6 and again == pytest.approx({key: line[key] for key in again})
+        assert results.sampled_setting(line).entropy.mean() == pytest.approx(line["entropy"])
     assert lines[0]["answers"] != lines[3]["answers"]                     # sigma 8e-2 changes what is drawn
     assert len(capsys.readouterr().out.splitlines()) == len(entropy.NOISES)

@@ -203,6 +203,65 @@ def test_the_mean_of_some_steps_includes_the_last(runs, monkeypatch, capsys):
     assert capsys.readouterr().out == "a 0.3\n"
 
 
+def sampled_line(name, noise, sigma, answers, **other):
+    return dict(name=name, noise=noise, sigma=sigma, samples=2, problems_a_step=1, answers=answers) | other
+
+
+# Two answers to each of two problems: [correct, finished, tokens, sum of log-probs].
+CLEAN = sampled_line("0.5b-bf16", "none", 0.0, [[1, 1, 2, -1.0], [0, 1, 4, -2.0], [1, 0, 6, -6.0], [0, 1, 8, -8.0]])
+NOISY = sampled_line("0.5b-bf16", "aqn", 1e-2, [[1, 1, 4, -4.0], [0, 1, 6, -6.0], [0, 1, 5, -3.0], [0, 1, 5, -2.0]])
+
+
+def test_the_paired_difference_of_two_noises_by_hand(tmp_path, monkeypatch, capsys):
+    clean, noisy = results.sampled_setting(CLEAN), results.sampled_setting(NOISY)
+    # Entropies 17 / 20 and 15 / 20, 10 tokens a problem. What is left of each problem, over 10: clean (3 - 0.85 * 6) / 10
+    # = -0.21 and +0.21; noisy (10 - 0.75 * 10) / 10 = 0.25 and (5 - 7.5) / 10 = -0.25.
+    assert clean.entropy == pytest.approx([0.64, 1.06]) and noisy.entropy == pytest.approx([1.0, 0.5])
+    assert noisy.accuracy.tolist() == [0.5, 0] and clean.length.tolist() == [3, 7]
+    # Differences 0.36 and -0.56: mean -0.1; standard deviation 0.92 / sqrt(2), over sqrt(2): 0.46; 12.706 times that.
+    assert results.paired(noisy.entropy - clean.entropy, 1, 4) == "-0.1000 +- 5.8448"
+    # A 16-bit base and a 4-bit one in two files, of which one is gzipped.
+    write(tmp_path, "a.jsonl", [CLEAN, NOISY])
+    nearest = sampled_line("0.5b-nearest", "none", 0.0, NOISY["answers"])
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(json.dumps(nearest).encode() + b"\n"))
+    assert run(monkeypatch, "sampler", tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz") is None
+    lines = capsys.readouterr().out.splitlines()
+    entropy, points = "-0.1000 +- 5.8448", "-25.00 +- 317.65"             # accuracies 1/2, 1/2 and 1/2, 0: 0.25 * 12.706
+    assert lines[2:5] == ["| 0.5b-bf16 | none | 0.8500 | 50.00 | 5.0 |  |  |  |  |",
+                          f"| 0.5b-bf16 | aqn 0.01 | 0.7500 | 25.00 | 5.0 | {entropy} | {points} | {entropy} | {points} |",
+                          f"| 0.5b-nearest | none | 0.7500 | 25.00 | 5.0 |  |  | {entropy} | {points} |"]
+    assert lines[-2:] == [f"| 0.5b-* | 1 | aqn 0.01 | nats | {entropy} | {entropy} |",          # a draw for each problem
+                          f"| 0.5b-* | 1 | aqn 0.01 | points | {points} | {points} |"]
+
+
+def test_problems_of_one_draw_count_as_one():
+    # Five problems of mean 3, two to a draw: of each draw the sum of (value - 3), times 3 draws / 5 problems.
+    found = results.by_draw(np.array([1.0, 2, 3, 4, 5]), 2)
+    assert found == pytest.approx([3 - 3 * 3 / 5, 3 + 1 * 3 / 5, 3 + 2 * 3 / 5]) and found.mean() == pytest.approx(3)
+    assert results.by_draw(np.array([1.0, 2, 4]), 1) == pytest.approx([1, 2, 4])
+
+
+@pytest.mark.parametrize("lines, said", [
+    ([NOISY], "0.5b-bf16, aqn 0.01: 0.5b-bf16 without noise is not there with as many problems (2)"),
+    ([CLEAN, NOISY | {"answers": CLEAN["answers"][:2]}], "without noise is not there with as many problems (1)"),
+    ([CLEAN, CLEAN], "0.5b-bf16, none is there twice"),
+    ([{"name": "bf16"}], "row 1 has not all of name, noise"),
+    ([CLEAN | {"samples": 3}], "answers must be lists of 4 numbers")])
+def test_what_cannot_be_compared_is_named(tmp_path, monkeypatch, lines, said):
+    write(tmp_path, "x.jsonl", lines)
+    assert said in run(monkeypatch, "sampler", tmp_path / "x.jsonl")
+    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(b"{}")[:-3])
+    assert "x.jsonl.gz: is not JSON lines, or not gzip" in run(monkeypatch, "sampler", tmp_path / "x.jsonl.gz")
+
+
+def test_the_kept_table_is_that_of_the_kept_answers(monkeypatch, capsys):
+    assert run(monkeypatch, "sampler", "--runs", ROOT / "study/runs") is None
+    said = capsys.readouterr().out
+    # Computed apart from this program, from the unrounded sums: -log p over tokens, and right answers of 4,000.
+    assert "| 0.5b-bf16 | none | 0.3526 | 19.02 | 299.7 |" in said
+    assert "| 0.5b-nearest | aqn 0.08 | 0.4715 | 11.62 | 303.5 |" in said
+
+
 def test_pairs_are_runs_of_one_seed_over_the_steps_that_both_have(runs, monkeypatch, capsys):
     # b-s0 learns twice as fast as a-s0 and stops two steps earlier: over steps 0 to 3 it is ahead by 0, .1, .2, .3.
     write(runs, "b-s0.jsonl", [{"step": i, "accuracy": i / 5} for i in range(4)])
