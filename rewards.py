@@ -311,7 +311,8 @@ def grade_rollouts(tokenizer: "harness.data.Tokenizer", problems: list,
                         "tags" if style == "tags" else "boxed")
         row = {
             "id": problem.id, "question": problem.question, "answer": problem.answer,
-            "prompt": prompts[i // group_size], "completion": text, "extracted": verdict.answer, "rule": verdict.rule,
+            "prompt": prompts[i // group_size], "completion": text,
+            "extracted": verdict.answer, "rule": verdict.rule,
             "correct": float(verdict.correct), "format": float(verdict.format),
             "length": len(rollouts.completions[i]), "finished": rollouts.finished[i],
             "mean_logprob": rollouts.logprobs[i].mean().item(), "task": float(verdict.correct),

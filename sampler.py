@@ -549,8 +549,8 @@ class Sampler:
             self.engine.prefill(tokens, torch.cat(blocks), lengths)
 
     def _grow(self, waiting, live):
-        """Gives every row the kv_blocks that it needs for the next window, oldest row first. Returns
-        how many rows were preempted.
+        """Gives every row the kv_blocks that it needs for the next window, oldest row first.
+        Returns how many rows were preempted.
 
         When the pool runs dry, the newest row is preempted: it gives back what it has and goes to
         the front of the queue. Its prompt and all that it has written become a prefix of its own,

@@ -1,5 +1,5 @@
 """
-QeRL's training loop: GRPO/DAPO of a Qwen2.5 or Qwen3 model with frozen 4-bit weights, LoRA and AQN.
+QeRL's training loop: GRPO/DAPO of Qwen2.5 and Qwen3 with frozen 4-bit weights, LoRA and AQN.
 
     python train.py                            a tiny model that ships here: CPU, offline, a minute
     python train.py --model qwen2.5-1.5b       a real model on GSM8K, one GPU, the study's recipe
@@ -22,9 +22,10 @@ the rows of all, so advantages and weights do not depend on how many ranks there
 
 A run folder holds run.json (the settings, the versions of the libraries, the machine),
 metrics.jsonl (one object a step), samples.jsonl (every answer with its verdict), held_out.jsonl
-(the same of the evaluations), adapter/ (in PEFT's format) and checkpoints/ (the last two). When nothing is being learned training stops by
-itself (harness/console.py), and the adapter of the steps with the best accuracy is saved in
-adapters/last_good.
+(the same of the evaluations), adapter/ (in PEFT's format) and checkpoints/ (the last two). When a
+run can learn nothing any more, because every update is skipped for instance, training stops by
+itself (harness/console.py says when), and the adapter of the steps with the best accuracy is saved
+in adapters/last_good.
 
 In other files: how a run is set up (harness/prepare.py), its settings (harness/config.py).
 Not supported: a learned reward.

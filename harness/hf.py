@@ -568,7 +568,8 @@ def read_peft_header(folder: str | Path) -> tuple[dict, dict[str, tuple]]:
 TRAINED_WITH = "trained_with.json"
 TRAINED_WITH_RULES = {
     key: ("text", lambda value: isinstance(value, str), needed)
-    for key, needed in (("base", True), ("prompt_style", True), ("thinking", True), ("calibration", False))}
+    for key, needed in (("base", True), ("prompt_style", True), ("thinking", True),
+                        ("calibration", False))}
 
 
 def training_conditions(folder: Path, base: str, prompt_style: str,

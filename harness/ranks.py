@@ -46,8 +46,8 @@ from harness.process import GO_ON, Stopped, first_line, program_name
 
 
 def read_environment() -> tuple[int, int, int]:
-    """-> what torchrun says in the environment: RANK, WORLD_SIZE, LOCAL_RANK. Stopped if that cannot
-    be: a RANK without a WORLD_SIZE, say, would be a process that prints and writes nothing.
+    """-> what torchrun says in the environment: RANK, WORLD_SIZE, LOCAL_RANK. Stopped if that
+    cannot be: a RANK without a WORLD_SIZE, say, would be a process that prints and writes nothing.
     """
     values = {}
     for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
