@@ -176,7 +176,8 @@ def test_a_tail_samples_the_given_lengths_in_each_order(on_cpu, monkeypatch, tmp
     monkeypatch.setattr(bench.Sampler, "generate", look)
     figures = bench.tail(**FLAGS["tail"] | dict(lengths=str(file)))
     mean = round(sum(wanted) / 16)
-    assert seen[1:] == [[mean] * 16, wanted, sorted(wanted, reverse=True), sorted(wanted)]       # 0 captures graphs
+    assert sorted(map(len, seen[:8])) == list(range(1, 9))       # captures the graph of every number of rows
+    assert seen[8:] == [[mean] * 16, wanted, sorted(wanted, reverse=True), sorted(wanted)]
     assert list(figures["orders"]) == ["equal lengths", "as they come", "longest first", "shortest first"]
     assert figures["orders"]["equal lengths"]["few"] == 0 < figures["orders"]["as they come"]["few"] < 1
     for lines, message in ((3, "has 3 answers, --answers is 16"), (0, "has 0 answers")):

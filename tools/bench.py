@@ -360,8 +360,8 @@ def tail(model: str, kernels: str, base: str, dtype: str, lora_rank: int, prompt
               "shortest first": (sorted(drawn), usual)}
     windows = [window for window in (4, 2, 1) if window < usual]
     orders |= {f"window of {window}": (drawn, window) for window in windows}
-    short = [min(i, max(drawn)) for i in range(1, answers + 1)]
-    tail_figures(sampler, prompts, short, usual)                 # captures the graph of each size
+    for rows in {sampler.engine.batch_size(n) for n in range(1, sampler.max_rows + 1)}:
+        sampler.generate(prompts[:1], rows, Sampling(2))         # captures the graph of each size
     figures = {name: print_figures(name, tail_figures(sampler, prompts, *order))
                for name, order in orders.items()}
     return {"tokens": sum(drawn), "longest": max(drawn), "mean": mean, "orders": figures}
