@@ -13,22 +13,32 @@ before the rotary embedding, and d is not D / H.
 
 Precision. GRPO divides the learner's probability of a token by the sampler's, so the two must agree
 although they sum in different orders. Hence the residual stream and the sum and result of every
-matmul are fp32, and only the inputs of matmuls are rounded, to `dtype` (bf16 on a GPU). On the 0.5B
-0.1 % of the tokens leave the ratio band [0.9, 1.1]; with results in bf16 too it is 1.3 %.
+linear are fp32. What the next matmul takes is rounded to `dtype` (bf16 on a GPU, fp32 on a CPU):
+x * w behind a norm; q, k and v; attention's output, which `o` takes; silu(gate) * up; an adapter's
+x @ A.T. Besides, the MLP keeps gate_up's result rounded for its backward pass, and gradients
+between matmuls are rounded (ops.py, lora.py).
+On the 0.5B, in eight training runs of this code without noise, the ratio of the two probabilities
+lay outside [0.9, 1.1] for 0.13 % of the tokens. In another experiment, 128 answers of 200 tokens in
+plain PyTorch with everything in bf16, it was 1.3 %. The two differ in more than the rounding, so
+the factor of ten is rough.
 
 Where RMSNorm's division goes. norm(x) = x * w / rms(x), and 1/rms(x) is one number a row. So it may
-be multiplied into the result of the linear that follows, instead of into its input:
+be multiplied into the result of the linear that follows, instead of into its input. A bias is added
+after that, since 1/rms belongs to the product alone:
 
-    textbook    norm: x * w / rms  ->  dtype  ->  @ W.T                ->  y
-    here        norm: x * w        ->  dtype  ->  @ W.T  -> * 1/rms    ->  y
+    textbook    norm: x * w / rms  ->  dtype  ->  @ W.T              ->  + bias  ->  y
+    here        norm: x * w        ->  dtype  ->  @ W.T  -> * 1/rms  ->  + bias  ->  y
                       1/rms  -------------------------------^
 
 RMSNorm returns both, (x * w in dtype, 1/rms in fp32). Two things are gained: a GPU's matmul need
 not wait until a kernel has seen the whole row, and sampler and learner round the same numbers at
 the same place (but for attention to a shared prompt: attention.py). AQN's noise is added to w.
+1/rms is called rstd, as in other programs' norms, though it is no standard deviation that it
+divides by: rms(x) = sqrt(mean(x^2) + eps), and no mean is subtracted from x.
 
 fp16 rounds 8 times finer than bf16 but ends at 65,504. So the learner scales its loss (learner.py),
-and the norm works on x / 16, an exact division: x * w reaches 24,000 on the 1.5B without it.
+and the norm works on x / 16, an exact division: x * w reaches 24,000 on the 1.5B without it. Its
+rms is then a 16th as well, and the product of the two factors is the same.
 
 Not here: the KV cache (sampler.py), sliding windows and YaRN (off in these checkpoints).
 
@@ -85,7 +95,11 @@ class ModelConfig:
 # The elementwise work between matmuls, as plain functions (see ops.elementwise)
 
 def scaled_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The two factors of a normalised x (T, D) fp32: x * weight in dtype, 1/rms (T, 1) in fp32."""
+    """The two factors of a normalised x (T, D) fp32: x * weight (T, D) in dtype, and 1/rms (T, 1)
+    in fp32. With fp16 both are those of x / 16.
+
+    weight (D,) fp32. eps: RMSNorm has divided it by 16^2 already where x will be divided by 16.
+    """
     if dtype == torch.float16:
         x = x * FP16_SHIFT
     return (x * weight).to(dtype), torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
@@ -94,12 +108,12 @@ def scaled_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tu
 def split_qkv(y: Tensor, rstd: Tensor, bias: Tensor | None, gains: Tensor | None, eps: float,
               cos: Tensor, sin: Tensor, kv_heads: int,
               dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """From the qkv linear's result to attention's inputs: 1/rms, bias, the norms of q's and k's
-    heads, rotary embedding, dtype.
+    """From the qkv linear's result to attention's inputs. In this order: times 1/rms, plus bias,
+    the norms of q's and k's heads, rotary embedding, rounding to dtype.
 
-    y (T, N), rstd = 1/rms (T, 1), bias (N,), gains (2, d): the norms' weights, q's and k's, all
-    fp32; a model without biases or without these norms gives None -> q (T, H, d), k and v (T, KV,
-    d).
+    y (T, N) with N = (H + 2 KV) * d, rstd = 1/rms (T, 1), bias (N,), gains (2, d): the weights of
+    q's norm and of k's; cos and sin (T, 1, d/2) as rope_table gives them; all fp32. bias or gains
+    are None in a model that has none. -> q (T, H, d), k and v (T, KV, d) in dtype.
     """
     y = y * rstd
     if bias is not None:
@@ -122,7 +136,8 @@ def head_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding: turn each pair of numbers (i, i + d/2) of x (T, heads, d) by its angle.
 
-    Qwen pairs i with i + d/2; other implementations pair neighbours.
+    cos and sin (T, 1, d/2) are those of each token's d/2 angles, the same for all heads. Qwen pairs
+    i with i + d/2; other implementations pair neighbours.
     """
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
@@ -202,8 +217,10 @@ class Layer(torch.nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Callable) -> Tensor:
         """The residual stream x (T, D) fp32 -> what the layer makes of it, (T, D) fp32.
 
-        attend(q (T, H, d), k (T, KV, d), v (T, KV, d)) -> (T, H, d) knows which token sees which:
-        attention.PackedAttention for the learner, the KV cache for the sampler.
+        cos, sin (T, 1, d/2) fp32: see rope_table.
+        attend(q (T, H, d), k (T, KV, d), v (T, KV, d)) -> (T, H, d), all in the model's dtype,
+        knows which token sees which: attention.PackedAttention for the learner, the KV cache for
+        the sampler.
         """
         xw, rstd = self.input_norm(x)
         c = self.config
@@ -218,7 +235,12 @@ class Qwen(torch.nn.Module):
     """The whole model. get and frozen read it, as Layer says; load() makes one of a folder.
 
     live_vocab: how many ids the tokenizer has. Rows of the head beyond it are padding, and no
-    log-prob sees them. adapter: None until lora.attach().
+    log-prob sees them. adapter: None until lora.attach(). name: the folder, which an exported
+    adapter calls its base model.
+
+    A model stays on the device and in the dtype that it was loaded for. Do not call .to(), .half()
+    or .cuda(): they would move the norms alone. The embedding, the head, the biases of q, k and v
+    and the frozen weights are plain attributes, neither parameters nor buffers, and would stay.
     """
 
     def __init__(self, config: ModelConfig, get: Callable, frozen: Callable, dtype: torch.dtype,
@@ -246,13 +268,14 @@ class Qwen(torch.nn.Module):
 
         attends: one for each layer, see Layer.forward. kept_layers: how many layers, counted from
         the last, keep their activations for the backward; the others keep their input alone and
-        run a second time. None: all keep them.
+        run a second time. None: all keep them. Without gradients nothing is kept, whatever it is.
         """
+        layers = len(self.layers)
+        kept_layers = layers if kept_layers is None else kept_layers
+        assert 0 <= kept_layers <= layers, f"kept_layers {kept_layers}, of {layers} layers"
         x = self.embed[tokens].float()
         cos, sin = rope_table(positions, self.config)
-        first_kept = 0
-        if kept_layers is not None and torch.is_grad_enabled():
-            first_kept = len(self.layers) - kept_layers
+        first_kept = layers - kept_layers if torch.is_grad_enabled() else 0
         for i, (layer, attend) in enumerate(zip(self.layers, attends)):
             if i < first_kept:
                 x = checkpoint(layer, x, cos, sin, attend, use_reentrant=False)
@@ -261,7 +284,11 @@ class Qwen(torch.nn.Module):
         return self.final_norm(x)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens (B, T) -> logits (B, T, V) fp32. For checks: training never builds this tensor."""
+        """tokens (B, T) -> logits (B, T, V) fp32. For checks: training never builds this tensor.
+
+        The last V - live_vocab columns belong to no token: cut them off, logits[..., :live_vocab],
+        before a softmax or an argmax.
+        """
         B, T = tokens.shape
         attend = PackedAttention([T] * B, tokens.device)
         attends = [attend] * len(self.layers)
@@ -269,14 +296,18 @@ class Qwen(torch.nn.Module):
         return (mm_fp32(xw, self.lm_head.T) * rstd).view(B, T, -1)
 
     def token_logprobs(self, rows: list[list[int]], starts: list[int], temperature: float = 1.0,
-                       kept_layers: int = 0) -> tuple[Tensor, Tensor]:
+                       kept_layers: int | None = None) -> tuple[Tensor, Tensor]:
         """What the loss needs of each completion token: its log-prob, differentiable, and the
-        entropy of the softmax that it was drawn from, not differentiable.
+        entropy of the softmax that it is read from, not differentiable.
 
         rows: lists of ids, each a prompt and its completion; starts[i]: where the completion of row
-        i begins. -> (T,) fp32 each, for the tokens rows[i][starts[i]:] of row 0, row 1, ... Rows
-        next to each other with the same prompt share the work on it. kept_layers: see hidden().
+        i begins. -> (C,) fp32 each, for the C completion tokens alone: rows[i][starts[i]:] of row
+        0, row 1, ... That is not the T of hidden(), which counts prompts too. Rows next to each
+        other with the same prompt share the work on it.
+        temperature divides the logits and must be above 0. (The sampler reads 0 as "take the
+        likeliest token", whose log-prob is at temperature 1.) kept_layers: see hidden().
         """
+        assert temperature > 0, f"temperature must be above 0, got {temperature}"
         assert all(0 < s < len(r) for r, s in zip(rows, starts)), \
             "every row needs a prompt token and a scored token"
         tokens, lengths, branches, predictors = lay_out(rows, starts)
@@ -298,8 +329,10 @@ def load(folder: str | Path, base: str = "nvfp4", device: torch.device | str | N
     """Read a checkpoint, of 16-bit files or compressed-tensors NVFP4, with its linears as `base`.
 
     It is quantized matrix by matrix as it is read, so the peak of memory is the result plus one
-    fused matrix. device: a GPU if there is one. dtype: of matmul inputs; bf16 on a GPU, fp32 on a
-    CPU. live_vocab: see Qwen. ValueError names the file or tensor that is bad.
+    fused matrix. folder: also a name that hf.resolve knows, which is downloaded. device: where the
+    model lies and computes, "cpu" or "cuda:1" for instance; None: the current GPU, or the CPU where
+    torch sees no GPU. dtype: of matmul inputs; None: bf16 on a GPU, fp32 on a CPU. live_vocab: see
+    Qwen; None: all V ids are tokens. ValueError names the file or tensor that is bad.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)

@@ -264,6 +264,9 @@ def token_logprobs(x: Tensor, rstd: Tensor, head: Tensor, targets: Tensor, live:
     logits = x @ head[:live].T * rstd / temperature; -> log softmax(logits) at `targets`, which is
     differentiable in x and rstd, and the entropy, which is not: (T,) fp32 each, in nats.
 
+    T is the number of targets here: Qwen.token_logprobs, which takes whole rows, has picked out of
+    their packed tokens the places that predict a target.
+
     x (T, D) and head (V, D) in the model's dtype, rstd (T, 1) fp32, targets (T,) int64,
     temperature > 0. `head` gets no gradient. live: how many rows of `head` stand for a token; those
     behind are padding. All V are multiplied, and the padding is left out afterwards: Qwen2.5's live

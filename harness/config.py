@@ -168,9 +168,9 @@ class Objective:
                                     "adapter (default: the loss's own, 0)", "[0, 1e9]")
     format_weight: float = setting(0.0, "added to the reward of a well-formed answer (release: 0.1 "
                                    "of that of a right one)", "[0, 1e9]")
-    overlong: str = setting("keep", "answers cut at --max-new-tokens: keep counts them as wrong "
-                            "(study), mask leaves them out of the loss (release; study: answers "
-                            "grow)", choices=("mask", "keep"))
+    overlong: str = setting("keep", "answers cut at --max-new-tokens: keep grades them like any "
+                            "other, so nearly always as wrong (study), mask leaves them out of the "
+                            "loss (release; study: answers grow)", choices=("mask", "keep"))
     overlong_buffer: int = setting(0, "tokens of DAPO's soft length penalty, with --overlong keep; "
                                    "0: none")
 

@@ -4,10 +4,13 @@ does for both.
 
 python -m pytest tests/test_results.py -v
 """
+import collections
 import csv
 import gzip
 import json
 import os
+import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -308,6 +311,49 @@ def test_the_studys_first_claim_is_what_its_files_hold(monkeypatch, capsys):
     *nine, mean = capsys.readouterr().out.splitlines()[2:]
     assert len(nine) == 9 and all(" | -0.0" in line for line in nine)
     assert mean.endswith("**-0.0182** +- 0.0073 |")
+
+
+def test_the_studys_worked_example_is_what_its_files_hold(monkeypatch, capsys):
+    """study/README.md, "How the intervals are computed": its words in plain Python, against its tables and `tables`."""
+    monkeypatch.chdir(ROOT)
+    held_out = json.loads((results.RUNS / "held_out.json").read_text())
+    digits = {name: [*map(int, text)] for name, text in held_out.items()}
+    P, u, e, freedom = 1319, 0.0, 0.0, 0
+    for arm in {name.rpartition("-s")[0] for name in digits if re.search(r"-s\d+$", name)}:
+        seeds = [digits[name] for name in digits if re.fullmatch(re.escape(arm) + r"-s\d+", name)]
+        S, right = len(seeds), [sum(problem) for problem in zip(*seeds)]
+        if S > 1:
+            variance = statistics.variance(sum(seed) / P for seed in seeds)
+            q = sum(k * (S - k) / S for k in right)
+            u, freedom = u + (S - 1) * variance, freedom + S - 1
+            e += (S - 1) * (q - (S - 1) * P * variance) / ((S - 1) * (P - 1)) / P
+    U, V = u / freedom, (u - e) / freedom
+    assert freedom == 32 and (f"{1e4 * U:.4f}", f"{1e4 * V:.4f}") == ("0.9858", "0.2353")
+
+    def minus(names, others):
+        return [sum(a) - sum(b) for a, b in zip(zip(*(digits[n] for n in names)), zip(*(digits[n] for n in others)))]
+
+    calibrated, bf16 = ([f"{arm}-s{seed}" for seed in range(3)] for arm in ("calibrated", "bf16"))
+    text = (ROOT / "study" / "README.md").read_text()
+    run(monkeypatch, "tables", "bf16", "calibrated")
+    tables = capsys.readouterr().out
+    for mark, sums, S, K in (("(i)", minus(["calibrated"], ["bf16"]), 1, 0), ("(ii)", minus(bf16, ["bf16"] * 3), 3, 1),
+                             ("(iii)", minus(calibrated, bf16), 3, 2)):
+        m = [one / S for one in sums]
+        D, problems = statistics.mean(m), statistics.variance(m) / P
+        root = (problems + K * V / S) ** 0.5
+        f = root**4 / (problems**2 / (P - 1) + (K * U / S) ** 2 / freedom)
+        half = (1.96 + 2.5 / int(f)) * root
+        counted, worked = re.findall(rf"^\| {re.escape(mark)}.*$", text, re.M)
+        counts = collections.Counter(sums)
+        assert [cell.strip() for cell in counted.split("|")[2:-1]] == [
+            f"{counts[n]:,}" if counts[n] else "" for n in range(-3, 4)]
+        _, _, d, *cells, figure, _ = (cell.strip() for cell in worked.split("|"))
+        assert d.endswith(f"= {100 * D:.3f}")
+        assert [float(cell.replace(",", "")) for cell in cells] == pytest.approx(
+            [1e4 * problems, 1e4 * K * V / S, 100 * root, f, 1.96 + 2.5 / int(f), 100 * half], rel=1e-3)
+        assert figure == f"{100 * D:+.1f} [{100 * (D - half):+.1f}, {100 * (D + half):+.1f}]"
+        assert f"| {figure} |" in tables
 
 
 @pytest.mark.parametrize("arms,held_out,said", [
