@@ -35,13 +35,19 @@ real 0.5B where other norms have 0.9 to 4.1, cause a fifth to a half of the KL (
 Where noise acts. Only rollouts run inside noisy_norms(). Evaluation and learner are clean, and
 grpo.py corrects for the difference: the sampler wrote down the log-probs of its noisy draw.
 
-Why one z for a whole step, and not more of them?
-- One for each forward pass, as the paper says above Eq. 7: the tokens of one answer would come from
-  different policies, and attend to keys and values that yet others have computed. The release draws
-  once a step as well.
-- One for each answer: the answers of a group share the keys and values of their prompt, which are
-  computed once (sampler.Prefix), and these depend on z. Every answer would need a prompt of its
-  own in the KV cache, and the norm kernels would have to read another z for every row.
+How many z a step? One for the whole step is the default, as in the release. One for each forward
+pass is what the paper says above Eq. 7; but then the tokens of one answer would come from different
+policies, and attend to keys and values that yet others have computed.
+
+`--noise-draws sample` (not in the paper) has one z for each answer of a group. With one z a step all
+answers to a problem come from the same noisy model. What z did to them is in their mean, which an
+advantage takes away, so no update can prefer one z to another. With G of them it can: answer number
+g of every group comes from draw g, and where draw 3 answers better than the others, its answers get
+the advantage. Noise on parameters is drawn for an episode elsewhere too (Plappert et al. 2018,
+1706.01905). It costs time. The answers of a group can no longer share the keys and values of their
+prompt, which depend on z, nor be decoded in one batch, since the norms hold one z at a time. So
+train.sample draws the answers number 0 to all problems, then the answers number 1, and so on: G
+runs of the sampler, of which each computes all prompts.
 
 Why noise is an fp32 buffer beside the weight, and is not added to a bf16 weight: rounding would
 swallow it. At sigma 1e-3 the sum would differ from the weight in 5 % of the channels with weights
@@ -69,6 +75,7 @@ REMAINING = {
 }
 SCHEDULES = ("exponential", *REMAINING)
 NOISE_KINDS = ("absolute", "gain")                     # sigma * z, or sigma * weight * z
+NOISE_DRAWS = ("step", "sample")                       # a z for a step, or for each answer of a group
 
 
 def sigma_at(step: int, total_steps: int, sigma_start: float, sigma_end: float, num_stages: int,
@@ -93,29 +100,30 @@ def sigma_at(step: int, total_steps: int, sigma_start: float, sigma_end: float, 
     return sigma_end + (sigma_start - sigma_end) * REMAINING[schedule](t)
 
 
-def draw_z(seed: int, step: int, layer: int, which: int, size: int) -> torch.Tensor:
+def draw_z(seed: int, step: int, layer: int, which: int, size: int, draw: int = 0) -> torch.Tensor:
     """The noise of one norm at sigma 1: (size,) fp32. which: 0 = before attention, 1 = before MLP.
+    draw: which of the step's draws; 0 is the only one unless each answer of a group has its own.
 
     It depends on these numbers alone, not on device, rank, or what was drawn before. So all ranks
     sample from one policy, and a resumed run from the one that it would have had. (numpy does not
     promise that another version of it turns Philox's bits into the same normal numbers.)
 
     Philox computes its n-th output directly from a key and n. The key is (seed, step). n is a
-    counter of four words, lowest first; layer and which are its two highest, so no two norms share
-    any part of a stream. Seeding a torch.Generator by a hash of the four numbers would not do. On a
+    counter of four words, lowest first; draw, layer and which are its three highest, so no two norms
+    or draws share any part of a stream. Seeding a torch.Generator by a hash of the four numbers would not do. On a
     CPU it keeps only 32 bits of its seed, and among the 33,600 norms of 600 steps of a 7B model two
     would share their z with a probability of 12 %.
     """
-    philox = np.random.Philox(key=[seed, step], counter=[0, 0, layer, which])
+    philox = np.random.Philox(key=[seed, step], counter=[0, draw, layer, which])
     return torch.from_numpy(np.random.Generator(philox).standard_normal(size, dtype=np.float32))
 
 
 @contextmanager
 def noisy_norms(model: Qwen, sigma: float, seed: int, step: int,
-                kind: str = "absolute") -> Iterator[None]:
+                kind: str = "absolute", draw: int = 0) -> Iterator[None]:
     """A context in which input_norm and post_norm of every layer have noise: for rollouts.
 
-    kind: "absolute", or "gain" for noise in proportion to the norm's weight.
+    kind: "absolute", or "gain" for noise in proportion to the norm's weight. draw: see draw_z.
 
     The noise is written into the norms' buffers in place, because captured CUDA graphs read their
     addresses. At the end it is set to 0, also where an exception ends the context. Nothing that
@@ -129,7 +137,7 @@ def noisy_norms(model: Qwen, sigma: float, seed: int, step: int,
     try:
         if sigma > 0:
             for i, which, norm in norms:
-                norm.noise.copy_(sigma * draw_z(seed, step, i, which, len(norm.noise)))
+                norm.noise.copy_(sigma * draw_z(seed, step, i, which, len(norm.noise), draw))
                 if kind == "gain":
                     norm.noise.mul_(norm.weight)
             # Is every norm reached, each with a buffer of its own? The release looks for Hugging

@@ -111,6 +111,21 @@ class Rollouts:
                         self.preempted + other.preempted)
 
 
+def interleave(parts: list[Rollouts]) -> Rollouts:
+    """One answer to each of P prompts in every part -> groups of as many answers as there are parts.
+
+    The parts a0 b0 and a1 b1, where a and b are prompts, become a0 a1 b0 b1. They were sampled one
+    after the other, so `seconds` is their sum.
+    """
+    joined = sum(parts[1:], parts[0])            # a0 b0 a1 b1
+    P = len(parts[0].prompts)
+    rows = [part * P + p for p in range(P) for part in range(len(parts))]
+    columns = [[column[row] for row in rows] for column in (
+        joined.prompts, joined.completions, joined.logprobs, joined.finished)]
+    return Rollouts(*columns, sum(part.seconds for part in parts), joined.computed,
+                    joined.preempted)
+
+
 # -----------------------------------------------------------------------------
 # The draw
 
@@ -463,16 +478,18 @@ class Sampler:
     @torch.no_grad()
     def generate(self, prompts: list[list[int]], group_size: int, sampling: Sampling,
                  numbers: list[int] | range | None = None,
-                 progress: Callable | None = None) -> Rollouts:
+                 progress: Callable | None = None, first_sample: int = 0) -> Rollouts:
         """P prompts, lists of token ids -> Rollouts of P * group_size answers.
 
         numbers: P ints, from which (with the seed) the prompts' randomness follows; by default 0,
         1, 2, ... A prompt with another number gets other answers. progress(made, ended) is called
         after each window with the number of new tokens and the list of Sequences that ended in it.
+        first_sample: the number of a prompt's first answer. So two calls for 4 answers, the second
+        with first_sample 4, draw what one call for 8 would.
         harness.process.Stopped if a log-prob is not finite.
         """
         began = time.perf_counter()
-        sequences = self._sequences(prompts, group_size, sampling, numbers)
+        sequences = self._sequences(prompts, group_size, sampling, numbers, first_sample)
         # A call that an exception ended gave nothing back, so each call begins with a full pool.
         self.pool = BlockPool(self.engine.kv.shape[2])
         waiting = deque(sequences)
@@ -490,7 +507,7 @@ class Sampler:
                 progress(made, ended)
         return rollouts_of(sequences, time.perf_counter() - began, computed, preempted)
 
-    def _sequences(self, prompts, group_size, sampling, numbers):
+    def _sequences(self, prompts, group_size, sampling, numbers, first_sample=0):
         """One Sequence for every answer; the Sequences of a group share one Prefix."""
         limits = sampling.max_new_tokens
         size = len(prompts) * group_size
@@ -510,7 +527,7 @@ class Sampler:
                 assert 0 <= pos and limit < self.max_length, (
                     f"a prompt of {pos + 1} tokens + {limit - pos} new ones does not fit "
                     f"max_length={self.max_length}")
-                key = row_key(sampling.seed, number, g)
+                key = row_key(sampling.seed, number, first_sample + g)
                 sequences.append(Sequence(row, prompt, key, prefix, prompt[-1], pos, limit))
         return sequences
 

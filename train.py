@@ -53,22 +53,29 @@ from harness.figures import sampler_entropy
 from harness.prepare import Progress, Run, begin, prepare
 from harness.ranks import gather, say, share
 from learner import Batch, Learner, Update
-from sampler import Rollouts, Sampler, Sampling
+from sampler import Rollouts, Sampler, Sampling, interleave
 
 # -----------------------------------------------------------------------------
 # Sample
 
-def sample(sampler: Sampler, noise: AbstractContextManager, problems: list, positions: range,
-           group_size: int, sampling: Sampling) -> Rollouts:
+def sample(sampler: Sampler, noises: list[AbstractContextManager], problems: list,
+           positions: range, group_size: int, sampling: Sampling) -> Rollouts:
     """G answers to each problem, drawn while the norms carry this step's noise.
 
+    noises: one draw for all answers, or G of them: answer number g of every group comes from g.
     positions: of the problems in the order of the whole run. What is drawn for an answer follows
     from the seed, its problem's position and its number in the group, so it does not depend on the
     number of ranks.
     """
     prompts = [problem.prompt for problem in problems]
-    with noise:                                  # evaluations and the learner have none
-        return sampler.generate(prompts, group_size, sampling, positions)
+    if len(noises) == 1:
+        with noises[0]:                          # evaluations and the learner have none
+            return sampler.generate(prompts, group_size, sampling, positions)
+    parts = []
+    for g, noise in enumerate(noises):
+        with noise:
+            parts.append(sampler.generate(prompts, 1, sampling, positions, first_sample=g))
+    return interleave(parts)
 
 
 # -----------------------------------------------------------------------------
@@ -273,8 +280,10 @@ def train(run: Run) -> None:
         problems = data.problems_at(run.problems, sampling.seed, positions)
         sigma = aqn.sigma_at(step, steps, settings.noise.sigma_start, settings.noise.sigma_end,
                              settings.noise.noise_stages, settings.noise.noise_schedule)
-        noise = aqn.noisy_norms(run.model, sigma, sampling.seed, step, settings.noise.noise)
-        mine = sample(run.sampler, noise, problems, positions, G, sampling)
+        draws = G if sigma and settings.noise.noise_draws == "sample" else 1
+        noises = [aqn.noisy_norms(run.model, sigma, sampling.seed, step, settings.noise.noise, draw)
+                  for draw in range(draws)]
+        mine = sample(run.sampler, noises, problems, positions, G, sampling)
 
         # 2) Score. Then every rank gets the rows and the rollouts of all, in the same order.
         rows = gather(score(run.grade, problems, mine, objective, rollout.max_new_tokens))

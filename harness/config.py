@@ -146,6 +146,9 @@ class Noise:
     noise_schedule: str = setting("exponential", "how sigma decays (Fig. 9)", choices=aqn.SCHEDULES)
     noise: str = setting("absolute", "absolute: sigma x z is added to a norm's weight (paper); "
                          "gain: sigma x weight x z", choices=aqn.NOISE_KINDS)
+    noise_draws: str = setting("step", "step: one z for all answers of a step (release); sample: "
+                               "one for each answer of a group, which takes --group-size runs of "
+                               "the sampler (slower)", choices=aqn.NOISE_DRAWS)
 
 
 @dataclass(frozen=True)

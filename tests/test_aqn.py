@@ -170,6 +170,15 @@ def test_noise_depends_on_seed_step_layer_and_norm_alone():
     assert torch.cat(vectors).unique().numel() == 20 * 24                 # no vector is another one shifted
 
 
+def test_the_draws_of_a_step_share_nothing_and_the_first_is_that_of_a_step_with_one():
+    draws = [draw_z(3, 7, layer, which, 24, draw) for layer in range(2) for which in range(2) for draw in range(9)]
+    assert torch.cat(draws).unique().numel() == 36 * 24
+    assert torch.equal(draws[0], draw_z(3, 7, 0, 0, 24))
+    model = Model()
+    with noisy_norms(model, 0.5, seed=3, step=7, draw=8):
+        assert torch.equal(model.layers[1].post_norm.noise, 0.5 * draws[-1])
+
+
 def test_noise_is_standard_normal():
     z = torch.cat([draw_z(0, step, 3, 1, 3584) for step in range(60)]).double()
     # 215,040 draws: standard errors of mean, variance and share beyond 2 are .0022, .0030 and .00045; 5 of each.
