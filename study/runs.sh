@@ -4,24 +4,29 @@
 #     M05=... M15=... DATA=... bash study/runs.sh ORDER [SEED ...]
 #
 # M05, M15: folders of the 16-bit 0.5B and 1.5B. DATA: a folder with gsm8k_train.jsonl and
-# gsm8k_test.jsonl. WORK (default: runs/study): where runs and 4-bit models go; what is there is not
-# made again. ORDER is that of the section "What is open" of study/README.md, which has the
-# predictions and the primary comparison of each:
+# gsm8k_test.jsonl; for order 3 math_train.jsonl, math500.jsonl and math_test_rest.jsonl, which have
+# the 12,500 problems of MATH with their `level`. WORK (default: runs/study): where runs and 4-bit
+# models go; what is there is not made again. ORDER is that of the section "What is open" of
+# study/README.md, which has the predictions and the primary comparison of each:
 #
 #     0   no training: the sampler's entropy in every format, with every noise      20 minutes
-#     1   noise that is as large as rounding, 0.5B                                  10 a seed
+#     1   noise that is large enough to act, 0.5B                                   18 a seed
 #     2   16 bits and calibrated, each at two learning rates, 0.5B                  10 a seed
+#     3   16 bits and calibrated on MATH, 1.5B                                      16 a seed
 #     5   what the recipe owes to its parts, 1.5B                                   16 a seed
+#     6   the defaults, 0.5B and 1.5B                                               22 a seed
 #
-# The minutes are by arithmetic. 25 minutes of a card hold the two seeds "0 1" of orders 1 and 2, or
-# one of order 5. All arms of a seed run side by side, so that whatever the card does hits all alike.
+# The minutes are by arithmetic. All arms of a seed run side by side, so that whatever the card does
+# hits all alike; in orders 3 and 6, of two arms, all seeds do. GIB: the memory of each run.
 #
-# Training takes the first 6,473 problems of the training file. The last 1,000 are held out: what to
-# run or to keep is chosen by `eval_accuracy`, which is theirs. The test is answered once, at the
-# end, greedily and with 8 answers at temperature 1; `study.results verdicts` refuses a second time.
+# Of GSM8K training takes the first 6,473 problems of the training file. The last 1,000 are held
+# out: what to run or to keep is chosen by `eval_accuracy`, which is theirs. Of MATH it takes levels
+# 3 to 5, whose every sixth problem is held out. The test is answered once, at the end, greedily and
+# with 8 answers at temperature 1 (MATH's 4,992 greedily alone); `study.results verdicts` refuses a
+# second time. Order 6 trains on the whole file, as a newcomer would.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-order=${1:?ORDER: 0, 1, 2 or 5}
+order=${1:?ORDER: 0, 1, 2, 3, 5 or 6}
 seeds=("${@:2}")
 [ "$order" = 0 ] || : "${seeds[0]:?give the seeds, 0 1 for example}"
 WORK=${WORK:-runs/study}
@@ -34,6 +39,7 @@ if [ ! -e "$WORK/choose.jsonl" ]; then
     tail -n 1000 "$DATA/gsm8k_train.jsonl" > "$WORK/choose.jsonl"
 fi
 TEST=$DATA/gsm8k_test.jsonl
+TEST_TOKENS=512
 
 # converted NAME SOURCE FLAG ...: makes $WORK/NAME from the 16-bit folder SOURCE
 converted() {
@@ -42,8 +48,9 @@ converted() {
 
 # -- Runs ----------------------------------------------------------------------
 
+SIZES="--max-rows 512 --memory-gib ${GIB:-18}"
 COMMON="--data $WORK/learn.jsonl --eval-data $WORK/choose.jsonl --eval-problems 0 --eval-every 1000
-    --max-new-tokens 512 --max-rows 512 --memory-gib 33 --steps 60 --calibrate 0"
+    --max-new-tokens 512 --steps 60 --calibrate 0 $SIZES"
 names=()
 
 # start ARM SEED MODEL FLAG ...: trains in the background
@@ -66,24 +73,34 @@ finish() {
     wait
     for name in "${names[@]}"; do                # one after the other: all write the same files
         python -m study.results keep "$WORK/$name" "$name"
-        python -m study.results verdicts "$name" "$WORK/$name".{greedy,sampled}.jsonl
+        taken_in "$name" "$name"
     done
     names=()
 }
 
 # tested NAME RUN FLAG ...: answers the test problems greedily and 8 times at temperature 1
 tested() {
-    python evaluate.py "$2" "${@:3}" --data "$TEST" --max-rows 512 --out "$WORK/$1.greedy.jsonl"
-    python evaluate.py "$2" "${@:3}" --data "$TEST" --max-rows 512 --out "$WORK/$1.sampled.jsonl" \
+    local flags="--data $TEST --max-rows 512 --max-new-tokens $TEST_TOKENS"
+    python evaluate.py "$2" "${@:3}" $flags --out "$WORK/$1.greedy.jsonl"
+    [ "$order" = 3 ] || python evaluate.py "$2" "${@:3}" $flags --out "$WORK/$1.sampled.jsonl" \
         --samples 8 --temperature 1 --top-p 1
+}
+
+# taken_in NAME TESTED: takes what tested() wrote for TESTED into study/runs as NAME's
+taken_in() {
+    local kinds="greedy sampled"
+    [ "$order" = 3 ] && kinds=greedy
+    for kind in $kinds; do
+        python -m study.results verdicts "$1" "$WORK/$2.$kind.jsonl"
+    done
 }
 
 # before ARM ...: the test of the untrained model that these arms share
 before() {
-    [ -e "$WORK/$1.sampled.jsonl" ] && return
+    grep -qs "\"$1\":" study/runs/held_out.json && return      # from earlier seeds
     tested "$1" "$WORK/$1-s${seeds[0]}" --adapter none
     for arm in "$@"; do
-        python -m study.results verdicts "$arm" "$WORK/$1".{greedy,sampled}.jsonl
+        taken_in "$arm" "$1"
     done
 }
 
@@ -110,13 +127,16 @@ case $order in
         model=$WORK/0.5b-nearest
         start noise-none "$seed" "$model" --sigma-start 0
         start noise-truncate "$seed" "$model" --sigma-start 5e-2 --correction truncate
+        start noise-ppo "$seed" "$model" --sigma-start 5e-2 --correction ppo
         start noise-off "$seed" "$model" --sigma-start 5e-2 --correction off
         start noise-gain "$seed" "$model" --sigma-start 7e-2 --noise gain --correction off
+        start noise-draws "$seed" "$model" --sigma-start 5e-2 --noise-draws sample --correction off
+        start noise-warm "$seed" "$model" --sigma-start 0 --temperature 1.1
         finish
     done
-    before noise-none noise-truncate noise-off noise-gain
-    python -m study.results tables noise-none noise-truncate noise-off noise-gain \
-        --primary noise-off ;;
+    arms="noise-none noise-truncate noise-ppo noise-off noise-gain noise-draws noise-warm"
+    before $arms
+    python -m study.results tables $arms --primary noise-off ;;
 2)
     converted 0.5b-calibrated "$M05" --calibrate 128 --data "$WORK/learn.jsonl"
     for seed in "${seeds[@]}"; do
@@ -133,6 +153,25 @@ case $order in
         python -m study.results pairs eval_accuracy rate-$format-2e-4:rate-$format-1e-4 \
             --last-common 1
     done ;;
+3)
+    if [ ! -e "$WORK/math_choose.jsonl" ]; then
+        grep '"level": [345],' "$DATA/math_train.jsonl" > "$WORK/math.jsonl"
+        awk 'NR % 6 != 0' "$WORK/math.jsonl" > "$WORK/math_learn.jsonl"
+        cat "$DATA/math500.jsonl" "$DATA/math_test_rest.jsonl" > "$WORK/math_test.jsonl"
+        awk 'NR % 6 == 0' "$WORK/math.jsonl" > "$WORK/math_choose.jsonl"
+    fi
+    TEST=$WORK/math_test.jsonl
+    TEST_TOKENS=1024
+    MATH="--data $WORK/math_learn.jsonl --eval-data $WORK/math_choose.jsonl --max-new-tokens 1024"
+    converted 1.5b-calibrated "$M15" --calibrate 128 --data "$WORK/learn.jsonl"
+    for seed in "${seeds[@]}"; do
+        start math-bf16 "$seed" "$M15" --base bf16 --sigma-start 0 $MATH
+        start math-calibrated "$seed" "$WORK/1.5b-calibrated" --sigma-start 0 $MATH
+    done
+    finish
+    before math-bf16
+    before math-calibrated
+    python -m study.results tables math-bf16 math-calibrated --primary math-calibrated ;;
 5)
     converted 1.5b-calibrated "$M15" --calibrate 128 --data "$WORK/learn.jsonl"
     for seed in "${seeds[@]}"; do
@@ -150,7 +189,23 @@ case $order in
     before recipe-divided recipe-cosine recipe-bound recipe-beta2
     python -m study.results tables recipe-divided recipe-cosine recipe-bound recipe-beta2 \
         --primary recipe-cosine ;;
+6)
+    TEST_TOKENS=1024
+    for seed in "${seeds[@]}"; do
+        for size in 0.5b 1.5b; do
+            # A newcomer gives neither a seed nor, alone on a card, a bound of the memory.
+            names+=("default-$size-s$seed")
+            train train.py --model "$([ $size = 0.5b ] && echo "$M05" || echo "$M15")" \
+                --data "$DATA/gsm8k_train.jsonl" --seed "$seed" --out "$WORK/default-$size-s$seed" \
+                --memory-gib 33
+        done
+    done
+    finish
+    before default-0.5b
+    before default-1.5b
+    python -m study.results tables default-0.5b
+    python -m study.results tables default-1.5b ;;
 *)
-    echo "ORDER $order: 0, 1, 2 or 5" >&2
+    echo "ORDER $order: 0, 1, 2, 3, 5 or 6" >&2
     exit 1 ;;
 esac

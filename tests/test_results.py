@@ -375,15 +375,21 @@ def test_what_cannot_be_compared_is_one_line(runs, monkeypatch, arms, held_out, 
 # -- the runs to come ----------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("order,arms", [
-    ("1", "noise-none noise-truncate noise-off noise-gain"),
+    ("1", "noise-none noise-truncate noise-ppo noise-off noise-gain noise-draws noise-warm"),
     ("2", "rate-bf16-1e-4 rate-calibrated-1e-4 rate-bf16-2e-4 rate-calibrated-2e-4"),
-    ("5", "recipe-divided recipe-cosine recipe-bound recipe-beta2")])
+    ("3", "math-bf16 math-calibrated"),
+    ("5", "recipe-divided recipe-cosine recipe-bound recipe-beta2"),
+    ("6", "default-0.5b default-1.5b")])
 def test_the_script_of_the_runs_to_come_starts_every_arm_with_flags_that_train_takes(tmp_path, order, arms):
     """A stand-in for Python writes down what it is called with."""
     log, stand_in = tmp_path / "calls", tmp_path / "python"
     stand_in.write_text(f"#!/bin/bash\nline=$(printf '%s\\t' \"$@\")\necho \"$line\" >> {log}\n")
     stand_in.chmod(0o755)
     (tmp_path / "gsm8k_train.jsonl").write_text("".join(f"{i}\n" for i in range(1003)))
+    levels = [f'{{"id": {i}, "level": {i % 5 + 1}, "subject": "x"}}\n' for i in range(35)]
+    (tmp_path / "math_train.jsonl").write_text("".join(levels))
+    for name in "math500", "math_test_rest":
+        (tmp_path / f"{name}.jsonl").write_text(f"{name}\n")
     folders = dict(M05="m05", M15="m15", DATA=str(tmp_path), WORK=str(tmp_path / "work"))
     done = subprocess.run(["bash", ROOT / "study" / "runs.sh", order, "3", "4"], capture_output=True, text=True,
                           env=os.environ | folders | {"PATH": f"{tmp_path}:{os.environ['PATH']}"})
@@ -400,8 +406,18 @@ def test_the_script_of_the_runs_to_come_starts_every_arm_with_flags_that_train_t
     assert len({tuple(sorted((one.replace(out=None)).flat().items(), key=str)) for one in settings}) \
         == len(settings) - 2 * (order == "5")                             # beta2 differs from cosine by no flag
     # Each run's test is taken in once, and that of the untrained model once for each arm.
-    tested = [call[3] for call in calls if call[:3] == ["-m", "study.results", "verdicts"]]
-    assert sorted(tested) == sorted([*arms.split(), *(f"{arm}-s{seed}" for arm in arms.split() for seed in "34")])
+    kinds = ["greedy"] if order == "3" else ["greedy", "sampled"]
+    taken = [(call[3], call[4].split(".")[-2]) for call in calls if call[:3] == ["-m", "study.results", "verdicts"]]
+    names = [*arms.split(), *(f"{arm}-s{seed}" for arm in arms.split() for seed in "34")]
+    assert sorted(taken) == sorted((name, kind) for name in names for kind in kinds)
+    if order == "3":                              # 21 problems of levels 3 to 5: every sixth is held out
+        def ids(name):
+            return [json.loads(line)["id"] for line in (tmp_path / "work" / name).read_text().splitlines()]
+
+        assert ids("math_choose.jsonl") == [i for i in range(35) if i % 5 >= 2][5::6]
+        assert sorted(ids("math_learn.jsonl") + ids("math_choose.jsonl")) == [i for i in range(35) if i % 5 >= 2]
+        assert (tmp_path / "work" / "math_test.jsonl").read_text().split() == ["math500", "math_test_rest"]
+        assert {one.data.data for one in settings} == {str(tmp_path / "work" / "math_learn.jsonl")}
 
 
 # -- reading ------------------------------------------------------------------------------------------------------
