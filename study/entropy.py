@@ -9,7 +9,9 @@ value of -log p under p is the entropy.
 
 Each setting becomes one line of --out: its means, the standard error of the entropy over problems,
 and for every answer [correct, finished, tokens, sum of log-probs], so that every figure can be
-computed again. Every 50 problems get a new z, as 50 problems are about a training step.
+computed again. Every --problems-a-draw problems get a new z. What single draws do differs much, so the more
+draws, the surer the mean; but each draw is a run of the sampler, and few rows take it nearly as long
+as many.
 `python -m study.results sampler FILE` compares the lines of one or several such files.
 """
 import argparse
@@ -28,18 +30,22 @@ from harness.files import append_lines, json_line
 from harness.ranks import choose_device
 from sampler import Sampler, Sampling, engine_for
 
-PROBLEMS_A_STEP = 50
+PROBLEMS_AT_ONCE = 50                            # where there is no noise to draw
 NOISES = [("none", 0.0), ("aqn", 1e-2), ("aqn", 5e-2), ("aqn", 8e-2), ("gain", 7e-2)]
 
 
 def sample_all(model: qwen.Qwen, sampler: Sampler, tokenizer: data.Tokenizer, problems: list,
-               samples: int, max_new_tokens: int, kind: str, sigma: float, seed: int) -> list[list]:
-    """-> [correct, finished, tokens, sum of log-probs] of every answer, problem by problem."""
+               samples: int, max_new_tokens: int, kind: str, sigma: float, per_draw: int,
+               seed: int) -> list[list]:
+    """-> [correct, finished, tokens, sum of log-probs] of every answer, problem by problem.
+
+    per_draw: so many problems in a row are answered with one z.
+    """
     sampling = Sampling(max_new_tokens, tokenizer.end_ids, 1.0, seed=seed)
     answers = []
-    for step, start in enumerate(range(0, len(problems), PROBLEMS_A_STEP)):
-        part = problems[start:start + PROBLEMS_A_STEP]
-        with aqn.noisy_norms(model, sigma, seed, step, "gain" if kind == "gain" else "absolute"):
+    for number, start in enumerate(range(0, len(problems), per_draw)):
+        part = problems[start:start + per_draw]
+        with aqn.noisy_norms(model, sigma, seed, number, "gain" if kind == "gain" else "absolute"):
             rollouts = sampler.generate([problem.prompt for problem in part], samples, sampling,
                                         range(start, start + len(part)))
         rows = rewards.grade_rollouts(tokenizer, part, rollouts)
@@ -73,6 +79,7 @@ def main() -> None:
     parser.add_argument("--out", required=True, type=Path, help=".jsonl file that grows")
     parser.add_argument("--problems", type=int, default=500, help="the first so many")
     parser.add_argument("--samples", type=int, default=8, help="answers to each")
+    parser.add_argument("--problems-a-draw", type=int, default=10, help="answered with one z")
     parser.add_argument("--max-new-tokens", type=int, default=512, help="longest answer")
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     args = parser.parse_args()
@@ -84,14 +91,15 @@ def main() -> None:
         problems = data.encode_prompts(tokenizer, problems, "boxed")
         model = qwen.load(folder, args.base, device, live_vocab=tokenizer.vocab_size)
         longest = max(len(problem.prompt) for problem in problems) + args.max_new_tokens
-        sampler = Sampler(engine_for(device, "auto"), model, longest,
-                          PROBLEMS_A_STEP * args.samples)
+        rows = max(PROBLEMS_AT_ONCE, args.problems_a_draw) * args.samples
+        sampler = Sampler(engine_for(device, "auto"), model, longest, rows)
         for kind, sigma in NOISES:
             began = time.perf_counter()
+            per_draw = args.problems_a_draw if sigma else PROBLEMS_AT_ONCE
             answers = sample_all(model, sampler, tokenizer, problems, args.samples,
-                                 args.max_new_tokens, kind, sigma, seed=0)
+                                 args.max_new_tokens, kind, sigma, per_draw, seed=0)
             line = {"name": args.name, "noise": kind, "sigma": sigma, "samples": args.samples,
-                    "problems_a_step": PROBLEMS_A_STEP, **summary(answers, args.samples),
+                    "problems_a_step": per_draw, **summary(answers, args.samples),
                     "seconds": time.perf_counter() - began}
             print(json_line(line), end="", flush=True)
             append_lines(args.out, [line | {"answers": answers}])

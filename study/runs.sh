@@ -117,10 +117,11 @@ case $order in
             case $base in bf16 | nf4) model=$source format=$base ;;
                           *) model=$WORK/$size-$base format=nvfp4 ;; esac
             python -m study.entropy --model "$model" --base $format --data "$TEST" \
-                --name $size-$base --out "$WORK/sampler.jsonl"
+                --name $size-$base --out "$WORK/$size-$base.jsonl" &
         done
+        wait
     done
-    python -m study.results sampler "$WORK/sampler.jsonl" ;;
+    python -m study.results sampler "$WORK"/{0.5b,1.5b}-{bf16,nf4,nearest,search,calibrated}.jsonl ;;
 1)
     converted 0.5b-nearest "$M05" --codes nearest
     for seed in "${seeds[@]}"; do

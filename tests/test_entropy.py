@@ -42,10 +42,14 @@ def test_every_noise_becomes_a_line_whose_answers_give_its_means_again(tmp_path,
     out = tmp_path / "out.jsonl"
     monkeypatch.setattr(sys, "argv", ["entropy", "--model", str(TINY), "--data", str(tmp_path / "sums.jsonl"), "--name",
                                       "search", "--out", str(out), "--samples", "2", "--max-new-tokens", "8",
-                                      "--device", "cpu"])
+                                      "--device", "cpu", "--problems-a-draw", "2"])
+    zs, noisy = [], entropy.aqn.noisy_norms
+    monkeypatch.setattr(entropy.aqn, "noisy_norms", lambda *args: zs.append(args[1:4]) or noisy(*args))
     entropy.main()
+    assert zs[:3] == [(0.0, 0, 0), (1e-2, 0, 0), (1e-2, 0, 1)]            # three problems: two draws of every noise
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(line["noise"], line["sigma"]) for line in lines] == entropy.NOISES
+    assert [line["problems_a_step"] for line in lines] == [50, 2, 2, 2, 2]
     for line in lines:
         again = entropy.summary(line["answers"], samples=2)
         assert len(line["answers"]) == 6 and again == pytest.approx({key: line[key] for key in again})
