@@ -120,7 +120,11 @@ def train(argv, folder, log, env, max_file, fault):
 
 
 class Runs:
-    """Starts runs in `folder`, which holds word problems and reward functions."""
+    """Starts runs in `folder`, which holds word problems, reward functions and the tiny model in NVFP4.
+
+    A run that quantizes ../tiny while it loads has the same weights (test_hf.py), and takes three times as long to
+    begin: that is left to those with a --base or --calibrate and to those that name the model, as the one that learns.
+    """
 
     def __init__(self, folder):
         self.folder = folder
@@ -128,9 +132,11 @@ class Runs:
         (folder / "sums.jsonl").write_text("\n".join(lines[:60]))
         (folder / "more.jsonl").write_text("\n".join(lines))
         (folder / "my_rewards.py").write_text(REWARDS)
+        calibrate.to_nvfp4(calibrate.source_of(ROOT / "tiny", torch.device("cpu")), folder / "tiny", "search")
 
-    def start(self, out, *flags, model=ROOT / "tiny", env={}, max_file=None, fault=None, bare=False):
+    def start(self, out, *flags, model=None, env={}, max_file=None, fault=None, bare=False):
         """bare: these flags and no others."""
+        model = model or (ROOT if {"--base", "--calibrate"} & {*flags} else self.folder) / "tiny"
         argv = [*(["--resume"] if "--resume" in flags else ["--model", str(model), "--data", "sums.jsonl", *SMALL]),
                 "--device", "cpu", "--out", out, *(f for f in flags if f != "--resume")]
         argv = list(flags) if bare else argv
@@ -347,7 +353,7 @@ def test_the_seed_of_a_run_is_that_of_its_noise_its_sampling_and_its_adapter(run
 def test_the_embedded_model_learns(runs):
     # Three seeds: mean reward 0.34 to 0.41 over the first four steps, 0.88 to 0.97 over the last; held out 0.34, 0.94.
     runs.run("learns", *("--data more.jsonl --steps 12 --prompts-per-step 8 --group-size 6 --max-new-tokens 32 "
-                         "--lr 3e-3 --eval-problems 32 --eval-every 99").split())
+                         "--lr 3e-3 --eval-problems 32 --eval-every 99").split(), model=ROOT / "tiny")
     metrics = runs.metrics("learns")
     rewards = [m["reward"] for m in metrics]
     assert sum(rewards[:4]) / 4 < 0.5 and sum(rewards[-4:]) / 4 > 0.85, rewards
@@ -655,7 +661,7 @@ def test_float16_learns_what_float32_does(runs):
 # What a run says, keeps and takes over.
 
 def test_a_run_says_what_it_will_do_what_it_did_and_what_comes_next(runs):
-    log = runs.run("speaks", "--steps", "3", "--show", "2", "--eval-every", "1").splitlines()
+    log = runs.run("speaks", "--steps", "3", "--show", "2", "--eval-every", "1", model=ROOT / "tiny").splitlines()
     assert re.fullmatch(r".*tiny, with frozen nvfp4 weights, learns .*sums.jsonl \(56 problems, 4 held out\): 3 steps "
                         r"of 2 problems x 4 answers on 1 x cpu \(torch sees no GPU\); writes speaks", log[0])
     assert sum(line.startswith("a step takes ") for line in log) == 1
