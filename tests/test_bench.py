@@ -194,14 +194,14 @@ def test_the_matmuls_of_an_update_are_counted_as_by_torch(on_cpu):
     it is left out by answers and prompts of one token. An answer's last token is predicted and not computed."""
     from torch.utils.flop_counter import FlopCounterMode
     model = bench.random_model("toy", "bf16", torch.float32, lora_rank=1)
-    rows = [[i, i + 1] for i in range(100)]
+    rows = [[i, i + 1] for i in range(20)]
     linears = [(linear.weight.N, linear.weight.K) for linear in model.adapter.linears]
     for kept in (0, 1, 2):
         with FlopCounterMode(display=False) as counter:
-            model.token_logprobs(rows, [1] * 100, kept_layers=kept)[0].sum().backward()
-        wanted = bench.update_flops(model.config, 100, 100, pairs=0, kept_layers=kept)
+            model.token_logprobs(rows, [1] * 20, kept_layers=kept)[0].sum().backward()
+        wanted = bench.update_flops(model.config, 20, 20, pairs=0, kept_layers=kept)
         # Of rank 1: up to three columns and rows more, of each linear in three passes, and the gradients of A and B.
-        adapter = sum(2 * 100 * 3 * (n + k) * 4 for n, k in linears)
+        adapter = sum(2 * 20 * 3 * (n + k) * 4 for n, k in linears)
         assert wanted < counter.get_total_flops() < wanted + adapter
 
 

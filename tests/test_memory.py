@@ -4,6 +4,7 @@ fit?
 
 python -m pytest tests/test_memory.py -v
 """
+import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -65,9 +66,15 @@ class FakeGpu:
         return Plan(model or self.model, wanted, PROMPT, NEW, rows, self.lines.append)
 
 
+@pytest.fixture(scope="module")
+def loaded():
+    """The tiny model as loaded; a test that changes it takes a copy. To quantize it takes longer than most tests."""
+    return load(ROOT / "tiny", "nvfp4", "cpu")
+
+
 @pytest.fixture
-def gpu(monkeypatch):
-    gpu, model = FakeGpu(), load(ROOT / "tiny", "nvfp4", "cpu")
+def gpu(monkeypatch, loaded):
+    gpu, model = FakeGpu(), copy.deepcopy(loaded)
     monkeypatch.setattr(memory.torch, "cuda", gpu)
     monkeypatch.setattr(model, "token_logprobs", gpu.token_logprobs)
     gpu.model, gpu.adapter, gpu.lines = model, attach(model, rank=4), []
