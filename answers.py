@@ -406,8 +406,9 @@ CLOSERS = {  # half-open intervals mix round and square brackets
 }
 ENCLOSING = {"|": "abs", r"\lfloor": "floor", r"\lceil": "ceil"}
 FUNCTION_COMMANDS = frozenset("\\" + name for name in FUNCTIONS)
-STARTS = {*CLOSERS, *FUNCTION_COMMANDS, r"\matrix", r"\frac", r"\binom", r"\emptyset"}  # of an operand
-BARE_STOPS = FUNCTION_COMMANDS | {"*", "/", "("}  # what ends an argument without brackets: \sin 2x \cos y
+# What an operand may begin with, and what ends an argument without brackets: \sin 2x \cos y.
+STARTS = {*CLOSERS, *FUNCTION_COMMANDS, r"\matrix", r"\frac", r"\binom", r"\emptyset"}
+BARE_STOPS = FUNCTION_COMMANDS | {"*", "/", "("}
 CONSTANTS = {"«e": E, "«i": I, r"«\pi": PI, r"«\infty": INFINITY}
 DIGITS = tuple("0123456789.")  # what a number begins with
 

@@ -34,7 +34,7 @@ For each size of micro-batch, from the largest on, what it leaves free is given 
     3. to the KV pool, up to all that is of use;
     4. what then remains is kept free, and listed with the activations.
 
-Of the sizes that fit, the one with the smallest Option (below) is taken: it leaves the pool at
+Of the sizes that fit, the best Option (below) is taken: it leaves the pool at
 least a quarter of its use if any size does, and among those a token costs least.
 
 What cannot fit is refused twice: check_size() compares the model with the card by arithmetic,
@@ -75,7 +75,11 @@ ADAPTER_BYTES = 18                                     # of a parameter: Learner
 
 
 class Option(NamedTuple):
-    """One way to divide what is free. Options compare as tuples: the smallest is the best."""
+    """One way to divide what is free.
+
+    The best is the one with the least pool_lack, then with the fewest forwards, and of equals the
+    one that is tried first, which has the largest micro-batches.
+    """
     pool_lack: float              # bytes that a quarter of the pool's use lacks, 0 if it fits
     forwards: float               # what a token of the learner costs, in forwards through the model
     micro_batch_tokens: int
@@ -223,7 +227,8 @@ class Plan:
             left = self.free - micro_batch
             if left < self.least_pool:
                 continue
-            layer = self.layer_bytes_per_token * tokens
+            computed = max(tokens, self.row_tokens)      # a longer row is a micro-batch of its own
+            layer = self.layer_bytes_per_token * computed
             # What all layers' activations leave of the pool's use, but at least half of its use.
             pool = min(left, max(useful_pool / 2, min(useful_pool, left - layers * layer)))
             if memory.kv_gib is not None:
@@ -232,12 +237,12 @@ class Plan:
             kept_layers = min(layers, max(0, kept_layers))
             # Forward, backward, and a second forward of the layers that kept nothing. The backward
             # costs what a forward does: W is frozen, so only the gradient of x is multiplied.
-            forwards = (3 - kept_layers / layers) * (1 + EXPANSION_TOKENS / tokens)
+            forwards = (3 - kept_layers / layers) * (1 + EXPANSION_TOKENS / computed)
             options.append(Option(max(0, useful_pool / 4 - left), forwards, tokens, micro_batch,
                                   pool, kept_layers))
             if kept_layers == layers:
                 break                            # a smaller size has nothing to gain
-        return min(options, default=None)
+        return min(options, key=lambda option: (option.pool_lack, option.forwards), default=None)
 
     def _too_large(self, memory: Memory, fixed: dict[str, float], limit: float) -> str:
         """The message where not even one row fits: what takes how much, and which flags help."""

@@ -4,7 +4,8 @@ The study's tables and curves, made from the runs in study/runs.
     python -m study.results tables bf16 calibrated nearest --primary calibrated
     python -m study.results spread
     python -m study.results mean entropy nearest-aqn --first 6 --last 11
-    python -m study.results pairs accuracy calibrated:bf16 1.5b-calibrated:1.5b-bf16 --last-common 20
+    python -m study.results pairs accuracy calibrated:bf16 1.5b-calibrated:1.5b-bf16 \\
+        --last-common 20
     python -m study.results pairs greedy calibrated:bf16
     python -m study.results curves bf16-s0 bf16-s1 --out curves.png
     python -m study.results keep runs/x bf16-s3
@@ -13,13 +14,15 @@ The study's tables and curves, made from the runs in study/runs.
 
 An arm is one way to train, run with one or several seeds. study/runs holds of each arm
 
-    ARM-sSEED.jsonl         metrics.jsonl of the run with that seed; docs/metrics.md defines the keys
+    ARM-sSEED.jsonl         metrics.jsonl of the run with that seed; docs/metrics.md defines the
+                            keys
     ARM-sSEED.rows.csv.gz   step, id, correct, length, mean_logprob of every sampled answer
     held_out.json           "ARM" and "ARM-sSEED": which test problems were answered correctly
                             (greedily) before and after training, as a string of 0 and 1, in the
                             test file's order
-    sampled.json            the same of 8 answers at temperature 1 to each problem: `right`, a string
-                            of digits that say how many of the 8 are right, and `sampler_entropy`
+    sampled.json            the same of 8 answers at temperature 1 to each problem: `right`, a
+                            string of digits that say how many of the 8 are right, and
+                            `sampler_entropy`
     sampler.jsonl.gz        what study/entropy.py sampled before training, by base and noise; its
                             sums of log-probs are rounded to a tenth, its means and seconds left out
 
@@ -131,7 +134,8 @@ class Arm:
 
         Steps that did not log it are left out; NaN if none did, as when nothing could teach.
         """
-        values = [step[key] for steps in self.metrics for step in steps[first:last] if step.get(key) is not None]
+        values = [step[key] for steps in self.metrics for step in steps[first:last]
+                  if step.get(key) is not None]
         return sum(values) / len(values) if values else math.nan
 
     def start_to_end(self, key: str, digits: int) -> str:
@@ -221,7 +225,8 @@ def difference_interval(differences: np.ndarray, seeds: SeedVariance,
 
 
 # 97.5 % quantiles of Student's t with 1, 2, ... degrees of freedom
-STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179,
+           2.160, 2.145, 2.131)
 
 
 def student_quantile(freedom: float) -> float:
@@ -230,7 +235,7 @@ def student_quantile(freedom: float) -> float:
     Between whole numbers it is that of the lower one, which is on the safe side.
     """
     whole = max(1, int(freedom))
-    return STUDENT[whole - 1] if whole <= len(STUDENT) else 1.96 + 2.5 / whole       # right to 0.005
+    return STUDENT[whole - 1] if whole <= len(STUDENT) else 1.96 + 2.5 / whole      # right to 0.005
 
 
 # -----------------------------------------------------------------------------
@@ -252,7 +257,8 @@ def greedy_line(arm: Arm, seeds: SeedVariance) -> str:
     return (f"| {arm.name} | {steps} | {100 * before.mean():.1f} "
             f"| **{100 * after.mean():.1f}** | {percents(after.mean(axis=1))} "
             f"| {points(after - before, seeds, 1)} "
-            f"| {arm.start_to_end('entropy', 3)} | {arm.start_to_end('accuracy', 3)} | {arm.start_to_end('length', 0)} "
+            f"| {arm.start_to_end('entropy', 3)} | {arm.start_to_end('accuracy', 3)} "
+            f"| {arm.start_to_end('length', 0)} "
             f"| {arm.mean('seconds', 5, None):.1f} |")
 
 
@@ -394,12 +400,13 @@ class Pair(NamedTuple):
     difference: float       # the first run's figure minus the other's
 
 
-def pairs_of_runs(arm: Arm, other: Arm, key: str, first: int, last: int, last_common: int | None) -> list[Pair]:
+def pairs_of_runs(arm: Arm, other: Arm, key: str, first: int, last: int,
+                  last_common: int | None) -> list[Pair]:
     """One difference for each seed that both arms have.
 
-    key greedy, sampled: of the test accuracy after training. Any other key: of its mean over the steps that
-    both runs logged, from first to last, or the last `last_common` of them. Runs that ended at
-    different steps are so compared at equal ones.
+    key greedy, sampled: of the test accuracy after training. Any other key: of its mean over the
+    steps that both runs logged, from first to last, or the last `last_common` of them. Runs that
+    ended at different steps are so compared at equal ones.
     """
     pairs = []
     for seed in [seed for seed in arm.seeds if seed in other.seeds]:
@@ -412,10 +419,12 @@ def pairs_of_runs(arm: Arm, other: Arm, key: str, first: int, last: int, last_co
             difference = verdicts.after[i].mean() - theirs.after[j].mean()
         else:
             values = [dict(zip(*series(rows, key))) for rows in (arm.metrics[i], other.metrics[j])]
-            common = [step for step in sorted(values[0].keys() & values[1].keys()) if first <= step <= last]
+            common = [step for step in sorted(values[0].keys() & values[1].keys())
+                      if first <= step <= last]
             common = common[-last_common:] if last_common else common
             if not common:
-                raise ValueError(f"{arm.name} and {other.name}, seed {seed}: no step in common that logged {key}")
+                raise ValueError(f"{arm.name} and {other.name}, seed {seed}: "
+                                 f"no step in common that logged {key}")
             steps = f"{common[0]} to {common[-1]}"
             difference = sum(values[0][step] - values[1][step] for step in common) / len(common)
         pairs.append(Pair(f"{arm.name} - {other.name}, seed {seed}", steps, float(difference)))
@@ -437,7 +446,8 @@ def print_pairs(args):
     differences = [pair.difference for pair in found]
     if len(found) > 1:
         half = student_quantile(len(found) - 1) * np.std(differences, ddof=1) / len(found) ** 0.5
-        print(f"| mean of {len(found)}, 95 % by Student's t | | **{np.mean(differences):+.4f}** +- {half:.4f} |")
+        print(f"| mean of {len(found)}, 95 % by Student's t | "
+              f"| **{np.mean(differences):+.4f}** +- {half:.4f} |")
 
 
 # -----------------------------------------------------------------------------
@@ -464,8 +474,8 @@ def sampled_setting(line: dict) -> Setting:
     answers = np.array(line["answers"], dtype=float).reshape(-1, line["samples"], 4)
     correct, _, tokens, logprobs = answers.sum(axis=1).T
     entropy = -logprobs.sum() / tokens.sum()
-    return Setting(line["name"],
-                   line["noise"] if line["noise"] == "none" else f"{line['noise']} {line['sigma']:g}",
+    noise = line["noise"] if line["noise"] == "none" else f"{line['noise']} {line['sigma']:g}"
+    return Setting(line["name"], noise,
                    entropy + (-logprobs - entropy * tokens) / tokens.mean(),
                    correct / line["samples"], tokens / line["samples"], line["problems_a_step"])
 
@@ -488,7 +498,8 @@ def read_sampled(path: Path) -> list[Setting]:
 
 def paired(differences: np.ndarray, scale: float, digits: int) -> str:
     """The mean of differences (problems,) and its 95 % interval over the problems."""
-    half = student_quantile(len(differences) - 1) * differences.std(ddof=1) / len(differences) ** 0.5
+    half = (student_quantile(len(differences) - 1) * differences.std(ddof=1)
+            / len(differences) ** 0.5)
     return f"{scale * differences.mean():+.{digits}f} +- {scale * half:.{digits}f}"
 
 
@@ -519,13 +530,16 @@ def print_sampler(args):
         cells = ["" if other is one else cell for other in others
                  for cell in (paired(one.entropy - other.entropy, 1, 4),
                               paired(one.accuracy - other.accuracy, 100, 2))]
-        print(f"| {one.name} | {one.noise} | {one.entropy.mean():.4f} | {100 * one.accuracy.mean():.2f} "
-              f"| {one.length.mean():.1f} | {' | '.join(cells)} |")
+        print(f"| {one.name} | {one.noise} | {one.entropy.mean():.4f} "
+              f"| {100 * one.accuracy.mean():.2f} | {one.length.mean():.1f} "
+              f"| {' | '.join(cells)} |")
         if one.noise != "none":
             by_size.setdefault((size, one.noise), []).append((one, others[0]))
-    print("\n| mean over | bases | noise | | difference from own | over draws |\n|---|---|---|---|---|---|")
+    print("\n| mean over | bases | noise | | difference from own | over draws |\n"
+          "|---|---|---|---|---|---|")
     for (size, noise), pairs in by_size.items():
-        for figure, scale, digits, unit in ("entropy", 1, 4, "nats"), ("accuracy", 100, 2, "points"):
+        for figure, scale, digits, unit in (("entropy", 1, 4, "nats"),
+                                            ("accuracy", 100, 2, "points")):
             differences = np.mean([getattr(one, figure) - getattr(own, figure)
                                    for one, own in pairs], axis=0)
             draws = by_draw(differences, pairs[0][0].per_draw)
@@ -600,11 +614,12 @@ def write_curves(args):
     try:
         from matplotlib import pyplot as plt
     except ImportError:
-        raise ValueError("curves need pip install matplotlib, which is not in requirements.txt") from None
+        raise ValueError("curves need pip install matplotlib, which is not in "
+                         "requirements.txt") from None
     plt.switch_backend("Agg")                    # draws into files, so no display is needed
     picture = panels(runs, plt)
     out.parent.mkdir(parents=True, exist_ok=True)
-    new = out.with_name(f".{out.name}{out.suffix}")      # a full disk must not destroy the old picture
+    new = out.with_name(f".{out.name}{out.suffix}")   # a full disk must not destroy the old picture
     picture.savefig(new, dpi=150)
     new.replace(out)
     print(out)
@@ -613,17 +628,20 @@ def write_curves(args):
 # -----------------------------------------------------------------------------
 
 def parse_args():
-    parser = argparse.ArgumentParser(prog="study.results", description=__doc__.strip(), allow_abbrev=False,
+    parser = argparse.ArgumentParser(prog="study.results", description=__doc__.strip(),
+                                     allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name, function, summary):
         sub = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         sub.set_defaults(function=function)
-        sub.add_argument("--runs", type=Path, default=RUNS, help=f"folder of the runs (default: {RUNS})")
+        sub.add_argument("--runs", type=Path, default=RUNS,
+                         help=f"folder of the runs (default: {RUNS})")
         return sub
 
-    sub = command("tables", print_tables, "accuracy before and after training, and differences from the first arm")
+    sub = command("tables", print_tables,
+                  "accuracy before and after training, and differences from the first arm")
     sub.add_argument("arms", nargs="+", metavar="ARM")
     sub.add_argument("--primary", metavar="ARM", help="the arm whose difference from the first was "
                      "named as the primary one before the runs")
@@ -632,14 +650,18 @@ def parse_args():
     sub.add_argument("key", metavar="KEY", help="a key of docs/metrics.md")
     sub.add_argument("arms", nargs="+", metavar="ARM")
     add_steps(sub)
-    sub = command("pairs", print_pairs, "differences between runs of the same seed, with Student's t")
-    sub.add_argument("key", metavar="KEY", help="a key of docs/metrics.md, or greedy or sampled: test "
-                     "accuracy after training")
-    sub.add_argument("pairs", nargs="+", metavar="ARM:OTHER", help="the first minus the second, seed by seed")
+    sub = command("pairs", print_pairs,
+                  "differences between runs of the same seed, with Student's t")
+    sub.add_argument("key", metavar="KEY", help="a key of docs/metrics.md, or greedy or sampled: "
+                     "test accuracy after training")
+    sub.add_argument("pairs", nargs="+", metavar="ARM:OTHER",
+                     help="the first minus the second, seed by seed")
     add_steps(sub)
-    sub.add_argument("--last-common", type=int, metavar="N", help="only the last N steps that both runs have")
+    sub.add_argument("--last-common", type=int, metavar="N",
+                     help="only the last N steps that both runs have")
     sub = command("curves", write_curves, "curves of runs as a picture")
-    sub.add_argument("curves", nargs="+", metavar="RUN", help="a run's name, its folder or a metrics.jsonl")
+    sub.add_argument("curves", nargs="+", metavar="RUN",
+                     help="a run's name, its folder or a metrics.jsonl")
     sub.add_argument("--out", type=Path, required=True, help="a .png, .svg or .pdf")
     sub = command("keep", keep_run, "takes a run's metrics and a line of each answer into --runs")
     sub.add_argument("run", type=Path, metavar="FOLDER", help="that train.py wrote")
@@ -650,13 +672,15 @@ def parse_args():
                      help=f"greedy answers to the test problems, or {SAMPLES} to each")
     sub = command("sampler", print_sampler, "the sampler before training, by base and noise")
     sub.add_argument("files", nargs="*", type=Path, metavar="FILE",
-                     help="that study/entropy.py wrote, or the same gzipped (default: that of --runs)")
+                     help="that study/entropy.py wrote, or the same gzipped (default: that of "
+                     "--runs)")
     return parser.parse_args()
 
 
 def add_steps(sub):
     sub.add_argument("--first", type=int, default=0, help="first step (default: 0)")
-    sub.add_argument("--last", type=int, default=10**9, help="last step, included (default: the run's)")
+    sub.add_argument("--last", type=int, default=10**9,
+                     help="last step, included (default: the run's)")
 
 
 def main():

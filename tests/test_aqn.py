@@ -118,8 +118,8 @@ def test_noise_on_a_norm_multiplies_the_columns_of_the_linear_behind_it():
 
 
 def test_noise_in_proportion_to_the_gain_multiplies_every_column_by_as_much():
-    # W ((w + sigma w z) x_hat) = (W diag(1 + sigma z)) (w x_hat), in float64 from z alone. The noise itself is fp32: two
-    # roundings of 2^-24 each of a product below sigma * 2 * 4.
+    # W ((w + sigma w z) x_hat) = (W diag(1 + sigma z)) (w x_hat), in float64 from z alone. The noise itself is fp32:
+    # two roundings of 2^-24 each of a product below sigma * 2 * 4.
     torch.manual_seed(0)
     model = Model().double()
     norm, W, x = model.layers[1].input_norm, torch.randn(7, 24).double(), torch.randn(5, 24).double()

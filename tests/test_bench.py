@@ -99,7 +99,8 @@ def test_a_step_samples_the_lengths_it_draws_and_trains_on_every_row(on_cpu, mon
               "kept", "kv_gib", "peak_gib", "reserved_gib", "gpus", "samples", "mismatch_abs"}),
     ("rollout", {"model", "base", "dtype", "lora_rank", "prompt", "new", "hardware", "commit", "weight_gb", "batch"}),
     ("decode", {"weight_gb", "steps"}), ("tail", {"tokens", "longest", "mean", "orders"}),
-    ("update", {"seconds", "tokens_s", "tflop_s", "floor", "floor_of_seconds", "micro_batches", "kept", "reserved_gib"})])
+    ("update", {"seconds", "tokens_s", "tflop_s", "floor", "floor_of_seconds", "micro_batches", "kept",
+                "reserved_gib"})])
 def test_commands_end_with_one_line_of_json(on_cpu, capsys, command, keys):
     bench.measure(command, "auto", FLAGS[command])
     *_, last = capsys.readouterr().out.splitlines()
@@ -190,18 +191,18 @@ def test_a_tail_samples_the_given_lengths_in_each_order(on_cpu, monkeypatch, tmp
 
 
 def test_the_matmuls_of_an_update_are_counted_as_by_torch(on_cpu):
-    """torch counts the products of a forward and backward; attention in plain torch multiplies the masked half too, so it
-    is left out by answers and prompts of one token. An answer's last token is predicted and not computed."""
+    """torch counts the products of a forward and backward; attention in plain torch multiplies the masked half too, so
+    it is left out by answers and prompts of one token. An answer's last token is predicted and not computed."""
     from torch.utils.flop_counter import FlopCounterMode
     model = bench.random_model("toy", "bf16", torch.float32, lora_rank=1)
-    rows = [[i, i + 1] for i in range(100)]
+    rows = [[i, i + 1] for i in range(20)]
     linears = [(linear.weight.N, linear.weight.K) for linear in model.adapter.linears]
     for kept in (0, 1, 2):
         with FlopCounterMode(display=False) as counter:
-            model.token_logprobs(rows, [1] * 100, kept_layers=kept)[0].sum().backward()
-        wanted = bench.update_flops(model.config, 100, 100, pairs=0, kept_layers=kept)
+            model.token_logprobs(rows, [1] * 20, kept_layers=kept)[0].sum().backward()
+        wanted = bench.update_flops(model.config, 20, 20, pairs=0, kept_layers=kept)
         # Of rank 1: up to three columns and rows more, of each linear in three passes, and the gradients of A and B.
-        adapter = sum(2 * 100 * 3 * (n + k) * 4 for n, k in linears)
+        adapter = sum(2 * 20 * 3 * (n + k) * 4 for n, k in linears)
         assert wanted < counter.get_total_flops() < wanted + adapter
 
 
@@ -210,7 +211,7 @@ def test_an_update_trains_on_all_answers_and_counts_their_micro_batches(on_cpu, 
     monkeypatch.setattr(bench.Learner, "update", lambda *a, **k: sums.append(update(*a, **k)) or sums[-1])
     figures = bench.learner_update(**FLAGS["update"])
     assert [int(done.sums["tokens"]) for done in sums] == [2 * 8 * 40] * 2
-    assert figures["micro_batches"] == 4 and figures["micro_batch"] == 200                      # 4 rows: 8 + 4 x 40 of 200
+    assert figures["micro_batches"] == 4 and figures["micro_batch"] == 200                   # 4 rows: 8 + 4 x 40 of 200
     assert figures["floor_of_seconds"] == pytest.approx(figures["floor"] / figures["seconds"])
 
 

@@ -34,10 +34,11 @@ def step(**changes):
 
 @pytest.mark.parametrize("changes,flags,level,said", [
     ({}, {}, 0.3, ""),
-    (dict(groups=0, truncated=1, accuracy=0), {}, 0.3, "cut and left out of the loss: --max-new-tokens 512 may be too few"),
+    (dict(groups=0, truncated=1, accuracy=0), {}, 0.3,
+     "cut and left out of the loss: --max-new-tokens 512 may be too few"),
     (dict(truncated=1, accuracy=0.1), dict(overlong="keep"), 0.3, ""),
     (dict(length=1.2), {}, 0.3, "answers had one token: --lr 0.001 may be too high"),
-    (dict(length=1, truncated=1), dict(overlong="keep", max_new_tokens=1), 0.3, ""),          # one token is all they may have
+    (dict(length=1, truncated=1), dict(overlong="keep", max_new_tokens=1), 0.3, ""),    # one token is all they may have
     (dict(accuracy=0), {}, 0.26, "no answer was right, where 26% had been: --lr 0.001"),
     (dict(accuracy=0), {}, 0.05, ""),                                     # not a good level: no collapse
     (dict(accuracy=0), dict(reward="mine:f"), 0.26, ""),                  # a reward of one's own means something else
@@ -56,7 +57,8 @@ def test_what_cannot_learn_is_named_with_the_flag_that_is_the_likely_cause(chang
     (dict(groups=0), {}, 0.3, "all right or all wrong, which teaches nothing (30% were right)"),
     (dict(groups=0, accuracy=0.99), {}, 0.9, "99% of the answers were right and no group of them taught anything"),
     (dict(groups=0, accuracy=0), {}, 0.0, "no answer was right so far: --data gsm8k may be too hard"),
-    (dict(groups=0, reward=1.0), dict(reward="mine:f"), 0.3, "--reward mine:f gave all answers to a problem the same, 1 on"),
+    (dict(groups=0, reward=1.0), dict(reward="mine:f"), 0.3,
+     "--reward mine:f gave all answers to a problem the same, 1 on"),
     (dict(entropy=0.004), {}, 0.3, "its entropy was 0.004 nats a token: --temperature 1.0 may be too low"),
     (dict(entropy=None), {}, 0.3, "")])
 def test_what_may_be_trouble_is_named_too(changes, flags, level, said):
@@ -187,8 +189,8 @@ def test_the_first_line_says_what_is_learnt_from_what_and_where(capsys, monkeypa
     console = Console(settings(model="qwen2.5-7b", steps=600, out="runs/x"))
     console.greet([None] * 7473, [None] * 256, torch.device("cpu"))
     assert capsys.readouterr().out == (
-        "qwen2.5-7b, with frozen nvfp4 weights, learns gsm8k (7,473 problems, 256 held out): 600 steps of 64 problems x 8 "
-        "answers on 1 x cpu (torch sees no GPU); writes runs/x\n")
+        "qwen2.5-7b, with frozen nvfp4 weights, learns gsm8k (7,473 problems, 256 held out): 600 steps of 64 problems "
+        "x 8 answers on 1 x cpu (torch sees no GPU); writes runs/x\n")
 
 
 def test_an_answer_that_is_shown_brings_no_control_codes(capsys):
@@ -225,7 +227,8 @@ def test_the_bar_fits_80_columns_with_every_figure_in_it(capsys, monkeypatch):
         console.bar.refresh()
     last = capsys.readouterr().err.rstrip().split("\r")[-1]
     assert len(last) <= 80
-    assert re.fullmatch(r"989/1200 \|.+\| \d+:\d\d:\d\d left, [\d.]+s/step, reward -0.525, right 100%, 4096 tokens *", last)
+    assert re.fullmatch(
+        r"989/1200 \|.+\| \d+:\d\d:\d\d left, [\d.]+s/step, reward -0.525, right 100%, 4096 tokens *", last)
 
 
 def test_after_ten_steps_the_time_left_is_told_anew_without_the_slow_first_step(capsys, monkeypatch):
@@ -235,7 +238,8 @@ def test_after_ten_steps_the_time_left_is_told_anew_without_the_slow_first_step(
         console.tell(told(step, 100.0 if step == 0 else 12.0), [], [])
     lines = [line for line in capsys.readouterr().out.splitlines() if "to go" in line]
     assert lines == ["a step takes 100.0 s: 3 h 3 min to go, without evaluations",
-                     "after 10 steps: a step takes 12.0 s, not 100.0 s as the first did: 20 min to go, without evaluations"]
+                     "after 10 steps: a step takes 12.0 s, not 100.0 s as the first did: 20 min to go, without "
+                     "evaluations"]
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     with Console(settings(steps=111)) as console:           # the bar's own estimate likewise
         console.start_at(0)
@@ -270,7 +274,8 @@ def test_a_run_says_how_long_each_part_before_the_first_step_took_and_how_much_m
     monkeypatch.setattr("harness.console.time.perf_counter", lambda: clock[0])
     monkeypatch.setattr("harness.console.torch.cuda", gpu)
     phases = Phases()
-    for name, seconds, gib in ("problems", 2.5, 0), ("download", 0.01, 0), ("weights", 130, 6.25), ("memory plan", 14, 12):
+    for name, seconds, gib in (("problems", 2.5, 0), ("download", 0.01, 0), ("weights", 130, 6.25),
+                               ("memory plan", 14, 12)):
         with phases(name):
             gpu.use(gib)
             clock[0] += seconds
@@ -313,4 +318,5 @@ def test_the_closing_commands_name_the_run_in_quotes(tmp_path, capsys):
     Console(settings(steps=2)).farewell(folder, 64)
     first, *commands = capsys.readouterr().out.splitlines()
     assert "2 steps in 2 s; held-out accuracy 25.0% [" in first and "before, 50.0% [" in first
-    assert [shlex.split(line.removeprefix("next:"))[-1] for line in commands] == [str(folder)] * 3 + [f"{folder}-merged"]
+    assert [shlex.split(line.removeprefix("next:"))[-1] for line in commands] == [
+        str(folder), str(folder), str(folder), f"{folder}-merged"]

@@ -81,7 +81,7 @@ TEMPLATES = {
 
 
 def thinking_tiny(folder, template):
-    """The tiny model with this template, and with <think> and </think> among the ids that its tokenizer has to spare."""
+    """The tiny model with this template, and with <think> and </think> among ids that its tokenizer has to spare."""
     shutil.copytree(TINY, folder)
     raw = json.loads((folder / "tokenizer.json").read_text())
     first = 1 + max([*raw["model"]["vocab"].values(), *(token["id"] for token in raw["added_tokens"])])
@@ -118,8 +118,9 @@ def test_gold_answers_are_found_under_the_names_in_use(tmp_path, row, answer):
 
 @pytest.mark.parametrize("gold,read", [
     ("1,234", "1234"), ("-1,234,567", "-1234567"), ("$1,234.50", "$1234.50"), ("x = 12,345 cm", "x = 12345 cm"),
-    ("(1,2)", "(1,2)"), ("0,5", "0,5"), ("1,2,3", "1,2,3"), ("[1,234]", "[1,234]"), ("3,14", "3,14"), ("0,500", "0,500"),
-    ("1,2345", "1,2345"), ("12,345,6", "12,345,6"), ("2.5,100", "2.5,100"), (r"\{1,234\}", r"\{1,234\}")])
+    ("(1,2)", "(1,2)"), ("0,5", "0,5"), ("1,2,3", "1,2,3"), ("[1,234]", "[1,234]"), ("3,14", "3,14"),
+    ("0,500", "0,500"), ("1,2345", "1,2345"), ("12,345,6", "12,345,6"), ("2.5,100", "2.5,100"),
+    (r"\{1,234\}", r"\{1,234\}")])
 def test_behind_four_hashes_only_the_commas_between_thousands_go(gold, read):
     for name in data.GOLDS:
         assert data.find_gold({name: f"so it is 1,000\n#### {gold}\n"}) == read
@@ -225,7 +226,8 @@ def test_golds_that_the_grader_cannot_read_are_left_out_and_counted(tmp_path, ca
 
 
 @pytest.mark.parametrize("count,asked,held,said", [
-    (50, 49, 5, "the last 5 of 50 problems are held out, not --eval-problems 49: a tenth at most, and 256; --eval-data"),
+    (50, 49, 5,
+     "the last 5 of 50 problems are held out, not --eval-problems 49: a tenth at most, and 256; --eval-data"),
     (50, 0, 5, "the last 5 of 50 problems are held out, not --eval-problems 0: "), (50, 5, 5, ""), (50, 3, 3, ""),
     (9, 1, 1, "")])
 def test_fewer_held_out_problems_than_asked_for_are_said(tmp_path, capsys, count, asked, held, said):
@@ -538,7 +540,8 @@ def test_a_template_that_thinks_needs_the_tokens_of_thinking(tmp_path):
         if special:
             file.add_special_tokens(["<think>", "</think>"])
             file.save(str(tmp_path / "tokenizer.json"))
-        with pytest.raises(ValueError, match="tokenizer.json: lacks <think> or </think> as a token that is not special"):
+        said = "tokenizer.json: lacks <think> or </think> as a token that is not special"
+        with pytest.raises(ValueError, match=said):
             Tokenizer(tmp_path)
 
 

@@ -198,9 +198,9 @@ if os.environ.get("TEST_ALL_TARGETS"):
                    *itertools.product(SHARED, ["portable"], (1, 64, 256), [BF16], (HEADS_05B, HEADS_7B, HEADS_14B)),
                    *itertools.product(SHARED, ["portable"], (1, 64), (BF16, FP16), QWEN3.values()),
                    *itertools.product([90], ["hopper"], (1, 64), (BF16, FP16), QWEN3.values())]
-EMBED_STACK = 32                                                     # bytes on every sm: 2 / pi, for sines of large angles
-# Bytes that a kernel spills on an sm, outside of its inner loop: attention with heads of 128 at few rows on two of them,
-# and at 64 rows where 8 siblings share a program, as in Qwen3-0.6B; the product at 64 rows.
+EMBED_STACK = 32                                                  # bytes on every sm: 2 / pi, for sines of large angles
+# Bytes that a kernel spills on an sm, outside of its inner loop: attention with heads of 128 at few rows on two of
+# them, and at 64 rows where 8 siblings share a program, as in Qwen3-0.6B; the product at 64 rows.
 STACK = {("attention_kernel", sm): 8 for sm in SHARED} | {("portable_kernel", 100): 40}
 
 

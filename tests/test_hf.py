@@ -3,8 +3,8 @@ Model folders and adapters come back as they were written, agree with PEFT's own
 that names the file.
 
 PEFT 0.21.2 with transformers 5.23.0 made the stored logits and the folders peft_adapter/ (of a Qwen2) and
-peft_adapter_qwen3/ (make_reference.py), fp32, with trained block norms. Our folder in PEFT, and PEFT's folder here, give
-logits up to 12 that differ by at most 1.4e-5.
+peft_adapter_qwen3/ (make_reference.py), fp32, with trained block norms. Our folder in PEFT, and PEFT's folder here,
+give logits up to 12 that differ by at most 1.4e-5.
 
 python -m pytest tests/test_hf.py -v
 """
@@ -297,13 +297,15 @@ def test_a_config_that_does_not_fit_model_or_tensors_is_refused(tiny, tmp_path, 
 
 
 @pytest.mark.parametrize("config,message", [
-    (dict(architectures=["Qwen3MoeForCausalLM"]), r"architectures is .*expected one of Qwen2ForCausalLM, Qwen3ForCausalLM"),
+    (dict(architectures=["Qwen3MoeForCausalLM"]),
+     r"architectures is .*expected one of Qwen2ForCausalLM, Qwen3ForCausalLM"),
     (dict(attention_bias=True), "config.json: attention_bias is True, expected false: a Qwen3 with biases"),
     (dict(head_dim=None), "config.json: lacks head_dim, expected a whole number"),
     (dict(head_dim=16), r"q_norm.weight has shape \(32,\), config.json says \(16,\)"),
     (dict(head_dim=33), "expected an even head_dim"), (dict(head_dim=-32), "config.json: head_dim is -32"),
     (dict(rope_scaling=dict(rope_type="yarn", factor=4.0)), "config.json: rope_scaling is .*yarn"),
-    (dict(architectures=["Qwen2ForCausalLM"]), r"4 tensors .* does not account for, first model.layers.0.self_attn.k_norm"),
+    (dict(architectures=["Qwen2ForCausalLM"]),
+     r"4 tensors .* does not account for, first model.layers.0.self_attn.k_norm"),
 ])
 def test_a_qwen3_that_model_py_would_compute_otherwise_is_refused(tiny, tmp_path, config, message):
     with pytest.raises(ValueError, match=message):
@@ -647,7 +649,8 @@ def test_an_adapter_file_that_is_no_file_is_one_line(tmp_path, make):
     file = edited(tmp_path) / "adapter_model.safetensors"
     file.unlink()
     make(file)
-    with pytest.raises(ValueError, match="adapter_model.safetensors: cannot be read as an adapter .(no regular|No such)"):
+    said = "adapter_model.safetensors: cannot be read as an adapter .(no regular|No such)"
+    with pytest.raises(ValueError, match=said):
         hf.read_peft(file.parent)
 
 
@@ -698,7 +701,8 @@ def test_the_calibration_of_a_model_is_among_an_adapters_conditions(tmp_path):
     ("x", "cannot be read as JSON"), ("[]", "holds no JSON object"), ("{}", "lacks base, expected text"),
     ('{"base": 4, "prompt_style": "boxed"}', "base is 4, expected text"),
     ('{"base": "nvfp4"}', "lacks prompt_style"), ('{"base": "nvfp4", "prompt_style": "boxed"}', "lacks thinking"),
-    ('{"base": "nvfp4", "prompt_style": "boxed", "thinking": "off", "calibration": []}', r"calibration is \[\], expected text")])
+    ('{"base": "nvfp4", "prompt_style": "boxed", "thinking": "off", "calibration": []}',
+     r"calibration is \[\], expected text")])
 def test_conditions_that_no_run_wrote_are_named(tmp_path, text, said):
     (tmp_path / hf.TRAINED_WITH).write_text(text)
     with pytest.raises(ValueError, match=f"trained_with.json: {said}"):

@@ -9,6 +9,7 @@ line.
 python -m pytest tests/test_house.py -v
 """
 import ast
+import functools
 import json
 import re
 import subprocess
@@ -100,17 +101,18 @@ def imported(node):
     return [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
 
 
+@functools.cache                                # the questions below ask it of a module thousands of times
 def imports(name):
-    """Yields (imported name, name of the innermost function that imports it or None) of a module."""
+    """All (imported name, name of the outermost function that imports it or None) of a module."""
     def walk(node, function):
         for child in ast.iter_child_nodes(node):
             if isinstance(child, (ast.Import, ast.ImportFrom)):
                 yield from ((other, function) for other in imported(child))
-            else:
+            elif not isinstance(child, ast.expr):                     # most of a tree, and no place for an import
                 inside = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
                 # twin_in_kernels imports in the wrapper that it returns: the outermost name is what readers know
                 yield from walk(child, function or (child.name if inside else None))
-    yield from walk(TREES[name], None)
+    return tuple(walk(TREES[name], None))
 
 
 def take_in_what_is_imported():
@@ -541,33 +543,35 @@ def test_what_the_documents_import_is_there():
                  for name, tree in blocks_of_python() for other, what in asked(tree) if not has(other, what)})
 
 
-CLASSES = {}
-for tree in TREES.values():
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef):
-            inner = [s for f in node.body if isinstance(f, ast.FunctionDef) for s in ast.walk(f)]
-            members = {*names_in(node.body), *names_in(s for s in inner if isinstance(s, (ast.Assign, ast.AnnAssign)))}
-            CLASSES.setdefault(node.name, set()).update(members)
+@functools.cache
+def classes():
+    """Name of a class -> its members."""
+    found = {}
+    for node in (node for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        inner = [s for f in node.body if isinstance(f, ast.FunctionDef) for s in ast.walk(f)]
+        members = {*names_in(node.body), *names_in(s for s in inner if isinstance(s, (ast.Assign, ast.AnnAssign)))}
+        found.setdefault(node.name, set()).update(members)
+    return found
 
 
 def is_there(word):
     """Whether `nvfp4.quantize`, `Learner.update`, `harness.hf.Checkpoint.frozen`, `hf.load` and the like exist."""
     first, *rest = word.split(".")
-    if first in CLASSES:
-        return rest[0] in CLASSES[first]
+    if first in classes():
+        return rest[0] in classes()[first]
     for name in FILES:
         for prefix in {name, name.split(".")[-1]}:                              # `kernels.attend` is fast.kernels'
             if word == prefix:
                 return True
             if word.startswith(f"{prefix}."):
                 what, *member = word.removeprefix(f"{prefix}.").split(".")
-                if has(name, what) and (not member or member[0] in CLASSES.get(what, member)):
+                if has(name, what) and (not member or member[0] in classes().get(what, member)):
                     return True
     return False
 
 
 def test_every_dotted_name_in_the_documents_is_in_the_code():
-    known = CLASSES.keys() | {part for name in FILES for part in (name.split(".")[0], name.split(".")[-1])}
+    known = classes().keys() | {part for name in FILES for part in (name.split(".")[0], name.split(".")[-1])}
     said({f"{name} names `{word}`, which the code has not" for name, text in TIMELESS.items()
                  for word in re.findall(r"`([A-Za-z_]\w*(?:\.\w+)+)(?:\(\))?`", text)
                  if word.split(".")[0] in known and not is_there(word)

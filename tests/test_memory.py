@@ -4,6 +4,7 @@ fit?
 
 python -m pytest tests/test_memory.py -v
 """
+import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -65,9 +66,15 @@ class FakeGpu:
         return Plan(model or self.model, wanted, PROMPT, NEW, rows, self.lines.append)
 
 
+@pytest.fixture(scope="module")
+def loaded():
+    """The tiny model as loaded; a test that changes it takes a copy. To quantize it takes longer than most tests."""
+    return load(ROOT / "tiny", "nvfp4", "cpu")
+
+
 @pytest.fixture
-def gpu(monkeypatch):
-    gpu, model = FakeGpu(), load(ROOT / "tiny", "nvfp4", "cpu")
+def gpu(monkeypatch, loaded):
+    gpu, model = FakeGpu(), copy.deepcopy(loaded)
     monkeypatch.setattr(memory.torch, "cuda", gpu)
     monkeypatch.setattr(model, "token_logprobs", gpu.token_logprobs)
     gpu.model, gpu.adapter, gpu.lines = model, attach(model, rank=4), []
@@ -156,6 +163,14 @@ def test_the_dry_step_lets_layers_that_do_not_fit_drop_their_activations(gpu):
     assert plan.kept_layers == 2 and plan.dry_step().kept_layers == 1
 
 
+def test_a_row_that_is_longer_than_a_micro_batch_counts_whole(gpu):
+    # A row has 96 tokens: 1.92 GiB, and a layer keeps 0.48 of it. If 48 tokens counted, all three layers would fit in 1.2.
+    gpu.token_bytes = GIB / 200
+    free = gpu.plan(tokens=48).free / GIB
+    plan = gpu.plan(tokens=48, kv_gib=free - 1.92 - 1.2)
+    assert (plan.kept_layers, plan.dry_step().kept_layers) == (2, 2)
+
+
 def test_micro_batches_shrink_until_the_kv_pool_fits(gpu):
     # 4 GiB for 200 tokens: 4096 and more take 81, 2048 take 40, of 75. The tiny model's own pool is 1 MB.
     plan = gpu.plan()
@@ -164,13 +179,15 @@ def test_micro_batches_shrink_until_the_kv_pool_fits(gpu):
         gpu.plan(kv_gib=50)
 
 
-@pytest.mark.parametrize("held,needed", [(60, "more than that"), (38, "41.0")])       # 80 - 60 hold none; 39.6 are left of 38
+# Where 60 GiB are taken, none fits into the rest of 80; beside 38 there are 39.6.
+@pytest.mark.parametrize("held,needed", [(60, "more than that"), (38, "41.0")])
 def test_where_nothing_fits_the_error_tells_what_is_taken_and_the_flags_that_help_in_their_order(gpu, held, needed):
     gpu.held = held * GIB
     with pytest.raises(ValueError) as refused:
         gpu.plan()
     told = str(refused.value)
-    assert told.startswith(f"rows of 96 tokens do not fit: of 80.6 GiB weights {held:.1f}, adapter 0.0, graphs 0.0, CUDA")
+    assert told.startswith(
+        f"rows of 96 tokens do not fit: of 80.6 GiB weights {held:.1f}, adapter 0.0, graphs 0.0, CUDA")
     assert f"a forward and backward takes {needed} and the KV cache of one row 0.0: take " in told
     assert told.endswith("take --max-new-tokens 32, or a smaller model or a larger card")
     with pytest.raises(ValueError, match="take --micro-batch-tokens 2048, then --max-new-tokens 32, or a smaller"):
@@ -181,7 +198,8 @@ def test_a_pool_that_holds_no_row_of_full_length_is_refused_before_the_sampler_i
     # 8 sequences of 96 tokens take 40 GiB: one needs (3 + 2) x 32 tokens of these 768, so 8.3. The micro-batch takes 4.
     make_useful(gpu, monkeypatch, 40)
     assert gpu.plan(16.0, tokens=200).pool == pytest.approx((16 - 2 - 4 - 0.6 - 0.48) * GIB, rel=2e-3)
-    with pytest.raises(ValueError, match="leave 11.9, a forward and backward takes 4.0 and the KV cache of one row 8.3"):
+    said = "leave 11.9, a forward and backward takes 4.0 and the KV cache of one row 8.3"
+    with pytest.raises(ValueError, match=said):
         gpu.plan(15.0, tokens=200)
 
 
@@ -193,9 +211,10 @@ CARDS = {
 
 
 @pytest.mark.parametrize("size,gib,tokens,pool,kept", [
-    ("7b", 11.5, None, None, None), ("7b", 15.5, 4096, 2.2, 0), ("7b", 23.5, 8192, 8.4, 0), ("7b", 31.3, 4096, 15.8, 3),
+    ("7b", 11.5, None, None, None), ("7b", 15.5, 4096, 2.2, 0), ("7b", 23.5, 8192, 8.4, 0), ("7b", 31.3, 4096, 15.8, 2),
     ("14b", 15.5, None, None, None), ("14b", 23.5, 4096, 3.4, 0), ("14b", 31.3, 4096, 11.0, 0)])
-def test_a_bounded_card_gets_the_plan_of_the_documents_or_is_told_what_helps(gpu, monkeypatch, size, gib, tokens, pool, kept):
+def test_a_bounded_card_gets_the_plan_of_the_documents_or_is_told_what_helps(gpu, monkeypatch, size, gib, tokens, pool,
+                                                                             kept):
     # Prompts of 512 and answers of 4,096 tokens, 128 at a time. A forward and backward takes what was measured.
     held, micro_batch, layer = CARDS[size]
 
@@ -212,16 +231,18 @@ def test_a_bounded_card_gets_the_plan_of_the_documents_or_is_told_what_helps(gpu
     wanted = Memory(memory_gib=gib)
     if tokens:
         plan = Plan(gpu.model, wanted, 512, 4096, 128, gpu.lines.append)
-        assert plan.micro_batch_tokens == tokens or plan.micro_batch_tokens < 4608 > tokens          # one row either way
+        assert plan.micro_batch_tokens == tokens or plan.micro_batch_tokens < 4608 > tokens       # one row either way
         assert (plan.pool / GIB, plan.kept_layers) == (pytest.approx(pool, abs=0.06), kept)
         return
-    with pytest.raises(ValueError, match=f"rows of 4608 tokens do not fit: of {gib} GiB .* take --max-rows 8 .0.2 GiB less., "
-                                         "then --max-new-tokens 2048, or a smaller model or a larger card"):
+    with pytest.raises(ValueError, match=f"rows of 4608 tokens do not fit: of {gib} GiB .* take --max-rows 8 "
+                                         ".0.2 GiB less., then --max-new-tokens 2048, or a smaller model or a larger "
+                                         "card"):
         Plan(gpu.model, wanted, 512, 4096, 128, gpu.lines.append)
 
 
 def test_what_helps_is_told_with_what_it_frees_and_little_is_left_out():
-    assert memory.advice([("--max-rows 8", 0.04 * GIB), ("--max-new-tokens 32", None), ("--lora-rank 4", 1.25 * GIB)]) == (
+    helpful = [("--max-rows 8", 0.04 * GIB), ("--max-new-tokens 32", None), ("--lora-rank 4", 1.25 * GIB)]
+    assert memory.advice(helpful) == (
         "take --max-new-tokens 32, then --lora-rank 4 (1.2 GiB less), or a smaller model or a larger card")
     assert memory.advice([]) == "take a smaller model or a larger card"
 
@@ -238,8 +259,9 @@ def test_the_bytes_of_a_model_by_arithmetic_are_those_that_it_takes(base):
 
 
 @pytest.mark.parametrize("size,base,gib,fits", [
-    ("7b", "nvfp4", 7.5, True), ("7b", "nvfp4", 7.3, False), ("14b", "nvfp4", 15.5, True), ("14b", "nvfp4", 11.5, False),
-    ("32b", "nvfp4", 23.5, False), ("32b", "nvfp4", 31.3, True), ("7b", "bf16", 15.5, False), ("7b", "bf16", 23.5, True)])
+    ("7b", "nvfp4", 7.5, True), ("7b", "nvfp4", 7.3, False), ("14b", "nvfp4", 15.5, True),
+    ("14b", "nvfp4", 11.5, False), ("32b", "nvfp4", 23.5, False), ("32b", "nvfp4", 31.3, True),
+    ("7b", "bf16", 15.5, False), ("7b", "bf16", 23.5, True)])
 def test_a_model_that_exceeds_the_card_is_refused_by_arithmetic(size, base, gib, fits):
     # docs/gpus.md: 5.4 + 1.4 GiB of the 7B, 9.8 + 2.3 of the 14B, 19.2 + 4.5 of the 32B; 14.2 + 1.4 in bf16. CUDA: 0.6.
     config = ModelConfig(*SIZES[size])
@@ -250,7 +272,8 @@ def test_a_model_that_exceeds_the_card_is_refused_by_arithmetic(size, base, gib,
         memory.check_size(size, config, base, 32, gib * GIB)
     told = str(refused.value)
     assert told.startswith(f"--model {size}: its {base} weights take ") and f"there are {gib} GiB: take --" in told
-    assert ("take --base nvfp4 (8.7 GiB less), then --lora-rank 16 (0.7 GiB less), or a smaller" in told) == (base == "bf16")
+    helps = "take --base nvfp4 (8.7 GiB less), then --lora-rank 16 (0.7 GiB less), or a smaller"
+    assert (helps in told) == (base == "bf16")
 
 
 @pytest.mark.parametrize("width,largest", [(896, 32768), (1536, 16384), (3584, 8192), (8192, 8192)])
@@ -266,6 +289,7 @@ def test_a_run_that_exceeds_the_card_is_refused_before_its_weights_are_read(fake
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda *_: (2**20, 2**34))             # 1 MiB is free
     monkeypatch.setattr(prepare, "read_model", lambda *_: pytest.fail("weights were read"))
     settings, _ = read_settings(["--lora-rank", "64", "--out", str(tmp_path / "run")])
-    with pytest.raises(ValueError, match=r"--model .*tiny: its nvfp4 weights take 0.0 GiB, an adapter of rank 64 in training 0.0 "
-                                         r"and CUDA 0.6, and there are 0.6 GiB: take a smaller model or a larger card"):
+    with pytest.raises(ValueError, match=r"--model .*tiny: its nvfp4 weights take 0.0 GiB, an adapter of rank 64 in "
+                                         r"training 0.0 and CUDA 0.6, and there are 0.6 GiB: take a smaller model or "
+                                         r"a larger card"):
         prepare.prepare(settings, None)

@@ -254,7 +254,8 @@ def test_importance_weighs_the_channels_of_the_search():
 
 
 @pytest.mark.parametrize("amax", [1.0, 1.9, 2688.0])
-def test_a_block_that_is_2_to_the_18_times_smaller_than_the_largest_weight_becomes_zeros_and_a_larger_one_does_not(amax):
+def test_a_block_that_is_2_to_the_18_times_smaller_than_the_largest_weight_becomes_zeros_and_a_larger_one_does_not(
+        amax):
     w = torch.zeros(3, 16)
     w[0, 0], w[1], w[2, 0] = amax, amax * 2**-19, amax * 2**-17
     packed, block_scale, global_scale = quantize(w)

@@ -164,8 +164,9 @@ def test_without_a_store_a_rank_waits_for_the_one_that_has_it(monkeypatch):
 
 def test_a_waiting_rank_says_so_each_time_that_its_wait_has_doubled(monkeypatch, capsys):
     monkeypatch.setattr(ranks, "PATIENCE", 0.05)
-    monkeypatch.setattr(ranks.roll, "awaited", lambda: told.append(1) or ("rank 7" if len(told) < 4 else end.set() or ""))
     told, end = [], threading.Event()
+    monkeypatch.setattr(ranks.roll, "awaited",
+                        lambda: told.append(1) or ("rank 7" if len(told) < 4 else end.set() or ""))
     ranks.interruptible(end.wait)
     assert capsys.readouterr().out.splitlines() == [f"rank 0 has waited {s:g} s for rank 7" for s in (0.05, 0.1, 0.2)]
 
@@ -193,7 +194,8 @@ def test_what_fails_in_a_wait_is_raised_where_it_was_asked_for():
 @pytest.mark.parametrize("environment,said", [
     ({"RANK": "abc"}, "^RANK=abc: expected a whole number; torchrun sets it$"), ({"RANK": "-1"}, "^RANK=-1: expected"),
     ({"WORLD_SIZE": ""}, "^WORLD_SIZE=: expected"), ({"LOCAL_RANK": "1.5"}, "^LOCAL_RANK=1.5: expected"),
-    ({"LOCAL_RANK": "\u00b2"}, "^LOCAL_RANK=\u00b2: expected"), ({"RANK": "1"}, "^RANK=1, WORLD_SIZE=1: the first must be"),
+    ({"LOCAL_RANK": "\u00b2"}, "^LOCAL_RANK=\u00b2: expected"),
+    ({"RANK": "1"}, "^RANK=1, WORLD_SIZE=1: the first must be"),
     ({"RANK": "2", "WORLD_SIZE": "2"}, "below the second; torchrun sets both$"), ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0")])
 def test_an_environment_that_cannot_be_torchruns_is_refused(monkeypatch, environment, said):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):

@@ -100,7 +100,8 @@ def test_an_interval_by_hand():
     # A difference of untrained models has no seeds, so three degrees of freedom are left.
     assert difference_interval(differences, seeds, arms=0)[1] == pytest.approx(3.182 * (1 / 24) ** 0.5)
     # A seeds' variance of less than 0 leaves half of the problems' part: freedom (1/48)^2 / ((1/24)^2 / 3) = 3/4.
-    assert difference_interval(differences, results.SeedVariance(-1.0, 0.0, 1), arms=2)[1] == pytest.approx(12.706 / 48**0.5)
+    seeds = results.SeedVariance(-1.0, 0.0, 1)
+    assert difference_interval(differences, seeds, arms=2)[1] == pytest.approx(12.706 / 48**0.5)
 
 
 @pytest.mark.parametrize("answers,problems", [(1, 1319), (8, 440)])
@@ -170,8 +171,8 @@ def test_eight_sampled_answers_have_tables_of_their_own_where_all_arms_have_them
 def test_a_run_is_kept_with_a_line_of_each_answer_and_its_test_once(runs, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "run"
     write(folder, "metrics.jsonl", [{"step": 0, "accuracy": 0.5, "sampler_entropy": 0.55}])
-    write(folder, "samples.jsonl", [{"step": 0, "id": f"x,{i}", "completion": "long", "correct": float(i), "length": 2 + i,
-                                     "mean_logprob": -0.4 - i / 4} for i in range(2)])
+    write(folder, "samples.jsonl", [{"step": 0, "id": f"x,{i}", "completion": "long", "correct": float(i),
+                                     "length": 2 + i, "mean_logprob": -0.4 - i / 4} for i in range(2)])
     assert run(monkeypatch, "keep", folder, "a-s2", "--runs", runs) is None
     rows = [*csv.DictReader(gzip.open(runs / "a-s2.rows.csv.gz", "rt"))]
     assert rows[1] == {"step": "0", "id": "x,1", "correct": "1", "length": "3", "mean_logprob": "-0.6500"}
@@ -193,10 +194,10 @@ def test_a_run_is_kept_with_a_line_of_each_answer_and_its_test_once(runs, tmp_pa
     assert capsys.readouterr().out.endswith("sampled.json: a-s2, 10 problems x 8\n")
     assert Arm(runs, "a").greedy.after[2].tolist() == [1, 0, 0, 1, 0, 0, 1, 0, 0, 1]
     assert json.loads((runs / "sampled.json").read_text()) == {
-        "a-s2": {"right": "3323323323", "sampler_entropy": 0.5}}          # 27 of 80 answers: every third, from the first
+        "a-s2": {"right": "3323323323", "sampler_entropy": 0.5}}         # 27 of 80 answers: every third, from the first
     write(folder, "odd.jsonl", [{"id": "0", "sample": 0}])
-    assert "odd.jsonl: row 1 has not all of sample, correct" in run(monkeypatch, "verdicts", "a-s2", folder / "odd.jsonl",
-                                                                    "--runs", runs)
+    assert "odd.jsonl: row 1 has not all of sample, correct" in run(
+        monkeypatch, "verdicts", "a-s2", folder / "odd.jsonl", "--runs", runs)
     for samples, said in ((8, "a run is tested once"), (1, "a run is tested once"), (5, "expected 1 answer")):
         assert said in run(monkeypatch, "verdicts", "a-s2", folder / f"{samples}.jsonl", "--runs", runs)
 
@@ -217,8 +218,8 @@ NOISY = sampled_line("0.5b-bf16", "aqn", 1e-2, [[1, 1, 4, -4.0], [0, 1, 6, -6.0]
 
 def test_the_paired_difference_of_two_noises_by_hand(tmp_path, monkeypatch, capsys):
     clean, noisy = results.sampled_setting(CLEAN), results.sampled_setting(NOISY)
-    # Entropies 17 / 20 and 15 / 20, 10 tokens a problem. What is left of each problem, over 10: clean (3 - 0.85 * 6) / 10
-    # = -0.21 and +0.21; noisy (10 - 0.75 * 10) / 10 = 0.25 and (5 - 7.5) / 10 = -0.25.
+    # Entropies 17 / 20 and 15 / 20, 10 tokens a problem. What is left of each problem, over 10: clean
+    # (3 - 0.85 * 6) / 10 = -0.21 and +0.21; noisy (10 - 0.75 * 10) / 10 = 0.25 and (5 - 7.5) / 10 = -0.25.
     assert clean.entropy == pytest.approx([0.64, 1.06]) and noisy.entropy == pytest.approx([1.0, 0.5])
     assert noisy.accuracy.tolist() == [0.5, 0] and clean.length.tolist() == [3, 7]
     # Differences 0.36 and -0.56: mean -0.1; standard deviation 0.92 / sqrt(2), over sqrt(2): 0.46; 12.706 times that.
@@ -229,11 +230,12 @@ def test_the_paired_difference_of_two_noises_by_hand(tmp_path, monkeypatch, caps
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(json.dumps(nearest).encode() + b"\n"))
     assert run(monkeypatch, "sampler", tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz") is None
     lines = capsys.readouterr().out.splitlines()
-    entropy, points = "-0.1000 +- 5.8448", "-25.00 +- 317.65"             # accuracies 1/2, 1/2 and 1/2, 0: 0.25 * 12.706
-    assert lines[2:5] == ["| 0.5b-bf16 | none | 0.8500 | 50.00 | 5.0 |  |  |  |  |",
-                          f"| 0.5b-bf16 | aqn 0.01 | 0.7500 | 25.00 | 5.0 | {entropy} | {points} | {entropy} | {points} |",
-                          f"| 0.5b-nearest | none | 0.7500 | 25.00 | 5.0 |  |  | {entropy} | {points} |"]
-    assert lines[-2:] == [f"| 0.5b-* | 1 | aqn 0.01 | nats | {entropy} | {entropy} |",          # a draw for each problem
+    entropy, points = "-0.1000 +- 5.8448", "-25.00 +- 317.65"            # accuracies 1/2, 1/2 and 1/2, 0: 0.25 * 12.706
+    assert lines[2:5] == [
+        "| 0.5b-bf16 | none | 0.8500 | 50.00 | 5.0 |  |  |  |  |",
+        f"| 0.5b-bf16 | aqn 0.01 | 0.7500 | 25.00 | 5.0 | {entropy} | {points} | {entropy} | {points} |",
+        f"| 0.5b-nearest | none | 0.7500 | 25.00 | 5.0 |  |  | {entropy} | {points} |"]
+    assert lines[-2:] == [f"| 0.5b-* | 1 | aqn 0.01 | nats | {entropy} | {entropy} |",       # a draw for each problem
                           f"| 0.5b-* | 1 | aqn 0.01 | points | {points} | {points} |"]
 
 
@@ -364,7 +366,8 @@ def test_the_studys_worked_example_is_what_its_files_hold(monkeypatch, capsys):
     ("a", {"a": 1100}, "held_out.json: a-s0 is '1111000000', expected 0 or 1 for each problem"),
     ("a", {"a": "2100000000"}, "held_out.json: a is '2100000000', expected 0 or 1 for each problem"),
     ("a", {"a": "1", "a-s0": "1", "a-s1": "1"}, "held_out.json: a is '1', expected 0 or 1 for each problem"),
-    ("a b", {"b": "10", "b-s0": "11", "b-s1": "11", "b-s2": "11"}, "a and b have no seed in common, or other problems")])
+    ("a b", {"b": "10", "b-s0": "11", "b-s1": "11", "b-s2": "11"},
+     "a and b have no seed in common, or other problems")])
 def test_what_cannot_be_compared_is_one_line(runs, monkeypatch, arms, held_out, said):
     path = runs / "held_out.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | held_out if isinstance(held_out, dict) else held_out))

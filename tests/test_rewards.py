@@ -207,7 +207,8 @@ def test_score_has_a_row_for_each_rollout_in_the_order_of_their_problems():
         logprobs=[torch.tensor([-1.0]), torch.tensor([-1.0, -2.0]), torch.tensor([-3.0]), torch.tensor([0.0, -1.0])])
     problems = [SimpleNamespace(id=id, question=f"q{id}", answer=answer, prompt=[prompt])
                 for id, answer, prompt in (("a", "5", 2), ("b", "6", 3))]
-    tokenizer = SimpleNamespace(opened="", decode=lambda ids: ("\\boxed{5}", "the answer is 6.", "asks a", "asks b")[ids[0]])
+    texts = "\\boxed{5}", "the answer is 6.", "asks a", "asks b"
+    tokenizer = SimpleNamespace(opened="", decode=lambda ids: texts[ids[0]])
     rows = grade_rollouts(tokenizer, problems, rollouts)
     assert [row["id"] for row in rows] == ["a", "a", "b", "b"]
     assert [row["correct"] for row in rows] == [1, 0, 0, 1] and [row["format"] for row in rows] == [1, 0, 1, 0]
@@ -343,7 +344,8 @@ def test_a_file_of_the_users_does_not_take_the_place_of_ours(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("spec,message", [
-    ("mine", "--reward takes module:function, names such as my_rewards:score, got 'mine'"), ("mine:number", "has no function 'number'"),
+    ("mine", "--reward takes module:function, names such as my_rewards:score, got 'mine'"),
+    ("mine:number", "has no function 'number'"),
     ("absent_module:f", "cannot import 'absent_module' (ModuleNotFoundError"),
     ("fails_to_load:f", "cannot import 'fails_to_load' (RuntimeError: no)"),
     ("no_python:f", "cannot import 'no_python' (SyntaxError")])
@@ -391,7 +393,8 @@ def test_a_reward_is_told_the_whole_problem_and_the_group_if_it_asks(plug_ins):
     ("words", ["returned 'good', expected a number"]), ("nothing", ["returned None, expected a number"]),
     ("raw", ["returned b'1', expected a number"]),
     ("empty", ["returned {}, expected a number or a dict of numbers", "problem p1, completion ''"]),
-    ("minus_infinite", ["returned {'good': 1.0, 'bad': -inf}, expected a number (or a sum) in [-1e+15, 1e+15], or nan"]),
+    ("minus_infinite",
+     ["returned {'good': 1.0, 'bad': -inf}, expected a number (or a sum) in [-1e+15, 1e+15], or nan"]),
     ("both_infinities", ["returned {'good': inf, 'bad': -inf}, expected a number (or a sum) in"]),
     ("beyond_fp32", ["returned 1e+39, expected", "problem p1, completion ''"]),
     ("beyond_float", ["returned 10000", "expected a number (or a sum) in [-1e+15, 1e+15]"]),

@@ -22,6 +22,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from contextlib import nullcontext
 from importlib import metadata
 from multiprocessing import forkserver
@@ -38,7 +39,7 @@ import rewards
 import train as train_py
 from aqn import draw_z
 from grpo import LOSSES, mismatch_sums
-from harness import prepare
+from harness import console, prepare
 from harness.config import read_settings
 from harness.console import command
 from harness.hf import NVFP4_CONFIG, Shards
@@ -104,8 +105,9 @@ def train(argv, folder, log, env, max_file, fault):
     os.dup2(handle, 2)
     os.chdir(folder)
     os.environ.update(env)
-    if env:                                                               # harness/ranks.py reads its rank when it is imported
-        for name in [n for n, m in sys.modules.items() if Path(getattr(m, "__file__", None) or "/").parent in (ROOT, ROOT / "fast", ROOT / "harness")]:
+    if env:                                                 # harness/ranks.py reads its rank when it is imported
+        ours = (ROOT, ROOT / "fast", ROOT / "harness")
+        for name in [n for n, m in sys.modules.items() if Path(getattr(m, "__file__", None) or "/").parent in ours]:
             del sys.modules[name]
     if "cuda" not in argv:                                  # a kernel that promises any size: 128 GiB are too much
         resource.setrlimit(resource.RLIMIT_AS, (2**37, 2**37))
@@ -118,7 +120,11 @@ def train(argv, folder, log, env, max_file, fault):
 
 
 class Runs:
-    """Starts runs in `folder`, which holds word problems and reward functions."""
+    """Starts runs in `folder`, which holds word problems, reward functions and the tiny model in NVFP4.
+
+    A run that quantizes ../tiny while it loads has the same weights (test_hf.py), and takes three times as long to
+    begin: that is left to those with a --base or --calibrate and to those that name the model, as the one that learns.
+    """
 
     def __init__(self, folder):
         self.folder = folder
@@ -126,9 +132,11 @@ class Runs:
         (folder / "sums.jsonl").write_text("\n".join(lines[:60]))
         (folder / "more.jsonl").write_text("\n".join(lines))
         (folder / "my_rewards.py").write_text(REWARDS)
+        calibrate.to_nvfp4(calibrate.source_of(ROOT / "tiny", torch.device("cpu")), folder / "tiny", "search")
 
-    def start(self, out, *flags, model=ROOT / "tiny", env={}, max_file=None, fault=None, bare=False):
+    def start(self, out, *flags, model=None, env={}, max_file=None, fault=None, bare=False):
         """bare: these flags and no others."""
+        model = model or (ROOT if {"--base", "--calibrate"} & {*flags} else self.folder) / "tiny"
         argv = [*(["--resume"] if "--resume" in flags else ["--model", str(model), "--data", "sums.jsonl", *SMALL]),
                 "--device", "cpu", "--out", out, *(f for f in flags if f != "--resume")]
         argv = list(flags) if bare else argv
@@ -251,7 +259,7 @@ def test_a_step_reports_its_first_update_that_taught_and_the_clip_and_norm_of_it
     assert metrics["ratio_max"] == pytest.approx(2) and metrics["entropy"] == 3
     assert (metrics["clip_high"], metrics["grad_norm"], metrics["lr"]) == (3, 3, 0.2)
     assert (metrics["groups"], metrics["informative"], metrics["tokens_per_s"]) == (1, 1, 4)
-    assert metrics["sampler_entropy"] == 0.5                              # of all rows, also of those that taught nothing
+    assert metrics["sampler_entropy"] == 0.5                            # of all rows, also of those that taught nothing
 
 
 def test_what_is_held_out_is_answered_once_and_greedily_whatever_the_temperature():
@@ -312,7 +320,8 @@ def test_a_run_says_which_of_its_defaults_were_not_run_at_its_size(tmp_path):
         return prepare.what_was_run(settings_of(*flags))
 
     assert said("--model", large) == ("the defaults --lr 0.0001, --prompts-per-step 64, --epochs 1, --overlong keep "
-                                      "were run at 0.5B and 1.5B (study/README.md), not at this size (hidden_size 3584)")
+                                      "were run at 0.5B and 1.5B (study/README.md), not at this size "
+                                      "(hidden_size 3584)")
     given = "--lr 2e-5 --prompts-per-step 8 --epochs 2 --overlong mask".split()
     assert said("--model", large, *given) == said() == said("--model", str(ROOT / "tiny")) == ""
     assert said("--model", small) == ("most of the study's runs at 1.5B had --max-new-tokens 512, --sigma-start 0, "
@@ -379,7 +388,7 @@ def test_each_answer_of_a_group_can_have_a_draw_of_the_noise(runs):
 def test_the_embedded_model_learns(runs):
     # Three seeds: mean reward 0.34 to 0.41 over the first four steps, 0.88 to 0.97 over the last; held out 0.34, 0.94.
     runs.run("learns", *("--data more.jsonl --steps 12 --prompts-per-step 8 --group-size 6 --max-new-tokens 32 "
-                         "--lr 3e-3 --eval-problems 32 --eval-every 99").split())
+                         "--lr 3e-3 --eval-problems 32 --eval-every 99").split(), model=ROOT / "tiny")
     metrics = runs.metrics("learns")
     rewards = [m["reward"] for m in metrics]
     assert sum(rewards[:4]) / 4 < 0.5 and sum(rewards[-4:]) / 4 > 0.85, rewards
@@ -517,27 +526,39 @@ def test_ranks_that_cannot_learn_end_in_one_line_and_keep_the_adapter_of_their_b
     assert good == then
 
 
-def right_for_ten_steps_alone():
+def give_up_after_three_steps():
+    """A run takes ten steps with 200 groups for a verdict; three with six are enough to see what it does then."""
+    init = console.Watch.__init__
+
+    def impatient(self, settings):
+        init(self, settings)
+        self.patience = 3
+        self.recent, self.accuracies = deque(maxlen=3), deque(maxlen=3)
+
+    console.Watch.__init__ = impatient
+
+
+def right_for_three_steps_alone():
+    give_up_after_three_steps()
     real, graded = rewards.grade_rollouts, []
 
     def grade(*args, **more):
         rows = real(*args, **more)
         for i, row in enumerate(rows):
-            row["correct"] = row["task"] = float(i % 2) if len(graded) <= 10 else 0.0     # the first call is an evaluation
+            row["correct"] = row["task"] = float(i % 2) if len(graded) <= 3 else 0.0  # the first call is an evaluation
         graded.append(rows)
         return rows
     rewards.grade_rollouts = grade
 
 
 def test_last_good_is_the_adapter_as_it_was_though_it_moved_on_until_the_run_was_given_up(runs):
-    # Ten steps have something to teach, ten have not: there the pull to the base alone moves the adapter.
-    log = runs.run("moved", *("--steps 40 --prompts-per-step 20 --group-size 2 --max-new-tokens 8 --overlong keep "
-                              "--kl-beta 1 --keep 1 --eval-every 99").split(),
-                    code=1, fault=right_for_ten_steps_alone)
-    assert "no answer was right, where 50% had been" in log and "adapters/last_good is that of step 10;" in log
+    # Three steps have something to teach, three have not: there the pull to the base alone moves the adapter.
+    flags = "--steps 40 --max-new-tokens 8 --overlong keep --kl-beta 1 --keep 1 --eval-every 99".split()
+    log = runs.run("moved", *flags, code=1, fault=right_for_three_steps_alone)
+    assert "no answer was right, where 50% had been" in log and "adapters/last_good is that of step 3;" in log
     kept = runs.folder / "moved" / "adapters"
     good, then, last = ((kept / name / "adapter_model.safetensors").read_bytes()
-                        for name in ("last_good", "step_000010", "step_000020"))
+                        for name in ("last_good", "step_000003", "step_000006"))
     assert good == then != last
 
 
@@ -616,16 +637,21 @@ def test_infinite_loss_or_gradient_skips_the_update_and_is_counted(runs, name, m
     assert state["step"].item() + skipped[-1] <= 3
 
 
+def skip_and_give_up_after_three_steps():
+    infinite_advantages()
+    give_up_after_three_steps()
+
+
 def test_a_run_that_skips_updates_in_every_step_ends_unless_nobody_watches(runs):
-    flags = ("--steps 12 --prompts-per-step 20 --group-size 2 --max-new-tokens 8 --overlong keep --eval-every 99 "
-             "--reward my_rewards:by_length --temperature 2").split()
-    log = runs.run("skips", *flags, code=1, fault=infinite_advantages)
+    flags = ("--steps 5 --max-new-tokens 8 --overlong keep --eval-every 99 --reward my_rewards:by_length "
+             "--temperature 2").split()
+    log = runs.run("skips", *flags, code=1, fault=skip_and_give_up_after_three_steps)
     last = log.strip().splitlines()[-1]
-    assert last.startswith("train.py: for 10 steps a loss or gradient was not finite and its update was skipped: --lr")
+    assert last.startswith("train.py: for 3 steps a loss or gradient was not finite and its update was skipped: --lr")
     assert "or the values of --reward my_rewards:by_length too large; adapters/last_good is that of" in last
-    assert "Traceback" not in log and [m["skipped"] for m in runs.metrics("skips")] == list(range(1, 12))
-    runs.run("skips", "--resume", "--watch", "off")
-    assert [m["skipped"] for m in runs.metrics("skips")][-1] == 11 and len(runs.metrics("skips")) == 12
+    assert "Traceback" not in log and [m["skipped"] for m in runs.metrics("skips")] == [1, 2, 3, 4]
+    runs.run("skips", "--resume", "--steps", "9", "--watch", "off", fault=skip_and_give_up_after_three_steps)
+    assert [m["skipped"] for m in runs.metrics("skips")] == list(range(1, 10))
 
 
 @pytest.mark.parametrize("name,value", [("broken", "inf"), ("beyond", "1e+39"), ("nothing", "{}")])
@@ -670,9 +696,9 @@ def test_float16_learns_what_float32_does(runs):
 # What a run says, keeps and takes over.
 
 def test_a_run_says_what_it_will_do_what_it_did_and_what_comes_next(runs):
-    log = runs.run("speaks", "--steps", "3", "--show", "2", "--eval-every", "1").splitlines()
-    assert re.fullmatch(r".*tiny, with frozen nvfp4 weights, learns .*sums.jsonl \(56 problems, 4 held out\): 3 steps of 2 "
-                        r"problems x 4 answers on 1 x cpu \(torch sees no GPU\); writes speaks", log[0])
+    log = runs.run("speaks", "--steps", "3", "--show", "2", "--eval-every", "1", model=ROOT / "tiny").splitlines()
+    assert re.fullmatch(r".*tiny, with frozen nvfp4 weights, learns .*sums.jsonl \(56 problems, 4 held out\): 3 steps "
+                        r"of 2 problems x 4 answers on 1 x cpu \(torch sees no GPU\); writes speaks", log[0])
     assert sum(line.startswith("a step takes ") for line in log) == 1
     assert [line.split(":")[0] for line in log if line.startswith("step ") and "tokens_per_s" in line] == [
         "step 1/3", "step 2/3", "step 3/3"]
