@@ -375,8 +375,8 @@ def test_each_answer_of_a_group_can_have_a_draw_of_the_noise(runs):
     assert calm[0].completions == calm[1].completions
 
     runs.run("draws", *"--steps 3 --noise-stages 2 --sigma-start 0.1 --sigma-end 0.1".split(), "--noise-draws", "sample")
-    runs.run("one", *"--steps 3 --noise-stages 2 --sigma-start 0.1 --sigma-end 0.1".split())
-    draws, step = runs.metrics("draws"), runs.metrics("one")
+    runs.run("a-step", *"--steps 3 --noise-stages 2 --sigma-start 0.1 --sigma-end 0.1".split())
+    draws, step = runs.metrics("draws"), runs.metrics("a-step")
     assert [m["sigma"] for m in draws] == [m["sigma"] for m in step] == [0, 0.1, 0.1]
     assert draws[0]["sampler_entropy"] == step[0]["sampler_entropy"]
     assert draws[1]["sampler_entropy"] != step[1]["sampler_entropy"]
