@@ -350,11 +350,19 @@ def read_settings(argv: list | None = None) -> tuple[Settings, Settings | None]:
     for name, value in like.items():
         if values[name] != value:
             say(f"{option(name)} is {values[name]!r}, {args.like} had {value!r}")
+    for name in OF_A_START if args.resume else ():
+        if name in before and values[name] != before[name]:
+            say(f"{option(name)} is {values[name]!r}, the run had {before[name]!r}: its last digits "
+                "can differ from those of a run that was not interrupted")
     if args.adapter and not args.resume:
         check_shape_flags(args.adapter, given_flags(parser, argv))
     if args.resume or args.like:
         tell_functions(args.out if args.resume else args.like, values)
     return Settings.of(values), before and Settings.of(before)
+
+
+# Flags that a resumed run does not take over although they decide in which order sums are made.
+OF_A_START = "kernels", "memory_gib", "kv_gib"
 
 
 def given_flags(parser: argparse.ArgumentParser, argv: list | None) -> dict:

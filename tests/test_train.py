@@ -1085,6 +1085,8 @@ def test_resume_refuses_other_flags_and_a_second_run_refuses_the_folder(runs, wh
     older.write_text(json.dumps(flags))
     assert "--dtype is 'float16', the run had None" in runs.run("older", "--resume", "--dtype", "float16", code=1)
     assert "--out whole is not empty" in runs.run(whole, "--steps", "2", code=1)
+    said = "--kv-gib is 0.25, the run had None: its last digits can differ"
+    assert said in runs.run(whole, "--resume", "--kv-gib", "0.25") and said not in runs.run(whole, "--resume")
     assert "train.py: nothing/run.json: cannot be read" in runs.run("nothing", "--resume", code=1)
     assert before == {p: p.read_bytes() for p in (runs.folder / whole).rglob("*") if p.is_file()}
 
