@@ -351,8 +351,9 @@ class GraphEngine(TorchEngine):
                                *map(constexpr, (KV, KV_BLOCK, d)))
             rows, num_warps = heads_size
             kernels.heads_kernel[triton.cdiv(n, rows), H + 2 * KV](
-                launch_matmul(layer.qkv, xw, self.matmul), n, squares, layer.qkv_bias,
-                layer.qk_gains, cos, sin, q, cache, self.state, H, c.eps, rows,
+                launch_matmul(layer.qkv, xw, self.matmul), n, squares,
+                kernels.HeadTerms(layer.qkv_bias, layer.qk_gains, constexpr(c.eps)),
+                kernels.RotaryTable(cos, sin), q, cache, self.state, H, rows,
                 num_warps=num_warps, **pdl)
             kernels.attention_kernel[n, KV, plan.SPLITS](
                 q, cache, self.state, context, splits, H, QUERY_TILE, plan, num_warps=plan.WARPS,

@@ -86,6 +86,19 @@ class NextNorm(NamedTuple):
     SHIFT: tl.constexpr     # what x is multiplied by first: model.FP16_SHIFT for fp16, else 1
 
 
+class HeadTerms(NamedTuple):
+    """What a head of q or k gets after the product; a model has biases or norms, not both."""
+    bias: tl.tensor         # fp32 (N,), or None
+    gains: tl.tensor        # fp32 (2, d): weights of the norms of q's and k's heads, or None
+    EPS: tl.constexpr       # of these norms
+
+
+class RotaryTable(NamedTuple):
+    """The rotary angles of this step."""
+    cos: tl.tensor          # fp32 (M, d / 2)
+    sin: tl.tensor
+
+
 class RowState(NamedTuple):
     """Each row's state, int64 (M,): sampler.Rows without its table, and what pick_kernel counts."""
     token: tl.tensor        # the next input
@@ -317,12 +330,10 @@ def embed_kernel(
 def heads_kernel(
     y: UnfinishedLinear,  # qkv's
     M, squares: RowSquares,
-    bias_ptr,          # fp32 (N,), or None
-    gains_ptr,         # fp32 (2, d): weights of the norms of q's and k's heads, or None
-    cos_ptr, sin_ptr,  # fp32 (M, d / 2)
+    terms: HeadTerms, rotary: RotaryTable,
     q_ptr,             # (M, H, d)         takes the queries
     cache: LayerCache, state: RowState,
-    H: tl.constexpr, EPS: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+    H: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):
     """The end of qkv for one head of ROWS rows: slabs, adapter, 1/rms, bias, the head's norm,
     rotary embedding.
@@ -342,11 +353,11 @@ def heads_kernel(
     let_next_kernel_start(PDL)
     loaded_a = load_linear(y, head * 2 * HALF, HALF)
     loaded_b = load_linear(y, head * 2 * HALF + HALF, HALF)
-    if bias_ptr is not None:
-        bias_a = tl.load(bias_ptr + first)[None, :]
-        bias_b = tl.load(bias_ptr + first + HALF)[None, :]
-    if gains_ptr is not None:
-        at_gain = gains_ptr + tl.minimum(part, 1) * 2 * HALF + i  # part 2, a value, uses none
+    if terms.bias is not None:
+        bias_a = tl.load(terms.bias + first)[None, :]
+        bias_b = tl.load(terms.bias + first + HALF)[None, :]
+    if terms.gains is not None:
+        at_gain = terms.gains + tl.minimum(part, 1) * 2 * HALF + i  # part 2, a value, uses none
         gain_a = tl.load(at_gain)[None, :]
         gain_b = tl.load(at_gain + HALF)[None, :]
     pos = tl.load(state.pos + row, mask=row < M, other=0)
@@ -358,17 +369,17 @@ def heads_kernel(
     a, b = finish_linear(y, M, row, (loaded_a, loaded_b), (part,))
     a = a * rstd
     b = b * rstd
-    if bias_ptr is not None:
+    if terms.bias is not None:
         a += bias_a
         b += bias_b
-    if gains_ptr is not None:
+    if terms.gains is not None:
         squares_of_head = tl.sum(a * a + b * b, axis=1)[:, None]
-        head_rstd = tl.rsqrt(squares_of_head / cache.d + EPS)
+        head_rstd = tl.rsqrt(squares_of_head / cache.d + terms.EPS)
         a = tl.where(part < 2, a * head_rstd * gain_a, a)
         b = tl.where(part < 2, b * head_rstd * gain_b, b)
     turned = live & (head < H + cache.KV)  # values are not turned: cos 1, sin 0
-    cos = tl.load(cos_ptr + row[:, None] * HALF + i[None, :], mask=turned, other=1.0)
-    sin = tl.load(sin_ptr + row[:, None] * HALF + i[None, :], mask=turned, other=0.0)
+    cos = tl.load(rotary.cos + row[:, None] * HALF + i[None, :], mask=turned, other=1.0)
+    sin = tl.load(rotary.sin + row[:, None] * HALF + i[None, :], mask=turned, other=0.0)
     turned_a = (a * cos - b * sin).to(q_ptr.dtype.element_ty)
     turned_b = (b * cos + a * sin).to(q_ptr.dtype.element_ty)
     if head < H:
@@ -418,13 +429,60 @@ def heads_kernel(
 # query heads share a key-value head. A row meets the same tokens in the same warps in the same
 # order as it would alone, so its result has the same bits.
 
-@triton.jit
-def load_block_numbers(cache: LayerCache, t, step, row, prefix, ends, offset):
-    """For each warp, the KV block that holds its tokens of step t.
+class Walk(NamedTuple):
+    """The steps of one program: those of the prefix, then those of each sibling's own tokens."""
+    row: tl.tensor          # the first sibling's
+    prefix: tl.tensor       # its tokens
+    own: tl.tuple           # each sibling's own tokens
+    ends: tl.tuple          # steps up to the end of the prefix and of each sibling's own tokens
+    step: tl.tensor         # tokens of a step, of all warps of all programs of the row
+    offset: tl.tensor       # (W,) each warp's first token in a step
 
-    step: tokens of a step; ends: steps up to the end of the prefix and of each sibling's own
-    tokens; offset: each warp's first token in a step.
-    """
+
+@triton.jit
+def plan_walk(state: RowState, row, prefix, siblings, split, count, SIBLINGS: tl.constexpr,
+              W: tl.constexpr, T: tl.constexpr):
+    """The walk of program `split` of the `count` that share a row, or of `siblings` rows."""
+    step = W * T * count
+    own, ends = (), (tl.cdiv(prefix, step),)
+    for m in tl.static_range(SIBLINGS):
+        pos = tl.load(state.pos + row + m, mask=m < siblings, other=0).to(tl.int32)
+        own += (tl.where(m < siblings, pos + 1 - prefix, 0),)
+        ends += (ends[m] + tl.cdiv(own[m], step),)
+    offset = (split * W + tl.arange(0, W)) * T
+    return Walk(row, prefix, own, ends, step, offset)
+
+
+@triton.jit
+def part_of_step(walk, t):
+    """-> whose own tokens step t reads (-1: the prefix, everybody's), the part's first step, its
+    tokens."""
+    whose = -1
+    start = 0
+    tokens = walk.prefix
+    for m in tl.static_range(len(walk.own)):
+        whose = tl.where(t >= walk.ends[m], m, whose)
+        start = tl.where(t >= walk.ends[m], walk.ends[m], start)
+        tokens = tl.where(t >= walk.ends[m], walk.own[m], tokens)
+    return whose, start, tokens
+
+
+@triton.jit
+def load_step(cache: LayerCache, block_ptr, token, tokens, T: tl.constexpr):
+    """Each warp's T keys and values (W, T, d) of a step, and which of them exist (W, T)."""
+    slot = tl.arange(0, T)
+    within = slot[None, :, None] * cache.d + tl.arange(0, cache.d)[None, None, :]
+    valid = token[:, None] + slot[None, :] < tokens
+    k = tl.load(block_ptr[:, None, None] + within, mask=valid[:, :, None], other=0.0)
+    block_ptr += cache.plane
+    v = tl.load(block_ptr[:, None, None] + within, mask=valid[:, :, None], other=0.0)
+    return k, v, valid
+
+
+@triton.jit
+def load_block_numbers(cache: LayerCache, walk, t):
+    """For each warp, the KV block that holds its tokens of step t."""
+    row, prefix, own, ends, step, offset = walk
     whose = row
     at = t * step
     for m in tl.static_range(len(ends) - 1):
@@ -553,14 +611,8 @@ def attention_kernel(
         count = tl.minimum(steps, plan.SPLITS)
     if (siblings == 0) | (split >= count):
         return
-    step = W * T * count  # tokens of a step
-    own, ends = (), (tl.cdiv(prefix, step),)
-    for m in tl.static_range(SIBLINGS):
-        pos = tl.load(state.pos + row + m, mask=m < siblings, other=0).to(tl.int32)
-        own += (tl.where(m < siblings, pos + 1 - prefix, 0),)
-        ends += (ends[m] + tl.cdiv(own[m], step),)
-    offset = (split * W + tl.arange(0, W)) * T  # each warp's first token in a step
-    block = load_block_numbers(cache, 0, step, row, prefix, ends, offset)
+    walk = plan_walk(state, row, prefix, siblings, split, count, SIBLINGS, W, T)
+    block = load_block_numbers(cache, walk, 0)
     wait_for_previous_kernel(PDL)
 
     # The queries, the same for every warp: (W, J, d)
@@ -572,29 +624,16 @@ def attention_kernel(
     q = tl.load(q_ptr + at_q, mask=live[:, None], other=0.0)
     q = tl.broadcast_to(q[None], (W, J, cache.d))
 
-    slot = tl.arange(0, T)
-    within = slot[None, :, None] * cache.d + i[None, None, :]
     top = tl.full((W, J), LOWEST, tl.float32)
     mass = tl.zeros((W, J), tl.float32)
     acc = tl.zeros((W, J, cache.d), tl.float32)
-    for t in range(0, ends[SIBLINGS]):
-        whose = -1  # the sibling whose own tokens this step reads; -1: the prefix, everybody's
-        start = 0
-        tokens = prefix
-        for m in tl.static_range(SIBLINGS):
-            whose = tl.where(t >= ends[m], m, whose)
-            start = tl.where(t >= ends[m], ends[m], start)
-            tokens = tl.where(t >= ends[m], own[m], tokens)
-        token = (t - start) * step + offset  # each warp's first one, in its part of the context
+    for t in range(0, walk.ends[SIBLINGS]):
+        whose, start, tokens = part_of_step(walk, t)
+        token = (t - start) * walk.step + walk.offset
         at = (block * cache.KV + kv_head) * cache.KV_BLOCK + token % cache.KV_BLOCK
         block_ptr = cache.kv + at * cache.d
-        # The next step's block number is loaded one step early. If keys and values had to wait for
-        # that load, the compiler would keep a single buffer for them and nothing would overlap.
-        block = load_block_numbers(cache, t + 1, step, row, prefix, ends, offset)
-        valid = token[:, None] + slot[None, :] < tokens  # (W, T)
-        k = tl.load(block_ptr[:, None, None] + within, mask=valid[:, :, None], other=0.0)
-        block_ptr += cache.plane
-        v = tl.load(block_ptr[:, None, None] + within, mask=valid[:, :, None], other=0.0)
+        block = load_block_numbers(cache, walk, t + 1)
+        k, v, valid = load_step(cache, block_ptr, token, tokens, T)
         seen = valid[:, None, :] & ((whose < 0) | (j // G == whose))[None, :, None]
         top, mass, acc = softmax_step(top, mass, acc, q, k, v, seen)
     top, mass, acc = join_warps(top, mass, acc)

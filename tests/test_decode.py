@@ -375,7 +375,8 @@ def test_heads_kernel_norms_rotates_and_writes_keys_and_values_where_the_table_s
     q = torch.full((n, H, d), torch.nan, device=DEVICE, dtype=DTYPE)
     cache = kernels.LayerCache(kv, kv.stride(0), table, width, const(KV), const(B), const(d))
     kernels.heads_kernel[-(-n // ROWS), H + 2 * KV](
-        linear, n, squares, bias, gains, cos, sin, q, cache, state, H, HEADS_EPS, ROWS, False)
+        linear, n, squares, kernels.HeadTerms(bias, gains, const(HEADS_EPS)), kernels.RotaryTable(cos, sin), q, cache,
+        state, H, ROWS, False)
     y = (y * rstd + (0 if bias is None else bias)).view(n, H + 2 * KV, d)
     if family == "qwen3":
         normed = y / (y.square().mean(-1, keepdim=True) + HEADS_EPS).sqrt()
