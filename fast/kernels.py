@@ -629,9 +629,11 @@ def attention_kernel(
     acc = tl.zeros((W, J, cache.d), tl.float32)
     for t in range(0, walk.ends[SIBLINGS]):
         whose, start, tokens = part_of_step(walk, t)
-        token = (t - start) * walk.step + walk.offset
+        token = (t - start) * walk.step + walk.offset  # each warp's first one, in its part
         at = (block * cache.KV + kv_head) * cache.KV_BLOCK + token % cache.KV_BLOCK
         block_ptr = cache.kv + at * cache.d
+        # The next step's block number is loaded one step early. If keys and values had to wait for
+        # that load, the compiler would keep a single buffer for them and nothing would overlap.
         block = load_block_numbers(cache, walk, t + 1)
         k, v, valid = load_step(cache, block_ptr, token, tokens, T)
         seen = valid[:, None, :] & ((whose < 0) | (j // G == whose))[None, :, None]
