@@ -320,7 +320,8 @@ def policy_loss(logprobs: LogProbs, advantages: Tensor, row_of_token: Tensor, we
     # adds up the tokens (2507.18071, section 4.3, which calls this GSPO-token).
     surrogate = weighted_advantage * rho * (policy - policy_detached).exp()
     constant = weighted_advantage * rho.clamp(1 - loss.clip_low, 1 + loss.clip_high)
-    per_token = -torch.where(is_clipped_low | is_clipped_high, constant, surrogate)
+    has_no_gradient = is_clipped_low | is_clipped_high
+    per_token = -torch.where(has_no_gradient, constant, surrogate)
     sums["clip_low"] = is_clipped_low.sum().double()
     sums["clip_high"] = is_clipped_high.sum().double()
     if reference is not None:
