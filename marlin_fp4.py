@@ -12,9 +12,9 @@ GHz. So there are 4.4 instructions for each weight. With the layout of this file
 2.5 at up to 8 rows of x: 1.1 decode a weight, 0.5 multiply it by its scale, and the others load,
 copy, multiply by x and count.
 
-Above 256 rows of x (MAX_DECODE_ROWS) the products take longer than the reading. Then W is expanded
-to 16 bits in memory first, and cuBLAS multiplies (`expanded_matmul`). The learner and the sampler's
-prefills always expand W, by `PackedWeight.dequantize`.
+With many rows of x the products take longer than the reading. Above 256 rows (MAX_DECODE_ROWS) W is
+expanded to 16 bits in memory first, and cuBLAS multiplies (`expanded_matmul`). The learner and the
+sampler's prefills always expand W, by `PackedWeight.dequantize`.
 
 The parts of this file:
 
@@ -59,7 +59,9 @@ TILE_SIDE = 128
 # A tile of LoRA's A is 64 x 64 numbers of 16 bits: 8 KiB, as many bytes as the codes of a tile of
 # W, so that both fit the same place in shared memory. The kernels write this 64 out as well.
 A_TILE = 64
-MAX_DECODE_ROWS = 256               # rows of x up to which decoding in registers beats expanding W
+# Rows of x up to which a decode step decodes W in registers instead of expanding it. Not measured
+# with the kernels as they are; probably too low (docs/kernels.md, "Expanding W").
+MAX_DECODE_ROWS = 256
 
 
 # -----------------------------------------------------------------------------
@@ -858,10 +860,10 @@ def portable_matmul(x: torch.Tensor, weight: PackedWeight, lora_a: torch.Tensor 
                     slabs: torch.Tensor | None = None, pdl: bool = False) -> MatmulSlabs:
     """x (M, K) @ [W; lora_a].T, as partial sums in slabs (S, M, N + R rounded up to 4).
 
-    x and lora_a (R, K) have the weight's dtype. Any M works; above MAX_DECODE_ROWS expanded_matmul
-    is faster. No row's bits depend on what the other rows hold, but they do depend on how many rows
-    there are: BM and the stripe follow from M. slabs: an earlier result's `sums`, to be
-    overwritten.
+    x and lora_a (R, K) have the weight's dtype. Any M works; above MAX_DECODE_ROWS a decode step
+    takes expanded_matmul. No row's bits depend on what the other rows hold, but they do depend on
+    how many rows there are: BM and the stripe follow from M. slabs: an earlier result's `sums`, to
+    be overwritten.
 
     pdl: a programmatic dependent launch, while the kernel before still runs (from sm_90 on). This
     kernel waits for that one before it reads anything, so only the launch itself is hidden;
