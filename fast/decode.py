@@ -109,8 +109,10 @@ def attention_plan(pairs: int, most_siblings: int, wide_steps_fit: bool) -> Atte
 
     Times on an H200. With up to 64 pairs there are too few programs for its 132 multiprocessors, so
     several share a row. Only there: joining them costs 2 us, and programs that find nothing to do
-    cost 3. From 265 pairs on siblings read their prefix together. That pays where the L2 cannot
-    keep up, from 512 pairs on: 28 instead of 30 us for 32B at 64 rows.
+    cost 3. From 265 pairs on siblings read their prefix together, which pays where the L2 cannot
+    keep up. Measured with 255 shared tokens and 256 of each row's own: 32B at 64 rows (512 pairs)
+    takes 28 instead of 30 us, 7B gains at 256 rows (1,024 pairs) and not at 64 (256). Between 265
+    and 512 pairs it was not measured.
     """
     if pairs <= 64:
         splits = min(64, triton.next_power_of_2(triton.cdiv(132, pairs)))
