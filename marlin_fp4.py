@@ -27,8 +27,8 @@ The parts of this file:
     7  how that kernel is launched
     8  the same product of a W that is expanded first
 
-fast/hopper_fp4.py is parts 6 and 7 again for Hopper alone, 1.05 to 1.3 times as fast; read it after
-this.
+fast/hopper_fp4.py is parts 6 and 7 again for Hopper alone, 1.03 to 1.27 times as fast; read it
+after this.
 
 The name and the idea of one weight stream cut into equal stripes are Marlin's (Frantar et al. 2024,
 arXiv 2408.11743, github.com/IST-DASLab/marlin). The order of bits is this project's own.
