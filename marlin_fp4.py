@@ -536,11 +536,12 @@ def dequantize_kernel(
 #     rows 0 .. BM         A0  A1  A2   0   1   2   3   4
 #     rows BM .. 2 BM      A0  A1  A2   0   1   2   3   4
 #
-# A program of A walks as many tiles' width of K as a stripe has tiles, but at most a quarter of K.
-# That bound is for long stripes: gate_up of a 7B has stripes of 32 tiles at M = 32, and K is 28
-# tiles wide, so one program would walk all of it. With short stripes (qkv, o and down of a 7B at
-# M = 1 to 64) the bound does nothing, and a program of A reads 1.78 times the bytes of one of W:
-# 64 rows of 16 bits at the width of a tile are 16 KiB, a tile of W is 9. It has nothing to decode.
+# A program of A walks at most a quarter of K, and at most as many tiles' width of it as a stripe
+# has tiles. The quarter is for long stripes: gate_up of a 7B has stripes of 32 tiles at M = 32, and
+# K is 28 tiles wide, so one program would walk all of it. With short stripes (qkv, o and down of a
+# 7B at M = 1 to 64) the quarter does nothing. A program of A then reads 1.78 times the bytes of one
+# of W, since 64 rows of 16 bits at the width of a tile are 16 KiB and a tile of W is 9, but it has
+# nothing to decode.
 
 @triton.jit
 def a_stripe(k_tiles, stripe):

@@ -4,8 +4,8 @@ The fast engine of the sampler: decode steps and short prefills as CUDA graphs, 
 It takes sampler.TorchEngine's place and gives the same numbers, up to the order of fp32 sums.
 
 Why: a step of 7B, one new token for every live row, is 4.9 GB of memory traffic, about 1.1 ms on an
-H200, in 260 launches. Python takes some 10 us for a launch (an estimate for a plain kernel; those of
-a prefill take 19 to 26, measured), and a pass over an activation takes 3 us. So launches are
+H200, in 260 launches. Python takes some 10 us for a launch (an estimate for a plain kernel; those
+of a prefill take 19 to 26, measured), and a pass over an activation takes 3 us. So launches are
 recorded once as a graph, and everything between two matmuls is one kernel of kernels.py:
 
     embed_kernel                     residual = embed[token]; the first norm
@@ -57,10 +57,11 @@ VOCAB_CHUNK = 2048      # logits of one program of chunk_kernel
 QUERY_TILE = 16         # queries of one program of attention_kernel: the side of an mma.sync
 MAX_END_IDS = 16
 PREFILL_SIZES = (64, 128, 256, 512, 1024)  # tokens of prefills that are graphs
-# Rows up to which the elementwise kernels take: columns a program; and (rows a program, warps) of
-# heads_kernel, residual_kernel and swiglu_kernel. With 128 columns a number costs half as many
+# How much one program of the elementwise kernels does, by the rows of the step, at most. `columns`
+# does not count for heads_kernel, which takes a head. With 128 columns a number costs half as many
 # instructions as with 64, but up to 16 rows there would be too few programs for the GPU.
 PROGRAM_SIZES = {
+    # rows: columns, heads (rows, warps), residual (rows, warps), swiglu (rows, warps)
     4: (64, (1, 4), (1, 1), (1, 1)),
     16: (64, (4, 4), (4, 4), (8, 4)),
     64: (128, (4, 4), (4, 8), (16, 4)),
@@ -257,8 +258,8 @@ class GraphEngine(TorchEngine):
 
     @torch.no_grad()
     def prefill(self, tokens: torch.Tensor, blocks: torch.Tensor, lengths: Sequence[int]) -> None:
-        """As TorchEngine.prefill. A short one is a graph: the host would need 1.7 to 2.3 ms to launch
-        the 90 kernels of a layer, through all that torch does around each.
+        """As TorchEngine.prefill. A short one is a graph: the host would need 1.7 to 2.3 ms to
+        launch the 90 kernels of a layer, through all that torch does around each.
 
         A graph has a fixed number of tokens and of prefixes. The spare tokens become one more
         prefix, which goes to block 0, and the spare prefixes are empty: there are size / 32 in all,
@@ -342,8 +343,9 @@ class GraphEngine(TorchEngine):
                 launch_matmul(linear, x, self.matmul), n, resid, into(norm), tile, rows,
                 num_warps=warps, **pdl)
 
-        # Launched without launch_pdl, so after the whole step before. That is why every other
-        # kernel of the step may read the rows' state before it waits.
+        # Launched without launch_pdl, so after the whole step before: it starts the chain that the
+        # top of kernels.py describes. So every other kernel may read the rows' state before it
+        # waits.
         norms = [layer.input_norm for layer in model.layers] + [model.final_norm]
         kernels.embed_kernel[n, tiles](
             self.state, model.embed, self.freq, resid, cos, sin, into(norms[0]), n, tile, d // 2,
