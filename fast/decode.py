@@ -68,6 +68,7 @@ PROGRAM_SIZES = {
     512: (128, (8, 8), (4, 4), (16, 8)),
 }
 NARROW_TILE = 64        # the columns of a program instead, where a rank is too large for 128
+assert RowState._fields[:len(Rows._fields) - 1] == Rows._fields[:-1]  # decode() copies Rows in
 
 
 def decode_matmul_for(name: str | None) -> Callable | None:
@@ -169,8 +170,8 @@ class GraphStore(dict):
         if not torch.cuda.is_available():  # in Triton's interpreter
             return launch
         stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())  # which has written launch()'s inputs
         with torch.cuda.stream(stream):  # once for real: this compiles kernels and wakes cuBLAS
-            stream.wait_stream(torch.cuda.default_stream())
             launch()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -246,7 +247,7 @@ class GraphEngine(TorchEngine):
         if self.table is None:
             self.table = self.rows.new_zeros(self.max_rows, rows.table.shape[1])
         run = self.graph(self.batch_size(n), sampling)
-        self.rows[:len(rows) - 1, :n] = torch.stack(rows[:-1])  # RowState begins with Rows' fields
+        self.rows[:len(rows) - 1, :n] = torch.stack(rows[:-1])  # all but the table, see the top
         self.state.alive[:n] = rows.limit > rows.pos
         self.table[:n] = rows.table
         self.ends.copy_(torch.tensor(ends + [-1] * (MAX_END_IDS - len(ends))))
