@@ -12,9 +12,9 @@ GHz. So there are 4.4 instructions for each weight. With the layout of this file
 2.5 at up to 8 rows of x: 1.1 decode a weight, 0.5 multiply it by its scale, and the others load,
 copy, multiply by x and count.
 
-Above 256 rows of x (MAX_DECODE_ROWS) the products take longer than the reading. Then W is expanded
-to 16 bits in memory first, and cuBLAS multiplies (`expanded_matmul`). The learner and the sampler's
-prefills always expand W, by `PackedWeight.dequantize`.
+With many rows of x the products take longer than the reading. Above 256 rows (MAX_DECODE_ROWS) W is
+expanded to 16 bits in memory first, and cuBLAS multiplies (`expanded_matmul`). The learner and the
+sampler's prefills always expand W, by `PackedWeight.dequantize`.
 
 The parts of this file:
 
@@ -27,8 +27,8 @@ The parts of this file:
     7  how that kernel is launched
     8  the same product of a W that is expanded first
 
-fast/hopper_fp4.py is parts 6 and 7 again for Hopper alone, 1.05 to 1.3 times as fast; read it after
-this.
+fast/hopper_fp4.py is parts 6 and 7 again for Hopper alone, 1.03 to 1.27 times as fast; read it
+after this.
 
 The name and the idea of one weight stream cut into equal stripes are Marlin's (Frantar et al. 2024,
 arXiv 2408.11743, github.com/IST-DASLab/marlin). The order of bits is this project's own.
@@ -59,7 +59,9 @@ TILE_SIDE = 128
 # A tile of LoRA's A is 64 x 64 numbers of 16 bits: 8 KiB, as many bytes as the codes of a tile of
 # W, so that both fit the same place in shared memory. The kernels write this 64 out as well.
 A_TILE = 64
-MAX_DECODE_ROWS = 256               # rows of x up to which decoding in registers beats expanding W
+# Rows of x up to which a decode step decodes W in registers instead of expanding it. Not measured
+# with the kernels as they are; probably too low (docs/kernels.md, "Expanding W").
+MAX_DECODE_ROWS = 256
 
 
 # -----------------------------------------------------------------------------
@@ -534,11 +536,12 @@ def dequantize_kernel(
 #     rows 0 .. BM         A0  A1  A2   0   1   2   3   4
 #     rows BM .. 2 BM      A0  A1  A2   0   1   2   3   4
 #
-# A program of A walks as many tiles' width of K as a stripe has tiles, but at most a quarter of K.
-# That bound is for long stripes: gate_up of a 7B has stripes of 32 tiles at M = 32, and K is 28
-# tiles wide, so one program would walk all of it. With short stripes (qkv, o and down of a 7B at
-# M = 1 to 64) the bound does nothing, and a program of A reads 1.78 times the bytes of one of W:
-# 64 rows of 16 bits at the width of a tile are 16 KiB, a tile of W is 9. It has nothing to decode.
+# A program of A walks at most a quarter of K, and at most as many tiles' width of it as a stripe
+# has tiles. The quarter is for long stripes: gate_up of a 7B has stripes of 32 tiles at M = 32, and
+# K is 28 tiles wide, so one program would walk all of it. With short stripes (qkv, o and down of a
+# 7B at M = 1 to 64) the quarter does nothing. A program of A then reads 1.78 times the bytes of one
+# of W, since 64 rows of 16 bits at the width of a tile are 16 KiB and a tile of W is 9, but it has
+# nothing to decode.
 
 @triton.jit
 def a_stripe(k_tiles, stripe):
@@ -858,10 +861,10 @@ def portable_matmul(x: torch.Tensor, weight: PackedWeight, lora_a: torch.Tensor 
                     slabs: torch.Tensor | None = None, pdl: bool = False) -> MatmulSlabs:
     """x (M, K) @ [W; lora_a].T, as partial sums in slabs (S, M, N + R rounded up to 4).
 
-    x and lora_a (R, K) have the weight's dtype. Any M works; above MAX_DECODE_ROWS expanded_matmul
-    is faster. No row's bits depend on what the other rows hold, but they do depend on how many rows
-    there are: BM and the stripe follow from M. slabs: an earlier result's `sums`, to be
-    overwritten.
+    x and lora_a (R, K) have the weight's dtype. Any M works; above MAX_DECODE_ROWS a decode step
+    takes expanded_matmul. No row's bits depend on what the other rows hold, but they do depend on
+    how many rows there are: BM and the stripe follow from M. slabs: an earlier result's `sums`, to
+    be overwritten.
 
     pdl: a programmatic dependent launch, while the kernel before still runs (from sm_90 on). This
     kernel waits for that one before it reads anything, so only the launch itself is hidden;

@@ -4,9 +4,9 @@ The fast engine of the sampler: decode steps and short prefills as CUDA graphs, 
 It takes sampler.TorchEngine's place and gives the same numbers, up to the order of fp32 sums.
 
 Why: a step of 7B, one new token for every live row, is 4.9 GB of memory traffic, about 1.1 ms on an
-H200, in 260 launches. Python takes 10 us for a launch, and a pass over an activation takes 3 us. So
-launches are recorded once as a graph, and everything between two matmuls is one kernel of
-kernels.py:
+H200, in 260 launches. Python takes some 10 us for a launch (an estimate for a plain kernel; those
+of a prefill take 19 to 26, measured), and a pass over an activation takes 3 us. So launches are
+recorded once as a graph, and everything between two matmuls is one kernel of kernels.py:
 
     embed_kernel                     residual = embed[token]; the first norm
     in every layer
@@ -57,16 +57,18 @@ VOCAB_CHUNK = 2048      # logits of one program of chunk_kernel
 QUERY_TILE = 16         # queries of one program of attention_kernel: the side of an mma.sync
 MAX_END_IDS = 16
 PREFILL_SIZES = (64, 128, 256, 512, 1024)  # tokens of prefills that are graphs
-# Rows up to which the elementwise kernels take: columns a program; and (rows a program, warps) of
-# heads_kernel, residual_kernel and swiglu_kernel. With 128 columns a number costs half as many
+# How much one program of the elementwise kernels does, by the rows of the step, at most. `columns`
+# does not count for heads_kernel, which takes a head. With 128 columns a number costs half as many
 # instructions as with 64, but up to 16 rows there would be too few programs for the GPU.
 PROGRAM_SIZES = {
+    # rows: columns, heads (rows, warps), residual (rows, warps), swiglu (rows, warps)
     4: (64, (1, 4), (1, 1), (1, 1)),
     16: (64, (4, 4), (4, 4), (8, 4)),
     64: (128, (4, 4), (4, 8), (16, 4)),
     512: (128, (8, 8), (4, 4), (16, 8)),
 }
 NARROW_TILE = 64        # the columns of a program instead, where a rank is too large for 128
+assert RowState._fields[:len(Rows._fields) - 1] == Rows._fields[:-1]  # decode() copies Rows in
 
 
 def decode_matmul_for(name: str | None) -> Callable | None:
@@ -109,8 +111,10 @@ def attention_plan(pairs: int, most_siblings: int, wide_steps_fit: bool) -> Atte
 
     Times on an H200. With up to 64 pairs there are too few programs for its 132 multiprocessors, so
     several share a row. Only there: joining them costs 2 us, and programs that find nothing to do
-    cost 3. From 265 pairs on siblings read their prefix together. That pays where the L2 cannot
-    keep up, from 512 pairs on: 28 instead of 30 us for 32B at 64 rows.
+    cost 3. From 265 pairs on siblings read their prefix together, which pays where the L2 cannot
+    keep up. Measured with 255 shared tokens and 256 of each row's own: 32B at 64 rows (512 pairs)
+    takes 28 instead of 30 us, 7B gains at 256 rows (1,024 pairs) and not at 64 (256). Between 265
+    and 512 pairs it was not measured.
     """
     if pairs <= 64:
         splits = min(64, triton.next_power_of_2(triton.cdiv(132, pairs)))
@@ -166,8 +170,8 @@ class GraphStore(dict):
         if not torch.cuda.is_available():  # in Triton's interpreter
             return launch
         stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())  # which has written launch()'s inputs
         with torch.cuda.stream(stream):  # once for real: this compiles kernels and wakes cuBLAS
-            stream.wait_stream(torch.cuda.default_stream())
             launch()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -243,7 +247,7 @@ class GraphEngine(TorchEngine):
         if self.table is None:
             self.table = self.rows.new_zeros(self.max_rows, rows.table.shape[1])
         run = self.graph(self.batch_size(n), sampling)
-        self.rows[:len(rows) - 1, :n] = torch.stack(rows[:-1])  # RowState begins with Rows' fields
+        self.rows[:len(rows) - 1, :n] = torch.stack(rows[:-1])  # all but the table, see the top
         self.state.alive[:n] = rows.limit > rows.pos
         self.table[:n] = rows.table
         self.ends.copy_(torch.tensor(ends + [-1] * (MAX_END_IDS - len(ends))))
@@ -255,8 +259,8 @@ class GraphEngine(TorchEngine):
 
     @torch.no_grad()
     def prefill(self, tokens: torch.Tensor, blocks: torch.Tensor, lengths: Sequence[int]) -> None:
-        """As TorchEngine.prefill. A short one is a graph: the host would need 2 ms to launch the 90
-        kernels of a layer.
+        """As TorchEngine.prefill. A short one is a graph: the host would need 1.7 to 2.3 ms to
+        launch the 90 kernels of a layer, through all that torch does around each.
 
         A graph has a fixed number of tokens and of prefixes. The spare tokens become one more
         prefix, which goes to block 0, and the spare prefixes are empty: there are size / 32 in all,
@@ -340,8 +344,9 @@ class GraphEngine(TorchEngine):
                 launch_matmul(linear, x, self.matmul), n, resid, into(norm), tile, rows,
                 num_warps=warps, **pdl)
 
-        # Launched without launch_pdl, so after the whole step before. That is why every other
-        # kernel of the step may read the rows' state before it waits.
+        # Launched without launch_pdl, so after the whole step before: it starts the chain that the
+        # top of kernels.py describes. So every other kernel may read the rows' state before it
+        # waits.
         norms = [layer.input_norm for layer in model.layers] + [model.final_norm]
         kernels.embed_kernel[n, tiles](
             self.state, model.embed, self.freq, resid, cos, sin, into(norms[0]), n, tile, d // 2,

@@ -1,5 +1,5 @@
 """
-The decode matmul of marlin_fp4.py again, for Hopper alone (sm_90): 1.05 to 1.3 times as fast.
+The decode matmul of marlin_fp4.py again, for Hopper alone (sm_90): 1.03 to 1.27 times as fast.
 
 Read marlin_fp4.py first: layout, decoding, schedule and slabs are the same, and so is the result up
 to the order of fp32 sums. What Hopper adds:
@@ -56,10 +56,10 @@ ROWS_256B = tl.constexpr(gl.NVMMASharedLayout(128, 16))
 ROWS_64B = tl.constexpr(gl.NVMMASharedLayout(64, 16))
 FLAT = tl.constexpr(gl.NVMMASharedLayout(0, 32))
 SUMS = tl.constexpr(gl.NVMMASharedLayout(128, 32, rank=3))
-# A layout in registers: (128, 2, 16) scales, each in the very lane and register order of the
-# weights that it multiplies (wgmma prescribes those). Then spread_scales moves nothing between
-# lanes. Each list says how far an element moves for one bit of the register number, the lane, the
-# warp.
+# A layout in registers: (128, 2, 16) scales, which is (row, half of a plane, column within the
+# half), each in the very lane and register order of the weights that it multiplies (wgmma
+# prescribes those). Then spread_scales moves nothing between lanes. Each list says how far along
+# these three axes an element moves for one bit of the register number, the lane, the warp.
 SCALED = tl.constexpr(gl.DistributedLinearLayout(
     [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 1, 0], [64, 0, 0]],
     [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
@@ -136,9 +136,14 @@ def _fetch_x(maps: TensorMaps, ring: Ring, stripe: Stripe, slot, step):
 def _produce(maps: TensorMaps, ring: Ring, stripe: Stripe, steps, AHEAD: gl.constexpr):
     """The producer warp: keeps the ring full from step AHEAD on, also across two bands.
 
-    A barrier counts its completions modulo 2, and wait(bar, p) returns once round p is over. Round
-    r of a slot is step // STAGES; `full` is waited for with r & 1. `empty` of round r - 1 is what
-    the producer needs, hence the ^ 1, and in round 0 a new barrier passes as "round -1 is over".
+    A barrier counts its rounds modulo 2, and wait(bar, p) returns once a round of parity p is over:
+
+        round of a slot, step // STAGES      0  1  2  3
+        the consumers wait for full with     0  1  0  1
+        the producer waits for empty with    1  0  1  0    the first passes at once
+
+    What the producer needs is the end of the round before, hence the other parity. A new barrier
+    counts as "round -1 is over".
     """
     STAGES: gl.constexpr = ring.x.shape[0]
     for step in range(AHEAD, steps):
@@ -222,6 +227,9 @@ def _consume(maps: TensorMaps, ring: Ring, stripe: Stripe, out, slabs_ptr, N):
                 xs = ring.x.index(slot).slice(half * A_SIDE, A_SIDE, 1).permute((1, 0))
                 acc = warpgroup_mma(a.index(slot), xs, acc, is_async=True)
                 acc = warpgroup_mma_wait(0, deps=[acc])
+                # One thread gives the slot back, for all four warps. That they have all read it
+                # rests on a barrier that Triton puts before the arrive, here and below; a test
+                # finds it in the compiled kernel.
                 mbarrier.arrive(ring.empty.index(slot), count=1)
         piece = stripe.first % k_tiles // a_stripe(k_tiles, stripe.length)
         row = stripe.first // k_tiles * A_SIDE
@@ -240,7 +248,7 @@ def _consume(maps: TensorMaps, ring: Ring, stripe: Stripe, out, slabs_ptr, N):
                 words = ring.codes.index(slot).load(W)
                 acc = _multiply_tile(acc, words, word, ring.x.index(slot), W)
                 # All products must have read their planes before the next tile is decoded into the
-                # same registers, and x before the slot is given back.
+                # same registers, and x before the slot is given back (by one thread, see above).
                 acc = warpgroup_mma_wait(0, deps=[acc])
                 mbarrier.arrive(ring.empty.index(slot), count=1)
                 i += 1
@@ -388,10 +396,8 @@ def hopper_matmul(x: torch.Tensor, weight: PackedWeight, lora_a: torch.Tensor | 
     """The fast twin of marlin_fp4.portable_matmul, which says what goes in and comes out.
 
     pdl (programmatic dependent launch): start while the kernel before still runs, ask for weights
-    and A, which that kernel must not write, and wait for its end before x is read. The next kernel
-    may do the same if it waits (gdc_wait) before it touches the slabs. Every kernel of such a chain
-    has to wait, even one that reads nothing of the kernel before: the end of a kernel that did not
-    wait says nothing of the kernels before it.
+    and A, which no kernel of the chain may write, and wait for its end before x is read. The next
+    kernel may do the same; the top of kernels.py has the rule.
     """
     M, K = x.shape
     N = weight.N

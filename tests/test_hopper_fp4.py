@@ -118,5 +118,11 @@ def test_the_compiled_kernel_neither_serializes_nor_touches_what_the_tensor_core
         steps = {"STS": "s", "FENCE": "f", "BAR": "b", "UTMASTG": "c", "DEPBAR": "w"}    # c: the copy, w: for the last
         order = "".join(steps.get(text.split(".")[0].split(" ")[0], "") for _, text in instructions)
         assert re.search("w+b+s+f+b+c+w", order) and "sc" not in order and "ws" not in order, order
+    # One thread gives a slot back: only after a barrier of all four warps, and that only after the last read of the
+    # slot. Three times: a tile of W, two halves of A.
+    steps = {"LDS": "r", "LDSM": "r", "HGMMA": "r", "BAR": "b", "SYNCS.ARRIVE.TRANS64.A1T0": "a"}
+    names = ["w" if text == "WARPGROUP.DEPBAR.LE gsb0, 0x0" else
+             steps.get(text.split()[0], steps.get(text.split(".")[0].split()[0], "")) for _, text in instructions]
+    assert re.findall("(..)a", "".join(names)) == ["wb"] * 3
     never = [(address, re.sub(r"gsb0, 0x\d$", "gsb0, 0x7", text)) for address, text in instructions]
     assert written_while_read(never)                                 # without the waits there would be a race
