@@ -9,6 +9,7 @@ line.
 python -m pytest tests/test_house.py -v
 """
 import ast
+import dataclasses
 import functools
 import json
 import re
@@ -17,6 +18,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from harness.config import Settings, option
 
 ROOT = Path(__file__).parent.parent
 # Without git, as in an unpacked archive: these folders are searched, and at the root the files that the README lists.
@@ -347,6 +350,52 @@ def test_requirements_name_what_is_imported_and_the_license_is_there():
          + [f"requirements.txt: nothing imports {library}"
             for library in named - needed.keys() - {"pytest", "pytest-xdist"}])
     assert "Apache License" in text_of("LICENSE") and "LICENSE" in text_of("README.md")
+
+
+# -----------------------------------------------------------------------------
+# The settings
+
+def last_name(node):
+    """"optim" of `optim`, of `settings.optim` and of `run.settings.optim`."""
+    return getattr(node, "attr", getattr(node, "id", ""))
+
+
+def setting_reads(name, sections):
+    """Yields (section, field) of each `SECTION.field` in a module, as in `settings.optim.lr`.
+
+    A section may have another name there: `wanted = settings.memory`, or a parameter `wanted: Memory`. A parameter
+    without a type may be any of them: harness/data.py has such, since config.py imports it.
+    """
+    meant = {section: {section} for section in sections}
+    of_type = {kind: section for section, kind in sections.items()}
+    for node in ast.walk(TREES[name]):
+        pairs = []
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
+            pairs = zip(node.targets[0].elts, node.value.elts)
+        elif isinstance(node, ast.Assign):
+            pairs = [(target, node.value) for target in node.targets]
+        elif isinstance(node, ast.arg) and node.arg not in ("self", "cls"):
+            typed = last_name(node.annotation)
+            meant.setdefault(node.arg, set()).update(
+                [of_type[typed]] if typed in of_type else [] if node.annotation else sections)
+        for target, value in pairs:
+            if isinstance(value, ast.Attribute) and value.attr in sections:
+                meant.setdefault(last_name(target), set()).add(value.attr)
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            yield from ((section, node.attr) for section in meant.get(last_name(node.value), ()))
+
+
+def test_every_setting_is_read_by_what_trains():
+    # A field that prepare.py or train.py does not pass on is a flag that everybody may give and that does nothing.
+    sections = {section.name: section.type for section in dataclasses.fields(Settings)}
+    files = (reached("train") | {*DOORS.values()}) & FILES.keys() - {"harness.config"}
+    found = {read for name in files
+             for read in setting_reads(name, {section: kind.__name__ for section, kind in sections.items()})}
+    said([f"{option(field.name)} reaches nothing: pass `settings.{section}.{field.name}` on, in harness/prepare.py or "
+          "train.py, or take the field out of harness/config.py"
+          for section, kind in sections.items() for field in dataclasses.fields(kind)
+          if (section, field.name) not in found])
 
 
 # -----------------------------------------------------------------------------
