@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from harness.config import Settings, option
+from harness.console import SHOWN
 
 ROOT = Path(__file__).parent.parent
 # Without git, as in an unpacked archive: these folders are searched, and at the root the files that the README lists.
@@ -699,3 +700,9 @@ def test_every_key_of_a_logged_sample_is_defined(run_folder):
     sample = json.loads((run_folder / "samples.jsonl").read_text().splitlines()[0])
     said([f"docs/metrics.md, on samples.jsonl: say what `{key}` is" for key in sample
           if f"`{key}`" not in DOCS["docs/metrics.md"]])
+
+
+def test_the_terminal_shows_numbers_that_are_logged():
+    # A key that is absent from a step is left out there, so a wrong one would never be seen.
+    said([f"harness/console.py, SHOWN: docs/metrics.md has no row for `{key}`"
+          for key, *_ in SHOWN if key not in defined() and not key.startswith("reward_")])     # a part of --reward's
