@@ -168,7 +168,8 @@ class Watch:
 # What a run says
 
 # A step's numbers: key of metrics.jsonl, text on a terminal's bar, text in a line where there is no
-# terminal; "" leaves a number out. The bar has 80 columns, where the speed finds no space.
+# terminal; "" leaves a number out. A bar of 80 columns can be full with the three that it has: what
+# a row behind them adds shows on wider terminals.
 SHOWN = (
     ("reward", "reward {:.3g}", "reward {:.3g}"),
     ("accuracy", "right {:.0%}", "accuracy {:.3g}"),

@@ -198,8 +198,7 @@ def test_an_answer_that_is_shown_brings_no_control_codes(capsys):
     console = Console(settings(steps=4, show=2))
     console.start_at(0)
     row = dict(question="2+3?", id="q-1", reward=1.0, completion="\x1b[2J5\r\nyes")
-    metrics = dict(step=1, reward=1.0, accuracy=1.0, length=3.0, tokens_per_s=10.0, seconds=1.0)
-    console.tell(metrics, [row], [])
+    console.tell(told(1), [row], [])
     said = capsys.readouterr().out
     assert "step 2, q-1, reward 1:\n2+3?\n-> \\x1b[2J5\\r\nyes" in said and "\x1b" not in said
 
@@ -214,7 +213,9 @@ def test_an_update_that_is_skipped_is_told_under_the_number_of_its_steps_line(ca
 
 
 def told(step, seconds=1.0, **figures):
-    return dict(step=step, reward=0.5, accuracy=0.5, length=30.0, tokens_per_s=900.0, seconds=seconds) | figures
+    """A step's metrics with every number that the terminal shows."""
+    every = dict.fromkeys((key for key, *_ in SHOWN), 0.5)
+    return every | dict(step=step, length=30.0, tokens_per_s=900.0, seconds=seconds) | figures
 
 
 def bar_of(metrics, monkeypatch, capsys):
@@ -229,14 +230,13 @@ def bar_of(metrics, monkeypatch, capsys):
     return capsys.readouterr().err.rstrip().split("\r")[-1]
 
 
-def test_the_bar_fits_80_columns_with_every_figure_in_it(capsys, monkeypatch):
-    metrics = told(988, reward=-0.525, accuracy=1.0, length=4096.0)
-    last = bar_of(metrics, monkeypatch, capsys)
-    texts = ", ".join(bar.format(metrics[key]) for key, bar, _ in SHOWN if bar)
-    assert texts.startswith("reward -0.525, right 100%, 4096 tokens")
-    assert len(last) <= 80 and last.rstrip().endswith(texts), \
-        'console.SHOWN: a terminal of 80 columns has no space for all of this; make the text for the bar ""'
-    assert re.fullmatch(r"989/1200 \|.+\| \d+:\d\d:\d\d left, [\d.]+s/step, " + re.escape(texts) + " *", last)
+def test_the_bar_fits_80_columns_with_reward_accuracy_and_length_in_it(capsys, monkeypatch):
+    # They fill it where a step takes minutes. What a fork adds behind them may be cut off there.
+    last = bar_of(told(988, reward=-0.525, accuracy=1.0, length=4096.0), monkeypatch, capsys)
+    assert len(last) <= 80
+    assert re.fullmatch(
+        r"989/1200 \|.+\| \d+:\d\d:\d\d left, [\d.]+s/step, reward -0.525, right 100%, 4096 tokens\b.*", last)
+    assert len(SHOWN) > 4 or last.rstrip().endswith("4096 tokens")
 
 
 def test_a_line_holds_every_figure_and_the_seconds(capsys):
@@ -244,8 +244,10 @@ def test_a_line_holds_every_figure_and_the_seconds(capsys):
     console.start_at(988)
     console.tell(told(988, reward=-0.525, accuracy=1.0, length=4096.0), [], [])
     line = capsys.readouterr().out.splitlines()[-1]
-    assert line.startswith("step 989/1200: reward -0.525, accuracy 1, length 4.1e+03, tokens_per_s 900, ")
-    assert line.endswith(", 1.0 s") and line.count(",") == sum(text != "" for _, _, text in SHOWN)
+    begin, *figures, seconds = re.split("[:,] ", line)
+    assert (begin, seconds) == ("step 989/1200", "1.0 s") and len(figures) == sum(text != "" for _, _, text in SHOWN)
+    ours = ["reward -0.525", "accuracy 1", "length 4.1e+03", "tokens_per_s 900"]
+    assert [text for text in figures if text in ours] == ours       # among those of a fork
 
 
 def test_one_row_of_the_table_adds_a_figure_to_the_bar_and_to_the_line(capsys, monkeypatch):
