@@ -19,7 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.config import Settings, option
+from grpo import LOSSES
+from harness.config import FIELDS, Settings, option
 from harness.console import SHOWN
 
 ROOT = Path(__file__).parent.parent
@@ -371,8 +372,8 @@ def setting_reads(name, sections):
     of_type = {kind: section for section, kind in sections.items()}
     for node in ast.walk(TREES[name]):
         pairs = []
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
-            pairs = zip(node.targets[0].elts, node.value.elts)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+            pairs = zip(getattr(node.targets[0], "elts", ()), node.value.elts)
         elif isinstance(node, ast.Assign):
             pairs = [(target, node.value) for target in node.targets]
         elif isinstance(node, ast.arg) and node.arg not in ("self", "cls"):
@@ -647,6 +648,15 @@ def test_the_documents_name_the_fields_of_a_problem():
     assert len(fields) == 2, "harness/data.py lists the names of fields that it reads in QUESTIONS and GOLDS"
     said([f"docs/flags.md, at --data: name the field `{name}`, which harness/data.py reads"
           for names in fields.values() for name in names if not any(f"`{name}`" in text for text in TIMELESS.values())])
+
+
+def test_every_flag_of_training_and_every_loss_is_in_the_page_on_flags():
+    page = DOCS["docs/flags.md"]
+    losses = re.search(r"^- \*\*`--loss`\*\*.*?(?=^- \*\*|^#)", page, re.M | re.S)
+    said([f"docs/flags.md: add a row for `{option(name)}` to the table 'The other flags'"
+          for name in FIELDS if option(name) not in flags_in(page)]
+         + [f"docs/flags.md, at `--loss`: name the loss `{name}`"
+            for name in LOSSES if not losses or f"`{name}`" not in losses[0]])
 
 
 def test_the_table_of_gpu_memory_is_that_of_the_published_sizes():
