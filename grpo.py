@@ -6,7 +6,7 @@ The learning rule: from the rewards of a group of answers to the loss of every t
     policy_loss         puts both together with the tokens' log-probs: the loss to differentiate
 
 GRPO (2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783) and GSPO (2507.18071) differ in their
-divisor, their clip and whether the ratio belongs to a token or to a row: four entries of LOSSES.
+divisor, their clip and whether the ratio belongs to a token or to a row: each is a row of LOSSES.
 
 Shapes. P problems get G answers each. An answer is a row, so there are B = P * G rows, and rows
 [p * G, (p + 1) * G) answer problem p. The loss sees the T tokens of all rows laid end to end:

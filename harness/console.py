@@ -167,8 +167,15 @@ class Watch:
 # -----------------------------------------------------------------------------
 # What a run says
 
-SHOWN = "reward", "accuracy", "length", "tokens_per_s"
-# On a terminal of 80 columns there is space for all but the speed, which metrics.jsonl holds.
+# A step's numbers: key of metrics.jsonl, text on a terminal's bar, text in a line where there is no
+# terminal; "" leaves a number out. A bar of 80 columns can be full with the three that it has: what
+# a row behind them adds shows on wider terminals.
+SHOWN = (
+    ("reward", "reward {:.3g}", "reward {:.3g}"),
+    ("accuracy", "right {:.0%}", "accuracy {:.3g}"),
+    ("length", "{:.0f} tokens", "length {:.3g}"),
+    ("tokens_per_s", "", "tokens_per_s {:.3g}"),
+)
 STEPS_BAR = "{n_fmt}/{total_fmt} |{bar}| {remaining} left, {rate_fmt}{postfix}"
 FIRST_STEPS = 10                                 # after which the time that is left is told anew
 SOURCE = Path(__file__).parent.parent            # where train.py lies
@@ -247,14 +254,15 @@ class Console:
         for update in updates:
             if update.failure:
                 say(f"step {step}: {update.failure}: this update was skipped")
-        figures = {key: f"{metrics[key]:.3g}" for key in SHOWN}
+        # What only trained tokens have is absent from a step without one (docs/metrics.md).
+        shown = [row for row in SHOWN if row[0] in metrics]
+        on_bar = ", ".join(bar.format(metrics[key]) for key, bar, _ in shown if bar)
+        in_line = ", ".join(line.format(metrics[key]) for key, _, line in shown if line)
         self.tell_time_left(step, metrics["seconds"])
-        told = f"reward {metrics['reward']:.3g}, right {metrics['accuracy']:.0%}"
-        self.bar.set_postfix_str(f"{told}, {metrics['length']:.0f} tokens", refresh=False)
+        self.bar.set_postfix_str(on_bar, refresh=False)
         self.bar.update()
         if self.bar.disable:
-            told = ", ".join(f"{key} {value}" for key, value in figures.items())
-            say(f"step {step}/{self.steps}: {told}, {metrics['seconds']:.1f} s")
+            say(f"step {step}/{self.steps}: {in_line}, {metrics['seconds']:.1f} s")
         if self.settings.watching.show and step % self.settings.watching.show == 0:
             row = rows[0]
             # What a model writes may hold a terminal's control codes: they are shown, not obeyed.

@@ -269,8 +269,8 @@ def calibrated(settings: Settings, source: Path, tokenizer: data.Tokenizer, prob
 
 def loss_of(objective: Objective) -> grpo.Loss:
     """--loss, with the flags that were given in place of its own values."""
-    names = "clip_low", "clip_high", "correction", "kl_beta"
-    given = {name: getattr(objective, name) for name in names}
+    given = {"clip_low": objective.clip_low, "clip_high": objective.clip_high,
+             "correction": objective.correction, "kl_beta": objective.kl_beta}
     return dataclasses.replace(grpo.LOSSES[objective.loss],
                                **{name: value for name, value in given.items() if value is not None})
 

@@ -15,8 +15,9 @@ import pytest
 
 import torch
 
+from harness import console as console_py
 from harness.config import Settings
-from harness.console import SOURCE, Console, Phases, Watch, cannot_learn, command, may_not_learn
+from harness.console import SHOWN, SOURCE, Console, Phases, Watch, cannot_learn, command, may_not_learn
 
 HEALTHY = dict(accuracy=0.3, reward=0.3, groups=9, length=280.0, truncated=0.04, entropy=0.2)
 RUNS = sorted((Path(__file__).parent.parent / "study" / "runs").glob("*.jsonl"))
@@ -197,8 +198,7 @@ def test_an_answer_that_is_shown_brings_no_control_codes(capsys):
     console = Console(settings(steps=4, show=2))
     console.start_at(0)
     row = dict(question="2+3?", id="q-1", reward=1.0, completion="\x1b[2J5\r\nyes")
-    metrics = dict(step=1, reward=1.0, accuracy=1.0, length=3.0, tokens_per_s=10.0, seconds=1.0)
-    console.tell(metrics, [row], [])
+    console.tell(told(1), [row], [])
     said = capsys.readouterr().out
     assert "step 2, q-1, reward 1:\n2+3?\n-> \\x1b[2J5\\r\nyes" in said and "\x1b" not in said
 
@@ -213,22 +213,55 @@ def test_an_update_that_is_skipped_is_told_under_the_number_of_its_steps_line(ca
 
 
 def told(step, seconds=1.0, **figures):
-    return dict(step=step, reward=0.5, accuracy=0.5, length=30.0, tokens_per_s=900.0, seconds=seconds) | figures
+    """A step's metrics with every number that the terminal shows."""
+    every = dict.fromkeys((key for key, *_ in SHOWN), 0.5)
+    return every | dict(step=step, length=30.0, tokens_per_s=900.0, seconds=seconds) | figures
 
 
-def test_the_bar_fits_80_columns_with_every_figure_in_it(capsys, monkeypatch):
+def bar_of(metrics, monkeypatch, capsys):
+    """What a terminal of 80 columns shows after step 989 of 1,200."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    console = Console(settings(steps=1200))
-    with console:
+    with Console(settings(steps=1200)) as console:
         console.start_at(988)
         console.bar.dynamic_ncols = lambda file: (80, 25)         # as of a terminal
         console.bar.start_t -= 120                          # the time left is hours
-        console.tell(told(988, reward=-0.525, accuracy=1.0, length=4096.0), [], [])
+        console.tell(metrics, [], [])
         console.bar.refresh()
-    last = capsys.readouterr().err.rstrip().split("\r")[-1]
+    return capsys.readouterr().err.rstrip().split("\r")[-1]
+
+
+def test_the_bar_fits_80_columns_with_reward_accuracy_and_length_in_it(capsys, monkeypatch):
+    # They fill it where a step takes minutes. What a fork adds behind them may be cut off there.
+    last = bar_of(told(988, reward=-0.525, accuracy=1.0, length=4096.0), monkeypatch, capsys)
     assert len(last) <= 80
     assert re.fullmatch(
-        r"989/1200 \|.+\| \d+:\d\d:\d\d left, [\d.]+s/step, reward -0.525, right 100%, 4096 tokens *", last)
+        r"989/1200 \|.+\| \d+:\d\d:\d\d left, [\d.]+s/step, reward -0.525, right 100%, 4096 tokens\b.*", last)
+    assert len(SHOWN) > 4 or last.rstrip().endswith("4096 tokens")
+
+
+def test_a_line_holds_every_figure_and_the_seconds(capsys):
+    console = Console(settings(steps=1200))
+    console.start_at(988)
+    console.tell(told(988, reward=-0.525, accuracy=1.0, length=4096.0), [], [])
+    line = capsys.readouterr().out.splitlines()[-1]
+    begin, *figures, seconds = re.split("[:,] ", line)
+    assert (begin, seconds) == ("step 989/1200", "1.0 s") and len(figures) == sum(text != "" for _, _, text in SHOWN)
+    ours = ["reward -0.525", "accuracy 1", "length 4.1e+03", "tokens_per_s 900"]
+    assert [text for text in figures if text in ours] == ours       # among those of a fork
+
+
+def test_one_row_of_the_table_adds_a_figure_to_the_bar_and_to_the_line(capsys, monkeypatch):
+    rows = *SHOWN[:1], ("clip_high", "clip {:.0%}", "clip_high {:.3g}")
+    monkeypatch.setattr(console_py, "SHOWN", rows)
+    clipped, untrained = told(988, clip_high=0.25), told(988)       # no row of the second could teach anything
+    console = Console(settings(steps=1200))
+    console.start_at(988)
+    console.tell(clipped, [], [])
+    console.tell(untrained, [], [])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2:] == ["step 989/1200: reward 0.5, clip_high 0.25, 1.0 s", "step 989/1200: reward 0.5, 1.0 s"]
+    assert bar_of(clipped, monkeypatch, capsys).rstrip().endswith("step, reward 0.5, clip 25%")
+    assert bar_of(untrained, monkeypatch, capsys).rstrip().endswith("step, reward 0.5")
 
 
 def test_after_ten_steps_the_time_left_is_told_anew_without_the_slow_first_step(capsys, monkeypatch):

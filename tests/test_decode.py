@@ -45,7 +45,8 @@ from fast import decode, hopper_fp4, kernels
 GPU, INTERPRETED = torch.cuda.is_available(), os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if GPU else "cpu"
 gpu = pytest.mark.skipif(not GPU, reason="CUDA graphs, or sizes that only a GPU can do")
-runs_kernels = pytest.mark.skipif(not (GPU or INTERPRETED), reason="runs in the interpreter, in a process of its own")
+runs_kernels = pytest.mark.skipif(not (GPU or INTERPRETED), reason="without a GPU kernels run in Triton's interpreter: "
+                                  "TRITON_INTERPRET=1 pytest -n 0 tests/test_decode.py -k NAME")
 
 # The types and matmuls that a test with `gen` runs in, one after the other. The interpreter computes with numpy, which
 # has no bf16.

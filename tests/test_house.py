@@ -9,6 +9,7 @@ line.
 python -m pytest tests/test_house.py -v
 """
 import ast
+import dataclasses
 import functools
 import json
 import re
@@ -17,6 +18,10 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from grpo import LOSSES
+from harness.config import FIELDS, Settings, option
+from harness.console import SHOWN
 
 ROOT = Path(__file__).parent.parent
 # Without git, as in an unpacked archive: these folders are searched, and at the root the files that the README lists.
@@ -350,6 +355,52 @@ def test_requirements_name_what_is_imported_and_the_license_is_there():
 
 
 # -----------------------------------------------------------------------------
+# The settings
+
+def last_name(node):
+    """"optim" of `optim`, of `settings.optim` and of `run.settings.optim`."""
+    return getattr(node, "attr", getattr(node, "id", ""))
+
+
+def setting_reads(name, sections):
+    """Yields (section, field) of each `SECTION.field` in a module, as in `settings.optim.lr`.
+
+    A section may have another name there: `wanted = settings.memory`, or a parameter `wanted: Memory`. A parameter
+    without a type may be any of them: harness/data.py has such, since config.py imports it.
+    """
+    meant = {section: {section} for section in sections}
+    of_type = {kind: section for section, kind in sections.items()}
+    for node in ast.walk(TREES[name]):
+        pairs = []
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+            pairs = zip(getattr(node.targets[0], "elts", ()), node.value.elts)
+        elif isinstance(node, ast.Assign):
+            pairs = [(target, node.value) for target in node.targets]
+        elif isinstance(node, ast.arg) and node.arg not in ("self", "cls"):
+            typed = last_name(node.annotation)
+            meant.setdefault(node.arg, set()).update(
+                [of_type[typed]] if typed in of_type else [] if node.annotation else sections)
+        for target, value in pairs:
+            if isinstance(value, ast.Attribute) and value.attr in sections:
+                meant.setdefault(last_name(target), set()).add(value.attr)
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            yield from ((section, node.attr) for section in meant.get(last_name(node.value), ()))
+
+
+def test_every_setting_is_read_by_what_trains():
+    # A field that prepare.py or train.py does not pass on is a flag that everybody may give and that does nothing.
+    sections = {section.name: section.type for section in dataclasses.fields(Settings)}
+    files = (reached("train") | {*DOORS.values()}) & FILES.keys() - {"harness.config"}
+    found = {read for name in files
+             for read in setting_reads(name, {section: kind.__name__ for section, kind in sections.items()})}
+    said([f"{option(field.name)} reaches nothing: pass `settings.{section}.{field.name}` on, in harness/prepare.py or "
+          "train.py, or take the field out of harness/config.py"
+          for section, kind in sections.items() for field in dataclasses.fields(kind)
+          if (section, field.name) not in found])
+
+
+# -----------------------------------------------------------------------------
 # A machine without Triton
 
 BLOCKED = """
@@ -599,6 +650,15 @@ def test_the_documents_name_the_fields_of_a_problem():
           for names in fields.values() for name in names if not any(f"`{name}`" in text for text in TIMELESS.values())])
 
 
+def test_every_flag_of_training_and_every_loss_is_in_the_page_on_flags():
+    page = DOCS["docs/flags.md"]
+    losses = re.search(r"^- \*\*`--loss`\*\*.*?(?=^- \*\*|^#)", page, re.M | re.S)
+    said([f"docs/flags.md: add a row for `{option(name)}` to the table 'The other flags'"
+          for name in FIELDS if option(name) not in flags_in(page)]
+         + [f"docs/flags.md, at `--loss`: name the loss `{name}`"
+            for name in LOSSES if not losses or f"`{name}`" not in losses[0]])
+
+
 def test_the_table_of_gpu_memory_is_that_of_the_published_sizes():
     """Linears have 4.5 or 16 bits, embeddings and head 16; an adapter of rank 32 takes 18 bytes a parameter; in GiB."""
     found = [line.strip("| ").split(" | ") for text in TIMELESS.values() for line in text.splitlines()
@@ -650,3 +710,9 @@ def test_every_key_of_a_logged_sample_is_defined(run_folder):
     sample = json.loads((run_folder / "samples.jsonl").read_text().splitlines()[0])
     said([f"docs/metrics.md, on samples.jsonl: say what `{key}` is" for key in sample
           if f"`{key}`" not in DOCS["docs/metrics.md"]])
+
+
+def test_the_terminal_shows_numbers_that_are_logged():
+    # A key that is absent from a step is left out there, so a wrong one would never be seen.
+    said([f"harness/console.py, SHOWN: docs/metrics.md has no row for `{key}`"
+          for key, *_ in SHOWN if key not in defined() and not key.startswith("reward_")])     # a part of --reward's

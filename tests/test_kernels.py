@@ -24,8 +24,8 @@ GPU = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if GPU else "cpu"
 gpu = pytest.mark.skipif(not GPU, reason="FlashAttention and torch.compile's kernels need a GPU")
-runs_kernels = pytest.mark.skipif(not (GPU or INTERPRETED),
-                                  reason="runs in the interpreter, in a process of its own")
+runs_kernels = pytest.mark.skipif(not (GPU or INTERPRETED), reason="without a GPU kernels run in Triton's interpreter: "
+                                  "TRITON_INTERPRET=1 pytest -n 0 tests/test_kernels.py -k NAME")
 HALVES = [torch.float32, torch.float16] + [torch.bfloat16] * GPU     # numpy has no bf16
 
 

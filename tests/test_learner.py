@@ -50,12 +50,15 @@ def some_step(tiny, loss="dapo", noise=0.15, norms=False, base="bf16", dtype=Non
     return learner, tensors, batch, weights
 
 
-def plain_gradient(case, tensors, batch, loss):
+def plain_gradient(case, tensors, batch, name, loss):
     """The textbook objectives, row by row through a plain float64 model.
 
-    Returns the gradient of A, B and norms by PEFT's names, the loss, and every ratio policy / proximal. Nothing of
-    grpo.py is used: grpo takes the mean over a row's tokens, then over rows; dapo that over all tokens; dr_grpo divides
-    by rows x limit; gspo has one ratio for each row. Row 5 is left out of everything.
+    Returns the gradient of A, B and norms by PEFT's names, the loss, and every ratio policy / proximal. The divisors
+    are worked out here anew: grpo takes the mean over a row's tokens, then over rows; dapo that over all tokens;
+    dr_grpo divides by rows x limit; gspo is grpo with one ratio for each row. Row 5 is left out of everything.
+
+    name: the loss's in grpo.LOSSES. A new one fails here with its name until `divisor` has an entry for it (and the
+    objective a branch, if its formula is another).
     """
     rollouts, advantages = batch.rollouts, batch.advantages
     leaves = {name: t.double().requires_grad_() for name, t in tensors.items()}
@@ -81,9 +84,9 @@ def plain_gradient(case, tensors, batch, loss):
         if loss.kl_beta:
             d = logprobs(reference).detach() - now
             objective = objective - loss.kl_beta * (d.exp() - 1 - d)
-        share = {"dapo": 1 / tokens, "dr_grpo": 1 / (len(kept) * LIMIT)}
-        name = next(name for name, row in grpo.LOSSES.items() if row.divisor is loss.divisor)
-        total = total - (objective * share.get(name, 1 / (n * len(kept)))).sum()
+        divisor = {"grpo": len(kept) * n, "dapo": tokens, "dr_grpo": len(kept) * LIMIT, "gspo": len(kept) * n}
+        assert name in divisor, f"test_learner.plain_gradient has no divisor for the loss {name!r} of grpo.LOSSES"
+        total = total - objective.sum() / divisor[name]
     ratios = torch.cat(ratios)
     gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
     return dict(zip(leaves, gradients)), total.item(), ratios
@@ -100,13 +103,17 @@ def difference(adapter, want):
 # -----------------------------------------------------------------------------
 # The gradient
 
+# A clip that some of the sampler's noise crosses and some does not, for a loss whose own is much narrower.
+CLIPS = {"gspo": dict(clip_low=0.05, clip_high=0.05)}
+
+
 @pytest.mark.parametrize("loss,changes,shape", [
-    ("grpo", {}, "untied"), ("dapo", {}, "untied"), ("dr_grpo", {}, "untied"), ("dapo", dict(kl_beta=0.3), "untied"),
-    ("gspo", dict(clip_low=0.05, clip_high=0.05), "untied"), ("dapo", {}, "qwen3-tied"), ("dapo", {}, "qwen3-untied")])
+    *((loss, CLIPS.get(loss, {}), "untied") for loss in grpo.LOSSES),
+    ("dapo", dict(kl_beta=0.3), "untied"), ("dapo", {}, "qwen3-tied"), ("dapo", {}, "qwen3-untied")])
 def test_the_gradient_is_that_of_float64_autograd_on_the_whole_batch(tiny, loss, changes, shape):
     changes = changes | {"correction": "ppo"}                             # the sampler's noise makes the clip act
     learner, tensors, batch, weights = some_step(tiny, loss, norms=not changes.get("kl_beta"), shape=shape, **changes)
-    want, value, ratios = plain_gradient(tiny[shape], tensors, batch, learner.loss)
+    want, value, ratios = plain_gradient(tiny[shape], tensors, batch, loss, learner.loss)
     low, high = 1 - learner.loss.clip_low, 1 + learner.loss.clip_high
     assert ((ratios < low) | (ratios > high)).any()                       # the clip has something to do
     update = learner.update(batch, weights, lr=0.0)
@@ -119,7 +126,7 @@ def test_the_gradient_is_that_of_float64_autograd_on_the_whole_batch(tiny, loss,
     assert update.sums["tokens"] == sum(len(batch.rollouts.completions[b]) for b in trained)
 
 
-@pytest.mark.parametrize("loss,changes", [("dapo", {}), ("gspo", dict(clip_low=0.05, clip_high=0.05))])
+@pytest.mark.parametrize("loss,changes", [("dapo", {}), ("gspo", CLIPS["gspo"])])
 def test_the_first_pass_over_a_row_is_the_proximal_policy_of_later_ones(tiny, monkeypatch, loss, changes):
     # A first update trains the first two groups, a second one all rows. At a row's first pass rho is 1, and its
     # correction is learner / sampler. At its second pass rho compares two passes of the learner, wherever the sampler
@@ -148,7 +155,7 @@ def test_the_first_pass_over_a_row_is_the_proximal_policy_of_later_ones(tiny, mo
     assert second.sums["clip_low"] + second.sums["clip_high"] > 0
     assert sorted(batch.proximal) == trained and all(torch.equal(batch.proximal[b], t) for b, t in kept.items())
     batch.proximal |= {b: rollouts.logprobs[b] for b in range(16) if b not in trained}       # advantage or weight 0
-    want, _, _ = plain_gradient(tiny["untied"], tensors, batch, learner.loss)
+    want, _, _ = plain_gradient(tiny["untied"], tensors, batch, loss, learner.loss)
     assert difference(learner.adapter, {name: want[name] for name in tensors}) < 1e-5
 
 

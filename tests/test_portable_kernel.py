@@ -31,6 +31,8 @@ from test_marlin_fp4 import random_weight, run_assembly, total
 
 GPU, INTERPRETED = torch.cuda.is_available(), os.environ.get("TRITON_INTERPRET") == "1"
 no_gpu = pytest.mark.skipif(GPU or INTERPRETED, reason="where there is a GPU the other tests compile and run it")
+interpreter_alone = pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter alone: TRITON_INTERPRET=1 "
+                                       "pytest -n 0 tests/test_portable_kernel.py -k NAME")
 
 
 @no_gpu
@@ -56,7 +58,7 @@ def assembly_in_numpy(builder, text, constraints, values, types, is_pure, pack):
     return results
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="in a process of its own")
+@interpreter_alone
 @pytest.mark.parametrize("M,N,K,R", [(1, 128, 128, 0), (5, 300, 272, 6), (33, 384, 640, 48), (70, 130, 400, 70)])
 @pytest.mark.parametrize("sm", [86, 90])
 def test_the_product_matches_float64(M, N, K, R, sm, monkeypatch):
@@ -76,7 +78,7 @@ def test_the_product_matches_float64(M, N, K, R, sm, monkeypatch):
     assert ((xa - x.double() @ a.double().T).abs() <= K * 2**-23 * (x.double().abs() @ a.double().abs().T)).all()
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="in a process of its own")
+@interpreter_alone
 @pytest.mark.parametrize("global_scale", [2.0**-7, 2.0**4, 2.0**9, 2.0**-16, 2.0**-31, 2.0**-33, 0.3])
 def test_an_expanded_weight_is_the_fp32_product_rounded(global_scale, monkeypatch):
     """Also where fp16 cannot hold out_scale, row_scale * 2^7: then weights are inf, or a few bits, but a 0 stays 0."""

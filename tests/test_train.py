@@ -46,7 +46,7 @@ from harness.hf import NVFP4_CONFIG, Shards
 from learner import Update
 from lora import attach, save_adapter
 from model import load
-from sampler import KV_BLOCK, Sampler, Sampling, TorchEngine, blocks_for
+from sampler import KV_BLOCK, Rollouts, Sampler, Sampling, TorchEngine, blocks_for
 from tiny.arithmetic import arithmetic
 from test_data import TEMPLATES, thinking_tiny
 from tiny_qwen2 import config_json, random_tensors, write_folder
@@ -251,7 +251,7 @@ def test_updates_take_disjoint_groups_and_epochs_repeat_them():
 def test_a_step_reports_its_first_update_that_taught_and_the_clip_and_norm_of_its_last():
     rows = [dict(reward=r, task=r, correct=r, format=1, length=2, finished=True, mean_logprob=-0.5)
             for r in (1.0, 0.0, 1.0, 0.0)]
-    rollouts = SimpleNamespace(idle=0.0, num_tokens=8, seconds=2.0)
+    rollouts = Rollouts([[1]] * 4, [[2, 3]] * 4, [torch.full((2,), -0.5)] * 4, [True] * 4, seconds=2.0, computed=10)
     nothing = Update({}, 0.0, lr=0.2)
     updates = [nothing, some_update(2.0, 1.0), some_update(4.0, 3.0), nothing]
     weights = [torch.tensor([0.5, 0.0, 0.0, 0.0]), torch.zeros(4)]        # the second group is outside the mask
@@ -259,6 +259,7 @@ def test_a_step_reports_its_first_update_that_taught_and_the_clip_and_norm_of_it
     assert metrics["ratio_max"] == pytest.approx(2) and metrics["entropy"] == 3
     assert (metrics["clip_high"], metrics["grad_norm"], metrics["lr"]) == (3, 3, 0.2)
     assert (metrics["groups"], metrics["informative"], metrics["tokens_per_s"]) == (1, 1, 4)
+    assert metrics["idle"] == pytest.approx(0.2)                        # 10 rows were computed for 8 tokens
     assert metrics["sampler_entropy"] == 0.5                            # of all rows, also of those that taught nothing
 
 
