@@ -27,7 +27,7 @@ The release (NVlabs/QeRL) has K - 2 in that exponent, so its last stage reaches 
 schedule here, pass start * (end / start)^((K - 1) / (K - 2)) as `end`. Its own settings are 1e-2,
 1e-4 and K = 10; they need an `end` of 5.62e-5.
 
-Noise in proportion to the gain (`--noise gain`, not in the paper): noise = sigma * weight * z, so
+Noise in proportion to the gain (`--noise-kind gain`, not in the paper): noise = sigma * weight * z, so
 every column of W is multiplied by 1 + sigma * z_i, whatever its norm's weight. With one sigma for
 all, small weights are hit hardest: those of the first layer's input norm, 0.07 in the median of a
 real 0.5B where other norms have 0.9 to 4.1, cause a fifth to a half of the KL (study/README.md).

@@ -260,6 +260,7 @@ def train(run: Run) -> None:
     """All steps of a run, from step 0 or from where its checkpoint stands."""
     settings = run.settings
     rollout, objective, optim = settings.rollout, settings.objective, settings.optim
+    noise = settings.noise
     steps, G = settings.general.steps, rollout.group_size
     sampling = Sampling(rollout.max_new_tokens, run.tokenizer.end_ids, rollout.temperature,
                         seed=settings.general.seed)
@@ -278,12 +279,12 @@ def train(run: Run) -> None:
         next_cursor = progress.cursor + rollout.prompts_per_step
         positions = share(range(progress.cursor, next_cursor))
         problems = data.problems_at(run.problems, sampling.seed, positions)
-        sigma = aqn.sigma_at(step, steps, settings.noise.sigma_start, settings.noise.sigma_end,
-                             settings.noise.noise_stages, settings.noise.noise_schedule)
-        draws = G if sigma and settings.noise.noise_draws == "sample" else 1
-        noises = [aqn.noisy_norms(run.model, sigma, sampling.seed, step, settings.noise.noise, draw)
-                  for draw in range(draws)]
-        mine = sample(run.sampler, noises, problems, positions, G, sampling)
+        sigma = aqn.sigma_at(step, steps, noise.sigma_start, noise.sigma_end, noise.noise_stages,
+                             noise.noise_schedule)
+        draws = G if sigma and noise.noise_draws == "sample" else 1
+        noisy = [aqn.noisy_norms(run.model, sigma, sampling.seed, step, noise.noise_kind, draw)
+                 for draw in range(draws)]
+        mine = sample(run.sampler, noisy, problems, positions, G, sampling)
 
         # 2) Score. Then every rank gets the rows and the rollouts of all, in the same order.
         rows = gather(score(run.grade, problems, mine, objective, rollout.max_new_tokens))

@@ -144,8 +144,8 @@ class Noise:
     noise_stages: int = setting(10, "K of Algorithm 1; the first stage has no noise (Table 4)",
                                 AT_LEAST_1)
     noise_schedule: str = setting("exponential", "how sigma decays (Fig. 9)", choices=aqn.SCHEDULES)
-    noise: str = setting("absolute", "absolute: sigma x z is added to a norm's weight (paper); "
-                         "gain: sigma x weight x z", choices=aqn.NOISE_KINDS)
+    noise_kind: str = setting("absolute", "absolute: sigma x z is added to a norm's weight "
+                              "(paper); gain: sigma x weight x z", choices=aqn.NOISE_KINDS)
     noise_draws: str = setting("step", "step: one z for all answers of a step (release); sample: "
                                "one for each answer of a group, which takes --group-size runs of "
                                "the sampler (slower)", choices=aqn.NOISE_DRAWS)
@@ -352,8 +352,8 @@ def read_settings(argv: list | None = None) -> tuple[Settings, Settings | None]:
             say(f"{option(name)} is {values[name]!r}, {args.like} had {value!r}")
     for name in OF_A_START if args.resume else ():
         if name in before and values[name] != before[name]:
-            say(f"{option(name)} is {values[name]!r}, the run had {before[name]!r}: its last digits "
-                "can differ from those of a run that was not interrupted")
+            say(f"{option(name)} is {values[name]!r}, the run had {before[name]!r}: its last "
+                "digits can differ from those of a run that was not interrupted")
     if args.adapter and not args.resume:
         check_shape_flags(args.adapter, given_flags(parser, argv))
     if args.resume or args.like:

@@ -130,7 +130,7 @@ case $order in
         start noise-truncate "$seed" "$model" --sigma-start 5e-2 --correction truncate
         start noise-ppo "$seed" "$model" --sigma-start 5e-2 --correction ppo
         start noise-off "$seed" "$model" --sigma-start 5e-2 --correction off
-        start noise-gain "$seed" "$model" --sigma-start 7e-2 --noise gain --correction off
+        start noise-gain "$seed" "$model" --sigma-start 7e-2 --noise-kind gain --correction off
         start noise-draws "$seed" "$model" --sigma-start 5e-2 --noise-draws sample --correction off
         start noise-warm "$seed" "$model" --sigma-start 0 --temperature 1.1
         finish
