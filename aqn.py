@@ -27,10 +27,10 @@ The release (NVlabs/QeRL) has K - 2 in that exponent, so its last stage reaches 
 schedule here, pass start * (end / start)^((K - 1) / (K - 2)) as `end`. Its own settings are 1e-2,
 1e-4 and K = 10; they need an `end` of 5.62e-5.
 
-Noise in proportion to the gain (`--noise-kind gain`, not in the paper): noise = sigma * weight * z, so
-every column of W is multiplied by 1 + sigma * z_i, whatever its norm's weight. With one sigma for
-all, small weights are hit hardest: those of the first layer's input norm, 0.07 in the median of a
-real 0.5B where other norms have 0.9 to 4.1, cause a fifth to a half of the KL (study/README.md).
+Noise in proportion to the gain (`--noise-kind gain`, not in the paper): noise = sigma * weight * z,
+so every column of W is multiplied by 1 + sigma * z_i, whatever its norm's weight. With one sigma
+for all, small weights are hit hardest: those of the first layer's input norm, 0.07 in the median of
+a real 0.5B where other norms have 0.9 to 4.1, cause a fifth to a half of the KL (study/README.md).
 
 Where noise acts. Only rollouts run inside noisy_norms(). Evaluation and learner are clean, and
 grpo.py corrects for the difference: the sampler wrote down the log-probs of its noisy draw.
@@ -39,15 +39,15 @@ How many z a step? One for the whole step is the default, as in the release. One
 pass is what the paper says above Eq. 7; but then the tokens of one answer would come from different
 policies, and attend to keys and values that yet others have computed.
 
-`--noise-draws sample` (not in the paper) has one z for each answer of a group. With one z a step all
-answers to a problem come from the same noisy model. What z did to them is in their mean, which an
-advantage takes away, so no update can prefer one z to another. With G of them it can: answer number
-g of every group comes from draw g, and where draw 3 answers better than the others, its answers get
-the advantage. Noise on parameters is drawn for an episode elsewhere too (Plappert et al. 2018,
-1706.01905). It costs time. The answers of a group can no longer share the keys and values of their
-prompt, which depend on z, nor be decoded in one batch, since the norms hold one z at a time. So
-train.sample draws the answers number 0 to all problems, then the answers number 1, and so on: G
-runs of the sampler, of which each computes all prompts.
+`--noise-draws sample` (not in the paper) has one z for each answer of a group. With one z a step
+all answers to a problem come from the same noisy model. What z did to them is in their mean, which
+an advantage takes away, so no update can prefer one z to another. With G of them it can: answer
+number g of every group comes from draw g, and where draw 3 answers better than the others, its
+answers get the advantage. Noise on parameters is drawn for an episode elsewhere too (Plappert et
+al. 2018, 1706.01905). It costs time. The answers of a group can no longer share the keys and values
+of their prompt, which depend on z, nor be decoded in one batch, since the norms hold one z at a
+time. So train.sample draws the answers number 0 to all problems, then the answers number 1, and so
+on: G runs of the sampler, of which each computes all prompts.
 
 Why noise is an fp32 buffer beside the weight, and is not added to a bf16 weight: rounding would
 swallow it. At sigma 1e-3 the sum would differ from the weight in 5 % of the channels with weights
@@ -75,7 +75,7 @@ REMAINING = {
 }
 SCHEDULES = ("exponential", *REMAINING)
 NOISE_KINDS = ("absolute", "gain")                     # sigma * z, or sigma * weight * z
-NOISE_DRAWS = ("step", "sample")                       # a z for a step, or for each answer of a group
+NOISE_DRAWS = ("step", "sample")                       # a z for a step, or for each answer
 
 
 def sigma_at(step: int, total_steps: int, sigma_start: float, sigma_end: float, num_stages: int,
@@ -109,10 +109,10 @@ def draw_z(seed: int, step: int, layer: int, which: int, size: int, draw: int = 
     promise that another version of it turns Philox's bits into the same normal numbers.)
 
     Philox computes its n-th output directly from a key and n. The key is (seed, step). n is a
-    counter of four words, lowest first; draw, layer and which are its three highest, so no two norms
-    or draws share any part of a stream. Seeding a torch.Generator by a hash of the four numbers would not do. On a
-    CPU it keeps only 32 bits of its seed, and among the 33,600 norms of 600 steps of a 7B model two
-    would share their z with a probability of 12 %.
+    counter of four words, lowest first; draw, layer and which are its three highest, so no two
+    norms or draws share any part of a stream. Seeding a torch.Generator by a hash of the four
+    numbers would not do. On a CPU it keeps only 32 bits of its seed, and among the 33,600 norms of
+    600 steps of a 7B model two would share their z with a probability of 12 %.
     """
     philox = np.random.Philox(key=[seed, step], counter=[0, draw, layer, which])
     return torch.from_numpy(np.random.Generator(philox).standard_normal(size, dtype=np.float32))

@@ -112,7 +112,7 @@ class Rollouts:
 
 
 def interleave(parts: list[Rollouts]) -> Rollouts:
-    """One answer to each of P prompts in every part -> groups of as many answers as there are parts.
+    """One answer to each of P prompts in every part -> groups of as many answers as parts.
 
     The parts a0 b0 and a1 b1, where a and b are prompts, become a0 a1 b0 b1. They were sampled one
     after the other, so `seconds` is their sum.

@@ -34,8 +34,8 @@ For each size of micro-batch, from the largest on, what it leaves free is given 
     3. to the KV pool, up to all that is of use;
     4. what then remains is kept free, and listed with the activations.
 
-Of the sizes that fit, the best Option (below) is taken: it leaves the pool at least a quarter of its
-use if any size does, and among those a token costs least.
+Of the sizes that fit, the best Option (below) is taken: it leaves the pool at least a quarter of
+its use if any size does, and among those a token costs least.
 
 What cannot fit is refused twice: check_size() compares the model with the card by arithmetic,
 before it is downloaded and read; Plan measures the rest, before the first step. Both say which

@@ -63,8 +63,8 @@ def picture(title: str, bars: list[Bar]) -> str:
         return (f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="{stroke}" '
                 f'stroke-width="{width}"/>')
 
-    described = "; ".join(f"{bar.label}: {100 * bar.before:.1f} before, {100 * bar.after:.1f} after, "
-                          f"plus or minus {100 * bar.half:.1f}" for bar in bars)
+    described = "; ".join(f"{bar.label}: {100 * bar.before:.1f} before, {100 * bar.after:.1f} "
+                          f"after, plus or minus {100 * bar.half:.1f}" for bar in bars)
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {bottom + 56}" '
              f'width="{WIDTH}" height="{bottom + 56}" font-family="Helvetica, Arial, sans-serif" '
              f'role="img">', f"<title>{escape(title)}</title>", f"<desc>{escape(described)}</desc>",

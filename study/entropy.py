@@ -1,7 +1,8 @@
 """
 How random is the policy that samples, and what do 4-bit codes and noise add to that? No training.
 
-    python -m study.entropy --model M --base nvfp4 --data gsm8k_test.jsonl --name nearest --out sampler.jsonl
+    python -m study.entropy --model M --base nvfp4 --data gsm8k_test.jsonl --name nearest \
+        --out sampler.jsonl
 
 Answers the same problems at temperature 1 under several noises on the norms. The sampler's entropy
 is estimated by minus the mean log-probability of all sampled tokens, in nats a token: the expected
@@ -9,9 +10,9 @@ value of -log p under p is the entropy.
 
 Each setting becomes one line of --out: its means, the standard error of the entropy over problems,
 and for every answer [correct, finished, tokens, sum of log-probs], so that every figure can be
-computed again. Every --problems-a-draw problems get a new z. What single draws do differs much, so the more
-draws, the surer the mean; but each draw is a run of the sampler, and few rows take it nearly as long
-as many.
+computed again. Every --problems-a-draw problems get a new z. What single draws do differs much, so
+the more draws, the surer the mean; but each draw is a run of the sampler, and few rows take it
+nearly as long as many.
 `python -m study.results sampler FILE` compares the lines of one or several such files.
 """
 import argparse
