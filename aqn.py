@@ -39,15 +39,18 @@ How many z a step? One for the whole step is the default, as in the release. One
 pass is what the paper says above Eq. 7; but then the tokens of one answer would come from different
 policies, and attend to keys and values that yet others have computed.
 
-`--noise-draws sample` (not in the paper) has one z for each answer of a group. With one z a step
+`--noise-draws sample` (not in the paper) has one z for each answer of a group, as noise on
+parameters is drawn once an episode elsewhere (Plappert et al. 2018, 1706.01905). With one z a step
 all answers to a problem come from the same noisy model. What z did to them is in their mean, which
 an advantage takes away, so no update can prefer one z to another. With G of them it can: answer
 number g of every group comes from draw g, and where draw 3 answers better than the others, its
-answers get the advantage. Noise on parameters is drawn for an episode elsewhere too (Plappert et
-al. 2018, 1706.01905). It costs time. The answers of a group can no longer share the keys and values
-of their prompt, which depend on z, nor be decoded in one batch, since the norms hold one z at a
-time. So train.sample draws the answers number 0 to all problems, then the answers number 1, and so
-on: G runs of the sampler, of which each computes all prompts.
+answers get the advantage. With `--correction off` the update follows that preference; the ratios of
+the other two count an answer by how likely it is without noise.
+
+A draw for each answer costs time. The answers of a group cannot share the keys and values of their
+prompt, which depend on z, nor be decoded in one batch, since the norms hold one z at a time. So
+train.sample draws the answers number 0 to all problems, then the answers number 1, and so on: G
+runs of the sampler, of which each computes all prompts.
 
 Why noise is an fp32 buffer beside the weight, and is not added to a bf16 weight: rounding would
 swallow it. At sigma 1e-3 the sum would differ from the weight in 5 % of the channels with weights

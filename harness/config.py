@@ -311,6 +311,10 @@ def section_of(section: type, args: argparse.Namespace):
                       for field in dataclasses.fields(section)})
 
 
+# Flags that a resumed run does not take over although they decide in which order sums are made.
+OF_A_START = "kernels", "memory_gib", "kv_gib"
+
+
 def read_settings(argv: list | None = None) -> tuple[Settings, Settings | None]:
     """-> the settings that the command line gives, and those of the run that is resumed, or None.
 
@@ -359,10 +363,6 @@ def read_settings(argv: list | None = None) -> tuple[Settings, Settings | None]:
     if args.resume or args.like:
         tell_functions(args.out if args.resume else args.like, values)
     return Settings.of(values), before and Settings.of(before)
-
-
-# Flags that a resumed run does not take over although they decide in which order sums are made.
-OF_A_START = "kernels", "memory_gib", "kv_gib"
 
 
 def given_flags(parser: argparse.ArgumentParser, argv: list | None) -> dict:

@@ -56,14 +56,16 @@ def test_the_picture_has_the_accuracies_and_their_intervals_where_the_axis_says(
     thick = [line for line in root.iter(SVG + "line") if line.get("stroke-width") == "4"]
     ends = [round(share(float(thick[0].get(end))), 1) for end in ("x1", "x2")]
     assert mean == 0.5 and ends == [round(100 * (0.5 - half), 1), round(100 * (0.5 + half), 1)]
-    assert root.find(SVG + "desc").text.startswith(f"16 bits & <more>: 20.0 before, 50.0 after, plus or minus {100 * half:.1f}")
+    described = f"16 bits & <more>: 20.0 before, 50.0 after, plus or minus {100 * half:.1f}"
+    assert root.find(SVG + "desc").text.startswith(described)
 
 
 def test_sampled_answers_count_by_eighths_and_what_cannot_be_drawn_is_one_line(runs, monkeypatch):
     text = draw(monkeypatch, runs, "a", "--kind", "sampled", "--title", "T < U")
     assert re.findall(r"<desc>a: 20.0 before, 30.0 after", text) and "<title>T &lt; U</title>" in text
     assert "mean of 2 runs each" in text
-    assert draw(monkeypatch, runs, "b", "--kind", "sampled").startswith("study.bars: b: has no answers at temperature 1")
+    refused = "study.bars: b: has no answers at temperature 1"
+    assert draw(monkeypatch, runs, "b", "--kind", "sampled").startswith(refused)
     assert "no runs c-sSEED.jsonl" in draw(monkeypatch, runs, "c")
     monkeypatch.setattr(sys, "argv", ["bars", "a", "--runs", str(runs), "--out", "x.png"])
     with pytest.raises(SystemExit, match="--out x.png: must end in .svg"):

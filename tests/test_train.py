@@ -362,7 +362,7 @@ def test_each_answer_of_a_group_can_have_a_draw_of_the_noise(runs):
     each = train_py.sample(sampler, [noise(g) for g in range(G)], problems, range(10, 13), G, sampling)
     assert each.prompts == one.prompts == [prompt for prompt in prompts for _ in range(G)]
     assert each.num_tokens == 3 * G * 12 and each.seconds > 0 and each.computed == 3 * G * 12
-    # What the learner's forward says of the answers with the noise of draw g: the sampler's numbers in the rows of g alone.
+    # With the noise of draw g the learner's forward gives the sampler's numbers in the rows of g alone.
     starts = [len(prompt) for prompt in each.prompts]
     rows = [prompt + answer for prompt, answer in zip(each.prompts, each.completions)]
     for g in range(G):
@@ -375,8 +375,9 @@ def test_each_answer_of_a_group_can_have_a_draw_of_the_noise(runs):
     calm = [train_py.sample(sampler, [nullcontext()] * n, problems, range(10, 13), G, sampling) for n in (1, G)]
     assert calm[0].completions == calm[1].completions
 
-    runs.run("draws", *"--steps 3 --noise-stages 2 --sigma-start 0.1 --sigma-end 0.1".split(), "--noise-draws", "sample")
-    runs.run("a-step", *"--steps 3 --noise-stages 2 --sigma-start 0.1 --sigma-end 0.1".split())
+    flags = "--steps 3 --noise-stages 2 --sigma-start 0.1 --sigma-end 0.1".split()
+    runs.run("draws", *flags, "--noise-draws", "sample")
+    runs.run("a-step", *flags)
     draws, step = runs.metrics("draws"), runs.metrics("a-step")
     assert [m["sigma"] for m in draws] == [m["sigma"] for m in step] == [0, 0.1, 0.1]
     assert draws[0]["sampler_entropy"] == step[0]["sampler_entropy"]
