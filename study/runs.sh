@@ -10,14 +10,15 @@
 # study/README.md, which has the predictions and the primary comparison of each:
 #
 #     0   no training: the sampler's entropy in every format, with every noise      20 minutes
-#     1   noise that is large enough to act, 0.5B                                   18 a seed
+#     1   noise that is large enough to act, 0.5B                                   11 a seed
 #     2   16 bits and calibrated, each at two learning rates, 0.5B                  10 a seed
 #     3   16 bits and calibrated on MATH, 1.5B                                      16 a seed
+#     4   other ways to explore, 0.5B, beside the runs of order 1                   10 a seed
 #     5   what the recipe owes to its parts, 1.5B                                   16 a seed
 #     6   the defaults, 0.5B and 1.5B                                               22 a seed
 #
-# The minutes are by arithmetic. All arms of a seed run side by side, so that whatever the card does
-# hits all alike; in orders 3 and 6, of two arms, all seeds do. GIB: the memory of each run.
+# The minutes are by arithmetic. All arms of all seeds that are given run side by side, so that
+# whatever the card does hits all alike. GIB: the memory of each run.
 #
 # Of GSM8K training takes the first 6,473 problems of the training file. The last 1,000 are held
 # out: what to run or to keep is chosen by `eval_accuracy`, which is theirs. Of MATH it takes levels
@@ -26,7 +27,7 @@
 # second time. Order 6 trains on the whole file, as a newcomer would.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-order=${1:?ORDER: 0, 1, 2, 3, 5 or 6}
+order=${1:?ORDER: 0 to 6}
 seeds=("${@:2}")
 [ "$order" = 0 ] || : "${seeds[0]:?give the seeds, 0 1 for example}"
 WORK=${WORK:-runs/study}
@@ -128,14 +129,11 @@ case $order in
         model=$WORK/0.5b-nearest
         start noise-none "$seed" "$model" --sigma-start 0
         start noise-truncate "$seed" "$model" --sigma-start 5e-2 --correction truncate
-        start noise-ppo "$seed" "$model" --sigma-start 5e-2 --correction ppo
         start noise-off "$seed" "$model" --sigma-start 5e-2 --correction off
         start noise-gain "$seed" "$model" --sigma-start 7e-2 --noise-kind gain --correction off
-        start noise-draws "$seed" "$model" --sigma-start 5e-2 --noise-draws sample --correction off
-        start noise-warm "$seed" "$model" --sigma-start 0 --temperature 1.1
-        finish
     done
-    arms="noise-none noise-truncate noise-ppo noise-off noise-gain noise-draws noise-warm"
+    finish
+    arms="noise-none noise-truncate noise-off noise-gain"
     before $arms
     python -m study.results tables $arms --primary noise-off ;;
 2)
@@ -145,8 +143,8 @@ case $order in
             start rate-bf16-$lr "$seed" "$M05" --base bf16 --sigma-start 0 --lr $lr
             start rate-calibrated-$lr "$seed" "$WORK/0.5b-calibrated" --sigma-start 0 --lr $lr
         done
-        finish
     done
+    finish
     before rate-bf16-1e-4 rate-bf16-2e-4
     before rate-calibrated-1e-4 rate-calibrated-2e-4
     # What the rate of each format is chosen by: accuracy on the 1,000 held-out problems.
@@ -173,6 +171,18 @@ case $order in
     before math-bf16
     before math-calibrated
     python -m study.results tables math-bf16 math-calibrated --primary math-calibrated ;;
+4)
+    converted 0.5b-nearest "$M05" --codes nearest
+    for seed in "${seeds[@]}"; do
+        model=$WORK/0.5b-nearest
+        start noise-ppo "$seed" "$model" --sigma-start 5e-2 --correction ppo
+        start noise-draws "$seed" "$model" --sigma-start 5e-2 --noise-draws sample --correction off
+        start noise-warm "$seed" "$model" --sigma-start 0 --temperature 1.1
+    done
+    finish
+    arms="noise-ppo noise-draws noise-warm"
+    before $arms
+    python -m study.results tables noise-none noise-off $arms --primary noise-draws ;;
 5)
     converted 1.5b-calibrated "$M15" --calibrate 128 --data "$WORK/learn.jsonl"
     for seed in "${seeds[@]}"; do
@@ -185,8 +195,8 @@ case $order in
         train -c 'import train, learner; learner.AdamW.BETAS = 0.9, 0.95; train.main()' \
             --model "$model" $COMMON --seed "$seed" --out "$WORK/recipe-beta2-s$seed" \
             --sigma-start 0 --advantage-scale none
-        finish
     done
+    finish
     before recipe-divided recipe-cosine recipe-bound recipe-beta2
     python -m study.results tables recipe-divided recipe-cosine recipe-bound recipe-beta2 \
         --primary recipe-cosine ;;
@@ -207,6 +217,6 @@ case $order in
     python -m study.results tables default-0.5b
     python -m study.results tables default-1.5b ;;
 *)
-    echo "ORDER $order: 0, 1, 2, 3, 5 or 6" >&2
+    echo "ORDER $order: 0 to 6" >&2
     exit 1 ;;
 esac
