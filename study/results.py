@@ -93,23 +93,27 @@ class Verdicts(NamedTuple):
 
 
 class Arm:
-    """All runs of one arm.
+    """The runs of one arm: those that were tested or, with tested=False, all.
 
     seeds     their names
     metrics   for each seed, the rows of its metrics.jsonl
-    greedy, sampled    Verdicts; sampled is None where no such evaluation was made
+    greedy, sampled    Verdicts; None where no such evaluation was made, or with tested=False
     """
 
-    def __init__(self, folder: Path, name: str):
+    def __init__(self, folder: Path, name: str, tested: bool = True):
         path = folder / "held_out.json"
-        held_out = read_json(path)
-        runs = runs_of(folder, held_out, name)
+        held_out = read_json(path) if tested else {}
+        runs = runs_of(folder, held_out, name) if tested else logged_runs(folder, name)
         if not runs:
-            raise ValueError(f"{folder}: no runs {name}-sSEED.jsonl that held_out.json knows")
+            raise ValueError(f"{folder}: no runs {name}-sSEED.jsonl"
+                             + (" that held_out.json knows" if tested else ""))
         self.name = name
         self.seeds = [run.removeprefix(f"{name}-s") for run in runs]
         self.metrics = [log_rows(folder / f"{run}.jsonl") for run in runs]
         self.steps = [len(steps) for steps in self.metrics]
+        self.greedy = self.sampled = None
+        if not tested:
+            return
         before, *after = shares_right(path, held_out, [name, *runs], 1)
         self.greedy = Verdicts(before, np.array(after))
         self.sampled = self._sampled(folder / "sampled.json", [name, *runs])
@@ -153,10 +157,15 @@ def shares_right(path: Path, held: dict, names: list[str], answers: int) -> list
     return [np.array(list(held[name]), int) / answers for name in names]
 
 
+def logged_runs(folder: Path, arm: str) -> list[str]:
+    """The runs ARM-sSEED that the folder has metrics of."""
+    names = [path.name.removesuffix(".jsonl") for path in folder.glob("*.jsonl")]
+    return sorted(name for name in names if re.fullmatch(re.escape(arm) + r"-s\d+", name))
+
+
 def runs_of(folder: Path, held_out: dict, arm: str) -> list[str]:
     """The runs ARM-sSEED that the folder has both metrics and verdicts of."""
-    runs = [name for name in held_out if re.fullmatch(re.escape(arm) + r"-s\d+", name)]
-    return sorted(run for run in runs if arm in held_out and (folder / f"{run}.jsonl").exists())
+    return [run for run in logged_runs(folder, arm) if arm in held_out and run in held_out]
 
 
 def arms_in(folder: Path) -> list[Arm]:
@@ -391,7 +400,7 @@ def keep_verdicts(args):
 
 def print_mean(args):
     for name in args.arms:
-        print(f"{name} {Arm(args.runs, name).mean(args.key, args.first, args.last + 1):.5g}")
+        print(f"{name} {Arm(args.runs, name, tested=False).mean(args.key, args.first, args.last + 1):.5g}")
 
 
 class Pair(NamedTuple):
@@ -439,7 +448,8 @@ def print_pairs(args):
         names = text.split(":")
         if len(names) != 2:
             raise ValueError(f"{text}: a pair is written ARM:OTHER")
-        arm, other = (Arm(args.runs, name) for name in names)
+        tested = args.key in ("greedy", "sampled")
+        arm, other = (Arm(args.runs, name, tested) for name in names)
         found += pairs_of_runs(arm, other, args.key, args.first, args.last, args.last_common)
     print(f"| pair | steps | {args.key} |\n|---|---|---|")
     print(*(f"| {pair.name} | {pair.steps} | {pair.difference:+.4f} |" for pair in found), sep="\n")

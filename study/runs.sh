@@ -53,6 +53,7 @@ SIZES="--max-rows 512 --memory-gib ${GIB:-18}"
 COMMON="--data $WORK/learn.jsonl --eval-data $WORK/choose.jsonl --eval-problems 0 --eval-every 1000
     --max-new-tokens 512 --steps 60 --calibrate 0 $SIZES"
 names=()
+declare -A process
 
 # start ARM SEED MODEL FLAG ...: trains in the background
 start() {
@@ -60,39 +61,59 @@ start() {
     train train.py --model "$3" $COMMON --seed "$2" --out "$WORK/$1-s$2" "${@:4}"
 }
 
-# train PROGRAM FLAG ...
+# train PROGRAM FLAG ...: the run that was named last
 train() {
     python "$@" > "$WORK/${names[-1]}.log" 2>&1 &
+    process[${names[-1]}]=$!
 }
 
-# finish: waits for the runs that were started, tests them once, and keeps what the tables need
-finish() {
-    wait
+# ended WHAT LOG: waits for what runs in the background for each name. Leaves in `names` those that
+# did not fail.
+ended() {
+    local name good=()
     for name in "${names[@]}"; do
-        tested "$name" "$WORK/$name" &
+        if wait "${process[$name]}"; then
+            good+=("$name")
+        else
+            echo "$1 $name failed: $WORK/$name$2" >&2
+            failed=1
+        fi
     done
-    wait
-    for name in "${names[@]}"; do                # one after the other: all write the same files
+    names=("${good[@]}")
+}
+
+# finish: waits for the runs that were started, tests them once, and keeps what the tables need. What
+# is there is kept at once: if one fails, or the machine does, the others are not lost.
+finish() {
+    local name failed=0
+    ended "the run" .log
+    for name in "${names[@]}"; do
         python -m study.results keep "$WORK/$name" "$name"
-        taken_in "$name" "$name"
     done
+    for name in "${names[@]}"; do
+        { tested "$name" "$WORK/$name" && taken_in "$name" "$name"; } > "$WORK/$name.test.log" 2>&1 &
+        process[$name]=$!
+    done
+    ended "the test of" .test.log
     names=()
+    return $failed
 }
 
 # tested NAME RUN FLAG ...: answers the test problems greedily and 8 times at temperature 1
 tested() {
     local flags="--data $TEST --max-rows 512 --max-new-tokens $TEST_TOKENS"
-    python evaluate.py "$2" "${@:3}" $flags --out "$WORK/$1.greedy.jsonl"
+    python evaluate.py "$2" "${@:3}" $flags --out "$WORK/$1.greedy.jsonl" || return
     [ "$order" = 3 ] || python evaluate.py "$2" "${@:3}" $flags --out "$WORK/$1.sampled.jsonl" \
         --samples 8 --temperature 1 --top-p 1
 }
 
-# taken_in NAME TESTED: takes what tested() wrote for TESTED into study/runs as NAME's
+# taken_in NAME TESTED: takes what tested() wrote for TESTED into study/runs as NAME's. All runs
+# write to the same two files, one after the other.
 taken_in() {
-    local kinds="greedy sampled"
+    local kind kinds="greedy sampled"
     [ "$order" = 3 ] && kinds=greedy
     for kind in $kinds; do
-        python -m study.results verdicts "$1" "$WORK/$2.$kind.jsonl"
+        flock "$WORK/lock" python -m study.results verdicts "$1" "$WORK/$2.$kind.jsonl" || return
     done
 }
 

@@ -378,9 +378,10 @@ def test_what_cannot_be_compared_is_one_line(runs, monkeypatch, arms, held_out, 
 # -- the runs to come ----------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("order,arms", [
-    ("1", "noise-none noise-truncate noise-ppo noise-off noise-gain noise-draws noise-warm"),
+    ("1", "noise-none noise-truncate noise-off noise-gain"),
     ("2", "rate-bf16-1e-4 rate-calibrated-1e-4 rate-bf16-2e-4 rate-calibrated-2e-4"),
     ("3", "math-bf16 math-calibrated"),
+    ("4", "noise-ppo noise-draws noise-warm"),
     ("5", "recipe-divided recipe-cosine recipe-bound recipe-beta2"),
     ("6", "default-0.5b default-1.5b")])
 def test_the_script_of_the_runs_to_come_starts_every_arm_with_flags_that_train_takes(tmp_path, order, arms):
