@@ -283,6 +283,16 @@ def test_pairs_are_runs_of_one_seed_over_the_steps_that_both_have(runs, monkeypa
     assert lines[-1] == "| mean of 2, 95 % by Student's t | | **+0.1000** +- 0.0000 |"
 
 
+def test_a_run_without_a_test_counts_for_what_was_logged_alone(runs, monkeypatch, capsys):
+    (runs / "a-s2.jsonl").write_text('{"step": 0, "accuracy": 0.75}\n')     # not in held_out.json
+    assert run(monkeypatch, "pairs", "accuracy", "a:b", "--first", 0, "--last", 0, "--runs", runs) is None
+    assert "| a - b, seed 2 | 0 to 0 | +0.7500 |" in capsys.readouterr().out
+    assert Arm(runs, "a").seeds == ["0", "1"]
+    assert run(monkeypatch, "pairs", "greedy", "a:b", "--runs", runs) is None
+    assert "seed 2" not in capsys.readouterr().out
+    assert "no runs c-sSEED.jsonl" in run(monkeypatch, "mean", "accuracy", "c", "--runs", runs)
+
+
 def test_students_t_of_three_pairs_by_hand(runs, monkeypatch, capsys):
     # a-s0, a-s1 and a-s2 are 0.1, 0.2 and 0.6 ahead in entropy: mean 0.3, sd 0.2646, 4.303 * sd / sqrt(3) = 0.6573.
     right = json.loads((runs / "held_out.json").read_text())
@@ -422,6 +432,32 @@ def test_the_script_of_the_runs_to_come_starts_every_arm_with_flags_that_train_t
         assert sorted(ids("math_learn.jsonl") + ids("math_choose.jsonl")) == [i for i in range(35) if i % 5 >= 2]
         assert (tmp_path / "work" / "math_test.jsonl").read_text().split() == ["math500", "math_test_rest"]
         assert {one.data.data for one in settings} == {str(tmp_path / "work" / "math_learn.jsonl")}
+
+
+def test_a_run_that_fails_is_named_and_takes_no_other_with_it(tmp_path):
+    """noise-off fails in training, and of the others noise-gain in its second test."""
+    log, stand_in = tmp_path / "calls", tmp_path / "python"
+    stand_in.write_text(f"""#!/bin/bash
+echo "$*" >> {log}
+case "$*" in
+train.py*noise-off* | *noise-gain*sampled.jsonl*--samples*) exit 3 ;;
+esac
+""")
+    stand_in.chmod(0o755)
+    (tmp_path / "gsm8k_train.jsonl").write_text("".join(f"{i}\n" for i in range(1003)))
+    work = tmp_path / "work"
+    done = subprocess.run(["bash", ROOT / "study" / "runs.sh", "1", "0"], capture_output=True, text=True,
+                          env=os.environ | dict(M05="m05", M15="m15", DATA=str(tmp_path), WORK=str(work),
+                                                PATH=f"{tmp_path}:{os.environ['PATH']}"))
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [f"the run noise-off-s0 failed: {work}/noise-off-s0.log",
+                                        f"the test of noise-gain-s0 failed: {work}/noise-gain-s0.test.log"]
+    calls = log.read_text().splitlines()
+    kept = [call.split()[-1] for call in calls if call.startswith("-m study.results keep")]
+    assert kept == ["noise-none-s0", "noise-truncate-s0", "noise-gain-s0"]
+    taken = sorted(call.split()[3] for call in calls if call.startswith("-m study.results verdicts"))
+    assert taken == ["noise-none-s0"] * 2 + ["noise-truncate-s0"] * 2
+    assert not any("tables" in call for call in calls)
 
 
 # -- reading ------------------------------------------------------------------------------------------------------
