@@ -6,7 +6,9 @@
 # M05, M15: folders of the 16-bit 0.5B and 1.5B. DATA: a folder with gsm8k_train.jsonl and
 # gsm8k_test.jsonl; for order 3 math_train.jsonl, math500.jsonl and math_test_rest.jsonl, which have
 # the 12,500 problems of MATH with their `level`. WORK (default: runs/study): where runs and 4-bit
-# models go; what is there is not made again. ORDER is that of the section "What is open" of
+# models go; a 4-bit model that is there is not made again, and a run that is there is refused: after
+# a failure, take those seeds again with an empty WORK. What a run leaves goes to study/runs; save it
+# before the machine goes back. ORDER is that of the section "What is open" of
 # study/README.md, which has the predictions and the primary comparison of each:
 #
 #     0   no training: the sampler's entropy in every format, with every noise      20 minutes
@@ -19,7 +21,8 @@
 #
 # The minutes of order 1 were measured with two seeds at a time, the others are by arithmetic. All
 # arms of all seeds that are given run side by side, so that whatever the card does hits all alike.
-# GIB: the memory of each run. Before it starts, `nvidia-cuda-mps-control -d` lets the processes use
+# GIB: the memory of each run, 18 unless given; all runs together need less than the card has, so on
+# an H200 eight take GIB=15.5. Before it starts, `nvidia-cuda-mps-control -d` lets the processes use
 # the multiprocessors at the same time and not in turn: eight runs were a quarter faster with it.
 #
 # Of GSM8K training takes the first 6,473 problems of the training file. The last 1,000 are held
@@ -84,13 +87,14 @@ ended() {
     names=("${good[@]}")
 }
 
-# finish: waits for the runs that were started, tests them once, and keeps what the tables need. What
-# is there is kept at once: if one fails, or the machine does, the others are not lost.
+# finish: waits for the runs that were started, tests them once, and keeps what the tables need. Of
+# each test the verdicts are kept as soon as they are there. If a run or a test fails, the others are
+# kept, and the script ends before it prints tables.
 finish() {
     local name failed=0
     ended "the run" .log
     for name in "${names[@]}"; do
-        python -m study.results keep "$WORK/$name" "$name"
+        python -m study.results keep "$WORK/$name" "$name" || failed=1
     done
     for name in "${names[@]}"; do
         { tested "$name" "$WORK/$name" && taken_in "$name" "$name"; } > "$WORK/$name.test.log" 2>&1 &
@@ -133,6 +137,7 @@ before() {
 case $order in
 0)
     for size in 0.5b 1.5b; do
+        jobs=()
         source=$([ $size = 0.5b ] && echo "$M05" || echo "$M15")
         converted $size-nearest "$source" --codes nearest
         converted $size-search "$source"
@@ -142,8 +147,11 @@ case $order in
                           *) model=$WORK/$size-$base format=nvfp4 ;; esac
             python -m study.entropy --model "$model" --base $format --data "$TEST" \
                 --name $size-$base --out "$WORK/$size-$base.jsonl" &
+            jobs+=($!)
         done
-        wait
+        for job in "${jobs[@]}"; do
+            wait "$job"
+        done
     done
     python -m study.results sampler "$WORK"/{0.5b,1.5b}-{bf16,nf4,nearest,search,calibrated}.jsonl ;;
 1)
