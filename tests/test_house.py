@@ -42,7 +42,7 @@ OPTIONAL = {"matplotlib", "pyarrow"}  # not in requirements.txt: who needs one i
 HISTORY = "docs/log.md"
 
 
-def said(problems):
+def assert_none(problems):
     """Ends a test with these messages alone: they say what to do, and a traceback would bury them."""
     if problems:
         pytest.fail("\n".join(sorted(set(problems))), pytrace=False)
@@ -163,12 +163,13 @@ PARTS = sorted({part for program in PROGRAMS for part in reached(program)} | {*D
 
 def test_the_files_named_here_exist():
     assert {"train", "evaluate", "harness.process", "fast.kernels"} <= FILES.keys()
-    said([f"tests/test_house.py, DOORS: there is no module {name}" for name in DOORS.values() if name not in FILES])
+    assert_none([f"tests/test_house.py, DOORS: there is no module {name}"
+                 for name in DOORS.values() if name not in FILES])
 
 
 def test_imports_go_in_no_circle():
     circles = [name for name in FILES if any(name in reached(other) for other in of_project(name))]
-    said([f"{FILES[name]} imports what imports it again: " + ", ".join(
+    assert_none([f"{FILES[name]} imports what imports it again: " + ", ".join(
         sorted(FILES[other] for other in of_project(name) if name in reached(other))) for name in circles])
 
 
@@ -177,9 +178,10 @@ def test_imports_go_down():
     def is_above(name):
         return name in PROGRAMS or name.split(".")[0] in ("tools", "study", "tests")
 
-    said([f"{FILES[name]} imports {FILES[other]}, which stands above it: move what both need into a module of its own"
-          for name in FILES if not is_above(name)
-          for other in of_project(name) | of_project(name, late=True) if is_above(other)])
+    assert_none([f"{FILES[name]} imports {FILES[other]}, which stands above it: "
+                 "move what both need into a module of its own"
+                 for name in FILES if not is_above(name)
+                 for other in of_project(name) | of_project(name, late=True) if is_above(other)])
 
 
 def test_the_tiny_models_problems_stand_on_nothing():
@@ -190,10 +192,11 @@ def test_the_doors_alone_import_inside_a_function():
     # A tool may open Triton's files late: its other commands run on any machine.
     late = {(name, function): other for name in FILES if not name.startswith(("tools", "study"))
             for other, function in imports(name) if function and other in FILES and other not in ("fast", "harness")}
-    said([f"{FILES[name]}: {function}() imports {other}; import it at the top of the file (only the doors to Triton "
-          "may wait)" for (name, function), other in late.items() if DOORS.get((name, function)) != other]
-         + [f"tests/test_house.py, DOORS: {'.'.join(door)}() does not import {other}"
-            for door, other in DOORS.items() if late.get(door) != other])
+    assert_none([f"{FILES[name]}: {function}() imports {other}; import it at the top of the file "
+                 "(only the doors to Triton may wait)"
+                 for (name, function), other in late.items() if DOORS.get((name, function)) != other]
+                + [f"tests/test_house.py, DOORS: {'.'.join(door)}() does not import {other}"
+                   for door, other in DOORS.items() if late.get(door) != other])
 
 
 def may_import_triton(name):
@@ -201,15 +204,16 @@ def may_import_triton(name):
 
 
 def test_triton_is_imported_in_marlin_fp4_and_in_fast_alone():
-    said([f"{FILES[name]} imports triton: kernels belong to marlin_fp4.py and fast/"
-          for name in FILES if "triton" in libraries(name) and not may_import_triton(name)])
+    assert_none([f"{FILES[name]} imports triton: kernels belong to marlin_fp4.py and fast/"
+                 for name in FILES if "triton" in libraries(name) and not may_import_triton(name)])
 
 
 def test_the_method_and_the_harness_import_nothing_of_triton_on_the_way():
     with_triton = {name for name in FILES if "triton" in libraries(name)}
-    said([f"{FILES[name]} imports {FILES[other]}, and with it Triton: every machine without Triton would stop there"
-          for name in FILES if not may_import_triton(name) and not name.startswith(("tools.", "study."))
-          for other in reached(name) & with_triton])
+    assert_none([f"{FILES[name]} imports {FILES[other]}, and with it Triton: "
+                 "every machine without Triton would stop there"
+                 for name in FILES if not may_import_triton(name) and not name.startswith(("tools.", "study."))
+                 for other in reached(name) & with_triton])
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -221,7 +225,7 @@ def test_a_program_imports_process_before_what_imports_torch(name):
             break
         loaded = {library for part in (reached(other) if other in FILES else ()) for library in libraries(part)}
         if not function and (loaded | {other.split(".")[0]}) & heavy:
-            said([f"{FILES[name]}: `from harness import process` must come before the import of {other}"])
+            assert_none([f"{FILES[name]}: `from harness import process` must come before the import of {other}"])
 
 
 def names_in(body):
@@ -270,7 +274,7 @@ def asked(tree):
 
 def test_what_a_file_asks_of_another_is_there():
     # What one flag's branch alone calls can go lost in a merge without any other test noticing.
-    said({f"{FILES[name]} asks {FILES[other]} for {what}, which it has not"
+    assert_none({f"{FILES[name]} asks {FILES[other]} for {what}, which it has not"
                  for name, tree in TREES.items() for other, what in asked(tree) if not has(other, what)})
 
 
@@ -278,8 +282,8 @@ def test_what_a_file_asks_of_another_is_there():
 # What each module owes its readers
 
 def test_every_module_says_what_it_is_for():
-    said([f"{FILES[name]}: begin it with a docstring that says what it is for"
-          for name in PARTS if not ast.get_docstring(TREES[name])])
+    assert_none([f"{FILES[name]}: begin it with a docstring that says what it is for"
+                 for name in PARTS if not ast.get_docstring(TREES[name])])
 
 
 def twins():
@@ -300,10 +304,11 @@ def test_every_twin_has_its_references_name_and_signature():
     kernels = {node.name: node for node in TREES["fast.kernels"].body if isinstance(node, ast.FunctionDef)}
     pairs = list(twins())
     assert len(pairs) >= 8
-    said([f"fast/kernels.py: add {node.name}(), the twin of {FILES[name]}'s"
-          for name, node in pairs if node.name not in kernels]
-         + [f"fast/kernels.py: {node.name}() has other arguments or defaults than {FILES[name]}'s"
-            for name, node in pairs if node.name in kernels and signature(kernels[node.name]) != signature(node)])
+    assert_none([f"fast/kernels.py: add {node.name}(), the twin of {FILES[name]}'s"
+                 for name, node in pairs if node.name not in kernels]
+                + [f"fast/kernels.py: {node.name}() has other arguments or defaults than {FILES[name]}'s"
+                   for name, node in pairs
+                   if node.name in kernels and signature(kernels[node.name]) != signature(node)])
 
 
 def test_a_name_stands_in_one_file_alone_or_in_that_of_its_twin():
@@ -314,10 +319,10 @@ def test_a_name_stands_in_one_file_alone_or_in_that_of_its_twin():
         for what in set(names_in(defined)):
             where.setdefault(what, []).append(FILES[name])
     allowed = {node.name for _, node in twins()} | TWINS.keys()
-    said([f"{what} is defined in {' and '.join(files)}: rename one" for what, files in where.items()
-          if len(files) > 1 and what not in allowed and not what.startswith("__")]
-         + [f"tests/test_house.py, TWINS: {what} does not stand in two files" for what in TWINS
-            if len(where.get(what, ())) < 2])
+    assert_none([f"{what} is defined in {' and '.join(files)}: rename one" for what, files in where.items()
+                 if len(files) > 1 and what not in allowed and not what.startswith("__")]
+                + [f"tests/test_house.py, TWINS: {what} does not stand in two files" for what in TWINS
+                   if len(where.get(what, ())) < 2])
 
 
 def lacking_hints(function, is_method):
@@ -339,18 +344,18 @@ def public_functions(name):
 
 
 def test_public_functions_of_the_method_and_of_fast_have_type_hints():
-    said([f"{FILES[name]}:{function.lineno}: {function.name}() lacks type hints of {', '.join(lacking)}"
-          for name in PARTS if "." not in name or name.startswith("fast.")
-          for function, is_method in public_functions(name) if (lacking := lacking_hints(function, is_method))])
+    assert_none([f"{FILES[name]}:{function.lineno}: {function.name}() lacks type hints of {', '.join(lacking)}"
+                 for name in PARTS if "." not in name or name.startswith("fast.")
+                 for function, is_method in public_functions(name) if (lacking := lacking_hints(function, is_method))])
 
 
 def test_requirements_name_what_is_imported_and_the_license_is_there():
     needed = {library: name for name in FILES for library in libraries(name)}
     named = set(re.findall(r"^[\w-]+", text_of("requirements.txt"), re.M))
-    said([f"requirements.txt: add {library}, which {FILES[name]} imports" for library, name in needed.items()
-          if library not in named | OPTIONAL | sys.stdlib_module_names]
-         + [f"requirements.txt: nothing imports {library}"
-            for library in named - needed.keys() - {"pytest", "pytest-xdist"}])
+    assert_none([f"requirements.txt: add {library}, which {FILES[name]} imports" for library, name in needed.items()
+                 if library not in named | OPTIONAL | sys.stdlib_module_names]
+                + [f"requirements.txt: nothing imports {library}"
+                   for library in named - needed.keys() - {"pytest", "pytest-xdist"}])
     assert "Apache License" in text_of("LICENSE") and "LICENSE" in text_of("README.md")
 
 
@@ -394,10 +399,10 @@ def test_every_setting_is_read_by_what_trains():
     files = (reached("train") | {*DOORS.values()}) & FILES.keys() - {"harness.config"}
     found = {read for name in files
              for read in setting_reads(name, {section: kind.__name__ for section, kind in sections.items()})}
-    said([f"{option(field.name)} reaches nothing: pass `settings.{section}.{field.name}` on, in harness/prepare.py or "
-          "train.py, or take the field out of harness/config.py"
-          for section, kind in sections.items() for field in dataclasses.fields(kind)
-          if (section, field.name) not in found])
+    assert_none([f"{option(field.name)} reaches nothing: pass `settings.{section}.{field.name}` on, in "
+                 "harness/prepare.py or train.py, or take the field out of harness/config.py"
+                 for section, kind in sections.items() for field in dataclasses.fields(kind)
+                 if (section, field.name) not in found])
 
 
 # -----------------------------------------------------------------------------
@@ -480,19 +485,19 @@ def test_the_readmes_map_names_every_module_of_the_root_and_every_folder():
     folders = {f"{name.split('/')[0]}/" for name in TRACKED if "/" in name and not name.startswith(".")}
     listed = files_of_the_map(README)
     every = {Path(name).name for name in TRACKED}
-    said([f"README.md, section '{title}': add a line for {name}" for name in (at_root | folders) - listed]
-         + [f"README.md, section '{title}': {name} is not there; take it out" for name in listed - folders
-            if name not in every and not (ROOT / name).exists()])
+    assert_none([f"README.md, section '{title}': add a line for {name}" for name in (at_root | folders) - listed]
+                + [f"README.md, section '{title}': {name} is not there; take it out" for name in listed - folders
+                   if name not in every and not (ROOT / name).exists()])
 
 
 def test_every_page_and_every_program_is_named_where_readers_look():
     words = " ".join(DOCS.values())
     pages = [name for name in DOCS if name != "README.md"]
-    said([f"README.md: add a link to {name}; no page leads there" for name in pages
-          if not any(name in text or (at.startswith("docs/") and f"]({Path(name).name}" in text)
-                     for at, text in DOCS.items() if at != name)]
-         + [f"README.md, or a page of docs/: say what {FILES[name]} is for and how to start it"
-            for name in PROGRAMS if FILES[name] not in words and name not in words])
+    assert_none([f"README.md: add a link to {name}; no page leads there" for name in pages
+                 if not any(name in text or (at.startswith("docs/") and f"]({Path(name).name}" in text)
+                            for at, text in DOCS.items() if at != name)]
+                + [f"README.md, or a page of docs/: say what {FILES[name]} is for and how to start it"
+                   for name in PROGRAMS if FILES[name] not in words and name not in words])
 
 
 def test_every_link_leads_somewhere():
@@ -511,12 +516,12 @@ def test_every_link_leads_somewhere():
                 wrong.append(f"{name}: the link to {link} leads nowhere")
             elif anchor and target.suffix == ".md" and anchor not in anchors(target.read_text(encoding="utf-8")):
                 wrong.append(f"{name}: {path or name} has no heading for the link to #{anchor}")
-    said(wrong)
+    assert_none(wrong)
 
 
 def test_every_python_file_that_a_document_names_is_there():
     known = {*TRACKED, *(Path(name).name for name in TRACKED), *FILES.values()}
-    said({f"{name} names {word}, which is not there" for name, text in TIMELESS.items()
+    assert_none({f"{name} names {word}, which is not there" for name, text in TIMELESS.items()
                  for word in re.findall(r"(?<![\w/.:-])[\w/]+\.py\b", re.sub(r"https?://\S+", "", text))
                  if word not in known and not {"my", "mine"} & {*re.split(r"[_.]", Path(word).name)}})    # an example
 
@@ -538,8 +543,8 @@ def test_every_command_of_the_documents_runs_a_file_that_is_there():
     known = {*TRACKED, *FILES.values(), "pytest.py", "venv.py"}              # python -m pytest, python -m venv
     inline = {(name, (module or file).replace(".", "/").removesuffix("/py") + ".py") for name, text in TIMELESS.items()
               for module, file in re.findall(r"`python3? (?:-m ([\w.]+)|([\w/]+\.py))", text)}
-    said([f"{name}: a command runs {file}, which is not there"
-                for name, file in {(name, file) for name, file, _ in commands()} | inline if file not in known])
+    assert_none([f"{name}: a command runs {file}, which is not there"
+                       for name, file in {(name, file) for name, file, _ in commands()} | inline if file not in known])
 
 
 HELP = """
@@ -578,7 +583,7 @@ def test_every_flag_in_a_command_of_the_documents_is_one_of_its_programs(help_of
         if module(file) in PROGRAMS and name != "study/README.md":  # which has the flags that its runs were made with
             known = flags_in(help_of(file, arguments[0] if arguments else "")) | {"--help"}
             wrong |= {f"{name}: {file} has no flag {flag}" for flag in flags_in(" ".join(arguments)) - known}
-    said(wrong)
+    assert_none(wrong)
     assert "--steps" in flags_in(help_of("train.py"))
 
 
@@ -590,7 +595,7 @@ def blocks_of_python():
 
 
 def test_what_the_documents_import_is_there():
-    said({f"{name} imports {what} from {FILES[other]}, which has no such name"
+    assert_none({f"{name} imports {what} from {FILES[other]}, which has no such name"
                  for name, tree in blocks_of_python() for other, what in asked(tree) if not has(other, what)})
 
 
@@ -623,7 +628,7 @@ def is_there(word):
 
 def test_every_dotted_name_in_the_documents_is_in_the_code():
     known = classes().keys() | {part for name in FILES for part in (name.split(".")[0], name.split(".")[-1])}
-    said({f"{name} names `{word}`, which the code has not" for name, text in TIMELESS.items()
+    assert_none({f"{name} names `{word}`, which the code has not" for name, text in TIMELESS.items()
                  for word in re.findall(r"`([A-Za-z_]\w*(?:\.\w+)+)(?:\(\))?`", text)
                  if word.split(".")[0] in known and not is_there(word)
                  and not re.search(r"\.(py|jsonl?|md|html|parquet|safetensors|png)$", word)})
@@ -639,24 +644,25 @@ def test_no_document_but_the_log_has_commit_ids():
         ids = re.findall(r"(?<![\w/.#-])(?=[0-9]*[a-f])(?=[a-f]*[0-9])[0-9a-f]{7,40}(?![\w-])", text)
         if ids:
             wrong.append(f"{name}: take out what looks like commit ids (they belong to {HISTORY}): " + ", ".join(ids))
-    said(wrong)
+    assert_none(wrong)
 
 
 def test_the_documents_name_the_fields_of_a_problem():
     fields = {node.targets[0].id: ast.literal_eval(node.value) for node in TREES["harness.data"].body
               if isinstance(node, ast.Assign) and node.targets[0].id in ("QUESTIONS", "GOLDS")}
     assert len(fields) == 2, "harness/data.py lists the names of fields that it reads in QUESTIONS and GOLDS"
-    said([f"docs/flags.md, at --data: name the field `{name}`, which harness/data.py reads"
-          for names in fields.values() for name in names if not any(f"`{name}`" in text for text in TIMELESS.values())])
+    assert_none([f"docs/flags.md, at --data: name the field `{name}`, which harness/data.py reads"
+                 for names in fields.values() for name in names
+                 if not any(f"`{name}`" in text for text in TIMELESS.values())])
 
 
 def test_every_flag_of_training_and_every_loss_is_in_the_page_on_flags():
     page = DOCS["docs/flags.md"]
     losses = re.search(r"^- \*\*`--loss`\*\*.*?(?=^- \*\*|^#)", page, re.M | re.S)
-    said([f"docs/flags.md: add a row for `{option(name)}` to the table 'The other flags'"
-          for name in FIELDS if option(name) not in flags_in(page)]
-         + [f"docs/flags.md, at `--loss`: name the loss `{name}`"
-            for name in LOSSES if not losses or f"`{name}`" not in losses[0]])
+    assert_none([f"docs/flags.md: add a row for `{option(name)}` to the table 'The other flags'"
+                 for name in FIELDS if option(name) not in flags_in(page)]
+                + [f"docs/flags.md, at `--loss`: name the loss `{name}`"
+                   for name in LOSSES if not losses or f"`{name}`" not in losses[0]])
 
 
 def test_the_table_of_gpu_memory_is_that_of_the_published_sizes():
@@ -699,20 +705,22 @@ def test_every_logged_number_is_defined_and_every_defined_number_is_logged(metri
     words = {leaf.value for tree in TREES.values() for leaf in ast.walk(tree)
              if isinstance(leaf, ast.Constant) and isinstance(leaf.value, str)}
     words |= {leaf.arg for tree in TREES.values() for leaf in ast.walk(tree) if isinstance(leaf, ast.keyword)}
-    said([f"docs/metrics.md, table of metrics.jsonl: add a row for `{key}`"
-          for key in metrics.keys() - meanings.keys()]
-         + [f"docs/metrics.md, table of metrics.jsonl: nothing logs `{key}`; take it out, or say with which `--flag`"
-            for key, meaning in meanings.items() if key not in metrics
-            and not ("with `--" in meaning and key.replace("PART", "") in words)])
+    assert_none([f"docs/metrics.md, table of metrics.jsonl: add a row for `{key}`"
+                 for key in metrics.keys() - meanings.keys()]
+                + [f"docs/metrics.md, table of metrics.jsonl: nothing logs `{key}`; take it out, or say "
+                   "with which `--flag`"
+                   for key, meaning in meanings.items() if key not in metrics
+                   and not ("with `--" in meaning and key.replace("PART", "") in words)])
 
 
 def test_every_key_of_a_logged_sample_is_defined(run_folder):
     sample = json.loads((run_folder / "samples.jsonl").read_text().splitlines()[0])
-    said([f"docs/metrics.md, on samples.jsonl: say what `{key}` is" for key in sample
-          if f"`{key}`" not in DOCS["docs/metrics.md"]])
+    assert_none([f"docs/metrics.md, on samples.jsonl: say what `{key}` is" for key in sample
+                 if f"`{key}`" not in DOCS["docs/metrics.md"]])
 
 
 def test_the_terminal_shows_numbers_that_are_logged():
     # A key that is absent from a step is left out there, so a wrong one would never be seen.
-    said([f"harness/console.py, SHOWN: docs/metrics.md has no row for `{key}`"
-          for key, *_ in SHOWN if key not in defined() and not key.startswith("reward_")])     # a part of --reward's
+    assert_none([f"harness/console.py, SHOWN: docs/metrics.md has no row for `{key}`"
+                 for key, *_ in SHOWN
+                 if key not in defined() and not key.startswith("reward_")])      # a part of --reward's

@@ -164,7 +164,8 @@ def test_the_dry_step_lets_layers_that_do_not_fit_drop_their_activations(gpu):
 
 
 def test_a_row_that_is_longer_than_a_micro_batch_counts_whole(gpu):
-    # A row has 96 tokens: 1.92 GiB, and a layer keeps 0.48 of it. If 48 tokens counted, 1.2 would hold all three layers.
+    # A row has 96 tokens: 1.92 GiB, and a layer keeps 0.48 GiB of it. If 48 tokens counted, 1.2 GiB would hold all
+    # three layers.
     gpu.token_bytes = GIB / 200
     free = gpu.plan(tokens=48).free / GIB
     plan = gpu.plan(tokens=48, kv_gib=free - 1.92 - 1.2)
