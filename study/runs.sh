@@ -87,17 +87,24 @@ ended() {
     names=("${good[@]}")
 }
 
-# finish: waits for the runs that were started, tests them once, and keeps what the tables need. Of
-# each test the verdicts are kept as soon as they are there. If a run or a test fails, the others are
-# kept, and the script ends before it prints tables.
+# finish "ARM ..." ...: waits for the runs that were started, tests them once, and keeps what the
+# tables need. Each argument names the arms that begin with one untrained model, which is tested
+# beside them. Of each test the verdicts are kept as soon as they are there. If a run or a test
+# fails, the others are kept, and the script ends before it prints tables.
 finish() {
-    local name failed=0
+    local name arms failed=0
     ended "the run" .log
     for name in "${names[@]}"; do
         python -m study.results keep "$WORK/$name" "$name" || failed=1
     done
     for name in "${names[@]}"; do
         { tested "$name" "$WORK/$name" && taken_in "$name" "$name"; } > "$WORK/$name.test.log" 2>&1 &
+        process[$name]=$!
+    done
+    for arms in "$@"; do
+        name=${arms%% *}
+        names+=("$name")
+        before $arms > "$WORK/$name.test.log" 2>&1 &
         process[$name]=$!
     done
     ended "the test of" .test.log
@@ -125,10 +132,11 @@ taken_in() {
 
 # before ARM ...: the test of the untrained model that these arms share
 before() {
+    local arm
     grep -qs "\"$1\":" study/runs/held_out.json && return      # from earlier seeds
-    tested "$1" "$WORK/$1-s${seeds[0]}" --adapter none
+    tested "$1" "$WORK/$1-s${seeds[0]}" --adapter none || return
     for arm in "$@"; do
-        taken_in "$arm" "$1"
+        taken_in "$arm" "$1" || return
     done
 }
 
@@ -163,9 +171,8 @@ case $order in
         start noise-off "$seed" "$model" --sigma-start 5e-2 --correction off
         start noise-gain "$seed" "$model" --sigma-start 7e-2 --noise-kind gain --correction off
     done
-    finish
     arms="noise-none noise-truncate noise-off noise-gain"
-    before $arms
+    finish "$arms"
     python -m study.results tables $arms --primary noise-off ;;
 2)
     converted 0.5b-calibrated "$M05" --calibrate 128 --data "$WORK/learn.jsonl"
@@ -175,9 +182,7 @@ case $order in
             start rate-calibrated-$lr "$seed" "$WORK/0.5b-calibrated" --sigma-start 0 --lr $lr
         done
     done
-    finish
-    before rate-bf16-1e-4 rate-bf16-2e-4
-    before rate-calibrated-1e-4 rate-calibrated-2e-4
+    finish "rate-bf16-1e-4 rate-bf16-2e-4" "rate-calibrated-1e-4 rate-calibrated-2e-4"
     # What the rate of each format is chosen by: accuracy on the 1,000 held-out problems.
     for format in bf16 calibrated; do
         python -m study.results pairs eval_accuracy rate-$format-2e-4:rate-$format-1e-4 \
@@ -198,9 +203,7 @@ case $order in
         start math-bf16 "$seed" "$M15" --base bf16 --sigma-start 0 $MATH
         start math-calibrated "$seed" "$WORK/1.5b-calibrated" --sigma-start 0 $MATH
     done
-    finish
-    before math-bf16
-    before math-calibrated
+    finish math-bf16 math-calibrated
     python -m study.results tables math-bf16 math-calibrated --primary math-calibrated ;;
 4)
     converted 0.5b-nearest "$M05" --codes nearest
@@ -210,9 +213,8 @@ case $order in
         start noise-draws "$seed" "$model" --sigma-start 5e-2 --noise-draws sample --correction off
         start noise-warm "$seed" "$model" --sigma-start 0 --temperature 1.1
     done
-    finish
     arms="noise-ppo noise-draws noise-warm"
-    before $arms
+    finish "$arms"
     python -m study.results tables noise-none noise-off $arms --primary noise-draws ;;
 5)
     converted 1.5b-calibrated "$M15" --calibrate 128 --data "$WORK/learn.jsonl"
@@ -227,10 +229,9 @@ case $order in
             --model "$model" $COMMON --seed "$seed" --out "$WORK/recipe-beta2-s$seed" \
             --sigma-start 0 --advantage-scale none
     done
-    finish
-    before recipe-divided recipe-cosine recipe-bound recipe-beta2
-    python -m study.results tables recipe-divided recipe-cosine recipe-bound recipe-beta2 \
-        --primary recipe-cosine ;;
+    arms="recipe-divided recipe-cosine recipe-bound recipe-beta2"
+    finish "$arms"
+    python -m study.results tables $arms --primary recipe-cosine ;;
 6)
     TEST_TOKENS=1024
     for seed in "${seeds[@]}"; do
@@ -242,9 +243,7 @@ case $order in
                 --memory-gib 33
         done
     done
-    finish
-    before default-0.5b
-    before default-1.5b
+    finish default-0.5b default-1.5b
     python -m study.results tables default-0.5b
     python -m study.results tables default-1.5b ;;
 *)
