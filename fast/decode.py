@@ -152,6 +152,7 @@ class GraphStore(dict):
     """
     settings = None
     pool = None  # of the activations' memory. One for all graphs, since no two run at once.
+    stream = None  # of captures. One for all: cuBLAS keeps 32 MiB for each stream it is used on.
 
     def get_for(self, settings: Hashable, key: Hashable, launch: Callable) -> Callable:
         """The replay of the graph `key`; captured from launch() where there is none."""
@@ -169,14 +170,14 @@ class GraphStore(dict):
         """
         if not torch.cuda.is_available():  # in Triton's interpreter
             return launch
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())  # which has written launch()'s inputs
-        with torch.cuda.stream(stream):  # once for real: this compiles kernels and wakes cuBLAS
+        self.stream = self.stream or torch.cuda.Stream()
+        self.stream.wait_stream(torch.cuda.current_stream())  # which has written launch()'s inputs
+        with torch.cuda.stream(self.stream):  # for real: this compiles kernels and wakes cuBLAS
             launch()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         self.pool = self.pool or torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self.pool):
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
             graph.kept = launch()
         return graph.replay
 

@@ -739,6 +739,20 @@ def test_adapter_and_norm_updates_need_no_new_capture(gen):
         assert not torch.equal(best(), after)
 
 
+@gpu
+def test_a_further_graph_takes_no_further_workspace_of_cublas():
+    # A workspace has 32 MiB on Hopper, in a segment of its own. Eight graphs with one each would reserve 480 MiB more
+    # than one graph does; what they keep here are eight matrices of half a MiB.
+    x = torch.randn(512, 512, device=DEVICE, dtype=torch.bfloat16)
+    store, reserved = decode.GraphStore(), []
+    for keys in (1, 9):
+        for key in range(keys):
+            store.get_for(None, key, lambda: x @ x)()
+        torch.cuda.empty_cache()
+        reserved.append(torch.cuda.memory_reserved())
+    assert len(store) == 9 and reserved[1] - reserved[0] < 32 * 2**20
+
+
 @runs_kernels
 @in_one_setting
 @torch.no_grad()
