@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from harness import process  # isort: skip; before numpy
-import numpy as np
 
 from harness.files import write_atomically
-from study.results import RUNS, Arm, arms_in, difference_interval, seed_variance
+from study.results import (RUNS, Arm, SeedVariance, difference_interval, seed_variance,
+                           tested_alike)
 
 WIDTH = 760                                      # of the picture
 LEFT, RIGHT = 300, 730                           # where the axis begins and ends
@@ -36,8 +36,8 @@ class Bar(NamedTuple):
     seeds: int
 
 
-def bar_of(arm: Arm, label: str, kind: str, seeds) -> Bar:
-    """kind: greedy or sampled. seeds: study.results.SeedVariance of all arms."""
+def bar_of(arm: Arm, label: str, kind: str, seeds: SeedVariance) -> Bar:
+    """kind: greedy or sampled. seeds: of the arms that were tested alike."""
     verdicts = getattr(arm, kind)
     if verdicts is None:
         raise ValueError(f"{arm.name}: has no answers at temperature 1 in sampled.json")
@@ -105,11 +105,12 @@ def main() -> None:
     with process.one_line("study.bars"):
         if args.out.suffix != ".svg":
             raise ValueError(f"--out {args.out}: must end in .svg")
-        every = [getattr(arm, args.kind) for arm in arms_in(args.runs)]
-        seeds = seed_variance([np.asarray(verdicts.after) for verdicts in every if verdicts])
         named = [word.partition("=") for word in args.arms]
-        bars = [bar_of(Arm(args.runs, name), label or name, args.kind, seeds)
-                for name, _, label in named]
+        arms = [Arm(args.runs, name) for name, _, _ in named]
+        alike = [getattr(arm, args.kind) for arm in tested_alike(args.runs, arms)]
+        seeds = seed_variance([verdicts.after for verdicts in alike if verdicts])
+        bars = [bar_of(arm, label or arm.name, args.kind, seeds)
+                for arm, (_, _, label) in zip(arms, named)]
         args.out.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(args.out, picture(args.title, bars).encode())
         print(args.out)

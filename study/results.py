@@ -29,7 +29,7 @@ An arm is one way to train, run with one or several seeds. study/runs holds of e
 tables prints every arm's accuracy, gain, entropy and length, then each arm minus the first one:
 greedy, and sampled where all arms have that. --primary names the one comparison that was chosen
 before the runs were made; all others are exploratory.
-spread prints how much seeds differ.
+spread prints how much seeds differ, for each way in which arms were tested.
 mean prints the mean of one logged number over some steps and all seeds.
 pairs subtracts runs with the same seed from each other and prints every difference, their mean,
 and its 95 % interval by Student's t: the seeds alone tell how sure the mean is.
@@ -47,8 +47,9 @@ because the problems do and because the seeds do:
                     + 2 * V / S
 
 V, the variance of an arm's accuracy from seed to seed beyond what the noise of single answers
-explains, cannot be had from three seeds. So it is pooled over all arms in study/runs that have two
-seeds or more (seed_variance). The interval is D +- t * root of the variance; t is Student's, with
+explains, cannot be had from three seeds. So it is pooled over the arms in study/runs that have two
+seeds or more (seed_variance) and were tested like those of the table: on as many problems, and
+greedily alone or with sampled answers too. The interval is D +- t * root of the variance; t is Student's, with
 the degrees of freedom of Satterthwaite's rule. A gain over the untrained model has V / S instead of
 2 * V / S, and a difference of untrained models none. Those of `pairs` assume nothing but a normal
 distribution of the seeds' differences, and are wide for three seeds. Those of `sampler` are paired
@@ -133,6 +134,11 @@ class Arm:
         entropies = np.array([held[name]["sampler_entropy"] for name in names])
         return Verdicts(before, np.array(after), entropies)
 
+    @property
+    def test(self) -> tuple[int, bool]:
+        """How the arm was tested: on how many problems, and whether with sampled answers too."""
+        return len(self.greedy.before), self.sampled is not None
+
     def mean(self, key: str, first: int | None, last: int | None) -> float:
         """Mean of a logged number over steps[first:last] of all seeds.
 
@@ -172,6 +178,12 @@ def arms_in(folder: Path) -> list[Arm]:
     """Every arm that the folder has runs of."""
     held_out = read_json(folder / "held_out.json")
     return [Arm(folder, name) for name in held_out if runs_of(folder, held_out, name)]
+
+
+def tested_alike(folder: Path, arms: list[Arm]) -> list[Arm]:
+    """Every arm that was tested like one of these, over which V is pooled."""
+    tests = {arm.test for arm in arms}
+    return [arm for arm in arms_in(folder) if arm.test in tests]
 
 
 # -----------------------------------------------------------------------------
@@ -306,14 +318,14 @@ def print_tables(args):
         raise ValueError(f"--primary {args.primary}: not among the arms that are compared with "
                          f"{args.arms[0]}")
     arms = [Arm(args.runs, name) for name in args.arms]
-    every = arms_in(args.runs)
-    seeds = seed_variance([arm.greedy.after for arm in every])
+    alike = tested_alike(args.runs, arms)
+    seeds = seed_variance([arm.greedy.after for arm in alike])
     print("| arm | steps | before, % | after, % | by seed | gain | entropy | accuracy | length "
           "| s a step |\n|---|---|---|---|---|---|---|---|---|---|")
     print(*(greedy_line(arm, seeds) for arm in arms), sep="\n")
     print_differences(arms, "greedy", seeds, args.primary)
     if all(arm.sampled for arm in arms):
-        seeds = seed_variance([arm.sampled.after for arm in every if arm.sampled])
+        seeds = seed_variance([arm.sampled.after for arm in alike])
         print(f"\n| arm, {SAMPLES} answers | before, % | after, % | by seed | gain "
               f"| pass@{SAMPLES}, % | sampler's entropy |\n|---|---|---|---|---|---|---|")
         print(*(sampled_line(arm, seeds) for arm in arms), sep="\n")
@@ -324,13 +336,15 @@ def print_tables(args):
 
 def print_spread(args):
     arms = arms_in(args.runs)
-    for kind in "greedy", "sampled":
-        found = [getattr(arm, kind).after for arm in arms if getattr(arm, kind)]
-        true, seen, freedom = seed_variance(found)
-        if freedom:
-            print(f"{kind}: an arm's accuracies have a variance of {1e4 * seen:.2f} points^2 from "
-                  f"seed to seed, {1e4 * true:.2f} without the noise of single answers "
-                  f"({freedom} degrees of freedom)")
+    for problems, sampled in sorted({arm.test for arm in arms}):
+        alike = [arm for arm in arms if arm.test == (problems, sampled)]
+        for kind in ("greedy", "sampled") if sampled else ("greedy",):
+            true, seen, freedom = seed_variance([getattr(arm, kind).after for arm in alike])
+            if freedom:
+                print(f"{kind}{' beside sampled' * (sampled and kind == 'greedy')}, {problems:,} "
+                      f"problems: an arm's accuracies have a variance of {1e4 * seen:.2f} points^2 "
+                      f"from seed to seed, {1e4 * true:.2f} without the noise of single answers "
+                      f"({freedom} degrees of freedom)")
 
 
 # -----------------------------------------------------------------------------
