@@ -18,8 +18,7 @@ from typing import NamedTuple
 from harness import process  # isort: skip; before numpy
 
 from harness.files import write_atomically
-from study.results import (RUNS, Arm, SeedVariance, difference_interval, seed_variance,
-                           tested_alike)
+from study.results import RUNS, Arm, difference_interval, pool
 
 WIDTH = 760                                      # of the picture
 LEFT, RIGHT = 300, 730                           # where the axis begins and ends
@@ -36,11 +35,12 @@ class Bar(NamedTuple):
     seeds: int
 
 
-def bar_of(arm: Arm, label: str, kind: str, seeds: SeedVariance) -> Bar:
-    """kind: greedy or sampled. seeds: of the arms that were tested alike."""
+def bar_of(arm: Arm, label: str, kind: str, folder: Path) -> Bar:
+    """kind: greedy or sampled. folder: with the runs whose seeds tell how much seeds differ."""
     verdicts = getattr(arm, kind)
     if verdicts is None:
         raise ValueError(f"{arm.name}: has no answers at temperature 1 in sampled.json")
+    seeds = pool(folder, kind, len(verdicts.before))
     mean, half = difference_interval(verdicts.after, seeds, 1)
     return Bar(label, float(verdicts.before.mean()), mean, half, len(arm.seeds))
 
@@ -106,11 +106,8 @@ def main() -> None:
         if args.out.suffix != ".svg":
             raise ValueError(f"--out {args.out}: must end in .svg")
         named = [word.partition("=") for word in args.arms]
-        arms = [Arm(args.runs, name) for name, _, _ in named]
-        alike = [getattr(arm, args.kind) for arm in tested_alike(args.runs, arms)]
-        seeds = seed_variance([verdicts.after for verdicts in alike if verdicts])
-        bars = [bar_of(arm, label or arm.name, args.kind, seeds)
-                for arm, (_, _, label) in zip(arms, named)]
+        bars = [bar_of(Arm(args.runs, name), label or name, args.kind, args.runs)
+                for name, _, label in named]
         args.out.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(args.out, picture(args.title, bars).encode())
         print(args.out)

@@ -29,7 +29,7 @@ An arm is one way to train, run with one or several seeds. study/runs holds of e
 tables prints every arm's accuracy, gain, entropy and length, then each arm minus the first one:
 greedy, and sampled where all arms have that. --primary names the one comparison that was chosen
 before the runs were made; all others are exploratory.
-spread prints how much seeds differ, for each way in which arms were tested.
+spread prints V and how much seeds differ in all, for each pool.
 mean prints the mean of one logged number over some steps and all seeds.
 pairs subtracts runs with the same seed from each other and prints every difference, their mean,
 and its 95 % interval by Student's t: the seeds alone tell how sure the mean is.
@@ -47,9 +47,8 @@ because the problems do and because the seeds do:
                     + 2 * V / S
 
 V, the variance of an arm's accuracy from seed to seed beyond what the noise of single answers
-explains, cannot be had from three seeds. So it is pooled over the arms in study/runs that have two
-seeds or more (seed_variance) and were tested like those of the table: on as many problems, and
-greedily alone or with sampled answers too. The interval is D +- t * root of the variance; t is Student's, with
+explains, cannot be had from three seeds. So it is pooled over many arms (pool, seed_variance). The
+interval is D +- t * root of the variance; t is Student's, with
 the degrees of freedom of Satterthwaite's rule. A gain over the untrained model has V / S instead of
 2 * V / S, and a difference of untrained models none. Those of `pairs` assume nothing but a normal
 distribution of the seeds' differences, and are wide for three seeds. Those of `sampler` are paired
@@ -134,11 +133,6 @@ class Arm:
         entropies = np.array([held[name]["sampler_entropy"] for name in names])
         return Verdicts(before, np.array(after), entropies)
 
-    @property
-    def test(self) -> tuple[int, bool]:
-        """How the arm was tested: on how many problems, and whether with sampled answers too."""
-        return len(self.greedy.before), self.sampled is not None
-
     def mean(self, key: str, first: int | None, last: int | None) -> float:
         """Mean of a logged number over steps[first:last] of all seeds.
 
@@ -180,14 +174,11 @@ def arms_in(folder: Path) -> list[Arm]:
     return [Arm(folder, name) for name in held_out if runs_of(folder, held_out, name)]
 
 
-def tested_alike(folder: Path, arms: list[Arm]) -> list[Arm]:
-    """Every arm that was tested like one of these, over which V is pooled."""
-    tests = {arm.test for arm in arms}
-    return [arm for arm in arms_in(folder) if arm.test in tests]
-
-
 # -----------------------------------------------------------------------------
 # How sure is a difference?
+
+FEW = 20                                         # degrees of freedom of a pool: see trusted()
+
 
 class SeedVariance(NamedTuple):
     """How much an arm's accuracy varies from seed to seed.
@@ -200,6 +191,28 @@ class SeedVariance(NamedTuple):
     true: float
     seen: float
     freedom: int
+
+    @property
+    def trusted(self) -> float:
+        """V as the intervals take it. From few seeds a V below 0 is chance, and counts as 0. From
+        many it counts as it is: if it were raised to 0, intervals would be too wide on average.
+        """
+        return max(0.0, self.true) if self.freedom < FEW else self.true
+
+
+def pool(folder: Path, kind: str, problems: int) -> SeedVariance:
+    """V of the arms in the folder that answered so many problems. kind: greedy or sampled.
+
+    V of greedy answers comes from the arms that have no sampled ones, if they have seeds enough.
+    These are the arms of the first study. So its intervals stay as they are when runs are added,
+    and those of later arms rest on seeds of other runs than their own.
+    """
+    arms = [arm for arm in arms_in(folder) if len(arm.greedy.before) == problems]
+    if kind == "greedy":
+        first = seed_variance([arm.greedy.after for arm in arms if not arm.sampled])
+        if first.freedom >= FEW:
+            return first
+    return seed_variance([getattr(arm, kind).after for arm in arms if getattr(arm, kind)])
 
 
 def seed_variance(arms: list[np.ndarray]) -> SeedVariance:
@@ -234,9 +247,8 @@ def difference_interval(differences: np.ndarray, seeds: SeedVariance,
     count, problems = differences.shape
     of_problems = differences.mean(axis=0).var(ddof=1) / problems
     of_seeds = arms / count
-    # A negative estimate counts as it is: if it were raised to 0, intervals would be too wide on
-    # average. The bound is for pools of few arms.
-    variance = max(of_problems + of_seeds * seeds.true, of_problems / 2)
+    # The bound keeps a V below 0 from making all of it negative.
+    variance = max(of_problems + of_seeds * seeds.trusted, of_problems / 2)
     # Satterthwaite: a sum of variances is as uncertain as one with so many degrees of freedom.
     doubt = of_problems**2 / (problems - 1)
     if seeds.freedom:
@@ -271,9 +283,10 @@ def percents(shares: np.ndarray) -> str:
     return " / ".join(f"{100 * share:.1f}" for share in shares)
 
 
-def greedy_line(arm: Arm, seeds: SeedVariance) -> str:
+def greedy_line(arm: Arm, folder: Path) -> str:
     """An arm's line of the first table."""
     before, after, _ = arm.greedy
+    seeds = pool(folder, "greedy", len(before))
     steps = "-".join(map(str, sorted({min(arm.steps), max(arm.steps)})))
     return (f"| {arm.name} | {steps} | {100 * before.mean():.1f} "
             f"| **{100 * after.mean():.1f}** | {percents(after.mean(axis=1))} "
@@ -283,16 +296,17 @@ def greedy_line(arm: Arm, seeds: SeedVariance) -> str:
             f"| {arm.mean('seconds', 5, None):.1f} |")
 
 
-def sampled_line(arm: Arm, seeds: SeedVariance) -> str:
+def sampled_line(arm: Arm, folder: Path) -> str:
     """An arm's line of the table of sampled answers."""
     before, after, entropy = arm.sampled
+    seeds = pool(folder, "sampled", len(before))
     return (f"| {arm.name} | {100 * before.mean():.1f} | **{100 * after.mean():.1f}** "
             f"| {percents(after.mean(axis=1))} | {points(after - before, seeds, 1)} "
             f"| {100 * (before > 0).mean():.1f} -> {100 * (after > 0).mean():.1f} "
             f"| {entropy[0]:.3f} -> {entropy[1:].mean():.3f} |")
 
 
-def difference_line(first: Arm, other: Arm, kind: str, seeds: SeedVariance, primary: bool) -> str:
+def difference_line(first: Arm, other: Arm, kind: str, folder: Path, primary: bool) -> str:
     """Other minus first, on the same problems, over the seeds that both have."""
     common = [seed for seed in first.seeds if seed in other.seeds]
     mine, theirs = (getattr(arm, kind) for arm in (first, other))
@@ -300,16 +314,17 @@ def difference_line(first: Arm, other: Arm, kind: str, seeds: SeedVariance, prim
         raise ValueError(f"{first.name} and {other.name} have no seed in common, or other problems")
     after = [verdicts.after[[arm.seeds.index(seed) for seed in common]]
              for arm, verdicts in ((first, mine), (other, theirs))]
+    seeds = pool(folder, kind, len(mine.before))
     name = f"{other.name} - {first.name}"
     return (f"| {f'**{name}** (primary)' if primary else name} "
             f"| {points((theirs.before - mine.before)[None], seeds, 0)} "
             f"| {points(after[1] - after[0], seeds, 2)} | {', '.join(common)} |")
 
 
-def print_differences(arms: list[Arm], kind: str, seeds: SeedVariance, primary: str | None):
+def print_differences(arms: list[Arm], kind: str, folder: Path, primary: str | None):
     if len(arms) > 1:
         print(f"\n| points, {kind} | before | after | seeds |\n|---|---|---|---|")
-        print(*(difference_line(arms[0], arm, kind, seeds, arm.name == primary)
+        print(*(difference_line(arms[0], arm, kind, folder, arm.name == primary)
                 for arm in arms[1:]), sep="\n")
 
 
@@ -318,33 +333,27 @@ def print_tables(args):
         raise ValueError(f"--primary {args.primary}: not among the arms that are compared with "
                          f"{args.arms[0]}")
     arms = [Arm(args.runs, name) for name in args.arms]
-    alike = tested_alike(args.runs, arms)
-    seeds = seed_variance([arm.greedy.after for arm in alike])
     print("| arm | steps | before, % | after, % | by seed | gain | entropy | accuracy | length "
           "| s a step |\n|---|---|---|---|---|---|---|---|---|---|")
-    print(*(greedy_line(arm, seeds) for arm in arms), sep="\n")
-    print_differences(arms, "greedy", seeds, args.primary)
+    print(*(greedy_line(arm, args.runs) for arm in arms), sep="\n")
+    print_differences(arms, "greedy", args.runs, args.primary)
     if all(arm.sampled for arm in arms):
-        seeds = seed_variance([arm.sampled.after for arm in alike])
         print(f"\n| arm, {SAMPLES} answers | before, % | after, % | by seed | gain "
               f"| pass@{SAMPLES}, % | sampler's entropy |\n|---|---|---|---|---|---|---|")
-        print(*(sampled_line(arm, seeds) for arm in arms), sep="\n")
-        print_differences(arms, "sampled", seeds, args.primary)
-    if not seeds.freedom:
+        print(*(sampled_line(arm, args.runs) for arm in arms), sep="\n")
+        print_differences(arms, "sampled", args.runs, args.primary)
+    if all(len(arm.seeds) == 1 for arm in arms_in(args.runs)):
         print("\nNo arm has two seeds: the intervals leave out that seeds differ.")
 
 
 def print_spread(args):
-    arms = arms_in(args.runs)
-    for problems, sampled in sorted({arm.test for arm in arms}):
-        alike = [arm for arm in arms if arm.test == (problems, sampled)]
-        for kind in ("greedy", "sampled") if sampled else ("greedy",):
-            true, seen, freedom = seed_variance([getattr(arm, kind).after for arm in alike])
+    for problems in sorted({len(arm.greedy.before) for arm in arms_in(args.runs)}):
+        for kind in "greedy", "sampled":
+            true, seen, freedom = pool(args.runs, kind, problems)
             if freedom:
-                print(f"{kind}{' beside sampled' * (sampled and kind == 'greedy')}, {problems:,} "
-                      f"problems: an arm's accuracies have a variance of {1e4 * seen:.2f} points^2 "
-                      f"from seed to seed, {1e4 * true:.2f} without the noise of single answers "
-                      f"({freedom} degrees of freedom)")
+                print(f"{kind}, {problems:,} problems: an arm's accuracies have a variance of "
+                      f"{1e4 * seen:.4f} points^2 from seed to seed, {1e4 * true:.4f} without the "
+                      f"noise of single answers ({freedom} degrees of freedom)")
 
 
 # -----------------------------------------------------------------------------

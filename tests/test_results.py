@@ -100,15 +100,20 @@ def test_an_interval_by_hand():
     assert mean == 0.5 and int(freedom) == 4 and half == pytest.approx(2.776 * variance**0.5)
     # A difference of untrained models has no seeds, so three degrees of freedom are left.
     assert difference_interval(differences, seeds, arms=0)[1] == pytest.approx(3.182 * (1 / 24) ** 0.5)
-    # A seeds' variance of less than 0 leaves half of the problems' part: freedom (1/48)^2 / ((1/24)^2 / 3) = 3/4.
-    seeds = results.SeedVariance(-1.0, 0.0, 1)
+    # A seeds' variance of less than 0 counts as 0 if few seeds told it. If many did it leaves, at the least, half of
+    # the problems' part: freedom (1/48)^2 / ((1/24)^2 / 3) = 3/4.
+    seeds = results.SeedVariance(-1.0, 0.0, 19)
+    assert difference_interval(differences, seeds, arms=2)[1] == pytest.approx(3.182 * (1 / 24) ** 0.5)
+    seeds = results.SeedVariance(-1.0, 0.0, 20)
     assert difference_interval(differences, seeds, arms=2)[1] == pytest.approx(12.706 / 48**0.5)
 
 
-@pytest.mark.parametrize("answers,problems,arms", [(1, 1319, 12), (8, 440, 12), (8, 440, 4)])
+@pytest.mark.parametrize("answers,problems,arms,seeds,most", [
+    (1, 1319, 12, 3, 0.965), (8, 440, 12, 3, 0.965),
+    (1, 1319, 4, 2, 0.99), (8, 440, 4, 2, 0.99), (8, 440, 4, 5, 0.99)])    # few seeds: on the safe side
 @pytest.mark.parametrize("deviation", [0.0, 0.012])
-def test_the_intervals_cover_the_truth_in_95_per_cent_of_simulated_studies(answers, problems, arms, deviation):
-    """3,000 comparisons of two arms with three seeds, in studies of twelve or four arms.
+def test_the_intervals_cover_the_truth_in_95_per_cent_of_simulated_studies(answers, problems, arms, seeds, most, deviation):
+    """3,000 comparisons of two arms, each in a study whose arms all have so many seeds.
 
     The truth is 0: problems favour the one or the other arm by 5 points as often, and a seed shifts its arm's chance of
     a right answer by `deviation` (standard deviation). The share has a standard error of 0.4 points.
@@ -118,14 +123,27 @@ def test_the_intervals_cover_the_truth_in_95_per_cent_of_simulated_studies(answe
     for _ in range(6000 // arms):
         chance = random.choice([0.1, 0.3, 0.9], p=[0.5, 0.2, 0.3], size=problems)     # as easy or hard as GSM8K's are
         chance = chance + random.choice([-0.05, 0.05], size=(arms, 1, problems))
-        chance = chance + deviation * random.standard_normal((arms, 3, 1))
+        chance = chance + deviation * random.standard_normal((arms, seeds, 1))
         drawn = random.random((answers, *chance.shape), dtype=np.float32)
         right = (drawn < chance.astype(np.float32)).mean(axis=0)
-        seeds = results.seed_variance(list(right))
+        variance = results.seed_variance(list(right))
         for first, other in zip(right[::2], right[1::2]):
-            mean, half = difference_interval(other - first, seeds, arms=2)
+            mean, half = difference_interval(other - first, variance, arms=2)
             inside.append(abs(mean) <= half)
-    assert 0.935 <= np.mean(inside) <= 0.965
+    assert 0.935 <= np.mean(inside) <= most
+
+
+def test_greedy_intervals_rest_on_the_seeds_of_arms_without_sampled_answers_if_these_have_enough(runs, monkeypatch):
+    held = json.loads((runs / "held_out.json").read_text())
+    after = [np.array([[int(c) for c in held[f"{arm}-s{seed}"]] for seed in seeds])
+             for arm, seeds in (("a", "01"), ("b", "012"))]
+    sampled = {name: {"right": "8" * 10, "sampler_entropy": 0.5} for name in ("a", "a-s0", "a-s1")}
+    (runs / "sampled.json").write_text(json.dumps(sampled))
+    assert results.pool(runs, "greedy", 10) == results.seed_variance(after)              # b has 2 degrees of freedom
+    assert results.pool(runs, "sampled", 10) == (0, 0, 1)
+    assert results.pool(runs, "greedy", 11) == (0, 0, 0)
+    monkeypatch.setattr(results, "FEW", 2)
+    assert results.pool(runs, "greedy", 10) == results.seed_variance(after[1:])
 
 
 def test_the_tables_say_what_the_files_hold(runs):
