@@ -70,7 +70,7 @@ PRESETS = {
 class General:
     """what most runs set"""
     preset: str | None = setting(None, "paper: the values of the paper's Table 4 for all flags "
-                                 "that are not given (never run to the end here)",
+                                 "that are not given (no run with them was completed here)",
                                  choices=tuple(PRESETS), place=True)
     steps: int | None = setting(
         None, "training steps, a batch of rollouts each; may grow with --resume (default: one pass "

@@ -155,7 +155,7 @@ def what_was_run(settings: Settings) -> str:
     if general.resume or general.like or model == FIELDS["model"].default:
         return ""
     if general.preset:
-        return f"--preset {general.preset}: these settings have not been run to their end here"
+        return f"--preset {general.preset}: no run with these settings was completed here"
     width = hf.read_config(hf.resolve(model, weights=False) / "config.json")["hidden_size"]
     names = OTHER_THAN_STUDIED if width in STUDIED else RECIPE
     values = settings.flat()
