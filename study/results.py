@@ -55,7 +55,7 @@ distribution of the seeds' differences, and are wide for three seeds. Those of `
 over the problems, and leave out that another draw of the noise would have another effect; the last
 column of its second table has intervals over the draws.
 
-Not here: how each run was made (study/README.md).
+Not here: how each run was made (study/methods.md).
 """
 import argparse
 import colorsys

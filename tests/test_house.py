@@ -38,7 +38,7 @@ TWINS = {
     "main": "every program has one",
 }
 OPTIONAL = {"matplotlib", "pyarrow"}  # not in requirements.txt: who needs one is told by a line of the program
-# Commit ids belong to docs/log.md and to the tables of study/README.md that say what was run with which code.
+# Commit ids belong to docs/log.md and to the tables of study/methods.md that say what was run with which code.
 HISTORY = "docs/log.md"
 
 
@@ -474,7 +474,7 @@ def test_the_tests_can_be_collected_where_triton_cannot_be_imported():
 # The documents
 
 DOCS = {name: text_of(name) for name in TRACKED
-        if name.endswith(".md") and (name in ("README.md", "study/README.md") or name.startswith("docs/"))}
+        if name.endswith(".md") and (name in ("README.md", "study/README.md", "study/methods.md") or name.startswith("docs/"))}
 TIMELESS = {name: text for name, text in DOCS.items() if name != HISTORY}     # they speak of the tree as it is
 README = DOCS["README.md"]
 
@@ -580,7 +580,7 @@ def flags_in(text):
 def test_every_flag_in_a_command_of_the_documents_is_one_of_its_programs(help_of):
     wrong = set()
     for name, file, arguments in commands():
-        if module(file) in PROGRAMS and name != "study/README.md":  # which has the flags that its runs were made with
+        if module(file) in PROGRAMS and name != "study/methods.md":  # which has the flags that its runs were made with
             known = flags_in(help_of(file, arguments[0] if arguments else "")) | {"--help"}
             wrong |= {f"{name}: {file} has no flag {flag}" for flag in flags_in(" ".join(arguments)) - known}
     assert_none(wrong)
@@ -637,7 +637,7 @@ def test_every_dotted_name_in_the_documents_is_in_the_code():
 def test_no_document_but_the_log_has_commit_ids():
     wrong = []
     for name, text in TIMELESS.items():
-        if name == "study/README.md":                        # its tables say which code made which run
+        if name == "study/methods.md":                        # its tables say which code made which run
             text = re.sub(r"^\|.*$", "", text, flags=re.M)
         # `NVlabs/QeRL as of commit 0123abc` names another repository's
         text = re.sub(r"\b\w+/[\w-]+(?:@|(?:\s+(?:at|as|of|commit))+\s+)[0-9a-f]+\b", "", text)

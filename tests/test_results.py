@@ -345,7 +345,7 @@ def test_the_studys_first_claim_is_what_its_files_hold(monkeypatch, capsys):
 
 
 def test_the_studys_worked_example_is_what_its_files_hold(monkeypatch, capsys):
-    """study/README.md, "How the intervals are computed": its words in plain Python, against its tables and `tables`."""
+    """study/methods.md, "How the intervals are computed": its words in plain Python, against its tables and `tables`."""
     monkeypatch.chdir(ROOT)
     held_out = json.loads((results.RUNS / "held_out.json").read_text())
     digits = {name: [*map(int, text)] for name, text in held_out.items()}
@@ -366,7 +366,7 @@ def test_the_studys_worked_example_is_what_its_files_hold(monkeypatch, capsys):
         return [sum(a) - sum(b) for a, b in zip(zip(*(digits[n] for n in names)), zip(*(digits[n] for n in others)))]
 
     calibrated, bf16 = ([f"{arm}-s{seed}" for seed in range(3)] for arm in ("calibrated", "bf16"))
-    text = (ROOT / "study" / "README.md").read_text()
+    text = (ROOT / "study" / "methods.md").read_text()
     run(monkeypatch, "tables", "bf16", "calibrated")
     tables = capsys.readouterr().out
     for mark, sums, S, K in (("(i)", minus(["calibrated"], ["bf16"]), 1, 0), ("(ii)", minus(bf16, ["bf16"] * 3), 3, 1),
