@@ -187,6 +187,8 @@ def test_wrong_data_is_found_before_a_models_weights_are_downloaded(tmp_path, mo
 @pytest.mark.parametrize("argv,said", [
     (["train.py", "--lr", "nan"], "--lr must lie in"), (["train.py", "--out", "taken"], "taken is not empty"),
     (["train.py", "--reward", "no:f"], "--reward no:f"), (["train.py", "--prompt-style", "no:f"], "--prompt-style no"),
+    (["train.py", "--reward", "no.py:f"], "--reward no.py:f: name the module without .py: no:f"),
+    (["train.py", "--prompt-style", "no.py:f"], "--prompt-style no.py:f: name the module without .py: no:f"),
     (["train.py", "--adapter", "no"], "no/adapter_config"), (["train.py", "--resume", "--out", "no"], "no/run.json"),
     (["evaluate.py", "--out", "taken/x"], "taken/x exists"), (["evaluate.py", "--reward", "no:f"], "--reward no:f"),
     (["evaluate.py", "--against", "no"], "no: cannot be read")])
