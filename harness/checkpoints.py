@@ -162,7 +162,8 @@ def claim(folder: Path, resume: bool) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"--out {folder}: {error.strerror}") from None
+        why = "is a file and not a folder" if folder.is_file() else error.strerror
+        raise ValueError(f"--out {folder}: {why}") from None
     if not os.access(folder, os.W_OK):
         raise ValueError(f"--out {folder}: the folder is not writable")
     if fcntl:
