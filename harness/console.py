@@ -43,6 +43,7 @@ from tqdm import tqdm
 from harness.config import Settings
 from harness.figures import confidence_interval
 from harness.files import read_log
+from harness.process import counted
 from harness.ranks import RANK, WORLD, say
 
 # -----------------------------------------------------------------------------
@@ -220,10 +221,10 @@ class Console:
         model, rollout = self.settings.model, self.settings.rollout
         no_gpu = device.type != "cuda" and not torch.cuda.is_available()
         say(f"{model.model}, with frozen {model.base} weights, learns {self.settings.data.data} "
-            f"({len(problems):,} problems, {len(held_out):,} held out): {self.steps} steps of "
-            f"{rollout.prompts_per_step} problems x {rollout.group_size} answers on {WORLD} x "
-            f"{device}{' (torch sees no GPU)' if no_gpu else ''}; writes "
-            f"{self.settings.general.out}")
+            f"({len(problems):,} problems, {len(held_out):,} held out): "
+            f"{counted(self.steps, 'step')} of {counted(rollout.prompts_per_step, 'problem')} x "
+            f"{counted(rollout.group_size, 'answer')} on {WORLD} x {device}"
+            f"{' (torch sees no GPU)' if no_gpu else ''}; writes {self.settings.general.out}")
 
     def start_at(self, step: int) -> None:
         """Training begins or goes on at this step: with a bar, if there is a terminal."""
@@ -308,8 +309,8 @@ class Console:
             texts.append(f"{mean:.1%} [{low:.1%}, {high:.1%}]")
         before = f"{texts[0]} before" if texts else "lost"
         after = f", {texts[-1]} after" if texts[1:] else ""
-        say(f"{folder}: {len(metrics)} steps in {duration(seconds)}; held-out accuracy "
-            f"{before}{after}, on {held_out} problems{gpu_peak()}")
+        say(f"{folder}: {counted(len(metrics), 'step')} in {duration(seconds)}; held-out accuracy "
+            f"{before}{after}, on {counted(held_out, 'problem')}{gpu_peak()}")
         commands = (command("evaluate.py", folder), command("tools.report", folder),
                     command("tools.chat", folder),
                     command("tools.convert", "merge", folder, f"{folder}-merged"))

@@ -194,6 +194,16 @@ def test_the_first_line_says_what_is_learnt_from_what_and_where(capsys, monkeypa
         "x 8 answers on 1 x cpu (torch sees no GPU); writes runs/x\n")
 
 
+def test_what_there_is_one_of_is_said_in_the_singular(tmp_path, capsys):
+    console = Console(settings(steps=1, prompts_per_step=1, group_size=2))
+    console.greet([None], [None], torch.device("cpu"))
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(told(0, eval_accuracy=1.0)) + "\n")
+    console.farewell(tmp_path, 1)
+    first, last = [line for line in capsys.readouterr().out.splitlines() if "step" in line]
+    assert ": 1 step of 1 problem x 2 answers on 1 x cpu" in first
+    assert f"{tmp_path}: 1 step in 1 s; held-out accuracy 100.0% [" in last and last.endswith(" before, on 1 problem")
+
+
 def test_an_answer_that_is_shown_brings_no_control_codes(capsys):
     console = Console(settings(steps=4, show=2))
     console.start_at(0)
