@@ -275,7 +275,8 @@ class Console:
         """Says after this process's first step how long the rest will take, and corrects it later.
 
         The first step is slower than others: kernels are compiled and memory is taken. So after
-        ten steps the estimate is made anew from the nine others, on the bar too.
+        ten steps the estimate is made anew from the nine others, on the bar too. It is said only if
+        the two times, as they are printed, differ by more than a tenth of the first.
         """
         if len(self.seconds) >= FIRST_STEPS:
             return
@@ -286,7 +287,8 @@ class Console:
             say(f"a step takes {first:.1f} s{gpu_peak()}: {to_go} to go, without evaluations")
         elif len(self.seconds) == FIRST_STEPS:
             mean = sum(others) / len(others)
-            if step < self.steps:
+            differ = abs(round(mean, 1) - round(first, 1)) > round(first, 1) / 10
+            if differ and step < self.steps:
                 say(f"after {FIRST_STEPS} steps: a step takes {mean:.1f} s, not {first:.1f} s as "
                     f"the first did: {duration((self.steps - step) * mean)} to go, without "
                     "evaluations")

@@ -292,6 +292,20 @@ def test_after_ten_steps_the_time_left_is_told_anew_without_the_slow_first_step(
         assert console.bar.format_dict["elapsed"] == pytest.approx(10 * 12, abs=2)
 
 
+@pytest.mark.parametrize("first,others,said", [
+    (1.3, 1.32, ""), (1.3, 1.17, ""), (12.0, 13.1, ""),     # by a tenth or less
+    (0.24, 0.16, ""),                                       # both are printed as 0.2
+    (1.3, 1.1, "a step takes 1.1 s, not 1.3 s as the first did"),
+    (10.0, 11.2, "a step takes 11.2 s, not 10.0 s as the first did")])
+def test_the_time_left_is_told_anew_only_if_steps_take_another_time_than_the_first(capsys, first, others, said):
+    console = Console(settings(steps=111))
+    console.start_at(0)
+    for step in range(12):
+        console.tell(told(step, others if step else first), [], [])
+    lines = [line for line in capsys.readouterr().out.splitlines() if "as the first did" in line]
+    assert [line.split(": ")[1] for line in lines] == ([said] if said else [])
+
+
 class Gpu:
     """Of torch.cuda, what tells of memory: 2 GiB are held, and what is used beside them is free again in between."""
     held = peak = 2 * 2**30
