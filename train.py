@@ -220,7 +220,7 @@ def evaluate(run: Run, sampling: Sampling, steps_done: int) -> tuple[dict, list[
     if run.settings.data.reward:
         metrics["eval_reward"] = column(rows, "task").nanmean().item()
     told = ", ".join(f"{key.removeprefix('eval_')} {value:.3f}" for key, value in metrics.items())
-    say(f"after {steps_done} steps: held-out {told}, in {time.perf_counter() - began:.1f} s")
+    say(f"after {process.counted(steps_done, 'step')}: held-out {told}, in {time.perf_counter() - began:.1f} s")
     return metrics, rows
 
 

@@ -58,7 +58,7 @@ from safetensors import SafetensorError
 from harness import process
 from harness.files import (append_lines, create_json, new_folder, read_bytes, read_json, read_log,
                            write_atomically, write_json)
-from harness.process import GO_ON, Stopped, first_line, short_repr, stop_on_signal
+from harness.process import GO_ON, Stopped, counted, first_line, short_repr, stop_on_signal
 from harness.ranks import RANK, WORLD, collective, gather, say
 
 try:
@@ -162,7 +162,8 @@ def claim(folder: Path, resume: bool) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"--out {folder}: {error.strerror}") from None
+        why = "is a file and not a folder" if folder.is_file() else error.strerror
+        raise ValueError(f"--out {folder}: {why}") from None
     if not os.access(folder, os.W_OK):
         raise ValueError(f"--out {folder}: the folder is not writable")
     if fcntl:
@@ -416,6 +417,6 @@ def trim_log(path: Path, step: int, has_every_step: bool = True) -> None:
             steps.add(row["step"])
             kept = end
     if has_every_step and len(steps) < step:
-        say(f"{path}: holds {len(steps)} of the {step} steps done")
+        say(f"{path}: holds {len(steps)} of the {counted(step, 'step')} done")
     if path.exists() and kept < path.stat().st_size:
         os.truncate(path, kept)

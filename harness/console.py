@@ -43,6 +43,7 @@ from tqdm import tqdm
 from harness.config import Settings
 from harness.figures import confidence_interval
 from harness.files import read_log
+from harness.process import counted
 from harness.ranks import RANK, WORLD, say
 
 # -----------------------------------------------------------------------------
@@ -220,10 +221,10 @@ class Console:
         model, rollout = self.settings.model, self.settings.rollout
         no_gpu = device.type != "cuda" and not torch.cuda.is_available()
         say(f"{model.model}, with frozen {model.base} weights, learns {self.settings.data.data} "
-            f"({len(problems):,} problems, {len(held_out):,} held out): {self.steps} steps of "
-            f"{rollout.prompts_per_step} problems x {rollout.group_size} answers on {WORLD} x "
-            f"{device}{' (torch sees no GPU)' if no_gpu else ''}; writes "
-            f"{self.settings.general.out}")
+            f"({len(problems):,} problems, {len(held_out):,} held out): "
+            f"{counted(self.steps, 'step')} of {counted(rollout.prompts_per_step, 'problem')} x "
+            f"{counted(rollout.group_size, 'answer')} on {WORLD} x {device}"
+            f"{' (torch sees no GPU)' if no_gpu else ''}; writes {self.settings.general.out}")
 
     def start_at(self, step: int) -> None:
         """Training begins or goes on at this step: with a bar, if there is a terminal."""
@@ -274,7 +275,8 @@ class Console:
         """Says after this process's first step how long the rest will take, and corrects it later.
 
         The first step is slower than others: kernels are compiled and memory is taken. So after
-        ten steps the estimate is made anew from the nine others, on the bar too.
+        ten steps the estimate is made anew from the nine others, on the bar too. It is said only if
+        the two times, as they are printed, differ by more than a tenth of the first.
         """
         if len(self.seconds) >= FIRST_STEPS:
             return
@@ -285,7 +287,8 @@ class Console:
             say(f"a step takes {first:.1f} s{gpu_peak()}: {to_go} to go, without evaluations")
         elif len(self.seconds) == FIRST_STEPS:
             mean = sum(others) / len(others)
-            if step < self.steps:
+            differ = abs(round(mean, 1) - round(first, 1)) > round(first, 1) / 10
+            if differ and step < self.steps:
                 say(f"after {FIRST_STEPS} steps: a step takes {mean:.1f} s, not {first:.1f} s as "
                     f"the first did: {duration((self.steps - step) * mean)} to go, without "
                     "evaluations")
@@ -308,8 +311,8 @@ class Console:
             texts.append(f"{mean:.1%} [{low:.1%}, {high:.1%}]")
         before = f"{texts[0]} before" if texts else "lost"
         after = f", {texts[-1]} after" if texts[1:] else ""
-        say(f"{folder}: {len(metrics)} steps in {duration(seconds)}; held-out accuracy "
-            f"{before}{after}, on {held_out} problems{gpu_peak()}")
+        say(f"{folder}: {counted(len(metrics), 'step')} in {duration(seconds)}; held-out accuracy "
+            f"{before}{after}, on {counted(held_out, 'problem')}{gpu_peak()}")
         commands = (command("evaluate.py", folder), command("tools.report", folder),
                     command("tools.chat", folder),
                     command("tools.convert", "merge", folder, f"{folder}-merged"))

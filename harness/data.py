@@ -497,9 +497,11 @@ def split_problems(settings, tokenizer: Tokenizer) -> tuple[list[Problem], list[
         source = settings.data
         held = max(1, min(most or 256, len(problems) // 10))
         if held != most:
-            say(f"{source}: the last {held} of {len(problems):,} problems are held out, not "
-                f"--eval-problems {settings.eval_problems}: a tenth at most, and 256; --eval-data "
-                "takes another file")
+            rule = "at least one" if len(problems) < 10 else "at most a tenth of them"
+            if not most and held == 256:         # --eval-problems 0 asks for all
+                rule = "at most 256 of them"
+            say(f"{source}: holds out the last {held} of {len(problems):,} problems: {rule}, not "
+                f"--eval-problems {settings.eval_problems}; --eval-data takes another file")
         held_out = problems[-held:]
         problems = problems[:-held]
     trained = {tuple(problem.prompt) for problem in problems}

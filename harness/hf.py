@@ -38,6 +38,15 @@ SHARD_BYTES = 2**31                              # of one output file, in memory
 # -----------------------------------------------------------------------------
 # Finding a model
 
+# The models that short names can mean: family -> sizes.
+SHORT_NAMES = {
+    "qwen2.5": ("0.5b", "1.5b", "3b", "7b", "14b", "32b", "72b"),
+    "qwen2.5-coder": ("0.5b", "1.5b", "3b", "7b", "14b", "32b"),
+    "qwen2.5-math": ("1.5b", "7b", "72b"),
+    "qwen3": ("0.6b", "1.7b", "4b", "8b", "14b", "32b", "4b-instruct-2507", "4b-thinking-2507"),
+}
+
+
 def resolve(name: str | Path, weights: bool = True) -> Path:
     """--model -> a local folder. A Hugging Face id, or a short name such as qwen2.5-7b or qwen3-8b,
     is downloaded if it is not in the cache. ValueError if that fails.
@@ -65,20 +74,28 @@ def hub_id(name: str | Path) -> str:
     for either of the two. Qwen3-8B is the hub's name of the model that follows instructions.
     """
     name = str(name)
-    alias = re.fullmatch(r"qwen2\.5(-coder|-math)?-(0\.5|1\.5|3|7|14|32|72)b(-instruct)?",
-                         name.lower())
-    if alias:
-        base = f"Qwen2.5{(alias[1] or '').title()}-{alias[2]}B"
-        if name == base:
-            raise ValueError(f"--model {name}: say Qwen/{base} for the base model, or "
-                             f"{name.lower()} for Qwen/{base}-Instruct")
-        name = f"Qwen/{base}-Instruct"
-    if re.fullmatch(r"qwen3-((0\.6|1\.7|4|8|14|32)b|4b-(instruct|thinking)-2507)", name.lower()):
-        name = f"Qwen/{name.title()}"            # Qwen3-8B, Qwen3-4B-Instruct-2507
-    if "/" not in name or Path(name).is_absolute():
+    only_a_folder = name.startswith((".", "~")) or name.endswith("/") or name.count("/") > 1
+    if only_a_folder or Path(name).is_absolute():
+        raise ValueError(f"--model {name}: there is no such folder")
+    if "/" in name:
+        return name
+    short = name.lower()
+    family = re.match(r"qwen2\.5(-coder|-math)?|qwen3", short)
+    if not family:
         raise ValueError(f"--model {name}: neither a folder nor a name such as qwen2.5-7b, "
                          "qwen3-8b or Qwen/Qwen2.5-7B-Instruct")
-    return name
+    if family[0] != "qwen3":
+        short = short.removesuffix("-instruct")
+    known = [f"{family[0]}-{size}" for size in SHORT_NAMES[family[0]]]
+    if short not in known:
+        raise ValueError(f"--model {name}: neither a folder nor one of {', '.join(known)}")
+    hubs = short.title()                         # Qwen2.5-Coder-7B, Qwen3-4B-Instruct-2507
+    if family[0] == "qwen3":
+        return f"Qwen/{hubs}"
+    if name == hubs:
+        raise ValueError(f"--model {name}: say Qwen/{hubs} for the base model, or {short} for "
+                         f"Qwen/{hubs}-Instruct")
+    return f"Qwen/{hubs}-Instruct"
 
 
 def check_model(name: str | Path) -> None:

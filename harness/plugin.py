@@ -136,6 +136,9 @@ def load_function(spec: str, flag: str) -> Callable:
     """
     module_name, name = split_names(spec, flag)
     path = path_of(module_name)
+    if module_name.endswith(".py") and not os.path.isfile(path):
+        raise ValueError(f"{flag} {spec}: name the module without .py: "
+                         f"{module_name.removesuffix('.py')}:{name}")
     if os.getcwd() not in sys.path:
         # For what the user's file itself imports. Last, so that a file called data.py or model.py
         # in the working directory never takes the place of one of ours.

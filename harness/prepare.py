@@ -320,6 +320,7 @@ def begin(run: Run) -> Progress:
     if general.resume and progress.step < general.steps:
         run.folder.note(steps=general.steps, resumed=process.now(), ended=None)
     if progress.step >= general.steps:
-        say(f"all {general.steps} steps of {general.out} are done: --resume --steps N does more")
+        say(f"{general.out} has done its {process.counted(general.steps, 'step')}: --resume "
+            "--steps N does more")
     run.folder.snapshot(dataclasses.asdict(progress) | run.learner.counters())
     return progress

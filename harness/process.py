@@ -218,6 +218,11 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def counted(number: int, noun: str) -> str:
+    """1 step, but 0 steps and 2 steps."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def short_repr(value: object) -> str:
     """repr(value), cut to 80 characters: what a file holds, quoted in a message."""
     text = repr(value)

@@ -285,11 +285,12 @@ def test_a_folder_belongs_to_one_run_while_its_process_lives(tmp_path):
     checkpoints.claim(tmp_path / "x", False)
 
 
-@pytest.mark.parametrize("name", ["file", "file/x", "dangling"])
-def test_an_out_that_cannot_be_a_folder_is_named_with_its_flag(tmp_path, name):
+@pytest.mark.parametrize("name,why", [("file", "is a file and not a folder"), ("file/x", "Not a directory"),
+                                      ("dangling", "File exists")])
+def test_an_out_that_cannot_be_a_folder_is_named_with_its_flag(tmp_path, name, why):
     (tmp_path / "file").write_text("")
     (tmp_path / "dangling").symlink_to("nowhere")
-    with pytest.raises(ValueError, match=f"^--out {tmp_path}/{name}: (File exists|Not a directory)$"):
+    with pytest.raises(ValueError, match=f"^--out {tmp_path}/{name}: {why}$"):
         checkpoints.claim(tmp_path / name, False)
 
 

@@ -194,6 +194,16 @@ def test_the_first_line_says_what_is_learnt_from_what_and_where(capsys, monkeypa
         "x 8 answers on 1 x cpu (torch sees no GPU); writes runs/x\n")
 
 
+def test_what_there_is_one_of_is_said_in_the_singular(tmp_path, capsys):
+    console = Console(settings(steps=1, prompts_per_step=1, group_size=2))
+    console.greet([None], [None], torch.device("cpu"))
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(told(0, eval_accuracy=1.0)) + "\n")
+    console.farewell(tmp_path, 1)
+    first, last = [line for line in capsys.readouterr().out.splitlines() if "step" in line]
+    assert ": 1 step of 1 problem x 2 answers on 1 x cpu" in first
+    assert f"{tmp_path}: 1 step in 1 s; held-out accuracy 100.0% [" in last and last.endswith(" before, on 1 problem")
+
+
 def test_an_answer_that_is_shown_brings_no_control_codes(capsys):
     console = Console(settings(steps=4, show=2))
     console.start_at(0)
@@ -280,6 +290,20 @@ def test_after_ten_steps_the_time_left_is_told_anew_without_the_slow_first_step(
         for step in range(10):
             console.tell(told(step, 100.0 if step == 0 else 12.0), [], [])
         assert console.bar.format_dict["elapsed"] == pytest.approx(10 * 12, abs=2)
+
+
+@pytest.mark.parametrize("first,others,said", [
+    (1.3, 1.32, ""), (1.3, 1.17, ""), (12.0, 13.1, ""),     # by a tenth or less
+    (0.24, 0.16, ""),                                       # both are printed as 0.2
+    (1.3, 1.1, "a step takes 1.1 s, not 1.3 s as the first did"),
+    (10.0, 11.2, "a step takes 11.2 s, not 10.0 s as the first did")])
+def test_the_time_left_is_told_anew_only_if_steps_take_another_time_than_the_first(capsys, first, others, said):
+    console = Console(settings(steps=111))
+    console.start_at(0)
+    for step in range(12):
+        console.tell(told(step, others if step else first), [], [])
+    lines = [line for line in capsys.readouterr().out.splitlines() if "as the first did" in line]
+    assert [line.split(": ")[1] for line in lines] == ([said] if said else [])
 
 
 class Gpu:

@@ -226,10 +226,12 @@ def test_golds_that_the_grader_cannot_read_are_left_out_and_counted(tmp_path, ca
 
 
 @pytest.mark.parametrize("count,asked,held,said", [
-    (50, 49, 5,
-     "the last 5 of 50 problems are held out, not --eval-problems 49: a tenth at most, and 256; --eval-data"),
-    (50, 0, 5, "the last 5 of 50 problems are held out, not --eval-problems 0: "), (50, 5, 5, ""), (50, 3, 3, ""),
-    (9, 1, 1, "")])
+    (50, 49, 5, "holds out the last 5 of 50 problems: at most a tenth of them, not --eval-problems 49; --eval-data "),
+    (50, 0, 5, "holds out the last 5 of 50 problems: at most a tenth of them, not --eval-problems 0; "),
+    (3000, 0, 256, "holds out the last 256 of 3,000 problems: at most 256 of them, not --eval-problems 0; "),
+    (2560, 300, 256, "holds out the last 256 of 2,560 problems: at most a tenth of them, not --eval-problems 300; "),
+    (9, 4, 1, "holds out the last 1 of 9 problems: at least one, not --eval-problems 4; "),
+    (50, 5, 5, ""), (50, 3, 3, ""), (9, 1, 1, "")])
 def test_fewer_held_out_problems_than_asked_for_are_said(tmp_path, capsys, count, asked, held, said):
     path = tmp_path / "sums.jsonl"
     path.write_text("".join(json.dumps({"question": f"{i} + 1?", "answer": str(i + 1)}) + "\n" for i in range(count)))

@@ -530,10 +530,20 @@ def test_names_that_lead_nowhere_are_refused(monkeypatch, tmp_path):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     assert resolve(tmp_path) == tmp_path
-    for name in ("llama-7b", str(tmp_path / "nothing"), "qwen2.5-8b", "qwen3-7b", "qwen3-14b-instruct-2507"):
+    folders = str(tmp_path / "nothing"), "./my-model", "../x", "~/x", "a/b/c", "my-model/"
+    for name, said in (
+            ("llama-7b", "neither a folder nor a name such as qwen2.5-7b, qwen3-8b or "),
+            ("qwen2.5-1.5", "neither a folder nor one of qwen2.5-0.5b, qwen2.5-1.5b, qwen2.5-3b, qwen2.5-7b, "),
+            ("Qwen2.5-8B", "neither a folder nor one of qwen2.5-0.5b, "),
+            ("qwen2.5-coder-72b", "neither a folder nor one of qwen2.5-coder-0.5b, "),
+            ("qwen2.5-math-3b", "neither a folder nor one of qwen2.5-math-1.5b, qwen2.5-math-7b, qwen2.5-math-72b"),
+            ("qwen3-9b", "neither a folder nor one of qwen3-0.6b, qwen3-1.7b, qwen3-4b, qwen3-8b, "),
+            ("qwen3-14b-instruct-2507", "neither a folder nor one of qwen3-0.6b, "),
+            *((name, "there is no such folder") for name in folders)):
         for refuses in (resolve, hf.check_model):
-            with pytest.raises(ValueError, match="neither a folder nor a name such as"):
+            with pytest.raises(ValueError) as error:
                 refuses(name)
+            assert str(error.value).startswith(f"--model {name}: {said}")
     hf.check_model(tmp_path)                               # a folder, or what can be an id: nothing is downloaded
     hf.check_model("somebody/else")
     with pytest.raises(ValueError, match=r"--model somebody/else: cannot be downloaded \(no such snapshot"):

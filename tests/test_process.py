@@ -13,6 +13,7 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+import torch
 
 import model
 from harness import hf, process
@@ -125,7 +126,8 @@ def test_ctrl_c_while_libraries_are_imported_is_one_line(tmp_path):
 @pytest.mark.parametrize("argv,words", [
     (["train.py", "--lr", "nan"], "--lr must lie in (0, 10], got nan"),
     (["train.py", "--device", "cuda:77"], "--device cuda:77: torch sees"),
-    (["train.py", "--model", "qwen2.5-8b", "--device", "cpu"], "--model qwen2.5-8b: neither a folder nor a name"),
+    (["train.py", "--model", "qwen2.5-8b", "--device", "cpu"],
+     "--model qwen2.5-8b: neither a folder nor one of qwen2.5-0.5b"),
     *[([*program, "--model", "nosuch"], "--model nosuch: neither a folder nor a name such as qwen2.5-7b")
       for program in (["train.py"], ["evaluate.py", "--data", "arithmetic"], ["tools/chat.py"])],
     (["train.py", "--model", "Qwen2.5-7B"], "--model Qwen2.5-7B: say Qwen/Qwen2.5-7B for the base model"),
@@ -151,6 +153,19 @@ def test_wrong_input_is_one_line_and_code_1(tmp_path, monkeypatch, capfd, argv, 
     assert not [p for p in tmp_path.rglob("*") if p.name not in ("folder", "runs")]
 
 
+@pytest.mark.parametrize("name,said", [
+    ("./my-model", "there is no such folder"), ("a/b/c", "there is no such folder"),
+    ("qwen3-9b", "neither a folder nor one of qwen3-0.6b"), ("nosuch", "neither a folder nor a name such as"),
+    ("some/model", "torch sees no GPU")])
+@pytest.mark.parametrize("argv", [["train.py"], ["evaluate.py", "--data", "arithmetic"], ["tools/chat.py"]])
+def test_a_models_name_is_checked_before_a_gpu_is_asked_for(tmp_path, monkeypatch, argv, name, said):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: 1 / 0)
+    with pytest.raises(SystemExit) as stop:
+        run_here(tmp_path, monkeypatch, *argv, "--model", name)
+    assert f"--model {name}: {said}" in stop.value.code
+
+
 def test_a_process_with_wrong_input_ends_with_one_line_and_code_1(tmp_path):
     status, said = run(ROOT / "evaluate.py", cwd=tmp_path)
     assert status == 1 and len(said.splitlines()) == 1, said
@@ -172,6 +187,8 @@ def test_wrong_data_is_found_before_a_models_weights_are_downloaded(tmp_path, mo
 @pytest.mark.parametrize("argv,said", [
     (["train.py", "--lr", "nan"], "--lr must lie in"), (["train.py", "--out", "taken"], "taken is not empty"),
     (["train.py", "--reward", "no:f"], "--reward no:f"), (["train.py", "--prompt-style", "no:f"], "--prompt-style no"),
+    (["train.py", "--reward", "no.py:f"], "--reward no.py:f: name the module without .py: no:f"),
+    (["train.py", "--prompt-style", "no.py:f"], "--prompt-style no.py:f: name the module without .py: no:f"),
     (["train.py", "--adapter", "no"], "no/adapter_config"), (["train.py", "--resume", "--out", "no"], "no/run.json"),
     (["evaluate.py", "--out", "taken/x"], "taken/x exists"), (["evaluate.py", "--reward", "no:f"], "--reward no:f"),
     (["evaluate.py", "--against", "no"], "no: cannot be read")])

@@ -346,6 +346,8 @@ def test_a_file_of_the_users_does_not_take_the_place_of_ours(tmp_path, monkeypat
 @pytest.mark.parametrize("spec,message", [
     ("mine", "--reward takes module:function, names such as my_rewards:score, got 'mine'"),
     ("mine:number", "has no function 'number'"),
+    ("mine.py:length", "--reward mine.py:length: name the module without .py: mine:length"),
+    ("absent_module.py:f", "name the module without .py: absent_module:f"),
     ("absent_module:f", "cannot import 'absent_module' (ModuleNotFoundError"),
     ("fails_to_load:f", "cannot import 'fails_to_load' (RuntimeError: no)"),
     ("no_python:f", "cannot import 'no_python' (SyntaxError")])

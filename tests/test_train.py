@@ -811,7 +811,7 @@ def test_a_finished_run_says_so_and_can_be_extended_from_another_folder(runs, wh
     shutil.copytree(runs.folder / whole, runs.folder / "elsewhere" / "longer")
     out = "elsewhere/longer"
     before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in (runs.folder / out).rglob("*") if p.is_file()}
-    assert f"all 15 steps of {out} are done: --resume --steps N does more" in runs.run(out, "--resume")
+    assert f"{out} has done its 15 steps: --resume --steps N does more" in runs.run(out, "--resume")
     assert before == {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in before}
     assert "--steps is 9, the run had 15" in runs.run(out, "--resume", "--steps", "9", code=1)
     runs.run(out, "--resume", "--steps", "17")
