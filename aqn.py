@@ -69,8 +69,10 @@ import torch
 
 from model import Qwen
 
-# The other schedules of the paper's Figures 9 and 15: t in [0, 1], 0 at the first noisy stage ->
-# which share of (start - end) is left.
+# The other schedules of the paper's Figures 9 and 15: t in [0, 1) -> which share of (start - end) is
+# left. t is 0 in the second stage, the first noisy one, and 8/9 in the last of ten: 1 never comes,
+# and any other number may lie between two stages. So a shape that must reach its peak or its end
+# within the run is no row here: write it in sigma_at, from stage and num_stages.
 REMAINING = {
     "linear": lambda t: 1 - t,
     "cosine": lambda t: (1 + math.cos(math.pi * t)) / 2,

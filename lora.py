@@ -333,12 +333,15 @@ def attach(model: torch.nn.Module, rank: int = 32, alpha: float = 32, norms: boo
 
 def save_adapter(model: torch.nn.Module, folder: str | Path, master: Tensor | None = None) -> None:
     """Write the adapter in fp32 as PEFT does. master: a vector to write instead of the adapter's
-    own, laid out the same (an older one, or one on the CPU).
+    own, laid out the same (an older one, or one on the CPU). ValueError, before anything is
+    written, if load_adapter would refuse the folder.
     """
     adapter = model.adapter
+    norms = bool(adapter.norms)
     flat = adapter.master.data if master is None else master
     tensors = {name: view.cpu().contiguous() for name, view in adapter.peft_tensors(flat)}
-    hf.write_peft(folder, tensors, model.name, adapter.rank, adapter.alpha, bool(adapter.norms))
+    hf.write_peft(folder, tensors, peft_shapes(model, adapter.rank, norms), model.name,
+                  adapter.rank, adapter.alpha, norms)
 
 
 def load_adapter(model: torch.nn.Module, folder: str | Path) -> Adapter:

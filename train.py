@@ -114,7 +114,7 @@ def column(rows: list[dict], key: str) -> torch.Tensor:
 def compare(rows: list[dict], group_size: int, scale: str) -> torch.Tensor:
     """-> advantages (B,): how much better each answer is than the others to its problem.
 
-    scale: what --advantage-scale says, "group" or "none".
+    scale: what --advantage-scale says, one of grpo.SCALES.
 
     What format and length add to the reward counts only in groups whose answers differ in `task`;
     grpo.group_advantages says why.

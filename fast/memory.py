@@ -50,6 +50,7 @@ import torch
 
 from harness.config import Memory
 from learner import Learner
+from lora import Linear
 from model import ModelConfig
 from sampler import KV_BLOCK, PREFILL_TOKENS, blocks_for
 
@@ -168,7 +169,9 @@ class Plan:
         self.model = model
         self.prompt_tokens = prompt_tokens
         self.row_tokens = prompt_tokens + new_tokens
-        for linear in model.adapter.linears:
+        # All of the model's: an adapter may leave some out.
+        self.linears = [module for module in model.modules() if isinstance(module, Linear)]
+        for linear in self.linears:
             linear.wide_weight()                 # makes their common buffer, so that it is measured
         torch.cuda.empty_cache()
         self.held = torch.cuda.memory_reserved()
@@ -199,10 +202,9 @@ class Plan:
 
     def _fixed(self, limit: float, max_rows: int) -> dict[str, float]:
         """What there is nothing to decide about: name -> bytes."""
-        adapter = self.model.adapter
-        adapter_bytes = Learner.state_bytes(adapter)
+        adapter_bytes = Learner.state_bytes(self.model.adapter)
         c = self.model.config
-        weights = [linear.weight for linear in adapter.linears]
+        weights = [linear.weight for linear in self.linears]
         graphs = GRAPH_LOGITS * max_rows * c.vocab
         graphs += max(w.N * w.K * w.dtype.itemsize * w.expands(max_rows) for w in weights)
         # Bytes of a token: gate|up in fp32 and h in 16 bits, 10 F; what is D wide, 20 D.

@@ -496,16 +496,30 @@ VARIANTS = ("use_dora", "use_rslora", "lora_bias", "rank_pattern", "alpha_patter
             "alora_invocation_tokens")
 
 
-def write_peft(folder: str | Path, tensors: dict[str, torch.Tensor], model_name: str, rank: int,
-               alpha: float, norms: bool) -> None:
-    """Writes an adapter as PEFT does. norms: the layers' norms are trained and in `tensors` too."""
+def write_peft(folder: str | Path, tensors: dict[str, torch.Tensor], wanted: dict[str, tuple],
+               model_name: str, rank: int, alpha: float, norms: bool) -> None:
+    """Writes an adapter as PEFT does. norms: the layers' norms are trained and in `tensors` too.
+
+    wanted: the tensors, by name and shape, that lora.load_adapter asks for. ValueError, before
+    anything is written, if it would refuse what is written.
+    """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    parts = {name.split(".")[-3] for name in tensors if name.endswith(".lora_A.weight")}
+    targets = [target for target in TARGETS if target in parts] + sorted(parts - set(TARGETS))
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM",
               "base_model_name_or_path": str(model_name), "r": rank, "lora_alpha": alpha,
-              "lora_dropout": 0.0, "bias": "none", "target_modules": TARGETS,
-              "modules_to_save": NORMS if norms else None, "fan_in_fan_out": False,
+              "lora_dropout": 0.0, "bias": "none", "target_modules": targets,
+              "modules_to_save": list(NORMS) if norms else None, "fan_in_fan_out": False,
               "init_lora_weights": True, "inference_mode": True}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    try:
+        check_peft_config(folder, config)
+        check_peft_shapes(folder, config, shapes)
+        check_adapter_fits(wanted, shapes, folder)
+    except ValueError as error:
+        raise ValueError(f"the adapter is not saved, because it could not be read again: {error}"
+                         ) from None
+    folder.mkdir(parents=True, exist_ok=True)
     data = save(tensors, metadata={"format": "pt"})
     write_atomically(folder / "adapter_model.safetensors", data)
     write_json(folder / "adapter_config.json", config)
@@ -542,15 +556,19 @@ def read_peft(folder: str | Path) -> tuple[dict, dict[str, torch.Tensor]]:
 
 def read_peft_config(folder: str | Path) -> dict:
     """The adapter_config.json of a plain LoRA adapter on every linear. ValueError if it is none."""
-    path = Path(folder) / "adapter_config.json"
-    config = read_json(path)
-    check_keys(path, config, PEFT_RULES)
+    config = read_json(Path(folder) / "adapter_config.json")
+    check_peft_config(folder, config)
+    return config
+
+
+def check_peft_config(folder: str | Path, config: dict) -> None:
+    """ValueError unless config, that of an adapter's folder, is of a plain LoRA on every linear."""
+    check_keys(Path(folder) / "adapter_config.json", config, PEFT_RULES)
     variants = [key for key in VARIANTS if config.get(key)]
     targets = config.get("target_modules")
     if variants or not isinstance(targets, list) or {*map(str, targets)} != set(TARGETS):
         raise ValueError(f"{folder}: need a plain LoRA adapter on {', '.join(TARGETS)}, "
                          f"got one on {short_repr(targets)} {' '.join(variants)}")
-    return config
 
 
 def read_peft_header(folder: str | Path) -> tuple[dict, dict[str, tuple]]:
@@ -559,7 +577,6 @@ def read_peft_header(folder: str | Path) -> tuple[dict, dict[str, tuple]]:
     """
     config = read_peft_config(folder)
     file = Path(folder) / "adapter_model.safetensors"
-    rank = config["r"]
     try:
         if not file.is_file():                   # opening a pipe would wait for ever
             raise OSError("no regular file" if file.exists() else "No such file")
@@ -567,6 +584,16 @@ def read_peft_header(folder: str | Path) -> tuple[dict, dict[str, tuple]]:
             shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{file}: cannot be read as an adapter ({error})") from None
+    check_peft_shapes(folder, config, shapes)
+    return config, shapes
+
+
+def check_peft_shapes(folder: str | Path, config: dict, shapes: dict[str, tuple]) -> None:
+    """ValueError unless an adapter's tensors have the rank that its config says, and every target
+    has one.
+    """
+    file = Path(folder) / "adapter_model.safetensors"
+    rank = config["r"]
     for name, shape in shapes.items():
         for part, axis in (("lora_A.weight", 0), ("lora_B.weight", 1)):
             if name.endswith(part) and (len(shape) != 2 or shape[axis] != rank):
@@ -578,7 +605,6 @@ def read_peft_header(folder: str | Path) -> tuple[dict, dict[str, tuple]]:
         if not any(name.endswith(f".{target}.lora_A.weight") for name in shapes):
             raise ValueError(f"{file}: has no lora_A.weight of any {target}: no adapter on "
                              f"{', '.join(TARGETS)}")
-    return config, shapes
 
 
 # A file of ours beside PEFT's: what the adapter was trained with. Other programs pass over it.

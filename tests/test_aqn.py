@@ -62,7 +62,15 @@ def test_steps_from_0_agree_with_algorithm_1_which_counts_from_1(total_steps, nu
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule_starts_on_the_given_value_falls_and_stays_above_its_end(schedule):
+@pytest.mark.parametrize("num_stages", [2, 3, 10])
+def test_every_schedule_has_a_clean_first_stage_and_stays_between_no_noise_and_sigma_start(schedule, num_stages):
+    stages = [sigma_at(step, num_stages, 5e-2, 5e-4, num_stages, schedule) for step in range(num_stages)]
+    assert stages[0] == 0 and all(0 <= sigma <= 5e-2 * (1 + 1e-12) for sigma in stages)
+    assert sigma_at(num_stages - 1, num_stages, 0, 5e-4, num_stages, schedule) == 0
+
+
+@pytest.mark.parametrize("schedule", ["exponential", "linear", "cosine", "log"])
+def test_the_papers_schedules_start_on_the_given_value_fall_and_stay_above_their_end(schedule):
     stages = [sigma_at(step, 10, 5e-2, 5e-4, 10, schedule) for step in range(10)]
     assert stages[0] == 0 and stages[1] == pytest.approx(5e-2)
     assert all(a > b for a, b in zip(stages[1:], stages[2:])) and stages[9] > 5e-4

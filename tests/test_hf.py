@@ -24,7 +24,7 @@ from harness import hf
 from harness.hf import Shards, load_nvfp4, nvfp4_tensors, resolve, save_model
 from lora import load_adapter, save_adapter
 from model import ModelConfig, load
-from test_lora import FP32, adapted, tokens_of
+from test_lora import FP32, adapted, attach_to_some, tokens_of
 from tiny_qwen2 import SHAPES, TARGETS, config_json, merged, plain_logits, random_tensors, write_folder
 
 HERE = Path(__file__).parent
@@ -559,6 +559,31 @@ def test_a_saved_adapter_has_pefts_names_and_our_values(tiny, tmp_path):
     saved = load_file(tmp_path / "adapter_model.safetensors")
     assert saved.keys() == adapter.keys()
     assert all(torch.equal(saved[name], adapter[name]) for name in adapter)
+
+
+@pytest.mark.parametrize("linears,rank,said", [
+    (lambda layers: [linear for layer in layers for linear in (layer.qkv, layer.o)], 4,
+     r"need a plain LoRA adapter on .* got one on \['q_proj', 'k_proj', 'v_proj', 'o_proj'\]"),
+    (lambda layers: [layers[0].qkv, layers[0].o, layers[0].gate_up, layers[0].down], 4,
+     "14 tensors are missing, .* first base_model.model.model.layers.1"),
+    (lambda layers: [linear for layer in layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)], 65,
+     "r is 65, more than the 64 columns of base_model")])
+def test_an_adapter_that_could_not_be_read_again_is_not_saved(tiny, tmp_path, linears, rank, said):
+    model = load(tiny["tied"].folder, base="bf16", device="cpu")
+    attach_to_some(model, linears(model.layers), rank)
+    with pytest.raises(ValueError, match="the adapter is not saved, because it could not be read again: .*" + said):
+        save_adapter(model, tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
+
+
+def test_the_saved_configuration_names_the_linears_that_the_adapter_is_on(tiny, tmp_path, monkeypatch):
+    model = load(tiny["tied"].folder, base="bf16", device="cpu")
+    attach_to_some(model, [linear for layer in model.layers for linear in (layer.down, layer.qkv)])
+    for check in ("check_peft_config", "check_peft_shapes", "check_adapter_fits"):
+        monkeypatch.setattr(hf, check, lambda *_: None)                   # a fork that reads such adapters
+    save_adapter(model, tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["q_proj", "k_proj", "v_proj", "down_proj"]
 
 
 @pytest.mark.parametrize("shape", ["tied", "qwen3-tied"])

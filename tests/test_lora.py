@@ -5,6 +5,7 @@ python -m pytest tests/test_lora.py -v
 """
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +26,11 @@ def adapted(case, rank=4, alpha=6, norms=False, base="bf16", seed=2, **kwargs):
     tensors = random_adapter(case.raw, rank, seed=seed, norms=norms)
     set_adapter(model, tensors)
     return model, tensors
+
+
+def attach_to_some(model, linears, rank=4):
+    """Gives an adapter to these linears of a model alone, as a fork may: attach() covers every linear."""
+    model.adapter = attach(SimpleNamespace(modules=lambda: linears, dtype=model.dtype), rank)
 
 
 def tokens_of(case, *shape):

@@ -19,6 +19,7 @@ from harness.config import Memory, read_settings
 from learner import Learner
 from lora import attach
 from model import ModelConfig, load
+from test_lora import attach_to_some
 from tools.bench import SIZES
 
 ROOT = Path(__file__).parent.parent
@@ -100,6 +101,19 @@ def test_the_plan_counts_the_largest_w_that_a_decode_step_expands(gpu, monkeypat
         attach(model, rank=4)
         free.append(gpu.plan(48.0, tokens=200, model=model).free)
     assert free[0] - free[1] == expands * 2 * 2 * TINY["intermediate_size"] * TINY["hidden_size"]
+
+
+def test_linears_that_the_adapter_leaves_out_are_expanded_and_counted_too(gpu, monkeypatch):
+    # The adapter covers o alone, which is smaller than gate|up.
+    free = []
+    for base in ("bf16", "nvfp4"):
+        model = load(ROOT / "tiny", base, "cpu", torch.bfloat16)
+        monkeypatch.setattr(model, "token_logprobs", gpu.token_logprobs)
+        attach_to_some(model, [layer.o for layer in model.layers])
+        free.append(gpu.plan(48.0, tokens=200, model=model).free)
+    gate_up = 2 * TINY["intermediate_size"] * TINY["hidden_size"]
+    assert free[0] - free[1] == 2 * gate_up                                # 16 bits each, expanded in a decode step
+    assert len(model.layers[0].gate_up.scratch.flat) == gate_up            # the learner's buffer
 
 
 @pytest.mark.parametrize("pool,kept", [(20, 3), (68.5, 3), (69, 2), (71, 0)])
