@@ -328,7 +328,7 @@ def test_a_run_says_which_of_its_defaults_were_not_run_at_its_size(tmp_path):
     assert said("--model", small) == ("most of the study's runs at 1.5B had --max-new-tokens 512, --sigma-start 0, "
                                       "this one has --max-new-tokens 1024, --sigma-start 0.01")
     assert said("--model", small, "--max-new-tokens", "512", "--sigma-start", "0") == ""
-    assert said("--model", small, "--preset", "paper").startswith("--preset paper: these settings have not been run")
+    assert said("--model", small, "--preset", "paper").startswith("--preset paper: no run with these settings")
 
 
 def test_the_seed_of_a_run_is_that_of_its_noise_its_sampling_and_its_adapter(runs):
