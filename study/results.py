@@ -423,7 +423,8 @@ def keep_verdicts(args):
 
 def print_mean(args):
     for name in args.arms:
-        print(f"{name} {Arm(args.runs, name, tested=False).mean(args.key, args.first, args.last + 1):.5g}")
+        arm = Arm(args.runs, name, tested=False)
+        print(f"{name} {arm.mean(args.key, args.first, args.last + 1):.5g}")
 
 
 class Pair(NamedTuple):

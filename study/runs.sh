@@ -21,9 +21,12 @@
 #
 # The minutes of order 1 were measured with two seeds at a time, the others are by arithmetic. All
 # arms of all seeds that are given run side by side, so that whatever the card does hits all alike.
+# ARMS, for instance ARMS="noise-none noise-off", takes only these arms of the order: for more seeds
+# of one comparison, or for what is missing after a failure.
 # GIB: the memory of each run, 18 unless given; all runs together need less than the card has, so on
-# an H200 eight take GIB=15.5. Before it starts, `nvidia-cuda-mps-control -d` lets the processes use
-# the multiprocessors at the same time and not in turn: eight runs were a quarter faster with it.
+# an H200 eight take GIB=15.5 and ten GIB=13. Before it starts, `nvidia-cuda-mps-control -d` lets the
+# processes use the multiprocessors at the same time and not in turn: eight runs were a quarter
+# faster with it.
 #
 # Of GSM8K training takes the first 6,473 problems of the training file. The last 1,000 are held
 # out: what to run or to keep is chosen by `eval_accuracy`, which is theirs. Of MATH it takes levels
@@ -60,8 +63,14 @@ COMMON="--data $WORK/learn.jsonl --eval-data $WORK/choose.jsonl --eval-problems 
 names=()
 declare -A process
 
-# start ARM SEED MODEL FLAG ...: trains in the background
+# wanted ARM: whether this arm is to be run
+wanted() {
+    [[ " ${ARMS:-$1} " = *" $1 "* ]]
+}
+
+# start ARM SEED MODEL FLAG ...: trains in the background, if the arm is wanted
 start() {
+    wanted "$1" || return 0
     names+=("$1-s$2")
     train train.py --model "$3" $COMMON --seed "$2" --out "$WORK/$1-s$2" "${@:4}"
 }
@@ -132,12 +141,21 @@ taken_in() {
 
 # before ARM ...: the test of the untrained model that these arms share
 before() {
-    local arm
+    local arm run=
     grep -qs "\"$1\":" study/runs/held_out.json && return      # from earlier seeds
-    tested "$1" "$WORK/$1-s${seeds[0]}" --adapter none || return
+    for arm in "$@"; do
+        wanted "$arm" && run=${run:-$WORK/$arm-s${seeds[0]}}
+    done
+    [ "$run" ] || return 0
+    tested "$1" "$run" --adapter none || return
     for arm in "$@"; do
         taken_in "$arm" "$1" || return
     done
+}
+
+# tables ARM ... --primary ARM: the tables of an order of which all arms were run
+tables() {
+    [ "${ARMS:-}" ] || python -m study.results tables "$@"
 }
 
 # -- The orders ----------------------------------------------------------------
@@ -173,7 +191,7 @@ case $order in
     done
     arms="noise-none noise-truncate noise-off noise-gain"
     finish "$arms"
-    python -m study.results tables $arms --primary noise-off ;;
+    tables $arms --primary noise-off ;;
 2)
     converted 0.5b-calibrated "$M05" --calibrate 128 --data "$WORK/learn.jsonl"
     for seed in "${seeds[@]}"; do
@@ -184,7 +202,7 @@ case $order in
     done
     finish "rate-bf16-1e-4 rate-bf16-2e-4" "rate-calibrated-1e-4 rate-calibrated-2e-4"
     # What the rate of each format is chosen by: accuracy on the 1,000 held-out problems.
-    for format in bf16 calibrated; do
+    [ "${ARMS:-}" ] || for format in bf16 calibrated; do
         python -m study.results pairs eval_accuracy rate-$format-2e-4:rate-$format-1e-4 \
             --last-common 1
     done ;;
@@ -204,7 +222,7 @@ case $order in
         start math-calibrated "$seed" "$WORK/1.5b-calibrated" --sigma-start 0 $MATH
     done
     finish math-bf16 math-calibrated
-    python -m study.results tables math-bf16 math-calibrated --primary math-calibrated ;;
+    tables math-bf16 math-calibrated --primary math-calibrated ;;
 4)
     converted 0.5b-nearest "$M05" --codes nearest
     for seed in "${seeds[@]}"; do
@@ -215,7 +233,7 @@ case $order in
     done
     arms="noise-ppo noise-draws noise-warm"
     finish "$arms"
-    python -m study.results tables noise-none noise-off $arms --primary noise-draws ;;
+    tables noise-none noise-off $arms --primary noise-draws ;;
 5)
     converted 1.5b-calibrated "$M15" --calibrate 128 --data "$WORK/learn.jsonl"
     for seed in "${seeds[@]}"; do
@@ -224,18 +242,20 @@ case $order in
         start recipe-cosine "$seed" "$model" --sigma-start 0 --advantage-scale none
         start recipe-bound "$seed" "$model" --sigma-start 0 --advantage-scale none \
             --max-grad-norm 0.006
-        names+=("recipe-beta2-s$seed")           # no flag has Adam's second beta
+        wanted recipe-beta2 || continue          # no flag has Adam's second beta
+        names+=("recipe-beta2-s$seed")
         train -c 'import train, learner; learner.AdamW.BETAS = 0.9, 0.95; train.main()' \
             --model "$model" $COMMON --seed "$seed" --out "$WORK/recipe-beta2-s$seed" \
             --sigma-start 0 --advantage-scale none
     done
     arms="recipe-divided recipe-cosine recipe-bound recipe-beta2"
     finish "$arms"
-    python -m study.results tables $arms --primary recipe-cosine ;;
+    tables $arms --primary recipe-cosine ;;
 6)
     TEST_TOKENS=1024
     for seed in "${seeds[@]}"; do
         for size in 0.5b 1.5b; do
+            wanted "default-$size" || continue
             # A newcomer gives neither a seed nor, alone on a card, a bound of the memory.
             names+=("default-$size-s$seed")
             train train.py --model "$([ $size = 0.5b ] && echo "$M05" || echo "$M15")" \
@@ -244,8 +264,8 @@ case $order in
         done
     done
     finish default-0.5b default-1.5b
-    python -m study.results tables default-0.5b
-    python -m study.results tables default-1.5b ;;
+    tables default-0.5b
+    tables default-1.5b ;;
 *)
     echo "ORDER $order: 0 to 6" >&2
     exit 1 ;;

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from safetensors.torch import save_file
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.language import constexpr as const
 
@@ -122,11 +123,11 @@ class Gpu:
 
 def resources(kernel):
     """A compiled kernel -> bytes of shared memory, registers, bytes of stack, which registers are spilled to."""
-    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "k.cubin")
         cubin.write_bytes(kernel.asm["cubin"])
-        listing = subprocess.run([tools / "cuobjdump", "-res-usage", cubin], capture_output=True, text=True, check=True)
+        listing = subprocess.run([knobs.nvidia.cuobjdump.path, "-res-usage", cubin], capture_output=True, text=True,
+                                 check=True)
     return kernel.metadata.shared, *(int(re.search(rf"{name}:(\d+)", listing.stdout)[1]) for name in ("REG", "STACK"))
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -54,13 +55,16 @@ def compiled_for_hopper(config, dtype):
     source = GluonASTSource(hopper_kernel, signature, {(names.index(k),): v for k, v in constants.items()}, aligned)
     kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32),
                             options={"num_warps": 4, "maxnreg": config.maxnreg, "launch_pdl": True})
-    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.TemporaryDirectory() as folder:
         ptx, cubin = Path(folder, "k.ptx"), Path(folder, "k.cubin")
         ptx.write_text(kernel.asm["ptx"])
-        remarks = subprocess.run([tools / "ptxas", "-v", "-arch=sm_90a", ptx, "-o", cubin], capture_output=True,
-                                 text=True, check=True).stderr
-        listing = subprocess.run([tools / "cuobjdump", "-sass", cubin], capture_output=True, text=True, check=True)
+        # The one that Triton itself takes: another may be too old for the version of this PTX.
+        done = subprocess.run([knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", ptx, "-o", cubin], capture_output=True,
+                              text=True)
+        remarks = done.stdout + done.stderr
+        assert done.returncode == 0, remarks
+        listing = subprocess.run([knobs.nvidia.cuobjdump.path, "-sass", cubin], capture_output=True, text=True,
+                                 check=True)
     found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\d+ )?([^;]+?)\s*;", listing.stdout)
     return remarks, [(int(address, 16), text) for address, text in found]
 

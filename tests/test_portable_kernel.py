@@ -21,6 +21,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
 from triton.runtime import interpreter
 
 import marlin_fp4
@@ -133,8 +134,8 @@ def compile_for(sm, M, dtype):
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "k.cubin")
         cubin.write_bytes(kernel.asm["cubin"])
-        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        listing = subprocess.run([tool, "-sass", cubin], capture_output=True, text=True, check=True).stdout
+        listing = subprocess.run([knobs.nvidia.cuobjdump.path, "-sass", cubin], capture_output=True, text=True,
+                                 check=True).stdout
     found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\d+ )?([^;]+?)\s*;", listing)
     instructions = [(int(address, 16), text) for address, text in found]
     loop = max(inner_loops(instructions), key=len)

@@ -112,7 +112,8 @@ def test_an_interval_by_hand():
     (1, 1319, 12, 3, 0.965), (8, 440, 12, 3, 0.965),
     (1, 1319, 4, 2, 0.99), (8, 440, 4, 2, 0.99), (8, 440, 4, 5, 0.99)])    # few seeds: on the safe side
 @pytest.mark.parametrize("deviation", [0.0, 0.012])
-def test_the_intervals_cover_the_truth_in_95_per_cent_of_simulated_studies(answers, problems, arms, seeds, most, deviation):
+def test_the_intervals_cover_the_truth_in_95_per_cent_of_simulated_studies(answers, problems, arms, seeds, most,
+                                                                           deviation):
     """3,000 comparisons of two arms, each in a study whose arms all have so many seeds.
 
     The truth is 0: problems favour the one or the other arm by 5 points as often, and a seed shifts its arm's chance of
@@ -345,7 +346,7 @@ def test_the_studys_first_claim_is_what_its_files_hold(monkeypatch, capsys):
 
 
 def test_the_studys_worked_example_is_what_its_files_hold(monkeypatch, capsys):
-    """study/methods.md, "How the intervals are computed": its words in plain Python, against its tables and `tables`."""
+    """study/methods.md, "How the intervals are computed": its words in plain Python, against what `tables` prints."""
     monkeypatch.chdir(ROOT)
     held_out = json.loads((results.RUNS / "held_out.json").read_text())
     digits = {name: [*map(int, text)] for name, text in held_out.items()}
@@ -454,6 +455,32 @@ def test_the_script_of_the_runs_to_come_starts_every_arm_with_flags_that_train_t
         assert sorted(ids("math_learn.jsonl") + ids("math_choose.jsonl")) == [i for i in range(35) if i % 5 >= 2]
         assert (tmp_path / "work" / "math_test.jsonl").read_text().split() == ["math500", "math_test_rest"]
         assert {one.data.data for one in settings} == {str(tmp_path / "work" / "math_learn.jsonl")}
+
+
+def test_of_an_order_only_the_wanted_arms_are_run_and_their_untrained_model_tested(tmp_path):
+    (tmp_path / "study").mkdir()
+    script = shutil.copy(ROOT / "study" / "runs.sh", tmp_path / "study")
+    log, stand_in = tmp_path / "calls", tmp_path / "python"
+    stand_in.write_text(f'#!/bin/bash\necho "$*" >> {log}\n')
+    stand_in.chmod(0o755)
+    (tmp_path / "gsm8k_train.jsonl").write_text("".join(f"{i}\n" for i in range(1003)))
+    for order, wanted in (("1", "noise-truncate noise-gain"), ("2", "rate-calibrated-2e-4"), ("5", "recipe-bound"),
+                          ("6", "default-1.5b")):
+        log.write_text("")
+        work = tmp_path / order
+        done = subprocess.run(["bash", script, order, "6"], capture_output=True, text=True,
+                              env=os.environ | dict(M05="m05", M15="m15", DATA=str(tmp_path), WORK=str(work),
+                                                    ARMS=wanted, PATH=f"{tmp_path}:{os.environ['PATH']}"))
+        assert done.returncode == 0 and not done.stderr
+        calls = log.read_text().splitlines()
+        runs = [str(work / f"{arm}-s6") for arm in wanted.split()]
+        trained = [call for call in calls if call.startswith(("train.py", "-c"))]
+        assert sorted(call.split("--out ")[1].split()[0] for call in trained) == sorted(runs)
+        tested = {call.split()[1] for call in calls if call.startswith("evaluate.py") and "--adapter none" not in call}
+        assert tested == set(runs)
+        untrained = {call.split()[1] for call in calls if "--adapter none" in call}
+        assert untrained == {runs[0]}
+        assert not any("tables" in call or "pairs" in call for call in calls)
 
 
 def test_a_run_that_fails_is_named_and_takes_no_other_with_it(tmp_path):
