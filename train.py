@@ -1,8 +1,8 @@
 """
 QeRL's training loop: GRPO/DAPO of Qwen2.5 and Qwen3 with frozen 4-bit weights, LoRA and AQN.
 
-    python train.py                            a tiny model that ships here: CPU, offline, a minute
-    python train.py --model qwen2.5-1.5b       a real model on GSM8K, one GPU, the study's recipe
+    python train.py                            a tiny model that ships here: CPU, offline, 1 to 2 min
+    python train.py --model qwen2.5-1.5b       a real model on GSM8K, one GPU
     python train.py --model X --preset paper   the settings of the paper's Table 4
     python train.py --resume --out runs/x      continue the run in runs/x, with its flags
     torchrun --nproc-per-node 8 train.py ...   the same; each GPU answers an eighth of the problems

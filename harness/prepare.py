@@ -142,7 +142,7 @@ def with_decided_defaults(settings: Settings, num_problems: int, device: torch.d
     return settings.replace(steps=steps, calibrate=calibrate)
 
 
-# The defaults that make up the study's recipe, and the widths of the models that it ran on.
+# The defaults that are those of the study's runs, and the widths of the models that it ran on.
 RECIPE = "lr", "prompts_per_step", "epochs", "overlong"
 STUDIED = {896: "0.5B", 1536: "1.5B"}
 OTHER_THAN_STUDIED = {"max_new_tokens": 512, "sigma_start": 0}   # default's name -> what runs had
