@@ -22,7 +22,7 @@
 # The minutes of order 1 were measured with two seeds at a time, the others are by arithmetic. All
 # arms of all seeds that are given run side by side, so that whatever the card does hits all alike.
 # ARMS, for instance ARMS="noise-none noise-off", takes only these arms of the order: for more seeds
-# of one comparison, or for what is missing after a failure.
+# of one comparison, or for what is missing after a failure. Of order 0 ARMS=1.5b takes this model.
 # GIB: the memory of each run, 18 unless given; all runs together need less than the card has, so on
 # an H200 eight take GIB=15.5 and ten GIB=13. Before it starts, `nvidia-cuda-mps-control -d` lets the
 # processes use the multiprocessors at the same time and not in turn: eight runs with it took a
@@ -163,6 +163,7 @@ tables() {
 case $order in
 0)
     for size in 0.5b 1.5b; do
+        wanted $size || continue
         jobs=()
         source=$([ $size = 0.5b ] && echo "$M05" || echo "$M15")
         converted $size-nearest "$source" --codes nearest
@@ -179,7 +180,7 @@ case $order in
             wait "$job"
         done
     done
-    python -m study.results sampler "$WORK"/{0.5b,1.5b}-{bf16,nf4,nearest,search,calibrated}.jsonl ;;
+    [ "${ARMS:-}" ] || python -m study.results sampler "$WORK"/{0.5b,1.5b}-{bf16,nf4,nearest,search,calibrated}.jsonl ;;
 1)
     converted 0.5b-nearest "$M05" --codes nearest
     for seed in "${seeds[@]}"; do
