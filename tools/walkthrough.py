@@ -1,13 +1,13 @@
 """
 One problem on its way from prompt to update, with every number in between.
 
-    python -m tools.walkthrough          the tiny model, on any CPU, offline, in about 20 seconds
+    python -m tools.walkthrough          the tiny model, on any CPU, offline, in about half a minute
 
-Read this file from top to bottom like a notebook. Each cell (# %%) is one thing that a training
-step does. train.py does it for sixteen problems at once, this file for one, with the same functions
-of the project. Editors that know the # %% marks run the cells one by one.
+Read this file from top to bottom like a notebook. Each cell (# %%) does one part of a training
+step. train.py does the same for sixteen problems at once, this file for one, and both call the same
+functions. Editors that know the # %% marks can run the cells one by one.
 
-docs/walkthrough.md shows what is printed, and explains it.
+docs/walkthrough.md shows what this script prints, and explains it.
 """
 import math
 
@@ -28,9 +28,9 @@ from model import load
 from sampler import Sampler, Sampling, TorchEngine
 
 SEED = 0
-STEPS = TINY_DEFAULTS["steps"]                   # of a run: as many as python train.py has
-STEP = 10                                        # the one that we look at
-PLACE = 165                                      # in the run: the sixth problem of that step
+STEPS = TINY_DEFAULTS["steps"]                   # training steps of a run of python train.py
+STEP = 10                                        # the training step that we look at
+PLACE = 165                                      # of our problem in the run: the sixth of that step
 GROUP_SIZE = 8
 MAX_NEW_TOKENS = 48
 
@@ -40,15 +40,15 @@ def title(text):
 
 
 # %% 1. The problem and its prompt
-# A model does one thing: it continues a list of token ids. The chat format tells it who speaks.
-# Three control tokens mark that; no text of a user's can spell them.
+# A model does one thing: it continues a list of token ids. The chat format marks who speaks, by two
+# control tokens. The text of a question cannot produce these tokens.
 tokenizer = data.Tokenizer(TINY_MODEL)
 problems = data.encode_prompts(tokenizer, data.load_problems("arithmetic"), "boxed")
 problem, = data.problems_at(problems, SEED, range(PLACE, PLACE + 1))
 
 
 def text_of(ids):
-    """Text of token ids, control tokens included."""
+    """Token ids -> their text, control tokens included."""
     return tokenizer.file.decode(ids, skip_special_tokens=False)
 
 
@@ -61,7 +61,8 @@ for token in problem.prompt[:10]:
     print(f"{token:5}  {text_of([token])!r}")
 
 # %% 2. A frozen weight: sixteen numbers that share a scale
-# NVFP4 keeps 4 bits of each weight, one byte for every 16 of them, and one scale for the matrix.
+# NVFP4 stores a code of 4 bits for each weight, a scale of one byte for every 16 weights, and one
+# scale for the whole matrix.
 files = Shards(TINY_MODEL)
 original = files.get("model.layers.0.self_attn.o_proj.weight").float()
 packed, block_scale, tensor_scale = nvfp4.quantize(original)
@@ -87,8 +88,8 @@ print(f"  root mean square of the errors          {error.square().mean().sqrt():
 print(f"  decoded weights that fit in bfloat16    {exact.float().mean():.0%}")
 
 # %% 3. The model, and noise on its norms
-# All linears of the model are held like that. Each gets an adapter of rank 32, which will learn.
-# While the model answers, the weights of its norms carry noise, sigma * z.
+# All linears of the model are stored in NVFP4. Each gets an adapter of rank 32, which is trained.
+# While the model answers, the noise sigma * z is added to the weights of its norms.
 model = load(TINY_MODEL, "nvfp4", torch.device("cpu"), live_vocab=tokenizer.vocab_size)
 configure_cpu(model)
 adapter = lora.attach(model, rank=32, alpha=32, seed=SEED)
@@ -116,8 +117,8 @@ print("\na noisy norm before W, and W with noisy columns, give the same: "
       f"{torch.allclose(noisy_norm, noisy_columns, atol=1e-5)}")
 
 # %% 4. Eight answers
-# A token is drawn by the model's probabilities, and the sampler writes down the log of the one that
-# it was drawn with. The random number is a hash of (seed, place, number of the answer, position).
+# Each token is drawn at random by the model's probabilities, and the sampler writes its log-prob
+# down. The random number is a hash of (seed, place, number of the answer, position).
 sampler = Sampler(TorchEngine, model, max_length=128)
 sampling = Sampling(MAX_NEW_TOKENS, tokenizer.end_ids, temperature=1.0, seed=SEED)
 with aqn.noisy_norms(model, sigmas[STEP], SEED, STEP):
@@ -134,7 +135,7 @@ for b in (4, 5):
     print("  " + ", ".join(f"{text_of([token])!r} {p:.1%}" for token, p in drawn))
 
 # %% 5. Their rewards
-# One rule finds the answer in a text, another decides whether it equals the known one.
+# rewards.py finds the answer in a text, answers.py decides whether it equals the known answer.
 graded = rewards.grade_rollouts(tokenizer, [problem], rollouts)
 reward = torch.tensor([row["task"] for row in graded])
 
@@ -144,7 +145,7 @@ for b, row in enumerate(graded):
     print(f"{b:3}  {row['extracted']:>6}  {row['rule']:8}  {row['answer']:>5}  {row['task']:6.0f}")
 
 # %% 6. Their advantages
-# How much better is an answer than the others to its problem, in standard deviations?
+# By how many standard deviations is an answer better than the mean of its group?
 by_hand = (reward - reward.mean()) / (reward.std() + 1e-4)
 advantages = grpo.group_advantages(reward, GROUP_SIZE)
 
@@ -155,8 +156,8 @@ print(f"wrong  (0 - {reward.mean():.2f}) / {reward.std():.3f} = {by_hand.min():5
 print(f"grpo.group_advantages gives the same: {torch.allclose(by_hand, advantages)}")
 
 # %% 7. The loss of a token
-# The learner computes the log-probs of the same tokens once more, without noise. At its first pass
-# what it computes is the policy and the proximal policy at once.
+# The learner computes the log-probs of the same tokens again, without noise. In its first pass over
+# the answers these log-probs are those of the policy and of the proximal policy at once.
 loss = grpo.LOSSES["dapo"]
 lengths = torch.tensor([len(completion) for completion in rollouts.completions])
 in_loss = grpo.loss_mask(reward, torch.tensor(rollouts.finished), mask_truncated=True)
@@ -166,19 +167,19 @@ sampler_logprobs = torch.cat(rollouts.logprobs)
 
 
 def learner_logprobs():
-    """Log-probs of all sampled tokens as the model gives them now: row after row, without noise."""
+    """Log-probs of all sampled tokens, row after row, from the present model without noise."""
     tokens = [problem.prompt + completion for completion in rollouts.completions]
     starts = [len(problem.prompt)] * GROUP_SIZE
     return model.token_logprobs(tokens, starts)[0].detach()
 
 
 def of_rows(logprobs):
-    """The same, apart for each row."""
+    """Log-probs of all tokens -> those of each row."""
     return logprobs.split(lengths.tolist())
 
 
 def show_losses(policy):
-    """The loss by hand, printed for two tokens of rows 4 and 5 with their three probabilities."""
+    """Computes the loss by hand. Prints two tokens of row 4 and two of row 5."""
     correction = (proximal - sampler_logprobs).exp().clamp(max=grpo.CORRECTION_CAP)
     rho = (policy - proximal).exp()
     clipped = rho.clamp(1 - loss.clip_low, 1 + loss.clip_high)
@@ -203,7 +204,8 @@ proximal = learner_logprobs()
 show_losses(proximal)
 
 # %% 8. One update
-# Backward, and a step of AdamW on all A and B. 5e-4 is the highest rate of the tiny model's run.
+# The backward pass, and a step of AdamW on all A and B. 5e-4 is the highest learning rate in a run
+# of the tiny model.
 learner = Learner(model, loss)
 batch = Batch(rollouts, advantages)
 start = adapter.master.detach().clone()
@@ -221,8 +223,8 @@ for name, moved, gradient in zip(["all A", "all B"], moves, gradients):
           f"{gradient.median():16.1e}  {gradient.max():7.1e}")
 
 # %% 9. The same problem again
-# Now the policy has moved away from the proximal policy, so a second pass over the same answers
-# (--epochs 2) would see a ratio rho that is not 1.
+# The update has moved the policy away from the proximal policy. In a second pass over the same
+# answers (--epochs 2) the ratio rho is therefore not 1.
 policy = learner_logprobs()
 
 title("9. The same problem again")
