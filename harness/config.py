@@ -13,9 +13,9 @@ Settings are made once and never change. run.json holds them flat, flag name -> 
 one-line error before anything expensive starts.
 
 With --model the defaults are close to the runs of study/README.md (docs/recipes.md says where they
-differ). --preset fills in other values, those of a row of PRESETS, where no flag is given. In the help texts, "study" is that page,
-"Table 4" and sections are those of the paper (QeRL, arXiv 2510.11696), and "release" is its code
-(NVlabs/QeRL).
+differ). --preset fills in other values, those of a row of PRESETS, where no flag is given. In the
+help texts, "study" is that page, "Table 4" and sections are those of the paper (QeRL, arXiv
+2510.11696), and "release" is its code (NVlabs/QeRL).
 """
 import argparse
 import dataclasses
