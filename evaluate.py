@@ -1,5 +1,5 @@
 """
-Measures the accuracy of a model, with or without an adapter, by the sampler and grader of training.
+Measures a model's accuracy, with or without an adapter, with the sampler and grader of training.
 
     python evaluate.py runs/x                        a run, with its flags, on the problems that it
                                                      held out; --limit 0: on all of the test split
@@ -8,8 +8,9 @@ Measures the accuracy of a model, with or without an adapter, by the sampler and
 
 Answers are greedy by default. With --samples N each problem gets N sampled answers, for pass@k and
 maj@k (harness/figures.py). The last line on stdout is a JSON object whose keys docs/metrics.md
-defines. --out grows with each problem that is done, and Ctrl-C ends with the figures of these. The
-figures are also printed where a full disk lets --out hold only a part of the answers.
+defines. --out grows with each problem that is done. Ctrl-C ends the sampling, and the figures of
+the problems that are done are printed. If a full disk cuts --out short, the figures still count all
+answers.
 
 Not here: few-shot prompts.
 """
@@ -47,9 +48,9 @@ class Which:
     model: str | None = setting(None, "folder, Hugging Face id or a name such as qwen2.5-7b")
     adapter: str | None = setting(None, "PEFT folder, such as runs/x/adapter; none: the model "
                                   "without an adapter")
-    base: str | None = setting(None, "format of the linears (default: nvfp4, of a merged folder "
-                               "bf16)", choices=nvfp4.FORMATS)
-    dtype: str | None = setting(None, "of the inputs of matmuls, as in train.py",
+    base: str | None = setting(None, "format of the linears (default: nvfp4, or bf16 for a folder "
+                               "of tools.convert merge)", choices=nvfp4.FORMATS)
+    dtype: str | None = setting(None, "type of the inputs of matmuls, as in train.py",
                                 choices=("bfloat16", "float16"))
     device: str | None = setting(None, "cpu, cuda or cuda:N (default: a GPU if there is one)")
     kernels: str = setting("auto", "as in train.py", choices=("auto", *KERNELS))
@@ -60,9 +61,10 @@ class Evaluation:
     """which problems, and how they are answered"""
     data: str | None = setting(None, "as in train.py: gsm8k, a file, an id (default: what the run "
                                "holds out)")
-    split: str = setting("test", "of a data set; a file has one", choices=("train", "test"))
-    limit: int | None = setting(None, "only the first so many problems; 0: all (default: those "
-                                "that the run held out, of --data all)", "[0, 2e9]")
+    split: str = setting("test", "which part of a data set; a file has only one",
+                         choices=("train", "test"))
+    limit: int | None = setting(None, "only the first LIMIT problems; 0: all (default: those that "
+                                "the run held out, or all of --data)", "[0, 2e9]")
     prompt_style: str = setting("boxed", "as in train.py")
     thinking: str = setting("off", "as in train.py", choices=("on", "off"))
     reward: str | None = setting(None, "module:function, as in train.py: its mean is among the "
@@ -71,12 +73,12 @@ class Evaluation:
     temperature: float | None = setting(None, "0: greedy (default: 0; with several samples 0.6, as "
                                         "in the paper)", "[0, 1000]")
     top_p: float = setting(0.95, "nucleus of sampled answers (paper)", "(0, 1]")
-    top_k: int = setting(0, "sample from the likeliest so many tokens only; 0: from all",
-                         "[0, 2e9]")
-    max_new_tokens: int | None = setting(None, "longest answer (default: the paper's 4096, or what "
-                                         "the model has positions for)", "[1, 2e9]")
+    top_k: int = setting(0, "sample only from the TOP_K likeliest tokens; 0: from all", "[0, 2e9]")
+    max_new_tokens: int | None = setting(None, "longest answer in tokens (default: the paper's "
+                                         "4096, or fewer if the model has too few positions)",
+                                         "[1, 2e9]")
     max_rows: int = setting(256, "most answers that are decoded at a time", "[1, 2e9]")
-    seed: int = setting(0, "of sampling", "[0, 2e18]")
+    seed: int = setting(0, "random seed of sampling", "[0, 2e18]")
     out: str | None = setting(None, "new .jsonl file for every answer with its verdict")
     against: str | None = setting(None, "the --out of another evaluation, to compare with problem "
                                   "by problem")
@@ -86,9 +88,9 @@ def parse(parser: argparse.ArgumentParser, sections: list) -> tuple[argparse.Nam
                                                                     Settings | None]:
     """-> the flags of these sections, and the settings of the run that is named, if one is.
 
-    A run's own settings are the defaults of those that sections and runs have in common.
+    If a run is named, its settings are the defaults of the flags that it shares with the sections.
     """
-    parser.add_argument("run", nargs="?", help="folder of train.py, whose flags are the defaults")
+    parser.add_argument("run", nargs="?", help="folder of a run, whose flags are the defaults")
     for section in sections:
         config.add_section(parser, section)
     args = parser.parse_args()
@@ -158,9 +160,9 @@ def problems_of(wanted: Evaluation, run: Settings | None, tokenizer: data.Tokeni
                 ) -> tuple[list, str]:
     """-> problems with prompts, of --data or what the run holds out; where they come from.
 
-    Without --limit these are the run's --eval-problems, those that its own evaluations took. With
-    it they may be more, if they come from a test split: what a run holds out of its training file
-    is all that it was not trained on.
+    For a run without --limit these are its --eval-problems, which its own evaluations used. With
+    --limit there may be more if they come from a test split. If they are the end of the run's
+    training file there are no more: the run was trained on all others.
     """
     source = wanted.data
     by_run = ""
@@ -172,7 +174,8 @@ def problems_of(wanted: Evaluation, run: Settings | None, tokenizer: data.Tokeni
         ends_a_training_file = not held.eval_data and source.endswith(data.SUFFIXES)
         if wanted.limit is not None and not ends_a_training_file:
             held = dataclasses.replace(held, eval_problems=0)
-        # What was too long for the run is none of its problems, and --thinking changes the length.
+        # Prompts that were too long for the run are not among its problems. So lengths are measured
+        # with the run's --thinking, which changes them.
         asked = tokenizer if held.thinking == wanted.thinking else \
             data.Tokenizer(tokenizer.folder, held.thinking)
         _, problems = data.split_problems(held, asked)
@@ -187,10 +190,11 @@ def problems_of(wanted: Evaluation, run: Settings | None, tokenizer: data.Tokeni
 def prove_adapter(model: qwen.Qwen, sampler: Sampler, prompt: list, max_new_tokens: int) -> float:
     """-> how far the adapter moves the log-probs of a probe, on average, in nats.
 
-    ValueError if the sampler ignores it. In NVlabs/QeRL's GSM8K evaluation it did, unnoticed.
+    ValueError if the sampler ignores the adapter. In NVlabs/QeRL's GSM8K evaluation the sampler did
+    so, unnoticed.
     """
     if not any(linear.b.any() for linear in model.adapter.linears):
-        print("the adapter's B is zero in every layer: its linears are the base's")
+        print("the adapter's B is zero in every layer: the linears compute what the base's do")
         return 0.0
     probe = sampler.generate([prompt], 2, Sampling(min(32, max_new_tokens)))
     rows = [prompt + completion for completion in probe.completions]
@@ -203,7 +207,7 @@ def prove_adapter(model: qwen.Qwen, sampler: Sampler, prompt: list, max_new_toke
     shift = (on - off).abs().mean().item()
     to_off = (sampled - off).abs().mean().item()
     effect = f"log-probs move by {shift:.1e}, the sampler's are {to_off:.1e} from the base's"
-    # An adapter that is not applied leaves to_off at rounding alone, far below half of the shift.
+    # If the adapter is not applied, to_off is only rounding error, far below half of the shift.
     if shift == 0 or to_off < shift / 2:
         raise ValueError(f"--adapter has no effect: {effect}")
     print(f"adapter active: {effect}")
@@ -244,7 +248,7 @@ def answer(wanted: Evaluation, tokenizer: data.Tokenizer, problems: list, sample
             lenient = rewards.grade(tokenizer.opened + row["completion"], row["answer"],
                                     last_number=True)
             row |= {"sample": sample, "lenient": float(lenient.correct)}
-        done[i] = rows                           # whole: Ctrl-C may have come in between
+        done[i] = rows                           # only when complete: Ctrl-C may come before
         if wanted.out and not failure:
             failure = append_rows(wanted.out, rows)
             if failure:
@@ -349,7 +353,7 @@ def main() -> None:
         print(f"evaluate.py: stopped by Ctrl-C: {count} of {len(problems)} problems are done",
               file=sys.stderr)
     if failure:
-        print(f"evaluate.py: {failure}: --out lacks answers, the figures above are of all of them",
+        print(f"evaluate.py: {failure}: --out lacks some answers, the figures above count all",
               file=sys.stderr)
     if failure or idle is None:
         sys.exit(130 if idle is None else 1)

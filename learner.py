@@ -177,7 +177,8 @@ class Learner:
     def restore(self, counters: dict) -> None:
         """Goes on from a checkpoint whose tensors have been written into tensors() already.
 
-        counters are the checkpoint's, among which may be numbers of others; {} for a new run.
+        counters: those of the checkpoint, which may also hold numbers of other parts of the run; {}
+        for a new run.
         """
         for name in self.counters().keys() & counters.keys():
             setattr(self, name, counters[name])
@@ -291,7 +292,7 @@ def micro_batches(prompts: Sequence, completions: Sequence, token_budget: int,
 
     prompts and completions are lists of token ids, B each. The rows of a group stand next to each
     other, and the learner computes the prompt of neighbours once, so it counts once for them. A
-    micro-batch has at most token_budget tokens, but for a single longer row, which stands alone.
+    micro-batch has at most token_budget tokens; a row that is longer than that stands alone.
 
     Three packings follow one another. Here with a budget of 10 tokens and four rows, of which the
     first three answer the prompt a (2 tokens) and the last one the prompt b (1 token):

@@ -45,7 +45,7 @@ P*R / K (or P*R / N) to the work:
                       dA = (dy @ s*B).T @ x      (P*R, K)
                       dB = s * dy.T @ (x @ A.T)  (N, R), for each part its rows and its R columns
 
-Not here: how the sampler's kernels compute the same y (fast/decode.py, partial()).
+Not here: how the sampler's kernels compute the same y (fast/decode.py, launch_matmul()).
 
 Shapes: M rows (tokens), N out_features, K in_features, R LoRA rank, P parts of a fused linear.
 """
@@ -104,8 +104,8 @@ class Linear(torch.nn.Module):
         return self.adapter.rank if self.adapter and self.adapter.enabled else 0
 
     def trained(self) -> tuple[Tensor | None, Tensor | None]:
-        """A and B as arguments of a torch.autograd.Function, or (None, None) where rank is 0. It
-        computes with their working copies, but autograd gives gradients to arguments alone.
+        """A and B as arguments of a torch.autograd.Function, or (None, None) where rank is 0. The
+        Function computes with their working copies, but autograd gives gradients to arguments only.
         """
         return (self.a, self.b) if self.rank else (None, None)
 
@@ -154,9 +154,9 @@ class Linear(torch.nn.Module):
     def product_backward(self, x_wide: Tensor, dy_wide: Tensor, needs_ab: bool) -> tuple:
         """Gradients of product(): -> dx (M, K) in the model's dtype, dA and dB in fp32 or None.
 
-        x_wide: as product() left it. dy_wide: widened(dL/dy). W is expanded a second time here:
-        kept since the forward, the expanded W of all layers together would be 3.5 times an NVFP4
-        model.
+        x_wide: as product() left it. dy_wide: widened(dL/dy). W is expanded a second time here. To
+        keep the expanded W of all layers from the forward would take 3.5 times the memory of an
+        NVFP4 model.
         """
         n = self.weight.N
         k = self.weight.K
@@ -291,8 +291,8 @@ def attach(model: torch.nn.Module, rank: int = 32, alpha: float = 32, norms: boo
     An adapter that the model had is dropped, with the norms that it trained: these start again
     from the checkpoint's weights.
     norms: train the two norms of each layer too. A starts uniform in +-1/sqrt(K) as PEFT's does,
-    drawn from `seed`. B starts at zero: the first forward equals the base's but for the order in
-    which a matmul sums.
+    drawn from `seed`. B starts at zero, so the first forward equals the base's except for the order
+    in which a matmul sums.
     """
     before = getattr(model, "adapter", None)
     if before is not None:                       # its norms are views of its own master

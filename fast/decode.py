@@ -3,10 +3,11 @@ The fast engine of the sampler: decode steps and short prefills as CUDA graphs, 
 
 It takes sampler.TorchEngine's place and gives the same numbers, up to the order of fp32 sums.
 
-Why: a step of 7B, one new token for every live row, is 4.9 GB of memory traffic, about 1.1 ms on an
-H200, in 260 launches. Python takes some 10 us for a launch (an estimate for a plain kernel; those
-of a prefill take 19 to 26, measured), and a pass over an activation takes 3 us. So launches are
-recorded once as a graph, and everything between two matmuls is one kernel of kernels.py:
+Why: a decode step of the 7B makes one new token for every live row. It is 4.9 GB of memory traffic,
+about 1.1 ms on an H200, in 260 launches. Python takes some 10 us for each launch (an estimate for a
+plain kernel; the launches of a prefill take 19 to 26 us, measured), and a pass over an activation
+takes 3 us. So launches are recorded once as a graph, and everything between two matmuls is one
+kernel of kernels.py:
 
     embed_kernel                     residual = embed[token]; the first norm
     in every layer
@@ -57,9 +58,10 @@ VOCAB_CHUNK = 2048      # logits of one program of chunk_kernel
 QUERY_TILE = 16         # queries of one program of attention_kernel: the side of an mma.sync
 MAX_END_IDS = 16
 PREFILL_SIZES = (64, 128, 256, 512, 1024)  # tokens of prefills that are graphs
-# How much one program of the elementwise kernels does, by the rows of the step, at most. `columns`
-# does not count for heads_kernel, which takes a head. With 128 columns a number costs half as many
-# instructions as with 64, but up to 16 rows there would be too few programs for the GPU.
+# How much one program of the elementwise kernels does, by the number of rows of the step: an entry
+# is for at most so many. `columns` does not apply to heads_kernel, whose programs take one head
+# each. With 128 columns a number costs half as many instructions as with 64, but with 16 rows or
+# fewer there would be too few programs for the GPU.
 PROGRAM_SIZES = {
     # rows: columns, heads (rows, warps), residual (rows, warps), swiglu (rows, warps)
     4: (64, (1, 4), (1, 1), (1, 1)),
@@ -110,11 +112,12 @@ def attention_plan(pairs: int, most_siblings: int, wide_steps_fit: bool) -> Atte
     of 128.
 
     Times on an H200. With up to 64 pairs there are too few programs for its 132 multiprocessors, so
-    several share a row. Only there: joining them costs 2 us, and programs that find nothing to do
-    cost 3. From 265 pairs on siblings read their prefix together, which pays where the L2 cannot
-    keep up. Measured with 255 shared tokens and 256 of each row's own: 32B at 64 rows (512 pairs)
-    takes 28 instead of 30 us, 7B gains at 256 rows (1,024 pairs) and not at 64 (256). Between 265
-    and 512 pairs it was not measured.
+    several programs share a row. With more pairs they do not: joining their results costs 2 us, and
+    programs that find nothing to do cost 3 us. From 265 pairs on, siblings read their prefix
+    together, which pays where the L2 cache cannot keep up. Measured with 255 shared tokens and 256
+    of each row's own: the 32B at 64 rows (512 pairs) takes 28 us instead of 30 us; the 7B gains at
+    256 rows (1,024 pairs) and does not gain at 64 rows (256 pairs). Between 265 and 512 pairs
+    nothing was measured.
     """
     if pairs <= 64:
         splits = min(64, triton.next_power_of_2(triton.cdiv(132, pairs)))
@@ -148,7 +151,7 @@ class GraphStore(dict):
     """key -> a function that replays a CUDA graph.
 
     All graphs in it were captured under the same `settings`, which are whatever a graph depends on
-    beside its key: other settings drop them all.
+    beside its key. When the settings change, all graphs are dropped.
     """
     settings = None
     pool = None  # of the activations' memory. One for all graphs, since no two run at once.
@@ -172,7 +175,7 @@ class GraphStore(dict):
             return launch
         self.stream = self.stream or torch.cuda.Stream()
         self.stream.wait_stream(torch.cuda.current_stream())  # which has written launch()'s inputs
-        with torch.cuda.stream(self.stream):  # for real: this compiles kernels and wakes cuBLAS
+        with torch.cuda.stream(self.stream):  # a real run: compiles kernels, starts cuBLAS
             launch()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -260,12 +263,12 @@ class GraphEngine(TorchEngine):
 
     @torch.no_grad()
     def prefill(self, tokens: torch.Tensor, blocks: torch.Tensor, lengths: Sequence[int]) -> None:
-        """As TorchEngine.prefill. A short one is a graph: the host would need 1.7 to 2.3 ms to
-        launch the 90 kernels of a layer, through all that torch does around each.
+        """As TorchEngine.prefill. A short prefill is a graph: without it the host would need 1.7 to
+        2.3 ms to launch the 90 kernels of a layer, because of all that torch does around each.
 
         A graph has a fixed number of tokens and of prefixes. The spare tokens become one more
-        prefix, which goes to block 0, and the spare prefixes are empty: there are size / 32 in all,
-        since FlashAttention launches programs for empty ones too.
+        prefix, which goes to block 0, and the spare prefixes are empty. There are only size / 32
+        prefixes in all, since FlashAttention launches programs for empty ones too.
         """
         T = len(tokens)
         n = len(lengths)
@@ -293,7 +296,7 @@ class GraphEngine(TorchEngine):
 
     def graph(self, size: int, sampling: Sampling) -> Callable:
         """What runs one step of `size` rows. All of them are spare rows until decode() fills them
-        in: to capture a graph is to run a step, which must not touch anybody's cache.
+        in, since capturing a graph runs a step, which must not touch any live row's cache.
         """
         self.rows[:, :size] = self.nobody
         self.table[:size] = 0
@@ -345,9 +348,9 @@ class GraphEngine(TorchEngine):
                 launch_matmul(linear, x, self.matmul), n, resid, into(norm), tile, rows,
                 num_warps=warps, **pdl)
 
-        # Launched without launch_pdl, so after the whole step before: it starts the chain that the
-        # top of kernels.py describes. So every other kernel may read the rows' state before it
-        # waits.
+        # This kernel is launched without launch_pdl, so it begins after the whole previous step. It
+        # starts the chain that the top of kernels.py describes. So every other kernel may read the
+        # rows' state before it waits.
         norms = [layer.input_norm for layer in model.layers] + [model.final_norm]
         kernels.embed_kernel[n, tiles](
             self.state, model.embed, self.freq, resid, cos, sin, into(norms[0]), n, tile, d // 2,

@@ -1,9 +1,9 @@
 """
 Divides a GPU's memory for a training run, before its first step.
 
-The sampler wants a large KV pool and the learner wants large micro-batches whose activations stay
-in memory, both out of the same GiB. What the learner needs at worst is measured by doing it once,
-so a run does not fail at step 300, on the first batch of long answers.
+The sampler wants a large KV pool, and the learner wants large micro-batches whose activations stay
+in memory. Both share the same GiB. The most that the learner can need is measured by running that
+case once, so a run does not fail at step 300, on the first batch of long answers.
 
     |<-------------------------- limit: --memory-gib, or what is free ------------------------->|
     +---------+---------+--------+--------------+-----------+-----------------------------------+
@@ -16,8 +16,8 @@ so a run does not fail at step 300, on the first batch of long answers.
 
     weights               measured: frozen linears, the buffer that expands one of them, embeddings
     adapter               measured: master, its gradient, the optimizer's moments, 16-bit copies
-    graphs                estimated: of a decode step three times its fp32 logits, and the W that it
-                          expands where no kernel reads the packed one; of a prefill its activations
+    graphs                estimated: for a decode step three times its fp32 logits, and the expanded
+                          W if no kernel reads the packed one; for a prefill its activations
     CUDA context, NCCL    estimated: what a process takes besides torch's own allocations
     fragments             estimated: what torch loses between its segments
     longest micro-batch   measured for each size that is tried: forward and backward of rows of full
@@ -28,18 +28,18 @@ so a run does not fail at step 300, on the first batch of long answers.
 
 For each size of micro-batch, from the largest on, what it leaves free is given away in this order:
 
-    1. to the KV pool, up to half of what is of use: few answers get as long as they may, and rows
-       that find no kv_block wait;
+    1. to the KV pool, up to half of what is of use: few answers reach the full length, and a row
+       that finds no free kv_block waits;
     2. to activations, of as many layers as fit;
     3. to the KV pool, up to all that is of use;
     4. what then remains is kept free, and listed with the activations.
 
 Of the sizes that fit, the best Option (below) is taken: it leaves the pool at least a quarter of
-its use if any size does, and among those a token costs least.
+what is of use, if any size does, and of those sizes it is the one at which a token costs least.
 
-What cannot fit is refused twice: check_size() compares the model with the card by arithmetic,
-before it is downloaded and read; Plan measures the rest, before the first step. Both say which
-flags help, those first that change a run least.
+A run that cannot fit is refused at one of two places. check_size() compares the model with the card
+by arithmetic, before the model is downloaded and read. Plan measures the rest, before the first
+step. Both say which flags help, beginning with those that change a run least.
 """
 import math
 import sys
@@ -56,11 +56,11 @@ from sampler import KV_BLOCK, PREFILL_TOKENS, blocks_for
 
 GIB = 2**30
 MICRO_BATCH_TOKENS = 32768, 16384, 8192, 4096, 2048    # the sizes that are tried
-# Micro-batches beyond 8,192 tokens pay on small models alone, whose kernels are so short that
-# launching them takes the time: up to this product of tokens and width.
+# Micro-batches beyond 8,192 tokens pay on small models alone, whose kernels are so short that most
+# time goes into launching them. They are tried up to this product of tokens and width.
 WORTHWHILE = 2**25
-# Expanding W costs as much as multiplying 240 tokens: 3, 6 and 12 % of micro-batches of 8,192,
-# 4,096 and 2,048. Each micro-batch does it anew.
+# Each micro-batch expands W anew, which costs as much as multiplying 240 tokens: 3, 6 and 12 % of
+# micro-batches of 8,192, 4,096 and 2,048 tokens.
 EXPANSION_TOKENS = 240
 GRAPH_LOGITS = 3 * 4                                   # bytes of one logit: three times in fp32
 LARGEST_PREFILL = 1024                                 # tokens of a graph: decode.PREFILL_SIZES
@@ -78,10 +78,10 @@ ADAPTER_BYTES = 18                                     # of a parameter: Learner
 class Option(NamedTuple):
     """One way to divide what is free.
 
-    The best is the one with the least pool_lack, then with the fewest forwards, and of equals the
-    one that is tried first, which has the largest micro-batches.
+    The best is the one with the least pool_lack; of equals the one with the fewest forwards; of
+    equals again the one that is tried first, which has the largest micro-batches.
     """
-    pool_lack: float              # bytes that a quarter of the pool's use lacks, 0 if it fits
+    pool_lack: float              # bytes missing for a quarter of the useful pool, 0 if it fits
     forwards: float               # what a token of the learner costs, in forwards through the model
     micro_batch_tokens: int
     micro_batch: float            # bytes
@@ -90,8 +90,8 @@ class Option(NamedTuple):
 
 
 def bound(memory_gib: float | None, device: torch.device) -> None:
-    """Hold torch to its part of the process's memory_gib; None: no bound. Call it before the first
-    allocation. ValueError if the GPU has less, or the device is none.
+    """Limit torch to its part of the process's memory_gib; None: no limit. Call it before the first
+    allocation. ValueError if the GPU has less memory, or the device is not a GPU.
     """
     if memory_gib is None:
         return
@@ -231,7 +231,8 @@ class Plan:
                 continue
             computed = max(tokens, self.row_tokens)      # a longer row is a micro-batch of its own
             layer = self.layer_bytes_per_token * computed
-            # What all layers' activations leave of the pool's use, but at least half of its use.
+            # The pool gets what the activations of all layers leave: at least half of what is of
+            # use to it, at most all of that.
             pool = min(left, max(useful_pool / 2, min(useful_pool, left - layers * layer)))
             if memory.kv_gib is not None:
                 pool = memory.kv_gib * GIB

@@ -8,9 +8,9 @@ The folder of a run: who may write there, its logs, and checkpoints that survive
                                   /state.json            the counters, SHA-256 of both files
           /adapter/, adapters/NAME/                PEFT folders: of the last save; kept for good
 
-Training changes its tensors in place, one after the other, in the middle of a step. Saved there,
-they would be half of one step and half of the next. So at the end of each step `Checkpoints` copies
-them to the host's memory, and files are written from that copy alone:
+Training changes its tensors in place, one after the other, in the middle of a step. If they were
+saved at that point, half would be of one step and half of the next. So at the end of each step
+`Checkpoints` copies them to the host's memory, and files are written from that copy alone:
 
     |<------------------ step 7 ------------------>|<------------------ step 8 -----------
     | sample, score, update | logs | copy | (save) | sample, score, update | logs | copy | ...
@@ -18,23 +18,23 @@ them to the host's memory, and files are written from that copy alone:
                                       ^
        left of it the copy is step 6, | right of it step 7
 
-An end that Python notices (a signal, an error, a lost rank) saves the copy on its way out. That
-takes no word to the other ranks and none to a GPU, either of which may be stuck, so a signal need
-not wait for the step to end: a cluster may give 30 seconds, and a step may take longer.
+If Python notices the end of the run (a signal, an error, a lost rank), the copy is saved on the way
+out. This needs neither the other ranks nor the GPU, which may be stuck. So a signal need not wait
+for the end of the step: a cluster may give 30 seconds, and a step may take longer.
 
-An end that nobody notices (SIGKILL, a power cut) loses the steps since the last save. Their log
-lines are on disk already: the logs are synced before the copy is made. So the logs are ahead of the
-newest checkpoint or equal to it, never behind. --resume cuts them back to it and does those steps
-again, with the same bits, since noise, order and sampling are functions of the seed and the
-counters: there is no generator whose state would have to be saved.
+If Python cannot notice the end (SIGKILL, a power cut), the steps since the last save are lost.
+Their log lines are on disk already: the logs are synced before the copy is made. So the logs are
+ahead of the newest checkpoint or equal to it, never behind. --resume cuts the logs back to the
+checkpoint and does those steps again, with the same bits: noise, order and sampling are functions
+of the seed and the counters, so there is no random generator whose state would have to be saved.
 
 A crash while saving leaves the whole new checkpoint or none of it (files.new_folder). The last two
-are kept, should the newest be damaged later.
+checkpoints are kept, in case the newest is damaged later.
 
-Somebody may move or remove the folder while the run writes there. The run holds it open, and the
-open handle stays with the folder, wherever it goes. So before each step's lines are written the
-handle is compared with what has the folder's name. A run whose folder was moved saves its last
-step where it is now, and ends; the name may be another run's by then.
+Somebody may move or remove the folder while the run writes there. The run keeps the folder open,
+and the open handle stays with the folder wherever it is moved. So before each step's log lines are
+written, the handle is compared with the folder that has the name now. If the folder was moved, the
+run saves its last step in the new place and ends, since another run may have the old name by then.
 
 The copy takes 50 ms a step for a 7B with an adapter of rank 32 (1 GB, in pinned memory).
 """
@@ -79,22 +79,22 @@ Tensors = dict[str, torch.Tensor]
 def ending_with(save: Callable[[], str], advice: Callable[[str], str]) -> Iterator[None]:
     """Within, whatever ends the program early calls save() first.
 
-    save() returns what there is to say of it: "step 7 is saved"; advice(then) says how the run can
-    go on, if it can, where `then` is that of Stopped. What is not a bug ends in one line and code
-    1, a bug keeps its traceback:
+    save() returns a part of the message: "step 7 is saved". advice(then) says how the run can go
+    on, if it can; `then` is Stopped.then. A bug keeps its traceback. Any other end prints one line
+    and exits with code 1:
 
         train.py: stopped by SIGTERM; step 7 is saved; go on with --resume --out runs/x
 
-    Rank 0 says it. Another rank speaks only of what it alone may have met, such as an error of
-    --reward: of that rank 0 learns no more than that a rank is lost.
+    Rank 0 prints it. Another rank prints a line only for an error that it alone may have met, such
+    as one of --reward: about that error rank 0 learns only that a rank is lost.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, stop_on_signal)
     try:
         yield
     except BaseException as error:
-        # torchrun repeats its SIGTERM. Nothing may cut the saving short now, but SIGKILL, which
-        # torchrun sends after 30 seconds.
+        # torchrun repeats its SIGTERM. From here on nothing can interrupt the saving except
+        # SIGKILL, which torchrun sends after 30 seconds.
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         try:
@@ -122,8 +122,8 @@ def ending_with(save: Callable[[], str], advice: Callable[[str], str]) -> Iterat
 def signals_wait() -> Iterator[None]:
     """Within, a signal is only noted down; it takes effect when the block ends.
 
-    For the block in which the logs, the copy and the checkpoint move on to a new step. Ended
-    between two of them, the run would save step 7 with the log lines of step 8.
+    It is for the block in which the logs, the copy and the checkpoint move on to a new step. If the
+    run ended between two of these, it would save step 7 with the log lines of step 8.
     """
     arrived = []
     before = [signal.signal(number, lambda n, _: arrived.append(n)) for number in STOP_SIGNALS]
@@ -143,8 +143,8 @@ def signals_wait() -> Iterator[None]:
 def claimed(folder: Path, resume: bool) -> Iterator[None]:
     """Makes --out this run's own, for as long as its process lives.
 
-    ValueError if it is not empty, or another process writes there. If the block, in which the run
-    is set up, fails, a new run leaves nothing behind: no folder, and no calibrated base in it.
+    ValueError if it is not empty, or another process writes there. The block sets up the run. If
+    it fails, a new run leaves nothing behind: no folder, and no calibrated base in it.
     """
     if RANK == 0:
         claim(folder, resume)
@@ -167,8 +167,8 @@ def claim(folder: Path, resume: bool) -> None:
     if not os.access(folder, os.W_OK):
         raise ValueError(f"--out {folder}: the folder is not writable")
     if fcntl:
-        # The lock is on the open handle. The system drops it with the process, however that ends:
-        # unlike a lock file, it cannot be left over. So the handle stays open on purpose.
+        # The lock belongs to the open handle, which therefore stays open on purpose. The system
+        # drops the lock whenever the process ends, so unlike a lock file it cannot be left over.
         handle = os.open(folder, os.O_RDONLY)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -255,8 +255,8 @@ class Checkpoints:
             return lines + [f"{folder}: going on from here"]
         # Somebody who deletes checkpoints to save space does not mean the run to begin again.
         if (self.folder.parent / "adapter").exists() and not any(self.folder.glob("*step_*")):
-            raise Stopped(f"{self.folder}: no checkpoint is left; from step 0 on the run would "
-                          "replace its adapter and logs: begin another, with --adapter", "")
+            raise Stopped(f"{self.folder}: no checkpoint is left; a start from step 0 would "
+                          "replace the run's adapter and logs: begin another, with --adapter", "")
         return lines + [f"{self.folder}: no whole checkpoint, starting from step 0"]
 
 
@@ -291,8 +291,9 @@ class RunFolder:
         self.steps = None                        # --steps, from start() on
 
     def start(self, flags: dict, resume: bool) -> dict:
-        """Writes run.json, or puts the newest checkpoint into every rank's live tensors and cuts
-        the logs back to it. Returns its counters, {} if there is none.
+        """Writes the run.json of a new run. For a resumed one: puts the newest checkpoint into
+        every rank's live tensors and cuts the logs back to it. Returns the checkpoint's counters,
+        {} if there is none.
         """
         ended = None
         self.steps = flags.get("steps")
@@ -307,7 +308,7 @@ class RunFolder:
                 trim_log(self.path / name, step)
             trim_log(self.path / "held_out.jsonl", step, has_every_step=False)
         elif RANK == 0:
-            # Where folders cannot be locked, the first of two runs has it.
+            # Where folders cannot be locked, the first run to write run.json has the folder.
             create_json(self.path / "run.json", flags)
         counters = gather([self.checkpoints.counters])[0]
         if counters:
@@ -341,8 +342,8 @@ class RunFolder:
             return False
 
     def check_place(self) -> None:
-        """Stopped if the folder or its run.json was moved or removed. Where the folder was moved to
-        is its path then.
+        """Stopped if the folder or its run.json was moved or removed. If the folder was moved,
+        `path` is then its new place.
         """
         flags = self.path / "run.json"
         if self.handle is None or (self.is_there() and flags.exists()):
@@ -362,9 +363,8 @@ class RunFolder:
         raise Stopped(f"{before} was moved to {self.path} while the run wrote there", GO_ON)
 
     def advice(self, then: str) -> str:
-        """-> how the run can go on after an end, as a sentence's end, or "" if it cannot.
-
-        then: that of Stopped.
+        """-> the last part of the message with which a run ends: how it can go on, or why it
+        cannot; or "". then: Stopped.then.
         """
         if not (then and self.is_there()):
             return ""
@@ -382,13 +382,13 @@ class RunFolder:
         self.checkpoints.snapshot(self.live, counters)
 
     def log(self, name: str, objects: list[dict]) -> None:
-        """Appends lines to a log. They are on the disk before a checkpoint that counts on them."""
+        """Appends lines to a log. They are on the disk before the checkpoint of their step."""
         if RANK == 0:
             self.check_place()
             append_lines(self.path / name, objects)
 
     def keep_adapter(self, name: str, tensors: Tensors | None = None) -> None:
-        """Writes adapters/NAME, which no later save replaces: of `tensors`, or the last step's."""
+        """Writes `tensors`, or those of the last step, as adapters/NAME, which no save replaces."""
         if RANK == 0:
             self.write_adapter(tensors or self.checkpoints.tensors, self.path / "adapters" / name)
 

@@ -12,10 +12,10 @@ Settings are made once and never change. run.json holds them flat, flag name -> 
 `--resume` and `--like` read them back from there. check_settings() rejects invalid values with a
 one-line error before anything expensive starts.
 
-With --model the defaults are close to the runs of study/README.md (docs/recipes.md says where they
-differ). --preset fills in other values, those of a row of PRESETS, where no flag is given. In the
-help texts, "study" is that page, "Table 4" and sections are those of the paper (QeRL, arXiv
-2510.11696), and "release" is its code (NVlabs/QeRL).
+With --model the defaults are close to the runs of study/README.md; docs/recipes.md says where they
+differ. --preset replaces the defaults by a row of PRESETS. The help texts say where a value comes
+from: "study" is study/README.md, "Table 4" and sections are those of the paper (QeRL, arXiv
+2510.11696), and "release" is the authors' code (NVlabs/QeRL).
 """
 import argparse
 import dataclasses
@@ -44,8 +44,8 @@ def setting(default, text: str, allowed: str = "", choices=None, place: bool = F
     """One setting, as a dataclass field.
 
     allowed: an interval as in mathematics, "(0, 1]"; choices: the values that are allowed. place:
-    it belongs to the machine or the folder that a run happens to have and not to the run itself,
-    so `--resume` and `--like` do not take it over.
+    the setting belongs to the machine or the folder in which a run takes place and not to the run
+    itself, so `--resume` and `--like` do not take it over.
     """
     about = {"help": text, "allowed": allowed, "choices": choices, "place": place}
     return dataclasses.field(default=default, metadata=about)
@@ -53,8 +53,8 @@ def setting(default, text: str, allowed: str = "", choices=None, place: bool = F
 
 AT_LEAST_1 = "[1, 2e9]"
 
-# --preset: the values of all flags that are not given. A value that equals a default stands here
-# too, so that a preset stays what it is where a default moves.
+# --preset: the values of all flags that are not given. Values that equal a default are listed too,
+# so that a preset does not change when a default does.
 PRESETS = {
     # Table 4 (GSM8K). Its codes are rounded to nearest; here a search chooses the block scales.
     "paper": dict(steps=600, prompts_per_step=16, group_size=8, epochs=4, updates_per_rollout=1,
@@ -75,7 +75,8 @@ class General:
     steps: int | None = setting(
         None, "training steps, a batch of rollouts each; may grow with --resume (default: one pass "
         "over the problems, 60 at least; study: 44 to 320)", AT_LEAST_1)
-    seed: int = setting(0, "of the adapter, the order of problems, sampling and noise", "[0, 2e18]")
+    seed: int = setting(0, "random seed of the adapter, the order of problems, sampling and noise",
+                        "[0, 2e18]")
     out: str | None = setting(None, "run folder (default: runs/MODEL-BASE-DATA-SEED)", place=True)
     resume: bool = setting(False, "continue from the newest intact checkpoint in --out", place=True)
     like: str | None = setting(None, "folder of another run, whose flags become the defaults",
@@ -89,12 +90,12 @@ class Model:
                          "(default: the tiny model in tiny/)")
     base: str = setting("nvfp4", "format of the frozen linears", choices=nvfp4.FORMATS)
     calibrate: int | None = setting(
-        None, "choose the NVFP4 codes by the model's own answers to this many training problems, "
-        "about a minute; the new weights stay in OUT/base; 0: do not (default: 128 where a 16-bit "
-        "model becomes NVFP4 on a GPU, else 0; study: after training it ends 3.5 points above "
-        "codes to nearest)", "[0, 1e5]")
+        None, "choose the NVFP4 codes by the model's own answers to this many training problems; "
+        "takes about a minute and writes the new weights to OUT/base; 0: off (default: 128 where "
+        "a 16-bit model becomes NVFP4 on a GPU, else 0; study: accuracy after training is 3.5 "
+        "points higher than with codes rounded to nearest)", "[0, 1e5]")
     dtype: str | None = setting(
-        None, "of the inputs of matmuls; float16 brings sampler and learner 8 times closer "
+        None, "type of the inputs of matmuls; with float16 sampler and learner differ 8 times less "
         "(default: bfloat16 on a GPU, float32 on a CPU)", choices=("bfloat16", "float16"))
     lora_rank: int = setting(32, "rank of every LoRA adapter (paper 4.1)", AT_LEAST_1)
     lora_alpha: float = setting(32, "the adapter is scaled by alpha / rank (release: alpha = rank)",
@@ -129,18 +130,20 @@ class Rollout:
                                     "every good run; Table 4: a batch of 128)", AT_LEAST_1)
     group_size: int = setting(8, "answers to each problem (study; Table 4: 8, on BigMath 16)",
                               "[2, 1e6]")
-    max_new_tokens: int = setting(1024, "longest answer (study: 512, which cut 3 to 6 %%; Table 4: "
-                                  "4096, on BigMath 8192)", AT_LEAST_1)
-    temperature: float = setting(1.0, "of sampling and of every log-prob (Table 4)", "(0, 1000]")
+    max_new_tokens: int = setting(1024, "longest answer in tokens (study: 512, which cut off 3 to "
+                                  "6 %% of answers; Table 4: 4096, on BigMath 8192)", AT_LEAST_1)
+    temperature: float = setting(1.0, "softmax temperature of sampling and of every log-prob "
+                                 "(Table 4)", "(0, 1000]")
     max_rows: int = setting(256, "most answers that are decoded at a time", AT_LEAST_1)
 
 
 @dataclass(frozen=True)
 class Noise:
     """adaptive quantization noise (AQN)"""
-    sigma_start: float = setting(1e-2, "standard deviation in the first noisy stage (Table 4; "
-                                 "study: too small to have an effect); 0: no noise", "[0, 10]")
-    sigma_end: float = setting(5e-4, "what the schedule decays to (Table 4)", "[0, 10]")
+    sigma_start: float = setting(1e-2, "the noise's standard deviation (sigma) in the first noisy "
+                                 "stage (Table 4; study: too small to have an effect); 0: no noise",
+                                 "[0, 10]")
+    sigma_end: float = setting(5e-4, "the sigma to which the schedule decays (Table 4)", "[0, 10]")
     noise_stages: int = setting(10, "K of Algorithm 1; the first stage has no noise (Table 4)",
                                 AT_LEAST_1)
     noise_schedule: str = setting("exponential", "how sigma decays (Fig. 9)", choices=aqn.SCHEDULES)
@@ -154,26 +157,27 @@ class Noise:
 @dataclass(frozen=True)
 class Objective:
     """what is optimised"""
-    loss: str = setting("dapo", "the paper's Table 1 has grpo, its Table 2 dapo",
+    loss: str = setting("dapo", "which policy loss: the paper's Table 1 has grpo, its Table 2 dapo",
                         choices=grpo.LOSSES)
     clip_low: float | None = setting(None, "the ratio is clipped at 1 - this (default: the loss's "
                                      "own)", "(0, 1]")
     clip_high: float | None = setting(None, "the ratio is clipped at 1 + this (default: the loss's "
                                       "own)", "(0, 1e9]")
     correction: str | None = setting(
-        None, "what weighs the sampler's noise and rounding: truncate, importance weights of at "
-        "most 2; ppo, the clip is around the sampler (paper); off, nothing (release) (default: the "
-        "loss's own, truncate)", choices=grpo.CORRECTIONS)
-    advantage_scale: str = setting("group", "what centred rewards are divided by: the standard "
-                                   "deviation of their group, or nothing (Dr. GRPO; study: +2.5 "
-                                   "points [-0.5, +5.6] in one seed)", choices=grpo.SCALES)
+        None, "how the loss makes up for the difference between sampler and learner, from noise "
+        "and rounding; truncate: importance weights of at most 2; ppo: clips the ratio of policy "
+        "to sampler (paper); off: not at all (release) (default: the loss's own, truncate)",
+        choices=grpo.CORRECTIONS)
+    advantage_scale: str = setting("group", "group: centred rewards are divided by the standard "
+                                   "deviation of their group; none: they are not (Dr. GRPO; study: "
+                                   "+2.5 points [-0.5, +5.6] in one seed)", choices=grpo.SCALES)
     kl_beta: float | None = setting(None, "weight of the KL term towards the model without its "
                                     "adapter (default: the loss's own, 0)", "[0, 1e9]")
-    format_weight: float = setting(0.0, "added to the reward of a well-formed answer (release: 0.1 "
-                                   "of that of a right one)", "[0, 1e9]")
-    overlong: str = setting("keep", "answers cut at --max-new-tokens: keep grades them like any "
-                            "other, so nearly always as wrong (study), mask leaves them out of the "
-                            "loss (release; study: answers grow)", choices=("mask", "keep"))
+    format_weight: float = setting(0.0, "added to the reward of an answer in the requested format "
+                                   "(release: 0.1 of the reward of a right answer)", "[0, 1e9]")
+    overlong: str = setting("keep", "answers cut off at --max-new-tokens; keep: graded like any "
+                            "other, so nearly always as wrong (study); mask: left out of the loss "
+                            "(release; study: answers then get longer)", choices=("mask", "keep"))
     overlong_buffer: int = setting(0, "tokens of DAPO's soft length penalty, with --overlong keep; "
                                    "0: none")
 
@@ -181,7 +185,7 @@ class Objective:
 @dataclass(frozen=True)
 class Optim:
     """optimizer"""
-    lr: float = setting(1e-4, "peak learning rate (study: good at 0.5B and 1.5B, where 2e-4 was "
+    lr: float = setting(1e-4, "peak learning rate (study: at 0.5B and 1.5B 1e-4 was good, 2e-4 "
                         "mixed and 4e-4 bad; Table 4: 1e-5, for bf16 LoRA 5e-6)", "(0, 10]")
     lr_schedule: str = setting(
         "cosine", "after the warm-up: half a cosine down to 0 (study, release), or constant with a "
@@ -192,8 +196,8 @@ class Optim:
     updates_per_rollout: int = setting(1, "disjoint parts of a batch, each with an optimizer step "
                                        "of its own", AT_LEAST_1)
     max_grad_norm: float = setting(0.2, "bound of the global gradient norm (release)", "(0, 1e9]")
-    weight_decay: float = setting(0.0, "of A and B, decoupled from the gradient (release: 0.1)",
-                                  "[0, 1e9]")
+    weight_decay: float = setting(0.0, "weight decay of the adapter's A and B, decoupled from the "
+                                  "gradient (release: 0.1)", "[0, 1e9]")
 
 
 @dataclass(frozen=True)
@@ -203,10 +207,10 @@ class Memory:
                                  place=True)
     kernels: str = setting("auto", "which kernels multiply 4-bit weights while decoding; auto: by "
                            "the GPU", choices=("auto", *KERNELS), place=True)
-    memory_gib: float | None = setting(None, "most memory of the GPU that the process may take "
+    memory_gib: float | None = setting(None, "GiB of the GPU's memory that the process may take "
                                        "(default: what is free)", "(0, 1e9]", place=True)
-    kv_gib: float | None = setting(None, "memory of the KV cache (default: what is needed and "
-                                   "left)", "(0, 1e9]", place=True)
+    kv_gib: float | None = setting(None, "GiB of the KV cache (default: what is needed, as far as "
+                                   "the memory allows)", "(0, 1e9]", place=True)
     micro_batch_tokens: int | None = setting(None, "tokens in one forward and backward (default: "
                                              "as the memory allows)", AT_LEAST_1)
 
@@ -222,7 +226,7 @@ class Watching:
     watch: str = setting("on", "on ends a run that cannot learn any more and warns of what may be "
                          "wrong; off does neither", choices=("on", "off"), place=True)
     report_to: str | None = setting(
-        None, "also send each step's numbers there; needs that package",
+        None, "also send each step's metrics to this tracker; needs its Python package",
         choices=("trackio", "wandb", "tensorboard"), place=True)
 
 
@@ -262,7 +266,7 @@ FIELDS = {field.name: field for section in dataclasses.fields(Settings)
 assert len(FIELDS) == len(Settings().flat()), "two sections have a setting of the same name"
 
 
-# When no --model is given the embedded tiny model learns arithmetic, in sizes for two CPU cores.
+# Without --model the bundled tiny model learns arithmetic, with sizes that suit two CPU cores.
 TINY_DEFAULTS = dict(data="arithmetic", steps=48, prompts_per_step=16, max_prompt_tokens=64,
                      max_new_tokens=48, lr=5e-4, overlong="mask", calibrate=0)
 
@@ -311,7 +315,8 @@ def section_of(section: type, args: argparse.Namespace):
                       for field in dataclasses.fields(section)})
 
 
-# Flags that a resumed run does not take over although they decide in which order sums are made.
+# Flags that a resumed run does not take over, although they decide the order in which numbers are
+# summed and with it their last digits.
 OF_A_START = "kernels", "memory_gib", "kv_gib"
 
 
@@ -418,8 +423,8 @@ def read_run_json(path: Path) -> dict:
 
 
 def check_adapters_run(folder: Path, held: dict) -> None:
-    """ValueError for a run.json that says something else than the run's adapter was trained with:
-    somebody has edited it.
+    """ValueError if a run.json differs from what the run's adapter was trained with: somebody has
+    edited it.
     """
     told = {name: held[name] for name in ("base", "prompt_style", "thinking") if name in held}
     for difference in hf.other_conditions(folder / "adapter", told):
@@ -444,7 +449,7 @@ def tell_functions(folder: str | Path, values: dict) -> None:
 
 
 def can_hold(field: dataclasses.Field, value) -> bool:
-    """Whether a setting can have this value of a JSON file, ranges apart."""
+    """Whether a setting can have this value from a JSON file. Ranges are not checked here."""
     if value is None:
         return field.default is None
     kind = type_of(field)
@@ -511,14 +516,14 @@ def check_settings(settings: Settings, before: Settings | None) -> None:
         raise ValueError(f"--prompts-per-step {rollout.prompts_per_step} x --group-size "
                          f"{rollout.group_size} is more than a step can hold ({2**20})")
     if model.train_norms and objective.kl_beta:
-        raise ValueError(f"--kl-beta {objective.kl_beta}: --train-norms moves the norms of the "
-                         "reference model too")
+        raise ValueError(f"--kl-beta {objective.kl_beta}: --train-norms changes the norms of the "
+                         "reference model too, give one of the two")
     if not 0 <= objective.overlong_buffer <= rollout.max_new_tokens:
         raise ValueError("--overlong-buffer must lie in 0..--max-new-tokens, got "
                          f"{objective.overlong_buffer}")
     if objective.overlong_buffer and objective.overlong == "mask":
         raise ValueError(f"--overlong-buffer {objective.overlong_buffer}: --overlong mask leaves "
-                         "out the rows that it punishes most, take --overlong keep")
+                         "out the answers that it punishes most, take --overlong keep")
     if optim.updates_per_rollout > rollout.prompts_per_step:
         raise ValueError("--updates-per-rollout must lie in 1..--prompts-per-step, got "
                          f"{optim.updates_per_rollout}")

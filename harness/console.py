@@ -15,16 +15,18 @@ Console output of a run, warnings, and early stopping when nothing can be learne
     better = watch.see(metrics)                  # after every step; it may print a warning
     watch.verdict                                # "", or why training should stop
 
-When does training stop by itself? Only where going on cannot help, which cannot_learn() lists: the
-updates are not finite, all answers are cut and left out, answers have one token, or no answer is
-right any more where one in ten was. Ten steps of that in a row, and at least 200 groups of answers,
-end the run. The 200 are there against bad luck: if one group in ten still had a right answer, 200
-groups in a row without one would come by chance 0.9^200 = 7e-10 of the time.
+When does training stop by itself? Only where going on cannot help. cannot_learn() lists these
+cases: updates are not finite, all answers are cut off and left out of the loss, answers have one
+token, or no answer is right although one in ten was right before. The run ends after ten such steps
+in a row, or more if ten have fewer than 200 groups of answers. The 200 guard against chance: if one
+group in ten still had a right answer, 200 groups in a row without one would have a probability of
+0.9^200 = 7e-10.
 
-Other signs may be trouble or a run that is simply done, or slow: may_not_learn() lists them, and
-the run goes on with a warning. A resumed run is watched anew. `--watch off` turns both off.
+Other signs may mean trouble, or only that the run is done or slow. may_not_learn() lists them; they
+give a warning, and the run goes on. A resumed run is watched from the beginning. `--watch off`
+turns both off.
 
-Not here: a reward that rises while the answers get worse. Nothing but reading them shows that:
+Not here: a reward that rises while the answers get worse. Only reading the answers shows that:
 `python -m tools.report`.
 """
 import math
@@ -49,17 +51,17 @@ from harness.ranks import RANK, WORLD, say
 # -----------------------------------------------------------------------------
 # Is anything being learned?
 
-GOOD_LEVEL = 0.1                                 # accuracy from which no right answer is a collapse
+GOOD_LEVEL = 0.1                                 # a fall from this accuracy to 0 is a collapse
 ALL_RIGHT = 0.95                                 # accuracy from which a data set is learnt
 NO_CHOICE = 0.01                                 # entropy in nats a token: the model never doubts
 
 
 def cannot_learn(metrics: dict, settings: Settings, level: float, skipping: bool) -> str:
-    """-> why a step like this one teaches nothing for good, and which flag is the likely cause;
-    or "".
+    """-> why nothing can be learned from a step like this one, now or later, and which flag is the
+    likely cause; or "".
 
     level: the best mean accuracy so far, as Watch.level. skipping: an update of the step was left
-    out because it was not finite, and that no smaller loss scale can mend.
+    out because it was not finite, and a smaller loss scale would not help.
     """
     too_high = f"--lr {settings.optim.lr} may be too high"
     most = settings.rollout.max_new_tokens
@@ -107,16 +109,16 @@ def may_not_learn(metrics: dict, settings: Settings, level: float) -> str:
     return ""
 
 
-POWERS_OF_TWO = {2**n for n in range(32)}        # a warning comes after 1, 2, 4, ... patiences
+POWERS_OF_TWO = {2**n for n in range(32)}        # a warning after 1, 2, 4, ... x `patience` steps
 
 
 class Watch:
     """Looks at every step's metrics, warns, and says when training should stop.
 
     patience: how many steps in a row make a verdict or a warning.
-    best: mean accuracy (of a --reward: mean reward) of the best `patience` steps in a row.
-    level: mean accuracy of the best steps in a row, half of `patience` of them or more. A collapse
-    is measured by it, also one that comes too early for a whole patience of good steps.
+    best: mean accuracy (with --reward: mean reward) of the best `patience` steps in a row.
+    level: the best mean accuracy of up to `patience` steps in a row, and at least half as many. A
+    collapse is measured against it. Half is enough so that an early collapse is noticed too.
     """
 
     def __init__(self, settings: Settings):
@@ -152,7 +154,8 @@ class Watch:
         """
         counters = metrics.get("skipped", 0), metrics.get("loss_scale")
         before, self.counters = self.counters or counters, counters
-        # While float16's loss scale is being halved, skipped updates are how it is found.
+        # While float16's loss scale is being halved, skipped updates are normal: they are how the
+        # right scale is found.
         skipping = counters[0] > before[0] and counters[1] == before[1]
         found = cannot_learn(metrics, self.settings, self.level, skipping)
         self.lost = self.lost + 1 if found else 0
@@ -169,8 +172,8 @@ class Watch:
 # What a run says
 
 # A step's numbers: key of metrics.jsonl, text on a terminal's bar, text in a line where there is no
-# terminal; "" leaves a number out. A bar of 80 columns can be full with the three that it has: what
-# a row behind them adds shows on wider terminals.
+# terminal; "" leaves a number out. The bar's three numbers can fill 80 columns: a number that is
+# added after them shows only on wider terminals.
 SHOWN = (
     ("reward", "reward {:.3g}", "reward {:.3g}"),
     ("accuracy", "right {:.0%}", "accuracy {:.3g}"),
@@ -183,8 +186,8 @@ SOURCE = Path(__file__).parent.parent            # where train.py lies
 
 
 class Phases:
-    """Times the parts of what comes before a run's first step, and the most memory of the GPU that
-    torch reserved in each: a model larger than the card shows in which of them it does not fit.
+    """Measures each part of the preparation before a run's first step: its time, and the most GPU
+    memory that torch reserved in it. This shows in which part a model would not fit on a card.
     """
 
     def __init__(self):
@@ -197,7 +200,7 @@ class Phases:
         forget_gpu_peak()
         yield
         seconds = time.perf_counter() - began
-        if seconds >= 0.05:                      # a folder that is at hand is not downloaded
+        if seconds >= 0.05:                      # shorter: a download of what is there, say
             self.told.append(f"{name} {whole_seconds(seconds)}{gpu_peak(' (%.1f GiB)')}")
 
     def tell(self) -> None:
@@ -255,7 +258,7 @@ class Console:
         for update in updates:
             if update.failure:
                 say(f"step {step}: {update.failure}: this update was skipped")
-        # What only trained tokens have is absent from a step without one (docs/metrics.md).
+        # A step without trained tokens lacks the numbers that need them (docs/metrics.md).
         shown = [row for row in SHOWN if row[0] in metrics]
         on_bar = ", ".join(bar.format(metrics[key]) for key, bar, _ in shown if bar)
         in_line = ", ".join(line.format(metrics[key]) for key, _, line in shown if line)
@@ -275,8 +278,8 @@ class Console:
         """Says after this process's first step how long the rest will take, and corrects it later.
 
         The first step is slower than others: kernels are compiled and memory is taken. So after
-        ten steps the estimate is made anew from the nine others, on the bar too. It is said only if
-        the two times, as they are printed, differ by more than a tenth of the first.
+        ten steps the time left is estimated again from the nine others, on the bar too. A line
+        says so only if the two step times, as printed, differ by more than a tenth of the first.
         """
         if len(self.seconds) >= FIRST_STEPS:
             return
@@ -322,8 +325,8 @@ class Console:
 def command(program: str, *arguments: object) -> str:
     """A command line of this project that can be pasted into the shell that the user is in.
 
-    program: "evaluate.py", or "tools.report" of a module. Where the user stands in another folder
-    than the source's the command names that folder.
+    program: "evaluate.py", or "tools.report" of a module. If the user's working directory is not
+    the folder of the source, the command names that folder.
     """
     there = Path.cwd() == SOURCE
     name = Path(sys.executable).name

@@ -5,9 +5,9 @@ Problems and prompts: from a file, a data set's name or a generator to lists of 
     problems = encode_prompts(tokenizer, load_problems("gsm8k", "train"), "boxed", max_tokens=512)
     chosen = problems_at(problems, seed, range(cursor, cursor + 16))          # then cursor += 16
 
-A row without a question or an answer ends the load with its file and line. Passing over it would
-train on a data set other than the one that was named. What is merely of no use is left out and
-counted: answers that the grader cannot read, prompts longer than the limit.
+A row without a question or an answer is an error that names its file and line. To skip the row
+would mean to train on another data set than the one that was named. Complete problems that a run
+cannot use are left out and counted: the grader cannot read the answer, or the prompt is too long.
 """
 import json
 import math
@@ -50,8 +50,8 @@ class Problem:
 # -----------------------------------------------------------------------------
 # Where problems come from
 
-# Files that can be read. Of a hub data set that has several kinds, the first is taken: .parquet
-# needs pyarrow.
+# Kinds of files that can be read. If a hub data set has several kinds, the first in this order is
+# taken: .parquet needs pyarrow.
 SUFFIXES = (".jsonl", ".json", ".parquet")
 # Short names for owner/name[:folder] on the Hugging Face hub. GSM8K has a URL of its own, since the
 # hub has it as parquet only.
@@ -131,8 +131,8 @@ def download(url: str, name: str) -> Path:
 
 
 def pick_files(names: list[str], where: str, split: str) -> list[str]:
-    """Of the files of owner/name or owner/name:folder, those of a split: their name begins with it,
-    as in main/train-00000-of-00002.parquet. ValueError if several folders have such files.
+    """The files of owner/name or owner/name:folder that belong to a split: their names begin with
+    it, as in main/train-00000-of-00002.parquet. ValueError if several folders have such files.
     """
     repository, _, folder = where.partition(":")
     files = [name for name in sorted(names)
@@ -149,7 +149,7 @@ def pick_files(names: list[str], where: str, split: str) -> list[str]:
 # -----------------------------------------------------------------------------
 # Rows
 
-# The names of fields in use, the first one that holds something counts.
+# What data sets call these fields. The first one that holds something counts.
 QUESTIONS = "question", "problem", "prompt"
 GOLDS = "answer", "final_answer", "ground_truth", "solution"
 # A number whose commas separate thousands, as 1,234,567 and 1,234.5. Not 0,5 and not 1,2.
@@ -233,8 +233,8 @@ class Tokenizer:
 
     end_ids: the tokens that end a completion. vocab_size: how many ids mean something; a model's
     embedding may have more rows. thinks: whether the model can think before it answers. opened:
-    the "<think>\\n" that the prompt ends with, where it is not left to the model, else "". A
-    completion lacks it, so whoever looks for the answer in a completion puts it in front.
+    "<think>\\n" if the prompt itself ends with it, else "". The completion then lacks this text,
+    so code that looks for the answer in a completion puts `opened` in front of it.
     """
 
     def __init__(self, folder: str | Path, thinking: str = "off"):
@@ -255,8 +255,8 @@ class Tokenizer:
         if not {"<|im_start|>", "<|im_end|>"} <= vocab.keys():
             raise ValueError(f"{path}: lacks <|im_start|> or <|im_end|>, which Qwen's chat "
                              "format needs")
-        # The library silently gives an added token the next free id if the file's leaves a gap.
-        # The model was trained with the file's.
+        # If the file's id of an added token leaves a gap, the library silently gives the token the
+        # next free id instead. But the model was trained with the file's id.
         for token in json.loads(text).get("added_tokens", ()):
             if vocab[token["content"]] != token["id"]:
                 raise ValueError(f"{path}: added_tokens: the id of {token['content']} is "
@@ -311,7 +311,7 @@ class Tokenizer:
             <|im_start|>  user \\n 2+3*4?                <|im_end|>  \\n
             <|im_start|>  assistant \\n                  the model goes on from here
 
-        Behind the last line follows what the chat template has there about thinking: see THINKING.
+        After the last line comes what the chat template puts there about thinking: see THINKING.
 
         The two control tokens are put in as ids, and only texts are encoded, as plain text. A chat
         template would paste everything into one text and encode that: a question that contains
@@ -332,12 +332,12 @@ class Tokenizer:
 # -----------------------------------------------------------------------------
 # What a chat template says
 #
-# A template is a program in Jinja. It is never run, as nothing is that a model's folder holds: what
-# must be known of it is looked up in its text.
+# A template is a program in Jinja. It is never run, because nothing from a model's folder is ever
+# run. Instead, what must be known about the template is looked up in its text.
 
-# Behind "add_generation_prompt" a template says how an answer begins. THINKING has the texts and
-# conditions that stand there, of the templates whose thinking is known here -> what the prompt has
-# behind "assistant\n", by --thinking.
+# After "add_generation_prompt" a template says how an answer begins. A key of THINKING has the
+# texts and conditions at that place, for a template whose thinking is known here. Its value says
+# what the prompt has after "assistant\n", by --thinking.
 NO_THOUGHT = "<think>\n\n</think>\n\n"
 THINKING = {
     # Qwen3 opens its thinking itself, unless the prompt says that it has thought already.
@@ -375,20 +375,20 @@ def chat_template(folder: Path) -> tuple[str | None, Path]:
 
 
 def default_system(template: str | None) -> str | None:
-    """The system message that a chat template adds if there is none, or None; Qwen's without a
-    template.
+    """The system message that a chat template adds to a conversation without one, or None if it
+    adds none. Without a template it is Qwen's.
     """
     if template is None:
         return QWEN_SYSTEM
     # The message stands in the template between <|im_start|>system and <|im_end|>, as part of a
-    # jinja string in which newline and backslash are escaped. Another such part, in which the
-    # user's own system message is filled in, has a quote or {{ }} there and is not meant.
+    # jinja string in which newline and backslash are escaped. The template may have another such
+    # part, for the user's own system message. That one has a quote or {{ }} there.
     text = re.search(r"<\|im_start\|>system(?:\\n|\n)([^'\"<]+)<\|im_end\|>", template)
     return text and text[1].replace("\\n", "\n").replace("\\\\", "\\")
 
 
 def answer_begins(template: str | None, path: Path) -> dict[str, str]:
-    """What a prompt has behind "assistant\\n", by --thinking; what is missing the model cannot do.
+    """By --thinking: what a prompt has after "assistant\\n". The model cannot do what is missing.
 
     path: the template's file. ValueError if the template has a thinking that is not known here.
     """
@@ -485,8 +485,9 @@ def usable_problems(settings, tokenizer: Tokenizer, source: str, split: str) -> 
 def split_problems(settings, tokenizer: Tokenizer) -> tuple[list[Problem], list[Problem]]:
     """The problems to train on and the problems held out, all with prompts.
 
-    Held out are, of what there is, --eval-data, else the data set's test split, else the end of
-    the training data. settings has --data, --eval-data and --eval-problems as well (config.Data).
+    Held out are the problems of --eval-data; without that flag, the data set's test split; if it
+    has none, the end of the training data. settings also has --data, --eval-data and
+    --eval-problems (config.Data).
     """
     problems = usable_problems(settings, tokenizer, settings.data, "train")
     most = settings.eval_problems or None

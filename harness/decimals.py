@@ -7,7 +7,7 @@ e^(pi*sqrt(163)) and 262537412640768744 agree in 30 digits and are different num
 number carries 100 digits, and two numbers are equal if 50 of them agree. The 50 digits between the
 two limits are room for rounding errors, so no pair of answers is ever "close".
 
-Three things keep that honest:
+Three rules keep that true:
 
     whole numbers   They are exact up to 1,000 digits, so 2^{2008} - 2 is not 2^{2008}.
     lost digits     10^60 + 1 would keep the 1, 10^60 * pi + 1 would not keep enough of it. A sum

@@ -5,13 +5,13 @@ What the verdicts on a model's answers say of the model: pass@k, maj@k, interval
     figures |= paired_figures(rows, other_rows)     against another model, problem by problem
     entropy = sampler_entropy(rows)                 rows of sampled answers, also those of train.py
 
-Of a problem's n answers c are right:
+A problem has n answers, of which c are right:
 
-    pass@k   The chance that k of the n answers, picked without return, hold a right one:
-             1 - C(n - c, k) / C(n, k).
-    maj@k    Is the commonest of k answers right? Answers that are equal vote together, an answer
-             that could not be extracted has no vote, and a tie counts as the share of its
-             right ones. Mean over the n // k blocks of k answers, in the order drawn.
+    pass@k   The probability that k of the n answers, drawn without replacement, include a right
+             one: 1 - C(n - c, k) / C(n, k).
+    maj@k    Is the commonest of k answers right? Equal answers vote together, and an answer that
+             could not be extracted has no vote. A tie counts as the share of right ones among the
+             tied answers. Mean over the n // k blocks of k answers, in the order drawn.
 
 Each is a mean over problems and comes with its 95 % interval. The interval answers: between which
 values would this mean lie on other problems like these?
@@ -52,8 +52,8 @@ def sampler_entropy(rows: list[dict]) -> float:
 
     It is minus the mean log-probability of all tokens of all rows, whatever they taught: the
     expected value of -log p under p is the entropy. rows: `mean_logprob` and `length` of each.
-    Only for answers that were drawn from the probabilities whose logarithms were recorded: not for
-    greedy ones, and with top-k or top-p it is the entropy of what these leave.
+    This needs answers that were drawn from the probabilities whose logarithms were recorded, so
+    greedy ones will not do. With top-k or top-p it is the entropy of the tokens that these leave.
     """
     tokens = sum(row["length"] for row in rows)
     return -sum(row["mean_logprob"] * row["length"] for row in rows) / tokens
@@ -65,7 +65,7 @@ def sampler_entropy(rows: list[dict]) -> float:
 def pass_at_k(n: int, c: int, k: int) -> float:
     """The unbiased estimate from n answers of which c are right (Chen et al. 2021).
 
-    Whether any of the first k is right would be unbiased too, but it wastes the other n - k.
+    To look only at the first k answers would be unbiased too, but would waste the other n - k.
     """
     return 1 - math.comb(n - c, k) / math.comb(n, k)
 
@@ -103,9 +103,9 @@ def confidence_interval(values: list[float], samples: int = 1) -> list[float]:
     """[mean, low, high] at 95 % of a figure in [0, 1], one value a problem from `samples` answers.
 
     This is Wilson's interval for a proportion, which stays inside [0, 1] and is right near its
-    ends too. Values between 0 and 1 vary less than verdicts do, so it is taken at the effective
-    sample size: how many verdicts, each 0 or 1, would give a mean of this variance. That is the
-    number of problems if all values are 0 or 1, and never more than the number of answers.
+    ends too. Values between 0 and 1 vary less than verdicts do, so the interval uses an effective
+    sample size: the number of verdicts, each 0 or 1, whose mean would have this variance. That is
+    the number of problems if all values are 0 or 1, and never more than the number of answers.
     """
     n = len(values)
     p = mean(values)

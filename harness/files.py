@@ -1,8 +1,9 @@
 """
-Reading and writing files, so that a bad file is one line that names it and a written one is whole.
+Reads files with errors of one line that name the file, and writes files that are whole or absent.
 
-Reading. Whatever is wrong with a file is a ValueError whose one line names it, with the line number
-where there is one. check_keys() compares a JSON object with a table of what each key must hold.
+Reading. Whatever is wrong with a file raises a ValueError of one line, which names the file and, if
+possible, the line in it. check_keys() compares a JSON object with a table of what each key must
+hold.
 
 Writing. A file is never written in place:
 
@@ -183,8 +184,9 @@ def write_json(path: str | Path, value: object) -> None:
 def create_json(path: Path, value: object) -> None:
     """Writes a file that is not there yet. FileExistsError if it is.
 
-    A second name for a whole file is made at once or not at all. So of two processes one has the
-    file, and a kill leaves it whole or not there.
+    The file is written under another name first, and then gets a hard link of its own name. A link
+    is made at once or not at all: only one of two processes succeeds, and a kill leaves the file
+    whole or absent.
     """
     whole = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
@@ -193,7 +195,7 @@ def create_json(path: Path, value: object) -> None:
             os.link(whole, path)
         except FileExistsError:
             raise
-        except OSError:                          # a file system without second names
+        except OSError:                          # a file system without hard links
             path.touch(exist_ok=False)
             os.replace(whole, path)
     finally:

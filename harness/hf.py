@@ -51,8 +51,8 @@ def resolve(name: str | Path, weights: bool = True) -> Path:
     """--model -> a local folder. A Hugging Face id, or a short name such as qwen2.5-7b or qwen3-8b,
     is downloaded if it is not in the cache. ValueError if that fails.
 
-    weights False: configuration and tokenizer alone. That takes seconds, and most of what can be
-    wrong with a run is found out with them, before 15 GB are downloaded.
+    weights False: only configuration and tokenizer. That takes seconds, and they are enough to find
+    most errors of a run before 15 GB are downloaded.
     """
     if Path(name).is_dir():
         return Path(name)
@@ -69,9 +69,10 @@ def resolve(name: str | Path, weights: bool = True) -> Path:
 def hub_id(name: str | Path) -> str:
     """--model -> its Hugging Face id. ValueError if it cannot be one; nothing is looked up there.
 
-    Short names mean the models that follow instructions. The hub's own name of a Qwen2.5 base
-    model, Qwen2.5-7B, differs from qwen2.5-7b by its capitals alone, so it is refused and not taken
-    for either of the two. Qwen3-8B is the hub's name of the model that follows instructions.
+    Short names mean the models that follow instructions: qwen2.5-7b is Qwen2.5-7B-Instruct. The
+    hub's own name of the base model, Qwen2.5-7B, differs from the short name by its capitals alone.
+    It is refused, since either model could be meant. Qwen3-8B is the hub's name of the model that
+    follows instructions.
     """
     name = str(name)
     only_a_folder = name.startswith((".", "~")) or name.endswith("/") or name.count("/") > 1
@@ -186,8 +187,8 @@ FAMILIES = {"Qwen2ForCausalLM": r"[qkv]_proj\.bias",              # Qwen2.5
 
 
 def tensor_name(architecture: str) -> re.Pattern:
-    """Matches the name of every tensor that a model of this family may have; the group is its
-    layer. Those of the last line are written by some programs and not needed here.
+    """Matches the name of every tensor that a model of this family may have; the regex group is the
+    number of its layer. The last line has tensors that some programs write and nothing here needs.
     """
     return re.compile(rf"""
           (?:lm_head | model\.embed_tokens | model\.norm)\.weight
@@ -202,8 +203,8 @@ def tensor_name(architecture: str) -> re.Pattern:
 class ModelFolder(Shards):
     """A folder of a model with 16-bit or NVFP4 weights, whose linears are to be held as `base`.
 
-    ValueError if model.py would compute something else from it than its makers do: another
-    architecture or 4-bit format, or tensors that would be left out.
+    ValueError if model.py would not compute the same from it as the model's makers do: it has
+    another architecture or 4-bit format, or tensors that would be left out.
     """
 
     def __init__(self, folder: Path, base: str, device: torch.device, dtype: torch.dtype):
@@ -277,7 +278,7 @@ CONFIG_RULES = {
                     lambda v: isinstance(v, list) and set(map(str, v)) == {"full_attention"}, False),
     "rope_scaling": ("null: rope_scaling is not supported", lambda v: not v, False),
     "quantization_config": ("an object", lambda value: isinstance(value, dict), False)}
-# Where a Qwen3 says nothing of its head size, transformers takes 128 and not D / H.
+# head_dim is required: where a Qwen3 lacks it, transformers takes 128 and not D / H.
 QWEN3_RULES = {"head_dim": (*whole_number(1, 2**24), True),
                "attention_bias": ("false: a Qwen3 with biases is not supported",
                                   lambda value: value is False, False)}
@@ -345,7 +346,7 @@ def check_nvfp4(section: object, path: Path) -> None:
     """ValueError unless config.json says that the weights are stored as above.
 
     Other programs' files look the same and mean something else: ModelOpt's hold the global scale
-    itself, not 1 / it, and nothing but this section tells.
+    itself and not its inverse. Only this section of config.json tells them apart.
     """
     try:
         groups = section["config_groups"].values()
@@ -435,7 +436,8 @@ def files_to_copy(source: Path) -> list[Path]:
 
     ValueError for a link that leads out of the folder. A model folder may come from anybody, and
     its "notes.txt" may be a link to a private file, which a copy would put into a folder that is
-    then published. In the hub's cache every file is a link, to the blobs beside its snapshots.
+    then published. Links to the blobs beside the snapshots are allowed: in the hub's cache every
+    file is one.
     """
     homes = [Path(os.path.realpath(source))]
     if homes[0].parent.name == "snapshots":      # models--NAME/snapshots/COMMIT
@@ -501,7 +503,7 @@ def write_peft(folder: str | Path, tensors: dict[str, torch.Tensor], wanted: dic
     """Writes an adapter as PEFT does. norms: the layers' norms are trained and in `tensors` too.
 
     wanted: the tensors, by name and shape, that lora.load_adapter asks for. ValueError, before
-    anything is written, if it would refuse what is written.
+    anything is written, if load_adapter would refuse the folder.
     """
     folder = Path(folder)
     parts = {name.split(".")[-3] for name in tensors if name.endswith(".lora_A.weight")}
@@ -530,7 +532,7 @@ PEFT_RULES = {
     "r": (*whole_number(1, 2**16), True),
     "lora_alpha": (*positive_number(1e9), True),
     "bias": (*equal_to("none"), False),
-    # PiSSA and OLoRA take a part out of the base: their adapters fit no other.
+    # PiSSA and OLoRA take a part out of the base's weights: their adapters fit only what is left.
     "init_lora_weights": ("one that keeps the base's weights",
                           lambda value: value in (True, False, "gaussian", "eva"), False),
     "modules_to_save": (f"null or {list(NORMS)}",
@@ -643,7 +645,7 @@ def read_conditions(adapter: str | Path) -> dict[str, str | None]:
 
 
 def other_conditions(adapter: str | Path, conditions: dict[str, str | None]) -> list[str]:
-    """-> a sentence for each condition that is other than when the adapter was trained.
+    """-> a sentence for each condition that differs from those of the adapter's training.
 
     conditions: all or some of training_conditions().
     """
@@ -657,16 +659,15 @@ def other_conditions(adapter: str | Path, conditions: dict[str, str | None]) -> 
 
 
 def tell_other_conditions(adapter: str | Path, conditions: dict[str, str | None]) -> None:
-    """Says what is other than an adapter was trained with. That may be meant, but costs accuracy.
-    """
+    """Says what differs from an adapter's training. That may be intended, but costs accuracy."""
     for difference in other_conditions(adapter, conditions):
         say(difference)
 
 
 def check_adapter_fits(wanted: dict[str, tuple], held: dict[str, tuple],
                        folder: str | Path) -> None:
-    """ValueError, which names the adapter's folder, unless it holds just the tensors, by name and
-    shape, that a model wants.
+    """ValueError, which names the adapter's folder, unless the adapter holds exactly the tensors
+    that a model wants, by name and shape.
     """
     wrong = sorted(wanted.keys() ^ held.keys())
     wrong += [name for name in wanted if name in held and wanted[name] != held[name]]

@@ -22,7 +22,7 @@ from harness.process import Stopped, first_line, short_repr
 
 
 # The largest reward, either way. Advantages are computed in fp32 from the squares of a group's
-# rewards, and fp32 ends at 3.4e38: this square leaves space for the sum over any group.
+# rewards, and fp32 ends at 3.4e38: the square of this leaves room for the sum over any group.
 LARGEST_REWARD = 1e15
 
 
@@ -77,7 +77,7 @@ def shown(value: object) -> str:
     """What a user's function returned, for a message. An object's own repr() may raise."""
     try:
         return short_repr(value).replace("\n", " ")
-    except Exception:                            # so does that of an int of 5,000 digits
+    except Exception:                            # repr() of an int of 5,000 digits raises too
         return f"an object of type {type(value).__name__}"
 
 
@@ -94,7 +94,7 @@ def call_users(name: str, function: Callable, what: str, *arguments: object) -> 
         raise Stopped(f"{name}: {type(error).__name__}: {first_line(error)} at {at.filename}:"
                       f"{at.lineno} ({what})") from None
     finally:
-        os.chdir(folder)                         # it may have gone elsewhere; --out is relative
+        os.chdir(folder)                         # the function may have left it; --out is relative
 
 
 def split_names(spec: str, flag: str) -> tuple[str, str]:
@@ -166,7 +166,7 @@ def load_file(name: str, path: str) -> ModuleType:
     """Imports a module from its file. Cached: two flags that name it share its global variables.
 
     sys.modules holds it as "user's NAME". It has to be there, since dataclasses look their module
-    up, but not under NAME: that may be one of our own modules, imported only later.
+    up. It cannot be there as NAME, which may be one of our own modules that is imported only later.
     """
     name = f"user's {name}"
     spec = importlib.util.spec_from_file_location(name, path)

@@ -200,7 +200,8 @@ def check_same_problems(settings: Settings, record: dict) -> None:
 
 def check_same_on_all_ranks(settings: Settings, problems_sha256: str) -> None:
     """ValueError if another rank was started with other flags or other files than rank 0, as can
-    happen on several hosts. Memory may differ: the ranks agree on what it allows. So may folders.
+    happen on several hosts. The memory flags may differ, since the ranks agree on one size of
+    micro-batches. The paths of folders may differ too.
     """
     mine = without_places(settings.flat()) | {"problems": problems_sha256}
     for name in (*vars(settings.memory), "data", "eval_data"):
@@ -216,8 +217,8 @@ def check_same_on_all_ranks(settings: Settings, problems_sha256: str) -> None:
 
 
 def check_conditions(settings: Settings, conditions: dict) -> None:
-    """Compares what the run trains with and what its adapter was trained with: that of --adapter,
-    for which it may be meant to differ, or that of the run which is resumed: ValueError.
+    """Compares what the run trains with and what its adapter was trained with. A difference is a
+    ValueError for a resumed run. For --adapter it may be intended, so it is only printed.
     """
     general = settings.general
     if general.resume:
@@ -292,7 +293,7 @@ def divide_memory(model: qwen.Qwen, learner: Learner, wanted: Memory, rollout: R
         tokens = wanted.micro_batch_tokens or learner.micro_batch_tokens
         # A small model's activations, 40 KB a token of tiny/, are cheaper kept than computed again.
         kept_layers = len(model.layers) if model.config.width <= 256 else 0
-    tokens = min(gather([tokens]))               # ranks deal out one list: all must cut it alike
+    tokens = min(gather([tokens]))               # ranks share one list: all must cut it alike
     learner.micro_batch_tokens = tokens
     learner.kept_layers = kept_layers
     say(f"{learner.adapter.master.numel():,} trained parameters; KV pool of "

@@ -60,7 +60,7 @@ class Stopped(BaseException):
 
     It is a BaseException, as KeyboardInterrupt is, so that no library's `except Exception`
     swallows it.
-    then: how a run can go on after it, to which its folder is added; "" if it cannot.
+    then: how a run can go on afterwards, "" if it cannot; the message adds the run's folder.
     """
 
     def __init__(self, text: str, then: str = f"once that is mended, {GO_ON}"):
@@ -144,8 +144,8 @@ def program_name() -> str:
 
 
 def reader_has_ended(error: BaseException) -> bool:
-    """Whether this was raised since nobody reads stdout or stderr any more, as when `| head` has
-    its ten lines. Libraries raise the same error for a socket; so the two pipes are asked.
+    """Whether the error means that nobody reads stdout or stderr any more, as when `| head` has
+    its ten lines. Libraries raise the same error for a socket, so the two pipes are asked.
     """
     if not isinstance(error, BrokenPipeError) or not hasattr(select, "poll"):    # Windows has none
         return False
@@ -199,8 +199,9 @@ sys.excepthook = report_uncaught
 atexit.register(flush_stdout)
 
 # A caller may have closed a standard stream, as `2>&-` does. Python then has None in its place, and
-# the next file that is opened gets its number: a log of the run, into which libraries would write
-# what they have to say on stderr. So /dev/null is opened before any file, in the order of numbers.
+# the next file that is opened gets its number. That could be a log of the run, and libraries would
+# write into it what they mean for stderr. So /dev/null is opened before any file, in the order of
+# the numbers.
 for stream, mode in dict(stdin="r", stdout="w", stderr="w").items():
     if getattr(sys, stream) is None:
         setattr(sys, stream, open(os.devnull, mode))

@@ -20,10 +20,10 @@ travel over NCCL, which uses kernels. They differ in what happens when a rank di
 So a gather() comes right before every all_sum(). If a rank died since the last meeting, the gather
 fails and raises Stopped, the others save their work, and nobody enters the all_sum alone.
 
-How ranks wait. torch waits in C++, where Python can handle no signal. So collective() has a thread
-wait there, while the main thread can still be ended, and says which ranks are awaited. It knows
-from a second connection to the store through which the ranks have found each other: each writes
-there how many meetings it has come to.
+How ranks wait. torch waits in C++, where Python cannot handle signals. So collective() lets another
+thread wait there. The main thread still handles signals, and prints which ranks it waits for. It
+learns this from the store through which the ranks found each other, over a second connection: each
+rank writes there how many meetings it has come to.
 
 Not here: model parallelism, elastic restarts.
 """
@@ -46,8 +46,8 @@ from harness.process import GO_ON, Stopped, first_line, program_name
 
 
 def read_environment() -> tuple[int, int, int]:
-    """-> what torchrun says in the environment: RANK, WORLD_SIZE, LOCAL_RANK. Stopped if that
-    cannot be: a RANK without a WORLD_SIZE, say, would be a process that prints and writes nothing.
+    """-> what torchrun says in the environment: RANK, WORLD_SIZE, LOCAL_RANK. Stopped if these
+    cannot be right: with a RANK and no WORLD_SIZE, say, a process might print and write nothing.
     """
     values = {}
     for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
@@ -84,7 +84,7 @@ def device_of(name: str | None, model: str | Path) -> torch.device:
     if there is no such device. Under torchrun it is the GPU of this rank.
 
     Without a name it is a GPU if there is one, else the CPU. But a model that is not on this
-    machine yet is not downloaded for a CPU that nobody asked for.
+    machine yet is downloaded to run on a CPU only if --device cpu asks for that.
     """
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -183,7 +183,7 @@ def join_ranks(device: torch.device) -> None:
 
 
 def connect(host: str, port: int, device: torch.device) -> None:
-    # torchrun's agent has the store already; without torchrun rank 0 has it.
+    # torchrun's agent runs the store already; without torchrun rank 0 runs it.
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     group, notes = (dist.TCPStore(host, port, WORLD, here, TIMEOUT, wait_for_workers=False,
                                   multi_tenant=True)
@@ -225,8 +225,8 @@ class Roll:
         return [rank for rank in others if came(rank) < self.meetings]
 
     def awaited(self) -> str:
-        """Whom this rank waits for, or "" if it is not the one to say so: that is the first of
-        those who wait.
+        """Whom this rank waits for; "" if another rank says so: only the first of those that wait
+        does.
         """
         if self.store is None:                   # rank 0 has it
             return f"rank 0 at {self.place}"
@@ -298,8 +298,8 @@ def all_sum(tensor: torch.Tensor) -> torch.Tensor:
     if WORLD > 1:
         with a_lost_rank_ends_the_run():
             work = dist.all_reduce(tensor, async_op=True)
-            # Not work.wait() at once: that waits in C++. Afterwards it does not wait, but makes
-            # this thread's CUDA stream see the sum.
+            # work.wait() at once would wait in C++. After this loop it does not wait any more: it
+            # makes this thread's CUDA stream see the sum.
             while not work.is_completed():
                 time.sleep(1e-4)
             work.wait()

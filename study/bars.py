@@ -1,12 +1,13 @@
 """
-Draws what training gave: the accuracy of each arm before and after it, with 95 % intervals.
+Draws what training gave: the accuracy of each arm before and after training, with 95 % intervals.
 
     python -m study.bars "bf16=16 bits" "nearest=NVFP4, rounded to nearest" --out study/accuracy.svg
 
 An arm is a name of study/runs (see study/results.py); what follows `=` is written beside its line.
 The intervals answer the same question as those of `study.results tables`: where would this accuracy
-lie with other seeds and other problems? Two arms can differ although their intervals overlap, since
-a difference is taken on the same problems. Intervals of differences are in the tables.
+lie with other seeds and other problems? Two arms can differ although their intervals overlap: both
+answer the same problems, so their difference varies less. `study.results tables` prints the
+intervals of differences.
 
 The picture is plain SVG, so nothing beyond requirements.txt is needed.
 """
@@ -27,7 +28,7 @@ GREY, BLUE, INK = "#8a8a8a", "#2f6db5", "#222222"
 
 
 class Bar(NamedTuple):
-    """One arm. All are shares of right answers; half is that of the 95 % interval of `after`."""
+    """One arm, in shares of right answers. half: half the width of the 95 % interval of `after`."""
     label: str
     before: float
     after: float
@@ -36,7 +37,7 @@ class Bar(NamedTuple):
 
 
 def bar_of(arm: Arm, label: str, kind: str, folder: Path) -> Bar:
-    """kind: greedy or sampled. folder: with the runs whose seeds tell how much seeds differ."""
+    """kind: greedy or sampled. folder: the runs from which it is known how much seeds differ."""
     verdicts = getattr(arm, kind)
     if verdicts is None:
         raise ValueError(f"{arm.name}: has no answers at temperature 1 in sampled.json")

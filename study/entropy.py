@@ -10,9 +10,9 @@ value of -log p under p is the entropy.
 
 Each setting becomes one line of --out: its means, the standard error of the entropy over problems,
 and for every answer [correct, finished, tokens, sum of log-probs], so that every figure can be
-computed again. Every --problems-a-draw problems get a new z. What single draws do differs much, so
-the more draws, the surer the mean; but each draw is a run of the sampler, and few rows take it
-nearly as long as many.
+computed again. Every --problems-a-draw problems get a new draw z of the noise. Single draws differ
+much in their effect, so more draws make the mean surer. But each draw needs its own run of the
+sampler, which takes nearly as long for few rows as for many.
 `python -m study.results sampler FILE` compares the lines of one or several such files.
 """
 import argparse
@@ -40,7 +40,7 @@ def sample_all(model: qwen.Qwen, sampler: Sampler, tokenizer: data.Tokenizer, pr
                seed: int) -> list[list]:
     """-> [correct, finished, tokens, sum of log-probs] of every answer, problem by problem.
 
-    per_draw: so many problems in a row are answered with one z.
+    per_draw: how many problems in a row are answered with one z.
     """
     sampling = Sampling(max_new_tokens, tokenizer.end_ids, 1.0, seed=seed)
     answers = []

@@ -29,13 +29,14 @@ An arm is one way to train, run with one or several seeds. study/runs holds of e
 tables prints every arm's accuracy, gain, entropy and length, then each arm minus the first one:
 greedy, and sampled where all arms have that. --primary names the one comparison that was chosen
 before the runs were made; all others are exploratory.
-spread prints V and how much seeds differ in all, for each pool.
+spread prints for each pool V (see below), and the whole variance from seed to seed.
 mean prints the mean of one logged number over some steps and all seeds.
 pairs subtracts runs with the same seed from each other and prints every difference, their mean,
 and its 95 % interval by Student's t: the seeds alone tell how sure the mean is.
 curves draws the panels of tools/report.py into a picture. It needs matplotlib, which is not in
 requirements.txt; `python -m tools.report` shows the same curves of any run without it.
-keep takes a run of train.py into study/runs, and verdicts what evaluate.py --out wrote of it, once.
+keep copies a run of train.py into study/runs. verdicts adds the verdicts on its answers that
+evaluate.py --out wrote, once.
 sampler prints entropy, accuracy and length of every setting of study/entropy.py, and differences
 from the same base without noise and from 16 bits without noise.
 
@@ -46,14 +47,16 @@ because the problems do and because the seeds do:
     variance of D = (variance over problems of the mean difference on a problem) / P
                     + 2 * V / S
 
-V, the variance of an arm's accuracy from seed to seed beyond what the noise of single answers
-explains, cannot be had from three seeds. So it is pooled over many arms (pool, seed_variance). The
-interval is D +- t * root of the variance; t is Student's, with
-the degrees of freedom of Satterthwaite's rule. A gain over the untrained model has V / S instead of
-2 * V / S, and a difference of untrained models none. Those of `pairs` assume nothing but a normal
-distribution of the seeds' differences, and are wide for three seeds. Those of `sampler` are paired
-over the problems, and leave out that another draw of the noise would have another effect; the last
-column of its second table has intervals over the draws.
+V is the variance of an arm's accuracy from seed to seed, beyond what the noise of single answers
+explains. Three seeds are too few to estimate it, so it is pooled over many arms (pool,
+seed_variance). The interval is D +- t * root of the variance; t is the quantile of Student's
+distribution, with the degrees of freedom of Satterthwaite's rule. The variance of a gain over the
+untrained model has V / S instead of 2 * V / S; that of a difference of untrained models has no V.
+
+The intervals of `pairs` assume nothing but a normal distribution of the seeds' differences, and are
+wide for three seeds. The intervals of `sampler` are paired over the problems. They leave out that
+another draw of the noise would have another effect; the last column of the second table has
+intervals over the draws.
 
 Not here: how each run was made (study/methods.md).
 """
@@ -203,9 +206,9 @@ class SeedVariance(NamedTuple):
 def pool(folder: Path, kind: str, problems: int) -> SeedVariance:
     """V of the arms in the folder that answered so many problems. kind: greedy or sampled.
 
-    V of greedy answers comes from the arms that have no sampled ones, if they have seeds enough.
-    These are the arms of the first study. So its intervals stay as they are when runs are added,
-    and those of later arms rest on seeds of other runs than their own.
+    V of greedy answers comes from the arms that have no sampled ones, if these have enough seeds.
+    They are the arms of the first study. So the first study's intervals do not change when runs are
+    added, and the intervals of later arms rest on seeds of other runs than their own.
     """
     arms = [arm for arm in arms_in(folder) if len(arm.greedy.before) == problems]
     if kind == "greedy":
@@ -216,7 +219,7 @@ def pool(folder: Path, kind: str, problems: int) -> SeedVariance:
 
 
 def seed_variance(arms: list[np.ndarray]) -> SeedVariance:
-    """arms: for each, (seeds, problems) shares right after training. Those of one seed say nothing.
+    """arms: the shares right after training of each, (seeds, problems). One seed says nothing.
 
     A seed's accuracy differs from that of another for two reasons: the seeds learned differently,
     and on each problem their answers differ by chance. The second part is the residual of seeds x
@@ -265,7 +268,7 @@ STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228
 def student_quantile(freedom: float) -> float:
     """A difference lies within so many standard errors of its mean in 95 % of cases.
 
-    Between whole numbers it is that of the lower one, which is on the safe side.
+    A freedom between whole numbers is rounded down, which is on the safe side.
     """
     whole = max(1, int(freedom))
     return STUDENT[whole - 1] if whole <= len(STUDENT) else 1.96 + 2.5 / whole      # right to 0.005
@@ -437,9 +440,9 @@ def pairs_of_runs(arm: Arm, other: Arm, key: str, first: int, last: int,
                   last_common: int | None) -> list[Pair]:
     """One difference for each seed that both arms have.
 
-    key greedy, sampled: of the test accuracy after training. Any other key: of its mean over the
-    steps that both runs logged, from first to last, or the last `last_common` of them. Runs that
-    ended at different steps are so compared at equal ones.
+    key greedy or sampled: differences of the test accuracy after training. Any other key:
+    differences of its mean over the steps that both runs logged, from first to last, or over the
+    last `last_common` of them. So runs that ended at different steps are compared at the same ones.
     """
     pairs = []
     for seed in [seed for seed in arm.seeds if seed in other.seeds]:
@@ -495,7 +498,7 @@ class Setting(NamedTuple):
     entropy: np.ndarray     # nats a token
     accuracy: np.ndarray    # share of right answers
     length: np.ndarray      # tokens an answer
-    per_draw: int           # so many problems in a row were answered with one draw of the noise
+    per_draw: int           # how many problems in a row were answered with one draw of the noise
 
 
 def sampled_setting(line: dict) -> Setting:
@@ -503,7 +506,8 @@ def sampled_setting(line: dict) -> Setting:
 
     The entropy H is a ratio of sums, -log p over tokens. Its standard error is, to first order in
     1 / problems, that of the mean of (-log p - H tokens) / (mean of tokens), in which log p and
-    tokens are a problem's sums. These have a mean of 0, so that H is added to each.
+    tokens are a problem's sums. These quotients have a mean of 0. H is added to each, so that their
+    mean is the figure.
     """
     answers = np.array(line["answers"], dtype=float).reshape(-1, line["samples"], 4)
     correct, _, tokens, logprobs = answers.sum(axis=1).T
@@ -697,17 +701,17 @@ def parse_args():
     sub.add_argument("curves", nargs="+", metavar="RUN",
                      help="a run's name, its folder or a metrics.jsonl")
     sub.add_argument("--out", type=Path, required=True, help="a .png, .svg or .pdf")
-    sub = command("keep", keep_run, "takes a run's metrics and a line of each answer into --runs")
-    sub.add_argument("run", type=Path, metavar="FOLDER", help="that train.py wrote")
+    sub = command("keep", keep_run, "copies a run's metrics and a line of each answer into --runs")
+    sub.add_argument("run", type=Path, metavar="FOLDER", help="folder of a run of train.py")
     sub.add_argument("name", metavar="ARM-sSEED", help="what it is called there")
-    sub = command("verdicts", keep_verdicts, "takes what evaluate.py --out wrote into --runs")
+    sub = command("verdicts", keep_verdicts, "adds the verdicts of evaluate.py --out to --runs")
     sub.add_argument("name", metavar="NAME", help="ARM-sSEED, or ARM before training")
     sub.add_argument("files", nargs="+", type=Path, metavar="FILE",
                      help=f"greedy answers to the test problems, or {SAMPLES} to each")
     sub = command("sampler", print_sampler, "the sampler before training, by base and noise")
     sub.add_argument("files", nargs="*", type=Path, metavar="FILE",
-                     help="that study/entropy.py wrote, or the same gzipped (default: that of "
-                     "--runs)")
+                     help="written by study/entropy.py, plain or gzipped (default: "
+                     "sampler.jsonl.gz in --runs)")
     return parser.parse_args()
 
 

@@ -231,7 +231,7 @@ def test_a_full_disk_is_one_line_that_names_the_file_and_loses_no_figures(most, 
     out, err = capsys.readouterr()
     failure = f"[Errno 27] File too large: '{tmp_path}/a.jsonl'"
     assert stop.value.code == 1 and err.count(f"{failure}: sampling goes on") == 1
-    assert err.endswith(f"evaluate.py: {failure}: --out lacks answers, the figures above are of all of them\n")
+    assert err.endswith(f"evaluate.py: {failure}: --out lacks some answers, the figures above count all\n")
     figures = json.loads(out.splitlines()[-1])
     assert all(figures[key] == whole[key] for key in ("n", "pass@1", "length", "rules")) and figures["n"] == 9
     assert len(read(tmp_path / "a.jsonl")) == (0 if most == 1 else 2)     # whole rows, none of them cut

@@ -1,6 +1,7 @@
 """
 Measures the speeds that docs/ reports; needs a GPU. Each command ends with one line of JSON. A
-`floor` is what an H200's copy and matmul take, and left out on any other card.
+`floor` is the time of the same work at the speed of an H200's copy and large matmul. It is left out
+on any other card.
 
     python -m tools.bench linears --model 7b [--lora-rank 32]      a layer's linears against cuBLAS
     python -m tools.bench rollout --model 7b --base nvfp4 [--batch 1,8,32,64,256]        tokens/s
@@ -11,26 +12,28 @@ Measures the speeds that docs/ reports; needs a GPU. Each command ends with one 
     python -m tools.bench step --model 32b --memory-gib 48         a whole GRPO step
     torchrun --nproc-per-node 2 -m tools.bench step --model 7b     the same on several GPUs
 
-linears. `chain`, `cublas`: the four of a layer one after the other, as in a step of decoding; slabs
-are not summed, since other kernels do that.
+linears. `chain` (our matmuls) and `cublas` are times of a layer's four linears one after the other,
+as in a decode step. Slabs (partial sums) are not added up, since other kernels do that.
 
 rollout. The whole sampler on random weights and a live random adapter: B sequences in groups of
 gcd(B, 8), end ids ignored, log-probs returned; tokens/s count prefill and the host's work.
 `preempted` counts rows that had to wait because the KV pool was full.
 
-decode. One window of steps of the same sampler, for rows that have written half of `new` tokens:
-since a step takes longer in proportion to what is written, this is the mean step of answers of that
-length. No token before it is computed, the KV cache holds random numbers. `attention_gb_s` is what
-the keys and values of the answers are read with: their bytes by the time that they add to a step.
+decode. One window of decode steps of the same sampler, for rows that have written half of `new`
+tokens. A step's time grows in proportion to what is written, so this is the mean step of answers of
+`new` tokens. What they wrote before is not computed: the KV cache holds random numbers.
+`attention_gb_s` is the rate at which the keys and values of the answers are read: their bytes
+divided by the time that they add to a step.
 
 tail. Answers of given lengths, in several orders, and as many answers of their mean length. `few`
-is the share of the time in which an eighth of the rows or fewer wrote. The orders by length show
-what could be gained: before an answer is sampled nobody knows its length.
+is the share of the time in which at most an eighth of the rows were still writing. The orders by
+length show what could be gained if lengths were known, which they are not before the sampling.
 
-update. Learner.update on random answers of `new` tokens. The `floor` is that of the matmuls, those
-of attention among them, at the rate of a large one.
+update. Learner.update on random answers of `new` tokens. The `floor` is the time of all matmuls,
+including those of attention, at the rate of a large matmul.
 
-step. train.py's own sampler, memory plan and Learner.update, the slowest rank's seconds.
+step. A step with train.py's own sampler, memory plan and Learner.update; seconds of the slowest
+rank.
 
 Shapes: M rows, N out_features, K in_features.
 """
@@ -124,7 +127,7 @@ def drawn_lengths(count, low, high, mean):
 
 
 def print_figures(what, figures):
-    """Prints a line of them, and hands them on; without the floors where they do not hold."""
+    """Prints the figures in a line and returns them, on any card but an H200 without the floors."""
     if torch.cuda.get_device_name() != H200:
         figures = {name: value for name, value in figures.items() if "floor" not in name}
     words = [f"{name} {value:,.5g}" for name, value in figures.items()]
@@ -149,8 +152,8 @@ def random_weight(N, K):
 
 
 def graph_times(*works):
-    """GPU seconds of each work() as a CUDA graph: medians of nine replays, taken in turn, so that
-    what the card's clock does, it does to all of them.
+    """GPU seconds of each work() as a CUDA graph: medians of nine replays. The graphs are replayed
+    in turn, so that changes of the card's clock affect all of them alike.
     """
     graphs = []
     for work in works:
@@ -179,7 +182,7 @@ def random_bf16(*shape):
 
 
 def decode_figures(shapes, M, rank, kernels):
-    """Of the decode matmul with M rows, a layer."""
+    """Figures of the decode matmul with M rows, for one layer."""
     from fast.decode import decode_matmul_for
     decode_matmul = functools.partial(decode_matmul_for(kernels), pdl=capability(DEVICE) >= (9, 0))
     layers = math.ceil(TRAFFIC / (BYTES * sum(N * K for N, K in shapes.values())))
@@ -204,7 +207,7 @@ def decode_figures(shapes, M, rank, kernels):
 
     chain, cublas = (graph_times(ours, theirs) / layers).tolist()
     floor = sum(max((N * K * BYTES + 2 * M * (N + K)) / COPY, 2 * M * N * K / TENSOR)
-                for N, K in shapes.values())     # the later of reading W and multiplying
+                for N, K in shapes.values())     # the longer of reading W and multiplying
     return {"chain_us": chain * 1e6, "floor_us": floor * 1e6, "cublas_us": cublas * 1e6,
             "cublas_of_chain": cublas / chain, "floor_of_chain": floor / chain}
 
@@ -225,8 +228,8 @@ def weight_bytes(model):
 
 
 def kv_read(config, B, prompt, written):
-    """Bytes of keys and values that a step reads of B rows that have written so many tokens each,
-    where those of a group read their prompt together.
+    """Bytes of keys and values that a step of B rows reads, each of which has written so many
+    tokens. The rows of a group read their prompt together.
     """
     groups = B // math.gcd(B, 8)
     return 4 * config.layers * config.kv_heads * config.head_dim * (groups * prompt + B * written)
@@ -258,8 +261,8 @@ def rollout(model: str, kernels: str, base: str, dtype: str, lora_rank: int, bat
 
 
 def rows_half_way(sampler, model, B, prompt, written):
-    """What a decode step of B rows reads that have written so many tokens each, in the KV blocks
-    that the sampler would have given them; None if its pool does not hold these.
+    """The input of a decode step of B rows that have written so many tokens each, in the KV blocks
+    that the sampler would have given them; None if its pool has too few blocks.
     """
     G = math.gcd(B, 8)
     prompts = random_prompts(model, [prompt] * (B // G))
@@ -303,7 +306,7 @@ def decode(model: str, kernels: str, base: str, dtype: str, lora_rank: int, batc
         first = start and window_seconds(sampler, start)
         for N in new:
             rows = rows_half_way(sampler, network, B, prompt, N // 2)
-            if rows is None:                     # neither are they where even the start is not
+            if rows is None:                     # as always if even `start` is None
                 print(f"B={B} N={N}: the KV pool is too small for these rows", flush=True)
                 continue
             step = window_seconds(sampler, rows)
@@ -506,20 +509,20 @@ def read_bench_flags():
     add("rollout decode tail update", "--prompt", type=int, default=256, help="tokens of a prompt")
     add("rollout", "--new", type=int, default=512, help="tokens of a completion, at least 2")
     add("decode", "--new", default=[4096, 8192, 16384], **numbers)
-    add("tail", "--new", type=int, default=4096, help="the longest, where none are given")
+    add("tail", "--new", type=int, default=4096, help="longest answer, without --lengths")
     add("tail", "--lengths", help="samples.jsonl of a run, or evaluate.py's --out (default: drawn, "
         "with an eighth of --new as their mean)")
     add("tail", "--answers", type=int, default=128, help="how many")
     add("tail", "--max-rows", type=int, help="most that are decoded at a time (default: all)")
     add("update", "--new", type=int, default=4096, help="tokens of an answer")
-    add("update step", "--memory-gib", type=float, help="bound of the whole process")
+    add("update step", "--memory-gib", type=float, help="GPU memory of the whole process")
     add("step", "--group-size", type=int, default=8, help="samples a problem, at least 2")
     add("step", "--prompts", type=int, default=16, help="problems")
     add("update", "--prompts", type=int, default=2, help="problems, of eight answers each")
-    add("rollout decode tail", "--kv-gib", type=float, help="of the KV cache (default: what is "
-        "needed, at most half of the free memory)")
-    add("update step", "--kv-gib", type=float, help="of the KV cache (default: as memory.py plans)")
-    add("update step", "--micro-batch-tokens", type=int, help="(default: as memory.py plans)")
+    add("rollout decode tail", "--kv-gib", type=float, help="GiB of the KV cache (default: what "
+        "is needed, at most half of the free memory)")
+    add("update step", "--kv-gib", type=float, help="GiB of the KV cache (default: by memory.py)")
+    add("update step", "--micro-batch-tokens", type=int, help="(default: by memory.py)")
     return parser.parse_args()
 
 

@@ -36,7 +36,7 @@ class Conversation:
     question: str | None = setting(None, "answer this one and end")
     temperature: float = setting(0.0, "0: greedy", "[0, 1000]")
     max_new_tokens: int = setting(1024, "longest answer", "[1, 2e9]")
-    seed: int = setting(0, "of sampling", "[0, 2e18]")
+    seed: int = setting(0, "random seed of sampling", "[0, 2e18]")
 
 
 class Chat:
@@ -92,7 +92,7 @@ class Chat:
 
 
 def read_chat_flags() -> tuple[Which, Conversation]:
-    """The command line, a run's own settings being the defaults."""
+    """The command line. If it names a run, the run's settings are the defaults."""
     parser = argparse.ArgumentParser(description="Talk to a model.", allow_abbrev=False,
                                      formatter_class=config.Help)
     args, _ = parse(parser, [Which, Conversation])
@@ -127,7 +127,7 @@ def main():
         which, wanted = read_chat_flags()
         data.prompt_function(wanted.prompt_style)
         hf.check_model(which.model)
-        with redirect_stdout(sys.stderr):        # what is said of a GPU or a folder is no answer
+        with redirect_stdout(sys.stderr):        # stdout has the answers alone
             device, _ = choose_device(which.device, which.kernels, which.model)
             if which.adapter:
                 rank = hf.read_peft_config(which.adapter)["r"]

@@ -5,7 +5,7 @@ Writes model folders for other programs.
     python -m tools.convert merge RUN OUT        a run of train.py as an ordinary bf16 model
 
 nvfp4 writes compressed-tensors files, layer by layer. With --calibrate N it chooses the codes by
-GPTQ and says how far they are from the 16-bit model, in nats a token (calibrate.py).
+GPTQ and prints how far the 4-bit model is from the 16-bit one, in nats a token (calibrate.py).
 
 merge adds a run's adapter to the weights that it was trained on; 4-bit ones are decoded first. Then
 `python evaluate.py --model OUT` measures the result, in 16 bits. The sum is rounded to bf16, so the
@@ -42,7 +42,7 @@ class Conversion:
     data: str = setting("gsm8k", "the problems, as in train.py")
     prompt_style: str = setting("boxed", "as in train.py", choices=sorted(STYLES))
     thinking: str = setting("off", "as in train.py", choices=("on", "off"))
-    seed: int = setting(0, "which problems, which answers", "[0, 2e18]")
+    seed: int = setting(0, "random seed of the choice of problems and of the answers", "[0, 2e18]")
     device: str | None = setting(None, "cpu, cuda or cuda:N (default: a GPU if there is one)")
 
 
@@ -112,7 +112,7 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["nvfp4", "merge"])
     parser.add_argument("source", help="bf16 model's folder, name or id; for merge a run's folder")
-    parser.add_argument("out", type=Path, help="folder to make; must not exist, or be empty")
+    parser.add_argument("out", type=Path, help="new folder; if it exists, it must be empty")
     config.add_section(parser, Conversion)
     args = parser.parse_args()
     with process.one_line(f"convert {args.command}"):

@@ -2,27 +2,27 @@
 Writes a model folder of random weights in a published shape, to try a size without its download.
 
     python -m tools.random_model qwen2.5-7b OUT --tokenizer QWEN      15 GB in 13 files
-    python -m tools.random_model qwen2.5-32b OUT --base nvfp4         21 GB, where 65 would not fit
+    python -m tools.random_model qwen2.5-32b OUT --base nvfp4         21 GB; 65 GB without --base
     python train.py --model OUT --data arithmetic --reward tools.random_model:coin --steps 3
 
-All programs take the folder: they read, calibrate, sample, train and convert it as they would the
-model of that shape, and their times and memory are its own. What it says means nothing. Three
+All programs accept the folder: they read, calibrate, sample, train and convert it like the real
+model of that shape, with the same times and memory. The text that it writes means nothing. Three
 things are like a real model's, because times or memory depend on them:
 
-- Answers come to an end. The head's rows of the end tokens point where all hidden states have
-  something in common, so that in each place an answer ends with the same chance. Lengths are then
-  geometric: short ones are the commonest, a few are several times the mean, --answer-tokens.
+- Answers come to an end. The head's rows of the end tokens point in a direction that all hidden
+  states share, so an answer ends with the same probability at every token. Lengths are then
+  geometric: short ones are the commonest, and a few are several times the mean, --answer-tokens.
   Greedy answers do not end: the likeliest token is never an end token.
-- Logits are finite and of a size with which the model has a choice: at temperature 1 they have a
+- Logits are finite, and not so large that one token always wins: at temperature 1 they have a
   standard deviation of 2.
 - The inputs of each linear are correlated and its channels differ in size. So GPTQ has errors to
   make up for, and calibration does all its work.
 
-No answer of such a model is ever right, and where all answers to a problem get the same reward
-there is nothing to train on. So coin() below is a --reward that gives half of all answers 1.
+No answer of such a model is ever right, and if all answers to a problem get the same reward there
+is nothing to train on. So coin() below is a --reward that gives half of all answers 1.
 
-The weights follow from --seed on one device; another device draws others. They are made on the GPU
-where there is one, a file of at most 2 GiB at a time.
+One --seed gives the same weights again on one device, and other weights on another device. They are
+made on the GPU if there is one, a file of at most 2 GiB at a time.
 
 Not here: models in the GPU's memory alone, which tools/bench.py makes for itself.
 """
@@ -49,8 +49,9 @@ from tools.convert import tell_what_was_written
 SHAPE_NAMES = [size if size.startswith("qwen") else f"qwen2.5-{size}" for size in SIZES]
 SPREAD = 2.0                                     # standard deviation of the logits
 COMMON = 2.0                                     # of all embeddings, beside 1 of each token's own
-# What is common is END_SHARE of a normalised hidden state at the last layer: 2 / sqrt(4 + 1 + 0.58)
-# of what is common, the token's own part and what attention and MLP of all layers add.
+# The share of a normalised hidden state at the last layer that all tokens have in common, which is
+# 2 / sqrt(4 + 1 + 0.58). Under the root are the squares of the common part, of the token's own part
+# and of what attention and MLP of all layers add.
 END_SHARE = 0.85
 
 
@@ -60,9 +61,9 @@ class Wanted:
     tokenizer: str = setting(str(TINY_MODEL), "folder whose tokenizer.json, templates and the like "
                              "are copied (default: the tiny model's, of 463 tokens)")
     base: str = setting("bf16", "what the linears are written as", choices=("bf16", "nvfp4"))
-    answer_tokens: int = setting(300, "mean length of an answer at temperature 1; far above "
-                                 "--max-new-tokens all answers reach that", "[2, 1e9]")
-    seed: int = setting(0, "of the weights", "[0, 2e9]")
+    answer_tokens: int = setting(300, "mean length of an answer at temperature 1; if it is far "
+                                 "above --max-new-tokens, all answers reach that", "[2, 1e9]")
+    seed: int = setting(0, "random seed of the weights", "[0, 2e9]")
     device: str | None = setting(None, "where they are made: cpu, cuda or cuda:N (default: a GPU if "
                                  "there is one)")
 
@@ -96,8 +97,8 @@ def config_of(name: str) -> dict:
 
 
 def tensor_shapes(shape: qwen.ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Hugging Face name -> shape of every tensor that model.py reads for a model of this shape. It
-    is asked itself: the model is built on torch's meta device, which holds shapes and no numbers.
+    """Hugging Face name -> shape of every tensor that model.py reads for a model of this shape. To
+    find out, the model is built on torch's meta device, which holds shapes and no numbers.
     """
     shapes = {}
 
@@ -120,7 +121,7 @@ def random_tensors(shape: qwen.ModelConfig, wanted: Wanted, tokenizer: data.Toke
     With D the width, an embedding is SPREAD / sqrt(D) * (COMMON * u + z): u is the same for all
     tokens, each number 1 or -1, and z normal. The head of an untied model is of z alone. What all
     layers add to that is made about as large as a token's own part. The last norm's gains are 1 or
-    -1: with gains of 1 a tied head would find the token that was read last the likeliest by far.
+    -1: with gains of 1 a tied head would make the token that was read last the likeliest by far.
     """
     generator = torch.Generator(device).manual_seed(wanted.seed)
 
@@ -156,11 +157,12 @@ def random_tensors(shape: qwen.ModelConfig, wanted: Wanted, tokenizer: data.Toke
 
 
 def end_row(common: torch.Tensor, answer_tokens: int, tokenizer: data.Tokenizer) -> torch.Tensor:
-    """The head's row of each end token (D,), by which an answer has `answer_tokens` on average.
+    """The head's row (D,) for each end token, so that answers have `answer_tokens` on average.
 
-    common (D,), each number 1 or -1: what all of the head's inputs have in common, END_SHARE of it.
-    The other logits, V normal ones of deviation SPREAD, have the logsumexp log V + SPREAD^2 / 2.
-    All end tokens together shall have the probability 1 / answer_tokens beside them.
+    common (D,), each number 1 or -1: all of the head's inputs have END_SHARE of it in common. The
+    other V logits are normal with the standard deviation SPREAD, so their logsumexp is
+    log V + SPREAD^2 / 2. Next to them, all end tokens together shall have the probability
+    1 / answer_tokens.
     """
     others = math.log(tokenizer.vocab_size) + SPREAD**2 / 2
     logit = others - math.log(answer_tokens - 1) - math.log(len(tokenizer.end_ids))
@@ -168,8 +170,7 @@ def end_row(common: torch.Tensor, answer_tokens: int, tokenizer: data.Tokenizer)
 
 
 def write_random_model(name: str, out: Path, wanted: Wanted) -> None:
-    """The folder `out`. ValueError if the shape or the tokenizer is none that programs here take.
-    """
+    """Writes the folder `out`. ValueError for a shape or tokenizer that no program here accepts."""
     raw = config_of(name)
     shape = qwen.ModelConfig.from_json(raw)
     source = Path(wanted.tokenizer)
@@ -194,7 +195,7 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", help="qwen2.5-7b, qwen3-8b and the like, or a folder with such a "
                         "config.json")
-    parser.add_argument("out", type=Path, help="folder to make; must not exist, or be empty")
+    parser.add_argument("out", type=Path, help="new folder; if it exists, it must be empty")
     config.add_section(parser, Wanted)
     args = parser.parse_args()
     with process.one_line("random_model"):

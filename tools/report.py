@@ -10,7 +10,7 @@ The page is one file that any browser from 2023 on opens without a server and wi
     curves       of metrics.jsonl; a click on one goes to the answers of that step
     flags        of run.json, where the runs differ
     answers      of samples.jsonl and held_out.jsonl, which can be filtered and sorted. An opened
-                 one shows the prompt, and marks the answer that was read in the text
+                 one shows the prompt and the text, where the answer that the grader read is marked
     problems     the same by problem, hardest first; an opened one has its answers side by side:
                  those of two runs, or the first and the last of one run
 
@@ -56,7 +56,7 @@ PANELS = dict(
 
 
 def panels_for(keys: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """PANELS, and behind `reward` those of a --reward function: each part, and the held-out mean.
+    """PANELS, and after `reward` those of a --reward function: each part, and the held-out mean.
 
     keys: all that the runs have logged.
     """
