@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import nvfp4
 from fast import memory
-from fast.memory import BITS, GIB, Plan
+from fast.memory import GIB, Plan
 from harness import prepare
 from harness.config import Memory, read_settings
 from learner import Learner
@@ -262,7 +263,7 @@ def test_what_helps_is_told_with_what_it_frees_and_little_is_left_out():
     assert memory.advice([]) == "take a smaller model or a larger card"
 
 
-@pytest.mark.parametrize("base", BITS)
+@pytest.mark.parametrize("base", nvfp4.FORMATS)
 def test_the_bytes_of_a_model_by_arithmetic_are_those_that_it_takes(base):
     model = load(ROOT / "tiny", base, "cpu", torch.bfloat16)
     adapter = attach(model, rank=4)
