@@ -18,6 +18,7 @@ hedges is no answer: "5 or 6", "not 5", "more than 5", "between 5 and 6" and "5 
 The work is linear in the length of the text. There are no time limits and no threads, because a
 limit that fires outside the main thread has silently paid nothing elsewhere, and no judge model.
 """
+import math
 import re
 from typing import Callable, NamedTuple
 
@@ -299,7 +300,8 @@ def grade_rollouts(tokenizer: "harness.data.Tokenizer", problems: list,
 
     Rows come in groups, one for each of `problems` and all of one size. Without a plug-in the
     reward is 1 for a correct answer, else 0. A plug-in is a function of the user's; the reward is
-    then the sum of the `parts` that it returns.
+    then the sum of the `parts` that it returns. The part called `shaping` is not in the sum:
+    train.score adds it as it adds what format and length are worth. If it is NaN, so is `task`.
     """
     group_size = len(rollouts.completions) // max(len(problems), 1)  # a rank may have no problem
     texts = [tokenizer.decode(completion) for completion in rollouts.completions]
@@ -320,6 +322,8 @@ def grade_rollouts(tokenizer: "harness.data.Tokenizer", problems: list,
         if plug_in:
             first = i - i % group_size
             row["parts"] = plug_in(text, problem, texts[first:first + group_size])
-            row["task"] = sum(row["parts"].values())
+            row["task"] = sum(value for name, value in row["parts"].items() if name != "shaping")
+            if math.isnan(row["parts"].get("shaping", 0.0)):
+                row["task"] = math.nan           # unscorable, as with NaN in any other part
         rows.append(row)
     return rows

@@ -85,14 +85,16 @@ def score(grade: Callable, problems: list, rollouts: Rollouts, objective: Object
           max_new_tokens: int) -> list[dict]:
     """-> a row for each answer: a dict of all that is known of it, as samples.jsonl holds it.
 
-    `task` is 1 for a right answer and 0 for a wrong one, or what the user's --reward gives; `parts`
-    are then the parts of that. `format` says whether the answer has the form that was asked for,
-    `finished` whether it came to its end before --max-new-tokens. `reward`, which is added here, is
-    task + what format and length are worth. It is logged; compare() uses its two parts apart.
+    `task` is 1 for a right answer and 0 for a wrong one, or what the user's --reward gives, without
+    its part `shaping`; `parts` are then all parts of that. `format` says whether the answer has the
+    form that was asked for, `finished` whether it came to its end before --max-new-tokens.
+    `reward`, which is added here, is task + what shaping, format and length are worth. It is
+    logged; compare() uses `task` and the rest apart.
     """
     rows = grade(problems, rollouts)
     for row in rows:
         row["reward"] = row["task"] + objective.format_weight * row["format"]
+        row["reward"] += row.get("parts", {}).get("shaping", 0.0)
         if objective.overlong_buffer:
             row["reward"] += rewards.overlong_penalty(row["length"], max_new_tokens,
                                                       objective.overlong_buffer)

@@ -30,9 +30,10 @@ class Reward:
     """--reward module:function, called as function(completion, problem) for every completion.
 
     `problem` is a dict: every field of the problem's row, with id, question and answer. A function
-    that takes a third argument is given the completions of the whole group as well. It returns a
-    number, or a dict of numbers that are summed. A NaN leaves the completion out of training. No
-    number, and no sum of them, may be infinite or beyond LARGEST_REWARD.
+    whose third parameter has no default is given the completions of the whole group as well. It
+    returns a number, or a dict of numbers that are summed; rewards.grade_rollouts says what the
+    part `shaping` is. A NaN leaves the completion out of training. No number, and no sum of them,
+    may be infinite or beyond LARGEST_REWARD.
     """
 
     def __init__(self, spec: str):
@@ -43,7 +44,8 @@ class Reward:
         except (TypeError, ValueError):          # a builtin may not tell its signature
             parameters = ()
         positional = [p for p in parameters
-                      if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+                      if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+                      and p.default is p.empty]  # not a weight=0.1 of the user's
         self.num_arguments = 3 if len(positional) > 2 else 2
 
     def __call__(self, completion: str, problem, group: list[str]) -> dict[str, float]:
@@ -66,6 +68,9 @@ class Reward:
         if not numbers:
             raise Stopped(f"{self.name}: returned {shown(value)}, expected a number or a dict of "
                           f"numbers ({what})")
+        if set(numbers) == {"shaping"}:
+            raise Stopped(f"{self.name}: returned {shown(value)}: shaping is added to another part, "
+                          f"and there is none ({what})")
         most = LARGEST_REWARD
         if any(abs(number) > most for number in (*numbers.values(), sum(numbers.values()))):
             raise Stopped(f"{self.name}: returned {shown(value)}, expected a number (or a sum) in "

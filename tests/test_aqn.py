@@ -69,6 +69,19 @@ def test_every_schedule_has_a_clean_first_stage_and_stays_between_no_noise_and_s
     assert sigma_at(num_stages - 1, num_stages, 0, 5e-4, num_stages, schedule) == 0
 
 
+# Each schedule from 1 to 0.01 in five stages, where t is 0, 1/4, 2/4 and 3/4: sigma in all stages.
+STAGES = {"exponential": [0, 1, 0.1**.5, 0.1, 0.1**1.5], "linear": [0, 1, .7525, .505, .2575],
+          "cosine": [0, 1, .505 + .495 * .5**.5, .505, .505 - .495 * .5**.5],
+          "log": [0] + [1 - .99 * math.log10(x) for x in (1, 3.25, 5.5, 7.75)]}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_each_schedule_has_the_sigmas_by_hand(schedule):
+    assert schedule in STAGES, f"add the sigmas of {schedule!r} to STAGES"
+    got = [sigma_at(step, 5, 1.0, 0.01, 5, schedule) for step in range(5)]
+    assert got == pytest.approx(STAGES[schedule], rel=1e-12)
+
+
 @pytest.mark.parametrize("schedule", ["exponential", "linear", "cosine", "log"])
 def test_the_papers_schedules_start_on_the_given_value_fall_and_stay_above_their_end(schedule):
     stages = [sigma_at(step, 10, 5e-2, 5e-4, 10, schedule) for step in range(10)]

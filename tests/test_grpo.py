@@ -82,6 +82,19 @@ def test_group_advantages_by_hand_with_the_sample_std():
     assert got.tolist() == pytest.approx(want, rel=1e-6)
 
 
+# Each value of --advantage-scale: the advantages of rewards (1, 0, NaN, 1, 0) with shaping (-1, 0, 5, 0, -1), by hand.
+# The mean reward is 1/2 and each square 1/4, so over n - 1 = 3 the variance is 1/3; the shaping's mean is -1/2.
+BY_HAND = {"group": [x / (3**-0.5 + 1e-4) for x in (.5, -.5, 0, .5, -.5)], "none": [.5, -.5, 0, .5, -.5]}
+
+
+@pytest.mark.parametrize("scale", grpo.SCALES)
+def test_each_scale_gives_the_advantages_by_hand(scale):
+    assert scale in BY_HAND, f"add the advantages of {scale!r} to BY_HAND"
+    got = group_advantages(torch.tensor([1, 0, NAN, 1, 0]), 5, scale, torch.tensor([-1.0, 0, 5, 0, -1]))
+    shaped = [x + y for x, y in zip(BY_HAND[scale], (-.5, .5, 0, .5, -.5), strict=True)]
+    assert got.tolist() == pytest.approx(shaped, rel=1e-6, abs=1e-7)
+
+
 def test_without_a_scale_advantages_are_the_distances_from_the_mean():
     rewards = torch.tensor([1.0, 0, 3, 3])
     assert group_advantages(rewards, 2, "none").tolist() == [0.5, -0.5, 0, 0]

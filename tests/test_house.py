@@ -3,8 +3,8 @@ What readers may rely on: imports go down, Triton stays where it belongs, a name
 what is there and nothing else. No test here limits the size of anything.
 
 It looks at the files that git tracks, and at what these import. A reward function or a data file of your own beside
-them changes nothing. Where you add something that readers must be told of, the message says which document needs a
-line.
+them changes nothing until you commit it; then a line in README.md, section "The files", is all that it needs. Where you
+add something else that readers must be told of, the message says which document needs a line.
 
 python -m pytest tests/test_house.py -v
 """

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import fuzz_rewards
+import train
 from grpo import group_advantages
 from harness.data import Problem
 from harness.plugin import Reward, load_function
@@ -299,6 +300,18 @@ def wanders(completion, problem):
     return 1 / len(completion)
 
 number = 3
+
+
+def weighted(completion, problem, weight=0.1):
+    return {"long": len(completion), "shaping": -weight}
+
+
+def brief(completion, problem):
+    return {"shaping": -1}
+
+
+def lost(completion, problem):
+    return {"long": 1, "shaping": float("nan")}
 '''
 
 
@@ -394,6 +407,7 @@ def test_a_reward_is_told_the_whole_problem_and_the_group_if_it_asks(plug_ins):
     ("breaks", ["ZeroDivisionError: division by zero", "mine.py:9", "problem p1, completion ''"]),
     ("words", ["returned 'good', expected a number"]), ("nothing", ["returned None, expected a number"]),
     ("raw", ["returned b'1', expected a number"]),
+    ("brief", ["returned {'shaping': -1}: shaping is added to another part, and there is none", "problem p1"]),
     ("empty", ["returned {}, expected a number or a dict of numbers", "problem p1, completion ''"]),
     ("minus_infinite",
      ["returned {'good': 1.0, 'bad': -inf}, expected a number (or a sum) in [-1e+15, 1e+15], or nan"]),
@@ -435,9 +449,30 @@ def test_a_reward_that_goes_to_another_folder_does_not_take_the_run_along(plug_i
     assert os.getcwd() == str(plug_ins)
 
 
-def test_parts_are_in_the_row_and_their_sum_is_its_task(plug_ins):
+def graded_by(name):
+    """The rows of two completions, "a" and "b", to one problem."""
     rollouts = SimpleNamespace(completions=[[0], [1]], finished=[True] * 2, logprobs=[torch.tensor([-1.0])] * 2)
     tokenizer = SimpleNamespace(opened="", decode=lambda ids: "ab"[ids[0]])
-    first, second = grade_rollouts(tokenizer, [replace(PROBLEM, prompt=[0])], rollouts, plug_in=Reward("mine:asks"))
+    return grade_rollouts(tokenizer, [replace(PROBLEM, prompt=[0])], rollouts, plug_in=Reward(f"mine:{name}"))
+
+
+def test_shaping_is_a_part_but_not_in_the_task_and_a_third_parameter_with_a_default_stays_the_users(plug_ins):
+    first, second = graded_by("weighted")
+    assert first["parts"] == {"long": 1.0, "shaping": -0.1} and first["task"] == second["task"] == 1.0
+    assert all(math.isnan(row["task"]) for row in graded_by("lost"))
+
+
+def test_shaping_is_learned_from_only_where_the_other_parts_differ():
+    """Two groups of two answers: in the first one is right, in the second both are."""
+    parts = [{"right": 1, "shaping": -0.25}, {"right": 0, "shaping": 0.0}, {"right": 1, "shaping": -0.5}, {"right": 1}]
+    rows = [dict(task=float(part["right"]), format=1.0, length=3, parts=part) for part in parts]
+    objective = SimpleNamespace(format_weight=0.5, overlong_buffer=0)
+    rows = train.score(lambda problems, rollouts: rows, [], None, objective, 10)
+    assert [row["reward"] for row in rows] == [1.25, 0.5, 1.0, 1.5]
+    assert train.compare(rows, 2, "none").tolist() == [0.5 - 0.125, -0.5 + 0.125, 0, 0]
+
+
+def test_parts_are_in_the_row_and_their_sum_is_its_task(plug_ins):
+    first, second = graded_by("asks")
     assert first["parts"] == second["parts"] == {"level": 5.0, "asked": 1.0, "others": 2.0} and first["task"] == 8.0
     assert first["correct"] == 0.0                                        # there is no gold
