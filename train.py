@@ -1,7 +1,7 @@
 """
 QeRL's training loop: GRPO/DAPO of Qwen2.5 and Qwen3 with frozen 4-bit weights, LoRA and AQN.
 
-    python train.py                            a tiny model that ships here: CPU, offline, 1 to 2 min
+    python train.py                            a tiny model that ships here: CPU, offline, 2 minutes
     python train.py --model qwen2.5-1.5b       a real model on GSM8K, one GPU
     python train.py --model X --preset paper   the settings of the paper's Table 4
     python train.py --resume --out runs/x      continue the run in runs/x, with its flags
@@ -222,7 +222,8 @@ def evaluate(run: Run, sampling: Sampling, steps_done: int) -> tuple[dict, list[
     if run.settings.data.reward:
         metrics["eval_reward"] = column(rows, "task").nanmean().item()
     told = ", ".join(f"{key.removeprefix('eval_')} {value:.3f}" for key, value in metrics.items())
-    say(f"after {process.counted(steps_done, 'step')}: held-out {told}, in {time.perf_counter() - began:.1f} s")
+    say(f"after {process.counted(steps_done, 'step')}: held-out {told}, "
+        f"in {time.perf_counter() - began:.1f} s")
     return metrics, rows
 
 

@@ -69,8 +69,8 @@ class Reward:
             raise Stopped(f"{self.name}: returned {shown(value)}, expected a number or a dict of "
                           f"numbers ({what})")
         if set(numbers) == {"shaping"}:
-            raise Stopped(f"{self.name}: returned {shown(value)}: shaping is added to another part, "
-                          f"and there is none ({what})")
+            raise Stopped(f"{self.name}: returned {shown(value)}: shaping is added to another "
+                          f"part, and there is none ({what})")
         most = LARGEST_REWARD
         if any(abs(number) > most for number in (*numbers.values(), sum(numbers.values()))):
             raise Stopped(f"{self.name}: returned {shown(value)}, expected a number (or a sum) in "
@@ -103,7 +103,7 @@ def call_users(name: str, function: Callable, what: str, *arguments: object) -> 
 
 
 def split_names(spec: str, flag: str) -> tuple[str, str]:
-    """"package.module:function" -> its two names. ValueError, which names `flag`, for anything else.
+    """"package.module:function" -> its two names. ValueError, which names `flag`, for all else.
 
     A run's run.json holds such names too, and a run may come from somebody else. So a module is
     never a path: "/tmp/x", ".x" or "../x" are no names, and what is named lies in the working
@@ -131,8 +131,14 @@ def path_of(module_name: str) -> str:
 
 def home_of(spec: str) -> str:
     """Where the function "module:function" would come from, for a message. Imports nothing."""
-    path = path_of(spec.partition(":")[0])
-    return path if os.path.isfile(path) else "the installed modules"
+    name = spec.partition(":")[0]
+    if os.path.isfile(path_of(name)):
+        return path_of(name)
+    try:
+        found = importlib.util.find_spec(name.partition(".")[0])     # of a package it imports none
+    except (ImportError, ValueError):
+        found = None
+    return (found and found.origin) or "nowhere: there is no such module"
 
 
 def load_function(spec: str, flag: str) -> Callable:

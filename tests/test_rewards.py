@@ -20,7 +20,7 @@ import fuzz_rewards
 import train
 from grpo import group_advantages
 from harness.data import Problem
-from harness.plugin import Reward, load_function
+from harness.plugin import Reward, home_of, load_function
 from harness.process import Stopped
 from rewards import extract, extract_answer, format_tags, grade, overlong_penalty, grade_rollouts
 
@@ -396,6 +396,15 @@ def test_a_file_of_the_users_may_be_called_as_a_module_of_pythons(plug_ins):
     assert load_function("calendar:length", "--reward")("abc", "x") == 3.0
     (plug_ins / "partly.py").write_text("from operator import add as joined\n")
     assert load_function("partly:joined", "--reward")(1, 2) == 3
+
+
+def test_where_a_function_would_come_from_is_told_without_importing_it(plug_ins, monkeypatch, tmp_path_factory):
+    assert home_of("fails_to_load:f") == str(plug_ins / "fails_to_load.py")
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    monkeypatch.syspath_prepend(plug_ins)
+    monkeypatch.chdir(elsewhere)                                          # found along sys.path, as an import would
+    assert home_of("fails_to_load:f") == str(plug_ins / "fails_to_load.py")
+    assert home_of("absent_module:f") == "nowhere: there is no such module"
 
 
 def test_a_reward_is_told_the_whole_problem_and_the_group_if_it_asks(plug_ins):
