@@ -28,7 +28,7 @@ itself (harness/console.py says when), and the adapter of the steps with the bes
 in adapters/last_good.
 
 In other files: how a run is set up (harness/prepare.py), its settings (harness/config.py).
-Not supported: a learned reward.
+Not supported: training a reward model.
 """
 import dataclasses
 import functools
