@@ -383,7 +383,7 @@ def default_system(template: str | None) -> str | None:
     # The message stands in the template between <|im_start|>system and <|im_end|>, as part of a
     # jinja string in which newline and backslash are escaped. The template may have another such
     # part, for the user's own system message. That one has a quote or {{ }} there.
-    text = re.search(r"<\|im_start\|>system(?:\\n|\n)([^'\"<]+)<\|im_end\|>", template)
+    text = re.search(r"<\|im_start\|>system(?:\\n|\n)((?:(?!{{)[^'\"<])+)<\|im_end\|>", template)
     return text and text[1].replace("\\n", "\n").replace("\\\\", "\\")
 
 

@@ -138,7 +138,9 @@ def home_of(spec: str) -> str:
         found = importlib.util.find_spec(name.partition(".")[0])     # of a package it imports none
     except (ImportError, ValueError):
         found = None
-    return (found and found.origin) or "nowhere: there is no such module"
+    if found is None:
+        return "nowhere: there is no such module"
+    return found.origin or "the installed modules"                   # a folder without __init__.py
 
 
 def load_function(spec: str, flag: str) -> Callable:

@@ -63,9 +63,23 @@ COMMON="--data $WORK/learn.jsonl --eval-data $WORK/choose.jsonl --eval-problems 
 names=()
 declare -A process
 
+known=
+
 # wanted ARM: whether this arm is to be run
 wanted() {
+    known+=" $1"
     [[ " ${ARMS:-$1} " = *" $1 "* ]]
+}
+
+# refuse_unknown: ends the script, and what it has started, if ARMS names an arm that is not there
+refuse_unknown() {
+    local arm
+    for arm in ${ARMS:-}; do
+        [[ "$known " = *" $arm "* ]] && continue
+        kill $(jobs -p) 2> /dev/null || true
+        echo "ARMS: order $order has no $arm" >&2
+        exit 1
+    done
 }
 
 # start ARM SEED MODEL FLAG ...: trains in the background, if the arm is wanted
@@ -102,6 +116,7 @@ ended() {
 # fails, the others are kept, and the script ends before it prints tables.
 finish() {
     local name arms failed=0
+    refuse_unknown
     ended "the run" .log
     for name in "${names[@]}"; do
         python -m study.results keep "$WORK/$name" "$name" || failed=1
@@ -162,6 +177,8 @@ tables() {
 
 case $order in
 0)
+    known=" 0.5b 1.5b"
+    refuse_unknown
     for size in 0.5b 1.5b; do
         wanted $size || continue
         jobs=()

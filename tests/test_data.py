@@ -419,6 +419,7 @@ QWEN_TEMPLATE = (r"{%- if tools %}{{- '<|im_start|>system\n' }}{{- messages[0]['
     ([{"name": "tool_use", "template": "?"}, {"name": "default", "template": QWEN_TEMPLATE}],
      "Put it in \\boxed{}.\nBe brief."),
     (r"{{ '<|im_start|>' + message['role'] + '\n' }}", None),
+    (r"{% if system %}<|im_start|>system\n{{ system }}<|im_end|>\n{% endif %}", None),
 ])
 def test_a_prompt_is_chatml_with_the_templates_default_system_message(tmp_path, template, system):
     file = save_tokenizer(tmp_path, template)

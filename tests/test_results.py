@@ -408,6 +408,20 @@ def test_what_cannot_be_compared_is_one_line(runs, monkeypatch, arms, held_out, 
 
 # -- the runs to come ----------------------------------------------------------------------------------------------
 
+def copy_of_the_script(folder, stand_in):
+    """run(order, *seeds, **variables) of a copy of study/runs.sh in which nothing has been run yet. `stand_in` is the
+    script that takes the place of Python."""
+    (folder / "study").mkdir(exist_ok=True)
+    script = shutil.copy(ROOT / "study" / "runs.sh", folder / "study")
+    (folder / "python").write_text(f"#!/bin/bash\n{stand_in}\n")
+    (folder / "python").chmod(0o755)
+    (folder / "gsm8k_train.jsonl").write_text("".join(f"{i}\n" for i in range(1003)))
+    folders = dict(M05="m05", M15="m15", DATA=str(folder), WORK=str(folder / "work"),
+                   PATH=f"{folder}:{os.environ['PATH']}")
+    return lambda *arguments, **variables: subprocess.run(["bash", script, *arguments], capture_output=True, text=True,
+                                                          env=os.environ | folders | variables)
+
+
 @pytest.mark.parametrize("order,arms", [
     ("1", "noise-none noise-truncate noise-off noise-gain"),
     ("2", "rate-bf16-1e-4 rate-calibrated-1e-4 rate-bf16-2e-4 rate-calibrated-2e-4"),
@@ -416,20 +430,14 @@ def test_what_cannot_be_compared_is_one_line(runs, monkeypatch, arms, held_out, 
     ("5", "recipe-divided recipe-cosine recipe-bound recipe-beta2"),
     ("6", "default-0.5b default-1.5b")])
 def test_the_script_of_the_runs_to_come_starts_every_arm_with_flags_that_train_takes(tmp_path, order, arms):
-    """A stand-in for Python writes down what it is called with. In this copy nothing has been run yet."""
-    (tmp_path / "study").mkdir()
-    script = shutil.copy(ROOT / "study" / "runs.sh", tmp_path / "study")
-    log, stand_in = tmp_path / "calls", tmp_path / "python"
-    stand_in.write_text(f"#!/bin/bash\nline=$(printf '%s\\t' \"$@\")\necho \"$line\" >> {log}\n")
-    stand_in.chmod(0o755)
-    (tmp_path / "gsm8k_train.jsonl").write_text("".join(f"{i}\n" for i in range(1003)))
+    """A stand-in for Python writes down what it is called with."""
+    log = tmp_path / "calls"
+    run_script = copy_of_the_script(tmp_path, f"line=$(printf '%s\\t' \"$@\")\necho \"$line\" >> {log}")
     levels = [f'{{"id": {i}, "level": {i % 5 + 1}, "subject": "x"}}\n' for i in range(35)]
     (tmp_path / "math_train.jsonl").write_text("".join(levels))
     for name in "math500", "math_test_rest":
         (tmp_path / f"{name}.jsonl").write_text(f"{name}\n")
-    folders = dict(M05="m05", M15="m15", DATA=str(tmp_path), WORK=str(tmp_path / "work"))
-    done = subprocess.run(["bash", script, order, "3", "4"], capture_output=True, text=True,
-                          env=os.environ | folders | {"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    done = run_script(order, "3", "4")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "work" / "choose.jsonl").read_text().split() == [str(i) for i in range(3, 1003)]
     assert (tmp_path / "work" / "learn.jsonl").read_text().split() == ["0", "1", "2"]
@@ -458,19 +466,13 @@ def test_the_script_of_the_runs_to_come_starts_every_arm_with_flags_that_train_t
 
 
 def test_of_an_order_only_the_wanted_arms_are_run_and_their_untrained_model_tested(tmp_path):
-    (tmp_path / "study").mkdir()
-    script = shutil.copy(ROOT / "study" / "runs.sh", tmp_path / "study")
-    log, stand_in = tmp_path / "calls", tmp_path / "python"
-    stand_in.write_text(f'#!/bin/bash\necho "$*" >> {log}\n')
-    stand_in.chmod(0o755)
-    (tmp_path / "gsm8k_train.jsonl").write_text("".join(f"{i}\n" for i in range(1003)))
+    log = tmp_path / "calls"
+    run_script = copy_of_the_script(tmp_path, f'echo "$*" >> {log}')
     for order, wanted in (("0", "1.5b"), ("1", "noise-truncate noise-gain"), ("2", "rate-calibrated-2e-4"),
                           ("5", "recipe-bound"), ("6", "default-1.5b")):
         log.write_text("")
         work = tmp_path / order
-        done = subprocess.run(["bash", script, order, "6"], capture_output=True, text=True,
-                              env=os.environ | dict(M05="m05", M15="m15", DATA=str(tmp_path), WORK=str(work),
-                                                    ARMS=wanted, PATH=f"{tmp_path}:{os.environ['PATH']}"))
+        done = run_script(order, "6", ARMS=wanted, WORK=str(work))
         assert done.returncode == 0 and not done.stderr
         calls = log.read_text().splitlines()
         assert not any("tables" in call or "pairs" in call or "results sampler" in call for call in calls)
@@ -487,25 +489,24 @@ def test_of_an_order_only_the_wanted_arms_are_run_and_their_untrained_model_test
         assert untrained == {runs[0]}
 
 
+@pytest.mark.parametrize("order", ["0", "1"])
+def test_an_arm_that_an_order_lacks_is_one_line(tmp_path, order):
+    done = copy_of_the_script(tmp_path, "sleep 0.2")(order, "6", ARMS="1.5b noise-of")
+    wrong = "noise-of" if order == "0" else "1.5b"
+    assert done.returncode == 1 and done.stderr == f"ARMS: order {order} has no {wrong}\n"
+
+
 def test_a_run_that_fails_is_named_and_takes_no_other_with_it(tmp_path):
     """noise-off fails in training, and of the others noise-gain in its second test. The untrained model was tested
     beside earlier seeds, and is not tested again."""
-    (tmp_path / "study").mkdir()
-    script = shutil.copy(ROOT / "study" / "runs.sh", tmp_path / "study")
     write(tmp_path / "study" / "runs", "held_out.json", [{"noise-none": "01"}])
-    log, stand_in = tmp_path / "calls", tmp_path / "python"
-    stand_in.write_text(f"""#!/bin/bash
+    log, work = tmp_path / "calls", tmp_path / "work"
+    run_script = copy_of_the_script(tmp_path, f"""
 echo "$*" >> {log}
 case "$*" in
 train.py*noise-off* | *noise-gain*sampled.jsonl*--samples*) exit 3 ;;
-esac
-""")
-    stand_in.chmod(0o755)
-    (tmp_path / "gsm8k_train.jsonl").write_text("".join(f"{i}\n" for i in range(1003)))
-    work = tmp_path / "work"
-    done = subprocess.run(["bash", script, "1", "0"], capture_output=True, text=True,
-                          env=os.environ | dict(M05="m05", M15="m15", DATA=str(tmp_path), WORK=str(work),
-                                                PATH=f"{tmp_path}:{os.environ['PATH']}"))
+esac""")
+    done = run_script("1", "0")
     assert done.returncode == 1
     assert done.stderr.splitlines() == [f"the run noise-off-s0 failed: {work}/noise-off-s0.log",
                                         f"the test of noise-gain-s0 failed: {work}/noise-gain-s0.test.log"]
