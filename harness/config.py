@@ -60,7 +60,8 @@ PRESETS = {
     "paper": dict(steps=600, prompts_per_step=16, group_size=8, epochs=4, updates_per_rollout=1,
                   lr=1e-5, max_new_tokens=4096, temperature=1.0, overlong="mask", calibrate=0,
                   sigma_start=1e-2, sigma_end=5e-4, noise_stages=10, noise_schedule="exponential",
-                  advantage_scale="group", loss="dapo", lora_rank=32, lora_alpha=32.0),
+                  advantage_scale="group", lr_schedule="cosine", loss="dapo", lora_rank=32,
+                  lora_alpha=32.0),
 }
 
 # -----------------------------------------------------------------------------
@@ -72,9 +73,8 @@ class General:
     preset: str | None = setting(None, "paper: the values of the paper's Table 4 for all flags "
                                  "that are not given (no run with them was completed here)",
                                  choices=tuple(PRESETS), place=True)
-    steps: int | None = setting(
-        None, "training steps, a batch of rollouts each; may grow with --resume (default: one pass "
-        "over the problems, 60 at least; study: 44 to 320)", AT_LEAST_1)
+    steps: int = setting(200, "training steps, a batch of rollouts each; may grow with --resume "
+                         "(study: 160 at 1.5B, 200 and 320 at 0.5B)", AT_LEAST_1)
     seed: int = setting(0, "random seed of the adapter, the order of problems, sampling and noise",
                         "[0, 2e18]")
     out: str | None = setting(None, "run folder (default: runs/MODEL-BASE-DATA-SEED)", place=True)
@@ -130,8 +130,9 @@ class Rollout:
                                     "every good run; Table 4: a batch of 128)", AT_LEAST_1)
     group_size: int = setting(8, "answers to each problem (study; Table 4: 8, on BigMath 16)",
                               "[2, 1e6]")
-    max_new_tokens: int = setting(1024, "longest answer in tokens (study: 512, which cut off 3 to "
-                                  "6 %% of answers; Table 4: 4096, on BigMath 8192)", AT_LEAST_1)
+    max_new_tokens: int = setting(512, "longest answer in tokens; harder problems than GSM8K's "
+                                  "need more (study: 512, which cut off 3 to 6 %% of the answers; "
+                                  "Table 4: 4096, on BigMath 8192)", AT_LEAST_1)
     temperature: float = setting(1.0, "softmax temperature of sampling and of every log-prob "
                                  "(Table 4)", "(0, 1000]")
     max_rows: int = setting(256, "most answers that are decoded at a time", AT_LEAST_1)
@@ -140,9 +141,9 @@ class Rollout:
 @dataclass(frozen=True)
 class Noise:
     """adaptive quantization noise (AQN)"""
-    sigma_start: float = setting(1e-2, "the noise's standard deviation (sigma) in the first noisy "
-                                 "stage (Table 4; study: too small to have an effect); 0: no noise",
-                                 "[0, 10]")
+    sigma_start: float = setting(0.0, "the noise's standard deviation (sigma) in the first noisy "
+                                 "stage; 0: no noise (study: 1e-2 is too small to have an effect, "
+                                 "whether 5e-2 helps cannot be told; Table 4: 1e-2)", "[0, 10]")
     sigma_end: float = setting(5e-4, "the sigma to which the schedule decays (Table 4)", "[0, 10]")
     noise_stages: int = setting(10, "K of Algorithm 1; the first stage has no noise (Table 4)",
                                 AT_LEAST_1)
@@ -168,9 +169,10 @@ class Objective:
         "and rounding; truncate: importance weights of at most 2; ppo: clips the ratio of policy "
         "to sampler (paper); off: not at all (release) (default: the loss's own, truncate)",
         choices=grpo.CORRECTIONS)
-    advantage_scale: str = setting("group", "group: centred rewards are divided by the standard "
-                                   "deviation of their group; none: they are not (Dr. GRPO; study: "
-                                   "+2.5 points [-0.5, +5.6] in one seed)", choices=grpo.SCALES)
+    advantage_scale: str = setting("none", "group: centred rewards are divided by the standard "
+                                   "deviation of their group (paper); none: they are not (Dr. "
+                                   "GRPO; study: its best recipes; +2.5 points [-0.5, +5.6] in the "
+                                   "one pair of runs)", choices=grpo.SCALES)
     kl_beta: float | None = setting(None, "weight of the KL term towards the model without its "
                                     "adapter (default: the loss's own, 0)", "[0, 1e9]")
     format_weight: float = setting(0.0, "added to the reward of an answer in the requested format "
@@ -188,8 +190,9 @@ class Optim:
     lr: float = setting(1e-4, "peak learning rate (study: at 0.5B and 1.5B 1e-4 was good, 2e-4 "
                         "mixed and 4e-4 bad; Table 4: 1e-5, for bf16 LoRA 5e-6)", "(0, 10]")
     lr_schedule: str = setting(
-        "cosine", "after the warm-up: half a cosine down to 0 (study, release), or constant with a "
-        "linear end over the last quarter", choices=("cosine", "constant"))
+        "constant", "after the warm-up: constant with a linear end over the last quarter, or half "
+        "a cosine down to 0 (release); the study has both and cannot tell them apart",
+        choices=("cosine", "constant"))
     warmup: float = setting(0.1, "share of the run in which the rate rises (release)", "[0, 1]")
     epochs: int = setting(1, "passes over each batch of rollouts (study; Table 4: 4 updates)",
                           AT_LEAST_1)
@@ -266,9 +269,12 @@ FIELDS = {field.name: field for section in dataclasses.fields(Settings)
 assert len(FIELDS) == len(Settings().flat()), "two sections have a setting of the same name"
 
 
-# Without --model the bundled tiny model learns arithmetic, with sizes that suit two CPU cores.
+# Without --model the bundled tiny model learns arithmetic, with sizes that suit two CPU cores. The
+# noise, the divided advantages and the cosine are the paper's or its release's: a newcomer's first
+# run and tools/walkthrough.py then go through every part of the method.
 TINY_DEFAULTS = dict(data="arithmetic", steps=48, prompts_per_step=16, max_prompt_tokens=64,
-                     max_new_tokens=48, lr=5e-4, overlong="mask", calibrate=0)
+                     max_new_tokens=48, lr=5e-4, overlong="mask", calibrate=0, sigma_start=1e-2,
+                     advantage_scale="group", lr_schedule="cosine")
 
 
 # -----------------------------------------------------------------------------

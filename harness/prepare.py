@@ -10,7 +10,6 @@ first, before downloads, tokenization and weights.
 import dataclasses
 import functools
 import hashlib
-import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -83,7 +82,7 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
     plug_in = plugin.Reward(settings.data.reward) if settings.data.reward else None
     with phases("problems"):
         tokenizer, problems, held_out = read_problems(settings)
-    settings = with_decided_defaults(settings, len(problems), device)
+    settings = with_decided_default(settings, device)
     console = Console(settings)
     console.greet(problems, held_out, device)
     evidence = what_was_run(settings)
@@ -126,46 +125,37 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
                tracker, console, record)
 
 
-LEAST_STEPS = 60                                 # where a pass over the problems has fewer
 CALIBRATION_PROBLEMS = 128                       # those of the study
 
 
-def with_decided_defaults(settings: Settings, num_problems: int, device: torch.device) -> Settings:
-    """The settings with the two defaults that depend on the problems, the model and the device."""
-    steps, calibrate = settings.general.steps, settings.model.calibrate
-    if steps is None:
-        steps = max(LEAST_STEPS, math.ceil(num_problems / settings.rollout.prompts_per_step))
+def with_decided_default(settings: Settings, device: torch.device) -> Settings:
+    """The settings with --calibrate, whose default depends on the model and the device."""
+    calibrate = settings.model.calibrate
     if calibrate is None:
         config = hf.read_config(hf.resolve(settings.model.model, weights=False) / "config.json")
         becomes_nvfp4 = settings.model.base == "nvfp4" and not config.get("quantization_config")
         calibrate = CALIBRATION_PROBLEMS if becomes_nvfp4 and device.type == "cuda" else 0
-    return settings.replace(steps=steps, calibrate=calibrate)
+    return settings.replace(calibrate=calibrate)
 
 
-# The defaults that are those of the study's runs, and the widths of the models that it ran on.
-RECIPE = "lr", "prompts_per_step", "epochs", "overlong"
+# The defaults are those of recipe 1 in docs/recipes.md, which was run with models of these widths.
 STUDIED = {896: "0.5B", 1536: "1.5B"}
-OTHER_THAN_STUDIED = {"max_new_tokens": 512, "sigma_start": 0}   # default's name -> what runs had
+DEPENDS_ON_SIZE = "lr", "prompts_per_step", "epochs", "overlong"
 
 
 def what_was_run(settings: Settings) -> str:
-    """-> which of a new run's default values have been run at this size, and which have not; or "".
-    """
+    """-> which default values of a new run have not been run with a model of its size; or ""."""
     general, model = settings.general, settings.model.model
     if general.resume or general.like or model == FIELDS["model"].default:
         return ""
     if general.preset:
         return f"--preset {general.preset}: no run with these settings was completed here"
     width = hf.read_config(hf.resolve(model, weights=False) / "config.json")["hidden_size"]
-    names = OTHER_THAN_STUDIED if width in STUDIED else RECIPE
     values = settings.flat()
-    kept = [name for name in names if values[name] == FIELDS[name].default]
-    if not kept:
+    kept = [name for name in DEPENDS_ON_SIZE if values[name] == FIELDS[name].default]
+    if width in STUDIED or not kept:
         return ""
     told = ", ".join(f"{option(name)} {values[name]}" for name in kept)
-    if width in STUDIED:
-        had = ", ".join(f"{option(name)} {OTHER_THAN_STUDIED[name]}" for name in kept)
-        return f"most of the study's runs at {STUDIED[width]} had {had}, this one has {told}"
     return (f"the defaults {told} were run at {' and '.join(STUDIED.values())} (study/README.md), "
             f"not at this size (hidden_size {width})")
 

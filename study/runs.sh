@@ -17,7 +17,7 @@
 #     3   16 bits and calibrated on MATH, 1.5B                                      16 a seed
 #     4   other ways to explore, 0.5B, beside the runs of order 1                   10 a seed
 #     5   what the recipe owes to its parts, 1.5B                                   16 a seed
-#     6   the defaults, 0.5B and 1.5B                                               22 a seed
+#     6   the defaults, 0.5B and 1.5B                                               20 a seed
 #
 # The minutes of order 1 were measured with two seeds at a time, the others are by arithmetic. All
 # arms of all seeds that are given run side by side, so that whatever the card does hits all alike.
@@ -59,7 +59,7 @@ converted() {
 
 SIZES="--max-rows 512 --memory-gib ${GIB:-18}"
 COMMON="--data $WORK/learn.jsonl --eval-data $WORK/choose.jsonl --eval-problems 0 --eval-every 1000
-    --max-new-tokens 512 --steps 60 --calibrate 0 $SIZES"
+    --max-new-tokens 512 --steps 60 --lr-schedule cosine --advantage-scale group --calibrate 0 $SIZES"
 names=()
 declare -A process
 
@@ -270,7 +270,6 @@ case $order in
     finish "$arms"
     tables $arms --primary recipe-cosine ;;
 6)
-    TEST_TOKENS=1024
     for seed in "${seeds[@]}"; do
         for size in 0.5b 1.5b; do
             wanted "default-$size" || continue

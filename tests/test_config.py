@@ -160,8 +160,8 @@ def test_help_shows_every_default_once_under_the_title_of_its_section(capsys):
         settings_of("--model", "x", "--help")
     log = capsys.readouterr().out
     said = [" ".join(part.split()) for part in re.split("\n  (?=--)", log)]
-    (steps,), (data_flag,) = ([part for part in said if part.startswith(flag)] for flag in ("--steps ", "--data "))
-    assert "(default: one pass over the problems" in steps and "(default: gsm8k)" in data_flag
+    (codes,), (data_flag,) = ([part for part in said if part.startswith(flag)] for flag in ("--calibrate ", "--data "))
+    assert "(default: 128 where" in codes and "(default: gsm8k)" in data_flag
     assert all(part.count("(default: ") <= 1 for part in said)
     titles = re.findall(r"^(\w.*):$", log, re.M)
     assert titles == ["options", *(section.type.__doc__ for section in dataclasses.fields(Settings))]

@@ -298,20 +298,21 @@ def folder_of_width(folder, width, **more):
     return str(folder)
 
 
-def test_a_run_has_one_pass_of_steps_and_a_16_bit_model_is_calibrated_on_a_gpu(tmp_path):
+def test_a_16_bit_model_is_calibrated_on_a_gpu(tmp_path):
     plain = folder_of_width(tmp_path / "plain", 896)
     coded = folder_of_width(tmp_path / "coded", 896, quantization_config=NVFP4_CONFIG)
 
-    def decided(device, *flags, problems=7473):
-        settings = prepare.with_decided_defaults(settings_of(*flags), problems, torch.device(device))
-        return settings.general.steps, settings.model.calibrate
+    def decided(device, *flags):
+        settings = prepare.with_decided_default(settings_of(*flags), torch.device(device))
+        return settings.model.calibrate
 
-    assert decided("cuda", "--model", plain) == (117, 128)                # 7,473 / 64 = 116.8
-    assert decided("cpu", "--model", plain, problems=50) == (60, 0)
-    assert decided("cuda", "--model", coded) == (117, 0) == decided("cuda", "--model", plain, "--base", "bf16")
-    assert decided("cuda", "--model", plain, "--calibrate", "0", "--steps", "3") == (3, 0)
-    assert decided("cuda", "--model", plain, "--preset", "paper") == (600, 0)
-    assert decided("cuda") == (48, 0)                                     # the tiny model
+    assert decided("cuda", "--model", plain) == 128
+    assert decided("cpu", "--model", plain) == 0
+    assert decided("cuda", "--model", coded) == 0 == decided("cuda", "--model", plain, "--base", "bf16")
+    assert decided("cuda", "--model", plain, "--calibrate", "16") == 16
+    assert decided("cuda", "--model", plain, "--calibrate", "0") == 0
+    assert decided("cuda", "--model", plain, "--preset", "paper") == 0
+    assert decided("cuda") == 0                                           # the tiny model
 
 
 def test_a_run_says_which_of_its_defaults_were_not_run_at_its_size(tmp_path):
@@ -325,9 +326,7 @@ def test_a_run_says_which_of_its_defaults_were_not_run_at_its_size(tmp_path):
                                       "(hidden_size 3584)")
     given = "--lr 2e-5 --prompts-per-step 8 --epochs 2 --overlong mask".split()
     assert said("--model", large, *given) == said() == said("--model", str(ROOT / "tiny")) == ""
-    assert said("--model", small) == ("most of the study's runs at 1.5B had --max-new-tokens 512, --sigma-start 0, "
-                                      "this one has --max-new-tokens 1024, --sigma-start 0.01")
-    assert said("--model", small, "--max-new-tokens", "512", "--sigma-start", "0") == ""
+    assert said("--model", small) == ""
     assert said("--model", small, "--preset", "paper").startswith("--preset paper: no run with these settings")
 
 
