@@ -88,16 +88,17 @@ def score(grade: Callable, problems: list, rollouts: Rollouts, objective: Object
     `task` is 1 for a right answer and 0 for a wrong one, or what the user's --reward gives, without
     its part `shaping`; `parts` are then all parts of that. `format` says whether the answer has the
     form that was asked for, `finished` whether it came to its end before --max-new-tokens.
-    `reward`, which is added here, is task + what shaping, format and length are worth. It is
-    logged; compare() uses `task` and the rest apart.
+    Two values are added here: `extra`, which is what format, length and shaping are worth, and
+    `reward`, which is task + extra. `reward` is logged; compare() uses the two apart.
     """
     rows = grade(problems, rollouts)
     for row in rows:
-        row["reward"] = row["task"] + objective.format_weight * row["format"]
-        row["reward"] += row.get("parts", {}).get("shaping", 0.0)
+        row["extra"] = objective.format_weight * row["format"]
+        row["extra"] += row.get("parts", {}).get("shaping", 0.0)
         if objective.overlong_buffer:
-            row["reward"] += rewards.overlong_penalty(row["length"], max_new_tokens,
-                                                      objective.overlong_buffer)
+            row["extra"] += rewards.overlong_penalty(row["length"], max_new_tokens,
+                                                     objective.overlong_buffer)
+        row["reward"] = row["task"] + row["extra"]
     return rows
 
 
@@ -118,12 +119,10 @@ def compare(rows: list[dict], group_size: int, scale: str) -> torch.Tensor:
 
     scale: what --advantage-scale says, one of grpo.SCALES.
 
-    What format and length add to the reward counts only in groups whose answers differ in `task`;
-    grpo.group_advantages says why.
+    `extra` counts only in groups whose answers differ in `task`; grpo.group_advantages says why.
     """
-    task = column(rows, "task")
-    shaping = torch.tensor([row["reward"] - row["task"] for row in rows])
-    return grpo.group_advantages(task, group_size, scale, shaping)
+    task, extra = column(rows, "task"), column(rows, "extra")
+    return grpo.group_advantages(task, group_size, scale, extra)
 
 
 # -----------------------------------------------------------------------------
