@@ -59,22 +59,22 @@ from sampler import Rollouts, Sampler, Sampling, interleave
 # Sample
 
 def sample(sampler: Sampler, noises: list[AbstractContextManager], problems: list,
-           positions: range, group_size: int, sampling: Sampling) -> Rollouts:
+           places: range, group_size: int, sampling: Sampling) -> Rollouts:
     """G answers to each problem, drawn while the norms carry this step's noise.
 
     noises: one draw for all answers, or G of them: answer number g of every group comes from g.
-    positions: of the problems in the order of the whole run. What is drawn for an answer follows
-    from the seed, its problem's position and its number in the group, so it does not depend on the
-    number of ranks.
+    places: of the problems in the order of the whole run. What is drawn for an answer follows from
+    the seed, its problem's place and its number in the group, so it does not depend on the number
+    of ranks.
     """
     prompts = [problem.prompt for problem in problems]
     if len(noises) == 1:
         with noises[0]:                          # evaluations and the learner have none
-            return sampler.generate(prompts, group_size, sampling, positions)
+            return sampler.generate(prompts, group_size, sampling, places)
     parts = []
     for g, noise in enumerate(noises):
         with noise:
-            parts.append(sampler.generate(prompts, 1, sampling, positions, first_sample=g))
+            parts.append(sampler.generate(prompts, 1, sampling, places, first_sample=g))
     return interleave(parts)
 
 
@@ -279,14 +279,14 @@ def train(run: Run) -> None:
         # 1) Sample answers to this rank's share of the step's problems.
         began = time.perf_counter()
         next_cursor = progress.cursor + rollout.prompts_per_step
-        positions = share(range(progress.cursor, next_cursor))
-        problems = data.problems_at(run.problems, sampling.seed, positions)
+        places = share(range(progress.cursor, next_cursor))
+        problems = data.problems_at(run.problems, sampling.seed, places)
         sigma = aqn.sigma_at(step, steps, noise.sigma_start, noise.sigma_end, noise.noise_stages,
                              noise.noise_schedule)
         draws = G if sigma and noise.noise_draws == "sample" else 1
         noisy = [aqn.noisy_norms(run.model, sigma, sampling.seed, step, noise.noise_kind, draw)
                  for draw in range(draws)]
-        mine = sample(run.sampler, noisy, problems, positions, G, sampling)
+        mine = sample(run.sampler, noisy, problems, places, G, sampling)
 
         # 2) Score. Then every rank gets the rows and the rollouts of all, in the same order.
         rows = gather(score(run.grade, problems, mine, objective, rollout.max_new_tokens))

@@ -40,7 +40,7 @@ from sampler import KV_BLOCK, Sampler, engine_for, refuse_large_rank
 class Progress:
     """Where a run stands. Every step makes a new one."""
     step: int = 0                                # whole steps done
-    cursor: int = 0                              # problems taken so far
+    cursor: int = 0                              # the next problem's place in the order of the run
     tokens: int = 0                              # completion tokens sampled so far
     best: float = -1e9                           # best held-out accuracy, or mean of --reward
 
@@ -259,8 +259,8 @@ def calibrated(settings: Settings, source: Path, tokenizer: data.Tokenizer, prob
         hf.files_to_copy(source)                 # refuses a link out of it before any work
         files = calibrate.source_of(source, device)
         count = min(settings.model.calibrate, len(problems))
-        some = data.step_indices(len(problems), general.seed, 0, count)
-        texts = calibrate.own_answers(source, tokenizer, [problems[i] for i in some], device,
+        some = data.problems_at(problems, general.seed, range(count))
+        texts = calibrate.own_answers(source, tokenizer, some, device,
                                       min(512, settings.rollout.max_new_tokens), general.seed,
                                       settings.memory.kernels)
         calibrate.to_nvfp4(files, folder, "gptq", texts, tokenizer.vocab_size)

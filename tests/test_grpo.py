@@ -82,7 +82,7 @@ def test_group_advantages_by_hand_with_the_sample_std():
     assert got.tolist() == pytest.approx(want, rel=1e-6)
 
 
-# Each value of --advantage-scale: the advantages of rewards (1, 0, NaN, 1, 0) with an extra of (-1, 0, 5, 0, -1), by hand.
+# Each value of --advantage-scale: the advantages of rewards (1, 0, NaN, 1, 0) with extra (-1, 0, 5, 0, -1), by hand.
 # The mean reward is 1/2 and each square 1/4, so over n - 1 = 3 the variance is 1/3; the mean of extra is -1/2.
 BY_HAND = {"group": [x / (3**-0.5 + 1e-4) for x in (.5, -.5, 0, .5, -.5)], "none": [.5, -.5, 0, .5, -.5]}
 
