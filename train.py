@@ -269,6 +269,8 @@ def train(run: Run) -> None:
     progress = begin(run)
     run.console.start_at(progress.step)
     watch = Watch(settings)
+    master = run.folder.checkpoints.tensors["master"]    # the adapter: a copy that record() renews
+    good = progress.step, master.clone()         # the step and adapter of the best steps so far
     for step in range(progress.step, steps):
         metrics = {"step": step}
         evaluated = []
@@ -318,7 +320,7 @@ def train(run: Run) -> None:
         record(run, progress, metrics, rows, advantages, evaluated, is_best)
         run.console.tell(metrics, rows, updates)
         if watch.see(metrics):                   # the best steps so far, or too few to tell
-            good = progress.step, run.folder.checkpoints.tensors["master"].clone()
+            good = progress.step, master.clone()
         if watch.verdict:
             give_up(run, watch.verdict, *good)
     run.folder.finish()
