@@ -435,8 +435,11 @@ def allocate_kv(model: Qwen, max_length: int, max_rows: int, kv_gib: float | Non
     row_blocks = blocks_for(max_length) + 1      # + 1: for the gap behind the prefix
     block_bytes = c.layers * 2 * c.kv_heads * KV_BLOCK * c.head_dim * model.dtype.itemsize
     memory = math.inf                            # stays so on Windows, which has no sysconf
-    if kv_gib is not None:
+    if_too_small = "more memory or shorter sequences are needed"
+    if_too_large = "fewer or shorter ones take less"
+    if kv_gib is not None:                       # so the program has this flag, which not all have
         memory = kv_gib * 2**30
+        if_too_small, if_too_large = "raise --kv-gib", "lower --kv-gib"
     elif model.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(model.device)
         allowed = torch.cuda.get_per_process_memory_fraction(model.device) * total  # --memory-gib
@@ -448,15 +451,16 @@ def allocate_kv(model: Qwen, max_length: int, max_rows: int, kv_gib: float | Non
         need = (row_blocks + 1) * block_bytes / 2**30
         raise ValueError(
             f"KV pool of {memory / 2**30:.4g} GiB holds less than one sequence of {max_length} "
-            f"tokens, which takes {need:.4g} GiB: raise --kv-gib")
+            f"tokens, which takes {need:.4g} GiB: {if_too_small}")
     shape = c.layers, 2, blocks, c.kv_heads, KV_BLOCK, c.head_dim
     try:
         # Zeros, and not whatever was in this memory: attention multiplies a masked slot by 0, and
         # 0 * NaN is NaN.
         return torch.zeros(shape, dtype=model.dtype, device=model.device)
     except RuntimeError:
-        raise ValueError(f"not enough memory for {blocks * block_bytes / 2**30:.1f} GiB of KV "
-                         "cache: lower --kv-gib, --max-rows or --max-new-tokens") from None
+        raise ValueError(
+            f"not enough memory for {blocks * block_bytes / 2**30:.1f} GiB of KV cache, for up to "
+            f"{max_rows} sequences of {max_length} tokens: {if_too_large}") from None
 
 
 class Sampler:
@@ -622,8 +626,8 @@ class Sampler:
         # (steps, n): True for what a row drew before its end
         counts = torch.arange(len(logprobs))[:, None] < made
         if not logprobs[counts].isfinite().all():
-            raise Stopped("a sampled token's log-prob is not finite: --temperature is too low, the "
-                          "weights or the adapter are too large or, with --dtype float16, a value "
+            raise Stopped("a sampled token's log-prob is not finite: the temperature is too low, "
+                          "the weights or the adapter are too large or, in float16, a value "
                           "exceeded 65,504")
         tokens = tokens.cpu().T.tolist()
         logprobs = logprobs.T.tolist()

@@ -5,6 +5,7 @@ numbers, the bookkeeping (kv_blocks, groups, preemption) against a loop that nee
 python -m pytest tests/test_sampler.py -v
 """
 import math
+import os
 import random
 import re
 from pathlib import Path
@@ -473,6 +474,14 @@ def test_a_pool_that_holds_less_than_one_sequence_is_refused():
         with pytest.raises(ValueError, match=re.escape(f"KV pool of {kv_gib:.4g} GiB holds {message}")):
             Sampler(HashEngine, model, 97, kv_gib=kv_gib)
     Sampler(HashEngine, model, 97, kv_gib=minimal_gib(model, 97))
+
+
+@pytest.mark.parametrize("kv_gib,advice", [(2**50, "lower --kv-gib"), (None, "fewer or shorter ones take less")])
+def test_a_pool_that_cannot_be_allocated_is_refused(kv_gib, advice, monkeypatch):
+    monkeypatch.setattr(os, "sysconf", lambda name: 2**40)
+    message = f"GiB of KV cache, for up to {10**15} sequences of 97 tokens: {advice}"      # a program may lack the flag
+    with pytest.raises(ValueError, match=f"^not enough memory for .* {message}$"):
+        Sampler(HashEngine, HashModel(), 97, max_rows=10**15, kv_gib=kv_gib)
 
 
 def test_requests_that_do_not_fit_stop():

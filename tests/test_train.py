@@ -1288,7 +1288,7 @@ def test_a_broken_model_folder_ends_in_one_line(runs, tmp_path, kind, named):
 @pytest.mark.parametrize("flags,named", [("--data bad.jsonl", "bad.jsonl:2"), ("--data nowhere.jsonl", "nowhere.jsonl"),
                                          ("--model nowhere", "nowhere"), ("--kv-gib 1e-5", "KV pool"),
                                          ("--max-rows 3000000000", "--max-rows must lie in [1, 2e9], got 3000000000"),
-                                         ("--kv-gib 1e6 --prompts-per-step 99999 --max-rows 999999", "--kv-gib"),
+                                         ("--kv-gib 1e6 --prompts-per-step 99999 --max-rows 999999", "lower --kv-gib"),
                                          ("--reward my_rewards:absent", "absent"),
                                          ("--max-prompt-tokens 3", "sums.jsonl"),
                                          ("--lr nan", "--lr must lie in (0, 10], got nan"),
