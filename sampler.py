@@ -417,6 +417,11 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     finished: bool = False                       # by an end id
 
+    @property
+    def ended(self) -> bool:
+        """Whether it is complete: by an end id or at its limit."""
+        return self.finished or self.pos == self.limit
+
 
 def rollouts_of(sequences: list[Sequence], seconds: float = 0.0, computed: int = 0,
                 preempted: int = 0) -> Rollouts:
@@ -488,8 +493,8 @@ class Sampler:
 
         places: of the prompts in the order of the run, P ints, by default 0, 1, 2, ... Their
         randomness follows from these and the seed, so a prompt at another place gets other answers.
-        progress(made, ended) is called after each window with the number of new tokens and the list
-        of Sequences that ended in it.
+        progress(made, sequences) is called after each window with the number of new tokens and the
+        Sequences that got them, those included that ended.
         first_sample: the number of a prompt's first answer. So two calls for 4 answers, the second
         with first_sample 4, draw what one call for 8 would.
         harness.process.Stopped if a log-prob is not finite.
@@ -507,10 +512,11 @@ class Sampler:
             preempted += self._grow(waiting, live)
             steps = min(self.engine.window, max(s.limit - s.pos for s in live))
             computed += steps * self.engine.batch_size(len(live))
+            computing = list(live)               # rows that end in this window leave `live`
             window = self.engine.decode(self._rows(live), steps, sampling)
-            made, ended = self._record(live, window, sampling.end_ids)
+            made = self._record(live, window, sampling.end_ids)
             if progress:
-                progress(made, ended)
+                progress(made, computing)
         return rollouts_of(sequences, time.perf_counter() - began, computed, preempted)
 
     def _sequences(self, prompts, group_size, sampling, places, first_sample=0):
@@ -617,8 +623,7 @@ class Sampler:
     def _record(self, live, window, end_ids):
         """Adds what a window drew to the sequences, and takes those that ended out of the batch.
 
-        window: what Engine.decode returned. Returns the number of new tokens and the sequences that
-        ended.
+        window: what Engine.decode returned. Returns the number of new tokens.
         """
         tokens, logprobs, made = window
         logprobs = logprobs.cpu()
@@ -632,18 +637,16 @@ class Sampler:
         tokens = tokens.cpu().T.tolist()
         logprobs = logprobs.T.tolist()
         made = made.tolist()
-        ended = []
-        for row, s in enumerate(list(live)):
+        for row, s in enumerate(live):
             s.completion += tokens[row][:made[row]]
             s.logprobs += logprobs[row][:made[row]]
             s.token = s.completion[-1]
             s.pos += made[row]
             s.finished = s.token in end_ids
-            if s.finished or s.pos == s.limit:
-                live.remove(s)
+            if s.ended:
                 self._release(s)
-                ended.append(s)
-        return sum(made), ended
+        live[:] = [s for s in live if not s.ended]
+        return sum(made)
 
     def _release(self, s):
         """A sequence leaves the batch; the last one of a prefix frees that too."""

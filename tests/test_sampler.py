@@ -408,7 +408,7 @@ class AuditedSampler(Sampler):
         return rows
 
     def _release(self, s):
-        self.preempted += not s.finished and s.pos < s.limit
+        self.preempted += not s.ended
         super()._release(s)
 
 
@@ -428,7 +428,8 @@ def test_three_thousand_random_requests_match_a_plain_loop():
             limits = [rng.randint(1, max_length - longest) for _ in range(len(prompts) * group_size)]
             places, ends, reported = rng.sample(range(1000), len(prompts)), rng.choice([ENDS, ()]), []
             rollouts = sampler.generate(prompts, group_size, Sampling(limits, ends, seed=call), places,
-                                        lambda made, ended: reported.append(made))
+                                        lambda made, sequences: reported.append(
+                                            (made, [s.row for s in sequences if s.ended])))
             assert len(rollouts.completions) == len(prompts) * group_size
             for b, (prompt, completion) in enumerate(zip(rollouts.prompts, rollouts.completions)):
                 assert prompt is prompts[b // group_size]
@@ -436,7 +437,9 @@ def test_three_thousand_random_requests_match_a_plain_loop():
                 assert completion == want, (requests, b)
                 assert rollouts.finished[b] == (want[-1] in ends)
                 assert rollouts.logprobs[b].tolist() == want              # the engine's "log-prob" is the token
-            assert sum(reported) == rollouts.num_tokens and 0 <= rollouts.idle < 1
+            made, ended = zip(*reported)
+            assert sum(made) == rollouts.num_tokens and sorted(sum(ended, [])) == [*range(len(limits))]
+            assert 0 <= rollouts.idle < 1
             assert sorted(sampler.pool.free) == list(range(1, sampler.engine.kv.shape[2]))
             requests, told = requests + len(rollouts.completions), told + rollouts.preempted
             stopped, shared = stopped + sum(rollouts.finished), shared + (group_size > 1)
@@ -505,7 +508,7 @@ def test_a_rollout_after_an_interrupted_one_finds_the_whole_pool(tiny):
     model = load(tiny["tied"].folder, base="bf16", device="cpu")
     sampler, prompts = Sampler(TorchEngine, model, max_length=70, max_rows=1), prompts_of(101, (40,))
 
-    def interrupt(made, ended):
+    def interrupt(made, sequences):
         raise KeyboardInterrupt
 
     for _ in range(3):
