@@ -228,8 +228,9 @@ def answer(wanted: Evaluation, tokenizer: data.Tokenizer, problems: list, sample
     tokens = 0
     failure = ""
 
-    def progress(made: int, ended: list[Sequence]) -> None:
+    def progress(made: int, sequences: list[Sequence]) -> None:
         nonlocal tokens
+        ended = [sequence for sequence in sequences if sequence.ended]
         tokens += made
         rate = tokens / (time.perf_counter() - began)
         bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)

@@ -158,7 +158,7 @@ def informative_groups(rewards: Tensor, group_size: int) -> Tensor:
 
 
 def group_advantages(rewards: Tensor, group_size: int, scale: str = "group",
-                     shaping: Tensor | None = None) -> Tensor:
+                     extra: Tensor | None = None) -> Tensor:
     """How much better than its group each answer was: (B,) rewards -> (B,) fp32 advantages.
 
     An advantage is the reward's distance from the mean of its group. scale "group" divides it by
@@ -166,7 +166,7 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "group",
     3.2). A reward of NaN means that the answer is unscorable: it is in no mean, and its advantage
     is 0.
 
-    shaping (B,) rewards what else is wanted of an answer (format, length). Its distance from the
+    extra (B,) is what else an answer is worth (its format, its length). Its distance from the
     group's mean is added undivided, and only in groups whose rewards differ. If it were part of the
     reward, the division could blow it up. Take eight wrong answers, seven with a reward of 0 and
     one with -0.05 because it is long: their standard deviation is 0.018, so the seven would get
@@ -183,9 +183,9 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "group",
         n = scorable.sum(dim=1, keepdim=True)
         variance = centred.square().sum(dim=1, keepdim=True) / (n - 1).clamp(min=1)
         centred = centred / (variance.sqrt() + 1e-4)
-    if shaping is not None:
-        shaping = torch.where(scorable, shaping.view(-1, group_size), torch.nan)
-        centred = centred + (shaping - shaping.nanmean(dim=1, keepdim=True)).nan_to_num(nan=0.0)
+    if extra is not None:
+        extra = torch.where(scorable, extra.view(-1, group_size), torch.nan)
+        centred = centred + (extra - extra.nanmean(dim=1, keepdim=True)).nan_to_num(nan=0.0)
     # Groups of equal rewards must get exactly 0, so they are found by comparing the rewards. The
     # formula alone would not do: the fp32 mean of eight times 0.1 need not be 0.1, and the rounding
     # error, divided by 0 + 1e-4, would be learned from. Exactly 0 also lets the learner leave these

@@ -6,7 +6,7 @@ with which each token was drawn (adapter, noise, temperature, top_k and top_p in
     rollouts = sampler.generate(prompts, 8, Sampling(max_new_tokens=1024, end_ids=(151645,)))
 
 The KV cache is a pool of kv_blocks of KV_BLOCK tokens each. A row's `table` lists its kv_blocks,
-and slot s of the row is place s % KV_BLOCK of the kv_block table[s // KV_BLOCK]. The G answers to a
+and slot s of the row is entry s % KV_BLOCK of the kv_block table[s // KV_BLOCK]. The G answers to a
 prompt share the kv_blocks of its prefix, which is the prompt without its last token. Here is a
 prompt of 41 tokens, so a prefix of 40, and G = 3:
 
@@ -35,9 +35,10 @@ A row's own tokens begin a new kv_block, so nobody writes to a shared kv_block, 
 - A row gets kv_blocks as it grows. When the pool runs dry, the newest row is preempted: it gives
   its kv_blocks back and waits, and its prompt and what it has written are prefilled when some are
   free again. The oldest row always goes on, so every request ends; none fails.
-- Randomness is a hash. The token behind position t of sample g of prompt p is drawn with the random
-  number u(seed, p, g, t). That depends on nothing else: not on batch, row, window, preemption or
-  the number of GPUs. These can change a token through the rounding of its probabilities alone.
+- Randomness is a hash. The token behind position t of sample g of the prompt at place p of the run
+  is drawn with the random number u(seed, p, g, t). That depends on nothing else: not on batch, row,
+  window, preemption or the number of GPUs. These can change a token through the rounding of its
+  probabilities alone.
 
 Not here: beam search, penalties, stop strings, sharing prefixes between different prompts.
 
@@ -136,13 +137,13 @@ def mix64(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def row_key(seed: int, prompt: int, sample: int) -> int:
-    """The key of the randomness of sample number `sample` of prompt number `prompt`.
+def row_key(seed: int, place: int, sample: int) -> int:
+    """The key of the randomness of sample number `sample` of the prompt at this place of the run.
 
     It has 63 bits, so that it fits torch's int64.
     """
     key = 0
-    for part in (seed, prompt, sample):
+    for part in (seed, place, sample):
         key = mix64((key + part + 0x9E3779B97F4A7C15) & MASK64)
     return key >> 1
 
@@ -281,7 +282,7 @@ class TorchEngine:
 
 
 def write_cache(layer: Tensor, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
-    """Writes k and v (T, KV, d): those of token t go to place offsets[t] of kv_block blocks[t].
+    """Writes k and v (T, KV, d): those of token t go to entry offsets[t] of kv_block blocks[t].
 
     layer (2, kv_blocks, KV, KV_BLOCK, d): one layer of the KV cache; blocks, offsets (T,) int64.
     """
@@ -294,7 +295,7 @@ def fill_cache(model: Qwen, kv: Tensor, tokens: Tensor, blocks: Tensor, position
                attend: Callable) -> None:
     """One packed forward pass, in which every layer writes its keys and values to the KV cache.
 
-    tokens, blocks, positions (T,) int64: token t goes to place positions[t] % KV_BLOCK of kv_block
+    tokens, blocks, positions (T,) int64: token t goes to entry positions[t] % KV_BLOCK of kv_block
     blocks[t]. attend(q, k, v) is the attention of these tokens to each other.
     """
     offsets = positions % KV_BLOCK
@@ -364,7 +365,7 @@ def blocks_for(tokens: int) -> int:
 class BlockPool:
     """The numbers of the free kv_blocks. Every other one belongs to one sequence or one prefix.
 
-    Number 0 is never handed out. Every table has it in its unused places, and the spare rows of a
+    Number 0 is never handed out. Every table has it in its unused columns, and the spare rows of a
     CUDA graph's batch write there: what it holds counts for nothing.
     """
 
@@ -416,6 +417,11 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     finished: bool = False                       # by an end id
 
+    @property
+    def ended(self) -> bool:
+        """Whether it is complete: by an end id or at its limit."""
+        return self.finished or self.pos == self.limit
+
 
 def rollouts_of(sequences: list[Sequence], seconds: float = 0.0, computed: int = 0,
                 preempted: int = 0) -> Rollouts:
@@ -434,8 +440,11 @@ def allocate_kv(model: Qwen, max_length: int, max_rows: int, kv_gib: float | Non
     row_blocks = blocks_for(max_length) + 1      # + 1: for the gap behind the prefix
     block_bytes = c.layers * 2 * c.kv_heads * KV_BLOCK * c.head_dim * model.dtype.itemsize
     memory = math.inf                            # stays so on Windows, which has no sysconf
-    if kv_gib is not None:
+    if_too_small = "more memory or shorter sequences are needed"
+    if_too_large = "fewer or shorter ones take less"
+    if kv_gib is not None:                       # so the program has this flag, which not all have
         memory = kv_gib * 2**30
+        if_too_small, if_too_large = "raise --kv-gib", "lower --kv-gib"
     elif model.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(model.device)
         allowed = torch.cuda.get_per_process_memory_fraction(model.device) * total  # --memory-gib
@@ -447,15 +456,16 @@ def allocate_kv(model: Qwen, max_length: int, max_rows: int, kv_gib: float | Non
         need = (row_blocks + 1) * block_bytes / 2**30
         raise ValueError(
             f"KV pool of {memory / 2**30:.4g} GiB holds less than one sequence of {max_length} "
-            f"tokens, which takes {need:.4g} GiB: raise --kv-gib")
+            f"tokens, which takes {need:.4g} GiB: {if_too_small}")
     shape = c.layers, 2, blocks, c.kv_heads, KV_BLOCK, c.head_dim
     try:
         # Zeros, and not whatever was in this memory: attention multiplies a masked slot by 0, and
         # 0 * NaN is NaN.
         return torch.zeros(shape, dtype=model.dtype, device=model.device)
     except RuntimeError:
-        raise ValueError(f"not enough memory for {blocks * block_bytes / 2**30:.1f} GiB of KV "
-                         "cache: lower --kv-gib, --max-rows or --max-new-tokens") from None
+        raise ValueError(
+            f"not enough memory for {blocks * block_bytes / 2**30:.1f} GiB of KV cache, for up to "
+            f"{max_rows} sequences of {max_length} tokens: {if_too_large}") from None
 
 
 class Sampler:
@@ -477,19 +487,20 @@ class Sampler:
 
     @torch.no_grad()
     def generate(self, prompts: list[list[int]], group_size: int, sampling: Sampling,
-                 numbers: list[int] | range | None = None,
+                 places: list[int] | range | None = None,
                  progress: Callable | None = None, first_sample: int = 0) -> Rollouts:
         """P prompts, lists of token ids -> Rollouts of P * group_size answers.
 
-        numbers: P ints, from which (with the seed) the prompts' randomness follows; by default 0,
-        1, 2, ... A prompt with another number gets other answers. progress(made, ended) is called
-        after each window with the number of new tokens and the list of Sequences that ended in it.
+        places: of the prompts in the order of the run, P ints, by default 0, 1, 2, ... Their
+        randomness follows from these and the seed, so a prompt at another place gets other answers.
+        progress(made, sequences) is called after each window with the number of new tokens and the
+        Sequences that got them, those included that ended.
         first_sample: the number of a prompt's first answer. So two calls for 4 answers, the second
         with first_sample 4, draw what one call for 8 would.
         harness.process.Stopped if a log-prob is not finite.
         """
         began = time.perf_counter()
-        sequences = self._sequences(prompts, group_size, sampling, numbers, first_sample)
+        sequences = self._sequences(prompts, group_size, sampling, places, first_sample)
         # A call that an exception ended gave nothing back, so each call begins with a full pool.
         self.pool = BlockPool(self.engine.kv.shape[2])
         waiting = deque(sequences)
@@ -501,13 +512,14 @@ class Sampler:
             preempted += self._grow(waiting, live)
             steps = min(self.engine.window, max(s.limit - s.pos for s in live))
             computed += steps * self.engine.batch_size(len(live))
+            computing = list(live)               # rows that end in this window leave `live`
             window = self.engine.decode(self._rows(live), steps, sampling)
-            made, ended = self._record(live, window, sampling.end_ids)
+            made = self._record(live, window, sampling.end_ids)
             if progress:
-                progress(made, ended)
+                progress(made, computing)
         return rollouts_of(sequences, time.perf_counter() - began, computed, preempted)
 
-    def _sequences(self, prompts, group_size, sampling, numbers, first_sample=0):
+    def _sequences(self, prompts, group_size, sampling, places, first_sample=0):
         """One Sequence for every answer; the Sequences of a group share one Prefix."""
         limits = sampling.max_new_tokens
         size = len(prompts) * group_size
@@ -515,10 +527,10 @@ class Sampler:
             limits = [limits] * size
         assert len(limits) == size and min(limits, default=1) > 0, \
             f"need {size} limits above 0, got {len(limits)}"
-        if numbers is None:
-            numbers = range(len(prompts))
+        if places is None:
+            places = range(len(prompts))
         sequences = []
-        for prompt, number in zip(prompts, numbers, strict=True):
+        for prompt, place in zip(prompts, places, strict=True):
             prefix = Prefix(prompt[:-1])
             pos = len(prompt) - 1
             for g in range(group_size):
@@ -527,7 +539,7 @@ class Sampler:
                 assert 0 <= pos and limit < self.max_length, (
                     f"a prompt of {pos + 1} tokens + {limit - pos} new ones does not fit "
                     f"max_length={self.max_length}")
-                key = row_key(sampling.seed, number, first_sample + g)
+                key = row_key(sampling.seed, place, first_sample + g)
                 sequences.append(Sequence(row, prompt, key, prefix, prompt[-1], pos, limit))
         return sequences
 
@@ -611,8 +623,7 @@ class Sampler:
     def _record(self, live, window, end_ids):
         """Adds what a window drew to the sequences, and takes those that ended out of the batch.
 
-        window: what Engine.decode returned. Returns the number of new tokens and the sequences that
-        ended.
+        window: what Engine.decode returned. Returns the number of new tokens.
         """
         tokens, logprobs, made = window
         logprobs = logprobs.cpu()
@@ -620,24 +631,22 @@ class Sampler:
         # (steps, n): True for what a row drew before its end
         counts = torch.arange(len(logprobs))[:, None] < made
         if not logprobs[counts].isfinite().all():
-            raise Stopped("a sampled token's log-prob is not finite: --temperature is too low, the "
-                          "weights or the adapter are too large or, with --dtype float16, a value "
+            raise Stopped("a sampled token's log-prob is not finite: the temperature is too low, "
+                          "the weights or the adapter are too large or, in float16, a value "
                           "exceeded 65,504")
         tokens = tokens.cpu().T.tolist()
         logprobs = logprobs.T.tolist()
         made = made.tolist()
-        ended = []
-        for row, s in enumerate(list(live)):
+        for row, s in enumerate(live):
             s.completion += tokens[row][:made[row]]
             s.logprobs += logprobs[row][:made[row]]
             s.token = s.completion[-1]
             s.pos += made[row]
             s.finished = s.token in end_ids
-            if s.finished or s.pos == s.limit:
-                live.remove(s)
+            if s.ended:
                 self._release(s)
-                ended.append(s)
-        return sum(made), ended
+        live[:] = [s for s in live if not s.ended]
+        return sum(made)
 
     def _release(self, s):
         """A sequence leaves the batch; the last one of a prefix frees that too."""

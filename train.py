@@ -59,22 +59,22 @@ from sampler import Rollouts, Sampler, Sampling, interleave
 # Sample
 
 def sample(sampler: Sampler, noises: list[AbstractContextManager], problems: list,
-           positions: range, group_size: int, sampling: Sampling) -> Rollouts:
+           places: range, group_size: int, sampling: Sampling) -> Rollouts:
     """G answers to each problem, drawn while the norms carry this step's noise.
 
     noises: one draw for all answers, or G of them: answer number g of every group comes from g.
-    positions: of the problems in the order of the whole run. What is drawn for an answer follows
-    from the seed, its problem's position and its number in the group, so it does not depend on the
-    number of ranks.
+    places: of the problems in the order of the whole run. What is drawn for an answer follows from
+    the seed, its problem's place and its number in the group, so it does not depend on the number
+    of ranks.
     """
     prompts = [problem.prompt for problem in problems]
     if len(noises) == 1:
         with noises[0]:                          # evaluations and the learner have none
-            return sampler.generate(prompts, group_size, sampling, positions)
+            return sampler.generate(prompts, group_size, sampling, places)
     parts = []
     for g, noise in enumerate(noises):
         with noise:
-            parts.append(sampler.generate(prompts, 1, sampling, positions, first_sample=g))
+            parts.append(sampler.generate(prompts, 1, sampling, places, first_sample=g))
     return interleave(parts)
 
 
@@ -88,16 +88,17 @@ def score(grade: Callable, problems: list, rollouts: Rollouts, objective: Object
     `task` is 1 for a right answer and 0 for a wrong one, or what the user's --reward gives, without
     its part `shaping`; `parts` are then all parts of that. `format` says whether the answer has the
     form that was asked for, `finished` whether it came to its end before --max-new-tokens.
-    `reward`, which is added here, is task + what shaping, format and length are worth. It is
-    logged; compare() uses `task` and the rest apart.
+    Two values are added here: `extra`, which is what format, length and shaping are worth, and
+    `reward`, which is task + extra. `reward` is logged; compare() uses the two apart.
     """
     rows = grade(problems, rollouts)
     for row in rows:
-        row["reward"] = row["task"] + objective.format_weight * row["format"]
-        row["reward"] += row.get("parts", {}).get("shaping", 0.0)
+        row["extra"] = objective.format_weight * row["format"]
+        row["extra"] += row.get("parts", {}).get("shaping", 0.0)
         if objective.overlong_buffer:
-            row["reward"] += rewards.overlong_penalty(row["length"], max_new_tokens,
-                                                      objective.overlong_buffer)
+            row["extra"] += rewards.overlong_penalty(row["length"], max_new_tokens,
+                                                     objective.overlong_buffer)
+        row["reward"] = row["task"] + row["extra"]
     return rows
 
 
@@ -118,12 +119,10 @@ def compare(rows: list[dict], group_size: int, scale: str) -> torch.Tensor:
 
     scale: what --advantage-scale says, one of grpo.SCALES.
 
-    What format and length add to the reward counts only in groups whose answers differ in `task`;
-    grpo.group_advantages says why.
+    `extra` counts only in groups whose answers differ in `task`; grpo.group_advantages says why.
     """
-    task = column(rows, "task")
-    shaping = torch.tensor([row["reward"] - row["task"] for row in rows])
-    return grpo.group_advantages(task, group_size, scale, shaping)
+    task, extra = column(rows, "task"), column(rows, "extra")
+    return grpo.group_advantages(task, group_size, scale, extra)
 
 
 # -----------------------------------------------------------------------------
@@ -270,6 +269,8 @@ def train(run: Run) -> None:
     progress = begin(run)
     run.console.start_at(progress.step)
     watch = Watch(settings)
+    master = run.folder.checkpoints.tensors["master"]    # the adapter: a copy that record() renews
+    good = progress.step, master.clone()         # the step and adapter of the best steps so far
     for step in range(progress.step, steps):
         metrics = {"step": step}
         evaluated = []
@@ -280,14 +281,14 @@ def train(run: Run) -> None:
         # 1) Sample answers to this rank's share of the step's problems.
         began = time.perf_counter()
         next_cursor = progress.cursor + rollout.prompts_per_step
-        positions = share(range(progress.cursor, next_cursor))
-        problems = data.problems_at(run.problems, sampling.seed, positions)
+        places = share(range(progress.cursor, next_cursor))
+        problems = data.problems_at(run.problems, sampling.seed, places)
         sigma = aqn.sigma_at(step, steps, noise.sigma_start, noise.sigma_end, noise.noise_stages,
                              noise.noise_schedule)
         draws = G if sigma and noise.noise_draws == "sample" else 1
         noisy = [aqn.noisy_norms(run.model, sigma, sampling.seed, step, noise.noise_kind, draw)
                  for draw in range(draws)]
-        mine = sample(run.sampler, noisy, problems, positions, G, sampling)
+        mine = sample(run.sampler, noisy, problems, places, G, sampling)
 
         # 2) Score. Then every rank gets the rows and the rollouts of all, in the same order.
         rows = gather(score(run.grade, problems, mine, objective, rollout.max_new_tokens))
@@ -319,7 +320,7 @@ def train(run: Run) -> None:
         record(run, progress, metrics, rows, advantages, evaluated, is_best)
         run.console.tell(metrics, rows, updates)
         if watch.see(metrics):                   # the best steps so far, or too few to tell
-            good = progress.step, run.folder.checkpoints.tensors["master"].clone()
+            good = progress.step, master.clone()
         if watch.verdict:
             give_up(run, watch.verdict, *good)
     run.folder.finish()

@@ -221,10 +221,10 @@ class Checkpoints:
         for cut_off in list(self.folder.glob(".step_*")):        # a kill cut new_folder() short
             shutil.rmtree(cut_off)
         tensors = safetensors.torch.save(self.tensors)
-        record = {**self.counters, "sha256": digest(tensors, self.counters)}
+        state = {**self.counters, "sha256": digest(tensors, self.counters)}
         with new_folder(final) as folder:
             write_atomically(folder / "state.safetensors", tensors)
-            write_json(folder / "state.json", record)
+            write_json(folder / "state.json", state)
         for old in sorted(self.folder.glob("step_*"))[:-2]:
             shutil.rmtree(old)
 
@@ -293,7 +293,7 @@ class RunFolder:
     def start(self, flags: dict, resume: bool) -> dict:
         """Writes the run.json of a new run. For a resumed one: puts the newest checkpoint into
         every rank's live tensors and cuts the logs back to it. Returns the checkpoint's counters,
-        {} if there is none.
+        {} if there is none. flags: what a new run.json holds, with `about`.
         """
         ended = None
         self.steps = flags.get("steps")
@@ -345,12 +345,12 @@ class RunFolder:
         """Stopped if the folder or its run.json was moved or removed. If the folder was moved,
         `path` is then its new place.
         """
-        flags = self.path / "run.json"
-        if self.handle is None or (self.is_there() and flags.exists()):
+        run_json = self.path / "run.json"
+        if self.handle is None or (self.is_there() and run_json.exists()):
             return
         time.sleep(1)                            # rm -r may still be at work
         if self.is_there():
-            raise Stopped(f"{flags} was removed while the run went on")
+            raise Stopped(f"{run_json} was removed while the run went on")
         before = self.path
         try:                                     # Linux knows the name of what is open
             self.path = Path(os.readlink(f"/proc/self/fd/{self.handle}"))

@@ -3,7 +3,7 @@ Problems and prompts: from a file, a data set's name or a generator to lists of 
 
     tokenizer = Tokenizer(folder)
     problems = encode_prompts(tokenizer, load_problems("gsm8k", "train"), "boxed", max_tokens=512)
-    chosen = problems_at(problems, seed, range(cursor, cursor + 16))          # then cursor += 16
+    chosen = problems_at(problems, seed, range(0, 16))           # next range(16, 32), and so on
 
 A row without a question or an answer is an error that names its file and line. To skip the row
 would mean to train on another data set than the one that was named. Complete problems that a run
@@ -516,25 +516,20 @@ def split_problems(settings, tokenizer: Tokenizer) -> tuple[list[Problem], list[
 # -----------------------------------------------------------------------------
 # The order in which a run takes problems
 
-def step_indices(n: int, seed: int, cursor: int, count: int) -> list[int]:
-    """Indices of the next `count` of n problems, when a run has taken `cursor` of them so far.
+def problems_at(problems: list[Problem], seed: int, places: range) -> list[Problem]:
+    """The problems at these places in the order of a run; place 0 is that of the first one.
 
     Each epoch takes every problem once, in an order of its own. A step at the end of an epoch goes
     on into the next.
     """
-    assert n > 0, n
-    return [epoch_order(n, seed, i // n)[i % n] for i in range(cursor, cursor + count)]
-
-
-def problems_at(problems: list[Problem], seed: int, places: range) -> list[Problem]:
-    """The problems at consecutive places of a run; place 0 is the first problem that it takes."""
-    return [problems[i] for i in step_indices(len(problems), seed, places.start, len(places))]
+    n = len(problems)
+    return [problems[epoch_order(n, seed, place // n)[place % n]] for place in places]
 
 
 @lru_cache(2)                                    # a step may end one epoch and begin the next
 def epoch_order(n: int, seed: int, epoch: int) -> list[int]:
     """The permutation of range(n) that an epoch follows. It follows from the seed and the epoch
-    alone: a resumed run needs its cursor and nothing else.
+    alone: a resumed run needs its next place and nothing else.
     """
     indices = list(range(n))
     random.Random(f"order/{seed}/{epoch}").shuffle(indices)

@@ -39,7 +39,7 @@ from sampler import KV_BLOCK, Sampler, engine_for, refuse_large_rank
 class Progress:
     """Where a run stands. Every step makes a new one."""
     step: int = 0                                # whole steps done
-    cursor: int = 0                              # problems taken so far
+    cursor: int = 0                              # the next problem's place in the order of the run
     tokens: int = 0                              # completion tokens sampled so far
     best: float = -1e9                           # best held-out accuracy, or mean of --reward
 
@@ -58,7 +58,7 @@ class Run:
     folder: RunFolder
     tracker: Tracker
     console: Console
-    record: dict                                 # what run.json holds beside `about`
+    flags: dict                                  # what run.json holds beside `about`
 
 
 def prepare(settings: Settings, before: Settings | None) -> Run:
@@ -91,10 +91,11 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
     if kernels:
         say(f"decode kernels: {kernels}, on {torch.cuda.get_device_name(device)}")
     join_ranks(device)
-    record = settings.flat() | {"device": wanted.device or device.type,
-                                "problems_sha256": digest_of(problems + held_out)}
-    check_same_problems(settings, record)
-    check_same_on_all_ranks(settings, record["problems_sha256"])
+    problems_sha256 = digest_of(problems + held_out)
+    check_same_problems(settings, problems_sha256)
+    check_same_on_all_ranks(settings, problems_sha256)
+    flags = settings.flat() | {"device": wanted.device or device.type,
+                               "problems_sha256": problems_sha256}
     if kernels:
         raw = hf.read_config(hf.resolve(settings.model.model, weights=False) / "config.json")
         memory.check_size(settings.model.model, qwen.ModelConfig.from_json(raw),
@@ -119,10 +120,10 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
 
     out = Path(settings.general.out)
     folder = RunFolder(out, learner.tensors(), write_adapter)
-    tracker = Tracker(settings.watching.report_to, out, record)
+    tracker = Tracker(settings.watching.report_to, out, flags)
     phases.tell()
     return Run(settings, tokenizer, problems, held_out, grade, model, learner, sampler, folder,
-               tracker, console, record)
+               tracker, console, flags)
 
 
 CALIBRATION_PROBLEMS = 128                       # those of the study
@@ -179,11 +180,11 @@ def digest_of(problems: list) -> str:
     return hashlib.sha256(known.encode()).hexdigest()
 
 
-def check_same_problems(settings: Settings, record: dict) -> None:
+def check_same_problems(settings: Settings, problems_sha256: str) -> None:
     """ValueError if a resumed run has other problems or prompts than when it began."""
     general, wanted = settings.general, settings.data
     had = read_json(Path(general.out) / "run.json") if general.resume else {}
-    if had.get("problems_sha256", record["problems_sha256"]) != record["problems_sha256"]:
+    if had.get("problems_sha256", problems_sha256) != problems_sha256:
         raise ValueError(f"--resume: --data {wanted.data}, --eval-data {wanted.eval_data}: other "
                          "problems or prompts than when the run began")
 
@@ -249,8 +250,8 @@ def calibrated(settings: Settings, source: Path, tokenizer: data.Tokenizer, prob
         hf.files_to_copy(source)                 # refuses a link out of it before any work
         files = calibrate.source_of(source, device)
         count = min(settings.model.calibrate, len(problems))
-        some = data.step_indices(len(problems), general.seed, 0, count)
-        texts = calibrate.own_answers(source, tokenizer, [problems[i] for i in some], device,
+        some = data.problems_at(problems, general.seed, range(count))
+        texts = calibrate.own_answers(source, tokenizer, some, device,
                                       min(512, settings.rollout.max_new_tokens), general.seed,
                                       settings.memory.kernels)
         calibrate.to_nvfp4(files, folder, "gptq", texts, tokenizer.vocab_size)
@@ -301,7 +302,7 @@ def begin(run: Run) -> Progress:
     cores = f"{os.cpu_count()} CPU cores"
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else cores
     about = {"about": process.provenance(f"{WORLD} x {hardware}")}
-    counters = run.folder.start(run.record | about, general.resume)
+    counters = run.folder.start(run.flags | about, general.resume)
     run.learner.restore(counters)
     mine = run.learner.tensors()["master"].cpu().numpy().tobytes()
     digests = gather([hashlib.sha256(mine).hexdigest()])

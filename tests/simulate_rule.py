@@ -33,7 +33,7 @@ def summed_where_mixed(task, penalty):
 
 
 def apart(task, penalty):
-    return group_advantages(task, G, shaping=penalty)
+    return group_advantages(task, G, extra=penalty)
 
 
 def without(task, penalty):

@@ -110,7 +110,7 @@ def test_earlier_answers_are_repeated_without_their_thinking(name, thinking, end
         completion = tokenizer.encode(waiting.pop(0)) + [tokenizer.stop] * finished
         return SimpleNamespace(completions=[completion], finished=[finished])
 
-    sampler = SimpleNamespace(engine=SimpleNamespace(decode=None), generate=generate, max_length=999)
+    sampler = SimpleNamespace(generate=generate, max_length=999)
     chat = Chat(tokenizer, sampler, "plain", Sampling(99, tokenizer.end_ids))
     for question in ("1+2?", "3+4?"):
         chat.ask(question)
@@ -154,12 +154,13 @@ def test_what_is_printed_is_what_was_sampled(engine, tokenizer, model, capsys):
 def test_text_comes_as_it_is_sampled_whole_characters_and_no_escape_code(tokenizer, capsys):
     ids = [token for char in "aé\x1b[2J\n\u202eb" for token in tokenizer.encode(char)]
     windows = [ids[:2], ids[2:3], [*ids[3:], tokenizer.stop]]             # é has two tokens: one in each
-    engine = SimpleNamespace(decode=lambda ids: (torch.tensor(ids + [7])[:, None], None, torch.tensor([len(ids)])))
-    chat = Chat(tokenizer, SimpleNamespace(engine=engine), "plain", None)
+    chat = Chat(tokenizer, None, "plain", None)
     chat.stream = chat_py.DecodeStream(skip_special_tokens=False)
+    answer = SimpleNamespace(completion=[])
     printed = []
     for window in windows:
-        engine.decode(window)
+        answer.completion += window
+        chat.print_new(len(window), [answer])
         printed.append(capsys.readouterr().out)
     assert printed == ["a", "é", "\\x1b[2J\n\\u202eb"]
 

@@ -649,5 +649,6 @@ def test_every_epoch_visits_each_problem_once_in_another_order():
 
 def test_steps_follow_the_epochs_and_can_resume_anywhere():
     walk = data.epoch_order(10, 0, 0) + data.epoch_order(10, 0, 1) + data.epoch_order(10, 0, 2)
-    assert [i for cursor in range(0, 28, 4) for i in data.step_indices(10, 0, cursor, 4)] == walk[:28]
-    assert data.step_indices(10, 0, 7, 16) == walk[7:23]                  # over two epoch ends, from the cursor alone
+    steps = [data.problems_at(range(10), 0, range(first, first + 4)) for first in range(0, 28, 4)]
+    assert sum(steps, []) == walk[:28]
+    assert data.problems_at(range(10), 0, range(7, 23)) == walk[7:23]     # over two epoch ends, from the places alone

@@ -6,6 +6,7 @@ python -m pytest tests/test_evaluate.py -v
 import functools
 import itertools
 import json
+import os
 import re
 import resource
 import shutil
@@ -206,6 +207,15 @@ def test_bad_input_is_one_clear_line(flags, message, tmp_path, monkeypatch):
     assert Path("taken.jsonl").read_bytes() == before
 
 
+def test_memory_for_no_answer_is_one_line_without_a_flag_of_another_program(monkeypatch):
+    monkeypatch.setattr(os, "sysconf", lambda name: 512)                   # 512 pages of 512 bytes
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", *BASIC, "--limit", "1"])
+    with pytest.raises(SystemExit) as stop:
+        evaluate.main()
+    assert re.fullmatch(r"evaluate.py: KV pool of 0.0001221 GiB holds less than one sequence of \d+ tokens, which "
+                        r"takes 0.\d+ GiB: more memory or shorter sequences are needed", stop.value.code)
+
+
 @pytest.mark.parametrize("flags", [["--samples", "2", "--temperature", "1e-45"], ["--adapter", "large"]])
 def test_log_probs_that_are_not_finite_are_one_line(adapted, flags, tmp_path, monkeypatch):
     adapted.adapter.master.data[adapted.adapter.b_start:] = 1e30
@@ -214,7 +224,8 @@ def test_log_probs_that_are_not_finite_are_one_line(adapted, flags, tmp_path, mo
     monkeypatch.setattr(sys, "argv", ["evaluate.py", *BASIC, "--limit", "1", *flags])
     with pytest.raises(SystemExit) as stop:
         evaluate.main()
-    assert stop.value.code.startswith("evaluate.py: a sampled token's log-prob is not finite: --temperature is too low")
+    said = "evaluate.py: a sampled token's log-prob is not finite: the temperature is too low"
+    assert stop.value.code.startswith(said)
 
 
 @pytest.mark.parametrize("most", [1, 1500])

@@ -82,8 +82,8 @@ def test_group_advantages_by_hand_with_the_sample_std():
     assert got.tolist() == pytest.approx(want, rel=1e-6)
 
 
-# Each value of --advantage-scale: the advantages of rewards (1, 0, NaN, 1, 0) with shaping (-1, 0, 5, 0, -1), by hand.
-# The mean reward is 1/2 and each square 1/4, so over n - 1 = 3 the variance is 1/3; the shaping's mean is -1/2.
+# Each value of --advantage-scale: the advantages of rewards (1, 0, NaN, 1, 0) with extra (-1, 0, 5, 0, -1), by hand.
+# The mean reward is 1/2 and each square 1/4, so over n - 1 = 3 the variance is 1/3; the mean of extra is -1/2.
 BY_HAND = {"group": [x / (3**-0.5 + 1e-4) for x in (.5, -.5, 0, .5, -.5)], "none": [.5, -.5, 0, .5, -.5]}
 
 
@@ -91,8 +91,8 @@ BY_HAND = {"group": [x / (3**-0.5 + 1e-4) for x in (.5, -.5, 0, .5, -.5)], "none
 def test_each_scale_gives_the_advantages_by_hand(scale):
     assert scale in BY_HAND, f"add the advantages of {scale!r} to BY_HAND"
     got = group_advantages(torch.tensor([1, 0, NAN, 1, 0]), 5, scale, torch.tensor([-1.0, 0, 5, 0, -1]))
-    shaped = [x + y for x, y in zip(BY_HAND[scale], (-.5, .5, 0, .5, -.5), strict=True)]
-    assert got.tolist() == pytest.approx(shaped, rel=1e-6, abs=1e-7)
+    summed = [x + y for x, y in zip(BY_HAND[scale], (-.5, .5, 0, .5, -.5), strict=True)]
+    assert got.tolist() == pytest.approx(summed, rel=1e-6, abs=1e-7)
 
 
 def test_without_a_scale_advantages_are_the_distances_from_the_mean():
@@ -102,10 +102,10 @@ def test_without_a_scale_advantages_are_the_distances_from_the_mean():
         group_advantages(rewards, 2, "row")
 
 
-def test_shaping_is_added_undivided_and_only_where_rewards_differ():
-    # Means of the shaping -1/2 and 1/4; the rewards' own advantages are those of the first test.
-    task, shaping = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 1]), torch.tensor([0, -1.0, 0, -1, 0.5, 0, 0, 0.5])
-    got = group_advantages(task, 4, shaping=shaping)
+def test_extra_is_added_undivided_and_only_where_rewards_differ():
+    # Means of the extra -1/2 and 1/4; the rewards' own advantages are those of the first test.
+    task, extra = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 1]), torch.tensor([0, -1.0, 0, -1, 0.5, 0, 0, 0.5])
+    got = group_advantages(task, 4, extra=extra)
     want = [.75 / .5001 + .5, -.25 / .5001 - .5, -.25 / .5001 + .5, -.25 / .5001 - .5, 0, 0, 0, 0]
     assert got.tolist() == pytest.approx(want, rel=1e-6, abs=1e-7)
     # An unscorable row is in neither mean: of -1 and 0 it is -1/2.
@@ -139,7 +139,7 @@ def test_a_length_penalty_teaches_nothing_in_groups_without_right_and_wrong_answ
     assert shares(summed) == pytest.approx((0.439, 0.212), abs=0.001)
     within = torch.where(mixed, summed, 0.0)                              # the same, in mixed groups alone
     assert shares(within) == pytest.approx((0, 0.0052), abs=1e-4)
-    assert shares(group_advantages(task, 8, shaping=penalty)) == pytest.approx((0, 0.0001), abs=1e-4)
+    assert shares(group_advantages(task, 8, extra=penalty)) == pytest.approx((0, 0.0001), abs=1e-4)
 
 
 @pytest.mark.parametrize("scale", grpo.SCALES)

@@ -20,7 +20,7 @@ import fuzz_rewards
 import train
 from grpo import group_advantages
 from harness.data import Problem
-from harness.plugin import Reward, home_of, load_function
+from harness.plugin import LARGEST_REWARD, Reward, home_of, load_function
 from harness.process import Stopped
 from rewards import extract, extract_answer, format_tags, grade, overlong_penalty, grade_rollouts
 
@@ -479,6 +479,16 @@ def test_shaping_is_learned_from_only_where_the_other_parts_differ():
     rows = train.score(lambda problems, rollouts: rows, [], None, objective, 10)
     assert [row["reward"] for row in rows] == [1.25, 0.5, 1.0, 1.5]
     assert train.compare(rows, 2, "none").tolist() == [0.5 - 0.125, -0.5 + 0.125, 0, 0]
+
+
+def test_shaping_counts_beside_rewards_that_are_too_large_to_add_it_to():
+    rows = [dict(task=task, format=0.0, length=9, parts={"level": task, "shaping": shaping})
+            for task, shaping in ((LARGEST_REWARD, 0.3), (0.0, 0.0))]
+    objective = SimpleNamespace(format_weight=0.0, overlong_buffer=0)
+    rows = train.score(lambda problems, rollouts: rows, [], None, objective, 10)
+    assert rows[0]["reward"] - rows[0]["task"] == 0.25                    # rounding has made that of 0.3
+    want = [math.sqrt(0.5) + 0.15, -math.sqrt(0.5) - 0.15]
+    assert train.compare(rows, 2, "group").tolist() == pytest.approx(want, rel=1e-6)
 
 
 def test_parts_are_in_the_row_and_their_sum_is_its_task(plug_ins):

@@ -5,6 +5,7 @@ numbers, the bookkeeping (kv_blocks, groups, preemption) against a loop that nee
 python -m pytest tests/test_sampler.py -v
 """
 import math
+import os
 import random
 import re
 from pathlib import Path
@@ -51,8 +52,8 @@ def distributions(case, tensors, rollouts, temperature, live_vocab):
         yield (logits / temperature).log_softmax(-1)
 
 
-def generate(sampler, prompts, group_size=1, max_new_tokens=16, numbers=None, **how):
-    return sampler.generate(prompts, group_size, Sampling(max_new_tokens, **how), numbers)
+def generate(sampler, prompts, group_size=1, max_new_tokens=16, places=None, **how):
+    return sampler.generate(prompts, group_size, Sampling(max_new_tokens, **how), places)
 
 
 def same(a, b):
@@ -125,7 +126,7 @@ def test_a_completion_depends_on_neither_rows_pool_window_order_nor_company(tiny
     model = load(tiny["untied"].folder, base="nvfp4", device="cpu")
     prompts, end_ids = prompts_of(101), (3, 17)
 
-    def rollouts(prompts=prompts, ids=None, group_size=3, max_rows=64, kv_gib=None, engine=TorchEngine):
+    def rollouts(prompts=prompts, places=None, group_size=3, max_rows=64, kv_gib=None, engine=TorchEngine):
         prefills = []
 
         class Counting(engine):
@@ -135,7 +136,7 @@ def test_a_completion_depends_on_neither_rows_pool_window_order_nor_company(tiny
 
         sampler = Sampler(Counting, model, max_length=130, max_rows=max_rows, kv_gib=kv_gib)
         free = sorted(sampler.pool.free)
-        out = generate(sampler, prompts, group_size, 60, ids, end_ids=end_ids, temperature=1.3, seed=5)
+        out = generate(sampler, prompts, group_size, 60, places, end_ids=end_ids, temperature=1.3, seed=5)
         assert sorted(sampler.pool.free) == free
         return out, len(prefills)
 
@@ -144,7 +145,7 @@ def test_a_completion_depends_on_neither_rows_pool_window_order_nor_company(tiny
     assert 0 < sum(want.finished) < len(want.finished)
     for max_rows in (4, 30):
         assert same(rollouts(max_rows=max_rows)[0], want)
-    assert rollouts(prompts[:3], ids=range(3), max_rows=1)[0].completions == want.completions[:9]
+    assert rollouts(prompts[:3], places=range(3), max_rows=1)[0].completions == want.completions[:9]
     assert same(rollouts(engine=WindowEngine, max_rows=5)[0], want)
     for extra in (0, 1, 7):
         small, prefills = rollouts(kv_gib=minimal_gib(model, 130, extra), engine=WindowEngine)
@@ -154,11 +155,11 @@ def test_a_completion_depends_on_neither_rows_pool_window_order_nor_company(tiny
         gap = torch.cat(small.logprobs) - torch.cat(want.logprobs)
         assert gap.abs().max() < FP32
     order = list(range(len(prompts)))[::-1]
-    backwards, _ = rollouts(prompts[::-1], ids=order)
+    backwards, _ = rollouts(prompts[::-1], places=order)
     assert backwards.completions == [want.completions[3 * p + g] for p in order for g in range(3)]
-    alone, _ = rollouts(prompts[4:5], ids=[4], group_size=2)
+    alone, _ = rollouts(prompts[4:5], places=[4], group_size=2)
     assert alone.completions == want.completions[12:14]
-    assert rollouts(ids=[100 + i for i in range(len(prompts))])[0].completions != want.completions
+    assert rollouts(places=[100 + i for i in range(len(prompts))])[0].completions != want.completions
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="asks for a GPU's memory")
@@ -407,7 +408,7 @@ class AuditedSampler(Sampler):
         return rows
 
     def _release(self, s):
-        self.preempted += not s.finished and s.pos < s.limit
+        self.preempted += not s.ended
         super()._release(s)
 
 
@@ -425,17 +426,20 @@ def test_three_thousand_random_requests_match_a_plain_loop():
             prompts = [[rng.randrange(VOCAB) for _ in range(n)] for n in lengths]
             group_size = rng.choice([1, 2, 5, 16])
             limits = [rng.randint(1, max_length - longest) for _ in range(len(prompts) * group_size)]
-            ids, ends, reported = rng.sample(range(1000), len(prompts)), rng.choice([ENDS, ()]), []
-            rollouts = sampler.generate(prompts, group_size, Sampling(limits, ends, seed=call), ids,
-                                        lambda made, ended: reported.append(made))
+            places, ends, reported = rng.sample(range(1000), len(prompts)), rng.choice([ENDS, ()]), []
+            rollouts = sampler.generate(prompts, group_size, Sampling(limits, ends, seed=call), places,
+                                        lambda made, sequences: reported.append(
+                                            (made, [s.row for s in sequences if s.ended])))
             assert len(rollouts.completions) == len(prompts) * group_size
             for b, (prompt, completion) in enumerate(zip(rollouts.prompts, rollouts.completions)):
                 assert prompt is prompts[b // group_size]
-                want = plain_completion(prompt, row_key(call, ids[b // group_size], b % group_size), limits[b], ends)
+                want = plain_completion(prompt, row_key(call, places[b // group_size], b % group_size), limits[b], ends)
                 assert completion == want, (requests, b)
                 assert rollouts.finished[b] == (want[-1] in ends)
                 assert rollouts.logprobs[b].tolist() == want              # the engine's "log-prob" is the token
-            assert sum(reported) == rollouts.num_tokens and 0 <= rollouts.idle < 1
+            made, ended = zip(*reported)
+            assert sum(made) == rollouts.num_tokens and sorted(sum(ended, [])) == [*range(len(limits))]
+            assert 0 <= rollouts.idle < 1
             assert sorted(sampler.pool.free) == list(range(1, sampler.engine.kv.shape[2]))
             requests, told = requests + len(rollouts.completions), told + rollouts.preempted
             stopped, shared = stopped + sum(rollouts.finished), shared + (group_size > 1)
@@ -475,6 +479,14 @@ def test_a_pool_that_holds_less_than_one_sequence_is_refused():
     Sampler(HashEngine, model, 97, kv_gib=minimal_gib(model, 97))
 
 
+@pytest.mark.parametrize("kv_gib,advice", [(2**50, "lower --kv-gib"), (None, "fewer or shorter ones take less")])
+def test_a_pool_that_cannot_be_allocated_is_refused(kv_gib, advice, monkeypatch):
+    monkeypatch.setattr(os, "sysconf", lambda name: 2**40)
+    message = f"GiB of KV cache, for up to {10**15} sequences of 97 tokens: {advice}"      # a program may lack the flag
+    with pytest.raises(ValueError, match=f"^not enough memory for .* {message}$"):
+        Sampler(HashEngine, HashModel(), 97, max_rows=10**15, kv_gib=kv_gib)
+
+
 def test_requests_that_do_not_fit_stop():
     sampler = Sampler(HashEngine, HashModel(), 50)
     with pytest.raises(AssertionError, match=r"a prompt of 30 tokens \+ 21 new ones does not fit max_length=50"):
@@ -485,9 +497,9 @@ def test_requests_that_do_not_fit_stop():
         with pytest.raises(AssertionError, match="need 2 limits above 0"):
             generate(sampler, [[5]], group_size=2, max_new_tokens=limits)
     with pytest.raises(ValueError, match="zip"):
-        generate(sampler, [[5], [6]], max_new_tokens=2, numbers=[1])
+        generate(sampler, [[5], [6]], max_new_tokens=2, places=[1])
     with pytest.raises(ValueError, match="zip"):                          # once an empty list meant the default
-        generate(sampler, [[5]], max_new_tokens=2, numbers=[])
+        generate(sampler, [[5]], max_new_tokens=2, places=[])
     nothing = generate(sampler, [], max_new_tokens=2)
     assert nothing.completions == [] and nothing.idle == 0
 
@@ -496,7 +508,7 @@ def test_a_rollout_after_an_interrupted_one_finds_the_whole_pool(tiny):
     model = load(tiny["tied"].folder, base="bf16", device="cpu")
     sampler, prompts = Sampler(TorchEngine, model, max_length=70, max_rows=1), prompts_of(101, (40,))
 
-    def interrupt(made, ended):
+    def interrupt(made, sequences):
         raise KeyboardInterrupt
 
     for _ in range(3):

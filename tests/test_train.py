@@ -333,14 +333,14 @@ def test_a_run_says_which_of_its_defaults_were_not_run_at_its_size(tmp_path):
 def test_the_seed_of_a_run_is_that_of_its_noise_its_sampling_and_its_adapter(runs):
     model, seen = load(ROOT / "tiny", "nvfp4", "cpu"), []
 
-    def generate(prompts, group_size, sampling, numbers):
-        seen.append((prompts, group_size, sampling.seed, numbers, model.layers[1].post_norm.noise.clone()))
+    def generate(prompts, group_size, sampling, places):
+        seen.append((prompts, group_size, sampling.seed, places, model.layers[1].post_norm.noise.clone()))
 
     problems = [SimpleNamespace(prompt=[i]) for i in (4, 1)]
     noise = train_py.aqn.noisy_norms(model, 0.5, 7, 2)
     train_py.sample(SimpleNamespace(generate=generate), [noise], problems, range(10, 12), 3, Sampling(9, (), seed=7))
-    (prompts, group_size, seed, numbers, noise), = seen
-    assert (prompts, group_size, seed, numbers) == ([[4], [1]], 3, 7, range(10, 12))
+    (prompts, group_size, seed, places, noise), = seen
+    assert (prompts, group_size, seed, places) == ([[4], [1]], 3, 7, range(10, 12))
     assert torch.equal(noise, 0.5 * draw_z(7, 2, 1, 1, len(noise)))
     runs.run("seeded", *"--steps 1 --seed 7 --lr 1e-9".split())
     start = attach(model, rank=32, alpha=32, seed=7).master.data
@@ -1287,7 +1287,7 @@ def test_a_broken_model_folder_ends_in_one_line(runs, tmp_path, kind, named):
 @pytest.mark.parametrize("flags,named", [("--data bad.jsonl", "bad.jsonl:2"), ("--data nowhere.jsonl", "nowhere.jsonl"),
                                          ("--model nowhere", "nowhere"), ("--kv-gib 1e-5", "KV pool"),
                                          ("--max-rows 3000000000", "--max-rows must lie in [1, 2e9], got 3000000000"),
-                                         ("--kv-gib 1e6 --prompts-per-step 99999 --max-rows 999999", "--kv-gib"),
+                                         ("--kv-gib 1e6 --prompts-per-step 99999 --max-rows 999999", "lower --kv-gib"),
                                          ("--reward my_rewards:absent", "absent"),
                                          ("--max-prompt-tokens 3", "sums.jsonl"),
                                          ("--lr nan", "--lr must lie in (0, 10], got nan"),

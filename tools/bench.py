@@ -338,7 +338,7 @@ def tail_figures(sampler, prompts, lengths, window):
     sampler.engine.window = window
     began = time.perf_counter()
     rollouts = sampler.generate(prompts, len(lengths) // len(prompts), Sampling(lengths), progress=(
-        lambda made, ended: moments.append((time.perf_counter(), made))))
+        lambda made, _: moments.append((time.perf_counter(), made))))
     few = 0.0
     for (moment, made), before in zip(moments, [began, *(moment for moment, _ in moments)]):
         if made <= window * sampler.max_rows / 8:

@@ -48,18 +48,15 @@ class Chat:
         self.style = style
         self.sampling = sampling
         self.ids = []
-        self.decode = sampler.engine.decode
-        sampler.engine.decode = self.decode_aloud
 
-    def decode_aloud(self, *window):
-        """TorchEngine.decode of one row, whose new text is printed, control characters as codes."""
-        tokens, logprobs, made = self.decode(*window)
-        for token in tokens[:int(made[0]), 0].tolist():
+    def print_new(self, made, sequences):
+        """Prints the text of an answer's `made` new tokens, control characters as codes."""
+        sequence, = sequences
+        for token in sequence.completion[-made:]:
             if token not in self.tokenizer.end_ids:
                 text = self.stream.step(self.tokenizer.file, token) or ""  # None: half a character
                 safe = (c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
                 print("".join(safe), end="", flush=True)
-        return tokens, logprobs, made
 
     def ask(self, question):
         """Prints the answer. ValueError if the conversation leaves no room for one."""
@@ -74,7 +71,7 @@ class Chat:
                              f"conversation has {self.sampler.max_length}")
         self.stream = DecodeStream(skip_special_tokens=False)
         sampling = self.sampling._replace(max_new_tokens=most)
-        answer = self.sampler.generate([prompt], 1, sampling, [len(prompt)])
+        answer = self.sampler.generate([prompt], 1, sampling, [len(prompt)], self.print_new)
         print()
         completion, = answer.completions
         if answer.finished[0]:

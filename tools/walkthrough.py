@@ -189,7 +189,7 @@ def show_losses(policy):
     print("row  token      sampler  proximal   policy  correction     rho  advantage     loss")
     for b in (4, 5):
         for t in range(2):
-            i = lengths[:b].sum() + t            # the token's place among those of all rows
+            i = lengths[:b].sum() + t            # the token's index among those of all rows
             print(f"{b:3}  {text_of([rollouts.completions[b][t]])!r:9}"
                   f"{sampler_logprobs[i].exp():9.5f}{proximal[i].exp():10.5f}{policy[i].exp():9.5f}"
                   f"{correction[i]:12.4f}{rho[i]:8.4f}{advantages[b]:11.2f}{losses[i]:9.4f}")
