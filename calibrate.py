@@ -361,8 +361,7 @@ def source_of(folder: Path, device: torch.device) -> hf.ModelFolder:
                          "already")
     files = hf.ModelFolder(folder, "bf16", device, dtype)
     c = qwen.ModelConfig.from_json(files.config)
-    for key, columns in {"hidden_size": c.width, "intermediate_size": c.feed_forward,
-                         "num_attention_heads x head_dim": c.heads * c.head_dim}.items():
+    for key, columns in hf.linear_columns(files.config).items():
         if columns % 16:
             raise ValueError(f"{folder}/config.json: {key} is {columns}, not a multiple of 16")
     files.check("model.embed_tokens.weight", (c.vocab, c.width))     # no layer reads these three

@@ -333,15 +333,12 @@ def attach(model: torch.nn.Module, rank: int = 32, alpha: float = 32, norms: boo
 
 def save_adapter(model: torch.nn.Module, folder: str | Path, master: Tensor | None = None) -> None:
     """Write the adapter in fp32 as PEFT does. master: a vector to write instead of the adapter's
-    own, laid out the same (an older one, or one on the CPU). ValueError, before anything is
-    written, if load_adapter would refuse the folder.
+    own, laid out the same (an older one, or one on the CPU).
     """
     adapter = model.adapter
-    norms = bool(adapter.norms)
     flat = adapter.master.data if master is None else master
     tensors = {name: view.cpu().contiguous() for name, view in adapter.peft_tensors(flat)}
-    hf.write_peft(folder, tensors, peft_shapes(model, adapter.rank, norms), model.name,
-                  adapter.rank, adapter.alpha, norms)
+    hf.write_peft(folder, tensors, model.name, adapter.rank, adapter.alpha, bool(adapter.norms))
 
 
 def load_adapter(model: torch.nn.Module, folder: str | Path) -> Adapter:
@@ -350,7 +347,12 @@ def load_adapter(model: torch.nn.Module, folder: str | Path) -> Adapter:
     """
     config, held = hf.read_peft_header(folder)
     norms = bool(config.get("modules_to_save"))
-    hf.check_adapter_fits(peft_shapes(model, config["r"], norms), held, folder)
+    wanted = peft_shapes(model, config["r"], norms)
+    wrong = sorted(wanted.keys() ^ held.keys())
+    wrong += [name for name in wanted if name in held and wanted[name] != held[name]]
+    if wrong:
+        raise ValueError(f"{folder}: {len(wrong)} tensors are missing, unknown or of another "
+                         f"shape, first {wrong[0]}")
     _, tensors = hf.read_peft(folder)
     adapter = attach(model, config["r"], config["lora_alpha"], norms)
     for name, view in adapter.peft_tensors(adapter.master.data):
