@@ -306,9 +306,8 @@ def main() -> None:
         plug_in = plugin.Reward(wanted.reward) if wanted.reward else None
         others = read_results(wanted.against) if wanted.against else None
         if which.adapter:
-            adapter, _ = hf.read_peft(which.adapter)             # what is wrong is said at once
-            refuse_large_rank(adapter["r"], device,
-                              f"--adapter {which.adapter}: its rank of {adapter['r']}")
+            (rank, _, _), _ = hf.read_peft(which.adapter)        # what is wrong is said at once
+            refuse_large_rank(rank, device, f"--adapter {which.adapter}: its rank of {rank}")
         folder = hf.resolve(which.model, weights=False)
         tokenizer = data.Tokenizer(folder, wanted.thinking)
         problems, source = problems_of(wanted, run, tokenizer)

@@ -345,16 +345,15 @@ def load_adapter(model: torch.nn.Module, folder: str | Path) -> Adapter:
     """Attach the adapter of a PEFT folder. ValueError names what is missing or does not fit, before
     anything of the size that the folder claims is allocated.
     """
-    config, held = hf.read_peft_header(folder)
-    norms = bool(config.get("modules_to_save"))
-    wanted = peft_shapes(model, config["r"], norms)
+    (rank, alpha, norms), held = hf.read_peft_header(folder)
+    wanted = peft_shapes(model, rank, norms)
     wrong = sorted(wanted.keys() ^ held.keys())
     wrong += [name for name in wanted if name in held and wanted[name] != held[name]]
     if wrong:
         raise ValueError(f"{folder}: {len(wrong)} tensors are missing, unknown or of another "
                          f"shape, first {wrong[0]}")
     _, tensors = hf.read_peft(folder)
-    adapter = attach(model, config["r"], config["lora_alpha"], norms)
+    adapter = attach(model, rank, alpha, norms)
     for name, view in adapter.peft_tensors(adapter.master.data):
         view.copy_(tensors[name])
     adapter.sync()

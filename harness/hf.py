@@ -21,6 +21,7 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -545,11 +546,18 @@ PEFT_RULES = {
                         False)}
 
 
-def read_peft(folder: str | Path) -> tuple[dict, dict[str, torch.Tensor]]:
-    """The adapter_config.json and the tensors of an adapter. ValueError unless it is a plain LoRA
-    adapter on every linear.
+class AdapterShape(NamedTuple):
+    """What an adapter's adapter_config.json says of it, by the names of train.py's settings."""
+    lora_rank: int
+    lora_alpha: float
+    train_norms: bool
+
+
+def read_peft(folder: str | Path) -> tuple[AdapterShape, dict[str, torch.Tensor]]:
+    """The shape and the tensors of an adapter. ValueError unless it is a plain LoRA adapter on
+    every linear.
     """
-    config, _ = read_peft_header(folder)
+    adapter, _ = read_peft_header(folder)
     file = Path(folder) / "adapter_model.safetensors"
     try:
         tensors = load(read_bytes(file))
@@ -558,11 +566,13 @@ def read_peft(folder: str | Path) -> tuple[dict, dict[str, torch.Tensor]]:
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or not tensor.float().isfinite().all():
             raise ValueError(f"{file}: {name} is {tensor.dtype}, or holds NaN or infinity")
-    return config, tensors
+    return adapter, tensors
 
 
-def read_peft_config(folder: str | Path) -> dict:
-    """The adapter_config.json of a plain LoRA adapter on every linear. ValueError if it is none."""
+def read_peft_config(folder: str | Path) -> AdapterShape:
+    """The shape of an adapter. ValueError unless its adapter_config.json is that of a plain LoRA
+    adapter on every linear.
+    """
     path = Path(folder) / "adapter_config.json"
     config = read_json(path)
     check_keys(path, config, PEFT_RULES)
@@ -571,17 +581,17 @@ def read_peft_config(folder: str | Path) -> dict:
     if variants or not isinstance(targets, list) or {*map(str, targets)} != set(TARGETS):
         raise ValueError(f"{folder}: need a plain LoRA adapter on {', '.join(TARGETS)}, "
                          f"got one on {short_repr(targets)} {' '.join(variants)}")
-    return config
+    return AdapterShape(config["r"], config["lora_alpha"], bool(config.get("modules_to_save")))
 
 
-def read_peft_header(folder: str | Path) -> tuple[dict, dict[str, tuple]]:
-    """The configuration of an adapter, and the shape of each of its tensors by name. None of the
-    tensors is read: what a small file claims cannot take more memory than the file has.
+def read_peft_header(folder: str | Path) -> tuple[AdapterShape, dict[str, tuple]]:
+    """The shape of an adapter, and that of each of its tensors by name. None of the tensors is
+    read: what a small file claims cannot take more memory than the file has.
 
-    ValueError unless the tensors have the rank that the configuration says, no more than their
-    columns, and every target has one.
+    ValueError unless the tensors have the rank that adapter_config.json says, which is no more than
+    their columns, and every target has one.
     """
-    config = read_peft_config(folder)
+    adapter = read_peft_config(folder)
     file = Path(folder) / "adapter_model.safetensors"
     try:
         if not file.is_file():                   # opening a pipe would wait for ever
@@ -590,7 +600,7 @@ def read_peft_header(folder: str | Path) -> tuple[dict, dict[str, tuple]]:
             shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{file}: cannot be read as an adapter ({error})") from None
-    rank = config["r"]
+    rank = adapter.lora_rank
     for name, shape in shapes.items():
         for part, axis in (("lora_A.weight", 0), ("lora_B.weight", 1)):
             if name.endswith(part) and (len(shape) != 2 or shape[axis] != rank):
@@ -602,7 +612,7 @@ def read_peft_header(folder: str | Path) -> tuple[dict, dict[str, tuple]]:
         if not any(name.endswith(f".{target}.lora_A.weight") for name in shapes):
             raise ValueError(f"{file}: has no lora_A.weight of any {target}: no adapter on "
                              f"{', '.join(TARGETS)}")
-    return config, shapes
+    return adapter, shapes
 
 
 # A file of ours beside PEFT's: what the adapter was trained with. Other programs pass over it.

@@ -69,9 +69,8 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
     """
     phases = Phases()
     if settings.model.adapter and not settings.general.resume:
-        config, _ = hf.read_peft(settings.model.adapter)         # its shape becomes the run's
-        settings = settings.replace(lora_rank=config["r"], lora_alpha=config["lora_alpha"],
-                                    train_norms=bool(config.get("modules_to_save")))
+        shape, _ = hf.read_peft(settings.model.adapter)          # it becomes the run's
+        settings = settings.replace(**shape._asdict())
     check_settings(settings, before)
     wanted = settings.memory
     hf.check_model(settings.model.model)

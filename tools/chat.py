@@ -130,7 +130,7 @@ def main():
         with redirect_stdout(sys.stderr):        # stdout has the answers alone
             device, _ = choose_device(which.device, which.kernels, which.model)
             if which.adapter:
-                rank = hf.read_peft_config(which.adapter)["r"]
+                rank = hf.read_peft_config(which.adapter).lora_rank
                 refuse_large_rank(rank, device, f"--adapter {which.adapter}: its rank of {rank}")
             folder = hf.resolve(which.model, weights=False)
             which = dataclasses.replace(which, base=hf.base_of(folder, which.base))
