@@ -116,6 +116,7 @@ def read_flags() -> tuple[Which, Evaluation, Settings | None]:
     wanted = config.section_of(Evaluation, args)
     if which.model is None or not (wanted.data or run):
         raise ValueError("needs the folder of a run, or --model and --data")
+    hf.check_model(which.model)
     if wanted.temperature is None:
         wanted = dataclasses.replace(wanted, temperature=0.0 if wanted.samples == 1 else 0.6)
     config.check_ranges(wanted)
@@ -135,10 +136,34 @@ def read_flags() -> tuple[Which, Evaluation, Settings | None]:
     return which, wanted, run
 
 
-def load_model(which: Which, folder: Path, device: torch.device,
-               tokenizer: data.Tokenizer) -> qwen.Qwen:
-    """-> the model in `folder`, held as --base and --dtype say, with --adapter."""
-    model = qwen.load(folder, which.base, device, which.dtype, tokenizer.vocab_size)
+def open_model(which: Which, prompt_style: str, thinking: str
+               ) -> tuple[Which, torch.device, data.Tokenizer]:
+    """-> the flags with --base and --device decided; the device; the tokenizer.
+
+    ValueError for all that can be wrong with the device, the adapter or the model, except for its
+    weights: load_model() may take an hour to download them. What differs from the adapter's
+    training is printed.
+    """
+    device, kernels = choose_device(which.device, which.kernels, which.model)
+    if kernels:
+        say(f"decode kernels: {kernels}, on {torch.cuda.get_device_name(device)}")
+    if which.adapter:
+        rank = hf.read_peft_config(which.adapter).lora_rank
+        refuse_large_rank(rank, device, f"--adapter {which.adapter}: its rank of {rank}")
+        hf.read_peft(which.adapter)
+    folder = hf.resolve(which.model, weights=False)
+    base = hf.base_of(folder, which.base)
+    if which.adapter:
+        conditions = hf.training_conditions(folder, base, prompt_style, thinking)
+        hf.tell_other_conditions(which.adapter, conditions)
+    tokenizer = data.Tokenizer(folder, thinking)
+    return dataclasses.replace(which, base=base, device=device.type), device, tokenizer
+
+
+def load_model(which: Which, device: torch.device, tokenizer: data.Tokenizer) -> qwen.Qwen:
+    """What open_model() returned -> the model, held as --base and --dtype say, with --adapter."""
+    model = qwen.load(hf.resolve(which.model), which.base, device, which.dtype,
+                      tokenizer.vocab_size)
     configure_cpu(model)
     if which.adapter:
         lora.load_adapter(model, which.adapter)
@@ -299,17 +324,10 @@ def main() -> None:
     began = time.perf_counter()
     with process.one_line("evaluate.py"):
         which, wanted, run = read_flags()
-        hf.check_model(which.model)
-        device, kernels = choose_device(which.device, which.kernels, which.model)
-        if kernels:
-            say(f"decode kernels: {kernels}, on {torch.cuda.get_device_name(device)}")
         plug_in = plugin.Reward(wanted.reward) if wanted.reward else None
         others = read_results(wanted.against) if wanted.against else None
-        if which.adapter:
-            (rank, _, _), _ = hf.read_peft(which.adapter)        # what is wrong is said at once
-            refuse_large_rank(rank, device, f"--adapter {which.adapter}: its rank of {rank}")
-        folder = hf.resolve(which.model, weights=False)
-        tokenizer = data.Tokenizer(folder, wanted.thinking)
+        which, device, tokenizer = open_model(which, wanted.prompt_style, wanted.thinking)
+        folder = tokenizer.folder
         problems, source = problems_of(wanted, run, tokenizer)
         if others is not None:                   # ValueError if no problem is in both
             paired_figures([{**vars(problem), "correct": 0.0} for problem in problems], others)
@@ -319,12 +337,7 @@ def main() -> None:
             new_tokens = max(1, min(4096, hf.max_positions(folder) - longest))
         wanted = dataclasses.replace(wanted, data=source, max_new_tokens=new_tokens)
         hf.check_lengths(folder, longest + new_tokens)
-        which = dataclasses.replace(which, base=hf.base_of(folder, which.base), device=device.type)
-        if which.adapter:
-            conditions = hf.training_conditions(folder, which.base, wanted.prompt_style,
-                                                wanted.thinking)
-            hf.tell_other_conditions(which.adapter, conditions)
-        model = load_model(which, hf.resolve(which.model), device, tokenizer)
+        model = load_model(which, device, tokenizer)
         rows_at_once = min(wanted.max_rows, len(problems) * wanted.samples)
         sampler = Sampler(engine_for(device, which.kernels), model, longest + new_tokens,
                           rows_at_once)
