@@ -255,14 +255,9 @@ def calibrated(settings: Settings, source: Path, tokenizer: data.Tokenizer, prob
     general = settings.general
     folder = Path(general.out) / "base"
     if RANK == 0 and not folder.exists():
-        hf.files_to_copy(source)                 # refuses a link out of it before any work
-        files = calibrate.source_of(source, device)
-        count = min(settings.model.calibrate, len(problems))
-        some = data.step_indices(len(problems), general.seed, 0, count)
-        texts = calibrate.own_answers(source, tokenizer, [problems[i] for i in some], device,
-                                      min(512, settings.rollout.max_new_tokens), general.seed,
-                                      settings.memory.kernels)
-        calibrate.to_nvfp4(files, folder, "gptq", texts, tokenizer.vocab_size)
+        calibrate.write_calibrated(source, folder, tokenizer, problems, settings.model.calibrate,
+                                   device, "gptq", min(512, settings.rollout.max_new_tokens),
+                                   general.seed, settings.memory.kernels)
     gather([])                                   # the other ranks wait here
     return folder
 
