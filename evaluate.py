@@ -59,10 +59,8 @@ class Which:
 @dataclass(frozen=True)
 class Evaluation:
     """which problems, and how they are answered"""
-    data: str | None = setting(None, "as in train.py: gsm8k, a file, an id (default: what the run "
-                               "holds out)")
-    split: str = setting("test", "which part of a data set; a file has only one",
-                         choices=("train", "test"))
+    data: str | None = setting(None, "as in train.py: a file, or the test split of gsm8k or an id "
+                               "(default: what the run holds out)")
     limit: int | None = setting(None, "only the first LIMIT problems; 0: all (default: those that "
                                 "the run held out, or all of --data)", "[0, 2e9]")
     prompt_style: str = setting("boxed", "as in train.py")
@@ -192,7 +190,7 @@ def problems_of(wanted: Evaluation, run: Settings | None, tokenizer: data.Tokeni
     source = wanted.data
     by_run = ""
     if source:
-        problems = data.load_problems(source, wanted.split, needs_gold=not wanted.reward)
+        problems = data.load_problems(source, "test", needs_gold=not wanted.reward)
     else:
         held = run.data
         source = held.eval_data or held.data
