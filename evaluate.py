@@ -237,6 +237,19 @@ def prove_adapter(model: qwen.Qwen, sampler: Sampler, prompt: list, max_new_toke
     return shift
 
 
+def grade_problem(wanted: Evaluation, tokenizer: data.Tokenizer, problem: data.Problem,
+                  answers: list[Sequence], plug_in: plugin.Reward | None) -> list[dict]:
+    """-> a row for each answer to one problem, in their order."""
+    answers = sorted(answers, key=lambda one: one.row)
+    rows = rewards.grade_rollouts(tokenizer, [problem], rollouts_of(answers), wanted.prompt_style,
+                                  plug_in)
+    for sample, row in enumerate(rows):
+        lenient = rewards.grade(tokenizer.opened + row["completion"], row["answer"],
+                                last_number=True)
+        row |= {"sample": sample, "lenient": float(lenient.correct)}
+    return rows
+
+
 def answer(wanted: Evaluation, tokenizer: data.Tokenizer, problems: list, sampler: Sampler,
            plug_in: plugin.Reward | None) -> tuple[list[dict], float, float | None, str]:
     """-> rows of the problems that were done, in their order; seconds; share of idle rows, or None
@@ -247,12 +260,11 @@ def answer(wanted: Evaluation, tokenizer: data.Tokenizer, problems: list, sample
     """
     waiting = defaultdict(list)                  # problem -> its answers so far
     done = {}                                    # problem -> its rows
-
     tokens = 0
     failure = ""
 
     def progress(made: int, ended: list[Sequence]) -> None:
-        nonlocal tokens
+        nonlocal tokens, failure
         tokens += made
         rate = tokens / (time.perf_counter() - began)
         bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
@@ -260,23 +272,15 @@ def answer(wanted: Evaluation, tokenizer: data.Tokenizer, problems: list, sample
         for sequence in ended:
             i = sequence.row // wanted.samples
             waiting[i].append(sequence)
-            if len(waiting[i]) == wanted.samples:
-                finish(i, sorted(waiting.pop(i), key=lambda one: one.row))
-
-    def finish(i: int, sequences: list[Sequence]) -> None:
-        nonlocal failure
-        rows = rewards.grade_rollouts(tokenizer, [problems[i]], rollouts_of(sequences),
-                                      wanted.prompt_style, plug_in)
-        for sample, row in enumerate(rows):
-            lenient = rewards.grade(tokenizer.opened + row["completion"], row["answer"],
-                                    last_number=True)
-            row |= {"sample": sample, "lenient": float(lenient.correct)}
-        done[i] = rows                           # only when complete: Ctrl-C may come before
-        if wanted.out and not failure:
-            failure = append_rows(wanted.out, rows)
-            if failure:
-                bar.write(f"{failure}: sampling goes on, the figures will be printed",
-                          file=sys.stderr)
+            if len(waiting[i]) < wanted.samples:
+                continue
+            # done[i] is set when the rows are complete: Ctrl-C may come while they are graded.
+            done[i] = grade_problem(wanted, tokenizer, problems[i], waiting.pop(i), plug_in)
+            if wanted.out and not failure:
+                failure = append_rows(wanted.out, done[i])
+                if failure:
+                    bar.write(f"{failure}: sampling goes on, the figures will be printed",
+                              file=sys.stderr)
 
     sampling = Sampling(wanted.max_new_tokens, tokenizer.end_ids, wanted.temperature, wanted.top_k,
                         wanted.top_p, wanted.seed)
