@@ -288,8 +288,9 @@ def attach(model: torch.nn.Module, rank: int = 32, alpha: float = 32, norms: boo
            seed: int = 0) -> Adapter:
     """Give every Linear of a model its A and B -> model.adapter.
 
-    An adapter that the model had is dropped, with the norms that it trained: these start again
-    from the checkpoint's weights.
+    An adapter that the model had is dropped, with the norms that it trained: these start again from
+    the checkpoint's weights. A Sampler that was made before takes the new adapter. A Learner does
+    not: make another one.
     norms: train the two norms of each layer too. A starts uniform in +-1/sqrt(K) as PEFT's does,
     drawn from `seed`. B starts at zero, so the first forward equals the base's except for the order
     in which a matmul sums.
