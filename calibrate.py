@@ -207,6 +207,22 @@ def output_error(w: Tensor, tensors: Nvfp4Tensors, hessian: Tensor) -> float:
 # -----------------------------------------------------------------------------
 # A model, layer by layer
 
+def write_calibrated(source: Path, out: Path, tokenizer: data.Tokenizer,
+                     problems: list[data.Problem], count: int, device: torch.device,
+                     codes: str = "gptq", max_new_tokens: int = 512, seed: int = 0,
+                     kernels: str = "auto") -> int:
+    """Write the 16-bit model in `source` to the new folder `out` in NVFP4, with codes chosen by its
+    own answers to `count` of the problems, or to all if they are fewer -> how many it answered.
+
+    seed: of the choice of problems and of the answers. codes: a name in CODES.
+    """
+    files = source_of(source, device)            # refuses what cannot be written before any answer
+    some = data.problems_at(problems, seed, range(min(count, len(problems))))
+    texts = own_answers(source, tokenizer, some, device, max_new_tokens, seed, kernels)
+    to_nvfp4(files, out, codes, texts, tokenizer.vocab_size)
+    return len(some)
+
+
 class Text(NamedTuple):
     """A prompt and the model's answer."""
     tokens: list[int]
@@ -214,8 +230,7 @@ class Text(NamedTuple):
 
 
 def own_answers(folder: str | Path, tokenizer: data.Tokenizer, problems: list[data.Problem],
-                device: torch.device, max_new_tokens: int = 512, seed: int = 0,
-                kernels: str = "auto") -> list[Text]:
+                device: torch.device, max_new_tokens: int, seed: int, kernels: str) -> list[Text]:
     """Texts to calibrate by: the answers, at temperature 1, of the model rounded to NVFP4.
 
     ValueError for fewer than two problems.
@@ -354,15 +369,17 @@ CODES = {                                        # by --codes of tools/convert.p
 
 
 def source_of(folder: Path, device: torch.device) -> hf.ModelFolder:
-    """Open a folder of a 16-bit model. ValueError if it cannot be held as NVFP4."""
+    """Open a folder of a 16-bit model. ValueError if it cannot be held as NVFP4, or if a file
+    beside the weights cannot be copied.
+    """
+    hf.files_to_copy(folder)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if hf.read_config(folder / "config.json").get("quantization_config"):
         raise ValueError(f"{folder}/config.json: has a quantization_config: it is quantized "
                          "already")
     files = hf.ModelFolder(folder, "bf16", device, dtype)
     c = qwen.ModelConfig.from_json(files.config)
-    for key, columns in {"hidden_size": c.width, "intermediate_size": c.feed_forward,
-                         "num_attention_heads x head_dim": c.heads * c.head_dim}.items():
+    for key, columns in hf.linear_columns(files.config).items():
         if columns % 16:
             raise ValueError(f"{folder}/config.json: {key} is {columns}, not a multiple of 16")
     files.check("model.embed_tokens.weight", (c.vocab, c.width))     # no layer reads these three

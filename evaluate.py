@@ -59,10 +59,8 @@ class Which:
 @dataclass(frozen=True)
 class Evaluation:
     """which problems, and how they are answered"""
-    data: str | None = setting(None, "as in train.py: gsm8k, a file, an id (default: what the run "
-                               "holds out)")
-    split: str = setting("test", "which part of a data set; a file has only one",
-                         choices=("train", "test"))
+    data: str | None = setting(None, "as in train.py: a file, or the test split of gsm8k or an id "
+                               "(default: what the run holds out)")
     limit: int | None = setting(None, "only the first LIMIT problems; 0: all (default: those that "
                                 "the run held out, or all of --data)", "[0, 2e9]")
     prompt_style: str = setting("boxed", "as in train.py")
@@ -116,6 +114,7 @@ def read_flags() -> tuple[Which, Evaluation, Settings | None]:
     wanted = config.section_of(Evaluation, args)
     if which.model is None or not (wanted.data or run):
         raise ValueError("needs the folder of a run, or --model and --data")
+    hf.check_model(which.model)
     if wanted.temperature is None:
         wanted = dataclasses.replace(wanted, temperature=0.0 if wanted.samples == 1 else 0.6)
     config.check_ranges(wanted)
@@ -135,10 +134,34 @@ def read_flags() -> tuple[Which, Evaluation, Settings | None]:
     return which, wanted, run
 
 
-def load_model(which: Which, folder: Path, device: torch.device,
-               tokenizer: data.Tokenizer) -> qwen.Qwen:
-    """-> the model in `folder`, held as --base and --dtype say, with --adapter."""
-    model = qwen.load(folder, which.base, device, which.dtype, tokenizer.vocab_size)
+def open_model(which: Which, prompt_style: str, thinking: str
+               ) -> tuple[Which, torch.device, data.Tokenizer]:
+    """-> the flags with --base and --device decided; the device; the tokenizer.
+
+    ValueError for all that can be wrong with the device, the adapter or the model, except for its
+    weights: load_model() may take an hour to download them. What differs from the adapter's
+    training is printed.
+    """
+    device, kernels = choose_device(which.device, which.kernels, which.model)
+    if kernels:
+        say(f"decode kernels: {kernels}, on {torch.cuda.get_device_name(device)}")
+    if which.adapter:
+        rank = hf.read_peft_config(which.adapter).lora_rank
+        refuse_large_rank(rank, device, f"--adapter {which.adapter}: its rank of {rank}")
+        hf.read_peft(which.adapter)
+    folder = hf.resolve(which.model, weights=False)
+    base = hf.base_of(folder, which.base)
+    if which.adapter:
+        conditions = hf.training_conditions(folder, base, prompt_style, thinking)
+        hf.tell_other_conditions(which.adapter, conditions)
+    tokenizer = data.Tokenizer(folder, thinking)
+    return dataclasses.replace(which, base=base, device=device.type), device, tokenizer
+
+
+def load_model(which: Which, device: torch.device, tokenizer: data.Tokenizer) -> qwen.Qwen:
+    """What open_model() returned -> the model, held as --base and --dtype say, with --adapter."""
+    model = qwen.load(hf.resolve(which.model), which.base, device, which.dtype,
+                      tokenizer.vocab_size)
     configure_cpu(model)
     if which.adapter:
         lora.load_adapter(model, which.adapter)
@@ -167,7 +190,7 @@ def problems_of(wanted: Evaluation, run: Settings | None, tokenizer: data.Tokeni
     source = wanted.data
     by_run = ""
     if source:
-        problems = data.load_problems(source, wanted.split, needs_gold=not wanted.reward)
+        problems = data.load_problems(source, "test", needs_gold=not wanted.reward)
     else:
         held = run.data
         source = held.eval_data or held.data
@@ -214,6 +237,19 @@ def prove_adapter(model: qwen.Qwen, sampler: Sampler, prompt: list, max_new_toke
     return shift
 
 
+def grade_problem(wanted: Evaluation, tokenizer: data.Tokenizer, problem: data.Problem,
+                  answers: list[Sequence], plug_in: plugin.Reward | None) -> list[dict]:
+    """-> a row for each answer to one problem, in their order."""
+    answers = sorted(answers, key=lambda one: one.row)
+    rows = rewards.grade_rollouts(tokenizer, [problem], rollouts_of(answers), wanted.prompt_style,
+                                  plug_in)
+    for sample, row in enumerate(rows):
+        lenient = rewards.grade(tokenizer.opened + row["completion"], row["answer"],
+                                last_number=True)
+        row |= {"sample": sample, "lenient": float(lenient.correct)}
+    return rows
+
+
 def answer(wanted: Evaluation, tokenizer: data.Tokenizer, problems: list, sampler: Sampler,
            plug_in: plugin.Reward | None) -> tuple[list[dict], float, float | None, str]:
     """-> rows of the problems that were done, in their order; seconds; share of idle rows, or None
@@ -224,12 +260,11 @@ def answer(wanted: Evaluation, tokenizer: data.Tokenizer, problems: list, sample
     """
     waiting = defaultdict(list)                  # problem -> its answers so far
     done = {}                                    # problem -> its rows
-
     tokens = 0
     failure = ""
 
     def progress(made: int, sequences: list[Sequence]) -> None:
-        nonlocal tokens
+        nonlocal tokens, failure
         ended = [sequence for sequence in sequences if sequence.ended]
         tokens += made
         rate = tokens / (time.perf_counter() - began)
@@ -238,23 +273,15 @@ def answer(wanted: Evaluation, tokenizer: data.Tokenizer, problems: list, sample
         for sequence in ended:
             i = sequence.row // wanted.samples
             waiting[i].append(sequence)
-            if len(waiting[i]) == wanted.samples:
-                finish(i, sorted(waiting.pop(i), key=lambda one: one.row))
-
-    def finish(i: int, sequences: list[Sequence]) -> None:
-        nonlocal failure
-        rows = rewards.grade_rollouts(tokenizer, [problems[i]], rollouts_of(sequences),
-                                      wanted.prompt_style, plug_in)
-        for sample, row in enumerate(rows):
-            lenient = rewards.grade(tokenizer.opened + row["completion"], row["answer"],
-                                    last_number=True)
-            row |= {"sample": sample, "lenient": float(lenient.correct)}
-        done[i] = rows                           # only when complete: Ctrl-C may come before
-        if wanted.out and not failure:
-            failure = append_rows(wanted.out, rows)
-            if failure:
-                bar.write(f"{failure}: sampling goes on, the figures will be printed",
-                          file=sys.stderr)
+            if len(waiting[i]) < wanted.samples:
+                continue
+            # done[i] is set when the rows are complete: Ctrl-C may come while they are graded.
+            done[i] = grade_problem(wanted, tokenizer, problems[i], waiting.pop(i), plug_in)
+            if wanted.out and not failure:
+                failure = append_rows(wanted.out, done[i])
+                if failure:
+                    bar.write(f"{failure}: sampling goes on, the figures will be printed",
+                              file=sys.stderr)
 
     sampling = Sampling(wanted.max_new_tokens, tokenizer.end_ids, wanted.temperature, wanted.top_k,
                         wanted.top_p, wanted.seed)
@@ -300,18 +327,10 @@ def main() -> None:
     began = time.perf_counter()
     with process.one_line("evaluate.py"):
         which, wanted, run = read_flags()
-        hf.check_model(which.model)
-        device, kernels = choose_device(which.device, which.kernels, which.model)
-        if kernels:
-            say(f"decode kernels: {kernels}, on {torch.cuda.get_device_name(device)}")
         plug_in = plugin.Reward(wanted.reward) if wanted.reward else None
         others = read_results(wanted.against) if wanted.against else None
-        if which.adapter:
-            adapter, _ = hf.read_peft(which.adapter)             # what is wrong is said at once
-            refuse_large_rank(adapter["r"], device,
-                              f"--adapter {which.adapter}: its rank of {adapter['r']}")
-        folder = hf.resolve(which.model, weights=False)
-        tokenizer = data.Tokenizer(folder, wanted.thinking)
+        which, device, tokenizer = open_model(which, wanted.prompt_style, wanted.thinking)
+        folder = tokenizer.folder
         problems, source = problems_of(wanted, run, tokenizer)
         if others is not None:                   # ValueError if no problem is in both
             paired_figures([{**vars(problem), "correct": 0.0} for problem in problems], others)
@@ -321,12 +340,7 @@ def main() -> None:
             new_tokens = max(1, min(4096, hf.max_positions(folder) - longest))
         wanted = dataclasses.replace(wanted, data=source, max_new_tokens=new_tokens)
         hf.check_lengths(folder, longest + new_tokens)
-        which = dataclasses.replace(which, base=hf.base_of(folder, which.base), device=device.type)
-        if which.adapter:
-            conditions = hf.training_conditions(folder, which.base, wanted.prompt_style,
-                                                wanted.thinking)
-            hf.tell_other_conditions(which.adapter, conditions)
-        model = load_model(which, hf.resolve(which.model), device, tokenizer)
+        model = load_model(which, device, tokenizer)
         rows_at_once = min(wanted.max_rows, len(problems) * wanted.samples)
         sampler = Sampler(engine_for(device, which.kernels), model, longest + new_tokens,
                           rows_at_once)

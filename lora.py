@@ -288,8 +288,9 @@ def attach(model: torch.nn.Module, rank: int = 32, alpha: float = 32, norms: boo
            seed: int = 0) -> Adapter:
     """Give every Linear of a model its A and B -> model.adapter.
 
-    An adapter that the model had is dropped, with the norms that it trained: these start again
-    from the checkpoint's weights.
+    An adapter that the model had is dropped, with the norms that it trained: these start again from
+    the checkpoint's weights. A Sampler that was made before takes the new adapter. A Learner does
+    not: make another one.
     norms: train the two norms of each layer too. A starts uniform in +-1/sqrt(K) as PEFT's does,
     drawn from `seed`. B starts at zero, so the first forward equals the base's except for the order
     in which a matmul sums.
@@ -333,26 +334,27 @@ def attach(model: torch.nn.Module, rank: int = 32, alpha: float = 32, norms: boo
 
 def save_adapter(model: torch.nn.Module, folder: str | Path, master: Tensor | None = None) -> None:
     """Write the adapter in fp32 as PEFT does. master: a vector to write instead of the adapter's
-    own, laid out the same (an older one, or one on the CPU). ValueError, before anything is
-    written, if load_adapter would refuse the folder.
+    own, laid out the same (an older one, or one on the CPU).
     """
     adapter = model.adapter
-    norms = bool(adapter.norms)
     flat = adapter.master.data if master is None else master
     tensors = {name: view.cpu().contiguous() for name, view in adapter.peft_tensors(flat)}
-    hf.write_peft(folder, tensors, peft_shapes(model, adapter.rank, norms), model.name,
-                  adapter.rank, adapter.alpha, norms)
+    hf.write_peft(folder, tensors, model.name, adapter.rank, adapter.alpha, bool(adapter.norms))
 
 
 def load_adapter(model: torch.nn.Module, folder: str | Path) -> Adapter:
     """Attach the adapter of a PEFT folder. ValueError names what is missing or does not fit, before
     anything of the size that the folder claims is allocated.
     """
-    config, held = hf.read_peft_header(folder)
-    norms = bool(config.get("modules_to_save"))
-    hf.check_adapter_fits(peft_shapes(model, config["r"], norms), held, folder)
+    (rank, alpha, norms), held = hf.read_peft_header(folder)
+    wanted = peft_shapes(model, rank, norms)
+    wrong = sorted(wanted.keys() ^ held.keys())
+    wrong += [name for name in wanted if name in held and wanted[name] != held[name]]
+    if wrong:
+        raise ValueError(f"{folder}: {len(wrong)} tensors are missing, unknown or of another "
+                         f"shape, first {wrong[0]}")
     _, tensors = hf.read_peft(folder)
-    adapter = attach(model, config["r"], config["lora_alpha"], norms)
+    adapter = attach(model, rank, alpha, norms)
     for name, view in adapter.peft_tensors(adapter.master.data):
         view.copy_(tensors[name])
     adapter.sync()

@@ -103,11 +103,6 @@ AFTER = re.compile(rf"""[$)]* (?:
 MORE = re.compile(r"(?:(?!\b(?:because|since|as)\b)[^,;.=])*\b(?:and|or)\s+[$(]*[0-9]")
 
 
-def extract_answer(text: str, last_number: bool = True) -> str | None:
-    """The answer alone, without the rule: for scripts of one's own."""
-    return extract(text, last_number).answer
-
-
 def extract(text: str, last_number: bool = True) -> Extraction:
     """Finds the answer of a completion; the rules are at the top of this file. Never raises.
 

@@ -386,10 +386,7 @@ def given_flags(parser: argparse.ArgumentParser, argv: list | None) -> dict:
 
 def check_shape_flags(adapter: str, given: dict) -> None:
     """ValueError for a flag that gives a run another adapter than --adapter names."""
-    held = hf.read_peft_config(adapter)
-    shape = {"lora_rank": held["r"], "lora_alpha": held["lora_alpha"],
-             "train_norms": bool(held.get("modules_to_save"))}
-    for name, value in shape.items():
+    for name, value in hf.read_peft_config(adapter)._asdict().items():
         if name in given and given[name] != value:
             raise ValueError(f"{option(name)} is {given[name]}, --adapter {adapter} has {value}: a "
                              "run takes over its adapter's rank, alpha and norms")

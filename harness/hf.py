@@ -21,6 +21,7 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -312,15 +313,28 @@ def max_positions(folder: Path) -> float:
 
 
 def check_lengths(folder: Path, length: int, rank: int = 1) -> None:
-    """ValueError if `length` tokens are too long for a model, or `rank` is more than its width."""
+    """ValueError if `length` tokens are too long for a model, or if `rank` exceeds the columns of
+    one of its linears: such an adapter is not read (read_peft_header).
+    """
     path = folder / "config.json"
     most = max_positions(folder)
     if length > most:
         raise ValueError(f"{path}: max_position_embeddings is {most}, less than {length}, the "
                          "tokens of prompt and --max-new-tokens together")
-    width = read_config(path)["hidden_size"]
-    if rank > width:
-        raise ValueError(f"--lora-rank {rank} exceeds hidden_size, which is {width} in {path}")
+    config = read_config(path)
+    for name, columns in linear_columns(config).items():
+        if rank > columns:
+            raise ValueError(f"--lora-rank {rank} exceeds {name}, which is {columns} in {path}")
+
+
+def linear_columns(config: dict) -> dict[str, int]:
+    """The columns of a model's linears, by what config.json calls them: those of q, k, v, gate and
+    up; of o; and of down.
+    """
+    width, heads = config["hidden_size"], config["num_attention_heads"]
+    return {"hidden_size": width,
+            "num_attention_heads x head_dim": heads * (config.get("head_dim") or width // heads),
+            "intermediate_size": config["intermediate_size"]}
 
 
 # -----------------------------------------------------------------------------
@@ -498,12 +512,12 @@ VARIANTS = ("use_dora", "use_rslora", "lora_bias", "rank_pattern", "alpha_patter
             "alora_invocation_tokens")
 
 
-def write_peft(folder: str | Path, tensors: dict[str, torch.Tensor], wanted: dict[str, tuple],
-               model_name: str, rank: int, alpha: float, norms: bool) -> None:
+def write_peft(folder: str | Path, tensors: dict[str, torch.Tensor], model_name: str, rank: int,
+               alpha: float, norms: bool) -> None:
     """Writes an adapter as PEFT does. norms: the layers' norms are trained and in `tensors` too.
 
-    wanted: the tensors, by name and shape, that lora.load_adapter asks for. ValueError, before
-    anything is written, if load_adapter would refuse the folder.
+    The linears that it names are those of the tensors, so that a fork which trains only some of
+    them saves what it trained.
     """
     folder = Path(folder)
     parts = {name.split(".")[-3] for name in tensors if name.endswith(".lora_A.weight")}
@@ -513,14 +527,6 @@ def write_peft(folder: str | Path, tensors: dict[str, torch.Tensor], wanted: dic
               "lora_dropout": 0.0, "bias": "none", "target_modules": targets,
               "modules_to_save": list(NORMS) if norms else None, "fan_in_fan_out": False,
               "init_lora_weights": True, "inference_mode": True}
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    try:
-        check_peft_config(folder, config)
-        check_peft_shapes(folder, config, shapes)
-        check_adapter_fits(wanted, shapes, folder)
-    except ValueError as error:
-        raise ValueError(f"the adapter is not saved, because it could not be read again: {error}"
-                         ) from None
     folder.mkdir(parents=True, exist_ok=True)
     data = save(tensors, metadata={"format": "pt"})
     write_atomically(folder / "adapter_model.safetensors", data)
@@ -540,11 +546,18 @@ PEFT_RULES = {
                         False)}
 
 
-def read_peft(folder: str | Path) -> tuple[dict, dict[str, torch.Tensor]]:
-    """The adapter_config.json and the tensors of an adapter. ValueError unless it is a plain LoRA
-    adapter on every linear.
+class AdapterShape(NamedTuple):
+    """What an adapter's adapter_config.json says of it, by the names of train.py's settings."""
+    lora_rank: int
+    lora_alpha: float
+    train_norms: bool
+
+
+def read_peft(folder: str | Path) -> tuple[AdapterShape, dict[str, torch.Tensor]]:
+    """The shape and the tensors of an adapter. ValueError unless it is a plain LoRA adapter on
+    every linear.
     """
-    config, _ = read_peft_header(folder)
+    adapter, _ = read_peft_header(folder)
     file = Path(folder) / "adapter_model.safetensors"
     try:
         tensors = load(read_bytes(file))
@@ -553,31 +566,32 @@ def read_peft(folder: str | Path) -> tuple[dict, dict[str, torch.Tensor]]:
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or not tensor.float().isfinite().all():
             raise ValueError(f"{file}: {name} is {tensor.dtype}, or holds NaN or infinity")
-    return config, tensors
+    return adapter, tensors
 
 
-def read_peft_config(folder: str | Path) -> dict:
-    """The adapter_config.json of a plain LoRA adapter on every linear. ValueError if it is none."""
-    config = read_json(Path(folder) / "adapter_config.json")
-    check_peft_config(folder, config)
-    return config
-
-
-def check_peft_config(folder: str | Path, config: dict) -> None:
-    """ValueError unless config, that of an adapter's folder, is of a plain LoRA on every linear."""
-    check_keys(Path(folder) / "adapter_config.json", config, PEFT_RULES)
+def read_peft_config(folder: str | Path) -> AdapterShape:
+    """The shape of an adapter. ValueError unless its adapter_config.json is that of a plain LoRA
+    adapter on every linear.
+    """
+    path = Path(folder) / "adapter_config.json"
+    config = read_json(path)
+    check_keys(path, config, PEFT_RULES)
     variants = [key for key in VARIANTS if config.get(key)]
     targets = config.get("target_modules")
     if variants or not isinstance(targets, list) or {*map(str, targets)} != set(TARGETS):
         raise ValueError(f"{folder}: need a plain LoRA adapter on {', '.join(TARGETS)}, "
                          f"got one on {short_repr(targets)} {' '.join(variants)}")
+    return AdapterShape(config["r"], config["lora_alpha"], bool(config.get("modules_to_save")))
 
 
-def read_peft_header(folder: str | Path) -> tuple[dict, dict[str, tuple]]:
-    """The configuration of an adapter, and the shape of each of its tensors by name. None of the
-    tensors is read: what a small file claims cannot take more memory than the file has.
+def read_peft_header(folder: str | Path) -> tuple[AdapterShape, dict[str, tuple]]:
+    """The shape of an adapter, and that of each of its tensors by name. None of the tensors is
+    read: what a small file claims cannot take more memory than the file has.
+
+    ValueError unless the tensors have the rank that adapter_config.json says, which is no more than
+    their columns, and every target has one.
     """
-    config = read_peft_config(folder)
+    adapter = read_peft_config(folder)
     file = Path(folder) / "adapter_model.safetensors"
     try:
         if not file.is_file():                   # opening a pipe would wait for ever
@@ -586,16 +600,7 @@ def read_peft_header(folder: str | Path) -> tuple[dict, dict[str, tuple]]:
             shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{file}: cannot be read as an adapter ({error})") from None
-    check_peft_shapes(folder, config, shapes)
-    return config, shapes
-
-
-def check_peft_shapes(folder: str | Path, config: dict, shapes: dict[str, tuple]) -> None:
-    """ValueError unless an adapter's tensors have the rank that its config says, and every target
-    has one.
-    """
-    file = Path(folder) / "adapter_model.safetensors"
-    rank = config["r"]
+    rank = adapter.lora_rank
     for name, shape in shapes.items():
         for part, axis in (("lora_A.weight", 0), ("lora_B.weight", 1)):
             if name.endswith(part) and (len(shape) != 2 or shape[axis] != rank):
@@ -607,6 +612,7 @@ def check_peft_shapes(folder: str | Path, config: dict, shapes: dict[str, tuple]
         if not any(name.endswith(f".{target}.lora_A.weight") for name in shapes):
             raise ValueError(f"{file}: has no lora_A.weight of any {target}: no adapter on "
                              f"{', '.join(TARGETS)}")
+    return adapter, shapes
 
 
 # A file of ours beside PEFT's: what the adapter was trained with. Other programs pass over it.
@@ -662,15 +668,3 @@ def tell_other_conditions(adapter: str | Path, conditions: dict[str, str | None]
     """Says what differs from an adapter's training. That may be intended, but costs accuracy."""
     for difference in other_conditions(adapter, conditions):
         say(difference)
-
-
-def check_adapter_fits(wanted: dict[str, tuple], held: dict[str, tuple],
-                       folder: str | Path) -> None:
-    """ValueError, which names the adapter's folder, unless the adapter holds exactly the tensors
-    that a model wants, by name and shape.
-    """
-    wrong = sorted(wanted.keys() ^ held.keys())
-    wrong += [name for name in wanted if name in held and wanted[name] != held[name]]
-    if wrong:
-        raise ValueError(f"{folder}: {len(wrong)} tensors are missing, unknown or of another "
-                         f"shape, first {wrong[0]}")

@@ -68,9 +68,8 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
     """
     phases = Phases()
     if settings.model.adapter and not settings.general.resume:
-        config, _ = hf.read_peft(settings.model.adapter)         # its shape becomes the run's
-        settings = settings.replace(lora_rank=config["r"], lora_alpha=config["lora_alpha"],
-                                    train_norms=bool(config.get("modules_to_save")))
+        shape, _ = hf.read_peft(settings.model.adapter)          # it becomes the run's
+        settings = settings.replace(**shape._asdict())
     check_settings(settings, before)
     wanted = settings.memory
     hf.check_model(settings.model.model)
@@ -247,14 +246,9 @@ def calibrated(settings: Settings, source: Path, tokenizer: data.Tokenizer, prob
     general = settings.general
     folder = Path(general.out) / "base"
     if RANK == 0 and not folder.exists():
-        hf.files_to_copy(source)                 # refuses a link out of it before any work
-        files = calibrate.source_of(source, device)
-        count = min(settings.model.calibrate, len(problems))
-        some = data.problems_at(problems, general.seed, range(count))
-        texts = calibrate.own_answers(source, tokenizer, some, device,
-                                      min(512, settings.rollout.max_new_tokens), general.seed,
-                                      settings.memory.kernels)
-        calibrate.to_nvfp4(files, folder, "gptq", texts, tokenizer.vocab_size)
+        calibrate.write_calibrated(source, folder, tokenizer, problems, settings.model.calibrate,
+                                   device, "gptq", min(512, settings.rollout.max_new_tokens),
+                                   general.seed, settings.memory.kernels)
     gather([])                                   # the other ranks wait here
     return folder
 

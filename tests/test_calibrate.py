@@ -401,7 +401,7 @@ def test_the_models_own_answers_and_nothing_else_stays_in_memory(monkeypatch):
     tokenizer = data.Tokenizer(TINY)
     problems = data.load_problems("arithmetic")
     problems = data.encode_prompts(tokenizer, problems[:20], "boxed", 99)
-    texts, again, other = (calibrate.own_answers(TINY, tokenizer, problems, CPU, 12, seed) for seed in (0, 0, 1))
+    texts, again, other = (calibrate.own_answers(TINY, tokenizer, problems, CPU, 12, seed, "auto") for seed in (0, 0, 1))
     assert texts == again != other and len(texts) == 20
     for text, problem in zip(texts, problems):
         answer = text.tokens[text.start:]
@@ -418,8 +418,8 @@ def test_the_models_own_answers_and_nothing_else_stays_in_memory(monkeypatch):
     monkeypatch.setattr(calibrate, "engine_for", lambda device, kernels: Circle)
     gc.disable()
     try:
-        assert calibrate.own_answers(TINY, tokenizer, problems, CPU, 12) == texts and gone
+        assert calibrate.own_answers(TINY, tokenizer, problems, CPU, 12, 0, "auto") == texts and gone
     finally:
         gc.enable()
     with pytest.raises(ValueError, match="--calibrate takes at least 2 problems, one to measure by, got 1"):
-        calibrate.own_answers(TINY, tokenizer, problems[:1], CPU)
+        calibrate.own_answers(TINY, tokenizer, problems[:1], CPU, 12, 0, "auto")

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import lora
 import model as qwen
@@ -222,6 +223,16 @@ def test_a_gpu_without_kernels_is_one_line_before_the_model_is_loaded(fake_gpu, 
     monkeypatch.delattr(chat_py, "load_model")
     said = "chat: --device cuda:0: a GPU (sm_75): the kernels need sm_80 (Ampere) or later"
     assert main(monkeypatch, "--model", TINY) == said
+
+
+def test_an_adapter_that_cannot_be_read_is_one_line_before_the_model_is_loaded(run_folder, tmp_path, monkeypatch):
+    adapter = shutil.copytree(run_folder / "adapter", tmp_path / "adapter")
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    name, tensor = next(iter(tensors.items()))
+    save_file(tensors | {name: tensor * float("nan")}, adapter / "adapter_model.safetensors")
+    monkeypatch.delattr(chat_py, "load_model")
+    said = main(monkeypatch, "--model", TINY, "--adapter", adapter, "--device", "cpu")
+    assert said == f"chat: {adapter}/adapter_model.safetensors: {name} is torch.float32, or holds NaN or infinity"
 
 
 def test_what_a_folder_says_of_itself_is_not_part_of_the_answer(tmp_path, monkeypatch, capsys):

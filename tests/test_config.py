@@ -175,7 +175,7 @@ def run_folder(tmp_path):
     """A run as train.py leaves it, as far as its settings go: an adapter of rank 4, without norms."""
     adapter = tmp_path / "x" / "adapter"
     tensors = {f"base_model.model.model.layers.0.{target}.lora_A.weight": torch.zeros(4, 8) for target in hf.TARGETS}
-    write_peft(adapter, tensors, {name: (4, 8) for name in tensors}, "tiny", 4, 32, False)
+    write_peft(adapter, tensors, "tiny", 4, 32, False)
     hf.write_conditions(adapter, {"base": "nvfp4", "calibration": None, "prompt_style": "boxed",
                                   "thinking": "off"})
     (tmp_path / "x" / "run.json").write_text(json.dumps(settings_of("--out", "x", "--lora-rank", "4").flat()))

@@ -113,13 +113,13 @@ def test_calibration_takes_the_problems_style_and_seed_of_its_flags(tmp_path, mo
     (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, problems)))
     asked, given = [], []
     answers = [calibrate.Text([1, 2], 1)]
-    monkeypatch.setattr(calibrate, "own_answers", lambda *a, **named: asked.append((a, named)) or answers)
+    monkeypatch.setattr(calibrate, "own_answers", lambda *a: asked.append(a) or answers)
     monkeypatch.setattr(calibrate, "to_nvfp4", lambda *a: given.append(a))
     for n, count in (("4", 4), ("100", 9)):                # no more than there are
         assert run(monkeypatch, "nvfp4", TINY, tmp_path / "out", "--calibrate", n, "--data", tmp_path / "sums.jsonl",
                    "--prompt-style", "tags", "--seed", "5", *flags) is None
-        (folder, tokenizer, some, _), named = asked[-1]
-        assert folder == TINY and named == {"seed": 5}
+        folder, tokenizer, some, _, longest, seed, kernels = asked[-1]
+        assert (folder, longest, seed, kernels) == (TINY, 512, 5, "auto")
         questions = [f"{i} + 1" for i in data.epoch_order(9, 5, 0)[:count]]
         assert [problem.question for problem in some] == questions
         request, system = data.STYLES["tags"]

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 import nvfp4
 from lora import Linear, attach, load_adapter, save_adapter
 from model import load
+from sampler import Sampler, Sampling, TorchEngine
 from tiny_qwen2 import SHAPES, merged, plain_logits, random_adapter, set_adapter
 
 FP32 = 5e-5                                                               # on logits: as in test_model.py
@@ -70,6 +71,21 @@ def test_a_second_adapter_starts_from_the_checkpoints_norms(tiny, norms_again):
     if norms_again:
         model.layers[0].input_norm.weight.data.fill_(7)
         assert (second.master == 7).sum() == len(clean[0])                # a view of the second's master
+
+
+def test_of_two_adapters_that_are_loaded_in_turn_a_sampler_takes_the_last(tiny, tmp_path):
+    # As in a notebook that compares the adapters of a run on one model.
+    case, answers = tiny["tied"], {}
+    fresh = load(case.folder, base="bf16", device="cpu")
+    sampler = Sampler(TorchEngine, fresh, 40, 1)
+    for name, rank in (("a", 4), ("b", 3)):
+        trained, _ = adapted(case, rank=rank, seed=rank)
+        save_adapter(trained, tmp_path / name)
+        answers[name] = Sampler(TorchEngine, trained, 40, 1).generate([[1, 2, 3]], 1, Sampling(30, seed=1)).completions
+    assert answers["a"] != answers["b"]
+    for name in ("a", "b", "a"):
+        load_adapter(fresh, tmp_path / name)
+        assert sampler.generate([[1, 2, 3]], 1, Sampling(30, seed=1)).completions == answers[name]
 
 
 @pytest.mark.parametrize("base", nvfp4.FORMATS)

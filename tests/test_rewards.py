@@ -22,7 +22,7 @@ from grpo import group_advantages
 from harness.data import Problem
 from harness.plugin import LARGEST_REWARD, Reward, home_of, load_function
 from harness.process import Stopped
-from rewards import extract, extract_answer, format_tags, grade, overlong_penalty, grade_rollouts
+from rewards import extract, format_tags, grade, overlong_penalty, grade_rollouts
 
 
 def boxed(answer):
@@ -63,7 +63,7 @@ def test_the_answer_is_found_by_the_right_rule(text, answer, rule):
 
 def test_last_number_can_be_turned_off():
     assert extract("we get 42", last_number=False) == (None, "none")
-    assert extract("we get 42").answer == extract_answer("we get 42") == "42"
+    assert extract("we get 42").answer == "42"
 
 
 @pytest.mark.parametrize("text", [

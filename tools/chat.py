@@ -11,7 +11,6 @@ sampled: token by token on a CPU, eight at a time on a GPU. Each turn computes t
 conversation again.
 """
 import argparse
-import dataclasses
 import sys
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
@@ -19,11 +18,10 @@ from dataclasses import dataclass
 from harness import process  # isort: skip; before torch
 from tokenizers.decoders import DecodeStream
 
-from evaluate import Which, load_model, parse
+from evaluate import Which, load_model, open_model, parse
 from harness import config, data, hf
 from harness.config import setting
-from harness.ranks import choose_device
-from sampler import Sampler, Sampling, engine_for, refuse_large_rank
+from sampler import Sampler, Sampling, engine_for
 
 LENGTH = 8192                                    # tokens of a conversation, if the model takes them
 
@@ -97,6 +95,8 @@ def read_chat_flags() -> tuple[Which, Conversation]:
     config.check_ranges(wanted)
     if args.model is None:
         raise ValueError("needs the folder of a run, or --model")
+    data.prompt_function(wanted.prompt_style)
+    hf.check_model(args.model)
     return config.section_of(Which, args), wanted
 
 
@@ -122,23 +122,10 @@ def talk(chat):
 def main():
     with process.one_line("chat"):
         which, wanted = read_chat_flags()
-        data.prompt_function(wanted.prompt_style)
-        hf.check_model(which.model)
         with redirect_stdout(sys.stderr):        # stdout has the answers alone
-            device, _ = choose_device(which.device, which.kernels, which.model)
-            if which.adapter:
-                rank = hf.read_peft_config(which.adapter)["r"]
-                refuse_large_rank(rank, device, f"--adapter {which.adapter}: its rank of {rank}")
-            folder = hf.resolve(which.model, weights=False)
-            which = dataclasses.replace(which, base=hf.base_of(folder, which.base))
-            if which.adapter:
-                conditions = hf.training_conditions(folder, which.base, wanted.prompt_style,
-                                                    wanted.thinking)
-                hf.tell_other_conditions(which.adapter, conditions)
-            tokenizer = data.Tokenizer(folder, wanted.thinking)
-            folder = hf.resolve(which.model)
-            model = load_model(which, folder, device, tokenizer)
-        length = min(hf.max_positions(folder), LENGTH)
+            which, device, tokenizer = open_model(which, wanted.prompt_style, wanted.thinking)
+            model = load_model(which, device, tokenizer)
+        length = min(hf.max_positions(tokenizer.folder), LENGTH)
         sampler = Sampler(engine_for(device, which.kernels), model, length, max_rows=1)
         sampling = Sampling(wanted.max_new_tokens, tokenizer.end_ids, wanted.temperature,
                             seed=wanted.seed)

@@ -57,7 +57,6 @@ def convert_to_nvfp4(source: str, out: Path, wanted: Conversion) -> None:
     codes = wanted.codes or ("gptq" if wanted.calibrate else "search")
     if codes in ("gptq", "weighted") and not wanted.calibrate:
         raise ValueError(f"--codes {codes} needs --calibrate N")
-    hf.files_to_copy(folder)                     # refuses a link out of it before any work
     hf.base_of(folder, "nvfp4")                  # says what is lost of a merged adapter
     if not wanted.calibrate:
         calibrate.to_nvfp4(calibrate.source_of(hf.resolve(source), device), out, codes)
@@ -68,12 +67,8 @@ def convert_to_nvfp4(source: str, out: Path, wanted: Conversion) -> None:
     tokenizer = data.Tokenizer(folder, wanted.thinking)
     problems = data.load_problems(wanted.data, "train")
     problems = data.encode_prompts(tokenizer, problems, wanted.prompt_style)
-    count = min(wanted.calibrate, len(problems))
-    some = data.problems_at(problems, wanted.seed, range(count))
-    folder = hf.resolve(source)
-    files = calibrate.source_of(folder, device)
-    texts = calibrate.own_answers(folder, tokenizer, some, device, seed=wanted.seed)
-    calibrate.to_nvfp4(files, out, codes, texts, tokenizer.vocab_size)
+    count = calibrate.write_calibrated(hf.resolve(source), out, tokenizer, problems,
+                                       wanted.calibrate, device, codes, seed=wanted.seed)
     tell_what_was_written(out, f"{source} in NVFP4, codes by {codes} from answers to {count} "
                           f"problems of {wanted.data}", "--model", out, "--data", wanted.data,
                           *(["--thinking", "on"] if wanted.thinking == "on" else []))
