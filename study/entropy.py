@@ -8,45 +8,47 @@ Answers the same problems at temperature 1 under several noises on the norms. Th
 is estimated by minus the mean log-probability of all sampled tokens, in nats a token: the expected
 value of -log p under p is the entropy.
 
-Each setting becomes one line of --out: its means, the standard error of the entropy over problems,
-and for every answer [correct, finished, tokens, sum of log-probs], so that every figure can be
-computed again. Every --problems-a-draw problems get a new draw z of the noise. Single draws differ
-much in their effect, so more draws make the mean surer. But each draw needs its own run of the
-sampler, which takes nearly as long for few rows as for many.
+Each setting becomes one line of --out, which holds [correct, finished, tokens, sum of log-probs] of
+every answer; all figures follow from these. Every --problems-a-draw problems get a new draw z of
+the noise. Single draws differ much in their effect, so more draws make the mean surer. But each
+draw needs its own run of the sampler, which takes nearly as long for few rows as for many.
 `python -m study.results sampler FILE` compares the lines of one or several such files.
 """
 import argparse
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from harness import process  # isort: skip; it makes settings that torch reads when imported
-import torch
-
 import aqn
 import model as qwen
 import nvfp4
 import rewards
 from harness import data, hf
-from harness.files import append_lines, json_line
+from harness.files import append_lines
 from harness.ranks import choose_device
 from sampler import Sampler, Sampling, engine_for
+from study.results import sampled_setting
 
 PROBLEMS_AT_ONCE = 50                            # where there is no noise to draw
 NOISES = [("none", 0.0), ("aqn", 1e-2), ("aqn", 5e-2), ("aqn", 8e-2), ("gain", 7e-2)]
 
 
-def sample_all(model: qwen.Qwen, sampler: Sampler, tokenizer: data.Tokenizer, problems: list,
-               samples: int, max_new_tokens: int, kind: str, sigma: float, per_draw: int,
-               seed: int) -> list[list]:
-    """-> [correct, finished, tokens, sum of log-probs] of every answer, problem by problem.
+class NormNoise(NamedTuple):
+    """A noise on the norms, of which so many problems in a row get one draw z."""
+    kind: str               # "none", "aqn" or "gain"
+    sigma: float
+    problems_a_draw: int
 
-    per_draw: how many problems in a row are answered with one z.
-    """
-    sampling = Sampling(max_new_tokens, tokenizer.end_ids, 1.0, seed=seed)
+
+def sample_all(model: qwen.Qwen, sampler: Sampler, tokenizer: data.Tokenizer, problems: list,
+               samples: int, sampling: Sampling, noise: NormNoise) -> list[list]:
+    """-> [correct, finished, tokens, sum of log-probs] of every answer, problem by problem."""
+    kind = "gain" if noise.kind == "gain" else "absolute"
     answers = []
-    for number, start in enumerate(range(0, len(problems), per_draw)):
-        part = problems[start:start + per_draw]
-        with aqn.noisy_norms(model, sigma, seed, number, "gain" if kind == "gain" else "absolute"):
+    for number, start in enumerate(range(0, len(problems), noise.problems_a_draw)):
+        part = problems[start:start + noise.problems_a_draw]
+        with aqn.noisy_norms(model, noise.sigma, sampling.seed, number, kind):
             rollouts = sampler.generate([problem.prompt for problem in part], samples, sampling,
                                         range(start, start + len(part)))
         rows = rewards.grade_rollouts(tokenizer, part, rollouts)
@@ -54,19 +56,6 @@ def sample_all(model: qwen.Qwen, sampler: Sampler, tokenizer: data.Tokenizer, pr
                      round(logprobs.sum().item(), 4)]
                     for row, logprobs in zip(rows, rollouts.logprobs, strict=True)]
     return answers
-
-
-def summary(answers: list[list], samples: int) -> dict:
-    """Means over answers; the entropy over tokens, with its standard error over problems."""
-    table = torch.tensor(answers, dtype=torch.float64)
-    correct, finished, tokens, logprobs = table.T
-    entropy = -logprobs.sum() / tokens.sum()
-    # A ratio of sums: its error is that of the mean of (sum of -log p) - entropy * tokens.
-    off = (-logprobs - entropy * tokens).view(-1, samples).sum(1)
-    error = off.std() * len(off) ** 0.5 / tokens.sum()
-    return {"entropy": entropy.item(), "entropy_error": error.item(),
-            "accuracy": correct.mean().item(), "length": tokens.mean().item(),
-            "truncated": 1 - finished.mean().item()}
 
 
 def main() -> None:
@@ -94,16 +83,18 @@ def main() -> None:
         longest = max(len(problem.prompt) for problem in problems) + args.max_new_tokens
         rows = max(PROBLEMS_AT_ONCE, args.problems_a_draw) * args.samples
         sampler = Sampler(engine_for(device, "auto"), model, longest, rows)
+        sampling = Sampling(args.max_new_tokens, tokenizer.end_ids, temperature=1.0, seed=0)
         for kind, sigma in NOISES:
             began = time.perf_counter()
-            per_draw = args.problems_a_draw if sigma else PROBLEMS_AT_ONCE
-            answers = sample_all(model, sampler, tokenizer, problems, args.samples,
-                                 args.max_new_tokens, kind, sigma, per_draw, seed=0)
+            noise = NormNoise(kind, sigma, args.problems_a_draw if sigma else PROBLEMS_AT_ONCE)
+            answers = sample_all(model, sampler, tokenizer, problems, args.samples, sampling, noise)
             line = {"name": args.name, "noise": kind, "sigma": sigma, "samples": args.samples,
-                    "problems_a_step": per_draw, **summary(answers, args.samples),
-                    "seconds": time.perf_counter() - began}
-            print(json_line(line), end="", flush=True)
-            append_lines(args.out, [line | {"answers": answers}])
+                    "problems_a_draw": noise.problems_a_draw, "answers": answers}
+            append_lines(args.out, [line])
+            found = sampled_setting(line)
+            print(f"{found.name}, {found.noise}: entropy {found.entropy.mean():.4f} nats a token, "
+                  f"{100 * found.accuracy.mean():.1f} % right, {found.length.mean():.0f} tokens "
+                  f"an answer, {time.perf_counter() - began:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ An arm is one way to train, run with one or several seeds. study/runs holds of e
                             string of digits that say how many of the 8 are right, and
                             `sampler_entropy`
     sampler.jsonl.gz        what study/entropy.py sampled before training, by base and noise; its
-                            sums of log-probs are rounded to a tenth, its means and seconds left out
+                            sums of log-probs are rounded to a tenth
 
 tables prints every arm's accuracy, gain, entropy and length, then each arm minus the first one:
 greedy, and sampled where all arms have that. --primary names the one comparison that was chosen
@@ -498,7 +498,7 @@ class Setting(NamedTuple):
     entropy: np.ndarray     # nats a token
     accuracy: np.ndarray    # share of right answers
     length: np.ndarray      # tokens an answer
-    per_draw: int           # how many problems in a row were answered with one draw of the noise
+    problems_a_draw: int    # so many problems in a row were answered with one draw of the noise
 
 
 def sampled_setting(line: dict) -> Setting:
@@ -515,7 +515,7 @@ def sampled_setting(line: dict) -> Setting:
     noise = line["noise"] if line["noise"] == "none" else f"{line['noise']} {line['sigma']:g}"
     return Setting(line["name"], noise,
                    entropy + (-logprobs - entropy * tokens) / tokens.mean(),
-                   correct / line["samples"], tokens / line["samples"], line["problems_a_step"])
+                   correct / line["samples"], tokens / line["samples"], line["problems_a_draw"])
 
 
 def read_sampled(path: Path) -> list[Setting]:
@@ -526,7 +526,7 @@ def read_sampled(path: Path) -> list[Setting]:
         lines = [parse_json(line) for line in text.decode().splitlines()]
     except (EOFError, OSError, ValueError, zlib.error) as error:
         raise ValueError(f"{path}: is not JSON lines, or not gzip ({error})") from None
-    columns(path, lines, ("name", "noise", "sigma", "samples", "problems_a_step", "answers"))
+    columns(path, lines, ("name", "noise", "sigma", "samples", "problems_a_draw", "answers"))
     try:
         return [sampled_setting(line) for line in lines]
     except (TypeError, ValueError):
@@ -541,10 +541,10 @@ def paired(differences: np.ndarray, scale: float, digits: int) -> str:
     return f"{scale * differences.mean():+.{digits}f} +- {scale * half:.{digits}f}"
 
 
-def by_draw(differences: np.ndarray, per_draw: int) -> np.ndarray:
+def by_draw(differences: np.ndarray, problems_a_draw: int) -> np.ndarray:
     """(problems,) -> (draws,) with the same mean, also where the last draw has fewer problems."""
     mean = differences.mean()
-    sums = np.add.reduceat(differences - mean, range(0, len(differences), per_draw))
+    sums = np.add.reduceat(differences - mean, range(0, len(differences), problems_a_draw))
     return mean + sums * len(sums) / len(differences)
 
 
@@ -580,7 +580,7 @@ def print_sampler(args):
                                             ("accuracy", 100, 2, "points")):
             differences = np.mean([getattr(one, figure) - getattr(own, figure)
                                    for one, own in pairs], axis=0)
-            draws = by_draw(differences, pairs[0][0].per_draw)
+            draws = by_draw(differences, pairs[0][0].problems_a_draw)
             over_draws = paired(draws, scale, digits) if len(draws) > 1 else "one draw"
             print(f"| {size}* | {len(pairs)} | {noise} | {unit} "
                   f"| {paired(differences, scale, digits)} | {over_draws} |")

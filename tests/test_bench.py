@@ -24,6 +24,10 @@ FLAGS = {"step": MODEL | dict(prompts=3, group_size=2, memory_gib=None, kv_gib=N
          "update": MODEL | dict(prompts=2, prompt=8, new=40, memory_gib=None, kv_gib=None, micro_batch_tokens=200)}
 
 
+def arguments(command, **other):
+    return bench.grouped(FLAGS[command] | other)
+
+
 @pytest.fixture
 def on_cpu(monkeypatch):
     """bench on a toy size, short completions and a CPU; what asks a GPU for its clock or memory is answered."""
@@ -87,7 +91,7 @@ def test_a_step_samples_the_lengths_it_draws_and_trains_on_every_row(on_cpu, mon
         return updates[-1][1]
 
     monkeypatch.setattr(bench.Learner, "update", look)
-    figures = bench.training_step(**FLAGS["step"])
+    figures = bench.training_step(**arguments("step"))
     assert figures["micro_batch"] == 2048 and figures["samples"] == 6 and len(updates) == 2
     for rollouts, done in updates:
         assert [len(c) for c in rollouts.completions] == bench.drawn_lengths(6)
@@ -102,7 +106,7 @@ def test_a_step_samples_the_lengths_it_draws_and_trains_on_every_row(on_cpu, mon
     ("update", {"seconds", "tokens_s", "tflop_s", "floor", "floor_of_seconds", "micro_batches", "kept",
                 "reserved_gib"})])
 def test_commands_end_with_one_line_of_json(on_cpu, capsys, command, keys):
-    bench.measure(command, "auto", FLAGS[command])
+    bench.measure(command, FLAGS[command])
     *_, last = capsys.readouterr().out.splitlines()
     assert keys <= json.loads(last).keys()
     if command == "rollout":
@@ -113,7 +117,7 @@ def test_commands_end_with_one_line_of_json(on_cpu, capsys, command, keys):
 @pytest.mark.parametrize("card", ["NVIDIA GH200 480GB", "NVIDIA H200 NVL", "NVIDIA A10"])
 def test_a_card_that_is_no_h200_is_not_held_to_its_floors(on_cpu, monkeypatch, card):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: card)
-    assert bench.rollout(**FLAGS["rollout"])["batch"][8].keys() == {"tokens_s", "step_ms", "prefill_ms", "preempted"}
+    assert bench.rollout(**arguments("rollout"))["batch"][8].keys() == {"tokens_s", "step_ms", "prefill_ms", "preempted"}
 
 
 def test_rows_half_way_are_those_that_the_sampler_has_there(on_cpu):
@@ -152,14 +156,14 @@ def test_the_keys_and_values_of_a_step_are_counted_by_hand():
 
 
 def test_decode_reports_the_lengths_that_fit_and_says_which_do_not(on_cpu, capsys):
-    figures = bench.decode(**FLAGS["decode"])["steps"]
+    figures = bench.decode(**arguments("decode"))["steps"]
     assert figures.keys() == {"1 x 64", "1 x 200", "8 x 64", "8 x 200"}
     assert figures["8 x 200"]["kv_at_the_end_gib"] == 4 * 2 * 2 * 16 * (40 + 8 * 200) / 2**30
     assert figures["8 x 64"]["tokens_s"] == pytest.approx(8e3 / figures["8 x 64"]["step_ms"])
     block = 2 * 2 * 2 * 32 * 16 * 4                                        # bytes, of fp32
-    few = bench.decode(**FLAGS["decode"] | dict(batch=[8], kv_gib=20 * block / 2**30, dtype="float32"))["steps"]
+    few = bench.decode(**arguments("decode", batch=[8], kv_gib=20 * block / 2**30, dtype="float32"))["steps"]
     assert few.keys() == {"8 x 64"} and "B=8 N=200: the KV pool is too small" in capsys.readouterr().out
-    none = bench.decode(**FLAGS["decode"] | dict(batch=[8], kv_gib=9 * block / 2**30, dtype="float32"))["steps"]
+    none = bench.decode(**arguments("decode", batch=[8], kv_gib=9 * block / 2**30, dtype="float32"))["steps"]
     assert none == {} and "B=8 N=64: the KV pool is too small" in capsys.readouterr().out
 
 
@@ -175,7 +179,7 @@ def test_a_tail_samples_the_given_lengths_in_each_order(on_cpu, monkeypatch, tmp
         return rollouts
 
     monkeypatch.setattr(bench.Sampler, "generate", look)
-    figures = bench.tail(**FLAGS["tail"] | dict(lengths=str(file)))
+    figures = bench.tail(**arguments("tail", lengths=str(file)))
     mean = round(sum(wanted) / 16)
     assert sorted(map(len, seen[:8])) == list(range(1, 9))       # captures the graph of every number of rows
     assert seen[8:] == [[mean] * 16, wanted, sorted(wanted, reverse=True), sorted(wanted)]
@@ -209,7 +213,7 @@ def test_the_matmuls_of_an_update_are_counted_as_by_torch(on_cpu):
 def test_an_update_trains_on_all_answers_and_counts_their_micro_batches(on_cpu, monkeypatch):
     sums, update = [], bench.Learner.update
     monkeypatch.setattr(bench.Learner, "update", lambda *a, **k: sums.append(update(*a, **k)) or sums[-1])
-    figures = bench.learner_update(**FLAGS["update"])
+    figures = bench.learner_update(**arguments("update"))
     assert [int(done.sums["tokens"]) for done in sums] == [2 * 8 * 40] * 2
     assert figures["micro_batches"] == 4 and figures["micro_batch"] == 200                   # 4 rows: 8 + 4 x 40 of 200
     assert figures["floor_of_seconds"] == pytest.approx(figures["floor"] / figures["seconds"])

@@ -15,28 +15,37 @@ from study import entropy, results
 TINY = Path(__file__).parent.parent / "tiny"
 
 
-def test_the_summary_is_what_two_problems_give_by_hand():
+def sampled(answers, samples):
+    return results.sampled_setting(dict(name="x", noise="none", sigma=0.0, samples=samples, problems_a_draw=50,
+                                        answers=answers))
+
+
+def error(values):
+    """The standard error of their mean."""
+    return values.std(ddof=1) / len(values) ** 0.5
+
+
+def test_the_figures_are_what_two_problems_give_by_hand():
     answers = [[1, 1, 2, -1.0], [0, 1, 4, -2.0], [1, 0, 6, -6.0], [0, 1, 8, -8.0]]       # two answers to each of two
-    found = entropy.summary(answers, samples=2)
-    assert found["entropy"] == pytest.approx(17 / 20) and found["accuracy"] == 0.5
-    assert found["length"] == 5 and found["truncated"] == 0.25
+    found = sampled(answers, samples=2)
+    assert found.entropy.mean() == pytest.approx(17 / 20) and found.accuracy.mean() == 0.5
+    assert found.length.mean() == 5
     # Per problem, sum of -log p minus entropy times tokens: 3 - 0.85 * 6 = -2.1 and 14 - 0.85 * 14 = 2.1.
     deviation = torch.tensor([-2.1, 2.1]).std().item()
-    assert found["entropy_error"] == pytest.approx(deviation * 2**0.5 / 20)
+    assert error(found.entropy) == pytest.approx(deviation * 2**0.5 / 20)
 
 
 def test_the_estimate_is_the_entropy_of_the_policy_that_is_drawn_from():
     p = torch.tensor([0.5, 0.25, 0.125, 0.125], dtype=torch.float64)
     drawn = torch.multinomial(p, 40_000, replacement=True, generator=torch.Generator().manual_seed(0))
-    answers = [[0, 1, 1, p[token].log().item()] for token in drawn.tolist()]
-    found = entropy.summary(answers, samples=1)
+    found = sampled([[0, 1, 1, p[token].log().item()] for token in drawn.tolist()], samples=1).entropy
     exact = -(p * p.log()).sum().item()
-    assert abs(found["entropy"] - exact) < 4 * found["entropy_error"]     # 4 standard errors: 6e-5 by chance
+    assert abs(found.mean() - exact) < 4 * error(found)                   # 4 standard errors: 6e-5 by chance
     spread = (p * (-p.log() - exact) ** 2).sum().sqrt().item() / 200      # of one draw, over the root of 40,000
-    assert found["entropy_error"] == pytest.approx(spread, rel=0.02)
+    assert error(found) == pytest.approx(spread, rel=0.02)
 
 
-def test_every_noise_becomes_a_line_whose_answers_give_its_means_again(tmp_path, monkeypatch, capsys):
+def test_every_noise_becomes_a_line_of_its_answers_and_says_its_means(tmp_path, monkeypatch, capsys):
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps({"question": f"{i} + 1?", "answer": str(i + 1)}) + "\n"
                                                  for i in range(3)))
     out = tmp_path / "out.jsonl"
@@ -49,10 +58,11 @@ def test_every_noise_becomes_a_line_whose_answers_give_its_means_again(tmp_path,
     assert zs[:3] == [(0.0, 0, 0), (1e-2, 0, 0), (1e-2, 0, 1)]            # three problems: two draws of every noise
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(line["noise"], line["sigma"]) for line in lines] == entropy.NOISES
-    assert [line["problems_a_step"] for line in lines] == [50, 2, 2, 2, 2]
-    for line in lines:
-        again = entropy.summary(line["answers"], samples=2)
-        assert len(line["answers"]) == 6 and again == pytest.approx({key: line[key] for key in again})
-        assert results.sampled_setting(line).entropy.mean() == pytest.approx(line["entropy"])
+    assert [line["problems_a_draw"] for line in lines] == [50, 2, 2, 2, 2]
+    said = capsys.readouterr().out.splitlines()
+    for line, text in zip(lines, said, strict=True):
+        assert len(line["answers"]) == 6
+        tokens, logprobs = (sum(answer[i] for answer in line["answers"]) for i in (2, 3))
+        assert f"entropy {-logprobs / tokens:.4f} nats a token" in text and f", {tokens / 6:.0f} tokens an" in text
+    assert said[0].startswith("search, none: ") and said[3].startswith("search, aqn 0.08: ")
     assert lines[0]["answers"] != lines[3]["answers"]                     # sigma 8e-2 changes what is drawn
-    assert len(capsys.readouterr().out.splitlines()) == len(entropy.NOISES)

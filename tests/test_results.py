@@ -228,7 +228,7 @@ def test_the_mean_of_some_steps_includes_the_last(runs, monkeypatch, capsys):
 
 
 def sampled_line(name, noise, sigma, answers, **other):
-    return dict(name=name, noise=noise, sigma=sigma, samples=2, problems_a_step=1, answers=answers) | other
+    return dict(name=name, noise=noise, sigma=sigma, samples=2, problems_a_draw=1, answers=answers) | other
 
 
 # Two answers to each of two problems: [correct, finished, tokens, sum of log-probs].

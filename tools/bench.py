@@ -44,6 +44,7 @@ import math
 import operator
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from harness import process  # isort: skip; before torch
 import torch
@@ -111,6 +112,18 @@ def random_model(size: str, base: str, dtype: torch.dtype, lora_rank: int) -> qw
         adapter.master.data[adapter.b_start:].normal_(0, 0.02)
         adapter.sync()
     return model
+
+
+class Network(NamedTuple):
+    """The flags that say which model is measured, and which kernels decode for it."""
+    model: str
+    kernels: str
+    base: str
+    dtype: str
+    lora_rank: int
+
+    def build(self) -> qwen.Qwen:
+        return random_model(self.model, self.base, getattr(torch, self.dtype), self.lora_rank)
 
 
 def random_prompts(model, lengths):
@@ -249,14 +262,14 @@ def load_figures(model, sampler, B, prompt, new):
             "preempted": rollouts.preempted}
 
 
-def rollout(model: str, kernels: str, base: str, dtype: str, lora_rank: int, batch: list[int],
-            prompt: int, new: int, kv_gib: float | None) -> dict:
+def rollout(network: Network, batch: list[int], prompt: int, new: int, kv_gib: float | None
+            ) -> dict:
     """The whole sampler, for each number of sequences in `batch`."""
-    network = random_model(model, base, getattr(torch, dtype), lora_rank)
-    sampler = Sampler(engine_for(DEVICE, kernels), network, prompt + new, max(batch), kv_gib)
-    figures = {B: print_figures(f"B={B}", load_figures(network, sampler, B, prompt, new))
+    model = network.build()
+    sampler = Sampler(engine_for(DEVICE, network.kernels), model, prompt + new, max(batch), kv_gib)
+    figures = {B: print_figures(f"B={B}", load_figures(model, sampler, B, prompt, new))
                for B in batch}
-    return {"weight_gb": weight_bytes(network) / 1e9,
+    return {"weight_gb": weight_bytes(model) / 1e9,
             "kv_gib": sampler.engine.kv.nbytes / 2**30, "batch": figures}
 
 
@@ -292,31 +305,31 @@ def window_seconds(sampler, rows):
     return sorted(times[1:])[4]
 
 
-def decode(model: str, kernels: str, base: str, dtype: str, lora_rank: int, batch: list[int],
-           prompt: int, new: list[int], kv_gib: float | None) -> dict:
+def decode(network: Network, batch: list[int], prompt: int, new: list[int],
+           kv_gib: float | None) -> dict:
     """A decode step of B rows half way through answers of N tokens, for each B and N."""
-    network = random_model(model, base, getattr(torch, dtype), lora_rank)
-    config = network.config
-    sampler = Sampler(engine_for(DEVICE, kernels), network, prompt + max(new) // 2 + 32,
+    model = network.build()
+    config = model.config
+    sampler = Sampler(engine_for(DEVICE, network.kernels), model, prompt + max(new) // 2 + 32,
                       max(batch), kv_gib)
     sampler.engine.kv.normal_()
     figures = {}
     for B in batch:
-        start = rows_half_way(sampler, network, B, prompt, 0)
+        start = rows_half_way(sampler, model, B, prompt, 0)
         first = start and window_seconds(sampler, start)
         for N in new:
-            rows = rows_half_way(sampler, network, B, prompt, N // 2)
+            rows = rows_half_way(sampler, model, B, prompt, N // 2)
             if rows is None:                     # as always if even `start` is None
                 print(f"B={B} N={N}: the KV pool is too small for these rows", flush=True)
                 continue
             step = window_seconds(sampler, rows)
-            floor = (weight_bytes(network) + kv_read(config, B, prompt, N / 2)) / COPY
+            floor = (weight_bytes(model) + kv_read(config, B, prompt, N / 2)) / COPY
             added = kv_read(config, B, prompt, N / 2) - kv_read(config, B, prompt, 0)
             figures[f"{B} x {N}"] = print_figures(f"B={B} N={N}", {
                 "tokens_s": B / step, "step_ms": step * 1e3, "floor_ms": floor * 1e3,
                 "floor_of_step": floor / step, "attention_gb_s": added / (step - first) / 1e9,
                 "kv_at_the_end_gib": kv_read(config, B, prompt, N) / 2**30})
-    return {"weight_gb": weight_bytes(network) / 1e9, "steps": figures}
+    return {"weight_gb": weight_bytes(model) / 1e9, "steps": figures}
 
 
 def lengths_of(path, count):
@@ -347,15 +360,14 @@ def tail_figures(sampler, prompts, lengths, window):
             "idle": rollouts.idle, "few": few / rollouts.seconds, "preempted": rollouts.preempted}
 
 
-def tail(model: str, kernels: str, base: str, dtype: str, lora_rank: int, prompt: int,
-         answers: int, new: int, lengths: str | None, max_rows: int | None,
-         kv_gib: float | None) -> dict:
+def tail(network: Network, prompt: int, answers: int, new: int, lengths: str | None,
+         max_rows: int | None, kv_gib: float | None) -> dict:
     """Answers of different lengths beside answers of equal ones, in several orders."""
     drawn = lengths_of(lengths, answers) if lengths else drawn_lengths(answers, 8, new, new / 8)
-    network = random_model(model, base, getattr(torch, dtype), lora_rank)
-    sampler = Sampler(engine_for(DEVICE, kernels), network, prompt + max(drawn),
+    model = network.build()
+    sampler = Sampler(engine_for(DEVICE, network.kernels), model, prompt + max(drawn),
                       max_rows or answers, kv_gib)
-    prompts = random_prompts(network, [prompt] * (answers // math.gcd(answers, 8)))
+    prompts = random_prompts(model, [prompt] * (answers // math.gcd(answers, 8)))
     usual = sampler.engine.window
     mean = round(sum(drawn) / answers)
     orders = {"equal lengths": ([mean] * answers, usual), "as they come": (drawn, usual),
@@ -386,23 +398,20 @@ def update_flops(config, tokens, scored, pairs, kept_layers):
     return 2 * linears * tokens * (forwards + c.layers) + attention + 4 * c.vocab * c.width * scored
 
 
-def learner_update(model: str, kernels: str, base: str, dtype: str, lora_rank: int,
-                   memory_gib: float | None, kv_gib: float | None, micro_batch_tokens: int | None,
-                   prompts: int, prompt: int, new: int) -> dict:
+def learner_update(network: Network, wanted: Memory, prompts: int, prompt: int, new: int) -> dict:
     """Learner.update on `prompts` groups of eight random answers of `new` tokens, twice: the first
     compiles.
     """
-    wanted = Memory(None, kernels, memory_gib, kv_gib, micro_batch_tokens)
-    memory.bound(memory_gib, DEVICE)
+    memory.bound(wanted.memory_gib, DEVICE)
     G = 8
     B = prompts * G
-    network = random_model(model, base, getattr(torch, dtype), lora_rank)
-    learner = Learner(network, grpo.LOSSES["dapo"])
+    model = network.build()
+    learner = Learner(model, grpo.LOSSES["dapo"])
     sizes = Rollout(prompts_per_step=prompts, group_size=G, max_new_tokens=new, max_rows=128)
-    divide_memory(network, learner, wanted, sizes, max_prompt_tokens=prompt, num_held_out=0)
-    questions = [question for question in random_prompts(network, [prompt] * prompts)
+    divide_memory(model, learner, wanted, sizes, max_prompt_tokens=prompt, num_held_out=0)
+    questions = [question for question in random_prompts(model, [prompt] * prompts)
                  for _ in range(G)]
-    rollouts = Rollouts(questions, random_prompts(network, [new] * B),
+    rollouts = Rollouts(questions, random_prompts(model, [new] * B),
                         [torch.full((new,), -1.0)] * B, [True] * B)
     weights = grpo.token_weights(torch.full((B,), new), torch.ones(B, dtype=torch.bool),
                                  learner.loss, new)
@@ -420,7 +429,7 @@ def learner_update(model: str, kernels: str, base: str, dtype: str, lora_rank: i
         computed += len(lay_out(rows, [prompt] * len(rows))[0])
         groups = len({id(questions[b]) for b in part})
         pairs += groups * prompt**2 / 2 + len(part) * (prompt * new + new**2 / 2)
-    flops = update_flops(network.config, computed, B * new, pairs, learner.kept_layers)
+    flops = update_flops(model.config, computed, B * new, pairs, learner.kept_layers)
     return print_figures(f"N={new}", {
         "seconds": seconds, "tokens_s": B * new / seconds, "tflop_s": flops / seconds / 1e12,
         "floor": flops / TENSOR, "floor_of_seconds": flops / TENSOR / seconds,
@@ -428,26 +437,23 @@ def learner_update(model: str, kernels: str, base: str, dtype: str, lora_rank: i
         "kept": learner.kept_layers, "reserved_gib": torch.cuda.max_memory_reserved() / 2**30})
 
 
-def training_step(model: str, kernels: str, base: str, dtype: str, lora_rank: int,
-                  memory_gib: float | None, kv_gib: float | None, micro_batch_tokens: int | None,
-                  group_size: int, prompts: int) -> dict:
+def training_step(network: Network, wanted: Memory, group_size: int, prompts: int) -> dict:
     """A training step on random weights, twice: the first compiles. With torchrun, a rank's share.
     """
-    wanted = Memory(None, kernels, memory_gib, kv_gib, micro_batch_tokens)
-    memory.bound(memory_gib, DEVICE)
+    memory.bound(wanted.memory_gib, DEVICE)
     join_ranks(DEVICE)
     G = group_size
     B = prompts * G
-    network = random_model(model, base, getattr(torch, dtype), lora_rank)
-    learner = Learner(network, grpo.LOSSES["dapo"])
+    model = network.build()
+    learner = Learner(model, grpo.LOSSES["dapo"])
     lengths = torch.tensor(drawn_lengths(B, 50, 1024, 300))
-    questions = random_prompts(network, torch.randint(64, 257, (prompts,)).tolist())
+    questions = random_prompts(model, torch.randint(64, 257, (prompts,)).tolist())
     advantages = grpo.group_advantages(torch.arange(B) % 2, G)   # so every row is trained on
     weights = grpo.token_weights(lengths, torch.ones(B, dtype=torch.bool), learner.loss, 1024)
     mine = share(questions)
     limits = Sampling(share(lengths.view(-1, G)).flatten().tolist())
     sizes = Rollout(prompts_per_step=len(mine), group_size=G, max_new_tokens=1024, max_rows=256)
-    sampler = divide_memory(network, learner, wanted, sizes, max_prompt_tokens=256, num_held_out=0)
+    sampler = divide_memory(model, learner, wanted, sizes, max_prompt_tokens=256, num_held_out=0)
     for _ in range(2):
         gather([])                               # all ranks begin together, and
         began = time.perf_counter()
@@ -475,10 +481,22 @@ MEASUREMENTS = {"linears": linears, "rollout": rollout, "decode": decode, "tail"
                 "update": learner_update, "step": training_step}
 
 
-def measure(command: str, kernels: str, flags: dict) -> None:
+def grouped(flags: dict) -> dict:
+    """A command's flags as the arguments of its function: those of the model become one Network,
+    those of the learner's memory one Memory.
+    """
+    rest = dict(flags)
+    if "memory_gib" in rest:
+        names = "memory_gib", "kv_gib", "micro_batch_tokens"
+        rest["wanted"] = Memory(kernels=rest["kernels"], **{name: rest.pop(name) for name in names})
+    if "base" in rest:                           # linears makes no model
+        rest["network"] = Network(**{name: rest.pop(name) for name in Network._fields})
+    return rest
+
+
+def measure(command: str, flags: dict) -> None:
     """Runs a command and prints its flags, commit, versions, GPU and figures."""
-    flags = flags | {"kernels": kernels}
-    figures = MEASUREMENTS[command](**flags)
+    figures = MEASUREMENTS[command](**grouped(flags))
     about = process.provenance(torch.cuda.get_device_name())
     properties = torch.cuda.get_device_properties(DEVICE)
     gpu = {name: getattr(properties, name, None) for name in SIZES_OF_GPU}       # not in all torch
@@ -533,15 +551,14 @@ def main() -> None:
         if command == "step":
             check_ranges(Rollout(group_size=flags["group_size"]))
         if command in ("step", "update"):
-            check_ranges(Memory(memory_gib=flags["memory_gib"], kv_gib=flags["kv_gib"],
-                                micro_batch_tokens=flags["micro_batch_tokens"]))
+            check_ranges(grouped(flags)["wanted"])
             if flags["lora_rank"] < 1:
                 raise ValueError(f"--lora-rank {flags['lora_rank']}: the learner trains an adapter")
         if not torch.cuda.is_available():
             raise ValueError("measures a GPU and there is none")
         _, kernels = choose_device("cuda", flags["kernels"], flags["model"])
         say(f"decode kernels: {kernels}, on {torch.cuda.get_device_name()}")
-        measure(command, kernels, flags)
+        measure(command, flags | {"kernels": kernels})
 
 
 if __name__ == "__main__":
