@@ -1133,7 +1133,8 @@ def test_two_hosts_equal_one_process(runs):
     flags = "--steps 2 --prompts-per-step 4".split()
     command = [sys.executable, "-m", "torch.distributed.run", "--master-addr", "127.0.0.1",
                "--master-port", str(20000 + os.getpid() % 20000), "--nnodes", "2", "--nproc-per-node", "1"]
-    program = [ROOT / "train.py", "--data", "sums.jsonl", *SMALL, *flags, "--device", "cpu", "--out", "hosts"]
+    program = [ROOT / "train.py", "--model", "tiny", "--data", "sums.jsonl", *SMALL, *flags, "--device", "cpu",
+               "--out", "hosts"]
     agents = [subprocess.Popen([*command, "--node-rank", str(rank), *program], cwd=runs.folder,
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for rank in (0, 1)]
     runs.run("host", *flags)
