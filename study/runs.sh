@@ -8,8 +8,8 @@
 # the 12,500 problems of MATH with their `level`. WORK (default: runs/study): where runs and 4-bit
 # models go; a 4-bit model that is there is not made again, and a run that is there is refused: after
 # a failure, take those seeds again with an empty WORK. What a run leaves goes to study/runs; save it
-# before the machine goes back. ORDER is that of the section "What is open" of
-# study/README.md, which has the predictions and the primary comparison of each:
+# before the machine goes back. ORDER is one of study/open.md, which has the predictions and the
+# primary comparison of each:
 #
 #     0   no training: the sampler's entropy in every format, with every noise      20 minutes
 #     1   noise that is large enough to act, 0.5B                                    9 a seed

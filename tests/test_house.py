@@ -473,7 +473,7 @@ def test_the_tests_can_be_collected_where_triton_cannot_be_imported():
 # The documents
 
 DOCS = {name: text_of(name) for name in TRACKED
-        if name.endswith(".md") and name.startswith(("README.md", "study/README.md", "study/methods.md", "docs/"))}
+        if name.endswith(".md") and name.startswith(("README.md", "study/", "docs/"))}
 TIMELESS = {name: text for name, text in DOCS.items() if name != HISTORY}     # they speak of the tree as it is
 README = DOCS["README.md"]
 
