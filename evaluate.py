@@ -33,7 +33,7 @@ import model as qwen
 import nvfp4
 import rewards
 from answers import can_read
-from harness import config, data, hf, plugin
+from harness import config, data, hf, peft, plugin
 from harness.config import Settings, setting
 from harness.figures import evaluation_figures, paired_figures, sampler_entropy
 from harness.files import errors_name_file, json_line, read_rows, write_atomically
@@ -146,14 +146,14 @@ def open_model(which: Which, prompt_style: str, thinking: str
     if kernels:
         say(f"decode kernels: {kernels}, on {torch.cuda.get_device_name(device)}")
     if which.adapter:
-        rank = hf.read_peft_config(which.adapter).lora_rank
+        rank = peft.read_peft_config(which.adapter).lora_rank
         refuse_large_rank(rank, device, f"--adapter {which.adapter}: its rank of {rank}")
-        hf.read_peft(which.adapter)
+        peft.read_peft(which.adapter)
     folder = hf.resolve(which.model, weights=False)
     base = hf.base_of(folder, which.base)
     if which.adapter:
-        conditions = hf.training_conditions(folder, base, prompt_style, thinking)
-        hf.tell_other_conditions(which.adapter, conditions)
+        conditions = peft.training_conditions(folder, base, prompt_style, thinking)
+        peft.tell_other_conditions(which.adapter, conditions)
     tokenizer = data.Tokenizer(folder, thinking)
     return dataclasses.replace(which, base=base, device=device.type), device, tokenizer
 

@@ -58,7 +58,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from harness import hf
+from harness import hf, peft
 from nvfp4 import Weight
 from ops import mm, mm_fp32
 
@@ -339,21 +339,21 @@ def save_adapter(model: torch.nn.Module, folder: str | Path, master: Tensor | No
     adapter = model.adapter
     flat = adapter.master.data if master is None else master
     tensors = {name: view.cpu().contiguous() for name, view in adapter.peft_tensors(flat)}
-    hf.write_peft(folder, tensors, model.name, adapter.rank, adapter.alpha, bool(adapter.norms))
+    peft.write_peft(folder, tensors, model.name, adapter.rank, adapter.alpha, bool(adapter.norms))
 
 
 def load_adapter(model: torch.nn.Module, folder: str | Path) -> Adapter:
     """Attach the adapter of a PEFT folder. ValueError names what is missing or does not fit, before
     anything of the size that the folder claims is allocated.
     """
-    (rank, alpha, norms), held = hf.read_peft_header(folder)
+    (rank, alpha, norms), held = peft.read_peft_header(folder)
     wanted = peft_shapes(model, rank, norms)
     wrong = sorted(wanted.keys() ^ held.keys())
     wrong += [name for name in wanted if name in held and wanted[name] != held[name]]
     if wrong:
         raise ValueError(f"{folder}: {len(wrong)} tensors are missing, unknown or of another "
                          f"shape, first {wrong[0]}")
-    _, tensors = hf.read_peft(folder)
+    _, tensors = peft.read_peft(folder)
     adapter = attach(model, rank, alpha, norms)
     for name, view in adapter.peft_tensors(adapter.master.data):
         view.copy_(tensors[name])

@@ -58,7 +58,8 @@ from safetensors import SafetensorError
 from harness import process
 from harness.files import (append_lines, create_json, new_folder, read_bytes, read_json, read_log,
                            write_atomically, write_json)
-from harness.process import GO_ON, Stopped, counted, first_line, short_repr, stop_on_signal
+from harness.process import (GO_ON, MEND_AND_GO_ON, Stopped, counted, first_line, short_repr,
+                             stop_on_signal)
 from harness.ranks import RANK, WORLD, collective, gather, say
 
 try:
@@ -104,11 +105,11 @@ def ending_with(save: Callable[[], str], advice: Callable[[str], str]) -> Iterat
         if not isinstance(error, (Stopped, OSError, torch.OutOfMemoryError)) \
                 or process.reader_has_ended(error):
             raise
-        then = getattr(error, "then", Stopped("").then)
+        then = getattr(error, "then", MEND_AND_GO_ON)
         if RANK == 0:
             parts = filter(None, (first_line(error), saved, advice(then)))
             print(f"train.py: {'; '.join(parts)}", file=sys.stderr, flush=True)
-        elif then == Stopped("").then:
+        elif then == MEND_AND_GO_ON:
             print(f"train.py: rank {RANK}: {first_line(error)}", file=sys.stderr, flush=True)
         if WORLD > 1:
             # Python's ordinary exit destroys the process group, where NCCL waits for all ranks;
@@ -159,6 +160,9 @@ def claimed(folder: Path, resume: bool) -> Iterator[None]:
 
 
 def claim(folder: Path, resume: bool) -> None:
+    """Makes a folder and locks it until the process ends. ValueError if it cannot be written to,
+    another run has the lock, or a new run would find something in it.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -209,6 +213,7 @@ class Checkpoints:
         self.counters = {}
 
     def snapshot(self, live: Tensors, counters: dict) -> None:
+        """Copies the live tensors and the counters at the end of a step."""
         for name, t in live.items():
             self.tensors[name].copy_(t)
         self.counters = dict(counters)
@@ -243,9 +248,9 @@ class Checkpoints:
                 lines.append(f"{folder}: damaged checkpoint passed over: {error}")
                 folder.rename(folder.with_name(f"damaged_{folder.name}_{time.time_ns()}"))
                 continue
-            kinds = [{name: (t.shape, t.dtype) for name, t in part.items()}
-                     for part in (tensors, self.tensors)]
-            if kinds[0] != kinds[1] or folder.name != f"step_{counters['step']:06d}":
+            held, wanted = ({name: (t.shape, t.dtype) for name, t in part.items()}
+                            for part in (tensors, self.tensors))
+            if held != wanted or folder.name != f"step_{counters['step']:06d}":
                 shapes = {name: tuple(t.shape) for name, t in tensors.items()}
                 raise Stopped(f"{folder}: holds no state of this run: {short_repr(counters)}, "
                               f"{short_repr(shapes)}", "")
@@ -270,6 +275,7 @@ def read_checkpoint(folder: Path) -> tuple[dict, Tensors]:
 
 
 def digest(tensors: bytes, counters: dict) -> str:
+    """SHA-256 of a checkpoint: of the bytes of state.safetensors, then of its counters."""
     return hashlib.sha256(tensors + json.dumps(counters, sort_keys=True).encode()).hexdigest()
 
 
@@ -293,7 +299,7 @@ class RunFolder:
     def start(self, flags: dict, resume: bool) -> dict:
         """Writes the run.json of a new run. For a resumed one: puts the newest checkpoint into
         every rank's live tensors and cuts the logs back to it. Returns the checkpoint's counters,
-        {} if there is none. flags: what a new run.json holds, with `about`.
+        {} if there is none. flags: what a new run.json is to hold.
         """
         ended = None
         self.steps = flags.get("steps")
@@ -320,6 +326,37 @@ class RunFolder:
                 self.save()
         return counters
 
+    def log(self, name: str, objects: list[dict]) -> None:
+        """Appends lines to a log. They are on the disk before the checkpoint of their step."""
+        if RANK == 0:
+            self.check_place()
+            append_lines(self.path / name, objects)
+
+    def snapshot(self, counters: dict) -> None:
+        """Copies the live tensors: whatever ends the run from here on saves this step."""
+        self.checkpoints.snapshot(self.live, counters)
+
+    def save(self) -> str:
+        """Writes the last whole step's checkpoint and adapter/. OSError if the disk is full.
+
+        -> a part of the message with which a run ends: which step is saved, or cannot be.
+        """
+        last = self.checkpoints
+        if not last.counters:
+            return "nothing was changed"
+        step = f"step {last.counters['step']}"
+        if RANK == 0:
+            if not self.is_there():
+                return f"{step} cannot be saved"
+            last.save()
+            self.write_adapter(last.tensors, self.path / "adapter")
+        return f"{step} is saved"
+
+    def keep_adapter(self, name: str, tensors: Tensors | None = None) -> None:
+        """Writes `tensors`, or those of the last step, as adapters/NAME, which no save replaces."""
+        if RANK == 0:
+            self.write_adapter(tensors or self.checkpoints.tensors, self.path / "adapters" / name)
+
     def note(self, **changes: object) -> None:
         """Changes keys of run.json."""
         if RANK == 0:
@@ -332,14 +369,20 @@ class RunFolder:
         if RANK == 0 and not read_json(self.path / "run.json").get("ended"):
             self.note(ended=process.now())
 
-    def is_there(self) -> bool:
-        """Whether the folder's name still leads to the folder in which the run began to write."""
-        if self.handle is None:
-            return True
-        try:
-            return os.path.samestat(os.stat(self.path), os.fstat(self.handle))
-        except (FileNotFoundError, NotADirectoryError):
-            return False
+    def advice(self, then: str) -> str:
+        """-> the last part of the message with which a run ends: how it can go on, or why it
+        cannot; or "". then: Stopped.then.
+        """
+        if not (then and self.is_there()):
+            return ""
+        if not any((self.path / name).exists() for name in ("run.json", "metrics.jsonl")):
+            return "the run had not begun"
+        wrong = why_not_resumed(self.path)
+        if wrong:
+            return f"the run cannot go on: {wrong}"
+        if then == GO_ON and self.checkpoints.counters.get("step") == self.steps:
+            return "that was its last step"
+        return f"{then} --out {shlex.quote(str(self.path))}"
 
     def check_place(self) -> None:
         """Stopped if the folder or its run.json was moved or removed. If the folder was moved,
@@ -362,48 +405,14 @@ class RunFolder:
         self.checkpoints.folder = self.path / "checkpoints"
         raise Stopped(f"{before} was moved to {self.path} while the run wrote there", GO_ON)
 
-    def advice(self, then: str) -> str:
-        """-> the last part of the message with which a run ends: how it can go on, or why it
-        cannot; or "". then: Stopped.then.
-        """
-        if not (then and self.is_there()):
-            return ""
-        if not any((self.path / name).exists() for name in ("run.json", "metrics.jsonl")):
-            return "the run had not begun"
-        wrong = why_not_resumed(self.path)
-        if wrong:
-            return f"the run cannot go on: {wrong}"
-        if then == GO_ON and self.checkpoints.counters.get("step") == self.steps:
-            return "that was its last step"
-        return f"{then} --out {shlex.quote(str(self.path))}"
-
-    def snapshot(self, counters: dict) -> None:
-        """Copies the live tensors: whatever ends the run from here on saves this step."""
-        self.checkpoints.snapshot(self.live, counters)
-
-    def log(self, name: str, objects: list[dict]) -> None:
-        """Appends lines to a log. They are on the disk before the checkpoint of their step."""
-        if RANK == 0:
-            self.check_place()
-            append_lines(self.path / name, objects)
-
-    def keep_adapter(self, name: str, tensors: Tensors | None = None) -> None:
-        """Writes `tensors`, or those of the last step, as adapters/NAME, which no save replaces."""
-        if RANK == 0:
-            self.write_adapter(tensors or self.checkpoints.tensors, self.path / "adapters" / name)
-
-    def save(self) -> str:
-        """Writes the last whole step's checkpoint and adapter/; returns what there is to say."""
-        last = self.checkpoints
-        if not last.counters:
-            return "nothing was changed"
-        step = f"step {last.counters['step']}"
-        if RANK == 0:
-            if not self.is_there():
-                return f"{step} cannot be saved"
-            last.save()
-            self.write_adapter(last.tensors, self.path / "adapter")
-        return f"{step} is saved"
+    def is_there(self) -> bool:
+        """Whether the folder's name still leads to the folder in which the run began to write."""
+        if self.handle is None:
+            return True
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(self.handle))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
 
 def trim_log(path: Path, step: int, has_every_step: bool = True) -> None:

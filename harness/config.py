@@ -30,7 +30,7 @@ from pathlib import Path
 import aqn
 import grpo
 import nvfp4
-from harness import hf
+from harness import peft
 from harness.data import STYLES, SUFFIXES
 from harness.files import read_json
 from harness.plugin import home_of, split_names
@@ -386,7 +386,7 @@ def given_flags(parser: argparse.ArgumentParser, argv: list | None) -> dict:
 
 def check_shape_flags(adapter: str, given: dict) -> None:
     """ValueError for a flag that gives a run another adapter than --adapter names."""
-    for name, value in hf.read_peft_config(adapter)._asdict().items():
+    for name, value in peft.read_peft_config(adapter)._asdict().items():
         if name in given and given[name] != value:
             raise ValueError(f"{option(name)} is {given[name]}, --adapter {adapter} has {value}: a "
                              "run takes over its adapter's rank, alpha and norms")
@@ -430,7 +430,7 @@ def check_adapters_run(folder: Path, held: dict) -> None:
     edited it.
     """
     told = {name: held[name] for name in ("base", "prompt_style", "thinking") if name in held}
-    for difference in hf.other_conditions(folder / "adapter", told):
+    for difference in peft.other_conditions(folder / "adapter", told):
         raise ValueError(f"{folder / 'run.json'} was edited: {difference}")
 
 

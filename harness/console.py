@@ -150,8 +150,7 @@ class Watch:
         return better
 
     def _judge(self, metrics: dict) -> None:
-        """Gives the verdict, or prints a warning, once this step's symptom has lasted long enough.
-        """
+        """Gives the verdict or a warning, once this step's symptom has lasted long enough."""
         counters = metrics.get("skipped", 0), metrics.get("loss_scale")
         before, self.counters = self.counters or counters, counters
         # While float16's loss scale is being halved, skipped updates are normal: they are how the
@@ -253,7 +252,11 @@ class Console:
             self.bar.start_t += time.time() - began
 
     def tell(self, metrics: dict, rows: list, updates: list) -> None:
-        """One step: on the bar, or as a line where there is no terminal."""
+        """One step: on the bar, or as a line where there is no terminal.
+
+        metrics, rows: the step's part of metrics.jsonl and of samples.jsonl. updates: what
+        Learner.update() returned.
+        """
         step = metrics["step"] + 1
         for update in updates:
             if update.failure:

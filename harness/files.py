@@ -28,14 +28,18 @@ from harness.process import Stopped, first_line, short_repr
 # Reading
 
 def read_bytes(path: Path) -> bytes:
-    """The file's bytes. OSError for a pipe or a device: reading one would wait for ever."""
+    """The file's bytes. OSError if it cannot be read, and for a pipe or a device: reading one would
+    wait for ever.
+    """
     if path.exists() and not path.is_file():
         raise OSError(f"{path}: no regular file")
     return path.read_bytes()
 
 
 def read_text(path: str | Path) -> str:
-    """The file's text in UTF-8; a byte order mark, as Windows' editors write it, is dropped."""
+    """The file's text in UTF-8; a byte order mark, as Windows' editors write it, is dropped.
+    ValueError if the file cannot be read or is no UTF-8.
+    """
     try:
         return read_bytes(Path(path)).decode("utf-8-sig")
     except (OSError, ValueError) as error:
@@ -57,7 +61,7 @@ def parse_json(text: str) -> object:
 
 
 def read_json(path: str | Path) -> dict:
-    """The JSON object that a file holds."""
+    """The JSON object that a file holds. ValueError if it holds anything else."""
     text = read_text(path)
     try:
         value = parse_json(text)
@@ -69,7 +73,8 @@ def read_json(path: str | Path) -> dict:
 
 
 def read_rows(path: Path) -> list[tuple[int, object]]:
-    """The rows of a data file with their numbers, from 1, for messages.
+    """The rows of a data file with their numbers, from 1, for messages. ValueError if the file
+    cannot be read.
 
     .json holds one list, whose rows are counted. .parquet is counted likewise. Everything else,
     such as .jsonl, has one row a line and is numbered by lines; blank lines are passed over.
@@ -99,6 +104,7 @@ def read_rows(path: Path) -> list[tuple[int, object]]:
 
 
 def read_parquet(path: Path) -> list[dict]:
+    """The rows of a parquet file. ValueError if it is none, or pyarrow is not installed."""
     try:
         import pyarrow.parquet
         return pyarrow.parquet.read_table(path).to_pylist()
@@ -145,16 +151,19 @@ def check_keys(path: str | Path, value: dict, rules: dict[str, tuple]) -> None:
 
 
 def whole_number(least: int, most: int) -> tuple[str, Callable]:
+    """Words and test of a rule: an int from `least` to `most`."""
     return (f"a whole number from {least} to {most:,}",
             lambda value: type(value) is int and least <= value <= most)         # True is no int
 
 
 def positive_number(most: float) -> tuple[str, Callable]:
+    """Words and test of a rule: a number above 0, at most `most`."""
     return (f"a number above 0, at most {most:g}",
             lambda value: type(value) in (int, float) and 0 < value <= most)
 
 
 def equal_to(wanted: object) -> tuple[str, Callable]:
+    """Words and test of a rule: this value alone."""
     return repr(wanted), lambda value: value == wanted
 
 
@@ -178,6 +187,7 @@ def write_atomically(path: str | Path, data: bytes) -> None:
 
 
 def write_json(path: str | Path, value: object) -> None:
+    """Writes a value as JSON, or replaces the file, whole. OSError as write_atomically()."""
     write_atomically(path, (json.dumps(value, indent=2) + "\n").encode())
 
 

@@ -1,11 +1,10 @@
 """
-The folders of other programs: Hugging Face models, compressed-tensors' NVFP4, PEFT adapters.
+The folders of models, as Hugging Face has them: 16-bit weights, or NVFP4 of compressed-tensors.
 
     files = ModelFolder(resolve("qwen2.5-7b"), "nvfp4", device, torch.bfloat16)
     files.read("model.norm.weight", 3584)              one tensor, with the shape it must have
     files.frozen(names, parts, k)                      linears, as one nvfp4.Weight
     save_model(tensors, source, out)                   a new folder, shard by shard
-    write_peft(...), read_peft(folder)                 an adapter
 
 A model may be larger than the host's memory. So tensors are read one at a time, and written as
 they are made, with one shard of a file in memory.
@@ -13,7 +12,8 @@ they are made, with one shard of a file in memory.
 Whatever is wrong with a file is a ValueError that names it. Headers, shapes, types and NaNs are
 checked before they can become a wrong number in training. Nothing is unpickled.
 
-Not here: what the numbers mean (nvfp4.py, model.py), how files are written whole (files.py).
+Not here: what the numbers mean (nvfp4.py, model.py), adapters (peft.py), how files are written
+whole (files.py).
 """
 import math
 import os
@@ -21,19 +21,16 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load, save, save_file
+from safetensors.torch import save_file
 
 import nvfp4
-from harness.files import (check_keys, equal_to, new_folder, positive_number, read_bytes, read_json,
-                           whole_number, write_atomically, write_json)
+from harness.files import (check_keys, equal_to, new_folder, positive_number, read_json,
+                           whole_number, write_json)
 from harness.process import first_line, short_repr
 from harness.ranks import say
-
-SHARD_BYTES = 2**31                              # of one output file, in memory until written
 
 
 # -----------------------------------------------------------------------------
@@ -70,10 +67,9 @@ def resolve(name: str | Path, weights: bool = True) -> Path:
 def hub_id(name: str | Path) -> str:
     """--model -> its Hugging Face id. ValueError if it cannot be one; nothing is looked up there.
 
-    Short names mean the models that follow instructions: qwen2.5-7b is Qwen2.5-7B-Instruct. The
-    hub's own name of the base model, Qwen2.5-7B, differs from the short name by its capitals alone.
-    It is refused, since either model could be meant. Qwen3-8B is the hub's name of the model that
-    follows instructions.
+    Short names mean the models that follow instructions: qwen2.5-7b is Qwen2.5-7B-Instruct, and
+    qwen3-8b is Qwen3-8B, which the hub calls so. The hub's Qwen2.5-7B is a base model. That name
+    differs from the short one by its capitals alone, so it is refused: either could be meant.
     """
     name = str(name)
     only_a_folder = name.startswith((".", "~")) or name.endswith("/") or name.count("/") > 1
@@ -106,6 +102,94 @@ def check_model(name: str | Path) -> None:
         hub_id(name)
 
 
+# -----------------------------------------------------------------------------
+# What a model's config.json may say
+
+# Model families: the architecture in config.json -> the tensors that the attention of a layer has
+# besides its four matrices.
+FAMILIES = {"Qwen2ForCausalLM": r"[qkv]_proj\.bias",              # Qwen2.5
+            "Qwen3ForCausalLM": r"[qk]_norm\.weight"}
+
+# Keys that change what the model computes, and the values that model.py implements.
+CONFIG_RULES = {
+    "architectures": (f"one of {', '.join(FAMILIES)}, in a list",
+                      lambda value: value in [[name] for name in FAMILIES], True),
+    **{key: (*whole_number(1, 2**24), True) for key in (
+        "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+        "vocab_size")},
+    "head_dim": (*whole_number(1, 2**24), False),
+    "num_hidden_layers": (*whole_number(1, 1000), True),
+    "max_position_embeddings": (*whole_number(1, 2**31), False),
+    "rms_norm_eps": (*positive_number(0.1), True),
+    "rope_theta": (*positive_number(1e12), True),
+    "hidden_act": (*equal_to("silu"), False),
+    "tie_word_embeddings": ("true or false", lambda value: isinstance(value, bool), False),
+    "use_sliding_window": ("false: sliding windows are not supported", lambda v: v is False, False),
+    "layer_types": ("full_attention in every layer: sliding windows are not supported",
+                    lambda v: isinstance(v, list) and {*map(str, v)} == {"full_attention"}, False),
+    "rope_scaling": ("null: rope_scaling is not supported", lambda v: not v, False),
+    "quantization_config": ("an object", lambda value: isinstance(value, dict), False)}
+# head_dim is required: where a Qwen3 lacks it, transformers takes 128 and not D / H.
+QWEN3_RULES = {"head_dim": (*whole_number(1, 2**24), True),
+               "attention_bias": ("false: a Qwen3 with biases is not supported",
+                                  lambda value: value is False, False)}
+
+
+def read_config(path: Path) -> dict:
+    """The config.json of a model, with `rope_theta` where newer files have `rope_parameters`.
+    ValueError unless model.py computes this model.
+    """
+    config = read_json(path)
+    rope = config.get("rope_parameters") or {}
+    if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
+        raise ValueError(f"{path}: rope_parameters is {short_repr(rope)}: only the default is "
+                         "supported")
+    config["rope_theta"] = config.get("rope_theta") or rope.get("rope_theta")
+    check_keys(path, config, CONFIG_RULES)
+    if config["architectures"] == ["Qwen3ForCausalLM"]:
+        check_keys(path, config, QWEN3_RULES)
+    D = config["hidden_size"]                    # D wide, H query heads, KV key and value heads
+    H = config["num_attention_heads"]
+    KV = config["num_key_value_heads"]
+    if (config.get("head_dim") or D / H) % 2 or H % KV:
+        raise ValueError(f"{path}: hidden_size is {D}, num_attention_heads {H}, num_key_value_heads"
+                         f" {KV}, head_dim {config.get('head_dim')}; expected an even head_dim, "
+                         "which is hidden_size / num_attention_heads unless it is given, and as "
+                         "many query heads for each key-value head")
+    return config
+
+
+def max_positions(folder: Path) -> float:
+    """How many tokens a model's sequences may have; infinity if it does not say."""
+    return read_config(folder / "config.json").get("max_position_embeddings") or math.inf
+
+
+def check_lengths(folder: Path, length: int, rank: int = 1) -> None:
+    """ValueError if a prompt and its answer, `length` tokens together, are too long for a model, or
+    if `rank` exceeds the columns of one of its linears: peft.read_peft_header() refuses such an
+    adapter.
+    """
+    path = folder / "config.json"
+    most = max_positions(folder)
+    if length > most:
+        raise ValueError(f"{path}: max_position_embeddings is {most}, less than {length}, the "
+                         "tokens of prompt and --max-new-tokens together")
+    config = read_config(path)
+    for name, columns in linear_columns(config).items():
+        if rank > columns:
+            raise ValueError(f"--lora-rank {rank} exceeds {name}, which is {columns} in {path}")
+
+
+def linear_columns(config: dict) -> dict[str, int]:
+    """The columns of a model's linears, by what config.json calls them: those of q, k, v, gate and
+    up; of o; and of down.
+    """
+    width, heads = config["hidden_size"], config["num_attention_heads"]
+    return {"hidden_size": width,
+            "num_attention_heads x head_dim": heads * (config.get("head_dim") or width // heads),
+            "intermediate_size": config["intermediate_size"]}
+
+
 def base_of(folder: Path, base: str | None) -> str:
     """--base -> the format in which to hold a model's linears; by default it is NVFP4.
 
@@ -113,9 +197,8 @@ def base_of(folder: Path, base: str | None) -> str:
     of what training changed. If 4 bits are asked for, a line says so.
     """
     config = read_config(folder / "config.json")
-    merged = config.get("merged_adapter")
-    if config.get("quantization_config"):        # rounded already: there are no 16 bits to keep
-        merged = None
+    # Weights that were rounded already have no 16 bits to keep.
+    merged = None if config.get("quantization_config") else config.get("merged_adapter")
     if merged and base not in (None, "bf16"):
         say(f"{folder}: rounded to {base}, the merged adapter {short_repr(merged)} is mostly lost: "
             "keep --base bf16, or take the model it was trained on with --adapter")
@@ -129,8 +212,7 @@ class Shards:
     """The tensors of a folder: of model.safetensors, or of the files that
     model.safetensors.index.json names. names: tensor name -> file.
 
-    Opening checks the header of every file, so one that is missing or cut off is found before any
-    work is done. get() maps the file into memory for that tensor alone.
+    The header of every file is checked at once: ValueError if one is missing or cut off.
     """
 
     def __init__(self, folder: str | Path):
@@ -161,18 +243,21 @@ class Shards:
         except SafetensorError as error:         # also if the header and the file's size disagree
             raise ValueError(f"{path}: is cut off, or not a safetensors file ({error})") from None
 
-    def _file_of(self, name):
+    def _file_with(self, name):
         if name not in self.names:
             raise ValueError(f"{self.folder}: has no tensor {name} in its safetensors files")
         return self._open(self.names[name])
 
     def get(self, name: str, device: str | torch.device = "cpu") -> torch.Tensor:
-        return self._file_of(name).get_tensor(name).to(device)
+        """A tensor as it is stored. ValueError if no file has it. Its file is mapped into memory
+        for this tensor alone.
+        """
+        return self._file_with(name).get_tensor(name).to(device)
 
     def check(self, name: str, shape: tuple,
               dtypes: Iterable[str] = ("BF16", "F16", "F32", "F64")) -> None:
         """ValueError unless a tensor has this shape, () for any, and one of these types."""
-        found = self._file_of(name).get_slice(name)
+        found = self._file_with(name).get_slice(name)
         held = tuple(found.get_shape())
         if shape and held != shape:
             raise ValueError(f"{self.folder}: {name} has shape {held}, config.json says {shape}")
@@ -181,10 +266,9 @@ class Shards:
                              f"{' or '.join(dtypes)}")
 
 
-# Model families, by what config.json calls their architecture -> the tensors that the attention of
-# a layer has beside its four matrices.
-FAMILIES = {"Qwen2ForCausalLM": r"[qkv]_proj\.bias",              # Qwen2.5
-            "Qwen3ForCausalLM": r"[qk]_norm\.weight"}
+# The linears and the norms of a layer, as the names of their tensors call them.
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 def tensor_name(architecture: str) -> re.Pattern:
@@ -204,8 +288,9 @@ def tensor_name(architecture: str) -> re.Pattern:
 class ModelFolder(Shards):
     """A folder of a model with 16-bit or NVFP4 weights, whose linears are to be held as `base`.
 
-    ValueError if model.py would not compute the same from it as the model's makers do: it has
-    another architecture or 4-bit format, or tensors that would be left out.
+    ValueError if model.py would compute something else from it than the model's makers do: if it
+    has another architecture or 4-bit format, or tensors that model.py would leave out.
+    config: what read_config() returns.
     """
 
     def __init__(self, folder: Path, base: str, device: torch.device, dtype: torch.dtype):
@@ -228,7 +313,9 @@ class ModelFolder(Shards):
         self.dtype = dtype
 
     def read(self, name: str, *shape: int) -> torch.Tensor:
-        """A floating-point tensor of this shape. ValueError if a number in it is not finite."""
+        """A floating-point tensor of this shape, in the type that it is stored in. ValueError if it
+        has another shape, or if a number in it is not finite. No shape: it may have any.
+        """
         self.check(name, shape)
         tensor = self.get(name, self.device)
         # In parts: isfinite() of a whole 32B embedding would take a gigabyte more.
@@ -239,7 +326,8 @@ class ModelFolder(Shards):
     def frozen(self, names: list[str], parts: list[int], k: int) -> nvfp4.Weight:
         """The linears `names`, of parts[i] rows and k columns each, fused into one weight.
 
-        NVFP4 in the folder is taken as it is; 16-bit weights are quantized to `base`.
+        NVFP4 in the folder is taken as it is; 16-bit weights are quantized to `base`. ValueError if
+        the folder's weights cannot be held as `base`.
         """
         if f"{names[0]}.weight_packed" in self.names:
             if self.base != "nvfp4":
@@ -255,86 +343,6 @@ class ModelFolder(Shards):
             return nvfp4.freeze(weights, self.base, self.dtype)
         except ValueError as error:              # K ends inside a scale block, or a weight is inf
             raise ValueError(f"{self.folder}: {names[0]}: {error}") from None
-
-
-# -----------------------------------------------------------------------------
-# What a model's config.json may say
-
-# Keys that change what the model computes, and the values that model.py implements.
-CONFIG_RULES = {
-    "architectures": (f"one of {', '.join(FAMILIES)}, in a list",
-                      lambda value: value in [[name] for name in FAMILIES], True),
-    **{key: (*whole_number(1, 2**24), True) for key in (
-        "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
-        "vocab_size")},
-    "head_dim": (*whole_number(1, 2**24), False),
-    "num_hidden_layers": (*whole_number(1, 1000), True),
-    "max_position_embeddings": (*whole_number(1, 2**31), False),
-    "rms_norm_eps": (*positive_number(0.1), True),
-    "rope_theta": (*positive_number(1e12), True),
-    "hidden_act": (*equal_to("silu"), False),
-    "tie_word_embeddings": ("true or false", lambda value: isinstance(value, bool), False),
-    "use_sliding_window": ("false: sliding windows are not supported", lambda v: v is False, False),
-    "layer_types": ("full_attention in every layer: sliding windows are not supported",
-                    lambda v: isinstance(v, list) and set(map(str, v)) == {"full_attention"}, False),
-    "rope_scaling": ("null: rope_scaling is not supported", lambda v: not v, False),
-    "quantization_config": ("an object", lambda value: isinstance(value, dict), False)}
-# head_dim is required: where a Qwen3 lacks it, transformers takes 128 and not D / H.
-QWEN3_RULES = {"head_dim": (*whole_number(1, 2**24), True),
-               "attention_bias": ("false: a Qwen3 with biases is not supported",
-                                  lambda value: value is False, False)}
-
-
-def read_config(path: Path) -> dict:
-    """The config.json of a model. ValueError unless model.py computes this model."""
-    config = read_json(path)
-    rope = config.get("rope_parameters") or {}   # where newer files have rope_theta
-    if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
-        raise ValueError(f"{path}: rope_parameters is {short_repr(rope)}: only the default is "
-                         "supported")
-    config["rope_theta"] = config.get("rope_theta") or rope.get("rope_theta")
-    check_keys(path, config, CONFIG_RULES)
-    if config["architectures"] == ["Qwen3ForCausalLM"]:
-        check_keys(path, config, QWEN3_RULES)
-    D = config["hidden_size"]                    # D wide, H query heads, KV key and value heads
-    H = config["num_attention_heads"]
-    KV = config["num_key_value_heads"]
-    if (config.get("head_dim") or D / H) % 2 or H % KV:
-        raise ValueError(f"{path}: hidden_size is {D}, num_attention_heads {H}, num_key_value_heads"
-                         f" {KV}, head_dim {config.get('head_dim')}; expected an even head_dim, "
-                         "which is hidden_size / num_attention_heads unless it is given, and as "
-                         "many query heads for each key-value head")
-    return config
-
-
-def max_positions(folder: Path) -> float:
-    """How many tokens a model's sequences may have; infinity if it does not say."""
-    return read_config(folder / "config.json").get("max_position_embeddings") or math.inf
-
-
-def check_lengths(folder: Path, length: int, rank: int = 1) -> None:
-    """ValueError if `length` tokens are too long for a model, or if `rank` exceeds the columns of
-    one of its linears: such an adapter is not read (read_peft_header).
-    """
-    path = folder / "config.json"
-    most = max_positions(folder)
-    if length > most:
-        raise ValueError(f"{path}: max_position_embeddings is {most}, less than {length}, the "
-                         "tokens of prompt and --max-new-tokens together")
-    config = read_config(path)
-    for name, columns in linear_columns(config).items():
-        if rank > columns:
-            raise ValueError(f"--lora-rank {rank} exceeds {name}, which is {columns} in {path}")
-
-
-def linear_columns(config: dict) -> dict[str, int]:
-    """The columns of a model's linears, by what config.json calls them: those of q, k, v, gate and
-    up; of o; and of down.
-    """
-    width, heads = config["hidden_size"], config["num_attention_heads"]
-    return {"hidden_size": width,
-            "num_attention_heads x head_dim": heads * (config.get("head_dim") or width // heads),
-            "intermediate_size": config["intermediate_size"]}
 
 
 # -----------------------------------------------------------------------------
@@ -403,7 +411,10 @@ def nvfp4_tensors(name: str, packed: torch.Tensor, block_scale: torch.Tensor,
 # -----------------------------------------------------------------------------
 # Weights out
 
-def model_tensors(model) -> Iterator[tuple[str, torch.Tensor]]:
+SHARD_BYTES = 2**31                              # of one output file, in memory until written
+
+
+def model_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (Hugging Face name, tensor) of a model.Qwen, with its adapter merged in fp32."""
     yield "model.embed_tokens.weight", model.embed
     for i, layer in enumerate(model.layers):
@@ -427,15 +438,16 @@ def model_tensors(model) -> Iterator[tuple[str, torch.Tensor]]:
 def save_model(tensors: Iterable[tuple[str, torch.Tensor]], source: Path, out: Path,
                notes: dict | None = None) -> None:
     """Writes (name, tensor) pairs as the new model folder `out`; tokenizer and the rest are copied
-    from `source`.
+    from `source`. ValueError if `out` holds something already.
 
-    notes: keys of config.json that say what the tensors are. The dict is read after the last
-    tensor, so whoever yields them may still fill it in. Without a quantization_config among the
-    notes the tensors are 16-bit ones.
+    notes: keys of config.json that say what the tensors are. Without quantization_config they are
+    16-bit ones. The notes are read after the last tensor, so whoever yields the tensors may still
+    add to them.
     """
     config = read_json(source / "config.json")
-    for key in ("quantization_config", "calibration", "dtype"):  # dtype: transformers 5's name
-        config.pop(key, None)                                    # of torch_dtype
+    # What the source says of its own tensors. transformers 5 writes dtype for torch_dtype.
+    for key in ("quantization_config", "calibration", "dtype"):
+        config.pop(key, None)
     companions = files_to_copy(source)
     with new_folder(out) as folder:
         for file in companions:
@@ -446,12 +458,12 @@ def save_model(tensors: Iterable[tuple[str, torch.Tensor]], source: Path, out: P
 
 
 def files_to_copy(source: Path) -> list[Path]:
-    """What a model converted from `source` takes over as it is: tokenizer, templates, license.
+    """The files that a model made from `source` takes over: tokenizer, templates, license.
 
     ValueError for a link that leads out of the folder. A model folder may come from anybody, and
-    its "notes.txt" may be a link to a private file, which a copy would put into a folder that is
-    then published. Links to the blobs beside the snapshots are allowed: in the hub's cache every
-    file is one.
+    its "notes.txt" may be a link to a private file: a copy of that file would be in the new folder,
+    and might be published with it. In the hub's cache every file is a link to one in blobs/; these
+    links are allowed.
     """
     homes = [Path(os.path.realpath(source))]
     if homes[0].parent.name == "snapshots":      # models--NAME/snapshots/COMMIT
@@ -470,9 +482,10 @@ def files_to_copy(source: Path) -> list[Path]:
 
 
 def save_shards(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
-    """Writes model-0000i-of-0000n.safetensors and their index, holding one shard at a time.
+    """Writes model-0000i-of-0000n.safetensors and their index, with one shard in memory at a time.
+    OSError if the disk is full.
 
-    n is known at the end only, so shards are called 0.part, 1.part, ... until then.
+    n is known at the end only, so the shards are called 0.part, 1.part, ... until then.
     """
     parts = []                                   # the names of the tensors in each file
     shard = {}
@@ -499,172 +512,3 @@ def save_shards(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path) -> No
         weight_map |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     write_json(folder / "model.safetensors.index.json", index)
-
-
-# -----------------------------------------------------------------------------
-# PEFT adapters
-
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-NORMS = ("input_layernorm", "post_attention_layernorm")
-# PEFT's variants of LoRA, each of which computes something else than lora.py does.
-VARIANTS = ("use_dora", "use_rslora", "lora_bias", "rank_pattern", "alpha_pattern",
-            "fan_in_fan_out", "layers_to_transform", "layer_replication",
-            "alora_invocation_tokens")
-
-
-def write_peft(folder: str | Path, tensors: dict[str, torch.Tensor], model_name: str, rank: int,
-               alpha: float, norms: bool) -> None:
-    """Writes an adapter as PEFT does. norms: the layers' norms are trained and in `tensors` too.
-
-    The linears that it names are those of the tensors, so that a fork which trains only some of
-    them saves what it trained.
-    """
-    folder = Path(folder)
-    parts = {name.split(".")[-3] for name in tensors if name.endswith(".lora_A.weight")}
-    targets = [target for target in TARGETS if target in parts] + sorted(parts - set(TARGETS))
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM",
-              "base_model_name_or_path": str(model_name), "r": rank, "lora_alpha": alpha,
-              "lora_dropout": 0.0, "bias": "none", "target_modules": targets,
-              "modules_to_save": list(NORMS) if norms else None, "fan_in_fan_out": False,
-              "init_lora_weights": True, "inference_mode": True}
-    folder.mkdir(parents=True, exist_ok=True)
-    data = save(tensors, metadata={"format": "pt"})
-    write_atomically(folder / "adapter_model.safetensors", data)
-    write_json(folder / "adapter_config.json", config)
-
-
-PEFT_RULES = {
-    "peft_type": (*equal_to("LORA"), True),
-    "r": (*whole_number(1, 2**16), True),
-    "lora_alpha": (*positive_number(1e9), True),
-    "bias": (*equal_to("none"), False),
-    # PiSSA and OLoRA take a part out of the base's weights: their adapters fit only what is left.
-    "init_lora_weights": ("one that keeps the base's weights",
-                          lambda value: value in (True, False, "gaussian", "eva"), False),
-    "modules_to_save": (f"null or {list(NORMS)}",
-                        lambda value: value == [] or value in (list(NORMS), list(NORMS)[::-1]),
-                        False)}
-
-
-class AdapterShape(NamedTuple):
-    """What an adapter's adapter_config.json says of it, by the names of train.py's settings."""
-    lora_rank: int
-    lora_alpha: float
-    train_norms: bool
-
-
-def read_peft(folder: str | Path) -> tuple[AdapterShape, dict[str, torch.Tensor]]:
-    """The shape and the tensors of an adapter. ValueError unless it is a plain LoRA adapter on
-    every linear.
-    """
-    adapter, _ = read_peft_header(folder)
-    file = Path(folder) / "adapter_model.safetensors"
-    try:
-        tensors = load(read_bytes(file))
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{file}: cannot be read as an adapter ({error})") from None
-    for name, tensor in tensors.items():
-        if not tensor.is_floating_point() or not tensor.float().isfinite().all():
-            raise ValueError(f"{file}: {name} is {tensor.dtype}, or holds NaN or infinity")
-    return adapter, tensors
-
-
-def read_peft_config(folder: str | Path) -> AdapterShape:
-    """The shape of an adapter. ValueError unless its adapter_config.json is that of a plain LoRA
-    adapter on every linear.
-    """
-    path = Path(folder) / "adapter_config.json"
-    config = read_json(path)
-    check_keys(path, config, PEFT_RULES)
-    variants = [key for key in VARIANTS if config.get(key)]
-    targets = config.get("target_modules")
-    if variants or not isinstance(targets, list) or {*map(str, targets)} != set(TARGETS):
-        raise ValueError(f"{folder}: need a plain LoRA adapter on {', '.join(TARGETS)}, "
-                         f"got one on {short_repr(targets)} {' '.join(variants)}")
-    return AdapterShape(config["r"], config["lora_alpha"], bool(config.get("modules_to_save")))
-
-
-def read_peft_header(folder: str | Path) -> tuple[AdapterShape, dict[str, tuple]]:
-    """The shape of an adapter, and that of each of its tensors by name. None of the tensors is
-    read: what a small file claims cannot take more memory than the file has.
-
-    ValueError unless the tensors have the rank that adapter_config.json says, which is no more than
-    their columns, and every target has one.
-    """
-    adapter = read_peft_config(folder)
-    file = Path(folder) / "adapter_model.safetensors"
-    try:
-        if not file.is_file():                   # opening a pipe would wait for ever
-            raise OSError("no regular file" if file.exists() else "No such file")
-        with safe_open(file, framework="pt") as opened:
-            shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{file}: cannot be read as an adapter ({error})") from None
-    rank = adapter.lora_rank
-    for name, shape in shapes.items():
-        for part, axis in (("lora_A.weight", 0), ("lora_B.weight", 1)):
-            if name.endswith(part) and (len(shape) != 2 or shape[axis] != rank):
-                raise ValueError(f"{file}: {name} has shape {shape}, adapter_config.json says r is "
-                                 f"{rank}")
-        if name.endswith("lora_A.weight") and rank > shape[1]:
-            raise ValueError(f"{file}: r is {rank}, more than the {shape[1]} columns of {name}")
-    for target in TARGETS:
-        if not any(name.endswith(f".{target}.lora_A.weight") for name in shapes):
-            raise ValueError(f"{file}: has no lora_A.weight of any {target}: no adapter on "
-                             f"{', '.join(TARGETS)}")
-    return adapter, shapes
-
-
-# A file of ours beside PEFT's: what the adapter was trained with. Other programs pass over it.
-TRAINED_WITH = "trained_with.json"
-TRAINED_WITH_RULES = {
-    key: ("text", lambda value: isinstance(value, str), needed)
-    for key, needed in (("base", True), ("prompt_style", True), ("thinking", True),
-                        ("calibration", False))}
-
-
-def training_conditions(folder: Path, base: str, prompt_style: str,
-                        thinking: str) -> dict[str, str | None]:
-    """What an adapter depends on besides the model's name: the format of the frozen weights, how
-    their codes were calibrated (None: they were not), the prompts, and --thinking.
-
-    folder: of the model.
-    """
-    calibration = read_config(folder / "config.json").get("calibration")
-    return {"base": base, "calibration": calibration, "prompt_style": prompt_style,
-            "thinking": thinking}
-
-
-def write_conditions(adapter: str | Path, conditions: dict[str, str | None]) -> None:
-    """Writes training_conditions() into an adapter's folder."""
-    write_json(Path(adapter) / TRAINED_WITH, conditions)
-
-
-def read_conditions(adapter: str | Path) -> dict[str, str | None]:
-    """What write_conditions() wrote; {} of an adapter of other origin, which lacks the file."""
-    path = Path(adapter) / TRAINED_WITH
-    if not path.exists():
-        return {}
-    held = read_json(path)
-    check_keys(path, held, TRAINED_WITH_RULES)
-    return {key: held.get(key) for key in TRAINED_WITH_RULES}
-
-
-def other_conditions(adapter: str | Path, conditions: dict[str, str | None]) -> list[str]:
-    """-> a sentence for each condition that differs from those of the adapter's training.
-
-    conditions: all or some of training_conditions().
-    """
-    def told(value):
-        return "none" if value is None else short_repr(value)
-
-    trained = read_conditions(adapter)
-    return [f"{adapter} was trained with {key.replace('_', ' ')} {told(trained[key])}, not "
-            f"{told(value)}" for key, value in conditions.items() if trained and
-            trained[key] != value]
-
-
-def tell_other_conditions(adapter: str | Path, conditions: dict[str, str | None]) -> None:
-    """Says what differs from an adapter's training. That may be intended, but costs accuracy."""
-    for difference in other_conditions(adapter, conditions):
-        say(difference)

@@ -23,7 +23,7 @@ import lora
 import model as qwen
 import rewards
 from fast import memory
-from harness import data, hf, plugin, process
+from harness import data, hf, peft, plugin, process
 from harness.checkpoints import RunFolder
 from harness.config import (FIELDS, Memory, Objective, Rollout, Settings, check_settings, option,
                             without_places)
@@ -68,7 +68,7 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
     """
     phases = Phases()
     if settings.model.adapter and not settings.general.resume:
-        shape, _ = hf.read_peft(settings.model.adapter)          # it becomes the run's
+        shape, _ = peft.read_peft(settings.model.adapter)        # it becomes the run's
         settings = settings.replace(**shape._asdict())
     check_settings(settings, before)
     wanted = settings.memory
@@ -101,8 +101,8 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
                           settings.model.base, settings.model.lora_rank,
                           memory.free_memory(wanted.memory_gib))
     model = read_model(settings, tokenizer, problems, device, phases)
-    conditions = hf.training_conditions(Path(model.name), settings.model.base,
-                                        settings.data.prompt_style, settings.data.thinking)
+    conditions = peft.training_conditions(Path(model.name), settings.model.base,
+                                          settings.data.prompt_style, settings.data.thinking)
     check_conditions(settings, conditions)
     optim = settings.optim
     learner = Learner(model, loss_of(settings.objective), settings.rollout.temperature,
@@ -115,7 +115,7 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
 
     def write_adapter(tensors, folder):
         lora.save_adapter(model, folder, tensors["master"])
-        hf.write_conditions(folder, conditions)
+        peft.write_conditions(folder, conditions)
 
     out = Path(settings.general.out)
     folder = RunFolder(out, learner.tensors(), write_adapter)
@@ -212,10 +212,10 @@ def check_conditions(settings: Settings, conditions: dict) -> None:
     """
     general = settings.general
     if general.resume:
-        for difference in hf.other_conditions(Path(general.out) / "adapter", conditions):
+        for difference in peft.other_conditions(Path(general.out) / "adapter", conditions):
             raise ValueError(f"--resume: {difference}")
     elif settings.model.adapter:
-        hf.tell_other_conditions(settings.model.adapter, conditions)
+        peft.tell_other_conditions(settings.model.adapter, conditions)
 
 
 def read_model(settings: Settings, tokenizer: data.Tokenizer, problems: list,

@@ -52,7 +52,9 @@ if sys.platform == "linux":
 # -----------------------------------------------------------------------------
 # Ending
 
+# How a run that ended can go on.
 GO_ON = "go on with --resume"
+MEND_AND_GO_ON = f"once that is mended, {GO_ON}"
 
 
 class Stopped(BaseException):
@@ -63,7 +65,7 @@ class Stopped(BaseException):
     then: how a run can go on afterwards, "" if it cannot; the message adds the run's folder.
     """
 
-    def __init__(self, text: str, then: str = f"once that is mended, {GO_ON}"):
+    def __init__(self, text: str, then: str = MEND_AND_GO_ON):
         super().__init__(text)
         self.then = then
 

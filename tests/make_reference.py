@@ -1,6 +1,6 @@
 """
 Writes qwen2_reference.safetensors, peft_adapter/, peft_adapter_qwen3/ and qwen3_config.json: what transformers and PEFT
-make of tiny_qwen2.py's checkpoints and of a real one. test_model.py, test_lora.py and test_hf.py compare.
+make of tiny_qwen2.py's checkpoints and of a real one. test_model.py, test_lora.py and test_peft.py compare.
 
     pip install -r requirements.txt transformers==5.23.0 peft==0.21.2
     python tests/make_reference.py [FOLDER]      FOLDER: Qwen2.5-Coder-0.5B-Instruct; without it its numbers are kept

@@ -1,5 +1,5 @@
 """
-A linear and its adapter against autograd through an explicit W + s * B @ A in float64; its files are in test_hf.py.
+A linear and its adapter against autograd through an explicit W + s * B @ A in float64; its files are in test_peft.py.
 
 python -m pytest tests/test_lora.py -v
 """

@@ -24,7 +24,7 @@ import calibrate
 import lora
 import model as qwen
 from calibrate import CODES
-from harness import config, data, hf
+from harness import config, data, hf, peft
 from harness.config import setting
 from harness.console import command
 from harness.data import STYLES
@@ -81,7 +81,7 @@ def write_merged(run: str, out: Path, device: str | None) -> None:
     if trained.base != "bf16":
         kernels_for(device, "auto")
     adapter = Path(run) / "adapter"
-    hf.read_peft(adapter)
+    peft.read_peft(adapter)
     folder = hf.resolve(trained.model)
     hf.files_to_copy(folder)                     # refuses a link out of it before any work
     model = qwen.load(folder, trained.base, device)
