@@ -35,9 +35,10 @@ import rewards
 from answers import can_read
 from harness import config, data, hf, plugin
 from harness.config import Settings, setting
+from harness.device import KERNELS, choose_device, configure_cpu
 from harness.figures import evaluation_figures, paired_figures, sampler_entropy
 from harness.files import errors_name_file, json_line, read_rows, write_atomically
-from harness.ranks import KERNELS, choose_device, configure_cpu, say
+from harness.ranks import say
 from sampler import (Sampler, Sampling, Sequence, engine_for, refuse_large_rank,
                      rollouts_of)
 

@@ -335,7 +335,7 @@ def attention_to_cache(kv: Tensor, table: Tensor, prefix: Tensor, pos: Tensor) -
 
 def engine_for(device: torch.device, kernels: str = "auto") -> Callable:
     """The engine class of a device, as Sampler takes it. kernels: the value of --kernels, or what
-    harness.ranks.kernels_for made of it; a CPU has no choice.
+    harness.device.kernels_for made of it; a CPU has no choice.
     """
     if device.type != "cuda":
         return TorchEngine

@@ -44,7 +44,7 @@ from attention import Spans, attend_spans
 from fast import kernels
 from fast.kernels import (AttentionPlan, LayerCache, LogitChunks, NextNorm, RowSquares, RowState,
                           SplitSoftmaxes, UnfinishedLinear)
-from harness.ranks import capability, kernels_for
+from harness.device import capability, kernels_for
 from lora import Linear
 from marlin_fp4 import (TILE_SIDE, PackedWeight, expanded_matmul, most_pieces, portable_matmul,
                         shared_memory_kib)
@@ -186,7 +186,7 @@ class GraphStore(dict):
 
 
 class GraphEngine(TorchEngine):
-    """sampler.TorchEngine's fast twin. kernels: --kernels, see harness.ranks.kernels_for.
+    """sampler.TorchEngine's fast twin. kernels: --kernels, see harness.device.kernels_for.
 
     Raises ValueError for a model whose sizes the kernels do not take.
     """

@@ -32,10 +32,11 @@ import grpo
 import nvfp4
 from harness import hf
 from harness.data import STYLES, SUFFIXES
+from harness.device import KERNELS
 from harness.files import read_json
 from harness.plugin import home_of, split_names
 from harness.process import short_repr
-from harness.ranks import KERNELS, RANK, say
+from harness.ranks import RANK, say
 
 TINY_MODEL = Path(__file__).parent.parent / "tiny"
 

@@ -28,8 +28,9 @@ from harness.checkpoints import RunFolder
 from harness.config import (FIELDS, Memory, Objective, Rollout, Settings, check_settings, option,
                             without_places)
 from harness.console import Console, Phases
+from harness.device import choose_device, configure_cpu
 from harness.files import read_json
-from harness.ranks import RANK, WORLD, choose_device, configure_cpu, gather, join_ranks, say
+from harness.ranks import RANK, WORLD, gather, join_ranks, say
 from harness.trackers import Tracker
 from learner import Learner
 from sampler import KV_BLOCK, Sampler, engine_for, refuse_large_rank

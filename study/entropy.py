@@ -25,8 +25,8 @@ import model as qwen
 import nvfp4
 import rewards
 from harness import data, hf
+from harness.device import choose_device
 from harness.files import append_lines
-from harness.ranks import choose_device
 from sampler import Sampler, Sampling, engine_for
 from study.results import sampled_setting
 

@@ -55,10 +55,10 @@ import nvfp4
 from attention import lay_out
 from fast import memory
 from harness.config import Memory, Rollout, check_ranges
+from harness.device import KERNELS, capability, choose_device
 from harness.files import read_rows
 from harness.prepare import divide_memory
-from harness.ranks import (KERNELS, LOCAL_RANK, WORLD, capability, choose_device, gather,
-                           join_ranks, say, share)
+from harness.ranks import LOCAL_RANK, WORLD, gather, join_ranks, say, share
 from harness.process import short_repr
 from learner import Batch, Learner, micro_batches
 from lora import Linear, attach

@@ -28,8 +28,8 @@ from harness import config, data, hf
 from harness.config import setting
 from harness.console import command
 from harness.data import STYLES
+from harness.device import device_of, kernels_for
 from harness.files import must_be_new
-from harness.ranks import device_of, kernels_for
 
 
 @dataclass(frozen=True)
