@@ -28,8 +28,8 @@ case once, so a run does not fail at step 300, on the first batch of long answer
 
 For each size of micro-batch, from the largest on, what it leaves free is given away in this order:
 
-    1. to the KV pool, up to half of what is of use: few answers reach the full length, and a row
-       that finds no free kv_block waits;
+    1. to the KV pool, up to half of what is of use, but at least one sequence of full length: few
+       answers reach that, and a row that finds no free kv_block waits;
     2. to activations, of as many layers as fit;
     3. to the KV pool, up to all that is of use;
     4. what then remains is kept free, and listed with the activations.
@@ -232,9 +232,10 @@ class Plan:
                 continue
             computed = max(tokens, self.row_tokens)      # a longer row is a micro-batch of its own
             layer = self.layer_bytes_per_token * computed
-            # The pool gets what the activations of all layers leave: at least half of what is of
-            # use to it, at most all of that.
-            pool = min(left, max(useful_pool / 2, min(useful_pool, left - layers * layer)))
+            # The pool gets what the activations of all layers leave, up to what is of use to it; at
+            # least half of that, and what one sequence of full length takes.
+            least = max(self.least_pool, useful_pool / 2)
+            pool = min(left, max(least, min(useful_pool, left - layers * layer)))
             if memory.kv_gib is not None:
                 pool = memory.kv_gib * GIB
             kept_layers = int((left - pool) / layer + 1e-6)      # 2.9999999 is 3

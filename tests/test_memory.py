@@ -20,6 +20,7 @@ from harness.config import Memory, read_settings
 from learner import Learner
 from lora import attach
 from model import ModelConfig, load
+from sampler import Sampler, TorchEngine
 from test_lora import attach_to_some
 from tools.bench import SIZES
 
@@ -217,6 +218,17 @@ def test_a_pool_that_holds_no_row_of_full_length_is_refused_before_the_sampler_i
     said = "leave 11.9, a forward and backward takes 4.0 and the KV cache of one row 8.3"
     with pytest.raises(ValueError, match=said):
         gpu.plan(15.0, tokens=200)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("limit", [80, 8])
+def test_a_pool_for_few_rows_holds_one_of_full_length(gpu, rows, limit):
+    # It needs (3 + 2) x 32 tokens, which is more than one row of 96 and more than half of two or three. Of 8 GiB 1.2 are
+    # left, where three layers of 1 GiB want them all.
+    plan = gpu.plan(limit, tokens=200, rows=rows)
+    sampler = Sampler(TorchEngine, gpu.model, PROMPT + NEW, rows, plan.pool / GIB)
+    assert len(sampler.pool) >= 4                                         # without number 0
+    assert plan.kept_layers == (3 if limit == 80 else 1)
 
 
 # In GiB, as runs on an H200 printed: weights, with the buffer that expands one of them, and the adapter; a micro-batch,
