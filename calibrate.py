@@ -209,16 +209,17 @@ def output_error(w: Tensor, tensors: Nvfp4Tensors, hessian: Tensor) -> float:
 
 def write_calibrated(source: Path, out: Path, tokenizer: data.Tokenizer,
                      problems: list[data.Problem], count: int, device: torch.device,
-                     codes: str = "gptq", max_new_tokens: int = 512, seed: int = 0,
-                     kernels: str = "auto") -> int:
+                     kernels: str | None, codes: str = "gptq", max_new_tokens: int = 512,
+                     seed: int = 0) -> int:
     """Write the 16-bit model in `source` to the new folder `out` in NVFP4, with codes chosen by its
     own answers to `count` of the problems, or to all if they are fewer -> how many it answered.
 
-    seed: of the choice of problems and of the answers. codes: a name in CODES.
+    device, kernels: what harness.device.choose_device returned. codes: a name in CODES. seed: of
+    the choice of problems and of the answers.
     """
     files = source_of(source, device)            # refuses what cannot be written before any answer
     some = data.problems_at(problems, seed, range(min(count, len(problems))))
-    texts = own_answers(source, tokenizer, some, device, max_new_tokens, seed, kernels)
+    texts = own_answers(source, tokenizer, some, device, kernels, max_new_tokens, seed)
     to_nvfp4(files, out, codes, texts, tokenizer.vocab_size)
     return len(some)
 
@@ -230,7 +231,8 @@ class Text(NamedTuple):
 
 
 def own_answers(folder: str | Path, tokenizer: data.Tokenizer, problems: list[data.Problem],
-                device: torch.device, max_new_tokens: int, seed: int, kernels: str) -> list[Text]:
+                device: torch.device, kernels: str | None, max_new_tokens: int, seed: int
+                ) -> list[Text]:
     """Texts to calibrate by: the answers, at temperature 1, of the model rounded to NVFP4.
 
     ValueError for fewer than two problems.
@@ -241,7 +243,7 @@ def own_answers(folder: str | Path, tokenizer: data.Tokenizer, problems: list[da
     model = qwen.load(folder, "nvfp4", device, live_vocab=tokenizer.vocab_size)
     prompts = [p.prompt for p in problems]
     longest = max(map(len, prompts)) + max_new_tokens
-    sampler = Sampler(engine_for(device, kernels), model, longest, min(256, len(prompts)))
+    sampler = Sampler(engine_for(kernels), model, longest, min(256, len(prompts)))
     rollouts = sampler.generate(prompts, 1, Sampling(max_new_tokens, tokenizer.end_ids, seed=seed))
     del model, sampler
     gc.collect()                                 # an engine and its graphs refer to each other

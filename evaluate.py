@@ -35,9 +35,10 @@ import rewards
 from answers import can_read
 from harness import config, data, hf, peft, plugin
 from harness.config import Settings, setting
+from harness.device import KERNELS, choose_device, configure_cpu
 from harness.figures import evaluation_figures, paired_figures, sampler_entropy
 from harness.files import errors_name_file, json_line, read_rows, write_atomically
-from harness.ranks import KERNELS, choose_device, configure_cpu, say
+from harness.ranks import say
 from sampler import (Sampler, Sampling, Sequence, engine_for, refuse_large_rank,
                      rollouts_of)
 
@@ -135,8 +136,9 @@ def read_flags() -> tuple[Which, Evaluation, Settings | None]:
 
 
 def open_model(which: Which, prompt_style: str, thinking: str
-               ) -> tuple[Which, torch.device, data.Tokenizer]:
-    """-> the flags with --base and --device decided; the device; the tokenizer.
+               ) -> tuple[Which, torch.device, str | None, data.Tokenizer]:
+    """-> the flags with --base and --device decided; the device, and which kernels decode there;
+    the tokenizer.
 
     ValueError for all that can be wrong with the device, the adapter or the model, except for its
     weights: load_model() may take an hour to download them. What differs from the adapter's
@@ -155,7 +157,7 @@ def open_model(which: Which, prompt_style: str, thinking: str
         conditions = peft.training_conditions(folder, base, prompt_style, thinking)
         peft.tell_other_conditions(which.adapter, conditions)
     tokenizer = data.Tokenizer(folder, thinking)
-    return dataclasses.replace(which, base=base, device=device.type), device, tokenizer
+    return dataclasses.replace(which, base=base, device=device.type), device, kernels, tokenizer
 
 
 def load_model(which: Which, device: torch.device, tokenizer: data.Tokenizer) -> qwen.Qwen:
@@ -329,7 +331,8 @@ def main() -> None:
         which, wanted, run = read_flags()
         plug_in = plugin.Reward(wanted.reward) if wanted.reward else None
         others = read_results(wanted.against) if wanted.against else None
-        which, device, tokenizer = open_model(which, wanted.prompt_style, wanted.thinking)
+        which, device, kernels, tokenizer = open_model(which, wanted.prompt_style,
+                                                       wanted.thinking)
         folder = tokenizer.folder
         problems, source = problems_of(wanted, run, tokenizer)
         if others is not None:                   # ValueError if no problem is in both
@@ -342,8 +345,7 @@ def main() -> None:
         hf.check_lengths(folder, longest + new_tokens)
         model = load_model(which, device, tokenizer)
         rows_at_once = min(wanted.max_rows, len(problems) * wanted.samples)
-        sampler = Sampler(engine_for(device, which.kernels), model, longest + new_tokens,
-                          rows_at_once)
+        sampler = Sampler(engine_for(kernels), model, longest + new_tokens, rows_at_once)
         shift = None
         if which.adapter:
             shift = prove_adapter(model, sampler, problems[0].prompt, new_tokens)

@@ -90,9 +90,9 @@ class AdamW:
         self.state |= {name: torch.zeros_like(master.data) for name in self.MOMENTS}
 
     @classmethod
-    def state_bytes(cls, adapter: Adapter) -> int:
-        """How many bytes this optimizer keeps beside an adapter and its gradient."""
-        return len(cls.MOMENTS) * adapter.master.nbytes
+    def state_bytes(cls, parameters: int) -> int:
+        """How many bytes this optimizer keeps beside so many parameters and their gradient."""
+        return 4 * len(cls.MOMENTS) * parameters
 
     def tensors(self) -> dict[str, Tensor]:
         """The optimizer's state by name, as checkpoints hold it; step() changes it in place."""
@@ -149,12 +149,12 @@ class Learner:
         self.loss_scale = FIRST_LOSS_SCALE if model.dtype == torch.float16 else 1.0
 
     @classmethod
-    def state_bytes(cls, adapter: Adapter) -> int:
-        """How many bytes an adapter takes in training: the fp32 parameters and their gradient, the
-        working copies in the model's dtype that are computed with, and the optimizer's state.
+    def state_bytes(cls, parameters: int, dtype: torch.dtype) -> int:
+        """How many bytes an adapter of so many parameters takes in training: the fp32 parameters
+        and their gradient, the working copies in the model's dtype that are computed with, and the
+        optimizer's state.
         """
-        optimizer = cls.OPTIMIZER.state_bytes(adapter)
-        return 2 * adapter.master.nbytes + adapter.working.nbytes + optimizer
+        return (4 + 4 + dtype.itemsize) * parameters + cls.OPTIMIZER.state_bytes(parameters)
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint must hold, by name; update() changes it in place."""

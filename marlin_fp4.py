@@ -47,7 +47,7 @@ import torch
 import triton
 import triton.language as tl
 
-from harness.ranks import capability
+from harness.device import capability
 from nvfp4 import Weight
 from ops import mm_fp32
 

@@ -333,11 +333,11 @@ def attention_to_cache(kv: Tensor, table: Tensor, prefix: Tensor, pos: Tensor) -
     return [functools.partial(attend, layer) for layer in kv]
 
 
-def engine_for(device: torch.device, kernels: str = "auto") -> Callable:
-    """The engine class of a device, as Sampler takes it. kernels: the value of --kernels, or what
-    harness.ranks.kernels_for made of it; a CPU has no choice.
+def engine_for(kernels: str | None) -> Callable:
+    """The engine class, as Sampler takes it. kernels: which of them decode, as
+    harness.device.choose_device returned it; None on a CPU.
     """
-    if device.type != "cuda":
+    if kernels is None:
         return TorchEngine
     from fast.decode import GraphEngine
     return functools.partial(GraphEngine, kernels=kernels)

@@ -44,7 +44,7 @@ from attention import Spans, attend_spans
 from fast import kernels
 from fast.kernels import (AttentionPlan, LayerCache, LogitChunks, NextNorm, RowSquares, RowState,
                           SplitSoftmaxes, UnfinishedLinear)
-from harness.ranks import capability, kernels_for
+from harness.device import capability
 from lora import Linear
 from marlin_fp4 import (TILE_SIDE, PackedWeight, expanded_matmul, most_pieces, portable_matmul,
                         shared_memory_kib)
@@ -186,13 +186,13 @@ class GraphStore(dict):
 
 
 class GraphEngine(TorchEngine):
-    """sampler.TorchEngine's fast twin. kernels: --kernels, see harness.ranks.kernels_for.
+    """sampler.TorchEngine's fast twin. kernels: which matmul decodes, see decode_matmul_for.
 
     Raises ValueError for a model whose sizes the kernels do not take.
     """
     window = WINDOW
 
-    def __init__(self, model: Qwen, kv: torch.Tensor, max_rows: int, kernels: str = "auto"):
+    def __init__(self, model: Qwen, kv: torch.Tensor, max_rows: int, kernels: str | None):
         c = model.config
         if c.head_dim not in (64, 128):
             raise ValueError(f"heads of size {c.head_dim}: the GPU's kernels take 64 and 128")
@@ -213,7 +213,7 @@ class GraphEngine(TorchEngine):
         self.pdl = dict(PDL=True, launch_pdl=True) if pdl else dict(PDL=False)
         self.shared_memory = shared_memory_kib(capability(kv.device))
         self.wide_steps_fit = c.head_dim == 64 or self.shared_memory > 128
-        matmul = decode_matmul_for(kernels_for(kv.device, kernels))
+        matmul = decode_matmul_for(kernels)
         self.matmul = functools.partial(matmul, pdl=pdl) if matmul else None
 
         def zeros(*shape, dtype=torch.int64):

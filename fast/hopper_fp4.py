@@ -41,7 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from harness.ranks import capability
+from harness.device import capability
 from marlin_fp4 import (A_TILE, TILE_SIDE, MatmulSlabs, PackedWeight, a_stripe, decode_planes,
                         decode_scales, prepare_launch, side_by_side, spread_scales)
 

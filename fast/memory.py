@@ -28,8 +28,8 @@ case once, so a run does not fail at step 300, on the first batch of long answer
 
 For each size of micro-batch, from the largest on, what it leaves free is given away in this order:
 
-    1. to the KV pool, up to half of what is of use: few answers reach the full length, and a row
-       that finds no free kv_block waits;
+    1. to the KV pool, up to half of what is of use, but at least one sequence of full length: few
+       answers reach that, and a row that finds no free kv_block waits;
     2. to activations, of as many layers as fit;
     3. to the KV pool, up to all that is of use;
     4. what then remains is kept free, and listed with the activations.
@@ -72,7 +72,6 @@ FRAGMENTS = 0.03 if sys.platform == "linux" else 0.06
 
 # Bits of a weight in each of nvfp4.FORMATS, scales included.
 BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5, "bf16": 16}
-ADAPTER_BYTES = 18                                     # of a parameter: Learner.state_bytes
 
 
 class Option(NamedTuple):
@@ -105,9 +104,9 @@ def bound(memory_gib: float | None, device: torch.device) -> None:
     torch.cuda.set_per_process_memory_fraction((memory_gib * GIB - CUDA_CONTEXT) / total, device)
 
 
-def model_bytes(config: ModelConfig, base: str, rank: int) -> tuple[float, float]:
-    """What the weights of a model take, and its adapter in training. Norms and biases, a thousandth
-    of that, are left out.
+def model_bytes(config: ModelConfig, base: str, rank: int) -> tuple[float, int]:
+    """What the weights of a model take, and its adapter in training, in bytes. Norms and biases, a
+    thousandth of that, are left out.
     """
     c = config
     heads = c.heads * c.head_dim
@@ -116,7 +115,8 @@ def model_bytes(config: ModelConfig, base: str, rank: int) -> tuple[float, float
                (c.feed_forward, c.width), (c.feed_forward, c.width), (c.width, c.feed_forward))
     embeddings = (2 - c.tied) * c.vocab * c.width * 2
     weights = c.layers * sum(n * k for n, k in linears) * BITS[base] / 8 + embeddings
-    return weights, c.layers * sum(rank * (n + k) for n, k in linears) * ADAPTER_BYTES
+    parameters = c.layers * sum(rank * (n + k) for n, k in linears)
+    return weights, Learner.state_bytes(parameters, torch.bfloat16)
 
 
 def check_size(name: str, config: ModelConfig, base: str, rank: int, limit: float) -> None:
@@ -202,7 +202,8 @@ class Plan:
 
     def _fixed(self, limit: float, max_rows: int) -> dict[str, float]:
         """What there is nothing to decide about: name -> bytes."""
-        adapter_bytes = Learner.state_bytes(self.model.adapter)
+        parameters = self.model.adapter.master.numel()
+        adapter_bytes = Learner.state_bytes(parameters, self.model.dtype)
         c = self.model.config
         weights = [linear.weight for linear in self.linears]
         graphs = GRAPH_LOGITS * max_rows * c.vocab
@@ -231,9 +232,10 @@ class Plan:
                 continue
             computed = max(tokens, self.row_tokens)      # a longer row is a micro-batch of its own
             layer = self.layer_bytes_per_token * computed
-            # The pool gets what the activations of all layers leave: at least half of what is of
-            # use to it, at most all of that.
-            pool = min(left, max(useful_pool / 2, min(useful_pool, left - layers * layer)))
+            # The pool gets what the activations of all layers leave, up to what is of use to it; at
+            # least half of that, and what one sequence of full length takes.
+            least = max(self.least_pool, useful_pool / 2)
+            pool = min(left, max(least, min(useful_pool, left - layers * layer)))
             if memory.kv_gib is not None:
                 pool = memory.kv_gib * GIB
             kept_layers = int((left - pool) / layer + 1e-6)      # 2.9999999 is 3

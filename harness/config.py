@@ -12,8 +12,9 @@ Settings are made once and never change. run.json holds them flat, flag name -> 
 `--resume` and `--like` read them back from there. check_settings() rejects invalid values with a
 one-line error before anything expensive starts.
 
-With --model the defaults are close to the runs of study/README.md; docs/recipes.md says where they
-differ. --preset replaces the defaults by a row of PRESETS. The help texts say where a value comes
+The defaults are close to the runs of study/README.md; docs/recipes.md says where they differ. Some
+defaults of the bundled tiny model are its own, TINY_DEFAULTS. --preset replaces the defaults by a
+row of PRESETS; read_settings() has the order of all sources. The help texts say where a value comes
 from: "study" is study/README.md, "Table 4" and sections are those of the paper (QeRL, arXiv
 2510.11696), and "release" is the authors' code (NVlabs/QeRL).
 """
@@ -32,10 +33,11 @@ import grpo
 import nvfp4
 from harness import peft
 from harness.data import STYLES, SUFFIXES
+from harness.device import KERNELS
 from harness.files import read_json
 from harness.plugin import home_of, split_names
 from harness.process import short_repr
-from harness.ranks import KERNELS, RANK, say
+from harness.ranks import RANK, say
 
 TINY_MODEL = Path(__file__).parent.parent / "tiny"
 
@@ -86,8 +88,9 @@ class General:
 @dataclass(frozen=True)
 class Model:
     """model and adapter"""
-    model: str = setting(str(TINY_MODEL), "folder, Hugging Face id, or a name such as qwen2.5-7b "
-                         "(default: the tiny model in tiny/)")
+    model: str = setting(str(TINY_MODEL), "folder, Hugging Face id, or a name such as qwen2.5-7b; "
+                         "tiny: the bundled model, which has defaults of its own, unless a folder "
+                         "here has that name (default: tiny)")
     base: str = setting("nvfp4", "format of the frozen linears", choices=nvfp4.FORMATS)
     calibrate: int | None = setting(
         None, "choose the NVFP4 codes by the model's own answers to this many training problems; "
@@ -269,9 +272,10 @@ FIELDS = {field.name: field for section in dataclasses.fields(Settings)
 assert len(FIELDS) == len(Settings().flat()), "two sections have a setting of the same name"
 
 
-# Without --model the bundled tiny model learns arithmetic, with sizes that suit two CPU cores. The
-# noise, the divided advantages and the cosine are the paper's or its release's: a newcomer's first
-# run and tools/walkthrough.py then go through every part of the method.
+# The bundled tiny model, which is that of a run without --model, learns arithmetic, with sizes that
+# suit two CPU cores. The noise, the divided advantages and the cosine are the paper's or its
+# release's: a newcomer's first run and tools/walkthrough.py then go through every part of the
+# method.
 TINY_DEFAULTS = dict(data="arithmetic", steps=48, prompts_per_step=16, max_prompt_tokens=64,
                      max_new_tokens=48, lr=5e-4, overlong="mask", calibrate=0, sigma_start=1e-2,
                      advantage_scale="group", lr_schedule="cosine")
@@ -298,7 +302,10 @@ def new_parser() -> argparse.ArgumentParser:
     """-> the parser of train.py: a flag for every field of Settings."""
     parser = argparse.ArgumentParser(
         description="GRPO/DAPO of a Qwen2.5 or Qwen3 model: frozen 4-bit weights, LoRA, AQN.",
-        usage="train.py [flags], --help lists them", allow_abbrev=False, formatter_class=Help)
+        usage="train.py [flags], --help lists them", allow_abbrev=False, formatter_class=Help,
+        add_help=False)                          # the defaults that it shows follow from other flags
+    parser.add_argument("-h", "--help", action="store_true",
+                        help="show this help message and exit")
     for section in dataclasses.fields(Settings):
         add_section(parser, section.type)
     return parser
@@ -327,61 +334,95 @@ OF_A_START = "kernels", "memory_gib", "kv_gib"
 
 
 def read_settings(argv: list | None = None) -> tuple[Settings, Settings | None]:
-    """-> the settings that the command line gives, and those of the run that is resumed, or None.
+    """-> the settings of a run, and those that it began with if it is resumed, else None.
 
-    With --resume or --like a flag that is not given has the value that the other run had. Two
-    defaults may still be None, because they depend on data, model and device: --steps and
-    --calibrate. prepare.prepare() decides them, and run.json holds what it decided.
+    A setting has the value of the last of these sources that holds it: the field's default,
+    TINY_DEFAULTS for the bundled model, --preset, the run.json of --like or --resume, and the
+    command line. With --help all but the command line are shown as defaults, and the program ends.
+
+    --calibrate may still be None, because it depends on model and device. prepare.prepare()
+    decides it, and run.json holds what it decided.
     """
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--model")                # --help shows the defaults that follow from it
-    first.add_argument("--like")
-    first.add_argument("--preset")
-    known = first.parse_known_args(argv)[0]
     parser = new_parser()
-    if known.model is None:
-        parser.set_defaults(**TINY_DEFAULTS)
-    parser.set_defaults(**PRESETS.get(known.preset, {}))
-    like = {}
-    if known.like:
-        like = without_places(read_run_json(Path(known.like) / "run.json"))
-        parser.set_defaults(**like)
-    args = parser.parse_args(argv)
-    before = None
-    if args.resume and args.like:
-        raise ValueError("--like begins a run and --resume continues one: give one of the two")
-    if args.preset and (args.resume or args.like):
-        raise ValueError(f"--preset {args.preset}: --resume and --like take the values of another "
-                         "run, give one of the two")
-    if args.resume:
-        before = read_run_json(run_folder(args) / "run.json")
-        if not {"model", "base", "data"} <= before.keys():
-            raise ValueError(f"{run_folder(args) / 'run.json'}: has no model, base or data")
-        check_adapters_run(run_folder(args), before)
-        parser.set_defaults(**without_places(before))
-        args = parser.parse_args(argv)
-    args.out = str(run_folder(args))
-    values = with_absolute_paths(vars(args))
-    for name, value in like.items():
-        if values[name] != value:
-            say(f"{option(name)} is {values[name]!r}, {args.like} had {value!r}")
-    for name in OF_A_START if args.resume else ():
-        if name in before and values[name] != before[name]:
-            say(f"{option(name)} is {values[name]!r}, the run had {before[name]!r}: its last "
-                "digits can differ from those of a run that was not interrupted")
-    if args.adapter and not args.resume:
-        check_shape_flags(args.adapter, given_flags(parser, argv))
-    if args.resume or args.like:
-        tell_functions(args.out if args.resume else args.like, values)
-    return Settings.of(values), before and Settings.of(before)
+    given = given_flags(parser, argv)
+    show_help = given.pop("help", False)
+    check_sources(given)
+    defaults = Settings().flat()
+    if is_bundled(given.get("model")):
+        defaults |= TINY_DEFAULTS
+        if "model" in given:
+            given["model"] = str(TINY_MODEL)
+    defaults |= PRESETS.get(given.get("preset"), {})
+    folder = given.get("like")
+    if given.get("resume"):
+        folder = given["out"] = str(run_folder(defaults | given))
+    held = read_run_json(Path(folder) / "run.json") if folder else {}
+    if given.get("resume"):
+        check_can_resume(folder, held)
+    defaults |= without_places(held)
+    if show_help:
+        parser.set_defaults(**defaults)
+        parser.print_help()
+        parser.exit()
+    values = with_absolute_paths(defaults | given)
+    values["out"] = str(run_folder(values))
+    tell_differences(values, held)
+    if values["adapter"] and not values["resume"]:
+        check_shape_flags(values["adapter"], given)
+    if folder:
+        tell_functions(folder, values)
+    return Settings.of(values), Settings.of(held) if values["resume"] else None
 
 
 def given_flags(parser: argparse.ArgumentParser, argv: list | None) -> dict:
     """Name and value of each flag that stands on the command line, without defaults."""
     absent = object()
-    empty = argparse.Namespace(**dict.fromkeys(FIELDS, absent))
+    empty = argparse.Namespace(**dict.fromkeys(["help", *FIELDS], absent))
     values = vars(parser.parse_args(argv, empty))
     return {name: value for name, value in values.items() if value is not absent}
+
+
+def is_bundled(model: str | None) -> bool:
+    """Whether --model means the bundled model with its defaults: it does if it is absent, and as
+    "tiny" unless the working directory has another folder of that name. A path, also that of the
+    bundled model, is a folder like any other.
+    """
+    if model != "tiny":
+        return model is None
+    return not Path(model).is_dir() or Path(model).resolve() == TINY_MODEL.resolve()
+
+
+def check_sources(given: dict) -> None:
+    """ValueError for two flags that both give values to all others."""
+    if given.get("resume") and given.get("like"):
+        raise ValueError("--like begins a run and --resume continues one: give one of the two")
+    if given.get("preset") and (given.get("resume") or given.get("like")):
+        raise ValueError(f"--preset {given['preset']}: --resume and --like take the values of "
+                         "another run, give one of the two")
+
+
+def check_can_resume(folder: str, held: dict) -> None:
+    """ValueError if the values of a run's run.json lack what a run is, or were edited."""
+    if not {"model", "base", "data"} <= held.keys():
+        raise ValueError(f"{Path(folder) / 'run.json'}: has no model, base or data")
+    check_adapters_run(Path(folder), held)
+
+
+def tell_differences(values: dict, held: dict) -> None:
+    """Says which settings differ from those of the run that is resumed or that --like names.
+
+    held: the values in its run.json, {} if there is none. A resumed run is told of OF_A_START
+    alone: check_settings() refuses any other difference.
+    """
+    if values["resume"]:
+        for name in OF_A_START:
+            if name in held and values[name] != held[name]:
+                say(f"{option(name)} is {values[name]!r}, the run had {held[name]!r}: its last "
+                    "digits can differ from those of a run that was not interrupted")
+        return
+    for name, value in without_places(held).items():
+        if values[name] != value:
+            say(f"{option(name)} is {values[name]!r}, {values['like']} had {value!r}")
 
 
 def check_shape_flags(adapter: str, given: dict) -> None:
@@ -475,10 +516,11 @@ def settings_of_run(folder: str | Path) -> Settings:
     return Settings.of(held | {"out": str(folder)})
 
 
-def run_folder(args) -> Path:
-    """--out, or runs/MODEL-BASE-DATA-SEED."""
-    parts = Path(args.model).name, args.base, Path(args.data).stem, str(args.seed)
-    return Path(args.out or "runs/" + re.sub(r"[^\w.-]+", "-", "-".join(parts)))
+def run_folder(values: dict) -> Path:
+    """--out, or runs/MODEL-BASE-DATA-SEED. values: of all settings, by their names."""
+    parts = [Path(values["model"]).name, values["base"], Path(values["data"]).stem,
+             str(values["seed"])]
+    return Path(values["out"] or "runs/" + re.sub(r"[^\w.-]+", "-", "-".join(parts)))
 
 
 # -----------------------------------------------------------------------------

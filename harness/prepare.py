@@ -28,8 +28,9 @@ from harness.checkpoints import RunFolder
 from harness.config import (FIELDS, Memory, Objective, Rollout, Settings, check_settings, option,
                             without_places)
 from harness.console import Console, Phases
+from harness.device import choose_device, configure_cpu
 from harness.files import read_json
-from harness.ranks import RANK, WORLD, choose_device, configure_cpu, gather, join_ranks, say
+from harness.ranks import RANK, WORLD, gather, join_ranks, say
 from harness.trackers import Tracker
 from learner import Learner
 from sampler import KV_BLOCK, Sampler, engine_for, refuse_large_rank
@@ -100,7 +101,7 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
         memory.check_size(settings.model.model, qwen.ModelConfig.from_json(raw),
                           settings.model.base, settings.model.lora_rank,
                           memory.free_memory(wanted.memory_gib))
-    model = read_model(settings, tokenizer, problems, device, phases)
+    model = read_model(settings, tokenizer, problems, device, kernels, phases)
     conditions = peft.training_conditions(Path(model.name), settings.model.base,
                                           settings.data.prompt_style, settings.data.thinking)
     check_conditions(settings, conditions)
@@ -108,7 +109,7 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
     learner = Learner(model, loss_of(settings.objective), settings.rollout.temperature,
                       optim.max_grad_norm, optim.weight_decay)
     with phases("memory plan"):
-        sampler = divide_memory(model, learner, wanted, settings.rollout,
+        sampler = divide_memory(model, learner, engine_for(kernels), wanted, settings.rollout,
                                 settings.data.max_prompt_tokens, len(held_out))
     grade = functools.partial(rewards.grade_rollouts, tokenizer, style=settings.data.prompt_style,
                               plug_in=plug_in)
@@ -219,7 +220,7 @@ def check_conditions(settings: Settings, conditions: dict) -> None:
 
 
 def read_model(settings: Settings, tokenizer: data.Tokenizer, problems: list,
-               device: torch.device, phases: Phases) -> qwen.Qwen:
+               device: torch.device, kernels: str | None, phases: Phases) -> qwen.Qwen:
     """-> the model of --base, --calibrate and --dtype, with a new adapter or that of --adapter."""
     wanted, general = settings.model, settings.general
     with phases("download"):
@@ -227,7 +228,7 @@ def read_model(settings: Settings, tokenizer: data.Tokenizer, problems: list,
     base = hf.base_of(folder, wanted.base)
     if wanted.calibrate:
         with phases("calibration"):
-            folder = calibrated(settings, folder, tokenizer, problems, device)
+            folder = calibrated(settings, folder, tokenizer, problems, device, kernels)
     with phases("weights"):
         model = qwen.load(folder, base, device, wanted.dtype, tokenizer.vocab_size)
     configure_cpu(model)
@@ -241,14 +242,14 @@ def read_model(settings: Settings, tokenizer: data.Tokenizer, problems: list,
 
 
 def calibrated(settings: Settings, source: Path, tokenizer: data.Tokenizer, problems: list,
-               device: torch.device) -> Path:
+               device: torch.device, kernels: str | None) -> Path:
     """-> --out/base, where rank 0 writes the model in NVFP4. A resumed run finds it there."""
     general = settings.general
     folder = Path(general.out) / "base"
     if RANK == 0 and not folder.exists():
         calibrate.write_calibrated(source, folder, tokenizer, problems, settings.model.calibrate,
-                                   device, "gptq", min(512, settings.rollout.max_new_tokens),
-                                   general.seed, settings.memory.kernels)
+                                   device, kernels, "gptq",
+                                   min(512, settings.rollout.max_new_tokens), general.seed)
     gather([])                                   # the other ranks wait here
     return folder
 
@@ -261,13 +262,14 @@ def loss_of(objective: Objective) -> grpo.Loss:
                                **{name: value for name, value in given.items() if value is not None})
 
 
-def divide_memory(model: qwen.Qwen, learner: Learner, wanted: Memory, rollout: Rollout,
-                  max_prompt_tokens: int, num_held_out: int) -> Sampler:
-    """-> the sampler, with its KV pool. Sets the learner's micro_batch_tokens and kept_layers."""
+def divide_memory(model: qwen.Qwen, learner: Learner, engine: Callable, wanted: Memory,
+                  rollout: Rollout, max_prompt_tokens: int, num_held_out: int) -> Sampler:
+    """-> the sampler, with this engine (see sampler.engine_for) and its KV pool. Sets the learner's
+    micro_batch_tokens and kept_layers.
+    """
     longest = max_prompt_tokens + rollout.max_new_tokens
     answers = rollout.prompts_per_step * rollout.group_size
     rows = min(rollout.max_rows, max(answers, num_held_out))
-    engine = engine_for(model.device, wanted.kernels)
     if model.device.type == "cuda":
         plan = memory.Plan(model, wanted, max_prompt_tokens, rollout.max_new_tokens, rows, say)
         sampler = Sampler(engine, model, longest, rows, plan.pool / 2**30)

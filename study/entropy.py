@@ -25,8 +25,8 @@ import model as qwen
 import nvfp4
 import rewards
 from harness import data, hf
+from harness.device import choose_device
 from harness.files import append_lines
-from harness.ranks import choose_device
 from sampler import Sampler, Sampling, engine_for
 from study.results import sampled_setting
 
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     args = parser.parse_args()
     with process.one_line("study.entropy"):
-        device, _ = choose_device(args.device, "auto", args.model)
+        device, kernels = choose_device(args.device, "auto", args.model)
         folder = hf.resolve(args.model)
         tokenizer = data.Tokenizer(folder)
         problems = data.load_problems(args.data, "test")[:args.problems]
@@ -82,7 +82,7 @@ def main() -> None:
         model = qwen.load(folder, args.base, device, live_vocab=tokenizer.vocab_size)
         longest = max(len(problem.prompt) for problem in problems) + args.max_new_tokens
         rows = max(PROBLEMS_AT_ONCE, args.problems_a_draw) * args.samples
-        sampler = Sampler(engine_for(device, "auto"), model, longest, rows)
+        sampler = Sampler(engine_for(kernels), model, longest, rows)
         sampling = Sampling(args.max_new_tokens, tokenizer.end_ids, temperature=1.0, seed=0)
         for kind, sigma in NOISES:
             began = time.perf_counter()

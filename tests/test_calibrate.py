@@ -401,13 +401,13 @@ def test_the_models_own_answers_and_nothing_else_stays_in_memory(monkeypatch):
     tokenizer = data.Tokenizer(TINY)
     problems = data.load_problems("arithmetic")
     problems = data.encode_prompts(tokenizer, problems[:20], "boxed", 99)
-    texts, again, other = (calibrate.own_answers(TINY, tokenizer, problems, CPU, 12, seed, "auto") for seed in (0, 0, 1))
+    texts, again, other = (calibrate.own_answers(TINY, tokenizer, problems, CPU, None, 12, seed) for seed in (0, 0, 1))
     assert texts == again != other and len(texts) == 20
     for text, problem in zip(texts, problems):
         answer = text.tokens[text.start:]
         assert text.tokens[:text.start] == problem.prompt
         assert 1 <= len(answer) <= 12 and (len(answer) == 12 or answer[-1] in tokenizer.end_ids)
-    gone, made = [], calibrate.engine_for(CPU)
+    gone, made = [], calibrate.engine_for(None)
 
     class Circle(made):                                    # as an engine of CUDA graphs is one
         def __init__(self, *arguments):
@@ -415,11 +415,11 @@ def test_the_models_own_answers_and_nothing_else_stays_in_memory(monkeypatch):
             self.me = self
             weakref.finalize(self, gone.append, True)
 
-    monkeypatch.setattr(calibrate, "engine_for", lambda device, kernels: Circle)
+    monkeypatch.setattr(calibrate, "engine_for", lambda kernels: Circle)
     gc.disable()
     try:
-        assert calibrate.own_answers(TINY, tokenizer, problems, CPU, 12, 0, "auto") == texts and gone
+        assert calibrate.own_answers(TINY, tokenizer, problems, CPU, None, 12, 0) == texts and gone
     finally:
         gc.enable()
     with pytest.raises(ValueError, match="--calibrate takes at least 2 problems, one to measure by, got 1"):
-        calibrate.own_answers(TINY, tokenizer, problems[:1], CPU, 12, 0, "auto")
+        calibrate.own_answers(TINY, tokenizer, problems[:1], CPU, None, 12, 0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from harness import hf, peft
-from harness.config import (FIELDS, PRESETS, TINY_DEFAULTS, Settings, check_settings, option, read_run_json,
+from harness.config import (FIELDS, PRESETS, TINY_DEFAULTS, TINY_MODEL, Settings, check_settings, option, read_run_json,
                             read_settings, settings_of_run, type_of, without_places)
 
 
@@ -130,6 +130,43 @@ def test_every_preset_is_of_flags_and_of_values_that_they_may_have(tmp_path):
 def test_without_a_model_the_sizes_are_those_of_the_tiny_one():
     assert {name: settings_of().flat()[name] for name in TINY_DEFAULTS} == TINY_DEFAULTS
     assert settings_of().objective.overlong == "mask" and settings_of("--model", "x").objective.overlong == "keep"
+
+
+def test_tiny_is_the_bundled_model_with_its_defaults_unless_another_folder_has_that_name(tmp_path, monkeypatch):
+    bundled = settings_of()
+    monkeypatch.chdir(tmp_path)
+    assert settings_of("--model", "tiny") == bundled
+    assert settings_of("--model", str(TINY_MODEL)).rollout == settings_of("--model", "x").rollout         # a path
+    (tmp_path / "tiny").mkdir()
+    other = settings_of("--model", "tiny")
+    assert other.flat() == settings_of("--model", "x").flat() | {
+        "model": str(tmp_path / "tiny"), "out": "runs/tiny-nvfp4-gsm8k-0"}
+    monkeypatch.chdir(TINY_MODEL.parent)                                  # whose folder tiny is the bundled one
+    assert settings_of("--model", "tiny") == bundled
+
+
+def test_a_setting_has_the_value_of_the_last_source_that_holds_it(tmp_path):
+    def lr(*flags):
+        return settings_of(*flags).optim.lr
+
+    (tmp_path / "run.json").write_text(json.dumps(settings_of("--model", "x", "--lr", "3e-5").flat()))
+    assert lr("--model", "x") == Settings().optim.lr != lr() == TINY_DEFAULTS["lr"]
+    assert lr("--preset", "paper") == PRESETS["paper"]["lr"] != lr()
+    assert lr("--like", str(tmp_path)) == lr("--resume", "--out", str(tmp_path)) == 3e-5
+    for source in ([], ["--preset", "paper"], ["--like", str(tmp_path)], ["--resume", "--out", str(tmp_path)]):
+        assert lr(*source, "--lr", "0.5") == 0.5
+
+
+@pytest.mark.parametrize("flags,want", [
+    ([], TINY_DEFAULTS["lr"]), (["--model", "tiny"], TINY_DEFAULTS["lr"]), (["--model", "x"], Settings().optim.lr),
+    (["--model", "x", "--preset", "paper"], PRESETS["paper"]["lr"]), (["--like", "RUN"], 3e-5),
+    (["--lr", "0.5"], TINY_DEFAULTS["lr"])])
+def test_help_shows_the_defaults_that_follow_from_the_other_flags(flags, want, tmp_path, capsys):
+    (tmp_path / "run.json").write_text(json.dumps(settings_of("--model", "x", "--lr", "3e-5").flat()))
+    with pytest.raises(SystemExit) as ended:
+        settings_of(*(str(tmp_path) if flag == "RUN" else flag for flag in flags), "--help")
+    said = " ".join(capsys.readouterr().out.split())
+    assert not ended.value.code and f"for bf16 LoRA 5e-6) (default: {want})" in said
 
 
 def test_every_setting_that_is_a_number_has_a_range():

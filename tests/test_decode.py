@@ -38,6 +38,7 @@ import model as model_module
 import nvfp4
 import sampler
 from aqn import noisy_norms
+from harness.device import kernels_for
 from ops import mm_fp32
 from sampler import Rows, Sampling
 
@@ -51,9 +52,10 @@ runs_kernels = pytest.mark.skipif(not (GPU or INTERPRETED), reason="without a GP
 
 # The types and matmuls that a test with `gen` runs in, one after the other. The interpreter computes with numpy, which
 # has no bf16.
-SETTINGS = {"fp32": (torch.float32, "auto"), "fp16": (torch.float16, "auto")}
+SETTINGS = {"fp32": (torch.float32, None), "fp16": (torch.float16, None)}
 if GPU:
-    SETTINGS = {f"{name}-{matmul}": (dtype, matmul) for matmul in ("auto", "portable")
+    SETTINGS = {f"{name}-{matmul}": (dtype, matmul)
+                for matmul in dict.fromkeys((kernels_for(torch.device("cuda"), "auto"), "portable"))
                 for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16))}
 DTYPE, MATMUL = next(iter(SETTINGS.values()))
 in_one_setting = pytest.mark.parametrize("gen", [next(iter(SETTINGS))], indirect=True)
@@ -165,7 +167,7 @@ def compile_step(sm, matmul, n, dtype, head, rank=32, names=None):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton.runtime.jit.JITFunction, "run", compile_only)
-        patch.setattr(decode, "kernels_for", lambda device, wanted: matmul)
+        patch.setitem(globals(), "MATMUL", matmul)
         for module in (decode, marlin_fp4, hopper_fp4):
             patch.setattr(module, "capability", lambda device: divmod(sm, 10))
         patch.setattr(nvfp4, "freeze", blank)
@@ -689,6 +691,12 @@ def test_a_short_prefill_is_a_graph_that_writes_what_an_eager_one_does_and_nothi
         model.adapter.master.mul_(1.5)                               # the second round replays, and sees this
         model.adapter.sync()
         model.layers[1].input_norm.noise.normal_(0, 0.1)
+
+
+def test_a_program_gets_the_engine_of_its_kernels():
+    assert sampler.engine_for(None) is sampler.TorchEngine
+    engine = sampler.engine_for("portable")
+    assert engine.func is decode.GraphEngine and engine.keywords == {"kernels": "portable"}
 
 
 @gpu

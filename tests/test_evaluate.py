@@ -22,8 +22,8 @@ import evaluate
 import lora
 import model as qwen
 from harness.config import Settings
+from harness.device import device_of
 from harness.figures import mean
-from harness.ranks import device_of
 from sampler import Sampler, TorchEngine
 from test_data import TEMPLATES, thinking_tiny
 from test_figures import rows

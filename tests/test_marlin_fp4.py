@@ -19,7 +19,7 @@ import triton.language as tl
 import marlin_fp4
 from fast import hopper_fp4
 from fast.hopper_fp4 import HOPPER_CONFIGS, hopper_config, hopper_matmul
-from harness.ranks import capability
+from harness.device import capability
 from marlin_fp4 import expanded_matmul, most_pieces, pack, plan_stripes, portable_matmul
 from nvfp4 import FORMATS, freeze
 

@@ -20,6 +20,7 @@ from harness.config import Memory, read_settings
 from learner import Learner
 from lora import attach
 from model import ModelConfig, load
+from sampler import Sampler, TorchEngine
 from test_lora import attach_to_some
 from tools.bench import SIZES
 
@@ -219,6 +220,17 @@ def test_a_pool_that_holds_no_row_of_full_length_is_refused_before_the_sampler_i
         gpu.plan(15.0, tokens=200)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("limit", [80, 8])
+def test_a_pool_for_few_rows_holds_one_of_full_length(gpu, rows, limit):
+    # It needs (3 + 2) x 32 tokens, which is more than one row of 96 and more than half of two or three. Of 8 GiB 1.2 are
+    # left, where three layers of 1 GiB want them all.
+    plan = gpu.plan(limit, tokens=200, rows=rows)
+    sampler = Sampler(TorchEngine, gpu.model, PROMPT + NEW, rows, plan.pool / GIB)
+    assert len(sampler.pool) >= 4                                         # without number 0
+    assert plan.kept_layers == (3 if limit == 80 else 1)
+
+
 # In GiB, as runs on an H200 printed: weights, with the buffer that expands one of them, and the adapter; a micro-batch,
 # which is right for one row of 4,608 tokens and for 8,192 tokens of a 7B; what a layer keeps of a token.
 CARDS = {
@@ -271,7 +283,7 @@ def test_the_bytes_of_a_model_by_arithmetic_are_those_that_it_takes(base):
     held = sum(linear.weight.nbytes for linear in adapter.linears) + model.embed.nbytes
     rows = sum(linear.weight.N for linear in adapter.linears)
     assert held == weights + (4 * rows if base == "nvfp4" else 0)          # which has a scale for each row
-    assert in_training == Learner.state_bytes(adapter)
+    assert in_training == Learner.state_bytes(adapter.master.numel(), torch.bfloat16)
 
 
 @pytest.mark.parametrize("size,base,gib,fits", [

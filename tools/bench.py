@@ -55,10 +55,10 @@ import nvfp4
 from attention import lay_out
 from fast import memory
 from harness.config import Memory, Rollout, check_ranges
+from harness.device import KERNELS, capability, choose_device
 from harness.files import read_rows
 from harness.prepare import divide_memory
-from harness.ranks import (KERNELS, LOCAL_RANK, WORLD, capability, choose_device, gather,
-                           join_ranks, say, share)
+from harness.ranks import LOCAL_RANK, WORLD, gather, join_ranks, say, share
 from harness.process import short_repr
 from learner import Batch, Learner, micro_batches
 from lora import Linear, attach
@@ -117,7 +117,7 @@ def random_model(size: str, base: str, dtype: torch.dtype, lora_rank: int) -> qw
 class Network(NamedTuple):
     """The flags that say which model is measured, and which kernels decode for it."""
     model: str
-    kernels: str
+    kernels: str | None
     base: str
     dtype: str
     lora_rank: int
@@ -266,7 +266,7 @@ def rollout(network: Network, batch: list[int], prompt: int, new: int, kv_gib: f
             ) -> dict:
     """The whole sampler, for each number of sequences in `batch`."""
     model = network.build()
-    sampler = Sampler(engine_for(DEVICE, network.kernels), model, prompt + new, max(batch), kv_gib)
+    sampler = Sampler(engine_for(network.kernels), model, prompt + new, max(batch), kv_gib)
     figures = {B: print_figures(f"B={B}", load_figures(model, sampler, B, prompt, new))
                for B in batch}
     return {"weight_gb": weight_bytes(model) / 1e9,
@@ -310,7 +310,7 @@ def decode(network: Network, batch: list[int], prompt: int, new: list[int],
     """A decode step of B rows half way through answers of N tokens, for each B and N."""
     model = network.build()
     config = model.config
-    sampler = Sampler(engine_for(DEVICE, network.kernels), model, prompt + max(new) // 2 + 32,
+    sampler = Sampler(engine_for(network.kernels), model, prompt + max(new) // 2 + 32,
                       max(batch), kv_gib)
     sampler.engine.kv.normal_()
     figures = {}
@@ -365,7 +365,7 @@ def tail(network: Network, prompt: int, answers: int, new: int, lengths: str | N
     """Answers of different lengths beside answers of equal ones, in several orders."""
     drawn = lengths_of(lengths, answers) if lengths else drawn_lengths(answers, 8, new, new / 8)
     model = network.build()
-    sampler = Sampler(engine_for(DEVICE, network.kernels), model, prompt + max(drawn),
+    sampler = Sampler(engine_for(network.kernels), model, prompt + max(drawn),
                       max_rows or answers, kv_gib)
     prompts = random_prompts(model, [prompt] * (answers // math.gcd(answers, 8)))
     usual = sampler.engine.window
@@ -408,7 +408,8 @@ def learner_update(network: Network, wanted: Memory, prompts: int, prompt: int, 
     model = network.build()
     learner = Learner(model, grpo.LOSSES["dapo"])
     sizes = Rollout(prompts_per_step=prompts, group_size=G, max_new_tokens=new, max_rows=128)
-    divide_memory(model, learner, wanted, sizes, max_prompt_tokens=prompt, num_held_out=0)
+    divide_memory(model, learner, engine_for(network.kernels), wanted, sizes,
+                  max_prompt_tokens=prompt, num_held_out=0)
     questions = [question for question in random_prompts(model, [prompt] * prompts)
                  for _ in range(G)]
     rollouts = Rollouts(questions, random_prompts(model, [new] * B),
@@ -453,7 +454,8 @@ def training_step(network: Network, wanted: Memory, group_size: int, prompts: in
     mine = share(questions)
     limits = Sampling(share(lengths.view(-1, G)).flatten().tolist())
     sizes = Rollout(prompts_per_step=len(mine), group_size=G, max_new_tokens=1024, max_rows=256)
-    sampler = divide_memory(model, learner, wanted, sizes, max_prompt_tokens=256, num_held_out=0)
+    sampler = divide_memory(model, learner, engine_for(network.kernels), wanted, sizes,
+                            max_prompt_tokens=256, num_held_out=0)
     for _ in range(2):
         gather([])                               # all ranks begin together, and
         began = time.perf_counter()
@@ -488,7 +490,7 @@ def grouped(flags: dict) -> dict:
     rest = dict(flags)
     if "memory_gib" in rest:
         names = "memory_gib", "kv_gib", "micro_batch_tokens"
-        rest["wanted"] = Memory(kernels=rest["kernels"], **{name: rest.pop(name) for name in names})
+        rest["wanted"] = Memory(**{name: rest.pop(name) for name in names})
     if "base" in rest:                           # linears makes no model
         rest["network"] = Network(**{name: rest.pop(name) for name in Network._fields})
     return rest

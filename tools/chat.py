@@ -123,10 +123,11 @@ def main():
     with process.one_line("chat"):
         which, wanted = read_chat_flags()
         with redirect_stdout(sys.stderr):        # stdout has the answers alone
-            which, device, tokenizer = open_model(which, wanted.prompt_style, wanted.thinking)
+            which, device, kernels, tokenizer = open_model(which, wanted.prompt_style,
+                                                           wanted.thinking)
             model = load_model(which, device, tokenizer)
         length = min(hf.max_positions(tokenizer.folder), LENGTH)
-        sampler = Sampler(engine_for(device, which.kernels), model, length, max_rows=1)
+        sampler = Sampler(engine_for(kernels), model, length, max_rows=1)
         sampling = Sampling(wanted.max_new_tokens, tokenizer.end_ids, wanted.temperature,
                             seed=wanted.seed)
         chat = Chat(tokenizer, sampler, wanted.prompt_style, sampling)

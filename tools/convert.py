@@ -28,8 +28,8 @@ from harness import config, data, hf, peft
 from harness.config import setting
 from harness.console import command
 from harness.data import STYLES
+from harness.device import device_of, kernels_for
 from harness.files import must_be_new
-from harness.ranks import device_of, kernels_for
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,13 @@ def convert_to_nvfp4(source: str, out: Path, wanted: Conversion) -> None:
         tell_what_was_written(out, f"{source} in NVFP4, codes by {codes}",
                               "--model", out, "--data", wanted.data)
         return
-    kernels_for(device, "auto")                  # refuses a GPU that has none
+    kernels = kernels_for(device, "auto")
     tokenizer = data.Tokenizer(folder, wanted.thinking)
     problems = data.load_problems(wanted.data, "train")
     problems = data.encode_prompts(tokenizer, problems, wanted.prompt_style)
     count = calibrate.write_calibrated(hf.resolve(source), out, tokenizer, problems,
-                                       wanted.calibrate, device, codes, seed=wanted.seed)
+                                       wanted.calibrate, device, kernels, codes,
+                                       seed=wanted.seed)
     tell_what_was_written(out, f"{source} in NVFP4, codes by {codes} from answers to {count} "
                           f"problems of {wanted.data}", "--model", out, "--data", wanted.data,
                           *(["--thinking", "on"] if wanted.thinking == "on" else []))
@@ -79,7 +80,7 @@ def write_merged(run: str, out: Path, device: str | None) -> None:
     trained = config.settings_of_run(run).model
     device = device_of(device, run)
     if trained.base != "bf16":
-        kernels_for(device, "auto")
+        kernels_for(device, "auto")              # refuses a GPU that has none
     adapter = Path(run) / "adapter"
     peft.read_peft(adapter)
     folder = hf.resolve(trained.model)

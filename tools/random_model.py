@@ -41,8 +41,8 @@ import model as qwen
 import nvfp4
 from harness import config, data, hf
 from harness.config import TINY_MODEL, setting
+from harness.device import device_of
 from harness.files import must_be_new, new_folder, read_json, write_json
-from harness.ranks import device_of
 from tools.bench import SIZES
 from tools.convert import tell_what_was_written
 

@@ -21,8 +21,8 @@ import nvfp4
 import rewards
 from harness import data
 from harness.config import TINY_DEFAULTS, TINY_MODEL
+from harness.device import configure_cpu
 from harness.hf import Shards
-from harness.ranks import configure_cpu
 from learner import Batch, Learner
 from model import load
 from sampler import Sampler, Sampling, TorchEngine

@@ -1,0 +1,87 @@
+"""
+The device and the kernels are what the machine has, and what it has not is refused in one line.
+
+python -m pytest tests/test_device.py -v
+"""
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from harness import device
+from harness.device import KERNELS, choose_device, configure_cpu, device_of, kernels_for
+
+
+@pytest.mark.parametrize("name,named", [
+    ("abacus", "--device abacus: "), ("cuda:9", "--device cuda:9: torch sees"),
+    ("cpu:1", "expected cpu, cuda or cuda:N"),
+    ("meta", "--device meta: expected cpu"), ("mps", "--device mps: expected cpu"), ("", "--device : "),
+    (None, "--model nowhere: torch sees no GPU; --device cpu runs it on the CPU, far too slowly to train")])
+def test_a_device_that_is_not_there_is_refused(monkeypatch, name, named):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match=named):
+        device_of(name, "nowhere")
+    assert device_of("cpu", "nowhere") == device_of(None, ".") == torch.device("cpu")
+
+
+@pytest.mark.parametrize("capability,wanted,want", [
+    ((9, 0), "auto", "hopper"), ((9, 0), "portable", "portable"), ((9, 0), "hopper", "hopper"),
+    ((8, 0), "auto", "portable"), ((8, 9), "auto", "portable"), ((12, 0), "auto", "portable"),
+    ((10, 0), "portable", "portable"),
+    ((8, 6), "hopper", "--kernels hopper: a GPU (sm_86): it needs sm_90"),
+    ((10, 0), "hopper", "--kernels hopper: a GPU (sm_100): it needs sm_90"),
+    ((7, 5), "auto", "--device cuda: a GPU (sm_75): the kernels need sm_80 (Ampere) or later"),
+    ((7, 0), "portable", "--device cuda: a GPU (sm_70): the kernels need sm_80 (Ampere) or later")])
+def test_the_kernels_are_chosen_by_the_gpu_and_refused_in_one_line(capability, wanted, want, fake_gpu, monkeypatch):
+    fake_gpu(capability)
+    monkeypatch.setattr(device.importlib.util, "find_spec", lambda name: name)
+    gpu = torch.device("cuda")
+    if want in KERNELS:
+        assert kernels_for(gpu, wanted) == want
+        monkeypatch.setattr(device.importlib.util, "find_spec", lambda name: None)
+        want = "--device cuda: a GPU needs Triton: pip install triton"
+    with pytest.raises(ValueError) as error:
+        kernels_for(gpu, wanted)
+    assert str(error.value) == want
+
+
+def test_a_program_is_told_its_device_and_its_kernels(fake_gpu, monkeypatch):
+    assert choose_device("cpu", "auto", "nowhere") == (torch.device("cpu"), None)
+    fake_gpu((8, 0))
+    monkeypatch.setattr(device.importlib.util, "find_spec", lambda name: name)
+    assert choose_device(None, "auto", "nowhere") == (torch.device("cuda", 0), "portable")
+
+
+def test_an_amd_gpu_is_refused_in_one_line(fake_gpu, monkeypatch):
+    fake_gpu((9, 0))                                                      # what ROCm reports of an MI200: not a Hopper
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    for wanted in ("auto", *KERNELS):
+        with pytest.raises(ValueError, match="^--device cuda: an AMD GPU; the kernels run on NVIDIA GPUs only$"):
+            kernels_for(torch.device("cuda"), wanted)
+
+
+def test_a_cpu_has_no_kernels():
+    assert kernels_for(torch.device("cpu"), "auto") is None
+    with pytest.raises(ValueError, match="--kernels portable is for a GPU, --device is cpu"):
+        kernels_for(torch.device("cpu"), "portable")
+
+
+def test_a_gradient_that_rows_share_is_always_added_up_in_one_order_on_a_cpu():
+    """Else threads add the last token of a shared prompt in any order, and runs with one seed part within 30 steps."""
+    g = torch.Generator().manual_seed(0)
+    at = torch.cat([torch.arange(1490), torch.full((20,), 5), torch.arange(1490)])   # repeats lie astride the middle
+    upstream = torch.randn(len(at), 128, generator=g)
+    before = torch.get_num_threads(), torch.get_deterministic_debug_mode()
+    try:
+        torch.set_num_threads(2)
+        configure_cpu(SimpleNamespace(device=torch.device("cpu"), config=SimpleNamespace(width=128)))
+        sums = set()
+        for _ in range(1000):
+            x = torch.zeros(1500, 128, requires_grad=True)
+            x[at].backward(upstream)
+            sums.add(x.grad[5].sum().item())
+        assert len(sums) == 1
+    finally:
+        torch.set_num_threads(before[0])
+        torch.set_deterministic_debug_mode(before[1])
