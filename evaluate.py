@@ -377,10 +377,15 @@ def main() -> None:
 
 
 def print_result(figures: dict, flags: dict, shift: float | None, device: torch.device) -> None:
-    """Prints the figures, a line each, and then all that is known as one JSON object."""
+    """Prints the figures, a line each, and then all that is known as one JSON object.
+
+    A share of the answers with its interval is a list in the JSON, and here "25.0 % [11.2, 46.9]".
+    """
     for name, value in figures.items():
-        values = value if isinstance(value, list) else [value]
-        print(f"{name:15}", *(f"{v:.4g}" if isinstance(v, float) else v for v in values))
+        if isinstance(value, list):
+            mean, low, high = (100 * share for share in value)
+            value = f"{mean:.1f} % [{low:.1f}, {high:.1f}]"
+        print(f"{name:15}", f"{value:.4g}" if isinstance(value, float) else value)
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     about = process.provenance(hardware)
     print(json_line({**flags, **figures, "adapter_shift": shift, **about}), end="")

@@ -23,7 +23,7 @@ import lora
 import model as qwen
 from harness.config import Settings
 from harness.device import device_of
-from harness.figures import mean
+from harness.figures import confidence_interval, mean
 from sampler import Sampler, TorchEngine
 from test_data import TEMPLATES, thinking_tiny
 from test_figures import rows
@@ -66,6 +66,15 @@ def test_greedy_figures_are_those_of_the_rows_written(tmp_path, capsys, monkeypa
     assert figures["command"] == f"python evaluate.py {' '.join(BASIC)} --limit 40 --out {tmp_path}/new/a.jsonl"
     for row in written:                                    # the tiny model boxes whole numbers: text comparison will do
         assert row["correct"] == float(f"\\boxed{{{row['answer']}}}" in row["completion"])
+
+
+def test_a_share_is_printed_in_percent_with_its_interval(capsys):
+    """confidence_interval of 0, 0, 0 and 1: by hand, Wilson's [0.0456, 0.6994]."""
+    figures = {"pass@1": confidence_interval([0, 0, 0, 1]), "length": 10.0, "n": 4}
+    evaluate.print_result(figures, {}, None, torch.device("cpu"))
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert lines == ["pass@1          25.0 % [4.6, 69.9]", "length          10", "n               4"]
+    assert json.loads(last)["pass@1"] == figures["pass@1"]
 
 
 def test_samples_are_figured_per_problem_and_compared_with_another_run(tmp_path, capsys, monkeypatch):
