@@ -70,9 +70,9 @@ import torch
 from model import Qwen
 
 # The other schedules of the paper's Figures 9 and 15: t in [0, 1) -> which share of (start - end) is
-# left. t is 0 in the second stage, the first noisy one, and 8/9 in the last of ten: 1 never comes,
-# and any other number may lie between two stages. So a shape that must reach its peak or its end
-# within the run is no row here: write it in sigma_at, from stage and num_stages.
+# left. With ten stages t is 0 in the second, the first noisy one, then 1/9, 2/9, ... and 8/9 in the
+# last: it never is 1, and a peak at t = 0.5, say, would be skipped. So a shape that must reach its
+# peak or its end within the run is no row here: write it in sigma_at, from stage and num_stages.
 REMAINING = {
     "linear": lambda t: 1 - t,
     "cosine": lambda t: (1 + math.cos(math.pi * t)) / 2,
@@ -144,7 +144,7 @@ def noisy_norms(model: Qwen, sigma: float, seed: int, step: int,
             for i, which, norm in norms:
                 norm.noise.copy_(sigma * draw_z(seed, step, i, which, len(norm.noise), draw))
                 if kind == "gain":
-                    norm.noise.mul_(norm.weight)
+                    norm.noise.mul_(norm.weight.detach())      # --train-norms trains it
             # Is every norm reached, each with a buffer of its own? The release looks for Hugging
             # Face's norm classes in vLLM's model, finds none, and adds its noise to nothing without
             # a word.

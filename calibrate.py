@@ -60,6 +60,7 @@ import model as qwen
 import nvfp4
 from attention import PackedAttention, lay_out
 from harness import data, hf
+from harness.process import counted
 from lora import Linear, Scratch
 from ops import mm_fp32
 from sampler import Sampler, Sampling, engine_for
@@ -452,9 +453,10 @@ def coded_linears(files: hf.ModelFolder, codes: str, texts: Sequence[Text], live
         if not config.tied:
             head = files.read("lm_head.weight", config.vocab, config.width).to(files.dtype)
         kl, error, tokens = divergence(measured, norm, head[:live_vocab])
-        about["calibration"] = (f"KL(16 bits || {codes}) {kl:.3g} +- {error:.2g} nats a token, "
-                                f"{len(held_out)} answers of {tokens:,} tokens that no code was "
-                                "chosen by")
+        plus_minus = f" +- {error:.2g}" if len(held_out) > 1 else ""
+        about["calibration"] = (f"KL(16 bits || {codes}) {kl:.3g}{plus_minus} nats a token, "
+                                f"{counted(len(held_out), 'answer')} of {tokens:,} tokens that no "
+                                "code was chosen by")
         tqdm.write(about["calibration"])
 
 

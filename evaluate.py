@@ -35,12 +35,11 @@ import rewards
 from answers import can_read
 from harness import config, data, hf, peft, plugin
 from harness.config import Settings, setting
-from harness.device import KERNELS, choose_device, configure_cpu
+from harness.device import KERNELS, choose_device, configure_cpu, refuse_large_rank
 from harness.figures import evaluation_figures, paired_figures, sampler_entropy
-from harness.files import errors_name_file, json_line, read_rows, write_atomically
+from harness.files import errors_name_file, json_line, read_json, read_rows, write_atomically
 from harness.ranks import say
-from sampler import (Sampler, Sampling, Sequence, engine_for, refuse_large_rank,
-                     rollouts_of)
+from sampler import Sampler, Sampling, Sequence, engine_for, rollouts_of
 
 
 @dataclass(frozen=True)
@@ -187,7 +186,8 @@ def problems_of(wanted: Evaluation, run: Settings | None, tokenizer: data.Tokeni
 
     For a run without --limit these are its --eval-problems, which its own evaluations used. With
     --limit there may be more if they come from a test split. If they are the end of the run's
-    training file there are no more: the run was trained on all others.
+    training data there are no more: the run was trained on all others. ValueError if that data has
+    changed, since its end may then be what the run was trained on.
     """
     source = wanted.data
     by_run = ""
@@ -196,16 +196,20 @@ def problems_of(wanted: Evaluation, run: Settings | None, tokenizer: data.Tokeni
     else:
         held = run.data
         source = held.eval_data or held.data
-        ends_a_training_file = not held.eval_data and source.endswith(data.SUFFIXES)
-        if wanted.limit is not None and not ends_a_training_file:
+        ends_training_data = not held.eval_data and not data.has_test_split(held.data)
+        if wanted.limit is not None and not ends_training_data:
             held = dataclasses.replace(held, eval_problems=0)
         # Prompts that were too long for the run are not among its problems. So lengths are measured
         # with the run's --thinking, which changes them.
         asked = tokenizer if held.thinking == wanted.thinking else \
             data.Tokenizer(tokenizer.folder, held.thinking)
-        _, problems = data.split_problems(held, asked)
+        trained_on, problems = data.split_problems(held, asked)
+        before = read_json(Path(run.general.out) / "run.json").get("problems_sha256")
+        if ends_training_data and before not in (None, data.digest_of(trained_on + problems)):
+            raise ValueError(f"{run.general.out} was trained on other problems than {source} holds "
+                             "now, perhaps on those at its end: name problems with --data")
         by_run = f", held out by {run.general.out}"
-        if wanted.limit is None and not ends_a_training_file:
+        if wanted.limit is None and not ends_training_data:
             by_run += " (--limit 0: all of the test split)"
     problems = problems[:wanted.limit or None]
     say(f"{len(problems):,} problems of {source}{by_run}")

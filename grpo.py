@@ -149,19 +149,22 @@ LOSSES = {
 def informative_groups(rewards: Tensor, group_size: int) -> Tensor:
     """Which groups can teach: (B,) rewards -> (P,) bool, where a group's rewards differ.
 
-    Unscorable rows (NaN) do not count; a group that has no other row is not informative.
+    Unscorable rows (NaN) do not count; a group that has no other row is not informative. Rewards
+    that differ by a billionth of their size do so by rounding: 0.1 + 0.2 is not 0.3.
     """
-    grouped = rewards.view(-1, group_size)                                  # (P, G)
+    grouped = rewards.double().view(-1, group_size)                         # (P, G)
     highest = grouped.nan_to_num(nan=-torch.inf).amax(dim=1)
     lowest = grouped.nan_to_num(nan=torch.inf).amin(dim=1)
-    return highest > lowest                      # for NaN alone -inf > inf, which is False
+    largest = grouped.nan_to_num(nan=0.0).abs().amax(dim=1)
+    return highest - lowest > 1e-9 * largest     # for NaN alone -inf > 0, which is False
 
 
 def group_advantages(rewards: Tensor, group_size: int, scale: str = "group",
                      extra: Tensor | None = None) -> Tensor:
     """How much better than its group each answer was: (B,) rewards -> (B,) fp32 advantages.
 
-    An advantage is the reward's distance from the mean of its group. scale "group" divides it by
+    An advantage is the reward's distance from the mean of its group. It is computed in float64:
+    fp32 cannot tell a reward of 20,000,001 from one of 20,000,000. scale "group" divides it by
     the group's standard deviation (GRPO, DAPO), "none" does not (Dr. GRPO: 2503.20783, section
     3.2). A reward of NaN means that the answer is unscorable: it is in no mean, and its advantage
     is 0.
@@ -173,7 +176,7 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "group",
     +0.35 and the long one -2.5, advantages as large as those that tell right answers from wrong.
     """
     assert scale in SCALES, f"{scale!r} is not one of {SCALES}"
-    grouped = rewards.float().view(-1, group_size)                          # (P, G)
+    grouped = rewards.double().view(-1, group_size)                         # (P, G)
     scorable = ~grouped.isnan()
     mean = grouped.nanmean(dim=1, keepdim=True)
     centred = torch.where(scorable, grouped - mean, 0.0)
@@ -187,11 +190,11 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "group",
         extra = torch.where(scorable, extra.view(-1, group_size), torch.nan)
         centred = centred + (extra - extra.nanmean(dim=1, keepdim=True)).nan_to_num(nan=0.0)
     # Groups of equal rewards must get exactly 0, so they are found by comparing the rewards. The
-    # formula alone would not do: the fp32 mean of eight times 0.1 need not be 0.1, and the rounding
-    # error, divided by 0 + 1e-4, would be learned from. Exactly 0 also lets the learner leave these
-    # rows out of its forward and backward passes.
+    # formula alone would not do: the mean of eight equal numbers need not be that number, and of
+    # large ones the rounding error, divided by 0 + 1e-4, would be learned from. Exactly 0 also lets
+    # the learner leave these rows out of its forward and backward passes.
     informative = informative_groups(rewards, group_size)
-    return torch.where(informative[:, None], centred, 0.0).view(-1)
+    return torch.where(informative[:, None], centred, 0.0).view(-1).float()
 
 
 def loss_mask(rewards: Tensor, finished: Tensor, mask_truncated: bool) -> Tensor:

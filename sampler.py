@@ -343,17 +343,6 @@ def engine_for(kernels: str | None) -> Callable:
     return functools.partial(GraphEngine, kernels=kernels)
 
 
-def refuse_large_rank(rank: int, device: torch.device, what: str) -> None:
-    """ValueError if a GPU cannot decode with an adapter of this rank. The engine says so too, but
-    only once the model is loaded.
-
-    what: names the adapter in the message, for example "--lora-rank 1024".
-    """
-    if device.type == "cuda":
-        from fast.decode import check_rank
-        check_rank(rank, device, what)
-
-
 # -----------------------------------------------------------------------------
 # Sequences and their kv_blocks
 

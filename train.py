@@ -40,6 +40,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from harness import process  # isort: skip; it makes settings that torch reads when imported
+import numpy as np
 import torch
 
 import aqn
@@ -60,7 +61,8 @@ from sampler import Rollouts, Sampler, Sampling, interleave
 
 def sample(sampler: Sampler, noises: list[AbstractContextManager], problems: list,
            places: range, group_size: int, sampling: Sampling) -> Rollouts:
-    """G answers to each problem, drawn while the norms carry this step's noise.
+    """G answers to each problem, drawn while the norms carry this step's noise. Evaluations and the
+    learner have no noise.
 
     noises: one draw for all answers, or G of them: answer number g of every group comes from g.
     places: of the problems in the order of the whole run. What is drawn for an answer follows from
@@ -69,7 +71,7 @@ def sample(sampler: Sampler, noises: list[AbstractContextManager], problems: lis
     """
     prompts = [problem.prompt for problem in problems]
     if len(noises) == 1:
-        with noises[0]:                          # evaluations and the learner have none
+        with noises[0]:
             return sampler.generate(prompts, group_size, sampling, places)
     parts = []
     for g, noise in enumerate(noises):
@@ -102,16 +104,9 @@ def score(grade: Callable, problems: list, rollouts: Rollouts, objective: Object
     return rows
 
 
-def stop_if_nothing_scored(rows: list[dict], reward: str | None) -> None:
-    """Ends a run whose --reward gave no answer of a step a number."""
-    if all(math.isnan(row["task"]) for row in rows):
-        raise process.Stopped(f"--reward {reward}: nan for each of {len(rows)} answers",
-                              f"once it is mended, {process.GO_ON}")
-
-
 def column(rows: list[dict], key: str) -> torch.Tensor:
-    """One value of each row, (B,)."""
-    return torch.tensor([row[key] for row in rows])
+    """One value of each row, (B,): float64, int64 or bool, as precise as Python's own values."""
+    return torch.from_numpy(np.array([row[key] for row in rows]))
 
 
 def compare(rows: list[dict], group_size: int, scale: str) -> torch.Tensor:
@@ -263,9 +258,9 @@ def train(run: Run) -> None:
     settings = run.settings
     rollout, objective, optim = settings.rollout, settings.objective, settings.optim
     noise = settings.noise
-    steps, G = settings.general.steps, rollout.group_size
+    steps, seed, G = settings.general.steps, settings.general.seed, rollout.group_size
     sampling = Sampling(rollout.max_new_tokens, run.tokenizer.end_ids, rollout.temperature,
-                        seed=settings.general.seed)
+                        seed=seed)
     progress = begin(run)
     run.console.start_at(progress.step)
     watch = Watch(settings)
@@ -282,18 +277,17 @@ def train(run: Run) -> None:
         began = time.perf_counter()
         next_cursor = progress.cursor + rollout.prompts_per_step
         places = share(range(progress.cursor, next_cursor))
-        problems = data.problems_at(run.problems, sampling.seed, places)
+        problems = data.problems_at(run.problems, seed, places)
         sigma = aqn.sigma_at(step, steps, noise.sigma_start, noise.sigma_end, noise.noise_stages,
                              noise.noise_schedule)
         draws = G if sigma and noise.noise_draws == "sample" else 1
-        noisy = [aqn.noisy_norms(run.model, sigma, sampling.seed, step, noise.noise_kind, draw)
+        noisy = [aqn.noisy_norms(run.model, sigma, seed, step, noise.noise_kind, draw)
                  for draw in range(draws)]
         mine = sample(run.sampler, noisy, problems, places, G, sampling)
 
         # 2) Score. Then every rank gets the rows and the rollouts of all, in the same order.
         rows = gather(score(run.grade, problems, mine, objective, rollout.max_new_tokens))
         rollouts = functools.reduce(operator.add, gather([mine]))
-        stop_if_nothing_scored(rows, settings.data.reward)
         advantages = compare(rows, G, objective.advantage_scale)
 
         # 3) Update the adapter.

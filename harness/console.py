@@ -73,6 +73,8 @@ def cannot_learn(metrics: dict, settings: Settings, level: float, skipping: bool
             causes.append("the range of --dtype float16 too small")
         return ("a loss or gradient was not finite and its update was skipped: "
                 + ", or ".join(causes))
+    if math.isnan(metrics["reward"]):
+        return f"--reward {settings.data.reward} gave every answer nan"
     if metrics["truncated"] == 1 and settings.objective.overlong == "mask":
         return (f"every answer was cut and left out of the loss: --max-new-tokens {most} may be "
                 "too few, or take --overlong keep")
@@ -141,6 +143,8 @@ class Watch:
         self.accuracies.append(metrics["accuracy"])
         if len(self.accuracies) >= self.patience / 2:
             self.level = max(self.level, sum(self.accuracies) / len(self.accuracies))
+        if math.isnan(metrics[self.key]):        # no answer could be scored
+            return False
         too_few = len(self.recent) < self.patience
         self.recent.append(metrics[self.key])
         mean = sum(self.recent) / len(self.recent)

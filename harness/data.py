@@ -9,6 +9,7 @@ A row without a question or an answer is an error that names its file and line. 
 would mean to train on another data set than the one that was named. Complete problems that a run
 cannot use are left out and counted: the grader cannot read the answer, or the prompt is too long.
 """
+import hashlib
 import json
 import math
 import os
@@ -511,6 +512,12 @@ def split_problems(settings, tokenizer: Tokenizer) -> tuple[list[Problem], list[
         say(f"{source}: {known} of the {len(held_out)} held-out problems are also trained on: the "
             "held-out accuracy counts them")
     return problems, held_out
+
+
+def digest_of(problems: list[Problem]) -> str:
+    """SHA-256 of what a run is trained and evaluated on, which stays in its run.json."""
+    known = str([(p.id, p.prompt, p.answer) for p in problems])
+    return hashlib.sha256(known.encode()).hexdigest()
 
 
 # -----------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 Where a process computes, and which kernels decode there.
 
     device, kernels = choose_device(None, "auto", "qwen2.5-7b")       cuda:0, "hopper" on an H200
+    refuse_large_rank(1024, device, "--lora-rank 1024")               ValueError on any GPU
 
 Under torchrun each rank has a GPU of its own. Whatever this machine does not have is a ValueError
 that names the flag.
@@ -71,6 +72,17 @@ def kernels_for(device: torch.device, wanted: str) -> str | None:
     if wanted == "auto":
         return "hopper" if major == 9 else "portable"
     return wanted
+
+
+def refuse_large_rank(rank: int, device: torch.device, what: str) -> None:
+    """ValueError if a GPU cannot decode with an adapter of this rank. The sampler's engine says so
+    too, but only once the model is loaded.
+
+    what: names the adapter in the message, for example "--lora-rank 1024".
+    """
+    if device.type == "cuda":
+        from fast.decode import check_rank
+        check_rank(rank, device, what)
 
 
 def capability(device: torch.device) -> tuple[int, int]:

@@ -21,8 +21,8 @@ from types import ModuleType
 from harness.process import Stopped, first_line, short_repr
 
 
-# The largest reward, either way. Advantages are computed in fp32 from the squares of a group's
-# rewards, and fp32 ends at 3.4e38: the square of this leaves room for the sum over any group.
+# The largest reward, either way. Up to here float64 tells whole numbers apart, and undivided
+# advantages, which are as large as rewards, give gradients whose squares fp32 can hold.
 LARGEST_REWARD = 1e15
 
 

@@ -28,12 +28,12 @@ from harness.checkpoints import RunFolder
 from harness.config import (FIELDS, Memory, Objective, Rollout, Settings, check_settings, option,
                             without_places)
 from harness.console import Console, Phases
-from harness.device import choose_device, configure_cpu
+from harness.device import choose_device, configure_cpu, refuse_large_rank
 from harness.files import read_json
 from harness.ranks import RANK, WORLD, gather, join_ranks, say
 from harness.trackers import Tracker
 from learner import Learner
-from sampler import KV_BLOCK, Sampler, engine_for, refuse_large_rank
+from sampler import KV_BLOCK, Sampler, engine_for
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
     if kernels:
         say(f"decode kernels: {kernels}, on {torch.cuda.get_device_name(device)}")
     join_ranks(device)
-    problems_sha256 = digest_of(problems + held_out)
+    problems_sha256 = data.digest_of(problems + held_out)
     check_same_problems(settings, problems_sha256)
     check_same_on_all_ranks(settings, problems_sha256)
     flags = settings.flat() | {"device": wanted.device or device.type,
@@ -131,12 +131,12 @@ CALIBRATION_PROBLEMS = 128                       # those of the study
 
 def with_decided_default(settings: Settings, device: torch.device) -> Settings:
     """The settings with --calibrate, whose default depends on the model and the device."""
-    calibrate = settings.model.calibrate
-    if calibrate is None:
+    count = settings.model.calibrate
+    if count is None:
         config = hf.read_config(hf.resolve(settings.model.model, weights=False) / "config.json")
         becomes_nvfp4 = settings.model.base == "nvfp4" and not config.get("quantization_config")
-        calibrate = CALIBRATION_PROBLEMS if becomes_nvfp4 and device.type == "cuda" else 0
-    return settings.replace(calibrate=calibrate)
+        count = CALIBRATION_PROBLEMS if becomes_nvfp4 and device.type == "cuda" else 0
+    return settings.replace(calibrate=count)
 
 
 # The defaults are those of recipe 1 in docs/recipes.md, which was run with models of these widths.
@@ -172,12 +172,6 @@ def read_problems(settings: Settings) -> tuple[data.Tokenizer, list, list]:
                      settings.model.lora_rank)
     tokenizer = data.Tokenizer(folder, wanted.thinking)
     return tokenizer, *data.split_problems(wanted, tokenizer)
-
-
-def digest_of(problems: list) -> str:
-    """SHA-256 of what a run is trained and evaluated on; it stays in run.json."""
-    known = str([(p.id, p.prompt, p.answer) for p in problems])
-    return hashlib.sha256(known.encode()).hexdigest()
 
 
 def check_same_problems(settings: Settings, problems_sha256: str) -> None:

@@ -159,6 +159,15 @@ def test_noise_in_proportion_to_the_gain_multiplies_every_column_by_as_much():
             pass
 
 
+def test_noise_in_proportion_to_a_trained_gain_has_no_gradient():
+    """Else the buffer would stay in the graph of the first update, and the next backward would walk through it."""
+    model = Model()
+    for norm in model.block_norms():
+        norm.weight = torch.nn.Parameter(norm.weight.detach().clone())
+    with noisy_norms(model, 7e-2, seed=3, step=2, kind="gain"):
+        assert not any(norm.noise.requires_grad for norm in model.block_norms())
+
+
 def test_every_bit_is_restored_on_the_way_out_also_by_an_exception():
     model, x = Model(), torch.randn(3, 24)
     before = [norm(x) for norm in model.block_norms()]

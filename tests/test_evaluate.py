@@ -385,26 +385,55 @@ def test_a_run_is_evaluated_with_its_flags_on_what_it_held_out(adapted, tmp_path
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["adapter_shift"] is None
 
 
+def held_out_by(folder, data, **flags):
+    """The settings of a run that evaluate.problems_of() reads, and its tokenizer; the run lies in `folder`."""
+    run = Settings.of(dict(data=str(data), eval_problems=4, max_prompt_tokens=64, out=str(folder)) | flags)
+    tokenizer = evaluate.data.Tokenizer(ROOT / "tiny")
+    digest = evaluate.data.digest_of(sum(evaluate.data.split_problems(run.data, tokenizer), []))
+    (folder / "run.json").write_text(json.dumps({"problems_sha256": digest}))
+    return run, tokenizer
+
+
 @pytest.mark.parametrize("limit,want", [(None, 4), (0, 4096), (6, 6), (2, 2)])
-def test_of_a_test_split_what_the_run_held_out_is_taken_and_with_limit_more_or_fewer(limit, want, capsys):
-    run = Settings.of(dict(data="arithmetic", eval_problems=4, max_prompt_tokens=64, out="runs/x"))
+def test_of_a_test_split_what_the_run_held_out_is_taken_and_with_limit_more_or_fewer(limit, want, tmp_path, capsys):
+    run, tokenizer = held_out_by(tmp_path, "arithmetic")
+    capsys.readouterr()
     wanted = evaluate.Evaluation(prompt_style="plain", limit=limit)
-    problems, source = evaluate.problems_of(wanted, run, evaluate.data.Tokenizer(ROOT / "tiny"))
+    problems, source = evaluate.problems_of(wanted, run, tokenizer)
     assert len(problems) == want and source == "arithmetic"
     assert [problem.id for problem in problems[:2]] == ["arithmetic-test-0", "arithmetic-test-1"]
     said = capsys.readouterr().out
-    assert said.startswith(f"{want:,} problems of arithmetic, held out by runs/x")
+    assert said.startswith(f"{want:,} problems of arithmetic, held out by {tmp_path}")
     assert ("(--limit 0: all of the test split)" in said) == (limit is None)
 
 
+def sums(file, count):
+    rows_of_file = [{"question": f"{i} + 1?", "answer": str(i + 1)} for i in range(count)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows_of_file))
+    return file
+
+
 @pytest.mark.parametrize("limit", [None, 0, 3])
-def test_of_a_training_file_no_problem_is_taken_that_the_run_has_trained_on(limit, tmp_path):
-    rows_of_file = [{"question": f"{i} + 1?", "answer": str(i + 1)} for i in range(60)]
-    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of_file))
-    run = Settings.of(dict(data=str(tmp_path / "sums.jsonl"), eval_problems=4, max_prompt_tokens=64, out="runs/x"))
+@pytest.mark.parametrize("hub", [False, True])
+def test_of_training_data_no_problem_is_taken_that_the_run_has_trained_on(limit, hub, tmp_path, monkeypatch, capsys):
+    """hub: the data set has a short name and no test split."""
+    data = sums(tmp_path / "sums.jsonl", 60)
+    if hub:
+        monkeypatch.setattr(evaluate.data, "has_test_split", lambda source: False)
+        load = evaluate.data.load_problems
+        monkeypatch.setattr(evaluate.data, "load_problems", lambda _, *more, **flags: load(str(data), *more, **flags))
+    run, tokenizer = held_out_by(tmp_path, "dapo" if hub else data)
     wanted = evaluate.Evaluation(prompt_style="plain", limit=limit)
-    problems, _ = evaluate.problems_of(wanted, run, evaluate.data.Tokenizer(ROOT / "tiny"))
+    problems, _ = evaluate.problems_of(wanted, run, tokenizer)
     assert [problem.id for problem in problems] == [f"sums-{i}" for i in range(57, 61)][:limit or 4]
+    assert "all of the test split" not in capsys.readouterr().out
+
+
+def test_a_training_file_that_has_changed_since_the_run_is_not_taken(tmp_path):
+    run, tokenizer = held_out_by(tmp_path, sums(tmp_path / "sums.jsonl", 60))
+    sums(tmp_path / "sums.jsonl", 40)
+    with pytest.raises(ValueError, match="sums.jsonl holds now, .*: name problems with --data"):
+        evaluate.problems_of(evaluate.Evaluation(prompt_style="plain"), run, tokenizer)
 
 
 def test_a_run_brings_its_thinking_and_its_held_out_problems_stay_the_same_without_it(tmp_path, monkeypatch):

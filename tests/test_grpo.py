@@ -144,10 +144,19 @@ def test_a_length_penalty_teaches_nothing_in_groups_without_right_and_wrong_answ
 
 @pytest.mark.parametrize("scale", grpo.SCALES)
 def test_group_with_equal_rewards_gets_exactly_zero_advantage(scale):
-    # The fp32 mean of equal numbers need not be that number; over std + 1e-4 the error is what would be learnt from.
+    # The mean of equal numbers need not be that number; over std + 1e-4 the error is what would be learnt from.
     for value in (0.0, 0.1, 1.2, 2.2):
         rewards = torch.tensor([value] * 7 + [0, 1, 0, 1, 0, 1, 1])
         assert group_advantages(rewards, 7, scale)[:7].tolist() == [0] * 7
+
+
+def test_large_rewards_are_told_apart_and_rounding_is_no_difference():
+    """fp32 has 20,000,000 and 20,000,002 but no number between them. 0.1 + 0.2 is 0.30000000000000004."""
+    large = torch.tensor([2e7, 2e7 + 1, 2e7 + 2, 2e7 + 3], dtype=torch.float64)
+    assert group_advantages(large, 4, "none").tolist() == [-1.5, -0.5, 0.5, 1.5]
+    rounded = torch.tensor([0.1 + 0.2, 0.3, 0.3, 0.3], dtype=torch.float64)
+    extra = torch.tensor([1.0, 0, 0, 0])
+    assert group_advantages(rounded, 4, "group", extra).tolist() == [0] * 4
 
 
 def test_unscorable_rows_are_outside_mean_and_std():

@@ -30,7 +30,7 @@ FOLDERS = "fast harness tools study tiny tests docs".split()
 # inside a function, so that a machine without Triton (or without a Hopper GPU) never opens the file.
 # (module, function) -> module that it imports.
 DOORS = {("ops", "twin_in_kernels"): "fast.kernels", ("nvfp4", "fuse"): "marlin_fp4",
-         ("sampler", "engine_for"): "fast.decode", ("sampler", "refuse_large_rank"): "fast.decode",
+         ("sampler", "engine_for"): "fast.decode", ("harness.device", "refuse_large_rank"): "fast.decode",
          ("fast.decode", "decode_matmul_for"): "fast.hopper_fp4"}
 # Names that stand in two files though ops.twin_in_kernels does not tie them together, and why.
 TWINS = {

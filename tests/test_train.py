@@ -473,11 +473,13 @@ def test_the_format_counts_beside_a_reward_of_ones_own(runs):
         assert row["reward"] == pytest.approx(row["task"] + 0.5 * row["format"])
 
 
-def test_a_reward_of_nan_for_all_ends_the_run_in_one_line_and_writes_none(runs):
-    log = runs.run("nan", "--steps", "3", "--reward", "my_rewards:nan", code=1)
+def test_a_reward_of_nan_for_all_answers_teaches_nothing_and_ends_the_run_in_the_end(runs):
+    flags = "--steps 30 --prompts-per-step 20 --group-size 2 --max-new-tokens 4 --reward my_rewards:nan".split()
+    log = runs.run("nan", *flags, code=1)
     last = log.strip().splitlines()[-1]
-    assert last.startswith("train.py: --reward my_rewards:nan: nan for each of 8 answers; step 0 is saved; once")
-    assert "Traceback" not in log and runs.lines("nan") == runs.lines("nan", "samples.jsonl") == []
+    assert last.startswith("train.py: for 10 steps --reward my_rewards:nan gave every answer nan; adapters/last_good")
+    assert [row["reward"] for row in runs.metrics("nan")] == [None] * 10
+    assert not runs.state("nan", 10)["exp_avg"].any()
 
 
 def track_with_a_package_of_the_folder():
