@@ -1,5 +1,5 @@
 """
-The study's tables and curves, made from the runs in study/runs.
+The study's tables, made from the runs in study/runs.
 
     python -m study.results tables bf16 calibrated nearest --primary calibrated
     python -m study.results spread
@@ -7,7 +7,6 @@ The study's tables and curves, made from the runs in study/runs.
     python -m study.results pairs accuracy calibrated:bf16 1.5b-calibrated:1.5b-bf16 \\
         --last-common 20
     python -m study.results pairs greedy calibrated:bf16
-    python -m study.results curves bf16-s0 bf16-s1 --out curves.png
     python -m study.results keep runs/x bf16-s3
     python -m study.results verdicts bf16-s3 greedy.jsonl sampled.jsonl
     python -m study.results sampler
@@ -33,8 +32,6 @@ spread prints for each pool V (see below), and the whole variance from seed to s
 mean prints the mean of one logged number over some steps and all seeds.
 pairs subtracts runs with the same seed from each other and prints every difference, their mean,
 and its 95 % interval by Student's t: the seeds alone tell how sure the mean is.
-curves draws the panels of tools/report.py into a picture. It needs matplotlib, which is not in
-requirements.txt; `python -m tools.report` shows the same curves of any run without it.
 keep copies a run of train.py into study/runs. verdicts adds the verdicts on its answers that
 evaluate.py --out wrote, once.
 sampler prints entropy, accuracy and length of every setting of study/entropy.py, and differences
@@ -61,7 +58,6 @@ intervals over the draws.
 Not here: how each run was made (study/methods.md).
 """
 import argparse
-import colorsys
 import csv
 import gzip
 import io
@@ -78,7 +74,7 @@ import numpy as np
 from harness.figures import sampler_entropy
 from harness.files import json_line, parse_json, read_bytes, read_json, read_rows, write_atomically
 from harness.process import short_repr
-from tools.report import PANELS, log_rows, series, smooth
+from tools.report import log_rows, series
 
 RUNS = Path("study/runs")
 SAMPLES = 8                                      # answers to a problem in sampled.json
@@ -587,83 +583,6 @@ def print_sampler(args):
 
 
 # -----------------------------------------------------------------------------
-# curves
-
-# Colours of Okabe and Ito, which colour-blind readers can tell apart
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-
-
-def distinct_colours(n: int) -> list:
-    """n colours: the seven above, then hues a golden angle apart, light and dark in turn."""
-    more = [colorsys.hls_to_rgb(i * 0.618 % 1, (0.35, 0.6)[i % 2], 0.6) for i in range(n)]
-    return [*COLOURS, *more][:n]
-
-
-def draw_curve(axis, steps, values, key, colour):
-    """One run's curve: raw values faint, on top of them a moving mean."""
-    if PANELS[key][1] == "share":
-        axis.set_ylim(-0.02, 1.02)
-    if PANELS[key][1] == "log":
-        axis.set_yscale("symlog", linthresh=1e-4)        # plain log cannot show a sigma of 0
-        axis.plot(steps, values, color=colour, linewidth=1.3, drawstyle="steps-post")
-    elif key == "eval_accuracy":
-        axis.plot(steps, values, color=colour, linewidth=1.6, marker="o", markersize=3)
-    else:
-        axis.plot(steps, values, color=colour, linewidth=0.8, alpha=0.3)
-        axis.plot(steps, smooth(values, len(values) // 15), color=colour, linewidth=1.6)
-
-
-def panels(runs: dict, plt):
-    """{name: rows} -> a matplotlib figure with every panel for which some run has values."""
-    keys = [key for key in PANELS if any(series(rows, key)[0] for rows in runs.values())]
-    if not keys:
-        raise ValueError(f"nothing to draw: none of {', '.join(PANELS)} in {', '.join(runs)}")
-    colours = distinct_colours(len(runs))
-    lines = math.ceil(len(keys) / 4)
-    picture, axes = plt.subplots(lines, 4, layout="constrained", squeeze=False,
-                                 figsize=(14.4, 2.8 * lines + 0.4))
-    for axis in axes.flat[len(keys):]:
-        axis.set_axis_off()
-    for axis, key in zip(axes.flat, keys):
-        for rows, colour in zip(runs.values(), colours):
-            draw_curve(axis, *series(rows, key), key, colour)
-        axis.set_title(PANELS[key][0], fontsize=9, loc="left")
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(alpha=0.25, linewidth=0.5)
-        axis.set_xlabel("step", fontsize=8)
-    handles = [plt.Line2D([], [], color=c, label=name) for name, c in zip(runs, colours)]
-    picture.legend(handles=handles, loc="outside upper left", ncols=4, fontsize=9, frameon=False)
-    return picture
-
-
-def metrics_file(run: str, folder: Path) -> Path:
-    """A file, a folder that train.py wrote, or the name of a run in study/runs -> its metrics."""
-    if run.endswith(".jsonl"):
-        return Path(run)
-    named = folder / f"{run}.jsonl"
-    return named if named.exists() else Path(run) / "metrics.jsonl"
-
-
-def write_curves(args):
-    out = args.out
-    if out.suffix not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"--out {out}: must end in .png, .svg or .pdf")
-    runs = {run: log_rows(metrics_file(run, args.runs)) for run in args.curves}
-    try:
-        from matplotlib import pyplot as plt
-    except ImportError:
-        raise ValueError("curves need pip install matplotlib, which is not in "
-                         "requirements.txt") from None
-    plt.switch_backend("Agg")                    # draws into files, so no display is needed
-    picture = panels(runs, plt)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    new = out.with_name(f".{out.name}{out.suffix}")   # a full disk must not destroy the old picture
-    picture.savefig(new, dpi=150)
-    new.replace(out)
-    print(out)
-
-
-# -----------------------------------------------------------------------------
 
 def parse_args():
     parser = argparse.ArgumentParser(prog="study.results", description=__doc__.strip(),
@@ -697,10 +616,6 @@ def parse_args():
     add_steps(sub)
     sub.add_argument("--last-common", type=int, metavar="N",
                      help="only the last N steps that both runs have")
-    sub = command("curves", write_curves, "curves of runs as a picture")
-    sub.add_argument("curves", nargs="+", metavar="RUN",
-                     help="a run's name, its folder or a metrics.jsonl")
-    sub.add_argument("--out", type=Path, required=True, help="a .png, .svg or .pdf")
     sub = command("keep", keep_run, "copies a run's metrics and a line of each answer into --runs")
     sub.add_argument("run", type=Path, metavar="FOLDER", help="folder of a run of train.py")
     sub.add_argument("name", metavar="ARM-sSEED", help="what it is called there")

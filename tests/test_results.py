@@ -1,6 +1,6 @@
 """
-The study's tables, pairs and curves on runs whose figures are known by hand; the reading of logs, which tools/report.py
-does for both.
+The study's tables and pairs on runs whose figures are known by hand, and the script that starts its runs; the reading of
+logs, which tools/report.py does for all.
 
 python -m pytest tests/test_results.py -v
 """
@@ -23,7 +23,7 @@ from harness.config import check_settings, read_settings
 from harness.process import Stopped
 from study import results
 from study.results import Arm, difference_interval, pairs_of_runs
-from tools.report import PANELS, log_rows, series, smooth
+from tools.report import log_rows, series, smooth
 
 ROOT = Path(__file__).parent.parent
 
@@ -42,11 +42,6 @@ def run(monkeypatch, *arguments):
         return results.main()
     except SystemExit as stop:
         return stop.code
-
-
-def metrics(num_steps):
-    return [dict(step=s, reward=s / 10, sigma=0 if s < 3 else 1e-2, mismatch_abs=1e-3, eval_accuracy=[0.5, None][s % 2])
-            for s in range(num_steps)]
 
 
 # -- tables, mean, pairs ------------------------------------------------------------------------------------------
@@ -521,7 +516,7 @@ esac""")
 # -- reading ------------------------------------------------------------------------------------------------------
 
 def test_line_cut_off_by_a_killed_run_is_dropped_but_a_bad_line_before_it_stops(tmp_path):
-    rows = metrics(3)
+    rows = [dict(step=s, reward=s / 10) for s in range(3)]
     assert log_rows(write(tmp_path / "a", "metrics.jsonl", rows, tail='{"step": 3, "rew') / "metrics.jsonl") == rows
     with pytest.raises(Stopped, match="metrics.jsonl:4: no line of a run"):
         log_rows(write(tmp_path / "b", "metrics.jsonl", rows, tail='{"step": 3,\n{"step": 4}\n') / "metrics.jsonl")
@@ -550,65 +545,3 @@ def test_resumed_step_counts_once_and_gaps_are_skipped():
 def test_smoothing_by_hand():
     assert smooth([0, 3, 6, 9, 0], 3) == [1.5, 3, 6, 5, 4.5]              # means of 2, 3, 3, 3, 2 neighbours
     assert smooth([5, 1], 0) == [5, 1]
-
-
-# -- curves ------------------------------------------------------------------------------------------------------
-
-def test_curves_that_cannot_be_drawn_stop_in_one_line_that_names_the_cause(tmp_path, monkeypatch):
-    good = write(tmp_path / "good", "metrics.jsonl", metrics(4))
-    monkeypatch.setitem(sys.modules, "matplotlib", None)                  # as if it were not installed
-
-    def curves(folder, out=tmp_path / "x.png"):
-        return run(monkeypatch, "curves", folder, "--out", out)
-
-    assert "pip install matplotlib" in curves(good)
-    assert "nowhere" in curves(tmp_path / "nowhere")
-    assert "x.gif" in curves(good, "x.gif")
-    assert "no complete line" in curves(write(tmp_path / "new", "metrics.jsonl", []))
-    for step in (None, True, 1.5):
-        odd = write(tmp_path / "odd", "metrics.jsonl", [dict(step=0), dict(step=step), dict(step=2)])
-        assert "metrics.jsonl:2: no line of a run (its step is no whole number)" in curves(odd)
-
-
-@pytest.mark.parametrize("suffix,magic", [("png", b"\x89PNG"), ("svg", b"<?xml")])
-def test_curves_of_two_runs_become_a_picture_that_a_full_disk_does_not_destroy(tmp_path, monkeypatch, suffix, magic):
-    pytest.importorskip("matplotlib", reason="matplotlib is optional")
-    runs = [write(tmp_path / name, "metrics.jsonl", metrics(n)) for name, n in (("long", 40), ("short", 1))]
-    out = tmp_path / "new" / f"curves.{suffix}"
-    assert run(monkeypatch, "curves", *runs, "--out", out) is None
-    assert out.read_bytes().startswith(magic)
-    log = runs[0] / "metrics.jsonl"
-    assert run(monkeypatch, "curves", log, "--out", tmp_path / "one.pdf") is None and (tmp_path / "one.pdf").exists()
-    assert run(monkeypatch, "curves", "bf16-s0", "--runs", ROOT / "study" / "runs", "--out", tmp_path / "s.pdf") is None
-    assert str(log) in run(monkeypatch, "curves", *runs, "--out", log / f"x.{suffix}")
-
-    def full_disk(_, path, **__):
-        path.write_bytes(b"half")
-        raise OSError(28, "No space left on device", str(path))
-
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full_disk)
-    assert "No space left" in run(monkeypatch, "curves", *runs, "--out", out)
-    assert out.read_bytes().startswith(magic)
-
-
-def test_the_panels_are_the_metrics_that_some_run_has():
-    plt = pytest.importorskip("matplotlib.pyplot", reason="matplotlib is optional")
-    picture = results.panels({"x": metrics(5), "y": [dict(step=0, length=3)]}, plt)
-    titles = {axis.get_title("left") for axis in picture.axes} - {""}
-    assert titles == {PANELS[key][0] for key in ("reward", "sigma", "mismatch_abs", "eval_accuracy", "length")}
-    with pytest.raises(ValueError, match="nothing to draw"):
-        results.panels({"x": [dict(step=0)]}, plt)
-
-
-def test_shares_have_axes_of_0_to_1_and_no_two_of_many_runs_one_colour():
-    plt = pytest.importorskip("matplotlib.pyplot", reason="matplotlib is optional")
-    shares = "accuracy eval_accuracy informative truncated".split()
-    rows = [{"step": s, "grad_norm": 0.5, "kl": 0.1, "reward": 0.4 + s / 100, **dict.fromkeys(shares, 0.4)}
-            for s in range(3)]
-    picture = results.panels({f"run {i}": rows for i in range(20)}, plt)
-    axes = {axis.get_title("left"): axis for axis in picture.axes}
-    for key in (*shares, "grad_norm", "kl", "reward"):
-        low, high = axes[PANELS[key][0]].get_ylim()
-        assert (low < 0 and 1 < high < 1.1) == (key in shares), key
-    drawn = [line.get_color() for line in axes[PANELS["eval_accuracy"][0]].lines]
-    assert len(drawn) == 20 and len(set(map(str, drawn))) == 20
