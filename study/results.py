@@ -237,7 +237,7 @@ def seed_variance(arms: list[np.ndarray]) -> SeedVariance:
     return SeedVariance(seen - noise, seen, freedom)
 
 
-def difference_interval(differences: np.ndarray, seeds: SeedVariance,
+def difference_interval(differences: np.ndarray, spread: SeedVariance,
                         arms: int) -> tuple[float, float]:
     """(seeds, problems) -> their mean, and half the width of its 95 % interval.
 
@@ -247,11 +247,11 @@ def difference_interval(differences: np.ndarray, seeds: SeedVariance,
     of_problems = differences.mean(axis=0).var(ddof=1) / problems
     of_seeds = arms / count
     # The bound keeps a V below 0 from making all of it negative.
-    variance = max(of_problems + of_seeds * seeds.trusted, of_problems / 2)
+    variance = max(of_problems + of_seeds * spread.trusted, of_problems / 2)
     # Satterthwaite: a sum of variances is as uncertain as one with so many degrees of freedom.
     doubt = of_problems**2 / (problems - 1)
-    if seeds.freedom:
-        doubt += (of_seeds * seeds.seen)**2 / seeds.freedom
+    if spread.freedom:
+        doubt += (of_seeds * spread.seen)**2 / spread.freedom
     t = student_quantile(variance**2 / doubt) if doubt else 0.0
     return float(differences.mean()), float(t * variance**0.5)
 
@@ -273,8 +273,9 @@ def student_quantile(freedom: float) -> float:
 # -----------------------------------------------------------------------------
 # tables
 
-def points(differences: np.ndarray, seeds: SeedVariance, arms: int) -> str:
-    mean, half = difference_interval(differences, seeds, arms)
+def points(differences: np.ndarray, spread: SeedVariance, arms: int) -> str:
+    """A difference in points with its 95 % interval; the arguments are difference_interval()'s."""
+    mean, half = difference_interval(differences, spread, arms)
     return f"{100 * mean:+.1f} [{100 * (mean - half):+.1f}, {100 * (mean + half):+.1f}]"
 
 
@@ -285,11 +286,11 @@ def percents(shares: np.ndarray) -> str:
 def greedy_line(arm: Arm, folder: Path) -> str:
     """An arm's line of the first table."""
     before, after, _ = arm.greedy
-    seeds = pool(folder, "greedy", len(before))
+    spread = pool(folder, "greedy", len(before))
     steps = "-".join(map(str, sorted({min(arm.steps), max(arm.steps)})))
     return (f"| {arm.name} | {steps} | {100 * before.mean():.1f} "
             f"| **{100 * after.mean():.1f}** | {percents(after.mean(axis=1))} "
-            f"| {points(after - before, seeds, 1)} "
+            f"| {points(after - before, spread, 1)} "
             f"| {arm.start_to_end('entropy', 3)} | {arm.start_to_end('accuracy', 3)} "
             f"| {arm.start_to_end('length', 0)} "
             f"| {arm.mean('seconds', 5, None):.1f} |")
@@ -298,9 +299,9 @@ def greedy_line(arm: Arm, folder: Path) -> str:
 def sampled_line(arm: Arm, folder: Path) -> str:
     """An arm's line of the table of sampled answers."""
     before, after, entropy = arm.sampled
-    seeds = pool(folder, "sampled", len(before))
+    spread = pool(folder, "sampled", len(before))
     return (f"| {arm.name} | {100 * before.mean():.1f} | **{100 * after.mean():.1f}** "
-            f"| {percents(after.mean(axis=1))} | {points(after - before, seeds, 1)} "
+            f"| {percents(after.mean(axis=1))} | {points(after - before, spread, 1)} "
             f"| {100 * (before > 0).mean():.1f} -> {100 * (after > 0).mean():.1f} "
             f"| {entropy[0]:.3f} -> {entropy[1:].mean():.3f} |")
 
@@ -313,11 +314,11 @@ def difference_line(first: Arm, other: Arm, kind: str, folder: Path, primary: bo
         raise ValueError(f"{first.name} and {other.name} have no seed in common, or other problems")
     after = [verdicts.after[[arm.seeds.index(seed) for seed in common]]
              for arm, verdicts in ((first, mine), (other, theirs))]
-    seeds = pool(folder, kind, len(mine.before))
+    spread = pool(folder, kind, len(mine.before))
     name = f"{other.name} - {first.name}"
     return (f"| {f'**{name}** (primary)' if primary else name} "
-            f"| {points((theirs.before - mine.before)[None], seeds, 0)} "
-            f"| {points(after[1] - after[0], seeds, 2)} | {', '.join(common)} |")
+            f"| {points((theirs.before - mine.before)[None], spread, 0)} "
+            f"| {points(after[1] - after[0], spread, 2)} | {', '.join(common)} |")
 
 
 def print_differences(arms: list[Arm], kind: str, folder: Path, primary: str | None):
@@ -402,7 +403,7 @@ def keep_verdicts(args):
         rows = [row for _, row in read_rows(file)]
         keys = "sample", "correct", "length", "mean_logprob"
         numbers = [sample for sample, *_ in columns(file, rows, keys)]
-        samples = SAMPLES if 1 in numbers else 1
+        samples = SAMPLES if 1 in numbers else 1             # sample 0 alone: greedy
         if not rows or numbers != [*range(samples)] * (len(rows) // samples):
             raise ValueError(f"{file}: expected 1 answer (greedy) or {SAMPLES} to each problem")
         groups = [rows[i:i + samples] for i in range(0, len(rows), samples)]
@@ -427,7 +428,7 @@ def print_mean(args):
 
 
 class Pair(NamedTuple):
-    name: str               # "calibrated:bf16 s0"
+    name: str               # "calibrated - bf16, seed 0"
     steps: str              # "40 to 59", or "after training"
     difference: float       # the first run's figure minus the other's
 
@@ -551,7 +552,7 @@ def print_sampler(args):
             if (one.name, one.noise) in found:
                 raise ValueError(f"{path}: {one.name}, {one.noise} is there twice")
             found[one.name, one.noise] = one
-    by_size = {}                                 # "0.5b-" -> noise -> [(with noise, without), ...]
+    by_noise = {}                # ("0.5b-", "aqn 0.01") -> [(with noise, without), ...]: its bases
     print("| base | noise | entropy | accuracy, % | length | entropy - own | points - own "
           "| entropy - bf16 | points - bf16 |\n|---|---|---|---|---|---|---|---|---|")
     for one in found.values():
@@ -568,10 +569,10 @@ def print_sampler(args):
               f"| {100 * one.accuracy.mean():.2f} | {one.length.mean():.1f} "
               f"| {' | '.join(cells)} |")
         if one.noise != "none":
-            by_size.setdefault((size, one.noise), []).append((one, others[0]))
+            by_noise.setdefault((size, one.noise), []).append((one, others[0]))
     print("\n| mean over | bases | noise | | difference from own | over draws |\n"
           "|---|---|---|---|---|---|")
-    for (size, noise), pairs in by_size.items():
+    for (size, noise), pairs in by_noise.items():
         for figure, scale, digits, unit in (("entropy", 1, 4, "nats"),
                                             ("accuracy", 100, 2, "points")):
             differences = np.mean([getattr(one, figure) - getattr(own, figure)

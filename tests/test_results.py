@@ -88,19 +88,19 @@ def test_the_seeds_variance_of_two_arms_by_hand():
 def test_an_interval_by_hand():
     # Two seeds, four problems: means of the problems 1, 0, 1/2, 1/2, their variance 1/6; over 4 problems 1/24.
     differences = np.array([[1, 0, 1, 0], [1, 0, 0, 1]])
-    seeds = results.SeedVariance(true=0.01, seen=0.02, freedom=10)
+    spread = results.SeedVariance(true=0.01, seen=0.02, freedom=10)
     variance = 1 / 24 + 2 / 2 * 0.01
     freedom = variance**2 / ((1 / 24) ** 2 / 3 + 0.02**2 / 10)            # 4.3: that of 4
-    mean, half = difference_interval(differences, seeds, arms=2)
+    mean, half = difference_interval(differences, spread, arms=2)
     assert mean == 0.5 and int(freedom) == 4 and half == pytest.approx(2.776 * variance**0.5)
     # A difference of untrained models has no seeds, so three degrees of freedom are left.
-    assert difference_interval(differences, seeds, arms=0)[1] == pytest.approx(3.182 * (1 / 24) ** 0.5)
+    assert difference_interval(differences, spread, arms=0)[1] == pytest.approx(3.182 * (1 / 24) ** 0.5)
     # A seeds' variance of less than 0 counts as 0 if few seeds told it. If many did it leaves, at the least, half of
     # the problems' part: freedom (1/48)^2 / ((1/24)^2 / 3) = 3/4.
-    seeds = results.SeedVariance(-1.0, 0.0, 19)
-    assert difference_interval(differences, seeds, arms=2)[1] == pytest.approx(3.182 * (1 / 24) ** 0.5)
-    seeds = results.SeedVariance(-1.0, 0.0, 20)
-    assert difference_interval(differences, seeds, arms=2)[1] == pytest.approx(12.706 / 48**0.5)
+    spread = results.SeedVariance(-1.0, 0.0, 19)
+    assert difference_interval(differences, spread, arms=2)[1] == pytest.approx(3.182 * (1 / 24) ** 0.5)
+    spread = results.SeedVariance(-1.0, 0.0, 20)
+    assert difference_interval(differences, spread, arms=2)[1] == pytest.approx(12.706 / 48**0.5)
 
 
 @pytest.mark.parametrize("answers,problems,arms,seeds,most", [
