@@ -41,7 +41,7 @@ def bar_of(arm: Arm, label: str, kind: str, folder: Path) -> Bar:
     verdicts = getattr(arm, kind)
     if verdicts is None:
         raise ValueError(f"{arm.name}: has no answers at temperature 1 in sampled.json")
-    spread = pool(folder, kind, len(verdicts.before))
+    spread = pool(folder, kind, verdicts.after.shape[1])
     mean, half = difference_interval(verdicts.after, spread, 1)
     return Bar(label, float(verdicts.before.mean()), mean, half, len(arm.seeds))
 

@@ -18,7 +18,8 @@ An arm is one way to train, run with one or several seeds. study/runs holds of e
     ARM-sSEED.rows.csv.gz   step, id, correct, length, mean_logprob of every sampled answer
     held_out.json           "ARM" and "ARM-sSEED": which test problems were answered correctly
                             (greedily) before and after training, as a string of 0 and 1, in the
-                            test file's order
+                            test file's order; where each run made a 4-bit model of its own,
+                            "ARM-sSEED-before" in place of "ARM"
     sampled.json            the same of 8 answers at temperature 1 to each problem: `right`, a
                             string of digits that say how many of the 8 are right, and
                             `sampler_entropy`
@@ -83,8 +84,8 @@ SAMPLES = 8                                      # answers to a problem in sampl
 class Verdicts(NamedTuple):
     """Which share of a model's answers to each problem was right; one answer if they are greedy.
 
-    before (problems,) and after (seeds, problems) training; entropy: None, or that of the sampler
-    before and after, (1 + seeds,)
+    before and after training, (seeds, problems): seeds that began with the same model have the same
+    row in `before`. entropy: None, or that of the sampler before and after, (2, seeds)
     """
     before: np.ndarray
     after: np.ndarray
@@ -113,13 +114,13 @@ class Arm:
         self.greedy = self.sampled = None
         if not tested:
             return
-        before, *after = shares_right(path, held_out, [name, *runs], 1)
-        self.greedy = Verdicts(before, np.array(after))
-        self.sampled = self._sampled(folder / "sampled.json", [name, *runs])
+        names = [before_training(run, held_out) for run in runs] + runs
+        self.greedy = Verdicts(*np.split(shares_right(path, held_out, names, 1), 2))
+        self.sampled = self._sampled(folder / "sampled.json", names)
 
     def _sampled(self, path: Path, names: list[str]) -> Verdicts | None:
         held = read_json(path) if path.exists() else {}
-        if names[0] not in held:
+        if held.keys().isdisjoint(names):
             return None
         for name in names:
             entry = held.get(name)
@@ -128,9 +129,9 @@ class Arm:
                 raise ValueError(f"{path}: {name} is {short_repr(entry)}, expected an object with "
                                  "right and sampler_entropy")
         right = {name: held[name].get("right") for name in names}
-        before, *after = shares_right(path, right, names, SAMPLES)
-        entropies = np.array([held[name]["sampler_entropy"] for name in names])
-        return Verdicts(before, np.array(after), entropies)
+        entropies = [held[name]["sampler_entropy"] for name in names]
+        return Verdicts(*np.split(shares_right(path, right, names, SAMPLES), 2),
+                        np.reshape(entropies, (2, -1)))
 
     def mean(self, key: str, first: int | None, last: int | None) -> float:
         """Mean of a logged number over steps[first:last] of all seeds.
@@ -146,14 +147,19 @@ class Arm:
         return f"{self.mean(key, None, 5):.{digits}f} -> {self.mean(key, -5, None):.{digits}f}"
 
 
-def shares_right(path: Path, held: dict, names: list[str], answers: int) -> list[np.ndarray]:
-    """held[name], a string of each problem's number of right answers -> (problems,) shares."""
+def shares_right(path: Path, held: dict, names: list[str], answers: int) -> np.ndarray:
+    """held[name], strings of each problem's number of right answers -> shares (names, problems)."""
     problems = max(2, len(str(held[names[0]])))  # one has no variance
     for name in names:
         if not re.fullmatch(f"[0-{answers}]{{{problems}}}", str(held[name])):
             raise ValueError(f"{path}: {name} is {short_repr(held[name])}, expected "
                              f"{'0 or 1' if answers == 1 else f'0 to {answers}'} for each problem")
-    return [np.array(list(held[name]), int) / answers for name in names]
+    return np.array([list(held[name]) for name in names], int) / answers
+
+
+def arm_of(name: str) -> str:
+    """The arm of ARM, ARM-sSEED and ARM-sSEED-before."""
+    return re.sub(r"-s\d+(-before)?$", "", name)
 
 
 def logged_runs(folder: Path, arm: str) -> list[str]:
@@ -162,15 +168,23 @@ def logged_runs(folder: Path, arm: str) -> list[str]:
     return sorted(name for name in names if re.fullmatch(re.escape(arm) + r"-s\d+", name))
 
 
+def before_training(run: str, held_out: dict) -> str:
+    """The name in held_out.json of the model that a run began with: its own one, or its arm's."""
+    own = f"{run}-before"
+    return own if own in held_out else arm_of(run)
+
+
 def runs_of(folder: Path, held_out: dict, arm: str) -> list[str]:
     """The runs ARM-sSEED that the folder has both metrics and verdicts of."""
-    return [run for run in logged_runs(folder, arm) if arm in held_out and run in held_out]
+    return [run for run in logged_runs(folder, arm)
+            if run in held_out and before_training(run, held_out) in held_out]
 
 
 def arms_in(folder: Path) -> list[Arm]:
     """Every arm that the folder has runs of."""
     held_out = read_json(folder / "held_out.json")
-    return [Arm(folder, name) for name in held_out if runs_of(folder, held_out, name)]
+    arms = dict.fromkeys(arm_of(name) for name in held_out)          # each once
+    return [Arm(folder, arm) for arm in arms if runs_of(folder, held_out, arm)]
 
 
 # -----------------------------------------------------------------------------
@@ -206,7 +220,7 @@ def pool(folder: Path, kind: str, problems: int) -> SeedVariance:
     They are the arms of the first study. So the first study's intervals do not change when runs are
     added, and the intervals of later arms rest on seeds of other runs than their own.
     """
-    arms = [arm for arm in arms_in(folder) if len(arm.greedy.before) == problems]
+    arms = [arm for arm in arms_in(folder) if arm.greedy.after.shape[1] == problems]
     if kind == "greedy":
         first = seed_variance([arm.greedy.after for arm in arms if not arm.sampled])
         if first.freedom >= FEW:
@@ -286,7 +300,7 @@ def percents(shares: np.ndarray) -> str:
 def greedy_line(arm: Arm, folder: Path) -> str:
     """An arm's line of the first table."""
     before, after, _ = arm.greedy
-    spread = pool(folder, "greedy", len(before))
+    spread = pool(folder, "greedy", before.shape[1])
     steps = "-".join(map(str, sorted({min(arm.steps), max(arm.steps)})))
     return (f"| {arm.name} | {steps} | {100 * before.mean():.1f} "
             f"| **{100 * after.mean():.1f}** | {percents(after.mean(axis=1))} "
@@ -299,25 +313,26 @@ def greedy_line(arm: Arm, folder: Path) -> str:
 def sampled_line(arm: Arm, folder: Path) -> str:
     """An arm's line of the table of sampled answers."""
     before, after, entropy = arm.sampled
-    spread = pool(folder, "sampled", len(before))
+    spread = pool(folder, "sampled", before.shape[1])
     return (f"| {arm.name} | {100 * before.mean():.1f} | **{100 * after.mean():.1f}** "
             f"| {percents(after.mean(axis=1))} | {points(after - before, spread, 1)} "
             f"| {100 * (before > 0).mean():.1f} -> {100 * (after > 0).mean():.1f} "
-            f"| {entropy[0]:.3f} -> {entropy[1:].mean():.3f} |")
+            f"| {entropy[0].mean():.3f} -> {entropy[1].mean():.3f} |")
 
 
 def difference_line(first: Arm, other: Arm, kind: str, folder: Path, primary: bool) -> str:
     """Other minus first, on the same problems, over the seeds that both have."""
     common = [seed for seed in first.seeds if seed in other.seeds]
     mine, theirs = (getattr(arm, kind) for arm in (first, other))
-    if not common or mine.before.shape != theirs.before.shape:
+    if not common or mine.after.shape[1] != theirs.after.shape[1]:
         raise ValueError(f"{first.name} and {other.name} have no seed in common, or other problems")
+    before = theirs.before.mean(axis=0) - mine.before.mean(axis=0)
     after = [verdicts.after[[arm.seeds.index(seed) for seed in common]]
              for arm, verdicts in ((first, mine), (other, theirs))]
-    spread = pool(folder, kind, len(mine.before))
+    spread = pool(folder, kind, mine.after.shape[1])
     name = f"{other.name} - {first.name}"
     return (f"| {f'**{name}** (primary)' if primary else name} "
-            f"| {points((theirs.before - mine.before)[None], spread, 0)} "
+            f"| {points(before[None], spread, 0)} "
             f"| {points(after[1] - after[0], spread, 2)} | {', '.join(common)} |")
 
 
@@ -347,7 +362,7 @@ def print_tables(args):
 
 
 def print_spread(args):
-    for problems in sorted({len(arm.greedy.before) for arm in arms_in(args.runs)}):
+    for problems in sorted({arm.greedy.after.shape[1] for arm in arms_in(args.runs)}):
         for kind in "greedy", "sampled":
             true, seen, freedom = pool(args.runs, kind, problems)
             if freedom:
@@ -621,7 +636,8 @@ def parse_args():
     sub.add_argument("run", type=Path, metavar="FOLDER", help="folder of a run of train.py")
     sub.add_argument("name", metavar="ARM-sSEED", help="what it is called there")
     sub = command("verdicts", keep_verdicts, "adds the verdicts of evaluate.py --out to --runs")
-    sub.add_argument("name", metavar="NAME", help="ARM-sSEED, or ARM before training")
+    sub.add_argument("name", metavar="NAME", help="ARM-sSEED; before training ARM, or "
+                     "ARM-sSEED-before of a run that made its own 4-bit model")
     sub.add_argument("files", nargs="+", type=Path, metavar="FILE",
                      help=f"greedy answers to the test problems, or {SAMPLES} to each")
     sub = command("sampler", print_sampler, "the sampler before training, by base and noise")

@@ -65,10 +65,36 @@ def runs(tmp_path):
 
 def test_an_arm_is_its_seeds(runs):
     a = Arm(runs, "a")
-    assert a.seeds == ["0", "1"] and a.greedy.before.sum() == 2 and a.sampled is None
+    assert a.seeds == ["0", "1"] and a.greedy.before.sum(axis=1).tolist() == [2, 2] and a.sampled is None
     assert a.greedy.after.sum(axis=1).tolist() == [4, 6]
     assert a.mean("accuracy", None, 5) == pytest.approx(0.2) and a.mean("accuracy", -5, None) == pytest.approx(0.3)
     assert a.mean("entropy", -5, None) == pytest.approx((0.5 + 0.4 + 0.3 + 0.2) / 4)
+
+
+def test_runs_that_made_their_own_4_bit_model_gain_over_that_one(runs, monkeypatch, capsys):
+    path = runs / "held_out.json"
+    right = json.loads(path.read_text())
+    del right["a"]
+    right |= {"a-s0-before": "1100000000", "a-s1-before": "1010100000"}
+    path.write_text(json.dumps(right))
+    a = Arm(runs, "a")
+    assert a.seeds == ["0", "1"] and a.greedy.before.sum(axis=1).tolist() == [2, 3]
+    assert [arm.name for arm in results.arms_in(runs)] == ["a", "b"]
+    assert run(monkeypatch, *"tables a b --runs".split(), runs) is None
+    lines = capsys.readouterr().out.splitlines()
+    mean, half = difference_interval(a.greedy.after - a.greedy.before, results.pool(runs, "greedy", 10), 1)
+    gain = f"{100 * mean:+.1f} [{100 * (mean - half):+.1f}, {100 * (mean + half):+.1f}]"
+    assert lines[2].startswith(f"| a | 6 | 25.0 | **50.0** | 40.0 / 60.0 | {gain} |") and gain.startswith("+25.0 [")
+    assert lines[-1].startswith("| b - a | -15.0 [")
+    # Sampled answers have names alike; a model that lacks them is named.
+    sampled = {name: {"right": digits.replace("1", "8"), "sampler_entropy": 0.25 * (2 - ("before" not in name))}
+               for name, digits in right.items() if name.startswith("a")}
+    (runs / "sampled.json").write_text(json.dumps(sampled))
+    assert Arm(runs, "a").sampled.before.mean() == 0.25 and Arm(runs, "a").sampled.entropy.tolist() == [[0.5] * 2,
+                                                                                                       [0.25] * 2]
+    del sampled["a-s1-before"]
+    (runs / "sampled.json").write_text(json.dumps(sampled))
+    assert "sampled.json: a-s1-before is None, expected" in run(monkeypatch, *"tables a --runs".split(), runs)
 
 
 def test_the_seeds_variance_of_two_arms_by_hand():
@@ -207,7 +233,7 @@ def test_a_run_is_kept_with_a_line_of_each_answer_and_its_test_once(runs, tmp_pa
     capsys.readouterr()
     assert run(monkeypatch, "verdicts", "a-s2", folder / "1.jsonl", folder / "8.jsonl", "--runs", runs) is None
     assert capsys.readouterr().out.endswith("sampled.json: a-s2, 10 problems x 8\n")
-    assert Arm(runs, "a").greedy.after[2].tolist() == [1, 0, 0, 1, 0, 0, 1, 0, 0, 1]
+    assert json.loads((runs / "held_out.json").read_text())["a-s2"] == "1001001001"
     assert json.loads((runs / "sampled.json").read_text()) == {
         "a-s2": {"right": "3323323323", "sampler_entropy": 0.5}}         # 27 of 80 answers: every third, from the first
     write(folder, "odd.jsonl", [{"id": "0", "sample": 0}])
@@ -417,8 +443,11 @@ def copy_of_the_script(folder, stand_in):
                                                           env=os.environ | folders | variables)
 
 
+NOISES = "noise-none noise-truncate noise-off noise-gain"
+
+
 @pytest.mark.parametrize("order,arms", [
-    ("1", "noise-none noise-truncate noise-off noise-gain"),
+    ("1", NOISES),
     ("2", "rate-bf16-1e-4 rate-calibrated-1e-4 rate-bf16-2e-4 rate-calibrated-2e-4"),
     ("3", "math-bf16 math-calibrated"),
     ("4", "noise-ppo noise-draws noise-warm"),
@@ -445,11 +474,17 @@ def test_the_script_of_the_runs_to_come_starts_every_arm_with_flags_that_train_t
     assert all(one.general.seed == int(one.general.out[-1]) for one in settings)
     assert len({tuple(sorted((one.replace(out=None)).flat().items(), key=str)) for one in settings}) \
         == len(settings) - 2 * (order == "5")                             # beta2 differs from cosine by no flag
-    # Each run's test is taken in once, and that of the untrained model once for each arm.
+    # Each run's test is taken in once, and that of the untrained model once for each arm, or for each run that
+    # made its own 4-bit model.
     kinds = ["greedy"] if order == "3" else ["greedy", "sampled"]
     taken = [(call[3], call[4].split(".")[-2]) for call in calls if call[:3] == ["-m", "study.results", "verdicts"]]
-    names = [*arms.split(), *(f"{arm}-s{seed}" for arm in arms.split() for seed in "34")]
-    assert sorted(taken) == sorted((name, kind) for name in names for kind in kinds)
+    names = [f"{arm}-s{seed}" for arm in arms.split() for seed in "34"]
+    untrained = [f"{name}-before" for name in names] if order == "6" else arms.split()
+    assert sorted(taken) == sorted((name, kind) for name in names + untrained for kind in kinds)
+    if order == "6":                              # the files of gsm8k, and each run's own model before training
+        assert {(Path(one.data.data).name, Path(one.data.eval_data).name, one.data.eval_problems)
+                for one in settings} == {("gsm8k_train.jsonl", "gsm8k_test.jsonl", 256)}
+        assert {Path(call[1]).name for call in calls if "--adapter" in call} == {*names}
     if order == "3":                              # 21 problems of levels 3 to 5: every sixth is held out
         def ids(name):
             return [json.loads(line)["id"] for line in (tmp_path / "work" / name).read_text().splitlines()]
@@ -494,7 +529,8 @@ def test_an_arm_that_an_order_lacks_is_one_line(tmp_path, order):
 def test_a_run_that_fails_is_named_and_takes_no_other_with_it(tmp_path):
     """noise-off fails in training, and of the others noise-gain in its second test. The untrained model was tested
     beside earlier seeds, and is not tested again."""
-    write(tmp_path / "study" / "runs", "held_out.json", [{"noise-none": "01"}])
+    for file in "held_out.json", "sampled.json":
+        write(tmp_path / "study" / "runs", file, [dict.fromkeys(NOISES.split(), "01")])
     log, work = tmp_path / "calls", tmp_path / "work"
     run_script = copy_of_the_script(tmp_path, f"""
 echo "$*" >> {log}
@@ -511,6 +547,29 @@ esac""")
     taken = sorted(call.split()[3] for call in calls if call.startswith("-m study.results verdicts"))
     assert taken == ["noise-none-s0"] * 2 + ["noise-truncate-s0"] * 2
     assert not any("tables" in call for call in calls)
+
+
+@pytest.mark.parametrize("order, arms, there, missing", [
+    ("1", NOISES, {"held_out": NOISES}, [f"{arm} sampled" for arm in NOISES.split()]),
+    ("1", NOISES, {"held_out": "noise-none noise-off noise-gain", "sampled": "noise-none noise-gain"},
+     ["noise-truncate greedy", "noise-truncate sampled", "noise-off sampled"]),
+    ("3", "math-bf16", {"held_out": "math-bf16"}, [])])
+def test_of_the_untrained_models_test_what_is_missing_is_taken_in(tmp_path, order, arms, there, missing):
+    """And it is the model of a run that did not fail: seed 0 of the first arm did."""
+    for file, names in there.items():
+        write(tmp_path / "study" / "runs", f"{file}.json", [dict.fromkeys(names.split(), "01")])
+    (tmp_path / "math_train.jsonl").write_text('{"level": 3, "x": 0}\n')
+    for name in "math500", "math_test_rest":
+        (tmp_path / f"{name}.jsonl").touch()
+    log = tmp_path / "calls"
+    failing = f'case "$*" in train.py*{arms.split()[0]}-s0*) exit 3 ;; esac'
+    done = copy_of_the_script(tmp_path, f'echo "$*" >> {log}\n{failing}')(order, "0", "1", ARMS=arms)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    calls = log.read_text().splitlines()
+    taken = [call.split() for call in calls if call.startswith("-m study.results verdicts")]
+    assert sorted(f"{call[3]} {call[4].split('.')[-2]}" for call in taken if "-s" not in call[3]) == sorted(missing)
+    untrained = {call.split()[1] for call in calls if "--adapter none" in call}
+    assert len(untrained) == bool(missing) and not any("noise-none-s0" in name for name in untrained)
 
 
 # -- reading ------------------------------------------------------------------------------------------------------
