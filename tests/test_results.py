@@ -356,7 +356,7 @@ def test_pairs_that_cannot_be_made_are_one_line(runs, monkeypatch, pair, options
     assert message.startswith("study: ") and said in message and "\n" not in message
 
 
-def test_the_studys_first_claim_is_what_its_files_hold(monkeypatch, capsys):
+def test_the_studys_claim_on_sampled_answers_is_what_its_files_hold(monkeypatch, capsys):
     """README.md: calibrated NVFP4 is 1.8 +- 0.7 points behind 16 bits while sampling, in nine of nine pairs."""
     monkeypatch.chdir(ROOT)
     families = "calibrated:bf16", "1.5b-calibrated:1.5b-bf16", "1.5b-calibrated-clip:1.5b-bf16-clip"
