@@ -119,6 +119,9 @@ class Arm:
         self.sampled = self._sampled(folder / "sampled.json", names)
 
     def _sampled(self, path: Path, names: list[str]) -> Verdicts | None:
+        """names: the models before training, then the runs. ValueError if some were tested so and
+        others not.
+        """
         held = read_json(path) if path.exists() else {}
         if held.keys().isdisjoint(names):
             return None
