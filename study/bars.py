@@ -41,8 +41,8 @@ def bar_of(arm: Arm, label: str, kind: str, folder: Path) -> Bar:
     verdicts = getattr(arm, kind)
     if verdicts is None:
         raise ValueError(f"{arm.name}: has no answers at temperature 1 in sampled.json")
-    seeds = pool(folder, kind, len(verdicts.before))
-    mean, half = difference_interval(verdicts.after, seeds, 1)
+    spread = pool(folder, kind, verdicts.after.shape[1])
+    mean, half = difference_interval(verdicts.after, spread, 1)
     return Bar(label, float(verdicts.before.mean()), mean, half, len(arm.seeds))
 
 
@@ -85,10 +85,10 @@ def picture(title: str, bars: list[Bar]) -> str:
                   f'<circle cx="{x(bar.after)}" cy="{y}" r="6" fill="{BLUE}"/>',
                   text(x(bar.before), y - 11, f"{100 * bar.before:.1f}", GREY, 12, "middle"),
                   text(x(bar.after), y - 11, f"{100 * bar.after:.1f}", BLUE, 13, "middle", "bold")]
-    seeds = sorted({bar.seeds for bar in bars})
-    runs = f"{'-'.join(map(str, sorted({seeds[0], seeds[-1]})))} runs each"              # 2-3
-    parts += [text(16, bottom + 42, f"open: before training; full: after it, mean of {runs}; thick "
-                   "line: 95 % interval over seeds and problems", GREY, 12), "</svg>"]
+    counts = [bar.seeds for bar in bars]
+    runs = "-".join(map(str, sorted({min(counts), max(counts)})))            # "3", or "2-3"
+    parts += [text(16, bottom + 42, f"open: before training; full: after it, mean of {runs} runs "
+                   "each; thick line: 95 % interval over seeds and problems", GREY, 12), "</svg>"]
     return "\n".join(parts) + "\n"
 
 

@@ -1,5 +1,5 @@
 """
-The study's tables and curves, made from the runs in study/runs.
+The study's tables, made from the runs in study/runs.
 
     python -m study.results tables bf16 calibrated nearest --primary calibrated
     python -m study.results spread
@@ -7,7 +7,6 @@ The study's tables and curves, made from the runs in study/runs.
     python -m study.results pairs accuracy calibrated:bf16 1.5b-calibrated:1.5b-bf16 \\
         --last-common 20
     python -m study.results pairs greedy calibrated:bf16
-    python -m study.results curves bf16-s0 bf16-s1 --out curves.png
     python -m study.results keep runs/x bf16-s3
     python -m study.results verdicts bf16-s3 greedy.jsonl sampled.jsonl
     python -m study.results sampler
@@ -19,7 +18,8 @@ An arm is one way to train, run with one or several seeds. study/runs holds of e
     ARM-sSEED.rows.csv.gz   step, id, correct, length, mean_logprob of every sampled answer
     held_out.json           "ARM" and "ARM-sSEED": which test problems were answered correctly
                             (greedily) before and after training, as a string of 0 and 1, in the
-                            test file's order
+                            test file's order; where each run made a 4-bit model of its own,
+                            "ARM-sSEED-before" in place of "ARM"
     sampled.json            the same of 8 answers at temperature 1 to each problem: `right`, a
                             string of digits that say how many of the 8 are right, and
                             `sampler_entropy`
@@ -33,8 +33,6 @@ spread prints for each pool V (see below), and the whole variance from seed to s
 mean prints the mean of one logged number over some steps and all seeds.
 pairs subtracts runs with the same seed from each other and prints every difference, their mean,
 and its 95 % interval by Student's t: the seeds alone tell how sure the mean is.
-curves draws the panels of tools/report.py into a picture. It needs matplotlib, which is not in
-requirements.txt; `python -m tools.report` shows the same curves of any run without it.
 keep copies a run of train.py into study/runs. verdicts adds the verdicts on its answers that
 evaluate.py --out wrote, once.
 sampler prints entropy, accuracy and length of every setting of study/entropy.py, and differences
@@ -61,7 +59,6 @@ intervals over the draws.
 Not here: how each run was made (study/methods.md).
 """
 import argparse
-import colorsys
 import csv
 import gzip
 import io
@@ -78,7 +75,7 @@ import numpy as np
 from harness.figures import sampler_entropy
 from harness.files import json_line, parse_json, read_bytes, read_json, read_rows, write_atomically
 from harness.process import short_repr
-from tools.report import PANELS, log_rows, series, smooth
+from tools.report import log_rows, series
 
 RUNS = Path("study/runs")
 SAMPLES = 8                                      # answers to a problem in sampled.json
@@ -87,8 +84,8 @@ SAMPLES = 8                                      # answers to a problem in sampl
 class Verdicts(NamedTuple):
     """Which share of a model's answers to each problem was right; one answer if they are greedy.
 
-    before (problems,) and after (seeds, problems) training; entropy: None, or that of the sampler
-    before and after, (1 + seeds,)
+    before and after training, (seeds, problems): seeds that began with the same model have the same
+    row in `before`. entropy: None, or that of the sampler before and after, (2, seeds)
     """
     before: np.ndarray
     after: np.ndarray
@@ -117,13 +114,16 @@ class Arm:
         self.greedy = self.sampled = None
         if not tested:
             return
-        before, *after = shares_right(path, held_out, [name, *runs], 1)
-        self.greedy = Verdicts(before, np.array(after))
-        self.sampled = self._sampled(folder / "sampled.json", [name, *runs])
+        names = [before_training(run, held_out) for run in runs] + runs
+        self.greedy = Verdicts(*np.split(shares_right(path, held_out, names, 1), 2))
+        self.sampled = self._sampled(folder / "sampled.json", names)
 
     def _sampled(self, path: Path, names: list[str]) -> Verdicts | None:
+        """names: the models before training, then the runs. ValueError if some were tested so and
+        others not.
+        """
         held = read_json(path) if path.exists() else {}
-        if names[0] not in held:
+        if held.keys().isdisjoint(names):
             return None
         for name in names:
             entry = held.get(name)
@@ -132,9 +132,9 @@ class Arm:
                 raise ValueError(f"{path}: {name} is {short_repr(entry)}, expected an object with "
                                  "right and sampler_entropy")
         right = {name: held[name].get("right") for name in names}
-        before, *after = shares_right(path, right, names, SAMPLES)
-        entropies = np.array([held[name]["sampler_entropy"] for name in names])
-        return Verdicts(before, np.array(after), entropies)
+        entropies = [held[name]["sampler_entropy"] for name in names]
+        return Verdicts(*np.split(shares_right(path, right, names, SAMPLES), 2),
+                        np.reshape(entropies, (2, -1)))
 
     def mean(self, key: str, first: int | None, last: int | None) -> float:
         """Mean of a logged number over steps[first:last] of all seeds.
@@ -150,14 +150,19 @@ class Arm:
         return f"{self.mean(key, None, 5):.{digits}f} -> {self.mean(key, -5, None):.{digits}f}"
 
 
-def shares_right(path: Path, held: dict, names: list[str], answers: int) -> list[np.ndarray]:
-    """held[name], a string of each problem's number of right answers -> (problems,) shares."""
+def shares_right(path: Path, held: dict, names: list[str], answers: int) -> np.ndarray:
+    """held[name], strings of each problem's number of right answers -> shares (names, problems)."""
     problems = max(2, len(str(held[names[0]])))  # one has no variance
     for name in names:
         if not re.fullmatch(f"[0-{answers}]{{{problems}}}", str(held[name])):
             raise ValueError(f"{path}: {name} is {short_repr(held[name])}, expected "
                              f"{'0 or 1' if answers == 1 else f'0 to {answers}'} for each problem")
-    return [np.array(list(held[name]), int) / answers for name in names]
+    return np.array([list(held[name]) for name in names], int) / answers
+
+
+def arm_of(name: str) -> str:
+    """The arm of ARM, ARM-sSEED and ARM-sSEED-before."""
+    return re.sub(r"-s\d+(-before)?$", "", name)
 
 
 def logged_runs(folder: Path, arm: str) -> list[str]:
@@ -166,15 +171,23 @@ def logged_runs(folder: Path, arm: str) -> list[str]:
     return sorted(name for name in names if re.fullmatch(re.escape(arm) + r"-s\d+", name))
 
 
+def before_training(run: str, held_out: dict) -> str:
+    """The name in held_out.json of the model that a run began with: its own one, or its arm's."""
+    own = f"{run}-before"
+    return own if own in held_out else arm_of(run)
+
+
 def runs_of(folder: Path, held_out: dict, arm: str) -> list[str]:
     """The runs ARM-sSEED that the folder has both metrics and verdicts of."""
-    return [run for run in logged_runs(folder, arm) if arm in held_out and run in held_out]
+    return [run for run in logged_runs(folder, arm)
+            if run in held_out and before_training(run, held_out) in held_out]
 
 
 def arms_in(folder: Path) -> list[Arm]:
     """Every arm that the folder has runs of."""
     held_out = read_json(folder / "held_out.json")
-    return [Arm(folder, name) for name in held_out if runs_of(folder, held_out, name)]
+    arms = dict.fromkeys(arm_of(name) for name in held_out)          # each once
+    return [Arm(folder, arm) for arm in arms if runs_of(folder, held_out, arm)]
 
 
 # -----------------------------------------------------------------------------
@@ -210,7 +223,7 @@ def pool(folder: Path, kind: str, problems: int) -> SeedVariance:
     They are the arms of the first study. So the first study's intervals do not change when runs are
     added, and the intervals of later arms rest on seeds of other runs than their own.
     """
-    arms = [arm for arm in arms_in(folder) if len(arm.greedy.before) == problems]
+    arms = [arm for arm in arms_in(folder) if arm.greedy.after.shape[1] == problems]
     if kind == "greedy":
         first = seed_variance([arm.greedy.after for arm in arms if not arm.sampled])
         if first.freedom >= FEW:
@@ -241,7 +254,7 @@ def seed_variance(arms: list[np.ndarray]) -> SeedVariance:
     return SeedVariance(seen - noise, seen, freedom)
 
 
-def difference_interval(differences: np.ndarray, seeds: SeedVariance,
+def difference_interval(differences: np.ndarray, spread: SeedVariance,
                         arms: int) -> tuple[float, float]:
     """(seeds, problems) -> their mean, and half the width of its 95 % interval.
 
@@ -251,11 +264,11 @@ def difference_interval(differences: np.ndarray, seeds: SeedVariance,
     of_problems = differences.mean(axis=0).var(ddof=1) / problems
     of_seeds = arms / count
     # The bound keeps a V below 0 from making all of it negative.
-    variance = max(of_problems + of_seeds * seeds.trusted, of_problems / 2)
+    variance = max(of_problems + of_seeds * spread.trusted, of_problems / 2)
     # Satterthwaite: a sum of variances is as uncertain as one with so many degrees of freedom.
     doubt = of_problems**2 / (problems - 1)
-    if seeds.freedom:
-        doubt += (of_seeds * seeds.seen)**2 / seeds.freedom
+    if spread.freedom:
+        doubt += (of_seeds * spread.seen)**2 / spread.freedom
     t = student_quantile(variance**2 / doubt) if doubt else 0.0
     return float(differences.mean()), float(t * variance**0.5)
 
@@ -277,8 +290,9 @@ def student_quantile(freedom: float) -> float:
 # -----------------------------------------------------------------------------
 # tables
 
-def points(differences: np.ndarray, seeds: SeedVariance, arms: int) -> str:
-    mean, half = difference_interval(differences, seeds, arms)
+def points(differences: np.ndarray, spread: SeedVariance, arms: int) -> str:
+    """A difference in points with its 95 % interval; the arguments are difference_interval()'s."""
+    mean, half = difference_interval(differences, spread, arms)
     return f"{100 * mean:+.1f} [{100 * (mean - half):+.1f}, {100 * (mean + half):+.1f}]"
 
 
@@ -289,11 +303,11 @@ def percents(shares: np.ndarray) -> str:
 def greedy_line(arm: Arm, folder: Path) -> str:
     """An arm's line of the first table."""
     before, after, _ = arm.greedy
-    seeds = pool(folder, "greedy", len(before))
+    spread = pool(folder, "greedy", before.shape[1])
     steps = "-".join(map(str, sorted({min(arm.steps), max(arm.steps)})))
     return (f"| {arm.name} | {steps} | {100 * before.mean():.1f} "
             f"| **{100 * after.mean():.1f}** | {percents(after.mean(axis=1))} "
-            f"| {points(after - before, seeds, 1)} "
+            f"| {points(after - before, spread, 1)} "
             f"| {arm.start_to_end('entropy', 3)} | {arm.start_to_end('accuracy', 3)} "
             f"| {arm.start_to_end('length', 0)} "
             f"| {arm.mean('seconds', 5, None):.1f} |")
@@ -302,26 +316,27 @@ def greedy_line(arm: Arm, folder: Path) -> str:
 def sampled_line(arm: Arm, folder: Path) -> str:
     """An arm's line of the table of sampled answers."""
     before, after, entropy = arm.sampled
-    seeds = pool(folder, "sampled", len(before))
+    spread = pool(folder, "sampled", before.shape[1])
     return (f"| {arm.name} | {100 * before.mean():.1f} | **{100 * after.mean():.1f}** "
-            f"| {percents(after.mean(axis=1))} | {points(after - before, seeds, 1)} "
+            f"| {percents(after.mean(axis=1))} | {points(after - before, spread, 1)} "
             f"| {100 * (before > 0).mean():.1f} -> {100 * (after > 0).mean():.1f} "
-            f"| {entropy[0]:.3f} -> {entropy[1:].mean():.3f} |")
+            f"| {entropy[0].mean():.3f} -> {entropy[1].mean():.3f} |")
 
 
 def difference_line(first: Arm, other: Arm, kind: str, folder: Path, primary: bool) -> str:
     """Other minus first, on the same problems, over the seeds that both have."""
     common = [seed for seed in first.seeds if seed in other.seeds]
     mine, theirs = (getattr(arm, kind) for arm in (first, other))
-    if not common or mine.before.shape != theirs.before.shape:
+    if not common or mine.after.shape[1] != theirs.after.shape[1]:
         raise ValueError(f"{first.name} and {other.name} have no seed in common, or other problems")
+    before = theirs.before.mean(axis=0) - mine.before.mean(axis=0)
     after = [verdicts.after[[arm.seeds.index(seed) for seed in common]]
              for arm, verdicts in ((first, mine), (other, theirs))]
-    seeds = pool(folder, kind, len(mine.before))
+    spread = pool(folder, kind, mine.after.shape[1])
     name = f"{other.name} - {first.name}"
     return (f"| {f'**{name}** (primary)' if primary else name} "
-            f"| {points((theirs.before - mine.before)[None], seeds, 0)} "
-            f"| {points(after[1] - after[0], seeds, 2)} | {', '.join(common)} |")
+            f"| {points(before[None], spread, 0)} "
+            f"| {points(after[1] - after[0], spread, 2)} | {', '.join(common)} |")
 
 
 def print_differences(arms: list[Arm], kind: str, folder: Path, primary: str | None):
@@ -350,7 +365,7 @@ def print_tables(args):
 
 
 def print_spread(args):
-    for problems in sorted({len(arm.greedy.before) for arm in arms_in(args.runs)}):
+    for problems in sorted({arm.greedy.after.shape[1] for arm in arms_in(args.runs)}):
         for kind in "greedy", "sampled":
             true, seen, freedom = pool(args.runs, kind, problems)
             if freedom:
@@ -406,7 +421,7 @@ def keep_verdicts(args):
         rows = [row for _, row in read_rows(file)]
         keys = "sample", "correct", "length", "mean_logprob"
         numbers = [sample for sample, *_ in columns(file, rows, keys)]
-        samples = SAMPLES if 1 in numbers else 1
+        samples = SAMPLES if 1 in numbers else 1             # sample 0 alone: greedy
         if not rows or numbers != [*range(samples)] * (len(rows) // samples):
             raise ValueError(f"{file}: expected 1 answer (greedy) or {SAMPLES} to each problem")
         groups = [rows[i:i + samples] for i in range(0, len(rows), samples)]
@@ -431,7 +446,7 @@ def print_mean(args):
 
 
 class Pair(NamedTuple):
-    name: str               # "calibrated:bf16 s0"
+    name: str               # "calibrated - bf16, seed 0"
     steps: str              # "40 to 59", or "after training"
     difference: float       # the first run's figure minus the other's
 
@@ -555,7 +570,7 @@ def print_sampler(args):
             if (one.name, one.noise) in found:
                 raise ValueError(f"{path}: {one.name}, {one.noise} is there twice")
             found[one.name, one.noise] = one
-    by_size = {}                                 # "0.5b-" -> noise -> [(with noise, without), ...]
+    by_noise = {}                # ("0.5b-", "aqn 0.01") -> [(with noise, without), ...]: its bases
     print("| base | noise | entropy | accuracy, % | length | entropy - own | points - own "
           "| entropy - bf16 | points - bf16 |\n|---|---|---|---|---|---|---|---|---|")
     for one in found.values():
@@ -572,10 +587,10 @@ def print_sampler(args):
               f"| {100 * one.accuracy.mean():.2f} | {one.length.mean():.1f} "
               f"| {' | '.join(cells)} |")
         if one.noise != "none":
-            by_size.setdefault((size, one.noise), []).append((one, others[0]))
+            by_noise.setdefault((size, one.noise), []).append((one, others[0]))
     print("\n| mean over | bases | noise | | difference from own | over draws |\n"
           "|---|---|---|---|---|---|")
-    for (size, noise), pairs in by_size.items():
+    for (size, noise), pairs in by_noise.items():
         for figure, scale, digits, unit in (("entropy", 1, 4, "nats"),
                                             ("accuracy", 100, 2, "points")):
             differences = np.mean([getattr(one, figure) - getattr(own, figure)
@@ -584,83 +599,6 @@ def print_sampler(args):
             over_draws = paired(draws, scale, digits) if len(draws) > 1 else "one draw"
             print(f"| {size}* | {len(pairs)} | {noise} | {unit} "
                   f"| {paired(differences, scale, digits)} | {over_draws} |")
-
-
-# -----------------------------------------------------------------------------
-# curves
-
-# Colours of Okabe and Ito, which colour-blind readers can tell apart
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-
-
-def distinct_colours(n: int) -> list:
-    """n colours: the seven above, then hues a golden angle apart, light and dark in turn."""
-    more = [colorsys.hls_to_rgb(i * 0.618 % 1, (0.35, 0.6)[i % 2], 0.6) for i in range(n)]
-    return [*COLOURS, *more][:n]
-
-
-def draw_curve(axis, steps, values, key, colour):
-    """One run's curve: raw values faint, on top of them a moving mean."""
-    if PANELS[key][1] == "share":
-        axis.set_ylim(-0.02, 1.02)
-    if PANELS[key][1] == "log":
-        axis.set_yscale("symlog", linthresh=1e-4)        # plain log cannot show a sigma of 0
-        axis.plot(steps, values, color=colour, linewidth=1.3, drawstyle="steps-post")
-    elif key == "eval_accuracy":
-        axis.plot(steps, values, color=colour, linewidth=1.6, marker="o", markersize=3)
-    else:
-        axis.plot(steps, values, color=colour, linewidth=0.8, alpha=0.3)
-        axis.plot(steps, smooth(values, len(values) // 15), color=colour, linewidth=1.6)
-
-
-def panels(runs: dict, plt):
-    """{name: rows} -> a matplotlib figure with every panel for which some run has values."""
-    keys = [key for key in PANELS if any(series(rows, key)[0] for rows in runs.values())]
-    if not keys:
-        raise ValueError(f"nothing to draw: none of {', '.join(PANELS)} in {', '.join(runs)}")
-    colours = distinct_colours(len(runs))
-    lines = math.ceil(len(keys) / 4)
-    picture, axes = plt.subplots(lines, 4, layout="constrained", squeeze=False,
-                                 figsize=(14.4, 2.8 * lines + 0.4))
-    for axis in axes.flat[len(keys):]:
-        axis.set_axis_off()
-    for axis, key in zip(axes.flat, keys):
-        for rows, colour in zip(runs.values(), colours):
-            draw_curve(axis, *series(rows, key), key, colour)
-        axis.set_title(PANELS[key][0], fontsize=9, loc="left")
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(alpha=0.25, linewidth=0.5)
-        axis.set_xlabel("step", fontsize=8)
-    handles = [plt.Line2D([], [], color=c, label=name) for name, c in zip(runs, colours)]
-    picture.legend(handles=handles, loc="outside upper left", ncols=4, fontsize=9, frameon=False)
-    return picture
-
-
-def metrics_file(run: str, folder: Path) -> Path:
-    """A file, a folder that train.py wrote, or the name of a run in study/runs -> its metrics."""
-    if run.endswith(".jsonl"):
-        return Path(run)
-    named = folder / f"{run}.jsonl"
-    return named if named.exists() else Path(run) / "metrics.jsonl"
-
-
-def write_curves(args):
-    out = args.out
-    if out.suffix not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"--out {out}: must end in .png, .svg or .pdf")
-    runs = {run: log_rows(metrics_file(run, args.runs)) for run in args.curves}
-    try:
-        from matplotlib import pyplot as plt
-    except ImportError:
-        raise ValueError("curves need pip install matplotlib, which is not in "
-                         "requirements.txt") from None
-    plt.switch_backend("Agg")                    # draws into files, so no display is needed
-    picture = panels(runs, plt)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    new = out.with_name(f".{out.name}{out.suffix}")   # a full disk must not destroy the old picture
-    picture.savefig(new, dpi=150)
-    new.replace(out)
-    print(out)
 
 
 # -----------------------------------------------------------------------------
@@ -697,15 +635,12 @@ def parse_args():
     add_steps(sub)
     sub.add_argument("--last-common", type=int, metavar="N",
                      help="only the last N steps that both runs have")
-    sub = command("curves", write_curves, "curves of runs as a picture")
-    sub.add_argument("curves", nargs="+", metavar="RUN",
-                     help="a run's name, its folder or a metrics.jsonl")
-    sub.add_argument("--out", type=Path, required=True, help="a .png, .svg or .pdf")
     sub = command("keep", keep_run, "copies a run's metrics and a line of each answer into --runs")
     sub.add_argument("run", type=Path, metavar="FOLDER", help="folder of a run of train.py")
     sub.add_argument("name", metavar="ARM-sSEED", help="what it is called there")
     sub = command("verdicts", keep_verdicts, "adds the verdicts of evaluate.py --out to --runs")
-    sub.add_argument("name", metavar="NAME", help="ARM-sSEED, or ARM before training")
+    sub.add_argument("name", metavar="NAME", help="ARM-sSEED; before training ARM, or "
+                     "ARM-sSEED-before of a run that made its own 4-bit model")
     sub.add_argument("files", nargs="+", type=Path, metavar="FILE",
                      help=f"greedy answers to the test problems, or {SAMPLES} to each")
     sub = command("sampler", print_sampler, "the sampler before training, by base and noise")

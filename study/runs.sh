@@ -32,7 +32,8 @@
 # out: what to run or to keep is chosen by `eval_accuracy`, which is theirs. Of MATH it takes levels
 # 3 to 5, whose every sixth problem is held out. The test is answered once, at the end, greedily and
 # with 8 answers at temperature 1 (MATH's 4,992 greedily alone); `study.results verdicts` refuses a
-# second time. Order 6 trains on the whole file, as a newcomer would.
+# second time. Order 6 has what `--data gsm8k` gives a newcomer: it trains on the whole file, and
+# its `eval_accuracy`, by which nothing is chosen, is that of the first 256 problems of the test.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 order=${1:?ORDER: 0 to 6}
@@ -49,6 +50,8 @@ if [ ! -e "$WORK/choose.jsonl" ]; then
 fi
 TEST=$DATA/gsm8k_test.jsonl
 TEST_TOKENS=512
+KINDS="greedy sampled"                           # of the test
+[ "$order" != 3 ] || KINDS=greedy
 
 # converted NAME SOURCE FLAG ...: makes $WORK/NAME from the 16-bit folder SOURCE
 converted() {
@@ -112,25 +115,34 @@ ended() {
 
 # finish "ARM ..." ...: waits for the runs that were started, tests them once, and keeps what the
 # tables need. Each argument names the arms that begin with one untrained model, which is tested
-# beside them. Of each test the verdicts are kept as soon as they are there. If a run or a test
-# fails, the others are kept, and the script ends before it prints tables.
+# beside them. Without arguments each run made its own 4-bit model, which is tested after it. Of
+# each test the verdicts are kept as soon as they are there. If a run or a test fails, the others
+# are kept, and the script ends before it prints tables.
 finish() {
-    local name arms failed=0
+    local name arms run untrained=() failed=0
     refuse_unknown
     ended "the run" .log
     for name in "${names[@]}"; do
         python -m study.results keep "$WORK/$name" "$name" || failed=1
     done
     for name in "${names[@]}"; do
-        { tested "$name" "$WORK/$name" && taken_in "$name" "$name"; } > "$WORK/$name.test.log" 2>&1 &
+        {
+            tested "$name" "$WORK/$name" && taken_in "$name" "$name" $KINDS \
+                && { [ $# != 0 ] || before "$name" "$name-before"; }
+        } > "$WORK/$name.test.log" 2>&1 &
         process[$name]=$!
     done
     for arms in "$@"; do
-        name=${arms%% *}
-        names+=("$name")
-        before $arms > "$WORK/$name.test.log" 2>&1 &
-        process[$name]=$!
+        for run in "${names[@]}"; do
+            [[ " $arms " = *" ${run%-s*} "* ]] || continue
+            name=${arms%% *}
+            before "$run" $arms > "$WORK/$name.test.log" 2>&1 &
+            process[$name]=$!
+            untrained+=("$name")
+            break
+        done
     done
+    names+=("${untrained[@]}")
     ended "the test of" .test.log
     names=()
     return $failed
@@ -140,31 +152,39 @@ finish() {
 tested() {
     local flags="--data $TEST --max-rows 512 --max-new-tokens $TEST_TOKENS"
     python evaluate.py "$2" "${@:3}" $flags --out "$WORK/$1.greedy.jsonl" || return
-    [ "$order" = 3 ] || python evaluate.py "$2" "${@:3}" $flags --out "$WORK/$1.sampled.jsonl" \
-        --samples 8 --temperature 1 --top-p 1
+    [ "$KINDS" = greedy ] || python evaluate.py "$2" "${@:3}" $flags \
+        --out "$WORK/$1.sampled.jsonl" --samples 8 --temperature 1 --top-p 1
 }
 
-# taken_in NAME TESTED: takes what tested() wrote for TESTED into study/runs as NAME's. All runs
-# write to the same two files, one after the other.
+# taken_in NAME TESTED KIND ...: takes what tested() wrote for TESTED into study/runs as NAME's. All
+# runs write to the same two files, one after the other.
 taken_in() {
-    local kind kinds="greedy sampled"
-    [ "$order" = 3 ] && kinds=greedy
-    for kind in $kinds; do
+    local kind
+    for kind in "${@:3}"; do
         flock "$WORK/lock" python -m study.results verdicts "$1" "$WORK/$2.$kind.jsonl" || return
     done
 }
 
-# before ARM ...: the test of the untrained model that these arms share
-before() {
-    local arm run=
-    grep -qs "\"$1\":" study/runs/held_out.json && return      # from earlier seeds
-    for arm in "$@"; do
-        wanted "$arm" && run=${run:-$WORK/$arm-s${seeds[0]}}
+# lacking NAME: the kinds of the test that study/runs does not have of NAME
+lacking() {
+    local kind
+    declare -A file=([greedy]=held_out [sampled]=sampled)
+    for kind in $KINDS; do
+        grep -qs "\"$1\":" "study/runs/${file[$kind]}.json" || echo "$kind"
     done
-    [ "$run" ] || return 0
-    tested "$1" "$run" --adapter none || return
-    for arm in "$@"; do
-        taken_in "$arm" "$1" || return
+}
+
+# before RUN NAME ...: the test of the untrained model of RUN, for each NAME that lacks it. Those
+# that earlier seeds began with have it.
+before() {
+    local name lack=
+    for name in "${@:2}"; do
+        lack+=$(lacking "$name")
+    done
+    [ "$lack" ] || return 0
+    tested "$2" "$WORK/$1" --adapter none || return
+    for name in "${@:2}"; do
+        taken_in "$name" "$2" $(lacking "$name") || return
     done
 }
 
@@ -273,14 +293,15 @@ case $order in
     for seed in "${seeds[@]}"; do
         for size in 0.5b 1.5b; do
             wanted "default-$size" || continue
-            # A newcomer gives neither a seed nor, alone on a card, a bound of the memory.
+            # A newcomer gives `--data gsm8k`, which is these two files, and neither a seed nor,
+            # alone on a card, a bound of the memory.
             names+=("default-$size-s$seed")
             train train.py --model "$([ $size = 0.5b ] && echo "$M05" || echo "$M15")" \
-                --data "$DATA/gsm8k_train.jsonl" --seed "$seed" --out "$WORK/default-$size-s$seed" \
-                --memory-gib 33
+                --data "$DATA/gsm8k_train.jsonl" --eval-data "$DATA/gsm8k_test.jsonl" \
+                --seed "$seed" --out "$WORK/default-$size-s$seed" --memory-gib 33
         done
     done
-    finish default-0.5b default-1.5b
+    finish                                       # each run calibrates, with its own seed
     tables default-0.5b
     tables default-1.5b ;;
 *)

@@ -1,6 +1,6 @@
 """
-The study's tables, pairs and curves on runs whose figures are known by hand; the reading of logs, which tools/report.py
-does for both.
+The study's tables and pairs on runs whose figures are known by hand, and the script that starts its runs; the reading of
+logs, which tools/report.py does for all.
 
 python -m pytest tests/test_results.py -v
 """
@@ -23,7 +23,7 @@ from harness.config import check_settings, read_settings
 from harness.process import Stopped
 from study import results
 from study.results import Arm, difference_interval, pairs_of_runs
-from tools.report import PANELS, log_rows, series, smooth
+from tools.report import log_rows, series, smooth
 
 ROOT = Path(__file__).parent.parent
 
@@ -42,11 +42,6 @@ def run(monkeypatch, *arguments):
         return results.main()
     except SystemExit as stop:
         return stop.code
-
-
-def metrics(num_steps):
-    return [dict(step=s, reward=s / 10, sigma=0 if s < 3 else 1e-2, mismatch_abs=1e-3, eval_accuracy=[0.5, None][s % 2])
-            for s in range(num_steps)]
 
 
 # -- tables, mean, pairs ------------------------------------------------------------------------------------------
@@ -70,10 +65,36 @@ def runs(tmp_path):
 
 def test_an_arm_is_its_seeds(runs):
     a = Arm(runs, "a")
-    assert a.seeds == ["0", "1"] and a.greedy.before.sum() == 2 and a.sampled is None
+    assert a.seeds == ["0", "1"] and a.greedy.before.sum(axis=1).tolist() == [2, 2] and a.sampled is None
     assert a.greedy.after.sum(axis=1).tolist() == [4, 6]
     assert a.mean("accuracy", None, 5) == pytest.approx(0.2) and a.mean("accuracy", -5, None) == pytest.approx(0.3)
     assert a.mean("entropy", -5, None) == pytest.approx((0.5 + 0.4 + 0.3 + 0.2) / 4)
+
+
+def test_runs_that_made_their_own_4_bit_model_gain_over_that_one(runs, monkeypatch, capsys):
+    path = runs / "held_out.json"
+    right = json.loads(path.read_text())
+    del right["a"]
+    right |= {"a-s0-before": "1100000000", "a-s1-before": "1010100000"}
+    path.write_text(json.dumps(right))
+    a = Arm(runs, "a")
+    assert a.seeds == ["0", "1"] and a.greedy.before.sum(axis=1).tolist() == [2, 3]
+    assert [arm.name for arm in results.arms_in(runs)] == ["a", "b"]
+    assert run(monkeypatch, *"tables a b --runs".split(), runs) is None
+    lines = capsys.readouterr().out.splitlines()
+    mean, half = difference_interval(a.greedy.after - a.greedy.before, results.pool(runs, "greedy", 10), 1)
+    gain = f"{100 * mean:+.1f} [{100 * (mean - half):+.1f}, {100 * (mean + half):+.1f}]"
+    assert lines[2].startswith(f"| a | 6 | 25.0 | **50.0** | 40.0 / 60.0 | {gain} |") and gain.startswith("+25.0 [")
+    assert lines[-1].startswith("| b - a | -15.0 [")
+    # Sampled answers have names alike; a model that lacks them is named.
+    sampled = {name: {"right": digits.replace("1", "8"), "sampler_entropy": 0.25 * (2 - ("before" not in name))}
+               for name, digits in right.items() if name.startswith("a")}
+    (runs / "sampled.json").write_text(json.dumps(sampled))
+    assert Arm(runs, "a").sampled.before.mean() == 0.25 and Arm(runs, "a").sampled.entropy.tolist() == [[0.5] * 2,
+                                                                                                       [0.25] * 2]
+    del sampled["a-s1-before"]
+    (runs / "sampled.json").write_text(json.dumps(sampled))
+    assert "sampled.json: a-s1-before is None, expected" in run(monkeypatch, *"tables a --runs".split(), runs)
 
 
 def test_the_seeds_variance_of_two_arms_by_hand():
@@ -93,19 +114,19 @@ def test_the_seeds_variance_of_two_arms_by_hand():
 def test_an_interval_by_hand():
     # Two seeds, four problems: means of the problems 1, 0, 1/2, 1/2, their variance 1/6; over 4 problems 1/24.
     differences = np.array([[1, 0, 1, 0], [1, 0, 0, 1]])
-    seeds = results.SeedVariance(true=0.01, seen=0.02, freedom=10)
+    spread = results.SeedVariance(true=0.01, seen=0.02, freedom=10)
     variance = 1 / 24 + 2 / 2 * 0.01
     freedom = variance**2 / ((1 / 24) ** 2 / 3 + 0.02**2 / 10)            # 4.3: that of 4
-    mean, half = difference_interval(differences, seeds, arms=2)
+    mean, half = difference_interval(differences, spread, arms=2)
     assert mean == 0.5 and int(freedom) == 4 and half == pytest.approx(2.776 * variance**0.5)
     # A difference of untrained models has no seeds, so three degrees of freedom are left.
-    assert difference_interval(differences, seeds, arms=0)[1] == pytest.approx(3.182 * (1 / 24) ** 0.5)
+    assert difference_interval(differences, spread, arms=0)[1] == pytest.approx(3.182 * (1 / 24) ** 0.5)
     # A seeds' variance of less than 0 counts as 0 if few seeds told it. If many did it leaves, at the least, half of
     # the problems' part: freedom (1/48)^2 / ((1/24)^2 / 3) = 3/4.
-    seeds = results.SeedVariance(-1.0, 0.0, 19)
-    assert difference_interval(differences, seeds, arms=2)[1] == pytest.approx(3.182 * (1 / 24) ** 0.5)
-    seeds = results.SeedVariance(-1.0, 0.0, 20)
-    assert difference_interval(differences, seeds, arms=2)[1] == pytest.approx(12.706 / 48**0.5)
+    spread = results.SeedVariance(-1.0, 0.0, 19)
+    assert difference_interval(differences, spread, arms=2)[1] == pytest.approx(3.182 * (1 / 24) ** 0.5)
+    spread = results.SeedVariance(-1.0, 0.0, 20)
+    assert difference_interval(differences, spread, arms=2)[1] == pytest.approx(12.706 / 48**0.5)
 
 
 @pytest.mark.parametrize("answers,problems,arms,seeds,most", [
@@ -212,7 +233,7 @@ def test_a_run_is_kept_with_a_line_of_each_answer_and_its_test_once(runs, tmp_pa
     capsys.readouterr()
     assert run(monkeypatch, "verdicts", "a-s2", folder / "1.jsonl", folder / "8.jsonl", "--runs", runs) is None
     assert capsys.readouterr().out.endswith("sampled.json: a-s2, 10 problems x 8\n")
-    assert Arm(runs, "a").greedy.after[2].tolist() == [1, 0, 0, 1, 0, 0, 1, 0, 0, 1]
+    assert json.loads((runs / "held_out.json").read_text())["a-s2"] == "1001001001"
     assert json.loads((runs / "sampled.json").read_text()) == {
         "a-s2": {"right": "3323323323", "sampler_entropy": 0.5}}         # 27 of 80 answers: every third, from the first
     write(folder, "odd.jsonl", [{"id": "0", "sample": 0}])
@@ -335,7 +356,7 @@ def test_pairs_that_cannot_be_made_are_one_line(runs, monkeypatch, pair, options
     assert message.startswith("study: ") and said in message and "\n" not in message
 
 
-def test_the_studys_first_claim_is_what_its_files_hold(monkeypatch, capsys):
+def test_the_studys_claim_on_sampled_answers_is_what_its_files_hold(monkeypatch, capsys):
     """README.md: calibrated NVFP4 is 1.8 +- 0.7 points behind 16 bits while sampling, in nine of nine pairs."""
     monkeypatch.chdir(ROOT)
     families = "calibrated:bf16", "1.5b-calibrated:1.5b-bf16", "1.5b-calibrated-clip:1.5b-bf16-clip"
@@ -422,8 +443,11 @@ def copy_of_the_script(folder, stand_in):
                                                           env=os.environ | folders | variables)
 
 
+NOISES = "noise-none noise-truncate noise-off noise-gain"
+
+
 @pytest.mark.parametrize("order,arms", [
-    ("1", "noise-none noise-truncate noise-off noise-gain"),
+    ("1", NOISES),
     ("2", "rate-bf16-1e-4 rate-calibrated-1e-4 rate-bf16-2e-4 rate-calibrated-2e-4"),
     ("3", "math-bf16 math-calibrated"),
     ("4", "noise-ppo noise-draws noise-warm"),
@@ -450,11 +474,17 @@ def test_the_script_of_the_runs_to_come_starts_every_arm_with_flags_that_train_t
     assert all(one.general.seed == int(one.general.out[-1]) for one in settings)
     assert len({tuple(sorted((one.replace(out=None)).flat().items(), key=str)) for one in settings}) \
         == len(settings) - 2 * (order == "5")                             # beta2 differs from cosine by no flag
-    # Each run's test is taken in once, and that of the untrained model once for each arm.
+    # Each run's test is taken in once, and that of the untrained model once for each arm, or for each run that
+    # made its own 4-bit model.
     kinds = ["greedy"] if order == "3" else ["greedy", "sampled"]
     taken = [(call[3], call[4].split(".")[-2]) for call in calls if call[:3] == ["-m", "study.results", "verdicts"]]
-    names = [*arms.split(), *(f"{arm}-s{seed}" for arm in arms.split() for seed in "34")]
-    assert sorted(taken) == sorted((name, kind) for name in names for kind in kinds)
+    names = [f"{arm}-s{seed}" for arm in arms.split() for seed in "34"]
+    untrained = [f"{name}-before" for name in names] if order == "6" else arms.split()
+    assert sorted(taken) == sorted((name, kind) for name in names + untrained for kind in kinds)
+    if order == "6":                              # the files of gsm8k, and each run's own model before training
+        assert {(Path(one.data.data).name, Path(one.data.eval_data).name, one.data.eval_problems)
+                for one in settings} == {("gsm8k_train.jsonl", "gsm8k_test.jsonl", 256)}
+        assert {Path(call[1]).name for call in calls if "--adapter" in call} == {*names}
     if order == "3":                              # 21 problems of levels 3 to 5: every sixth is held out
         def ids(name):
             return [json.loads(line)["id"] for line in (tmp_path / "work" / name).read_text().splitlines()]
@@ -499,7 +529,8 @@ def test_an_arm_that_an_order_lacks_is_one_line(tmp_path, order):
 def test_a_run_that_fails_is_named_and_takes_no_other_with_it(tmp_path):
     """noise-off fails in training, and of the others noise-gain in its second test. The untrained model was tested
     beside earlier seeds, and is not tested again."""
-    write(tmp_path / "study" / "runs", "held_out.json", [{"noise-none": "01"}])
+    for file in "held_out.json", "sampled.json":
+        write(tmp_path / "study" / "runs", file, [dict.fromkeys(NOISES.split(), "01")])
     log, work = tmp_path / "calls", tmp_path / "work"
     run_script = copy_of_the_script(tmp_path, f"""
 echo "$*" >> {log}
@@ -518,10 +549,33 @@ esac""")
     assert not any("tables" in call for call in calls)
 
 
+@pytest.mark.parametrize("order, arms, there, missing", [
+    ("1", NOISES, {"held_out": NOISES}, [f"{arm} sampled" for arm in NOISES.split()]),
+    ("1", NOISES, {"held_out": "noise-none noise-off noise-gain", "sampled": "noise-none noise-gain"},
+     ["noise-truncate greedy", "noise-truncate sampled", "noise-off sampled"]),
+    ("3", "math-bf16", {"held_out": "math-bf16"}, [])])
+def test_of_the_untrained_models_test_what_is_missing_is_taken_in(tmp_path, order, arms, there, missing):
+    """And it is the model of a run that did not fail: seed 0 of the first arm did."""
+    for file, names in there.items():
+        write(tmp_path / "study" / "runs", f"{file}.json", [dict.fromkeys(names.split(), "01")])
+    (tmp_path / "math_train.jsonl").write_text('{"level": 3, "x": 0}\n')
+    for name in "math500", "math_test_rest":
+        (tmp_path / f"{name}.jsonl").touch()
+    log = tmp_path / "calls"
+    failing = f'case "$*" in train.py*{arms.split()[0]}-s0*) exit 3 ;; esac'
+    done = copy_of_the_script(tmp_path, f'echo "$*" >> {log}\n{failing}')(order, "0", "1", ARMS=arms)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    calls = log.read_text().splitlines()
+    taken = [call.split() for call in calls if call.startswith("-m study.results verdicts")]
+    assert sorted(f"{call[3]} {call[4].split('.')[-2]}" for call in taken if "-s" not in call[3]) == sorted(missing)
+    untrained = {call.split()[1] for call in calls if "--adapter none" in call}
+    assert len(untrained) == bool(missing) and not any("noise-none-s0" in name for name in untrained)
+
+
 # -- reading ------------------------------------------------------------------------------------------------------
 
 def test_line_cut_off_by_a_killed_run_is_dropped_but_a_bad_line_before_it_stops(tmp_path):
-    rows = metrics(3)
+    rows = [dict(step=s, reward=s / 10) for s in range(3)]
     assert log_rows(write(tmp_path / "a", "metrics.jsonl", rows, tail='{"step": 3, "rew') / "metrics.jsonl") == rows
     with pytest.raises(Stopped, match="metrics.jsonl:4: no line of a run"):
         log_rows(write(tmp_path / "b", "metrics.jsonl", rows, tail='{"step": 3,\n{"step": 4}\n') / "metrics.jsonl")
@@ -550,65 +604,3 @@ def test_resumed_step_counts_once_and_gaps_are_skipped():
 def test_smoothing_by_hand():
     assert smooth([0, 3, 6, 9, 0], 3) == [1.5, 3, 6, 5, 4.5]              # means of 2, 3, 3, 3, 2 neighbours
     assert smooth([5, 1], 0) == [5, 1]
-
-
-# -- curves ------------------------------------------------------------------------------------------------------
-
-def test_curves_that_cannot_be_drawn_stop_in_one_line_that_names_the_cause(tmp_path, monkeypatch):
-    good = write(tmp_path / "good", "metrics.jsonl", metrics(4))
-    monkeypatch.setitem(sys.modules, "matplotlib", None)                  # as if it were not installed
-
-    def curves(folder, out=tmp_path / "x.png"):
-        return run(monkeypatch, "curves", folder, "--out", out)
-
-    assert "pip install matplotlib" in curves(good)
-    assert "nowhere" in curves(tmp_path / "nowhere")
-    assert "x.gif" in curves(good, "x.gif")
-    assert "no complete line" in curves(write(tmp_path / "new", "metrics.jsonl", []))
-    for step in (None, True, 1.5):
-        odd = write(tmp_path / "odd", "metrics.jsonl", [dict(step=0), dict(step=step), dict(step=2)])
-        assert "metrics.jsonl:2: no line of a run (its step is no whole number)" in curves(odd)
-
-
-@pytest.mark.parametrize("suffix,magic", [("png", b"\x89PNG"), ("svg", b"<?xml")])
-def test_curves_of_two_runs_become_a_picture_that_a_full_disk_does_not_destroy(tmp_path, monkeypatch, suffix, magic):
-    pytest.importorskip("matplotlib", reason="matplotlib is optional")
-    runs = [write(tmp_path / name, "metrics.jsonl", metrics(n)) for name, n in (("long", 40), ("short", 1))]
-    out = tmp_path / "new" / f"curves.{suffix}"
-    assert run(monkeypatch, "curves", *runs, "--out", out) is None
-    assert out.read_bytes().startswith(magic)
-    log = runs[0] / "metrics.jsonl"
-    assert run(monkeypatch, "curves", log, "--out", tmp_path / "one.pdf") is None and (tmp_path / "one.pdf").exists()
-    assert run(monkeypatch, "curves", "bf16-s0", "--runs", ROOT / "study" / "runs", "--out", tmp_path / "s.pdf") is None
-    assert str(log) in run(monkeypatch, "curves", *runs, "--out", log / f"x.{suffix}")
-
-    def full_disk(_, path, **__):
-        path.write_bytes(b"half")
-        raise OSError(28, "No space left on device", str(path))
-
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full_disk)
-    assert "No space left" in run(monkeypatch, "curves", *runs, "--out", out)
-    assert out.read_bytes().startswith(magic)
-
-
-def test_the_panels_are_the_metrics_that_some_run_has():
-    plt = pytest.importorskip("matplotlib.pyplot", reason="matplotlib is optional")
-    picture = results.panels({"x": metrics(5), "y": [dict(step=0, length=3)]}, plt)
-    titles = {axis.get_title("left") for axis in picture.axes} - {""}
-    assert titles == {PANELS[key][0] for key in ("reward", "sigma", "mismatch_abs", "eval_accuracy", "length")}
-    with pytest.raises(ValueError, match="nothing to draw"):
-        results.panels({"x": [dict(step=0)]}, plt)
-
-
-def test_shares_have_axes_of_0_to_1_and_no_two_of_many_runs_one_colour():
-    plt = pytest.importorskip("matplotlib.pyplot", reason="matplotlib is optional")
-    shares = "accuracy eval_accuracy informative truncated".split()
-    rows = [{"step": s, "grad_norm": 0.5, "kl": 0.1, "reward": 0.4 + s / 100, **dict.fromkeys(shares, 0.4)}
-            for s in range(3)]
-    picture = results.panels({f"run {i}": rows for i in range(20)}, plt)
-    axes = {axis.get_title("left"): axis for axis in picture.axes}
-    for key in (*shares, "grad_norm", "kl", "reward"):
-        low, high = axes[PANELS[key][0]].get_ylim()
-        assert (low < 0 and 1 < high < 1.1) == (key in shares), key
-    drawn = [line.get_color() for line in axes[PANELS["eval_accuracy"][0]].lines]
-    assert len(drawn) == 20 and len(set(map(str, drawn))) == 20
