@@ -26,8 +26,8 @@ An arm is one way to train, run with one or several seeds. study/runs holds of e
     sampler.jsonl.gz        what study/entropy.py sampled before training, by base and noise; its
                             sums of log-probs are rounded to a tenth
 
-tables prints every arm's accuracy, gain, entropy and length, then each arm minus the first one:
-greedy, and sampled where all arms have that. --primary names the one comparison that was chosen
+tables prints every arm's accuracy, gain, entropy and length, then each arm minus the first one,
+before and after training and in the gain: greedy, and sampled where all arms have that. --primary names the one comparison that was chosen
 before the runs were made; all others are exploratory.
 spread prints for each pool V (see below), and the whole variance from seed to seed.
 mean prints the mean of one logged number over some steps and all seeds.
@@ -48,8 +48,9 @@ because the problems do and because the seeds do:
 V is the variance of an arm's accuracy from seed to seed, beyond what the noise of single answers
 explains. Three seeds are too few to estimate it, so it is pooled over many arms (pool,
 seed_variance). The interval is D +- t * root of the variance; t is the quantile of Student's
-distribution, with the degrees of freedom of Satterthwaite's rule. The variance of a gain over the
-untrained model has V / S instead of 2 * V / S; that of a difference of untrained models has no V.
+distribution, with the degrees of freedom of Satterthwaite's rule. The variance of one arm's gain
+over the untrained model has V / S instead of 2 * V / S; that of a difference of untrained models
+has no V.
 
 The intervals of `pairs` assume nothing but a normal distribution of the seeds' differences, and are
 wide for three seeds. The intervals of `sampler` are paired over the problems. They leave out that
@@ -329,19 +330,21 @@ def difference_line(first: Arm, other: Arm, kind: str, folder: Path, primary: bo
     mine, theirs = (getattr(arm, kind) for arm in (first, other))
     if not common or mine.after.shape[1] != theirs.after.shape[1]:
         raise ValueError(f"{first.name} and {other.name} have no seed in common, or other problems")
-    before = theirs.before.mean(axis=0) - mine.before.mean(axis=0)
-    after = [verdicts.after[[arm.seeds.index(seed) for seed in common]]
-             for arm, verdicts in ((first, mine), (other, theirs))]
+    before, after = (
+        getattr(theirs, when)[[other.seeds.index(seed) for seed in common]]
+        - getattr(mine, when)[[first.seeds.index(seed) for seed in common]]
+        for when in ("before", "after"))
     spread = pool(folder, kind, mine.after.shape[1])
     name = f"{other.name} - {first.name}"
     return (f"| {f'**{name}** (primary)' if primary else name} "
-            f"| {points(before[None], spread, 0)} "
-            f"| {points(after[1] - after[0], spread, 2)} | {', '.join(common)} |")
+            f"| {points(before.mean(axis=0)[None], spread, 0)} "
+            f"| {points(after, spread, 2)} | {points(after - before, spread, 2)} "
+            f"| {', '.join(common)} |")
 
 
 def print_differences(arms: list[Arm], kind: str, folder: Path, primary: str | None):
     if len(arms) > 1:
-        print(f"\n| points, {kind} | before | after | seeds |\n|---|---|---|---|")
+        print(f"\n| points, {kind} | before | after | gain | seeds |\n|---|---|---|---|---|")
         print(*(difference_line(arms[0], arm, kind, folder, arm.name == primary)
                 for arm in arms[1:]), sep="\n")
 

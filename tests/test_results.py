@@ -197,7 +197,7 @@ def test_eight_sampled_answers_have_tables_of_their_own_where_all_arms_have_them
     assert lines[-6].startswith("| a | 0.0 | **17.5** | 15.0 / 20.0 | +17.5 [")
     assert lines[-6].endswith("] | 0.0 -> 20.0 | 0.500 -> 0.250 |")
     # Seeds 0 and 1: 20 against 15 and 30 against 20 per cent.
-    assert lines[-3] == "| points, sampled | before | after | seeds |" and "| +7.5 [" in lines[-1]
+    assert lines[-3] == "| points, sampled | before | after | gain | seeds |" and "| +7.5 [" in lines[-1]
     assert run(monkeypatch, *"pairs sampled b:a --runs".split(), runs) is None
     assert "| b - a, seed 1 | after training | +0.1000 |" in capsys.readouterr().out
     (runs / "sampled.json").write_text(json.dumps({name: entries[name] for name in ("a", "a-s0", "a-s1")}))
