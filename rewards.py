@@ -316,7 +316,8 @@ def grade_rollouts(tokenizer: "harness.data.Tokenizer", problems: list,
         }
         if plug_in:
             first = i - i % group_size
-            row["parts"] = plug_in(text, problem, texts[first:first + group_size])
+            row["parts"] = plug_in(text, problem, texts[first:first + group_size],
+                                   length=row["length"], finished=row["finished"])
             row["task"] = sum(value for name, value in row["parts"].items() if name != "shaping")
             if math.isnan(row["parts"].get("shaping", 0.0)):
                 row["task"] = math.nan           # unscorable, as with NaN in any other part

@@ -208,9 +208,9 @@ def evaluate(run: Run, sampling: Sampling, steps_done: int) -> tuple[dict, list[
     """Greedy answers to the held-out problems, without noise -> metrics, a row for each answer."""
     problems = share(run.held_out)
     began = time.perf_counter()
+    greedy = Sampling(sampling.max_new_tokens, sampling.end_ids, temperature=0.0)
     with run.console.not_counted():              # in the bar's steps per second
-        rollouts = run.sampler.generate([problem.prompt for problem in problems], 1,
-                                        sampling._replace(temperature=0.0))
+        rollouts = run.sampler.generate([problem.prompt for problem in problems], 1, greedy)
         rows = gather(run.grade(problems, rollouts))
     metrics = {"eval_accuracy": sum(row["correct"] for row in rows) / len(rows)}
     if run.settings.data.reward:

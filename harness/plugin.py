@@ -7,6 +7,7 @@ Calls functions that the user wrote: --reward module:function and --prompt-style
 The file belongs to the user, so its errors do too. Whatever it does wrong, from a syntax error to
 a division by zero at step 400, becomes one line that names the flag, the file and the line in it.
 """
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -24,38 +25,54 @@ from harness.process import Stopped, first_line, short_repr
 # The largest reward, either way. Up to here float64 tells whole numbers apart, and undivided
 # advantages, which are as large as rewards, give gradients whose squares fp32 can hold.
 LARGEST_REWARD = 1e15
+# What a reward may ask for as a keyword parameter: def reward(completion, problem, *, length).
+# length: tokens of the completion, its end token included. finished: it was not cut off.
+ASKED_BY_NAME = "length", "finished"
 
 
 class Reward:
     """--reward module:function, called as function(completion, problem) for every completion.
 
     `problem` is a dict: every field of the problem's row, with id, question and answer. A function
-    whose third parameter has no default is given the completions of the whole group as well. It
-    returns a number, or a dict of numbers that are summed; rewards.grade_rollouts says what the
-    part `shaping` is. A NaN leaves the completion out of training. No number, and no sum of them,
-    may be infinite or beyond LARGEST_REWARD.
+    whose third parameter has no default is given the completions of the whole group as well, and
+    one with keyword parameters of these names is given what ASKED_BY_NAME holds. It returns a
+    number, or a dict of numbers that are summed; rewards.grade_rollouts says what the part
+    `shaping` is. A NaN leaves the completion out of training. No number, and no sum of them, may be
+    infinite or beyond LARGEST_REWARD. ValueError for a function that cannot be called so.
     """
 
     def __init__(self, spec: str):
         self.name = f"--reward {spec}"
         self.function = load_function(spec, "--reward")
+        self.num_arguments, self.asked = 2, []
         try:
-            parameters = inspect.signature(self.function).parameters.values()
+            signature = inspect.signature(self.function)
         except (TypeError, ValueError):          # a builtin may not tell its signature
-            parameters = ()
-        positional = [p for p in parameters
-                      if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-                      and p.default is p.empty]  # not a weight=0.1 of the user's
+            return
+        needed = [p for p in signature.parameters.values() if p.default is p.empty]
+        positional = [p for p in needed
+                      if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self.num_arguments = 3 if len(positional) > 2 else 2
+        self.asked = [p.name for p in needed
+                      if p.kind is p.KEYWORD_ONLY and p.name in ASKED_BY_NAME]
+        try:
+            signature.bind(*[None] * self.num_arguments, **dict.fromkeys(self.asked))
+        except TypeError as error:
+            raise ValueError(f"{self.name}: is called as function(completion, problem), with a "
+                             "third parameter for the group's completions, and with "
+                             f"{' and '.join(ASKED_BY_NAME)} by name: {error}") from None
 
-    def __call__(self, completion: str, problem, group: list[str]) -> dict[str, float]:
+    def __call__(self, completion: str, problem, group: list[str], **about: object
+                 ) -> dict[str, float]:
         """The parts of one completion's reward by name; `problem` is a data.Problem.
 
+        about: what ASKED_BY_NAME names, of this completion.
         Stopped if the function fails or returns anything but numbers that can be trained on.
         """
         what = f"problem {problem.id}, completion {completion[:80]!r}"
         arguments = (completion, problem.fields(), group)[:self.num_arguments]
-        value = call_users(self.name, self.function, what, *arguments)
+        function = functools.partial(self.function, **{name: about[name] for name in self.asked})
+        value = call_users(self.name, function, what, *arguments)
         parts = value if isinstance(value, dict) else {"reward": value}
         try:
             if any(isinstance(part, (str, bytes)) for part in parts.values()):

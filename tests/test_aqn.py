@@ -82,6 +82,12 @@ def test_each_schedule_has_the_sigmas_by_hand(schedule):
     assert got == pytest.approx(STAGES[schedule], rel=1e-12)
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("stages", [2, 3, 5, 10])
+def test_every_schedule_reaches_its_largest_sigma(schedule, stages):
+    assert max(sigma_at(step, stages, 5e-2, 5e-4, stages, schedule) for step in range(stages)) == pytest.approx(5e-2)
+
+
 @pytest.mark.parametrize("schedule", ["exponential", "linear", "cosine", "log"])
 def test_the_papers_schedules_start_on_the_given_value_fall_and_stay_above_their_end(schedule):
     stages = [sigma_at(step, 10, 5e-2, 5e-4, 10, schedule) for step in range(10)]

@@ -312,6 +312,18 @@ def brief(completion, problem):
 
 def lost(completion, problem):
     return {"long": 1, "shaping": float("nan")}
+
+def economical(completion, problem, *, length, finished, weight=2):
+    return {"tokens": length, "cut": not finished}
+
+def of_one(completion):
+    return 1
+
+def of_four(completion, problem, group, more):
+    return 1
+
+def of_unknown(completion, problem, *, tokens):
+    return 1
 '''
 
 
@@ -407,6 +419,17 @@ def test_where_a_function_would_come_from_is_told_without_importing_it(plug_ins,
     assert home_of("absent_module:f") == "nowhere: there is no such module"
 
 
+def test_a_reward_is_told_the_length_in_tokens_and_whether_the_answer_finished_if_it_asks_by_name(plug_ins):
+    first, second = graded_by("economical", [[0, 1, 1], [1]], [True, False])
+    assert first["parts"] == {"tokens": 3, "cut": 0} and second["parts"] == {"tokens": 1, "cut": 1}
+
+
+@pytest.mark.parametrize("name", ["of_one", "of_four", "of_unknown"])
+def test_a_reward_that_cannot_be_called_is_refused_before_anything_is_loaded(plug_ins, name):
+    with pytest.raises(ValueError, match=f"^--reward mine:{name}: is called as function.completion, problem., .*: "):
+        Reward(f"mine:{name}")
+
+
 def test_a_reward_is_told_the_whole_problem_and_the_group_if_it_asks(plug_ins):
     assert Reward("mine:length")("abc", PROBLEM, ["abc", "d"]) == {"reward": 3.0}
     assert Reward("mine:asks")("abc", PROBLEM, ["abc", "d"]) == {"level": 5.0, "asked": 1.0, "others": 2.0}
@@ -458,9 +481,9 @@ def test_a_reward_that_goes_to_another_folder_does_not_take_the_run_along(plug_i
     assert os.getcwd() == str(plug_ins)
 
 
-def graded_by(name):
-    """The rows of two completions, "a" and "b", to one problem."""
-    rollouts = SimpleNamespace(completions=[[0], [1]], finished=[True] * 2, logprobs=[torch.tensor([-1.0])] * 2)
+def graded_by(name, completions=([0], [1]), finished=(True, True)):
+    """The rows of two completions to one problem, "a" and "b" by their first tokens."""
+    rollouts = SimpleNamespace(completions=completions, finished=finished, logprobs=[torch.tensor([-1.0])] * 2)
     tokenizer = SimpleNamespace(opened="", decode=lambda ids: "ab"[ids[0]])
     return grade_rollouts(tokenizer, [replace(PROBLEM, prompt=[0])], rollouts, plug_in=Reward(f"mine:{name}"))
 
