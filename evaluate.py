@@ -206,8 +206,9 @@ def problems_of(wanted: Evaluation, run: Settings | None, tokenizer: data.Tokeni
         trained_on, problems = data.split_problems(held, asked)
         before = read_json(Path(run.general.out) / "run.json").get("problems_sha256")
         if ends_training_data and before not in (None, data.digest_of(trained_on + problems)):
-            raise ValueError(f"{run.general.out} was trained on other problems than {source} holds "
-                             "now, perhaps on those at its end: name problems with --data")
+            raise ValueError(f"{run.general.out} was trained on other problems or prompts than "
+                             f"{source} has now, perhaps on those at its end: name problems with "
+                             "--data")
         by_run = f", held out by {run.general.out}"
         if wanted.limit is None and not ends_training_data:
             by_run += " (--limit 0: all of the test split)"

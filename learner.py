@@ -91,7 +91,8 @@ class AdamW:
 
     @classmethod
     def state_bytes(cls, parameters: int) -> int:
-        """How many bytes this optimizer keeps beside so many parameters and their gradient."""
+        """How many bytes this optimizer keeps, in fp32, beside so many parameters and their gradient.
+        """
         return 4 * len(cls.MOMENTS) * parameters
 
     def tensors(self) -> dict[str, Tensor]:

@@ -12,8 +12,8 @@ Settings are made once and never change. run.json holds them flat, flag name -> 
 `--resume` and `--like` read them back from there. check_settings() rejects invalid values with a
 one-line error before anything expensive starts.
 
-The defaults are close to the runs of study/README.md; docs/recipes.md says where they differ. Some
-defaults of the bundled tiny model are its own, TINY_DEFAULTS. --preset replaces the defaults by a
+The defaults are those of the first recipe in docs/recipes.md, for 200 steps. Some defaults of the
+bundled tiny model are its own, TINY_DEFAULTS. --preset replaces the defaults by a
 row of PRESETS; read_settings() has the order of all sources. The help texts say where a value comes
 from: "study" is study/README.md, "Table 4" and sections are those of the paper (QeRL, arXiv
 2510.11696), and "release" is the authors' code (NVlabs/QeRL).

@@ -22,8 +22,8 @@ from types import ModuleType
 from harness.process import Stopped, first_line, short_repr
 
 
-# The largest reward, either way. Up to here float64 tells whole numbers apart, and undivided
-# advantages, which are as large as rewards, give gradients whose squares fp32 can hold.
+# The largest reward, either way. Undivided advantages are as large as rewards, gradients grow with
+# them, and the squares of gradients must stay below 3.4e38, where fp32 ends.
 LARGEST_REWARD = 1e15
 # What a reward may ask for as a keyword parameter: def reward(completion, problem, *, length).
 # length: tokens of the completion, its end token included. finished: it was not cut off.
@@ -49,7 +49,8 @@ class Reward:
             signature = inspect.signature(self.function)
         except (TypeError, ValueError):          # a builtin may not tell its signature
             return
-        needed = [p for p in signature.parameters.values() if p.default is p.empty]
+        needed = [p for p in signature.parameters.values()
+                  if p.default is p.empty]       # not a weight=0.1 of the user's
         positional = [p for p in needed
                       if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self.num_arguments = 3 if len(positional) > 2 else 2
@@ -58,9 +59,9 @@ class Reward:
         try:
             signature.bind(*[None] * self.num_arguments, **dict.fromkeys(self.asked))
         except TypeError as error:
-            raise ValueError(f"{self.name}: is called as function(completion, problem), with a "
-                             "third parameter for the group's completions, and with "
-                             f"{' and '.join(ASKED_BY_NAME)} by name: {error}") from None
+            raise ValueError(f"{self.name}: is called as function(completion, problem); it may "
+                             "have a third parameter, for the completions of the group, and the "
+                             f"keyword parameters {' and '.join(ASKED_BY_NAME)}: {error}") from None
 
     def __call__(self, completion: str, problem, group: list[str], **about: object
                  ) -> dict[str, float]:

@@ -27,8 +27,8 @@ An arm is one way to train, run with one or several seeds. study/runs holds of e
                             sums of log-probs are rounded to a tenth
 
 tables prints every arm's accuracy, gain, entropy and length, then each arm minus the first one,
-before and after training and in the gain: greedy, and sampled where all arms have that. --primary names the one comparison that was chosen
-before the runs were made; all others are exploratory.
+before and after training and in the gain: greedy, and sampled where all arms have that. --primary
+names the one comparison that was chosen before the runs were made; all others are exploratory.
 spread prints for each pool V (see below), and the whole variance from seed to seed.
 mean prints the mean of one logged number over some steps and all seeds.
 pairs subtracts runs with the same seed from each other and prints every difference, their mean,

@@ -117,7 +117,8 @@ def test_commands_end_with_one_line_of_json(on_cpu, capsys, command, keys):
 @pytest.mark.parametrize("card", ["NVIDIA GH200 480GB", "NVIDIA H200 NVL", "NVIDIA A10"])
 def test_a_card_that_is_no_h200_is_not_held_to_its_floors(on_cpu, monkeypatch, card):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: card)
-    assert bench.rollout(**arguments("rollout"))["batch"][8].keys() == {"tokens_s", "step_ms", "prefill_ms", "preempted"}
+    figures = bench.rollout(**arguments("rollout"))["batch"][8]
+    assert figures.keys() == {"tokens_s", "step_ms", "prefill_ms", "preempted"}
 
 
 def test_rows_half_way_are_those_that_the_sampler_has_there(on_cpu):

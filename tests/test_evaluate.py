@@ -432,7 +432,7 @@ def test_of_training_data_no_problem_is_taken_that_the_run_has_trained_on(limit,
 def test_a_training_file_that_has_changed_since_the_run_is_not_taken(tmp_path):
     run, tokenizer = held_out_by(tmp_path, sums(tmp_path / "sums.jsonl", 60))
     sums(tmp_path / "sums.jsonl", 40)
-    with pytest.raises(ValueError, match="sums.jsonl holds now, .*: name problems with --data"):
+    with pytest.raises(ValueError, match="sums.jsonl has now, .*: name problems with --data"):
         evaluate.problems_of(evaluate.Evaluation(prompt_style="plain"), run, tokenizer)
 
 

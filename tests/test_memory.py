@@ -223,8 +223,8 @@ def test_a_pool_that_holds_no_row_of_full_length_is_refused_before_the_sampler_i
 @pytest.mark.parametrize("rows", [1, 2, 3])
 @pytest.mark.parametrize("limit", [80, 8])
 def test_a_pool_for_few_rows_holds_one_of_full_length(gpu, rows, limit):
-    # It needs (3 + 2) x 32 tokens, which is more than one row of 96 and more than half of two or three. Of 8 GiB 1.2 are
-    # left, where three layers of 1 GiB want them all.
+    # It needs (3 + 2) x 32 tokens, which is more than one row of 96 and more than half of two or three. Of 8 GiB 1.2
+    # are left, where three layers of 1 GiB want them all.
     plan = gpu.plan(limit, tokens=200, rows=rows)
     sampler = Sampler(TorchEngine, gpu.model, PROMPT + NEW, rows, plan.pool / GIB)
     assert len(sampler.pool) >= 4                                         # without number 0
