@@ -426,7 +426,8 @@ def test_a_reward_is_told_the_length_in_tokens_and_whether_the_answer_finished_i
 
 @pytest.mark.parametrize("name", ["of_one", "of_four", "of_unknown"])
 def test_a_reward_that_cannot_be_called_is_refused_before_anything_is_loaded(plug_ins, name):
-    with pytest.raises(ValueError, match=f"^--reward mine:{name}: is called as function.completion, problem.; .* finished: "):
+    said = f"^--reward mine:{name}: is called as function.completion, problem.; .* finished: "
+    with pytest.raises(ValueError, match=said):
         Reward(f"mine:{name}")
 
 
