@@ -823,8 +823,11 @@ def pick_kernel(
     alive = tl.load(state.alive + row)
     ended = tl.max((tl.load(ends_ptr + tl.arange(0, ENDS)) == token).to(tl.int32), axis=0)
     goes_on = (ended == 0) & (pos + alive < tl.load(state.limit + row))
-    tl.store(state.token + row, tl.where(alive > 0, token, tl.load(state.token + row)))
-    tl.store(state.made + row, tl.load(state.made + row) + alive)
+    kept = tl.load(state.token + row)
+    made = tl.load(state.made + row)
+    tl.debug_barrier()  # every thread has loaded before one of them overwrites
+    tl.store(state.token + row, tl.where(alive > 0, token, kept))
+    tl.store(state.made + row, made + alive)
     tl.store(state.pos + row, pos + alive)
     tl.store(state.alive + row, tl.where(goes_on, alive, 0))
     tl.store(state.step + row, step + 1)
@@ -912,6 +915,9 @@ def merge_kernel(
     live = (head < H)[:, None] & (col < D)[None, :]
     mine = tl.load(out_ptr + at, mask=live, other=0.0).to(tl.float32) * tl.exp(a - both)[:, None]
     its = tl.load(other_ptr + at, mask=live, other=0.0).to(tl.float32) * tl.exp(b - both)[:, None]
+    # Every warp loads the lse of the heads whose `out` it computes, and a single warp stores all of
+    # them. It waits here, or a slower warp would load what it has stored already.
+    tl.debug_barrier()
     tl.store(out_ptr + at, mine + its, mask=live)
     tl.store(lse_ptr + head * lse_stride + token, both, mask=head < H)
 

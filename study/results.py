@@ -33,6 +33,7 @@ spread prints for each pool V (see below), and the whole variance from seed to s
 mean prints the mean of one logged number over some steps and all seeds.
 pairs subtracts runs with the same seed from each other and prints every difference, their mean,
 and its 95 % interval by Student's t: the seeds alone tell how sure the mean is.
+--seeds limits these three to some seeds. V comes from all seeds of all arms in any case.
 keep copies a run of train.py into study/runs. verdicts adds the verdicts on its answers that
 evaluate.py --out wrote, once.
 sampler prints entropy, accuracy and length of every setting of study/entropy.py, and differences
@@ -94,22 +95,30 @@ class Verdicts(NamedTuple):
 
 
 class Arm:
-    """The runs of one arm: those that were tested or, with tested=False, all.
+    """The runs of one arm: those that were tested or, with tested=False, all; of wanted seeds if
+    these are given.
 
     seeds     their names
     metrics   for each seed, the rows of its metrics.jsonl
     greedy, sampled    Verdicts; None where no such evaluation was made, or with tested=False
     """
 
-    def __init__(self, folder: Path, name: str, tested: bool = True):
+    def __init__(self, folder: Path, name: str, tested: bool = True,
+                 wanted: list[str] | None = None):
         path = folder / "held_out.json"
         held_out = read_json(path) if tested else {}
         runs = runs_of(folder, held_out, name) if tested else logged_runs(folder, name)
         if not runs:
             raise ValueError(f"{folder}: no runs {name}-sSEED.jsonl"
                              + (" that held_out.json knows" if tested else ""))
+        if wanted:
+            known = runs
+            runs = [run for run in known if seed_of(run) in wanted]
+            if len(runs) < len(wanted):
+                raise ValueError(f"--seeds {' '.join(wanted)}: {name} has "
+                                 f"{', '.join(map(seed_of, known))}")
         self.name = name
-        self.seeds = [run.removeprefix(f"{name}-s") for run in runs]
+        self.seeds = [seed_of(run) for run in runs]
         self.metrics = [log_rows(folder / f"{run}.jsonl") for run in runs]
         self.steps = [len(steps) for steps in self.metrics]
         self.greedy = self.sampled = None
@@ -166,10 +175,16 @@ def arm_of(name: str) -> str:
     return re.sub(r"-s\d+(-before)?$", "", name)
 
 
+def seed_of(run: str) -> str:
+    """The seed of the run ARM-sSEED."""
+    return run.rpartition("-s")[2]
+
+
 def logged_runs(folder: Path, arm: str) -> list[str]:
-    """The runs ARM-sSEED that the folder has metrics of."""
+    """The runs ARM-sSEED that the folder has metrics of, in the order of their seeds."""
     names = [path.name.removesuffix(".jsonl") for path in folder.glob("*.jsonl")]
-    return sorted(name for name in names if re.fullmatch(re.escape(arm) + r"-s\d+", name))
+    names = [name for name in names if re.fullmatch(re.escape(arm) + r"-s\d+", name)]
+    return sorted(names, key=lambda name: int(seed_of(name)))
 
 
 def before_training(run: str, held_out: dict) -> str:
@@ -353,7 +368,7 @@ def print_tables(args):
     if args.primary and args.primary not in args.arms[1:]:
         raise ValueError(f"--primary {args.primary}: not among the arms that are compared with "
                          f"{args.arms[0]}")
-    arms = [Arm(args.runs, name) for name in args.arms]
+    arms = [Arm(args.runs, name, wanted=args.seeds) for name in args.arms]
     print("| arm | steps | before, % | after, % | by seed | gain | entropy | accuracy | length "
           "| s a step |\n|---|---|---|---|---|---|---|---|---|---|")
     print(*(greedy_line(arm, args.runs) for arm in arms), sep="\n")
@@ -444,7 +459,7 @@ def keep_verdicts(args):
 
 def print_mean(args):
     for name in args.arms:
-        arm = Arm(args.runs, name, tested=False)
+        arm = Arm(args.runs, name, False, args.seeds)
         print(f"{name} {arm.mean(args.key, args.first, args.last + 1):.5g}")
 
 
@@ -494,7 +509,7 @@ def print_pairs(args):
         if len(names) != 2:
             raise ValueError(f"{text}: a pair is written ARM:OTHER")
         tested = args.key in ("greedy", "sampled")
-        arm, other = (Arm(args.runs, name, tested) for name in names)
+        arm, other = (Arm(args.runs, name, tested, args.seeds) for name in names)
         found += pairs_of_runs(arm, other, args.key, args.first, args.last, args.last_common)
     print(f"| pair | steps | {args.key} |\n|---|---|---|")
     print(*(f"| {pair.name} | {pair.steps} | {pair.difference:+.4f} |" for pair in found), sep="\n")
@@ -624,8 +639,9 @@ def parse_args():
     sub.add_argument("arms", nargs="+", metavar="ARM")
     sub.add_argument("--primary", metavar="ARM", help="the arm whose difference from the first was "
                      "named as the primary one before the runs")
+    add_seeds(sub)
     command("spread", print_spread, "how much the accuracy of an arm varies from seed to seed")
-    sub = command("mean", print_mean, "mean of one logged number over some steps and all seeds")
+    sub = command("mean", print_mean, "mean of one logged number over some steps and seeds")
     sub.add_argument("key", metavar="KEY", help="a key of docs/metrics.md")
     sub.add_argument("arms", nargs="+", metavar="ARM")
     add_steps(sub)
@@ -657,6 +673,12 @@ def add_steps(sub):
     sub.add_argument("--first", type=int, default=0, help="first step (default: 0)")
     sub.add_argument("--last", type=int, default=10**9,
                      help="last step, included (default: the run's)")
+    add_seeds(sub)
+
+
+def add_seeds(sub):
+    sub.add_argument("--seeds", nargs="+", metavar="SEED",
+                     help="only the runs with these seeds (default: all)")
 
 
 def main():

@@ -40,6 +40,7 @@ import sampler
 from aqn import noisy_norms
 from harness.device import kernels_for
 from ops import mm_fp32
+from races import races
 from sampler import Rows, Sampling
 
 from fast import decode, hopper_fp4, kernels
@@ -184,6 +185,7 @@ def compile_step(sm, matmul, n, dtype, head, rank=32, names=None):
                 weight.dequantize()
     found = {}
     for name, kernel in compiled:
+        assert not races(kernel.asm["ptx"]), name
         found[name] = tuple(map(max, resources(kernel), found.get(name, (0, 0, 0))))
     return found
 

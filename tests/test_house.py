@@ -408,7 +408,7 @@ def test_every_setting_is_read_by_what_trains():
 # A machine without Triton
 
 BLOCKED = """
-import os, runpy, signal, sys
+import asyncio, os, runpy, signal, sys   # asyncio, which torch imports, asks a Linux for os.sysconf from Python 3.12 on
 sys.argv = ARGV
 sys.path.insert(0, ROOT)
 

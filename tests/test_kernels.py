@@ -19,6 +19,7 @@ import ops
 import test_decode
 from attention import PackedAttention
 from fast import kernels
+from races import races
 
 GPU = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -48,7 +49,8 @@ def test_the_kernels_pass_in_tritons_interpreter(interpreted):
 @pytest.mark.parametrize("sm,dtype", [(80, torch.bfloat16), (86, torch.float16), (89, torch.bfloat16),
                                       (90, torch.bfloat16), (90, torch.float16), (100, torch.float16),
                                       (120, torch.bfloat16)])
-def test_every_kernel_of_the_learner_compiles(sm, dtype, monkeypatch):
+@pytest.mark.parametrize("heads", [(4, 16), (28, 128)])
+def test_every_kernel_of_the_learner_compiles_without_races(sm, dtype, heads, monkeypatch):
     compiled, launch = {}, triton.runtime.jit.JITFunction.run
 
     def compile_only(kernel, *args, grid, warmup, **options):
@@ -60,7 +62,7 @@ def test_every_kernel_of_the_learner_compiles(sm, dtype, monkeypatch):
     kept = kernels.swiglu(y, rstd, h)
     kernels.swiglu_backward(kept, rstd, h, torch.zeros_like(kept))
     kernels.softmax_at(y, rstd, torch.zeros(3, dtype=torch.int64), 60, dtype)
-    out, lse = torch.zeros(3, 4, 16, dtype=dtype), torch.zeros(4, 3)
+    out, lse = torch.zeros(3, *heads, dtype=dtype), torch.zeros(heads[0], 3)
     kernels.merge(out, lse, out, lse)
     kernels.dequantize_codes(torch.zeros(2, 32, dtype=torch.uint8), torch.zeros(2, 1), nvfp4.NF4, dtype)
     assert {name for name, f in vars(kernels).items() if isinstance(f, triton.JITFunction)} >= set(compiled)
@@ -68,6 +70,9 @@ def test_every_kernel_of_the_learner_compiles(sm, dtype, monkeypatch):
     for kernel in compiled.values():
         shared, _, stack = test_decode.resources(kernel)
         assert shared <= test_decode.SHARED[sm] * 1024 and stack == 0
+        assert not races(kernel.asm["ptx"])
+    unguarded = [line for line in compiled["merge_kernel"].asm["ptx"].splitlines() if "bar.sync" not in line]
+    assert races("\n".join(unguarded))                              # which finds them, if the barrier goes
 
 
 # -----------------------------------------------------------------------------

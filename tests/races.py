@@ -1,0 +1,36 @@
+"""
+Finds loads that race with stores in the PTX of a Triton kernel, which no run on a GPU shows reliably.
+
+Triton often lets several warps load the same element and one of them store it. If the program overwrites what it has
+read, a slow warp may load what a fast one has stored already. A barrier between the two, or one thread that does both,
+rules this out. Attention's merge lacked it: on an H200 its results differed once in hundreds of runs.
+"""
+import re
+
+ACCESS = re.compile(r"(?:@(!?%p\d+) )?(ld|st)\.global\S* .*?\[ *(%\w+) *\+? *(-?\d+)? *\]")
+ADDRESS = re.compile(r"(?:@!?%p\d+ )?(?:cvta|add|sub|mov|mad)\.\S+ (%\w+), (.*)")    # what computes one from another
+
+
+def races(ptx: str) -> list[str]:
+    """-> the pairs "load / store" of one buffer that no barrier parts, unless the same threads do both at one place."""
+    pointers = set(re.findall(r"\.param \.u64 \.ptr .* (\w+)[,\n]", ptx))
+    buffers = {}                                 # register -> names of the pointers that its address comes from
+    loads, found = [], []
+    for line in ptx.splitlines():
+        line = re.sub(r"\s+", " ", line.split("//")[0]).strip()
+        if parameter := re.match(r"ld\.param\.\S+ (%\w+), \[(\w+)\]", line):
+            buffers[parameter[1]] = {parameter[2]} & pointers
+        elif re.match(r"(@!?%p\d+ )?bar(rier)?\.", line):
+            loads = []
+        elif access := ACCESS.match(line):
+            predicate, kind, register, offset = access.groups()
+            place = predicate, register, offset
+            buffer = buffers.get(register, set())
+            if kind == "ld":
+                loads.append((buffer, place, line))
+            else:
+                found += [f"{earlier} / {line}" for other, where, earlier in loads if buffer & other and where != place]
+        elif computed := ADDRESS.match(line):
+            sources = re.findall(r"%\w+", computed[2])
+            buffers.setdefault(computed[1], set()).update(*(buffers.get(source, ()) for source in sources))
+    return found
