@@ -146,7 +146,7 @@ class Noise:
     """adaptive quantization noise (AQN)"""
     sigma_start: float = setting(0.0, "the noise's standard deviation (sigma) in the first noisy "
                                  "stage; 0: no noise (study: 1e-2 is too small to have an effect, "
-                                 "whether 5e-2 helps cannot be told; Table 4: 1e-2)", "[0, 10]")
+                                 "5e-2 does not help by a point; Table 4: 1e-2)", "[0, 10]")
     sigma_end: float = setting(5e-4, "the sigma to which the schedule decays (Table 4)", "[0, 10]")
     noise_stages: int = setting(10, "K of Algorithm 1; the first stage has no noise (Table 4)",
                                 AT_LEAST_1)

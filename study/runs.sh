@@ -13,20 +13,21 @@
 #
 #     0   no training: the sampler's entropy in every format, with every noise      20 minutes
 #     1   noise that is large enough to act, 0.5B                                    9 a seed
-#     2   16 bits and calibrated, each at two learning rates, 0.5B                  10 a seed
+#     2   16 bits and calibrated, each at two learning rates, 0.5B                   9 a seed
 #     3   16 bits and calibrated on MATH, 1.5B                                      16 a seed
-#     4   other ways to explore, 0.5B, beside the runs of order 1                   10 a seed
-#     5   what the recipe owes to its parts, 1.5B                                   16 a seed
+#     4   other ways to explore, 0.5B, beside the runs of order 1                    7 a seed
+#     5   what the recipe owes to its parts, 1.5B                                   19 a seed
 #     6   the defaults, 0.5B and 1.5B                                               20 a seed
 #
-# The minutes of order 1 were measured with two seeds at a time, the others are by arithmetic. All
-# arms of all seeds that are given run side by side, so that whatever the card does hits all alike.
-# ARMS, for instance ARMS="noise-none noise-off", takes only these arms of the order: for more seeds
-# of one comparison, or for what is missing after a failure. Of order 0 ARMS=1.5b takes this model.
-# GIB: the memory of each run, 18 unless given; all runs together need less than the card has, so on
-# an H200 eight take GIB=15.5 and ten GIB=13. Before it starts, `nvidia-cuda-mps-control -d` lets the
-# processes use the multiprocessors at the same time and not in turn: eight runs with it took a
-# quarter less time each than three without.
+# The minutes of orders 1 and 2 were measured, with two seeds or more at a time; the others are by
+# arithmetic. All arms of all seeds that are given run side by side, so that whatever the card does
+# hits all alike. On two cards, start two calls, each with a WORK and a CUDA_VISIBLE_DEVICES of its
+# own. ARMS, for instance ARMS="noise-none noise-off", takes only these arms of the order: for more
+# seeds of one comparison, or for what is missing after a failure. Of order 0 ARMS=1.5b takes this
+# model. GIB: the memory of each run, 18 unless given; all runs together need less than the card has,
+# so on an H200 eight take GIB=15.5, ten GIB=13 and twelve GIB=11. Before it starts,
+# `nvidia-cuda-mps-control -d` lets the processes use the multiprocessors at the same time and not in
+# turn: eight runs with it took a quarter less time each than three without.
 #
 # Of GSM8K training takes the first 6,473 problems of the training file. The last 1,000 are held
 # out: what to run or to keep is chosen by `eval_accuracy`, which is theirs. Of MATH it takes levels
@@ -161,7 +162,7 @@ tested() {
 taken_in() {
     local kind
     for kind in "${@:3}"; do
-        flock "$WORK/lock" python -m study.results verdicts "$1" "$WORK/$2.$kind.jsonl" || return
+        flock study/runs python -m study.results verdicts "$1" "$WORK/$2.$kind.jsonl" || return
     done
 }
 

@@ -335,6 +335,26 @@ def test_a_run_without_a_test_counts_for_what_was_logged_alone(runs, monkeypatch
     assert "no runs c-sSEED.jsonl" in run(monkeypatch, "mean", "accuracy", "c", "--runs", runs)
 
 
+def test_only_the_wanted_seeds_count_in_the_order_of_their_numbers(runs, monkeypatch, capsys):
+    right = json.loads((runs / "held_out.json").read_text())
+    for arm, digits in ("a", "1111111100"), ("b", "1111111111"):
+        right |= {f"{arm}-s10": digits, f"{arm}-s2": "0000000000"}
+        write(runs, f"{arm}-s10.jsonl", [{"step": 0, "accuracy": 0.25}])
+        write(runs, f"{arm}-s2.jsonl", [{"step": 0, "accuracy": 0.75}])
+    (runs / "held_out.json").write_text(json.dumps(right))
+    assert Arm(runs, "a").seeds == ["0", "1", "2", "10"]
+    wanted = "--seeds", 10, 0, "--runs", runs
+    assert run(monkeypatch, "tables", "a", "b", *wanted) is None
+    lines = capsys.readouterr().out.splitlines()
+    assert "| **60.0** | 40.0 / 80.0 |" in lines[2] and lines[-1].endswith("| 0, 10 |") and "| +15.0 [" in lines[-1]
+    assert run(monkeypatch, "pairs", "greedy", "b:a", *wanted) is None
+    assert capsys.readouterr().out.splitlines()[-1].startswith("| mean of 2, 95 % by Student's t | | **+0.1500**")
+    assert run(monkeypatch, "mean", "accuracy", "a", "--first", 0, "--last", 0, *wanted) is None
+    assert capsys.readouterr().out == "a 0.125\n"
+    message = run(monkeypatch, "tables", "a", "b", "--seeds", 1, 7, "--runs", runs)
+    assert message.startswith("study: --seeds 1 7: a has 0, 1, 2, 10")
+
+
 def test_students_t_of_three_pairs_by_hand(runs, monkeypatch, capsys):
     # a-s0, a-s1 and a-s2 are 0.1, 0.2 and 0.6 ahead in entropy: mean 0.3, sd 0.2646, 4.303 * sd / sqrt(3) = 0.6573.
     right = json.loads((runs / "held_out.json").read_text())
@@ -365,6 +385,19 @@ def test_the_studys_claim_on_sampled_answers_is_what_its_files_hold(monkeypatch,
     *nine, mean = capsys.readouterr().out.splitlines()[2:]
     assert len(nine) == 9 and all(" | -0.0" in line for line in nine)
     assert mean.endswith("**-0.0182** +- 0.0073 |")
+
+
+@pytest.mark.parametrize("seeds,arms,greedy,sampled", [
+    (range(2, 13), ("noise-none", "noise-off"), "-0.2 [-1.1, +0.6]", "+0.1 [-0.6, +0.8]"),
+    (range(7, 13), ("noise-none", "noise-off"), "-0.3 [-1.5, +0.9]", "-0.0 [-1.0, +0.9]"),
+    (range(7), ("rate-bf16-2e-4", "rate-calibrated-1e-4"), "-0.9 [-2.1, +0.2]", "-2.9 [-3.8, -1.9]")])
+def test_the_studys_primary_comparisons_are_what_its_files_hold(seeds, arms, greedy, sampled, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    assert run(monkeypatch, "tables", *arms, "--primary", arms[1], "--seeds", *seeds) is None
+    lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| **")]
+    assert [line[2] for line in lines] == [greedy, sampled] and lines[0][-1] == f"{', '.join(map(str, seeds))} |"
+    study = re.sub(r"\s+", " ", (ROOT / "study" / "README.md").read_text())
+    assert greedy in study and sampled.replace("-0.0", "0.0") in study
 
 
 def test_the_studys_worked_example_is_what_its_files_hold(monkeypatch, capsys):
