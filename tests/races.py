@@ -12,24 +12,24 @@ ADDRESS = re.compile(r"(?:@!?%p\d+ )?(?:cvta|add|sub|mov|mad)\.\S+ (%\w+), (.*)"
 
 
 def races(ptx: str) -> list[str]:
-    """-> the pairs "load / store" of one buffer that no barrier parts, unless the same threads do both at one place."""
+    """-> the pairs of a load and a store of one buffer, in either order, that no barrier parts, unless the same threads
+    do both at one place."""
     pointers = set(re.findall(r"\.param \.u64 \.ptr .* (\w+)[,\n]", ptx))
     buffers = {}                                 # register -> names of the pointers that its address comes from
-    loads, found = [], []
+    since_barrier, found = [], []
     for line in ptx.splitlines():
         line = re.sub(r"\s+", " ", line.split("//")[0]).strip()
         if parameter := re.match(r"ld\.param\.\S+ (%\w+), \[(\w+)\]", line):
             buffers[parameter[1]] = {parameter[2]} & pointers
         elif re.match(r"(@!?%p\d+ )?bar(rier)?\.", line):
-            loads = []
+            since_barrier = []
         elif access := ACCESS.match(line):
             predicate, kind, register, offset = access.groups()
             place = predicate, register, offset
             buffer = buffers.get(register, set())
-            if kind == "ld":
-                loads.append((buffer, place, line))
-            else:
-                found += [f"{earlier} / {line}" for other, where, earlier in loads if buffer & other and where != place]
+            found += [f"{earlier} / {line}" for other, before, where, earlier in since_barrier
+                      if buffer & before and other != kind and where != place]
+            since_barrier.append((kind, buffer, place, line))
         elif computed := ADDRESS.match(line):
             sources = re.findall(r"%\w+", computed[2])
             buffers.setdefault(computed[1], set()).update(*(buffers.get(source, ()) for source in sources))
