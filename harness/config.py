@@ -190,8 +190,9 @@ class Objective:
 @dataclass(frozen=True)
 class Optim:
     """optimizer"""
-    lr: float = setting(1e-4, "peak learning rate (study: at 0.5B and 1.5B 1e-4 was good, 2e-4 "
-                        "mixed and 4e-4 bad; Table 4: 1e-5, for bf16 LoRA 5e-6)", "(0, 10]")
+    lr: float = setting(1e-4, "peak learning rate (study: 1e-4 was good at 0.5B and 1.5B; at "
+                        "0.5B 2e-4 was better in 16 bits and no better in 4, 4e-4 bad; Table 4: "
+                        "1e-5, for bf16 LoRA 5e-6)", "(0, 10]")
     lr_schedule: str = setting(
         "constant", "after the warm-up: constant with a linear end over the last quarter, or half "
         "a cosine down to 0 (release); the study has both and cannot tell them apart",

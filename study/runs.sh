@@ -5,7 +5,7 @@
 #
 # M05, M15: folders of the 16-bit 0.5B and 1.5B. DATA: a folder with gsm8k_train.jsonl and
 # gsm8k_test.jsonl; for order 3 math_train.jsonl, math500.jsonl and math_test_rest.jsonl, which have
-# the 12,500 problems of MATH with their `level`. WORK (default: runs/study): where runs and 4-bit
+# the problems of MATH with their `level`. WORK (default: runs/study): where runs and 4-bit
 # models go; a 4-bit model that is there is not made again, and a run that is there is refused: after
 # a failure, take those seeds again with an empty WORK. What a run leaves goes to study/runs; save it
 # before the machine goes back. ORDER is one of study/open.md, which has the predictions and the
