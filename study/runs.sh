@@ -14,7 +14,7 @@
 #     0   no training: the sampler's entropy in every format, with every noise      20 minutes
 #     1   noise that is large enough to act, 0.5B                                    9 a seed
 #     2   16 bits and calibrated, each at two learning rates, 0.5B                   9 a seed
-#     3   16 bits and calibrated on MATH, 1.5B                                      16 a seed
+#     3   16 bits and calibrated, each at two learning rates, on MATH, 1.5B         32 a seed
 #     4   other ways to explore, 0.5B, beside the runs of order 1                    7 a seed
 #     5   what the recipe owes to its parts, 1.5B                                   19 a seed
 #     6   the defaults, 0.5B and 1.5B                                               20 a seed
@@ -194,6 +194,15 @@ tables() {
     [ "${ARMS:-}" ] || python -m study.results tables "$@"
 }
 
+# rates NAME: what the learning rate of each format is chosen by, accuracy on the held-out problems
+rates() {
+    local format
+    [ "${ARMS:-}" ] || for format in bf16 calibrated; do
+        python -m study.results pairs eval_accuracy "$1-$format-2e-4:$1-$format-1e-4" \
+            --last-common 1
+    done
+}
+
 # -- The orders ----------------------------------------------------------------
 
 case $order in
@@ -240,11 +249,7 @@ case $order in
         done
     done
     finish "rate-bf16-1e-4 rate-bf16-2e-4" "rate-calibrated-1e-4 rate-calibrated-2e-4"
-    # What the rate of each format is chosen by: accuracy on the 1,000 held-out problems.
-    [ "${ARMS:-}" ] || for format in bf16 calibrated; do
-        python -m study.results pairs eval_accuracy rate-$format-2e-4:rate-$format-1e-4 \
-            --last-common 1
-    done ;;
+    rates rate ;;
 3)
     if [ ! -e "$WORK/math_choose.jsonl" ]; then
         grep '"level": [345],' "$DATA/math_train.jsonl" > "$WORK/math.jsonl"
@@ -257,11 +262,14 @@ case $order in
     MATH="--data $WORK/math_learn.jsonl --eval-data $WORK/math_choose.jsonl --max-new-tokens 1024"
     converted 1.5b-calibrated "$M15" --calibrate 128 --data "$WORK/learn.jsonl"
     for seed in "${seeds[@]}"; do
-        start math-bf16 "$seed" "$M15" --base bf16 --sigma-start 0 $MATH
-        start math-calibrated "$seed" "$WORK/1.5b-calibrated" --sigma-start 0 $MATH
+        for lr in 1e-4 2e-4; do
+            start math-bf16-$lr "$seed" "$M15" --base bf16 --sigma-start 0 --lr $lr $MATH
+            start math-calibrated-$lr "$seed" "$WORK/1.5b-calibrated" --sigma-start 0 --lr $lr \
+                $MATH
+        done
     done
-    finish math-bf16 math-calibrated
-    tables math-bf16 math-calibrated --primary math-calibrated ;;
+    finish "math-bf16-1e-4 math-bf16-2e-4" "math-calibrated-1e-4 math-calibrated-2e-4"
+    rates math ;;
 4)
     converted 0.5b-nearest "$M05" --codes nearest
     for seed in "${seeds[@]}"; do
@@ -278,7 +286,7 @@ case $order in
     for seed in "${seeds[@]}"; do
         model=$WORK/1.5b-calibrated
         start recipe-divided "$seed" "$model" --sigma-start 0
-        start recipe-cosine "$seed" "$model" --sigma-start 0 --advantage-scale none
+        start recipe-undivided "$seed" "$model" --sigma-start 0 --advantage-scale none
         start recipe-bound "$seed" "$model" --sigma-start 0 --advantage-scale none \
             --max-grad-norm 0.006
         wanted recipe-beta2 || continue          # no flag has Adam's second beta
@@ -287,9 +295,9 @@ case $order in
             --model "$model" $COMMON --seed "$seed" --out "$WORK/recipe-beta2-s$seed" \
             --sigma-start 0 --advantage-scale none
     done
-    arms="recipe-divided recipe-cosine recipe-bound recipe-beta2"
+    arms="recipe-divided recipe-undivided recipe-bound recipe-beta2"
     finish "$arms"
-    tables $arms --primary recipe-cosine ;;
+    tables $arms --primary recipe-undivided ;;
 6)
     for seed in "${seeds[@]}"; do
         for size in 0.5b 1.5b; do

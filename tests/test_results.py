@@ -483,9 +483,9 @@ NOISES = "noise-none noise-truncate noise-off noise-gain"
 @pytest.mark.parametrize("order,arms", [
     ("1", NOISES),
     ("2", "rate-bf16-1e-4 rate-calibrated-1e-4 rate-bf16-2e-4 rate-calibrated-2e-4"),
-    ("3", "math-bf16 math-calibrated"),
+    ("3", "math-bf16-1e-4 math-calibrated-1e-4 math-bf16-2e-4 math-calibrated-2e-4"),
     ("4", "noise-ppo noise-draws noise-warm"),
-    ("5", "recipe-divided recipe-cosine recipe-bound recipe-beta2"),
+    ("5", "recipe-divided recipe-undivided recipe-bound recipe-beta2"),
     ("6", "default-0.5b default-1.5b")])
 def test_the_script_of_the_runs_to_come_starts_every_arm_with_flags_that_train_takes(tmp_path, order, arms):
     """A stand-in for Python writes down what it is called with."""
@@ -507,7 +507,7 @@ def test_the_script_of_the_runs_to_come_starts_every_arm_with_flags_that_train_t
         f"{arm}-s{seed}" for arm in arms.split() for seed in "34")
     assert all(one.general.seed == int(one.general.out[-1]) for one in settings)
     assert len({tuple(sorted((one.replace(out=None)).flat().items(), key=str)) for one in settings}) \
-        == len(settings) - 2 * (order == "5")                             # beta2 differs from cosine by no flag
+        == len(settings) - 2 * (order == "5")                             # beta2 differs from undivided by no flag
     # Each run's test is taken in once, and that of the untrained model once for each arm, or for each run that
     # made its own 4-bit model.
     kinds = ["greedy"] if order == "3" else ["greedy", "sampled"]
@@ -587,7 +587,7 @@ esac""")
     ("1", NOISES, {"held_out": NOISES}, [f"{arm} sampled" for arm in NOISES.split()]),
     ("1", NOISES, {"held_out": "noise-none noise-off noise-gain", "sampled": "noise-none noise-gain"},
      ["noise-truncate greedy", "noise-truncate sampled", "noise-off sampled"]),
-    ("3", "math-bf16", {"held_out": "math-bf16"}, [])])
+    ("3", "math-bf16-1e-4", {"held_out": "math-bf16-1e-4 math-bf16-2e-4"}, [])])
 def test_of_the_untrained_models_test_what_is_missing_is_taken_in(tmp_path, order, arms, there, missing):
     """And it is the model of a run that did not fail: seed 0 of the first arm did."""
     for file, names in there.items():
