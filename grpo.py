@@ -337,7 +337,8 @@ def policy_loss(logprobs: LogProbs, advantages: Tensor, row_of_token: Tensor, we
 def row_means(values: Tensor, row_of_token: Tensor, rows: int) -> Tensor:
     """values (T,) -> (T,): every token gets the mean over the tokens of its row."""
     total = torch.zeros(rows, dtype=values.dtype, device=values.device)
-    total = total.index_add(0, row_of_token, values)
+    # Not index_add: on a GPU it adds in any order, and a resumed run would get other bits.
+    total = total.index_put((row_of_token,), values, accumulate=True)
     return (total / row_of_token.bincount(minlength=rows).clamp(min=1))[row_of_token]
 
 

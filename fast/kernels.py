@@ -839,7 +839,14 @@ def pick_kernel(
 # Each has the name and the arguments of the function that it stands for, whose docstring says what
 # it computes; here stands what makes it fast.
 
-compiled = cache(torch.compile)
+@cache
+def compiled(function: Callable) -> Callable:
+    """torch.compile, but without its one choice that depends on timing.
+
+    For a kernel with a sum it would try two block sizes and keep the faster one. They add in another
+    order, so that a resumed run or another rank could get other bits.
+    """
+    return torch.compile(function, options={"dynamic_scale_rblock": False})
 
 
 def elementwise(function: Callable, x: torch.Tensor, *rest: object) -> torch.Tensor:

@@ -21,7 +21,7 @@ def races(ptx: str) -> list[str]:
         line = re.sub(r"\s+", " ", line.split("//")[0]).strip()
         if parameter := re.match(r"ld\.param\.\S+ (%\w+), \[(\w+)\]", line):
             buffers[parameter[1]] = {parameter[2]} & pointers
-        elif re.match(r"(@!?%p\d+ )?bar(rier)?\.", line):
+        elif re.match(r"(@!?%p\d+ )?bar(rier)?\.(?!warp)", line):       # bar.warp.sync makes one warp wait, not all
             since_barrier = []
         elif access := ACCESS.match(line):
             predicate, kind, register, offset = access.groups()

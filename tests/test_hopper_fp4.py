@@ -30,7 +30,9 @@ from test_marlin_fp4 import cublas, hopper, total
 def test_every_tuned_linear_is_the_product_of_cublas(M, N, K):
     codes = torch.randint(256, (N, K // 2), dtype=torch.uint8, device="cuda")
     weight = pack(codes, torch.rand(N, K // 16, device="cuda").to(torch.float8_e4m3fn), torch.tensor(2.0**-12))
-    x, a = torch.randn(M - 1, K, device="cuda").bfloat16(), torch.randn(64, K, device="cuda").bfloat16()
+    # A kernel that is launched early (pdl) may read W and a before the kernel in front of it ends, but not x, so x is
+    # made last.
+    a, x = torch.randn(64, K, device="cuda").bfloat16(), torch.randn(M - 1, K, device="cuda").bfloat16()
     y, xa = total(hopper_matmul(x, weight, a, pdl=True), N, 64)
     for got, w in ((y, weight.dequantize()), (xa, a)):               # both sum in fp32: 2 sqrt(K) 2^-24 is 2e-5
         want = cublas(x, w)

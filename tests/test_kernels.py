@@ -75,6 +75,13 @@ def test_every_kernel_of_the_learner_compiles_without_races(sm, dtype, heads, mo
     assert races("\n".join(unguarded))                              # which finds them, if the barrier goes
 
 
+def test_no_compiled_kernel_is_chosen_by_how_long_it_took(monkeypatch):
+    asked = {}
+    monkeypatch.setattr(torch, "compile", lambda function, **options: asked.update(options) or function)
+    assert kernels.compiled.__wrapped__(len) is len and asked == {"options": {"dynamic_scale_rblock": False}}
+    assert asked["options"].keys() <= set(torch._inductor.list_options())
+
+
 # -----------------------------------------------------------------------------
 # The MLP
 
