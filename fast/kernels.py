@@ -841,9 +841,9 @@ def pick_kernel(
 
 @cache
 def compiled(function: Callable) -> Callable:
-    """torch.compile, but without its one choice that depends on timing.
+    """torch.compile, without the block sizes that it would choose by timing.
 
-    For a kernel with a sum it would try two block sizes and keep the faster one. They add in another
+    For a kernel with a sum it would try two of them and keep the faster one. Each adds in another
     order, so that a resumed run or another rank could get other bits.
     """
     return torch.compile(function, options={"dynamic_scale_rblock": False})

@@ -114,7 +114,7 @@ class Arm:
         if wanted:
             known = runs
             runs = [run for run in known if seed_of(run) in wanted]
-            if len(runs) < len(wanted):
+            if len(runs) < len({*wanted}):
                 raise ValueError(f"--seeds {' '.join(wanted)}: {name} has "
                                  f"{', '.join(map(seed_of, known))}")
         self.name = name

@@ -3,7 +3,7 @@ Finds loads that race with stores in the PTX of a Triton kernel, which no run on
 
 Triton often lets several warps load the same element and one of them store it. If the program overwrites what it has
 read, a slow warp may load what a fast one has stored already. A barrier between the two, or one thread that does both,
-rules this out. Attention's merge lacked it: on an H200 its results differed once in hundreds of runs.
+rules this out. A test that runs such a kernel twice and compares the bits may pass hundreds of times.
 """
 import re
 
