@@ -76,7 +76,7 @@ class General:
                                  "that are not given (no run with them was completed here)",
                                  choices=tuple(PRESETS), place=True)
     steps: int = setting(200, "training steps, a batch of rollouts each; may grow with --resume "
-                         "(study: 160 at 1.5B, 200 and 320 at 0.5B)", AT_LEAST_1)
+                         "(study: 200 at 0.5B and 1.5B)", AT_LEAST_1)
     seed: int = setting(0, "random seed of the adapter, the order of problems, sampling and noise",
                         "[0, 2e18]")
     out: str | None = setting(None, "run folder (default: runs/MODEL-BASE-DATA-SEED)", place=True)
