@@ -417,7 +417,9 @@ def tell_differences(values: dict, held: dict) -> None:
     """
     if values["resume"]:
         for name in OF_A_START:
-            if name in held and values[name] != held[name]:
+            # A memory flag that is not given leaves the run what it had: prepare.memory_at_start.
+            given = name == "kernels" or values[name] is not None
+            if given and name in held and values[name] != held[name]:
                 say(f"{option(name)} is {values[name]!r}, the run had {held[name]!r}: its last "
                     "digits can differ from those of a run that was not interrupted")
         return

@@ -25,8 +25,8 @@ import rewards
 from fast import memory
 from harness import data, hf, peft, plugin, process
 from harness.checkpoints import RunFolder
-from harness.config import (FIELDS, Memory, Objective, Rollout, Settings, check_settings, option,
-                            without_places)
+from harness.config import (FIELDS, Memory, Objective, Rollout, Settings, can_hold, check_ranges,
+                            check_settings, option, without_places)
 from harness.console import Console, Phases
 from harness.device import choose_device, configure_cpu, refuse_large_rank
 from harness.files import read_json
@@ -110,7 +110,10 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
                       optim.max_grad_norm, optim.weight_decay)
     with phases("memory plan"):
         sampler = divide_memory(model, learner, engine_for(kernels), wanted, settings.rollout,
-                                settings.data.max_prompt_tokens, len(held_out))
+                                settings.data.max_prompt_tokens, len(held_out),
+                                memory_at_start(settings))
+    flags["memory_plan"] = {"kv_gib": sampler.engine.kv.nbytes / 2**30,
+                            "micro_batch_tokens": learner.micro_batch_tokens}
     grade = functools.partial(rewards.grade_rollouts, tokenizer, style=settings.data.prompt_style,
                               plug_in=plug_in)
 
@@ -256,22 +259,62 @@ def loss_of(objective: Objective) -> grpo.Loss:
                                **{name: value for name, value in given.items() if value is not None})
 
 
+def memory_at_start(settings: Settings) -> Memory | None:
+    """For a resumed run: the KV pool and the micro-batches that it began with.
+
+    They decide which answers are decoded together and in which order gradients are summed, and so
+    the last digits of all numbers. What two starts measure can differ, for instance because only
+    the first one calibrates. None for a new run, and if --memory-gib or --kv-gib is given anew with
+    another value. ValueError if somebody has edited them.
+    """
+    general, wanted = settings.general, settings.memory
+    if not general.resume:
+        return None
+    path = Path(general.out) / "run.json"
+    held = read_json(path)
+    if any(getattr(wanted, name) not in (None, held.get(name)) for name in ("memory_gib", "kv_gib")):
+        return None
+    plan = held.get("memory_plan")
+    if plan is None:                             # the run began with an older version
+        return None
+    if not (isinstance(plan, dict) and plan.keys() == {"kv_gib", "micro_batch_tokens"}
+            and all(value and can_hold(FIELDS[name], value) for name, value in plan.items())):
+        raise ValueError(f"{path}: memory_plan is {process.short_repr(plan)}, which no run writes")
+    began = dataclasses.replace(wanted, **plan)
+    check_ranges(began)
+    return began
+
+
 def divide_memory(model: qwen.Qwen, learner: Learner, engine: Callable, wanted: Memory,
-                  rollout: Rollout, max_prompt_tokens: int, num_held_out: int) -> Sampler:
+                  rollout: Rollout, max_prompt_tokens: int, num_held_out: int,
+                  began: Memory | None = None) -> Sampler:
     """-> the sampler, with this engine (see sampler.engine_for) and its KV pool. Sets the learner's
-    micro_batch_tokens and kept_layers.
+    micro_batch_tokens and kept_layers. began: see memory_at_start; it is taken in place of `wanted`
+    if it fits.
     """
     longest = max_prompt_tokens + rollout.max_new_tokens
     answers = rollout.prompts_per_step * rollout.group_size
     rows = min(rollout.max_rows, max(answers, num_held_out))
     if model.device.type == "cuda":
-        plan = memory.Plan(model, wanted, max_prompt_tokens, rollout.max_new_tokens, rows, say)
+        plan_of = functools.partial(memory.Plan, model, prompt_tokens=max_prompt_tokens,
+                                    new_tokens=rollout.max_new_tokens, max_rows=rows, say=say)
+        try:
+            plan = plan_of(began or wanted)
+        except ValueError as error:
+            if not began:
+                raise
+            say(f"the KV pool of {began.kv_gib:.2f} GiB and the micro-batches of "
+                f"{began.micro_batch_tokens:,} tokens that the run began with do not fit ({error}); "
+                "with others its last digits can differ from those of a run that was not "
+                "interrupted")
+            plan = plan_of(wanted)
+        plan.pool = min(gather([plan.pool]))     # run.json has one pool for all ranks
         sampler = Sampler(engine, model, longest, rows, plan.pool / 2**30)
         tokens = plan.micro_batch_tokens
         kept_layers = plan.dry_step().kept_layers
     else:
-        sampler = Sampler(engine, model, longest, rows, wanted.kv_gib)
-        tokens = wanted.micro_batch_tokens or learner.micro_batch_tokens
+        sampler = Sampler(engine, model, longest, rows, (began or wanted).kv_gib)
+        tokens = (began or wanted).micro_batch_tokens or learner.micro_batch_tokens
         # A small model's activations, 40 KB a token of tiny/, are cheaper kept than computed again.
         kept_layers = len(model.layers) if model.config.width <= 256 else 0
     tokens = min(gather([tokens]))               # ranks share one list: all must cut it alike

@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import nvfp4
 from fast import memory
 from fast.memory import GIB, Plan
 from harness import prepare
-from harness.config import Memory, read_settings
+from harness.config import Memory, Rollout, read_settings
 from learner import Learner
 from lora import attach
 from model import ModelConfig, load
@@ -266,6 +267,36 @@ def test_a_bounded_card_gets_the_plan_of_the_documents_or_is_told_what_helps(gpu
                                          ".0.2 GiB less., then --max-new-tokens 2048, or a smaller model or a larger "
                                          "card"):
         Plan(gpu.model, wanted, 512, 4096, 128, gpu.lines.append)
+
+
+@pytest.mark.parametrize("free,pool,tokens", [(3.0, 3.0, 16384), (2.0, 1.5, 8192)])
+def test_a_resumed_run_divides_the_memory_anew_only_if_what_it_had_does_not_fit(monkeypatch, capsys, free, pool, tokens):
+    class Measured:
+        def __init__(self, model, wanted, **rest):
+            self.pool, self.micro_batch_tokens, self.kept_layers = 1.5 * GIB, 8192, 2
+            if wanted.kv_gib:
+                if wanted.kv_gib > free:
+                    raise ValueError(f"--kv-gib {wanted.kv_gib}: only {free:.2f} GiB are left")
+                self.pool, self.micro_batch_tokens = wanted.kv_gib * GIB, wanted.micro_batch_tokens
+
+        def dry_step(self):
+            return self
+
+    def sampler(engine, model, longest, rows, kv_gib):
+        return SimpleNamespace(engine=SimpleNamespace(kv=SimpleNamespace(nbytes=kv_gib * GIB)), pool=range(9))
+
+    monkeypatch.setattr(memory, "Plan", Measured)
+    monkeypatch.setattr(prepare, "Sampler", sampler)
+    model = SimpleNamespace(device=torch.device("cuda"), layers=range(4))
+    learner = SimpleNamespace(adapter=SimpleNamespace(master=torch.zeros(5)))
+    began = Memory(kv_gib=3.0, micro_batch_tokens=16384)
+    made = prepare.divide_memory(model, learner, None, Memory(), Rollout(), 512, 0, began)
+    assert (made.engine.kv.nbytes / GIB, learner.micro_batch_tokens) == (pool, tokens)
+    said = capsys.readouterr().out
+    assert ("that the run began with do not fit (--kv-gib 3.0: only 2.00 GiB are left)" in said) == (free < 3)
+    if free < 3:
+        with pytest.raises(ValueError, match="only 2.00 GiB are left"):              # of a new run it ends the start
+            prepare.divide_memory(model, learner, None, began, Rollout(), 512, 0)
 
 
 def test_what_helps_is_told_with_what_it_frees_and_little_is_left_out():

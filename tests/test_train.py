@@ -1094,6 +1094,31 @@ def test_resume_refuses_other_flags_and_a_second_run_refuses_the_folder(runs, wh
     assert before == {p: p.read_bytes() for p in (runs.folder / whole).rglob("*") if p.is_file()}
 
 
+def test_a_resumed_run_has_the_memory_that_it_began_with(runs):
+    def pool(log):
+        return re.search(r"KV pool of .*?micro-batches of [\d,]+ tokens", log)[0]
+
+    first = pool(runs.run("divided", "--steps", "1", "--kv-gib", "0.002", "--micro-batch-tokens", "512"))
+    assert first.endswith("of 512 tokens")
+    again = runs.run("divided", "--resume", "--steps", "2")
+    assert pool(again) == first and "last digits" not in again
+    other = runs.run("divided", "--resume", "--steps", "3", "--kv-gib", "0.004")
+    assert pool(other) != first and "--kv-gib is 0.004, the run had 0.002: its last digits can differ" in other
+    assert pool(runs.run("divided", "--resume", "--steps", "4")) == first
+
+    path = runs.folder / "divided" / "run.json"
+    had = json.loads(path.read_text())
+    assert had["memory_plan"]["micro_batch_tokens"] == 512 and 0 < had["memory_plan"]["kv_gib"] <= 0.002
+    for edited in ([], {"kv_gib": 1.0}, had["memory_plan"] | {"kv_gib": "all"}, had["memory_plan"] | {"kv_gib": None}):
+        path.write_text(json.dumps(had | {"memory_plan": edited}))
+        log = runs.run("divided", "--resume", "--steps", "5", code=1)
+        assert "divided/run.json: memory_plan is " in log and "Traceback" not in log
+    path.write_text(json.dumps(had | {"memory_plan": had["memory_plan"] | {"kv_gib": -1.0}}))
+    assert "--kv-gib must lie in (0, 1e9], got -1.0" in runs.run("divided", "--resume", "--steps", "5", code=1)
+    path.write_text(json.dumps({name: value for name, value in had.items() if name != "memory_plan"}))
+    assert pool(runs.run("divided", "--resume", "--steps", "5")) != first           # a run of an older version
+
+
 # -----------------------------------------------------------------------------
 # Ranks.
 
