@@ -176,9 +176,13 @@ lacking() {
 }
 
 # before RUN NAME ...: the test of the untrained model of RUN, for each NAME that lacks it. Those
-# that earlier seeds began with have it.
+# that earlier seeds began with have it. A second call of this script, on another card, waits here
+# until the first one has tested the same model. It runs in the background, whose end frees the lock.
 before() {
     local name lack=
+    mkdir -p runs
+    exec 9> "runs/study-$2.lock"
+    flock 9
     for name in "${@:2}"; do
         lack+=$(lacking "$name")
     done

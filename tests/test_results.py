@@ -14,6 +14,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -604,6 +605,27 @@ def test_of_the_untrained_models_test_what_is_missing_is_taken_in(tmp_path, orde
     assert sorted(f"{call[3]} {call[4].split('.')[-2]}" for call in taken if "-s" not in call[3]) == sorted(missing)
     untrained = {call.split()[1] for call in calls if "--adapter none" in call}
     assert len(untrained) == bool(missing) and not any("noise-none-s0" in name for name in untrained)
+
+
+def test_two_calls_at_a_time_test_the_untrained_model_once(tmp_path):
+    """As on two cards. What the stand-in for `verdicts` takes in is seen by the call that waits."""
+    log = tmp_path / "calls"
+    runs = tmp_path / "study" / "runs"
+    runs.mkdir(parents=True)
+    run_script = copy_of_the_script(tmp_path, f"""
+echo "$*" >> {log}
+case "$*" in
+*"--adapter none"*) sleep 0.3 ;;
+*verdicts*greedy*) echo "\\"$4\\": 01" >> {runs}/held_out.json ;;
+*verdicts*sampled*) echo "\\"$4\\": 01" >> {runs}/sampled.json ;;
+esac""")
+    with ThreadPoolExecutor() as pool:
+        done = list(pool.map(lambda n: run_script("1", str(n), ARMS="noise-none", WORK=str(tmp_path / f"w{n}")), (3, 4)))
+    assert [(one.returncode, one.stderr) for one in done] == [(0, "")] * 2
+    calls = log.read_text().splitlines()
+    assert sum("--adapter none" in call for call in calls) == 2           # greedily and sampled
+    taken = [call.split()[3] for call in calls if "verdicts" in call]
+    assert sorted(taken) == sorted([*NOISES.split(), "noise-none-s3", "noise-none-s4"] * 2)
 
 
 # -- reading ------------------------------------------------------------------------------------------------------
