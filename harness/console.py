@@ -294,7 +294,8 @@ class Console:
         first, *others = self.seconds
         if not others:
             to_go = duration((self.steps - step) * first)
-            say(f"a step takes {first:.1f} s{gpu_peak()}: {to_go} to go, without evaluations")
+            say(f"the first step took {first:.1f} s{gpu_peak()}: {to_go} to go if all did, but later "
+                "ones are usually faster; without evaluations")
         elif len(self.seconds) == FIRST_STEPS:
             mean = sum(others) / len(others)
             differ = abs(round(mean, 1) - round(first, 1)) > round(first, 1) / 10

@@ -300,7 +300,7 @@ class ModelFolder(Shards):
         if section or any(name.endswith(".weight_packed") for name in self.names):
             check_nvfp4(section, folder / "config.json")
         if "calibration" in self.config:
-            say(f"{folder}: {short_repr(self.config['calibration'])}")
+            say(f"{folder}: {short_repr(self.config['calibration'], 160)}")
         known = tensor_name(self.config["architectures"][0])
         matches = {name: known.fullmatch(name) for name in self.names}
         unused = [name for name, match in matches.items()

@@ -226,10 +226,10 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def short_repr(value: object) -> str:
-    """repr(value), cut to 80 characters: what a file holds, quoted in a message."""
+def short_repr(value: object, longest: int = 80) -> str:
+    """repr(value), cut to so many characters: what a file holds, quoted in a message."""
     text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return text if len(text) <= longest else f"{text[:longest - 3]}..."
 
 
 # -----------------------------------------------------------------------------

@@ -702,7 +702,7 @@ def test_a_run_says_what_it_will_do_what_it_did_and_what_comes_next(runs):
     log = runs.run("speaks", "--steps", "3", "--show", "2", "--eval-every", "1", model=ROOT / "tiny").splitlines()
     assert re.fullmatch(r".*tiny, with frozen nvfp4 weights, learns .*sums.jsonl \(56 problems, 4 held out\): 3 steps "
                         r"of 2 problems x 4 answers on 1 x cpu \(torch sees no GPU\); writes speaks", log[0])
-    assert sum(line.startswith("a step takes ") for line in log) == 1
+    assert sum(line.startswith("the first step took ") for line in log) == 1
     assert [line.split(":")[0] for line in log if line.startswith("step ") and "tokens_per_s" in line] == [
         "step 1/3", "step 2/3", "step 3/3"]
     shown = [i for i, line in enumerate(log) if line.startswith("step 2, sums-")]
