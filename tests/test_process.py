@@ -211,8 +211,9 @@ def test_help_takes_little_longer_than_torchs_import(tmp_path):
 
     torchs, _ = seconds(code="import torch")
     ours, said = seconds(ROOT / "train.py", "--help")
+    said = " ".join(said.split())
     assert "what most runs set:" in said and said.count("(default: 48)") == 2   # --steps, --max-new-tokens
-    assert "(default: arithmetic)" in " ".join(said.split())              # of a run without --model
+    assert "(default: arithmetic)" in said                                # of a run without --model
     assert ours < 2 * torchs, (ours, torchs)
 
 
