@@ -401,6 +401,18 @@ def test_the_studys_primary_comparisons_are_what_its_files_hold(seeds, arms, gre
     assert greedy in study and sampled.replace("-0.0", "0.0") in study
 
 
+def test_the_tables_of_the_defaults_are_what_the_files_hold(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    longer, readme = ((ROOT / name).read_text() for name in ("study/longer.md", "README.md"))
+    for size in "0.5b", "1.5b":
+        assert run(monkeypatch, "tables", f"default-{size}") is None
+        printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| default")]
+        assert len(printed) == 2 and all(f"\n{line}\n" in longer for line in printed)
+        greedy, sampled = (re.findall(r"[\d.]+", line) for line in printed)
+        row = f"| {size.upper()}, the defaults of `train.py` | 200 | 2 | {' | '.join(greedy[2:4] + sampled[1:3])} |"
+        assert row in readme
+
+
 def test_the_studys_worked_example_is_what_its_files_hold(monkeypatch, capsys):
     """study/methods.md, "How the intervals are computed": its words in plain Python, against what `tables` prints."""
     monkeypatch.chdir(ROOT)
