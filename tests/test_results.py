@@ -401,6 +401,23 @@ def test_the_studys_primary_comparisons_are_what_its_files_hold(seeds, arms, gre
     assert greedy in study and sampled.replace("-0.0", "0.0") in study
 
 
+def test_the_studys_table_of_learning_rates_is_what_its_files_hold(monkeypatch, capsys):
+    """Of the sampled answers of seeds 0 and 1, differences after training; its last row and its last column."""
+    monkeypatch.chdir(ROOT)
+    study = (ROOT / "study" / "README.md").read_text()
+
+    def difference(one, other):
+        names = f"rate-{other}", f"rate-{one}"
+        assert run(monkeypatch, "tables", *names, "--seeds", 0, 1) is None
+        return capsys.readouterr().out.splitlines()[-1].split(" | ")[2]
+
+    rows = [re.search(rf"^ *\| {name} \|.*\[.*$", study, re.M)[0].split(" | ")
+            for name in ("16 bits", "calibrated", "calibrated - 16 bits")]
+    assert rows[0][3].rstrip(" |") == difference("bf16-2e-4", "bf16-1e-4")
+    assert rows[1][3].rstrip(" |") == difference("calibrated-2e-4", "calibrated-1e-4")
+    assert rows[2][1:3] == [difference(f"calibrated-{lr}", f"bf16-{lr}") for lr in ("1e-4", "2e-4")]
+
+
 def test_the_tables_of_the_defaults_are_what_the_files_hold(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     longer, readme = ((ROOT / name).read_text() for name in ("study/longer.md", "README.md"))
