@@ -280,8 +280,8 @@ def test_after_ten_steps_the_time_left_is_told_anew_without_the_slow_first_step(
     for step in range(12):
         console.tell(told(step, 100.0 if step == 0 else 12.0), [], [])
     lines = [line for line in capsys.readouterr().out.splitlines() if "to go" in line]
-    assert lines == ["the first step took 100.0 s: 3 h 3 min to go if all did, but later ones are usually faster; "
-                     "without evaluations",
+    assert lines == ["the first step took 100.0 s: 3 h 3 min to go if all do, without evaluations, but later ones are "
+                     "usually faster",
                      "after 10 steps: a step takes 12.0 s, not 100.0 s as the first did: 20 min to go, without "
                      "evaluations"]
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
@@ -345,7 +345,7 @@ def test_a_run_says_how_long_each_part_before_the_first_step_took_and_how_much_m
     run.start_at(0)                                         # the memory of the preparation is not the steps'
     gpu.use(5)
     run.tell(told(0, 4.0), [], [])
-    assert "the first step took 4.0 s, at most 7.0 GiB of GPU memory: 8 s to go if all did" in capsys.readouterr().out
+    assert "the first step took 4.0 s, at most 7.0 GiB of GPU memory: 8 s to go if all do" in capsys.readouterr().out
 
 
 def test_a_run_of_ten_steps_has_nothing_left_to_correct(capsys):
@@ -354,6 +354,10 @@ def test_a_run_of_ten_steps_has_nothing_left_to_correct(capsys):
     for step in range(10):
         console.tell(told(step), [], [])
     assert sum("to go" in line for line in capsys.readouterr().out.splitlines()) == 1
+    console = Console(settings(steps=1))
+    console.start_at(0)
+    console.tell(told(0, 4.0), [], [])
+    assert "the first step took 4.0 s\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("program", ["evaluate.py", "tools.report"])
