@@ -24,7 +24,7 @@ steps that are left over join the last stage. Step `step`, counted from 0, is in
     sigma = start * (end / start)^((k - 1) / (K - 1))     k >= 1; the last stage stays above `end`
 
 The release (NVlabs/QeRL) has K - 2 in that exponent, so its last stage reaches `end`. To get its
-schedule here, pass start * (end / start)^((K - 1) / (K - 2)) as `end`. Its own settings are 1e-2,
+schedule here, pass start * (end / start)^((K - 1) / (K - 2)) as `end`. Its scripts have 1e-2,
 1e-4 and K = 10; they need an `end` of 5.62e-5.
 
 Noise in proportion to the gain (`--noise-kind gain`, not in the paper): noise = sigma * weight * z,
