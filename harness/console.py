@@ -294,8 +294,9 @@ class Console:
         first, *others = self.seconds
         if not others:
             to_go = duration((self.steps - step) * first)
-            later = f": {to_go} to go if all do, without evaluations, but later ones are usually faster"
-            say(f"the first step took {first:.1f} s{gpu_peak()}{later if step < self.steps else ''}")
+            later = (f": {to_go} to go if all do, without evaluations, but later ones are usually "
+                     "faster") if step < self.steps else ""
+            say(f"the first step took {first:.1f} s{gpu_peak()}{later}")
         elif len(self.seconds) == FIRST_STEPS:
             mean = sum(others) / len(others)
             differ = abs(round(mean, 1) - round(first, 1)) > round(first, 1) / 10

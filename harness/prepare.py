@@ -265,17 +265,18 @@ def memory_at_start(settings: Settings) -> Memory | None:
     They decide which answers are decoded together and in which order gradients are summed, and so
     the last digits of all numbers. What two starts measure can differ, for instance because only
     the first one calibrates. None for a new run, and if --memory-gib or --kv-gib is given anew with
-    another value. ValueError if somebody has edited them.
+    another value. ValueError if run.json was edited and holds no such sizes.
     """
     general, wanted = settings.general, settings.memory
     if not general.resume:
         return None
     path = Path(general.out) / "run.json"
     held = read_json(path)
-    if any(getattr(wanted, name) not in (None, held.get(name)) for name in ("memory_gib", "kv_gib")):
-        return None
+    for name in ("memory_gib", "kv_gib"):
+        if getattr(wanted, name) not in (None, held.get(name)):
+            return None
     plan = held.get("memory_plan")
-    if plan is None:                             # the run began with an older version
+    if plan is None:                             # begun with a version that did not write it down
         return None
     if not (isinstance(plan, dict) and plan.keys() == {"kv_gib", "micro_batch_tokens"}
             and all(value and can_hold(FIELDS[name], value) for name, value in plan.items())):

@@ -270,7 +270,8 @@ def test_a_bounded_card_gets_the_plan_of_the_documents_or_is_told_what_helps(gpu
 
 
 @pytest.mark.parametrize("free,pool,tokens", [(3.0, 3.0, 16384), (2.0, 1.5, 8192)])
-def test_a_resumed_run_divides_the_memory_anew_only_if_what_it_had_does_not_fit(monkeypatch, capsys, free, pool, tokens):
+def test_a_resumed_run_divides_the_memory_anew_only_if_what_it_had_does_not_fit(monkeypatch, capsys, free, pool,
+                                                                                tokens):
     class Measured:
         def __init__(self, model, wanted, **rest):
             self.pool, self.micro_batch_tokens, self.kept_layers = 1.5 * GIB, 8192, 2

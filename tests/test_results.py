@@ -649,7 +649,8 @@ case "$*" in
 *verdicts*sampled*) echo "\\"$4\\": 01" >> {runs}/sampled.json ;;
 esac""")
     with ThreadPoolExecutor() as pool:
-        done = list(pool.map(lambda n: run_script("1", str(n), ARMS="noise-none", WORK=str(tmp_path / f"w{n}")), (3, 4)))
+        calls = [pool.submit(run_script, "1", seed, ARMS="noise-none", WORK=str(tmp_path / seed)) for seed in "34"]
+        done = [call.result() for call in calls]
     assert [(one.returncode, one.stderr) for one in done] == [(0, "")] * 2
     calls = log.read_text().splitlines()
     assert sum("--adapter none" in call for call in calls) == 2           # greedily and sampled
