@@ -493,7 +493,7 @@ def test_every_page_and_every_program_is_named_where_readers_look():
     words = " ".join(DOCS.values())
     pages = [name for name in DOCS if name != "README.md"]
     assert_none([f"README.md: add a link to {name}; no page leads there" for name in pages
-                 if not any(name in text or (at.startswith("docs/") and f"]({Path(name).name}" in text)
+                 if not any(name in text or (Path(at).parent == Path(name).parent and f"]({Path(name).name}" in text)
                             for at, text in DOCS.items() if at != name)]
                 + [f"README.md, or a page of docs/: say what {FILES[name]} is for and how to start it"
                    for name in PROGRAMS if FILES[name] not in words and name not in words])
