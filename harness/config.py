@@ -174,8 +174,8 @@ class Objective:
         choices=grpo.CORRECTIONS)
     advantage_scale: str = setting("none", "group: centred rewards are divided by the standard "
                                    "deviation of their group (paper); none: they are not (Dr. "
-                                   "GRPO; study: its best recipes; +2.5 points [-0.5, +5.6] in the "
-                                   "one pair of runs)", choices=grpo.SCALES)
+                                   "GRPO; study: neither is shown to be better, none minus group is "
+                                   "+0.4 points [-0.9, +1.7])", choices=grpo.SCALES)
     kl_beta: float | None = setting(None, "weight of the KL term towards the model without its "
                                     "adapter (default: the loss's own, 0)", "[0, 1e9]")
     format_weight: float = setting(0.0, "added to the reward of an answer in the requested format "

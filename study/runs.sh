@@ -16,11 +16,11 @@
 #     2   16 bits and calibrated, each at two learning rates, 0.5B                   9 a seed
 #     3   16 bits and calibrated, each at two learning rates, on MATH, 1.5B         32 a seed
 #     4   other ways to explore, 0.5B, beside the runs of order 1                    7 a seed
-#     5   what the recipe owes to its parts, 1.5B                                   19 a seed
+#     5   what the recipe owes to its parts, 1.5B                                   20 a seed
 #     6   the defaults, 0.5B and 1.5B                                               26 a seed
 #
-# The minutes of orders 1 and 2 were measured with two seeds or more at a time, those of order 6
-# with one; the others are by arithmetic. All arms of all seeds that are given run side by side, so
+# The minutes of orders 1 and 2 were measured with two seeds or more at a time, those of order 5
+# with five runs at a time, those of order 6 with one seed; the others are by arithmetic. All arms of all seeds that are given run side by side, so
 # that whatever the card does hits all alike. On two cards, start two calls, each with a WORK and a
 # CUDA_VISIBLE_DEVICES of its own. ARMS, for instance ARMS="noise-none noise-off", takes only these
 # arms of the order: for more seeds of one comparison, or for what is missing after a failure. Of

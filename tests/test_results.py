@@ -389,22 +389,23 @@ def test_the_studys_claim_on_sampled_answers_is_what_its_files_hold(monkeypatch,
 
 
 @pytest.mark.parametrize("seeds,arms,greedy,sampled", [
-    (range(2, 13), ("noise-none", "noise-off"), "-0.2 [-1.1, +0.6]", "+0.1 [-0.6, +0.8]"),
+    (range(2, 13), ("noise-none", "noise-off"), "-0.2 [-1.1, +0.6]", "+0.1 [-0.5, +0.8]"),
     (range(7, 13), ("noise-none", "noise-off"), "-0.3 [-1.5, +0.9]", "-0.0 [-0.9, +0.9]"),
-    (range(7), ("rate-bf16-2e-4", "rate-calibrated-1e-4"), "-0.9 [-2.1, +0.2]", "-2.9 [-3.8, -1.9]")])
+    (range(7), ("rate-bf16-2e-4", "rate-calibrated-1e-4"), "-0.9 [-2.1, +0.2]", "-2.9 [-3.8, -1.9]"),
+    (range(3), ("recipe-divided", "recipe-undivided"), "-1.1 [-2.6, +0.4]", "+0.4 [-0.9, +1.7]")])
 def test_the_studys_primary_comparisons_are_what_its_files_hold(seeds, arms, greedy, sampled, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     assert run(monkeypatch, "tables", *arms, "--primary", arms[1], "--seeds", *seeds) is None
     lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| **")]
     assert [line[2] for line in lines] == [greedy, sampled] and lines[0][-1] == f"{', '.join(map(str, seeds))} |"
-    study = re.sub(r"\s+", " ", (ROOT / "study" / "README.md").read_text())
-    assert greedy in study and sampled.replace("-0.0", "0.0") in study
+    planned = (ROOT / "study" / "planned.md").read_text()
+    assert greedy in planned and sampled.replace("-0.0", "0.0") in planned
 
 
 def test_the_studys_table_of_learning_rates_is_what_its_files_hold(monkeypatch, capsys):
     """Of the sampled answers of seeds 0 and 1, differences after training; its last row and its last column."""
     monkeypatch.chdir(ROOT)
-    study = (ROOT / "study" / "README.md").read_text()
+    study = (ROOT / "study" / "planned.md").read_text()
 
     def difference(one, other):
         names = f"rate-{other}", f"rate-{one}"
@@ -416,6 +417,25 @@ def test_the_studys_table_of_learning_rates_is_what_its_files_hold(monkeypatch, 
     assert rows[0][3] == difference("bf16-2e-4", "bf16-1e-4")
     assert rows[1][3] == difference("calibrated-2e-4", "calibrated-1e-4")
     assert rows[2][1:3] == [difference(f"calibrated-{lr}", f"bf16-{lr}") for lr in ("1e-4", "2e-4")]
+
+
+def test_the_studys_tables_of_advantages_are_what_its_files_hold(monkeypatch, capsys):
+    """planned.md, order 5: each arm's accuracies, and the differences from recipe-undivided that are not primary."""
+    monkeypatch.chdir(ROOT)
+    rows = [line.strip("| ").split(" | ") for line in (ROOT / "study" / "planned.md").read_text().splitlines()]
+
+    def printed(*arms):
+        assert run(monkeypatch, "tables", *arms) is None
+        return [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()
+                if line.startswith("| recipe-")]
+
+    for arm in "divided", "undivided", "bound", "beta2":
+        greedy, sampled = printed(f"recipe-{arm}")
+        row = [f"recipe-{arm}", sampled[2], sampled[3], greedy[3], greedy[4]]
+        assert [cell.strip("*") for cell in row] in rows
+    for arm in "bound", "beta2":
+        *_, (name, _, greedy, *_), _, _, (_, _, sampled, *_) = printed("recipe-undivided", f"recipe-{arm}")
+        assert [name, sampled, greedy] in rows
 
 
 def test_the_tables_of_the_defaults_are_what_the_files_hold(monkeypatch, capsys):
