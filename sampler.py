@@ -165,6 +165,15 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     return (shift(z, 41).float() + 0.5) * 2.0**-23               # 23 bits: exact, never 0 or 1
 
 
+def running_sum(p: Tensor) -> Tensor:
+    """The sum of each number of a row and those before it: (n, V) -> (n, V).
+
+    On a GPU torch adds up a single row in an order that depends on timing (pytorch issue 75240),
+    and two rows or more in a fixed order. So a single row goes in twice.
+    """
+    return (p if len(p) > 1 else p.expand(2, -1)).cumsum(-1)[:len(p)]
+
+
 def filter_logits(logits: Tensor, top_k: int = 0, top_p: float = 1.0) -> Tensor:
     """Sets the logits (n, V) of tokens that are not to be drawn to -inf, in place.
 
@@ -178,7 +187,7 @@ def filter_logits(logits: Tensor, top_k: int = 0, top_p: float = 1.0) -> Tensor:
     if top_p < 1.0:
         ordered, index = logits.sort(dim=-1, descending=True)
         p = ordered.softmax(-1)
-        enough = p.cumsum(-1) - p >= top_p       # the tokens before this one sum to top_p already
+        enough = running_sum(p) - p >= top_p       # the tokens before this one sum to top_p already
         logits.scatter_(-1, index, ordered.masked_fill_(enough, -torch.inf))
     return logits
 
@@ -194,7 +203,7 @@ def draw_tokens(logits: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor]:
     if u is None:
         token = logits.argmax(-1)
     else:
-        cdf = (logits - lse[:, None]).exp().cumsum(-1)
+        cdf = running_sum((logits - lse[:, None]).exp())
         target = (u * cdf[:, -1])[:, None]       # an fp32 sum of probabilities is not exactly 1
         # right=True: the first cdf > target, so never a token of probability 0, where cdf is flat.
         token = torch.searchsorted(cdf, target, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)

@@ -790,6 +790,15 @@ def test_graphs_of_another_adapter_sampling_or_vocabulary_are_dropped(gen):
     assert list(engine.graphs) == [(8, False)]
 
 
+def test_a_row_alone_adds_up_as_it_does_among_others_every_time():
+    rows = torch.rand(3, 151_665, generator=torch.Generator(DEVICE).manual_seed(7), device=DEVICE)
+    want = sampler.running_sum(rows)
+    torch.testing.assert_close(want.double(), rows.double().cumsum(-1), atol=0, rtol=rows.shape[1] * 2.0**-24)
+    for _ in range(20):
+        for row, sums in zip(rows, want):
+            assert torch.equal(sampler.running_sum(row[None]), sums[None])
+
+
 @runs_kernels
 @pytest.mark.parametrize("temperature,top_k,top_p", [(1.0, 0, 1.0), (0.6, 0, 1.0), (1.0, 40, 0.95), (0.0, 0, 1.0)])
 def test_drawn_tokens_equal_a_draw_from_the_same_logits(temperature, top_k, top_p, gen):
