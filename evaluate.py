@@ -7,8 +7,8 @@ Measures a model's accuracy, with or without an adapter, with the sampler and gr
     python evaluate.py ... --against before.jsonl    compared with that run, problem by problem
 
 Answers are greedy by default. With --samples N each problem gets N sampled answers, for pass@k and
-maj@k (harness/figures.py). The last line on stdout is a JSON object whose keys docs/metrics.md
-defines. --out grows with each problem that is done. Ctrl-C ends the sampling, and the figures of
+maj@k (harness/figures.py). The figures are printed, and docs/metrics.md defines them. If stdout is
+no terminal but a file or a pipe, its last line is a JSON object of all of them. --out grows with each problem that is done. Ctrl-C ends the sampling, and the figures of
 the problems that are done are printed. If a full disk cuts --out short, the figures still count all
 answers.
 
@@ -236,11 +236,12 @@ def prove_adapter(model: qwen.Qwen, sampler: Sampler, prompt: list, max_new_toke
     sampled = torch.cat(probe.logprobs).to(on.device)
     shift = (on - off).abs().mean().item()
     to_off = (sampled - off).abs().mean().item()
-    effect = f"log-probs move by {shift:.1e}, the sampler's are {to_off:.1e} from the base's"
     # If the adapter is not applied, to_off is only rounding error, far below half of the shift.
     if shift == 0 or to_off < shift / 2:
-        raise ValueError(f"--adapter has no effect: {effect}")
-    print(f"adapter active: {effect}")
+        raise ValueError(f"--adapter has no effect: it changes the log-probability of a token by "
+                         f"{shift:.1e} in the learner and by {to_off:.1e} in the sampler")
+    print(f"the adapter is applied: it changes the log-probability of a token by {shift:.2g} nats, "
+          "on average")
     return shift
 
 
@@ -381,8 +382,23 @@ def main() -> None:
         sys.exit(130 if idle is None else 1)
 
 
+# What a person reads beside a figure; docs/metrics.md has the definitions.
+MEANINGS = {
+    "pass@1": "right answers, with a 95 % interval",
+    "pass@1_lenient": "the same, if the last number counts where no answer is marked",
+    "format": "share of answers in the form that was asked for",
+    "length": "tokens in an answer, mean",
+    "truncated": "share of answers cut at --max-new-tokens",
+    "rules": "how the answer was found in the text, and how often",
+    "n": "problems",
+    "unreadable": "problems whose known answer is compared letter by letter",
+    "idle": "share of the computed rows that gave no token",
+}
+
+
 def print_result(figures: dict, flags: dict, shift: float | None, device: torch.device) -> None:
-    """Prints the figures, a line each, and then all that is known as one JSON object.
+    """Prints the figures, a line each, and then all that is known as one JSON object, unless it
+    would only fill a terminal.
 
     A share of the answers with its interval is a list in the JSON, and here "25.0 % [11.2, 46.9]".
     """
@@ -390,7 +406,13 @@ def print_result(figures: dict, flags: dict, shift: float | None, device: torch.
         if isinstance(value, list):
             mean, low, high = (100 * share for share in value)
             value = f"{mean:.1f} % [{low:.1f}, {high:.1f}]"
-        print(f"{name:15}", f"{value:.4g}" if isinstance(value, float) else value)
+        elif isinstance(value, dict):
+            value = ", ".join(f"{key} {count:,}" for key, count in value.items())
+        elif isinstance(value, float):
+            value = f"{value:.4g}"
+        print(f"{name:15} {value!s:21} {MEANINGS.get(name, '')}".rstrip())
+    if sys.stdout.isatty():
+        return
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     about = process.provenance(hardware)
     print(json_line({**flags, **figures, "adapter_shift": shift, **about}), end="")

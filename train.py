@@ -303,6 +303,7 @@ def train(run: Run) -> None:
         metrics |= {"sigma": sigma, "tokens": progress.tokens + rollouts.num_tokens,
                     "seconds": done - began, "seconds_sample": updating - began,
                     "seconds_update": done - updating}
+        run.console.tell(metrics, rows, updates)
         best = progress.best
         due = step + 1 == steps or (step + 1) % settings.watching.eval_every == 0
         if due and "eval_accuracy" not in metrics:
@@ -312,7 +313,6 @@ def train(run: Run) -> None:
         is_best = best > progress.best
         progress = Progress(step + 1, next_cursor, metrics["tokens"], best)
         record(run, progress, metrics, rows, advantages, evaluated, is_best)
-        run.console.tell(metrics, rows, updates)
         if watch.see(metrics):                   # the best steps so far, or too few to tell
             good = progress.step, master.clone()
         if watch.verdict:

@@ -178,13 +178,14 @@ class Watch:
 # terminal; "" leaves a number out. The bar's three numbers can fill 80 columns: a number that is
 # added after them shows only on wider terminals.
 SHOWN = (
-    ("reward", "reward {:.3g}", "reward {:.3g}"),
-    ("accuracy", "right {:.0%}", "accuracy {:.3g}"),
-    ("length", "{:.0f} tokens", "length {:.3g}"),
-    ("tokens_per_s", "", "tokens_per_s {:.3g}"),
+    ("reward", "reward {:.3g}", "reward {:.3g}"),     # where it is not the accuracy
+    ("accuracy", "right {:.0%}", "accuracy {:.3f}"),
+    ("length", "{:.0f} tokens", "length {:.0f}"),
+    ("informative", "", "informative {:.2f}"),
+    ("tokens_per_s", "", "{:,.0f} tokens/s"),
 )
 STEPS_BAR = "{n_fmt}/{total_fmt} |{bar}| {remaining} left, {rate_fmt}{postfix}"
-FIRST_STEPS = 10                                 # after which the time that is left is told anew
+TIMED_STEPS = 10                                 # after as many the time that is left is told anew
 SOURCE = Path(__file__).parent.parent            # where train.py lies
 
 
@@ -220,16 +221,20 @@ class Console:
         self.steps = settings.general.steps
         self.first = 0                           # the step that this process begins with
         self.bar = None                          # from start_at() on
-        self.seconds = []                        # of the first steps of this process
+        self.told_seconds = None                 # a step's time, as it was told last
+        self.first_seconds = None                # that of the first step of this process
+        self.recent = deque(maxlen=TIMED_STEPS)  # of the last steps, without the first
 
     def greet(self, problems: list, held_out: list, device: torch.device) -> None:
         """The first line of a run: what is learnt, from what, where."""
         model, rollout = self.settings.model, self.settings.rollout
         no_gpu = device.type != "cuda" and not torch.cuda.is_available()
+        on = (counted(WORLD, "GPU") if device.type == "cuda" else
+              "the CPU" if WORLD == 1 else f"{WORLD} processes of the CPU")
         say(f"{model.model}, with frozen {model.base} weights, learns {self.settings.data.data} "
             f"({len(problems):,} problems, {len(held_out):,} held out): "
             f"{counted(self.steps, 'step')} of {counted(rollout.prompts_per_step, 'problem')} x "
-            f"{counted(rollout.group_size, 'answer')} on {WORLD} x {device}"
+            f"{counted(rollout.group_size, 'answer')} on {on}"
             f"{' (torch sees no GPU)' if no_gpu else ''}; writes {self.settings.general.out}")
 
     def start_at(self, step: int) -> None:
@@ -266,7 +271,8 @@ class Console:
             if update.failure:
                 say(f"step {step}: {update.failure}: this update was skipped")
         # A step without trained tokens lacks the numbers that need them (docs/metrics.md).
-        shown = [row for row in SHOWN if row[0] in metrics]
+        shown = [row for row in SHOWN if row[0] in metrics
+                 and (row[0] != "reward" or metrics["reward"] != metrics["accuracy"])]
         on_bar = ", ".join(bar.format(metrics[key]) for key, bar, _ in shown if bar)
         in_line = ", ".join(line.format(metrics[key]) for key, _, line in shown if line)
         self.tell_time_left(step, metrics["seconds"])
@@ -284,28 +290,33 @@ class Console:
     def tell_time_left(self, step: int, seconds: float) -> None:
         """Says after this process's first step how long the rest will take, and corrects it later.
 
-        The first step is slower than others: kernels are compiled and memory is taken. So after
-        ten steps the time left is estimated again from the nine others, on the bar too. A line
-        says so only if the two step times, as printed, differ by more than a tenth of the first.
+        The first step is slower than others: kernels are compiled and memory is taken. Later ones
+        change with the length of the answers. So after every ten steps the time left is estimated
+        anew from the last ten, without the first. It is told if a step's time, as printed, differs
+        from the one that was told last by more than a tenth (after the first ten steps) or a
+        quarter of that.
         """
-        if len(self.seconds) >= FIRST_STEPS:
+        left = self.steps - step
+        if self.first_seconds is None:
+            self.first_seconds = self.told_seconds = seconds
+            later = (f": {duration(left * seconds)} to go if all do, without evaluations, but later "
+                     "ones are usually faster") if left else ""
+            say(f"the first step took {seconds:.1f} s{gpu_peak()}{later}")
             return
-        self.seconds.append(seconds)
-        first, *others = self.seconds
-        if not others:
-            to_go = duration((self.steps - step) * first)
-            later = (f": {to_go} to go if all do, without evaluations, but later ones are usually "
-                     "faster") if step < self.steps else ""
-            say(f"the first step took {first:.1f} s{gpu_peak()}{later}")
-        elif len(self.seconds) == FIRST_STEPS:
-            mean = sum(others) / len(others)
-            differ = abs(round(mean, 1) - round(first, 1)) > round(first, 1) / 10
-            if differ and step < self.steps:
-                say(f"after {FIRST_STEPS} steps: a step takes {mean:.1f} s, not {first:.1f} s as "
-                    f"the first did: {duration((self.steps - step) * mean)} to go, without "
-                    "evaluations")
-            if not self.bar.disable:
-                self.bar.start_t += max(0.0, first - mean)
+        self.recent.append(seconds)
+        done = step - self.first
+        if done % TIMED_STEPS or not left:
+            return
+        mean = sum(self.recent) / len(self.recent)
+        first_time = done == TIMED_STEPS
+        now, before = round(mean, 1), round(self.told_seconds, 1)
+        if abs(now - before) > before / (10 if first_time else 4):
+            than = f"not {before:.1f} s as the first did" if first_time else f"{before:.1f} s before"
+            say(f"after {step} steps: a step takes {now:.1f} s, {than}: {duration(left * mean)} to "
+                "go, without evaluations")
+            self.told_seconds = mean
+        if first_time and not self.bar.disable:  # the bar's own estimate leaves out the slow start
+            self.bar.start_t += max(0.0, self.first_seconds - mean)
 
     def farewell(self, folder: Path, held_out: int) -> None:
         """Where the run is, what it changed, how long it took, what can be done with it.

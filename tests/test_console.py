@@ -191,7 +191,7 @@ def test_the_first_line_says_what_is_learnt_from_what_and_where(capsys, monkeypa
     console.greet([None] * 7473, [None] * 256, torch.device("cpu"))
     assert capsys.readouterr().out == (
         "qwen2.5-7b, with frozen nvfp4 weights, learns gsm8k (7,473 problems, 256 held out): 600 steps of 64 problems "
-        "x 8 answers on 1 x cpu (torch sees no GPU); writes runs/x\n")
+        "x 8 answers on the CPU (torch sees no GPU); writes runs/x\n")
 
 
 def test_what_there_is_one_of_is_said_in_the_singular(tmp_path, capsys):
@@ -200,7 +200,7 @@ def test_what_there_is_one_of_is_said_in_the_singular(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text(json.dumps(told(0, eval_accuracy=1.0)) + "\n")
     console.farewell(tmp_path, 1)
     first, last = [line for line in capsys.readouterr().out.splitlines() if "step" in line]
-    assert ": 1 step of 1 problem x 2 answers on 1 x cpu" in first
+    assert ": 1 step of 1 problem x 2 answers on the CPU" in first
     assert f"{tmp_path}: 1 step in 1 s; held-out accuracy 100.0% [" in last and last.endswith(" before, on 1 problem")
 
 
@@ -256,22 +256,27 @@ def test_a_line_holds_every_figure_and_the_seconds(capsys):
     line = capsys.readouterr().out.splitlines()[-1]
     begin, *figures, seconds = re.split("[:,] ", line)
     assert (begin, seconds) == ("step 989/1200", "1.0 s") and len(figures) == sum(text != "" for _, _, text in SHOWN)
-    ours = ["reward -0.525", "accuracy 1", "length 4.1e+03", "tokens_per_s 900"]
+    ours = ["reward -0.525", "accuracy 1.000", "length 4096", "informative 0.50", "900 tokens/s"]
     assert [text for text in figures if text in ours] == ours       # among those of a fork
 
 
 def test_one_row_of_the_table_adds_a_figure_to_the_bar_and_to_the_line(capsys, monkeypatch):
     rows = *SHOWN[:1], ("clip_high", "clip {:.0%}", "clip_high {:.3g}")
     monkeypatch.setattr(console_py, "SHOWN", rows)
-    clipped, untrained = told(988, clip_high=0.25), told(988)       # no row of the second could teach anything
+    clipped, untrained = told(988, reward=0.2, clip_high=0.25), told(988, reward=0.2)       # no row of the second could teach anything
     console = Console(settings(steps=1200))
     console.start_at(988)
     console.tell(clipped, [], [])
     console.tell(untrained, [], [])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-2:] == ["step 989/1200: reward 0.5, clip_high 0.25, 1.0 s", "step 989/1200: reward 0.5, 1.0 s"]
-    assert bar_of(clipped, monkeypatch, capsys).rstrip().endswith("step, reward 0.5, clip 25%")
-    assert bar_of(untrained, monkeypatch, capsys).rstrip().endswith("step, reward 0.5")
+    assert lines[-2:] == ["step 989/1200: reward 0.2, clip_high 0.25, 1.0 s", "step 989/1200: reward 0.2, 1.0 s"]
+    assert bar_of(clipped, monkeypatch, capsys).rstrip().endswith("step, reward 0.2, clip 25%")
+    assert bar_of(untrained, monkeypatch, capsys).rstrip().endswith("step, reward 0.2")
+
+
+def test_a_reward_that_is_the_accuracy_is_not_told_twice(capsys, monkeypatch):
+    assert ", right 50%, 30 tokens" in bar_of(told(988), monkeypatch, capsys)
+    assert ", reward 0.5, right 25%, " in bar_of(told(988, accuracy=0.25), monkeypatch, capsys)
 
 
 def test_after_ten_steps_the_time_left_is_told_anew_without_the_slow_first_step(capsys, monkeypatch):
@@ -305,6 +310,17 @@ def test_the_time_left_is_told_anew_only_if_steps_take_another_time_than_the_fir
         console.tell(told(step, others if step else first), [], [])
     lines = [line for line in capsys.readouterr().out.splitlines() if "as the first did" in line]
     assert [line.split(": ")[1] for line in lines] == ([said] if said else [])
+
+
+def test_steps_that_get_slower_later_are_told_too(capsys):
+    """Their answers get longer, say. After a fourth more it is told, and then counted from there."""
+    console = Console(settings(steps=111))
+    console.start_at(0)
+    for step in range(50):
+        console.tell(told(step, [2.0, 2.4, 2.6, 2.6, 3.5][step // 10]), [], [])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("after")]
+    assert lines == ["after 30 steps: a step takes 2.6 s, 2.0 s before: 4 min to go, without evaluations",
+                     "after 50 steps: a step takes 3.5 s, 2.6 s before: 4 min to go, without evaluations"]
 
 
 class Gpu:

@@ -68,13 +68,20 @@ def test_greedy_figures_are_those_of_the_rows_written(tmp_path, capsys, monkeypa
         assert row["correct"] == float(f"\\boxed{{{row['answer']}}}" in row["completion"])
 
 
-def test_a_share_is_printed_in_percent_with_its_interval(capsys):
+def test_a_share_is_printed_in_percent_with_its_interval(capsys, monkeypatch):
     """confidence_interval of 0, 0, 0 and 1: by hand, Wilson's [0.0456, 0.6994]."""
-    figures = {"pass@1": confidence_interval([0, 0, 0, 1]), "length": 10.0, "n": 4}
+    figures = {"pass@1": confidence_interval([0, 0, 0, 1]), "length": 10.0, "rules": {"box": 3, "none": 1}, "pairs": 4}
     evaluate.print_result(figures, {}, None, torch.device("cpu"))
     *lines, last = capsys.readouterr().out.splitlines()
-    assert lines == ["pass@1          25.0 % [4.6, 69.9]", "length          10", "n               4"]
+    assert lines == ["pass@1          25.0 % [4.6, 69.9]    right answers, with a 95 % interval",
+                     "length          10                    tokens in an answer, mean",
+                     "rules           box 3, none 1         how the answer was found in the text, and how often",
+                     "pairs           4"]
     assert json.loads(last)["pass@1"] == figures["pass@1"]
+    # A person at a terminal does not have to look at the JSON.
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    evaluate.print_result(figures, {}, None, torch.device("cpu"))
+    assert capsys.readouterr().out.splitlines() == lines
 
 
 def test_samples_are_figured_per_problem_and_compared_with_another_run(tmp_path, capsys, monkeypatch):

@@ -701,9 +701,9 @@ def test_float16_learns_what_float32_does(runs):
 def test_a_run_says_what_it_will_do_what_it_did_and_what_comes_next(runs):
     log = runs.run("speaks", "--steps", "3", "--show", "2", "--eval-every", "1", model=ROOT / "tiny").splitlines()
     assert re.fullmatch(r".*tiny, with frozen nvfp4 weights, learns .*sums.jsonl \(56 problems, 4 held out\): 3 steps "
-                        r"of 2 problems x 4 answers on 1 x cpu \(torch sees no GPU\); writes speaks", log[0])
+                        r"of 2 problems x 4 answers on the CPU \(torch sees no GPU\); writes speaks", log[0])
     assert sum(line.startswith("the first step took ") for line in log) == 1
-    assert [line.split(":")[0] for line in log if line.startswith("step ") and "tokens_per_s" in line] == [
+    assert [line.split(":")[0] for line in log if line.startswith("step ") and "tokens/s" in line] == [
         "step 1/3", "step 2/3", "step 3/3"]
     shown = [i for i, line in enumerate(log) if line.startswith("step 2, sums-")]
     assert len(shown) == 1 and log[shown[0] + 2].startswith("-> ")
@@ -739,7 +739,7 @@ def on_a_terminal_with_slow_evaluations():
 def test_on_a_terminal_a_bar_shows_the_steps_and_their_accuracy_and_leaves_evaluations_out(runs):
     log = runs.run("bar", "--steps", "3", "--eval-every", "1", fault=on_a_terminal_with_slow_evaluations)
     bars = [part for part in re.split("[\r\n]", log) if "step" in part and ", right " in part]
-    assert "3/3" in bars[-1] and "reward " in bars[-1] and " tokens" in bars[-1], log
+    assert "3/3" in bars[-1] and ", right " in bars[-1] and " tokens" in bars[-1], log
     assert "step 3/3:" not in log and "after 3 steps: held-out accuracy" in log
     steps = sum(json.loads(line)["seconds"] for line in runs.lines("bar"))
     rates = re.findall(r"(\d)/3 \|.*?left, +([\d.]+)(step/s|s/step)", log)
