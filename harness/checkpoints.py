@@ -147,22 +147,24 @@ def claimed(folder: Path, resume: bool) -> Iterator[None]:
     ValueError if it is not empty, or another process writes there. The block sets up the run. If
     it fails, a new run leaves nothing behind: no folder, and no calibrated base in it.
     """
-    if RANK == 0:
-        claim(folder, resume)
+    made = claim(folder, resume) if RANK == 0 else []
     try:
         yield
     except BaseException:
         if RANK == 0 and not resume:
             shutil.rmtree(folder / "base", ignore_errors=True)
             with suppress(OSError):              # rmdir: a file that somebody else put there stays
-                folder.rmdir()
+                for one in made:
+                    one.rmdir()
         raise
 
 
-def claim(folder: Path, resume: bool) -> None:
-    """Makes a folder and locks it until the process ends. ValueError if it cannot be written to,
-    another run has the lock, or a new run would find something in it.
+def claim(folder: Path, resume: bool) -> list[Path]:
+    """Makes a folder and locks it until the process ends -> the folders that were made, the deepest
+    first. ValueError if it cannot be written to, another run has the lock, or a new run would find
+    something in it.
     """
+    made = [one for one in (folder, *folder.parents) if not one.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -183,8 +185,12 @@ def claim(folder: Path, resume: bool) -> None:
     for cut_off in folder.glob(".*run.json.*"):  # a kill came while run.json was written
         cut_off.unlink(missing_ok=True)
     if not resume and any(folder.iterdir()):
+        if [path.name for path in folder.iterdir()] == ["base"]:
+            raise ValueError(f"--out {folder} holds only base/, which a run leaves that is killed "
+                             "before its first step: remove it, or choose another folder")
         advice = "" if why_not_resumed(folder) else ", or --resume it"
         raise ValueError(f"--out {folder} is not empty: choose another folder{advice}")
+    return made
 
 
 def why_not_resumed(folder: Path) -> str:
@@ -230,17 +236,17 @@ class Checkpoints:
         with new_folder(final) as folder:
             write_atomically(folder / "state.safetensors", tensors)
             write_json(folder / "state.json", state)
-        for old in sorted(self.folder.glob("step_*"))[:-2]:
+        for old in self.found()[:-2]:
             shutil.rmtree(old)
 
     def load(self) -> list[str]:
         """Fills the copy from the newest whole checkpoint; returns lines to print.
 
         A damaged one is renamed, so that it is neither lost nor tried again. Stopped if a whole
-        one is not this run's, or if all are gone though the run has an adapter.
+        one is not this run's, or if none is left of a run that has saved one.
         """
         lines = []
-        for folder in sorted(self.folder.glob("step_*"), reverse=True):
+        for folder in reversed(self.found()):
             try:
                 counters, tensors = read_checkpoint(folder)
             except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError,
@@ -258,11 +264,24 @@ class Checkpoints:
                 self.tensors[name].copy_(t)
             self.counters = counters
             return lines + [f"{folder}: going on from here"]
-        # Somebody who deletes checkpoints to save space does not mean the run to begin again.
-        if (self.folder.parent / "adapter").exists() and not any(self.folder.glob("*step_*")):
-            raise Stopped(f"{self.folder}: no checkpoint is left; a start from step 0 would "
-                          "replace the run's adapter and logs: begin another, with --adapter", "")
-        return lines + [f"{self.folder}: no whole checkpoint, starting from step 0"]
+        # Somebody who deletes checkpoints to save space does not mean the run to begin again. Nor
+        # may it do so where all are damaged: it would cut the logs to nothing and train a new
+        # adapter in place of the one that is there.
+        damaged = len(list(self.folder.glob("damaged_step_*")))
+        adapter = self.folder.parent / "adapter"
+        if damaged or adapter.exists():
+            for line in lines:
+                say(line)
+            which = f"no whole checkpoint is left, {damaged} are damaged" if damaged > 1 else \
+                "no whole checkpoint is left, one is damaged" if damaged else \
+                "no checkpoint is left"
+            raise Stopped(f"{self.folder}: {which}; a start from step 0 would replace the run's "
+                          f"adapter and logs: begin another, with --adapter {adapter}", "")
+        return lines + [f"{self.folder}: no checkpoint, starting from step 0"]
+
+    def found(self) -> list[Path]:
+        """The folders of all checkpoints, in the order of their steps."""
+        return sorted(self.folder.glob("step_*"), key=lambda folder: (len(folder.name), folder.name))
 
 
 def read_checkpoint(folder: Path) -> tuple[dict, Tensors]:

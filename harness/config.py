@@ -137,7 +137,7 @@ class Rollout:
                                   "need more (study: 512, which cut off 3 to 6 %% of the answers; "
                                   "Table 4: 4096, on BigMath 8192)", AT_LEAST_1)
     temperature: float = setting(1.0, "softmax temperature of sampling and of every log-prob "
-                                 "(Table 4)", "(0, 1000]")
+                                 "(Table 4)", "[1e-3, 1e3]")
     max_rows: int = setting(256, "most answers that are decoded at a time", AT_LEAST_1)
 
 
@@ -329,6 +329,8 @@ def section_of(section: type, args: argparse.Namespace):
                       for field in dataclasses.fields(section)})
 
 
+NOISE_FLAGS = {"sigma_end", "noise_stages", "noise_schedule", "noise_kind", "noise_draws"}
+
 # Flags that a resumed run does not take over, although they decide the order in which numbers are
 # summed and with it their last digits.
 OF_A_START = "kernels", "memory_gib", "kv_gib"
@@ -360,6 +362,8 @@ def read_settings(argv: list | None = None) -> tuple[Settings, Settings | None]:
     held = read_run_json(Path(folder) / "run.json") if folder else {}
     if given.get("resume"):
         check_can_resume(folder, held)
+    elif held and read_json(Path(folder) / "run.json").get("calibrate_by_default"):
+        held["calibrate"] = None                 # that run decided it for its model and device
     defaults |= without_places(held)
     if show_help:
         parser.set_defaults(**defaults)
@@ -370,6 +374,11 @@ def read_settings(argv: list | None = None) -> tuple[Settings, Settings | None]:
     tell_differences(values, held)
     if values["adapter"] and not values["resume"]:
         check_shape_flags(values["adapter"], given)
+    if not values["sigma_start"]:
+        for name in sorted(NOISE_FLAGS & given.keys()):
+            if given[name]:                      # --sigma-end 0 says the same as --sigma-start 0
+                raise ValueError(f"{option(name)} {given[name]}: --sigma-start is 0, so there is "
+                                 "no noise")
     if folder:
         tell_functions(folder, values)
     return Settings.of(values), Settings.of(held) if values["resume"] else None
@@ -557,6 +566,12 @@ def check_settings(settings: Settings, before: Settings | None) -> None:
     if noise.sigma_start and not 0 < noise.sigma_end <= noise.sigma_start:
         raise ValueError(f"--sigma-end must lie in (0, {noise.sigma_start}], the --sigma-start, "
                          f"got {noise.sigma_end}")
+    if noise.sigma_start and noise.noise_stages == 1:
+        raise ValueError(f"--noise-stages 1: the first stage has no noise, so --sigma-start "
+                         f"{noise.sigma_start} would have no effect")
+    if optim.lr_schedule == "constant" and optim.warmup > 0.75:
+        raise ValueError(f"--warmup {optim.warmup}: with --lr-schedule constant the rate falls from "
+                         "three quarters of the run on, take at most 0.75")
     if optim.lr * optim.weight_decay >= 1:
         raise ValueError(f"--weight-decay {optim.weight_decay} x --lr {optim.lr} must be below 1: "
                          "an update takes that share of a weight away")

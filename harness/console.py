@@ -327,15 +327,14 @@ class Console:
             return
         metrics = [row for row, _ in read_log(folder / "metrics.jsonl")]
         seconds = sum(row.get("seconds", 0.0) for row in metrics)
-        texts = []
-        for accuracy in [row["eval_accuracy"] for row in metrics if "eval_accuracy" in row]:
-            right = round(accuracy * held_out)
+        texts = {"before": "lost"}
+        for row in [row for row in metrics if "eval_accuracy" in row]:
+            right = round(row["eval_accuracy"] * held_out)
             mean, low, high = confidence_interval([1.0] * right + [0.0] * (held_out - right))
-            texts.append(f"{mean:.1%} [{low:.1%}, {high:.1%}]")
-        before = f"{texts[0]} before" if texts else "lost"
-        after = f", {texts[-1]} after" if texts[1:] else ""
+            when = "after" if row["step"] else "before"      # that of step 0 precedes its update
+            texts[when] = f"{mean:.1%} [{low:.1%}, {high:.1%}] {when}"
         say(f"{folder}: {counted(len(metrics), 'step')} in {duration(seconds)}; held-out accuracy "
-            f"{before}{after}, on {counted(held_out, 'problem')}{gpu_peak()}")
+            f"{', '.join(texts.values())}, on {counted(held_out, 'problem')}{gpu_peak()}")
         commands = (command("evaluate.py", folder), command("tools.report", folder),
                     command("tools.chat", folder),
                     command("tools.convert", "merge", folder, f"{folder}-merged"))

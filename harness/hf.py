@@ -15,6 +15,7 @@ checked before they can become a wrong number in training. Nothing is unpickled.
 Not here: what the numbers mean (nvfp4.py, model.py), adapters (peft.py), how files are written
 whole (files.py).
 """
+import hashlib
 import math
 import os
 import re
@@ -27,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import nvfp4
-from harness.files import (check_keys, equal_to, new_folder, positive_number, read_json,
+from harness.files import (check_keys, equal_to, errors_name_file, new_folder, positive_number, read_json,
                            whole_number, write_json)
 from harness.process import first_line, short_repr
 from harness.ranks import say
@@ -100,6 +101,23 @@ def check_model(name: str | Path) -> None:
     """ValueError unless --model is a folder, or can be an id of the Hugging Face hub."""
     if not Path(name).is_dir():
         hub_id(name)
+
+
+def sampled_digest(folder: Path) -> str:
+    """SHA-256 of a sample of a model's weights, by which other weights of the same shapes are
+    noticed: of each .safetensors its name, its size, its first MiB, and 64 blocks of 4 KiB that lie
+    evenly over it. To read a 7B whole would take a minute.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with errors_name_file(path), open(path, "rb") as file:
+            digest.update(file.read(2**20))
+            for i in range(64):
+                file.seek(size * i // 64)
+                digest.update(file.read(4096))
+    return digest.hexdigest()
 
 
 # -----------------------------------------------------------------------------

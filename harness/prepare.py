@@ -82,6 +82,7 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
     plug_in = plugin.Reward(settings.data.reward) if settings.data.reward else None
     with phases("problems"):
         tokenizer, problems, held_out = read_problems(settings)
+    by_default = settings.model.calibrate is None
     settings = with_decided_default(settings, device)
     console = Console(settings)
     console.greet(problems, held_out, device)
@@ -95,13 +96,16 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
     check_same_problems(settings, problems_sha256)
     check_same_on_all_ranks(settings, problems_sha256)
     flags = settings.flat() | {"device": wanted.device or device.type,
-                               "problems_sha256": problems_sha256}
+                               "problems_sha256": problems_sha256,
+                               "calibrate_by_default": by_default}
     if kernels:
         raw = hf.read_config(hf.resolve(settings.model.model, weights=False) / "config.json")
         memory.check_size(settings.model.model, qwen.ModelConfig.from_json(raw),
                           settings.model.base, settings.model.lora_rank,
                           memory.free_memory(wanted.memory_gib))
     model = read_model(settings, tokenizer, problems, device, kernels, phases)
+    flags["weights_sha256"] = hf.sampled_digest(Path(model.name))
+    check_same_weights(settings, flags["weights_sha256"])
     conditions = peft.training_conditions(Path(model.name), settings.model.base,
                                           settings.data.prompt_style, settings.data.thinking)
     check_conditions(settings, conditions)
@@ -186,6 +190,15 @@ def check_same_problems(settings: Settings, problems_sha256: str) -> None:
                          "problems or prompts than when the run began")
 
 
+def check_same_weights(settings: Settings, weights_sha256: str) -> None:
+    """ValueError if a resumed run finds other frozen weights than those that it began with."""
+    general, model = settings.general, settings.model
+    had = read_json(Path(general.out) / "run.json") if general.resume else {}
+    if had.get("weights_sha256", weights_sha256) != weights_sha256:
+        where = f"{Path(general.out) / 'base'}" if model.calibrate else f"--model {model.model}"
+        raise ValueError(f"--resume: {where}: other weights than when the run began")
+
+
 def check_same_on_all_ranks(settings: Settings, problems_sha256: str) -> None:
     """ValueError if another rank was started with other flags or other files than rank 0, as can
     happen on several hosts. The memory flags may differ, since the ranks agree on one size of
@@ -229,7 +242,8 @@ def read_model(settings: Settings, tokenizer: data.Tokenizer, problems: list,
     with phases("weights"):
         model = qwen.load(folder, base, device, wanted.dtype, tokenizer.vocab_size)
     configure_cpu(model)
-    # A run that was killed before its first checkpoint begins with --adapter again.
+    # A run that was killed before its first checkpoint begins with --adapter again. One whose
+    # checkpoints are all damaged does not go on (Checkpoints.load).
     goes_on = any(Path(general.out, "checkpoints").glob("step_*"))
     if wanted.adapter and not goes_on:
         lora.load_adapter(model, wanted.adapter)

@@ -185,8 +185,24 @@ def test_a_damaged_checkpoint_is_renamed_and_the_one_before_is_used(tmp_path, da
     left = sorted(p.name for p in tmp_path.iterdir())
     assert len(left) == 2 and left[0].startswith("damaged_step_000006_") and left[1] == "step_000003"       # not lost
     damage(tmp_path / "step_000003")
+    with pytest.raises(Stopped, match=f"{tmp_path}: no whole checkpoint is left, 2 are damaged; a start from step 0 would "
+                                      "replace the run's adapter and logs: begin another, with --adapter .*/adapter$"):
+        loaded(tmp_path)
+    with pytest.raises(Stopped, match="no whole checkpoint is left"):         # and again, since they were renamed
+        loaded(tmp_path)
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_from_step_0(tmp_path):
     checkpoints, lines = loaded(tmp_path)
-    assert lines[-1] == f"{tmp_path}: no whole checkpoint, starting from step 0" and checkpoints.counters == {}
+    assert lines == [f"{tmp_path}: no checkpoint, starting from step 0"] and checkpoints.counters == {}
+
+
+def test_the_last_two_checkpoints_are_those_of_the_highest_steps(tmp_path):
+    """By name, step_1000000 would stand before step_999980."""
+    for step in (999_960, 999_980, 1_000_000, 1_000_020):
+        saved(tmp_path, step)
+    assert {path.name for path in tmp_path.iterdir()} == {"step_1000000", "step_1000020"}
+    assert loaded(tmp_path)[0].counters["step"] == 1_000_020
 
 
 @pytest.mark.parametrize("change", [
@@ -216,6 +232,7 @@ def test_a_run_whose_checkpoints_were_deleted_does_not_start_over_its_adapter(tm
 
 @pytest.mark.parametrize("text", ["[]", "3", "null", "[" * 100_000, "x", ""])
 def test_a_checkpoint_whose_counters_are_no_object_is_damaged(tmp_path, text):
+    saved(tmp_path, 2)
     saved(tmp_path, 3)
     (tmp_path / "step_000003" / "state.json").write_text(text)
     assert "damaged checkpoint passed over" in loaded(tmp_path)[1][0]
@@ -304,14 +321,25 @@ def test_a_run_that_cannot_begin_leaves_nothing_and_takes_nothing_that_others_ma
     with pytest.raises(Stopped):
         fail("new")
     assert not list(tmp_path.iterdir())
+    with pytest.raises(Stopped):
+        fail("a/folder/in/it")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(Stopped):
+        fail("mine")
+    (tmp_path / "mine").rmdir()                             # it is there, and empty
     (tmp_path / "taken" / "base").mkdir(parents=True)
-    with pytest.raises(ValueError, match="taken is not empty: choose another folder$"):
+    with pytest.raises(ValueError, match="taken holds only base/, which a run leaves that is killed before its first step"):
         fail("taken")
+    (tmp_path / "full" / "of").mkdir(parents=True)
+    with pytest.raises(ValueError, match="full is not empty: choose another folder$"):
+        fail("full")
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / "run.json").write_text("{}")
     with pytest.raises(ValueError, match="begun is not empty: choose another folder, or --resume it$"):
         fail("begun")
-    assert sorted(tmp_path.rglob("*/*")) == [tmp_path / "begun" / "run.json", tmp_path / "taken" / "base"]
+    assert sorted(tmp_path.rglob("*/*")) == [tmp_path / "begun" / "run.json", tmp_path / "full" / "of",
+                                                tmp_path / "taken" / "base"]
     (tmp_path / "resumed").mkdir()
     with pytest.raises(Stopped):
         fail("resumed", resume=True)

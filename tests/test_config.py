@@ -57,6 +57,8 @@ def test_a_value_on_the_edge_of_its_range_is_taken(flags):
     ("--sigma-start 1e-4 --sigma-end 1e-2", r"--sigma-end must lie in \(0, 0.0001\], the --sigma-start, got 0.01"),
     ("--train-norms --kl-beta 0.1", "--kl-beta 0.1: --train-norms"),
     ("--overlong-buffer 8", "--overlong-buffer 8: --overlong mask leaves out"),
+    ("--sigma-start 5e-2 --noise-stages 1", "--noise-stages 1: the first stage has no noise, so --sigma-start 0.05 would"),
+    ("--lr-schedule constant --warmup 0.8", "--warmup 0.8: with --lr-schedule constant the rate falls from three quarters"),
     ("--lr 2 --weight-decay 0.5", "--weight-decay 0.5 x --lr 2.0 must be below 1"),
     ("--prompts-per-step 600000", "--prompts-per-step 600000 x --group-size 8 is more than a step can hold"),
     ("--calibrate 8 --base nf4", "--calibrate 8 is for NVFP4, --base is nf4")])
@@ -155,6 +157,25 @@ def test_a_setting_has_the_value_of_the_last_source_that_holds_it(tmp_path):
     assert lr("--like", str(tmp_path)) == lr("--resume", "--out", str(tmp_path)) == 3e-5
     for source in ([], ["--preset", "paper"], ["--like", str(tmp_path)], ["--resume", "--out", str(tmp_path)]):
         assert lr(*source, "--lr", "0.5") == 0.5
+
+
+@pytest.mark.parametrize("flags", ["--noise-kind gain", "--noise-draws sample", "--noise-schedule cosine",
+                                   "--noise-stages 4", "--sigma-end 1e-4"])
+def test_a_flag_of_the_noise_is_refused_where_there_is_none(flags):
+    with pytest.raises(ValueError, match=f"{flags.split()[0]} .*: --sigma-start is 0, so there is no noise$"):
+        settings_of("--model", "x", *flags.split())             # no noise is the default of a real model
+    settings_of("--model", "x", "--sigma-start", "1e-2", *flags.split())
+
+
+def test_a_run_like_another_does_not_take_over_what_that_run_decided_for_its_own_model(tmp_path):
+    """--calibrate depends on model and device: a run in 16 bits decides 0, which must not reach one in NVFP4."""
+    flat = settings_of("--model", "x", "--base", "bf16").flat()
+    for decided, given, want in ((0, [], None), (0, ["--calibrate", "8"], 8), (128, [], None)):
+        (tmp_path / "run.json").write_text(json.dumps(flat | {"calibrate": decided, "calibrate_by_default": True}))
+        assert settings_of("--like", str(tmp_path), "--base", "nvfp4", *given).model.calibrate == want
+        assert settings_of("--resume", "--out", str(tmp_path), *given).model.calibrate == (want or decided)
+    (tmp_path / "run.json").write_text(json.dumps(flat | {"calibrate": 64, "calibrate_by_default": False}))
+    assert settings_of("--like", str(tmp_path), "--base", "nvfp4").model.calibrate == 64        # somebody gave it
 
 
 @pytest.mark.parametrize("flags,want", [

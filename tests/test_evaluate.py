@@ -181,6 +181,33 @@ def test_a_sampler_that_ignores_the_adapter_is_refused(adapted):
         evaluate.prove_adapter(adapted, deaf, [1, 2, 3], 40)
 
 
+def test_an_adapter_that_does_less_than_rounding_is_not_said_to_be_applied(adapted, capsys):
+    """As one of a first step at a tiny rate. Rounding is played: the sampler's log-probs are 0.01 off, to both sides."""
+    adapted.adapter.master.data[adapted.adapter.b_start:] *= 1e-6
+    adapted.adapter.sync()
+
+    class Rounding(Sampler):
+        def generate(self, *args, **kwargs):
+            rollouts = super().generate(*args, **kwargs)
+            for row in rollouts.logprobs:
+                row += 0.01 * (-1) ** torch.arange(len(row))
+            return rollouts
+
+    assert evaluate.prove_adapter(adapted, Rounding(TorchEngine, adapted, 64, 2), [1, 2, 3], 40) < 1e-3
+    said = capsys.readouterr().out
+    assert "too little to tell from rounding (1.0e-02) whether the sampler applies it" in said
+
+
+def test_a_reward_that_fails_at_once_leaves_no_file(tmp_path, capsys, monkeypatch):
+    """The same command can be given again when the function is mended."""
+    (tmp_path / "odd.py").write_text("def broken(completion, problem):\n    return {}['x']\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", *BASIC, "--limit", "2", "--reward", "odd:broken", "--out", "a.jsonl"])
+    with pytest.raises(BaseException, match="odd:broken"):
+        evaluate.main()
+    assert not Path("a.jsonl").exists()
+
+
 def test_a_fresh_adapter_is_said_to_be_the_base(tmp_path, capsys, monkeypatch):
     model = qwen.load(ROOT / "tiny", "nvfp4", "cpu")
     lora.attach(model, rank=4)
@@ -322,9 +349,9 @@ def test_a_reward_of_nan_is_null_and_the_rows_can_be_compared_with(tmp_path, cap
                                      "    return 2 if problem['id'].endswith('-0') else float('nan')\n")
     monkeypatch.chdir(tmp_path)
     figures = run(capsys, monkeypatch, "--limit", 2, "--reward", "odd:nan", "--out", "a.jsonl")
-    assert figures["reward"] is None and [row["task"] for row in read(Path("a.jsonl"))] == [None, None]
+    assert figures["mean_reward"] is None and [row["task"] for row in read(Path("a.jsonl"))] == [None, None]
     assert run(capsys, monkeypatch, "--limit", 2, "--against", "a.jsonl")["pairs"] == 2      # NaN, it was no JSON
-    assert run(capsys, monkeypatch, "--limit", 2, "--reward", "odd:two")["reward"] == 2
+    assert run(capsys, monkeypatch, "--limit", 2, "--reward", "odd:two")["mean_reward"] == 2
 
 
 def test_rows_are_in_the_file_before_the_end(tmp_path, capsys, monkeypatch):
@@ -386,7 +413,7 @@ def test_a_run_is_evaluated_with_its_flags_on_what_it_held_out(adapted, tmp_path
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [row["id"] for row in read(tmp_path / "a.jsonl")] == [f"sums-{i}" for i in range(37, 41)]
     assert figures["base"] == "bf16" and figures["adapter_shift"] > 0 and figures["max_new_tokens"] == 20
-    assert figures["reward"] == mean([len(row["completion"]) for row in read(tmp_path / "a.jsonl")])
+    assert figures["mean_reward"] == mean([len(row["completion"]) for row in read(tmp_path / "a.jsonl")])
     monkeypatch.setattr(sys, "argv", ["evaluate.py", "run", "--device", "cpu", "--adapter", "none"])
     evaluate.main()
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["adapter_shift"] is None

@@ -761,6 +761,20 @@ def test_a_merged_model_that_a_run_rounds_is_said_and_threads_are_few_and_a_smal
     assert log[3] == "2 threads" and log[-1].endswith(": raise --kv-gib")
 
 
+def test_a_resumed_run_notices_other_frozen_weights(runs, tmp_path):
+    """The model's folder got another fine-tune, say, or another conversion to 4 bits."""
+    model = shutil.copytree(ROOT / "tiny", tmp_path / "model")
+    flags = "--save-every", "1", "--prompts-per-step", "1"
+    runs.run("frozen", "--steps", "1", *flags, model=model)
+    weights = model / "model.safetensors"
+    tensors = load_file(weights)
+    save_file({name: t * 1.001 if t.is_floating_point() else t for name, t in tensors.items()}, weights)
+    log = runs.run("frozen", "--resume", "--steps", "2", code=1)
+    assert f"--resume: --model {model}: other weights than when the run began" in log.splitlines()[-1]
+    shutil.copy(ROOT / "tiny" / "model.safetensors", weights)
+    runs.run("frozen", "--resume", "--steps", "2")
+
+
 def test_a_run_like_another_says_what_differs_and_keeps_adapters(runs):
     runs.run("first", "--steps", "2", "--lora-rank", "4", "--save-every", "1")
     log = runs.run("second", *"--like first --lr 0.002 --keep 1 --out second --device cpu".split(), bare=True)
@@ -990,9 +1004,12 @@ def test_damaged_checkpoints_are_named_and_the_one_before_is_used(runs, whole):
     counters = json.loads((first / "state.json").read_text())
     (first / "state.json").write_text(json.dumps({**counters, "cursor": counters["cursor"] + 1}))
     os.truncate(runs.folder / "damaged/checkpoints/step_000015/state.json", 5)
-    log = runs.run("damaged", "--resume")
-    assert log.count("damaged checkpoint passed over") == 2 and "no whole checkpoint, starting from step 0" in log
-    assert runs.same("damaged", whole)
+    before = {path: path.read_bytes() for path in (runs.folder / "damaged").rglob("*") if path.is_file()}
+    log = runs.run("damaged", "--resume", code=1)
+    assert log.count("damaged checkpoint passed over") == 2 and "no whole checkpoint is left, 3 are damaged" in log
+    assert "begin another, with --adapter damaged/adapter" in log.splitlines()[-1]
+    kept = {path for path in before if "checkpoints" not in path.parts}        # the damaged ones got another name
+    assert all(path.read_bytes() == before[path] for path in kept) and len(kept) > 4
 
 
 def test_a_run_whose_folder_is_moved_ends_at_its_next_step_and_goes_on_there(runs, whole):
