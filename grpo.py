@@ -124,6 +124,11 @@ class Loss:
         """Whether the loss has a KL term, which needs the base model's log-probs."""
         return self.kl_beta > 0
 
+    @property
+    def acts_on_all_rows(self) -> bool:
+        """Whether rows whose advantage is 0 are trained on too: they have a KL term."""
+        return self.kl_beta > 0
+
 
 LOSSES = {
     # Every row has the same say, however long it is (2402.03300, Eq. 3). That paper has one width

@@ -225,7 +225,7 @@ class Learner:
         """
         # A row of advantage 0 has no gradient, unless the loss has a KL term, so it is not
         # computed. It still counts in the divisor of the loss, which is in the weights already.
-        teaches = (batch.advantages != 0) | self.loss.needs_reference
+        teaches = (batch.advantages != 0) | self.loss.acts_on_all_rows
         trained = torch.nonzero((weights > 0) & teaches)[:, 0].tolist()
         prompts = [batch.rollouts.prompts[b] for b in trained]
         completions = [batch.rollouts.completions[b] for b in trained]

@@ -335,6 +335,8 @@ class Console:
             texts[when] = f"{mean:.1%} [{low:.1%}, {high:.1%}] {when}"
         say(f"{folder}: {counted(len(metrics), 'step')} in {duration(seconds)}; held-out accuracy "
             f"{', '.join(texts.values())}, on {counted(held_out, 'problem')}{gpu_peak()}")
+        if metrics and not any(row.get("groups", 1) for row in metrics):
+            say("nothing was learned: in every step all answers to a problem had the same reward")
         commands = (command("evaluate.py", folder), command("tools.report", folder),
                     command("tools.chat", folder),
                     command("tools.convert", "merge", folder, f"{folder}-merged"))

@@ -194,6 +194,22 @@ def test_the_first_line_says_what_is_learnt_from_what_and_where(capsys, monkeypa
         "x 8 answers on the CPU (torch sees no GPU); writes runs/x\n")
 
 
+def test_a_run_in_which_nothing_was_learned_says_so_at_its_end(tmp_path, capsys):
+    console = Console(settings(steps=2))
+    for groups, said in ((0, True), (1, False)):
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(told(step, groups=groups * step)) + "\n" for step in (0, 1)))
+        console.farewell(tmp_path, 4)
+        assert ("nothing was learned: in every step all answers to a problem had the same reward"
+                in capsys.readouterr().out.splitlines()) == said
+
+
+def test_a_run_whose_first_evaluation_was_lost_does_not_take_a_later_one_for_it(tmp_path, capsys):
+    rows = [told(0, groups=1), told(1, groups=1, eval_accuracy=0.5), told(2, groups=1, eval_accuracy=0.75)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Console(settings(steps=3)).farewell(tmp_path, 4)
+    assert re.search(r"held-out accuracy lost, 75.0% \[.*%\] after, on 4 problems", capsys.readouterr().out)
+
+
 def test_what_there_is_one_of_is_said_in_the_singular(tmp_path, capsys):
     console = Console(settings(steps=1, prompts_per_step=1, group_size=2))
     console.greet([None], [None], torch.device("cpu"))

@@ -115,11 +115,11 @@ def test_the_gradient_is_that_of_float64_autograd_on_the_whole_batch(tiny, loss,
     learner, tensors, batch, weights = some_step(tiny, loss, norms=not changes.get("kl_beta"), shape=shape, **changes)
     want, value, ratios = plain_gradient(tiny[shape], tensors, batch, loss, learner.loss)
     low, high = 1 - learner.loss.clip_low, 1 + learner.loss.clip_high
-    assert ((ratios < low) | (ratios > high)).any()                       # the clip has something to do
+    assert ((ratios < low) | (ratios > high)).any(), f"no ratio leaves the clip of {loss}: add a narrower one to CLIPS"
     update = learner.update(batch, weights, lr=0.0)
     assert update.failure == "" and learner.skipped == 0
     # Two layers of fp32 sums of up to 192 terms, log-probs of up to 12: as in test_model.py's finite differences.
-    assert difference(learner.adapter, want) < 1e-5
+    assert difference(learner.adapter, want) < 1e-5, f"{loss}: if its formula is another, plain_gradient needs it too"
     norm = torch.cat([t.flatten() for t in want.values()]).norm().item()
     assert update.grad_norm == pytest.approx(norm, rel=1e-5)
     trained = [b for b in range(16) if b != 5 and (batch.advantages[b] != 0 or learner.loss.kl_beta)]

@@ -412,7 +412,9 @@ def test_the_gradient_does_not_depend_on_micro_batches(runs):
 @pytest.mark.parametrize("flags", ["--loss grpo --kl-beta 0.1",
                                    "--loss dapo --base nf4 --train-norms --lr-schedule constant",
                                    "--loss dr_grpo --advantage-scale none --overlong-buffer 20 --overlong keep",
-                                   "--loss gspo --advantage-scale none --correction off --format-weight 0.5"])
+                                   "--loss gspo --advantage-scale none --correction off --format-weight 0.5",
+                                   *(f"--loss {loss}" for loss in LOSSES
+                                     if loss not in ("grpo", "dapo", "dr_grpo", "gspo"))])      # a fork's own
 def test_every_loss_and_option_runs(runs, flags):
     name = flags.replace(" ", "").strip("-")
     runs.run(name, *"--steps 2 --updates-per-rollout 2 --epochs 2".split(), *flags.split())
