@@ -8,9 +8,9 @@ Measures a model's accuracy, with or without an adapter, with the sampler and gr
 
 Answers are greedy by default. With --samples N each problem gets N sampled answers, for pass@k and
 maj@k (harness/figures.py). The figures are printed, and docs/metrics.md defines them. If stdout is
-no terminal but a file or a pipe, its last line is a JSON object of all of them. --out grows with each problem that is done. Ctrl-C ends the sampling, and the figures of
-the problems that are done are printed. If a full disk cuts --out short, the figures still count all
-answers.
+no terminal but a file or a pipe, its last line is a JSON object of all of them. --out grows with
+each problem that is done. Ctrl-C ends the sampling, and the figures of the problems that are done
+are printed. If a full disk cuts --out short, the figures still count all answers.
 
 Not here: few-shot prompts.
 """
@@ -310,8 +310,7 @@ def answer(wanted: Evaluation, tokenizer: data.Tokenizer, problems: list, sample
             with suppress(KeyboardInterrupt):
                 idle = sampler.generate(prompts, wanted.samples, sampling, progress=progress).idle
     except BaseException:                        # an error of --reward, for instance
-        if wanted.out and not os.path.getsize(wanted.out):
-            os.unlink(wanted.out)                # it would be in the way of the next try
+        remove_if_empty(wanted.out)
         raise
     seconds = time.perf_counter() - began
     rows = [row for i in sorted(done) for row in done[i]]
@@ -321,11 +320,20 @@ def answer(wanted: Evaluation, tokenizer: data.Tokenizer, problems: list, sample
             failure = ""                         # the disk may have space again
         except OSError as error:
             failure = process.first_line(error)
+        if not rows:                             # Ctrl-C came before the first problem was done
+            remove_if_empty(wanted.out)
     return rows, seconds, idle, failure
 
 
 # The total, the time left and the speed first, in 80 columns; the bar itself has what remains.
 ANSWERS_BAR = "{n_fmt}/{total_fmt}{unit} |{bar}| {elapsed}, {remaining} left{postfix}"
+
+
+def remove_if_empty(path: str | None) -> None:
+    """Removes a file without answers, which would be in the way of the next try."""
+    with suppress(OSError):
+        if path and not os.path.getsize(path):
+            os.unlink(path)
 
 
 def append_rows(path: str, rows: list[dict]) -> str:
@@ -396,13 +404,13 @@ def main() -> None:
 MEANINGS = {
     "pass@1": "right answers, with a 95 % interval",
     "pass@1_lenient": "the same, if the last number counts where no answer is marked",
-    "format": "share of answers in the form that was asked for",
+    "format": "of the answers have the form that was asked for",
     "length": "tokens in an answer, mean",
-    "truncated": "share of answers cut at --max-new-tokens",
+    "truncated": "of the answers were cut at --max-new-tokens",
     "rules": "how the answer was found in the text, and how often",
     "n": "problems",
-    "unreadable": "problems whose known answer is compared letter by letter",
-    "idle": "share of the computed rows that gave no token",
+    "unreadable": "problems whose known answer cannot be read, only compared letter by letter",
+    "idle": "of the computed rows gave no token",
 }
 
 
@@ -418,6 +426,8 @@ def print_result(figures: dict, flags: dict, shift: float | None, device: torch.
             value = f"{mean:.1f} % [{low:.1f}, {high:.1f}]"
         elif isinstance(value, dict):
             value = ", ".join(f"{key} {count:,}" for key, count in value.items())
+        elif name in ("format", "truncated", "idle") and value is not None:
+            value = f"{100 * value:.1f} %"
         elif isinstance(value, float):
             value = f"{value:.4g}"
         print(f"{name:15} {value!s:21} {MEANINGS.get(name, '')}".rstrip())

@@ -171,7 +171,7 @@ def running_sum(p: Tensor) -> Tensor:
     On a GPU torch adds up a single row in an order that depends on timing (pytorch issue 75240),
     and two rows or more in a fixed order. So a single row goes in twice.
     """
-    return (p if len(p) > 1 else p.expand(2, -1)).cumsum(-1)[:len(p)]
+    return (p.expand(2, -1) if len(p) == 1 else p).cumsum(-1)[:len(p)]
 
 
 def filter_logits(logits: Tensor, top_k: int = 0, top_p: float = 1.0) -> Tensor:

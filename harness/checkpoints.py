@@ -185,8 +185,8 @@ def claim(folder: Path, resume: bool) -> list[Path]:
     for cut_off in folder.glob(".*run.json.*"):  # a kill came while run.json was written
         cut_off.unlink(missing_ok=True)
     if not resume and any(folder.iterdir()):
-        if [path.name for path in folder.iterdir()] == ["base"]:
-            raise ValueError(f"--out {folder} holds only base/, which a run leaves that is killed "
+        if all(path.name == "base" or path.name.startswith(".base.") for path in folder.iterdir()):
+            raise ValueError(f"--out {folder} holds only base/, left by a run that was killed "
                              "before its first step: remove it, or choose another folder")
         advice = "" if why_not_resumed(folder) else ", or --resume it"
         raise ValueError(f"--out {folder} is not empty: choose another folder{advice}")
@@ -242,17 +242,19 @@ class Checkpoints:
     def load(self) -> list[str]:
         """Fills the copy from the newest whole checkpoint; returns lines to print.
 
-        A damaged one is renamed, so that it is neither lost nor tried again. Stopped if a whole
-        one is not this run's, or if none is left of a run that has saved one.
+        Damaged ones that are newer are renamed, so that they are neither lost nor tried again.
+        Stopped, and nothing is changed, if the whole one is not this run's, or if none is whole
+        although the run has saved one.
         """
+        damaged = []
         lines = []
         for folder in reversed(self.found()):
             try:
                 counters, tensors = read_checkpoint(folder)
             except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError,
                     SafetensorError) as error:
+                damaged.append(folder)
                 lines.append(f"{folder}: damaged checkpoint passed over: {error}")
-                folder.rename(folder.with_name(f"damaged_{folder.name}_{time.time_ns()}"))
                 continue
             held, wanted = ({name: (t.shape, t.dtype) for name, t in part.items()}
                             for part in (tensors, self.tensors))
@@ -263,21 +265,20 @@ class Checkpoints:
             for name, t in tensors.items():
                 self.tensors[name].copy_(t)
             self.counters = counters
+            for other in damaged:
+                other.rename(other.with_name(f"damaged_{other.name}_{time.time_ns()}"))
             return lines + [f"{folder}: going on from here"]
         # Somebody who deletes checkpoints to save space does not mean the run to begin again. Nor
         # may it do so where all are damaged: it would cut the logs to nothing and train a new
         # adapter in place of the one that is there.
-        damaged = len(list(self.folder.glob("damaged_step_*")))
         adapter = self.folder.parent / "adapter"
-        if damaged or adapter.exists():
+        if any(self.folder.glob("*step_*")) or adapter.exists():
             for line in lines:
                 say(line)
-            which = f"no whole checkpoint is left, {damaged} are damaged" if damaged > 1 else \
-                "no whole checkpoint is left, one is damaged" if damaged else \
-                "no checkpoint is left"
+            which = "no checkpoint is whole" if damaged else "no checkpoint is left"
             raise Stopped(f"{self.folder}: {which}; a start from step 0 would replace the run's "
                           f"adapter and logs: begin another, with --adapter {adapter}", "")
-        return lines + [f"{self.folder}: no checkpoint, starting from step 0"]
+        return [f"{self.folder}: no checkpoint, starting from step 0"]
 
     def found(self) -> list[Path]:
         """The folders of all checkpoints, in the order of their steps."""

@@ -137,7 +137,7 @@ class Rollout:
                                   "need more (study: 512, which cut off 3 to 6 %% of the answers; "
                                   "Table 4: 4096, on BigMath 8192)", AT_LEAST_1)
     temperature: float = setting(1.0, "softmax temperature of sampling and of every log-prob "
-                                 "(Table 4)", "[1e-3, 1e3]")
+                                 "(Table 4)", "(0, 1000]")
     max_rows: int = setting(256, "most answers that are decoded at a time", AT_LEAST_1)
 
 
@@ -362,9 +362,9 @@ def read_settings(argv: list | None = None) -> tuple[Settings, Settings | None]:
     held = read_run_json(Path(folder) / "run.json") if folder else {}
     if given.get("resume"):
         check_can_resume(folder, held)
-    elif held and read_json(Path(folder) / "run.json").get("calibrate_by_default"):
-        held["calibrate"] = None                 # that run decided it for its model and device
     defaults |= without_places(held)
+    if given.get("like") and read_json(Path(folder) / "run.json").get("calibrate_by_default"):
+        defaults["calibrate"] = None             # that run decided it for its model and device
     if show_help:
         parser.set_defaults(**defaults)
         parser.print_help()
@@ -374,7 +374,7 @@ def read_settings(argv: list | None = None) -> tuple[Settings, Settings | None]:
     tell_differences(values, held)
     if values["adapter"] and not values["resume"]:
         check_shape_flags(values["adapter"], given)
-    if not values["sigma_start"]:
+    if not values["sigma_start"] and not values["resume"]:
         for name in sorted(NOISE_FLAGS & given.keys()):
             if given[name]:                      # --sigma-end 0 says the same as --sigma-start 0
                 raise ValueError(f"{option(name)} {given[name]}: --sigma-start is 0, so there is "
@@ -433,7 +433,9 @@ def tell_differences(values: dict, held: dict) -> None:
                     "digits can differ from those of a run that was not interrupted")
         return
     for name, value in without_places(held).items():
-        if values[name] != value:
+        if name == "calibrate" and values[name] is None:
+            say(f"--calibrate is decided anew, {values['like']} had {value}")
+        elif values[name] != value:
             say(f"{option(name)} is {values[name]!r}, {values['like']} had {value!r}")
 
 
@@ -566,12 +568,6 @@ def check_settings(settings: Settings, before: Settings | None) -> None:
     if noise.sigma_start and not 0 < noise.sigma_end <= noise.sigma_start:
         raise ValueError(f"--sigma-end must lie in (0, {noise.sigma_start}], the --sigma-start, "
                          f"got {noise.sigma_end}")
-    if noise.sigma_start and noise.noise_stages == 1:
-        raise ValueError(f"--noise-stages 1: the first stage has no noise, so --sigma-start "
-                         f"{noise.sigma_start} would have no effect")
-    if optim.lr_schedule == "constant" and optim.warmup > 0.75:
-        raise ValueError(f"--warmup {optim.warmup}: with --lr-schedule constant the rate falls from "
-                         "three quarters of the run on, take at most 0.75")
     if optim.lr * optim.weight_decay >= 1:
         raise ValueError(f"--weight-decay {optim.weight_decay} x --lr {optim.lr} must be below 1: "
                          "an update takes that share of a weight away")
@@ -597,6 +593,24 @@ def check_settings(settings: Settings, before: Settings | None) -> None:
         raise ValueError(f"--report-to {tracker} needs pip install {tracker}")
     if before:
         check_resumed(settings, before)
+    else:
+        check_new(settings)
+
+
+def check_new(settings: Settings) -> None:
+    """ValueError for what makes no sense, but which a run that began with an earlier version may
+    have: that one goes on.
+    """
+    noise, optim, temperature = settings.noise, settings.optim, settings.rollout.temperature
+    if noise.sigma_start and noise.noise_stages == 1:
+        raise ValueError("--noise-stages 1: the first stage has no noise, so --sigma-start "
+                         f"{noise.sigma_start} would have no effect")
+    if optim.lr_schedule == "constant" and optim.warmup > 0.75:
+        raise ValueError(f"--warmup {optim.warmup}: with --lr-schedule constant the rate falls from "
+                         "three quarters of the run on, take at most 0.75")
+    if temperature < 1e-3:
+        raise ValueError(f"--temperature {temperature}: the likeliest token would always be drawn, "
+                         "take at least 0.001")
 
 
 def check_resumed(settings: Settings, before: Settings) -> None:

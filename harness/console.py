@@ -8,7 +8,7 @@ Console output of a run, warnings, and early stopping when nothing can be learne
     phases.tell()                                # how long each took, and how much memory
     with console:
         console.start_at(step)                   # a bar on a terminal, else a line a step
-        console.tell(metrics, rows, updates)     # after every step; `metrics` as in metrics.jsonl
+        console.tell(metrics, rows, updates)     # after every step, before its evaluation
     console.farewell(folder, len(held_out))      # what came of it, and what can be done with it
 
     watch = Watch(settings)
@@ -178,7 +178,7 @@ class Watch:
 # terminal; "" leaves a number out. The bar's three numbers can fill 80 columns: a number that is
 # added after them shows only on wider terminals.
 SHOWN = (
-    ("reward", "reward {:.3g}", "reward {:.3g}"),     # where it is not the accuracy
+    ("reward", "reward {:.3g}", "reward {:.3g}"),     # unless it is the accuracy
     ("accuracy", "right {:.0%}", "accuracy {:.3f}"),
     ("length", "{:.0f} tokens", "length {:.0f}"),
     ("informative", "", "informative {:.2f}"),
@@ -221,6 +221,9 @@ class Console:
         self.steps = settings.general.steps
         self.first = 0                           # the step that this process begins with
         self.bar = None                          # from start_at() on
+        objective = settings.objective
+        self.reward_is_accuracy = not (settings.data.reward or objective.format_weight
+                                       or objective.overlong_buffer)
         self.told_seconds = None                 # a step's time, as it was told last
         self.first_seconds = None                # that of the first step of this process
         self.recent = deque(maxlen=TIMED_STEPS)  # of the last steps, without the first
@@ -263,7 +266,8 @@ class Console:
     def tell(self, metrics: dict, rows: list, updates: list) -> None:
         """One step: on the bar, or as a line where there is no terminal.
 
-        metrics, rows: the step's part of metrics.jsonl and of samples.jsonl. updates: what
+        metrics, rows: the step's part of metrics.jsonl and of samples.jsonl, without what an
+        evaluation after the step adds. updates: what
         Learner.update() returned.
         """
         step = metrics["step"] + 1
@@ -272,7 +276,7 @@ class Console:
                 say(f"step {step}: {update.failure}: this update was skipped")
         # A step without trained tokens lacks the numbers that need them (docs/metrics.md).
         shown = [row for row in SHOWN if row[0] in metrics
-                 and (row[0] != "reward" or metrics["reward"] != metrics["accuracy"])]
+                 and not (row[0] == "reward" and self.reward_is_accuracy)]
         on_bar = ", ".join(bar.format(metrics[key]) for key, bar, _ in shown if bar)
         in_line = ", ".join(line.format(metrics[key]) for key, _, line in shown if line)
         self.tell_time_left(step, metrics["seconds"])
@@ -292,15 +296,14 @@ class Console:
 
         The first step is slower than others: kernels are compiled and memory is taken. Later ones
         change with the length of the answers. So after every ten steps the time left is estimated
-        anew from the last ten, without the first. It is told if a step's time, as printed, differs
-        from the one that was told last by more than a tenth (after the first ten steps) or a
-        quarter of that.
+        anew from the last ten, without the first. It is told if a step's time differs from the one
+        that was told last by more than a tenth (after the first ten steps) or a quarter of that.
         """
         left = self.steps - step
         if self.first_seconds is None:
             self.first_seconds = self.told_seconds = seconds
-            later = (f": {duration(left * seconds)} to go if all do, without evaluations, but later "
-                     "ones are usually faster") if left else ""
+            later = (f": {duration(left * seconds)} to go at this speed, without evaluations, but "
+                     "later steps are usually faster") if left else ""
             say(f"the first step took {seconds:.1f} s{gpu_peak()}{later}")
             return
         self.recent.append(seconds)
@@ -309,11 +312,12 @@ class Console:
             return
         mean = sum(self.recent) / len(self.recent)
         first_time = done == TIMED_STEPS
-        now, before = round(mean, 1), round(self.told_seconds, 1)
-        if abs(now - before) > before / (10 if first_time else 4):
-            than = f"not {before:.1f} s as the first did" if first_time else f"{before:.1f} s before"
-            say(f"after {step} steps: a step takes {now:.1f} s, {than}: {duration(left * mean)} to "
-                "go, without evaluations")
+        before = self.told_seconds
+        # Where steps take less than a second, a tenth of a second matters to nobody.
+        if abs(mean - before) > max(0.15, before / (10 if first_time else 4)):
+            if first_time or self.bar.disable:   # a bar tells the time that is left itself
+                say(f"after {step} steps: {duration(left * mean)} to go at {mean:.1f} s a step (it "
+                    f"was {before:.1f} s), without evaluations")
             self.told_seconds = mean
         if first_time and not self.bar.disable:  # the bar's own estimate leaves out the slow start
             self.bar.start_t += max(0.0, self.first_seconds - mean)
@@ -327,7 +331,7 @@ class Console:
             return
         metrics = [row for row, _ in read_log(folder / "metrics.jsonl")]
         seconds = sum(row.get("seconds", 0.0) for row in metrics)
-        texts = {"before": "lost"}
+        texts = {"before": "unknown before"}
         for row in [row for row in metrics if "eval_accuracy" in row]:
             right = round(row["eval_accuracy"] * held_out)
             mean, low, high = confidence_interval([1.0] * right + [0.0] * (held_out - right))
@@ -335,8 +339,8 @@ class Console:
             texts[when] = f"{mean:.1%} [{low:.1%}, {high:.1%}] {when}"
         say(f"{folder}: {counted(len(metrics), 'step')} in {duration(seconds)}; held-out accuracy "
             f"{', '.join(texts.values())}, on {counted(held_out, 'problem')}{gpu_peak()}")
-        if metrics and not any(row.get("groups", 1) for row in metrics):
-            say("nothing was learned: in every step all answers to a problem had the same reward")
+        if metrics and all(row.get("grad_norm") == 0 for row in metrics):
+            say("nothing was learned: the gradient of every step was 0")
         commands = (command("evaluate.py", folder), command("tools.report", folder),
                     command("tools.chat", folder),
                     command("tools.convert", "merge", folder, f"{folder}-merged"))

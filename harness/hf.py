@@ -28,8 +28,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import nvfp4
-from harness.files import (check_keys, equal_to, errors_name_file, new_folder, positive_number, read_json,
-                           whole_number, write_json)
+from harness.files import (check_keys, equal_to, errors_name_file, new_folder, positive_number,
+                           read_json, whole_number, write_json)
 from harness.process import first_line, short_repr
 from harness.ranks import say
 
@@ -105,11 +105,11 @@ def check_model(name: str | Path) -> None:
 
 def sampled_digest(folder: Path) -> str:
     """SHA-256 of a sample of a model's weights, by which other weights of the same shapes are
-    noticed: of each .safetensors its name, its size, its first MiB, and 64 blocks of 4 KiB that lie
+    noticed: of each of its files the name, the size, the first MiB, and 64 blocks of 4 KiB that lie
     evenly over it. To read a 7B whole would take a minute.
     """
     digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted(set(Shards(folder).names.values())):
         size = path.stat().st_size
         digest.update(f"{path.name} {size} ".encode())
         with errors_name_file(path), open(path, "rb") as file:

@@ -58,6 +58,7 @@ def test_a_value_on_the_edge_of_its_range_is_taken(flags):
     ("--train-norms --kl-beta 0.1", "--kl-beta 0.1: --train-norms"),
     ("--overlong-buffer 8", "--overlong-buffer 8: --overlong mask leaves out"),
     ("--sigma-start 5e-2 --noise-stages 1", "--noise-stages 1: the first stage has no noise, so --sigma-start 0.05 would"),
+    ("--temperature 1e-4", "--temperature 0.0001: the likeliest token would always be drawn, take at least 0.001"),
     ("--lr-schedule constant --warmup 0.8", "--warmup 0.8: with --lr-schedule constant the rate falls from three quarters"),
     ("--lr 2 --weight-decay 0.5", "--weight-decay 0.5 x --lr 2.0 must be below 1"),
     ("--prompts-per-step 600000", "--prompts-per-step 600000 x --group-size 8 is more than a step can hold"),
@@ -157,6 +158,16 @@ def test_a_setting_has_the_value_of_the_last_source_that_holds_it(tmp_path):
     assert lr("--like", str(tmp_path)) == lr("--resume", "--out", str(tmp_path)) == 3e-5
     for source in ([], ["--preset", "paper"], ["--like", str(tmp_path)], ["--resume", "--out", str(tmp_path)]):
         assert lr(*source, "--lr", "0.5") == 0.5
+
+
+def test_a_run_that_an_earlier_version_began_goes_on_with_what_a_new_one_may_not_have(tmp_path):
+    flags = ["--sigma-start", "5e-2", "--noise-stages", "1"], ["--warmup", "0.9", "--lr-schedule", "constant"], [
+        "--temperature", "1e-4"], ["--sigma-start", "0", "--noise-stages", "10"]
+    for given in flags:
+        held = settings_of("--model", "x", "--sigma-start", "1e-2").replace(sigma_start=0.0) if given[1] == "0" \
+            else settings_of("--model", "x", *given)
+        (tmp_path / "run.json").write_text(json.dumps(held.flat()))
+        assert check_settings(*read_settings(["--resume", "--out", str(tmp_path), *given])) is None
 
 
 @pytest.mark.parametrize("flags", ["--noise-kind gain", "--noise-draws sample", "--noise-schedule cosine",

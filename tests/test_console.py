@@ -196,18 +196,18 @@ def test_the_first_line_says_what_is_learnt_from_what_and_where(capsys, monkeypa
 
 def test_a_run_in_which_nothing_was_learned_says_so_at_its_end(tmp_path, capsys):
     console = Console(settings(steps=2))
-    for groups, said in ((0, True), (1, False)):
-        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(told(step, groups=groups * step)) + "\n" for step in (0, 1)))
+    for norm, said in ((0.0, True), (0.1, False)):
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(told(step, grad_norm=norm * step)) + "\n"
+                                                        for step in (0, 1)))
         console.farewell(tmp_path, 4)
-        assert ("nothing was learned: in every step all answers to a problem had the same reward"
-                in capsys.readouterr().out.splitlines()) == said
+        assert ("nothing was learned: the gradient of every step was 0" in capsys.readouterr().out.splitlines()) == said
 
 
 def test_a_run_whose_first_evaluation_was_lost_does_not_take_a_later_one_for_it(tmp_path, capsys):
     rows = [told(0, groups=1), told(1, groups=1, eval_accuracy=0.5), told(2, groups=1, eval_accuracy=0.75)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Console(settings(steps=3)).farewell(tmp_path, 4)
-    assert re.search(r"held-out accuracy lost, 75.0% \[.*%\] after, on 4 problems", capsys.readouterr().out)
+    assert re.search(r"held-out accuracy unknown before, 75.0% \[.*%\] after, on 4 problems", capsys.readouterr().out)
 
 
 def test_what_there_is_one_of_is_said_in_the_singular(tmp_path, capsys):
@@ -244,10 +244,10 @@ def told(step, seconds=1.0, **figures):
     return every | dict(step=step, length=30.0, tokens_per_s=900.0, seconds=seconds) | figures
 
 
-def bar_of(metrics, monkeypatch, capsys):
-    """What a terminal of 80 columns shows after step 989 of 1,200."""
+def bar_of(metrics, monkeypatch, capsys, **changes):
+    """What a terminal of 80 columns shows after step 989 of 1,200, of a run whose reward counts the format too."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    with Console(settings(steps=1200)) as console:
+    with Console(settings(**{"steps": 1200, "format_weight": 0.5} | changes)) as console:
         console.start_at(988)
         console.bar.dynamic_ncols = lambda file: (80, 25)         # as of a terminal
         console.bar.start_t -= 120                          # the time left is hours
@@ -266,7 +266,7 @@ def test_the_bar_fits_80_columns_with_reward_accuracy_and_length_in_it(capsys, m
 
 
 def test_a_line_holds_every_figure_and_the_seconds(capsys):
-    console = Console(settings(steps=1200))
+    console = Console(settings(steps=1200, format_weight=0.5))
     console.start_at(988)
     console.tell(told(988, reward=-0.525, accuracy=1.0, length=4096.0), [], [])
     line = capsys.readouterr().out.splitlines()[-1]
@@ -280,7 +280,7 @@ def test_one_row_of_the_table_adds_a_figure_to_the_bar_and_to_the_line(capsys, m
     rows = *SHOWN[:1], ("clip_high", "clip {:.0%}", "clip_high {:.3g}")
     monkeypatch.setattr(console_py, "SHOWN", rows)
     clipped, untrained = told(988, reward=0.2, clip_high=0.25), told(988, reward=0.2)       # no row of the second could teach anything
-    console = Console(settings(steps=1200))
+    console = Console(settings(steps=1200, format_weight=0.5))
     console.start_at(988)
     console.tell(clipped, [], [])
     console.tell(untrained, [], [])
@@ -291,8 +291,10 @@ def test_one_row_of_the_table_adds_a_figure_to_the_bar_and_to_the_line(capsys, m
 
 
 def test_a_reward_that_is_the_accuracy_is_not_told_twice(capsys, monkeypatch):
-    assert ", right 50%, 30 tokens" in bar_of(told(988), monkeypatch, capsys)
-    assert ", reward 0.5, right 25%, " in bar_of(told(988, accuracy=0.25), monkeypatch, capsys)
+    assert ", right 50%, 30 tokens" in bar_of(told(988), monkeypatch, capsys, format_weight=0.0)
+    for other in (dict(format_weight=0.5), dict(reward="mine:f"), dict(overlong_buffer=8)):
+        changes = dict(format_weight=0.0) | other
+        assert ", reward 0.5, right 50%, " in bar_of(told(988), monkeypatch, capsys, **changes)   # also where they agree
 
 
 def test_after_ten_steps_the_time_left_is_told_anew_without_the_slow_first_step(capsys, monkeypatch):
@@ -301,10 +303,9 @@ def test_after_ten_steps_the_time_left_is_told_anew_without_the_slow_first_step(
     for step in range(12):
         console.tell(told(step, 100.0 if step == 0 else 12.0), [], [])
     lines = [line for line in capsys.readouterr().out.splitlines() if "to go" in line]
-    assert lines == ["the first step took 100.0 s: 3 h 3 min to go if all do, without evaluations, but later ones are "
+    assert lines == ["the first step took 100.0 s: 3 h 3 min to go at this speed, without evaluations, but later steps are "
                      "usually faster",
-                     "after 10 steps: a step takes 12.0 s, not 100.0 s as the first did: 20 min to go, without "
-                     "evaluations"]
+                     "after 10 steps: 20 min to go at 12.0 s a step (it was 100.0 s), without evaluations"]
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     with Console(settings(steps=111)) as console:           # the bar's own estimate likewise
         console.start_at(0)
@@ -317,15 +318,15 @@ def test_after_ten_steps_the_time_left_is_told_anew_without_the_slow_first_step(
 @pytest.mark.parametrize("first,others,said", [
     (1.3, 1.32, ""), (1.3, 1.17, ""), (12.0, 13.1, ""),     # by a tenth or less
     (0.24, 0.16, ""),                                       # both are printed as 0.2
-    (1.3, 1.1, "a step takes 1.1 s, not 1.3 s as the first did"),
-    (10.0, 11.2, "a step takes 11.2 s, not 10.0 s as the first did")])
+    (1.3, 1.1, "at 1.1 s a step (it was 1.3 s)"),
+    (10.0, 11.2, "at 11.2 s a step (it was 10.0 s)")])
 def test_the_time_left_is_told_anew_only_if_steps_take_another_time_than_the_first(capsys, first, others, said):
     console = Console(settings(steps=111))
     console.start_at(0)
     for step in range(12):
         console.tell(told(step, others if step else first), [], [])
-    lines = [line for line in capsys.readouterr().out.splitlines() if "as the first did" in line]
-    assert [line.split(": ")[1] for line in lines] == ([said] if said else [])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("after 10 steps: ")]
+    assert len(lines) == bool(said) and all(said in line for line in lines)
 
 
 def test_steps_that_get_slower_later_are_told_too(capsys):
@@ -335,8 +336,8 @@ def test_steps_that_get_slower_later_are_told_too(capsys):
     for step in range(50):
         console.tell(told(step, [2.0, 2.4, 2.6, 2.6, 3.5][step // 10]), [], [])
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("after")]
-    assert lines == ["after 30 steps: a step takes 2.6 s, 2.0 s before: 4 min to go, without evaluations",
-                     "after 50 steps: a step takes 3.5 s, 2.6 s before: 4 min to go, without evaluations"]
+    assert lines == ["after 30 steps: 4 min to go at 2.6 s a step (it was 2.0 s), without evaluations",
+                     "after 50 steps: 4 min to go at 3.5 s a step (it was 2.6 s), without evaluations"]
 
 
 class Gpu:
@@ -377,7 +378,7 @@ def test_a_run_says_how_long_each_part_before_the_first_step_took_and_how_much_m
     run.start_at(0)                                         # the memory of the preparation is not the steps'
     gpu.use(5)
     run.tell(told(0, 4.0), [], [])
-    assert "the first step took 4.0 s, at most 7.0 GiB of GPU memory: 8 s to go if all do" in capsys.readouterr().out
+    assert "the first step took 4.0 s, at most 7.0 GiB of GPU memory: 8 s to go at this speed" in capsys.readouterr().out
 
 
 def test_a_run_of_ten_steps_has_nothing_left_to_correct(capsys):

@@ -70,11 +70,12 @@ def test_greedy_figures_are_those_of_the_rows_written(tmp_path, capsys, monkeypa
 
 def test_a_share_is_printed_in_percent_with_its_interval(capsys, monkeypatch):
     """confidence_interval of 0, 0, 0 and 1: by hand, Wilson's [0.0456, 0.6994]."""
-    figures = {"pass@1": confidence_interval([0, 0, 0, 1]), "length": 10.0, "rules": {"box": 3, "none": 1}, "pairs": 4}
+    figures = {"pass@1": confidence_interval([0, 0, 0, 1]), "length": 10.0, "truncated": 0.25, "rules": {"box": 3, "none": 1}, "pairs": 4}
     evaluate.print_result(figures, {}, None, torch.device("cpu"))
     *lines, last = capsys.readouterr().out.splitlines()
     assert lines == ["pass@1          25.0 % [4.6, 69.9]    right answers, with a 95 % interval",
                      "length          10                    tokens in an answer, mean",
+                     "truncated       25.0 %                of the answers were cut at --max-new-tokens",
                      "rules           box 3, none 1         how the answer was found in the text, and how often",
                      "pairs           4"]
     assert json.loads(last)["pass@1"] == figures["pass@1"]

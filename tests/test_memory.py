@@ -16,7 +16,6 @@ import torch
 import nvfp4
 from fast import memory
 from fast.memory import GIB, Plan
-from grpo import LOSSES
 from harness import prepare
 from harness.config import Memory, Rollout, read_settings
 from learner import Learner
@@ -290,7 +289,7 @@ def test_a_resumed_run_divides_the_memory_anew_only_if_what_it_had_does_not_fit(
     monkeypatch.setattr(memory, "Plan", Measured)
     monkeypatch.setattr(prepare, "Sampler", sampler)
     model = SimpleNamespace(device=torch.device("cuda"), layers=range(4))
-    learner = SimpleNamespace(adapter=SimpleNamespace(master=torch.zeros(5)), loss=LOSSES["dapo"])
+    learner = SimpleNamespace(adapter=SimpleNamespace(master=torch.zeros(5)))
     began = Memory(kv_gib=3.0, micro_batch_tokens=16384)
     made = prepare.divide_memory(model, learner, None, Memory(), Rollout(), 512, 0, began)
     assert (made.engine.kv.nbytes / GIB, learner.micro_batch_tokens) == (pool, tokens)

@@ -850,7 +850,7 @@ def test_a_run_does_not_go_on_with_other_problems_and_says_which_steps_are_lost(
     (runs.folder / "mine.jsonl").write_text(text)
     (runs.folder / "other" / "metrics.jsonl").write_bytes(b"")
     log = runs.run("other", "--resume")
-    assert "metrics.jsonl: holds 0 of the 2 steps done" in log and "held-out accuracy lost, on 4 problems" in log
+    assert "metrics.jsonl: holds 0 of the 2 steps done" in log and "held-out accuracy unknown before, on 4 problems" in log
 
 
 def test_the_second_of_two_runs_with_one_folder_ends_at_once(runs, whole):
@@ -1008,10 +1008,9 @@ def test_damaged_checkpoints_are_named_and_the_one_before_is_used(runs, whole):
     os.truncate(runs.folder / "damaged/checkpoints/step_000015/state.json", 5)
     before = {path: path.read_bytes() for path in (runs.folder / "damaged").rglob("*") if path.is_file()}
     log = runs.run("damaged", "--resume", code=1)
-    assert log.count("damaged checkpoint passed over") == 2 and "no whole checkpoint is left, 3 are damaged" in log
+    assert log.count("damaged checkpoint passed over") == 2 and "no checkpoint is whole" in log
     assert "begin another, with --adapter damaged/adapter" in log.splitlines()[-1]
-    kept = {path for path in before if "checkpoints" not in path.parts}        # the damaged ones got another name
-    assert all(path.read_bytes() == before[path] for path in kept) and len(kept) > 4
+    assert before == {path: path.read_bytes() for path in (runs.folder / "damaged").rglob("*") if path.is_file()}
 
 
 def test_a_run_whose_folder_is_moved_ends_at_its_next_step_and_goes_on_there(runs, whole):
