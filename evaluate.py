@@ -421,12 +421,14 @@ def print_result(figures: dict, flags: dict, shift: float | None, device: torch.
     A share of the answers with its interval is a list in the JSON, and here "25.0 % [11.2, 46.9]".
     """
     for name, value in figures.items():
+        if value is None:                        # `idle`, if Ctrl-C came
+            continue
         if isinstance(value, list):
             mean, low, high = (100 * share for share in value)
             value = f"{mean:.1f} % [{low:.1f}, {high:.1f}]"
         elif isinstance(value, dict):
             value = ", ".join(f"{key} {count:,}" for key, count in value.items())
-        elif name in ("format", "truncated", "idle") and value is not None:
+        elif name in ("format", "truncated", "idle"):
             value = f"{100 * value:.1f} %"
         elif isinstance(value, float):
             value = f"{value:.4g}"

@@ -185,9 +185,10 @@ def claim(folder: Path, resume: bool) -> list[Path]:
     for cut_off in folder.glob(".*run.json.*"):  # a kill came while run.json was written
         cut_off.unlink(missing_ok=True)
     if not resume and any(folder.iterdir()):
-        if all(path.name == "base" or path.name.startswith(".base.") for path in folder.iterdir()):
-            raise ValueError(f"--out {folder} holds only base/, left by a run that was killed "
-                             "before its first step: remove it, or choose another folder")
+        names = sorted(path.name for path in folder.iterdir())
+        if all(name == "base" or name.startswith(".base.") for name in names):
+            raise ValueError(f"--out {folder} holds only {', '.join(names)}, left by a run that was "
+                             "killed before its first step: remove that, or choose another folder")
         advice = "" if why_not_resumed(folder) else ", or --resume it"
         raise ValueError(f"--out {folder} is not empty: choose another folder{advice}")
     return made
@@ -262,17 +263,18 @@ class Checkpoints:
                 shapes = {name: tuple(t.shape) for name, t in tensors.items()}
                 raise Stopped(f"{folder}: holds no state of this run: {short_repr(counters)}, "
                               f"{short_repr(shapes)}", "")
+            for other in damaged:
+                other.rename(other.with_name(f"damaged_{other.name}_{time.time_ns()}"))
             for name, t in tensors.items():
                 self.tensors[name].copy_(t)
             self.counters = counters
-            for other in damaged:
-                other.rename(other.with_name(f"damaged_{other.name}_{time.time_ns()}"))
             return lines + [f"{folder}: going on from here"]
         # Somebody who deletes checkpoints to save space does not mean the run to begin again. Nor
         # may it do so where all are damaged: it would cut the logs to nothing and train a new
         # adapter in place of the one that is there.
         adapter = self.folder.parent / "adapter"
-        if any(self.folder.glob("*step_*")) or adapter.exists():
+        damaged += self.folder.glob("damaged_step_*")
+        if damaged or adapter.exists():
             for line in lines:
                 say(line)
             which = "no checkpoint is whole" if damaged else "no checkpoint is left"

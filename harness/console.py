@@ -297,7 +297,8 @@ class Console:
         The first step is slower than others: kernels are compiled and memory is taken. Later ones
         change with the length of the answers. So after every ten steps the time left is estimated
         anew from the last ten, without the first. It is told if a step's time differs from the one
-        that was told last by more than a tenth (after the first ten steps) or a quarter of that.
+        that was told last by more than a tenth (after the first ten steps) or a quarter of that,
+        unless this makes less than ten seconds. A terminal's bar tells the time left by itself.
         """
         left = self.steps - step
         if self.first_seconds is None:
@@ -313,8 +314,9 @@ class Console:
         mean = sum(self.recent) / len(self.recent)
         first_time = done == TIMED_STEPS
         before = self.told_seconds
-        # Where steps take less than a second, a tenth of a second matters to nobody.
-        if abs(mean - before) > max(0.15, before / (10 if first_time else 4)):
+        gap = abs(mean - before)
+        # 0.1 %: a tenth, as a float, is not exactly that. Ten seconds matter to nobody.
+        if gap > before * (0.1 if first_time else 0.25) * 1.001 and gap * left > 10:
             if first_time or self.bar.disable:   # a bar tells the time that is left itself
                 say(f"after {step} steps: {duration(left * mean)} to go at {mean:.1f} s a step (it "
                     f"was {before:.1f} s), without evaluations")

@@ -196,6 +196,14 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_from_step_0(tm
     assert lines == [f"{tmp_path}: no checkpoint, starting from step 0"] and checkpoints.counters == {}
 
 
+def test_a_run_that_was_killed_while_it_wrote_its_first_checkpoint_starts_from_step_0(tmp_path):
+    (tmp_path / ".step_000020.abcd").mkdir()                 # as files.new_folder leaves it
+    assert loaded(tmp_path)[1] == [f"{tmp_path}: no checkpoint, starting from step 0"]
+    (tmp_path / "damaged_step_000040_1").mkdir()             # it had got further
+    with pytest.raises(Stopped, match="no checkpoint is whole"):
+        loaded(tmp_path)
+
+
 def test_the_last_two_checkpoints_are_those_of_the_highest_steps(tmp_path):
     """By name, step_1000000 would stand before step_999980."""
     for step in (999_960, 999_980, 1_000_000, 1_000_020):
@@ -328,8 +336,11 @@ def test_a_run_that_cannot_begin_leaves_nothing_and_takes_nothing_that_others_ma
         fail("mine")
     (tmp_path / "mine").rmdir()                             # it is there, and empty
     (tmp_path / "taken" / "base").mkdir(parents=True)
-    with pytest.raises(ValueError, match="taken holds only base/, left by a run that was killed before its first step"):
+    with pytest.raises(ValueError, match="taken holds only base, left by a run that was killed before its first step"):
         fail("taken")
+    (tmp_path / "cut" / ".base.x1y2").mkdir(parents=True)   # the kill came while base/ was written
+    with pytest.raises(ValueError, match="cut holds only .base.x1y2, left by a run that was killed"):
+        fail("cut")
     (tmp_path / "full" / "of").mkdir(parents=True)
     with pytest.raises(ValueError, match="full is not empty: choose another folder$"):
         fail("full")
@@ -337,8 +348,8 @@ def test_a_run_that_cannot_begin_leaves_nothing_and_takes_nothing_that_others_ma
     (tmp_path / "begun" / "run.json").write_text("{}")
     with pytest.raises(ValueError, match="begun is not empty: choose another folder, or --resume it$"):
         fail("begun")
-    assert sorted(tmp_path.rglob("*/*")) == [tmp_path / "begun" / "run.json", tmp_path / "full" / "of",
-                                                tmp_path / "taken" / "base"]
+    assert sorted(tmp_path.rglob("*/*")) == [tmp_path / "begun" / "run.json", tmp_path / "cut" / ".base.x1y2",
+                                                tmp_path / "full" / "of", tmp_path / "taken" / "base"]
     (tmp_path / "resumed").mkdir()
     with pytest.raises(Stopped):
         fail("resumed", resume=True)

@@ -178,12 +178,14 @@ def test_a_flag_of_the_noise_is_refused_where_there_is_none(flags):
     settings_of("--model", "x", "--sigma-start", "1e-2", *flags.split())
 
 
-def test_a_run_like_another_does_not_take_over_what_that_run_decided_for_its_own_model(tmp_path):
+def test_a_run_like_another_does_not_take_over_what_that_run_decided_for_its_own_model(tmp_path, capsys):
     """--calibrate depends on model and device: a run in 16 bits decides 0, which must not reach one in NVFP4."""
     flat = settings_of("--model", "x", "--base", "bf16").flat()
     for decided, given, want in ((0, [], None), (0, ["--calibrate", "8"], 8), (128, [], None)):
         (tmp_path / "run.json").write_text(json.dumps(flat | {"calibrate": decided, "calibrate_by_default": True}))
         assert settings_of("--like", str(tmp_path), "--base", "nvfp4", *given).model.calibrate == want
+        said = f"--calibrate is decided anew, {tmp_path} had {decided}\n" in capsys.readouterr().out
+        assert said == (want is None)
         assert settings_of("--resume", "--out", str(tmp_path), *given).model.calibrate == (want or decided)
     (tmp_path / "run.json").write_text(json.dumps(flat | {"calibrate": 64, "calibrate_by_default": False}))
     assert settings_of("--like", str(tmp_path), "--base", "nvfp4").model.calibrate == 64        # somebody gave it

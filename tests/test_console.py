@@ -340,6 +340,15 @@ def test_steps_that_get_slower_later_are_told_too(capsys):
                      "after 50 steps: 4 min to go at 3.5 s a step (it was 2.6 s), without evaluations"]
 
 
+def test_on_a_terminal_the_bar_alone_tells_that_steps_get_slower(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with Console(settings(steps=111)) as console:
+        console.start_at(0)
+        for step in range(50):
+            console.tell(told(step, [2.0, 2.4, 2.6, 2.6, 3.5][step // 10]), [], [])
+    assert not [line for line in capsys.readouterr().out.splitlines() if line.startswith("after")]
+
+
 class Gpu:
     """Of torch.cuda, what tells of memory: 2 GiB are held, and what is used beside them is free again in between."""
     held = peak = 2 * 2**30

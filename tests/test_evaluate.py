@@ -344,6 +344,16 @@ def test_ctrl_c_ends_with_the_figures_and_rows_of_the_problems_that_are_done(tmp
     assert figures["pass@1"][0] == mean([row["correct"] for row in read(out)])
 
 
+def test_ctrl_c_before_the_first_problem_is_done_leaves_no_file(tmp_path, capsys, monkeypatch):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluate.rewards, "grade_rollouts", interrupt)
+    with pytest.raises(SystemExit):
+        run(capsys, monkeypatch, "--limit", 4, "--out", tmp_path / "a.jsonl")
+    assert not list(tmp_path.iterdir()) and "0 of 4 problems are done" in capsys.readouterr().err
+
+
 def test_a_reward_of_nan_is_null_and_the_rows_can_be_compared_with(tmp_path, capsys, monkeypatch):
     (tmp_path / "odd.py").write_text("def nan(completion, problem):\n    return float('nan')\n"
                                      "def two(completion, problem):\n"
