@@ -446,7 +446,7 @@ def test_the_tables_of_the_defaults_are_what_the_files_hold(monkeypatch, capsys)
         printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| default")]
         assert len(printed) == 2 and all(f"\n{line}\n" in longer for line in printed)
         greedy, sampled = (re.findall(r"[\d.]+", line) for line in printed)
-        row = f"| {size.upper()}, the defaults of `train.py` | 1e-4 | 200 | 2 | {' | '.join(greedy[2:4] + sampled[1:3])} |"
+        row = f"| {size.upper()}, NVFP4 calibrated, the defaults of `train.py` | 1e-4 | 200 | 2 | {' | '.join(greedy[2:4] + sampled[1:3])} |"
         assert row in readme
 
 
