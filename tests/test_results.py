@@ -402,6 +402,63 @@ def test_the_studys_primary_comparisons_are_what_its_files_hold(seeds, arms, gre
     assert greedy in planned and sampled.replace("-0.0", "0.0") in planned
 
 
+@pytest.mark.parametrize("label,arms,seeds", [
+    ("calibrated - 16 bits: row 2 - row 1", ("rate-bf16-2e-4", "rate-calibrated-1e-4"), range(7)),
+    ("to nearest - 16 bits: row 3 - row 1, the five seeds that both have", ("rate-bf16-2e-4", "noise-none"), range(2, 7)),
+    ("noise - no noise: row 4 - row 3, the six seeds fixed in advance for this", ("noise-none", "noise-off"),
+     range(7, 13)),
+    ("the same, all eleven seeds", ("noise-none", "noise-off"), range(2, 13))])
+def test_the_readmes_table_of_differences_is_what_the_files_hold(label, arms, seeds, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    assert run(monkeypatch, "tables", *arms, "--seeds", *seeds) is None
+    greedy, sampled = [line.split(" | ")[2] for line in capsys.readouterr().out.splitlines()
+                       if line.startswith(f"| {arms[1]} - {arms[0]} |")]
+    rows = (ROOT / "README.md").read_text().replace("**", "").splitlines()
+    assert f"| {label} | {greedy} | {sampled.replace('-0.0 [', '0.0 [')} |" in rows
+
+
+@pytest.mark.parametrize("row,arm,seeds", [(1, "rate-bf16-2e-4", range(7)), (2, "rate-calibrated-1e-4", range(7)),
+                                           (3, "noise-none", range(2, 13)), (4, "noise-off", range(2, 13))])
+def test_the_readmes_table_of_accuracies_is_what_the_files_hold(row, arm, seeds, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    assert run(monkeypatch, "tables", arm, "--seeds", *seeds) is None
+    greedy, sampled = [line.replace("**", "").split(" | ") for line in capsys.readouterr().out.splitlines()
+                       if line.startswith(f"| {arm} |")]
+    cells = re.search(rf"^\| {row} \| (.*) \|$", (ROOT / "README.md").read_text(), re.M)[1].split(" | ")
+    assert cells[3:] == [str(len(seeds)), *greedy[2:4], *sampled[1:3]]
+
+
+FIGURES = {                                              # in study/README.md: what is compared -> arms, column, answers
+    "gain: to nearest - 16 bits": ("bf16", "nearest", 3, "greedy"),
+    "gain: to nearest - 16 bits at 2e-4": ("rate-bf16-2e-4", "noise-none", 3, "greedy"),
+    "calibrated - 16 bits, first study": ("bf16", "calibrated", 2, "greedy"),
+    "calibrated - 16 bits, 1.5B, first study": ("1.5b-bf16", "1.5b-calibrated", 2, "greedy"),
+    "to nearest - 16 bits": ("bf16", "nearest", 2, "greedy"),
+    "to nearest - 16 bits at 2e-4": ("rate-bf16-2e-4", "noise-none", 2, "sampled"),
+    "calibrated at 2e-4 - 16 bits at 2e-4": ("rate-bf16-2e-4", "rate-calibrated-2e-4", 2, "sampled"),
+    "searched - 16 bits": ("bf16", "search", 2, "greedy"),
+    "NVFP4 - MXFP4, block scales searched in both": ("mxfp4", "search", 2, "greedy"),
+    "NVFP4 - NF4, block scales searched in both": ("nf4", "search", 2, "greedy"),
+    "schedule of the noise (1e-2, to nearest): linear - exponential": ("nearest-aqn", "nearest-linear", 2, "greedy"),
+    "cosine - exponential": ("nearest-aqn", "nearest-cosine", 2, "greedy"),
+    "logarithmic - exponential": ("nearest-aqn", "nearest-log", 2, "greedy"),
+    "gain, from the coarsest codes to the finest: MXFP4 - 16 bits": ("bf16", "mxfp4", 3, "greedy"),
+    "gain: searched - 16 bits": ("bf16", "search", 3, "greedy"),
+    "gain: calibrated - 16 bits": ("bf16", "calibrated", 3, "greedy")}
+
+
+@pytest.mark.parametrize("what", FIGURES)
+def test_the_studys_table_of_figures_is_what_the_files_hold(what, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    first, other, column, answers = FIGURES[what]
+    assert run(monkeypatch, "tables", first, other) is None
+    printed = capsys.readouterr().out.splitlines()
+    line = printed[printed.index(f"| points, {answers} | before | after | gain | seeds |") + 2].strip("| ").split(" | ")
+    rows = [row.strip("| ").split(" | ") for row in (ROOT / "study" / "README.md").read_text().splitlines()
+            if f"| {what} | {answers} |" in row]
+    assert [row[-2:] for row in rows] == [[str(len(line[-1].split(", "))), line[column]]]
+
+
 def test_the_studys_table_of_learning_rates_is_what_its_files_hold(monkeypatch, capsys):
     """Of the sampled answers of seeds 0 and 1, differences after training; its last row and its last column."""
     monkeypatch.chdir(ROOT)
