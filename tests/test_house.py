@@ -499,6 +499,15 @@ def test_every_page_and_every_program_is_named_where_readers_look():
                    for name in PROGRAMS if FILES[name] not in words and name not in words])
 
 
+def test_every_table_is_whole():
+    """An empty line in the middle leaves the rows below it without a header."""
+    assert_none([f"{name}: put a header above the row {rows[0][:60]}, or join it to the table above"
+                 for name, text in DOCS.items()
+                 for rows in [block.splitlines() for block in
+                              re.findall(r"(?:^ *\|.*\|\n)+", re.sub(r"```.*?```", "", text, flags=re.S), re.M)]
+                 if len(rows) < 2 or not re.fullmatch(r" *\|(?: *:?-+:? *\|)+", rows[1])])
+
+
 def test_every_link_leads_somewhere():
     def anchors(text):
         titles = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.S), re.M)
