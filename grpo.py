@@ -126,8 +126,8 @@ class Loss:
 
     @property
     def acts_on_all_rows(self) -> bool:
-        """Whether rows whose advantage is 0 are trained on too: they have a KL term."""
-        return self.kl_beta > 0
+        """Whether rows whose advantage is 0 are trained on too: only a KL term can teach them."""
+        return self.needs_reference
 
 
 LOSSES = {

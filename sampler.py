@@ -187,7 +187,7 @@ def filter_logits(logits: Tensor, top_k: int = 0, top_p: float = 1.0) -> Tensor:
     if top_p < 1.0:
         ordered, index = logits.sort(dim=-1, descending=True)
         p = ordered.softmax(-1)
-        enough = running_sum(p) - p >= top_p       # the tokens before this one sum to top_p already
+        enough = running_sum(p) - p >= top_p     # the tokens before this one sum to top_p already
         logits.scatter_(-1, index, ordered.masked_fill_(enough, -torch.inf))
     return logits
 
@@ -550,7 +550,7 @@ class Sampler:
             prefix = waiting[0].prefix
             need = 0 if prefix.users else blocks_for(len(prefix.tokens))
             # Each live row, and this one, may need another kv_block in the coming window (at most
-            # one: a window is no longer than a kv_block). Without that reserve _grow would send
+            # one: a window is at most a kv_block). Without that reserve _grow would send
             # this one back at once, and its prefill would be wasted.
             if live and len(self.pool) < need + 1 + len(live):
                 break

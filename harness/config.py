@@ -329,6 +329,7 @@ def section_of(section: type, args: argparse.Namespace):
                       for field in dataclasses.fields(section)})
 
 
+# Flags that do nothing where --sigma-start is 0.
 NOISE_FLAGS = {"sigma_end", "noise_stages", "noise_schedule", "noise_kind", "noise_draws"}
 
 # Flags that a resumed run does not take over, although they decide the order in which numbers are

@@ -267,8 +267,7 @@ class Console:
         """One step: on the bar, or as a line where there is no terminal.
 
         metrics, rows: the step's part of metrics.jsonl and of samples.jsonl, without what an
-        evaluation after the step adds. updates: what
-        Learner.update() returned.
+        evaluation after the step adds. updates: what Learner.update() returned.
         """
         step = metrics["step"] + 1
         for update in updates:

@@ -20,15 +20,15 @@
 #     6   the defaults, 0.5B and 1.5B                                               26 a seed
 #
 # The minutes of orders 1 and 2 were measured with two seeds or more at a time, those of order 5
-# with five runs at a time, those of order 6 with one seed; the others are by arithmetic. All arms of all seeds that are given run side by side, so
-# that whatever the card does hits all alike. On two cards, start two calls, each with a WORK and a
-# CUDA_VISIBLE_DEVICES of its own. ARMS, for instance ARMS="noise-none noise-off", takes only these
-# arms of the order: for more seeds of one comparison, or for what is missing after a failure. Of
-# order 0 ARMS=1.5b takes this model. GIB: the memory of each run, 18 unless given; all runs
-# together need less than the card has, so on an H200 eight take GIB=15.5, ten GIB=13 and twelve
-# GIB=11. Before it starts, `nvidia-cuda-mps-control -d` lets the processes use the multiprocessors
-# at the same time and not in turn: eight runs with it took a quarter less time each than three
-# without.
+# with five runs at a time, those of order 6 with one seed; the others are by arithmetic. All arms
+# of all seeds that are given run side by side, so that whatever the card does hits all alike. On
+# two cards, start two calls, each with a WORK and a CUDA_VISIBLE_DEVICES of its own. ARMS, for
+# instance ARMS="noise-none noise-off", takes only these arms of the order: for more seeds of one
+# comparison, or for what is missing after a failure. Of order 0 ARMS=1.5b takes this model. GIB:
+# the memory of each run, 18 unless given; all runs together need less than the card has, so on an
+# H200 eight take GIB=15.5, ten GIB=13 and twelve GIB=11. Before it starts,
+# `nvidia-cuda-mps-control -d` lets the processes use the multiprocessors at the same time and not
+# in turn: eight runs with it took a quarter less time each than three without.
 #
 # Of GSM8K training takes the first 6,473 problems of the training file. The last 1,000 are held
 # out: what to run or to keep is chosen by `eval_accuracy`, which is theirs. Of MATH it takes levels

@@ -57,9 +57,9 @@ def test_a_value_on_the_edge_of_its_range_is_taken(flags):
     ("--sigma-start 1e-4 --sigma-end 1e-2", r"--sigma-end must lie in \(0, 0.0001\], the --sigma-start, got 0.01"),
     ("--train-norms --kl-beta 0.1", "--kl-beta 0.1: --train-norms"),
     ("--overlong-buffer 8", "--overlong-buffer 8: --overlong mask leaves out"),
-    ("--sigma-start 5e-2 --noise-stages 1", "--noise-stages 1: the first stage has no noise, so --sigma-start 0.05 would"),
+    ("--sigma-start 5e-2 --noise-stages 1", "--noise-stages 1: the first stage has no noise, so --sigma-start 0.05"),
     ("--temperature 1e-4", "--temperature 0.0001: the likeliest token would always be drawn, take at least 0.001"),
-    ("--lr-schedule constant --warmup 0.8", "--warmup 0.8: with --lr-schedule constant the rate falls from three quarters"),
+    ("--lr-schedule constant --warmup 0.8", "--warmup 0.8: with --lr-schedule constant the rate falls from three"),
     ("--lr 2 --weight-decay 0.5", "--weight-decay 0.5 x --lr 2.0 must be below 1"),
     ("--prompts-per-step 600000", "--prompts-per-step 600000 x --group-size 8 is more than a step can hold"),
     ("--calibrate 8 --base nf4", "--calibrate 8 is for NVFP4, --base is nf4")])

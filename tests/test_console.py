@@ -279,7 +279,7 @@ def test_a_line_holds_every_figure_and_the_seconds(capsys):
 def test_one_row_of_the_table_adds_a_figure_to_the_bar_and_to_the_line(capsys, monkeypatch):
     rows = *SHOWN[:1], ("clip_high", "clip {:.0%}", "clip_high {:.3g}")
     monkeypatch.setattr(console_py, "SHOWN", rows)
-    clipped, untrained = told(988, reward=0.2, clip_high=0.25), told(988, reward=0.2)       # no row of the second could teach anything
+    clipped, untrained = told(988, reward=0.2, clip_high=0.25), told(988, reward=0.2)    # no row of the second taught
     console = Console(settings(steps=1200, format_weight=0.5))
     console.start_at(988)
     console.tell(clipped, [], [])
@@ -294,7 +294,7 @@ def test_a_reward_that_is_the_accuracy_is_not_told_twice(capsys, monkeypatch):
     assert ", right 50%, 30 tokens" in bar_of(told(988), monkeypatch, capsys, format_weight=0.0)
     for other in (dict(format_weight=0.5), dict(reward="mine:f"), dict(overlong_buffer=8)):
         changes = dict(format_weight=0.0) | other
-        assert ", reward 0.5, right 50%, " in bar_of(told(988), monkeypatch, capsys, **changes)   # also where they agree
+        assert ", reward 0.5, right 50%, " in bar_of(told(988), monkeypatch, capsys, **changes)  # also where they agree
 
 
 def test_after_ten_steps_the_time_left_is_told_anew_without_the_slow_first_step(capsys, monkeypatch):
@@ -303,8 +303,8 @@ def test_after_ten_steps_the_time_left_is_told_anew_without_the_slow_first_step(
     for step in range(12):
         console.tell(told(step, 100.0 if step == 0 else 12.0), [], [])
     lines = [line for line in capsys.readouterr().out.splitlines() if "to go" in line]
-    assert lines == ["the first step took 100.0 s: 3 h 3 min to go at this speed, without evaluations, but later steps are "
-                     "usually faster",
+    assert lines == ["the first step took 100.0 s: 3 h 3 min to go at this speed, without evaluations, but later steps "
+                     "are usually faster",
                      "after 10 steps: 20 min to go at 12.0 s a step (it was 100.0 s), without evaluations"]
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     with Console(settings(steps=111)) as console:           # the bar's own estimate likewise
@@ -387,7 +387,8 @@ def test_a_run_says_how_long_each_part_before_the_first_step_took_and_how_much_m
     run.start_at(0)                                         # the memory of the preparation is not the steps'
     gpu.use(5)
     run.tell(told(0, 4.0), [], [])
-    assert "the first step took 4.0 s, at most 7.0 GiB of GPU memory: 8 s to go at this speed" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "the first step took 4.0 s, at most 7.0 GiB of GPU memory: 8 s to go at this speed" in said
 
 
 def test_a_run_of_ten_steps_has_nothing_left_to_correct(capsys):

@@ -70,7 +70,8 @@ def test_greedy_figures_are_those_of_the_rows_written(tmp_path, capsys, monkeypa
 
 def test_a_share_is_printed_in_percent_with_its_interval(capsys, monkeypatch):
     """confidence_interval of 0, 0, 0 and 1: by hand, Wilson's [0.0456, 0.6994]."""
-    figures = {"pass@1": confidence_interval([0, 0, 0, 1]), "length": 10.0, "truncated": 0.25, "rules": {"box": 3, "none": 1}, "pairs": 4}
+    figures = {"pass@1": confidence_interval([0, 0, 0, 1]), "length": 10.0, "truncated": 0.25,
+               "rules": {"box": 3, "none": 1}, "pairs": 4}
     evaluate.print_result(figures, {}, None, torch.device("cpu"))
     *lines, last = capsys.readouterr().out.splitlines()
     assert lines == ["pass@1          25.0 % [4.6, 69.9]    right answers, with a 95 % interval",
@@ -183,7 +184,7 @@ def test_a_sampler_that_ignores_the_adapter_is_refused(adapted):
 
 
 def test_an_adapter_that_does_less_than_rounding_is_not_said_to_be_applied(adapted, capsys):
-    """As one of a first step at a tiny rate. Rounding is played: the sampler's log-probs are 0.01 off, to both sides."""
+    """As one of a first step at a tiny rate. Rounding is played: the sampler's log-probs are off by 0.01 either way."""
     adapted.adapter.master.data[adapted.adapter.b_start:] *= 1e-6
     adapted.adapter.sync()
 
@@ -203,7 +204,7 @@ def test_a_reward_that_fails_at_once_leaves_no_file(tmp_path, capsys, monkeypatc
     """The same command can be given again when the function is mended."""
     (tmp_path / "odd.py").write_text("def broken(completion, problem):\n    return {}['x']\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["evaluate.py", *BASIC, "--limit", "2", "--reward", "odd:broken", "--out", "a.jsonl"])
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", *BASIC, *"--limit 2 --reward odd:broken --out a.jsonl".split()])
     with pytest.raises(BaseException, match="odd:broken"):
         evaluate.main()
     assert not Path("a.jsonl").exists()

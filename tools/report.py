@@ -194,8 +194,7 @@ def main():
         html = page([read_run(run, args.every) for run in args.runs])
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(out, html.encode())
-    size = len(html) / 1e6
-    print(f"{out}: {size:.{1 if size >= 1 else 3}f} MB")
+    print(f"{out}: {len(html) / 1e6:.3g} MB")
 
 
 if __name__ == "__main__":
