@@ -14,7 +14,8 @@ numbers stands in for noise on a whole matrix. q, k and v share one z, gate and 
 down have none.
 
 Mind the units: noise is added to w, whatever the size of w. A channel with w = 0.1 is moved ten
-times as far, in proportion, as one with w = 1.
+times as far, in proportion, as one with w = 1. So small weights are hit hardest: those of the first
+layer's input norm are 0.07 in the median in a real 0.5B, where other norms have 0.9 to 4.1.
 
 The schedule (Eq. 8, Algorithm 1) cuts the M steps of a run into K stages of floor(M / K) steps; the
 steps that are left over join the last stage. Step `step`, counted from 0, is in stage k:
@@ -27,30 +28,18 @@ The release (NVlabs/QeRL) has K - 2 in that exponent, so its last stage reaches 
 schedule here, pass start * (end / start)^((K - 1) / (K - 2)) as `end`. Its scripts have 1e-2,
 1e-4 and K = 10; they need an `end` of 5.62e-5.
 
-Noise in proportion to the gain (`--noise-kind gain`, not in the paper): noise = sigma * weight * z,
-so every column of W is multiplied by 1 + sigma * z_i, whatever its norm's weight. With one sigma
-for all, small weights are hit hardest: those of the first layer's input norm, 0.07 in the median of
-a real 0.5B where other norms have 0.9 to 4.1, cause a fifth to a half of the KL (study/README.md).
-
 Where noise acts. Only rollouts run inside noisy_norms(). Evaluation and learner are clean, and
 grpo.py corrects for the difference: the sampler wrote down the log-probs of its noisy draw.
 
-How many z a step? One for the whole step is the default, as in the release. One for each forward
-pass is what the paper says above Eq. 7; but then the tokens of one answer would come from different
-policies, and attend to keys and values that yet others have computed.
+How many z a step? One for the whole step, as in the release. One for each forward pass is what the
+paper says above Eq. 7; but then the tokens of one answer would come from different policies, and
+attend to keys and values that yet others have computed.
 
-`--noise-draws sample` (not in the paper) has one z for each answer of a group, as noise on
-parameters is drawn once an episode elsewhere (Plappert et al. 2018, 1706.01905). With one z a step
-all answers to a problem come from the same noisy model. What z did to them is in their mean, which
-an advantage takes away, so no update can prefer one z to another. With G of them it can: answer
-number g of every group comes from draw g, and where draw 3 answers better than the others, its
-answers get the advantage. With `--correction off` the update follows that preference; the ratios of
-the other two count an answer by how likely it is without noise.
-
-A draw for each answer costs time. The answers of a group cannot share the keys and values of their
-prompt, which depend on z, nor be decoded in one batch, since the norms hold one z at a time. So
-train.sample draws the answers number 0 to all problems, then the answers number 1, and so on: G
-runs of the sampler, of which each computes all prompts.
+With one z a step all answers to a problem come from the same noisy model. What z did to them is in
+their mean, which an advantage takes away, so no update can prefer one z to another. One z for each
+answer of a group would let it (noise on parameters is drawn once an episode elsewhere: Plappert et
+al. 2018, 1706.01905). It takes G runs of the sampler a step, since the norms hold one z at a time,
+and did not help in three seeds (study/planned.md).
 
 Why noise is an fp32 buffer beside the weight, and is not added to a bf16 weight: rounding would
 swallow it. At sigma 1e-3 the sum would differ from the weight in 5 % of the channels with weights
@@ -58,7 +47,8 @@ near 0.75, and in 0.01 % of those near 1.5. Of the nine noisy stages of the defa
 last three would move less than 1 % of the channels near 1.5.
 
 Not here: noise on the final norm (the paper leaves lm_head clean); noise in the learner too, which
-did not pay in one run (docs/log.md); a sigma that is steered to a given KL divergence.
+did not pay in one run (docs/log.md); noise in proportion to each weight, sigma * w * z, which did
+not help in five seeds (study/planned.md); a sigma that is steered to a given KL divergence.
 """
 import math
 from collections.abc import Iterator
@@ -79,8 +69,6 @@ REMAINING = {
     "log": lambda t: 1 - math.log10(1 + 9 * t),
 }
 SCHEDULES = ("exponential", *REMAINING)
-NOISE_KINDS = ("absolute", "gain")                     # sigma * z, or sigma * weight * z
-NOISE_DRAWS = ("step", "sample")                       # a z for a step, or for each answer
 
 
 def sigma_at(step: int, total_steps: int, sigma_start: float, sigma_end: float, num_stages: int,
@@ -105,36 +93,31 @@ def sigma_at(step: int, total_steps: int, sigma_start: float, sigma_end: float, 
     return sigma_end + (sigma_start - sigma_end) * REMAINING[schedule](t)
 
 
-def draw_z(seed: int, step: int, layer: int, which: int, size: int, draw: int = 0) -> torch.Tensor:
+def draw_z(seed: int, step: int, layer: int, which: int, size: int) -> torch.Tensor:
     """The noise of one norm at sigma 1: (size,) fp32. which: 0 = before attention, 1 = before MLP.
-    draw: which of the step's draws; 0 is the only one unless each answer of a group has its own.
 
     It depends on these numbers alone, not on device, rank, or what was drawn before. So all ranks
     sample from one policy, and a resumed run from the one that it would have had. (numpy does not
     promise that another version of it turns Philox's bits into the same normal numbers.)
 
     Philox computes its n-th output directly from a key and n. The key is (seed, step). n is a
-    counter of four words, lowest first; draw, layer and which are its three highest, so no two
-    norms or draws share any part of a stream. Seeding a torch.Generator by a hash of the four
+    counter of four words, lowest first; layer and which are its two highest, so no two norms share
+    any part of a stream. Seeding a torch.Generator by a hash of the four
     numbers would not do. On a CPU it keeps only 32 bits of its seed, and among the 33,600 norms of
     600 steps of a 7B model two would share their z with a probability of 12 %.
     """
-    philox = np.random.Philox(key=[seed, step], counter=[0, draw, layer, which])
+    philox = np.random.Philox(key=[seed, step], counter=[0, 0, layer, which])
     return torch.from_numpy(np.random.Generator(philox).standard_normal(size, dtype=np.float32))
 
 
 @contextmanager
-def noisy_norms(model: Qwen, sigma: float, seed: int, step: int,
-                kind: str = "absolute", draw: int = 0) -> Iterator[None]:
+def noisy_norms(model: Qwen, sigma: float, seed: int, step: int) -> Iterator[None]:
     """A context in which input_norm and post_norm of every layer have noise: for rollouts.
-
-    kind: "absolute", or "gain" for noise in proportion to the norm's weight. draw: see draw_z.
 
     The noise is written into the norms' buffers in place, because captured CUDA graphs read their
     addresses. At the end it is set to 0, also where an exception ends the context. Nothing that
     was computed inside, such as a KV cache, may be used outside.
     """
-    assert kind in NOISE_KINDS, f"{kind!r} is not one of {NOISE_KINDS}"
     norms = [(i, which, norm) for i, layer in enumerate(model.layers)
              for which, norm in enumerate((layer.input_norm, layer.post_norm))]
     assert not any(norm.noise.any() for _, _, norm in norms), \
@@ -142,9 +125,7 @@ def noisy_norms(model: Qwen, sigma: float, seed: int, step: int,
     try:
         if sigma > 0:
             for i, which, norm in norms:
-                norm.noise.copy_(sigma * draw_z(seed, step, i, which, len(norm.noise), draw))
-                if kind == "gain":
-                    norm.noise.mul_(norm.weight.detach())      # --train-norms trains it
+                norm.noise.copy_(sigma * draw_z(seed, step, i, which, len(norm.noise)))
             # Is every norm reached, each with a buffer of its own? The release looks for Hugging
             # Face's norm classes in vLLM's model, finds none, and adds its noise to nothing without
             # a word.

@@ -112,21 +112,6 @@ class Rollouts:
                         self.preempted + other.preempted)
 
 
-def interleave(parts: list[Rollouts]) -> Rollouts:
-    """One answer to each of P prompts in every part -> groups of as many answers as parts.
-
-    The parts a0 b0 and a1 b1, where a and b are prompts, become a0 a1 b0 b1. They were sampled one
-    after the other, so `seconds` is their sum.
-    """
-    joined = sum(parts[1:], parts[0])            # a0 b0 a1 b1
-    P = len(parts[0].prompts)
-    rows = [part * P + p for p in range(P) for part in range(len(parts))]
-    columns = [[column[row] for row in rows] for column in (
-        joined.prompts, joined.completions, joined.logprobs, joined.finished)]
-    return Rollouts(*columns, sum(part.seconds for part in parts), joined.computed,
-                    joined.preempted)
-
-
 # -----------------------------------------------------------------------------
 # The draw
 
@@ -486,19 +471,17 @@ class Sampler:
     @torch.no_grad()
     def generate(self, prompts: list[list[int]], group_size: int, sampling: Sampling,
                  places: list[int] | range | None = None,
-                 progress: Callable | None = None, first_sample: int = 0) -> Rollouts:
+                 progress: Callable | None = None) -> Rollouts:
         """P prompts, lists of token ids -> Rollouts of P * group_size answers.
 
         places: of the prompts in the order of the run, P ints, by default 0, 1, 2, ... Their
         randomness follows from these and the seed, so a prompt at another place gets other answers.
         progress(made, sequences) is called after each window with the number of new tokens and the
         Sequences that got them, those included that ended.
-        first_sample: the number of a prompt's first answer. So two calls for 4 answers, the second
-        with first_sample 4, draw what one call for 8 would.
         harness.process.Stopped if a log-prob is not finite.
         """
         began = time.perf_counter()
-        sequences = self._sequences(prompts, group_size, sampling, places, first_sample)
+        sequences = self._sequences(prompts, group_size, sampling, places)
         # A call that an exception ended gave nothing back, so each call begins with a full pool.
         self.pool = BlockPool(self.engine.kv.shape[2])
         waiting = deque(sequences)
@@ -517,7 +500,7 @@ class Sampler:
                 progress(made, computing)
         return rollouts_of(sequences, time.perf_counter() - began, computed, preempted)
 
-    def _sequences(self, prompts, group_size, sampling, places, first_sample=0):
+    def _sequences(self, prompts, group_size, sampling, places):
         """One Sequence for every answer; the Sequences of a group share one Prefix."""
         limits = sampling.max_new_tokens
         size = len(prompts) * group_size
@@ -537,7 +520,7 @@ class Sampler:
                 assert 0 <= pos and limit < self.max_length, (
                     f"a prompt of {pos + 1} tokens + {limit - pos} new ones does not fit "
                     f"max_length={self.max_length}")
-                key = row_key(sampling.seed, place, first_sample + g)
+                key = row_key(sampling.seed, place, g)
                 sequences.append(Sequence(row, prompt, key, prefix, prompt[-1], pos, limit))
         return sequences
 

@@ -54,30 +54,24 @@ from harness.figures import sampler_entropy
 from harness.prepare import Progress, Run, begin, prepare
 from harness.ranks import gather, say, share
 from learner import Batch, Learner, Update
-from sampler import Rollouts, Sampler, Sampling, interleave
+from sampler import Rollouts, Sampler, Sampling
 
 # -----------------------------------------------------------------------------
 # Sample
 
-def sample(sampler: Sampler, noises: list[AbstractContextManager], problems: list,
-           places: range, group_size: int, sampling: Sampling) -> Rollouts:
+def sample(sampler: Sampler, noise: AbstractContextManager, problems: list, places: range,
+           group_size: int, sampling: Sampling) -> Rollouts:
     """G answers to each problem, drawn while the norms carry this step's noise. Evaluations and the
     learner have no noise.
 
-    noises: one draw for all answers, or G of them: answer number g of every group comes from g.
+    noise: the context in which the norms are noisy.
     places: of the problems in the order of the whole run. What is drawn for an answer follows from
     the seed, its problem's place and its number in the group, so it does not depend on the number
     of ranks.
     """
-    prompts = [problem.prompt for problem in problems]
-    if len(noises) == 1:
-        with noises[0]:
-            return sampler.generate(prompts, group_size, sampling, places)
-    parts = []
-    for g, noise in enumerate(noises):
-        with noise:
-            parts.append(sampler.generate(prompts, 1, sampling, places, first_sample=g))
-    return interleave(parts)
+    with noise:
+        return sampler.generate([problem.prompt for problem in problems], group_size, sampling,
+                                places)
 
 
 # -----------------------------------------------------------------------------
@@ -280,9 +274,7 @@ def train(run: Run) -> None:
         problems = data.problems_at(run.problems, seed, places)
         sigma = aqn.sigma_at(step, steps, noise.sigma_start, noise.sigma_end, noise.noise_stages,
                              noise.noise_schedule)
-        draws = G if sigma and noise.noise_draws == "sample" else 1
-        noisy = [aqn.noisy_norms(run.model, sigma, seed, step, noise.noise_kind, draw)
-                 for draw in range(draws)]
+        noisy = aqn.noisy_norms(run.model, sigma, seed, step)
         mine = sample(run.sampler, noisy, problems, places, G, sampling)
 
         # 2) Score. Then every rank gets the rows and the rollouts of all, in the same order.

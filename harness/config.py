@@ -151,11 +151,6 @@ class Noise:
     noise_stages: int = setting(10, "K of Algorithm 1; the first stage has no noise (Table 4)",
                                 AT_LEAST_1)
     noise_schedule: str = setting("exponential", "how sigma decays (Fig. 9)", choices=aqn.SCHEDULES)
-    noise_kind: str = setting("absolute", "absolute: sigma x z is added to a norm's weight "
-                              "(paper); gain: sigma x weight x z", choices=aqn.NOISE_KINDS)
-    noise_draws: str = setting("step", "step: one z for all answers of a step (release); sample: "
-                               "one for each answer of a group, which takes --group-size runs of "
-                               "the sampler (slower)", choices=aqn.NOISE_DRAWS)
 
 
 @dataclass(frozen=True)
@@ -330,7 +325,7 @@ def section_of(section: type, args: argparse.Namespace):
 
 
 # Flags that do nothing where --sigma-start is 0.
-NOISE_FLAGS = {"sigma_end", "noise_stages", "noise_schedule", "noise_kind", "noise_draws"}
+NOISE_FLAGS = {"sigma_end", "noise_stages", "noise_schedule"}
 
 # Flags that a resumed run does not take over, although they decide the order in which numbers are
 # summed and with it their last digits.

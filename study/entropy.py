@@ -17,7 +17,6 @@ draw needs its own run of the sampler, which takes nearly as long for few rows a
 import argparse
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 from harness import process  # isort: skip; it makes settings that torch reads when imported
 import aqn
@@ -31,24 +30,18 @@ from sampler import Sampler, Sampling, engine_for
 from study.results import sampled_setting
 
 PROBLEMS_AT_ONCE = 50                            # where there is no noise to draw
-NOISES = [("none", 0.0), ("aqn", 1e-2), ("aqn", 5e-2), ("aqn", 8e-2), ("gain", 7e-2)]
-
-
-class NormNoise(NamedTuple):
-    """A noise on the norms, of which so many problems in a row get one draw z."""
-    kind: str               # "none", "aqn" or "gain"
-    sigma: float
-    problems_a_draw: int
+SIGMAS = 0.0, 1e-2, 5e-2, 8e-2                   # of the noise on the norms
 
 
 def sample_all(model: qwen.Qwen, sampler: Sampler, tokenizer: data.Tokenizer, problems: list,
-               samples: int, sampling: Sampling, noise: NormNoise) -> list[list]:
-    """-> [correct, finished, tokens, sum of log-probs] of every answer, problem by problem."""
-    kind = "gain" if noise.kind == "gain" else "absolute"
+               samples: int, sampling: Sampling, sigma: float, problems_a_draw: int) -> list[list]:
+    """-> [correct, finished, tokens, sum of log-probs] of every answer, problem by problem. Each
+    problems_a_draw problems in a row get one draw z of the noise.
+    """
     answers = []
-    for number, start in enumerate(range(0, len(problems), noise.problems_a_draw)):
-        part = problems[start:start + noise.problems_a_draw]
-        with aqn.noisy_norms(model, noise.sigma, sampling.seed, number, kind):
+    for number, start in enumerate(range(0, len(problems), problems_a_draw)):
+        part = problems[start:start + problems_a_draw]
+        with aqn.noisy_norms(model, sigma, sampling.seed, number):
             rollouts = sampler.generate([problem.prompt for problem in part], samples, sampling,
                                         range(start, start + len(part)))
         rows = rewards.grade_rollouts(tokenizer, part, rollouts)
@@ -84,12 +77,13 @@ def main() -> None:
         rows = max(PROBLEMS_AT_ONCE, args.problems_a_draw) * args.samples
         sampler = Sampler(engine_for(kernels), model, longest, rows)
         sampling = Sampling(args.max_new_tokens, tokenizer.end_ids, temperature=1.0, seed=0)
-        for kind, sigma in NOISES:
+        for sigma in SIGMAS:
             began = time.perf_counter()
-            noise = NormNoise(kind, sigma, args.problems_a_draw if sigma else PROBLEMS_AT_ONCE)
-            answers = sample_all(model, sampler, tokenizer, problems, args.samples, sampling, noise)
-            line = {"name": args.name, "noise": kind, "sigma": sigma, "samples": args.samples,
-                    "problems_a_draw": noise.problems_a_draw, "answers": answers}
+            a_draw = args.problems_a_draw if sigma else PROBLEMS_AT_ONCE
+            answers = sample_all(model, sampler, tokenizer, problems, args.samples, sampling, sigma,
+                                 a_draw)
+            line = {"name": args.name, "noise": "aqn" if sigma else "none", "sigma": sigma,
+                    "samples": args.samples, "problems_a_draw": a_draw, "answers": answers}
             append_lines(args.out, [line])
             found = sampled_setting(line)
             print(f"{found.name}, {found.noise}: entropy {found.entropy.mean():.4f} nats a token, "

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The runs that would decide what study/README.md leaves open, as they are started on one H200.
+# The planned runs of the study, and those that would decide what it leaves open, as they are started
+# on one H200.
 #
 #     M05=... M15=... DATA=... bash study/runs.sh ORDER [SEED ...]
 #
@@ -8,19 +9,19 @@
 # the problems of MATH with their `level`. WORK (default: runs/study): where runs and 4-bit
 # models go; a 4-bit model that is there is not made again, and a run that is there is refused: after
 # a failure, take those seeds again with an empty WORK. What a run leaves goes to study/runs; save it
-# before the machine goes back. ORDER is one of study/open.md, which has the predictions and the
-# primary comparison of each:
+# before the machine goes back. study/planned.md and study/open.md have the predictions and the
+# primary comparison of each ORDER:
 #
-#     0   no training: the sampler's entropy in every format, with every noise      20 minutes
-#     1   noise that is large enough to act, 0.5B                                    9 a seed
+#     0   no training: the sampler's entropy in every format, with every noise      40 minutes
+#     1   noise that is large enough to act, 0.5B                                    7 a seed
 #     2   16 bits and calibrated, each at two learning rates, 0.5B                   9 a seed
 #     3   16 bits and calibrated, each at two learning rates, on MATH, 1.5B         32 a seed
-#     4   other ways to explore, 0.5B, beside the runs of order 1                    7 a seed
 #     5   what the recipe owes to its parts, 1.5B                                   20 a seed
 #     6   the defaults, 0.5B and 1.5B                                               26 a seed
 #
 # The minutes of orders 1 and 2 were measured with two seeds or more at a time, those of order 5
-# with five runs at a time, those of order 6 with one seed; the others are by arithmetic. All arms
+# with five runs at a time, those of order 6 with one seed; the others are by arithmetic. (What was
+# order 4 needs flags that are not here any more: study/methods.md names the version.) All arms
 # of all seeds that are given run side by side, so that whatever the card does hits all alike. On
 # two cards, start two calls, each with a WORK and a CUDA_VISIBLE_DEVICES of its own. ARMS, for
 # instance ARMS="noise-none noise-off", takes only these arms of the order: for more seeds of one
@@ -38,7 +39,7 @@
 # its `eval_accuracy`, by which nothing is chosen, is that of the first 256 problems of the test.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-order=${1:?ORDER: 0 to 6}
+order=${1:?ORDER: 0 to 3, 5 or 6}
 seeds=("${@:2}")
 [ "$order" = 0 ] || : "${seeds[0]:?give the seeds, 0 1 for example}"
 WORK=${WORK:-runs/study}
@@ -240,9 +241,8 @@ case $order in
         start noise-none "$seed" "$model" --sigma-start 0
         start noise-truncate "$seed" "$model" --sigma-start 5e-2 --correction truncate
         start noise-off "$seed" "$model" --sigma-start 5e-2 --correction off
-        start noise-gain "$seed" "$model" --sigma-start 7e-2 --noise-kind gain --correction off
     done
-    arms="noise-none noise-truncate noise-off noise-gain"
+    arms="noise-none noise-truncate noise-off"
     finish "$arms"
     tables $arms --primary noise-off ;;
 2)
@@ -275,17 +275,6 @@ case $order in
     done
     finish "math-bf16-1e-4 math-bf16-2e-4" "math-calibrated-1e-4 math-calibrated-2e-4"
     rates math ;;
-4)
-    converted 0.5b-nearest "$M05" --codes nearest
-    for seed in "${seeds[@]}"; do
-        model=$WORK/0.5b-nearest
-        start noise-ppo "$seed" "$model" --sigma-start 5e-2 --correction ppo
-        start noise-draws "$seed" "$model" --sigma-start 5e-2 --noise-draws sample --correction off
-        start noise-warm "$seed" "$model" --sigma-start 0 --temperature 1.1
-    done
-    arms="noise-ppo noise-draws noise-warm"
-    finish "$arms"
-    tables noise-none noise-off $arms --primary noise-draws ;;
 5)
     converted 1.5b-calibrated "$M15" --calibrate 128 --data "$WORK/learn.jsonl"
     for seed in "${seeds[@]}"; do
@@ -319,6 +308,6 @@ case $order in
     tables default-0.5b
     tables default-1.5b ;;
 *)
-    echo "ORDER $order: 0 to 6" >&2
+    echo "ORDER $order: 0 to 3, 5 or 6" >&2
     exit 1 ;;
 esac

@@ -170,8 +170,7 @@ def test_a_run_that_an_earlier_version_began_goes_on_with_what_a_new_one_may_not
         assert check_settings(*read_settings(["--resume", "--out", str(tmp_path), *given])) is None
 
 
-@pytest.mark.parametrize("flags", ["--noise-kind gain", "--noise-draws sample", "--noise-schedule cosine",
-                                   "--noise-stages 4", "--sigma-end 1e-4"])
+@pytest.mark.parametrize("flags", ["--noise-schedule cosine", "--noise-stages 4", "--sigma-end 1e-4"])
 def test_a_flag_of_the_noise_is_refused_where_there_is_none(flags):
     with pytest.raises(ValueError, match=f"{flags.split()[0]} .*: --sigma-start is 0, so there is no noise$"):
         settings_of("--model", "x", *flags.split())             # no noise is the default of a real model

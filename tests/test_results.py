@@ -392,6 +392,7 @@ def test_the_studys_claim_on_sampled_answers_is_what_its_files_hold(monkeypatch,
     (range(2, 13), ("noise-none", "noise-off"), "-0.2 [-1.1, +0.6]", "+0.1 [-0.5, +0.8]"),
     (range(7, 13), ("noise-none", "noise-off"), "-0.3 [-1.5, +0.9]", "-0.0 [-0.9, +0.9]"),
     (range(7), ("rate-bf16-2e-4", "rate-calibrated-1e-4"), "-0.9 [-2.1, +0.2]", "-2.9 [-3.8, -1.9]"),
+    (range(2, 5), ("noise-off", "noise-draws"), "+0.2 [-1.4, +1.9]", "+0.2 [-1.1, +1.5]"),
     (range(3), ("recipe-divided", "recipe-undivided"), "-1.1 [-2.6, +0.4]", "+0.4 [-0.9, +1.7]")])
 def test_the_studys_primary_comparisons_are_what_its_files_hold(seeds, arms, greedy, sampled, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
@@ -489,7 +490,8 @@ def test_the_studys_tables_of_advantages_are_what_its_files_hold(monkeypatch, ca
 
     for arm in "divided", "undivided", "bound", "beta2":
         greedy, sampled = printed(f"recipe-{arm}")
-        row = [f"recipe-{arm}", sampled[2], sampled[3], greedy[3], greedy[4]]
+        seeds = ", ".join(str(seed) for seed in range(9) if (ROOT / f"study/runs/recipe-{arm}-s{seed}.jsonl").exists())
+        row = [f"recipe-{arm}", seeds, sampled[2], sampled[3], greedy[3], greedy[4]]
         assert [cell.strip("*") for cell in row] in rows
     for arm in "bound", "beta2":
         *_, (name, _, greedy, *_), _, _, (_, _, sampled, *_) = printed("recipe-undivided", f"recipe-{arm}")
@@ -585,14 +587,13 @@ def copy_of_the_script(folder, stand_in):
                                                           env=os.environ | folders | variables)
 
 
-NOISES = "noise-none noise-truncate noise-off noise-gain"
+NOISES = "noise-none noise-truncate noise-off"
 
 
 @pytest.mark.parametrize("order,arms", [
     ("1", NOISES),
     ("2", "rate-bf16-1e-4 rate-calibrated-1e-4 rate-bf16-2e-4 rate-calibrated-2e-4"),
     ("3", "math-bf16-1e-4 math-calibrated-1e-4 math-bf16-2e-4 math-calibrated-2e-4"),
-    ("4", "noise-ppo noise-draws noise-warm"),
     ("5", "recipe-divided recipe-undivided recipe-bound recipe-beta2"),
     ("6", "default-0.5b default-1.5b")])
 def test_the_script_of_the_runs_to_come_starts_every_arm_with_flags_that_train_takes(tmp_path, order, arms):
@@ -640,7 +641,7 @@ def test_the_script_of_the_runs_to_come_starts_every_arm_with_flags_that_train_t
 def test_of_an_order_only_the_wanted_arms_are_run_and_their_untrained_model_tested(tmp_path):
     log = tmp_path / "calls"
     run_script = copy_of_the_script(tmp_path, f'echo "$*" >> {log}')
-    for order, wanted in (("0", "1.5b"), ("1", "noise-truncate noise-gain"), ("2", "rate-calibrated-2e-4"),
+    for order, wanted in (("0", "1.5b"), ("1", "noise-truncate noise-off"), ("2", "rate-calibrated-2e-4"),
                           ("5", "recipe-bound"), ("6", "default-1.5b")):
         log.write_text("")
         work = tmp_path / order
@@ -669,7 +670,7 @@ def test_an_arm_that_an_order_lacks_is_one_line(tmp_path, order):
 
 
 def test_a_run_that_fails_is_named_and_takes_no_other_with_it(tmp_path):
-    """noise-off fails in training, and of the others noise-gain in its second test. The untrained model was tested
+    """noise-off fails in training, and of the others noise-truncate in its second test. The untrained model was tested
     beside earlier seeds, and is not tested again."""
     for file in "held_out.json", "sampled.json":
         write(tmp_path / "study" / "runs", file, [dict.fromkeys(NOISES.split(), "01")])
@@ -677,23 +678,23 @@ def test_a_run_that_fails_is_named_and_takes_no_other_with_it(tmp_path):
     run_script = copy_of_the_script(tmp_path, f"""
 echo "$*" >> {log}
 case "$*" in
-train.py*noise-off* | *noise-gain*sampled.jsonl*--samples*) exit 3 ;;
+train.py*noise-off* | *noise-truncate*sampled.jsonl*--samples*) exit 3 ;;
 esac""")
     done = run_script("1", "0")
     assert done.returncode == 1
     assert done.stderr.splitlines() == [f"the run noise-off-s0 failed: {work}/noise-off-s0.log",
-                                        f"the test of noise-gain-s0 failed: {work}/noise-gain-s0.test.log"]
+                                        f"the test of noise-truncate-s0 failed: {work}/noise-truncate-s0.test.log"]
     calls = log.read_text().splitlines()
     kept = [call.split()[-1] for call in calls if call.startswith("-m study.results keep")]
-    assert kept == ["noise-none-s0", "noise-truncate-s0", "noise-gain-s0"]
+    assert kept == ["noise-none-s0", "noise-truncate-s0"]
     taken = sorted(call.split()[3] for call in calls if call.startswith("-m study.results verdicts"))
-    assert taken == ["noise-none-s0"] * 2 + ["noise-truncate-s0"] * 2
+    assert taken == ["noise-none-s0"] * 2
     assert not any("tables" in call for call in calls)
 
 
 @pytest.mark.parametrize("order, arms, there, missing", [
     ("1", NOISES, {"held_out": NOISES}, [f"{arm} sampled" for arm in NOISES.split()]),
-    ("1", NOISES, {"held_out": "noise-none noise-off noise-gain", "sampled": "noise-none noise-gain"},
+    ("1", NOISES, {"held_out": "noise-none noise-off", "sampled": "noise-none"},
      ["noise-truncate greedy", "noise-truncate sampled", "noise-off sampled"]),
     ("3", "math-bf16-1e-4", {"held_out": "math-bf16-1e-4 math-bf16-2e-4"}, [])])
 def test_of_the_untrained_models_test_what_is_missing_is_taken_in(tmp_path, order, arms, there, missing):

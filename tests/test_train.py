@@ -46,7 +46,7 @@ from harness.hf import NVFP4_CONFIG, Shards
 from learner import Update
 from lora import attach, save_adapter
 from model import load
-from sampler import KV_BLOCK, Rollouts, Sampler, Sampling, TorchEngine, blocks_for
+from sampler import KV_BLOCK, Rollouts, Sampling, blocks_for
 from tiny.arithmetic import arithmetic
 from test_data import TEMPLATES, thinking_tiny
 from tiny_qwen2 import config_json, random_tensors, write_folder
@@ -338,49 +338,13 @@ def test_the_seed_of_a_run_is_that_of_its_noise_its_sampling_and_its_adapter(run
 
     problems = [SimpleNamespace(prompt=[i]) for i in (4, 1)]
     noise = train_py.aqn.noisy_norms(model, 0.5, 7, 2)
-    train_py.sample(SimpleNamespace(generate=generate), [noise], problems, range(10, 12), 3, Sampling(9, (), seed=7))
+    train_py.sample(SimpleNamespace(generate=generate), noise, problems, range(10, 12), 3, Sampling(9, (), seed=7))
     (prompts, group_size, seed, places, noise), = seen
     assert (prompts, group_size, seed, places) == ([[4], [1]], 3, 7, range(10, 12))
     assert torch.equal(noise, 0.5 * draw_z(7, 2, 1, 1, len(noise)))
     runs.run("seeded", *"--steps 1 --seed 7 --lr 1e-9".split())
     start = attach(model, rank=32, alpha=32, seed=7).master.data
     torch.testing.assert_close(runs.state("seeded", 1)["master"], start, atol=1e-8, rtol=0)
-
-
-def test_each_answer_of_a_group_can_have_a_draw_of_the_noise(runs):
-    model = load(ROOT / "tiny", "nvfp4", "cpu")
-    prompts, G, sigma = [[4, 7, 9, 3], [1, 5], [8, 8, 2]], 4, 0.3
-    problems = [SimpleNamespace(prompt=prompt) for prompt in prompts]
-    sampler = Sampler(TorchEngine, model, max_length=32, max_rows=5)
-    sampling = Sampling(12, (), seed=7)
-
-    def noise(draw):
-        return train_py.aqn.noisy_norms(model, sigma, 7, 2, draw=draw)
-
-    one = train_py.sample(sampler, [noise(0)], problems, range(10, 13), G, sampling)
-    each = train_py.sample(sampler, [noise(g) for g in range(G)], problems, range(10, 13), G, sampling)
-    assert each.prompts == one.prompts == [prompt for prompt in prompts for _ in range(G)]
-    assert each.num_tokens == 3 * G * 12 and each.seconds > 0 and each.computed == 3 * G * 12
-    # With the noise of draw g the learner's forward gives the sampler's numbers in the rows of g alone.
-    starts = [len(prompt) for prompt in each.prompts]
-    rows = [prompt + answer for prompt, answer in zip(each.prompts, each.completions)]
-    for g in range(G):
-        with torch.no_grad(), noise(g):
-            learner = model.token_logprobs(rows, starts)[0].view(3 * G, 12)
-        off = (learner - torch.stack(each.logprobs)).abs().amax(dim=1).view(3, G)
-        assert (off[:, g] < 2e-5).all() and (off[:, [k for k in range(G) if k != g]] > 1e-3).all()
-    assert each.completions[::G] == one.completions[::G]          # draw 0 is that of the whole step
-    # Without noise, G runs of the sampler write what one writes: the answers keep their numbers.
-    calm = [train_py.sample(sampler, [nullcontext()] * n, problems, range(10, 13), G, sampling) for n in (1, G)]
-    assert calm[0].completions == calm[1].completions
-
-    flags = "--steps 3 --noise-stages 2 --sigma-start 0.1 --sigma-end 0.1".split()
-    runs.run("draws", *flags, "--noise-draws", "sample")
-    runs.run("a-step", *flags)
-    draws, step = runs.metrics("draws"), runs.metrics("a-step")
-    assert [m["sigma"] for m in draws] == [m["sigma"] for m in step] == [0, 0.1, 0.1]
-    assert draws[0]["sampler_entropy"] == step[0]["sampler_entropy"]
-    assert draws[1]["sampler_entropy"] != step[1]["sampler_entropy"]
 
 
 # -----------------------------------------------------------------------------
