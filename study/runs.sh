@@ -5,8 +5,8 @@
 #     M05=... M15=... DATA=... bash study/runs.sh ORDER [SEED ...]
 #
 # M05, M15: folders of the 16-bit 0.5B and 1.5B. DATA: a folder with gsm8k_train.jsonl and
-# gsm8k_test.jsonl; for order 3 math_train.jsonl, math500.jsonl and math_test_rest.jsonl, which have
-# the problems of MATH with their `level`. WORK (default: runs/study): where runs and 4-bit
+# gsm8k_test.jsonl; for order 3 math_train.jsonl, which has the problems of MATH with their `level`,
+# and math500.jsonl. WORK (default: runs/study): where runs and 4-bit
 # models go; a 4-bit model that is there is not made again, and a run that is there is refused: after
 # a failure, take those seeds again with an empty WORK. What a run leaves goes to study/runs; save it
 # before the machine goes back. study/planned.md and study/open.md have the predictions and the
@@ -16,13 +16,13 @@
 #     1   noise that is large enough to act, 0.5B                                    7 a seed
 #     2   16 bits and calibrated, each at two learning rates, 0.5B                   9 a seed
 #     3   16 bits and calibrated, each at two learning rates, on MATH, 1.5B         32 a seed
+#     4   noise with the paper's own clip, 0.5B, beside the runs of order 1          3 a seed
 #     5   what the recipe owes to its parts, 1.5B                                   20 a seed
 #     6   the defaults, 0.5B and 1.5B                                               26 a seed
 #
 # The minutes of orders 1 and 2 were measured with two seeds or more at a time, those of order 5
-# with five runs at a time, those of order 6 with one seed; the others are by arithmetic. (What was
-# order 4 needs flags that are not here any more: study/methods.md names the version.) All arms
-# of all seeds that are given run side by side, so that whatever the card does hits all alike. On
+# with five runs at a time, those of order 6 with one seed; the others are by arithmetic. All arms of
+# all seeds that are given run side by side, so that whatever the card does hits all alike. On
 # two cards, start two calls, each with a WORK and a CUDA_VISIBLE_DEVICES of its own. ARMS, for
 # instance ARMS="noise-none noise-off", takes only these arms of the order: for more seeds of one
 # comparison, or for what is missing after a failure. Of order 0 ARMS=1.5b takes this model. GIB:
@@ -33,13 +33,13 @@
 #
 # Of GSM8K training takes the first 6,473 problems of the training file. The last 1,000 are held
 # out: what to run or to keep is chosen by `eval_accuracy`, which is theirs. Of MATH it takes levels
-# 3 to 5, whose every sixth problem is held out. The test is answered once, at the end, greedily and
-# with 8 answers at temperature 1 (MATH's 4,992 greedily alone); `study.results verdicts` refuses a
+# 3 to 5, whose every twelfth problem is held out, and its test is MATH500. The test is answered
+# once, at the end, greedily and with 8 answers at temperature 1; `study.results verdicts` refuses a
 # second time. Order 6 has what `--data gsm8k` gives a newcomer: it trains on the whole file, and
 # its `eval_accuracy`, by which nothing is chosen, is that of the first 256 problems of the test.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-order=${1:?ORDER: 0 to 3, 5 or 6}
+order=${1:?ORDER: 0 to 6}
 seeds=("${@:2}")
 [ "$order" = 0 ] || : "${seeds[0]:?give the seeds, 0 1 for example}"
 WORK=${WORK:-runs/study}
@@ -53,8 +53,6 @@ if [ ! -e "$WORK/choose.jsonl" ]; then
 fi
 TEST=$DATA/gsm8k_test.jsonl
 TEST_TOKENS=512
-KINDS="greedy sampled"                           # of the test
-[ "$order" != 3 ] || KINDS=greedy
 
 # converted NAME SOURCE FLAG ...: makes $WORK/NAME from the 16-bit folder SOURCE
 converted() {
@@ -130,7 +128,7 @@ finish() {
     done
     for name in "${names[@]}"; do
         {
-            tested "$name" "$WORK/$name" && taken_in "$name" "$name" $KINDS \
+            tested "$name" "$WORK/$name" && taken_in "$name" "$name" greedy sampled \
                 && { [ $# != 0 ] || before "$name" "$name-before"; }
         } > "$WORK/$name.test.log" 2>&1 &
         process[$name]=$!
@@ -155,8 +153,8 @@ finish() {
 tested() {
     local flags="--data $TEST --max-rows 512 --max-new-tokens $TEST_TOKENS"
     python evaluate.py "$2" "${@:3}" $flags --out "$WORK/$1.greedy.jsonl" || return
-    [ "$KINDS" = greedy ] || python evaluate.py "$2" "${@:3}" $flags \
-        --out "$WORK/$1.sampled.jsonl" --samples 8 --temperature 1 --top-p 1
+    python evaluate.py "$2" "${@:3}" $flags --out "$WORK/$1.sampled.jsonl" \
+        --samples 8 --temperature 1 --top-p 1
 }
 
 # taken_in NAME TESTED KIND ...: takes what tested() wrote for TESTED into study/runs as NAME's. All
@@ -172,7 +170,7 @@ taken_in() {
 lacking() {
     local kind
     declare -A file=([greedy]=held_out [sampled]=sampled)
-    for kind in $KINDS; do
+    for kind in greedy sampled; do
         grep -qs "\"$1\":" "study/runs/${file[$kind]}.json" || echo "$kind"
     done
 }
@@ -258,11 +256,10 @@ case $order in
 3)
     if [ ! -e "$WORK/math_choose.jsonl" ]; then
         grep '"level": [345],' "$DATA/math_train.jsonl" > "$WORK/math.jsonl"
-        awk 'NR % 6 != 0' "$WORK/math.jsonl" > "$WORK/math_learn.jsonl"
-        cat "$DATA/math500.jsonl" "$DATA/math_test_rest.jsonl" > "$WORK/math_test.jsonl"
-        awk 'NR % 6 == 0' "$WORK/math.jsonl" > "$WORK/math_choose.jsonl"
+        awk 'NR % 12 != 0' "$WORK/math.jsonl" > "$WORK/math_learn.jsonl"
+        awk 'NR % 12 == 0' "$WORK/math.jsonl" > "$WORK/math_choose.jsonl"
     fi
-    TEST=$WORK/math_test.jsonl
+    TEST=$DATA/math500.jsonl
     TEST_TOKENS=1024
     MATH="--data $WORK/math_learn.jsonl --eval-data $WORK/math_choose.jsonl --max-new-tokens 1024"
     converted 1.5b-calibrated "$M15" --calibrate 128 --data "$WORK/learn.jsonl"
@@ -275,6 +272,13 @@ case $order in
     done
     finish "math-bf16-1e-4 math-bf16-2e-4" "math-calibrated-1e-4 math-calibrated-2e-4"
     rates math ;;
+4)
+    converted 0.5b-nearest "$M05" --codes nearest
+    for seed in "${seeds[@]}"; do
+        start noise-ppo "$seed" "$WORK/0.5b-nearest" --sigma-start 5e-2 --correction ppo
+    done
+    finish noise-ppo
+    tables noise-none noise-ppo --primary noise-ppo ;;
 5)
     converted 1.5b-calibrated "$M15" --calibrate 128 --data "$WORK/learn.jsonl"
     for seed in "${seeds[@]}"; do
@@ -308,6 +312,6 @@ case $order in
     tables default-0.5b
     tables default-1.5b ;;
 *)
-    echo "ORDER $order: 0 to 3, 5 or 6" >&2
+    echo "ORDER $order: 0 to 6" >&2
     exit 1 ;;
 esac

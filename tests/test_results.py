@@ -436,6 +436,7 @@ FIGURES = {                                              # in study/README.md: w
     "calibrated - 16 bits, first study": ("bf16", "calibrated", 2, "greedy"),
     "calibrated - 16 bits, 1.5B, first study": ("1.5b-bf16", "1.5b-calibrated", 2, "greedy"),
     "to nearest - 16 bits": ("bf16", "nearest", 2, "greedy"),
+    "to nearest: sigma 1e-2 - no noise": ("nearest", "nearest-aqn", 2, "greedy"),
     "to nearest - 16 bits at 2e-4": ("rate-bf16-2e-4", "noise-none", 2, "sampled"),
     "calibrated at 2e-4 - 16 bits at 2e-4": ("rate-bf16-2e-4", "rate-calibrated-2e-4", 2, "sampled"),
     "searched - 16 bits": ("bf16", "search", 2, "greedy"),
@@ -594,16 +595,16 @@ NOISES = "noise-none noise-truncate noise-off"
     ("1", NOISES),
     ("2", "rate-bf16-1e-4 rate-calibrated-1e-4 rate-bf16-2e-4 rate-calibrated-2e-4"),
     ("3", "math-bf16-1e-4 math-calibrated-1e-4 math-bf16-2e-4 math-calibrated-2e-4"),
+    ("4", "noise-ppo"),
     ("5", "recipe-divided recipe-undivided recipe-bound recipe-beta2"),
     ("6", "default-0.5b default-1.5b")])
 def test_the_script_of_the_runs_to_come_starts_every_arm_with_flags_that_train_takes(tmp_path, order, arms):
     """A stand-in for Python writes down what it is called with."""
     log = tmp_path / "calls"
     run_script = copy_of_the_script(tmp_path, f"line=$(printf '%s\\t' \"$@\")\necho \"$line\" >> {log}")
-    levels = [f'{{"id": {i}, "level": {i % 5 + 1}, "subject": "x"}}\n' for i in range(35)]
+    levels = [f'{{"id": {i}, "level": {i % 5 + 1}, "subject": "x"}}\n' for i in range(45)]
     (tmp_path / "math_train.jsonl").write_text("".join(levels))
-    for name in "math500", "math_test_rest":
-        (tmp_path / f"{name}.jsonl").write_text(f"{name}\n")
+    (tmp_path / "math500.jsonl").touch()
     done = run_script(order, "3", "4")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "work" / "choose.jsonl").read_text().split() == [str(i) for i in range(3, 1003)]
@@ -619,22 +620,23 @@ def test_the_script_of_the_runs_to_come_starts_every_arm_with_flags_that_train_t
         == len(settings) - 2 * (order == "5")                             # beta2 differs from undivided by no flag
     # Each run's test is taken in once, and that of the untrained model once for each arm, or for each run that
     # made its own 4-bit model.
-    kinds = ["greedy"] if order == "3" else ["greedy", "sampled"]
     taken = [(call[3], call[4].split(".")[-2]) for call in calls if call[:3] == ["-m", "study.results", "verdicts"]]
     names = [f"{arm}-s{seed}" for arm in arms.split() for seed in "34"]
     untrained = [f"{name}-before" for name in names] if order == "6" else arms.split()
-    assert sorted(taken) == sorted((name, kind) for name in names + untrained for kind in kinds)
+    assert sorted(taken) == sorted((name, kind) for name in names + untrained
+                                   for kind in ("greedy", "sampled"))
     if order == "6":                              # the files of gsm8k, and each run's own model before training
         assert {(Path(one.data.data).name, Path(one.data.eval_data).name, one.data.eval_problems)
                 for one in settings} == {("gsm8k_train.jsonl", "gsm8k_test.jsonl", 256)}
         assert {Path(call[1]).name for call in calls if "--adapter" in call} == {*names}
-    if order == "3":                              # 21 problems of levels 3 to 5: every sixth is held out
+    tests = {Path(call[call.index("--data") + 1]).name for call in calls if call[0] == "evaluate.py"}
+    assert tests == {"math500.jsonl" if order == "3" else "gsm8k_test.jsonl"}
+    if order == "3":                              # 27 problems of levels 3 to 5: every twelfth is held out
         def ids(name):
             return [json.loads(line)["id"] for line in (tmp_path / "work" / name).read_text().splitlines()]
 
-        assert ids("math_choose.jsonl") == [i for i in range(35) if i % 5 >= 2][5::6]
-        assert sorted(ids("math_learn.jsonl") + ids("math_choose.jsonl")) == [i for i in range(35) if i % 5 >= 2]
-        assert (tmp_path / "work" / "math_test.jsonl").read_text().split() == ["math500", "math_test_rest"]
+        assert ids("math_choose.jsonl") == [i for i in range(45) if i % 5 >= 2][11::12]
+        assert sorted(ids("math_learn.jsonl") + ids("math_choose.jsonl")) == [i for i in range(45) if i % 5 >= 2]
         assert {one.data.data for one in settings} == {str(tmp_path / "work" / "math_learn.jsonl")}
 
 
@@ -696,14 +698,13 @@ esac""")
     ("1", NOISES, {"held_out": NOISES}, [f"{arm} sampled" for arm in NOISES.split()]),
     ("1", NOISES, {"held_out": "noise-none noise-off", "sampled": "noise-none"},
      ["noise-truncate greedy", "noise-truncate sampled", "noise-off sampled"]),
-    ("3", "math-bf16-1e-4", {"held_out": "math-bf16-1e-4 math-bf16-2e-4"}, [])])
+    ("3", "math-bf16-1e-4", {"held_out": "math-bf16-1e-4 math-bf16-2e-4"},
+     ["math-bf16-1e-4 sampled", "math-bf16-2e-4 sampled"])])
 def test_of_the_untrained_models_test_what_is_missing_is_taken_in(tmp_path, order, arms, there, missing):
     """And it is the model of a run that did not fail: seed 0 of the first arm did."""
     for file, names in there.items():
         write(tmp_path / "study" / "runs", f"{file}.json", [dict.fromkeys(names.split(), "01")])
     (tmp_path / "math_train.jsonl").write_text('{"level": 3, "x": 0}\n')
-    for name in "math500", "math_test_rest":
-        (tmp_path / f"{name}.jsonl").touch()
     log = tmp_path / "calls"
     failing = f'case "$*" in train.py*{arms.split()[0]}-s0*) exit 3 ;; esac'
     done = copy_of_the_script(tmp_path, f'echo "$*" >> {log}\n{failing}')(order, "0", "1", ARMS=arms)
