@@ -102,9 +102,9 @@ def draw_z(seed: int, step: int, layer: int, which: int, size: int) -> torch.Ten
 
     Philox computes its n-th output directly from a key and n. The key is (seed, step). n is a
     counter of four words, lowest first; layer and which are its two highest, so no two norms share
-    any part of a stream. Seeding a torch.Generator by a hash of the four
-    numbers would not do. On a CPU it keeps only 32 bits of its seed, and among the 33,600 norms of
-    600 steps of a 7B model two would share their z with a probability of 12 %.
+    any part of a stream. Seeding a torch.Generator by a hash of the four numbers would not do. On
+    a CPU it keeps only 32 bits of its seed, and among the 33,600 norms of 600 steps of a 7B model
+    two would share their z with a probability of 12 %.
     """
     philox = np.random.Philox(key=[seed, step], counter=[0, 0, layer, which])
     return torch.from_numpy(np.random.Generator(philox).standard_normal(size, dtype=np.float32))

@@ -327,6 +327,9 @@ def section_of(section: type, args: argparse.Namespace):
 # Flags that do nothing where --sigma-start is 0.
 NOISE_FLAGS = {"sigma_end", "noise_stages", "noise_schedule"}
 
+# Settings of earlier versions -> the value that is what this version does.
+GONE = {"noise_kind": "absolute", "noise_draws": "step"}
+
 # Flags that a resumed run does not take over, although they decide the order in which numbers are
 # summed and with it their last digits.
 OF_A_START = "kernels", "memory_gib", "kv_gib"
@@ -356,6 +359,8 @@ def read_settings(argv: list | None = None) -> tuple[Settings, Settings | None]:
     if given.get("resume"):
         folder = given["out"] = str(run_folder(defaults | given))
     held = read_run_json(Path(folder) / "run.json") if folder else {}
+    if folder:
+        check_gone(folder)
     if given.get("resume"):
         check_can_resume(folder, held)
     defaults |= without_places(held)
@@ -412,6 +417,17 @@ def check_can_resume(folder: str, held: dict) -> None:
     if not {"model", "base", "data"} <= held.keys():
         raise ValueError(f"{Path(folder) / 'run.json'}: has no model, base or data")
     check_adapters_run(Path(folder), held)
+
+
+def check_gone(folder: str) -> None:
+    """ValueError if a run was made with a setting that is not here: this version would train on
+    without it.
+    """
+    path = Path(folder) / "run.json"
+    for name, value in read_json(path).items():
+        if value != GONE.get(name, value):
+            raise ValueError(f"{path}: {name} is {short_repr(value)}, which this version does not "
+                             "have: go on with the version that began the run")
 
 
 def tell_differences(values: dict, held: dict) -> None:

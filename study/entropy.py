@@ -4,7 +4,7 @@ How random is the policy that samples, and what do 4-bit codes and noise add to 
     python -m study.entropy --model M --base nvfp4 --data gsm8k_test.jsonl --name nearest \
         --out sampler.jsonl
 
-Answers the same problems at temperature 1 under several noises on the norms. The sampler's entropy
+Answers the same problems at temperature 1 with several sigmas of the noise on the norms. The sampler's entropy
 is estimated by minus the mean log-probability of all sampled tokens, in nats a token: the expected
 value of -log p under p is the entropy.
 

@@ -10,7 +10,7 @@
 # models go; a 4-bit model that is there is not made again, and a run that is there is refused: after
 # a failure, take those seeds again with an empty WORK. What a run leaves goes to study/runs; save it
 # before the machine goes back. study/planned.md and study/open.md have the predictions and the
-# primary comparison of each ORDER:
+# primary comparisons of the orders 1 to 5, entropy.md and longer.md beside them those of 0 and 6:
 #
 #     0   no training: the sampler's entropy in every format, with every noise      40 minutes
 #     1   noise that is large enough to act, 0.5B                                    7 a seed
@@ -20,7 +20,7 @@
 #     5   what the recipe owes to its parts, 1.5B                                   20 a seed
 #     6   the defaults, 0.5B and 1.5B                                               26 a seed
 #
-# The minutes of orders 1 and 2 were measured with two seeds or more at a time, those of order 5
+# The minutes of order 2 were measured with two seeds or more at a time, those of order 5
 # with five runs at a time, those of order 6 with one seed; the others are by arithmetic. All arms of
 # all seeds that are given run side by side, so that whatever the card does hits all alike. On
 # two cards, start two calls, each with a WORK and a CUDA_VISIBLE_DEVICES of its own. ARMS, for

@@ -176,6 +176,12 @@ def test_noise_depends_on_seed_step_layer_and_norm_alone():
     assert torch.cat(vectors).unique().numel() == 20 * 24                 # no vector is another one shifted
 
 
+def test_the_noise_of_a_step_has_the_bits_that_it_always_had():
+    want = [[-0.1334, 0.2883, -1.0463, 1.6296], [-1.2655, -0.8308, 0.9867, 0.2156]]
+    for (layer, which), z in zip([(0, 0), (5, 1)], want):
+        assert draw_z(3, 7, layer, which, 24)[:4].tolist() == pytest.approx(z, abs=5e-5)
+
+
 def test_noise_is_standard_normal():
     z = torch.cat([draw_z(0, step, 3, 1, 3584) for step in range(60)]).double()
     # 215,040 draws: standard errors of mean, variance and share beyond 2 are .0022, .0030 and .00045; 5 of each.

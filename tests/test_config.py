@@ -170,6 +170,18 @@ def test_a_run_that_an_earlier_version_began_goes_on_with_what_a_new_one_may_not
         assert check_settings(*read_settings(["--resume", "--out", str(tmp_path), *given])) is None
 
 
+@pytest.mark.parametrize("how", ["--like", "--resume --out"])
+def test_a_run_with_a_setting_that_is_gone_goes_on_only_if_it_had_what_this_version_does(tmp_path, how):
+    held = settings_of("--model", "x", "--sigma-start", "1e-2").flat()
+    for gone in {"noise_kind": "absolute"}, {"noise_kind": "absolute", "noise_draws": "step"}:
+        (tmp_path / "run.json").write_text(json.dumps(held | gone))
+        assert settings_of(*how.split(), str(tmp_path)).noise.sigma_start == 1e-2
+    for gone in {"noise_kind": "gain"}, {"noise_draws": "sample"}:
+        (tmp_path / "run.json").write_text(json.dumps(held | gone))
+        with pytest.raises(ValueError, match="noise_(kind is 'gain'|draws is 'sample'), which this version does not have"):
+            settings_of(*how.split(), str(tmp_path))
+
+
 @pytest.mark.parametrize("flags", ["--noise-schedule cosine", "--noise-stages 4", "--sigma-end 1e-4"])
 def test_a_flag_of_the_noise_is_refused_where_there_is_none(flags):
     with pytest.raises(ValueError, match=f"{flags.split()[0]} .*: --sigma-start is 0, so there is no noise$"):

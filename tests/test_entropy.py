@@ -57,7 +57,8 @@ def test_every_sigma_becomes_a_line_of_its_answers_and_says_its_means(tmp_path, 
     entropy.main()
     assert zs[:3] == [(0.0, 0, 0), (1e-2, 0, 0), (1e-2, 0, 1)]            # three problems: two draws of every noise
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [(line["noise"], line["sigma"]) for line in lines] == [("none", 0), ("aqn", 1e-2), ("aqn", 5e-2), ("aqn", 8e-2)]
+    assert [(line["noise"], line["sigma"]) for line in lines] == [("none", 0), ("aqn", 1e-2), ("aqn", 5e-2),
+                                                                  ("aqn", 8e-2)]
     assert [line["problems_a_draw"] for line in lines] == [50, 2, 2, 2]
     said = capsys.readouterr().out.splitlines()
     for line, text in zip(lines, said, strict=True):

@@ -249,7 +249,7 @@ def test_updates_take_disjoint_groups_and_epochs_repeat_them():
 
 
 def test_a_step_reports_its_first_update_that_taught_and_the_clip_and_norm_of_its_last():
-    rows = [dict(reward=r, task=r, correct=r, format=1, length=2, finished=True, mean_logprob=-0.5)
+    rows = [dict(reward=r, task=r, correct=r, format=1, length=2, finished=True, mean_logprob=-0.5, completion="1")
             for r in (1.0, 0.0, 1.0, 0.0)]
     rollouts = Rollouts([[1]] * 4, [[2, 3]] * 4, [torch.full((2,), -0.5)] * 4, [True] * 4, seconds=2.0, computed=10)
     nothing = Update({}, 0.0, lr=0.2)
@@ -345,6 +345,25 @@ def test_the_seed_of_a_run_is_that_of_its_noise_its_sampling_and_its_adapter(run
     runs.run("seeded", *"--steps 1 --seed 7 --lr 1e-9".split())
     start = attach(model, rank=32, alpha=32, seed=7).master.data
     torch.testing.assert_close(runs.state("seeded", 1)["master"], start, atol=1e-8, rtol=0)
+
+
+def write_down_the_noise():
+    import aqn
+    noisy = aqn.noisy_norms
+
+    def noted(model, *args):
+        with open("noises.jsonl", "a") as f:
+            print(json.dumps(args), file=f)
+        return noisy(model, *args)
+    aqn.noisy_norms = noted
+
+
+def test_each_step_of_a_run_has_the_noise_of_its_sigma_seed_and_number(runs):
+    runs.run("noises", *"--steps 3 --seed 7 --noise-stages 3 --sigma-start 0.1 --sigma-end 0.01".split(),
+             fault=write_down_the_noise)
+    noises = [json.loads(line) for line in (runs.folder / "noises.jsonl").read_text().splitlines()]
+    assert noises == [[m["sigma"], 7, m["step"]] for m in runs.metrics("noises")]
+    assert [sigma for sigma, *_ in noises] == [0, 0.1, pytest.approx(0.1 * 0.1**0.5)]
 
 
 # -----------------------------------------------------------------------------
