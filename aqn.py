@@ -24,9 +24,8 @@ steps that are left over join the last stage. Step `step`, counted from 0, is in
     sigma = 0                                             k = 0: quantization's own noise alone
     sigma = start * (end / start)^((k - 1) / (K - 1))     k >= 1; the last stage stays above `end`
 
-The release (NVlabs/QeRL) has K - 2 in that exponent, so its last stage reaches `end`. To get its
-schedule here, pass start * (end / start)^((K - 1) / (K - 2)) as `end`. Its scripts have 1e-2,
-1e-4 and K = 10; they need an `end` of 5.62e-5.
+The release (NVlabs/QeRL) has K - 2 in that exponent, so its last stage reaches `end`. Its scripts
+have 1e-2, 1e-4 and K = 10; an `end` of 5.62e-5 gives their schedule here.
 
 Where noise acts. Only rollouts run inside noisy_norms(). Evaluation and learner are clean, and
 grpo.py corrects for the difference: the sampler wrote down the log-probs of its noisy draw.

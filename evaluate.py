@@ -209,7 +209,7 @@ def problems_of(wanted: Evaluation, run: Settings | None, tokenizer: data.Tokeni
             raise ValueError(f"{run.general.out} was trained on other problems or prompts than "
                              f"{source} has now, perhaps on those at its end: name problems with "
                              "--data")
-        by_run = f", held out by {run.general.out}"
+        by_run = f" that {run.general.out} did not train on"
         if wanted.limit is None and not ends_training_data:
             by_run += " (--limit 0: all of the test split)"
     problems = problems[:wanted.limit or None]

@@ -38,9 +38,9 @@ divergence from the base model (only with kl_beta > 0):
 Why two ratios? PPO has one, policy / sampler, which does two jobs: it corrects for the answers
 having been drawn by another policy, and its clip bounds how far one batch may move the policy. Here
 the sampler differs from the learner even before the first update, by AQN's noise and by rounding.
-With the clip around the sampler, noise alone could push a token out of it, and the token would lose
-its gradient although no update has moved it. So each job has a ratio of its own (decoupled PPO:
-Hilton et al. 2110.00641), and noise only changes how much a token counts.
+If the clip compared the policy with the sampler, noise alone could carry a token beyond it, and the
+token would lose its gradient although no update has moved it. So each job has a ratio of its own
+(decoupled PPO: Hilton et al. 2110.00641), and noise only changes how much a token counts.
 
 What the two cover depends on Loss.correction, and on whether this is the learner's first pass over
 the row (with --epochs 2 there are two):

@@ -28,7 +28,7 @@ A row's own tokens begin a new kv_block, so nobody writes to a shared kv_block, 
 - A decode step computes one new token for each live row. A row that has ended leaves the batch and
   a waiting sequence takes its place (continuous batching). The batch has no holes: when few rows
   are left, its steps get cheaper.
-- The host looks at the rows once in a window of decode steps (8 on a GPU, where a look stops the
+- The CPU looks at the rows once in a window of decode steps (8 on a GPU, where a look stops the
   stream of launches). A row that ends inside a window goes on computing until the next look, for
   nothing. That is 2 % of the work for answers of 200 tokens. A GPU's batch also has spare rows,
   since its CUDA graphs exist for some numbers of rows only. Rollouts.idle counts both.
@@ -221,7 +221,7 @@ class TorchEngine:
     rounding. kv holds the keys and values, (L, 2, kv_blocks, KV, KV_BLOCK, d); max_rows is for
     GraphEngine's buffers.
     """
-    window = 1                                   # decode steps between two looks of the host
+    window = 1                                   # decode steps between two looks of the CPU
     most_siblings = 1                            # rows that may read their prefix together
 
     def __init__(self, model: Qwen, kv: Tensor, max_rows: int):

@@ -2,13 +2,13 @@
 QeRL's training loop: GRPO/DAPO of Qwen2.5 and Qwen3 with frozen 4-bit weights, LoRA and AQN.
 
     python train.py                            a tiny model that ships here: CPU, offline, 2 minutes
-    python train.py --model qwen2.5-1.5b       a real model on GSM8K, one GPU
+    python train.py --model qwen2.5-7b         a real model on GSM8K, one GPU
     python train.py --model X --preset paper   the settings of the paper's Table 4
     python train.py --resume --out runs/x      continue the run in runs/x, with its flags
     torchrun --nproc-per-node 8 train.py ...   the same; each GPU answers an eighth of the problems
 
 AQN, adaptive quantization noise, is Gaussian noise on the weights of the norms while sampling. A
-training step is the four acts of train(), at the end of this file:
+training step has four parts, in train() at the end of this file:
 
     sample    a group of G answers to each of P problems, with that noise
     score     grade each answer, and compare it with the others of its group
@@ -259,7 +259,7 @@ def train(run: Run) -> None:
     run.console.start_at(progress.step)
     watch = Watch(settings)
     master = run.folder.checkpoints.tensors["master"]    # the adapter: a copy that record() renews
-    good = progress.step, master.clone()         # the step and adapter of the best steps so far
+    last_good = progress.step, master.clone()    # the step and adapter of the best steps so far
     for step in range(progress.step, steps):
         metrics = {"step": step}
         evaluated = []
@@ -306,9 +306,9 @@ def train(run: Run) -> None:
         progress = Progress(step + 1, next_cursor, metrics["tokens"], best)
         record(run, progress, metrics, rows, advantages, evaluated, is_best)
         if watch.see(metrics):                   # the best steps so far, or too few to tell
-            good = progress.step, master.clone()
+            last_good = progress.step, master.clone()
         if watch.verdict:
-            give_up(run, watch.verdict, *good)
+            give_up(run, watch.verdict, *last_good)
     run.folder.finish()
 
 

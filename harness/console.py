@@ -235,7 +235,7 @@ class Console:
         on = (counted(WORLD, "GPU") if device.type == "cuda" else
               "the CPU" if WORLD == 1 else f"{WORLD} processes of the CPU")
         say(f"{model.model}, with frozen {model.base} weights, learns {self.settings.data.data} "
-            f"({len(problems):,} problems, {len(held_out):,} held out): "
+            f"({len(problems):,} problems, and {len(held_out):,} held-out ones): "
             f"{counted(self.steps, 'step')} of {counted(rollout.prompts_per_step, 'problem')} x "
             f"{counted(rollout.group_size, 'answer')} on {on}"
             f"{' (torch sees no GPU)' if no_gpu else ''}; writes {self.settings.general.out}")
@@ -278,11 +278,11 @@ class Console:
                  and not (row[0] == "reward" and self.reward_is_accuracy)]
         on_bar = ", ".join(bar.format(metrics[key]) for key, bar, _ in shown if bar)
         in_line = ", ".join(line.format(metrics[key]) for key, _, line in shown if line)
-        self.tell_time_left(step, metrics["seconds"])
         self.bar.set_postfix_str(on_bar, refresh=False)
         self.bar.update()
         if self.bar.disable:
             say(f"step {step}/{self.steps}: {in_line}, {metrics['seconds']:.1f} s")
+        self.tell_time_left(step, metrics["seconds"])
         if self.settings.watching.show and step % self.settings.watching.show == 0:
             row = rows[0]
             # What a model writes may hold a terminal's control codes: they are shown, not obeyed.

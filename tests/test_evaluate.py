@@ -449,7 +449,7 @@ def test_of_a_test_split_what_the_run_held_out_is_taken_and_with_limit_more_or_f
     assert len(problems) == want and source == "arithmetic"
     assert [problem.id for problem in problems[:2]] == ["arithmetic-test-0", "arithmetic-test-1"]
     said = capsys.readouterr().out
-    assert said.startswith(f"{want:,} problems of arithmetic, held out by {tmp_path}")
+    assert said.startswith(f"{want:,} problems of arithmetic that {tmp_path}")
     assert ("(--limit 0: all of the test split)" in said) == (limit is None)
 
 
