@@ -5,7 +5,9 @@ python -m pytest tests/test_bars.py -v
 """
 import json
 import re
+import shlex
 import sys
+from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
@@ -14,6 +16,7 @@ import pytest
 from study import bars
 from study.results import SeedVariance, difference_interval
 
+ROOT = Path(__file__).parents[1]
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -70,3 +73,14 @@ def test_sampled_answers_count_by_eighths_and_what_cannot_be_drawn_is_one_line(r
     monkeypatch.setattr(sys, "argv", ["bars", "a", "--runs", str(runs), "--out", "x.png"])
     with pytest.raises(SystemExit, match="--out x.png: must end in .svg"):
         bars.main()
+
+
+def test_the_studys_picture_is_what_the_command_beside_it_draws(tmp_path, monkeypatch):
+    page = (ROOT / "study" / "methods.md").read_text().replace("\\\n", "")
+    command = shlex.split(re.search(r"^python -m (study\.bars .*)$", page, re.M)[1])
+    out = command[command.index("--out") + 1]
+    command[command.index(out)] = str(tmp_path / "x.svg")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", command)
+    bars.main()
+    assert (tmp_path / "x.svg").read_text() == (ROOT / out).read_text()
