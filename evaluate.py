@@ -320,8 +320,7 @@ def answer(wanted: Evaluation, tokenizer: data.Tokenizer, problems: list, sample
             failure = ""                         # the disk may have space again
         except OSError as error:
             failure = process.first_line(error)
-        if not rows:                             # Ctrl-C came before the first problem was done
-            remove_if_empty(wanted.out)
+        remove_if_empty(wanted.out)              # Ctrl-C before the first problem, or a full disk
     return rows, seconds, idle, failure
 
 

@@ -457,9 +457,20 @@ def keep_verdicts(args):
 # -----------------------------------------------------------------------------
 # mean and pairs
 
+def check_steps(args):
+    """ValueError for --first, --last and --last-common that name no steps."""
+    if not 0 <= args.first <= args.last:
+        raise ValueError(f"--first {args.first} --last {args.last}: expected 0 <= first <= last")
+    if getattr(args, "last_common", None) is not None and args.last_common < 1:
+        raise ValueError(f"--last-common must be at least 1, got {args.last_common}")
+
+
 def print_mean(args):
+    check_steps(args)
     for name in args.arms:
         arm = Arm(args.runs, name, False, args.seeds)
+        if not any(args.key in step for steps in arm.metrics for step in steps):
+            raise ValueError(f"{name}: no step logged {args.key}")
         print(f"{name} {arm.mean(args.key, args.first, args.last + 1):.5g}")
 
 
@@ -503,6 +514,7 @@ def pairs_of_runs(arm: Arm, other: Arm, key: str, first: int, last: int,
 
 
 def print_pairs(args):
+    check_steps(args)
     found = []
     for text in args.pairs:
         names = text.split(":")

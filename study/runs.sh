@@ -42,6 +42,8 @@ cd "$(dirname "$0")/.."
 order=${1:?ORDER: 0 to 6}
 seeds=("${@:2}")
 [ "$order" = 0 ] || : "${seeds[0]:?give the seeds, 0 1 for example}"
+twice=$(printf '%s\n' "${seeds[@]}" | sort | uniq -d)
+[ ! "$twice" ] || { echo "the seed" $twice "is given twice" >&2; exit 1; }
 WORK=${WORK:-runs/study}
 mkdir -p "$WORK"
 

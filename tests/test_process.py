@@ -287,6 +287,14 @@ with open("log", "wb", buffering=0) as log:
     assert done.returncode == 0 and (tmp_path / "log").read_bytes() == b"whole", done.stderr
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "utf-8"])
+def test_a_character_that_stdout_lacks_does_not_end_a_run(tmp_path, encoding):
+    code = r"from harness import process; from harness.ranks import say; print('\u8bed\udcff'); say('\u8bed\udcff')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True,
+                          env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": f"{encoding}:strict"})
+    assert done.returncode == 0 and done.stdout.count(rb"\udcff") == 2, done.stderr
+
+
 def unread(code, folder, unbuffered=""):
     """Runs code whose stdout nobody reads -> its exit status, its stderr."""
     ours, theirs = os.pipe()

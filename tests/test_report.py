@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -66,6 +67,14 @@ def run(monkeypatch, *arguments):
 def data_of(path):
     packed = re.search(r'<script type="application/gzip" id="data">([\w+/=]*)</script>', path.read_text("utf-8"))[1]
     return json.loads(gzip.decompress(base64.b64decode(packed)))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has /dev/full")
+def test_a_full_disk_under_stdout_is_one_line(tmp_path):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "tools.report", write_run(tmp_path / "a")], stdout=full, text=True,
+                              stderr=subprocess.PIPE, cwd=Path(report.__file__).parent.parent)
+    assert done.returncode == 1 and done.stderr.startswith("report: [Errno 28]") and "Traceback" not in done.stderr
 
 
 def test_the_page_holds_curves_flags_and_every_answer_as_written(tmp_path, monkeypatch, capsys):

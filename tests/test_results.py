@@ -378,6 +378,18 @@ def test_pairs_that_cannot_be_made_are_one_line(runs, monkeypatch, pair, options
     assert message.startswith("study: ") and said in message and "\n" not in message
 
 
+@pytest.mark.parametrize("words,said", [
+    ("mean entropi a", "a: no step logged entropi"),
+    ("mean entropy a --last -1", "--first 0 --last -1: expected 0 <= first <= last"),
+    ("mean entropy a --first 5 --last 2", "--first 5 --last 2: expected 0 <= first <= last"),
+    ("mean entropy a --first -2", "--first -2 --last 1000000000: expected 0 <= first <= last"),
+    ("pairs entropy a:b --last-common -3", "--last-common must be at least 1, got -3"),
+    ("pairs entropy a:b --last-common 0", "--last-common must be at least 1, got 0")])
+def test_steps_and_keys_that_no_run_has_are_one_line_and_no_figure(runs, monkeypatch, capsys, words, said):
+    assert run(monkeypatch, *words.split(), "--runs", runs) == f"study: {said}"
+    assert capsys.readouterr().out == ""
+
+
 def test_the_studys_claim_on_sampled_answers_is_what_its_files_hold(monkeypatch, capsys):
     """README.md: calibrated NVFP4 is 1.8 +- 0.7 points behind 16 bits while sampling, in nine of nine pairs."""
     monkeypatch.chdir(ROOT)
@@ -586,6 +598,13 @@ def copy_of_the_script(folder, stand_in):
                    PATH=f"{folder}:{os.environ['PATH']}")
     return lambda *arguments, **variables: subprocess.run(["bash", script, *arguments], capture_output=True, text=True,
                                                           env=os.environ | folders | variables)
+
+
+def test_the_script_refuses_a_seed_that_is_given_twice(tmp_path):
+    """Both runs would have one folder: the second fails, and the script ends while the first goes on."""
+    log = tmp_path / "calls"
+    done = copy_of_the_script(tmp_path, f'echo "$@" >> {log}')("1", "3", "4", "3")
+    assert done.returncode == 1 and done.stderr == "the seed 3 is given twice\n" and not log.exists()
 
 
 NOISES = "noise-none noise-truncate noise-off"

@@ -194,7 +194,7 @@ def main():
         html = page([read_run(run, args.every) for run in args.runs])
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(out, html.encode())
-    print(f"{out}: {len(html) / 1e6:.3g} MB")
+        print(f"{out}: {len(html) / 1e6:.3g} MB", flush=True)            # stdout may be a full disk
 
 
 if __name__ == "__main__":
