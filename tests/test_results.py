@@ -442,36 +442,42 @@ def test_the_readmes_table_of_accuracies_is_what_the_files_hold(row, arm, seeds,
     assert cells[3:] == [str(len(seeds)), *greedy[2:4], *sampled[1:3]]
 
 
-FIGURES = {                                              # in study/README.md: what is compared -> arms, column, answers
-    "gain: to nearest - 16 bits": ("bf16", "nearest", 3, "greedy"),
-    "gain: to nearest - 16 bits at 2e-4": ("rate-bf16-2e-4", "noise-none", 3, "greedy"),
-    "calibrated - 16 bits, first study": ("bf16", "calibrated", 2, "greedy"),
-    "calibrated - 16 bits, 1.5B, first study": ("1.5b-bf16", "1.5b-calibrated", 2, "greedy"),
-    "to nearest - 16 bits": ("bf16", "nearest", 2, "greedy"),
-    "to nearest: sigma 1e-2 - no noise": ("nearest", "nearest-aqn", 2, "greedy"),
-    "to nearest - 16 bits at 2e-4": ("rate-bf16-2e-4", "noise-none", 2, "sampled"),
-    "calibrated at 2e-4 - 16 bits at 2e-4": ("rate-bf16-2e-4", "rate-calibrated-2e-4", 2, "sampled"),
-    "searched - 16 bits": ("bf16", "search", 2, "greedy"),
-    "NVFP4 - MXFP4, block scales searched in both": ("mxfp4", "search", 2, "greedy"),
-    "NVFP4 - NF4, block scales searched in both": ("nf4", "search", 2, "greedy"),
-    "schedule of the noise (1e-2, to nearest): linear - exponential": ("nearest-aqn", "nearest-linear", 2, "greedy"),
-    "cosine - exponential": ("nearest-aqn", "nearest-cosine", 2, "greedy"),
-    "logarithmic - exponential": ("nearest-aqn", "nearest-log", 2, "greedy"),
-    "gain, from the coarsest codes to the finest: MXFP4 - 16 bits": ("bf16", "mxfp4", 3, "greedy"),
-    "gain: searched - 16 bits": ("bf16", "search", 3, "greedy"),
-    "gain: calibrated - 16 bits": ("bf16", "calibrated", 3, "greedy")}
+FIGURES = [                                              # in study/README.md: what is compared, arms, column, answers
+    ("to nearest, both at 1e-4", "bf16", "nearest", 3, "greedy"),
+    ("to nearest, 16 bits at 2e-4", "rate-bf16-2e-4", "noise-none", 3, "greedy"),
+    ("to nearest, 16 bits at 2e-4", "rate-bf16-2e-4", "noise-none", 3, "sampled"),
+    ("sigma 5e-2 - no noise, all seeds", "noise-none", "noise-off", 2, "sampled"),
+    ("sigma 5e-2 - no noise, all seeds", "noise-none", "noise-off", 2, "greedy"),
+    ("sigma 1e-2 - no noise", "nearest", "nearest-aqn", 2, "greedy"),
+    ("calibrated at 1e-4 - 16 bits at 2e-4", "rate-bf16-2e-4", "rate-calibrated-1e-4", 2, "sampled"),
+    ("calibrated at 1e-4 - 16 bits at 2e-4", "rate-bf16-2e-4", "rate-calibrated-1e-4", 2, "greedy"),
+    ("calibrated - 16 bits, both at 1e-4", "rate-bf16-1e-4", "rate-calibrated-1e-4", 2, "sampled"),
+    ("calibrated - 16 bits, both at 2e-4", "rate-bf16-2e-4", "rate-calibrated-2e-4", 2, "sampled"),
+    ("calibrated - 16 bits, both at 1e-4, first study", "bf16", "calibrated", 2, "greedy"),
+    ("calibrated - 16 bits, both at 1e-4, 1.5B, 44 steps, first study", "1.5b-bf16", "1.5b-calibrated", 2, "greedy"),
+    ("to nearest at 1e-4 - 16 bits at 2e-4", "rate-bf16-2e-4", "noise-none", 2, "sampled"),
+    ("to nearest - 16 bits, both at 1e-4", "bf16", "nearest", 2, "greedy"),
+    ("searched - 16 bits, both at 1e-4", "bf16", "search", 2, "greedy"),
+    ("NVFP4 - MXFP4", "mxfp4", "search", 2, "greedy"),
+    ("NVFP4 - NF4", "nf4", "search", 2, "greedy"),
+    ("linear - exponential", "nearest-aqn", "nearest-linear", 2, "greedy"),
+    ("cosine - exponential", "nearest-aqn", "nearest-cosine", 2, "greedy"),
+    ("logarithmic - exponential", "nearest-aqn", "nearest-log", 2, "greedy"),
+    ("MXFP4", "bf16", "mxfp4", 3, "greedy"),
+    ("NVFP4 to nearest", "bf16", "nearest", 3, "greedy"),
+    ("NVFP4 searched", "bf16", "search", 3, "greedy"),
+    ("NVFP4 calibrated", "bf16", "calibrated", 3, "greedy")]
 
 
-@pytest.mark.parametrize("what", FIGURES)
-def test_the_studys_table_of_figures_is_what_the_files_hold(what, monkeypatch, capsys):
+@pytest.mark.parametrize("what,first,other,column,answers", FIGURES)
+def test_the_studys_tables_of_figures_are_what_the_files_hold(what, first, other, column, answers, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    first, other, column, answers = FIGURES[what]
     assert run(monkeypatch, "tables", first, other) is None
     printed = capsys.readouterr().out.splitlines()
     line = printed[printed.index(f"| points, {answers} | before | after | gain | seeds |") + 2].strip("| ").split(" | ")
     rows = [row.strip("| ").split(" | ") for row in (ROOT / "study" / "README.md").read_text().splitlines()
-            if f"| {what} | {answers} |" in row]
-    assert [row[-2:] for row in rows] == [[str(len(line[-1].split(", "))), line[column]]]
+            if row.startswith(f"| {what} | {answers} |")]
+    assert [[row[-2], row[-1].strip("*")] for row in rows] == [[str(len(line[-1].split(", "))), line[column]]]
 
 
 def test_the_studys_table_of_learning_rates_is_what_its_files_hold(monkeypatch, capsys):
@@ -509,6 +515,53 @@ def test_the_studys_tables_of_advantages_are_what_its_files_hold(monkeypatch, ca
     for arm in "bound", "beta2":
         *_, (name, _, greedy, *_), _, _, (_, _, sampled, *_) = printed("recipe-undivided", f"recipe-{arm}")
         assert [name, sampled, greedy] in rows
+
+
+def assert_rounded(cell, value):
+    """cell: "+0.057 ± 0.008", "0.353" or "± 0.003". value: results.paired() with more digits, or a number. A tie may go
+    either way."""
+    texts, values = (re.findall(r"[+-]?[\d.]+", str(text).replace("+- ", " ")) for text in (cell, value))
+    for text, exact in zip(texts, values[-len(texts):], strict=True):
+        assert abs(float(text) - float(exact)) <= 0.5 * 10.0**-len(text.partition(".")[2]) + 1e-6, (cell, value)
+
+
+def test_the_tables_of_the_page_on_entropy_are_what_the_kept_answers_hold():
+    """And those of study/README.md, which repeat some of their cells."""
+    found = {(one.name, one.noise): one for one in results.read_sampled(ROOT / "study/runs/sampler.jsonl.gz")}
+    bases = {"16 bits": "bf16", "calibrated": "calibrated", "searched": "search", "NF4": "nf4", "to nearest": "nearest"}
+    noises = {"sigma 1e-2": "aqn 0.01", "sigma 5e-2": "aqn 0.05", "sigma 8e-2": "aqn 0.08",
+              "7e-2 times the weight": "gain 0.07"}
+    study = [line.strip("| ").split(" | ") for line in (ROOT / "study/README.md").read_text().splitlines()]
+    in_study = {row[0]: row[1:] for row in study if len(row) == 3}
+    seen, size = 0, ""
+    for line in (ROOT / "study/entropy.md").read_text().splitlines():
+        name, *cells = [cell.replace("**", "").strip() for cell in line.strip("|").split("|")]
+        if name.startswith(("0.5B ", "1.5B ")):
+            size, _, name = name.partition(" ")
+        own = {base: found.get((f"{size.lower()}-{base}", "none")) for base in bases.values()}
+        if name in bases and len(cells) == 7:
+            one = own[bases[name]]
+            for cell, value in zip(cells, (one.entropy.mean(), 100 * one.accuracy.mean(), one.length.mean())):
+                assert_rounded(cell, value)
+            repeated = in_study[name if name == "16 bits" else f"{name} - 16 bits"]
+            if name != "16 bits":
+                assert_rounded(cells[4], results.paired(one.entropy - own["bf16"].entropy, 1, 7))
+                assert_rounded(cells[6], results.paired(one.accuracy - own["bf16"].accuracy, 100, 7))
+            assert repeated[size == "1.5B"] == cells[0 if name == "16 bits" else 4]
+        elif name in noises and len(cells) == 6:
+            for figure, scale, (_, over_draws, over_problems) in (("entropy", 1, cells[:3]),
+                                                                  ("accuracy", 100, cells[3:])):
+                noisy = {base: found[f"{size.lower()}-{base}", noises[name]] for base in own}
+                each = np.mean([getattr(noisy[base], figure) - getattr(own[base], figure) for base in own], axis=0)
+                draws = results.by_draw(each, noisy["bf16"].problems_a_draw)
+                assert_rounded(over_draws, results.paired(draws, scale, 7))
+                assert_rounded(over_problems, results.paired(each, scale, 7))
+                if figure == "entropy" and name.startswith("sigma"):
+                    assert in_study[f"{name} - no noise"][size == "1.5B"] == over_draws
+        else:
+            continue
+        seen += 1
+    assert seen == 18
 
 
 def test_the_tables_of_the_defaults_are_what_the_files_hold(monkeypatch, capsys):
