@@ -163,11 +163,16 @@ def end_quietly() -> None:
 
 
 def flush_stdout() -> None:
-    """The last act of a program: Python's own flush would complain where nobody reads any more."""
+    """The last act of a program: Python's own flush would complain where nobody reads any more, and
+    print tracebacks where the disk is full.
+    """
     try:
         sys.stdout.flush()
     except BrokenPipeError:
         end_quietly()
+    except OSError as error:
+        print(f"{program_name()}: stdout: {first_line(error)}", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 REQUIREMENTS = Path(__file__).parent.parent / "requirements.txt"

@@ -409,10 +409,16 @@ def check_name(name: str) -> None:
 
 
 def columns(path: Path, rows: list, keys: tuple[str, ...]) -> list[list]:
-    """The values of these keys of each row. ValueError names the file where a row lacks one."""
+    """The values of these keys of each row. ValueError names the file where a row lacks one, or has
+    something else than a verdict or a number where these belong.
+    """
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict) or not {*keys} <= row.keys():
             raise ValueError(f"{path}: row {number} has not all of {', '.join(keys)}")
+        for key in {"correct", "length", "mean_logprob"} & {*keys}:
+            value = row[key]
+            if not isinstance(value, (int, float)) or (key == "correct" and value not in (0, 1)):
+                raise ValueError(f"{path}: row {number}: {key} is {short_repr(value)}")
     return [[row[key] for key in keys] for row in rows]
 
 

@@ -295,6 +295,15 @@ def test_a_character_that_stdout_lacks_does_not_end_a_run(tmp_path, encoding):
     assert done.returncode == 0 and done.stdout.count(rb"\udcff") == 2, done.stderr
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has /dev/full")
+def test_a_full_disk_under_a_buffered_stdout_is_one_line(tmp_path):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", "from harness import process; print('a figure')"], cwd=tmp_path,
+                              env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}, stdout=full,
+                              stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "-c: stdout: [Errno 28] No space left on device\n")
+
+
 def unread(code, folder, unbuffered=""):
     """Runs code whose stdout nobody reads -> its exit status, its stderr."""
     ours, theirs = os.pipe()

@@ -7,6 +7,7 @@ python -m pytest tests/test_report.py -v
 import base64
 import gzip
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -73,7 +74,8 @@ def data_of(path):
 def test_a_full_disk_under_stdout_is_one_line(tmp_path):
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-m", "tools.report", write_run(tmp_path / "a")], stdout=full, text=True,
-                              stderr=subprocess.PIPE, cwd=Path(report.__file__).parent.parent)
+                              stderr=subprocess.PIPE, cwd=Path(report.__file__).parent.parent,
+                              env=os.environ | {"PYTHONUNBUFFERED": "1"})
     assert done.returncode == 1 and done.stderr.startswith("report: [Errno 28]") and "Traceback" not in done.stderr
 
 

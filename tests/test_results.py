@@ -390,6 +390,17 @@ def test_steps_and_keys_that_no_run_has_are_one_line_and_no_figure(runs, monkeyp
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize("key,value", [("correct", None), ("correct", "yes"), ("correct", 0.5), ("mean_logprob", None)])
+def test_an_answer_without_a_verdict_or_number_is_one_line(tmp_path, monkeypatch, key, value):
+    row = {"step": 0, "id": "x", "correct": 1, "length": 3, "mean_logprob": -0.5, key: value}
+    file = write(tmp_path, "samples.jsonl", [row | {"sample": k} for k in range(8)]) / "samples.jsonl"
+    write(tmp_path, "metrics.jsonl", [{"step": 0}])
+    said = f"study: {file}: row 1: {key} is {value!r}"
+    assert run(monkeypatch, "verdicts", "a-s0", file, "--runs", tmp_path) == said
+    assert run(monkeypatch, "keep", tmp_path, "a-s0", "--runs", tmp_path) == said
+    assert not (tmp_path / "sampled.json").exists() and not (tmp_path / "a-s0.jsonl").exists()
+
+
 def test_the_studys_claim_on_sampled_answers_is_what_its_files_hold(monkeypatch, capsys):
     """README.md: calibrated NVFP4 is 1.8 +- 0.7 points behind 16 bits while sampling, in nine of nine pairs."""
     monkeypatch.chdir(ROOT)
