@@ -24,7 +24,7 @@
 # with five runs at a time, those of order 6 with one seed; the others are by arithmetic. All arms of
 # all seeds that are given run side by side, so that whatever the card does hits all alike. On
 # two cards, start two calls, each with a WORK and a CUDA_VISIBLE_DEVICES of its own. ARMS, for
-# instance ARMS="noise-none noise-off", takes only these arms of the order: for more seeds of one
+# instance ARMS="noise-none noise-uncorrected", takes only these arms of the order: for more seeds of one
 # comparison, or for what is missing after a failure. Of order 0 ARMS=1.5b takes this model. GIB:
 # the memory of each run, 18 unless given; all runs together need less than the card has, so on an
 # H200 eight take GIB=15.5, ten GIB=13 and twelve GIB=11. Before it starts,
@@ -240,11 +240,11 @@ case $order in
         model=$WORK/0.5b-nearest
         start noise-none "$seed" "$model" --sigma-start 0
         start noise-truncate "$seed" "$model" --sigma-start 5e-2 --correction truncate
-        start noise-off "$seed" "$model" --sigma-start 5e-2 --correction off
+        start noise-uncorrected "$seed" "$model" --sigma-start 5e-2 --correction off
     done
-    arms="noise-none noise-truncate noise-off"
+    arms="noise-none noise-truncate noise-uncorrected"
     finish "$arms"
-    tables $arms --primary noise-off ;;
+    tables $arms --primary noise-uncorrected ;;
 2)
     converted 0.5b-calibrated "$M05" --calibrate 128 --data "$WORK/learn.jsonl"
     for seed in "${seeds[@]}"; do

@@ -412,10 +412,10 @@ def test_the_studys_claim_on_sampled_answers_is_what_its_files_hold(monkeypatch,
 
 
 @pytest.mark.parametrize("seeds,arms,greedy,sampled", [
-    (range(2, 13), ("noise-none", "noise-off"), "-0.2 [-1.1, +0.6]", "+0.1 [-0.5, +0.8]"),
-    (range(7, 13), ("noise-none", "noise-off"), "-0.3 [-1.5, +0.9]", "-0.0 [-0.9, +0.9]"),
+    (range(2, 13), ("noise-none", "noise-uncorrected"), "-0.2 [-1.1, +0.6]", "+0.1 [-0.5, +0.8]"),
+    (range(7, 13), ("noise-none", "noise-uncorrected"), "-0.3 [-1.5, +0.9]", "-0.0 [-0.9, +0.9]"),
     (range(7), ("rate-bf16-2e-4", "rate-calibrated-1e-4"), "-0.9 [-2.1, +0.2]", "-2.9 [-3.8, -1.9]"),
-    (range(2, 5), ("noise-off", "noise-draws"), "+0.2 [-1.4, +1.9]", "+0.2 [-1.1, +1.5]"),
+    (range(2, 5), ("noise-uncorrected", "noise-draws"), "+0.2 [-1.4, +1.9]", "+0.2 [-1.1, +1.5]"),
     (range(3), ("recipe-divided", "recipe-undivided"), "-1.1 [-2.6, +0.4]", "+0.4 [-0.9, +1.7]")])
 def test_the_studys_primary_comparisons_are_what_its_files_hold(seeds, arms, greedy, sampled, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
@@ -430,7 +430,7 @@ def test_the_studys_primary_comparisons_are_what_its_files_hold(seeds, arms, gre
     ("calibrated - 16 bits: row 2 - row 1", ("rate-bf16-2e-4", "rate-calibrated-1e-4"), range(7)),
     ("to nearest - 16 bits: row 3 - row 1, the five seeds that both have", ("rate-bf16-2e-4", "noise-none"),
      range(2, 7)),
-    ("noise - no noise: row 4 - row 3, the six seeds that were fixed in advance", ("noise-none", "noise-off"),
+    ("noise - no noise: row 4 - row 3, the six seeds that were fixed in advance", ("noise-none", "noise-uncorrected"),
      range(7, 13))])
 def test_the_readmes_table_of_differences_is_what_the_files_hold(label, arms, seeds, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
@@ -442,7 +442,7 @@ def test_the_readmes_table_of_differences_is_what_the_files_hold(label, arms, se
 
 
 @pytest.mark.parametrize("row,arm,seeds", [(1, "rate-bf16-2e-4", range(7)), (2, "rate-calibrated-1e-4", range(7)),
-                                           (3, "noise-none", range(2, 13)), (4, "noise-off", range(2, 13))])
+                                           (3, "noise-none", range(2, 13)), (4, "noise-uncorrected", range(2, 13))])
 def test_the_readmes_table_of_accuracies_is_what_the_files_hold(row, arm, seeds, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     assert run(monkeypatch, "tables", arm, "--seeds", *seeds) is None
@@ -456,8 +456,8 @@ FIGURES = [                                              # in study/README.md: w
     ("to nearest, both at 1e-4", "bf16", "nearest", 3, "greedy"),
     ("to nearest, 16 bits at 2e-4", "rate-bf16-2e-4", "noise-none", 3, "greedy"),
     ("to nearest, 16 bits at 2e-4", "rate-bf16-2e-4", "noise-none", 3, "sampled"),
-    ("sigma 5e-2 - no noise, all seeds", "noise-none", "noise-off", 2, "sampled"),
-    ("sigma 5e-2 - no noise, all seeds", "noise-none", "noise-off", 2, "greedy"),
+    ("sigma 5e-2 - no noise, all seeds", "noise-none", "noise-uncorrected", 2, "sampled"),
+    ("sigma 5e-2 - no noise, all seeds", "noise-none", "noise-uncorrected", 2, "greedy"),
     ("sigma 1e-2 - no noise", "nearest", "nearest-aqn", 2, "greedy"),
     ("calibrated at 1e-4 - 16 bits at 2e-4", "rate-bf16-2e-4", "rate-calibrated-1e-4", 2, "sampled"),
     ("calibrated at 1e-4 - 16 bits at 2e-4", "rate-bf16-2e-4", "rate-calibrated-1e-4", 2, "greedy"),
@@ -528,8 +528,8 @@ def test_the_studys_tables_of_advantages_are_what_its_files_hold(monkeypatch, ca
 
 
 def assert_rounded(cell, value):
-    """cell: "+0.057 ± 0.008", "0.353" or "± 0.003". value: results.paired() with more digits, or a number. A tie may go
-    either way."""
+    """cell: "+0.057 ± 0.008", "0.353" or "± 0.003". value: results.paired() with more digits, or a number. A tie may
+    go either way."""
     texts, values = (re.findall(r"[+-]?[\d.]+", str(text).replace("+- ", " ")) for text in (cell, value))
     for text, exact in zip(texts, values[-len(texts):], strict=True):
         assert abs(float(text) - float(exact)) <= 0.5 * 10.0**-len(text.partition(".")[2]) + 1e-6, (cell, value)
@@ -670,7 +670,7 @@ def test_the_script_refuses_a_seed_that_is_given_twice(tmp_path):
     assert done.returncode == 1 and done.stderr == "the seed 3 is given twice\n" and not log.exists()
 
 
-NOISES = "noise-none noise-truncate noise-off"
+NOISES = "noise-none noise-truncate noise-uncorrected"
 
 
 @pytest.mark.parametrize("order,arms", [
@@ -725,7 +725,7 @@ def test_the_script_of_the_runs_to_come_starts_every_arm_with_flags_that_train_t
 def test_of_an_order_only_the_wanted_arms_are_run_and_their_untrained_model_tested(tmp_path):
     log = tmp_path / "calls"
     run_script = copy_of_the_script(tmp_path, f'echo "$*" >> {log}')
-    for order, wanted in (("0", "1.5b"), ("1", "noise-truncate noise-off"), ("2", "rate-calibrated-2e-4"),
+    for order, wanted in (("0", "1.5b"), ("1", "noise-truncate noise-uncorrected"), ("2", "rate-calibrated-2e-4"),
                           ("5", "recipe-bound"), ("6", "default-1.5b")):
         log.write_text("")
         work = tmp_path / order
@@ -754,19 +754,19 @@ def test_an_arm_that_an_order_lacks_is_one_line(tmp_path, order):
 
 
 def test_a_run_that_fails_is_named_and_takes_no_other_with_it(tmp_path):
-    """noise-off fails in training, and of the others noise-truncate in its second test. The untrained model was tested
-    beside earlier seeds, and is not tested again."""
+    """noise-uncorrected fails in training, and of the others noise-truncate in its second test. The untrained model was
+    tested beside earlier seeds, and is not tested again."""
     for file in "held_out.json", "sampled.json":
         write(tmp_path / "study" / "runs", file, [dict.fromkeys(NOISES.split(), "01")])
     log, work = tmp_path / "calls", tmp_path / "work"
     run_script = copy_of_the_script(tmp_path, f"""
 echo "$*" >> {log}
 case "$*" in
-train.py*noise-off* | *noise-truncate*sampled.jsonl*--samples*) exit 3 ;;
+train.py*noise-uncorrected* | *noise-truncate*sampled.jsonl*--samples*) exit 3 ;;
 esac""")
     done = run_script("1", "0")
     assert done.returncode == 1
-    assert done.stderr.splitlines() == [f"the run noise-off-s0 failed: {work}/noise-off-s0.log",
+    assert done.stderr.splitlines() == [f"the run noise-uncorrected-s0 failed: {work}/noise-uncorrected-s0.log",
                                         f"the test of noise-truncate-s0 failed: {work}/noise-truncate-s0.test.log"]
     calls = log.read_text().splitlines()
     kept = [call.split()[-1] for call in calls if call.startswith("-m study.results keep")]
@@ -778,8 +778,8 @@ esac""")
 
 @pytest.mark.parametrize("order, arms, there, missing", [
     ("1", NOISES, {"held_out": NOISES}, [f"{arm} sampled" for arm in NOISES.split()]),
-    ("1", NOISES, {"held_out": "noise-none noise-off", "sampled": "noise-none"},
-     ["noise-truncate greedy", "noise-truncate sampled", "noise-off sampled"]),
+    ("1", NOISES, {"held_out": "noise-none noise-uncorrected", "sampled": "noise-none"},
+     ["noise-truncate greedy", "noise-truncate sampled", "noise-uncorrected sampled"]),
     ("3", "math-bf16-1e-4", {"held_out": "math-bf16-1e-4 math-bf16-2e-4"},
      ["math-bf16-1e-4 sampled", "math-bf16-2e-4 sampled"])])
 def test_of_the_untrained_models_test_what_is_missing_is_taken_in(tmp_path, order, arms, there, missing):
