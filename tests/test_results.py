@@ -504,7 +504,11 @@ def test_the_studys_table_of_learning_rates_is_what_its_files_hold(monkeypatch, 
             for name in ("16 bits", "calibrated", "calibrated - 16 bits")]
     assert rows[0][3] == difference("bf16-2e-4", "bf16-1e-4")
     assert rows[1][3] == difference("calibrated-2e-4", "calibrated-1e-4")
-    assert rows[2][1:3] == [difference(f"calibrated-{lr}", f"bf16-{lr}") for lr in ("1e-4", "2e-4")]
+    equal = [difference(f"calibrated-{lr}", f"bf16-{lr}") for lr in ("1e-4", "2e-4")]
+    assert rows[2][1:3] == equal
+    for page in "README.md", "study/README.md":                           # which quote them in a sentence
+        text = " ".join((ROOT / page).read_text().replace(" points [", " [").split())
+        assert [one for one in equal if f" {one} with" not in text] == [], page
 
 
 def test_the_studys_tables_of_advantages_are_what_its_files_hold(monkeypatch, capsys):
