@@ -327,7 +327,7 @@ def section_of(section: type, args: argparse.Namespace):
 # Flags that do nothing where --sigma-start is 0.
 NOISE_FLAGS = {"sigma_end", "noise_stages", "noise_schedule"}
 
-# Settings of earlier versions -> the value that is what this version does.
+# Settings that a run.json may hold and this version lacks -> the value that is what it does.
 GONE = {"noise_kind": "absolute", "noise_draws": "step"}
 
 # Flags that a resumed run does not take over, although they decide the order in which numbers are

@@ -213,9 +213,9 @@ for stream, mode in dict(stdin="r", stdout="w", stderr="w").items():
     if getattr(sys, stream) is None:
         setattr(sys, stream, open(os.devnull, mode))
 
-# Where stdout is not UTF-8 (a log file on Windows, PYTHONIOENCODING, an old locale), a character that
-# it lacks is written as its code, as on stderr. It may come from a problem, an answer or a path, and
-# should not end a run.
+# Where stdout is not UTF-8 (a log file on Windows, PYTHONIOENCODING, an old locale), a character
+# that it lacks is written as its code, as on stderr. It may come from a problem, an answer or a
+# path, and should not end a run.
 if hasattr(sys.stdout, "reconfigure"):
     sys.stdout.reconfigure(errors="backslashreplace")
 

@@ -4,9 +4,9 @@ How random is the policy that samples, and what do 4-bit codes and noise add to 
     python -m study.entropy --model M --base nvfp4 --data gsm8k_test.jsonl --name nearest \
         --out sampler.jsonl
 
-Answers the same problems at temperature 1 with several sigmas of the noise on the norms. The sampler's entropy
-is estimated by minus the mean log-probability of all sampled tokens, in nats a token: the expected
-value of -log p under p is the entropy.
+Answers the same problems at temperature 1, without noise on the norms and with three sigmas of it.
+The sampler's entropy is estimated by minus the mean log-probability of all sampled tokens, in nats
+a token: the expected value of -log p under p is the entropy.
 
 Each setting becomes one line of --out, which holds [correct, finished, tokens, sum of log-probs] of
 every answer; all figures follow from these. Every --problems-a-draw problems get a new draw z of

@@ -23,8 +23,8 @@ An arm is one way to train, run with one or several seeds. study/runs holds of e
     sampled.json            the same of 8 answers at temperature 1 to each problem: `right`, a
                             string of digits that say how many of the 8 are right, and
                             `sampler_entropy`
-    sampler.jsonl.gz        what study/entropy.py sampled before training, by base and noise; its
-                            sums of log-probs are rounded to a tenth
+    sampler.jsonl.gz        what study/entropy.py sampled before training, by base and noise; the
+                            0.5B's sums of log-probs are rounded to a tenth
 
 tables prints every arm's accuracy, gain, entropy and length, then each arm minus the first one,
 before and after training and in the gain: greedy, and sampled where all arms have that. --primary

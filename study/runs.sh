@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# The planned runs of the study, and those that would decide what it leaves open, as they are started
-# on one H200.
+# The planned runs of the study, and those that would decide what it leaves open, as they are
+# started on one H200.
 #
 #     M05=... M15=... DATA=... bash study/runs.sh ORDER [SEED ...]
 #
 # M05, M15: folders of the 16-bit 0.5B and 1.5B. DATA: a folder with gsm8k_train.jsonl and
-# gsm8k_test.jsonl; for order 3 math_train.jsonl, which has the problems of MATH with their `level`,
-# and math500.jsonl. WORK (default: runs/study): where runs and 4-bit
-# models go; a 4-bit model that is there is not made again, and a run that is there is refused: after
-# a failure, take those seeds again with an empty WORK. What a run leaves goes to study/runs; save it
-# before the machine goes back. study/planned.md and study/open.md have the predictions and the
-# primary comparisons of the orders 1 to 5, entropy.md and longer.md beside them those of 0 and 6:
+# gsm8k_test.jsonl; for order 3 with math500.jsonl and math_train.jsonl, which has the problems of
+# MATH with their `level`. WORK (default: runs/study): where runs and 4-bit models go; a 4-bit model
+# that is there is not made again, and a run that is there is refused: after a failure, take those
+# seeds again with an empty WORK. What a run leaves goes to study/runs; save it before the machine
+# goes back. The predictions of the orders 1 to 5, and what decides, are in study/planned.md and
+# study/open.md; those of order 0 are in study/entropy.md, those of order 6 in study/longer.md.
 #
 #     0   no training: the sampler's entropy in every format, with every noise      40 minutes
 #     1   noise that is large enough to act, 0.5B                                    7 a seed
@@ -20,11 +20,11 @@
 #     5   what the recipe owes to its parts, 1.5B                                   20 a seed
 #     6   the defaults, 0.5B and 1.5B                                               26 a seed
 #
-# The minutes of order 2 were measured with two seeds or more at a time, those of order 5
-# with five runs at a time, those of order 6 with one seed; the others are by arithmetic. All arms of
-# all seeds that are given run side by side, so that whatever the card does hits all alike. On
-# two cards, start two calls, each with a WORK and a CUDA_VISIBLE_DEVICES of its own. ARMS, for
-# instance ARMS="noise-none noise-uncorrected", takes only these arms of the order: for more seeds of one
+# The minutes of order 2 were measured with two seeds or more at a time, those of order 5 with five
+# runs at a time, those of order 6 with one seed; the others are by arithmetic. All arms of all
+# seeds that are given run side by side, so that whatever the card does hits all alike. On two
+# cards, start two calls, each with a WORK and a CUDA_VISIBLE_DEVICES of its own. ARMS, for instance
+# ARMS="noise-none noise-uncorrected", takes only these arms of the order: for more seeds of one
 # comparison, or for what is missing after a failure. Of order 0 ARMS=1.5b takes this model. GIB:
 # the memory of each run, 18 unless given; all runs together need less than the card has, so on an
 # H200 eight take GIB=15.5, ten GIB=13 and twelve GIB=11. Before it starts,

@@ -178,7 +178,7 @@ def test_a_run_with_a_setting_that_is_gone_goes_on_only_if_it_had_what_this_vers
         assert settings_of(*how.split(), str(tmp_path)).noise.sigma_start == 1e-2
     for gone in {"noise_kind": "gain"}, {"noise_draws": "sample"}:
         (tmp_path / "run.json").write_text(json.dumps(held | gone))
-        with pytest.raises(ValueError, match="noise_(kind is 'gain'|draws is 'sample'), which this version does not have"):
+        with pytest.raises(ValueError, match="noise_(kind is 'gain'|draws is 'sample'), which this version does not"):
             settings_of(*how.split(), str(tmp_path))
 
 

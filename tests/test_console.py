@@ -190,8 +190,8 @@ def test_the_first_line_says_what_is_learnt_from_what_and_where(capsys, monkeypa
     console = Console(settings(model="qwen2.5-7b", steps=600, out="runs/x"))
     console.greet([None] * 7473, [None] * 256, torch.device("cpu"))
     assert capsys.readouterr().out == (
-        "qwen2.5-7b, with frozen nvfp4 weights, learns gsm8k (7,473 problems, and 256 held-out ones): 600 steps of 64 problems "
-        "x 8 answers on the CPU (torch sees no GPU); writes runs/x\n")
+        "qwen2.5-7b, with frozen nvfp4 weights, learns gsm8k (7,473 problems, and 256 held-out ones): 600 steps of 64 "
+        "problems x 8 answers on the CPU (torch sees no GPU); writes runs/x\n")
 
 
 def test_a_run_in_which_nothing_was_learned_says_so_at_its_end(tmp_path, capsys):

@@ -686,7 +686,8 @@ def test_float16_learns_what_float32_does(runs):
 def test_a_run_says_what_it_will_do_what_it_did_and_what_comes_next(runs):
     log = runs.run("speaks", "--steps", "3", "--show", "2", "--eval-every", "1", model=ROOT / "tiny").splitlines()
     assert re.fullmatch(r".*tiny, with frozen nvfp4 weights, learns .*sums.jsonl \(56 problems, and 4 held-out "
-                        r"ones\): 3 steps of 2 problems x 4 answers on the CPU \(torch sees no GPU\); writes speaks", log[0])
+                        r"ones\): 3 steps of 2 problems x 4 answers on the CPU \(torch sees no GPU\); writes speaks",
+                        log[0])
     assert sum(line.startswith("the first step took ") for line in log) == 1
     assert [line.split(":")[0] for line in log if line.startswith("step ") and "tokens/s" in line] == [
         "step 1/3", "step 2/3", "step 3/3"]
