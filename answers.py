@@ -99,7 +99,7 @@ TEXT = (r"\\(?:text(?:bf|rm|it|tt|normal)?|math(?:rm|bf|it|sf|cal)|[mh]box|emph|
         r"\s*\{([^{}]*)\}")
 NO_LETTER = "(?![A-Za-z])"
 REWRITES = [(re.compile(pattern), to) for pattern, to in [  # in this order
-    # a sum of money, \$32,\!348 or €5: its sign becomes a unit behind it; $5$ is only a formula
+    # a sum of money, \$32,\!348 or €5: its sign becomes a unit after it; $5$ is only a formula
     (r"^(\$(?=.*\$))?(?:\s*([-+]))?\s*(\\?\$|[€£¥₹])\s*"
      r"([-+]?(?:[0-9](?:(?:[0-9.,]|\\[!,]|\{,\})*[0-9])?|\.[0-9]+))(?(1)\s*\$)\.?$",
      lambda match: f"{match[2] or ''}{match[4]} «{CURRENCY[match[3]]}»"),
@@ -193,7 +193,7 @@ def clean(s: str) -> str:
 
 
 # A unit is a dictionary of powers: "5 square miles per hour" has {"mile": 2, "hour": -1}. Here are
-# the words that are known, synonyms joined by "="; a plural s is allowed behind each.
+# the words that are known, synonyms joined by "="; a plural s is allowed after each.
 UNIT = {}
 for names in """mm=millimeter=millimetre cm=centimeter=centimetre dm=decimeter m=meter=metre
         km=kilometer=kilometre inch=in=inches foot=feet=ft yard=yd mile=mi unit
@@ -222,7 +222,7 @@ NOT_UNITS = MULTIPLES | frozenset("""and or is not but if no to than more less f
 PERCENT = frozenset(("percent", "pct", "percentage"))
 WORDS = r"(?:[A-Za-z]{2,}\.?(?:/[A-Za-z]+)?\s+){0,3}(?:[A-Za-z]{2,}(?:/[A-Za-z]+)?\.?|m/s)"
 RAISED_UNIT = r"(?:\s*\^\s*(?:[23]|\{\s*[23]\s*\}))?"
-# «cm»^2 and «m»/«s»^2 behind anything, cm behind a digit or bracket, "square cm" behind a space.
+# «cm»^2 and «m»/«s»^2 after anything, cm after a digit or bracket, "square cm" after a space.
 UNIT_END = re.compile(
     rf"(?:«([^«»]*)»|(?:(?<=[0-9)}}%])\s*|\s)({WORDS})){RAISED_UNIT}"
     rf"(?:\s*/\s*(?:«[^«»]*»|[A-Za-z]+){RAISED_UNIT})?\s*\.?$")
@@ -252,9 +252,9 @@ def powers(words: str) -> dict[str, int]:
 
 
 def split_unit(s: str) -> tuple[str, dict[str, int]]:
-    """"12 cm" -> "12" and {"cm": 1}. A unit is «text», known words, or any few words behind a plain
-    number; "20 percent" becomes 20%. Words that change the value ("not", "half") stay where they
-    are, so that the answer cannot be read as if they were not there.
+    """"12 cm" -> "12" and {"cm": 1}. A unit is «text», known words, or any few words after a
+    plain number; "20 percent" becomes 20%. Words that change the value ("not", "half") stay where
+    they are, so that the answer cannot be read as if they were not there.
     """
     end = UNIT_END.search(s) if s[-1:].isalpha() or s[-1:] in tuple("23}.»") else None
     found = {}
@@ -503,7 +503,7 @@ class Reader:
         return [item for row in rows for item in row]
 
     def expression(self, floor: int = 0, stops: frozenset | None = None) -> Reading:
-        """One operand, and every operator behind it that binds tighter than `floor`."""
+        """One operand, and every operator after it that binds tighter than `floor`."""
         self.point.spend(1)
         outer = self.stops
         self.stops = outer if stops is None else stops
@@ -778,7 +778,7 @@ def same_name(a: str, b: str) -> bool:
 
 
 def may_rename(a: tuple, b: tuple) -> bool:
-    r"""Are two labels one, but for the names? x = 5 and k = 5 are one answer, x:y = 2:3 and
+    r"""Are two labels one, except for the names? x = 5 and k = 5 are one answer, x:y = 2:3 and
     a:b = 2:3 too. x:y and y:x are not, nor \cos A and \sin A, nor P(A) and P(B).
     """
     if a == b:
@@ -877,7 +877,7 @@ def same_left(sides: list[Side], point: Point) -> bool:
         return False
     if may_rename(left, other):
         return True
-    # x/y and x:y, xy and yx: one value is proof enough, but for |x| and x.
+    # x/y and x:y, xy and yx: one value is proof enough, except for |x| and x.
     return (names_in(left) == names_in(other) and left.count("|") == other.count("|")
             and same(sides[0].value, sides[2].value, point))
 

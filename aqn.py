@@ -1,5 +1,7 @@
 """
 Adaptive quantization noise (AQN): decaying Gaussian noise on the sampler's norms, for exploration.
+The name is the paper's. The noise adapts to nothing: its size follows a schedule that is fixed
+before the run, and it comes on top of what quantization does to the weights.
 
 Why: rounding the frozen weights to 4 bits makes the policy a little more random, and the paper
 finds that this helps it to explore (QeRL, section 3.2). But that noise is fixed. AQN (section 3.3)
@@ -7,7 +9,7 @@ adds noise whose size can be chosen. The two norms of every layer compute with (
 
     w + noise,     noise = sigma * z,     z ~ N(0, 1) of shape (D,), drawn anew for every step
 
-Let x_hat = x / rms(x). The linears behind the norm see (w + noise) * x_hat, which is
+Let x_hat = x / rms(x). The linears after the norm see (w + noise) * x_hat, which is
 (1 + noise / w) * (w * x_hat). So column i of their matrix W (N, D) is in effect multiplied by
 1 + noise_i / w_i (Appendix G; its W is the transpose of this one, so it speaks of rows). Noise on D
 numbers stands in for noise on a whole matrix. q, k and v share one z, gate and up another; o and
@@ -24,21 +26,22 @@ steps that are left over join the last stage. Step `step`, counted from 0, is in
     sigma = 0                                             k = 0: quantization's own noise alone
     sigma = start * (end / start)^((k - 1) / (K - 1))     k >= 1; the last stage stays above `end`
 
-The release (NVlabs/QeRL) has K - 2 in that exponent, so its last stage reaches `end`. Its scripts
-have 1e-2, 1e-4 and K = 10; an `end` of 5.62e-5 gives their schedule here.
+The authors' code (NVlabs/QeRL) has K - 2 in that exponent, so its last stage reaches `end`. Its
+scripts have 1e-2, 1e-4 and K = 10; an `end` of 5.62e-5 gives their schedule here.
 
 Where noise acts. Only rollouts run inside noisy_norms(). Evaluation and learner are clean, and
 grpo.py corrects for the difference: the sampler wrote down the log-probs of its noisy draw.
 
-How many z a step? One for the whole step, as in the release. One for each forward pass is what the
-paper says above Eq. 7; but then the tokens of one answer would come from different policies, and
-attend to keys and values that yet others have computed.
+How many z a step? One for the whole step, as in the authors' code. One for each forward pass is
+what the paper says above Eq. 7; but then the tokens of one answer would come from different
+policies, and attend to keys and values that yet others have computed.
 
-With one z a step all answers to a problem come from the same noisy model. What z did to them is in
-their mean, which an advantage takes away, so no update can prefer one z to another. One z for each
-answer of a group would let it (noise on parameters is drawn once an episode elsewhere: Plappert et
-al. 2018, 1706.01905). It takes G runs of the sampler a step, since the norms hold one z at a time,
-and did not help in three seeds (study/planned.md).
+With one z a step all answers to a problem come from the same noisy model. If this z helps, it
+raises all their rewards alike, and with them the mean that an advantage subtracts. So training
+never learns which z was good. With one z for each answer of a group it could (elsewhere noise on
+parameters is drawn once an episode: Plappert et al. 2018, 1706.01905). That takes G runs of the
+sampler a step, since the norms hold one z at a time, and did not help in three seeds
+(study/planned.md).
 
 Why noise is an fp32 buffer beside the weight, and is not added to a bf16 weight: rounding would
 swallow it. At sigma 1e-3 the sum would differ from the weight in 5 % of the channels with weights
@@ -58,8 +61,8 @@ import torch
 
 from model import Qwen
 
-# The other schedules of the paper's Figures 9 and 15: t in [0, 1) -> which share of (start - end) is
-# left. With ten stages t is 0 in the second, the first noisy one, then 1/9, 2/9, ... and 8/9 in the
+# The schedules of the paper's Figures 9 and 15 beside the exponential one: t in [0, 1) -> which
+# share of (start - end) is left. With ten stages t is 0 in the second, the first noisy one, then 1/9, 2/9, ... and 8/9 in the
 # last: it never is 1, and a peak at t = 0.5, say, would be skipped. So a shape that must reach its
 # peak or its end within the run is no row here: write it in sigma_at, from stage and num_stages.
 REMAINING = {
@@ -99,11 +102,10 @@ def draw_z(seed: int, step: int, layer: int, which: int, size: int) -> torch.Ten
     sample from one policy, and a resumed run from the one that it would have had. (numpy does not
     promise that another version of it turns Philox's bits into the same normal numbers.)
 
-    Philox computes its n-th output directly from a key and n. The key is (seed, step). n is a
-    counter of four words, lowest first; layer and which are its two highest, so no two norms share
-    any part of a stream. Seeding a torch.Generator by a hash of the four numbers would not do. On
-    a CPU it keeps only 32 bits of its seed, and among the 33,600 norms of 600 steps of a 7B model
-    two would share their z with a probability of 12 %.
+    Philox computes its n-th output directly from a key, here (seed, step), and n, a counter of four
+    words, lowest first. layer and which are the two highest, so no two norms share any part of a
+    stream. (A torch.Generator keeps only 32 bits of its seed on a CPU. With a hash of the four
+    numbers as the seed, two of the 33,600 norms of a run might well share their z.)
     """
     philox = np.random.Philox(key=[seed, step], counter=[0, 0, layer, which])
     return torch.from_numpy(np.random.Generator(philox).standard_normal(size, dtype=np.float32))
@@ -125,9 +127,9 @@ def noisy_norms(model: Qwen, sigma: float, seed: int, step: int) -> Iterator[Non
         if sigma > 0:
             for i, which, norm in norms:
                 norm.noise.copy_(sigma * draw_z(seed, step, i, which, len(norm.noise)))
-            # Is every norm reached, each with a buffer of its own? The release looks for Hugging
-            # Face's norm classes in vLLM's model, finds none, and adds its noise to nothing without
-            # a word.
+            # Is every norm reached, each with a buffer of its own? The authors' code looks for
+            # Hugging Face's norm classes in vLLM's model, finds none, and adds its noise to nothing
+            # without a word.
             hit = len({norm.noise.data_ptr() for _, _, norm in norms if norm.noise.any()})
             assert hit == 2 * len(model.layers) > 0, \
                 f"noise hit {hit} norms of {len(model.layers)} layers"

@@ -25,13 +25,13 @@ power-of-two tensor scale are those of nvfp4.py: only codes and block scales com
 The order of the work, for speed. Step 2 on all columns to come would be a small operation on a
 large matrix, for every column. So corrections are held back and applied together:
 
-    columns of W     rounded   | 16 | 16 | 16 | ... | 16 |   all columns behind
+    columns of W     rounded   | 16 | 16 | 16 | ... | 16 |   all columns after
                                |<-- a panel of 128 -->|
 
     what is corrected          when
     the rest of the 16         after each column, for every scale that is tried
     the rest of the panel      after each scale_block
-    all columns behind         after each panel: one matmul with 128 columns of errors
+    all columns after it       after each panel: one matmul with 128 columns of errors
 
 Texts are the model's own answers to training problems, and never to problems that measure it. Two
 streams of hidden states go through the layers together: `exact` through the 16-bit layers, where it
@@ -143,7 +143,7 @@ def gptq_columns(w: Tensor, hessian: Tensor, global_scale: Tensor,
                                                               global_scale)
             errors[i - start:i - start + 16] = error
             w[i + 16:end] -= U[block, i + 16:end].T @ error      # the rest of the panel
-        w[end:] -= U[start:end, end:].T @ errors                 # all columns behind it
+        w[end:] -= U[start:end, end:].T @ errors                 # all columns after it
     return codes, scales
 
 

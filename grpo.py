@@ -16,7 +16,7 @@ Shapes. P problems get G answers each. An answer is a row, so there are B = P * 
     token              a b   c d e  f     g h  T = 8: log-probs are (T,)
     row_of_token       0 0   1 1 1  2     3 3  (T,), so that weights[row_of_token] is (T,)
 
-Three policies have met a token, and two ratios compare the probabilities that they give to it:
+Three policies give each token a probability, and two ratios compare these:
 
      sampler  ------ correction ------>  proximal  ---------- rho ---------->  policy
      drew the answer, with noise         the learner, without noise, at        the learner in this
@@ -35,6 +35,14 @@ divergence from the base model (only with kl_beta > 0):
     objective = min(rho * advantage, clip(rho, 1 - clip_low, 1 + clip_high) * advantage)
     loss = sum over the tokens of weight * (kl_beta * k3 - correction * objective)
 
+By default a step makes one update, in one pass over the answers. Then policy and proximal are the
+same numbers, rho is 1, nothing is clipped, and the gradient is that of
+
+    loss = -sum over the tokens of weight * correction * advantage * log policy
+
+What follows about the clip matters only where there are several updates on the same answers, or
+with another correction than the default.
+
 Why two ratios? PPO has one, policy / sampler, which does two jobs: it corrects for the answers
 having been drawn by another policy, and its clip bounds how far one batch may move the policy. Here
 the sampler differs from the learner even before the first update, by AQN's noise and by rounding.
@@ -49,7 +57,7 @@ the row (with --epochs 2 there are two):
     "truncate"        noise, rounding and          updates since the row's first pass, so it is 1
                       updates before the row's     in that pass and nothing is clipped there
                       first pass
-    "off"             nothing, it is 1             the same
+    "off"             nothing, it is 1             as with "truncate"
     "ppo"             nothing, it is 1             noise, rounding and all updates, in every pass:
                                                    the sampler takes the proximal policy's place
 
@@ -60,12 +68,13 @@ The proximal policy costs no forward pass, because pass 1 computes it anyway; on
 token is kept. (verl computes it for all rows before the first update of a step instead, which is
 one more forward pass over the batch. There rho covers all updates of the step.)
 
-The weights divide by numbers of the whole optimizer step, which are known before the first backward
-pass. So gradients are simply added up, over micro-batches and over ranks, and cutting up the rows
-in another way changes their sum by rounding alone. Rows outside the loss (loss_mask: unscorable
-ones, and with --overlong mask those that were cut off at the length limit) count in neither the sum
-nor the divisor. Groups of equal rewards have advantages of 0, so that only a KL term can teach
-anything there; they still count in the divisor, as in the paper's release (NVlabs/QeRL).
+A weight is 1 / divisor, where the divisor counts rows or tokens of the whole optimizer step and is
+known before the first backward pass. So gradients are simply added up, over micro-batches and over
+ranks, and cutting up the rows in another way changes their sum by rounding alone. Rows outside the
+loss (loss_mask: unscorable ones, and with --overlong mask those that were cut off at the length
+limit) count in neither the sum nor the divisor. Groups of equal rewards have advantages of 0, so
+that only a KL term can teach anything there; they still count in the divisor, as in the authors'
+code (NVlabs/QeRL).
 
 Not here: a critic and an entropy bonus (the QeRL paper has neither), the overlong penalty
 (rewards.py), DAPO's dynamic sampling. That draws answers until enough groups have rewards that
@@ -98,10 +107,10 @@ class Loss:
         "truncate"  correction = min(proximal / sampler, CORRECTION_CAP)
         "ppo"       the sampler takes the proximal policy's place, so the clip acts on noise and
                     rounding too (QeRL, Eq. 3, where the old policy is the noisy one)
-        "off"       nothing, which leaves the gradient biased; the release does the same
+        "off"       nothing, which leaves the gradient biased; the authors' code does the same
     """
     # divisor(rows, tokens, lengths, limit) -> what the sum over a row's tokens is divided by, one
-    # number () or one for each row (B,). The arguments are tensors but for the last:
+    # number () or one for each row (B,). The arguments are tensors, except the last:
     #   rows ()       how many rows are in the loss of the whole optimizer step
     #   tokens ()     how many tokens these rows have together
     #   lengths (B,)  how many tokens each row has
@@ -186,8 +195,8 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "group",
     mean = grouped.nanmean(dim=1, keepdim=True)
     centred = torch.where(scorable, grouped - mean, 0.0)
     if scale == "group":
-        # The squares are divided by n - 1 and 1e-4 is added to the root, both as in the release. n
-        # counts the scorable answers, so it can be below G.
+        # The squares are divided by n - 1 and 1e-4 is added to the root, both as in the authors'
+        # code. n counts the scorable answers, so it can be below G.
         n = scorable.sum(dim=1, keepdim=True)
         variance = centred.square().sum(dim=1, keepdim=True) / (n - 1).clamp(min=1)
         centred = centred / (variance.sqrt() + 1e-4)
@@ -206,8 +215,8 @@ def loss_mask(rewards: Tensor, finished: Tensor, mask_truncated: bool) -> Tensor
     """Which rows enter the loss: rewards (B,), finished (B,) bool -> (B,) bool.
 
     True means that the row is in the loss. Unscorable rows (NaN) never are. mask_truncated also
-    leaves out rows that were cut off at the length limit (finished is False), as the release does
-    and as DAPO's overlong filtering does (2503.14476, section 3.4). The reward of a row that was
+    leaves out rows that were cut off at the length limit (finished is False), as do the authors'
+    code and DAPO's overlong filtering (2503.14476, section 3.4). The reward of a row that was
     cut off still counts in the mean of its group; that of an unscorable row counts nowhere.
     """
     scorable = ~rewards.isnan()
@@ -235,7 +244,7 @@ def token_weights(lengths: Tensor, mask: Tensor, loss: Loss, max_new_tokens: int
     together, because this is the only place where its loss is divided by anything.
     """
     assert (lengths[mask] > 0).all(), "a row has no tokens; even '' has its end token"
-    # At least 1, so that a step without any row has weights of 0 and not of 0 / 0.
+    # At least 1, so that nothing is divided by 0 in a step without any row.
     rows = mask.sum().clamp(min=1)
     tokens = lengths[mask].sum().clamp(min=1)
     divisor = loss.divisor(rows, tokens, lengths, max_new_tokens)
@@ -308,9 +317,9 @@ def policy_loss(logprobs: LogProbs, advantages: Tensor, row_of_token: Tensor, we
     # as well as after them.
     weighted_advantage = advantages[row_of_token] * correction              # (T,)
 
-    # 2) The clip. Where does min(rho * advantage, clip(rho) * advantage) take its second term,
-    # which is constant, so that the token gets no gradient? Where the policy has already gone far
-    # enough in the direction that the advantage asks for:
+    # 2) The clip. A token gets no gradient where min(rho * advantage, clip(rho) * advantage) takes
+    # its second term, which is constant: where the policy has already gone far enough in the
+    # direction that the advantage asks for.
     #
     #                         rho < 1 - clip_low    in between    rho > 1 + clip_high
     #     advantage > 0       gradient              gradient      clipped: likely enough
@@ -353,10 +362,10 @@ def row_means(values: Tensor, row_of_token: Tensor, rows: int) -> Tensor:
 def mismatch_sums(d: Tensor) -> dict[str, Tensor]:
     """How far the learner is from the sampler: d (T,) = log policy - log sampler -> sums.
 
-    Each is a sum over the tokens, but for ratio_max, which is the largest ratio. They are float64,
+    Each is a sum over the tokens, except ratio_max, which is the largest ratio. They are float64,
     so that counts stay exact however many are added. The ratio here, exp(d) = policy / sampler, is
     the product of a token's policy / proximal and proximal / sampler, before any cap. So it is
-    neither of the loss's two ratios alone, but for correction "ppo", where rho is policy / sampler.
+    neither of the loss's two ratios alone, except with correction "ppo", where it is rho.
     """
     d = d.double()
     ratio = d.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()

@@ -5,16 +5,10 @@ The learner: turns sampled answers and their advantages into optimizer steps on 
     batch = Batch(rollouts, advantages)          # one for each training step
     update = learner.update(batch, weights, lr)  # one or more for each batch
 
-An update cuts the batch's rows into micro-batches that fit in memory and adds up their gradients in
-adapter.master.grad, over micro-batches and ranks. Then it clips the gradient, takes an AdamW step
-and rewrites the adapter's working copies.
-
-With float16 the learner scales the loss. The smallest number that float16 can hold is 6e-8, and the
-gradients of activations are often smaller, so they would become 0. The backward pass therefore runs
-on loss_scale * loss, and the gradient is divided by loss_scale afterwards, in fp32 and without
-rounding, because the scale is a power of two. A scale that is too large makes the gradient infinite
-or NaN: then this update is skipped and the scale is halved. After DOUBLE_SCALE_AFTER finite updates
-in a row it is doubled.
+All trained parameters are views of one fp32 vector, adapter.master (lora.py). An update cuts the
+batch's rows into micro-batches that fit in memory and adds up their gradients in
+adapter.master.grad, over micro-batches and ranks. Then it clips the gradient, takes an AdamW step,
+and rounds the new parameters into the 16-bit copies that sampler and learner compute with.
 
 Not here: the loss (grpo.py), forward and backward of the model (model.py, ops.py).
 """
@@ -77,7 +71,7 @@ class AdamW:
     state_bytes() and tensors().
     """
     MOMENTS = "exp_avg", "exp_avg_sq"            # as torch.optim names them
-    BETAS = 0.9, 0.99                            # as in the paper's release (NVlabs/QeRL)
+    BETAS = 0.9, 0.99                            # as in the authors' code (NVlabs/QeRL)
     # torch's 1e-8 would damp the updates of LoRA's matrix A: while B is still small, the gradient
     # of A is only 1e-8 to 1e-6.
     EPS = 1e-10
@@ -91,7 +85,8 @@ class AdamW:
 
     @classmethod
     def state_bytes(cls, parameters: int) -> int:
-        """How many bytes this optimizer keeps, in fp32, beside so many parameters and their gradient.
+        """How many bytes this optimizer keeps, in fp32, beside this many parameters and their
+        gradient.
         """
         return 4 * len(cls.MOMENTS) * parameters
 
@@ -107,7 +102,7 @@ class AdamW:
         """
         adapter = self.adapter
         # Weight decay pulls A and B towards 0. Norms, if they are trained at all (--train-norms),
-        # belong near 1 and do not decay; they lie behind A and B in the vector.
+        # have no reason to be near 0 and do not decay; they lie after A and B in the vector.
         decayed = adapter.master.data[:adapter.norm_start]
         decayed *= 1 - lr * self.weight_decay
         state = self.state
@@ -146,12 +141,12 @@ class Learner:
         self.micro_batch_tokens = 8192
         self.kept_layers = 0
         self.skipped = 0
-        self.finite_updates_in_a_row = 0         # counted with float16 alone, see the top
+        self.finite_updates_in_a_row = 0         # with float16 only: see _next_loss_scale
         self.loss_scale = FIRST_LOSS_SCALE if model.dtype == torch.float16 else 1.0
 
     @classmethod
     def state_bytes(cls, parameters: int, dtype: torch.dtype) -> int:
-        """How many bytes an adapter of so many parameters takes in training: the fp32 parameters
+        """How many bytes an adapter of this many parameters takes in training: the fp32 parameters
         and their gradient, the working copies in the model's dtype that are computed with, and the
         optimizer's state.
         """
@@ -257,8 +252,8 @@ class Learner:
                 reference, _ = model.token_logprobs(tokens, starts, self.temperature)
         sampler = torch.cat([rollouts.logprobs[b] for b in rows]).to(device)
         # In a row's first pass the proximal policy is the policy itself. Later passes use what the
-        # first one has kept. It is kept on this rank alone, so a row must come to the same rank in
-        # every pass over the batch. It does, because --epochs repeats the same updates, and the
+        # first one has kept. With several ranks it is kept on this one only, so a row must come to
+        # the same rank in every pass. It does, because --epochs repeats the same updates, and the
         # same rows are dealt to the ranks in the same way.
         for b, logprobs in zip(rows, policy.detach().split(lengths)):
             if b not in batch.proximal:
@@ -274,6 +269,15 @@ class Learner:
         return loss, sums
 
     def _next_loss_scale(self, finite):
+        """With float16 the loss is scaled before the backward pass.
+
+        The smallest number that float16 can hold is 6e-8, and the gradients of activations are
+        often smaller, so they would become 0. The backward pass therefore runs on
+        loss_scale * loss, and the gradient is divided by loss_scale afterwards, in fp32 and without
+        rounding, because the scale is a power of two. A scale that is too large makes the gradient
+        infinite or NaN: then the update is skipped and the scale is halved. After
+        DOUBLE_SCALE_AFTER finite updates in a row it is doubled.
+        """
         if not finite:
             self.loss_scale = max(self.loss_scale / 2, 1.0)
             self.finite_updates_in_a_row = 0
@@ -317,7 +321,7 @@ def micro_batches(prompts: Sequence, completions: Sequence, token_budget: int,
     A few large micro-batches cannot be dealt out evenly. So with several ranks the budget is
     lowered first, until there are about MICRO_BATCHES_PER_RANK for each (the drawing leaves that
     out). In simulated steps of 128 answers on 8 ranks the busiest rank had 3 to 10 % more tokens
-    than the mean; with micro-batches dealt in turns it had 14 to 25 % more.
+    than the mean.
     """
     assert token_budget > 0, token_budget
     if ranks > 1:

@@ -102,7 +102,7 @@ MAX_DECODE_ROWS = 256
 # columns of x, and nothing has to be interleaved.
 #
 # The bits of a code word. A code has a sign bit s, two exponent bits e and a mantissa bit m; the
-# digit behind them is the plane. Of the two e of a plane the left one is the higher. A `.` is a bit
+# digit after them is the plane. Of the two e of a plane the left one is the higher. A `.` is a bit
 # that the mask 0x81C0 sets to 0; the mask keeps a bf16's sign, its two lowest exponent bits and its
 # highest mantissa bit:
 #
@@ -499,7 +499,7 @@ def dequantize_kernel(
 #
 # The tiles of W in memory order, along k and then band after band, are one stream. It is cut into
 # stripes of equal length, and each program walks one stripe (stream-K; Marlin's stripes). So all
-# programs of W have the same work whatever N and K are, but for the last, whose stripe may be
+# programs of W have the same work whatever N and K are, except the last, whose stripe may be
 # shorter. `plan_stripes` takes the shortest stripe whose programs all fit on the GPU at once: then
 # they start together and end together. A stripe has whole tiles, so some of the GPU may stay empty:
 # qkv of a 7B has 356 programs at M = 1 where an H200 could hold 528.

@@ -14,7 +14,7 @@ before the rotary embedding, and d is not D / H.
 Precision. GRPO divides the learner's probability of a token by the sampler's, so the two must agree
 although they sum in different orders. Hence the residual stream and the sum and result of every
 linear are fp32. What the next matmul takes is rounded to `dtype` (bf16 on a GPU, fp32 on a CPU):
-x * w behind a norm; q, k and v; attention's output, which `o` takes; silu(gate) * up; an adapter's
+x * w after a norm; q, k and v; attention's output, which `o` takes; silu(gate) * up; an adapter's
 x @ A.T. Besides, the MLP keeps gate_up's result rounded for its backward pass, and gradients
 between matmuls are rounded (ops.py, lora.py).
 On the 0.5B, in eight training runs of this code without noise, the ratio of the two probabilities
@@ -32,7 +32,7 @@ after that, since 1/rms belongs to the product alone:
 
 RMSNorm returns both, (x * w in dtype, 1/rms in fp32). Two things are gained: a GPU's matmul need
 not wait until a kernel has seen the whole row, and sampler and learner round the same numbers at
-the same place (but for attention to a shared prompt: attention.py). AQN's noise is added to w.
+the same place (except in attention to a shared prompt: attention.py). AQN's noise is added to w.
 1/rms is called rstd, as in other programs' norms, though it is no standard deviation that it
 divides by: rms(x) = sqrt(mean(x^2) + eps), and no mean is subtracted from x.
 
@@ -160,7 +160,7 @@ def rope_table(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
 class RMSNorm(torch.nn.Module):
     """A norm as its two factors (see the top), with AQN's noise added to its weight.
 
-    noise (D,) is zero but within aqn.noisy_norms.
+    noise (D,) is zero except within aqn.noisy_norms.
     """
 
     def __init__(self, weight: Tensor, eps: float, dtype: torch.dtype):
@@ -176,7 +176,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class Layer(torch.nn.Module):
-    """Layer i: attention and MLP, each behind a norm, each added to the residual stream.
+    """Layer i: attention and MLP, each after a norm, each added to the residual stream.
 
     get(name, *shape) returns a tensor of the checkpoint. frozen(names, parts, K) returns the
     nvfp4.Weight of a fused linear, whose part names[j] has parts[j] rows. So a checkpoint, a test

@@ -37,7 +37,7 @@ below picks 160 as block_scale instead, which makes the unit 0.0781:
 So the usual scale is often not the best: a smaller one, which clips the largest weight, or a larger
 one may fit the other 15 better. Each format tries the scales of its `offsets` and keeps the one of
 least squared error. Offset 0 is the usual scale. With it alone codes and scales are those that
-compressed-tensors (NVFP4, MXFP4) and bitsandbytes (NF4) choose, and so are the bytes, but for one
+compressed-tensors (NVFP4, MXFP4) and bitsandbytes (NF4) choose. So are the bytes, except for one
 thing: bitsandbytes puts the first code of a byte in the HIGH nibble.
 
 Why the tensor scale is a power of two (compressed-tensors takes max|w| / 2688): a code has 2
@@ -345,7 +345,7 @@ def freeze(weights: list[Tensor], base: str, dtype: torch.dtype) -> Weight:
 
     NVFP4 is made of the checkpoint's numbers as they are, because its usual scale is rounded to
     their dtype (see quantize). The others are made of W in `dtype`: that is how quantize_bf16 knows
-    which 16 bits to keep. A bf16 checkpoint loses nothing by it, but where dtype is fp16.
+    which 16 bits to keep. A bf16 checkpoint loses nothing by it, except where dtype is fp16.
     """
     if base == "nvfp4":
         scale = global_scale_for(*weights)

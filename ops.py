@@ -134,7 +134,7 @@ class _Mlp(torch.autograd.Function):
           |  gate_up.product
         y        (T, 2F)         fp32
           |  swiglu
-        h_wide   [h | h @ A.T]   A is down's; swiglu writes h, down.product the columns behind it
+        h_wide   [h | h @ A.T]   A is down's; swiglu writes h, down.product the columns after it
           |  down.product
         result   (T, D)          fp32
 
@@ -269,7 +269,7 @@ def token_logprobs(x: Tensor, rstd: Tensor, head: Tensor, targets: Tensor, live:
 
     x (T, D) and head (V, D) in the model's dtype, rstd (T, 1) fp32, targets (T,) int64,
     temperature > 0. `head` gets no gradient. live: how many rows of `head` stand for a token; those
-    behind are padding. All V are multiplied, and the padding is left out afterwards: Qwen2.5's live
-    is 151,665, an odd number, and cuBLAS has no aligned kernel for a product of odd width.
+    after them are padding. All V are multiplied, and the padding is left out afterwards: Qwen2.5's
+    live is 151,665, an odd number, and cuBLAS has no aligned kernel for a product of odd width.
     """
     return _TokenLogprobs.apply(x, rstd, head, targets, live, temperature)

@@ -1,6 +1,6 @@
 r"""
-Rewards from text: finds the answer in a completion, asks answers.py whether it is the gold, and
-scores the format.
+Rewards from text: finds the answer in a completion, asks answers.py whether it equals the gold
+answer (the right one, as the data set has it), and scores the format.
 
     extract(r"so \boxed{\frac12}")    ->  Extraction(answer=r"\frac12", rule="box")
     grade(r"\boxed{\frac12}", "0.5")  ->  Grade(correct=1, format=1, rule="box", answer=r"\frac12")
@@ -15,8 +15,8 @@ The answer is taken from the first of these that the text has:
 Only the first turn counts, and in it what comes after the last </think>. A number that the text
 hedges is no answer: "5 or 6", "not 5", "more than 5", "between 5 and 6" and "5 million" are not 5.
 
-The work is linear in the length of the text. There are no time limits and no threads, because a
-limit that fires outside the main thread has silently paid nothing elsewhere, and no judge model.
+The work is linear in the length of the text, so there is no time limit. (In other projects a
+limit that struck outside the main thread gave a reward of 0 without a word.) No model judges.
 """
 import math
 import re
@@ -28,13 +28,123 @@ MAX_TAIL = 20_000      # characters searched for tags, markers and numbers; boxe
 
 
 # -----------------------------------------------------------------------------
-# Extraction: completion -> answer text
+# Completion -> answer
 
 class Extraction(NamedTuple):
     """An answer and the rule that found it, so that a run can report how its model answers."""
     answer: str | None
     rule: str          # box, tag, marker, last_number, none or truncated (an unclosed <think>)
 
+
+def extract(text: str, last_number: bool = True) -> Extraction:
+    """Finds the answer of a completion; the rules are at the top of this file. Never raises.
+
+    Turn `last_number` off where a box or a tag was asked for, or a model may learn to leave it out.
+    """
+    turns = filter(str.strip, END_OF_TURN.split(text))
+    text = next(turns, "").rpartition("</think>")[2]
+    if "<think>" in text:
+        return Extraction(None, "truncated")
+    boxed = last_box(text)
+    if boxed:
+        return Extraction(boxed, "box")
+    tail = text[-MAX_TAIL:]
+    tagged = [answer.strip() for answer in TAG.findall(tail) if answer.strip()]
+    if tagged:
+        return Extraction(tagged[-1], "tag")
+    marked = last_marker(tail)
+    if marked:
+        return Extraction(marked, "marker")
+    # A box that is empty or never closes is a failed answer, and often that of the copied prompt:
+    # "Put your answer in \boxed{}." Then no number of the text may count.
+    if last_number and not re.search(BOX, text) and "<answer>" not in tail:
+        value = value_in(tail.strip())
+        if value:
+            return Extraction(value, "last_number")
+    return Extraction(None, "none")
+
+
+# -----------------------------------------------------------------------------
+# Completion, gold -> reward
+
+class Grade(NamedTuple):
+    """The reward of one completion in parts: learning the format is not learning mathematics."""
+    correct: int           # 1 if the extracted answer equals the gold
+    format: int            # 1 if the answer came in the form that the prompt asked for
+    rule: str              # how the answer was found, see Extraction
+    answer: str | None     # as it was found in the completion
+
+
+def grade(completion: str, gold: str, style: str = "boxed", last_number: bool = False) -> Grade:
+    """Scores one completion. `style` is the form that the prompt asked for: "boxed" or "tags"."""
+    assert style in ("boxed", "tags"), f"{style!r} is neither 'boxed' nor 'tags'"
+    answer, rule = extract(completion, last_number)
+    correct = int(answer is not None and is_equal(answer, gold))
+    well_formed = format_tags(completion) if style == "tags" else int(rule == "box")
+    return Grade(correct, well_formed, rule, answer)
+
+
+def format_tags(text: str) -> int:
+    """1 if a text has the paper's form, else 0: <think>...</think> <answer>...</answer>, each tag
+    once, and nothing around them.
+    """
+    text = END_OF_TURN.split(text.strip(), maxsplit=1)[0].strip()
+    if any(text.count(tag) != 1 for tag in ("<think>", "</think>", "<answer>", "</answer>")):
+        return 0
+    return int(bool(re.fullmatch(r"<think>.*</think>\s*<answer>.*</answer>", text, re.DOTALL)))
+
+
+def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
+    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), lengths in tokens: 0 up to
+    max_length - buffer, from there a straight line down to -1 at max_length, and -1 beyond.
+    """
+    over = (length - (max_length - buffer)) / buffer
+    return -min(1.0, max(0.0, over))
+
+
+def grade_rollouts(tokenizer: "harness.data.Tokenizer", problems: list,
+                   rollouts: "sampler.Rollouts", style: str = "boxed",
+                   plug_in: Callable | None = None) -> list[dict]:
+    """One dict for each row of the rollouts: the problem, the prompt as the model saw it, the
+    completion, the answer that was found in it, the verdict, and the reward `task`.
+
+    If the prompt ends with an opening <think>, the text is graded as if it began with it. So an
+    answer that never closes its thoughts is not graded by what stands in them.
+
+    Rows come in groups, one for each of `problems` and all of one size. Without a plug-in the
+    reward is 1 for a correct answer, else 0. A plug-in is a function of the user's; the reward is
+    then the sum of the `parts` that it returns. The part called `shaping` is not in the sum:
+    train.score adds it as it adds what format and length are worth. If it is NaN, so is `task`.
+    """
+    group_size = len(rollouts.completions) // max(len(problems), 1)  # a rank may have no problem
+    texts = [tokenizer.decode(completion) for completion in rollouts.completions]
+    prompts = [tokenizer.decode(problem.prompt) for problem in problems]
+    rows = []
+    for i, text in enumerate(texts):
+        problem = problems[i // group_size]
+        verdict = grade(tokenizer.opened + text, problem.answer,
+                        "tags" if style == "tags" else "boxed")
+        row = {
+            "id": problem.id, "question": problem.question, "answer": problem.answer,
+            "prompt": prompts[i // group_size], "completion": text,
+            "extracted": verdict.answer, "rule": verdict.rule,
+            "correct": float(verdict.correct), "format": float(verdict.format),
+            "length": len(rollouts.completions[i]), "finished": rollouts.finished[i],
+            "mean_logprob": rollouts.logprobs[i].mean().item(), "task": float(verdict.correct),
+        }
+        if plug_in:
+            first = i - i % group_size
+            row["parts"] = plug_in(text, problem, texts[first:first + group_size],
+                                   length=row["length"], finished=row["finished"])
+            row["task"] = sum(value for name, value in row["parts"].items() if name != "shaping")
+            if math.isnan(row["parts"].get("shaping", 0.0)):
+                row["task"] = math.nan           # unscorable, as with NaN in any other part
+        rows.append(row)
+    return rows
+
+
+# -----------------------------------------------------------------------------
+# The patterns by which an answer is found
 
 BOX = r"\\(?:boxed|fbox)(?![A-Za-z])\s*"
 BOX_OR_BRACES = re.compile(BOX + r"|\{+|\}+")
@@ -52,7 +162,7 @@ TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 # "answer is", "Answer:", "**Answer**:"; not "answer isn't", and not the noun "answers".
 MARKER = re.compile(
     r"answer\s*(?:(?:\*\*|__)\s*)?(?:is(?![a-z'’])\s*:?|:|=)|####", re.IGNORECASE)
-# The end of "The answer is 3.5. I hope it is correct." is behind the 5.
+# The end of "The answer is 3.5. I hope it is correct." is after the 5.
 SENTENCE_END = re.compile(r"\n|(?<=[^\s.])\.(?:\s|$)|I hope it is")
 # A digit at both ends (a lone comma is no number), a sign only where it is no hyphen; then /7 or %.
 # The 2 of x_2, x^2 and B2 is none.
@@ -88,7 +198,7 @@ BEFORE = re.compile(r"""(?:
     | (?: [0-9)}$] | \b[a-z] ) \s* [-−] \s+                               # "8 - 5"
     | [±√] \s* | \\(?:neq?|leq?|geq?|lt|gt|times|cdot|pm|sqrt) \s*
     ) [$(]* $""", re.VERBOSE | re.IGNORECASE)
-# What may not stand behind it. The $ or ) that ends a formula comes first.
+# What may not stand after it. The $ or ) that ends a formula comes first.
 AFTER = re.compile(rf"""[$)]* (?:
     \s* (?: or\b | (?:and|to|through)\s+ (?:an?\b|one\b|half\b|[$(]*[0-9])      # "5 and a half"
       | [,;]\s* (?:(?:and|or)\s+)? [$(]*[0-9]                                   # "5, 6"
@@ -103,33 +213,8 @@ AFTER = re.compile(rf"""[$)]* (?:
 MORE = re.compile(r"(?:(?!\b(?:because|since|as)\b)[^,;.=])*\b(?:and|or)\s+[$(]*[0-9]")
 
 
-def extract(text: str, last_number: bool = True) -> Extraction:
-    """Finds the answer of a completion; the rules are at the top of this file. Never raises.
-
-    Turn `last_number` off where a box or a tag was asked for, or a model may learn to leave it out.
-    """
-    turns = filter(str.strip, END_OF_TURN.split(text))
-    text = next(turns, "").rpartition("</think>")[2]
-    if "<think>" in text:
-        return Extraction(None, "truncated")
-    boxed = last_box(text)
-    if boxed:
-        return Extraction(boxed, "box")
-    tail = text[-MAX_TAIL:]
-    tagged = [answer.strip() for answer in TAG.findall(tail) if answer.strip()]
-    if tagged:
-        return Extraction(tagged[-1], "tag")
-    marked = last_marker(tail)
-    if marked:
-        return Extraction(marked, "marker")
-    # A box that is empty or never closes is a failed answer, and often that of the copied prompt:
-    # "Put your answer in \boxed{}." Then no number of the text may count.
-    if last_number and not re.search(BOX, text) and "<answer>" not in tail:
-        value = value_in(tail.strip())
-        if value:
-            return Extraction(value, "last_number")
-    return Extraction(None, "none")
-
+# -----------------------------------------------------------------------------
+# What extract() looks for: boxes, markers, values
 
 def last_box(text: str) -> str | None:
     """Content of the last complete, non-empty box; neighbouring boxes become one list."""
@@ -183,7 +268,7 @@ def complete_boxes(text: str) -> list[tuple[int, int, int, int]]:
 
 
 def last_marker(text: str) -> str | None:
-    """The value behind the last "answer is", "answer:" or "####", in its sentence or line."""
+    """The value after the last "answer is", "answer:" or "####", in its sentence or line."""
     for marker in reversed(list(MARKER.finditer(text))):
         rest = text[marker.end():].lstrip(" \t*_:\n")
         display = MATH_SPAN.match(rest)
@@ -215,7 +300,7 @@ def stands_alone(found: re.Match) -> bool:
 def value_in(text: str, marked: bool = False) -> str | None:
     """The value in a text: all of it if it has no prose, else its last formula or number.
 
-    A `marked` text is the line behind "answer is". There a leading number or choice letter counts,
+    A `marked` text is the line after "answer is". There a leading number or choice letter counts,
     and what cannot be taken apart is the answer as a whole: "not 5" equals no gold. Elsewhere a
     value that does not stand alone is no answer.
     """
@@ -231,7 +316,7 @@ def value_in(text: str, marked: bool = False) -> str | None:
     # In "$5 and $10" the dollars are money: what stands between them is prose.
     spans = [span for span in MATH_SPAN.finditer(text) if not has_prose(span.group())]
     numbers = list(NUMBER.finditer(text, spans[-1].end() if spans else 0))
-    found = (spans[-1:] + numbers[-1:] or [None])[-1]
+    found = [None, *spans, *numbers][-1]
     if marked and spans and not BARE_NAME.fullmatch(inside(spans[-1])):
         # "$5$, not $6$"; but "the largest $n$ is 34" goes on to the number.
         found = next(filter(stands_alone, spans[:-10:-1]), spans[-1])
@@ -244,82 +329,3 @@ def value_in(text: str, marked: bool = False) -> str | None:
     if marked and not spans and "\\" in text:  # "\frac{1}{2} dollars"
         return text
     return inside(found)
-
-
-# -----------------------------------------------------------------------------
-# Scores for training
-
-class Grade(NamedTuple):
-    """The reward of one completion in parts: learning the format is not learning mathematics."""
-    correct: int           # 1 if the extracted answer equals the gold
-    format: int            # 1 if the answer came in the form that the prompt asked for
-    rule: str              # how the answer was found, see Extraction
-    answer: str | None
-
-
-def grade(completion: str, gold: str, style: str = "boxed", last_number: bool = False) -> Grade:
-    """Scores one completion. `style` is the form that the prompt asked for: "boxed" or "tags"."""
-    assert style in ("boxed", "tags"), f"{style!r} is neither 'boxed' nor 'tags'"
-    answer, rule = extract(completion, last_number)
-    correct = int(answer is not None and is_equal(answer, gold))
-    well_formed = format_tags(completion) if style == "tags" else int(rule == "box")
-    return Grade(correct, well_formed, rule, answer)
-
-
-def format_tags(text: str) -> int:
-    """1 if a text has the paper's form, else 0: <think>...</think> <answer>...</answer>, each tag
-    once, and nothing around them.
-    """
-    text = END_OF_TURN.split(text.strip(), maxsplit=1)[0].strip()
-    if any(text.count(tag) != 1 for tag in ("<think>", "</think>", "<answer>", "</answer>")):
-        return 0
-    return int(bool(re.fullmatch(r"<think>.*</think>\s*<answer>.*</answer>", text, re.DOTALL)))
-
-
-def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
-    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), lengths in tokens: 0 up to
-    max_length - buffer, from there a straight line down to -1 at max_length, and -1 beyond.
-    """
-    over = (length - (max_length - buffer)) / buffer
-    return -min(1.0, max(0.0, over))
-
-
-def grade_rollouts(tokenizer: "harness.data.Tokenizer", problems: list,
-                   rollouts: "sampler.Rollouts", style: str = "boxed",
-                   plug_in: Callable | None = None) -> list[dict]:
-    """One dict for each row of the rollouts: the problem, the prompt as the model saw it, the
-    completion, the answer that was found in it, the verdict, and the reward `task`.
-
-    Where the prompt has opened the thinking, the grader reads on from there: the thoughts of an
-    answer that never closes it are not taken for its answer.
-
-    Rows come in groups, one for each of `problems` and all of one size. Without a plug-in the
-    reward is 1 for a correct answer, else 0. A plug-in is a function of the user's; the reward is
-    then the sum of the `parts` that it returns. The part called `shaping` is not in the sum:
-    train.score adds it as it adds what format and length are worth. If it is NaN, so is `task`.
-    """
-    group_size = len(rollouts.completions) // max(len(problems), 1)  # a rank may have no problem
-    texts = [tokenizer.decode(completion) for completion in rollouts.completions]
-    prompts = [tokenizer.decode(problem.prompt) for problem in problems]
-    rows = []
-    for i, text in enumerate(texts):
-        problem = problems[i // group_size]
-        verdict = grade(tokenizer.opened + text, problem.answer,
-                        "tags" if style == "tags" else "boxed")
-        row = {
-            "id": problem.id, "question": problem.question, "answer": problem.answer,
-            "prompt": prompts[i // group_size], "completion": text,
-            "extracted": verdict.answer, "rule": verdict.rule,
-            "correct": float(verdict.correct), "format": float(verdict.format),
-            "length": len(rollouts.completions[i]), "finished": rollouts.finished[i],
-            "mean_logprob": rollouts.logprobs[i].mean().item(), "task": float(verdict.correct),
-        }
-        if plug_in:
-            first = i - i % group_size
-            row["parts"] = plug_in(text, problem, texts[first:first + group_size],
-                                   length=row["length"], finished=row["finished"])
-            row["task"] = sum(value for name, value in row["parts"].items() if name != "shaping")
-            if math.isnan(row["parts"].get("shaping", 0.0)):
-                row["task"] = math.nan           # unscorable, as with NaN in any other part
-        rows.append(row)
-    return rows

@@ -25,17 +25,18 @@ A row's own tokens begin a new kv_block, so nobody writes to a shared kv_block, 
 - Prefill computes the keys and values of prefixes. A prompt's last token is not in its prefix,
   because it is the first input of each row's decode steps. So every sampled token comes from a
   decode step.
-- A decode step computes one new token for each live row. A row that has ended leaves the batch and
-  a waiting sequence takes its place (continuous batching). The batch has no holes: when few rows
+- A decode step computes one new token for each live row. Rows that have ended leave the batch, and
+  waiting sequences come in for them (continuous batching). The batch has no holes: when few rows
   are left, its steps get cheaper.
-- The CPU looks at the rows once in a window of decode steps (8 on a GPU, where a look stops the
-  stream of launches). A row that ends inside a window goes on computing until the next look, for
-  nothing. That is 2 % of the work for answers of 200 tokens. A GPU's batch also has spare rows,
-  since its CUDA graphs exist for some numbers of rows only. Rollouts.idle counts both.
+- The CPU reads the drawn tokens once in a *window* of decode steps: 8 on a GPU, which must wait
+  whenever the CPU reads, and 1 on a CPU. A row that ends inside a window stays in the batch until
+  the window is over, and what it computes there is for nothing. That is 2 % of the work for answers
+  of 200 tokens. A GPU's batch also has spare rows, since its CUDA graphs exist for some numbers of
+  rows only. Rollouts.idle counts both.
 - A row gets kv_blocks as it grows. When the pool runs dry, the newest row is preempted: it gives
   its kv_blocks back and waits, and its prompt and what it has written are prefilled when some are
   free again. The oldest row always goes on, so every request ends; none fails.
-- Randomness is a hash. The token behind position t of sample g of the prompt at place p of the run
+- Randomness is a hash. The token after position t of sample g of the prompt at place p of the run
   is drawn with the random number u(seed, p, g, t). That depends on nothing else: not on batch, row,
   window, preemption or the number of GPUs. These can change a token through the rounding of its
   probabilities alone.
@@ -136,7 +137,7 @@ def row_key(seed: int, place: int, sample: int) -> int:
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     """The random number of each row's next token: keys, positions (n,) int64 -> u (n,) in (0, 1).
 
-    positions: those of the last tokens, behind which the next ones are drawn. A generator with a
+    positions: those of the last tokens, after which the next ones are drawn. A generator with a
     state would depend on which rows were drawn before, and in which order. This is a hash of
     (key, position) instead: output number `position`, counted from 0, of SplitMix64 started at
     `key`, which needs none of the outputs before it. kernels.uniform makes the same bits.
@@ -217,11 +218,11 @@ class Rows(NamedTuple):
 class TorchEngine:
     """Computes prefills and decode steps in plain torch, on any device.
 
-    fast/decode.py's GraphEngine does the same on a GPU and must give the same numbers, but for
+    fast/decode.py's GraphEngine does the same on a GPU and must give the same numbers, except for
     rounding. kv holds the keys and values, (L, 2, kv_blocks, KV, KV_BLOCK, d); max_rows is for
     GraphEngine's buffers.
     """
-    window = 1                                   # decode steps between two looks of the CPU
+    window = 1                                   # decode steps before the CPU reads the tokens
     most_siblings = 1                            # rows that may read their prefix together
 
     def __init__(self, model: Qwen, kv: Tensor, max_rows: int):
@@ -247,9 +248,8 @@ class TorchEngine:
     @torch.no_grad()
     def decode(self, rows: Rows, steps: int, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
         """Draws up to `steps` tokens for each row: -> tokens (steps, n) int64, logprobs (steps, n)
-        fp32, and made (n,) int64, how many of a row's tokens count. A row that has ended stays
-        where it is and is computed again in each step, as in a CUDA graph; what it draws then is to
-        be thrown away.
+        fp32, and made (n,) int64, how many of a row's tokens count. A row that ends stays in the
+        batch until the window is over, as in a CUDA graph; what it draws then does not count.
         """
         model = self.model
         token = rows.token.clone()
@@ -420,7 +420,7 @@ def allocate_kv(model: Qwen, max_length: int, max_rows: int, kv_gib: float | Non
     Its size, the arguments and what raises ValueError: see Sampler.
     """
     c = model.config
-    row_blocks = blocks_for(max_length) + 1      # + 1: for the gap behind the prefix
+    row_blocks = blocks_for(max_length) + 1      # + 1: for the gap after the prefix
     block_bytes = c.layers * 2 * c.kv_heads * KV_BLOCK * c.head_dim * model.dtype.itemsize
     memory = math.inf                            # stays so on Windows, which has no sysconf
     if_too_small = "more memory or shorter sequences are needed"
@@ -482,7 +482,7 @@ class Sampler:
         """
         began = time.perf_counter()
         sequences = self._sequences(prompts, group_size, sampling, places)
-        # A call that an exception ended gave nothing back, so each call begins with a full pool.
+        # A full pool again: a call that ended in an exception has not given its kv_blocks back.
         self.pool = BlockPool(self.engine.kv.shape[2])
         waiting = deque(sequences)
         live = []                                # the rows of the decode batch, oldest first
@@ -562,26 +562,33 @@ class Sampler:
         """Gives every row the kv_blocks that it needs for the next window, oldest row first.
         Returns how many rows were preempted.
 
-        When the pool runs dry, the newest row is preempted: it gives back what it has and goes to
-        the front of the queue. Its prompt and all that it has written become a prefix of its own,
-        which is prefilled when it comes back. Its position and key are kept, so it draws what it
-        would have drawn. The pool holds one sequence of full length (allocate_kv), so the oldest
-        row always fits.
+        When the pool runs dry, the newest row is preempted. The pool holds one sequence of full
+        length (allocate_kv), so the oldest row always fits.
         """
         rows = len(live)
-        for s in live:                           # gets shorter on the way: rows leave at its end
+        i = 0
+        while i < len(live):
+            s = live[i]
             end = min(s.pos + self.engine.window, s.limit)
             need = blocks_for(end - len(s.prefix.tokens)) - len(s.blocks)
-            while need > len(self.pool):
-                newest = live.pop()
-                self._release(newest)
-                newest.prefix = Prefix((newest.prompt + newest.completion)[:-1])
-                waiting.appendleft(newest)
+            if need <= len(self.pool):
+                s.blocks += self.pool.take(need)
+                i += 1
+            else:
+                self._preempt(live.pop(), waiting)
                 assert live, "the pool holds one sequence: see allocate_kv"
-                if newest is s:                  # no row is left to grow
-                    return rows - len(live)
-            s.blocks += self.pool.take(need)
         return rows - len(live)
+
+    def _preempt(self, s, waiting):
+        """A sequence gives back its kv_blocks and goes to the front of the queue.
+
+        Its prompt and all that it has written but the last token, which is its next input, become a
+        prefix of its own. That is prefilled when it comes back. Its position and key are kept, so
+        it draws what it would have drawn.
+        """
+        self._release(s)
+        s.prefix = Prefix((s.prompt + s.completion)[:-1])
+        waiting.appendleft(s)
 
     def _rows(self, live):
         """The live rows as Rows. They travel to the device as one tensor: one copy, not seven."""
@@ -604,7 +611,7 @@ class Sampler:
     def _record(self, live, window, end_ids):
         """Adds what a window drew to the sequences, and takes those that ended out of the batch.
 
-        window: what Engine.decode returned. Returns the number of new tokens.
+        window: what the engine's decode() returned. Returns the number of new tokens.
         """
         tokens, logprobs, made = window
         logprobs = logprobs.cpu()

@@ -36,7 +36,6 @@ import math
 import operator
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 from harness import process  # isort: skip; it makes settings that torch reads when imported
@@ -53,26 +52,8 @@ from harness.console import Watch
 from harness.figures import sampler_entropy
 from harness.prepare import Progress, Run, begin, prepare
 from harness.ranks import gather, say, share
-from learner import Batch, Learner, Update
-from sampler import Rollouts, Sampler, Sampling
-
-# -----------------------------------------------------------------------------
-# Sample
-
-def sample(sampler: Sampler, noise: AbstractContextManager, problems: list, places: range,
-           group_size: int, sampling: Sampling) -> Rollouts:
-    """G answers to each problem, drawn while the norms carry this step's noise. Evaluations and the
-    learner have no noise.
-
-    noise: the context in which the norms are noisy.
-    places: of the problems in the order of the whole run. What is drawn for an answer follows from
-    the seed, its problem's place and its number in the group, so it does not depend on the number
-    of ranks.
-    """
-    with noise:
-        return sampler.generate([problem.prompt for problem in problems], group_size, sampling,
-                                places)
-
+from learner import Batch, Update
+from sampler import Rollouts, Sampling
 
 # -----------------------------------------------------------------------------
 # Score
@@ -81,11 +62,12 @@ def score(grade: Callable, problems: list, rollouts: Rollouts, objective: Object
           max_new_tokens: int) -> list[dict]:
     """-> a row for each answer: a dict of all that is known of it, as samples.jsonl holds it.
 
-    `task` is 1 for a right answer and 0 for a wrong one, or what the user's --reward gives, without
-    its part `shaping`; `parts` are then all parts of that. `format` says whether the answer has the
-    form that was asked for, `finished` whether it came to its end before --max-new-tokens.
-    Two values are added here: `extra`, which is what format, length and shaping are worth, and
-    `reward`, which is task + extra. `reward` is logged; compare() uses the two apart.
+    The row comes from grade() with `task`, which is 1 for a right answer and 0 for a wrong one.
+    With --reward it is the sum of what the user's function gives, except for a part called
+    `shaping` (`parts` has all of them). `format` says whether the answer has the form that was asked for,
+    `finished` whether it came to its end before --max-new-tokens.
+    Two values are added here. `extra` is what format, length and `shaping` are worth; compare()
+    counts it apart from `task`. `reward` = task + extra is for the log only.
     """
     rows = grade(problems, rollouts)
     for row in rows:
@@ -137,15 +119,9 @@ def plan_updates(rows: list[dict], loss: grpo.Loss, rollout: Rollout, optim: Opt
     return one_pass * optim.epochs               # the same list again for each further pass
 
 
-def update(learner: Learner, batch: Batch, weights: list[torch.Tensor],
-           rates: list[float]) -> list[Update]:
-    """One optimizer step for each of plan_updates()'s weights, at its learning rate."""
-    return [learner.update(batch, weight, lr) for weight, lr in zip(weights, rates, strict=True)]
-
-
 def learning_rates(optim: Optim, step: int, steps: int, count: int) -> list[float]:
     """The rates of the `count` optimizer steps of training step `step`, of `steps` in the run."""
-    # + 0.5: the rate of an optimizer step's middle. That of its start would be 0 for the first.
+    # + 0.5: rates are taken in the middle of a step. At its start the first one would be 0.
     return [learning_rate(optim, (step + (u + 0.5) / count) / steps) for u in range(count)]
 
 
@@ -272,10 +248,11 @@ def train(run: Run) -> None:
         next_cursor = progress.cursor + rollout.prompts_per_step
         places = share(range(progress.cursor, next_cursor))
         problems = data.problems_at(run.problems, seed, places)
+        prompts = [problem.prompt for problem in problems]
         sigma = aqn.sigma_at(step, steps, noise.sigma_start, noise.sigma_end, noise.noise_stages,
                              noise.noise_schedule)
-        noisy = aqn.noisy_norms(run.model, sigma, seed, step)
-        mine = sample(run.sampler, noisy, problems, places, G, sampling)
+        with aqn.noisy_norms(run.model, sigma, seed, step):      # nothing else has noise
+            mine = run.sampler.generate(prompts, G, sampling, places)
 
         # 2) Score. Then every rank gets the rows and the rollouts of all, in the same order.
         rows = gather(score(run.grade, problems, mine, objective, rollout.max_new_tokens))
@@ -286,7 +263,8 @@ def train(run: Run) -> None:
         updating = time.perf_counter()
         weights = plan_updates(rows, run.learner.loss, rollout, optim, objective.overlong == "mask")
         rates = learning_rates(optim, step, steps, len(weights))
-        updates = update(run.learner, Batch(rollouts, advantages), weights, rates)
+        batch = Batch(rollouts, advantages)
+        updates = [run.learner.update(batch, weight, lr) for weight, lr in zip(weights, rates)]
         done = time.perf_counter()
 
         # 4) Report.
@@ -305,7 +283,7 @@ def train(run: Run) -> None:
         is_best = best > progress.best
         progress = Progress(step + 1, next_cursor, metrics["tokens"], best)
         record(run, progress, metrics, rows, advantages, evaluated, is_best)
-        if watch.see(metrics):                   # the best steps so far, or too few to tell
+        if watch.see(metrics):                   # the last steps are the best so far
             last_good = progress.step, master.clone()
         if watch.verdict:
             give_up(run, watch.verdict, *last_good)

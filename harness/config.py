@@ -259,7 +259,7 @@ class Settings:
         return cls(*(made(field.type) for field in dataclasses.fields(cls)))
 
     def replace(self, **values) -> "Settings":
-        """The same settings but for these."""
+        """The same settings except for these."""
         return Settings.of(self.flat() | values)
 
 
@@ -270,7 +270,7 @@ assert len(FIELDS) == len(Settings().flat()), "two sections have a setting of th
 
 # The bundled tiny model, which is that of a run without --model, learns arithmetic, with sizes that
 # suit two CPU cores. The noise, the divided advantages and the cosine are the paper's or its
-# release's: a newcomer's first run and tools/walkthrough.py then go through every part of the
+# authors': a newcomer's first run and tools/walkthrough.py then go through every part of the
 # method.
 TINY_DEFAULTS = dict(data="arithmetic", steps=48, prompts_per_step=16, max_prompt_tokens=64,
                      max_new_tokens=48, lr=5e-4, overlong="mask", calibrate=0, sigma_start=1e-2,

@@ -49,7 +49,7 @@ class Number(NamedTuple):
     __hash__ = tuple.__hash__  # of the digits; lru_cache needs it
 
     def __eq__(self, other: "Number") -> bool:
-        """Equal but for rounding. Whole numbers are exact, so they have no rounding."""
+        """Equal except for rounding. Whole numbers are exact, so they have no rounding."""
         if self.is_whole() and other.is_whole():
             return self.re == other.re
         apart = max(abs(self.re - other.re), abs(self.im - other.im))

@@ -28,11 +28,14 @@ An arm is one way to train, run with one or several seeds. study/runs holds of e
 
 tables prints every arm's accuracy, gain, entropy and length, then each arm minus the first one,
 before and after training and in the gain: greedy, and sampled where all arms have that. --primary
-names the one comparison that was chosen before the runs were made; all others are exploratory.
+names the one comparison that was chosen before the runs were made (it is marked in sampled answers
+if there are any); all others are exploratory.
 spread prints for each pool V (see below), and the whole variance from seed to seed.
 mean prints the mean of one logged number over some steps and all seeds.
 pairs subtracts runs with the same seed from each other and prints every difference, their mean,
-and its 95 % interval by Student's t: the seeds alone tell how sure the mean is.
+and its 95 % interval by Student's t over the seeds: these alone tell how sure the mean is. With
+several pairs of arms each seed counts once, with the mean of its pairs. For greedy and sampled
+there is also the interval that `tables` would give to this mean.
 --seeds limits these three to some seeds. V comes from all seeds of all arms in any case.
 keep copies a run of train.py into study/runs. verdicts adds the verdicts on its answers that
 evaluate.py --out wrote, once.
@@ -46,7 +49,7 @@ because the problems do and because the seeds do:
     variance of D = (variance over problems of the mean difference on a problem) / P
                     + 2 * V / S
 
-V is the variance of an arm's accuracy from seed to seed, beyond what the noise of single answers
+V is the variance of an arm's accuracy from seed to seed, beyond what the luck of single answers
 explains. Three seeds are too few to estimate it, so it is pooled over many arms (pool,
 seed_variance). The interval is D +- t * root of the variance; t is the quantile of Student's
 distribution, with the degrees of freedom of Satterthwaite's rule. The variance of one arm's gain
@@ -215,9 +218,9 @@ FEW = 20                                         # degrees of freedom of a pool:
 class SeedVariance(NamedTuple):
     """How much an arm's accuracy varies from seed to seed.
 
-    true      the part that is not the noise of single answers, V in the docstring above; it is a
+    true      the part that is not the luck of single answers, V in the docstring above; it is a
               difference of two estimates and can come out below 0
-    seen      the whole variance of the seeds' accuracies, from which that noise was subtracted
+    seen      the whole variance of the seeds' accuracies, from which that part was subtracted
     freedom   degrees of freedom: seeds - 1, over all arms; 0 if no arm has two seeds
     """
     true: float
@@ -271,10 +274,11 @@ def seed_variance(arms: list[np.ndarray]) -> SeedVariance:
 
 
 def difference_interval(differences: np.ndarray, spread: SeedVariance,
-                        arms: int) -> tuple[float, float]:
+                        arms: float) -> tuple[float, float]:
     """(seeds, problems) -> their mean, and half the width of its 95 % interval.
 
-    arms: how many trained arms the difference has: 2, 1 for a gain over the untrained model, or 0.
+    arms: how many trained arms the difference has: 2, 1 for a gain over the untrained model, or 0;
+    in a mean of n differences of 2 arms each, 2 / n.
     """
     count, problems = differences.shape
     of_problems = differences.mean(axis=0).var(ddof=1) / problems
@@ -309,7 +313,9 @@ def student_quantile(freedom: float) -> float:
 def points(differences: np.ndarray, spread: SeedVariance, arms: int) -> str:
     """A difference in points with its 95 % interval; the arguments are difference_interval()'s."""
     mean, half = difference_interval(differences, spread, arms)
-    return f"{100 * mean:+.1f} [{100 * (mean - half):+.1f}, {100 * (mean + half):+.1f}]"
+    # + 0.0: a figure that is rounded to -0.0 is shown as +0.0
+    mean, low, high = (round(100 * x, 1) + 0.0 for x in (mean, mean - half, mean + half))
+    return f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]"
 
 
 def percents(shares: np.ndarray) -> str:
@@ -372,8 +378,9 @@ def print_tables(args):
     print("| arm | steps | before, % | after, % | by seed | gain | entropy | accuracy | length "
           "| s a step |\n|---|---|---|---|---|---|---|---|---|---|")
     print(*(greedy_line(arm, args.runs) for arm in arms), sep="\n")
-    print_differences(arms, "greedy", args.runs, args.primary)
-    if all(arm.sampled for arm in arms):
+    sampled = all(arm.sampled for arm in arms)
+    print_differences(arms, "greedy", args.runs, None if sampled else args.primary)
+    if sampled:
         print(f"\n| arm, {SAMPLES} answers | before, % | after, % | by seed | gain "
               f"| pass@{SAMPLES}, % | sampler's entropy |\n|---|---|---|---|---|---|---|")
         print(*(sampled_line(arm, args.runs) for arm in arms), sep="\n")
@@ -389,7 +396,7 @@ def print_spread(args):
             if freedom:
                 print(f"{kind}, {problems:,} problems: an arm's accuracies have a variance of "
                       f"{1e4 * seen:.4f} points^2 from seed to seed, {1e4 * true:.4f} without the "
-                      f"noise of single answers ({freedom} degrees of freedom)")
+                      f"luck of single answers ({freedom} degrees of freedom)")
 
 
 # -----------------------------------------------------------------------------
@@ -481,7 +488,8 @@ def print_mean(args):
 
 
 class Pair(NamedTuple):
-    name: str               # "calibrated - bf16, seed 0"
+    name: str               # "calibrated - bf16"
+    seed: str
     steps: str              # "40 to 59", or "after training"
     difference: float       # the first run's figure minus the other's
 
@@ -513,7 +521,7 @@ def pairs_of_runs(arm: Arm, other: Arm, key: str, first: int, last: int,
                                  f"no step in common that logged {key}")
             steps = f"{common[0]} to {common[-1]}"
             difference = sum(values[0][step] - values[1][step] for step in common) / len(common)
-        pairs.append(Pair(f"{arm.name} - {other.name}, seed {seed}", steps, float(difference)))
+        pairs.append(Pair(f"{arm.name} - {other.name}", seed, steps, float(difference)))
     if not pairs:
         raise ValueError(f"{arm.name} and {other.name} have no seed in common")
     return pairs
@@ -521,21 +529,44 @@ def pairs_of_runs(arm: Arm, other: Arm, key: str, first: int, last: int,
 
 def print_pairs(args):
     check_steps(args)
-    found = []
+    tested = args.key in ("greedy", "sampled")
+    arms, found = [], []
     for text in args.pairs:
         names = text.split(":")
         if len(names) != 2:
             raise ValueError(f"{text}: a pair is written ARM:OTHER")
-        tested = args.key in ("greedy", "sampled")
         arm, other = (Arm(args.runs, name, tested, args.seeds) for name in names)
+        arms.append((arm, other))
         found += pairs_of_runs(arm, other, args.key, args.first, args.last, args.last_common)
     print(f"| pair | steps | {args.key} |\n|---|---|---|")
-    print(*(f"| {pair.name} | {pair.steps} | {pair.difference:+.4f} |" for pair in found), sep="\n")
-    differences = [pair.difference for pair in found]
-    if len(found) > 1:
-        half = student_quantile(len(found) - 1) * np.std(differences, ddof=1) / len(found) ** 0.5
-        print(f"| mean of {len(found)}, 95 % by Student's t | "
-              f"| **{np.mean(differences):+.4f}** +- {half:.4f} |")
+    print(*(f"| {pair.name}, seed {pair.seed} | {pair.steps} | {pair.difference:+.4f} |"
+            for pair in found), sep="\n")
+    seeds = list(dict.fromkeys(pair.seed for pair in found))              # each once
+    means = [np.mean([pair.difference for pair in found if pair.seed == seed]) for seed in seeds]
+    if len(seeds) > 1:
+        half = student_quantile(len(seeds) - 1) * np.std(means, ddof=1) / len(seeds) ** 0.5
+        print(f"| mean of {len(seeds)} seeds, 95 % by Student's t | "
+              f"| **{np.mean(means):+.4f}** +- {half:.4f} |")
+    if tested:
+        mean, half = interval_of_pairs(arms, seeds, args.key, args.runs)
+        print(f"| the same over seeds and problems | | {mean:+.4f} +- {half:.4f} |")
+
+
+def interval_of_pairs(arms: list[tuple[Arm, Arm]], seeds: list[str], key: str,
+                      folder: Path) -> tuple[float, float]:
+    """The mean over pairs of arms of what difference_interval() takes, over seeds that all have."""
+    if len({arm.greedy.after.shape[1] for pair in arms for arm in pair}) > 1:
+        raise ValueError("these arms answered different problems")
+    common = [seed for seed in seeds if all(seed in arm.seeds for pair in arms for arm in pair)]
+    if not common:
+        raise ValueError("these pairs have no seed in common")
+    differences = [
+        np.mean([getattr(arm, key).after[arm.seeds.index(seed)]
+                 - getattr(other, key).after[other.seeds.index(seed)] for arm, other in arms],
+                axis=0) for seed in common]
+    # A pair has two trained arms; in the mean of n pairs each has a weight of 1 / n.
+    spread = pool(folder, key, len(differences[0]))
+    return difference_interval(np.array(differences), spread, 2 / len(arms))
 
 
 # -----------------------------------------------------------------------------

@@ -323,7 +323,32 @@ def test_pairs_are_runs_of_one_seed_over_the_steps_that_both_have(runs, monkeypa
     assert run(monkeypatch, "pairs", "greedy", "b:a", "--runs", runs) is None
     lines = capsys.readouterr().out.splitlines()
     assert lines[2] == "| b - a, seed 0 | after training | +0.1000 |"
-    assert lines[-1] == "| mean of 2, 95 % by Student's t | | **+0.1000** +- 0.0000 |"
+    assert lines[4] == "| mean of 2 seeds, 95 % by Student's t | | **+0.1000** +- 0.0000 |"
+    assert lines[5].startswith("| the same over seeds and problems | | +0.1000 +- ")
+
+
+def test_the_mean_of_two_pairs_of_arms_over_seeds_and_problems(monkeypatch, capsys):
+    """Order 2's calibrated - 16 bits, mean of both rates: by the words of methods.md, with its V, U and F."""
+    monkeypatch.chdir(ROOT)
+    assert run(monkeypatch, *"pairs sampled rate-calibrated-1e-4:rate-bf16-1e-4 "
+               "rate-calibrated-2e-4:rate-bf16-2e-4".split()) is None
+    *four, by_t, over_both = capsys.readouterr().out.splitlines()[2:]
+    right = json.loads((ROOT / "study" / "runs" / "sampled.json").read_text())
+    share = {name: [int(digit) / 8 for digit in right[name]["right"]] for name in right}
+    seeds = [[(share[f"rate-calibrated-1e-4-s{s}"][j] - share[f"rate-bf16-1e-4-s{s}"][j]
+               + share[f"rate-calibrated-2e-4-s{s}"][j] - share[f"rate-bf16-2e-4-s{s}"][j]) / 2
+              for j in range(1319)] for s in (0, 1)]
+    m = [(a + b) / 2 for a, b in zip(*seeds)]
+    D = sum(m) / 1319
+    W = sum((x - D)**2 for x in m) / 1318
+    V, U, F = 0.4744e-4, 0.6409e-4, 54
+    variance = W / 1319 + V / 2                  # K = 1: four trained arms, each with a weight of 1/2
+    f = variance**2 / ((W / 1319)**2 / 1318 + (U / 2)**2 / F)
+    half = (1.96 + 2.5 / int(f)) * variance**0.5
+    assert len(four) == 4 and by_t.startswith(f"| mean of 2 seeds, 95 % by Student's t | | **{D:+.4f}**")
+    assert over_both == f"| the same over seeds and problems | | {D:+.4f} +- {half:.4f} |"
+    said = run(monkeypatch, *"pairs sampled rate-calibrated-1e-4:rate-bf16-1e-4 math-bf16-1e-4:math-bf16-2e-4".split())
+    assert said == "study: these arms answered different problems"
 
 
 def test_a_run_without_a_test_counts_for_what_was_logged_alone(runs, monkeypatch, capsys):
@@ -349,7 +374,7 @@ def test_only_the_wanted_seeds_count_in_the_order_of_their_numbers(runs, monkeyp
     lines = capsys.readouterr().out.splitlines()
     assert "| **60.0** | 40.0 / 80.0 |" in lines[2] and lines[-1].endswith("| 0, 10 |") and "| +15.0 [" in lines[-1]
     assert run(monkeypatch, "pairs", "greedy", "b:a", *wanted) is None
-    assert capsys.readouterr().out.splitlines()[-1].startswith("| mean of 2, 95 % by Student's t | | **+0.1500**")
+    assert capsys.readouterr().out.splitlines()[-2].startswith("| mean of 2 seeds, 95 % by Student's t | | **+0.1500**")
     assert run(monkeypatch, "mean", "accuracy", "a", "--first", 0, "--last", 0, *wanted) is None
     assert capsys.readouterr().out == "a 0.125\n"
     message = run(monkeypatch, "tables", "a", "b", "--seeds", 1, 7, "--runs", runs)
@@ -364,7 +389,10 @@ def test_students_t_of_three_pairs_by_hand(runs, monkeypatch, capsys):
         write(runs, f"a-s{seed}.jsonl", [{"step": 0, "entropy": 1 + ahead}])
         write(runs, f"b-s{seed}.jsonl", [{"step": 0, "entropy": 1}])
     assert run(monkeypatch, "pairs", "entropy", "a:b", "--runs", runs) is None
-    assert "| mean of 3, 95 % by Student's t | | **+0.3000** +- 0.6573 |" in capsys.readouterr().out
+    assert "| mean of 3 seeds, 95 % by Student's t | | **+0.3000** +- 0.6573 |" in capsys.readouterr().out
+    # Twice the same pair: still three seeds, and not six independent differences.
+    assert run(monkeypatch, "pairs", "entropy", "a:b", "a:b", "--runs", runs) is None
+    assert "| mean of 3 seeds, 95 % by Student's t | | **+0.3000** +- 0.6573 |" in capsys.readouterr().out
     assert [results.student_quantile(n) for n in (1, 8, 15)] == [12.706, 2.306, 2.131]
     assert [results.student_quantile(n) for n in (16, 30, 120)] == pytest.approx([2.120, 2.042, 1.980], abs=0.005)
 
@@ -402,43 +430,44 @@ def test_an_answer_without_a_verdict_or_number_is_one_line(tmp_path, monkeypatch
 
 
 def test_the_studys_claim_on_sampled_answers_is_what_its_files_hold(monkeypatch, capsys):
-    """README.md: calibrated NVFP4 is 1.8 +- 0.7 points behind 16 bits while sampling, in nine of nine pairs."""
+    """Calibrated NVFP4 is 1.8 +- 1.5 points behind 16 bits while sampling, in nine of nine pairs of three seeds."""
     monkeypatch.chdir(ROOT)
     families = "calibrated:bf16", "1.5b-calibrated:1.5b-bf16", "1.5b-calibrated-clip:1.5b-bf16-clip"
     assert run(monkeypatch, "pairs", "accuracy", *families, "--last-common", 20) is None
     *nine, mean = capsys.readouterr().out.splitlines()[2:]
     assert len(nine) == 9 and all(" | -0.0" in line for line in nine)
-    assert mean.endswith("**-0.0182** +- 0.0073 |")
+    assert mean.endswith("**-0.0182** +- 0.0152 |")
 
 
 @pytest.mark.parametrize("seeds,arms,greedy,sampled", [
     (range(2, 13), ("noise-none", "noise-uncorrected"), "-0.2 [-1.1, +0.6]", "+0.1 [-0.5, +0.8]"),
-    (range(7, 13), ("noise-none", "noise-uncorrected"), "-0.3 [-1.5, +0.9]", "-0.0 [-0.9, +0.9]"),
+    (range(7, 13), ("noise-none", "noise-uncorrected"), "-0.3 [-1.5, +0.9]", "+0.0 [-0.9, +0.9]"),
     (range(7), ("rate-bf16-2e-4", "rate-calibrated-1e-4"), "-0.9 [-2.1, +0.2]", "-2.9 [-3.8, -1.9]"),
     (range(2, 5), ("noise-uncorrected", "noise-draws"), "+0.2 [-1.4, +1.9]", "+0.2 [-1.1, +1.5]"),
     (range(3), ("recipe-divided", "recipe-undivided"), "-1.1 [-2.6, +0.4]", "+0.4 [-0.9, +1.7]")])
 def test_the_studys_primary_comparisons_are_what_its_files_hold(seeds, arms, greedy, sampled, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     assert run(monkeypatch, "tables", *arms, "--primary", arms[1], "--seeds", *seeds) is None
-    lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| **")]
+    lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if f"{arms[1]} - {arms[0]}" in line]
     assert [line[2] for line in lines] == [greedy, sampled] and lines[0][-1] == f"{', '.join(map(str, seeds))} |"
+    assert [line[0].endswith("** (primary)") for line in lines] == [False, True]        # sampled answers decide
     planned = (ROOT / "study" / "planned.md").read_text()
-    assert greedy in planned and sampled.replace("-0.0", "0.0") in planned
+    assert greedy in planned and sampled.replace("+0.0", "0.0") in planned
 
 
 @pytest.mark.parametrize("label,arms,seeds", [
-    ("calibrated - 16 bits: row 2 - row 1", ("rate-bf16-2e-4", "rate-calibrated-1e-4"), range(7)),
-    ("to nearest - 16 bits: row 3 - row 1, the five seeds that both have", ("rate-bf16-2e-4", "noise-none"),
-     range(2, 7)),
-    ("noise - no noise: row 4 - row 3, the six seeds that were fixed in advance", ("noise-none", "noise-uncorrected"),
-     range(7, 13))])
+    ("calibrated - 16 bits, at 1e-4 and 2e-4", ("rate-bf16-2e-4", "rate-calibrated-1e-4"), range(7)),
+    ("calibrated - 16 bits, both at 1e-4", ("rate-bf16-1e-4", "rate-calibrated-1e-4"), range(2)),
+    ("calibrated - 16 bits, both at 2e-4", ("rate-bf16-2e-4", "rate-calibrated-2e-4"), range(2)),
+    ("to nearest - 16 bits, at 1e-4 and 2e-4", ("rate-bf16-2e-4", "noise-none"), range(2, 7)),
+    ("noise - no noise, to nearest, both at 1e-4", ("noise-none", "noise-uncorrected"), range(7, 13))])
 def test_the_readmes_table_of_differences_is_what_the_files_hold(label, arms, seeds, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     assert run(monkeypatch, "tables", *arms, "--seeds", *seeds) is None
     greedy, sampled = [line.split(" | ")[2] for line in capsys.readouterr().out.splitlines()
                        if line.startswith(f"| {arms[1]} - {arms[0]} |")]
     rows = (ROOT / "README.md").read_text().replace("**", "").splitlines()
-    assert f"| {label} | {greedy} | {sampled.replace('-0.0 [', '0.0 [')} |" in rows
+    assert f"| {label} | {len(seeds)} | {greedy} | {sampled.replace('+0.0 [', '0.0 [')} |" in rows
 
 
 @pytest.mark.parametrize("row,arm,seeds", [(1, "rate-bf16-2e-4", range(7)), (2, "rate-calibrated-1e-4", range(7)),
@@ -506,9 +535,8 @@ def test_the_studys_table_of_learning_rates_is_what_its_files_hold(monkeypatch, 
     assert rows[1][3] == difference("calibrated-2e-4", "calibrated-1e-4")
     equal = [difference(f"calibrated-{lr}", f"bf16-{lr}") for lr in ("1e-4", "2e-4")]
     assert rows[2][1:3] == equal
-    for page in "README.md", "study/README.md":                           # which quote them in a sentence
-        text = " ".join((ROOT / page).read_text().replace(" points [", " [").split())
-        assert [one for one in equal if f" {one} with" not in text] == [], page
+    text = " ".join((ROOT / "study" / "README.md").read_text().replace(" points [", " [").split())
+    assert [one for one in equal if f" {one} with" not in text] == []     # it quotes them in a sentence
 
 
 def test_the_studys_tables_of_advantages_are_what_its_files_hold(monkeypatch, capsys):

@@ -330,21 +330,29 @@ def test_a_run_says_which_of_its_defaults_were_not_run_at_its_size(tmp_path):
     assert said("--model", small, "--preset", "paper").startswith("--preset paper: no run with these settings")
 
 
+def write_down_what_the_sampler_gets():
+    from sampler import Sampler
+    generate = Sampler.generate
+
+    def noted(self, prompts, group_size, sampling, places=(), **rest):
+        noise = self.engine.model.layers[1].post_norm.noise
+        with open("calls.jsonl", "a") as f:
+            print(json.dumps([len(prompts), group_size, sampling.seed, list(places), noise.tolist()]), file=f)
+        return generate(self, prompts, group_size, sampling, places or None, **rest)
+    Sampler.generate = noted
+
+
 def test_the_seed_of_a_run_is_that_of_its_noise_its_sampling_and_its_adapter(runs):
-    model, seen = load(ROOT / "tiny", "nvfp4", "cpu"), []
-
-    def generate(prompts, group_size, sampling, places):
-        seen.append((prompts, group_size, sampling.seed, places, model.layers[1].post_norm.noise.clone()))
-
-    problems = [SimpleNamespace(prompt=[i]) for i in (4, 1)]
-    noise = train_py.aqn.noisy_norms(model, 0.5, 7, 2)
-    train_py.sample(SimpleNamespace(generate=generate), noise, problems, range(10, 12), 3, Sampling(9, (), seed=7))
-    (prompts, group_size, seed, places, noise), = seen
-    assert (prompts, group_size, seed, places) == ([[4], [1]], 3, 7, range(10, 12))
-    assert torch.equal(noise, 0.5 * draw_z(7, 2, 1, 1, len(noise)))
-    runs.run("seeded", *"--steps 1 --seed 7 --lr 1e-9".split())
-    start = attach(model, rank=32, alpha=32, seed=7).master.data
-    torch.testing.assert_close(runs.state("seeded", 1)["master"], start, atol=1e-8, rtol=0)
+    runs.run("seeded", *"--steps 2 --seed 7 --lr 1e-9 --noise-stages 2 --sigma-start 0.5 --sigma-end 0.5".split(),
+             fault=write_down_what_the_sampler_gets)
+    calls = [json.loads(line) for line in (runs.folder / "calls.jsonl").read_text().splitlines()]
+    training = [call for call in calls if call[3]]
+    assert [call[:4] for call in training] == [[2, 4, 7, [0, 1]], [2, 4, 7, [2, 3]]]
+    clean, noisy = (torch.tensor(call[4]) for call in training)
+    assert not clean.any() and torch.equal(noisy, 0.5 * draw_z(7, 1, 1, 1, len(noisy)))
+    assert len(calls) == 4 and not any(any(call[4]) for call in calls if not call[3])      # the evaluations
+    start = attach(load(ROOT / "tiny", "nvfp4", "cpu"), rank=32, alpha=32, seed=7).master.data
+    torch.testing.assert_close(runs.state("seeded", 2)["master"], start, atol=1e-8, rtol=0)
 
 
 def write_down_the_noise():

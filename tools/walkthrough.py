@@ -96,7 +96,7 @@ adapter = lora.attach(model, rank=32, alpha=32, seed=SEED)
 sigmas = [aqn.sigma_at(step, STEPS, 1e-2, 5e-4, 10) for step in range(STEPS)]
 
 norm = model.layers[0].input_norm
-W = model.layers[0].qkv.weight.dequantize()      # the linear behind that norm
+W = model.layers[0].qkv.weight.dequantize()      # the linear after that norm
 x = torch.ones(model.config.width)               # stands for x / rms(x)
 with aqn.noisy_norms(model, sigmas[STEP], SEED, STEP):
     noise = norm.noise.clone()
