@@ -34,7 +34,7 @@ import nvfp4
 import rewards
 from answers import can_read
 from harness import config, data, hf, peft, plugin
-from harness.config import Settings, setting
+from harness.config import MAX_ROWS, Settings, setting
 from harness.device import KERNELS, choose_device, configure_cpu, refuse_large_rank
 from harness.figures import evaluation_figures, paired_figures, sampler_entropy
 from harness.files import errors_name_file, json_line, read_json, read_rows, write_atomically
@@ -75,7 +75,7 @@ class Evaluation:
     max_new_tokens: int | None = setting(None, "longest answer in tokens (default: the paper's "
                                          "4096, or fewer if the model has too few positions)",
                                          "[1, 2e9]")
-    max_rows: int = setting(256, "most answers that are decoded at a time", "[1, 2e9]")
+    max_rows: int = setting(256, "most answers that are decoded at a time", MAX_ROWS)
     seed: int = setting(0, "random seed of sampling", "[0, 2e18]")
     out: str | None = setting(None, "new .jsonl file for every answer with its verdict")
     against: str | None = setting(None, "the --out of another evaluation, to compare with problem "
@@ -205,7 +205,8 @@ def problems_of(wanted: Evaluation, run: Settings | None, tokenizer: data.Tokeni
             data.Tokenizer(tokenizer.folder, held.thinking)
         trained_on, problems = data.split_problems(held, asked)
         before = read_json(Path(run.general.out) / "run.json").get("problems_sha256")
-        if ends_training_data and before not in (None, data.digest_of(trained_on + problems)):
+        now = data.digest_of(trained_on + problems, held.reward)
+        if ends_training_data and before not in (None, now):
             raise ValueError(f"{run.general.out} was trained on other problems or prompts than "
                              f"{source} has now, perhaps on those at its end: name problems with "
                              "--data")
@@ -238,7 +239,7 @@ def prove_adapter(model: qwen.Qwen, sampler: Sampler, prompt: list, max_new_toke
     sampled = torch.cat(probe.logprobs).to(on.device)
     shift = (on - off).abs().mean().item()
     to_on, to_off = ((sampled - one).abs().mean().item() for one in (on, off))
-    changes = f"changes the log-probability of a token by {shift:.2g} nats, on average"
+    changes = f"changes the log-probabilities of a short probe by {shift:.2g} nats a token"
     if to_on > 2 * to_off:
         raise ValueError(f"--adapter has no effect: it {changes}, and the sampler's are "
                          f"{to_off:.1e} from those without it")

@@ -114,7 +114,8 @@ def grade_rollouts(tokenizer: "harness.data.Tokenizer", problems: list,
     Rows come in groups, one for each of `problems` and all of one size. Without a plug-in the
     reward is 1 for a correct answer, else 0. A plug-in is a function of the user's; the reward is
     then the sum of the `parts` that it returns. The part called `shaping` is not in the sum:
-    train.score adds it as it adds what format and length are worth. If it is NaN, so is `task`.
+    train.score adds it as it adds what format and length are worth. If it is NaN, so is `task`. A
+    part called `correct` is also the verdict, in place of this file's: 1 is right, all else wrong.
     """
     group_size = len(rollouts.completions) // max(len(problems), 1)  # a rank may have no problem
     texts = [tokenizer.decode(completion) for completion in rollouts.completions]
@@ -137,6 +138,8 @@ def grade_rollouts(tokenizer: "harness.data.Tokenizer", problems: list,
             row["parts"] = plug_in(text, problem, texts[first:first + group_size],
                                    length=row["length"], finished=row["finished"])
             row["task"] = sum(value for name, value in row["parts"].items() if name != "shaping")
+            if "correct" in row["parts"]:
+                row["correct"] = float(row["parts"]["correct"] == 1)
             if math.isnan(row["parts"].get("shaping", 0.0)):
                 row["task"] = math.nan           # unscorable, as with NaN in any other part
         rows.append(row)

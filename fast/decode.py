@@ -7,7 +7,7 @@ Why: a decode step of the 7B makes one new token for every live row. It is 4.9 G
 about 1.1 ms on an H200, in 260 launches. Python takes some 10 us for each launch (an estimate for a
 plain kernel; the launches of a prefill take 19 to 26 us, measured), and a pass over an activation
 takes 3 us. So launches are recorded once as a graph, and everything between two matmuls is one
-kernel of kernels.py:
+kernel of kernels.py, or two around attention:
 
     embed_kernel                     residual = embed[token]; the first norm
     in every layer
@@ -45,7 +45,7 @@ from fast import kernels
 from fast.kernels import (AttentionPlan, LayerCache, LogitChunks, NextNorm, RowSquares, RowState,
                           SplitSoftmaxes, UnfinishedLinear)
 from harness.device import capability
-from lora import Linear
+from lora import Adapter, Linear
 from marlin_fp4 import (TILE_SIDE, PackedWeight, expanded_matmul, most_pieces, portable_matmul,
                         shared_memory_kib)
 from model import FP16_SHIFT, Qwen
@@ -306,11 +306,13 @@ class GraphEngine(TorchEngine):
         self.state.step.zero_()
         return run
 
-    def adapter_key(self) -> tuple | None:
-        """Which adapter's addresses a graph has in it; None: no adapter is on."""
+    def adapter_key(self) -> Adapter | None:
+        """Which adapter's addresses a graph has in it; None: no adapter is on.
+
+        The adapter itself, and not an address: that of one that is gone may belong to another now.
+        """
         adapter = self.model.adapter
-        live = adapter is not None and adapter.enabled
-        return (adapter.working.data_ptr(), adapter.rank) if live else None
+        return adapter if adapter is not None and adapter.enabled else None
 
     def step(self, n: int, sampling: Sampling) -> None:
         """Launches one step of rows [0, n): the list of kernels at the top of this file."""

@@ -432,7 +432,8 @@ def heads_kernel(
 #
 # The queries of a program form one tile: query j is head j % G of row j // G, where G = H / KV
 # query heads share a key-value head. A row meets the same tokens in the same warps in the same
-# order as it would alone, so its result has the same bits.
+# order as it would alone, so its result has the same bits. (If all values are finite: one that is
+# not seen counts with a weight of 0, and 0 * inf is NaN.)
 
 class Walk(NamedTuple):
     """The steps of one program: those of the prefix, then those of each sibling's own tokens."""
@@ -855,8 +856,8 @@ def elementwise(function: Callable, x: torch.Tensor, *rest: object) -> torch.Ten
         return function(x, *rest)
     # Only the number of tokens is dynamic. Were the width dynamic too, indexing would cost every
     # element an integer division.
-    for t in (x, *rest):
-        if isinstance(t, torch.Tensor) and t.shape[0] == x.shape[0]:
+    for t in (x, *rest):                         # a weight (D,) may happen to be as long as x
+        if isinstance(t, torch.Tensor) and t.dim() > 1 and t.shape[0] == x.shape[0]:
             torch._dynamo.maybe_mark_dynamic(t, 0)
     return compiled(function)(x, *rest)
 
@@ -1076,6 +1077,8 @@ def dequantize_codes(packed: torch.Tensor, scale: torch.Tensor, levels: torch.Te
     Without it NVFP4 would be compared with torch's temporaries, not with these formats.
     """
     N, K_bytes = packed.shape
+    if out is not None and out.dtype != dtype:   # the kernel rounds to what it stores
+        return out.copy_(dequantize_codes(packed, scale, levels, dtype))
     if out is None:
         out = torch.empty(N, 2 * K_bytes, dtype=dtype, device=packed.device)
     look_up_kernel[N, triton.cdiv(K_bytes, 2048)](

@@ -187,11 +187,12 @@ class Plan:
         self.least_pool = (blocks_for(self.row_tokens) + 2) * KV_BLOCK * kv_token
         self.least_micro_batch = math.inf        # bytes of the smallest that was tried
         best = self._best_option(memory, useful_pool)
+        most_left = self.free - self.least_micro_batch
+        if best is None and memory.kv_gib is not None and most_left >= self.least_pool:
+            raise ValueError(f"--kv-gib {memory.kv_gib}: only {most_left / GIB:.2f} GiB are left")
         if best is None:
             raise ValueError(self._too_large(memory, fixed, limit))
         left = self.free - best.micro_batch
-        if best.pool > left:
-            raise ValueError(f"--kv-gib {memory.kv_gib}: only {left / GIB:.2f} GiB are left")
         self.micro_batch_tokens = best.micro_batch_tokens
         self.pool = best.pool
         self.kept_layers = best.kept_layers
@@ -215,7 +216,7 @@ class Plan:
 
     def _best_option(self, memory: Memory, useful_pool: int) -> Option | None:
         """Try the sizes of micro-batches and divide what each leaves, as the top of the file says.
-        None if none leaves the pool one sequence of full length.
+        None if none leaves the pool one sequence of full length, or --kv-gib.
 
         useful_pool: bytes of max_rows sequences of full length.
         """
@@ -238,6 +239,8 @@ class Plan:
             pool = min(left, max(least, min(useful_pool, left - layers * layer)))
             if memory.kv_gib is not None:
                 pool = memory.kv_gib * GIB
+                if pool > left:
+                    continue                     # a smaller micro-batch may leave enough
             kept_layers = int((left - pool) / layer + 1e-6)      # 2.9999999 is 3
             kept_layers = min(layers, max(0, kept_layers))
             # Forward, backward, and a second forward of the layers that kept nothing. The backward

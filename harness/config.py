@@ -54,6 +54,7 @@ def setting(default, text: str, allowed: str = "", choices=None, place: bool = F
 
 
 AT_LEAST_1 = "[1, 2e9]"
+MAX_ROWS = "[1, 32768]"                          # kernels count row * width in 32 bits
 
 # --preset: the values of all flags that are not given. Values that equal a default are listed too,
 # so that a preset does not change when a default does.
@@ -138,7 +139,7 @@ class Rollout:
                                   "Table 4: 4096, on BigMath 8192)", AT_LEAST_1)
     temperature: float = setting(1.0, "softmax temperature of sampling and of every log-prob "
                                  "(Table 4)", "(0, 1000]")
-    max_rows: int = setting(256, "most answers that are decoded at a time", AT_LEAST_1)
+    max_rows: int = setting(256, "most answers that are decoded at a time", MAX_ROWS)
 
 
 @dataclass(frozen=True)
@@ -329,6 +330,9 @@ NOISE_FLAGS = {"sigma_end", "noise_stages", "noise_schedule"}
 
 # Settings that a run.json may hold and this version lacks -> the value that is what it does.
 GONE = {"noise_kind": "absolute", "noise_draws": "step"}
+# What a run.json holds besides settings.
+NO_SETTINGS = {"about", "resumed", "ended", "problems_sha256", "weights_sha256", "memory_plan",
+               "calibrate_by_default"}
 
 # Flags that a resumed run does not take over, although they decide the order in which numbers are
 # summed and with it their last digits.
@@ -420,12 +424,13 @@ def check_can_resume(folder: str, held: dict) -> None:
 
 
 def check_gone(folder: str) -> None:
-    """ValueError if a run was made with a setting that is not here: this version would train on
-    without it.
+    """ValueError if a run was made with a setting that is not here, by another version or a fork:
+    this one would train on without it.
     """
     path = Path(folder) / "run.json"
+    known = Settings().flat().keys() | NO_SETTINGS
     for name, value in read_json(path).items():
-        if value != GONE.get(name, value):
+        if name not in known and (name not in GONE or value != GONE[name]):
             raise ValueError(f"{path}: {name} is {short_repr(value)}, which this version does not "
                              "have: go on with the version that began the run")
 

@@ -104,7 +104,8 @@ def may_not_learn(metrics: dict, settings: Settings, level: float) -> str:
                     f"({metrics['truncated']:.0%} of the answers were cut)")
         return ("the answers to a problem were all right or all wrong, which teaches nothing "
                 f"({accuracy:.0%} were right): a larger --group-size or other --data may help")
-    if metrics.get("entropy", math.inf) < NO_CHOICE:
+    # (A model that has learned to be right has no choice either.)
+    if metrics.get("entropy", math.inf) < NO_CHOICE and metrics["accuracy"] < ALL_RIGHT:
         return (f"the model hardly had a choice, its entropy was {metrics['entropy']:.2g} nats a "
                 f"token: --temperature {settings.rollout.temperature} may be too low or --lr "
                 f"{settings.optim.lr} too high")
@@ -333,13 +334,16 @@ class Console:
         metrics = [row for row, _ in read_log(folder / "metrics.jsonl")]
         seconds = sum(row.get("seconds", 0.0) for row in metrics)
         texts = {"before": "unknown before"}
+        rewards = {"before": "unknown before"}
         for row in [row for row in metrics if "eval_accuracy" in row]:
             right = round(row["eval_accuracy"] * held_out)
             mean, low, high = confidence_interval([1.0] * right + [0.0] * (held_out - right))
             when = "after" if row["step"] else "before"      # that of step 0 precedes its update
             texts[when] = f"{mean:.1%} [{low:.1%}, {high:.1%}] {when}"
-        say(f"{folder}: {counted(len(metrics), 'step')} in {duration(seconds)}; held-out accuracy "
-            f"{', '.join(texts.values())}, on {counted(held_out, 'problem')}{gpu_peak()}")
+            rewards[when] = f"{row.get('eval_reward', math.nan):.3g} {when}"
+        reward = f"reward {', '.join(rewards.values())}; " if self.settings.data.reward else ""
+        say(f"{folder}: {counted(len(metrics), 'step')} in {duration(seconds)}; held-out {reward}"
+            f"accuracy {', '.join(texts.values())}, on {counted(held_out, 'problem')}{gpu_peak()}")
         if metrics and all(row.get("grad_norm") == 0 for row in metrics):
             say("nothing was learned: the gradient of every step was 0")
         commands = (command("evaluate.py", folder), command("tools.report", folder),

@@ -514,9 +514,12 @@ def split_problems(settings, tokenizer: Tokenizer) -> tuple[list[Problem], list[
     return problems, held_out
 
 
-def digest_of(problems: list[Problem]) -> str:
-    """SHA-256 of what a run is trained and evaluated on, which stays in its run.json."""
-    known = str([(p.id, p.prompt, p.answer) for p in problems])
+def digest_of(problems: list[Problem], reward: str | None = None) -> str:
+    """SHA-256 of what a run is trained and evaluated on, which stays in its run.json.
+
+    With a --reward every field of a row counts, since the user's function may read it.
+    """
+    known = str([(p.id, p.prompt, p.answer, *([p.row] if reward else [])) for p in problems])
     return hashlib.sha256(known.encode()).hexdigest()
 
 

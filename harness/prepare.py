@@ -92,7 +92,7 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
     if kernels:
         say(f"decode kernels: {kernels}, on {torch.cuda.get_device_name(device)}")
     join_ranks(device)
-    problems_sha256 = data.digest_of(problems + held_out)
+    problems_sha256 = data.digest_of(problems + held_out, settings.data.reward)
     check_same_problems(settings, problems_sha256)
     check_same_on_all_ranks(settings, problems_sha256)
     flags = settings.flat() | {"device": wanted.device or device.type,

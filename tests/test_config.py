@@ -180,6 +180,15 @@ def test_a_run_with_a_setting_that_is_gone_goes_on_only_if_it_had_what_this_vers
         (tmp_path / "run.json").write_text(json.dumps(held | gone))
         with pytest.raises(ValueError, match="noise_(kind is 'gain'|draws is 'sample'), which this version does not"):
             settings_of(*how.split(), str(tmp_path))
+    # A fork's own setting; what else a run notes down is none.
+    for noted in {"about": {}, "memory_plan": {}, "ended": "today", "resumed": "today", "calibrate_by_default": False,
+                  "problems_sha256": "0", "weights_sha256": "0"}, {"entropy_coef": 0.1}:
+        (tmp_path / "run.json").write_text(json.dumps(held | noted))
+        if "entropy_coef" not in noted:
+            assert settings_of(*how.split(), str(tmp_path)).noise.sigma_start == 1e-2
+            continue
+        with pytest.raises(ValueError, match="entropy_coef is 0.1, which this version does not have"):
+            settings_of(*how.split(), str(tmp_path))
 
 
 @pytest.mark.parametrize("flags", ["--noise-schedule cosine", "--noise-stages 4", "--sigma-end 1e-4"])

@@ -61,7 +61,7 @@ def test_what_cannot_learn_is_named_with_the_flag_that_is_the_likely_cause(chang
     (dict(groups=0, reward=1.0), dict(reward="mine:f"), 0.3,
      "--reward mine:f gave all answers to a problem the same, 1 on"),
     (dict(entropy=0.004), {}, 0.3, "its entropy was 0.004 nats a token: --temperature 1.0 may be too low"),
-    (dict(entropy=None), {}, 0.3, "")])
+    (dict(entropy=0.004, accuracy=0.99), {}, 0.99, ""), (dict(entropy=None), {}, 0.3, "")])
 def test_what_may_be_trouble_is_named_too(changes, flags, level, said):
     found = may_not_learn(step(**changes), settings(**flags), level)
     assert said in found and bool(said) == bool(found)

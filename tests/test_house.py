@@ -557,25 +557,29 @@ def test_every_command_of_the_documents_runs_a_file_that_is_there():
 
 HELP = """
 import contextlib, io, json, runpy, sys
+root = sys.argv.pop()
+sys.path.insert(0, root)
 said = {}
 for file, word in json.loads(sys.argv.pop()):
     sys.argv = [file, *([word] if word else []), "--help"]
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
-        runpy.run_path(file, run_name="__main__")
+        runpy.run_path(f"{root}/{file}", run_name="__main__")
     said[f"{file} {word}"] = out.getvalue()
 print(json.dumps(said))
 """
 
 
 @pytest.fixture(scope="module")
-def help_of():
-    """A function of a program's file and its first argument: what it says to --help."""
+def help_of(tmp_path_factory):
+    """A function of a program's file and its first argument: what it says to --help. They run in an empty folder: a
+    program of a fork that takes no --help would do its work here.
+    """
     programs = {FILES[name] for name in PROGRAMS}
     words = {(file, arguments[0]) for _, file, arguments in commands()
              if file in programs and arguments and re.fullmatch("[a-z]+", arguments[0])}
     asked = sorted(words | {(file, "") for file in programs})
-    done = subprocess.run([sys.executable, "-c", HELP, json.dumps(asked)], cwd=ROOT, capture_output=True, text=True,
-                          timeout=240)
+    done = subprocess.run([sys.executable, "-c", HELP, json.dumps(asked), ROOT], cwd=tmp_path_factory.mktemp("help"),
+                          capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     texts = json.loads(done.stdout.splitlines()[-1])
     return lambda file, word="": texts.get(f"{file} {word}", "") + texts.get(f"{file} ", "")

@@ -58,7 +58,7 @@ class FakeGpu:
     def memory_allocated(self):
         return self.held + self.peak
 
-    def token_logprobs(self, rows, starts, kept_layers=0):
+    def token_logprobs(self, rows, starts, kept_layers=0, **others):
         if torch.is_grad_enabled():
             self.peak = sum(map(len, rows)) * (4 + kept_layers) * self.token_bytes
             if self.held + self.peak > self.total:
@@ -195,6 +195,9 @@ def test_micro_batches_shrink_until_the_kv_pool_fits(gpu):
     assert (plan.micro_batch_tokens, plan.kept_layers) == (2048, 3)
     with pytest.raises(ValueError, match="--kv-gib 50: only 3.* GiB are left"):
         gpu.plan(kv_gib=50)
+    gpu.token_bytes = GIB / 400                                      # 4096 take 41 of 75, 2048 take 20
+    plan = gpu.plan(kv_gib=54)                                       # does not fit beside 4096, but beside 2048
+    assert plan.micro_batch_tokens == 2048 and plan.pool == 54 * GIB
 
 
 # Where 60 GiB are taken, none fits into the rest of 80; beside 38 there are 39.6.
@@ -247,7 +250,7 @@ def test_a_bounded_card_gets_the_plan_of_the_documents_or_is_told_what_helps(gpu
     # Prompts of 512 and answers of 4,096 tokens, 128 at a time. A forward and backward takes what was measured.
     held, micro_batch, layer = CARDS[size]
 
-    def token_logprobs(rows, starts, kept_layers=0):
+    def token_logprobs(rows, starts, kept_layers=0, **others):
         if torch.is_grad_enabled():
             count = sum(map(len, rows))
             gpu.peak = (micro_batch(count) + kept_layers * layer * count) * GIB

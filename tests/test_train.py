@@ -95,6 +95,9 @@ def best_after_three(completion, problem):
 
 def by_length(completion, problem):
     return {"length": 0.01 * len(completion), "one": 1.0}
+
+def ends_with_its_target(completion, problem):
+    return {"correct": float(completion.endswith(problem["target"])), "twice": 2.0}
 '''
 
 
@@ -453,8 +456,23 @@ def test_disjoint_updates_see_each_row_once_and_epochs_repeat_them(runs):
 
 def test_a_reward_of_ones_own_replaces_the_grader_and_its_parts_are_summed(runs):
     log = runs.run("own", "--steps", "1", "--reward", "my_rewards:by_length")
-    assert re.search(r"held-out accuracy .*%\] before, on 4 problems", log)           # and nothing of after
+    # Nothing of after: a run of one step has no evaluation there. The grader's accuracy stands beside the reward.
+    assert re.search(r"held-out reward 1\.[0-9]+ before; accuracy .*%\] before, on 4 problems", log)
     assert all(r["reward"] == pytest.approx(1 + 0.01 * len(r["completion"])) for r in runs.samples("own"))
+
+
+def test_a_reward_may_say_itself_what_is_right_and_its_problems_are_all_fields_of_the_rows(runs):
+    rows = [json.loads(line) | {"target": "" if i % 2 else "x"}              # "": every answer ends with it
+            for i, line in enumerate((runs.folder / "sums.jsonl").read_text().splitlines())]
+    targets = runs.folder / "targets.jsonl"
+    targets.write_text("\n".join(map(json.dumps, rows)))
+    runs.run("targets", "--data", "targets.jsonl", "--steps", "2", "--reward", "my_rewards:ends_with_its_target")
+    samples = runs.samples("targets")
+    assert {row["correct"] for row in samples} == {row["task"] - 2 for row in samples} == {0.0, 1.0}
+    assert runs.metrics("targets")[0]["accuracy"] == sum(row["correct"] for row in samples[:8]) / 8
+    targets.write_text("\n".join(json.dumps(row | {"target": "x"}) for row in rows))
+    log = runs.run("targets", "--resume", "--steps", "3", code=1)
+    assert "targets.jsonl, --eval-data None: other problems or prompts than when the run began" in log.splitlines()[-1]
 
 
 def test_the_format_counts_beside_a_reward_of_ones_own(runs):
