@@ -267,7 +267,8 @@ def k3(log_ratio: Tensor) -> Tensor:
 
     Schulman's k3 (joschu.net/blog/kl-approx.html). As a loss with p = policy and q = reference, its
     gradient pulls the policy towards the reference; the gradient of the plainer k1 = -log_ratio
-    would be zero on average.
+    would be zero on average. (On average it is the gradient of KL(reference || policy), although
+    the value estimates KL(policy || reference). GRPO's loss has the same.)
 
     The loss's KL term takes the tokens as samples of the policy. They are the noisy sampler's, and
     no correction is applied to this term, so there it is an approximation.

@@ -5,7 +5,7 @@ The folder of a run: who may write there, its logs, and checkpoints that survive
           /metrics.jsonl, samples.jsonl            one line a step, one line a completion
           /held_out.jsonl                          one line a completion of an evaluation
           /checkpoints/step_000040/state.safetensors     the tensors that training changes
-                                  /state.json            the counters, SHA-256 of both files
+                                  /state.json            the counters, one SHA-256 of both files
           /adapter/, adapters/NAME/                PEFT folders: of the last save; kept for good
 
 Training changes its tensors in place, one after the other, in the middle of a step. If they were

@@ -472,12 +472,15 @@ def usable_problems(settings, tokenizer: Tokenizer, source: str, split: str) -> 
     readable = [p for p in loaded if settings.reward or can_read(p.answer)]
     unreadable = len(loaded) - len(readable)
     if unreadable:
-        say(f"{source}: {unreadable} problems left out, their answers cannot be read")
+        example = next(p.answer for p in loaded if not can_read(p.answer))
+        say(f"{source}: {unreadable} problems left out, their answers cannot be read, such as "
+            f"{example[:60]!r}")
     problems = encode_prompts(tokenizer, readable, settings.prompt_style,
                               settings.max_prompt_tokens)
     long = len(readable) - len(problems)
     if long:
-        say(f"{source}: {long} prompts of more than {settings.max_prompt_tokens} tokens left out")
+        say(f"{source}: {long} prompts of more than --max-prompt-tokens {settings.max_prompt_tokens} "
+            "tokens left out")
     if len(problems) < 2:
         raise ValueError(f"{source}: {len(problems)} problems can be used, a run needs at least 2")
     return problems

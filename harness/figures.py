@@ -102,10 +102,13 @@ def maj_at_k(votes: list[str | None], correct: list[int], k: int) -> float:
 def confidence_interval(values: list[float], samples: int = 1) -> list[float]:
     """[mean, low, high] at 95 % of a figure in [0, 1], one value a problem from `samples` answers.
 
-    This is Wilson's interval for a proportion, which stays inside [0, 1] and is right near its
-    ends too. Values between 0 and 1 vary less than verdicts do, so the interval uses an effective
-    sample size: the number of verdicts, each 0 or 1, whose mean would have this variance. That is
-    the number of problems if all values are 0 or 1, and never more than the number of answers.
+    This is Wilson's interval for a proportion, which stays inside [0, 1] and, with one answer to
+    each problem, is right near its ends too. Values between 0 and 1 vary less than verdicts do, so
+    the interval uses an effective sample size: the number of verdicts, each 0 or 1, whose mean
+    would have this variance. That is the number of problems if all values are 0 or 1, and never
+    more than the number of answers. The trap: with many answers to few problems, nearly all right
+    or nearly all wrong, it is too narrow. With 50 such problems it held the truth in 80 to 90 % of
+    simulated cases.
     """
     n = len(values)
     p = mean(values)

@@ -12,7 +12,8 @@ How a program ends:
 
     wrong flag, file or folder; too little memory       one line on stderr, code 1   (one_line)
     SIGTERM, or SIGHUP of a closed terminal             one line on stderr, code 1   (one_line)
-    Ctrl-C, also while libraries are being imported     one line on stderr, code 130 (the hook)
+    Ctrl-C, also while libraries are being imported     one line on stderr, code 130 (the hook);
+                                                        while a run trains, code 1
     a library that is not installed                     one line on stderr, code 1   (the hook)
     stdout's reader has ended, as in `| head`           nothing is said, code 141    (the hook)
     a bug of ours                                       its traceback, code 1

@@ -1,7 +1,7 @@
 """
 Draws what training gave: the accuracy of each arm before and after training, with 95 % intervals.
 
-    python -m study.bars "bf16=16 bits" "nearest=NVFP4, rounded to nearest" --out study/accuracy.svg
+    python -m study.bars "bf16=16 bits" "nearest=NVFP4, rounded to nearest" --out bars.svg
 
 An arm is a name of study/runs (see study/results.py); what follows `=` is written beside its line.
 The intervals answer the same question as those of `study.results tables`: where would this accuracy
@@ -99,8 +99,10 @@ def main() -> None:
     parser.add_argument("arms", nargs="+", metavar="ARM=LABEL")
     parser.add_argument("--runs", type=Path, default=RUNS, help=f"(default: {RUNS})")
     parser.add_argument("--kind", choices=("greedy", "sampled"), default="greedy",
-                        help="greedy answers to the test problems, or 8 at temperature 1 to each")
-    parser.add_argument("--title", default="Right answers to the test of GSM8K")
+                        help="greedy answers to the test problems, or 8 at temperature 1 to each "
+                        "(default: greedy)")
+    parser.add_argument("--title", default="Right answers to the test of GSM8K",
+                        help="above the picture (default: %(default)s)")
     parser.add_argument("--out", type=Path, required=True, help="an .svg")
     args = parser.parse_args()
     with process.one_line("study.bars"):

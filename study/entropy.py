@@ -1,4 +1,4 @@
-"""
+r"""
 How random is the policy that samples, and what do 4-bit codes and noise add to that? No training.
 
     python -m study.entropy --model M --base nvfp4 --data gsm8k_test.jsonl --name nearest \
@@ -24,6 +24,7 @@ import model as qwen
 import nvfp4
 import rewards
 from harness import data, hf
+from harness.config import LongHelp
 from harness.device import choose_device
 from harness.files import append_lines
 from sampler import Sampler, Sampling, engine_for
@@ -54,9 +55,10 @@ def sample_all(model: qwen.Qwen, sampler: Sampler, tokenizer: data.Tokenizer, pr
 def main() -> None:
     parser = argparse.ArgumentParser(prog="study.entropy", description=__doc__.strip(),
                                      allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+                                     formatter_class=LongHelp)
     parser.add_argument("--model", required=True, help="folder, name or id, as in train.py")
-    parser.add_argument("--base", default="nvfp4", choices=list(nvfp4.FORMATS))
+    parser.add_argument("--base", default="nvfp4", choices=list(nvfp4.FORMATS),
+                        help="format of the frozen weights")
     parser.add_argument("--data", required=True, help="problems, as in train.py")
     parser.add_argument("--name", required=True, help="what these weights are called in --out")
     parser.add_argument("--out", required=True, type=Path, help=".jsonl file that grows")

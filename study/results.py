@@ -36,7 +36,7 @@ pairs subtracts runs with the same seed from each other and prints every differe
 and its 95 % interval by Student's t over the seeds: these alone tell how sure the mean is. With
 several pairs of arms each seed counts once, with the mean of its pairs. For greedy and sampled
 there is also the interval that `tables` would give to this mean.
---seeds limits these three to some seeds. V comes from all seeds of all arms in any case.
+--seeds limits tables, mean and pairs to some seeds. V comes from all seeds of all arms in any case.
 keep copies a run of train.py into study/runs. verdicts adds the verdicts on its answers that
 evaluate.py --out wrote, once.
 sampler prints entropy, accuracy and length of every setting of study/entropy.py, and differences

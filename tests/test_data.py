@@ -221,7 +221,7 @@ def test_golds_that_the_grader_cannot_read_are_left_out_and_counted(tmp_path, ca
     settings = SimpleNamespace(reward=reward, prompt_style="plain", max_prompt_tokens=512)
     problems = data.usable_problems(settings, Tokenizer(TINY), write(tmp_path / "x.jsonl", *rows), "train")
     assert [p.answer for p in problems] == kept
-    said = "x.jsonl: 1 problems left out, their answers cannot be read\n"
+    said = "x.jsonl: 1 problems left out, their answers cannot be read, such as '2^{\\\\aleph_0}'\n"
     assert capsys.readouterr().out.endswith(said) == (reward is None)
 
 
@@ -611,7 +611,7 @@ def test_prompts_over_the_limit_are_left_out_and_counted_never_cut(tmp_path, cap
     settings = SimpleNamespace(reward=None, prompt_style="boxed", max_prompt_tokens=len(fifty.prompt))
     kept = data.usable_problems(settings, tokenizer, source, "train")
     assert [p.id for p in kept] == ["1", "50", "2"]
-    assert f"1 prompts of more than {len(fifty.prompt)} tokens left out" in capsys.readouterr().out
+    assert f"1 prompts of more than --max-prompt-tokens {len(fifty.prompt)} tokens left out" in capsys.readouterr().out
     assert all(p.question + "\n" in tokenizer.decode(p.prompt) for p in kept)
     assert kept[1] == fifty and problems[1].prompt is None
 

@@ -54,7 +54,7 @@ import model as qwen
 import nvfp4
 from attention import lay_out
 from fast import memory
-from harness.config import Memory, Rollout, check_ranges
+from harness.config import LongHelp, Memory, Rollout, check_ranges
 from harness.device import KERNELS, capability, choose_device
 from harness.files import read_rows
 from harness.prepare import divide_memory
@@ -507,12 +507,14 @@ def measure(command: str, flags: dict) -> None:
 
 def read_bench_flags():
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+                                     formatter_class=LongHelp)
     commands = parser.add_subparsers(dest="command", required=True)
     for name in MEASUREMENTS:
-        commands.add_parser(name, allow_abbrev=False)
+        commands.add_parser(name, allow_abbrev=False, formatter_class=LongHelp)
 
     def add(names, flag, **options):
+        if options.get("default") is not None:
+            options.setdefault("help", "(default: %(default)s)")
         for name in names.split():
             commands.choices[name].add_argument(flag, **options)
 

@@ -8,8 +8,8 @@ nvfp4 writes compressed-tensors files, layer by layer. With --calibrate N it cho
 GPTQ and prints how far the 4-bit model is from the 16-bit one, in nats a token (calibrate.py).
 
 merge adds a run's adapter to the weights that it was trained on; 4-bit ones are decoded first. Then
-`python evaluate.py --model OUT` measures the result, in 16 bits. The sum is rounded to bf16, so the
-log-probs move a little.
+`python evaluate.py RUN --model OUT --base bf16 --adapter none` measures the result, in 16 bits. The
+sum is rounded to bf16, so the log-probs move a little.
 
 Not here: merging into 4 bits, whose rounding error is larger than most adapters. To serve 4 bits,
 convert the model with nvfp4 and put the run's adapter beside it.
@@ -40,7 +40,7 @@ class Conversion:
     codes: str | None = setting(None, "how the codes are chosen (default: gptq with --calibrate, "
                                 "search without)", choices=CODES)
     data: str = setting("gsm8k", "the problems, as in train.py")
-    prompt_style: str = setting("boxed", "as in train.py", choices=sorted(STYLES))
+    prompt_style: str = setting("boxed", "what the prompt asks for", choices=sorted(STYLES))
     thinking: str = setting("off", "as in train.py", choices=("on", "off"))
     seed: int = setting(0, "random seed of the choice of problems and of the answers", "[0, 2e18]")
     device: str | None = setting(None, "cpu, cuda or cuda:N (default: a GPU if there is one)")
@@ -105,7 +105,7 @@ def tell_what_was_written(out: Path, what: str, *measured_with: object) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.strip(), allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+                                     formatter_class=config.LongHelp)
     parser.add_argument("command", choices=["nvfp4", "merge"])
     parser.add_argument("source", help="bf16 model's folder, name or id; for merge a run's folder")
     parser.add_argument("out", type=Path, help="new folder; if it exists, it must be empty")

@@ -192,7 +192,7 @@ def write_random_model(name: str, out: Path, wanted: Wanted) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.strip(), allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+                                     formatter_class=config.LongHelp)
     parser.add_argument("shape", help="qwen2.5-7b, qwen3-8b and the like, or a folder with such a "
                         "config.json")
     parser.add_argument("out", type=Path, help="new folder; if it exists, it must be empty")
