@@ -456,10 +456,10 @@ def test_the_studys_primary_comparisons_are_what_its_files_hold(seeds, arms, gre
 
 
 @pytest.mark.parametrize("label,arms,seeds", [
-    ("calibrated - 16 bits, at 1e-4 and 2e-4", ("rate-bf16-2e-4", "rate-calibrated-1e-4"), range(7)),
+    ("calibrated at 1e-4 - 16 bits at 2e-4", ("rate-bf16-2e-4", "rate-calibrated-1e-4"), range(7)),
     ("calibrated - 16 bits, both at 1e-4", ("rate-bf16-1e-4", "rate-calibrated-1e-4"), range(2)),
     ("calibrated - 16 bits, both at 2e-4", ("rate-bf16-2e-4", "rate-calibrated-2e-4"), range(2)),
-    ("to nearest - 16 bits, at 1e-4 and 2e-4", ("rate-bf16-2e-4", "noise-none"), range(2, 7)),
+    ("to nearest at 1e-4 - 16 bits at 2e-4", ("rate-bf16-2e-4", "noise-none"), range(2, 7)),
     ("noise - no noise, to nearest, both at 1e-4", ("noise-none", "noise-uncorrected"), range(7, 13))])
 def test_the_readmes_table_of_differences_is_what_the_files_hold(label, arms, seeds, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
