@@ -62,9 +62,9 @@ import torch
 from model import Qwen
 
 # The schedules of the paper's Figures 9 and 15 beside the exponential one: t in [0, 1) -> which
-# share of (start - end) is left. With ten stages t is 0 in the second, the first noisy one, then 1/9, 2/9, ... and 8/9 in the
-# last: it never is 1, and a peak at t = 0.5, say, would be skipped. So a shape that must reach its
-# peak or its end within the run is no row here: write it in sigma_at, from stage and num_stages.
+# share of (start - end) is left. With ten stages t is 0 in the second, the first noisy one, then
+# 1/9, 2/9, ... and 8/9 in the last. It never reaches 1, and may miss 0.5, say. A shape that must
+# hit such a point belongs in sigma_at, which has stage and num_stages, and not in this table.
 REMAINING = {
     "linear": lambda t: 1 - t,
     "cosine": lambda t: (1 + math.cos(math.pi * t)) / 2,
@@ -99,13 +99,14 @@ def draw_z(seed: int, step: int, layer: int, which: int, size: int) -> torch.Ten
     """The noise of one norm at sigma 1: (size,) fp32. which: 0 = before attention, 1 = before MLP.
 
     It depends on these numbers alone, not on device, rank, or what was drawn before. So all ranks
-    sample from one policy, and a resumed run from the one that it would have had. (numpy does not
-    promise that another version of it turns Philox's bits into the same normal numbers.)
+    sample from one policy, and a resumed run draws the noise of an uninterrupted one. (numpy does
+    not promise that another version of it turns Philox's bits into the same normal numbers.)
 
     Philox computes its n-th output directly from a key, here (seed, step), and n, a counter of four
     words, lowest first. layer and which are the two highest, so no two norms share any part of a
     stream. (A torch.Generator keeps only 32 bits of its seed on a CPU. With a hash of the four
-    numbers as the seed, two of the 33,600 norms of a run might well share their z.)
+    numbers as the seed, two of the 33,600 draws of 600 steps of a 7B would share their z with a
+    probability of 12 %.)
     """
     philox = np.random.Philox(key=[seed, step], counter=[0, 0, layer, which])
     return torch.from_numpy(np.random.Generator(philox).standard_normal(size, dtype=np.float32))

@@ -2,7 +2,7 @@
 The learning rule: from the rewards of a group of answers to the loss of every token.
 
     group_advantages    was an answer better or worse than the others to the same problem?
-    token_weights       how much does one token of an answer count in the loss of the whole step?
+    token_weights       how much does one token of an answer count in the loss of a whole update?
     policy_loss         puts both together with the tokens' log-probs: the loss to differentiate
 
 GRPO (2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783) and GSPO (2507.18071) differ in their
@@ -16,7 +16,8 @@ Shapes. P problems get G answers each. An answer is a row, so there are B = P * 
     token              a b   c d e  f     g h  T = 8: log-probs are (T,)
     row_of_token       0 0   1 1 1  2     3 3  (T,), so that weights[row_of_token] is (T,)
 
-Three policies give each token a probability, and two ratios compare these:
+A *pass* is one time that the learner trains on a row; --epochs N makes N passes. Three policies
+give each token a probability, and two ratios compare these:
 
      sampler  ------ correction ------>  proximal  ---------- rho ---------->  policy
      drew the answer, with noise         the learner, without noise, at        the learner in this
@@ -25,9 +26,9 @@ Three policies give each token a probability, and two ratios compare these:
 
     rho = policy / proximal: how far updates have moved the learner since its first pass.
     correction = min(proximal / sampler, CORRECTION_CAP): how much more (or less) the token must
-        count because another policy than the learner drew it. The cap keeps a token that the
-        sampler hardly ever draws from outweighing all others (truncated importance sampling, TIS:
-        Yao et al. 2025).
+        count because another policy than the learner drew it. Without the cap, one token that
+        the sampler almost never draws could outweigh all others (truncated importance sampling,
+        TIS: Yao et al. 2025).
 
 The loss, where weight and advantage are those of the token's row and k3 estimates the KL
 divergence from the base model (only with kl_beta > 0):
@@ -170,7 +171,7 @@ def informative_groups(rewards: Tensor, group_size: int) -> Tensor:
     highest = grouped.nan_to_num(nan=-torch.inf).amax(dim=1)
     lowest = grouped.nan_to_num(nan=torch.inf).amin(dim=1)
     largest = grouped.nan_to_num(nan=0.0).abs().amax(dim=1)
-    return highest - lowest > 1e-9 * largest     # for NaN alone -inf > 0, which is False
+    return highest - lowest > 1e-9 * largest     # a group of NaN only: -inf > 0 is False
 
 
 def group_advantages(rewards: Tensor, group_size: int, scale: str = "group",
@@ -316,7 +317,7 @@ def policy_loss(logprobs: LogProbs, advantages: Tensor, row_of_token: Tensor, we
     correction = correction_factors(log_correction, loss)                   # (T,)
     # The correction is positive, so it may be multiplied into the advantage before min() and clip
     # as well as after them.
-    weighted_advantage = advantages[row_of_token] * correction              # (T,)
+    corrected_advantage = advantages[row_of_token] * correction              # (T,)
 
     # 2) The clip. A token gets no gradient where min(rho * advantage, clip(rho) * advantage) takes
     # its second term, which is constant: where the policy has already gone far enough in the
@@ -327,8 +328,8 @@ def policy_loss(logprobs: LogProbs, advantages: Tensor, row_of_token: Tensor, we
     #     advantage < 0       clipped: rare enough  gradient      gradient
     #
     # In the two other corners the policy has gone the wrong way, and the gradient pulls it back.
-    is_clipped_low = (weighted_advantage < 0) & (rho < 1 - loss.clip_low)
-    is_clipped_high = (weighted_advantage > 0) & (rho > 1 + loss.clip_high)
+    is_clipped_low = (corrected_advantage < 0) & (rho < 1 - loss.clip_low)
+    is_clipped_high = (corrected_advantage > 0) & (rho > 1 + loss.clip_high)
 
     # 3) The surrogate. (policy - policy_detached).exp() has the value exp(0) = 1 and the gradient
     # d log p. So the surrogate's value is advantage * rho and its gradient advantage * rho *
@@ -336,8 +337,8 @@ def policy_loss(logprobs: LogProbs, advantages: Tensor, row_of_token: Tensor, we
     # For GSPO, rho belongs to a whole row, and d rho is rho times the mean of d log p over the
     # row's tokens. The same line gives it, because 1 / length is in the weights and the last line
     # adds up the tokens (2507.18071, section 4.3, which calls this GSPO-token).
-    surrogate = weighted_advantage * rho * (policy - policy_detached).exp()
-    constant = weighted_advantage * rho.clamp(1 - loss.clip_low, 1 + loss.clip_high)
+    surrogate = corrected_advantage * rho * (policy - policy_detached).exp()
+    constant = corrected_advantage * rho.clamp(1 - loss.clip_low, 1 + loss.clip_high)
     has_no_gradient = is_clipped_low | is_clipped_high
     per_token = -torch.where(has_no_gradient, constant, surrogate)
     sums["clip_low"] = is_clipped_low.sum().double()

@@ -31,8 +31,8 @@ from sampler import Rollouts
 
 FIRST_LOSS_SCALE = 2.0**14
 DOUBLE_SCALE_AFTER = 500
-# With several ranks, micro_batches() cuts a step into pieces so small that each rank gets about
-# this many of them or more.
+# With several ranks, micro_batches() lowers the token budget until each rank gets about this many
+# micro-batches or more.
 MICRO_BATCHES_PER_RANK = 4
 
 
@@ -52,7 +52,8 @@ class Batch:
 
 
 class Update(NamedTuple):
-    """What an optimizer step did.
+    """What update() did. Without sums there was nothing to learn and no step was made; with a
+    failure the step was skipped.
 
     A step that was skipped also has the sums and the norm that were computed for it, which may be
     infinite or NaN: the log shows them as they are.
@@ -60,7 +61,7 @@ class Update(NamedTuple):
     sums: dict[str, Tensor]                      # over the trained tokens, for grpo.summarize
     grad_norm: float                             # before clipping
     lr: float
-    failure: str = ""                            # why the step was skipped; "" if it was not
+    failure: str = ""                            # why the step was skipped
 
 
 class AdamW:

@@ -15,15 +15,15 @@ W. Every part has its own A and B. `a` stacks the parts' A, `b` has one row per 
     y[:, rows of part p] += (x @ a[p*R:(p+1)*R].T) @ (s * b[rows of part p]).T
 
 One flat buffer. All A, all B and the trained norms are views into one fp32 vector, `master`; their
-gradients are views into another. So optimizer, ranks and checkpoints handle one tensor. Sampler and
-learner compute with copies in the model's dtype (16 bits on a GPU), `working_a` and `working_b` =
-s * b, which sync() rewrites in place, because CUDA graphs have captured their addresses. Norms have
-no copy: their fp32 weights are used as they are.
+gradients are views into another. So the optimizer, the sum over GPUs and the checkpoints handle one
+tensor. Sampler and learner compute with copies in the model's dtype (16 bits on a GPU), `working_a`
+and `working_b` = s * b, which sync() rewrites in place, because CUDA graphs have captured their
+addresses. Norms have no copy: their fp32 weights are used as they are.
 
-The wide matrix: only an optimisation, which changes no result. Computing x @ W.T and then adding
-(x @ A.T) @ (s * B).T would read and write y, a large tensor, a second time. Instead the learner
-makes both products one. It expands W into a buffer that has P*R more columns and P*R more rows, and
-puts s*B to the right of W and A below it. For q|k|v (P = 3):
+The wide matrix: only an optimisation, the same formula with other rounding. Computing x @ W.T and
+then adding (x @ A.T) @ (s * B).T would read and write y, a large tensor, a second time. Instead the
+learner makes both products one. It expands W into a buffer that has P*R more columns and P*R more
+rows, and puts s*B to the right of W and A below it. For q|k|v (P = 3):
 
                         K          R    R    R
                   +-----------+----+----+----+

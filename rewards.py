@@ -39,7 +39,7 @@ class Extraction(NamedTuple):
 def extract(text: str, last_number: bool = True) -> Extraction:
     """Finds the answer of a completion; the rules are at the top of this file. Never raises.
 
-    Turn `last_number` off where a box or a tag was asked for, or a model may learn to leave it out.
+    Training has `last_number` off: a model could learn to leave out the box that was asked for.
     """
     turns = filter(str.strip, END_OF_TURN.split(text))
     text = next(turns, "").rpartition("</think>")[2]
@@ -151,7 +151,7 @@ def grade_rollouts(tokenizer: "harness.data.Tokenizer", problems: list,
 
 BOX = r"\\(?:boxed|fbox)(?![A-Za-z])\s*"
 BOX_OR_BRACES = re.compile(BOX + r"|\{+|\}+")
-# \{ and \} are text, no braces, and so is the second backslash of a line break; but \\boxed in a
+# \{ and \} are text, not braces, and so is the second backslash of a line break; but \\boxed in a
 # text that was escaped twice is a box.
 ESCAPED = re.compile(r"\\\\(?!boxed|fbox)|\\[{}]")
 BARE_WORD = re.compile(r"[-\w.,/]*\w")  # the 5 of "\boxed 5"
@@ -179,7 +179,8 @@ MATH_SPAN = re.compile(r"""
     | \\\(((?:(?!\\[()]).){1,2000})\\\)
     | \\\[((?:(?!\\[\[\]]).){1,2000})\\\]""", re.DOTALL | re.VERBOSE)
 LATEX = re.compile(r"\\[A-Za-z]+\s*(?:\{[^{}]*\})?")
-# Prose is a word that is no function, or two letters of another script (Greek and 𝑥 are formulas).
+# Prose is a word of three letters or more, except "and" and functions; or so, is, it, we, to, of; or
+# two letters of another script (Greek and 𝑥 are formulas).
 PROSE = re.compile(r"""
     (?<![\\A-Za-z]) (?: (?!(?:and|sqrt|sin|cos|tan|log|exp|inf)\b)[A-Za-z]{3,}
                       | (?:so|is|it|we|to|of)\b )
@@ -219,20 +220,20 @@ MORE = re.compile(r"(?:(?!\b(?:because|since|as)\b)[^,;.=])*\b(?:and|or)\s+[$(]*
 # -----------------------------------------------------------------------------
 # What extract() looks for: boxes, markers, values
 
-def last_box(text: str) -> str | None:
-    """Content of the last complete, non-empty box; neighbouring boxes become one list."""
+def last_box(text: str) -> str:
+    """Content of the last complete, non-empty box, or ""; neighbouring boxes become one list."""
     found = []  # contents and what joins them, from the right
     begin = None  # of the box to the right
-    for start, inside, inside_end, end in sorted(complete_boxes(text), reverse=True):
+    for start, content, content_end, end in sorted(complete_boxes(text), reverse=True):
+        if not text[content:content_end].strip():
+            continue
         if begin is not None:
             between = text[end:begin]
             if end > begin or len(between) > 80 or not JOINER.fullmatch(between):
                 break
             either = re.search(r"(?<![a-z])or(?![a-z])", between)
             found.append(" or " if either else " , ")
-        elif not text[inside:inside_end].strip():
-            continue
-        found.append(text[inside:inside_end])
+        found.append(text[content:content_end])
         begin = start
     if len(set(found[::2])) == 1:
         return found[0].strip()
@@ -258,9 +259,9 @@ def complete_boxes(text: str) -> list[tuple[int, int, int, int]]:
         elif part[0][0] == "}":
             depth -= end - start
             while opened and opened[-1][0] >= depth:
-                outside, box, inside = opened.pop()
-                close = end - 1 - (outside - depth)
-                found.append((box, inside, close, close + 1))
+                outside, box_start, content = opened.pop()
+                close = end - 1 - (outside - depth)  # of this box: a run may close several
+                found.append((box_start, content, close, close + 1))
         elif masked.startswith("{", end):
             opened.append((depth, start, end + 1))
         elif part[0][-1].isspace():

@@ -26,7 +26,7 @@ A row's own tokens begin a new kv_block, so nobody writes to a shared kv_block, 
   because it is the first input of each row's decode steps. So every sampled token comes from a
   decode step.
 - A decode step computes one new token for each live row. Rows that have ended leave the batch, and
-  waiting sequences come in for them (continuous batching). The batch has no holes: when few rows
+  waiting sequences take their places (continuous batching). The batch has no holes: when few rows
   are left, its steps get cheaper.
 - The CPU reads the drawn tokens once in a *window* of decode steps: 8 on a GPU, which must wait
   whenever the CPU reads, and 1 on a CPU. A row that ends inside a window stays in the batch until
@@ -346,7 +346,7 @@ def blocks_for(tokens: int) -> int:
 
 
 class BlockPool:
-    """The numbers of the free kv_blocks. Every other one belongs to one sequence or one prefix.
+    """The numbers of the free kv_blocks. All others but 0 belong to a sequence or a prefix.
 
     Number 0 is never handed out. Every table has it in its unused columns, and the spare rows of a
     CUDA graph's batch write there: what it holds counts for nothing.
@@ -359,7 +359,7 @@ class BlockPool:
         return len(self.free)
 
     def take(self, n: int) -> list[int]:
-        """Hands out n kv_blocks. The caller has seen to it that there are as many."""
+        """Hands out n kv_blocks. The caller has checked that there are enough."""
         return [self.free.pop() for _ in range(n)]
 
     def give(self, blocks: list[int]) -> None:
@@ -425,7 +425,7 @@ def allocate_kv(model: Qwen, max_length: int, max_rows: int, kv_gib: float | Non
     memory = math.inf                            # stays so on Windows, which has no sysconf
     if_too_small = "more memory or shorter sequences are needed"
     if_too_large = "fewer or shorter ones take less"
-    if kv_gib is not None:                       # so the program has this flag, which not all have
+    if kv_gib is not None:                       # only programs with a flag --kv-gib give it
         memory = kv_gib * 2**30
         if_too_small, if_too_large = "raise --kv-gib", "lower --kv-gib"
     elif model.device.type == "cuda":

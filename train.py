@@ -62,12 +62,13 @@ def score(grade: Callable, problems: list, rollouts: Rollouts, objective: Object
           max_new_tokens: int) -> list[dict]:
     """-> a row for each answer: a dict of all that is known of it, as samples.jsonl holds it.
 
-    The row comes from grade() with `task`, which is 1 for a right answer and 0 for a wrong one.
-    With --reward it is the sum of what the user's function gives, except for a part called
-    `shaping` (`parts` has all of them). `format` says whether the answer has the form that was asked for,
-    `finished` whether it came to its end before --max-new-tokens.
+    grade() fills in `task`: 1 for a right answer and 0 for a wrong one, or with --reward the sum of
+    the user's parts without the one called `shaping` (`parts` keeps all of them). `format` says
+    whether the answer has the form that was asked for, `finished` whether it came to its end before
+    --max-new-tokens.
     Two values are added here. `extra` is what format, length and `shaping` are worth; compare()
-    counts it apart from `task`. `reward` = task + extra is for the log only.
+    counts it apart from `task`. `reward` = task + extra is for the log only; the "rewards" of
+    grpo.py are the `task`.
     """
     rows = grade(problems, rollouts)
     for row in rows:
@@ -179,7 +180,7 @@ def evaluate(run: Run, sampling: Sampling, steps_done: int) -> tuple[dict, list[
     problems = share(run.held_out)
     began = time.perf_counter()
     greedy = Sampling(sampling.max_new_tokens, sampling.end_ids, temperature=0.0)
-    with run.console.not_counted():              # in the bar's steps per second
+    with run.console.not_counted():              # its time is not in the bar's steps per second
         rollouts = run.sampler.generate([problem.prompt for problem in problems], 1, greedy)
         rows = gather(run.grade(problems, rollouts))
     metrics = {"eval_accuracy": sum(row["correct"] for row in rows) / len(rows)}
@@ -197,8 +198,8 @@ def record(run: Run, progress: Progress, metrics: dict, rows: list[dict],
 
     evaluated: the rows of the step's evaluation, none if it had none.
 
-    A signal such as Ctrl-C is held back until all files of the step are written. What a run that is
-    stopped later saves is the copy of the last whole step that snapshot() makes here.
+    A signal such as Ctrl-C is held back until all files of the step are written. snapshot() copies
+    the step's state; if the run is stopped before the next one is recorded, it saves this copy.
     """
     watching = run.settings.watching
     samples = [{"step": metrics["step"], "advantage": advantage, **row}
@@ -234,8 +235,9 @@ def train(run: Run) -> None:
     progress = begin(run)
     run.console.start_at(progress.step)
     watch = Watch(settings)
-    master = run.folder.checkpoints.tensors["master"]    # the adapter: a copy that record() renews
-    last_good = progress.step, master.clone()    # the step and adapter of the best steps so far
+    # A copy of the adapter, which record() renews after each step.
+    recorded = run.folder.checkpoints.tensors["master"]
+    last_good = progress.step, recorded.clone()  # the step and adapter of the best steps so far
     for step in range(progress.step, steps):
         metrics = {"step": step}
         evaluated = []
@@ -276,15 +278,15 @@ def train(run: Run) -> None:
         run.console.tell(metrics, rows, updates)
         best = progress.best
         due = step + 1 == steps or (step + 1) % settings.watching.eval_every == 0
-        if due and "eval_accuracy" not in metrics:
+        if due and "eval_accuracy" not in metrics:      # step 0 has that of before training
             found, evaluated = evaluate(run, sampling, step + 1)
             metrics |= found
             best = max(best, metrics.get("eval_reward", metrics["eval_accuracy"]))
         is_best = best > progress.best
         progress = Progress(step + 1, next_cursor, metrics["tokens"], best)
         record(run, progress, metrics, rows, advantages, evaluated, is_best)
-        if watch.see(metrics):                   # the last steps are the best so far
-            last_good = progress.step, master.clone()
+        if watch.see(metrics):                   # the last steps are the best so far, or the first
+            last_good = progress.step, recorded.clone()
         if watch.verdict:
             give_up(run, watch.verdict, *last_good)
     run.folder.finish()

@@ -36,6 +36,7 @@ def boxed(answer):
     (r"\fbox{7}", "7", "box"), (r"\boxed   {7}", "7", "box"), (r"so \boxed 7$", "7", "box"),
     (r"\boxed{3} and then \boxed{4", "3", "box"),              # an unclosed box is no answer, an earlier one counts
     (r"\boxed{3} or not, \boxed{}", "3", "box"),
+    (r"\boxed{} \boxed{3}", "3", "box"), (r"\boxed{1} \boxed{} \boxed{3}", "3", "box"),
     (r"\boxed{2}, \boxed{3}", "2 , 3", "box"), (r"$\boxed{2}$ and $x=\boxed{3}$", "2 , 3", "box"),
     (r"\boxed{5} or \boxed{5}", "5", "box"),
     (r"\boxed{\{1,2\}}", r"\{1,2\}", "box"),
