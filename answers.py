@@ -19,9 +19,9 @@ A Reading is the value of an answer at one point, and of one of these types:
     Relation                x = 5 or 0 < x <= 1: the operators, and the sides with their tokens
 
 A wrong answer accepted is the worst error, because it trains the wrong thing. So a decimal equals a
-fraction only if it has six digits and rounds to it, several answers never equal one of them, and
-nothing equals the empty answer. What cannot be read equals only its own text. Counters bound the
-work, not clocks, so that a verdict does not depend on the machine.
+fraction only if it has six digits and rounds to it (or has ten and cuts it off), several answers
+never equal one of them, and nothing equals the empty answer. What cannot be read equals only its
+own text. Counters bound the work, not clocks, so that a verdict does not depend on the machine.
 
 Where graders disagree, these are the choices: 50% is 0.5 and also 50. Lists and sets have no order,
 tuples have one. 52 stands for 52_8. A chain of equations with two different numbers (x = 41 = 42)
@@ -805,14 +805,20 @@ def same_number(a: Reading, b: Reading, point: Point) -> bool:
 
 def rounds_to(decimal: Number, x: Number) -> bool:
     """A written decimal of six or more digits stands for the value x that it rounds. From ten
-    digits on it may also be x cut off, unless x is such a decimal too.
+    digits on it may also be x cut off, which is nearer to 0 by less than one unit of the last
+    place, or x with the noise of a float, 0.30000000000000004; neither if x is such a decimal too.
     """
     if not 6 <= decimal.digits <= 50 or x.im:  # more than 50 digits are as good as all
         return False
     error = abs(x.re - decimal.re)
+    place = decimal.re.as_tuple().exponent  # -2 for 1.25
+    unit = ONE.re.scaleb(place)
     if decimal.digits >= 10 > x.digits:
-        return error <= abs(decimal.re) / 10 ** 9
-    return 2 * error <= ONE.re.scaleb(decimal.re.as_tuple().exponent)
+        is_cut = abs(decimal.re) < abs(x.re) and error < unit
+        is_noise = decimal.digits >= 16 and place <= -10 and error <= abs(x.re) / 10 ** 15
+        if is_cut or is_noise:
+            return True
+    return 2 * error <= unit
 
 
 def same(a: Reading, b: Reading, point: Point) -> bool:
