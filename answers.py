@@ -25,8 +25,9 @@ own text. Counters bound the work, not clocks, so that a verdict does not depend
 
 Where graders disagree, these are the choices: 50% is 0.5 and also 50. Lists and sets have no order,
 tuples have one. 52 stands for 52_8. A chain of equations with two different numbers (x = 41 = 42)
-is wrong. 32, 349 is two numbers. 5 cm is 5, but not 5 m. 2:3 is 2/3, but 10:30 is a time. A row is
-no column. 10 mod 7 is 3. Sums and integrals are not evaluated: they are compared as text.
+is wrong. 32, 349 is two numbers. 5 cm is 5, but not 5 m; 5 m is 5, but 5m is a product.
+2:3 is 2/3, but 10:30 is a time. A row is no column. 10 mod 7 is 3. Sums and integrals are not
+evaluated: they are compared as text.
 """
 import re
 from decimal import Decimal, localcontext
@@ -82,11 +83,22 @@ FUNCTIONS = TRIG | frozenset("""arcsin arccos arctan arccot sinh cosh tanh ln lo
     gcd abs floor ceil""".split())
 
 
+# Units of one letter. K may be a thousand and A a choice, so neither is one.
+LETTERS = {"m": "m", "g": "g", "s": "second", "h": "hour", "L": "liter",
+           "N": "newton", "J": "joule", "W": "watt", "V": "volt"}
+UPRIGHT = re.compile(r"\\(?:text(?:rm|normal)?|mathrm|[mh]box)(?![a-z])")
+AFTER_VALUE = re.compile(r"(?:[0-9)}]|\\pi)\s*$")
+
+
 def unwrap_text(match: re.Match) -> str:
     r"""\text{...} without the command. A formula, the name of a function, "and" and "or" are read
     as if no \text stood there; anything else is a word or a unit, which « and » mark from here on.
+    One letter is a formula, except for the m of 5\text{ m}; 5\mathbf{m} becomes 5{m}, no "5 m".
     """
     word = match[1].strip().rstrip(". ")  # not the first point: \text{.5} is no 5
+    before = match.string[max(0, match.start() - 5):match.start()]
+    if word in LETTERS and AFTER_VALUE.search(before):
+        return f" «{word}» " if UPRIGHT.match(match[0]) else f"{{{word}}}"
     is_formula = re.fullmatch(
         r"(?is).?|[-+]?[.\d].*|.*\\.*|[^a-z]*|[ ,;]*(and|or)[ ,;]*", word)
     if is_formula or word in FUNCTIONS - {"min"} or word == "mod":  # \text{ min} is minutes
@@ -227,6 +239,12 @@ UNIT_END = re.compile(
     rf"(?:«([^«»]*)»|(?:(?<=[0-9)}}%])\s*|\s)({WORDS})){RAISED_UNIT}"
     rf"(?:\s*/\s*(?:«[^«»]*»|[A-Za-z]+){RAISED_UNIT})?\s*\.?$")
 BARE_NUMBER = re.compile(r"[-+]?[0-9.,/\s]*(\\frac\s*\{[0-9]+\}\s*\{[0-9]+\})?[%°]?")
+# A unit of one letter: «m» and «m»^2, or the m of "5 m" after a plain number. 40°N is a latitude,
+# and the N of \log_2 N is what the logarithm is of.
+LETTER_END = re.compile(rf"«([{''.join(LETTERS)}])»{RAISED_UNIT}$")
+PLAIN_LETTER_END = re.compile(rf"(?<=[0-9])\s([{''.join(LETTERS)}])$")
+PLAIN_NUMBER = re.compile(r"[-+]?[0-9][0-9.,/]*")
+NO_LETTER_UNIT = re.compile(r"^$|°$|\\[a-z]{2,6}\s*[_^]\s*(?:\{[^{}]*\}|\S)$")
 
 
 def powers(words: str) -> dict[str, int]:
@@ -234,6 +252,7 @@ def powers(words: str) -> dict[str, int]:
     found = {}
     sign = prefix = 1
     last = ""  # the unit that ^2 and "squared" belong to
+    words = re.sub(r"\b[JLNVW]\b", lambda match: LETTERS[match[0]], words)
     words = re.sub(r"[a-z]+", lambda match: SPEED.get(match[0], match[0]), words.lower())
     for word in re.findall(r"[a-z]+|[23/]", words):
         if word in ("/", "per"):
@@ -251,13 +270,31 @@ def powers(words: str) -> dict[str, int]:
     return found
 
 
-def split_unit(s: str) -> tuple[str, dict[str, int]]:
+def letter_unit(s: str, other: str) -> re.Match | None:
+    """The «m»^2 of "5 «m»^2" or the m of "5 m", if it is a unit. It is none if the `other` answer
+    has the letter as a variable: 5 m is 5, but beside 5m^2 it is a product.
+    """
+    wrapped = LETTER_END.search(s) if s[-1:] in tuple("23}»") else None
+    end = wrapped or (PLAIN_LETTER_END.search(s) if s[-1:] in LETTERS else None)
+    value = s[:end.start()].rstrip() if end else ""
+    if NO_LETTER_UNIT.search(value) or not wrapped and not PLAIN_NUMBER.fullmatch(value):
+        return None
+    is_variable = re.search(rf"(?<![A-Za-z\\{'«' if wrapped else ''}]){end[1]}(?![A-Za-z])", other)
+    return None if is_variable else end
+
+
+def split_unit(s: str, other: str = "") -> tuple[str, dict[str, int]]:
     """"12 cm" -> "12" and {"cm": 1}. A unit is «text», known words, or any few words after a
     plain number; "20 percent" becomes 20%. Words that change the value ("not", "half") stay where
     they are, so that the answer cannot be read as if they were not there.
     """
-    end = UNIT_END.search(s) if s[-1:].isalpha() or s[-1:] in tuple("23}.»") else None
     found = {}
+    letter = letter_unit(s, other)
+    if letter:
+        return s[:letter.start()].strip(), powers(letter[0])
+    end = UNIT_END.search(s) if s[-1:].isalpha() or s[-1:] in tuple("23}.»") else None
+    if end and LETTER_END.fullmatch(end[0].strip()):
+        return s, found
     if end:
         wrapped, plain = end.groups()
         value = s[:end.start()].strip()
@@ -1067,8 +1104,7 @@ def same_answer(a: str, b: str) -> bool:
         based = re.fullmatch(r"([0-9]+)\s*_\s*\{?\s*[0-9]+\s*\}?", one)
         if based and based[1] == other:
             return True  # 52_8 = 52: the base is often in the question
-    a, unit = split_unit(a)
-    b, other_unit = split_unit(b)
+    (a, unit), (b, other_unit) = split_unit(a, b), split_unit(b, a)
     if clash(unit, other_unit):
         return False
     if same_function(Answer(a), Answer(b)):

@@ -117,7 +117,9 @@ def test_a_choice_beside_another_one_or_behind_a_not_is_no_answer():
     ("more than enough money, so she keeps 5 dollars", "5"), ("12\n5 apples", "5"), ("half of 10 is 5", "5"),
     ("The sum of the two numbers is 5", "5"), ("The product equals 5", "5"), ("Total: 5 km per hour", "5"),
     ("3 or 4 days make a total of 12 hours", "12"), ("The answer is 5 and we are done", "5"), ("the result - 5", "5"),
-    ("The answer is 5 (five)", "5"), ("Hence he is not late and arrives in 5 minutes", "5")])
+    ("The answer is 5 (five)", "5"), ("Hence he is not late and arrives in 5 minutes", "5"),
+    ("The answer is 20 m.", "20"), ("The answer is $20$ m.", "20"), ("The answer is 20 g of salt.", "20"),
+    (r"\boxed{20\,\mathrm{N}}", "20")])
 def test_a_hedge_of_something_else_does_not_hide_the_answer(text, gold):
     assert grade(text, gold, last_number=True).correct == 1
 
