@@ -25,9 +25,10 @@ own text. Counters bound the work, not clocks, so that a verdict does not depend
 
 Where graders disagree, these are the choices: 50% is 0.5 and also 50. Lists and sets have no order,
 tuples have one. 52 stands for 52_8. A chain of equations with two different numbers (x = 41 = 42)
-is wrong. 32, 349 is two numbers. 5 cm is 5, but not 5 m; 5 m is 5, but 5m is a product.
-2:3 is 2/3, but 10:30 is a time. A row is no column. 10 mod 7 is 3. Sums and integrals are not
-evaluated: they are compared as text.
+is wrong. 32, 349 is two numbers. 5 cm is 5, but not 5 m; 5 m is 5, but 5m is a product. 2:3 is 2/3,
+but 10:30 is a time. A row is no column. 10 mod 7 is 3. \log and \lg have base 10, but \log is \ln
+if one of the answers has \ln, \exp or e. Sums and integrals are not evaluated: they are compared as
+text.
 """
 import re
 from decimal import Decimal, localcontext
@@ -35,8 +36,8 @@ from itertools import accumulate
 from typing import NamedTuple, Union
 from zlib import crc32
 
-from harness.decimals import (CONTEXT, DEGREE, E, HUNDRED, I, INFINITY, ONE, PI, TWO, ZERO, Number,
-                              apply_function, unknown)
+from harness.decimals import (CONTEXT, DEGREE, E, HUNDRED, I, INFINITY, ONE, PI, TEN, TWO, ZERO,
+                              Number, apply_function, unknown)
 
 MAX_ANSWER = 6_000     # characters that are parsed; a longer answer equals only itself
 MAX_WORK = 4_000       # operands and comparisons that one is_equal may spend, about 5 us each
@@ -375,6 +376,7 @@ class Point:
         self.factors = {}          # between two equations at the first point, see proportional()
         self.index = 0
         self.met_complex = False   # have complex numbers been compared at this point?
+        self.log_base = TEN        # of a \log without one
 
     def spend(self, amount: int) -> None:
         """SyntaxError once the work is used up: the answers are then too long to be compared."""
@@ -442,7 +444,8 @@ CLOSERS = {  # half-open intervals mix round and square brackets
     "|": ("|",), r"\lfloor": (r"\rfloor",), r"\lceil": (r"\rceil",),
 }
 ENCLOSING = {"|": "abs", r"\lfloor": "floor", r"\lceil": "ceil"}
-FUNCTION_COMMANDS = frozenset("\\" + name for name in FUNCTIONS)
+FUNCTION_COMMANDS = frozenset("\\" + name for name in FUNCTIONS) | {r"\lg"}  # lg may be l times g
+NATURAL = frozenset(("«e", r"\ln", r"\exp"))  # beside one of these, \log is the natural logarithm
 # What an operand may begin with, and what ends an argument without brackets: \sin 2x \cos y.
 STARTS = {*CLOSERS, *FUNCTION_COMMANDS, r"\matrix", r"\frac", r"\binom", r"\emptyset"}
 BARE_STOPS = FUNCTION_COMMANDS | {"*", "/", "("}
@@ -703,6 +706,8 @@ class Reader:
         self.trig -= name in TRIG
         if name in ("floor", "ceil") and names_in(self.tokens[start:self.at]):
             name += " of a variable"
+        if name == "log" and not marks and len(arguments) == 1:
+            marks["_"] = self.point.log_base
         value = self.point.apply(name, *arguments, *marks.values())
         return value if exponent == ONE else self.point.compute("^", value, exponent)
 
@@ -1037,6 +1042,8 @@ def same_function(a: Answer, b: Answer) -> bool:
         return True
     names = a.names | b.names
     point = Point(names)
+    if not NATURAL.isdisjoint(a.branches[0] + b.branches[0]):
+        point.log_base = E
     if not names:
         return same(a.at(point), b.at(point), point)
     verdicts = []  # (equal, with complex numbers?)

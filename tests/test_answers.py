@@ -237,6 +237,16 @@ m == 1              5 m == 5 g          5 m == 5 cm         5\text{ m} == 5\text
 5\text{ s} == 5 seconds                 60\text{ km}/\text{h} == 60 km/h        5 N == 5 newtons
 5\text{ V} == 5 volts
 """),
+    "a logarithm without a base has base 10, but beside ln, exp or e it is natural": (r"""
+\log 2 == 0.693147  \log 100 == 4.605170                    \log 8 == 3         \lg 2 == \ln 2      \lg x == \ln x
+\lg e == 1          \log x == \log_2 x  \log 2 == \log_2 2  \log x == x         \log^2 100 == 2
+\log 2 == \frac{\ln 2}{\ln 10}
+""", r"""
+\log 100 == 2       \log(1000) == 3     \log 2 == 0.301030  \lg 100 == 2        \lg x == \log x
+\log x == \log_{10} x                   \log 2 == \ln 2     \log x == \ln x     \log e == 1         \log e^2 == 2       e^{\log 2} == 2
+\log^2 100 == 4     \frac{\log 8}{\log 2} == 3              \log_2 8 == 3       2 lg == 2gl         \lg^2 100 == 4
+\log\exp 2 == 2     x = \log 1000 == 3                  \log 10x == 1+\log x
+"""),
     "a clock time, a date, a telephone number and a range are no arithmetic": (r"""
 10:30 == 1/3      10:30 == (10,30)  12:30 == 2/5      6:15 == 0.4       5:00 == 5        10:30 am == 1/3   10:30 == 1:03
 2023-01-05 == 2017                01/05/2023 == 05/01/2023           1/5/2023 == 1/10115                555-1234 == -679
