@@ -232,6 +232,10 @@ MULTIPLES = frozenset("""hundred thousand million billion trillion dozen half ha
 NOT_UNITS = MULTIPLES | frozenset("""and or is not but if no to than more less fewer most least none
     either neither nor where for with negative sin cos tan log ln exp below above under
     before after ago short as east west north south st nd rd th""".split())
+# Letters that are a product as often as a unit. 5 mg is a unit, but 2mg and \pi hr are none.
+PRODUCTS = frozenset("am pm mg ml gm hr yr".split())
+# What a product of two numbers measures: a 3 \times 4 matrix is no 12.
+SHAPES = frozenset("matrix matrice grid board rectangle array table".split())
 PERCENT = frozenset(("percent", "pct", "percentage"))
 WORDS = r"(?:[A-Za-z]{2,}\.?(?:/[A-Za-z]+)?\s+){0,3}(?:[A-Za-z]{2,}(?:/[A-Za-z]+)?\.?|m/s)"
 RAISED_UNIT = r"(?:\s*\^\s*(?:[23]|\{\s*[23]\s*\}))?"
@@ -304,6 +308,11 @@ def split_unit(s: str, other: str = "") -> tuple[str, dict[str, int]]:
             shortest = 3 if s[end.start(2) - 1].isspace() else 4  # "5 men", but not 6xy
             if not BARE_NUMBER.fullmatch(value) or max(map(len, words)) < shortest:
                 return s, found
+        is_product = plain and words[-1] in PRODUCTS and ":" not in value and not (
+            PLAIN_NUMBER.fullmatch(value) and s[end.start(2) - 1].isspace())
+        is_shape = "*" in value and any(word.rstrip("s") in SHAPES for word in words)
+        if is_product or is_shape:
+            return s, found
         if words and words[0] in PERCENT:
             value += "%"
             words.pop(0)

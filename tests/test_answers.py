@@ -237,15 +237,25 @@ m == 1              5 m == 5 g          5 m == 5 cm         5\text{ m} == 5\text
 5\text{ s} == 5 seconds                 60\text{ km}/\text{h} == 60 km/h        5 N == 5 newtons
 5\text{ V} == 5 volts
 """),
+    "short units are products without a space, and the size of a shape is no number": (r"""
+2am == 2            2mg == 2            2ml == 2            2\pi hr == 2\pi     \frac12mg == \frac12
+2pm == 2            x mg == x           (a+b)am == a+b      3 \times 4 \text{ matrix} == 12
+3 \times 4 matrices == 12               2 × 3 grid == 6     2mg == 2 grams
+""", r"""
+2 am == 2           2 mg == 2           5\text{mg} == 5     10:30am == 10:30 am                     2am == 2ma
+2mg == 2gm          6:30am == 6:30\text{ a.m.}              5cm == 5            5km == 5 km
+3 \times 4\text{ ways} == 12            5 matrices == 5     2 hr == 2 hours     3 \times 4\text{ cm} == 12
+250 ml == 250
+"""),
     "a logarithm without a base has base 10, but beside ln, exp or e it is natural": (r"""
 \log 2 == 0.693147  \log 100 == 4.605170                    \log 8 == 3         \lg 2 == \ln 2      \lg x == \ln x
 \lg e == 1          \log x == \log_2 x  \log 2 == \log_2 2  \log x == x         \log^2 100 == 2
 \log 2 == \frac{\ln 2}{\ln 10}
 """, r"""
 \log 100 == 2       \log(1000) == 3     \log 2 == 0.301030  \lg 100 == 2        \lg x == \log x
-\log x == \log_{10} x                   \log 2 == \ln 2     \log x == \ln x     \log e == 1         \log e^2 == 2       e^{\log 2} == 2
-\log^2 100 == 4     \frac{\log 8}{\log 2} == 3              \log_2 8 == 3       2 lg == 2gl         \lg^2 100 == 4
-\log\exp 2 == 2     x = \log 1000 == 3                  \log 10x == 1+\log x
+\log x == \log_{10} x                   \log 2 == \ln 2     \log x == \ln x     \log e == 1         \log e^2 == 2
+e^{\log 2} == 2     \log^2 100 == 4     \frac{\log 8}{\log 2} == 3              \log_2 8 == 3       2 lg == 2gl
+\lg^2 100 == 4      \log\exp 2 == 2     x = \log 1000 == 3  \log 10x == 1+\log x
 """),
     "a clock time, a date, a telephone number and a range are no arithmetic": (r"""
 10:30 == 1/3      10:30 == (10,30)  12:30 == 2/5      6:15 == 0.4       5:00 == 5        10:30 am == 1/3   10:30 == 1:03
