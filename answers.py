@@ -107,6 +107,14 @@ def unwrap_text(match: re.Match) -> str:
     return f" «{word}» "
 
 
+def other_brackets(match: re.Match) -> str:
+    """The brackets of an open interval that face outwards, ]0,1[, as round ones."""
+    opener, inside, closer = match.groups()
+    if "," not in inside and ";" not in inside or (opener, closer) == ("[", "]"):
+        return match[0]
+    return "[("[opener == "]"] + inside + "])"[closer == "["]
+
+
 CURRENCY = {"\\$": "dollar", "$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "rupee"}
 TEXT = (r"\\(?:text(?:bf|rm|it|tt|normal)?|math(?:rm|bf|it|sf|cal)|[mh]box|emph|operatorname|bm)\*?"
         r"\s*\{([^{}]*)\}")
@@ -128,14 +136,23 @@ REWRITES = [(re.compile(pattern), to) for pattern, to in [  # in this order
     (r"\\m?(?:left|right)" + NO_LETTER + r"\.?", ""),
     (r"\\(?:[bB]igg?[lrm]?|(?:display|text)style|boxed|fbox|(?:no)?limits|bf|rm|it|boldsymbol"
      r"|(?:measured)?angle)" + NO_LETTER, ""),
+    # \textcolor{red}, \large; \underline where the answer is a number, else it is a name
+    (r"\\(?:text)?color\s*\{[^{}]*\}|\\(?:scriptsize|footnotesize|small|normalsize|[lL]arge|LARGE"
+     r"|[hH]uge)" + NO_LETTER, ""),
+    (r"^[\s$]*\\underline\s*\{\s*([-+]?[0-9][0-9.,/]*)\s*\}[\s$.]*$", r"\1"),
+    # ]0,1[ and ]0,1] are (0,1) and (0,1]
+    (r"^[\s$]*([\[\]])([^\[\]]*)([\[\]])[\s$.]*$", other_brackets),
+    # {5 \choose 2}
+    (r"\{([^{}\\]{1,20})\\choose" + NO_LETTER + r"([^{}\\]{1,20})\}", r"\\binom{\1}{\2}"),
+    (r"(?i)(?<![a-z])per cent(?![a-z])", "percent"),
     # \; \quad: spaces
     (r"(?<!\\)\\[;: ]|\\q?quad|\\(?:thin|med|en)space" + NO_LETTER, " "),
     # \dfrac, \leq, \cdot: see RENAME
     (r"\\([A-Za-z]+)", lambda match: RENAME.get(match[1], match[0])),
     # \mathbb{R}
     (r"\\mathbb\s*\{?\s*R\b\s*\}?", r"(-\\infty,\\infty)"),
-    # \begin{pmatrix} ... \end{pmatrix}
-    (r"\\begin\s*\{(?:[pbB]|small)?matrix\}", r"\\matrix "),
+    # \begin{pmatrix} ... \end{pmatrix}, and the same as an array{cc} in brackets
+    (r"\\begin\s*\{(?:(?:[pbB]|small)?matrix\}|array\}\s*\{[clr\s]*\})", r"\\matrix "),
     (r"\\end\s*\{[A-Za-z]*\}", r"\\end "),
     # \text{...}, and \text{\textbf{...}}
     (TEXT, unwrap_text),
