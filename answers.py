@@ -103,7 +103,8 @@ def unwrap_text(match: re.Match) -> str:
     is_formula = re.fullmatch(
         r"(?is).?|[-+]?[.\d].*|.*\\.*|[^a-z]*|[ ,;]*(and|or)[ ,;]*", word)
     if is_formula or word in FUNCTIONS - {"min"} or word == "mod":  # \text{ min} is minutes
-        return f" {word} "
+        is_factor = word[-1:].isdigit() and match.string[match.end():match.end() + 1].isalpha()
+        return f" {word}" if is_factor else f" {word} "  # \mathbf{5}m is 5m, no "5 m"
     return f" «{word}» "
 
 
@@ -124,6 +125,9 @@ REWRITES = [(re.compile(pattern), to) for pattern, to in [  # in this order
     (r"^(\$(?=.*\$))?(?:\s*([-+]))?\s*(\\?\$|[€£¥₹])\s*"
      r"([-+]?(?:[0-9](?:(?:[0-9.,]|\\[!,]|\{,\})*[0-9])?|\.[0-9]+))(?(1)\s*\$)\.?$",
      lambda match: f"{match[2] or ''}{match[4]} «{CURRENCY[match[3]]}»"),
+    # \$5 m and €5 m are millions
+    (r"^(?:\$(?=.*\$))?\s*((?:\\\$|\$(?!.*\$)|[€£¥₹])\s*[0-9][0-9.,]*)\$?"
+     r"(?:\s+m|\s*\\(?:text|mathrm)\s*\{\s*m\s*\})\$?\.?$", r"\1 million"),
     # tabs and the like are spaces
     (r"[^\S\n]", " "),
     # a doubly escaped \\frac; but inside a matrix \\ ends a row

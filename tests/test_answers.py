@@ -224,7 +224,8 @@ m == 1              5 m == 5 g          5 m == 5 cm         5\text{ m} == 5\text
 5\text{ A} == 5     5\text{B} == 5      5\text{ x} == 5     5\mathbf{m} == 5    \text{m} == 1       x\text{ m} == x
 40^\circ\text{N} == 40                  \log_2\text{N} == \log_2                5 m, 6 == 5, 6      5\text{ m}+1 == 5
 5 m == 6            5\text{ m} == 6     5\text{ m} == \text{m}                  (A) 5 m == B        2^m == 2
-2^{\text{m}} == 2   x_{\text{m}} == x   5 m h == 5          5 million == 5 m    5 half == 5 h
+2^{\text{m}} == 2   x_{\text{m}} == x   5 m h == 5          5 million == 5 m    5 half == 5 h       \$5 m == 5
+€5 m == 5           \$5\text{ m} == 5   \mathbf{5}m == 5    \text{13}m == 13
 """, r"""
 20\text{ m} == 20   20\text{ m}^2 == 20                     20\text{ m}^{2} == 20 square meters     5\text{g} == 5
 5\text{ s} == 5     5\text{ L} == 5     5\text{ h} == 5     20\,\mathrm{N} == 20
@@ -454,7 +455,7 @@ def test_unreadable_golds_are_found():
 
 def test_units_of_mass_volume_speed_and_angle_clash_too():
     for a, b in (("5 kg", "5 grams"), ("3 lb", "3 oz"), ("60 mph", "60 kmh"), ("5 liters", "5 gallons"),
-                 ("3 degrees", "3 rad")):
+                 ("3 degrees", "3 rad"), ("$5 m", "5")):
         assert not is_equal(a, b), (a, b)
     for a, b in (("5 kg", "5 kilograms"), ("5 kg", "5"), ("90 degrees", r"90^\circ"), ("90", "90 degrees")):
         assert is_equal(a, b), (a, b)
