@@ -16,8 +16,9 @@ Shapes. P problems get G answers each. An answer is a row, so there are B = P * 
     token              a b   c d e  f     g h  T = 8: log-probs are (T,)
     row_of_token       0 0   1 1 1  2     3 3  (T,), so that weights[row_of_token] is (T,)
 
-A *pass* is one time that the learner trains on a row; --epochs N makes N passes. Three policies
-give each token a probability, and two ratios compare these:
+A *step* is one round of sampling, scoring and training; an *update* is one step of the optimizer. A
+*pass* is one time that the learner trains on a row; --epochs N makes N passes. Three policies give
+each token a probability, and two ratios compare these:
 
      sampler  ------ correction ------>  proximal  ---------- rho ---------->  policy
      drew the answer, with noise         the learner, without noise, at        the learner in this
@@ -69,7 +70,7 @@ The proximal policy costs no forward pass, because pass 1 computes it anyway; on
 token is kept. (verl computes it for all rows before the first update of a step instead, which is
 one more forward pass over the batch. There rho covers all updates of the step.)
 
-A weight is 1 / divisor, where the divisor counts rows or tokens of the whole optimizer step and is
+A weight is 1 / divisor, where the divisor counts rows or tokens of the whole update and is
 known before the first backward pass. So gradients are simply added up, over micro-batches and over
 ranks, and cutting up the rows in another way changes their sum by rounding alone. Rows outside the
 loss (loss_mask: unscorable ones, and with --overlong mask those that were cut off at the length
@@ -112,7 +113,7 @@ class Loss:
     """
     # divisor(rows, tokens, lengths, limit) -> what the sum over a row's tokens is divided by, one
     # number () or one for each row (B,). The arguments are tensors, except the last:
-    #   rows ()       how many rows are in the loss of the whole optimizer step
+    #   rows ()       how many rows are in the loss of the whole update
     #   tokens ()     how many tokens these rows have together
     #   lengths (B,)  how many tokens each row has
     #   limit         the most tokens that an answer may have (--max-new-tokens)
@@ -144,7 +145,7 @@ LOSSES = {
     # Every row has the same say, however long it is (2402.03300, Eq. 3). That paper has one width
     # for both sides of the clip and a KL term: add --clip-high 0.2 --kl-beta 0.04 for these.
     "grpo": Loss(lambda rows, tokens, lengths, limit: rows * lengths),
-    # Every token of the step has the same say (2503.14476, section 3.3: token-level loss).
+    # Every token of the update has the same say (2503.14476, section 3.3: token-level loss).
     "dapo": Loss(lambda rows, tokens, lengths, limit: tokens),
     # Divides by the same constant where "grpo" divides by the row's length. A division by the
     # length makes each token of a wrong answer cost less the longer the answer is, so wrong answers
@@ -225,11 +226,11 @@ def loss_mask(rewards: Tensor, finished: Tensor, mask_truncated: bool) -> Tensor
 
 
 def minibatches(mask: Tensor, group_size: int, count: int) -> list[Tensor]:
-    """Cuts a batch for `count` optimizer steps: loss_mask (B,) -> `count` disjoint parts of it.
+    """Cuts a batch for `count` updates: loss_mask (B,) -> `count` disjoint parts of it.
 
-    Groups stay whole and in order. Groups without a row in the loss are not counted, so every step
-    gets the same number of the others, give or take one. With fewer of them than `count`, some
-    parts are empty, and the learner makes no step of these.
+    Groups stay whole and in order. Groups without a row in the loss are not counted, so every
+    update gets the same number of the others, give or take one. With fewer of them than `count`,
+    some parts are empty, and the learner skips these.
     """
     groups = mask.view(-1, group_size).any(dim=1)                           # (P,)
     # (P,): which part a group belongs to, 0..count - 1. Groups without a row in the loss get the
@@ -241,11 +242,11 @@ def minibatches(mask: Tensor, group_size: int, count: int) -> list[Tensor]:
 def token_weights(lengths: Tensor, mask: Tensor, loss: Loss, max_new_tokens: int) -> Tensor:
     """How much one token of each row counts in the loss: (B,) fp32, 0 for rows outside the mask.
 
-    lengths (B,) in tokens and mask (B,) bool belong to the whole optimizer step, all ranks
+    lengths (B,) in tokens and mask (B,) bool belong to the whole update, all ranks
     together, because this is the only place where its loss is divided by anything.
     """
     assert (lengths[mask] > 0).all(), "a row has no tokens; even '' has its end token"
-    # At least 1, so that nothing is divided by 0 in a step without any row.
+    # At least 1, so that nothing is divided by 0 in an update without any row.
     rows = mask.sum().clamp(min=1)
     tokens = lengths[mask].sum().clamp(min=1)
     divisor = loss.divisor(rows, tokens, lengths, max_new_tokens)
@@ -294,7 +295,7 @@ def policy_loss(logprobs: LogProbs, advantages: Tensor, row_of_token: Tensor, we
 
     The micro-batch has b whole rows: advantages and weights (b,) are theirs, and row_of_token (T,)
     int64 says which of them a token belongs to. The losses of several micro-batches add up to that
-    of the step, and so do their sums (add_sums).
+    of the update, and so do their sums (add_sums).
     """
     policy, sampler, proximal, reference = logprobs
     shapes = [tuple(t.shape) for t in (row_of_token, *logprobs) if t is not None]
@@ -359,7 +360,7 @@ def row_means(values: Tensor, row_of_token: Tensor, rows: int) -> Tensor:
 
 
 # -----------------------------------------------------------------------------
-# Metrics: sums over the trained tokens of a step, then means
+# Metrics: sums over the trained tokens of an update, then means
 
 def mismatch_sums(d: Tensor) -> dict[str, Tensor]:
     """How far the learner is from the sampler: d (T,) = log policy - log sampler -> sums.

@@ -16,8 +16,8 @@ prompt of 41 tokens, so a prefix of 40, and G = 3:
     row 1    |       7      |       3            |  kv_block 9  |                 table 7 3 9
     row 2    |       7      |       3            |  kv_block 4  |                 table 7 3 4
              +--------------+--------------------+--------------+--------------+
-              the prefix, computed once            the row's own tokens: position p, from 40 on, is
-              for the group; the gap is            in slot 64 + p - 40
+              the prefix, computed once            the row's own tokens: position t, from 40 on, is
+              for the group; the gap is            in slot 64 + t - 40
               never read
 
 A row's own tokens begin a new kv_block, so nobody writes to a shared kv_block, and none is copied.
@@ -494,8 +494,8 @@ class Sampler:
             steps = min(self.engine.window, max(s.limit - s.pos for s in live))
             computed += steps * self.engine.batch_size(len(live))
             computing = list(live)               # rows that end in this window leave `live`
-            window = self.engine.decode(self._rows(live), steps, sampling)
-            made = self._record(live, window, sampling.end_ids)
+            drawn = self.engine.decode(self._rows(live), steps, sampling)
+            made = self._record(live, drawn, sampling.end_ids)
             if progress:
                 progress(made, computing)
         return rollouts_of(sequences, time.perf_counter() - began, computed, preempted)
@@ -608,12 +608,12 @@ class Sampler:
         values = torch.from_numpy(values).to(self.engine.kv.device)
         return Rows(*values[:, :columns].T.contiguous(), table=values[:, columns:])
 
-    def _record(self, live, window, end_ids):
+    def _record(self, live, drawn, end_ids):
         """Adds what a window drew to the sequences, and takes those that ended out of the batch.
 
-        window: what the engine's decode() returned. Returns the number of new tokens.
+        drawn: what the engine's decode() returned. Returns the number of new tokens.
         """
-        tokens, logprobs, made = window
+        tokens, logprobs, made = drawn
         logprobs = logprobs.cpu()
         made = made.cpu()
         # (steps, n): True for what a row drew before its end

@@ -488,15 +488,6 @@ FIGURES = [                                              # in study/README.md: w
     ("sigma 5e-2 - no noise, all seeds", "noise-none", "noise-uncorrected", 2, "sampled"),
     ("sigma 5e-2 - no noise, all seeds", "noise-none", "noise-uncorrected", 2, "greedy"),
     ("sigma 1e-2 - no noise", "nearest", "nearest-aqn", 2, "greedy"),
-    ("calibrated at 1e-4 - 16 bits at 2e-4", "rate-bf16-2e-4", "rate-calibrated-1e-4", 2, "sampled"),
-    ("calibrated at 1e-4 - 16 bits at 2e-4", "rate-bf16-2e-4", "rate-calibrated-1e-4", 2, "greedy"),
-    ("calibrated - 16 bits, both at 1e-4", "rate-bf16-1e-4", "rate-calibrated-1e-4", 2, "sampled"),
-    ("calibrated - 16 bits, both at 2e-4", "rate-bf16-2e-4", "rate-calibrated-2e-4", 2, "sampled"),
-    ("calibrated - 16 bits, both at 1e-4, first study", "bf16", "calibrated", 2, "greedy"),
-    ("calibrated - 16 bits, both at 1e-4, 1.5B, 44 steps, first study", "1.5b-bf16", "1.5b-calibrated", 2, "greedy"),
-    ("to nearest at 1e-4 - 16 bits at 2e-4", "rate-bf16-2e-4", "noise-none", 2, "sampled"),
-    ("to nearest - 16 bits, both at 1e-4", "bf16", "nearest", 2, "greedy"),
-    ("searched - 16 bits, both at 1e-4", "bf16", "search", 2, "greedy"),
     ("NVFP4 - MXFP4", "mxfp4", "search", 2, "greedy"),
     ("NVFP4 - NF4", "nf4", "search", 2, "greedy"),
     ("linear - exponential", "nearest-aqn", "nearest-linear", 2, "greedy"),
@@ -517,6 +508,25 @@ def test_the_studys_tables_of_figures_are_what_the_files_hold(what, first, other
     rows = [row.strip("| ").split(" | ") for row in (ROOT / "study" / "README.md").read_text().splitlines()
             if row.startswith(f"| {what} | {answers} |")]
     assert [[row[-2], row[-1].strip("*")] for row in rows] == [[str(len(line[-1].split(", "))), line[column]]]
+
+
+@pytest.mark.parametrize("what,first,other", [
+    ("calibrated at 1e-4 - 16 bits at 2e-4", "rate-bf16-2e-4", "rate-calibrated-1e-4"),
+    ("calibrated - 16 bits, both at 1e-4", "rate-bf16-1e-4", "rate-calibrated-1e-4"),
+    ("calibrated - 16 bits, both at 2e-4", "rate-bf16-2e-4", "rate-calibrated-2e-4"),
+    ("to nearest at 1e-4 - 16 bits at 2e-4", "rate-bf16-2e-4", "noise-none"),
+    ("calibrated - 16 bits, both at 1e-4, first study", "bf16", "calibrated"),
+    ("calibrated - 16 bits, both at 1e-4, 1.5B, 44 steps, first study", "1.5b-bf16", "1.5b-calibrated"),
+    ("to nearest - 16 bits, both at 1e-4, first study", "bf16", "nearest"),
+    ("searched - 16 bits, both at 1e-4, first study", "bf16", "search")])
+def test_the_studys_table_of_final_accuracies_is_what_the_files_hold(what, first, other, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    assert run(monkeypatch, "tables", first, other) is None
+    lines = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()
+             if line.startswith(f"| {other} - {first} |")]
+    greedy, sampled = [line[2] for line in lines] + [""] * (2 - len(lines))
+    row = f"| {what} | {len(lines[0][-1].split(', '))} | {greedy} | {sampled} |".replace("|  |", "| |")
+    assert row in (ROOT / "study" / "README.md").read_text().replace("**", "").splitlines()
 
 
 def test_the_studys_table_of_learning_rates_is_what_its_files_hold(monkeypatch, capsys):
