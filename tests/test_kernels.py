@@ -210,6 +210,9 @@ def test_decode_equals_plain_torch_bit_for_bit(base, N, K):
         wide = torch.zeros(N, K + 8, device=DEVICE, dtype=dtype)
         kernels.dequantize_codes(*there(packed, scale), levels, dtype, wide[:, :K])
         assert torch.equal(wide[:, :K].cpu(), want) and not wide[:, K:].any()
+        single = torch.empty(N, K, device=DEVICE)                        # a merge's: rounded to dtype all the same
+        kernels.dequantize_codes(*there(packed, scale), levels, dtype, single)
+        assert torch.equal(single.cpu(), want.float())
 
 
 def half_plus(x, y, scale):
