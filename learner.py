@@ -8,7 +8,8 @@ The learner: turns sampled answers and their advantages into optimizer steps on 
 All trained parameters are views of one fp32 vector, adapter.master (lora.py). An update cuts the
 batch's rows into micro-batches that fit in memory and adds up their gradients in
 adapter.master.grad, over micro-batches and ranks. Then it clips the gradient, takes an AdamW step,
-and rounds the new parameters into the 16-bit copies that sampler and learner compute with.
+and rounds the new parameters into the copies that sampler and learner compute with, which have the
+model's dtype (16 bits on a GPU).
 
 Not here: the loss (grpo.py), forward and backward of the model (model.py, ops.py).
 """

@@ -336,7 +336,7 @@ NOISE_FLAGS = {"sigma_end", "noise_stages", "noise_schedule"}
 
 # Settings that a run.json may hold and this version lacks -> the value that is what it does.
 GONE = {"noise_kind": "absolute", "noise_draws": "step"}
-# What a run.json holds besides settings.
+# What a run.json holds besides settings. A run that notes down something else cannot be resumed.
 NO_SETTINGS = {"about", "resumed", "ended", "problems_sha256", "weights_sha256", "memory_plan",
                "calibrate_by_default"}
 
