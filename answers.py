@@ -384,8 +384,8 @@ class Relation(NamedTuple):
 
 Reading = Union[Number, Group, Relation]
 # Where the variables lie at the six points. The first two are just below 1, where x^{2004} keeps
-# its digits; two have room for differences between functions that agree near 1; the last is large,
-# where 17 - e^x and |12 - x| have changed their sign.
+# its digits; the third is just above 1; two have room for differences between functions that agree
+# near 1; the last is large, where 17 - e^x and |12 - x| have changed their sign.
 RANGES = ((0.96, 1), (0.96, 1), (1, 1.045), (2, 5), (2, 5), (13, 33))
 MAX_POINTS = 20        # tried for six values; from the seventh on the variables are whole
 

@@ -1,7 +1,9 @@
 """
 Adaptive quantization noise (AQN): decaying Gaussian noise on the sampler's norms, for exploration.
-The name is the paper's. The noise adapts to nothing: its size follows a schedule that is fixed
-before the run, and it comes on top of what quantization does to the weights.
+Real models are trained without it by default, since no gain was measured (study/README.md); the
+tiny run of `python train.py` has it. The name is the paper's. The noise adapts to nothing: its size
+follows a schedule that is fixed before the run, and it comes on top of what quantization does to
+the weights.
 
 Why: rounding the frozen weights to 4 bits makes the policy a little more random, and the paper
 finds that this helps it to explore (QeRL, section 3.2). But that noise is fixed. AQN (section 3.3)
@@ -30,7 +32,8 @@ The authors' code (NVlabs/QeRL) has K - 2 in that exponent, so its last stage re
 scripts have 1e-2, 1e-4 and K = 10; an `end` of 5.62e-5 gives their schedule here.
 
 Where noise acts. Only rollouts run inside noisy_norms(). Evaluation and learner are clean, and
-grpo.py corrects for the difference: the sampler wrote down the log-probs of its noisy draw.
+the sampler writes down the log-probs of the tokens that it drew with noise, by which grpo.py can
+correct for the difference.
 
 How many z a step? One for the whole step, as in the authors' code. One for each forward pass is
 what the paper says above Eq. 7; but then the tokens of one answer would come from different
@@ -45,8 +48,8 @@ sampler a step, since the norms hold one z at a time, and did not help in three 
 
 Why noise is an fp32 buffer beside the weight, and is not added to a bf16 weight: rounding would
 swallow it. At sigma 1e-3 the sum would differ from the weight in 5 % of the channels with weights
-near 0.75, and in 0.01 % of those near 1.5. Of the nine noisy stages of the default schedule, the
-last three would move less than 1 % of the channels near 1.5.
+near 0.75, and in 0.01 % of those near 1.5. Of the nine noisy stages from 1e-2 to 5e-4, the last
+three would move less than 1 % of the channels near 1.5.
 
 Not here: noise on the final norm (the paper leaves lm_head clean); noise in the learner too, which
 did not pay in one run (docs/log.md); noise in proportion to each weight, sigma * w * z, which did
@@ -104,9 +107,8 @@ def draw_z(seed: int, step: int, layer: int, which: int, size: int) -> torch.Ten
 
     Philox computes its n-th output directly from a key, here (seed, step), and n, a counter of four
     words, lowest first. layer and which are the two highest, so no two norms share any part of a
-    stream. (A torch.Generator keeps only 32 bits of its seed on a CPU. With a hash of the four
-    numbers as the seed, two of the 33,600 draws of 600 steps of a 7B would share their z with a
-    probability of 12 %.)
+    stream. (A torch.Generator seeded by a hash of the four numbers would not do: on a CPU it keeps
+    32 bits of its seed, too few to keep the many draws of a run apart.)
     """
     philox = np.random.Philox(key=[seed, step], counter=[0, 0, layer, which])
     return torch.from_numpy(np.random.Generator(philox).standard_normal(size, dtype=np.float32))

@@ -1,8 +1,8 @@
 """
 Attention over sequences packed end to end, in which the answers to a problem share their prompt.
 
-For whatever computes whole sequences at once: the learner, the sampler's prefill, calibration. The
-sampler's decode steps, one new token to a row, have their own (sampler.attention_to_cache).
+These compute whole sequences and use this file: the learner, the sampler's prefill, calibration.
+The sampler's decode steps, one new token to a row, have their own (sampler.attention_to_cache).
 
 Tokens are (T,), several sequences laid end to end without padding. The G answers to a problem share
 their prompt, so the prompt is computed once, as the trunk, and each answer is a branch of it:

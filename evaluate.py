@@ -4,7 +4,7 @@ Measures a model's accuracy, with or without an adapter, with the sampler and gr
     python evaluate.py runs/x                        a run, with its flags, on the problems that it
                                                      held out; --limit 0: on all of the test split
     python evaluate.py --model qwen2.5-7b --adapter runs/x/adapter --data gsm8k --out after.jsonl
-    python evaluate.py ... --against before.jsonl    compared with that run, problem by problem
+    python evaluate.py ... --against before.jsonl    compared with that evaluation, by problem
 
 Answers are greedy by default. With --samples N each problem gets N sampled answers, for pass@k and
 maj@k (harness/figures.py). The figures are printed, and docs/metrics.md defines them. If stdout is

@@ -8,6 +8,14 @@ The learning rule: from the rewards of a group of answers to the loss of every t
 GRPO (2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783) and GSPO (2507.18071) differ in their
 divisor, their clip and whether the ratio belongs to a token or to a row: each is a row of LOSSES.
 
+By default the learner sees each answer once, in one update. Then the gradient is that of
+
+    loss = -sum over the tokens of weight * correction * advantage * log policy
+
+policy is the probability that the learner gives the token, and correction a factor near 1 that
+makes up for the sampler having given it another one. The rest of this text derives this line, and
+says what changes with several updates on the same answers.
+
 Shapes. P problems get G answers each. An answer is a row, so there are B = P * G rows, and rows
 [p * G, (p + 1) * G) answer problem p. The loss sees the T tokens of all rows laid end to end:
 
@@ -38,9 +46,8 @@ divergence from the base model (only with kl_beta > 0):
     loss = sum over the tokens of weight * (kl_beta * k3 - correction * objective)
 
 By default a step makes one update, in one pass over the answers. Then policy and proximal are the
-same numbers, rho is 1, nothing is clipped, and the gradient is that of
-
-    loss = -sum over the tokens of weight * correction * advantage * log policy
+same numbers, and rho is 1: nothing is clipped. Its gradient is not 0, but that of log policy, which
+gives the line at the top.
 
 What follows about the clip matters only where there are several updates on the same answers, or
 with another correction than the default.
@@ -79,8 +86,8 @@ that only a KL term can teach anything there; they still count in the divisor, a
 code (NVlabs/QeRL).
 
 Not here: a critic and an entropy bonus (the QeRL paper has neither), the overlong penalty
-(rewards.py), DAPO's dynamic sampling. That draws answers until enough groups have rewards that
-differ, which costs as much as more problems in every step do.
+(rewards.py), DAPO's dynamic sampling. That goes on sampling until enough groups hold right and
+wrong answers; a larger --prompts-per-step costs as much and gives as many.
 """
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -213,16 +220,16 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "group",
     return torch.where(informative[:, None], centred, 0.0).view(-1).float()
 
 
-def loss_mask(rewards: Tensor, finished: Tensor, mask_truncated: bool) -> Tensor:
+def loss_mask(rewards: Tensor, finished: Tensor, mask_overlong: bool) -> Tensor:
     """Which rows enter the loss: rewards (B,), finished (B,) bool -> (B,) bool.
 
-    True means that the row is in the loss. Unscorable rows (NaN) never are. mask_truncated also
+    True means that the row is in the loss. Unscorable rows (NaN) never are. mask_overlong also
     leaves out rows that were cut off at the length limit (finished is False), as do the authors'
     code and DAPO's overlong filtering (2503.14476, section 3.4). The reward of a row that was
     cut off still counts in the mean of its group; that of an unscorable row counts nowhere.
     """
     scorable = ~rewards.isnan()
-    return scorable & finished if mask_truncated else scorable
+    return scorable & finished if mask_overlong else scorable
 
 
 def minibatches(mask: Tensor, group_size: int, count: int) -> list[Tensor]:
@@ -332,12 +339,13 @@ def policy_loss(logprobs: LogProbs, advantages: Tensor, row_of_token: Tensor, we
     is_clipped_low = (corrected_advantage < 0) & (rho < 1 - loss.clip_low)
     is_clipped_high = (corrected_advantage > 0) & (rho > 1 + loss.clip_high)
 
-    # 3) The surrogate. (policy - policy_detached).exp() has the value exp(0) = 1 and the gradient
-    # d log p. So the surrogate's value is advantage * rho and its gradient advantage * rho *
-    # d log p. That is PPO's gradient, because d rho = rho * d log p, although rho is detached here.
-    # For GSPO, rho belongs to a whole row, and d rho is rho times the mean of d log p over the
-    # row's tokens. The same line gives it, because 1 / length is in the weights and the last line
-    # adds up the tokens (2507.18071, section 4.3, which calls this GSPO-token).
+    # 3) The surrogate, advantage * rho. rho is a plain number here, so that one line serves both
+    # the ratio of a token and GSPO's ratio of a whole row; its gradient comes from another factor.
+    # (policy - policy_detached).exp() has the value exp(0) = 1 and the gradient d log p, so the
+    # surrogate has the gradient advantage * rho * d log p. That is PPO's, since d rho is
+    # rho * d log p. GSPO's d rho is rho times the mean of d log p over the row's tokens: this line
+    # gives it too, because 1 / length is in the weights and the last line adds up the tokens
+    # (2507.18071, section 4.3, which calls this GSPO-token).
     surrogate = corrected_advantage * rho * (policy - policy_detached).exp()
     constant = corrected_advantage * rho.clamp(1 - loss.clip_low, 1 + loss.clip_high)
     has_no_gradient = is_clipped_low | is_clipped_high

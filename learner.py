@@ -253,12 +253,12 @@ class Learner:
             with torch.no_grad(), self.adapter.off():
                 reference, _ = model.token_logprobs(tokens, starts, self.temperature)
         sampler = torch.cat([rollouts.logprobs[b] for b in rows]).to(device)
-        # In a row's first pass the proximal policy is the policy itself. Later passes use what the
-        # first one has kept. With several ranks it is kept on this one only, so a row must come to
-        # the same rank in every pass. It does, because --epochs repeats the same updates, and the
-        # same rows are dealt to the ranks in the same way.
+        # A row's first pass keeps its log-probs as those of the proximal policy; later passes use
+        # them.
         for b, logprobs in zip(rows, policy.detach().split(lengths)):
             if b not in batch.proximal:
+                # A rank keeps those of its own rows only. --epochs repeats the same updates, and
+                # the same rows are dealt to the same ranks, so each row finds what it needs.
                 assert b not in batch.seen, f"row {b}: its proximal policy is on another rank"
                 batch.proximal[b] = logprobs
         proximal = torch.cat([batch.proximal[b] for b in rows])

@@ -20,10 +20,11 @@ tensor. Sampler and learner compute with copies in the model's dtype (16 bits on
 and `working_b` = s * b, which sync() rewrites in place, because CUDA graphs have captured their
 addresses. Norms have no copy: their fp32 weights are used as they are.
 
-The wide matrix: only an optimisation, the same formula with other rounding. Computing x @ W.T and
-then adding (x @ A.T) @ (s * B).T would read and write y, a large tensor, a second time. Instead the
-learner makes both products one. It expands W into a buffer that has P*R more columns and P*R more
-rows, and puts s*B to the right of W and A below it. For q|k|v (P = 3):
+The wide matrix. The method is complete without it, so skip this on a first reading: it is the same
+formula with other rounding, made faster. Computing x @ W.T and then adding (x @ A.T) @ (s * B).T
+would read and write y, a large tensor, a second time. Instead the learner makes both products one.
+It expands W into a buffer that has P*R more columns and P*R more rows, and puts s*B to the right of
+W and A below it. For q|k|v (P = 3):
 
                         K          R    R    R
                   +-----------+----+----+----+

@@ -27,8 +27,8 @@ The parts of this file:
     7  how that kernel is launched
     8  the same product of a W that is expanded first
 
-fast/hopper_fp4.py is parts 6 and 7 again for Hopper alone, 1.03 to 1.27 times as fast; read it
-after this.
+fast/hopper_fp4.py is parts 6 and 7 again for Hopper alone, 1.03 to 1.27 times as fast (a layer of a
+7B or 32B, 1 to 64 rows, H200); read it after this.
 
 The name and the idea of one weight stream cut into equal stripes are Marlin's (Frantar et al. 2024,
 arXiv 2408.11743, github.com/IST-DASLab/marlin). The order of bits is this project's own.
@@ -537,11 +537,11 @@ def dequantize_kernel(
 #     rows BM .. 2 BM      A0  A1  A2   0   1   2   3   4
 #
 # A program of A walks at most a quarter of K, and at most as many tiles' width of it as a stripe
-# has tiles. The quarter is for long stripes: gate_up of a 7B has stripes of 32 tiles at M = 32, and
-# K is 28 tiles wide, so one program would walk all of it. With short stripes (qkv, o and down of a
-# 7B at M = 1 to 64) the quarter does nothing. A program of A then reads 1.78 times the bytes of one
-# of W, since 64 rows of 16 bits at the width of a tile are 16 KiB and a tile of W is 9, but it has
-# nothing to decode.
+# has tiles. The quarter is for long stripes: gate_up of a 7B has stripes of 32 tiles at M = 32 in
+# hopper_kernel, and K is 28 tiles wide, so one program would walk all of it. With short stripes
+# (qkv, o and down of a 7B at M = 1 to 64) the quarter does nothing. A program of A then reads 1.78
+# times the bytes of one of W, since 64 rows of 16 bits at the width of a tile are 16 KiB and a tile
+# of W is 9, but it has nothing to decode.
 
 @triton.jit
 def a_stripe(k_tiles, stripe):

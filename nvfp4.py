@@ -1,10 +1,11 @@
 """
 Four-bit weight formats: real values <-> codes and scales, and the frozen weight made of them.
 
-Why: a decode step is bound by reading the frozen linears from memory, so 4.5 bits a weight instead
-of 16 are what makes sampling fast. Their rounding error is the "quantization noise" that QeRL
-(arXiv 2510.11696) explores with. The format that the frozen linears are stored in is called the
-`base` of a model; NVFP4 is the one that this project is about.
+Why: 4.5 bits a weight take less than a third of the memory that 16 take. A decode step of few rows
+is bound by reading the frozen linears from memory, so it also becomes faster: a 7B decodes one
+answer 2.4 times as fast, though 256 at a time hardly faster. Their rounding error is the
+"quantization noise" that QeRL (arXiv 2510.11696) explores with. The format that the frozen linears
+are stored in is called the `base` of a model; NVFP4 is the one that this project is about.
 
 NVFP4: one weight (N out_features, K in_features) is three tensors, 4 + 8 / 16 bits a weight
     packed        uint8  (N, K // 2)     two E2M1 codes a byte along K: even k in the LOW nibble
@@ -194,6 +195,7 @@ def quantize(w: Tensor, global_scale: Tensor | None = None, importance: Tensor |
 
     importance: see encode(). offsets: the E4M3 codes to try, counted from that of the usual scale,
     the block's largest |w| / 6 (rounded to the dtype of w, as compressed-tensors does).
+    ValueError if K is no multiple of 16 or, without a global_scale, a weight is not finite.
     """
     if global_scale is None:
         global_scale = global_scale_for(w)

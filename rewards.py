@@ -36,7 +36,7 @@ class Extraction(NamedTuple):
     rule: str          # box, tag, marker, last_number, none or truncated (an unclosed <think>)
 
 
-def extract(text: str, last_number: bool = True) -> Extraction:
+def extract(text: str, last_number: bool = False) -> Extraction:
     """Finds the answer of a completion; the rules are at the top of this file. Never raises.
 
     Training has `last_number` off: a model could learn to leave out the box that was asked for.

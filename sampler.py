@@ -5,7 +5,17 @@ with which each token was drawn (adapter, noise, temperature, top_k and top_p in
     sampler = Sampler(TorchEngine, model, max_length=2048)
     rollouts = sampler.generate(prompts, 8, Sampling(max_new_tokens=1024, end_ids=(151645,)))
 
-The KV cache is a pool of kv_blocks of KV_BLOCK tokens each. A row's `table` lists its kv_blocks,
+What Sampler.generate does, where a row is one answer:
+
+    all answers wait in a queue, those to a prompt side by side
+    while any wait or are being written:
+        while there are rows and memory: take one from the queue; the first of a group computes the
+            keys and values of its prompt (prefill), and the others share them
+        for each row: draw the next token from softmax(logits / temperature), and keep its log-prob
+        the rows that drew an end token, or reached their limit, leave
+
+The KV cache, which holds the keys and values of all tokens so far, is a pool of kv_blocks of
+KV_BLOCK tokens each. A row's `table` lists its kv_blocks,
 and slot s of the row is entry s % KV_BLOCK of the kv_block table[s // KV_BLOCK]. The G answers to a
 prompt share the kv_blocks of its prefix, which is the prompt without its last token. Here is a
 prompt of 41 tokens, so a prefix of 40, and G = 3:

@@ -309,7 +309,8 @@ class GraphEngine(TorchEngine):
     def adapter_key(self) -> Adapter | None:
         """Which adapter's addresses a graph has in it; None: no adapter is on.
 
-        The adapter itself, and not an address: that of one that is gone may belong to another now.
+        The adapter itself, and not an address: after an adapter is freed, another may get its
+        address.
         """
         adapter = self.model.adapter
         return adapter if adapter is not None and adapter.enabled else None

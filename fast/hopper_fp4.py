@@ -1,5 +1,6 @@
 """
-The decode matmul of marlin_fp4.py again, for Hopper alone (sm_90): 1.03 to 1.27 times as fast.
+The decode matmul of marlin_fp4.py again, for Hopper alone (sm_90): 1.03 to 1.27 times as fast
+(a layer of a 7B or 32B, 1 to 64 rows, H200).
 
 Read marlin_fp4.py first: layout, decoding, schedule and slabs are the same, and so is the result up
 to the order of fp32 sums. What Hopper adds:
@@ -350,7 +351,8 @@ class HopperConfig(NamedTuple):
 
     @property
     def maxnreg(self) -> int:
-        """Registers of a thread at launch. The producer's 4 warps then keep 24 of them."""
+        """Registers of a thread at launch. The producer's warp group (four warps, of which
+        one works) then keeps 24 of them."""
         return 65536 // (256 * self.programs_per_sm) // 8 * 8
 
 

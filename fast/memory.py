@@ -90,7 +90,8 @@ class Option(NamedTuple):
 
 def bound(memory_gib: float | None, device: torch.device) -> None:
     """Limit torch to its part of the process's memory_gib; None: no limit. Call it before the first
-    allocation. ValueError if the GPU has less memory, or the device is not a GPU.
+    allocation. ValueError if that is more than the GPU has or too little for CUDA itself, or if the
+    device is not a GPU.
     """
     if memory_gib is None:
         return
@@ -317,7 +318,7 @@ class Plan:
         """Try the plan with the pool in place, and let layers drop their activations until it fits.
 
         Activations were extrapolated from one layer and one row, and segments may not grow as well
-        as they did without the pool.
+        as they did without the pool. -> this Plan. ValueError if nothing fits beside the pool.
         """
         free = self.free - self.pool
         tokens = self.micro_batch_tokens

@@ -96,8 +96,8 @@ class Model:
     calibrate: int | None = setting(
         None, "choose the NVFP4 codes by the model's own answers to this many training problems; "
         "takes about a minute and writes the new weights to OUT/base; 0: off (default: 128 where "
-        "a 16-bit model becomes NVFP4 on a GPU, else 0; study/first.md: a 0.5B ends 3.5 points "
-        "higher than with codes rounded to nearest)", "[0, 1e5]")
+        "a 16-bit model becomes NVFP4 on a GPU, else 0; study/first.md: in greedy answers a 0.5B "
+        "ends 3.5 points higher than with codes rounded to nearest)", "[0, 1e5]")
     dtype: str | None = setting(
         None, "type of the inputs of matmuls; with float16 sampler and learner differ 8 times less "
         "(default: bfloat16 on a GPU, float32 on a CPU)", choices=("bfloat16", "float16"))
@@ -334,7 +334,8 @@ def section_of(section: type, args: argparse.Namespace):
 # Flags that do nothing where --sigma-start is 0.
 NOISE_FLAGS = {"sigma_end", "noise_stages", "noise_schedule"}
 
-# Settings that a run.json may hold and this version lacks -> the value that is what it does.
+# Settings that a run.json may hold and this version lacks -> the only value that it
+# accepts, which is what it does anyway.
 GONE = {"noise_kind": "absolute", "noise_draws": "step"}
 # What a run.json holds besides settings. A run that notes down something else cannot be resumed.
 NO_SETTINGS = {"about", "resumed", "ended", "problems_sha256", "weights_sha256", "memory_plan",

@@ -173,8 +173,8 @@ def test_informative_groups_are_those_with_spread():
 
 def test_rows_of_the_loss_are_scorable_and_by_choice_finished():
     rewards, finished = torch.tensor([1, 0, NAN, 1, 1, 1.0]), torch.tensor([True, False, True, True, True, False])
-    assert loss_mask(rewards, finished, mask_truncated=True).tolist() == [True, False, False, True, True, False]
-    assert loss_mask(rewards, finished, mask_truncated=False).tolist() == [True, True, False, True, True, True]
+    assert loss_mask(rewards, finished, mask_overlong=True).tolist() == [True, False, False, True, True, False]
+    assert loss_mask(rewards, finished, mask_overlong=False).tolist() == [True, True, False, True, True, True]
 
 
 def test_disjoint_updates_share_out_whole_groups_and_skip_those_without_a_row_in_the_loss():

@@ -315,7 +315,7 @@ def test_the_numbers_beside_the_schedule_are_those_of_a_7b_on_an_h200():
     assert f"qkv of a 7B has {plan('qkv', 1).programs} programs at M = 1 where an H200 could hold {132 * 4}" in text
     assert hopper_config(4608, 3584, 1).programs_per_sm == 4
     long = plan("gate_up", 32)
-    assert f"stripes of {long.stripe} tiles at M = 32, and K is {long.k_tiles} tiles wide" in text
+    assert f"stripes of {long.stripe} tiles at M = 32 in hopper_kernel, and K is {long.k_tiles} tiles wide" in text
     for name in "qkv", "o", "down":                                  # the bound of a quarter of K does nothing
         assert all(plan(name, M).stripe <= -(-plan(name, M).k_tiles // 4) for M in (1, 8, 16, 32, 64))
     assert f"{64 * 128 * 2 / (8192 + 1024):.2f} times the bytes" in text

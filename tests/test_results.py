@@ -455,19 +455,24 @@ def test_the_studys_primary_comparisons_are_what_its_files_hold(seeds, arms, gre
     assert greedy in planned and sampled.replace("+0.0", "0.0") in planned
 
 
-@pytest.mark.parametrize("label,arms,seeds", [
-    ("calibrated at 1e-4 - 16 bits at 2e-4", ("rate-bf16-2e-4", "rate-calibrated-1e-4"), range(7)),
-    ("calibrated - 16 bits, both at 1e-4", ("rate-bf16-1e-4", "rate-calibrated-1e-4"), range(2)),
-    ("calibrated - 16 bits, both at 2e-4", ("rate-bf16-2e-4", "rate-calibrated-2e-4"), range(2)),
-    ("to nearest at 1e-4 - 16 bits at 2e-4", ("rate-bf16-2e-4", "noise-none"), range(2, 7)),
-    ("noise - no noise, to nearest, both at 1e-4", ("noise-none", "noise-uncorrected"), range(7, 13))])
-def test_the_readmes_table_of_differences_is_what_the_files_hold(label, arms, seeds, monkeypatch, capsys):
+@pytest.mark.parametrize("said,kind,arms,seeds", [
+    ("**{} points {} lower** in sampled answers", "sampled", ("rate-calibrated-1e-4", "rate-bf16-2e-4"), range(7)),
+    ("In greedy answers no loss is shown ({} {})", "greedy", ("rate-calibrated-1e-4", "rate-bf16-2e-4"), range(7)),
+    ("end {} points lower with 2e-4 {}", "sampled", ("rate-calibrated-2e-4", "rate-bf16-2e-4"), range(2)),
+    ("with 1e-4 it cannot be told ({} {})", "sampled", ("rate-calibrated-1e-4", "rate-bf16-1e-4"), range(2)),
+    ("five seeds): {} points {} higher in sampled", "sampled", ("noise-none", "rate-calibrated-1e-4"), range(2, 7)),
+    ("six seeds): **{} points {}** in sampled", "sampled", ("noise-none", "noise-uncorrected"), range(7, 13))])
+def test_the_readmes_differences_are_what_the_files_hold(said, kind, arms, seeds, monkeypatch, capsys):
+    """Losses and gains are told without a sign, and so are intervals unless they hold 0."""
     monkeypatch.chdir(ROOT)
     assert run(monkeypatch, "tables", *arms, "--seeds", *seeds) is None
-    greedy, sampled = [line.split(" | ")[2] for line in capsys.readouterr().out.splitlines()
-                       if line.startswith(f"| {arms[1]} - {arms[0]} |")]
-    rows = (ROOT / "README.md").read_text().replace("**", "").splitlines()
-    assert f"| {label} | {len(seeds)} | {greedy} | {sampled.replace('+0.0 [', '0.0 [')} |" in rows
+    cells = [line.split(" | ")[2] for line in capsys.readouterr().out.splitlines()
+             if line.startswith(f"| {arms[1]} - {arms[0]} |")]
+    mean, *ends = map(float, re.findall(r"[-+][0-9.]+", cells[["greedy", "sampled"].index(kind)]))
+    signs = "+" if ends[0] < 0 < ends[1] else ""
+    interval = f"[{ends[0]:{signs}.1f}, {ends[1]:{signs}.1f}]"
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert said.format(f"{abs(mean):.1f}", interval) in readme
 
 
 @pytest.mark.parametrize("row,arm,seeds", [(1, "rate-bf16-2e-4", range(7)), (2, "rate-calibrated-1e-4", range(7)),

@@ -59,12 +59,12 @@ def boxed(answer):
     ("Put your answer in \\boxed{}. What is 6*7? 42", None, "none"),
 ])
 def test_the_answer_is_found_by_the_right_rule(text, answer, rule):
-    assert extract(text) == (answer, rule)
+    assert extract(text, last_number=True) == (answer, rule)
 
 
 def test_last_number_can_be_turned_off():
-    assert extract("we get 42", last_number=False) == (None, "none")
-    assert extract("we get 42").answer == "42"
+    assert extract("we get 42") == (None, "none")
+    assert extract("we get 42", last_number=True).answer == "42"
 
 
 @pytest.mark.parametrize("text", [

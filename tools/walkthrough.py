@@ -160,7 +160,7 @@ print(f"grpo.group_advantages gives the same: {torch.allclose(by_hand, advantage
 # the answers these log-probs are those of the policy and of the proximal policy at once.
 loss = grpo.LOSSES["dapo"]
 lengths = torch.tensor([len(completion) for completion in rollouts.completions])
-in_loss = grpo.loss_mask(reward, torch.tensor(rollouts.finished), mask_truncated=True)
+in_loss = grpo.loss_mask(reward, torch.tensor(rollouts.finished), mask_overlong=True)
 weights = grpo.token_weights(lengths, in_loss, loss, MAX_NEW_TOKENS)     # of a token of each row
 row_of_token = torch.arange(GROUP_SIZE).repeat_interleave(lengths)
 sampler_logprobs = torch.cat(rollouts.logprobs)
@@ -253,7 +253,7 @@ for step in range(30):
         answers = sampler.generate([one.prompt for one in some], GROUP_SIZE, sampling, list(places))
     graded = rewards.grade_rollouts(tokenizer, some, answers)
     rewarded = torch.tensor([row["task"] for row in graded])
-    in_loss = grpo.loss_mask(rewarded, torch.tensor(answers.finished), mask_truncated=True)
+    in_loss = grpo.loss_mask(rewarded, torch.tensor(answers.finished), mask_overlong=True)
     tokens = torch.tensor([row["length"] for row in graded])
     learner.update(Batch(answers, grpo.group_advantages(rewarded, GROUP_SIZE)),
                    grpo.token_weights(tokens, in_loss, loss, MAX_NEW_TOKENS), lr=5e-4)
