@@ -10,7 +10,8 @@
 # that is there is not made again, and a run that is there is refused: after a failure, take those
 # seeds again with an empty WORK. What a run leaves goes to study/runs; save it before the machine
 # goes back. The predictions of the orders 1 to 5, and what decides, are in study/planned.md and
-# study/open.md; those of order 0 are in study/entropy.md, those of order 6 in study/longer.md.
+# study/open.md; those of order 0 are in study/entropy.md, those of order 6 in study/longer.md,
+# and those of the orders to come in study/open.md.
 #
 #     0   no training: the sampler's entropy in every format, with every noise      40 minutes
 #     1   noise that is large enough to act, 0.5B                                    7 a seed
@@ -19,6 +20,7 @@
 #     4   noise with the paper's own clip, 0.5B, beside the runs of order 1          3 a seed
 #     5   what the recipe owes to its parts, 1.5B                                   20 a seed
 #     6   the defaults, 0.5B and 1.5B                                               26 a seed
+#     7   the defaults in 16 bits with the higher rate, 0.5B and 1.5B               26 a seed
 #
 # The minutes of order 2 were measured with two seeds or more at a time, those of order 5 with five
 # runs at a time, those of order 6 with one seed; the others are by arithmetic. All arms of all
@@ -36,10 +38,11 @@
 # 3 to 5, whose every twelfth problem is held out, and its test is MATH500. The test is answered
 # once, at the end, greedily and with 8 answers at temperature 1; `study.results verdicts` refuses a
 # second time. Order 6 has what `--data gsm8k` gives a newcomer: it trains on the whole file, and
-# its `eval_accuracy`, by which nothing is chosen, is that of the first 256 problems of the test.
+# its `eval_accuracy`, by which nothing is chosen, is that of the first 256 problems of the test. So
+# has order 7.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-order=${1:?ORDER: 0 to 6}
+order=${1:?ORDER: 0 to 7}
 seeds=("${@:2}")
 [ "$order" = 0 ] || : "${seeds[0]:?give the seeds, 0 1 for example}"
 twice=$(printf '%s\n' "${seeds[@]}" | sort | uniq -d)
@@ -200,6 +203,23 @@ tables() {
     [ "${ARMS:-}" ] || python -m study.results tables "$@"
 }
 
+# newcomers ARM FLAG ...: ARM-0.5b and ARM-1.5b, each seed with the defaults but for these flags. A
+# newcomer gives `--data gsm8k`, which is these two files, and neither a seed nor, alone on a card, a
+# bound of the memory.
+newcomers() {
+    local seed size arm
+    for seed in "${seeds[@]}"; do
+        for size in 0.5b 1.5b; do
+            arm=$1-$size
+            wanted "$arm" || continue
+            names+=("$arm-s$seed")
+            train train.py --model "$([ $size = 0.5b ] && echo "$M05" || echo "$M15")" \
+                --data "$DATA/gsm8k_train.jsonl" --eval-data "$DATA/gsm8k_test.jsonl" \
+                --seed "$seed" --out "$WORK/$arm-s$seed" --memory-gib 33 "${@:2}"
+        done
+    done
+}
+
 # rates NAME: what the learning rate of each format is chosen by, accuracy on the held-out problems
 rates() {
     local format
@@ -299,21 +319,16 @@ case $order in
     finish "$arms"
     tables $arms --primary recipe-undivided ;;
 6)
-    for seed in "${seeds[@]}"; do
-        for size in 0.5b 1.5b; do
-            wanted "default-$size" || continue
-            # A newcomer gives `--data gsm8k`, which is these two files, and neither a seed nor,
-            # alone on a card, a bound of the memory.
-            names+=("default-$size-s$seed")
-            train train.py --model "$([ $size = 0.5b ] && echo "$M05" || echo "$M15")" \
-                --data "$DATA/gsm8k_train.jsonl" --eval-data "$DATA/gsm8k_test.jsonl" \
-                --seed "$seed" --out "$WORK/default-$size-s$seed" --memory-gib 33
-        done
-    done
+    newcomers default
     finish                                       # each run calibrates, with its own seed
     tables default-0.5b
     tables default-1.5b ;;
+7)
+    newcomers default-bf16 --base bf16 --lr 2e-4
+    finish default-bf16-0.5b default-bf16-1.5b
+    tables default-0.5b default-bf16-0.5b --primary default-bf16-0.5b
+    tables default-1.5b default-bf16-1.5b ;;
 *)
-    echo "ORDER $order: 0 to 6" >&2
+    echo "ORDER $order: 0 to 7" >&2
     exit 1 ;;
 esac

@@ -726,7 +726,8 @@ NOISES = "noise-none noise-truncate noise-uncorrected"
     ("3", "math-bf16-1e-4 math-calibrated-1e-4 math-bf16-2e-4 math-calibrated-2e-4"),
     ("4", "noise-ppo"),
     ("5", "recipe-divided recipe-undivided recipe-bound recipe-beta2"),
-    ("6", "default-0.5b default-1.5b")])
+    ("6", "default-0.5b default-1.5b"),
+    ("7", "default-bf16-0.5b default-bf16-1.5b")])
 def test_the_script_of_the_runs_to_come_starts_every_arm_with_flags_that_train_takes(tmp_path, order, arms):
     """A stand-in for Python writes down what it is called with."""
     log = tmp_path / "calls"
@@ -754,9 +755,14 @@ def test_the_script_of_the_runs_to_come_starts_every_arm_with_flags_that_train_t
     untrained = [f"{name}-before" for name in names] if order == "6" else arms.split()
     assert sorted(taken) == sorted((name, kind) for name in names + untrained
                                    for kind in ("greedy", "sampled"))
-    if order == "6":                              # the files of gsm8k, and each run's own model before training
+    if order in ("6", "7"):                       # the files of gsm8k
         assert {(Path(one.data.data).name, Path(one.data.eval_data).name, one.data.eval_problems)
                 for one in settings} == {("gsm8k_train.jsonl", "gsm8k_test.jsonl", 256)}
+    if order == "7":                              # and nothing but the base and the rate differs from the defaults
+        defaults = read_settings(["--model", "m05"])[0].flat()
+        assert {frozenset(key for key, value in one.flat().items() if value != defaults[key]) - {"model", "seed"}
+                for one in settings} == {frozenset(("data", "eval_data", "out", "memory_gib", "base", "lr"))}
+    if order == "6":                              # each run's own model before training
         assert {Path(call[1]).name for call in calls if "--adapter" in call} == {*names}
     tests = {Path(call[call.index("--data") + 1]).name for call in calls if call[0] == "evaluate.py"}
     assert tests == {"math500.jsonl" if order == "3" else "gsm8k_test.jsonl"}
@@ -773,7 +779,7 @@ def test_of_an_order_only_the_wanted_arms_are_run_and_their_untrained_model_test
     log = tmp_path / "calls"
     run_script = copy_of_the_script(tmp_path, f'echo "$*" >> {log}')
     for order, wanted in (("0", "1.5b"), ("1", "noise-truncate noise-uncorrected"), ("2", "rate-calibrated-2e-4"),
-                          ("5", "recipe-bound"), ("6", "default-1.5b")):
+                          ("5", "recipe-bound"), ("6", "default-1.5b"), ("7", "default-bf16-0.5b")):
         log.write_text("")
         work = tmp_path / order
         done = run_script(order, "6", ARMS=wanted, WORK=str(work))
