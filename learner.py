@@ -187,9 +187,9 @@ class Learner:
 
         Every rank holds the whole batch, the B rows of all ranks, and weights (B,) fp32 as
         grpo.token_weights gives them; each computes its share. A loss or gradient that is infinite
-        or NaN skips the step, on every rank alike, because all see the same sums. Where nothing can
-        be learned (all advantages are 0) there is no step either: with a gradient of 0, AdamW's
-        momentum would still move the adapter.
+        or NaN skips the step, on every rank alike, because all see the same sums. Where the gradient
+        is 0, since all advantages are 0 or the clip holds every token, there is no step either:
+        AdamW's momentum would still move the adapter.
         """
         adapter = self.adapter
         adapter.master.grad.zero_()
@@ -209,6 +209,8 @@ class Learner:
         if not finite:
             self.skipped += 1
             return Update(sums, grad_norm, lr, f"loss {loss}, gradient norm {grad_norm}")
+        if grad_norm == 0:
+            return Update(sums, 0.0, lr)
         adapter.master.grad.mul_(min(1.0, self.max_grad_norm / (grad_norm + 1e-6)))
         self.optimizer.step(lr)
         adapter.sync()

@@ -262,15 +262,19 @@ class Adapter:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Within: the model computes without A and B, which is the reference policy of a KL term.
-
-        Trained norms stay.
+        """Within: the model computes as if it had no adapter: without A and B, and with the weights
+        that trained norms had before. That is the reference policy of a KL term.
         """
+        trained = [norm.weight for norm in self.norms]
         self.enabled = False
+        for norm, weight in zip(self.norms, self.untrained_norms):
+            norm.weight = weight
         try:
             yield
         finally:
             self.enabled = True
+            for norm, weight in zip(self.norms, trained):
+                norm.weight = weight
 
     def peft_tensors(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         """A vector laid out like master -> (PEFT's name, view) of each part's A and B and of the

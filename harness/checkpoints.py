@@ -209,7 +209,8 @@ def why_not_resumed(folder: Path) -> str:
 class Checkpoints:
     """The last whole step in memory, and its way to the disk and back.
 
-    tensors: name -> copy on the host; counters: name -> number, {} before the first whole step.
+    tensors: name -> copy on the host; counters: name -> number, or what else JSON keeps as it is; {}
+    before the first whole step.
     """
 
     def __init__(self, folder: Path, live: Tensors):
@@ -220,10 +221,17 @@ class Checkpoints:
         self.counters = {}
 
     def snapshot(self, live: Tensors, counters: dict) -> None:
-        """Copies the live tensors and the counters at the end of a step."""
+        """Copies the live tensors and the counters at the end of a step.
+
+        The counters are stored as JSON. What JSON changes (a key that is no string, a tuple) would
+        not come back as it was, so it is refused here.
+        """
+        stored = json.loads(json.dumps(counters))
+        assert repr(stored) == repr(dict(counters)), \
+            f"a checkpoint would turn {counters} into {stored}"
         for name, t in live.items():
             self.tensors[name].copy_(t)
-        self.counters = dict(counters)
+        self.counters = stored
 
     def save(self) -> None:
         """Writes the copy to the disk. OSError leaves the earlier checkpoints as they were."""

@@ -157,8 +157,11 @@ class Noise:
 @dataclass(frozen=True)
 class Objective:
     """what is optimised"""
-    loss: str = setting("dapo", "which policy loss: the paper's Table 1 has grpo, its Table 2 dapo",
-                        choices=grpo.LOSSES)
+    loss: str = setting(
+        "dapo", "which policy loss; dapo: the mean over all tokens of an update (paper, Table 2); "
+        "grpo: the mean over answers of their means over tokens (paper, Table 1); dr_grpo: divided "
+        "by a constant; gspo: as grpo, with one ratio for a whole answer, clipped at 1 - 3e-4 and "
+        "1 + 4e-4", choices=grpo.LOSSES)
     clip_low: float | None = setting(None, "the ratio is clipped at 1 - this (default: the loss's "
                                      "own)", "(0, 1]")
     clip_high: float | None = setting(None, "the ratio is clipped at 1 + this (default: the loss's "
@@ -180,7 +183,8 @@ class Objective:
                             "other, so nearly always as wrong (study); mask: left out of the loss "
                             "(release; study: answers then get longer)", choices=("mask", "keep"))
     overlong_buffer: int = setting(0, "tokens of DAPO's soft length penalty, with --overlong keep; "
-                                   "0: none")
+                                   "unlike in DAPO it acts only in groups whose answers differ "
+                                   "without it, and is not divided; 0: none")
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ CLIPS = {"gspo": dict(clip_low=0.05, clip_high=0.05)}
     ("dapo", dict(kl_beta=0.3), "untied"), ("dapo", {}, "qwen3-tied"), ("dapo", {}, "qwen3-untied")])
 def test_the_gradient_is_that_of_float64_autograd_on_the_whole_batch(tiny, loss, changes, shape):
     changes = changes | {"correction": "ppo"}                             # the sampler's noise makes the clip act
-    learner, tensors, batch, weights = some_step(tiny, loss, norms=not changes.get("kl_beta"), shape=shape, **changes)
+    learner, tensors, batch, weights = some_step(tiny, loss, norms=True, shape=shape, **changes)
     want, value, ratios = plain_gradient(tiny[shape], tensors, batch, loss, learner.loss)
     low, high = 1 - learner.loss.clip_low, 1 + learner.loss.clip_high
     assert ((ratios < low) | (ratios > high)).any(), f"no ratio leaves the clip of {loss}: add a narrower one to CLIPS"
@@ -342,6 +342,18 @@ def test_where_nothing_can_be_learned_there_is_no_step_and_no_momentum_acts(tiny
     for b, w in ((no_advantage, weights), (batch, weights * 0)):
         assert learner.update(b, w, lr=1e-3) == ({}, 0.0, 1e-3, "")
     assert all(torch.equal(t, before[name]) for name, t in learner.tensors().items()) and learner.skipped == 0
+
+
+def test_where_the_clip_holds_every_token_no_momentum_carries_the_adapter_on(tiny):
+    learner, _, batch, weights = some_step(tiny)
+    learner.update(batch, weights, lr=1e-3)
+    for b, proximal in batch.proximal.items():            # as if the policy had gone far the way that it was sent
+        proximal -= 5 * batch.advantages[b].sign()
+    before = {name: t.clone() for name, t in learner.tensors().items()}
+    update = learner.update(batch, weights, lr=1e-3)
+    assert update.grad_norm == 0 and update.failure == "" and learner.skipped == 0
+    assert update.sums["clip_low"] + update.sums["clip_high"] == update.sums["tokens"] > 0
+    assert all(torch.equal(t, before[name]) for name, t in learner.tensors().items())
 
 
 @pytest.mark.parametrize("where", ["sampler's log-prob", "advantage", "gradient"])

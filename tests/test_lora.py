@@ -136,9 +136,10 @@ def test_each_part_of_a_fused_linear_adds_its_own_adapter_alone(tiny):
                 assert (model(tokens) - plain(case, only, 6 / 4, tokens)).abs().max() < FP32, name
 
 
-def test_off_gives_the_base_bit_for_bit_and_back(tiny):
+@pytest.mark.parametrize("norms", [False, True])
+def test_off_gives_the_base_bit_for_bit_and_back(tiny, norms):
     tokens, base = tokens_of(tiny["tied"], 2, 13), load(tiny["tied"].folder, base="nvfp4", device="cpu")
-    model, _ = adapted(tiny["tied"], base="nvfp4")
+    model, _ = adapted(tiny["tied"], base="nvfp4", norms=norms)
     with torch.no_grad():
         want, on = base(tokens), model(tokens)
         with pytest.raises(KeyboardInterrupt):
