@@ -20,34 +20,8 @@ tensor. Sampler and learner compute with copies in the model's dtype (16 bits on
 and `working_b` = s * b, which sync() rewrites in place, because CUDA graphs have captured their
 addresses. Norms have no copy: their fp32 weights are used as they are.
 
-The wide matrix. The method is complete without it, so skip this on a first reading: it is the same
-formula with other rounding, made faster. Computing x @ W.T and then adding (x @ A.T) @ (s * B).T
-would read and write y, a large tensor, a second time. Instead the learner makes both products one.
-It expands W into a buffer that has P*R more columns and P*R more rows, and puts s*B to the right of
-W and A below it. For q|k|v (P = 3):
-
-                        K          R    R    R
-                  +-----------+----+----+----+
-        rows of q |           |sB_q|  0 |  0 |
-        rows of k |     W     |  0 |sB_k|  0 |  N      block diagonal: the rows of a part
-        rows of v |           |  0 |  0 |sB_v|         see the part's own x @ A.T alone
-                  +-----------+----+----+----+
-                  |    A_q    |              |
-                  |    A_k    |  never read  |  P*R
-                  |    A_v    |              |
-                  +-----------+--------------+
-
-x and dL/dy get P*R more columns too. Then y and dx are one matmul each, in which A and B add only
-P*R / K (or P*R / N) to the work:
-
-    forward       x_wide = [ x  | x @ A.T ]      y  = x_wide @ wide[:N].T     wide[:N] = [W | s*B]
-                                                    = x @ W.T + (x @ A.T) @ (s*B).T
-    backward     dy_wide = [ dy | dy @ s*B ]     dx = dy_wide @ wide[:, :K]   wide[:, :K] = W over A
-                                                    = dy @ W + (dy @ s*B) @ A
-                      dA = (dy @ s*B).T @ x      (P*R, K)
-                      dB = s * dy.T @ (x @ A.T)  (N, R), for each part its rows and its R columns
-
-Not here: how the sampler's kernels compute the same y (fast/decode.py, launch_matmul()).
+How y is computed in one product, the wide matrix, is drawn further down. Not here: how the
+sampler's kernels compute the same y (fast/decode.py, launch_matmul()).
 
 Shapes: M rows (tokens), N out_features, K in_features, R LoRA rank, P parts of a fused linear.
 """
@@ -64,6 +38,36 @@ from harness import hf, peft
 from nvfp4 import Weight
 from ops import mm, mm_fp32
 
+# -----------------------------------------------------------------------------
+# The wide matrix, or how the learner computes y in one product
+#
+# The method is complete without it, so skip the drawing on a first reading: it is the formula above
+# with other rounding, made faster.
+#
+# Computing x @ W.T and then adding (x @ A.T) @ (s * B).T would read and write y, a large tensor, a
+# second time. Instead the learner makes both products one. It expands W into a buffer that has P*R
+# more columns and P*R more rows, and puts s*B to the right of W and A below it. For q|k|v (P = 3):
+#
+#                         K          R    R    R
+#                   +-----------+----+----+----+
+#         rows of q |           |sB_q|  0 |  0 |
+#         rows of k |     W     |  0 |sB_k|  0 |  N      block diagonal: the rows of a part
+#         rows of v |           |  0 |  0 |sB_v|         see the part's own x @ A.T alone
+#                   +-----------+----+----+----+
+#                   |    A_q    |              |
+#                   |    A_k    |  never read  |  P*R
+#                   |    A_v    |              |
+#                   +-----------+--------------+
+#
+# x and dL/dy get P*R more columns too. Then y and dx are one matmul each, in which A and B add only
+# P*R / K (or P*R / N) to the work:
+#
+#     forward       x_wide = [ x  | x @ A.T ]      y  = x_wide @ wide[:N].T    wide[:N] = [W | s*B]
+#                                                     = x @ W.T + (x @ A.T) @ (s*B).T
+#     backward     dy_wide = [ dy | dy @ s*B ]     dx = dy_wide @ wide[:, :K]  wide[:, :K] = W over A
+#                                                     = dy @ W + (dy @ s*B) @ A
+#                       dA = (dy @ s*B).T @ x      (P*R, K)
+#                       dB = s * dy.T @ (x @ A.T)  (N, R), for each part its rows and its R columns
 
 class Scratch:
     """One buffer in which all linears of a model expand their matrices, one at a time."""
@@ -118,7 +122,7 @@ class Linear(torch.nn.Module):
         return _Product.apply(x, *self.trained(), self)
 
     def wide_weight(self) -> Tensor:
-        """The matrix (N + P*R, K + P*R) at the top of this file, in the shared buffer."""
+        """The wide matrix (N + P*R, K + P*R) drawn above, in the shared buffer."""
         n = self.weight.N
         k = self.weight.K
         pr = self.rank * len(self.parts)
@@ -205,6 +209,9 @@ class _Product(torch.autograd.Function):
         dx, da, db = linear.product_backward(x_wide, linear.widened(dy), needs_a)
         return dx, da, db, None
 
+
+# -----------------------------------------------------------------------------
+# The adapter
 
 class Adapter:
     """Everything that is trained, in one flat fp32 vector; attach() makes one for a model.
