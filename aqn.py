@@ -24,7 +24,7 @@ layer's input norm are 0.07 in the median in a real 0.5B, where other norms have
 The schedule (Eq. 8, Algorithm 1) cuts the M steps of a run into K stages of floor(M / K) steps; the
 steps that are left over join the last stage. Step `step`, counted from 0, is in stage k:
 
-    k     = min(floor(step / floor(M / K)), K - 1)
+    k     = min(floor(step / max(floor(M / K), 1)), K - 1)
     sigma = 0                                             k = 0: quantization's own noise alone
     sigma = start * (end / start)^((k - 1) / (K - 1))     k >= 1; the last stage stays above `end`
 

@@ -187,10 +187,10 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "group",
     """How much better than its group each answer was: (B,) rewards -> (B,) fp32 advantages.
 
     An advantage is the reward's distance from the mean of its group. It is computed in float64:
-    fp32 cannot tell a reward of 20,000,001 from one of 20,000,000. scale "group" divides it by
-    the group's standard deviation (GRPO, DAPO), "none" does not (Dr. GRPO: 2503.20783, section
-    3.2). A reward of NaN means that the answer is unscorable: it is in no mean, and its advantage
-    is 0.
+    fp32 cannot tell a reward of 20,000,001 from one of 20,000,000. scale "group" divides it by the
+    group's standard deviation (GRPO, DAPO), "none" does not (Dr. GRPO: 2503.20783, section 3.2),
+    which is the default of train.py with a --model. A reward of NaN means that the answer is
+    unscorable: it is in no mean, and its advantage is 0.
 
     extra (B,) is what else an answer is worth (its format, its length). Its distance from the
     group's mean is added undivided, and only in groups whose rewards differ. If it were part of the

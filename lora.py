@@ -62,12 +62,12 @@ from ops import mm, mm_fp32
 # x and dL/dy get P*R more columns too. Then y and dx are one matmul each, in which A and B add only
 # P*R / K (or P*R / N) to the work:
 #
-#     forward       x_wide = [ x  | x @ A.T ]      y  = x_wide @ wide[:N].T    wide[:N] = [W | s*B]
-#                                                     = x @ W.T + (x @ A.T) @ (s*B).T
-#     backward     dy_wide = [ dy | dy @ s*B ]     dx = dy_wide @ wide[:, :K]  wide[:, :K] = W over A
-#                                                     = dy @ W + (dy @ s*B) @ A
-#                       dA = (dy @ s*B).T @ x      (P*R, K)
-#                       dB = s * dy.T @ (x @ A.T)  (N, R), for each part its rows and its R columns
+#     forward      x_wide = [ x  | x @ A.T ]      y  = x_wide @ wide[:N].T    wide[:N] = [W | s*B]
+#                                                    = x @ W.T + (x @ A.T) @ (s*B).T
+#     backward    dy_wide = [ dy | dy @ s*B ]     dx = dy_wide @ wide[:, :K]  wide[:, :K] = W over A
+#                                                    = dy @ W + (dy @ s*B) @ A
+#                      dA = (dy @ s*B).T @ x      (P*R, K)
+#                      dB = s * dy.T @ (x @ A.T)  (N, R), for each part its rows and its R columns
 
 class Scratch:
     """One buffer in which all linears of a model expand their matrices, one at a time."""
@@ -116,7 +116,11 @@ class Linear(torch.nn.Module):
         return (self.a, self.b) if self.rank else (None, None)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (M, K) in the model's dtype -> y (M, N) fp32, differentiable in x, A and B."""
+        """x (M, K) in the model's dtype -> y (M, N) fp32, differentiable in x, A and B.
+
+        y = x @ W.T + (x @ A.T) @ (s * B).T, part by part. The methods below compute it as one
+        product; on a first reading go on at Adapter.
+        """
         k = self.weight.K
         assert x.dim() == 2 and x.shape[1] == k, f"{self.names[0]}: x {tuple(x.shape)}, not K={k}"
         return _Product.apply(x, *self.trained(), self)

@@ -15,10 +15,10 @@ What Sampler.generate does, where a row is one answer:
         the rows that drew an end token, or reached their limit, leave
 
 The KV cache, which holds the keys and values of all tokens so far, is a pool of kv_blocks of
-KV_BLOCK tokens each. A row's `table` lists its kv_blocks,
-and slot s of the row is entry s % KV_BLOCK of the kv_block table[s // KV_BLOCK]. The G answers to a
-prompt share the kv_blocks of its prefix, which is the prompt without its last token. Here is a
-prompt of 41 tokens, so a prefix of 40, and G = 3:
+KV_BLOCK (32) tokens each. A row's `table` lists its kv_blocks, and slot s of the row is entry s %
+KV_BLOCK of the kv_block table[s // KV_BLOCK]. The G answers to a prompt share the kv_blocks of its
+prefix, which is the prompt without its last token. Here is a prompt of 41 tokens, so a prefix of
+40, and G = 3:
 
     slots     0 ...      31  32 ... 39   gap  63  64 ...     95  96 ...
              +--------------+--------------------+--------------+--------------+
