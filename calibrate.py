@@ -33,11 +33,11 @@ large matrix, for every column. So corrections are held back and applied togethe
     the rest of the panel      after each scale_block
     all columns after it       after each panel: one matmul with 128 columns of errors
 
-Texts are answers of the model, rounded to NVFP4 by search, to training problems, and never to
-problems that measure it. Two streams of hidden states go through the layers together: `exact`
-through the 16-bit layers, where it also gives H; `coded` through the new ones. At the end both
-predict the tokens of the last eighth of the texts, which no H has seen. KL(16 bits || 4 bits) of
-these predictions, in nats a token, is the measure of a folder.
+The texts are the model's own answers to training problems, written with codes that were found by
+search, and never answers to problems that measure it. Two streams of hidden states go through the
+layers together: `exact` through the 16-bit layers, where it also gives H; `coded` through the new
+ones. At the end both predict the tokens of the last eighth of the texts, which no H has seen. KL(16
+bits || 4 bits) of these predictions, in nats a token, is the measure of a folder.
 
 Not here: act-order (the layout has no g_idx), Hadamard rotations (blocks of 16 leave little to
 equalise), AWQ (it would move the norms, which AQN perturbs).

@@ -53,8 +53,8 @@ class Batch:
 
 
 class Update(NamedTuple):
-    """What update() did. Without sums there was nothing to learn and no step was made; with a
-    failure the step was skipped.
+    """What update() did. Without sums, or with a gradient of 0, there was nothing to learn and no
+    step was made; with a failure the step was skipped.
 
     A step that was skipped also has the sums and the norm that were computed for it, which may be
     infinite or NaN: the log shows them as they are.

@@ -272,13 +272,15 @@ class Adapter:
             self.working[b] = self.master[b] * self.scale
 
     @contextmanager
-    def off(self) -> Iterator[None]:
+    def off(self, norms: bool = True) -> Iterator[None]:
         """Within: the model computes as if it had no adapter: without A and B, and with the weights
         that trained norms had before. That is the reference policy of a KL term.
+
+        norms False leaves the trained norms on.
         """
         trained = [norm.weight for norm in self.norms]
         self.enabled = False
-        for norm, weight in zip(self.norms, self.untrained_norms):
+        for norm, weight in zip(self.norms, self.untrained_norms if norms else trained):
             norm.weight = weight
         try:
             yield

@@ -223,15 +223,18 @@ class Checkpoints:
     def snapshot(self, live: Tensors, counters: dict) -> None:
         """Copies the live tensors and the counters at the end of a step.
 
-        The counters are stored as JSON. What JSON changes (a key that is no string, a tuple) would
-        not come back as it was, so it is refused here.
+        The counters are stored as JSON. What JSON changes (a key that is no string, a tuple) or
+        does not know (numpy's and torch's numbers) would not come back as it was, so it is refused
+        here. Large state belongs into tensors.
         """
-        stored = json.loads(json.dumps(counters))
-        assert repr(stored) == repr(dict(counters)), \
-            f"a checkpoint would turn {counters} into {stored}"
+        for name, value in counters.items():
+            stored = json.loads(json.dumps(value, default=str))
+            assert repr(stored) == repr(value), (
+                f"{name} is {short_repr(value)}, of which a checkpoint would make "
+                f"{short_repr(stored)}: use Python's own numbers, texts, lists, and dicts by text")
         for name, t in live.items():
             self.tensors[name].copy_(t)
-        self.counters = stored
+        self.counters = dict(counters)
 
     def save(self) -> None:
         """Writes the copy to the disk. OSError leaves the earlier checkpoints as they were."""

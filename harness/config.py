@@ -602,9 +602,6 @@ def check_settings(settings: Settings, before: Settings | None) -> None:
     if rollout.prompts_per_step * rollout.group_size > 2**20:
         raise ValueError(f"--prompts-per-step {rollout.prompts_per_step} x --group-size "
                          f"{rollout.group_size} is more than a step can hold ({2**20})")
-    if model.train_norms and objective.kl_beta:
-        raise ValueError(f"--kl-beta {objective.kl_beta}: --train-norms changes the norms of the "
-                         "reference model too, give one of the two")
     if not 0 <= objective.overlong_buffer <= rollout.max_new_tokens:
         raise ValueError("--overlong-buffer must lie in 0..--max-new-tokens, got "
                          f"{objective.overlong_buffer}")

@@ -10,8 +10,8 @@
 # that is there is not made again, and a run that is there is refused: after a failure, take those
 # seeds again with an empty WORK. What a run leaves goes to study/runs; save it before the machine
 # goes back. The predictions of the orders 1 to 5, and what decides, are in study/planned.md and
-# study/open.md; those of order 0 are in study/entropy.md, those of order 6 in study/longer.md,
-# and those of the orders to come in study/open.md.
+# study/open.md; those of order 0 are in study/entropy.md, of order 6 in study/longer.md, and of
+# order 7 in study/open.md.
 #
 #     0   no training: the sampler's entropy in every format, with every noise      40 minutes
 #     1   noise that is large enough to act, 0.5B                                    7 a seed

@@ -55,7 +55,6 @@ def test_a_value_on_the_edge_of_its_range_is_taken(flags):
 
 @pytest.mark.parametrize("flags,words", [
     ("--sigma-start 1e-4 --sigma-end 1e-2", r"--sigma-end must lie in \(0, 0.0001\], the --sigma-start, got 0.01"),
-    ("--train-norms --kl-beta 0.1", "--kl-beta 0.1: --train-norms"),
     ("--overlong-buffer 8", "--overlong-buffer 8: --overlong mask leaves out"),
     ("--sigma-start 5e-2 --noise-stages 1", "--noise-stages 1: the first stage has no noise, so --sigma-start 0.05"),
     ("--temperature 1e-4", "--temperature 0.0001: the likeliest token would always be drawn, take at least 0.001"),
