@@ -338,13 +338,16 @@ def remove_if_empty(path: str | None) -> None:
 
 def append_rows(path: str, rows: list[dict]) -> str:
     """Appends rows to a .jsonl -> "", or why that failed; the file then ends with a whole line."""
-    before = os.path.getsize(path)
+    before = None
     try:
-        with errors_name_file(path), open(path, "a") as file:
-            file.writelines(map(json_line, rows))
+        with errors_name_file(path):
+            before = os.path.getsize(path)       # fails if the file is gone
+            with open(path, "a") as file:
+                file.writelines(map(json_line, rows))
     except OSError as error:
-        with suppress(OSError):
-            os.truncate(path, before)
+        if before is not None:
+            with suppress(OSError):
+                os.truncate(path, before)
         return process.first_line(error)
     return ""
 

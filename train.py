@@ -210,14 +210,15 @@ def record(run: Run, progress: Progress, metrics: dict, rows: list[dict],
         if evaluated:
             run.folder.log("held_out.jsonl",
                            [{"step": metrics["step"], **row} for row in evaluated])
-        run.folder.snapshot(dataclasses.asdict(progress) | run.learner.counters())       # in memory
-        last = progress.step == run.settings.general.steps
-        if last or progress.step % watching.save_every == 0:
-            run.folder.save()                                                            # to disk
+        # Before the step counts as done: if the run ends here, it is done again, and so is this.
         if watching.keep and progress.step % watching.keep == 0:
             run.folder.keep_adapter(f"step_{progress.step:06d}")
         if watching.keep and is_best:
             run.folder.keep_adapter("best")
+        run.folder.snapshot(dataclasses.asdict(progress) | run.learner.counters())       # in memory
+        last = progress.step == run.settings.general.steps
+        if last or progress.step % watching.save_every == 0:
+            run.folder.save()                                                            # to disk
     run.tracker.log(metrics)
 
 

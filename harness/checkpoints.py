@@ -41,6 +41,7 @@ The copy takes 50 ms a step for a 7B with an adapter of rank 32 (1 GB, in pinned
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -140,6 +141,9 @@ def signals_wait() -> Iterator[None]:
 # -----------------------------------------------------------------------------
 # Whose folder it is
 
+CUT_OFF = re.compile(r"(\.run\.json\.\d+\.(new|tmp)|\.\.run\.json\.\d+\.new\.\d+\.tmp)")
+
+
 @contextmanager
 def claimed(folder: Path, resume: bool) -> Iterator[None]:
     """Makes --out this run's own, for as long as its process lives.
@@ -168,7 +172,8 @@ def claim(folder: Path, resume: bool) -> list[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        why = "is a file and not a folder" if folder.is_file() else error.strerror
+        there = os.path.lexists(folder)          # a file, a pipe or a link that leads nowhere
+        why = "is no folder" if there and not folder.is_dir() else error.strerror
         raise ValueError(f"--out {folder}: {why}") from None
     if not os.access(folder, os.W_OK):
         raise ValueError(f"--out {folder}: the folder is not writable")
@@ -182,15 +187,17 @@ def claim(folder: Path, resume: bool) -> list[Path]:
             raise ValueError(f"--out {folder}: another run is writing there") from None
         except OSError:                          # a file system without locks: run.json decides
             os.close(handle)
-    for cut_off in folder.glob(".*run.json.*"):  # a kill came while run.json was written
-        cut_off.unlink(missing_ok=True)
-    if not resume and any(folder.iterdir()):
-        names = sorted(path.name for path in folder.iterdir())
+    # What is left where a kill came while run.json was written (files.create_json).
+    cut_off = [path for path in folder.iterdir() if CUT_OFF.fullmatch(path.name)]
+    names = sorted({path.name for path in folder.iterdir()} - {path.name for path in cut_off})
+    if not resume and names:
         if all(name == "base" or name.startswith(".base.") for name in names):
             raise ValueError(f"--out {folder} holds only {', '.join(names)}, left by a run that was "
                              "killed before its first step: remove that, or choose another folder")
         advice = "" if why_not_resumed(folder) else ", or --resume it"
         raise ValueError(f"--out {folder} is not empty: choose another folder{advice}")
+    for path in cut_off:
+        path.unlink(missing_ok=True)
     return made
 
 
@@ -241,8 +248,8 @@ class Checkpoints:
         final = self.folder / f"step_{self.counters['step']:06d}"
         if final.exists():                       # this run wrote it, or load() found it whole
             return
-        for cut_off in list(self.folder.glob(".step_*")):        # a kill cut new_folder() short
-            shutil.rmtree(cut_off)
+        for cut_off in self.names(r"\.step_\d{6,}\..{8}"):       # a kill cut new_folder() short
+            shutil.rmtree(self.folder / cut_off)
         tensors = safetensors.torch.save(self.tensors)
         state = {**self.counters, "sha256": digest(tensors, self.counters)}
         with new_folder(final) as folder:
@@ -295,7 +302,15 @@ class Checkpoints:
 
     def found(self) -> list[Path]:
         """The folders of all checkpoints, in the order of their steps."""
-        return sorted(self.folder.glob("step_*"), key=lambda folder: (len(folder.name), folder.name))
+        names = sorted(self.names(r"step_\d{6,}"), key=lambda name: (len(name), name))
+        return [self.folder / name for name in names]
+
+    def names(self, pattern: str) -> list[str]:
+        """What in the folder has a name of this form. Whatever else is there, such as a copy that
+        the user made of a checkpoint, is not ours. OSError if the folder cannot be read.
+        """
+        held = os.listdir(self.folder) if self.folder.exists() else []
+        return [name for name in held if re.fullmatch(pattern, name)]
 
 
 def read_checkpoint(folder: Path) -> tuple[dict, Tensors]:
@@ -386,9 +401,9 @@ class RunFolder:
         return f"{step} is saved"
 
     def keep_adapter(self, name: str, tensors: Tensors | None = None) -> None:
-        """Writes `tensors`, or those of the last step, as adapters/NAME, which no save replaces."""
+        """Writes `tensors`, or the live ones, as adapters/NAME, which no save replaces."""
         if RANK == 0:
-            self.write_adapter(tensors or self.checkpoints.tensors, self.path / "adapters" / name)
+            self.write_adapter(tensors or self.live, self.path / "adapters" / name)
 
     def note(self, **changes: object) -> None:
         """Changes keys of run.json."""

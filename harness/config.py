@@ -638,10 +638,15 @@ def check_new(settings: Settings) -> None:
                          "take at least 0.001")
 
 
+MAY_MOVE = ("model", "data", "eval_data")
+
+
 def check_resumed(settings: Settings, before: Settings) -> None:
-    """A resumed run keeps its settings; only its number of steps may grow."""
+    """A resumed run keeps its settings; only its number of steps may grow. Model and data may have
+    been moved: that they hold the same is checked by weights_sha256 and problems_sha256.
+    """
     had = before.flat()
     for name, value in without_places(settings.flat()).items():
         grows = name == "steps" and value > (had[name] or 0)
-        if value != had[name] and not grows:
+        if value != had[name] and not grows and name not in MAY_MOVE:
             raise ValueError(f"--resume: {option(name)} is {value!r}, the run had {had[name]!r}")

@@ -340,7 +340,8 @@ class Console:
             mean, low, high = confidence_interval([1.0] * right + [0.0] * (held_out - right))
             when = "after" if row["step"] else "before"      # that of step 0 precedes its update
             texts[when] = f"{mean:.1%} [{low:.1%}, {high:.1%}] {when}"
-            rewards[when] = f"{row.get('eval_reward', math.nan):.3g} {when}"
+            reward = row.get("eval_reward")      # None where no answer could be scored
+            rewards[when] = f"{math.nan if reward is None else reward:.3g} {when}"
         reward = f"reward {', '.join(rewards.values())}; " if self.settings.data.reward else ""
         say(f"{folder}: {counted(len(metrics), 'step')} in {duration(seconds)}; held-out {reward}"
             f"accuracy {', '.join(texts.values())}, on {counted(held_out, 'problem')}{gpu_peak()}")
@@ -366,7 +367,9 @@ def command(program: str, *arguments: object) -> str:
         before = ""
     else:
         words += ["-m", program]
-        before = "" if there else f"PYTHONPATH={shlex.quote(str(SOURCE))} "
+        # Without PYTHONSAFEPATH, which Python 3.10 does not know, `-m` would take the user's own
+        # rewards.py, say, for the one of this project.
+        before = "" if there else f"PYTHONSAFEPATH=1 PYTHONPATH={shlex.quote(str(SOURCE))} "
     return before + shlex.join([*words, *map(str, arguments)])
 
 

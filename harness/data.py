@@ -16,7 +16,7 @@ import os
 import random
 import re
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -71,7 +71,11 @@ def check_source(source: str) -> None:
     """ValueError for a --data that cannot be meant; downloads nothing."""
     if names_a_file(source):
         if not Path(source).is_file():
-            raise ValueError(f"there is no data file {source}")
+            there = os.path.lexists(source)
+            raise ValueError(f"{source} is no regular file" if there else
+                             f"there is no data file {source}")
+    elif Path(source).is_file():
+        raise ValueError(f"data file {source}: its name must end in {', '.join(SUFFIXES)}")
     elif source != "arithmetic" and source not in KNOWN and not re.fullmatch(HUB_ID, source):
         raise ValueError(f"unknown data {source!r}: give a file ending in {', '.join(SUFFIXES)}, a "
                          f"hub id owner/name, arithmetic, or one of {', '.join(KNOWN)}")
@@ -177,7 +181,9 @@ def to_problem(row: object, path: Path, number: int, needs_gold: bool = True) ->
     answer = find_gold(row)
     for what, names, value in (("question", QUESTIONS, question), ("answer", GOLDS, answer)):
         needed = what == "question" or needs_gold
-        if needed and not (isinstance(value, str) and value.strip()):
+        if needed and value is not None and not isinstance(value, str):
+            raise ValueError(f"{where}: the {what} is {short_repr(value)}, expected a text")
+        if needed and not (value and value.strip()):
             raise ValueError(f"{where}: has no {what}: none of {', '.join(names)} holds one (its "
                              f"fields: {', '.join(row)})")
     names = row.get("id"), row.get("unique_id"), f"{path.stem}-{number}"
@@ -437,8 +443,12 @@ def prompt_function(style: str) -> Callable[[Tokenizer, Problem], list[int]]:
                          "module:function")
     function = load_function(style, "--prompt-style")
 
+    def call(fields):
+        said = function(fields)
+        return list(said) if isinstance(said, Iterator) else said        # a generator runs here
+
     def ask_users(tokenizer, problem):
-        said = call_users(f"--prompt-style {style}", function, f"problem {problem.id}",
+        said = call_users(f"--prompt-style {style}", call, f"problem {problem.id}",
                           problem.fields())
         try:
             if isinstance(said, str) and said.strip():
@@ -481,8 +491,10 @@ def usable_problems(settings, tokenizer: Tokenizer, source: str, split: str) -> 
     if long:
         say(f"{source}: {long} prompts of more than --max-prompt-tokens {settings.max_prompt_tokens} "
             "tokens left out")
-    if len(problems) < 2:
-        raise ValueError(f"{source}: {len(problems)} problems can be used, a run needs at least 2")
+    least = 2 if split == "train" else 1         # one to learn from, and one that is held out
+    if len(problems) < least:
+        raise ValueError(f"{source}: {len(problems)} problems can be used, a run needs at least "
+                         f"{least}")
     return problems
 
 

@@ -37,8 +37,9 @@ def device_of(name: str | None, model: str | Path) -> torch.device:
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
         if name == "cpu" and not Path(model).is_dir():
-            raise ValueError(f"--model {model}: torch sees no GPU; --device cpu runs it on the "
-                             "CPU, far too slowly to train")
+            raise ValueError(f"--model {model}: there is no such folder; to download a model, torch "
+                             "has to see a GPU (--device cpu runs it on the CPU, far too slowly to "
+                             "train)")
     match = re.fullmatch(r"cpu|cuda(?::(\d+))?", name)
     if not match:
         raise ValueError(f"--device {name}: expected cpu, cuda or cuda:N")

@@ -326,6 +326,9 @@ class ModelFolder(Shards):
         if unused:
             raise ValueError(f"{folder}: holds {len(unused)} tensors that config.json does not "
                              f"account for, first {min(unused)}")
+        twice = [name for name in self.names if f"{name}_packed" in self.names]
+        if twice:
+            raise ValueError(f"{folder}: holds {min(twice)} in 16 bits and in 4")
         self.base = base
         self.device = device
         self.dtype = dtype

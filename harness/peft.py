@@ -79,8 +79,10 @@ def read_peft(folder: str | Path) -> tuple[AdapterShape, dict[str, torch.Tensor]
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{file}: cannot be read as an adapter ({error})") from None
     for name, tensor in tensors.items():
-        if not tensor.is_floating_point() or not tensor.float().isfinite().all():
-            raise ValueError(f"{file}: {name} is {tensor.dtype}, or holds NaN or infinity")
+        if not tensor.is_floating_point():
+            raise ValueError(f"{file}: {name} is {tensor.dtype}, expected floating-point numbers")
+        if not tensor.float().isfinite().all():
+            raise ValueError(f"{file}: {name} holds NaN or infinity")
     return adapter, tensors
 
 

@@ -25,8 +25,8 @@ import rewards
 from fast import memory
 from harness import data, hf, peft, plugin, process
 from harness.checkpoints import RunFolder
-from harness.config import (FIELDS, Memory, Objective, Rollout, Settings, can_hold, check_ranges,
-                            check_settings, option, without_places)
+from harness.config import (FIELDS, MAY_MOVE, Memory, Objective, Rollout, Settings, can_hold,
+                            check_ranges, check_settings, option, without_places)
 from harness.console import Console, Phases
 from harness.device import choose_device, configure_cpu, refuse_large_rank
 from harness.files import read_json
@@ -347,9 +347,10 @@ def begin(run: Run) -> Progress:
     """
     general = run.settings.general
     device = run.model.device
-    cores = f"{os.cpu_count()} CPU cores"
+    cores = f"{os.cpu_count()} CPU cores, {torch.get_num_threads()} threads"
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else cores
-    about = {"about": process.provenance(f"{WORLD} x {hardware}")}
+    hardware = f"{WORLD} x {hardware}"
+    about = {"about": process.provenance(hardware)}
     counters = run.folder.start(run.flags | about, general.resume)
     run.learner.restore(counters)
     mine = run.learner.tensors()["master"].cpu().numpy().tobytes()
@@ -357,6 +358,15 @@ def begin(run: Run) -> Progress:
     assert len(set(digests)) == 1, "ranks start from different adapters"
     names = {field.name for field in dataclasses.fields(Progress)} & counters.keys()
     progress = Progress(**{name: counters[name] for name in names})
+    if general.resume:
+        began = read_json(Path(general.out) / "run.json")
+        began_on = began.get("about", {}).get("hardware", hardware)
+        if began_on != hardware:
+            say(f"goes on with {hardware}, began with {began_on}: its last digits can differ from "
+                "those of a run that was not interrupted")
+        moved = {name: run.flags[name] for name in MAY_MOVE if run.flags[name] != began.get(name)}
+        if moved:
+            run.folder.note(**moved)
     if general.resume and progress.step < general.steps:
         run.folder.note(steps=general.steps, resumed=process.now(), ended=None)
     if progress.step >= general.steps:

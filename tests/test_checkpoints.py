@@ -6,6 +6,7 @@ python -m pytest tests/test_checkpoints.py -v
 """
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -187,6 +188,20 @@ def lose_tensors(folder):
 DAMAGES = cut_tensors, flip_a_bit, lose_tensors, change_a_counter, lose_the_sum, cut_counters
 
 
+def test_copies_that_the_user_made_of_a_checkpoint_are_neither_counted_nor_read_nor_removed(tmp_path):
+    saved(tmp_path, 3)
+    others = "step_000003_keep", "step_000003_best", "step_000009.bak", "step_a", ".step_backup", ".step_000001.abc"
+    for name in others:
+        shutil.copytree(tmp_path / "step_000003", tmp_path / name)
+    for step in (6, 9, 12):
+        saved(tmp_path, step)
+    (tmp_path / ".step_000015.a1b2c3d4").mkdir()            # a kill cut the writing of step 15 short
+    saved(tmp_path, 18)
+    assert {p.name for p in tmp_path.iterdir()} == {*others, "step_000012", "step_000018"}
+    checkpoints, lines = loaded(tmp_path)
+    assert lines == [f"{tmp_path / 'step_000018'}: going on from here"] and checkpoints.counters["step"] == 18
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_renamed_and_the_one_before_is_used(tmp_path, damage):
     saved(tmp_path, 3)
@@ -322,13 +337,27 @@ def test_a_folder_belongs_to_one_run_while_its_process_lives(tmp_path):
     checkpoints.claim(tmp_path / "x", False)
 
 
-@pytest.mark.parametrize("name,why", [("file", "is a file and not a folder"), ("file/x", "Not a directory"),
-                                      ("dangling", "File exists")])
+@pytest.mark.parametrize("name,why", [("file", "is no folder"), ("file/x", "Not a directory"),
+                                      ("dangling", "is no folder")])
 def test_an_out_that_cannot_be_a_folder_is_named_with_its_flag(tmp_path, name, why):
     (tmp_path / "file").write_text("")
     (tmp_path / "dangling").symlink_to("nowhere")
     with pytest.raises(ValueError, match=f"^--out {tmp_path}/{name}: {why}$"):
         checkpoints.claim(tmp_path / name, False)
+
+
+def test_a_folder_that_is_refused_keeps_all_its_files_and_what_a_kill_left_goes(tmp_path):
+    left_by_a_kill = ".run.json.17.tmp", ".run.json.17.new", "..run.json.17.new.17.tmp"
+    users = ".run.json.swp", ".old.run.json.bak", "notes.txt"
+    for folder, names in (("taken", left_by_a_kill + users), ("free", left_by_a_kill)):
+        (tmp_path / folder).mkdir()
+        for name in names:
+            (tmp_path / folder / name).write_text("x")
+    with pytest.raises(ValueError, match="is not empty: choose another folder$"):
+        checkpoints.claim(tmp_path / "taken", False)
+    assert {p.name for p in (tmp_path / "taken").iterdir()} == {*left_by_a_kill, *users}
+    checkpoints.claim(tmp_path / "free", False)             # empty but for what the kill left
+    assert not list((tmp_path / "free").iterdir())
 
 
 def test_a_run_that_cannot_begin_leaves_nothing_and_takes_nothing_that_others_made(tmp_path):

@@ -210,6 +210,13 @@ def test_a_run_whose_first_evaluation_was_lost_does_not_take_a_later_one_for_it(
     assert re.search(r"held-out accuracy unknown before, 75.0% \[.*%\] after, on 4 problems", capsys.readouterr().out)
 
 
+def test_a_run_whose_held_out_answers_could_not_be_scored_ends_in_a_line(tmp_path, capsys):
+    rows = [told(0, eval_accuracy=0.5, eval_reward=None), told(1, eval_accuracy=0.5, eval_reward=0.0)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Console(settings(steps=2, reward="my:reward")).farewell(tmp_path, 4)
+    assert "held-out reward nan before, 0 after; accuracy 50.0%" in capsys.readouterr().out
+
+
 def test_what_there_is_one_of_is_said_in_the_singular(tmp_path, capsys):
     console = Console(settings(steps=1, prompts_per_step=1, group_size=2))
     console.greet([None], [None], torch.device("cpu"))

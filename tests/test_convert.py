@@ -357,7 +357,8 @@ def test_what_cannot_be_merged_is_one_line_and_nothing_is_overwritten(trained, t
     assert "run.json" in run(monkeypatch, "merge", tmp_path / "taken", tmp_path / "out")
     for flag, value in (("--calibrate", "8"), ("--codes", "gptq"), ("--data", "arithmetic")):
         line = run(monkeypatch, "merge", run_folder, tmp_path / "out", flag, value)
-        assert line == f"convert merge: {flag} is for nvfp4 with --calibrate N"
+        needs = " with --calibrate N" if flag == "--data" else ""
+        assert line == f"convert merge: {flag} is for nvfp4{needs}"
     (run_folder / "adapter" / "adapter_config.json").unlink()
     assert "adapter_config.json: cannot be read" in run(monkeypatch, "merge", run_folder, tmp_path / "out")
     assert not (tmp_path / "out").exists() and [p.name for p in (tmp_path / "taken").iterdir()] == ["notes.txt"]

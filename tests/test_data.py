@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from harness import data
 from harness.config import Data
 from harness.data import Problem, Tokenizer
+from harness.process import Stopped
 from tiny.arithmetic import arithmetic, word_problem
 
 TINY = Path(__file__).parent.parent / "tiny"
@@ -145,7 +146,8 @@ def test_behind_four_hashes_only_the_commas_between_thousands_go(gold, read):
       for roles in (["user", "assistant"], ["system"], ["user", "assistant", "user"], [None])),
     ('{"prompt": [{"role": "system", "content": 3}, {"role": "user", "content": "q"}], "answer": "1"}', "a chat must"),
     ('{"prompt": [{"role": "user", "content": [{"text": "q"}]}], "answer": "1"}', "a chat must be a user's text"),
-    ('{"prompt": [3], "answer": "1"}', "has no question"), ('{"question": {"a": 1}, "answer": "1"}', "has no question"),
+    ('{"prompt": [3], "answer": "1"}', r"the question is \[3\], expected a text"),
+    ('{"question": {"a": 1}, "answer": "1"}', "the question is {'a': 1}, expected a text"),
     ('{"frage": "q", "answer": "1"}', r"none of question, problem, prompt holds one \(its fields: frage, answer\)"),
     ('{"question": "q", "gold": "1"}', "none of answer, final_answer, ground_truth, solution holds one"),
 ])
@@ -197,7 +199,7 @@ def test_a_chat_keeps_its_system_turn(tmp_path):
 
 def test_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "x.jsonl")
-    with pytest.raises(ValueError, match="no data file"):
+    with pytest.raises(ValueError, match="x.jsonl is no regular file"):
         data.load_problems(str(tmp_path / "x.jsonl"))
 
 
@@ -636,6 +638,39 @@ def test_a_users_prompt_function_must_return_text_or_turns_that_end_with_the_use
     monkeypatch.setattr(data, "load_function", lambda name, flag: lambda problem: said)
     with pytest.raises(ValueError, match="--prompt-style my:ask: expected text or a list .* for problem x, got"):
         data.encode_prompts(Tokenizer(TINY), [Problem("x", "q", "1")], "my:ask", 64)
+
+
+def test_a_prompt_function_may_be_a_generator_and_what_it_raises_is_the_users(monkeypatch):
+    def ask(problem):
+        yield {"role": "user", "content": problem["question"]}
+        if problem["question"] == "bad":
+            raise KeyError("mine")
+
+    prompts = []
+    for function in ask, lambda problem: list(ask(problem)):
+        monkeypatch.setattr(data, "load_function", lambda name, flag: function)
+        asked, = data.encode_prompts(Tokenizer(TINY), [Problem("x", "q", "1")], "my:ask", 64)
+        prompts.append(asked.prompt)
+    assert prompts[0] == prompts[1] != []
+    monkeypatch.setattr(data, "load_function", lambda name, flag: ask)
+    with pytest.raises(Stopped, match=r"--prompt-style my:ask: KeyError: 'mine' at .*test_data.py:\d+ \(problem x\)"):
+        data.encode_prompts(Tokenizer(TINY), [Problem("x", "bad", "1")], "my:ask", 64)
+
+
+def test_one_problem_can_be_held_out_but_one_alone_cannot_be_trained_on(tmp_path):
+    for name, count in (("one", 1), ("two", 2)):
+        lines = [json.dumps({"question": f"{i} + 1", "answer": str(i + 1)}) for i in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    one, two = (str(tmp_path / f"{name}.jsonl") for name in ("one", "two"))
+    assert len(data.usable_problems(Data(data=two, eval_data=one), Tokenizer(TINY), one, "test")) == 1
+    with pytest.raises(ValueError, match="1 problems can be used, a run needs at least 2"):
+        data.usable_problems(Data(data=one), Tokenizer(TINY), one, "train")
+
+
+def test_a_file_of_another_name_is_told_which_names_are_read(tmp_path):
+    (tmp_path / "x.csv").write_text("q,a")
+    with pytest.raises(ValueError, match=r"data file .*x.csv: its name must end in .jsonl, .json, .parquet"):
+        data.check_source(str(tmp_path / "x.csv"))
 
 
 # -----------------------------------------------------------------------------

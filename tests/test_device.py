@@ -16,7 +16,8 @@ from harness.device import KERNELS, choose_device, configure_cpu, device_of, ker
     ("abacus", "--device abacus: "), ("cuda:9", "--device cuda:9: torch sees"),
     ("cpu:1", "expected cpu, cuda or cuda:N"),
     ("meta", "--device meta: expected cpu"), ("mps", "--device mps: expected cpu"), ("", "--device : "),
-    (None, "--model nowhere: torch sees no GPU; --device cpu runs it on the CPU, far too slowly to train")])
+    (None, "--model nowhere: there is no such folder; to download a model, torch has to see a GPU "
+     r"\(--device cpu runs it on the CPU, far too slowly to train\)")])
 def test_a_device_that_is_not_there_is_refused(monkeypatch, name, named):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)

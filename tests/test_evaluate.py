@@ -308,6 +308,18 @@ def test_a_disk_that_has_space_again_at_the_end_has_all_answers(tmp_path, capsys
     assert len(read(tmp_path / "a.jsonl")) == 3
 
 
+def test_a_file_that_is_gone_does_not_cost_the_figures(tmp_path, capsys, monkeypatch):
+    append = evaluate.append_rows
+
+    def lose(path, rows):
+        Path(path).unlink(missing_ok=True)
+        return append(path, rows)
+
+    monkeypatch.setattr(evaluate, "append_rows", lose)
+    assert run(capsys, monkeypatch, "--limit", 3, "--out", tmp_path / "a.jsonl")["n"] == 3
+    assert len(read(tmp_path / "a.jsonl")) == 3             # written anew at the end
+
+
 def test_a_flag_cut_short_is_not_guessed(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["evaluate.py", *BASIC, "--sample", "4"])
     with pytest.raises(SystemExit):

@@ -5,6 +5,7 @@ python -m pytest tests/test_hf.py -v
 """
 import json
 import os
+import shutil
 from pathlib import Path
 
 import huggingface_hub
@@ -14,6 +15,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 
 import nvfp4
+from calibrate import source_of, to_nvfp4
 from harness import hf
 from harness.hf import Shards, load_nvfp4, nvfp4_tensors, resolve, save_model
 from model import ModelConfig, load
@@ -352,6 +354,22 @@ def test_an_unused_tensor_is_refused_but_a_copy_of_tied_weights_is_not(tiny, tmp
     load(broken(tiny, tmp_path / "copy", tensors=extra), base="bf16", device="cpu")
     with pytest.raises(ValueError, match="1 tensors that config.json does not account for, first model.layers.9.x"):
         load(broken(tiny, tmp_path / "model", tensors={"model.layers.9.x": torch.zeros(2)}), base="bf16", device="cpu")
+
+
+def test_a_weight_that_is_there_in_4_bits_and_in_16_is_refused(tmp_path):
+    folder = shutil.copytree(Path(hf.__file__).parent.parent / "tiny", tmp_path / "model")
+    to_nvfp4(source_of(folder, torch.device("cpu")), tmp_path / "4bit", "search")
+    file = next(path for path in sorted((tmp_path / "4bit").glob("*.safetensors")))
+    tensors = load_file(file)
+    packed = next(name for name in sorted(tensors) if name.endswith(".weight_packed"))
+    weight = packed.removesuffix("_packed")
+    save_file(tensors | {weight: torch.zeros(2, 2)}, file)
+    for index in (tmp_path / "4bit").glob("*.index.json"):
+        names = json.loads(index.read_text())
+        names["weight_map"][weight] = file.name
+        index.write_text(json.dumps(names))
+    with pytest.raises(ValueError, match=f"holds {weight} in 16 bits and in 4"):
+        load(tmp_path / "4bit", base="nvfp4", device="cpu")
 
 
 @pytest.mark.parametrize("file", ["../x.safetensors", "/tmp/x.safetensors", "a/x.safetensors", "..", "x.bin", 3, []])

@@ -156,7 +156,7 @@ def test_wrong_input_is_one_line_and_code_1(tmp_path, monkeypatch, capfd, argv, 
 @pytest.mark.parametrize("name,said", [
     ("./my-model", "there is no such folder"), ("a/b/c", "there is no such folder"),
     ("qwen3-9b", "neither a folder nor one of qwen3-0.6b"), ("nosuch", "neither a folder nor a name such as"),
-    ("some/model", "torch sees no GPU")])
+    ("some/model", "there is no such folder; to download a model, torch has to see a GPU")])
 @pytest.mark.parametrize("argv", [["train.py"], ["evaluate.py", "--data", "arithmetic"], ["tools/chat.py"]])
 def test_a_models_name_is_checked_before_a_gpu_is_asked_for(tmp_path, monkeypatch, argv, name, said):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

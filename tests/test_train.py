@@ -724,10 +724,9 @@ def test_a_run_says_what_it_will_do_what_it_did_and_what_comes_next(runs):
     assert any(re.match(ends, line) for line in log)
     # The run's folder is not the source's: the commands name the source, and work from there.
     python = command("evaluate.py").split()[0]
-    assert log[-4:] == [f"next: {python} {ROOT}/evaluate.py speaks",
-                        f"      PYTHONPATH={ROOT} {python} -m tools.report speaks",
-                        f"      PYTHONPATH={ROOT} {python} -m tools.chat speaks",
-                        f"      PYTHONPATH={ROOT} {python} -m tools.convert merge speaks speaks-merged"]
+    module = f"      PYTHONSAFEPATH=1 PYTHONPATH={ROOT} {python} -m tools"
+    assert log[-4:] == [f"next: {python} {ROOT}/evaluate.py speaks", f"{module}.report speaks",
+                        f"{module}.chat speaks", f"{module}.convert merge speaks speaks-merged"]
     done = subprocess.run(log[-3], shell=True, cwd=runs.folder, capture_output=True, text=True)
     assert done.returncode == 0 and (runs.folder / "speaks" / "report.html").is_file(), done.stderr
     tokens = KV_BLOCK * 8 * (blocks_for(512 + 24) + 1)                       # of 8 rows, though --max-rows is 64
@@ -786,6 +785,37 @@ def test_a_resumed_run_notices_other_frozen_weights(runs, tmp_path):
     assert f"--resume: --model {model}: other weights than when the run began" in log.splitlines()[-1]
     shutil.copy(ROOT / "tiny" / "model.safetensors", weights)
     runs.run("frozen", "--resume", "--steps", "2")
+    # A model that was moved is named again, and run.json then has its new place.
+    moved = model.rename(tmp_path / "moved")
+    assert "there is no such folder" in runs.run("frozen", "--resume", "--steps", "3", code=1)
+    runs.run("frozen", "--resume", "--steps", "3", "--model", str(moved))
+    assert json.loads((runs.folder / "frozen" / "run.json").read_text())["model"] == str(moved)
+    runs.run("frozen", "--resume", "--steps", "4")
+
+
+def test_an_adapter_that_cannot_be_kept_is_kept_when_the_run_goes_on(runs, whole):
+    """The step does not count before its adapters are there: a full disk there would lose them for good."""
+    runs.run("keeping", "--steps", "2", "--save-every", "1", "--keep", "2")
+    kept = runs.folder / "keeping" / "adapters"
+    shutil.rmtree(kept)
+    kept.touch()                                                         # a file in the way
+    log = runs.run("keeping", "--resume", "--steps", "4", "--save-every", "1", "--keep", "2", code=1)
+    assert "step 3 is saved" in log.splitlines()[-1]
+    kept.unlink()
+    runs.run("keeping", "--resume", "--steps", "4", "--save-every", "1", "--keep", "2")
+    assert "step_000004" in {path.name for path in kept.iterdir()}
+    assert (kept / "step_000004/adapter_model.safetensors").read_bytes() == runs.adapter("keeping")
+
+
+def test_a_resumed_run_says_that_it_goes_on_with_another_number_of_threads(runs):
+    runs.run("threads", "--steps", "1", "--prompts-per-step", "1", "--save-every", "1")
+    path = runs.folder / "threads" / "run.json"
+    said = "its last digits can differ from those of a run that was not interrupted"
+    assert said not in runs.run("threads", "--resume", "--steps", "2")
+    held = json.loads(path.read_text())
+    held["about"]["hardware"] = "2 x 64 CPU cores, 32 threads"
+    path.write_text(json.dumps(held))
+    assert f"began with 2 x 64 CPU cores, 32 threads: {said}" in runs.run("threads", "--resume", "--steps", "3")
 
 
 def test_a_run_like_another_says_what_differs_and_keeps_adapters(runs):

@@ -518,7 +518,10 @@ def read_bench_flags():
         for name in names.split():
             commands.choices[name].add_argument(flag, **options)
 
-    numbers = dict(type=lambda text: [int(n) for n in text.split(",")], help="as 1,8,32")
+    def numbers_by_comma(text):
+        return [int(n) for n in text.split(",")]
+
+    numbers = dict(type=numbers_by_comma, help="as 1,8,32")
     whole = "rollout decode tail update step"
     add(f"linears {whole}", "--model", choices=SIZES, default="7b")
     add(f"linears {whole}", "--kernels", choices=["auto", *KERNELS], default="auto")

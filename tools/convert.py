@@ -120,7 +120,8 @@ def main() -> None:
             changed = []
         wrong = [name for name in changed if args.command == "merge" or name in FOR_CALIBRATION]
         if wrong:
-            raise ValueError(f"{config.option(wrong[0])} is for nvfp4 with --calibrate N")
+            needs = " with --calibrate N" if wrong[0] in FOR_CALIBRATION else ""
+            raise ValueError(f"{config.option(wrong[0])} is for nvfp4{needs}")
         must_be_new(args.out)
         if args.command == "merge":
             write_merged(args.source, args.out, wanted.device)
