@@ -107,7 +107,8 @@ def parse(parser: argparse.ArgumentParser, sections: list) -> tuple[argparse.Nam
 
 def read_flags() -> tuple[Which, Evaluation, Settings | None]:
     """The command line. ValueError for what can be refused before anything is loaded."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False,
+    parser = argparse.ArgumentParser(usage="evaluate.py [run] [flags], --help lists them",
+                                     description=__doc__.split("\n\n")[0], allow_abbrev=False,
                                      formatter_class=config.Help)
     args, run = parse(parser, [Which, Evaluation])
     which = config.section_of(Which, args)

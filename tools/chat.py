@@ -88,7 +88,8 @@ class Chat:
 
 def read_chat_flags() -> tuple[Which, Conversation]:
     """The command line. If it names a run, the run's settings are the defaults."""
-    parser = argparse.ArgumentParser(description="Talk to a model.", allow_abbrev=False,
+    parser = argparse.ArgumentParser(usage="chat [run] [flags], --help lists them",
+                                     description="Talk to a model.", allow_abbrev=False,
                                      formatter_class=config.Help)
     args, _ = parse(parser, [Which, Conversation])
     wanted = config.section_of(Conversation, args)

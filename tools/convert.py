@@ -104,7 +104,8 @@ def tell_what_was_written(out: Path, what: str, *measured_with: object) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.strip(), allow_abbrev=False,
+    parser = argparse.ArgumentParser(usage="convert {nvfp4,merge} source out [flags], --help lists "
+                                     "them", description=__doc__.strip(), allow_abbrev=False,
                                      formatter_class=config.LongHelp)
     parser.add_argument("command", choices=["nvfp4", "merge"])
     parser.add_argument("source", help="bf16 model's folder, name or id; for merge a run's folder")

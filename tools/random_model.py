@@ -191,7 +191,8 @@ def write_random_model(name: str, out: Path, wanted: Wanted) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.strip(), allow_abbrev=False,
+    parser = argparse.ArgumentParser(usage="random_model shape out [flags], --help lists them",
+                                     description=__doc__.strip(), allow_abbrev=False,
                                      formatter_class=config.LongHelp)
     parser.add_argument("shape", help="qwen2.5-7b, qwen3-8b and the like, or a folder with such a "
                         "config.json")
