@@ -550,8 +550,13 @@ def test_the_studys_table_of_learning_rates_is_what_its_files_hold(monkeypatch, 
     assert rows[1][3] == difference("calibrated-2e-4", "calibrated-1e-4")
     equal = [difference(f"calibrated-{lr}", f"bf16-{lr}") for lr in ("1e-4", "2e-4")]
     assert rows[2][1:3] == equal
-    text = " ".join((ROOT / "study" / "README.md").read_text().replace(" points [", " [").split())
-    assert [one for one in equal if f" {one} with" not in text] == []     # it quotes them in a sentence
+    text = " ".join((ROOT / "study" / "README.md").read_text().split())
+    for one, lr in zip(equal, ("1e-4", "2e-4")):          # it tells them as losses, in a sentence
+        mean, low, high = (-float(number) for number in re.findall(r"[-+][0-9.]+", one))
+        signs = "+" if high < 0 < low else ""
+        interval = f"[{high:{signs}.1f}, {low:{signs}.1f}]"
+        assert re.search(rf"{lr} {mean:.1f} points lower {re.escape(interval)}"
+                         rf"|{mean:.1f} points lower with {lr} {re.escape(interval)}", text), (lr, interval)
 
 
 def test_the_studys_tables_of_advantages_are_what_its_files_hold(monkeypatch, capsys):
