@@ -187,9 +187,9 @@ class Learner:
 
         Every rank holds the whole batch, the B rows of all ranks, and weights (B,) fp32 as
         grpo.token_weights gives them; each computes its share. A loss or gradient that is infinite
-        or NaN skips the step, on every rank alike, because all see the same sums. Where the gradient
-        is 0, since all advantages are 0 or the clip holds every token, there is no step either:
-        AdamW's momentum would still move the adapter.
+        or NaN skips the step, on every rank alike, because all see the same sums. Where the
+        gradient is 0, since all advantages are 0 or the clip holds every token, there is no step
+        either: AdamW's momentum would still move the adapter.
         """
         adapter = self.adapter
         adapter.master.grad.zero_()

@@ -67,8 +67,8 @@ def score(grade: Callable, problems: list, rollouts: Rollouts, objective: Object
     whether the answer has the form that was asked for, `finished` whether it came to its end before
     --max-new-tokens.
     Two values are added here. `extra` is what format, length and `shaping` are worth; compare()
-    counts it apart from `task`. `reward` = task + extra is only logged; what grpo.py
-    calls rewards is the `task` alone.
+    counts it apart from `task`. `reward` = task + extra is only logged; what grpo.py calls rewards
+    is the `task` alone.
     """
     rows = grade(problems, rollouts)
     for row in rows:

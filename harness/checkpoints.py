@@ -213,11 +213,25 @@ def why_not_resumed(folder: Path) -> str:
 # -----------------------------------------------------------------------------
 # Checkpoints
 
+def names_like(folder: Path, pattern: str) -> list[str]:
+    """What in the folder has a name of this form. Whatever else is there, such as a copy that the
+    user made of a checkpoint, is not ours. OSError if the folder cannot be read.
+    """
+    held = os.listdir(folder) if folder.exists() else []
+    return [name for name in held if re.fullmatch(pattern, name)]
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The folders of all checkpoints, in the order of their steps."""
+    names = sorted(names_like(folder, r"step_\d{6,}"), key=lambda name: (len(name), name))
+    return [folder / name for name in names]
+
+
 class Checkpoints:
     """The last whole step in memory, and its way to the disk and back.
 
-    tensors: name -> copy on the host; counters: name -> number, or what else JSON keeps as it is; {}
-    before the first whole step.
+    tensors: name -> copy on the host; counters: name -> number, or what else JSON keeps as it is,
+    {} before the first whole step.
     """
 
     def __init__(self, folder: Path, live: Tensors):
@@ -232,13 +246,14 @@ class Checkpoints:
 
         The counters are stored as JSON. What JSON changes (a key that is no string, a tuple) or
         does not know (numpy's and torch's numbers) would not come back as it was, so it is refused
-        here. Large state belongs into tensors.
+        here. Large state belongs in the tensors.
         """
         for name, value in counters.items():
             stored = json.loads(json.dumps(value, default=str))
             assert repr(stored) == repr(value), (
                 f"{name} is {short_repr(value)}, of which a checkpoint would make "
-                f"{short_repr(stored)}: use Python's own numbers, texts, lists, and dicts by text")
+                f"{short_repr(stored)}: take Python's own numbers, texts, lists, or dicts whose keys "
+                "are texts")
         for name, t in live.items():
             self.tensors[name].copy_(t)
         self.counters = dict(counters)
@@ -248,14 +263,15 @@ class Checkpoints:
         final = self.folder / f"step_{self.counters['step']:06d}"
         if final.exists():                       # this run wrote it, or load() found it whole
             return
-        for cut_off in self.names(r"\.step_\d{6,}\..{8}"):       # a kill cut new_folder() short
+        # What is left where a kill cut new_folder() short.
+        for cut_off in names_like(self.folder, r"\.step_\d{6,}\..{8}"):
             shutil.rmtree(self.folder / cut_off)
         tensors = safetensors.torch.save(self.tensors)
         state = {**self.counters, "sha256": digest(tensors, self.counters)}
         with new_folder(final) as folder:
             write_atomically(folder / "state.safetensors", tensors)
             write_json(folder / "state.json", state)
-        for old in self.found()[:-2]:
+        for old in checkpoints_in(self.folder)[:-2]:
             shutil.rmtree(old)
 
     def load(self) -> list[str]:
@@ -267,7 +283,7 @@ class Checkpoints:
         """
         damaged = []
         lines = []
-        for folder in reversed(self.found()):
+        for folder in reversed(checkpoints_in(self.folder)):
             try:
                 counters, tensors = read_checkpoint(folder)
             except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError,
@@ -299,18 +315,6 @@ class Checkpoints:
             raise Stopped(f"{self.folder}: {which}; a start from step 0 would replace the run's "
                           f"adapter and logs: begin another, with --adapter {adapter}", "")
         return [f"{self.folder}: no checkpoint, starting from step 0"]
-
-    def found(self) -> list[Path]:
-        """The folders of all checkpoints, in the order of their steps."""
-        names = sorted(self.names(r"step_\d{6,}"), key=lambda name: (len(name), name))
-        return [self.folder / name for name in names]
-
-    def names(self, pattern: str) -> list[str]:
-        """What in the folder has a name of this form. Whatever else is there, such as a copy that
-        the user made of a checkpoint, is not ours. OSError if the folder cannot be read.
-        """
-        held = os.listdir(self.folder) if self.folder.exists() else []
-        return [name for name in held if re.fullmatch(pattern, name)]
 
 
 def read_checkpoint(folder: Path) -> tuple[dict, Tensors]:

@@ -303,8 +303,8 @@ class Console:
         left = self.steps - step
         if self.first_seconds is None:
             self.first_seconds = self.told_seconds = seconds
-            later = (f": {duration(left * seconds)} to go at this speed, without evaluations; "
-                     "it changes with the length of the answers") if left else ""
+            later = (f": {duration(left * seconds)} to go at this speed, which changes with the "
+                     "length of the answers, and without evaluations") if left else ""
             say(f"the first step took {seconds:.1f} s{gpu_peak()}{later}")
             return
         self.recent.append(seconds)

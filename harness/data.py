@@ -74,9 +74,11 @@ def check_source(source: str) -> None:
             there = os.path.lexists(source)
             raise ValueError(f"{source} is no regular file" if there else
                              f"there is no data file {source}")
+    elif source == "arithmetic" or source in KNOWN:
+        return
     elif Path(source).is_file():
         raise ValueError(f"data file {source}: its name must end in {', '.join(SUFFIXES)}")
-    elif source != "arithmetic" and source not in KNOWN and not re.fullmatch(HUB_ID, source):
+    elif not re.fullmatch(HUB_ID, source):
         raise ValueError(f"unknown data {source!r}: give a file ending in {', '.join(SUFFIXES)}, a "
                          f"hub id owner/name, arithmetic, or one of {', '.join(KNOWN)}")
 

@@ -24,7 +24,7 @@ import model as qwen
 import rewards
 from fast import memory
 from harness import data, hf, peft, plugin, process
-from harness.checkpoints import RunFolder
+from harness.checkpoints import RunFolder, checkpoints_in
 from harness.config import (FIELDS, MAY_MOVE, Memory, Objective, Rollout, Settings, can_hold,
                             check_ranges, check_settings, option, without_places)
 from harness.console import Console, Phases
@@ -244,7 +244,7 @@ def read_model(settings: Settings, tokenizer: data.Tokenizer, problems: list,
     configure_cpu(model)
     # A run that was killed before its first checkpoint begins with --adapter again. One whose
     # checkpoints are all damaged does not go on (Checkpoints.load).
-    goes_on = any(Path(general.out, "checkpoints").glob("step_*"))
+    goes_on = checkpoints_in(Path(general.out, "checkpoints"))
     if wanted.adapter and not goes_on:
         lora.load_adapter(model, wanted.adapter)
     else:
@@ -348,8 +348,8 @@ def begin(run: Run) -> Progress:
     general = run.settings.general
     device = run.model.device
     cores = f"{os.cpu_count()} CPU cores, {torch.get_num_threads()} threads"
-    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else cores
-    hardware = f"{WORLD} x {hardware}"
+    processor = torch.cuda.get_device_name(device) if device.type == "cuda" else cores
+    hardware = f"{WORLD} x {processor}"
     about = {"about": process.provenance(hardware)}
     counters = run.folder.start(run.flags | about, general.resume)
     run.learner.restore(counters)

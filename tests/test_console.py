@@ -311,8 +311,8 @@ def test_after_ten_steps_the_time_left_is_told_anew_without_the_slow_first_step(
     for step in range(12):
         console.tell(told(step, 100.0 if step == 0 else 12.0), [], [])
     lines = [line for line in capsys.readouterr().out.splitlines() if "to go" in line]
-    assert lines == ["the first step took 100.0 s: 3 h 3 min to go at this speed, without evaluations; it changes "
-                     "with the length of the answers",
+    assert lines == ["the first step took 100.0 s: 3 h 3 min to go at this speed, which changes with the length "
+                     "of the answers, and without evaluations",
                      "after 10 steps: 20 min to go at 12.0 s a step (it was 100.0 s), without evaluations"]
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     with Console(settings(steps=111)) as console:           # the bar's own estimate likewise

@@ -667,8 +667,11 @@ def test_one_problem_can_be_held_out_but_one_alone_cannot_be_trained_on(tmp_path
         data.usable_problems(Data(data=one), Tokenizer(TINY), one, "train")
 
 
-def test_a_file_of_another_name_is_told_which_names_are_read(tmp_path):
-    (tmp_path / "x.csv").write_text("q,a")
+def test_a_file_of_another_name_is_told_which_names_are_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("x.csv", "gsm8k", "arithmetic"):           # the latter two are names of data sets all the same
+        (tmp_path / name).write_text("q,a")
+        assert name == "x.csv" or data.check_source(name) is None
     with pytest.raises(ValueError, match=r"data file .*x.csv: its name must end in .jsonl, .json, .parquet"):
         data.check_source(str(tmp_path / "x.csv"))
 

@@ -459,7 +459,8 @@ def test_the_studys_primary_comparisons_are_what_its_files_hold(seeds, arms, gre
     ("**{} points {} lower** in sampled answers", "sampled", ("rate-calibrated-1e-4", "rate-bf16-2e-4"), range(7)),
     ("In greedy answers no loss is shown ({} {})", "greedy", ("rate-calibrated-1e-4", "rate-bf16-2e-4"), range(7)),
     ("At 2e-4 they end {} points lower {}", "sampled", ("rate-calibrated-2e-4", "rate-bf16-2e-4"), range(2)),
-    ("At 1e-4 no difference is shown ({} points lower {})", "sampled", ("rate-calibrated-1e-4", "rate-bf16-1e-4"), range(2)),
+    ("At 1e-4 no difference is shown ({} points lower {})", "sampled", ("rate-calibrated-1e-4", "rate-bf16-1e-4"),
+     range(2)),
     ("five seeds): {} points {} higher in sampled", "sampled", ("noise-none", "rate-calibrated-1e-4"), range(2, 7)),
     ("six seeds): **{} points {}** in sampled", "sampled", ("noise-none", "noise-uncorrected"), range(7, 13))])
 def test_the_readmes_differences_are_what_the_files_hold(said, kind, arms, seeds, monkeypatch, capsys):
