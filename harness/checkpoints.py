@@ -252,8 +252,8 @@ class Checkpoints:
             stored = json.loads(json.dumps(value, default=str))
             assert repr(stored) == repr(value), (
                 f"{name} is {short_repr(value)}, of which a checkpoint would make "
-                f"{short_repr(stored)}: take Python's own numbers, texts, lists, or dicts whose keys "
-                "are texts")
+                f"{short_repr(stored)}: take Python's own numbers, texts, lists, or dicts whose "
+                "keys are texts")
         for name, t in live.items():
             self.tensors[name].copy_(t)
         self.counters = dict(counters)
