@@ -169,7 +169,8 @@ class Objective:
     correction: str | None = setting(
         None, "how the loss makes up for the difference between sampler and learner, from noise "
         "and rounding; truncate: importance weights of at most 2; ppo: clips the ratio of policy "
-        "to sampler (paper); off: not at all (release) (default: the loss's own, truncate)",
+        "to sampler (paper; study: with a sigma of 5e-2 it costs 6 points); off: not at all "
+        "(release) (default: the loss's own, truncate)",
         choices=grpo.CORRECTIONS)
     advantage_scale: str = setting("none", "group: centred rewards are divided by the standard "
                                    "deviation of their group (paper); none: they are not (Dr. "
@@ -190,9 +191,9 @@ class Objective:
 @dataclass(frozen=True)
 class Optim:
     """optimizer"""
-    lr: float = setting(1e-4, "peak learning rate (study: 1e-4 was good at 0.5B and 1.5B; at "
-                        "0.5B 2e-4 was better in 16 bits and no better in 4, 4e-4 bad; Table 4: "
-                        "1e-5, for bf16 LoRA 5e-6)", "(0, 10]")
+    lr: float = setting(1e-4, "peak learning rate (study: 1e-4 was good at 0.5B and 1.5B; 2e-4 "
+                        "was better in 16 bits, and in 4 bits better at 1.5B on MATH and no better "
+                        "at 0.5B; 4e-4 bad; Table 4: 1e-5, for bf16 LoRA 5e-6)", "(0, 10]")
     lr_schedule: str = setting(
         "constant", "after the warm-up: constant with a linear end over the last quarter, or half "
         "a cosine down to 0 (release); the study has both and cannot tell them apart",

@@ -9,9 +9,9 @@
 # MATH with their `level`. WORK (default: runs/study): where runs and 4-bit models go; a 4-bit model
 # that is there is not made again, and a run that is there is refused: after a failure, take those
 # seeds again with an empty WORK. What a run leaves goes to study/runs; save it before the machine
-# goes back. The predictions of the orders 1 to 5, and what decides, are in study/planned.md and
-# study/open.md; those of order 0 are in study/entropy.md, of order 6 in study/longer.md, and of
-# order 7 in study/open.md.
+# goes back. The predictions of the orders 1 to 5, and what decides, are in study/planned.md; those
+# of order 0 are in study/entropy.md, of order 6 in study/longer.md, and of the orders 7 and 8, and
+# of more seeds of order 2, in study/open.md.
 #
 #     0   no training: the sampler's entropy in every format, with every noise      40 minutes
 #     1   noise that is large enough to act, 0.5B                                    7 a seed
@@ -21,6 +21,7 @@
 #     5   what the recipe owes to its parts, 1.5B                                   20 a seed
 #     6   the defaults, 0.5B and 1.5B                                               26 a seed
 #     7   the defaults in 16 bits with the higher rate, 0.5B and 1.5B               26 a seed
+#     8   the defaults with the higher rate, 0.5B and 1.5B                          26 a seed
 #
 # The minutes of order 2 were measured with two seeds or more at a time, those of order 5 with five
 # runs at a time, those of order 6 with one seed; the others are by arithmetic. All arms of all
@@ -39,10 +40,10 @@
 # once, at the end, greedily and with 8 answers at temperature 1; `study.results verdicts` refuses a
 # second time. Order 6 has what `--data gsm8k` gives a newcomer: it trains on the whole file, and
 # its `eval_accuracy`, by which nothing is chosen, is that of the first 256 problems of the test. So
-# has order 7.
+# have the orders 7 and 8.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-order=${1:?ORDER: 0 to 7}
+order=${1:?ORDER: 0 to 8}
 seeds=("${@:2}")
 [ "$order" = 0 ] || : "${seeds[0]:?give the seeds, 0 1 for example}"
 twice=$(printf '%s\n' "${seeds[@]}" | sort | uniq -d)
@@ -328,7 +329,12 @@ case $order in
     finish default-bf16-0.5b default-bf16-1.5b
     tables default-0.5b default-bf16-0.5b --primary default-bf16-0.5b
     tables default-1.5b default-bf16-1.5b ;;
+8)
+    newcomers default-2e-4 --lr 2e-4
+    finish                                       # each run calibrates, with its own seed
+    tables default-0.5b default-2e-4-0.5b
+    tables default-1.5b default-2e-4-1.5b --primary default-2e-4-1.5b ;;
 *)
-    echo "ORDER $order: 0 to 7" >&2
+    echo "ORDER $order: 0 to 8" >&2
     exit 1 ;;
 esac

@@ -341,7 +341,7 @@ def test_the_mean_of_two_pairs_of_arms_over_seeds_and_problems(monkeypatch, caps
     m = [(a + b) / 2 for a, b in zip(*seeds)]
     D = sum(m) / 1319
     W = sum((x - D)**2 for x in m) / 1318
-    V, U, F = 0.4744e-4, 0.6409e-4, 54
+    V, U, F = 0.4696e-4, 0.6326e-4, 58
     variance = W / 1319 + V / 2                  # K = 1: four trained arms, each with a weight of 1/2
     f = variance**2 / ((W / 1319)**2 / 1318 + (U / 2)**2 / F)
     half = (1.96 + 2.5 / int(f)) * variance**0.5
@@ -443,7 +443,8 @@ def test_the_studys_claim_on_sampled_answers_is_what_its_files_hold(monkeypatch,
     (range(2, 13), ("noise-none", "noise-uncorrected"), "-0.2 [-1.1, +0.6]", "+0.1 [-0.5, +0.8]"),
     (range(7, 13), ("noise-none", "noise-uncorrected"), "-0.3 [-1.5, +0.9]", "+0.0 [-0.9, +0.9]"),
     (range(7), ("rate-bf16-2e-4", "rate-calibrated-1e-4"), "-0.9 [-2.1, +0.2]", "-2.9 [-3.8, -1.9]"),
-    (range(2, 5), ("noise-uncorrected", "noise-draws"), "+0.2 [-1.4, +1.9]", "+0.2 [-1.1, +1.5]"),
+    (range(2, 5), ("noise-uncorrected", "noise-draws"), "+0.2 [-1.4, +1.9]", "+0.2 [-1.1, +1.4]"),
+    (range(2, 7), ("noise-none", "noise-ppo"), "-4.0 [-5.3, -2.6]", "-6.1 [-7.1, -5.0]"),
     (range(3), ("recipe-divided", "recipe-undivided"), "-1.1 [-2.6, +0.4]", "+0.4 [-0.9, +1.7]")])
 def test_the_studys_primary_comparisons_are_what_its_files_hold(seeds, arms, greedy, sampled, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
@@ -455,6 +456,28 @@ def test_the_studys_primary_comparisons_are_what_its_files_hold(seeds, arms, gre
     assert greedy in planned and sampled.replace("+0.0", "0.0") in planned
 
 
+def test_the_studys_comparison_on_math_is_what_its_files_hold(monkeypatch, capsys):
+    """The means over both rates, and the arms' accuracies before and after training."""
+    monkeypatch.chdir(ROOT)
+    arms = [f"math-{base}-{rate}" for base in ("bf16", "calibrated") for rate in ("1e-4", "2e-4")]
+    pairs = [f"math-calibrated-{rate}:math-bf16-{rate}" for rate in ("1e-4", "2e-4")]
+    planned, study, readme = ((ROOT / name).read_text() for name in ("study/planned.md", "study/README.md", "README.md"))
+    means = {}
+    for kind in "sampled", "greedy":
+        assert run(monkeypatch, "pairs", kind, *pairs) is None
+        mean, half = map(float, re.findall(r"-?[0-9]\.[0-9]+", capsys.readouterr().out.splitlines()[-1]))
+        means[kind] = f"{100 * mean:+.1f} [{100 * (mean - half):+.1f}, {100 * (mean + half):+.1f}]"
+    assert f"mean over both rates | **{means['sampled']}** (primary) | {means['greedy']} |" in planned
+    assert f"mean of both rates | 3 | {means['greedy']} | **{means['sampled']}** |" in study
+    assert means["sampled"] == "-2.7 [-3.8, -1.7]" and "**2.7 points [1.7, 3.8] lower**" in readme
+    assert run(monkeypatch, "tables", *arms) is None
+    printed = [line.replace("**", "").strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
+    for arm in arms:
+        greedy, sampled = [cells for cells in printed if cells[0] == arm]
+        row = re.search(rf"^\| {arm} \| (.*) \|$", planned, re.M)[1].split(" | ")
+        assert [cell.strip("()") for cell in row] == [*sampled[1:4], *greedy[2:5]]
+
+
 @pytest.mark.parametrize("said,kind,arms,seeds", [
     ("**{} points {} lower** in sampled answers", "sampled", ("rate-calibrated-1e-4", "rate-bf16-2e-4"), range(7)),
     ("In greedy answers no loss is shown ({} {})", "greedy", ("rate-calibrated-1e-4", "rate-bf16-2e-4"), range(7)),
@@ -462,7 +485,10 @@ def test_the_studys_primary_comparisons_are_what_its_files_hold(seeds, arms, gre
     ("At 1e-4 no difference is shown ({} points lower {})", "sampled", ("rate-calibrated-1e-4", "rate-bf16-1e-4"),
      range(2)),
     ("five seeds): {} points {} higher in sampled", "sampled", ("noise-none", "rate-calibrated-1e-4"), range(2, 7)),
-    ("six seeds): **{} points {}** in sampled", "sampled", ("noise-none", "noise-uncorrected"), range(7, 13))])
+    ("rule (six seeds): **{} points {}** in sampled", "sampled", ("noise-none", "noise-uncorrected"), range(7, 13)),
+    ("rule (five seeds) it ends **{} points {} lower**", "sampled", ("noise-ppo", "noise-none"), range(2, 7)),
+    ("for the 1.5B on MATH ({} points {} in sampled answers)", "sampled",
+     ("math-calibrated-1e-4", "math-calibrated-2e-4"), range(3))])
 def test_the_readmes_differences_are_what_the_files_hold(said, kind, arms, seeds, monkeypatch, capsys):
     """Losses and gains are told without a sign, and so are intervals unless they hold 0."""
     monkeypatch.chdir(ROOT)
@@ -477,7 +503,8 @@ def test_the_readmes_differences_are_what_the_files_hold(said, kind, arms, seeds
 
 
 @pytest.mark.parametrize("row,arm,seeds", [(1, "rate-bf16-2e-4", range(7)), (2, "rate-calibrated-1e-4", range(7)),
-                                           (3, "noise-none", range(2, 13)), (4, "noise-uncorrected", range(2, 13))])
+                                           (3, "noise-none", range(2, 13)), (4, "noise-uncorrected", range(2, 13)),
+                                           (5, "noise-ppo", range(2, 7))])
 def test_the_readmes_table_of_accuracies_is_what_the_files_hold(row, arm, seeds, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     assert run(monkeypatch, "tables", arm, "--seeds", *seeds) is None
@@ -493,6 +520,8 @@ FIGURES = [                                              # in study/README.md: w
     ("to nearest, 16 bits at 2e-4", "rate-bf16-2e-4", "noise-none", 3, "sampled"),
     ("sigma 5e-2 - no noise, all seeds", "noise-none", "noise-uncorrected", 2, "sampled"),
     ("sigma 5e-2 - no noise, all seeds", "noise-none", "noise-uncorrected", 2, "greedy"),
+    ("sigma 5e-2 with the loss of the paper - no noise", "noise-none", "noise-ppo", 2, "sampled"),
+    ("sigma 5e-2 with the loss of the paper - no noise", "noise-none", "noise-ppo", 2, "greedy"),
     ("sigma 1e-2 - no noise", "nearest", "nearest-aqn", 2, "greedy"),
     ("NVFP4 - MXFP4", "mxfp4", "search", 2, "greedy"),
     ("NVFP4 - NF4", "nf4", "search", 2, "greedy"),
@@ -513,7 +542,7 @@ def test_the_studys_tables_of_figures_are_what_the_files_hold(what, first, other
     line = printed[printed.index(f"| points, {answers} | before | after | gain | seeds |") + 2].strip("| ").split(" | ")
     rows = [row.strip("| ").split(" | ") for row in (ROOT / "study" / "README.md").read_text().splitlines()
             if row.startswith(f"| {what} | {answers} |")]
-    assert [[row[-2], row[-1].strip("*")] for row in rows] == [[str(len(line[-1].split(", "))), line[column]]]
+    assert [[row[-2], row[-1].split(", by Student")[0].strip("*")] for row in rows] == [[str(len(line[-1].split(", "))), line[column]]]
 
 
 @pytest.mark.parametrize("what,first,other", [
@@ -523,6 +552,8 @@ def test_the_studys_tables_of_figures_are_what_the_files_hold(what, first, other
     ("to nearest at 1e-4 - 16 bits at 2e-4", "rate-bf16-2e-4", "noise-none"),
     ("calibrated - 16 bits, both at 1e-4, first study", "bf16", "calibrated"),
     ("calibrated - 16 bits, both at 1e-4, 1.5B, 44 steps, first study", "1.5b-bf16", "1.5b-calibrated"),
+    ("calibrated - 16 bits, 1.5B on MATH, both at 1e-4", "math-bf16-1e-4", "math-calibrated-1e-4"),
+    ("calibrated - 16 bits, 1.5B on MATH, both at 2e-4", "math-bf16-2e-4", "math-calibrated-2e-4"),
     ("to nearest - 16 bits, both at 1e-4, first study", "bf16", "nearest"),
     ("searched - 16 bits, both at 1e-4, first study", "bf16", "search")])
 def test_the_studys_table_of_final_accuracies_is_what_the_files_hold(what, first, other, monkeypatch, capsys):
@@ -552,12 +583,8 @@ def test_the_studys_table_of_learning_rates_is_what_its_files_hold(monkeypatch, 
     equal = [difference(f"calibrated-{lr}", f"bf16-{lr}") for lr in ("1e-4", "2e-4")]
     assert rows[2][1:3] == equal
     text = " ".join((ROOT / "study" / "README.md").read_text().split())
-    for one, lr in zip(equal, ("1e-4", "2e-4")):          # it tells them as losses, in a sentence
-        mean, low, high = (-float(number) for number in re.findall(r"[-+][0-9.]+", one))
-        signs = "+" if high < 0 < low else ""
-        interval = f"[{high:{signs}.1f}, {low:{signs}.1f}]"
-        assert re.search(rf"{lr} {mean:.1f} points lower {re.escape(interval)}"
-                         rf"|{mean:.1f} points lower with {lr} {re.escape(interval)}", text), (lr, interval)
+    mean, low, high = (-float(number) for number in re.findall(r"[-+][0-9.]+", equal[0]))
+    assert f"with 1e-4 for both, in two seeds ({mean:.1f} points lower [{high:+.1f}, {low:+.1f}])" in text   # as a loss
 
 
 def test_the_studys_tables_of_advantages_are_what_its_files_hold(monkeypatch, capsys):
@@ -733,7 +760,8 @@ NOISES = "noise-none noise-truncate noise-uncorrected"
     ("4", "noise-ppo"),
     ("5", "recipe-divided recipe-undivided recipe-bound recipe-beta2"),
     ("6", "default-0.5b default-1.5b"),
-    ("7", "default-bf16-0.5b default-bf16-1.5b")])
+    ("7", "default-bf16-0.5b default-bf16-1.5b"),
+    ("8", "default-2e-4-0.5b default-2e-4-1.5b")])
 def test_the_script_of_the_runs_to_come_starts_every_arm_with_flags_that_train_takes(tmp_path, order, arms):
     """A stand-in for Python writes down what it is called with."""
     log = tmp_path / "calls"
@@ -758,17 +786,18 @@ def test_the_script_of_the_runs_to_come_starts_every_arm_with_flags_that_train_t
     # made its own 4-bit model.
     taken = [(call[3], call[4].split(".")[-2]) for call in calls if call[:3] == ["-m", "study.results", "verdicts"]]
     names = [f"{arm}-s{seed}" for arm in arms.split() for seed in "34"]
-    untrained = [f"{name}-before" for name in names] if order == "6" else arms.split()
+    untrained = [f"{name}-before" for name in names] if order in ("6", "8") else arms.split()
     assert sorted(taken) == sorted((name, kind) for name in names + untrained
                                    for kind in ("greedy", "sampled"))
-    if order in ("6", "7"):                       # the files of gsm8k
+    if order in ("6", "7", "8"):                  # the files of gsm8k
         assert {(Path(one.data.data).name, Path(one.data.eval_data).name, one.data.eval_problems)
                 for one in settings} == {("gsm8k_train.jsonl", "gsm8k_test.jsonl", 256)}
-    if order == "7":                              # and nothing but the base and the rate differs from the defaults
+    if order in ("7", "8"):                       # and nothing but the base or the rate differs from the defaults
         defaults = read_settings(["--model", "m05"])[0].flat()
         assert {frozenset(key for key, value in one.flat().items() if value != defaults[key]) - {"model", "seed"}
-                for one in settings} == {frozenset(("data", "eval_data", "out", "memory_gib", "base", "lr"))}
-    if order == "6":                              # each run's own model before training
+                for one in settings} == {frozenset(("data", "eval_data", "out", "memory_gib", "lr"))
+                                         | ({"base"} if order == "7" else set())}
+    if order in ("6", "8"):                       # each run's own model before training
         assert {Path(call[1]).name for call in calls if "--adapter" in call} == {*names}
     tests = {Path(call[call.index("--data") + 1]).name for call in calls if call[0] == "evaluate.py"}
     assert tests == {"math500.jsonl" if order == "3" else "gsm8k_test.jsonl"}
@@ -785,7 +814,8 @@ def test_of_an_order_only_the_wanted_arms_are_run_and_their_untrained_model_test
     log = tmp_path / "calls"
     run_script = copy_of_the_script(tmp_path, f'echo "$*" >> {log}')
     for order, wanted in (("0", "1.5b"), ("1", "noise-truncate noise-uncorrected"), ("2", "rate-calibrated-2e-4"),
-                          ("5", "recipe-bound"), ("6", "default-1.5b"), ("7", "default-bf16-0.5b")):
+                          ("5", "recipe-bound"), ("6", "default-1.5b"), ("7", "default-bf16-0.5b"),
+                          ("8", "default-2e-4-1.5b")):
         log.write_text("")
         work = tmp_path / order
         done = run_script(order, "6", ARMS=wanted, WORK=str(work))
