@@ -1,28 +1,33 @@
 r"""
 What does the paper's clip do if noise alone separates the sampler from the learner? No training.
 
-    python -m study.clip --model M --data gsm8k_train.jsonl --problems 48
+    python -m study.clip --model M --data gsm8k_train.jsonl --problems 32
 
 Samples answers with noise on the norms, rates them, and computes for each token what one update
-would do to the entropy of the learner's next token at that place, for four ways to treat the ratio
-learner / sampler: --correction off, truncate and ppo, and ppo with a clip so wide that it holds
-nothing.
+would do at that place to two things: the entropy of the learner, and how far it is from the noisy
+sampler that drew the token, KL(sampler || learner). So it tells which tokens make the learner more
+certain, and which make it imitate the noise.
 
-The loss pushes the log-prob of token a by some c, which is the advantage times what the correction
-makes of the ratio; a token that the clip holds has c = 0. If every place had logits z of its own,
-an update would move them by dz = c * (onehot(a) - p). The entropy H = -sum of p * log p then
-changes, to first order, by
+The loss pushes the log-prob of token a by some c, which is the advantage times what --correction
+makes of the ratio learner / sampler; c is 0 where the clip holds the token. If every place had
+logits z of its own, an update would move them by dz = c * (onehot(a) - p). With p the learner's
+probabilities and q the sampler's, to first order,
 
-    dH = -sum over b of p_b * (log p_b + H) * dz_b
-       = -c * (p_a * (log p_a + H) - sum over b of p_b^2 * (log p_b + H))
+    the entropy -sum of p log p changes by
+        -sum over b of p_b (log p_b + H) dz_b
+            = -c * (p_a (log p_a + H) - sum over b of p_b^2 (log p_b + H))
+    KL(q || p) changes by
+        sum over b of (p_b - q_b) dz_b = c * (p_a - q_a - sum over b of p_b (p_b - q_b))
 
-So making a likely token likelier lowers the entropy, and so does making an unlikely token rarer.
-The real places share one model, so this says in which direction each way pulls, and not how far. c
-comes from grpo.policy_loss itself, by differentiating it.
+The real places share one model. So this says in which direction the tokens pull, and not how far.
+c comes from grpo.policy_loss itself, by differentiating it.
 """
 import argparse
 import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import NamedTuple
 
 from harness import process  # isort: skip; it makes settings that torch reads when imported
 import torch
@@ -40,11 +45,12 @@ from harness.device import choose_device
 from sampler import Rollouts, Sampler, Sampling, engine_for
 
 LOSS = grpo.LOSSES["dapo"]
+UNCLIPPED = "ppo without its clip"
 WAYS = {"off": dataclasses.replace(LOSS, correction="off"),
         "truncate": dataclasses.replace(LOSS, correction="truncate"),
         "ppo": dataclasses.replace(LOSS, correction="ppo"),
-        "ppo without its clip": dataclasses.replace(LOSS, correction="ppo", clip_low=1 - 1e-9,
-                                                    clip_high=1e9)}
+        UNCLIPPED: dataclasses.replace(LOSS, correction="ppo", clip_low=1 - 1e-9,
+                                         clip_high=1e9)}
 
 
 def pushes(policy: Tensor, sampler: Tensor, advantages: Tensor, loss: grpo.Loss) -> Tensor:
@@ -56,54 +62,76 @@ def pushes(policy: Tensor, sampler: Tensor, advantages: Tensor, loss: grpo.Loss)
     return -torch.autograd.grad(value, policy)[0]
 
 
-def entropy_changes(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """logits (T, V) and the tokens (T,) that were drawn -> their log-probs, and dH for c = 1, (T,)
-    each.
+class Tokens(NamedTuple):
+    """What report() needs of the T tokens of all rows, (T,) each."""
+    policy: Tensor                               # log-probs under the learner
+    sampler: Tensor                              # and under the sampler that drew them
+    advantage: Tensor
+    entropy: Tensor                              # how the entropy changes for c = 1
+    distance: Tensor                             # how KL(sampler || learner) changes for c = 1
+
+
+def changes(learner: Tensor, noisy: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The logits of learner and noisy sampler (T, V), and the tokens (T,) that were drawn -> their
+    log-probs under the learner, and how entropy and distance change for c = 1, (T,) each.
     """
-    logp = logits.log_softmax(1)
+    drawn = tokens[:, None]
+    logp = learner.log_softmax(1)
     p = logp.exp()
     surprise = logp - (p * logp).sum(1, keepdim=True)                       # log p_b + H
-    drawn = tokens[:, None]
-    at_drawn = (p * surprise).gather(1, drawn)[:, 0]
-    return logp.gather(1, drawn)[:, 0], (p.square() * surprise).sum(1) - at_drawn
+    excess = p - noisy.softmax(1)                                           # p_b - q_b
+    entropy = (p.square() * surprise).sum(1) - (p * surprise).gather(1, drawn)[:, 0]
+    distance = excess.gather(1, drawn)[:, 0] - (p * excess).sum(1)
+    return logp.gather(1, drawn)[:, 0], entropy, distance
 
 
 @torch.no_grad()
-def measure(model: qwen.Qwen, rollouts: Rollouts, rows: list[int],
-            advantages: Tensor) -> dict[str, Tensor]:
-    """policy, sampler (log-probs), advantage and change (dH for c = 1) of the rows' tokens."""
-    found = {"policy": [], "sampler": [], "advantage": [], "change": []}
+def measure(model: qwen.Qwen, rollouts: Rollouts, rows: list[int], advantages: Tensor,
+            noise: Callable[[], AbstractContextManager]) -> Tokens:
+    """noise: the context in which the rollouts were sampled."""
+    found = []
     for b in tqdm(rows, unit="row", leave=False, disable=None):
         prompt, completion = rollouts.prompts[b], rollouts.completions[b]
         ids = torch.tensor([prompt + completion], device=model.device)
-        logits = model(ids)[0, len(prompt) - 1:-1, :model.live_vocab]
-        policy, change = entropy_changes(logits, ids[0, len(prompt):])
-        found["policy"].append(policy)
-        found["change"].append(change)
-        found["sampler"].append(rollouts.logprobs[b].to(policy))
-        found["advantage"].append(advantages[b].to(policy).expand_as(policy))
-    return {name: torch.cat(parts) for name, parts in found.items()}
+        predictors = slice(len(prompt) - 1, -1)  # the place before each token of the completion
+        learner = model(ids)[0, predictors, :model.live_vocab]
+        with noise():
+            noisy = model(ids)[0, predictors, :model.live_vocab]
+        policy, entropy, distance = changes(learner, noisy, ids[0, len(prompt):])
+        found.append((policy, rollouts.logprobs[b].to(policy),
+                      advantages[b].to(policy).expand_as(policy), entropy, distance))
+    return Tokens(*map(torch.cat, zip(*found)))
 
 
-def report(found: dict[str, Tensor]) -> None:
-    """Prints what the clip holds, and what each way would do to the entropy."""
-    policy, sampler, advantage, change = (found[name] for name in
-                                          ("policy", "sampler", "advantage", "change"))
-    c = {way: pushes(policy, sampler, advantage, loss) for way, loss in WAYS.items()}
-    held = (c["ppo"] == 0) & (c["ppo without its clip"] != 0)
-    print("| tokens | share, % | median probability |")
+def report(tokens: Tokens) -> None:
+    """Prints what the tokens at each side of the clip do, and what each way makes of all."""
+    def pulls(pushed, which):
+        """Two cells: what the tokens that `which` holds do to entropy and distance."""
+        return " | ".join(f"{1e3 * (pushed * change * which).double().mean():+.2f}"
+                          for change in (tokens.entropy, tokens.distance))
+
+    c = {way: pushes(tokens.policy, tokens.sampler, tokens.advantage, loss)
+         for way, loss in WAYS.items()}
+    ratio = (tokens.policy - tokens.sampler).exp()
+    worse, low, high = tokens.advantage < 0, ratio < 1 - LOSS.clip_low, ratio > 1 + LOSS.clip_high
+    groups = {"worse than their group, ratio below 0.8: clipped": worse & low,
+              "better, ratio above 1.28: clipped": ~worse & high,
+              "better, ratio below 0.8": ~worse & low,
+              "worse, ratio above 1.28": worse & high,
+              "ratio in between": ~(low | high)}
+    print("| tokens of answers | share, % | median probability | entropy | KL |")
+    print("|---|---|---|---|---|")
+    for name, which in groups.items():
+        median = f"{tokens.policy[which].exp().median():.2f}" if which.any() else ""
+        print(f"| {name} | {100 * which.double().mean():.2f} | {median} "
+              f"| {pulls(c[UNCLIPPED], which)} |")
+    print("\n| `--correction` | entropy | KL |")
     print("|---|---|---|")
-    for name, which in (("all", torch.ones_like(held)), ("clipped low", held & (advantage < 0)),
-                        ("clipped high", held & (advantage > 0))):
-        median = f"{policy[which].exp().median():.2f}" if which.any() else ""
-        print(f"| {name} | {100 * which.double().mean():.2f} | {median} |")
-    print("\n| correction | change of the entropy, 1e-3 nats a token for a step of 1 "
-          "| of it by tokens that ppo clips |")
-    print("|---|---|---|")
+    everything = torch.ones_like(worse)
     for way, pushed in c.items():
-        total, by_held = (1e3 * (pushed * change * which).double().mean()
-                          for which in (torch.ones_like(held), held))
-        print(f"| {way} | {total:+.2f} | {by_held:+.2f} |")
+        print(f"| {way} | {pulls(pushed, everything)} |")
+    print(f"| {UNCLIPPED}, no token outside 0.8 to 1.28 "
+          f"| {pulls(c[UNCLIPPED], groups['ratio in between'])} |")
 
 
 def main() -> None:
@@ -113,7 +141,7 @@ def main() -> None:
     parser.add_argument("--base", default="nvfp4", choices=list(nvfp4.FORMATS),
                         help="format of the frozen weights")
     parser.add_argument("--data", required=True, help="problems, as in train.py")
-    parser.add_argument("--problems", type=int, default=48, help="the first so many")
+    parser.add_argument("--problems", type=int, default=32, help="the first so many")
     parser.add_argument("--samples", type=int, default=8, help="answers to each")
     parser.add_argument("--sigma", type=float, default=5e-2, help="of the noise on the norms")
     parser.add_argument("--max-new-tokens", type=int, default=512, help="longest answer")
@@ -129,7 +157,10 @@ def main() -> None:
         longest = max(len(problem.prompt) for problem in problems) + args.max_new_tokens
         sampler = Sampler(engine_for(kernels), model, longest, len(problems) * args.samples)
         sampling = Sampling(args.max_new_tokens, tokenizer.end_ids, temperature=1.0, seed=0)
-        with aqn.noisy_norms(model, args.sigma, seed=0, step=0):
+        def noise():
+            return aqn.noisy_norms(model, args.sigma, seed=0, step=0)
+
+        with noise():
             rollouts = sampler.generate([problem.prompt for problem in problems], args.samples,
                                         sampling, range(len(problems)))
         graded = rewards.grade_rollouts(tokenizer, problems, rollouts)
@@ -139,12 +170,13 @@ def main() -> None:
         if not rows:
             raise ValueError("no problem has both right and wrong answers, so nothing is trained "
                              f"on: --problems {args.problems}, --samples {args.samples}")
-        found = measure(model, rollouts, rows, advantages)
-        ratio = found["policy"] - found["sampler"]
-        print(f"{len(rows)} answers with an advantage, {len(ratio):,} tokens; KL(sampler || "
-              f"learner) {grpo.k3(ratio).mean():.4f} nats a token; {100 * right.mean():.1f} % of "
-              "all answers right\n")
-        report(found)
+        tokens = measure(model, rollouts, rows, advantages, noise)
+        log_ratio = tokens.policy - tokens.sampler
+        print(f"{len(rows)} answers with an advantage, {len(log_ratio):,} tokens; KL(sampler || "
+              f"learner) {grpo.k3(log_ratio).mean():.4f} nats a token; {100 * right.mean():.1f} % "
+              "of all answers right\nChanges of entropy and KL in 1e-3 nats a token, for an update "
+              "of length 1. First the tokens, without a clip:\n")
+        report(tokens)
 
 
 if __name__ == "__main__":

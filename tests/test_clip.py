@@ -19,15 +19,21 @@ def entropy(logits):
     return -(logp.exp() * logp).sum(-1)
 
 
-def test_the_change_of_the_entropy_is_that_of_a_small_step_on_the_logits():
+def kl(noisy, learner):
+    """KL(noisy || learner)."""
+    return (noisy.softmax(-1) * (noisy.log_softmax(-1) - learner.log_softmax(-1))).sum(-1)
+
+
+def test_the_changes_are_those_of_a_small_step_on_the_logits():
     generator = torch.Generator().manual_seed(0)
-    logits = 2 * torch.randn(20, 7, generator=generator, dtype=torch.float64)
+    learner, noisy = 2 * torch.randn(2, 20, 7, generator=generator, dtype=torch.float64)
     tokens = torch.randint(7, (20,), generator=generator)
-    logp, change = clip.entropy_changes(logits, tokens)
-    torch.testing.assert_close(logp, logits.log_softmax(1)[range(20), tokens])
-    step = 1e-5 * (torch.eye(7, dtype=torch.float64)[tokens] - logits.softmax(1))        # along the gradient of logp
-    found = (entropy(logits + step) - entropy(logits - step)) / 2e-5                     # its error is of second order
-    torch.testing.assert_close(change, found, rtol=0, atol=1e-8)
+    logp, of_entropy, of_distance = clip.changes(learner, noisy, tokens)
+    torch.testing.assert_close(logp, learner.log_softmax(1)[range(20), tokens])
+    step = 1e-5 * (torch.eye(7, dtype=torch.float64)[tokens] - learner.softmax(1))       # along the gradient of logp
+    for change, measure in (of_entropy, entropy), (of_distance, lambda logits: kl(noisy, logits)):
+        found = (measure(learner + step) - measure(learner - step)) / 2e-5               # its error is of second order
+        torch.testing.assert_close(change, found, rtol=0, atol=1e-8)
 
 
 def test_what_pushes_a_token_is_its_advantage_times_what_the_correction_makes_of_the_ratio():
@@ -42,16 +48,21 @@ def test_what_pushes_a_token_is_its_advantage_times_what_the_correction_makes_of
         torch.testing.assert_close(pushed, torch.tensor(by_hand[way]) * advantage)
 
 
-def test_the_report_of_four_tokens_by_hand(capsys):
-    """Two right and two wrong tokens, of which the clip holds one each."""
-    found = {"policy": torch.tensor([0.6, 0.3, 0.1, 0.8]).log(), "sampler": torch.tensor([0.6, 0.2, 0.2, 0.8]).log(),
-             "advantage": torch.tensor([1.0, 1.0, -1.0, -1.0]), "change": torch.tensor([-0.2, -0.1, 0.4, -0.3])}
-    clip.report(found)
-    said = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
-    assert said[2:5] == [["all", "100.00", "0.30"], ["clipped low", "25.00", "0.10"], ["clipped high", "25.00", "0.30"]]
-    # c is (1, 1, -1, -1), (1, 1.5, -0.5, -1), (1, 0, 0, -1) and (1, 1.5, -0.5, -1).
-    assert said[8:] == [["off", "-100.00", "-125.00"], ["truncate", "-62.50", "-87.50"], ["ppo", "+25.00", "+0.00"],
-                        ["ppo without its clip", "-62.50", "-87.50"]]
+def test_the_report_of_five_tokens_by_hand(capsys):
+    """One token in each of the five groups; their c without the clip is -0.5, 1.5, 0.5, -1.5 and 1."""
+    ratio = torch.tensor([0.5, 1.5, 0.5, 1.5, 1.0])
+    clip.report(clip.Tokens(policy=torch.tensor([0.1, 0.3, 0.2, 0.6, 0.9]).log(),
+                            sampler=torch.tensor([0.1, 0.3, 0.2, 0.6, 0.9]).log() - ratio.log(),
+                            advantage=torch.tensor([-1.0, 1.0, 1.0, -1.0, 1.0]),
+                            entropy=torch.tensor([0.4, -0.2, 0.3, -0.1, -0.5]),
+                            distance=torch.tensor([0.0, 0.1, 0.0, 0.2, 0.0])))
+    said = [line.strip("| ").split(" | ")[1:] for line in capsys.readouterr().out.splitlines()]
+    assert said[2:7] == [["20.00", "0.10", "-40.00", "+0.00"], ["20.00", "0.30", "-60.00", "+30.00"],
+                         ["20.00", "0.20", "+30.00", "+0.00"], ["20.00", "0.60", "+30.00", "-60.00"],
+                         ["20.00", "0.90", "-100.00", "+0.00"]]
+    # c is (-1, 1, 1, -1, 1), (-0.5, 1.5, 0.5, -1.5, 1), (0, 0, 0.5, -1.5, 1) and as in the table above.
+    assert said[10:] == [["-140.00", "-20.00"], ["-140.00", "-30.00"], ["-40.00", "-60.00"], ["-140.00", "-30.00"],
+                         ["-100.00", "+0.00"]]
 
 
 def test_the_program_measures_answers_of_a_model_with_noise(monkeypatch, capsys):
@@ -62,11 +73,10 @@ def test_the_program_measures_answers_of_a_model_with_noise(monkeypatch, capsys)
     monkeypatch.setattr(sys, "argv", ["clip", *arguments])
     clip.main()
     said = capsys.readouterr().out.splitlines()
-    assert zs == [0.5] and " answers with an advantage, " in said[0]
-    assert [line.split(" |")[0] for line in said[2:7]] == ["| tokens", "|---|---|---|", "| all", "| clipped low",
-                                                           "| clipped high"]
-    assert any(float(line.split(" | ")[1]) > 0 for line in said[5:7])     # so much noise moves tokens beyond the clip
-    assert [line.split(" | ")[0].strip("| ") for line in said[10:]] == list(clip.WAYS)
+    assert set(zs) == {0.5} and said[0].startswith(f"{len(zs) - 1} answers with an advantage, ")     # and each again
+    shares = [float(line.split(" | ")[1]) for line in said[5:10]]
+    assert sum(shares) == pytest.approx(100, abs=0.03) and shares[-1] < 100               # rounded to 0.01 each
+    assert [line.split(" | ")[0].strip("| ") for line in said[13:17]] == list(clip.WAYS)
 
 
 def test_problems_that_teach_nothing_are_one_line(monkeypatch):

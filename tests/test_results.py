@@ -468,7 +468,7 @@ def test_the_studys_comparison_on_math_is_what_its_files_hold(monkeypatch, capsy
         mean, half = map(float, re.findall(r"-?[0-9]\.[0-9]+", capsys.readouterr().out.splitlines()[-1]))
         means[kind] = f"{100 * mean:+.1f} [{100 * (mean - half):+.1f}, {100 * (mean + half):+.1f}]"
     assert f"mean over both rates | **{means['sampled']}** (primary) | {means['greedy']} |" in planned
-    assert f"mean of both rates | 3 | {means['greedy']} | **{means['sampled']}** |" in study
+    assert f"1.5B, MATH | mean of the next two rows | 3 | {means['greedy']} | **{means['sampled']}** |" in study
     assert means["sampled"] == "-2.7 [-3.8, -1.7]" and "**2.7 points [1.7, 3.8] lower**" in readme
     assert run(monkeypatch, "tables", *arms) is None
     printed = [line.replace("**", "").strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
@@ -486,7 +486,7 @@ def test_the_studys_comparison_on_math_is_what_its_files_hold(monkeypatch, capsy
      range(2)),
     ("five seeds): {} points {} higher in sampled", "sampled", ("noise-none", "rate-calibrated-1e-4"), range(2, 7)),
     ("rule (six seeds): **{} points {}** in sampled", "sampled", ("noise-none", "noise-uncorrected"), range(7, 13)),
-    ("rule (five seeds) it ends **{} points {} lower**", "sampled", ("noise-ppo", "noise-none"), range(2, 7)),
+    ("clip (five seeds) it ends **{} points {} lower**", "sampled", ("noise-ppo", "noise-none"), range(2, 7)),
     ("for the 1.5B on MATH ({} points {} in sampled answers)", "sampled",
      ("math-calibrated-1e-4", "math-calibrated-2e-4"), range(3))])
 def test_the_readmes_differences_are_what_the_files_hold(said, kind, arms, seeds, monkeypatch, capsys):
@@ -520,8 +520,8 @@ FIGURES = [                                              # in study/README.md: w
     ("to nearest, 16 bits at 2e-4", "rate-bf16-2e-4", "noise-none", 3, "sampled"),
     ("sigma 5e-2 - no noise, all seeds", "noise-none", "noise-uncorrected", 2, "sampled"),
     ("sigma 5e-2 - no noise, all seeds", "noise-none", "noise-uncorrected", 2, "greedy"),
-    ("sigma 5e-2 with the loss of the paper - no noise", "noise-none", "noise-ppo", 2, "sampled"),
-    ("sigma 5e-2 with the loss of the paper - no noise", "noise-none", "noise-ppo", 2, "greedy"),
+    ("sigma 5e-2 with the paper's clip - no noise", "noise-none", "noise-ppo", 2, "sampled"),
+    ("sigma 5e-2 with the paper's clip - no noise", "noise-none", "noise-ppo", 2, "greedy"),
     ("sigma 1e-2 - no noise", "nearest", "nearest-aqn", 2, "greedy"),
     ("NVFP4 - MXFP4", "mxfp4", "search", 2, "greedy"),
     ("NVFP4 - NF4", "nf4", "search", 2, "greedy"),
@@ -546,16 +546,16 @@ def test_the_studys_tables_of_figures_are_what_the_files_hold(what, first, other
 
 
 @pytest.mark.parametrize("what,first,other", [
-    ("calibrated at 1e-4 - 16 bits at 2e-4", "rate-bf16-2e-4", "rate-calibrated-1e-4"),
-    ("calibrated - 16 bits, both at 1e-4", "rate-bf16-1e-4", "rate-calibrated-1e-4"),
-    ("calibrated - 16 bits, both at 2e-4", "rate-bf16-2e-4", "rate-calibrated-2e-4"),
-    ("to nearest at 1e-4 - 16 bits at 2e-4", "rate-bf16-2e-4", "noise-none"),
-    ("calibrated - 16 bits, both at 1e-4, first study", "bf16", "calibrated"),
-    ("calibrated - 16 bits, both at 1e-4, 1.5B, 44 steps, first study", "1.5b-bf16", "1.5b-calibrated"),
-    ("calibrated - 16 bits, 1.5B on MATH, both at 1e-4", "math-bf16-1e-4", "math-calibrated-1e-4"),
-    ("calibrated - 16 bits, 1.5B on MATH, both at 2e-4", "math-bf16-2e-4", "math-calibrated-2e-4"),
-    ("to nearest - 16 bits, both at 1e-4, first study", "bf16", "nearest"),
-    ("searched - 16 bits, both at 1e-4, first study", "bf16", "search")])
+    ("0.5B | 1e-4, 2e-4, as held-out problems chose", "rate-bf16-2e-4", "rate-calibrated-1e-4"),
+    ("0.5B | 1e-4, 1e-4", "rate-bf16-1e-4", "rate-calibrated-1e-4"),
+    ("0.5B | 2e-4, 2e-4", "rate-bf16-2e-4", "rate-calibrated-2e-4"),
+    ("to nearest | 1e-4, 2e-4", "rate-bf16-2e-4", "noise-none"),
+    ("0.5B, first study | 1e-4, 1e-4", "bf16", "calibrated"),
+    ("1.5B, 44 steps, first study | 1e-4, 1e-4", "1.5b-bf16", "1.5b-calibrated"),
+    ("1.5B, MATH | 1e-4, 1e-4", "math-bf16-1e-4", "math-calibrated-1e-4"),
+    ("1.5B, MATH | 2e-4, 2e-4", "math-bf16-2e-4", "math-calibrated-2e-4"),
+    ("to nearest, first study | 1e-4, 1e-4", "bf16", "nearest"),
+    ("searched, first study | 1e-4, 1e-4", "bf16", "search")])
 def test_the_studys_table_of_final_accuracies_is_what_the_files_hold(what, first, other, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     assert run(monkeypatch, "tables", first, other) is None
