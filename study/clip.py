@@ -63,7 +63,7 @@ def pushes(policy: Tensor, sampler: Tensor, advantages: Tensor, loss: grpo.Loss)
 
 
 class Tokens(NamedTuple):
-    """What report() needs of the T tokens of all rows, (T,) each."""
+    """What print_pulls() needs of the T tokens of all rows, (T,) each."""
     policy: Tensor                               # log-probs under the learner
     sampler: Tensor                              # and under the sampler that drew them
     advantage: Tensor
@@ -86,7 +86,7 @@ def changes(learner: Tensor, noisy: Tensor, tokens: Tensor) -> tuple[Tensor, Ten
 
 
 @torch.no_grad()
-def measure(model: qwen.Qwen, rollouts: Rollouts, rows: list[int], advantages: Tensor,
+def tokens_of(model: qwen.Qwen, rollouts: Rollouts, rows: list[int], advantages: Tensor,
             noise: Callable[[], AbstractContextManager]) -> Tokens:
     """noise: the context in which the rollouts were sampled."""
     found = []
@@ -103,7 +103,7 @@ def measure(model: qwen.Qwen, rollouts: Rollouts, rows: list[int], advantages: T
     return Tokens(*map(torch.cat, zip(*found)))
 
 
-def report(tokens: Tokens) -> None:
+def print_pulls(tokens: Tokens) -> None:
     """Prints what the tokens at each side of the clip do, and what each way makes of all."""
     def pulls(pushed, which):
         """Two cells: what the tokens that `which` holds do to entropy and distance."""
@@ -170,13 +170,13 @@ def main() -> None:
         if not rows:
             raise ValueError("no problem has both right and wrong answers, so nothing is trained "
                              f"on: --problems {args.problems}, --samples {args.samples}")
-        tokens = measure(model, rollouts, rows, advantages, noise)
+        tokens = tokens_of(model, rollouts, rows, advantages, noise)
         log_ratio = tokens.policy - tokens.sampler
         print(f"{len(rows)} answers with an advantage, {len(log_ratio):,} tokens; KL(sampler || "
               f"learner) {grpo.k3(log_ratio).mean():.4f} nats a token; {100 * right.mean():.1f} % "
               "of all answers right\nChanges of entropy and KL in 1e-3 nats a token, for an update "
               "of length 1. First the tokens, without a clip:\n")
-        report(tokens)
+        print_pulls(tokens)
 
 
 if __name__ == "__main__":

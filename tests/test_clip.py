@@ -48,10 +48,10 @@ def test_what_pushes_a_token_is_its_advantage_times_what_the_correction_makes_of
         torch.testing.assert_close(pushed, torch.tensor(by_hand[way]) * advantage)
 
 
-def test_the_report_of_five_tokens_by_hand(capsys):
+def test_the_tables_of_five_tokens_by_hand(capsys):
     """One token in each of the five groups; their c without the clip is -0.5, 1.5, 0.5, -1.5 and 1."""
     ratio = torch.tensor([0.5, 1.5, 0.5, 1.5, 1.0])
-    clip.report(clip.Tokens(policy=torch.tensor([0.1, 0.3, 0.2, 0.6, 0.9]).log(),
+    clip.print_pulls(clip.Tokens(policy=torch.tensor([0.1, 0.3, 0.2, 0.6, 0.9]).log(),
                             sampler=torch.tensor([0.1, 0.3, 0.2, 0.6, 0.9]).log() - ratio.log(),
                             advantage=torch.tensor([-1.0, 1.0, 1.0, -1.0, 1.0]),
                             entropy=torch.tensor([0.4, -0.2, 0.3, -0.1, -0.5]),

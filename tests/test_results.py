@@ -468,7 +468,7 @@ def test_the_studys_comparison_on_math_is_what_its_files_hold(monkeypatch, capsy
         mean, half = map(float, re.findall(r"-?[0-9]\.[0-9]+", capsys.readouterr().out.splitlines()[-1]))
         means[kind] = f"{100 * mean:+.1f} [{100 * (mean - half):+.1f}, {100 * (mean + half):+.1f}]"
     assert f"mean over both rates | **{means['sampled']}** (primary) | {means['greedy']} |" in planned
-    assert f"1.5B, MATH | mean of the next two rows | 3 | {means['greedy']} | **{means['sampled']}** |" in study
+    assert f"1.5B, MATH | mean of the last two rows | 3 | {means['greedy']} | **{means['sampled']}** |" in study
     assert means["sampled"] == "-2.7 [-3.8, -1.7]" and "**2.7 points [1.7, 3.8] lower**" in readme
     assert run(monkeypatch, "tables", *arms) is None
     printed = [line.replace("**", "").strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
@@ -481,13 +481,13 @@ def test_the_studys_comparison_on_math_is_what_its_files_hold(monkeypatch, capsy
 @pytest.mark.parametrize("said,kind,arms,seeds", [
     ("**{} points {} lower** in sampled answers", "sampled", ("rate-calibrated-1e-4", "rate-bf16-2e-4"), range(7)),
     ("In greedy answers no loss is shown ({} {})", "greedy", ("rate-calibrated-1e-4", "rate-bf16-2e-4"), range(7)),
-    ("At 2e-4 they end {} points lower {}", "sampled", ("rate-calibrated-2e-4", "rate-bf16-2e-4"), range(2)),
-    ("At 1e-4 no difference is shown ({} points lower {})", "sampled", ("rate-calibrated-1e-4", "rate-bf16-1e-4"),
+    ("at 2e-4 they end {} points lower {}", "sampled", ("rate-calibrated-2e-4", "rate-bf16-2e-4"), range(2)),
+    ("at 1e-4 no difference is shown ({} points lower {})", "sampled", ("rate-calibrated-1e-4", "rate-bf16-1e-4"),
      range(2)),
     ("five seeds): {} points {} higher in sampled", "sampled", ("noise-none", "rate-calibrated-1e-4"), range(2, 7)),
-    ("rule (six seeds): **{} points {}** in sampled", "sampled", ("noise-none", "noise-uncorrected"), range(7, 13)),
+    ("loss (six seeds): **{} points {}** in sampled", "sampled", ("noise-none", "noise-uncorrected"), range(7, 13)),
     ("clip (five seeds) it ends **{} points {} lower**", "sampled", ("noise-ppo", "noise-none"), range(2, 7)),
-    ("for the 1.5B on MATH ({} points {} in sampled answers)", "sampled",
+    ("it was for the 1.5B on MATH ({} points {} in sampled answers)", "sampled",
      ("math-calibrated-1e-4", "math-calibrated-2e-4"), range(3))])
 def test_the_readmes_differences_are_what_the_files_hold(said, kind, arms, seeds, monkeypatch, capsys):
     """Losses and gains are told without a sign, and so are intervals unless they hold 0."""
