@@ -55,10 +55,12 @@ with another correction than the default.
 Why two ratios? PPO has one, policy / sampler, which does two jobs: it corrects for the answers
 having been drawn by another policy, and its clip bounds how far one batch may move the policy. Here
 the sampler differs from the learner even before the first update, by AQN's noise and by rounding.
-If the clip compared the policy with the sampler, noise alone could carry a token beyond it, and the
-token would lose its gradient although no update has moved it. (With a sigma of 5e-2 this cost a
-0.5B 6 percentage points of right answers: study/planned.md, order 4.) So each job has a ratio of
-its own (decoupled PPO: Hilton et al. 2110.00641), and noise only changes how much a token counts.
+If the clip compared the policy with the sampler, noise alone could carry a token beyond it, although
+no update has moved it. And the clip is one-sided: it would take away the blame of tokens that the
+noise made likely and the praise of those that it made rare, and what is left of both imitates the
+noise. (With a sigma of 5e-2 this cost a 0.5B 6 percentage points of right answers:
+study/planned.md.) So each job has a ratio of its own (decoupled PPO: Hilton et al. 2110.00641), and
+noise only changes how much a token counts.
 
 What the two cover depends on Loss.correction, and on whether this is the learner's first pass over
 the row (with --epochs 2 there are two):
@@ -105,7 +107,9 @@ CORRECTION_CAP = 2.0
 # squares and their sums over a step are finite in fp32.
 LOG_RATIO_LIMIT = 20.0
 SCALES = ("group", "none")
-CORRECTIONS = ("truncate", "ppo", "off")
+# What becomes of the ratio proximal / sampler: (T,) -> the correction (T,). class Loss says why.
+CORRECTIONS = {"truncate": lambda ratio: ratio.clamp(max=CORRECTION_CAP),
+               "ppo": torch.ones_like, "off": torch.ones_like}
 
 
 @dataclass(frozen=True)
@@ -135,7 +139,8 @@ class Loss:
     kl_beta: float = 0.0                         # how much the KL divergence from the base counts
 
     def __post_init__(self):
-        assert self.correction in CORRECTIONS, f"{self.correction!r} is not one of {CORRECTIONS}"
+        assert self.correction in CORRECTIONS, \
+            f"{self.correction!r} is not one of {(*CORRECTIONS,)}"
         assert self.kl_beta >= 0, f"kl_beta {self.kl_beta} is negative"
 
     @property
@@ -292,9 +297,8 @@ def correction_factors(log_ratio: Tensor, loss: Loss) -> Tensor:
 
     log_ratio is log(proximal / sampler). loss.correction says what becomes of it.
     """
-    if loss.correction != "truncate":
-        return torch.ones_like(log_ratio)
-    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=CORRECTION_CAP)
+    ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return CORRECTIONS[loss.correction](ratio)
 
 
 def policy_loss(logprobs: LogProbs, advantages: Tensor, row_of_token: Tensor, weights: Tensor,

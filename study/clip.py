@@ -87,7 +87,7 @@ def changes(learner: Tensor, noisy: Tensor, tokens: Tensor) -> tuple[Tensor, Ten
 
 @torch.no_grad()
 def tokens_of(model: qwen.Qwen, rollouts: Rollouts, rows: list[int], advantages: Tensor,
-            noise: Callable[[], AbstractContextManager]) -> Tokens:
+              noise: Callable[[], AbstractContextManager]) -> Tokens:
     """noise: the context in which the rollouts were sampled."""
     found = []
     for b in tqdm(rows, unit="row", leave=False, disable=None):

@@ -273,7 +273,9 @@ def test_gradient_equals_autograd_of_the_textbook_formula(monkeypatch, loss, cor
     rho, gap = (toy.logprobs() - proximal).exp(), (proximal - toy.old).exp()
     assert ((rho < .8) | (rho > 1.28)).sum() > 3                          # the clip has something to do
     assert correction == "ppo" or 3 < (gap > 1.2).sum() < len(gap) - 3
-    factor = gap.clamp(max=1.2) if correction == "truncate" else 1.0
+    factors = {"truncate": gap.clamp(max=1.2), "off": 1.0, "ppo": 1.0}
+    assert correction in factors, f"add the factor of {correction} here"
+    factor = factors[correction]
     advantage = toy.advantages[toy.row_of_token]
     weights = token_weights(toy.lengths, toy.mask, LOSSES[loss], 10)[toy.row_of_token]
     objective = factor * torch.minimum(rho * advantage, rho.clamp(.8, 1.28) * advantage)
@@ -419,8 +421,8 @@ def test_every_metric_is_summed_and_reported_but_for_those_that_become_ess():
 
 
 def test_impossible_settings_stop():
-    with pytest.raises(AssertionError, match="'mask' is not one of"):
-        one_token(1.0, 1.0, correction="mask")
+    with pytest.raises(AssertionError, match="'no such' is not one of"):
+        one_token(1.0, 1.0, correction="no such")
     with pytest.raises(AssertionError, match="kl_beta=0.1 needs a reference"):
         one_token(1.0, 1.0, kl_beta=0.1)
     with pytest.raises(AssertionError, match="kl_beta -0.1 is negative"):
