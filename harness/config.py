@@ -337,7 +337,7 @@ def section_of(section: type, args: argparse.Namespace):
 
 
 # Flags that do nothing where --sigma-start is 0.
-NOISE_FLAGS = {"sigma_end", "noise_stages", "noise_schedule"}
+NOISE_FLAGS = {field.name for field in dataclasses.fields(Noise)} - {"sigma_start"}
 
 # Settings that a run.json may hold and this version lacks -> the only value that it
 # accepts, which is what it does anyway.
