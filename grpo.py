@@ -50,17 +50,17 @@ same numbers, and rho is 1: nothing is clipped. Its gradient is not 0, but that 
 gives the line at the top.
 
 What follows about the clip matters only where there are several updates on the same answers, or
-with another correction than the default.
+with the correction "ppo".
 
 Why two ratios? PPO has one, policy / sampler, which does two jobs: it corrects for the answers
 having been drawn by another policy, and its clip bounds how far one batch may move the policy. Here
 the sampler differs from the learner even before the first update, by AQN's noise and by rounding.
-If the clip compared the policy with the sampler, noise alone could carry a token beyond it, although
-no update has moved it. And the clip is one-sided: it would take away the blame of tokens that the
-noise made likely and the praise of those that it made rare, and what is left of both imitates the
-noise. (With a sigma of 5e-2 this cost a 0.5B 6 percentage points of right answers:
-study/planned.md.) So each job has a ratio of its own (decoupled PPO: Hilton et al. 2110.00641), and
-noise only changes how much a token counts.
+If the clip compared the policy with the sampler, noise alone could carry a token beyond it,
+although no update has moved it. Such a clip drops the blame of a token that the noise made likely,
+and keeps its praise. So the learner is drawn towards what this step's noise happens to like. (With
+a sigma of 5e-2 a 0.5B ended 6 percentage points lower: study/planned.md.) So each job has a ratio
+of its own (decoupled PPO: Hilton et al. 2110.00641), and noise only changes how much a token
+counts.
 
 What the two cover depends on Loss.correction, and on whether this is the learner's first pass over
 the row (with --epochs 2 there are two):

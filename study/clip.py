@@ -19,8 +19,9 @@ probabilities and q the sampler's, to first order,
     KL(q || p) changes by
         sum over b of (p_b - q_b) dz_b = c * (p_a - q_a - sum over b of p_b (p_b - q_b))
 
-The real places share one model. So this says in which direction the tokens pull, and not how far.
-c comes from grpo.policy_loss itself, by differentiating it.
+The real places share one model. So this says in which direction the tokens pull, and not how far:
+only signs and proportions mean something. c comes from grpo.policy_loss itself, by differentiating
+it.
 """
 import argparse
 import dataclasses
@@ -174,8 +175,8 @@ def main() -> None:
         log_ratio = tokens.policy - tokens.sampler
         print(f"{len(rows)} answers with an advantage, {len(log_ratio):,} tokens; KL(sampler || "
               f"learner) {grpo.k3(log_ratio).mean():.4f} nats a token; {100 * right.mean():.1f} % "
-              "of all answers right\nChanges of entropy and KL in 1e-3 nats a token, for an update "
-              "of length 1. First the tokens, without a clip:\n")
+              "of all answers right\nChanges of entropy and KL in 1e-3 nats a token, if logits move "
+              "by dz. First the tokens, without a clip:\n")
         print_pulls(tokens)
 
 
