@@ -25,9 +25,10 @@ it.
 """
 import argparse
 import dataclasses
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from pathlib import Path
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from harness import process  # isort: skip; it makes settings that torch reads when imported
@@ -40,18 +41,26 @@ import grpo
 import model as qwen
 import nvfp4
 import rewards
-from harness import data, hf
-from harness.config import LongHelp
+from harness import config, data, hf
+from harness.config import setting
 from harness.device import choose_device
 from sampler import Rollouts, Sampler, Sampling, engine_for
 
 LOSS = grpo.LOSSES["dapo"]
 UNCLIPPED = "ppo without its clip"
-WAYS = {"off": dataclasses.replace(LOSS, correction="off"),
-        "truncate": dataclasses.replace(LOSS, correction="truncate"),
-        "ppo": dataclasses.replace(LOSS, correction="ppo"),
-        UNCLIPPED: dataclasses.replace(LOSS, correction="ppo", clip_low=1 - 1e-9,
-                                         clip_high=1e9)}
+WAYS = {way: dataclasses.replace(LOSS, correction=way) for way in grpo.CORRECTIONS}
+WAYS[UNCLIPPED] = dataclasses.replace(LOSS, correction="ppo", clip_low=1 - 1e-9, clip_high=1e9)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """what is measured"""
+    problems: int = setting(32, "the first so many", "[1, 1e6]")
+    samples: int = setting(8, "answers to each", "[2, 1e4]")
+    sigma: float = setting(5e-2, "of the noise on the norms", "(0, 10]")
+    max_new_tokens: int = setting(512, "longest answer", "[1, 1e6]")
+    base: str = setting("nvfp4", "format of the frozen weights", choices=nvfp4.FORMATS)
+    device: str | None = setting(None, "cpu, cuda or cuda:N (default: a GPU if there is one)")
 
 
 def pushes(policy: Tensor, sampler: Tensor, advantages: Tensor, loss: grpo.Loss) -> Tensor:
@@ -120,13 +129,14 @@ def print_pulls(tokens: Tokens) -> None:
               "better, ratio below 0.8": ~worse & low,
               "worse, ratio above 1.28": worse & high,
               "ratio in between": ~(low | high)}
-    print("| tokens of answers | share, % | median probability | entropy | KL |")
+    pulled = "the learner's entropy | KL (minus: imitates) |"
+    print(f"| tokens of answers | share, % | median probability | {pulled}")
     print("|---|---|---|---|---|")
     for name, which in groups.items():
         median = f"{tokens.policy[which].exp().median():.2f}" if which.any() else ""
         print(f"| {name} | {100 * which.double().mean():.2f} | {median} "
               f"| {pulls(c[UNCLIPPED], which)} |")
-    print("\n| `--correction` | entropy | KL |")
+    print(f"\n| `--correction` | {pulled}")
     print("|---|---|---|")
     everything = torch.ones_like(worse)
     for way, pushed in c.items():
@@ -137,40 +147,34 @@ def print_pulls(tokens: Tokens) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="study.clip", description=__doc__.strip(),
-                                     allow_abbrev=False, formatter_class=LongHelp)
+                                     allow_abbrev=False, formatter_class=config.LongHelp)
     parser.add_argument("--model", required=True, help="folder, name or id, as in train.py")
-    parser.add_argument("--base", default="nvfp4", choices=list(nvfp4.FORMATS),
-                        help="format of the frozen weights")
     parser.add_argument("--data", required=True, help="problems, as in train.py")
-    parser.add_argument("--problems", type=int, default=32, help="the first so many")
-    parser.add_argument("--samples", type=int, default=8, help="answers to each")
-    parser.add_argument("--sigma", type=float, default=5e-2, help="of the noise on the norms")
-    parser.add_argument("--max-new-tokens", type=int, default=512, help="longest answer")
-    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    config.add_section(parser, Measured)
     args = parser.parse_args()
     with process.one_line("study.clip"):
-        device, kernels = choose_device(args.device, "auto", args.model)
-        folder = Path(hf.resolve(args.model))
+        wanted = config.section_of(Measured, args)
+        config.check_ranges(wanted)
+        device, kernels = choose_device(wanted.device, "auto", args.model)
+        folder = hf.resolve(args.model)
         tokenizer = data.Tokenizer(folder)
-        problems = data.load_problems(args.data, "train")[:args.problems]
+        problems = data.load_problems(args.data, "train")[:wanted.problems]
         problems = data.encode_prompts(tokenizer, problems, "boxed")
-        model = qwen.load(folder, args.base, device, live_vocab=tokenizer.vocab_size)
-        longest = max(len(problem.prompt) for problem in problems) + args.max_new_tokens
-        sampler = Sampler(engine_for(kernels), model, longest, len(problems) * args.samples)
-        sampling = Sampling(args.max_new_tokens, tokenizer.end_ids, temperature=1.0, seed=0)
-        def noise():
-            return aqn.noisy_norms(model, args.sigma, seed=0, step=0)
-
+        model = qwen.load(folder, wanted.base, device, live_vocab=tokenizer.vocab_size)
+        longest = max(len(problem.prompt) for problem in problems) + wanted.max_new_tokens
+        sampler = Sampler(engine_for(kernels), model, longest, len(problems) * wanted.samples)
+        sampling = Sampling(wanted.max_new_tokens, tokenizer.end_ids, temperature=1.0, seed=0)
+        noise = functools.partial(aqn.noisy_norms, model, wanted.sigma, seed=0, step=0)
         with noise():
-            rollouts = sampler.generate([problem.prompt for problem in problems], args.samples,
+            rollouts = sampler.generate([problem.prompt for problem in problems], wanted.samples,
                                         sampling, range(len(problems)))
         graded = rewards.grade_rollouts(tokenizer, problems, rollouts)
         right = torch.tensor([row["correct"] for row in graded])
-        advantages = grpo.group_advantages(right, args.samples)
+        advantages = grpo.group_advantages(right, wanted.samples)
         rows = advantages.nonzero()[:, 0].tolist()
         if not rows:
             raise ValueError("no problem has both right and wrong answers, so nothing is trained "
-                             f"on: --problems {args.problems}, --samples {args.samples}")
+                             f"on: --problems {wanted.problems}, --samples {wanted.samples}")
         tokens = tokens_of(model, rollouts, rows, advantages, noise)
         log_ratio = tokens.policy - tokens.sampler
         print(f"{len(rows)} answers with an advantage, {len(log_ratio):,} tokens; KL(sampler || "

@@ -16,6 +16,7 @@ draw needs its own run of the sampler, which takes nearly as long for few rows a
 """
 import argparse
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from harness import process  # isort: skip; it makes settings that torch reads when imported
@@ -23,8 +24,8 @@ import aqn
 import model as qwen
 import nvfp4
 import rewards
-from harness import data, hf
-from harness.config import LongHelp
+from harness import config, data, hf
+from harness.config import setting
 from harness.device import choose_device
 from harness.files import append_lines
 from sampler import Sampler, Sampling, engine_for
@@ -32,6 +33,17 @@ from study.results import sampled_setting
 
 PROBLEMS_AT_ONCE = 50                            # where there is no noise to draw
 SIGMAS = 0.0, 1e-2, 5e-2, 8e-2                   # of the noise on the norms
+
+
+@dataclass(frozen=True)
+class SampledAnswers:
+    """which answers"""
+    problems: int = setting(500, "the first so many", "[1, 1e6]")
+    samples: int = setting(8, "answers to each", "[1, 1e4]")
+    problems_a_draw: int = setting(10, "answered with one z", "[1, 1e6]")
+    max_new_tokens: int = setting(512, "longest answer", "[1, 1e6]")
+    base: str = setting("nvfp4", "format of the frozen weights", choices=nvfp4.FORMATS)
+    device: str | None = setting(None, "cpu, cuda or cuda:N (default: a GPU if there is one)")
 
 
 def sample_all(model: qwen.Qwen, sampler: Sampler, tokenizer: data.Tokenizer, problems: list,
@@ -54,38 +66,33 @@ def sample_all(model: qwen.Qwen, sampler: Sampler, tokenizer: data.Tokenizer, pr
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="study.entropy", description=__doc__.strip(),
-                                     allow_abbrev=False,
-                                     formatter_class=LongHelp)
+                                     allow_abbrev=False, formatter_class=config.LongHelp)
     parser.add_argument("--model", required=True, help="folder, name or id, as in train.py")
-    parser.add_argument("--base", default="nvfp4", choices=list(nvfp4.FORMATS),
-                        help="format of the frozen weights")
     parser.add_argument("--data", required=True, help="problems, as in train.py")
     parser.add_argument("--name", required=True, help="what these weights are called in --out")
     parser.add_argument("--out", required=True, type=Path, help=".jsonl file that grows")
-    parser.add_argument("--problems", type=int, default=500, help="the first so many")
-    parser.add_argument("--samples", type=int, default=8, help="answers to each")
-    parser.add_argument("--problems-a-draw", type=int, default=10, help="answered with one z")
-    parser.add_argument("--max-new-tokens", type=int, default=512, help="longest answer")
-    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    config.add_section(parser, SampledAnswers)
     args = parser.parse_args()
     with process.one_line("study.entropy"):
-        device, kernels = choose_device(args.device, "auto", args.model)
+        wanted = config.section_of(SampledAnswers, args)
+        config.check_ranges(wanted)
+        device, kernels = choose_device(wanted.device, "auto", args.model)
         folder = hf.resolve(args.model)
         tokenizer = data.Tokenizer(folder)
-        problems = data.load_problems(args.data, "test")[:args.problems]
+        problems = data.load_problems(args.data, "test")[:wanted.problems]
         problems = data.encode_prompts(tokenizer, problems, "boxed")
-        model = qwen.load(folder, args.base, device, live_vocab=tokenizer.vocab_size)
-        longest = max(len(problem.prompt) for problem in problems) + args.max_new_tokens
-        rows = max(PROBLEMS_AT_ONCE, args.problems_a_draw) * args.samples
+        model = qwen.load(folder, wanted.base, device, live_vocab=tokenizer.vocab_size)
+        longest = max(len(problem.prompt) for problem in problems) + wanted.max_new_tokens
+        rows = max(PROBLEMS_AT_ONCE, wanted.problems_a_draw) * wanted.samples
         sampler = Sampler(engine_for(kernels), model, longest, rows)
-        sampling = Sampling(args.max_new_tokens, tokenizer.end_ids, temperature=1.0, seed=0)
+        sampling = Sampling(wanted.max_new_tokens, tokenizer.end_ids, temperature=1.0, seed=0)
         for sigma in SIGMAS:
             began = time.perf_counter()
-            a_draw = args.problems_a_draw if sigma else PROBLEMS_AT_ONCE
-            answers = sample_all(model, sampler, tokenizer, problems, args.samples, sampling, sigma,
+            a_draw = wanted.problems_a_draw if sigma else PROBLEMS_AT_ONCE
+            answers = sample_all(model, sampler, tokenizer, problems, wanted.samples, sampling, sigma,
                                  a_draw)
             line = {"name": args.name, "noise": "aqn" if sigma else "none", "sigma": sigma,
-                    "samples": args.samples, "problems_a_draw": a_draw, "answers": answers}
+                    "samples": wanted.samples, "problems_a_draw": a_draw, "answers": answers}
             append_lines(args.out, [line])
             found = sampled_setting(line)
             print(f"{found.name}, {found.noise}: entropy {found.entropy.mean():.4f} nats a token, "

@@ -3,6 +3,7 @@ What the paper's clip holds, and what that does to the entropy: against finite d
 
 python -m pytest tests/test_clip.py -v
 """
+import re
 import sys
 from pathlib import Path
 
@@ -60,8 +61,8 @@ def test_the_tables_of_five_tokens_by_hand(capsys):
     assert said[2:7] == [["20.00", "0.10", "-40.00", "+0.00"], ["20.00", "0.30", "-60.00", "+30.00"],
                          ["20.00", "0.20", "+30.00", "+0.00"], ["20.00", "0.60", "+30.00", "-60.00"],
                          ["20.00", "0.90", "-100.00", "+0.00"]]
-    # c is (-1, 1, 1, -1, 1), (-0.5, 1.5, 0.5, -1.5, 1), (0, 0, 0.5, -1.5, 1) and as in the table above.
-    assert said[10:] == [["-140.00", "-20.00"], ["-140.00", "-30.00"], ["-40.00", "-60.00"], ["-140.00", "-30.00"],
+    # c is (-0.5, 1.5, 0.5, -1.5, 1), (0, 0, 0.5, -1.5, 1), (-1, 1, 1, -1, 1) and as in the table above.
+    assert said[10:] == [["-140.00", "-30.00"], ["-40.00", "-60.00"], ["-140.00", "-20.00"], ["-140.00", "-30.00"],
                          ["-100.00", "+0.00"]]
 
 
@@ -81,6 +82,14 @@ def test_the_program_measures_answers_of_a_model_with_noise(monkeypatch, capsys)
 
 def test_problems_that_teach_nothing_are_one_line(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["clip", "--model", str(TINY), "--data", "arithmetic", "--problems", "1",
-                                      "--samples", "1", "--max-new-tokens", "4", "--device", "cpu"])
+                                      "--samples", "2", "--max-new-tokens", "4", "--device", "cpu"])
     with pytest.raises(SystemExit, match="no problem has both right and wrong answers"):
+        clip.main()
+
+
+@pytest.mark.parametrize("flag,value,allowed", [("--problems", "0", "[1, 1e6]"), ("--samples", "1", "[2, 1e4]"),
+                                                ("--sigma", "0", "(0, 10]"), ("--max-new-tokens", "0", "[1, 1e6]")])
+def test_a_flag_outside_of_its_range_is_one_line(monkeypatch, flag, value, allowed):
+    monkeypatch.setattr(sys, "argv", ["clip", "--model", str(TINY), "--data", "arithmetic", flag, value])
+    with pytest.raises(SystemExit, match=re.escape(f"study.clip: {flag} must lie in {allowed}, got {value}")):
         clip.main()

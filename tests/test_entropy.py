@@ -4,6 +4,7 @@ The study's measure of the sampler's entropy: by hand, and against the entropy o
 python -m pytest tests/test_entropy.py -v
 """
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -67,3 +68,11 @@ def test_every_sigma_becomes_a_line_of_its_answers_and_says_its_means(tmp_path, 
         assert f"entropy {-logprobs / tokens:.4f} nats a token" in text and f", {tokens / 6:.0f} tokens an" in text
     assert said[0].startswith("search, none: ") and said[3].startswith("search, aqn 0.08: ")
     assert lines[0]["answers"] != lines[3]["answers"]                     # sigma 8e-2 changes what is drawn
+
+
+@pytest.mark.parametrize("flag,allowed", [("--problems", "[1, 1e6]"), ("--problems-a-draw", "[1, 1e6]")])
+def test_a_flag_outside_of_its_range_is_one_line(monkeypatch, tmp_path, flag, allowed):
+    monkeypatch.setattr(sys, "argv", ["entropy", "--model", str(TINY), "--data", "arithmetic", "--name", "x", "--out",
+                                      str(tmp_path / "x.jsonl"), flag, "0"])
+    with pytest.raises(SystemExit, match=re.escape(f"study.entropy: {flag} must lie in {allowed}, got 0")):
+        entropy.main()

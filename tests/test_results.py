@@ -461,7 +461,8 @@ def test_the_studys_comparison_on_math_is_what_its_files_hold(monkeypatch, capsy
     monkeypatch.chdir(ROOT)
     arms = [f"math-{base}-{rate}" for base in ("bf16", "calibrated") for rate in ("1e-4", "2e-4")]
     pairs = [f"math-calibrated-{rate}:math-bf16-{rate}" for rate in ("1e-4", "2e-4")]
-    planned, study, readme = ((ROOT / name).read_text() for name in ("study/planned.md", "study/README.md", "README.md"))
+    planned, study, readme = ((ROOT / name).read_text()
+                              for name in ("study/planned.md", "study/README.md", "README.md"))
     means = {}
     for kind in "sampled", "greedy":
         assert run(monkeypatch, "pairs", kind, *pairs) is None
@@ -542,7 +543,8 @@ def test_the_studys_tables_of_figures_are_what_the_files_hold(what, first, other
     line = printed[printed.index(f"| points, {answers} | before | after | gain | seeds |") + 2].strip("| ").split(" | ")
     rows = [row.strip("| ").split(" | ") for row in (ROOT / "study" / "README.md").read_text().splitlines()
             if row.startswith(f"| {what} | {answers} |")]
-    assert [[row[-2], row[-1].split(", by Student")[0].strip("*")] for row in rows] == [[str(len(line[-1].split(", "))), line[column]]]
+    said = [[row[-2], row[-1].split(", by Student")[0].strip("*")] for row in rows]
+    assert said == [[str(len(line[-1].split(", "))), line[column]]]
 
 
 @pytest.mark.parametrize("what,first,other", [
