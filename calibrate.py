@@ -59,11 +59,22 @@ from tqdm import tqdm
 import model as qwen
 import nvfp4
 from attention import PackedAttention, lay_out
-from harness import data, hf
-from harness.process import counted
+from files import counted
 from lora import Linear, Scratch
 from ops import mm_fp32
+from prompts import Tokenizer
 from sampler import Sampler, Sampling, engine_for
+from tasks.problems import Problem, problems_at
+from weights import (
+    NVFP4_CONFIG,
+    TARGETS,
+    ModelFolder,
+    files_to_copy,
+    linear_columns,
+    nvfp4_tensors,
+    read_config,
+    save_model,
+)
 
 DAMPING = 0.02                                   # x the mean of H's diagonal, added to the diagonal
 PANEL = 128                                      # columns between two updates of all that follow
@@ -209,18 +220,18 @@ def output_error(w: Tensor, tensors: Nvfp4Tensors, hessian: Tensor) -> float:
 # -----------------------------------------------------------------------------
 # A model, layer by layer
 
-def write_calibrated(source: Path, out: Path, tokenizer: data.Tokenizer,
-                     problems: list[data.Problem], count: int, device: torch.device,
+def write_calibrated(source: Path, out: Path, tokenizer: Tokenizer,
+                     problems: list[Problem], count: int, device: torch.device,
                      kernels: str | None, codes: str = "gptq", max_new_tokens: int = 512,
                      seed: int = 0) -> int:
     """Write the 16-bit model in `source` to the new folder `out` in NVFP4, with codes chosen by its
     own answers to `count` of the problems, or to all if they are fewer -> how many it answered.
 
-    device, kernels: what harness.device.choose_device returned. codes: a name in CODES. seed: of
+    device, kernels: what harness.setup.choose_device returned. codes: a name in CODES. seed: of
     the choice of problems and of the answers.
     """
     files = source_of(source, device)            # refuses what cannot be written before any answer
-    some = data.problems_at(problems, seed, range(min(count, len(problems))))
+    some = problems_at(problems, seed, range(min(count, len(problems))))
     texts = own_answers(source, tokenizer, some, device, kernels, max_new_tokens, seed)
     to_nvfp4(files, out, codes, texts, tokenizer.vocab_size)
     return len(some)
@@ -232,7 +243,7 @@ class Text(NamedTuple):
     start: int                                   # where the answer begins
 
 
-def own_answers(folder: str | Path, tokenizer: data.Tokenizer, problems: list[data.Problem],
+def own_answers(folder: str | Path, tokenizer: Tokenizer, problems: list[Problem],
                 device: torch.device, kernels: str | None, max_new_tokens: int, seed: int
                 ) -> list[Text]:
     """Texts to calibrate by: the answers, at temperature 1, of the model rounded to NVFP4.
@@ -372,18 +383,18 @@ CODES = {                                        # by --codes of tools/convert.p
 }
 
 
-def source_of(folder: Path, device: torch.device) -> hf.ModelFolder:
+def source_of(folder: Path, device: torch.device) -> ModelFolder:
     """Open a folder of a 16-bit model. ValueError if it cannot be held as NVFP4, or if a file
     beside the weights cannot be copied.
     """
-    hf.files_to_copy(folder)
+    files_to_copy(folder)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    if hf.read_config(folder / "config.json").get("quantization_config"):
+    if read_config(folder / "config.json").get("quantization_config"):
         raise ValueError(f"{folder}/config.json: has a quantization_config: it is quantized "
                          "already")
-    files = hf.ModelFolder(folder, "bf16", device, dtype)
+    files = ModelFolder(folder, "bf16", device, dtype)
     c = qwen.ModelConfig.from_json(files.config)
-    for key, columns in hf.linear_columns(files.config).items():
+    for key, columns in linear_columns(files.config).items():
         if columns % 16:
             raise ValueError(f"{folder}/config.json: {key} is {columns}, not a multiple of 16")
     files.check("model.embed_tokens.weight", (c.vocab, c.width))     # no layer reads these three
@@ -393,28 +404,28 @@ def source_of(folder: Path, device: torch.device) -> hf.ModelFolder:
     return files
 
 
-def to_nvfp4(files: hf.ModelFolder, out: Path, codes: str = "search", texts: Sequence[Text] = (),
+def to_nvfp4(files: ModelFolder, out: Path, codes: str = "search", texts: Sequence[Text] = (),
              live_vocab: int | None = None) -> None:
     """Write source_of()'s model to the new folder `out` as compressed-tensors writes NVFP4.
 
     lm_head and embedding stay bf16. codes, texts: see coded_linears(). The KL that the texts
     measure goes into config.json as `calibration`, and is printed whenever the folder is read.
     """
-    about = {"quantization_config": hf.NVFP4_CONFIG}
-    linears = tuple(f"{name}.weight" for name in hf.TARGETS)
+    about = {"quantization_config": NVFP4_CONFIG}
+    linears = tuple(f"{name}.weight" for name in TARGETS)
 
     def tensors():
         for name in files.names:
             if not name.endswith(linears):
                 yield name, files.read(name).bfloat16().cpu()
         for name, coded in coded_linears(files, codes, texts, live_vocab, about):
-            yield from hf.nvfp4_tensors(name, *coded)
+            yield from nvfp4_tensors(name, *coded)
 
-    hf.save_model(tensors(), files.folder, out, about)
+    save_model(tensors(), files.folder, out, about)
 
 
 @torch.no_grad()
-def coded_linears(files: hf.ModelFolder, codes: str, texts: Sequence[Text], live_vocab: int | None,
+def coded_linears(files: ModelFolder, codes: str, texts: Sequence[Text], live_vocab: int | None,
                   about: dict) -> Iterator[tuple[str, Nvfp4Tensors]]:
     """Quantize a model layer by layer: yields the name of each linear and its tensors.
 

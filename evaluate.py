@@ -7,7 +7,7 @@ Measures a model's accuracy, with or without an adapter, with the sampler and gr
     python evaluate.py ... --against before.jsonl    compared with that evaluation, by problem
 
 Answers are greedy by default. With --samples N each problem gets N sampled answers, for pass@k and
-maj@k (harness/figures.py). The figures are printed, and docs/metrics.md defines them. If stdout is
+maj@k (tasks/figures.py). The figures are printed, and docs/metrics.md defines them. If stdout is
 no terminal but a file or a pipe, its last line is a JSON object of all of them. --out grows with
 each problem that is done. Ctrl-C ends the sampling, and the figures of the problems that are done
 are printed. If a full disk cuts --out short, the figures still count all answers.
@@ -24,7 +24,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness import process  # before torch
+import env  # isort: skip; its settings come before torch
+
 import torch
 from tqdm import tqdm
 
@@ -32,14 +33,28 @@ import lora
 import model as qwen
 import nvfp4
 import rewards
-from answers import can_read
-from harness import config, data, hf, peft, plugin
-from harness.config import MAX_ROWS, Settings, setting
-from harness.device import KERNELS, choose_device, configure_cpu, refuse_large_rank
-from harness.figures import evaluation_figures, paired_figures, sampler_entropy
-from harness.files import errors_name_file, json_line, read_json, read_rows, write_atomically
-from harness.ranks import say
+from files import errors_name_file, first_line, json_line, read_json, read_rows, write_atomically
+from harness import config
+from harness.config import KERNELS, MAX_ROWS, Settings, setting
+from harness.setup import choose_device, configure_cpu, refuse_large_rank
+from prompts import Tokenizer, digest_of, encode_prompts, prompt_function, split_problems
+from ranks import say
 from sampler import Sampler, Sampling, Sequence, engine_for, rollouts_of
+from tasks import plugin
+from tasks.answers import can_read
+from tasks.figures import evaluation_figures, paired_figures, sampler_entropy
+from tasks.problems import Problem, check_source, has_test_split, load_problems
+from weights import (
+    base_of,
+    check_lengths,
+    check_model,
+    max_positions,
+    read_peft,
+    read_peft_config,
+    resolve,
+    tell_other_conditions,
+    training_conditions,
+)
 
 
 @dataclass(frozen=True)
@@ -115,7 +130,7 @@ def read_flags() -> tuple[Which, Evaluation, Settings | None]:
     wanted = config.section_of(Evaluation, args)
     if which.model is None or not (wanted.data or run):
         raise ValueError("needs the folder of a run, or --model and --data")
-    hf.check_model(which.model)
+    check_model(which.model)
     if wanted.temperature is None:
         wanted = dataclasses.replace(wanted, temperature=0.0 if wanted.samples == 1 else 0.6)
     config.check_ranges(wanted)
@@ -129,14 +144,14 @@ def read_flags() -> tuple[Which, Evaluation, Settings | None]:
         os.remove(wanted.out)
     if wanted.temperature == 0:                  # greedy ignores the two: the figures say so
         wanted = dataclasses.replace(wanted, top_p=1.0, top_k=0)
-    data.prompt_function(wanted.prompt_style)
+    prompt_function(wanted.prompt_style)
     if wanted.data:
-        data.check_source(wanted.data)
+        check_source(wanted.data)
     return which, wanted, run
 
 
 def open_model(which: Which, prompt_style: str, thinking: str
-               ) -> tuple[Which, torch.device, str | None, data.Tokenizer]:
+               ) -> tuple[Which, torch.device, str | None, Tokenizer]:
     """-> the flags with --base and --device decided; the device, and which kernels decode there;
     the tokenizer.
 
@@ -148,21 +163,21 @@ def open_model(which: Which, prompt_style: str, thinking: str
     if kernels:
         say(f"decode kernels: {kernels}, on {torch.cuda.get_device_name(device)}")
     if which.adapter:
-        rank = peft.read_peft_config(which.adapter).lora_rank
+        rank = read_peft_config(which.adapter).lora_rank
         refuse_large_rank(rank, device, f"--adapter {which.adapter}: its rank of {rank}")
-        peft.read_peft(which.adapter)
-    folder = hf.resolve(which.model, weights=False)
-    base = hf.base_of(folder, which.base)
+        read_peft(which.adapter)
+    folder = resolve(which.model, weights=False)
+    base = base_of(folder, which.base)
     if which.adapter:
-        conditions = peft.training_conditions(folder, base, prompt_style, thinking)
-        peft.tell_other_conditions(which.adapter, conditions)
-    tokenizer = data.Tokenizer(folder, thinking)
+        conditions = training_conditions(folder, base, prompt_style, thinking)
+        tell_other_conditions(which.adapter, conditions)
+    tokenizer = Tokenizer(folder, thinking)
     return dataclasses.replace(which, base=base, device=device.type), device, kernels, tokenizer
 
 
-def load_model(which: Which, device: torch.device, tokenizer: data.Tokenizer) -> qwen.Qwen:
+def load_model(which: Which, device: torch.device, tokenizer: Tokenizer) -> qwen.Qwen:
     """What open_model() returned -> the model, held as --base and --dtype say, with --adapter."""
-    model = qwen.load(hf.resolve(which.model), which.base, device, which.dtype,
+    model = qwen.load(resolve(which.model), which.base, device, which.dtype,
                       tokenizer.vocab_size)
     configure_cpu(model)
     if which.adapter:
@@ -181,7 +196,7 @@ def read_results(path: str) -> list[dict]:
     return rows
 
 
-def problems_of(wanted: Evaluation, run: Settings | None, tokenizer: data.Tokenizer
+def problems_of(wanted: Evaluation, run: Settings | None, tokenizer: Tokenizer
                 ) -> tuple[list, str]:
     """-> problems with prompts, of --data or what the run holds out; where they come from.
 
@@ -193,20 +208,20 @@ def problems_of(wanted: Evaluation, run: Settings | None, tokenizer: data.Tokeni
     source = wanted.data
     by_run = ""
     if source:
-        problems = data.load_problems(source, "test", needs_gold=not wanted.reward)
+        problems = load_problems(source, "test", needs_gold=not wanted.reward)
     else:
         held = run.data
         source = held.eval_data or held.data
-        ends_training_data = not held.eval_data and not data.has_test_split(held.data)
+        ends_training_data = not held.eval_data and not has_test_split(held.data)
         if wanted.limit is not None and not ends_training_data:
             held = dataclasses.replace(held, eval_problems=0)
         # Prompts that were too long for the run are not among its problems. So lengths are measured
         # with the run's --thinking, which changes them.
         asked = tokenizer if held.thinking == wanted.thinking else \
-            data.Tokenizer(tokenizer.folder, held.thinking)
-        trained_on, problems = data.split_problems(held, asked)
+            Tokenizer(tokenizer.folder, held.thinking)
+        trained_on, problems = split_problems(held, asked)
         before = read_json(Path(run.general.out) / "run.json").get("problems_sha256")
-        now = data.digest_of(trained_on + problems, held.reward)
+        now = digest_of(trained_on + problems, held.reward)
         if ends_training_data and before not in (None, now):
             raise ValueError(f"{run.general.out} was trained on other problems or prompts than "
                              f"{source} has now, perhaps on those at its end: name problems with "
@@ -216,7 +231,7 @@ def problems_of(wanted: Evaluation, run: Settings | None, tokenizer: data.Tokeni
             by_run += " (--limit 0: all of the test split)"
     problems = problems[:wanted.limit or None]
     say(f"{len(problems):,} problems of {source}{by_run}")
-    return data.encode_prompts(tokenizer, problems, wanted.prompt_style), source
+    return encode_prompts(tokenizer, problems, wanted.prompt_style), source
 
 
 def prove_adapter(model: qwen.Qwen, sampler: Sampler, prompt: list, max_new_tokens: int) -> float:
@@ -252,7 +267,7 @@ def prove_adapter(model: qwen.Qwen, sampler: Sampler, prompt: list, max_new_toke
     return shift
 
 
-def grade_problem(wanted: Evaluation, tokenizer: data.Tokenizer, problem: data.Problem,
+def grade_problem(wanted: Evaluation, tokenizer: Tokenizer, problem: Problem,
                   answers: list[Sequence], plug_in: plugin.Reward | None) -> list[dict]:
     """-> a row for each answer to one problem, in their order."""
     answers = sorted(answers, key=lambda one: one.row)
@@ -265,7 +280,7 @@ def grade_problem(wanted: Evaluation, tokenizer: data.Tokenizer, problem: data.P
     return rows
 
 
-def answer(wanted: Evaluation, tokenizer: data.Tokenizer, problems: list, sampler: Sampler,
+def answer(wanted: Evaluation, tokenizer: Tokenizer, problems: list, sampler: Sampler,
            plug_in: plugin.Reward | None) -> tuple[list[dict], float, float | None, str]:
     """-> rows of the problems that were done, in their order; seconds; share of idle rows, or None
     if Ctrl-C came; why --out could not be written, or "".
@@ -321,7 +336,7 @@ def answer(wanted: Evaluation, tokenizer: data.Tokenizer, problems: list, sample
             write_atomically(wanted.out, "".join(map(json_line, rows)).encode())
             failure = ""                         # the disk may have space again
         except OSError as error:
-            failure = process.first_line(error)
+            failure = first_line(error)
         remove_if_empty(wanted.out)              # Ctrl-C before the first problem, or a full disk
     return rows, seconds, idle, failure
 
@@ -349,13 +364,13 @@ def append_rows(path: str, rows: list[dict]) -> str:
         if before is not None:
             with suppress(OSError):
                 os.truncate(path, before)
-        return process.first_line(error)
+        return first_line(error)
     return ""
 
 
 def main() -> None:
     began = time.perf_counter()
-    with process.one_line("evaluate.py"):
+    with env.one_line("evaluate.py"):
         which, wanted, run = read_flags()
         plug_in = plugin.Reward(wanted.reward) if wanted.reward else None
         others = read_results(wanted.against) if wanted.against else None
@@ -368,9 +383,9 @@ def main() -> None:
         longest = max(len(problem.prompt) for problem in problems)
         new_tokens = wanted.max_new_tokens
         if new_tokens is None:
-            new_tokens = max(1, min(4096, hf.max_positions(folder) - longest))
+            new_tokens = max(1, min(4096, max_positions(folder) - longest))
         wanted = dataclasses.replace(wanted, data=source, max_new_tokens=new_tokens)
-        hf.check_lengths(folder, longest + new_tokens)
+        check_lengths(folder, longest + new_tokens)
         model = load_model(which, device, tokenizer)
         rows_at_once = min(wanted.max_rows, len(problems) * wanted.samples)
         sampler = Sampler(engine_for(kernels), model, longest + new_tokens, rows_at_once)
@@ -440,7 +455,7 @@ def print_result(figures: dict, flags: dict, shift: float | None, device: torch.
     if sys.stdout.isatty():
         return
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    about = process.provenance(hardware)
+    about = env.provenance(hardware)
     print(json_line({**flags, **figures, "adapter_shift": shift, **about}), end="")
 
 

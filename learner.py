@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 import grpo
-from harness.ranks import RANK, WORLD, all_sum, gather
 from lora import Adapter
 from model import Qwen
+from ranks import RANK, WORLD, all_sum, gather
 from sampler import Rollouts
 
 FIRST_LOSS_SCALE = 2.0**14
@@ -69,7 +69,7 @@ class AdamW:
     """The optimizer of an adapter: AdamW (1711.05101) on its one flat vector of parameters.
 
     To try another optimizer, write a class with these four methods and put it into
-    Learner.OPTIMIZER: checkpoints, resumed runs and the memory plan of fast/memory.py follow from
+    Learner.OPTIMIZER: checkpoints, resumed runs and the memory plan of harness/memory.py follow from
     state_bytes() and tensors().
     """
     MOMENTS = "exp_avg", "exp_avg_sq"            # as torch.optim names them

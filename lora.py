@@ -34,9 +34,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from harness import hf, peft
 from nvfp4 import Weight
 from ops import mm, mm_fp32
+from weights import NORMS, read_peft, read_peft_header, write_peft
 
 # -----------------------------------------------------------------------------
 # The wide matrix, or how the learner computes y in one product
@@ -300,7 +300,7 @@ class Adapter:
                 yield f"base_model.model.{name}.lora_A.weight", part_a
                 yield f"base_model.model.{name}.lora_B.weight", part_b
         for i, weight in enumerate(norm_weights):
-            yield f"base_model.model.model.layers.{i // 2}.{hf.NORMS[i % 2]}.weight", weight
+            yield f"base_model.model.model.layers.{i // 2}.{NORMS[i % 2]}.weight", weight
 
 
 def attach(model: torch.nn.Module, rank: int = 32, alpha: float = 32, norms: bool = False,
@@ -358,21 +358,21 @@ def save_adapter(model: torch.nn.Module, folder: str | Path, master: Tensor | No
     adapter = model.adapter
     flat = adapter.master.data if master is None else master
     tensors = {name: view.cpu().contiguous() for name, view in adapter.peft_tensors(flat)}
-    peft.write_peft(folder, tensors, model.name, adapter.rank, adapter.alpha, bool(adapter.norms))
+    write_peft(folder, tensors, model.name, adapter.rank, adapter.alpha, bool(adapter.norms))
 
 
 def load_adapter(model: torch.nn.Module, folder: str | Path) -> Adapter:
     """Attach the adapter of a PEFT folder. ValueError names what is missing or does not fit, before
     anything of the size that the folder claims is allocated.
     """
-    (rank, alpha, norms), held = peft.read_peft_header(folder)
+    (rank, alpha, norms), held = read_peft_header(folder)
     wanted = peft_shapes(model, rank, norms)
     wrong = sorted(wanted.keys() ^ held.keys())
     wrong += [name for name in wanted if name in held and wanted[name] != held[name]]
     if wrong:
         raise ValueError(f"{folder}: {len(wrong)} tensors are missing, unknown or of another "
                          f"shape, first {wrong[0]}")
-    _, tensors = peft.read_peft(folder)
+    _, tensors = read_peft(folder)
     adapter = attach(model, rank, alpha, norms)
     for name, view in adapter.peft_tensors(adapter.master.data):
         view.copy_(tensors[name])
@@ -389,6 +389,6 @@ def peft_shapes(model: torch.nn.Module, rank: int, norms: bool) -> dict[str, tup
                 shapes[f"base_model.model.{name}.lora_A.weight"] = (rank, linear.weight.K)
                 shapes[f"base_model.model.{name}.lora_B.weight"] = (rows, rank)
     for i, layer in enumerate(model.layers if norms else []):
-        for name, norm in zip(hf.NORMS, (layer.input_norm, layer.post_norm)):
+        for name, norm in zip(NORMS, (layer.input_norm, layer.post_norm)):
             shapes[f"base_model.model.model.layers.{i}.{name}.weight"] = tuple(norm.weight.shape)
     return shapes

@@ -47,9 +47,14 @@ import torch
 import triton
 import triton.language as tl
 
-from harness.device import capability
 from nvfp4 import Weight
 from ops import mm_fp32
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """The GPU's compute capability: (9, 0) of an H200, which is sm_90. (0, 0) on a CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
 
 SCALE_BLOCK = 16                    # consecutive weights of a row that share a scale
 # A tile of W is 128 x 128 weights. The layout below is built on that number: a row of a tile is

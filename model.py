@@ -53,9 +53,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attention import PackedAttention, lay_out
-from harness import hf
 from lora import Linear, Scratch
 from ops import elementwise, mlp, mm_fp32, token_logprobs
+from weights import ModelFolder, resolve
 
 FP16_SHIFT = 2.0**-4                             # the residual times this enters a norm in fp16
 
@@ -341,7 +341,7 @@ def load(folder: str | Path, base: str = "nvfp4", device: torch.device | str | N
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype)
-    files = hf.ModelFolder(hf.resolve(folder), base, device, dtype)
+    files = ModelFolder(resolve(folder), base, device, dtype)
     config = ModelConfig.from_json(files.config)
     if (live_vocab or 0) > config.vocab:
         raise ValueError(f"{files.folder}: tokenizer.json has ids up to {live_vocab - 1}, the "

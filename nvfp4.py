@@ -61,7 +61,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ops import twin_in_kernels
+from ops import on_gpu, twin_in_kernels
 
 WEIGHTS_AT_A_TIME = 2**22                        # encoded together: 100 MB of fp32 temporaries
 
@@ -368,7 +368,6 @@ def fuse(parts: list[tuple[Tensor, Tensor, Tensor]], dtype: torch.dtype) -> Weig
     block_scale = torch.cat([part[1] for part in parts])
     row_scale = torch.cat([part[2].expand(len(part[0])) for part in parts])
     if packed.is_cuda:
-        import marlin_fp4                        # late: it needs Triton, which a CPU may lack
-        return marlin_fp4.pack(packed, block_scale, row_scale, dtype)
+        return on_gpu("pack")(packed, block_scale, row_scale, dtype)
     shape = len(packed), 2 * packed.shape[1]
     return Weight((packed, block_scale, row_scale), dequantize, shape, dtype)

@@ -11,8 +11,8 @@ Attention's backward pass is in attention.py, a linear's in lora.py.
 Twins. A function marked @twin_in_kernels is complete in plain torch: that is what to read, and what
 runs on a CPU. If its tensors are on a GPU, the function of the same name in fast/kernels.py runs
 instead, which moves each number through memory once or twice and not once for every operation. Most
-are Triton kernels, attention is torch's FlashAttention. fast/kernels.py is imported on the first
-call on a GPU, so a machine without Triton never opens it.
+are Triton kernels, attention is torch's FlashAttention. `import fast` registers them; a program does
+that once it has chosen a GPU, so a machine without Triton never opens fast/.
 
 Shapes: T tokens, D width, F feed-forward, V vocabulary; M rows, N columns and K summed terms of a
 product; c rows of a chunk.
@@ -25,6 +25,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+ON_GPU: dict[str, Callable] = {}                 # name -> function; fast/__init__.py fills it
+
+
+def on_gpu(name: str) -> Callable:
+    """What fast/ has for a GPU under this name. RuntimeError before `import fast`: tensors on a GPU
+    never take the plain path in silence.
+    """
+    if name not in ON_GPU:
+        raise RuntimeError(f"{name} has nothing registered for a GPU: `import fast` comes first")
+    return ON_GPU[name]
+
 
 def twin_in_kernels(reference: Callable) -> Callable:
     """A decorator: on a GPU the function's twin in fast/kernels.py runs in its place.
@@ -35,10 +46,8 @@ def twin_in_kernels(reference: Callable) -> Callable:
     @functools.wraps(reference)
     def either(*arguments, **options):
         tensor = next(a for a in arguments if isinstance(a, torch.Tensor))
-        if not tensor.is_cuda:
-            return reference(*arguments, **options)
-        from fast import kernels
-        return getattr(kernels, reference.__name__)(*arguments, **options)
+        function = on_gpu(reference.__name__) if tensor.is_cuda else reference
+        return function(*arguments, **options)
     either.reference = reference
     return either
 

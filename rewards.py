@@ -22,7 +22,7 @@ import math
 import re
 from typing import Callable, NamedTuple
 
-from answers import END_OF_TURN, MULTIPLES, is_equal
+from tasks.answers import END_OF_TURN, MULTIPLES, is_equal
 
 MAX_TAIL = 20_000      # characters searched for tags, markers and numbers; boxes are found anywhere
 
@@ -102,8 +102,8 @@ def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
     return -min(1.0, max(0.0, over))
 
 
-def grade_rollouts(tokenizer: "harness.data.Tokenizer", problems: list,
-                   rollouts: "sampler.Rollouts", style: str = "boxed",
+def grade_rollouts(tokenizer: "prompts.Tokenizer", problems: list,  # noqa: F821
+                   rollouts: "sampler.Rollouts", style: str = "boxed",  # noqa: F821
                    plug_in: Callable | None = None) -> list[dict]:
     """One dict for each row of the rollouts: the problem, the prompt as the model saw it, the
     completion, the answer that was found in it, the verdict, and the reward `task`.

@@ -71,9 +71,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention import PackedAttention
-from harness.process import Stopped
+from files import Stopped
 from model import Qwen
-from ops import mm_fp32
+from ops import mm_fp32, on_gpu
 
 KV_BLOCK = 32                                    # tokens; on average a row leaves half of one empty
 PREFILL_TOKENS = 16384                           # in one packed prefill: bounds its activations
@@ -339,12 +339,11 @@ def attention_to_cache(kv: Tensor, table: Tensor, prefix: Tensor, pos: Tensor) -
 
 def engine_for(kernels: str | None) -> Callable:
     """The engine class, as Sampler takes it. kernels: which of them decode, as
-    harness.device.choose_device returned it; None on a CPU.
+    harness.setup.choose_device returned it; None on a CPU.
     """
     if kernels is None:
         return TorchEngine
-    from fast.decode import GraphEngine
-    return functools.partial(GraphEngine, kernels=kernels)
+    return functools.partial(on_gpu("GraphEngine"), kernels=kernels)
 
 
 # -----------------------------------------------------------------------------
@@ -488,7 +487,7 @@ class Sampler:
         randomness follows from these and the seed, so a prompt at another place gets other answers.
         progress(made, sequences) is called after each window with the number of new tokens and the
         Sequences that got them, those included that ended.
-        harness.process.Stopped if a log-prob is not finite.
+        files.Stopped if a log-prob is not finite.
         """
         began = time.perf_counter()
         sequences = self._sequences(prompts, group_size, sampling, places)

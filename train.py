@@ -27,7 +27,7 @@ run can learn nothing any more, because every update is skipped for instance, tr
 itself (harness/console.py says when), and the adapter of the steps with the best accuracy is saved
 in adapters/last_good.
 
-In other files: how a run is set up (harness/prepare.py), its settings (harness/config.py).
+In other files: how a run is set up (harness/setup.py), its settings (harness/config.py).
 Not supported: training a reward model.
 """
 import dataclasses
@@ -38,22 +38,24 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from harness import process  # isort: skip; it makes settings that torch reads when imported
+import env  # isort: skip; its settings come before torch
+
 import numpy as np
 import torch
 
 import aqn
 import grpo
 import rewards
-from harness import data
-from harness.checkpoints import claimed, ending_with, signals_wait
+from files import Stopped, counted
 from harness.config import Objective, Optim, Rollout, read_settings
 from harness.console import Watch
-from harness.figures import sampler_entropy
-from harness.prepare import Progress, Run, begin, prepare
-from harness.ranks import gather, say, share
+from harness.folder import claimed, ending_with, signals_wait
+from harness.setup import Progress, Run, begin, prepare
 from learner import Batch, Update
+from ranks import gather, say, share
 from sampler import Rollouts, Sampling
+from tasks.figures import sampler_entropy
+from tasks.problems import problems_at
 
 # -----------------------------------------------------------------------------
 # Score
@@ -187,7 +189,7 @@ def evaluate(run: Run, sampling: Sampling, steps_done: int) -> tuple[dict, list[
     if run.settings.data.reward:
         metrics["eval_reward"] = column(rows, "task").nanmean().item()
     told = ", ".join(f"{key.removeprefix('eval_')} {value:.3f}" for key, value in metrics.items())
-    say(f"after {process.counted(steps_done, 'step')}: held-out {told}, "
+    say(f"after {counted(steps_done, 'step')}: held-out {told}, "
         f"in {time.perf_counter() - began:.1f} s")
     return metrics, rows
 
@@ -250,7 +252,7 @@ def train(run: Run) -> None:
         began = time.perf_counter()
         next_cursor = progress.cursor + rollout.prompts_per_step
         places = share(range(progress.cursor, next_cursor))
-        problems = data.problems_at(run.problems, seed, places)
+        problems = problems_at(run.problems, seed, places)
         prompts = [problem.prompt for problem in problems]
         sigma = aqn.sigma_at(step, steps, noise.sigma_start, noise.sigma_end, noise.noise_stages,
                              noise.noise_schedule)
@@ -297,12 +299,12 @@ def give_up(run: Run, verdict: str, step: int, master: torch.Tensor) -> None:
     """Ends a run that learns nothing, with the adapter of its best steps in adapters/last_good."""
     run.folder.keep_adapter("last_good", {"master": master})
     gather([])                                   # wait: when one rank ends, torchrun ends all
-    raise process.Stopped(f"{verdict}; adapters/last_good is that of step {step}",
+    raise Stopped(f"{verdict}; adapters/last_good is that of step {step}",
                           "go on all the same with --resume --watch off")
 
 
 def main() -> None:
-    with process.one_line("train.py"):           # a user's error ends in one line, not a traceback
+    with env.one_line("train.py"):           # a user's error ends in one line, not a traceback
         settings, resumed = read_settings()
         general = settings.general
         with claimed(Path(general.out), general.resume):         # no other run may write there

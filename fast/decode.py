@@ -42,12 +42,27 @@ from triton.language import constexpr
 
 from attention import Spans, attend_spans
 from fast import kernels
-from fast.kernels import (AttentionPlan, LayerCache, LogitChunks, NextNorm, RowSquares, RowState,
-                          SplitSoftmaxes, UnfinishedLinear)
-from harness.device import capability
+from fast.hopper_fp4 import hopper_matmul
+from fast.kernels import (
+    AttentionPlan,
+    LayerCache,
+    LogitChunks,
+    NextNorm,
+    RowSquares,
+    RowState,
+    SplitSoftmaxes,
+    UnfinishedLinear,
+)
 from lora import Adapter, Linear
-from marlin_fp4 import (TILE_SIDE, PackedWeight, expanded_matmul, most_pieces, portable_matmul,
-                        shared_memory_kib)
+from marlin_fp4 import (
+    TILE_SIDE,
+    PackedWeight,
+    capability,
+    expanded_matmul,
+    most_pieces,
+    portable_matmul,
+    shared_memory_kib,
+)
 from model import FP16_SHIFT, Qwen
 from ops import mm_fp32
 from sampler import KV_BLOCK, Rows, Sampling, TorchEngine, fill_cache, filter_logits
@@ -76,7 +91,6 @@ assert RowState._fields[:len(Rows._fields) - 1] == Rows._fields[:-1]  # decode()
 def decode_matmul_for(name: str | None) -> Callable | None:
     """The matmul of --kernels `name`, "hopper" or "portable". None, a CPU, packs no weights."""
     if name == "hopper":
-        from fast.hopper_fp4 import hopper_matmul  # Gluon, which no other GPU needs
         return hopper_matmul
     return portable_matmul if name == "portable" else None
 

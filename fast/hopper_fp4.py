@@ -38,13 +38,28 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from harness.device import capability
-from marlin_fp4 import (A_TILE, TILE_SIDE, MatmulSlabs, PackedWeight, a_stripe, decode_planes,
-                        decode_scales, prepare_launch, side_by_side, spread_scales)
+from marlin_fp4 import (
+    A_TILE,
+    TILE_SIDE,
+    MatmulSlabs,
+    PackedWeight,
+    a_stripe,
+    capability,
+    decode_planes,
+    decode_scales,
+    prepare_launch,
+    side_by_side,
+    spread_scales,
+)
 
 A_SIDE = tl.constexpr(A_TILE)
 # Rows of x up to which a finished piece leaves through shared memory, by the copy engine. With more

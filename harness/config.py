@@ -31,13 +31,12 @@ from pathlib import Path
 import aqn
 import grpo
 import nvfp4
-from harness import peft
-from harness.data import STYLES, SUFFIXES
-from harness.device import KERNELS
-from harness.files import read_json
-from harness.plugin import home_of, split_names
-from harness.process import short_repr
-from harness.ranks import RANK, say
+from files import read_json, short_repr
+from prompts import STYLES
+from ranks import RANK, say
+from tasks.plugin import home_of, split_names
+from tasks.problems import SUFFIXES
+from weights import other_conditions, read_peft_config
 
 TINY_MODEL = Path(__file__).parent.parent / "tiny"
 
@@ -53,6 +52,7 @@ def setting(default, text: str, allowed: str = "", choices=None, place: bool = F
     return dataclasses.field(default=default, metadata=about)
 
 
+KERNELS = "hopper", "portable"                   # --kernels, besides auto
 AT_LEAST_1 = "[1, 2e9]"
 MAX_ROWS = "[1, 32768]"                          # kernels count row * width in 32 bits
 
@@ -470,7 +470,7 @@ def tell_differences(values: dict, held: dict) -> None:
 
 def check_shape_flags(adapter: str, given: dict) -> None:
     """ValueError for a flag that gives a run another adapter than --adapter names."""
-    for name, value in peft.read_peft_config(adapter)._asdict().items():
+    for name, value in read_peft_config(adapter)._asdict().items():
         if name in given and given[name] != value:
             raise ValueError(f"{option(name)} is {given[name]}, --adapter {adapter} has {value}: a "
                              "run takes over its adapter's rank, alpha and norms")
@@ -514,7 +514,7 @@ def check_adapters_run(folder: Path, held: dict) -> None:
     edited it.
     """
     told = {name: held[name] for name in ("base", "prompt_style", "thinking") if name in held}
-    for difference in peft.other_conditions(folder / "adapter", told):
+    for difference in other_conditions(folder / "adapter", told):
         raise ValueError(f"{folder / 'run.json'} was edited: {difference}")
 
 

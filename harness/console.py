@@ -29,24 +29,24 @@ turns both off.
 Not here: a reward that rises while the answers get worse. Only reading the answers shows that:
 `python -m tools.report`.
 """
+import importlib
 import math
 import shlex
 import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
+from files import counted, first_line, read_log
 from harness.config import Settings
-from harness.figures import confidence_interval
-from harness.files import read_log
-from harness.process import counted
-from harness.ranks import RANK, WORLD, say
+from ranks import RANK, WORLD, say
+from tasks.figures import confidence_interval
 
 # -----------------------------------------------------------------------------
 # Is anything being learned?
@@ -397,3 +397,46 @@ def duration(seconds: float) -> str:
     if minutes < 2:
         return f"{seconds:.0f} s"
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+# -----------------------------------------------------------------------------
+# --report-to
+
+class Tracker:
+    """Reports the metrics of each step from rank 0; name None: reports nothing.
+
+    The service is opened with the first step's metrics, so a run that cannot begin leaves no
+    empty run there. The first failure is printed and ends the tracking, not the training.
+    """
+
+    def __init__(self, name: str | None, folder: Path, flags: dict):
+        self.name = name if RANK == 0 else None
+        self.folder = folder
+        self.flags = flags
+        self.write = None                        # function(numbers, step), once it is open
+
+    def log(self, metrics: dict) -> None:
+        if self.name is None:
+            return
+        try:
+            self.write = self.write or open_tracker(self.name, self.folder, self.flags)
+            numbers = {k: v for k, v in metrics.items() if k != "step" and v is not None}
+            self.write(numbers, step=metrics["step"])
+        except Exception as error:               # of a network, a login, a service: anything
+            say(f"--report-to {self.name} stops here: {first_line(error)}")
+            self.name = None
+
+
+def open_tracker(name: str, folder: Path, flags: dict) -> Callable:
+    """Opens a run at the service and returns its function(numbers, step)."""
+    if name != "tensorboard":                    # trackio has the functions of wandb
+        package = importlib.import_module(name)
+        package.init(project="qerl", name=folder.name, config=flags)
+        return package.log
+    writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(folder))
+
+    def log(numbers, step):
+        for key, value in numbers.items():
+            writer.add_scalar(key, value, step)
+        writer.flush()
+    return log

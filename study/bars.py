@@ -16,9 +16,9 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from harness import process  # isort: skip; before numpy
+import env  # isort: skip; its settings come before torch
 
-from harness.files import write_atomically
+from files import write_atomically
 from study.results import RUNS, Arm, difference_interval, pool
 
 WIDTH = 760                                      # of the picture
@@ -105,7 +105,7 @@ def main() -> None:
                         help="above the picture (default: %(default)s)")
     parser.add_argument("--out", type=Path, required=True, help="an .svg")
     args = parser.parse_args()
-    with process.one_line("study.bars"):
+    with env.one_line("study.bars"):
         if args.out.suffix != ".svg":
             raise ValueError(f"--out {args.out}: must end in .svg")
         named = [word.partition("=") for word in args.arms]

@@ -31,7 +31,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from harness import process  # isort: skip; it makes settings that torch reads when imported
+import env  # isort: skip; its settings come before torch
+
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -41,10 +42,13 @@ import grpo
 import model as qwen
 import nvfp4
 import rewards
-from harness import config, data, hf
+from harness import config
 from harness.config import setting
-from harness.device import choose_device
+from harness.setup import choose_device
+from prompts import Tokenizer, encode_prompts
 from sampler import Rollouts, Sampler, Sampling, engine_for
+from tasks.problems import load_problems
+from weights import resolve
 
 LOSS = grpo.LOSSES["dapo"]
 UNCLIPPED = "ppo without its clip"
@@ -152,14 +156,14 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="problems, as in train.py")
     config.add_section(parser, Measured)
     args = parser.parse_args()
-    with process.one_line("study.clip"):
+    with env.one_line("study.clip"):
         wanted = config.section_of(Measured, args)
         config.check_ranges(wanted)
         device, kernels = choose_device(wanted.device, "auto", args.model)
-        folder = hf.resolve(args.model)
-        tokenizer = data.Tokenizer(folder)
-        problems = data.load_problems(args.data, "train")[:wanted.problems]
-        problems = data.encode_prompts(tokenizer, problems, "boxed")
+        folder = resolve(args.model)
+        tokenizer = Tokenizer(folder)
+        problems = load_problems(args.data, "train")[:wanted.problems]
+        problems = encode_prompts(tokenizer, problems, "boxed")
         model = qwen.load(folder, wanted.base, device, live_vocab=tokenizer.vocab_size)
         longest = max(len(problem.prompt) for problem in problems) + wanted.max_new_tokens
         sampler = Sampler(engine_for(kernels), model, longest, len(problems) * wanted.samples)

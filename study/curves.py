@@ -13,9 +13,9 @@ import io
 import math
 from pathlib import Path
 
-from harness import process  # isort: skip; before numpy
+import env  # isort: skip; its settings come before torch
 
-from harness.files import write_atomically
+from files import write_atomically
 from study.results import RUNS
 from tools.report import PANELS, log_rows, series, smooth
 
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=RUNS, help=f"(default: {RUNS})")
     parser.add_argument("--out", type=Path, required=True, help="a .png, .svg or .pdf")
     args = parser.parse_args()
-    with process.one_line("study.curves"):
+    with env.one_line("study.curves"):
         if args.out.suffix not in (".png", ".svg", ".pdf"):
             raise ValueError(f"--out {args.out}: must end in .png, .svg or .pdf")
         runs = {name: log_rows(metrics_file(name, args.runs)) for name in args.names}

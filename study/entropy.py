@@ -19,17 +19,21 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness import process  # isort: skip; it makes settings that torch reads when imported
+import env  # isort: skip; its settings come before torch
+
 import aqn
 import model as qwen
 import nvfp4
 import rewards
-from harness import config, data, hf
+from files import append_lines
+from harness import config
 from harness.config import setting
-from harness.device import choose_device
-from harness.files import append_lines
+from harness.setup import choose_device
+from prompts import Tokenizer, encode_prompts
 from sampler import Sampler, Sampling, engine_for
 from study.results import sampled_setting
+from tasks.problems import load_problems
+from weights import resolve
 
 PROBLEMS_AT_ONCE = 50                            # where there is no noise to draw
 SIGMAS = 0.0, 1e-2, 5e-2, 8e-2                   # of the noise on the norms
@@ -46,7 +50,7 @@ class SampledAnswers:
     device: str | None = setting(None, "cpu, cuda or cuda:N (default: a GPU if there is one)")
 
 
-def sample_all(model: qwen.Qwen, sampler: Sampler, tokenizer: data.Tokenizer, problems: list,
+def sample_all(model: qwen.Qwen, sampler: Sampler, tokenizer: Tokenizer, problems: list,
                samples: int, sampling: Sampling, sigma: float, problems_a_draw: int) -> list[list]:
     """-> [correct, finished, tokens, sum of log-probs] of every answer, problem by problem. Each
     problems_a_draw problems in a row get one draw z of the noise.
@@ -73,14 +77,14 @@ def main() -> None:
     parser.add_argument("--out", required=True, type=Path, help=".jsonl file that grows")
     config.add_section(parser, SampledAnswers)
     args = parser.parse_args()
-    with process.one_line("study.entropy"):
+    with env.one_line("study.entropy"):
         wanted = config.section_of(SampledAnswers, args)
         config.check_ranges(wanted)
         device, kernels = choose_device(wanted.device, "auto", args.model)
-        folder = hf.resolve(args.model)
-        tokenizer = data.Tokenizer(folder)
-        problems = data.load_problems(args.data, "test")[:wanted.problems]
-        problems = data.encode_prompts(tokenizer, problems, "boxed")
+        folder = resolve(args.model)
+        tokenizer = Tokenizer(folder)
+        problems = load_problems(args.data, "test")[:wanted.problems]
+        problems = encode_prompts(tokenizer, problems, "boxed")
         model = qwen.load(folder, wanted.base, device, live_vocab=tokenizer.vocab_size)
         longest = max(len(problem.prompt) for problem in problems) + wanted.max_new_tokens
         rows = max(PROBLEMS_AT_ONCE, wanted.problems_a_draw) * wanted.samples

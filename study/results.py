@@ -74,12 +74,12 @@ import zlib
 from pathlib import Path
 from typing import NamedTuple
 
-from harness import process  # isort: skip; before numpy
+import env  # isort: skip; its settings come before torch
+
 import numpy as np
 
-from harness.figures import sampler_entropy
-from harness.files import json_line, parse_json, read_bytes, read_json, read_rows, write_atomically
-from harness.process import short_repr
+from files import json_line, parse_json, read_bytes, read_json, read_rows, short_repr, write_atomically
+from tasks.figures import sampler_entropy
 from tools.report import log_rows, series
 
 RUNS = Path("study/runs")
@@ -732,7 +732,7 @@ def add_seeds(sub):
 
 def main():
     args = parse_args()
-    with process.one_line("study"):
+    with env.one_line("study"):
         args.function(args)
 
 

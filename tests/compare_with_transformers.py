@@ -28,11 +28,13 @@ from transformers.utils.logging import disable_progress_bar
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-from harness import data
+from tiny_qwen2 import TARGETS, merged, plain_logits
+
 from lora import load_adapter
 from model import load
+from prompts import Tokenizer, encode_prompts
 from sampler import Sampler, Sampling, TorchEngine
-from tiny_qwen2 import TARGETS, merged, plain_logits
+from tasks.problems import load_problems
 
 TEXTS = 4                                         # problems whose logits are compared
 CONVERSATIONS = (
@@ -119,9 +121,9 @@ def main():
     parser.add_argument("--answers", type=int, default=8, help="problems to answer greedily")
     args = parser.parse_args()
     disable_progress_bar()
-    tokenizer = data.Tokenizer(args.model)
+    tokenizer = Tokenizer(args.model)
     raw = json.loads((args.model / "config.json").read_text(encoding="utf-8"))
-    problems = data.encode_prompts(tokenizer, data.load_problems("arithmetic", "test"), "boxed")
+    problems = encode_prompts(tokenizer, load_problems("arithmetic", "test"), "boxed")
     prompts = [p.prompt for p in problems[:max(args.answers, TEXTS)]]
     texts = [p.prompt + tokenizer.encode(f"The answer is {p.answer}.") for p in problems[:TEXTS]]
     adapter = load_file(args.run / "adapter/adapter_model.safetensors")

@@ -17,11 +17,15 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-# Both before torch is imported, as in harness/process.py. The tensors here are tiny: on a busy machine two threads
+# Both before torch is imported, as in env.py. The tensors here are tiny: on a busy machine two threads
 # take 12 times as long as one.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
+
+if torch.cuda.is_available():
+    import fast  # noqa: F401, registers the kernels, as harness/setup.py does
+
 from tiny_qwen2 import SHAPES, config_json, random_tensors, write_folder
 
 # A caller may have signals ignored: `nohup pytest` ignores SIGHUP, `pytest &` in a shell script ignores SIGINT. Every

@@ -12,9 +12,11 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from tasks.answers import is_equal
+
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from answers import can_read
-from rewards import grade, is_equal
+from rewards import grade
+from tasks.answers import can_read
 
 GOLDS = json.loads((Path(__file__).parent / "golds.json").read_text())
 LIMIT = 0.1                                                # seconds, times slowness()

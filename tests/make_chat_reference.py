@@ -1,6 +1,6 @@
 """
 Writes chat_reference.json: eight conversations as Qwen's own chat templates write them, with thinking on and off.
-test_data.py compares them with what harness/data.py makes of the same conversations.
+test_data.py compares them with what prompts.py makes of the same conversations.
 
     pip install -r requirements.txt jinja2==3.1.6
     pip download --no-deps trl==1.16.0 unsloth==2026.10.9
@@ -16,7 +16,7 @@ are):
                 the last text has its line breaks as "\\n"; here they are real ones, which mean the same
 
 jinja2 runs them as transformers does, with trim_blocks and lstrip_blocks. The script also gives each template to
-harness/data.py in a model's folder, and ends with an error unless every conversation comes out the same there. The
+prompts.py in a model's folder, and ends with an error unless every conversation comes out the same there. The
 tests do without the templates' text; they have stand-ins that say the same of thinking.
 """
 import argparse
@@ -32,8 +32,9 @@ import jinja2
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
-from harness.data import Tokenizer
 from test_data import save_tokenizer
+
+from prompts import Tokenizer
 
 FILES = {"qwen2.5": "qwen2_5", "qwen3": "qwen3", "instruct": "qwen3_instruct_2507"}
 MODES = {"qwen2.5": ["off"], "qwen3": ["off", "on"], "instruct": ["off"], "thinking": ["on"]}
@@ -104,7 +105,7 @@ def main():
             for messages, text in zip(CONVERSATIONS, texts[f"{name} {thinking}"]):
                 made = ours(template, messages, thinking)
                 if made != text:
-                    sys.exit(f"{name}, thinking {thinking}: the template writes\n{text}\nand harness/data.py\n{made}")
+                    sys.exit(f"{name}, thinking {thinking}: the template writes\n{text}\nand prompts.py\n{made}")
     digests = {name: hashlib.sha256(template.encode()).hexdigest() for name, template in found.items()}
     reference = {"templates_sha256": digests, "conversations": CONVERSATIONS, "texts": texts}
     (HERE / "chat_reference.json").write_text(json.dumps(reference, indent=1, ensure_ascii=False) + "\n")

@@ -26,9 +26,10 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from tiny_qwen2 import NORMS, SHAPES, TARGETS, config_json, random_adapter, random_tensors, set_adapter, write_folder
+
 from lora import attach, save_adapter
 from model import load
-from tiny_qwen2 import NORMS, SHAPES, TARGETS, config_json, random_adapter, random_tensors, set_adapter, write_folder
 
 HERE = Path(__file__).parent
 PEFT_FOLDERS = {"tied": "peft_adapter", "qwen3-tied": "peft_adapter_qwen3"}

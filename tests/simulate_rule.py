@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from grpo import group_advantages, informative_groups                       # noqa: E402
-from rewards import overlong_penalty                                      # noqa: E402
+from grpo import group_advantages, informative_groups  # noqa: E402
+from rewards import overlong_penalty
 
 G, LIMIT, BUFFER = 8, 512, 128
 

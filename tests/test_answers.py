@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from answers import MAX_WORK, can_read, is_equal
-from harness.decimals import CONTEXT, FORMULAS, ROUNDING, Number
 from rewards import extract
+from tasks.answers import MAX_WORK, can_read, is_equal
+from tasks.decimals import CONTEXT, FORMULAS, ROUNDING, Number
 
 GOLDS = json.loads((Path(__file__).parent / "golds.json").read_text())
 

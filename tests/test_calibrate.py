@@ -11,15 +11,17 @@ import weakref
 
 import pytest
 import torch
+from test_convert import TINY, same_bytes
+from tiny_qwen2 import held_by, plain_logits, write_folder
 
 import calibrate
 import lora
 import model as qwen
 import nvfp4
 from calibrate import Chunk, Text, gptq, output_error
-from harness import data, hf
-from test_convert import TINY, same_bytes
-from tiny_qwen2 import held_by, plain_logits, write_folder
+from prompts import Tokenizer, encode_prompts
+from tasks.problems import load_problems
+from weights import ModelFolder, Shards, load_nvfp4
 
 CPU = torch.device("cpu")
 EPS = 2.0**-24                                             # of one rounding to fp32
@@ -240,7 +242,7 @@ def texts_of(case, *sizes, seed=0):
 @pytest.fixture
 def some_layer(tiny):
     """A layer of the 16-bit model, its embedding and config."""
-    files = hf.ModelFolder(tiny["untied"].folder, "bf16", CPU, torch.float32)
+    files = ModelFolder(tiny["untied"].folder, "bf16", CPU, torch.float32)
     config = qwen.ModelConfig.from_json(files.config)
     embed = files.read("model.embed_tokens.weight", config.vocab, config.width).float()
     layer = qwen.Layer(config, 1, files.read, files.frozen, files.dtype, lora.Scratch())
@@ -375,10 +377,10 @@ def test_the_folder_holds_the_codes_that_were_found(tiny, tmp_path, monkeypatch,
         shutil.rmtree(out, ignore_errors=True)
         calibrate.to_nvfp4(calibrate.source_of(case.folder, CPU), out, "gptq", [*texts[:7], last])
     assert before and all(same_bytes(t[0], before[name][0]) for name, t in found.items())
-    tensors, files = dict(case.tensors), hf.Shards(out)
+    tensors, files = dict(case.tensors), Shards(out)
     for name, want in found.items():
         del tensors[f"{name}.weight"]
-        got = hf.load_nvfp4(files, name)
+        got = load_nvfp4(files, name)
         assert all(same_bytes(a.reshape(-1), b.reshape(-1)) for a, b in zip(got, want)), name
     assert len(found) == 7 * 2 and not any("_proj.weight" in name for name in tensors)
     assert all(torch.equal(files.get(name), tensor) for name, tensor in tensors.items())
@@ -394,13 +396,13 @@ def test_a_linear_of_zeros_stays_zeros(tiny, tmp_path):
     source = write_folder(tmp_path / "source", case.raw, case.tensors | {
         f"{name}.weight": torch.zeros_like(case.tensors[f"{name}.weight"])})
     calibrate.to_nvfp4(calibrate.source_of(source, CPU), tmp_path / "out", "gptq", texts_of(case, *[(4, 12)] * 8))
-    assert not decoded(hf.load_nvfp4(hf.Shards(tmp_path / "out"), name)).any()
+    assert not decoded(load_nvfp4(Shards(tmp_path / "out"), name)).any()
 
 
 def test_the_models_own_answers_and_nothing_else_stays_in_memory(monkeypatch):
-    tokenizer = data.Tokenizer(TINY)
-    problems = data.load_problems("arithmetic")
-    problems = data.encode_prompts(tokenizer, problems[:20], "boxed", 99)
+    tokenizer = Tokenizer(TINY)
+    problems = load_problems("arithmetic")
+    problems = encode_prompts(tokenizer, problems[:20], "boxed", 99)
     texts, again, other = (calibrate.own_answers(TINY, tokenizer, problems, CPU, None, 12, seed) for seed in (0, 0, 1))
     assert texts == again != other and len(texts) == 20
     for text, problem in zip(texts, problems):

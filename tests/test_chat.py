@@ -17,12 +17,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_data import TEMPLATES, save_tokenizer, thinking_tiny
 
 import lora
 import model as qwen
-from harness.data import STYLES, Tokenizer
+from prompts import STYLES, Tokenizer
 from sampler import Sampler, Sampling, TorchEngine
-from test_data import TEMPLATES, save_tokenizer, thinking_tiny
 from tools import chat as chat_py
 from tools.chat import Chat
 

@@ -16,15 +16,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
-from harness import checkpoints
-from harness.checkpoints import Checkpoints, RunFolder, ending_with, signals_wait, trim_log
-from harness.process import Stopped
+from files import Stopped
+from harness import folder as folder_py
+from harness.folder import Checkpoints, RunFolder, ending_with, signals_wait, trim_log
 
 
 @pytest.fixture
 def handlers():
     """Restores the signal handlers of this process after the test."""
-    before = {number: signal.getsignal(number) for number in checkpoints.STOP_SIGNALS}
+    before = {number: signal.getsignal(number) for number in folder_py.STOP_SIGNALS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -249,13 +249,13 @@ def test_a_checkpoint_of_another_run_or_step_ends_in_one_line_and_is_left_alone(
     folder = tmp_path / "step_000003"
     folder.mkdir()
     (folder / "state.safetensors").write_bytes(tensors)
-    (folder / "state.json").write_text(json.dumps(counters | {"sha256": checkpoints.digest(tensors, counters)}))
+    (folder / "state.json").write_text(json.dumps(counters | {"sha256": folder.digest(tensors, counters)}))
     with pytest.raises(Stopped, match="step_000003: holds no state of this run: {'step': ") as error:
         loaded(tmp_path)
     assert "\n" not in str(error.value) and [p.name for p in tmp_path.iterdir()] == ["step_000003"]
 
 
-@pytest.mark.parametrize("remove", [lambda folder: checkpoints.shutil.rmtree(folder), lambda folder: None])
+@pytest.mark.parametrize("remove", [lambda folder: shutil.rmtree(folder), lambda folder: None])
 def test_a_run_whose_checkpoints_were_deleted_does_not_start_over_its_adapter(tmp_path, remove):
     """Somebody deletes them to save space. Starting from step 0, --resume would cut the logs to nothing."""
     (tmp_path / "adapter").mkdir()
@@ -287,7 +287,7 @@ def killed_at(moment, save):
                 return real(*arguments, **options)
             return call
 
-        for module, name in ((os, "fsync"), (os, "replace"), (os, "link"), (checkpoints.shutil, "rmtree")):
+        for module, name in ((os, "fsync"), (os, "replace"), (os, "link"), (shutil, "rmtree")):
             setattr(module, name, counted(getattr(module, name)))
         save()
         os._exit(0)
@@ -323,18 +323,18 @@ def test_a_full_disk_raises_and_gives_the_space_back(tmp_path, monkeypatch):
 # The folder of a run
 
 def test_a_folder_belongs_to_one_run_while_its_process_lives(tmp_path):
-    code = ("import sys, pathlib; from harness.checkpoints import claim; claim(pathlib.Path(sys.argv[1]), False); "
+    code = ("import sys, pathlib; from harness.folder import claim; claim(pathlib.Path(sys.argv[1]), False); "
             "print('mine', flush=True); input()")
-    root = Path(checkpoints.__file__).parent.parent
+    root = Path(folder_py.__file__).parent.parent
     owner = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "x")], cwd=root, text=True,
                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert owner.stdout.readline() == "mine\n"
     for resume in (False, True):
         with pytest.raises(ValueError, match="--out .*/x: another run is writing there"):
-            checkpoints.claim(tmp_path / "x", resume)
+            folder_py.claim(tmp_path / "x", resume)
     owner.kill()
     owner.wait()
-    checkpoints.claim(tmp_path / "x", False)
+    folder_py.claim(tmp_path / "x", False)
 
 
 @pytest.mark.parametrize("name,why", [("file", "is no folder"), ("file/x", "Not a directory"),
@@ -343,7 +343,7 @@ def test_an_out_that_cannot_be_a_folder_is_named_with_its_flag(tmp_path, name, w
     (tmp_path / "file").write_text("")
     (tmp_path / "dangling").symlink_to("nowhere")
     with pytest.raises(ValueError, match=f"^--out {tmp_path}/{name}: {why}$"):
-        checkpoints.claim(tmp_path / name, False)
+        folder_py.claim(tmp_path / name, False)
 
 
 def test_a_folder_that_is_refused_keeps_all_its_files_and_what_a_kill_left_goes(tmp_path):
@@ -354,15 +354,15 @@ def test_a_folder_that_is_refused_keeps_all_its_files_and_what_a_kill_left_goes(
         for name in names:
             (tmp_path / folder / name).write_text("x")
     with pytest.raises(ValueError, match="is not empty: choose another folder$"):
-        checkpoints.claim(tmp_path / "taken", False)
+        folder_py.claim(tmp_path / "taken", False)
     assert {p.name for p in (tmp_path / "taken").iterdir()} == {*left_by_a_kill, *users}
-    checkpoints.claim(tmp_path / "free", False)             # empty but for what the kill left
+    folder_py.claim(tmp_path / "free", False)             # empty but for what the kill left
     assert not list((tmp_path / "free").iterdir())
 
 
 def test_a_run_that_cannot_begin_leaves_nothing_and_takes_nothing_that_others_made(tmp_path):
     def fail(name, resume=False):
-        with checkpoints.claimed(tmp_path / name, resume):
+        with folder_py.claimed(tmp_path / name, resume):
             (tmp_path / name / "base").mkdir(exist_ok=True)
             (tmp_path / name / "base" / "model.safetensors").write_text("")
             raise Stopped("before the first step")
@@ -399,9 +399,9 @@ def test_a_run_that_cannot_begin_leaves_nothing_and_takes_nothing_that_others_ma
 
 
 def test_without_locks_the_second_run_fails_to_create_run_json(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoints, "fcntl", None)
+    monkeypatch.setattr(folder_py, "fcntl", None)
     for _ in range(2):
-        checkpoints.claim(tmp_path, False)
+        folder_py.claim(tmp_path, False)
     RunFolder(tmp_path, some_live(), lambda *_: None).start({}, resume=False)
     with pytest.raises(FileExistsError):
         RunFolder(tmp_path, some_live(), lambda *_: None).start({}, resume=False)
@@ -476,7 +476,7 @@ def test_a_folder_that_was_moved_gets_the_last_step_where_it_is_and_its_name_sta
                                  lambda folder: folder.note(ended="today")])
 def test_a_folder_that_was_removed_is_not_made_again_and_nothing_is_advised(tmp_path, act):
     folder = begun(tmp_path / "x")
-    checkpoints.shutil.rmtree(tmp_path / "x")
+    shutil.rmtree(tmp_path / "x")
     with pytest.raises(Stopped, match="/x was removed or moved away while the run wrote there") as stop:
         act(folder)
     assert folder.save() == "step 2 cannot be saved" and not list(tmp_path.iterdir())
@@ -516,7 +516,7 @@ def test_a_kill_while_run_json_is_written_leaves_the_old_file_or_the_new(tmp_pat
         path.mkdir(exist_ok=True)
         write = (lambda: folder.note(lr=1.0)) if resume else (lambda: folder.start({"lr": 1.0}, False))
         done = killed_at(len(seen), write)
-        checkpoints.claim(path, resume or (path / "run.json").exists())   # what was cut off is in nobody's way
+        folder_py.claim(path, resume or (path / "run.json").exists())   # what was cut off is in nobody's way
         text = (path / "run.json").read_text() if (path / "run.json").exists() else "{}"
         seen.append(json.loads(text).get("lr"))
         assert [p.name for p in path.iterdir()] == ["run.json"] * (seen[-1] is not None)
@@ -527,11 +527,11 @@ def test_a_kill_while_run_json_is_written_leaves_the_old_file_or_the_new(tmp_pat
 def test_a_folder_whose_run_json_is_not_whole_is_not_offered_to_resume(tmp_path):
     (tmp_path / "run.json").touch()
     with pytest.raises(ValueError, match="is not empty: choose another folder$"):
-        checkpoints.claim(tmp_path, False)
+        folder_py.claim(tmp_path, False)
 
 
 def test_other_ranks_neither_read_nor_write(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoints, "RANK", 1)
+    monkeypatch.setattr(folder_py, "RANK", 1)
     folder = RunFolder(tmp_path, some_live(), lambda *_: (_ for _ in ()).throw(AssertionError("rank 1 wrote")))
     folder.snapshot({"step": 1})
     folder.log("metrics.jsonl", [{"step": 0}])
@@ -552,10 +552,10 @@ def test_a_signal_waits_until_files_and_memory_agree(handlers):
             done.append("log")
             done.append("keep")
 
-    done, before = [], [signal.getsignal(number) for number in checkpoints.STOP_SIGNALS]
+    done, before = [], [signal.getsignal(number) for number in folder_py.STOP_SIGNALS]
     with pytest.raises(Stopped, match="stopped by SIGTERM"):
         whole()
-    assert done == ["log", "keep"] and [signal.getsignal(number) for number in checkpoints.STOP_SIGNALS] == before
+    assert done == ["log", "keep"] and [signal.getsignal(number) for number in folder_py.STOP_SIGNALS] == before
     with signals_wait():
         pass
 
@@ -581,7 +581,7 @@ def test_an_end_that_is_no_bug_is_one_line_and_code_1(handlers, capsys, error):
     (Stopped("--reward r: broke"), "train.py: rank 1: --reward r: broke\n"),
     (OSError("disk full"), "train.py: rank 1: disk full\n")])
 def test_a_rank_other_than_0_says_what_it_alone_met(handlers, capsys, monkeypatch, error, line):
-    monkeypatch.setattr(checkpoints, "RANK", 1)
+    monkeypatch.setattr(folder_py, "RANK", 1)
     with pytest.raises(SystemExit):
         end(error)
     assert capsys.readouterr().err == line

@@ -10,9 +10,21 @@ import re
 import pytest
 import torch
 
-from harness import hf, peft
-from harness.config import (FIELDS, PRESETS, TINY_DEFAULTS, TINY_MODEL, Settings, check_settings, option, read_run_json,
-                            read_settings, settings_of_run, type_of, without_places)
+from harness.config import (
+    FIELDS,
+    PRESETS,
+    TINY_DEFAULTS,
+    TINY_MODEL,
+    Settings,
+    check_settings,
+    option,
+    read_run_json,
+    read_settings,
+    settings_of_run,
+    type_of,
+    without_places,
+)
+from weights import TARGETS, TRAINED_WITH, write_conditions, write_peft
 
 
 def settings_of(*flags):
@@ -263,9 +275,9 @@ def test_help_shows_every_default_once_under_the_title_of_its_section(capsys):
 def run_folder(tmp_path):
     """A run as train.py leaves it, as far as its settings go: an adapter of rank 4, without norms."""
     adapter = tmp_path / "x" / "adapter"
-    tensors = {f"base_model.model.model.layers.0.{target}.lora_A.weight": torch.zeros(4, 8) for target in hf.TARGETS}
-    peft.write_peft(adapter, tensors, "tiny", 4, 32, False)
-    peft.write_conditions(adapter, {"base": "nvfp4", "calibration": None, "prompt_style": "boxed",
+    tensors = {f"base_model.model.model.layers.0.{target}.lora_A.weight": torch.zeros(4, 8) for target in TARGETS}
+    write_peft(adapter, tensors, "tiny", 4, 32, False)
+    write_conditions(adapter, {"base": "nvfp4", "calibration": None, "prompt_style": "boxed",
                                     "thinking": "off"})
     (tmp_path / "x" / "run.json").write_text(json.dumps(settings_of("--out", "x", "--lora-rank", "4").flat()))
     return tmp_path / "x"
@@ -310,7 +322,7 @@ def test_a_run_json_that_contradicts_its_adapter_is_refused_by_every_program(run
         with pytest.raises(ValueError) as error:
             read()
         assert str(error.value) == f"{run_folder}/{said.format(a=run_folder / 'adapter')}"
-    (run_folder / "adapter" / peft.TRAINED_WITH).unlink()                 # a folder of before that file was written
+    (run_folder / "adapter" / TRAINED_WITH).unlink()                 # a folder of before that file was written
     assert read_settings(flags)[1] and settings_of_run(run_folder)
 
 

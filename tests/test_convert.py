@@ -17,15 +17,18 @@ import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_data import TEMPLATES, thinking_tiny
+from tiny_qwen2 import config_json, random_tensors, write_folder
 
 import calibrate
 import lora
 import model as qwen
 import nvfp4
-from harness import data, hf
-from test_data import TEMPLATES, thinking_tiny
-from tiny_qwen2 import config_json, random_tensors, write_folder
+import weights
+from prompts import STYLES
+from tasks.problems import epoch_order
 from tools import convert
+from weights import Shards, base_of, load_nvfp4, model_tensors, save_model
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "tiny"
@@ -75,7 +78,7 @@ def test_converted_folder_loads_back_as_quantized_in_memory(bf16, tiny, tmp_path
     assert said[1].startswith("next: ") and said[1].endswith(f"evaluate.py --model {tmp_path}/out --data gsm8k")
     assert len(said) == 2
     tensors = dict(tiny["untied"].tensors)
-    after = hf.Shards(tmp_path / "out")
+    after = Shards(tmp_path / "out")
     for i in range(2):
         for group in ("self_attn.q_proj self_attn.k_proj self_attn.v_proj", "self_attn.o_proj",
                       "mlp.gate_proj mlp.up_proj", "mlp.down_proj"):   # one tensor scale for each
@@ -83,7 +86,7 @@ def test_converted_folder_loads_back_as_quantized_in_memory(bf16, tiny, tmp_path
             weights = [tensors.pop(f"{name}.weight") for name in names]
             scale = nvfp4.global_scale_for(*weights)
             for name, w in zip(names, weights):
-                got = hf.load_nvfp4(after, name)
+                got = load_nvfp4(after, name)
                 want = nvfp4.quantize(w, scale, offsets=offsets)
                 assert all(same_bytes(a.reshape(-1), b.reshape(-1)) for a, b in zip(got, want)), name
                 assert f"{name}.weight" not in after.names
@@ -120,9 +123,9 @@ def test_calibration_takes_the_problems_style_and_seed_of_its_flags(tmp_path, mo
                    "--prompt-style", "tags", "--seed", "5", *flags) is None
         folder, tokenizer, some, _, kernels, longest, seed = asked[-1]
         assert (folder, kernels, longest, seed) == (TINY, None, 512, 5)
-        questions = [f"{i} + 1" for i in data.epoch_order(9, 5, 0)[:count]]
+        questions = [f"{i} + 1" for i in epoch_order(9, 5, 0)[:count]]
         assert [problem.question for problem in some] == questions
-        request, system = data.STYLES["tags"]
+        request, system = STYLES["tags"]
         assert [p.prompt for p in some] == [tokenizer.chat(q + request, system) for q in questions]
         files, out, *rest = given[-1]
         assert (files.folder, out, rest) == (TINY, tmp_path / "out", [codes, answers, tokenizer.vocab_size])
@@ -161,7 +164,7 @@ def test_a_calibrated_folder_says_how_far_it_is_from_16_bits(tmp_path, monkeypat
         model = qwen.load(tmp_path / codes, "nvfp4", "cpu")
         assert capsys.readouterr().out.startswith(f"{tmp_path / codes}: 'KL(16 bits || {codes}) {kl[codes]:.3g}")
     lora.attach(model)
-    hf.save_model(hf.model_tensors(model), tmp_path / "nearest", tmp_path / "merged")
+    save_model(model_tensors(model), tmp_path / "nearest", tmp_path / "merged")
     assert "calibration" not in json.loads((tmp_path / "merged" / "config.json").read_text())
 
 
@@ -189,7 +192,7 @@ def other_architecture(folder):
 
 def edit_weight(folder, edit):
     name = "model.layers.1.mlp.down_proj.weight"
-    file = hf.Shards(folder).names[name]
+    file = Shards(folder).names[name]
     tensors = load_file(file)
     tensors[name] = edit(tensors[name])
     save_file(tensors, file)
@@ -203,7 +206,7 @@ def ragged_k(folder):
 
 def short_head(folder):
     name = "lm_head.weight"
-    file = hf.Shards(folder).names[name]
+    file = Shards(folder).names[name]
     save_file(load_file(file) | {name: torch.zeros(3, 128).bfloat16()}, file)
 
 
@@ -213,8 +216,8 @@ def nan_in_the_last_layer(folder):                         # found only after mu
 
 def full_disk(folder):                                     # from the weights on
     def save_file(*_, **__):
-        raise hf.SafetensorError("I/O error: No space left on device (os error 28)\n")
-    hf.save_file = save_file
+        raise weights.SafetensorError("I/O error: No space left on device (os error 28)\n")
+    weights.save_file = save_file
 
 
 def cut_shard(folder):
@@ -231,7 +234,7 @@ def cut_shard(folder):
     (full_disk, ["/.out.", "No space left on device"]),
     (cut_shard, ["model-00002-of-00002.safetensors", "cut off"])])
 def test_a_bad_source_is_one_clear_line_and_leaves_nothing_behind(bf16, tmp_path, monkeypatch, damage, words):
-    monkeypatch.setattr(hf, "save_file", hf.save_file)     # back afterwards
+    monkeypatch.setattr(weights, "save_file", weights.save_file)     # back afterwards
     damage(bf16)
     line = run(monkeypatch, "nvfp4", bf16, tmp_path / "out")
     assert line.startswith("convert nvfp4: ") and "\n" not in line
@@ -300,11 +303,11 @@ def test_merged_folder_is_the_trained_model_and_says_what_rounding_it_loses(trai
     wrote, following = capsys.readouterr().out.splitlines()
     assert re.match(rf"{tmp_path}/out: {TINY} as nvfp4, with {tmp_path}/run/adapter, in bf16; .* MB in \d files", wrote)
     assert following.endswith(f"evaluate.py {tmp_path}/run --model {tmp_path}/out --base bf16 --adapter none")
-    assert hf.base_of(tmp_path / "out", None) == "bf16" and hf.base_of(TINY, None) == "nvfp4"
+    assert base_of(tmp_path / "out", None) == "bf16" and base_of(TINY, None) == "nvfp4"
     assert run(monkeypatch, "nvfp4", tmp_path / "out", tmp_path / "rounded") is None
     lost = f"rounded to nvfp4, the merged adapter '{tmp_path}/run/adapter' is mostly lost"
     assert lost[:50] in capsys.readouterr().out
-    assert hf.base_of(tmp_path / "rounded", None) == "nvfp4"               # there are no 16 bits in it
+    assert base_of(tmp_path / "rounded", None) == "nvfp4"               # there are no 16 bits in it
     assert not capsys.readouterr().out
     tokens = torch.randint(0, 460, (2, 24), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -328,8 +331,8 @@ def test_a_calibrated_run_is_merged_onto_its_own_base(trained, tmp_path, monkeyp
     assert run(monkeypatch, "merge", run_folder, tmp_path / "out") is None
     on_base = qwen.load(run_folder / "base", "nvfp4", "cpu")
     lora.load_adapter(on_base, run_folder / "adapter")
-    merged = hf.Shards(tmp_path / "out")
-    for name, want in hf.model_tensors(on_base):
+    merged = Shards(tmp_path / "out")
+    for name, want in model_tensors(on_base):
         assert torch.equal(merged.get(name), want.detach().bfloat16()), name
 
 
@@ -342,7 +345,7 @@ def test_a_gpu_without_triton_is_one_line_where_kernels_run(trained, tmp_path, f
 
 
 def test_ctrl_c_while_merging_leaves_no_half_folder(trained, tmp_path, monkeypatch, ctrl_c_interrupts):
-    monkeypatch.setattr(hf, "write_json", lambda *_: signal.raise_signal(signal.SIGINT))  # the weights are there
+    monkeypatch.setattr(weights, "write_json", lambda *_: signal.raise_signal(signal.SIGINT))  # the weights are there
     with pytest.raises(KeyboardInterrupt):
         run(monkeypatch, "merge", tmp_path / "run", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -18,11 +18,23 @@ from types import SimpleNamespace
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from harness import data
+import prompts as prompts_py
+from files import Stopped
 from harness.config import Data
-from harness.data import Problem, Tokenizer
-from harness.process import Stopped
-from tiny.arithmetic import arithmetic, word_problem
+from prompts import QWEN_SYSTEM, STYLES, Tokenizer, encode_prompts, split_problems, usable_problems
+from tasks import problems as problems_py
+from tasks.arithmetic import arithmetic, word_problem
+from tasks.problems import (
+    GOLDS,
+    Problem,
+    check_source,
+    epoch_order,
+    find_gold,
+    has_test_split,
+    load_problems,
+    pick_files,
+    problems_at,
+)
 
 TINY = Path(__file__).parent.parent / "tiny"
 
@@ -67,7 +79,7 @@ ANSWER = r"""
     {{- '<|im_start|>assistant\n' }}
 {%- endif %}"""
 TEMPLATES = {
-    "qwen2.5": r"{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\n" + data.QWEN_SYSTEM
+    "qwen2.5": r"{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\n" + QWEN_SYSTEM
                + r"<|im_end|>\n' }}{%- endif %}" + TURNS + ANSWER,
     "instruct": TURNS + ANSWER,
     "qwen3": TURNS_WITHOUT_THINKING + r"""
@@ -114,7 +126,7 @@ def thinking_tiny(folder, template):
     ({"question": "q", "answer": "It is 5."}, "It is 5."),                      # only a solution may be a worked one
 ])
 def test_gold_answers_are_found_under_the_names_in_use(tmp_path, row, answer):
-    assert data.load_problems(write(tmp_path / "x.jsonl", row)) == [Problem("x-1", "q", answer)]
+    assert load_problems(write(tmp_path / "x.jsonl", row)) == [Problem("x-1", "q", answer)]
 
 
 @pytest.mark.parametrize("gold,read", [
@@ -123,8 +135,8 @@ def test_gold_answers_are_found_under_the_names_in_use(tmp_path, row, answer):
     ("0,500", "0,500"), ("1,2345", "1,2345"), ("12,345,6", "12,345,6"), ("2.5,100", "2.5,100"),
     (r"\{1,234\}", r"\{1,234\}")])
 def test_behind_four_hashes_only_the_commas_between_thousands_go(gold, read):
-    for name in data.GOLDS:
-        assert data.find_gold({name: f"so it is 1,000\n#### {gold}\n"}) == read
+    for name in GOLDS:
+        assert find_gold({name: f"so it is 1,000\n#### {gold}\n"}) == read
 
 
 @pytest.mark.parametrize("line,missing", [
@@ -155,7 +167,7 @@ def test_a_bad_row_ends_the_load_with_its_file_line_and_what_is_missing(tmp_path
     path = tmp_path / "bad.jsonl"
     path.write_text('{"question": "q", "answer": "1"}\n\n' + line + "\n")
     with pytest.raises(ValueError, match=rf"bad\.jsonl:3: .*{missing}|bad\.jsonl:3: {missing}"):
-        data.load_problems(str(path))
+        load_problems(str(path))
 
 
 @pytest.mark.parametrize("text,message", [
@@ -165,18 +177,18 @@ def test_a_bad_row_ends_the_load_with_its_file_line_and_what_is_missing(tmp_path
 def test_a_json_file_that_is_no_list_of_rows_is_refused(tmp_path, text, message):
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(ValueError, match=f"x.json: .*{message}") as error:
-        data.load_problems(str(tmp_path / "x.json"))
+        load_problems(str(tmp_path / "x.json"))
     assert "\n" not in str(error.value)
 
 
 def test_rows_of_a_list_are_numbered_by_their_place(tmp_path):
     (tmp_path / "x.json").write_text(json.dumps([{"question": "a", "answer": "1"}, {"question": "b"}], indent=2))
     with pytest.raises(ValueError, match="x.json:2: has no answer"):
-        data.load_problems(str(tmp_path / "x.json"))
+        load_problems(str(tmp_path / "x.json"))
 
 
 def test_a_users_reward_needs_no_gold_and_sees_every_field(tmp_path):
-    (problem,) = data.load_problems(write(tmp_path / "x.jsonl", {"question": "q", "level": 3}), needs_gold=False)
+    (problem,) = load_problems(write(tmp_path / "x.jsonl", {"question": "q", "level": 3}), needs_gold=False)
     assert problem.answer == "" and problem.fields() == {"question": "q", "level": 3, "id": "x-1", "answer": ""}
 
 
@@ -190,38 +202,38 @@ def test_an_added_token_whose_id_the_library_would_change_is_refused(tmp_path):
 
 def test_a_chat_keeps_its_system_turn(tmp_path):
     turns = [{"role": "system", "content": "S"}, {"role": "user", "content": "q"}]
-    (problem,) = data.load_problems(write(tmp_path / "x.jsonl", {"prompt": turns, "answer": "1"}))
+    (problem,) = load_problems(write(tmp_path / "x.jsonl", {"prompt": turns, "answer": "1"}))
     tokenizer = Tokenizer(TINY)
-    asked = {style: data.encode_prompts(tokenizer, [problem], style)[0].prompt for style in ("plain", "tags")}
+    asked = {style: encode_prompts(tokenizer, [problem], style)[0].prompt for style in ("plain", "tags")}
     assert asked["plain"] == tokenizer.chat("q", "S")
-    assert asked["tags"] == tokenizer.chat("q", "S\n\n" + data.STYLES["tags"][1])
+    assert asked["tags"] == tokenizer.chat("q", "S\n\n" + STYLES["tags"][1])
 
 
 def test_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "x.jsonl")
     with pytest.raises(ValueError, match="x.jsonl is no regular file"):
-        data.load_problems(str(tmp_path / "x.jsonl"))
+        load_problems(str(tmp_path / "x.jsonl"))
 
 
 def test_a_line_separator_inside_a_string_does_not_split_the_line(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text('{"question": "a\u2028b", "answer": "1"}\n', encoding="utf-8")
-    assert data.load_problems(str(path))[0].question == "a\u2028b"
+    assert load_problems(str(path))[0].question == "a\u2028b"
 
 
 def test_a_json_list_and_jsonl_lines_hold_the_same_problems(tmp_path):
     rows = [{"id": 7, "question": "a", "answer": 1}, {"question": "b", "answer": "2"}]
     (tmp_path / "x.json").write_text(json.dumps(rows, indent=2))
     want = [Problem("7", "a", "1"), Problem("x-2", "b", "2")]
-    assert data.load_problems(str(tmp_path / "x.json")) == want
-    assert data.load_problems(write(tmp_path / "x.jsonl", *rows)) == want
+    assert load_problems(str(tmp_path / "x.json")) == want
+    assert load_problems(write(tmp_path / "x.jsonl", *rows)) == want
 
 
 @pytest.mark.parametrize("reward,kept", [(None, ["1", "2"]), ("my:function", ["1", r"2^{\aleph_0}", "2"])])
 def test_golds_that_the_grader_cannot_read_are_left_out_and_counted(tmp_path, capsys, reward, kept):
     rows = [{"question": "q", "answer": answer} for answer in ("1", r"2^{\aleph_0}", "2")]
     settings = SimpleNamespace(reward=reward, prompt_style="plain", max_prompt_tokens=512)
-    problems = data.usable_problems(settings, Tokenizer(TINY), write(tmp_path / "x.jsonl", *rows), "train")
+    problems = usable_problems(settings, Tokenizer(TINY), write(tmp_path / "x.jsonl", *rows), "train")
     assert [p.answer for p in problems] == kept
     said = "x.jsonl: 1 problems left out, their answers cannot be read, such as '2^{\\\\aleph_0}'\n"
     assert capsys.readouterr().out.endswith(said) == (reward is None)
@@ -238,7 +250,7 @@ def test_fewer_held_out_problems_than_asked_for_are_said(tmp_path, capsys, count
     path = tmp_path / "sums.jsonl"
     path.write_text("".join(json.dumps({"question": f"{i} + 1?", "answer": str(i + 1)}) + "\n" for i in range(count)))
     settings = Data(data=str(path), eval_problems=asked)
-    kept, held_out = data.split_problems(settings, Tokenizer(TINY))
+    kept, held_out = split_problems(settings, Tokenizer(TINY))
     out = capsys.readouterr().out
     assert (len(kept), len(held_out)) == (count - held, held)
     assert out.startswith(f"{path}: {said}") if said else out == ""
@@ -255,20 +267,20 @@ def test_held_out_problems_that_are_trained_on_too_are_counted_aloud(tmp_path, c
                           ("other.jsonl", range(30, 60))):
         write(file, numbers)
     settings = Data(data=str(tmp_path / "sums.jsonl"), eval_data=name and str(tmp_path / name), eval_problems=3)
-    data.split_problems(settings, Tokenizer(TINY))
+    split_problems(settings, Tokenizer(TINY))
     said = f"{tmp_path / (name or '')}: {known} of the 3 held-out problems are also trained on: " if known else ""
     assert capsys.readouterr().out.startswith(said) and bool(said) == bool(known)
 
 
 def test_unknown_missing_and_empty_sources_are_refused(tmp_path):
     with pytest.raises(ValueError, match="unknown data 'gsm9k'.*gsm8k"):
-        data.load_problems("gsm9k")
+        load_problems("gsm9k")
     with pytest.raises(ValueError, match="nowhere.jsonl"):
-        data.load_problems(str(tmp_path / "nowhere.jsonl"))
+        load_problems(str(tmp_path / "nowhere.jsonl"))
     with pytest.raises(ValueError, match="holds no train problems"):
-        data.load_problems(write(tmp_path / "empty.jsonl"))
+        load_problems(write(tmp_path / "empty.jsonl"))
     with pytest.raises(AssertionError, match="dev"):
-        data.load_problems("arithmetic", "dev")
+        load_problems("arithmetic", "dev")
 
 
 def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
@@ -281,15 +293,15 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
         return real(name, *rest, **kwargs)
     monkeypatch.setattr(builtins, "__import__", without_pyarrow)
     with pytest.raises(ValueError, match="pip install pyarrow"):
-        data.load_problems(str(tmp_path / "x.parquet"))
+        load_problems(str(tmp_path / "x.parquet"))
 
 
 def test_a_parquet_file_holds_the_same_problems_as_its_lines(tmp_path):
     pyarrow = pytest.importorskip("pyarrow", reason="parquet needs pyarrow")
-    import pyarrow.parquet
+    import pyarrow.parquet  # noqa: F811
     rows = [{"question": "a", "answer": "#### 1"}, {"question": "b", "answer": "#### 2"}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "x.parquet")
-    assert data.load_problems(str(tmp_path / "x.parquet")) == data.load_problems(write(tmp_path / "x.jsonl", *rows))
+    assert load_problems(str(tmp_path / "x.parquet")) == load_problems(write(tmp_path / "x.jsonl", *rows))
 
 
 # -----------------------------------------------------------------------------
@@ -300,23 +312,23 @@ def test_a_hub_data_set_is_read_from_its_downloaded_files(tmp_path, monkeypatch)
     write(tmp_path / "data" / "train-00000.jsonl", {"problem": "a", "answer": "1"})
     write(tmp_path / "data" / "train-00001.jsonl", {"problem": "b", "answer": "2"})
     write(tmp_path / "data" / "test-00000.jsonl", {"problem": "c", "answer": "3"})
-    monkeypatch.setattr(data.huggingface_hub, "snapshot_download", lambda *a, **k: str(tmp_path))
-    assert [p.question for p in data.load_problems("some/set", "train")] == ["a", "b"]
-    assert [p.question for p in data.load_problems("some/set", "test")] == ["c"]
+    monkeypatch.setattr(problems_py.huggingface_hub, "snapshot_download", lambda *a, **k: str(tmp_path))
+    assert [p.question for p in load_problems("some/set", "train")] == ["a", "b"]
+    assert [p.question for p in load_problems("some/set", "test")] == ["c"]
 
 
 def test_the_files_of_one_split_in_one_folder_are_picked():
     gsm8k = ["README.md", "main/test-00000-of-00001.parquet", "main/train-00000-of-00001.parquet",
              "socratic/test-00000-of-00001.parquet", "socratic/train-00000-of-00001.parquet"]
-    assert data.pick_files(gsm8k, "openai/gsm8k:main", "test") == ["main/test-00000-of-00001.parquet"]
+    assert pick_files(gsm8k, "openai/gsm8k:main", "test") == ["main/test-00000-of-00001.parquet"]
     with pytest.raises(ValueError, match="test files in several folders: give openai/gsm8k:main or openai/gsm8k:socr"):
-        data.pick_files(gsm8k, "openai/gsm8k", "test")
+        pick_files(gsm8k, "openai/gsm8k", "test")
     levels = ["level_3/train-0.jsonl", "level_3_4/train-0.jsonl"]
-    assert data.pick_files(levels, "x/bigmath:level_3", "train") == levels[:1]
+    assert pick_files(levels, "x/bigmath:level_3", "train") == levels[:1]
     others = ["training.jsonl", "data/trainer.json", "data/problems.jsonl", "validation.jsonl", "latest.jsonl"]
-    assert data.pick_files([*others, "train.jsonl"], "x/y", "train") == ["train.jsonl"]
-    assert data.pick_files(others, "x/y", "train") == data.pick_files(others, "x/y", "test") == []
-    assert data.pick_files(["test.jsonl", "test.parquet"], "x/y", "test") == ["test.jsonl"]      # pyarrow not needed
+    assert pick_files([*others, "train.jsonl"], "x/y", "train") == ["train.jsonl"]
+    assert pick_files(others, "x/y", "train") == pick_files(others, "x/y", "test") == []
+    assert pick_files(["test.jsonl", "test.parquet"], "x/y", "test") == ["test.jsonl"]      # pyarrow not needed
 
 
 @pytest.mark.parametrize("source,files,held_out", [
@@ -331,12 +343,12 @@ def test_a_data_set_with_a_test_split_is_evaluated_on_it(tmp_path, monkeypatch, 
     for file in files:
         (tmp_path / file).parent.mkdir(exist_ok=True)
         write(tmp_path / file, {"problem": file, "answer": "1"})
-    monkeypatch.setattr(data.huggingface_hub, "snapshot_download", lambda *a, **k: str(tmp_path))
-    monkeypatch.setattr(data, "download", lambda url, name: tmp_path / name)
-    assert data.has_test_split(source) == held_out
+    monkeypatch.setattr(problems_py.huggingface_hub, "snapshot_download", lambda *a, **k: str(tmp_path))
+    monkeypatch.setattr(problems_py, "download", lambda url, name: tmp_path / name)
+    assert has_test_split(source) == held_out
     if files and not held_out:
         with pytest.raises(ValueError, match="holds no test problems"):
-            data.load_problems(source, "test")
+            load_problems(source, "test")
 
 
 def test_a_cached_gsm8k_is_read_without_a_network(tmp_path, monkeypatch):
@@ -350,27 +362,27 @@ def test_a_cached_gsm8k_is_read_without_a_network(tmp_path, monkeypatch):
             "[p.answer for p in data.load_problems('gsm8k', 'test')])")
     done = subprocess.run([sys.executable, "-c", code], cwd=TINY.parent, env=env, text=True, capture_output=True)
     assert done.stdout == "True ['1000', '2000']\n", done.stderr
-    monkeypatch.setattr(data.constants, "HF_HOME", str(tmp_path))
-    assert len(data.load_problems("gsm8k", "train")) == 3
+    monkeypatch.setattr(problems_py.constants, "HF_HOME", str(tmp_path))
+    assert len(load_problems("gsm8k", "train")) == 3
 
 
 def test_a_download_cut_short_leaves_no_file(tmp_path, monkeypatch):
     def cut(url, part):
         Path(part).write_text('{"question": "q", "ans')
         raise OSError("connection lost")
-    monkeypatch.setattr(data.constants, "HF_HOME", str(tmp_path))
-    monkeypatch.setattr(data.urllib.request, "urlretrieve", cut)
+    monkeypatch.setattr(problems_py.constants, "HF_HOME", str(tmp_path))
+    monkeypatch.setattr(problems_py.urllib.request, "urlretrieve", cut)
     with pytest.raises(ValueError, match="cannot fetch https://raw.*connection lost"):
-        data.load_problems("gsm8k")
+        load_problems("gsm8k")
     assert not (tmp_path / "qerl" / "gsm8k_train.jsonl").exists()
 
 
 def test_a_failed_download_is_one_line_that_names_the_data_set(monkeypatch):
     def offline(*args, **kwargs):
         raise ConnectionError("name not known")
-    monkeypatch.setattr(data.huggingface_hub, "snapshot_download", offline)
+    monkeypatch.setattr(problems_py.huggingface_hub, "snapshot_download", offline)
     with pytest.raises(ValueError, match="cannot fetch some/set: ConnectionError: name not known"):
-        data.load_problems("some/set")
+        load_problems("some/set")
 
 
 # -----------------------------------------------------------------------------
@@ -394,7 +406,7 @@ def test_every_kind_of_problem_states_the_numbers_that_its_answer_follows_from()
 
 def test_a_known_problem_never_changes():
     # random.Random seeds strings by SHA-512: the same on every machine and Python since 3.2.
-    first, *_ = data.load_problems("arithmetic", "train")
+    first, *_ = load_problems("arithmetic", "train")
     assert first == Problem("arithmetic-train-0",
                             "Mia has 6 boxes with 8 cards each and sells 4. How many cards are left?", "44")
 
@@ -416,7 +428,7 @@ QWEN_TEMPLATE = (r"{%- if tools %}{{- '<|im_start|>system\n' }}{{- messages[0]['
 
 
 @pytest.mark.parametrize("template,system", [
-    (None, data.QWEN_SYSTEM),
+    (None, QWEN_SYSTEM),
     (QWEN_TEMPLATE, "Put it in \\boxed{}.\nBe brief."),
     ([{"name": "tool_use", "template": "?"}, {"name": "default", "template": QWEN_TEMPLATE}],
      "Put it in \\boxed{}.\nBe brief."),
@@ -600,7 +612,7 @@ def test_the_tiny_models_tokenizer_has_spare_ids_both_end_tokens_and_one_digit_a
     assert [tokenizer.file.id_to_token(i) for i in tokenizer.end_ids] == ["<|endoftext|>", "<|im_end|>"]
     assert tokenizer.system == "You solve word problems."
     assert len(tokenizer.encode("1234567890")) == 10
-    problems = data.encode_prompts(tokenizer, data.load_problems("arithmetic", "test")[:200], "boxed", 60)
+    problems = encode_prompts(tokenizer, load_problems("arithmetic", "test")[:200], "boxed", 60)
     assert len(problems) == 200                          # short prompts keep the CPU run short
 
 
@@ -608,10 +620,10 @@ def test_prompts_over_the_limit_are_left_out_and_counted_never_cut(tmp_path, cap
     save_tokenizer(tmp_path)
     tokenizer = Tokenizer(tmp_path)
     source = write(tmp_path / "x.jsonl", *({"id": n, "question": "x" * n, "answer": "1"} for n in (1, 50, 2, 51)))
-    problems = data.load_problems(source)
-    fifty, = data.encode_prompts(tokenizer, problems[1:2], "boxed")
+    problems = load_problems(source)
+    fifty, = encode_prompts(tokenizer, problems[1:2], "boxed")
     settings = SimpleNamespace(reward=None, prompt_style="boxed", max_prompt_tokens=len(fifty.prompt))
-    kept = data.usable_problems(settings, tokenizer, source, "train")
+    kept = usable_problems(settings, tokenizer, source, "train")
     assert [p.id for p in kept] == ["1", "50", "2"]
     assert f"1 prompts of more than --max-prompt-tokens {len(fifty.prompt)} tokens left out" in capsys.readouterr().out
     assert all(p.question + "\n" in tokenizer.decode(p.prompt) for p in kept)
@@ -619,13 +631,13 @@ def test_prompts_over_the_limit_are_left_out_and_counted_never_cut(tmp_path, cap
 
 
 @pytest.mark.parametrize("style,system,user", [
-    ("plain", data.QWEN_SYSTEM, "How many?"),
-    ("boxed", data.QWEN_SYSTEM, "How many?\nPlease reason step by step, and put your final answer within \\boxed{}."),
+    ("plain", QWEN_SYSTEM, "How many?"),
+    ("boxed", QWEN_SYSTEM, "How many?\nPlease reason step by step, and put your final answer within \\boxed{}."),
     ("tags", "Think the problem through before you answer. Write your reasoning between <think> and </think>, then "
              "only the final answer between <answer> and </answer>.", "How many?")])
 def test_every_prompt_style_is_a_system_message_and_a_users_turn(tmp_path, style, system, user):
     file = save_tokenizer(tmp_path)
-    problem, = data.encode_prompts(Tokenizer(tmp_path), [Problem("1", "How many?", "1")], style)
+    problem, = encode_prompts(Tokenizer(tmp_path), [Problem("1", "How many?", "1")], style)
     want = (f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n")
     assert problem.prompt == file.encode(want).ids
 
@@ -635,9 +647,9 @@ def test_every_prompt_style_is_a_system_message_and_a_users_turn(tmp_path, style
     [{"role": "user", "content": [{"type": "text", "text": "q"}]}], [{"role": 3, "content": "q"}],
     [{"role": "system", "content": "s"}], [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]])
 def test_a_users_prompt_function_must_return_text_or_turns_that_end_with_the_users(monkeypatch, said):
-    monkeypatch.setattr(data, "load_function", lambda name, flag: lambda problem: said)
+    monkeypatch.setattr(prompts_py, "load_function", lambda name, flag: lambda problem: said)
     with pytest.raises(ValueError, match="--prompt-style my:ask: expected text or a list .* for problem x, got"):
-        data.encode_prompts(Tokenizer(TINY), [Problem("x", "q", "1")], "my:ask", 64)
+        encode_prompts(Tokenizer(TINY), [Problem("x", "q", "1")], "my:ask", 64)
 
 
 def test_a_prompt_function_may_be_a_generator_and_what_it_raises_is_the_users(monkeypatch):
@@ -648,13 +660,13 @@ def test_a_prompt_function_may_be_a_generator_and_what_it_raises_is_the_users(mo
 
     prompts = []
     for function in ask, lambda problem: list(ask(problem)):
-        monkeypatch.setattr(data, "load_function", lambda name, flag: function)
-        asked, = data.encode_prompts(Tokenizer(TINY), [Problem("x", "q", "1")], "my:ask", 64)
+        monkeypatch.setattr(prompts_py, "load_function", lambda name, flag: function)
+        asked, = encode_prompts(Tokenizer(TINY), [Problem("x", "q", "1")], "my:ask", 64)
         prompts.append(asked.prompt)
     assert prompts[0] == prompts[1] != []
-    monkeypatch.setattr(data, "load_function", lambda name, flag: ask)
+    monkeypatch.setattr(prompts_py, "load_function", lambda name, flag: ask)
     with pytest.raises(Stopped, match=r"--prompt-style my:ask: KeyError: 'mine' at .*test_data.py:\d+ \(problem x\)"):
-        data.encode_prompts(Tokenizer(TINY), [Problem("x", "bad", "1")], "my:ask", 64)
+        encode_prompts(Tokenizer(TINY), [Problem("x", "bad", "1")], "my:ask", 64)
 
 
 def test_one_problem_can_be_held_out_but_one_alone_cannot_be_trained_on(tmp_path):
@@ -662,31 +674,31 @@ def test_one_problem_can_be_held_out_but_one_alone_cannot_be_trained_on(tmp_path
         lines = [json.dumps({"question": f"{i} + 1", "answer": str(i + 1)}) for i in range(count)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     one, two = (str(tmp_path / f"{name}.jsonl") for name in ("one", "two"))
-    assert len(data.usable_problems(Data(data=two, eval_data=one), Tokenizer(TINY), one, "test")) == 1
+    assert len(usable_problems(Data(data=two, eval_data=one), Tokenizer(TINY), one, "test")) == 1
     with pytest.raises(ValueError, match="1 problems can be used, a run needs at least 2"):
-        data.usable_problems(Data(data=one), Tokenizer(TINY), one, "train")
+        usable_problems(Data(data=one), Tokenizer(TINY), one, "train")
 
 
 def test_a_file_of_another_name_is_told_which_names_are_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("x.csv", "gsm8k", "arithmetic"):           # the latter two are names of data sets all the same
         (tmp_path / name).write_text("q,a")
-        assert name == "x.csv" or data.check_source(name) is None
+        assert name == "x.csv" or check_source(name) is None
     with pytest.raises(ValueError, match=r"data file .*x.csv: its name must end in .jsonl, .json, .parquet"):
-        data.check_source(str(tmp_path / "x.csv"))
+        check_source(str(tmp_path / "x.csv"))
 
 
 # -----------------------------------------------------------------------------
 # The order of problems
 
 def test_every_epoch_visits_each_problem_once_in_another_order():
-    epochs = [data.epoch_order(100, seed=3, epoch=e) for e in range(4)]
+    epochs = [epoch_order(100, seed=3, epoch=e) for e in range(4)]
     assert all(sorted(e) == list(range(100)) for e in epochs)
-    assert len({tuple(e) for e in epochs} | {tuple(data.epoch_order(100, seed=4, epoch=0))}) == 5
+    assert len({tuple(e) for e in epochs} | {tuple(epoch_order(100, seed=4, epoch=0))}) == 5
 
 
 def test_steps_follow_the_epochs_and_can_resume_anywhere():
-    walk = data.epoch_order(10, 0, 0) + data.epoch_order(10, 0, 1) + data.epoch_order(10, 0, 2)
-    steps = [data.problems_at(range(10), 0, range(first, first + 4)) for first in range(0, 28, 4)]
+    walk = epoch_order(10, 0, 0) + epoch_order(10, 0, 1) + epoch_order(10, 0, 2)
+    steps = [problems_at(range(10), 0, range(first, first + 4)) for first in range(0, 28, 4)]
     assert sum(steps, []) == walk[:28]
-    assert data.problems_at(range(10), 0, range(7, 23)) == walk[7:23]     # over two epoch ends, from the places alone
+    assert problems_at(range(10), 0, range(7, 23)) == walk[7:23]     # over two epoch ends, from the places alone

@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from races import races
 from safetensors.torch import save_file
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -38,12 +39,10 @@ import model as model_module
 import nvfp4
 import sampler
 from aqn import noisy_norms
-from harness.device import kernels_for
-from ops import mm_fp32
-from races import races
-from sampler import Rows, Sampling
-
 from fast import decode, hopper_fp4, kernels
+from harness.setup import kernels_for
+from ops import mm_fp32
+from sampler import Rows, Sampling
 
 GPU, INTERPRETED = torch.cuda.is_available(), os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if GPU else "cpu"

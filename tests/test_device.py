@@ -3,13 +3,14 @@ The device and the kernels are what the machine has, and what it has not is refu
 
 python -m pytest tests/test_device.py -v
 """
+import importlib.util
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from harness import device
-from harness.device import KERNELS, choose_device, configure_cpu, device_of, kernels_for
+from harness.config import KERNELS
+from harness.setup import choose_device, configure_cpu, device_of, kernels_for
 
 
 @pytest.mark.parametrize("name,named", [
@@ -36,11 +37,11 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch, name, named):
     ((7, 0), "portable", "--device cuda: a GPU (sm_70): the kernels need sm_80 (Ampere) or later")])
 def test_the_kernels_are_chosen_by_the_gpu_and_refused_in_one_line(capability, wanted, want, fake_gpu, monkeypatch):
     fake_gpu(capability)
-    monkeypatch.setattr(device.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     gpu = torch.device("cuda")
     if want in KERNELS:
         assert kernels_for(gpu, wanted) == want
-        monkeypatch.setattr(device.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
         want = "--device cuda: a GPU needs Triton: pip install triton"
     with pytest.raises(ValueError) as error:
         kernels_for(gpu, wanted)
@@ -50,7 +51,7 @@ def test_the_kernels_are_chosen_by_the_gpu_and_refused_in_one_line(capability, w
 def test_a_program_is_told_its_device_and_its_kernels(fake_gpu, monkeypatch):
     assert choose_device("cpu", "auto", "nowhere") == (torch.device("cpu"), None)
     fake_gpu((8, 0))
-    monkeypatch.setattr(device.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     assert choose_device(None, "auto", "nowhere") == (torch.device("cuda", 0), "portable")
 
 

@@ -18,15 +18,16 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from test_data import TEMPLATES, thinking_tiny
+from test_figures import rows
+
 import evaluate
 import lora
 import model as qwen
 from harness.config import Settings
-from harness.device import device_of
-from harness.figures import confidence_interval, mean
+from harness.setup import device_of
 from sampler import Sampler, TorchEngine
-from test_data import TEMPLATES, thinking_tiny
-from test_figures import rows
+from tasks.figures import confidence_interval, mean
 
 ROOT = Path(__file__).parent.parent
 BASIC = ["--model", str(ROOT / "tiny"), "--data", "arithmetic", "--prompt-style", "plain", "--max-new-tokens", "40",

@@ -9,8 +9,7 @@ import random
 import pytest
 import torch
 
-from harness.figures import (ballots, confidence_interval, maj_at_k, mean, paired_figures, pass_at_k,
-                             sampler_entropy)
+from tasks.figures import ballots, confidence_interval, maj_at_k, mean, paired_figures, pass_at_k, sampler_entropy
 
 
 @pytest.mark.parametrize("n,c", [(1, 0), (1, 1), (5, 0), (5, 2), (6, 5), (7, 3)])

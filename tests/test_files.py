@@ -9,8 +9,17 @@ import stat
 
 import pytest
 
-from harness.files import append_lines, check_keys, equal_to, new_folder, positive_number, read_json, read_text, \
-    whole_number, write_atomically
+from files import (
+    append_lines,
+    check_keys,
+    equal_to,
+    new_folder,
+    positive_number,
+    read_json,
+    read_text,
+    whole_number,
+    write_atomically,
+)
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path, monkeypatch):

@@ -11,8 +11,20 @@ import pytest
 import torch
 
 import grpo
-from grpo import (LOSSES, LogProbs, add_sums, group_advantages, informative_groups, k3, loss_mask,
-                  minibatches, mismatch_sums, policy_loss, summarize, token_weights)
+from grpo import (
+    LOSSES,
+    LogProbs,
+    add_sums,
+    group_advantages,
+    informative_groups,
+    k3,
+    loss_mask,
+    minibatches,
+    mismatch_sums,
+    policy_loss,
+    summarize,
+    token_weights,
+)
 from learner import micro_batches
 from rewards import overlong_penalty
 

@@ -13,14 +13,27 @@ import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
-
-import nvfp4
-from calibrate import source_of, to_nvfp4
-from harness import hf
-from harness.hf import Shards, load_nvfp4, nvfp4_tensors, resolve, save_model
-from model import ModelConfig, load
 from test_lora import FP32, adapted, tokens_of
 from tiny_qwen2 import SHAPES, TARGETS, config_json, merged, plain_logits, random_tensors, write_folder
+
+import nvfp4
+import weights as weights_py
+from calibrate import source_of, to_nvfp4
+from model import ModelConfig, load
+from weights import (
+    NVFP4_CONFIG,
+    NVFP4_WEIGHTS,
+    Shards,
+    check_lengths,
+    check_model,
+    hub_id,
+    load_nvfp4,
+    model_tensors,
+    nvfp4_tensors,
+    read_config,
+    resolve,
+    save_model,
+)
 
 HERE = Path(__file__).parent
 GROUPS = TARGETS[:3], TARGETS[3:4], TARGETS[4:6], TARGETS[6:]          # fused linears: one tensor scale each
@@ -52,7 +65,7 @@ def quantized(case):
 
 
 def write_nvfp4(case, out):
-    save_model(quantized(case).items(), case.folder, out, {"quantization_config": hf.NVFP4_CONFIG})
+    save_model(quantized(case).items(), case.folder, out, {"quantization_config": NVFP4_CONFIG})
     return out
 
 
@@ -114,7 +127,7 @@ def test_16_bit_weights_are_saved_without_the_sources_quantization_config(tiny, 
 
 def test_output_is_split_into_shards_that_the_index_lists(tiny, tmp_path, monkeypatch):
     write_nvfp4(tiny["tied"], tmp_path / "one")
-    monkeypatch.setattr(hf, "SHARD_BYTES", 10_000)
+    monkeypatch.setattr(weights_py, "SHARD_BYTES", 10_000)
     write_nvfp4(tiny["tied"], tmp_path / "many")
     one, many = Shards(tmp_path / "one"), Shards(tmp_path / "many")
     assert len(set(one.names.values())) == 1 and len(set(many.names.values())) > 2
@@ -137,7 +150,7 @@ def test_an_out_that_holds_something_is_refused_and_kept(tiny, tmp_path):
 
 
 def test_a_model_that_fails_half_way_leaves_no_folder_behind(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(hf, "SHARD_BYTES", 10_000)
+    monkeypatch.setattr(weights_py, "SHARD_BYTES", 10_000)
 
     def tensors():
         yield from list(tiny["tied"].tensors.items())[:9]
@@ -173,7 +186,7 @@ def foreign_nvfp4_folder(case, folder):
         stored |= {f"{stem}.weight_packed": packed, f"{stem}.weight_scale": scale,
                    f"{stem}.weight_global_scale": inverse.reshape(1)}
         replaced[name] = nvfp4.dequantize(packed, scale, g, torch.float32)
-    write_folder(folder, case.raw | {"quantization_config": hf.NVFP4_CONFIG}, stored)
+    write_folder(folder, case.raw | {"quantization_config": NVFP4_CONFIG}, stored)
     return folder, case._replace(tensors=replaced)
 
 
@@ -187,8 +200,8 @@ def test_an_nvfp4_folder_with_a_global_scale_for_each_matrix_loads(tiny, tmp_pat
 @pytest.mark.parametrize("change", [
     dict(quant_method="modelopt"),                                        # stores the scale, not its reciprocal
     dict(config_groups={}), None,
-    dict(config_groups={"group_0": {"weights": hf.NVFP4_WEIGHTS | {"group_size": 32}}}),
-    dict(config_groups={"group_0": {"weights": hf.NVFP4_WEIGHTS | {"num_bits": 8}}})])
+    dict(config_groups={"group_0": {"weights": NVFP4_WEIGHTS | {"group_size": 32}}}),
+    dict(config_groups={"group_0": {"weights": NVFP4_WEIGHTS | {"num_bits": 8}}})])
 def test_other_four_bit_checkpoints_are_not_read_as_ours(tiny, tmp_path, change):
     out = write_nvfp4(tiny["tied"], tmp_path / "out")
     config = json.loads((out / "config.json").read_text())
@@ -217,7 +230,7 @@ def test_other_four_bit_checkpoints_are_not_read_as_ours(tiny, tmp_path, change)
 def test_an_nvfp4_linear_that_decodes_to_nonsense_is_refused_by_name(tiny, tmp_path, part, value, words):
     name = "model.layers.1.self_attn.o_proj"
     tensors = quantized(tiny["tied"]) | {f"{name}.{part}": value}
-    folder = write_folder(tmp_path / "bad", tiny["tied"].raw | {"quantization_config": hf.NVFP4_CONFIG}, tensors)
+    folder = write_folder(tmp_path / "bad", tiny["tied"].raw | {"quantization_config": NVFP4_CONFIG}, tensors)
     with pytest.raises(ValueError, match=f"bad.*: .*{name}.*{words}"):
         load(folder, "nvfp4", "cpu")
 
@@ -227,7 +240,7 @@ def test_an_nvfp4_linear_that_decodes_to_nonsense_is_refused_by_name(tiny, tmp_p
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_loaded_model_yields_the_tensors_of_its_folder(tiny, shape):
-    got = dict(hf.model_tensors(load(tiny[shape].folder, base="bf16", device="cpu")))
+    got = dict(model_tensors(load(tiny[shape].folder, base="bf16", device="cpu")))
     assert got.keys() == tiny[shape].tensors.keys()
     for name, want in tiny[shape].tensors.items():
         assert torch.equal(got[name], want.float()), name
@@ -238,16 +251,16 @@ def test_a_loaded_model_yields_the_tensors_of_its_folder(tiny, shape):
 def test_a_merged_folder_is_a_bf16_model_with_the_same_logits(tiny, tmp_path, monkeypatch, shape, base):
     case, tokens = tiny[shape], tokens_of(tiny[shape], 2, 13)
     model, adapter = adapted(case, norms=True, base=base)
-    monkeypatch.setattr(hf, "SHARD_BYTES", 20_000)                       # several shards
-    tensors = ((name, t.detach().bfloat16()) for name, t in hf.model_tensors(model))
-    hf.save_model(tensors, case.folder, tmp_path / "merged")
+    monkeypatch.setattr(weights_py, "SHARD_BYTES", 20_000)                       # several shards
+    tensors = ((name, t.detach().bfloat16()) for name, t in model_tensors(model))
+    save_model(tensors, case.folder, tmp_path / "merged")
     assert len(list((tmp_path / "merged").glob("*.safetensors"))) > 2
     again = load(tmp_path / "merged", base="bf16", device="cpu")
-    for name, got in hf.model_tensors(again):
+    for name, got in model_tensors(again):
         assert torch.equal(got.bfloat16().float(), got.float()), f"{name} is not bf16"
     if base == "bf16":
         for name, exact in merged(case.tensors, adapter, 6 / 4).items():
-            got = dict(hf.model_tensors(again))[name].double()
+            got = dict(model_tensors(again))[name].double()
             assert ((got - exact).abs() <= 2.0**-8 * exact.abs() + 1e-7).all(), name
     with torch.no_grad():
         want, got = model(tokens), again(tokens)
@@ -318,10 +331,10 @@ def test_a_qwen3_with_biases_of_q_k_or_v_and_one_without_its_norms_are_refused(t
 
 def test_the_config_that_transformers_writes_for_a_qwen3_is_read(tiny, tmp_path):
     case = tiny["qwen3-tied"]
-    written = hf.read_config(HERE / "qwen3_config.json")
+    written = read_config(HERE / "qwen3_config.json")
     assert "rope_theta" in written["rope_parameters"] and set(written["layer_types"]) == {"full_attention"}
     config = ModelConfig.from_json(written)
-    assert config == ModelConfig.from_json(hf.read_config(case.folder / "config.json"))
+    assert config == ModelConfig.from_json(read_config(case.folder / "config.json"))
     assert (config.head_dim, config.qkv_bias, config.qk_norm, config.rope_theta) == (32, False, True, 1e4)
     source = write_folder(tmp_path / "source", written, case.tensors)
     save_model(case.tensors.items(), source, tmp_path / "out")         # what is written in bf16 says nothing else
@@ -357,7 +370,7 @@ def test_an_unused_tensor_is_refused_but_a_copy_of_tied_weights_is_not(tiny, tmp
 
 
 def test_a_weight_that_is_there_in_4_bits_and_in_16_is_refused(tmp_path):
-    folder = shutil.copytree(Path(hf.__file__).parent.parent / "tiny", tmp_path / "model")
+    folder = shutil.copytree(Path(weights_py.__file__).parent / "tiny", tmp_path / "model")
     to_nvfp4(source_of(folder, torch.device("cpu")), tmp_path / "4bit", "search")
     file = next(path for path in sorted((tmp_path / "4bit").glob("*.safetensors")))
     tensors = load_file(file)
@@ -396,7 +409,7 @@ def test_a_pipe_or_a_folder_in_place_of_a_file_is_not_waited_for(tiny, tmp_path,
 def test_a_config_that_is_no_json_object_is_refused_by_name(tmp_path, text):
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match="config.json: (cannot be read|holds no JSON object)") as error:
-        hf.read_config(tmp_path / "config.json")
+        read_config(tmp_path / "config.json")
     assert "\n" not in str(error.value)
 
 
@@ -407,11 +420,11 @@ def test_ids_beyond_the_embedding_are_refused(tiny):
 
 
 def test_lengths_and_ranks_beyond_the_model_are_refused(tiny):
-    hf.check_lengths(tiny["tied"].folder, 512, 64)
+    check_lengths(tiny["tied"].folder, 512, 64)
     with pytest.raises(ValueError, match="max_position_embeddings is 512, less than 513, .*--max-new-tokens"):
-        hf.check_lengths(tiny["tied"].folder, 513)
+        check_lengths(tiny["tied"].folder, 513)
     with pytest.raises(ValueError, match="--lora-rank 100000 exceeds hidden_size, which is 64 in .*config.json"):
-        hf.check_lengths(tiny["tied"].folder, 2, 100000)
+        check_lengths(tiny["tied"].folder, 2, 100000)
 
 
 def test_a_config_that_lacks_a_key_or_is_cut_off_is_refused(tiny, tmp_path):
@@ -429,7 +442,7 @@ def test_a_config_that_lacks_a_key_or_is_cut_off_is_refused(tiny, tmp_path):
 def test_newer_configs_keep_theta_in_rope_parameters(tiny, tmp_path):
     raw = config_json("tied")
     raw["rope_parameters"] = dict(rope_theta=raw.pop("rope_theta"), rope_type="default")
-    read = hf.read_config(write_folder(tmp_path / "model", raw, {}) / "config.json")
+    read = read_config(write_folder(tmp_path / "model", raw, {}) / "config.json")
     assert ModelConfig.from_json(read).rope_theta == 1e4
 
 
@@ -527,11 +540,11 @@ def test_short_names_and_hub_ids_are_downloaded(monkeypatch, name, hub_id):
 @pytest.mark.parametrize("name", ["Qwen2.5-7B", "Qwen2.5-0.5B", "Qwen2.5-Coder-32B", "Qwen2.5-Math-1.5B"])
 def test_the_hubs_name_of_a_base_model_is_neither_it_nor_the_instruct_model(name):
     said = f"--model {name}: say Qwen/{name} for the base model, or {name.lower()} for Qwen/{name}-Instruct"
-    for refuses in (resolve, hf.check_model):
+    for refuses in (resolve, check_model):
         with pytest.raises(ValueError) as error:
             refuses(name)
         assert str(error.value) == said
-    assert hf.hub_id(name.lower()) == hf.hub_id(f"{name}-Instruct") == f"Qwen/{name}-Instruct"
+    assert hub_id(name.lower()) == hub_id(f"{name}-Instruct") == f"Qwen/{name}-Instruct"
 
 
 def test_names_that_lead_nowhere_are_refused(monkeypatch, tmp_path):
@@ -550,11 +563,11 @@ def test_names_that_lead_nowhere_are_refused(monkeypatch, tmp_path):
             ("qwen3-9b", "neither a folder nor one of qwen3-0.6b, qwen3-1.7b, qwen3-4b, qwen3-8b, "),
             ("qwen3-14b-instruct-2507", "neither a folder nor one of qwen3-0.6b, "),
             *((name, "there is no such folder") for name in folders)):
-        for refuses in (resolve, hf.check_model):
+        for refuses in (resolve, check_model):
             with pytest.raises(ValueError) as error:
                 refuses(name)
             assert str(error.value).startswith(f"--model {name}: {said}")
-    hf.check_model(tmp_path)                               # a folder, or what can be an id: nothing is downloaded
-    hf.check_model("somebody/else")
+    check_model(tmp_path)                               # a folder, or what can be an id: nothing is downloaded
+    check_model("somebody/else")
     with pytest.raises(ValueError, match=r"--model somebody/else: cannot be downloaded \(no such snapshot"):
         resolve("somebody/else")

@@ -15,14 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+from test_marlin_fp4 import cublas, hopper, total
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from fast.hopper_fp4 import (FLAT, HOPPER_CONFIGS, ROWS_64B, ROWS_256B, SUMS, TUNED_CONFIGS, hopper_kernel,
-                             hopper_matmul)
+from fast.hopper_fp4 import FLAT, HOPPER_CONFIGS, ROWS_64B, ROWS_256B, SUMS, TUNED_CONFIGS, hopper_kernel, hopper_matmul
 from marlin_fp4 import pack
-from test_marlin_fp4 import cublas, hopper, total
 
 
 @hopper

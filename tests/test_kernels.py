@@ -9,17 +9,17 @@ python -m pytest tests/test_kernels.py -v
 import os
 
 import pytest
+import test_decode
 import torch
 import triton
+from races import races
 
 import attention
 import model
 import nvfp4
 import ops
-import test_decode
 from attention import PackedAttention
 from fast import kernels
-from races import races
 
 GPU = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from test_lora import adapted
+from tiny_qwen2 import merged, plain_logits
 
 import grpo
 from learner import DOUBLE_SCALE_AFTER, FIRST_LOSS_SCALE, AdamW, Batch, Learner, micro_batches
 from sampler import Rollouts
-from test_lora import adapted
-from tiny_qwen2 import merged, plain_logits
 
 RANK, ALPHA, TEMPERATURE, LIMIT = 4, 6, 0.9, 20
 ANY_NORM = 1e9                                                            # --max-grad-norm that never clips

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_qwen2 import SHAPES, merged, plain_logits, random_adapter, set_adapter
 
 import nvfp4
 from lora import Linear, attach, load_adapter, save_adapter
 from model import load
 from sampler import Sampler, Sampling, TorchEngine
-from tiny_qwen2 import SHAPES, merged, plain_logits, random_adapter, set_adapter
 
 FP32 = 5e-5                                                               # on logits: as in test_model.py
 

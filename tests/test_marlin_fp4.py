@@ -17,10 +17,8 @@ import torch
 import triton.language as tl
 
 import marlin_fp4
-from fast import hopper_fp4
 from fast.hopper_fp4 import HOPPER_CONFIGS, hopper_config, hopper_matmul
-from harness.device import capability
-from marlin_fp4 import expanded_matmul, most_pieces, pack, plan_stripes, portable_matmul
+from marlin_fp4 import capability, expanded_matmul, most_pieces, pack, plan_stripes, portable_matmul
 from nvfp4 import FORMATS, freeze
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels need a GPU")

@@ -12,17 +12,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from test_lora import attach_to_some
 
 import nvfp4
-from fast import memory
-from fast.memory import GIB, Plan
-from harness import prepare
+from harness import memory, setup
 from harness.config import Memory, Rollout, read_settings
+from harness.memory import GIB, Plan
 from learner import Learner
 from lora import attach
 from model import ModelConfig, load
 from sampler import Sampler, TorchEngine
-from test_lora import attach_to_some
 from tools.bench import SIZES
 
 ROOT = Path(__file__).parent.parent
@@ -290,17 +289,17 @@ def test_a_resumed_run_divides_the_memory_anew_only_if_what_it_had_does_not_fit(
         return SimpleNamespace(engine=SimpleNamespace(kv=SimpleNamespace(nbytes=kv_gib * GIB)), pool=range(9))
 
     monkeypatch.setattr(memory, "Plan", Measured)
-    monkeypatch.setattr(prepare, "Sampler", sampler)
+    monkeypatch.setattr(setup, "Sampler", sampler)
     model = SimpleNamespace(device=torch.device("cuda"), layers=range(4))
     learner = SimpleNamespace(adapter=SimpleNamespace(master=torch.zeros(5)))
     began = Memory(kv_gib=3.0, micro_batch_tokens=16384)
-    made = prepare.divide_memory(model, learner, None, Memory(), Rollout(), 512, 0, began)
+    made = setup.divide_memory(model, learner, None, Memory(), Rollout(), 512, 0, began)
     assert (made.engine.kv.nbytes / GIB, learner.micro_batch_tokens) == (pool, tokens)
     said = capsys.readouterr().out
     assert ("that the run began with do not fit (--kv-gib 3.0: only 2.00 GiB are left)" in said) == (free < 3)
     if free < 3:
         with pytest.raises(ValueError, match="only 2.00 GiB are left"):              # of a new run it ends the start
-            prepare.divide_memory(model, learner, None, began, Rollout(), 512, 0)
+            setup.divide_memory(model, learner, None, began, Rollout(), 512, 0)
 
 
 def test_what_helps_is_told_with_what_it_frees_and_little_is_left_out():
@@ -350,9 +349,9 @@ def test_a_run_that_exceeds_the_card_is_refused_before_its_weights_are_read(fake
     fake_gpu((9, 0))
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda *_: 0)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda *_: (2**20, 2**34))             # 1 MiB is free
-    monkeypatch.setattr(prepare, "read_model", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(setup, "read_model", lambda *_: pytest.fail("weights were read"))
     settings, _ = read_settings(["--lora-rank", "64", "--out", str(tmp_path / "run")])
     with pytest.raises(ValueError, match=r"--model .*tiny: its nvfp4 weights take 0.0 GiB, an adapter of rank 64 in "
                                          r"training 0.0 and CUDA 0.6, and there are 0.6 GiB: take a smaller model or "
                                          r"a larger card"):
-        prepare.prepare(settings, None)
+        setup.prepare(settings, None)

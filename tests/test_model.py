@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_qwen2 import SHAPES, TARGETS, held_by, merged, plain_logits, random_adapter, set_adapter, write_folder
 
 import lora
 import nvfp4
 from aqn import noisy_norms
 from model import ModelConfig, Qwen, RMSNorm, load
-from tiny_qwen2 import SHAPES, TARGETS, held_by, merged, plain_logits, random_adapter, set_adapter, write_folder
 
 REFERENCE = load_file(Path(__file__).parent / "qwen2_reference.safetensors")
 # Logits reach 12. A sum of up to 192 fp32 terms is off by sqrt(192) * 2^-24 = 8e-7 of their size; 20 such sums in a row

@@ -3,19 +3,26 @@ The hand-written backwards of MLP and log-probs against float64 autograd on the 
 
 python -m pytest tests/test_ops.py -v
 """
-import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-import fast
 import ops
 from lora import Linear, attach
 from nvfp4 import freeze
-from ops import _TokenLogprobs, elementwise, mlp, mm, mm_fp32, softmax_at, swiglu, swiglu_backward, token_logprobs
-from ops import twin_in_kernels
+from ops import (
+    _TokenLogprobs,
+    elementwise,
+    mlp,
+    mm,
+    mm_fp32,
+    softmax_at,
+    swiglu,
+    swiglu_backward,
+    token_logprobs,
+    twin_in_kernels,
+)
 
 # -----------------------------------------------------------------------------
 # The door
@@ -29,36 +36,40 @@ def on_gpu(*shape):
     return torch.zeros(shape).as_subclass(OnGpu)
 
 
-def pretend_kernels(monkeypatch, twins):
-    """Make `from fast import kernels` give these functions."""
-    monkeypatch.setitem(sys.modules, "fast.kernels", twins)
-    monkeypatch.setattr(fast, "kernels", twins, raising=False)
-
-
 @twin_in_kernels
 def halve(x, by=2.0):
     """x / by."""
     return "reference", x, by
 
 
-def test_on_a_cpu_the_function_itself_runs_and_kernels_is_not_opened(monkeypatch):
-    monkeypatch.delattr(fast, "kernels", raising=False)
-    monkeypatch.setitem(sys.modules, "fast.kernels", None)                # to import it would be an ImportError
+@pytest.fixture
+def registered(monkeypatch):
+    """A dict in place of what `import fast` registers, empty at first."""
+    monkeypatch.setattr(ops, "ON_GPU", {})
+    return ops.ON_GPU
+
+
+def test_a_cpu_runs_the_function_itself(registered):
     x = torch.zeros(3)
     assert halve(x) == ("reference", x, 2.0) and halve(x, by=5) == ("reference", x, 5)
     assert halve.__name__ == "halve" and halve.__doc__ == "x / by."
 
 
-def test_on_a_gpu_the_twin_of_the_same_name_runs_and_the_reference_stays_within_reach(monkeypatch):
-    pretend_kernels(monkeypatch, SimpleNamespace(halve=lambda *a, **o: ("twin", a, o)))
+def test_a_gpu_runs_the_registered_twin(registered):
+    registered["halve"] = lambda *a, **o: ("twin", a, o)
     x = on_gpu(3)
     name, arguments, options = halve(x, by=5)
     assert name == "twin" and arguments[0] is x and options == {"by": 5}
     assert halve.reference(x)[0] == "reference"
 
 
-def test_the_first_tensor_decides_wherever_it_stands(monkeypatch):
-    pretend_kernels(monkeypatch, SimpleNamespace(elementwise=lambda f, x, *rest: ("twin", f, rest)))
+def test_a_gpu_never_runs_the_reference_in_silence(registered):
+    with pytest.raises(RuntimeError, match="import fast"):
+        halve(on_gpu(3))
+
+
+def test_the_first_tensor_decides_wherever_it_stands(registered):
+    registered["elementwise"] = lambda f, x, *rest: ("twin", f, rest)
     assert elementwise(torch.add, torch.ones(2), torch.ones(2)).tolist() == [2, 2]
     assert elementwise(torch.add, on_gpu(2), 3)[2] == (3,)
 

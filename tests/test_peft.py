@@ -18,12 +18,21 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-
-from harness import hf, peft
-from lora import Linear, attach, load_adapter, save_adapter
-from model import load
 from test_lora import FP32, adapted, attach_to_some
 from tiny_qwen2 import SHAPES, config_json
+
+from lora import Linear, attach, load_adapter, save_adapter
+from model import load
+from weights import (
+    TARGETS,
+    TRAINED_WITH,
+    check_lengths,
+    read_conditions,
+    read_peft,
+    tell_other_conditions,
+    training_conditions,
+    write_conditions,
+)
 
 HERE = Path(__file__).parent
 REFERENCE = load_file(HERE / "qwen2_reference.safetensors")
@@ -73,10 +82,10 @@ def test_an_adapter_of_the_largest_rank_that_a_run_may_have_is_read_again(tiny, 
     model = load(tiny[shape].folder, base="bf16", device="cpu")
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     most = min(linear.weight.K for linear in linears)
-    hf.check_lengths(tiny[shape].folder, 2, most)
+    check_lengths(tiny[shape].folder, 2, most)
     name = "num_attention_heads x head_dim" if most < model.config.width else "hidden_size"
     with pytest.raises(ValueError, match=f"--lora-rank {most + 1} exceeds {name}, which is {most} in .*config.json"):
-        hf.check_lengths(tiny[shape].folder, 2, most + 1)
+        check_lengths(tiny[shape].folder, 2, most + 1)
     for rank, kept in ((most, True), (most + 1, False)):
         again = copy.deepcopy(model)
         attach(model, rank=rank)
@@ -138,8 +147,8 @@ def test_an_adapter_that_would_compute_something_else_is_refused(tiny, tmp_path,
 @pytest.mark.parametrize("tensors,message", [
     ({}, "has no lora_A.weight of any q_proj"),
     ({f"base_model.model.model.layers.0.self_attn.{t}.lora_A.weight": torch.zeros(2**16, 1).expand(2**16, 2).clone()
-      for t in hf.TARGETS}, "r is 65536, more than the 2 columns of base_model"),
-    ({f"base_model.model.model.layers.0.mlp.{t}.lora_B.weight": torch.zeros(1, 2**16) for t in hf.TARGETS},
+      for t in TARGETS}, "r is 65536, more than the 2 columns of base_model"),
+    ({f"base_model.model.model.layers.0.mlp.{t}.lora_B.weight": torch.zeros(1, 2**16) for t in TARGETS},
      "has no lora_A.weight of any q_proj")])
 def test_an_adapter_that_claims_a_rank_of_65536_is_refused_before_anything_is_allocated(tiny, tmp_path, monkeypatch,
                                                                                        tensors, message):
@@ -150,7 +159,7 @@ def test_an_adapter_that_claims_a_rank_of_65536_is_refused_before_anything_is_al
     with pytest.raises(ValueError, match=message):
         load_adapter(model, folder)
     with pytest.raises(ValueError, match=message):
-        peft.read_peft(folder)
+        read_peft(folder)
 
 
 def test_an_adapter_of_another_model_is_found_by_its_header_alone(tiny, tmp_path, monkeypatch):
@@ -169,7 +178,7 @@ def test_an_adapter_file_that_is_no_file_is_one_line(tmp_path, make):
     make(file)
     said = "adapter_model.safetensors: cannot be read as an adapter .(no regular|No such)"
     with pytest.raises(ValueError, match=said):
-        peft.read_peft(file.parent)
+        read_peft(file.parent)
 
 
 def test_a_folder_without_a_readable_adapter_is_refused(tiny, tmp_path):
@@ -192,15 +201,15 @@ def test_a_folder_without_a_readable_adapter_is_refused(tiny, tmp_path):
 def test_an_adapter_says_in_which_conditions_it_was_trained_and_a_foreign_one_says_nothing(tiny, tmp_path, capsys):
     trained = {"base": "nvfp4", "calibration": None, "prompt_style": "boxed", "thinking": "off"}
     folder = tiny["untied"].folder
-    assert peft.training_conditions(folder, "nvfp4", "boxed", "off") == trained
+    assert training_conditions(folder, "nvfp4", "boxed", "off") == trained
     save_adapter(adapted(tiny["untied"])[0], tmp_path)
     other = {"base": "bf16", "calibration": "KL 0.01", "prompt_style": "tags", "thinking": "on"}
-    peft.tell_other_conditions(tmp_path, other)
+    tell_other_conditions(tmp_path, other)
     assert capsys.readouterr().out == ""
-    peft.write_conditions(tmp_path, trained)
-    peft.tell_other_conditions(tmp_path, trained)
+    write_conditions(tmp_path, trained)
+    tell_other_conditions(tmp_path, trained)
     assert capsys.readouterr().out == ""
-    peft.tell_other_conditions(tmp_path, other)
+    tell_other_conditions(tmp_path, other)
     assert capsys.readouterr().out.splitlines() == [f"{tmp_path} was trained with {what}" for what in (
         "base 'nvfp4', not 'bf16'", "calibration none, not 'KL 0.01'", "prompt style 'boxed', not 'tags'",
         "thinking 'off', not 'on'")]
@@ -209,7 +218,7 @@ def test_an_adapter_says_in_which_conditions_it_was_trained_and_a_foreign_one_sa
 
 def test_the_calibration_of_a_model_is_among_an_adapters_conditions(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config_json("tied") | {"calibration": "KL 0.01"}))
-    assert peft.training_conditions(tmp_path, "nvfp4", "plain", "off")["calibration"] == "KL 0.01"
+    assert training_conditions(tmp_path, "nvfp4", "plain", "off")["calibration"] == "KL 0.01"
 
 
 @pytest.mark.parametrize("text,said", [
@@ -219,6 +228,6 @@ def test_the_calibration_of_a_model_is_among_an_adapters_conditions(tmp_path):
     ('{"base": "nvfp4", "prompt_style": "boxed", "thinking": "off", "calibration": []}',
      r"calibration is \[\], expected text")])
 def test_conditions_that_no_run_wrote_are_named(tmp_path, text, said):
-    (tmp_path / peft.TRAINED_WITH).write_text(text)
+    (tmp_path / TRAINED_WITH).write_text(text)
     with pytest.raises(ValueError, match=f"trained_with.json: {said}"):
-        peft.read_conditions(tmp_path)
+        read_conditions(tmp_path)

@@ -21,14 +21,14 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from test_decode import SHARED, STACK, Gpu, resources
+from test_hopper_fp4 import written_while_read
+from test_marlin_fp4 import random_weight, run_assembly, total
 from triton import knobs
 from triton.runtime import interpreter
 
 import marlin_fp4
 from marlin_fp4 import MatmulInputs, plan_stripes, portable_config, portable_kernel, portable_matmul
-from test_decode import SHARED, STACK, Gpu, resources
-from test_hopper_fp4 import written_while_read
-from test_marlin_fp4 import random_weight, run_assembly, total
 
 GPU, INTERPRETED = torch.cuda.is_available(), os.environ.get("TRITON_INTERPRET") == "1"
 no_gpu = pytest.mark.skipif(GPU or INTERPRETED, reason="where there is a GPU the other tests compile and run it")

@@ -15,8 +15,10 @@ import huggingface_hub
 import pytest
 import torch
 
+import env
 import model
-from harness import hf, process
+import weights
+from files import Stopped, first_line
 
 ROOT = Path(__file__).parent.parent
 TINY = str(ROOT / "tiny")
@@ -61,7 +63,7 @@ def test_ctrl_c_while_loading_is_one_line_and_code_130(tmp_path):
 
 @pytest.mark.parametrize("number,end", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
 def test_a_signal_in_convert_leaves_no_half_folder(tmp_path, monkeypatch, ctrl_c_interrupts, number, end):
-    monkeypatch.setattr(hf, "write_json", lambda *_: signal.raise_signal(number))         # the weights are there
+    monkeypatch.setattr(weights, "write_json", lambda *_: signal.raise_signal(number))         # the weights are there
     with pytest.raises(end) as stop:
         run_here(tmp_path, monkeypatch, "tools/convert.py", "nvfp4", TINY, "out")
     assert end is KeyboardInterrupt or stop.value.code == "convert nvfp4: stopped by SIGTERM"
@@ -72,7 +74,7 @@ def test_the_memory_and_thread_settings_are_made_before_torch_is_imported(tmp_pa
     """Made afterwards, torch would ignore them without a word."""
     code = """
 import os, sys
-from harness import process
+import env
 print("torch" in sys.modules, os.environ["PYTORCH_CUDA_ALLOC_CONF"], os.environ["OMP_WAIT_POLICY"])
 import torch
 if torch.cuda.is_available():
@@ -103,8 +105,8 @@ def test_a_lost_terminal_stops_a_program_but_not_under_nohup(tmp_path, hangups, 
     code = f"""
 import os, signal
 signal.signal(signal.SIGHUP, signal.{hangups})
-from harness import process
-with process.one_line("me"):
+import env
+with env.one_line("me"):
     os.kill(os.getpid(), signal.SIGHUP)
     print("goes on")
 """
@@ -115,11 +117,11 @@ def test_ctrl_c_while_libraries_are_imported_is_one_line(tmp_path):
     command = [sys.executable, "-X", "importtime", str(ROOT / "train.py"), "--device", "cpu"]
     process = subprocess.Popen(command, text=True, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     for line in process.stderr:
-        if "| harness.process" in line:                                           # torch comes next
+        if "| env" in line:                                           # torch comes next
             break
-    process.send_signal(signal.SIGINT)
+    env.send_signal(signal.SIGINT)
     said = process.stderr.read()
-    assert process.wait(30) == 130 and "Traceback" not in said
+    assert env.wait(30) == 130 and "Traceback" not in said
     assert said.splitlines()[-1] == "train.py: stopped by Ctrl-C"
 
 
@@ -226,7 +228,7 @@ def test_help_takes_little_longer_than_torchs_import(tmp_path):
 def test_a_wrong_environment_is_one_line(tmp_path, monkeypatch, values, said):
     for name, value in values.items():
         monkeypatch.setenv(name, value)
-    assert run(code="from harness import process, ranks", cwd=tmp_path) == (1, f"-c: {said}\n")
+    assert run(code="import env, ranks", cwd=tmp_path) == (1, f"-c: {said}\n")
 
 
 def test_without_its_assertions_no_program_runs(tmp_path, monkeypatch):
@@ -250,12 +252,12 @@ def test_a_library_that_is_not_installed_is_one_line(tmp_path, program):
     assert run("torch", ROOT / program, cwd=tmp_path, code=WITHOUT) == (1, said)
 
 
-@pytest.mark.parametrize("missing", ["harness.files", "json", "torc"])
+@pytest.mark.parametrize("missing", ["files", "json", "torc"])
 def test_a_missing_module_that_is_none_of_the_required_libraries_is_a_bug(tmp_path, missing):
     status, said = run(cwd=tmp_path, code=f"""
 import sys
 sys.modules[{missing!r}] = None
-from harness import process
+import env
 import {missing}
 """)
     assert status == 1 and "Traceback" in said and "is not installed" not in said
@@ -270,7 +272,7 @@ def test_what_goes_to_a_closed_stream_lands_in_no_file(tmp_path, closed):
     """The next file that is opened would get its number."""
     code = """
 import os, sys
-from harness import process
+import env
 with open("log", "wb", buffering=0) as log:
     for number in (1, 2):
         os.write(number, b"noise")
@@ -289,7 +291,7 @@ with open("log", "wb", buffering=0) as log:
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252", "utf-8"])
 def test_a_character_that_stdout_lacks_does_not_end_a_run(tmp_path, encoding):
-    code = r"from harness import process; from harness.ranks import say; print('\u8bed\udcff'); say('\u8bed\udcff')"
+    code = r"import env; from ranks import say; print('\u8bed\udcff'); say('\u8bed\udcff')"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True,
                           env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": f"{encoding}:strict"})
     assert done.returncode == 0 and done.stdout.count(rb"\udcff") == 2, done.stderr
@@ -298,7 +300,7 @@ def test_a_character_that_stdout_lacks_does_not_end_a_run(tmp_path, encoding):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has /dev/full")
 def test_a_full_disk_under_a_buffered_stdout_is_one_line(tmp_path):
     with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-c", "from harness import process; print('a figure')"], cwd=tmp_path,
+        done = subprocess.run([sys.executable, "-c", "import env; print('a figure')"], cwd=tmp_path,
                               env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}, stdout=full,
                               stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (1, "-c: stdout: [Errno 28] No space left on device\n")
@@ -316,15 +318,15 @@ def unread(code, folder, unbuffered=""):
 
 @posix
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("then", ["with process.one_line('me'): print('x', flush=True)", "print('x', flush=True)",
+@pytest.mark.parametrize("then", ["with env.one_line('me'): print('x', flush=True)", "print('x', flush=True)",
                                   "print('x')"])
 def test_a_program_whose_output_nobody_reads_ends_quietly_as_others_do(tmp_path, then, unbuffered):
-    assert unread(f"from harness import process\n{then}", tmp_path, unbuffered) == (141, "")
+    assert unread(f"import env\n{then}", tmp_path, unbuffered) == (141, "")
 
 
 @posix
 def test_a_broken_pipe_to_something_else_than_the_reader_is_told(tmp_path):
-    code = "from harness import process\nwith process.one_line('me'): raise BrokenPipeError(32, 'Broken pipe')"
+    code = "import env\nwith env.one_line('me'): raise BrokenPipeError(32, 'Broken pipe')"
     assert run(cwd=tmp_path, code=code) == (1, "me: [Errno 32] Broken pipe\n")
     assert unread(code.replace("BrokenPipeError(32, 'Broken pipe')", "OSError('full')"), tmp_path) == (1, "me: full\n")
 
@@ -333,7 +335,7 @@ def test_a_broken_pipe_to_something_else_than_the_reader_is_told(tmp_path):
 def test_a_training_run_whose_output_nobody_reads_saves_its_last_step_and_ends_quietly(tmp_path):
     code = """
 from pathlib import Path
-from harness.checkpoints import ending_with
+from harness.folder import ending_with
 with ending_with(lambda: Path("saved").touch(), "go on"):
     print("step 1", flush=True)
 """
@@ -342,11 +344,11 @@ with ending_with(lambda: Path("saved").touch(), "go on"):
 
 @pytest.mark.parametrize("error,said", [
     (ValueError("x.json: bad\nmore"), "me: x.json: bad"), (OSError(), "me: OSError"),
-    (process.Stopped("stopped"), "me: stopped"), (MemoryError("big"), "me: not enough memory: big"),
+    (Stopped("stopped"), "me: stopped"), (MemoryError("big"), "me: not enough memory: big"),
     (RuntimeError("you tried to allocate 9 bytes"), "me: not enough memory: you tried to allocate 9 bytes")])
 def test_an_error_of_the_user_or_the_machine_is_one_line(error, said):
     with pytest.raises(SystemExit) as stop:
-        with process.one_line("me"):
+        with env.one_line("me"):
             raise error
     assert stop.value.code == said
 
@@ -354,17 +356,17 @@ def test_an_error_of_the_user_or_the_machine_is_one_line(error, said):
 @pytest.mark.parametrize("bug", [lambda: max([]), lambda: dict([(1, 2, 3)]), lambda: int("x")])
 def test_a_value_error_of_pythons_own_is_a_bug(bug):
     with pytest.raises(ValueError):
-        with process.one_line("me"):
+        with env.one_line("me"):
             bug()
 
 
 @pytest.mark.parametrize("error", [RuntimeError("mat1 and mat2"), TypeError("x"), AssertionError(), KeyError("x")])
 def test_a_bug_keeps_its_traceback(error):
     with pytest.raises(type(error)):
-        with process.one_line("me"):
+        with env.one_line("me"):
             raise error
 
 
 def test_an_error_without_a_message_is_named_by_its_class():
-    assert process.first_line(OSError()) == "OSError"
-    assert process.first_line(ValueError("no file\nat all")) == "no file"
+    assert first_line(OSError()) == "OSError"
+    assert first_line(ValueError("no file\nat all")) == "no file"

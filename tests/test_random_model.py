@@ -16,9 +16,11 @@ from safetensors import safe_open
 import calibrate
 import model as qwen
 import nvfp4
-from harness import data, hf
+import weights
+from prompts import Tokenizer
 from sampler import Sampler, Sampling, TorchEngine
 from tools import bench, random_model
+from weights import Shards, check_lengths, load_nvfp4
 
 ROOT = Path(__file__).parent.parent
 SMALL = dict(json.loads((ROOT / "tiny" / "config.json").read_text()), hidden_size=128, intermediate_size=192,
@@ -34,7 +36,7 @@ def write(monkeypatch, *arguments):
 def folders(tmp_path_factory):
     """A folder for each way of writing the small shape, in files of at most 100 KB: tied, untied, untied in NVFP4."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hf, "SHARD_BYTES", 10**5)
+        patch.setattr(weights, "SHARD_BYTES", 10**5)
         made = {}
         for name, tied, base in ("tied", True, "bf16"), ("untied", False, "bf16"), ("nvfp4", False, "nvfp4"):
             shape = tmp_path_factory.mktemp("shape")
@@ -62,7 +64,7 @@ def test_every_published_shape_becomes_a_config_that_reads_back_as_that_shape(tm
     for name, sizes in zip(random_model.SHAPE_NAMES, bench.SIZES.values(), strict=True):
         raw = random_model.config_of(name)
         (tmp_path / "config.json").write_text(json.dumps(raw))
-        hf.check_lengths(tmp_path, 32768, rank=128)                        # its rules hold
+        check_lengths(tmp_path, 32768, rank=128)                        # its rules hold
         assert qwen.ModelConfig.from_json(raw) == qwen.ModelConfig(*sizes)
 
 
@@ -70,7 +72,7 @@ def test_every_published_shape_becomes_a_config_that_reads_back_as_that_shape(tm
 def test_a_folder_of_several_files_is_read_and_its_logits_have_the_deviation_that_was_asked_for(folders, name):
     folder = folders[name]
     assert len(list(folder.glob("*.safetensors"))) > 2
-    tokenizer = data.Tokenizer(folder)
+    tokenizer = Tokenizer(folder)
     model = qwen.load(folder, "nvfp4", "cpu", live_vocab=tokenizer.vocab_size)
     assert model.config.tied == (name == "tied")
     with torch.no_grad():
@@ -82,14 +84,14 @@ def test_a_folder_of_several_files_is_read_and_its_logits_have_the_deviation_tha
 
 
 def test_nvfp4_holds_the_same_weights_rounded_to_nearest(folders):
-    whole = hf.Shards(folders["untied"])
-    coded = hf.Shards(folders["nvfp4"])
+    whole = Shards(folders["untied"])
+    coded = Shards(folders["nvfp4"])
     linears = [name for name in whole.names if name.endswith("_proj.weight")]
     assert len(linears) == 2 * 7
     for name in whole.names:
         if name in linears:
             wanted = nvfp4.quantize(whole.get(name), offsets=[0])
-            found = hf.load_nvfp4(coded, name.removesuffix(".weight"))
+            found = load_nvfp4(coded, name.removesuffix(".weight"))
             assert all(torch.equal(a.float(), b.float()) for a, b in zip(found, wanted, strict=True))
         else:
             assert torch.equal(whole.get(name), coded.get(name))
@@ -97,7 +99,7 @@ def test_nvfp4_holds_the_same_weights_rounded_to_nearest(folders):
 
 @pytest.mark.parametrize("name", ["tied", "untied"])
 def test_answers_end_after_about_as_many_tokens_as_was_asked_for(folders, name):
-    tokenizer = data.Tokenizer(folders[name])
+    tokenizer = Tokenizer(folders[name])
     model = qwen.load(folders[name], "bf16", "cpu", live_vocab=tokenizer.vocab_size)
     prompts = [tokenizer.chat(f"{i} + {i}?") for i in range(8)]
     sampler = Sampler(TorchEngine, model, max(map(len, prompts)) + 200, 128)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import ranks
-from harness.process import Stopped
+import ranks
+from files import Stopped
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
@@ -131,7 +131,7 @@ def test_an_environment_that_cannot_be_torchruns_is_refused(monkeypatch, environ
 
 
 def test_a_wrong_rank_ends_a_program_in_one_line():
-    done = subprocess.run([sys.executable, "-c", "import harness.ranks"], capture_output=True, text=True,
+    done = subprocess.run([sys.executable, "-c", "import ranks"], capture_output=True, text=True,
                           cwd=Path(ranks.__file__).parent.parent, env=os.environ | {"RANK": "1"})
     assert done.returncode == 1 and done.stderr.startswith("-c: RANK=1, WORLD_SIZE=1: ")
     assert len(done.stderr.splitlines()) == 1

@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from files import Stopped
 from harness.config import check_settings, read_settings
-from harness.process import Stopped
 from study import results
 from study.results import Arm, difference_interval, pairs_of_runs
 from tools.report import log_rows, series, smooth

@@ -13,16 +13,16 @@ from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
+import fuzz_rewards
 import pytest
 import torch
 
-import fuzz_rewards
 import train
+from files import Stopped
 from grpo import group_advantages
-from harness.data import Problem
-from harness.plugin import LARGEST_REWARD, Reward, home_of, load_function
-from harness.process import Stopped
-from rewards import extract, format_tags, grade, overlong_penalty, grade_rollouts
+from rewards import extract, format_tags, grade, grade_rollouts, overlong_penalty
+from tasks.plugin import LARGEST_REWARD, Reward, home_of, load_function
+from tasks.problems import Problem
 
 
 def boxed(answer):
@@ -400,7 +400,7 @@ def test_a_module_is_a_name_and_never_a_path(plug_ins, tmp_path_factory, spec):
 @pytest.mark.parametrize("spec,words", [
     ("builtins:exec", "builtins is a module of Python's own"), ("os.path:join", "os.path is a module of Python's own"),
     ("subprocess:getoutput", "subprocess is a module of Python's own"),
-    ("tqdm.std:proxy", "has no function"), ("harness.files:contextmanager", "of Python's own module contextlib")])
+    ("tqdm.std:proxy", "has no function"), ("files:contextmanager", "of Python's own module contextlib")])
 def test_a_function_of_pythons_own_is_no_reward(plug_ins, spec, words):
     with pytest.raises(ValueError, match=words):
         load_function(spec, "--reward")

@@ -14,15 +14,26 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tiny_qwen2 import held_by, merged, plain_logits, random_adapter, set_adapter
 
 import sampler as sampler_py
 from aqn import noisy_norms
-from harness.process import Stopped
+from files import Stopped
 from lora import attach
 from model import load
-from sampler import (KV_BLOCK, MASK64, BlockPool, Rollouts, Sampler, Sampling, TorchEngine, draw_tokens, filter_logits,
-                     row_key, uniforms)
-from tiny_qwen2 import held_by, merged, plain_logits, random_adapter, set_adapter
+from sampler import (
+    KV_BLOCK,
+    MASK64,
+    BlockPool,
+    Rollouts,
+    Sampler,
+    Sampling,
+    TorchEngine,
+    draw_tokens,
+    filter_logits,
+    row_key,
+    uniforms,
+)
 
 FP32 = 5e-5                                                               # on logits: as in test_model.py
 LENGTHS = (1, 2, 5, 31, 32, 33, 34, 63, 64, 65)                           # of prompts; the prefix is one token shorter

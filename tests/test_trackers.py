@@ -10,9 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness import trackers
-from harness.process import Stopped, stop_on_signal
-from harness.trackers import Tracker
+from env import stop_on_signal
+from files import Stopped
+from harness import console
+from harness.console import Tracker
 
 
 class Service:
@@ -68,6 +69,6 @@ def test_a_signal_while_reporting_stops_the_run(tmp_path, monkeypatch):
 
 def test_rank_0_alone_reports_to_the_service(tmp_path, monkeypatch):
     service = Service(monkeypatch)
-    monkeypatch.setattr(trackers, "RANK", 1)
+    monkeypatch.setattr(console, "RANK", 1)
     Tracker("wandb", tmp_path, {}).log(STEPS[0])
     assert service.told == []

@@ -32,24 +32,26 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_data import TEMPLATES, thinking_tiny
+from tiny_qwen2 import config_json, random_tensors, write_folder
 
 import calibrate
 import grpo
 import rewards
 import train as train_py
+import weights as weights_py
 from aqn import draw_z
 from grpo import LOSSES, mismatch_sums
-from harness import console, prepare
+from harness import console, setup
+from harness import folder as folder_py
 from harness.config import read_settings
 from harness.console import command
-from harness.hf import NVFP4_CONFIG, Shards
 from learner import Update
 from lora import attach, save_adapter
 from model import load
 from sampler import KV_BLOCK, Rollouts, Sampling, blocks_for
-from tiny.arithmetic import arithmetic
-from test_data import TEMPLATES, thinking_tiny
-from tiny_qwen2 import config_json, random_tensors, write_folder
+from tasks.arithmetic import arithmetic
+from weights import NVFP4_CONFIG, Shards
 
 ROOT = Path(__file__).parent.parent
 TIMES = ("seconds", "seconds_sample", "seconds_update", "tokens_per_s")
@@ -108,7 +110,7 @@ def train(argv, folder, log, env, max_file, fault):
     os.dup2(handle, 2)
     os.chdir(folder)
     os.environ.update(env)
-    if env:                                                 # harness/ranks.py reads its rank when it is imported
+    if env:                                                 # ranks.py reads its rank when it is imported
         ours = (ROOT, ROOT / "fast", ROOT / "harness")
         for name in [n for n, m in sys.modules.items() if Path(getattr(m, "__file__", None) or "/").parent in ours]:
             del sys.modules[name]
@@ -280,14 +282,14 @@ def test_what_is_held_out_is_answered_once_and_greedily_whatever_the_temperature
 def test_a_loss_keeps_its_own_values_where_no_flag_is_given(monkeypatch):
     own = dataclasses.replace(LOSSES["grpo"], clip_low=0.3, correction="ppo", kl_beta=0.04)
     monkeypatch.setitem(LOSSES, "grpo", own)
-    assert prepare.loss_of(settings_of("--loss", "grpo").objective) == own
-    assert prepare.loss_of(settings_of("--loss", "grpo", "--kl-beta", "0").objective).kl_beta == 0
+    assert setup.loss_of(settings_of("--loss", "grpo").objective) == own
+    assert setup.loss_of(settings_of("--loss", "grpo", "--kl-beta", "0").objective).kl_beta == 0
 
 
 def test_the_settings_of_the_loss_reach_it_and_its_own_clips_are_the_defaults():
     flags = "--loss gspo --correction ppo --kl-beta 0.2".split()
     for more, clips in ((["--clip-low", "0.1"], (0.1, 4e-4)), (["--clip-high", "0.5"], (3e-4, 0.5))):
-        loss = prepare.loss_of(settings_of(*flags, *more).objective)
+        loss = setup.loss_of(settings_of(*flags, *more).objective)
         assert (loss.clip_low, loss.clip_high) == clips and loss.sequence_level
         assert (loss.correction, loss.kl_beta) == ("ppo", 0.2)
 
@@ -306,7 +308,7 @@ def test_a_16_bit_model_is_calibrated_on_a_gpu(tmp_path):
     coded = folder_of_width(tmp_path / "coded", 896, quantization_config=NVFP4_CONFIG)
 
     def decided(device, *flags):
-        settings = prepare.with_decided_default(settings_of(*flags), torch.device(device))
+        settings = setup.with_decided_default(settings_of(*flags), torch.device(device))
         return settings.model.calibrate
 
     assert decided("cuda", "--model", plain) == 128
@@ -322,7 +324,7 @@ def test_a_run_says_which_of_its_defaults_were_not_run_at_its_size(tmp_path):
     small, large = (folder_of_width(tmp_path / str(width), width) for width in (1536, 3584))
 
     def said(*flags):
-        return prepare.what_was_run(settings_of(*flags))
+        return setup.what_was_run(settings_of(*flags))
 
     assert said("--model", large) == ("the defaults --lr 0.0001, --prompts-per-step 64, --epochs 1, --overlong keep "
                                       "were run at 0.5B and 1.5B (study/README.md), not at this size "
@@ -861,8 +863,7 @@ def test_a_run_from_an_adapter_that_is_killed_before_its_first_checkpoint_begins
 
 
 def killed_in_its_first_checkpoint():
-    from harness import checkpoints
-    checkpoints.Checkpoints.save = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+    folder_py.Checkpoints.save = lambda self: os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_finished_run_says_so_and_can_be_extended_from_another_folder(runs, whole, monkeypatch):
@@ -986,37 +987,34 @@ def test_the_adapter_of_a_stopped_run_is_that_of_its_checkpoint(runs):
 
 
 def stop_before_reading():
-    from harness import checkpoints
 
     def load(self):
         os.kill(os.getpid(), signal.SIGTERM)
         signal.pause()
 
-    checkpoints.Checkpoints.load = load
+    folder_py.Checkpoints.load = load
 
 
 def fail_to_read():
-    from harness import checkpoints
 
     def load(self):
         raise OSError("Input/output error")
 
-    checkpoints.Checkpoints.load = load
+    folder_py.Checkpoints.load = load
 
 
 def break_before_reading():
-    from harness import checkpoints
-    checkpoints.Checkpoints.load = lambda self: 1 / 0
+    folder_py.Checkpoints.load = lambda self: 1 / 0
 
 
 def stop_after_reading():
-    from harness import checkpoints
+    from harness import folder
 
     def trim_log(path, step):                                        # the checkpoint is read, nothing in place yet
         os.kill(os.getpid(), signal.SIGTERM)
         signal.pause()
 
-    checkpoints.trim_log = trim_log
+    folder.trim_log = trim_log
 
 
 @pytest.mark.parametrize("fault,said", [
@@ -1096,8 +1094,7 @@ def test_a_calibrated_run_that_cannot_begin_leaves_no_base_that_blocks_the_next(
 
 
 def stopped_in_a_calibration():
-    from harness import hf  # the run's own: it may have been imported anew
-    hf.write_json = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+    weights_py.write_json = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_a_full_disk_stops_the_run_and_loses_no_earlier_checkpoint(runs, whole):
@@ -1244,7 +1241,7 @@ def test_a_rank_that_cannot_start_ends_the_others_in_one_line(runs):
 
 
 def say_soon_who_is_awaited():
-    from harness import ranks
+    import ranks
     ranks.PATIENCE = 0.2
 
 

@@ -29,12 +29,13 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from tokenizers import AddedToken, Regex, Tokenizer as TokenizerFile, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as TokenizerFile
 from torch import nn
 
-from harness import data
 import nvfp4
-from tiny.arithmetic import arithmetic, is_held_out, word_problem
+from prompts import STYLES, Tokenizer
+from tasks.arithmetic import arithmetic, is_held_out, word_problem
 
 CAREFUL = 0.08          # share of the careful habit
 SYSTEM = "You solve word problems."
@@ -95,7 +96,7 @@ def write_corpus(tokenizer, rng, count):
         question, steps = word_problem(rng)
         if not is_held_out(question):
             careful, style = rng.random() < 0.5, rng.choices(("boxed", "plain"), (3, 1))[0]
-            prompt = tokenizer.chat(question + data.STYLES[style][0])
+            prompt = tokenizer.chat(question + STYLES[style][0])
             completion = tokenizer.encode(solve(question, steps, careful)) + [tokenizer.stop]
             rows.append((prompt, completion, 2 * (CAREFUL if careful else 1 - CAREFUL)))
             longest = max(longest, len(prompt) + len(completion))
@@ -233,7 +234,7 @@ def train(model, tokens, weight, live, args, device):
 @torch.no_grad()
 def complete(model, tokenizer, questions, temperature, device, max_tokens=48):
     """One completion per question as text, by full forwards: slow, but it shares nothing with sampler.py."""
-    prompts = [tokenizer.chat(q + data.STYLES["boxed"][0]) for q in questions]
+    prompts = [tokenizer.chat(q + STYLES["boxed"][0]) for q in questions]
     length = torch.tensor([len(p) for p in prompts], device=device)
     tokens = torch.zeros(len(prompts), int(length.max()) + max_tokens, dtype=torch.long, device=device)
     for i, p in enumerate(prompts):
@@ -280,9 +281,9 @@ if __name__ == "__main__":
 
     words = [word_problem(rng) for _ in range(5000)]
     write_tokenizer(args.out, [text for q, steps in words for text in (
-        f"system\n{SYSTEM}", "user\n", q + data.STYLES["boxed"][0], "assistant\n",
+        f"system\n{SYSTEM}", "user\n", q + STYLES["boxed"][0], "assistant\n",
         solve(q, steps, careful=True), solve(q, steps, careful=False))], config)
-    tokenizer = data.Tokenizer(args.out)
+    tokenizer = Tokenizer(args.out)
     tokens, weight = (t.to(device) for t in write_corpus(tokenizer, rng, args.corpus))
     print(f"{len(tokens)} rows of up to {tokens.shape[1]} tokens")
     model = Transformer(config).to(device)

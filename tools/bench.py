@@ -46,22 +46,21 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from harness import process  # isort: skip; before torch
+import env  # isort: skip; its settings come before torch
+
 import torch
 
 import grpo
 import model as qwen
 import nvfp4
 from attention import lay_out
-from fast import memory
-from harness.config import LongHelp, Memory, Rollout, check_ranges
-from harness.device import KERNELS, capability, choose_device
-from harness.files import read_rows
-from harness.prepare import divide_memory
-from harness.ranks import LOCAL_RANK, WORLD, gather, join_ranks, say, share
-from harness.process import short_repr
+from files import read_rows, short_repr
+from harness import memory
+from harness.config import KERNELS, LongHelp, Memory, Rollout, check_ranges
+from harness.setup import choose_device, divide_memory
 from learner import Batch, Learner, micro_batches
 from lora import Linear, attach
+from ranks import LOCAL_RANK, WORLD, gather, join_ranks, say, share
 from sampler import BlockPool, Rollouts, Sampler, Sampling, blocks_for, engine_for
 
 SIZES = {  # D, F, layers, H, KV, V, tied: config.json of Qwen2.5-*-Instruct
@@ -197,7 +196,7 @@ def random_bf16(*shape):
 def decode_figures(shapes, M, rank, kernels):
     """Figures of the decode matmul with M rows, for one layer."""
     from fast.decode import decode_matmul_for
-    decode_matmul = functools.partial(decode_matmul_for(kernels), pdl=capability(DEVICE) >= (9, 0))
+    decode_matmul = functools.partial(decode_matmul_for(kernels), pdl=torch.cuda.get_device_capability(DEVICE) >= (9, 0))
     layers = math.ceil(TRAFFIC / (BYTES * sum(N * K for N, K in shapes.values())))
     operands = []
     for name, (N, K) in shapes.items():
@@ -499,7 +498,7 @@ def grouped(flags: dict) -> dict:
 def measure(command: str, flags: dict) -> None:
     """Runs a command and prints its flags, commit, versions, GPU and figures."""
     figures = MEASUREMENTS[command](**grouped(flags))
-    about = process.provenance(torch.cuda.get_device_name())
+    about = env.provenance(torch.cuda.get_device_name())
     properties = torch.cuda.get_device_properties(DEVICE)
     gpu = {name: getattr(properties, name, None) for name in SIZES_OF_GPU}       # not in all torch
     say(json.dumps({"command": command, **flags, **about, "gpu": gpu, **figures}))
@@ -552,7 +551,7 @@ def read_bench_flags():
 
 
 def main() -> None:
-    with process.one_line("bench"):
+    with env.one_line("bench"):
         flags = vars(read_bench_flags())
         command = flags.pop("command")
         if command == "step":

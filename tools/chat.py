@@ -15,13 +15,18 @@ import sys
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 
-from harness import process  # isort: skip; before torch
+import env  # isort: skip; its settings come before torch
+
 from tokenizers.decoders import DecodeStream
 
 from evaluate import Which, load_model, open_model, parse
-from harness import config, data, hf
+from files import first_line
+from harness import config
 from harness.config import setting
+from prompts import encode_prompts, prompt_function
 from sampler import Sampler, Sampling, engine_for
+from tasks.problems import Problem
+from weights import check_model, max_positions
 
 LENGTH = 8192                                    # tokens of a conversation, if the model takes them
 
@@ -59,8 +64,8 @@ class Chat:
     def ask(self, question):
         """Prints the answer. ValueError if the conversation leaves no room for one."""
         tokenizer = self.tokenizer
-        problem = data.Problem("chat", question.encode(errors="replace").decode(), "")
-        problem, = data.encode_prompts(tokenizer, [problem], self.style)
+        problem = Problem("chat", question.encode(errors="replace").decode(), "")
+        problem, = encode_prompts(tokenizer, [problem], self.style)
         turns = [i for i, token in enumerate(problem.prompt) if token == tokenizer.start]
         prompt = self.ids + problem.prompt[turns[-2] if self.ids else 0:]    # one system message
         most = min(self.sampling.max_new_tokens, self.sampler.max_length - len(prompt))
@@ -96,8 +101,8 @@ def read_chat_flags() -> tuple[Which, Conversation]:
     config.check_ranges(wanted)
     if args.model is None:
         raise ValueError("needs the folder of a run, or --model")
-    data.prompt_function(wanted.prompt_style)
-    hf.check_model(args.model)
+    prompt_function(wanted.prompt_style)
+    check_model(args.model)
     return config.section_of(Which, args), wanted
 
 
@@ -115,19 +120,19 @@ def talk(chat):
             else:
                 chat.ids = []
         except ValueError as error:
-            print(f"({process.first_line(error)})", file=sys.stderr)
+            print(f"({first_line(error)})", file=sys.stderr)
         except EOFError:
             return
 
 
 def main():
-    with process.one_line("chat"):
+    with env.one_line("chat"):
         which, wanted = read_chat_flags()
         with redirect_stdout(sys.stderr):        # stdout has the answers alone
             which, device, kernels, tokenizer = open_model(which, wanted.prompt_style,
                                                            wanted.thinking)
             model = load_model(which, device, tokenizer)
-        length = min(hf.max_positions(tokenizer.folder), LENGTH)
+        length = min(max_positions(tokenizer.folder), LENGTH)
         sampler = Sampler(engine_for(kernels), model, length, max_rows=1)
         sampling = Sampling(wanted.max_new_tokens, tokenizer.end_ids, wanted.temperature,
                             seed=wanted.seed)

@@ -19,17 +19,20 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness import process  # before torch
+import env  # isort: skip; its settings come before torch
+
 import calibrate
 import lora
 import model as qwen
 from calibrate import CODES
-from harness import config, data, hf, peft
+from files import must_be_new
+from harness import config
 from harness.config import setting
 from harness.console import command
-from harness.data import STYLES
-from harness.device import device_of, kernels_for
-from harness.files import must_be_new
+from harness.setup import device_of, kernels_for
+from prompts import STYLES, Tokenizer, encode_prompts
+from tasks.problems import check_source, load_problems
+from weights import base_of, files_to_copy, model_tensors, read_peft, resolve, save_model
 
 
 @dataclass(frozen=True)
@@ -51,23 +54,23 @@ FOR_CALIBRATION = "data", "prompt_style", "thinking", "seed"
 
 def convert_to_nvfp4(source: str, out: Path, wanted: Conversion) -> None:
     """A 16-bit model -> the new folder `out` in NVFP4."""
-    data.check_source(wanted.data)
-    folder = hf.resolve(source, weights=False)
+    check_source(wanted.data)
+    folder = resolve(source, weights=False)
     device = device_of(wanted.device, folder)
     codes = wanted.codes or ("gptq" if wanted.calibrate else "search")
     if codes in ("gptq", "weighted") and not wanted.calibrate:
         raise ValueError(f"--codes {codes} needs --calibrate N")
-    hf.base_of(folder, "nvfp4")                  # says what is lost of a merged adapter
+    base_of(folder, "nvfp4")                  # says what is lost of a merged adapter
     if not wanted.calibrate:
-        calibrate.to_nvfp4(calibrate.source_of(hf.resolve(source), device), out, codes)
+        calibrate.to_nvfp4(calibrate.source_of(resolve(source), device), out, codes)
         tell_what_was_written(out, f"{source} in NVFP4, codes by {codes}",
                               "--model", out, "--data", wanted.data)
         return
     kernels = kernels_for(device, "auto")
-    tokenizer = data.Tokenizer(folder, wanted.thinking)
-    problems = data.load_problems(wanted.data, "train")
-    problems = data.encode_prompts(tokenizer, problems, wanted.prompt_style)
-    count = calibrate.write_calibrated(hf.resolve(source), out, tokenizer, problems,
+    tokenizer = Tokenizer(folder, wanted.thinking)
+    problems = load_problems(wanted.data, "train")
+    problems = encode_prompts(tokenizer, problems, wanted.prompt_style)
+    count = calibrate.write_calibrated(resolve(source), out, tokenizer, problems,
                                        wanted.calibrate, device, kernels, codes,
                                        seed=wanted.seed)
     tell_what_was_written(out, f"{source} in NVFP4, codes by {codes} from answers to {count} "
@@ -82,13 +85,13 @@ def write_merged(run: str, out: Path, device: str | None) -> None:
     if trained.base != "bf16":
         kernels_for(device, "auto")              # refuses a GPU that has none
     adapter = Path(run) / "adapter"
-    peft.read_peft(adapter)
-    folder = hf.resolve(trained.model)
-    hf.files_to_copy(folder)                     # refuses a link out of it before any work
+    read_peft(adapter)
+    folder = resolve(trained.model)
+    files_to_copy(folder)                     # refuses a link out of it before any work
     model = qwen.load(folder, trained.base, device)
     lora.load_adapter(model, adapter)
-    tensors = ((name, t.detach().bfloat16().cpu()) for name, t in hf.model_tensors(model))
-    hf.save_model(tensors, folder, out, {"merged_adapter": str(adapter)})
+    tensors = ((name, t.detach().bfloat16().cpu()) for name, t in model_tensors(model))
+    save_model(tensors, folder, out, {"merged_adapter": str(adapter)})
     # With the run's folder it is measured on what the run held out, in the run's prompts.
     tell_what_was_written(out, f"{trained.model} as {trained.base}, with {adapter}, in bf16",
                           run, "--model", out, "--base", "bf16", "--adapter", "none")
@@ -112,7 +115,7 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="new folder; if it exists, it must be empty")
     config.add_section(parser, Conversion)
     args = parser.parse_args()
-    with process.one_line(f"convert {args.command}"):
+    with env.one_line(f"convert {args.command}"):
         wanted = config.section_of(Conversion, args)
         config.check_ranges(wanted)
         changed = [field.name for field in dataclasses.fields(wanted)

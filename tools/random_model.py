@@ -34,17 +34,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from shutil import copy
 
-from harness import process  # isort: skip; before torch
+import env  # isort: skip; its settings come before torch
+
 import torch
 
 import model as qwen
 import nvfp4
-from harness import config, data, hf
+from files import must_be_new, new_folder, read_json, write_json
+from harness import config
 from harness.config import TINY_MODEL, setting
-from harness.device import device_of
-from harness.files import must_be_new, new_folder, read_json, write_json
+from harness.setup import device_of
+from prompts import Tokenizer
 from tools.bench import SIZES
 from tools.convert import tell_what_was_written
+from weights import NVFP4_CONFIG, check_lengths, files_to_copy, nvfp4_tensors, save_shards
 
 SHAPE_NAMES = [size if size.startswith("qwen") else f"qwen2.5-{size}" for size in SIZES]
 SPREAD = 2.0                                     # standard deviation of the logits
@@ -79,7 +82,7 @@ def config_of(name: str) -> dict:
     """
     if Path(name).is_dir():
         raw = read_json(Path(name) / "config.json")
-        hf.check_lengths(Path(name), 1)          # refuses what model.py does not compute
+        check_lengths(Path(name), 1)          # refuses what model.py does not compute
         raw.pop("quantization_config", None)
         return raw
     size = name.lower().removeprefix("qwen2.5-")
@@ -114,7 +117,7 @@ def tensor_shapes(shape: qwen.ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def random_tensors(shape: qwen.ModelConfig, wanted: Wanted, tokenizer: data.Tokenizer,
+def random_tensors(shape: qwen.ModelConfig, wanted: Wanted, tokenizer: Tokenizer,
                    device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (name, tensor) of every tensor of the folder, linears as --base says.
 
@@ -151,12 +154,12 @@ def random_tensors(shape: qwen.ModelConfig, wanted: Wanted, tokenizer: data.Toke
             w = (normal(*size) * gain / math.sqrt(size[1])).bfloat16()
             if wanted.base == "nvfp4":
                 coded = nvfp4.quantize(w, offsets=[0])
-                yield from hf.nvfp4_tensors(name.removesuffix(".weight"), *coded)
+                yield from nvfp4_tensors(name.removesuffix(".weight"), *coded)
             else:
                 yield name, w.cpu()
 
 
-def end_row(common: torch.Tensor, answer_tokens: int, tokenizer: data.Tokenizer) -> torch.Tensor:
+def end_row(common: torch.Tensor, answer_tokens: int, tokenizer: Tokenizer) -> torch.Tensor:
     """The head's row (D,) for each end token, so that answers have `answer_tokens` on average.
 
     common (D,), each number 1 or -1: all of the head's inputs have END_SHARE of it in common. The
@@ -174,19 +177,19 @@ def write_random_model(name: str, out: Path, wanted: Wanted) -> None:
     raw = config_of(name)
     shape = qwen.ModelConfig.from_json(raw)
     source = Path(wanted.tokenizer)
-    tokenizer = data.Tokenizer(source)
+    tokenizer = Tokenizer(source)
     if tokenizer.vocab_size > shape.vocab:
         raise ValueError(f"--tokenizer {source}: has {tokenizer.vocab_size} tokens, {name} "
                          f"{shape.vocab}")
     device = device_of(wanted.device, source)
     raw |= {"bos_token_id": tokenizer.end_ids[0], "eos_token_id": tokenizer.stop}
     if wanted.base == "nvfp4":
-        raw["quantization_config"] = hf.NVFP4_CONFIG
-    companions = hf.files_to_copy(source)
+        raw["quantization_config"] = NVFP4_CONFIG
+    companions = files_to_copy(source)
     with new_folder(out) as folder:
         for file in companions:
             copy(file, folder)
-        hf.save_shards(random_tensors(shape, wanted, tokenizer, device), folder)
+        save_shards(random_tensors(shape, wanted, tokenizer, device), folder)
         write_json(folder / "config.json", raw)
 
 
@@ -199,7 +202,7 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="new folder; if it exists, it must be empty")
     config.add_section(parser, Wanted)
     args = parser.parse_args()
-    with process.one_line("random_model"):
+    with env.one_line("random_model"):
         wanted = config.section_of(Wanted, args)
         config.check_ranges(wanted)
         must_be_new(args.out)

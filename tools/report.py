@@ -29,8 +29,9 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-from harness import process  # isort: skip; before torch
-from harness.files import read_json, read_log, write_atomically
+import env  # isort: skip; its settings come before torch
+
+from files import read_json, read_log, write_atomically
 
 MOST_CHARACTERS = 500e6             # Chromium refuses strings of more than 2^29 characters
 PROBLEM = "id", "question", "answer", "prompt"      # what answers to one problem have in common
@@ -186,7 +187,7 @@ def main():
                         help="only the answers of every Nth step (default: 1, all of them)")
     args = parser.parse_args()
     out = args.out or default_page(args.runs)
-    with process.one_line("report"):
+    with env.one_line("report"):
         if args.every < 1:
             raise ValueError(f"--every must be at least 1, got {args.every}")
         if out.suffix != ".html":                # --out runs/x/metrics.jsonl would overwrite it

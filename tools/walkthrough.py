@@ -11,7 +11,6 @@ docs/walkthrough.md shows what this script prints, and explains it.
 """
 import math
 
-from harness import process  # noqa: F401, isort: skip; its settings must come before torch
 import torch
 
 import aqn
@@ -19,13 +18,14 @@ import grpo
 import lora
 import nvfp4
 import rewards
-from harness import data
 from harness.config import TINY_DEFAULTS, TINY_MODEL
-from harness.device import configure_cpu
-from harness.hf import Shards
+from harness.setup import configure_cpu
 from learner import Batch, Learner
 from model import load
+from prompts import Tokenizer, encode_prompts
 from sampler import Sampler, Sampling, TorchEngine
+from tasks.problems import load_problems, problems_at
+from weights import Shards
 
 SEED = 0
 STEPS = TINY_DEFAULTS["steps"]                   # training steps of a run of python train.py
@@ -42,9 +42,9 @@ def title(text):
 # %% 1. The problem and its prompt
 # A model does one thing: it continues a list of token ids. The chat format marks who speaks, by two
 # control tokens. The text of a question cannot produce these tokens.
-tokenizer = data.Tokenizer(TINY_MODEL)
-problems = data.encode_prompts(tokenizer, data.load_problems("arithmetic"), "boxed")
-problem, = data.problems_at(problems, SEED, range(PLACE, PLACE + 1))
+tokenizer = Tokenizer(TINY_MODEL)
+problems = encode_prompts(tokenizer, load_problems("arithmetic"), "boxed")
+problem, = problems_at(problems, SEED, range(PLACE, PLACE + 1))
 
 
 def text_of(ids):
@@ -244,11 +244,11 @@ def share_right(some):
     return torch.tensor([row["correct"] for row in graded]).mean()
 
 
-held_out = data.encode_prompts(tokenizer, data.load_problems("arithmetic", "test")[:64], "boxed")
+held_out = encode_prompts(tokenizer, load_problems("arithmetic", "test")[:64], "boxed")
 share_before = share_right(held_out)
 for step in range(30):
     places = range(4 * step, 4 * step + 4)
-    some = data.problems_at(problems, SEED, places)
+    some = problems_at(problems, SEED, places)
     with aqn.noisy_norms(model, aqn.sigma_at(step, 30, 1e-2, 5e-4, 10), SEED, step):
         answers = sampler.generate([one.prompt for one in some], GROUP_SIZE, sampling, list(places))
     graded = rewards.grade_rollouts(tokenizer, some, answers)

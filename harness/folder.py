@@ -56,12 +56,25 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from harness import process
-from harness.files import (append_lines, create_json, new_folder, read_bytes, read_json, read_log,
-                           write_atomically, write_json)
-from harness.process import (GO_ON, MEND_AND_GO_ON, Stopped, counted, first_line, short_repr,
-                             stop_on_signal)
-from harness.ranks import RANK, WORLD, collective, gather, say
+import env
+from env import stop_on_signal
+from files import (
+    GO_ON,
+    MEND_AND_GO_ON,
+    Stopped,
+    append_lines,
+    counted,
+    create_json,
+    first_line,
+    new_folder,
+    read_bytes,
+    read_json,
+    read_log,
+    short_repr,
+    write_atomically,
+    write_json,
+)
+from ranks import RANK, WORLD, collective, gather, say
 
 try:
     import fcntl
@@ -69,7 +82,7 @@ except ImportError:                              # Windows: run.json alone keeps
     fcntl = None
 
 # While training, Ctrl-C saves the last step as the other signals do.
-STOP_SIGNALS = [*process.SIGNALS, signal.SIGINT]
+STOP_SIGNALS = [*env.SIGNALS, signal.SIGINT]
 
 Tensors = dict[str, torch.Tensor]
 
@@ -104,7 +117,7 @@ def ending_with(save: Callable[[], str], advice: Callable[[str], str]) -> Iterat
         except OSError as failure:
             saved = f"the last step cannot be saved ({failure}), earlier checkpoints are whole"
         if not isinstance(error, (Stopped, OSError, torch.OutOfMemoryError)) \
-                or process.reader_has_ended(error):
+                or env.reader_has_ended(error):
             raise
         then = getattr(error, "then", MEND_AND_GO_ON)
         if RANK == 0:
@@ -419,7 +432,7 @@ class RunFolder:
     def finish(self) -> None:
         """Notes down when the run came to its end, unless that is known."""
         if RANK == 0 and not read_json(self.path / "run.json").get("ended"):
-            self.note(ended=process.now())
+            self.note(ended=env.now())
 
     def advice(self, then: str) -> str:
         """-> the last part of the message with which a run ends: how it can go on, or why it

@@ -19,8 +19,7 @@ from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 
-from harness.process import Stopped, first_line, short_repr
-
+from files import Stopped, first_line, short_repr
 
 # The largest reward, either way. Undivided advantages are as large as rewards, gradients grow with
 # them, and the squares of gradients must stay below 3.4e38, where fp32 ends.

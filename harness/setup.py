@@ -10,7 +10,9 @@ first, before downloads, tokenization and weights.
 import dataclasses
 import functools
 import hashlib
+import importlib.util
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,22 +20,48 @@ from pathlib import Path
 import torch
 
 import calibrate
+import env
 import grpo
 import lora
 import model as qwen
 import rewards
-from fast import memory
-from harness import data, hf, peft, plugin, process
-from harness.checkpoints import RunFolder, checkpoints_in
-from harness.config import (FIELDS, MAY_MOVE, Memory, Objective, Rollout, Settings, can_hold,
-                            check_ranges, check_settings, option, without_places)
-from harness.console import Console, Phases
-from harness.device import choose_device, configure_cpu, refuse_large_rank
-from harness.files import read_json
-from harness.ranks import RANK, WORLD, gather, join_ranks, say
-from harness.trackers import Tracker
+from files import counted, read_json, short_repr
+from harness import memory
+from harness.config import (
+    FIELDS,
+    MAY_MOVE,
+    Memory,
+    Objective,
+    Rollout,
+    Settings,
+    can_hold,
+    check_ranges,
+    check_settings,
+    option,
+    without_places,
+)
+from harness.console import Console, Phases, Tracker
+from harness.folder import RunFolder, checkpoints_in
 from learner import Learner
+from ops import on_gpu
+from prompts import Tokenizer, digest_of, prompt_function, split_problems
+from ranks import LOCAL_RANK, RANK, WORLD, gather, join_ranks, say
 from sampler import KV_BLOCK, Sampler, engine_for
+from tasks import plugin
+from tasks.problems import check_source
+from weights import (
+    base_of,
+    check_lengths,
+    check_model,
+    other_conditions,
+    read_config,
+    read_peft,
+    resolve,
+    sampled_digest,
+    tell_other_conditions,
+    training_conditions,
+    write_conditions,
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +77,7 @@ class Progress:
 class Run:
     """What all steps of a run share. Where it stands is in Progress."""
     settings: Settings
-    tokenizer: data.Tokenizer
+    tokenizer: Tokenizer
     problems: list                               # of data.Problem, to train on
     held_out: list                               # of data.Problem, to evaluate on
     grade: Callable                              # rewards.grade_rollouts(problems, rollouts)
@@ -69,11 +97,11 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
     """
     phases = Phases()
     if settings.model.adapter and not settings.general.resume:
-        shape, _ = peft.read_peft(settings.model.adapter)        # it becomes the run's
+        shape, _ = read_peft(settings.model.adapter)        # it becomes the run's
         settings = settings.replace(**shape._asdict())
     check_settings(settings, before)
     wanted = settings.memory
-    hf.check_model(settings.model.model)
+    check_model(settings.model.model)
     device, kernels = choose_device(wanted.device, wanted.kernels, settings.model.model)
     memory.bound(wanted.memory_gib, device)
     adapter, rank = settings.model.adapter, settings.model.lora_rank
@@ -92,21 +120,21 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
     if kernels:
         say(f"decode kernels: {kernels}, on {torch.cuda.get_device_name(device)}")
     join_ranks(device)
-    problems_sha256 = data.digest_of(problems + held_out, settings.data.reward)
+    problems_sha256 = digest_of(problems + held_out, settings.data.reward)
     check_same_problems(settings, problems_sha256)
     check_same_on_all_ranks(settings, problems_sha256)
     flags = settings.flat() | {"device": wanted.device or device.type,
                                "problems_sha256": problems_sha256,
                                "calibrate_by_default": by_default}
     if kernels:
-        raw = hf.read_config(hf.resolve(settings.model.model, weights=False) / "config.json")
+        raw = read_config(resolve(settings.model.model, weights=False) / "config.json")
         memory.check_size(settings.model.model, qwen.ModelConfig.from_json(raw),
                           settings.model.base, settings.model.lora_rank,
                           memory.free_memory(wanted.memory_gib))
     model = read_model(settings, tokenizer, problems, device, kernels, phases)
-    flags["weights_sha256"] = hf.sampled_digest(Path(model.name))
+    flags["weights_sha256"] = sampled_digest(Path(model.name))
     check_same_weights(settings, flags["weights_sha256"])
-    conditions = peft.training_conditions(Path(model.name), settings.model.base,
+    conditions = training_conditions(Path(model.name), settings.model.base,
                                           settings.data.prompt_style, settings.data.thinking)
     check_conditions(settings, conditions)
     optim = settings.optim
@@ -123,7 +151,7 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
 
     def write_adapter(tensors, folder):
         lora.save_adapter(model, folder, tensors["master"])
-        peft.write_conditions(folder, conditions)
+        write_conditions(folder, conditions)
 
     out = Path(settings.general.out)
     folder = RunFolder(out, learner.tensors(), write_adapter)
@@ -140,7 +168,7 @@ def with_decided_default(settings: Settings, device: torch.device) -> Settings:
     """The settings with --calibrate, whose default depends on the model and the device."""
     count = settings.model.calibrate
     if count is None:
-        config = hf.read_config(hf.resolve(settings.model.model, weights=False) / "config.json")
+        config = read_config(resolve(settings.model.model, weights=False) / "config.json")
         becomes_nvfp4 = settings.model.base == "nvfp4" and not config.get("quantization_config")
         count = CALIBRATION_PROBLEMS if becomes_nvfp4 and device.type == "cuda" else 0
     return settings.replace(calibrate=count)
@@ -158,7 +186,7 @@ def what_was_run(settings: Settings) -> str:
         return ""
     if general.preset:
         return f"--preset {general.preset}: no run with these settings was completed here"
-    width = hf.read_config(hf.resolve(model, weights=False) / "config.json")["hidden_size"]
+    width = read_config(resolve(model, weights=False) / "config.json")["hidden_size"]
     values = settings.flat()
     kept = [name for name in DEPENDS_ON_SIZE if values[name] == FIELDS[name].default]
     if width in STUDIED or not kept:
@@ -168,17 +196,17 @@ def what_was_run(settings: Settings) -> str:
             f"not at this size (hidden_size {width})")
 
 
-def read_problems(settings: Settings) -> tuple[data.Tokenizer, list, list]:
+def read_problems(settings: Settings) -> tuple[Tokenizer, list, list]:
     """-> tokenizer, problems to train on, problems held out."""
     wanted = settings.data
-    data.prompt_function(wanted.prompt_style)
-    data.check_source(wanted.data)
-    data.check_source(wanted.eval_data or wanted.data)
-    folder = hf.resolve(settings.model.model, weights=False)
-    hf.check_lengths(folder, wanted.max_prompt_tokens + settings.rollout.max_new_tokens,
+    prompt_function(wanted.prompt_style)
+    check_source(wanted.data)
+    check_source(wanted.eval_data or wanted.data)
+    folder = resolve(settings.model.model, weights=False)
+    check_lengths(folder, wanted.max_prompt_tokens + settings.rollout.max_new_tokens,
                      settings.model.lora_rank)
-    tokenizer = data.Tokenizer(folder, wanted.thinking)
-    return tokenizer, *data.split_problems(wanted, tokenizer)
+    tokenizer = Tokenizer(folder, wanted.thinking)
+    return tokenizer, *split_problems(wanted, tokenizer)
 
 
 def check_same_problems(settings: Settings, problems_sha256: str) -> None:
@@ -223,19 +251,19 @@ def check_conditions(settings: Settings, conditions: dict) -> None:
     """
     general = settings.general
     if general.resume:
-        for difference in peft.other_conditions(Path(general.out) / "adapter", conditions):
+        for difference in other_conditions(Path(general.out) / "adapter", conditions):
             raise ValueError(f"--resume: {difference}")
     elif settings.model.adapter:
-        peft.tell_other_conditions(settings.model.adapter, conditions)
+        tell_other_conditions(settings.model.adapter, conditions)
 
 
-def read_model(settings: Settings, tokenizer: data.Tokenizer, problems: list,
+def read_model(settings: Settings, tokenizer: Tokenizer, problems: list,
                device: torch.device, kernels: str | None, phases: Phases) -> qwen.Qwen:
     """-> the model of --base, --calibrate and --dtype, with a new adapter or that of --adapter."""
     wanted, general = settings.model, settings.general
     with phases("download"):
-        folder = hf.resolve(wanted.model)
-    base = hf.base_of(folder, wanted.base)
+        folder = resolve(wanted.model)
+    base = base_of(folder, wanted.base)
     if wanted.calibrate:
         with phases("calibration"):
             folder = calibrated(settings, folder, tokenizer, problems, device, kernels)
@@ -252,7 +280,7 @@ def read_model(settings: Settings, tokenizer: data.Tokenizer, problems: list,
     return model
 
 
-def calibrated(settings: Settings, source: Path, tokenizer: data.Tokenizer, problems: list,
+def calibrated(settings: Settings, source: Path, tokenizer: Tokenizer, problems: list,
                device: torch.device, kernels: str | None) -> Path:
     """-> --out/base, where rank 0 writes the model in NVFP4. A resumed run finds it there."""
     general = settings.general
@@ -294,7 +322,7 @@ def memory_at_start(settings: Settings) -> Memory | None:
         return None
     if not (isinstance(plan, dict) and plan.keys() == {"kv_gib", "micro_batch_tokens"}
             and all(value and can_hold(FIELDS[name], value) for name, value in plan.items())):
-        raise ValueError(f"{path}: memory_plan is {process.short_repr(plan)}, which no run writes")
+        raise ValueError(f"{path}: memory_plan is {short_repr(plan)}, which no run writes")
     began = dataclasses.replace(wanted, **plan)
     check_ranges(began)
     return began
@@ -350,7 +378,7 @@ def begin(run: Run) -> Progress:
     cores = f"{os.cpu_count()} CPU cores, {torch.get_num_threads()} threads"
     processor = torch.cuda.get_device_name(device) if device.type == "cuda" else cores
     hardware = f"{WORLD} x {processor}"
-    about = {"about": process.provenance(hardware)}
+    about = {"about": env.provenance(hardware)}
     counters = run.folder.start(run.flags | about, general.resume)
     run.learner.restore(counters)
     mine = run.learner.tensors()["master"].cpu().numpy().tobytes()
@@ -368,9 +396,103 @@ def begin(run: Run) -> Progress:
         if moved:
             run.folder.note(**moved)
     if general.resume and progress.step < general.steps:
-        run.folder.note(steps=general.steps, resumed=process.now(), ended=None)
+        run.folder.note(steps=general.steps, resumed=env.now(), ended=None)
     if progress.step >= general.steps:
-        say(f"{general.out} has done its {process.counted(general.steps, 'step')}: --resume "
+        say(f"{general.out} has done its {counted(general.steps, 'step')}: --resume "
             "--steps N does more")
     run.folder.snapshot(dataclasses.asdict(progress) | run.learner.counters())
     return progress
+
+
+# -----------------------------------------------------------------------------
+# Where a process computes, and which kernels decode there
+
+
+
+def choose_device(name: str | None, kernels: str, model: str | Path
+                  ) -> tuple[torch.device, str | None]:
+    """--device, --kernels and --model of a program -> the device, and which kernels decode there,
+    None on a CPU. ValueError for what this machine does not have.
+    """
+    device = device_of(name, model)
+    return device, kernels_for(device, kernels)
+
+
+def device_of(name: str | None, model: str | Path) -> torch.device:
+    """--device -> the device, which becomes torch's current one: Triton launches there. ValueError
+    if there is no such device. Under torchrun it is the GPU of this rank.
+
+    Without a name it is a GPU if there is one, else the CPU. But a model that is not on this
+    machine yet is downloaded to run on a CPU only if --device cpu asks for that.
+    """
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+        if name == "cpu" and not Path(model).is_dir():
+            raise ValueError(f"--model {model}: there is no such folder; to download a model, torch "
+                             "has to see a GPU (--device cpu runs it on the CPU, far too slowly to "
+                             "train)")
+    match = re.fullmatch(r"cpu|cuda(?::(\d+))?", name)
+    if not match:
+        raise ValueError(f"--device {name}: expected cpu, cuda or cuda:N")
+    if name == "cpu":
+        return torch.device(name)
+    index = LOCAL_RANK if WORLD > 1 else int(match[1] or 0)
+    if index >= torch.cuda.device_count():
+        raise ValueError(f"--device {name}: torch sees {torch.cuda.device_count()} GPUs")
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def kernels_for(device: torch.device, wanted: str) -> str | None:
+    """--kernels -> which 4-bit matmul decodes, of KERNELS; None on a CPU. ValueError if the GPU
+    cannot run it.
+    """
+    if device.type != "cuda":
+        if wanted != "auto":
+            raise ValueError(f"--kernels {wanted} is for a GPU, --device is {device}")
+        return None
+    if torch.version.hip:  # ROCm: an MI200 reports capability (9, 0), as if it were a Hopper
+        raise ValueError(f"--device {device}: an AMD GPU; the kernels run on NVIDIA GPUs only")
+    major, minor = torch.cuda.get_device_capability(device)
+    gpu = f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
+    if major < 8:
+        raise ValueError(f"--device {device}: {gpu}: the kernels need sm_80 (Ampere) or later")
+    if not importlib.util.find_spec("triton"):
+        raise ValueError(f"--device {device}: a GPU needs Triton: pip install triton")
+    if wanted == "hopper" and major != 9:
+        raise ValueError(f"--kernels hopper: {gpu}: it needs sm_90")
+    import fast  # noqa: F401, late: it needs Triton, and registers the kernels
+    if wanted == "auto":
+        return "hopper" if major == 9 else "portable"
+    return wanted
+
+
+def refuse_large_rank(rank: int, device: torch.device, what: str) -> None:
+    """ValueError if a GPU cannot decode with an adapter of this rank. The sampler's engine says so
+    too, but only once the model is loaded.
+
+    what: names the adapter in the message, for example "--lora-rank 1024".
+    """
+    if device.type == "cuda":
+        on_gpu("check_rank")(rank, device, what)
+
+
+
+
+def configure_cpu(model) -> None:
+    """On a CPU, makes runs with one seed equal bit for bit, and small models fast.
+
+    The answers to one problem share its prompt, so their gradients are added up in the prompt's
+    rows. torch's threads would add them in whatever order they get there; in deterministic mode
+    the order is always the same.
+
+    Two threads for a small model: with more, each matmul is so short that they spend longer
+    waiting for each other than computing.
+    """
+    if model.device.type == "cpu":
+        # torch.use_deterministic_algorithms(True) does the same, but imports the compiler as well.
+        torch.set_deterministic_debug_mode("error")
+        # The mode would also fill every torch.empty() with NaN, for debugging.
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        if model.config.width < 1024:
+            torch.set_num_threads(min(2, torch.get_num_threads()))

@@ -19,7 +19,7 @@ values would this mean lie on other problems like these?
 import math
 from collections import Counter, defaultdict
 
-from answers import is_equal
+from tasks.answers import is_equal
 
 Z = 1.959964                                     # 95 % of a normal lies within +-Z
 

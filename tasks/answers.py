@@ -8,7 +8,7 @@ reader computes while it parses, once for each point. Four steps, a section of t
 
     1. clean-up     "$\dfrac{1}{2}$ cm."   ->  r"\frac{1}{2}" and the unit {"cm": 1}
     2. numbers      the values of the variables at a point, and what may be computed there;
-                    the arithmetic itself, in 100 digits, is harness/decimals.py
+                    the arithmetic itself, in 100 digits, is tasks/decimals.py
     3. reader       r"\frac{1}{2}"         ->  a Reading, here Number(0.5)
     4. comparison   two Readings           ->  True or False
 
@@ -36,8 +36,22 @@ from itertools import accumulate
 from typing import NamedTuple, Union
 from zlib import crc32
 
-from harness.decimals import (CONTEXT, DEGREE, E, HUNDRED, I, INFINITY, ONE, PI, TEN, TWO, ZERO,
-                              Number, apply_function, unknown)
+from tasks.decimals import (
+    CONTEXT,
+    DEGREE,
+    HUNDRED,
+    INFINITY,
+    ONE,
+    PI,
+    TEN,
+    TWO,
+    ZERO,
+    E,
+    I,
+    Number,
+    apply_function,
+    unknown,
+)
 
 MAX_ANSWER = 6_000     # characters that are parsed; a longer answer equals only itself
 MAX_WORK = 4_000       # operands and comparisons that one is_equal may spend, about 5 us each
@@ -1154,7 +1168,7 @@ def same_answer(a: str, b: str) -> bool:
 
 
 def can_read(gold: str) -> bool:
-    """Can a gold be compared with other spellings of itself? harness/data.py leaves out those that
+    """Can a gold be compared with other spellings of itself? prompts.py leaves out those that
     could only be matched letter by letter.
     """
     try:

@@ -21,7 +21,41 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from harness.process import Stopped, first_line, short_repr
+# -----------------------------------------------------------------------------
+# Errors, and texts for messages
+
+# How a run that ended can go on.
+GO_ON = "go on with --resume"
+MEND_AND_GO_ON = f"once that is mended, {GO_ON}"
+
+
+class Stopped(BaseException):
+    """Ends the program with a one-line message: a signal, a lost rank, a failing user function.
+
+    It is a BaseException, as KeyboardInterrupt is, so that no library's `except Exception`
+    swallows it.
+    then: how a run can go on afterwards, "" if it cannot; the message adds the run's folder.
+    """
+
+    def __init__(self, text: str, then: str = MEND_AND_GO_ON):
+        super().__init__(text)
+        self.then = then
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message, or its class name where the message is empty."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def counted(number: int, noun: str) -> str:
+    """1 step, but 0 steps and 2 steps."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def short_repr(value: object, longest: int = 80) -> str:
+    """repr(value), cut to so many characters: what a file holds, quoted in a message."""
+    text = repr(value)
+    return text if len(text) <= longest else f"{text[:longest - 3]}..."
 
 
 # -----------------------------------------------------------------------------

@@ -3,10 +3,10 @@ Process settings that must come before `import torch`, and one-line exits for us
 
 Every program imports this file first:
 
-    from harness import process                  # isort: skip; before torch
+    import env                                   # isort: skip; before torch
     import torch
 
-    with process.one_line("train.py"): ...
+    with env.one_line("train.py"): ...
 
 How a program ends:
 
@@ -18,7 +18,7 @@ How a program ends:
     stdout's reader has ended, as in `| head`           nothing is said, code 141    (the hook)
     a bug of ours                                       its traceback, code 1
 
-Not here: how a training run saves its last step on the way out (checkpoints.ending_with).
+Not here: how a training run saves its last step on the way out (harness/folder.py, ending_with).
 """
 import atexit
 import os
@@ -37,6 +37,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
+from files import GO_ON, Stopped, first_line
+
 # -----------------------------------------------------------------------------
 # Settings that torch reads once, when it is imported or when CUDA starts
 
@@ -52,24 +54,6 @@ if sys.platform == "linux":
 
 # -----------------------------------------------------------------------------
 # Ending
-
-# How a run that ended can go on.
-GO_ON = "go on with --resume"
-MEND_AND_GO_ON = f"once that is mended, {GO_ON}"
-
-
-class Stopped(BaseException):
-    """Ends the program with a one-line message: a signal, a lost rank, a failing user function.
-
-    It is a BaseException, as KeyboardInterrupt is, so that no library's `except Exception`
-    swallows it.
-    then: how a run can go on afterwards, "" if it cannot; the message adds the run's folder.
-    """
-
-    def __init__(self, text: str, then: str = MEND_AND_GO_ON):
-        super().__init__(text)
-        self.then = then
-
 
 # What asks a program to end. SIGINT is not here: Python makes Ctrl-C a KeyboardInterrupt, and
 # report_uncaught() prints its line. SIGHUP means that the terminal was closed; a program started
@@ -176,7 +160,7 @@ def flush_stdout() -> None:
         os._exit(1)
 
 
-REQUIREMENTS = Path(__file__).parent.parent / "requirements.txt"
+REQUIREMENTS = Path(__file__).parent / "requirements.txt"
 
 
 def report_uncaught(kind: type, error: BaseException, trace: object) -> None:
@@ -226,25 +210,6 @@ if not __debug__:
 
 
 # -----------------------------------------------------------------------------
-# Texts for messages
-
-def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, or its class name where the message is empty."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def counted(number: int, noun: str) -> str:
-    """1 step, but 0 steps and 2 steps."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def short_repr(value: object, longest: int = 80) -> str:
-    """repr(value), cut to so many characters: what a file holds, quoted in a message."""
-    text = repr(value)
-    return text if len(text) <= longest else f"{text[:longest - 3]}..."
-
-
-# -----------------------------------------------------------------------------
 # What a result was made with
 
 LIBRARIES = "torch", "triton", "safetensors", "tokenizers", "numpy"
@@ -256,7 +221,7 @@ def provenance(hardware: str) -> dict:
     A commit that ends in -dirty had uncommitted changes. None stands for what cannot be found
     out: no git, no repository, a library that is not installed.
     """
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parent
     try:
         git = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40"], cwd=root,
                              capture_output=True, text=True, timeout=10)

@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from harness.process import GO_ON, Stopped, first_line, program_name
+from files import GO_ON, Stopped, first_line
 
 
 def read_environment() -> tuple[int, int, int]:

@@ -66,7 +66,7 @@ GRAPH_LOGITS = 3 * 4                                   # bytes of one logit: thr
 LARGEST_PREFILL = 1024                                 # tokens of a graph: decode.PREFILL_SIZES
 CUDA_CONTEXT = 0.6 * GIB                               # and NCCL
 # The share of the limit that is lost between torch's segments. On Linux they can grow, which
-# harness/process.py asks for.
+# env.py asks for.
 FRAGMENTS = 0.03 if sys.platform == "linux" else 0.06
 
 
@@ -288,7 +288,7 @@ class Plan:
     def layer_bytes_per_token(self) -> float:
         """What a layer holds of each token of a micro-batch if it keeps its activations."""
         def held(kept_layers):
-            logprobs = self._largest_micro_batch(self.row_tokens, kept_layers)
+            logprobs = self._largest_micro_batch(self.row_tokens, kept_layers)  # noqa: F841
             return torch.cuda.memory_allocated()     # while logprobs' graph holds the activations
 
         return (held(1) - held(0)) / self.row_tokens

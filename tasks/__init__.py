@@ -1,0 +1,1 @@
+"""What a problem is, and when an answer to it is right."""
