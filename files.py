@@ -1,11 +1,7 @@
 """
-Reads files with errors of one line that name the file, and writes files that are whole or absent.
+Reads JSON; writes files that are whole or absent; the two errors that end a program in one line.
 
-Reading. Whatever is wrong with a file raises a ValueError of one line, which names the file and, if
-possible, the line in it. check_keys() compares a JSON object with a table of what each key must
-hold.
-
-Writing. A file is never written in place:
+A file is never written in place:
 
     .run.json.4711.tmp   written, then synced to the disk
     run.json             the temporary file gets this name: os.replace() is atomic
@@ -65,127 +61,84 @@ def short_repr(value: object, longest: int = 80) -> str:
 # -----------------------------------------------------------------------------
 # Reading
 
-def read_bytes(path: Path) -> bytes:
-    """The file's bytes. OSError if it cannot be read, and for a pipe or a device: reading one would
-    wait for ever.
-    """
-    if path.exists() and not path.is_file():
-        raise OSError(f"{path}: no regular file")
-    return path.read_bytes()
-
-
 def read_text(path: str | Path) -> str:
     """The file's text in UTF-8; a byte order mark, as Windows' editors write it, is dropped.
-    ValueError if the file cannot be read or is no UTF-8.
+    UserError if the file cannot be read or is no UTF-8.
     """
     try:
-        return read_bytes(Path(path)).decode("utf-8-sig")
+        return Path(path).read_text("utf-8-sig")
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or first_line(error)
-        raise ValueError(f"{path}: cannot be read ({why})") from None
-
-
-def parse_json(text: str) -> object:
-    """The value of a JSON text. Unlike json.loads, a ValueError for NaN and Infinity, which JSON
-    does not have, and for brackets nested deeper than Python's stack.
-    """
-    def refuse_constant(name):
-        raise ValueError(f"{name} is not JSON")
-
-    try:
-        return json.loads(text, parse_constant=refuse_constant)
-    except RecursionError as error:
-        raise ValueError(first_line(error)) from None
+        raise UserError(f"{path}: cannot be read ({why})") from None
 
 
 def read_json(path: str | Path) -> dict:
-    """The JSON object that a file holds. ValueError if it holds anything else."""
-    text = read_text(path)
-    try:
-        value = parse_json(text)
-    except ValueError as error:
-        raise ValueError(f"{path}: cannot be read as JSON ({first_line(error)})") from None
+    """The JSON object that a file holds. UserError if it holds anything else."""
+    value = parse_json(read_text(path), path)
     if not isinstance(value, dict):
-        raise ValueError(f"{path}: holds no JSON object")
+        raise UserError(f"{path}: holds no JSON object")
     return value
 
 
 def read_rows(path: Path) -> list[tuple[int, object]]:
-    """The rows of a data file with their numbers, from 1, for messages. ValueError if the file
+    """The rows of a data file with their numbers, from 1, for messages. UserError if the file
     cannot be read.
 
     .json holds one list, whose rows are counted. .parquet is counted likewise. Everything else,
     such as .jsonl, has one row a line and is numbered by lines; blank lines are passed over.
     """
     if path.suffix == ".parquet":
-        return list(enumerate(read_parquet(path), 1))
+        try:
+            import pyarrow.parquet
+        except ImportError:
+            raise UserError(f"{path}: reading parquet needs pip install pyarrow") from None
+        return list(enumerate(pyarrow.parquet.read_table(path).to_pylist(), 1))
     text = read_text(path)
     if path.suffix == ".json":
-        try:
-            rows = parse_json(text)
-        except ValueError as error:
-            raise ValueError(f"{path}: cannot be read as JSON ({first_line(error)}); a file with "
-                             "one row a line is a .jsonl") from None
+        rows = parse_json(text, path)
         if not isinstance(rows, list):
-            raise ValueError(f"{path}: a .json file must hold a list of rows, this one holds "
-                             f"{short_repr(rows)}")
+            raise UserError(f"{path}: a .json file must hold a list of rows, this one holds "
+                            f"{short_repr(rows)}")
         return list(enumerate(rows, 1))
-    rows = []
     # Not splitlines(): it also splits at U+2028, which may stand inside a JSON string.
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            try:
-                rows.append((number, parse_json(line)))
-            except ValueError as error:
-                raise ValueError(f"{path}:{number}: is not JSON ({first_line(error)})") from None
-    return rows
+    return [(number, parse_json(line, f"{path}:{number}"))
+            for number, line in enumerate(text.split("\n"), 1) if line.strip()]
 
 
-def read_parquet(path: Path) -> list[dict]:
-    """The rows of a parquet file. ValueError if it is none, or pyarrow is not installed."""
+def parse_json(text: str | bytes, place: str | Path) -> object:
+    """The value of a JSON text. UserError, which names its place, if it is none."""
     try:
-        import pyarrow.parquet
-        return pyarrow.parquet.read_table(path).to_pylist()
-    except ImportError:
-        raise ValueError(f"{path}: reading parquet needs pip install pyarrow") from None
-    except Exception as error:                   # pyarrow's errors have no common class
-        raise ValueError(f"{path}: is not a parquet file ({first_line(error)})") from None
+        return json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{place}: is not JSON ({first_line(error)})") from None
 
 
 def read_log(path: Path) -> Iterator[tuple[dict, int]]:
     """Yields every row of a run's log such as metrics.jsonl, with the byte offset where it ends.
 
-    A last line without its line feed is what a kill cut off, and is left out. Stopped names a
-    line that no run can have written.
+    A last line without its line feed is what a kill cut off, and is left out. UserError names a
+    line that is not JSON.
     """
     end = 0
-    for number, line in enumerate(read_bytes(path).split(b"\n")[:-1], 1):
-        try:
-            row = json.loads(line)
-            if type(row["step"]) is not int:
-                raise ValueError("its step is no whole number")
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise Stopped(f"{path}:{number}: no line of a run ({first_line(error)})") from None
-        end += len(line) + 1
-        yield row, end
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.endswith(b"\n"):
+                end += len(line)
+                yield parse_json(line, f"{path}:{number}"), end
 
 
-# -----------------------------------------------------------------------------
-# What a JSON object must hold
-#
-# A table of rules has a row for each key: what the value must be, in words for the message; a test
-# of the value; and whether the key must be there.
-#
-#     {"r": (*whole_number(1, 65536), True), "bias": (*equal_to("none"), False)}
+# What a key of a JSON object must hold: in words, as a test, and whether it must be there at all.
+Rule = tuple[str, Callable[[object], bool], bool]
 
-def check_keys(path: str | Path, value: dict, rules: dict[str, tuple]) -> None:
-    """ValueError names the first key of a JSON object that breaks its rule, and the file."""
+
+def check_keys(path: str | Path, value: dict, rules: dict[str, Rule]) -> None:
+    """UserError names the first key of the JSON object in `path` that breaks its rule. A key that
+    is null counts as not there.
+    """
     for key, (expected, test, needed) in rules.items():
-        if value.get(key) is None:
-            if needed:
-                raise ValueError(f"{path}: lacks {key}, expected {expected}")
-        elif not test(value[key]):
-            raise ValueError(f"{path}: {key} is {short_repr(value[key])}, expected {expected}")
+        held = value.get(key)
+        if held is None and needed or held is not None and not test(held):
+            raise UserError(f"{path}: {key} is {short_repr(held)}, expected {expected}")
 
 
 def whole_number(least: int, most: int) -> tuple[str, Callable]:
@@ -213,12 +166,12 @@ def write_atomically(path: str | Path, data: bytes) -> None:
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with errors_name_file(path), open(temporary, "wb") as f:
-            f.write(data)
-            f.flush()
+        with errors_name_file(path), open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
             # Without this the rename may reach the disk before the bytes do: after a power cut
             # the new name would stand for an empty file.
-            os.fsync(f.fileno())
+            os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)        # what a full disk cut off
@@ -229,32 +182,11 @@ def write_json(path: str | Path, value: object) -> None:
     write_atomically(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
-def create_json(path: Path, value: object) -> None:
-    """Writes a file that is not there yet. FileExistsError if it is.
-
-    The file is written under another name first, and then gets a hard link of its own name. A link
-    is made at once or not at all: only one of two processes succeeds, and a kill leaves the file
-    whole or absent.
-    """
-    whole = path.with_name(f".{path.name}.{os.getpid()}.new")
-    try:
-        write_json(whole, value)
-        try:
-            os.link(whole, path)
-        except FileExistsError:
-            raise
-        except OSError:                          # a file system without hard links
-            path.touch(exist_ok=False)
-            os.replace(whole, path)
-    finally:
-        whole.unlink(missing_ok=True)
-
-
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """Yields a temporary folder, which becomes `out` as a whole when the block ends.
 
-    If the block raises, the temporary folder is removed and `out` is as it was. ValueError if
+    If the block raises, the temporary folder is removed and `out` is as it was. UserError if
     `out` is anything but absent or an empty folder.
     """
     out = Path(os.path.realpath(out))            # a link to an empty folder stays a link
@@ -278,17 +210,17 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def must_be_new(out: Path) -> None:
-    """ValueError if `out` is anything but absent or an empty folder."""
+    """UserError if `out` is anything but absent or an empty folder."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out}: exists and is not an empty folder")
+        raise UserError(f"{out}: exists and is not an empty folder")
 
 
 def append_lines(path: Path, values: Iterable) -> None:
     """Appends each value as a line of JSON and waits until the disk has them."""
-    with errors_name_file(path), open(path, "a") as f:
-        f.writelines(map(json_line, values))
-        f.flush()
-        os.fsync(f.fileno())
+    with errors_name_file(path), open(path, "a") as file:
+        file.writelines(map(json_line, values))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def json_line(value: object) -> str:

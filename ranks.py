@@ -20,48 +20,27 @@ travel over NCCL, which uses kernels. They differ in what happens when a rank di
 So a gather() comes right before every all_sum(). If a rank died since the last meeting, the gather
 fails and raises Stopped, the others save their work, and nobody enters the all_sum alone.
 
-How ranks wait. torch waits in C++, where Python cannot handle signals. So collective() lets another
-thread wait there. The main thread still handles signals, and prints which ranks it waits for. It
-learns this from the store through which the ranks found each other, over a second connection: each
-rank writes there how many meetings it has come to.
-
 Not here: model parallelism, elastic restarts.
 """
 import os
-import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from files import GO_ON, Stopped, first_line
-
-
-def read_environment() -> tuple[int, int, int]:
-    """-> what torchrun says in the environment: RANK, WORLD_SIZE, LOCAL_RANK. Stopped if these
-    cannot be right: with a RANK and no WORLD_SIZE, say, a process might print and write nothing.
-    """
-    values = {}
-    for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
-        text = os.environ.get(name, default)
-        if not re.fullmatch("[0-9]{1,6}", text):
-            raise Stopped(f"{name}={text}: expected a whole number; torchrun sets it")
-        values[name] = int(text)
-    rank, world = values["RANK"], values["WORLD_SIZE"]
-    if rank >= world:
-        raise Stopped(f"RANK={rank}, WORLD_SIZE={world}: the first must be below the second; "
-                      "torchrun sets both")
-    return tuple(values.values())
-
+from files import GO_ON, Stopped, UserError, first_line
 
 # This process among all, how many there are, and this one among those of its machine.
-RANK, WORLD, LOCAL_RANK = read_environment()
+RANK, WORLD, LOCAL_RANK = (int(os.environ.get(name, default)) for name, default in
+                           (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+# It must exceed the longest wait in a run: one rank may sample long answers for half an hour after
+# another is done with its short ones.
+TIMEOUT = timedelta(minutes=30)
 
 
 def say(text: str) -> None:
@@ -70,95 +49,25 @@ def say(text: str) -> None:
         tqdm.write(text)
 
 
-# The timeout of a meeting. It must exceed the longest wait in a run: one rank may sample long
-# answers for half an hour after another is done with its short ones.
-TIMEOUT = timedelta(minutes=30)
-PATIENCE = 30.0                                  # seconds of waiting after which a line says so
-
-
 def join_ranks(device: torch.device) -> None:
-    """Meets the other ranks; afterwards all of them can talk. ValueError if the environment does
-    not say where, Stopped if they cannot meet there.
-    """
-    if WORLD == 1:
-        return
-    host = os.environ.get("MASTER_ADDR")
-    port = os.environ.get("MASTER_PORT", "")
-    if not host or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 2**16:
-        raise ValueError(f"the environment has WORLD_SIZE={WORLD}, MASTER_ADDR={host} and "
-                         f"MASTER_PORT={port or None}: start several ranks with torchrun")
-    roll.place = f"{host}:{port}"
-    try:
-        interruptible(connect, host, int(port), device)
-    except RuntimeError as error:
-        raise Stopped(f"the ranks cannot meet at {roll.place} ({first_line(error)})") from None
+    """Meets the other ranks; afterwards all of them can talk. UserError if they cannot meet."""
+    def meet():
+        if device.type == "cuda":
+            torch.cuda.set_device(device)        # each thread has a current device of its own
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=TIMEOUT)
 
-
-def connect(host: str, port: int, device: torch.device) -> None:
-    # torchrun's agent runs the store already; without torchrun rank 0 runs it.
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    group, notes = (dist.TCPStore(host, port, WORLD, here, TIMEOUT, wait_for_workers=False,
-                                  multi_tenant=True)
-                    for here in (RANK == 0 and not agent, False))
-    # A connection serves one call at a time. That of the group may be waiting, this one never.
-    notes.set_timeout(timedelta(seconds=10))
-    roll.store = notes
-    roll.arrive()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)            # each thread has a current device of its own
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.PrefixStore("group", group), rank=RANK,
-                            world_size=WORLD, timeout=TIMEOUT)
-
-
-class Roll:
-    """Who has come to the meetings of the ranks so far. All ranks have the same meetings in the
-    same order.
-    """
-
-    def __init__(self):
-        self.place = ""                          # host:port of the store
-        self.store = None                        # once this rank is connected
-        self.meetings = 0                        # that this rank has come to
-
-    def arrive(self) -> None:
-        """Writes down that this rank has come to the next meeting."""
-        self.meetings += 1
-        with suppress(RuntimeError):             # without the store a run only says less
-            if self.store:
-                self.store.set(f"meetings of {RANK}", str(self.meetings))
-
-    def missing(self) -> list[int]:
-        """The ranks that have not come to this rank's meeting yet."""
-        def came(rank):
-            key = f"meetings of {rank}"
-            return int(self.store.get(key)) if self.store.check([key]) else 0
-        others = (rank for rank in range(WORLD) if rank != RANK)
-        return [rank for rank in others if came(rank) < self.meetings]
-
-    def awaited(self) -> str:
-        """Whom this rank waits for; "" if another rank says so: only the first of those that wait
-        does.
-        """
-        if self.store is None:                   # rank 0 has it
-            return f"rank 0 at {self.place}"
+    if WORLD > 1:
         try:
-            missing = self.missing()
-        except RuntimeError as error:
-            return f"the other ranks, and for the store at {self.place} ({first_line(error)})"
-        if RANK != min(set(range(WORLD)) - set(missing)):
-            return ""
-        if not missing:
-            return "an answer of the other ranks, which are all there"
-        return f"rank{'s' if missing[1:] else ''} {', '.join(map(str, missing))}"
-
-
-roll = Roll()
+            interruptible(meet)
+        except (ValueError, RuntimeError) as error:
+            raise UserError(f"the {WORLD} ranks cannot meet ({first_line(error)}): start them with "
+                            "torchrun") from None
 
 
 def interruptible(operation: Callable, *arguments: object) -> None:
-    """Calls a function that may wait in C++ for other ranks. Signals are handled meanwhile, and a
-    line says who is awaited: after PATIENCE, and again each time that the wait has doubled.
+    """Calls a function that may wait in C++ for other ranks, where Python can handle no signal. So
+    another thread waits there, and the main thread handles signals meanwhile.
     """
     done = threading.Event()
     failures = []
@@ -170,16 +79,9 @@ def interruptible(operation: Callable, *arguments: object) -> None:
             failures.append(error)
         done.set()
 
-    began = time.monotonic()
     # A daemon: if the main thread ends, nobody waits for this one.
     threading.Thread(target=call, daemon=True).start()
-    due = PATIENCE
-    while not done.wait(max(0.0, began + due - time.monotonic())):
-        awaited = roll.awaited()
-        if awaited:
-            tqdm.write(f"rank {RANK} has waited {due:g} s for {awaited}")
-            sys.stdout.flush()
-        due *= 2
+    done.wait()
     if failures:
         raise failures[0]
 
@@ -198,7 +100,8 @@ def gather(items: list) -> list:
     parts = [items]
     if WORLD > 1:
         parts = [None] * WORLD
-        collective(dist.all_gather_object, parts, items)
+        with a_lost_rank_ends_the_run():
+            interruptible(dist.all_gather_object, parts, items)
     return [item for part in parts for item in part]
 
 
@@ -218,17 +121,17 @@ def all_sum(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def collective(operation: Callable, *arguments: object) -> None:
-    """Calls a function of torch.distributed in which all ranks meet. If it fails, Stopped says that
-    a rank is lost.
-    """
-    roll.arrive()
-    with a_lost_rank_ends_the_run():
-        interruptible(operation, *arguments)
+def broadcast(tensor: torch.Tensor) -> torch.Tensor:
+    """Gives every rank the tensor of rank 0, on the CPU, in place."""
+    if WORLD > 1:
+        with a_lost_rank_ends_the_run():
+            interruptible(dist.broadcast, tensor, 0)
+    return tensor
 
 
 @contextmanager
 def a_lost_rank_ends_the_run() -> Iterator[None]:
+    """Within, an error of torch.distributed is a Stopped."""
     try:
         yield
     except RuntimeError as error:

@@ -22,10 +22,7 @@ the rows of all, so advantages and weights do not depend on how many ranks there
 
 A run folder holds run.json (the settings, the versions of the libraries, the machine),
 metrics.jsonl (one object a step), samples.jsonl (every answer with its verdict), held_out.jsonl
-(the same of the evaluations), adapter/ (in PEFT's format) and checkpoints/ (the last two). When a
-run can learn nothing any more, because every update is skipped for instance, training stops by
-itself (harness/console.py says when), and the adapter of the steps with the best accuracy is saved
-in adapters/last_good.
+(the same of the evaluations), adapter/ (in PEFT's format) and checkpoints/ (the last two).
 
 In other files: how a run is set up (harness/setup.py), its settings (harness/config.py).
 Not supported: training a reward model.
@@ -46,7 +43,7 @@ import torch
 import aqn
 import grpo
 import rewards
-from files import Stopped, counted
+from files import counted
 from harness.config import Objective, Optim, Rollout, read_settings
 from harness.console import Watch
 from harness.folder import claimed, ending_with, signals_wait
@@ -182,9 +179,8 @@ def evaluate(run: Run, sampling: Sampling, steps_done: int) -> tuple[dict, list[
     problems = share(run.held_out)
     began = time.perf_counter()
     greedy = Sampling(sampling.max_new_tokens, sampling.end_ids, temperature=0.0)
-    with run.console.not_counted():              # its time is not in the bar's steps per second
-        rollouts = run.sampler.generate([problem.prompt for problem in problems], 1, greedy)
-        rows = gather(run.grade(problems, rollouts))
+    rollouts = run.sampler.generate([problem.prompt for problem in problems], 1, greedy)
+    rows = gather(run.grade(problems, rollouts))
     metrics = {"eval_accuracy": sum(row["correct"] for row in rows) / len(rows)}
     if run.settings.data.reward:
         metrics["eval_reward"] = column(rows, "task").nanmean().item()
@@ -238,9 +234,6 @@ def train(run: Run) -> None:
     progress = begin(run)
     run.console.start_at(progress.step)
     watch = Watch(settings)
-    # A copy of the adapter, which record() renews after each step.
-    recorded = run.folder.checkpoints.tensors["master"]
-    last_good = progress.step, recorded.clone()  # the step and adapter of the best steps so far
     for step in range(progress.step, steps):
         metrics = {"step": step}
         evaluated = []
@@ -278,7 +271,7 @@ def train(run: Run) -> None:
         metrics |= {"sigma": sigma, "tokens": progress.tokens + rollouts.num_tokens,
                     "seconds": done - began, "seconds_sample": updating - began,
                     "seconds_update": done - updating}
-        run.console.tell(metrics, rows, updates)
+        run.console.tell(metrics, updates)
         best = progress.best
         due = step + 1 == steps or (step + 1) % settings.watching.eval_every == 0
         if due and "eval_accuracy" not in metrics:      # step 0 has that of before training
@@ -288,19 +281,8 @@ def train(run: Run) -> None:
         is_best = best > progress.best
         progress = Progress(step + 1, next_cursor, metrics["tokens"], best)
         record(run, progress, metrics, rows, advantages, evaluated, is_best)
-        if watch.see(metrics):                   # the last steps are the best so far, or the first
-            last_good = progress.step, recorded.clone()
-        if watch.verdict:
-            give_up(run, watch.verdict, *last_good)
+        watch.see(metrics, updates)
     run.folder.finish()
-
-
-def give_up(run: Run, verdict: str, step: int, master: torch.Tensor) -> None:
-    """Ends a run that learns nothing, with the adapter of its best steps in adapters/last_good."""
-    run.folder.keep_adapter("last_good", {"master": master})
-    gather([])                                   # wait: when one rank ends, torchrun ends all
-    raise Stopped(f"{verdict}; adapters/last_good is that of step {step}",
-                          "go on all the same with --resume --watch off")
 
 
 def main() -> None:
@@ -313,7 +295,7 @@ def main() -> None:
     with ending_with(run.folder.save, run.folder.advice):
         with run.console:
             train(run)
-        run.console.farewell(run.folder.path, len(run.held_out))
+        run.console.farewell(run.folder.path)
 
 
 if __name__ == "__main__":

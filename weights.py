@@ -52,7 +52,6 @@ from files import (
     first_line,
     new_folder,
     positive_number,
-    read_bytes,
     read_json,
     short_repr,
     whole_number,
@@ -604,7 +603,7 @@ def read_peft(folder: str | Path) -> tuple[AdapterShape, dict[str, torch.Tensor]
     adapter, _ = read_peft_header(folder)
     file = Path(folder) / "adapter_model.safetensors"
     try:
-        tensors = load(read_bytes(file))
+        tensors = load(file.read_bytes())
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{file}: cannot be read as an adapter ({error})") from None
     for name, tensor in tensors.items():

@@ -34,7 +34,6 @@ import nvfp4
 from files import read_json, short_repr
 from prompts import STYLES
 from ranks import RANK, say
-from tasks.plugin import home_of, split_names
 from tasks.problems import SUFFIXES
 from weights import other_conditions, read_peft_config
 
@@ -235,7 +234,7 @@ class Watching:
                          "wrong; off does neither", choices=("on", "off"), place=True)
     report_to: str | None = setting(
         None, "also send each step's metrics to this tracker; needs its Python package",
-        choices=("trackio", "wandb", "tensorboard"), place=True)
+        choices=("trackio", "wandb"), place=True)
 
 
 @dataclass(frozen=True)
@@ -503,9 +502,6 @@ def read_run_json(path: Path) -> dict:
         if not can_hold(FIELDS[name], held[name]):
             raise ValueError(f"{path}: {name} is {short_repr(held[name])}, which {option(name)} "
                              "cannot be")
-    for name in NAME_FUNCTIONS:
-        if ":" in (held.get(name) or ""):
-            split_names(held[name], f"{path}: {option(name)}")
     return with_absolute_paths({name: held[name] for name in FIELDS if name in held})
 
 
@@ -531,8 +527,8 @@ def tell_functions(folder: str | Path, values: dict) -> None:
     for name in NAME_FUNCTIONS:
         value = values.get(name) or ""
         if RANK == 0 and ":" in value and value == held.get(name):
-            print(f"{Path(folder) / 'run.json'}: {option(name)} {value}, from {home_of(value)}",
-                  file=sys.stderr, flush=True)
+            print(f"{Path(folder) / 'run.json'}: {option(name)} {value}", file=sys.stderr,
+                  flush=True)
 
 
 def can_hold(field: dataclasses.Field, value) -> bool:

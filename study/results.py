@@ -78,7 +78,7 @@ import env  # isort: skip; its settings come before torch
 
 import numpy as np
 
-from files import json_line, parse_json, read_bytes, read_json, read_rows, short_repr, write_atomically
+from files import json_line, parse_json, read_json, read_rows, short_repr, write_atomically
 from tasks.figures import sampler_entropy
 from tools.report import log_rows, series
 
@@ -602,10 +602,10 @@ def sampled_setting(line: dict) -> Setting:
 
 def read_sampled(path: Path) -> list[Setting]:
     """The lines of a .jsonl or .jsonl.gz that study/entropy.py wrote. ValueError names the file."""
-    text = read_bytes(path)
+    text = path.read_bytes()
     try:
         text = gzip.decompress(text) if path.suffix == ".gz" else text
-        lines = [parse_json(line) for line in text.decode().splitlines()]
+        lines = [parse_json(line, path) for line in text.decode().splitlines()]
     except (EOFError, OSError, ValueError, zlib.error) as error:
         raise ValueError(f"{path}: is not JSON lines, or not gzip ({error})") from None
     columns(path, lines, ("name", "noise", "sigma", "samples", "problems_a_draw", "answers"))
