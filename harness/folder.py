@@ -55,7 +55,6 @@ from files import (
     append_lines,
     first_line,
     new_folder,
-    read_json,
     read_log,
     write_json,
 )
@@ -287,25 +286,27 @@ class RunFolder:
         self.live = live
         self.write_adapter = write_adapter
         self.checkpoints = Checkpoints(path / "checkpoints", live)
+        self.run_json = {}                       # what the file of that name holds, from start() on
 
-    def start(self, flags: dict, resume: bool) -> dict:
+    def start(self, run_json: dict, resume: bool) -> dict:
         """Writes the run.json of a new run. For a resumed one: puts the newest checkpoint into
         every rank's live tensors and cuts the logs back to it. Returns the checkpoint's counters,
-        {} if there is none. flags: what a new run.json is to hold.
+        {} if there is none.
+
+        run_json: what the file is to hold, or, of a resumed run, holds.
         """
-        ended = None
+        self.run_json = run_json
         if RANK == 0 and resume:
-            ended = read_json(self.path / "run.json").get("ended")
             self.checkpoints.load()
             for name in ("metrics.jsonl", "samples.jsonl", "held_out.jsonl"):
                 trim_log(self.path / name, self.checkpoints.counters.get("step", 0))
         elif RANK == 0:
-            write_json(self.path / "run.json", flags)
+            self.note()
         counters = gather([self.checkpoints.counters])[0]
         if counters:
             for name, t in self.checkpoints.tensors.items():
                 self.live[name].copy_(broadcast(t))
-            if not ended:                        # a kill may have come between state and adapter/
+            if not run_json.get("ended"):        # a kill may have come between state and adapter/
                 self.save()
         return counters
 
@@ -337,14 +338,14 @@ class RunFolder:
             self.write_adapter(self.live, self.path / "adapters" / name)
 
     def note(self, **changes: object) -> None:
-        """Changes keys of run.json."""
+        """Writes run.json with these keys changed."""
+        self.run_json = self.run_json | changes
         if RANK == 0:
-            path = self.path / "run.json"
-            write_json(path, read_json(path) | changes)
+            write_json(self.path / "run.json", self.run_json)
 
     def finish(self) -> None:
         """Notes down when the run came to its end, unless that is known."""
-        if RANK == 0 and not read_json(self.path / "run.json").get("ended"):
+        if not self.run_json.get("ended"):
             self.note(ended=env.now())
 
     def advice(self, then: str) -> str:

@@ -379,7 +379,8 @@ def begin(run: Run) -> Progress:
     processor = torch.cuda.get_device_name(device) if device.type == "cuda" else cores
     hardware = f"{WORLD} x {processor}"
     about = {"about": env.provenance(hardware)}
-    counters = run.folder.start(run.flags | about, general.resume)
+    began = read_json(Path(general.out) / "run.json") if general.resume else run.flags | about
+    counters = run.folder.start(began, general.resume)
     run.learner.restore(counters)
     mine = run.learner.tensors()["master"].cpu().numpy().tobytes()
     digests = gather([hashlib.sha256(mine).hexdigest()])
@@ -387,7 +388,6 @@ def begin(run: Run) -> Progress:
     names = {field.name for field in dataclasses.fields(Progress)} & counters.keys()
     progress = Progress(**{name: counters[name] for name in names})
     if general.resume:
-        began = read_json(Path(general.out) / "run.json")
         began_on = began.get("about", {}).get("hardware", hardware)
         if began_on != hardware:
             say(f"goes on with {hardware}, began with {began_on}: its last digits can differ from "

@@ -4,31 +4,39 @@ Files are written whole or not at all, and a bad one is named. How data files ar
 python -m pytest tests/test_files.py -v
 """
 import errno
+import json
 import os
 import stat
 
 import pytest
 
 from files import (
+    UserError,
     append_lines,
     check_keys,
     equal_to,
     new_folder,
     positive_number,
     read_json,
+    read_log,
     read_text,
     whole_number,
     write_atomically,
 )
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path, monkeypatch):
+def test_a_write_that_fails_names_the_file_and_leaves_the_old_one(tmp_path, monkeypatch):
+    """Python names the file if open() fails, but not if write() or fsync() does."""
+    def full(handle):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     path = tmp_path / "adapter.bin"
     write_atomically(path, b"old")
-    monkeypatch.setattr("os.fsync", lambda fd: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
-        write_atomically(path, b"new and longer")
-    assert path.read_bytes() == b"old" and [p.name for p in tmp_path.iterdir()] == ["adapter.bin"]
+    monkeypatch.setattr(os, "fsync", full)
+    for write in (lambda: write_atomically(path, b"new and longer"), lambda: append_lines(tmp_path / "log", [{}])):
+        with pytest.raises(OSError, match="No space left on device: '.*(adapter.bin|log)'"):
+            write()
+    assert path.read_bytes() == b"old" and sorted(p.name for p in tmp_path.iterdir()) == ["adapter.bin", "log"]
 
 
 def test_a_new_folder_appears_whole_and_readable_to_all_or_not_at_all(tmp_path):
@@ -45,74 +53,61 @@ def test_a_new_folder_appears_whole_and_readable_to_all_or_not_at_all(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["deep"]
 
 
-def test_a_new_folder_may_be_a_link_to_an_empty_one(tmp_path):
-    """Replacing the link itself would fail at the end, with everything written."""
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "out").symlink_to("disk")
-    with new_folder(tmp_path / "out") as folder:
-        (folder / "a").write_text("1")
-    assert (tmp_path / "out").is_symlink() and (tmp_path / "disk" / "a").exists()
-
-
 def test_a_new_folder_replaces_nothing_but_an_empty_one(tmp_path):
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "notes.txt").write_text("mine")
     (tmp_path / "file").write_text("mine")
     for name in ("taken", "file"):
-        with pytest.raises(ValueError, match=f"{name}: exists and is not an empty folder"):
+        with pytest.raises(UserError, match=name):
             with new_folder(tmp_path / name):
                 pass
     assert (tmp_path / "taken/notes.txt").read_text() == (tmp_path / "file").read_text() == "mine"
     (tmp_path / "empty").mkdir()
-    with new_folder(tmp_path / "empty") as folder:
+    (tmp_path / "link").symlink_to("empty")                # replacing the link itself would fail at the end
+    with new_folder(tmp_path / "link") as folder:
         (folder / "a").write_text("1")
-    assert (tmp_path / "empty/a").exists()
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "empty/a").exists()
 
 
-def test_a_full_disk_names_the_file_that_was_being_written(tmp_path, monkeypatch):
-    """Python names the file if open() fails, but not if write() or fsync() does."""
-    def full(handle):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
-    for write in (lambda path: write_atomically(path, b"x"), lambda path: append_lines(path, [{"step": 1}])):
-        with pytest.raises(OSError, match=f"No space left on device: '{tmp_path / 'log'}'"):
-            write(tmp_path / "log")
-
-
-def test_a_text_is_read_without_its_byte_order_mark_and_never_from_a_pipe(tmp_path):
+def test_a_text_is_read_without_its_byte_order_mark(tmp_path):
     (tmp_path / "text").write_bytes(b"\xef\xbb\xbfhalf: \xc2\xbd")
     assert read_text(tmp_path / "text") == "half: \u00bd"
-    os.mkfifo(tmp_path / "pipe")
     (tmp_path / "latin").write_bytes(b"\xbd")
-    for name, why in (("pipe", "no regular file"), ("latin", "can't decode byte 0xbd"), ("absent", "No such file")):
-        with pytest.raises(ValueError, match=f"{name}: cannot be read .*{why}"):
+    for name in ("latin", "absent"):
+        with pytest.raises(UserError, match=f"{name}: cannot be read"):
             read_text(tmp_path / name)
 
 
-@pytest.mark.parametrize("text,why", [
-    ("[1]", "holds no JSON object"), ('{"a": Infinity}', "cannot be read as JSON .Infinity is not JSON"),
-    ("", "cannot be read as JSON .Expecting value"), ("[" * 100_000, "cannot be read as JSON .maximum recursion")])
-def test_a_file_that_holds_no_json_object_is_one_line_that_names_it(tmp_path, text, why):
+@pytest.mark.parametrize("text", ["[1]", "", "{"])
+def test_a_file_that_holds_no_json_object_is_one_line_that_names_it(tmp_path, text):
     (tmp_path / "x.json").write_text(text)
-    with pytest.raises(ValueError, match=f"x.json: {why}") as error:
+    with pytest.raises(UserError, match="x.json: ") as error:
         read_json(tmp_path / "x.json")
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("value,message", [
-    ({"r": 8}, None), ({"r": 8, "bias": None, "other": []}, None),
-    ({}, "x.json: lacks r, expected a whole number from 1 to 65,536"),
-    ({"r": True}, "x.json: r is True, expected a whole number from 1 to 65,536"),
-    ({"r": 8, "alpha": 0}, "x.json: alpha is 0, expected a number above 0, at most 1e+09"),
-    ({"r": 8, "alpha": float("nan")}, "x.json: alpha is nan, expected a number above 0, at most 1e+09"),
-    ({"r": 8, "bias": "all"}, "x.json: bias is 'all', expected 'none'")])
-def test_the_first_key_that_breaks_its_rule_is_named_with_what_it_must_be(value, message):
+def test_a_log_has_null_for_what_is_not_finite_and_is_read_to_its_last_whole_line(tmp_path):
+    path = tmp_path / "log.jsonl"
+    append_lines(path, [{"x": float("nan"), "parts": {"y": -float("inf")}}, {"x": "é\u2028"}])
+    whole = path.stat().st_size
+    with open(path, "a") as file:
+        file.write('{"x": 1')                                             # what a kill cut off
+    rows = list(read_log(path))
+    assert [row for row, _ in rows] == [{"x": None, "parts": {"y": None}}, {"x": "é\u2028"}]
+    assert rows[1][1] == whole and json.loads(path.read_bytes()[:rows[0][1]])
+    path.write_text('{"x": 1}\nnot a row\n')
+    with pytest.raises(UserError, match="log.jsonl:2"):
+        list(read_log(path))
+
+
+@pytest.mark.parametrize("value,key", [
+    ({"r": 8}, None), ({"r": 8, "bias": None, "other": []}, None), ({}, "r"), ({"r": True}, "r"),
+    ({"r": 8, "alpha": 0}, "alpha"), ({"r": 8, "alpha": float("nan")}, "alpha"), ({"r": 8, "bias": "all"}, "bias")])
+def test_the_first_key_that_breaks_its_rule_is_named(value, key):
     rules = {"r": (*whole_number(1, 2**16), True), "alpha": (*positive_number(1e9), False),
              "bias": (*equal_to("none"), False)}
-    if message is None:
+    if key is None:
         check_keys("x.json", value, rules)
     else:
-        with pytest.raises(ValueError) as error:
+        with pytest.raises(UserError, match=f"x.json: {key} is .*, expected "):
             check_keys("x.json", value, rules)
-        assert str(error.value) == message

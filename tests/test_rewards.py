@@ -18,10 +18,11 @@ import pytest
 import torch
 
 import train
-from files import Stopped
+from files import Stopped, UserError
 from grpo import group_advantages
 from rewards import extract, format_tags, grade, grade_rollouts, overlong_penalty
-from tasks.plugin import LARGEST_REWARD, Reward, home_of, load_function
+from tasks import plugin
+from tasks.plugin import LARGEST_REWARD, Reward, load_function
 from tasks.problems import Problem
 
 
@@ -253,9 +254,6 @@ def words(completion, problem):
 def nothing(completion, problem):
     return None
 
-def raw(completion, problem):
-    return b"1"
-
 def empty(completion, problem):
     return {}
 
@@ -274,23 +272,12 @@ def beyond_fp32(completion, problem):
 def beyond_float(completion, problem):
     return 10 ** 400
 
-def beyond_repr(completion, problem):
-    return {"huge": 10 ** 5000}
-
 def sum_beyond(completion, problem):
     return {"a": 9e14, "b": 9e14}
 
 def tensor(completion, problem):
     import torch
     return torch.zeros(2)
-
-class Odd:
-    def __float__(self):
-        raise RuntimeError("no")
-    __repr__ = __float__
-
-def odd(completion, problem):
-    return Odd()
 
 def unscorable(completion, problem):
     return {"good": 1.0, "bad": float("nan")}
@@ -371,55 +358,50 @@ def test_a_file_of_the_users_does_not_take_the_place_of_ours(tmp_path, monkeypat
         assert sys.modules.get(name) is ours
 
 
-@pytest.mark.parametrize("spec,message", [
-    ("mine", "--reward takes module:function, names such as my_rewards:score, got 'mine'"),
-    ("mine:number", "has no function 'number'"),
-    ("mine.py:length", "--reward mine.py:length: name the module without .py: mine:length"),
-    ("absent_module.py:f", "name the module without .py: absent_module:f"),
-    ("absent_module:f", "cannot import 'absent_module' (ModuleNotFoundError"),
-    ("fails_to_load:f", "cannot import 'fails_to_load' (RuntimeError: no)"),
-    ("no_python:f", "cannot import 'no_python' (SyntaxError")])
-def test_a_function_that_cannot_be_loaded_is_one_line(plug_ins, spec, message):
-    with pytest.raises(ValueError) as error:
-        load_function(spec, "--reward")
-    assert message in str(error.value) and not [name for name in sys.modules if "fails_to_load" in name]
-
-
-@pytest.mark.parametrize("spec", ["{}/mine:length", "/{}/mine:length", ".mine:length", "..mine:length", "./mine:length",
-                                  "mine.py/../mine:length", "a..b:f", "mine:length.__globals__", "mine:", ":length",
-                                  "mine :length", "mine:length:length", "C:\\mine:length"])
-def test_a_module_is_a_name_and_never_a_path(plug_ins, tmp_path_factory, spec):
-    """A run's run.json names functions too: with a path, a run folder could bring code of its own along."""
-    elsewhere = tmp_path_factory.mktemp("elsewhere")
-    shutil.copy(plug_ins / "mine.py", elsewhere)
-    spec = spec.format(elsewhere)
-    with pytest.raises(ValueError, match="--reward takes module:function, names such as my_rewards:score, got "):
+@pytest.mark.parametrize("spec,named", [
+    ("mine:number", "number"), ("absent_module:f", "absent_module.py"), ("fails_to_load:f", "RuntimeError: no"),
+    ("no_python:f", "SyntaxError"), ("sympy:sympify", "sympy.py"), ("os:system", "os.py"), ("builtins:exec", "builtins"),
+    ("files:first_line", "files.py")])                                    # no installed module, none of ours
+def test_a_function_that_cannot_be_loaded_is_one_line(plug_ins, spec, named):
+    with pytest.raises(UserError, match=f"^--reward {spec}: .*{named}"):
         load_function(spec, "--reward")
 
 
-@pytest.mark.parametrize("spec,words", [
-    ("builtins:exec", "builtins is a module of Python's own"), ("os.path:join", "os.path is a module of Python's own"),
-    ("subprocess:getoutput", "subprocess is a module of Python's own"),
-    ("tqdm.std:proxy", "has no function"), ("files:contextmanager", "of Python's own module contextlib")])
-def test_a_function_of_pythons_own_is_no_reward(plug_ins, spec, words):
-    with pytest.raises(ValueError, match=words):
-        load_function(spec, "--reward")
+@pytest.mark.parametrize("spec", ["mine", "{}/mine:length", ".mine:length", "..mine:length", "./mine:length", "below.mine:f",
+                                  "mine.py:length", "mine.py/../mine:length", "mine:length.__globals__", "mine:",
+                                  ":length", "mine :length", "mine:length:length", "C:\\mine:length"])
+def test_a_module_is_a_name_and_never_a_path_or_a_package(plug_ins, spec):
+    (plug_ins / "below").mkdir()
+    shutil.copy(plug_ins / "mine.py", plug_ins / "below" / "mine.py")
+    with pytest.raises(UserError, match="--reward takes module:function"):
+        load_function(spec.format(plug_ins), "--reward")
 
 
-def test_a_file_of_the_users_may_be_called_as_a_module_of_pythons(plug_ins):
+def test_a_file_of_the_users_may_be_called_as_an_installed_module(plug_ins):
     shutil.copy(plug_ins / "mine.py", plug_ins / "calendar.py")
     assert load_function("calendar:length", "--reward")("abc", "x") == 3.0
-    (plug_ins / "partly.py").write_text("from operator import add as joined\n")
-    assert load_function("partly:joined", "--reward")(1, 2) == 3
 
 
-def test_where_a_function_would_come_from_is_told_without_importing_it(plug_ins, monkeypatch, tmp_path_factory):
-    assert home_of("fails_to_load:f") == str(plug_ins / "fails_to_load.py")
-    elsewhere = tmp_path_factory.mktemp("elsewhere")
-    monkeypatch.syspath_prepend(plug_ins)
-    monkeypatch.chdir(elsewhere)                                          # found along sys.path, as an import would
-    assert home_of("fails_to_load:f") == str(plug_ins / "fails_to_load.py")
-    assert home_of("absent_module:f") == "nowhere: there is no such module"
+def test_a_function_may_come_from_the_examples(plug_ins, monkeypatch, tmp_path_factory):
+    monkeypatch.setattr(plugin, "EXAMPLES", plug_ins)
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    assert load_function("mine:length", "--reward")("abc", "x") == 3.0
+
+
+def test_no_code_is_taken_from_a_folder_with_a_run(plug_ins, monkeypatch, tmp_path_factory):
+    """A run may come from somebody else: started inside it, below it, or with links that lead into it."""
+    stolen, home = plug_ins / "stolen", tmp_path_factory.mktemp("home")
+    (stolen / "below").mkdir(parents=True)
+    (stolen / "run.json").touch()
+    (home / "linked.py").symlink_to(stolen / "evil.py")
+    (stolen / "out.py").symlink_to(plug_ins / "mine.py")
+    for folder in (stolen, stolen / "below"):
+        (folder / "evil.py").write_text("open('ran', 'w')\ndef f(completion, problem):\n    return 1\n")
+    for folder, name in ((stolen, "evil:f"), (stolen / "below", "evil:f"), (home, "linked:f"), (stolen, "out:length")):
+        monkeypatch.chdir(folder)
+        with pytest.raises(UserError, match="run.json"):
+            load_function(name, "--reward")
+    assert not list(plug_ins.rglob("ran")) and not list(home.rglob("ran"))
 
 
 def test_a_reward_is_told_the_length_in_tokens_and_whether_the_answer_finished_if_it_asks_by_name(plug_ins):
@@ -429,8 +411,7 @@ def test_a_reward_is_told_the_length_in_tokens_and_whether_the_answer_finished_i
 
 @pytest.mark.parametrize("name", ["of_one", "of_four", "of_unknown"])
 def test_a_reward_that_cannot_be_called_is_refused_before_anything_is_loaded(plug_ins, name):
-    said = f"^--reward mine:{name}: is called as function.completion, problem.; .* finished: "
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(UserError, match=f"^--reward mine:{name}: is called as function.completion, problem."):
         Reward(f"mine:{name}")
 
 
@@ -440,25 +421,15 @@ def test_a_reward_is_told_the_whole_problem_and_the_group_if_it_asks(plug_ins):
 
 
 @pytest.mark.parametrize("name,words", [
-    ("breaks", ["ZeroDivisionError: division by zero", "mine.py:9", "problem p1, completion ''"]),
-    ("words", ["returned 'good', expected a number"]), ("nothing", ["returned None, expected a number"]),
-    ("raw", ["returned b'1', expected a number"]),
-    ("brief", ["returned {'shaping': -1}: shaping is added to another part, and there is none", "problem p1"]),
-    ("empty", ["returned {}, expected a number or a dict of numbers", "problem p1, completion ''"]),
-    ("minus_infinite",
-     ["returned {'good': 1.0, 'bad': -inf}, expected a number (or a sum) in [-1e+15, 1e+15], or nan"]),
-    ("both_infinities", ["returned {'good': inf, 'bad': -inf}, expected a number (or a sum) in"]),
-    ("beyond_fp32", ["returned 1e+39, expected", "problem p1, completion ''"]),
-    ("beyond_float", ["returned 10000", "expected a number (or a sum) in [-1e+15, 1e+15]"]),
-    ("beyond_repr", ["returned an object of type dict, expected a number (or a sum) in"]),
-    ("sum_beyond", ["returned {'a': 900000000000000.0, 'b': 900000000000000.0}, expected a number (or a sum) in"]),
-    ("tensor", ["returned tensor([0., 0.]), expected a number"]),
-    ("odd", ["returned an object of type Odd, expected a number"])])
+    ("breaks", "ZeroDivisionError: division by zero at .*mine.py:9"), ("words", "returned 'good', expected"),
+    ("nothing", "returned None, expected"), ("brief", "returned {'shaping': -1}, expected"),
+    ("empty", "returned {}, expected"), ("minus_infinite", "returned {'good': 1.0, 'bad': -inf}, expected"),
+    ("both_infinities", "returned {'good': inf, 'bad': -inf}, expected"), ("beyond_fp32", "returned 1e.39, expected"),
+    ("beyond_float", "returned 10000"), ("sum_beyond", "returned {'a': 900000000000000.0"),
+    ("tensor", "returned tensor")])
 def test_what_a_reward_does_wrong_names_it_its_line_and_the_completion(plug_ins, name, words):
-    with pytest.raises(Stopped) as error:
+    with pytest.raises(Stopped, match=f"^--reward mine:{name}: {words}.*problem p1, completion ''"):
         Reward(f"mine:{name}")("", PROBLEM, [""])
-    said = str(error.value)
-    assert said.startswith(f"--reward mine:{name}: ") and all(word in said for word in words) and "\n" not in said
 
 
 def test_a_reward_that_is_not_finite_names_the_completion_that_got_it(plug_ins):

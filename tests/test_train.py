@@ -8,11 +8,12 @@ GPU: what forks from a process that has asked CUDA for one cannot use it. A run 
 python -m pytest tests/test_train.py -v
 """
 import dataclasses
+import functools
+import importlib
 import json
 import math
 import multiprocessing
 import os
-import random
 import re
 import resource
 import runpy
@@ -22,8 +23,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections import deque
-from contextlib import nullcontext
 from importlib import metadata
 from multiprocessing import forkserver
 from pathlib import Path
@@ -37,15 +36,14 @@ from tiny_qwen2 import config_json, random_tensors, write_folder
 
 import calibrate
 import grpo
-import rewards
 import train as train_py
 import weights as weights_py
 from aqn import draw_z
+from files import UserError
 from grpo import LOSSES, mismatch_sums
 from harness import console, setup
 from harness import folder as folder_py
 from harness.config import read_settings
-from harness.console import command
 from learner import Update
 from lora import attach, save_adapter
 from model import load
@@ -272,7 +270,6 @@ def test_what_is_held_out_is_answered_once_and_greedily_whatever_the_temperature
     seen = []
     graded = [{"correct": 1.0}, {"correct": 0.0}]
     run = SimpleNamespace(settings=settings_of(), grade=lambda *_: graded,
-                          console=SimpleNamespace(not_counted=nullcontext),
                           held_out=[SimpleNamespace(prompt=[i]) for i in range(2)],
                           sampler=SimpleNamespace(generate=lambda *arguments: seen.append(arguments)))
     assert train_py.evaluate(run, Sampling(9, (5,), temperature=2.0), 0) == ({"eval_accuracy": 0.5}, graded)
@@ -487,13 +484,10 @@ def test_the_format_counts_beside_a_reward_of_ones_own(runs):
         assert row["reward"] == pytest.approx(row["task"] + 0.5 * row["format"])
 
 
-def test_a_reward_of_nan_for_all_answers_teaches_nothing_and_ends_the_run_in_the_end(runs):
-    flags = "--steps 30 --prompts-per-step 20 --group-size 2 --max-new-tokens 4 --reward my_rewards:nan".split()
-    log = runs.run("nan", *flags, code=1)
-    last = log.strip().splitlines()[-1]
-    assert last.startswith("train.py: for 10 steps --reward my_rewards:nan gave every answer nan; adapters/last_good")
-    assert [row["reward"] for row in runs.metrics("nan")] == [None] * 10
-    assert not runs.state("nan", 10)["exp_avg"].any()
+def test_a_reward_of_nan_for_all_answers_teaches_nothing(runs):
+    runs.run("nan", *"--steps 2 --reward my_rewards:nan".split())
+    assert [row["reward"] for row in runs.metrics("nan")] == [None] * 2
+    assert not runs.state("nan", 2)["exp_avg"].any()
 
 
 def track_with_a_package_of_the_folder():
@@ -522,61 +516,9 @@ def log(metrics, step):
     assert "began qerl tracked 4" in log and len(logged) == 3
     assert [{"step": step, **json.loads(line)} for step, line in enumerate(told)] == logged[:2]
     assert log.count("--report-to wandb stops here: the service is gone") == 1
-    for name in ("trackio", "wandb", "tensorboard"):
+    for name in ("trackio", "wandb"):
         log = runs.run("untracked", "--report-to", name, code=1, fault=lack_a_tracker)
         check_one_line(runs, log, f"--report-to {name} needs pip install {name}", "untracked")
-
-
-def test_ranks_that_cannot_learn_end_in_one_line_and_keep_the_adapter_of_their_best_steps(runs):
-    # Every answer is cut and left out of the loss. Until ten steps are seen the newest counts as the best.
-    out = "dead"
-    flags = "--steps 40 --prompts-per-step 20 --group-size 2 --max-new-tokens 2 --keep 1 --overlong mask".split()
-    for process in runs.ranks(out, 2, *flags):
-        process.join(120)
-        assert process.exitcode == 1
-    last, steps, kept = runs.log(out).strip().splitlines()[-1], len(runs.lines(out)), runs.folder / out / "adapters"
-    assert last.startswith("train.py: for 10 steps every answer was cut") and f"; step {steps} is saved; go on" in last
-    assert 10 <= steps < 40 and "Traceback" not in runs.log(out)
-    step = re.search("; adapters/last_good is that of step ([0-9]+);", last)[1]
-    names = "last_good", f"step_{int(step):06d}"
-    good, then = ((kept / name / "adapter_model.safetensors").read_bytes() for name in names)
-    assert good == then
-
-
-def give_up_after_three_steps():
-    """A run takes ten steps with 200 groups for a verdict; three with six are enough to see what it does then."""
-    init = console.Watch.__init__
-
-    def impatient(self, settings):
-        init(self, settings)
-        self.patience = 3
-        self.recent, self.accuracies = deque(maxlen=3), deque(maxlen=3)
-
-    console.Watch.__init__ = impatient
-
-
-def right_for_three_steps_alone():
-    give_up_after_three_steps()
-    real, graded = rewards.grade_rollouts, []
-
-    def grade(*args, **more):
-        rows = real(*args, **more)
-        for i, row in enumerate(rows):
-            row["correct"] = row["task"] = float(i % 2) if len(graded) <= 3 else 0.0  # the first call is an evaluation
-        graded.append(rows)
-        return rows
-    rewards.grade_rollouts = grade
-
-
-def test_last_good_is_the_adapter_as_it_was_though_it_moved_on_until_the_run_was_given_up(runs):
-    # Three steps have something to teach, three have not: there the pull to the base alone moves the adapter.
-    flags = "--steps 40 --max-new-tokens 8 --overlong keep --kl-beta 1 --keep 1 --eval-every 99".split()
-    log = runs.run("moved", *flags, code=1, fault=right_for_three_steps_alone)
-    assert "no answer was right, where 50% had been" in log and "adapters/last_good is that of step 3;" in log
-    kept = runs.folder / "moved" / "adapters"
-    good, then, last = ((kept / name / "adapter_model.safetensors").read_bytes()
-                        for name in ("last_good", "step_000003", "step_000006"))
-    assert good == then != last
 
 
 def test_a_calibrated_run_trains_on_a_base_of_its_own_and_goes_on_with_it(runs):
@@ -656,19 +598,17 @@ def test_infinite_loss_or_gradient_skips_the_update_and_is_counted(runs, name, m
 
 def skip_and_give_up_after_three_steps():
     infinite_advantages()
-    give_up_after_three_steps()
+    console.PATIENCE = 3
 
 
-def test_a_run_that_skips_updates_in_every_step_ends_unless_nobody_watches(runs):
-    flags = ("--steps 5 --max-new-tokens 8 --overlong keep --eval-every 99 --reward my_rewards:by_length "
-             "--temperature 2").split()
-    log = runs.run("skips", *flags, code=1, fault=skip_and_give_up_after_three_steps)
-    last = log.strip().splitlines()[-1]
-    assert last.startswith("train.py: for 3 steps a loss or gradient was not finite and its update was skipped: --lr")
-    assert "or the values of --reward my_rewards:by_length too large; adapters/last_good is that of" in last
-    assert "Traceback" not in log and [m["skipped"] for m in runs.metrics("skips")] == [1, 2, 3, 4]
-    runs.run("skips", "--resume", "--steps", "9", "--watch", "off", fault=skip_and_give_up_after_three_steps)
-    assert [m["skipped"] for m in runs.metrics("skips")] == list(range(1, 10))
+def test_ranks_that_skip_every_update_end_in_one_line(runs):
+    flags = "--steps 8 --eval-every 99 --reward my_rewards:by_length --temperature 2".split()
+    for process in runs.ranks("skips", 2, *flags, fault=skip_and_give_up_after_three_steps):
+        process.join(60)
+        assert process.exitcode == 1
+    last = runs.log("skips").strip().splitlines()[-1]
+    assert last.startswith("train.py: for 3 steps every update was skipped") and "--lr 0.001" in last
+    assert last.endswith("; step 3 is saved") and [m["skipped"] for m in runs.metrics("skips")] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("name,value", [("broken", "inf"), ("beyond", "1e+39"), ("nothing", "{}")])
@@ -713,52 +653,29 @@ def test_float16_learns_what_float32_does(runs):
 # What a run says, keeps and takes over.
 
 def test_a_run_says_what_it_will_do_what_it_did_and_what_comes_next(runs):
-    log = runs.run("speaks", "--steps", "3", "--show", "2", "--eval-every", "1", model=ROOT / "tiny").splitlines()
-    assert re.fullmatch(r".*tiny, with frozen nvfp4 weights, learns .*sums.jsonl \(56 problems, and 4 held-out "
-                        r"ones\): 3 steps of 2 problems x 4 answers on the CPU \(torch sees no GPU\); writes speaks",
-                        log[0])
-    assert sum(line.startswith("the first step took ") for line in log) == 1
-    assert [line.split(":")[0] for line in log if line.startswith("step ") and "tokens/s" in line] == [
-        "step 1/3", "step 2/3", "step 3/3"]
-    shown = [i for i, line in enumerate(log) if line.startswith("step 2, sums-")]
-    assert len(shown) == 1 and log[shown[0] + 2].startswith("-> ")
-    ends = r"speaks: 3 steps in .*; held-out accuracy .*% \[.*%\] before, .*% \[.*%\] after, on 4 problems"
-    assert any(re.match(ends, line) for line in log)
-    # The run's folder is not the source's: the commands name the source, and work from there.
-    python = command("evaluate.py").split()[0]
-    module = f"      PYTHONSAFEPATH=1 PYTHONPATH={ROOT} {python} -m tools"
-    assert log[-4:] == [f"next: {python} {ROOT}/evaluate.py speaks", f"{module}.report speaks",
-                        f"{module}.chat speaks", f"{module}.convert merge speaks speaks-merged"]
-    done = subprocess.run(log[-3], shell=True, cwd=runs.folder, capture_output=True, text=True)
-    assert done.returncode == 0 and (runs.folder / "speaks" / "report.html").is_file(), done.stderr
+    log = runs.run("speaks", "--steps", "3", "--eval-every", "1", model=ROOT / "tiny").splitlines()
+    assert all(part in log[0] for part in ("tiny, with frozen nvfp4 weights", "56 problems, and 4 held out", "3 steps",
+                                           "2 problems x 4 answers", "cpu (torch sees no GPU)", "writes speaks"))
+    assert [line.split(":")[0] for line in log if "tokens/s" in line] == ["step 1/3", "step 2/3", "step 3/3"]
+    assert re.fullmatch(r"speaks: 3 steps in .*; held-out accuracy [01]\.\d+ -> [01]\.\d+", log[-5])
+    assert [line.split()[-2:] for line in log[-4:-1]] == [[name, "speaks"] for name in (
+        "evaluate.py", "tools.report", "tools.chat")]
     tokens = KV_BLOCK * 8 * (blocks_for(512 + 24) + 1)                       # of 8 rows, though --max-rows is 64
     assert "trained parameters; KV pool of " in log[1] and f", {tokens:,} tokens; " in log[1]
     about = json.loads((runs.folder / "speaks" / "run.json").read_text())
     assert about["about"].keys() == {"commit", "versions", "hardware", "command", "date"} and about["ended"]
-    assert about["about"]["versions"]["torch"] == metadata.version("torch") and "--show 2" in about["about"]["command"]
+    assert about["about"]["versions"]["torch"] == metadata.version("torch") and "--steps 3" in about["about"]["command"]
 
 
-def on_a_terminal_with_slow_evaluations():
-    import sampler
-    generate = sampler.Sampler.generate
-
-    def slowly(self, prompts, samples, sampling, *more, **named):
-        time.sleep(0 if sampling.temperature else 0.4)
-        return generate(self, prompts, samples, sampling, *more, **named)
-
-    sampler.Sampler.generate = slowly
+def on_a_terminal():
     sys.stderr.isatty = lambda: True
 
 
-def test_on_a_terminal_a_bar_shows_the_steps_and_their_accuracy_and_leaves_evaluations_out(runs):
-    log = runs.run("bar", "--steps", "3", "--eval-every", "1", fault=on_a_terminal_with_slow_evaluations)
-    bars = [part for part in re.split("[\r\n]", log) if "step" in part and ", right " in part]
-    assert "3/3" in bars[-1] and ", right " in bars[-1] and " tokens" in bars[-1], log
+def test_on_a_terminal_a_bar_shows_the_steps_and_their_accuracy(runs):
+    log = runs.run("bar", "--steps", "3", fault=on_a_terminal)
+    bars = [part for part in re.split("[\r\n]", log) if "step" in part and "right " in part]
+    assert "3/3" in bars[-1] and "right " in bars[-1] and " tokens" in bars[-1], log
     assert "step 3/3:" not in log and "after 3 steps: held-out accuracy" in log
-    steps = sum(json.loads(line)["seconds"] for line in runs.lines("bar"))
-    rates = re.findall(r"(\d)/3 \|.*?left, +([\d.]+)(step/s|s/step)", log)
-    seconds = [int(n) / float(rate) if unit == "step/s" else int(n) * float(rate) for n, rate, unit in rates]
-    assert seconds and max(seconds) < steps + 0.8, log                    # the evaluations take 1.6
 
 
 def eight_threads():
@@ -880,7 +797,7 @@ def test_a_finished_run_says_so_and_can_be_extended_from_another_folder(runs, wh
     assert flags["about"]["date"] < flags["resumed"] <= flags["ended"]
 
 
-def test_a_run_does_not_go_on_with_other_problems_and_says_which_steps_are_lost(runs):
+def test_a_run_does_not_go_on_with_other_problems(runs):
     shutil.copy(runs.folder / "sums.jsonl", runs.folder / "mine.jsonl")
     runs.run("other", "--data", "mine.jsonl", "--steps", "2")
     files = {p: p.read_bytes() for p in (runs.folder / "other").rglob("*") if p.is_file()}
@@ -890,10 +807,6 @@ def test_a_run_does_not_go_on_with_other_problems_and_says_which_steps_are_lost(
     assert "mine.jsonl, --eval-data None: other problems or prompts than when the run began" in log.splitlines()[-1]
     assert files == {p: p.read_bytes() for p in (runs.folder / "other").rglob("*") if p.is_file()}
     (runs.folder / "mine.jsonl").write_text(text)
-    (runs.folder / "other" / "metrics.jsonl").write_bytes(b"")
-    log = runs.run("other", "--resume")
-    assert "metrics.jsonl: holds 0 of the 2 steps done" in log
-    assert "held-out accuracy unknown before, on 4 problems" in log
 
 
 def test_the_second_of_two_runs_with_one_folder_ends_at_once(runs, whole):
@@ -942,20 +855,45 @@ def test_a_reward_and_a_prompt_of_ones_own_need_no_gold_and_the_parts_are_logged
 # -----------------------------------------------------------------------------
 # Ends and resumption.
 
-def test_a_run_killed_ten_times_equals_the_uninterrupted_one(runs, whole):
-    rng = random.Random(0)
-    process, kills = runs.start("killed", "--steps", "15", "--save-every", "3"), 0
-    while kills < 10:
-        runs.wait("killed", min(12, kills + rng.randint(0, 2)), process)             # then anywhere in a step
-        time.sleep(rng.random() * 0.12)
-        assert process.is_alive(), runs.log("killed")
-        process.kill()
-        process.join()
-        kills += 1
-        begun = (runs.folder / "killed" / "run.json").exists()
-        process = runs.start("killed", *["--resume"] * begun, "--steps", "15", "--save-every", "3")
-    process.join(120)
-    assert process.exitcode == 0, runs.log("killed")
+# Where a run is killed: the module, the function, the number of the call, and whether it comes back first.
+KILLS = {
+    "sampling": ("sampler", "Sampler.generate", 2, False),
+    "grading": ("rewards", "grade_rollouts", 2, False),
+    "after an update": ("learner", "Learner.update", 1, True),
+    "before the logs": ("harness.folder", "append_lines", 1, False),
+    "between the logs": ("harness.folder", "append_lines", 2, False),
+    "before the snapshot": ("harness.folder", "Checkpoints.snapshot", 3, False),
+    "before the save": ("harness.folder", "Checkpoints.save", 1, False),
+    "in the save": ("harness.folder", "new_folder", 1, True),
+    "before the rename": ("pathlib", "Path.rename", 1, False),
+    "after the rename": ("pathlib", "Path.rename", 1, True),
+    "in the adapter": ("weights", "write_json", 1, False),
+    "after the adapter": ("harness.folder", "RunFolder.save", 2, True)}
+
+
+def kill_in(module, name, call, after):
+    """From here on the process kills itself in that call of the function, before or after what the function does."""
+    *owner, name = name.split(".")
+    owner = getattr(importlib.import_module(module), owner[0]) if owner else importlib.import_module(module)
+    real, calls = getattr(owner, name), []
+
+    def killing(*arguments, **named):
+        calls.append(1)
+        if len(calls) == call and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = real(*arguments, **named)
+        if len(calls) == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, name, killing)
+
+
+def test_a_run_killed_at_every_named_place_equals_the_uninterrupted_one(runs, whole):
+    flags = "--steps", "15", "--save-every", "2"
+    for n, (place, how) in enumerate(KILLS.items()):
+        runs.run("killed", *["--resume"] * bool(n), *flags, code=-signal.SIGKILL, fault=functools.partial(kill_in, *how))
+    runs.run("killed", "--resume")
     assert runs.same("killed", whole)
 
 
@@ -1008,20 +946,18 @@ def break_before_reading():
 
 
 def stop_after_reading():
-    from harness import folder
-
     def trim_log(path, step):                                        # the checkpoint is read, nothing in place yet
         os.kill(os.getpid(), signal.SIGTERM)
         signal.pause()
 
-    folder.trim_log = trim_log
+    folder_py.trim_log = trim_log
 
 
 @pytest.mark.parametrize("fault,said", [
     (stop_before_reading, "stopped by SIGTERM; nothing was changed; go on"),
     (break_before_reading, "ZeroDivisionError"),
     (fail_to_read, "Input/output error; nothing was changed; once that is mended, go on"),
-    (stop_after_reading, "stopped by SIGTERM; step 15 is saved; that was its last step")])
+    (stop_after_reading, "stopped by SIGTERM; step 15 is saved; go on")])
 def test_a_resume_that_ends_before_its_checkpoint_is_in_place_leaves_the_adapter(runs, whole, fault, said):
     # The adapter of step 15 was replaced by the one that training starts from, whose B is zero.
     def files():
@@ -1048,25 +984,9 @@ def test_damaged_checkpoints_are_named_and_the_one_before_is_used(runs, whole):
     os.truncate(runs.folder / "damaged/checkpoints/step_000015/state.json", 5)
     before = {path: path.read_bytes() for path in (runs.folder / "damaged").rglob("*") if path.is_file()}
     log = runs.run("damaged", "--resume", code=1)
-    assert log.count("damaged checkpoint passed over") == 2 and "no checkpoint is whole" in log
+    assert log.count("damaged checkpoint passed over") == 2 and "holds no whole checkpoint" in log
     assert "begin another, with --adapter damaged/adapter" in log.splitlines()[-1]
     assert before == {path: path.read_bytes() for path in (runs.folder / "damaged").rglob("*") if path.is_file()}
-
-
-def test_a_run_whose_folder_is_moved_ends_at_its_next_step_and_goes_on_there(runs, whole):
-    process = runs.start("house", "--steps", "15", "--save-every", "100")
-    runs.wait("house", 3, process)
-    (runs.folder / "house").rename(runs.folder / "moved-house")
-    process.join(30)
-    last = runs.log("house").strip().splitlines()[-1]
-    assert process.exitcode == 1 and not (runs.folder / "house").exists()
-    out = runs.folder / "moved-house"
-    step = int(re.search("step_([0-9]+)", str(next((out / "checkpoints").iterdir())))[1])
-    assert 0 <= len(runs.lines("moved-house")) - step <= 1                # moved between two logs: one is ahead
-    assert last == (f"train.py: house was moved to {out} while the run wrote there; step {step} is saved; go on with "
-                    f"--resume --out {out}")
-    runs.run("moved-house", "--resume")
-    assert runs.same("moved-house", whole)
 
 
 def test_an_adapter_on_another_base_or_prompt_is_said_and_an_edited_run_json_is_refused(runs):
@@ -1090,7 +1010,7 @@ def test_a_calibrated_run_that_cannot_begin_leaves_no_base_that_blocks_the_next(
     else:
         log = runs.run("unbegun", *flags, "--kv-gib", "1e-6", code=1)
         assert "KL(16 bits || gptq)" in log and "KV pool of 1e-06 GiB" in log.splitlines()[-1]
-    assert not list(runs.folder.glob("*unbegun/")) and not list(runs.folder.glob(".unbegun*"))
+    assert not list((runs.folder / "unbegun").iterdir())
 
 
 def stopped_in_a_calibration():
@@ -1240,44 +1160,36 @@ def test_a_rank_that_cannot_start_ends_the_others_in_one_line(runs):
     assert "another rank was lost" in runs.log("lame") and "less than one sequence" in runs.log("lame", 1)
 
 
-def say_soon_who_is_awaited():
-    import ranks
-    ranks.PATIENCE = 0.2
-
-
-@pytest.mark.parametrize("rank,said", [(0, "rank 0 has waited 0.2 s for rank 1"),
-                                       (1, "rank 1 has waited 0.2 s for rank 0 at 127.0.0.1:")])
-def test_a_rank_whose_others_never_come_says_so_and_ends_when_told(runs, rank, said):
-    out = f"lonely{rank}"
-    env = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), RANK=str(rank))
-    process = runs.start(out, env=env, fault=say_soon_who_is_awaited)
-    wait_for_line(runs, out, rank, said, process)
+def test_a_rank_whose_others_never_come_ends_when_told(runs):
+    env = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), RANK="0")
+    process = runs.start("lonely", env=env)
+    wait_for_line(runs, "lonely", "learns sums.jsonl", process)           # then it waits for rank 1
+    time.sleep(1)
     process.terminate()
     process.join(20)
-    assert process.exitcode == 1 and runs.log(out, rank).splitlines()[-1].startswith("train.py: stopped by SIGTERM")
-    assert "Traceback" not in runs.log(out, rank) and not (runs.folder / out).exists()
+    assert process.exitcode == 1 and runs.log("lonely").splitlines()[-1] == "train.py: stopped by SIGTERM"
 
 
-def test_a_rank_that_waits_in_a_step_says_for_whom_saves_and_ends_when_told(runs):
-    zero, one = runs.ranks("awaits", 2, "--steps", "200", fault=say_soon_who_is_awaited)
+def test_a_rank_that_waits_for_a_hung_one_saves_its_last_whole_step_when_told(runs):
+    zero, one = runs.ranks("awaits", 2, "--steps", "200")
     runs.wait("awaits", 2, zero)
     os.kill(one.pid, signal.SIGSTOP)
     try:
-        wait_for_line(runs, "awaits", 0, " s for rank 1", zero)
+        time.sleep(2)                                                     # a step takes a tenth of that
+        done = len(runs.lines("awaits"))
         zero.terminate()
         zero.join(20)
     finally:
         one.kill()
         zero.kill()
-    done = len(runs.lines("awaits"))
     assert zero.exitcode == 1 and f"step {done} is saved; go on with --resume --out awaits" in runs.log("awaits")
+    assert len(runs.lines("awaits")) == done and (runs.folder / f"awaits/checkpoints/step_{done:06d}").is_dir()
 
 
-def wait_for_line(runs, out, rank, text, process):
+def wait_for_line(runs, out, text, process):
     limit = time.monotonic() + 60
-    log = runs.folder / f"{out}.{rank}.log"
-    while not (log.exists() and text in log.read_text()):
-        assert process.is_alive() and time.monotonic() < limit, log.exists() and log.read_text()
+    while not ((runs.folder / f"{out}.0.log").exists() and text in runs.log(out)):
+        assert process.is_alive() and time.monotonic() < limit
         time.sleep(0.02)
 
 
@@ -1293,7 +1205,7 @@ def test_ranks_with_other_settings_or_problems_are_refused(runs, flags, said):
     for rank, process in enumerate(runs.ranks("unlike", 2, "--steps", "1", rank_flags=[(), flags])):
         process.join(60)
         assert process.exitcode == 1 and said in runs.log("unlike", rank).splitlines()[-1]
-    assert not (runs.folder / "unlike").exists()
+    assert not list((runs.folder / "unlike").iterdir())
 
 
 def test_more_ranks_than_problems_work(runs):
@@ -1419,7 +1331,7 @@ def test_a_bug_in_the_set_up_keeps_its_traceback(runs, fault):
 
 
 def value_error_in_set_up():
-    bug(ValueError("folder/adapter.bin: bad\nsecond line"))
+    bug(UserError("folder/adapter.bin: bad\nsecond line"))
 
 
 def test_what_is_wrong_with_a_users_file_is_one_line(runs):
