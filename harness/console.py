@@ -148,10 +148,11 @@ class Console:
                                  f"{metrics['length']:.0f} tokens", refresh=False)
         self.bar.update()
         if self.bar.disable:
+            left = (self.steps - step) * seconds
             say(f"step {step}/{self.steps}: {reward}accuracy {metrics['accuracy']:.3f}, "
                 f"length {metrics['length']:.0f}, informative {metrics['informative']:.2f}, "
-                f"{metrics['tokens_per_s']:,.0f} tokens/s, {seconds:.1f} s, "
-                f"{duration((self.steps - step) * seconds)} to go")
+                f"{metrics['tokens_per_s']:,.0f} tokens/s, {seconds:.1f} s"
+                f"{f', {duration(left)} to go' if left else ''}")
 
     def farewell(self, folder: Path) -> None:
         """Where the run is, what it changed, how long it took, what can be done with it."""
