@@ -1,37 +1,154 @@
 """
-Prompts: a model's tokenizer and chat format, and the problems of a run with their prompts.
+Prompts: a model's tokenizer and chat template, and the problems of a run with their prompts.
 
     tokenizer = Tokenizer(folder)
     problems = encode_prompts(tokenizer, load_problems("gsm8k", "train"), "boxed", max_tokens=512)
+
 Complete problems that a run cannot use are left out and counted: the grader cannot read the answer,
 or the prompt is too long.
 """
 import hashlib
+import itertools
 import json
 import math
+import os
 import re
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as TokenizerFile
 
-from files import first_line, read_json, read_text, short_repr
+from files import UserError, counted, first_line, read_json, read_text, short_repr
 from ranks import say
 from tasks.answers import can_read
 from tasks.plugin import call_users, load_function
 from tasks.problems import Problem, has_test_split, load_problems
 
+Turn = tuple[str, str]                           # role and text
+
 # -----------------------------------------------------------------------------
-# The tokenizer and its chat format
+# The chat template
 
-QWEN_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+# For a folder without a template.
+QWEN25 = ("{% if messages[0].role != 'system' %}<|im_start|>system\nYou are Qwen, created by "
+          "Alibaba Cloud. You are a helpful assistant.<|im_end|>\n{% endif %}"
+          "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+          "<|im_end|>\n{% endfor %}{{ '<|im_start|>assistant\n' }}")
+# Lines of Python that a template may run for one prompt. Qwen3's runs about 700 for each turn.
+MAX_LINES = 2_000_000
 
+
+class ChatTemplate:
+    """The chat template of a model's folder: a program in Jinja that writes a conversation as text.
+
+    It runs in the sandbox that transformers uses, and gets the conversation alone: no tools, no
+    documents, no date, no files. path: the file that it is in, or belongs in. text: None if the
+    folder has no template; render() then uses Qwen2.5's.
+    """
+
+    def __init__(self, folder: Path):
+        self.path = folder / "tokenizer_config.json"
+        # A link to nothing is there: that is an error.
+        text = read_json(self.path).get("chat_template") if os.path.lexists(self.path) else None
+        if isinstance(text, list) and all(isinstance(one, dict) for one in text):
+            text = {one.get("name"): one.get("template") for one in text}.get("default")
+        jinja = folder / "chat_template.jinja"   # where transformers >= 4.52 puts it
+        if jinja.exists():
+            self.path, text = jinja, read_text(jinja)
+        if not isinstance(text, str | None):
+            raise self.error(f"is {short_repr(text)}, expected a text")
+        self.text = text
+
+    def error(self, why: str) -> UserError:
+        return UserError(f"{self.path}: chat_template {why}")
+
+    @cached_property
+    def program(self) -> jinja2.Template:
+        return Sandbox().from_string(QWEN25 if self.text is None else self.text)
+
+    def render(self, turns: list[Turn], thinking: str) -> str:
+        """The text of a conversation, up to where the model's answer begins.
+
+        UserError if the template fails, does not end, leaves out or changes what a system or a user
+        says, or is not of Qwen's chat format. It may shorten earlier answers: Qwen3's cuts off
+        their thinking.
+        """
+        messages = [{"role": role, "content": text} for role, text in turns]
+        try:
+            written = run_limited(self.program.render, messages=messages, tools=None,
+                                  documents=None, add_generation_prompt=True,
+                                  enable_thinking=thinking == "on")
+        except Exception as error:               # a program of somebody else's may raise any
+            raise self.error(f"fails: {first_line(error)}") from None
+        if "<|im_start|>" not in written.rpartition("<|im_end|>")[2]:
+            raise self.error("begins no answer with <|im_start|>, as Qwen's chat format does")
+        for role, text in turns:
+            if role != "assistant" and text.strip() not in written:
+                raise self.error(f"leaves out or changes what the {role} says: {short_repr(text)}")
+        return written
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja with the options and functions that transformers gives to a chat template."""
+
+    intercepted_binops = frozenset(["*", "**"])  # 10 ** 10 ** 10 would compute for ever
+
+    def __init__(self):
+        super().__init__(trim_blocks=True, lstrip_blocks=True, undefined=Undefined,
+                         extensions=["jinja2.ext.loopcontrols"])
+        self.globals["raise_exception"] = self.refuse
+        self.filters["tojson"] = self.tojson
+
+    def call_binop(self, context, operator, left, right):
+        self.refuse(f"{operator} is not allowed")
+
+    @staticmethod
+    def refuse(message):
+        raise jinja2.TemplateError(message)
+
+    @staticmethod
+    def tojson(value, indent=None):
+        return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+class Undefined(jinja2.Undefined):
+    """A name that is not there. It is false, so that a template can ask for it, but it cannot be
+    printed: as "" it would silently make another prompt of a template that writes, say, the date.
+    """
+    __str__ = jinja2.Undefined._fail_with_undefined_error
+
+
+def run_limited(function: Callable, **arguments) -> object:
+    """function(**arguments). RuntimeError once it has run MAX_LINES lines of Python: the sandbox
+    limits range(), but a loop within a loop could still run for days.
+    """
+    lines = itertools.count()
+
+    def count(*_):
+        if next(lines) > MAX_LINES:
+            raise RuntimeError(f"does not end within {MAX_LINES:,} lines of Python")
+        return count
+
+    before = sys.gettrace()                      # a debugger's
+    sys.settrace(count)                          # is called before each line
+    try:
+        return function(**arguments)
+    finally:
+        sys.settrace(before)
+
+
+# -----------------------------------------------------------------------------
+# The tokenizer
 
 class Tokenizer:
-    """The tokenizer.json of a model's folder, with Qwen's chat format.
+    """The tokenizer.json of a model's folder, and its chat template.
 
-    thinking: "on" or "off", as --thinking; ValueError for what the model's chat template rules out.
+    thinking: "on" or "off", as --thinking; UserError for what the chat template rules out.
 
     end_ids: the tokens that end a completion. vocab_size: how many ids mean something; a model's
     embedding may have more rows. thinks: whether the model can think before it answers. opened:
@@ -45,49 +162,58 @@ class Tokenizer:
         text = read_text(path)
         try:
             self.file = TokenizerFile.from_str(text)
-        except BaseException as error:           # a panic in the library's Rust is no Exception
-            if isinstance(error, (KeyboardInterrupt, SystemExit)):
-                raise
-            raise ValueError(f"{path}: cannot be read as a tokenizer "
-                             f"({first_line(error)})") from None
+        except Exception as error:               # the library has no class of its own for these
+            raise UserError(f"{path}: is no tokenizer ({first_line(error)})") from None
         self.file.encode_special_tokens = True   # "<|im_end|>" in a text stays text: see turns()
         self.file.no_truncation()                # the file keeps what its last user had set
         self.file.no_padding()
         vocab = self.file.get_vocab()            # with the added tokens
-        if not {"<|im_start|>", "<|im_end|>"} <= vocab.keys():
-            raise ValueError(f"{path}: lacks <|im_start|> or <|im_end|>, which Qwen's chat "
-                             "format needs")
         # If the file's id of an added token leaves a gap, the library silently gives the token the
         # next free id instead. But the model was trained with the file's id.
-        for token in json.loads(text).get("added_tokens", ()):
+        added = json.loads(text).get("added_tokens", ())
+        for token in added:
             if vocab[token["content"]] != token["id"]:
-                raise ValueError(f"{path}: added_tokens: the id of {token['content']} is "
-                                 f"{token['id']}, no id after those of the vocabulary")
+                raise UserError(f"{path}: added_tokens: the id of {token['content']} is "
+                                f"{token['id']}, no id after those of the vocabulary")
+        self.control = {token["content"]: token["id"] for token in added if token["special"]}
+        if not {"<|im_start|>", "<|im_end|>"} <= self.control.keys():
+            raise UserError(f"{path}: lacks <|im_start|> or <|im_end|> as special tokens, which "
+                            "Qwen's chat format needs")
+        self.control_token = re.compile(f"({'|'.join(map(re.escape, self.control))})")
         self.vocab_size = max(vocab.values()) + 1        # Qwen2.5: 151,665
-        self.start = vocab["<|im_start|>"]
         self.stop = vocab["<|im_end|>"]
         # Both, as in every Qwen2.5's and Qwen3's generation_config.json. The temperature, top_p and
         # top_k in that file are for chatting with the model. They are never read: training samples
         # from the model's own distribution.
         self.end_ids = sorted({self.stop, vocab.get("<|endoftext|>", self.stop)})
-        template, where = chat_template(self.folder)
-        if template is None and "<think>" in vocab:
-            raise ValueError(f"{where}: has no chat_template, and with <think> in {path.name} the "
-                             "model's chat format is not Qwen2.5's")
-        self.system = default_system(template)
-        begins = answer_begins(template, where)
-        if thinking not in begins:
+        self.template = ChatTemplate(self.folder)
+        if self.template.text is None:
+            if "<think>" in vocab:
+                raise UserError(f"{self.template.path}: has no chat_template, and with <think> in "
+                                f"{path.name} the model's chat format is not Qwen2.5's")
+            say(f"{self.template.path}: has no chat_template, prompts are those of Qwen2.5")
+        self.set_thinking(thinking)
+
+    def set_thinking(self, thinking: str) -> None:
+        """Finds out what --thinking does by rendering a prompt with and without it:
+
+            Qwen2.5, Qwen3-Instruct-2507    both end with "assistant\\n": it never thinks
+            Qwen3                           on: "assistant\\n"; it writes <think> itself
+                                            off: "assistant\\n<think>\\n\\n</think>\\n\\n"
+            Qwen3-Thinking-2507             both: "assistant\\n<think>\\n"; it always thinks
+        """
+        turns = [("user", "What is 2 + 3?")]
+        asked = {mode: self.template.render(turns, mode) for mode in ("off", "on")}
+        opened = {mode: re.search(r"(<think>\s*)?\Z", text)[0] for mode, text in asked.items()}
+        if asked["off"] == asked["on"]:
+            del asked["off" if opened["on"] else "on"]
+        if thinking not in asked:
             why = "always thinks" if thinking == "off" else "has no thinking"
-            raise ValueError(f"--thinking {thinking}: by the chat_template in {where} the model "
-                             f"{why}: take --thinking {next(iter(begins))}")
-        self.thinks = "on" in begins
-        # In the model's file the two are tokens, but no control tokens: encode() finds them.
-        if self.thinks and [len(self.encode(tag)) for tag in ("<think>", "</think>")] != [1, 1]:
-            raise ValueError(f"{path}: lacks <think> or </think> as a token that is not special, "
-                             f"which the chat_template in {where} needs")
-        begin = begins[thinking]
-        self.opened = "" if "</think>" in begin else begin
-        self.answer_start = [self.start, *self.encode(f"assistant\n{begin}")]
+            raise UserError(f"--thinking {thinking}: by the chat_template in {self.template.path} "
+                            f"the model {why}: take --thinking {next(iter(asked))}")
+        self.thinking = thinking
+        self.thinks = "on" in asked
+        self.opened = opened[thinking]
 
     def encode(self, text: str) -> list[int]:
         return self.file.encode(text, add_special_tokens=False).ids
@@ -101,108 +227,36 @@ class Tokenizer:
         return self.file.decode(ids, skip_special_tokens=False)
 
     def chat(self, text: str, system: str | None = None) -> list[int]:
-        """The prompt of a question; system None: with the model's own system message, if any."""
-        system = system or self.system
-        turns = [("system", system)] if system else []
-        return self.turns([*turns, ("user", text)])
+        """The prompt of a question; system None: with the template's own system message, if any."""
+        return self.turns([("system", system)] * bool(system) + [("user", text)])
 
-    def turns(self, turns: list[tuple[str, str]]) -> list[int]:
-        """The prompt of a conversation of (role, text):
+    def turns(self, turns: list[Turn]) -> list[int]:
+        """The prompt of a conversation that ends with the user's turn:
 
             <|im_start|>  system \\n You are Qwen, ...   <|im_end|>  \\n
             <|im_start|>  user \\n 2+3*4?                <|im_end|>  \\n
             <|im_start|>  assistant \\n                  the model goes on from here
 
-        After the last line comes what the chat template puts there about thinking: see THINKING.
-
-        The two control tokens are put in as ids, and only texts are encoded, as plain text. A chat
-        template would paste everything into one text and encode that: a question that contains
-        "<|im_end|>\\n<|im_start|>assistant" could then speak for the model. The ids are otherwise
-        the same, since a tokenizer cuts its text at control tokens before anything else.
+        The control tokens come from the template alone. Where a text spells one, it goes into the
+        template with a mark in it, "<" + mark + "|im_end|>", and is encoded as plain text without
+        the mark: no question speaks for the model. Otherwise the ids are those of the whole text,
+        since a tokenizer cuts its text at control tokens before anything else.
         """
-        return [token for turn in turns for token in self.turn(*turn)] + self.answer_start
+        known = "".join(map("".join, turns))
+        mark = next(char for char in map(chr, range(0xE000, 0xF900)) if char not in known)
 
-    def turn(self, role: str, text: str) -> list[int]:
-        """A turn that has been said. An answer of a model that thinks is repeated to it without the
-        thinking, as in its chat template.
-        """
-        if role == "assistant" and self.thinks and "</think>" in text:
-            text = text.rpartition("</think>")[2].lstrip("\n")
-        return [self.start, *self.encode(f"{role}\n{text}"), self.stop, *self.encode("\n")]
+        def hide(text):
+            return self.control_token.sub(lambda name: f"{name[0][0]}{mark}{name[0][1:]}", text)
 
-
-# -----------------------------------------------------------------------------
-# What a chat template says
-#
-# A template is a program in Jinja. It is never run, because nothing from a model's folder is ever
-# run. Instead, what must be known about the template is looked up in its text.
-
-# After "add_generation_prompt" a template says how an answer begins. A key of THINKING has the
-# texts and conditions at that place, for a template whose thinking is known here. Its value says
-# what the prompt has after "assistant\n", by --thinking.
-NO_THOUGHT = "<think>\n\n</think>\n\n"
-THINKING = {
-    # Qwen3 opens its thinking itself, unless the prompt says that it has thought already.
-    ("<|im_start|>assistant\n", "if enable_thinking is defined and enable_thinking is false",
-     NO_THOUGHT): {"off": NO_THOUGHT, "on": ""},
-    # Qwen3-Thinking-2507 always thinks: the prompt opens the thinking, the answer only closes it.
-    ("<|im_start|>assistant\n<think>\n",): {"on": "<think>\n"},
-}
-TEXT_OR_CONDITION = re.compile(r"""'[^']*'|"[^"]*"|\b(?:el)?if\b.*?(?=\s*-?%})|\belse\b""")
-# How these templates repeat an earlier answer: they cut its thinking off, and write what is left.
-CUT = "content.split('</think>')[-1].lstrip('\n')"
-WRITE = "message.role + '\n' + content"
-
-
-def chat_template(folder: Path) -> tuple[str | None, Path]:
-    """-> the text of a model's chat template, or None; the file that it is in, or belongs in.
-
-    ValueError if it is not a template of Qwen's chat format.
-    """
-    path = folder / "tokenizer_config.json"
-    there = path.exists() or path.is_symlink()   # a link to nothing is an error, not "no template"
-    template = read_json(path).get("chat_template") if there else None
-    if isinstance(template, list) and all(isinstance(one, dict) for one in template):
-        by_name = {str(one.get("name")): one.get("template") for one in template}
-        template = by_name.get("default")
-    jinja = folder / "chat_template.jinja"       # where transformers >= 4.52 puts it
-    if jinja.exists():
-        path = jinja
-        template = read_text(jinja)
-    chatml = isinstance(template, str) and "<|im_start|>" in template
-    if template is not None and not chatml:
-        raise ValueError(f"{path}: chat_template is {short_repr(template)}, expected ChatML's text "
-                         "or a list of texts with names")
-    return template, path
-
-
-def default_system(template: str | None) -> str | None:
-    """The system message that a chat template adds to a conversation without one, or None if it
-    adds none. Without a template it is Qwen's.
-    """
-    if template is None:
-        return QWEN_SYSTEM
-    # The message stands in the template between <|im_start|>system and <|im_end|>, as part of a
-    # jinja string in which newline and backslash are escaped. The template may have another such
-    # part, for the user's own system message. That one has a quote or {{ }} there.
-    text = re.search(r"<\|im_start\|>system(?:\\n|\n)((?:(?!{{)[^'\"<])+)<\|im_end\|>", template)
-    return text and text[1].replace("\\n", "\n").replace("\\\\", "\\")
-
-
-def answer_begins(template: str | None, path: Path) -> dict[str, str]:
-    """By --thinking: what a prompt has after "assistant\\n". The model cannot do what is missing.
-
-    path: the template's file. ValueError if the template has a thinking that is not known here.
-    """
-    if template is None or not re.search("</?think>|enable_thinking", template):
-        return {"off": ""}                       # Qwen2.5, Qwen3-Instruct-2507
-    template = template.replace("\\n", "\n")     # a line break in a text, written in either way
-    tail = template.rpartition("add_generation_prompt")[2]
-    parts = tuple(part.strip("'\"") for part in TEXT_OR_CONDITION.findall(tail))
-    if parts not in THINKING or not 0 <= template.find(CUT) < template.rfind(WRITE):
-        raise ValueError(f"{path}: chat_template has a thinking that is not known here, expected "
-                         "that of Qwen3 or of Qwen3-Thinking-2507")
-    return THINKING[parts]
+        text = self.template.render([(hide(role), hide(said)) for role, said in turns],
+                                    self.thinking)
+        ids = []
+        for piece in self.control_token.split(text):
+            if piece in self.control:
+                ids.append(self.control[piece])
+            else:
+                ids += self.encode(piece.replace(mark, ""))
+        return ids
 
 
 # -----------------------------------------------------------------------------
@@ -220,42 +274,35 @@ STYLES = {
 }
 
 
-def prompt_function(style: str) -> Callable[[Tokenizer, Problem], list[int]]:
-    """--prompt-style -> the function that makes a problem's prompt. ValueError if there is none.
+def prompt_function(style: str) -> Callable[[Problem], list[Turn]]:
+    """--prompt-style -> the function that makes a problem's conversation. UserError if none has
+    that name.
 
     "module:function" is the user's. It is given a problem's fields, and returns the user's turn as
     text, or a whole conversation as a list of {"role", "content"} that ends with the user's.
     """
     if style in STYLES:
-        request, system = STYLES[style]
+        request, style_system = STYLES[style]
 
-        def ask(tokenizer, problem):
-            systems = filter(None, (problem.system, system))
-            return tokenizer.chat(problem.question + request, "\n\n".join(systems))
+        def ask(problem):
+            system = "\n\n".join(filter(None, (problem.system, style_system)))
+            return [("system", system)] * bool(system) + [("user", problem.question + request)]
         return ask
     if ":" not in style:
-        raise ValueError(f"--prompt-style {style}: expected one of {', '.join(STYLES)}, or "
-                         "module:function")
+        raise UserError(f"--prompt-style {style}: expected one of {', '.join(STYLES)}, or "
+                        "module:function")
     function = load_function(style, "--prompt-style")
 
-    def call(fields):
-        said = function(fields)
-        return list(said) if isinstance(said, Iterator) else said        # a generator runs here
-
-    def ask_users(tokenizer, problem):
-        said = call_users(f"--prompt-style {style}", call, f"problem {problem.id}",
-                          problem.fields())
-        try:
-            if isinstance(said, str) and said.strip():
-                return tokenizer.chat(said)
-            turns = [(turn["role"], turn["content"]) for turn in said]
-            if {type(part) for turn in turns for part in turn} != {str} or turns[-1][0] != "user":
-                raise TypeError
-            return tokenizer.turns(turns)
-        except (TypeError, KeyError, UnicodeError):
-            raise ValueError(f"--prompt-style {style}: expected text or a list of objects with "
-                             "role and content that ends with the user's, for problem "
-                             f"{problem.id}, got {short_repr(said)}") from None
+    def ask_users(problem):
+        flag, what = f"--prompt-style {style}", f"problem {problem.id}"
+        said = call_users(flag, function, what, problem.fields())
+        match said:
+            case str() if said.strip():
+                return [("user", said)]
+            case [*_, {"role": "user", "content": str()}]:
+                return [(turn["role"], turn["content"]) for turn in said]
+        raise UserError(f"{flag}: expected text or a list of objects with role and content that "
+                        f"ends with the user's, for {what}, got {short_repr(said)}")
     return ask_users
 
 
@@ -263,7 +310,7 @@ def encode_prompts(tokenizer: Tokenizer, problems: list[Problem], style: str,
                    max_tokens: float = math.inf) -> list[Problem]:
     """The problems with their prompts, without those whose prompt has more than max_tokens."""
     ask = prompt_function(style)
-    encoded = [replace(p, prompt=ask(tokenizer, p)) for p in problems]
+    encoded = [replace(p, prompt=tokenizer.turns(ask(p))) for p in problems]
     return [p for p in encoded if len(p.prompt) <= max_tokens]
 
 
@@ -271,25 +318,24 @@ def usable_problems(settings, tokenizer: Tokenizer, source: str, split: str) -> 
     """The problems of a source that a run can use, with prompts; says how many are left out.
 
     settings has --prompt-style, --max-prompt-tokens and --reward under these names (config.Data).
-    With a --reward a problem needs no gold answer. ValueError if fewer than two problems are left.
+    With a --reward a problem needs no gold answer. UserError if fewer than two problems are left.
     """
     loaded = load_problems(source, split, not settings.reward)
     readable = [p for p in loaded if settings.reward or can_read(p.answer)]
     unreadable = len(loaded) - len(readable)
     if unreadable:
         example = next(p.answer for p in loaded if not can_read(p.answer))
-        say(f"{source}: {unreadable} problems left out, their answers cannot be read, such as "
-            f"{example[:60]!r}")
-    problems = encode_prompts(tokenizer, readable, settings.prompt_style,
-                              settings.max_prompt_tokens)
+        say(f"{source}: {counted(unreadable, 'problem')} left out, the grader cannot read the "
+            f"answer, such as {example[:60]!r}")
+    most = settings.max_prompt_tokens
+    problems = encode_prompts(tokenizer, readable, settings.prompt_style, most)
     long = len(readable) - len(problems)
     if long:
-        say(f"{source}: {long} prompts of more than --max-prompt-tokens {settings.max_prompt_tokens} "
-            "tokens left out")
+        say(f"{source}: {counted(long, 'prompt')} of more than --max-prompt-tokens {most} left out")
     least = 2 if split == "train" else 1         # one to learn from, and one that is held out
     if len(problems) < least:
-        raise ValueError(f"{source}: {len(problems)} problems can be used, a run needs at least "
-                         f"{least}")
+        raise UserError(f"{source}: {counted(len(problems), 'problem')} can be used, a run needs "
+                        f"at least {least}")
     return problems
 
 
@@ -300,27 +346,22 @@ def split_problems(settings, tokenizer: Tokenizer) -> tuple[list[Problem], list[
     has none, the end of the training data. settings also has --data, --eval-data and
     --eval-problems (config.Data).
     """
+    source = settings.eval_data or settings.data
     problems = usable_problems(settings, tokenizer, settings.data, "train")
-    most = settings.eval_problems or None
-    if settings.eval_data or has_test_split(settings.data):
-        source = settings.eval_data or settings.data
+    most = settings.eval_problems or None        # 0 asks for all
+    if settings.eval_data or has_test_split(source):
         held_out = usable_problems(settings, tokenizer, source, "test")[:most]
     else:
-        source = settings.data
         held = max(1, min(most or 256, len(problems) // 10))
-        if held != most:
-            rule = "at least one" if len(problems) < 10 else "at most a tenth of them"
-            if not most and held == 256:         # --eval-problems 0 asks for all
-                rule = "at most 256 of them"
-            say(f"{source}: holds out the last {held} of {len(problems):,} problems: {rule}, not "
-                f"--eval-problems {settings.eval_problems}; --eval-data takes another file")
+        say(f"{source}: holds out its last {counted(held, 'problem')} of {len(problems):,}; "
+            "--eval-data takes another file")
         held_out = problems[-held:]
         problems = problems[:-held]
     trained = {tuple(problem.prompt) for problem in problems}
     known = sum(tuple(problem.prompt) in trained for problem in held_out)
     if known:
-        say(f"{source}: {known} of the {len(held_out)} held-out problems are also trained on: the "
-            "held-out accuracy counts them")
+        say(f"{source}: holds out problems that are also trained on, {known} of {len(held_out)}: "
+            "the held-out accuracy counts them")
     return problems, held_out
 
 

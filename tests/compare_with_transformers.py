@@ -2,7 +2,7 @@
 Reads what this project writes with other programs, and compares: PEFT, transformers, compressed-tensors and the model's
 own chat template. docs/interoperability.md has the figures that it printed.
 
-    pip install -r requirements.txt transformers==5.23.0 peft==0.21.2 compressed-tensors==0.20.0 accelerate jinja2
+    pip install -r requirements.txt transformers==5.23.0 peft==0.21.2 compressed-tensors==0.20.0 accelerate
     python tests/compare_with_transformers.py MODEL RUN --answers 128
 
 MODEL: a 16-bit Qwen2.5 folder. RUN: a run of train.py that began from it with --base nvfp4 and without --calibrate.
@@ -99,8 +99,7 @@ def compare_chat(folder, tokenizer):
     template = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(config["chat_template"])
     auto = AutoTokenizer.from_pretrained(folder)
     for turns in CONVERSATIONS:
-        own_system = [("system", tokenizer.system)] if turns[0][0] == "user" and tokenizer.system else []
-        ids = tokenizer.turns([*own_system, *turns])
+        ids = tokenizer.turns(turns)
         messages = [{"role": role, "content": text} for role, text in turns]
         text = template.render(messages=messages, add_generation_prompt=True)
         if tokenizer.file.decode(ids, skip_special_tokens=False) != text:

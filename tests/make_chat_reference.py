@@ -1,8 +1,8 @@
 """
 Writes chat_reference.json: eight conversations as Qwen's own chat templates write them, with thinking on and off.
-test_data.py compares them with what prompts.py makes of the same conversations.
+test_prompts.py compares them with what prompts.py makes of the same conversations.
 
-    pip install -r requirements.txt jinja2==3.1.6
+    pip install -r requirements.txt
     pip download --no-deps trl==1.16.0 unsloth==2026.10.9
     python tests/make_chat_reference.py trl-1.16.0-*.whl unsloth-2026.10.9-*.whl
 
@@ -17,7 +17,7 @@ are):
 
 jinja2 runs them as transformers does, with trim_blocks and lstrip_blocks. The script also gives each template to
 prompts.py in a model's folder, and ends with an error unless every conversation comes out the same there. The
-tests do without the templates' text; they have stand-ins that say the same of thinking.
+tests do without the templates' text; they have stand-ins that write the same.
 """
 import argparse
 import ast
@@ -32,7 +32,7 @@ import jinja2
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
-from test_data import save_tokenizer
+from test_prompts import save_tokenizer
 
 from prompts import Tokenizer
 
@@ -86,10 +86,8 @@ def ours(template, messages, thinking):
     with tempfile.TemporaryDirectory() as folder:
         save_tokenizer(Path(folder), template, thinks=True)
         tokenizer = Tokenizer(folder, thinking)
-        turns = [(message["role"], message["content"]) for message in messages]
-        if turns[0][0] != "system" and tokenizer.system:
-            turns = [("system", tokenizer.system), *turns]
-        return tokenizer.file.decode(tokenizer.turns(turns), skip_special_tokens=False)
+        ids = tokenizer.turns([(message["role"], message["content"]) for message in messages])
+        return tokenizer.file.decode(ids, skip_special_tokens=False)
 
 
 def main():

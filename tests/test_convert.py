@@ -17,7 +17,7 @@ import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_data import TEMPLATES, thinking_tiny
+from test_prompts import TEMPLATES, thinking_tiny
 from tiny_qwen2 import config_json, random_tensors, write_folder
 
 import calibrate

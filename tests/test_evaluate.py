@@ -18,8 +18,8 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from test_data import TEMPLATES, thinking_tiny
 from test_figures import rows
+from test_prompts import TEMPLATES, thinking_tiny
 
 import evaluate
 import lora

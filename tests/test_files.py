@@ -1,5 +1,5 @@
 """
-Files are written whole or not at all, and a bad one is named. How data files are read is in test_data.py.
+Files are written whole or not at all, and a bad one is named. How data files are read is in test_problems.py.
 
 python -m pytest tests/test_files.py -v
 """

@@ -23,7 +23,7 @@ from evaluate import Which, load_model, open_model, parse
 from files import first_line
 from harness import config
 from harness.config import setting
-from prompts import encode_prompts, prompt_function
+from prompts import prompt_function
 from sampler import Sampler, Sampling, engine_for
 from tasks.problems import Problem
 from weights import check_model, max_positions
@@ -43,14 +43,14 @@ class Conversation:
 
 
 class Chat:
-    """A conversation: ids of what was said, control tokens included."""
+    """A conversation. said: its turns of (role, text)."""
 
     def __init__(self, tokenizer, sampler, style, sampling):
         self.tokenizer = tokenizer
         self.sampler = sampler
         self.style = style
         self.sampling = sampling
-        self.ids = []
+        self.said = []
 
     def print_new(self, made, sequences):
         """Prints the text of an answer's `made` new tokens, control characters as codes."""
@@ -65,9 +65,10 @@ class Chat:
         """Prints the answer. ValueError if the conversation leaves no room for one."""
         tokenizer = self.tokenizer
         problem = Problem("chat", question.encode(errors="replace").decode(), "")
-        problem, = encode_prompts(tokenizer, [problem], self.style)
-        turns = [i for i, token in enumerate(problem.prompt) if token == tokenizer.start]
-        prompt = self.ids + problem.prompt[turns[-2] if self.ids else 0:]    # one system message
+        turns = prompt_function(self.style)(problem)
+        if self.said:
+            turns = [*self.said, turns[-1]]      # one system message
+        prompt = tokenizer.turns(turns)
         most = min(self.sampling.max_new_tokens, self.sampler.max_length - len(prompt))
         if most < 1:
             raise ValueError(f"{len(prompt)} tokens leave no room for an answer, the longest "
@@ -77,18 +78,12 @@ class Chat:
         answer = self.sampler.generate([prompt], 1, sampling, [len(prompt)], self.print_new)
         print()
         completion, = answer.completions
-        if answer.finished[0]:
-            completion = completion[:-1]
-        else:
+        if not answer.finished[0]:
             print(f"(cut off at {most} tokens)", file=sys.stderr)
-        if not tokenizer.thinks:
-            self.ids = [*prompt, *completion, tokenizer.stop, *tokenizer.encode("\n")]
-            return
-        # An earlier turn has no thinking, neither what the prompt began with nor the answer's own.
-        said = tokenizer.opened + tokenizer.decode(completion)
-        if "<think>" in said.rpartition("</think>")[2]:
-            said = said[:said.rindex("<think>")]         # cut off while it thought
-        self.ids = prompt[:-len(tokenizer.answer_start)] + tokenizer.turn("assistant", said)
+        text = tokenizer.opened + tokenizer.decode(completion)
+        if tokenizer.thinks and "<think>" in text.rpartition("</think>")[2]:
+            text = text[:text.rindex("<think>")]         # cut off while it thought
+        self.said = [*turns, ("assistant", text)]
 
 
 def read_chat_flags() -> tuple[Which, Conversation]:
@@ -118,7 +113,7 @@ def talk(chat):
             if question:
                 chat.ask(question)
             else:
-                chat.ids = []
+                chat.said = []
         except ValueError as error:
             print(f"({first_line(error)})", file=sys.stderr)
         except EOFError:
