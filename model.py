@@ -35,10 +35,6 @@ the same place (except in attention to a shared prompt: attention.py). AQN's noi
 1/rms is called rstd, as in other programs' norms, though it is no standard deviation that it
 divides by: rms(x) = sqrt(mean(x^2) + eps), and no mean is subtracted from x.
 
-fp16 rounds 8 times finer than bf16 but ends at 65,504. So the learner scales its loss (learner.py),
-and the norm works on x / 16, an exact division: x * w reaches 24,000 on the 1.5B without it. Its
-rms is then a 16th as well, and the product of the two factors is the same.
-
 Not here: the KV cache (sampler.py), sliding windows and YaRN (off in these checkpoints).
 
 Shapes: B rows, T tokens, V vocabulary, D width, H query heads, KV key-value heads, d head size,
@@ -56,8 +52,6 @@ from attention import PackedAttention, lay_out
 from lora import Linear, Scratch
 from ops import elementwise, mlp, mm_fp32, token_logprobs
 from weights import ModelFolder, resolve
-
-FP16_SHIFT = 2.0**-4                             # the residual times this enters a norm in fp16
 
 
 @dataclass(frozen=True)
@@ -95,12 +89,8 @@ class ModelConfig:
 
 def scaled_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The two factors of a normalised x (T, D) fp32: x * weight (T, D) in dtype, and 1/rms (T, 1)
-    in fp32. With fp16 both are those of x / 16.
-
-    weight (D,) fp32. eps: RMSNorm has divided it by 16^2 already where x will be divided by 16.
+    in fp32. weight (D,) fp32.
     """
-    if dtype == torch.float16:
-        x = x * FP16_SHIFT
     return (x * weight).to(dtype), torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
@@ -166,7 +156,7 @@ class RMSNorm(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(weight.float(), requires_grad=False)
         self.register_buffer("noise", torch.zeros_like(self.weight))
-        self.eps = eps * FP16_SHIFT**2 if dtype == torch.float16 else eps      # of (x / 16)^2
+        self.eps = eps
         self.dtype = dtype
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:

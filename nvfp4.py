@@ -283,8 +283,8 @@ def dequantize_nf4(packed: Tensor, absmax: Tensor, dtype: torch.dtype = torch.bf
 
 
 def quantize_bf16(w: Tensor) -> tuple[Tensor]:
-    """To 16 bits: fp16 stays fp16, everything else becomes bf16."""
-    return (w if w.dtype == torch.float16 else w.bfloat16(),)
+    """To 16 bits: (N, K) bf16."""
+    return (w.bfloat16(),)
 
 
 def dequantize_bf16(w: Tensor, dtype: torch.dtype = torch.bfloat16,
@@ -348,8 +348,8 @@ def freeze(weights: list[Tensor], base: str, dtype: torch.dtype) -> Weight:
     """Quantize the parts (N_p, K) of a fused linear to `base`: one Weight, its rows theirs.
 
     NVFP4 is made of the checkpoint's numbers as they are, because its usual scale is rounded to
-    their dtype (see quantize). The others are made of W in `dtype`: that is how quantize_bf16 knows
-    which 16 bits to keep. A bf16 checkpoint loses nothing by it, except where dtype is fp16.
+    their dtype (see quantize). The others are made of W in `dtype`, in which a bf16 checkpoint
+    loses nothing.
     """
     if base == "nvfp4":
         scale = global_scale_for(*weights)

@@ -102,7 +102,7 @@ def test_adapter_with_b_zero_leaves_the_logits(tiny, base, dtype):
 
 
 @pytest.mark.parametrize("base", ["nvfp4", "bf16", "mxfp4"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_linear_with_b_zero_is_the_base_bit_for_bit(base, dtype):
     # Whole numbers up to 6: every sum is exact, in any order.
     torch.manual_seed(0)
@@ -214,17 +214,16 @@ def test_gradients_equal_autograd_through_the_merged_matrix(kind, parts):
 
 @pytest.mark.parametrize("std", [0.02, 0.002])                            # of weights; 1 / sqrt(K) of 7B is 0.017
 @pytest.mark.parametrize("kind", ["nvfp4", "foreign"])
-def test_float16_gradients_are_those_of_float64_but_for_their_rounding(kind, std):
-    # A folder of another quantizer has tensor scales like 2e-5, no power of two. Multiplied into the result instead of
-    # W they made fp16 round what it cannot hold: gradients were 0.3 to 2 % off. u = 2^-11 is one rounding.
+def test_bf16_gradients_are_those_of_float64_but_for_their_rounding(kind, std):
+    # A folder of another quantizer has tensor scales like 2e-5, no power of two. u = 2^-8 is one rounding.
     torch.manual_seed(0)
-    parts, M, K, R, alpha, u = (64, 32, 32), 24, 128, 4, 8, 2.0**-11
-    weight, w = frozen_weight(kind, parts, K, torch.float16, std)
+    parts, M, K, R, alpha, u = (64, 32, 32), 24, 128, 4, 8, 2.0**-8
+    weight, w = frozen_weight(kind, parts, K, torch.bfloat16, std)
     linear = Linear(weight, ["q", "k", "v"], parts)
-    adapter = attach(OneLinear(linear, torch.float16), rank=R, alpha=alpha)
+    adapter = attach(OneLinear(linear, torch.bfloat16), rank=R, alpha=alpha)
     linear.b.data.normal_(0, 0.02)
     adapter.sync()
-    x, upstream = torch.randn(M, K).half().requires_grad_(), torch.randn(M, sum(parts)) * 2.0**4         # a loss scale
+    x, upstream = torch.randn(M, K).bfloat16().requires_grad_(), torch.randn(M, sum(parts))
     y = linear(x)
     y.backward(upstream)
 
@@ -235,9 +234,8 @@ def test_float16_gradients_are_those_of_float64_but_for_their_rounding(kind, std
     for p, rows in enumerate(rows_of):
         spread[rows, p * R:(p + 1) * R] = s * b[rows]
     xa, dxa = x64 @ a.T, dy @ spread
-    # One rounding each of x @ A.T, W, A, s * B and dy; a sum of N fp32 terms rounds less than one more. W below 2^-14
-    # rounds to multiples of 2^-24.
-    w_off = 1.01 * u * w.abs() + 2.0**-25
+    # One rounding each of x @ A.T, W, A, s * B and dy; a sum of N fp32 terms rounds less than one more.
+    w_off = 1.01 * u * w.abs()
     x_abs, dy_abs, a_abs, spread_abs = x64.abs(), dy.abs(), a.abs(), spread.abs()
     bounds = {
         "y": (y, x64 @ w.T + xa @ spread.T,
