@@ -250,7 +250,7 @@ def prove_adapter(model: qwen.Qwen, sampler: Sampler, prompt: list, max_new_toke
     starts = [len(prompt)] * 2
     with torch.no_grad():
         on, _ = model.token_logprobs(rows, starts)
-        with model.adapter.off(norms=False):     # a sampler that ignores A and B still has these
+        with model.adapter.off():
             off, _ = model.token_logprobs(rows, starts)
     sampled = torch.cat(probe.logprobs).to(on.device)
     shift = (on - off).abs().mean().item()

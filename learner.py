@@ -101,10 +101,7 @@ class AdamW:
         The caller must then call adapter.sync(), which rewrites the adapter's working copies.
         """
         adapter = self.adapter
-        # Weight decay pulls A and B towards 0. Norms, if they are trained at all (--train-norms),
-        # have no reason to be near 0 and do not decay; they lie after A and B in the vector.
-        decayed = adapter.master.data[:adapter.norm_start]
-        decayed *= 1 - lr * self.weight_decay
+        adapter.master.data.mul_(1 - lr * self.weight_decay)     # decoupled weight decay
         state = self.state
         state["step"] += 1
         # One kernel for the whole vector: what torch.optim.AdamW(fused=True) calls. That class is

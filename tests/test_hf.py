@@ -250,7 +250,7 @@ def test_a_loaded_model_yields_the_tensors_of_its_folder(tiny, shape):
 @pytest.mark.parametrize("base", ["bf16", "nvfp4"])
 def test_a_merged_folder_is_a_bf16_model_with_the_same_logits(tiny, tmp_path, monkeypatch, shape, base):
     case, tokens = tiny[shape], tokens_of(tiny[shape], 2, 13)
-    model, adapter = adapted(case, norms=True, base=base)
+    model, adapter = adapted(case, base=base)
     monkeypatch.setattr(weights_py, "SHARD_BYTES", 20_000)                       # several shards
     tensors = ((name, t.detach().bfloat16()) for name, t in model_tensors(model))
     save_model(tensors, case.folder, tmp_path / "merged")

@@ -37,10 +37,10 @@ def some_rollouts(model, noise, groups=4, group_size=4, seed=0):
     return Rollouts(prompts, completions, logprobs, [True] * len(prompts))
 
 
-def some_step(tiny, loss="dapo", noise=0.15, norms=False, base="bf16", dtype=None, max_grad_norm=ANY_NORM,
+def some_step(tiny, loss="dapo", noise=0.15, base="bf16", dtype=None, max_grad_norm=ANY_NORM,
               shape="untied", **changes):
     """A learner, its adapter's tensors by PEFT's names, a Batch and weights (B,), in which row 5 is not in the loss."""
-    model, tensors = adapted(tiny[shape], rank=RANK, alpha=ALPHA, norms=norms, base=base, dtype=dtype)
+    model, tensors = adapted(tiny[shape], rank=RANK, alpha=ALPHA, base=base, dtype=dtype)
     learner = Learner(model, dataclasses.replace(grpo.LOSSES[loss], **changes), TEMPERATURE, max_grad_norm)
     rollouts = some_rollouts(model, noise)
     rewards = torch.tensor([1.0, 0, 0, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0, 2, 1, 3])   # the third group teaches nothing
@@ -53,7 +53,7 @@ def some_step(tiny, loss="dapo", noise=0.15, norms=False, base="bf16", dtype=Non
 def plain_gradient(case, tensors, batch, name, loss):
     """The textbook objectives, row by row through a plain float64 model.
 
-    Returns the gradient of A, B and norms by PEFT's names, the loss, and every ratio policy / proximal. The divisors
+    Returns the gradient of A and B by PEFT's names, the loss, and every ratio policy / proximal. The divisors
     are worked out here anew: grpo takes the mean over a row's tokens, then over rows; dapo that over all tokens;
     dr_grpo divides by rows x limit; gspo is grpo with one ratio for each row. Row 5 is left out of everything.
 
@@ -112,7 +112,7 @@ CLIPS = {"gspo": dict(clip_low=0.05, clip_high=0.05)}
     ("dapo", dict(kl_beta=0.3), "untied"), ("dapo", {}, "qwen3-tied"), ("dapo", {}, "qwen3-untied")])
 def test_the_gradient_is_that_of_float64_autograd_on_the_whole_batch(tiny, loss, changes, shape):
     changes = changes | {"correction": "ppo"}                             # the sampler's noise makes the clip act
-    learner, tensors, batch, weights = some_step(tiny, loss, norms=True, shape=shape, **changes)
+    learner, tensors, batch, weights = some_step(tiny, loss, shape=shape, **changes)
     want, value, ratios = plain_gradient(tiny[shape], tensors, batch, loss, learner.loss)
     low, high = 1 - learner.loss.clip_low, 1 + learner.loss.clip_high
     assert ((ratios < low) | (ratios > high)).any(), f"no ratio leaves the clip of {loss}: add a narrower one to CLIPS"
@@ -179,7 +179,7 @@ def test_the_sums_of_an_update_are_those_of_its_trained_tokens(tiny):
 
 @pytest.mark.parametrize("loss", grpo.LOSSES)
 def test_micro_batches_and_kept_layers_do_not_change_the_gradient(tiny, loss):
-    learner, _, *step = some_step(tiny, loss, norms=True, base="nvfp4", clip_low=0.5, clip_high=0.5)
+    learner, _, *step = some_step(tiny, loss, base="nvfp4", clip_low=0.5, clip_high=0.5)
     gradients = []
     for tokens, kept in ((100_000, 0), (100_000, 2), (60, 1), (1, 0)):    # a row of more tokens stands alone
         learner.micro_batch_tokens, learner.kept_layers = tokens, kept
@@ -218,8 +218,8 @@ def test_a_row_whose_first_pass_was_on_another_rank_stops_the_pass(tiny):
 # -----------------------------------------------------------------------------
 # The step
 
-def test_the_step_is_adamw_by_hand_on_the_clipped_gradient_and_the_norms_do_not_decay(tiny):
-    learner, _, batch, weights = some_step(tiny, norms=True, max_grad_norm=0.01)
+def test_the_step_is_adamw_by_hand_on_the_clipped_gradient(tiny):
+    learner, _, batch, weights = some_step(tiny, max_grad_norm=0.01)
     learner.optimizer.weight_decay = 0.3
     adapter = learner.adapter
     master = adapter.master.data.double().clone()
@@ -229,7 +229,7 @@ def test_the_step_is_adamw_by_hand_on_the_clipped_gradient_and_the_norms_do_not_
         assert update.grad_norm > 0.01                                    # before clipping, and it does clip
         raw = gradient_at(master, learner, batch, weights)
         gradient = raw * (0.01 / (raw.norm() + 1e-6))
-        master[:adapter.norm_start] *= 1 - lr * 0.3
+        master *= 1 - lr * 0.3
         m = 0.9 * m + 0.1 * gradient                                      # betas 0.9 and 0.99, eps 1e-10
         v = 0.99 * v + 0.01 * gradient.square()
         assert learner.tensors()["exp_avg"].norm().item() == pytest.approx(m.norm().item(), rel=1e-5)
@@ -246,7 +246,7 @@ def test_the_optimizer_is_torchs_adamw_and_the_formula():
     start, gradients = torch.randn(100, generator=g), 1e-3 * torch.randn(20, 100, generator=g)
     gradients[:, :2] = 0
     mine, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
-    optimizer = AdamW(SimpleNamespace(master=mine, norm_start=100), weight_decay=0.1)
+    optimizer = AdamW(SimpleNamespace(master=mine), weight_decay=0.1)
     how = dict(lr=1.0, betas=AdamW.BETAS, eps=AdamW.EPS, weight_decay=0.1)
     fused = torch.optim.AdamW([theirs], fused=True, **how)
     exact = start.double()
@@ -272,7 +272,7 @@ def test_the_optimizer_is_torchs_adamw_and_the_formula():
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_state_bytes_is_what_training_an_adapter_holds(tiny, dtype):
-    learner, *_ = some_step(tiny, norms=True, dtype=dtype)
+    learner, *_ = some_step(tiny, dtype=dtype)
     adapter = learner.adapter
     held = [adapter.master.grad, adapter.working, *learner.tensors().values()]
     state = Learner.state_bytes(adapter.master.numel(), learner.model.dtype)
@@ -326,7 +326,7 @@ def gradient_at(master, learner, *step):
 
 
 def working_of(adapter):
-    """The working copies by hand: A as it is, B times alpha / rank. Trained norms have no copies."""
+    """The working copies by hand: A as it is, B times alpha / rank."""
     working = torch.zeros_like(adapter.working)
     for mine, its, scale in zip(adapter.unflatten(working), adapter.unflatten(adapter.master.data), (1, ALPHA / RANK)):
         for copy, view in zip(mine, its):

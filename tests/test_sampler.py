@@ -88,8 +88,8 @@ def test_greedy_tokens_are_the_argmax_of_full_forwards(tiny, policy, shape, engi
     case = tiny[shape]
     model, tensors = load(case.folder, base="bf16", device="cpu"), dict(case.tensors)
     if policy == "adapter":
-        adapter = random_adapter(case.raw, 4, seed=2, norms=True)
-        attach(model, rank=4, alpha=6, norms=True)
+        adapter = random_adapter(case.raw, 4, seed=2)
+        attach(model, rank=4, alpha=6)
         set_adapter(model, adapter)
         tensors = merged(case.tensors, adapter, 6 / 4)
     with noisy_norms(model, 0.1 if policy == "noise" else 0.0, seed=1, step=3):
