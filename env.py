@@ -37,7 +37,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
-from files import GO_ON, Stopped, first_line
+from files import GO_ON, Stopped, UserError, first_line
 
 # -----------------------------------------------------------------------------
 # Settings that torch reads once, when it is imported or when CUDA starts
@@ -72,18 +72,12 @@ def stop_on_signal(number: int, frame: object = None) -> None:
 
 @contextmanager
 def one_line(program: str) -> Iterator[None]:
-    """Within, errors that the user can mend end the program with one line and code 1.
+    """Within, errors that the user can mend end the program with one line and code 1: a UserError,
+    a Stopped, and an OSError, which is the machine's: a missing file, a full disk. Every other
+    exception is a bug of ours and keeps its traceback.
 
-    Bugs of ours keep their traceback. The difference is who raised the error:
-
-        raised by this project     a ValueError, OSError or Stopped. Its text is a sentence that
-                                   names the wrong value and what is allowed: a user error.
-        raised by Python itself    a ValueError out of `x, y = [1]` or int("x") means that this
-                                   project did not check something: a bug.
-
-    Python's own ValueErrors are told apart by the source line of the innermost frame: ours is a
-    `raise`. A frame without source, of a compiled library, counts as a raise too. An OSError is
-    always the machine's or the user's: a missing file, a full disk.
+    Until all files raise UserError, a ValueError of a source line that begins with `raise` counts
+    as one.
     """
     def end(number, frame):
         # A download may not react to the exception. A second signal ends the process at once.
@@ -97,14 +91,15 @@ def one_line(program: str) -> Iterator[None]:
         # `--out "$RUN"` with RUN unset passes "": almost certainly not what was meant.
         for flag, value in zip(sys.argv, [*sys.argv[1:], None]):
             if value == "" or re.fullmatch("--[a-z-]+=", flag):
-                raise ValueError(f"{flag} is given nothing: the argument after it is empty")
+                raise UserError(f"{flag} is given nothing: the argument after it is empty")
         yield
     except (ValueError, OSError, Stopped) as error:
         if reader_has_ended(error):
             raise
-        source_line = traceback.extract_tb(error.__traceback__)[-1].line or "raise"
-        if isinstance(error, ValueError) and not source_line.startswith("raise"):
-            raise
+        if isinstance(error, ValueError) and not isinstance(error, UserError):
+            source_line = traceback.extract_tb(error.__traceback__)[-1].line or "raise"
+            if not source_line.startswith("raise"):
+                raise
         end_with(f"{program}: {first_line(error)}")
     except (RuntimeError, MemoryError) as error:
         # torch raises a plain RuntimeError when the host's memory is full, and a subclass of
@@ -181,7 +176,7 @@ def report_uncaught(kind: type, error: BaseException, trace: object) -> None:
     if missing and re.search(rf"^{re.escape(missing)}\b", REQUIREMENTS.read_text(), re.M):
         print(f"{program}: {missing} is not installed: pip install -r {REQUIREMENTS}",
               file=sys.stderr)
-    elif isinstance(error, Stopped):
+    elif isinstance(error, (Stopped, UserError)):
         print(f"{program}: {error}", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, trace)

@@ -29,6 +29,10 @@ GO_ON = "go on with --resume"
 MEND_AND_GO_ON = f"once that is mended, {GO_ON}"
 
 
+class UserError(ValueError):
+    """A wrong flag, file or folder: ends the program in one line, which is this error's text."""
+
+
 class Stopped(BaseException):
     """Ends the program with a one-line message: a signal, a lost rank, a failing user function.
 
