@@ -32,9 +32,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from files import UserError
 from nvfp4 import Weight
 from ops import mm, mm_fp32
-from weights import read_peft, read_peft_header, write_peft
+from weights import check_trained_on, read_peft, write_peft
 
 # -----------------------------------------------------------------------------
 # The wide matrix, or how the learner computes y in one product
@@ -323,34 +324,34 @@ def save_adapter(model: torch.nn.Module, folder: str | Path, master: Tensor | No
     adapter = model.adapter
     flat = adapter.master.data if master is None else master
     tensors = {name: view.cpu().contiguous() for name, view in adapter.peft_tensors(flat)}
-    write_peft(folder, tensors, model.name, adapter.rank, adapter.alpha, norms=False)
+    write_peft(folder, tensors, model.name, adapter.rank, adapter.alpha)
 
 
 def load_adapter(model: torch.nn.Module, folder: str | Path) -> Adapter:
-    """Attach the adapter of a PEFT folder. ValueError names what is missing or does not fit, before
-    anything of the size that the folder claims is allocated.
+    """Attach the adapter of a PEFT folder. UserError if it was trained on another model, or names
+    what is missing or does not fit, before anything is allocated.
     """
-    shape, held = read_peft_header(folder)
-    wanted = peft_shapes(model, shape.lora_rank)
-    wrong = sorted(wanted.keys() ^ held.keys())
-    wrong += [name for name in wanted if name in held and wanted[name] != held[name]]
-    if wrong:
-        raise ValueError(f"{folder}: {len(wrong)} tensors are missing, unknown or of another "
-                         f"shape, first {wrong[0]}")
-    _, tensors = read_peft(folder)
-    adapter = attach(model, shape.lora_rank, shape.lora_alpha)
+    (rank, alpha), tensors = read_peft(folder)
+    if model.folder:
+        check_trained_on(folder, model.folder)
+    held = {(name, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    wanted = peft_shapes(model, rank)
+    if held != wanted:
+        raise UserError(f"{folder}: no adapter of this model: has {sorted(held - wanted)[:1]}, "
+                        f"expected {sorted(wanted - held)[:1]}")
+    adapter = attach(model, rank, alpha)
     for name, view in adapter.peft_tensors(adapter.master.data):
         view.copy_(tensors[name])
     adapter.sync()
     return adapter
 
 
-def peft_shapes(model: torch.nn.Module, rank: int) -> dict[str, tuple[int, ...]]:
-    """PEFT's name -> shape of each tensor that an adapter of this rank would have on a model."""
-    shapes = {}
+def peft_shapes(model: torch.nn.Module, rank: int) -> set[tuple[str, tuple[int, ...]]]:
+    """(PEFT's name, shape) of each tensor that an adapter of this rank has on a model."""
+    shapes = set()
     for linear in model.modules():
         if isinstance(linear, Linear):
             for name, rows in zip(linear.names, linear.parts):
-                shapes[f"base_model.model.{name}.lora_A.weight"] = (rank, linear.weight.K)
-                shapes[f"base_model.model.{name}.lora_B.weight"] = (rows, rank)
+                shapes.add((f"base_model.model.{name}.lora_A.weight", (rank, linear.weight.K)))
+                shapes.add((f"base_model.model.{name}.lora_B.weight", (rows, rank)))
     return shapes

@@ -51,7 +51,7 @@ from torch.utils.checkpoint import checkpoint
 from attention import PackedAttention, lay_out
 from lora import Linear, Scratch
 from ops import elementwise, mlp, mm_fp32, token_logprobs
-from weights import ModelFolder, resolve
+from weights import ModelFolder, WeightReader
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class ModelConfig:
 
     @classmethod
     def from_json(cls, raw: dict) -> "ModelConfig":
-        """raw: the content of config.json, as hf.read_config returns it."""
+        """raw: the content of config.json, as weights.read_config returns it."""
         qwen3 = raw["architectures"] == ["Qwen3ForCausalLM"]
         return cls(raw["hidden_size"], raw["intermediate_size"], raw["num_hidden_layers"],
                    raw["num_attention_heads"], raw["num_key_value_heads"], raw["vocab_size"],
@@ -245,6 +245,7 @@ class Qwen(torch.nn.Module):
         self.name = name
         self.live_vocab = c.vocab
         self.adapter = None
+        self.folder = None                       # load() sets it
         scratch = Scratch()
         self.layers = torch.nn.ModuleList(
             Layer(c, i, get, frozen, dtype, scratch) for i in range(c.layers))
@@ -317,12 +318,12 @@ class Qwen(torch.nn.Module):
 # -----------------------------------------------------------------------------
 # Loading
 
-def load(folder: str | Path, base: str = "nvfp4", device: torch.device | str | None = None,
+def load(folder: str | Path | ModelFolder, base: str = "nvfp4", device: torch.device | str | None = None,
          dtype: torch.dtype | str | None = None, live_vocab: int | None = None) -> Qwen:
     """Read a checkpoint, of 16-bit files or compressed-tensors NVFP4, with its linears as `base`.
 
     It is quantized matrix by matrix as it is read, so the peak of memory is the result plus one
-    fused matrix. folder: also a name that hf.resolve knows, which is downloaded. device: where the
+    fused matrix. folder: also a name of the hub's, which is downloaded. device: where the
     model lies and computes, "cpu" or "cuda:1" for instance; None: the current GPU, or the CPU where
     torch sees no GPU. dtype: of matmul inputs; None: bf16 on a GPU, fp32 on a CPU. live_vocab: see
     Qwen; None: all V ids are tokens. ValueError names the file or tensor that is bad.
@@ -331,11 +332,15 @@ def load(folder: str | Path, base: str = "nvfp4", device: torch.device | str | N
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype)
-    files = ModelFolder(resolve(folder), base, device, dtype)
+    if not isinstance(folder, ModelFolder):
+        folder = ModelFolder(folder)
+    folder.download()
+    files = WeightReader(folder, base, device, dtype)
     config = ModelConfig.from_json(files.config)
     if (live_vocab or 0) > config.vocab:
         raise ValueError(f"{files.folder}: tokenizer.json has ids up to {live_vocab - 1}, the "
                          f"embedding in config.json {config.vocab} rows (vocab_size)")
-    model = Qwen(config, files.read, files.frozen, dtype, str(folder))
+    model = Qwen(config, files.read, files.frozen, dtype, folder.name)
+    model.folder = folder
     model.live_vocab = live_vocab or config.vocab
     return model

@@ -61,6 +61,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from files import UserError
 from ops import on_gpu, twin_in_kernels
 
 WEIGHTS_AT_A_TIME = 2**22                        # encoded together: 100 MB of fp32 temporaries
@@ -100,12 +101,12 @@ def encode(w: Tensor, scale_block: int, candidates: Callable, nearest_codes: Cal
     (N, K // scale_block). candidates(blocks (n, K // scale_block, scale_block)) -> the scales to
     try, fp32 (n, K // scale_block) each. nearest_codes(blocks / scale) -> codes uint8, places in
     `levels`. importance (K,): what the squared error of an input channel weighs; None: all equal.
-    ValueError if K ends inside a scale_block.
+    UserError if K ends inside a scale_block.
     """
     K = w.shape[1]
     if K % scale_block:
-        raise ValueError(f"K={K} (in_features) is not a multiple of the block of {scale_block} "
-                         "weights")
+        raise UserError(f"K={K} (in_features) is not a multiple of the block of {scale_block} "
+                        "weights")
     packed = []
     scales = []
     levels = levels.to(w.device)
