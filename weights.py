@@ -53,7 +53,6 @@ from files import (
     first_line,
     new_folder,
     positive_number,
-    read_bytes,
     read_json,
     short_repr,
     whole_number,
@@ -171,16 +170,21 @@ class ModelFolder:
 FAMILIES = {"Qwen2ForCausalLM": r"[qkv]_proj\.bias",              # Qwen2.5
             "Qwen3ForCausalLM": r"[qk]_norm\.weight"}
 
-# Keys that change what the model computes, and whether model.py computes it.
-COMPUTED = {
-    "architectures": lambda value: value in [[name] for name in FAMILIES],
-    "hidden_act": lambda value: value in (None, "silu"),
-    "use_sliding_window": lambda value: not value,
-    "layer_types": lambda value: {*(value or ())} <= {"full_attention"},
-    "rope_scaling": lambda value: not value,
-    "rope_parameters": lambda value: (value or {}).get("rope_type", "default") == "default"}
-NUMBERS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-           "num_key_value_heads", "vocab_size", "rms_norm_eps", "rope_theta")
+# Keys that change what the model computes, and what model.py implements, as files.check_keys()
+# takes it.
+CONFIG_RULES = {
+    "architectures": (f"one of {', '.join(FAMILIES)}, in a list",
+                      lambda value: value in [[name] for name in FAMILIES], True),
+    **{key: ("a number", lambda value: isinstance(value, (int, float)), True) for key in (
+        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "vocab_size", "rms_norm_eps", "rope_theta")},
+    "hidden_act": (*equal_to("silu"), False),
+    "use_sliding_window": (*equal_to(False), False),
+    "layer_types": ("full_attention in every layer", lambda value: {*value} == {"full_attention"},
+                    False),
+    "rope_scaling": ("null", lambda value: not value, False),
+    "rope_parameters": ("the default rope_type",
+                        lambda value: value.get("rope_type", "default") == "default", False)}
 
 
 def read_config(path: Path) -> dict:
@@ -188,15 +192,9 @@ def read_config(path: Path) -> dict:
     UserError unless model.py computes this model.
     """
     config = read_json(path)
-    for key, is_computed in COMPUTED.items():
-        if not is_computed(config.get(key)):
-            raise UserError(f"{path}: {key} is {short_repr(config.get(key))}, which model.py does "
-                            "not compute")
     rope = config.get("rope_parameters") or {}
     config["rope_theta"] = config.get("rope_theta") or rope.get("rope_theta")
-    for key in NUMBERS:
-        if not isinstance(config.get(key), (int, float)):
-            raise UserError(f"{path}: {key} is {short_repr(config.get(key))}, expected a number")
+    check_keys(path, config, CONFIG_RULES)
     return config
 
 
@@ -207,7 +205,8 @@ class Shards:
     """The tensors of a folder: of model.safetensors, or of the files that
     model.safetensors.index.json names. names: tensor name -> file.
 
-    The header of every file is checked at once: UserError if one is missing or cut off.
+    The header of every file is checked at once: UserError if one is cut off, OSError if it is
+    missing.
     """
 
     def __init__(self, folder: str | Path):
@@ -221,8 +220,6 @@ class Shards:
         self.names = {name: path for path in paths for name in self._open(path).keys()}
 
     def _open(self, path):
-        if not path.is_file():                   # opening a pipe would wait for ever
-            raise UserError(f"{path}: {'no regular file' if path.exists() else 'is missing'}")
         try:
             return safe_open(path, framework="pt")
         except SafetensorError as error:         # also if the header and the file's size disagree
@@ -564,9 +561,9 @@ def read_peft(folder: str | Path) -> tuple[AdapterShape, dict[str, torch.Tensor]
     adapter = read_peft_config(folder)
     file = Path(folder) / "adapter_model.safetensors"
     try:
-        tensors = load(read_bytes(file))
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{file}: cannot be read as an adapter ({error})") from None
+        tensors = load(file.read_bytes())
+    except SafetensorError as error:
+        raise UserError(f"{file}: is cut off, or not a safetensors file ({error})") from None
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             raise UserError(f"{file}: {name} is {tensor.dtype}, expected floating-point numbers")
