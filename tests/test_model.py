@@ -1,6 +1,6 @@
 """
 Logits and log-probs against Qwen2 and Qwen3 in plain float64 (tiny_qwen2.py) and against transformers' stored numbers
-(make_reference.py); every base. Reading of folders is tested in test_hf.py.
+(make_reference.py); every base. Reading of folders is tested in test_weights.py.
 
 python -m pytest tests/test_model.py -v
 QWEN05=<folder of Qwen2.5-Coder-0.5B-Instruct> python -m pytest tests/test_model.py -k half_b -v
