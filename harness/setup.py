@@ -270,7 +270,7 @@ def read_model(settings: Settings, folder: ModelFolder, tokenizer: Tokenizer, pr
     if wanted.adapter and not goes_on:
         lora.load_adapter(model, wanted.adapter)
     else:
-        lora.attach(model, wanted.lora_rank, wanted.lora_alpha, wanted.train_norms, general.seed)
+        lora.attach(model, wanted.lora_rank, wanted.lora_alpha, general.seed)
     return model
 
 
