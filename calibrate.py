@@ -59,7 +59,7 @@ from tqdm import tqdm
 import model as qwen
 import nvfp4
 from attention import PackedAttention, lay_out
-from files import counted
+from files import UserError, counted
 from lora import Linear, Scratch
 from ops import mm_fp32
 from prompts import Tokenizer
@@ -69,10 +69,9 @@ from weights import (
     NVFP4_CONFIG,
     TARGETS,
     ModelFolder,
+    WeightReader,
     files_to_copy,
-    linear_columns,
     nvfp4_tensors,
-    read_config,
     save_model,
 )
 
@@ -220,7 +219,7 @@ def output_error(w: Tensor, tensors: Nvfp4Tensors, hessian: Tensor) -> float:
 # -----------------------------------------------------------------------------
 # A model, layer by layer
 
-def write_calibrated(source: Path, out: Path, tokenizer: Tokenizer,
+def write_calibrated(source: ModelFolder, out: Path, tokenizer: Tokenizer,
                      problems: list[Problem], count: int, device: torch.device,
                      kernels: str | None, codes: str = "gptq", max_new_tokens: int = 512,
                      seed: int = 0) -> int:
@@ -243,7 +242,7 @@ class Text(NamedTuple):
     start: int                                   # where the answer begins
 
 
-def own_answers(folder: str | Path, tokenizer: Tokenizer, problems: list[Problem],
+def own_answers(folder: ModelFolder, tokenizer: Tokenizer, problems: list[Problem],
                 device: torch.device, kernels: str | None, max_new_tokens: int, seed: int
                 ) -> list[Text]:
     """Texts to calibrate by: the answers, at temperature 1, of the model rounded to NVFP4.
@@ -383,20 +382,18 @@ CODES = {                                        # by --codes of tools/convert.p
 }
 
 
-def source_of(folder: Path, device: torch.device) -> ModelFolder:
-    """Open a folder of a 16-bit model. ValueError if it cannot be held as NVFP4, or if a file
-    beside the weights cannot be copied.
+def source_of(folder: ModelFolder, device: torch.device) -> WeightReader:
+    """Open a folder of a 16-bit model. UserError if it is quantized, or if a file beside the
+    weights cannot be copied.
     """
-    files_to_copy(folder)
+    folder.download()
+    files_to_copy(folder.path)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    if read_config(folder / "config.json").get("quantization_config"):
-        raise ValueError(f"{folder}/config.json: has a quantization_config: it is quantized "
-                         "already")
-    files = ModelFolder(folder, "bf16", device, dtype)
+    if folder.config.get("quantization_config"):
+        raise UserError(f"{folder.path}/config.json: has a quantization_config: it is quantized "
+                        "already")
+    files = WeightReader(folder, "bf16", device, dtype)
     c = qwen.ModelConfig.from_json(files.config)
-    for key, columns in linear_columns(files.config).items():
-        if columns % 16:
-            raise ValueError(f"{folder}/config.json: {key} is {columns}, not a multiple of 16")
     files.check("model.embed_tokens.weight", (c.vocab, c.width))     # no layer reads these three
     files.check("model.norm.weight", (c.width,))
     if not c.tied:
@@ -404,7 +401,7 @@ def source_of(folder: Path, device: torch.device) -> ModelFolder:
     return files
 
 
-def to_nvfp4(files: ModelFolder, out: Path, codes: str = "search", texts: Sequence[Text] = (),
+def to_nvfp4(files: WeightReader, out: Path, codes: str = "search", texts: Sequence[Text] = (),
              live_vocab: int | None = None) -> None:
     """Write source_of()'s model to the new folder `out` as compressed-tensors writes NVFP4.
 
@@ -425,7 +422,7 @@ def to_nvfp4(files: ModelFolder, out: Path, codes: str = "search", texts: Sequen
 
 
 @torch.no_grad()
-def coded_linears(files: ModelFolder, codes: str, texts: Sequence[Text], live_vocab: int | None,
+def coded_linears(files: WeightReader, codes: str, texts: Sequence[Text], live_vocab: int | None,
                   about: dict) -> Iterator[tuple[str, Nvfp4Tensors]]:
     """Quantize a model layer by layer: yields the name of each linear and its tensors.
 

@@ -45,13 +45,9 @@ from tasks.answers import can_read
 from tasks.figures import evaluation_figures, paired_figures, sampler_entropy
 from tasks.problems import Problem, check_source, has_test_split, load_problems
 from weights import (
-    base_of,
-    check_lengths,
+    ModelFolder,
     check_model,
-    max_positions,
     read_peft,
-    read_peft_config,
-    resolve,
     tell_other_conditions,
     training_conditions,
 )
@@ -151,9 +147,9 @@ def read_flags() -> tuple[Which, Evaluation, Settings | None]:
 
 
 def open_model(which: Which, prompt_style: str, thinking: str
-               ) -> tuple[Which, torch.device, str | None, Tokenizer]:
+               ) -> tuple[Which, torch.device, str | None, ModelFolder, Tokenizer]:
     """-> the flags with --base and --device decided; the device, and which kernels decode there;
-    the tokenizer.
+    the model's folder and its tokenizer.
 
     ValueError for all that can be wrong with the device, the adapter or the model, except for its
     weights: load_model() may take an hour to download them. What differs from the adapter's
@@ -163,22 +159,22 @@ def open_model(which: Which, prompt_style: str, thinking: str
     if kernels:
         say(f"decode kernels: {kernels}, on {torch.cuda.get_device_name(device)}")
     if which.adapter:
-        rank = read_peft_config(which.adapter).lora_rank
+        (rank, _), _ = read_peft(which.adapter)
         refuse_large_rank(rank, device, f"--adapter {which.adapter}: its rank of {rank}")
-        read_peft(which.adapter)
-    folder = resolve(which.model, weights=False)
-    base = base_of(folder, which.base)
+    folder = ModelFolder(which.model)
+    base = folder.choose_base(which.base)
     if which.adapter:
         conditions = training_conditions(folder, base, prompt_style, thinking)
         tell_other_conditions(which.adapter, conditions)
-    tokenizer = Tokenizer(folder, thinking)
-    return dataclasses.replace(which, base=base, device=device.type), device, kernels, tokenizer
+    tokenizer = Tokenizer(folder.path, thinking)
+    which = dataclasses.replace(which, base=base, device=device.type)
+    return which, device, kernels, folder, tokenizer
 
 
-def load_model(which: Which, device: torch.device, tokenizer: Tokenizer) -> qwen.Qwen:
+def load_model(which: Which, device: torch.device, folder: ModelFolder, tokenizer: Tokenizer
+               ) -> qwen.Qwen:
     """What open_model() returned -> the model, held as --base and --dtype say, with --adapter."""
-    model = qwen.load(resolve(which.model), which.base, device, which.dtype,
-                      tokenizer.vocab_size)
+    model = qwen.load(folder, which.base, device, which.dtype, tokenizer.vocab_size)
     configure_cpu(model)
     if which.adapter:
         lora.load_adapter(model, which.adapter)
@@ -250,7 +246,7 @@ def prove_adapter(model: qwen.Qwen, sampler: Sampler, prompt: list, max_new_toke
     starts = [len(prompt)] * 2
     with torch.no_grad():
         on, _ = model.token_logprobs(rows, starts)
-        with model.adapter.off(norms=False):     # a sampler that ignores A and B still has these
+        with model.adapter.off():
             off, _ = model.token_logprobs(rows, starts)
     sampled = torch.cat(probe.logprobs).to(on.device)
     shift = (on - off).abs().mean().item()
@@ -374,19 +370,18 @@ def main() -> None:
         which, wanted, run = read_flags()
         plug_in = plugin.Reward(wanted.reward) if wanted.reward else None
         others = read_results(wanted.against) if wanted.against else None
-        which, device, kernels, tokenizer = open_model(which, wanted.prompt_style,
-                                                       wanted.thinking)
-        folder = tokenizer.folder
+        which, device, kernels, folder, tokenizer = open_model(which, wanted.prompt_style,
+                                                               wanted.thinking)
         problems, source = problems_of(wanted, run, tokenizer)
         if others is not None:                   # ValueError if no problem is in both
             paired_figures([{**vars(problem), "correct": 0.0} for problem in problems], others)
         longest = max(len(problem.prompt) for problem in problems)
         new_tokens = wanted.max_new_tokens
         if new_tokens is None:
-            new_tokens = max(1, min(4096, max_positions(folder) - longest))
+            new_tokens = max(1, min(4096, folder.max_positions - longest))
         wanted = dataclasses.replace(wanted, data=source, max_new_tokens=new_tokens)
-        check_lengths(folder, longest + new_tokens)
-        model = load_model(which, device, tokenizer)
+        folder.check_length(longest + new_tokens)
+        model = load_model(which, device, folder, tokenizer)
         rows_at_once = min(wanted.max_rows, len(problems) * wanted.samples)
         sampler = Sampler(engine_for(kernels), model, longest + new_tokens, rows_at_once)
         shift = None

@@ -30,8 +30,6 @@ from model import Qwen
 from ranks import RANK, WORLD, all_sum, gather
 from sampler import Rollouts
 
-FIRST_LOSS_SCALE = 2.0**14
-DOUBLE_SCALE_AFTER = 500
 # With several ranks, micro_batches() lowers the token budget until each rank gets about this many
 # micro-batches or more.
 MICRO_BATCHES_PER_RANK = 4
@@ -103,10 +101,7 @@ class AdamW:
         The caller must then call adapter.sync(), which rewrites the adapter's working copies.
         """
         adapter = self.adapter
-        # Weight decay pulls A and B towards 0. Norms, if they are trained at all (--train-norms),
-        # have no reason to be near 0 and do not decay; they lie after A and B in the vector.
-        decayed = adapter.master.data[:adapter.norm_start]
-        decayed *= 1 - lr * self.weight_decay
+        adapter.master.data.mul_(1 - lr * self.weight_decay)     # decoupled weight decay
         state = self.state
         state["step"] += 1
         # One kernel for the whole vector: what torch.optim.AdamW(fused=True) calls. That class is
@@ -143,8 +138,6 @@ class Learner:
         self.micro_batch_tokens = 8192
         self.kept_layers = 0
         self.skipped = 0
-        self.finite_updates_in_a_row = 0         # with float16 only: see _next_loss_scale
-        self.loss_scale = FIRST_LOSS_SCALE if model.dtype == torch.float16 else 1.0
 
     @classmethod
     def state_bytes(cls, parameters: int, dtype: torch.dtype) -> int:
@@ -159,18 +152,8 @@ class Learner:
         return {"master": self.adapter.master.data, **self.optimizer.tensors()}
 
     def counters(self) -> dict[str, float]:
-        """The numbers that a checkpoint must hold beside tensors()."""
-        counters = {"skipped": self.skipped}
-        if self.model.dtype == torch.float16:
-            counters |= {"loss_scale": self.loss_scale,
-                         "finite_updates_in_a_row": self.finite_updates_in_a_row}
-        return counters
-
-    def metrics(self) -> dict[str, float]:
-        """The counters that a run logs."""
-        counters = self.counters()
-        counters.pop("finite_updates_in_a_row", None)
-        return counters
+        """The numbers that a checkpoint must hold beside tensors(). A run logs them too."""
+        return {"skipped": self.skipped}
 
     def restore(self, counters: dict) -> None:
         """Goes on from a checkpoint whose tensors have been written into tensors() already.
@@ -198,15 +181,10 @@ class Learner:
         if not parts:
             return Update({}, 0.0, lr)
         sums = functools.reduce(grpo.add_sums, parts)
-        all_sum(adapter.master.grad).div_(self.loss_scale)
+        all_sum(adapter.master.grad)
         loss = sums.pop("loss").item()
         grad_norm = adapter.master.grad.norm().item()
-        finite = math.isfinite(loss) and math.isfinite(grad_norm)
-        # The loss itself is fp32 and not scaled. Where it is not finite, a reward or a log-prob is
-        # at fault, and another loss scale would not help.
-        if self.model.dtype == torch.float16 and math.isfinite(loss):
-            self._next_loss_scale(finite)
-        if not finite:
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self.skipped += 1
             return Update(sums, grad_norm, lr, f"loss {loss}, gradient norm {grad_norm}")
         if grad_norm == 0:
@@ -218,7 +196,7 @@ class Learner:
 
     def accumulate_gradient(self, batch: Batch, weights: Tensor, rank: int,
                             ranks: int) -> dict[str, Tensor]:
-        """Adds one rank's share of the gradient of loss_scale * loss to adapter.master.grad.
+        """Adds one rank's share of the loss's gradient to adapter.master.grad.
 
         Returns the sums over the tokens that this rank trained on, on the CPU; {} if it has none.
         """
@@ -236,7 +214,7 @@ class Learner:
         # there are many ranks for a small step, and then the cuts do depend on their number.
         for part in micro_batches(prompts, completions, self.micro_batch_tokens, ranks, rank):
             loss, sums = self._micro_batch(batch, [trained[i] for i in part], weights)
-            (loss * self.loss_scale).backward()
+            loss.backward()
             total = grpo.add_sums(total, sums)
         batch.seen.update(trained)
         return {name: value.cpu() for name, value in total.items()}
@@ -271,25 +249,6 @@ class Learner:
         sums["entropy"] = entropy.sum().double()                 # token_logprobs has detached it
         sums["loss"] = loss.detach().double()
         return loss, sums
-
-    def _next_loss_scale(self, finite):
-        """With float16 the loss is scaled before the backward pass.
-
-        The smallest number that float16 can hold is 6e-8, and the gradients of activations are
-        often smaller, so they would become 0. The backward pass therefore runs on
-        loss_scale * loss, and the gradient is divided by loss_scale afterwards, in fp32 and without
-        rounding, because the scale is a power of two. A scale that is too large makes the gradient
-        infinite or NaN: then the update is skipped and the scale is halved. After
-        DOUBLE_SCALE_AFTER finite updates in a row it is doubled.
-        """
-        if not finite:
-            self.loss_scale = max(self.loss_scale / 2, 1.0)
-            self.finite_updates_in_a_row = 0
-            return
-        self.finite_updates_in_a_row += 1
-        if self.finite_updates_in_a_row == DOUBLE_SCALE_AFTER:
-            self.loss_scale *= 2
-            self.finite_updates_in_a_row = 0
 
 
 # -----------------------------------------------------------------------------

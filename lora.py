@@ -7,18 +7,16 @@ two small matrices (LoRA, arXiv 2106.09685):
     adapter = attach(model, rank=32, alpha=32)   # every Linear of the model gets its A and B
     save_adapter(model, folder)                  # as PEFT writes it; load_adapter reads it
 
-The adapter of a model is all that is trained: A and B of every linear and, with norms=True, the two
-norms of each layer (PEFT's modules_to_save).
+The adapter of a model is all that is trained: A and B of every linear.
 
 Fused linears. q|k|v are one matrix here, and so are gate|up: their `parts` are consecutive rows of
 W. Every part has its own A and B. `a` stacks the parts' A, `b` has one row per output row:
     y[:, rows of part p] += (x @ a[p*R:(p+1)*R].T) @ (s * b[rows of part p]).T
 
-One flat buffer. All A, all B and the trained norms are views into one fp32 vector, `master`; their
-gradients are views into another. So the optimizer, the sum over GPUs and the checkpoints handle one
-tensor. Sampler and learner compute with copies in the model's dtype (16 bits on a GPU), `working_a`
-and `working_b` = s * b, which sync() rewrites in place, because CUDA graphs have captured their
-addresses. Norms have no copy: their fp32 weights are used as they are.
+One flat buffer. All A and all B are views into one fp32 vector, `master`; their gradients are views
+into another. So the optimizer, the sum over GPUs and the checkpoints handle one tensor. Sampler and
+learner compute with copies in the model's dtype (16 bits on a GPU), `working_a` and `working_b` =
+s * b, which sync() rewrites in place, because CUDA graphs have captured their addresses.
 
 How y is computed in one product, the wide matrix, is drawn further down. Not here: how the
 sampler's kernels compute the same y (fast/decode.py, launch_matmul()).
@@ -34,9 +32,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from files import UserError
 from nvfp4 import Weight
 from ops import mm, mm_fp32
-from weights import NORMS, read_peft, read_peft_header, write_peft
+from weights import check_trained_on, read_peft, write_peft
 
 # -----------------------------------------------------------------------------
 # The wide matrix, or how the learner computes y in one product
@@ -220,108 +219,79 @@ class _Product(torch.autograd.Function):
 class Adapter:
     """Everything that is trained, in one flat fp32 vector; attach() makes one for a model.
 
-    master           all A, then all B, then the norms' weights; fp32; its .grad lies the same way
-    working          the copies in `dtype` that sampler and learner compute with; it is laid out
-                     the same, but its section of norms is unused
+    master           all A, then all B; fp32; its .grad lies the same way
+    working          the copies in `dtype` that sampler and learner compute with, laid out the same
 
-        |  A of linear 0  |  A of 1  | ... |  B of 0  |  B of 1  | ... |  norms  |
-        0                                  b_start                     norm_start
+        |  A of linear 0  |  A of 1  | ... |  B of 0  |  B of 1  | ... |
+        0                                  b_start
 
     Whoever changes master calls sync() afterwards. Clear the gradients by master.grad.zero_(): an
     optimizer's or a module's zero_grad() drops the tensor (set_to_none), and the leaves would go on
-    adding to one that nobody reads. norms: the RMSNorms that are trained, or [].
+    adding to one that nobody reads.
     """
 
-    def __init__(self, linears: list[Linear], norms: list[torch.nn.Module], rank: int, alpha: float,
-                 dtype: torch.dtype):
+    def __init__(self, linears: list[Linear], rank: int, alpha: float, dtype: torch.dtype):
         assert rank >= 1, f"rank must be at least 1, got {rank}"
         self.rank = rank
         self.alpha = alpha
         self.scale = alpha / rank                                # s
-        self.norms = norms
-        self.untrained_norms = [norm.weight for norm in norms]   # the checkpoint's
         self.enabled = True                                      # see off()
         self.linears = linears
         self.shapes = [(len(linear.parts) * rank, linear.weight.K) for linear in linears]
         self.shapes += [(linear.weight.N, rank) for linear in linears]
-        self.shapes += [norm.weight.shape for norm in norms]
         self.offsets = [0]
         for shape in self.shapes:
             # Each view starts at a multiple of 128 numbers, which are 256 bytes where a number has
             # 2: kernels load 16 bytes at once, from aligned addresses only.
             self.offsets.append(self.offsets[-1] + -(-math.prod(shape) // 128) * 128)
         self.b_start = self.offsets[len(linears)]
-        self.norm_start = self.offsets[2 * len(linears)]
         device = linears[0].weight.device
         self.master = torch.nn.Parameter(torch.zeros(self.offsets[-1], device=device))
         self.master.grad = torch.zeros_like(self.master)
         self.working = torch.zeros_like(self.master.data, dtype=dtype)
 
-    def unflatten(self, flat: Tensor) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """A vector laid out like master -> views of every A, of every B and of the norms."""
+    def unflatten(self, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """A vector laid out like master -> views of every A and of every B."""
         n = len(self.linears)
         views = [flat[at:at + math.prod(shape)].view(shape)
                  for at, shape in zip(self.offsets, self.shapes)]
-        return views[:n], views[n:2 * n], views[2 * n:]
+        return views[:n], views[n:]
 
     def sync(self) -> None:
         """Rewrite the working copies from master, in place: A as it is, B times alpha / rank."""
         with torch.no_grad():
             self.working[:self.b_start] = self.master[:self.b_start]
-            b = slice(self.b_start, self.norm_start)
-            self.working[b] = self.master[b] * self.scale
+            self.working[self.b_start:] = self.master[self.b_start:] * self.scale
 
     @contextmanager
-    def off(self, norms: bool = True) -> Iterator[None]:
-        """Within: the model computes as if it had no adapter: without A and B, and with the weights
-        that trained norms had before. That is the reference policy of a KL term.
-
-        norms False leaves the trained norms on.
-        """
-        trained = [norm.weight for norm in self.norms]
+    def off(self) -> Iterator[None]:
+        """Within: the model computes without A and B. That is the reference policy of a KL term."""
         self.enabled = False
-        for norm, weight in zip(self.norms, self.untrained_norms if norms else trained):
-            norm.weight = weight
         try:
             yield
         finally:
             self.enabled = True
-            for norm, weight in zip(self.norms, trained):
-                norm.weight = weight
 
     def peft_tensors(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """A vector laid out like master -> (PEFT's name, view) of each part's A and B and of the
-        norms.
-        """
-        all_a, all_b, norm_weights = self.unflatten(flat)
+        """A vector laid out like master -> (PEFT's name, view) of each part's A and B."""
+        all_a, all_b = self.unflatten(flat)
         for linear, a, b in zip(self.linears, all_a, all_b):
             for name, part_a, part_b in zip(linear.names, a.split(self.rank),
                                             b.split(linear.parts)):
                 yield f"base_model.model.{name}.lora_A.weight", part_a
                 yield f"base_model.model.{name}.lora_B.weight", part_b
-        for i, weight in enumerate(norm_weights):
-            yield f"base_model.model.model.layers.{i // 2}.{NORMS[i % 2]}.weight", weight
 
 
-def attach(model: torch.nn.Module, rank: int = 32, alpha: float = 32, norms: bool = False,
-           seed: int = 0) -> Adapter:
+def attach(model: torch.nn.Module, rank: int = 32, alpha: float = 32, seed: int = 0) -> Adapter:
     """Give every Linear of a model its A and B -> model.adapter.
 
-    An adapter that the model had is dropped, with the norms that it trained: these start again from
-    the checkpoint's weights. A Sampler that was made before takes the new adapter. A Learner does
-    not: make another one.
-    norms: train the two norms of each layer too. A starts uniform in +-1/sqrt(K) as PEFT's does,
-    drawn from `seed`. B starts at zero, so the first forward equals the base's except for the order
-    in which a matmul sums.
+    An adapter that the model had is dropped. A Sampler that was made before takes the new adapter.
+    A Learner does not: make another one.
+    A starts uniform in +-1/sqrt(K) as PEFT's does, drawn from `seed`. B starts at zero, so the first
+    forward equals the base's except for the order in which a matmul sums.
     """
-    before = getattr(model, "adapter", None)
-    if before is not None:                       # its norms are views of its own master
-        for norm, weight in zip(before.norms, before.untrained_norms):
-            norm.weight = weight
     linears = [module for module in model.modules() if isinstance(module, Linear)]
-    layers = model.layers if norms else []
-    trained_norms = [norm for layer in layers for norm in (layer.input_norm, layer.post_norm)]
-    adapter = Adapter(linears, trained_norms, rank, alpha, model.dtype)
+    adapter = Adapter(linears, rank, alpha, model.dtype)
 
     # Autograd adds to the .grad of a leaf in place. With these views as leaves, all gradients end
     # up in adapter.master.grad without a copy.
@@ -330,8 +300,8 @@ def attach(model: torch.nn.Module, rank: int = 32, alpha: float = 32, norms: boo
     for leaf, gradient in zip(chain(*leaves), chain(*gradients)):
         leaf.requires_grad_().grad = gradient
 
-    all_a, all_b, norm_weights = leaves
-    working_a, working_b, _ = adapter.unflatten(adapter.working)
+    all_a, all_b = leaves
+    working_a, working_b = adapter.unflatten(adapter.working)
     generator = torch.Generator().manual_seed(seed)
     for i, linear in enumerate(linears):
         linear.adapter = adapter
@@ -342,10 +312,6 @@ def attach(model: torch.nn.Module, rank: int = 32, alpha: float = 32, norms: boo
         bound = linear.weight.K ** -0.5
         uniform = torch.rand(linear.a.shape, generator=generator) * 2 * bound - bound
         linear.a.data.copy_(uniform)
-    for norm, weight in zip(trained_norms, norm_weights):
-        weight.data.copy_(norm.weight)
-        norm.weight = torch.nn.Parameter(weight)
-        norm.weight.grad = weight.grad
     model.adapter = adapter
     adapter.sync()
     return adapter
@@ -358,37 +324,34 @@ def save_adapter(model: torch.nn.Module, folder: str | Path, master: Tensor | No
     adapter = model.adapter
     flat = adapter.master.data if master is None else master
     tensors = {name: view.cpu().contiguous() for name, view in adapter.peft_tensors(flat)}
-    write_peft(folder, tensors, model.name, adapter.rank, adapter.alpha, bool(adapter.norms))
+    write_peft(folder, tensors, model.name, adapter.rank, adapter.alpha)
 
 
 def load_adapter(model: torch.nn.Module, folder: str | Path) -> Adapter:
-    """Attach the adapter of a PEFT folder. ValueError names what is missing or does not fit, before
-    anything of the size that the folder claims is allocated.
+    """Attach the adapter of a PEFT folder. UserError if it was trained on another model, or names
+    what is missing or does not fit, before anything is allocated.
     """
-    (rank, alpha, norms), held = read_peft_header(folder)
-    wanted = peft_shapes(model, rank, norms)
-    wrong = sorted(wanted.keys() ^ held.keys())
-    wrong += [name for name in wanted if name in held and wanted[name] != held[name]]
-    if wrong:
-        raise ValueError(f"{folder}: {len(wrong)} tensors are missing, unknown or of another "
-                         f"shape, first {wrong[0]}")
-    _, tensors = read_peft(folder)
-    adapter = attach(model, rank, alpha, norms)
+    (rank, alpha), tensors = read_peft(folder)
+    if model.folder:
+        check_trained_on(folder, model.folder)
+    held = {(name, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    wanted = peft_shapes(model, rank)
+    if held != wanted:
+        raise UserError(f"{folder}: no adapter of this model: has {sorted(held - wanted)[:1]}, "
+                        f"expected {sorted(wanted - held)[:1]}")
+    adapter = attach(model, rank, alpha)
     for name, view in adapter.peft_tensors(adapter.master.data):
         view.copy_(tensors[name])
     adapter.sync()
     return adapter
 
 
-def peft_shapes(model: torch.nn.Module, rank: int, norms: bool) -> dict[str, tuple[int, ...]]:
-    """PEFT's name -> shape of each tensor that an adapter of this rank would have on a model."""
-    shapes = {}
+def peft_shapes(model: torch.nn.Module, rank: int) -> set[tuple[str, tuple[int, ...]]]:
+    """(PEFT's name, shape) of each tensor that an adapter of this rank has on a model."""
+    shapes = set()
     for linear in model.modules():
         if isinstance(linear, Linear):
             for name, rows in zip(linear.names, linear.parts):
-                shapes[f"base_model.model.{name}.lora_A.weight"] = (rank, linear.weight.K)
-                shapes[f"base_model.model.{name}.lora_B.weight"] = (rows, rank)
-    for i, layer in enumerate(model.layers if norms else []):
-        for name, norm in zip(NORMS, (layer.input_norm, layer.post_norm)):
-            shapes[f"base_model.model.model.layers.{i}.{name}.weight"] = tuple(norm.weight.shape)
+                shapes.add((f"base_model.model.{name}.lora_A.weight", (rank, linear.weight.K)))
+                shapes.add((f"base_model.model.{name}.lora_B.weight", (rows, rank)))
     return shapes

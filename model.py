@@ -35,10 +35,6 @@ the same place (except in attention to a shared prompt: attention.py). AQN's noi
 1/rms is called rstd, as in other programs' norms, though it is no standard deviation that it
 divides by: rms(x) = sqrt(mean(x^2) + eps), and no mean is subtracted from x.
 
-fp16 rounds 8 times finer than bf16 but ends at 65,504. So the learner scales its loss (learner.py),
-and the norm works on x / 16, an exact division: x * w reaches 24,000 on the 1.5B without it. Its
-rms is then a 16th as well, and the product of the two factors is the same.
-
 Not here: the KV cache (sampler.py), sliding windows and YaRN (off in these checkpoints).
 
 Shapes: B rows, T tokens, V vocabulary, D width, H query heads, KV key-value heads, d head size,
@@ -55,9 +51,7 @@ from torch.utils.checkpoint import checkpoint
 from attention import PackedAttention, lay_out
 from lora import Linear, Scratch
 from ops import elementwise, mlp, mm_fp32, token_logprobs
-from weights import ModelFolder, resolve
-
-FP16_SHIFT = 2.0**-4                             # the residual times this enters a norm in fp16
+from weights import ModelFolder, WeightReader
 
 
 @dataclass(frozen=True)
@@ -82,7 +76,7 @@ class ModelConfig:
 
     @classmethod
     def from_json(cls, raw: dict) -> "ModelConfig":
-        """raw: the content of config.json, as hf.read_config returns it."""
+        """raw: the content of config.json, as weights.read_config returns it."""
         qwen3 = raw["architectures"] == ["Qwen3ForCausalLM"]
         return cls(raw["hidden_size"], raw["intermediate_size"], raw["num_hidden_layers"],
                    raw["num_attention_heads"], raw["num_key_value_heads"], raw["vocab_size"],
@@ -95,12 +89,8 @@ class ModelConfig:
 
 def scaled_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The two factors of a normalised x (T, D) fp32: x * weight (T, D) in dtype, and 1/rms (T, 1)
-    in fp32. With fp16 both are those of x / 16.
-
-    weight (D,) fp32. eps: RMSNorm has divided it by 16^2 already where x will be divided by 16.
+    in fp32. weight (D,) fp32.
     """
-    if dtype == torch.float16:
-        x = x * FP16_SHIFT
     return (x * weight).to(dtype), torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
@@ -166,7 +156,7 @@ class RMSNorm(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(weight.float(), requires_grad=False)
         self.register_buffer("noise", torch.zeros_like(self.weight))
-        self.eps = eps * FP16_SHIFT**2 if dtype == torch.float16 else eps      # of (x / 16)^2
+        self.eps = eps
         self.dtype = dtype
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -255,6 +245,7 @@ class Qwen(torch.nn.Module):
         self.name = name
         self.live_vocab = c.vocab
         self.adapter = None
+        self.folder = None                       # load() sets it
         scratch = Scratch()
         self.layers = torch.nn.ModuleList(
             Layer(c, i, get, frozen, dtype, scratch) for i in range(c.layers))
@@ -327,12 +318,12 @@ class Qwen(torch.nn.Module):
 # -----------------------------------------------------------------------------
 # Loading
 
-def load(folder: str | Path, base: str = "nvfp4", device: torch.device | str | None = None,
+def load(folder: str | Path | ModelFolder, base: str = "nvfp4", device: torch.device | str | None = None,
          dtype: torch.dtype | str | None = None, live_vocab: int | None = None) -> Qwen:
     """Read a checkpoint, of 16-bit files or compressed-tensors NVFP4, with its linears as `base`.
 
     It is quantized matrix by matrix as it is read, so the peak of memory is the result plus one
-    fused matrix. folder: also a name that hf.resolve knows, which is downloaded. device: where the
+    fused matrix. folder: also a name of the hub's, which is downloaded. device: where the
     model lies and computes, "cpu" or "cuda:1" for instance; None: the current GPU, or the CPU where
     torch sees no GPU. dtype: of matmul inputs; None: bf16 on a GPU, fp32 on a CPU. live_vocab: see
     Qwen; None: all V ids are tokens. ValueError names the file or tensor that is bad.
@@ -341,11 +332,15 @@ def load(folder: str | Path, base: str = "nvfp4", device: torch.device | str | N
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype)
-    files = ModelFolder(resolve(folder), base, device, dtype)
+    if not isinstance(folder, ModelFolder):
+        folder = ModelFolder(folder)
+    folder.download()
+    files = WeightReader(folder, base, device, dtype)
     config = ModelConfig.from_json(files.config)
     if (live_vocab or 0) > config.vocab:
         raise ValueError(f"{files.folder}: tokenizer.json has ids up to {live_vocab - 1}, the "
                          f"embedding in config.json {config.vocab} rows (vocab_size)")
-    model = Qwen(config, files.read, files.frozen, dtype, str(folder))
+    model = Qwen(config, files.read, files.frozen, dtype, folder.name)
+    model.folder = folder
     model.live_vocab = live_vocab or config.vocab
     return model

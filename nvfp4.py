@@ -61,6 +61,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from files import UserError
 from ops import on_gpu, twin_in_kernels
 
 WEIGHTS_AT_A_TIME = 2**22                        # encoded together: 100 MB of fp32 temporaries
@@ -100,12 +101,12 @@ def encode(w: Tensor, scale_block: int, candidates: Callable, nearest_codes: Cal
     (N, K // scale_block). candidates(blocks (n, K // scale_block, scale_block)) -> the scales to
     try, fp32 (n, K // scale_block) each. nearest_codes(blocks / scale) -> codes uint8, places in
     `levels`. importance (K,): what the squared error of an input channel weighs; None: all equal.
-    ValueError if K ends inside a scale_block.
+    UserError if K ends inside a scale_block.
     """
     K = w.shape[1]
     if K % scale_block:
-        raise ValueError(f"K={K} (in_features) is not a multiple of the block of {scale_block} "
-                         "weights")
+        raise UserError(f"K={K} (in_features) is not a multiple of the block of {scale_block} "
+                        "weights")
     packed = []
     scales = []
     levels = levels.to(w.device)
@@ -283,8 +284,8 @@ def dequantize_nf4(packed: Tensor, absmax: Tensor, dtype: torch.dtype = torch.bf
 
 
 def quantize_bf16(w: Tensor) -> tuple[Tensor]:
-    """To 16 bits: fp16 stays fp16, everything else becomes bf16."""
-    return (w if w.dtype == torch.float16 else w.bfloat16(),)
+    """To 16 bits: (N, K) bf16."""
+    return (w.bfloat16(),)
 
 
 def dequantize_bf16(w: Tensor, dtype: torch.dtype = torch.bfloat16,
@@ -348,8 +349,8 @@ def freeze(weights: list[Tensor], base: str, dtype: torch.dtype) -> Weight:
     """Quantize the parts (N_p, K) of a fused linear to `base`: one Weight, its rows theirs.
 
     NVFP4 is made of the checkpoint's numbers as they are, because its usual scale is rounded to
-    their dtype (see quantize). The others are made of W in `dtype`: that is how quantize_bf16 knows
-    which 16 bits to keep. A bf16 checkpoint loses nothing by it, except where dtype is fp16.
+    their dtype (see quantize). The others are made of W in `dtype`, in which a bf16 checkpoint
+    loses nothing.
     """
     if base == "nvfp4":
         scale = global_scale_for(*weights)

@@ -628,9 +628,8 @@ class Sampler:
         # (steps, n): True for what a row drew before its end
         counts = torch.arange(len(logprobs))[:, None] < made
         if not logprobs[counts].isfinite().all():
-            raise Stopped("a sampled token's log-prob is not finite: the temperature is too low, "
-                          "the weights or the adapter are too large or, in float16, a value "
-                          "exceeded 65,504")
+            raise Stopped("a sampled token's log-prob is not finite: the temperature is too low, or "
+                          "the weights or the adapter are too large")
         tokens = tokens.cpu().T.tolist()
         logprobs = logprobs.T.tolist()
         made = made.tolist()

@@ -267,7 +267,7 @@ def train(run: Run) -> None:
 
         # 4) Report.
         metrics |= report(rows, advantages, weights, rollouts, updates, G)
-        metrics |= run.learner.metrics()
+        metrics |= run.learner.counters()
         metrics |= {"sigma": sigma, "tokens": progress.tokens + rollouts.num_tokens,
                     "seconds": done - began, "seconds_sample": updating - began,
                     "seconds_update": done - updating}

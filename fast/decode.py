@@ -63,7 +63,7 @@ from marlin_fp4 import (
     portable_matmul,
     shared_memory_kib,
 )
-from model import FP16_SHIFT, Qwen
+from model import Qwen
 from ops import mm_fp32
 from sampler import KV_BLOCK, Rows, Sampling, TorchEngine, fill_cache, filter_logits
 
@@ -354,10 +354,9 @@ class GraphEngine(TorchEngine):
         per_split = n, H, plan.SPLITS
         splits = SplitSoftmaxes(new(*per_split, d), new(*per_split), new(*per_split), self.counters)
         squares = RowSquares(new(n, tiles), model.final_norm.eps, D, constexpr(tiles))
-        shift = constexpr(FP16_SHIFT if model.dtype == torch.float16 else 1.0)
 
         def into(norm):
-            return NextNorm(norm.weight, norm.noise, xw, squares, shift)
+            return NextNorm(norm.weight, norm.noise, xw, squares)
 
         def add_to_residual(linear, x, norm):
             rows, warps = residual_size

@@ -87,7 +87,7 @@ SCALED = tl.constexpr(gl.DistributedLinearLayout(
 
 class TensorMaps(NamedTuple):
     """What the copy engine knows of each matrix: its shape, and the box that one copy takes."""
-    x: tl.tensor            # bf16 or fp16 (M, K)                    box (BM, 128)
+    x: tl.tensor            # bf16 (M, K)                            box (BM, 128)
     codes: tl.tensor        # int16 (N/128 * K/128 * 128, 32)        box (128, 32)
     scales: tl.tensor       # int32 (N/128 * K/128, 256)             box (1, 256)
     a: tl.tensor            # as x (R, K), LoRA's A; None without    box (64, 64)

@@ -85,7 +85,6 @@ class NextNorm(NamedTuple):
     noise: tl.tensor        # fp32 (D,)             AQN's
     xw: tl.tensor           # (M, D)                takes x * (weight + noise), rounded
     squares: RowSquares     # takes the squares of x
-    SHIFT: tl.constexpr     # what x is multiplied by first: model.FP16_SHIFT for fp16, else 1
 
 
 class HeadTerms(NamedTuple):
@@ -260,7 +259,6 @@ def store_normed(norm: NextNorm, x, w, row, col, tile, M):
     """Stores what the next matmul and its reader need of a tile of the residual x (rows, columns):
     x * w rounded, and the sum of squares of its columns.
     """
-    x *= norm.SHIFT
     squares = norm.squares
     at = norm.xw + row[:, None] * squares.D + col[None, :]
     tl.store(at, x * w[None, :], mask=(row < M)[:, None])

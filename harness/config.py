@@ -472,7 +472,7 @@ def check_shape_flags(adapter: str, given: dict) -> None:
     for name, value in read_peft_config(adapter)._asdict().items():
         if name in given and given[name] != value:
             raise ValueError(f"{option(name)} is {given[name]}, --adapter {adapter} has {value}: a "
-                             "run takes over its adapter's rank, alpha and norms")
+                             "run takes over its adapter's rank and alpha")
 
 
 def option(name: str) -> str:

@@ -50,14 +50,10 @@ from sampler import KV_BLOCK, Sampler, engine_for
 from tasks import plugin
 from tasks.problems import check_source
 from weights import (
-    base_of,
-    check_lengths,
+    ModelFolder,
     check_model,
     other_conditions,
-    read_config,
     read_peft,
-    resolve,
-    sampled_digest,
     tell_other_conditions,
     training_conditions,
     write_conditions,
@@ -109,12 +105,12 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
                       else f"--lora-rank {rank}")
     plug_in = plugin.Reward(settings.data.reward) if settings.data.reward else None
     with phases("problems"):
-        tokenizer, problems, held_out = read_problems(settings)
+        folder, tokenizer, problems, held_out = read_problems(settings)
     by_default = settings.model.calibrate is None
-    settings = with_decided_default(settings, device)
+    settings = with_decided_default(settings, device, folder.config)
     console = Console(settings)
     console.greet(problems, held_out, device)
-    evidence = what_was_run(settings)
+    evidence = what_was_run(settings, folder.config)
     if evidence:
         say(evidence)
     if kernels:
@@ -127,15 +123,15 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
                                "problems_sha256": problems_sha256,
                                "calibrate_by_default": by_default}
     if kernels:
-        raw = read_config(resolve(settings.model.model, weights=False) / "config.json")
-        memory.check_size(settings.model.model, qwen.ModelConfig.from_json(raw),
+        memory.check_size(settings.model.model, qwen.ModelConfig.from_json(folder.config),
                           settings.model.base, settings.model.lora_rank,
                           memory.free_memory(wanted.memory_gib))
-    model = read_model(settings, tokenizer, problems, device, kernels, phases)
-    flags["weights_sha256"] = sampled_digest(Path(model.name))
+    model = read_model(settings, folder, tokenizer, problems, device, kernels, phases)
+    flags["weights_sha256"] = model.folder.sha256()
     check_same_weights(settings, flags["weights_sha256"])
-    conditions = training_conditions(Path(model.name), settings.model.base,
-                                          settings.data.prompt_style, settings.data.thinking)
+    conditions = training_conditions(model.folder, settings.model.base,
+                                     settings.data.prompt_style, settings.data.thinking)
+    conditions["model_sha256"] = model.folder.sha256(linears=False)
     check_conditions(settings, conditions)
     optim = settings.optim
     learner = Learner(model, loss_of(settings.objective), settings.rollout.temperature,
@@ -164,11 +160,10 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
 CALIBRATION_PROBLEMS = 128                       # those of the study
 
 
-def with_decided_default(settings: Settings, device: torch.device) -> Settings:
+def with_decided_default(settings: Settings, device: torch.device, config: dict) -> Settings:
     """The settings with --calibrate, whose default depends on the model and the device."""
     count = settings.model.calibrate
     if count is None:
-        config = read_config(resolve(settings.model.model, weights=False) / "config.json")
         becomes_nvfp4 = settings.model.base == "nvfp4" and not config.get("quantization_config")
         count = CALIBRATION_PROBLEMS if becomes_nvfp4 and device.type == "cuda" else 0
     return settings.replace(calibrate=count)
@@ -179,14 +174,14 @@ STUDIED = {896: "0.5B", 1536: "1.5B"}
 DEPENDS_ON_SIZE = "lr", "prompts_per_step", "epochs", "overlong"
 
 
-def what_was_run(settings: Settings) -> str:
+def what_was_run(settings: Settings, config: dict) -> str:
     """-> which default values of a new run have not been run with a model of its size; or ""."""
     general, model = settings.general, settings.model.model
     if general.resume or general.like or model == FIELDS["model"].default:
         return ""
     if general.preset:
         return f"--preset {general.preset}: no run with these settings was completed here"
-    width = read_config(resolve(model, weights=False) / "config.json")["hidden_size"]
+    width = config["hidden_size"]
     values = settings.flat()
     kept = [name for name in DEPENDS_ON_SIZE if values[name] == FIELDS[name].default]
     if width in STUDIED or not kept:
@@ -196,17 +191,16 @@ def what_was_run(settings: Settings) -> str:
             f"not at this size (hidden_size {width})")
 
 
-def read_problems(settings: Settings) -> tuple[Tokenizer, list, list]:
-    """-> tokenizer, problems to train on, problems held out."""
+def read_problems(settings: Settings) -> tuple[ModelFolder, Tokenizer, list, list]:
+    """-> the model's folder, tokenizer, problems to train on, problems held out."""
     wanted = settings.data
     prompt_function(wanted.prompt_style)
     check_source(wanted.data)
     check_source(wanted.eval_data or wanted.data)
-    folder = resolve(settings.model.model, weights=False)
-    check_lengths(folder, wanted.max_prompt_tokens + settings.rollout.max_new_tokens,
-                     settings.model.lora_rank)
-    tokenizer = Tokenizer(folder, wanted.thinking)
-    return tokenizer, *split_problems(wanted, tokenizer)
+    folder = ModelFolder(settings.model.model)
+    folder.check_length(wanted.max_prompt_tokens + settings.rollout.max_new_tokens)
+    tokenizer = Tokenizer(folder.path, wanted.thinking)
+    return folder, tokenizer, *split_problems(wanted, tokenizer)
 
 
 def check_same_problems(settings: Settings, problems_sha256: str) -> None:
@@ -257,13 +251,13 @@ def check_conditions(settings: Settings, conditions: dict) -> None:
         tell_other_conditions(settings.model.adapter, conditions)
 
 
-def read_model(settings: Settings, tokenizer: Tokenizer, problems: list,
+def read_model(settings: Settings, folder: ModelFolder, tokenizer: Tokenizer, problems: list,
                device: torch.device, kernels: str | None, phases: Phases) -> qwen.Qwen:
     """-> the model of --base, --calibrate and --dtype, with a new adapter or that of --adapter."""
     wanted, general = settings.model, settings.general
     with phases("download"):
-        folder = resolve(wanted.model)
-    base = base_of(folder, wanted.base)
+        folder.download()
+    base = folder.choose_base(wanted.base)
     if wanted.calibrate:
         with phases("calibration"):
             folder = calibrated(settings, folder, tokenizer, problems, device, kernels)
@@ -276,12 +270,12 @@ def read_model(settings: Settings, tokenizer: Tokenizer, problems: list,
     if wanted.adapter and not goes_on:
         lora.load_adapter(model, wanted.adapter)
     else:
-        lora.attach(model, wanted.lora_rank, wanted.lora_alpha, wanted.train_norms, general.seed)
+        lora.attach(model, wanted.lora_rank, wanted.lora_alpha, general.seed)
     return model
 
 
-def calibrated(settings: Settings, source: Path, tokenizer: Tokenizer, problems: list,
-               device: torch.device, kernels: str | None) -> Path:
+def calibrated(settings: Settings, source: ModelFolder, tokenizer: Tokenizer, problems: list,
+               device: torch.device, kernels: str | None) -> ModelFolder:
     """-> --out/base, where rank 0 writes the model in NVFP4. A resumed run finds it there."""
     general = settings.general
     folder = Path(general.out) / "base"
@@ -290,7 +284,7 @@ def calibrated(settings: Settings, source: Path, tokenizer: Tokenizer, problems:
                                    device, kernels, "gptq",
                                    min(512, settings.rollout.max_new_tokens), general.seed)
     gather([])                                   # the other ranks wait here
-    return folder
+    return ModelFolder(folder)
 
 
 def loss_of(objective: Objective) -> grpo.Loss:

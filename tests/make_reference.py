@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from tiny_qwen2 import NORMS, SHAPES, TARGETS, config_json, random_adapter, random_tensors, set_adapter, write_folder
+from tiny_qwen2 import SHAPES, TARGETS, config_json, random_adapter, random_tensors, set_adapter, write_folder
 
 from lora import attach, save_adapter
 from model import load
@@ -61,26 +61,25 @@ def tiny_cases(scratch):
         if shape not in PEFT_FOLDERS:
             continue
         ours = load(folder, base="bf16", device="cpu")
-        attach(ours, rank=4, alpha=6, norms=True)
-        set_adapter(ours, random_adapter(raw, 4, seed=2, norms=True))
+        attach(ours, rank=4, alpha=6)
+        set_adapter(ours, random_adapter(raw, 4, seed=2))
         save_adapter(ours, scratch / f"{shape}-ours")
         logits = PeftModel.from_pretrained(transformers_model(folder), scratch / f"{shape}-ours")(tokens).logits
         print("our adapter, in PEFT and here: logits differ by at most", (logits - ours(tokens)).abs().max().item())
         yield f"{shape}.ours_in_peft", logits
-        theirs = peft_adapter(transformers_model(folder), random_adapter(raw, 3, seed=3, norms=True),
+        theirs = peft_adapter(transformers_model(folder), random_adapter(raw, 3, seed=3),
                               HERE / PEFT_FOLDERS[shape])
         yield f"{shape}.peft_adapter", theirs(tokens).logits
 
 
 def peft_adapter(model, values, folder):
-    """PEFT's wrapper of the model with an adapter of rank 3 on everything and trained norms; also saved to `folder`."""
+    """PEFT's wrapper of the model with an adapter of rank 3 on everything; also saved to `folder`."""
     names = [target.split(".")[1] for target in TARGETS]
-    model = get_peft_model(model, LoraConfig(r=3, lora_alpha=5, target_modules=names, modules_to_save=list(NORMS),
+    model = get_peft_model(model, LoraConfig(r=3, lora_alpha=5, target_modules=names,
                                              task_type="CAUSAL_LM", lora_dropout=0.0, bias="none"))
     parameters = dict(model.named_parameters())
     for name, value in values.items():
-        inner = ".default.weight" if "lora_" in name else ".modules_to_save.default.weight"
-        parameters[name.removesuffix(".weight") + inner].copy_(value)
+        parameters[name.removesuffix(".weight") + ".default.weight"].copy_(value)
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder)
     (folder / "README.md").unlink()                                       # a model card

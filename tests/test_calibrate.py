@@ -21,7 +21,7 @@ import nvfp4
 from calibrate import Chunk, Text, gptq, output_error
 from prompts import Tokenizer, encode_prompts
 from tasks.problems import load_problems
-from weights import ModelFolder, Shards, load_nvfp4
+from weights import ModelFolder, Shards, WeightReader, load_nvfp4
 
 CPU = torch.device("cpu")
 EPS = 2.0**-24                                             # of one rounding to fp32
@@ -242,7 +242,7 @@ def texts_of(case, *sizes, seed=0):
 @pytest.fixture
 def some_layer(tiny):
     """A layer of the 16-bit model, its embedding and config."""
-    files = ModelFolder(tiny["untied"].folder, "bf16", CPU, torch.float32)
+    files = WeightReader(ModelFolder(tiny["untied"].folder), "bf16", CPU, torch.float32)
     config = qwen.ModelConfig.from_json(files.config)
     embed = files.read("model.embed_tokens.weight", config.vocab, config.width).float()
     layer = qwen.Layer(config, 1, files.read, files.frozen, files.dtype, lora.Scratch())
@@ -337,7 +337,7 @@ def test_the_printed_kl_is_that_of_the_logits_of_two_whole_models(tiny, tmp_path
     whole = calibrate.divergence
     monkeypatch.setattr(calibrate, "divergence", lambda *a: found.append(whole(*a)) or found[-1])
     texts = texts_of(case, *((3 + i % 4, 5 + i) for i in range(18)))
-    calibrate.to_nvfp4(calibrate.source_of(case.folder, CPU), tmp_path / "out", "gptq", texts, live)
+    calibrate.to_nvfp4(calibrate.source_of(ModelFolder(case.folder), CPU), tmp_path / "out", "gptq", texts, live)
     models = qwen.load(case.folder, "bf16", "cpu"), qwen.load(tmp_path / "out", "nvfp4", "cpu")
     sums, off, ratio = [], 0.0, 0.0
     for tokens, start in texts[-3:]:                       # an eighth, rounded up
@@ -375,7 +375,7 @@ def test_the_folder_holds_the_codes_that_were_found(tiny, tmp_path, monkeypatch,
     for last in (texts[0], texts[7]):                      # which measures, and chooses no code
         before = dict(found)
         shutil.rmtree(out, ignore_errors=True)
-        calibrate.to_nvfp4(calibrate.source_of(case.folder, CPU), out, "gptq", [*texts[:7], last])
+        calibrate.to_nvfp4(calibrate.source_of(ModelFolder(case.folder), CPU), out, "gptq", [*texts[:7], last])
     assert before and all(same_bytes(t[0], before[name][0]) for name, t in found.items())
     tensors, files = dict(case.tensors), Shards(out)
     for name, want in found.items():
@@ -395,7 +395,8 @@ def test_a_linear_of_zeros_stays_zeros(tiny, tmp_path):
     case, name = tiny["untied"], "model.layers.0.self_attn.o_proj"
     source = write_folder(tmp_path / "source", case.raw, case.tensors | {
         f"{name}.weight": torch.zeros_like(case.tensors[f"{name}.weight"])})
-    calibrate.to_nvfp4(calibrate.source_of(source, CPU), tmp_path / "out", "gptq", texts_of(case, *[(4, 12)] * 8))
+    calibrate.to_nvfp4(calibrate.source_of(ModelFolder(source), CPU), tmp_path / "out", "gptq",
+                       texts_of(case, *[(4, 12)] * 8))
     assert not decoded(load_nvfp4(Shards(tmp_path / "out"), name)).any()
 
 

@@ -276,7 +276,7 @@ def run_folder(tmp_path):
     """A run as train.py leaves it, as far as its settings go: an adapter of rank 4, without norms."""
     adapter = tmp_path / "x" / "adapter"
     tensors = {f"base_model.model.model.layers.0.{target}.lora_A.weight": torch.zeros(4, 8) for target in TARGETS}
-    write_peft(adapter, tensors, "tiny", 4, 32, False)
+    write_peft(adapter, tensors, "tiny", 4, 32)
     write_conditions(adapter, {"base": "nvfp4", "calibration": None, "prompt_style": "boxed",
                                     "thinking": "off"})
     (tmp_path / "x" / "run.json").write_text(json.dumps(settings_of("--out", "x", "--lora-rank", "4").flat()))
@@ -289,7 +289,7 @@ def edit(folder, **changes):
 
 
 @pytest.mark.parametrize("flags,said", [
-    ("--lora-rank 8", "--lora-rank is 8, --adapter {a} has 4: a run takes over its adapter's rank, alpha and norms"),
+    ("--lora-rank 8", "--lora-rank is 8, --adapter {a} has 4: a run takes over its adapter's rank and alpha"),
     ("--lora-alpha 8", "--lora-alpha is 8.0, --adapter {a} has 32: "),
     ("--train-norms", "--train-norms is True, --adapter {a} has False: "),
     ("--lora-rank 4", ""), ("--lora-alpha 32", ""), ("--lora-rank 4 --lora-alpha 32", ""), ("", "")])

@@ -51,12 +51,11 @@ runs_kernels = pytest.mark.skipif(not (GPU or INTERPRETED), reason="without a GP
                                   "TRITON_INTERPRET=1 pytest -n 0 tests/test_decode.py -k NAME")
 
 # The types and matmuls that a test with `gen` runs in, one after the other. The interpreter computes with numpy, which
-# has no bf16.
+# has no bf16: fp16 stands for 16 bits there.
 SETTINGS = {"fp32": (torch.float32, None), "fp16": (torch.float16, None)}
 if GPU:
-    SETTINGS = {f"{name}-{matmul}": (dtype, matmul)
-                for matmul in dict.fromkeys((kernels_for(torch.device("cuda"), "auto"), "portable"))
-                for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16))}
+    SETTINGS = {f"bf16-{matmul}": (torch.bfloat16, matmul)
+                for matmul in dict.fromkeys((kernels_for(torch.device("cuda"), "auto"), "portable"))}
 DTYPE, MATMUL = next(iter(SETTINGS.values()))
 in_one_setting = pytest.mark.parametrize("gen", [next(iter(SETTINGS))], indirect=True)
 
@@ -71,11 +70,6 @@ def gen(request, monkeypatch):
     monkeypatch.setitem(globals(), "DTYPE", dtype)
     monkeypatch.setitem(globals(), "MATMUL", matmul)
     return torch.Generator(DEVICE).manual_seed(0)
-
-
-def shift():
-    """What the residual is multiplied by in front of a norm."""
-    return model_module.FP16_SHIFT if DTYPE == torch.float16 else 1.0
 
 
 def rounding():
@@ -189,21 +183,21 @@ def compile_step(sm, matmul, n, dtype, head, rank=32, names=None):
     return found
 
 
-BF16, FP16 = torch.bfloat16, torch.float16
+BF16 = torch.bfloat16
 # Each target, number of rows, type and kind of heads at least once, 5 s each; test_portable_kernel.py compiles the
-# matmul in every combination. With TEST_ALL_TARGETS=1 all 204 of them.
-AS_LAUNCHED = [(90, "hopper", 64, BF16, SMALL), (90, "hopper", 16, FP16, SMALL), (80, "portable", 16, BF16, SMALL),
-               (86, "portable", 64, FP16, SMALL), (89, "portable", 1, BF16, SMALL), (100, "portable", 16, FP16, SMALL),
-               (120, "portable", 1, FP16, SMALL), (86, "portable", 64, BF16, HEADS_14B),
+# matmul in every combination. With TEST_ALL_TARGETS=1 all of them.
+AS_LAUNCHED = [(90, "hopper", 64, BF16, SMALL), (90, "hopper", 16, BF16, SMALL), (80, "portable", 16, BF16, SMALL),
+               (86, "portable", 64, BF16, SMALL), (89, "portable", 1, BF16, SMALL), (100, "portable", 16, BF16, SMALL),
+               (120, "portable", 1, BF16, SMALL), (86, "portable", 64, BF16, HEADS_14B),
                (120, "portable", 64, BF16, HEADS_05B), (86, "portable", 256, BF16, HEADS_7B),
                (120, "portable", 1, BF16, QWEN3["0.6b"]),
                (90, "hopper", 64, BF16, QWEN3["4b"])]
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}       # KiB a program, of CUDA's table of capabilities
 if os.environ.get("TEST_ALL_TARGETS"):
-    AS_LAUNCHED = [*AS_LAUNCHED[:2], *itertools.product(SHARED, ["portable"], (1, 16, 64), (BF16, FP16), [SMALL]),
+    AS_LAUNCHED = [*AS_LAUNCHED[:2], *itertools.product(SHARED, ["portable"], (1, 16, 64), [BF16], [SMALL]),
                    *itertools.product(SHARED, ["portable"], (1, 64, 256), [BF16], (HEADS_05B, HEADS_7B, HEADS_14B)),
-                   *itertools.product(SHARED, ["portable"], (1, 64), (BF16, FP16), QWEN3.values()),
-                   *itertools.product([90], ["hopper"], (1, 64), (BF16, FP16), QWEN3.values())]
+                   *itertools.product(SHARED, ["portable"], (1, 64), [BF16], QWEN3.values()),
+                   *itertools.product([90], ["hopper"], (1, 64), [BF16], QWEN3.values())]
 EMBED_STACK = 32                                                  # bytes on every sm: 2 / pi, for sines of large angles
 # Bytes that a kernel spills on an sm, outside of its inner loop: attention with heads of 128 at few rows on two of
 # them, and at 64 rows where 8 siblings share a program, as in Qwen3-0.6B (on sm_120 inside its loop, and only with the
@@ -333,11 +327,11 @@ def test_residual_kernel_adds_the_linear_and_norms_the_sum(M, k_tiles, stripe, R
     want = resid.double() + y
     xw = torch.full((M, D), torch.nan, device=DEVICE, dtype=DTYPE)
     squares = torch.full((M, D // T), torch.nan, device=DEVICE)
-    norm = kernels.NextNorm(weight, noise, xw, kernels.RowSquares(squares, 1e-6, D, const(D // T)), const(shift()))
+    norm = kernels.NextNorm(weight, noise, xw, kernels.RowSquares(squares, 1e-6, D, const(D // T)))
     kernels.residual_kernel[-(-M // ROWS), D // T](linear, M, resid, norm, T, ROWS, False)
     assert (resid - want).abs().max() < 1e-4 + 1e-2 * (R > 0)        # fp32, but for flipped roundings of x @ A.T
-    assert close(xw, resid.double() * (weight + noise).double() * shift())
-    torch.testing.assert_close(squares.sum(1), (resid * shift()).square().sum(1))
+    assert close(xw, resid.double() * (weight + noise).double())
+    torch.testing.assert_close(squares.sum(1), resid.square().sum(1))
 
 
 @runs_kernels
@@ -460,7 +454,7 @@ def test_attention_compiles_only_where_a_warps_tokens_lie_in_one_kv_block(kv_blo
     if not GPU:
         monkeypatch.setattr(triton.runtime.driver, "_active", Gpu())
     H, KV, d, n = 4, 2, 64, 1
-    q, kv = torch.zeros(n, H, d, dtype=FP16), torch.zeros(2, 8, KV, kv_block, d, dtype=FP16)
+    q, kv = torch.zeros(n, H, d, dtype=BF16), torch.zeros(2, 8, KV, kv_block, d, dtype=BF16)
     table = torch.zeros(n, 4, dtype=torch.int64)
     state = torch.zeros(len(kernels.RowState._fields), n, dtype=torch.int64)
     sums, counters = torch.zeros(n * H * d), torch.zeros(n * KV, dtype=torch.int32)

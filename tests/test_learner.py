@@ -14,7 +14,7 @@ from test_lora import adapted
 from tiny_qwen2 import merged, plain_logits
 
 import grpo
-from learner import DOUBLE_SCALE_AFTER, FIRST_LOSS_SCALE, AdamW, Batch, Learner, micro_batches
+from learner import AdamW, Batch, Learner, micro_batches
 from sampler import Rollouts
 
 RANK, ALPHA, TEMPERATURE, LIMIT = 4, 6, 0.9, 20
@@ -37,10 +37,10 @@ def some_rollouts(model, noise, groups=4, group_size=4, seed=0):
     return Rollouts(prompts, completions, logprobs, [True] * len(prompts))
 
 
-def some_step(tiny, loss="dapo", noise=0.15, norms=False, base="bf16", dtype=None, max_grad_norm=ANY_NORM,
+def some_step(tiny, loss="dapo", noise=0.15, base="bf16", dtype=None, max_grad_norm=ANY_NORM,
               shape="untied", **changes):
     """A learner, its adapter's tensors by PEFT's names, a Batch and weights (B,), in which row 5 is not in the loss."""
-    model, tensors = adapted(tiny[shape], rank=RANK, alpha=ALPHA, norms=norms, base=base, dtype=dtype)
+    model, tensors = adapted(tiny[shape], rank=RANK, alpha=ALPHA, base=base, dtype=dtype)
     learner = Learner(model, dataclasses.replace(grpo.LOSSES[loss], **changes), TEMPERATURE, max_grad_norm)
     rollouts = some_rollouts(model, noise)
     rewards = torch.tensor([1.0, 0, 0, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0, 2, 1, 3])   # the third group teaches nothing
@@ -53,7 +53,7 @@ def some_step(tiny, loss="dapo", noise=0.15, norms=False, base="bf16", dtype=Non
 def plain_gradient(case, tensors, batch, name, loss):
     """The textbook objectives, row by row through a plain float64 model.
 
-    Returns the gradient of A, B and norms by PEFT's names, the loss, and every ratio policy / proximal. The divisors
+    Returns the gradient of A and B by PEFT's names, the loss, and every ratio policy / proximal. The divisors
     are worked out here anew: grpo takes the mean over a row's tokens, then over rows; dapo that over all tokens;
     dr_grpo divides by rows x limit; gspo is grpo with one ratio for each row. Row 5 is left out of everything.
 
@@ -112,7 +112,7 @@ CLIPS = {"gspo": dict(clip_low=0.05, clip_high=0.05)}
     ("dapo", dict(kl_beta=0.3), "untied"), ("dapo", {}, "qwen3-tied"), ("dapo", {}, "qwen3-untied")])
 def test_the_gradient_is_that_of_float64_autograd_on_the_whole_batch(tiny, loss, changes, shape):
     changes = changes | {"correction": "ppo"}                             # the sampler's noise makes the clip act
-    learner, tensors, batch, weights = some_step(tiny, loss, norms=True, shape=shape, **changes)
+    learner, tensors, batch, weights = some_step(tiny, loss, shape=shape, **changes)
     want, value, ratios = plain_gradient(tiny[shape], tensors, batch, loss, learner.loss)
     low, high = 1 - learner.loss.clip_low, 1 + learner.loss.clip_high
     assert ((ratios < low) | (ratios > high)).any(), f"no ratio leaves the clip of {loss}: add a narrower one to CLIPS"
@@ -179,7 +179,7 @@ def test_the_sums_of_an_update_are_those_of_its_trained_tokens(tiny):
 
 @pytest.mark.parametrize("loss", grpo.LOSSES)
 def test_micro_batches_and_kept_layers_do_not_change_the_gradient(tiny, loss):
-    learner, _, *step = some_step(tiny, loss, norms=True, base="nvfp4", clip_low=0.5, clip_high=0.5)
+    learner, _, *step = some_step(tiny, loss, base="nvfp4", clip_low=0.5, clip_high=0.5)
     gradients = []
     for tokens, kept in ((100_000, 0), (100_000, 2), (60, 1), (1, 0)):    # a row of more tokens stands alone
         learner.micro_batch_tokens, learner.kept_layers = tokens, kept
@@ -218,8 +218,8 @@ def test_a_row_whose_first_pass_was_on_another_rank_stops_the_pass(tiny):
 # -----------------------------------------------------------------------------
 # The step
 
-def test_the_step_is_adamw_by_hand_on_the_clipped_gradient_and_the_norms_do_not_decay(tiny):
-    learner, _, batch, weights = some_step(tiny, norms=True, max_grad_norm=0.01)
+def test_the_step_is_adamw_by_hand_on_the_clipped_gradient(tiny):
+    learner, _, batch, weights = some_step(tiny, max_grad_norm=0.01)
     learner.optimizer.weight_decay = 0.3
     adapter = learner.adapter
     master = adapter.master.data.double().clone()
@@ -229,7 +229,7 @@ def test_the_step_is_adamw_by_hand_on_the_clipped_gradient_and_the_norms_do_not_
         assert update.grad_norm > 0.01                                    # before clipping, and it does clip
         raw = gradient_at(master, learner, batch, weights)
         gradient = raw * (0.01 / (raw.norm() + 1e-6))
-        master[:adapter.norm_start] *= 1 - lr * 0.3
+        master *= 1 - lr * 0.3
         m = 0.9 * m + 0.1 * gradient                                      # betas 0.9 and 0.99, eps 1e-10
         v = 0.99 * v + 0.01 * gradient.square()
         assert learner.tensors()["exp_avg"].norm().item() == pytest.approx(m.norm().item(), rel=1e-5)
@@ -246,7 +246,7 @@ def test_the_optimizer_is_torchs_adamw_and_the_formula():
     start, gradients = torch.randn(100, generator=g), 1e-3 * torch.randn(20, 100, generator=g)
     gradients[:, :2] = 0
     mine, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
-    optimizer = AdamW(SimpleNamespace(master=mine, norm_start=100), weight_decay=0.1)
+    optimizer = AdamW(SimpleNamespace(master=mine), weight_decay=0.1)
     how = dict(lr=1.0, betas=AdamW.BETAS, eps=AdamW.EPS, weight_decay=0.1)
     fused = torch.optim.AdamW([theirs], fused=True, **how)
     exact = start.double()
@@ -270,9 +270,9 @@ def test_the_optimizer_is_torchs_adamw_and_the_formula():
     assert optimizer.tensors()["step"] == 20 and (exact - start).abs().mean() > 1e-2
 
 
-@pytest.mark.parametrize("dtype", [None, torch.float16])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_state_bytes_is_what_training_an_adapter_holds(tiny, dtype):
-    learner, *_ = some_step(tiny, norms=True, dtype=dtype)
+    learner, *_ = some_step(tiny, dtype=dtype)
     adapter = learner.adapter
     held = [adapter.master.grad, adapter.working, *learner.tensors().values()]
     state = Learner.state_bytes(adapter.master.numel(), learner.model.dtype)
@@ -326,7 +326,7 @@ def gradient_at(master, learner, *step):
 
 
 def working_of(adapter):
-    """The working copies by hand: A as it is, B times alpha / rank. Trained norms have no copies."""
+    """The working copies by hand: A as it is, B times alpha / rank."""
     working = torch.zeros_like(adapter.working)
     for mine, its, scale in zip(adapter.unflatten(working), adapter.unflatten(adapter.master.data), (1, ALPHA / RANK)):
         for copy, view in zip(mine, its):
@@ -378,73 +378,22 @@ def test_a_loss_or_gradient_that_is_not_finite_is_skipped_counted_and_changes_no
         update = learner.update(batch, weights, lr=1e-3)
         assert "gradient norm" in update.failure and learner.skipped == count == learner.counters()["skipped"]
     assert all(torch.equal(t, before[name]) for name, t in learner.tensors().items())
-    assert learner.loss_scale == 1.0 and "loss_scale" not in learner.counters()
-
-
-# -----------------------------------------------------------------------------
-# float16
-
-def test_the_loss_scale_halves_after_an_overflow_and_doubles_after_500_finite_updates_in_a_row():
-    state = SimpleNamespace(loss_scale=4.0, finite_updates_in_a_row=7)
-    step = lambda finite: Learner._next_loss_scale(state, finite)
-    step(False)
-    assert vars(state) == dict(loss_scale=2.0, finite_updates_in_a_row=0)
-    scales = []
-    for _ in range(1001):
-        scales.append(state.loss_scale)
-        step(True)
-    assert DOUBLE_SCALE_AFTER == 500 and scales == [2.0] * 500 + [4.0] * 500 + [8.0]
-    assert state.finite_updates_in_a_row == 1
-    for _ in range(5):                                                    # 8, 4, 2, 1, and no lower
-        step(False)
-    assert vars(state) == dict(loss_scale=1.0, finite_updates_in_a_row=0)
-
-
-def test_float16_scales_the_loss_and_the_gradient_is_the_same(tiny):
-    single = some_step(tiny, norms=True)
-    single[0].update(*single[2:], lr=0.0)
-    want = single[0].adapter.master.grad
-    learner, _, *step = some_step(tiny, norms=True, dtype=torch.float16)
-    assert learner.loss_scale == FIRST_LOSS_SCALE == 2.0**14
-    halved = 0
-    while learner.update(*step, lr=0.0).failure:                          # the tiny model's gradients are steep
-        halved += 1
-    counters = dict(skipped=halved, loss_scale=2.0**(14 - halved), finite_updates_in_a_row=1)
-    assert halved < 4 and learner.counters() == counters
-    assert (learner.adapter.master.grad - want).norm() < 2**-7 * want.norm()            # 20 roundings of 2^-11 a token
-
-
-def test_gradients_beyond_float16_lower_the_scale_until_they_fit_and_an_infinite_loss_does_not(tiny):
-    learner, _, batch, weights = some_step(tiny, dtype=torch.float16, max_grad_norm=0.2)
-    steep = Batch(batch.rollouts, 50 * batch.advantages)
-    before = learner.adapter.master.data.clone()
-    scales = []
-    while learner.update(steep, weights, lr=1e-3).failure:
-        scales.append(learner.loss_scale)
-        assert torch.equal(learner.adapter.master.data, before) and len(scales) < 14
-    assert len(scales) > 4 and scales == [2.0**14 / 2**n for n in range(1, len(scales) + 1)]
-    assert learner.skipped == len(scales) and learner.finite_updates_in_a_row == 1
-    assert learner.adapter.master.data.isfinite().all() and not torch.equal(learner.adapter.master.data, before)
-    batch.advantages[3] = float("inf")                                    # a reward's fault, not the scale's
-    assert learner.update(batch, weights, lr=1e-3).failure
-    assert (learner.loss_scale, learner.finite_updates_in_a_row) == (scales[-1], 1)
 
 
 # -----------------------------------------------------------------------------
 # What a resumed run needs
 
-@pytest.mark.parametrize("dtype", [None, torch.float16])
-def test_a_restored_learner_goes_on_bit_for_bit(tiny, dtype):
-    learner, _, *step = some_step(tiny, dtype=dtype, max_grad_norm=0.2)
+def test_a_restored_learner_goes_on_bit_for_bit(tiny):
+    learner, _, *step = some_step(tiny, max_grad_norm=0.2)
     learner.update(*step, lr=1e-3)
     kept, counters = {name: t.clone() for name, t in learner.tensors().items()}, dict(learner.counters())
     learner.update(*step, lr=1e-3)
     want = {name: t.clone() for name, t in learner.tensors().items()}
 
-    other, _, *step = some_step(tiny, dtype=dtype, max_grad_norm=0.2)
+    other, _, *step = some_step(tiny, max_grad_norm=0.2)
     addresses = {name: t.data_ptr() for name, t in other.tensors().items()}
     other.update(*step, lr=0.5)                                           # somewhere else before
-    other.skipped, other.finite_updates_in_a_row = 5, 9
+    other.skipped = 5
     for name, t in other.tensors().items():
         t.copy_(kept[name])
     other.restore(counters | {"step": 1, "cursor": 16})                   # a run's counters hold more than these

@@ -20,11 +20,11 @@ from sampler import Sampler, Sampling, TorchEngine
 FP32 = 5e-5                                                               # on logits: as in test_model.py
 
 
-def adapted(case, rank=4, alpha=6, norms=False, base="bf16", seed=2, **kwargs):
+def adapted(case, rank=4, alpha=6, base="bf16", seed=2, **kwargs):
     """The tiny model with a nonzero adapter, and that adapter's tensors by PEFT's names."""
     model = load(case.folder, base=base, device="cpu", **kwargs)
-    attach(model, rank=rank, alpha=alpha, norms=norms)
-    tensors = random_adapter(case.raw, rank, seed=seed, norms=norms)
+    attach(model, rank=rank, alpha=alpha)
+    tensors = random_adapter(case.raw, rank, seed=seed)
     set_adapter(model, tensors)
     return model, tensors
 
@@ -55,24 +55,6 @@ def test_every_a_starts_uniform_as_pefts_does_and_every_b_at_zero(tiny):
         assert abs(linear.a.mean()) < 0.1 * bound and not linear.b.any()
 
 
-@pytest.mark.parametrize("norms_again", [False, True])
-def test_a_second_adapter_starts_from_the_checkpoints_norms(tiny, norms_again):
-    # Norms that the first one trained were once the second one's start; or they stayed, and no file held them.
-    model = load(tiny["tied"].folder, "bf16", "cpu")
-    clean = [norm.weight.clone() for layer in model.layers for norm in (layer.input_norm, layer.post_norm)]
-    first = attach(model, rank=4, norms=True)
-    for norm in first.norms:
-        norm.weight.data += 1
-    second = attach(model, rank=4, norms=norms_again)
-    assert len(second.norms) == norms_again * len(clean)
-    for layer, pair in zip(model.layers, zip(clean[::2], clean[1::2])):
-        for norm, weight in zip((layer.input_norm, layer.post_norm), pair):
-            assert torch.equal(norm.weight, weight) and norm.weight.requires_grad == norms_again
-    if norms_again:
-        model.layers[0].input_norm.weight.data.fill_(7)
-        assert (second.master == 7).sum() == len(clean[0])                # a view of the second's master
-
-
 def test_of_two_adapters_that_are_loaded_in_turn_a_sampler_takes_the_last(tiny, tmp_path):
     # As in a notebook that compares the adapters of a run on one model.
     case, answers = tiny["tied"], {}
@@ -94,7 +76,7 @@ def test_adapter_with_b_zero_leaves_the_logits(tiny, base, dtype):
     model, tokens = load(tiny["tied"].folder, base=base, device="cpu", dtype=dtype), tokens_of(tiny["tied"], 2, 13)
     with torch.no_grad():
         before = model(tokens)
-        attach(model, rank=8, alpha=16, norms=True)
+        attach(model, rank=8, alpha=16)
         after = model(tokens)
     # The same numbers and zeros; how a CPU's matmul orders its sums depends on how many there are.
     assert (after - before).abs().max() < (FP32 if dtype == torch.float32 else 0.01 * before.std())
@@ -102,7 +84,7 @@ def test_adapter_with_b_zero_leaves_the_logits(tiny, base, dtype):
 
 
 @pytest.mark.parametrize("base", ["nvfp4", "bf16", "mxfp4"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_linear_with_b_zero_is_the_base_bit_for_bit(base, dtype):
     # Whole numbers up to 6: every sum is exact, in any order.
     torch.manual_seed(0)
@@ -116,10 +98,9 @@ def test_a_linear_with_b_zero_is_the_base_bit_for_bit(base, dtype):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("norms", [False, True])
-def test_logits_are_those_of_the_merged_weights(tiny, shape, norms):
+def test_logits_are_those_of_the_merged_weights(tiny, shape):
     case = tiny[shape]
-    (model, adapter), tokens = adapted(case, norms=norms), tokens_of(case, 2, 13)
+    (model, adapter), tokens = adapted(case), tokens_of(case, 2, 13)
     with torch.no_grad():
         assert (model(tokens) - plain(case, adapter, 6 / 4, tokens)).abs().max() < FP32
 
@@ -136,10 +117,9 @@ def test_each_part_of_a_fused_linear_adds_its_own_adapter_alone(tiny):
                 assert (model(tokens) - plain(case, only, 6 / 4, tokens)).abs().max() < FP32, name
 
 
-@pytest.mark.parametrize("norms", [False, True])
-def test_off_gives_the_base_bit_for_bit_and_back(tiny, norms):
+def test_off_gives_the_base_bit_for_bit_and_back(tiny):
     tokens, base = tokens_of(tiny["tied"], 2, 13), load(tiny["tied"].folder, base="nvfp4", device="cpu")
-    model, _ = adapted(tiny["tied"], base="nvfp4", norms=norms)
+    model, _ = adapted(tiny["tied"], base="nvfp4")
     with torch.no_grad():
         want, on = base(tokens), model(tokens)
         with pytest.raises(KeyboardInterrupt):
@@ -214,17 +194,16 @@ def test_gradients_equal_autograd_through_the_merged_matrix(kind, parts):
 
 @pytest.mark.parametrize("std", [0.02, 0.002])                            # of weights; 1 / sqrt(K) of 7B is 0.017
 @pytest.mark.parametrize("kind", ["nvfp4", "foreign"])
-def test_float16_gradients_are_those_of_float64_but_for_their_rounding(kind, std):
-    # A folder of another quantizer has tensor scales like 2e-5, no power of two. Multiplied into the result instead of
-    # W they made fp16 round what it cannot hold: gradients were 0.3 to 2 % off. u = 2^-11 is one rounding.
+def test_bf16_gradients_are_those_of_float64_but_for_their_rounding(kind, std):
+    # A folder of another quantizer has tensor scales like 2e-5, no power of two. u = 2^-8 is one rounding.
     torch.manual_seed(0)
-    parts, M, K, R, alpha, u = (64, 32, 32), 24, 128, 4, 8, 2.0**-11
-    weight, w = frozen_weight(kind, parts, K, torch.float16, std)
+    parts, M, K, R, alpha, u = (64, 32, 32), 24, 128, 4, 8, 2.0**-8
+    weight, w = frozen_weight(kind, parts, K, torch.bfloat16, std)
     linear = Linear(weight, ["q", "k", "v"], parts)
-    adapter = attach(OneLinear(linear, torch.float16), rank=R, alpha=alpha)
+    adapter = attach(OneLinear(linear, torch.bfloat16), rank=R, alpha=alpha)
     linear.b.data.normal_(0, 0.02)
     adapter.sync()
-    x, upstream = torch.randn(M, K).half().requires_grad_(), torch.randn(M, sum(parts)) * 2.0**4         # a loss scale
+    x, upstream = torch.randn(M, K).bfloat16().requires_grad_(), torch.randn(M, sum(parts))
     y = linear(x)
     y.backward(upstream)
 
@@ -235,9 +214,8 @@ def test_float16_gradients_are_those_of_float64_but_for_their_rounding(kind, std
     for p, rows in enumerate(rows_of):
         spread[rows, p * R:(p + 1) * R] = s * b[rows]
     xa, dxa = x64 @ a.T, dy @ spread
-    # One rounding each of x @ A.T, W, A, s * B and dy; a sum of N fp32 terms rounds less than one more. W below 2^-14
-    # rounds to multiples of 2^-24.
-    w_off = 1.01 * u * w.abs() + 2.0**-25
+    # One rounding each of x @ A.T, W, A, s * B and dy; a sum of N fp32 terms rounds less than one more.
+    w_off = 1.01 * u * w.abs()
     x_abs, dy_abs, a_abs, spread_abs = x64.abs(), dy.abs(), a.abs(), spread.abs()
     bounds = {
         "y": (y, x64 @ w.T + xa @ spread.T,
@@ -256,9 +234,9 @@ def test_float16_gradients_are_those_of_float64_but_for_their_rounding(kind, std
 
 
 def test_whole_model_gradient_equals_float64_finite_differences(tiny, tmp_path):
-    # Not autograd: central differences of the float64 forward along three directions of the whole adapter, norms too.
+    # Not autograd: central differences of the float64 forward along three directions of the whole adapter.
     case, scale, step = tiny["ragged"], 6 / 4, 1e-5
-    model, adapter = adapted(case, norms=True)
+    model, adapter = adapted(case)
     row = tokens_of(case, 14).tolist()
     model.adapter.master.grad.zero_()
     model.token_logprobs([row], [5])[0].sum().backward()
@@ -272,7 +250,7 @@ def test_whole_model_gradient_equals_float64_finite_differences(tiny, tmp_path):
     save_adapter(model, tmp_path)
     gradient = {name: t.double() for name, t in load_file(tmp_path / "adapter_model.safetensors").items()}
     for seed in range(3):
-        direction = {n: t.double() for n, t in random_adapter(case.raw, 4, seed=10 + seed, norms=True).items()}
+        direction = {n: t.double() for n, t in random_adapter(case.raw, 4, seed=10 + seed).items()}
         up, down = ({n: t.double() + sign * step * direction[n] for n, t in adapter.items()} for sign in (1, -1))
         want = (value(up) - value(down)) / (2 * step)
         got = sum((gradient[n] * direction[n]).sum() for n in direction)
@@ -282,10 +260,9 @@ def test_whole_model_gradient_equals_float64_finite_differences(tiny, tmp_path):
 # -----------------------------------------------------------------------------
 # Files
 
-@pytest.mark.parametrize("norms", [False, True])
-def test_adapter_comes_back_from_its_folder_bit_for_bit(tiny, tmp_path, norms):
+def test_adapter_comes_back_from_its_folder_bit_for_bit(tiny, tmp_path):
     case = tiny["untied"]
-    model, _ = adapted(case, base="nvfp4", norms=norms)
+    model, _ = adapted(case, base="nvfp4")
     save_adapter(model, tmp_path / "adapter")
     again = load(case.folder, base="nvfp4", device="cpu")
     load_adapter(again, tmp_path / "adapter")

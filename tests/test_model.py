@@ -1,6 +1,6 @@
 """
 Logits and log-probs against Qwen2 and Qwen3 in plain float64 (tiny_qwen2.py) and against transformers' stored numbers
-(make_reference.py); every base. Reading of folders is tested in test_hf.py.
+(make_reference.py); every base. Reading of folders is tested in test_weights.py.
 
 python -m pytest tests/test_model.py -v
 QWEN05=<folder of Qwen2.5-Coder-0.5B-Instruct> python -m pytest tests/test_model.py -k half_b -v
@@ -31,7 +31,7 @@ def plain(tiny, tokens):
     return torch.stack([plain_logits(tiny.raw, tiny.tensors, row) for row in tokens])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_norms_two_factors_multiply_to_the_papers_rmsnorm_in_every_dtype(dtype):
     torch.manual_seed(0)
     x, weight, eps = 0.3 * torch.randn(5, 64), torch.rand(64) + 0.5, 0.1             # eps weighs as much as x does
@@ -39,8 +39,6 @@ def test_a_norms_two_factors_multiply_to_the_papers_rmsnorm_in_every_dtype(dtype
     want = x.double() * weight / (x.double().square().mean(-1, keepdim=True) + eps).sqrt()
     assert xw.dtype == dtype and rstd.dtype == torch.float32
     assert ((xw.double() * rstd - want).abs() <= 1.01 * torch.finfo(dtype).eps * want.abs() + 1e-7).all()
-    large = torch.full((1, 64), 5e5)                                                 # 8 times what fp16 holds
-    assert RMSNorm(weight.clamp(max=1), eps, dtype)(large)[0].isfinite().all()
 
 
 def some_tokens(tiny, *shape, seed=5):
@@ -107,8 +105,8 @@ def test_a_prompt_computed_once_for_its_group_gives_each_rows_own_log_probs(tiny
     # Log-probs against a float64 forward of each row, gradients against rows whose prompts are computed each time.
     case = tiny[shape]
     model, rows = load(case.folder, base="bf16", device="cpu"), []
-    lora.attach(model, rank=4, alpha=8, norms=True)
-    set_adapter(model, random_adapter(case.raw, 4, norms=True))
+    lora.attach(model, rank=4, alpha=8)
+    set_adapter(model, random_adapter(case.raw, 4))
     sizes = [n for n in (*completions, 4, 6)]
     flat = some_tokens(case, prompt + 2 + sum(sizes)).tolist()
     first, other, flat = flat[:prompt], flat[prompt:prompt + 2], flat[prompt + 2:]
@@ -118,7 +116,7 @@ def test_a_prompt_computed_once_for_its_group_gives_each_rows_own_log_probs(tiny
     starts = [prompt] * len(completions) + [2, 2]
     weights = torch.linspace(-1, 2, sum(sizes))
     logprobs, _ = model.token_logprobs(rows, starts, kept_layers=1)
-    tensors = merged(case.tensors, random_adapter(case.raw, 4, norms=True), 2)
+    tensors = merged(case.tensors, random_adapter(case.raw, 4), 2)
     want = []
     for row, start in zip(rows, starts):
         log_p = plain_logits(case.raw, tensors, torch.tensor(row)).log_softmax(-1)
@@ -241,8 +239,8 @@ def test_token_logprobs_equal_log_softmax_of_the_logits(tiny, temperature, live_
 
 def test_layers_that_run_again_in_the_backward_give_the_same_gradient_and_no_frozen_weight_gets_one(tiny):
     model, rows = load(tiny["untied"].folder, base="nvfp4", device="cpu"), ragged_rows(tiny["untied"])
-    lora.attach(model, rank=4, alpha=8, norms=True)
-    set_adapter(model, random_adapter(tiny["untied"].raw, 4, norms=True))
+    lora.attach(model, rank=4, alpha=8)
+    set_adapter(model, random_adapter(tiny["untied"].raw, 4))
     gradients, runs = [], []
     for layer in model.layers:
         layer.register_forward_pre_hook(lambda layer, _: runs.append(layer))
@@ -255,7 +253,7 @@ def test_layers_that_run_again_in_the_backward_give_the_same_gradient_and_no_fro
         assert [runs.count(layer) for layer in model.layers] == [2 - (kept == 2), 2 - (kept > 0)]     # of the last
     assert torch.equal(gradients[0], gradients[1]) and torch.equal(gradients[0], gradients[2])
     assert gradients[0].count_nonzero() > 0.9 * sum(
-        t.numel() for t in random_adapter(tiny["untied"].raw, 4, norms=True).values())
+        t.numel() for t in random_adapter(tiny["untied"].raw, 4).values())
     assert model.embed.grad is None and model.final_norm.weight.grad is None
 
 

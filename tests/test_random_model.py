@@ -20,7 +20,7 @@ import weights
 from prompts import Tokenizer
 from sampler import Sampler, Sampling, TorchEngine
 from tools import bench, random_model
-from weights import Shards, check_lengths, load_nvfp4
+from weights import ModelFolder, Shards, load_nvfp4
 
 ROOT = Path(__file__).parent.parent
 SMALL = dict(json.loads((ROOT / "tiny" / "config.json").read_text()), hidden_size=128, intermediate_size=192,
@@ -64,7 +64,7 @@ def test_every_published_shape_becomes_a_config_that_reads_back_as_that_shape(tm
     for name, sizes in zip(random_model.SHAPE_NAMES, bench.SIZES.values(), strict=True):
         raw = random_model.config_of(name)
         (tmp_path / "config.json").write_text(json.dumps(raw))
-        check_lengths(tmp_path, 32768, rank=128)                        # its rules hold
+        ModelFolder(tmp_path).check_length(32768)                        # its rules hold
         assert qwen.ModelConfig.from_json(raw) == qwen.ModelConfig(*sizes)
 
 
@@ -113,7 +113,7 @@ def test_answers_end_after_about_as_many_tokens_as_was_asked_for(folders, name):
 
 
 def test_calibration_finds_errors_to_make_up_for(folders):
-    files = calibrate.source_of(folders["untied"], torch.device("cpu"))
+    files = calibrate.source_of(ModelFolder(folders["untied"]), torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     texts = [calibrate.Text(torch.randint(400, (60,), generator=generator).tolist(), 10) for _ in range(8)]
 

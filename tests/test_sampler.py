@@ -88,8 +88,8 @@ def test_greedy_tokens_are_the_argmax_of_full_forwards(tiny, policy, shape, engi
     case = tiny[shape]
     model, tensors = load(case.folder, base="bf16", device="cpu"), dict(case.tensors)
     if policy == "adapter":
-        adapter = random_adapter(case.raw, 4, seed=2, norms=True)
-        attach(model, rank=4, alpha=6, norms=True)
+        adapter = random_adapter(case.raw, 4, seed=2)
+        attach(model, rank=4, alpha=6)
         set_adapter(model, adapter)
         tensors = merged(case.tensors, adapter, 6 / 4)
     with noisy_norms(model, 0.1 if policy == "noise" else 0.0, seed=1, step=3):
@@ -213,22 +213,6 @@ def test_both_end_ids_stop_and_stay_in_the_completion(tiny):
             last.add(completion[-1] if finished else None)
         assert last == {7, 60, None}
         assert not any(free.finished)
-
-
-@pytest.mark.parametrize("base", ["nvfp4", "bf16"])
-def test_float16_brings_sampler_and_learner_4_times_closer_than_bfloat16(tiny, base):
-    gaps = {}
-    for dtype in ("bfloat16", "float16"):
-        model = load(tiny["untied"].folder, base=base, device="cpu", dtype=dtype)
-        adapter = attach(model, rank=8, alpha=8)
-        adapter.master.data[adapter.b_start:].normal_(0, 0.05, generator=torch.Generator().manual_seed(1))
-        adapter.sync()
-        with noisy_norms(model, 0.01, seed=1, step=2), torch.no_grad():
-            rollouts = generate(Sampler(TorchEngine, model, 80, 64), prompts_of(101, (3, 8, 40)), 8, 32)
-            rows = [p + c for p, c in zip(rollouts.prompts, rollouts.completions)]
-            learner, _ = model.token_logprobs(rows, [len(p) for p in rollouts.prompts])
-        gaps[dtype] = (torch.cat(rollouts.logprobs) - learner).abs().mean()
-    assert 0 < gaps["float16"] < gaps["bfloat16"] / 4
 
 
 @pytest.mark.parametrize("top_k,top_p", [(5, 1.0), (0, 0.7), (8, 0.8)])

@@ -49,7 +49,7 @@ from lora import attach, save_adapter
 from model import load
 from sampler import KV_BLOCK, Rollouts, Sampling, blocks_for
 from tasks.arithmetic import arithmetic
-from weights import NVFP4_CONFIG, Shards
+from weights import NVFP4_CONFIG, ModelFolder, Shards
 
 ROOT = Path(__file__).parent.parent
 TIMES = ("seconds", "seconds_sample", "seconds_update", "tokens_per_s")
@@ -125,7 +125,7 @@ def train(argv, folder, log, env, max_file, fault):
 class Runs:
     """Starts runs in `folder`, which holds word problems, reward functions and the tiny model in NVFP4.
 
-    A run that quantizes ../tiny while it loads has the same weights (test_hf.py), and takes three times as long to
+    A run that quantizes ../tiny while it loads has the same weights (test_weights.py), and takes three times as long to
     begin: that is left to those with a --base or --calibrate and to those that name the model, as the one that learns.
     """
 
@@ -135,7 +135,8 @@ class Runs:
         (folder / "sums.jsonl").write_text("\n".join(lines[:60]))
         (folder / "more.jsonl").write_text("\n".join(lines))
         (folder / "my_rewards.py").write_text(REWARDS)
-        calibrate.to_nvfp4(calibrate.source_of(ROOT / "tiny", torch.device("cpu")), folder / "tiny", "search")
+        source = calibrate.source_of(ModelFolder(ROOT / "tiny"), torch.device("cpu"))
+        calibrate.to_nvfp4(source, folder / "tiny", "search")
 
     def start(self, out, *flags, model=None, env={}, max_file=None, fault=None, bare=False):
         """bare: these flags and no others."""

@@ -76,29 +76,25 @@ def random_tensors(raw, seed=0):
     return tensors
 
 
-def random_adapter(raw, rank, seed=0, norms=False):
-    """PEFT's tensor names -> fp32 A and B (both nonzero) and, with norms, new block norms."""
+def random_adapter(raw, rank, seed=0):
+    """PEFT's tensor names -> fp32 A and B (both nonzero)."""
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for name, shape in sorted(shapes_of(raw).items()):
         module = "base_model.model." + name.removesuffix(".weight")
         if any(f".{target}.weight" in name for target in TARGETS):
             tensors[f"{module}.lora_A.weight"] = noise((rank, shape[1]), generator, shape[1] ** -0.5)
             tensors[f"{module}.lora_B.weight"] = noise((shape[0], rank), generator, 0.3)
-        elif norms and any(f".{norm}.weight" in name for norm in NORMS):
-            tensors[f"{module}.weight"] = 1 + noise(shape, generator, 0.25)
     return tensors
 
 
 def merged(tensors, adapter, scale):
-    """The checkpoint with the adapter worked in, float64: W + scale * B @ A, and its norms in place of the base's."""
+    """The checkpoint with the adapter worked in, float64: W + scale * B @ A."""
     out = {name: t.double() for name, t in tensors.items()}
     for name, t in adapter.items():
         module = name.removeprefix("base_model.model.")
         if module.endswith("lora_A.weight"):
             b = adapter[name.replace("lora_A", "lora_B")]
             out[module.replace("lora_A.", "")] += scale * b.double() @ t.double()
-        elif "lora_B" not in module:
-            out[module] = t.double()
     return out
 
 
@@ -164,9 +160,6 @@ def set_adapter(model, tensors):
             linear.a.data[p * len(a):(p + 1) * len(a)] = a
             linear.b.data[start:start + rows] = b
             start += rows
-    for i, layer in enumerate(model.layers if model.adapter.norms else ()):
-        for name, norm in zip(NORMS, (layer.input_norm, layer.post_norm)):
-            norm.weight.data.copy_(tensors[f"{prefix}model.layers.{i}.{name}.weight"])
     model.adapter.sync()
 
 

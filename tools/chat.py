@@ -26,7 +26,7 @@ from harness.config import setting
 from prompts import prompt_function
 from sampler import Sampler, Sampling, engine_for
 from tasks.problems import Problem
-from weights import check_model, max_positions
+from weights import check_model
 
 LENGTH = 8192                                    # tokens of a conversation, if the model takes them
 
@@ -124,10 +124,10 @@ def main():
     with env.one_line("chat"):
         which, wanted = read_chat_flags()
         with redirect_stdout(sys.stderr):        # stdout has the answers alone
-            which, device, kernels, tokenizer = open_model(which, wanted.prompt_style,
-                                                           wanted.thinking)
-            model = load_model(which, device, tokenizer)
-        length = min(max_positions(tokenizer.folder), LENGTH)
+            which, device, kernels, folder, tokenizer = open_model(which, wanted.prompt_style,
+                                                                   wanted.thinking)
+            model = load_model(which, device, folder, tokenizer)
+        length = min(folder.max_positions, LENGTH)
         sampler = Sampler(engine_for(kernels), model, length, max_rows=1)
         sampling = Sampling(wanted.max_new_tokens, tokenizer.end_ids, wanted.temperature,
                             seed=wanted.seed)

@@ -32,7 +32,7 @@ from harness.console import command
 from harness.setup import device_of, kernels_for
 from prompts import STYLES, Tokenizer, encode_prompts
 from tasks.problems import check_source, load_problems
-from weights import base_of, files_to_copy, model_tensors, read_peft, resolve, save_model
+from weights import ModelFolder, files_to_copy, model_tensors, read_peft, save_model
 
 
 @dataclass(frozen=True)
@@ -55,24 +55,23 @@ FOR_CALIBRATION = "data", "prompt_style", "thinking", "seed"
 def convert_to_nvfp4(source: str, out: Path, wanted: Conversion) -> None:
     """A 16-bit model -> the new folder `out` in NVFP4."""
     check_source(wanted.data)
-    folder = resolve(source, weights=False)
-    device = device_of(wanted.device, folder)
+    folder = ModelFolder(source)
+    device = device_of(wanted.device, folder.path)
     codes = wanted.codes or ("gptq" if wanted.calibrate else "search")
     if codes in ("gptq", "weighted") and not wanted.calibrate:
         raise ValueError(f"--codes {codes} needs --calibrate N")
-    base_of(folder, "nvfp4")                  # says what is lost of a merged adapter
+    folder.choose_base("nvfp4")                  # says what is lost of a merged adapter
     if not wanted.calibrate:
-        calibrate.to_nvfp4(calibrate.source_of(resolve(source), device), out, codes)
+        calibrate.to_nvfp4(calibrate.source_of(folder, device), out, codes)
         tell_what_was_written(out, f"{source} in NVFP4, codes by {codes}",
                               "--model", out, "--data", wanted.data)
         return
     kernels = kernels_for(device, "auto")
-    tokenizer = Tokenizer(folder, wanted.thinking)
+    tokenizer = Tokenizer(folder.path, wanted.thinking)
     problems = load_problems(wanted.data, "train")
     problems = encode_prompts(tokenizer, problems, wanted.prompt_style)
-    count = calibrate.write_calibrated(resolve(source), out, tokenizer, problems,
-                                       wanted.calibrate, device, kernels, codes,
-                                       seed=wanted.seed)
+    count = calibrate.write_calibrated(folder, out, tokenizer, problems, wanted.calibrate, device,
+                                       kernels, codes, seed=wanted.seed)
     tell_what_was_written(out, f"{source} in NVFP4, codes by {codes} from answers to {count} "
                           f"problems of {wanted.data}", "--model", out, "--data", wanted.data,
                           *(["--thinking", "on"] if wanted.thinking == "on" else []))
@@ -86,12 +85,12 @@ def write_merged(run: str, out: Path, device: str | None) -> None:
         kernels_for(device, "auto")              # refuses a GPU that has none
     adapter = Path(run) / "adapter"
     read_peft(adapter)
-    folder = resolve(trained.model)
-    files_to_copy(folder)                     # refuses a link out of it before any work
+    folder = ModelFolder(trained.model)
+    files_to_copy(folder.path)                   # refuses a link out of it before any work
     model = qwen.load(folder, trained.base, device)
     lora.load_adapter(model, adapter)
     tensors = ((name, t.detach().bfloat16().cpu()) for name, t in model_tensors(model))
-    save_model(tensors, folder, out, {"merged_adapter": str(adapter)})
+    save_model(tensors, folder.path, out, {"merged_adapter": str(adapter)})
     # With the run's folder it is measured on what the run held out, in the run's prompts.
     tell_what_was_written(out, f"{trained.model} as {trained.base}, with {adapter}, in bf16",
                           run, "--model", out, "--base", "bf16", "--adapter", "none")

@@ -40,14 +40,14 @@ import torch
 
 import model as qwen
 import nvfp4
-from files import must_be_new, new_folder, read_json, write_json
+from files import must_be_new, new_folder, write_json
 from harness import config
 from harness.config import TINY_MODEL, setting
 from harness.setup import device_of
 from prompts import Tokenizer
 from tools.bench import SIZES
 from tools.convert import tell_what_was_written
-from weights import NVFP4_CONFIG, check_lengths, files_to_copy, nvfp4_tensors, save_shards
+from weights import NVFP4_CONFIG, ModelFolder, files_to_copy, nvfp4_tensors, save_shards
 
 SHAPE_NAMES = [size if size.startswith("qwen") else f"qwen2.5-{size}" for size in SIZES]
 SPREAD = 2.0                                     # standard deviation of the logits
@@ -81,8 +81,7 @@ def config_of(name: str) -> dict:
     there is no such shape.
     """
     if Path(name).is_dir():
-        raw = read_json(Path(name) / "config.json")
-        check_lengths(Path(name), 1)          # refuses what model.py does not compute
+        raw = ModelFolder(name).config           # refuses what model.py does not compute
         raw.pop("quantization_config", None)
         return raw
     size = name.lower().removeprefix("qwen2.5-")

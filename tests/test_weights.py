@@ -1,0 +1,432 @@
+"""
+Model folders come back as they were written, and one that would compute something else than its makers meant is
+refused.
+
+python -m pytest tests/test_weights.py -v
+"""
+import json
+import os
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors.torch import load_file, save_file
+from test_lora import FP32, adapted, tokens_of
+from tiny_qwen2 import SHAPES, TARGETS, merged, plain_logits, random_tensors, write_folder
+
+import nvfp4
+import weights as weights_py
+from files import UserError
+from model import ModelConfig, load
+from weights import (
+    NVFP4_CONFIG,
+    NVFP4_WEIGHTS,
+    ModelFolder,
+    Shards,
+    hub_id,
+    load_nvfp4,
+    model_tensors,
+    nvfp4_tensors,
+    read_config,
+    resolve,
+    save_model,
+)
+
+HERE = Path(__file__).parent
+GROUPS = TARGETS[:3], TARGETS[3:4], TARGETS[4:6], TARGETS[6:]          # fused linears: one tensor scale each
+
+
+def same_bytes(a, b):
+    return a.shape == b.shape and torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
+
+
+def plain(case, tokens):
+    """Float64 logits of every row of tokens (B, T)."""
+    return torch.stack([plain_logits(case.raw, case.tensors, row) for row in tokens])
+
+
+def quantized(case, kept=()):
+    """The checkpoint as compressed-tensors stores it: one global scale for q, k, v and one for gate, up. kept: the
+    linears that stay in 16 bits.
+    """
+    tensors = dict(case.tensors)
+    for i in range(case.raw["num_hidden_layers"]):
+        for group in GROUPS:
+            names = [name for name in (f"model.layers.{i}.{target}" for target in group) if name not in kept]
+            weights = [tensors.pop(f"{name}.weight") for name in names]
+            scale = nvfp4.global_scale_for(*weights) if weights else None
+            for name, w in zip(names, weights):
+                tensors |= dict(nvfp4_tensors(name, *nvfp4.quantize(w, scale)))
+    return tensors
+
+
+def write_nvfp4(case, out):
+    save_model(quantized(case).items(), case.folder, out, {"quantization_config": NVFP4_CONFIG})
+    return out
+
+
+# -----------------------------------------------------------------------------
+# Tensors in and out
+
+@pytest.mark.parametrize("files", [1, 3])
+def test_a_folder_comes_back_as_written(tiny, tmp_path, files):
+    case = tiny["untied"]
+    shards = Shards(write_folder(tmp_path / "model", case.raw, case.tensors, files))
+    assert shards.names.keys() == case.tensors.keys() and len(set(shards.names.values())) == files
+    for name, want in case.tensors.items():
+        assert torch.equal(shards.get(name), want)
+
+
+def test_a_written_nvfp4_linear_is_read_back_as_quantized_in_memory(tiny, tmp_path):
+    case = tiny["untied"]
+    (case.folder / "tokenizer.json").write_text("{}")
+    shards = Shards(write_nvfp4(case, tmp_path / "out"))
+    for i in range(case.raw["num_hidden_layers"]):
+        for group in GROUPS:
+            names = [f"model.layers.{i}.{target}" for target in group]
+            weights = [case.tensors[f"{name}.weight"] for name in names]
+            scale = nvfp4.global_scale_for(*weights)
+            for name, w in zip(names, weights):
+                assert f"{name}.weight" not in shards.names
+                assert shards.get(f"{name}.weight_global_scale").tolist() == [1 / scale.item()]
+                for got, want in zip(load_nvfp4(shards, name), nvfp4.quantize(w, scale), strict=True):
+                    assert same_bytes(got, want)
+    for name, want in case.tensors.items():
+        if not name.endswith(tuple(f"{target}.weight" for target in TARGETS)):
+            assert torch.equal(shards.get(name), want), name
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["hidden_size"] == 128 and config["quantization_config"]["format"] == "nvfp4-pack-quantized"
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]          # the temporary folder is gone
+
+
+def test_16_bit_weights_lose_the_sources_quantization_config(tiny, tmp_path):
+    source = write_nvfp4(tiny["tied"], tmp_path / "four")
+    save_model(tiny["tied"].tensors.items(), source, tmp_path / "sixteen")
+    tokens = tokens_of(tiny["tied"], 2, 9)
+    with torch.no_grad():
+        got, want = (load(folder, "bf16", "cpu")(tokens) for folder in (tmp_path / "sixteen", tiny["tied"].folder))
+    assert torch.equal(got, want)
+
+
+def test_output_is_split_into_shards_that_the_index_lists(tiny, tmp_path, monkeypatch):
+    write_nvfp4(tiny["tied"], tmp_path / "one")
+    monkeypatch.setattr(weights_py, "SHARD_BYTES", 10_000)
+    write_nvfp4(tiny["tied"], tmp_path / "many")
+    one, many = Shards(tmp_path / "one"), Shards(tmp_path / "many")
+    assert len(set(one.names.values())) == 1 and len(set(many.names.values())) > 2
+    assert one.names.keys() == many.names.keys()
+    assert all(same_bytes(one.get(name), many.get(name)) for name in one.names)
+    largest = max(one.get(name).nbytes for name in one.names)
+    assert max(file.stat().st_size for file in many.names.values()) < max(10_000, largest) + 4_000      # of header
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(one.get(name).nbytes for name in one.names)
+    assert index["weight_map"] == {name: path.name for name, path in many.names.items()}
+
+
+def test_an_out_that_holds_something_is_refused_and_kept(tiny, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    write_nvfp4(tiny["tied"], out)                                        # empty: allowed
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    with pytest.raises(ValueError, match="out: "):
+        write_nvfp4(tiny["tied"], out)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_a_model_that_fails_half_way_leaves_no_folder(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(weights_py, "SHARD_BYTES", 10_000)
+
+    def tensors():
+        yield from list(tiny["tied"].tensors.items())[:9]
+        raise ValueError("the tenth is bad")
+
+    with pytest.raises(ValueError, match="the tenth is bad"):
+        save_model(tensors(), tiny["tied"].folder, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+# -----------------------------------------------------------------------------
+# A model as a folder
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_loaded_model_yields_the_tensors_of_its_folder(tiny, shape):
+    got = dict(model_tensors(load(tiny[shape].folder, base="bf16", device="cpu")))
+    assert got.keys() == tiny[shape].tensors.keys()
+    for name, want in tiny[shape].tensors.items():
+        assert torch.equal(got[name], want.float()), name
+
+
+@pytest.mark.parametrize("shape", ["tied", "untied", "qwen3-tied"])
+@pytest.mark.parametrize("base", ["bf16", "nvfp4"])
+def test_a_merged_folder_is_a_bf16_model_with_the_same_logits(tiny, tmp_path, monkeypatch, shape, base):
+    case, tokens = tiny[shape], tokens_of(tiny[shape], 2, 13)
+    model, adapter = adapted(case, base=base)
+    monkeypatch.setattr(weights_py, "SHARD_BYTES", 20_000)                       # several shards
+    tensors = ((name, t.detach().bfloat16()) for name, t in model_tensors(model))
+    save_model(tensors, case.folder, tmp_path / "merged")
+    assert len(list((tmp_path / "merged").glob("*.safetensors"))) > 2
+    again = load(tmp_path / "merged", base="bf16", device="cpu")
+    for name, got in model_tensors(again):
+        assert torch.equal(got.bfloat16().float(), got.float()), f"{name} is not bf16"
+    if base == "bf16":
+        for name, exact in merged(case.tensors, adapter, 6 / 4).items():
+            got = dict(model_tensors(again))[name].double()
+            assert ((got - exact).abs() <= 2.0**-8 * exact.abs() + 1e-7).all(), name
+    with torch.no_grad():
+        want, got = model(tokens), again(tokens)
+    # A weight is off by 2^-9 / sqrt(3) of itself, as noise, in ~14 matrices on a token's way: 0.4 % of the spread. The
+    # adapter, large beside W, makes the blocks amplify it: seen 1.0 %.
+    assert (got - want).std() < 0.02 * want.std()
+
+
+def test_the_config_that_transformers_writes_for_a_qwen3_is_read(tiny, tmp_path):
+    case = tiny["qwen3-tied"]
+    written = read_config(HERE / "qwen3_config.json")
+    assert "rope_theta" in written["rope_parameters"] and set(written["layer_types"]) == {"full_attention"}
+    config = ModelConfig.from_json(written)
+    assert config == ModelConfig.from_json(read_config(case.folder / "config.json"))
+    assert (config.head_dim, config.qkv_bias, config.qk_norm, config.rope_theta) == (32, False, True, 1e4)
+    source = write_folder(tmp_path / "source", written, case.tensors)
+    save_model(case.tensors.items(), source, tmp_path / "out")         # what is written in bf16 says nothing else
+    saved = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert saved["torch_dtype"] == "bfloat16" and "dtype" not in saved and saved["head_dim"] == 32
+
+
+# -----------------------------------------------------------------------------
+# NVFP4 folders as models
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_nvfp4_folder_computes_the_bits_of_quantizing_on_load(tiny, tmp_path, shape):
+    tokens = tokens_of(tiny[shape], 2, 15)
+    folder = write_nvfp4(tiny[shape], tmp_path / shape)
+    with torch.no_grad():
+        want = load(tiny[shape].folder, base="nvfp4", device="cpu")(tokens)
+        assert torch.equal(load(folder, base="nvfp4", device="cpu")(tokens), want)
+
+
+def test_an_nvfp4_folder_with_a_global_scale_for_each_matrix_loads(tiny, tmp_path):
+    """As other quantizers write it: max / 2688, so q, k and v differ and none is 2^n."""
+    case = tiny["untied"]
+    stored, replaced = dict(case.tensors), dict(case.tensors)
+    for name in [n for n in case.tensors if any(n.endswith(f"{t}.weight") for t in TARGETS)]:
+        w = stored.pop(name)
+        inverse = 2688 / w.float().abs().max()
+        packed, scale, g = nvfp4.quantize(w, 1 / inverse)
+        stem = name.removesuffix(".weight")
+        stored |= {f"{stem}.weight_packed": packed, f"{stem}.weight_scale": scale,
+                   f"{stem}.weight_global_scale": inverse.reshape(1)}
+        replaced[name] = nvfp4.dequantize(packed, scale, g, torch.float32)
+    folder = write_folder(tmp_path / "foreign", case.raw | {"quantization_config": NVFP4_CONFIG}, stored)
+    model, tokens = load(folder, base="nvfp4", device="cpu"), tokens_of(case, 2, 15)
+    with torch.no_grad():
+        assert (model(tokens) - plain(case._replace(tensors=replaced), tokens)).abs().max() < FP32
+
+
+def test_linears_that_an_nvfp4_folder_keeps_in_16_bits_stay_in_16(tiny, tmp_path):
+    """compressed-tensors' `ignore`: here the last layer's down and the first layer's q, k and v."""
+    case = tiny["untied"]
+    kept = ["model.layers.1.mlp.down_proj", *(f"model.layers.0.{name}" for name in GROUPS[0])]
+    raw = case.raw | {"quantization_config": NVFP4_CONFIG | {"ignore": ["lm_head", *kept]}}
+    model = load(write_folder(tmp_path / "mixed", raw, quantized(case, kept)), base="nvfp4", device="cpu")
+    held, rounded = (dict(model_tensors(m)) for m in (model, load(case.folder, base="nvfp4", device="cpu")))
+    for name, want in held.items():
+        exact = name.removesuffix(".weight") in kept
+        assert torch.equal(want, case.tensors[name].float() if exact else rounded[name]), name
+    part = quantized(case, kept=["model.layers.0.self_attn.v_proj"])     # q, k, v are one matrix here and in vLLM
+    with pytest.raises(UserError, match="no tensor model.layers.0.self_attn.v_proj.weight_packed"):
+        load(write_folder(tmp_path / "part", raw, part), base="nvfp4", device="cpu")
+
+
+@pytest.mark.parametrize("change", [
+    dict(quant_method="modelopt"),                                        # stores the scale, not its reciprocal
+    dict(config_groups={}), None,
+    dict(config_groups={"group_0": {"weights": NVFP4_WEIGHTS | {"group_size": 32}}}),
+    dict(config_groups={"group_0": {"weights": NVFP4_WEIGHTS | {"num_bits": 8}}})])
+def test_other_four_bit_checkpoints_are_not_read_as_ours(tiny, tmp_path, change):
+    out = write_nvfp4(tiny["tied"], tmp_path / "out")
+    config = json.loads((out / "config.json").read_text())
+    if change is None:
+        del config["quantization_config"]                                 # a config that says nothing of it
+    else:
+        config["quantization_config"] |= change
+    (out / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="config.json: quantization_config"):
+        load(out, "nvfp4", "cpu")
+
+
+@pytest.mark.parametrize("part,value", [
+    ("weight_scale", torch.full((64, 4), -1.0).to(torch.float8_e4m3fn)),
+    ("weight_scale", torch.full((64, 4), float("nan")).to(torch.float8_e4m3fn)),
+    ("weight_scale", torch.ones(64, 4)), ("weight_scale", torch.zeros(0).to(torch.float8_e4m3fn)),
+    ("weight_packed", torch.zeros(64, 32)), ("weight_packed", torch.zeros(64, 16, dtype=torch.uint8)),
+    *(("weight_global_scale", torch.tensor(value)) for value in ([], [1.0, 1], [0.0], [-3.0], [torch.nan], [torch.inf]))
+])
+def test_an_nvfp4_linear_that_decodes_to_nonsense_is_refused(tiny, tmp_path, part, value):
+    name = "model.layers.1.self_attn.o_proj"
+    tensors = quantized(tiny["tied"]) | {f"{name}.{part}": value}
+    folder = write_folder(tmp_path / "bad", tiny["tied"].raw | {"quantization_config": NVFP4_CONFIG}, tensors)
+    with pytest.raises(UserError, match=f"bad.*{name}"):
+        load(folder, "nvfp4", "cpu")
+
+
+# -----------------------------------------------------------------------------
+# Wrong folders: a UserError that names the file or the tensor
+
+def drop(case, ending):
+    return {name: t for name, t in case.tensors.items() if not name.endswith(ending)}
+
+
+def with_value(case, name, value):
+    tensor = case.tensors[name].clone()
+    tensor.view(-1)[-1] = value
+    return case.tensors | {name: tensor}
+
+
+YARN = dict(rope_type="yarn", factor=4.0, rope_theta=1e6)
+L1 = "model.layers.1."
+
+
+@pytest.mark.parametrize("shape,config,named", [
+    ("tied", dict(architectures=["LlamaForCausalLM"]), "config.json: architectures"),
+    ("tied", dict(architectures=["Qwen3MoeForCausalLM"]), "config.json: architectures"),
+    ("tied", dict(use_sliding_window=True), "config.json: use_sliding_window"),
+    ("tied", dict(layer_types=["full_attention", "sliding_attention"]), "config.json: layer_types"),
+    ("tied", dict(rope_scaling=YARN), "config.json: rope_scaling"),
+    ("tied", dict(rope_theta=None, rope_parameters=YARN), "config.json: rope_parameters"),
+    ("tied", dict(rope_theta=None), "config.json: .*rope_theta"),
+    ("tied", dict(hidden_act="gelu"), "config.json: hidden_act"),
+    ("tied", dict(hidden_size=None), "config.json: .*hidden_size"),
+    ("tied", dict(quantization_config=dict(quant_method="fp8")), "config.json: quantization_config"),
+    ("tied", dict(hidden_size=128), r"q_proj.bias has shape \(64,\)"),
+    ("tied", dict(head_dim=32), r"q_proj.bias has shape \(64,\)"),
+    ("tied", dict(num_attention_heads=64), r"k_proj.bias has shape"),
+    ("tied", dict(num_hidden_layers=1), "first model.layers.1"),
+    ("tied", dict(num_hidden_layers=3), "no tensor model.layers.2"),
+    ("tied", dict(tie_word_embeddings=False), "no tensor lm_head.weight"),
+    ("qwen3-tied", dict(head_dim=16), r"q_norm.weight has shape \(32,\)"),
+    ("qwen3-tied", dict(head_dim=None), r"q_norm.weight has shape \(32,\)"),
+    ("qwen3-tied", dict(architectures=["Qwen2ForCausalLM"]), "first model.layers.0.self_attn.k_norm"),
+])
+def test_a_config_that_does_not_fit_model_or_tensors_is_refused(tiny, tmp_path, shape, config, named):
+    case = tiny[shape]
+    with pytest.raises(ValueError, match=named):
+        load(write_folder(tmp_path / "model", case.raw | config, case.tensors), base="nvfp4", device="cpu")
+
+
+@pytest.mark.parametrize("shape,change,named", [
+    ("tied", lambda c: c.tensors | {"model.layers.9.x": torch.zeros(2)}, "first model.layers.9.x"),
+    ("qwen3-tied", lambda c: c.tensors | {L1 + "self_attn.v_proj.bias": torch.zeros(64)}, "v_proj.bias"),
+    ("qwen3-tied", lambda c: drop(c, "1.self_attn.k_norm.weight"), "no tensor model.layers.1.self_attn.k_norm"),
+    ("tied", lambda c: drop(c, L1 + "mlp.up_proj.weight"), "no tensor model.layers.1.mlp.up_proj.weight"),
+    ("tied", lambda c: c.tensors | {L1 + "mlp.up_proj.weight": torch.zeros(191, 64)}, r"up_proj.* \(191, 64\)"),
+    ("tied", lambda c: c.tensors | {L1 + "mlp.up_proj.weight": torch.zeros(192, 64, dtype=torch.int8)}, "up_proj"),
+    *(("tied", lambda c, name=name, value=value: with_value(c, name, value), f"{name} holds NaN")
+      for name in ("model.norm.weight", "model.embed_tokens.weight", L1 + "self_attn.k_proj.bias",
+                   L1 + "mlp.up_proj.weight") for value in (torch.nan, -torch.inf)),
+    ("tied", lambda c: quantized(c) | {L1 + "mlp.down_proj.weight": torch.zeros(2)}, "first .*down_proj.weight"),
+    ("tied", lambda c: c.tensors | {"lm_head.weight": c.tensors["model.embed_tokens.weight"] + 1},
+     "tie_word_embeddings is true, but lm_head.weight"),
+    ("tied", lambda c: c.tensors | {"lm_head.weight": torch.zeros(1)}, "tie_word_embeddings is true"),
+])
+def test_tensors_that_would_compute_something_else_are_refused(tiny, tmp_path, shape, change, named):
+    case, tensors = tiny[shape], change(tiny[shape])
+    packed = any(name.endswith("_packed") for name in tensors)
+    raw = case.raw | ({"quantization_config": NVFP4_CONFIG} if packed else {})
+    with pytest.raises(UserError, match=named):
+        load(write_folder(tmp_path / "model", raw, tensors), base="nvfp4", device="cpu")
+
+
+def test_a_copy_of_the_embedding_as_a_tied_head_is_read(tiny, tmp_path):
+    case = tiny["tied"]
+    copy = {"lm_head.weight": case.tensors["model.embed_tokens.weight"].clone()}
+    load(write_folder(tmp_path / "model", case.raw, case.tensors | copy), base="bf16", device="cpu")
+
+
+def cut(file, length):
+    os.truncate(file, file.stat().st_size + length if length < 0 else length)
+
+
+def lose_tensor(file):
+    save_file(dict(list(load_file(file).items())[1:]), file)
+
+
+@pytest.mark.parametrize("name,damage", [
+    ("model-00002-of-00003.safetensors", Path.unlink),
+    ("model-00002-of-00003.safetensors", lambda file: cut(file, -1)),
+    ("model-00001-of-00003.safetensors", lambda file: cut(file, 100)),
+    ("no tensor model", lambda _: lose_tensor(_.with_name("model-00001-of-00003.safetensors"))),
+    ("model.safetensors.index.json", lambda file: file.write_text('{"weight_map": ')),
+    ("passwd.safetensors", lambda _: _.with_name("model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "../../passwd.safetensors"}}')),
+    ("config.json", lambda file: file.write_text("[]")), ("config.json", lambda file: file.write_text("{")),
+    ("config.json", Path.unlink)])
+def test_a_damaged_folder_is_one_line_that_names_the_file(tiny, tmp_path, name, damage):
+    save_file({"a": torch.zeros(2)}, tmp_path / "passwd.safetensors")
+    folder = write_folder(tmp_path / "a" / "model", tiny["tied"].raw, tiny["tied"].tensors, files=3)
+    damage(folder / name)
+    with pytest.raises((ValueError, OSError)) as error:
+        load(folder, base="nvfp4", device="cpu")
+    assert "\n" not in str(error.value) and name in str(error.value), error.value
+
+
+def test_ids_and_lengths_beyond_the_model_are_refused(tiny):
+    folder, vocab = tiny["tied"].folder, tiny["tied"].raw["vocab_size"]
+    load(folder, device="cpu", live_vocab=vocab)
+    with pytest.raises(ValueError, match="tokenizer.json"):
+        load(folder, device="cpu", live_vocab=vocab + 1)
+    ModelFolder(folder).check_length(512)
+    with pytest.raises(UserError, match="config.json: max_position_embeddings is 512, less than 513"):
+        ModelFolder(folder).check_length(513)
+
+
+@pytest.mark.parametrize("base,block", [("nf4", 64), ("mxfp4", 32), ("nvfp4", 16)])
+def test_a_matrix_whose_columns_end_inside_a_scale_block_is_refused(tiny, tmp_path, base, block):
+    raw = tiny["tied"].raw | dict(hidden_size=72)                         # 4 heads of 18
+    with pytest.raises(ValueError, match=f"K=72 .* block of {block} weights"):
+        load(write_folder(tmp_path / "model", raw, random_tensors(raw)), base=base, device="cpu")
+
+
+# -----------------------------------------------------------------------------
+# Which model
+
+def test_a_digest_tells_weights_apart_and_knows_a_model_in_4_bits_and_merged(tiny, tmp_path):
+    case = tiny["untied"]
+    folders = {"first": case.folder, "sharded": write_folder(tmp_path / "sharded", case.raw, case.tensors, files=3),
+               "4 bits": write_nvfp4(case, tmp_path / "four")}
+    for name, seed in (("other", 1), ("other linears", 0)):
+        tensors = random_tensors(case.raw, seed)
+        tensors["model.layers.1.mlp.down_proj.weight"] += 1
+        folders[name] = write_folder(tmp_path / name, case.raw, tensors)
+    whole, model = ({name: ModelFolder(folder).sha256(linears) for name, folder in folders.items()}
+                    for linears in (True, False))
+    assert whole["first"] == whole["sharded"] and len(set(whole.values())) == 4
+    assert model["first"] == model["sharded"] == model["4 bits"] == model["other linears"] != model["other"]
+
+
+@pytest.mark.parametrize("name,hub", [
+    ("qwen2.5-7b", "Qwen/Qwen2.5-7B-Instruct"), ("qwen2.5-coder-0.5b", "Qwen/Qwen2.5-Coder-0.5B-Instruct"),
+    ("qwen2.5-math-72b", "Qwen/Qwen2.5-Math-72B-Instruct"), ("qwen3-0.6b", "Qwen/Qwen3-0.6B"),
+    ("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-7B"), ("somebody/else", "somebody/else")])
+def test_short_names_and_hub_ids_are_downloaded(monkeypatch, name, hub):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda hub_id, allow_patterns: f"cache/{hub_id}")
+    assert resolve(name) == Path("cache") / hub
+
+
+@pytest.mark.parametrize("name", ["llama-7b", "Qwen2.5-7B", "Qwen2.5-7B-Instruct", "/no/folder", "./my-model", "../x",
+                                  "~/x", "a/b/c", "my-model/"])
+def test_names_that_lead_nowhere_are_refused(name):
+    for refuses in (hub_id, resolve, ModelFolder):
+        with pytest.raises(UserError, match=f"^--model {name}: "):
+            refuses(name)
+
+
+def test_a_model_that_cannot_be_downloaded_is_one_line(monkeypatch):
+    def offline(*args, **kwargs):
+        raise LocalEntryNotFoundError("no such snapshot in the cache\nand no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(UserError, match=r"^--model somebody/else: .*no such snapshot in the cache\)$"):
+        resolve("somebody/else")
