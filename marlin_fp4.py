@@ -19,15 +19,14 @@ sampler's prefills always expand W, by `PackedWeight.dequantize`.
 The parts of this file:
 
     1  the packed layout for x in bf16: tiles, code words, scale words, and one weight by hand
-    2  the bits of code words and scale words for x in fp16
-    3  packing a weight, in plain torch
-    4  decoding in registers; `dequantize_kernel`, which expands W
-    5  the schedule: which program walks which tiles, and where its sums go
-    6  the kernel in plain Triton, for every NVIDIA GPU from Ampere (sm_80) on
-    7  how that kernel is launched
-    8  the same product of a W that is expanded first
+    2  packing a weight, in plain torch
+    3  decoding in registers; `dequantize_kernel`, which expands W
+    4  the schedule: which program walks which tiles, and where its sums go
+    5  the kernel in plain Triton, for every NVIDIA GPU from Ampere (sm_80) on
+    6  how that kernel is launched
+    7  the same product of a W that is expanded first
 
-fast/hopper_fp4.py is parts 6 and 7 again for Hopper alone, 1.03 to 1.27 times as fast (a layer of a
+fast/hopper_fp4.py is parts 5 and 6 again for Hopper alone, 1.03 to 1.27 times as fast (a layer of a
 7B or 32B, 1 to 64 rows, H200); read it after this.
 
 The name and the idea of one weight stream cut into equal stripes are Marlin's (Frantar et al. 2024,
@@ -190,59 +189,20 @@ MAX_DECODE_ROWS = 256
 #     code times scale         0x3710        as bf16: 4.5 * 2^-19
 #     times out_scale          4.5 * row_scale
 
-class BitOrder(NamedTuple):
-    """Where the bits of four codes and of four scales lie in their words, for one type of x."""
-    # (take, shift, times) of each plane: ((word & take) << shift) * times. A shift below 0 goes to
-    # the right.
-    planes: tuple
-    mantissa_bit: int       # where a decoded code has its m; both e are above it, s is bit 15
-    rotation: int           # of a scale word, to the left
-    exponent_bias: int      # what is added to floor(log2 v) in a scale's byte
-    scale_base: int         # bits that are set in every decoded scale
-    power: int              # a decoded code times its decoded scale is code * v * 2^-power
-
-
-BF16_ORDER = BitOrder(((0xFFFF, 0, 1), (0xFFFF, 3, 1), (0xFFFF, 6, 1), (0x6C00, -8, 1057)),
-                      mantissa_bit=6, rotation=4, exponent_bias=10, scale_base=0x7000, power=19)
+# (take, shift, times) of each plane: a decoded code is ((word & take) << shift) * times, masked. A
+# shift below 0 goes to the right.
+PLANES = (0xFFFF, 0, 1), (0xFFFF, 3, 1), (0xFFFF, 6, 1), (0x6C00, -8, 1057)
+MANTISSA_BIT = 6                    # where a decoded code has its m; both e are above it, s is bit 15
+ROTATION = 4                        # of a scale word, to the left
+EXPONENT_BIAS = 10                  # what is added to floor(log2 v) in a scale's byte
+SCALE_BASE = 0x7000                 # bits that are set in every decoded scale
+POWER = 19                          # a decoded code times its decoded scale is code * v * 2^-POWER
 
 
 # -----------------------------------------------------------------------------
-# 2. The bits of both words for x in fp16
-#
-# fp16 has 5 exponent bits, not 8. So the e, e and m of a decoded code belong into bits 11, 10 and
-# 9, and the mask is 0x8E00:
-#
-#     bit            15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
-#     a code word    s0 s2 s3 s1 e0 e0 m0 e1 e1 m1 e2 e2 m2 e3 e3 m3
-#     a fp16          s  e  e  e  e  e  m  m  m  m  m  m  m  m  m  m
-#
-#     plane 0    word                            & 0x8E00
-#     plane 1    (word << 3)                     & 0x8E00
-#     plane 2    (word & 0x4038) * (2^1 + 2^6)   & 0x8E00       the sign goes up by 1, e e m by 6
-#     plane 3    (word & 0x2007) * (2^2 + 2^9)   & 0x8E00       the sign goes up by 2, e e m by 9
-#
-# What is left is the code's value times 2^-14, the smallest normal number of fp16. 0.5 becomes a
-# subnormal number here too; a GPU multiplies those as fast as others.
-#
-# Two words share a register as in bf16. The product pushes the lower word's sign (plane 2: to bit
-# 20, plane 3: to bit 22) into the upper word. There it may meet a copy of an m and carry, but no
-# carry goes beyond bit 7, and the lowest bit that the mask keeps is 9.
-#
-# A scale's byte is u = ((floor(log2 v) + 22) << 3) | mantissa, and u << 7 is v * 2^7 as a fp16
-# number, so scale words are rotated by 7. The product is code * v * 2^-7. It has 6 significant bits
-# again, is at most 21 and a multiple of 2^-17, so fp16 holds it exactly.
+# 2. Packing. Plain torch, on any device.
 
-FP16_ORDER = BitOrder(((0xFFFF, 0, 1), (0xFFFF, 3, 1), (0x4038, 0, 66), (0x2007, 0, 516)),
-                      mantissa_bit=9, rotation=7, exponent_bias=22, scale_base=0, power=7)
-
-BIT_ORDERS = {torch.bfloat16: BF16_ORDER, torch.float16: FP16_ORDER}
-TRITON_BIT_ORDERS = {tl.bfloat16: BF16_ORDER, tl.float16: FP16_ORDER}
-
-
-# -----------------------------------------------------------------------------
-# 3. Packing. Plain torch, on any device.
-
-def _unpack_words(words, order):
+def _unpack_words(words):
     """(..., C) int16 words -> (..., 4 C) codes 0..15 as int32, plane after plane.
 
     It computes the bits that the kernels compute. (The shift to the right comes last here and first
@@ -250,41 +210,41 @@ def _unpack_words(words, order):
     """
     words = words.to(torch.int32) & 0xFFFF
     codes = []
-    for take, shift, times in order.planes:
+    for take, shift, times in PLANES:
         number = ((words & take) * times * 2**max(shift, 0)) >> max(-shift, 0)
-        codes.append(((number >> 12) & 8) | ((number >> order.mantissa_bit) & 7))
+        codes.append(((number >> 12) & 8) | ((number >> MANTISSA_BIT) & 7))
     return torch.cat(codes, dim=-1)
 
 
 @cache
-def _word_table(order, device):
+def _word_table(device):
     """int16 (65536,): the word that holds four codes, at index c0 | c1 << 4 | c2 << 8 | c3 << 12.
 
     Found by unpacking all 65,536 words, so packing cannot disagree with unpacking.
     """
     words = torch.arange(65536, device=device)
-    c0, c1, c2, c3 = _unpack_words(words[:, None], order).unbind(-1)
+    c0, c1, c2, c3 = _unpack_words(words[:, None]).unbind(-1)
     table = torch.empty(65536, dtype=torch.int16, device=device)
     table[c0 | c1 << 4 | c2 << 8 | c3 << 12] = words.to(torch.int16)
     return table
 
 
-def _pack_words(codes, order):
+def _pack_words(codes):
     """The inverse of _unpack_words, a row of a tile at a time: (..., 128) -> (..., 32)."""
     c0, c1, c2, c3 = codes.to(torch.int32).unflatten(-1, (4, 32)).unbind(-2)
-    return _word_table(order, codes.device)[c0 | c1 << 4 | c2 << 8 | c3 << 12]
+    return _word_table(codes.device)[c0 | c1 << 4 | c2 << 8 | c3 << 12]
 
 
-def _pack_scales(scale, order):
+def _pack_scales(scale):
     """Scale words of rows of a tile: (..., 8) fp32 E4M3 values >= 0 -> (..., 2) int32.
 
     The 8 scales follow each other along k, so the two of a plane are neighbours.
     """
     mantissa, exponent = torch.frexp(scale)  # v = mantissa * 2^exponent with mantissa in [0.5, 1)
-    u = ((exponent.long() - 1 + order.exponent_bias) << 3) | ((mantissa * 16).long() & 7)
+    u = ((exponent.long() - 1 + EXPONENT_BIAS) << 3) | ((mantissa * 16).long() & 7)
     u0, u1, u2, u3 = torch.where(scale > 0, u, 0).unflatten(-1, (4, 2)).unbind(-2)
     word = u0 | u3 << 8 | u1 << 16 | u2 << 24  # (..., 2) int64: torch shifts no unsigned 32 bits
-    word = ((word << order.rotation) & 0xFFFFFFFF) | (word >> (32 - order.rotation))
+    word = ((word << ROTATION) & 0xFFFFFFFF) | (word >> (32 - ROTATION))
     return (word - ((word >> 31) << 32)).to(torch.int32)  # the same 32 bits as a signed number
 
 
@@ -297,40 +257,36 @@ def _cut_into_tiles(t, columns):
 class PackedWeight(Weight):
     """A frozen NVFP4 weight (N, K) in the layout above, on a GPU; `pack` makes it.
 
-    The fast twin of nvfp4.Weight. `dtype` is the type of the x that it multiplies.
+    The fast twin of nvfp4.Weight, for x in bf16.
     """
 
     def __init__(self, N: int, K: int, codes: torch.Tensor, scales: torch.Tensor,
-                 row_scale: torch.Tensor, dtype: torch.dtype):
+                 row_scale: torch.Tensor):
         # No function that decodes the tensors is handed on: dequantize() below replaces Weight's.
-        super().__init__((codes, scales, row_scale), dequantize=None, shape=(N, K), dtype=dtype)
+        super().__init__((codes, scales, row_scale), dequantize=None, shape=(N, K),
+                         dtype=torch.bfloat16)
         self.codes = codes          # int16 (N/128, K/128, 128, 32)
         self.scales = scales        # int32 (N/128, K/128, 128, 2)
         self.row_scale = row_scale  # fp32 (N,)
         # What the kernels' sums are multiplied by, fp32 (N,): the power undoes that of the codes
         # and scales as they are decoded.
-        self.out_scale = row_scale * 2**BIT_ORDERS[dtype].power
-        # Whether dequantize() may multiply by out_scale in `dtype`, without a detour through fp32.
-        # Every out_scale has to be a power of two, and `dtype` has to hold it: fp16 would make inf
-        # of 2^16 (a row_scale of 2^9) and 0 of 2^-25 (a row_scale of 2^-32).
-        held = self.out_scale.to(dtype).float() == self.out_scale
-        self.exact = bool((held & (torch.frexp(self.out_scale).mantissa == 0.5)).all())
+        self.out_scale = row_scale * 2**POWER
+        # Whether dequantize() may multiply by out_scale in bf16, without a detour through fp32: bf16
+        # holds every power of two that fp32 holds.
+        self.exact = bool((torch.frexp(self.out_scale).mantissa == 0.5).all())
 
     def dequantize(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """W (N, K) in `dtype`, or in the type of `out`, whose rows may have any stride.
+        """W (N, K) in bf16, or in the type of `out`, whose rows may have any stride.
 
         Every weight is code * block_scale * row_scale in fp32, rounded. Where row_scale is a power
-        of two, bf16 holds that exactly. fp16 has fewer exponents: it holds all weights of a row
-        exactly if its row_scale is 2^-14 to 2^4. At 2^-14 the last bit of the smallest weight is
-        worth 2^-24, fp16's smallest number, and at 2^4 the largest weight is 43,008.
+        of two, bf16 holds that exactly.
         """
         if out is None:
             out = torch.empty(self.N, self.K, dtype=self.dtype, device=self.device)
         assert out.shape == (self.N, self.K) and out.stride(1) == 1, (out.shape, out.stride())
         dequantize_kernel[self.codes.shape[1], self.codes.shape[0]](
             self.codes, self.scales, self.out_scale, out, self.N, self.K, out.stride(0),
-            EXACT=self.exact and out.dtype == self.dtype, FP16=self.dtype == torch.float16,
-            num_warps=8)
+            EXACT=self.exact and out.dtype == self.dtype, num_warps=8)
         return out
 
     def expands(self, rows: int) -> bool:
@@ -340,14 +296,13 @@ class PackedWeight(Weight):
 
 def pack(packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Tensor,
          dtype: torch.dtype = torch.bfloat16) -> PackedWeight:
-    """Packs the three tensors of nvfp4.quantize for x of `dtype`.
+    """Packs the three tensors of nvfp4.quantize for x in bf16, which is the only `dtype`.
 
     packed uint8 (N, K // 2), block_scale E4M3 (N, K // 16), global_scale fp32 () or (N,). An
     AssertionError names what does not fit.
     """
     N, K = packed.shape[0], packed.shape[1] * 2
-    assert dtype in BIT_ORDERS, f"dtype must be bf16 or fp16, got {dtype}"
-    order = BIT_ORDERS[dtype]
+    assert dtype == torch.bfloat16, f"dtype must be bf16, got {dtype}"
     assert K % SCALE_BLOCK == 0, (
         f"{K=} must be a multiple of {SCALE_BLOCK}, the weights of one scale ({N=})")
     dtypes = packed.dtype, block_scale.dtype, global_scale.dtype
@@ -358,7 +313,7 @@ def pack(packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Te
     bad = scale[~(scale >= 0)]  # written this way round it finds NaN too
     assert not len(bad), f"block scales must be >= 0 and finite, got {bad[0]}"
     row_scale = global_scale.to(packed.device).reshape(-1).expand(N).contiguous()
-    limit = 2.0**(128 - order.power)  # from here on out_scale would be inf
+    limit = 2.0**(128 - POWER)  # from here on out_scale would be inf
     bad = row_scale[~((row_scale > 0) & (row_scale < limit))]
     assert not len(bad), f"global_scale must be above 0 and below {limit:g}, got {bad[0]}"
 
@@ -368,21 +323,21 @@ def pack(packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Te
     # One band at a time, because the codes become int32 on the way: 8 times the bytes of `packed`.
     for i in range(scale.shape[0]):
         band = _cut_into_tiles(codes[i * TILE_SIDE:(i + 1) * TILE_SIDE], TILE_SIDE)[0]
-        # The byte 0 of a zero scale decodes to a number that is not zero (2^97 in bf16), so the
+        # The byte 0 of a zero scale decodes to a number that is not zero (2^97), so the
         # codes under it have to be zero.
         under_zero = (scale[i] == 0).repeat_interleave(SCALE_BLOCK, dim=-1)
-        words[i] = _pack_words(band.masked_fill(under_zero, 0), order)
-    return PackedWeight(N, K, words, _pack_scales(scale, order), row_scale, dtype)
+        words[i] = _pack_words(band.masked_fill(under_zero, 0))
+    return PackedWeight(N, K, words, _pack_scales(scale), row_scale)
 
 
 # -----------------------------------------------------------------------------
-# 4. Decoding in registers
+# 3. Decoding in registers
 #
-# The arithmetic of parts 1 and 2 is written in PTX, NVIDIA's assembly, because one instruction can
+# The arithmetic of part 1 is written in PTX, NVIDIA's assembly, because one instruction can
 # then work on a register with two code words. The compiler would spend one on each 16-bit word.
 #
 # Triton's inline assembly numbers the operands: first the results, then the argument. For planes 2
-# and 3 in bf16 the first function below makes, with the results in $0 and $1 and two code words in
+# and 3 the first function below makes, with the results in $0 and $1 and two code words in
 # $2:
 #
 #     { .reg .b32 t;
@@ -397,13 +352,12 @@ def pack(packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Te
 # scales, each of which belongs to 16 weights.
 
 @triton.constexpr_function
-def _decode_planes_asm(dtype, first_plane):
+def _decode_planes_asm(first_plane):
     """PTX: two code words in register $2 -> plane `first_plane` of both in $0, the next in $1."""
-    order = TRITON_BIT_ORDERS[dtype]
-    mask = (0x8000 | 7 << order.mantissa_bit) * 0x10001  # times 0x10001: the same for both words
+    mask = (0x8000 | 7 << MANTISSA_BIT) * 0x10001  # times 0x10001: the same for both words
     lines = []
     for i in range(2):
-        take, shift, times = order.planes[first_plane + i]
+        take, shift, times = PLANES[first_plane + i]
         word = "$2"
         # (operation, operand, the operand with which it would change nothing and is left out)
         steps = (("and.b32", take * 0x10001, 0xFFFFFFFF), ("shl.b32", max(shift, 0), 0),
@@ -417,14 +371,13 @@ def _decode_planes_asm(dtype, first_plane):
 
 
 @triton.constexpr_function
-def _decode_scales_asm(dtype):
+def _decode_scales_asm():
     """PTX: a scale word in register $4 -> the scales of planes 0, 1, 2, 3 in $0, $1, $2, $3.
 
     The "mov" takes the low and the high half of a register by their names and costs nothing.
     """
-    order = TRITON_BIT_ORDERS[dtype]
     # lop3 with the table 0xEA is (a & b) | c.
-    take_and_or = f"{(0xFF << order.rotation) * 0x10001:#x}, {order.scale_base * 0x10001:#x}, 0xEA"
+    take_and_or = f"{(0xFF << ROTATION) * 0x10001:#x}, {SCALE_BASE * 0x10001:#x}, 0xEA"
     return f"""{{ .reg .b32 t;
         lop3.b32 t, $4, {take_and_or};
         mov.b32 {{$0, $1}}, t;
@@ -441,14 +394,14 @@ def _decode_scales_asm(dtype):
 def decode_planes(words, first_plane: tl.constexpr, dtype: tl.constexpr):
     """int16 code words -> plane `first_plane` (0 or 2) and the next, each of the shape of `words`.
     """
-    return tl.inline_asm_elementwise(_decode_planes_asm(dtype, first_plane), "=&r,=r,r", [words],
+    return tl.inline_asm_elementwise(_decode_planes_asm(first_plane), "=&r,=r,r", [words],
                                      dtype=(dtype.value, dtype.value), is_pure=True, pack=2)
 
 
 @triton.jit
 def decode_scales(word, dtype: tl.constexpr):
     """int32 scale words -> four tensors of scales, one for each plane, of the shape of `word`."""
-    return tl.inline_asm_elementwise(_decode_scales_asm(dtype), "=h,=h,=h,=h,r", [word],
+    return tl.inline_asm_elementwise(_decode_scales_asm(), "=h,=h,=h,=h,r", [word],
                                      dtype=(dtype.value,) * 4, is_pure=True, pack=1)
 
 
@@ -469,13 +422,12 @@ def dequantize_kernel(
     codes_ptr,         # int16 (N/128, K/128, 128, 32)
     scales_ptr,        # int32 (N/128, K/128, 128, 2)
     out_scale_ptr,     # fp32  (N,)
-    out_ptr,           # bf16, fp16 or fp32 (N, K), its row stride is out_stride
+    out_ptr,           # bf16 or fp32 (N, K), its row stride is out_stride
     N, K, out_stride,
     EXACT: tl.constexpr, # PackedWeight.exact: multiply by out_scale in 16 bits, else in fp32
-    FP16: tl.constexpr,  # the weight is packed for x in fp16, else for bf16
 ):
     """Expands W. One program does one 128 x 128 tile."""
-    dtype: tl.constexpr = tl.float16 if FP16 else tl.bfloat16
+    dtype: tl.constexpr = tl.bfloat16
     tile_k = tl.program_id(0)
     tile_n = tl.program_id(1)
     tile = (tile_n * tl.num_programs(0) + tile_k).to(tl.int64)
@@ -500,7 +452,7 @@ def dequantize_kernel(
 
 
 # -----------------------------------------------------------------------------
-# 5. The schedule of the weight stream
+# 4. The schedule of the weight stream
 #
 # The tiles of W in memory order, along k and then band after band, are one stream. It is cut into
 # stripes of equal length, and each program walks one stripe (stream-K; Marlin's stripes). So all
@@ -634,7 +586,7 @@ class MatmulSlabs(NamedTuple):
 
 
 # -----------------------------------------------------------------------------
-# 6. The kernel, in plain Triton
+# 5. The kernel, in plain Triton
 #
 # A tensor core's product has a first operand of at least 16 rows, and a second one of at least 8
 # columns. W is the first operand and x.T the second, so the sums are kept transposed: 128 columns
@@ -650,7 +602,7 @@ class MatmulSlabs(NamedTuple):
 
 class MatmulInputs(NamedTuple):
     """What portable_kernel reads."""
-    x: tl.tensor            # bf16 or fp16 (M, K)
+    x: tl.tensor            # bf16 (M, K)
     x_stride: tl.tensor     # from one of its rows to the next
     codes: tl.tensor        # int16 (N/128, K/128, 128, 32)
     scales: tl.tensor       # int32 (N/128, K/128, 128, 2)
@@ -772,7 +724,7 @@ def portable_kernel(
 
 
 # -----------------------------------------------------------------------------
-# 7. How that kernel is launched
+# 6. How that kernel is launched
 
 class PortableConfig(NamedTuple):
     """How portable_kernel is launched for some number of rows of x."""
@@ -888,7 +840,7 @@ def portable_matmul(x: torch.Tensor, weight: PackedWeight, lora_a: torch.Tensor 
 
 
 # -----------------------------------------------------------------------------
-# 8. The same product of a W that is expanded first
+# 7. The same product of a W that is expanded first
 
 @cache
 def unit_scale(n: int, device: torch.device) -> torch.Tensor:

@@ -146,7 +146,7 @@ def blank(weights, base, dtype):
     N, K = sum(map(len, weights)), weights[0].shape[1]
     tiles = -(-N // 128), -(-K // 128), 128
     codes, scales = torch.zeros(*tiles, 32, dtype=torch.int16), torch.zeros(*tiles, 2, dtype=torch.int32)
-    return marlin_fp4.PackedWeight(N, K, codes, scales, torch.ones(N), dtype)
+    return marlin_fp4.PackedWeight(N, K, codes, scales, torch.ones(N))
 
 
 def compile_step(sm, matmul, n, dtype, head, rank=32, names=None):
