@@ -35,7 +35,7 @@ import nvfp4
 import rewards
 from files import errors_name_file, first_line, json_line, read_json, read_rows, write_atomically
 from harness import config
-from harness.config import KERNELS, MAX_ROWS, Settings, setting
+from harness.config import MAX_ROWS, Settings, setting
 from harness.setup import choose_device, configure_cpu, refuse_large_rank
 from prompts import Tokenizer, digest_of, encode_prompts, prompt_function, split_problems
 from ranks import say
@@ -61,10 +61,7 @@ class Which:
                                   "without an adapter")
     base: str | None = setting(None, "format of the linears (default: nvfp4, or bf16 for a folder "
                                "of tools.convert merge)", choices=nvfp4.FORMATS)
-    dtype: str | None = setting(None, "type of the inputs of matmuls, as in train.py",
-                                choices=("bfloat16", "float16"))
     device: str | None = setting(None, "cpu, cuda or cuda:N (default: a GPU if there is one)")
-    kernels: str = setting("auto", "as in train.py", choices=("auto", *KERNELS))
 
 
 @dataclass(frozen=True)
@@ -106,11 +103,15 @@ def parse(parser: argparse.ArgumentParser, sections: list) -> tuple[argparse.Nam
     run = None
     if args.run:
         run = config.settings_of_run(args.run)
-        names = "model", "base", "dtype", "prompt_style", "thinking", "reward", "max_new_tokens"
+        names = "model", "base", "prompt_style", "thinking", "reward", "max_new_tokens"
         parser.set_defaults(adapter=str(Path(args.run) / "adapter"),
                             **{name: run.flat()[name] for name in names})
         args = parser.parse_args()
-        config.tell_functions(args.run, vars(args))
+        # Compared with the run's own, which --data needs: split_problems() reads with them.
+        asked = {name: run.flat()[name] for name in config.NAME_FUNCTIONS if name in vars(args)}
+        given = config.given_flags(parser, list(asked))
+        config.require_repeated(asked, [name for name in given if given[name] == asked[name]],
+                                Path(args.run) / "run.json")
     if args.adapter == "none":
         args.adapter = None
     return args, run
@@ -155,7 +156,7 @@ def open_model(which: Which, prompt_style: str, thinking: str
     weights: load_model() may take an hour to download them. What differs from the adapter's
     training is printed.
     """
-    device, kernels = choose_device(which.device, which.kernels, which.model)
+    device, kernels = choose_device(which.device, "auto", which.model)
     if kernels:
         say(f"decode kernels: {kernels}, on {torch.cuda.get_device_name(device)}")
     if which.adapter:
@@ -173,8 +174,8 @@ def open_model(which: Which, prompt_style: str, thinking: str
 
 def load_model(which: Which, device: torch.device, folder: ModelFolder, tokenizer: Tokenizer
                ) -> qwen.Qwen:
-    """What open_model() returned -> the model, held as --base and --dtype say, with --adapter."""
-    model = qwen.load(folder, which.base, device, which.dtype, tokenizer.vocab_size)
+    """What open_model() returned -> the model, held as --base says, with --adapter."""
+    model = qwen.load(folder, which.base, device, None, tokenizer.vocab_size)
     configure_cpu(model)
     if which.adapter:
         lora.load_adapter(model, which.adapter)

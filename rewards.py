@@ -94,14 +94,6 @@ def format_tags(text: str) -> int:
     return int(bool(re.fullmatch(r"<think>.*</think>\s*<answer>.*</answer>", text, re.DOTALL)))
 
 
-def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
-    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), lengths in tokens: 0 up to
-    max_length - buffer, from there a straight line down to -1 at max_length, and -1 beyond.
-    """
-    over = (length - (max_length - buffer)) / buffer
-    return -min(1.0, max(0.0, over))
-
-
 def grade_rollouts(tokenizer: "prompts.Tokenizer", problems: list,  # noqa: F821
                    rollouts: "sampler.Rollouts", style: str = "boxed",  # noqa: F821
                    plug_in: Callable | None = None) -> list[dict]:
@@ -114,7 +106,7 @@ def grade_rollouts(tokenizer: "prompts.Tokenizer", problems: list,  # noqa: F821
     Rows come in groups, one for each of `problems` and all of one size. Without a plug-in the
     reward is 1 for a correct answer, else 0. A plug-in is a function of the user's; the reward is
     then the sum of the `parts` that it returns. The part called `shaping` is not in the sum:
-    train.score adds it as it adds what format and length are worth. If it is NaN, so is `task`. A
+    train.score counts it apart. If it is NaN, so is `task`. A
     part called `correct` is also the verdict, in place of this file's: 1 is right, all else wrong.
     """
     group_size = len(rollouts.completions) // max(len(problems), 1)  # a rank may have no problem

@@ -3,8 +3,8 @@ QeRL's training loop: GRPO/DAPO of Qwen2.5 and Qwen3 with frozen 4-bit weights, 
 
     python train.py                            a tiny model that ships here: CPU, offline, 2 minutes
     python train.py --model qwen2.5-7b         a real model on GSM8K, one GPU
-    python train.py --model X --preset paper   the settings of the paper's Table 4
-    python train.py --resume --out runs/x      continue the run in runs/x, with its flags
+    python train.py --model X --config recipes/paper.json    the settings of the paper's Table 4
+    python train.py --resume --out runs/x      continue the run in runs/x, with its settings
     torchrun --nproc-per-node 8 train.py ...   the same; each GPU answers an eighth of the problems
 
 AQN, adaptive quantization noise, is Gaussian noise on the weights of the norms while sampling. A
@@ -42,9 +42,8 @@ import torch
 
 import aqn
 import grpo
-import rewards
 from files import counted
-from harness.config import Objective, Optim, Rollout, read_settings
+from harness.config import Optim, Rollout, read_settings
 from harness.console import Watch
 from harness.folder import claimed, ending_with, signals_wait
 from harness.setup import Progress, Run, begin, prepare
@@ -57,25 +56,19 @@ from tasks.problems import problems_at
 # -----------------------------------------------------------------------------
 # Score
 
-def score(grade: Callable, problems: list, rollouts: Rollouts, objective: Objective,
-          max_new_tokens: int) -> list[dict]:
+def score(grade: Callable, problems: list, rollouts: Rollouts) -> list[dict]:
     """-> a row for each answer: a dict of all that is known of it, as samples.jsonl holds it.
 
     grade() fills in `task`: 1 for a right answer and 0 for a wrong one, or with --reward the sum of
     the user's parts without the one called `shaping` (`parts` keeps all of them). `format` says
     whether the answer has the form that was asked for, `finished` whether it came to its end before
     --max-new-tokens.
-    Two values are added here. `extra` is what format, length and `shaping` are worth; compare()
-    counts it apart from `task`. `reward` = task + extra is only logged; what grpo.py calls rewards
-    is the `task` alone.
+    Two values are added here. `extra` is that part, which compare() counts apart from `task`.
+    `reward` = task + extra is only logged; what grpo.py calls rewards is the `task` alone.
     """
     rows = grade(problems, rollouts)
     for row in rows:
-        row["extra"] = objective.format_weight * row["format"]
-        row["extra"] += row.get("parts", {}).get("shaping", 0.0)
-        if objective.overlong_buffer:
-            row["extra"] += rewards.overlong_penalty(row["length"], max_new_tokens,
-                                                     objective.overlong_buffer)
+        row["extra"] = row.get("parts", {}).get("shaping", 0.0)
         row["reward"] = row["task"] + row["extra"]
     return rows
 
@@ -253,7 +246,7 @@ def train(run: Run) -> None:
             mine = run.sampler.generate(prompts, G, sampling, places)
 
         # 2) Score. Then every rank gets the rows and the rollouts of all, in the same order.
-        rows = gather(score(run.grade, problems, mine, objective, rollout.max_new_tokens))
+        rows = gather(score(run.grade, problems, mine))
         rollouts = functools.reduce(operator.add, gather([mine]))
         advantages = compare(rows, G, objective.advantage_scale)
 
@@ -287,10 +280,9 @@ def train(run: Run) -> None:
 
 def main() -> None:
     with env.one_line("train.py"):           # a user's error ends in one line, not a traceback
-        settings, resumed = read_settings()
-        general = settings.general
-        with claimed(Path(general.out), general.resume):         # no other run may write there
-            run = prepare(settings, resumed)
+        settings, before = read_settings()
+        with claimed(Path(settings.general.out), before is not None):    # no other run writes there
+            run = prepare(settings, before)
     # However training ends early, the last whole step is saved first.
     with ending_with(run.folder.save, run.folder.advice):
         with run.console:

@@ -48,7 +48,7 @@ from typing import Callable, NamedTuple
 
 import torch
 
-from harness.config import Memory
+from files import UserError
 from learner import Learner
 from lora import Linear
 from model import ModelConfig
@@ -74,6 +74,13 @@ FRAGMENTS = 0.03 if sys.platform == "linux" else 0.06
 BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5, "bf16": 16}
 
 
+class Limits(NamedTuple):
+    """What is fixed beforehand. None: it follows from the rest."""
+    memory_gib: float | None = None              # of the whole process
+    kv_gib: float | None = None                  # of the KV pool
+    micro_batch_tokens: int | None = None
+
+
 class Option(NamedTuple):
     """One way to divide what is free.
 
@@ -90,17 +97,17 @@ class Option(NamedTuple):
 
 def bound(memory_gib: float | None, device: torch.device) -> None:
     """Limit torch to its part of the process's memory_gib; None: no limit. Call it before the first
-    allocation. ValueError if that is more than the GPU has or too little for CUDA itself, or if the
+    allocation. UserError if that is more than the GPU has or too little for CUDA itself, or if the
     device is not a GPU.
     """
     if memory_gib is None:
         return
     if device.type != "cuda":
-        raise ValueError(f"--memory-gib {memory_gib:g} bounds the memory of a GPU, --device is "
+        raise UserError(f"--memory-gib {memory_gib:g} bounds the memory of a GPU, --device is "
                          f"{device}")
     total = torch.cuda.get_device_properties(device).total_memory
     if not CUDA_CONTEXT < memory_gib * GIB <= total:
-        raise ValueError(f"--memory-gib {memory_gib}: must lie between {CUDA_CONTEXT / GIB} and "
+        raise UserError(f"--memory-gib {memory_gib}: must lie between {CUDA_CONTEXT / GIB} and "
                          f"the GPU's {total / GIB:.1f}")
     torch.cuda.set_per_process_memory_fraction((memory_gib * GIB - CUDA_CONTEXT) / total, device)
 
@@ -121,7 +128,7 @@ def model_bytes(config: ModelConfig, base: str, rank: int) -> tuple[float, int]:
 
 
 def check_size(name: str, config: ModelConfig, base: str, rank: int, limit: float) -> None:
-    """ValueError if weights and adapter alone exceed `limit` bytes of a GPU's memory."""
+    """UserError if weights and adapter alone exceed `limit` bytes of a GPU's memory."""
     weights, adapter = model_bytes(config, base, rank)
     if weights + adapter + CUDA_CONTEXT <= limit:
         return
@@ -130,7 +137,7 @@ def check_size(name: str, config: ModelConfig, base: str, rank: int, limit: floa
         helps.append(("--base nvfp4", weights - model_bytes(config, "nvfp4", rank)[0]))
     if rank > 1:
         helps.append((f"--lora-rank {rank // 2}", adapter / 2))
-    raise ValueError(f"--model {name}: its {base} weights take {weights / GIB:.1f} GiB, an adapter "
+    raise UserError(f"--model {name}: its {base} weights take {weights / GIB:.1f} GiB, an adapter "
                      f"of rank {rank} in training {adapter / GIB:.1f} and CUDA "
                      f"{CUDA_CONTEXT / GIB:.1f}, and there are {limit / GIB:.1f} GiB: "
                      + advice(helps))
@@ -162,10 +169,10 @@ class Plan:
 
     model: with its adapter, after its Learner was made, which allocates all that it keeps.
     prompt_tokens, new_tokens: of the longest row. max_rows: decoded at a time. say: is called with
-    each line of the table. ValueError names the flag to change where nothing fits.
+    each line of the table. UserError names the flag to change where nothing fits.
     """
 
-    def __init__(self, model: torch.nn.Module, memory: Memory, prompt_tokens: int, new_tokens: int,
+    def __init__(self, model: torch.nn.Module, limits: Limits, prompt_tokens: int, new_tokens: int,
                  max_rows: int, say: Callable[[str], None]):
         self.model = model
         self.prompt_tokens = prompt_tokens
@@ -176,7 +183,7 @@ class Plan:
             linear.wide_weight()                 # makes their common buffer, so that it is measured
         torch.cuda.empty_cache()
         self.held = torch.cuda.memory_reserved()
-        limit = free_memory(memory.memory_gib)
+        limit = free_memory(limits.memory_gib)
         self.max_rows = max_rows
         fixed = self._fixed(limit, max_rows)
         self.free = limit - sum(fixed.values())
@@ -187,12 +194,12 @@ class Plan:
         # What sampler.allocate_kv asks for, for one sequence of full length.
         self.least_pool = (blocks_for(self.row_tokens) + 2) * KV_BLOCK * kv_token
         self.least_micro_batch = math.inf        # bytes of the smallest that was tried
-        best = self._best_option(memory, useful_pool)
+        best = self._best_option(limits, useful_pool)
         most_left = self.free - self.least_micro_batch
-        if best is None and memory.kv_gib is not None and most_left >= self.least_pool:
-            raise ValueError(f"--kv-gib {memory.kv_gib}: only {most_left / GIB:.2f} GiB are left")
+        if best is None and limits.kv_gib is not None and most_left >= self.least_pool:
+            raise UserError(f"--kv-gib {limits.kv_gib}: only {most_left / GIB:.2f} GiB are left")
         if best is None:
-            raise ValueError(self._too_large(memory, fixed, limit))
+            raise UserError(self._too_large(limits, fixed, limit))
         left = self.free - best.micro_batch
         self.micro_batch_tokens = best.micro_batch_tokens
         self.pool = best.pool
@@ -215,7 +222,7 @@ class Plan:
         return {"weights": self.held - adapter_bytes, "adapter": adapter_bytes, "graphs": graphs,
                 "CUDA context, NCCL": CUDA_CONTEXT, "fragments": FRAGMENTS * limit}
 
-    def _best_option(self, memory: Memory, useful_pool: int) -> Option | None:
+    def _best_option(self, limits: Limits, useful_pool: int) -> Option | None:
         """Try the sizes of micro-batches and divide what each leaves, as the top of the file says.
         None if none leaves the pool one sequence of full length, or --kv-gib.
 
@@ -224,8 +231,8 @@ class Plan:
         layers = self.model.config.layers
         largest = max(8192, WORTHWHILE // self.model.config.width)
         sizes = [tokens for tokens in MICRO_BATCH_TOKENS if tokens <= largest]
-        if memory.micro_batch_tokens:
-            sizes = [memory.micro_batch_tokens]
+        if limits.micro_batch_tokens:
+            sizes = [limits.micro_batch_tokens]
         options = []
         for tokens in sizes:
             micro_batch = self.least_micro_batch = self.worst_case(tokens)
@@ -238,8 +245,8 @@ class Plan:
             # least half of that, and what one sequence of full length takes.
             least = max(self.least_pool, useful_pool / 2)
             pool = min(left, max(least, min(useful_pool, left - layers * layer)))
-            if memory.kv_gib is not None:
-                pool = memory.kv_gib * GIB
+            if limits.kv_gib is not None:
+                pool = limits.kv_gib * GIB
                 if pool > left:
                     continue                     # a smaller micro-batch may leave enough
             kept_layers = int((left - pool) / layer + 1e-6)      # 2.9999999 is 3
@@ -253,7 +260,7 @@ class Plan:
                 break                            # a smaller size has nothing to gain
         return min(options, key=lambda option: (option.pool_lack, option.forwards), default=None)
 
-    def _too_large(self, memory: Memory, fixed: dict[str, float], limit: float) -> str:
+    def _too_large(self, limits: Limits, fixed: dict[str, float], limit: float) -> str:
         """The message where not even one row fits: what takes how much, and which flags help."""
         taken = ", ".join(f"{name} {size / GIB:.1f}" for name, size in fixed.items())
         smallest = min(MICRO_BATCH_TOKENS)
@@ -261,7 +268,7 @@ class Plan:
         if self.least_micro_batch == math.inf:
             needed = "more than that"
         helps = []
-        if (memory.micro_batch_tokens or 0) > smallest:
+        if (limits.micro_batch_tokens or 0) > smallest:
             helps.append((f"--micro-batch-tokens {smallest}", None))
         if self.max_rows > 8:
             freed = GRAPH_LOGITS * (self.max_rows - 8) * self.model.config.vocab
@@ -318,14 +325,14 @@ class Plan:
         """Try the plan with the pool in place, and let layers drop their activations until it fits.
 
         Activations were extrapolated from one layer and one row, and segments may not grow as well
-        as they did without the pool. -> this Plan. ValueError if nothing fits beside the pool.
+        as they did without the pool. -> this Plan. UserError if nothing fits beside the pool.
         """
         free = self.free - self.pool
         tokens = self.micro_batch_tokens
         while self.kept_layers and self.worst_case(tokens, self.kept_layers) > free:
             self.kept_layers = self.kept_layers * 7 // 8
         if not self.kept_layers and self.worst_case(tokens) == math.inf:
-            raise ValueError(f"micro-batches of {tokens} tokens do not fit beside a KV pool of "
-                             f"{self.pool / GIB:.1f} GiB: take --kv-gib "
-                             f"{self.pool / 2 / GIB:.2g}")
+            raise UserError(f"micro-batches of {tokens} tokens do not fit beside a KV pool of "
+                             f"{self.pool / GIB:.1f} GiB: take --micro-batch-tokens "
+                             f"{tokens // 2}")
         return self

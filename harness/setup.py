@@ -1,7 +1,7 @@
 """
 From settings to a run that can begin.
 
-    run = prepare(settings, before)
+    run = prepare(settings, before)              # both from config.read_settings()
     progress = begin(run)                        # at step 0, or at the checkpoint it goes on from
 
 Everything that can be wrong is found out here, before the first step. What is cheap to check comes
@@ -25,21 +25,9 @@ import grpo
 import lora
 import model as qwen
 import rewards
-from files import counted, read_json, short_repr
+from files import UserError, counted
 from harness import memory
-from harness.config import (
-    FIELDS,
-    MAY_MOVE,
-    Memory,
-    Objective,
-    Rollout,
-    Settings,
-    can_hold,
-    check_ranges,
-    check_settings,
-    option,
-    without_places,
-)
+from harness.config import MAY_MOVE, Objective, Rollout, Settings, option, without_places
 from harness.console import Console, Phases, Tracker
 from harness.folder import RunFolder, checkpoints_in
 from learner import Learner
@@ -84,64 +72,63 @@ class Run:
     tracker: Tracker
     console: Console
     flags: dict                                  # what run.json holds beside `about`
+    before: dict | None                          # what it holds of a run that is resumed
 
 
-def prepare(settings: Settings, before: Settings | None) -> Run:
-    """-> a Run. ValueError for what a flag, a file or the machine does not allow.
+def prepare(settings: Settings, before: dict | None) -> Run:
+    """-> a Run. UserError for what a flag, a file or the machine does not allow.
 
-    before: the settings of the run that is resumed.
+    before: the run.json of the run that is resumed, or None.
     """
     phases = Phases()
-    if settings.model.adapter and not settings.general.resume:
-        shape, _ = read_peft(settings.model.adapter)        # it becomes the run's
-        settings = settings.replace(**shape._asdict())
-    check_settings(settings, before)
-    wanted = settings.memory
+    wanted, adapter, rank = settings.memory, settings.model.adapter, settings.model.lora_rank
     check_model(settings.model.model)
-    device, kernels = choose_device(wanted.device, wanted.kernels, settings.model.model)
+    device, kernels = choose_device(wanted.device, "auto", settings.model.model)
     memory.bound(wanted.memory_gib, device)
-    adapter, rank = settings.model.adapter, settings.model.lora_rank
     refuse_large_rank(rank, device, f"--adapter {adapter}: its rank of {rank}" if adapter
                       else f"--lora-rank {rank}")
+    if adapter and before is None:
+        read_peft(adapter)                       # what is wrong with it shows before a download
     plug_in = plugin.Reward(settings.data.reward) if settings.data.reward else None
     with phases("problems"):
         folder, tokenizer, problems, held_out = read_problems(settings)
-    by_default = settings.model.calibrate is None
+    flags = {"calibrate_by_default": settings.model.calibrate is None}
     settings = with_decided_default(settings, device, folder.config)
     console = Console(settings)
     console.greet(problems, held_out, device)
-    evidence = what_was_run(settings, folder.config)
-    if evidence:
-        say(evidence)
     if kernels:
         say(f"decode kernels: {kernels}, on {torch.cuda.get_device_name(device)}")
     join_ranks(device)
-    problems_sha256 = digest_of(problems + held_out, settings.data.reward)
-    check_same_problems(settings, problems_sha256)
-    check_same_on_all_ranks(settings, problems_sha256)
-    flags = settings.flat() | {"device": wanted.device or device.type,
-                               "problems_sha256": problems_sha256,
-                               "calibrate_by_default": by_default}
+    flags |= without_places(settings.flat())
+    flags["problems_sha256"] = digest_of(problems + held_out, settings.data.reward)
+    check_unchanged(before, flags, "problems_sha256", f"--data {settings.data.data}, --eval-data "
+                    f"{settings.data.eval_data}: other problems or prompts")
+    check_same_on_all_ranks(settings, flags["problems_sha256"])
     if kernels:
         memory.check_size(settings.model.model, qwen.ModelConfig.from_json(folder.config),
-                          settings.model.base, settings.model.lora_rank,
-                          memory.free_memory(wanted.memory_gib))
+                          settings.model.base, rank, memory.free_memory(wanted.memory_gib))
     model = read_model(settings, folder, tokenizer, problems, device, kernels, phases)
     flags["weights_sha256"] = model.folder.sha256()
-    check_same_weights(settings, flags["weights_sha256"])
+    check_unchanged(before, flags, "weights_sha256", f"--model {model.folder.name}: other weights")
     conditions = training_conditions(model.folder, settings.model.base,
                                      settings.data.prompt_style, settings.data.thinking)
     conditions["model_sha256"] = model.folder.sha256(linears=False)
-    check_conditions(settings, conditions)
+    if before:                                   # a run.json that was edited, say
+        for difference in other_conditions(Path(settings.general.out, "adapter"), conditions):
+            raise UserError(f"--resume: {difference}")
+    elif adapter:
+        tell_other_conditions(adapter, conditions)
     optim = settings.optim
     learner = Learner(model, loss_of(settings.objective), settings.rollout.temperature,
                       optim.max_grad_norm, optim.weight_decay)
+    limits = memory.Limits(wanted.memory_gib, None, wanted.micro_batch_tokens)
     with phases("memory plan"):
-        sampler = divide_memory(model, learner, engine_for(kernels), wanted, settings.rollout,
+        sampler = divide_memory(model, learner, engine_for(kernels), limits, settings.rollout,
                                 settings.data.max_prompt_tokens, len(held_out),
-                                memory_at_start(settings))
-    flags["memory_plan"] = {"kv_gib": sampler.engine.kv.nbytes / 2**30,
-                            "micro_batch_tokens": learner.micro_batch_tokens}
+                                limits_at_start(before, limits))
+    flags["memory_plan"] = limits._asdict() | {
+        "kv_gib": sampler.engine.kv.nbytes / 2**30,
+        "micro_batch_tokens": learner.micro_batch_tokens}
     grade = functools.partial(rewards.grade_rollouts, tokenizer, style=settings.data.prompt_style,
                               plug_in=plug_in)
 
@@ -150,11 +137,11 @@ def prepare(settings: Settings, before: Settings | None) -> Run:
         write_conditions(folder, conditions)
 
     out = Path(settings.general.out)
-    folder = RunFolder(out, learner.tensors(), write_adapter)
+    run_folder = RunFolder(out, learner.tensors(), write_adapter)
     tracker = Tracker(settings.watching.report_to, out, flags)
     phases.tell()
-    return Run(settings, tokenizer, problems, held_out, grade, model, learner, sampler, folder,
-               tracker, console, flags)
+    return Run(settings, tokenizer, problems, held_out, grade, model, learner, sampler, run_folder,
+               tracker, console, flags, before)
 
 
 CALIBRATION_PROBLEMS = 128                       # those of the study
@@ -169,28 +156,6 @@ def with_decided_default(settings: Settings, device: torch.device, config: dict)
     return settings.replace(calibrate=count)
 
 
-# The defaults are those of recipe 1 in docs/recipes.md, which was run with models of these widths.
-STUDIED = {896: "0.5B", 1536: "1.5B"}
-DEPENDS_ON_SIZE = "lr", "prompts_per_step", "epochs", "overlong"
-
-
-def what_was_run(settings: Settings, config: dict) -> str:
-    """-> which default values of a new run have not been run with a model of its size; or ""."""
-    general, model = settings.general, settings.model.model
-    if general.resume or general.like or model == FIELDS["model"].default:
-        return ""
-    if general.preset:
-        return f"--preset {general.preset}: no run with these settings was completed here"
-    width = config["hidden_size"]
-    values = settings.flat()
-    kept = [name for name in DEPENDS_ON_SIZE if values[name] == FIELDS[name].default]
-    if width in STUDIED or not kept:
-        return ""
-    told = ", ".join(f"{option(name)} {values[name]}" for name in kept)
-    return (f"the defaults {told} were run at {' and '.join(STUDIED.values())} (study/README.md), "
-            f"not at this size (hidden_size {width})")
-
-
 def read_problems(settings: Settings) -> tuple[ModelFolder, Tokenizer, list, list]:
     """-> the model's folder, tokenizer, problems to train on, problems held out."""
     wanted = settings.data
@@ -203,26 +168,14 @@ def read_problems(settings: Settings) -> tuple[ModelFolder, Tokenizer, list, lis
     return folder, tokenizer, *split_problems(wanted, tokenizer)
 
 
-def check_same_problems(settings: Settings, problems_sha256: str) -> None:
-    """ValueError if a resumed run has other problems or prompts than when it began."""
-    general, wanted = settings.general, settings.data
-    had = read_json(Path(general.out) / "run.json") if general.resume else {}
-    if had.get("problems_sha256", problems_sha256) != problems_sha256:
-        raise ValueError(f"--resume: --data {wanted.data}, --eval-data {wanted.eval_data}: other "
-                         "problems or prompts than when the run began")
-
-
-def check_same_weights(settings: Settings, weights_sha256: str) -> None:
-    """ValueError if a resumed run finds other frozen weights than those that it began with."""
-    general, model = settings.general, settings.model
-    had = read_json(Path(general.out) / "run.json") if general.resume else {}
-    if had.get("weights_sha256", weights_sha256) != weights_sha256:
-        where = f"{Path(general.out) / 'base'}" if model.calibrate else f"--model {model.model}"
-        raise ValueError(f"--resume: {where}: other weights than when the run began")
+def check_unchanged(before: dict | None, flags: dict, name: str, what: str) -> None:
+    """UserError if a resumed run finds other content than it began with, whose SHA-256 this is."""
+    if before and before.get(name) != flags[name]:
+        raise UserError(f"--resume: {what} than when the run began")
 
 
 def check_same_on_all_ranks(settings: Settings, problems_sha256: str) -> None:
-    """ValueError if another rank was started with other flags or other files than rank 0, as can
+    """UserError if another rank was started with other flags or other files than rank 0, as can
     happen on several hosts. The memory flags may differ, since the ranks agree on one size of
     micro-batches. The paths of folders may differ too.
     """
@@ -236,24 +189,12 @@ def check_same_on_all_ranks(settings: Settings, problems_sha256: str) -> None:
         for name, value in first.items():
             if other[name] != value:
                 what = "the problems of --data" if name == "problems" else option(name)
-                raise ValueError(f"{what}: rank {rank} has {other[name]!r}, rank 0 has {value!r}")
-
-
-def check_conditions(settings: Settings, conditions: dict) -> None:
-    """Compares what the run trains with and what its adapter was trained with. A difference is a
-    ValueError for a resumed run. For --adapter it may be intended, so it is only printed.
-    """
-    general = settings.general
-    if general.resume:
-        for difference in other_conditions(Path(general.out) / "adapter", conditions):
-            raise ValueError(f"--resume: {difference}")
-    elif settings.model.adapter:
-        tell_other_conditions(settings.model.adapter, conditions)
+                raise UserError(f"{what}: rank {rank} has {other[name]!r}, rank 0 has {value!r}")
 
 
 def read_model(settings: Settings, folder: ModelFolder, tokenizer: Tokenizer, problems: list,
                device: torch.device, kernels: str | None, phases: Phases) -> qwen.Qwen:
-    """-> the model of --base, --calibrate and --dtype, with a new adapter or that of --adapter."""
+    """-> the model of --base and --calibrate, with a new adapter or that of --adapter."""
     wanted, general = settings.model, settings.general
     with phases("download"):
         folder.download()
@@ -262,7 +203,7 @@ def read_model(settings: Settings, folder: ModelFolder, tokenizer: Tokenizer, pr
         with phases("calibration"):
             folder = calibrated(settings, folder, tokenizer, problems, device, kernels)
     with phases("weights"):
-        model = qwen.load(folder, base, device, wanted.dtype, tokenizer.vocab_size)
+        model = qwen.load(folder, base, device, None, tokenizer.vocab_size)
     configure_cpu(model)
     # A run that was killed before its first checkpoint begins with --adapter again. One whose
     # checkpoints are all damaged does not go on (Checkpoints.load).
@@ -295,38 +236,31 @@ def loss_of(objective: Objective) -> grpo.Loss:
                                **{name: value for name, value in given.items() if value is not None})
 
 
-def memory_at_start(settings: Settings) -> Memory | None:
+def limits_at_start(before: dict | None, limits: memory.Limits) -> memory.Limits | None:
     """For a resumed run: the KV pool and the micro-batches that it began with.
 
     They decide which answers are decoded together and in which order gradients are summed, and so
     the last digits of all numbers. What two starts measure can differ, for instance because only
-    the first one calibrates. None for a new run, and if --memory-gib or --kv-gib is given anew with
-    another value. ValueError if run.json was edited and holds no such sizes.
+    the first one calibrates. None for a new run, and if --memory-gib is given anew with another
+    value. UserError if run.json was edited and holds no such sizes.
     """
-    general, wanted = settings.general, settings.memory
-    if not general.resume:
+    if before is None:
         return None
-    path = Path(general.out) / "run.json"
-    held = read_json(path)
-    for name in ("memory_gib", "kv_gib"):
-        if getattr(wanted, name) not in (None, held.get(name)):
-            return None
-    plan = held.get("memory_plan")
-    if plan is None:                             # begun with a version that did not write it down
+    plan = before.get("memory_plan")
+    if not (isinstance(plan, dict) and plan.keys() == {*memory.Limits._fields}
+            and all(type(plan[name]) in (int, float) and plan[name] > 0
+                    for name in ("kv_gib", "micro_batch_tokens"))):
+        raise UserError(f"--resume: run.json has a memory_plan that no run writes: {plan}")
+    if limits.memory_gib not in (None, plan["memory_gib"]):
         return None
-    if not (isinstance(plan, dict) and plan.keys() == {"kv_gib", "micro_batch_tokens"}
-            and all(value and can_hold(FIELDS[name], value) for name, value in plan.items())):
-        raise ValueError(f"{path}: memory_plan is {short_repr(plan)}, which no run writes")
-    began = dataclasses.replace(wanted, **plan)
-    check_ranges(began)
-    return began
+    return memory.Limits(limits.memory_gib, plan["kv_gib"], plan["micro_batch_tokens"])
 
 
-def divide_memory(model: qwen.Qwen, learner: Learner, engine: Callable, wanted: Memory,
+def divide_memory(model: qwen.Qwen, learner: Learner, engine: Callable, limits: memory.Limits,
                   rollout: Rollout, max_prompt_tokens: int, num_held_out: int,
-                  began: Memory | None = None) -> Sampler:
+                  began: memory.Limits | None = None) -> Sampler:
     """-> the sampler, with this engine (see sampler.engine_for) and its KV pool. Sets the learner's
-    micro_batch_tokens and kept_layers. began: see memory_at_start; it is taken in place of `wanted`
+    micro_batch_tokens and kept_layers. began: see limits_at_start; it is taken in place of `limits`
     if it fits.
     """
     longest = max_prompt_tokens + rollout.max_new_tokens
@@ -336,7 +270,7 @@ def divide_memory(model: qwen.Qwen, learner: Learner, engine: Callable, wanted: 
         plan_of = functools.partial(memory.Plan, model, prompt_tokens=max_prompt_tokens,
                                     new_tokens=rollout.max_new_tokens, max_rows=rows, say=say)
         try:
-            plan = plan_of(began or wanted)
+            plan = plan_of(began or limits)
         except ValueError as error:
             if not began:
                 raise
@@ -344,14 +278,14 @@ def divide_memory(model: qwen.Qwen, learner: Learner, engine: Callable, wanted: 
                 f"{began.micro_batch_tokens:,} tokens that the run began with do not fit ({error}); "
                 "with others its last digits can differ from those of a run that was not "
                 "interrupted")
-            plan = plan_of(wanted)
+            plan = plan_of(limits)
         plan.pool = min(gather([plan.pool]))     # run.json has one pool for all ranks
         sampler = Sampler(engine, model, longest, rows, plan.pool / 2**30)
         tokens = plan.micro_batch_tokens
         kept_layers = plan.dry_step().kept_layers
     else:
-        sampler = Sampler(engine, model, longest, rows, (began or wanted).kv_gib)
-        tokens = (began or wanted).micro_batch_tokens or learner.micro_batch_tokens
+        sampler = Sampler(engine, model, longest, rows, (began or limits).kv_gib)
+        tokens = (began or limits).micro_batch_tokens or learner.micro_batch_tokens
         # A small model's activations, 40 KB a token of tiny/, are cheaper kept than computed again.
         kept_layers = len(model.layers) if model.config.width <= 256 else 0
     tokens = min(gather([tokens]))               # ranks share one list: all must cut it alike
@@ -367,30 +301,29 @@ def divide_memory(model: qwen.Qwen, learner: Learner, engine: Callable, wanted: 
 def begin(run: Run) -> Progress:
     """Writes run.json, or reads the checkpoint that a resumed run goes on from -> where it stands.
     """
-    general = run.settings.general
+    general, before = run.settings.general, run.before
     device = run.model.device
     cores = f"{os.cpu_count()} CPU cores, {torch.get_num_threads()} threads"
     processor = torch.cuda.get_device_name(device) if device.type == "cuda" else cores
     hardware = f"{WORLD} x {processor}"
     about = {"about": env.provenance(hardware)}
-    began = read_json(Path(general.out) / "run.json") if general.resume else run.flags | about
-    counters = run.folder.start(began, general.resume)
+    counters = run.folder.start(before or run.flags | about, before is not None)
     run.learner.restore(counters)
     mine = run.learner.tensors()["master"].cpu().numpy().tobytes()
     digests = gather([hashlib.sha256(mine).hexdigest()])
     assert len(set(digests)) == 1, "ranks start from different adapters"
     names = {field.name for field in dataclasses.fields(Progress)} & counters.keys()
     progress = Progress(**{name: counters[name] for name in names})
-    if general.resume:
-        began_on = began.get("about", {}).get("hardware", hardware)
+    if before:
+        began_on = before.get("about", {}).get("hardware", hardware)
         if began_on != hardware:
             say(f"goes on with {hardware}, began with {began_on}: its last digits can differ from "
                 "those of a run that was not interrupted")
-        moved = {name: run.flags[name] for name in MAY_MOVE if run.flags[name] != began.get(name)}
-        if moved:
-            run.folder.note(**moved)
-    if general.resume and progress.step < general.steps:
-        run.folder.note(steps=general.steps, resumed=env.now(), ended=None)
+        changes = {name: run.flags[name] for name in MAY_MOVE if run.flags[name] != before[name]}
+        if progress.step < general.steps:
+            changes |= {"steps": general.steps, "resumed": env.now(), "ended": None}
+        if changes:
+            run.folder.note(**changes)
     if progress.step >= general.steps:
         say(f"{general.out} has done its {counted(general.steps, 'step')}: --resume "
             "--steps N does more")
@@ -402,18 +335,20 @@ def begin(run: Run) -> Progress:
 # Where a process computes, and which kernels decode there
 
 
+KERNELS = "hopper", "portable"                   # which 4-bit matmul decodes
+
 
 def choose_device(name: str | None, kernels: str, model: str | Path
                   ) -> tuple[torch.device, str | None]:
-    """--device, --kernels and --model of a program -> the device, and which kernels decode there,
-    None on a CPU. ValueError for what this machine does not have.
+    """--device and --model of a program, and which of KERNELS or "auto" -> the device, and which
+    kernels decode there, None on a CPU. UserError for what this machine does not have.
     """
     device = device_of(name, model)
     return device, kernels_for(device, kernels)
 
 
 def device_of(name: str | None, model: str | Path) -> torch.device:
-    """--device -> the device, which becomes torch's current one: Triton launches there. ValueError
+    """--device -> the device, which becomes torch's current one: Triton launches there. UserError
     if there is no such device. Under torchrun it is the GPU of this rank.
 
     Without a name it is a GPU if there is one, else the CPU. But a model that is not on this
@@ -422,39 +357,39 @@ def device_of(name: str | None, model: str | Path) -> torch.device:
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
         if name == "cpu" and not Path(model).is_dir():
-            raise ValueError(f"--model {model}: there is no such folder; to download a model, torch "
+            raise UserError(f"--model {model}: there is no such folder; to download a model, torch "
                              "has to see a GPU (--device cpu runs it on the CPU, far too slowly to "
                              "train)")
     match = re.fullmatch(r"cpu|cuda(?::(\d+))?", name)
     if not match:
-        raise ValueError(f"--device {name}: expected cpu, cuda or cuda:N")
+        raise UserError(f"--device {name}: expected cpu, cuda or cuda:N")
     if name == "cpu":
         return torch.device(name)
     index = LOCAL_RANK if WORLD > 1 else int(match[1] or 0)
     if index >= torch.cuda.device_count():
-        raise ValueError(f"--device {name}: torch sees {torch.cuda.device_count()} GPUs")
+        raise UserError(f"--device {name}: torch sees {torch.cuda.device_count()} GPUs")
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
 
 def kernels_for(device: torch.device, wanted: str) -> str | None:
-    """--kernels -> which 4-bit matmul decodes, of KERNELS; None on a CPU. ValueError if the GPU
+    """One of KERNELS, or "auto" -> which of KERNELS decodes; None on a CPU. UserError if the GPU
     cannot run it.
     """
     if device.type != "cuda":
         if wanted != "auto":
-            raise ValueError(f"--kernels {wanted} is for a GPU, --device is {device}")
+            raise UserError(f"--kernels {wanted} is for a GPU, --device is {device}")
         return None
     if torch.version.hip:  # ROCm: an MI200 reports capability (9, 0), as if it were a Hopper
-        raise ValueError(f"--device {device}: an AMD GPU; the kernels run on NVIDIA GPUs only")
+        raise UserError(f"--device {device}: an AMD GPU; the kernels run on NVIDIA GPUs only")
     major, minor = torch.cuda.get_device_capability(device)
     gpu = f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
     if major < 8:
-        raise ValueError(f"--device {device}: {gpu}: the kernels need sm_80 (Ampere) or later")
+        raise UserError(f"--device {device}: {gpu}: the kernels need sm_80 (Ampere) or later")
     if not importlib.util.find_spec("triton"):
-        raise ValueError(f"--device {device}: a GPU needs Triton: pip install triton")
+        raise UserError(f"--device {device}: a GPU needs Triton: pip install triton")
     if wanted == "hopper" and major != 9:
-        raise ValueError(f"--kernels hopper: {gpu}: it needs sm_90")
+        raise UserError(f"--kernels hopper: {gpu}: it needs sm_90")
     import fast  # noqa: F401, late: it needs Triton, and registers the kernels
     if wanted == "auto":
         return "hopper" if major == 9 else "portable"
@@ -462,7 +397,7 @@ def kernels_for(device: torch.device, wanted: str) -> str | None:
 
 
 def refuse_large_rank(rank: int, device: torch.device, what: str) -> None:
-    """ValueError if a GPU cannot decode with an adapter of this rank. The sampler's engine says so
+    """UserError if a GPU cannot decode with an adapter of this rank. The sampler's engine says so
     too, but only once the model is loaded.
 
     what: names the adapter in the message, for example "--lora-rank 1024".

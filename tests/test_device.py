@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from harness.config import KERNELS
-from harness.setup import choose_device, configure_cpu, device_of, kernels_for
+from harness.setup import KERNELS, choose_device, configure_cpu, device_of, kernels_for
 
 
 @pytest.mark.parametrize("name,named", [

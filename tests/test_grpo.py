@@ -26,7 +26,6 @@ from grpo import (
     token_weights,
 )
 from learner import micro_batches
-from rewards import overlong_penalty
 
 NAN = float("nan")
 
@@ -133,8 +132,8 @@ def penalised_batch(P=4000, G=8, limit=512, buffer=128):
     a, b = (torch._standard_gamma(torch.full((P, 1), shape), generator=g) for shape in (0.22, 0.8))
     task = (torch.rand(P, G, generator=g) < a / (a + b)).float()
     lengths = 270 + 50 * torch.randn(P, 1, generator=g) + 40 * (1 - task) + 70 * torch.randn(P, G, generator=g)
-    penalty = [overlong_penalty(n, limit, buffer) for n in lengths.flatten().tolist()]
-    return task.flatten(), torch.tensor(penalty)
+    penalty = -((lengths.flatten() - (limit - buffer)) / buffer).clamp(0, 1)              # DAPO's, equation 13
+    return task.flatten(), penalty
 
 
 def test_a_length_penalty_teaches_nothing_in_groups_without_right_and_wrong_answers():

@@ -14,10 +14,12 @@ import pytest
 import torch
 from test_lora import attach_to_some
 
+import grpo
 import nvfp4
+from files import UserError
 from harness import memory, setup
-from harness.config import Memory, Rollout, read_settings
-from harness.memory import GIB, Plan
+from harness.config import Rollout, read_settings
+from harness.memory import GIB, Limits, Plan
 from learner import Learner
 from lora import attach
 from model import ModelConfig, load
@@ -65,8 +67,8 @@ class FakeGpu:
         return torch.zeros(1, requires_grad=True), None
 
     def plan(self, memory_gib=None, kv_gib=None, tokens=None, rows=ROWS, model=None):
-        wanted = Memory(memory_gib=memory_gib, kv_gib=kv_gib, micro_batch_tokens=tokens)
-        return Plan(model or self.model, wanted, PROMPT, NEW, rows, self.lines.append)
+        limits = Limits(memory_gib, kv_gib, tokens)
+        return Plan(model or self.model, limits, PROMPT, NEW, rows, self.lines.append)
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +181,26 @@ def test_the_dry_step_lets_layers_that_do_not_fit_drop_their_activations(gpu):
     assert plan.kept_layers == 2 and plan.dry_step().kept_layers == 1
 
 
+def test_a_kept_layer_saves_its_share_of_a_forward(gpu, monkeypatch):
+    # 4,096 tokens take 4 GiB and a layer of them 1. Of 4.8 GiB the pool gets 0.5: no layer is kept; with micro-batches
+    # of 2,048 tokens four of 28 were, but W would be expanded twice as often.
+    gpu.token_bytes = GIB / 4096
+    monkeypatch.setattr(gpu.model, "config", dataclasses.replace(gpu.model.config, layers=28))
+    plan = gpu.plan(7.65, kv_gib=0.5)
+    assert (plan.micro_batch_tokens, plan.kept_layers) == (4096, 0)
+    plan = gpu.plan(7.65, kv_gib=0.5, tokens=2048)
+    assert (plan.micro_batch_tokens, plan.kept_layers) == (2048, 4)
+
+
+@pytest.mark.parametrize("held_out,max_rows,rows", [(3, 256, 6), (40, 256, 40), (40, 32, 32), (0, 4, 4)])
+def test_the_sampler_has_room_for_a_steps_answers_and_for_what_is_held_out(loaded, held_out, max_rows, rows):
+    model = copy.deepcopy(loaded)
+    attach(model, rank=4)
+    sizes = Rollout(prompts_per_step=3, group_size=2, max_new_tokens=8, max_rows=max_rows)
+    sampler = setup.divide_memory(model, Learner(model, grpo.LOSSES["dapo"]), TorchEngine, Limits(), sizes, 8, held_out)
+    assert sampler.max_rows == rows
+
+
 def test_a_row_that_is_longer_than_a_micro_batch_counts_whole(gpu):
     # A row has 96 tokens: 1.92 GiB, and a layer keeps 0.48 GiB of it. If 48 tokens counted, 1.2 GiB would hold all
     # three layers.
@@ -192,7 +214,7 @@ def test_micro_batches_shrink_until_the_kv_pool_fits(gpu):
     # 4 GiB for 200 tokens: 4096 and more take 81, 2048 take 40, of 75. The tiny model's own pool is 1 MB.
     plan = gpu.plan()
     assert (plan.micro_batch_tokens, plan.kept_layers) == (2048, 3)
-    with pytest.raises(ValueError, match="--kv-gib 50: only 3.* GiB are left"):
+    with pytest.raises(UserError, match="--kv-gib 50: only 3.* GiB are left"):
         gpu.plan(kv_gib=50)
     gpu.token_bytes = GIB / 400                                      # 4096 take 41 of 75, 2048 take 20
     plan = gpu.plan(kv_gib=54)                                       # does not fit beside 4096, but beside 2048
@@ -203,14 +225,14 @@ def test_micro_batches_shrink_until_the_kv_pool_fits(gpu):
 @pytest.mark.parametrize("held,needed", [(60, "more than that"), (38, "41.0")])
 def test_where_nothing_fits_the_error_tells_what_is_taken_and_the_flags_that_help_in_their_order(gpu, held, needed):
     gpu.held = held * GIB
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(UserError) as refused:
         gpu.plan()
     told = str(refused.value)
     assert told.startswith(
         f"rows of 96 tokens do not fit: of 80.6 GiB weights {held:.1f}, adapter 0.0, graphs 0.0, CUDA")
     assert f"a forward and backward takes {needed} and the KV cache of one row 0.0: take " in told
     assert told.endswith("take --max-new-tokens 32, or a smaller model or a larger card")
-    with pytest.raises(ValueError, match="take --micro-batch-tokens 2048, then --max-new-tokens 32, or a smaller"):
+    with pytest.raises(UserError, match="take --micro-batch-tokens 2048, then --max-new-tokens 32, or a smaller"):
         gpu.plan(tokens=10**6)
 
 
@@ -219,7 +241,7 @@ def test_a_pool_that_holds_no_row_of_full_length_is_refused_before_the_sampler_i
     make_useful(gpu, monkeypatch, 40)
     assert gpu.plan(16.0, tokens=200).pool == pytest.approx((16 - 2 - 4 - 0.6 - 0.48) * GIB, rel=2e-3)
     said = "leave 11.9, a forward and backward takes 4.0 and the KV cache of one row 8.3"
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(UserError, match=said):
         gpu.plan(15.0, tokens=200)
 
 
@@ -259,28 +281,28 @@ def test_a_bounded_card_gets_the_plan_of_the_documents_or_is_told_what_helps(gpu
     monkeypatch.setattr(gpu.model, "dtype", torch.bfloat16)
     monkeypatch.setattr(gpu.model, "token_logprobs", token_logprobs)
     gpu.held = held * GIB
-    wanted = Memory(memory_gib=gib)
+    limits = Limits(memory_gib=gib)
     if tokens:
-        plan = Plan(gpu.model, wanted, 512, 4096, 128, gpu.lines.append)
+        plan = Plan(gpu.model, limits, 512, 4096, 128, gpu.lines.append)
         assert plan.micro_batch_tokens == tokens or plan.micro_batch_tokens < 4608 > tokens       # one row either way
         assert (plan.pool / GIB, plan.kept_layers) == (pytest.approx(pool, abs=0.06), kept)
         return
-    with pytest.raises(ValueError, match=f"rows of 4608 tokens do not fit: of {gib} GiB .* take --max-rows 8 "
+    with pytest.raises(UserError, match=f"rows of 4608 tokens do not fit: of {gib} GiB .* take --max-rows 8 "
                                          ".0.2 GiB less., then --max-new-tokens 2048, or a smaller model or a larger "
                                          "card"):
-        Plan(gpu.model, wanted, 512, 4096, 128, gpu.lines.append)
+        Plan(gpu.model, limits, 512, 4096, 128, gpu.lines.append)
 
 
 @pytest.mark.parametrize("free,pool,tokens", [(3.0, 3.0, 16384), (2.0, 1.5, 8192)])
 def test_a_resumed_run_divides_the_memory_anew_only_if_what_it_had_does_not_fit(monkeypatch, capsys, free, pool,
                                                                                 tokens):
     class Measured:
-        def __init__(self, model, wanted, **rest):
+        def __init__(self, model, limits, **rest):
             self.pool, self.micro_batch_tokens, self.kept_layers = 1.5 * GIB, 8192, 2
-            if wanted.kv_gib:
-                if wanted.kv_gib > free:
-                    raise ValueError(f"--kv-gib {wanted.kv_gib}: only {free:.2f} GiB are left")
-                self.pool, self.micro_batch_tokens = wanted.kv_gib * GIB, wanted.micro_batch_tokens
+            if limits.kv_gib:
+                if limits.kv_gib > free:
+                    raise UserError(f"--kv-gib {limits.kv_gib}: only {free:.2f} GiB are left")
+                self.pool, self.micro_batch_tokens = limits.kv_gib * GIB, limits.micro_batch_tokens
 
         def dry_step(self):
             return self
@@ -292,13 +314,13 @@ def test_a_resumed_run_divides_the_memory_anew_only_if_what_it_had_does_not_fit(
     monkeypatch.setattr(setup, "Sampler", sampler)
     model = SimpleNamespace(device=torch.device("cuda"), layers=range(4))
     learner = SimpleNamespace(adapter=SimpleNamespace(master=torch.zeros(5)))
-    began = Memory(kv_gib=3.0, micro_batch_tokens=16384)
-    made = setup.divide_memory(model, learner, None, Memory(), Rollout(), 512, 0, began)
+    began = Limits(kv_gib=3.0, micro_batch_tokens=16384)
+    made = setup.divide_memory(model, learner, None, Limits(), Rollout(), 512, 0, began)
     assert (made.engine.kv.nbytes / GIB, learner.micro_batch_tokens) == (pool, tokens)
     said = capsys.readouterr().out
     assert ("that the run began with do not fit (--kv-gib 3.0: only 2.00 GiB are left)" in said) == (free < 3)
     if free < 3:
-        with pytest.raises(ValueError, match="only 2.00 GiB are left"):              # of a new run it ends the start
+        with pytest.raises(UserError, match="only 2.00 GiB are left"):              # of a new run it ends the start
             setup.divide_memory(model, learner, None, began, Rollout(), 512, 0)
 
 
@@ -330,7 +352,7 @@ def test_a_model_that_exceeds_the_card_is_refused_by_arithmetic(size, base, gib,
     if fits:
         memory.check_size(size, config, base, 32, gib * GIB)
         return
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(UserError) as refused:
         memory.check_size(size, config, base, 32, gib * GIB)
     told = str(refused.value)
     assert told.startswith(f"--model {size}: its {base} weights take ") and f"there are {gib} GiB: take --" in told
@@ -351,7 +373,7 @@ def test_a_run_that_exceeds_the_card_is_refused_before_its_weights_are_read(fake
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda *_: (2**20, 2**34))             # 1 MiB is free
     monkeypatch.setattr(setup, "read_model", lambda *_: pytest.fail("weights were read"))
     settings, _ = read_settings(["--lora-rank", "64", "--out", str(tmp_path / "run")])
-    with pytest.raises(ValueError, match=r"--model .*tiny: its nvfp4 weights take 0.0 GiB, an adapter of rank 64 in "
+    with pytest.raises(UserError, match=r"--model .*tiny: its nvfp4 weights take 0.0 GiB, an adapter of rank 64 in "
                                          r"training 0.0 and CUDA 0.6, and there are 0.6 GiB: take a smaller model or "
                                          r"a larger card"):
         setup.prepare(settings, None)

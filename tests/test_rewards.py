@@ -20,7 +20,7 @@ import torch
 import train
 from files import Stopped, UserError
 from grpo import group_advantages
-from rewards import extract, format_tags, grade, grade_rollouts, overlong_penalty
+from rewards import extract, format_tags, grade, grade_rollouts
 from tasks import plugin
 from tasks.plugin import LARGEST_REWARD, Reward, load_function
 from tasks.problems import Problem
@@ -198,11 +198,6 @@ def test_format_tags_wants_each_tag_once_and_in_order():
     for text in ("<answer>b</answer><think>a</think>", "<think>a</think>", "x<think>a</think><answer>b</answer>",
                  "<think>a</think> hm <answer>b</answer>", "<think>a</think><answer>b</answer><answer>c</answer>"):
         assert format_tags(text) == 0, text
-
-
-def test_the_overlong_penalty_falls_from_0_to_minus_1_along_the_buffer():
-    """Of 1,000 tokens that are allowed, the last 200 are the buffer: an answer that ends halfway in it pays a half."""
-    assert [overlong_penalty(n, 1_000, 200) for n in (0, 800, 900, 1_000, 5_000)] == [0, 0, -0.5, -1, -1]
 
 
 def test_score_has_a_row_for_each_rollout_in_the_order_of_their_problems():
@@ -473,17 +468,15 @@ def test_shaping_is_learned_from_only_where_the_other_parts_differ():
     """Two groups of two answers: in the first one is right, in the second both are."""
     parts = [{"right": 1, "shaping": -0.25}, {"right": 0, "shaping": 0.0}, {"right": 1, "shaping": -0.5}, {"right": 1}]
     rows = [dict(task=float(part["right"]), format=1.0, length=3, parts=part) for part in parts]
-    objective = SimpleNamespace(format_weight=0.5, overlong_buffer=0)
-    rows = train.score(lambda problems, rollouts: rows, [], None, objective, 10)
-    assert [row["reward"] for row in rows] == [1.25, 0.5, 1.0, 1.5]
+    rows = train.score(lambda problems, rollouts: rows, [], None)
+    assert [row["reward"] for row in rows] == [0.75, 0.0, 0.5, 1.0]
     assert train.compare(rows, 2, "none").tolist() == [0.5 - 0.125, -0.5 + 0.125, 0, 0]
 
 
 def test_shaping_counts_beside_rewards_that_are_too_large_to_add_it_to():
     rows = [dict(task=task, format=0.0, length=9, parts={"level": task, "shaping": shaping})
             for task, shaping in ((LARGEST_REWARD, 0.3), (0.0, 0.0))]
-    objective = SimpleNamespace(format_weight=0.0, overlong_buffer=0)
-    rows = train.score(lambda problems, rollouts: rows, [], None, objective, 10)
+    rows = train.score(lambda problems, rollouts: rows, [], None)
     assert rows[0]["reward"] - rows[0]["task"] == 0.25                    # rounding has made that of 0.3
     want = [math.sqrt(0.5) + 0.15, -math.sqrt(0.5) - 0.15]
     assert train.compare(rows, 2, "group").tolist() == pytest.approx(want, rel=1e-6)

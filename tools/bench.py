@@ -56,8 +56,9 @@ import nvfp4
 from attention import lay_out
 from files import read_rows, short_repr
 from harness import memory
-from harness.config import KERNELS, LongHelp, Memory, Rollout, check_ranges
-from harness.setup import choose_device, divide_memory
+from harness.config import LongHelp, Rollout, check_ranges
+from harness.memory import Limits
+from harness.setup import KERNELS, choose_device, divide_memory
 from learner import Batch, Learner, micro_batches
 from lora import Linear, attach
 from ranks import LOCAL_RANK, WORLD, gather, join_ranks, say, share
@@ -397,7 +398,7 @@ def update_flops(config, tokens, scored, pairs, kept_layers):
     return 2 * linears * tokens * (forwards + c.layers) + attention + 4 * c.vocab * c.width * scored
 
 
-def learner_update(network: Network, wanted: Memory, prompts: int, prompt: int, new: int) -> dict:
+def learner_update(network: Network, wanted: Limits, prompts: int, prompt: int, new: int) -> dict:
     """Learner.update on `prompts` groups of eight random answers of `new` tokens, twice: the first
     compiles.
     """
@@ -437,7 +438,7 @@ def learner_update(network: Network, wanted: Memory, prompts: int, prompt: int, 
         "kept": learner.kept_layers, "reserved_gib": torch.cuda.max_memory_reserved() / 2**30})
 
 
-def training_step(network: Network, wanted: Memory, group_size: int, prompts: int) -> dict:
+def training_step(network: Network, wanted: Limits, group_size: int, prompts: int) -> dict:
     """A training step on random weights, twice: the first compiles. With torchrun, a rank's share.
     """
     memory.bound(wanted.memory_gib, DEVICE)
@@ -484,12 +485,11 @@ MEASUREMENTS = {"linears": linears, "rollout": rollout, "decode": decode, "tail"
 
 def grouped(flags: dict) -> dict:
     """A command's flags as the arguments of its function: those of the model become one Network,
-    those of the learner's memory one Memory.
+    those of the learner's memory one Limits.
     """
     rest = dict(flags)
     if "memory_gib" in rest:
-        names = "memory_gib", "kv_gib", "micro_batch_tokens"
-        rest["wanted"] = Memory(**{name: rest.pop(name) for name in names})
+        rest["wanted"] = Limits(**{name: rest.pop(name) for name in Limits._fields})
     if "base" in rest:                           # linears makes no model
         rest["network"] = Network(**{name: rest.pop(name) for name in Network._fields})
     return rest
@@ -557,7 +557,10 @@ def main() -> None:
         if command == "step":
             check_ranges(Rollout(group_size=flags["group_size"]))
         if command in ("step", "update"):
-            check_ranges(grouped(flags)["wanted"])
+            for name in Limits._fields:
+                if (flags[name] or 1) <= 0:
+                    raise ValueError(f"--{name.replace('_', '-')} must be above 0, got "
+                                     f"{flags[name]}")
             if flags["lora_rank"] < 1:
                 raise ValueError(f"--lora-rank {flags['lora_rank']}: the learner trains an adapter")
         if not torch.cuda.is_available():
