@@ -247,11 +247,11 @@ def own_answers(folder: ModelFolder, tokenizer: Tokenizer, problems: list[Proble
                 ) -> list[Text]:
     """Texts to calibrate by: the answers, at temperature 1, of the model rounded to NVFP4.
 
-    ValueError for fewer than two problems.
+    UserError for fewer than two problems.
     """
     if len(problems) < 2:
-        raise ValueError(f"--calibrate takes at least 2 problems, one to measure by, "
-                         f"got {len(problems)}")
+        raise UserError(f"--calibrate takes at least 2 problems, one to measure by, "
+                        f"got {len(problems)}")
     model = qwen.load(folder, "nvfp4", device, live_vocab=tokenizer.vocab_size)
     prompts = [p.prompt for p in problems]
     longest = max(map(len, prompts)) + max_new_tokens

@@ -49,6 +49,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attention import PackedAttention, lay_out
+from files import UserError
 from lora import Linear, Scratch
 from ops import elementwise, mlp, mm_fp32, token_logprobs
 from weights import ModelFolder, WeightReader
@@ -326,7 +327,7 @@ def load(folder: str | Path | ModelFolder, base: str = "nvfp4", device: torch.de
     fused matrix. folder: also a name of the hub's, which is downloaded. device: where the
     model lies and computes, "cpu" or "cuda:1" for instance; None: the current GPU, or the CPU where
     torch sees no GPU. dtype: of matmul inputs; None: bf16 on a GPU, fp32 on a CPU. live_vocab: see
-    Qwen; None: all V ids are tokens. ValueError names the file or tensor that is bad.
+    Qwen; None: all V ids are tokens. UserError names the file or tensor that is bad.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
@@ -338,8 +339,8 @@ def load(folder: str | Path | ModelFolder, base: str = "nvfp4", device: torch.de
     files = WeightReader(folder, base, device, dtype)
     config = ModelConfig.from_json(files.config)
     if (live_vocab or 0) > config.vocab:
-        raise ValueError(f"{files.folder}: tokenizer.json has ids up to {live_vocab - 1}, the "
-                         f"embedding in config.json {config.vocab} rows (vocab_size)")
+        raise UserError(f"{files.folder}: tokenizer.json has ids up to {live_vocab - 1}, the "
+                        f"embedding in config.json {config.vocab} rows (vocab_size)")
     model = Qwen(config, files.read, files.frozen, dtype, folder.name)
     model.folder = folder
     model.live_vocab = live_vocab or config.vocab

@@ -178,12 +178,12 @@ def global_scale_for(*weights: Tensor) -> Tensor:
     """The tensor scale, fp32 (), that weights share: global_scale_for(q, k, v).
 
     It is the smallest power of two with which no block scale has to exceed E4M3's largest number,
-    448. All zeros give 1. ValueError if a weight is not finite.
+    448. All zeros give 1. UserError if a weight is not finite.
     """
     extremes = [extreme for w in weights for extreme in torch.aminmax(w)]
     amax = torch.stack(extremes).abs().max().item()
     if not math.isfinite(amax):
-        raise ValueError(f"a weight matrix holds {amax}: no tensor scale fits")
+        raise UserError(f"a weight matrix holds {amax}: no tensor scale fits")
     # amax / 2688 = mantissa * 2^exponent with a mantissa in [.5, 1): 2^exponent is the next power
     # of two above it, unless it is one itself (mantissa .5). 2^-126 is fp32's smallest normal
     # number; a GPU's kernels may flush smaller ones to 0.
@@ -198,7 +198,7 @@ def quantize(w: Tensor, global_scale: Tensor | None = None, importance: Tensor |
 
     importance: see encode(). offsets: the E4M3 codes to try, counted from that of the usual scale,
     the block's largest |w| / 6 (rounded to the dtype of w, as compressed-tensors does).
-    ValueError if K is no multiple of 16 or, without a global_scale, a weight is not finite.
+    UserError if K is no multiple of 16 or, without a global_scale, a weight is not finite.
     """
     if global_scale is None:
         global_scale = global_scale_for(w)

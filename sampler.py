@@ -71,7 +71,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention import PackedAttention
-from files import Stopped
+from files import Stopped, UserError
 from model import Qwen
 from ops import mm_fp32, on_gpu
 
@@ -426,7 +426,7 @@ def rollouts_of(sequences: list[Sequence], seconds: float = 0.0, computed: int =
 def allocate_kv(model: Qwen, max_length: int, max_rows: int, kv_gib: float | None) -> Tensor:
     """The KV cache, (L, 2, kv_blocks, KV, KV_BLOCK, d) of zeros in the model's dtype.
 
-    Its size, the arguments and what raises ValueError: see Sampler.
+    Its size, the arguments and what raises UserError: see Sampler.
     """
     c = model.config
     row_blocks = blocks_for(max_length) + 1      # + 1: for the gap after the prefix
@@ -446,7 +446,7 @@ def allocate_kv(model: Qwen, max_length: int, max_rows: int, kv_gib: float | Non
     blocks = int(min(max_rows * row_blocks + 1, memory / block_bytes))      # + 1: number 0
     if blocks < row_blocks + 1:
         need = (row_blocks + 1) * block_bytes / 2**30
-        raise ValueError(
+        raise UserError(
             f"KV pool of {memory / 2**30:.4g} GiB holds less than one sequence of {max_length} "
             f"tokens, which takes {need:.4g} GiB: {if_too_small}")
     shape = c.layers, 2, blocks, c.kv_heads, KV_BLOCK, c.head_dim
@@ -455,7 +455,7 @@ def allocate_kv(model: Qwen, max_length: int, max_rows: int, kv_gib: float | Non
         # 0 * NaN is NaN.
         return torch.zeros(shape, dtype=model.dtype, device=model.device)
     except RuntimeError:
-        raise ValueError(
+        raise UserError(
             f"not enough memory for {blocks * block_bytes / 2**30:.1f} GiB of KV cache, for up to "
             f"{max_rows} sequences of {max_length} tokens: {if_too_large}") from None
 
@@ -466,7 +466,7 @@ class Sampler:
     A sequence (prompt and completion) has at most max_length tokens, and at most max_rows of them
     are decoded at a time. The KV cache is as large as max_rows sequences of full length need, but
     takes at most kv_gib GiB. By default that limit is half of a GPU's free memory, or on a CPU half
-    of the machine's. ValueError if the cache does not hold even one sequence.
+    of the machine's. UserError if the cache does not hold even one sequence.
     """
 
     def __init__(self, engine_class: Callable, model: Qwen, max_length: int,

@@ -53,6 +53,7 @@ from fast.kernels import (
     SplitSoftmaxes,
     UnfinishedLinear,
 )
+from files import UserError
 from lora import Adapter, Linear
 from marlin_fp4 import (
     TILE_SIDE,
@@ -107,7 +108,7 @@ def finishing_kib(rank: int, columns: int) -> float:
 
 
 def check_rank(rank: int, device: torch.device, what: str) -> None:
-    """ValueError for an adapter whose rank is too large for the GPU's shared memory.
+    """UserError for an adapter whose rank is too large for the GPU's shared memory.
 
     what: names the adapter in the message, for example "--lora-rank 1024".
     """
@@ -115,8 +116,8 @@ def check_rank(rank: int, device: torch.device, what: str) -> None:
     needs = finishing_kib(rank, NARROW_TILE)
     if needs > has:
         fits = max(2**i for i in range(20) if finishing_kib(2**i, NARROW_TILE) <= has)
-        raise ValueError(f"{what} needs {needs:,.0f} KiB of shared memory, and this GPU has {has} "
-                         f"KiB: the largest rank that fits is {fits}")
+        raise UserError(f"{what} needs {needs:,.0f} KiB of shared memory, and this GPU has {has} "
+                        f"KiB: the largest rank that fits is {fits}")
 
 
 def attention_plan(pairs: int, most_siblings: int, wide_steps_fit: bool) -> AttentionPlan:
@@ -202,21 +203,21 @@ class GraphStore(dict):
 class GraphEngine(TorchEngine):
     """sampler.TorchEngine's fast twin. kernels: which matmul decodes, see decode_matmul_for.
 
-    Raises ValueError for a model whose sizes the kernels do not take.
+    Raises UserError for a model whose sizes the kernels do not take.
     """
     window = WINDOW
 
     def __init__(self, model: Qwen, kv: torch.Tensor, max_rows: int, kernels: str | None):
         c = model.config
         if c.head_dim not in (64, 128):
-            raise ValueError(f"heads of size {c.head_dim}: the GPU's kernels take 64 and 128")
+            raise UserError(f"heads of size {c.head_dim}: the GPU's kernels take 64 and 128")
         sizes = c.width, c.feed_forward, c.heads * c.head_dim
         if any(size % TILE_SIDE for size in sizes):
-            raise ValueError(f"width, feed-forward and heads x head size are {sizes}: the GPU's "
-                             f"kernels take multiples of {TILE_SIDE}")
+            raise UserError(f"width, feed-forward and heads x head size are {sizes}: the GPU's "
+                            f"kernels take multiples of {TILE_SIDE}")
         if c.heads // c.kv_heads > QUERY_TILE:
-            raise ValueError(f"{c.heads} query heads on {c.kv_heads} key-value heads: the GPU's "
-                             f"kernels take at most {QUERY_TILE} on each")
+            raise UserError(f"{c.heads} query heads on {c.kv_heads} key-value heads: the GPU's "
+                            f"kernels take at most {QUERY_TILE} on each")
         if model.adapter:
             check_rank(model.adapter.rank, kv.device, f"an adapter of rank {model.adapter.rank}")
         super().__init__(model, kv, max_rows)
