@@ -34,7 +34,7 @@ each token a probability, and two ratios compare these:
      were written down then              kept for the later passes             with a gradient
 
     rho = policy / proximal: how far updates have moved the learner since its first pass.
-    correction = min(proximal / sampler, CORRECTION_CAP): how much more (or less) the token must
+    correction = min(proximal / sampler, 2): how much more (or less) the token must
         count because another policy than the learner drew it. Without the cap, one token that
         the sampler almost never draws could outweigh all others (truncated importance sampling,
         TIS: Yao et al. 2025).
@@ -99,17 +99,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# The bound of `correction`. Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
-# Off-Policy RL Training" (fengyao.notion.site/off-policy-rl), truncate it at a small constant; 2 is
-# the usual one, also where the sampler is quantized (verl, ms-swift).
-CORRECTION_CAP = 2.0
 # Every log-ratio is clamped to +-20 before exp(). So ratios are at most 4.9e8, and they, their
 # squares and their sums over a step are finite in fp32.
 LOG_RATIO_LIMIT = 20.0
 SCALES = ("group", "none")
-# What becomes of the ratio proximal / sampler: (T,) -> the correction (T,). class Loss says why.
-CORRECTIONS = {"truncate": lambda ratio: ratio.clamp(max=CORRECTION_CAP),
-               "ppo": torch.ones_like, "off": torch.ones_like}
+
+
+class Correction(NamedTuple):
+    """How a loss corrects for the answers having been drawn by another policy than the learner."""
+    anchor: str                                  # "old" or "rollout": ratio = policy / anchor
+    cap: float | None                            # importance weight = min(anchor / rollout, cap)
+
+
+# Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
+# (fengyao.notion.site/off-policy-rl), truncate importance weights at a small constant. 2 is the
+# usual one, also where the sampler is quantized (verl, ms-swift). Without a cap the weight is 1.
+CORRECTIONS = {"truncate": Correction("old", 2.0),
+               "ppo": Correction("rollout", None),
+               "off": Correction("old", None)}
 
 
 @dataclass(frozen=True)
@@ -118,7 +125,7 @@ class Loss:
 
     correction says what is done about the answers having been drawn by another policy than the
     learner (see the table at the top):
-        "truncate"  correction = min(proximal / sampler, CORRECTION_CAP)
+        "truncate"  correction = min(proximal / sampler, 2)
         "ppo"       the sampler takes the proximal policy's place, so the clip acts on noise and
                     rounding too (QeRL, Eq. 3, where the old policy is the noisy one)
         "off"       nothing, which leaves the gradient biased; the authors' code does the same
@@ -292,13 +299,9 @@ def k3(log_ratio: Tensor) -> Tensor:
     return log_ratio.exp() - 1 - log_ratio
 
 
-def correction_factors(log_ratio: Tensor, loss: Loss) -> Tensor:
-    """What a token's part of the loss is multiplied by because the sampler drew it: (T,) -> (T,).
-
-    log_ratio is log(proximal / sampler). loss.correction says what becomes of it.
-    """
-    ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    return CORRECTIONS[loss.correction](ratio)
+def limited_exp(log_ratio: Tensor) -> Tensor:
+    """exp() of log-ratios clamped to +-LOG_RATIO_LIMIT; beyond it there is no gradient."""
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def policy_loss(logprobs: LogProbs, advantages: Tensor, row_of_token: Tensor, weights: Tensor,
@@ -315,48 +318,26 @@ def policy_loss(logprobs: LogProbs, advantages: Tensor, row_of_token: Tensor, we
     assert reference is not None or not loss.needs_reference, f"{loss.kl_beta=} needs a reference"
     assert policy.dtype in (torch.float32, torch.float64), \
         f"{policy.dtype}: differences of log-probs need fp32"
-    policy_detached = policy.detach()            # its log-probs as plain numbers
-    sums = mismatch_sums(policy_detached - sampler)
-    if loss.correction == "ppo":
-        proximal = sampler
-
-    # 1) The two ratios, as plain numbers: no gradient flows through either.
-    log_rho = policy_detached - proximal                                    # (T,)
-    log_correction = proximal - sampler                                     # (T,)
+    sums = mismatch_sums(policy.detach() - sampler)
+    correction = CORRECTIONS[loss.correction]
+    anchor = sampler if correction.anchor == "rollout" else proximal
+    log_ratio = policy - anchor                                             # (T,)
+    log_weight = anchor - sampler                                           # (T,)
     if loss.sequence_level:
-        log_rho = row_means(log_rho, row_of_token, len(weights))
-        log_correction = row_means(log_correction, row_of_token, len(weights))
-    rho = log_rho.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    correction = correction_factors(log_correction, loss)                   # (T,)
-    # The correction is positive, so it may be multiplied into the advantage before min() and clip
-    # as well as after them.
-    corrected_advantage = advantages[row_of_token] * correction              # (T,)
-
-    # 2) The clip. A token gets no gradient where min(rho * advantage, clip(rho) * advantage) takes
-    # its second term, which is constant: where the policy has already gone far enough in the
-    # direction that the advantage asks for.
-    #
-    #                         rho < 1 - clip_low    in between    rho > 1 + clip_high
-    #     advantage > 0       gradient              gradient      clipped: likely enough
-    #     advantage < 0       clipped: rare enough  gradient      gradient
-    #
-    # In the two other corners the policy has gone the wrong way, and the gradient pulls it back.
-    is_clipped_low = (corrected_advantage < 0) & (rho < 1 - loss.clip_low)
-    is_clipped_high = (corrected_advantage > 0) & (rho > 1 + loss.clip_high)
-
-    # 3) The surrogate, advantage * rho. rho is a plain number here, so that one line serves both
-    # the ratio of a token and GSPO's ratio of a whole row; its gradient comes from another factor.
-    # (policy - policy_detached).exp() has the value exp(0) = 1 and the gradient d log p, so the
-    # surrogate has the gradient advantage * rho * d log p. That is PPO's, since d rho is
-    # rho * d log p. GSPO's d rho is rho times the mean of d log p over the row's tokens: this line
-    # gives it too, because 1 / length is in the weights and the last line adds up the tokens
-    # (2507.18071, section 4.3, which calls this GSPO-token).
-    surrogate = corrected_advantage * rho * (policy - policy_detached).exp()
-    constant = corrected_advantage * rho.clamp(1 - loss.clip_low, 1 + loss.clip_high)
-    has_no_gradient = is_clipped_low | is_clipped_high
-    per_token = -torch.where(has_no_gradient, constant, surrogate)
-    sums["clip_low"] = is_clipped_low.sum().double()
-    sums["clip_high"] = is_clipped_high.sum().double()
+        # All tokens of a row have the ratio of their mean, and each gets the gradient of its own
+        # log-prob: 1 / length is in the weights (GSPO-token: 2507.18071, section 4.3).
+        log_ratio = (row_means(log_ratio.detach(), row_of_token, len(weights))
+                     + policy - policy.detach())
+        log_weight = row_means(log_weight, row_of_token, len(weights))
+    ratio = limited_exp(log_ratio)
+    importance_weight = (1.0 if correction.cap is None
+                         else limited_exp(log_weight).clamp(max=correction.cap))
+    # The importance weight is positive, so it may stand inside of min() as well as before it.
+    A = advantages[row_of_token] * importance_weight                        # (T,)
+    clipped = ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high)
+    per_token = -torch.min(ratio * A, clipped * A)
+    sums["clip_low"] = ((A < 0) & (ratio < 1 - loss.clip_low)).sum().double()
+    sums["clip_high"] = ((A > 0) & (ratio > 1 + loss.clip_high)).sum().double()
     if reference is not None:
         kl = k3(reference - policy)
         per_token = per_token + loss.kl_beta * kl

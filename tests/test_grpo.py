@@ -273,11 +273,17 @@ def test_a_ratio_beyond_fp32_gives_neither_inf_nor_nan():
             assert all(math.isfinite(v) for v in summarize(sums).values())
 
 
+def test_beyond_the_limit_a_ratio_is_a_constant():
+    for rho, gradient in ((math.exp(19.9), math.exp(19.9)), (math.exp(20.1), 0)):
+        value, grad, _ = one_token(rho, -1.0)
+        assert (value, grad) == pytest.approx((min(rho, math.exp(20)), gradient))
+
+
 @pytest.mark.parametrize("correction", grpo.CORRECTIONS)
 @pytest.mark.parametrize("loss", ["grpo", "dapo", "dr_grpo"])
 def test_gradient_equals_autograd_of_the_textbook_formula(monkeypatch, loss, correction):
     # Decoupled PPO (2110.00641) with the correction of TIS, or with none; "ppo" is PPO (1707.06347, Eq. 7).
-    monkeypatch.setattr(grpo, "CORRECTION_CAP", 1.2)                      # so that it binds often
+    monkeypatch.setitem(grpo.CORRECTIONS, "truncate", grpo.Correction("old", 1.2))                      # so that it binds often
     toy = Toy()
     got, _ = toy.gradient(loss, [range(16)], correction=correction)
     proximal = toy.old if correction == "ppo" else toy.proximal
@@ -295,7 +301,7 @@ def test_gradient_equals_autograd_of_the_textbook_formula(monkeypatch, loss, cor
 
 
 def test_gspo_equals_autograd_of_its_sequence_formula(monkeypatch):
-    monkeypatch.setattr(grpo, "CORRECTION_CAP", 1.1)
+    monkeypatch.setitem(grpo.CORRECTIONS, "truncate", grpo.Correction("old", 1.1))
     toy = Toy()
     got, _ = toy.gradient("gspo", [range(16)], clip_low=.05, clip_high=.05)
     logprobs, objective = toy.logprobs(), 0.0

@@ -80,7 +80,7 @@ def plain_gradient(case, tensors, batch, name, loss):
         rho, correction = ((t.mean().expand(n) if loss.sequence_level else t).exp() for t in (moved, gap))
         ratios.append(rho.detach())
         clipped = rho.clamp(1 - loss.clip_low, 1 + loss.clip_high)
-        objective = torch.minimum(rho * advantage, clipped * advantage) * correction.clamp(max=grpo.CORRECTION_CAP)
+        objective = torch.minimum(rho * advantage, clipped * advantage) * correction.clamp(max=grpo.CORRECTIONS["truncate"].cap)
         if loss.kl_beta:
             d = logprobs(reference).detach() - now
             objective = objective - loss.kl_beta * (d.exp() - 1 - d)
@@ -131,7 +131,7 @@ def test_the_first_pass_over_a_row_is_the_proximal_policy_of_later_ones(tiny, mo
     # A first update trains the first two groups, a second one all rows. At a row's first pass rho is 1, and its
     # correction is learner / sampler. At its second pass rho compares two passes of the learner, wherever the sampler
     # is.
-    monkeypatch.setattr(grpo, "CORRECTION_CAP", 1.2)                      # so that it binds
+    monkeypatch.setitem(grpo.CORRECTIONS, "truncate", grpo.Correction("old", 1.2))                      # so that it binds
     learner, _, batch, weights = some_step(tiny, loss, **changes)
     rollouts, advantages = batch.rollouts, batch.advantages
     start = learner.adapter.master.data.clone()

@@ -180,7 +180,8 @@ def of_rows(logprobs):
 
 def show_losses(policy):
     """Computes the loss by hand. Prints two tokens of row 4 and two of row 5."""
-    correction = (proximal - sampler_logprobs).exp().clamp(max=grpo.CORRECTION_CAP)
+    cap = grpo.CORRECTIONS[loss.correction].cap
+    correction = (proximal - sampler_logprobs).exp().clamp(max=cap)
     rho = (policy - proximal).exp()
     clipped = rho.clamp(1 - loss.clip_low, 1 + loss.clip_high)
     advantage = advantages[row_of_token]
