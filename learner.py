@@ -40,13 +40,13 @@ class Batch:
     """The answers of one training step as the learner sees them: made once, and given to every
     update on these answers.
 
-    advantages (B,) fp32 are those of the rows. proximal holds the proximal policy (grpo.py): for
-    each row that this rank has trained on, the log-probs of its tokens at the learner's first pass
-    over it. seen holds the rows that any rank has trained on in an earlier update.
+    advantages (B,) fp32 are those of the rows. old holds the old log-probs (grpo.py): for each row
+    that this rank has trained on, those of its tokens at the learner's first pass over it. seen
+    holds the rows that any rank has trained on in an earlier update.
     """
     rollouts: Rollouts
     advantages: Tensor
-    proximal: dict[int, Tensor] = field(default_factory=dict)
+    old: dict[int, Tensor] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
 
 
@@ -177,10 +177,10 @@ class Learner:
         adapter = self.adapter
         adapter.master.grad.zero_()
         mine = self.accumulate_gradient(batch, weights, RANK, WORLD)
-        parts = [sums for sums in gather([mine]) if sums]
-        if not parts:
+        of_ranks = [sums for sums in gather([mine]) if sums]
+        if not of_ranks:
             return Update({}, 0.0, lr)
-        sums = functools.reduce(grpo.add_sums, parts)
+        sums = functools.reduce(grpo.add_sums, of_ranks)
         all_sum(adapter.master.grad)
         loss = sums.pop("loss").item()
         grad_norm = adapter.master.grad.norm().item()
@@ -212,8 +212,8 @@ class Learner:
         # rounds differently in another micro-batch: a 7B's gradient differed by 0.8 %. That is
         # avoided as long as the budget of a micro-batch is the same. micro_batches() lowers it when
         # there are many ranks for a small step, and then the cuts do depend on their number.
-        for part in micro_batches(prompts, completions, self.micro_batch_tokens, ranks, rank):
-            loss, sums = self._micro_batch(batch, [trained[i] for i in part], weights)
+        for rows in micro_batches(prompts, completions, self.micro_batch_tokens, ranks, rank):
+            loss, sums = self._micro_batch(batch, [trained[i] for i in rows], weights)
             loss.backward()
             total = grpo.add_sums(total, sums)
         batch.seen.update(trained)
@@ -232,18 +232,17 @@ class Learner:
         if self.loss.needs_reference:
             with torch.no_grad(), self.adapter.off():
                 reference, _ = model.token_logprobs(tokens, starts, self.temperature)
-        sampler = torch.cat([rollouts.logprobs[b] for b in rows]).to(device)
-        # A row's first pass keeps its log-probs as those of the proximal policy; later passes use
-        # them.
+        rollout = torch.cat([rollouts.logprobs[b] for b in rows]).to(device)
+        # A row's first pass keeps its log-probs as the old ones, for later passes.
         for b, logprobs in zip(rows, policy.detach().split(lengths)):
-            if b not in batch.proximal:
+            if b not in batch.old:
                 # A rank keeps those of its own rows only. --epochs repeats the same updates, and
                 # the same rows are dealt to the same ranks, so each row finds what it needs.
-                assert b not in batch.seen, f"row {b}: its proximal policy is on another rank"
-                batch.proximal[b] = logprobs
-        proximal = torch.cat([batch.proximal[b] for b in rows])
+                assert b not in batch.seen, f"row {b}: its old log-probs are on another rank"
+                batch.old[b] = logprobs
+        old = torch.cat([batch.old[b] for b in rows])
         row_of_token = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths)).to(device)
-        loss, sums = grpo.policy_loss(grpo.LogProbs(policy, sampler, proximal, reference),
+        loss, sums = grpo.policy_loss(grpo.LogProbs(policy, rollout, old, reference),
                                       batch.advantages[rows].to(device), row_of_token,
                                       weights[rows].to(device), self.loss)
         sums["entropy"] = entropy.sum().double()                 # token_logprobs has detached it

@@ -162,7 +162,7 @@ def report(rows: list[dict], advantages: torch.Tensor, weights: list[torch.Tenso
     trained = [one for one in updates if one.sums] or updates
     metrics |= grpo.summarize(trained[0].sums)
     last = grpo.summarize(trained[-1].sums)
-    metrics |= {key: value for key, value in last.items() if key.startswith("clip")}
+    metrics |= {key: value for key, value in last.items() if key.startswith("clip_ratio")}
     metrics |= {"grad_norm": trained[-1].grad_norm, "lr": updates[-1].lr}
     return metrics | {"idle": rollouts.idle, "tokens_per_s": rollouts.num_tokens / rollouts.seconds}
 

@@ -53,7 +53,7 @@ def some_step(tiny, loss="dapo", noise=0.15, base="bf16", dtype=None, max_grad_n
 def plain_gradient(case, tensors, batch, name, loss):
     """The textbook objectives, row by row through a plain float64 model.
 
-    Returns the gradient of A and B by PEFT's names, the loss, and every ratio policy / proximal. The divisors
+    Returns the gradient of A and B by PEFT's names, the loss, and every ratio policy / old. The divisors
     are worked out here anew: grpo takes the mean over a row's tokens, then over rows; dapo that over all tokens;
     dr_grpo divides by rows x limit; gspo is grpo with one ratio for each row. Row 5 is left out of everything.
 
@@ -75,12 +75,12 @@ def plain_gradient(case, tensors, batch, name, loss):
             return logits.log_softmax(-1)[range(len(completion)), completion]
 
         now, advantage, n = logprobs(weights), advantages[b].double(), len(completion)
-        proximal = batch.proximal[b].double() if batch.proximal else rollouts.logprobs[b].double()
-        moved, gap = now - proximal, proximal - rollouts.logprobs[b].double()
-        rho, correction = ((t.mean().expand(n) if loss.sequence_level else t).exp() for t in (moved, gap))
-        ratios.append(rho.detach())
-        clipped = rho.clamp(1 - loss.clip_low, 1 + loss.clip_high)
-        objective = torch.minimum(rho * advantage, clipped * advantage) * correction.clamp(max=grpo.CORRECTIONS["truncate"].cap)
+        old = batch.old[b].double() if batch.old else rollouts.logprobs[b].double()
+        moved, gap = now - old, old - rollouts.logprobs[b].double()
+        ratio, correction = ((t.mean().expand(n) if loss.sequence_level else t).exp() for t in (moved, gap))
+        ratios.append(ratio.detach())
+        clipped = ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high)
+        objective = torch.minimum(ratio * advantage, clipped * advantage) * correction.clamp(max=grpo.CORRECTIONS["truncate"].cap)
         if loss.kl_beta:
             d = logprobs(reference).detach() - now
             objective = objective - loss.kl_beta * (d.exp() - 1 - d)
@@ -103,7 +103,7 @@ def difference(adapter, want):
 # -----------------------------------------------------------------------------
 # The gradient
 
-# A clip that some of the sampler's noise crosses and some does not, for a loss whose own is much narrower.
+# A clip that some of the rollout's noise crosses and some does not, for a loss whose own is much narrower.
 CLIPS = {"gspo": dict(clip_low=0.05, clip_high=0.05)}
 
 
@@ -111,7 +111,7 @@ CLIPS = {"gspo": dict(clip_low=0.05, clip_high=0.05)}
     *((loss, CLIPS.get(loss, {}), "untied") for loss in grpo.LOSSES),
     ("dapo", dict(kl_beta=0.3), "untied"), ("dapo", {}, "qwen3-tied"), ("dapo", {}, "qwen3-untied")])
 def test_the_gradient_is_that_of_float64_autograd_on_the_whole_batch(tiny, loss, changes, shape):
-    changes = changes | {"correction": "ppo"}                             # the sampler's noise makes the clip act
+    changes = changes | {"correction": "ppo"}                             # the rollout's noise makes the clip act
     learner, tensors, batch, weights = some_step(tiny, loss, shape=shape, **changes)
     want, value, ratios = plain_gradient(tiny[shape], tensors, batch, loss, learner.loss)
     low, high = 1 - learner.loss.clip_low, 1 + learner.loss.clip_high
@@ -127,19 +127,19 @@ def test_the_gradient_is_that_of_float64_autograd_on_the_whole_batch(tiny, loss,
 
 
 @pytest.mark.parametrize("loss,changes", [("dapo", {}), ("gspo", CLIPS["gspo"])])
-def test_the_first_pass_over_a_row_is_the_proximal_policy_of_later_ones(tiny, monkeypatch, loss, changes):
-    # A first update trains the first two groups, a second one all rows. At a row's first pass rho is 1, and its
-    # correction is learner / sampler. At its second pass rho compares two passes of the learner, wherever the sampler
-    # is.
+def test_the_first_pass_over_a_row_is_the_old_policy_of_later_ones(tiny, monkeypatch, loss, changes):
+    # A first update trains the first two groups, a second one all rows. At a row's first pass ratio is 1, and its
+    # importance weight is learner / rollout. At its second pass ratio compares two passes of the learner, wherever the
+    # rollout is.
     monkeypatch.setitem(grpo.CORRECTIONS, "truncate", grpo.Correction("old", 1.2))                      # so that it binds
     learner, _, batch, weights = some_step(tiny, loss, **changes)
     rollouts, advantages = batch.rollouts, batch.advantages
     start = learner.adapter.master.data.clone()
     first = learner.update(batch, torch.where(torch.arange(16) < 8, weights, 0.0), lr=5e-2)
-    assert first.sums["clip_low"] + first.sums["clip_high"] == 0
+    assert first.sums["clip_ratio_low"] + first.sums["clip_ratio_high"] == 0
     trained = [b for b in range(16) if weights[b] > 0 and advantages[b] != 0]
-    assert sorted(batch.proximal) == [b for b in trained if b < 8]
-    kept = {b: t.clone() for b, t in batch.proximal.items()}
+    assert sorted(batch.old) == [b for b in trained if b < 8]
+    kept = {b: t.clone() for b, t in batch.old.items()}
     rows = [(rollouts.prompts[b], rollouts.completions[b]) for b in kept]
     moved = learner.adapter.master.data.clone()
     learner.adapter.master.data.copy_(start)
@@ -152,9 +152,9 @@ def test_the_first_pass_over_a_row_is_the_proximal_policy_of_later_ones(tiny, mo
 
     tensors = {name: t.clone() for name, t in learner.adapter.peft_tensors(moved)}
     second = learner.update(batch, weights, lr=0.0)
-    assert second.sums["clip_low"] + second.sums["clip_high"] > 0
-    assert sorted(batch.proximal) == trained and all(torch.equal(batch.proximal[b], t) for b, t in kept.items())
-    batch.proximal |= {b: rollouts.logprobs[b] for b in range(16) if b not in trained}       # advantage or weight 0
+    assert second.sums["clip_ratio_low"] + second.sums["clip_ratio_high"] > 0
+    assert sorted(batch.old) == trained and all(torch.equal(batch.old[b], t) for b, t in kept.items())
+    batch.old |= {b: rollouts.logprobs[b] for b in range(16) if b not in trained}       # advantage or weight 0
     want, _, _ = plain_gradient(tiny["untied"], tensors, batch, loss, learner.loss)
     assert difference(learner.adapter, {name: want[name] for name in tensors}) < 1e-5
 
@@ -172,8 +172,8 @@ def test_the_sums_of_an_update_are_those_of_its_trained_tokens(tiny):
         gaps.append(log_p[range(len(completion)), completion] - rollouts.logprobs[b])
         entropy -= (log_p.exp() * log_p).sum()
     d = torch.cat(gaps)
-    assert sums["mismatch_abs"] == pytest.approx(d.abs().sum().item(), rel=1e-4)
-    assert sums["ratio_max"] == pytest.approx(d.exp().max().item(), rel=1e-4)
+    assert sums["rollout_logp_diff"] == pytest.approx(d.abs().sum().item(), rel=1e-4)
+    assert sums["rollout_is_max"] == pytest.approx(d.exp().max().item(), rel=1e-4)
     assert sums["entropy"] == pytest.approx(entropy.item(), rel=1e-4)
 
 
@@ -204,15 +204,15 @@ def test_the_gradients_of_all_ranks_add_up_to_that_of_one(tiny, ranks):
 
 
 def test_a_row_whose_first_pass_was_on_another_rank_stops_the_pass(tiny):
-    # Its proximal policy is not here, and the pass would silently take itself for the first.
+    # Its old log-probs are not here, and the pass would silently take itself for the first.
     learner, _, batch, weights = some_step(tiny)
     learner.accumulate_gradient(batch, weights, 0, 2)
     learner.accumulate_gradient(batch, weights, 0, 2)                     # dealt alike: all of its rows are found
-    mine = set(batch.proximal)
+    mine = set(batch.old)
     assert mine < batch.seen == {b for b in range(16) if weights[b] > 0 and batch.advantages[b] != 0}
-    with pytest.raises(AssertionError, match="its proximal policy is on another rank"):
+    with pytest.raises(AssertionError, match="its old log-probs are on another rank"):
         learner.accumulate_gradient(batch, weights, 1, 2)                 # as rank 1, without what rank 1 has kept
-    assert set(batch.proximal) == mine
+    assert set(batch.old) == mine
 
 
 # -----------------------------------------------------------------------------
@@ -347,21 +347,21 @@ def test_where_nothing_can_be_learned_there_is_no_step_and_no_momentum_acts(tiny
 def test_where_the_clip_holds_every_token_no_momentum_carries_the_adapter_on(tiny):
     learner, _, batch, weights = some_step(tiny)
     learner.update(batch, weights, lr=1e-3)
-    for b, proximal in batch.proximal.items():            # as if the policy had gone far the way that it was sent
-        proximal -= 5 * batch.advantages[b].sign()
+    for b, old in batch.old.items():            # as if the policy had gone far the way that it was sent
+        old -= 5 * batch.advantages[b].sign()
     before = {name: t.clone() for name, t in learner.tensors().items()}
     update = learner.update(batch, weights, lr=1e-3)
     assert update.grad_norm == 0 and update.failure == "" and learner.skipped == 0
-    assert update.sums["clip_low"] + update.sums["clip_high"] == update.sums["tokens"] > 0
+    assert update.sums["clip_ratio_low"] + update.sums["clip_ratio_high"] == update.sums["tokens"] > 0
     assert all(torch.equal(t, before[name]) for name, t in learner.tensors().items())
 
 
-@pytest.mark.parametrize("where", ["sampler's log-prob", "advantage", "gradient"])
+@pytest.mark.parametrize("where", ["rollout's log-prob", "advantage", "gradient"])
 def test_a_loss_or_gradient_that_is_not_finite_is_skipped_counted_and_changes_nothing(tiny, monkeypatch, where):
     learner, _, batch, weights = some_step(tiny)
     learner.update(batch, weights, lr=1e-3)
     before = {name: t.clone() for name, t in learner.tensors().items()}
-    if where == "sampler's log-prob":
+    if where == "rollout's log-prob":
         batch.rollouts.logprobs[3][0] = float("nan")
     elif where == "advantage":
         batch.advantages[3] = float("inf")
