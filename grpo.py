@@ -9,9 +9,12 @@ A training step samples G answers to each of P problems. An answer is a row: the
 and rows [p * G, (p + 1) * G) answer problem p. The loss sees the T tokens of all rows end to end:
 
     problem            0            1          P = 2, G = 2
-    row                0     1      2     3    B = 4: rewards, advantages and weights are (B,)
-    token              a b   c d e  f     g h  T = 8: log-probs are (T,)
-    row_of_token       0 0   1 1 1  2     3 3  (T,), so that weights[row_of_token] is (T,)
+    row                0     1      2     3    B = 4: rewards and advantages are (B,)
+    token              a b   c d e  f     g h  T = 8: log-probs and weights are (T,)
+    row_of_token       0 0   1 1 1  2     3 3  (T,), so that advantages[row_of_token] is (T,)
+
+Before the tokens are laid out, masks and weights are (B, L), where L is the longest row's length.
+Padding, a tool's tokens in the middle of an answer, cut and unscorable rows are all 0 in the mask.
 
 Three policies give each token a probability:
 
@@ -189,44 +192,49 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "group",
 # -----------------------------------------------------------------------------
 # Which tokens are in the loss, and how much each counts
 
-def loss_mask(rewards: Tensor, finished: Tensor, mask_overlong: bool) -> Tensor:
-    """Which rows enter the loss: rewards (B,), finished (B,) bool -> (B,) bool.
+def loss_mask(sampled: Tensor, rewards: Tensor, finished: Tensor, mask_overlong: bool) -> Tensor:
+    """Which tokens are in the loss: (B, L) bool, of sampled (B, L), rewards and finished (B,).
 
-    True means that the row is in the loss. Unscorable rows (NaN) never are. mask_overlong also
-    leaves out rows that were cut off at the length limit (finished is False), as do the authors'
-    code and DAPO's overlong filtering (2503.14476, section 3.4). The reward of a row that was
-    cut off still counts in the mean of its group; that of an unscorable row counts nowhere.
+    sampled: the tokens that the policy wrote (Rollouts.sampled()). A row leaves the loss whole if
+    it is unscorable (NaN) or, with mask_overlong, if it was cut off at the length limit (finished
+    is False), as in the authors' code and DAPO's overlong filtering (2503.14476, section 3.4). The
+    reward of a cut row still counts in the mean of its group.
     """
-    scorable = ~rewards.isnan()
-    return scorable & finished if mask_overlong else scorable
+    rows = ~rewards.isnan()
+    if mask_overlong:
+        rows = rows & finished
+    return sampled & rows[:, None]
 
 
 def minibatches(mask: Tensor, group_size: int, count: int) -> list[Tensor]:
-    """Cuts a batch for `count` updates: loss_mask (B,) -> `count` disjoint parts of it.
+    """Splits a batch into minibatches, one for each update: loss_mask (B, L) -> `count` disjoint
+    masks (B, L).
 
-    Groups stay whole and in order. Groups without a row in the loss are not counted, so every
-    update gets the same number of the others, give or take one. With fewer of them than `count`,
-    some parts are empty, and the learner skips these.
+    Groups stay whole and in order. Those without a token in the loss do not count: every update
+    gets the same number of the others, give or take one. With fewer of them than `count`, some
+    minibatches are empty, and the learner skips these.
     """
-    groups = mask.view(-1, group_size).any(dim=1)                           # (P,)
-    # (P,): which part a group belongs to, 0..count - 1. Groups without a row in the loss get the
-    # part of the group before them, or -1 at the beginning; `mask` keeps their rows out either way.
-    part = (groups.cumsum(0) - 1) * count // groups.sum().clamp(min=1)
-    return [mask & (part == u).repeat_interleave(group_size) for u in range(count)]
+    groups = mask.any(dim=1).view(-1, group_size).any(dim=1)                # (P,)
+    # (P,): a group's minibatch, 0..count - 1. Groups without a token in the loss get that of the
+    # group before them, or -1 at the beginning; `mask` keeps them out either way.
+    number = (groups.cumsum(0) - 1) * count // groups.sum().clamp(min=1)
+    row_number = number.repeat_interleave(group_size)[:, None]              # (B, 1)
+    return [mask & (row_number == u) for u in range(count)]
 
 
-def token_weights(lengths: Tensor, mask: Tensor, loss: Loss, max_new_tokens: int) -> Tensor:
-    """How much one token of each row counts in the loss: (B,) fp32, 0 for rows outside the mask.
+def token_weights(mask: Tensor, loss: Loss, max_new_tokens: int) -> Tensor:
+    """How much each token counts in the loss of an update: (B, L) fp32, 0 outside of the mask.
 
-    lengths (B,) in tokens and mask (B,) bool belong to the whole update, all ranks
-    together, because this is the only place where its loss is divided by anything.
+    mask (B, L) bool is that of the whole update, all ranks together: this is the only place where
+    its loss is divided by anything. Lengths and the divisor count tokens in the loss alone, so a
+    tool's output makes no token of the answer cheaper; a row without any is no row of the loss.
     """
-    assert (lengths[mask] > 0).all(), "a row has no tokens; even '' has its end token"
+    lengths = mask.sum(dim=1)                                               # (B,)
     # At least 1, so that nothing is divided by 0 in an update without any row.
-    rows = mask.sum().clamp(min=1)
-    tokens = lengths[mask].sum().clamp(min=1)
-    divisor = loss.divisor(rows, tokens, lengths, max_new_tokens)
-    return torch.where(mask, 1.0 / divisor.float(), 0.0)
+    rows = (lengths > 0).sum().clamp(min=1)
+    tokens = lengths.sum().clamp(min=1)
+    divisor = loss.divisor(rows, tokens, lengths, max_new_tokens)           # () or (B,)
+    return torch.where(mask, (1.0 / divisor.float()).view(-1, 1), 0.0)
 
 
 # -----------------------------------------------------------------------------
@@ -268,13 +276,13 @@ def policy_loss(logprobs: LogProbs, advantages: Tensor, row_of_token: Tensor, we
                 loss: Loss) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of one micro-batch, differentiable in logprobs.policy, and sums for summarize().
 
-    A micro-batch has b whole rows: advantages (b,), row_of_token (T,) int64, weights (b,) of
-    token_weights. Losses and sums of several micro-batches
+    A micro-batch has b whole rows, of which the T tokens in the loss are given: advantages (b,),
+    row_of_token (T,) int64, weights (T,) of token_weights. Losses and sums of several micro-batches
     add up to those of the update (add_sums).
     """
     policy, rollout, old, reference = logprobs
-    shapes = [tuple(t.shape) for t in (row_of_token, *logprobs) if t is not None]
-    assert len(set(shapes)) == 1, f"row_of_token and log-probs have the shapes {shapes}"
+    shapes = [tuple(t.shape) for t in (row_of_token, weights, *logprobs) if t is not None]
+    assert len(set(shapes)) == 1, f"row_of_token, weights and log-probs have the shapes {shapes}"
     assert reference is not None or not loss.needs_reference, f"{loss.kl_beta=} needs a reference"
     assert policy.dtype in (torch.float32, torch.float64), \
         f"{policy.dtype}: differences of log-probs need fp32"
@@ -309,7 +317,7 @@ def policy_loss(logprobs: LogProbs, advantages: Tensor, row_of_token: Tensor, we
         kl = k3(reference - policy)
         per_token = per_token + loss.kl_beta * kl
         sums["kl"] = kl.detach().sum().double()
-    return (weights[row_of_token] * per_token).sum(), sums
+    return (weights * per_token).sum(), sums
 
 
 # -----------------------------------------------------------------------------

@@ -166,9 +166,9 @@ class Learner:
         self.adapter.sync()
 
     def update(self, batch: Batch, weights: Tensor, lr: float) -> Update:
-        """One optimizer step on those rows of the batch whose weight is above 0.
+        """One optimizer step on those tokens of the batch whose weight is above 0.
 
-        Every rank holds the whole batch, the B rows of all ranks, and weights (B,) fp32 as
+        Every rank holds the whole batch, the B rows of all ranks, and weights (B, L) fp32 as
         grpo.token_weights gives them; each computes its share. A loss or gradient that is infinite
         or NaN skips the step, on every rank alike, because all see the same sums. Where the
         gradient is 0, since all advantages are 0 or the clip holds every token, there is no step
@@ -203,7 +203,7 @@ class Learner:
         # A row of advantage 0 has no gradient, unless the loss has a KL term, so it is not
         # computed. It still counts in the divisor of the loss, which is in the weights already.
         teaches = (batch.advantages != 0) | self.loss.acts_on_all_rows
-        trained = torch.nonzero((weights > 0) & teaches)[:, 0].tolist()
+        trained = torch.nonzero((weights > 0).any(dim=1) & teaches)[:, 0].tolist()
         prompts = [batch.rollouts.prompts[b] for b in trained]
         completions = [batch.rollouts.completions[b] for b in trained]
         total = {}
@@ -241,11 +241,17 @@ class Learner:
                 assert b not in batch.seen, f"row {b}: its old log-probs are on another rank"
                 batch.old[b] = logprobs
         old = torch.cat([batch.old[b] for b in rows])
-        row_of_token = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths)).to(device)
-        loss, sums = grpo.policy_loss(grpo.LogProbs(policy, rollout, old, reference),
-                                      batch.advantages[rows].to(device), row_of_token,
-                                      weights[rows].to(device), self.loss)
-        sums["entropy"] = entropy.sum().double()                 # token_logprobs has detached it
+        row_of_token = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths))
+        weights = torch.cat([weights[b, :n] for b, n in zip(rows, lengths)])
+        # Tokens outside the loss, such as a tool's, end here: the others are conditioned on them.
+        kept = weights.nonzero()[:, 0]
+        row_of_token, weights = row_of_token[kept].to(device), weights[kept].to(device)
+        kept = kept.to(device)
+        logprobs = grpo.LogProbs(policy[kept], rollout[kept], old[kept],
+                                 None if reference is None else reference[kept])
+        loss, sums = grpo.policy_loss(logprobs, batch.advantages[rows].to(device), row_of_token,
+                                      weights, self.loss)
+        sums["entropy"] = entropy[kept].sum().double()           # token_logprobs has detached it
         sums["loss"] = loss.detach().double()
         return loss, sums
 

@@ -20,8 +20,8 @@ from grpo import (
     k3,
     loss_mask,
     minibatches,
-    rollout_sums,
     policy_loss,
+    rollout_sums,
     summarize,
     token_weights,
 )
@@ -48,8 +48,8 @@ def one_token(ratio, advantage, gap=1.0, loss="dapo", dtype=torch.float64, ref_l
 
 
 class Toy:
-    """Ragged rows of a policy that is one linear layer on fixed features, with log-probs of a rollout and of an old policy
-    that differ from its own a little.
+    """Ragged rows of a policy that is one linear layer on fixed features, with log-probs of a rollout and of an old
+    policy that differ from its own a little.
     """
 
     def __init__(self, B=16, V=11, D=5, seed=0):
@@ -68,15 +68,20 @@ class Toy:
     def logprobs(self):
         return torch.log_softmax(self.x @ self.W.T, dim=1).gather(1, self.tokens[:, None])[:, 0]
 
+    def weights(self, loss):
+        """Of each token, (T,): rows outside of self.mask weigh 0."""
+        tokens = torch.arange(self.lengths.max()) < self.lengths[:, None]
+        return token_weights(tokens & self.mask[:, None], loss, max_new_tokens=10)[tokens]
+
     def gradient(self, loss, batches, ref=None, **changes):
         """d loss / dW and the sums, added up over the given micro-batches of rows."""
         loss, total = loss_of(loss, **changes), {}
-        weights = token_weights(self.lengths, self.mask, loss, max_new_tokens=10)
+        weights = self.weights(loss)
         self.W.grad = None
         for rows in batches:
             t = torch.cat([(self.row_of_token == b).nonzero()[:, 0] for b in rows])
             logprobs = LogProbs(self.logprobs()[t], self.rollout[t], self.old[t], None if ref is None else ref[t])
-            value, sums = policy_loss(logprobs, self.advantages, self.row_of_token[t], weights, loss)
+            value, sums = policy_loss(logprobs, self.advantages, self.row_of_token[t], weights[t], loss)
             value.backward()
             total = add_sums(total, sums)
         return self.W.grad.clone(), total
@@ -184,17 +189,22 @@ def test_informative_groups_are_those_with_spread():
 
 def test_rows_of_the_loss_are_scorable_and_by_choice_finished():
     rewards, finished = torch.tensor([1, 0, NAN, 1, 1, 1.0]), torch.tensor([True, False, True, True, True, False])
-    assert loss_mask(rewards, finished, mask_overlong=True).tolist() == [True, False, False, True, True, False]
-    assert loss_mask(rewards, finished, mask_overlong=False).tolist() == [True, True, False, True, True, True]
+    sampled = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 0, 1], [1, 1, 0], [1, 1, 1]]).bool()
+    for overlong, rows in ((True, [1, 0, 0, 1, 1, 0]), (False, [1, 1, 0, 1, 1, 1])):
+        mask = loss_mask(sampled, rewards, finished, mask_overlong=overlong)
+        assert mask.tolist() == (sampled & torch.tensor(rows).bool()[:, None]).tolist()
 
 
 def test_disjoint_updates_share_out_whole_groups_and_skip_those_without_a_row_in_the_loss():
-    mask = torch.tensor([1, 1, 0, 0, 0, 1, 1, 0, 1, 1]).bool()            # groups of 2: the second has none
-    parts = minibatches(mask, 2, 2)
-    assert [part.nonzero()[:, 0].tolist() for part in parts] == [[0, 1, 5], [6, 8, 9]]
-    assert [part.nonzero()[:, 0].tolist() for part in minibatches(mask, 2, 3)] == [[0, 1, 5], [6], [8, 9]]
-    assert torch.equal(minibatches(mask, 2, 1)[0], mask)
-    assert sum(part.sum() for part in minibatches(mask, 2, 7)) == mask.sum()                # more parts than groups
+    rows = torch.tensor([1, 1, 0, 0, 0, 1, 1, 0, 1, 1]).bool()            # groups of 2: the second has none
+    mask = rows[:, None] & torch.tensor([True, False, True])
+
+    def rows_of(count):
+        return [minibatch.any(dim=1).nonzero()[:, 0].tolist() for minibatch in minibatches(mask, 2, count)]
+
+    assert rows_of(2) == [[0, 1, 5], [6, 8, 9]] and rows_of(3) == [[0, 1, 5], [6], [8, 9]]
+    for count in (1, 3, 7):                                               # 7 are more than there are groups
+        assert torch.equal(sum(m.int() for m in minibatches(mask, 2, count)), mask.int())
     assert not torch.stack(minibatches(mask & False, 2, 3)).any()
 
 
@@ -203,25 +213,22 @@ def test_disjoint_updates_share_out_whole_groups_and_skip_those_without_a_row_in
 @pytest.mark.parametrize("loss,want", [("grpo", [1 / 4, 0, 1 / 12]), ("gspo", [1 / 4, 0, 1 / 12]),
                                        ("dapo", [1 / 8, 0, 1 / 8]), ("dr_grpo", [1 / 20, 0, 1 / 20])])
 def test_token_weights_by_hand(loss, want):
-    lengths, mask = torch.tensor([2, 5, 6]), torch.tensor([True, False, True])        # 2 rows of 8 tokens
-    assert token_weights(lengths, mask, LOSSES[loss], max_new_tokens=10).tolist() == pytest.approx(want)
+    # Two rows of 2 and 6 tokens in the loss, in whose middle a tool wrote some; the second row is not in the loss.
+    mask = torch.tensor([[1, 0, 1, 0, 0, 0, 0, 0, 0], [0] * 9, [1, 1, 0, 0, 1, 1, 0, 1, 1]]).bool()
+    got = token_weights(mask, LOSSES[loss], max_new_tokens=10)
+    torch.testing.assert_close(got, mask * torch.tensor(want)[:, None])
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_step_without_rows_has_zero_weights_not_nan(loss):
-    assert token_weights(torch.tensor([3, 0]), torch.tensor([False, False]), LOSSES[loss], 10).tolist() == [0, 0]
-
-
-def test_a_live_row_without_tokens_stops():
-    with pytest.raises(AssertionError, match="no tokens"):
-        token_weights(torch.tensor([1, 0]), torch.tensor([True, True]), LOSSES["dapo"], 10)
+    assert token_weights(torch.zeros(2, 3, dtype=torch.bool), LOSSES[loss], 10).tolist() == [[0] * 3] * 2
 
 
 def test_a_new_loss_is_one_more_row_of_the_table():
     # Each row's tokens weigh one over its square root: no function asks for a loss by name.
     own = grpo.Loss(lambda rows, tokens, lengths, limit: lengths.sqrt())
-    got = token_weights(torch.tensor([4, 9]), torch.tensor([True, True]), own, 10)
-    assert got.tolist() == pytest.approx([1 / 2, 1 / 3])
+    got = token_weights(torch.arange(9) < torch.tensor([[4], [9]]), own, 10)
+    assert got.tolist() == [pytest.approx([1 / 2] * 4 + [0] * 5), pytest.approx([1 / 3] * 9)]
     assert (own.clip_low, own.clip_high, own.correction, own.kl_beta) == (0.2, 0.28, "truncate", 0.0)
 
 
@@ -283,7 +290,7 @@ def test_beyond_the_limit_a_ratio_is_a_constant():
 @pytest.mark.parametrize("loss", ["grpo", "dapo", "dr_grpo"])
 def test_gradient_equals_autograd_of_the_textbook_formula(monkeypatch, loss, correction):
     # Decoupled PPO (2110.00641) with the correction of TIS, or with none; "ppo" is PPO (1707.06347, Eq. 7).
-    monkeypatch.setitem(grpo.CORRECTIONS, "truncate", grpo.Correction("old", 1.2))                      # so that it binds often
+    monkeypatch.setitem(grpo.CORRECTIONS, "truncate", grpo.Correction("old", 1.2))       # so that it binds often
     toy = Toy()
     got, _ = toy.gradient(loss, [range(16)], correction=correction)
     anchor = toy.rollout if correction == "ppo" else toy.old
@@ -294,7 +301,7 @@ def test_gradient_equals_autograd_of_the_textbook_formula(monkeypatch, loss, cor
     assert correction in factors, f"add the factor of {correction} here"
     factor = factors[correction]
     advantage = toy.advantages[toy.row_of_token]
-    weights = token_weights(toy.lengths, toy.mask, LOSSES[loss], 10)[toy.row_of_token]
+    weights = toy.weights(LOSSES[loss])
     objective = factor * torch.minimum(ratio * advantage, ratio.clamp(.8, 1.28) * advantage)
     want, = torch.autograd.grad(-(weights * objective).sum(), toy.W)
     assert torch.allclose(got, want, rtol=1e-10, atol=1e-14)
@@ -343,7 +350,7 @@ def test_plain_gradient_equals_the_clipped_ratio_gradient_on_the_first_update():
     toy = Toy()
     toy.rollout = toy.old = toy.logprobs().detach()
     got, _ = toy.gradient("dapo", [range(16)])
-    weights = (token_weights(toy.lengths, toy.mask, LOSSES["dapo"], 10).double() * toy.advantages)[toy.row_of_token]
+    weights = toy.weights(LOSSES["dapo"]).double() * toy.advantages[toy.row_of_token]
     want, = torch.autograd.grad(-(weights * toy.logprobs()).sum(), toy.W)
     assert torch.allclose(got, want, rtol=1e-10, atol=1e-14)
 
@@ -352,7 +359,8 @@ def test_second_update_on_the_same_rollout_meets_the_clip():
     toy = Toy()
     toy.rollout = toy.old = toy.logprobs().detach()
     first, sums = toy.gradient("dapo", [range(16)])
-    assert sums["clip_ratio_low"] + sums["clip_ratio_high"] == 0 and summarize(sums)["rollout_is_ess"] == pytest.approx(1)
+    assert sums["clip_ratio_low"] + sums["clip_ratio_high"] == 0
+    assert summarize(sums)["rollout_is_ess"] == pytest.approx(1)
     with torch.no_grad():
         toy.W -= 20 * first
     second, sums = toy.gradient("dapo", [range(16)])
@@ -372,7 +380,7 @@ def test_without_a_kl_term_rows_outside_the_mask_and_advantages_of_0_add_no_grad
 def test_empty_micro_batch_adds_nothing():
     empty, row = torch.zeros(0, requires_grad=True), torch.zeros(0, dtype=torch.int64)
     for loss in LOSSES.values():
-        value, sums = policy_loss(LogProbs(empty, empty, empty), torch.ones(2), row, torch.ones(2), loss)
+        value, sums = policy_loss(LogProbs(empty, empty, empty), torch.ones(2), row, empty, loss)
         assert value == 0 and summarize(sums) == {} and sums["rollout_is"] == 0
 
 
@@ -408,7 +416,7 @@ def test_metrics_by_hand():
     ratio = torch.tensor([1, 1.25, 0.5, 1]).double()
     row, advantages = torch.tensor([0, 0, 1, 1]), torch.tensor([1.0, -1.0])
     rollout = torch.full((4,), -2.0).double()
-    _, sums = policy_loss(LogProbs(ratio.log() - 2, rollout, rollout), advantages, row, torch.ones(2),
+    _, sums = policy_loss(LogProbs(ratio.log() - 2, rollout, rollout), advantages, row, torch.ones(4),
                           loss_of("dapo", clip_high=.2))
     got = summarize(sums)
     assert got == pytest.approx(dict(
@@ -427,7 +435,8 @@ def test_the_band_of_the_ratio_and_what_is_within_end_where_their_names_say():
 
 def test_the_largest_ratio_is_that_of_all_micro_batches_and_no_sums_give_no_metrics():
     a, b = one_token(1.5, 0.0)[2], one_token(1.25, 0.0)[2]
-    assert summarize(add_sums(a, b))["rollout_is_max"] == summarize(add_sums(b, a))["rollout_is_max"] == pytest.approx(1.5)
+    for sums in (add_sums(a, b), add_sums(b, a)):
+        assert summarize(sums)["rollout_is_max"] == pytest.approx(1.5)
     assert add_sums({}, a) is a and summarize({}) == {}
 
 
@@ -448,6 +457,6 @@ def test_impossible_settings_stop():
 
 def test_shapes_that_do_not_fit_stop_and_are_named_without_the_numbers():
     two, three = torch.zeros(2), torch.zeros(3)
-    with pytest.raises(AssertionError, match=r"have the shapes \[\(2,\), \(2,\), \(3,\), \(2,\)\]"):
-        policy_loss(LogProbs(two, three, two), torch.ones(1), torch.zeros(2, dtype=torch.int64), torch.ones(1),
+    with pytest.raises(AssertionError, match=r"have the shapes \[\(2,\), \(2,\), \(2,\), \(3,\), \(2,\)\]"):
+        policy_loss(LogProbs(two, three, two), torch.ones(1), torch.zeros(2, dtype=torch.int64), two,
                     LOSSES["dapo"])

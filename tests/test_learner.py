@@ -39,14 +39,13 @@ def some_rollouts(model, noise, groups=4, group_size=4, seed=0):
 
 def some_step(tiny, loss="dapo", noise=0.15, base="bf16", dtype=None, max_grad_norm=ANY_NORM,
               shape="untied", **changes):
-    """A learner, its adapter's tensors by PEFT's names, a Batch and weights (B,), in which row 5 is not in the loss."""
+    """A learner, its adapter's tensors by PEFT's names, a Batch and weights (B, L), where row 5 is not in the loss."""
     model, tensors = adapted(tiny[shape], rank=RANK, alpha=ALPHA, base=base, dtype=dtype)
     learner = Learner(model, dataclasses.replace(grpo.LOSSES[loss], **changes), TEMPERATURE, max_grad_norm)
     rollouts = some_rollouts(model, noise)
     rewards = torch.tensor([1.0, 0, 0, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0, 2, 1, 3])   # the third group teaches nothing
     batch = Batch(rollouts, grpo.group_advantages(rewards, 4))
-    lengths = torch.tensor([len(c) for c in rollouts.completions])
-    weights = grpo.token_weights(lengths, torch.arange(16) != 5, learner.loss, LIMIT)
+    weights = grpo.token_weights(rollouts.sampled() & (torch.arange(16) != 5)[:, None], learner.loss, LIMIT)
     return learner, tensors, batch, weights
 
 
@@ -64,23 +63,25 @@ def plain_gradient(case, tensors, batch, name, loss):
     leaves = {name: t.double().requires_grad_() for name, t in tensors.items()}
     weights = merged(case.tensors, leaves, ALPHA / RANK)
     reference = {name: t.double() for name, t in case.tensors.items()}
-    kept = [b for b in range(len(rollouts.prompts)) if b != 5]
-    tokens = sum(len(rollouts.completions[b]) for b in kept)
+    kept = [b for b in range(len(rollouts.prompts)) if b != 5 and rollouts.mask(b).any()]
+    tokens = sum(int(rollouts.mask(b).sum()) for b in kept)
     total, ratios = 0.0, []
     for b in kept:
         prompt, completion = rollouts.prompts[b], rollouts.completions[b]
 
         def logprobs(w):
             logits = plain_logits(case.raw, w, prompt + completion)[len(prompt) - 1:-1] / TEMPERATURE
-            return logits.log_softmax(-1)[range(len(completion)), completion]
+            return logits.log_softmax(-1)[range(len(completion)), completion][rollouts.mask(b)]
 
-        now, advantage, n = logprobs(weights), advantages[b].double(), len(completion)
-        old = batch.old[b].double() if batch.old else rollouts.logprobs[b].double()
-        moved, gap = now - old, old - rollouts.logprobs[b].double()
-        ratio, correction = ((t.mean().expand(n) if loss.sequence_level else t).exp() for t in (moved, gap))
+        rollout = rollouts.logprobs[b].double()[rollouts.mask(b)]
+        old = batch.old[b].double()[rollouts.mask(b)] if batch.old else rollout
+        now, advantage, n = logprobs(weights), advantages[b].double(), len(rollout)
+        moved, gap = now - old, old - rollout
+        ratio, importance = ((t.mean().expand(n) if loss.sequence_level else t).exp() for t in (moved, gap))
         ratios.append(ratio.detach())
         clipped = ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high)
-        objective = torch.minimum(ratio * advantage, clipped * advantage) * correction.clamp(max=grpo.CORRECTIONS["truncate"].cap)
+        importance = importance.clamp(max=grpo.CORRECTIONS["truncate"].cap)
+        objective = torch.minimum(ratio * advantage, clipped * advantage) * importance
         if loss.kl_beta:
             d = logprobs(reference).detach() - now
             objective = objective - loss.kl_beta * (d.exp() - 1 - d)
@@ -126,18 +127,56 @@ def test_the_gradient_is_that_of_float64_autograd_on_the_whole_batch(tiny, loss,
     assert update.sums["tokens"] == sum(len(batch.rollouts.completions[b]) for b in trained)
 
 
+def with_tool_tokens(rollouts):
+    """A tool wrote every third token of each row, the second one first, and row 2 whole. It has no log-probs."""
+    masks = [torch.arange(len(c)) % 3 != 1 for c in rollouts.completions]
+    masks[2][:] = False
+    logprobs = [torch.where(mask, p, torch.nan) for mask, p in zip(masks, rollouts.logprobs)]
+    return dataclasses.replace(rollouts, masks=masks, logprobs=logprobs)
+
+
+@pytest.mark.parametrize("loss", grpo.LOSSES)
+def test_masked_tokens_are_conditioned_on_and_in_no_gradient_divisor_or_metric(tiny, loss):
+    learner, tensors, batch, _ = some_step(tiny, loss, correction="ppo", kl_beta=0.3, **CLIPS.get(loss, {}))
+    rollouts = with_tool_tokens(batch.rollouts)
+    batch = Batch(rollouts, batch.advantages)
+    mask = rollouts.sampled() & (torch.arange(16) != 5)[:, None]
+    weights = grpo.token_weights(mask, learner.loss, LIMIT)
+    want, _, _ = plain_gradient(tiny["untied"], tensors, batch, loss, learner.loss)
+    sums = learner.update(batch, weights, lr=0.0).sums
+    assert difference(learner.adapter, {name: want[name] for name in tensors}) < 1e-5
+    assert sums["tokens"] == mask.sum() and all(value.isfinite() for value in sums.values())
+    # Another token of the tool changes what comes after it.
+    gradient = learner.adapter.master.grad.clone()
+    row = next(b for b, c in enumerate(rollouts.completions) if len(c) > 4 and mask[b].any())
+    rollouts.completions[row][1] = (rollouts.completions[row][1] + 1) % 101
+    learner.update(Batch(rollouts, batch.advantages), weights, lr=0.0)
+    assert (learner.adapter.master.grad - gradient).norm() > 1e-3 * gradient.norm()
+
+
+def test_a_full_mask_changes_no_bit(tiny):
+    learner, _, batch, weights = some_step(tiny)
+    learner.update(batch, weights, lr=0.0)
+    gradient = learner.adapter.master.grad.clone()
+    full = [torch.ones(len(c), dtype=torch.bool) for c in batch.rollouts.completions]
+    masked = dataclasses.replace(batch.rollouts, masks=full)
+    assert torch.equal(masked.sampled(), batch.rollouts.sampled())
+    learner.update(Batch(masked, batch.advantages), weights, lr=0.0)
+    assert torch.equal(learner.adapter.master.grad, gradient)
+
+
 @pytest.mark.parametrize("loss,changes", [("dapo", {}), ("gspo", CLIPS["gspo"])])
 def test_the_first_pass_over_a_row_is_the_old_policy_of_later_ones(tiny, monkeypatch, loss, changes):
     # A first update trains the first two groups, a second one all rows. At a row's first pass ratio is 1, and its
     # importance weight is learner / rollout. At its second pass ratio compares two passes of the learner, wherever the
     # rollout is.
-    monkeypatch.setitem(grpo.CORRECTIONS, "truncate", grpo.Correction("old", 1.2))                      # so that it binds
+    monkeypatch.setitem(grpo.CORRECTIONS, "truncate", grpo.Correction("old", 1.2))       # so that it binds
     learner, _, batch, weights = some_step(tiny, loss, **changes)
     rollouts, advantages = batch.rollouts, batch.advantages
     start = learner.adapter.master.data.clone()
-    first = learner.update(batch, torch.where(torch.arange(16) < 8, weights, 0.0), lr=5e-2)
+    first = learner.update(batch, torch.where(torch.arange(16)[:, None] < 8, weights, 0.0), lr=5e-2)
     assert first.sums["clip_ratio_low"] + first.sums["clip_ratio_high"] == 0
-    trained = [b for b in range(16) if weights[b] > 0 and advantages[b] != 0]
+    trained = [b for b in range(16) if weights[b].any() and advantages[b] != 0]
     assert sorted(batch.old) == [b for b in trained if b < 8]
     kept = {b: t.clone() for b, t in batch.old.items()}
     rows = [(rollouts.prompts[b], rollouts.completions[b]) for b in kept]
@@ -200,7 +239,7 @@ def test_the_gradients_of_all_ranks_add_up_to_that_of_one(tiny, ranks):
     parts = [learner.accumulate_gradient(batch, weights, rank, ranks) for rank in range(ranks)]
     assert (learner.adapter.master.grad - whole).norm() < 1e-5 * whole.norm()            # as with micro-batches
     assert sum(part["tokens"] for part in parts if part) == sum(
-        len(c) for b, c in enumerate(batch.rollouts.completions) if weights[b] > 0 and batch.advantages[b] != 0)
+        len(c) for b, c in enumerate(batch.rollouts.completions) if weights[b].any() and batch.advantages[b] != 0)
 
 
 def test_a_row_whose_first_pass_was_on_another_rank_stops_the_pass(tiny):
@@ -209,7 +248,7 @@ def test_a_row_whose_first_pass_was_on_another_rank_stops_the_pass(tiny):
     learner.accumulate_gradient(batch, weights, 0, 2)
     learner.accumulate_gradient(batch, weights, 0, 2)                     # dealt alike: all of its rows are found
     mine = set(batch.old)
-    assert mine < batch.seen == {b for b in range(16) if weights[b] > 0 and batch.advantages[b] != 0}
+    assert mine < batch.seen == {b for b in range(16) if weights[b].any() and batch.advantages[b] != 0}
     with pytest.raises(AssertionError, match="its old log-probs are on another rank"):
         learner.accumulate_gradient(batch, weights, 1, 2)                 # as rank 1, without what rank 1 has kept
     assert set(batch.old) == mine

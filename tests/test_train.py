@@ -241,8 +241,10 @@ def test_each_update_has_the_rate_of_its_middle():
 def test_updates_take_disjoint_groups_and_epochs_repeat_them():
     settings = settings_of("--group-size", "2", "--updates-per-rollout", "2", "--epochs", "2")
     rows = [dict(task=1.0, finished=b != 1, length=4) for b in range(4)]  # row 1 was cut off
-    weights = train_py.plan_updates(rows, LOSSES["dapo"], settings.rollout, settings.optim, mask_overlong=True)
-    assert [w.tolist() for w in weights] == [[0.25, 0, 0, 0], [0, 0, 0.125, 0.125]] * 2
+    sampled = torch.ones(4, 4, dtype=torch.bool)
+    weights = train_py.plan_updates(rows, sampled, LOSSES["dapo"], settings.rollout, settings.optim, mask_overlong=True)
+    by_hand = [0.25, 0, 0, 0], [0, 0, 0.125, 0.125]                       # of each of a row's four tokens
+    assert [w.T.tolist() for w in weights] == [[row] * 4 for row in by_hand] * 2
 
 
 def test_a_step_reports_its_first_update_that_taught_and_the_clip_and_norm_of_its_last():
@@ -251,7 +253,7 @@ def test_a_step_reports_its_first_update_that_taught_and_the_clip_and_norm_of_it
     rollouts = Rollouts([[1]] * 4, [[2, 3]] * 4, [torch.full((2,), -0.5)] * 4, [True] * 4, seconds=2.0, computed=10)
     nothing = Update({}, 0.0, lr=0.2)
     updates = [nothing, some_update(2.0, 1.0), some_update(4.0, 3.0), nothing]
-    weights = [torch.tensor([0.5, 0.0, 0.0, 0.0]), torch.zeros(4)]        # the second group is outside the mask
+    weights = [torch.tensor([[0.5, 0.5], *[[0.0, 0.0]] * 3]), torch.zeros(4, 2)]   # the second group is outside the mask
     metrics = train_py.report(rows, torch.tensor([1.0, -1.0] * 2), weights, rollouts, updates, group_size=2)
     assert metrics["rollout_is_max"] == pytest.approx(2) and metrics["entropy"] == 3
     assert (metrics["clip_ratio_high"], metrics["grad_norm"], metrics["lr"]) == (3, 3, 0.2)
@@ -388,7 +390,7 @@ def test_disjoint_updates_see_each_row_once_and_epochs_repeat_them(runs):
     for out, more in (("once", ""), ("split", "--updates-per-rollout 2"), ("twice", "--epochs 2"),
                       ("both2", "--updates-per-rollout 2 --epochs 2")):
         runs.run(out, *flags, *more.split())
-        assert runs.metrics(out)[0]["rollout_logp_diff"] < 1e-4                # the learner has the sampler's temperature
+        assert runs.metrics(out)[0]["rollout_logp_diff"] < 1e-4           # the learner has the sampler's temperature
         state = runs.state(out, 1)
         steps.append(state["step"].item())
         masters.append(state["master"])

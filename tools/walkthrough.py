@@ -160,8 +160,10 @@ print(f"grpo.group_advantages gives the same: {torch.allclose(by_hand, advantage
 # the answers these log-probs are those of the policy and of the old policy at once.
 loss = grpo.LOSSES["dapo"]
 lengths = torch.tensor([len(completion) for completion in rollouts.completions])
-in_loss = grpo.loss_mask(reward, torch.tensor(rollouts.finished), mask_overlong=True)
-weights = grpo.token_weights(lengths, in_loss, loss, MAX_NEW_TOKENS)     # of a token of each row
+in_loss = grpo.loss_mask(rollouts.sampled(), reward, torch.tensor(rollouts.finished),
+                         mask_overlong=True)
+weights = grpo.token_weights(in_loss, loss, MAX_NEW_TOKENS)      # (rows, tokens of the longest row)
+weight_of_token = weights[in_loss]                               # no answer was cut
 row_of_token = torch.arange(GROUP_SIZE).repeat_interleave(lengths)
 rollout_logprobs = torch.cat(rollouts.logprobs)
 
@@ -186,7 +188,7 @@ def show_losses(policy):
     clipped = ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high)
     advantage = advantages[row_of_token]
     objective = torch.min(ratio * advantage, clipped * advantage)
-    losses = -weights[row_of_token] * importance_weight * objective
+    losses = -weight_of_token * importance_weight * objective
     print("row  token      rollout       old   policy   IS weight   ratio  advantage     loss")
     for b in (4, 5):
         for t in range(2):
@@ -195,12 +197,12 @@ def show_losses(policy):
                   f"{rollout_logprobs[i].exp():9.5f}{old[i].exp():10.5f}{policy[i].exp():9.5f}"
                   f"{importance_weight[i]:12.4f}{ratio[i]:8.4f}{advantages[b]:11.2f}{losses[i]:9.4f}")
     same = grpo.LogProbs(policy, rollout_logprobs, old)
-    total, _ = grpo.policy_loss(same, advantages, row_of_token, weights, loss)
+    total, _ = grpo.policy_loss(same, advantages, row_of_token, weight_of_token, loss)
     print(f"sum over all tokens {losses.sum():.4f}, grpo.policy_loss {total:.4f}")
 
 
 title("7. The loss of a token")
-print(f"tokens in all answers {lengths.sum()}, so each weighs {weights[0]:.2f}\n")
+print(f"tokens in all answers {lengths.sum()}, so each weighs {weight_of_token[0]:.2f}\n")
 old = learner_logprobs()
 show_losses(old)
 
@@ -254,10 +256,10 @@ for step in range(30):
         answers = sampler.generate([one.prompt for one in some], GROUP_SIZE, sampling, list(places))
     graded = rewards.grade_rollouts(tokenizer, some, answers)
     rewarded = torch.tensor([row["task"] for row in graded])
-    in_loss = grpo.loss_mask(rewarded, torch.tensor(answers.finished), mask_overlong=True)
-    tokens = torch.tensor([row["length"] for row in graded])
+    in_loss = grpo.loss_mask(answers.sampled(), rewarded, torch.tensor(answers.finished),
+                             mask_overlong=True)
     learner.update(Batch(answers, grpo.group_advantages(rewarded, GROUP_SIZE)),
-                   grpo.token_weights(tokens, in_loss, loss, MAX_NEW_TOKENS), lr=5e-4)
+                   grpo.token_weights(in_loss, loss, MAX_NEW_TOKENS), lr=5e-4)
 
 title("10. Thirty steps")
 now = learner_logprobs()
