@@ -1,96 +1,53 @@
 """
-The learning rule: from the rewards of a group of answers to the loss of every token.
+The GRPO family of losses: from the rewards of a group of answers to the loss of every token.
 
-    group_advantages    was an answer better or worse than the others to the same problem?
-    token_weights       how much does one token of an answer count in the loss of a whole update?
+    group_advantages    how much better is an answer than the others to the same problem?
+    token_weights       how much does a token count in the loss of a whole update?
     policy_loss         puts both together with the tokens' log-probs: the loss to differentiate
 
-GRPO (2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783) and GSPO (2507.18071) differ in their
-divisor, their clip and whether the ratio belongs to a token or to a row: each is a row of LOSSES.
-
-By default the learner sees each answer once, in one update. Then the gradient is that of
-
-    loss = -sum over the tokens of weight * correction * advantage * log policy
-
-policy is the probability that the learner gives the token, and correction a factor near 1 that
-makes up for the sampler having given it another one. The rest of this text derives this line, and
-says what changes with several updates on the same answers.
-
-Shapes. P problems get G answers each. An answer is a row, so there are B = P * G rows, and rows
-[p * G, (p + 1) * G) answer problem p. The loss sees the T tokens of all rows laid end to end:
+A training step samples G answers to each of P problems. An answer is a row: there are B = P * G,
+and rows [p * G, (p + 1) * G) answer problem p. The loss sees the T tokens of all rows end to end:
 
     problem            0            1          P = 2, G = 2
-    row                0     1      2     3    B = 4: rewards, advantages, weights are (B,)
-    token              a b   c d e  f     g h  T = 8: log-probs are (T,)
-    row_of_token       0 0   1 1 1  2     3 3  (T,), so that weights[row_of_token] is (T,)
+    row                0     1      2     3    B = 4: rewards and advantages are (B,)
+    token              a b   c d e  f     g h  T = 8: log-probs and weights are (T,)
+    row_of_token       0 0   1 1 1  2     3 3  (T,), so that advantages[row_of_token] is (T,)
 
-A *step* is one round of sampling, scoring and training; an *update* is one step of the optimizer. A
-*pass* is one time that the learner trains on a row; --epochs N makes N passes. Three policies give
-each token a probability, and two ratios compare these:
+Before the tokens are laid out, masks and weights are (B, L), where L is the longest row's length.
+Padding, a tool's tokens in the middle of an answer, cut and unscorable rows are all 0 in the mask.
 
-     sampler  ------ correction ------>  proximal  ---------- rho ---------->  policy
-     drew the answer, with noise         the learner, without noise, at        the learner in this
-     on its norms; its log-probs         its own first pass over the row,      pass: the only one
-     were written down then              kept for the later passes             with a gradient
+Three policies give each token a probability:
 
-    rho = policy / proximal: how far updates have moved the learner since its first pass.
-    correction = min(proximal / sampler, CORRECTION_CAP): how much more (or less) the token must
-        count because another policy than the learner drew it. Without the cap, one token that
-        the sampler almost never draws could outweigh all others (truncated importance sampling,
-        TIS: Yao et al. 2025).
+    rollout    sampled it: quantized and with AQN's noise; its log-probs were recorded then
+    old        the learner, without noise, at its first pass over the row (see below)
+    policy     the learner now: the only one with a gradient
 
-The loss, where weight and advantage are those of the token's row and k3 estimates the KL
-divergence from the base model (only with kl_beta > 0):
+    importance weight = min(old / rollout, 2)    corrects for noise and rounding of the rollout
+    ratio             = policy / old             how far updates have moved the learner: PPO's clip
 
-    objective = min(rho * advantage, clip(rho, 1 - clip_low, 1 + clip_high) * advantage)
-    loss = sum over the tokens of weight * (kl_beta * k3 - correction * objective)
+    objective = min(ratio * advantage, clip(ratio, 1 - clip_low, 1 + clip_high) * advantage)
+    loss      = -sum over the tokens of weight * importance weight * objective
 
-By default a step makes one update, in one pass over the answers. Then policy and proximal are the
-same numbers, and rho is 1: nothing is clipped. Its gradient is not 0, but that of log policy, which
-gives the line at the top.
+By default a training step makes one update (optimizer step). Then policy and old are the same
+numbers: the ratio is 1, nothing is clipped, and the gradient is that of
 
-What follows about the clip matters only where there are several updates on the same answers, or
-with the correction "ppo".
+    loss      = -sum over the tokens of weight * importance weight * advantage * log policy
 
-Why two ratios? PPO has one, policy / sampler, which does two jobs: it corrects for the answers
-having been drawn by another policy, and its clip bounds how far one batch may move the policy. Here
-the sampler differs from the learner even before the first update, by AQN's noise and by rounding.
-If the clip compared the policy with the sampler, noise alone could carry a token beyond it,
-although no update has moved it. Such a clip drops the blame of a token that the noise made likely,
-and keeps its praise. So the learner is drawn towards what this step's noise happens to like. (With
-a sigma of 5e-2 a 0.5B ended 6 percentage points lower: study/planned.md.) So each job has a ratio
-of its own (decoupled PPO: Hilton et al. 2110.00641), and noise only changes how much a token
-counts.
+Several updates come from --epochs N, which trains N times (passes) on every row, and from
+--updates-per-rollout N, which trains on one Nth of the groups at a time. The old log-probs cost no
+forward pass, because a row's first pass computes them anyway. (verl computes them for all rows
+before the first update of a step; its ratio therefore covers all updates of the step.)
 
-What the two cover depends on Loss.correction, and on whether this is the learner's first pass over
-the row (with --epochs 2 there are two):
+A weight is 1 / divisor. The divisor counts rows or tokens of the whole update and is known before
+the first backward pass, so gradients of micro-batches and ranks are simply added up.
 
-    Loss.correction   correction covers            rho covers
-    "truncate"        noise, rounding and          updates since the row's first pass, so it is 1
-                      updates before the row's     in that pass and nothing is clipped there
-                      first pass
-    "off"             nothing, it is 1             as with "truncate"
-    "ppo"             nothing, it is 1             noise, rounding and all updates, in every pass:
-                                                   the sampler takes the proximal policy's place
-
-Can there be updates before a row's first pass? With --updates-per-rollout 2 the second half of the
-rows has its first pass after the first update, which has moved the learner already.
-
-The proximal policy costs no forward pass, because pass 1 computes it anyway; one fp32 number a
-token is kept. (verl computes it for all rows before the first update of a step instead, which is
-one more forward pass over the batch. There rho covers all updates of the step.)
-
-A weight is 1 / divisor, where the divisor counts rows or tokens of the whole update and is
-known before the first backward pass. So gradients are simply added up, over micro-batches and over
-ranks, and cutting up the rows in another way changes their sum by rounding alone. Rows outside the
-loss (loss_mask: unscorable ones, and with --overlong mask those that were cut off at the length
-limit) count in neither the sum nor the divisor. Groups of equal rewards have advantages of 0, so
-that only a KL term can teach anything there; they still count in the divisor, as in the authors'
-code (NVlabs/QeRL).
+GRPO (2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783) and GSPO (2507.18071) differ in the
+divisor, the clip, and whether the ratio belongs to a token or to a row: each is a row of LOSSES.
+Why there are two ratios where PPO has one: docs/walkthrough.md, part 7.
 
 Not here: a critic and an entropy bonus (the QeRL paper has neither), the overlong penalty
-(rewards.py), DAPO's dynamic sampling. That goes on sampling until enough groups hold right and
-wrong answers; a larger --prompts-per-step costs as much and gives as many.
+(rewards.py), DAPO's dynamic sampling (a larger --prompts-per-step costs as much and gives as many
+groups that teach).
 """
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -99,36 +56,46 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# The bound of `correction`. Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
-# Off-Policy RL Training" (fengyao.notion.site/off-policy-rl), truncate it at a small constant; 2 is
-# the usual one, also where the sampler is quantized (verl, ms-swift).
-CORRECTION_CAP = 2.0
-# Every log-ratio is clamped to +-20 before exp(). So ratios are at most 4.9e8, and they, their
-# squares and their sums over a step are finite in fp32.
+# Log-ratios are clamped to +-20 before exp(), as in verl. So ratios are at most 4.9e8, and they,
+# their squares and their sums over a step are finite in fp32.
 LOG_RATIO_LIMIT = 20.0
 SCALES = ("group", "none")
-# What becomes of the ratio proximal / sampler: (T,) -> the correction (T,). class Loss says why.
-CORRECTIONS = {"truncate": lambda ratio: ratio.clamp(max=CORRECTION_CAP),
-               "ppo": torch.ones_like, "off": torch.ones_like}
+
+
+class Correction(NamedTuple):
+    """How a loss corrects for the answers having been sampled by another policy than the learner:
+    ratio = policy / anchor and importance weight = min(anchor / rollout, cap).
+    """
+    anchor: str                                  # "old" or "rollout"
+    cap: float | None                            # None: the importance weight is 1
+
+
+CORRECTIONS = {
+    # Decoupled PPO (2110.00641) with truncated importance sampling (TIS: Yao et al. 2025, "Your
+    # Efficient RL Framework Secretly Brings You Off-Policy RL Training"). Without the cap, a token
+    # that the rollout almost never samples could outweigh all others; 2 is the usual cap (TRL's is
+    # 3), also where the rollout is quantized.
+    "truncate": Correction("old", 2.0),
+    # PPO's one ratio (1707.06347; QeRL, Eq. 3). Its clip acts on noise and rounding too. It drops
+    # the blame of tokens that noise made likely and keeps their praise, so that the learner comes
+    # to imitate the noise.
+    "ppo": Correction("rollout", None),
+    # None, which leaves the gradient biased. The authors' code does the same.
+    "off": Correction("old", None),
+}
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What tells one loss from another: a divisor, a clip, and how it corrects for the sampler.
+    """A loss. correction is a key of CORRECTIONS.
 
-    correction says what is done about the answers having been drawn by another policy than the
-    learner (see the table at the top):
-        "truncate"  correction = min(proximal / sampler, CORRECTION_CAP)
-        "ppo"       the sampler takes the proximal policy's place, so the clip acts on noise and
-                    rounding too (QeRL, Eq. 3, where the old policy is the noisy one)
-        "off"       nothing, which leaves the gradient biased; the authors' code does the same
+    divisor(rows, tokens, lengths, limit) -> what the sum over a row's tokens is divided by, one
+    number () or one for each row (B,). The arguments are tensors, except the last:
+        rows ()       how many rows are in the loss of the whole update
+        tokens ()     how many tokens these rows have in the loss, all together
+        lengths (B,)  how many tokens each row has in the loss
+        limit         the most tokens that an answer may have (--max-new-tokens)
     """
-    # divisor(rows, tokens, lengths, limit) -> what the sum over a row's tokens is divided by, one
-    # number () or one for each row (B,). The arguments are tensors, except the last:
-    #   rows ()       how many rows are in the loss of the whole update
-    #   tokens ()     how many tokens these rows have together
-    #   lengths (B,)  how many tokens each row has
-    #   limit         the most tokens that an answer may have (--max-new-tokens)
     divisor: Callable[[Tensor, Tensor, Tensor, int], Tensor]
     # Both widths are those of QeRL, Table 4, which has them for all its losses. That clip_high is
     # larger than clip_low is DAPO's Clip-Higher (2503.14476, section 3.1).
@@ -136,7 +103,7 @@ class Loss:
     clip_high: float = 0.28
     sequence_level: bool = False                 # one ratio for a row: exp of the mean log-ratio
     correction: str = "truncate"
-    kl_beta: float = 0.0                         # how much the KL divergence from the base counts
+    kl_beta: float = 0.0                         # weight of the KL divergence to the reference
 
     def __post_init__(self):
         assert self.correction in CORRECTIONS, \
@@ -145,7 +112,7 @@ class Loss:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss has a KL term, which needs the base model's log-probs."""
+        """Whether the loss has a KL term, which needs the reference log-probs."""
         return self.kl_beta > 0
 
     @property
@@ -160,10 +127,9 @@ LOSSES = {
     "grpo": Loss(lambda rows, tokens, lengths, limit: rows * lengths),
     # Every token of the update has the same say (2503.14476, section 3.3: token-level loss).
     "dapo": Loss(lambda rows, tokens, lengths, limit: tokens),
-    # Divides by the same constant where "grpo" divides by the row's length. A division by the
-    # length makes each token of a wrong answer cost less the longer the answer is, so wrong answers
-    # grow (2503.20783, section 3.1). Dr. GRPO also leaves out the division by the standard
-    # deviation: it is this loss together with --advantage-scale none.
+    # Divides by a constant where "grpo" divides by the row's length, which makes each token of a
+    # wrong answer cost less the longer the answer is, so that wrong answers grow (2503.20783,
+    # section 3.1). Dr. GRPO is this loss together with --advantage-scale none.
     "dr_grpo": Loss(lambda rows, tokens, lengths, limit: rows * limit),
     # One ratio for a row, and the narrow clip of 2507.18071, section 5.1. With correction "ppo"
     # AQN's noise alone moves that ratio out of this clip.
@@ -173,12 +139,12 @@ LOSSES = {
 
 
 # -----------------------------------------------------------------------------
-# Rewards -> advantages and weights
+# Rewards -> advantages
 
 def informative_groups(rewards: Tensor, group_size: int) -> Tensor:
     """Which groups can teach: (B,) rewards -> (P,) bool, where a group's rewards differ.
 
-    Unscorable rows (NaN) do not count; a group that has no other row is not informative. Rewards
+    Unscorable rows (NaN) do not count; a group without any other row is not informative. Rewards
     that differ by a billionth of their size do so by rounding: 0.1 + 0.2 is not 0.3.
     """
     grouped = rewards.double().view(-1, group_size)                         # (P, G)
@@ -190,21 +156,18 @@ def informative_groups(rewards: Tensor, group_size: int) -> Tensor:
 
 def group_advantages(rewards: Tensor, group_size: int, scale: str = "group",
                      extra: Tensor | None = None) -> Tensor:
-    """How much better than its group each answer was: (B,) rewards -> (B,) fp32 advantages.
+    """How much better than its group each answer is: (B,) rewards -> (B,) fp32 advantages.
 
-    An advantage is the reward's distance from the mean of its group. It is computed in float64:
-    fp32 cannot tell a reward of 20,000,001 from one of 20,000,000. scale "group" divides it by the
-    group's standard deviation (GRPO, DAPO), "none" does not (Dr. GRPO: 2503.20783, section 3.2),
-    which is the default of train.py with a --model. A reward of NaN means that the answer is
-    unscorable: it is in no mean, and its advantage is 0.
+    An advantage is the reward minus its group's mean. scale "group" divides it by the group's
+    standard deviation (GRPO, DAPO); "none" does not (Dr. GRPO: 2503.20783, section 3.2). A group
+    whose rewards are all equal has advantages of 0. An unscorable row (NaN) is in no mean and has
+    an advantage of 0.
 
     extra (B,) is what else an answer is worth (its format, its length). Its distance from the
-    group's mean is added undivided, and only in groups whose rewards differ. If it were part of the
-    reward, the division could blow it up. Take eight wrong answers, seven with a reward of 0 and
-    one with -0.05 because it is long: their standard deviation is 0.018, so the seven would get
-    +0.35 and the long one -2.5, advantages as large as those that tell right answers from wrong.
+    group's mean is added undivided, and only in groups whose rewards differ.
     """
     assert scale in SCALES, f"{scale!r} is not one of {SCALES}"
+    # float64: fp32 cannot tell a reward of 20,000,001 from one of 20,000,000.
     grouped = rewards.double().view(-1, group_size)                         # (P, G)
     scorable = ~grouped.isnan()
     mean = grouped.nanmean(dim=1, keepdim=True)
@@ -216,54 +179,62 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "group",
         variance = centred.square().sum(dim=1, keepdim=True) / (n - 1).clamp(min=1)
         centred = centred / (variance.sqrt() + 1e-4)
     if extra is not None:
+        # Inside of the reward, the division would blow it up: of eight wrong answers, one of which
+        # has -0.05 because it is long, that one would get an advantage of -2.5.
         extra = torch.where(scorable, extra.view(-1, group_size), torch.nan)
         centred = centred + (extra - extra.nanmean(dim=1, keepdim=True)).nan_to_num(nan=0.0)
-    # Groups of equal rewards must get exactly 0, so they are found by comparing the rewards. The
-    # formula alone would not do: the mean of eight equal numbers need not be that number, and of
-    # large ones the rounding error, divided by 0 + 1e-4, would be learned from. Exactly 0 also lets
-    # the learner leave these rows out of its forward and backward passes.
+    # Exactly 0 lets the learner skip these rows. The formula alone would not give it: the mean of
+    # eight equal numbers need not be that number, and 0 + 1e-4 would divide the rounding error.
     informative = informative_groups(rewards, group_size)
     return torch.where(informative[:, None], centred, 0.0).view(-1).float()
 
 
-def loss_mask(rewards: Tensor, finished: Tensor, mask_overlong: bool) -> Tensor:
-    """Which rows enter the loss: rewards (B,), finished (B,) bool -> (B,) bool.
+# -----------------------------------------------------------------------------
+# Which tokens are in the loss, and how much each counts
 
-    True means that the row is in the loss. Unscorable rows (NaN) never are. mask_overlong also
-    leaves out rows that were cut off at the length limit (finished is False), as do the authors'
-    code and DAPO's overlong filtering (2503.14476, section 3.4). The reward of a row that was
-    cut off still counts in the mean of its group; that of an unscorable row counts nowhere.
+def loss_mask(sampled: Tensor, rewards: Tensor, finished: Tensor, mask_overlong: bool) -> Tensor:
+    """Which tokens are in the loss: (B, L) bool, of sampled (B, L), rewards and finished (B,).
+
+    sampled: the tokens that the policy wrote (Rollouts.sampled()). A row leaves the loss whole if
+    it is unscorable (NaN) or, with mask_overlong, if it was cut off at the length limit (finished
+    is False), as in the authors' code and DAPO's overlong filtering (2503.14476, section 3.4). The
+    reward of a cut row still counts in the mean of its group.
     """
-    scorable = ~rewards.isnan()
-    return scorable & finished if mask_overlong else scorable
+    rows = ~rewards.isnan()
+    if mask_overlong:
+        rows = rows & finished
+    return sampled & rows[:, None]
 
 
 def minibatches(mask: Tensor, group_size: int, count: int) -> list[Tensor]:
-    """Cuts a batch for `count` updates: loss_mask (B,) -> `count` disjoint parts of it.
+    """Splits a batch into minibatches, one for each update: loss_mask (B, L) -> `count` disjoint
+    masks (B, L).
 
-    Groups stay whole and in order. Groups without a row in the loss are not counted, so every
-    update gets the same number of the others, give or take one. With fewer of them than `count`,
-    some parts are empty, and the learner skips these.
+    Groups stay whole and in order. Those without a token in the loss do not count: every update
+    gets the same number of the others, give or take one. With fewer of them than `count`, some
+    minibatches are empty, and the learner skips these.
     """
-    groups = mask.view(-1, group_size).any(dim=1)                           # (P,)
-    # (P,): which part a group belongs to, 0..count - 1. Groups without a row in the loss get the
-    # part of the group before them, or -1 at the beginning; `mask` keeps their rows out either way.
-    part = (groups.cumsum(0) - 1) * count // groups.sum().clamp(min=1)
-    return [mask & (part == u).repeat_interleave(group_size) for u in range(count)]
+    groups = mask.any(dim=1).view(-1, group_size).any(dim=1)                # (P,)
+    # (P,): a group's minibatch, 0..count - 1. Groups without a token in the loss get that of the
+    # group before them, or -1 at the beginning; `mask` keeps them out either way.
+    number = (groups.cumsum(0) - 1) * count // groups.sum().clamp(min=1)
+    row_number = number.repeat_interleave(group_size)[:, None]              # (B, 1)
+    return [mask & (row_number == u) for u in range(count)]
 
 
-def token_weights(lengths: Tensor, mask: Tensor, loss: Loss, max_new_tokens: int) -> Tensor:
-    """How much one token of each row counts in the loss: (B,) fp32, 0 for rows outside the mask.
+def token_weights(mask: Tensor, loss: Loss, max_new_tokens: int) -> Tensor:
+    """How much each token counts in the loss of an update: (B, L) fp32, 0 outside of the mask.
 
-    lengths (B,) in tokens and mask (B,) bool belong to the whole update, all ranks
-    together, because this is the only place where its loss is divided by anything.
+    mask (B, L) bool is that of the whole update, all ranks together: this is the only place where
+    its loss is divided by anything. Lengths and the divisor count tokens in the loss alone, so a
+    tool's output makes no token of the answer cheaper; a row without any is no row of the loss.
     """
-    assert (lengths[mask] > 0).all(), "a row has no tokens; even '' has its end token"
+    lengths = mask.sum(dim=1)                                               # (B,)
     # At least 1, so that nothing is divided by 0 in an update without any row.
-    rows = mask.sum().clamp(min=1)
-    tokens = lengths[mask].sum().clamp(min=1)
-    divisor = loss.divisor(rows, tokens, lengths, max_new_tokens)
-    return torch.where(mask, 1.0 / divisor.float(), 0.0)
+    rows = (lengths > 0).sum().clamp(min=1)
+    tokens = lengths.sum().clamp(min=1)
+    divisor = loss.divisor(rows, tokens, lengths, max_new_tokens)           # () or (B,)
+    return torch.where(mask, (1.0 / divisor.float()).view(-1, 1), 0.0)
 
 
 # -----------------------------------------------------------------------------
@@ -272,96 +243,25 @@ def token_weights(lengths: Tensor, mask: Tensor, loss: Loss, max_new_tokens: int
 class LogProbs(NamedTuple):
     """Log-probs of the same T tokens under each policy (see the top), (T,) fp32 each."""
     policy: Tensor                               # differentiable
-    sampler: Tensor
-    proximal: Tensor
-    reference: Tensor | None = None              # the base without its adapter, for the KL term
+    rollout: Tensor
+    old: Tensor
+    reference: Tensor | None = None              # the model without its adapter, for the KL term
+
+
+def limited_exp(log_ratio: Tensor) -> Tensor:
+    """exp() of log-ratios clamped to +-LOG_RATIO_LIMIT, beyond which it has no gradient."""
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def k3(log_ratio: Tensor) -> Tensor:
     """Estimates KL(p || q) token by token from log_ratio = log q - log p, on samples of p; >= 0.
 
-    Schulman's k3 (joschu.net/blog/kl-approx.html). As a loss with p = policy and q = reference, its
-    gradient pulls the policy towards the reference; the gradient of the plainer k1 = -log_ratio
-    would be zero on average. (On average it is the gradient of KL(reference || policy), although
-    the value estimates KL(policy || reference). GRPO's loss has the same.)
-
-    The loss's KL term takes the tokens as samples of the policy. They are the noisy sampler's, and
-    no correction is applied to this term, so there it is an approximation.
+    Schulman's k3 (joschu.net/blog/kl-approx.html). As a loss, with p = policy and q = reference, it
+    pulls the policy towards the reference, as in GRPO; the plainer k1 = -log_ratio would have a
+    mean gradient of 0.
     """
     log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return log_ratio.exp() - 1 - log_ratio
-
-
-def correction_factors(log_ratio: Tensor, loss: Loss) -> Tensor:
-    """What a token's part of the loss is multiplied by because the sampler drew it: (T,) -> (T,).
-
-    log_ratio is log(proximal / sampler). loss.correction says what becomes of it.
-    """
-    ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    return CORRECTIONS[loss.correction](ratio)
-
-
-def policy_loss(logprobs: LogProbs, advantages: Tensor, row_of_token: Tensor, weights: Tensor,
-                loss: Loss) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of one micro-batch, differentiable in logprobs.policy, and sums for summarize().
-
-    The micro-batch has b whole rows: advantages and weights (b,) are theirs, and row_of_token (T,)
-    int64 says which of them a token belongs to. The losses of several micro-batches add up to that
-    of the update, and so do their sums (add_sums).
-    """
-    policy, sampler, proximal, reference = logprobs
-    shapes = [tuple(t.shape) for t in (row_of_token, *logprobs) if t is not None]
-    assert len(set(shapes)) == 1, f"row_of_token and log-probs have the shapes {shapes}"
-    assert reference is not None or not loss.needs_reference, f"{loss.kl_beta=} needs a reference"
-    assert policy.dtype in (torch.float32, torch.float64), \
-        f"{policy.dtype}: differences of log-probs need fp32"
-    policy_detached = policy.detach()            # its log-probs as plain numbers
-    sums = mismatch_sums(policy_detached - sampler)
-    if loss.correction == "ppo":
-        proximal = sampler
-
-    # 1) The two ratios, as plain numbers: no gradient flows through either.
-    log_rho = policy_detached - proximal                                    # (T,)
-    log_correction = proximal - sampler                                     # (T,)
-    if loss.sequence_level:
-        log_rho = row_means(log_rho, row_of_token, len(weights))
-        log_correction = row_means(log_correction, row_of_token, len(weights))
-    rho = log_rho.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    correction = correction_factors(log_correction, loss)                   # (T,)
-    # The correction is positive, so it may be multiplied into the advantage before min() and clip
-    # as well as after them.
-    corrected_advantage = advantages[row_of_token] * correction              # (T,)
-
-    # 2) The clip. A token gets no gradient where min(rho * advantage, clip(rho) * advantage) takes
-    # its second term, which is constant: where the policy has already gone far enough in the
-    # direction that the advantage asks for.
-    #
-    #                         rho < 1 - clip_low    in between    rho > 1 + clip_high
-    #     advantage > 0       gradient              gradient      clipped: likely enough
-    #     advantage < 0       clipped: rare enough  gradient      gradient
-    #
-    # In the two other corners the policy has gone the wrong way, and the gradient pulls it back.
-    is_clipped_low = (corrected_advantage < 0) & (rho < 1 - loss.clip_low)
-    is_clipped_high = (corrected_advantage > 0) & (rho > 1 + loss.clip_high)
-
-    # 3) The surrogate, advantage * rho. rho is a plain number here, so that one line serves both
-    # the ratio of a token and GSPO's ratio of a whole row; its gradient comes from another factor.
-    # (policy - policy_detached).exp() has the value exp(0) = 1 and the gradient d log p, so the
-    # surrogate has the gradient advantage * rho * d log p. That is PPO's, since d rho is
-    # rho * d log p. GSPO's d rho is rho times the mean of d log p over the row's tokens: this line
-    # gives it too, because 1 / length is in the weights and the last line adds up the tokens
-    # (2507.18071, section 4.3, which calls this GSPO-token).
-    surrogate = corrected_advantage * rho * (policy - policy_detached).exp()
-    constant = corrected_advantage * rho.clamp(1 - loss.clip_low, 1 + loss.clip_high)
-    has_no_gradient = is_clipped_low | is_clipped_high
-    per_token = -torch.where(has_no_gradient, constant, surrogate)
-    sums["clip_low"] = is_clipped_low.sum().double()
-    sums["clip_high"] = is_clipped_high.sum().double()
-    if reference is not None:
-        kl = k3(reference - policy)
-        per_token = per_token + loss.kl_beta * kl
-        sums["kl"] = kl.detach().sum().double()
-    return (weights[row_of_token] * per_token).sum(), sums
 
 
 def row_means(values: Tensor, row_of_token: Tensor, rows: int) -> Tensor:
@@ -372,28 +272,74 @@ def row_means(values: Tensor, row_of_token: Tensor, rows: int) -> Tensor:
     return (total / row_of_token.bincount(minlength=rows).clamp(min=1))[row_of_token]
 
 
+def policy_loss(logprobs: LogProbs, advantages: Tensor, row_of_token: Tensor, weights: Tensor,
+                loss: Loss) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of one micro-batch, differentiable in logprobs.policy, and sums for summarize().
+
+    A micro-batch has b whole rows, of which the T tokens in the loss are given: advantages (b,),
+    row_of_token (T,) int64, weights (T,) of token_weights. Losses and sums of several micro-batches
+    add up to those of the update (add_sums).
+    """
+    policy, rollout, old, reference = logprobs
+    shapes = [tuple(t.shape) for t in (row_of_token, weights, *logprobs) if t is not None]
+    assert len(set(shapes)) == 1, f"row_of_token, weights and log-probs have the shapes {shapes}"
+    assert reference is not None or not loss.needs_reference, f"{loss.kl_beta=} needs a reference"
+    assert policy.dtype in (torch.float32, torch.float64), \
+        f"{policy.dtype}: differences of log-probs need fp32"
+    correction = CORRECTIONS[loss.correction]
+    anchor = rollout if correction.anchor == "rollout" else old
+
+    log_ratio = policy - anchor                                             # (T,)
+    log_weight = anchor - rollout                                           # (T,)
+    if loss.sequence_level:
+        # Every token has the ratio of its row and the gradient of its own log-prob; the weights
+        # hold the 1 / length of the mean (2507.18071, section 4.3: GSPO-token).
+        row_mean = row_means(log_ratio.detach(), row_of_token, len(advantages))
+        log_ratio = row_mean + policy - policy.detach()
+        log_weight = row_means(log_weight, row_of_token, len(advantages))
+    ratio = limited_exp(log_ratio)
+    importance_weight = (1.0 if correction.cap is None
+                         else limited_exp(log_weight).clamp(max=correction.cap))
+    # The importance weight is positive, so it may be multiplied before min() as well as after it.
+    advantage = advantages[row_of_token] * importance_weight                # (T,)
+
+    #                            ratio < 1 - clip_low    in between    ratio > 1 + clip_high
+    #     advantage > 0          gradient                gradient      clipped: likely enough
+    #     advantage < 0          clipped: rare enough    gradient      gradient
+    clipped = ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high)
+    per_token = -torch.min(ratio * advantage, clipped * advantage)
+
+    sums = rollout_sums(policy.detach() - rollout)
+    sums["clip_ratio_low"] = ((advantage < 0) & (ratio < 1 - loss.clip_low)).sum().double()
+    sums["clip_ratio_high"] = ((advantage > 0) & (ratio > 1 + loss.clip_high)).sum().double()
+    if reference is not None:
+        # No importance weight here: tokens of the rollout stand for tokens of the policy.
+        kl = k3(reference - policy)
+        per_token = per_token + loss.kl_beta * kl
+        sums["kl"] = kl.detach().sum().double()
+    return (weights * per_token).sum(), sums
+
+
 # -----------------------------------------------------------------------------
 # Metrics: sums over the trained tokens of an update, then means
 
-def mismatch_sums(d: Tensor) -> dict[str, Tensor]:
-    """How far the learner is from the sampler: d (T,) = log policy - log sampler -> sums.
+def rollout_sums(d: Tensor) -> dict[str, Tensor]:
+    """How far the learner is from the rollout: d (T,) = log policy - log rollout -> sums over the
+    tokens, float64; rollout_is_max is a maximum. docs/metrics.md defines each.
 
-    Each is a sum over the tokens, except ratio_max, which is the largest ratio. They are float64,
-    so that counts stay exact however many are added. The ratio here, exp(d) = policy / sampler, is
-    the product of a token's policy / proximal and proximal / sampler, before any cap. So it is
-    neither of the loss's two ratios alone, except with correction "ppo", where it is rho.
+    The ratio here, exp(d) = policy / rollout, is neither clipped nor truncated.
     """
-    d = d.double()
-    ratio = d.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    d = d.double()                               # counts stay exact however many are added
+    ratio = limited_exp(d)
     statistics = {
         "tokens": torch.ones_like(d),
-        "mismatch_abs": d.abs(),
-        "mismatch_within": d.abs() <= 0.01,
-        "mismatch_k3": k3(d),                    # an estimate of KL(sampler || learner)
-        "ratio_outside": (ratio < 0.9) | (ratio > 1.1),
-        "ratio_max": torch.cat([ratio, ratio.new_zeros(1)]).amax(),          # 0 without tokens
-        "ratio": ratio,                          # summarize() makes ess of these two
-        "ratio_squared": ratio.square(),
+        "rollout_logp_diff": d.abs(),
+        "rollout_logp_within": d.abs() <= 0.01,
+        "rollout_kl": k3(d),                     # an estimate of KL(rollout || learner)
+        "rollout_is_outside": (ratio < 0.9) | (ratio > 1.1),
+        "rollout_is_max": torch.cat([ratio, ratio.new_zeros(1)]).amax(),     # 0 without tokens
+        "rollout_is": ratio,                     # summarize() makes rollout_is_ess of these two
+        "rollout_is_squared": ratio.square(),
     }
     return {name: values.double().sum() for name, values in statistics.items()}
 
@@ -403,21 +349,19 @@ def add_sums(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
     if not a:
         return b
     return {name: a[name] + b[name] for name in a} | {
-        "ratio_max": torch.maximum(a["ratio_max"], b["ratio_max"])}
+        "rollout_is_max": torch.maximum(a["rollout_is_max"], b["rollout_is_max"])}
 
 
 def summarize(sums: dict[str, Tensor]) -> dict[str, float]:
-    """The sums of a whole update -> means over its tokens, for the log; {} if it trained no row.
+    """The sums of an update -> means over its tokens, for the log; {} if it trained no row.
 
-    ess = (sum of ratio)^2 / (T * sum of ratio^2) is the effective sample size as a share of the T
-    tokens: 1 where sampler and learner agree. At the first update of a training step these numbers
-    measure the sampler's noise and rounding; at later ones the policy has moved as well.
+    rollout_is_ess, the effective sample size, is (sum of ratio)^2 / (T * sum of ratio^2).
     """
     if not sums or sums["tokens"] == 0:
         return {}
     sums = {name: value.item() for name, value in sums.items()}
     tokens = sums.pop("tokens")
-    ratio = sums.pop("ratio")
-    ess = ratio**2 / (tokens * sums.pop("ratio_squared"))
+    ratio = sums.pop("rollout_is")
+    ess = ratio**2 / (tokens * sums.pop("rollout_is_squared"))
     means = {name: value / tokens for name, value in sums.items()}
-    return means | {"ratio_max": sums["ratio_max"], "ess": ess}
+    return means | {"rollout_is_max": sums["rollout_is_max"], "rollout_is_ess": ess}

@@ -6,10 +6,9 @@ The learner: turns sampled answers and their advantages into optimizer steps on 
     update = learner.update(batch, weights, lr)  # one or more for each batch
 
 All trained parameters are views of one fp32 vector, adapter.master (lora.py). An update cuts the
-batch's rows into micro-batches that fit in memory and adds up their gradients in
-adapter.master.grad, over micro-batches and ranks. Then it clips the gradient, takes an AdamW step,
-and rounds the new parameters into the copies that sampler and learner compute with, which have the
-model's dtype (16 bits on a GPU).
+batch's rows into micro-batches that fit in memory, adds up their gradients over micro-batches and
+ranks, clips the sum, takes an AdamW step, and rounds the new parameters into the copies that
+sampler and learner compute with (in bf16 on a GPU).
 
 Not here: the loss (grpo.py), forward and backward of the model (model.py, ops.py).
 """
@@ -37,25 +36,22 @@ MICRO_BATCHES_PER_RANK = 4
 
 @dataclass
 class Batch:
-    """The answers of one training step as the learner sees them: made once, and given to every
-    update on these answers.
+    """The answers of one training step: made once, and given to every update on them.
 
-    advantages (B,) fp32 are those of the rows. proximal holds the proximal policy (grpo.py): for
-    each row that this rank has trained on, the log-probs of its tokens at the learner's first pass
-    over it. seen holds the rows that any rank has trained on in an earlier update.
+    advantages (B,) fp32 are those of the rows. old holds the old log-probs (grpo.py): for each row
+    that this rank has trained on, those of its tokens at the learner's first pass over it. seen
+    holds the rows that any rank has trained on in an earlier update.
     """
     rollouts: Rollouts
     advantages: Tensor
-    proximal: dict[int, Tensor] = field(default_factory=dict)
+    old: dict[int, Tensor] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
 
 
 class Update(NamedTuple):
-    """What update() did. Without sums, or with a gradient of 0, there was nothing to learn and no
-    step was made; with a failure the step was skipped.
-
-    A step that was skipped also has the sums and the norm that were computed for it, which may be
-    infinite or NaN: the log shows them as they are.
+    """What update() did. The adapter is unchanged if no row was trained (no sums), the gradient was
+    0, or a loss or gradient was not finite (failure). The log shows sums and norm of a failed
+    update as they are, infinite or NaN.
     """
     sums: dict[str, Tensor]                      # over the trained tokens, for grpo.summarize
     grad_norm: float                             # before clipping
@@ -166,28 +162,26 @@ class Learner:
         self.adapter.sync()
 
     def update(self, batch: Batch, weights: Tensor, lr: float) -> Update:
-        """One optimizer step on those rows of the batch whose weight is above 0.
+        """One optimizer step on those tokens of the batch whose weight is above 0.
 
-        Every rank holds the whole batch, the B rows of all ranks, and weights (B,) fp32 as
-        grpo.token_weights gives them; each computes its share. A loss or gradient that is infinite
-        or NaN skips the step, on every rank alike, because all see the same sums. Where the
-        gradient is 0, since all advantages are 0 or the clip holds every token, there is no step
-        either: AdamW's momentum would still move the adapter.
+        Every rank holds the whole batch, the B rows of all ranks, and weights (B, L) fp32 as
+        grpo.token_weights gives them; each computes its share. Update says when no step is taken.
         """
         adapter = self.adapter
         adapter.master.grad.zero_()
         mine = self.accumulate_gradient(batch, weights, RANK, WORLD)
-        parts = [sums for sums in gather([mine]) if sums]
-        if not parts:
+        of_ranks = [sums for sums in gather([mine]) if sums]
+        if not of_ranks:
             return Update({}, 0.0, lr)
-        sums = functools.reduce(grpo.add_sums, parts)
+        sums = functools.reduce(grpo.add_sums, of_ranks)
         all_sum(adapter.master.grad)
         loss = sums.pop("loss").item()
         grad_norm = adapter.master.grad.norm().item()
+        # Every rank sees the same sums, and decides alike.
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self.skipped += 1
             return Update(sums, grad_norm, lr, f"loss {loss}, gradient norm {grad_norm}")
-        if grad_norm == 0:
+        if grad_norm == 0:                       # AdamW's momentum would still move the adapter
             return Update(sums, 0.0, lr)
         adapter.master.grad.mul_(min(1.0, self.max_grad_norm / (grad_norm + 1e-6)))
         self.optimizer.step(lr)
@@ -200,20 +194,19 @@ class Learner:
 
         Returns the sums over the tokens that this rank trained on, on the CPU; {} if it has none.
         """
-        # A row of advantage 0 has no gradient, unless the loss has a KL term, so it is not
-        # computed. It still counts in the divisor of the loss, which is in the weights already.
+        # A row of advantage 0 has no gradient, unless the loss has a KL term, and is not computed.
+        # It still counts in the divisor, which is in the weights already.
         teaches = (batch.advantages != 0) | self.loss.acts_on_all_rows
-        trained = torch.nonzero((weights > 0) & teaches)[:, 0].tolist()
+        trained = torch.nonzero((weights > 0).any(dim=1) & teaches)[:, 0].tolist()
         prompts = [batch.rollouts.prompts[b] for b in trained]
         completions = [batch.rollouts.completions[b] for b in trained]
         total = {}
-        # The rows of the whole step are cut into micro-batches, and these are dealt to the ranks.
-        # If each rank cut rows of its own, the cuts would depend on the number of GPUs, and bf16
-        # rounds differently in another micro-batch: a 7B's gradient differed by 0.8 %. That is
-        # avoided as long as the budget of a micro-batch is the same. micro_batches() lowers it when
-        # there are many ranks for a small step, and then the cuts do depend on their number.
-        for part in micro_batches(prompts, completions, self.micro_batch_tokens, ranks, rank):
-            loss, sums = self._micro_batch(batch, [trained[i] for i in part], weights)
+        # The micro-batches of the whole step are dealt to the ranks: if each rank cut rows of its
+        # own, the cuts would depend on the number of GPUs, and bf16 rounds differently in another
+        # micro-batch. (With many ranks for a small step micro_batches() lowers its budget, and they
+        # do depend on it.)
+        for rows in micro_batches(prompts, completions, self.micro_batch_tokens, ranks, rank):
+            loss, sums = self._micro_batch(batch, [trained[i] for i in rows], weights)
             loss.backward()
             total = grpo.add_sums(total, sums)
         batch.seen.update(trained)
@@ -232,21 +225,26 @@ class Learner:
         if self.loss.needs_reference:
             with torch.no_grad(), self.adapter.off():
                 reference, _ = model.token_logprobs(tokens, starts, self.temperature)
-        sampler = torch.cat([rollouts.logprobs[b] for b in rows]).to(device)
-        # A row's first pass keeps its log-probs as those of the proximal policy; later passes use
-        # them.
+        rollout = torch.cat([rollouts.logprobs[b] for b in rows]).to(device)
+        # A row's first pass keeps its log-probs as the old ones, for later passes.
         for b, logprobs in zip(rows, policy.detach().split(lengths)):
-            if b not in batch.proximal:
+            if b not in batch.old:
                 # A rank keeps those of its own rows only. --epochs repeats the same updates, and
                 # the same rows are dealt to the same ranks, so each row finds what it needs.
-                assert b not in batch.seen, f"row {b}: its proximal policy is on another rank"
-                batch.proximal[b] = logprobs
-        proximal = torch.cat([batch.proximal[b] for b in rows])
-        row_of_token = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths)).to(device)
-        loss, sums = grpo.policy_loss(grpo.LogProbs(policy, sampler, proximal, reference),
-                                      batch.advantages[rows].to(device), row_of_token,
-                                      weights[rows].to(device), self.loss)
-        sums["entropy"] = entropy.sum().double()                 # token_logprobs has detached it
+                assert b not in batch.seen, f"row {b}: its old log-probs are on another rank"
+                batch.old[b] = logprobs
+        old = torch.cat([batch.old[b] for b in rows])
+        row_of_token = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths))
+        weights = torch.cat([weights[b, :n] for b, n in zip(rows, lengths)])
+        # Tokens outside the loss, such as a tool's, end here: the others are conditioned on them.
+        kept = weights.nonzero()[:, 0]
+        row_of_token, weights = row_of_token[kept].to(device), weights[kept].to(device)
+        kept = kept.to(device)
+        logprobs = grpo.LogProbs(policy[kept], rollout[kept], old[kept],
+                                 None if reference is None else reference[kept])
+        loss, sums = grpo.policy_loss(logprobs, batch.advantages[rows].to(device), row_of_token,
+                                      weights, self.loss)
+        sums["entropy"] = entropy[kept].sum().double()           # token_logprobs has detached it
         sums["loss"] = loss.detach().double()
         return loss, sums
 
@@ -283,8 +281,7 @@ def micro_batches(prompts: Sequence, completions: Sequence, token_budget: int,
 
     A few large micro-batches cannot be dealt out evenly. So with several ranks the budget is
     lowered first, until there are about MICRO_BATCHES_PER_RANK for each (the drawing leaves that
-    out). In simulated steps of 128 answers on 8 ranks the busiest rank had 3 to 10 % more tokens
-    than the mean.
+    out).
     """
     assert token_budget > 0, token_budget
     if ranks > 1:

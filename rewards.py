@@ -122,8 +122,9 @@ def grade_rollouts(tokenizer: "prompts.Tokenizer", problems: list,  # noqa: F821
             "prompt": prompts[i // group_size], "completion": text,
             "extracted": verdict.answer, "rule": verdict.rule,
             "correct": float(verdict.correct), "format": float(verdict.format),
-            "length": len(rollouts.completions[i]), "finished": rollouts.finished[i],
-            "mean_logprob": rollouts.logprobs[i].mean().item(), "task": float(verdict.correct),
+            "length": int(rollouts.mask(i).sum()), "finished": rollouts.finished[i],
+            "mean_logprob": rollouts.logprobs[i][rollouts.mask(i)].mean().item(),
+            "task": float(verdict.correct),
         }
         if plug_in:
             first = i - i % group_size

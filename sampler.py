@@ -104,11 +104,26 @@ class Rollouts:
     seconds: float = 0.0                         # that generate() took
     computed: int = 0                            # rows that were computed, over all decode steps
     preempted: int = 0                           # times that a row had to give its kv_blocks back
+    # (B) of (completion tokens,) bool, or None if the policy sampled all tokens. False: a tool or a
+    # user wrote the token, and its log-prob counts for nothing. The learner reads it and does not
+    # train on it.
+    masks: list[Tensor] | None = None
+
+    def mask(self, row: int) -> Tensor:
+        """Which tokens of a row's completion were sampled: (completion tokens,) bool."""
+        if self.masks is None:
+            return torch.ones(len(self.completions[row]), dtype=torch.bool)
+        return self.masks[row]
+
+    def sampled(self) -> Tensor:
+        """mask() of all rows, padded with False to the longest: (B, L) bool."""
+        rows = [self.mask(row) for row in range(len(self.completions))]
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
     @property
     def num_tokens(self) -> int:
         """How many tokens were sampled, end ids included."""
-        return sum(map(len, self.completions))
+        return sum(int(self.mask(row).sum()) for row in range(len(self.completions)))
 
     @property
     def idle(self) -> float:
@@ -117,10 +132,13 @@ class Rollouts:
 
     def __add__(self, other: "Rollouts") -> "Rollouts":
         """The rows of two ranks that sampled at the same time: so `seconds` is the longer one."""
+        masks = None
+        if self.masks is not None or other.masks is not None:
+            masks = [one.mask(row) for one in (self, other) for row in range(len(one.completions))]
         return Rollouts(self.prompts + other.prompts, self.completions + other.completions,
                         self.logprobs + other.logprobs, self.finished + other.finished,
                         max(self.seconds, other.seconds), self.computed + other.computed,
-                        self.preempted + other.preempted)
+                        self.preempted + other.preempted, masks)
 
 
 # -----------------------------------------------------------------------------

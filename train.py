@@ -92,12 +92,13 @@ def compare(rows: list[dict], group_size: int, scale: str) -> torch.Tensor:
 # -----------------------------------------------------------------------------
 # Update
 
-def plan_updates(rows: list[dict], loss: grpo.Loss, rollout: Rollout, optim: Optim,
-                 mask_overlong: bool) -> list[torch.Tensor]:
-    """-> one tensor (B,) for each optimizer step on this batch: the weight of a row's tokens in the
-    loss of that step, 0 for the rows that are left out of it.
+def plan_updates(rows: list[dict], sampled: torch.Tensor, loss: grpo.Loss, rollout: Rollout,
+                 optim: Optim, mask_overlong: bool) -> list[torch.Tensor]:
+    """-> one tensor (B, L) for each update on this batch: the weight of each token in its loss, 0
+    for tokens that are left out of it.
 
-    Two flags make several optimizer steps of one batch. With 4 groups of answers, a b c d:
+    sampled (B, L) bool: the tokens that the policy wrote (Rollouts.sampled).
+    Two flags make several updates of one batch. With 4 groups of answers, a b c d:
 
         --updates-per-rollout 2     [a b] [c d]             each row is trained on once
         --epochs 2                  [a b c d] [a b c d]     each row is trained on twice
@@ -105,10 +106,9 @@ def plan_updates(rows: list[dict], loss: grpo.Loss, rollout: Rollout, optim: Opt
 
     mask_overlong: answers that were cut at --max-new-tokens get weight 0 (--overlong mask).
     """
-    mask = grpo.loss_mask(column(rows, "task"), column(rows, "finished"), mask_overlong)
-    lengths = column(rows, "length")
-    parts = grpo.minibatches(mask, rollout.group_size, optim.updates_per_rollout)
-    one_pass = [grpo.token_weights(lengths, part, loss, rollout.max_new_tokens) for part in parts]
+    mask = grpo.loss_mask(sampled, column(rows, "task"), column(rows, "finished"), mask_overlong)
+    one_pass = [grpo.token_weights(minibatch, loss, rollout.max_new_tokens) for minibatch in
+                grpo.minibatches(mask, rollout.group_size, optim.updates_per_rollout)]
     return one_pass * optim.epochs               # the same list again for each further pass
 
 
@@ -152,7 +152,7 @@ def report(rows: list[dict], advantages: torch.Tensor, weights: list[torch.Tenso
     metrics |= {"length": mean("length"), "truncated": 1 - mean("finished")}
     metrics["sampler_entropy"] = sampler_entropy(rows)
     informative = grpo.informative_groups(column(rows, "task"), group_size)
-    in_some_update = sum(weights) > 0            # a sum of tensors (B,)
+    in_some_update = (sum(weights) > 0).any(dim=1)               # (B,)
     learned = (advantages != 0) & in_some_update
     metrics["informative"] = informative.float().mean().item()
     metrics["groups"] = int(learned.view(-1, group_size).any(dim=1).sum())
@@ -162,7 +162,7 @@ def report(rows: list[dict], advantages: torch.Tensor, weights: list[torch.Tenso
     trained = [one for one in updates if one.sums] or updates
     metrics |= grpo.summarize(trained[0].sums)
     last = grpo.summarize(trained[-1].sums)
-    metrics |= {key: value for key, value in last.items() if key.startswith("clip")}
+    metrics |= {key: value for key, value in last.items() if key.startswith("clip_ratio")}
     metrics |= {"grad_norm": trained[-1].grad_norm, "lr": updates[-1].lr}
     return metrics | {"idle": rollouts.idle, "tokens_per_s": rollouts.num_tokens / rollouts.seconds}
 
@@ -252,7 +252,8 @@ def train(run: Run) -> None:
 
         # 3) Update the adapter.
         updating = time.perf_counter()
-        weights = plan_updates(rows, run.learner.loss, rollout, optim, objective.overlong == "mask")
+        weights = plan_updates(rows, rollouts.sampled(), run.learner.loss, rollout, optim,
+                               objective.overlong == "mask")
         rates = learning_rates(optim, step, steps, len(weights))
         batch = Batch(rollouts, advantages)
         updates = [run.learner.update(batch, weight, lr) for weight, lr in zip(weights, rates)]

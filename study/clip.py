@@ -67,10 +67,10 @@ class Measured:
     device: str | None = setting(None, "cpu, cuda or cuda:N (default: a GPU if there is one)")
 
 
-def pushes(policy: Tensor, sampler: Tensor, advantages: Tensor, loss: grpo.Loss) -> Tensor:
+def pushes(policy: Tensor, rollout: Tensor, advantages: Tensor, loss: grpo.Loss) -> Tensor:
     """c of every token: log-probs and advantages (T,) -> (T,), 0 where the clip holds the token."""
     policy = policy.detach().requires_grad_()
-    logprobs = grpo.LogProbs(policy, sampler, proximal=policy.detach())
+    logprobs = grpo.LogProbs(policy, rollout, old=policy.detach())
     each = torch.arange(len(policy), device=policy.device)       # each token is a row of its own
     value, _ = grpo.policy_loss(logprobs, advantages, each, torch.ones_like(advantages), loss)
     return -torch.autograd.grad(value, policy)[0]

@@ -16,8 +16,8 @@ from pathlib import Path
 import env  # isort: skip; its settings come before torch
 
 from files import write_atomically
-from study.results import RUNS
-from tools.report import PANELS, log_rows, series, smooth
+from study.results import RUNS, metrics_rows
+from tools.report import PANELS, series, smooth
 
 # Colours of Okabe and Ito, which colour-blind readers can tell apart
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -85,7 +85,7 @@ def main() -> None:
     with env.one_line("study.curves"):
         if args.out.suffix not in (".png", ".svg", ".pdf"):
             raise ValueError(f"--out {args.out}: must end in .png, .svg or .pdf")
-        runs = {name: log_rows(metrics_file(name, args.runs)) for name in args.names}
+        runs = {name: metrics_rows(metrics_file(name, args.runs)) for name in args.names}
         try:
             from matplotlib import pyplot as plt
         except ImportError:

@@ -83,6 +83,11 @@ from tasks.figures import sampler_entropy
 from tools.report import log_rows, series
 
 RUNS = Path("study/runs")
+# Keys of metrics.jsonl that older runs logged under another name.
+RENAMED = {"mismatch_abs": "rollout_logp_diff", "mismatch_within": "rollout_logp_within",
+           "mismatch_k3": "rollout_kl", "ratio_max": "rollout_is_max", "ess": "rollout_is_ess",
+           "ratio_outside": "rollout_is_outside", "clip_low": "clip_ratio_low",
+           "clip_high": "clip_ratio_high"}
 SAMPLES = 8                                      # answers to a problem in sampled.json
 
 
@@ -122,7 +127,7 @@ class Arm:
                                  f"{', '.join(map(seed_of, known))}")
         self.name = name
         self.seeds = [seed_of(run) for run in runs]
-        self.metrics = [log_rows(folder / f"{run}.jsonl") for run in runs]
+        self.metrics = [metrics_rows(folder / f"{run}.jsonl") for run in runs]
         self.steps = [len(steps) for steps in self.metrics]
         self.greedy = self.sampled = None
         if not tested:
@@ -171,6 +176,12 @@ def shares_right(path: Path, held: dict, names: list[str], answers: int) -> np.n
             raise ValueError(f"{path}: {name} is {short_repr(held[name])}, expected "
                              f"{'0 or 1' if answers == 1 else f'0 to {answers}'} for each problem")
     return np.array([list(held[name]) for name in names], int) / answers
+
+
+def metrics_rows(path: Path) -> list[dict]:
+    """The rows of a metrics.jsonl; what an older run logged has its present name too."""
+    return [row | {RENAMED[key]: row[key] for key in RENAMED.keys() & row.keys()}
+            for row in log_rows(path)]
 
 
 def arm_of(name: str) -> str:

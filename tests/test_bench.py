@@ -100,7 +100,7 @@ def test_a_step_samples_the_lengths_it_draws_and_trains_on_every_row(on_cpu, mon
 
 @pytest.mark.parametrize("command,keys", [
     ("step", {"seconds", "rollout", "update", "tokens", "learner_tokens", "learner_computed", "idle", "micro_batch",
-              "kept", "kv_gib", "peak_gib", "reserved_gib", "gpus", "samples", "mismatch_abs"}),
+              "kept", "kv_gib", "peak_gib", "reserved_gib", "gpus", "samples", "rollout_logp_diff"}),
     ("rollout", {"model", "base", "dtype", "lora_rank", "prompt", "new", "hardware", "commit", "weight_gb", "batch"}),
     ("decode", {"weight_gb", "steps"}), ("tail", {"tokens", "longest", "mean", "orders"}),
     ("update", {"seconds", "tokens_s", "tflop_s", "floor", "floor_of_seconds", "micro_batches", "kept",

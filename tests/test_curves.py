@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def metrics(num_steps):
-    return [dict(step=s, reward=s / 10, sigma=0 if s < 3 else 1e-2, mismatch_abs=1e-3, eval_accuracy=[0.5, None][s % 2])
+    return [dict(step=s, reward=s / 10, sigma=0 if s < 3 else 1e-2, rollout_logp_diff=1e-3, eval_accuracy=[0.5, None][s % 2])
             for s in range(num_steps)]
 
 
@@ -75,7 +75,7 @@ def test_the_panels_are_the_metrics_that_some_run_has():
     plt = pytest.importorskip("matplotlib.pyplot", reason="matplotlib is optional")
     picture = curves.draw_panels({"x": metrics(5), "y": [dict(step=0, length=3)]}, plt)
     titles = {axis.get_title("left") for axis in picture.axes} - {""}
-    assert titles == {PANELS[key][0] for key in ("reward", "sigma", "mismatch_abs", "eval_accuracy", "length")}
+    assert titles == {PANELS[key][0] for key in ("reward", "sigma", "rollout_logp_diff", "eval_accuracy", "length")}
     with pytest.raises(ValueError, match="nothing to draw"):
         curves.draw_panels({"x": [dict(step=0)]}, plt)
 

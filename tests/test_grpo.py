@@ -20,8 +20,8 @@ from grpo import (
     k3,
     loss_mask,
     minibatches,
-    mismatch_sums,
     policy_loss,
+    rollout_sums,
     summarize,
     token_weights,
 )
@@ -34,21 +34,21 @@ def loss_of(name, **changes):
     return dataclasses.replace(LOSSES[name], **changes)
 
 
-def one_token(rho, advantage, gap=1.0, loss="dapo", dtype=torch.float64, ref_logprobs=None, **changes):
+def one_token(ratio, advantage, gap=1.0, loss="dapo", dtype=torch.float64, ref_logprobs=None, **changes):
     """The loss of one token of weight 1, its derivative by the token's log-prob, and the sums.
 
-    rho is policy / proximal, gap is proximal / sampler.
+    ratio is policy / old, gap is old / rollout.
     """
-    logprobs = torch.tensor([math.log(rho) - 1], dtype=dtype, requires_grad=True)
-    proximal, advantages = torch.tensor([-1.0], dtype=dtype), torch.tensor([advantage], dtype=dtype)
-    value, sums = policy_loss(LogProbs(logprobs, proximal - math.log(gap), proximal, ref_logprobs), advantages,
+    logprobs = torch.tensor([math.log(ratio) - 1], dtype=dtype, requires_grad=True)
+    old, advantages = torch.tensor([-1.0], dtype=dtype), torch.tensor([advantage], dtype=dtype)
+    value, sums = policy_loss(LogProbs(logprobs, old - math.log(gap), old, ref_logprobs), advantages,
                               torch.zeros(1, dtype=torch.int64), torch.ones(1), loss_of(loss, **changes))
     value.backward()
     return value.item(), logprobs.grad.item(), sums
 
 
 class Toy:
-    """Ragged rows of a policy that is one linear layer on fixed features, with log-probs of a sampler and of a proximal
+    """Ragged rows of a policy that is one linear layer on fixed features, with log-probs of a rollout and of an old
     policy that differ from its own a little.
     """
 
@@ -60,23 +60,28 @@ class Toy:
         self.x = torch.randn(T, D, generator=g, dtype=torch.float64)
         self.tokens = torch.randint(0, V, (T,), generator=g)
         self.W = torch.randn(V, D, generator=g, dtype=torch.float64, requires_grad=True)
+        self.rollout = self.logprobs().detach() + 0.15 * torch.randn(T, generator=g, dtype=torch.float64)
         self.old = self.logprobs().detach() + 0.15 * torch.randn(T, generator=g, dtype=torch.float64)
-        self.proximal = self.logprobs().detach() + 0.15 * torch.randn(T, generator=g, dtype=torch.float64)
         self.advantages = group_advantages(torch.randint(0, 2, (B,), generator=g).float(), 4)
         self.mask = torch.rand(B, generator=g) < 0.8
 
     def logprobs(self):
         return torch.log_softmax(self.x @ self.W.T, dim=1).gather(1, self.tokens[:, None])[:, 0]
 
+    def weights(self, loss):
+        """Of each token, (T,): rows outside of self.mask weigh 0."""
+        tokens = torch.arange(self.lengths.max()) < self.lengths[:, None]
+        return token_weights(tokens & self.mask[:, None], loss, max_new_tokens=10)[tokens]
+
     def gradient(self, loss, batches, ref=None, **changes):
         """d loss / dW and the sums, added up over the given micro-batches of rows."""
         loss, total = loss_of(loss, **changes), {}
-        weights = token_weights(self.lengths, self.mask, loss, max_new_tokens=10)
+        weights = self.weights(loss)
         self.W.grad = None
         for rows in batches:
             t = torch.cat([(self.row_of_token == b).nonzero()[:, 0] for b in rows])
-            logprobs = LogProbs(self.logprobs()[t], self.old[t], self.proximal[t], None if ref is None else ref[t])
-            value, sums = policy_loss(logprobs, self.advantages, self.row_of_token[t], weights, loss)
+            logprobs = LogProbs(self.logprobs()[t], self.rollout[t], self.old[t], None if ref is None else ref[t])
+            value, sums = policy_loss(logprobs, self.advantages, self.row_of_token[t], weights[t], loss)
             value.backward()
             total = add_sums(total, sums)
         return self.W.grad.clone(), total
@@ -184,17 +189,22 @@ def test_informative_groups_are_those_with_spread():
 
 def test_rows_of_the_loss_are_scorable_and_by_choice_finished():
     rewards, finished = torch.tensor([1, 0, NAN, 1, 1, 1.0]), torch.tensor([True, False, True, True, True, False])
-    assert loss_mask(rewards, finished, mask_overlong=True).tolist() == [True, False, False, True, True, False]
-    assert loss_mask(rewards, finished, mask_overlong=False).tolist() == [True, True, False, True, True, True]
+    sampled = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 0, 1], [1, 1, 0], [1, 1, 1]]).bool()
+    for overlong, rows in ((True, [1, 0, 0, 1, 1, 0]), (False, [1, 1, 0, 1, 1, 1])):
+        mask = loss_mask(sampled, rewards, finished, mask_overlong=overlong)
+        assert mask.tolist() == (sampled & torch.tensor(rows).bool()[:, None]).tolist()
 
 
 def test_disjoint_updates_share_out_whole_groups_and_skip_those_without_a_row_in_the_loss():
-    mask = torch.tensor([1, 1, 0, 0, 0, 1, 1, 0, 1, 1]).bool()            # groups of 2: the second has none
-    parts = minibatches(mask, 2, 2)
-    assert [part.nonzero()[:, 0].tolist() for part in parts] == [[0, 1, 5], [6, 8, 9]]
-    assert [part.nonzero()[:, 0].tolist() for part in minibatches(mask, 2, 3)] == [[0, 1, 5], [6], [8, 9]]
-    assert torch.equal(minibatches(mask, 2, 1)[0], mask)
-    assert sum(part.sum() for part in minibatches(mask, 2, 7)) == mask.sum()                # more parts than groups
+    rows = torch.tensor([1, 1, 0, 0, 0, 1, 1, 0, 1, 1]).bool()            # groups of 2: the second has none
+    mask = rows[:, None] & torch.tensor([True, False, True])
+
+    def rows_of(count):
+        return [minibatch.any(dim=1).nonzero()[:, 0].tolist() for minibatch in minibatches(mask, 2, count)]
+
+    assert rows_of(2) == [[0, 1, 5], [6, 8, 9]] and rows_of(3) == [[0, 1, 5], [6], [8, 9]]
+    for count in (1, 3, 7):                                               # 7 are more than there are groups
+        assert torch.equal(sum(m.int() for m in minibatches(mask, 2, count)), mask.int())
     assert not torch.stack(minibatches(mask & False, 2, 3)).any()
 
 
@@ -203,33 +213,30 @@ def test_disjoint_updates_share_out_whole_groups_and_skip_those_without_a_row_in
 @pytest.mark.parametrize("loss,want", [("grpo", [1 / 4, 0, 1 / 12]), ("gspo", [1 / 4, 0, 1 / 12]),
                                        ("dapo", [1 / 8, 0, 1 / 8]), ("dr_grpo", [1 / 20, 0, 1 / 20])])
 def test_token_weights_by_hand(loss, want):
-    lengths, mask = torch.tensor([2, 5, 6]), torch.tensor([True, False, True])        # 2 rows of 8 tokens
-    assert token_weights(lengths, mask, LOSSES[loss], max_new_tokens=10).tolist() == pytest.approx(want)
+    # Two rows of 2 and 6 tokens in the loss, in whose middle a tool wrote some; the second row is not in the loss.
+    mask = torch.tensor([[1, 0, 1, 0, 0, 0, 0, 0, 0], [0] * 9, [1, 1, 0, 0, 1, 1, 0, 1, 1]]).bool()
+    got = token_weights(mask, LOSSES[loss], max_new_tokens=10)
+    torch.testing.assert_close(got, mask * torch.tensor(want)[:, None])
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_step_without_rows_has_zero_weights_not_nan(loss):
-    assert token_weights(torch.tensor([3, 0]), torch.tensor([False, False]), LOSSES[loss], 10).tolist() == [0, 0]
-
-
-def test_a_live_row_without_tokens_stops():
-    with pytest.raises(AssertionError, match="no tokens"):
-        token_weights(torch.tensor([1, 0]), torch.tensor([True, True]), LOSSES["dapo"], 10)
+    assert token_weights(torch.zeros(2, 3, dtype=torch.bool), LOSSES[loss], 10).tolist() == [[0] * 3] * 2
 
 
 def test_a_new_loss_is_one_more_row_of_the_table():
     # Each row's tokens weigh one over its square root: no function asks for a loss by name.
     own = grpo.Loss(lambda rows, tokens, lengths, limit: lengths.sqrt())
-    got = token_weights(torch.tensor([4, 9]), torch.tensor([True, True]), own, 10)
-    assert got.tolist() == pytest.approx([1 / 2, 1 / 3])
+    got = token_weights(torch.arange(9) < torch.tensor([[4], [9]]), own, 10)
+    assert got.tolist() == [pytest.approx([1 / 2] * 4 + [0] * 5), pytest.approx([1 / 3] * 9)]
     assert (own.clip_low, own.clip_high, own.correction, own.kl_beta) == (0.2, 0.28, "truncate", 0.0)
 
 
 # -- the loss -----------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("rho,advantage,want", [
+@pytest.mark.parametrize("ratio,advantage,want", [
     (1.00, +1.5, -1.50),       # on policy: -advantage
-    (1.27, +1.0, -1.27),       # inside the clip: -rho * advantage
+    (1.27, +1.0, -1.27),       # inside the clip: -ratio * advantage
     (1.29, +1.0, 0.0),         # above 1.28 and good: the clip binds
     (1.29, -1.0, +1.29),       # above 1.28 and bad: alive
     (0.79, -1.0, 0.0),         # below .8 and bad: the clip binds
@@ -238,71 +245,77 @@ def test_a_new_loss_is_one_more_row_of_the_table():
     (5.00, +1.0, 0.0),
 ])
 @pytest.mark.parametrize("gap", [1.0, 0.6, 1.9])
-def test_gradient_of_one_token(rho, advantage, want, gap):
-    value, grad, sums = one_token(rho, advantage, gap)
+def test_gradient_of_one_token(ratio, advantage, want, gap):
+    value, grad, sums = one_token(ratio, advantage, gap)
     assert grad == pytest.approx(gap * want, abs=1e-12)
-    objective = gap * min(rho * advantage, min(max(rho, .8), 1.28) * advantage)
+    objective = gap * min(ratio * advantage, min(max(ratio, .8), 1.28) * advantage)
     assert value == pytest.approx(-objective)
     binds = want == 0
-    assert (sums["clip_low"].item(), sums["clip_high"].item()) == (binds and rho < 1, binds and rho > 1)
+    assert (sums["clip_ratio_low"].item(), sums["clip_ratio_high"].item()) == (binds and ratio < 1, binds and ratio > 1)
 
 
 @pytest.mark.parametrize("correction,want", [("truncate", [0.3, 1.9, 2.0]), ("off", [1, 1, 1])])
 def test_the_correction_bounds_what_a_token_weighs(correction, want):
-    # proximal / sampler is 0.3, 1.9, 5; the policy has not moved, and no token is clipped.
+    # old / rollout is 0.3, 1.9, 5; the policy has not moved, and no token is clipped.
     for gap, weight in zip([0.3, 1.9, 5.0], want):
         for advantage in (-1.0, 1.5):
             value, grad, sums = one_token(1.0, advantage, gap, correction=correction)
             assert (value, grad) == pytest.approx((-weight * advantage,) * 2)
-            assert (sums["clip_low"].item(), sums["clip_high"].item()) == (0, 0)
-            assert sums["ratio_max"] == pytest.approx(gap)                # of learner to sampler, as it is
+            assert (sums["clip_ratio_low"].item(), sums["clip_ratio_high"].item()) == (0, 0)
+            assert sums["rollout_is_max"] == pytest.approx(gap)                # of learner to rollout, as it is
 
 
-def test_ppo_clips_around_the_sampler_wherever_the_proximal_policy_is():
-    for rho, gap, advantage, want in ((1, 1.29, 1, 0), (1, 1.29, -1, 1.29), (2, 0.6, 1, -1.2), (1, 0.79, -1, 0),
+def test_ppo_clips_around_the_rollout_wherever_the_old_policy_is():
+    for ratio, gap, advantage, want in ((1, 1.29, 1, 0), (1, 1.29, -1, 1.29), (2, 0.6, 1, -1.2), (1, 0.79, -1, 0),
                                     (1, 5, -1, 5)):
-        assert one_token(rho, advantage, gap, correction="ppo")[1] == pytest.approx(want)
+        assert one_token(ratio, advantage, gap, correction="ppo")[1] == pytest.approx(want)
 
 
 def test_a_ratio_beyond_fp32_gives_neither_inf_nor_nan():
-    for rho in (1e-40, 1e40):                                             # fp32 exp overflows at 3e38
+    for ratio in (1e-40, 1e40):                                             # fp32 exp overflows at 3e38
         for correction, gap in itertools.product(grpo.CORRECTIONS, (1e-38, 1e38)):
-            value, grad, sums = one_token(rho, -1.0, gap, dtype=torch.float32, correction=correction, kl_beta=0.1,
+            value, grad, sums = one_token(ratio, -1.0, gap, dtype=torch.float32, correction=correction, kl_beta=0.1,
                                           ref_logprobs=torch.zeros(1))
             assert math.isfinite(value) and math.isfinite(grad)
             assert all(math.isfinite(v) for v in summarize(sums).values())
+
+
+def test_beyond_the_limit_a_ratio_is_a_constant():
+    for ratio, gradient in ((math.exp(19.9), math.exp(19.9)), (math.exp(20.1), 0)):
+        value, grad, _ = one_token(ratio, -1.0)
+        assert (value, grad) == pytest.approx((min(ratio, math.exp(20)), gradient))
 
 
 @pytest.mark.parametrize("correction", grpo.CORRECTIONS)
 @pytest.mark.parametrize("loss", ["grpo", "dapo", "dr_grpo"])
 def test_gradient_equals_autograd_of_the_textbook_formula(monkeypatch, loss, correction):
     # Decoupled PPO (2110.00641) with the correction of TIS, or with none; "ppo" is PPO (1707.06347, Eq. 7).
-    monkeypatch.setattr(grpo, "CORRECTION_CAP", 1.2)                      # so that it binds often
+    monkeypatch.setitem(grpo.CORRECTIONS, "truncate", grpo.Correction("old", 1.2))       # so that it binds often
     toy = Toy()
     got, _ = toy.gradient(loss, [range(16)], correction=correction)
-    proximal = toy.old if correction == "ppo" else toy.proximal
-    rho, gap = (toy.logprobs() - proximal).exp(), (proximal - toy.old).exp()
-    assert ((rho < .8) | (rho > 1.28)).sum() > 3                          # the clip has something to do
+    anchor = toy.rollout if correction == "ppo" else toy.old
+    ratio, gap = (toy.logprobs() - anchor).exp(), (anchor - toy.rollout).exp()
+    assert ((ratio < .8) | (ratio > 1.28)).sum() > 3                          # the clip has something to do
     assert correction == "ppo" or 3 < (gap > 1.2).sum() < len(gap) - 3
     factors = {"truncate": gap.clamp(max=1.2), "off": 1.0, "ppo": 1.0}
     assert correction in factors, f"add the factor of {correction} here"
     factor = factors[correction]
     advantage = toy.advantages[toy.row_of_token]
-    weights = token_weights(toy.lengths, toy.mask, LOSSES[loss], 10)[toy.row_of_token]
-    objective = factor * torch.minimum(rho * advantage, rho.clamp(.8, 1.28) * advantage)
+    weights = toy.weights(LOSSES[loss])
+    objective = factor * torch.minimum(ratio * advantage, ratio.clamp(.8, 1.28) * advantage)
     want, = torch.autograd.grad(-(weights * objective).sum(), toy.W)
     assert torch.allclose(got, want, rtol=1e-10, atol=1e-14)
 
 
 def test_gspo_equals_autograd_of_its_sequence_formula(monkeypatch):
-    monkeypatch.setattr(grpo, "CORRECTION_CAP", 1.1)
+    monkeypatch.setitem(grpo.CORRECTIONS, "truncate", grpo.Correction("old", 1.1))
     toy = Toy()
     got, _ = toy.gradient("gspo", [range(16)], clip_low=.05, clip_high=.05)
     logprobs, objective = toy.logprobs(), 0.0
     for b in range(16):                                                   # one row at a time, by the paper's Eq. 5-7
         mine = toy.row_of_token == b
-        s = ((logprobs - toy.proximal)[mine].sum() / mine.sum()).exp()
-        correction = ((toy.proximal - toy.old)[mine].sum() / mine.sum()).exp().clamp(max=1.1)
+        s = ((logprobs - toy.old)[mine].sum() / mine.sum()).exp()
+        correction = ((toy.old - toy.rollout)[mine].sum() / mine.sum()).exp().clamp(max=1.1)
         advantage = toy.advantages[b].double() * correction
         objective = objective + toy.mask[b] * torch.minimum(s * advantage, s.clamp(.95, 1.05) * advantage)
     want, = torch.autograd.grad(-objective / toy.mask.sum(), toy.W)
@@ -318,7 +331,7 @@ def test_gspo_has_its_own_narrow_clip():
 @pytest.mark.parametrize("loss", LOSSES)
 def test_micro_batches_of_1_4_and_16_rows_give_one_gradient_and_one_set_of_metrics(loss):
     toy = Toy()
-    ref = toy.old - 0.1
+    ref = toy.rollout - 0.1
     (want, sums), *others = [toy.gradient(loss, torch.arange(16).split(n), kl_beta=.1, ref=ref) for n in (16, 4, 1)]
     by_budget = toy.gradient(loss, micro_batches([[0]] * 16, [[0] * n for n in toy.lengths], 12), kl_beta=.1, ref=ref)
     assert want.abs().max() > 1e-3
@@ -335,22 +348,23 @@ def test_ranks_with_the_steps_weights_add_up_to_the_single_gradient():
 
 def test_plain_gradient_equals_the_clipped_ratio_gradient_on_the_first_update():
     toy = Toy()
-    toy.old = toy.proximal = toy.logprobs().detach()
+    toy.rollout = toy.old = toy.logprobs().detach()
     got, _ = toy.gradient("dapo", [range(16)])
-    weights = (token_weights(toy.lengths, toy.mask, LOSSES["dapo"], 10).double() * toy.advantages)[toy.row_of_token]
+    weights = toy.weights(LOSSES["dapo"]).double() * toy.advantages[toy.row_of_token]
     want, = torch.autograd.grad(-(weights * toy.logprobs()).sum(), toy.W)
     assert torch.allclose(got, want, rtol=1e-10, atol=1e-14)
 
 
 def test_second_update_on_the_same_rollout_meets_the_clip():
     toy = Toy()
-    toy.old = toy.proximal = toy.logprobs().detach()
+    toy.rollout = toy.old = toy.logprobs().detach()
     first, sums = toy.gradient("dapo", [range(16)])
-    assert sums["clip_low"] + sums["clip_high"] == 0 and summarize(sums)["ess"] == pytest.approx(1)
+    assert sums["clip_ratio_low"] + sums["clip_ratio_high"] == 0
+    assert summarize(sums)["rollout_is_ess"] == pytest.approx(1)
     with torch.no_grad():
         toy.W -= 20 * first
     second, sums = toy.gradient("dapo", [range(16)])
-    assert sums["clip_low"] > 0 and sums["clip_high"] > 0
+    assert sums["clip_ratio_low"] > 0 and sums["clip_ratio_high"] > 0
     assert second.norm() < 0.5 * first.norm()
 
 
@@ -366,8 +380,8 @@ def test_without_a_kl_term_rows_outside_the_mask_and_advantages_of_0_add_no_grad
 def test_empty_micro_batch_adds_nothing():
     empty, row = torch.zeros(0, requires_grad=True), torch.zeros(0, dtype=torch.int64)
     for loss in LOSSES.values():
-        value, sums = policy_loss(LogProbs(empty, empty, empty), torch.ones(2), row, torch.ones(2), loss)
-        assert value == 0 and summarize(sums) == {} and sums["ratio"] == 0
+        value, sums = policy_loss(LogProbs(empty, empty, empty), torch.ones(2), row, empty, loss)
+        assert value == 0 and summarize(sums) == {} and sums["rollout_is"] == 0
 
 
 def test_low_precision_log_probs_stop():
@@ -398,37 +412,38 @@ def test_k3_averages_to_the_kl_divergence_and_is_never_negative():
 # -- metrics ------------------------------------------------------------------------------------------------------
 
 def test_metrics_by_hand():
-    # Ratios 1, 1.25, 0.5, 1: the sampler gave each token log-prob -2.
+    # Ratios 1, 1.25, 0.5, 1: the rollout gave each token log-prob -2.
     ratio = torch.tensor([1, 1.25, 0.5, 1]).double()
     row, advantages = torch.tensor([0, 0, 1, 1]), torch.tensor([1.0, -1.0])
-    sampler = torch.full((4,), -2.0).double()
-    _, sums = policy_loss(LogProbs(ratio.log() - 2, sampler, sampler), advantages, row, torch.ones(2),
+    rollout = torch.full((4,), -2.0).double()
+    _, sums = policy_loss(LogProbs(ratio.log() - 2, rollout, rollout), advantages, row, torch.ones(4),
                           loss_of("dapo", clip_high=.2))
     got = summarize(sums)
     assert got == pytest.approx(dict(
-        mismatch_abs=(math.log(1.25) + math.log(2)) / 4,
-        mismatch_within=2 / 4, mismatch_k3=(.25 - math.log(1.25) - .5 + math.log(2)) / 4,
-        ratio_outside=2 / 4, ratio_max=1.25, clip_low=1 / 4, clip_high=1 / 4,
-        ess=3.75**2 / (4 * (1 + 1.5625 + .25 + 1))))
+        rollout_logp_diff=(math.log(1.25) + math.log(2)) / 4,
+        rollout_logp_within=2 / 4, rollout_kl=(.25 - math.log(1.25) - .5 + math.log(2)) / 4,
+        rollout_is_outside=2 / 4, rollout_is_max=1.25, clip_ratio_low=1 / 4, clip_ratio_high=1 / 4,
+        rollout_is_ess=3.75**2 / (4 * (1 + 1.5625 + .25 + 1))))
 
 
 def test_the_band_of_the_ratio_and_what_is_within_end_where_their_names_say():
     ratio = torch.tensor([0.899, 0.901, 1.099, 1.101]).double()
-    assert summarize(mismatch_sums(ratio.log()))["ratio_outside"] == 2 / 4
+    assert summarize(rollout_sums(ratio.log()))["rollout_is_outside"] == 2 / 4
     d = torch.tensor([-0.0101, -0.0099, 0.0099, 0.0101]).double()
-    assert summarize(mismatch_sums(d))["mismatch_within"] == 2 / 4
+    assert summarize(rollout_sums(d))["rollout_logp_within"] == 2 / 4
 
 
 def test_the_largest_ratio_is_that_of_all_micro_batches_and_no_sums_give_no_metrics():
     a, b = one_token(1.5, 0.0)[2], one_token(1.25, 0.0)[2]
-    assert summarize(add_sums(a, b))["ratio_max"] == summarize(add_sums(b, a))["ratio_max"] == pytest.approx(1.5)
+    for sums in (add_sums(a, b), add_sums(b, a)):
+        assert summarize(sums)["rollout_is_max"] == pytest.approx(1.5)
     assert add_sums({}, a) is a and summarize({}) == {}
 
 
-def test_every_metric_is_summed_and_reported_but_for_those_that_become_ess():
+def test_every_metric_is_summed_and_reported_but_for_those_that_become_the_effective_sample_size():
     sums = one_token(1.25, 1.0)[2]
     assert all(value.dtype == torch.float64 for value in sums.values())
-    assert sums.keys() - summarize(sums).keys() == {"tokens", "ratio", "ratio_squared"}
+    assert sums.keys() - summarize(sums).keys() == {"tokens", "rollout_is", "rollout_is_squared"}
 
 
 def test_impossible_settings_stop():
@@ -442,6 +457,6 @@ def test_impossible_settings_stop():
 
 def test_shapes_that_do_not_fit_stop_and_are_named_without_the_numbers():
     two, three = torch.zeros(2), torch.zeros(3)
-    with pytest.raises(AssertionError, match=r"have the shapes \[\(2,\), \(2,\), \(3,\), \(2,\)\]"):
-        policy_loss(LogProbs(two, three, two), torch.ones(1), torch.zeros(2, dtype=torch.int64), torch.ones(1),
+    with pytest.raises(AssertionError, match=r"have the shapes \[\(2,\), \(2,\), \(2,\), \(3,\), \(2,\)\]"):
+        policy_loss(LogProbs(two, three, two), torch.ones(1), torch.zeros(2, dtype=torch.int64), two,
                     LOSSES["dapo"])

@@ -39,21 +39,20 @@ def some_rollouts(model, noise, groups=4, group_size=4, seed=0):
 
 def some_step(tiny, loss="dapo", noise=0.15, base="bf16", dtype=None, max_grad_norm=ANY_NORM,
               shape="untied", **changes):
-    """A learner, its adapter's tensors by PEFT's names, a Batch and weights (B,), in which row 5 is not in the loss."""
+    """A learner, its adapter's tensors by PEFT's names, a Batch and weights (B, L), where row 5 is not in the loss."""
     model, tensors = adapted(tiny[shape], rank=RANK, alpha=ALPHA, base=base, dtype=dtype)
     learner = Learner(model, dataclasses.replace(grpo.LOSSES[loss], **changes), TEMPERATURE, max_grad_norm)
     rollouts = some_rollouts(model, noise)
     rewards = torch.tensor([1.0, 0, 0, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0, 2, 1, 3])   # the third group teaches nothing
     batch = Batch(rollouts, grpo.group_advantages(rewards, 4))
-    lengths = torch.tensor([len(c) for c in rollouts.completions])
-    weights = grpo.token_weights(lengths, torch.arange(16) != 5, learner.loss, LIMIT)
+    weights = grpo.token_weights(rollouts.sampled() & (torch.arange(16) != 5)[:, None], learner.loss, LIMIT)
     return learner, tensors, batch, weights
 
 
 def plain_gradient(case, tensors, batch, name, loss):
     """The textbook objectives, row by row through a plain float64 model.
 
-    Returns the gradient of A and B by PEFT's names, the loss, and every ratio policy / proximal. The divisors
+    Returns the gradient of A and B by PEFT's names, the loss, and every ratio policy / old. The divisors
     are worked out here anew: grpo takes the mean over a row's tokens, then over rows; dapo that over all tokens;
     dr_grpo divides by rows x limit; gspo is grpo with one ratio for each row. Row 5 is left out of everything.
 
@@ -64,23 +63,25 @@ def plain_gradient(case, tensors, batch, name, loss):
     leaves = {name: t.double().requires_grad_() for name, t in tensors.items()}
     weights = merged(case.tensors, leaves, ALPHA / RANK)
     reference = {name: t.double() for name, t in case.tensors.items()}
-    kept = [b for b in range(len(rollouts.prompts)) if b != 5]
-    tokens = sum(len(rollouts.completions[b]) for b in kept)
+    kept = [b for b in range(len(rollouts.prompts)) if b != 5 and rollouts.mask(b).any()]
+    tokens = sum(int(rollouts.mask(b).sum()) for b in kept)
     total, ratios = 0.0, []
     for b in kept:
         prompt, completion = rollouts.prompts[b], rollouts.completions[b]
 
         def logprobs(w):
             logits = plain_logits(case.raw, w, prompt + completion)[len(prompt) - 1:-1] / TEMPERATURE
-            return logits.log_softmax(-1)[range(len(completion)), completion]
+            return logits.log_softmax(-1)[range(len(completion)), completion][rollouts.mask(b)]
 
-        now, advantage, n = logprobs(weights), advantages[b].double(), len(completion)
-        proximal = batch.proximal[b].double() if batch.proximal else rollouts.logprobs[b].double()
-        moved, gap = now - proximal, proximal - rollouts.logprobs[b].double()
-        rho, correction = ((t.mean().expand(n) if loss.sequence_level else t).exp() for t in (moved, gap))
-        ratios.append(rho.detach())
-        clipped = rho.clamp(1 - loss.clip_low, 1 + loss.clip_high)
-        objective = torch.minimum(rho * advantage, clipped * advantage) * correction.clamp(max=grpo.CORRECTION_CAP)
+        rollout = rollouts.logprobs[b].double()[rollouts.mask(b)]
+        old = batch.old[b].double()[rollouts.mask(b)] if batch.old else rollout
+        now, advantage, n = logprobs(weights), advantages[b].double(), len(rollout)
+        moved, gap = now - old, old - rollout
+        ratio, importance = ((t.mean().expand(n) if loss.sequence_level else t).exp() for t in (moved, gap))
+        ratios.append(ratio.detach())
+        clipped = ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high)
+        importance = importance.clamp(max=grpo.CORRECTIONS["truncate"].cap)
+        objective = torch.minimum(ratio * advantage, clipped * advantage) * importance
         if loss.kl_beta:
             d = logprobs(reference).detach() - now
             objective = objective - loss.kl_beta * (d.exp() - 1 - d)
@@ -103,7 +104,7 @@ def difference(adapter, want):
 # -----------------------------------------------------------------------------
 # The gradient
 
-# A clip that some of the sampler's noise crosses and some does not, for a loss whose own is much narrower.
+# A clip that some of the rollout's noise crosses and some does not, for a loss whose own is much narrower.
 CLIPS = {"gspo": dict(clip_low=0.05, clip_high=0.05)}
 
 
@@ -111,7 +112,7 @@ CLIPS = {"gspo": dict(clip_low=0.05, clip_high=0.05)}
     *((loss, CLIPS.get(loss, {}), "untied") for loss in grpo.LOSSES),
     ("dapo", dict(kl_beta=0.3), "untied"), ("dapo", {}, "qwen3-tied"), ("dapo", {}, "qwen3-untied")])
 def test_the_gradient_is_that_of_float64_autograd_on_the_whole_batch(tiny, loss, changes, shape):
-    changes = changes | {"correction": "ppo"}                             # the sampler's noise makes the clip act
+    changes = changes | {"correction": "ppo"}                             # the rollout's noise makes the clip act
     learner, tensors, batch, weights = some_step(tiny, loss, shape=shape, **changes)
     want, value, ratios = plain_gradient(tiny[shape], tensors, batch, loss, learner.loss)
     low, high = 1 - learner.loss.clip_low, 1 + learner.loss.clip_high
@@ -126,20 +127,58 @@ def test_the_gradient_is_that_of_float64_autograd_on_the_whole_batch(tiny, loss,
     assert update.sums["tokens"] == sum(len(batch.rollouts.completions[b]) for b in trained)
 
 
+def with_tool_tokens(rollouts):
+    """A tool wrote every third token of each row, the second one first, and row 2 whole. It has no log-probs."""
+    masks = [torch.arange(len(c)) % 3 != 1 for c in rollouts.completions]
+    masks[2][:] = False
+    logprobs = [torch.where(mask, p, torch.nan) for mask, p in zip(masks, rollouts.logprobs)]
+    return dataclasses.replace(rollouts, masks=masks, logprobs=logprobs)
+
+
+@pytest.mark.parametrize("loss", grpo.LOSSES)
+def test_masked_tokens_are_conditioned_on_and_in_no_gradient_divisor_or_metric(tiny, loss):
+    learner, tensors, batch, _ = some_step(tiny, loss, correction="ppo", kl_beta=0.3, **CLIPS.get(loss, {}))
+    rollouts = with_tool_tokens(batch.rollouts)
+    batch = Batch(rollouts, batch.advantages)
+    mask = rollouts.sampled() & (torch.arange(16) != 5)[:, None]
+    weights = grpo.token_weights(mask, learner.loss, LIMIT)
+    want, _, _ = plain_gradient(tiny["untied"], tensors, batch, loss, learner.loss)
+    sums = learner.update(batch, weights, lr=0.0).sums
+    assert difference(learner.adapter, {name: want[name] for name in tensors}) < 1e-5
+    assert sums["tokens"] == mask.sum() and all(value.isfinite() for value in sums.values())
+    # Another token of the tool changes what comes after it.
+    gradient = learner.adapter.master.grad.clone()
+    row = next(b for b, c in enumerate(rollouts.completions) if len(c) > 4 and mask[b].any())
+    rollouts.completions[row][1] = (rollouts.completions[row][1] + 1) % 101
+    learner.update(Batch(rollouts, batch.advantages), weights, lr=0.0)
+    assert (learner.adapter.master.grad - gradient).norm() > 1e-3 * gradient.norm()
+
+
+def test_a_full_mask_changes_no_bit(tiny):
+    learner, _, batch, weights = some_step(tiny)
+    learner.update(batch, weights, lr=0.0)
+    gradient = learner.adapter.master.grad.clone()
+    full = [torch.ones(len(c), dtype=torch.bool) for c in batch.rollouts.completions]
+    masked = dataclasses.replace(batch.rollouts, masks=full)
+    assert torch.equal(masked.sampled(), batch.rollouts.sampled())
+    learner.update(Batch(masked, batch.advantages), weights, lr=0.0)
+    assert torch.equal(learner.adapter.master.grad, gradient)
+
+
 @pytest.mark.parametrize("loss,changes", [("dapo", {}), ("gspo", CLIPS["gspo"])])
-def test_the_first_pass_over_a_row_is_the_proximal_policy_of_later_ones(tiny, monkeypatch, loss, changes):
-    # A first update trains the first two groups, a second one all rows. At a row's first pass rho is 1, and its
-    # correction is learner / sampler. At its second pass rho compares two passes of the learner, wherever the sampler
-    # is.
-    monkeypatch.setattr(grpo, "CORRECTION_CAP", 1.2)                      # so that it binds
+def test_the_first_pass_over_a_row_is_the_old_policy_of_later_ones(tiny, monkeypatch, loss, changes):
+    # A first update trains the first two groups, a second one all rows. At a row's first pass ratio is 1, and its
+    # importance weight is learner / rollout. At its second pass ratio compares two passes of the learner, wherever the
+    # rollout is.
+    monkeypatch.setitem(grpo.CORRECTIONS, "truncate", grpo.Correction("old", 1.2))       # so that it binds
     learner, _, batch, weights = some_step(tiny, loss, **changes)
     rollouts, advantages = batch.rollouts, batch.advantages
     start = learner.adapter.master.data.clone()
-    first = learner.update(batch, torch.where(torch.arange(16) < 8, weights, 0.0), lr=5e-2)
-    assert first.sums["clip_low"] + first.sums["clip_high"] == 0
-    trained = [b for b in range(16) if weights[b] > 0 and advantages[b] != 0]
-    assert sorted(batch.proximal) == [b for b in trained if b < 8]
-    kept = {b: t.clone() for b, t in batch.proximal.items()}
+    first = learner.update(batch, torch.where(torch.arange(16)[:, None] < 8, weights, 0.0), lr=5e-2)
+    assert first.sums["clip_ratio_low"] + first.sums["clip_ratio_high"] == 0
+    trained = [b for b in range(16) if weights[b].any() and advantages[b] != 0]
+    assert sorted(batch.old) == [b for b in trained if b < 8]
+    kept = {b: t.clone() for b, t in batch.old.items()}
     rows = [(rollouts.prompts[b], rollouts.completions[b]) for b in kept]
     moved = learner.adapter.master.data.clone()
     learner.adapter.master.data.copy_(start)
@@ -152,9 +191,9 @@ def test_the_first_pass_over_a_row_is_the_proximal_policy_of_later_ones(tiny, mo
 
     tensors = {name: t.clone() for name, t in learner.adapter.peft_tensors(moved)}
     second = learner.update(batch, weights, lr=0.0)
-    assert second.sums["clip_low"] + second.sums["clip_high"] > 0
-    assert sorted(batch.proximal) == trained and all(torch.equal(batch.proximal[b], t) for b, t in kept.items())
-    batch.proximal |= {b: rollouts.logprobs[b] for b in range(16) if b not in trained}       # advantage or weight 0
+    assert second.sums["clip_ratio_low"] + second.sums["clip_ratio_high"] > 0
+    assert sorted(batch.old) == trained and all(torch.equal(batch.old[b], t) for b, t in kept.items())
+    batch.old |= {b: rollouts.logprobs[b] for b in range(16) if b not in trained}       # advantage or weight 0
     want, _, _ = plain_gradient(tiny["untied"], tensors, batch, loss, learner.loss)
     assert difference(learner.adapter, {name: want[name] for name in tensors}) < 1e-5
 
@@ -172,8 +211,8 @@ def test_the_sums_of_an_update_are_those_of_its_trained_tokens(tiny):
         gaps.append(log_p[range(len(completion)), completion] - rollouts.logprobs[b])
         entropy -= (log_p.exp() * log_p).sum()
     d = torch.cat(gaps)
-    assert sums["mismatch_abs"] == pytest.approx(d.abs().sum().item(), rel=1e-4)
-    assert sums["ratio_max"] == pytest.approx(d.exp().max().item(), rel=1e-4)
+    assert sums["rollout_logp_diff"] == pytest.approx(d.abs().sum().item(), rel=1e-4)
+    assert sums["rollout_is_max"] == pytest.approx(d.exp().max().item(), rel=1e-4)
     assert sums["entropy"] == pytest.approx(entropy.item(), rel=1e-4)
 
 
@@ -200,19 +239,19 @@ def test_the_gradients_of_all_ranks_add_up_to_that_of_one(tiny, ranks):
     parts = [learner.accumulate_gradient(batch, weights, rank, ranks) for rank in range(ranks)]
     assert (learner.adapter.master.grad - whole).norm() < 1e-5 * whole.norm()            # as with micro-batches
     assert sum(part["tokens"] for part in parts if part) == sum(
-        len(c) for b, c in enumerate(batch.rollouts.completions) if weights[b] > 0 and batch.advantages[b] != 0)
+        len(c) for b, c in enumerate(batch.rollouts.completions) if weights[b].any() and batch.advantages[b] != 0)
 
 
 def test_a_row_whose_first_pass_was_on_another_rank_stops_the_pass(tiny):
-    # Its proximal policy is not here, and the pass would silently take itself for the first.
+    # Its old log-probs are not here, and the pass would silently take itself for the first.
     learner, _, batch, weights = some_step(tiny)
     learner.accumulate_gradient(batch, weights, 0, 2)
     learner.accumulate_gradient(batch, weights, 0, 2)                     # dealt alike: all of its rows are found
-    mine = set(batch.proximal)
-    assert mine < batch.seen == {b for b in range(16) if weights[b] > 0 and batch.advantages[b] != 0}
-    with pytest.raises(AssertionError, match="its proximal policy is on another rank"):
+    mine = set(batch.old)
+    assert mine < batch.seen == {b for b in range(16) if weights[b].any() and batch.advantages[b] != 0}
+    with pytest.raises(AssertionError, match="its old log-probs are on another rank"):
         learner.accumulate_gradient(batch, weights, 1, 2)                 # as rank 1, without what rank 1 has kept
-    assert set(batch.proximal) == mine
+    assert set(batch.old) == mine
 
 
 # -----------------------------------------------------------------------------
@@ -347,21 +386,21 @@ def test_where_nothing_can_be_learned_there_is_no_step_and_no_momentum_acts(tiny
 def test_where_the_clip_holds_every_token_no_momentum_carries_the_adapter_on(tiny):
     learner, _, batch, weights = some_step(tiny)
     learner.update(batch, weights, lr=1e-3)
-    for b, proximal in batch.proximal.items():            # as if the policy had gone far the way that it was sent
-        proximal -= 5 * batch.advantages[b].sign()
+    for b, old in batch.old.items():            # as if the policy had gone far the way that it was sent
+        old -= 5 * batch.advantages[b].sign()
     before = {name: t.clone() for name, t in learner.tensors().items()}
     update = learner.update(batch, weights, lr=1e-3)
     assert update.grad_norm == 0 and update.failure == "" and learner.skipped == 0
-    assert update.sums["clip_low"] + update.sums["clip_high"] == update.sums["tokens"] > 0
+    assert update.sums["clip_ratio_low"] + update.sums["clip_ratio_high"] == update.sums["tokens"] > 0
     assert all(torch.equal(t, before[name]) for name, t in learner.tensors().items())
 
 
-@pytest.mark.parametrize("where", ["sampler's log-prob", "advantage", "gradient"])
+@pytest.mark.parametrize("where", ["rollout's log-prob", "advantage", "gradient"])
 def test_a_loss_or_gradient_that_is_not_finite_is_skipped_counted_and_changes_nothing(tiny, monkeypatch, where):
     learner, _, batch, weights = some_step(tiny)
     learner.update(batch, weights, lr=1e-3)
     before = {name: t.clone() for name, t in learner.tensors().items()}
-    if where == "sampler's log-prob":
+    if where == "rollout's log-prob":
         batch.rollouts.logprobs[3][0] = float("nan")
     elif where == "advantage":
         batch.advantages[3] = float("inf")

@@ -17,7 +17,7 @@ from tiny_qwen2 import SHAPES, TARGETS, held_by, merged, plain_logits, random_ad
 import lora
 import nvfp4
 from aqn import noisy_norms
-from model import ModelConfig, Qwen, RMSNorm, load
+from model import ModelConfig, Qwen, RMSNorm, load, split_qkv
 
 REFERENCE = load_file(Path(__file__).parent / "qwen2_reference.safetensors")
 # Logits reach 12. A sum of up to 192 fp32 terms is off by sqrt(192) * 2^-24 = 8e-7 of their size; 20 such sums in a row
@@ -39,6 +39,19 @@ def test_a_norms_two_factors_multiply_to_the_papers_rmsnorm_in_every_dtype(dtype
     want = x.double() * weight / (x.double().square().mean(-1, keepdim=True) + eps).sqrt()
     assert xw.dtype == dtype and rstd.dtype == torch.float32
     assert ((xw.double() * rstd - want).abs() <= 1.01 * torch.finfo(dtype).eps * want.abs() + 1e-7).all()
+
+
+def test_the_norms_of_q_and_k_heads_by_hand_where_eps_weighs():
+    torch.manual_seed(0)
+    eps, H, KV, d = 0.1, 4, 2, 16
+    y, rstd, gains = 0.3 * torch.randn(5, (H + 2 * KV) * d), torch.rand(5, 1) + 0.5, torch.rand(2, d) + 0.5
+    unturned = torch.ones(5, 1, d // 2), torch.zeros(5, 1, d // 2)        # cosine and sine
+    q, k, v = split_qkv(y, rstd, None, gains, eps, *unturned, KV, torch.float32)
+    heads = (y * rstd).double().view(5, -1, d)
+    normed = heads / (heads.square().mean(-1, keepdim=True) + eps).sqrt()
+    torch.testing.assert_close(q.double(), normed[:, :H] * gains[0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(k.double(), normed[:, H:-KV] * gains[1], rtol=0, atol=1e-6)
+    torch.testing.assert_close(v.double(), heads[:, -KV:], rtol=0, atol=1e-6)
 
 
 def some_tokens(tiny, *shape, seed=5):

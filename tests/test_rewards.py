@@ -21,6 +21,7 @@ import train
 from files import Stopped, UserError
 from grpo import group_advantages
 from rewards import extract, format_tags, grade, grade_rollouts
+from sampler import Rollouts
 from tasks import plugin
 from tasks.plugin import LARGEST_REWARD, Reward, load_function
 from tasks.problems import Problem
@@ -202,8 +203,8 @@ def test_format_tags_wants_each_tag_once_and_in_order():
 
 def test_score_has_a_row_for_each_rollout_in_the_order_of_their_problems():
     """There are two problems of two answers each: rows 0 and 1 belong to the first problem."""
-    rollouts = SimpleNamespace(
-        completions=[[0], [1, 1], [0], [1, 1]], finished=[True, True, False, True],
+    rollouts = Rollouts(
+        prompts=[], completions=[[0], [1, 1], [0], [1, 1]], finished=[True, True, False, True],
         logprobs=[torch.tensor([-1.0]), torch.tensor([-1.0, -2.0]), torch.tensor([-3.0]), torch.tensor([0.0, -1.0])])
     problems = [SimpleNamespace(id=id, question=f"q{id}", answer=answer, prompt=[prompt])
                 for id, answer, prompt in (("a", "5", 2), ("b", "6", 3))]
@@ -226,7 +227,7 @@ def test_score_has_a_row_for_each_rollout_in_the_order_of_their_problems():
     ("tags", "<answer>5</answer>", 0, 0, "truncated")])
 def test_an_answer_whose_thinking_the_prompt_has_opened_is_what_comes_behind_it(style, completion, correct, form, rule):
     tokenizer = SimpleNamespace(opened="<think>\n", decode=lambda ids: completion)
-    rollouts = SimpleNamespace(completions=[[0]], finished=[True], logprobs=[torch.tensor([-1.0])])
+    rollouts = Rollouts(prompts=[], completions=[[0]], finished=[True], logprobs=[torch.tensor([-1.0])])
     row, = grade_rollouts(tokenizer, [SimpleNamespace(id="a", question="q", answer="5", prompt=[0])],
                           rollouts, style)
     assert (row["correct"], row["format"], row["rule"]) == (correct, form, rule)
@@ -453,7 +454,7 @@ def test_a_reward_that_goes_to_another_folder_does_not_take_the_run_along(plug_i
 
 def graded_by(name, completions=([0], [1]), finished=(True, True)):
     """The rows of two completions to one problem, "a" and "b" by their first tokens."""
-    rollouts = SimpleNamespace(completions=completions, finished=finished, logprobs=[torch.tensor([-1.0])] * 2)
+    rollouts = Rollouts(prompts=[], completions=completions, finished=finished, logprobs=[torch.full((len(c),), -1.0) for c in completions])
     tokenizer = SimpleNamespace(opened="", decode=lambda ids: "ab"[ids[0]])
     return grade_rollouts(tokenizer, [replace(PROBLEM, prompt=[0])], rollouts, plug_in=Reward(f"mine:{name}"))
 

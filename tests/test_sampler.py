@@ -543,6 +543,35 @@ def test_long_prefills_are_split_into_batches(monkeypatch):
     assert sizes == [[30, 40], [90], [10]]
 
 
+def test_a_window_ends_with_its_last_row():
+    sampler = Sampler(HashEngine, HashModel(), 50)                        # windows of 8
+    assert generate(sampler, [[5], [6]], 1, 3).computed == 2 * 3
+    assert sampler.generate([[5]], 2, Sampling([2, 11])).computed == 2 * 8 + 3
+
+
+def test_a_row_waits_until_the_live_rows_can_grow_and_no_prefill_is_wasted():
+    sizes = []
+
+    class Recording(HashEngine):
+        def prefill(self, tokens, blocks, lengths):
+            sizes.append(lengths)
+            super().prefill(tokens, blocks, lengths)
+
+    # Five kv_blocks; each of the three rows takes one for its prefix of 32 tokens, and one for its own 20.
+    sampler = Sampler(Recording, HashModel(), 97, kv_gib=minimal_gib(HashModel(), 97))
+    rollouts = generate(sampler, [[token] * 33 for token in (3, 4, 5)], 1, 20)
+    assert sizes == [[32, 32], [32]] and rollouts.preempted == 0
+
+
+def test_a_mask_tells_sampled_tokens_from_a_tools_and_ranks_with_and_without_one_add():
+    a = Rollouts([[1], [1]], [[2], [3, 4]], [torch.zeros(1), torch.zeros(2)], [True, False])
+    b = Rollouts([[9]], [[8, 7, 6]], [torch.ones(3)], [True], masks=[torch.tensor([True, False, True])])
+    assert (a + a).masks is None and (a + a).num_tokens == 6
+    assert (a + b).sampled().tolist() == [[True, False, False], [True, True, False], [True, False, True]]
+    assert (b + a).sampled().tolist() == [[True, False, True], [True, False, False], [True, True, False]]
+    assert (a + b).num_tokens == 5 and b.mask(0).tolist() == [True, False, True]
+
+
 def test_rollouts_of_two_ranks_add():
     a = Rollouts([[1], [1]], [[2], [3, 4]], [torch.zeros(1), torch.zeros(2)], [True, False], 1.0, 6, 2)
     b = Rollouts([[9]], [[8, 7, 6]], [torch.ones(3)], [True], 3.0, 4, 1)

@@ -39,7 +39,7 @@ import train as train_py
 import weights as weights_py
 from aqn import draw_z
 from files import UserError
-from grpo import LOSSES, mismatch_sums
+from grpo import LOSSES, rollout_sums
 from harness import folder as folder_py
 from harness import setup
 from harness.config import read_settings
@@ -228,7 +228,7 @@ def test_the_learning_rate_by_hand():
 def some_update(ratio, grad_norm):
     """Of two tokens, one of which became so much likelier."""
     d = torch.tensor([0.0, math.log(ratio)])
-    sums = mismatch_sums(d) | {"clip_high": torch.tensor(grad_norm * 2), "entropy": torch.tensor(grad_norm * 6)}
+    sums = rollout_sums(d) | {"clip_ratio_high": torch.tensor(grad_norm * 2), "entropy": torch.tensor(grad_norm * 6)}
     return Update(sums, grad_norm, lr=0.1)
 
 
@@ -241,8 +241,10 @@ def test_each_update_has_the_rate_of_its_middle():
 def test_updates_take_disjoint_groups_and_epochs_repeat_them():
     settings = settings_of("--group-size", "2", "--updates-per-rollout", "2", "--epochs", "2")
     rows = [dict(task=1.0, finished=b != 1, length=4) for b in range(4)]  # row 1 was cut off
-    weights = train_py.plan_updates(rows, LOSSES["dapo"], settings.rollout, settings.optim, mask_overlong=True)
-    assert [w.tolist() for w in weights] == [[0.25, 0, 0, 0], [0, 0, 0.125, 0.125]] * 2
+    sampled = torch.ones(4, 4, dtype=torch.bool)
+    weights = train_py.plan_updates(rows, sampled, LOSSES["dapo"], settings.rollout, settings.optim, mask_overlong=True)
+    by_hand = [0.25, 0, 0, 0], [0, 0, 0.125, 0.125]                       # of each of a row's four tokens
+    assert [w.T.tolist() for w in weights] == [[row] * 4 for row in by_hand] * 2
 
 
 def test_a_step_reports_its_first_update_that_taught_and_the_clip_and_norm_of_its_last():
@@ -251,10 +253,10 @@ def test_a_step_reports_its_first_update_that_taught_and_the_clip_and_norm_of_it
     rollouts = Rollouts([[1]] * 4, [[2, 3]] * 4, [torch.full((2,), -0.5)] * 4, [True] * 4, seconds=2.0, computed=10)
     nothing = Update({}, 0.0, lr=0.2)
     updates = [nothing, some_update(2.0, 1.0), some_update(4.0, 3.0), nothing]
-    weights = [torch.tensor([0.5, 0.0, 0.0, 0.0]), torch.zeros(4)]        # the second group is outside the mask
+    weights = [torch.tensor([[0.5, 0.5], *[[0.0, 0.0]] * 3]), torch.zeros(4, 2)]   # the second group is outside the mask
     metrics = train_py.report(rows, torch.tensor([1.0, -1.0] * 2), weights, rollouts, updates, group_size=2)
-    assert metrics["ratio_max"] == pytest.approx(2) and metrics["entropy"] == 3
-    assert (metrics["clip_high"], metrics["grad_norm"], metrics["lr"]) == (3, 3, 0.2)
+    assert metrics["rollout_is_max"] == pytest.approx(2) and metrics["entropy"] == 3
+    assert (metrics["clip_ratio_high"], metrics["grad_norm"], metrics["lr"]) == (3, 3, 0.2)
     assert (metrics["groups"], metrics["informative"], metrics["tokens_per_s"]) == (1, 1, 4)
     assert metrics["idle"] == pytest.approx(0.2)                        # 10 rows were computed for 8 tokens
     assert metrics["sampler_entropy"] == 0.5                            # of all rows, also of those that taught nothing
@@ -388,7 +390,7 @@ def test_disjoint_updates_see_each_row_once_and_epochs_repeat_them(runs):
     for out, more in (("once", ""), ("split", "--updates-per-rollout 2"), ("twice", "--epochs 2"),
                       ("both2", "--updates-per-rollout 2 --epochs 2")):
         runs.run(out, *flags, *more.split())
-        assert runs.metrics(out)[0]["mismatch_abs"] < 1e-4                # the learner has the sampler's temperature
+        assert runs.metrics(out)[0]["rollout_logp_diff"] < 1e-4           # the learner has the sampler's temperature
         state = runs.state(out, 1)
         steps.append(state["step"].item())
         masters.append(state["master"])
@@ -1077,7 +1079,7 @@ def test_a_qwen3_folder_trains_resumes_and_its_learner_agrees_with_its_sampler(r
     steps = runs.metrics("qwen3")
     assert [step["step"] for step in steps] == [0, 1] and all(step["grad_norm"] > 0 for step in steps)
     # Log-probs in fp32 of logits up to 10: as FP32 in test_model.py, from two ways of computing them.
-    assert all(0 < step["mismatch_abs"] < 5e-5 for step in steps)
+    assert all(0 < step["rollout_logp_diff"] < 5e-5 for step in steps)
 
 
 # -----------------------------------------------------------------------------

@@ -414,8 +414,7 @@ def learner_update(network: Network, wanted: Limits, prompts: int, prompt: int, 
                  for _ in range(G)]
     rollouts = Rollouts(questions, random_prompts(model, [new] * B),
                         [torch.full((new,), -1.0)] * B, [True] * B)
-    weights = grpo.token_weights(torch.full((B,), new), torch.ones(B, dtype=torch.bool),
-                                 learner.loss, new)
+    weights = grpo.token_weights(rollouts.sampled(), learner.loss, new)
     advantages = grpo.group_advantages(torch.arange(B) % 2, G)
     for _ in range(2):
         began = time.perf_counter()
@@ -450,7 +449,6 @@ def training_step(network: Network, wanted: Limits, group_size: int, prompts: in
     lengths = torch.tensor(drawn_lengths(B, 50, 1024, 300))
     questions = random_prompts(model, torch.randint(64, 257, (prompts,)).tolist())
     advantages = grpo.group_advantages(torch.arange(B) % 2, G)   # so every row is trained on
-    weights = grpo.token_weights(lengths, torch.ones(B, dtype=torch.bool), learner.loss, 1024)
     mine = share(questions)
     limits = Sampling(share(lengths.view(-1, G)).flatten().tolist())
     sizes = Rollout(prompts_per_step=len(mine), group_size=G, max_new_tokens=1024, max_rows=256)
@@ -462,6 +460,7 @@ def training_step(network: Network, wanted: Limits, group_size: int, prompts: in
         own = sampler.generate(mine, G, limits, share(range(prompts)))
         rollouts = functools.reduce(operator.add, gather([own]))         # end this together
         sampled = time.perf_counter()
+        weights = grpo.token_weights(rollouts.sampled(), learner.loss, 1024)
         update = learner.update(Batch(rollouts, advantages), weights, lr=1e-6)
         assert not update.failure, update.failure
         torch.cuda.synchronize()

@@ -50,7 +50,7 @@ PANELS = dict(
     entropy=("entropy of the learner where groups teach, nats a token", "free"),
     sigma=("sigma of the noise on the norms", "log"),
     grad_norm=("norm of the gradient before clipping", "free"),
-    mismatch_abs=("learner and sampler differ by, mean |log ratio|", "free"),
+    rollout_logp_diff=("learner and rollout differ by, mean |log ratio|", "free"),
     kl=("KL to the base model, nats a token", "free"),
     tokens_per_s=("sampled tokens a second", "free"),
 )

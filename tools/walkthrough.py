@@ -157,13 +157,15 @@ print(f"grpo.group_advantages gives the same: {torch.allclose(by_hand, advantage
 
 # %% 7. The loss of a token
 # The learner computes the log-probs of the same tokens again, without noise. In its first pass over
-# the answers these log-probs are those of the policy and of the proximal policy at once.
+# the answers these log-probs are those of the policy and of the old policy at once.
 loss = grpo.LOSSES["dapo"]
 lengths = torch.tensor([len(completion) for completion in rollouts.completions])
-in_loss = grpo.loss_mask(reward, torch.tensor(rollouts.finished), mask_overlong=True)
-weights = grpo.token_weights(lengths, in_loss, loss, MAX_NEW_TOKENS)     # of a token of each row
+in_loss = grpo.loss_mask(rollouts.sampled(), reward, torch.tensor(rollouts.finished),
+                         mask_overlong=True)
+weights = grpo.token_weights(in_loss, loss, MAX_NEW_TOKENS)      # (rows, tokens of the longest row)
+weight_of_token = weights[in_loss]                               # no answer was cut
 row_of_token = torch.arange(GROUP_SIZE).repeat_interleave(lengths)
-sampler_logprobs = torch.cat(rollouts.logprobs)
+rollout_logprobs = torch.cat(rollouts.logprobs)
 
 
 def learner_logprobs():
@@ -180,28 +182,29 @@ def of_rows(logprobs):
 
 def show_losses(policy):
     """Computes the loss by hand. Prints two tokens of row 4 and two of row 5."""
-    correction = (proximal - sampler_logprobs).exp().clamp(max=grpo.CORRECTION_CAP)
-    rho = (policy - proximal).exp()
-    clipped = rho.clamp(1 - loss.clip_low, 1 + loss.clip_high)
+    cap = grpo.CORRECTIONS[loss.correction].cap
+    importance_weight = (old - rollout_logprobs).exp().clamp(max=cap)
+    ratio = (policy - old).exp()
+    clipped = ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high)
     advantage = advantages[row_of_token]
-    objective = torch.minimum(rho * advantage, clipped * advantage)
-    losses = -weights[row_of_token] * correction * objective
-    print("row  token      sampler  proximal   policy  correction     rho  advantage     loss")
+    objective = torch.min(ratio * advantage, clipped * advantage)
+    losses = -weight_of_token * importance_weight * objective
+    print("row  token      rollout       old   policy   IS weight   ratio  advantage     loss")
     for b in (4, 5):
         for t in range(2):
             i = lengths[:b].sum() + t            # the token's index among those of all rows
             print(f"{b:3}  {text_of([rollouts.completions[b][t]])!r:9}"
-                  f"{sampler_logprobs[i].exp():9.5f}{proximal[i].exp():10.5f}{policy[i].exp():9.5f}"
-                  f"{correction[i]:12.4f}{rho[i]:8.4f}{advantages[b]:11.2f}{losses[i]:9.4f}")
-    same = grpo.LogProbs(policy, sampler_logprobs, proximal)
-    total, _ = grpo.policy_loss(same, advantages, row_of_token, weights, loss)
+                  f"{rollout_logprobs[i].exp():9.5f}{old[i].exp():10.5f}{policy[i].exp():9.5f}"
+                  f"{importance_weight[i]:12.4f}{ratio[i]:8.4f}{advantages[b]:11.2f}{losses[i]:9.4f}")
+    same = grpo.LogProbs(policy, rollout_logprobs, old)
+    total, _ = grpo.policy_loss(same, advantages, row_of_token, weight_of_token, loss)
     print(f"sum over all tokens {losses.sum():.4f}, grpo.policy_loss {total:.4f}")
 
 
 title("7. The loss of a token")
-print(f"tokens in all answers {lengths.sum()}, so each weighs {weights[0]:.2f}\n")
-proximal = learner_logprobs()
-show_losses(proximal)
+print(f"tokens in all answers {lengths.sum()}, so each weighs {weight_of_token[0]:.2f}\n")
+old = learner_logprobs()
+show_losses(old)
 
 # %% 8. One update
 # The backward pass, and a step of AdamW on all A and B. 5e-4 is the highest learning rate in a run
@@ -223,14 +226,14 @@ for name, moved, gradient in zip(["all A", "all B"], moves, gradients):
           f"{gradient.median():16.1e}  {gradient.max():7.1e}")
 
 # %% 9. The same problem again
-# The update has moved the policy away from the proximal policy. In a second pass over the same
-# answers (--epochs 2) the ratio rho is therefore not 1.
+# The update has moved the policy away from the old policy. In a second pass over the same answers
+# (--epochs 2) the ratio is therefore not 1.
 policy = learner_logprobs()
 
 title("9. The same problem again")
 print("row  reward  probability before  after")
-for b, (old, new) in enumerate(zip(of_rows(proximal), of_rows(policy))):
-    print(f"{b:3}  {reward[b]:6.0f}  {old.sum().exp():18.1%}  {new.sum().exp():5.1%}")
+for b, (before, after) in enumerate(zip(of_rows(old), of_rows(policy))):
+    print(f"{b:3}  {reward[b]:6.0f}  {before.sum().exp():18.1%}  {after.sum().exp():5.1%}")
 print("\na second pass over the same answers:")
 show_losses(policy)
 
@@ -253,17 +256,17 @@ for step in range(30):
         answers = sampler.generate([one.prompt for one in some], GROUP_SIZE, sampling, list(places))
     graded = rewards.grade_rollouts(tokenizer, some, answers)
     rewarded = torch.tensor([row["task"] for row in graded])
-    in_loss = grpo.loss_mask(rewarded, torch.tensor(answers.finished), mask_overlong=True)
-    tokens = torch.tensor([row["length"] for row in graded])
+    in_loss = grpo.loss_mask(answers.sampled(), rewarded, torch.tensor(answers.finished),
+                             mask_overlong=True)
     learner.update(Batch(answers, grpo.group_advantages(rewarded, GROUP_SIZE)),
-                   grpo.token_weights(tokens, in_loss, loss, MAX_NEW_TOKENS), lr=5e-4)
+                   grpo.token_weights(in_loss, loss, MAX_NEW_TOKENS), lr=5e-4)
 
 title("10. Thirty steps")
 now = learner_logprobs()
 print(f"{'':50}  before  after")
 for b in (4, 5):
-    old, new = (of_rows(logprobs)[b].sum().exp() for logprobs in (proximal, now))
+    before, after = (of_rows(logprobs)[b].sum().exp() for logprobs in (old, now))
     label = f"row {b}: {tokenizer.decode(rollouts.completions[b])}"
-    print(f"{label:50}  {old:6.0%}  {new:5.0%}")
+    print(f"{label:50}  {before:6.0%}  {after:5.0%}")
 label = f"right answers to {len(held_out)} held-out problems"
 print(f"{label:50}  {share_before:6.0%}  {share_right(held_out):5.0%}")
