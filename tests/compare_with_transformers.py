@@ -1,6 +1,6 @@
 """
-Reads what this project writes with other programs, and compares: PEFT, transformers, compressed-tensors and the model's
-own chat template. docs/interoperability.md has the figures that it printed.
+Reads what this project writes with other programs, and compares: PEFT, transformers and compressed-tensors.
+docs/interoperability.md has the figures that it printed.
 
     pip install -r requirements.txt transformers==5.23.0 peft==0.21.2 compressed-tensors==0.20.0 accelerate
     python tests/compare_with_transformers.py MODEL RUN --answers 128
@@ -20,10 +20,9 @@ import tempfile
 from pathlib import Path
 
 import torch
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 from transformers.utils.logging import disable_progress_bar
 
 ROOT = Path(__file__).parent.parent
@@ -37,10 +36,6 @@ from sampler import Sampler, Sampling, TorchEngine
 from tasks.problems import load_problems
 
 TEXTS = 4                                         # problems whose logits are compared
-CONVERSATIONS = (
-    [("user", "2+3*4?")],
-    [("system", "You are terse."), ("user", " a\n\n  b\t"), ("assistant", "Yes."), ("user", "¿Qué? 你好 🙂\n")],
-)
 
 
 def convert(*arguments):
@@ -92,27 +87,6 @@ def compare_answers(name, ours, theirs, prompts, end_ids, length):
     print(f"{name}: {equal} of {len(prompts)} greedy answers equal, token by token", flush=True)
 
 
-def compare_chat(folder, tokenizer):
-    """Our prompts against the folder's Jinja template, as text and as ids of its tokenizer.json."""
-    config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    # As transformers compiles templates.
-    template = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(config["chat_template"])
-    auto = AutoTokenizer.from_pretrained(folder)
-    for turns in CONVERSATIONS:
-        ids = tokenizer.turns(turns)
-        messages = [{"role": role, "content": text} for role, text in turns]
-        text = template.render(messages=messages, add_generation_prompt=True)
-        if tokenizer.file.decode(ids, skip_special_tokens=False) != text:
-            sys.exit(f"{folder}: another prompt than its template's: {text!r}")
-        tokenizer.file.encode_special_tokens = False          # <|im_start|> in this text is meant as one token
-        if tokenizer.file.encode(text, add_special_tokens=False).ids != ids:
-            sys.exit(f"{folder}: other ids than tokenizer.json's: {text!r}")
-        tokenizer.file.encode_special_tokens = True
-        same = auto.apply_chat_template(messages, add_generation_prompt=True, return_dict=False) == ids
-        print(f"chat: {len(messages)} turns, text of {len(text)} characters and {len(ids)} ids equal the template's; "
-              f"AutoTokenizer gives {'the same' if same else 'OTHER'} ids", flush=True)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("model", type=Path)
@@ -131,7 +105,6 @@ def main():
     def exact_logits(tensors):
         return torch.cat([plain_logits(raw, tensors, torch.tensor(text)) for text in texts])
 
-    compare_chat(args.model, tokenizer)
     theirs = transformers_model(args.model)
     ours = load(args.model, base="bf16", device="cpu")
     sixteen_bits = logits_of(ours, texts)

@@ -107,7 +107,7 @@ A = "base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"
 ])
 def test_an_adapter_that_would_compute_something_else_is_refused(tiny, tmp_path, change, named):
     model = load(tiny["tied"].folder, base="bf16", device="cpu")
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(UserError, match=named):
         load_adapter(model, edited(tmp_path, **change))
 
 

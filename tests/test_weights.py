@@ -312,7 +312,7 @@ L1 = "model.layers.1."
 ])
 def test_a_config_that_does_not_fit_model_or_tensors_is_refused(tiny, tmp_path, shape, config, named):
     case = tiny[shape]
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(UserError, match=named):
         load(write_folder(tmp_path / "model", case.raw | config, case.tensors), base="nvfp4", device="cpu")
 
 
