@@ -35,14 +35,13 @@ from test_prompts import TEMPLATES, thinking_tiny
 from tiny_qwen2 import config_json, random_tensors, write_folder
 
 import calibrate
-import grpo
 import train as train_py
 import weights as weights_py
 from aqn import draw_z
 from files import UserError
 from grpo import LOSSES, mismatch_sums
-from harness import console, setup
 from harness import folder as folder_py
+from harness import setup
 from harness.config import read_settings
 from learner import Update
 from lora import attach, save_adapter
@@ -456,8 +455,7 @@ def test_disjoint_updates_see_each_row_once_and_epochs_repeat_them(runs):
 
 def test_a_reward_of_ones_own_replaces_the_grader_and_its_parts_are_summed(runs):
     log = runs.run("own", "--steps", "1", "--reward", "my_rewards:by_length")
-    # Nothing of after: a run of one step has no evaluation there. The grader's accuracy stands beside the reward.
-    assert re.search(r"held-out reward 1\.[0-9]+ before; accuracy .*%\] before, on 4 problems", log)
+    assert re.search(r"; held-out reward 1\.[0-9]+\n", log)               # a run of one step has no evaluation after it
     assert all(r["reward"] == pytest.approx(1 + 0.01 * len(r["completion"])) for r in runs.samples("own"))
 
 
@@ -581,6 +579,7 @@ def test_weight_decay_shrinks_the_lora_matrices_and_no_norm(runs):
 
 
 def infinite_advantages():
+    grpo = importlib.import_module("grpo")                  # a rank imports ours anew
     real = grpo.group_advantages
     grpo.group_advantages = lambda *a, **k: torch.where(real(*a, **k) > 0, torch.inf, 0.0)
 
@@ -599,7 +598,7 @@ def test_infinite_loss_or_gradient_skips_the_update_and_is_counted(runs, name, m
 
 def skip_and_give_up_after_three_steps():
     infinite_advantages()
-    console.PATIENCE = 3
+    importlib.import_module("harness.console").PATIENCE = 3
 
 
 def test_ranks_that_skip_every_update_end_in_one_line(runs):
@@ -986,7 +985,7 @@ def test_damaged_checkpoints_are_named_and_the_one_before_is_used(runs, whole):
     before = {path: path.read_bytes() for path in (runs.folder / "damaged").rglob("*") if path.is_file()}
     log = runs.run("damaged", "--resume", code=1)
     assert log.count("damaged checkpoint passed over") == 2 and "holds no whole checkpoint" in log
-    assert "begin another, with --adapter damaged/adapter" in log.splitlines()[-1]
+    assert log.splitlines()[-1].endswith("--adapter damaged/adapter; nothing was changed")
     assert before == {path: path.read_bytes() for path in (runs.folder / "damaged").rglob("*") if path.is_file()}
 
 
@@ -1164,7 +1163,7 @@ def test_a_rank_that_cannot_start_ends_the_others_in_one_line(runs):
 def test_a_rank_whose_others_never_come_ends_when_told(runs):
     env = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), RANK="0")
     process = runs.start("lonely", env=env)
-    wait_for_line(runs, "lonely", "learns sums.jsonl", process)           # then it waits for rank 1
+    wait_for_line(runs, "lonely", "sums.jsonl", process)                  # then it waits for rank 1
     time.sleep(1)
     process.terminate()
     process.join(20)
