@@ -161,7 +161,8 @@ class Console:
         metrics = [row for row, _ in read_log(folder / "metrics.jsonl")]
         key = "eval_reward" if self.settings.data.reward else "eval_accuracy"
         held_out = [f"{row[key]:.3f}" for row in metrics if row.get(key) is not None]
-        changed = f"; held-out {key[5:]} {held_out[0]} -> {held_out[-1]}" if held_out else ""
+        change = " -> ".join([*held_out[:1], *held_out[1:][-1:]])        # of the first and the last
+        changed = f"; held-out {key[5:]} {change}" if change else ""
         reserved = torch.cuda.max_memory_reserved() if torch.cuda.is_initialized() else 0
         peak = f"; at most {reserved / 2**30:.1f} GiB of GPU memory" if reserved else ""
         seconds = sum(row["seconds"] for row in metrics)

@@ -224,7 +224,7 @@ class Checkpoints:
         """Fills the copy from the newest whole checkpoint, if there is any, and says which.
 
         Damaged ones that are newer are renamed, so that they are neither lost nor tried again.
-        UserError, and nothing is changed, if the whole one is not this run's, or if none is whole
+        Stopped, and nothing is changed, if the whole one is not this run's, or if none is whole
         although the run has saved one.
         """
         damaged = []
@@ -238,8 +238,8 @@ class Checkpoints:
             held, wanted = ({name: (t.shape, t.dtype) for name, t in part.items()}
                             for part in (tensors, self.tensors))
             if held != wanted:
-                raise UserError(f"{folder}: holds no state of this run: its tensors have other "
-                                "names, shapes or types")
+                raise Stopped(f"{folder}: holds no state of this run: its tensors have other "
+                              "names, shapes or types", "")
             for other in damaged:
                 other.rename(other.with_name(f"damaged_{other.name}_{time.time_ns()}"))
             for name, t in tensors.items():
@@ -251,8 +251,8 @@ class Checkpoints:
         # would cut the logs to nothing and train a new adapter in place of the one that is there.
         adapter = self.folder.parent / "adapter"
         if damaged or adapter.exists():
-            raise UserError(f"{self.folder}: holds no whole checkpoint: begin another run, with "
-                            f"--adapter {adapter}")
+            raise Stopped(f"{self.folder}: holds no whole checkpoint: begin another run, with "
+                          f"--adapter {adapter}", "")
         say(f"{self.folder}: no checkpoint, starting from step 0")
 
 

@@ -119,7 +119,7 @@ def test_a_damaged_checkpoint_is_renamed_and_the_one_before_is_used(tmp_path, ca
     left = names_in(tmp_path / "checkpoints")
     assert len(left) == 2 and left[0].startswith("damaged_step_000006") and left[1] == "step_000003"      # not lost
     damage(tmp_path / "checkpoints/step_000003" / name)
-    with pytest.raises(UserError, match=f"--adapter {tmp_path}/adapter"):
+    with pytest.raises(Stopped, match=f"--adapter {tmp_path}/adapter"):
         loaded(tmp_path / "checkpoints")
     assert names_in(tmp_path / "checkpoints") == left                     # nothing is renamed: a disk may recover
 
@@ -132,7 +132,7 @@ def test_a_run_without_checkpoints_starts_from_step_0_unless_it_had_some(tmp_pat
     # Somebody deletes them to save space. Starting from step 0, --resume would cut the logs to nothing.
     (tmp_path / "adapter").mkdir()
     shutil.rmtree(tmp_path / "checkpoints")
-    with pytest.raises(UserError, match="--adapter"):
+    with pytest.raises(Stopped, match="--adapter"):
         loaded(tmp_path / "checkpoints")
 
 
@@ -153,7 +153,7 @@ def test_a_checkpoint_of_another_run_is_refused_and_left_alone(tmp_path, change)
     checkpoints = Checkpoints(tmp_path, live)
     checkpoints.snapshot(live, {"step": 3})
     checkpoints.save()
-    with pytest.raises(UserError, match="step_000003: holds no state of this run"):
+    with pytest.raises(Stopped, match="step_000003: holds no state of this run"):
         loaded(tmp_path)
     assert names_in(tmp_path) == ["step_000003"]
 
