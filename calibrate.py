@@ -438,7 +438,7 @@ def coded_linears(files: WeightReader, codes: str, texts: Sequence[Text], live_v
         chunks = chunks_of(texts[:-len(held_out)], embed, config)
         measured = chunks_of(held_out, embed, config)
     scratch = Scratch()
-    for i in tqdm(range(config.layers), unit="layer"):
+    for i in tqdm(range(config.layers), unit="layer", disable=None):
         layer = qwen.Layer(config, i, files.read, files.frozen, files.dtype, scratch)
         weights = [torch.cat([files.read(f"{name}.weight") for name in linear.names]).float()
                    for linear in linears_of(layer)]   # a float16 file's are finer than the layer's
@@ -463,9 +463,9 @@ def coded_linears(files: WeightReader, codes: str, texts: Sequence[Text], live_v
             head = files.read("lm_head.weight", config.vocab, config.width).to(files.dtype)
         kl, error, tokens = divergence(measured, norm, head[:live_vocab])
         plus_minus = f" +- {error:.2g}" if len(held_out) > 1 else ""
-        about["calibration"] = (f"KL(16 bits || {codes}) {kl:.3g}{plus_minus} nats a token, "
-                                f"{counted(len(held_out), 'answer')} of {tokens:,} tokens that no "
-                                "code was chosen by")
+        about["calibration"] = (f"KL(16 bits || {codes}) {kl:.3g}{plus_minus} nats a token, on "
+                                f"the {tokens:,} tokens of {counted(len(held_out), 'answer')} by "
+                                "which no code was chosen")
         tqdm.write(about["calibration"])
 
 

@@ -1,27 +1,25 @@
 """
 Measures a model's accuracy, with or without an adapter, with the sampler and grader of training.
 
-    python evaluate.py runs/x                        a run, with its flags, on the problems that it
-                                                     held out; --limit 0: on all of the test split
+    python evaluate.py runs/x                    a run, on the problems that it held out;
+                                                 --limit 0: on all of the test split
     python evaluate.py --model qwen2.5-7b --adapter runs/x/adapter --data gsm8k --out after.jsonl
-    python evaluate.py ... --against before.jsonl    compared with that evaluation, by problem
+    python evaluate.py ... --against before.jsonl     also compared with that --out, by problem
 
-Answers are greedy by default. With --samples N each problem gets N sampled answers, for pass@k and
-maj@k (tasks/figures.py). The figures are printed, and docs/metrics.md defines them. If stdout is
-no terminal but a file or a pipe, its last line is a JSON object of all of them. --out grows with
-each problem that is done. Ctrl-C ends the sampling, and the figures of the problems that are done
-are printed. If a full disk cuts --out short, the figures still count all answers.
+Answers are greedy by default. --samples N draws N answers to each problem, for pass@k and maj@k
+(tasks/figures.py). The figures are printed, and docs/metrics.md defines them. If stdout is a file
+or a pipe, its last line is a JSON object of all of them. --out grows by each problem that is done.
+After Ctrl-C the figures are those of the problems that were done first. They are too high: short
+answers end first, and are right more often.
 
 Not here: few-shot prompts.
 """
 import argparse
 import dataclasses
-import os
 import sys
 import time
 from collections import defaultdict
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import env  # isort: skip; its settings come before torch
@@ -33,426 +31,344 @@ import lora
 import model as qwen
 import nvfp4
 import rewards
-from files import errors_name_file, first_line, json_line, read_json, read_rows, write_atomically
-from harness import config
-from harness.config import MAX_ROWS, Settings, setting
+from files import (
+    UserError,
+    append_lines,
+    counted,
+    first_line,
+    json_line,
+    read_json,
+    read_rows,
+    write_atomically,
+)
+from harness import config, memory
+from harness.config import Settings
 from harness.setup import choose_device, configure_cpu, refuse_large_rank
 from prompts import Tokenizer, digest_of, encode_prompts, prompt_function, split_problems
 from ranks import say
 from sampler import Sampler, Sampling, Sequence, engine_for, rollouts_of
 from tasks import plugin
-from tasks.answers import can_read
 from tasks.figures import evaluation_figures, paired_figures, sampler_entropy
-from tasks.problems import Problem, check_source, has_test_split, load_problems
-from weights import (
-    ModelFolder,
-    check_model,
-    read_peft,
-    tell_other_conditions,
-    training_conditions,
-)
+from tasks.problems import check_source, has_test_split, load_problems
+from weights import ModelFolder, read_peft, tell_other_conditions, training_conditions
+
+# -----------------------------------------------------------------------------
+# Flags
+
+def within(kind: type, low: float, high: float):
+    """-> an argparse type: an int or a float from low to high."""
+    def read(text):
+        value = kind(text)
+        if not low <= value <= high:             # so written, it also refuses nan
+            raise argparse.ArgumentTypeError(f"must lie in [{low:g}, {high:g}], got {text}")
+        return value
+    read.__name__ = kind.__name__                # argparse says "invalid int value"
+    return read
 
 
-@dataclass(frozen=True)
-class Which:
-    """which model"""
-    model: str | None = setting(None, "folder, Hugging Face id or a name such as qwen2.5-7b")
-    adapter: str | None = setting(None, "PEFT folder, such as runs/x/adapter; none: the model "
-                                  "without an adapter")
-    base: str | None = setting(None, "format of the linears (default: nvfp4, or bf16 for a folder "
-                               "of tools.convert merge)", choices=nvfp4.FORMATS)
-    device: str | None = setting(None, "cpu, cuda or cuda:N (default: a GPU if there is one)")
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags by which evaluate.py and tools.chat know which model answers, and how."""
+    add = parser.add_argument
+    add("run", nargs="?", help="folder of a run, whose flags are the defaults")
+    add("--model", help="folder, Hugging Face id, or a name such as qwen2.5-7b")
+    add("--adapter", help="PEFT folder, such as runs/x/adapter; none: the model alone")
+    add("--base", choices=nvfp4.FORMATS, help="format of the linears (default: nvfp4, or bf16 for "
+        "a folder of tools.convert merge)")
+    add("--thinking", choices=("on", "off"), default="off", help="as in train.py (default: off)")
+    add("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    add("--memory-gib", type=within(float, 0, 1e9), help="GiB of the GPU's memory that the process "
+        "may take (default: what is free)")
+    add("--temperature", type=within(float, 0, 1000), help="0: greedy")
+    add("--seed", type=within(int, 0, 2e18), default=0, help="random seed of sampling")
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """which problems, and how they are answered"""
-    data: str | None = setting(None, "as in train.py: a file, or the test split of gsm8k or an id "
-                               "(default: what the run holds out)")
-    limit: int | None = setting(None, "only the first LIMIT problems; 0: all (default: those that "
-                                "the run held out, or all of --data)", "[0, 2e9]")
-    prompt_style: str = setting("boxed", "as in train.py")
-    thinking: str = setting("off", "as in train.py", choices=("on", "off"))
-    reward: str | None = setting(None, "module:function, as in train.py: its mean is among the "
-                                 "figures")
-    samples: int = setting(1, "answers to each problem", "[1, 1e5]")
-    temperature: float | None = setting(None, "0: greedy (default: 0; with several samples 0.6, as "
-                                        "in the paper)", "[0, 1000]")
-    top_p: float = setting(0.95, "nucleus of sampled answers (paper)", "(0, 1]")
-    top_k: int = setting(0, "sample only from the TOP_K likeliest tokens; 0: from all", "[0, 2e9]")
-    max_new_tokens: int | None = setting(None, "longest answer in tokens (default: the paper's "
-                                         "4096, or fewer if the model has too few positions)",
-                                         "[1, 2e9]")
-    max_rows: int = setting(256, "most answers that are decoded at a time", MAX_ROWS)
-    seed: int = setting(0, "random seed of sampling", "[0, 2e18]")
-    out: str | None = setting(None, "new .jsonl file for every answer with its verdict")
-    against: str | None = setting(None, "the --out of another evaluation, to compare with problem "
-                                  "by problem")
+def parse(parser: argparse.ArgumentParser, style: str) -> tuple[argparse.Namespace,
+                                                                Settings | None]:
+    """-> the flags; the settings of the run that is named, or None.
 
-
-def parse(parser: argparse.ArgumentParser, sections: list) -> tuple[argparse.Namespace,
-                                                                    Settings | None]:
-    """-> the flags of these sections, and the settings of the run that is named, if one is.
-
-    If a run is named, its settings are the defaults of the flags that it shares with the sections.
+    The settings of a run are the defaults of the flags that it shares. But a function that its
+    run.json names is the code of whoever made that folder, and so it is used only if the flag is
+    repeated; otherwise UserError. style: the default of --prompt-style without a run.
     """
-    parser.add_argument("run", nargs="?", help="folder of a run, whose flags are the defaults")
-    for section in sections:
-        config.add_section(parser, section)
     args = parser.parse_args()
     run = None
     if args.run:
         run = config.settings_of_run(args.run)
-        names = "model", "base", "prompt_style", "thinking", "reward", "max_new_tokens"
-        parser.set_defaults(adapter=str(Path(args.run) / "adapter"),
-                            **{name: run.flat()[name] for name in names})
+        asked = dict(prompt_style=run.data.prompt_style, reward=run.data.reward)
+        for name, value in asked.items():
+            if getattr(args, name, "unused") is None and ":" in (value or ""):
+                raise UserError(f"{args.run}/run.json names {config.option(name)} {value}: to run "
+                                "that code, repeat the flag, or give it another value")
+        parser.set_defaults(model=run.model.model, base=run.model.base, thinking=run.data.thinking,
+                            adapter=str(Path(args.run) / "adapter"),
+                            max_new_tokens=run.rollout.max_new_tokens, **asked)
         args = parser.parse_args()
-        # Compared with the run's own, which --data needs: split_problems() reads with them.
-        asked = {name: run.flat()[name] for name in config.NAME_FUNCTIONS if name in vars(args)}
-        given = config.given_flags(parser, list(asked))
-        config.require_repeated(asked, [name for name in given if given[name] == asked[name]],
-                                Path(args.run) / "run.json")
+    if args.model is None:
+        raise UserError("needs the folder of a run, or --model")
+    args.prompt_style = args.prompt_style or style
     if args.adapter == "none":
         args.adapter = None
     return args, run
 
 
-def read_flags() -> tuple[Which, Evaluation, Settings | None]:
-    """The command line. ValueError for what can be refused before anything is loaded."""
+def read_flags() -> tuple[argparse.Namespace, Settings | None]:
+    """The command line. UserError for what can be refused before anything is loaded."""
     parser = argparse.ArgumentParser(usage="evaluate.py [run] [flags], --help lists them",
-                                     description=__doc__.split("\n\n")[0], allow_abbrev=False,
-                                     formatter_class=config.Help)
-    args, run = parse(parser, [Which, Evaluation])
-    which = config.section_of(Which, args)
-    wanted = config.section_of(Evaluation, args)
-    if which.model is None or not (wanted.data or run):
-        raise ValueError("needs the folder of a run, or --model and --data")
-    check_model(which.model)
-    if wanted.temperature is None:
-        wanted = dataclasses.replace(wanted, temperature=0.0 if wanted.samples == 1 else 0.6)
-    config.check_ranges(wanted)
-    if wanted.samples > 1 and wanted.temperature == 0:
-        raise ValueError(f"--samples {wanted.samples} needs a --temperature above 0")
-    if wanted.out and Path(wanted.out).exists():
-        raise ValueError(f"--out {wanted.out} exists and is not overwritten")
-    if wanted.out:                               # an hour of sampling later would be too late
-        Path(wanted.out).parent.mkdir(parents=True, exist_ok=True)
-        open(wanted.out, "x").close()
-        os.remove(wanted.out)
-    if wanted.temperature == 0:                  # greedy ignores the two: the figures say so
-        wanted = dataclasses.replace(wanted, top_p=1.0, top_k=0)
-    prompt_function(wanted.prompt_style)
-    if wanted.data:
-        check_source(wanted.data)
-    return which, wanted, run
+                                     description=__doc__.strip(), allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_flags(parser)
+    add = parser.add_argument
+    add("--data", help="as in train.py: a file, or the test split of gsm8k or an id (default: what "
+        "the run holds out)")
+    add("--limit", type=within(int, 0, 2e9), help="only the first LIMIT problems; 0: all (default: "
+        "those that the run held out, or all of --data)")
+    add("--prompt-style", help="as in train.py (default: boxed)")
+    add("--reward", help="module:function, as in train.py: its mean is among the figures; none: no "
+        "such function")
+    add("--samples", type=within(int, 1, 1e5), default=1, help="answers to each problem")
+    add("--top-p", type=within(float, 1e-9, 1), default=0.95, help="nucleus of sampled answers "
+        "(default: 0.95, as in the paper)")
+    add("--top-k", type=within(int, 0, 2e9), default=0, help="sample only from the TOP_K most "
+        "likely tokens; 0: from all")
+    add("--max-new-tokens", type=within(int, 1, 2e9), help="longest answer in tokens (default: "
+        "4096, or fewer if the model has too few positions)")
+    add("--max-rows", type=within(int, 1, 32768), default=256, help="most answers that are decoded "
+        "at a time (default: 256)")
+    add("--out", help="new .jsonl file for every answer with its verdict")
+    add("--against", help="the --out of another evaluation, to compare with problem by problem")
+    args, run = parse(parser, "boxed")
+    if args.reward == "none":
+        args.reward = None
+    if not (args.data or run):
+        raise UserError("needs the folder of a run, or --data")
+    if args.temperature is None:
+        args.temperature = 0.0 if args.samples == 1 else 0.6         # 0.6: as in the paper
+    if args.temperature == 0:
+        if args.samples > 1:
+            raise UserError(f"--samples {args.samples} needs a --temperature above 0")
+        args.top_p, args.top_k = 1.0, 0          # greedy ignores the two: the figures say so
+    prompt_function(args.prompt_style)
+    if args.data:
+        check_source(args.data)
+    if args.out:                                 # an hour of sampling later would be too late
+        out = Path(args.out)
+        if out.exists():
+            raise UserError(f"--out {out} exists and is not overwritten")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.touch()
+        out.unlink()
+    return args, run
 
 
-def open_model(which: Which, prompt_style: str, thinking: str
-               ) -> tuple[Which, torch.device, str | None, ModelFolder, Tokenizer]:
-    """-> the flags with --base and --device decided; the device, and which kernels decode there;
-    the model's folder and its tokenizer.
+# -----------------------------------------------------------------------------
+# The model, and the problems
 
-    ValueError for all that can be wrong with the device, the adapter or the model, except for its
+def open_model(args: argparse.Namespace) -> tuple[torch.device, str | None, ModelFolder, Tokenizer]:
+    """-> the device; which kernels decode there; the model's folder and its tokenizer. args.base is
+    decided.
+
+    UserError for all that can be wrong with the device, the adapter or the model, except for its
     weights: load_model() may take an hour to download them. What differs from the adapter's
     training is printed.
     """
-    device, kernels = choose_device(which.device, "auto", which.model)
-    if kernels:
-        say(f"decode kernels: {kernels}, on {torch.cuda.get_device_name(device)}")
-    if which.adapter:
-        (rank, _), _ = read_peft(which.adapter)
-        refuse_large_rank(rank, device, f"--adapter {which.adapter}: its rank of {rank}")
-    folder = ModelFolder(which.model)
-    base = folder.choose_base(which.base)
-    if which.adapter:
-        conditions = training_conditions(folder, base, prompt_style, thinking)
-        tell_other_conditions(which.adapter, conditions)
-    tokenizer = Tokenizer(folder.path, thinking)
-    which = dataclasses.replace(which, base=base, device=device.type)
-    return which, device, kernels, folder, tokenizer
+    device, kernels = choose_device(args.device, "auto", args.model)
+    memory.bound(args.memory_gib, device)
+    if args.adapter:
+        (rank, _), _ = read_peft(args.adapter)
+        refuse_large_rank(rank, device, f"--adapter {args.adapter}: its rank of {rank}")
+    folder = ModelFolder(args.model)
+    args.base = folder.choose_base(args.base)
+    if args.adapter:
+        tell_other_conditions(args.adapter, training_conditions(folder, args.base,
+                                                                args.prompt_style, args.thinking))
+    return device, kernels, folder, Tokenizer(folder.path, args.thinking)
 
 
-def load_model(which: Which, device: torch.device, folder: ModelFolder, tokenizer: Tokenizer
-               ) -> qwen.Qwen:
-    """What open_model() returned -> the model, held as --base says, with --adapter."""
-    model = qwen.load(folder, which.base, device, None, tokenizer.vocab_size)
+def load_model(args: argparse.Namespace, device: torch.device, folder: ModelFolder,
+               tokenizer: Tokenizer) -> qwen.Qwen:
+    """The model, held as --base says, with --adapter."""
+    model = qwen.load(folder, args.base, device, live_vocab=tokenizer.vocab_size)
     configure_cpu(model)
-    if which.adapter:
-        lora.load_adapter(model, which.adapter)
+    if args.adapter:
+        lora.load_adapter(model, args.adapter)
     return model
 
 
+def problems_of(args: argparse.Namespace, run: Settings | None, tokenizer: Tokenizer) -> list:
+    """The problems with prompts: of --data, or those that the run holds out. With --limit these are
+    all of the test split, if the run's data has one. args.data becomes where they come from.
+
+    Says which problems they are, and how many of them the run was trained on. UserError if what
+    the run holds out has changed: the end of a file may now be what it was trained on.
+    """
+    trained_on = held_out = []
+    if run:
+        held = run.data
+        if args.limit is not None and (held.eval_data or has_test_split(held.data)):
+            args.data = args.data or held.eval_data or held.data
+        if ":" in held.prompt_style:             # as it was given: see parse()
+            held = dataclasses.replace(held, prompt_style=args.prompt_style)
+        try:
+            # With the run's --thinking, which decides with which prompts are too long for it.
+            trained_on, held_out = split_problems(held, Tokenizer(tokenizer.folder, held.thinking))
+        except UserError as error:               # the file has moved, perhaps
+            if not args.data:
+                raise
+            say(f"what {args.run} was trained on is not known: {first_line(error)}")
+        before = read_json(Path(args.run) / "run.json").get("problems_sha256")
+        if not args.data and before != digest_of(trained_on + held_out, held.reward):
+            raise UserError(f"{args.run} was trained on other problems or prompts than "
+                            f"{held.data} has now: name problems with --data")
+    problems = held_out
+    if args.data:
+        problems = load_problems(args.data, "test", needs_gold=not args.reward)
+    args.data = args.data or held.eval_data or held.data
+    problems = problems[:args.limit or None]
+    questions = {problem.question for problem in trained_on}
+    known = sum(problem.question in questions for problem in problems)
+    say(f"{counted(len(problems), 'problem')} of {args.data}"
+        + (f"; {args.run} was trained on {known:,} of them" if run else ""))
+    return encode_prompts(tokenizer, problems, args.prompt_style)
+
+
 def read_results(path: str) -> list[dict]:
-    """Rows of another evaluation's --out. ValueError names the line that is not one."""
+    """Rows of another evaluation's --out. UserError names the line that is not one."""
     rows = []
     for number, row in read_rows(Path(path)):
         known = isinstance(row, dict) and row.get("correct") in (0, 1)
         if not (known and isinstance(row.get("id"), str) and isinstance(row.get("question"), str)):
-            raise ValueError(f"--against {path}:{number}: needs id, question, correct")
+            raise UserError(f"--against {path}:{number}: needs id, question, correct")
         rows.append(row)
     return rows
 
 
-def problems_of(wanted: Evaluation, run: Settings | None, tokenizer: Tokenizer
-                ) -> tuple[list, str]:
-    """-> problems with prompts, of --data or what the run holds out; where they come from.
+# -----------------------------------------------------------------------------
+# Answers
 
-    For a run without --limit these are its --eval-problems, which its own evaluations used. With
-    --limit there may be more if they come from a test split. If they are the end of the run's
-    training data there are no more: the run was trained on all others. ValueError if that data has
-    changed, since its end may then be what the run was trained on.
-    """
-    source = wanted.data
-    by_run = ""
-    if source:
-        problems = load_problems(source, "test", needs_gold=not wanted.reward)
-    else:
-        held = run.data
-        source = held.eval_data or held.data
-        ends_training_data = not held.eval_data and not has_test_split(held.data)
-        if wanted.limit is not None and not ends_training_data:
-            held = dataclasses.replace(held, eval_problems=0)
-        # Prompts that were too long for the run are not among its problems. So lengths are measured
-        # with the run's --thinking, which changes them.
-        asked = tokenizer if held.thinking == wanted.thinking else \
-            Tokenizer(tokenizer.folder, held.thinking)
-        trained_on, problems = split_problems(held, asked)
-        before = read_json(Path(run.general.out) / "run.json").get("problems_sha256")
-        now = digest_of(trained_on + problems, held.reward)
-        if ends_training_data and before not in (None, now):
-            raise ValueError(f"{run.general.out} was trained on other problems or prompts than "
-                             f"{source} has now, perhaps on those at its end: name problems with "
-                             "--data")
-        by_run = f" that {run.general.out} did not train on"
-        if wanted.limit is None and not ends_training_data:
-            by_run += " (--limit 0: all of the test split)"
-    problems = problems[:wanted.limit or None]
-    say(f"{len(problems):,} problems of {source}{by_run}")
-    return encode_prompts(tokenizer, problems, wanted.prompt_style), source
-
-
-def prove_adapter(model: qwen.Qwen, sampler: Sampler, prompt: list, max_new_tokens: int) -> float:
-    """-> by how much the adapter changes the log-probs of a probe, on average, in nats.
-
-    ValueError if the sampler ignores the adapter. In NVlabs/QeRL's GSM8K evaluation the sampler did
-    so, unnoticed. The sampler's log-probs are compared with those that the model computes with the
-    adapter (`on`) and without (`off`). They differ from the right ones by rounding alone, and from
-    the others by what the adapter does; if that is not more than rounding, nothing is proved.
-    """
-    if not any(linear.b.any() for linear in model.adapter.linears):
-        print("the adapter's B is zero in every layer: the linears compute what the base's do")
-        return 0.0
-    probe = sampler.generate([prompt], 2, Sampling(min(32, max_new_tokens)))
-    rows = [prompt + completion for completion in probe.completions]
-    starts = [len(prompt)] * 2
-    with torch.no_grad():
-        on, _ = model.token_logprobs(rows, starts)
-        with model.adapter.off():
-            off, _ = model.token_logprobs(rows, starts)
-    sampled = torch.cat(probe.logprobs).to(on.device)
-    shift = (on - off).abs().mean().item()
-    to_on, to_off = ((sampled - one).abs().mean().item() for one in (on, off))
-    changes = f"changes the log-probabilities of a short probe by {shift:.2g} nats a token"
-    if to_on > 2 * to_off:
-        raise ValueError(f"--adapter has no effect: it {changes}, and the sampler's are "
-                         f"{to_off:.1e} from those without it")
-    if to_off > 2 * to_on:
-        print(f"the adapter is applied: it {changes}")
-    else:
-        print(f"the adapter {changes}: too little to tell from rounding ({to_on:.1e}) whether the "
-              "sampler applies it")
-    return shift
-
-
-def grade_problem(wanted: Evaluation, tokenizer: Tokenizer, problem: Problem,
-                  answers: list[Sequence], plug_in: plugin.Reward | None) -> list[dict]:
-    """-> a row for each answer to one problem, in their order."""
-    answers = sorted(answers, key=lambda one: one.row)
-    rows = rewards.grade_rollouts(tokenizer, [problem], rollouts_of(answers), wanted.prompt_style,
-                                  plug_in)
-    for sample, row in enumerate(rows):
-        lenient = rewards.grade(tokenizer.opened + row["completion"], row["answer"],
-                                last_number=True)
-        row |= {"sample": sample, "lenient": float(lenient.correct)}
-    return rows
-
-
-def answer(wanted: Evaluation, tokenizer: Tokenizer, problems: list, sampler: Sampler,
-           plug_in: plugin.Reward | None) -> tuple[list[dict], float, float | None, str]:
-    """-> rows of the problems that were done, in their order; seconds; share of idle rows, or None
-    if Ctrl-C came; why --out could not be written, or "".
-
-    The rows of a problem are in the file --out as soon as its last answer is there. Where the file
-    cannot be written, a full disk say, sampling goes on: the figures need no file.
+def answer(args: argparse.Namespace, tokenizer: Tokenizer, problems: list, sampler: Sampler,
+           reward: plugin.Reward | None) -> tuple[list[dict], float | None]:
+    """-> the rows of the problems that were done, in the order of the problems; the share of idle
+    rows, or None if Ctrl-C came. The rows of a problem are in --out as soon as its last answer is
+    there, and at the end in the order of the problems.
     """
     waiting = defaultdict(list)                  # problem -> its answers so far
     done = {}                                    # problem -> its rows
     tokens = 0
-    failure = ""
+
+    def grade(problem, answers: list[Sequence]) -> list[dict]:
+        rows = rewards.grade_rollouts(tokenizer, [problem], rollouts_of(answers),
+                                      args.prompt_style, reward)
+        for sample, row in enumerate(rows):
+            text = tokenizer.opened + row["completion"]
+            lenient = rewards.grade(text, row["answer"], last_number=True).correct
+            row |= {"sample": sample, "lenient": float(lenient)}
+        return rows
 
     def progress(made: int, sequences: list[Sequence]) -> None:
-        nonlocal tokens, failure
-        ended = [sequence for sequence in sequences if sequence.ended]
+        nonlocal tokens
         tokens += made
         rate = tokens / (time.perf_counter() - began)
         bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
+        ended = [sequence for sequence in sequences if sequence.ended]
         bar.update(len(ended))
         for sequence in ended:
-            i = sequence.row // wanted.samples
+            i = sequence.row // args.samples
             waiting[i].append(sequence)
-            if len(waiting[i]) < wanted.samples:
-                continue
-            # done[i] is set when the rows are complete: Ctrl-C may come while they are graded.
-            done[i] = grade_problem(wanted, tokenizer, problems[i], waiting.pop(i), plug_in)
-            if wanted.out and not failure:
-                failure = append_rows(wanted.out, done[i])
-                if failure:
-                    bar.write(f"{failure}: sampling goes on, the figures will be printed",
-                              file=sys.stderr)
+            if len(waiting[i]) == args.samples:
+                rows = grade(problems[i], sorted(waiting.pop(i), key=lambda one: one.row))
+                if args.out:
+                    append_lines(Path(args.out), rows)
+                done[i] = rows
 
-    sampling = Sampling(wanted.max_new_tokens, tokenizer.end_ids, wanted.temperature, wanted.top_k,
-                        wanted.top_p, wanted.seed)
+    sampling = Sampling(args.max_new_tokens, tokenizer.end_ids, args.temperature, args.top_k,
+                        args.top_p, args.seed)
     prompts = [problem.prompt for problem in problems]
     began = time.perf_counter()
     idle = None
-    if wanted.out:
-        open(wanted.out, "x").close()
-    # miniters=0: tokens/s is drawn anew while no answer comes to its end, too.
-    try:
-        with tqdm(total=len(prompts) * wanted.samples, unit=" answers", smoothing=0, miniters=0,
-                  dynamic_ncols=True, bar_format=ANSWERS_BAR) as bar:
-            with suppress(KeyboardInterrupt):
-                idle = sampler.generate(prompts, wanted.samples, sampling, progress=progress).idle
-    except BaseException:                        # an error of --reward, for instance
-        remove_if_empty(wanted.out)
-        raise
-    seconds = time.perf_counter() - began
+    # miniters=0: tokens/s is drawn again while no answer ends. disable=None: no bar into a file.
+    with tqdm(total=len(prompts) * args.samples, unit=" answers", smoothing=0, miniters=0,
+              dynamic_ncols=True, disable=None) as bar:
+        with suppress(KeyboardInterrupt):
+            idle = sampler.generate(prompts, args.samples, sampling, progress=progress).idle
     rows = [row for i in sorted(done) for row in done[i]]
-    if wanted.out:                               # at last in the order of the problems
-        try:
-            write_atomically(wanted.out, "".join(map(json_line, rows)).encode())
-            failure = ""                         # the disk may have space again
-        except OSError as error:
-            failure = first_line(error)
-        remove_if_empty(wanted.out)              # Ctrl-C before the first problem, or a full disk
-    return rows, seconds, idle, failure
+    if args.out and rows:
+        write_atomically(args.out, "".join(map(json_line, rows)).encode())
+    return rows, idle
 
 
-# The total, the time left and the speed first, in 80 columns; the bar itself has what remains.
-ANSWERS_BAR = "{n_fmt}/{total_fmt}{unit} |{bar}| {elapsed}, {remaining} left{postfix}"
+# -----------------------------------------------------------------------------
+
+def figures_of(args: argparse.Namespace, rows: list[dict], others: list | None,
+               whole: bool) -> dict:
+    """Name -> figure. whole: False after Ctrl-C. Then a figure has no interval, since the problems
+    that were done first are no random sample of all.
+    """
+    figures = evaluation_figures(rows, args.samples)
+    if args.temperature > 0:
+        figures["sampler_entropy"] = sampler_entropy(rows)
+    if args.reward:
+        figures["mean_reward"] = torch.tensor([row["task"] for row in rows]).nanmean().item()
+    if others is not None and whole:
+        figures |= paired_figures(rows, others)
+    if not whole:
+        figures = {name: value[0] if isinstance(value, list) else value
+                   for name, value in figures.items()}
+    return figures | {"n": len(rows) // args.samples,
+                      "tokens": sum(row["length"] for row in rows)}
 
 
-def remove_if_empty(path: str | None) -> None:
-    """Removes a file without answers, which would be in the way of the next try."""
-    with suppress(OSError):
-        if path and not os.path.getsize(path):
-            os.unlink(path)
-
-
-def append_rows(path: str, rows: list[dict]) -> str:
-    """Appends rows to a .jsonl -> "", or why that failed; the file then ends with a whole line."""
-    before = None
-    try:
-        with errors_name_file(path):
-            before = os.path.getsize(path)       # fails if the file is gone
-            with open(path, "a") as file:
-                file.writelines(map(json_line, rows))
-    except OSError as error:
-        if before is not None:
-            with suppress(OSError):
-                os.truncate(path, before)
-        return first_line(error)
-    return ""
-
-
-def main() -> None:
-    began = time.perf_counter()
-    with env.one_line("evaluate.py"):
-        which, wanted, run = read_flags()
-        plug_in = plugin.Reward(wanted.reward) if wanted.reward else None
-        others = read_results(wanted.against) if wanted.against else None
-        which, device, kernels, folder, tokenizer = open_model(which, wanted.prompt_style,
-                                                               wanted.thinking)
-        problems, source = problems_of(wanted, run, tokenizer)
-        if others is not None:                   # ValueError if no problem is in both
-            paired_figures([{**vars(problem), "correct": 0.0} for problem in problems], others)
-        longest = max(len(problem.prompt) for problem in problems)
-        new_tokens = wanted.max_new_tokens
-        if new_tokens is None:
-            new_tokens = max(1, min(4096, folder.max_positions - longest))
-        wanted = dataclasses.replace(wanted, data=source, max_new_tokens=new_tokens)
-        folder.check_length(longest + new_tokens)
-        model = load_model(which, device, folder, tokenizer)
-        rows_at_once = min(wanted.max_rows, len(problems) * wanted.samples)
-        sampler = Sampler(engine_for(kernels), model, longest + new_tokens, rows_at_once)
-        shift = None
-        if which.adapter:
-            shift = prove_adapter(model, sampler, problems[0].prompt, new_tokens)
-        rows, seconds, idle, failure = answer(wanted, tokenizer, problems, sampler, plug_in)
-    count = len(rows) // wanted.samples
-    if rows:
-        figures = evaluation_figures(rows, wanted.samples)
-        if wanted.temperature > 0:
-            figures["sampler_entropy"] = sampler_entropy(rows)
-        if plug_in:
-            figures["mean_reward"] = torch.tensor([row["task"] for row in rows]).nanmean().item()
-        if others is not None and idle is not None:
-            figures |= paired_figures(rows, others)
-        tokens = sum(row["length"] for row in rows)
-        figures |= {"n": count,
-                    "unreadable": sum(not can_read(problem.answer) for problem in problems),
-                    "tokens": tokens, "tokens_per_s": tokens / seconds, "idle": idle,
-                    "seconds_sample": seconds, "seconds": time.perf_counter() - began}
-        flags = {"run": run and run.general.out, **vars(which), **vars(wanted)}
-        print_result(figures, flags, shift, device)
-    if idle is None:
-        print(f"evaluate.py: stopped by Ctrl-C: {count} of {len(problems)} problems are done",
-              file=sys.stderr)
-    if failure:
-        print(f"evaluate.py: {failure}: --out lacks some answers, the figures above count all",
-              file=sys.stderr)
-    if failure or idle is None:
-        sys.exit(130 if idle is None else 1)
-
-
-# What a person reads beside a figure; docs/metrics.md has the definitions.
-MEANINGS = {
-    "pass@1": "right answers, with a 95 % interval",
-    "pass@1_lenient": "the same, if the last number counts where no answer is marked",
-    "format": "of the answers have the form that was asked for",
-    "length": "tokens in an answer, mean",
-    "truncated": "of the answers were cut at --max-new-tokens",
-    "rules": "how the answer was found in the text, and how often",
-    "n": "problems",
-    "unreadable": "problems whose known answer cannot be read, only compared letter by letter",
-    "idle": "of the computed rows gave no token",
-}
-
-
-def print_result(figures: dict, flags: dict, shift: float | None, device: torch.device) -> None:
+def print_result(figures: dict, flags: dict, device: torch.device) -> None:
     """Prints the figures, a line each, and then all that is known as one JSON object, unless it
     would only fill a terminal.
 
-    A share of the answers with its interval is a list in the JSON, and here "25.0 % [11.2, 46.9]".
+    A mean with its interval is a list in the JSON, and here "25.0 % [11.2, 46.9]".
     """
     for name, value in figures.items():
-        if value is None:                        # `idle`, if Ctrl-C came
-            continue
         if isinstance(value, list):
             mean, low, high = (100 * share for share in value)
             value = f"{mean:.1f} % [{low:.1f}, {high:.1f}]"
         elif isinstance(value, dict):
             value = ", ".join(f"{key} {count:,}" for key, count in value.items())
-        elif name in ("format", "truncated", "idle"):
-            value = f"{100 * value:.1f} %"
         elif isinstance(value, float):
-            value = f"{value:.4g}"
-        print(f"{name:15} {value!s:21} {MEANINGS.get(name, '')}".rstrip())
-    if sys.stdout.isatty():
-        return
-    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    about = env.provenance(hardware)
-    print(json_line({**flags, **figures, "adapter_shift": shift, **about}), end="")
+            share = "@" in name or name in ("format", "truncated", "idle")
+            value = f"{100 * value:.1f} %" if share else f"{value:.4g}"
+        if value is not None:                    # `idle`, if Ctrl-C came
+            print(f"{name:15} {value}")
+    if not sys.stdout.isatty():
+        hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        print(json_line({**flags, **figures, **env.provenance(hardware)}), end="")
+
+
+def main() -> None:
+    began = time.perf_counter()
+    with env.one_line("evaluate.py"):
+        args, run = read_flags()
+        reward = plugin.Reward(args.reward) if args.reward else None
+        others = read_results(args.against) if args.against else None
+        device, kernels, folder, tokenizer = open_model(args)
+        problems = problems_of(args, run, tokenizer)
+        if others is not None:                   # UserError if no problem is in both
+            paired_figures([{**vars(problem), "correct": 0.0} for problem in problems], others)
+        longest = max(len(problem.prompt) for problem in problems)
+        if args.max_new_tokens is None:
+            args.max_new_tokens = max(1, min(4096, folder.max_positions - longest))
+        folder.check_length(longest + args.max_new_tokens)
+        model = load_model(args, device, folder, tokenizer)
+        sampler = Sampler(engine_for(kernels), model, longest + args.max_new_tokens,
+                          min(args.max_rows, len(problems) * args.samples))
+        before = time.perf_counter()
+        rows, idle = answer(args, tokenizer, problems, sampler, reward)
+        seconds = time.perf_counter() - before
+    if rows:
+        figures = figures_of(args, rows, others, idle is not None)
+        figures |= {"tokens_per_s": figures["tokens"] / seconds, "idle": idle,
+                    "seconds_sample": seconds, "seconds": time.perf_counter() - began}
+        print_result(figures, vars(args), device)
+    if idle is None:
+        print(f"evaluate.py: stopped by Ctrl-C: {len(rows) // args.samples} of {len(problems)} "
+              "problems are done. The short answers end first, so the figures are too high",
+              file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ values would this mean lie on other problems like these?
 import math
 from collections import Counter, defaultdict
 
+from files import UserError
 from tasks.answers import is_equal
 
 Z = 1.959964                                     # 95 % of a normal lies within +-Z
@@ -128,14 +129,14 @@ def paired_figures(rows: list[dict], other_rows: list[dict]) -> dict:
     Two models mostly fail at the same hard problems. Compared problem by problem, that cancels,
     and the interval of the difference is much narrower than those of the two accuracies. It is a
     normal interval over the problems' differences, with one problem won and one lost added (Bonett
-    and Price 2012). ValueError if the two have no problem in common.
+    and Price 2012). UserError if the two have no problem in common.
     """
     mine = verdicts_by_problem(rows)
     theirs = verdicts_by_problem(other_rows)
     gaps = [mean(mine[key]) - mean(theirs[key]) for key in mine if key in theirs]
     if not gaps:
-        raise ValueError(f"--against: none of its {len(theirs)} problems is among the {len(mine)} "
-                         "here")
+        raise UserError(f"--against: none of its {len(theirs)} problems is among the {len(mine)} "
+                        "here")
     n = len(gaps) + 2
     centre = sum(gaps) / n
     half = Z * math.sqrt(((sum(gap**2 for gap in gaps) + 2) / n - centre**2) / n)

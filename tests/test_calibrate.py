@@ -358,7 +358,7 @@ def test_the_printed_kl_is_that_of_the_logits_of_two_whole_models(tiny, tmp_path
     spread = (spread * 3 / 2) ** 0.5 / count               # three answers
     assert error == pytest.approx(spread, abs=2 * slack)
     said, _ = capsys.readouterr().out.splitlines()         # the last line is load's
-    assert f"KL(16 bits || gptq) {kl:.3g} +- {error:.2g} nats a token, 3 answers of 63 tokens" in said
+    assert f"KL(16 bits || gptq) {kl:.3g} +- {error:.2g} nats a token, on the 63 tokens of 3 answers" in said
 
 
 def test_the_folder_holds_the_codes_that_were_found(tiny, tmp_path, monkeypatch, capsys):

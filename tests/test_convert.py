@@ -13,11 +13,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_prompts import TEMPLATES, thinking_tiny
 from tiny_qwen2 import config_json, random_tensors, write_folder
 
 import calibrate
@@ -28,7 +26,7 @@ import weights
 from prompts import STYLES
 from tasks.problems import epoch_order
 from tools import convert
-from weights import ModelFolder, Shards, load_nvfp4, model_tensors, save_model
+from weights import ModelFolder, Shards, load_nvfp4, model_tensors
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "tiny"
@@ -59,24 +57,14 @@ def bf16(tiny, tmp_path):
     return folder
 
 
-def test_a_hub_id_reaches_the_hub_as_text(monkeypatch, tmp_path):
-    # As a Path, which source was, huggingface_hub takes it for no id at all.
-    def asked(name, allow_patterns):
-        raise OSError(f"asked for {name!r}")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", asked)
-    assert "(asked for 'somebody/else')" in run(monkeypatch, "nvfp4", "somebody/else", tmp_path / "out")
-
-
 @pytest.mark.parametrize("flags,offsets", [((), nvfp4.OFFSETS), (("--codes", "search"), nvfp4.OFFSETS),
                                            (("--codes", "nearest"), [0])])
 def test_converted_folder_loads_back_as_quantized_in_memory(bf16, tiny, tmp_path, monkeypatch, capsys, flags, offsets):
     assert run(monkeypatch, "nvfp4", bf16, tmp_path / "out", *flags) is None
-    said = capsys.readouterr().out.splitlines()             # without texts nothing is known of the outputs
+    said = capsys.readouterr()
     codes = dict(zip(flags, flags[1:])).get("--codes", "search")
-    assert re.fullmatch(rf"{tmp_path}/out: {bf16} in NVFP4, codes by {codes}; \d+\.\d\d MB in \d files", said[0])
-    assert said[1].startswith("next: ") and said[1].endswith(f"evaluate.py --model {tmp_path}/out --data gsm8k")
-    assert len(said) == 2
+    assert said.out.startswith(f"{tmp_path}/out: ") and f"codes by {codes}" in said.out and "gsm8k" not in said.out
+    assert "\r" not in said.out + said.err
     tensors = dict(tiny["untied"].tensors)
     after = Shards(tmp_path / "out")
     for i in range(2):
@@ -131,21 +119,6 @@ def test_calibration_takes_the_problems_style_and_seed_of_its_flags(tmp_path, mo
         assert (files.folder, out, rest) == (TINY, tmp_path / "out", [codes, answers, tokenizer.vocab_size])
 
 
-def test_a_model_that_always_thinks_is_calibrated_by_answers_that_do(tmp_path, monkeypatch, capsys):
-    source = thinking_tiny(tmp_path / "source", TEMPLATES["thinking"])
-    flags = ["--calibrate", "1", "--data", "arithmetic", "--thinking"]
-    assert "--thinking off: " in run(monkeypatch, "nvfp4", source, tmp_path / "out", *flags, "off")
-    assert run(monkeypatch, "nvfp4", source, tmp_path / "out", "--thinking", "on") == (
-        "convert nvfp4: --thinking is for nvfp4 with --calibrate N")
-    asked = []
-    monkeypatch.setattr(calibrate, "own_answers", lambda *given, **_: asked.append(given[1:3]))
-    monkeypatch.setattr(calibrate, "to_nvfp4", lambda files, out, *_: out.mkdir())
-    assert run(monkeypatch, "nvfp4", source, tmp_path / "out", *flags, "on") is None
-    (tokenizer, (problem,)), = asked
-    assert tokenizer.decode(problem.prompt).endswith("<|im_start|>assistant\n<think>\n")
-    assert capsys.readouterr().out.endswith(f"--model {tmp_path / 'out'} --data arithmetic --thinking on\n")
-
-
 def test_a_calibrated_folder_says_how_far_it_is_from_16_bits(tmp_path, monkeypatch, capsys):
     kl = {}                                                # a style that the model is unsure in; of its own it is sure
     own_answers, answers = calibrate.own_answers, []
@@ -154,31 +127,11 @@ def test_a_calibrated_folder_says_how_far_it_is_from_16_bits(tmp_path, monkeypat
     for codes in ("gptq", "nearest"):
         assert run(monkeypatch, "nvfp4", TINY, tmp_path / codes, "--calibrate", "10", "--data", "arithmetic",
                    "--prompt-style", "tags", "--codes", codes) is None
-        last, wrote, following = capsys.readouterr().out.splitlines()
-        assert wrote.startswith(f"{tmp_path / codes}: {TINY} in NVFP4, codes by {codes} from answers to 10 problems of "
-                                "arithmetic; ") and following.endswith("--data arithmetic")
-        kl[codes] = float(re.match(rf"KL\(16 bits \|\| {codes}\) (\d\.\d+) \+- .* nats a token, 2 answers of", last)[1])
+        last, _, following = capsys.readouterr().out.splitlines()
+        assert following.endswith(f"evaluate.py --model {tmp_path / codes} --data arithmetic")
+        kl[codes] = float(re.match(rf"KL\(16 bits \|\| {codes}\) (\d\.\d+) \+- ", last)[1])
         assert json.loads((tmp_path / codes / "config.json").read_text())["calibration"] == last
     assert 0 < kl["gptq"] < kl["nearest"] / 2               # 24 problems, seeds 0 and 1: a tenth
-    for codes in kl:
-        model = qwen.load(tmp_path / codes, "nvfp4", "cpu")
-        assert capsys.readouterr().out.startswith(f"{tmp_path / codes}: 'KL(16 bits || {codes}) {kl[codes]:.3g}")
-    lora.attach(model)
-    save_model(model_tensors(model), tmp_path / "nearest", tmp_path / "merged")
-    assert "calibration" not in json.loads((tmp_path / "merged" / "config.json").read_text())
-
-
-@pytest.mark.parametrize("flags,words", [
-    (["--codes", "gptq"], "--codes gptq needs --calibrate N"),
-    (["--codes", "weighted"], "--codes weighted needs --calibrate N"),
-    (["--calibrate", "1", "--data", "arithmetic"], "--calibrate takes at least 2 problems, one to measure by, got 1"),
-    (["--calibrate", "-3", "--data", "arithmetic"], "--calibrate must lie in [0, 1e5], got -3"),
-    (["--calibrate", "4", "--data", "none"], "unknown data 'none'"),
-    (["--data", "arithmetic"], "--data is for nvfp4 with --calibrate N"),
-    (["--seed", "3"], "--seed is for nvfp4 with --calibrate N")])
-def test_a_calibration_that_cannot_be_is_one_line(tmp_path, monkeypatch, flags, words):
-    line = run(monkeypatch, "nvfp4", TINY, tmp_path / "out", *flags)
-    assert line.startswith(f"convert nvfp4: {words}") and "\n" not in line and not any(tmp_path.iterdir())
 
 
 def already_quantized(folder):
@@ -229,17 +182,36 @@ def cut_shard(folder):
     (already_quantized, ["config.json", "quantized already"]),
     (other_architecture, ["config.json", "LlamaForCausalLM"]),
     (ragged_k, ["K=184", "16"]),
-    (short_head, ["lm_head.weight has shape (3, 128)"]),
-    (nan_in_the_last_layer, ["model.layers.1.mlp.down_proj.weight", "NaN"]),
+    (short_head, ["lm_head.weight"]),
+    (nan_in_the_last_layer, ["model.layers.1.mlp.down_proj.weight"]),
     (full_disk, ["/.out.", "No space left on device"]),
-    (cut_shard, ["model-00002-of-00002.safetensors", "cut off"])])
-def test_a_bad_source_is_one_clear_line_and_leaves_nothing_behind(bf16, tmp_path, monkeypatch, damage, words):
+    (cut_shard, ["model-00002-of-00002.safetensors"])])
+def test_a_bad_source_is_one_line_and_leaves_nothing_behind(bf16, tmp_path, monkeypatch, damage, words):
     monkeypatch.setattr(weights, "save_file", weights.save_file)     # back afterwards
     damage(bf16)
     line = run(monkeypatch, "nvfp4", bf16, tmp_path / "out")
     assert line.startswith("convert nvfp4: ") and "\n" not in line
     assert all(word in line for word in words), line
     assert [path.name for path in tmp_path.iterdir()] == ["bf16"]
+
+
+@pytest.mark.parametrize("arguments,words", [
+    (["nvfp4", TINY, "out", "--codes", "gptq"], ["--codes gptq", "--calibrate"]),
+    (["nvfp4", TINY, "out", "--calibrate", "1"], ["--calibrate"]),
+    (["nvfp4", TINY, "out", "--calibrate", "4", "--data", "none"], ["'none'"]),
+    (["nvfp4", TINY, "taken"], ["taken"]), (["merge", "run", "taken"], ["taken"]),
+    (["nvfp4", "nowhere", "out"], ["nowhere"]), (["merge", "taken", "out"], ["taken/run.json"]),
+    (["merge", "run", "out"], ["run/adapter/adapter_config.json"]),
+    (["merge", "run", "out", "--calibrate", "8"], ["--calibrate"])])
+def test_wrong_input_is_one_line_that_names_it(trained, tmp_path, monkeypatch, capsys, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "notes.txt").write_text("mine")
+    (tmp_path / "run" / "adapter" / "adapter_config.json").unlink()
+    line = run(monkeypatch, *arguments)
+    line = capsys.readouterr().err.splitlines()[-1] if line == 2 else line
+    assert all(word in line for word in words) and "\n" not in line, line
+    assert not (tmp_path / "out").exists() and [p.name for p in (tmp_path / "taken").iterdir()] == ["notes.txt"]
 
 
 @pytest.fixture
@@ -263,9 +235,7 @@ def test_what_a_link_leads_to_outside_of_a_model_folder_is_not_copied(trained, t
     source = tmp_path / "run" if command == "merge" else model
     flags = json.loads((tmp_path / "run" / "run.json").read_text())
     (tmp_path / "run" / "run.json").write_text(json.dumps(flags | {"model": str(model)}))
-    line = run(monkeypatch, command, source, tmp_path / "out")
-    assert line == (f"convert {command}: {model}/notes.txt: is a link to {tmp_path}/secret, outside of the model's "
-                    "folder, and is not copied: put the file itself there, or remove it")
+    assert f"{model}/notes.txt" in run(monkeypatch, command, source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -300,13 +270,11 @@ def test_the_command_runs_without_triton(bf16, tmp_path):
 def test_merged_folder_is_the_trained_model_and_says_what_rounding_it_loses(trained, tmp_path, monkeypatch, capsys):
     """On the base that the run had: merged onto the bf16 original it would be another model."""
     assert run(monkeypatch, "merge", tmp_path / "run", tmp_path / "out") is None
-    wrote, following = capsys.readouterr().out.splitlines()
-    assert re.match(rf"{tmp_path}/out: {TINY} as nvfp4, with {tmp_path}/run/adapter, in bf16; .* MB in \d files", wrote)
+    _, following = capsys.readouterr().out.splitlines()
     assert following.endswith(f"evaluate.py {tmp_path}/run --model {tmp_path}/out --base bf16 --adapter none")
     assert [ModelFolder(path).choose_base(None) for path in (tmp_path / "out", TINY)] == ["bf16", "nvfp4"]
     assert run(monkeypatch, "nvfp4", tmp_path / "out", tmp_path / "rounded") is None
-    lost = f"rounded to nvfp4, the merged adapter '{tmp_path}/run/adapter' is mostly lost"
-    assert lost[:50] in capsys.readouterr().out
+    assert f"{tmp_path}/run/adapter" in capsys.readouterr().out            # says what is lost
     assert ModelFolder(tmp_path / "rounded").choose_base(None) == "nvfp4"   # there are no 16 bits in it
     assert not capsys.readouterr().out
     tokens = torch.randint(0, 460, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -336,32 +304,8 @@ def test_a_calibrated_run_is_merged_onto_its_own_base(trained, tmp_path, monkeyp
         assert torch.equal(merged.get(name), want.detach().bfloat16()), name
 
 
-def test_a_gpu_without_triton_is_one_line_where_kernels_run(trained, tmp_path, fake_gpu, monkeypatch):
-    fake_gpu((8, 6))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    for command in (["nvfp4", TINY, "--calibrate", 4, "--data", "arithmetic"], ["merge", tmp_path / "run"]):
-        line = run(monkeypatch, *command, tmp_path / "out", "--device", "cuda")
-        assert line == f"convert {command[0]}: --device cuda:0: a GPU needs Triton: pip install triton"
-
-
 def test_ctrl_c_while_merging_leaves_no_half_folder(trained, tmp_path, monkeypatch, ctrl_c_interrupts):
     monkeypatch.setattr(weights, "write_json", lambda *_: signal.raise_signal(signal.SIGINT))  # the weights are there
     with pytest.raises(KeyboardInterrupt):
         run(monkeypatch, "merge", tmp_path / "run", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
-
-
-def test_what_cannot_be_merged_is_one_line_and_nothing_is_overwritten(trained, tmp_path, monkeypatch):
-    run_folder = tmp_path / "run"
-    (tmp_path / "taken").mkdir()
-    (tmp_path / "taken" / "notes.txt").write_text("mine")
-    line = run(monkeypatch, "merge", run_folder, tmp_path / "taken")
-    assert line == f"convert merge: {tmp_path}/taken: exists and is not an empty folder"
-    assert "run.json" in run(monkeypatch, "merge", tmp_path / "taken", tmp_path / "out")
-    for flag, value in (("--calibrate", "8"), ("--codes", "gptq"), ("--data", "arithmetic")):
-        line = run(monkeypatch, "merge", run_folder, tmp_path / "out", flag, value)
-        needs = " with --calibrate N" if flag == "--data" else ""
-        assert line == f"convert merge: {flag} is for nvfp4{needs}"
-    (run_folder / "adapter" / "adapter_config.json").unlink()
-    assert "adapter_config.json: cannot be read" in run(monkeypatch, "merge", run_folder, tmp_path / "out")
-    assert not (tmp_path / "out").exists() and [p.name for p in (tmp_path / "taken").iterdir()] == ["notes.txt"]

@@ -1,15 +1,14 @@
 """
-Measures the speeds that docs/ reports; needs a GPU. Each command ends with one line of JSON. A
-`floor` is the time of the same work at the speed of an H200's copy and large matmul. It is left out
-on any other card.
+Measures the speeds that docs/ reports, on models of random weights; needs a GPU. Each command ends
+with one line of JSON. A `floor` is the time of the same work at the speed of an H200's copy and
+large matmul. It is left out on any other card.
 
     python -m tools.bench linears --model 7b [--lora-rank 32]      a layer's linears against cuBLAS
-    python -m tools.bench rollout --model 7b --base nvfp4 [--batch 1,8,32,64,256]        tokens/s
+    python -m tools.bench rollout --model 7b --base nvfp4 [--batch 1,8,64,256]           tokens/s
     python -m tools.bench rollout --model qwen3-8b                 sizes of Qwen2.5 need no prefix
-    python -m tools.bench decode --model 7b --batch 32,64 --new 4096,8192     steps of long answers
-    python -m tools.bench tail --model 7b --lengths runs/x/samples.jsonl      lengths as real ones
     python -m tools.bench update --model 7b --new 4096             the learner, on long answers
-    python -m tools.bench step --model 32b --memory-gib 48         a whole GRPO step
+    python -m tools.bench step --model 7b --prompts 64             a whole GRPO step
+    python -m tools.bench step --model 32b --memory-gib 48
     torchrun --nproc-per-node 2 -m tools.bench step --model 7b     the same on several GPUs
 
 linears. `chain` (our matmuls) and `cublas` are times of a layer's four linears one after the other,
@@ -19,21 +18,11 @@ rollout. The whole sampler on random weights and a live random adapter: B sequen
 gcd(B, 8), end ids ignored, log-probs returned; tokens/s count prefill and the host's work.
 `preempted` counts rows that had to wait because the KV pool was full.
 
-decode. One window of decode steps of the same sampler, for rows that have written half of `new`
-tokens. A step's time grows in proportion to what is written, so this is the mean step of answers of
-`new` tokens. What they wrote before is not computed: the KV cache holds random numbers.
-`attention_gb_s` is the rate at which the keys and values of the answers are read: their bytes
-divided by the time that they add to a step.
-
-tail. Answers of given lengths, in several orders, and as many answers of their mean length. `few`
-is the share of the time in which at most an eighth of the rows were still writing. The orders by
-length show what could be gained if lengths were known, which they are not before the sampling.
-
 update. Learner.update on random answers of `new` tokens. The `floor` is the time of all matmuls,
 including those of attention, at the rate of a large matmul.
 
-step. A step with train.py's own sampler, memory plan and Learner.update; seconds of the slowest
-rank.
+step. A step with train.py's own sampler, memory plan and Learner.update, on answers of 50 to 1,024
+tokens, 300 on average; seconds of the slowest rank.
 
 Shapes: M rows, N out_features, K in_features.
 """
@@ -42,9 +31,13 @@ import functools
 import json
 import math
 import operator
+import sys
 import time
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Callable
+from importlib.util import find_spec
+
+if find_spec("env") is None:                     # as python tools/bench.py, where no import works
+    sys.exit("bench.py: run it from the project's folder, as python -m tools.bench")
 
 import env  # isort: skip; its settings come before torch
 
@@ -54,15 +47,15 @@ import grpo
 import model as qwen
 import nvfp4
 from attention import lay_out
-from files import read_rows, short_repr
+from evaluate import within
+from files import UserError
 from harness import memory
-from harness.config import LongHelp, Rollout, check_ranges
-from harness.memory import Limits
+from harness.config import Rollout
 from harness.setup import KERNELS, choose_device, divide_memory
 from learner import Batch, Learner, micro_batches
 from lora import Linear, attach
 from ranks import LOCAL_RANK, WORLD, gather, join_ranks, say, share
-from sampler import BlockPool, Rollouts, Sampler, Sampling, blocks_for, engine_for
+from sampler import Rollouts, Sampler, Sampling, engine_for
 
 SIZES = {  # D, F, layers, H, KV, V, tied: config.json of Qwen2.5-*-Instruct
     "0.5b": (896, 4864, 24, 14, 2, 151936, True), "1.5b": (1536, 8960, 28, 12, 2, 151936, True),
@@ -90,8 +83,9 @@ SIZES_OF_GPU = ("major", "minor", "multi_processor_count", "shared_memory_per_mu
 DEVICE = torch.device("cuda", LOCAL_RANK)
 
 
-def random_model(size: str, base: str, dtype: torch.dtype, lora_rank: int) -> qwen.Qwen:
+def random_model(size: str, base: str, lora_rank: int) -> qwen.Qwen:
     """A model of a published size, made on the device. The adapter's B is random too, not zero."""
+    dtype = torch.bfloat16
     torch.manual_seed(0)
     shape = qwen.ModelConfig(*SIZES[size])
     generator = torch.Generator(DEVICE).manual_seed(0)
@@ -112,18 +106,6 @@ def random_model(size: str, base: str, dtype: torch.dtype, lora_rank: int) -> qw
         adapter.master.data[adapter.b_start:].normal_(0, 0.02)
         adapter.sync()
     return model
-
-
-class Network(NamedTuple):
-    """The flags that say which model is measured, and which kernels decode for it."""
-    model: str
-    kernels: str | None
-    base: str
-    dtype: str
-    lora_rank: int
-
-    def build(self) -> qwen.Qwen:
-        return random_model(self.model, self.base, getattr(torch, self.dtype), self.lora_rank)
 
 
 def random_prompts(model, lengths):
@@ -197,7 +179,8 @@ def random_bf16(*shape):
 def decode_figures(shapes, M, rank, kernels):
     """Figures of the decode matmul with M rows, for one layer."""
     from fast.decode import decode_matmul_for
-    decode_matmul = functools.partial(decode_matmul_for(kernels), pdl=torch.cuda.get_device_capability(DEVICE) >= (9, 0))
+    decode_matmul = functools.partial(decode_matmul_for(kernels),
+                                      pdl=torch.cuda.get_device_capability(DEVICE) >= (9, 0))
     layers = math.ceil(TRAFFIC / (BYTES * sum(N * K for N, K in shapes.values())))
     operands = []
     for name, (N, K) in shapes.items():
@@ -225,11 +208,11 @@ def decode_figures(shapes, M, rank, kernels):
             "cublas_of_chain": cublas / chain, "floor_of_chain": floor / chain}
 
 
-def linears(model: str, kernels: str, lora_rank: int, rows: list[int]) -> dict:
+def linears(args: argparse.Namespace) -> dict:
     """The four linears of a layer against cuBLAS, for each number of rows."""
-    shapes = fused_shapes(model)
-    decode = {M: print_figures(f"{M} rows", decode_figures(shapes, M, lora_rank, kernels))
-              for M in rows}
+    shapes = fused_shapes(args.model)
+    decode = {M: print_figures(f"{M} rows", decode_figures(shapes, M, args.lora_rank, args.kernels))
+              for M in args.rows}
     return {"decode": decode}
 
 
@@ -262,124 +245,15 @@ def load_figures(model, sampler, B, prompt, new):
             "preempted": rollouts.preempted}
 
 
-def rollout(network: Network, batch: list[int], prompt: int, new: int, kv_gib: float | None
-            ) -> dict:
-    """The whole sampler, for each number of sequences in `batch`."""
-    model = network.build()
-    sampler = Sampler(engine_for(network.kernels), model, prompt + new, max(batch), kv_gib)
-    figures = {B: print_figures(f"B={B}", load_figures(model, sampler, B, prompt, new))
-               for B in batch}
+def rollout(args: argparse.Namespace) -> dict:
+    """The whole sampler, for each number of sequences in --batch."""
+    model = random_model(args.model, args.base, args.lora_rank)
+    sampler = Sampler(engine_for(args.kernels), model, args.prompt + args.new, max(args.batch),
+                      args.kv_gib)
+    figures = {B: print_figures(f"B={B}", load_figures(model, sampler, B, args.prompt, args.new))
+               for B in args.batch}
     return {"weight_gb": weight_bytes(model) / 1e9,
             "kv_gib": sampler.engine.kv.nbytes / 2**30, "batch": figures}
-
-
-def rows_half_way(sampler, model, B, prompt, written):
-    """The input of a decode step of B rows that have written so many tokens each, in the KV blocks
-    that the sampler would have given them; None if its pool has too few blocks.
-    """
-    G = math.gcd(B, 8)
-    prompts = random_prompts(model, [prompt] * (B // G))
-    sampler.pool = BlockPool(sampler.engine.kv.shape[2])
-    live = sampler._sequences(prompts, G, Sampling(written + 2 * sampler.engine.window), None)
-    own = blocks_for(written + 2 * sampler.engine.window)
-    if len(sampler.pool) < B // G * blocks_for(prompt - 1) + B * own:
-        return None
-    for sequence in live:
-        if not sequence.prefix.blocks:
-            sequence.prefix.blocks = sampler.pool.take(blocks_for(prompt - 1))
-        sequence.blocks = sampler.pool.take(own)
-        sequence.pos += written
-    return sampler._rows(live)
-
-
-def window_seconds(sampler, rows):
-    """Median seconds of a decode step, of nine windows."""
-    engine = sampler.engine
-    times = []
-    for _ in range(10):                          # the first compiles and captures
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        engine.decode(rows, engine.window, Sampling(2))
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - began) / engine.window)
-    return sorted(times[1:])[4]
-
-
-def decode(network: Network, batch: list[int], prompt: int, new: list[int],
-           kv_gib: float | None) -> dict:
-    """A decode step of B rows half way through answers of N tokens, for each B and N."""
-    model = network.build()
-    config = model.config
-    sampler = Sampler(engine_for(network.kernels), model, prompt + max(new) // 2 + 32,
-                      max(batch), kv_gib)
-    sampler.engine.kv.normal_()
-    figures = {}
-    for B in batch:
-        start = rows_half_way(sampler, model, B, prompt, 0)
-        first = start and window_seconds(sampler, start)
-        for N in new:
-            rows = rows_half_way(sampler, model, B, prompt, N // 2)
-            if rows is None:                     # as always if even `start` is None
-                print(f"B={B} N={N}: the KV pool is too small for these rows", flush=True)
-                continue
-            step = window_seconds(sampler, rows)
-            floor = (weight_bytes(model) + kv_read(config, B, prompt, N / 2)) / COPY
-            added = kv_read(config, B, prompt, N / 2) - kv_read(config, B, prompt, 0)
-            figures[f"{B} x {N}"] = print_figures(f"B={B} N={N}", {
-                "tokens_s": B / step, "step_ms": step * 1e3, "floor_ms": floor * 1e3,
-                "floor_of_step": floor / step, "attention_gb_s": added / (step - first) / 1e9,
-                "kv_at_the_end_gib": kv_read(config, B, prompt, N) / 2**30})
-    return {"weight_gb": weight_bytes(model) / 1e9, "steps": figures}
-
-
-def lengths_of(path, count):
-    """The lengths of the first answers of a samples.jsonl, or of evaluate.py's --out."""
-    lengths = []
-    for number, row in read_rows(Path(path)):
-        length = row.get("length") if isinstance(row, dict) else None
-        if not (isinstance(length, int) and length > 0):
-            raise ValueError(f"--lengths {path}:{number}: needs a length, got {short_repr(length)}")
-        lengths.append(length)
-        if len(lengths) == count:
-            return lengths
-    raise ValueError(f"--lengths {path}: has {len(lengths)} answers, --answers is {count}")
-
-
-def tail_figures(sampler, prompts, lengths, window):
-    """Samples answers of these lengths -> figures."""
-    moments = []
-    sampler.engine.window = window
-    began = time.perf_counter()
-    rollouts = sampler.generate(prompts, len(lengths) // len(prompts), Sampling(lengths), progress=(
-        lambda made, _: moments.append((time.perf_counter(), made))))
-    few = 0.0
-    for (moment, made), before in zip(moments, [began, *(moment for moment, _ in moments)]):
-        if made <= window * sampler.max_rows / 8:
-            few += moment - before
-    return {"seconds": rollouts.seconds, "tokens_s": rollouts.num_tokens / rollouts.seconds,
-            "idle": rollouts.idle, "few": few / rollouts.seconds, "preempted": rollouts.preempted}
-
-
-def tail(network: Network, prompt: int, answers: int, new: int, lengths: str | None,
-         max_rows: int | None, kv_gib: float | None) -> dict:
-    """Answers of different lengths beside answers of equal ones, in several orders."""
-    drawn = lengths_of(lengths, answers) if lengths else drawn_lengths(answers, 8, new, new / 8)
-    model = network.build()
-    sampler = Sampler(engine_for(network.kernels), model, prompt + max(drawn),
-                      max_rows or answers, kv_gib)
-    prompts = random_prompts(model, [prompt] * (answers // math.gcd(answers, 8)))
-    usual = sampler.engine.window
-    mean = round(sum(drawn) / answers)
-    orders = {"equal lengths": ([mean] * answers, usual), "as they come": (drawn, usual),
-              "longest first": (sorted(drawn, reverse=True), usual),
-              "shortest first": (sorted(drawn), usual)}
-    windows = [window for window in (4, 2, 1) if window < usual]
-    orders |= {f"window of {window}": (drawn, window) for window in windows}
-    for rows in {sampler.engine.batch_size(n) for n in range(1, sampler.max_rows + 1)}:
-        sampler.generate(prompts[:1], rows, Sampling(2))         # captures the graph of each size
-    figures = {name: print_figures(name, tail_figures(sampler, prompts, *order))
-               for name, order in orders.items()}
-    return {"tokens": sum(drawn), "longest": max(drawn), "mean": mean, "orders": figures}
 
 
 def update_flops(config, tokens, scored, pairs, kept_layers):
@@ -398,19 +272,33 @@ def update_flops(config, tokens, scored, pairs, kept_layers):
     return 2 * linears * tokens * (forwards + c.layers) + attention + 4 * c.vocab * c.width * scored
 
 
-def learner_update(network: Network, wanted: Limits, prompts: int, prompt: int, new: int) -> dict:
-    """Learner.update on `prompts` groups of eight random answers of `new` tokens, twice: the first
+def random_learner(args: argparse.Namespace) -> Learner:
+    return Learner(random_model(args.model, args.base, args.lora_rank), grpo.LOSSES["dapo"])
+
+
+def planned(args: argparse.Namespace, learner: Learner, prompt_tokens: int,
+            **sizes: int) -> Sampler:
+    """The sampler that train.py would make, with its memory plan, which the learner follows too.
+
+    sizes: of the fields of config.Rollout.
+    """
+    limits = memory.Limits(args.memory_gib, args.kv_gib, args.micro_batch_tokens)
+    return divide_memory(learner.model, learner, engine_for(args.kernels), limits,
+                         Rollout(**sizes), prompt_tokens, num_held_out=0)
+
+
+def update(args: argparse.Namespace) -> dict:
+    """Learner.update on --prompts groups of eight random answers of --new tokens, twice: the first
     compiles.
     """
-    memory.bound(wanted.memory_gib, DEVICE)
-    G = 8
-    B = prompts * G
-    model = network.build()
-    learner = Learner(model, grpo.LOSSES["dapo"])
-    sizes = Rollout(prompts_per_step=prompts, group_size=G, max_new_tokens=new, max_rows=128)
-    divide_memory(model, learner, engine_for(network.kernels), wanted, sizes,
-                  max_prompt_tokens=prompt, num_held_out=0)
-    questions = [question for question in random_prompts(model, [prompt] * prompts)
+    memory.bound(args.memory_gib, DEVICE)
+    G, prompt, new = 8, args.prompt, args.new
+    B = args.prompts * G
+    learner = random_learner(args)
+    planned(args, learner, prompt, prompts_per_step=args.prompts, group_size=G, max_new_tokens=new,
+            max_rows=128)
+    model = learner.model
+    questions = [question for question in random_prompts(model, [prompt] * args.prompts)
                  for _ in range(G)]
     rollouts = Rollouts(questions, random_prompts(model, [new] * B),
                         [torch.full((new,), -1.0)] * B, [True] * B)
@@ -437,23 +325,21 @@ def learner_update(network: Network, wanted: Limits, prompts: int, prompt: int, 
         "kept": learner.kept_layers, "reserved_gib": torch.cuda.max_memory_reserved() / 2**30})
 
 
-def training_step(network: Network, wanted: Limits, group_size: int, prompts: int) -> dict:
+def step(args: argparse.Namespace) -> dict:
     """A training step on random weights, twice: the first compiles. With torchrun, a rank's share.
     """
-    memory.bound(wanted.memory_gib, DEVICE)
+    memory.bound(args.memory_gib, DEVICE)
     join_ranks(DEVICE)
-    G = group_size
+    G, prompts = args.group_size, args.prompts
     B = prompts * G
-    model = network.build()
-    learner = Learner(model, grpo.LOSSES["dapo"])
+    learner = random_learner(args)
     lengths = torch.tensor(drawn_lengths(B, 50, 1024, 300))
-    questions = random_prompts(model, torch.randint(64, 257, (prompts,)).tolist())
+    questions = random_prompts(learner.model, torch.randint(64, 257, (prompts,)).tolist())
     advantages = grpo.group_advantages(torch.arange(B) % 2, G)   # so every row is trained on
     mine = share(questions)
     limits = Sampling(share(lengths.view(-1, G)).flatten().tolist())
-    sizes = Rollout(prompts_per_step=len(mine), group_size=G, max_new_tokens=1024, max_rows=256)
-    sampler = divide_memory(model, learner, engine_for(network.kernels), wanted, sizes,
-                            max_prompt_tokens=256, num_held_out=0)
+    sampler = planned(args, learner, 256, prompts_per_step=len(mine), group_size=G,
+                      max_new_tokens=1024, max_rows=256)
     for _ in range(2):
         gather([])                               # all ranks begin together, and
         began = time.perf_counter()
@@ -461,13 +347,13 @@ def training_step(network: Network, wanted: Limits, group_size: int, prompts: in
         rollouts = functools.reduce(operator.add, gather([own]))         # end this together
         sampled = time.perf_counter()
         weights = grpo.token_weights(rollouts.sampled(), learner.loss, 1024)
-        update = learner.update(Batch(rollouts, advantages), weights, lr=1e-6)
-        assert not update.failure, update.failure
+        done = learner.update(Batch(rollouts, advantages), weights, lr=1e-6)
+        assert not done.failure, done.failure
         torch.cuda.synchronize()
-        done = time.perf_counter()
+        ended = time.perf_counter()
     rows = [prompt + answer for prompt, answer in zip(rollouts.prompts, rollouts.completions)]
     starts = [len(prompt) for prompt in rollouts.prompts]
-    return {"seconds": done - began, "rollout": sampled - began, "update": done - sampled,
+    return {"seconds": ended - began, "rollout": sampled - began, "update": ended - sampled,
             "tokens": rollouts.num_tokens, "learner_tokens": sum(map(len, rows)),
             "learner_computed": len(lay_out(rows, starts)[0]),
             "idle": rollouts.idle, "samples": len(rows), "gpus": WORLD,
@@ -475,98 +361,58 @@ def training_step(network: Network, wanted: Limits, group_size: int, prompts: in
             "kv_gib": sampler.engine.kv.nbytes / 2**30,
             "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
             "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
-            **grpo.summarize(update.sums)}
+            **grpo.summarize(done.sums)}
 
 
-MEASUREMENTS = {"linears": linears, "rollout": rollout, "decode": decode, "tail": tail,
-                "update": learner_update, "step": training_step}
+# A command, and the defaults of its flags where they are not those of the others.
+COMMANDS = {linears: dict(lora_rank=0), rollout: dict(new=512), update: dict(new=4096, prompts=2),
+            step: dict(prompts=16)}
 
 
-def grouped(flags: dict) -> dict:
-    """A command's flags as the arguments of its function: those of the model become one Network,
-    those of the learner's memory one Limits.
-    """
-    rest = dict(flags)
-    if "memory_gib" in rest:
-        rest["wanted"] = Limits(**{name: rest.pop(name) for name in Limits._fields})
-    if "base" in rest:                           # linears makes no model
-        rest["network"] = Network(**{name: rest.pop(name) for name in Network._fields})
-    return rest
-
-
-def measure(command: str, flags: dict) -> None:
-    """Runs a command and prints its flags, commit, versions, GPU and figures."""
-    figures = MEASUREMENTS[command](**grouped(flags))
-    about = env.provenance(torch.cuda.get_device_name())
-    properties = torch.cuda.get_device_properties(DEVICE)
-    gpu = {name: getattr(properties, name, None) for name in SIZES_OF_GPU}       # not in all torch
-    say(json.dumps({"command": command, **flags, **about, "gpu": gpu, **figures}))
-
-
-def read_bench_flags():
+def read_flags() -> tuple[Callable, argparse.Namespace]:
+    """-> the function of the command, and the flags."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=LongHelp)
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name in MEASUREMENTS:
-        commands.add_parser(name, allow_abbrev=False, formatter_class=LongHelp)
-
-    def add(names, flag, **options):
-        if options.get("default") is not None:
-            options.setdefault("help", "(default: %(default)s)")
-        for name in names.split():
-            commands.choices[name].add_argument(flag, **options)
-
-    def numbers_by_comma(text):
-        return [int(n) for n in text.split(",")]
-
-    numbers = dict(type=numbers_by_comma, help="as 1,8,32")
-    whole = "rollout decode tail update step"
-    add(f"linears {whole}", "--model", choices=SIZES, default="7b")
-    add(f"linears {whole}", "--kernels", choices=["auto", *KERNELS], default="auto")
-    add("linears", "--lora-rank", type=int, default=0, help="of each part's adapter; 0: none")
-    add("linears", "--rows", type=int, nargs="*", default=[1, 8, 16, 32, 64, 128, 256])
-    add(whole, "--lora-rank", type=int, default=32)
-    add(whole, "--base", choices=list(nvfp4.FORMATS), default="nvfp4")
-    add(whole, "--dtype", choices=["bfloat16", "float16"], default="bfloat16")
-    add("rollout decode", "--batch", default=[1, 8, 32, 64, 256], **numbers)
-    add("rollout decode tail update", "--prompt", type=int, default=256, help="tokens of a prompt")
-    add("rollout", "--new", type=int, default=512, help="tokens of a completion, at least 2")
-    add("decode", "--new", default=[4096, 8192, 16384], **numbers)
-    add("tail", "--new", type=int, default=4096, help="longest answer, without --lengths")
-    add("tail", "--lengths", help="samples.jsonl of a run, or evaluate.py's --out (default: drawn, "
-        "with an eighth of --new as their mean)")
-    add("tail", "--answers", type=int, default=128, help="how many")
-    add("tail", "--max-rows", type=int, help="most that are decoded at a time (default: all)")
-    add("update", "--new", type=int, default=4096, help="tokens of an answer")
-    add("update step", "--memory-gib", type=float, help="GPU memory of the whole process")
-    add("step", "--group-size", type=int, default=8, help="samples a problem, at least 2")
-    add("step", "--prompts", type=int, default=16, help="problems")
-    add("update", "--prompts", type=int, default=2, help="problems, of eight answers each")
-    add("rollout decode tail", "--kv-gib", type=float, help="GiB of the KV cache (default: what "
-        "is needed, at most half of the free memory)")
-    add("update step", "--kv-gib", type=float, help="GiB of the KV cache (default: by memory.py)")
-    add("update step", "--micro-batch-tokens", type=int, help="(default: by memory.py)")
-    return parser.parse_args()
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = {function.__name__: function for function in COMMANDS}
+    add = parser.add_argument
+    add("command", choices=commands)
+    add("--model", choices=SIZES, default="7b", type=lambda name: name.removeprefix("random:"))
+    add("--base", choices=nvfp4.FORMATS, default="nvfp4")
+    add("--kernels", choices=("auto", *KERNELS), default="auto", help="that decode")
+    add("--lora-rank", type=int, default=32, help="(default: 32; linears: 0, none)")
+    add("--rows", type=int, nargs="*", default=[1, 8, 16, 32, 64, 128, 256], help="of linears")
+    add("--batch", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 32, 64, 256],
+        help="of rollout: sequences at a time, as 1,8,32")
+    add("--prompt", type=within(int, 1, 1e6), default=256, help="tokens of a prompt, of rollout "
+        "and update")
+    add("--new", type=within(int, 2, 1e6), help="tokens of an answer (rollout: 512, update: 4096)")
+    add("--prompts", type=within(int, 1, 1e6), help="problems (step: 16; update: 2, of eight "
+        "answers each)")
+    add("--group-size", type=within(int, 2, 1e6), default=8, help="of step: answers to a problem")
+    add("--memory-gib", type=float, help="of update and step: GPU memory of the whole process")
+    add("--kv-gib", type=within(float, 1e-9, 1e9), help="GiB of the KV cache (default: rollout: "
+        "what is needed, at most half of the free memory; else by the memory plan)")
+    add("--micro-batch-tokens", type=within(int, 1, 2e9), help="(default: by the memory plan)")
+    function = commands[parser.parse_args().command]
+    parser.set_defaults(**COMMANDS[function])
+    args = parser.parse_args()
+    if function in (update, step) and args.lora_rank < 1:
+        parser.error(f"--lora-rank {args.lora_rank}: the learner trains an adapter")
+    return function, args
 
 
 def main() -> None:
+    function, args = read_flags()
     with env.one_line("bench"):
-        flags = vars(read_bench_flags())
-        command = flags.pop("command")
-        if command == "step":
-            check_ranges(Rollout(group_size=flags["group_size"]))
-        if command in ("step", "update"):
-            for name in Limits._fields:
-                if (flags[name] or 1) <= 0:
-                    raise ValueError(f"--{name.replace('_', '-')} must be above 0, got "
-                                     f"{flags[name]}")
-            if flags["lora_rank"] < 1:
-                raise ValueError(f"--lora-rank {flags['lora_rank']}: the learner trains an adapter")
         if not torch.cuda.is_available():
-            raise ValueError("measures a GPU and there is none")
-        _, kernels = choose_device("cuda", flags["kernels"], flags["model"])
-        say(f"decode kernels: {kernels}, on {torch.cuda.get_device_name()}")
-        measure(command, flags | {"kernels": kernels})
+            raise UserError("measures a GPU and there is none")
+        _, args.kernels = choose_device("cuda", args.kernels, args.model)
+        gpu = torch.cuda.get_device_name()
+        say(f"decode kernels: {args.kernels}, on {gpu}")
+        figures = function(args)
+        properties = torch.cuda.get_device_properties(DEVICE)
+        sizes = {name: getattr(properties, name, None) for name in SIZES_OF_GPU}  # not in all torch
+        say(json.dumps({**vars(args), **env.provenance(gpu), "gpu": sizes, **figures}))
 
 
 if __name__ == "__main__":

@@ -26,12 +26,18 @@ import base64
 import gzip
 import json
 import math
+import sys
+from collections import Counter
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
+
+if find_spec("env") is None:                     # as python tools/report.py, where no import works
+    sys.exit("report.py: run it from the project's folder, as python -m tools.report")
 
 import env  # isort: skip; its settings come before torch
 
-from files import read_json, read_log, write_atomically
+from files import UserError, errors_name_file, read_json, read_log, write_atomically
 
 MOST_CHARACTERS = 500e6             # Chromium refuses strings of more than 2^29 characters
 PROBLEM = "id", "question", "answer", "prompt"      # what answers to one problem have in common
@@ -73,10 +79,10 @@ def panels_for(keys: Iterable[str]) -> dict[str, tuple[str, str]]:
 # Reading a run
 
 def log_rows(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl or samples.jsonl; ValueError if it has none yet."""
+    """The rows of a metrics.jsonl or samples.jsonl; UserError if it has none yet."""
     rows = [row for row, _ in read_log(path)]
     if not rows:
-        raise ValueError(f"{path}: no complete line yet")
+        raise UserError(f"{path}: no complete line yet")
     return rows
 
 
@@ -109,34 +115,36 @@ def flat(flags: dict, prefix: str = "") -> dict:
     return names
 
 
-def read_answers(path: Path, problems: dict, every: int = 1) -> list[dict]:
+def read_answers(path: Path, problems: dict, group_size: int, every: int = 1) -> list[dict]:
     """The answers of samples.jsonl or held_out.jsonl of every `every`-th step; [] without the file.
 
     A problem comes up again and again, at least for each answer of its group, and prompts are
     long. So `id`, `question`, `answer` and `prompt` become `problem`, the number of the problem.
-    problems: those four -> number; the new ones are added. ValueError names a line without a text.
+    problems: those four -> number; the new ones are added. `group` is the place of the answer's
+    group in its step: its answers stand side by side.
     """
     answers = []
-    for number, (row, _) in enumerate(read_log(path) if path.exists() else (), 1):
-        texts = {"answer": "", "prompt": ""} | row               # an older run has no prompt
-        for key in (*PROBLEM, "completion", "rule"):
-            if not isinstance(texts.get(key), str):
-                raise ValueError(f"{path}:{number}: {key} is no text")
+    count = Counter()                            # answers of each step so far
+    for row, _ in read_log(path) if path.exists() else ():
+        group = count[row["step"]] // group_size
+        count[row["step"]] += 1
         if row["step"] % every == 0:
-            known = tuple(row.pop(key, "") for key in PROBLEM)
-            answers.append(row | {"problem": problems.setdefault(known, len(problems))})
+            known = tuple(row.pop(key) for key in PROBLEM)
+            number = problems.setdefault(known, len(problems))
+            answers.append(row | {"problem": number, "group": group})
     return answers
 
 
 def read_run(folder: Path, every: int = 1) -> dict:
     """What the page shows of one run, with the answers of every `every`-th step.
 
-    Raises OSError, ValueError or Stopped, with a message that names the file.
+    Raises OSError, UserError or Stopped, with a message that names the file.
     """
-    problems = {}
-    samples = read_answers(folder / "samples.jsonl", problems, every)
-    held_out = read_answers(folder / "held_out.jsonl", problems)           # of a few steps anyway
+    flags = read_json(folder / "run.json")
     metrics = log_rows(folder / "metrics.jsonl")
+    problems = {}
+    samples = read_answers(folder / "samples.jsonl", problems, flags["group_size"], every)
+    held_out = read_answers(folder / "held_out.jsonl", problems, 1)        # of a few steps anyway
     # The panels' keys first, in their order; then all others that the run has logged.
     keys = dict.fromkeys(PANELS) | dict.fromkeys(key for row in metrics for key in row)
     del keys["step"]
@@ -145,7 +153,7 @@ def read_run(folder: Path, every: int = 1) -> dict:
         steps, values = series(metrics, key)
         if steps:
             curves[key] = steps, values, smooth(values, len(values) // 15)
-    return {"name": str(folder), "flags": flat(read_json(folder / "run.json")), "curves": curves,
+    return {"name": str(folder), "flags": flat(flags), "curves": curves,
             "problems": [dict(zip(PROBLEM, known)) for known in problems],
             "samples": samples, "held_out": held_out}
 
@@ -154,30 +162,20 @@ def read_run(folder: Path, every: int = 1) -> dict:
 # Writing the page
 
 def page(runs: list[dict]) -> str:
-    """The HTML of the page for what read_run() gave for each run.
-
-    ValueError if a number is not finite, or if there is more text than a browser reads.
+    """The HTML of the page for what read_run() gave for each run. UserError if there is more text
+    than a browser reads.
     """
-    try:
-        panels = panels_for({key for run in runs for key in run["curves"]})
-        data = json.dumps({"panels": panels, "runs": runs}, separators=(",", ":"), allow_nan=False)
-    except ValueError as error:
-        raise ValueError(f"runs hold a number that JSON lacks: {error}") from None
+    panels = panels_for({key for run in runs for key in run["curves"]})
+    data = json.dumps({"panels": panels, "runs": runs}, separators=(",", ":"), allow_nan=False)
     if len(data) > MOST_CHARACTERS:
-        raise ValueError(f"{len(data) / 1e6:.0f} MB of text are more than a browser reads: --every "
-                         "10 keeps the answers of every 10th step")
+        raise UserError(f"{len(data) / 1e6:.0f} MB of text are more than a browser reads: --every "
+                        "10 keeps the answers of every 10th step")
     # Base64 has none of the characters that end a script element, whatever a model wrote.
     packed = base64.b64encode(gzip.compress(data.encode(), 6, mtime=0)).decode()
     return Path(__file__).with_name("report.html").read_text("utf-8").replace("{DATA}", packed)
 
 
-def default_page(runs: list[Path]) -> Path:
-    """Where the page of these runs goes without --out: into the first one's folder."""
-    others = "-".join(run.resolve().name for run in runs[1:])
-    return runs[0] / (f"report-with-{others}.html" if others else "report.html")
-
-
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False, description=(
         "Write one HTML page that shows the curves, flags and answers of runs."))
     parser.add_argument("runs", nargs="+", type=Path, help="folders that train.py wrote")
@@ -186,16 +184,18 @@ def main():
     parser.add_argument("--every", type=int, default=1, metavar="N",
                         help="only the answers of every Nth step (default: 1, all of them)")
     args = parser.parse_args()
-    out = args.out or default_page(args.runs)
+    others = "-".join(["-with", *(run.resolve().name for run in args.runs[1:])])
+    out = args.out or args.runs[0] / f"report{others if args.runs[1:] else ''}.html"
     with env.one_line("report"):
         if args.every < 1:
-            raise ValueError(f"--every must be at least 1, got {args.every}")
+            raise UserError(f"--every must be at least 1, got {args.every}")
         if out.suffix != ".html":                # --out runs/x/metrics.jsonl would overwrite it
-            raise ValueError(f"--out {out}: must end in .html")
+            raise UserError(f"--out {out}: must end in .html")
         html = page([read_run(run, args.every) for run in args.runs])
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(out, html.encode())
-        print(f"{out}: {len(html) / 1e6:.3g} MB", flush=True)            # stdout may be a full disk
+        with errors_name_file("stdout"):
+            print(f"{out}: {len(html) / 1e6:.3g} MB", flush=True)
 
 
 if __name__ == "__main__":
