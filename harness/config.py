@@ -65,8 +65,8 @@ MAX_ROWS = "[1, 32768]"                          # kernels count row * width in 
 @dataclass(frozen=True)
 class General:
     """what most runs set"""
-    steps: int = setting(200, "training steps, a batch of rollouts each; may grow with --resume "
-                         "(study: 200 at 0.5B and 1.5B)", AT_LEAST_1)
+    steps: int = setting(200, "training steps, a batch of rollouts each; may grow with --resume",
+                         AT_LEAST_1)
     seed: int = setting(0, "random seed of the adapter, the order of problems, sampling and noise",
                         "[0, 2e18]")
     out: str | None = setting(None, "run folder (default: runs/MODEL-BASE-DATA-SEED)", place=True)
@@ -82,8 +82,7 @@ class Model:
     calibrate: int | None = setting(
         None, "choose the NVFP4 codes by the model's own answers to this many training problems; "
         "takes about a minute and writes the new weights to OUT/base; 0: off (default: 128 where "
-        "a 16-bit model becomes NVFP4 on a GPU, else 0; study/first.md: in greedy answers a 0.5B "
-        "ends 3.5 points higher than with codes rounded to nearest)", "[0, 1e5]")
+        "a 16-bit model becomes NVFP4 on a GPU, else 0)", "[0, 1e5]")
     lora_rank: int = setting(32, "rank of every LoRA adapter (paper 4.1)", AT_LEAST_1)
     lora_alpha: float = setting(32, "the adapter is scaled by alpha / rank (release: alpha = rank)",
                                 "(0, 1e9]")
@@ -112,13 +111,12 @@ class Data:
 @dataclass(frozen=True)
 class Rollout:
     """rollouts"""
-    prompts_per_step: int = setting(64, "problems in a training step (study: 64 x 8 answers in "
-                                    "every good run; Table 4: a batch of 128)", AT_LEAST_1)
+    prompts_per_step: int = setting(64, "problems in a training step (study; Table 4: a batch "
+                                    "of 128 answers)", AT_LEAST_1)
     group_size: int = setting(8, "answers to each problem (study; Table 4: 8, on BigMath 16)",
                               "[2, 1e6]")
     max_new_tokens: int = setting(512, "longest answer in tokens; harder problems than GSM8K's "
-                                  "need more (study: 512, which cut off 1 to 7 %% of the answers; "
-                                  "Table 4: 4096, on BigMath 8192)", AT_LEAST_1)
+                                  "need more (Table 4: 4096, on BigMath 8192)", AT_LEAST_1)
     temperature: float = setting(1.0, "softmax temperature of sampling and of every log-prob "
                                  "(Table 4)", "(0, 1000]")
     max_rows: int = setting(256, "most answers that are decoded at a time", MAX_ROWS)
@@ -128,8 +126,7 @@ class Rollout:
 class Noise:
     """adaptive quantization noise (AQN)"""
     sigma_start: float = setting(0.0, "the noise's standard deviation (sigma) in the first noisy "
-                                 "stage; 0: no noise (study: 1e-2 is too small to have an effect, "
-                                 "5e-2 does not help by a point; Table 4: 1e-2)", "[0, 10]")
+                                 "stage; 0: no noise (study; Table 4: 1e-2)", "[0, 10]")
     sigma_end: float = setting(5e-4, "the sigma to which the schedule decays (Table 4)", "[0, 10]")
     noise_stages: int = setting(10, "K of Algorithm 1; the first stage has no noise (Table 4)",
                                 AT_LEAST_1)
@@ -149,34 +146,32 @@ class Objective:
     clip_high: float | None = setting(None, "the ratio is clipped at 1 + this (default: the loss's "
                                       "own)", "(0, 1e9]")
     correction: str | None = setting(
-        None, "how the loss makes up for the difference between sampler and learner, from noise "
-        "and rounding; truncate: importance weights of at most 2; ppo: clips the ratio of policy "
-        "to sampler (paper; study: with a sigma of 5e-2 it costs 6 points); off: not at all "
-        "(release) (default: the loss's own, truncate)",
+        None, "how the loss corrects for the difference between rollout and learner, from noise and "
+        "rounding; truncate: importance weights of at most 2; ppo: clips policy / rollout (paper; "
+        "do not combine with strong noise: study); off: not at all (release) (default: the loss's "
+        "own, truncate)",
         choices=grpo.CORRECTIONS)
     advantage_scale: str = setting("none", "group: centred rewards are divided by the standard "
                                    "deviation of their group (paper); none: they are not (Dr. "
-                                   "GRPO; study: neither is shown to be better, none minus group is "
-                                   "+0.4 points [-0.9, +1.7])", choices=grpo.SCALES)
+                                   "GRPO)", choices=grpo.SCALES)
     kl_beta: float | None = setting(None, "weight of the KL term towards the model without its "
                                     "adapter (default: the loss's own, 0)", "[0, 1e9]")
     overlong: str = setting("keep", "answers cut off at --max-new-tokens; keep: graded like any "
-                            "other, so nearly always as wrong (study); mask: left out of the loss "
-                            "(release; study: answers then get longer)", choices=("mask", "keep"))
+                            "other, so nearly always as wrong; mask: left out of the loss (release; "
+                            "answers may then grow)", choices=("mask", "keep"))
 
 
 @dataclass(frozen=True)
 class Optim:
     """optimizer"""
-    lr: float = setting(1e-4, "peak learning rate (study: 1e-4 was good at 0.5B and 1.5B; 2e-4 "
-                        "was better in 16 bits, and in 4 bits better at 1.5B on MATH and no better "
-                        "at 0.5B; 4e-4 bad; Table 4: 1e-5, for bf16 LoRA 5e-6)", "(0, 10]")
+    lr: float = setting(1e-4, "peak learning rate; for --base bf16 try 2e-4 (study; Table 4: "
+                        "1e-5, for bf16 LoRA 5e-6)", "(0, 10]")
     lr_schedule: str = setting(
         "constant", "after the warm-up: constant with a linear end over the last quarter, or half "
-        "a cosine down to 0 (release); the study has both and cannot tell them apart",
+        "a cosine down to 0 (release)",
         choices=("cosine", "constant"))
     warmup: float = setting(0.1, "share of the run in which the rate rises (release)", "[0, 1]")
-    epochs: int = setting(1, "passes over each batch of rollouts (study; Table 4: 4 updates)",
+    epochs: int = setting(1, "passes over each batch of rollouts (Table 4: 4 updates)",
                           AT_LEAST_1)
     updates_per_rollout: int = setting(1, "disjoint parts of a batch, each with an optimizer step "
                                        "of its own", AT_LEAST_1)

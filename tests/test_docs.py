@@ -89,7 +89,7 @@ def flags_in(text):
 def test_every_flag_in_a_command_of_the_documents_is_one_of_its_programs(help_of):
     wrong = set()
     for name, file, arguments in commands():
-        if module(file) in PROGRAMS and name != "study/methods.md":  # which has the flags that its runs were made with
+        if module(file) in PROGRAMS:
             known = flags_in(help_of(file, arguments[0] if arguments else "")) | {"--help"}
             wrong |= {f"{name}: {file} has no flag {flag}" for flag in flags_in(" ".join(arguments)) - known}
     assert_none(wrong)
