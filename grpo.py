@@ -45,9 +45,9 @@ GRPO (2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783) and GSPO (2507.18071
 divisor, the clip, and whether the ratio belongs to a token or to a row: each is a row of LOSSES.
 Why there are two ratios where PPO has one: docs/walkthrough.md, part 7.
 
-Not here: a critic and an entropy bonus (the QeRL paper has neither), the overlong penalty
-(rewards.py), DAPO's dynamic sampling (a larger --prompts-per-step costs as much and gives as many
-groups that teach).
+Not here: a critic and an entropy bonus (the QeRL paper has neither), a penalty of long answers
+(examples/my_reward.py), DAPO's dynamic sampling (a larger --prompts-per-step costs as much and
+gives as many groups that teach).
 """
 from collections.abc import Callable
 from dataclasses import dataclass

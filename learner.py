@@ -63,7 +63,7 @@ class AdamW:
     """The optimizer of an adapter: AdamW (1711.05101) on its one flat vector of parameters.
 
     To try another optimizer, write a class with these four methods and put it into
-    Learner.OPTIMIZER: checkpoints, resumed runs and the memory plan of harness/memory.py follow from
+    Learner.OPTIMIZER: checkpoints, resumed runs and the memory plan (harness/memory.py) follow from
     state_bytes() and tensors().
     """
     MOMENTS = "exp_avg", "exp_avg_sq"            # as torch.optim names them
