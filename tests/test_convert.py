@@ -198,7 +198,7 @@ def test_a_bad_source_is_one_line_and_leaves_nothing_behind(bf16, tmp_path, monk
 @pytest.mark.parametrize("arguments,words", [
     (["nvfp4", TINY, "out", "--codes", "gptq"], ["--codes gptq", "--calibrate"]),
     (["nvfp4", TINY, "out", "--calibrate", "1"], ["--calibrate"]),
-    (["nvfp4", TINY, "out", "--calibrate", "4", "--data", "none"], ["'none'"]),
+    (["nvfp4", TINY, "out", "--calibrate", "4", "--data", "none"], ["data none"]),
     (["nvfp4", TINY, "taken"], ["taken"]), (["merge", "run", "taken"], ["taken"]),
     (["nvfp4", "nowhere", "out"], ["nowhere"]), (["merge", "taken", "out"], ["taken/run.json"]),
     (["merge", "run", "out"], ["run/adapter/adapter_config.json"]),
