@@ -545,7 +545,7 @@ def test_a_resumed_run_notices_other_frozen_weights(runs, tmp_path):
     runs.run("frozen", "--resume", "--steps", "2")
     # A model that was moved is named again, and run.json then has its new place.
     moved = model.rename(tmp_path / "moved")
-    assert "there is no such folder" in runs.run("frozen", "--resume", "--steps", "3", code=1)
+    assert f"--model {model}: " in runs.run("frozen", "--resume", "--steps", "3", code=1).splitlines()[-1]
     runs.run("frozen", "--resume", "--steps", "3", "--model", str(moved))
     assert json.loads((runs.folder / "frozen" / "run.json").read_text())["model"] == str(moved)
     runs.run("frozen", "--resume", "--steps", "4")
