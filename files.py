@@ -105,11 +105,16 @@ def read_rows(path: Path) -> list[tuple[int, object]]:
             for number, line in enumerate(text.split("\n"), 1) if line.strip()]
 
 
-def parse_json(text: str | bytes, place: str | Path) -> object:
-    """The value of a JSON text. UserError, which names its place, if it is none."""
+def parse_json(text: str, place: str | Path) -> object:
+    """The value of a JSON text. UserError, which names its place, if it is none: unlike json.loads
+    also for NaN and Infinity, which JSON does not have.
+    """
+    def refuse_constant(name):
+        raise ValueError(f"{name} is not JSON")
+
     try:
-        return json.loads(text)
-    except ValueError as error:
+        return json.loads(text, parse_constant=refuse_constant)
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{place}: is not JSON ({first_line(error)})") from None
 
 
@@ -117,14 +122,21 @@ def read_log(path: Path) -> Iterator[tuple[dict, int]]:
     """Yields every row of a run's log such as metrics.jsonl, with the byte offset where it ends.
 
     A last line without its line feed is what a kill cut off, and is left out. UserError names a
-    line that is not JSON.
+    line that no run can have written.
     """
     end = 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
-            if line.endswith(b"\n"):
-                end += len(line)
-                yield parse_json(line, f"{path}:{number}"), end
+            if not line.endswith(b"\n"):
+                return
+            end += len(line)
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            if not isinstance(row, dict) or type(row.get("step")) is not int:
+                raise UserError(f"{path}:{number}: no line of a run")
+            yield row, end
 
 
 # What a key of a JSON object must hold: in words, as a test, and whether it must be there at all.

@@ -112,10 +112,10 @@ def load_function(spec: str, flag: str) -> Callable:
         raise UserError(f"{flag} takes module:function, names such as my_rewards:score, got "
                         f"{short_repr(spec)}")
     path = find_module(module_name, f"{flag} {spec}")
-    if os.getcwd() not in sys.path:
-        # For what the user's file itself imports. Last, so that a file called data.py or model.py
-        # in the working directory never takes the place of one of ours.
-        sys.path.append(os.getcwd())
+    if str(path.parent) not in sys.path:
+        # For what the user's file itself imports. Last, so that a file called learner.py or model.py
+        # beside it never takes the place of one of ours.
+        sys.path.append(str(path.parent))
     try:
         module = load_file(module_name, path)
     except (Exception, SystemExit) as error:

@@ -78,7 +78,7 @@ def test_a_text_is_read_without_its_byte_order_mark(tmp_path):
             read_text(tmp_path / name)
 
 
-@pytest.mark.parametrize("text", ["[1]", "", "{"])
+@pytest.mark.parametrize("text", ["[1]", "", "{", '{"a": NaN}', "[" * 100_000])
 def test_a_file_that_holds_no_json_object_is_one_line_that_names_it(tmp_path, text):
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(UserError, match="x.json: ") as error:
@@ -88,16 +88,17 @@ def test_a_file_that_holds_no_json_object_is_one_line_that_names_it(tmp_path, te
 
 def test_a_log_has_null_for_what_is_not_finite_and_is_read_to_its_last_whole_line(tmp_path):
     path = tmp_path / "log.jsonl"
-    append_lines(path, [{"x": float("nan"), "parts": {"y": -float("inf")}}, {"x": "é\u2028"}])
+    append_lines(path, [{"step": 0, "x": float("nan"), "y": [-float("inf")]}, {"step": 1, "x": "é\u2028"}])
     whole = path.stat().st_size
     with open(path, "a") as file:
-        file.write('{"x": 1')                                             # what a kill cut off
+        file.write('{"step": 1')                                          # what a kill cut off
     rows = list(read_log(path))
-    assert [row for row, _ in rows] == [{"x": None, "parts": {"y": None}}, {"x": "é\u2028"}]
+    assert [row for row, _ in rows] == [{"step": 0, "x": None, "y": [None]}, {"step": 1, "x": "é\u2028"}]
     assert rows[1][1] == whole and json.loads(path.read_bytes()[:rows[0][1]])
-    path.write_text('{"x": 1}\nnot a row\n')
-    with pytest.raises(UserError, match="log.jsonl:2"):
-        list(read_log(path))
+    for other in ("not a row", "[]", '{"step": "1"}', '{"x": 1}', "[" * 100_000):
+        path.write_text('{"step": 1}\n' + other + "\n")
+        with pytest.raises(UserError, match="log.jsonl:2"):
+            list(read_log(path))
 
 
 @pytest.mark.parametrize("value,key", [
