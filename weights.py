@@ -150,14 +150,15 @@ class ModelFolder:
         """Tells weights of the same shapes apart: of the first 4,096 numbers of each tensor, since
         to read a 7B whole would take a minute.
 
-        linears False: of the embedding, norms and biases alone, which a model has in common with
-        what was made of it by rounding to 4 bits or by merging an adapter.
+        linears False: of the embedding, norms and biases alone, rounded to bf16. A model has these in
+        common with what was made of it by rounding to 4 bits or by merging an adapter.
         """
         shards = Shards(self.path)
         digest = hashlib.sha256()
         for name in sorted(shards.names):
             if linears or name.endswith(("norm.weight", ".bias", "embed_tokens.weight")):
-                some = shards.get(name).flatten()[:4096].bfloat16()
+                some = shards.get(name).flatten()[:4096]
+                some = some if linears else some.bfloat16()
                 digest.update(name.encode() + some.view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 

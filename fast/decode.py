@@ -42,7 +42,6 @@ from triton.language import constexpr
 
 from attention import Spans, attend_spans
 from fast import kernels
-from fast.hopper_fp4 import hopper_matmul
 from fast.kernels import (
     AttentionPlan,
     LayerCache,
@@ -92,6 +91,7 @@ assert RowState._fields[:len(Rows._fields) - 1] == Rows._fields[:-1]  # decode()
 def decode_matmul_for(name: str | None) -> Callable | None:
     """The matmul of --kernels `name`, "hopper" or "portable". None, a CPU, packs no weights."""
     if name == "hopper":
+        from fast.hopper_fp4 import hopper_matmul  # Gluon, which no other GPU needs
         return hopper_matmul
     return portable_matmul if name == "portable" else None
 
