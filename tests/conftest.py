@@ -1,7 +1,7 @@
 """
 What all tests share: the import path, the tiny checkpoints, signals as from a shell, Triton's interpreter.
 
-A bare `pytest` runs the tests in several processes (pytest.ini); `pytest -n 0` runs them in one.
+A bare `pytest` runs the tests in several processes (pyproject.toml); `pytest -n 0` runs them in one.
 """
 import dataclasses
 import os
