@@ -260,7 +260,7 @@ def grade_problem(wanted: Evaluation, tokenizer: data.Tokenizer, problem: data.P
                                   plug_in)
     for sample, row in enumerate(rows):
         lenient = rewards.grade(tokenizer.opened + row["completion"], row["answer"],
-                                last_number=True)
+                                row["question"], last_number=True)
         row |= {"sample": sample, "lenient": float(lenient.correct)}
     return rows
 

@@ -4,6 +4,7 @@ answer (the right one, as the data set has it), and scores the format.
 
     extract(r"so \boxed{\frac12}")    ->  Extraction(answer=r"\frac12", rule="box")
     grade(r"\boxed{\frac12}", "0.5")  ->  Grade(correct=1, format=1, rule="box", answer=r"\frac12")
+    grade(r"\boxed{3+4}", "7", "What is $3+4$?").correct  ->  0: copied from the question
 
 The answer is taken from the first of these that the text has:
 
@@ -22,7 +23,7 @@ import math
 import re
 from typing import Callable, NamedTuple
 
-from answers import END_OF_TURN, MULTIPLES, is_equal
+from answers import END_OF_TURN, FUNCTIONS, MULTIPLES, clean, is_equal
 
 MAX_TAIL = 20_000      # characters searched for tags, markers and numbers; boxes are found anywhere
 
@@ -75,13 +76,42 @@ class Grade(NamedTuple):
     answer: str | None     # as it was found in the completion
 
 
-def grade(completion: str, gold: str, style: str = "boxed", last_number: bool = False) -> Grade:
-    """Scores one completion. `style` is the form that the prompt asked for: "boxed" or "tags"."""
+def grade(completion: str, gold: str, question: str = "", style: str = "boxed",
+          last_number: bool = False) -> Grade:
+    """Scores one completion. An answer that only copies a formula of the `question` is not correct.
+    `style` is the form that the prompt asked for: "boxed" or "tags".
+    """
     assert style in ("boxed", "tags"), f"{style!r} is neither 'boxed' nor 'tags'"
     answer, rule = extract(completion, last_number)
-    correct = int(answer is not None and is_equal(answer, gold))
+    correct = int(answer is not None and is_equal(answer, gold)
+                  and not is_copied(answer, question, gold))
     well_formed = format_tags(completion) if style == "tags" else int(rule == "box")
     return Grade(correct, well_formed, rule, answer)
+
+
+def is_copied(answer: str, question: str, gold: str) -> bool:
+    r"""Does the answer stand in the question as a formula with an operator, and is it not the gold?
+
+    \boxed{\binom{18}{12}} equals 18564, but nothing has been computed. Spelling and the order of
+    terms do not count. A policy can still write X + 0 for a formula X; only algebra could see it.
+    """
+    formulas = [sorted(symbols(side)) for side in sides(answer) if OPERATOR.search(side)]
+    if not formulas or any(sorted(symbols(side)) in formulas for side in sides(gold)):
+        return False
+    text = symbols(clean(question))
+    return any(sorted(text[i:i + len(formula)]) == formula
+               for formula in formulas for i in range(len(text) - len(formula) + 1))
+
+
+def sides(answer: str) -> list[str]:
+    """A clean answer, and its value alone: the 5 of x = 2 + 3 = 5."""
+    answer = clean(answer)
+    return [answer, answer.partition("≈")[0].rpartition("=")[2]]
+
+
+def symbols(s: str) -> list[str]:
+    r"""Without brackets, + and *, so that x+\frac12 and 1/2 + x have the same."""
+    return SYMBOL.findall(s.replace(r"\frac", "/"))
 
 
 def format_tags(text: str) -> int:
@@ -123,7 +153,7 @@ def grade_rollouts(tokenizer: "harness.data.Tokenizer", problems: list,
     rows = []
     for i, text in enumerate(texts):
         problem = problems[i // group_size]
-        verdict = grade(tokenizer.opened + text, problem.answer,
+        verdict = grade(tokenizer.opened + text, problem.answer, problem.question,
                         "tags" if style == "tags" else "boxed")
         row = {
             "id": problem.id, "question": problem.question, "answer": problem.answer,
@@ -213,6 +243,10 @@ AFTER = re.compile(rf"""[$)]* (?:
         (?: n['’]t | not | \s+ (?:not|wrong|incorrect|impossible|too) ) \b )
     | (?: st | nd | rd | th | [a-z] | e[0-9]+ | sqrt | pi ) (?![a-z]) )         # "5th", "5x"
     """, re.VERBOSE | re.IGNORECASE)
+SYMBOL = re.compile(r"\\[A-Za-z]+|[^\s(){}+*,]")
+# What makes a formula more than a value; -5 and 2\pi are values. 60 digits are those of \overline.
+OPERATOR = re.compile(rf"[^\s=(\[{{,<>]\s*-|[+*/^|:]|!(?!=)|\.[0-9]{{60}}"
+                      rf"|\\(?:frac|binom|mod|lfloor|lceil|{'|'.join(FUNCTIONS)})")
 # "5 apples and 6 pears", but not "18 eggs because 9 and 9 is 18".
 MORE = re.compile(r"(?:(?!\b(?:because|since|as)\b)[^,;.=])*\b(?:and|or)\s+[$(]*[0-9]")
 
