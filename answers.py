@@ -667,7 +667,7 @@ class Reader:
             raise SyntaxError("false equation")
         if len(sides) in (1, len(numbers)):
             return sides[-1].value
-        return equation(sides[0], sides[-1])
+        return Relation("eq", ["="], [sides[0], sides[-1]])
 
     def primary(self) -> Reading:
         """A number, a name, or whatever begins with a bracket or a command."""
@@ -751,25 +751,6 @@ def one_or_list(items: list[Reading]) -> Reading:
     return items[0] if len(items) == 1 else Group("list", items)
 
 
-def equation(left: Side, right: Side) -> Reading:
-    """left = right; but (x, y) = (1, 2) is the list x = 1, y = 2: each name keeps its value."""
-    names = left.tokens[1:-1:2]
-    is_tuple = left.value.kind == right.value.kind == "()" and all(map(label, zip(names)))
-    if not (is_tuple and left.tokens[2:-1:2] == [","] * (len(names) - 1)
-            and len(names) == len(left.value.items) == len(right.value.items)):
-        return Relation("eq", ["="], [left, right])
-    parts = zip(names, left.value.items, right.value.items)
-    return Group("list", [Relation("eq", ["="], [Side(x, [name]), Side(y, right.tokens)])
-                          for name, x, y in parts])
-
-
-def is_among(x: Reading, items: list[Reading], point: Point) -> bool:
-    r"""Has the other branch of 0, \pm 2 this item too? Then it is not meant twice."""
-    name, value = named(x)
-    return value.kind not in ("eq", "rel") and any(
-        name == named(y)[0] and same(value, named(y)[1], point) for y in items)
-
-
 THOUSANDS = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
 # Digits with hyphens or slashes that are no arithmetic: 2023-01-05, 1/5/2023, 555-123-4567.
 CODE = re.compile(r"(?:^|[=,;(])\s*[0-9]+([-/])[0-9]+\1[0-9]+\s*(?=$|[,;)])")
@@ -800,9 +781,9 @@ class Answer:
         items = []
         for tokens in self.branches:
             branch = Reader(tokens, point).listing(("",))
-            names = {named(item)[0] for item in branch}
-            if len(names) == 1 or () in names:  # no system such as x = \pm 1, y = 2
-                branch = [x for x in branch if not is_among(x, items, point)]
+            # 0, \pm 2 has one 0; but x = \pm 1, y = 2 is a system, and there y = 2 counts twice
+            if items and len({named(item)[0] for item in branch} - {()}) < 2:
+                branch = [item for item in branch if repr(item) not in map(repr, items)]
             items += branch
         if all(item.kind == "set" for item in items):
             return Group("set", [x for item in items for x in item.items])
@@ -829,37 +810,16 @@ def label(tokens: list[str]) -> tuple[str, ...]:
     return tuple(tokens)
 
 
-NAME = re.compile(  # \overline, letters, subscript, primes, (argument)
-    rf"«(?:\\vec|\\overrightarrow)?(\\(?:{FRAMES}))?(\\?[A-Za-z]+)(_[^'(]*)?('*)(\(.*\))?")
-
-
-def same_name(a: str, b: str) -> bool:
-    """May two names stand for one thing? x and k may, f and f(x), y' and f'(x), AB and BA. Names of
-    different things may not: x_1 and x_2, f(0) and f(1), y and y', AB and AC.
-    """
-    x, y = NAME.fullmatch(a), NAME.fullmatch(b)
-    if a == b or not x or not y:
-        return a == b
-    if len(x[2]) > 1 and (x[2] + y[2]).isupper() and len(y[2]) > 1:
-        return x[2] in (y[2], y[2][::-1])
-    if x[2] == y[2]:
-        one_subscript = x[3] == y[3] or not (x[3] and y[3])
-        return x.group(1, 4) == y.group(1, 4) and one_subscript and not (x[5] and y[5])
-    places = [re.search("[0-9]", part or "") for part in (x[5], y[5])]
-    return x[4] == y[4] and (None in places or x[5] == y[5])
+PLAIN = re.compile(rf"«(?:\\(?:{GREEK})|[A-Za-z])(?:\([a-z]\))?")  # x, \theta, f(x)
 
 
 def may_rename(a: tuple, b: tuple) -> bool:
-    r"""Are two labels one, except for the names? x = 5 and k = 5 are one answer, x:y = 2:3 and
-    a:b = 2:3 too. x:y and y:x are not, nor \cos A and \sin A, nor P(A) and P(B).
+    """May two labels name one thing? x and k may, f(x) and y, x_1 and x. Names of different things
+    may not: x_1 and x_2, f(0) and f(1), y and y', AB and AC, (x, y) and (y, x).
     """
-    if a == b:
-        return True
-    shapes = ["".join("«" if token[0] == "«" else token for token in x) for x in (a, b)]
-    if shapes[0] != shapes[1] or not re.fullmatch(r"«([:/]«)*", shapes[0]):
-        return False
-    is_mixed = names_in(a) & names_in(b)
-    return not is_mixed and all(same_name(x, y) for x, y in zip(a, b) if x[0] == "«")
+    x, y = "".join(a), "".join(b)
+    are_plain = PLAIN.fullmatch(x) and PLAIN.fullmatch(y)
+    return x == y or bool(are_plain) or x.partition("_")[0] == y or y.partition("_")[0] == x
 
 
 def same_number(a: Reading, b: Reading, point: Point) -> bool:

@@ -175,11 +175,10 @@ f'(x)=2x == f(x)=2x                y'=2x == y=2x                    x_1=5 == x_2
 \overline{z}=1+i == z=1+i          AB=5 == BC=5                    x=1,y=2 == y=1,z=2                 x=1,y=2 == y=1,x=2
 \frac{dy}{dx}=2x == y=2x           \frac{x}{y}=2 == \frac{y}{x}=2     x<y == y<x
 """, r"""
-(x,y)=(1,2) == (y,x)=(2,1)         (x,y)=(1,2) == y=2,x=1             (x,y)=(1,2) == (1,2)               x:y=2:3 == 2/3
-(x,y)=(1,2),(3,4) == (3,4),(1,2)   (x,y)=(1,2) == (a,b)=(1,2)         x:y=4:6 == x/y=2/3                 x_1=5 == x=5
-x:y=2:3 == a:b=2:3                 \frac{x}{y}=2 == x/y=2             xy=6 == yx=6                       AB=5 == BA=5
-f'(x)=2x == y'=2x                  f(x)=x^2 == y=x^2                  \cos A=.5 == \cos A=\frac12        \cos A=.5 == .5
-\vec{v}=(1,2) == v=(1,2)           x_1=1,x_2=2 == x=2,x=1             \frac{dy}{dx}=2x == 2x
+(x,y)=(1,2) == (1,2)               (x,y)=(1,2),(3,4) == (3,4),(1,2)   x:y=2:3 == 2/3                     x_1=5 == x=5
+x:y=4:6 == x/y=2/3                 \frac{x}{y}=2 == x/y=2             xy=6 == yx=6                       k=5 == x=5
+f(x)=x^2 == y=x^2                  \cos A=.5 == \cos A=\frac12        x_1=1,x_2=2 == x=2,x=1             AB=5 == 5
+\frac{dy}{dx}=2x == 2x             f(x)=x^2 == g(x)=x^2               \theta=\pi == x=\pi                y'=2x == y'=x+x
 """),
     "a unit has a power, and two different ones clash": (r"""
 5 cm^3 == 5 cm^2                   5\text{ cm}^3 == 5\text{ cm}^2     5 cubic units == 5 square units    5 cm == 5 cm^2
