@@ -238,7 +238,7 @@ AFTER = re.compile(rf"""[$)]* (?:
       | [,;]\s* (?:(?:and|or)\s+)? [$(]*[0-9]                                   # "5, 6"
       | [+/^<>≤≥≠×÷±√π] | \*\s*[0-9] | -\s*[0-9] | :[0-9] | [0-9]               # "5 + 6 = 11"
       | \\(?:sqrt|pi|frac|cdot|times|pm|leq?|geq?|lt|gt|neq?)
-      | -? (?:{'|'.join(sorted(MULTIPLES))}|squared|cubed|times) s? \b             # "5 million"
+      | -? (?:{MULTIPLES}|squared|cubed|times) \b                                # "5 million"
       | ,?\s* (?:which\s+|that\s+)? (?:is|are|was|were|seems|can)               # "5 is wrong"
         (?: n['’]t | not | \s+ (?:not|wrong|incorrect|impossible|too) ) \b )
     | (?: st | nd | rd | th | [a-z] | e[0-9]+ | sqrt | pi ) (?![a-z]) )         # "5th", "5x"

@@ -151,7 +151,7 @@ COPIED = [  # answer, gold, question
 COMPUTED = [
     (r"5-2\sqrt{3}", r"5-2\sqrt3", SIMPLIFY), ("4+x", "x+4", FRACTION), (r"3-\frac34x", r"y=-\frac34x+3", LINE),
     (r"\binom{18}{6}", "18564", r"Evaluate $\binom{18}{12}$."), ("2", "2", r"Find $17\bmod5$."),
-    ("7+12=19", "19", "What is 7+12?"), ("-3", "-3.0", "Is it $-3$ or $3$?"),
+    ("m+n=116", "116", "Find $m+n$."), ("7+12=19", "19", "What is 7+12?"), ("-3", "-3.0", "Is it $-3$ or $3$?"),
     (r"\dfrac{3}{4}", r"\frac34", r"Which is larger, $\frac{3}{4}$ or $\frac23$?"),           # literally the gold
     ("1+x^2", "x^2+1", "Factor $x^2+1$, or leave it as it is."), ("x>3", r"(3,\infty)", "Let $x>3$ or $x<1$."),
 ]
