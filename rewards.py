@@ -220,7 +220,8 @@ BARE_NAME = re.compile(r"\\?[A-Za-z]+(_\w+|\([a-z]\))?")
 # What may not stand before a value, or the value is not the answer.
 BEFORE = re.compile(r"""(?:
     (?: \b(?:not|never|cannot|neither|nor|than|without|except|exceeds?|unlike|under|over|below|above
-          |almost|nearly|at\ least|at\ most|up\ to|no\ longer) | n['’]t )
+          |almost|nearly|at\ least|at\ most|up\ to|no\ longer|might|maybe|perhaps|possibly
+          |could(?=\ be|\ also)) | n['’]t )
       (?: \s+ (?!but\b|is\b|are\b|was\b) [a-z]+ ){0,2} \s+ (?:equal\ to\ )?  # "is not 5", "than 5"
     | \b(?:between|either)                                                # "between 5 and 6"
       (?: \s+ (?!is\b|are\b|was\b|were\b|equals?\b) [^\s.:;=]+ ){0,5} \s+
@@ -239,10 +240,16 @@ AFTER = re.compile(rf"""[$)]* (?:
       | [+/^<>≤≥≠×÷±√π] | \*\s*[0-9] | -\s*[0-9] | :[0-9] | [0-9]               # "5 + 6 = 11"
       | \\(?:sqrt|pi|frac|cdot|times|pm|leq?|geq?|lt|gt|neq?)
       | -? (?:{MULTIPLES}|squared|cubed|times) \b                                # "5 million"
+      | ,?\s* (?:(?:but|although|though|and|or)\s+)? (?:it\s+)?                # "5 but could be 6"
+        (?:could|might|may(?:\s+also)?\s+be|perhaps|maybe|possibly)\b
       | ,?\s* (?:which\s+|that\s+)? (?:is|are|was|were|seems|can)               # "5 is wrong"
         (?: n['’]t | not | \s+ (?:not|wrong|incorrect|impossible|too) ) \b )
     | (?: st | nd | rd | th | [a-z] | e[0-9]+ | sqrt | pi ) (?![a-z]) )         # "5th", "5x"
     """, re.VERBOSE | re.IGNORECASE)
+# What may not stand before a box: "It is not \boxed{5}".
+NOT_BOXED = re.compile(r"""(?: \b(?:not|never|cannot|neither|nor) | n['’]t )
+    (?: \s+ (?:be|equals?|to|the|an?|answer|value|really|certainly|simply|just|exactly) )*
+    [\s$(\[{\\:]* $""", re.VERBOSE | re.IGNORECASE)
 SYMBOL = re.compile(r"\\[A-Za-z]+|[^\s(){}+*,]")
 # What makes a formula more than a value; -5 and 2\pi are values. 60 digits are those of \overline.
 OPERATOR = re.compile(rf"[^\s=(\[{{,<>]\s*-|[+*/^|:]|!(?!=)|\.[0-9]{{60}}"
@@ -270,7 +277,9 @@ def last_box(text: str) -> str:
         found.append(text[content:content_end])
         begin = start
     if len(set(found[::2])) == 1:
-        return found[0].strip()
+        found = found[:1]
+    if found and NOT_BOXED.search(text, max(0, begin - 60), begin):
+        found.append("not ")
     return "".join(reversed(found)).strip()
 
 

@@ -124,6 +124,23 @@ def test_a_hedge_of_something_else_does_not_hide_the_answer(text, gold):
     assert grade(text, gold, last_number=True).correct == 1
 
 
+@pytest.mark.parametrize("text", [
+    r"It is not \boxed{5}", r"The value is certainly not $\boxed{5}$.", r"It can't be \boxed{5}.",
+    r"\boxed{5}? No, it is not equal to \[\boxed{5}\]", "The answer is 5 but could be 6", "The answer is 5, or maybe 7",
+    "The answer is 5, but it could also be 6.", "The answer is $5$, although it might be $6$.", "Answer: 5 sixteenths",
+    "The answer is 5 quadrillion.", r"\boxed{5 \text{ is wrong}}", r"\boxed{\text{not } 5}"])
+def test_an_answer_that_is_denied_or_doubted_is_none(text):
+    for gold in ("5", "6"):
+        assert grade(text, gold, last_number=True).correct == 0
+
+
+@pytest.mark.parametrize("text", [
+    r"It is not 4, so the answer is \boxed{5}.", r"That is not what we want. Hence \boxed{5}.",
+    r"It is not \boxed{4} but \boxed{5}.", "The answer is 5 but I am sure the method generalizes."])
+def test_a_denial_of_something_else_leaves_the_answer(text):
+    assert grade(text, "5").correct == 1
+
+
 def test_answers_as_gsm8k_writes_them_are_found_and_equal():
     for text in ("... #### 1,234", "The answer is $1,234.00.", "So she earns $1234.",
                  r"\boxed{1{,}234 \text{ dollars}}", "<answer>1234.0</answer>", "in total 1,234 dollars"):
@@ -201,6 +218,9 @@ ADVERSARIAL = [  # text, gold, right verdict
     (boxed("*" * 5_000 + "x"), "42", 0), (boxed("$" + " " * 5_000 + "5x"), "42", 0),
     (boxed("AB" + " " * 5_000 + "x"), "42", 0),
     ("The answer is " + "not 5 and " * 2_000, "5", 0), ("between " * 3_000 + "5", "5", 0), ("$5$ or " * 3_000, "5", 0),
+    (boxed("+".join(f"{2900 - k}!" for k in range(60))), "1", 0), (boxed("\\infty" * 500), "\\infty", 0),
+    (boxed("2 for all x but" * 300), "2", 0), (boxed("{}_8C_4" * 500), "70", 0),
+    (boxed("\\{x|" * 500 + "x<3\\}"), "x<3", 0),
     ("x" * 1_000_000 + "\\boxed{42}", "42", 1), (boxed("\ud800"), "42", 0), (boxed("__import__('os')"), "0", 0),
 ]
 
