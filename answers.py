@@ -172,10 +172,11 @@ REWRITES = [(re.compile(pattern), to) for pattern, to in [  # in this order
     (r"(?i)(«?)(?<![a-z])(?:per ?cent|pct|percentage)(?![a-z])", r"%\1"),
     (r"(?<=[0-9})])\s*(?:«degrees?»|degrees?(?=\s*(?:$|[-+*/,)])))", "°"),
     # 212_{\text{three}}
+    (r"_\{? ?«base ([a-z]+|[0-9]+)» ?\}?", r"_{\1}"),
     (r"_\{? ?«?([a-z]+)»? ?\}?",
      lambda match: f"_{{{SPELLED[match[1]]}}}" if match[1] in SPELLED else match[0]),
     # {}_8C_4 and ^8P_4
-    (r"(?:\{\}|(?<![A-Za-z0-9)}\]']))[_^]\{?([0-9a-z]{1,3})\}? ?([CP])_\{?([0-9a-z]{1,3})\}?",
+    (r"(?:\{\}|(?<![A-Za-z0-9)}\]']))[_^]\{?([0-9a-z]{1,3})\}? ?([CP]) ?_\{?([0-9a-z]{1,3})\}?",
      lambda match: rf"\binom{{{match[1]}}}{{{match[3]}}}" + f"{{{match[3]}}}!" * (match[2] == "P")),
     # \{x \mid x < 3\}, where the condition is all that counts
     (r"^\s*\\\{\s*([a-z])\s*(?:=\s*\(-\\infty,\\infty\)\s*)?[|:](?=.*\1)(?=.*(?:[<>]|!=|=\s*[(\[]))"
@@ -207,7 +208,8 @@ COUNT = """zero one two three four five six seven eight nine ten eleven twelve t
     fifteen sixteen seventeen eighteen nineteen""".split()
 COUNT += [f"{ten}-{one}".removesuffix("-zero") for ten in
           "twenty thirty forty fifty sixty seventy eighty ninety".split() for one in COUNT[:10]]
-SPELLED = {word: str(number) for number, word in enumerate([*COUNT, "one-hundred"])}
+COUNT += [f"{one}-hundred-{rest}".removesuffix("-zero") for one in COUNT[1:10] for rest in COUNT]
+SPELLED = {word: str(number) for number, word in enumerate([*COUNT, "one-thousand"])}
 SPELLED["all-real-numbers"] = r"(-\infty,\infty)"
 SPELLED["no-solution"] = SPELLED["no-solutions"] = r"\emptyset"
 
@@ -253,17 +255,19 @@ POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3, "
 COUNTED = frozenset("""per people person student way point time square cubic sq cu squared cubed
     mph kmh kph fps""".split())
 # Words that change the value before them: "5 hundredths" is not 5. rewards.py asks for them too.
-MULTIPLES = r"""(?:hundred|thousand|[a-z]*illion|dozen|gross|score|hal[fv]e?|third|over|plus|minus
-    |mod|pi|factorial|sqrt|(?:[a-z]*(?:teen|tie|illion)|four|fif|six|seven|eigh|nin|ten|eleven|twelf
-    |hundred|thousand)th)s?"""
+MULTIPLES = r"""(?:hundred|thousand|[a-z]*illion|dozen|gross|score|lakh|crore|googol|ten|hal[fv]e?
+    |third|over|plus|minus|mod|modulo|pi|factorial|sqrt|(?:[a-z]*(?:teen|tie|illion)|four|fif|six
+    |seven|eigh|nin|ten|eleven|twelf|hundred|thousand)th)s?"""
 # Words of an answer that does more than name a value: "5 or less", "5 miles east".
 NOT_UNITS = re.compile(MULTIPLES + r"""|and|or|to|than|more|less|fewer|most|least|none|either|where
     |for|with|negative|sin|cos|tan|log|ln|exp|below|above|under|before|after|ago|short|as|east|west
-    |north|south|st|nd|rd|th""", re.VERBOSE)
-# Words that say of an answer that it is none, or not the only one: "5 is wrong", "not x = 5".
-DOUBT = re.compile(r"""(?i)(?<![a-z\\])(?:not|no\ longer|but|if|never|cannot|neither|nor|wrong|false
-    |incorrect|untrue|invalid|impossible|maybe|perhaps|possibly|might|could|except|unless|fails
-    |[a-z]+n['’]t)(?![a-z])""", re.VERBOSE)
+    |north|south|st|nd|rd|th|doubled|tripled""", re.VERBOSE)
+# Words that say of an answer that it is none, not the only one or of another value: "5 is wrong",
+# "not x = 5", "twice x = 10".
+DOUBT = re.compile(r"""(?i)(?<![a-z\\])(?:not|no(?:\ longer|(?=\ [a-z]\ *=))|never|cannot|neither
+    |nor|but|if|except|unless|wrong|false|incorrect|untrue|invalid|impossible|mistaken|rejected
+    |excluded|nope|unlikely|doubtful|maybe|perhaps|possibly|might|could|fails|[a-z]+n['’]t|isnt
+    |minus|plus|twice|double|triple|half|negative|opposite)(?![a-z])""", re.VERBOSE)
 # Letters that are a product as often as a unit. 5 mg is a unit, but 2mg and \pi hr are none.
 PRODUCTS = frozenset("am pm mg ml gm hr yr".split())
 WORDS = r"(?:[A-Za-z]{2,}\.?(?:/[A-Za-z]+)?\s+){0,3}(?:[A-Za-z]{2,}(?:/[A-Za-z]+)?\.?|m/s)"
@@ -340,11 +344,10 @@ def split_unit(s: str, other: str = "") -> tuple[str, dict[str, int]]:
                 return s, found
         is_product = plain and words[-1] in PRODUCTS and ":" not in value and not (
             PLAIN_NUMBER.fullmatch(value) and s[end.start(2) - 1].isspace())
-        if is_product or "*" in value and not is_known:  # a 3 \times 4 matrix is no 12
-            return s, found
         is_changed = any(map(NOT_UNITS.fullmatch, words)) \
             or words[:1] in (["squared"], ["cubed"])  # 5 squared, not 5 feet squared
-        if is_changed or not re.search(r"[0-9A-Za-z})°%]$", value):
+        is_shape = "*" in value and not is_known  # a 3 \times 4 matrix is no 12
+        if is_product or is_shape or is_changed or not re.search(r"[0-9A-Za-z})°%]$", value):
             return s, found
         found = powers(end[0])
         s = value
@@ -858,14 +861,14 @@ def may_rename(a: tuple, b: tuple) -> bool:
 
 
 def same_number(a: Reading, b: Reading, point: Point) -> bool:
-    """50% is 50%, 0.5 and also 50: the sign is often in the question. But from 200% on only the sign
-    may go: 2500% is no 25, which may be 25 per cent. 3 mod 7 is 10 mod 7 and 3.
+    """50% is 50%, 0.5 and also 50: the sign is often in the question. But 0.5% is no 0.5 and 2500%
+    no 25, for they are 100 times off where 50% is right or 25%. 3 mod 7 is 10 mod 7 and 3.
     """
     if a.kind == b.kind == "mod" and not same(a.items[1], b.items[1], point):
         return False
     for one, other in ((a, b), (b, a)):
         if one.kind == "%" != other.kind and same_number(one.items[0], other, point):
-            return True
+            return one.items[0].size() >= 1
     x, y = number(a), number(b)
     if a.kind != b.kind and "%" in (a.kind, b.kind) and x.size() >= 2:
         return False
@@ -958,10 +961,9 @@ def proportional(sides: list[Side], op: str, point: Point) -> bool:
     be positive for < and <=. So 2x + 2y = 6 is x + y = 3; but 2x = 6 is not solved, so no x = 3.
     """
     names = [names_in(side.tokens) for side in sides]
-    if len(names[0] | names[1]) == 1 and is_solved(sides[:2]) != is_solved(sides[2:]):
-        return False
+    one_form = len(names[0] | names[1]) > 1 or is_solved(sides[:2]) == is_solved(sides[2:])
     are_scalar = all(side.value.kind in SCALAR for side in sides)
-    if not (are_scalar and point.signs and names[0] | names[1] == names[2] | names[3]):
+    if not (are_scalar and one_form and point.signs and names[0] | names[1] == names[2] | names[3]):
         return False
     x = point.compute("-", sides[0].value, sides[1].value)
     y = point.compute("-", sides[2].value, sides[3].value)
@@ -973,7 +975,8 @@ def proportional(sides: list[Side], op: str, point: Point) -> bool:
 
 
 def is_solved(sides: list[Side]) -> bool:
-    return any(len(side.tokens) == 1 and label(side.tokens) for side in sides)
+    return any(len(x.tokens) == 1 and label(x.tokens) and not names_in(y.tokens)
+               for x, y in (sides, sides[::-1]))  # 6 - x = x is not solved
 
 
 def total(equation: Relation) -> Reading | None:
@@ -999,8 +1002,8 @@ def interval(relation: Relation) -> Group | None:
 
 
 def named(x: Reading) -> tuple[tuple, Reading]:
-    """x = 5 and 5 = x -> the label ("«x",) and 5; other readings have the label (). An equation among
-    them is no value: x + y = 5, x - y = 1 are not 5 and 1.
+    """x = 5 and 5 = x -> the label ("«x",) and 5; other readings have the label (). Of these an
+    equation is no value: x + y = 5, x - y = 1 are not 5 and 1.
     """
     if x.kind == "eq":
         for side, other in (x.sides, reversed(x.sides)):
@@ -1098,7 +1101,7 @@ def same_function(a: Answer, b: Answer) -> bool:
 
 
 # "(C) 12 apples", but not "(A) or (B)".
-CHOSEN = re.compile(r"[«(]*([A-H])[).:][\s»]+((?:(?!\b[A-H]\b)[^,;])+)")
+CHOSEN = re.compile(r"[«( ]*([A-H]) ?[).:][\s»]+((?:(?!\b[A-H]\b)[^,;])+)")
 # SyntaxError: also too much work; RecursionError: too deep; TypeError: sin(1, 2)
 UNREADABLE = (SyntaxError, ArithmeticError, ValueError, RecursionError, TypeError)
 GAPS = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])|[«»]")
@@ -1115,7 +1118,7 @@ def word_key(s: str) -> str:
     if not bare.isalpha() or bare in ("pi", *INFINITIES):
         return ""
     if len(bare) == 1:
-        return bare.upper() if ")" in s else bare
+        return bare.upper() if ")" in s and bare in "abcdefgh" else bare
     return bare.casefold() if len(bare) > 3 else bare[0].lower() + bare[1:]
 
 
@@ -1154,8 +1157,8 @@ def same_answer(a: str, b: str) -> bool:
         if based and based[1] == other and int(max(other)) < int(based[2]):
             return True  # 52_8 = 52: the base is often in the question; but there is no 4_2
     (a, unit), (b, other_unit) = split_unit(a, b), split_unit(b, a)
-    is_half_day = ":" in a and {"am", "pm"} & (unit.keys() ^ other_unit.keys())  # 10:30 am or pm?
-    return not (is_half_day or clash(unit, other_unit)) and same_function(Answer(a), Answer(b))
+    is_other_time = ":" in a and unit != other_unit  # 10:30 am, pm or at night?
+    return not (is_other_time or clash(unit, other_unit)) and same_function(Answer(a), Answer(b))
 
 
 def can_read(gold: str) -> bool:

@@ -235,21 +235,25 @@ BEFORE = re.compile(r"""(?:
     ) [$(]* $""", re.VERBOSE | re.IGNORECASE)
 # What may not stand after it. The $ or ) that ends a formula comes first.
 AFTER = re.compile(rf"""[$)]* (?:
-    \s* (?: or\b | (?:and|to|through)\s+ (?:an?\b|one\b|half\b|[$(]*[0-9])      # "5 and a half"
-      | [,;]\s* (?:(?:and|or)\s+)? [$(]*[0-9]                                   # "5, 6"
+    \s* (?: or\b | unless\b | (?:and|to|through|but|although|though) \s+          # "5 and a half"
+        (?:an?\b|one\b|half\b|[$(]*[0-9])
+      | [,;]\s* (?:(?:and|or|but|although|though)\s+)? [$(]*[0-9]               # "5, 6"
       | [+/^<>≤≥≠×÷±√π] | \*\s*[0-9] | -\s*[0-9] | :[0-9] | [0-9]               # "5 + 6 = 11"
       | \\(?:sqrt|pi|frac|cdot|times|pm|leq?|geq?|lt|gt|neq?)
       | -? (?:{MULTIPLES}|squared|cubed|times) \b                                # "5 million"
-      | ,?\s* (?:(?:but|although|though|and|or)\s+)? (?:it\s+)?                # "5 but could be 6"
-        (?:could|might|may(?:\s+also)?\s+be|perhaps|maybe|possibly)\b
+      | ,?\s* \(? (?:(?:but|although|though|and|or)\s+)? (?:it\s+)?            # "5 but could be 6"
+        (?:could|might|may(?:\s+also)?\s+be|perhaps|maybe|possibly|alternatively)\b
       | ,?\s* (?:which\s+|that\s+)? (?:is|are|was|were|seems|can)               # "5 is wrong"
         (?: n['’]t | not | \s+ (?:not|wrong|incorrect|impossible|too) ) \b )
     | (?: st | nd | rd | th | [a-z] | e[0-9]+ | sqrt | pi ) (?![a-z]) )         # "5th", "5x"
     """, re.VERBOSE | re.IGNORECASE)
-# What may not stand before a box: "It is not \boxed{5}".
-NOT_BOXED = re.compile(r"""(?: \b(?:not|never|cannot|neither|nor) | n['’]t )
+# What denies a box before it or behind it, here #: "It is not \boxed{5}", "\boxed{5} is wrong".
+DENIED = re.compile(r"""(?: \b(?:not|never|cannot|neither|nor) | n['’]t | \\neq? | ≠ )
     (?: \s+ (?:be|equals?|to|the|an?|answer|value|really|certainly|simply|just|exactly) )*
-    [\s$(\[{\\:]* $""", re.VERBOSE | re.IGNORECASE)
+    [\s$(\[{\\:]* \#
+    | \# [\s$)\]}\\.,]* (?:which\s+|that\s+)? (?:is|are|was|were|seems|can)
+    (?: n['’]t | not | \s+ (?:not|never|wrong|incorrect|false|impossible|too) ) \b""",
+                    re.VERBOSE | re.IGNORECASE)
 SYMBOL = re.compile(r"\\[A-Za-z]+|[^\s(){}+*,]")
 # What makes a formula more than a value; -5 and 2\pi are values. 60 digits are those of \overline.
 OPERATOR = re.compile(rf"[^\s=(\[{{,<>]\s*-|[+*/^|:]|!(?!=)|\.[0-9]{{60}}"
@@ -265,6 +269,7 @@ def last_box(text: str) -> str:
     """Content of the last complete, non-empty box, or ""; neighbouring boxes become one list."""
     found = []  # contents and what joins them, from the right
     begin = None  # of the box to the right
+    last = 0  # the end of the last box
     for start, content, content_end, end in sorted(complete_boxes(text), reverse=True):
         if not text[content:content_end].strip():
             continue
@@ -275,10 +280,11 @@ def last_box(text: str) -> str:
             either = re.search(r"(?<![a-z])or(?![a-z])", between)
             found.append(" or " if either else " , ")
         found.append(text[content:content_end])
+        last = last or end
         begin = start
     if len(set(found[::2])) == 1:
         found = found[:1]
-    if found and NOT_BOXED.search(text, max(0, begin - 60), begin):
+    if found and DENIED.search(f"{text[max(0, begin - 60):begin]}#{text[last:last + 60]}"):
         found.append("not ")
     return "".join(reversed(found)).strip()
 

@@ -271,7 +271,7 @@ m == 1              5 m == 5 g          5 m == 5 cm         5\text{ m} == 5\text
 """),
     "per cent is a share, and from 200% on only a number with a sign": (r"""
 2500\% == 25        300\% == 3          1250\% == 12.5      0.25\% == 25        8\% == 0.8
-100\sqrt{5}\% == \sqrt5
+0.5\% == 0.5        100\sqrt{5}\% == \sqrt5
 40 percent of them == 0.04              5\% == 5 cm
 """, r"""
 25\% == 25          25\% == 0.25        25\% == \frac14     100\% == 1          150\% == 1.5        2500\% == 2500
@@ -290,6 +290,7 @@ m == 1              5 m == 5 g          5 m == 5 cm         5\text{ m} == 5\text
 \infty == +\infty   (-\infty,\infty) == \mathbb{R}
 """),
     "an equation that is not solved is no solution, but lines and sums have many forms": (r"""
+x=3x-6 == x=3       x>6-x == x>3
 2x=6 == x=3         3x-1=8 == x=3       \frac{x}{2}=7 == x=14                   x+5>8 == x>3        2x<6 == 3>x
 -x>2 == x<-2        2x=6 == 3           x+5>8 == (3,\infty)                     x+1=7 == 7          2x=10 == 10
 100m+n=702 == 702   x^2=9 == 9          m+n=116 == 115      m+n=116 == n=116    x+y=3 == x-y=3      x-y=1 == y-x=1
@@ -302,6 +303,7 @@ r+s+t=-\frac72 == -3.5                  m+n=\boxed{116} == 116
     "a word after a number counts things, or says that the number is something else": (r"""
 5 sixteenths == 5   5\text{ sixteenths} == 5                9 fifteenths == 9   3 quadrillion == 3  3 gross == 3
 5 wrong == 5        5 false == 5        5 is incorrect == 5                     10 maybe == 10      5 isn't it == 5
+twice x=10 == 10    minus x=5 == 5      no x=5 == 5         10:30\text{ at night} == 10:30
 not x=5 == x=5      not x=5 == 5        \text{not } x=5 == 5                    never (1,2) == (1,2)
 15 cats == 15 cm    15\text{ dogs} == 15\text{ m}           40 books == \$40    20 people == 20 kg
 10:30 pm == 10:30   4:15\text{ p.m.} == 4:15                7:45 am == 7:45 pm  anything but 5 == 5
@@ -324,6 +326,7 @@ fifteen == 50       three == 13         two hundred == 2    eighty-one == 18
 212_3 == 212        1011_{\text{two}} == 1011_2             35_{\text{eight}} == 35_8
 2A_{\text{twelve}} == 2A_{12}
 thirteen == 13      \text{twenty-five} == 25                Forty Two == 42     ninety-nine == 99   one hundred == 100
+1011_{\text{base two}} == 1011_2        two hundred five == 205                 one thousand == 1000
 """),
     "sets have conditions, unions and differences": (r"""
 \{x \mid x<3\} == (-\infty,3]           \{x \mid x<3\} == (3,\infty)            \{n \mid n \ge 3\} == \{3\}
@@ -345,7 +348,7 @@ f(x)=2x\text{ for all }x == 3x          2x\text{ for all }x\text{ but }0 == 2x
 """, r"""
 \begin{pmatrix}1&2\\[4pt]3&4\end{pmatrix} == \begin{pmatrix}1&2\\3&4\end{pmatrix}
 \begin{bmatrix}1\\[0.5em]-2\end{bmatrix} == \begin{pmatrix}1\\-2\end{pmatrix}
-{}_8C_4 == 70       {}_{10}C_{3} == 120                     ^8C_4 == 70         {}_5P_2 == 20       3\cdot{}_8C_4 == 210
+{}_8C_4 == 70       {}_{10}\mathrm{C}_{3} == 120            ^8C_4 == 70         {}_5P_2 == 20       3\cdot{}_8C_4 == 210
 \sin 30\text{ degrees} == \frac12       \cos 60 degrees == 0.5                  45\text{ degrees} == 45^\circ
 f(x)=2x\text{ for all }x == 2x          x^2, \forall x == x^2
 x^2+1\quad\text{for all } x \in \mathbb{R} == x^2+1

@@ -125,6 +125,9 @@ def test_a_hedge_of_something_else_does_not_hide_the_answer(text, gold):
 
 
 @pytest.mark.parametrize("text", [
+    r"\boxed{5} is wrong.", r"$\boxed{5}$ isn't the answer.", r"so \[ x \ne \boxed{5} \]",
+    "The answer is 5 unless it is 6", "The answer is 5 (but maybe 6).", "The answer is 5, alternatively 6",
+    "The answer is 5, although 6 is possible.",
     r"It is not \boxed{5}", r"The value is certainly not $\boxed{5}$.", r"It can't be \boxed{5}.",
     r"\boxed{5}? No, it is not equal to \[\boxed{5}\]", "The answer is 5 but could be 6", "The answer is 5, or maybe 7",
     "The answer is 5, but it could also be 6.", "The answer is $5$, although it might be $6$.", "Answer: 5 sixteenths",
