@@ -251,8 +251,10 @@ AFTER = re.compile(rf"""[$)]* (?:
 DENIED = re.compile(r"""(?: \b(?:not|never|cannot|neither|nor) | n['’]t | \\neq? | ≠ )
     (?: \s+ (?:be|equals?|to|the|an?|answer|value|really|certainly|simply|just|exactly) )*
     [\s$(\[{\\:]* \#
-    | \# [\s$)\]}\\.,]* (?:which\s+|that\s+)? (?:is|are|was|were|seems|can)
-    (?: n['’]t | not | \s+ (?:not|never|wrong|incorrect|false|impossible|too) ) \b""",
+    | \# [\s$)\]}\\,]* (?:(?:which|that|it)\s+)? (?:
+        (?:(?:is|was|seems) (?:n['’]t|\s+not) | (?:cannot|can['’]t)\s+be) (?:\s+(?:the|an?|my|final))*
+        \s+ (?:answer|solution|correct|right|valid|true|possible|it)
+      | (?:is|was|seems) \s+ (?:wrong|incorrect|false|invalid|impossible) ) \b""",
                     re.VERBOSE | re.IGNORECASE)
 SYMBOL = re.compile(r"\\[A-Za-z]+|[^\s(){}+*,]")
 # What makes a formula more than a value; -5 and 2\pi are values. 60 digits are those of \overline.

@@ -139,6 +139,7 @@ def test_an_answer_that_is_denied_or_doubted_is_none(text):
 
 @pytest.mark.parametrize("text", [
     r"It is not 4, so the answer is \boxed{5}.", r"That is not what we want. Hence \boxed{5}.",
+    r"$\boxed{5}$, which is not a palindrome.", r"Since \boxed{5} is not divisible by 3, we stop.",
     r"It is not \boxed{4} but \boxed{5}.", "The answer is 5 but I am sure the method generalizes."])
 def test_a_denial_of_something_else_leaves_the_answer(text):
     assert grade(text, "5").correct == 1
