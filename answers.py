@@ -772,7 +772,7 @@ def without(line: Reading, points: Reading) -> Group:
     r"""The real line without some points: \mathbb{R}\setminus\{1\} -> (-\infty,1)\cup(1,\infty)."""
     if line.kind != "()" or line.items != [-INFINITY, INFINITY] or points.kind != "set":
         raise SyntaxError("a difference of sets")
-    ends = [-INFINITY, *sorted(points.items, key=Number.real), INFINITY]
+    ends = [-INFINITY, *sorted(points.items, key=lambda x: number(x).real()), INFINITY]
     return Group("union", [Group("()", [*pair]) for pair in zip(ends, ends[1:])])
 
 
@@ -791,7 +791,7 @@ def join_thousands(s: str) -> str:
     depth = 0
     parts = re.split(r"(\\[{}]|\\[lr]angle|[()\[\]])", s)
     for i, part in enumerate(parts):
-        depth += (part in CLOSERS) - (part in (")", "]", r"\}", r"\rangle"))
+        depth += (part in ("(", "[", r"\{", r"\langle")) - (part in (")", "]", r"\}", r"\rangle"))
         if depth == 0:
             parts[i] = THOUSANDS.sub(lambda match: match[0].replace(",", ""), part)
         elif re.search("[0-9],0[0-9]", part):
@@ -983,7 +983,7 @@ def total(equation: Relation) -> Reading | None:
     """m + n = 116 -> 116, since problems ask for m + n. None where the left is no sum of names."""
     left, right = equation.sides
     names = [token for token in left.tokens if token not in ("+", "-")]
-    is_sum = label(names) and left.tokens[0] == names[0] != left.tokens[-1] and names != left.tokens
+    is_sum = label(names) and len(names_in(names)) > 1 and left.tokens[0] == names[0]
     return right.value if is_sum and not names_in(right.tokens) else None
 
 
@@ -1117,7 +1117,7 @@ def word_key(s: str) -> str:
     bare = re.sub(r"[«»\s(){}.\"]|'(?=[a-z])|(?<=[a-z])-", "", s)
     if not bare.isalpha() or bare in ("pi", *INFINITIES):
         return ""
-    if len(bare) == 1:
+    if len(bare) == 1:  # (c) is a choice
         return bare.upper() if ")" in s and bare in "abcdefgh" else bare
     return bare.casefold() if len(bare) > 3 else bare[0].lower() + bare[1:]
 

@@ -70,7 +70,7 @@ def extract(text: str, last_number: bool = False) -> Extraction:
 
 class Grade(NamedTuple):
     """The reward of one completion in parts: learning the format is not learning mathematics."""
-    correct: int           # 1 if the extracted answer equals the gold
+    correct: int           # 1 if the extracted answer equals the gold and is not copied
     format: int            # 1 if the answer came in the form that the prompt asked for
     rule: str              # how the answer was found, see Extraction
     answer: str | None     # as it was found in the completion

@@ -290,7 +290,7 @@ m == 1              5 m == 5 g          5 m == 5 cm         5\text{ m} == 5\text
 \infty == +\infty   (-\infty,\infty) == \mathbb{R}
 """),
     "an equation that is not solved is no solution, but lines and sums have many forms": (r"""
-x=3x-6 == x=3       x>6-x == x>3
+x=3x-6 == x=3       x>6-x == x>3        (-x)=5 == 5
 2x=6 == x=3         3x-1=8 == x=3       \frac{x}{2}=7 == x=14                   x+5>8 == x>3        2x<6 == 3>x
 -x>2 == x<-2        2x=6 == 3           x+5>8 == (3,\infty)                     x+1=7 == 7          2x=10 == 10
 100m+n=702 == 702   x^2=9 == 9          m+n=116 == 115      m+n=116 == n=116    x+y=3 == x-y=3      x-y=1 == y-x=1
@@ -331,6 +331,7 @@ thirteen == 13      \text{twenty-five} == 25                Forty Two == 42     
     "sets have conditions, unions and differences": (r"""
 \{x \mid x<3\} == (-\infty,3]           \{x \mid x<3\} == (3,\infty)            \{n \mid n \ge 3\} == \{3\}
 \mathbb{R}\setminus\{1\} == \mathbb{R}  \mathbb{R}\setminus\{1\} == \mathbb{R}\setminus\{2\}
+\mathbb{R}\setminus\{(1,2)\} == \mathbb{R}
 \mathbb{R}\setminus(0,1) == \mathbb{R}  \{1,3\}\cup\{2,4\} == \{1,3\}           \{1,2\}\cup\{3\} == \{1,2\},\{3\}
 \{1\}\cap\{1,2\} == \{1,2\}
 """, r"""
