@@ -41,7 +41,7 @@ from harness.decimals import (CONTEXT, DEGREE, E, HUNDRED, I, INFINITY, ONE, PI,
                               Number, apply_function, unknown)
 
 MAX_ANSWER = 6_000     # characters that are parsed; a longer answer equals only itself
-MAX_WORK = 4_000       # units that one is_equal may spend, about 5 us each: an operand is two
+MAX_WORK = 4_000       # units that one is_equal may spend, about 5 us each: an operand is three
 
 
 # -----------------------------------------------------------------------------
@@ -448,10 +448,10 @@ class Point:
             return Group("()", [self.compute(op, item, y) for item in x.items])
         x = number(x)
         is_root = op == "^" and not (x.im == 0 and (y + y).is_whole())
-        return self.apply(op, x, y, work=65 if is_root else 10 if op == "^" else 4)
+        return self.apply(op, x, y, work=65 if is_root else 12 if op == "^" else 5)
 
     def apply(self, name: str, *args: Reading, work: int = 60) -> Number:
-        """A function of numbers, which takes as long as 30 operands; long numbers take longer."""
+        """A function of numbers, which takes as long as 20 operands; long numbers take longer."""
         numbers = [number(x) for x in args]
         if name in COUNTING:
             work = int(min(numbers[0].size(), 3_000)) // 7 + 9
@@ -591,7 +591,7 @@ class Reader:
 
     def expression(self, floor: int = 0, stops: frozenset | None = None) -> Reading:
         """One operand, and every operator after it that binds tighter than `floor`."""
-        self.point.spend(2)
+        self.point.spend(3)
         outer = self.stops
         self.stops = outer if stops is None else stops
         start = self.at
