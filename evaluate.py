@@ -260,7 +260,8 @@ def answer(args: argparse.Namespace, tokenizer: Tokenizer, problems: list, sampl
                                       args.prompt_style, reward)
         for sample, row in enumerate(rows):
             text = tokenizer.opened + row["completion"]
-            lenient = rewards.grade(text, row["answer"], last_number=True).correct
+            lenient = rewards.grade(text, row["answer"], row["question"],
+                                    last_number=True).correct
             row |= {"sample": sample, "lenient": float(lenient)}
         return rows
 

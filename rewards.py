@@ -4,6 +4,7 @@ answer (the right one, as the data set has it), and scores the format.
 
     extract(r"so \boxed{\frac12}")    ->  Extraction(answer=r"\frac12", rule="box")
     grade(r"\boxed{\frac12}", "0.5")  ->  Grade(correct=1, format=1, rule="box", answer=r"\frac12")
+    grade(r"\boxed{3+4}", "7", "What is $3+4$?").correct  ->  0: copied from the question
 
 The answer is taken from the first of these that the text has:
 
@@ -22,7 +23,7 @@ import math
 import re
 from typing import Callable, NamedTuple
 
-from tasks.answers import END_OF_TURN, MULTIPLES, is_equal
+from tasks.answers import END_OF_TURN, FUNCTIONS, MULTIPLES, clean, is_equal
 
 MAX_TAIL = 20_000      # characters searched for tags, markers and numbers; boxes are found anywhere
 
@@ -69,19 +70,48 @@ def extract(text: str, last_number: bool = False) -> Extraction:
 
 class Grade(NamedTuple):
     """The reward of one completion in parts: learning the format is not learning mathematics."""
-    correct: int           # 1 if the extracted answer equals the gold
+    correct: int           # 1 if the extracted answer equals the gold and is not copied
     format: int            # 1 if the answer came in the form that the prompt asked for
     rule: str              # how the answer was found, see Extraction
     answer: str | None     # as it was found in the completion
 
 
-def grade(completion: str, gold: str, style: str = "boxed", last_number: bool = False) -> Grade:
-    """Scores one completion. `style` is the form that the prompt asked for: "boxed" or "tags"."""
+def grade(completion: str, gold: str, question: str = "", style: str = "boxed",
+          last_number: bool = False) -> Grade:
+    """Scores one completion. An answer that only copies a formula of the `question` is not correct.
+    `style` is the form that the prompt asked for: "boxed" or "tags".
+    """
     assert style in ("boxed", "tags"), f"{style!r} is neither 'boxed' nor 'tags'"
     answer, rule = extract(completion, last_number)
-    correct = int(answer is not None and is_equal(answer, gold))
+    correct = int(answer is not None and is_equal(answer, gold)
+                  and not is_copied(answer, question, gold))
     well_formed = format_tags(completion) if style == "tags" else int(rule == "box")
     return Grade(correct, well_formed, rule, answer)
+
+
+def is_copied(answer: str, question: str, gold: str) -> bool:
+    r"""Does the answer stand in the question as a formula with an operator, and is it not the gold?
+
+    \boxed{\binom{18}{12}} equals 18564, but nothing has been computed. Spelling and the order of
+    terms do not count. A policy can still write X + 0 for a formula X; only algebra could see it.
+    """
+    formulas = [sorted(symbols(side)) for side in sides(answer) if OPERATOR.search(side)]
+    if not formulas or any(sorted(symbols(side)) in formulas for side in sides(gold)):
+        return False
+    text = symbols(clean(question))
+    return any(sorted(text[i:i + len(formula)]) == formula
+               for formula in formulas for i in range(len(text) - len(formula) + 1))
+
+
+def sides(answer: str) -> list[str]:
+    """A clean answer, and its value alone: the 5 of x = 2 + 3 = 5."""
+    answer = clean(answer)
+    return [answer, answer.partition("≈")[0].rpartition("=")[2]]
+
+
+def symbols(s: str) -> list[str]:
+    r"""Without brackets, + and *, so that x+\frac12 and 1/2 + x have the same."""
+    return SYMBOL.findall(s.replace(r"\frac", "/"))
 
 
 def format_tags(text: str) -> int:
@@ -115,7 +145,7 @@ def grade_rollouts(tokenizer: "prompts.Tokenizer", problems: list,  # noqa: F821
     rows = []
     for i, text in enumerate(texts):
         problem = problems[i // group_size]
-        verdict = grade(tokenizer.opened + text, problem.answer,
+        verdict = grade(tokenizer.opened + text, problem.answer, problem.question,
                         "tags" if style == "tags" else "boxed")
         row = {
             "id": problem.id, "question": problem.question, "answer": problem.answer,
@@ -183,7 +213,8 @@ BARE_NAME = re.compile(r"\\?[A-Za-z]+(_\w+|\([a-z]\))?")
 # What may not stand before a value, or the value is not the answer.
 BEFORE = re.compile(r"""(?:
     (?: \b(?:not|never|cannot|neither|nor|than|without|except|exceeds?|unlike|under|over|below|above
-          |almost|nearly|at\ least|at\ most|up\ to|no\ longer) | n['’]t )
+          |almost|nearly|at\ least|at\ most|up\ to|no\ longer|might|maybe|perhaps|possibly
+          |could(?=\ be|\ also)) | n['’]t )
       (?: \s+ (?!but\b|is\b|are\b|was\b) [a-z]+ ){0,2} \s+ (?:equal\ to\ )?  # "is not 5", "than 5"
     | \b(?:between|either)                                                # "between 5 and 6"
       (?: \s+ (?!is\b|are\b|was\b|were\b|equals?\b) [^\s.:;=]+ ){0,5} \s+
@@ -197,15 +228,31 @@ BEFORE = re.compile(r"""(?:
     ) [$(]* $""", re.VERBOSE | re.IGNORECASE)
 # What may not stand after it. The $ or ) that ends a formula comes first.
 AFTER = re.compile(rf"""[$)]* (?:
-    \s* (?: or\b | (?:and|to|through)\s+ (?:an?\b|one\b|half\b|[$(]*[0-9])      # "5 and a half"
-      | [,;]\s* (?:(?:and|or)\s+)? [$(]*[0-9]                                   # "5, 6"
+    \s* (?: or\b | unless\b | (?:and|to|through|but|although|though) \s+          # "5 and a half"
+        (?:an?\b|one\b|half\b|[$(]*[0-9])
+      | [,;]\s* (?:(?:and|or|but|although|though)\s+)? [$(]*[0-9]               # "5, 6"
       | [+/^<>≤≥≠×÷±√π] | \*\s*[0-9] | -\s*[0-9] | :[0-9] | [0-9]               # "5 + 6 = 11"
       | \\(?:sqrt|pi|frac|cdot|times|pm|leq?|geq?|lt|gt|neq?)
-      | -? (?:{'|'.join(sorted(MULTIPLES))}|squared|cubed|times) s? \b             # "5 million"
+      | -? (?:{MULTIPLES}|squared|cubed|times) \b                                # "5 million"
+      | ,?\s* \(? (?:(?:but|although|though|and|or)\s+)? (?:it\s+)?            # "5 but could be 6"
+        (?:could|might|may(?:\s+also)?\s+be|perhaps|maybe|possibly|alternatively)\b
       | ,?\s* (?:which\s+|that\s+)? (?:is|are|was|were|seems|can)               # "5 is wrong"
         (?: n['’]t | not | \s+ (?:not|wrong|incorrect|impossible|too) ) \b )
     | (?: st | nd | rd | th | [a-z] | e[0-9]+ | sqrt | pi ) (?![a-z]) )         # "5th", "5x"
     """, re.VERBOSE | re.IGNORECASE)
+# What denies a box before it or behind it, here #: "It is not \boxed{5}", "\boxed{5} is wrong".
+DENIED = re.compile(r"""(?: \b(?:not|never|cannot|neither|nor) | n['’]t | \\neq? | ≠ )
+    (?: \s+ (?:be|equals?|to|the|an?|answer|value|really|certainly|simply|just|exactly) )*
+    [\s$(\[{\\:]* \#
+    | \# [\s$)\]}\\,]* (?:(?:which|that|it)\s+)? (?:
+        (?:(?:is|was|seems) (?:n['’]t|\s+not) | (?:cannot|can['’]t)\s+be) (?:\s+(?:the|an?|my|final))*
+        \s+ (?:answer|solution|correct|right|valid|true|possible|it)
+      | (?:is|was|seems) \s+ (?:wrong|incorrect|false|invalid|impossible) ) \b""",
+                    re.VERBOSE | re.IGNORECASE)
+SYMBOL = re.compile(r"\\[A-Za-z]+|[^\s(){}+*,]")
+# What makes a formula more than a value; -5 and 2\pi are values. 60 digits are those of \overline.
+OPERATOR = re.compile(rf"[^\s=(\[{{,<>]\s*-|[+*/^|:]|!(?!=)|\.[0-9]{{60}}"
+                      rf"|\\(?:frac|binom|mod|lfloor|lceil|{'|'.join(FUNCTIONS)})")
 # "5 apples and 6 pears", but not "18 eggs because 9 and 9 is 18".
 MORE = re.compile(r"(?:(?!\b(?:because|since|as)\b)[^,;.=])*\b(?:and|or)\s+[$(]*[0-9]")
 
@@ -217,6 +264,7 @@ def last_box(text: str) -> str:
     """Content of the last complete, non-empty box, or ""; neighbouring boxes become one list."""
     found = []  # contents and what joins them, from the right
     begin = None  # of the box to the right
+    last = 0  # the end of the last box
     for start, content, content_end, end in sorted(complete_boxes(text), reverse=True):
         if not text[content:content_end].strip():
             continue
@@ -227,9 +275,12 @@ def last_box(text: str) -> str:
             either = re.search(r"(?<![a-z])or(?![a-z])", between)
             found.append(" or " if either else " , ")
         found.append(text[content:content_end])
+        last = last or end
         begin = start
     if len(set(found[::2])) == 1:
-        return found[0].strip()
+        found = found[:1]
+    if found and DENIED.search(f"{text[max(0, begin - 60):begin]}#{text[last:last + 60]}"):
+        found.append("not ")
     return "".join(reversed(found)).strip()
 
 

@@ -18,7 +18,7 @@ TOO_LONG = 0.5                                   # against one of LONGEST tokens
 
 def score(completion: str, problem: dict, *, length: int) -> dict[str, float]:
     """length: tokens of the completion."""
-    verdict = rewards.grade(completion, problem["answer"])
+    verdict = rewards.grade(completion, problem["answer"], problem["question"])
     shaping = FORM * verdict.format - TOO_LONG * overlong(length)
     return {"correct": float(verdict.correct), "shaping": shaping}
 

@@ -39,7 +39,7 @@ TURN = Decimal("6.28318530717958647692528676655900576839433879875021164194988918
 
 class Number(NamedTuple):
     """A complex number. `digits` is how many digits a decimal was written with, counted from the
-    first that is not 0; it is 0 for whole numbers and for results of arithmetic.
+    first that is not 0; it is 0 for whole numbers and for results of arithmetic, -1 for infinity.
     """
     re: Decimal
     im: Decimal = ZERO
@@ -190,7 +190,7 @@ I = Number(ZERO, Decimal(1))
 PI = Number(CONTEXT.divide(TURN, 2))
 E = Number(CONTEXT.exp(Decimal(1)))
 DEGREE = Number(CONTEXT.divide(PI.re, 180))
-INFINITY = unknown("infinity")
+INFINITY = unknown("infinity")._replace(digits=-1)  # equals itself; nothing is computed with it
 
 EXACT = {  # of integers; None where the result is no integer, or a power of over 2,000 digits
     "+": int.__add__,
@@ -208,7 +208,6 @@ FORMULAS = {
     "exp": exp,
     "ln": ln,
     "log": lambda z, base: ln(z) / ln(base),
-    "lg": lambda z: ln(z) / ln(TEN),
     "sinh": lambda z: (exp(z) - exp(-z)) / TWO,
     "cosh": lambda z: (exp(z) + exp(-z)) / TWO,
     "tanh": lambda z: ONE - TWO / (exp(z + z) + ONE),
@@ -244,6 +243,8 @@ def apply_function(name: str, args: list[Number], varies: bool) -> Number:
     """
     if name not in FORMULAS:  # arcsec
         raise SyntaxError(f"no function {name}")
+    if INFINITY.digits in [x.digits for x in args]:
+        raise InvalidOperation("infinity is no number")
     if name in EXACT and all(x.is_whole() and x.re.adjusted() <= 1_000 for x in args):
         value = EXACT[name](*(int(x.re) for x in args))
         if value is not None:
@@ -254,8 +255,4 @@ def apply_function(name: str, args: list[Number], varies: bool) -> Number:
         if varies or isinstance(error, (ZeroDivisionError, InvalidOperation)):
             raise
         return unknown(name, *(sorted(args) if name == "+" else args))
-    if isinstance(value, int):
-        value = Number(Decimal(value))
-        if varies and value.size() == 0:  # n over k is 0 for any k > n, so this point says nothing
-            raise ArithmeticError("a binomial that says nothing")
-    return value
+    return Number(Decimal(value)) if isinstance(value, int) else value

@@ -126,11 +126,75 @@ def test_a_hedge_of_something_else_does_not_hide_the_answer(text, gold):
     assert grade(text, gold, last_number=True).correct == 1
 
 
+@pytest.mark.parametrize("text", [
+    r"\boxed{5} is wrong.", r"$\boxed{5}$ isn't the answer.", r"so \[ x \ne \boxed{5} \]",
+    "The answer is 5 unless it is 6", "The answer is 5 (but maybe 6).", "The answer is 5, alternatively 6",
+    "The answer is 5, although 6 is possible.",
+    r"It is not \boxed{5}", r"The value is certainly not $\boxed{5}$.", r"It can't be \boxed{5}.",
+    r"\boxed{5}? No, it is not equal to \[\boxed{5}\]", "The answer is 5 but could be 6", "The answer is 5, or maybe 7",
+    "The answer is 5, but it could also be 6.", "The answer is $5$, although it might be $6$.", "Answer: 5 sixteenths",
+    "The answer is 5 quadrillion.", r"\boxed{5 \text{ is wrong}}", r"\boxed{\text{not } 5}"])
+def test_an_answer_that_is_denied_or_doubted_is_none(text):
+    for gold in ("5", "6"):
+        assert grade(text, gold, last_number=True).correct == 0
+
+
+@pytest.mark.parametrize("text", [
+    r"It is not 4, so the answer is \boxed{5}.", r"That is not what we want. Hence \boxed{5}.",
+    r"$\boxed{5}$, which is not a palindrome.", r"Since \boxed{5} is not divisible by 3, we stop.",
+    r"It is not \boxed{4} but \boxed{5}.", "The answer is 5 but I am sure the method generalizes."])
+def test_a_denial_of_something_else_leaves_the_answer(text):
+    assert grade(text, "5").correct == 1
+
+
 def test_answers_as_gsm8k_writes_them_are_found_and_equal():
     for text in ("... #### 1,234", "The answer is $1,234.00.", "So she earns $1234.",
                  r"\boxed{1{,}234 \text{ dollars}}", "<answer>1234.0</answer>", "in total 1,234 dollars"):
         assert grade(text, "1234", last_number=True).correct == 1, text
     assert grade("They have ,", "1", last_number=True).answer is None
+
+
+# copied formulas ------------------------------------------------------------------------------------------------------
+
+SIMPLIFY = r"Write $\sqrt{37-20\sqrt3}$ in the form $a+b\sqrt c$."
+FRACTION = r"Simplify \[\frac{x^2-1}{x-1} + 3\] for $x\\ne1$."
+LINE = "Write the line $3x+4y=12$ in the form $y=mx+b$."
+COPIED = [  # answer, gold, question
+    (r"\sqrt{37-20\sqrt{3}}", r"5-2\sqrt3", SIMPLIFY), (r"\sqrt{ 37 - 20 \sqrt{3} }", r"5-2\sqrt3", SIMPLIFY),
+    (r"\sqrt{-20\sqrt3+37}", r"5-2\sqrt3", SIMPLIFY), (r"x = \sqrt{37-20\sqrt3}", r"5-2\sqrt3", SIMPLIFY),
+    (r"\sqrt{37-20\sqrt3} \approx 1.54", r"5-2\sqrt3", SIMPLIFY),
+    (r"\dfrac{x^2-1}{x-1}+3", "x+4", FRACTION), (r"3 + \frac{x^{2}-1}{x-1}", "x+4", FRACTION),
+    (r"(x^2-1)/(x-1)+3", "x+4", FRACTION), (r"\left(\frac{x^2-1}{x-1}\right)+3", "x+4", FRACTION),
+    (r"\dbinom{18}{12}", "18564", r"Evaluate $\binom{18}{12}$."), (r"17 \bmod 5", "2", r"Find $17\bmod5$."),
+    ("12+7", "19", "What is 7+12?"), (r"2^{10}", "1024", "Compute $2^{10}$."), ("4:6", "2:3", "Simplify $4:6$."),
+    (r"\left\lfloor\pi^2\right\rfloor", "9", r"Find $\lfloor \pi^2 \rfloor$."), ("3x+4y=12", r"y=-\frac34x+3", LINE),
+    (r"0.\overline{36}", r"\frac{4}{11}", r"Write $0.\overline{36}$ as a fraction."),
+    (r"6/8", r"\frac34", r"Reduce $\frac68$."),
+]
+COMPUTED = [
+    (r"5-2\sqrt{3}", r"5-2\sqrt3", SIMPLIFY), ("4+x", "x+4", FRACTION), (r"3-\frac34x", r"y=-\frac34x+3", LINE),
+    (r"\binom{18}{6}", "18564", r"Evaluate $\binom{18}{12}$."), ("2", "2", r"Find $17\bmod5$."),
+    ("m+n=116", "116", "Find $m+n$."), ("7+12=19", "19", "What is 7+12?"), ("-3", "-3.0", "Is it $-3$ or $3$?"),
+    (r"\dfrac{3}{4}", r"\frac34", r"Which is larger, $\frac{3}{4}$ or $\frac23$?"),           # literally the gold
+    ("1+x^2", "x^2+1", "Factor $x^2+1$, or leave it as it is."), ("x>3", r"(3,\infty)", "Let $x>3$ or $x<1$."),
+]
+
+
+@pytest.mark.parametrize("answer,gold,question", COPIED)
+def test_a_formula_copied_from_the_question_is_not_correct(answer, gold, question):
+    assert grade(boxed(answer), gold).correct == 1 and grade(boxed(answer), gold, question)[:2] == (0, 1)
+
+
+@pytest.mark.parametrize("answer,gold,question", COMPUTED)
+def test_a_computed_answer_and_the_gold_itself_are_no_copies(answer, gold, question):
+    assert grade(boxed(answer), gold, question).correct == 1
+
+
+def test_rollouts_are_graded_with_the_question_of_their_problem():
+    rollouts = SimpleNamespace(completions=[[0], [1]], finished=[True] * 2, logprobs=[torch.tensor([-1.0])] * 2)
+    tokenizer = SimpleNamespace(opened="", decode=lambda ids: ("\\boxed{3+4}", "\\boxed{7}")[ids[0]])
+    problem = SimpleNamespace(id="a", question="What is $4+3$?", answer="7", prompt=[0])
+    assert [row["correct"] for row in grade_rollouts(tokenizer, [problem], rollouts)] == [0, 1]
 
 
 # limits ---------------------------------------------------------------------------------------------------------------
@@ -160,6 +224,9 @@ ADVERSARIAL = [  # text, gold, right verdict
     (boxed("*" * 5_000 + "x"), "42", 0), (boxed("$" + " " * 5_000 + "5x"), "42", 0),
     (boxed("AB" + " " * 5_000 + "x"), "42", 0),
     ("The answer is " + "not 5 and " * 2_000, "5", 0), ("between " * 3_000 + "5", "5", 0), ("$5$ or " * 3_000, "5", 0),
+    (boxed("+".join(f"{2900 - k}!" for k in range(60))), "1", 0), (boxed("\\infty" * 500), "\\infty", 0),
+    (boxed("2 for all x but" * 300), "2", 0), (boxed("{}_8C_4" * 500), "70", 0),
+    (boxed("\\{x|" * 500 + "x<3\\}"), "x<3", 0),
     ("x" * 1_000_000 + "\\boxed{42}", "42", 1), (boxed("\ud800"), "42", 0), (boxed("__import__('os')"), "0", 0),
 ]
 
