@@ -24,7 +24,6 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -78,11 +77,6 @@ def one_line(program: str) -> Iterator[None]:
                 raise UserError(f"{flag} is given nothing: the argument after it is empty")
         yield
     except (UserError, Stopped, OSError) as error:
-        end_with(f"{program}: {first_line(error)}")
-    except ValueError as error:                  # until all files raise UserError
-        line = traceback.extract_tb(error.__traceback__)[-1].line or "raise"
-        if not line.startswith("raise"):
-            raise
         end_with(f"{program}: {first_line(error)}")
     except (RuntimeError, MemoryError) as error:
         # torch raises a plain RuntimeError when the host's memory is full, and a subclass of

@@ -51,7 +51,7 @@ def test_ctrl_c_while_libraries_are_imported_is_one_line_and_code_130(tmp_path):
 
 
 def test_ctrl_c_while_a_model_is_loaded_leaves_no_file(tmp_path, monkeypatch, ctrl_c_interrupts):
-    monkeypatch.setattr(model, "load", lambda *_: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(model, "load", lambda *_, **__: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):                                # env.report_uncaught prints the line
         run_here(tmp_path, monkeypatch, "evaluate.py", "--model", TINY, "--data", "arithmetic", "--device", "cpu",
                  "--out", "x.jsonl")
