@@ -191,7 +191,8 @@ def test_a_computed_answer_and_the_gold_itself_are_no_copies(answer, gold, quest
 
 
 def test_rollouts_are_graded_with_the_question_of_their_problem():
-    rollouts = SimpleNamespace(completions=[[0], [1]], finished=[True] * 2, logprobs=[torch.tensor([-1.0])] * 2)
+    rollouts = SimpleNamespace(completions=[[0], [1]], finished=[True] * 2, logprobs=[torch.tensor([-1.0])] * 2,
+                               mask=lambda i: torch.ones(1, dtype=torch.bool))
     tokenizer = SimpleNamespace(opened="", decode=lambda ids: ("\\boxed{3+4}", "\\boxed{7}")[ids[0]])
     problem = SimpleNamespace(id="a", question="What is $4+3$?", answer="7", prompt=[0])
     assert [row["correct"] for row in grade_rollouts(tokenizer, [problem], rollouts)] == [0, 1]

@@ -38,7 +38,6 @@ import calibrate
 import train as train_py
 import weights as weights_py
 from aqn import draw_z
-from files import UserError
 from grpo import LOSSES, rollout_sums
 from harness import folder as folder_py
 from harness import setup
@@ -506,14 +505,15 @@ def test_ranks_that_skip_every_update_end_in_one_line(runs):
 
 def test_a_run_says_what_it_will_do_what_it_did_and_what_comes_next(runs):
     log = runs.run("speaks", "--steps", "3", "--eval-every", "1", model=ROOT / "tiny").splitlines()
-    assert all(part in log[0] for part in ("tiny, with frozen nvfp4 weights", "56 problems, and 4 held out", "3 steps",
+    first, plan = (next(line for line in log if part in line) for part in (" learns ", "trained parameters"))
+    assert all(part in first for part in ("tiny, with frozen nvfp4 weights", "56 problems, and 4 held out", "3 steps",
                                            "2 problems x 4 answers", "cpu (torch sees no GPU)", "writes speaks"))
     assert [line.split(":")[0] for line in log if "tokens/s" in line] == ["step 1/3", "step 2/3", "step 3/3"]
     assert re.fullmatch(r"speaks: 3 steps in .*; held-out accuracy [01]\.\d+ -> [01]\.\d+", log[-5])
     assert [line.split()[-2:] for line in log[-4:-1]] == [[name, "speaks"] for name in (
         "evaluate.py", "tools.report", "tools.chat")]
     tokens = KV_BLOCK * 8 * (blocks_for(512 + 24) + 1)                       # of 8 rows, though --max-rows is 64
-    assert "trained parameters; KV pool of " in log[1] and f", {tokens:,} tokens; " in log[1]
+    assert "KV pool of " in plan and f", {tokens:,} tokens; " in plan
     about = json.loads((runs.folder / "speaks" / "run.json").read_text())
     assert about["about"].keys() == {"commit", "versions", "hardware", "command", "date"} and about["ended"]
     assert about["about"]["versions"]["torch"] == metadata.version("torch")
@@ -979,7 +979,7 @@ def rank_1_finds_a_broken_file():
     import lora
 
     def attach(*_, **__):
-        raise UserError("folder/adapter.bin: bad\nsecond line")
+        raise importlib.import_module("files").UserError("folder/adapter.bin: bad\nsecond line")   # imported anew
 
     if os.environ["RANK"] == "1":
         lora.attach = attach
@@ -1089,7 +1089,7 @@ def prepare_bad_files(folder):
     """Each with one thing wrong; bad_model/ and its like are model folders."""
     (folder / "bad.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n{"question": "1+2?"}\n')
     (folder / "bad.json").write_text('{"lr": 0.1, "learning_rate": 0.1}')
-    (folder / "taken").write_text("a file")
+    (folder / "a_file").write_text("")
     raw = config_json("tied") | {"max_position_embeddings": 1024, "vocab_size": 512}
     tensors = random_tensors(raw)
     for kind in ("missing", "cut", "architecture", "quantized"):
@@ -1114,7 +1114,7 @@ def prepare_bad_files(folder):
     ("--prompt-style essay", "--prompt-style essay"),
     ("--thinking on", "--thinking on"), ("--lr nan", "--lr"), ("--eval-problems -3", "--eval-problems"),
     ("--max-rows 3000000000", "--max-rows"), ("--device cuda:7", "--device cuda:7"), ("--device tpu", "--device tpu"),
-    ("--memory-gib 3", "--memory-gib"), ("--out taken", "--out taken"), ("--config nowhere.json", "nowhere.json"),
+    ("--memory-gib 3", "--memory-gib"), ("--out a_file", "--out a_file"), ("--config nowhere.json", "nowhere.json"),
     ("--config bad.json", "learning_rate"), ("--config sums.jsonl", "sums.jsonl"), ("--out=", "--out=")])
 def test_what_is_wrong_is_one_line_with_the_name_of_the_flag_or_file(runs, flags, named):
     if not (runs.folder / "bad.jsonl").exists():
