@@ -22,10 +22,6 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
-
-if torch.cuda.is_available():
-    import fast  # noqa: F401, registers the kernels, as harness/setup.py does
-
 from tiny_qwen2 import SHAPES, config_json, random_tensors, write_folder
 
 # A caller may have signals ignored: `nohup pytest` ignores SIGHUP, `pytest &` in a shell script ignores SIGINT. Every
@@ -43,6 +39,9 @@ except ImportError:  # not Linux: the kernels' tests need a machine that has it
                               r"|^from fast import .*\b(kernels|decode|hopper_fp4)\b", re.M)
     collect_ignore = [path.name for path in Path(__file__).parent.glob("test_*.py")
                       if NEEDS_TRITON.search(path.read_text(encoding="utf-8"))]
+if TRITON and torch.cuda.is_available():
+    import fast  # noqa: F401, registers the kernels, as harness/setup.py does
+
 # Tests that need no GPU and that Triton 3.6 (torch 2.11's) cannot pass: its interpreter fails with numpy 2.4 and later,
 # and its ptxas makes another loop for sm_120 and spills 8 bytes on sm_90.
 NOT_BY_3_6 = re.compile("in_tritons_interpreter|decodes_no_weight_twice.120-(32|64)|launched.*.90-hopper-16")
