@@ -142,7 +142,7 @@ class ModelFolder:
         if self.config.get("quantization_config"):       # has no 16 bits to keep
             merged = None
         if merged and base not in (None, "bf16"):
-            say(f"{self.path}: rounded to {base}, the merged adapter {short_repr(merged)} is "
+            say(f"{self.path}: rounded to {base}, the merged adapter {merged} is "
                 "mostly lost: keep --base bf16, or take the model it was trained on with --adapter")
         return base or ("bf16" if merged else "nvfp4")
 

@@ -38,7 +38,7 @@ interpreter_alone = pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's
 
 @no_gpu
 def test_the_kernel_passes_in_tritons_interpreter(interpreted):
-    assert interpreted(__file__) >= 46
+    assert interpreted(__file__) >= 40
 
 
 class Results(list):
