@@ -62,8 +62,8 @@ class Run:
     """What all steps of a run share. Where it stands is in Progress."""
     settings: Settings
     tokenizer: Tokenizer
-    problems: list                               # of data.Problem, to train on
-    held_out: list                               # of data.Problem, to evaluate on
+    problems: list                               # of tasks.problems.Problem, to train on
+    held_out: list                               # the same, to evaluate on
     grade: Callable                              # rewards.grade_rollouts(problems, rollouts)
     model: qwen.Qwen
     learner: Learner

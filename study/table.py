@@ -4,17 +4,17 @@ The study's figures, recomputed from results.csv, and its picture:
     python study/table.py
     python study/table.py accuracy.svg
 
-results.csv has one row a run: which arm and seed, model, data, codes of the frozen weights, learning rate (lr), noise
-(sigma) and how the loss corrects for it, steps, the number of test problems, and the right answers in percent before and
-after training: greedy, and sampled (8 answers a problem at temperature 1).
+results.csv has one row a run: arm and seed, model, data, codes of the frozen weights, learning rate (lr), noise (sigma)
+and how the loss corrects for it, steps, the number of test problems, and the right answers in percent before and after
+training: greedy, and sampled (8 answers a problem at temperature 1).
 
 A line of the output is arm A minus arm B in points of right answers after training, with the half width of its 95 %
 interval by three rules:
 
     paired    Student's t over the differences of the seeds that both arms have
     Welch     Welch's t over the seeds of either arm: pairs are worth little where seeds hardly correlate
-    pooled    the seeds that both arms have, with the common variance over seeds of every arm of that model and data; the
-              better one where there are two or three seeds
+    pooled    the seeds that both arms have, with the common variance over seeds of all arms of that model and data;
+              the better one where there are two or three seeds
 
 All say where the figure would lie with other seeds on the same test problems.
 """
@@ -52,7 +52,8 @@ COMPARISONS = (
 # The picture's bars: arm, label.
 BARS = (("o9-bf16", "bf16"), ("o9-cal", "NVFP4, calibrated"), ("o9-rep", "NVFP4, repaired"),
         ("o9-aqn", "NVFP4, AQN 1e-2"), ("noise-none", "NVFP4, to nearest (lr 1e-4)"),
-        ("noise-uncorrected", "nearest, noise 5e-2, release's loss"), ("noise-ppo", "nearest, noise 5e-2, paper's clip"))
+        ("noise-uncorrected", "nearest, noise 5e-2, release's loss"),
+        ("noise-ppo", "nearest, noise 5e-2, paper's clip"))
 # Quantiles of Student's t at 97.5 % by degrees of freedom; beyond 15 they are 1.96 + 2.5 / f.
 T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 
@@ -97,7 +98,8 @@ def compare(arms: dict, a: str, b: str, kind: str) -> str:
     each, freedom = pooled_variance(arms, arms[a.split()[0]][both[0]], kind)
     count = len(a.split())                       # the mean of several arms varies less
     pooled = t_quantile(freedom) * (2 * each / count / n)**0.5
-    return f"{mean(differences):+.2f}, paired {paired:.2f}, Welch {welch(left, right):.2f}, pooled {pooled:.2f}; {n} seeds"
+    return (f"{mean(differences):+.2f}, paired {paired:.2f}, Welch {welch(left, right):.2f}, pooled {pooled:.2f}; "
+            f"{n} seeds")
 
 
 def welch(left: dict[int, float], right: dict[int, float]) -> float:
@@ -129,7 +131,8 @@ def picture(arms: dict) -> str:
         lines.append(f'<text x="232" y="{y + 14}" text-anchor="end">{label}</text>'
                      f'<rect class="start" x="{x(0)}" y="{y}" width="{11 * before:.1f}" height="18"/>'
                      f'<rect class="gain" x="{x(before):.1f}" y="{y}" width="{11 * (end - before):.1f}" height="18"/>'
-                     f'<line class="width" x1="{x(end - half):.1f}" x2="{x(end + half):.1f}" y1="{y + 9}" y2="{y + 9}"/>'
+                     f'<line class="width" x1="{x(end - half):.1f}" x2="{x(end + half):.1f}" y1="{y + 9}" '
+                     f'y2="{y + 9}"/>'
                      f'<text x="{x(end + half) + 8:.1f}" y="{y + 14}">{end:.1f}</text>')
     title = "0.5B on GSM8K: right answers in percent, sampled, before (grey) and after 60 steps"
     return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 740 {bottom + 24}" width="740" '

@@ -74,7 +74,8 @@ def test_out_of_range(flag, values):
     "--weight-decay 0.1 --kl-beta 0.001", "--eval-problems 0",
     "--seed 0", "--clip-low 1 --clip-high 1e9", "--group-size 2", "--updates-per-rollout 16"])
 def test_edges_of_ranges_are_taken(flags):
-    settings_of(*flags.split())
+    flag, value = flags.split()[:2]
+    assert settings_of(*flags.split()).flat()[flag[2:].replace("-", "_")] == float(value)
 
 
 @pytest.mark.parametrize("flags", [

@@ -342,7 +342,8 @@ def test_tensors_that_would_compute_something_else_are_refused(tiny, tmp_path, s
 def test_a_copy_of_the_embedding_as_a_tied_head_is_read(tiny, tmp_path):
     case = tiny["tied"]
     copy = {"lm_head.weight": case.tensors["model.embed_tokens.weight"].clone()}
-    load(write_folder(tmp_path / "model", case.raw, case.tensors | copy), base="bf16", device="cpu")
+    model = load(write_folder(tmp_path / "model", case.raw, case.tensors | copy), base="bf16", device="cpu")
+    assert (model.embed == case.tensors["model.embed_tokens.weight"]).all()
 
 
 def cut(file, length):
