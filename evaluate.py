@@ -46,7 +46,7 @@ from harness.config import Settings
 from harness.setup import choose_device, configure_cpu, refuse_large_rank
 from prompts import Tokenizer, digest_of, encode_prompts, prompt_function, split_problems
 from ranks import say
-from sampler import Sampler, Sampling, Sequence, engine_for, rollouts_of
+from sampler import Sampler, Sampling, Sequence, engine_for
 from tasks import plugin
 from tasks.figures import evaluation_figures, paired_figures, sampler_entropy
 from tasks.problems import check_source, has_test_split, load_problems
@@ -256,8 +256,8 @@ def answer(args: argparse.Namespace, tokenizer: Tokenizer, problems: list, sampl
     tokens = 0
 
     def grade(problem, answers: list[Sequence]) -> list[dict]:
-        rows = rewards.grade_rollouts(tokenizer, [problem], rollouts_of(answers),
-                                      args.prompt_style, reward)
+        rows = rewards.grade_rows(tokenizer, [problem], [one.as_row() for one in answers],
+                                  args.prompt_style, reward)
         for sample, row in enumerate(rows):
             text = tokenizer.opened + row["completion"]
             lenient = rewards.grade(text, row["answer"], row["question"],

@@ -2,7 +2,7 @@
 The learner: turns sampled answers and their advantages into optimizer steps on the adapter.
 
     learner = Learner(model, loss)
-    batch = Batch(rollouts, advantages)          # one for each training step
+    batch = Batch(rows, advantages)              # one for each training step
     update = learner.update(batch, weights, lr)  # one or more for each batch
 
 All trained parameters are views of one fp32 vector, adapter.master (lora.py). An update cuts the
@@ -27,7 +27,7 @@ import grpo
 from lora import Adapter
 from model import Qwen
 from ranks import RANK, WORLD, all_sum, gather
-from sampler import Rollouts
+from sampler import Row
 
 # With several ranks, micro_batches() lowers the token budget until each rank gets about this many
 # micro-batches or more.
@@ -42,7 +42,7 @@ class Batch:
     that this rank has trained on, those of its tokens at the learner's first pass over it. seen
     holds the rows that any rank has trained on in an earlier update.
     """
-    rollouts: Rollouts
+    rows: list[Row]
     advantages: Tensor
     old: dict[int, Tensor] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
@@ -198,8 +198,8 @@ class Learner:
         # It still counts in the divisor, which is in the weights already.
         teaches = (batch.advantages != 0) | self.loss.acts_on_all_rows
         trained = torch.nonzero((weights > 0).any(dim=1) & teaches)[:, 0].tolist()
-        prompts = [batch.rollouts.prompts[b] for b in trained]
-        completions = [batch.rollouts.completions[b] for b in trained]
+        prompts = [batch.rows[b].prompt for b in trained]
+        completions = [batch.rows[b].completion for b in trained]
         total = {}
         # The micro-batches of the whole step are dealt to the ranks: if each rank cut rows of its
         # own, the cuts would depend on the number of GPUs, and bf16 rounds differently in another
@@ -212,37 +212,37 @@ class Learner:
         batch.seen.update(trained)
         return {name: value.cpu() for name, value in total.items()}
 
-    def _micro_batch(self, batch, rows, weights):
-        """-> the loss of the given rows of a batch, differentiable, and their sums."""
+    def _micro_batch(self, batch, numbers, weights):
+        """-> the loss of the rows of a batch with these numbers, differentiable, and their sums."""
         model = self.model
         device = model.device
-        rollouts = batch.rollouts
-        tokens = [rollouts.prompts[b] + rollouts.completions[b] for b in rows]
-        starts = [len(rollouts.prompts[b]) for b in rows]
-        lengths = [len(rollouts.completions[b]) for b in rows]
+        rows = [batch.rows[b] for b in numbers]
+        tokens = [row.prompt + row.completion for row in rows]
+        starts = [len(row.prompt) for row in rows]
+        lengths = [len(row.completion) for row in rows]
         policy, entropy = model.token_logprobs(tokens, starts, self.temperature, self.kept_layers)
         reference = None
         if self.loss.needs_reference:
             with torch.no_grad(), self.adapter.off():
                 reference, _ = model.token_logprobs(tokens, starts, self.temperature)
-        rollout = torch.cat([rollouts.logprobs[b] for b in rows]).to(device)
+        rollout = torch.cat([row.logprobs for row in rows]).to(device)
         # A row's first pass keeps its log-probs as the old ones, for later passes.
-        for b, logprobs in zip(rows, policy.detach().split(lengths)):
+        for b, logprobs in zip(numbers, policy.detach().split(lengths)):
             if b not in batch.old:
                 # A rank keeps those of its own rows only. --epochs repeats the same updates, and
                 # the same rows are dealt to the same ranks, so each row finds what it needs.
                 assert b not in batch.seen, f"row {b}: its old log-probs are on another rank"
                 batch.old[b] = logprobs
-        old = torch.cat([batch.old[b] for b in rows])
+        old = torch.cat([batch.old[b] for b in numbers])
         row_of_token = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths))
-        weights = torch.cat([weights[b, :n] for b, n in zip(rows, lengths)])
+        weights = torch.cat([weights[b, :n] for b, n in zip(numbers, lengths)])
         # Tokens outside the loss, such as a tool's, end here: the others are conditioned on them.
         kept = weights.nonzero()[:, 0]
         row_of_token, weights = row_of_token[kept].to(device), weights[kept].to(device)
         kept = kept.to(device)
         logprobs = grpo.LogProbs(policy[kept], rollout[kept], old[kept],
                                  None if reference is None else reference[kept])
-        loss, sums = grpo.policy_loss(logprobs, batch.advantages[rows].to(device), row_of_token,
+        loss, sums = grpo.policy_loss(logprobs, batch.advantages[numbers].to(device), row_of_token,
                                       weights, self.loss)
         sums["entropy"] = entropy[kept].sum().double()           # token_logprobs has detached it
         sums["loss"] = loss.detach().double()

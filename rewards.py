@@ -124,10 +124,10 @@ def format_tags(text: str) -> int:
     return int(bool(re.fullmatch(r"<think>.*</think>\s*<answer>.*</answer>", text, re.DOTALL)))
 
 
-def grade_rollouts(tokenizer: "prompts.Tokenizer", problems: list,  # noqa: F821
-                   rollouts: "sampler.Rollouts", style: str = "boxed",  # noqa: F821
-                   plug_in: Callable | None = None) -> list[dict]:
-    """One dict for each row of the rollouts: the problem, the prompt as the model saw it, the
+def grade_rows(tokenizer: "prompts.Tokenizer", problems: list,  # noqa: F821
+               rows: "list[sampler.Row]", style: str = "boxed",  # noqa: F821
+               plug_in: Callable | None = None) -> list[dict]:
+    """One dict for each row: the problem, the prompt as the model saw it, the
     completion, the answer that was found in it, the verdict, and the reward `task`.
 
     If the prompt ends with an opening <think>, the text is graded as if it began with it. So an
@@ -139,34 +139,34 @@ def grade_rollouts(tokenizer: "prompts.Tokenizer", problems: list,  # noqa: F821
     train.score counts it apart. If it is NaN, so is `task`. A
     part called `correct` is also the verdict, in place of this file's: 1 is right, all else wrong.
     """
-    group_size = len(rollouts.completions) // max(len(problems), 1)  # a rank may have no problem
-    texts = [tokenizer.decode(completion) for completion in rollouts.completions]
+    group_size = len(rows) // max(len(problems), 1)  # a rank may have no problem
+    texts = [tokenizer.decode(row.completion) for row in rows]
     prompts = [tokenizer.decode(problem.prompt) for problem in problems]
-    rows = []
-    for i, text in enumerate(texts):
+    graded = []
+    for i, (row, text) in enumerate(zip(rows, texts)):
         problem = problems[i // group_size]
         verdict = grade(tokenizer.opened + text, problem.answer, problem.question,
                         "tags" if style == "tags" else "boxed")
-        row = {
+        found = {
             "id": problem.id, "question": problem.question, "answer": problem.answer,
             "prompt": prompts[i // group_size], "completion": text,
             "extracted": verdict.answer, "rule": verdict.rule,
             "correct": float(verdict.correct), "format": float(verdict.format),
-            "length": int(rollouts.mask(i).sum()), "finished": rollouts.finished[i],
-            "mean_logprob": rollouts.logprobs[i][rollouts.mask(i)].mean().item(),
+            "length": int(row.mask.sum()), "finished": row.finished,
+            "mean_logprob": row.logprobs[row.mask].mean().item(),
             "task": float(verdict.correct),
         }
         if plug_in:
             first = i - i % group_size
-            row["parts"] = plug_in(text, problem, texts[first:first + group_size],
-                                   length=row["length"], finished=row["finished"])
-            row["task"] = sum(value for name, value in row["parts"].items() if name != "shaping")
-            if "correct" in row["parts"]:
-                row["correct"] = float(row["parts"]["correct"] == 1)
-            if math.isnan(row["parts"].get("shaping", 0.0)):
-                row["task"] = math.nan           # unscorable, as with NaN in any other part
-        rows.append(row)
-    return rows
+            found["parts"] = plug_in(text, problem, texts[first:first + group_size],
+                                     length=found["length"], finished=found["finished"])
+            found["task"] = sum(value for name, value in found["parts"].items() if name != "shaping")
+            if "correct" in found["parts"]:
+                found["correct"] = float(found["parts"]["correct"] == 1)
+            if math.isnan(found["parts"].get("shaping", 0.0)):
+                found["task"] = math.nan           # unscorable, as with NaN in any other part
+        graded.append(found)
+    return graded
 
 
 # -----------------------------------------------------------------------------

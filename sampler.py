@@ -95,35 +95,47 @@ class Sampling(NamedTuple):
 
 
 @dataclass
+class Row:
+    """One answer: how it was sampled and, once it is graded, what it is worth."""
+    prompt: list[int]                            # token ids; one object for a whole group
+    completion: list[int]                        # token ids, the end id included
+    logprobs: Tensor                             # (completion tokens,) fp32, on the CPU
+    finished: bool                               # stopped by an end id, not by the limit
+    # Which tokens of the completion were sampled, (completion tokens,) bool; None: all. Where it is
+    # False, a tool or a user wrote the token, and its log-prob counts for nothing. The learner
+    # reads that token and does not train on it.
+    mask: Tensor | None = None
+    graded: dict = field(default_factory=dict)   # what samples.jsonl holds of it (train.score)
+
+    def __post_init__(self):
+        if self.mask is None:
+            self.mask = torch.ones(len(self.completion), dtype=torch.bool)
+
+
+@dataclass
 class Rollouts:
-    """The answers: B = P * G rows without padding; rows [p * G, (p + 1) * G) answer prompt p."""
-    prompts: list[list[int]]                     # (B) token ids; one object for a whole group
-    completions: list[list[int]]                 # (B) token ids, the end id included
-    logprobs: list[Tensor]                       # (B) of (completion tokens,) fp32, on the CPU
-    finished: list[bool]                         # (B) stopped by an end id, not by the limit
+    """The answers: B = P * G rows; rows [p * G, (p + 1) * G) answer prompt p."""
+    rows: list[Row]
     seconds: float = 0.0                         # that generate() took
     computed: int = 0                            # rows that were computed, over all decode steps
     preempted: int = 0                           # times that a row had to give its kv_blocks back
-    # (B) of (completion tokens,) bool, or None if the policy sampled all tokens. False: a tool or a
-    # user wrote the token, and its log-prob counts for nothing. The learner reads it and does not
-    # train on it.
-    masks: list[Tensor] | None = None
 
-    def mask(self, row: int) -> Tensor:
-        """Which tokens of a row's completion were sampled: (completion tokens,) bool."""
-        if self.masks is None:
-            return torch.ones(len(self.completions[row]), dtype=torch.bool)
-        return self.masks[row]
+    @property
+    def prompts(self) -> list[list[int]]:
+        return [row.prompt for row in self.rows]
+
+    @property
+    def completions(self) -> list[list[int]]:
+        return [row.completion for row in self.rows]
 
     def sampled(self) -> Tensor:
-        """mask() of all rows, padded with False to the longest: (B, L) bool."""
-        rows = [self.mask(row) for row in range(len(self.completions))]
-        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        """The masks of all rows, padded with False to the longest: (B, L) bool."""
+        return torch.nn.utils.rnn.pad_sequence([row.mask for row in self.rows], batch_first=True)
 
     @property
     def num_tokens(self) -> int:
         """How many tokens were sampled, end ids included."""
-        return sum(int(self.mask(row).sum()) for row in range(len(self.completions)))
+        return sum(int(row.mask.sum()) for row in self.rows)
 
     @property
     def idle(self) -> float:
@@ -132,13 +144,8 @@ class Rollouts:
 
     def __add__(self, other: "Rollouts") -> "Rollouts":
         """The rows of two ranks that sampled at the same time: so `seconds` is the longer one."""
-        masks = None
-        if self.masks is not None or other.masks is not None:
-            masks = [one.mask(row) for one in (self, other) for row in range(len(one.completions))]
-        return Rollouts(self.prompts + other.prompts, self.completions + other.completions,
-                        self.logprobs + other.logprobs, self.finished + other.finished,
-                        max(self.seconds, other.seconds), self.computed + other.computed,
-                        self.preempted + other.preempted, masks)
+        return Rollouts(self.rows + other.rows, max(self.seconds, other.seconds),
+                        self.computed + other.computed, self.preempted + other.preempted)
 
 
 # -----------------------------------------------------------------------------
@@ -432,13 +439,8 @@ class Sequence:
         """Whether it is complete: by an end id or at its limit."""
         return self.finished or self.pos == self.limit
 
-
-def rollouts_of(sequences: list[Sequence], seconds: float = 0.0, computed: int = 0,
-                preempted: int = 0) -> Rollouts:
-    """Sequences that have ended, in the order of the rows -> Rollouts."""
-    return Rollouts([s.prompt for s in sequences], [s.completion for s in sequences],
-                    [torch.tensor(s.logprobs) for s in sequences],
-                    [s.finished for s in sequences], seconds, computed, preempted)
+    def as_row(self) -> Row:
+        return Row(self.prompt, self.completion, torch.tensor(self.logprobs), self.finished)
 
 
 def allocate_kv(model: Qwen, max_length: int, max_rows: int, kv_gib: float | None) -> Tensor:
@@ -525,7 +527,8 @@ class Sampler:
             made = self._record(live, drawn, sampling.end_ids)
             if progress:
                 progress(made, computing)
-        return rollouts_of(sequences, time.perf_counter() - began, computed, preempted)
+        rows = [sequence.as_row() for sequence in sequences]
+        return Rollouts(rows, time.perf_counter() - began, computed, preempted)
 
     def _sequences(self, prompts, group_size, sampling, places):
         """One Sequence for every answer; the Sequences of a group share one Prefix."""

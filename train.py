@@ -33,6 +33,7 @@ import math
 import operator
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import env  # isort: skip; its settings come before torch
@@ -44,41 +45,40 @@ import aqn
 import grpo
 from files import counted
 from harness.config import Optim, Rollout, read_settings
-from harness.console import Watch
 from harness.folder import claimed, ending_with, signals_wait
 from harness.setup import Progress, Run, begin, prepare
 from learner import Batch, Update
 from ranks import gather, say, share
-from sampler import Rollouts, Sampling
+from sampler import Rollouts, Row, Sampler, Sampling
 from tasks.figures import sampler_entropy
 from tasks.problems import problems_at
 
 # -----------------------------------------------------------------------------
 # Score
 
-def score(grade: Callable, problems: list, rollouts: Rollouts) -> list[dict]:
-    """-> a row for each answer: a dict of all that is known of it, as samples.jsonl holds it.
+def score(grade: Callable, problems: list, rollouts: Rollouts) -> Rollouts:
+    """The same rollouts, with `graded` of each row: all that is known of it, for samples.jsonl.
 
-    grade() fills in `task`: 1 for a right answer and 0 for a wrong one, or with --reward the sum of
+    grade() gives `task`: 1 for a right answer and 0 for a wrong one, or with --reward the sum of
     the user's parts without the one called `shaping` (`parts` keeps all of them). `format` says
     whether the answer has the form that was asked for, `finished` whether it came to its end before
     --max-new-tokens.
     Two values are added here. `extra` is that part, which compare() counts apart from `task`.
     `reward` = task + extra is only logged; what grpo.py calls rewards is the `task` alone.
     """
-    rows = grade(problems, rollouts)
-    for row in rows:
-        row["extra"] = row.get("parts", {}).get("shaping", 0.0)
-        row["reward"] = row["task"] + row["extra"]
-    return rows
+    for row, found in zip(rollouts.rows, grade(problems, rollouts.rows), strict=True):
+        extra = found.get("parts", {}).get("shaping", 0.0)
+        row.graded = found | {"extra": extra, "reward": found["task"] + extra}
+    return rollouts
 
 
-def column(rows: list[dict], key: str) -> torch.Tensor:
-    """One value of each row, (B,): float64, int64 or bool, as precise as Python's own values."""
-    return torch.from_numpy(np.array([row[key] for row in rows]))
+def column(rows: list[Row], key: str) -> torch.Tensor:
+    """A value that is known of each row, (B,): float64, int64 or bool, as precise as Python's own.
+    """
+    return torch.from_numpy(np.array([row.graded[key] for row in rows]))
 
 
-def compare(rows: list[dict], group_size: int, scale: str) -> torch.Tensor:
+def compare(rows: list[Row], group_size: int, scale: str) -> torch.Tensor:
     """-> advantages (B,): how much better each answer is than the others to its problem.
 
     scale: what --advantage-scale says, one of grpo.SCALES.
@@ -92,12 +92,11 @@ def compare(rows: list[dict], group_size: int, scale: str) -> torch.Tensor:
 # -----------------------------------------------------------------------------
 # Update
 
-def plan_updates(rows: list[dict], sampled: torch.Tensor, loss: grpo.Loss, rollout: Rollout,
-                 optim: Optim, mask_overlong: bool) -> list[torch.Tensor]:
+def plan_updates(rollouts: Rollouts, loss: grpo.Loss, rollout: Rollout, optim: Optim,
+                 mask_overlong: bool) -> list[torch.Tensor]:
     """-> one tensor (B, L) for each update on this batch: the weight of each token in its loss, 0
     for tokens that are left out of it.
 
-    sampled (B, L) bool: the tokens that the policy wrote (Rollouts.sampled).
     Two flags make several updates of one batch. With 4 groups of answers, a b c d:
 
         --updates-per-rollout 2     [a b] [c d]             each row is trained on once
@@ -106,7 +105,9 @@ def plan_updates(rows: list[dict], sampled: torch.Tensor, loss: grpo.Loss, rollo
 
     mask_overlong: answers that were cut at --max-new-tokens get weight 0 (--overlong mask).
     """
-    mask = grpo.loss_mask(sampled, column(rows, "task"), column(rows, "finished"), mask_overlong)
+    rows = rollouts.rows
+    mask = grpo.loss_mask(rollouts.sampled(), column(rows, "task"), column(rows, "finished"),
+                          mask_overlong)
     one_pass = [grpo.token_weights(minibatch, loss, rollout.max_new_tokens) for minibatch in
                 grpo.minibatches(mask, rollout.group_size, optim.updates_per_rollout)]
     return one_pass * optim.epochs               # the same list again for each further pass
@@ -131,26 +132,29 @@ def learning_rate(optim: Optim, fraction: float) -> float:
 # -----------------------------------------------------------------------------
 # Report
 
-def report(rows: list[dict], advantages: torch.Tensor, weights: list[torch.Tensor],
-           rollouts: Rollouts, updates: list[Update], group_size: int) -> dict:
+def report(rollouts: Rollouts, advantages: torch.Tensor, weights: list[torch.Tensor],
+           updates: list[Update], group_size: int) -> dict:
     """The step's numbers; docs/metrics.md defines each.
 
     Most are means over all B rows of all ranks. Those that compare log-probabilities are means over
     the tokens that were trained on. The loss is not among them: advantages are centred, so its
     value does not show progress.
     """
+    rows = rollouts.rows
+    graded = [row.graded for row in rows]
+
     def mean(key):
-        return sum(row[key] for row in rows) / len(rows)
+        return sum(one[key] for one in graded) / len(graded)
 
     metrics = {"reward": column(rows, "reward").nanmean().item()}
-    if "parts" in rows[0]:
-        names = dict.fromkeys(name for row in rows for name in row["parts"])     # each name once
+    if "parts" in graded[0]:
+        names = dict.fromkeys(name for one in graded for name in one["parts"])   # each name once
         for name in names:
-            part = torch.tensor([row["parts"].get(name, 0.0) for row in rows])
+            part = torch.tensor([one["parts"].get(name, 0.0) for one in graded])
             metrics[f"reward_{name}"] = part.nanmean().item()
     metrics |= {"accuracy": mean("correct"), "format": mean("format")}
     metrics |= {"length": mean("length"), "truncated": 1 - mean("finished")}
-    metrics["sampler_entropy"] = sampler_entropy(rows)
+    metrics["sampler_entropy"] = sampler_entropy(graded)
     informative = grpo.informative_groups(column(rows, "task"), group_size)
     in_some_update = (sum(weights) > 0).any(dim=1)               # (B,)
     learned = (advantages != 0) & in_some_update
@@ -167,23 +171,58 @@ def report(rows: list[dict], advantages: torch.Tensor, weights: list[torch.Tenso
     return metrics | {"idle": rollouts.idle, "tokens_per_s": rollouts.num_tokens / rollouts.seconds}
 
 
-def evaluate(run: Run, sampling: Sampling, steps_done: int) -> tuple[dict, list[dict]]:
-    """Greedy answers to the held-out problems, without noise -> metrics, a row for each answer."""
+@dataclass
+class Evaluation:
+    """Greedy answers to the held-out problems."""
+    metrics: dict                                # the part of metrics.jsonl that is theirs
+    graded: list[dict]                           # what held_out.jsonl holds of each answer
+
+
+def evaluate(run: Run, sample: Callable, steps_done: int) -> Evaluation:
+    """Answers the held-out problems, greedily and without noise. sample: see train()."""
     problems = share(run.held_out)
     began = time.perf_counter()
-    greedy = Sampling(sampling.max_new_tokens, sampling.end_ids, temperature=0.0)
-    rollouts = run.sampler.generate([problem.prompt for problem in problems], 1, greedy)
-    rows = gather(run.grade(problems, rollouts))
-    metrics = {"eval_accuracy": sum(row["correct"] for row in rows) / len(rows)}
+    greedy = Sampling(run.settings.rollout.max_new_tokens, run.tokenizer.end_ids, temperature=0.0)
+    prompts = [problem.prompt for problem in problems]
+    rollouts = sample(run.sampler, prompts, 1, greedy, range(len(prompts)))
+    graded = gather(run.grade(problems, rollouts.rows))
+    metrics = {"eval_accuracy": sum(one["correct"] for one in graded) / len(graded)}
     if run.settings.data.reward:
-        metrics["eval_reward"] = column(rows, "task").nanmean().item()
+        metrics["eval_reward"] = torch.tensor([one["task"] for one in graded],
+                                              dtype=torch.float64).nanmean().item()
     told = ", ".join(f"{key.removeprefix('eval_')} {value:.3f}" for key, value in metrics.items())
     say(f"after {counted(steps_done, 'step')}: held-out {told}, "
         f"in {time.perf_counter() - began:.1f} s")
-    return metrics, rows
+    return Evaluation(metrics, graded)
 
 
-def record(run: Run, progress: Progress, metrics: dict, rows: list[dict],
+def conclude(run: Run, sample: Callable, progress: Progress, metrics: dict, rows: list[Row],
+             advantages: torch.Tensor, updates: list[Update], evaluation: Evaluation | None
+             ) -> Progress:
+    """What follows a step's update: tells its numbers, evaluates where that is due, writes the
+    step's files -> where the run stands. Stopped if going on makes no sense (console.Watch).
+
+    progress: where it stands but for the best evaluation. evaluation: that of before training, in
+    step 0, which is logged with this step.
+    """
+    watching = run.settings.watching
+    run.console.tell(metrics, updates)
+    best = progress.best
+    due = progress.step == run.settings.general.steps or progress.step % watching.eval_every == 0
+    if due and not evaluation:
+        evaluation = evaluate(run, sample, progress.step)
+        best = max(best, evaluation.metrics.get("eval_reward", evaluation.metrics["eval_accuracy"]))
+    if evaluation:
+        metrics = metrics | evaluation.metrics
+    is_best = best > progress.best
+    progress = dataclasses.replace(progress, best=best)
+    record(run, progress, metrics, rows, advantages, evaluation.graded if evaluation else [],
+           is_best)
+    run.watch.see(metrics, updates)
+    return progress
+
+
+def record(run: Run, progress: Progress, metrics: dict, rows: list[Row],
            advantages: torch.Tensor, evaluated: list[dict], is_best: bool) -> None:
     """Writes the step's files and sends its metrics to the tracker.
 
@@ -193,7 +232,7 @@ def record(run: Run, progress: Progress, metrics: dict, rows: list[dict],
     the step's state; if the run is stopped before the next one is recorded, it saves this copy.
     """
     watching = run.settings.watching
-    samples = [{"step": metrics["step"], "advantage": advantage, **row}
+    samples = [{"step": metrics["step"], "advantage": advantage, **row.graded}
                for advantage, row in zip(advantages.tolist(), rows, strict=True)]
     with signals_wait():
         run.folder.log("metrics.jsonl", [metrics])
@@ -216,8 +255,12 @@ def record(run: Run, progress: Progress, metrics: dict, rows: list[dict],
 # -----------------------------------------------------------------------------
 # The loop: sample, score, update, report
 
-def train(run: Run) -> None:
-    """All steps of a run, from step 0 or from where its checkpoint stands."""
+def train(run: Run, sample: Callable = Sampler.generate) -> None:
+    """All steps of a run, from step 0 or from where its checkpoint stands.
+
+    sample(sampler, prompts, group_size, sampling, places) -> Rollouts is how answers are written: a
+    function like Sampler.generate, for instance one that answers in turns and calls a tool.
+    """
     settings = run.settings
     rollout, objective, optim = settings.rollout, settings.objective, settings.optim
     noise = settings.noise
@@ -226,13 +269,8 @@ def train(run: Run) -> None:
                         seed=seed)
     progress = begin(run)
     run.console.start_at(progress.step)
-    watch = Watch(settings)
     for step in range(progress.step, steps):
-        metrics = {"step": step}
-        evaluated = []
-        if step == 0:                            # before training; it is logged with this step
-            found, evaluated = evaluate(run, sampling, 0)
-            metrics |= found
+        evaluation = evaluate(run, sample, 0) if step == 0 else None         # before training
 
         # 1) Sample answers to this rank's share of the step's problems.
         began = time.perf_counter()
@@ -243,39 +281,29 @@ def train(run: Run) -> None:
         sigma = aqn.sigma_at(step, steps, noise.sigma_start, noise.sigma_end, noise.noise_stages,
                              noise.noise_schedule)
         with aqn.noisy_norms(run.model, sigma, seed, step):      # nothing else has noise
-            mine = run.sampler.generate(prompts, G, sampling, places)
+            mine = sample(run.sampler, prompts, G, sampling, places)
 
-        # 2) Score. Then every rank gets the rows and the rollouts of all, in the same order.
-        rows = gather(score(run.grade, problems, mine))
-        rollouts = functools.reduce(operator.add, gather([mine]))
-        advantages = compare(rows, G, objective.advantage_scale)
+        # 2) Score. Then every rank gets the rows of all, in the same order.
+        rollouts = functools.reduce(operator.add, gather([score(run.grade, problems, mine)]))
+        advantages = compare(rollouts.rows, G, objective.advantage_scale)
 
         # 3) Update the adapter.
         updating = time.perf_counter()
-        weights = plan_updates(rows, rollouts.sampled(), run.learner.loss, rollout, optim,
+        weights = plan_updates(rollouts, run.learner.loss, rollout, optim,
                                objective.overlong == "mask")
         rates = learning_rates(optim, step, steps, len(weights))
-        batch = Batch(rollouts, advantages)
+        batch = Batch(rollouts.rows, advantages)
         updates = [run.learner.update(batch, weight, lr) for weight, lr in zip(weights, rates)]
         done = time.perf_counter()
 
         # 4) Report.
-        metrics |= report(rows, advantages, weights, rollouts, updates, G)
-        metrics |= run.learner.counters()
-        metrics |= {"sigma": sigma, "tokens": progress.tokens + rollouts.num_tokens,
-                    "seconds": done - began, "seconds_sample": updating - began,
-                    "seconds_update": done - updating}
-        run.console.tell(metrics, updates)
-        best = progress.best
-        due = step + 1 == steps or (step + 1) % settings.watching.eval_every == 0
-        if due and "eval_accuracy" not in metrics:      # step 0 has that of before training
-            found, evaluated = evaluate(run, sampling, step + 1)
-            metrics |= found
-            best = max(best, metrics.get("eval_reward", metrics["eval_accuracy"]))
-        is_best = best > progress.best
-        progress = Progress(step + 1, next_cursor, metrics["tokens"], best)
-        record(run, progress, metrics, rows, advantages, evaluated, is_best)
-        watch.see(metrics, updates)
+        tokens = progress.tokens + rollouts.num_tokens
+        metrics = {"step": step, "sigma": sigma, "tokens": tokens, "seconds": done - began,
+                   "seconds_sample": updating - began, "seconds_update": done - updating}
+        metrics |= report(rollouts, advantages, weights, updates, G) | run.learner.counters()
+        progress = Progress(step + 1, next_cursor, tokens, progress.best)
+        progress = conclude(run, sample, progress, metrics, rollouts.rows, advantages, updates,
+                            evaluation)
     run.folder.finish()
 
 

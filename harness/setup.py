@@ -28,7 +28,7 @@ import rewards
 from files import UserError, counted
 from harness import memory
 from harness.config import MAY_MOVE, Objective, Rollout, Settings, option, without_places
-from harness.console import Console, Phases, Tracker
+from harness.console import Console, Phases, Tracker, Watch
 from harness.folder import RunFolder, checkpoints_in
 from learner import Learner
 from ops import on_gpu
@@ -64,13 +64,14 @@ class Run:
     tokenizer: Tokenizer
     problems: list                               # of tasks.problems.Problem, to train on
     held_out: list                               # the same, to evaluate on
-    grade: Callable                              # rewards.grade_rollouts(problems, rollouts)
+    grade: Callable                              # rewards.grade_rows(problems, rows)
     model: qwen.Qwen
     learner: Learner
     sampler: Sampler
     folder: RunFolder
     tracker: Tracker
     console: Console
+    watch: Watch
     flags: dict                                  # what run.json holds beside `about`
     before: dict | None                          # what it holds of a run that is resumed
 
@@ -129,7 +130,7 @@ def prepare(settings: Settings, before: dict | None) -> Run:
     flags["memory_plan"] = limits._asdict() | {
         "kv_gib": sampler.engine.kv.nbytes / 2**30,
         "micro_batch_tokens": learner.micro_batch_tokens}
-    grade = functools.partial(rewards.grade_rollouts, tokenizer, style=settings.data.prompt_style,
+    grade = functools.partial(rewards.grade_rows, tokenizer, style=settings.data.prompt_style,
                               plug_in=plug_in)
 
     def write_adapter(tensors, folder):
@@ -141,7 +142,7 @@ def prepare(settings: Settings, before: dict | None) -> Run:
     tracker = Tracker(settings.watching.report_to, out, flags)
     phases.tell()
     return Run(settings, tokenizer, problems, held_out, grade, model, learner, sampler, run_folder,
-               tracker, console, flags, before)
+               tracker, console, Watch(settings), flags, before)
 
 
 CALIBRATION_PROBLEMS = 128                       # those of the study

@@ -40,7 +40,7 @@ class Reward:
     `problem` is a dict: every field of the problem's row, with id, question and answer. A function
     whose third parameter has no default is given the completions of the whole group as well, and
     one with keyword parameters of these names is given what ASKED_BY_NAME holds. It returns a
-    number, or a dict of numbers that are summed; rewards.grade_rollouts says what the part
+    number, or a dict of numbers that are summed; rewards.grade_rows says what the part
     `shaping` is. A NaN leaves the completion out of training. No number, and no sum of them, may be
     infinite or beyond LARGEST_REWARD. UserError for a function that cannot be called so.
     """

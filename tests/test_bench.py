@@ -91,16 +91,16 @@ def test_a_step_samples_the_lengths_it_draws_and_trains_on_every_row(measured, m
 
     def look(learner, batch, *more, lr):
         before = learner.adapter.master.detach().clone()
-        updates.append((batch.rollouts, update(learner, batch, *more, lr=lr)))
+        updates.append((batch.rows, update(learner, batch, *more, lr=lr)))
         assert 0 < (learner.adapter.master - before).abs().max() < 1e-5                 # lr 1e-6
         return updates[-1][1]
 
     monkeypatch.setattr(bench.Learner, "update", look)
     figures = measured("step")
     assert figures["micro_batch"] == 2048 and figures["samples"] == 6 and len(updates) == 2
-    for rollouts, done in updates:
-        assert [len(c) for c in rollouts.completions] == bench.drawn_lengths(6)
-        assert done.sums["tokens"] == rollouts.num_tokens == figures["tokens"]       # no group of equal rewards
+    for rows, done in updates:
+        assert [len(row.completion) for row in rows] == bench.drawn_lengths(6)
+        assert done.sums["tokens"] == sum(bench.drawn_lengths(6)) == figures["tokens"]       # no group of equal rewards
 
 
 @pytest.mark.parametrize("command,keys", [

@@ -98,7 +98,7 @@ def test_earlier_answers_are_repeated_without_their_thinking(name, thinking, end
     def generate(prompts, *more):
         asked.append(tokenizer.file.decode(prompts[0], skip_special_tokens=False))
         completion = tokenizer.encode(begun + "One.\n</think>\n\nIt is 3.") + [tokenizer.stop]
-        return SimpleNamespace(completions=[completion], finished=[True])
+        return SimpleNamespace(rows=[SimpleNamespace(completion=completion, finished=True)])
 
     chat = Chat(tokenizer, SimpleNamespace(generate=generate, max_length=999), "plain", Sampling(99, tokenizer.end_ids))
     for question in ("1+2?", "3+4?"):

@@ -708,7 +708,8 @@ def test_greedy_completions_of_groups_are_those_of_full_forwards(P, G, qwen3_hea
         prompts, G, Sampling(limits, temperature=0.0))
     assert [len(completion) for completion in rollouts.completions] == limits
     same = 0
-    for prompt, completion, logprobs in zip(rollouts.prompts, rollouts.completions, rollouts.logprobs):
+    for row in rollouts.rows:
+        prompt, completion, logprobs = row.prompt, row.completion, row.logprobs
         tokens, token = (torch.tensor(t, device=DEVICE) for t in ([prompt + completion], completion))
         exact, want = (model(tokens)[0, len(prompt) - 1:-1, :2311].log_softmax(-1) for _ in in_fp32_and_16_bits(model))
         # As above, and the largest of up to 50 tokens of 160 rows: 7 standard deviations. Where the two best are so

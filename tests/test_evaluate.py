@@ -109,13 +109,13 @@ def test_top_k_and_top_p_reach_the_sampler(run):
 
 def test_ids_that_the_tokenizer_lacks_are_never_drawn(run, monkeypatch):
     highest = []
-    score = evaluate.rewards.grade_rollouts
+    score = evaluate.rewards.grade_rows
 
-    def look(tokenizer, problems, rollouts, *more):
-        highest.extend(max(completion) - tokenizer.vocab_size for completion in rollouts.completions)
-        return score(tokenizer, problems, rollouts, *more)
+    def look(tokenizer, problems, rows, *more):
+        highest.extend(max(row.completion) - tokenizer.vocab_size for row in rows)
+        return score(tokenizer, problems, rows, *more)
 
-    monkeypatch.setattr(evaluate.rewards, "grade_rollouts", look)
+    monkeypatch.setattr(evaluate.rewards, "grade_rows", look)
     run(*BASIC, "--limit", 8, "--samples", 4, "--temperature", 1000, "--top-p", 1)
     assert len(highest) == 32 and max(highest) < 0
 
@@ -175,18 +175,18 @@ def test_the_sampler_applies_the_adapter(adapted, run, monkeypatch):
     """In the release's GSM8K evaluation the sampler never had the adapter, unnoticed."""
     lora.save_adapter(adapted, "adapter")
     adapted.live_vocab = Tokenizer(TINY).vocab_size
-    score, seen = evaluate.rewards.grade_rollouts, []
-    monkeypatch.setattr(evaluate.rewards, "grade_rollouts", lambda *given: seen.append(given[2]) or score(*given))
+    score, seen = evaluate.rewards.grade_rows, []
+    monkeypatch.setattr(evaluate.rewards, "grade_rows", lambda *given: seen.append(given[2]) or score(*given))
     run(*BASIC, "--limit", 4, "--adapter", "adapter")
     assert len(seen) == 4
-    for rollouts in seen:
-        (prompt,), (completion,) = rollouts.prompts, rollouts.completions
+    for row, in seen:
+        prompt, completion = row.prompt, row.completion
         with torch.no_grad():
             on, _ = adapted.token_logprobs([prompt + completion], [len(prompt)])
             with adapted.adapter.off():
                 off, _ = adapted.token_logprobs([prompt + completion], [len(prompt)])
-        assert torch.allclose(on, rollouts.logprobs[0], atol=1e-4)
-        assert (off - rollouts.logprobs[0]).abs().mean() > 0.1
+        assert torch.allclose(on, row.logprobs, atol=1e-4)
+        assert (off - row.logprobs).abs().mean() > 0.1
 
 
 # -----------------------------------------------------------------------------
@@ -236,15 +236,15 @@ def test_a_bug_keeps_its_traceback(run, monkeypatch):
 # --out, and Ctrl-C
 
 def test_rows_are_in_the_file_as_soon_as_their_problem_is_done(run, monkeypatch):
-    score, seen = evaluate.rewards.grade_rollouts, []
-    monkeypatch.setattr(evaluate.rewards, "grade_rollouts", lambda *given: seen.append(
+    score, seen = evaluate.rewards.grade_rows, []
+    monkeypatch.setattr(evaluate.rewards, "grade_rows", lambda *given: seen.append(
         len(read("a.jsonl")) if Path("a.jsonl").exists() else 0) or score(*given))
     run(*BASIC, "--limit", 4, "--out", "a.jsonl")
     assert seen == [0, 1, 2, 3]
 
 
 def test_ctrl_c_keeps_what_is_done_and_says_that_its_figures_are_too_high(run, monkeypatch, capsys):
-    score, scored = evaluate.rewards.grade_rollouts, []
+    score, scored = evaluate.rewards.grade_rows, []
 
     def interrupt(*given):
         if len(scored) == 3:
@@ -252,7 +252,7 @@ def test_ctrl_c_keeps_what_is_done_and_says_that_its_figures_are_too_high(run, m
         scored.append(given[1][0].id)
         return score(*given)
 
-    monkeypatch.setattr(evaluate.rewards, "grade_rollouts", interrupt)
+    monkeypatch.setattr(evaluate.rewards, "grade_rows", interrupt)
     with pytest.raises(SystemExit) as stop:
         run(*BASIC, "--limit", 8, "--samples", 2, "--temperature", 1, "--out", "a.jsonl")
     said = capsys.readouterr()
@@ -264,7 +264,7 @@ def test_ctrl_c_keeps_what_is_done_and_says_that_its_figures_are_too_high(run, m
 
 def test_after_ctrl_c_before_the_first_problem_the_command_can_be_given_again(run, monkeypatch, capsys):
     with monkeypatch.context() as patch:
-        patch.setattr(evaluate.rewards, "grade_rollouts", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(evaluate.rewards, "grade_rows", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(SystemExit):
             run(*BASIC, "--limit", 4, "--out", "a.jsonl")
     assert "0 of 4 problems" in capsys.readouterr().err

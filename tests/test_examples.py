@@ -3,8 +3,10 @@ import itertools
 from pathlib import Path
 
 import pytest
+import torch
 
 import train
+from sampler import Rollouts, Row
 from tasks.plugin import Reward
 from tasks.problems import Problem
 
@@ -31,6 +33,8 @@ def test_the_shaping_of_my_reward_never_outvotes_the_task(score):
     right, wrong = ([score(text, length) for text in texts for length in (1, 400, 512, 10**6)]
                     for texts in ((RIGHT, BARE), (WRONG, "")))
     for better, worse in itertools.product(right, wrong):
-        rows = [dict(parts=parts, task=parts["correct"]) for parts in (better, worse)]
-        first, second = train.compare(train.score(lambda *_: rows, [], None), 2, "none").tolist()
+        graded = [dict(parts=parts, task=parts["correct"]) for parts in (better, worse)]
+        answers = Rollouts([Row([1], [2], torch.zeros(1), finished=True) for _ in graded])
+        rows = train.score(lambda *_: graded, [], answers).rows
+        first, second = train.compare(rows, 2, "none").tolist()
         assert first > 0 > second

@@ -15,7 +15,7 @@ from tiny_qwen2 import merged, plain_logits
 
 import grpo
 from learner import AdamW, Batch, Learner, micro_batches
-from sampler import Rollouts
+from sampler import Rollouts, Row
 
 RANK, ALPHA, TEMPERATURE, LIMIT = 4, 6, 0.9, 20
 ANY_NORM = 1e9                                                            # --max-grad-norm that never clips
@@ -34,7 +34,7 @@ def some_rollouts(model, noise, groups=4, group_size=4, seed=0):
             prompts.append(prompt)
             completions.append(completion)
             logprobs.append(exact + noise * torch.randn(len(completion), generator=g))
-    return Rollouts(prompts, completions, logprobs, [True] * len(prompts))
+    return Rollouts([Row(*row, finished=True) for row in zip(prompts, completions, logprobs)])
 
 
 def some_step(tiny, loss="dapo", noise=0.15, base="bf16", dtype=None, max_grad_norm=ANY_NORM,
@@ -44,7 +44,7 @@ def some_step(tiny, loss="dapo", noise=0.15, base="bf16", dtype=None, max_grad_n
     learner = Learner(model, dataclasses.replace(grpo.LOSSES[loss], **changes), TEMPERATURE, max_grad_norm)
     rollouts = some_rollouts(model, noise)
     rewards = torch.tensor([1.0, 0, 0, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0, 2, 1, 3])   # the third group teaches nothing
-    batch = Batch(rollouts, grpo.group_advantages(rewards, 4))
+    batch = Batch(rollouts.rows, grpo.group_advantages(rewards, 4))
     weights = grpo.token_weights(rollouts.sampled() & (torch.arange(16) != 5)[:, None], learner.loss, LIMIT)
     return learner, tensors, batch, weights
 
@@ -59,22 +59,22 @@ def plain_gradient(case, tensors, batch, name, loss):
     name: the loss's in grpo.LOSSES. A new one fails here with its name until `divisor` has an entry for it (and the
     objective a branch, if its formula is another).
     """
-    rollouts, advantages = batch.rollouts, batch.advantages
+    rows, advantages = batch.rows, batch.advantages
     leaves = {name: t.double().requires_grad_() for name, t in tensors.items()}
     weights = merged(case.tensors, leaves, ALPHA / RANK)
     reference = {name: t.double() for name, t in case.tensors.items()}
-    kept = [b for b in range(len(rollouts.prompts)) if b != 5 and rollouts.mask(b).any()]
-    tokens = sum(int(rollouts.mask(b).sum()) for b in kept)
+    kept = [b for b in range(len(rows)) if b != 5 and rows[b].mask.any()]
+    tokens = sum(int(rows[b].mask.sum()) for b in kept)
     total, ratios = 0.0, []
     for b in kept:
-        prompt, completion = rollouts.prompts[b], rollouts.completions[b]
+        prompt, completion = rows[b].prompt, rows[b].completion
 
         def logprobs(w):
             logits = plain_logits(case.raw, w, prompt + completion)[len(prompt) - 1:-1] / TEMPERATURE
-            return logits.log_softmax(-1)[range(len(completion)), completion][rollouts.mask(b)]
+            return logits.log_softmax(-1)[range(len(completion)), completion][rows[b].mask]
 
-        rollout = rollouts.logprobs[b].double()[rollouts.mask(b)]
-        old = batch.old[b].double()[rollouts.mask(b)] if batch.old else rollout
+        rollout = rows[b].logprobs.double()[rows[b].mask]
+        old = batch.old[b].double()[rows[b].mask] if batch.old else rollout
         now, advantage, n = logprobs(weights), advantages[b].double(), len(rollout)
         moved, gap = now - old, old - rollout
         ratio, importance = ((t.mean().expand(n) if loss.sequence_level else t).exp() for t in (moved, gap))
@@ -124,22 +124,23 @@ def test_the_gradient_is_that_of_float64_autograd_on_the_whole_batch(tiny, loss,
     norm = torch.cat([t.flatten() for t in want.values()]).norm().item()
     assert update.grad_norm == pytest.approx(norm, rel=1e-5)
     trained = [b for b in range(16) if b != 5 and (batch.advantages[b] != 0 or learner.loss.kl_beta)]
-    assert update.sums["tokens"] == sum(len(batch.rollouts.completions[b]) for b in trained)
+    assert update.sums["tokens"] == sum(len(batch.rows[b].completion) for b in trained)
 
 
 def with_tool_tokens(rollouts):
     """A tool wrote every third token of each row, the second one first, and row 2 whole. It has no log-probs."""
-    masks = [torch.arange(len(c)) % 3 != 1 for c in rollouts.completions]
-    masks[2][:] = False
-    logprobs = [torch.where(mask, p, torch.nan) for mask, p in zip(masks, rollouts.logprobs)]
-    return dataclasses.replace(rollouts, masks=masks, logprobs=logprobs)
+    rows = []
+    for b, row in enumerate(rollouts.rows):
+        mask = (torch.arange(len(row.completion)) % 3 != 1) & (b != 2)
+        rows.append(dataclasses.replace(row, mask=mask, logprobs=torch.where(mask, row.logprobs, torch.nan)))
+    return Rollouts(rows)
 
 
 @pytest.mark.parametrize("loss", grpo.LOSSES)
 def test_masked_tokens_are_conditioned_on_and_in_no_gradient_divisor_or_metric(tiny, loss):
     learner, tensors, batch, _ = some_step(tiny, loss, correction="ppo", kl_beta=0.3, **CLIPS.get(loss, {}))
-    rollouts = with_tool_tokens(batch.rollouts)
-    batch = Batch(rollouts, batch.advantages)
+    rollouts = with_tool_tokens(Rollouts(batch.rows))
+    batch = Batch(rollouts.rows, batch.advantages)
     mask = rollouts.sampled() & (torch.arange(16) != 5)[:, None]
     weights = grpo.token_weights(mask, learner.loss, LIMIT)
     want, _, _ = plain_gradient(tiny["untied"], tensors, batch, loss, learner.loss)
@@ -149,8 +150,9 @@ def test_masked_tokens_are_conditioned_on_and_in_no_gradient_divisor_or_metric(t
     # Another token of the tool changes what comes after it.
     gradient = learner.adapter.master.grad.clone()
     row = next(b for b, c in enumerate(rollouts.completions) if len(c) > 4 and mask[b].any())
-    rollouts.completions[row][1] = (rollouts.completions[row][1] + 1) % 101
-    learner.update(Batch(rollouts, batch.advantages), weights, lr=0.0)
+    completion = rollouts.rows[row].completion
+    completion[1] = (completion[1] + 1) % 101
+    learner.update(Batch(rollouts.rows, batch.advantages), weights, lr=0.0)
     assert (learner.adapter.master.grad - gradient).norm() > 1e-3 * gradient.norm()
 
 
@@ -158,9 +160,7 @@ def test_a_full_mask_changes_no_bit(tiny):
     learner, _, batch, weights = some_step(tiny)
     learner.update(batch, weights, lr=0.0)
     gradient = learner.adapter.master.grad.clone()
-    full = [torch.ones(len(c), dtype=torch.bool) for c in batch.rollouts.completions]
-    masked = dataclasses.replace(batch.rollouts, masks=full)
-    assert torch.equal(masked.sampled(), batch.rollouts.sampled())
+    masked = [dataclasses.replace(row, mask=torch.ones(len(row.completion), dtype=torch.bool)) for row in batch.rows]
     learner.update(Batch(masked, batch.advantages), weights, lr=0.0)
     assert torch.equal(learner.adapter.master.grad, gradient)
 
@@ -172,14 +172,14 @@ def test_the_first_pass_over_a_row_is_the_old_policy_of_later_ones(tiny, monkeyp
     # rollout is.
     monkeypatch.setitem(grpo.CORRECTIONS, "truncate", grpo.Correction("old", 1.2))       # so that it binds
     learner, _, batch, weights = some_step(tiny, loss, **changes)
-    rollouts, advantages = batch.rollouts, batch.advantages
+    rows, advantages = batch.rows, batch.advantages
     start = learner.adapter.master.data.clone()
     first = learner.update(batch, torch.where(torch.arange(16)[:, None] < 8, weights, 0.0), lr=5e-2)
     assert first.sums["clip_ratio_low"] + first.sums["clip_ratio_high"] == 0
     trained = [b for b in range(16) if weights[b].any() and advantages[b] != 0]
     assert sorted(batch.old) == [b for b in trained if b < 8]
     kept = {b: t.clone() for b, t in batch.old.items()}
-    rows = [(rollouts.prompts[b], rollouts.completions[b]) for b in kept]
+    rows = [(rows[b].prompt, rows[b].completion) for b in kept]
     moved = learner.adapter.master.data.clone()
     learner.adapter.master.data.copy_(start)
     learner.adapter.sync()
@@ -193,22 +193,22 @@ def test_the_first_pass_over_a_row_is_the_old_policy_of_later_ones(tiny, monkeyp
     second = learner.update(batch, weights, lr=0.0)
     assert second.sums["clip_ratio_low"] + second.sums["clip_ratio_high"] > 0
     assert sorted(batch.old) == trained and all(torch.equal(batch.old[b], t) for b, t in kept.items())
-    batch.old |= {b: rollouts.logprobs[b] for b in range(16) if b not in trained}       # advantage or weight 0
+    batch.old |= {b: batch.rows[b].logprobs for b in range(16) if b not in trained}       # advantage or weight 0
     want, _, _ = plain_gradient(tiny["untied"], tensors, batch, loss, learner.loss)
     assert difference(learner.adapter, {name: want[name] for name in tensors}) < 1e-5
 
 
 def test_the_sums_of_an_update_are_those_of_its_trained_tokens(tiny):
     learner, tensors, batch, weights = some_step(tiny)
-    rollouts = batch.rollouts
+    rows = batch.rows
     sums = learner.update(batch, weights, lr=0.0).sums
     w = merged(tiny["untied"].tensors, tensors, ALPHA / RANK)
     gaps, entropy = [], 0.0
     for b in [b for b in range(16) if b != 5 and batch.advantages[b] != 0]:
-        prompt, completion = rollouts.prompts[b], rollouts.completions[b]
+        prompt, completion = rows[b].prompt, rows[b].completion
         log_p = plain_logits(tiny["untied"].raw, w, prompt + completion)[len(prompt) - 1:-1] / TEMPERATURE
         log_p = log_p.log_softmax(-1)
-        gaps.append(log_p[range(len(completion)), completion] - rollouts.logprobs[b])
+        gaps.append(log_p[range(len(completion)), completion] - rows[b].logprobs)
         entropy -= (log_p.exp() * log_p).sum()
     d = torch.cat(gaps)
     assert sums["rollout_logp_diff"] == pytest.approx(d.abs().sum().item(), rel=1e-4)
@@ -239,7 +239,7 @@ def test_the_gradients_of_all_ranks_add_up_to_that_of_one(tiny, ranks):
     parts = [learner.accumulate_gradient(batch, weights, rank, ranks) for rank in range(ranks)]
     assert (learner.adapter.master.grad - whole).norm() < 1e-5 * whole.norm()            # as with micro-batches
     assert sum(part["tokens"] for part in parts if part) == sum(
-        len(c) for b, c in enumerate(batch.rollouts.completions) if weights[b].any() and batch.advantages[b] != 0)
+        len(row.completion) for b, row in enumerate(batch.rows) if weights[b].any() and batch.advantages[b] != 0)
 
 
 def test_a_row_whose_first_pass_was_on_another_rank_stops_the_pass(tiny):
@@ -377,7 +377,7 @@ def test_where_nothing_can_be_learned_there_is_no_step_and_no_momentum_acts(tiny
     learner, _, batch, weights = some_step(tiny)
     learner.update(batch, weights, lr=1e-3)                               # now there is momentum that could act
     before = {name: t.clone() for name, t in learner.tensors().items()}
-    no_advantage = Batch(batch.rollouts, batch.advantages * 0)
+    no_advantage = Batch(batch.rows, batch.advantages * 0)
     for b, w in ((no_advantage, weights), (batch, weights * 0)):
         assert learner.update(b, w, lr=1e-3) == ({}, 0.0, 1e-3, "")
     assert all(torch.equal(t, before[name]) for name, t in learner.tensors().items()) and learner.skipped == 0
@@ -401,7 +401,7 @@ def test_a_loss_or_gradient_that_is_not_finite_is_skipped_counted_and_changes_no
     learner.update(batch, weights, lr=1e-3)
     before = {name: t.clone() for name, t in learner.tensors().items()}
     if where == "rollout's log-prob":
-        batch.rollouts.logprobs[3][0] = float("nan")
+        batch.rows[3].logprobs[0] = float("nan")
     elif where == "advantage":
         batch.advantages[3] = float("inf")
     else:

@@ -20,8 +20,8 @@ import torch
 import train
 from files import Stopped, UserError
 from grpo import group_advantages
-from rewards import extract, format_tags, grade, grade_rollouts
-from sampler import Rollouts
+from rewards import extract, format_tags, grade, grade_rows
+from sampler import Rollouts, Row
 from tasks import plugin
 from tasks.plugin import LARGEST_REWARD, Reward, load_function
 from tasks.problems import Problem
@@ -191,11 +191,10 @@ def test_a_computed_answer_and_the_gold_itself_are_no_copies(answer, gold, quest
 
 
 def test_rollouts_are_graded_with_the_question_of_their_problem():
-    rollouts = SimpleNamespace(completions=[[0], [1]], finished=[True] * 2, logprobs=[torch.tensor([-1.0])] * 2,
-                               mask=lambda i: torch.ones(1, dtype=torch.bool))
+    rows = [Row([0], [token], torch.tensor([-1.0]), finished=True) for token in (0, 1)]
     tokenizer = SimpleNamespace(opened="", decode=lambda ids: ("\\boxed{3+4}", "\\boxed{7}")[ids[0]])
     problem = SimpleNamespace(id="a", question="What is $4+3$?", answer="7", prompt=[0])
-    assert [row["correct"] for row in grade_rollouts(tokenizer, [problem], rollouts)] == [0, 1]
+    assert [row["correct"] for row in grade_rows(tokenizer, [problem], rows)] == [0, 1]
 
 
 # limits ---------------------------------------------------------------------------------------------------------------
@@ -271,14 +270,13 @@ def test_format_tags_wants_each_tag_once_and_in_order():
 
 def test_score_has_a_row_for_each_rollout_in_the_order_of_their_problems():
     """There are two problems of two answers each: rows 0 and 1 belong to the first problem."""
-    rollouts = Rollouts(
-        prompts=[], completions=[[0], [1, 1], [0], [1, 1]], finished=[True, True, False, True],
-        logprobs=[torch.tensor([-1.0]), torch.tensor([-1.0, -2.0]), torch.tensor([-3.0]), torch.tensor([0.0, -1.0])])
+    answers = [Row([], completion, torch.tensor(logprobs), finished) for completion, logprobs, finished in (
+        ([0], [-1.0], True), ([1, 1], [-1.0, -2.0], True), ([0], [-3.0], False), ([1, 1], [0.0, -1.0], True))]
     problems = [SimpleNamespace(id=id, question=f"q{id}", answer=answer, prompt=[prompt])
                 for id, answer, prompt in (("a", "5", 2), ("b", "6", 3))]
     texts = "\\boxed{5}", "the answer is 6.", "asks a", "asks b"
     tokenizer = SimpleNamespace(opened="", decode=lambda ids: texts[ids[0]])
-    rows = grade_rollouts(tokenizer, problems, rollouts)
+    rows = grade_rows(tokenizer, problems, answers)
     assert [row["id"] for row in rows] == ["a", "a", "b", "b"]
     assert [row["correct"] for row in rows] == [1, 0, 0, 1] and [row["format"] for row in rows] == [1, 0, 1, 0]
     assert [row["prompt"] for row in rows] == ["asks a"] * 2 + ["asks b"] * 2
@@ -295,9 +293,8 @@ def test_score_has_a_row_for_each_rollout_in_the_order_of_their_problems():
     ("tags", "<answer>5</answer>", 0, 0, "truncated")])
 def test_an_answer_whose_thinking_the_prompt_has_opened_is_what_comes_behind_it(style, completion, correct, form, rule):
     tokenizer = SimpleNamespace(opened="<think>\n", decode=lambda ids: completion)
-    rollouts = Rollouts(prompts=[], completions=[[0]], finished=[True], logprobs=[torch.tensor([-1.0])])
-    row, = grade_rollouts(tokenizer, [SimpleNamespace(id="a", question="q", answer="5", prompt=[0])],
-                          rollouts, style)
+    row, = grade_rows(tokenizer, [SimpleNamespace(id="a", question="q", answer="5", prompt=[0])],
+                      [Row([], [0], torch.tensor([-1.0]), finished=True)], style)
     assert (row["correct"], row["format"], row["rule"]) == (correct, form, rule)
     assert row["completion"] == completion                                # what the model wrote
 
@@ -522,9 +519,10 @@ def test_a_reward_that_goes_to_another_folder_does_not_take_the_run_along(plug_i
 
 def graded_by(name, completions=([0], [1]), finished=(True, True)):
     """The rows of two completions to one problem, "a" and "b" by their first tokens."""
-    rollouts = Rollouts(prompts=[], completions=completions, finished=finished, logprobs=[torch.full((len(c),), -1.0) for c in completions])
+    rows = [Row([], completion, torch.full((len(completion),), -1.0), ended)
+            for completion, ended in zip(completions, finished)]
     tokenizer = SimpleNamespace(opened="", decode=lambda ids: "ab"[ids[0]])
-    return grade_rollouts(tokenizer, [replace(PROBLEM, prompt=[0])], rollouts, plug_in=Reward(f"mine:{name}"))
+    return grade_rows(tokenizer, [replace(PROBLEM, prompt=[0])], rows, plug_in=Reward(f"mine:{name}"))
 
 
 def test_shaping_is_a_part_but_not_in_the_task_and_a_third_parameter_with_a_default_stays_the_users(plug_ins):
@@ -533,20 +531,26 @@ def test_shaping_is_a_part_but_not_in_the_task_and_a_third_parameter_with_a_defa
     assert all(math.isnan(row["task"]) for row in graded_by("lost"))
 
 
+def scored(graded):
+    """The rows that train.score makes of what grading found."""
+    rows = [Row([1], [2], torch.zeros(1), finished=True) for _ in graded]
+    return train.score(lambda problems, rows: graded, [], Rollouts(rows)).rows
+
+
 def test_shaping_is_learned_from_only_where_the_other_parts_differ():
     """Two groups of two answers: in the first one is right, in the second both are."""
     parts = [{"right": 1, "shaping": -0.25}, {"right": 0, "shaping": 0.0}, {"right": 1, "shaping": -0.5}, {"right": 1}]
     rows = [dict(task=float(part["right"]), format=1.0, length=3, parts=part) for part in parts]
-    rows = train.score(lambda problems, rollouts: rows, [], None)
-    assert [row["reward"] for row in rows] == [0.75, 0.0, 0.5, 1.0]
+    rows = scored(rows)
+    assert [row.graded["reward"] for row in rows] == [0.75, 0.0, 0.5, 1.0]
     assert train.compare(rows, 2, "none").tolist() == [0.5 - 0.125, -0.5 + 0.125, 0, 0]
 
 
 def test_shaping_counts_beside_rewards_that_are_too_large_to_add_it_to():
     rows = [dict(task=task, format=0.0, length=9, parts={"level": task, "shaping": shaping})
             for task, shaping in ((LARGEST_REWARD, 0.3), (0.0, 0.0))]
-    rows = train.score(lambda problems, rollouts: rows, [], None)
-    assert rows[0]["reward"] - rows[0]["task"] == 0.25                    # rounding has made that of 0.3
+    rows = scored(rows)
+    assert rows[0].graded["reward"] - rows[0].graded["task"] == 0.25                    # rounding has made that of 0.3
     want = [math.sqrt(0.5) + 0.15, -math.sqrt(0.5) - 0.15]
     assert train.compare(rows, 2, "group").tolist() == pytest.approx(want, rel=1e-6)
 

@@ -26,6 +26,7 @@ from sampler import (
     MASK64,
     BlockPool,
     Rollouts,
+    Row,
     Sampler,
     Sampling,
     TorchEngine,
@@ -68,7 +69,11 @@ def generate(sampler, prompts, group_size=1, max_new_tokens=16, places=None, **h
 
 
 def same(a, b):
-    return a.completions == b.completions and a.finished == b.finished
+    return a.completions == b.completions and finished(a) == finished(b)
+
+
+def finished(rollouts):
+    return [row.finished for row in rollouts.rows]
 
 
 def minimal_gib(model, max_length, extra=0):
@@ -98,10 +103,10 @@ def test_greedy_tokens_are_the_argmax_of_full_forwards(tiny, policy, shape, engi
                 tensors[f"model.layers.{i}.{name}_layernorm.weight"] = norm.weight.double() + norm.noise
         sampler = Sampler(engine, model, max_length=110, max_rows=7)
         rollouts = generate(sampler, prompts_of(101), max_new_tokens=45, temperature=0)
-    assert [len(c) for c in rollouts.completions] == [45] * len(LENGTHS) and not any(rollouts.finished)
+    assert [len(c) for c in rollouts.completions] == [45] * len(LENGTHS) and not any(finished(rollouts))
     # By induction over the tokens this is what a loop of full forwards writes.
-    for completion, got, want in zip(rollouts.completions, rollouts.logprobs,
-                                     distributions(case, tensors, rollouts, 1.0, model.live_vocab)):
+    for row, want in zip(rollouts.rows, distributions(case, tensors, rollouts, 1.0, model.live_vocab)):
+        completion, got = row.completion, row.logprobs
         assert completion == want.argmax(-1).tolist()
         assert got.dtype == torch.float32 and (got - want.amax(-1)).abs().max() < FP32
 
@@ -121,7 +126,7 @@ def test_every_token_is_the_inverse_cdf_at_its_own_uniform(tiny, base, temperatu
         for i, layer in enumerate(model.layers):
             for name, norm in (("input", layer.input_norm), ("post_attention", layer.post_norm)):
                 clean[f"model.layers.{i}.{name}_layernorm.weight"] = norm.weight.double() + norm.noise
-    assert (torch.cat(rollouts.logprobs) - learner).abs().max() < FP32 / temperature
+    assert (torch.cat([row.logprobs for row in rollouts.rows]) - learner).abs().max() < FP32 / temperature
     for b, log_p in enumerate(distributions(case, clean, rollouts, temperature, 90)):
         prompt, completion = rollouts.prompts[b], rollouts.completions[b]
         cdf = torch.cat([log_p.new_zeros(len(completion), 1), log_p.exp().cumsum(-1)], dim=1)
@@ -130,7 +135,7 @@ def test_every_token_is_the_inverse_cdf_at_its_own_uniform(tiny, base, temperatu
             u = plain_uniform(key, len(prompt) - 1 + t)                   # position of the token that went in
             assert cdf[t, token] - FP32 <= u <= cdf[t, token + 1] + FP32
         want = log_p[range(len(completion)), completion]
-        assert (rollouts.logprobs[b] - want).abs().max() < FP32 / temperature
+        assert (rollouts.rows[b].logprobs - want).abs().max() < FP32 / temperature
 
 
 def test_a_completion_depends_on_neither_rows_pool_window_order_nor_company(tiny):
@@ -153,7 +158,7 @@ def test_a_completion_depends_on_neither_rows_pool_window_order_nor_company(tiny
 
     want, prefills = rollouts()
     assert prefills == len(prompts) - 1                                   # once a group; one prompt has no prefix
-    assert 0 < sum(want.finished) < len(want.finished)
+    assert 0 < sum(finished(want)) < len(want.rows)
     for max_rows in (4, 30):
         assert same(rollouts(max_rows=max_rows)[0], want)
     assert rollouts(prompts[:3], places=range(3), max_rows=1)[0].completions == want.completions[:9]
@@ -163,7 +168,7 @@ def test_a_completion_depends_on_neither_rows_pool_window_order_nor_company(tiny
         assert same(small, want)
         if extra:                                                         # sequences were sent back and computed again
             assert prefills > len(prompts) - 1
-        gap = torch.cat(small.logprobs) - torch.cat(want.logprobs)
+        gap = torch.cat([row.logprobs for row in small.rows]) - torch.cat([row.logprobs for row in want.rows])
         assert gap.abs().max() < FP32
     order = list(range(len(prompts)))[::-1]
     backwards, _ = rollouts(prompts[::-1], places=order)
@@ -195,7 +200,7 @@ def test_dead_vocabulary_is_never_sampled(tiny):
         rows = [p + c for p, c in zip(rollouts.prompts, rollouts.completions)]
         with torch.no_grad():
             learner, _ = model.token_logprobs(rows, [len(p) for p in rollouts.prompts], temperature or 1.0)
-        assert (torch.cat(rollouts.logprobs) - learner).abs().max() < FP32
+        assert (torch.cat([row.logprobs for row in rollouts.rows]) - learner).abs().max() < FP32
 
 
 def test_both_end_ids_stop_and_stay_in_the_completion(tiny):
@@ -205,14 +210,14 @@ def test_both_end_ids_stop_and_stay_in_the_completion(tiny):
         rollouts = generate(sampler, prompts_of(101, (3, 8)), 40, max_new_tokens=30, end_ids=ends, temperature=2.0)
         free = generate(sampler, prompts_of(101, (3, 8)), 40, max_new_tokens=30, temperature=2.0)
         last = set()
-        for completion, logprobs, finished, whole in zip(rollouts.completions, rollouts.logprobs, rollouts.finished,
-                                                         free.completions):
+        for row, whole in zip(rollouts.rows, free.completions):
+            completion = row.completion
             stop = next((t for t, token in enumerate(whole) if token in ends), None)
             assert completion == (whole if stop is None else whole[:stop + 1])
-            assert finished == (stop is not None) and len(logprobs) == len(completion)
-            last.add(completion[-1] if finished else None)
+            assert row.finished == (stop is not None) and len(row.logprobs) == len(completion)
+            last.add(completion[-1] if row.finished else None)
         assert last == {7, 60, None}
-        assert not any(free.finished)
+        assert not any(finished(free))
 
 
 @pytest.mark.parametrize("top_k,top_p", [(5, 1.0), (0, 0.7), (8, 0.8)])
@@ -230,7 +235,7 @@ def test_with_top_k_or_top_p_log_probs_are_over_the_tokens_that_are_kept(tiny, t
             kept = ranked[before < top_p]
             assert token in kept.tolist()
             sizes.add(len(kept))
-            assert abs(rollouts.logprobs[b][t] - (row[token] - row[kept].logsumexp(-1))) < FP32
+            assert abs(rollouts.rows[b].logprobs[t] - (row[token] - row[kept].logsumexp(-1))) < FP32
     assert len(sizes) > 1 or top_p == 1.0
 
 
@@ -430,14 +435,14 @@ def test_three_thousand_random_requests_match_a_plain_loop():
                 assert prompt is prompts[b // group_size]
                 want = plain_completion(prompt, row_key(call, places[b // group_size], b % group_size), limits[b], ends)
                 assert completion == want, (requests, b)
-                assert rollouts.finished[b] == (want[-1] in ends)
-                assert rollouts.logprobs[b].tolist() == want              # the engine's "log-prob" is the token
+                assert rollouts.rows[b].finished == (want[-1] in ends)
+                assert rollouts.rows[b].logprobs.tolist() == want              # the engine's "log-prob" is the token
             made, ended = zip(*reported)
             assert sum(made) == rollouts.num_tokens and sorted(sum(ended, [])) == [*range(len(limits))]
             assert 0 <= rollouts.idle < 1
             assert sorted(sampler.pool.free) == list(range(1, sampler.engine.kv.shape[2]))
             requests, told = requests + len(rollouts.completions), told + rollouts.preempted
-            stopped, shared = stopped + sum(rollouts.finished), shared + (group_size > 1)
+            stopped, shared = stopped + sum(finished(rollouts)), shared + (group_size > 1)
         preempted += sampler.preempted
     assert preempted > 60 and stopped > 300 and shared > 8             # the interesting cases did occur
     assert told == preempted
@@ -564,19 +569,19 @@ def test_a_row_waits_until_the_live_rows_can_grow_and_no_prefill_is_wasted():
 
 
 def test_a_mask_tells_sampled_tokens_from_a_tools_and_ranks_with_and_without_one_add():
-    a = Rollouts([[1], [1]], [[2], [3, 4]], [torch.zeros(1), torch.zeros(2)], [True, False])
-    b = Rollouts([[9]], [[8, 7, 6]], [torch.ones(3)], [True], masks=[torch.tensor([True, False, True])])
-    assert (a + a).masks is None and (a + a).num_tokens == 6
+    a = Rollouts([Row([1], [2], torch.zeros(1), True), Row([1], [3, 4], torch.zeros(2), False)])
+    b = Rollouts([Row([9], [8, 7, 6], torch.ones(3), True, torch.tensor([True, False, True]))])
+    assert (a + a).num_tokens == 6
     assert (a + b).sampled().tolist() == [[True, False, False], [True, True, False], [True, False, True]]
     assert (b + a).sampled().tolist() == [[True, False, True], [True, False, False], [True, True, False]]
-    assert (a + b).num_tokens == 5 and b.mask(0).tolist() == [True, False, True]
+    assert (a + b).num_tokens == 5 and b.num_tokens == 2
 
 
 def test_rollouts_of_two_ranks_add():
-    a = Rollouts([[1], [1]], [[2], [3, 4]], [torch.zeros(1), torch.zeros(2)], [True, False], 1.0, 6, 2)
-    b = Rollouts([[9]], [[8, 7, 6]], [torch.ones(3)], [True], 3.0, 4, 1)
+    a = Rollouts([Row([1], [2], torch.zeros(1), True), Row([1], [3, 4], torch.zeros(2), False)], 1.0, 6, 2)
+    b = Rollouts([Row([9], [8, 7, 6], torch.ones(3), True)], 3.0, 4, 1)
     both = a + b
     assert both.completions == [[2], [3, 4], [8, 7, 6]] and both.num_tokens == 6
-    assert both.finished == [True, False, True]
+    assert finished(both) == [True, False, True]
     assert both.preempted == 3
     assert both.seconds == 3.0 and (a.idle, both.idle) == pytest.approx((0.5, 0.4))

@@ -45,7 +45,7 @@ from harness.config import read_settings
 from learner import Update
 from lora import attach
 from model import load
-from sampler import KV_BLOCK, Rollouts, Sampling, blocks_for
+from sampler import KV_BLOCK, Rollouts, Row, Sampling, blocks_for
 from tasks.arithmetic import arithmetic
 from weights import NVFP4_CONFIG, ModelFolder, Shards
 
@@ -239,21 +239,22 @@ def test_each_update_has_the_rate_of_its_middle():
 
 def test_updates_take_disjoint_groups_and_epochs_repeat_them():
     settings = settings_of("--group-size", "2", "--updates-per-rollout", "2", "--epochs", "2")
-    rows = [dict(task=1.0, finished=b != 1, length=4) for b in range(4)]  # row 1 was cut off
-    sampled = torch.ones(4, 4, dtype=torch.bool)
-    weights = train_py.plan_updates(rows, sampled, LOSSES["dapo"], settings.rollout, settings.optim, mask_overlong=True)
+    rollouts = Rollouts([Row([1], [2] * 4, torch.zeros(4), b != 1, graded=dict(task=1.0, finished=b != 1))
+                         for b in range(4)])                              # row 1 was cut off
+    weights = train_py.plan_updates(rollouts, LOSSES["dapo"], settings.rollout, settings.optim, mask_overlong=True)
     by_hand = [0.25, 0, 0, 0], [0, 0, 0.125, 0.125]                       # of each of a row's four tokens
     assert [w.T.tolist() for w in weights] == [[row] * 4 for row in by_hand] * 2
 
 
 def test_a_step_reports_its_first_update_that_taught_and_the_clip_and_norm_of_its_last():
-    rows = [dict(reward=r, task=r, correct=r, format=1, length=2, finished=True, mean_logprob=-0.5, completion="1")
-            for r in (1.0, 0.0, 1.0, 0.0)]
-    rollouts = Rollouts([[1]] * 4, [[2, 3]] * 4, [torch.full((2,), -0.5)] * 4, [True] * 4, seconds=2.0, computed=10)
+    graded = [dict(reward=r, task=r, correct=r, format=1, length=2, finished=True, mean_logprob=-0.5, completion="1")
+              for r in (1.0, 0.0, 1.0, 0.0)]
+    rows = [Row([1], [2, 3], torch.full((2,), -0.5), True, graded=found) for found in graded]
+    rollouts = Rollouts(rows, seconds=2.0, computed=10)
     nothing = Update({}, 0.0, lr=0.2)
     updates = [nothing, some_update(2.0, 1.0), some_update(4.0, 3.0), nothing]
     weights = [torch.tensor([[0.5, 0.5], *[[0.0, 0.0]] * 3]), torch.zeros(4, 2)]   # the second group is outside the mask
-    metrics = train_py.report(rows, torch.tensor([1.0, -1.0] * 2), weights, rollouts, updates, group_size=2)
+    metrics = train_py.report(rollouts, torch.tensor([1.0, -1.0] * 2), weights, updates, group_size=2)
     assert metrics["rollout_is_max"] == pytest.approx(2) and metrics["entropy"] == 3
     assert (metrics["clip_ratio_high"], metrics["grad_norm"], metrics["lr"]) == (3, 3, 0.2)
     assert (metrics["groups"], metrics["informative"], metrics["tokens_per_s"]) == (1, 1, 4)
@@ -266,9 +267,16 @@ def test_what_is_held_out_is_answered_once_and_greedily_whatever_the_temperature
     graded = [{"correct": 1.0}, {"correct": 0.0}]
     run = SimpleNamespace(settings=settings_of(), grade=lambda *_: graded,
                           held_out=[SimpleNamespace(prompt=[i]) for i in range(2)],
-                          sampler=SimpleNamespace(generate=lambda *arguments: seen.append(arguments)))
-    assert train_py.evaluate(run, Sampling(9, (5,), temperature=2.0), 0) == ({"eval_accuracy": 0.5}, graded)
-    assert seen == [([[0], [1]], 1, Sampling(9, (5,), temperature=0.0))]
+                          tokenizer=SimpleNamespace(end_ids=(5,)), sampler="the sampler")
+
+    def sample(*arguments):
+        seen.append(arguments)
+        return Rollouts([])
+
+    evaluation = train_py.evaluate(run, sample, 0)
+    assert evaluation.metrics == {"eval_accuracy": 0.5} and evaluation.graded == graded
+    sampling = Sampling(run.settings.rollout.max_new_tokens, (5,), temperature=0.0)
+    assert seen == [("the sampler", [[0], [1]], 1, sampling, range(2))]
 
 
 def test_a_loss_keeps_its_own_values_where_no_flag_is_given(monkeypatch):
@@ -686,7 +694,7 @@ def test_a_reward_and_a_prompt_of_ones_own_need_no_gold_and_the_parts_are_logged
 # Where a run is killed: the module, the function, the number of the call, and whether it comes back first.
 KILLS = {
     "sampling": ("sampler", "Sampler.generate", 2, False),
-    "grading": ("rewards", "grade_rollouts", 2, False),
+    "grading": ("rewards", "grade_rows", 2, False),
     "after an update": ("learner", "Learner.update", 1, True),
     "before the logs": ("harness.folder", "append_lines", 1, False),
     "between the logs": ("harness.folder", "append_lines", 2, False),

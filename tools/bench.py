@@ -55,7 +55,7 @@ from harness.setup import KERNELS, choose_device, divide_memory
 from learner import Batch, Learner, micro_batches
 from lora import Linear, attach
 from ranks import LOCAL_RANK, WORLD, gather, join_ranks, say, share
-from sampler import Rollouts, Sampler, Sampling, engine_for
+from sampler import Rollouts, Row, Sampler, Sampling, engine_for
 
 SIZES = {  # D, F, layers, H, KV, V, tied: config.json of Qwen2.5-*-Instruct
     "0.5b": (896, 4864, 24, 14, 2, 151936, True), "1.5b": (1536, 8960, 28, 12, 2, 151936, True),
@@ -300,13 +300,14 @@ def update(args: argparse.Namespace) -> dict:
     model = learner.model
     questions = [question for question in random_prompts(model, [prompt] * args.prompts)
                  for _ in range(G)]
-    rollouts = Rollouts(questions, random_prompts(model, [new] * B),
-                        [torch.full((new,), -1.0)] * B, [True] * B)
+    answers = random_prompts(model, [new] * B)
+    rollouts = Rollouts([Row(question, answer, torch.full((new,), -1.0), True)
+                         for question, answer in zip(questions, answers)])
     weights = grpo.token_weights(rollouts.sampled(), learner.loss, new)
     advantages = grpo.group_advantages(torch.arange(B) % 2, G)
     for _ in range(2):
         began = time.perf_counter()
-        done = learner.update(Batch(rollouts, advantages), weights, lr=1e-6)
+        done = learner.update(Batch(rollouts.rows, advantages), weights, lr=1e-6)
         assert not done.failure, done.failure
         torch.cuda.synchronize()
         seconds = time.perf_counter() - began
@@ -347,11 +348,11 @@ def step(args: argparse.Namespace) -> dict:
         rollouts = functools.reduce(operator.add, gather([own]))         # end this together
         sampled = time.perf_counter()
         weights = grpo.token_weights(rollouts.sampled(), learner.loss, 1024)
-        done = learner.update(Batch(rollouts, advantages), weights, lr=1e-6)
+        done = learner.update(Batch(rollouts.rows, advantages), weights, lr=1e-6)
         assert not done.failure, done.failure
         torch.cuda.synchronize()
         ended = time.perf_counter()
-    rows = [prompt + answer for prompt, answer in zip(rollouts.prompts, rollouts.completions)]
+    rows = [row.prompt + row.completion for row in rollouts.rows]
     starts = [len(prompt) for prompt in rollouts.prompts]
     return {"seconds": ended - began, "rollout": sampled - began, "update": ended - sampled,
             "tokens": rollouts.num_tokens, "learner_tokens": sum(map(len, rows)),

@@ -47,11 +47,11 @@ class Chat:
         if most < 1:
             raise UserError(f"{len(prompt)} tokens leave no room for an answer, the longest "
                             f"conversation has {self.sampler.max_length}")
-        answers = self.sampler.generate([prompt], 1, self.sampling._replace(max_new_tokens=most),
-                                        [len(prompt)])
-        if not answers.finished[0]:
+        sampling = self.sampling._replace(max_new_tokens=most)
+        answer, = self.sampler.generate([prompt], 1, sampling, [len(prompt)]).rows
+        if not answer.finished:
             print(f"(cut off at {most} tokens)", file=sys.stderr)
-        text = self.tokenizer.decode(answers.completions[0])
+        text = self.tokenizer.decode(answer.completion)
         said = self.tokenizer.opened + text
         if self.tokenizer.thinks and "<think>" in said.rpartition("</think>")[2]:
             said = said[:said.rindex("<think>")]         # cut off while it thought

@@ -126,17 +126,18 @@ with aqn.noisy_norms(model, sigmas[STEP], SEED, STEP):
 
 title("4. Eight answers")
 print("row  tokens  log-prob  probability")
-for b, (completion, logprobs) in enumerate(zip(rollouts.completions, rollouts.logprobs)):
-    print(f"{b:3}  {len(completion):6}  {logprobs.sum():8.2f}  {logprobs.sum().exp():11.1%}  "
-          f"{tokenizer.decode(completion)}")
+for b, row in enumerate(rollouts.rows):
+    logprob = row.logprobs.sum()
+    print(f"{b:3}  {len(row.completion):6}  {logprob:8.2f}  {logprob.exp():11.1%}  "
+          f"{tokenizer.decode(row.completion)}")
 print("\nthe first four tokens of rows 4 and 5:")
 for b in (4, 5):
-    drawn = zip(rollouts.completions[b][:4], rollouts.logprobs[b].exp())
+    drawn = zip(rollouts.rows[b].completion[:4], rollouts.rows[b].logprobs.exp())
     print("  " + ", ".join(f"{text_of([token])!r} {p:.1%}" for token, p in drawn))
 
 # %% 5. Their rewards
 # rewards.py finds the answer in a text, answers.py decides whether it equals the known answer.
-graded = rewards.grade_rollouts(tokenizer, [problem], rollouts)
+graded = rewards.grade_rows(tokenizer, [problem], rollouts.rows)
 reward = torch.tensor([row["task"] for row in graded])
 
 title("5. Their rewards")
@@ -160,12 +161,12 @@ print(f"grpo.group_advantages gives the same: {torch.allclose(by_hand, advantage
 # the answers these log-probs are those of the policy and of the old policy at once.
 loss = grpo.LOSSES["dapo"]
 lengths = torch.tensor([len(completion) for completion in rollouts.completions])
-in_loss = grpo.loss_mask(rollouts.sampled(), reward, torch.tensor(rollouts.finished),
-                         mask_overlong=True)
+finished = torch.tensor([row.finished for row in rollouts.rows])
+in_loss = grpo.loss_mask(rollouts.sampled(), reward, finished, mask_overlong=True)
 weights = grpo.token_weights(in_loss, loss, MAX_NEW_TOKENS)      # (rows, tokens of the longest row)
 weight_of_token = weights[in_loss]                               # no answer was cut
 row_of_token = torch.arange(GROUP_SIZE).repeat_interleave(lengths)
-rollout_logprobs = torch.cat(rollouts.logprobs)
+rollout_logprobs = torch.cat([row.logprobs for row in rollouts.rows])
 
 
 def learner_logprobs():
@@ -210,7 +211,7 @@ show_losses(old)
 # The backward pass, and a step of AdamW on all A and B. 5e-4 is the highest learning rate in a run
 # of the tiny model.
 learner = Learner(model, loss)
-batch = Batch(rollouts, advantages)
+batch = Batch(rollouts.rows, advantages)
 start = adapter.master.detach().clone()
 update = learner.update(batch, weights, lr=5e-4)
 
@@ -243,7 +244,7 @@ def share_right(some):
     """How many of these problems the model answers right, greedily and without noise."""
     greedy = sampling._replace(temperature=0.0)
     answers = sampler.generate([one.prompt for one in some], 1, greedy)
-    graded = rewards.grade_rollouts(tokenizer, some, answers)
+    graded = rewards.grade_rows(tokenizer, some, answers.rows)
     return torch.tensor([row["correct"] for row in graded]).mean()
 
 
@@ -254,11 +255,11 @@ for step in range(30):
     some = problems_at(problems, SEED, places)
     with aqn.noisy_norms(model, aqn.sigma_at(step, 30, 1e-2, 5e-4, 10), SEED, step):
         answers = sampler.generate([one.prompt for one in some], GROUP_SIZE, sampling, list(places))
-    graded = rewards.grade_rollouts(tokenizer, some, answers)
+    graded = rewards.grade_rows(tokenizer, some, answers.rows)
     rewarded = torch.tensor([row["task"] for row in graded])
-    in_loss = grpo.loss_mask(answers.sampled(), rewarded, torch.tensor(answers.finished),
-                             mask_overlong=True)
-    learner.update(Batch(answers, grpo.group_advantages(rewarded, GROUP_SIZE)),
+    finished = torch.tensor([row.finished for row in answers.rows])
+    in_loss = grpo.loss_mask(answers.sampled(), rewarded, finished, mask_overlong=True)
+    learner.update(Batch(answers.rows, grpo.group_advantages(rewarded, GROUP_SIZE)),
                    grpo.token_weights(in_loss, loss, MAX_NEW_TOKENS), lr=5e-4)
 
 title("10. Thirty steps")
