@@ -126,7 +126,8 @@ def picture(arms: dict) -> str:
                      f'<text x="{x(percent)}" y="{bottom + 16}" text-anchor="middle">{percent} %</text>')
     for i, (name, label) in enumerate(BARS):
         after = [float(row["sampled"]) for row in arms[name].values()]
-        before, end, y = float(next(iter(arms[name].values()))["sampled_before"]), mean(after), 36 + 30 * i
+        before = mean(float(row["sampled_before"]) for row in arms[name].values())
+        end, y = mean(after), 36 + 30 * i
         half = t_quantile(len(after) - 1) * stdev(after) / len(after)**0.5
         lines.append(f'<text x="232" y="{y + 14}" text-anchor="end">{label}</text>'
                      f'<rect class="start" x="{x(0)}" y="{y}" width="{11 * before:.1f}" height="18"/>'
