@@ -279,15 +279,15 @@ class Chunk:
 
 def chunks_of(texts: Sequence[Text], embed: Tensor, config: qwen.ModelConfig) -> list[Chunk]:
     """Texts, in order, as Chunks of at most CHUNK_TOKENS tokens; a longer text is one alone."""
-    parts = []
+    lists = []
     tokens_left = 0
     for text in texts:
         tokens_left -= len(text.tokens)
-        if tokens_left < 0 or not parts:
-            parts.append([])
+        if tokens_left < 0 or not lists:
+            lists.append([])
             tokens_left = CHUNK_TOKENS - len(text.tokens)
-        parts[-1].append(text)
-    return [Chunk(part, embed, config) for part in parts]
+        lists[-1].append(text)
+    return [Chunk(texts, embed, config) for texts in lists]
 
 
 def linears_of(layer: qwen.Layer) -> tuple[Linear, Linear, Linear, Linear]:
@@ -437,8 +437,8 @@ def coded_linears(files: WeightReader, codes: str, texts: Sequence[Text], live_v
             tensors = CODES[codes](w, hessian, nvfp4.global_scale_for(w))
             linear.weight = nvfp4.fuse([tensors], files.dtype)
             packed, block_scale, global_scale = tensors
-            parts = zip(linear.names, packed.split(linear.parts), block_scale.split(linear.parts))
-            yield from ((name, (p, s, global_scale)) for name, p, s in parts)
+            unfused = zip(linear.names, packed.split(linear.parts), block_scale.split(linear.parts))
+            yield from ((name, (p, s, global_scale)) for name, p, s in unfused)
         # 3) The coded stream goes through the layer with the new codes.
         for chunk in [*chunks, *measured]:
             chunk.coded = chunk.through(layer, chunk.coded)

@@ -339,9 +339,9 @@ def _decode_planes_asm(first_plane):
         take, shift, times = PLANES[first_plane + i]
         word = "$2"
         # (operation, operand, the operand with which it would change nothing and is left out)
-        steps = (("and.b32", take * 0x10001, 0xFFFFFFFF), ("shl.b32", max(shift, 0), 0),
-                 ("shr.u32", max(-shift, 0), 0), ("mul.lo.u32", times, 1))
-        for op, operand, changes_nothing in steps:
+        operations = (("and.b32", take * 0x10001, 0xFFFFFFFF), ("shl.b32", max(shift, 0), 0),
+                      ("shr.u32", max(-shift, 0), 0), ("mul.lo.u32", times, 1))
+        for op, operand, changes_nothing in operations:
             if operand != changes_nothing:
                 lines.append(f"{op} t, {word}, {operand:#x};")
                 word = "t"

@@ -96,12 +96,12 @@ def gather(items: list) -> list:
     Tensors in them must be on the CPU. Stopped if a rank is lost. gather([]) makes ranks wait for
     each other.
     """
-    parts = [items]
+    lists = [items]
     if WORLD > 1:
-        parts = [None] * WORLD
+        lists = [None] * WORLD
         with a_lost_rank_ends_the_run():
-            interruptible(dist.all_gather_object, parts, items)
-    return [item for part in parts for item in part]
+            interruptible(dist.all_gather_object, lists, items)
+    return [item for items in lists for item in items]
 
 
 def all_sum(tensor: torch.Tensor) -> torch.Tensor:

@@ -231,11 +231,11 @@ def load_figures(model, sampler, B, prompt, new):
     sampler.generate(prompts, G, Sampling(2))    # compiles and captures
     prefill = sampler.generate(prompts, G, Sampling(1)).seconds        # and one step
     rollouts = sampler.generate(prompts, G, Sampling(new))
-    step = (rollouts.seconds - prefill) / (new - 1)
+    step_seconds = (rollouts.seconds - prefill) / (new - 1)
     floor = (weight_bytes(model) + kv_read(model.config, B, prompt, new / 2)) / COPY
-    return {"tokens_s": rollouts.num_tokens / rollouts.seconds, "step_ms": step * 1e3,
-            "floor_ms": floor * 1e3, "floor_of_step": floor / step, "prefill_ms": prefill * 1e3,
-            "preempted": rollouts.preempted}
+    return {"tokens_s": rollouts.num_tokens / rollouts.seconds, "step_ms": step_seconds * 1e3,
+            "floor_ms": floor * 1e3, "floor_of_step": floor / step_seconds,
+            "prefill_ms": prefill * 1e3, "preempted": rollouts.preempted}
 
 
 def rollout(args: argparse.Namespace) -> dict:
@@ -305,17 +305,17 @@ def update(args: argparse.Namespace) -> dict:
         torch.cuda.synchronize()
         seconds = time.perf_counter() - began
     computed = pairs = 0
-    parts = micro_batches(questions, rollouts.completions, learner.micro_batch_tokens)
-    for part in parts:
-        rows = [questions[b] + rollouts.completions[b] for b in part]
+    batches = micro_batches(questions, rollouts.completions, learner.micro_batch_tokens)
+    for batch in batches:
+        rows = [questions[b] + rollouts.completions[b] for b in batch]
         computed += len(lay_out(rows, [prompt] * len(rows))[0])
-        groups = len({id(questions[b]) for b in part})
-        pairs += groups * prompt**2 / 2 + len(part) * (prompt * new + new**2 / 2)
+        groups = len({id(questions[b]) for b in batch})
+        pairs += groups * prompt**2 / 2 + len(batch) * (prompt * new + new**2 / 2)
     flops = update_flops(model.config, computed, B * new, pairs, learner.kept_layers)
     return print_figures(f"N={new}", {
         "seconds": seconds, "tokens_s": B * new / seconds, "tflop_s": flops / seconds / 1e12,
         "floor": flops / TENSOR, "floor_of_seconds": flops / TENSOR / seconds,
-        "micro_batches": len(parts), "micro_batch": learner.micro_batch_tokens,
+        "micro_batches": len(batches), "micro_batch": learner.micro_batch_tokens,
         "kept": learner.kept_layers, "reserved_gib": torch.cuda.max_memory_reserved() / 2**30})
 
 
