@@ -123,7 +123,7 @@ class Noise:
     """adaptive quantization noise (AQN)"""
     sigma_start: float = setting(0.0, "standard deviation (sigma) of the noise in the first noisy "
                                  "stage; 0: no noise (study; Table 4: 1e-2)", "[0, 10]")
-    sigma_end: float = setting(5e-4, "sigma at the end of the schedule (Table 4)", "[0, 10]")
+    sigma_end: float = setting(5e-4, "sigma that the schedule decays towards (Table 4)", "[0, 10]")
     noise_stages: int = setting(10, "K of Algorithm 1; the first stage has no noise (Table 4)",
                                 AT_LEAST_1)
     noise_schedule: str = setting("exponential", "how sigma decays (Fig. 9)", choices=aqn.SCHEDULES)

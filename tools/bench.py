@@ -371,18 +371,19 @@ def read_flags() -> tuple[Callable, argparse.Namespace]:
     add("command", choices=commands)
     add("--model", choices=SIZES, default="7b", type=lambda name: name.removeprefix("random:"))
     add("--base", choices=nvfp4.FORMATS, default="nvfp4")
-    add("--kernels", choices=("auto", *KERNELS), default="auto", help="that decode")
-    add("--lora-rank", type=int, default=32, help="(default: 32; linears: 0, none)")
-    add("--rows", type=int, nargs="*", default=[1, 8, 16, 32, 64, 128, 256], help="of linears")
+    add("--kernels", choices=("auto", *KERNELS), default="auto", help="which of them decode")
+    add("--lora-rank", type=int, default=32, help="0: none (default: 32; linears: 0)")
+    add("--rows", type=int, nargs="*", default=[1, 8, 16, 32, 64, 128, 256],
+        help="linears: rows of x")
     add("--batch", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 32, 64, 256],
-        help="of rollout: sequences at a time, as 1,8,32")
-    add("--prompt", type=within(int, 1, 1e6), default=256, help="tokens of a prompt, of rollout "
-        "and update")
+        help="rollout: sequences at a time, such as 1,8,32")
+    add("--prompt", type=within(int, 1, 1e6), default=256, help="rollout, update: tokens of a "
+        "prompt")
     add("--new", type=within(int, 2, 1e6), help="tokens of an answer (rollout: 512, update: 4096)")
     add("--prompts", type=within(int, 1, 1e6), help="problems (step: 16; update: 2, of eight "
         "answers each)")
-    add("--group-size", type=within(int, 2, 1e6), default=8, help="of step: answers to a problem")
-    add("--memory-gib", type=float, help="of update and step: GPU memory of the whole process")
+    add("--group-size", type=within(int, 2, 1e6), default=8, help="step: answers to a problem")
+    add("--memory-gib", type=float, help="update, step: GiB of GPU memory of the process")
     add("--kv-gib", type=within(float, 1e-9, 1e9), help="GiB of the KV cache (default: rollout: "
         "what is needed, at most half of the free memory; else by the memory plan)")
     add("--micro-batch-tokens", type=within(int, 1, 2e9), help="(default: by the memory plan)")
