@@ -67,8 +67,8 @@ def sigma_at(step: int, total_steps: int, sigma_start: float, sigma_end: float, 
 def draw_z(seed: int, step: int, layer: int, which: int, size: int) -> torch.Tensor:
     """z of one norm: (size,) fp32, standard normal. which: 0 before attention, 1 before the MLP.
 
-    It depends on these numbers alone, not on device, rank, or what was drawn before: all ranks
-    sample from one policy, and a resumed run draws what an uninterrupted one would.
+    It depends on these numbers alone, not on device, rank or earlier draws: all ranks sample from
+    one policy, and a resumed run draws what an uninterrupted one would.
     """
     # Philox computes its outputs from a key and a counter of four words, lowest first. layer and
     # which are the two highest, so no two norms share any part of a stream. (A torch.Generator
@@ -96,7 +96,7 @@ def noisy_norms(model: Qwen, sigma: float, seed: int, step: int) -> Iterator[Non
                 # would round most of a small noise away.
                 norm.noise.copy_(sigma * draw_z(seed, step, i, which, len(norm.noise)))
             # Every norm must be reached. The authors' code looks for Hugging Face's norm classes in
-            # vLLM's model, finds none, and adds its noise to nothing without a word.
+            # vLLM's model, finds none, and silently adds no noise.
             hit = len({norm.noise.data_ptr() for _, _, norm in norms if norm.noise.any()})
             assert hit == 2 * len(model.layers) > 0, \
                 f"noise hit {hit} norms of {len(model.layers)} layers"

@@ -4,26 +4,27 @@ Chooses NVFP4 codes by data: GPTQ (arXiv 2210.17323), layer by layer, in the mem
     python -m tools.convert nvfp4 SRC OUT --calibrate 128      makes a folder
     python train.py --calibrate 128                            trains on one that it makes
 
-What for. Rounding to nearest makes the error of the weights small. What the policy feels is the
-error of the outputs, x @ (W - W4).T. Let H = X.T @ X / T, where X are the inputs of W for the T
-tokens of some texts. Then the squared error of a token's outputs is on average
+Rounding to nearest keeps the error of the weights W - W4 small. What changes the policy is the
+error of the outputs, x @ (W - W4).T. Let X (T, K) be the inputs of W for the tokens of some texts,
+and H = X.T @ X / T. A token's squared output error is on average
+
     tr((W - W4) H (W - W4).T)
-which is small where the errors of correlated inputs cancel.
 
-GPTQ, for one row w of W (rows do not affect each other, and go together). Go through the columns
-from left to right:
-    1. round w[i] to a code; e = w[i] - its value
+which is small where errors of correlated inputs cancel, and GPTQ makes them cancel. All rows of W
+take the same steps at once. In a row w, for each column i from left to right:
+
+    1. round w[i] to a code's value; e = w[i] - that value
     2. for every column j > i, not rounded yet:   w[j] -= e * U[i, j] / U[i, i]
-where U is upper triangular and U.T @ U = H^-1. Step 2 is the change of the columns to come that
-makes up for e best: where inputs i and j are correlated, w[j] takes over what w[i] got wrong. What
-no change can make up for is (e / U[i, i])^2, the cost of this rounding.
 
-Block scales. The 16 columns of a scale_block are rounded with each scale of nvfp4's search, every
-time through steps 1 and 2, and the scale of the least total cost stays. Format, kernels and the
-power-of-two tensor scale are those of nvfp4.py: only codes and block scales come out differently.
+U is upper triangular with U.T @ U = H^-1. Step 2 is the change of the later columns that makes up
+for e best: where inputs i and j are correlated, w[j] takes over what w[i] got wrong. What remains
+is a cost of (e / U[i, i])^2.
 
-The order of the work, for speed. Step 2 on all columns to come would be a small operation on a
-large matrix, for every column. So corrections are held back and applied together:
+Block scales. Steps 1 and 2 are done on the 16 columns of a scale_block once for each scale of
+nvfp4's search, and the scale with the least sum of costs stays. The tensor scale is nvfp4's.
+
+Order of the work. Before a column is rounded it needs the corrections of all columns to its left.
+But correcting all later columns after every column would be slow, so corrections wait:
 
     columns of W     rounded   | 16 | 16 | 16 | ... | 16 |   all columns after
                                |<-- a panel of 128 -->|
@@ -33,16 +34,16 @@ large matrix, for every column. So corrections are held back and applied togethe
     the rest of the panel      after each scale_block
     all columns after it       after each panel: one matmul with 128 columns of errors
 
-The texts are the model's own answers to training problems, written with codes that were found by
-search, and never answers to problems that measure it. Two streams of hidden states go through the
-layers together: `exact` through the 16-bit layers, where it also gives H; `coded` through the new
-ones. At the end both predict the tokens of the last eighth of the texts, which no H has seen. KL(16
-bits || 4 bits) of these predictions, in nats a token, is the measure of a folder.
+The texts are answers to training problems by the model itself, quantized with nvfp4's search. Two
+streams of hidden states go through the layers together: `exact` through the 16-bit layers, which
+gives H, and `coded` through the new ones. The last eighth of the texts is left out of H. At the end
+both streams predict its tokens, and the result is measured by KL(16 bits || 4 bits) of these
+predictions, in nats a token.
 
 Not here: act-order (the layout has no g_idx), Hadamard rotations (blocks of 16 leave little to
 equalise), AWQ (it would move the norms, which AQN perturbs).
 
-Shapes: T tokens of all texts, D width, N out_features, K in_features, C candidates of a scale.
+Shapes: T tokens of all texts, D width, N out_features, K in_features, C scales that are tried.
 """
 import gc
 import math
@@ -77,8 +78,8 @@ from weights import (
 
 DAMPING = 0.02                                   # x the mean of H's diagonal, added to the diagonal
 PANEL = 128                                      # columns between two updates of all that follow
-# A wider H is treated as several, without the correlations between them: a float64 inverse factor
-# of the down of 7B, which has 18,944 columns, would be 2.9 GB.
+# A wider H is cut into several along its diagonal, without the correlations between them: float64
+# factors of 18,944 columns (7B's down) would take 2.9 GB each.
 LARGEST_HESSIAN = 8192
 HESSIAN_TILE = 2048                              # rows of H that one product adds to
 CHUNK_TOKENS = 8192                              # tokens of texts in one forward
@@ -94,10 +95,10 @@ Nvfp4Tensors = tuple[Tensor, Tensor, Tensor]    # as nvfp4.quantize returns them
 
 
 def gptq(w: Tensor, hessian: Tensor, global_scale: Tensor) -> Nvfp4Tensors:
-    """Quantize w (N, K) fp32 for inputs whose H is `hessian` (K, K) fp32.
+    """Quantize w (N, K) fp32, K a multiple of 16, for inputs whose H is `hessian` (K, K) fp32.
 
-    K is a multiple of 16. It returns what nvfp4.quantize returns, though that function does not
-    know the inputs. torch.linalg.LinAlgError if the damped H is not positive definite.
+    Returns the tensors of nvfp4.quantize. torch.linalg.LinAlgError if the damped H is not positive
+    definite.
     """
     pieces = []
     code_block = recorded(gptq_block, torch.ones(16, len(w), device=w.device),
@@ -111,12 +112,12 @@ def gptq(w: Tensor, hessian: Tensor, global_scale: Tensor) -> Nvfp4Tensors:
 
 
 def recorded(function: Callable, *inputs: Tensor) -> Callable:
-    """On a GPU, record a function of tensors as a CUDA graph; on a CPU return it as it is.
+    """A function of tensors as a CUDA graph, whose next call overwrites its results; on a CPU the
+    function itself.
 
-    inputs: tensors of the shapes that it will be called with. The graph's results are overwritten
-    by the next call. gptq_block is about 125 launches, for which Python needs 3 ms: without a graph
-    they take 5.5 s of each layer of Qwen2.5-7B (H200).
+    inputs: tensors of the shapes that it will be called with.
     """
+    # Why: gptq_block is about 125 small launches, and launching takes longer than computing.
     if not inputs[0].is_cuda:
         return function
     held = [x.clone() for x in inputs]
@@ -136,11 +137,10 @@ def recorded(function: Callable, *inputs: Tensor) -> Callable:
 
 def gptq_columns(w: Tensor, hessian: Tensor, global_scale: Tensor,
                  code_block: Callable) -> tuple[Tensor, Tensor]:
-    """GPTQ's walk over the columns of W, in the order drawn at the top of this file.
+    """GPTQ over the columns of W, in the order drawn at the top of this file.
 
-    w (K, N) is W transposed: what is read together, a column of W, lies together in memory. It is
-    overwritten. code_block: gptq_block. -> codes uint8 (K, N), E4M3 codes of the block scales uint8
-    (K // 16, N).
+    w (K, N): W transposed, so that a column of W is contiguous; it is overwritten. code_block:
+    gptq_block. -> codes uint8 (K, N), E4M3 codes of the block scales uint8 (K // 16, N).
     """
     U = inverse_factor(hessian)
     codes = torch.empty(w.shape, dtype=torch.uint8, device=w.device)
@@ -159,13 +159,10 @@ def gptq_columns(w: Tensor, hessian: Tensor, global_scale: Tensor,
 
 
 def inverse_factor(hessian: Tensor) -> Tensor:
-    """U (K, K) fp32, upper triangular, with U.T @ U = (H + damping)^-1.
-
-    No inverse is computed, which would lose digits. Let P reverse the order of rows. Cholesky gives
-    P H P = L @ L.T, so H^-1 = (P L^-1 P).T @ (P L^-1 P), and P L^-1 P is upper triangular: it is U.
-    In float64, and of an H that was summed in fp32: summed by bf16 matmuls and factored in fp32,
-    the H of a 0.5B's down was not positive.
-    """
+    """U (K, K) fp32, upper triangular, with U.T @ U = (H + damping)^-1."""
+    # Without inverting H, which would lose digits. Let P reverse the order of rows. Cholesky gives
+    # P H P = L @ L.T, so H^-1 = (P L^-1 P).T @ (P L^-1 P), and P L^-1 P is upper triangular: U.
+    # In float64: in fp32, H need not come out positive definite.
     damped = hessian.double()
     damped.diagonal().add_(DAMPING * damped.diagonal().mean().clamp(min=1e-10))
     L = torch.linalg.cholesky(damped.flip(0, 1))
@@ -175,19 +172,17 @@ def inverse_factor(hessian: Tensor) -> Tensor:
 
 @cache
 def constants(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """LEVELS, LEVEL_EDGES and nvfp4.OFFSETS (C, 1) on a device.
-
-    They are made once, because a CUDA graph may not copy them from the CPU.
-    """
+    """LEVELS, LEVEL_EDGES and nvfp4.OFFSETS (C, 1) on a device."""
+    # Cached, because a CUDA graph may not copy them from the CPU.
     offsets = torch.tensor(nvfp4.OFFSETS, device=device)[:, None]
     return LEVELS.to(device), LEVEL_EDGES.to(device), offsets
 
 
 def gptq_block(w: Tensor, U: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One scale_block of every row: try all its scales, keep each row's best.
+    """One scale_block of every row: steps 1 and 2 with each scale, then each row's best.
 
     w (16, N): 16 columns of W; U (16, 16): their part of U -> codes uint8 (16, N), E4M3 codes of
-    the scales (N,), and e / U[i, i] (16, N), from which the columns to come are corrected.
+    the scales (N,), and e / U[i, i] (16, N), by which the later columns are corrected.
     """
     levels, edges, offsets = constants(w.device)
     usual = nvfp4.e4m3_codes(w.abs().amax(0) / 6, 1 / global_scale)
@@ -195,7 +190,7 @@ def gptq_block(w: Tensor, U: Tensor, global_scale: Tensor) -> tuple[Tensor, Tens
     scale = nvfp4.e4m3_value(tried) * global_scale
     diagonal = U.diagonal()
     passed_on = (U / diagonal[:, None])[..., None, None]         # U[i, j] / U[i, i]
-    rest = w[:, None].repeat(1, len(scale), 1)                   # (16, C, N): a copy for each scale
+    rest = w[:, None].repeat(1, len(scale), 1)                   # (16, C, N): w for each scale
     values = torch.empty_like(rest)                              # decoded, in units of the scale
     errors = torch.empty_like(rest)
     columns = zip(rest.unbind(), values.unbind(), errors.unbind())
@@ -203,7 +198,7 @@ def gptq_block(w: Tensor, U: Tensor, global_scale: Tensor) -> tuple[Tensor, Tens
         torch.take(levels, torch.bucketize(column / scale, edges), out=value)      # step 1
         torch.addcmul(column, value, scale, value=-1, out=error)                   # e
         rest[i + 1:].addcmul_(error, passed_on[i, i + 1:], value=-1)               # step 2
-    errors /= diagonal[:, None, None]                            # squared: the cost of a rounding
+    errors /= diagonal[:, None, None]                            # squared: the cost
     best = errors.square().sum(0).argmin(0)                      # (N,); of equal ones the first
     at = best.expand(16, 1, -1)
     codes = nvfp4.e2m1_codes(values.gather(1, at)[:, 0])
@@ -211,7 +206,7 @@ def gptq_block(w: Tensor, U: Tensor, global_scale: Tensor) -> tuple[Tensor, Tens
 
 
 def output_error(w: Tensor, tensors: Nvfp4Tensors, hessian: Tensor) -> float:
-    """The squared error of a token's outputs, on average: tr((W - W4) H (W - W4).T)."""
+    """A token's squared output error, on average: tr((W - W4) H (W - W4).T)."""
     wrong = w.float() - nvfp4.dequantize(*tensors, dtype=torch.float32)
     return ((wrong @ hessian) * wrong).sum().clamp(min=0).item()
 
@@ -224,10 +219,10 @@ def write_calibrated(source: ModelFolder, out: Path, tokenizer: Tokenizer,
                      kernels: str | None, codes: str = "gptq", max_new_tokens: int = 512,
                      seed: int = 0) -> int:
     """Write the 16-bit model in `source` to the new folder `out` in NVFP4, with codes chosen by its
-    own answers to `count` of the problems, or to all if they are fewer -> how many it answered.
+    own answers to `count` of the problems (all if they are fewer) -> how many it answered.
 
-    device, kernels: what harness.setup.choose_device returned. codes: a name in CODES. seed: of
-    the choice of problems and of the answers.
+    device, kernels: from harness.setup.choose_device. codes: a name in CODES. seed: of the choice
+    of problems and of the answers. UserError for fewer than two problems, or a quantized source.
     """
     files = source_of(source, device)            # refuses what cannot be written before any answer
     some = problems_at(problems, seed, range(min(count, len(problems))))
@@ -245,9 +240,8 @@ class Text(NamedTuple):
 def own_answers(folder: ModelFolder, tokenizer: Tokenizer, problems: list[Problem],
                 device: torch.device, kernels: str | None, max_new_tokens: int, seed: int
                 ) -> list[Text]:
-    """Texts to calibrate by: the answers, at temperature 1, of the model rounded to NVFP4.
-
-    UserError for fewer than two problems.
+    """The texts: answers at temperature 1 of the model in NVFP4. UserError for fewer than two
+    problems.
     """
     if len(problems) < 2:
         raise UserError(f"--calibrate takes at least 2 problems, one to measure by, "
@@ -264,7 +258,7 @@ def own_answers(folder: ModelFolder, tokenizer: Tokenizer, problems: list[Proble
 
 
 class Chunk:
-    """Some texts, packed as the learner packs rows, on their way through the layers.
+    """Some texts, packed like the learner's rows, on their way through the layers.
 
     exact, coded (T, D) fp32: hidden states in the 16-bit model and in the one with new codes.
     """
@@ -284,16 +278,16 @@ class Chunk:
 
 
 def chunks_of(texts: Sequence[Text], embed: Tensor, config: qwen.ModelConfig) -> list[Chunk]:
-    """Texts in their order as Chunks of at most CHUNK_TOKENS tokens; a longer text is one alone."""
-    parts = []
+    """Texts, in order, as Chunks of at most CHUNK_TOKENS tokens; a longer text is one alone."""
+    lists = []
     tokens_left = 0
     for text in texts:
         tokens_left -= len(text.tokens)
-        if tokens_left < 0 or not parts:
-            parts.append([])
+        if tokens_left < 0 or not lists:
+            lists.append([])
             tokens_left = CHUNK_TOKENS - len(text.tokens)
-        parts[-1].append(text)
-    return [Chunk(part, embed, config) for part in parts]
+        lists[-1].append(text)
+    return [Chunk(texts, embed, config) for texts in lists]
 
 
 def linears_of(layer: qwen.Layer) -> tuple[Linear, Linear, Linear, Linear]:
@@ -303,15 +297,10 @@ def linears_of(layer: qwen.Layer) -> tuple[Linear, Linear, Linear, Linear]:
 
 @contextmanager
 def listening(layer: qwen.Layer, hear: Callable[[Linear, Tensor], None]) -> Iterator[None]:
-    """Within: hear(linear, x) for each linear of a model.Layer whenever it multiplies an x (T, K).
-
-    qkv and gate_up are given x * w of the norm before them, and the layer multiplies their result
-    by 1/rms (see model.py). The errors of W are multiplied by it too, so hear() is given x with its
-    1/rms. A forward hook on the norm keeps that factor until the linear is computed.
-
-    Torch's own hooks would not do for the linears: ops.mlp calls product() of gate_up and down, not
-    their forward(). Hence Linear.on_input, which sits in product().
-    """
+    """Within, each linear of the layer calls hear(linear, x) with every x (T, K) it multiplies."""
+    # qkv and gate_up multiply the norm's x * w, and the layer applies 1/rms afterwards (model.py).
+    # H is of the x that includes it, so a forward hook on the norm keeps 1/rms for hear(). The
+    # linears need on_input, not a hook: ops.mlp calls their product(), not their forward().
     norm_before = {layer.qkv: layer.input_norm, layer.gate_up: layer.post_norm}
     rstd = {}                                                    # norm -> its latest 1/rms (T, 1)
 
@@ -338,7 +327,7 @@ def listening(layer: qwen.Layer, hear: Callable[[Linear, Tensor], None]) -> Iter
 
 
 def hessians(layer: qwen.Layer, chunks: Sequence[Chunk]) -> list[Tensor]:
-    """Move the exact stream through a layer -> H (K, K) fp32 of each of linears_of(layer)."""
+    """Move the exact stream through a layer -> H (K, K) fp32 for each of linears_of(layer)."""
     sums = {linear: torch.zeros(linear.weight.K, linear.weight.K, device=linear.weight.device)
             for linear in linears_of(layer)}
     with listening(layer, lambda linear, x: add_upper(sums[linear], x.float())):   # not in bf16
@@ -354,10 +343,8 @@ def hessians(layer: qwen.Layer, chunks: Sequence[Chunk]) -> list[Tensor]:
 
 
 def add_upper(total: Tensor, x: Tensor) -> None:
-    """total (K, K) += x.T @ x for x (T, K) fp32, except for tiles below the diagonal.
-
-    They hold the same numbers, and all of x.T @ x is 32 TFLOP of fp32 for the down of one layer of
-    Qwen2.5-7B and 45,000 tokens.
+    """total (K, K) += x.T @ x for x (T, K) fp32, except for tiles below the diagonal, which would
+    hold the same numbers.
     """
     for i in range(0, len(total), HESSIAN_TILE):
         end = i + HESSIAN_TILE
@@ -365,10 +352,8 @@ def add_upper(total: Tensor, x: Tensor) -> None:
 
 
 def best_codes(w: Tensor, hessian: Tensor, scale: Tensor) -> Nvfp4Tensors:
-    """The codes of least output error: GPTQ's, the search's or those of rounding to nearest.
-
-    GPTQ decides column after column and cannot go back, so in rare cases it loses.
-    """
+    """The codes of least output error: GPTQ's, the search's or those of rounding to nearest."""
+    # GPTQ cannot take back a column, so in rare cases it loses.
     found = [gptq(w, hessian, scale), nvfp4.quantize(w, scale, hessian.diagonal()),
              nvfp4.quantize(w, scale, offsets=[0])]
     return min(found, key=lambda tensors: output_error(w, tensors, hessian))
@@ -383,7 +368,7 @@ CODES = {                                        # by --codes of tools/convert.p
 
 
 def source_of(folder: ModelFolder, device: torch.device) -> WeightReader:
-    """Open a folder of a 16-bit model. UserError if it is quantized, or if a file beside the
+    """Download and open a 16-bit model. UserError if it is quantized, or if a file beside the
     weights cannot be copied.
     """
     folder.download()
@@ -403,10 +388,11 @@ def source_of(folder: ModelFolder, device: torch.device) -> WeightReader:
 
 def to_nvfp4(files: WeightReader, out: Path, codes: str = "search", texts: Sequence[Text] = (),
              live_vocab: int | None = None) -> None:
-    """Write source_of()'s model to the new folder `out` as compressed-tensors writes NVFP4.
+    """Write source_of()'s model to the new folder `out` in compressed-tensors' NVFP4; lm_head and
+    embedding stay bf16.
 
-    lm_head and embedding stay bf16. codes, texts: see coded_linears(). The KL that the texts
-    measure goes into config.json as `calibration`, and is printed whenever the folder is read.
+    codes, texts: see coded_linears(). The KL goes into config.json as `calibration`, which is
+    printed whenever the folder is read.
     """
     about = {"quantization_config": NVFP4_CONFIG}
     linears = tuple(f"{name}.weight" for name in TARGETS)
@@ -426,8 +412,8 @@ def coded_linears(files: WeightReader, codes: str, texts: Sequence[Text], live_v
                   about: dict) -> Iterator[tuple[str, Nvfp4Tensors]]:
     """Quantize a model layer by layer: yields the name of each linear and its tensors.
 
-    codes: a name in CODES; "search" and "nearest" do without texts. The last eighth of the texts
-    gives no H, but measures: the KL is printed and written to about["calibration"].
+    codes: a name in CODES; "search" and "nearest" need no texts. With texts, the KL of the last
+    eighth is printed and put into about["calibration"].
     """
     config = qwen.ModelConfig.from_json(files.config)
     chunks = []
@@ -442,7 +428,7 @@ def coded_linears(files: WeightReader, codes: str, texts: Sequence[Text], live_v
         layer = qwen.Layer(config, i, files.read, files.frozen, files.dtype, scratch)
         weights = [torch.cat([files.read(f"{name}.weight") for name in linear.names]).float()
                    for linear in linears_of(layer)]   # a float16 file's are finer than the layer's
-        # 1) The exact stream moves through the 16-bit layer, and gives H on its way.
+        # 1) The exact stream goes through the 16-bit layer and gives H.
         layer_hessians = hessians(layer, chunks) if texts else [None] * 4
         for chunk in measured:
             chunk.exact = chunk.through(layer, chunk.exact)
@@ -451,9 +437,9 @@ def coded_linears(files: WeightReader, codes: str, texts: Sequence[Text], live_v
             tensors = CODES[codes](w, hessian, nvfp4.global_scale_for(w))
             linear.weight = nvfp4.fuse([tensors], files.dtype)
             packed, block_scale, global_scale = tensors
-            parts = zip(linear.names, packed.split(linear.parts), block_scale.split(linear.parts))
-            yield from ((name, (p, s, global_scale)) for name, p, s in parts)
-        # 3) The coded stream moves through the layer with the new codes.
+            unfused = zip(linear.names, packed.split(linear.parts), block_scale.split(linear.parts))
+            yield from ((name, (p, s, global_scale)) for name, p, s in unfused)
+        # 3) The coded stream goes through the layer with the new codes.
         for chunk in [*chunks, *measured]:
             chunk.coded = chunk.through(layer, chunk.coded)
     if texts:
@@ -470,12 +456,11 @@ def coded_linears(files: WeightReader, codes: str, texts: Sequence[Text], live_v
 
 
 def divergence(chunks: Sequence[Chunk], norm: qwen.RMSNorm, head: Tensor) -> tuple:
-    """How far the coded model's predictions are from the 16-bit model's: -> KL(exact || coded) in
-    nats a token of the answers, its standard error, how many tokens.
-
-    Tokens of one answer resemble each other, so the error counts answers: it is that of a ratio,
-    the answers' sums of KL over their lengths.
+    """-> KL(exact || coded) of the predictions in nats a token of the answers, its standard error,
+    how many tokens.
     """
+    # Tokens of one answer resemble each other, so the standard error counts answers: that of the
+    # ratio of their sums of KL to their lengths.
     sums = []                                    # of each answer: KL of its tokens, their number
     for chunk in chunks:
         per_token = torch.cat([token_divergence(chunk, part, norm, head)
@@ -490,7 +475,7 @@ def divergence(chunks: Sequence[Chunk], norm: qwen.RMSNorm, head: Tensor) -> tup
 
 
 def token_divergence(chunk: Chunk, at: Tensor, norm: qwen.RMSNorm, head: Tensor) -> Tensor:
-    """At each place `at` (n,), KL of the next token: sum over v of p(v) * (log p(v) - log q(v))."""
+    """KL(exact || coded) of the next token at each place `at` (n,): sum of p * (log p - log q)."""
     logprobs = []
     for hidden in (chunk.exact, chunk.coded):
         xw, rstd = norm(hidden[at])

@@ -1,5 +1,5 @@
 """
-Process settings that must come before `import torch`, and how a program ends.
+Settings that must come before `import torch`, and how a program ends.
 
 Every program imports this file first:
 
@@ -35,12 +35,11 @@ from files import GO_ON, Stopped, UserError, first_line
 # -----------------------------------------------------------------------------
 # Settings that torch reads once, when it is imported or when CUDA starts
 
-# By default a waiting OpenMP thread spins: it keeps its core busy doing nothing. On a machine
-# whose cores are shared it takes that core from the process it waits for. With one such process
-# beside it, 80 steps of the tiny model took 12 minutes instead of one.
+# By default a waiting OpenMP thread spins: it keeps its core busy doing nothing. Where cores are
+# shared it takes that core from the process it waits for, and a run may take ten times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# Let the segments of the CUDA allocator grow in place, instead of adding one for each new size.
-# This reserves 10 % less memory for the largest micro-batch of a 32B model.
+# Segments of the CUDA allocator grow in place, instead of one more for each new size: less memory
+# is reserved.
 if sys.platform == "linux":
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
@@ -49,8 +48,8 @@ if sys.platform == "linux":
 # Ending
 
 # What asks a program to end. SIGINT is not here: Python makes Ctrl-C a KeyboardInterrupt, and
-# report_uncaught() prints its line. SIGHUP means that the terminal was closed; a program started
-# with nohup has it ignored already and should go on. Windows has no SIGHUP.
+# report_uncaught() prints its line. SIGHUP means that the terminal was closed; nohup has it
+# ignored, so the program continues. Windows has no SIGHUP.
 SIGNALS = [signal.SIGTERM]
 if getattr(signal, "SIGHUP", None) and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
     SIGNALS.append(signal.SIGHUP)
@@ -63,15 +62,15 @@ def stop_on_signal(number: int, frame: object = None) -> None:
 
 @contextmanager
 def one_line(program: str) -> Iterator[None]:
-    """Within, errors that the user can mend end the program with one line and code 1: a UserError,
-    a Stopped, an OSError, which is the machine's (a missing file, a full disk), and too little
-    memory. Every other exception is a bug of ours and keeps its traceback.
+    """Within, errors that the user can fix end the program with one line and code 1: UserError,
+    Stopped, OSError (a missing file, a full disk) and too little memory. Every other exception is a
+    bug of ours and keeps its traceback.
     """
     # Unhandled, a signal would end Python on the spot and leave a half-written folder behind.
     for number in SIGNALS:
         signal.signal(number, stop_on_signal)
     try:
-        # `--out "$RUN"` with RUN unset passes "": almost certainly not what was meant.
+        # `--out "$RUN"` with RUN unset passes "", which nobody means.
         for flag, value in zip(sys.argv, [*sys.argv[1:], None]):
             if value == "" or re.fullmatch("--[a-z-]+=", flag):
                 raise UserError(f"{flag} is given nothing: the argument after it is empty")
@@ -100,9 +99,9 @@ def alone() -> bool:
 
 
 def end_at_once(code: int) -> NoReturn:
-    """Ends the process without Python's ordinary exit. That one destroys the group of the ranks,
-    where NCCL waits for all of them, and threads of libraries would print tracebacks of their own.
-    """
+    """Ends the process without Python's ordinary exit."""
+    # That one destroys the group of the ranks, for which NCCL waits for all of them, and threads of
+    # libraries would print tracebacks.
     try:
         sys.stdout.flush()
     finally:
@@ -112,8 +111,7 @@ def end_at_once(code: int) -> NoReturn:
 def report_uncaught(kind: type, error: BaseException, trace: object) -> None:
     """The sys.excepthook: one line for Ctrl-C, a traceback for everything else.
 
-    It is installed when this file is imported, so it also covers the seconds in which torch is
-    imported, where no `with` block of ours is active yet.
+    Installed when this file is imported, so it covers the import of torch as well.
     """
     if isinstance(error, KeyboardInterrupt):
         print(f"\n{Path(sys.argv[0]).name}: stopped by Ctrl-C", file=sys.stderr, flush=True)
@@ -135,8 +133,8 @@ LIBRARIES = "torch", "triton", "safetensors", "tokenizers", "numpy"
 def provenance(hardware: str) -> dict:
     """Commit, versions, hardware, command and date, for run.json and the results of programs.
 
-    A commit that ends in -dirty had uncommitted changes. None stands for what cannot be found
-    out: no git, no repository, a library that is not installed.
+    A commit that ends in -dirty had uncommitted changes. None: no git, no repository, a library
+    that is not installed.
     """
     def version(name):
         try:

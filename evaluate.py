@@ -7,10 +7,10 @@ Measures a model's accuracy, with or without an adapter, with the sampler and gr
     python evaluate.py ... --against before.jsonl     also compared with that --out, by problem
 
 Answers are greedy by default. --samples N draws N answers to each problem, for pass@k and maj@k
-(tasks/figures.py). The figures are printed, and docs/metrics.md defines them. If stdout is a file
-or a pipe, its last line is a JSON object of all of them. --out grows by each problem that is done.
-After Ctrl-C the figures are those of the problems that were done first. They are too high: short
-answers end first, and are right more often.
+(tasks/figures.py). docs/metrics.md defines the figures. If stdout is a file or a pipe, its last
+line is a JSON object of all of them. --out gets each problem as it is done. Ctrl-C prints the
+figures of the problems done so far, which are too high: short answers end first, and are right more
+often.
 
 Not here: few-shot prompts.
 """
@@ -132,8 +132,8 @@ def read_flags() -> tuple[argparse.Namespace, Settings | None]:
         "likely tokens; 0: from all")
     add("--max-new-tokens", type=within(int, 1, 2e9), help="longest answer in tokens (default: "
         "4096, or fewer if the model has too few positions)")
-    add("--max-rows", type=within(int, 1, 32768), default=256, help="most answers that are decoded "
-        "at a time (default: 256)")
+    add("--max-rows", type=within(int, 1, 32768), default=256, help="most answers decoded at a "
+        "time (default: 256)")
     add("--out", help="new .jsonl file for every answer with its verdict")
     add("--against", help="the --out of another evaluation, to compare with problem by problem")
     args, run = parse(parser, "boxed")

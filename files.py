@@ -1,13 +1,13 @@
 """
-Reads JSON; writes files that are whole or absent; the two errors that end a program in one line.
+Reads JSON, writes files atomically, and has the two errors that end a program with one line.
 
 A file is never written in place:
 
     .run.json.4711.tmp   written, then synced to the disk
     run.json             the temporary file gets this name: os.replace() is atomic
 
-So a kill, a full disk or a power cut at any moment leaves the old file or the new one, never half
-of one. new_folder() does the same for a folder of files.
+So after a kill, a full disk or a power cut there is the old file or the new one, never half of one.
+new_folder() does the same for a folder.
 """
 import json
 import os
@@ -20,21 +20,20 @@ from pathlib import Path
 # -----------------------------------------------------------------------------
 # Errors, and texts for messages
 
-# How a run that ended can go on.
+# How a run that ended can continue.
 GO_ON = "go on with --resume"
 MEND_AND_GO_ON = f"once that is mended, {GO_ON}"
 
 
 class UserError(ValueError):
-    """A wrong flag, file or folder: ends the program in one line, which is this error's text."""
+    """A wrong flag, file or folder: ends the program with this error's text as its one line."""
 
 
 class Stopped(BaseException):
     """Ends the program with a one-line message: a signal, a lost rank, a failing user function.
 
-    It is a BaseException, as KeyboardInterrupt is, so that no library's `except Exception`
-    swallows it.
-    then: how a run can go on afterwards, "" if it cannot; the message adds the run's folder.
+    A BaseException like KeyboardInterrupt, so that no library's `except Exception` swallows it.
+    then: how the run can continue, "" if it cannot; the message adds the run's folder.
     """
 
     def __init__(self, text: str, then: str = MEND_AND_GO_ON):
@@ -53,7 +52,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def short_repr(value: object, longest: int = 80) -> str:
-    """repr(value), cut to so many characters: what a file holds, quoted in a message."""
+    """repr(value) for a message, cut to at most `longest` characters."""
     text = repr(value)
     return text if len(text) <= longest else f"{text[:longest - 3]}..."
 
@@ -62,8 +61,8 @@ def short_repr(value: object, longest: int = 80) -> str:
 # Reading
 
 def read_text(path: str | Path) -> str:
-    """The file's text in UTF-8; a byte order mark, as Windows' editors write it, is dropped.
-    UserError if the file cannot be read or is no UTF-8.
+    """The file's text, without the byte order mark that Windows' editors write. UserError if it
+    cannot be read or is not UTF-8.
     """
     try:
         return Path(path).read_text("utf-8-sig")
@@ -73,7 +72,7 @@ def read_text(path: str | Path) -> str:
 
 
 def read_json(path: str | Path) -> dict:
-    """The JSON object that a file holds. UserError if it holds anything else."""
+    """The JSON object in a file. UserError if the file holds anything else."""
     value = parse_json(read_text(path), path)
     if not isinstance(value, dict):
         raise UserError(f"{path}: holds no JSON object")
@@ -81,11 +80,11 @@ def read_json(path: str | Path) -> dict:
 
 
 def read_rows(path: Path) -> list[tuple[int, object]]:
-    """The rows of a data file with their numbers, from 1, for messages. UserError if the file
+    """The rows of a data file, each with its number for messages, from 1. UserError if the file
     cannot be read.
 
-    .json holds one list, whose rows are counted. .parquet is counted likewise. Everything else,
-    such as .jsonl, has one row a line and is numbered by lines; blank lines are passed over.
+    A .json file holds a list, a .parquet file a table. Every other file, such as .jsonl, has one
+    row a line: its rows have their line numbers, and blank lines are skipped.
     """
     if path.suffix == ".parquet":
         try:
@@ -106,8 +105,8 @@ def read_rows(path: Path) -> list[tuple[int, object]]:
 
 
 def parse_json(text: str, place: str | Path) -> object:
-    """The value of a JSON text. UserError, which names its place, if it is none: unlike json.loads
-    also for NaN and Infinity, which JSON does not have.
+    """The value of a JSON text. UserError, naming `place`, if it is not JSON: NaN and Infinity are
+    not, though json.loads takes them.
     """
     def refuse_constant(name):
         raise ValueError(f"{name} is not JSON")
@@ -121,8 +120,8 @@ def parse_json(text: str, place: str | Path) -> object:
 def read_log(path: Path) -> Iterator[tuple[dict, int]]:
     """Yields every row of a run's log such as metrics.jsonl, with the byte offset where it ends.
 
-    A last line without its line feed is what a kill cut off, and is left out. UserError names a
-    line that no run can have written.
+    A last line without a line feed was cut off by a kill and is left out. UserError names a line
+    that no run writes.
     """
     end = 0
     with open(path, "rb") as file:
@@ -139,13 +138,13 @@ def read_log(path: Path) -> Iterator[tuple[dict, int]]:
             yield row, end
 
 
-# What a key of a JSON object must hold: in words, as a test, and whether it must be there at all.
+# What a key of a JSON object must hold: in words, as a test, and whether it must be present.
 Rule = tuple[str, Callable[[object], bool], bool]
 
 
 def check_keys(path: str | Path, value: dict, rules: dict[str, Rule]) -> None:
-    """UserError names the first key of the JSON object in `path` that breaks its rule. A key that
-    is null counts as not there.
+    """UserError names the first key of the JSON object in `path` that breaks its rule. null counts
+    as absent.
     """
     for key, (expected, test, needed) in rules.items():
         held = value.get(key)
@@ -166,7 +165,7 @@ def positive_number(most: float) -> tuple[str, Callable]:
 
 
 def equal_to(wanted: object) -> tuple[str, Callable]:
-    """Words and test of a rule: this value alone."""
+    """Words and test of a rule: only this value."""
     return repr(wanted), lambda value: value == wanted
 
 
@@ -174,32 +173,30 @@ def equal_to(wanted: object) -> tuple[str, Callable]:
 # Writing
 
 def write_atomically(path: str | Path, data: bytes) -> None:
-    """Writes a file, or replaces it, whole. OSError names the file: a full disk, say."""
+    """Writes or replaces a file, whole or not at all. OSError names the file: a full disk, say."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with errors_name_file(path), open(temporary, "wb") as file:
             file.write(data)
             file.flush()
-            # Without this the rename may reach the disk before the bytes do: after a power cut
-            # the new name would stand for an empty file.
+            # Otherwise the rename may reach the disk before the bytes do, and a power cut would
+            # leave an empty file of that name.
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)        # what a full disk cut off
+        temporary.unlink(missing_ok=True)        # left behind by a full disk
 
 
 def write_json(path: str | Path, value: object) -> None:
-    """Writes a value as JSON, or replaces the file, whole. OSError as write_atomically()."""
+    """Writes a value as JSON, like write_atomically()."""
     write_atomically(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yields a temporary folder, which becomes `out` as a whole when the block ends.
-
-    If the block raises, the temporary folder is removed and `out` is as it was. UserError if
-    `out` is anything but absent or an empty folder.
+    """Yields a temporary folder, which becomes `out` when the block ends. If the block raises, it
+    is removed and `out` stays as it was. UserError unless `out` is absent or an empty folder.
     """
     out = Path(os.path.realpath(out))            # a link to an empty folder stays a link
     must_be_new(out)
@@ -209,7 +206,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     try:
         yield folder
         for path in (*folder.iterdir(), folder):
-            # mkdtemp and safetensors make files that their owner alone may read.
+            # mkdtemp and safetensors make files that only their owner may read.
             path.chmod(0o755 if path.is_dir() else 0o644)
             sync_to_disk(path)
         if out.exists():                         # empty; Windows does not rename over it
@@ -222,7 +219,7 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def must_be_new(out: Path) -> None:
-    """UserError if `out` is anything but absent or an empty folder."""
+    """UserError unless `out` is absent or an empty folder."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: exists and is not an empty folder")
 
@@ -251,9 +248,9 @@ def sync_to_disk(path: Path) -> None:
 
 @contextmanager
 def errors_name_file(path: str | Path) -> Iterator[None]:
-    """Within, an OSError names the file. Python's own names it when open() fails, but not when
-    write() does: "No space left on device" alone would not say on which disk.
-    """
+    """Within, an OSError names the file."""
+    # Python names it when open() fails, but not when write() does: "No space left on device" alone
+    # would not say on which disk.
     try:
         yield
     except OSError as error:

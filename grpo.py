@@ -63,7 +63,7 @@ SCALES = ("group", "none")
 
 
 class Correction(NamedTuple):
-    """How a loss corrects for the answers having been sampled by another policy than the learner:
+    """How a loss corrects for answers that another policy than the learner sampled:
     ratio = policy / anchor and importance weight = min(anchor / rollout, cap).
     """
     anchor: str                                  # "old" or "rollout"
@@ -80,7 +80,7 @@ CORRECTIONS = {
     # the blame of tokens that noise made likely and keeps their praise, so that the learner comes
     # to imitate the noise.
     "ppo": Correction("rollout", None),
-    # None, which leaves the gradient biased. The authors' code does the same.
+    # No correction, so the gradient is biased; the authors' code has none either.
     "off": Correction("old", None),
 }
 
@@ -122,10 +122,10 @@ class Loss:
 
 
 LOSSES = {
-    # Every row has the same say, however long it is (2402.03300, Eq. 3). That paper has one width
+    # Every row counts the same, however long it is (2402.03300, Eq. 3). That paper has one width
     # for both sides of the clip and a KL term: add --clip-high 0.2 --kl-beta 0.04 for these.
     "grpo": Loss(lambda rows, tokens, lengths, limit: rows * lengths),
-    # Every token of the update has the same say (2503.14476, section 3.3: token-level loss).
+    # Every token of the update counts the same (2503.14476, section 3.3: token-level loss).
     "dapo": Loss(lambda rows, tokens, lengths, limit: tokens),
     # Divides by a constant where "grpo" divides by the row's length, which makes each token of a
     # wrong answer cost less the longer the answer is, so that wrong answers grow (2503.20783,
@@ -179,7 +179,7 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "group",
         variance = centred.square().sum(dim=1, keepdim=True) / (n - 1).clamp(min=1)
         centred = centred / (variance.sqrt() + 1e-4)
     if extra is not None:
-        # Inside of the reward, the division would blow it up: of eight wrong answers, one of which
+        # As part of the reward it would be divided as well: of eight wrong answers, one of which
         # has -0.05 because it is long, that one would get an advantage of -2.5.
         extra = torch.where(scorable, extra.view(-1, group_size), torch.nan)
         centred = centred + (extra - extra.nanmean(dim=1, keepdim=True)).nan_to_num(nan=0.0)

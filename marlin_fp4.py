@@ -1,19 +1,14 @@
 """
-The packed form of a frozen NVFP4 weight, and the matmul that decodes it: y = x @ W.T.
+Frozen NVFP4 weights on a GPU: their packed layout, and the matmul that decodes it, y = x @ W.T.
 
-Why: writing one token means reading every weight once, and reading is what takes the time. A weight
-of 4.5 bits is read 3.6 times as fast as one of 16. But no tensor core multiplies a 4-bit weight by
-a 16-bit x. So the kernel reads W in 4 bits and turns it into 16 bits in registers, from which the
-tensor cores take it.
+Sampling a token reads every weight once, and with few rows of x that reading takes the time: W in
+4.5 bits is read 3.6 times as fast as in 16. But no tensor core multiplies a 4-bit weight by a
+16-bit x. So the kernel turns each weight into bf16 in registers, from which the tensor cores take
+it. An H200 has time for about four instructions a weight (docs/kernels.md); the layout below makes
+decoding cheap enough.
 
-That must cost next to nothing. At 4 TB/s an H200 reads 7.1e12 weights a second. Its 132
-multiprocessors issue an instruction for 128 lanes each in a clock, which is 31e12 a second at 1.85
-GHz. So there are 4.4 instructions for each weight. With the layout of this file the kernel takes
-2.5 at up to 8 rows of x: 1.1 decode a weight, 0.5 multiply it by its scale, and the others load,
-copy, multiply by x and count.
-
-With many rows of x the products take longer than the reading. Above 256 rows (MAX_DECODE_ROWS) W is
-expanded to 16 bits in memory first, and cuBLAS multiplies (`expanded_matmul`). The learner and the
+With many rows of x the multiplication takes longer than the reading. Above MAX_DECODE_ROWS rows W
+is expanded to bf16 in memory, and cuBLAS multiplies (`expanded_matmul`). The learner and the
 sampler's prefills always expand W, by `PackedWeight.dequantize`.
 
 The parts of this file:
@@ -24,13 +19,12 @@ The parts of this file:
     4  the schedule: which program walks which tiles, and where its sums go
     5  the kernel in plain Triton, for every NVIDIA GPU from Ampere (sm_80) on
     6  how that kernel is launched
-    7  the same product of a W that is expanded first
+    7  the same product with W expanded first
 
-fast/hopper_fp4.py is parts 5 and 6 again for Hopper alone, 1.03 to 1.27 times as fast (a layer of a
-7B or 32B, 1 to 64 rows, H200); read it after this.
+fast/hopper_fp4.py has parts 5 and 6 again, faster, for Hopper alone.
 
-The name and the idea of one weight stream cut into equal stripes are Marlin's (Frantar et al. 2024,
-arXiv 2408.11743, github.com/IST-DASLab/marlin). The order of bits is this project's own.
+The name, and the idea of one weight stream cut into equal stripes, come from Marlin (Frantar et al.
+2024, arXiv 2408.11743, github.com/IST-DASLab/marlin). The order of the bits is our own.
 
 Not here: which codes stand for a weight (nvfp4.py), the product with LoRA's B (fast/kernels.py),
 4-bit activations.
@@ -51,37 +45,36 @@ from ops import mm_fp32
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """The GPU's compute capability: (9, 0) of an H200, which is sm_90. (0, 0) on a CPU."""
+    """The GPU's compute capability: (9, 0) for an H200 (sm_90), (0, 0) on a CPU."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 SCALE_BLOCK = 16                    # consecutive weights of a row that share a scale
-# A tile of W is 128 x 128 weights. The layout below is built on that number: a row of a tile is
-# four planes of 32, and the kernels write 128, 32, 4096 and 256 where they mean it. It has a name
-# for those who cut something to whole tiles; changing it here would only break the kernels.
+# A tile of W is 128 x 128 weights. Not a setting: the kernels write the numbers that follow from it
+# (128, 32, 4096, 256) as they are.
 TILE_SIDE = 128
-# A tile of LoRA's A is 64 x 64 numbers of 16 bits: 8 KiB, as many bytes as the codes of a tile of
-# W, so that both fit the same place in shared memory. The kernels write this 64 out as well.
+# A tile of LoRA's A is 64 x 64 numbers of 16 bits: 8 KiB, as are the codes of a tile of W, so both
+# fit the same place in shared memory. The kernels write this 64 out as well.
 A_TILE = 64
-# Rows of x up to which a decode step decodes W in registers instead of expanding it. Not measured
-# with the kernels as they are; probably too low (docs/kernels.md, "Expanding W").
+# Rows of x up to which a decode step decodes W in registers instead of expanding it. Never tuned
+# for these kernels; the best number may be higher.
 MAX_DECODE_ROWS = 256
 
 
 # -----------------------------------------------------------------------------
 # 1. The packed layout, for x in bf16
 #
-# The value of a weight is the number that its code stands for, times two scales. e2m1(code) is one
-# of 0, .5, 1, 1.5, 2, 3, 4, 6 with a sign:
+# A weight is the number that its code stands for, times two scales:
 #
 #     W[n, k] = e2m1(code[n, k]) * block_scale[n, k // 16] * row_scale[n]
 #
-# row_scale is the tensor's global scale. It is kept for each row, since the parts of a fused matrix
-# (q|k|v, gate|up) may have different ones.
+# A code has 4 bits, s e e m: a sign, two exponent bits and a mantissa bit. e2m1(code) is 0, .5, 1,
+# 1.5, 2, 3, 4 or 6, with that sign. row_scale is NVFP4's global_scale, one number a row, since q, k
+# and v (or gate and up), which are fused along n, may have different ones.
 #
-# Tiles and bands. W is cut into tiles of 128 x 128; ragged edges are padded with zeros. A "band" is
-# the tiles that lie beside each other along k: 128 rows of W, which give 128 columns of y. The
-# tiles are stored one after the other in the order of their numbers here:
+# Tiles and bands. W is cut into tiles of 128 x 128, padded with zeros at its edges. A "band" is 128
+# rows of W: the tiles beside each other along k. It gives 128 columns of y. The tiles are stored
+# one after the other in the order of their numbers here:
 #
 #               k ->
 #          +--------+--------+--------+
@@ -93,8 +86,8 @@ MAX_DECODE_ROWS = 256
 #     codes    int16 (N/128, K/128, 128, 32)    8 KiB a tile, side by side in memory
 #     scales   int32 (N/128, K/128, 128, 2)     1 KiB a tile
 #
-# Code words. A row of a tile is 128 weights. They are cut into four planes of 32, and code word c
-# (16 bits) takes one code from each plane:
+# Code words. The 128 weights of a row of a tile are cut into four planes of 32. A row has 32 code
+# words, and code word c (16 bits) takes code c of each plane:
 #
 #      k = 0        31 32       63 64       95 96      127
 #         +-----------+-----------+-----------+-----------+
@@ -102,13 +95,12 @@ MAX_DECODE_ROWS = 256
 #         +-----------+-----------+-----------+-----------+
 #            k = c      k = 32+c    k = 64+c    k = 96+c        -> codes[..., n, c], 16 bits
 #
-# So plane p of 32 neighbouring words is W at 32 neighbouring k. It is multiplied by 32 neighbouring
-# columns of x, and nothing has to be interleaved.
+# So plane p of a row's 32 words is W at 32 neighbouring k, and is multiplied by 32 neighbouring
+# columns of x: nothing has to be interleaved.
 #
-# The bits of a code word. A code has a sign bit s, two exponent bits e and a mantissa bit m; the
-# digit after them is the plane. Of the two e of a plane the left one is the higher. A `.` is a bit
-# that the mask 0x81C0 sets to 0; the mask keeps a bf16's sign, its two lowest exponent bits and its
-# highest mantissa bit:
+# The bits of a code word. The digit after s, e and m is the plane; of the two e of a plane the left
+# one is the higher. The mask 0x81C0 keeps what is a bf16's sign, its two lowest exponent bits and
+# its highest mantissa bit; a `.` is a bit that it sets to 0:
 #
 #     bit            15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
 #     a code word    s0 m3 s3 s1 e3 e3 s2 e0 e0 m0 e1 e1 m1 e2 e2 m2
@@ -118,13 +110,13 @@ MAX_DECODE_ROWS = 256
 #     plane 1        s1  .  .  .  .  .  . e1 e1 m1  .  .  .  .  .  .     (word << 3) & 0x81C0
 #     plane 2        s2  .  .  .  .  .  . e2 e2 m2  .  .  .  .  .  .     (word << 6) & 0x81C0
 #
-# What is left, read as a bf16 number, is the code's value times 2^-126: where the exponent field is
-# 1 it means 2^-126 in bf16, and 1 in E2M1. Exponent 0 holds the subnormal numbers of both formats,
-# so that 0.5, E2M1's only one, becomes 2^-127 as it should.
+# What is left, read as a bf16 number, is e2m1(code) * 2^-126: an exponent field of 1 means 2^-126
+# in bf16, and 1 in E2M1. An exponent field of 0 is a subnormal number in both formats, so 0.5,
+# E2M1's only one, becomes 2^-127.
 #
-# Plane 3 gets the bits that are left over. One product puts all four in their place at once: let t
-# be the word's bits of plane 3, moved down by 8. Then t * 1057, which is t * (1 + 2^5 + 2^10), is
-# three copies of t side by side, and from each copy the mask takes other bits:
+# Plane 3 has the bits that are left over. One multiplication puts all four in their place: let t be
+# plane 3's bits of the word, shifted down by 8. Then t * 1057 = t * (1 + 2^5 + 2^10) is three
+# copies of t, and from each copy the mask keeps other bits:
 #
 #     bit                         16 15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
 #     t = (word & 0x6C00) >> 8                                  m3 s3  . e3 e3  .  .
@@ -139,23 +131,22 @@ MAX_DECODE_ROWS = 256
 #     bit        31         16 15          0
 #               |  word c + 1 |   word c    |     c even
 #
-# Both halves are masked alike (0x81C081C0). Shifts to the left push the highest bits of the lower
-# word into bits 0 to 5 of the upper one, and the product pushes an m3 into its bit 0, where the
-# upper word's copies have nothing. The lowest bit that the mask keeps is 6, so all of that is
-# dropped. The shift to the right stays within its word, as it moves bits 10 and up by 8.
+# Both are masked alike (0x81C081C0). What word c pushes into word c + 1 does no harm: shifts to the
+# left reach its bits 0 to 5 and the multiplication its bit 0 (an m3), but the mask keeps no bit
+# below 6. The shift to the right moves bits 10 and up by 8, so it stays within its word.
 #
-# Scales. An E4M3 scale v > 0 becomes a byte u of 5 exponent and 3 mantissa bits,
+# Scales. A block_scale v > 0, an E4M3 number, becomes a byte u of 5 exponent and 3 mantissa bits,
 #
 #     u = ((floor(log2 v) + 10) << 3) | mantissa
 #
 # which holds every value of E4M3, subnormal ones too, as a normal number. Then 0x7000 | (u << 4) is
-# the bf16 number v * 2^107. A scale of 0 gets the byte 0. That would decode to 2^97, so `pack` sets
-# all codes under such a scale to 0.
+# the bf16 number v * 2^107: its exponent field is 224 + floor(log2 v) + 10, and bf16 subtracts 127.
+# A scale of 0 gets the byte 0, which would decode to 2^97, so `pack` sets all codes under it to 0.
 #
-# Scale words. A plane of a row has two scale_blocks, k = 32 p + [0, 16) and 32 p + [16, 32). So a
-# row of a tile has two scale words of 32 bits: word h has the byte of half h of every plane. The
-# word is rotated to the left by 4 before it is stored, so that the bytes of planes 0 and 1 lie
-# where a bf16 number in the same half of a register wants them:
+# Scale words. Plane p of a row has two scale_blocks: block 0 is k = 32 p + [0, 16), block 1 is k =
+# 32 p + [16, 32). So a row of a tile has two scale words of 32 bits: word h has the bytes u0 to u3,
+# those of block h of planes 0 to 3. It is stored rotated to the left by 4. Then u0 and u1 are
+# already in place, as u << 4 in the low and in the high half of the register:
 #
 #     bit           31    24 23    16 15     8 7      0
 #     four bytes   |   u2   |   u1   |   u3   |   u0   |
@@ -167,15 +158,15 @@ MAX_DECODE_ROWS = 256
 #     AND 0x0FF00FF0, OR 0x70007000                high half: scale of plane 1, low half: plane 0
 #     rotated to the left by 8, then the same      high half: scale of plane 3, low half: plane 2
 #
-# One instruction does AND and OR, and another one rotates.
+# AND and OR are one instruction together, the rotation is another.
 #
-# The product of a code and its scale. code * 2^-126 times v * 2^107 is code * v * 2^-19. bf16 holds
-# that exactly, because it has at most 6 significant bits: 2 of the code and 4 of the scale. The
-# kernels sum x * code * v * 2^-19, and whoever reads their sums multiplies by `out_scale`, which is
+# A code times its scale. e2m1(code) * 2^-126 times v * 2^107 is e2m1(code) * v * 2^-19. It has at
+# most 6 significant bits, 2 of the code and 4 of the scale, so bf16 holds it exactly. The kernels
+# sum x * e2m1(code) * v * 2^-19, and whoever reads their sums multiplies by `out_scale`, which is
 # row_scale * 2^19.
 #
-# One weight by hand: the code 5, 0b0101, has e = 2 and m = 1 and stands for 3. It lies in plane 3
-# under a scale of 1.5, and all other codes and scales of its two words are 0:
+# One weight by hand: the code 5 = 0b0101 has s = 0, e = 2 and m = 1 and stands for 3. It is in
+# plane 3, under a scale of 1.5; the other codes of its word and scales of its scale word are 0:
 #
 #     code word                0x4800        m3 (bit 14) and the higher e3 (bit 11)
 #     t                        0x48
@@ -190,9 +181,9 @@ MAX_DECODE_ROWS = 256
 #     times out_scale          4.5 * row_scale
 
 # (take, shift, times) of each plane: a decoded code is ((word & take) << shift) * times, masked. A
-# shift below 0 goes to the right.
+# negative shift goes to the right.
 PLANES = (0xFFFF, 0, 1), (0xFFFF, 3, 1), (0xFFFF, 6, 1), (0x6C00, -8, 1057)
-MANTISSA_BIT = 6                    # where a decoded code has its m; both e are above it, s is bit 15
+MANTISSA_BIT = 6                    # of a decoded code: its m; both e are above it, s is bit 15
 ROTATION = 4                        # of a scale word, to the left
 EXPONENT_BIAS = 10                  # what is added to floor(log2 v) in a scale's byte
 SCALE_BASE = 0x7000                 # bits that are set in every decoded scale
@@ -203,11 +194,8 @@ POWER = 19                          # a decoded code times its decoded scale is 
 # 2. Packing. Plain torch, on any device.
 
 def _unpack_words(words):
-    """(..., C) int16 words -> (..., 4 C) codes 0..15 as int32, plane after plane.
-
-    It computes the bits that the kernels compute. (The shift to the right comes last here and first
-    there; no bit that counts is lost either way.) `_word_table` below is its inverse.
-    """
+    """(..., C) int16 words -> (..., 4 C) codes 0..15 as int32, plane after plane."""
+    # The kernels' arithmetic, except that they shift to the right first; both give the same bits.
     words = words.to(torch.int32) & 0xFFFF
     codes = []
     for take, shift, times in PLANES:
@@ -218,10 +206,8 @@ def _unpack_words(words):
 
 @cache
 def _word_table(device):
-    """int16 (65536,): the word that holds four codes, at index c0 | c1 << 4 | c2 << 8 | c3 << 12.
-
-    Found by unpacking all 65,536 words, so packing cannot disagree with unpacking.
-    """
+    """int16 (65536,): the word of four codes, at index c0 | c1 << 4 | c2 << 8 | c3 << 12."""
+    # Made by unpacking all 65,536 words, so that packing cannot disagree with unpacking.
     words = torch.arange(65536, device=device)
     c0, c1, c2, c3 = _unpack_words(words[:, None]).unbind(-1)
     table = torch.empty(65536, dtype=torch.int16, device=device)
@@ -230,15 +216,13 @@ def _word_table(device):
 
 
 def _pack_words(codes):
-    """The inverse of _unpack_words, a row of a tile at a time: (..., 128) -> (..., 32)."""
+    """The inverse of _unpack_words for rows of a tile: codes (..., 128) -> words (..., 32)."""
     c0, c1, c2, c3 = codes.to(torch.int32).unflatten(-1, (4, 32)).unbind(-2)
     return _word_table(codes.device)[c0 | c1 << 4 | c2 << 8 | c3 << 12]
 
 
 def _pack_scales(scale):
-    """Scale words of rows of a tile: (..., 8) fp32 E4M3 values >= 0 -> (..., 2) int32.
-
-    The 8 scales follow each other along k, so the two of a plane are neighbours.
+    """Scale words of rows of a tile: (..., 8) E4M3 values >= 0 in fp32, along k -> (..., 2) int32.
     """
     mantissa, exponent = torch.frexp(scale)  # v = mantissa * 2^exponent with mantissa in [0.5, 1)
     u = ((exponent.long() - 1 + EXPONENT_BIAS) << 3) | ((mantissa * 16).long() & 7)
@@ -255,31 +239,28 @@ def _cut_into_tiles(t, columns):
 
 
 class PackedWeight(Weight):
-    """A frozen NVFP4 weight (N, K) in the layout above, on a GPU; `pack` makes it.
+    """A frozen NVFP4 weight (N, K) in the layout above, for x in bf16; made by `pack`.
 
-    The fast twin of nvfp4.Weight, for x in bf16.
+    The fast twin of nvfp4.Weight.
     """
 
     def __init__(self, N: int, K: int, codes: torch.Tensor, scales: torch.Tensor,
                  row_scale: torch.Tensor):
-        # No function that decodes the tensors is handed on: dequantize() below replaces Weight's.
+        # dequantize() below replaces Weight's, which would call this None.
         super().__init__((codes, scales, row_scale), dequantize=None, shape=(N, K),
                          dtype=torch.bfloat16)
         self.codes = codes          # int16 (N/128, K/128, 128, 32)
         self.scales = scales        # int32 (N/128, K/128, 128, 2)
         self.row_scale = row_scale  # fp32 (N,)
-        # What the kernels' sums are multiplied by, fp32 (N,): the power undoes that of the codes
-        # and scales as they are decoded.
-        self.out_scale = row_scale * 2**POWER
-        # Whether dequantize() may multiply by out_scale in bf16, without a detour through fp32: bf16
-        # holds every power of two that fp32 holds.
+        self.out_scale = row_scale * 2**POWER  # fp32 (N,), for the kernels' sums: undoes 2^-POWER
+        # Whether dequantize() may multiply by out_scale in bf16: it may if all are powers of two.
         self.exact = bool((torch.frexp(self.out_scale).mantissa == 0.5).all())
 
     def dequantize(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """W (N, K) in bf16, or in the type of `out`, whose rows may have any stride.
+        """W (N, K) in bf16, or in `out` (fp32 or bf16, any row stride).
 
-        Every weight is code * block_scale * row_scale in fp32, rounded. Where row_scale is a power
-        of two, bf16 holds that exactly.
+        Each weight is e2m1(code) * block_scale * row_scale in fp32, rounded once; exact in bf16
+        where row_scale is a power of two.
         """
         if out is None:
             out = torch.empty(self.N, self.K, dtype=self.dtype, device=self.device)
@@ -290,16 +271,16 @@ class PackedWeight(Weight):
         return out
 
     def expands(self, rows: int) -> bool:
-        """Whether a decode step of `rows` rows expands W and leaves the product to cuBLAS."""
+        """Whether a decode step of `rows` rows takes expanded_matmul."""
         return rows > MAX_DECODE_ROWS
 
 
 def pack(packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Tensor,
          dtype: torch.dtype = torch.bfloat16) -> PackedWeight:
-    """Packs the three tensors of nvfp4.quantize for x in bf16, which is the only `dtype`.
+    """Packs the three tensors of nvfp4.quantize.
 
-    packed uint8 (N, K // 2), block_scale E4M3 (N, K // 16), global_scale fp32 () or (N,). An
-    AssertionError names what does not fit.
+    packed uint8 (N, K // 2), block_scale E4M3 (N, K // 16), global_scale fp32 () or (N,); dtype: of
+    x, bf16 alone. AssertionError if a type, a shape or a scale does not fit.
     """
     N, K = packed.shape[0], packed.shape[1] * 2
     assert dtype == torch.bfloat16, f"dtype must be bf16, got {dtype}"
@@ -310,21 +291,20 @@ def pack(packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Te
     assert block_scale.shape == (N, K // SCALE_BLOCK), (
         f"block_scale is {tuple(block_scale.shape)}, not {(N, K // SCALE_BLOCK)}")
     scale = block_scale.float()
-    bad = scale[~(scale >= 0)]  # written this way round it finds NaN too
+    bad = scale[~(scale >= 0)]  # finds NaN too
     assert not len(bad), f"block scales must be >= 0 and finite, got {bad[0]}"
     row_scale = global_scale.to(packed.device).reshape(-1).expand(N).contiguous()
-    limit = 2.0**(128 - POWER)  # from here on out_scale would be inf
+    limit = 2.0**(128 - POWER)  # here out_scale would become inf
     bad = row_scale[~((row_scale > 0) & (row_scale < limit))]
     assert not len(bad), f"global_scale must be above 0 and below {limit:g}, got {bad[0]}"
 
     scale = _cut_into_tiles(scale, TILE_SIDE // SCALE_BLOCK)  # 0 in the padding
     codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
     words = torch.empty(*scale.shape[:3], TILE_SIDE // 4, dtype=torch.int16, device=packed.device)
-    # One band at a time, because the codes become int32 on the way: 8 times the bytes of `packed`.
+    # Band by band, because the codes become int32 on the way: 8 times the bytes of `packed`.
     for i in range(scale.shape[0]):
         band = _cut_into_tiles(codes[i * TILE_SIDE:(i + 1) * TILE_SIDE], TILE_SIDE)[0]
-        # The byte 0 of a zero scale decodes to a number that is not zero (2^97), so the
-        # codes under it have to be zero.
+        # A scale of 0 decodes to 2^97 (see part 1), so the codes under it must be 0.
         under_zero = (scale[i] == 0).repeat_interleave(SCALE_BLOCK, dim=-1)
         words[i] = _pack_words(band.masked_fill(under_zero, 0))
     return PackedWeight(N, K, words, _pack_scales(scale), row_scale)
@@ -333,12 +313,11 @@ def pack(packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Te
 # -----------------------------------------------------------------------------
 # 3. Decoding in registers
 #
-# The arithmetic of part 1 is written in PTX, NVIDIA's assembly, because one instruction can
-# then work on a register with two code words. The compiler would spend one on each 16-bit word.
+# The arithmetic of part 1 is written in PTX, NVIDIA's assembly, so that one instruction works on
+# two code words; the compiler would spend one on each.
 #
-# Triton's inline assembly numbers the operands: first the results, then the argument. For planes 2
-# and 3 the first function below makes, with the results in $0 and $1 and two code words in
-# $2:
+# Triton's inline assembly numbers the results first, then the argument. For planes 2 and 3 the
+# first function below makes this, with two code words in $2:
 #
 #     { .reg .b32 t;
 #     shl.b32 t, $2, 0x6;
@@ -348,8 +327,8 @@ def pack(packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Te
 #     mul.lo.u32 t, t, 0x421;
 #     and.b32 $1, t, 0x81c081c0; }
 #
-# These are 6 instructions for 4 weights, and planes 0 and 1 need 3. Scale words take 3 more for 4
-# scales, each of which belongs to 16 weights.
+# 6 instructions for 4 weights; planes 0 and 1 take 3. A scale word takes 3 for 4 scales, each of
+# which belongs to 16 weights.
 
 @triton.constexpr_function
 def _decode_planes_asm(first_plane):
@@ -360,9 +339,9 @@ def _decode_planes_asm(first_plane):
         take, shift, times = PLANES[first_plane + i]
         word = "$2"
         # (operation, operand, the operand with which it would change nothing and is left out)
-        steps = (("and.b32", take * 0x10001, 0xFFFFFFFF), ("shl.b32", max(shift, 0), 0),
-                 ("shr.u32", max(-shift, 0), 0), ("mul.lo.u32", times, 1))
-        for op, operand, changes_nothing in steps:
+        operations = (("and.b32", take * 0x10001, 0xFFFFFFFF), ("shl.b32", max(shift, 0), 0),
+                      ("shr.u32", max(-shift, 0), 0), ("mul.lo.u32", times, 1))
+        for op, operand, changes_nothing in operations:
             if operand != changes_nothing:
                 lines.append(f"{op} t, {word}, {operand:#x};")
                 word = "t"
@@ -372,11 +351,8 @@ def _decode_planes_asm(first_plane):
 
 @triton.constexpr_function
 def _decode_scales_asm():
-    """PTX: a scale word in register $4 -> the scales of planes 0, 1, 2, 3 in $0, $1, $2, $3.
-
-    The "mov" takes the low and the high half of a register by their names and costs nothing.
-    """
-    # lop3 with the table 0xEA is (a & b) | c.
+    """PTX: a scale word in register $4 -> the scales of planes 0, 1, 2, 3 in $0, $1, $2, $3."""
+    # lop3 with the table 0xEA is (a & b) | c. The movs only name the halves of a register: free.
     take_and_or = f"{(0xFF << ROTATION) * 0x10001:#x}, {SCALE_BASE * 0x10001:#x}, 0xEA"
     return f"""{{ .reg .b32 t;
         lop3.b32 t, $4, {take_and_or};
@@ -386,13 +362,13 @@ def _decode_scales_asm():
         mov.b32 {{$2, $3}}, t; }}"""
 
 
-# The strings below that begin with "=" say where each operand lives: "r" is a 32-bit register, "h"
-# a 16-bit one, "=" marks a result. "=&r" is a result that is written while the argument is still
-# needed, so the two may not share a register. pack=2 puts two neighbouring words into one.
+# In the strings below "r" is a 32-bit register, "h" a 16-bit one, and "=" marks a result. "=&r" is
+# written while the argument is still needed, so the two may not share a register. pack=2 puts two
+# neighbouring words into one register.
 
 @triton.jit
 def decode_planes(words, first_plane: tl.constexpr, dtype: tl.constexpr):
-    """int16 code words -> plane `first_plane` (0 or 2) and the next, each of the shape of `words`.
+    """int16 code words -> planes `first_plane` (0 or 2) and the next, of the shape of `words` each.
     """
     return tl.inline_asm_elementwise(_decode_planes_asm(first_plane), "=&r,=r,r", [words],
                                      dtype=(dtype.value, dtype.value), is_pure=True, pack=2)
@@ -400,7 +376,7 @@ def decode_planes(words, first_plane: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def decode_scales(word, dtype: tl.constexpr):
-    """int32 scale words -> four tensors of scales, one for each plane, of the shape of `word`."""
+    """int32 scale words -> the scales of planes 0 to 3, of the shape of `word` each."""
     return tl.inline_asm_elementwise(_decode_scales_asm(), "=h,=h,=h,=h,r", [word],
                                      dtype=(dtype.value,) * 4, is_pure=True, pack=1)
 
@@ -413,7 +389,7 @@ def spread_scales(scale):
 
 @triton.jit
 def side_by_side(a, b):
-    """(128, C) and (128, C) -> (128, 2 C). Only names registers anew; nothing is moved."""
+    """(128, C) and (128, C) -> (128, 2 C). Renames registers; moves nothing."""
     return tl.join(a, b).permute(0, 2, 1).reshape(a.shape[0], 2 * a.shape[1])
 
 
@@ -426,7 +402,7 @@ def dequantize_kernel(
     N, K, out_stride,
     EXACT: tl.constexpr, # PackedWeight.exact: multiply by out_scale in 16 bits, else in fp32
 ):
-    """Expands W. One program does one 128 x 128 tile."""
+    """Expands W. One program does one tile."""
     dtype: tl.constexpr = tl.bfloat16
     tile_k = tl.program_id(0)
     tile_n = tl.program_id(1)
@@ -439,8 +415,7 @@ def dequantize_kernel(
     w0, w1 = decode_planes(words, 0, dtype)
     w2, w3 = decode_planes(words, 2, dtype)
     s0, s1, s2, s3 = decode_scales(word, dtype)
-    # The planes are put side by side first, so that a row is stored as 256 bytes in one go and not
-    # as four times 64.
+    # Side by side first, so that a row is stored as 256 bytes at once, not as four times 64.
     front = side_by_side(w0 * spread_scales(s0), w1 * spread_scales(s1))
     back = side_by_side(w2 * spread_scales(s2), w3 * spread_scales(s3))
     value = side_by_side(front, back)
@@ -455,11 +430,9 @@ def dequantize_kernel(
 # 4. The schedule of the weight stream
 #
 # The tiles of W in memory order, along k and then band after band, are one stream. It is cut into
-# stripes of equal length, and each program walks one stripe (stream-K; Marlin's stripes). So all
-# programs of W have the same work whatever N and K are, except the last, whose stripe may be
-# shorter. `plan_stripes` takes the shortest stripe whose programs all fit on the GPU at once: then
-# they start together and end together. A stripe has whole tiles, so some of the GPU may stay empty:
-# qkv of a 7B has 356 programs at M = 1 where an H200 could hold 528.
+# stripes of equal length, one for each program (stream-K; Marlin's stripes). So all programs have
+# the same work whatever N and K are; only the last stripe may be shorter. `plan_stripes` takes the
+# shortest stripe whose programs all fit on the GPU at once, so that they start and end together.
 #
 # A stripe may begin and end in the middle of a band. Here W has 3 bands of 5 tiles, and a stripe
 # has 3 tiles; a digit is the number of the program that walks the tile:
@@ -469,10 +442,10 @@ def dequantize_kernel(
 #     band 1    1 | 2  2  2 | 3
 #     band 2    3  3 | 4  4  4
 #
-# Where a program comes to the end of a band, or of its stripe, it stores what it has summed: a
-# "piece" of that band's 128 columns of y. The pieces of a band are numbered from 0 in the order of
-# their programs, and piece p goes into slab p. A slab is a whole matrix (M, N + R), and the slabs
-# lie in a stack. For the W above, a digit is the program that stores the piece:
+# At the end of a band, or of its stripe, a program stores what it has summed: a "piece" of that
+# band's 128 columns of y. The pieces of a band are numbered from 0 in the order of their programs,
+# and piece p goes into slab p. A "slab" is a whole matrix (M, N + R). For the W above, a digit is
+# the program that stores the piece:
 #
 #                columns of
 #                band 0    band 1    band 2    LoRA's A (N .. N + R)
@@ -480,29 +453,24 @@ def dequantize_kernel(
 #     slab 1     1         2         4         A1
 #     slab 2     -         3         -         A2
 #
-# Nobody adds the slabs up here, and nothing is set to zero first ("-" may hold anything, even NaN).
-# The kernel that reads y next asks `w_pieces` how many slabs hold a piece of a column, and adds
-# those in order. So the result has the same bits in every run, which atomic additions would not
-# give.
+# The kernel that reads y next adds the slabs up: it asks `w_pieces` how many of them hold a piece
+# of a column, and adds those in order, so the result has the same bits in every run (atomic
+# additions would not give that). Slabs are never set to zero: a "-" may hold anything, even NaN.
 #
 # LoRA's A rides along: columns N .. N + R of the slabs are x @ A.T. The first programs of the grid
-# do nothing else; A0 to A2 above each walk a part of K for (up to) 64 rows of A. Where x has more
+# do nothing else; A0 to A2 above each walk a part of K for up to 64 rows of A. Where x has more
 # than BM rows, axis 1 of the grid repeats all of that for the next BM rows:
 #
 #                  axis 0 ->
 #     rows 0 .. BM         A0  A1  A2   0   1   2   3   4
 #     rows BM .. 2 BM      A0  A1  A2   0   1   2   3   4
 #
-# A program of A walks at most a quarter of K, and at most as many tiles' width of it as a stripe
-# has tiles. The quarter is for long stripes: gate_up of a 7B has stripes of 32 tiles at M = 32 in
-# hopper_kernel, and K is 28 tiles wide, so one program would walk all of it. With short stripes
-# (qkv, o and down of a 7B at M = 1 to 64) the quarter does nothing. A program of A then reads 1.78
-# times the bytes of one of W, since 64 rows of 16 bits at the width of a tile are 16 KiB and a tile
-# of W is 9, but it has nothing to decode.
+# A program of A walks as much of K as a stripe has tiles, but at most a quarter: where a stripe is
+# longer than a band, one program would walk all of K and end last.
 
 @triton.jit
 def a_stripe(k_tiles, stripe):
-    """How many tiles' width of K a program of x @ A.T walks."""
+    """How much of K a program of x @ A.T walks, in tiles."""
     return tl.minimum(stripe, tl.cdiv(k_tiles, 4))
 
 
@@ -520,12 +488,9 @@ def w_pieces(column, k_tiles, stripe):
 
 
 def most_pieces(k_tiles: int, stripe: int) -> tuple[int, int]:
-    """The most slabs that a piece of any column of x @ W.T may lie in, and the slabs of x @ A.T.
-
-    The first is a bound: a band of k_tiles tiles meets that many stripes if it begins at the last
-    tile of one. StripePlan.slabs, which knows N, may be smaller. The kernels that read slabs take
-    the bound as a compile-time constant, and ask w_pieces how many they read.
-    """
+    """The most pieces that a column of x @ W.T can have, and the pieces of x @ A.T."""
+    # A bound for every N: kernels that read slabs take it as a compile-time constant. A band meets
+    # the most stripes if it begins at the last tile of one.
     a_tiles = min(stripe, -(-k_tiles // 4))  # as a_stripe, which is for kernels alone
     return (k_tiles + stripe - 2) // stripe + 1, -(-k_tiles // a_tiles)
 
@@ -536,25 +501,20 @@ class StripePlan(NamedTuple):
     stripe: int             # consecutive tiles that one program walks
     a_programs: int         # programs that do x @ A.T; those of W come after them
     programs: int           # all of them: axis 0 of the grid
-    slabs: int              # S: as many as some column of this W, or A, has pieces
+    slabs: int              # S: the most pieces of any column of this W, or of A
 
 
 @cache
 def plan_stripes(N: int, K: int, M: int, R: int, config: tuple, multiprocessors: int) -> StripePlan:
-    """The shortest stripe whose programs all fit on the GPU at once. config: PortableConfig, or
-    Hopper's.
+    """The plan with the shortest stripe whose programs all fit on the GPU at once: in one wave, or
+    in more if A's programs would leave W less than half of that wave (a large R on a small GPU).
 
-    A second wave of programs would double the time of the launch. But the programs of LoRA's A,
-    four or more for every 64 of its rows, come first: where they leave less than half of the places
-    to W, its stripes get so long that another wave takes less time. (qkv of rank 128 at 256 rows on
-    46 multiprocessors: A has 24 programs, 23 fit at once, and all of W would be one stripe.) With
-    so many rows of x that even one program for every BM of them is too many (2,048 rows on 8
-    multiprocessors), a stripe is all of W, and the launch takes several waves.
+    config: a PortableConfig or a HopperConfig.
     """
     k_tiles = triton.cdiv(K, TILE_SIDE)
     bands = triton.cdiv(N, TILE_SIDE)
     tiles = bands * k_tiles
-    # Each BM rows of x take a whole set of programs, axis 0 of the grid.
+    # Every BM rows of x take a whole set of programs, axis 0 of the grid.
     places = max(1, multiprocessors * config.programs_per_sm // triton.cdiv(M, config.BM))
     for waves in itertools.count(1):
         fit = waves * places
@@ -573,11 +533,10 @@ def plan_stripes(N: int, K: int, M: int, R: int, config: tuple, multiprocessors:
 
 
 class MatmulSlabs(NamedTuple):
-    """What a decode matmul leaves: partial sums, still to be added up and scaled.
+    """What a decode matmul leaves: partial sums, which fast/kernels.py adds up where it reads them.
 
-    Column n of x @ W.T is scale[n] times the sum of the first w_pieces(n, k_tiles, stripe) of
-    sums[:, :, n], and x @ A.T is the sum of the first a_pieces(k_tiles, stripe) of
-    sums[:, :, N:N + R]. fast/kernels.py adds them up where it reads them.
+        (x @ W.T)[:, n] = scale[n] * sums[:w_pieces(n, k_tiles, stripe), :, n].sum(0)
+        x @ A.T         = sums[:a_pieces(k_tiles, stripe), :, N:N + R].sum(0)
     """
     sums: torch.Tensor      # fp32 (S, M, at least N + R)
     scale: torch.Tensor     # fp32 (N,)
@@ -588,17 +547,15 @@ class MatmulSlabs(NamedTuple):
 # -----------------------------------------------------------------------------
 # 5. The kernel, in plain Triton
 #
-# A tensor core's product has a first operand of at least 16 rows, and a second one of at least 8
-# columns. W is the first operand and x.T the second, so the sums are kept transposed: 128 columns
-# of y by BM rows of x. A single row of x then wastes 7 of 8 columns; the other way round it would
-# waste 15 of 16 rows.
+# A tensor core multiplies at least 16 rows of its first operand by at least 8 columns of its
+# second. W is the first and x.T the second, so the sums are kept transposed: 128 columns of y by BM
+# rows of x. A single row of x wastes 7 of 8 columns; the other way round it would waste 15 of 16
+# rows.
 #
-# A tile's 128 rows are shared out among the warps. Triton sees that as a batch of products
-# (BATCH > 1): each warp multiplies its own rows by all of x, so no weight is decoded twice, and the
-# product is mma.sync, which all GPUs have. On Hopper from 17 rows of x on, all warps do one product
-# (BATCH = 1). Triton makes a wgmma of it, which reads x from shared memory by itself: that takes 84
-# instead of 110 us for a layer of a 7B at 64 rows on an H200. (`--kernels auto` takes
-# fast/hopper_fp4.py there anyway.)
+# The warps share a tile's 128 rows. For Triton that is a batch of products (BATCH > 1): each warp
+# multiplies its own rows by all of x, so no weight is decoded twice, and the product is mma.sync,
+# which all GPUs have. On Hopper, from 17 rows of x on, all warps do one product (BATCH = 1), which
+# Triton makes a wgmma: faster, since it reads x from shared memory by itself.
 
 class MatmulInputs(NamedTuple):
     """What portable_kernel reads."""
@@ -614,11 +571,11 @@ class MatmulInputs(NamedTuple):
 
 @triton.jit
 def load_rows(ptr, stride, row, rows, k, K, WHOLE_K: tl.constexpr):
-    """Rows `row` of a matrix (rows, K), at columns `k`; `row` and `k` may run past its ends.
-
-    A row past the end is read as the last one: that needs no mask, and its result is never stored.
-    Columns past the end must be zeros, since they are summed. WHOLE_K: there are none.
+    """Rows `row` and columns `k` of a matrix (rows, K); both may run past its ends, `k` only where
+    WHOLE_K is False.
     """
+    # A row past the end is read as the last one: that needs no mask, and its result is never
+    # stored. A column past the end is read as zeros, since it is summed.
     at = ptr + tl.minimum(row, rows - 1)[:, None] * stride + k[None, :]
     if WHOLE_K:
         return tl.load(at)
@@ -627,7 +584,7 @@ def load_rows(ptr, stride, row, rows, k, K, WHOLE_K: tl.constexpr):
 
 @triton.constexpr_function
 def sum_shape(n, BM, BATCH):
-    """Shape of the sums of n rows of W or A with BM rows of x: cut into BATCH parts, or whole."""
+    """Shape of n rows of W or A times BM rows of x, cut into BATCH products."""
     return (BATCH, n // BATCH, BM) if BATCH > 1 else (n, BM)
 
 
@@ -641,8 +598,8 @@ def add_product(acc, w, x):
         acc = tl.dot(w, xt, acc)
     else:
         acc = tl.dot(w, tl.permute(x, (1, 0)), acc)
-        # A trap: wgmma runs on its own and still reads w's registers while the next plane is
-        # decoded into them. A use of its sum, which this "mov" is, makes the compiler wait for it.
+        # A trap: wgmma runs by itself and still reads w's registers while the next plane is decoded
+        # into them. This "mov" uses its sum, so the compiler waits for it.
         acc = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [acc], dtype=tl.float32,
                                         is_pure=False, pack=1)
     return acc
@@ -675,8 +632,8 @@ def portable_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
-    # A program of x @ A.T: 64 rows of A, along a_stripe tiles' width of K. A tile of A is 64 wide,
-    # half a tile of W, so its steps are numbered in half tiles.
+    # A program of x @ A.T: 64 rows of A, along a_stripe tiles of K. A tile of A is 64 wide, half a
+    # tile of W, so it counts in half tiles.
     if pid < a_programs:
         length = a_stripe(k_tiles, stripe)
         pieces = tl.cdiv(k_tiles, length)
@@ -735,15 +692,15 @@ class PortableConfig(NamedTuple):
     batch: int              # parts that a tile's rows are cut into: one for each warp, or 1
 
 
-# Rows of x, at most -> the config that was fastest for them on an H200. The numbers of a config are
-# BM, num_stages, programs_per_sm, num_warps and batch.
+# Rows of x, at most -> the config that was fastest on an H200: BM, num_stages, programs_per_sm,
+# num_warps, batch.
 PORTABLE_CONFIGS = {  # by mma.sync
     8: PortableConfig(8, 3, 4, 4, 4),
     16: PortableConfig(16, 3, 4, 4, 4),
     32: PortableConfig(32, 3, 4, 2, 2),  # two warps read x half as often as four do
     256: PortableConfig(64, 3, 2, 4, 4),  # with two warps the registers would not suffice
 }
-CONFIGS_99_KIB = {  # the same on consumer cards: 99 KiB of shared memory hold fewer stages
+CONFIGS_99_KIB = {  # consumer cards: 99 KiB of shared memory hold fewer stages
     8: PortableConfig(8, 3, 4, 4, 4),
     16: PortableConfig(16, 3, 3, 4, 4),
     32: PortableConfig(32, 2, 4, 2, 2),
@@ -758,15 +715,12 @@ CONFIGS_WGMMA = {  # on Hopper
 
 
 def shared_memory_kib(sm: tuple[int, int]) -> int:
-    """KiB of shared memory that one program may take on a GPU of compute capability `sm`.
-
-    A multiprocessor has 1 KiB more, and keeps 1 KiB for each of its programs.
-    """
+    """KiB of shared memory that one program may take on a GPU of compute capability `sm`."""
     return {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}.get(sm, 99)
 
 
 def portable_config(M: int, sm: tuple[int, int]) -> PortableConfig:
-    """The config for M rows of x on a GPU of compute capability `sm`, which is (9, 0) for sm_90."""
+    """The config for M rows of x on a GPU of compute capability `sm`."""
     if shared_memory_kib(sm) <= 99:
         configs = CONFIGS_99_KIB
     elif sm[0] == 9:
@@ -778,14 +732,14 @@ def portable_config(M: int, sm: tuple[int, int]) -> PortableConfig:
 
 @cache
 def multiprocessors_on(device: torch.device) -> int:
-    """How many multiprocessors a GPU has. On a CPU an H200's 132, for tests that compile there."""
+    """How many multiprocessors a GPU has; on a CPU an H200's 132, for tests that compile there."""
     if device.type != "cuda":
         return 132
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _check_operands(x, weight, lora_a):
-    """What every product x @ [W; A].T asks of its operands."""
+    """AssertionError if x, W and A do not fit together."""
     K = x.shape[1]
     assert x.dtype == weight.dtype, f"the weight is for x in {weight.dtype}, got {x.dtype}"
     assert x.device == weight.device, f"x is on {x.device}, the weight on {weight.device}"
@@ -797,7 +751,7 @@ def _check_operands(x, weight, lora_a):
 def prepare_launch(
         x: torch.Tensor, weight: PackedWeight, lora_a: torch.Tensor | None,
         slabs: torch.Tensor | None, config: tuple) -> tuple[int, StripePlan, torch.Tensor]:
-    """Checks the operands of a decode matmul -> R, its StripePlan, its slabs (made if None)."""
+    """Checks the operands of a decode matmul -> R, its StripePlan, its slabs (new ones if None)."""
     _check_operands(x, weight, lora_a)
     M, K = x.shape
     R = 0
@@ -806,7 +760,7 @@ def prepare_launch(
         assert lora_a.is_contiguous(), lora_a.stride()
         R = len(lora_a)
     plan = plan_stripes(weight.N, K, M, R, config, multiprocessors_on(weight.device))
-    # Rows of whole 16 bytes, which Hopper's copy engine asks for.
+    # Whole rows of 16 bytes: Hopper's copy engine needs them.
     shape = plan.slabs, M, triton.cdiv(weight.N + R, 4) * 4
     if slabs is None:
         slabs = torch.empty(shape, device=x.device)
@@ -818,14 +772,10 @@ def portable_matmul(x: torch.Tensor, weight: PackedWeight, lora_a: torch.Tensor 
                     slabs: torch.Tensor | None = None, pdl: bool = False) -> MatmulSlabs:
     """x (M, K) @ [W; lora_a].T, as partial sums in slabs (S, M, N + R rounded up to 4).
 
-    x and lora_a (R, K) have the weight's dtype. Any M works; above MAX_DECODE_ROWS a decode step
-    takes expanded_matmul. No row's bits depend on what the other rows hold, but they do depend on
-    how many rows there are: BM and the stripe follow from M. slabs: an earlier result's `sums`, to
-    be overwritten.
-
-    pdl: a programmatic dependent launch, while the kernel before still runs (from sm_90 on). This
-    kernel waits for that one before it reads anything, so only the launch itself is hidden;
-    hopper_matmul hides more.
+    x and lora_a (R, K) have the weight's dtype, bf16. slabs: an earlier result's `sums`, to be
+    overwritten. A row's bits depend on M, from which BM and the stripe follow, but not on the other
+    rows. pdl (from sm_90 on): a programmatic dependent launch, see fast/kernels.py; nothing is read
+    before the previous kernel has ended. AssertionError if the operands do not fit.
     """
     M, K = x.shape
     config = portable_config(M, capability(weight.device))
@@ -844,19 +794,14 @@ def portable_matmul(x: torch.Tensor, weight: PackedWeight, lora_a: torch.Tensor 
 
 @cache
 def unit_scale(n: int, device: torch.device) -> torch.Tensor:
-    """n ones: the `scale` of a product whose W was expanded together with its scales.
-
-    Made once for a device: inside a CUDA graph every replay would fill them in again.
-    """
+    """n ones: the `scale` of a product whose W was expanded together with its scales."""
+    # Cached: inside a CUDA graph every replay would fill them in again.
     return torch.ones(n, device=device)
 
 
 def expanded_matmul(x: torch.Tensor, weight: Weight,
                     lora_a: torch.Tensor | None = None) -> MatmulSlabs:
-    """x (M, K) @ [W; lora_a].T like portable_matmul, but W is expanded to 16 bits first.
-
-    It takes a weight of any format and is the faster one for many rows. One slab holds all sums.
-    """
+    """portable_matmul with W expanded first: for many rows, and for any format. One slab, S = 1."""
     _check_operands(x, weight, lora_a)
     N = weight.N
     R = 0 if lora_a is None else len(lora_a)

@@ -1,22 +1,20 @@
 """
-Four-bit weight formats: real values <-> codes and scales, and the frozen weight made of them.
+Four-bit weight formats: quantize real weights to codes and scales, and decode them again.
 
-Why: 4.5 bits a weight take less than a third of the memory that 16 take. A decode step of few rows
-is bound by reading the frozen linears from memory, so it also becomes faster: a 7B decodes one
-answer 2.4 times as fast, though 256 at a time hardly faster. Their rounding error is the
-"quantization noise" that QeRL (arXiv 2510.11696) explores with. The format that the frozen linears
-are stored in is called the `base` of a model; NVFP4 is the one that this project is about.
+NVFP4 takes 4.5 bits a weight, 28 % of bf16. Decoding a few answers at a time is bound by reading
+the weights, so it gets faster as well. The rounding error is the "quantization noise" that QeRL
+(arXiv 2510.11696) explores with. The format of a model's frozen linears is its `base`.
 
-NVFP4: one weight (N out_features, K in_features) is three tensors, 4 + 8 / 16 bits a weight
+A matrix W (N out_features, K in_features) in NVFP4 is three tensors:
+
     packed        uint8  (N, K // 2)     two E2M1 codes a byte along K: even k in the LOW nibble
-    block_scale   e4m3   (N, K // 16)    one for each scale_block, 16 weights side by side in a row
-    global_scale  fp32   () or (N,)      the tensor scale (one per row where parts are fused)
-Decoding multiplies by both scales. |e2m1| is 0, .5, 1, 1.5, 2, 3, 4 or 6, and bit 3 of a code is
-the sign:
-    w[n, k] = e2m1(code[n, k]) * block_scale[n, k // 16] * global_scale
-MXFP4 has scale_blocks of 32 weights, NF4 of 64, both without a tensor scale.
+    block_scale   e4m3   (N, K // 16)    one for each scale_block, 16 neighbouring weights of a row
+    global_scale  fp32   () or (N,)      the tensor scale; (N,) if matrices were fused along N
 
-On a first reading this example is enough, with quantize() and dequantize() below.
+    W[n, k] = e2m1(code[n, k]) * block_scale[n, k // 16] * global_scale
+
+A code is a sign (bit 3) and one of the magnitudes 0, .5, 1, 1.5, 2, 3, 4, 6 (bits 0 to 2).
+MXFP4 has scale_blocks of 32 weights, NF4 of 64; neither has a tensor scale.
 
 One scale_block by hand, in a matrix whose global_scale is 2^-11. Of its 16 weights these four are
 not 0:
@@ -37,21 +35,20 @@ below picks 160 as block_scale instead, which makes the unit 0.0781:
     packed              0x56                0x0B                  the first code in the low nibble
     block_scale         0x72                                      E4M3: 2^7 * (1 + 2/8) = 160
 
-So the usual scale is often not the best: a smaller one, which clips the largest weight, or a larger
-one may fit the other 15 better. Each format tries the scales of its `offsets` and keeps the one of
-least squared error. Offset 0 is the usual scale. With it alone codes and scales are those that
-compressed-tensors (NVFP4, MXFP4) and bitsandbytes (NF4) choose. So are the bytes, except for one
-thing: bitsandbytes puts the first code of a byte in the HIGH nibble.
+So each format tries several scales around the usual one (`offsets` says which) and keeps the one
+with the least squared error. A smaller scale can win as well: it clips the largest weight, but may
+fit the other 15 better. With offset 0 alone, which is the usual scale, codes and scales equal those
+of compressed-tensors (NVFP4, MXFP4) and bitsandbytes (NF4; there the first code of a byte is in the
+HIGH nibble).
 
-Why the tensor scale is a power of two (compressed-tensors takes max|w| / 2688): a code has 2
-significant bits and a block scale 4, so code * block_scale has at most 6, and bf16 holds it exactly
-with its 8. A factor 2^n adds none. The learner rounds code * block_scale * global_scale to bf16
-before it multiplies, the sampler multiplies by global_scale afterwards. With a power of two both
-see the same weights, bit for bit; with any other number they would not. q, k, v share one tensor
-scale, and gate, up another: inference engines fuse them and keep one scale for the result.
+The tensor scale is a power of two, so that learner and sampler see the same weights bit for bit.
+A code has 2 significant bits and a block scale 4: their product has at most 6, which bf16 holds
+exactly, and a factor 2^n adds none. So it makes no difference that the learner rounds the scaled
+weight to bf16 before it multiplies, while the sampler applies global_scale after the product.
+q, k and v share a tensor scale, and so do gate and up, because inference engines fuse them.
 
-Not here: codes that make up for each other's errors (calibrate.py chooses them by GPTQ, from data;
-`importance` below only weighs the search for scales), 4-bit activations, NF4's double quantization.
+Not here: codes that make up for each other's errors (calibrate.py), 4-bit activations, NF4's double
+quantization.
 """
 import math
 from collections.abc import Callable, Iterable
@@ -68,20 +65,20 @@ WEIGHTS_AT_A_TIME = 2**22                        # encoded together: 100 MB of f
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 E2M1_SIGNED = torch.cat([E2M1, -E2M1])           # code 0..15 -> value; code 8 is -0
-# Between two magnitudes lies an edge, and the code of |x| is the number of edges below it. A tie,
-# an |x| on an edge, goes to the even code as in IEEE arithmetic:
+# Between two magnitudes lies an edge, and the code of |x| is the number of edges below it. An |x|
+# on an edge is a tie, and goes to the even code as in IEEE arithmetic:
 #     code        0      1      2      3      4      5      6      7
 #     magnitude   0     .5      1     1.5     2      3      4      6
 #     edge          .25    .75   1.25   1.75   2.5    3.5     5
 #     tie goes     down    up    down    up    down    up    down
-# A tie is not above its edge, so it goes down by itself. The edges whose ties go up are moved one
-# fp32 step towards zero, so that what was a tie lies above them.
+# A tie is not above its edge, so it goes down. To send a tie up, its edge is moved towards zero by
+# one fp32 number.
 E2M1_EDGES = (E2M1[1:] + E2M1[:-1]) / 2
 E2M1_EDGES[1::2] = torch.nextafter(E2M1_EDGES[1::2], torch.zeros(3))
 
-# Block scales that NVFP4 tries, in E4M3 codes from the usual one. A larger code is a larger number,
-# and 8 codes are a factor of 2: these are 0.7 to 1.7 times the usual scale. The usual one comes
-# first and the others by distance, because among equal errors the first wins.
+# Block scales that NVFP4 tries, in E4M3 codes from the usual one. 8 codes are a factor of 2, so
+# these are 0.7 to 1.7 times the usual scale. The nearest come first: among equal errors the first
+# wins.
 OFFSETS = sorted(range(-4, 7), key=abs)
 
 # The 16 NormalFloat levels (QLoRA, arXiv 2305.14314, appendix E): quantiles of N(0, 1) in [-1, 1].
@@ -95,13 +92,13 @@ NF4_EDGES = (NF4[1:] + NF4[:-1]) / 2
 
 def encode(w: Tensor, scale_block: int, candidates: Callable, nearest_codes: Callable,
            levels: Tensor, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The search that all formats share: for each scale_block the scale of least squared error.
+    """Quantize with the best scale for each scale_block: w (N, K) -> packed uint8 (N, K // 2),
+    scale fp32 (N, K // scale_block).
 
-    w (N, K), scale_block: how many weights share a scale -> packed uint8 (N, K // 2), scale fp32
-    (N, K // scale_block). candidates(blocks (n, K // scale_block, scale_block)) -> the scales to
-    try, fp32 (n, K // scale_block) each. nearest_codes(blocks / scale) -> codes uint8, places in
-    `levels`. importance (K,): what the squared error of an input channel weighs; None: all equal.
-    UserError if K ends inside a scale_block.
+    candidates(blocks (n, K // scale_block, scale_block)) -> the scales to try, a list of fp32
+    (n, K // scale_block). nearest_codes(blocks / scale) -> codes uint8, indices into levels (16,).
+    importance (K,): weight of each input channel's squared error; None: all equal.
+    UserError if K is not a multiple of scale_block.
     """
     K = w.shape[1]
     if K % scale_block:
@@ -133,10 +130,8 @@ def pack_pairs(codes: Tensor) -> Tensor:
 
 @cache
 def byte_table(levels: Tensor, device: torch.device) -> Tensor:
-    """What the two codes of each byte decode to, (256, 2).
-
-    It is made once for a device: the copy from the CPU may not happen inside a CUDA graph.
-    """
+    """What the two codes of each byte decode to, (256, 2) fp32."""
+    # Cached, because a CUDA graph may not copy it from the CPU.
     byte = torch.arange(256)
     return torch.stack([levels[byte & 15], levels[byte >> 4]], dim=1).to(device)
 
@@ -144,10 +139,8 @@ def byte_table(levels: Tensor, device: torch.device) -> Tensor:
 @twin_in_kernels
 def dequantize_codes(packed: Tensor, scale: Tensor, levels: Tensor, dtype: torch.dtype,
                      out: Tensor | None = None) -> Tensor:
-    """Decode: levels[code] * scale in fp32, rounded once to `dtype`.
-
-    packed uint8 (N, K // 2), scale fp32 (N, K // scale_block), levels (16,) -> (N, K), or into
-    `out`, whose rows may have any stride.
+    """Decode packed uint8 (N, K // 2) with scale fp32 (N, K // scale_block) and levels (16,):
+    levels[code] * scale in fp32, rounded once -> (N, K) in `dtype`, or in `out` (any row stride).
     """
     N, blocks_per_row = scale.shape
     K = 2 * packed.shape[1]
@@ -162,12 +155,13 @@ def dequantize_codes(packed: Tensor, scale: Tensor, levels: Tensor, dtype: torch
 
 
 def edges_below(x: Tensor, edges: Tensor) -> Tensor:
-    """How many edges lie below each x, uint8: on a CPU in half of torch.bucketize's time."""
+    """How many edges lie below each x, uint8."""
+    # On a CPU this takes half of torch.bucketize's time.
     return sum((x > edge).to(torch.uint8) for edge in edges.tolist())
 
 
 def e2m1_codes(x: Tensor) -> Tensor:
-    """The nearest E2M1 codes, uint8, of x in units of the scale; beyond 6 they saturate."""
+    """The nearest E2M1 codes, uint8, of x in units of the scale; |x| above 6 saturates."""
     return edges_below(x.abs(), E2M1_EDGES) | (x < 0).to(torch.uint8) << 3
 
 
@@ -177,16 +171,16 @@ def e2m1_codes(x: Tensor) -> Tensor:
 def global_scale_for(*weights: Tensor) -> Tensor:
     """The tensor scale, fp32 (), that weights share: global_scale_for(q, k, v).
 
-    It is the smallest power of two with which no block scale has to exceed E4M3's largest number,
-    448. All zeros give 1. UserError if a weight is not finite.
+    The smallest power of two for which no block scale exceeds 448, E4M3's largest number; 1 if all
+    weights are 0. UserError if a weight is not finite.
     """
     extremes = [extreme for w in weights for extreme in torch.aminmax(w)]
     amax = torch.stack(extremes).abs().max().item()
     if not math.isfinite(amax):
         raise UserError(f"a weight matrix holds {amax}: no tensor scale fits")
-    # amax / 2688 = mantissa * 2^exponent with a mantissa in [.5, 1): 2^exponent is the next power
-    # of two above it, unless it is one itself (mantissa .5). 2^-126 is fp32's smallest normal
-    # number; a GPU's kernels may flush smaller ones to 0.
+    # amax / 2688 = mantissa * 2^exponent, mantissa in [.5, 1). 2^exponent is the next power of two
+    # above it, unless it is one itself (mantissa .5). Below 2^-126, fp32's smallest normal number,
+    # a GPU may flush to 0.
     mantissa, exponent = math.frexp(amax / (6 * 448))
     exponent = max(exponent - (mantissa == 0.5), -126)
     return torch.tensor(2.0**exponent, device=weights[0].device)
@@ -196,9 +190,10 @@ def quantize(w: Tensor, global_scale: Tensor | None = None, importance: Tensor |
              offsets: Iterable[int] = OFFSETS) -> tuple[Tensor, Tensor, Tensor]:
     """To NVFP4: (N, K) -> packed uint8 (N, K // 2), block_scale e4m3 (N, K // 16), global_scale ().
 
-    importance: see encode(). offsets: the E4M3 codes to try, counted from that of the usual scale,
-    the block's largest |w| / 6 (rounded to the dtype of w, as compressed-tensors does).
-    UserError if K is no multiple of 16 or, without a global_scale, a weight is not finite.
+    The usual block scale is the block's largest |w| / 6, rounded to the dtype of w as
+    compressed-tensors does; offsets: which E4M3 codes to try, counted from its code.
+    importance: see encode(). global_scale: by default global_scale_for(w).
+    UserError if K is not a multiple of 16 or, without a global_scale, a weight is not finite.
     """
     if global_scale is None:
         global_scale = global_scale_for(w)
@@ -213,20 +208,19 @@ def quantize(w: Tensor, global_scale: Tensor | None = None, importance: Tensor |
 
 
 def e4m3_codes(scale: Tensor, inverse: Tensor) -> Tensor:
-    """The E4M3 codes, int16, nearest to wanted scales; inverse = 1 / global_scale.
+    """The E4M3 codes, int16, nearest to scale * inverse, where inverse = 1 / global_scale.
 
-    A larger code is a larger number, so code + 1 is the next scale up. No scale is 0: where the
-    nearest number would be, the code is that of 0.125.
+    code + 1 is the next larger number. 0 becomes 0.125: no block scale is 0.
     """
     scale = (scale.float() * inverse).clamp(max=448)              # not every cast saturates
     code = scale.to(torch.float8_e4m3fn).view(torch.uint8).short()
-    # These are blocks of zeros, and those with a largest |w| of less than about 2^-18 of the
-    # matrix's. Their codes are all 0 at any scale that is tried from here: 0.125 will do.
+    # Code 0 comes from blocks of zeros, or whose largest |w| is below about 2^-18 of the matrix's.
+    # All their weights get code 0 whatever the scale, so any scale will do.
     return code.masked_fill(code == 0, 32)
 
 
 def e4m3_value(code: Tensor) -> Tensor:
-    """The numbers, fp32, of E4M3 codes, which are clamped to the positive ones: no 0, no NaN."""
+    """The numbers, fp32, that E4M3 codes stand for, clamped to [1, 126]: above 0 and not NaN."""
     return code.clamp(1, 126).byte().view(torch.float8_e4m3fn).float()
 
 
@@ -244,9 +238,9 @@ def quantize_mxfp4(w: Tensor, offsets: Iterable[int] = (0, -1, 1)) -> tuple[Tens
     """To MXFP4: (N, K) -> packed uint8 (N, K // 2), block_scale uint8 (N, K // 32), where byte b
     stands for 2^(b - 127).
 
-    offsets: the bytes to try, counted from the usual one. That puts the block's largest |w| into
-    [3.5, 7) units, as in compressed-tensors; above 6 it saturates. (The OCP text puts it into
-    [4, 8), which clips up to a quarter of that weight.)
+    The usual scale puts the block's largest |w| into [3.5, 7) units, as compressed-tensors does;
+    the OCP specification has [4, 8). Both saturate above 6. offsets: which bytes to try, counted
+    from the usual one. UserError if K is not a multiple of 32.
     """
     def candidates(blocks):
         mantissa, exponent = torch.frexp(blocks.abs().amax(-1).float())         # in [.5, 1)
@@ -268,7 +262,8 @@ def dequantize_mxfp4(packed: Tensor, block_scale: Tensor, dtype: torch.dtype = t
 def quantize_nf4(w: Tensor, offsets: Iterable[int] = range(0, -11, -1)) -> tuple[Tensor, Tensor]:
     """To NF4: (N, K) -> packed uint8 (N, K // 2), absmax fp32 (N, K // 64), the scale.
 
-    offsets: the scales to try, in steps of 2 % from the usual one, the block's largest |w|.
+    The usual scale is the block's largest |w|. offsets: which scales to try, in steps of 2 % from
+    it. UserError if K is not a multiple of 64.
     """
     def candidates(blocks):
         absmax = blocks.abs().amax(-1).float().clamp(min=2.0**-126)     # zeros get the level 0
@@ -312,11 +307,10 @@ FORMATS = {                                      # the choices of --base
 # A frozen weight
 
 class Weight:
-    """A frozen weight W (N, K) in one of the formats. On a GPU, marlin_fp4.PackedWeight takes the
-    place of an NVFP4 one.
+    """A frozen weight W (N, K) in one of the formats; NVFP4 on a GPU is a marlin_fp4.PackedWeight.
 
-    tensors: what the format's quantize() made; dequantize: the format's. dtype: of the inputs of
-    matmuls, which W is decoded to. nbytes: what the tensors take.
+    tensors: what the format's quantize() made; dequantize: the format's function. dtype: of W once
+    it is decoded, and of the x that it multiplies. nbytes: size of the tensors.
     """
 
     def __init__(self, tensors: tuple[Tensor, ...], dequantize: Callable, shape: tuple[int, int],
@@ -330,7 +324,7 @@ class Weight:
         self.dense = None                        # W decoded, kept on a CPU
 
     def dequantize(self, out: Tensor | None = None) -> Tensor:
-        """W (N, K) in dtype, not to be written to; or in `out`, whose rows may have any stride."""
+        """W (N, K) in self.dtype, which must not be written to; or in `out` (any row stride)."""
         if self.device.type != "cpu":
             return self._dequantize(*self.tensors, dtype=self.dtype, out=out)
         if self.dense is None:                   # a CPU takes longer to decode W than to multiply
@@ -338,20 +332,19 @@ class Weight:
         return self.dense if out is None else out.copy_(self.dense)
 
     def expands(self, rows: int) -> bool:
-        """Whether a decode step of `rows` rows decodes all of W to dtype before it multiplies.
+        """Whether a decode step of `rows` rows expands W: decodes all of it before it multiplies.
 
-        A Weight in codes always does; a PackedWeight only beyond the rows that its kernel is for.
+        A Weight in codes always does, a PackedWeight only above marlin_fp4.MAX_DECODE_ROWS rows.
         """
         return self.tensors[0].dtype != self.dtype
 
 
 def freeze(weights: list[Tensor], base: str, dtype: torch.dtype) -> Weight:
-    """Quantize the parts (N_p, K) of a fused linear to `base`: one Weight, its rows theirs.
-
-    NVFP4 is made of the checkpoint's numbers as they are, because its usual scale is rounded to
-    their dtype (see quantize). The others are made of W in `dtype`, in which a bf16 checkpoint
-    loses nothing.
+    """Quantize the matrices (N_i, K) of a fused linear, such as [q, k, v], to one Weight (sum of
+    N_i, K) of format `base`.
     """
+    # NVFP4 takes the checkpoint's numbers as they are: its usual scale depends on their dtype (see
+    # quantize).
     if base == "nvfp4":
         scale = global_scale_for(*weights)
         return fuse([quantize(w, scale) for w in weights], dtype)
@@ -360,10 +353,10 @@ def freeze(weights: list[Tensor], base: str, dtype: torch.dtype) -> Weight:
 
 
 def fuse(parts: list[tuple[Tensor, Tensor, Tensor]], dtype: torch.dtype) -> Weight:
-    """Make one NVFP4 Weight of the tensors of its parts, each as quantize() returns them.
+    """Concatenate NVFP4 matrices along N to one Weight; on a GPU to a marlin_fp4.PackedWeight.
 
-    The tensor scale becomes one number a row: parts that another program quantized need not share
-    theirs. On a GPU -> marlin_fp4.PackedWeight.
+    parts: of each matrix the three tensors that quantize() returns. The tensor scale becomes (N,),
+    since matrices that another program quantized may have different ones.
     """
     packed = torch.cat([part[0] for part in parts])
     block_scale = torch.cat([part[1] for part in parts])

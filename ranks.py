@@ -1,24 +1,23 @@
 """
 How several processes train one adapter.
 
-Started by hand, a program is one process. Started by torchrun, WORLD processes run the same script
-at the same time, each with the whole model and a GPU of its own. RANK is the number of this one:
+torchrun starts WORLD processes of the same script, each with the whole model and a GPU of its own.
+RANK is the number of this one; without torchrun it is 0 of 1.
 
-    problems = share(problems)         each rank takes its part of the list
+    problems = share(problems)         each rank takes its share of the list
     rows = gather(rows)                each rank gets everybody's rows, in the order of the ranks
     all_sum(gradient)                  each rank gets the sum of all gradients, with the same bits
 
-With one process these three are the identity, so the code that calls them does not ask. Rank 0
-alone prints and writes files.
+With one process these three change nothing. Rank 0 alone prints and writes files.
 
-Why there are two ways of talking. Lists travel over gloo, which uses sockets; gradients on GPUs
-travel over NCCL, which uses kernels. They differ in what happens when a rank dies:
+Lists travel over gloo, which uses sockets, and gradients on GPUs over NCCL, which uses kernels.
+They differ in what happens when a rank dies:
 
     gloo     the dead rank's socket closes, and the others' calls fail at once
     NCCL     a kernel that waits for the dead rank spins until a timeout, and nothing can stop it
 
-So a gather() comes right before every all_sum(). If a rank died since the last meeting, the gather
-fails and raises Stopped, the others save their work, and nobody enters the all_sum alone.
+So a gather() comes right before every all_sum(): if a rank has died, the gather raises Stopped, the
+others save their work, and nobody enters the all_sum.
 
 Not here: model parallelism, elastic restarts.
 """
@@ -35,11 +34,11 @@ from tqdm import tqdm
 
 from files import GO_ON, Stopped, UserError, first_line
 
-# This process among all, how many there are, and this one among those of its machine.
+# This process's number, how many there are, and its number among those of its machine.
 RANK, WORLD, LOCAL_RANK = (int(os.environ.get(name, default)) for name, default in
                            (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
-# It must exceed the longest wait in a run: one rank may sample long answers for half an hour after
-# another is done with its short ones.
+# Must exceed the longest wait in a run: one rank may sample long answers for half an hour after
+# another has finished its short ones.
 TIMEOUT = timedelta(minutes=30)
 
 
@@ -50,7 +49,7 @@ def say(text: str) -> None:
 
 
 def join_ranks(device: torch.device) -> None:
-    """Meets the other ranks; afterwards all of them can talk. UserError if they cannot meet."""
+    """Connects the ranks. UserError if they cannot meet."""
     def meet():
         if device.type == "cuda":
             torch.cuda.set_device(device)        # each thread has a current device of its own
@@ -66,9 +65,9 @@ def join_ranks(device: torch.device) -> None:
 
 
 def interruptible(operation: Callable, *arguments: object) -> None:
-    """Calls a function that may wait in C++ for other ranks, where Python can handle no signal. So
-    another thread waits there, and the main thread handles signals meanwhile.
-    """
+    """Calls a function that may wait in C++ for other ranks; signals are handled meanwhile."""
+    # Python handles signals in the main thread, and not while that is in C++. So another thread
+    # makes the call.
     done = threading.Event()
     failures = []
 
@@ -79,7 +78,7 @@ def interruptible(operation: Callable, *arguments: object) -> None:
             failures.append(error)
         done.set()
 
-    # A daemon: if the main thread ends, nobody waits for this one.
+    # A daemon: when the main thread ends, nobody waits for it.
     threading.Thread(target=call, daemon=True).start()
     done.wait()
     if failures:
@@ -87,34 +86,34 @@ def interruptible(operation: Callable, *arguments: object) -> None:
 
 
 def share(items: list) -> list:
-    """This rank's consecutive part of a list that all ranks have. Parts differ by one at most."""
+    """This rank's consecutive share of a list that all ranks have; shares differ by one at most."""
     return items[len(items) * RANK // WORLD:len(items) * (RANK + 1) // WORLD]
 
 
 def gather(items: list) -> list:
-    """The items of all ranks as one list, in the order of the ranks; share() undone.
+    """The items of all ranks as one list, in the order of the ranks: undoes share().
 
-    Tensors in them must be on the CPU. Stopped if a rank is gone. gather([]) makes ranks wait for
+    Tensors in them must be on the CPU. Stopped if a rank is lost. gather([]) makes ranks wait for
     each other.
     """
-    parts = [items]
+    lists = [items]
     if WORLD > 1:
-        parts = [None] * WORLD
+        lists = [None] * WORLD
         with a_lost_rank_ends_the_run():
-            interruptible(dist.all_gather_object, parts, items)
-    return [item for part in parts for item in part]
+            interruptible(dist.all_gather_object, lists, items)
+    return [item for items in lists for item in items]
 
 
 def all_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Sums a tensor over the ranks, in place. Every rank gets the same bits.
+    """Sums a tensor over the ranks, in place, with the same bits on every rank.
 
-    Call it right after a gather(): see the top of this file.
+    Call it right after a gather() (see the top of this file). Stopped if a rank is lost.
     """
     if WORLD > 1:
         with a_lost_rank_ends_the_run():
             work = dist.all_reduce(tensor, async_op=True)
-            # work.wait() at once would wait in C++. After this loop it does not wait any more: it
-            # makes this thread's CUDA stream see the sum.
+            # work.wait() would wait in C++. After this loop it only makes this thread's CUDA stream
+            # see the sum.
             while not work.is_completed():
                 time.sleep(1e-4)
             work.wait()

@@ -1,6 +1,6 @@
 r"""
-Rewards from text: finds the answer in a completion, asks answers.py whether it equals the gold
-answer (the right one, as the data set has it), and scores the format.
+Rewards from text: finds the answer in a completion, asks tasks/answers.py whether it equals the
+gold answer (the data set's), and scores the format.
 
     extract(r"so \boxed{\frac12}")    ->  Extraction(answer=r"\frac12", rule="box")
     grade(r"\boxed{\frac12}", "0.5")  ->  Grade(correct=1, format=1, rule="box", answer=r"\frac12")
@@ -13,11 +13,10 @@ The answer is taken from the first of these that the text has:
     marker       what follows the last "answer is", "answer:" or "####" in its sentence
     last_number  the last formula or number, if the caller allows it
 
-Only the first turn counts, and in it what comes after the last </think>. A number that the text
-hedges is no answer: "5 or 6", "not 5", "more than 5", "between 5 and 6" and "5 million" are not 5.
+Only the first turn counts, and of it what follows the last </think>. A hedged number is not an
+answer: "5 or 6", "not 5", "more than 5", "between 5 and 6" and "5 million" are not 5.
 
-The work is linear in the length of the text, so there is no time limit. (In other projects a
-limit that struck outside the main thread gave a reward of 0 without a word.) No model judges.
+The time is linear in the length of the text, so no time limit is needed. No model judges.
 """
 import math
 import re
@@ -32,15 +31,15 @@ MAX_TAIL = 20_000      # characters searched for tags, markers and numbers; boxe
 # Completion -> answer
 
 class Extraction(NamedTuple):
-    """An answer and the rule that found it, so that a run can report how its model answers."""
+    """An answer, and the rule that found it."""
     answer: str | None
     rule: str          # box, tag, marker, last_number, none or truncated (an unclosed <think>)
 
 
 def extract(text: str, last_number: bool = False) -> Extraction:
-    """Finds the answer of a completion; the rules are at the top of this file. Never raises.
+    """Finds the answer of a completion by the rules at the top of this file. Never raises.
 
-    Training has `last_number` off: a model could learn to leave out the box that was asked for.
+    last_number: off in training, where a model could learn to leave out the box.
     """
     turns = filter(str.strip, END_OF_TURN.split(text))
     text = next(turns, "").rpartition("</think>")[2]
@@ -56,8 +55,8 @@ def extract(text: str, last_number: bool = False) -> Extraction:
     marked = last_marker(tail)
     if marked:
         return Extraction(marked, "marker")
-    # A box that is empty or never closes is a failed answer, and often that of the copied prompt:
-    # "Put your answer in \boxed{}." Then no number of the text may count.
+    # A box that is empty or never closes is a failed answer, often copied from the prompt: "Put
+    # your answer in \boxed{}." Then no number of the text counts.
     if last_number and not re.search(BOX, text) and "<answer>" not in tail:
         value = value_in(tail.strip())
         if value:
@@ -69,17 +68,18 @@ def extract(text: str, last_number: bool = False) -> Extraction:
 # Completion, gold -> reward
 
 class Grade(NamedTuple):
-    """The reward of one completion in parts: learning the format is not learning mathematics."""
+    """The verdict on one completion."""
     correct: int           # 1 if the extracted answer equals the gold and is not copied
     format: int            # 1 if the answer came in the form that the prompt asked for
     rule: str              # how the answer was found, see Extraction
-    answer: str | None     # as it was found in the completion
+    answer: str | None     # as it stands in the completion
 
 
 def grade(completion: str, gold: str, question: str = "", style: str = "boxed",
           last_number: bool = False) -> Grade:
-    """Scores one completion. An answer that only copies a formula of the `question` is not correct.
-    `style` is the form that the prompt asked for: "boxed" or "tags".
+    """Scores one completion. An answer that only copies a formula of the question is wrong.
+
+    style: the form that the prompt asked for, "boxed" or "tags".
     """
     assert style in ("boxed", "tags"), f"{style!r} is neither 'boxed' nor 'tags'"
     answer, rule = extract(completion, last_number)
@@ -90,10 +90,10 @@ def grade(completion: str, gold: str, question: str = "", style: str = "boxed",
 
 
 def is_copied(answer: str, question: str, gold: str) -> bool:
-    r"""Does the answer stand in the question as a formula with an operator, and is it not the gold?
+    r"""Whether the answer is a formula with an operator that stands in the question, and is not the
+    gold: \boxed{\binom{18}{12}} equals 18564, but nothing has been computed.
 
-    \boxed{\binom{18}{12}} equals 18564, but nothing has been computed. Spelling and the order of
-    terms do not count. A policy can still write X + 0 for a formula X; only algebra could see it.
+    Spelling and the order of terms do not count. A policy can still write X + 0 for a formula X.
     """
     formulas = [sorted(symbols(side)) for side in sides(answer) if OPERATOR.search(side)]
     if not formulas or any(sorted(symbols(side)) in formulas for side in sides(gold)):
@@ -104,19 +104,19 @@ def is_copied(answer: str, question: str, gold: str) -> bool:
 
 
 def sides(answer: str) -> list[str]:
-    """A clean answer, and its value alone: the 5 of x = 2 + 3 = 5."""
+    """A clean answer, and its last side alone: the 5 of x = 2 + 3 = 5."""
     answer = clean(answer)
     return [answer, answer.partition("≈")[0].rpartition("=")[2]]
 
 
 def symbols(s: str) -> list[str]:
-    r"""Without brackets, + and *, so that x+\frac12 and 1/2 + x have the same."""
+    r"""Symbols without brackets, + and *: x+\frac12 and 1/2 + x have the same ones."""
     return SYMBOL.findall(s.replace(r"\frac", "/"))
 
 
 def format_tags(text: str) -> int:
-    """1 if a text has the paper's form, else 0: <think>...</think> <answer>...</answer>, each tag
-    once, and nothing around them.
+    """1 if a text has the paper's form, <think>...</think> <answer>...</answer>, with each tag once
+    and nothing around them; else 0.
     """
     text = END_OF_TURN.split(text.strip(), maxsplit=1)[0].strip()
     if any(text.count(tag) != 1 for tag in ("<think>", "</think>", "<answer>", "</answer>")):
@@ -127,17 +127,13 @@ def format_tags(text: str) -> int:
 def grade_rows(tokenizer: "prompts.Tokenizer", problems: list,  # noqa: F821
                rows: "list[sampler.Row]", style: str = "boxed",  # noqa: F821
                plug_in: Callable | None = None) -> list[dict]:
-    """One dict for each row: the problem, the prompt as the model saw it, the
-    completion, the answer that was found in it, the verdict, and the reward `task`.
+    """One dict for each row: the problem, the prompt as the model saw it, the completion, the
+    answer found in it, the verdict, and the reward `task`.
 
-    If the prompt ends with an opening <think>, the text is graded as if it began with it. So an
-    answer that never closes its thoughts is not graded by what stands in them.
-
-    Rows come in groups, one for each of `problems` and all of one size. Without a plug-in the
-    reward is 1 for a correct answer, else 0. A plug-in is a function of the user's; the reward is
-    then the sum of the `parts` that it returns. The part called `shaping` is not in the sum:
-    train.score counts it apart. If it is NaN, so is `task`. A
-    part called `correct` is also the verdict, in place of this file's: 1 is right, all else wrong.
+    Rows come in groups of one size, one for each of `problems`. Without a plug-in, `task` is 1 for
+    a correct answer, else 0. With one (a tasks.plugin.Reward) `task` is the sum of the parts
+    that it returns, except for `shaping`, which train.score counts apart. If any part is NaN, so is
+    `task`. A part called `correct` replaces the verdict: 1 is right, all else wrong.
     """
     group_size = len(rows) // max(len(problems), 1)  # a rank may have no problem
     texts = [tokenizer.decode(row.completion) for row in rows]
@@ -145,6 +141,7 @@ def grade_rows(tokenizer: "prompts.Tokenizer", problems: list,  # noqa: F821
     graded = []
     for i, (row, text) in enumerate(zip(rows, texts)):
         problem = problems[i // group_size]
+        # opened: the <think> that ends the prompt. An answer that never closes it is "truncated".
         verdict = grade(tokenizer.opened + text, problem.answer, problem.question,
                         "tags" if style == "tags" else "boxed")
         found = {

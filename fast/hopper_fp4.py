@@ -1,32 +1,31 @@
 """
-The decode matmul of marlin_fp4.py again, for Hopper alone (sm_90): 1.03 to 1.27 times as fast
-(a layer of a 7B or 32B, 1 to 64 rows, H200).
+The decode matmul of marlin_fp4.py again, faster, for Hopper alone (sm_90).
 
 Read marlin_fp4.py first: layout, decoding, schedule and slabs are the same, and so is the result up
 to the order of fp32 sums. What Hopper adds:
 
 - A copy engine (TMA). One instruction copies a whole tile from memory to shared memory, and a
-  barrier completes when its bytes have arrived. One warp of a program does nothing but ask for
+  barrier completes when its bytes have arrived. One warp of a program does nothing but request
   tiles.
-- wgmma. Tensor cores that run on their own while four warps go on. They take W from registers,
-  where it has just been decoded, and x from shared memory.
-- Dependent launch. A kernel begins while the one before it still runs, and asks for the first
-  weights before the x that it will multiply exists.
+- wgmma. A product that the tensor cores compute while the four warps that began it continue. It
+  takes W from registers, where it has just been decoded, and x from shared memory.
+- Dependent launch. A kernel begins while the one before it still runs, and requests its first
+  weights before the x that they multiply exists.
 
-Plain Triton leaves it to the compiler which warp does what. Gluon, Triton's lower level, lets the
-program say it; hence a file of its own, which nothing imports on another GPU.
+Plain Triton lets the compiler choose which warp does what; Gluon, Triton's lower level, lets the
+program say it.
 
-A program has two kinds of warps, which hand the slots of a ring in shared memory back and forth:
+A program has two kinds of warps, which pass the slots of a ring in shared memory back and forth:
 
       one producer warp                                   four consumer warps
     +--> wait until slot is empty                 +--> wait until slot is full
     |    ask the copy engine for a tile of W,     |    read the codes, decode them in registers
     |    its scales, and 128 columns of x         |    multiply (wgmma), wait for the tensor cores
-    |    (the slot's `full` completes by itself)  |    say that the slot is empty
+    |    (the slot's `full` completes by itself)  |    mark the slot empty
     +--- next step, next slot                     +--- next step, next slot
 
-Two to four programs share a multiprocessor and drift apart, so one decodes while another
-multiplies.
+A step is one round of this loop: one tile of W, or half a tile's width of LoRA's A. Two to four
+programs share a multiprocessor and drift apart, so one decodes while another multiplies.
 
 Shapes: M rows of x, N out_features, K in_features, R rows of LoRA's A, S slabs, BM rows of x that
 one program multiplies.
@@ -63,7 +62,7 @@ from marlin_fp4 import (
 
 A_SIDE = tl.constexpr(A_TILE)
 # Rows of x up to which a finished piece leaves through shared memory, by the copy engine. With more
-# rows there is no space for it beside the ring, and it is stored from registers.
+# rows it does not fit beside the ring, and is stored from registers.
 MAX_COPIED_ROWS = tl.constexpr(64)
 
 # Layouts in shared memory, swizzled so that no two lanes of a load meet in one bank: rows of x and
@@ -72,10 +71,10 @@ ROWS_256B = tl.constexpr(gl.NVMMASharedLayout(128, 16))
 ROWS_64B = tl.constexpr(gl.NVMMASharedLayout(64, 16))
 FLAT = tl.constexpr(gl.NVMMASharedLayout(0, 32))
 SUMS = tl.constexpr(gl.NVMMASharedLayout(128, 32, rank=3))
-# A layout in registers: (128, 2, 16) scales, which is (row, half of a plane, column within the
-# half), each in the very lane and register order of the weights that it multiplies (wgmma
-# prescribes those). Then spread_scales moves nothing between lanes. Each list says how far along
-# these three axes an element moves for one bit of the register number, the lane, the warp.
+# A layout in registers for (128, 2, 16) scales: row, scale_block of a plane, column within it. Each
+# scale is in the lane and register of the weights that it multiplies (wgmma prescribes those), so
+# spread_scales moves nothing between lanes. The lists are the bits of register number, lane and
+# warp: for each bit, how far along these three axes it moves.
 SCALED = tl.constexpr(gl.DistributedLinearLayout(
     [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 1, 0], [64, 0, 0]],
     [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
@@ -86,7 +85,7 @@ SCALED = tl.constexpr(gl.DistributedLinearLayout(
 # What travels together in the kernel
 
 class TensorMaps(NamedTuple):
-    """What the copy engine knows of each matrix: its shape, and the box that one copy takes."""
+    """Tensor maps: each matrix's shape, and the box of it that one copy takes."""
     x: tl.tensor            # bf16 (M, K)                            box (BM, 128)
     codes: tl.tensor        # int16 (N/128 * K/128 * 128, 32)        box (128, 32)
     scales: tl.tensor       # int32 (N/128 * K/128, 256)             box (1, 256)
@@ -95,7 +94,7 @@ class TensorMaps(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """STAGES slots in shared memory. A slot holds what one step multiplies."""
+    """STAGES slots in shared memory, each with what one step multiplies."""
     x: tl.tensor            # (STAGES, BM, 128)
     codes: tl.tensor        # (STAGES, 128, 32); a step of x @ A.T has (64, 64) of A in these bytes
     scales: tl.tensor       # (STAGES, 1, 256)
@@ -104,13 +103,13 @@ class Ring(NamedTuple):
 
 
 class Stripe(NamedTuple):
-    """What one program walks: tiles `first` to `end` - 1 of the weight stream, or of A."""
+    """What one program walks: tiles `first` to `end` - 1 of the weight stream, or of A's bands."""
     is_a: tl.tensor
     pid: tl.tensor          # the program's number among those of W
     m0: tl.tensor           # its first row of x
     first: tl.tensor
     end: tl.tensor
-    halves: tl.tensor       # steps to a tile: 1, of A 2
+    halves: tl.tensor       # steps to a tile: 1; for A, whose tiles are half as wide, 2
     k_tiles: tl.tensor      # of the StripePlan
     length: tl.tensor       # `stripe` of the StripePlan
 
@@ -120,9 +119,9 @@ class Stripe(NamedTuple):
 
 @gluon.jit
 def _fetch_weights(maps: TensorMaps, ring: Ring, stripe: Stripe, slot, step):
-    """Ask for a step's weights, to go to `slot`: a tile of W, or (64, 64) of A.
+    """Request a step's weights for `slot`: a tile of W, or (64, 64) of A.
 
-    The barrier is told to expect x's bytes too; it completes when all of them are there.
+    The barrier expects x's bytes as well, so it completes only after _fetch_x.
     """
     HAS_A: gl.constexpr = maps.a is not None
     X_BYTES: gl.constexpr = ring.x.shape[1] * 256
@@ -142,7 +141,7 @@ def _fetch_weights(maps: TensorMaps, ring: Ring, stripe: Stripe, slot, step):
 
 @gluon.jit
 def _fetch_x(maps: TensorMaps, ring: Ring, stripe: Stripe, slot, step):
-    """Ask for the 128 columns of x that a step multiplies."""
+    """Request the 128 columns of x that a step multiplies."""
     k = (stripe.first + step // stripe.halves) % stripe.k_tiles * 128
     bar = ring.full.index(slot)
     tma.async_copy_global_to_shared(maps.x, [stripe.m0, k], bar, ring.x.index(slot))
@@ -150,17 +149,13 @@ def _fetch_x(maps: TensorMaps, ring: Ring, stripe: Stripe, slot, step):
 
 @gluon.jit
 def _produce(maps: TensorMaps, ring: Ring, stripe: Stripe, steps, AHEAD: gl.constexpr):
-    """The producer warp: keeps the ring full from step AHEAD on, also across two bands.
-
-    A barrier counts its rounds modulo 2, and wait(bar, p) returns once a round of parity p is over:
-
-        round of a slot, step // STAGES      0  1  2  3
-        the consumers wait for full with     0  1  0  1
-        the producer waits for empty with    1  0  1  0    the first passes at once
-
-    What the producer needs is the end of the round before, hence the other parity. A new barrier
-    counts as "round -1 is over".
-    """
+    """The producer warp: keeps the ring full from step AHEAD on, across bands as well."""
+    # A barrier counts its rounds modulo 2, and wait(bar, p) returns once a round of parity p is
+    # over. The producer waits for the end of the round before, hence the other parity; a new
+    # barrier counts as "round -1 is over":
+    #     round of a slot, step // STAGES      0  1  2  3
+    #     the consumers wait for full with     0  1  0  1
+    #     the producer waits for empty with    1  0  1  0    the first passes at once
     STAGES: gl.constexpr = ring.x.shape[0]
     for step in range(AHEAD, steps):
         slot = step % STAGES
@@ -180,19 +175,17 @@ def _times(plane, scale, W: gl.constexpr):
 
 @gluon.jit
 def _begin_product(acc, w, xs, k: gl.constexpr):
-    """Begin acc + w @ xs[:, k:k + columns of w].T. The tensor cores go on by themselves."""
+    """Begin acc + w @ xs[:, k:k + columns of w].T; the tensor cores continue by themselves."""
     xs = xs.slice(k, w.shape[1], 1).permute((1, 0))
     return warpgroup_mma(w, xs, acc, is_async=True)
 
 
 @gluon.jit
 def _multiply_tile(acc, words, word, xs, W: gl.constexpr):
-    """acc + the product of a tile; its last planes are still being multiplied.
-
-    The trap: a plane keeps 16 registers until the tensor cores have read it. With 32 or 64 rows of
-    x registers suffice for all four planes at once, and two planes make one product, which saves 5
-    % of the instructions. Else the waits see to it that at most two products are under way.
-    """
+    """acc + the product of a tile, whose last planes are still being multiplied on return."""
+    # A plane occupies 16 registers until the tensor cores have read it. With 32 or 64 rows of x
+    # they suffice for all four planes at once, and two planes make one product, which takes fewer
+    # instructions. Otherwise the waits keep at most two products under way.
     s0, s1, s2, s3 = decode_scales(word, xs.dtype)
     w0, w1 = decode_planes(words, 0, xs.dtype)
     w2, w3 = decode_planes(words, 2, xs.dtype)
@@ -211,7 +204,7 @@ def _multiply_tile(acc, words, word, xs, W: gl.constexpr):
 
 @gluon.jit
 def _store_from_registers(acc, slabs_ptr, maps: TensorMaps, piece, row, rows, column, m0):
-    """acc (C, BM) -> slabs[piece, m0:, column + row:], as much of it as lies below `rows` and M."""
+    """acc (C, BM) -> slabs[piece, m0:, column + row:], without what is past `rows` or M."""
     M = maps.x.shape[0]
     stride = maps.slabs.strides[1].to(gl.int32)
     n = row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
@@ -225,7 +218,7 @@ def _store_from_registers(acc, slabs_ptr, maps: TensorMaps, piece, row, rows, co
 def _consume(maps: TensorMaps, ring: Ring, stripe: Stripe, out, slabs_ptr, N):
     """The consumer warps: multiply the stripe's tiles, store a piece wherever a band ends.
 
-    `out` is the place in shared memory that a piece leaves from.
+    out: shared memory for a piece on its way out.
     """
     HAS_A: gl.constexpr = maps.a is not None
     STAGES: gl.constexpr = ring.x.shape[0]
@@ -243,9 +236,9 @@ def _consume(maps: TensorMaps, ring: Ring, stripe: Stripe, out, slabs_ptr, N):
                 xs = ring.x.index(slot).slice(half * A_SIDE, A_SIDE, 1).permute((1, 0))
                 acc = warpgroup_mma(a.index(slot), xs, acc, is_async=True)
                 acc = warpgroup_mma_wait(0, deps=[acc])
-                # One thread gives the slot back, for all four warps. That they have all read it
-                # rests on a barrier that Triton puts before the arrive, here and below; a test
-                # finds it in the compiled kernel.
+                # A trap: one thread gives the slot back for all four warps. They have all read it
+                # only because Triton puts a barrier before this, here and below; a test looks for
+                # that barrier in the compiled kernel.
                 mbarrier.arrive(ring.empty.index(slot), count=1)
         piece = stripe.first % k_tiles // a_stripe(k_tiles, stripe.length)
         row = stripe.first // k_tiles * A_SIDE
@@ -264,7 +257,7 @@ def _consume(maps: TensorMaps, ring: Ring, stripe: Stripe, out, slabs_ptr, N):
                 words = ring.codes.index(slot).load(W)
                 acc = _multiply_tile(acc, words, word, ring.x.index(slot), W)
                 # All products must have read their planes before the next tile is decoded into the
-                # same registers, and x before the slot is given back (by one thread, see above).
+                # same registers, and x before the slot is given back.
                 acc = warpgroup_mma_wait(0, deps=[acc])
                 mbarrier.arrive(ring.empty.index(slot), count=1)
                 i += 1
@@ -333,8 +326,8 @@ def hopper_kernel(
     stripe = Stripe(is_a, pid - a_programs, m0, first, end, halves, k_tiles, stripe_length)
     steps = (end - first) * halves
 
-    # The weights of the first AHEAD steps are asked for before the kernel that makes x is done. Not
-    # more: they would stand in front of x in the queue to memory.
+    # The weights of the first AHEAD steps are requested before the kernel that makes x is done. Not
+    # more: they would be ahead of x in the queue to memory.
     for step in gl.static_range(AHEAD):
         if step < steps:
             _fetch_weights(maps, ring, stripe, step, step)
@@ -357,17 +350,16 @@ class HopperConfig(NamedTuple):
     BM: int                 # rows of x that one program multiplies
     num_stages: int         # slots of the ring
     programs_per_sm: int    # programs that fit on a multiprocessor at once
-    ahead: int              # steps whose weights are asked for before x is there
+    ahead: int              # steps whose weights are requested before x is there
 
     @property
     def out_rows(self) -> int:
-        """Rows of a piece in shared memory on its way out; 8, unused, if stored from registers."""
+        """Rows of `out` in shared memory; 8, unused, if pieces are stored from registers."""
         return self.BM if self.BM <= MAX_COPIED_ROWS.value else 8
 
     @property
     def maxnreg(self) -> int:
-        """Registers of a thread at launch. The producer's warp group (four warps, of which
-        one works) then keeps 24 of them."""
+        """Registers of a thread at launch; the producer's warp group then keeps 24 of them."""
         return 65536 // (256 * self.programs_per_sm) // 8 * 8
 
 
@@ -379,9 +371,8 @@ HOPPER_CONFIGS = {
     64: HopperConfig(64, 3, 2, 1),
     256: HopperConfig(128, 2, 2, 1),
 }
-# (rows of x at most, N, K) -> HopperConfig of a linear of Qwen2.5 that another one suits better: on
-# an H200 by 1 us a layer or more, both in a whole decode step and in a chain of linears, in two
-# runs.
+# (rows of x at most, N, K) -> a HopperConfig that is faster for this linear of Qwen2.5, by 1 us a
+# layer or more on an H200.
 TUNED_CONFIGS = {
     (8, 17920, 1536): HopperConfig(8, 6, 3, 2),
     (16, 1536, 8960): HopperConfig(16, 4, 3, 1),
@@ -410,11 +401,11 @@ def hopper_config(N: int, K: int, M: int) -> HopperConfig:
 
 def hopper_matmul(x: torch.Tensor, weight: PackedWeight, lora_a: torch.Tensor | None = None,
                   slabs: torch.Tensor | None = None, pdl: bool = False) -> MatmulSlabs:
-    """The fast twin of marlin_fp4.portable_matmul, which says what goes in and comes out.
+    """The fast twin of marlin_fp4.portable_matmul: same arguments, same result. AssertionError on
+    another GPU.
 
-    pdl (programmatic dependent launch): start while the kernel before still runs, ask for weights
-    and A, which no kernel of the chain may write, and wait for its end before x is read. The next
-    kernel may do the same; the top of kernels.py has the rule.
+    pdl: request the first weights and A, which no kernel of the chain may write, while the kernel
+    before still runs, and wait for its end before x is read. fast/kernels.py has the rule.
     """
     M, K = x.shape
     N = weight.N
@@ -422,7 +413,7 @@ def hopper_matmul(x: torch.Tensor, weight: PackedWeight, lora_a: torch.Tensor | 
     assert capability(device)[0] == 9, f"needs a Hopper GPU, the weight is on {device}"
     config = hopper_config(N, K, M)
     R, plan, slabs = prepare_launch(x, weight, lora_a, slabs, config)
-    # Tensor maps are made at each launch: decode steps are CUDA graphs, so that is once.
+    # Made at each launch, which is once: decode steps are CUDA graphs.
     codes_map = TensorDescriptor.from_tensor(
         weight.codes.view(-1, TILE_SIDE // 4), [TILE_SIDE, TILE_SIDE // 4], ROWS_64B.value)
     scales_map = TensorDescriptor.from_tensor(

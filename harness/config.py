@@ -1,27 +1,25 @@
 """
-The settings of a run: what each is called, what it defaults to, and where that default comes from.
+The settings of a run: names, defaults, allowed values, and where each default comes from.
 
 Every field of the dataclasses below is a flag of train.py: `Rollout.group_size` is `--group-size`.
-The field holds the flag's default, its help text and the values that it may have, so this file is
-the one place to look up or to change a setting. A setting is added by adding a field.
+To add a setting, add a field.
 
     settings, before = read_settings()           # from sys.argv; before: the run that is resumed
     settings.rollout.group_size                  # 8
 
-Settings are made once and never change. A file of settings is JSON, flag name -> value. A recipe is
-one (recipes/paper.json), and so is the run.json that a run writes. A setting has the value of the
-last source that has one:
+Settings never change once they are made. A file of settings is JSON, flag name -> value: a recipe
+(recipes/paper.json), or the run.json that a run writes. The last of these that has a value wins:
 
     the field's default
     TINY_DEFAULTS                   if the model that results is the bundled one
     --config FILE, or --resume      a recipe or another run's run.json; the run.json in --out
     the command line
 
-What is not allowed is refused from every source alike, by the name of the flag and the value. Two
-things never come from a file: the settings of the machine and the folder (`place`), and a function
-to run, module:function, unless the command line names it too.
+A value that is not allowed is refused, whatever its source. Two things never come from a file:
+settings of the machine and the folder (`place`), and a function to run, module:function, unless the
+command line names it too.
 
-The help texts say where a value comes from: "study" is study/README.md, "Table 4" and sections are
+The help texts say where a value comes from: "study" is study/README.md, tables and sections are
 those of the paper (QeRL, arXiv 2510.11696), and "release" is the authors' code (NVlabs/QeRL).
 """
 import argparse
@@ -48,9 +46,8 @@ TINY_MODEL = Path(__file__).parent.parent / "tiny"
 def setting(default, text: str, allowed: str = "", choices=None, place: bool = False):
     """One setting, as a dataclass field.
 
-    allowed: an interval as in mathematics, "(0, 1]"; choices: the values that are allowed. place:
-    the setting belongs to the machine or the folder in which a run takes place and not to the run
-    itself, so run.json does not hold it and no file gives it.
+    allowed: an interval as in mathematics, "(0, 1]"; choices: the allowed values. place: the
+    setting belongs to the machine or the folder of a run, so no file holds it.
     """
     about = {"help": text, "allowed": allowed, "choices": choices, "place": place}
     return dataclasses.field(default=default, metadata=about)
@@ -65,7 +62,7 @@ MAX_ROWS = "[1, 32768]"                          # kernels count row * width in 
 @dataclass(frozen=True)
 class General:
     """what most runs set"""
-    steps: int = setting(200, "training steps, a batch of rollouts each; may grow with --resume",
+    steps: int = setting(200, "training steps, a batch of rollouts each; --resume may raise it",
                          AT_LEAST_1)
     seed: int = setting(0, "random seed of the adapter, the order of problems, sampling and noise",
                         "[0, 2e18]")
@@ -76,18 +73,17 @@ class General:
 class Model:
     """model and adapter"""
     model: str = setting(str(TINY_MODEL), "folder, Hugging Face id, or a name such as qwen2.5-7b; "
-                         "tiny: the bundled model, which has defaults of its own, unless a folder "
-                         "here has that name (default: tiny)")
+                         "tiny: the bundled model, with defaults of its own (default: tiny)")
     base: str = setting("nvfp4", "format of the frozen linears", choices=nvfp4.FORMATS)
     calibrate: int | None = setting(
-        None, "choose the NVFP4 codes by the model's own answers to this many training problems; "
-        "takes about a minute and writes the new weights to OUT/base; 0: off (default: 128 where "
-        "a 16-bit model becomes NVFP4 on a GPU, else 0)", "[0, 1e5]")
+        None, "choose the NVFP4 codes by GPTQ on the model's own answers to this many training "
+        "problems, and write the weights to OUT/base; 0: off (default: 128 where a 16-bit model "
+        "becomes NVFP4 on a GPU, else 0)", "[0, 1e5]")
     lora_rank: int = setting(32, "rank of every LoRA adapter (paper 4.1)", AT_LEAST_1)
     lora_alpha: float = setting(32, "the adapter is scaled by alpha / rank (release: alpha = rank)",
                                 "(0, 1e9]")
-    adapter: str | None = setting(None, "PEFT folder to start from; the run takes over its rank "
-                                  "and alpha")
+    adapter: str | None = setting(None, "PEFT folder to start from; its rank and alpha become the "
+                                  "run's")
 
 
 @dataclass(frozen=True)
@@ -97,11 +93,11 @@ class Data:
                         "Hugging Face id")
     eval_data: str | None = setting(None, "held-out problems (default: the test split of --data, "
                                     "or the end of a file)")
-    eval_problems: int = setting(256, "how many held-out problems; 0: all of them", "[0, 2e9]")
+    eval_problems: int = setting(256, "number of held-out problems; 0: all", "[0, 2e9]")
     prompt_style: str = setting("boxed", f"{', '.join(STYLES)}, or module:function; "
-                                "boxed is Qwen's request for maths, tags is the paper's format")
+                                "boxed: Qwen's prompt for maths; tags: the paper's format")
     thinking: str = setting("off", "whether a model that can do both, such as Qwen3, thinks before "
-                            "it answers; a thinking answer needs more --max-new-tokens",
+                            "it answers; on needs more --max-new-tokens",
                             choices=("on", "off"))
     max_prompt_tokens: int = setting(512, "longer prompts are left out (release: 256)", AT_LEAST_1)
     reward: str | None = setting(None, "module:function that scores answers in place of the "
@@ -111,23 +107,23 @@ class Data:
 @dataclass(frozen=True)
 class Rollout:
     """rollouts"""
-    prompts_per_step: int = setting(64, "problems in a training step (study; Table 4: a batch "
-                                    "of 128 answers)", AT_LEAST_1)
+    prompts_per_step: int = setting(64, "problems in a step (study; Table 4: a batch of 128 "
+                                    "answers)", AT_LEAST_1)
     group_size: int = setting(8, "answers to each problem (study; Table 4: 8, on BigMath 16)",
                               "[2, 1e6]")
     max_new_tokens: int = setting(512, "longest answer in tokens; harder problems than GSM8K's "
                                   "need more (Table 4: 4096, on BigMath 8192)", AT_LEAST_1)
     temperature: float = setting(1.0, "softmax temperature of sampling and of every log-prob "
                                  "(Table 4)", "(0, 1000]")
-    max_rows: int = setting(256, "most answers that are decoded at a time", MAX_ROWS)
+    max_rows: int = setting(256, "most answers decoded at a time", MAX_ROWS)
 
 
 @dataclass(frozen=True)
 class Noise:
     """adaptive quantization noise (AQN)"""
-    sigma_start: float = setting(0.0, "the noise's standard deviation (sigma) in the first noisy "
+    sigma_start: float = setting(0.0, "standard deviation (sigma) of the noise in the first noisy "
                                  "stage; 0: no noise (study; Table 4: 1e-2)", "[0, 10]")
-    sigma_end: float = setting(5e-4, "the sigma to which the schedule decays (Table 4)", "[0, 10]")
+    sigma_end: float = setting(5e-4, "sigma that the schedule decays towards (Table 4)", "[0, 10]")
     noise_stages: int = setting(10, "K of Algorithm 1; the first stage has no noise (Table 4)",
                                 AT_LEAST_1)
     noise_schedule: str = setting("exponential", "how sigma decays (Fig. 9)", choices=aqn.SCHEDULES)
@@ -137,28 +133,27 @@ class Noise:
 class Objective:
     """what is optimised"""
     loss: str = setting(
-        "dapo", "which policy loss; dapo: the mean over all tokens of an update (paper, Table 2); "
-        "grpo: the mean over answers of their means over tokens (paper, Table 1); dr_grpo: divided "
-        "by a constant; gspo: as grpo, with one ratio for a whole answer, clipped at 1 - 3e-4 and "
-        "1 + 4e-4", choices=grpo.LOSSES)
-    clip_low: float | None = setting(None, "the ratio is clipped at 1 - this (default: the loss's "
-                                     "own)", "(0, 1]")
-    clip_high: float | None = setting(None, "the ratio is clipped at 1 + this (default: the loss's "
-                                      "own)", "(0, 1e9]")
+        "dapo", "dapo: mean over all tokens of an update (paper, Table 2); grpo: mean over answers "
+        "of their token means (paper, Table 1); dr_grpo: sum divided by a constant; gspo: as grpo, "
+        "with one ratio per answer, clipped at 1 - 3e-4 and 1 + 4e-4", choices=grpo.LOSSES)
+    clip_low: float | None = setting(None, "clip the ratio at 1 - this (default: the loss's own)",
+                                     "(0, 1]")
+    clip_high: float | None = setting(None, "clip the ratio at 1 + this (default: the loss's own)",
+                                      "(0, 1e9]")
     correction: str | None = setting(
-        None, "how the loss corrects for the difference between rollout and learner, from noise and "
-        "rounding; truncate: importance weights of at most 2; ppo: clips policy / rollout (paper; "
-        "do not combine with strong noise: study); off: not at all (release) (default: the loss's "
-        "own, truncate)",
+        None, "how the loss corrects for the noise and the rounding of the rollout; truncate: "
+        "importance weights of at most 2; ppo: clip policy / rollout (paper; not with strong "
+        "noise: study); off: no correction (release) (default: the loss's own, truncate)",
         choices=grpo.CORRECTIONS)
-    advantage_scale: str = setting("none", "group: centred rewards are divided by the standard "
-                                   "deviation of their group (paper); none: they are not (Dr. "
-                                   "GRPO)", choices=grpo.SCALES)
-    kl_beta: float | None = setting(None, "weight of the KL term towards the model without its "
-                                    "adapter (default: the loss's own, 0)", "[0, 1e9]")
-    overlong: str = setting("keep", "answers cut off at --max-new-tokens; keep: graded like any "
-                            "other, so nearly always as wrong; mask: left out of the loss (release; "
-                            "answers may then grow)", choices=("mask", "keep"))
+    advantage_scale: str = setting("none", "group: divide advantages by the standard deviation of "
+                                   "their group's rewards (paper); none: do not (Dr. GRPO)",
+                                   choices=grpo.SCALES)
+    kl_beta: float | None = setting(None, "weight of the KL term, which keeps the policy near the "
+                                    "model without its adapter (default: the loss's own, 0)",
+                                    "[0, 1e9]")
+    overlong: str = setting("keep", "answers cut off at --max-new-tokens; keep: grade them like "
+                            "any other, nearly always as wrong; mask: leave them out of the loss "
+                            "(release; answers may then grow)", choices=("mask", "keep"))
 
 
 @dataclass(frozen=True)
@@ -167,17 +162,17 @@ class Optim:
     lr: float = setting(1e-4, "peak learning rate; for --base bf16 try 2e-4 (study; Table 4: "
                         "1e-5, for bf16 LoRA 5e-6)", "(0, 10]")
     lr_schedule: str = setting(
-        "constant", "after the warm-up: constant with a linear end over the last quarter, or half "
-        "a cosine down to 0 (release)",
+        "constant", "after the warm-up; constant: --lr, then linear to 0 over the last quarter; "
+        "cosine: half a cosine down to 0 (release)",
         choices=("cosine", "constant"))
-    warmup: float = setting(0.1, "share of the run in which the rate rises (release)", "[0, 1]")
+    warmup: float = setting(0.1, "share of the run over which the rate rises (release)", "[0, 1]")
     epochs: int = setting(1, "passes over each batch of rollouts (Table 4: 4 updates)",
                           AT_LEAST_1)
-    updates_per_rollout: int = setting(1, "disjoint parts of a batch, each with an optimizer step "
-                                       "of its own", AT_LEAST_1)
-    max_grad_norm: float = setting(0.2, "bound of the global gradient norm (release)", "(0, 1e9]")
-    weight_decay: float = setting(0.0, "weight decay of the adapter's A and B, decoupled from the "
-                                  "gradient (release: 0.1)", "[0, 1e9]")
+    updates_per_rollout: int = setting(1, "minibatches of a batch, with an optimizer step each",
+                                       AT_LEAST_1)
+    max_grad_norm: float = setting(0.2, "clip the gradient to this norm (release)", "(0, 1e9]")
+    weight_decay: float = setting(0.0, "AdamW's weight decay of the adapter (release: 0.1)",
+                                  "[0, 1e9]")
 
 
 @dataclass(frozen=True)
@@ -185,7 +180,7 @@ class Memory:
     """device and memory"""
     device: str | None = setting(None, "cpu, cuda or cuda:N (default: a GPU if there is one)",
                                  place=True)
-    memory_gib: float | None = setting(None, "GiB of the GPU's memory that the process may take "
+    memory_gib: float | None = setting(None, "GiB of GPU memory that the process may take "
                                        "(default: what is free)", "(0, 1e9]", place=True)
     micro_batch_tokens: int | None = setting(None, "tokens in one forward and backward (default: "
                                              "as the memory allows)", AT_LEAST_1)
@@ -196,10 +191,10 @@ class Watching:
     """watching and keeping"""
     eval_every: int = setting(20, "steps between evaluations on the held-out problems", AT_LEAST_1)
     save_every: int = setting(20, "steps between checkpoints", AT_LEAST_1)
-    keep: int | None = setting(None, "keep the adapter of every so many steps, and the best one, "
-                               "in OUT/adapters", AT_LEAST_1, place=True)
+    keep: int | None = setting(None, "keep the adapter of every KEEPth step, and the best one, in "
+                               "OUT/adapters", AT_LEAST_1, place=True)
     report_to: str | None = setting(
-        None, "also send each step's metrics to this tracker; needs its Python package",
+        None, "also send the metrics to this tracker; needs its Python package",
         choices=("trackio", "wandb"), place=True)
 
 
@@ -223,14 +218,14 @@ class Settings:
 
     @classmethod
     def of(cls, values: dict) -> "Settings":
-        """From names and values as flat() gives them; a name that is missing has its default."""
+        """Undoes flat(); a missing name has its default."""
         def made(section):
             names = [field.name for field in dataclasses.fields(section)]
             return section(**{name: values[name] for name in names if name in values})
         return cls(*(made(field.type) for field in dataclasses.fields(cls)))
 
     def replace(self, **values) -> "Settings":
-        """The same settings except for these."""
+        """A copy with these values."""
         return Settings.of(self.flat() | values)
 
 
@@ -239,10 +234,9 @@ FIELDS = {field.name: field for section in dataclasses.fields(Settings)
 assert len(FIELDS) == len(Settings().flat()), "two sections have a setting of the same name"
 
 
-# The bundled tiny model, which is that of a run without --model, learns arithmetic, with sizes that
-# suit two CPU cores. The noise, the divided advantages and the cosine are the paper's or its
-# authors': a newcomer's first run and tools/walkthrough.py then go through every part of the
-# method.
+# The bundled model, which a run without --model takes, learns arithmetic, with sizes for two CPU
+# cores. Noise, divided advantages and the cosine are the paper's or its authors', so that a
+# newcomer's first run and tools/walkthrough.py meet every part of the method.
 TINY_DEFAULTS = dict(data="arithmetic", steps=48, prompts_per_step=16, max_prompt_tokens=64,
                      max_new_tokens=48, lr=5e-4, overlong="mask", calibrate=0, sigma_start=1e-2,
                      advantage_scale="group", lr_schedule="cosine")
@@ -252,10 +246,10 @@ TINY_DEFAULTS = dict(data="arithmetic", steps=48, prompts_per_step=16, max_promp
 # From the command line and from files
 
 class Help(argparse.HelpFormatter):
-    """Adds each flag's default to its help, unless the text tells one itself."""
+    """Adds each flag's default to its help, unless the text has one."""
 
     def _get_help_string(self, action):
-        # By identity: 0 is a default to tell, and equals False.
+        # By identity: 0 is a default, and equals False.
         no_default = any(action.default is nothing for nothing in (None, False, argparse.SUPPRESS))
         told = no_default or not action.option_strings or "(default:" in action.help
         return action.help + ("" if told else " (default: %(default)s)")
@@ -266,13 +260,13 @@ class LongHelp(Help, argparse.RawDescriptionHelpFormatter):
 
 
 def type_of(field: dataclasses.Field) -> type:
-    """int of a field of type int, and of one of type int | None."""
+    """int for a field of type int, and for one of type int | None."""
     kinds = typing.get_args(field.type) if isinstance(field.type, types.UnionType) else [field.type]
     return kinds[0]
 
 
 def new_parser() -> argparse.ArgumentParser:
-    """-> the parser of train.py: --config, --resume and a flag for every field of Settings."""
+    """The parser of train.py: --config, --resume and a flag for every field of Settings."""
     tiny = ", ".join(f"{option(name)} {value}" for name, value in TINY_DEFAULTS.items())
     parser = argparse.ArgumentParser(
         description="GRPO/DAPO of a Qwen2.5 or Qwen3 model: frozen 4-bit weights, LoRA, AQN.",
@@ -288,7 +282,7 @@ def new_parser() -> argparse.ArgumentParser:
 
 
 def add_section(parser: argparse.ArgumentParser, section: type) -> None:
-    """A flag for every field of a dataclass of settings, under its docstring as a title."""
+    """Adds a flag for every field of a dataclass of settings, under its docstring as a title."""
     group = parser.add_argument_group(section.__doc__)
     for field in dataclasses.fields(section):
         choices = field.metadata["choices"]
@@ -300,7 +294,7 @@ def add_section(parser: argparse.ArgumentParser, section: type) -> None:
 
 
 def section_of(section: type, args: argparse.Namespace):
-    """What the flags of add_section() gave, as one object of that dataclass."""
+    """The values of add_section()'s flags, as an object of that dataclass."""
     return section(**{field.name: getattr(args, field.name)
                       for field in dataclasses.fields(section)})
 
@@ -312,16 +306,16 @@ NO_SETTINGS = {"about", "resumed", "ended", "problems_sha256", "weights_sha256",
                "calibrate_by_default"}
 # The settings that may name a function of the user's.
 NAME_FUNCTIONS = "prompt_style", "reward"
-# What may have another path when a run is resumed: problems_sha256 and weights_sha256 say whether
-# the content is the same.
+# Paths that may differ when a run is resumed: problems_sha256 and weights_sha256 compare the
+# contents.
 MAY_MOVE = "model", "data", "eval_data"
 
 
 def read_settings(argv: list | None = None) -> tuple[Settings, dict | None]:
-    """-> the settings of a run and, if it is resumed, all that its run.json holds, else None.
+    """-> the settings of a run and, if it is resumed, the content of its run.json, else None.
 
-    --calibrate may still be None, because it depends on model and device. setup.prepare() decides
-    it, and run.json holds what it decided.
+    --calibrate may still be None: its default depends on model and device, and setup.prepare()
+    decides it. UserError for a setting that is not allowed.
     """
     given = given_flags(new_parser(), ["config", "resume", *FIELDS], argv)
     path, resume = given.pop("config", None), given.pop("resume", False)
@@ -339,7 +333,7 @@ def read_settings(argv: list | None = None) -> tuple[Settings, dict | None]:
     require_repeated(held, given.keys(), path)
     if resume:
         check_resumed(given, held, path)
-    elif file.get("calibrate_by_default"):       # that run decided it for its model and device
+    elif file.get("calibrate_by_default"):       # decided for that run's model and device
         held.pop("calibrate", None)
 
     values = Settings().flat()
@@ -362,16 +356,15 @@ def read_settings(argv: list | None = None) -> tuple[Settings, dict | None]:
 
 def given_flags(parser: argparse.ArgumentParser, names: list[str], argv: list | None = None
                 ) -> dict:
-    """Name and value of each of these flags that stands on the command line, without defaults."""
+    """Name and value of each of these flags that is on the command line, without defaults."""
     absent = object()
     values = vars(parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(names, absent))))
     return {name: values[name] for name in names if values[name] is not absent}
 
 
 def is_bundled(model: str | None) -> bool:
-    """Whether --model means the bundled model with its defaults: it does if it is absent, and as
-    "tiny" unless the working directory has another folder of that name. A path, also that of the
-    bundled model, is a folder like any other.
+    """Whether --model means the bundled model with its defaults: if it is absent, or "tiny" and the
+    working directory has no other folder of that name. A path is a folder like any other.
     """
     if model != "tiny":
         return model is None
@@ -379,8 +372,8 @@ def is_bundled(model: str | None) -> bool:
 
 
 def settings_in(file: dict, path: str | Path | None) -> dict:
-    """The settings that a file holds, of which this is the content. UserError names a key that is
-    no setting of a run, and a value that its flag could not give. (Ranges are checked later.)
+    """The settings in a file's content. UserError names a key that is not a setting, or a value
+    that its flag could not give; ranges are checked later.
     """
     for name, value in file.items():
         if name in NO_SETTINGS:
@@ -397,7 +390,7 @@ def settings_in(file: dict, path: str | Path | None) -> dict:
 
 
 def can_hold(field: dataclasses.Field, value) -> bool:
-    """Whether a setting can have this value from a JSON file. Ranges are not checked here."""
+    """Whether a setting can have this value from a JSON file, ranges aside."""
     if value is None:
         return field.default is None
     kind = type_of(field)
@@ -408,9 +401,9 @@ def can_hold(field: dataclasses.Field, value) -> bool:
 
 def require_repeated(held: dict, given: Collection[str], path: str | Path | None) -> None:
     """UserError if a file names a function and the command line does not: a run folder or a recipe
-    may come from somebody else, and must not choose what code runs here.
+    from somebody else must not choose what code runs here.
 
-    held: the file's settings. given: the names of the flags on the command line.
+    held: the file's settings. given: names of the flags on the command line.
     """
     for name in NAME_FUNCTIONS:
         if ":" in (held.get(name) or "") and name not in given:
@@ -419,8 +412,7 @@ def require_repeated(held: dict, given: Collection[str], path: str | Path | None
 
 
 def shape_of(adapter: str, given: dict) -> dict:
-    """Rank and alpha of --adapter, which become the run's. UserError for a flag that gives others.
-    """
+    """Rank and alpha of --adapter, which become the run's. UserError if a flag gives others."""
     found = read_peft_config(adapter)
     shape = {"lora_rank": found.lora_rank, "lora_alpha": found.lora_alpha}
     for name, value in shape.items():
@@ -436,20 +428,20 @@ def option(name: str) -> str:
 
 
 def without_places(values: dict) -> dict:
-    """Without what belongs to the machine or folder of a run."""
+    """Without the settings of the machine and the folder."""
     return {name: value for name, value in values.items() if not FIELDS[name].metadata["place"]}
 
 
 def with_absolute_paths(values: dict) -> dict:
-    """The inputs of a run by their absolute paths, so that it can go on from another folder."""
+    """With absolute paths of a run's inputs, so that it can be resumed from another folder."""
     folders = [name for name in ("model", "adapter") if Path(values.get(name) or "?").is_dir()]
     files = [name for name in ("data", "eval_data") if (values.get(name) or "?").endswith(SUFFIXES)]
     return values | {name: str(Path(values[name]).absolute()) for name in folders + files}
 
 
 def settings_of_run(folder: str | Path) -> Settings:
-    """The settings of a run; `model` is the one that its adapter belongs to, which is OUT/base if
-    the run calibrated its own weights.
+    """The settings of a run; `model` is the one that its adapter belongs to: OUT/base if the run
+    calibrated. UserError if its run.json does not hold them.
     """
     path = Path(folder) / "run.json"
     held = settings_in(read_json(path), path)
@@ -461,7 +453,7 @@ def settings_of_run(folder: str | Path) -> Settings:
 
 
 def run_folder(values: dict) -> Path:
-    """--out, or runs/MODEL-BASE-DATA-SEED. values: of all settings, by their names."""
+    """--out, or runs/MODEL-BASE-DATA-SEED. values: all settings by name."""
     parts = [Path(values["model"]).name, values["base"], Path(values["data"]).stem,
              str(values["seed"])]
     return Path(values["out"] or "runs/" + re.sub(r"[^\w.-]+", "-", "-".join(parts)))
@@ -471,14 +463,14 @@ def run_folder(values: dict) -> Path:
 # Which values are allowed
 
 def lies_in(value: float, interval: str) -> bool:
-    """interval: as in mathematics, "(0, 1]". A NaN is in none."""
+    """Whether a value is in an interval, written as in mathematics: "(0, 1]". NaN is in none."""
     low, high = map(float, interval[1:-1].split(","))
     return low < value < high or (value == low and interval[0] == "[") \
         or (value == high and interval[-1] == "]")
 
 
 def check_ranges(section) -> None:
-    """UserError names the first setting of a dataclass that lies outside of its interval."""
+    """UserError names the first setting of a section that is outside of its interval."""
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
         allowed = field.metadata["allowed"]
@@ -487,7 +479,7 @@ def check_ranges(section) -> None:
 
 
 def check_settings(settings: Settings) -> None:
-    """UserError names the first setting that is not allowed, alone or beside another one."""
+    """UserError names the first setting that is not allowed, alone or together with another."""
     for section in dataclasses.fields(settings):
         check_ranges(getattr(settings, section.name))
     model, rollout, noise, optim = (settings.model, settings.rollout, settings.noise,

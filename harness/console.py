@@ -1,22 +1,22 @@
 """
-What a run tells the person who started it, and where else its numbers go.
+What a run prints, and where else its numbers go.
 
     console = Console(settings)
-    console.greet(problems, held_out, device)    # the first line: what is learnt, from what, where
+    console.greet(problems, held_out, device)    # the first line: what is learned, from what, where
     phases = Phases()
-    with phases("weights"): ...                  # a part of what comes before the first step
+    with phases("weights"): ...                  # a part of the preparation
     phases.tell()                                # how long each took
     with console:
         console.start_at(step)                   # a bar on a terminal, else a line a step
         console.tell(metrics, updates)           # after every step, before its evaluation
-    console.farewell(folder)                     # what came of it, and what can be done with it
+    console.farewell(folder)                     # the result, and what to do with it
 
     watch = Watch(settings)
     watch.see(metrics, updates)                  # after every step: it warns, or ends the run
     tracker = Tracker(name, folder, flags)       # --report-to
     tracker.log(metrics)
 
-Not here: a reward that rises while the answers get worse. Only reading the answers shows that:
+Not here: a reward that rises while the answers get worse. Only reading them shows that:
 `python -m tools.report`.
 """
 import importlib
@@ -43,20 +43,20 @@ PATIENCE = 20                                    # steps in a row that make a wa
 class Watch:
     """Ends a run whose updates are all skipped, and warns of one that finds nothing to learn.
 
-    Going on cannot help where every update of PATIENCE steps was not finite: the adapter does not
-    change any more. Everything else may get better by itself, so it is only said. A resumed run is
-    watched from the beginning.
+    It counts from 0 in a resumed run.
     """
+    # A run without a finite update in PATIENCE steps cannot recover: its adapter no longer changes.
+    # Anything else may get better by itself, so it is only a warning.
 
     def __init__(self, settings: Settings):
         self.settings = settings
-        self.skipped = 0                         # steps in a row without an update that was made
+        self.skipped = 0                         # steps in a row whose updates were all skipped
         self.idle = 0                            # steps in a row without a group that teaches
 
     def see(self, metrics: dict, updates: list) -> None:
         """Stopped after PATIENCE steps whose updates were all skipped.
 
-        metrics: the step's part of metrics.jsonl; updates: what Learner.update() returned in it.
+        metrics: the step's line of metrics.jsonl; updates: what Learner.update() returned in it.
         """
         self.skipped = self.skipped + 1 if all(update.failure for update in updates) else 0
         self.idle = self.idle + 1 if metrics["groups"] == 0 else 0
@@ -73,13 +73,13 @@ class Watch:
 
 
 # -----------------------------------------------------------------------------
-# What a run says
+# What a run prints
 
 STEPS_BAR = "{n_fmt}/{total_fmt} |{bar}| {remaining} left, {rate_fmt}{postfix}"
 
 
 class Phases:
-    """Measures how long each part of the preparation before a run's first step takes."""
+    """Measures how long each part of the preparation takes."""
 
     def __init__(self):
         self.began = time.perf_counter()
@@ -92,12 +92,12 @@ class Phases:
         self.told.append(f"{name} {time.perf_counter() - began:.1f} s")
 
     def tell(self) -> None:
-        """One line of all phases."""
+        """Prints one line with all phases."""
         say(f"ready after {time.perf_counter() - self.began:.1f} s: {', '.join(self.told)}")
 
 
 class Console:
-    """What a run tells the person who started it. Rank 0 alone speaks."""
+    """What a run prints, from rank 0 alone."""
 
     def __init__(self, settings: Settings):
         self.settings = settings
@@ -105,7 +105,7 @@ class Console:
         self.bar = None                          # from start_at() on
 
     def greet(self, problems: list, held_out: list, device: torch.device) -> None:
-        """The first line of a run: what is learnt, from what, where."""
+        """The first line of a run: what is learned, from what, where."""
         model, rollout = self.settings.model, self.settings.rollout
         on = f"{WORLD} x {device.type}" if WORLD > 1 else device.type
         no_gpu = "" if torch.cuda.is_available() else " (torch sees no GPU)"
@@ -116,11 +116,11 @@ class Console:
             f"{self.settings.general.out}")
 
     def start_at(self, step: int) -> None:
-        """Training begins or goes on at this step: with a bar, if there is a terminal."""
+        """Training begins or continues at this step; on a terminal it gets a bar."""
         self.bar = tqdm(total=self.steps, initial=step, unit="step", dynamic_ncols=True,
                         smoothing=0, bar_format=STEPS_BAR,
                         disable=RANK > 0 or not sys.stderr.isatty())
-        if torch.cuda.is_initialized():          # farewell() tells what training alone takes
+        if torch.cuda.is_initialized():          # farewell() prints the memory of training alone
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
@@ -132,10 +132,10 @@ class Console:
             self.bar.close()
 
     def tell(self, metrics: dict, updates: list) -> None:
-        """One step: on the bar, or as a line where there is no terminal.
+        """Prints a step: on the bar, or as a line where there is no terminal.
 
-        metrics: the step's part of metrics.jsonl, without what an evaluation after the step adds;
-        updates: what Learner.update() returned.
+        metrics: the step's line of metrics.jsonl, before an evaluation adds to it; updates: what
+        Learner.update() returned.
         """
         step, seconds = metrics["step"] + 1, metrics["seconds"]
         for update in updates:
@@ -143,7 +143,7 @@ class Console:
                 say(f"step {step}: {update.failure}: this update was skipped")
         # Without a --reward it is the accuracy.
         reward = f"reward {metrics['reward']:.3g}, " if self.settings.data.reward else ""
-        # These can fill 80 columns. A number that is added after them shows on wider terminals.
+        # These may fill 80 columns: a number after them shows on wider terminals only.
         self.bar.set_postfix_str(f"{reward}right {metrics['accuracy']:.0%}, "
                                  f"{metrics['length']:.0f} tokens", refresh=False)
         self.bar.update()
@@ -155,7 +155,7 @@ class Console:
                 f"{f', {duration(left)} to go' if left else ''}")
 
     def farewell(self, folder: Path) -> None:
-        """Where the run is, what it changed, how long it took, what can be done with it."""
+        """Prints where the run is, what it changed, how long it took, and what to do next."""
         if RANK > 0:
             return
         metrics = [row for row, _ in read_log(folder / "metrics.jsonl")]
@@ -176,7 +176,7 @@ class Console:
 def command(program: str, *arguments: object) -> str:
     """A command line of this project, for a shell in its folder.
 
-    program: "evaluate.py", or "tools.report" of a module.
+    program: a file such as "evaluate.py", or a module such as "tools.report".
     """
     start = ["python"] if program.endswith(".py") else ["python", "-m"]
     return shlex.join([*start, program, *map(str, arguments)])
@@ -194,10 +194,9 @@ def duration(seconds: float) -> str:
 # --report-to
 
 class Tracker:
-    """Reports the metrics of each step from rank 0 to a service; name None: reports nothing.
+    """Sends the metrics of each step from rank 0 to a service; with name None, nowhere.
 
-    The service is opened with the first step's metrics, so a run that cannot begin leaves no
-    empty run there. The first failure is printed and ends the tracking, not the training.
+    The first failure is printed and ends the tracking, not the training.
     """
 
     def __init__(self, name: str | None, folder: Path, flags: dict):
@@ -210,6 +209,7 @@ class Tracker:
         if self.name is None:
             return
         try:
+            # Opened with the first metrics, so a run that cannot begin leaves no empty run there.
             if self.write is None:               # wandb and trackio have the same functions
                 service = importlib.import_module(self.name)
                 service.init(project="qerl", name=self.folder.name, config=self.flags)

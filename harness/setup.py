@@ -2,10 +2,10 @@
 From settings to a run that can begin.
 
     run = prepare(settings, before)              # both from config.read_settings()
-    progress = begin(run)                        # at step 0, or at the checkpoint it goes on from
+    progress = begin(run)                        # at step 0, or at the checkpoint of a resumed run
 
-Everything that can be wrong is found out here, before the first step. What is cheap to check comes
-first, before downloads, tokenization and weights.
+What can be wrong is found here, before the first step; cheap checks come before downloads,
+tokenization and weights.
 """
 import dataclasses
 import functools
@@ -50,16 +50,16 @@ from weights import (
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands. Every step makes a new one."""
+    """How far a run is. Every step makes a new one."""
     step: int = 0                                # whole steps done
-    cursor: int = 0                              # the next problem's place in the order of the run
+    cursor: int = 0                              # index of the next problem in the run's order
     tokens: int = 0                              # completion tokens sampled so far
     best: float = -1e9                           # best held-out accuracy, or mean of --reward
 
 
 @dataclass(frozen=True)
 class Run:
-    """What all steps of a run share. Where it stands is in Progress."""
+    """What all steps of a run share."""
     settings: Settings
     tokenizer: Tokenizer
     problems: list                               # of tasks.problems.Problem, to train on
@@ -79,7 +79,7 @@ class Run:
 def prepare(settings: Settings, before: dict | None) -> Run:
     """-> a Run. UserError for what a flag, a file or the machine does not allow.
 
-    before: the run.json of the run that is resumed, or None.
+    before: the content of run.json if the run is resumed, else None.
     """
     phases = Phases()
     wanted, adapter, rank = settings.memory, settings.model.adapter, settings.model.lora_rank
@@ -89,7 +89,7 @@ def prepare(settings: Settings, before: dict | None) -> Run:
     refuse_large_rank(rank, device, f"--adapter {adapter}: its rank of {rank}" if adapter
                       else f"--lora-rank {rank}")
     if adapter and before is None:
-        read_peft(adapter)                       # what is wrong with it shows before a download
+        read_peft(adapter)                       # refuses a bad one before a download
     plug_in = plugin.Reward(settings.data.reward) if settings.data.reward else None
     with phases("problems"):
         folder, tokenizer, problems, held_out = read_problems(settings)
@@ -149,7 +149,7 @@ CALIBRATION_PROBLEMS = 128                       # those of the study
 
 
 def with_decided_default(settings: Settings, device: torch.device, config: dict) -> Settings:
-    """The settings with --calibrate, whose default depends on the model and the device."""
+    """The settings with --calibrate decided: its default depends on model and device."""
     count = settings.model.calibrate
     if count is None:
         becomes_nvfp4 = settings.model.base == "nvfp4" and not config.get("quantization_config")
@@ -170,15 +170,16 @@ def read_problems(settings: Settings) -> tuple[ModelFolder, Tokenizer, list, lis
 
 
 def check_unchanged(before: dict | None, flags: dict, name: str, what: str) -> None:
-    """UserError if a resumed run finds other content than it began with, whose SHA-256 this is."""
+    """UserError if the SHA-256 `name` of a resumed run differs from when it began. what: the flags
+    that it belongs to.
+    """
     if before and before.get(name) != flags[name]:
         raise UserError(f"--resume: {what} than when the run began")
 
 
 def check_same_on_all_ranks(settings: Settings, problems_sha256: str) -> None:
-    """UserError if another rank was started with other flags or other files than rank 0, as can
-    happen on several hosts. The memory flags may differ, since the ranks agree on one size of
-    micro-batches. The paths of folders may differ too.
+    """UserError if another rank was started with other flags or files than rank 0, as can happen on
+    several hosts. Paths of folders and memory flags may differ.
     """
     mine = without_places(settings.flat()) | {"problems": problems_sha256}
     for name in (*vars(settings.memory), "data", "eval_data"):
@@ -207,7 +208,7 @@ def read_model(settings: Settings, folder: ModelFolder, tokenizer: Tokenizer, pr
         model = qwen.load(folder, base, device, None, tokenizer.vocab_size)
     configure_cpu(model)
     # A run that was killed before its first checkpoint begins with --adapter again. One whose
-    # checkpoints are all damaged does not go on (Checkpoints.load).
+    # checkpoints are all damaged is refused (Checkpoints.load).
     goes_on = checkpoints_in(Path(general.out, "checkpoints"))
     if wanted.adapter and not goes_on:
         lora.load_adapter(model, wanted.adapter)
@@ -218,7 +219,7 @@ def read_model(settings: Settings, folder: ModelFolder, tokenizer: Tokenizer, pr
 
 def calibrated(settings: Settings, source: ModelFolder, tokenizer: Tokenizer, problems: list,
                device: torch.device, kernels: str | None) -> ModelFolder:
-    """-> --out/base, where rank 0 writes the model in NVFP4. A resumed run finds it there."""
+    """-> OUT/base, where rank 0 writes the model in NVFP4, unless it is there: a resumed run."""
     general = settings.general
     folder = Path(general.out) / "base"
     if RANK == 0 and not folder.exists():
@@ -230,7 +231,7 @@ def calibrated(settings: Settings, source: ModelFolder, tokenizer: Tokenizer, pr
 
 
 def loss_of(objective: Objective) -> grpo.Loss:
-    """--loss, with the flags that were given in place of its own values."""
+    """--loss, with the values of the flags that were given."""
     given = {"clip_low": objective.clip_low, "clip_high": objective.clip_high,
              "correction": objective.correction, "kl_beta": objective.kl_beta}
     return dataclasses.replace(grpo.LOSSES[objective.loss],
@@ -238,13 +239,11 @@ def loss_of(objective: Objective) -> grpo.Loss:
 
 
 def limits_at_start(before: dict | None, limits: memory.Limits) -> memory.Limits | None:
-    """For a resumed run: the KV pool and the micro-batches that it began with.
-
-    They decide which answers are decoded together and in which order gradients are summed, and so
-    the last digits of all numbers. What two starts measure can differ, for instance because only
-    the first one calibrates. None for a new run, and if --memory-gib is given anew with another
-    value. UserError if run.json was edited and holds no such sizes.
+    """The KV pool and the micro-batches that a resumed run began with; None for a new run, or if
+    --memory-gib has a new value. UserError if run.json was edited and does not hold them.
     """
+    # They decide which answers are decoded together and in which order gradients are summed, and
+    # so the last digits. A second start may measure others: only the first calibrates, say.
     if before is None:
         return None
     plan = before.get("memory_plan")
@@ -261,8 +260,7 @@ def divide_memory(model: qwen.Qwen, learner: Learner, engine: Callable, limits: 
                   rollout: Rollout, max_prompt_tokens: int, num_held_out: int,
                   began: memory.Limits | None = None) -> Sampler:
     """-> the sampler, with this engine (see sampler.engine_for) and its KV pool. Sets the learner's
-    micro_batch_tokens and kept_layers. began: see limits_at_start; it is taken in place of `limits`
-    if it fits.
+    micro_batch_tokens and kept_layers. began: see limits_at_start; replaces `limits` if it fits.
     """
     longest = max_prompt_tokens + rollout.max_new_tokens
     answers = rollout.prompts_per_step * rollout.group_size
@@ -287,7 +285,7 @@ def divide_memory(model: qwen.Qwen, learner: Learner, engine: Callable, limits: 
     else:
         sampler = Sampler(engine, model, longest, rows, (began or limits).kv_gib)
         tokens = (began or limits).micro_batch_tokens or learner.micro_batch_tokens
-        # A small model's activations, 40 KB a token of tiny/, are cheaper kept than computed again.
+        # A small model's activations are cheaper to keep than to compute again.
         kept_layers = len(model.layers) if model.config.width <= 256 else 0
     tokens = min(gather([tokens]))               # ranks share one list: all must cut it alike
     learner.micro_batch_tokens = tokens
@@ -300,8 +298,7 @@ def divide_memory(model: qwen.Qwen, learner: Learner, engine: Callable, limits: 
 
 
 def begin(run: Run) -> Progress:
-    """Writes run.json, or reads the checkpoint that a resumed run goes on from -> where it stands.
-    """
+    """Writes run.json, or reads a resumed run's checkpoint -> its Progress."""
     general, before = run.settings.general, run.before
     device = run.model.device
     cores = f"{os.cpu_count()} CPU cores, {torch.get_num_threads()} threads"
@@ -341,19 +338,19 @@ KERNELS = "hopper", "portable"                   # which 4-bit matmul decodes
 
 def choose_device(name: str | None, kernels: str, model: str | Path
                   ) -> tuple[torch.device, str | None]:
-    """--device and --model of a program, and which of KERNELS or "auto" -> the device, and which
-    kernels decode there, None on a CPU. UserError for what this machine does not have.
+    """--device and --model of a program, and "auto" or one of KERNELS -> the device, and which
+    kernels decode there (None on a CPU). UserError for what this machine does not have.
     """
     device = device_of(name, model)
     return device, kernels_for(device, kernels)
 
 
 def device_of(name: str | None, model: str | Path) -> torch.device:
-    """--device -> the device, which becomes torch's current one: Triton launches there. UserError
-    if there is no such device. Under torchrun it is the GPU of this rank.
+    """--device -> the device, which becomes torch's current one: Triton launches there. Under
+    torchrun it is this rank's GPU; without a name, a GPU if there is one, else the CPU.
 
-    Without a name it is a GPU if there is one, else the CPU. But a model that is not on this
-    machine yet is downloaded to run on a CPU only if --device cpu asks for that.
+    UserError if there is no such device, or if a model would be downloaded for a CPU that
+    --device cpu does not ask for.
     """
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -374,7 +371,7 @@ def device_of(name: str | None, model: str | Path) -> torch.device:
 
 
 def kernels_for(device: torch.device, wanted: str) -> str | None:
-    """One of KERNELS, or "auto" -> which of KERNELS decodes; None on a CPU. UserError if the GPU
+    """"auto" or one of KERNELS -> which of KERNELS decodes; None on a CPU. UserError if the device
     cannot run it.
     """
     if device.type != "cuda":
@@ -398,11 +395,11 @@ def kernels_for(device: torch.device, wanted: str) -> str | None:
 
 
 def refuse_large_rank(rank: int, device: torch.device, what: str) -> None:
-    """UserError if a GPU cannot decode with an adapter of this rank. The sampler's engine says so
-    too, but only once the model is loaded.
+    """UserError if a GPU cannot decode with an adapter of this rank.
 
     what: names the adapter in the message, for example "--lora-rank 1024".
     """
+    # The sampler's engine refuses it as well, but only once the model is loaded.
     if device.type == "cuda":
         on_gpu("check_rank")(rank, device, what)
 
@@ -410,19 +407,14 @@ def refuse_large_rank(rank: int, device: torch.device, what: str) -> None:
 
 
 def configure_cpu(model) -> None:
-    """On a CPU, makes runs with one seed equal bit for bit, and small models fast.
-
-    The answers to one problem share its prompt, so their gradients are added up in the prompt's
-    rows. torch's threads would add them in whatever order they get there; in deterministic mode
-    the order is always the same.
-
-    Two threads for a small model: with more, each matmul is so short that they spend longer
-    waiting for each other than computing.
-    """
+    """On a CPU, makes runs with one seed equal bit for bit, and small models fast."""
+    # Answers to one problem share its prompt, whose gradients torch's threads would add up in any
+    # order; in deterministic mode the order is always the same.
     if model.device.type == "cpu":
         # torch.use_deterministic_algorithms(True) does the same, but imports the compiler as well.
         torch.set_deterministic_debug_mode("error")
         # The mode would also fill every torch.empty() with NaN, for debugging.
         torch.utils.deterministic.fill_uninitialized_memory = False
+        # More threads wait longer for each other than they compute.
         if model.config.width < 1024:
             torch.set_num_threads(min(2, torch.get_num_threads()))

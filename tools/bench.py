@@ -1,7 +1,7 @@
 """
-Measures the speeds that docs/ reports, on models of random weights; needs a GPU. Each command ends
-with one line of JSON. A `floor` is the time of the same work at the speed of an H200's copy and
-large matmul. It is left out on any other card.
+Measures the speeds in docs/, on models with random weights; needs a GPU. Each command ends with one
+line of JSON. On an H200 a `floor` is the time of the same work at the speed of its copy and large
+matmul.
 
     python -m tools.bench linears --model 7b [--lora-rank 32]      a layer's linears against cuBLAS
     python -m tools.bench rollout --model 7b --base nvfp4 [--batch 1,8,64,256]           tokens/s
@@ -11,20 +11,13 @@ large matmul. It is left out on any other card.
     python -m tools.bench step --model 32b --memory-gib 48
     torchrun --nproc-per-node 2 -m tools.bench step --model 7b     the same on several GPUs
 
-linears. `chain` (our matmuls) and `cublas` are times of a layer's four linears one after the other,
-as in a decode step. Slabs (partial sums) are not added up, since other kernels do that.
-
-rollout. The whole sampler on random weights and a live random adapter: B sequences in groups of
-gcd(B, 8), end ids ignored, log-probs returned; tokens/s count prefill and the host's work.
-`preempted` counts rows that had to wait because the KV pool was full.
-
-update. Learner.update on random answers of `new` tokens. The `floor` is the time of all matmuls,
-including those of attention, at the rate of a large matmul.
-
-step. A step with train.py's own sampler, memory plan and Learner.update, on answers of 50 to 1,024
-tokens, 300 on average; seconds of the slowest rank.
-
-Shapes: M rows, N out_features, K in_features.
+linears    A layer's four linears one after the other, as in a decode step: `chain` is ours, without
+           adding up slabs (other kernels do that), `cublas` is bf16.
+rollout    The whole sampler with an adapter: B sequences in groups of gcd(B, 8), end ids ignored;
+           tokens/s count prefill and the host's work. `preempted`: rows that waited for KV blocks.
+update     Learner.update on random answers of `new` tokens. `floor`: all matmuls, attention's too.
+step       A step with train.py's sampler, memory plan and Learner.update, on answers of 50 to 1,024
+           tokens, 300 on average; seconds of the slowest rank.
 """
 import argparse
 import functools
@@ -84,7 +77,7 @@ DEVICE = torch.device("cuda", LOCAL_RANK)
 
 
 def random_model(size: str, base: str, lora_rank: int) -> qwen.Qwen:
-    """A model of a published size, made on the device. The adapter's B is random too, not zero."""
+    """A model of a published size, made on the device. The adapter's B is random, not zero."""
     dtype = torch.bfloat16
     torch.manual_seed(0)
     shape = qwen.ModelConfig(*SIZES[size])
@@ -113,7 +106,8 @@ def random_prompts(model, lengths):
 
 
 def drawn_lengths(count, low, high, mean):
-    """`count` lengths in [low, high] of that mean: exponential, a long tail as answers have."""
+    """`count` lengths in [low, high] of that mean: exponential, with a long tail as answers have.
+    """
     generator = torch.Generator().manual_seed(0)
     excess = torch.empty(count).exponential_(generator=generator)
     for _ in range(20):                          # cutting the tail lowers the mean: scale it back
@@ -122,7 +116,7 @@ def drawn_lengths(count, low, high, mean):
 
 
 def print_figures(what, figures):
-    """Prints the figures in a line and returns them, on any card but an H200 without the floors."""
+    """Prints the figures in a line and returns them, without floors if the card is not an H200."""
     if torch.cuda.get_device_name() != H200:
         figures = {name: value for name, value in figures.items() if "floor" not in name}
     words = [f"{name} {value:,.5g}" for name, value in figures.items()]
@@ -139,7 +133,7 @@ def fused_shapes(size):
 
 
 def random_weight(N, K):
-    """Packed, of random codes and random normal E4M3 scales."""
+    """A PackedWeight of random codes and scales."""
     from marlin_fp4 import pack
     codes = torch.randint(256, (N, K // 2), dtype=torch.uint8, device=DEVICE)
     scales = torch.randint(40, 100, (N, K // 16), dtype=torch.uint8, device=DEVICE)
@@ -147,9 +141,8 @@ def random_weight(N, K):
 
 
 def graph_times(*works):
-    """GPU seconds of each work() as a CUDA graph: medians of nine replays. The graphs are replayed
-    in turn, so that changes of the card's clock affect all of them alike.
-    """
+    """GPU seconds of each work() as a CUDA graph: medians of nine replays."""
+    # The graphs take turns, so that changes of the card's clock affect all of them alike.
     graphs = []
     for work in works:
         with torch.cuda.stream(torch.cuda.Stream()):             # compiles and warms up
@@ -217,15 +210,15 @@ def linears(args: argparse.Namespace) -> dict:
 
 
 def weight_bytes(model):
-    """Bytes that every decode step reads: linears, adapter, lm_head."""
+    """Bytes that a decode step reads: linears, adapter, lm_head."""
     frozen = sum(m.weight.nbytes for m in model.modules() if isinstance(m, Linear))
     adapter = model.adapter.working.nbytes if model.adapter else 0
     return frozen + adapter + model.lm_head.nbytes
 
 
 def kv_read(config, B, prompt, written):
-    """Bytes of keys and values that a step of B rows reads, each of which has written so many
-    tokens. The rows of a group read their prompt together.
+    """Bytes of keys and values that a decode step of B rows reads, after `written` tokens each. The
+    rows of a group read their prompt together.
     """
     groups = B // math.gcd(B, 8)
     return 4 * config.layers * config.kv_heads * config.head_dim * (groups * prompt + B * written)
@@ -238,11 +231,11 @@ def load_figures(model, sampler, B, prompt, new):
     sampler.generate(prompts, G, Sampling(2))    # compiles and captures
     prefill = sampler.generate(prompts, G, Sampling(1)).seconds        # and one step
     rollouts = sampler.generate(prompts, G, Sampling(new))
-    step = (rollouts.seconds - prefill) / (new - 1)
+    step_seconds = (rollouts.seconds - prefill) / (new - 1)
     floor = (weight_bytes(model) + kv_read(model.config, B, prompt, new / 2)) / COPY
-    return {"tokens_s": rollouts.num_tokens / rollouts.seconds, "step_ms": step * 1e3,
-            "floor_ms": floor * 1e3, "floor_of_step": floor / step, "prefill_ms": prefill * 1e3,
-            "preempted": rollouts.preempted}
+    return {"tokens_s": rollouts.num_tokens / rollouts.seconds, "step_ms": step_seconds * 1e3,
+            "floor_ms": floor * 1e3, "floor_of_step": floor / step_seconds,
+            "prefill_ms": prefill * 1e3, "preempted": rollouts.preempted}
 
 
 def rollout(args: argparse.Namespace) -> dict:
@@ -259,11 +252,11 @@ def rollout(args: argparse.Namespace) -> dict:
 def update_flops(config, tokens, scored, pairs, kept_layers):
     """FLOPs of the matmuls of a forward and backward, without the adapter's.
 
-    tokens: computed; scored: predicted; pairs: of a query and a key. Every linear is multiplied in
-    the forward, in the backward (the gradient of x alone: W is frozen) and, in layers that keep no
-    activations, in a second forward. FlashAttention's backward multiplies 2.5 times as much as its
-    forward. The head is multiplied twice.
+    tokens: computed; scored: predicted; pairs: of a query and a key.
     """
+    # Every linear is multiplied in the forward, in the backward (the gradient of x alone: W is
+    # frozen) and, in layers that keep no activations, in a second forward. FlashAttention's
+    # backward multiplies 2.5 times as much as its forward. The head is multiplied twice.
     c = config
     linears = (c.width * (c.heads + 2 * c.kv_heads) * c.head_dim + c.heads * c.head_dim * c.width
                + 3 * c.width * c.feed_forward)
@@ -280,7 +273,7 @@ def planned(args: argparse.Namespace, learner: Learner, prompt_tokens: int,
             **sizes: int) -> Sampler:
     """The sampler that train.py would make, with its memory plan, which the learner follows too.
 
-    sizes: of the fields of config.Rollout.
+    sizes: fields of config.Rollout.
     """
     limits = memory.Limits(args.memory_gib, args.kv_gib, args.micro_batch_tokens)
     return divide_memory(learner.model, learner, engine_for(args.kernels), limits,
@@ -288,8 +281,8 @@ def planned(args: argparse.Namespace, learner: Learner, prompt_tokens: int,
 
 
 def update(args: argparse.Namespace) -> dict:
-    """Learner.update on --prompts groups of eight random answers of --new tokens, twice: the first
-    compiles.
+    """Learner.update on --prompts groups of eight random answers of --new tokens. Runs twice: the
+    first compiles.
     """
     memory.bound(args.memory_gib, DEVICE)
     G, prompt, new = 8, args.prompt, args.new
@@ -312,23 +305,22 @@ def update(args: argparse.Namespace) -> dict:
         torch.cuda.synchronize()
         seconds = time.perf_counter() - began
     computed = pairs = 0
-    parts = micro_batches(questions, rollouts.completions, learner.micro_batch_tokens)
-    for part in parts:
-        rows = [questions[b] + rollouts.completions[b] for b in part]
+    batches = micro_batches(questions, rollouts.completions, learner.micro_batch_tokens)
+    for batch in batches:
+        rows = [questions[b] + rollouts.completions[b] for b in batch]
         computed += len(lay_out(rows, [prompt] * len(rows))[0])
-        groups = len({id(questions[b]) for b in part})
-        pairs += groups * prompt**2 / 2 + len(part) * (prompt * new + new**2 / 2)
+        groups = len({id(questions[b]) for b in batch})
+        pairs += groups * prompt**2 / 2 + len(batch) * (prompt * new + new**2 / 2)
     flops = update_flops(model.config, computed, B * new, pairs, learner.kept_layers)
     return print_figures(f"N={new}", {
         "seconds": seconds, "tokens_s": B * new / seconds, "tflop_s": flops / seconds / 1e12,
         "floor": flops / TENSOR, "floor_of_seconds": flops / TENSOR / seconds,
-        "micro_batches": len(parts), "micro_batch": learner.micro_batch_tokens,
+        "micro_batches": len(batches), "micro_batch": learner.micro_batch_tokens,
         "kept": learner.kept_layers, "reserved_gib": torch.cuda.max_memory_reserved() / 2**30})
 
 
 def step(args: argparse.Namespace) -> dict:
-    """A training step on random weights, twice: the first compiles. With torchrun, a rank's share.
-    """
+    """A training step; with torchrun, a rank's share. Runs twice: the first compiles."""
     memory.bound(args.memory_gib, DEVICE)
     join_ranks(DEVICE)
     G, prompts = args.group_size, args.prompts
@@ -365,7 +357,7 @@ def step(args: argparse.Namespace) -> dict:
             **grpo.summarize(done.sums)}
 
 
-# A command, and the defaults of its flags where they are not those of the others.
+# Each command, and the defaults of its flags where they are its own.
 COMMANDS = {linears: dict(lora_rank=0), rollout: dict(new=512), update: dict(new=4096, prompts=2),
             step: dict(prompts=16)}
 
@@ -379,18 +371,19 @@ def read_flags() -> tuple[Callable, argparse.Namespace]:
     add("command", choices=commands)
     add("--model", choices=SIZES, default="7b", type=lambda name: name.removeprefix("random:"))
     add("--base", choices=nvfp4.FORMATS, default="nvfp4")
-    add("--kernels", choices=("auto", *KERNELS), default="auto", help="that decode")
-    add("--lora-rank", type=int, default=32, help="(default: 32; linears: 0, none)")
-    add("--rows", type=int, nargs="*", default=[1, 8, 16, 32, 64, 128, 256], help="of linears")
+    add("--kernels", choices=("auto", *KERNELS), default="auto", help="which of them decode")
+    add("--lora-rank", type=int, default=32, help="0: none (default: 32; linears: 0)")
+    add("--rows", type=int, nargs="*", default=[1, 8, 16, 32, 64, 128, 256],
+        help="linears: rows of x")
     add("--batch", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 32, 64, 256],
-        help="of rollout: sequences at a time, as 1,8,32")
-    add("--prompt", type=within(int, 1, 1e6), default=256, help="tokens of a prompt, of rollout "
-        "and update")
+        help="rollout: sequences at a time, such as 1,8,32")
+    add("--prompt", type=within(int, 1, 1e6), default=256, help="rollout, update: tokens of a "
+        "prompt")
     add("--new", type=within(int, 2, 1e6), help="tokens of an answer (rollout: 512, update: 4096)")
     add("--prompts", type=within(int, 1, 1e6), help="problems (step: 16; update: 2, of eight "
         "answers each)")
-    add("--group-size", type=within(int, 2, 1e6), default=8, help="of step: answers to a problem")
-    add("--memory-gib", type=float, help="of update and step: GPU memory of the whole process")
+    add("--group-size", type=within(int, 2, 1e6), default=8, help="step: answers to a problem")
+    add("--memory-gib", type=float, help="update, step: GiB of GPU memory of the process")
     add("--kv-gib", type=within(float, 1e-9, 1e9), help="GiB of the KV cache (default: rollout: "
         "what is needed, at most half of the free memory; else by the memory plan)")
     add("--micro-batch-tokens", type=within(int, 1, 2e9), help="(default: by the memory plan)")

@@ -101,10 +101,10 @@ def main() -> None:
     add("--codes", choices=calibrate.CODES, help="how the codes are chosen (default: gptq with "
         "--calibrate, search without)")
     add("--data", default="gsm8k", help="problems to calibrate by, as in train.py (default: gsm8k)")
-    add("--prompt-style", default="boxed", choices=STYLES, help="of their prompts (default: boxed)")
+    add("--prompt-style", default="boxed", choices=STYLES, help="as in train.py (default: boxed)")
     add("--thinking", default="off", choices=("on", "off"), help="as in train.py (default: off)")
-    add("--seed", type=within(int, 0, 2e18), default=0, help="of the choice of problems, and of "
-        "the answers")
+    add("--seed", type=within(int, 0, 2e18), default=0, help="random seed of the choice of "
+        "problems and of the answers (default: 0)")
     add("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     args = parser.parse_args()
     with env.one_line(f"convert {args.command}"):
