@@ -4,13 +4,15 @@ for exploration.
 
     norm(x) = (w + noise) * x / rms(x),    noise = sigma * z,    z ~ N(0, 1), (D,), one draw a step
 
-The linears behind a norm see column i of their weight matrix multiplied by 1 + noise_i / w_i
-(Appendix G), so D numbers perturb a whole matrix and the 4-bit kernels stay as they are. q, k and v
+For the linears after a norm this is the same as multiplying column i of their weight matrix by
+1 + noise_i / w_i (Appendix G), so D numbers perturb a whole matrix and the 4-bit kernels stay as
+they are. q, k and v
 share the z of input_norm, gate and up that of post_norm; o, down and lm_head have none. Noise is
 added to w whatever its size: it moves a channel with w = 0.1 ten times as far as one with w = 1.
 
 Despite its name AQN is not adaptive: sigma follows a fixed schedule. It is 0 in the first of K
-stages (the rounding to 4 bits is noise enough), then falls from start to end.
+stages (the rounding to 4 bits is noise enough), then starts at sigma_start and falls towards
+sigma_end, which the last stage does not quite reach.
 
 Only rollouts have noise. Learner and evaluation are clean, and grpo.py corrects for the difference.
 
@@ -26,8 +28,9 @@ import torch
 
 from model import Qwen
 
-# The schedules of the paper's Figures 9 and 15 beside the exponential one: t -> which share of
-# (start - end) is left. t goes from 0 in the first noisy stage to (K - 2) / (K - 1) in the last.
+# The schedules of the paper's Figures 9 and 15 beside the exponential one. t is 0 in the first noisy
+# stage and (K - 2) / (K - 1) in the last; REMAINING[...](t) is the share of (start - end) that is
+# left then.
 REMAINING = {
     "linear": lambda t: 1 - t,
     "cosine": lambda t: (1 + math.cos(math.pi * t)) / 2,
@@ -95,7 +98,7 @@ def noisy_norms(model: Qwen, sigma: float, seed: int, step: int) -> Iterator[Non
                 # In place: captured CUDA graphs read this address. In an fp32 buffer: bf16 weights
                 # would round most of a small noise away.
                 norm.noise.copy_(sigma * draw_z(seed, step, i, which, len(norm.noise)))
-            # Every norm must be reached. The authors' code looks for Hugging Face's norm classes in
+            # Both norms of every layer must be reached. The authors' code looks for Hugging Face's norm classes in
             # vLLM's model, finds none, and silently adds no noise.
             hit = len({norm.noise.data_ptr() for _, _, norm in norms if norm.noise.any()})
             assert hit == 2 * len(model.layers) > 0, \

@@ -16,8 +16,8 @@ take the same steps at once. In a row w, for each column i from left to right:
     1. round w[i] to a code's value; e = w[i] - that value
     2. for every column j > i, not rounded yet:   w[j] -= e * U[i, j] / U[i, i]
 
-U is upper triangular with U.T @ U = H^-1. Step 2 is the change of the later columns that makes up
-for e best: where inputs i and j are correlated, w[j] takes over what w[i] got wrong. What remains
+U is upper triangular with U.T @ U = H^-1. Step 2 changes the later columns so that they cancel as
+much of e's output error as they can: where inputs i and j are correlated, w[j] takes over what w[i] got wrong. What remains
 is a cost of (e / U[i, i])^2.
 
 Block scales. Steps 1 and 2 are done on the 16 columns of a scale_block once for each scale of
@@ -36,7 +36,8 @@ But correcting all later columns after every column would be slow, so correction
 
 The texts are answers to training problems by the model itself, quantized with nvfp4's search. Two
 streams of hidden states go through the layers together: `exact` through the 16-bit layers, which
-gives H, and `coded` through the new ones. The last eighth of the texts is left out of H. At the end
+gives H, and `coded` through the new ones. (GPTQ as published takes H from the coded stream; this H
+lets each layer follow the 16-bit model, whatever the layers before it have become.) The last eighth of the texts is left out of H. At the end
 both streams predict its tokens, and the result is measured by KL(16 bits || 4 bits) of these
 predictions, in nats a token.
 
@@ -161,7 +162,8 @@ def gptq_columns(w: Tensor, hessian: Tensor, global_scale: Tensor,
 def inverse_factor(hessian: Tensor) -> Tensor:
     """U (K, K) fp32, upper triangular, with U.T @ U = (H + damping)^-1."""
     # Without inverting H, which would lose digits. Let P reverse the order of rows. Cholesky gives
-    # P H P = L @ L.T, so H^-1 = (P L^-1 P).T @ (P L^-1 P), and P L^-1 P is upper triangular: U.
+    # P H P = L @ L.T, so H^-1 = (P L^-1 P).T @ (P L^-1 P), since P is its own inverse. Reversing
+    # rows and columns turns lower triangular into upper, so P L^-1 P is U.
     # In float64: in fp32, H need not come out positive definite.
     damped = hessian.double()
     damped.diagonal().add_(DAMPING * damped.diagonal().mean().clamp(min=1e-10))
@@ -280,13 +282,13 @@ class Chunk:
 def chunks_of(texts: Sequence[Text], embed: Tensor, config: qwen.ModelConfig) -> list[Chunk]:
     """Texts, in order, as Chunks of at most CHUNK_TOKENS tokens; a longer text is one alone."""
     lists = []
-    tokens_left = 0
+    tokens = CHUNK_TOKENS                        # of the last list: the first text opens a new one
     for text in texts:
-        tokens_left -= len(text.tokens)
-        if tokens_left < 0 or not lists:
+        if tokens + len(text.tokens) > CHUNK_TOKENS:
             lists.append([])
-            tokens_left = CHUNK_TOKENS - len(text.tokens)
+            tokens = 0
         lists[-1].append(text)
+        tokens += len(text.tokens)
     return [Chunk(texts, embed, config) for texts in lists]
 
 
@@ -299,7 +301,7 @@ def linears_of(layer: qwen.Layer) -> tuple[Linear, Linear, Linear, Linear]:
 def listening(layer: qwen.Layer, hear: Callable[[Linear, Tensor], None]) -> Iterator[None]:
     """Within, each linear of the layer calls hear(linear, x) with every x (T, K) it multiplies."""
     # qkv and gate_up multiply the norm's x * w, and the layer applies 1/rms afterwards (model.py).
-    # H is of the x that includes it, so a forward hook on the norm keeps 1/rms for hear(). The
+    # H needs x * w / rms, so a forward hook on the norm keeps 1/rms for hear(). The
     # linears need on_input, not a hook: ops.mlp calls their product(), not their forward().
     norm_before = {layer.qkv: layer.input_norm, layer.gate_up: layer.post_norm}
     rstd = {}                                                    # norm -> its latest 1/rms (T, 1)
@@ -450,8 +452,8 @@ def coded_linears(files: WeightReader, codes: str, texts: Sequence[Text], live_v
         kl, error, tokens = divergence(measured, norm, head[:live_vocab])
         plus_minus = f" +- {error:.2g}" if len(held_out) > 1 else ""
         about["calibration"] = (f"KL(16 bits || {codes}) {kl:.3g}{plus_minus} nats a token, on "
-                                f"the {tokens:,} tokens of {counted(len(held_out), 'answer')} by "
-                                "which no code was chosen")
+                                f"the {tokens:,} tokens of {counted(len(held_out), 'answer')} held "
+                                "out of calibration")
         tqdm.write(about["calibration"])
 
 

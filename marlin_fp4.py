@@ -1,11 +1,11 @@
 """
 Frozen NVFP4 weights on a GPU: their packed layout, and the matmul that decodes it, y = x @ W.T.
 
-Sampling a token reads every weight once, and with few rows of x that reading takes the time: W in
-4.5 bits is read 3.6 times as fast as in 16. But no tensor core multiplies a 4-bit weight by a
-16-bit x. So the kernel turns each weight into bf16 in registers, from which the tensor cores take
-it. An H200 has time for about four instructions a weight (docs/kernels.md); the layout below makes
-decoding cheap enough.
+Sampling a token reads every weight once, and with few rows of x reading W is what takes the time:
+4.5 bits a weight are read 3.6 times as fast as 16. But no tensor core multiplies a 4-bit weight by
+a 16-bit x. So the kernel turns each weight into bf16 in registers, from which the tensor cores take
+it. While it reads at its memory's full speed, an H200 can issue about four instructions for each
+weight (docs/kernels.md); the layout below makes decoding cheap enough.
 
 With many rows of x the multiplication takes longer than the reading. Above MAX_DECODE_ROWS rows W
 is expanded to bf16 in memory, and cuBLAS multiplies (`expanded_matmul`). The learner and the
@@ -131,9 +131,8 @@ MAX_DECODE_ROWS = 256
 #     bit        31         16 15          0
 #               |  word c + 1 |   word c    |     c even
 #
-# Both are masked alike (0x81C081C0). What word c pushes into word c + 1 does no harm: shifts to the
-# left reach its bits 0 to 5 and the multiplication its bit 0 (an m3), but the mask keeps no bit
-# below 6. The shift to the right moves bits 10 and up by 8, so it stays within its word.
+# Both are masked alike (0x81C081C0). Bits that overflow from word c land in bits 0 to 5 of word c +
+# 1, and the mask drops them. The shift to the right moves bits 10 and up by 8, so it stays within its word.
 #
 # Scales. A block_scale v > 0, an E4M3 number, becomes a byte u of 5 exponent and 3 mantissa bits,
 #
@@ -145,8 +144,9 @@ MAX_DECODE_ROWS = 256
 #
 # Scale words. Plane p of a row has two scale_blocks: block 0 is k = 32 p + [0, 16), block 1 is k =
 # 32 p + [16, 32). So a row of a tile has two scale words of 32 bits: word h has the bytes u0 to u3,
-# those of block h of planes 0 to 3. It is stored rotated to the left by 4. Then u0 and u1 are
-# already in place, as u << 4 in the low and in the high half of the register:
+# those of block h of planes 0 to 3. Each half of a register should hold a byte as u << 4, in bits 4
+# to 11, so that one AND and one OR make two scales. So the four bytes are stored rotated to the
+# left by 4, which puts u0 and u1 in place; a rotation by 8 brings u2 and u3 there:
 #
 #     bit           31    24 23    16 15     8 7      0
 #     four bytes   |   u2   |   u1   |   u3   |   u0   |
@@ -162,8 +162,8 @@ MAX_DECODE_ROWS = 256
 #
 # A code times its scale. e2m1(code) * 2^-126 times v * 2^107 is e2m1(code) * v * 2^-19. It has at
 # most 6 significant bits, 2 of the code and 4 of the scale, so bf16 holds it exactly. The kernels
-# sum x * e2m1(code) * v * 2^-19, and whoever reads their sums multiplies by `out_scale`, which is
-# row_scale * 2^19.
+# sum x * e2m1(code) * v * 2^-19, and the kernel that adds up their sums multiplies by `out_scale`,
+# which is row_scale * 2^19.
 #
 # One weight by hand: the code 5 = 0b0101 has s = 0, e = 2 and m = 1 and stands for 3. It is in
 # plane 3, under a scale of 1.5; the other codes of its word and scales of its scale word are 0:
@@ -598,8 +598,8 @@ def add_product(acc, w, x):
         acc = tl.dot(w, xt, acc)
     else:
         acc = tl.dot(w, tl.permute(x, (1, 0)), acc)
-        # A trap: wgmma runs by itself and still reads w's registers while the next plane is decoded
-        # into them. This "mov" uses its sum, so the compiler waits for it.
+        # A trap: wgmma is asynchronous. Without this "mov", which uses its sum, the compiler may
+        # decode the next plane into w's registers before it has read them.
         acc = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [acc], dtype=tl.float32,
                                         is_pure=False, pack=1)
     return acc
@@ -675,7 +675,7 @@ def portable_kernel(
                 xs += (load_rows(inputs.x, inputs.x_stride, m, M, k + 32 * p, inputs.K, WHOLE_K),)
             for p in tl.static_range(4):
                 acc = add_product(acc, planes[p] * spread_scales(plane_scales[p]), xs[p])
-        piece = pid - band * k_tiles // stripe  # counted from the program that began the band
+        piece = pid - (band * k_tiles) // stripe  # counted from the program that began the band
         store_piece(acc, slabs_ptr + piece * slab, width, band * 128 + n, inputs.N, m, M)
         tile = end
 

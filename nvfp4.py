@@ -1,9 +1,9 @@
 """
 Four-bit weight formats: quantize real weights to codes and scales, and decode them again.
 
-NVFP4 takes 4.5 bits a weight, 28 % of bf16. Decoding a few answers at a time is bound by reading
-the weights, so it gets faster as well. The rounding error is the "quantization noise" that QeRL
-(arXiv 2510.11696) explores with. The format of a model's frozen linears is its `base`.
+NVFP4 takes 4.5 bits a weight, 28 % of bf16. Sampling gets faster too: with few answers at a time,
+reading the weights takes most of the time. The rounding error is the "quantization noise" that QeRL
+(arXiv 2510.11696) explores with. `base` names the format of a model's frozen linears.
 
 A matrix W (N out_features, K in_features) in NVFP4 is three tensors:
 
@@ -20,14 +20,15 @@ One scale_block by hand, in a matrix whose global_scale is 2^-11. Of its 16 weig
 not 0:
     w                   0.30      0.245     -0.12     0.01
 
-The usual scale takes the largest weight to the largest code: 0.30 / 6 = 0.05 = 102.4 * 2^-11. The
+The usual scale maps the largest weight to 6, the largest magnitude: 0.30 / 6 = 0.05 = 102.4 * 2^-11. The
 E4M3 number nearest to 102.4 is 104, which makes 104 * 2^-11 = 0.0508 the unit of this block:
     w / unit            5.91      4.82      -2.36     0.20
     nearest e2m1        6         4         -2        0
     decoded             0.305     0.203     -0.102    0           squared error 0.0022
 
 Most of the error is that of 0.245, which falls between 4 and 6, where E2M1 is coarsest. The search
-below picks 160 as block_scale instead, which makes the unit 0.0781:
+below tries eleven E4M3 numbers around 104. 160, the fifth above it, has the least error; it makes
+the unit 0.0781:
     w / unit            3.84      3.14      -1.54     0.13
     nearest e2m1        4         3         -1.5      0
     decoded             0.3125    0.234     -0.117    0           squared error 0.0004
@@ -43,8 +44,8 @@ HIGH nibble).
 
 The tensor scale is a power of two, so that learner and sampler see the same weights bit for bit.
 A code has 2 significant bits and a block scale 4: their product has at most 6, which bf16 holds
-exactly, and a factor 2^n adds none. So it makes no difference that the learner rounds the scaled
-weight to bf16 before it multiplies, while the sampler applies global_scale after the product.
+exactly, and a factor 2^n adds none. So the learner, which rounds W to bf16 before it multiplies,
+and the sampler, which applies global_scale after the product, use the same W.
 q, k and v share a tensor scale, and so do gate and up, because inference engines fuse them.
 
 Not here: codes that make up for each other's errors (calibrate.py), 4-bit activations, NF4's double
@@ -65,19 +66,18 @@ WEIGHTS_AT_A_TIME = 2**22                        # encoded together: 100 MB of f
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 E2M1_SIGNED = torch.cat([E2M1, -E2M1])           # code 0..15 -> value; code 8 is -0
-# Between two magnitudes lies an edge, and the code of |x| is the number of edges below it. An |x|
-# on an edge is a tie, and goes to the even code as in IEEE arithmetic:
+# Between two magnitudes lies an edge. The code of |x| is the number of edges below |x|. An |x| on an
+# edge is a tie, and goes to the even code as in IEEE arithmetic:
 #     code        0      1      2      3      4      5      6      7
 #     magnitude   0     .5      1     1.5     2      3      4      6
 #     edge          .25    .75   1.25   1.75   2.5    3.5     5
 #     tie goes     down    up    down    up    down    up    down
-# A tie is not above its edge, so it goes down. To send a tie up, its edge is moved towards zero by
-# one fp32 number.
+# `>` alone sends a tie down. To send it up, its edge is moved towards zero by one fp32 number.
 E2M1_EDGES = (E2M1[1:] + E2M1[:-1]) / 2
 E2M1_EDGES[1::2] = torch.nextafter(E2M1_EDGES[1::2], torch.zeros(3))
 
-# Block scales that NVFP4 tries, in E4M3 codes from the usual one. 8 codes are a factor of 2, so
-# these are 0.7 to 1.7 times the usual scale. The nearest come first: among equal errors the first
+# Block scales that NVFP4 tries, in E4M3 codes from the usual one. 8 codes are a factor of 2, so -4
+# to 6 is about 0.7 to 1.7 times the usual scale. Sorted by distance: among equal errors the nearest
 # wins.
 OFFSETS = sorted(range(-4, 7), key=abs)
 
@@ -204,6 +204,7 @@ def quantize(w: Tensor, global_scale: Tensor | None = None, importance: Tensor |
         return [e4m3_value(first + offset) / inverse for offset in offsets]
 
     packed, scale = encode(w, 16, candidates, e2m1_codes, E2M1_SIGNED, importance)
+    # Exact: it undoes the division in candidates().
     return packed, (scale * inverse).to(torch.float8_e4m3fn), global_scale
 
 
@@ -215,7 +216,7 @@ def e4m3_codes(scale: Tensor, inverse: Tensor) -> Tensor:
     scale = (scale.float() * inverse).clamp(max=448)              # not every cast saturates
     code = scale.to(torch.float8_e4m3fn).view(torch.uint8).short()
     # Code 0 comes from blocks of zeros, or whose largest |w| is below about 2^-18 of the matrix's.
-    # All their weights get code 0 whatever the scale, so any scale will do.
+    # At 0.125 all their weights round to 0; they are too small to matter.
     return code.masked_fill(code == 0, 32)
 
 
@@ -332,7 +333,7 @@ class Weight:
         return self.dense if out is None else out.copy_(self.dense)
 
     def expands(self, rows: int) -> bool:
-        """Whether a decode step of `rows` rows expands W: decodes all of it before it multiplies.
+        """Whether a sampling step with `rows` rows dequantizes all of W before it multiplies.
 
         A Weight in codes always does, a PackedWeight only above marlin_fp4.MAX_DECODE_ROWS rows.
         """
@@ -343,8 +344,7 @@ def freeze(weights: list[Tensor], base: str, dtype: torch.dtype) -> Weight:
     """Quantize the matrices (N_i, K) of a fused linear, such as [q, k, v], to one Weight (sum of
     N_i, K) of format `base`.
     """
-    # NVFP4 takes the checkpoint's numbers as they are: its usual scale depends on their dtype (see
-    # quantize).
+    # Not converted to `dtype` first: the usual scale is rounded to the checkpoint's own (quantize).
     if base == "nvfp4":
         scale = global_scale_for(*weights)
         return fuse([quantize(w, scale) for w in weights], dtype)
