@@ -336,6 +336,18 @@ def beyond_float(completion, problem):
 def sum_beyond(completion, problem):
     return {"a": 9e14, "b": 9e14}
 
+def digits(completion, problem):
+    return {"good": 1, "bad": "1"}
+
+def cancelled(completion, problem):
+    import asyncio
+    raise asyncio.CancelledError
+
+def slow(completion, problem):
+    import time
+    time.sleep(0.2)
+    return 1
+
 def tensor(completion, problem):
     import torch
     return torch.zeros(2)
@@ -486,7 +498,7 @@ def test_a_reward_is_told_the_whole_problem_and_the_group_if_it_asks(plug_ins):
     ("nothing", "returned None, expected"), ("brief", "returned {'shaping': -1}, expected"),
     ("empty", "returned {}, expected"), ("minus_infinite", "returned {'good': 1.0, 'bad': -inf}, expected"),
     ("both_infinities", "returned {'good': inf, 'bad': -inf}, expected"), ("beyond_fp32", "returned 1e.39, expected"),
-    ("beyond_float", "returned 10000"), ("sum_beyond", "returned {'a': 900000000000000.0"),
+    ("digits", "returned .*'bad': '1'"), ("cancelled", "CancelledError"), ("beyond_float", "returned 10000"), ("sum_beyond", "returned {'a': 900000000000000.0"),
     ("tensor", "returned tensor")])
 def test_what_a_reward_does_wrong_names_it_its_line_and_the_completion(plug_ins, name, words):
     with pytest.raises(Stopped, match=f"^--reward mine:{name}: {words}.*problem p1, completion ''"):
@@ -498,6 +510,14 @@ def test_a_reward_that_is_not_finite_names_the_completion_that_got_it(plug_ins):
     assert reward("short", PROBLEM, ["short"]) == {"reward": 0.0}
     with pytest.raises(Stopped, match="^--reward mine:infinite: returned inf, .*problem p1, completion 'too long'"):
         reward("too long", PROBLEM, ["too long"])
+
+
+def test_a_reward_that_does_not_return_is_named_now_and_then(plug_ins, monkeypatch, capsys):
+    monkeypatch.setattr(plugin, "SLOW", 0.05)
+    assert Reward("mine:slow")("abc", PROBLEM, ["abc"]) == {"reward": 1.0}
+    said = capsys.readouterr().err.splitlines()
+    assert 1 <= len(said) <= 3 and all("--reward mine:slow" in line and "'abc'" in line for line in said)
+    assert Reward("mine:length")("abc", PROBLEM, ["abc"]) and not capsys.readouterr().err
 
 
 def test_nan_and_the_largest_reward_are_allowed(plug_ins):
