@@ -58,6 +58,7 @@ from files import (
     read_log,
     write_json,
 )
+from harness.config import flags_to_repeat
 from ranks import RANK, broadcast, gather, say
 
 try:
@@ -167,9 +168,11 @@ def claim(folder: Path, resume: bool) -> None:
             raise UserError(f"--out {folder}: another run is writing there") from None
         except OSError:                          # a file system without locks
             os.close(handle)
-    if not resume and any(folder.iterdir()):
-        advice = ", or --resume it" if (folder / "run.json").exists() else ""
-        raise UserError(f"--out {folder} is not empty: choose another folder{advice}")
+    found = sorted(path.name for path in folder.iterdir())
+    if found and not resume:
+        advice = ", or --resume it" if "run.json" in found else ""
+        raise UserError(f"--out {folder} is not empty, it has {found[0]}: choose another folder"
+                        f"{advice}")
 
 
 # -----------------------------------------------------------------------------
@@ -264,6 +267,8 @@ def read_checkpoint(folder: Path) -> tuple[dict, Tensors]:
     tensors = (folder / "state.safetensors").read_bytes()
     if counters.pop("sha256") != digest(tensors, counters):
         raise ValueError("its checksum does not match")
+    if folder.name != f"step_{counters['step']:06d}":
+        raise ValueError(f"it is that of step {counters['step']}")
     return counters, safetensors.torch.load(tensors)
 
 
@@ -353,7 +358,8 @@ class RunFolder:
         then: Stopped.then.
         """
         begun = (self.path / "run.json").exists()
-        return f"{then} --out {shlex.quote(str(self.path))}" if then and begun else ""
+        words = ["--out", str(self.path), *flags_to_repeat(self.run_json)]
+        return f"{then} {shlex.join(words)}" if then and begun else ""
 
 
 def trim_log(path: Path, step: int) -> None:

@@ -124,6 +124,13 @@ def test_a_damaged_checkpoint_is_renamed_and_the_one_before_is_used(tmp_path, ca
     assert names_in(tmp_path / "checkpoints") == left                     # nothing is renamed: a disk may recover
 
 
+def test_a_checkpoint_under_another_steps_name_is_damaged(tmp_path):
+    for step in (3, 6):
+        saved(tmp_path / "checkpoints", step)
+    (tmp_path / "checkpoints/step_000003").rename(tmp_path / "checkpoints/step_000009")
+    assert loaded(tmp_path / "checkpoints").counters["step"] == 6
+
+
 def test_a_run_without_checkpoints_starts_from_step_0_unless_it_had_some(tmp_path):
     (tmp_path / "checkpoints" / ".step_000020.abcdefgh").mkdir(parents=True)         # as a kill leaves it
     assert loaded(tmp_path / "checkpoints").counters == {}
@@ -214,8 +221,9 @@ def test_a_folder_belongs_to_one_run_while_its_process_lives(tmp_path):
 def test_an_out_that_cannot_be_a_new_folder_is_named_with_its_flag(tmp_path, name):
     (tmp_path / "file").write_text("")
     (tmp_path / "dangling").symlink_to("nowhere")
-    (tmp_path / "taken" / "notes").mkdir(parents=True)
-    with pytest.raises(UserError, match=f"--out {tmp_path}/{name}"):
+    (tmp_path / "taken" / ".base.x1").mkdir(parents=True)
+    said = ".base.x1" if name == "taken" else f"--out {tmp_path}/{name}"      # a hidden file too
+    with pytest.raises(UserError, match=said):
         claim(tmp_path / name, False)
 
 
@@ -284,8 +292,9 @@ def test_advice_names_the_folder_unless_the_run_cannot_go_on(tmp_path):
     (tmp_path / "my runs").mkdir()
     folder = RunFolder(tmp_path / "my runs", some_live(), None)
     assert folder.advice("go on with --resume") == ""                     # it had not begun
-    folder.start({}, resume=False)
-    assert folder.advice("go on with --resume") == f"go on with --resume --out '{tmp_path}/my runs'"
+    folder.start({"reward": "my:score", "prompt_style": "boxed"}, resume=False)
+    assert folder.advice("go on with --resume") == (
+        f"go on with --resume --out '{tmp_path}/my runs' --reward my:score")          # or it would be refused
     assert folder.advice("") == ""                                        # the cause is of a kind that stays
 
 
