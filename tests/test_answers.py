@@ -354,20 +354,14 @@ f(x)=2x\text{ for all }x == 3x          2x\text{ for all }x\text{ but }0 == 2x
 f(x)=2x\text{ for all }x == 2x          x^2, \forall x == x^2
 x^2+1\quad\text{for all } x \in \mathbb{R} == x^2+1
 """),
-    "styling, and other notations of matrices, intervals and binomials": (r"""
-]0,1[ == [0,1]      ]0,1] == (0,1)      [0,1[ == (0,1]      ]5[ == 5            {5 \choose 2} == 5/2
-{5 \choose 2} == 7  \textcolor{red}{5} == 6                 \underline{x} == x  0.\underline{3} == 0.3
-12 per cent == 0.012                    \underline{1}\underline{2} == 2 
+    "percent in words, and other notations of matrices": (r"""
+]0,1[ == [0,1]      ]5[ == 5            12 per cent == 0.012
 \left(\begin{array}{cc}1&2\\3&4\end{array}\right) == \begin{pmatrix}1&3\\2&4\end{pmatrix}
 \left(\begin{array}{cc|c}1&2&3\end{array}\right) == (1,2,3)
 \left(\begin{array}{c}1\\2\end{array}\right) == \begin{pmatrix}1&2\end{pmatrix}
 \left|\begin{array}{cc}1&2\\3&4\end{array}\right| == \begin{pmatrix}1&2\\3&4\end{pmatrix}
 """, r"""
-]0,1[ == (0,1)      ]0,1] == (0,1]      [0,1[ == [0,1)      \left]-\infty,3\right[ == x<3           [0,1] == [0,1]
-$]0;1[$ == (0,1)    \textcolor{red}{5} == 5                 \color{red}{5} == 5                     \color{blue}5 == 5
-\large 5 == 5       \underline{5} == 5  $\underline{1,234}$ == 1234             {5 \choose 2} == 10
-{n \choose 2} == \frac{n(n-1)}{2}       12 per cent == 12\%                     12\text{ per cent} == 0.12
-\boxed{\textcolor{red}{\frac12}} == .5  {\Large 7} == 7
+12 per cent == 12\%                     12\text{ per cent} == 0.12
 \left(\begin{array}{cc}1&2\\3&4\end{array}\right) == \begin{pmatrix}1&2\\3&4\end{pmatrix}
 \left[\begin{array}{rr} 1 & -2 \\ 3 & 4 \end{array}\right] == \begin{bmatrix}1&-2\\3&4\end{bmatrix}
 \left(\begin{array}{c}1\\2\end{array}\right) == \begin{pmatrix}1\\2\end{pmatrix}
