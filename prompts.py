@@ -222,7 +222,9 @@ class Tokenizer:
         try:
             return self.file.encode(text, add_special_tokens=False).ids
         except TypeError:
-            raise UserError(f"a prompt is no Unicode text: {ascii(text)[-80:]}") from None
+            half = re.search("[\ud800-\udfff]", text)[0]
+            raise UserError(f"the prompt {short_repr(text)} has {ascii(half)}, half of a character"
+                            ) from None
 
     def decode(self, ids: list[int]) -> str:
         """The text of a completion without its end token. Any other control token stays visible,
