@@ -188,6 +188,7 @@ CONFIG_RULES = {
     "layer_types": ("full_attention in every layer", lambda value: {*value} == {"full_attention"},
                     False),
     "rope_scaling": ("null", lambda value: not value, False),
+    "partial_rotary_factor": (*equal_to(1), False),
     "rope_parameters": ("the default rope_type",
                         lambda value: value.get("rope_type", "default") == "default", False)}
 

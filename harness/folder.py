@@ -267,8 +267,6 @@ def read_checkpoint(folder: Path) -> tuple[dict, Tensors]:
     tensors = (folder / "state.safetensors").read_bytes()
     if counters.pop("sha256") != digest(tensors, counters):
         raise ValueError("its checksum does not match")
-    if folder.name != f"step_{counters['step']:06d}":
-        raise ValueError(f"it is that of step {counters['step']}")
     return counters, safetensors.torch.load(tensors)
 
 
@@ -363,10 +361,14 @@ class RunFolder:
 
 
 def trim_log(path: Path, step: int) -> None:
-    """Cuts a log, if it is there, after its last line of a step before `step`."""
+    """Cuts a log after its last line of a step before `step`. Says so if there is no log any more."""
+    if not path.exists():
+        if step:
+            say(f"{path} is missing: it begins again at step {step}")
+        return
     kept = 0
-    for row, end in read_log(path) if path.exists() else ():
+    for row, end in read_log(path):
         if row["step"] < step:
             kept = end
-    if path.exists() and kept < path.stat().st_size:
+    if kept < path.stat().st_size:
         os.truncate(path, kept)
