@@ -118,12 +118,13 @@ def call_users(name: str, function: Callable, what: str, *arguments: object) -> 
 
 
 def tell_if_slow(name: str, what: str, returned: threading.Event) -> None:
-    """Says after a minute, and again after 2, 4, 8, ..., that a call has not returned. On each rank:
-    the others wait for this one.
+    """Says after 1, 3, 7, 15, ... minutes that a call has not returned. On each rank: the others
+    wait for this one.
     """
-    wait = SLOW
+    waited, wait = 0.0, SLOW
     while not returned.wait(wait):
-        tqdm.write(f"{name}: has not returned for {wait:.0f} s more ({what})", sys.stderr)
+        waited += wait
+        tqdm.write(f"{name}: has not returned for {waited:.0f} s ({what})", sys.stderr)
         wait *= 2
 
 
