@@ -641,6 +641,7 @@ class Reader:
         if op == "!":
             return self.point.apply("factorial", left)
         if op == "%":  # of all so far: 3\frac14%
+            self.point.spend(5)
             return Group("%", [number(left)])
         if op == "°":  # counts only where the degrees are the argument of a function
             return compute("*", left, DEGREE) if self.trig else left

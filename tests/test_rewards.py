@@ -226,7 +226,7 @@ ADVERSARIAL = [  # text, gold, right verdict
     (boxed("AB" + " " * 5_000 + "x"), "42", 0),
     ("The answer is " + "not 5 and " * 2_000, "5", 0), ("between " * 3_000 + "5", "5", 0), ("$5$ or " * 3_000, "5", 0),
     (boxed("+".join(f"{2900 - k}!" for k in range(60))), "1", 0), (boxed("\\infty" * 500), "\\infty", 0),
-    (boxed("2 for all x but" * 300), "2", 0), (boxed("{}_8C_4" * 500), "70", 0),
+    (boxed("x" + "%" * 300), "|w| = 1", 0), (boxed("2 for all x but" * 300), "2", 0), (boxed("{}_8C_4" * 500), "70", 0),
     (boxed("\\{x|" * 500 + "x<3\\}"), "x<3", 0),
     ("x" * 1_000_000 + "\\boxed{42}", "42", 1), (boxed("\ud800"), "42", 0), (boxed("__import__('os')"), "0", 0),
 ]
