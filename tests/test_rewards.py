@@ -423,7 +423,8 @@ def written(folder, returned, parameters="completion, problem"):
     return Reward("one:f")
 
 
-@pytest.mark.parametrize("parameters", ["completion", "completion, problem, group, more", "completion, problem, *, tokens"])
+@pytest.mark.parametrize("parameters", [
+    "completion", "completion, problem, group, more", "completion, problem, *, tokens"])
 def test_a_reward_that_cannot_be_called_is_refused_before_anything_is_loaded(plug_ins, parameters):
     with pytest.raises(UserError, match="^--reward one:f: is called as function.completion, problem."):
         written(plug_ins, "1", parameters)
