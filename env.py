@@ -42,6 +42,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # is reserved.
 if sys.platform == "linux":
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+# `> log` and `| tee log` get each line at once, not after 8 KB, so that a kill loses none; and a
+# terminal or a log in ASCII gets \u03c0 for a letter that it does not have.
+if hasattr(sys.stdout, "reconfigure"):
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
 
 
 # -----------------------------------------------------------------------------
@@ -75,6 +79,9 @@ def one_line(program: str) -> Iterator[None]:
             if value == "" or re.fullmatch("--[a-z-]+=", flag):
                 raise UserError(f"{flag} is given nothing: the argument after it is empty")
         yield
+    except BrokenPipeError:                      # of `| head`, which has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())   # Python's last flush
+        sys.exit(1)
     except (UserError, Stopped, OSError) as error:
         end_with(f"{program}: {first_line(error)}")
     except (RuntimeError, MemoryError) as error:

@@ -35,6 +35,7 @@ from files import (
     UserError,
     append_lines,
     counted,
+    errors_name_file,
     first_line,
     json_line,
     read_json,
@@ -93,6 +94,9 @@ def parse(parser: argparse.ArgumentParser, style: str) -> tuple[argparse.Namespa
     args = parser.parse_args()
     run = None
     if args.run:
+        if Path(args.run).is_dir() and not Path(args.run, "run.json").exists():
+            raise UserError(f"there is no {args.run}/run.json: a model's folder "
+                            "goes to --model, an adapter's to --adapter")
         run = config.settings_of_run(args.run)
         asked = dict(prompt_style=run.data.prompt_style, reward=run.data.reward)
         for name, value in asked.items():
@@ -360,11 +364,12 @@ def main() -> None:
         before = time.perf_counter()
         rows, idle = answer(args, tokenizer, problems, sampler, reward)
         seconds = time.perf_counter() - before
-    if rows:
-        figures = figures_of(args, rows, others, idle is not None)
-        figures |= {"tokens_per_s": figures["tokens"] / seconds, "idle": idle,
-                    "seconds_sample": seconds, "seconds": time.perf_counter() - began}
-        print_result(figures, vars(args), device)
+        if rows:
+            figures = figures_of(args, rows, others, idle is not None)
+            figures |= {"tokens_per_s": figures["tokens"] / seconds, "idle": idle,
+                        "seconds_sample": seconds, "seconds": time.perf_counter() - began}
+            with errors_name_file("stdout"):
+                print_result(figures, vars(args), device)
     if idle is None:
         print(f"evaluate.py: stopped by Ctrl-C: {len(rows) // args.samples} of {len(problems)} "
               "problems are done. The short answers end first, so the figures are too high",

@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -106,13 +107,20 @@ def read_rows(path: Path) -> list[tuple[int, object]]:
 
 def parse_json(text: str, place: str | Path) -> object:
     """The value of a JSON text. UserError, naming `place`, if it is not JSON: NaN and Infinity are
-    not, though json.loads takes them.
+    not, though json.loads takes them, nor is an object with a key twice.
     """
     def refuse_constant(name):
         raise ValueError(f"{name} is not JSON")
 
+    def unique(pairs):
+        value = dict(pairs)
+        if len(value) < len(pairs):
+            [(key, _)] = Counter(key for key, _ in pairs).most_common(1)
+            raise ValueError(f"{key!r} is there twice")
+        return value
+
     try:
-        return json.loads(text, parse_constant=refuse_constant)
+        return json.loads(text, parse_constant=refuse_constant, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{place}: is not JSON ({first_line(error)})") from None
 
@@ -148,7 +156,11 @@ def check_keys(path: str | Path, value: dict, rules: dict[str, Rule]) -> None:
     """
     for key, (expected, test, needed) in rules.items():
         held = value.get(key)
-        if held is None and needed or held is not None and not test(held):
+        try:
+            fits = not needed if held is None else test(held)
+        except (TypeError, AttributeError):      # a test of lists that gets a number, say
+            fits = False
+        if not fits:
             raise UserError(f"{path}: {key} is {short_repr(held)}, expected {expected}")
 
 

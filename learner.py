@@ -161,6 +161,7 @@ class Learner:
             setattr(self, name, counters[name])
         self.adapter.sync()
 
+    @torch.enable_grad()                         # a --reward may have switched it off
     def update(self, batch: Batch, weights: Tensor, lr: float) -> Update:
         """One optimizer step on those tokens of the batch whose weight is above 0.
 

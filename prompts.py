@@ -25,7 +25,7 @@ from tokenizers import Tokenizer as TokenizerFile
 
 from files import UserError, counted, first_line, read_json, read_text, short_repr
 from ranks import say
-from tasks.answers import can_read
+from tasks.answers import can_read, is_equal
 from tasks.plugin import call_users, load_function
 from tasks.problems import Problem, has_test_split, load_problems
 
@@ -216,7 +216,15 @@ class Tokenizer:
         self.opened = opened[thinking]
 
     def encode(self, text: str) -> list[int]:
-        return self.file.encode(text, add_special_tokens=False).ids
+        """The token ids of a text. UserError for half of a surrogate pair, which is no character:
+        JSON can hold it, and a terminal makes it of bytes that are no UTF-8.
+        """
+        try:
+            return self.file.encode(text, add_special_tokens=False).ids
+        except TypeError:
+            half = re.search("[\ud800-\udfff]", text)[0]
+            raise UserError(f"the prompt {short_repr(text)} has {ascii(half)}, half of a character"
+                            ) from None
 
     def decode(self, ids: list[int]) -> str:
         """The text of a completion without its end token. Any other control token stays visible,
@@ -299,11 +307,19 @@ def prompt_function(style: str) -> Callable[[Problem], list[Turn]]:
         match said:
             case str() if said.strip():
                 return [("user", said)]
-            case [*_, {"role": "user", "content": str()}]:
+            case [*_, {"role": "user"}] if all(map(is_turn, said)):
                 return [(turn["role"], turn["content"]) for turn in said]
-        raise UserError(f"{flag}: expected text or a list of objects with role and content that "
-                        f"ends with the user's, for {what}, got {short_repr(said)}")
+        raise UserError(f"{flag}: expected text or a list of objects with role (system, user or "
+                        f"assistant) and content (text) that ends with the user's, for {what}, got "
+                        f"{short_repr(said)}")
     return ask_users
+
+
+def is_turn(value: object) -> bool:
+    match value:
+        case {"role": "system" | "user" | "assistant", "content": str()}:
+            return True
+    return False
 
 
 def encode_prompts(tokenizer: Tokenizer, problems: list[Problem], style: str,
@@ -327,6 +343,12 @@ def usable_problems(settings, tokenizer: Tokenizer, source: str, split: str) -> 
         example = next(p.answer for p in loaded if not can_read(p.answer))
         say(f"{source}: {counted(unreadable, 'problem')} left out, the grader cannot read the "
             f"answer, such as {example[:60]!r}")
+    golds = {}
+    disagreeing = [p.question for p in readable if not settings.reward and not
+                   is_equal(golds.setdefault((p.system, p.question), p.answer), p.answer)]
+    if disagreeing:
+        say(f"{source}: {counted(len(disagreeing), 'problem')} with the question of another one and "
+            f"another answer, such as {disagreeing[0][:60]!r}")
     most = settings.max_prompt_tokens
     problems = encode_prompts(tokenizer, readable, settings.prompt_style, most)
     long = len(readable) - len(problems)

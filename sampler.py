@@ -224,10 +224,12 @@ def draw_tokens(logits: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor]:
     if u is None:
         token = logits.argmax(-1)
     else:
-        cdf = running_sum((logits - lse[:, None]).exp())
-        target = (u * cdf[:, -1])[:, None]       # an fp32 sum of probabilities is not exactly 1
-        # right=True: the first cdf > target, so never a token of probability 0, where cdf is flat.
-        token = torch.searchsorted(cdf, target, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
+        p = (logits - lse[:, None]).exp()
+        # A GPU sums in blocks: where the sum goes from one to the next it can move by an ulp, up or
+        # down, and at a token of probability 0 too. Such a token is never drawn.
+        cdf = running_sum(p).masked_fill_(p == 0, 0.0)
+        target = u * cdf.amax(-1)                # an fp32 sum of probabilities is not exactly 1
+        token = (cdf > target[:, None]).byte().argmax(-1)        # the first one
     return token, logits.gather(1, token[:, None])[:, 0] - lse
 
 

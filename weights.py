@@ -176,14 +176,19 @@ FAMILIES = {"Qwen2ForCausalLM": r"[qkv]_proj\.bias",              # Qwen2.5
 CONFIG_RULES = {
     "architectures": (f"one of {', '.join(FAMILIES)}, in a list",
                       lambda value: value in [[name] for name in FAMILIES], True),
-    **{key: ("a number", lambda value: isinstance(value, (int, float)), True) for key in (
+    **{key: (*whole_number(1, 2**31), True) for key in (
         "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-        "num_key_value_heads", "vocab_size", "rms_norm_eps", "rope_theta")},
+        "num_key_value_heads", "vocab_size")},
+    **{key: (*whole_number(1, 2**31), False) for key in ("head_dim", "max_position_embeddings")},
+    "rms_norm_eps": (*positive_number(1), True),
+    "rope_theta": (*positive_number(1e12), True),
+    "tie_word_embeddings": ("true or false", lambda value: type(value) is bool, False),
     "hidden_act": (*equal_to("silu"), False),
     "use_sliding_window": (*equal_to(False), False),
     "layer_types": ("full_attention in every layer", lambda value: {*value} == {"full_attention"},
                     False),
     "rope_scaling": ("null", lambda value: not value, False),
+    "partial_rotary_factor": (*equal_to(1), False),
     "rope_parameters": ("the default rope_type",
                         lambda value: value.get("rope_type", "default") == "default", False)}
 
@@ -193,8 +198,9 @@ def read_config(path: Path) -> dict:
     UserError unless model.py computes this model.
     """
     config = read_json(path)
-    rope = config.get("rope_parameters") or {}
-    config["rope_theta"] = config.get("rope_theta") or rope.get("rope_theta")
+    rope = config.get("rope_parameters")
+    if config.get("rope_theta") is None and isinstance(rope, dict):
+        config["rope_theta"] = rope.get("rope_theta")
     check_keys(path, config, CONFIG_RULES)
     return config
 
@@ -215,7 +221,11 @@ class Shards:
         index = self.folder / "model.safetensors.index.json"
         files = ["model.safetensors"]
         if index.exists():
-            files = read_json(index).get("weight_map", {}).values()
+            weight_map = read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise UserError(f"{index}: weight_map is {short_repr(weight_map)}, expected an "
+                                "object: tensor name -> file")
+            files = weight_map.values()
         # An index leads to files of its own folder alone, whatever it says.
         paths = sorted({self.folder / Path(file).name for file in files})
         self.names = {name: path for path in paths for name in self._open(path).keys()}
@@ -529,6 +539,7 @@ PEFT_RULES = {
     "r": (*whole_number(1, 2**16), True),
     "lora_alpha": (*positive_number(1e9), True),
     "bias": (*equal_to("none"), False),
+    "base_model_name_or_path": ("a text", lambda value: type(value) is str, False),
     # PiSSA and OLoRA take a part out of the base's weights: their adapters fit only what is left.
     "init_lora_weights": ("one that keeps the base's weights",
                           lambda value: value in (True, False, "gaussian", "eva"), False),
@@ -536,9 +547,9 @@ PEFT_RULES = {
                        True)}
 # Other keys that a plain LoRA adapter may have. Each variant of PEFT sets one that is not here:
 # use_rslora, alpha_pattern, modules_to_save, ...
-PLAIN = {"auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config",
-         "exclude_modules", "inference_mode", "lora_dropout", "megatron_core", "peft_version",
-         "qalora_group_size", "revision", "task_type"}
+PLAIN = {"auto_mapping", "ensure_weight_tying", "eva_config", "exclude_modules", "inference_mode",
+         "lora_dropout", "megatron_core", "peft_version", "qalora_group_size", "revision",
+         "task_type"}
 
 
 def read_peft_config(folder: str | Path) -> AdapterShape:

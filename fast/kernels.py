@@ -766,16 +766,16 @@ def uniform(key, pos):
 
 @triton.jit
 def inverse_cdf(masses, i, target):
-    """-> the first i at which masses (of places i) add up to more than target, and the target less
-    everything in front of that place, at least 0.
+    """-> the first i that has mass and at which masses (of places i) add up to more than target, and
+    the target less everything in front of that place, at least 0.
 
-    The two sums round differently, so what is left can come out a little below 0. A target below 0
-    would take the very first place, which may have no mass at all; a target of 0 takes the first
-    place that has some.
+    The sums are made in blocks and round differently, so from one place to the next they can fall
+    by an ulp, and what is left can come out a little below 0.
     """
-    at = tl.sum((tl.cumsum(masses, axis=0) <= target).to(tl.int32), axis=0)
-    # Sums round: if the target is not reached at all, the last place with any mass is meant.
-    at = tl.minimum(at, tl.max(tl.where(masses > 0, i, 0), axis=0))
+    has_mass = masses > 0
+    last = tl.max(tl.where(has_mass, i, 0), axis=0)  # if the target is not reached at all
+    reached = has_mass & (tl.cumsum(masses, axis=0) > target)
+    at = tl.min(tl.where(reached, i, last), axis=0)
     return at, tl.maximum(target - tl.sum(tl.where(i < at, masses, 0.0), axis=0), 0.0)
 
 

@@ -79,7 +79,7 @@ class Model:
         None, "choose the NVFP4 codes by GPTQ on the model's own answers to this many training "
         "problems, and write the weights to OUT/base; 0: off (default: 128 where a 16-bit model "
         "becomes NVFP4 on a GPU, else 0)", "[0, 1e5]")
-    lora_rank: int = setting(32, "rank of every LoRA adapter (paper 4.1)", AT_LEAST_1)
+    lora_rank: int = setting(32, "rank of every LoRA adapter (paper 4.1)", "[1, 65536]")
     lora_alpha: float = setting(32, "the adapter is scaled by alpha / rank (release: alpha = rank)",
                                 "(0, 1e9]")
     adapter: str | None = setting(None, "PEFT folder to start from; its rank and alpha become the "
@@ -409,6 +409,12 @@ def require_repeated(held: dict, given: Collection[str], path: str | Path | None
         if ":" in (held.get(name) or "") and name not in given:
             raise UserError(f"{path}: names a function, {option(name)} {held[name]}: give this flag "
                              "too, if that is what shall run")
+
+
+def flags_to_repeat(held: dict) -> list[str]:
+    """The flags that require_repeated() asks for: --reward my_reward:score, as two words."""
+    return [word for name in NAME_FUNCTIONS if ":" in (held.get(name) or "")
+            for word in (option(name), held[name])]
 
 
 def shape_of(adapter: str, given: dict) -> dict:

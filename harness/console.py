@@ -31,7 +31,7 @@ import torch
 from tqdm import tqdm
 
 from files import Stopped, counted, first_line, read_log
-from harness.config import Settings
+from harness.config import Settings, flags_to_repeat
 from ranks import RANK, WORLD, gather, say
 
 # -----------------------------------------------------------------------------
@@ -167,8 +167,10 @@ class Console:
         peak = f"; at most {reserved / 2**30:.1f} GiB of GPU memory" if reserved else ""
         seconds = sum(row["seconds"] for row in metrics)
         say(f"{folder}: {counted(len(metrics), 'step')} in {duration(seconds)}{changed}{peak}")
-        commands = (command("evaluate.py", folder), command("tools.report", folder),
-                    command("tools.chat", folder),
+        data = vars(self.settings.data)
+        style = flags_to_repeat({"prompt_style": data["prompt_style"]})
+        commands = (command("evaluate.py", folder, *flags_to_repeat(data)),
+                    command("tools.report", folder), command("tools.chat", folder, *style),
                     command("tools.convert", "merge", folder, f"{folder}-merged"))
         say("next: " + "\n      ".join(commands))
 

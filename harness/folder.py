@@ -58,6 +58,7 @@ from files import (
     read_log,
     write_json,
 )
+from harness.config import flags_to_repeat
 from ranks import RANK, broadcast, gather, say
 
 try:
@@ -167,9 +168,11 @@ def claim(folder: Path, resume: bool) -> None:
             raise UserError(f"--out {folder}: another run is writing there") from None
         except OSError:                          # a file system without locks
             os.close(handle)
-    if not resume and any(folder.iterdir()):
-        advice = ", or --resume it" if (folder / "run.json").exists() else ""
-        raise UserError(f"--out {folder} is not empty: choose another folder{advice}")
+    found = sorted(path.name for path in folder.iterdir())
+    if found and not resume:
+        advice = ", or --resume it" if "run.json" in found else ""
+        raise UserError(f"--out {folder} is not empty, it has {found[0]}: choose another folder"
+                        f"{advice}")
 
 
 # -----------------------------------------------------------------------------
@@ -353,14 +356,19 @@ class RunFolder:
         then: Stopped.then.
         """
         begun = (self.path / "run.json").exists()
-        return f"{then} --out {shlex.quote(str(self.path))}" if then and begun else ""
+        words = ["--out", str(self.path), *flags_to_repeat(self.run_json)]
+        return f"{then} {shlex.join(words)}" if then and begun else ""
 
 
 def trim_log(path: Path, step: int) -> None:
-    """Cuts a log, if it is there, after its last line of a step before `step`."""
+    """Cuts a log after its last line of a step before `step`. Says so if there is no log any more."""
+    if not path.exists():
+        if step:
+            say(f"{path} is missing: it begins again at step {step}")
+        return
     kept = 0
-    for row, end in read_log(path) if path.exists() else ():
+    for row, end in read_log(path):
         if row["step"] < step:
             kept = end
-    if path.exists() and kept < path.stat().st_size:
+    if kept < path.stat().st_size:
         os.truncate(path, kept)

@@ -153,15 +153,6 @@ REWRITES = [(re.compile(pattern), to) for pattern, to in [  # in this order
     (r"\\(?:m?(?:left|right)|middle)" + NO_LETTER + r"\.?", ""),
     (r"\\(?:[bB]igg?[lrm]?|(?:display|text)style|boxed|fbox|(?:no)?limits|bf|rm|it|boldsymbol"
      r"|(?:measured)?angle)" + NO_LETTER, ""),
-    # \textcolor{red}, \large; \underline where the answer is a number, else it is a name
-    (r"\\(?:text)?color\s*\{[^{}]*\}|\\(?:scriptsize|footnotesize|small|normalsize|[lL]arge|LARGE"
-     r"|[hH]uge)" + NO_LETTER, ""),
-    (r"^[\s$]*\\underline\s*\{\s*([-+]?[0-9][0-9.,/]*)\s*\}[\s$.]*$", r"\1"),
-    # ]0,1[ and ]0,1] are (0,1) and (0,1]
-    (r"^[\s$]*\](?=[^\[\]]*[,;][^\[\]]*[\[\]][\s$.]*$)", "("),
-    (r"(?<=[^\s\[])\[[\s$.]*$", ")"),
-    # {5 \choose 2}
-    (r"\{([^{}\\]{1,20})\\choose" + NO_LETTER + r"([^{}\\]{1,20})\}", r"\\binom{\1}{\2}"),
     # \; \quad: spaces
     (r"(?<!\\)\\[;: ]|\\q?quad|\\(?:thin|med|en)space" + NO_LETTER, " "),
     # \dfrac, \leq, \cdot: see RENAME
@@ -209,9 +200,6 @@ REWRITES = [(re.compile(pattern), to) for pattern, to in [  # in this order
     # 1 1/2; not the end of 2^1 1/2, nor of 3/1 1/2
     (r"(?<![0-9.,/^_}])(?<![/^] )([0-9]{1,9})\s+([0-9]{1,9})\s*/\s*([0-9]{1,9})(?![0-9.])",
      r"(\1+\2/\3)"),
-    # \text{the answer is } 5
-    (r"(?i)^\s*«(?:the |final |answer |is |are |about |:)*(?:is|are|about|:)»\s*(?=[-+0-9.\\(])",
-     ""),
     # 1 000 000
     (r"(?<![0-9.,] )(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3})+(?! ?[0-9]|/)",
      lambda match: match[0].replace(" ", "")),
@@ -653,6 +641,7 @@ class Reader:
         if op == "!":
             return self.point.apply("factorial", left)
         if op == "%":  # of all so far: 3\frac14%
+            self.point.spend(5)
             return Group("%", [number(left)])
         if op == "°":  # counts only where the degrees are the argument of a function
             return compute("*", left, DEGREE) if self.trig else left

@@ -17,11 +17,14 @@ import importlib.util
 import inspect
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+
+from tqdm import tqdm
 
 from files import Stopped, UserError, first_line, short_repr
 
@@ -29,6 +32,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 # The largest reward, either way. Undivided advantages are as large as rewards, gradients grow with
 # them, and the squares of gradients must stay below 3.4e38, where fp32 ends.
 LARGEST_REWARD = 1e15
+SLOW = 60.0                                      # seconds until a line says that a call is slow
 # What a reward may ask for as a keyword parameter: def reward(completion, problem, *, length).
 # length: tokens of the completion, its end token included. finished: it was not cut off.
 ASKED_BY_NAME = "length", "finished"
@@ -76,10 +80,11 @@ class Reward:
         value = call_users(self.name, function, what, *arguments)
         parts = value if isinstance(value, dict) else {"reward": value}
         try:
-            numbers = {str(name): float(part) for name, part in parts.items()}
+            numbers = {str(name): float(part) for name, part in parts.items()
+                       if not isinstance(part, str)}
         except (TypeError, ValueError, OverflowError):
             numbers = {}
-        if not numbers or set(numbers) == {"shaping"} or any(
+        if len(numbers) < len(parts) or set(numbers) <= {"shaping"} or any(
                 abs(number) > LARGEST_REWARD
                 for number in (*numbers.values(), sum(numbers.values()))):
             raise Stopped(f"{self.name}: returned {short_repr(value)}, expected a number, or a "
@@ -92,17 +97,35 @@ class Reward:
 def call_users(name: str, function: Callable, what: str, *arguments: object) -> object:
     """Calls a user's function; if it raises, Stopped says where in the user's file.
 
-    name: the flag; what: the problem that it was called for; both are for the message.
+    name: the flag; what: the problem that it was called for; both are for messages. A call that does
+    not return is never ended, since nobody knows how long it may take; but now and then a line says
+    so.
     """
     folder = os.getcwd()
+    returned = threading.Event()
+    threading.Thread(target=tell_if_slow, args=(name, what, returned), daemon=True).start()
     try:
         return function(*arguments)
-    except (Exception, SystemExit) as error:
+    except (KeyboardInterrupt, Stopped):         # a signal that came meanwhile
+        raise
+    except BaseException as error:               # asyncio.CancelledError is no Exception
         at = traceback.extract_tb(error.__traceback__)[-1]
         raise Stopped(f"{name}: {type(error).__name__}: {first_line(error)} at {at.filename}:"
                       f"{at.lineno} ({what})") from None
     finally:
+        returned.set()
         os.chdir(folder)                         # the function may have left it; --out is relative
+
+
+def tell_if_slow(name: str, what: str, returned: threading.Event) -> None:
+    """Says after 1, 3, 7, 15, ... minutes that a call has not returned. On each rank: the others
+    wait for this one.
+    """
+    waited, wait = 0.0, SLOW
+    while not returned.wait(wait):
+        waited += wait
+        tqdm.write(f"{name}: has not returned for {waited:.0f} s ({what})", sys.stderr)
+        wait *= 2
 
 
 def load_function(spec: str, flag: str) -> Callable:

@@ -21,8 +21,8 @@ import huggingface_hub
 from huggingface_hub import constants
 
 from files import UserError, read_rows, short_repr
-from rewards import last_box
 from tasks.arithmetic import arithmetic
+from tasks.boxes import last_box
 
 
 @dataclass(frozen=True)

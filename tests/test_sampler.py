@@ -319,6 +319,14 @@ def test_extreme_uniforms_never_draw_what_has_no_probability(u):
     assert ((700 <= token) & (token < 2000)).all() and logprob.isfinite().all()
 
 
+def test_no_token_without_probability_is_drawn_where_a_sum_moves_by_an_ulp(monkeypatch):
+    # As a GPU's sum in blocks can: here it rises at token 1 and falls at token 3, which have no probability.
+    monkeypatch.setattr(sampler_py, "running_sum", lambda p: torch.tensor([[0.25, 0.26, 0.75, 0.74, 1.0]]))
+    logits = torch.tensor([[0.25, 0, 0.5, 0, 0.25]]).log()
+    drawn = {u: draw_tokens(logits, torch.tensor([u]))[0].item() for u in (0.24, 0.255, 0.745, 0.76)}
+    assert drawn == {0.24: 0, 0.255: 2, 0.745: 2, 0.76: 4}
+
+
 # -----------------------------------------------------------------------------
 # Bookkeeping, with a model that costs nothing. The "key" of a token is its id, the "value" its position, and the next
 # token is a hash of the whole context as it is read back through the table of kv_blocks. One kv_block that is wrong,

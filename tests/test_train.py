@@ -664,7 +664,8 @@ def test_an_error_of_a_reward_is_one_line_and_the_run_is_saved(runs):
     last = log.strip().splitlines()[-1]
     assert last.startswith("train.py: --reward my_rewards:breaks_later: ZeroDivisionError: division by zero at ")
     assert "my_rewards.py:" in last and "completion '" in last
-    assert last.endswith("step 2 is saved; once that is mended, go on with --resume --out breaks")
+    assert last.endswith("step 2 is saved; once that is mended, go on with --resume --out breaks --reward "
+                         "my_rewards:breaks_later")
     assert "Traceback" not in log
 
 

@@ -15,6 +15,7 @@ Not here: merging into 4 bits, whose rounding error is larger than most adapters
 convert the model with nvfp4 and put the run's adapter beside it.
 """
 import argparse
+import glob
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -109,6 +110,9 @@ def main() -> None:
     args = parser.parse_args()
     with env.one_line(f"convert {args.command}"):
         must_be_new(args.out)
+        for folder in args.out.parent.glob(f".{glob.escape(args.out.name)}.????????"):
+            print(f"{folder}: what a conversion to {args.out} left that was killed: remove it, unless "
+                  "one is running")
         if args.command == "nvfp4":
             convert_to_nvfp4(args)
         elif args.calibrate or args.codes:

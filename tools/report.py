@@ -37,7 +37,15 @@ if find_spec("env") is None:                     # as python tools/report.py, wh
 
 import env  # isort: skip; its settings come before torch
 
-from files import UserError, errors_name_file, read_json, read_log, write_atomically
+from files import (
+    UserError,
+    check_keys,
+    errors_name_file,
+    read_json,
+    read_log,
+    whole_number,
+    write_atomically,
+)
 
 MOST_CHARACTERS = 500e6             # Chromium refuses strings of more than 2^29 characters
 PROBLEM = "id", "question", "answer", "prompt"      # what answers to one problem have in common
@@ -126,6 +134,9 @@ def read_answers(path: Path, problems: dict, group_size: int, every: int = 1) ->
     answers = []
     count = Counter()                            # answers of each step so far
     for row, _ in read_log(path) if path.exists() else ():
+        if not {*PROBLEM} <= row.keys():
+            raise UserError(f"{path}: a row of step {row['step']} has no "
+                            f"{min({*PROBLEM} - row.keys())}")
         group = count[row["step"]] // group_size
         count[row["step"]] += 1
         if row["step"] % every == 0:
@@ -141,6 +152,7 @@ def read_run(folder: Path, every: int = 1) -> dict:
     Raises OSError, UserError or Stopped, with a message that names the file.
     """
     flags = read_json(folder / "run.json")
+    check_keys(folder / "run.json", flags, {"group_size": (*whole_number(1, 10**6), True)})
     metrics = log_rows(folder / "metrics.jsonl")
     problems = {}
     samples = read_answers(folder / "samples.jsonl", problems, flags["group_size"], every)
