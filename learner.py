@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 import grpo
 from lora import Adapter
@@ -96,18 +97,13 @@ class AdamW:
 
         The caller must then call adapter.sync(), which rewrites the adapter's working copies.
         """
-        adapter = self.adapter
-        adapter.master.data.mul_(1 - lr * self.weight_decay)     # decoupled weight decay
+        master = self.adapter.master
         state = self.state
-        state["step"] += 1
-        # One kernel for the whole vector: what torch.optim.AdamW(fused=True) calls. That class is
-        # not used because it imports torch's compiler, which takes 0.8 s and more at every start.
-        # This function is private. torch 2.11 to 2.13 have it with these arguments, and
-        # test_learner.py compares it with the class and with the formula in float64.
-        torch._fused_adamw_(
-            [adapter.master], [adapter.master.grad], [state["exp_avg"]], [state["exp_avg_sq"]],
-            [], [state["step"]], lr=lr, beta1=self.BETAS[0], beta2=self.BETAS[1],
-            weight_decay=0.0, eps=self.EPS, amsgrad=False, maximize=False)
+        # The function behind torch.optim.AdamW(fused=True): one kernel for the whole vector. The
+        # class imports torch's compiler, which takes seconds at every start.
+        adamw([master], [master.grad], [state["exp_avg"]], [state["exp_avg_sq"]], [],
+              [state["step"]], fused=True, lr=lr, beta1=self.BETAS[0], beta2=self.BETAS[1],
+              weight_decay=self.weight_decay, eps=self.EPS, amsgrad=False, maximize=False)
 
 
 class Learner:
