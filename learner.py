@@ -30,10 +30,6 @@ from model import Qwen
 from ranks import RANK, WORLD, all_sum, gather
 from sampler import Row
 
-# With several ranks, micro_batches() lowers the token budget until each rank gets about this many
-# micro-batches or more.
-MICRO_BATCHES_PER_RANK = 4
-
 
 @dataclass
 class Batch:
@@ -198,11 +194,7 @@ class Learner:
         prompts = [batch.rows[b].prompt for b in trained]
         completions = [batch.rows[b].completion for b in trained]
         total = {}
-        # The micro-batches of the whole step are dealt to the ranks: if each rank cut rows of its
-        # own, the cuts would depend on the number of GPUs, and bf16 rounds differently in another
-        # micro-batch. (With many ranks for a small step micro_batches() lowers its budget, and they
-        # do depend on it.)
-        for rows in micro_batches(prompts, completions, self.micro_batch_tokens, ranks, rank):
+        for _, rows in share_of_rank(prompts, completions, self.micro_batch_tokens, rank, ranks):
             loss, sums = self._micro_batch(batch, [trained[i] for i in rows], weights)
             loss.backward()
             total = grpo.add_sums(total, sums)
@@ -249,16 +241,21 @@ class Learner:
 # -----------------------------------------------------------------------------
 # Micro-batches
 
-def micro_batches(prompts: Sequence, completions: Sequence, token_budget: int,
-                  ranks: int = 1, rank: int = 0) -> list[list[int]]:
-    """Which rows one rank computes together: a list of micro-batches, each a list of row indices.
+class MicroBatch(NamedTuple):
+    """Rows that are computed together."""
+    tokens: int
+    rows: list[int]
+
+
+def micro_batches(prompts: Sequence, completions: Sequence, token_budget: int) -> list[MicroBatch]:
+    """Packs the rows of a batch into micro-batches of at most token_budget tokens, largest first.
 
     prompts and completions are lists of token ids, B each. The rows of a group stand next to each
-    other, and the learner computes the prompt of neighbours once, so it counts once for them. A
-    micro-batch has at most token_budget tokens; a row that is longer than that stands alone.
+    other, and the learner computes the prompt of neighbours once, so it counts once for them. A row
+    longer than the budget stands alone.
 
-    Three packings follow one another. Here with a budget of 10 tokens and four rows, of which the
-    first three answer the prompt a (2 tokens) and the last one the prompt b (1 token):
+    With a budget of 10 tokens and four rows, of which the first three answer the prompt a (2
+    tokens) and the last one the prompt b (1 token):
 
         row               0        1        2        3
         prompt, answer    a + 3    a + 3    a + 6    b + 1   tokens
@@ -270,20 +267,9 @@ def micro_batches(prompts: Sequence, completions: Sequence, token_budget: int,
         2) micro-batches  [a + 3 + 3, b + 1] = 10                   [a + 6] = 8
                           the longest piece first, each into the first micro-batch that it fits in
 
-        3) ranks          rank 0: rows [0, 1, 3]                    rank 1: rows [2]
-                          the largest micro-batch first, each to the rank with the fewest tokens
-
-    The largest come first also within a rank, so a run that does not fit in memory fails at once
-    and not after an hour.
-
-    A few large micro-batches cannot be dealt out evenly. So with several ranks the budget is
-    lowered first, until there are about MICRO_BATCHES_PER_RANK for each (the drawing leaves that
-    out).
+    The largest micro-batch comes first, so a run that does not fit in memory fails at once.
     """
     assert token_budget > 0, token_budget
-    if ranks > 1:
-        tokens = sum(map(len, completions)) + sum(len(prompt) for prompt, _ in groupby(prompts))
-        token_budget = min(token_budget, tokens // (MICRO_BATCHES_PER_RANK * ranks) + 1)
 
     # 1) Pieces, [tokens, rows] each.
     pieces = []
@@ -305,11 +291,33 @@ def micro_batches(prompts: Sequence, completions: Sequence, token_budget: int,
             packed.append(micro_batch)
         micro_batch[0] += tokens
         micro_batch[1] += rows
+    return [MicroBatch(*m) for m in sorted(packed, key=itemgetter(0), reverse=True)]
 
-    # 3) Ranks, [tokens, micro-batches] each. Every rank computes all shares and takes its own.
-    shares = [[0, []] for _ in range(ranks)]
-    for tokens, rows in sorted(packed, key=itemgetter(0), reverse=True):
-        least = min(shares, key=itemgetter(0))
-        least[0] += tokens
-        least[1].append(rows)
-    return shares[rank][1]
+
+# -----------------------------------------------------------------------------
+# Several GPUs
+
+# The token budget is lowered until each rank gets about this many micro-batches or more: a few
+# large ones cannot be dealt out evenly.
+MICRO_BATCHES_PER_RANK = 4
+
+
+def share_of_rank(prompts: Sequence, completions: Sequence, token_budget: int, rank: int,
+                  ranks: int) -> list[MicroBatch]:
+    """One rank's share of the micro_batches() of a whole batch: those are dealt out from the
+    largest on, each to the rank with the fewest tokens so far.
+
+    Every rank packs the whole batch. If each packed rows of its own, the micro-batches would depend
+    on the number of GPUs, and bf16 rounds differently in another micro-batch. (With many ranks for
+    a small batch the lower budget makes them depend on it all the same.)
+    """
+    if ranks > 1:
+        tokens = sum(map(len, completions)) + sum(len(prompt) for prompt, _ in groupby(prompts))
+        token_budget = min(token_budget, tokens // (MICRO_BATCHES_PER_RANK * ranks) + 1)
+    shares = [[] for _ in range(ranks)]
+    dealt = [0] * ranks                          # tokens of each rank
+    for micro_batch in micro_batches(prompts, completions, token_budget):
+        least = dealt.index(min(dealt))
+        dealt[least] += micro_batch.tokens
+        shares[least].append(micro_batch)
+    return shares[rank]

@@ -333,7 +333,8 @@ def test_micro_batches_of_1_4_and_16_rows_give_one_gradient_and_one_set_of_metri
     toy = Toy()
     ref = toy.rollout - 0.1
     (want, sums), *others = [toy.gradient(loss, torch.arange(16).split(n), kl_beta=.1, ref=ref) for n in (16, 4, 1)]
-    by_budget = toy.gradient(loss, micro_batches([[0]] * 16, [[0] * n for n in toy.lengths], 12), kl_beta=.1, ref=ref)
+    batches = [m.rows for m in micro_batches([[0]] * 16, [[0] * n for n in toy.lengths], 12)]
+    by_budget = toy.gradient(loss, batches, kl_beta=.1, ref=ref)
     assert want.abs().max() > 1e-3
     for got, got_sums in (*others, by_budget):
         assert torch.allclose(got, want, rtol=1e-12, atol=1e-15)

@@ -14,7 +14,7 @@ from test_lora import adapted
 from tiny_qwen2 import merged, plain_logits
 
 import grpo
-from learner import AdamW, Batch, Learner, micro_batches
+from learner import AdamW, Batch, Learner, micro_batches, share_of_rank
 from sampler import Rollouts, Row
 
 RANK, ALPHA, TEMPERATURE, LIMIT = 4, 6, 0.9, 20
@@ -454,32 +454,41 @@ def test_the_optimizer_steps_the_tensors_that_are_saved(tiny):
 # -----------------------------------------------------------------------------
 # Micro-batches
 
-def test_the_drawing_of_the_three_packings_is_right():
+def packed(prompts, completions, budget):
+    return [m.rows for m in micro_batches(prompts, completions, budget)]
+
+
+def dealt(prompts, completions, budget, ranks):
+    """The rows of the micro-batches of each rank."""
+    return [[m.rows for m in share_of_rank(prompts, completions, budget, rank, ranks)] for rank in range(ranks)]
+
+
+def test_the_drawing_of_the_packings_is_right():
     a, b, rows = [1, 2], [3], [[0] * n for n in (3, 3, 6, 1)]
-    assert micro_batches([a, a, a, b], rows, 10) == [[0, 1, 3], [2]]
+    assert micro_batches([a, a, a, b], rows, 10) == [(10, [0, 1, 3]), (8, [2])]
+    assert dealt([a, a, a, b], rows, 10, ranks=1) == [[[0, 1, 3], [2]]]
     # With two ranks the budget shrinks to 16 tokens / 8 + 1 = 3, below every row but the last: each stands alone.
-    assert [micro_batches([a, a, a, b], rows, 10, ranks=2, rank=rank) for rank in (0, 1)] == [[[2], [3]], [[0], [1]]]
+    assert dealt([a, a, a, b], rows, 10, ranks=2) == [[[2], [3]], [[0], [1]]]
 
 
 def test_micro_batches_by_hand():
     # Two groups, of prompts a (2 tokens) and b (1); budget 8. Longest first: a's row of 9 alone, then 2 + 3 + 3 of a;
     # b's 1 + 4 + 2 has no space beside it.
     a, b, rows = [1, 2], [3], [[0] * n for n in (3, 3, 9, 4, 2)]
-    assert micro_batches([a, a, a, b, b], rows, 8) == [[2], [0, 1], [3, 4]]
-    assert micro_batches([a, a, a, b, b], rows, 17) == [[0, 1, 2], [3, 4]]
-    assert micro_batches([a, a, a, b, b], rows, 24) == [[0, 1, 2, 3, 4]]
-    assert micro_batches([a, a, b, a], rows[:4], 1) == [[2], [3], [0], [1]]
-    assert micro_batches([], [], 8) == []
+    assert packed([a, a, a, b, b], rows, 8) == [[2], [0, 1], [3, 4]]
+    assert packed([a, a, a, b, b], rows, 17) == [[0, 1, 2], [3, 4]]
+    assert packed([a, a, a, b, b], rows, 24) == [[0, 1, 2, 3, 4]]
+    assert packed([a, a, b, a], rows[:4], 1) == [[2], [3], [0], [1]]
+    assert packed([], [], 8) == []
     # Two ranks: 21 tokens of completions, 3 of prompts, an eighth is 3, so every row for itself: 11, 5, 5, 5, 3 tokens.
-    assert micro_batches([a, a, a, b, b], rows, 24, ranks=2) == [[2], [4]]
-    assert micro_batches([a, a, a, b, b], rows, 24, ranks=2, rank=1) == [[0], [1], [3]]
+    assert dealt([a, a, a, b, b], rows, 24, ranks=2) == [[[2], [4]], [[0], [1], [3]]]
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_ranks_share_a_step_without_overlap_and_nobody_has_much_more_than_another(ranks):
     lengths = (50 + torch.empty(128).exponential_(1 / 250, generator=torch.Generator().manual_seed(0))).int().tolist()
     prompts, completions = [[b // 8] * 150 for b in range(128)], [[0] * n for n in lengths]
-    shares = [micro_batches(prompts, completions, 4096, ranks, rank) for rank in range(ranks)]
+    shares = dealt(prompts, completions, 4096, ranks)
     assert sorted(b for share in shares for rows in share for b in rows) == list(range(128))
     loads = [sum(sum(lengths[b] for b in rows) + 150 * len({b // 8 for b in rows}) for rows in share)
              for share in shares]
@@ -490,8 +499,7 @@ def test_a_step_is_cut_alike_on_any_number_of_ranks_as_long_as_the_budget_is_the
     prompts, completions = [[b // 8] * 100 for b in range(64)], [[0] * 400] * 64      # 26,400 tokens
 
     def cuts(budget, ranks):
-        return sorted(rows for rank in range(ranks)
-                      for rows in micro_batches(prompts, completions, budget, ranks, rank))
+        return sorted(rows for share in dealt(prompts, completions, budget, ranks) for rows in share)
 
     assert cuts(1000, 1) == cuts(1000, 2) == cuts(1000, 6)                # 26,400 / 4 / 6 = 1,100
     assert [len(cuts(10_000, ranks)) for ranks in (1, 2, 8)] == [3, 8, 64]  # lowered to 3,301 and 826 tokens
@@ -503,7 +511,7 @@ def test_micro_batches_hold_every_row_once_within_the_budget(budget):
     lengths = torch.randint(1, 200, (65,), generator=torch.Generator().manual_seed(budget)).tolist()
     prompts = [[b // 5] * (1 + b // 5) for b in range(60)]                # 12 prompts of 5 rows each
     completions = [[0] * n for n in lengths[:60]]
-    batches = micro_batches(prompts, completions, budget)
+    batches = packed(prompts, completions, budget)
     assert sorted(sum(batches, [])) == list(range(60))
     for rows in batches:
         firsts = [b for i, b in enumerate(rows) if i == 0 or prompts[rows[i - 1]] != prompts[b]]

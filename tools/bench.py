@@ -306,7 +306,7 @@ def update(args: argparse.Namespace) -> dict:
         seconds = time.perf_counter() - began
     computed = pairs = 0
     batches = micro_batches(questions, rollouts.completions, learner.micro_batch_tokens)
-    for batch in batches:
+    for _, batch in batches:
         rows = [questions[b] + rollouts.completions[b] for b in batch]
         computed += len(lay_out(rows, [prompt] * len(rows))[0])
         groups = len({id(questions[b]) for b in batch})
