@@ -43,6 +43,7 @@ round at different places.
 Shapes: T tokens (queries), S keys, H query heads, KV key-value heads, d head size.
 """
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, chain, groupby
 from typing import NamedTuple
 
@@ -79,8 +80,17 @@ def spans_of(q_lengths: Sequence[int], k_lengths: Sequence[int], causal: bool,
 # -----------------------------------------------------------------------------
 # Which token stands where
 
-def lay_out(rows: list[list[int]], starts: list[int]
-            ) -> tuple[list[int], list[int], list[list[int]], list[int]]:
+@dataclass(frozen=True)
+class Layout:
+    """Rows of ids packed by lay_out(): all trunks, then all branches, trunk by trunk."""
+    tokens: list[int]                            # T ids
+    trunks: list[int]                            # lengths
+    branches: list[list[int]]                    # of each trunk the lengths of its branches
+    # For each completion token, row after row, the place in `tokens` whose logits predict it.
+    predictors: list[int]
+
+
+def lay_out(rows: list[list[int]], starts: list[int]) -> Layout:
     """Pack rows of ids, each a prompt and a completion, so that equal prompts are computed once.
 
     starts[i]: where the completion of row i begins, at least 1. Rows next to each other with equal
@@ -97,23 +107,20 @@ def lay_out(rows: list[list[int]], starts: list[int]
         row 1 predicts   .    5        its branch is empty: 5 is its last token
 
         lay_out(rows, starts) ==
-            [1, 2, 7],              tokens: all trunks, then all branches
-            [2],                    lengths of the trunks
-            [[1, 0]],               branches: of each trunk, the lengths of its branches
-            [1, 2, 1]               predictors: for each completion token, row after row (7, 8, 5),
-                                    the place whose logits predict it
+            Layout(tokens=[1, 2, 7], trunks=[2], branches=[[1, 0]],
+                   predictors=[1, 2, 1])         of 7, 8 and 5
     """
     groups = groupby(range(len(rows)), lambda i: rows[i][:starts[i]])
     groups = [list(group) for _, group in groups]
     tokens = []
-    lengths = []
+    trunks = []
     for first, *others in groups:
         trunk = rows[first][:starts[first] if others else -1]    # without others all of it is trunk
         tokens += trunk
-        lengths.append(len(trunk))
+        trunks.append(len(trunk))
     branches = []
     predictors = []
-    for group, length, end in zip(groups, lengths, accumulate(lengths)):
+    for group, length, end in zip(groups, trunks, accumulate(trunks)):
         tails = [rows[i][length:-1] for i in group]
         branches.append([len(tail) for tail in tails])
         for i, tail in zip(group, tails):
@@ -123,7 +130,7 @@ def lay_out(rows: list[list[int]], starts: list[int]
             predictors += range(end - length + starts[i] - 1, end)
             predictors += range(len(tokens), len(tokens) + len(tail))
             tokens += tail
-    return tokens, lengths, branches, predictors
+    return Layout(tokens, trunks, branches, predictors)
 
 
 class PackedAttention:

@@ -267,11 +267,11 @@ class Chunk:
 
     def __init__(self, texts: list[Text], embed: Tensor, config: qwen.ModelConfig):
         self.texts = texts
-        tokens, lengths, branches, predictors = lay_out(*zip(*texts))
-        self.predictors = torch.tensor(predictors, device=embed.device)
-        self.attend = PackedAttention(lengths, embed.device, branches)
+        layout = lay_out(*zip(*texts))
+        self.predictors = torch.tensor(layout.predictors, device=embed.device)
+        self.attend = PackedAttention(layout.trunks, embed.device, layout.branches)
         self.rope = qwen.rope_table(self.attend.positions, config)
-        self.exact = embed[torch.tensor(tokens, device=embed.device)].float()
+        self.exact = embed[torch.tensor(layout.tokens, device=embed.device)].float()
         self.coded = self.exact.clone()
 
     def through(self, layer: qwen.Layer, hidden: Tensor) -> Tensor:

@@ -305,12 +305,12 @@ class Qwen(torch.nn.Module):
         assert temperature > 0, f"temperature must be above 0, got {temperature}"
         assert all(0 < s < len(r) for r, s in zip(rows, starts)), \
             "every row needs a prompt token and a scored token"
-        tokens, lengths, branches, predictors = lay_out(rows, starts)
-        attend = PackedAttention(lengths, self.device, branches)
+        layout = lay_out(rows, starts)
+        attend = PackedAttention(layout.trunks, self.device, layout.branches)
         attends = [attend] * len(self.layers)
-        tokens = torch.tensor(tokens, device=self.device)
+        tokens = torch.tensor(layout.tokens, device=self.device)
         xw, rstd = self.hidden(tokens, attends, attend.positions, kept_layers)
-        at = torch.tensor(predictors, device=self.device)        # the place before each target
+        at = torch.tensor(layout.predictors, device=self.device)
         completions = [t for row, start in zip(rows, starts) for t in row[start:]]
         targets = torch.tensor(completions, device=self.device)
         return token_logprobs(xw[at], rstd[at], self.lm_head, targets, self.live_vocab, temperature)

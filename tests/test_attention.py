@@ -5,12 +5,13 @@ sequences. What the kernels make of it on a GPU is compared here as well; the ke
 python -m pytest tests/test_attention.py -v
 """
 import random
+from dataclasses import astuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from attention import PackedAttention, attend_spans, attend_spans_backward, lay_out, merge, spans_of
+from attention import Layout, PackedAttention, attend_spans, attend_spans_backward, lay_out, merge, spans_of
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="attention by FlashAttention")
 
@@ -25,12 +26,11 @@ def test_positions_restart_with_every_packed_sequence():
 
 def test_rows_are_laid_out_as_worked_out_by_hand():
     # The example of lay_out's docstring.
-    assert lay_out([[1, 2, 7, 8], [1, 2, 5]], [2, 2]) == ([1, 2, 7], [2], [[1, 0]], [1, 2, 1])
+    assert lay_out([[1, 2, 7, 8], [1, 2, 5]], [2, 2]) == Layout([1, 2, 7], [2], [[1, 0]], [1, 2, 1])
     # Two rows after prompt 1 2, one after 5, two of one token after 7 8: only the first prompt has branches.
     rows = [[1, 2, 3, 4], [5, 6, 9], [1, 2, 6], [1, 2, 3, 4], [7, 8, 1], [7, 8, 2]]
-    tokens, lengths, branches, predictors = lay_out([rows[0], rows[2], *rows[1:2], *rows[4:]], [2, 2, 1, 2, 2])
-    assert (tokens, lengths, branches) == ([1, 2, 5, 6, 7, 8, 3], [2, 2, 2], [[1, 0], [0], [0, 0]])
-    assert predictors == [1, 6, 1, 2, 3, 5, 5]
+    assert lay_out([rows[0], rows[2], *rows[1:2], *rows[4:]], [2, 2, 1, 2, 2]) == Layout(
+        [1, 2, 5, 6, 7, 8, 3], [2, 2, 2], [[1, 0], [0], [0, 0]], [1, 6, 1, 2, 3, 5, 5])
 
 
 def test_lay_out_gives_every_scored_token_what_its_row_has_before_it():
@@ -42,7 +42,7 @@ def test_lay_out_gives_every_scored_token_what_its_row_has_before_it():
             for _ in range(draw.randint(1, 4)):
                 rows.append(prompt + draw.choices((1, 2), k=draw.choice((1, 1, 2, 4))))
                 starts.append(len(prompt))
-        tokens, lengths, branches, predictors = lay_out(rows, starts)
+        tokens, lengths, branches, predictors = astuple(lay_out(rows, starts))
         left, seen = iter(tokens), []                                     # seen: what each place attends to
         trunks = [[next(left) for _ in range(n)] for n in lengths]
         tails = [(trunk, [next(left) for _ in range(n)]) for trunk, b in zip(trunks, branches) for n in b]
@@ -56,9 +56,9 @@ def test_lay_out_gives_every_scored_token_what_its_row_has_before_it():
 def test_a_group_is_laid_out_with_its_prompt_once():
     # 8 samples of 3 tokens after a prompt of 5: the prompt, then what each sample's last token does not predict.
     rows = [[9] * 5 + [s, s, s] for s in range(8)]
-    tokens, lengths, branches, predictors = lay_out(rows, [5] * 8)
-    assert len(tokens) == 5 + 8 * 2 and (lengths, branches) == ([5], [[2] * 8])
-    assert predictors == [place for s in range(8) for place in (4, 5 + 2 * s, 6 + 2 * s)]
+    layout = lay_out(rows, [5] * 8)
+    assert len(layout.tokens) == 5 + 8 * 2 and (layout.trunks, layout.branches) == ([5], [[2] * 8])
+    assert layout.predictors == [place for s in range(8) for place in (4, 5 + 2 * s, 6 + 2 * s)]
 
 
 # -----------------------------------------------------------------------------

@@ -308,7 +308,7 @@ def update(args: argparse.Namespace) -> dict:
     batches = micro_batches(questions, rollouts.completions, learner.micro_batch_tokens)
     for _, batch in batches:
         rows = [questions[b] + rollouts.completions[b] for b in batch]
-        computed += len(lay_out(rows, [prompt] * len(rows))[0])
+        computed += len(lay_out(rows, [prompt] * len(rows)).tokens)
         groups = len({id(questions[b]) for b in batch})
         pairs += groups * prompt**2 / 2 + len(batch) * (prompt * new + new**2 / 2)
     flops = update_flops(model.config, computed, B * new, pairs, learner.kept_layers)
@@ -348,7 +348,7 @@ def step(args: argparse.Namespace) -> dict:
     starts = [len(prompt) for prompt in rollouts.prompts]
     return {"seconds": ended - began, "rollout": sampled - began, "update": ended - sampled,
             "tokens": rollouts.num_tokens, "learner_tokens": sum(map(len, rows)),
-            "learner_computed": len(lay_out(rows, starts)[0]),
+            "learner_computed": len(lay_out(rows, starts).tokens),
             "idle": rollouts.idle, "samples": len(rows), "gpus": WORLD,
             "micro_batch": learner.micro_batch_tokens, "kept": learner.kept_layers,
             "kv_gib": sampler.engine.kv.nbytes / 2**30,
