@@ -56,8 +56,9 @@ from sampler import KV_BLOCK, PREFILL_TOKENS, blocks_for
 
 GIB = 2**30
 MICRO_BATCH_TOKENS = 32768, 16384, 8192, 4096, 2048    # the sizes that are tried
-# Micro-batches beyond 8,192 tokens pay on small models alone, whose kernels are so short that most
-# time goes into launching them. They are tried up to this product of tokens and width.
+# Micro-batches beyond 8,192 tokens are tried up to this product of tokens and width, since a narrow
+# model's kernels are so short that most time goes into launching them. Twice as many tokens are
+# taken only if all layers keep their activations, which would be worth more.
 WORTHWHILE = 2**25
 # Each micro-batch expands W anew, which costs as much as multiplying 240 tokens: 3, 6 and 12 % of
 # micro-batches of 8,192, 4,096 and 2,048 tokens.
@@ -229,10 +230,11 @@ class Plan:
         useful_pool: bytes of max_rows sequences of full length.
         """
         layers = self.model.config.layers
-        largest = max(8192, WORTHWHILE // self.model.config.width)
-        sizes = [tokens for tokens in MICRO_BATCH_TOKENS if tokens <= largest]
+        worthwhile = max(8192, WORTHWHILE // self.model.config.width)
+        sizes = [tokens for tokens in MICRO_BATCH_TOKENS if tokens <= 2 * worthwhile]
         if limits.micro_batch_tokens:
-            sizes = [limits.micro_batch_tokens]
+            worthwhile = limits.micro_batch_tokens
+            sizes = [worthwhile]
         options = []
         for tokens in sizes:
             micro_batch = self.least_micro_batch = self.worst_case(tokens)
@@ -251,6 +253,8 @@ class Plan:
                     continue                     # a smaller micro-batch may leave enough
             kept_layers = int((left - pool) / layer + 1e-6)      # 2.9999999 is 3
             kept_layers = min(layers, max(0, kept_layers))
+            if tokens > worthwhile and kept_layers < layers:
+                continue
             # Forward, backward, and a second forward of the layers that kept nothing. The backward
             # costs what a forward does: W is frozen, so only the gradient of x is multiplied.
             forwards = (3 - kept_layers / layers) * (1 + EXPANSION_TOKENS / computed)
