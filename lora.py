@@ -34,7 +34,7 @@ from torch import Tensor
 
 from files import UserError
 from nvfp4 import Weight
-from ops import mm, mm_fp32
+from ops import add_mm, mm, mm_fp32
 from weights import check_trained_on, read_peft, write_peft
 
 # -----------------------------------------------------------------------------
@@ -99,7 +99,7 @@ class Linear(torch.nn.Module):
         self.parts = parts
         self.scratch = scratch or Scratch()
         self.adapter = None                      # attach() sets these five:
-        self.a = self.b = None                   # fp32 A (P*R, K) and B (N, R), trained
+        self.a = self.b = None                   # fp32 A (P*R, K) and B (N, R), trained; see .grad
         self.working_a = self.working_b = None   # A and s * B in the model's dtype
         self.on_input = None                     # called with each x (M, K): calibrate.py listens
 
@@ -108,21 +108,16 @@ class Linear(torch.nn.Module):
         """R, or 0 without an adapter and where it is switched off."""
         return self.adapter.rank if self.adapter and self.adapter.enabled else 0
 
-    def trained(self) -> tuple[Tensor | None, Tensor | None]:
-        """A and B as arguments of a torch.autograd.Function, or (None, None) where rank is 0. The
-        Function computes with their working copies, but autograd gives gradients to arguments only.
-        """
-        return (self.a, self.b) if self.rank else (None, None)
-
     def forward(self, x: Tensor) -> Tensor:
-        """x (M, K) in the model's dtype -> y (M, N) fp32, differentiable in x, A and B.
+        """x (M, K) in the model's dtype -> y (M, N) fp32, differentiable in x, which must require a
+        gradient: its backward pass adds those of A and B to a.grad and b.grad.
 
         y = x @ W.T + (x @ A.T) @ (s * B).T, part by part. The methods below compute it as one
         product; on a first reading go on at Adapter.
         """
         k = self.weight.K
         assert x.dim() == 2 and x.shape[1] == k, f"{self.names[0]}: x {tuple(x.shape)}, not K={k}"
-        return _Product.apply(x, *self.trained(), self)
+        return _Product.apply(x, self)
 
     def wide_weight(self) -> Tensor:
         """The wide matrix (N + P*R, K + P*R) drawn above, in the shared buffer."""
@@ -160,8 +155,9 @@ class Linear(torch.nn.Module):
             x_wide[:, k:] = mm_fp32(x_wide[:, :k], self.working_a.T)
         return mm_fp32(x_wide, self.wide_weight()[:self.weight.N].T)
 
-    def product_backward(self, x_wide: Tensor, dy_wide: Tensor, needs_ab: bool) -> tuple:
-        """Gradients of product(): -> dx (M, K) in the model's dtype, dA and dB in fp32 or None.
+    def product_backward(self, x_wide: Tensor, dy_wide: Tensor) -> Tensor:
+        """The backward pass of product(): returns dx (M, K) in the model's dtype, and adds dA and
+        dB to a.grad and b.grad.
 
         x_wide: as product() left it. dy_wide: widened(dL/dy). W is expanded a second time here. To
         keep the expanded W of all layers from the forward would take 3.5 times the memory of an
@@ -172,16 +168,15 @@ class Linear(torch.nn.Module):
         wide = self.wide_weight()
         assert x_wide.shape[1] == wide.shape[1], \
             f"{self.names[0]}: adapter switched between forward and backward"
-        if self.rank:
-            dy_wide[:, n:] = mm_fp32(dy_wide[:, :n], wide[:n, k:])     # dL/d(x @ A.T), (M, P*R)
-        dx = mm(dy_wide, wide[:, :k])
-        if not (self.rank and needs_ab):
-            return dx, None, None
-        da = mm_fp32(dy_wide[:, n:].T, x_wide[:, :k])                  # (P*R, K)
+        if not self.rank:
+            return mm(dy_wide, wide[:, :k])
+        dy_wide[:, n:] = mm_fp32(dy_wide[:, :n], wide[:n, k:])         # dL/d(x @ A.T), (M, P*R)
+        add_mm(self.a.grad, dy_wide[:, n:].T, x_wide[:, :k])           # (P*R, K)
         part_dy = dy_wide[:, :n].split(self.parts, dim=1)              # P of (M, the part's rows)
         part_xa = x_wide[:, k:].split(self.rank, dim=1)                # P of (M, R)
-        db = torch.cat([mm_fp32(dy.T, xa) for dy, xa in zip(part_dy, part_xa)])
-        return dx, da, self.adapter.scale * db
+        for db, dy, xa in zip(self.b.grad.split(self.parts), part_dy, part_xa):
+            add_mm(db, dy.T, xa, self.adapter.scale)
+        return mm(dy_wide, wide[:, :k])
 
     def merged(self) -> Tensor:
         """W + s * B @ A in fp32, (N, K): what an exported checkpoint holds."""
@@ -195,10 +190,10 @@ class Linear(torch.nn.Module):
 
 
 class _Product(torch.autograd.Function):
-    """Linear.forward. a and b are arguments only to get gradients: see Linear.trained."""
+    """Linear.forward."""
 
     @staticmethod
-    def forward(ctx, x, a, b, linear):
+    def forward(ctx, x, linear):
         x_wide = linear.widened(x)
         ctx.linear = linear
         ctx.save_for_backward(x_wide)            # product() still writes x @ A.T into it
@@ -207,10 +202,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         x_wide, = ctx.saved_tensors
-        linear = ctx.linear
-        _, needs_a, _, _ = ctx.needs_input_grad
-        dx, da, db = linear.product_backward(x_wide, linear.widened(dy), needs_a)
-        return dx, da, db, None
+        return ctx.linear.product_backward(x_wide, ctx.linear.widened(dy)), None
 
 
 # -----------------------------------------------------------------------------
@@ -226,7 +218,7 @@ class Adapter:
         0                                  b_start
 
     Whoever changes master calls sync() afterwards. Clear the gradients by master.grad.zero_(): an
-    optimizer's or a module's zero_grad() drops the tensor (set_to_none), and the leaves would go on
+    optimizer's or a module's zero_grad() drops the tensor (set_to_none), and the linears would go on
     adding to one that nobody reads.
     """
 
@@ -293,14 +285,9 @@ def attach(model: torch.nn.Module, rank: int = 32, alpha: float = 32, seed: int 
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     adapter = Adapter(linears, rank, alpha, model.dtype)
 
-    # Autograd adds to the .grad of a leaf in place. With these views as leaves, all gradients end
-    # up in adapter.master.grad without a copy.
-    leaves = adapter.unflatten(adapter.master.data)
-    gradients = adapter.unflatten(adapter.master.grad)
-    for leaf, gradient in zip(chain(*leaves), chain(*gradients)):
-        leaf.requires_grad_().grad = gradient
-
-    all_a, all_b = leaves
+    all_a, all_b = adapter.unflatten(adapter.master.data)
+    for view, gradient in zip(all_a + all_b, chain(*adapter.unflatten(adapter.master.grad))):
+        view.grad = gradient
     working_a, working_b = adapter.unflatten(adapter.working)
     generator = torch.Generator().manual_seed(seed)
     for i, linear in enumerate(linears):
@@ -311,7 +298,7 @@ def attach(model: torch.nn.Module, rank: int = 32, alpha: float = 32, seed: int 
         linear.working_b = working_b[i]
         bound = linear.weight.K ** -0.5
         uniform = torch.rand(linear.a.shape, generator=generator) * 2 * bound - bound
-        linear.a.data.copy_(uniform)
+        linear.a.copy_(uniform)
     model.adapter = adapter
     adapter.sync()
     return adapter

@@ -269,6 +269,8 @@ class Qwen(torch.nn.Module):
         kept_layers = layers if kept_layers is None else kept_layers
         assert 0 <= kept_layers <= layers, f"kept_layers {kept_layers}, of {layers} layers"
         x = self.embed[tokens].float()
+        if self.adapter:                         # frozen: so that autograd enters the first layer
+            x.requires_grad_()
         cos, sin = rope_table(positions, self.config)
         first_kept = layers - kept_layers if torch.is_grad_enabled() else 0
         for i, (layer, attend) in enumerate(zip(self.layers, attends)):

@@ -19,7 +19,6 @@ product; c rows of a chunk.
 """
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -84,6 +83,14 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b) if a.is_cuda else mm_fp32(a, b).to(a.dtype)
 
 
+def add_mm(total: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> None:
+    """total (M, N) fp32 += scale * a (M, K) @ b (K, N), in place, by mm_fp32's sums."""
+    if not a.is_cuda or a.dtype == torch.float32:
+        total += scale * mm_fp32(a, b)
+    else:
+        torch.addmm(total, a, b, out_dtype=torch.float32, alpha=scale, out=total)
+
+
 # -----------------------------------------------------------------------------
 # The MLP
 
@@ -116,25 +123,6 @@ def swiglu_backward(y: Tensor, rstd: Tensor, dh: Tensor, dy: Tensor) -> Tensor:
     return (dz * y).sum(-1, keepdim=True, dtype=rstd.dtype)
 
 
-class _MlpArguments(NamedTuple):
-    """Names for what torch.autograd.Function passes by place. Three tuples have this order: the
-    arguments of _Mlp.apply, ctx.needs_input_grad (a bool for each), and what backward() returns (a
-    gradient or None for each).
-
-    The four A and B are None without an adapter. They are arguments because autograd gives
-    gradients to arguments alone; the products compute with the adapter's working copies of them.
-    """
-    x: Tensor | None
-    rstd: Tensor | None
-    gate_up: torch.nn.Module | None              # the two lora.Linears have no gradient themselves
-    down: torch.nn.Module | None
-    gate_up_a: Tensor | None
-    gate_up_b: Tensor | None
-    down_a: Tensor | None
-    down_b: Tensor | None
-    grad_enabled: bool | None                    # at the call; forward() itself runs with it off
-
-
 class _Mlp(torch.autograd.Function):
     """Both linears and what lies between them as one step of autograd. lora.py explains the wide
     inputs, in which x @ A.T stands to the right of x.
@@ -155,11 +143,7 @@ class _Mlp(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, *arguments):
-        x, rstd, gate_up, down, *_, grad_enabled = arguments
-        # ctx.needs_input_grad is True for A and B under torch.no_grad() too, though no backward
-        # pass will then ask for y.
-        keep = grad_enabled and any(ctx.needs_input_grad)
+    def forward(ctx, x, rstd, gate_up, down, keep):
         x_wide = gate_up.widened(x)
         y = gate_up.product(x_wide)
         h_wide = down.empty_wide(len(x), down.weight.K)
@@ -172,23 +156,19 @@ class _Mlp(torch.autograd.Function):
     def backward(ctx, dout):
         x_wide, y, rstd, h_wide = ctx.saved_tensors
         gate_up, down = ctx.linears
-        needs = _MlpArguments(*ctx.needs_input_grad)
-        dh, down_da, down_db = down.product_backward(h_wide, down.widened(dout), needs.down_a)
+        dh = down.product_backward(h_wide, down.widened(dout))
         dy_wide = gate_up.empty_wide(*y.shape)
         drstd = swiglu_backward(y, rstd, dh, dy_wide[:, :y.shape[1]])
-        dx, gate_up_da, gate_up_db = gate_up.product_backward(x_wide, dy_wide, needs.gate_up_a)
-        return _MlpArguments(x=dx, rstd=drstd, gate_up=None, down=None, gate_up_a=gate_up_da,
-                             gate_up_b=gate_up_db, down_a=down_da, down_b=down_db,
-                             grad_enabled=None)
+        return gate_up.product_backward(x_wide, dy_wide), drstd, None, None, None
 
 
 def mlp(gate_up: torch.nn.Module, down: torch.nn.Module, x: Tensor, rstd: Tensor) -> Tensor:
     """The MLP of a layer: down(silu(gate) * up), where gate|up = gate_up(x) * rstd.
 
-    gate_up, down: lora.Linears; x (T, D) in the model's dtype, rstd (T, 1) -> (T, D) fp32.
+    gate_up, down: lora.Linears, whose adapters get their gradients as in Linear.forward; x (T, D)
+    in the model's dtype, rstd (T, 1) -> (T, D) fp32.
     """
-    return _Mlp.apply(*_MlpArguments(x, rstd, gate_up, down, *gate_up.trained(), *down.trained(),
-                                     torch.is_grad_enabled()))
+    return _Mlp.apply(x, rstd, gate_up, down, torch.is_grad_enabled() and x.requires_grad)
 
 
 # -----------------------------------------------------------------------------

