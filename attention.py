@@ -24,21 +24,19 @@ A branch sees its trunk and itself, and no other branch:
            b1   |  o  o  |          | x
            b2   |  o  o  |          | x  x
 
-FlashAttention computes either part, but not both in one call: it wants the keys of a query to be
-neighbours, and a1..a3 lie between the prompt and b1. So there are two softmaxes, and merge() makes
-one of them. With lse = log of the sum of e^score over the keys of a part, the weight of a part is
-its share of the whole sum:
+FlashAttention wants the keys of a query to be neighbours, and a1..a3 lie between the prompt and b1.
+So each part has its own softmax, and merge() makes one of the two. With lse = log of the sum of
+e^score over a part's keys, the weight of a part is its share of the whole sum:
 
     lse = log(e^lse_inside + e^lse_across)
     out = out_inside * e^(lse_inside - lse) + out_across * e^(lse_across - lse)
 
-The backward pass needs no merging. A probability of the whole softmax is e^(score - lse) with the
+The backward pass needs no merging: a probability of the whole softmax is e^(score - lse) with the
 whole's lse, whichever part the key is in. So each part computes its gradients from the whole's out
-and lse, and the gradients of the two parts add up.
+and lse, and they add up.
 
-In 16 bits the out of each part is rounded before the merge and the merged one after it. The sampler
-attends to prompt and answer in one softmax and rounds once, so here, and nowhere else, the two
-round at different places.
+In bf16 each part's out is rounded before the merge and the merged one after it. The sampler has one
+softmax and rounds once: here, and nowhere else, sampler and learner round at different places.
 
 Shapes: T tokens (queries), S keys, H query heads, KV key-value heads, d head size.
 """

@@ -5,10 +5,10 @@ The learner: turns sampled answers and their advantages into optimizer steps on 
     batch = Batch(rows, advantages)              # one for each training step
     update = learner.update(batch, weights, lr)  # one or more for each batch
 
-All trained parameters are views of one fp32 vector, adapter.master (lora.py). An update cuts the
-batch's rows into micro-batches that fit in memory, adds up their gradients over micro-batches and
-ranks, clips the sum, takes an AdamW step, and rounds the new parameters into the copies that
-sampler and learner compute with (in bf16 on a GPU).
+All trained parameters are views of one fp32 vector, adapter.master (lora.py). An update packs the
+batch's rows into micro-batches that fit in memory, adds up their gradients, clips the sum, takes an
+AdamW step, and rounds the new parameters into the working copies (bf16 on a GPU) that sampler and
+learner compute with.
 
 Not here: the loss (grpo.py), forward and backward of the model (model.py, ops.py).
 """

@@ -159,13 +159,11 @@ class Linear(torch.nn.Module):
         """The backward pass of product(): returns dx (M, K) in the model's dtype, and adds dA and
         dB to a.grad and b.grad.
 
-        x_wide: as product() left it. dy_wide: widened(dL/dy). W is expanded a second time here. To
-        keep the expanded W of all layers from the forward would take 3.5 times the memory of an
-        NVFP4 model.
+        x_wide: as product() left it. dy_wide: widened(dL/dy).
         """
         n = self.weight.N
         k = self.weight.K
-        wide = self.wide_weight()
+        wide = self.wide_weight()                # again: all of them kept are 3.5 times the model
         assert x_wide.shape[1] == wide.shape[1], \
             f"{self.names[0]}: adapter switched between forward and backward"
         if not self.rank:
@@ -218,8 +216,8 @@ class Adapter:
         0                                  b_start
 
     Whoever changes master calls sync() afterwards. Clear the gradients by master.grad.zero_(): an
-    optimizer's or a module's zero_grad() drops the tensor (set_to_none), and the linears would go on
-    adding to one that nobody reads.
+    optimizer's or a module's zero_grad() drops the tensor (set_to_none), and the linears would add
+    to one that nobody reads.
     """
 
     def __init__(self, linears: list[Linear], rank: int, alpha: float, dtype: torch.dtype):

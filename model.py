@@ -14,26 +14,21 @@ before the rotary embedding, and d is not D / H.
 Precision. GRPO divides the learner's probability of a token by the sampler's, so the two must agree
 although they sum in different orders. Hence the residual stream and the sum and result of every
 linear are fp32. What the next matmul takes is rounded to `dtype` (bf16 on a GPU, fp32 on a CPU):
-x * w after a norm; q, k and v; attention's output, which `o` takes; silu(gate) * up; an adapter's
-x @ A.T. Besides, the MLP keeps gate_up's result rounded for its backward pass, and gradients
-between matmuls are rounded (ops.py, lora.py).
-On the 0.5B, in eight training runs of this code without noise, the ratio of the two probabilities
-lay outside [0.9, 1.1] for 0.13 % of the tokens. With everything in bf16, in plain PyTorch, it was
-about ten times as many (docs/deviations.md).
+x * w after a norm; q, k and v; attention's output; silu(gate) * up; an adapter's x @ A.T. The MLP
+also keeps gate_up's result rounded for its backward pass, and gradients between matmuls are rounded
+(ops.py, lora.py).
 
-Where RMSNorm's division goes. norm(x) = x * w / rms(x), and 1/rms(x) is one number a row. So it may
-be multiplied into the result of the linear that follows, instead of into its input. A bias is added
-after that, since 1/rms belongs to the product alone:
+Where RMSNorm's division goes. norm(x) = x * w / rms(x), and 1/rms(x) is one number a row, so it can
+be multiplied into the result of the next linear. A bias is added after that:
 
     textbook    norm: x * w / rms  ->  dtype  ->  @ W.T              ->  + bias  ->  y
     here        norm: x * w        ->  dtype  ->  @ W.T  -> * 1/rms  ->  + bias  ->  y
                       1/rms  -------------------------------^
 
-RMSNorm returns both, (x * w in dtype, 1/rms in fp32). Two things are gained: a GPU's matmul need
-not wait until a kernel has seen the whole row, and sampler and learner round the same numbers at
-the same place (except in attention to a shared prompt: attention.py). AQN's noise is added to w.
-1/rms is called rstd, as in other programs' norms, though it is no standard deviation that it
-divides by: rms(x) = sqrt(mean(x^2) + eps), and no mean is subtracted from x.
+In a decode step the matmul then need not wait for the sum over the whole row. The learner does the
+same because it must round what the sampler rounds: in the textbook form every normed input would
+differ from the sampler's by a rounding. AQN's noise is added to w. 1/rms is called rstd as in other
+programs' norms: rms(x) = sqrt(mean(x^2) + eps), and no mean is subtracted.
 
 Not here: the KV cache (sampler.py), sliding windows and YaRN (off in these checkpoints).
 
@@ -212,10 +207,9 @@ class Layer(torch.nn.Module):
         knows which token sees which: attention.PackedAttention for the learner, the KV cache for
         the sampler.
 
-        A trap for whoever changes these lines: on a GPU the sampler's decode steps do not come by
-        here. GraphEngine.step in fast/decode.py launches kernels that compute the same layer, and
-        a change belongs there too.
         """
+        # A trap: on a GPU the sampler's decode steps do not come by here. GraphEngine.step in
+        # fast/decode.py launches kernels for the same layer, and a change belongs there too.
         xw, rstd = self.input_norm(x)
         c = self.config
         q, k, v = elementwise(split_qkv, self.qkv(xw), rstd, self.qkv_bias, self.qk_gains, c.eps,
@@ -294,15 +288,14 @@ class Qwen(torch.nn.Module):
 
     def token_logprobs(self, rows: list[list[int]], starts: list[int], temperature: float = 1.0,
                        kept_layers: int | None = None) -> tuple[Tensor, Tensor]:
-        """What the loss needs of each completion token: its log-prob, differentiable, and the
-        entropy of the softmax that it is read from, not differentiable.
+        """The log-prob of each completion token, differentiable, and the entropy of its softmax,
+        not differentiable, in nats.
 
         rows: lists of ids, each a prompt and its completion; starts[i]: where the completion of row
-        i begins. -> (C,) fp32 each, for the C completion tokens alone: rows[i][starts[i]:] of row
-        0, row 1, ... That is not the T of hidden(), which counts prompts too. Rows next to each
-        other with the same prompt share the work on it.
-        temperature divides the logits and must be above 0. (The sampler reads 0 as "take the
-        likeliest token", whose log-prob is at temperature 1.) kept_layers: see hidden().
+        i begins. -> (C,) fp32 each, for the C completion tokens of all rows in order. Neighbours
+        with the same prompt share the work on it.
+        temperature > 0 divides the logits (the sampler reads 0 as greedy, and then reports
+        log-probs at temperature 1). kept_layers: see hidden().
         """
         assert temperature > 0, f"temperature must be above 0, got {temperature}"
         assert all(0 < s < len(r) for r, s in zip(rows, starts)), \

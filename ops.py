@@ -124,8 +124,8 @@ def swiglu_backward(y: Tensor, rstd: Tensor, dh: Tensor, dy: Tensor) -> Tensor:
 
 
 class _Mlp(torch.autograd.Function):
-    """Both linears and what lies between them as one step of autograd. lora.py explains the wide
-    inputs, in which x @ A.T stands to the right of x.
+    """Both linears and what lies between them as one step of autograd. Wide inputs, with x @ A.T to
+    the right of x, are explained in lora.py.
 
         x_wide   [x | x @ A.T]   in 16 bits on a GPU; A is gate_up's
           |  gate_up.product
@@ -200,15 +200,13 @@ def softmax_at(products: Tensor, scale: Tensor, targets: Tensor, live: int,
 class _TokenLogprobs(torch.autograd.Function):
     """Log-probs in chunks of rows. Their gradient is computed in the forward pass already.
 
-    The log-prob of row t depends on row t of x alone. So its gradient is one row too, and the
-    backward pass knows only one more number for it, dL/dlogprob[t]:
+    The log-prob of row t depends on row t of x alone, so its gradient is one row too:
 
         dL/dx[t] = dL/dlogprob[t] * ((onehot(target) - softmax) @ head * scale)[t]
 
-    The forward pass computes the right factor while it has the logits of the chunk, keeps it in
-    fp32 and drops the logits; the backward pass multiplies. Otherwise it would need the logits of
-    all T tokens, 5 GB of fp32 for 8,192 tokens and a vocabulary of 152k, or would have to multiply
-    by `head` a second time to get them back.
+    The forward pass computes the right factor while it has the chunk's logits, keeps it in fp32 and
+    drops the logits; the backward pass multiplies by dL/dlogprob. Keeping the logits of 8,192
+    tokens would take 5 GB at a vocabulary of 152k.
     """
     CHUNK = 512                                  # rows: 0.3 GB of fp32 logits at V = 152k
 
