@@ -56,9 +56,9 @@ TILE_SIDE = 128
 # A tile of LoRA's A is 64 x 64 numbers of 16 bits: 8 KiB, as are the codes of a tile of W, so both
 # fit the same place in shared memory. The kernels write this 64 out as well.
 A_TILE = 64
-# Rows of x up to which a decode step decodes W in registers instead of expanding it. Never tuned
-# for these kernels; the best number may be higher.
-MAX_DECODE_ROWS = 256
+# Rows of x up to which a decode step decodes W in registers instead of expanding it: the most for
+# which this was measured to be faster (docs/kernels.md).
+MAX_DECODE_ROWS = 512
 
 
 # -----------------------------------------------------------------------------
