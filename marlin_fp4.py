@@ -465,19 +465,15 @@ def dequantize_kernel(
 #     rows 0 .. BM         A0  A1  A2   0   1   2   3   4
 #     rows BM .. 2 BM      A0  A1  A2   0   1   2   3   4
 #
-# A program of A walks as much of K as a stripe has tiles, but at most a quarter: where a stripe is
-# longer than a band, one program would walk all of K and end last.
+# A program of A walks as much of K as a stripe has tiles, but at most a part of it (parts_of_k):
+# where a stripe is longer than a band, one program would walk all of K and end last.
 
-@triton.jit
-def a_stripe(k_tiles, stripe):
-    """How much of K a program of x @ A.T walks, in tiles."""
-    return tl.minimum(stripe, tl.cdiv(k_tiles, 4))
-
-
-@triton.jit
-def a_pieces(k_tiles, stripe):
-    """How many slabs hold a piece of x @ A.T."""
-    return tl.cdiv(k_tiles, a_stripe(k_tiles, stripe))
+def parts_of_k(M: int) -> int:
+    """Into how many parts the programs of x @ A.T cut K, at least, with M rows of x."""
+    # With more than 32 rows products take the time and not bytes, and A has half as many of them a
+    # tile as W. And there most columns of a long stripe's W lie in two slabs: if those of A lay in
+    # four, the loop that adds them up would run twice as long.
+    return 4 if M <= 32 else 2
 
 
 @triton.jit
@@ -487,21 +483,19 @@ def w_pieces(column, k_tiles, stripe):
     return (first_tile + k_tiles - 1) // stripe - first_tile // stripe + 1
 
 
-def most_pieces(k_tiles: int, stripe: int) -> tuple[int, int]:
-    """The most pieces that a column of x @ W.T can have, and the pieces of x @ A.T."""
-    # A bound for every N: kernels that read slabs take it as a compile-time constant. A band meets
-    # the most stripes if it begins at the last tile of one.
-    a_tiles = min(stripe, -(-k_tiles // 4))  # as a_stripe, which is for kernels alone
-    return (k_tiles + stripe - 2) // stripe + 1, -(-k_tiles // a_tiles)
-
-
 class StripePlan(NamedTuple):
     """How one launch cuts up x @ [W; A].T."""
     k_tiles: int            # tiles in a band
     stripe: int             # consecutive tiles that one program walks
+    a_stripe: int           # tiles' width of K that a program of x @ A.T walks
     a_programs: int         # programs that do x @ A.T; those of W come after them
     programs: int           # all of them: axis 0 of the grid
     slabs: int              # S: the most pieces of any column of this W, or of A
+
+    def result(self, sums: torch.Tensor, weight: PackedWeight) -> "MatmulSlabs":
+        """What a decode matmul with this plan returns."""
+        a_pieces = triton.cdiv(self.k_tiles, self.a_stripe)
+        return MatmulSlabs(sums, weight.out_scale, self.k_tiles, self.stripe, a_pieces)
 
 
 @cache
@@ -519,7 +513,8 @@ def plan_stripes(N: int, K: int, M: int, R: int, config: tuple, multiprocessors:
     for waves in itertools.count(1):
         fit = waves * places
         for stripe in range(max(1, tiles // fit), tiles + 1):
-            pieces_of_a = most_pieces(k_tiles, stripe)[1] if R else 0
+            a_stripe = min(stripe, triton.cdiv(k_tiles, parts_of_k(M)))
+            pieces_of_a = triton.cdiv(k_tiles, a_stripe) if R else 0
             a_programs = triton.cdiv(R, A_TILE) * pieces_of_a
             w_programs = triton.cdiv(tiles, stripe)
             if a_programs + w_programs <= fit:
@@ -529,19 +524,21 @@ def plan_stripes(N: int, K: int, M: int, R: int, config: tuple, multiprocessors:
     programs = a_programs + w_programs
     # w_pieces.fn is the Python function that @triton.jit was applied to.
     pieces_of_w = max(w_pieces.fn(band * TILE_SIDE, k_tiles, stripe) for band in range(bands))
-    return StripePlan(k_tiles, stripe, a_programs, programs, max(pieces_of_w, pieces_of_a))
+    slabs = max(pieces_of_w, pieces_of_a)
+    return StripePlan(k_tiles, stripe, a_stripe, a_programs, programs, slabs)
 
 
 class MatmulSlabs(NamedTuple):
     """What a decode matmul leaves: partial sums, which fast/kernels.py adds up where it reads them.
 
         (x @ W.T)[:, n] = scale[n] * sums[:w_pieces(n, k_tiles, stripe), :, n].sum(0)
-        x @ A.T         = sums[:a_pieces(k_tiles, stripe), :, N:N + R].sum(0)
+        x @ A.T         = sums[:a_pieces, :, N:N + R].sum(0)
     """
     sums: torch.Tensor      # fp32 (S, M, at least N + R)
     scale: torch.Tensor     # fp32 (N,)
     k_tiles: int            # as in the StripePlan
     stripe: int             # likewise
+    a_pieces: int           # slabs that hold a piece of x @ A.T
 
 
 # -----------------------------------------------------------------------------
@@ -613,12 +610,12 @@ def store_piece(acc, out_ptr, width, n, columns, m, M):
     tl.store(out_ptr + m[None, :] * width + n[:, None], acc, mask=mask)
 
 
-@triton.jit(do_not_specialize=["M", "k_tiles", "stripe", "a_programs"])
+@triton.jit(do_not_specialize=["M", "k_tiles", "stripe", "a_stripe", "a_programs"])
 def portable_kernel(
     inputs: MatmulInputs,
     slabs_ptr,         # fp32 (S, M, width)     columns N .. N + R are x @ A.T
     M, width,
-    k_tiles, stripe, a_programs,  # of the StripePlan
+    k_tiles, stripe, a_stripe, a_programs,  # of the StripePlan
     BM: tl.constexpr, STAGES: tl.constexpr, BATCH: tl.constexpr,  # of the PortableConfig
     WHOLE_K: tl.constexpr, # K is a multiple of 128
     PDL: tl.constexpr,     # a programmatic dependent launch, see fast/kernels.py
@@ -635,14 +632,13 @@ def portable_kernel(
     # A program of x @ A.T: 64 rows of A, along a_stripe tiles of K. A tile of A is 64 wide, half a
     # tile of W, so it counts in half tiles.
     if pid < a_programs:
-        length = a_stripe(k_tiles, stripe)
-        pieces = tl.cdiv(k_tiles, length)
+        pieces = tl.cdiv(k_tiles, a_stripe)
         piece = pid % pieces
         r = pid // pieces * 64 + tl.arange(0, 64)
         k = tl.arange(0, 64)
-        end = tl.minimum(piece * length + length, k_tiles)
+        end = tl.minimum(piece * a_stripe + a_stripe, k_tiles)
         acc = tl.zeros(sum_shape(64, BM, BATCH), tl.float32)
-        for half_tile in tl.range(2 * piece * length, 2 * end, num_stages=STAGES):
+        for half_tile in tl.range(2 * piece * a_stripe, 2 * end, num_stages=STAGES):
             a = load_rows(inputs.a, inputs.K, r, inputs.R, half_tile * 64 + k, inputs.K, WHOLE_K)
             x = load_rows(inputs.x, inputs.x_stride, m, M, half_tile * 64 + k, inputs.K, WHOLE_K)
             acc = add_product(acc, a, x)
@@ -783,10 +779,10 @@ def portable_matmul(x: torch.Tensor, weight: PackedWeight, lora_a: torch.Tensor 
     a = lora_a if R else x  # without an adapter any pointer will do, since nothing is read from it
     inputs = MatmulInputs(x, x.stride(0), weight.codes, weight.scales, a, weight.N, K, R)
     portable_kernel[plan.programs, triton.cdiv(M, config.BM)](
-        inputs, slabs, M, slabs.shape[2], plan.k_tiles, plan.stripe, plan.a_programs, config.BM,
-        config.num_stages, config.batch, K % TILE_SIDE == 0, pdl, num_warps=config.num_warps,
-        launch_pdl=pdl)
-    return MatmulSlabs(slabs, weight.out_scale, plan.k_tiles, plan.stripe)
+        inputs, slabs, M, slabs.shape[2], plan.k_tiles, plan.stripe, plan.a_stripe, plan.a_programs,
+        config.BM, config.num_stages, config.batch, K % TILE_SIDE == 0, pdl,
+        num_warps=config.num_warps, launch_pdl=pdl)
+    return plan.result(slabs, weight)
 
 
 # -----------------------------------------------------------------------------
@@ -810,4 +806,4 @@ def expanded_matmul(x: torch.Tensor, weight: Weight,
     if R:
         mm_fp32(x, lora_a.T, out=slabs[0, :, N:])
     # As if K were one tile wide and a stripe one tile long: then every column has one piece.
-    return MatmulSlabs(slabs, unit_scale(N, x.device), k_tiles=1, stripe=1)
+    return MatmulSlabs(slabs, unit_scale(N, x.device), k_tiles=1, stripe=1, a_pieces=1)

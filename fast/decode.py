@@ -59,7 +59,6 @@ from marlin_fp4 import (
     PackedWeight,
     capability,
     expanded_matmul,
-    most_pieces,
     portable_matmul,
     shared_memory_kib,
 )
@@ -159,7 +158,7 @@ def launch_matmul(linear: Linear, x: torch.Tensor,
     b = linear.working_b if R else slabs.scale  # without an adapter nobody reads it
     return UnfinishedLinear(
         slabs.sums, slabs.scale, b, linear.weight.N, slabs.sums.shape[2], slabs.k_tiles,
-        slabs.stripe, constexpr(max(most_pieces(slabs.k_tiles, slabs.stripe))), constexpr(R))
+        slabs.stripe, slabs.a_pieces, constexpr(slabs.sums.shape[0]), constexpr(R))
 
 
 class GraphStore(dict):

@@ -51,7 +51,6 @@ from marlin_fp4 import (
     TILE_SIDE,
     MatmulSlabs,
     PackedWeight,
-    a_stripe,
     capability,
     decode_planes,
     decode_scales,
@@ -111,7 +110,7 @@ class Stripe(NamedTuple):
     end: tl.tensor
     halves: tl.tensor       # steps to a tile: 1; for A, whose tiles are half as wide, 2
     k_tiles: tl.tensor      # of the StripePlan
-    length: tl.tensor       # `stripe` of the StripePlan
+    length: tl.tensor       # `stripe` of the StripePlan, or its a_stripe
 
 
 # -----------------------------------------------------------------------------
@@ -240,7 +239,7 @@ def _consume(maps: TensorMaps, ring: Ring, stripe: Stripe, out, slabs_ptr, N):
                 # only because Triton puts a barrier before this, here and below; a test looks for
                 # that barrier in the compiled kernel.
                 mbarrier.arrive(ring.empty.index(slot), count=1)
-        piece = stripe.first % k_tiles // a_stripe(k_tiles, stripe.length)
+        piece = stripe.first % k_tiles // stripe.length
         row = stripe.first // k_tiles * A_SIDE
         _store_from_registers(acc, slabs_ptr, maps, piece, row, maps.a.shape[0], N, stripe.m0)
     else:
@@ -279,12 +278,12 @@ def _consume(maps: TensorMaps, ring: Ring, stripe: Stripe, out, slabs_ptr, N):
 # -----------------------------------------------------------------------------
 # The kernel
 
-@gluon.jit(do_not_specialize=["k_tiles", "stripe_length", "a_programs"])
+@gluon.jit(do_not_specialize=["k_tiles", "stripe_length", "a_stripe", "a_programs"])
 def hopper_kernel(
     x_desc, codes_desc, scales_desc, a_desc, slabs_desc,  # TensorMaps; a_desc None: no adapter
     slabs_ptr,         # fp32 (S, M, width)    columns N .. N + R are x @ A.T
     N,                 # specialized: where 16 divides it, neighbouring rows of W share a mask
-    k_tiles, stripe_length, a_programs,  # of the StripePlan
+    k_tiles, stripe_length, a_stripe, a_programs,  # of the StripePlan
     config: gl.constexpr, # HopperConfig
     PDL: gl.constexpr,
 ):
@@ -316,14 +315,14 @@ def hopper_kernel(
     length = stripe_length
     halves = 1
     if HAS_A and is_a:
-        length = a_stripe(k_tiles, stripe_length)
+        length = a_stripe
         halves = 2
         pieces_a = gl.cdiv(k_tiles, length)
         first = pid // pieces_a * k_tiles + pid % pieces_a * length
         limit = pid // pieces_a * k_tiles + k_tiles
     end = gl.minimum(first + length, limit)
     m0 = gl.program_id(1) * BM
-    stripe = Stripe(is_a, pid - a_programs, m0, first, end, halves, k_tiles, stripe_length)
+    stripe = Stripe(is_a, pid - a_programs, m0, first, end, halves, k_tiles, length)
     steps = (end - first) * halves
 
     # The weights of the first AHEAD steps are requested before the kernel that makes x is done. Not
@@ -426,5 +425,6 @@ def hopper_matmul(x: torch.Tensor, weight: PackedWeight, lora_a: torch.Tensor | 
         slabs[:, :, :N], [1, config.out_rows, TILE_SIDE], SUMS.value)
     hopper_kernel[plan.programs, triton.cdiv(M, config.BM)](
         x_map, codes_map, scales_map, a_map, out_map, slabs, N, plan.k_tiles, plan.stripe,
-        plan.a_programs, config, PDL=pdl, num_warps=4, maxnreg=config.maxnreg, launch_pdl=pdl)
-    return MatmulSlabs(slabs, weight.out_scale, plan.k_tiles, plan.stripe)
+        plan.a_stripe, plan.a_programs, config, PDL=pdl, num_warps=4, maxnreg=config.maxnreg,
+        launch_pdl=pdl)
+    return plan.result(slabs, weight)

@@ -46,7 +46,7 @@ import triton
 import triton.language as tl
 
 from attention import Spans
-from marlin_fp4 import a_pieces, w_pieces
+from marlin_fp4 import w_pieces
 from nvfp4 import byte_table
 
 INF = tl.constexpr(float("inf"))
@@ -65,9 +65,10 @@ class UnfinishedLinear(NamedTuple):
     b: tl.tensor            # (N, R)                LoRA's B, times alpha / rank
     N: tl.tensor
     width: tl.tensor        # columns of a slab: N + R, rounded up
-    k_tiles: tl.tensor      # these two tell how many slabs hold a piece of a column:
-    stripe: tl.tensor       # marlin_fp4.w_pieces, a_pieces
-    S: tl.constexpr         # the most slabs that any column has
+    k_tiles: tl.tensor      # these two tell how many slabs hold a piece of a column of W:
+    stripe: tl.tensor       # marlin_fp4.w_pieces
+    a_pieces: tl.tensor     # slabs that hold a piece of x @ A.T
+    S: tl.constexpr
     R: tl.constexpr         # 0: no adapter
 
 
@@ -177,7 +178,7 @@ def slab_sums(y: UnfinishedLinear, M, tiles):
 
     at: places of the tile's elements in a slab; live: which of them are wanted.
 
-    The sum runs to S, the bound that is known at compile time, and the loads are masked by `count`,
+    The sum runs to S, which is known at compile time, and the loads are masked by `count`,
     so that the compiler can issue the loads of several slabs together.
 
     There are two ways to write this sum, and each is the fast one somewhere:
@@ -230,7 +231,7 @@ def finish_linear(y: UnfinishedLinear, M, row, loaded, parts):
         tiles += ((row[:, None] * y.width + col[None, :], live, count),)
     for p in tl.static_range(len(parts)):
         at = row[:, None] * y.width + y.N + parts[p] * y.R + r
-        tiles += ((at, live & (r < y.R), a_pieces(y.k_tiles, y.stripe)),)
+        tiles += ((at, live & (r < y.R), y.a_pieces),)
     sums = slab_sums(y, M, tiles)
     finished = ()
     for t in tl.static_range(len(loaded)):

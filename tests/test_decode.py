@@ -83,7 +83,7 @@ def random_linear(M, N, k_tiles, stripe, parts, R, gen):
     k_tiles, stripe: of a marlin_fp4.StripePlan. Slabs without a piece of a column hold NaN there: nobody may read them.
     """
     counts = [(n * k_tiles + k_tiles - 1) // stripe - n * k_tiles // stripe + 1 for n in range(-(-N // 128))]
-    a_count = -(-k_tiles // min(stripe, -(-k_tiles // 4)))           # marlin_fp4.a_pieces
+    a_count = -(-k_tiles // min(stripe, -(-k_tiles // 4)))
     slab = torch.randn(max(a_count, *counts), M, N + len(parts) * R, generator=gen, device=DEVICE)
     total = torch.zeros(M, slab.shape[2], device=DEVICE, dtype=torch.float64)
     for first, count in [(128 * n, c) for n, c in enumerate(counts)] + [(N, a_count)]:
@@ -96,8 +96,8 @@ def random_linear(M, N, k_tiles, stripe, parts, R, gen):
     rows = list(torch.arange(N).split(parts))
     for p, r in enumerate(rows if R else []):
         y[:, r] += total[:, N + p * R:N + (p + 1) * R].to(DTYPE).double() @ b[r].double().T
-    most = max(marlin_fp4.most_pieces(k_tiles, stripe))
-    return kernels.UnfinishedLinear(slab, scale, b, N, slab.shape[2], k_tiles, stripe, const(most), const(R)), y
+    return kernels.UnfinishedLinear(slab, scale, b, N, slab.shape[2], k_tiles, stripe, a_count, const(len(slab)),
+                                    const(R)), y
 
 
 def squares_of(M, tiles, D, gen):

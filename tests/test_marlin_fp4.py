@@ -17,7 +17,7 @@ import torch
 
 import marlin_fp4
 from fast.hopper_fp4 import HOPPER_CONFIGS, hopper_config, hopper_matmul
-from marlin_fp4 import capability, expanded_matmul, most_pieces, pack, plan_stripes, portable_matmul
+from marlin_fp4 import capability, expanded_matmul, pack, plan_stripes, portable_matmul
 from nvfp4 import FORMATS, freeze
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels need a GPU")
@@ -213,7 +213,7 @@ def test_the_matmul_of_an_expanded_weight_is_float64s(monkeypatch, base, M, R):
     slabs = expanded_matmul(x, weight, a)
     N = weight.N
     assert slabs.sums.shape == (1, M, N + R) and slabs.sums.dtype == torch.float32
-    assert most_pieces(slabs.k_tiles, slabs.stripe) == (1, 1)
+    assert (slabs.k_tiles, slabs.stripe, slabs.a_pieces) == (1, 1, 1)
     got = slabs.sums[0].double()
     got[:, :N] *= slabs.scale.double()
     whole = torch.cat([weight.dequantize().double(), *([a.double()] if R else [])])
@@ -224,23 +224,23 @@ def test_the_matmul_of_an_expanded_weight_is_float64s(monkeypatch, base, M, R):
 @pytest.mark.parametrize("N,K,M,R", [(4608, 3584, 1, 96), (3584, 18944, 16, 32), (37888, 3584, 64, 64),
                                      (128, 128, 8, 0), (1152, 896, 33, 48), (384, 128, 250, 16)])
 def test_the_schedule_covers_every_tile_once_and_no_band_has_more_pieces_than_slabs(N, K, M, R):
-    k_tiles, stripe, a_programs, programs, slabs = plan_stripes(N, K, M, R, hopper_config(N, K, M), 132)
+    k_tiles, stripe, a_stripe, a_programs, programs, slabs = plan_stripes(N, K, M, R, hopper_config(N, K, M), 132)
     bands = -(-N // 128)
     owners = [[tile // stripe for tile in range(band * k_tiles, band * k_tiles + k_tiles)] for band in range(bands)]
     assert k_tiles == -(-K // 128) and max(max(o) for o in owners) == programs - a_programs - 1
     assert all(set(o) == set(range(o[0], o[-1] + 1)) for o in owners)             # pieces are numbered without gaps
     assert [len(set(o)) for o in owners] == [pieces(128 * band, k_tiles, stripe) for band in range(bands)]
-    a_pieces = -(-k_tiles // min(stripe, -(-k_tiles // 4))) if R else 0      # A's programs walk a quarter of K at most
+    # A's programs walk a quarter of K at most, with more than 32 rows of x half of it.
+    assert a_stripe == min(stripe, -(-k_tiles // (4 if M <= 32 else 2)))
+    a_pieces = -(-k_tiles // a_stripe) if R else 0
     assert a_programs == -(-R // 64) * a_pieces and slabs == max(a_pieces, *(len(set(o)) for o in owners))
-    most, most_a = most_pieces(k_tiles, stripe)
-    assert max(len(set(o)) for o in owners) <= most and a_pieces in (0, most_a)
 
 
 def test_the_schedule_drawn_in_the_file_is_the_one_that_is_computed():
     """3 bands of 5 tiles in stripes of 3, and LoRA's A, as 8 multiprocessors with one program each would walk them."""
     config = marlin_fp4.PortableConfig(8, 3, 1, 4, 4)
     plan = plan_stripes(3 * 128, 5 * 128, 1, 32, config, 8)
-    assert plan == marlin_fp4.StripePlan(k_tiles=5, stripe=3, a_programs=3, programs=8, slabs=3)
+    assert plan == marlin_fp4.StripePlan(k_tiles=5, stripe=3, a_stripe=2, a_programs=3, programs=8, slabs=3)
     text = Path(marlin_fp4.__file__).read_text()
     walked = re.findall(r"#     band \d    ([\d |]+)\n", text)
     owners = [[int(digit) for digit in re.findall(r"\d", band)] for band in walked]
@@ -252,19 +252,20 @@ def test_the_schedule_drawn_in_the_file_is_the_one_that_is_computed():
         column = [line[band] for line in stack]
         count = pieces(128 * band, 5, 3)
         assert column == [str(program) for program in sorted(set(owners[band]))] + ["-"] * (3 - count)
-    assert [line[3] for line in stack] == ["A0", "A1", "A2"] and most_pieces(5, 3)[1] == plan.a_programs
+    assert [line[3] for line in stack] == ["A0", "A1", "A2"]
     grid = re.findall(r"#     rows .*? BM +((?:A?\d *)+)\n", text)
     assert [line.split() for line in grid] == [["A0", "A1", "A2", "0", "1", "2", "3", "4"]] * 2
 
 
 def test_where_a_large_rank_takes_most_places_another_wave_leaves_w_its_share():
-    """With one wave all of qkv of a 7B would be one stripe of 1,008 tiles there: A alone has 6 x 4 programs."""
+    """With one wave all of qkv of a 7B would be one stripe of 1,008 tiles there: A alone has 12 x 2 programs."""
     places = 46 * marlin_fp4.portable_config(193, (8, 6)).programs_per_sm // 4   # 193 rows of x are 4 times BM
 
     def plan(R, M=193):
         return plan_stripes(4608, 3584, M, R, marlin_fp4.portable_config(M, (8, 6)), 46)
 
-    assert places == 23 and plan(3 * 128) == marlin_fp4.StripePlan(28, stripe=46, a_programs=24, programs=46, slabs=4)
+    assert places == 23 and plan(3 * 256) == marlin_fp4.StripePlan(
+        28, stripe=46, a_stripe=14, a_programs=24, programs=46, slabs=2)
     assert plan(3 * 32).programs <= places and plan(3 * 128, M=1).programs <= 46 * 4      # one wave is enough
 
 
@@ -276,12 +277,13 @@ def test_w_always_gets_half_of_the_places_or_a_program_for_each_second_tile(N, K
         config = marlin_fp4.portable_config(M, (8, 6))
         places = max(1, multiprocessors * config.programs_per_sm // -(-M // config.BM))
         plan = plan_stripes(N, K, M, R, config, multiprocessors)
-        tiles = -(-N // 128) * -(-K // 128)
+        k_tiles = -(-K // 128)
+        tiles, a_most = -(-N // 128) * k_tiles, -(-k_tiles // (4 if M <= 32 else 2))
         of_w = plan.programs - plan.a_programs
         assert of_w == -(-tiles // plan.stripe) and 2 * of_w >= min(places, tiles)
         if plan.programs > places:
             for stripe in range(1, tiles + 1):               # no stripe would do in one wave
-                of_w, of_a = -(-tiles // stripe), -(-R // 64) * most_pieces(-(-K // 128), stripe)[1]
+                of_w, of_a = -(-tiles // stripe), -(-R // 64) * -(-k_tiles // min(stripe, a_most))
                 assert of_w + of_a > places or 2 * of_w < min(places, tiles)
 
 
@@ -314,11 +316,10 @@ def total(slabs, N, R=0):
 
     Slabs without a piece of a column may hold NaN there: they are not read.
     """
-    sums, scale, k_tiles, stripe = slabs
+    sums, scale, k_tiles, stripe, a_pieces = slabs
     y = []
     for n in range(0, N, 128):
         y.append(sums[:pieces(n, k_tiles, stripe), :, n:min(n + 128, N)].double().sum(0))
-    a_pieces = -(-k_tiles // min(stripe, -(-k_tiles // 4)))
     return torch.cat(y, dim=1) * scale, sums[:a_pieces, :, N:N + R].double().sum(0)
 
 
