@@ -240,7 +240,7 @@ class Rows(NamedTuple):
     """The live rows as an engine needs them for a window: tensors on the device, (n,) int64 each.
 
     siblings: rows that share a prefix stand next to each other, and a kernel may read the prefix
-    once for up to the engine's most_siblings of them. The first of these rows says how many they
+    once for up to engine.most_siblings(n) of them. The first of these rows says how many they
     are, the others say 0: three rows of one prefix and one of another are 3 0 0 1.
     """
     token: Tensor                                # the next input
@@ -260,7 +260,6 @@ class TorchEngine:
     GraphEngine's buffers.
     """
     window = 1                                   # decode steps before the CPU reads the tokens
-    most_siblings = 1                            # rows that may read their prefix together
 
     def __init__(self, model: Qwen, kv: Tensor, max_rows: int):
         self.model = model
@@ -269,6 +268,10 @@ class TorchEngine:
     def batch_size(self, n: int) -> int:
         """How many rows a decode step of n live rows computes: no spare rows here."""
         return n
+
+    def most_siblings(self, n: int) -> int:
+        """How many rows may read their prefix together in a step of n live rows."""
+        return 1
 
     @torch.no_grad()
     def prefill(self, tokens: Tensor, blocks: Tensor, lengths: list[int]) -> None:
@@ -625,9 +628,10 @@ class Sampler:
     def _rows(self, live):
         """The live rows as Rows. They travel to the device as one tensor: one copy, not seven."""
         siblings = [0] * len(live)
+        most_siblings = self.engine.most_siblings(len(live))
         first = 0
         for row, s in enumerate(live):
-            if s.prefix is not live[first].prefix or row - first == self.engine.most_siblings:
+            if s.prefix is not live[first].prefix or row - first == most_siblings:
                 first = row
             siblings[first] += 1
         columns = len(Rows._fields) - 1

@@ -119,20 +119,14 @@ def check_rank(rank: int, device: torch.device, what: str) -> None:
                         f"KiB: the largest rank that fits is {fits}")
 
 
-def attention_plan(pairs: int, most_siblings: int, wide_steps_fit: bool) -> AttentionPlan:
+def attention_plan(pairs: int, tile_siblings: int, wide_steps_fit: bool) -> AttentionPlan:
     """How attention_kernel cuts up a step of `pairs` = rows * key-value heads.
 
-    wide_steps_fit: whether shared memory holds a step of 128 tokens, which takes 128 KiB with heads
-    of 128.
-
-    Times on an H200. With up to 64 pairs there are too few programs for its 132 multiprocessors, so
-    several programs share a row. With more pairs they do not: joining their results costs 2 us, and
-    programs that find nothing to do cost 3 us. From 265 pairs on, siblings read their prefix
-    together, which pays where the L2 cache cannot keep up. Measured with 255 shared tokens and 256
-    of each row's own: the 32B at 64 rows (512 pairs) takes 28 us instead of 30 us; the 7B gains at
-    256 rows (1,024 pairs) and does not gain at 64 rows (256 pairs). Between 265 and 512 pairs
-    nothing was measured.
+    tile_siblings: how many rows' queries fit a program's tile. wide_steps_fit: whether shared
+    memory holds a step of 128 tokens, which takes 128 KiB with heads of 128.
     """
+    # Up to 64 pairs are too few programs for an H200's 132 multiprocessors, so several share a row.
+    # With more pairs they do not: joining costs 2 us, and programs that find nothing to do 3 us.
     if pairs <= 64:
         splits = min(64, triton.next_power_of_2(triton.cdiv(132, pairs)))
         return AttentionPlan(splits, 1, 4, 32 if wide_steps_fit else 16)
@@ -140,7 +134,10 @@ def attention_plan(pairs: int, most_siblings: int, wide_steps_fit: bool) -> Atte
         return AttentionPlan(1, 1, 8, 16)
     if pairs <= 264:
         return AttentionPlan(1, 1, 4, 16)
-    return AttentionPlan(1, most_siblings, 4, 16)
+    # Siblings read their prefix together, which pays where the L2 cannot keep up. But each of them
+    # makes a program longer, and two programs a multiprocessor must be left.
+    siblings = min(tile_siblings, triton.next_power_of_2(triton.cdiv(pairs, 264)))
+    return AttentionPlan(1, siblings, 4, 16)
 
 
 def launch_matmul(linear: Linear, x: torch.Tensor,
@@ -221,7 +218,7 @@ class GraphEngine(TorchEngine):
             check_rank(model.adapter.rank, kv.device, f"an adapter of rank {model.adapter.rank}")
         super().__init__(model, kv, max_rows)
         self.max_rows = max_rows
-        self.most_siblings = QUERY_TILE // (c.heads // c.kv_heads)
+        self.tile_siblings = QUERY_TILE // (c.heads // c.kv_heads)
         self.sizes = [size for size in GRAPH_ROWS if size < max_rows] + [max_rows]
         pdl = capability(kv.device) >= (9, 0)
         self.pdl = dict(PDL=True, launch_pdl=True) if pdl else dict(PDL=False)
@@ -254,6 +251,16 @@ class GraphEngine(TorchEngine):
     def batch_size(self, n: int) -> int:
         """The rows that a step of n live rows computes: those of the next larger graph."""
         return next(size for size in self.sizes if size >= n)
+
+    def attention_plan(self, size: int) -> AttentionPlan:
+        """attention_kernel's, of the graph of `size` rows."""
+        pairs = size * self.model.config.kv_heads
+        return attention_plan(pairs, self.tile_siblings, self.wide_steps_fit)
+
+    def most_siblings(self, n: int) -> int:
+        """As TorchEngine.most_siblings."""
+        # By the graph's rows and not the live ones: a row past what its program takes is not computed.
+        return self.attention_plan(self.batch_size(n)).SIBLINGS
 
     @torch.no_grad()
     def decode(self, rows: Rows, steps: int,
@@ -340,7 +347,7 @@ class GraphEngine(TorchEngine):
         if finishing_kib(model.layers[0].qkv.rank, tile) > self.shared_memory:
             tile = NARROW_TILE
         tiles = D // tile
-        plan = attention_plan(n * KV, self.most_siblings, self.wide_steps_fit)
+        plan = self.attention_plan(n)
 
         def new(*shape, dtype=torch.float32):
             return torch.empty(shape, dtype=dtype, device=self.kv.device)

@@ -106,8 +106,8 @@ class RowState(NamedTuple):
     token: tl.tensor        # the next input
     pos: tl.tensor          # its position
     prefix: tl.tensor       # tokens of the row's prefix
-    siblings: tl.tensor     # at the first of neighbours that share a prefix (at most
-                            # most_siblings): how many they are; else 0. 8 rows cut by 3 are
+    siblings: tl.tensor     # at the first of neighbours that share a prefix (at most the plan's
+                            # SIBLINGS): how many they are; else 0. 8 rows cut by 3 are
                             # 3 0 0 3 0 0 2 0
     limit: tl.tensor        # the last position
     key: tl.tensor          # of the row's randomness

@@ -611,6 +611,31 @@ def test_a_step_whose_rank_is_too_large_for_wide_programs_takes_narrow_ones(gen,
     assert set(columns) == {decode.NARROW_TILE} == {64}
 
 
+@pytest.mark.skipif(INTERPRETED, reason="looks at launches")
+def test_a_group_is_cut_by_what_a_program_of_its_graph_takes(monkeypatch):
+    """A row past its program's siblings would never be computed. With 8 key-value heads graphs of up to 32 rows take 1,
+    of 64 rows 2, of 96 and 128 rows 4, of 192 and 256 rows 8.
+    """
+    plans = []
+
+    def look(kernel, *args, **options):
+        if kernel.__name__ == "attention_kernel":
+            plans.extend(arg for arg in args if isinstance(arg, kernels.AttentionPlan))
+
+    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", look)
+    gen = torch.Generator(DEVICE).manual_seed(0)
+    model, _, _ = small_engine("bf16", gen, 0, 256, (1024, 128, 1, 16, 8, 128), BF16)
+    answers = sampler.Sampler(functools.partial(decode.GraphEngine, kernels=MATMUL), model, 64, 256)
+    engine = answers.engine
+    engine.table = torch.zeros(256, 3, dtype=torch.int64, device=DEVICE)
+    for n, most in ((1, 1), (32, 1), (33, 2), (64, 2), (65, 4), (100, 4), (129, 8), (256, 8)):
+        plans.clear()
+        rows = answers._rows(answers._sequences([[5] * 9], n, Sampling(4), None))
+        with torch.no_grad():
+            engine.step(engine.batch_size(n), sampling())
+        assert [plan.SIBLINGS for plan in plans] == [most] and rows.siblings.max() == most and rows.siblings.sum() == n
+
+
 @gpu
 @in_one_setting
 def test_window_advances_rows_and_stops_them_at_ends_and_limits(gen):

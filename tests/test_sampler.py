@@ -361,7 +361,8 @@ class HashModel:
 
 
 class HashEngine(TorchEngine):
-    window, most_siblings = 8, 3
+    window = 8
+    most_siblings = staticmethod(lambda n: 1 + n % 4)                     # as a GPU's, it changes with the rows
 
     def __init__(self, model, kv, max_rows):
         super().__init__(model, kv, max_rows)
@@ -411,7 +412,7 @@ class AuditedSampler(Sampler):
         rows, leader = super()._rows(live), 0
         for row, (s, count) in enumerate(zip(live, rows.siblings.tolist())):
             leader = row if count else leader                             # rows [leader, leader + count): one prefix
-            assert s.prefix is live[leader].prefix and row - leader < rows.siblings[leader] <= self.engine.most_siblings
+            assert s.prefix is live[leader].prefix and row - leader < rows.siblings[leader] <= self.engine.most_siblings(len(live))
         assert rows.siblings.sum() == len(live)
         return rows
 
