@@ -614,7 +614,7 @@ def test_a_step_whose_rank_is_too_large_for_wide_programs_takes_narrow_ones(gen,
 @pytest.mark.skipif(INTERPRETED, reason="looks at launches")
 def test_a_group_is_cut_by_what_a_program_of_its_graph_takes(monkeypatch):
     """A row past its program's siblings would never be computed. With 8 key-value heads graphs of up to 32 rows take 1,
-    of 64 rows 2, of 96 and 128 rows 4, of 192 and 256 rows 8.
+    of 48 and 64 rows 2, of 80 to 128 rows 4, of 160 to 256 rows 8.
     """
     plans = []
 
