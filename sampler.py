@@ -260,6 +260,9 @@ class TorchEngine:
     GraphEngine's buffers.
     """
     window = 1                                   # decode steps before the CPU reads the tokens
+    # kv_blocks up to which a prefill takes waiting prefixes along. None on a CPU, where a token
+    # costs as much now as later; a GPU reads all weights for each prefill, however short it is.
+    prefill_ahead = 0
 
     def __init__(self, model: Qwen, kv: Tensor, max_rows: int):
         self.model = model
@@ -419,6 +422,11 @@ class Prefix:
     blocks: list[int] = field(default_factory=list)
     users: int = 0                               # live sequences; the last to go frees the blocks
 
+    @property
+    def missing(self) -> int:
+        """How many kv_blocks its prefill needs; 0 after it."""
+        return blocks_for(len(self.tokens)) - len(self.blocks)
+
 
 @dataclass(eq=False)
 class Sequence:
@@ -499,6 +507,7 @@ class Sampler:
         kv = allocate_kv(model, max_length, max_rows, kv_gib)
         self.engine = engine_class(model, kv, max_rows)
         self.pool = BlockPool(kv.shape[2])
+        self.ahead = []                          # prefixes that were prefilled before any row came
         self.max_length = max_length
         self.max_rows = max_rows
 
@@ -518,6 +527,7 @@ class Sampler:
         sequences = self._sequences(prompts, group_size, sampling, places)
         # A full pool again: a call that ended in an exception has not given its kv_blocks back.
         self.pool = BlockPool(self.engine.kv.shape[2])
+        self.ahead = []
         waiting = deque(sequences)
         live = []                                # the rows of the decode batch, oldest first
         computed = 0
@@ -566,18 +576,43 @@ class Sampler:
         new = []
         while waiting and len(live) < self.max_rows:
             prefix = waiting[0].prefix
-            need = 0 if prefix.users else blocks_for(len(prefix.tokens))
+            if not live and len(self.pool) < prefix.missing + 1:
+                self._drop_ahead()
             # Each live row, and this one, may need another kv_block in the coming window (at most
             # one: a window is at most a kv_block). Without that reserve _grow would send
             # this one back at once, and its prefill would be wasted.
-            if live and len(self.pool) < need + 1 + len(live):
+            if live and len(self.pool) < prefix.missing + 1 + len(live):
                 break
-            if prefix.tokens and not prefix.users:
-                prefix.blocks = self.pool.take(need)
+            if prefix.missing:
+                prefix.blocks = self.pool.take(prefix.missing)
                 new.append(prefix)
             prefix.users += 1
             live.append(waiting.popleft())
-        self._prefill(new)
+        self._prefill(new + self._ride_along(new, waiting, len(live)))
+
+    def _ride_along(self, new, waiting, rows):
+        """The prefixes that wait next and fit into the prefill of `new`, with their kv_blocks."""
+        # By so many kv_blocks the prefill may get longer, and of the pool each live row should find
+        # two more, or what rides along is soon dropped.
+        room = min(self.engine.prefill_ahead - sum(len(prefix.blocks) for prefix in new),
+                   len(self.pool) - 2 * (rows + 1))
+        along = []
+        for s in waiting if new else ():
+            if s.prefix.missing > room:
+                break
+            if s.prefix.missing:
+                room -= s.prefix.missing
+                s.prefix.blocks = self.pool.take(s.prefix.missing)
+                along.append(s.prefix)
+        self.ahead += along
+        return along
+
+    def _drop_ahead(self):
+        """Frees the prefixes that were prefilled and have no row yet: they are computed again."""
+        for prefix in self.ahead:
+            if not prefix.users:
+                self.pool.give(prefix.blocks)
+        self.ahead.clear()
 
     def _prefill(self, prefixes):
         """Prefills prefixes, packed to at most PREFILL_TOKENS tokens; a longer one goes alone."""
@@ -597,8 +632,9 @@ class Sampler:
         """Gives every row the kv_blocks that it needs for the next window, oldest row first.
         Returns how many rows were preempted.
 
-        When the pool runs dry, the newest row is preempted. The pool holds one sequence of full
-        length (allocate_kv), so the oldest row always fits.
+        When the pool runs dry, prefixes without a row are dropped, then the newest row is
+        preempted. The pool holds one sequence of full length (allocate_kv), so the oldest row
+        always fits.
         """
         rows = len(live)
         i = 0
@@ -606,6 +642,8 @@ class Sampler:
             s = live[i]
             end = min(s.pos + self.engine.window, s.limit)
             need = blocks_for(end - len(s.prefix.tokens)) - len(s.blocks)
+            if need > len(self.pool):
+                self._drop_ahead()
             if need <= len(self.pool):
                 s.blocks += self.pool.take(need)
                 i += 1

@@ -203,6 +203,7 @@ class GraphEngine(TorchEngine):
     Raises UserError for a model whose sizes the kernels do not take.
     """
     window = WINDOW
+    prefill_ahead = PREFILL_SIZES[-1] // KV_BLOCK - 1  # one prefix of a graph is of spare tokens
 
     def __init__(self, model: Qwen, kv: torch.Tensor, max_rows: int, kernels: str | None):
         c = model.config

@@ -361,7 +361,7 @@ class HashModel:
 
 
 class HashEngine(TorchEngine):
-    window = 8
+    window, prefill_ahead = 8, 5
     most_siblings = staticmethod(lambda n: 1 + n % 4)                     # as a GPU's, it changes with the rows
 
     def __init__(self, model, kv, max_rows):
@@ -396,10 +396,11 @@ class HashEngine(TorchEngine):
 
 class AuditedSampler(Sampler):
     """Checks before every window that each kv_block is free or belongs to one prefix or one row, and none is lost."""
-    preempted = 0
+    preempted = waited = 0                                                # waited: windows with a prefix of no row
 
     def _rows(self, live):
-        prefixes = {id(s.prefix): s.prefix for s in live}.values()
+        prefixes = {id(prefix): prefix for prefix in [*self.ahead, *(s.prefix for s in live)]}.values()
+        self.waited += any(prefix.blocks and not prefix.users for prefix in prefixes)
         blocks = self.pool.free + [b for s in live for b in s.blocks]
         blocks += [b for prefix in prefixes for b in prefix.blocks]
         assert sorted(blocks) == list(range(1, self.engine.kv.shape[2])), "a block is lost or has two owners"
@@ -423,14 +424,14 @@ class AuditedSampler(Sampler):
 
 def test_three_thousand_random_requests_match_a_plain_loop():
     rng, model = random.Random(0), HashModel()
-    requests = preempted = told = stopped = shared = 0
+    requests = preempted = told = stopped = shared = waited = 0
     while requests < 3_000:
         max_length = rng.randint(2, 200)
-        max_rows = rng.choice([1, 7, 24, 64])
+        max_rows = rng.choice([1, 3, 7, 24, 64])
         extra = rng.choice([0, 3, 10, 20, 1000])                          # from pools for one sequence to plenty
         sampler = AuditedSampler(HashEngine, model, max_length, max_rows, minimal_gib(model, max_length, extra))
         for call in range(2):                                             # the second finds what the first left
-            longest = rng.randint(1, max(1, max_length // 2))
+            longest = rng.randint(1, max(1, max_length // rng.choice([2, 8])))
             lengths = [rng.randint(1, longest) for _ in range(rng.randint(1, 40))]
             prompts = [[rng.randrange(VOCAB) for _ in range(n)] for n in lengths]
             group_size = rng.choice([1, 2, 5, 16])
@@ -452,9 +453,9 @@ def test_three_thousand_random_requests_match_a_plain_loop():
             assert sorted(sampler.pool.free) == list(range(1, sampler.engine.kv.shape[2]))
             requests, told = requests + len(rollouts.completions), told + rollouts.preempted
             stopped, shared = stopped + sum(finished(rollouts)), shared + (group_size > 1)
-        preempted += sampler.preempted
-    assert preempted > 60 and stopped > 300 and shared > 8             # the interesting cases did occur
-    assert told == preempted
+        preempted, waited = preempted + sampler.preempted, waited + sampler.waited
+    assert preempted > 30 and stopped > 300 and shared > 8             # the interesting cases did occur
+    assert told == preempted and waited > 300
 
 
 @pytest.mark.parametrize("max_length", [2, 31, 32, 33, 64, 65, 96, 97])
@@ -575,6 +576,27 @@ def test_a_row_waits_until_the_live_rows_can_grow_and_no_prefill_is_wasted():
     sampler = Sampler(Recording, HashModel(), 97, kv_gib=minimal_gib(HashModel(), 97))
     rollouts = generate(sampler, [[token] * 33 for token in (3, 4, 5)], 1, 20)
     assert sizes == [[32, 32], [32]] and rollouts.preempted == 0
+
+
+def test_a_prefill_takes_the_prefixes_that_wait_next_along():
+    sizes = []
+
+    class Recording(HashEngine):                                          # 5 kv_blocks ahead
+        def prefill(self, tokens, blocks, lengths):
+            sizes.append(lengths)
+            super().prefill(tokens, blocks, lengths)
+
+    prompts = [[3 + n] * n for n in (31, 41, 1, 21, 61, 11)]              # prefixes of 30, 40, 0, 20, 60 and 10 tokens
+    generate(Sampler(Recording, HashModel(), 120, max_rows=2), prompts, 2, 3)
+    assert sizes == [[30, 40, 20], [60, 10]]
+    sizes.clear()                                                         # a pool that the live rows may need to grow
+    generate(Sampler(Recording, HashModel(), 120, 2, minimal_gib(HashModel(), 120, extra=4)), prompts, 2, 3)
+    assert sizes == [[30, 40], [20, 60], [10]]
+    # Twelve kv_blocks, all of which the first two rows need in the end: one each for the prefix, five for 151 tokens.
+    sizes.clear()
+    prompts = [[3] * 2, [4] * 2, [5] * 61]
+    rollouts = generate(Sampler(Recording, HashModel(), 215, 2, minimal_gib(HashModel(), 215, extra=4)), prompts, 1, 150)
+    assert sizes == [[1, 1, 60], [60]] and rollouts.preempted == 0
 
 
 def test_a_mask_tells_sampled_tokens_from_a_tools_and_ranks_with_and_without_one_add():
