@@ -206,7 +206,6 @@ class Layer(torch.nn.Module):
         attend(q (T, H, d), k (T, KV, d), v (T, KV, d)) -> (T, H, d), all in the model's dtype,
         knows which token sees which: attention.PackedAttention for the learner, the KV cache for
         the sampler.
-
         """
         # A trap: on a GPU the sampler's decode steps do not come by here. GraphEngine.step in
         # fast/decode.py launches kernels for the same layer, and a change belongs there too.
