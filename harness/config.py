@@ -115,7 +115,8 @@ class Rollout:
                                   "need more (Table 4: 4096, on BigMath 8192)", AT_LEAST_1)
     temperature: float = setting(1.0, "softmax temperature of sampling and of every log-prob "
                                  "(Table 4)", "(0, 1000]")
-    max_rows: int = setting(256, "most answers decoded at a time", MAX_ROWS)
+    max_rows: int | None = setting(None, "most answers decoded at a time (default: 512 where the "
+                                   "card has room, else 256)", MAX_ROWS)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,9 @@ For each size of micro-batch, from the largest on, what it leaves free is given 
 Of the sizes that fit, the best Option (below) is taken: it leaves the pool at least a quarter of
 what is of use, if any size does, and of those sizes it is the one at which a token costs least.
 
+Where --max-rows does not say how many rows are decoded at a time, it is 512 if their pool is whole
+and the learner's tokens cost no more than beside 256, else 256.
+
 A run that cannot fit is refused at one of two places. check_size() compares the model with the card
 by arithmetic, before the model is downloaded and read. Plan measures the rest, before the first
 step. Both say which flags help, beginning with those that change a run least.
@@ -55,6 +58,7 @@ from model import ModelConfig
 from sampler import KV_BLOCK, PREFILL_TOKENS, blocks_for
 
 GIB = 2**30
+MAX_ROWS = 256, 512                                    # that are tried, if --max-rows is not given
 MICRO_BATCH_TOKENS = 32768, 16384, 8192, 4096, 2048    # the sizes that are tried
 # Micro-batches beyond 8,192 tokens are tried up to this product of tokens and width, since a narrow
 # model's kernels are so short that most time goes into launching them. Twice as many tokens are
@@ -80,6 +84,7 @@ class Limits(NamedTuple):
     memory_gib: float | None = None              # of the whole process
     kv_gib: float | None = None                  # of the KV pool
     micro_batch_tokens: int | None = None
+    max_rows: int | None = None                  # answers that are decoded at a time
 
 
 class Option(NamedTuple):
@@ -166,16 +171,21 @@ def free_memory(memory_gib: float | None) -> float:
 
 
 class Plan:
-    """The division for one run: micro_batch_tokens, pool (bytes of the KV pool), kept_layers.
+    """The division for one run: micro_batch_tokens, pool (bytes of the KV pool), kept_layers, and
+    max_rows, how many rows are decoded at a time.
 
     model: with its adapter, after its Learner was made, which allocates all that it keeps.
-    prompt_tokens, new_tokens: of the longest row. max_rows: decoded at a time. say: is called with
-    each line of the table. UserError names the flag to change where nothing fits.
+    prompt_tokens, new_tokens: of the longest row. answers: most that there are to decode.
+    with_reference: whether the learner computes the log-probs of the model without its adapter too.
+    say: is called with each line of the table. UserError names the flag to change where nothing
+    fits.
     """
 
     def __init__(self, model: torch.nn.Module, limits: Limits, prompt_tokens: int, new_tokens: int,
-                 max_rows: int, say: Callable[[str], None]):
+                 answers: int, say: Callable[[str], None], with_reference: bool = False):
         self.model = model
+        self.with_reference = with_reference
+        self.measured = {}                       # tokens of a micro-batch -> its bytes
         self.prompt_tokens = prompt_tokens
         self.row_tokens = prompt_tokens + new_tokens
         # All of the model's: an adapter may leave some out.
@@ -185,20 +195,29 @@ class Plan:
         torch.cuda.empty_cache()
         self.held = torch.cuda.memory_reserved()
         limit = free_memory(limits.memory_gib)
-        self.max_rows = max_rows
-        fixed = self._fixed(limit, max_rows)
-        self.free = limit - sum(fixed.values())
-
         c = model.config
         kv_token = 2 * c.layers * c.kv_heads * c.head_dim * model.dtype.itemsize   # keys and values
-        useful_pool = max_rows * self.row_tokens * kv_token
         # What sampler.allocate_kv asks for, for one sequence of full length.
         self.least_pool = (blocks_for(self.row_tokens) + 2) * KV_BLOCK * kv_token
         self.least_micro_batch = math.inf        # bytes of the smallest that was tried
-        best = self._best_option(limits, useful_pool)
+        cheapest = math.inf
+        tried = [limits.max_rows] if limits.max_rows else MAX_ROWS
+        for rows in sorted({min(most, answers) for most in tried}):
+            useful_pool = rows * self.row_tokens * kv_token
+            fixed_now = self._fixed(limit, rows)
+            free = limit - sum(fixed_now.values())
+            option = self._best_option(limits, free, useful_pool)
+            fewer_do = option is None or option.pool < useful_pool or option.forwards > cheapest
+            if cheapest < math.inf and fewer_do:
+                break
+            best, fixed, self.free, self.max_rows = option, fixed_now, free, rows
+            if option is None:
+                break
+            cheapest = option.forwards
         most_left = self.free - self.least_micro_batch
         if best is None and limits.kv_gib is not None and most_left >= self.least_pool:
-            raise UserError(f"--kv-gib {limits.kv_gib}: only {most_left / GIB:.2f} GiB are left")
+            raise UserError(f"a KV pool of {limits.kv_gib} GiB does not fit: only "
+                            f"{most_left / GIB:.2f} GiB are left")
         if best is None:
             raise UserError(self._too_large(limits, fixed, limit))
         left = self.free - best.micro_batch
@@ -223,11 +242,11 @@ class Plan:
         return {"weights": self.held - adapter_bytes, "adapter": adapter_bytes, "graphs": graphs,
                 "CUDA context, NCCL": CUDA_CONTEXT, "fragments": FRAGMENTS * limit}
 
-    def _best_option(self, limits: Limits, useful_pool: int) -> Option | None:
-        """Try the sizes of micro-batches and divide what each leaves, as the top of the file says.
-        None if none leaves the pool one sequence of full length, or --kv-gib.
+    def _best_option(self, limits: Limits, free: float, useful_pool: int) -> Option | None:
+        """Try the sizes of micro-batches and divide what each leaves of `free`, as the top of the
+        file says. None if none leaves the pool one sequence of full length, or limits.kv_gib.
 
-        useful_pool: bytes of max_rows sequences of full length.
+        useful_pool: bytes of all rows' sequences of full length.
         """
         layers = self.model.config.layers
         worthwhile = max(8192, WORTHWHILE // self.model.config.width)
@@ -237,8 +256,10 @@ class Plan:
             sizes = [worthwhile]
         options = []
         for tokens in sizes:
-            micro_batch = self.least_micro_batch = self.worst_case(tokens)
-            left = self.free - micro_batch
+            if tokens not in self.measured:
+                self.measured[tokens] = self.worst_case(tokens)
+            micro_batch = self.least_micro_batch = self.measured[tokens]
+            left = free - micro_batch
             if left < self.least_pool:
                 continue
             computed = max(tokens, self.row_tokens)      # a longer row is a micro-batch of its own
@@ -315,7 +336,11 @@ class Plan:
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_reserved()
         try:
-            self._largest_micro_batch(tokens, kept_layers).sum().backward()
+            logprobs = self._largest_micro_batch(tokens, kept_layers)
+            if self.with_reference:              # while the policy's graph holds its activations
+                with torch.no_grad(), self.model.adapter.off():
+                    self._largest_micro_batch(tokens, 0)
+            logprobs.sum().backward()
             with torch.no_grad():
                 self.model.token_logprobs(prompts, [self.prompt_tokens] * len(prompts))
             return torch.cuda.max_memory_reserved() - held

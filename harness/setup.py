@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib.util
+import math
 import os
 import re
 from collections.abc import Callable
@@ -128,7 +129,7 @@ def prepare(settings: Settings, before: dict | None) -> Run:
                                 settings.data.max_prompt_tokens, len(held_out),
                                 limits_at_start(before, limits))
     flags["memory_plan"] = limits._asdict() | {
-        "kv_gib": sampler.engine.kv.nbytes / 2**30,
+        "kv_gib": sampler.engine.kv.nbytes / 2**30, "max_rows": sampler.max_rows,
         "micro_batch_tokens": learner.micro_batch_tokens}
     grade = functools.partial(rewards.grade_rows, tokenizer, style=settings.data.prompt_style,
                               plug_in=plug_in)
@@ -239,7 +240,7 @@ def loss_of(objective: Objective) -> grpo.Loss:
 
 
 def limits_at_start(before: dict | None, limits: memory.Limits) -> memory.Limits | None:
-    """The KV pool and the micro-batches that a resumed run began with; None for a new run, or if
+    """KV pool, rows and micro-batches that a resumed run began with; None for a new run, or if
     --memory-gib has a new value. UserError if run.json was edited and does not hold them.
     """
     # They decide which answers are decoded together and in which order gradients are summed, and
@@ -249,11 +250,11 @@ def limits_at_start(before: dict | None, limits: memory.Limits) -> memory.Limits
     plan = before.get("memory_plan")
     if not (isinstance(plan, dict) and plan.keys() == {*memory.Limits._fields}
             and all(type(plan[name]) in (int, float) and plan[name] > 0
-                    for name in ("kv_gib", "micro_batch_tokens"))):
+                    for name in ("kv_gib", "max_rows", "micro_batch_tokens"))):
         raise UserError(f"--resume: run.json has a memory_plan that no run writes: {plan}")
     if limits.memory_gib not in (None, plan["memory_gib"]):
         return None
-    return memory.Limits(limits.memory_gib, plan["kv_gib"], plan["micro_batch_tokens"])
+    return memory.Limits(**plan | {"memory_gib": limits.memory_gib})
 
 
 def divide_memory(model: qwen.Qwen, learner: Learner, engine: Callable, limits: memory.Limits,
@@ -263,11 +264,14 @@ def divide_memory(model: qwen.Qwen, learner: Learner, engine: Callable, limits: 
     micro_batch_tokens and kept_layers. began: see limits_at_start; replaces `limits` if it fits.
     """
     longest = max_prompt_tokens + rollout.max_new_tokens
-    answers = rollout.prompts_per_step * rollout.group_size
-    rows = min(rollout.max_rows, max(answers, num_held_out))
+    limits = limits._replace(max_rows=rollout.max_rows)
+    # Of what a step samples, and of what is held out, each rank has its share.
+    answers = max(math.ceil(rollout.prompts_per_step / WORLD) * rollout.group_size,
+                  math.ceil(num_held_out / WORLD))
     if model.device.type == "cuda":
         plan_of = functools.partial(memory.Plan, model, prompt_tokens=max_prompt_tokens,
-                                    new_tokens=rollout.max_new_tokens, max_rows=rows, say=say)
+                                    new_tokens=rollout.max_new_tokens, answers=answers, say=say,
+                                    with_reference=learner.loss.needs_reference)
         try:
             plan = plan_of(began or limits)
         except ValueError as error:
@@ -278,11 +282,13 @@ def divide_memory(model: qwen.Qwen, learner: Learner, engine: Callable, limits: 
                 "with others its last digits can differ from those of a run that was not "
                 "interrupted")
             plan = plan_of(limits)
-        plan.pool = min(gather([plan.pool]))     # run.json has one pool for all ranks
+        plan.pool = min(gather([plan.pool]))     # run.json has one pool for all ranks,
+        rows = min(gather([plan.max_rows]))      # and one number of rows
         sampler = Sampler(engine, model, longest, rows, plan.pool / 2**30)
         tokens = plan.micro_batch_tokens
         kept_layers = plan.dry_step().kept_layers
     else:
+        rows = min((began or limits).max_rows or memory.MAX_ROWS[0], answers)
         sampler = Sampler(engine, model, longest, rows, (began or limits).kv_gib)
         tokens = (began or limits).micro_batch_tokens or learner.micro_batch_tokens
         # A small model's activations are cheaper to keep than to compute again.

@@ -66,9 +66,10 @@ class FakeGpu:
                 raise torch.OutOfMemoryError
         return torch.zeros(1, requires_grad=True), None
 
-    def plan(self, memory_gib=None, kv_gib=None, tokens=None, rows=ROWS, model=None):
+    def plan(self, memory_gib=None, kv_gib=None, tokens=None, rows=ROWS, model=None,
+             with_reference=False):
         limits = Limits(memory_gib, kv_gib, tokens)
-        return Plan(model or self.model, limits, PROMPT, NEW, rows, self.lines.append)
+        return Plan(model or self.model, limits, PROMPT, NEW, rows, self.lines.append, with_reference)
 
 
 @pytest.fixture(scope="module")
@@ -171,8 +172,45 @@ def test_the_buffer_of_an_expanded_weight_is_there_before_micro_batches_are_meas
 
 
 def test_a_row_more_takes_three_times_its_logits_from_the_rest(gpu):
-    free = [gpu.plan(48, tokens=200, rows=rows).free for rows in (8, 1008)]
-    assert free[0] - free[1] == pytest.approx(1000 * 3 * 4 * TINY["vocab_size"], abs=1)
+    free = [gpu.plan(48, tokens=200, rows=rows).free for rows in (8, 500)]
+    assert free[0] - free[1] == pytest.approx(492 * 3 * 4 * TINY["vocab_size"], abs=1)
+
+
+@pytest.mark.parametrize("gib,kv_gib,answers,rows", [
+    (80, None, 512, 512), (80, None, 600, 512), (80, None, 300, 300), (80, None, 40, 40), (80, 33, 512, 512),
+    (43.2, None, 512, 512), (42.6, None, 512, 256), (28, None, 512, 256), (80, 20, 512, 256), (80, None, 256, 256)])
+def test_512_rows_are_decoded_where_they_take_nothing_from_the_learner(gpu, monkeypatch, gib, kv_gib, answers, rows):
+    # 512 sequences of 96 tokens take 32 GiB, and 256 of them 16. Three layers take 3 GiB, the micro-batch 4; 0.6, 2 and
+    # 3 % are gone: 42.9 GiB hold it all.
+    c = gpu.model.config
+    one_head = 512 * (PROMPT + NEW) * 2 * c.layers * c.head_dim * 4
+    monkeypatch.setattr(gpu.model, "config", dataclasses.replace(c, kv_heads=32 * GIB // one_head))
+    plan = gpu.plan(gib, kv_gib, tokens=200, rows=answers)
+    assert plan.max_rows == rows
+    monkeypatch.setattr(memory, "MAX_ROWS", (256,))                       # without the choice
+    fewer = gpu.plan(gib, kv_gib, tokens=200, rows=answers)
+    assert fewer.max_rows == min(256, answers) and plan.kept_layers >= fewer.kept_layers and plan.pool >= fewer.pool
+
+
+def test_rows_that_are_named_are_taken(gpu):
+    for rows in (7, 300, 1000):
+        limits = Limits(48, None, 200, rows)
+        assert Plan(gpu.model, limits, PROMPT, NEW, 800, gpu.lines.append).max_rows == min(rows, 800)
+
+
+def test_a_reference_pass_is_measured_while_the_activations_are_held(gpu, monkeypatch):
+    calls = []
+
+    def token_logprobs(rows, starts, kept_layers=0, **others):
+        calls.append((torch.is_grad_enabled(), gpu.model.adapter.enabled, sum(map(len, rows))))
+        return torch.zeros(1, requires_grad=True), None
+
+    plans = [gpu.plan(48, tokens=200, with_reference=with_reference) for with_reference in (False, True)]
+    monkeypatch.setattr(gpu.model, "token_logprobs", token_logprobs)
+    for with_reference, plan in enumerate(plans):
+        calls.clear()
+        plan.worst_case(200)
+        assert calls[:-1] == [(True, True, 200), (False, False, 200)][:1 + with_reference]
 
 
 def test_the_dry_step_lets_layers_that_do_not_fit_drop_their_activations(gpu):
@@ -192,8 +230,11 @@ def test_a_kept_layer_saves_its_share_of_a_forward(gpu, monkeypatch):
     assert (plan.micro_batch_tokens, plan.kept_layers) == (2048, 4)
 
 
-@pytest.mark.parametrize("held_out,max_rows,rows", [(3, 256, 6), (40, 256, 40), (40, 32, 32), (0, 4, 4)])
-def test_the_sampler_has_room_for_a_steps_answers_and_for_what_is_held_out(loaded, held_out, max_rows, rows):
+@pytest.mark.parametrize("held_out,max_rows,ranks,rows", [
+    (3, 256, 1, 6), (40, 256, 1, 40), (40, 32, 1, 32), (0, 4, 1, 4), (999, None, 1, 256), (0, None, 2, 4), (41, 256, 2, 21)])
+def test_the_sampler_has_room_for_a_ranks_share_of_a_steps_answers_and_of_what_is_held_out(loaded, monkeypatch, held_out,
+                                                                                           max_rows, ranks, rows):
+    monkeypatch.setattr(setup, "WORLD", ranks)
     model = copy.deepcopy(loaded)
     attach(model, rank=4)
     sizes = Rollout(prompts_per_step=3, group_size=2, max_new_tokens=8, max_rows=max_rows)
@@ -214,7 +255,7 @@ def test_micro_batches_shrink_until_the_kv_pool_fits(gpu):
     # 4 GiB for 200 tokens: 4096 and more take 81, 2048 take 40, of 75. The tiny model's own pool is 1 MB.
     plan = gpu.plan()
     assert (plan.micro_batch_tokens, plan.kept_layers) == (2048, 3)
-    with pytest.raises(UserError, match="--kv-gib 50: only 3.* GiB are left"):
+    with pytest.raises(UserError, match="a KV pool of 50 GiB does not fit: only 3.* GiB are left"):
         gpu.plan(kv_gib=50)
     gpu.token_bytes = GIB / 400                                      # 4096 take 41 of 75, 2048 take 20
     plan = gpu.plan(kv_gib=54)                                       # does not fit beside 4096, but beside 2048
@@ -298,10 +339,10 @@ def test_a_resumed_run_divides_the_memory_anew_only_if_what_it_had_does_not_fit(
                                                                                 tokens):
     class Measured:
         def __init__(self, model, limits, **rest):
-            self.pool, self.micro_batch_tokens, self.kept_layers = 1.5 * GIB, 8192, 2
+            self.pool, self.micro_batch_tokens, self.kept_layers, self.max_rows = 1.5 * GIB, 8192, 2, 8
             if limits.kv_gib:
                 if limits.kv_gib > free:
-                    raise UserError(f"--kv-gib {limits.kv_gib}: only {free:.2f} GiB are left")
+                    raise UserError(f"a KV pool of {limits.kv_gib} GiB does not fit: only {free:.2f} GiB are left")
                 self.pool, self.micro_batch_tokens = limits.kv_gib * GIB, limits.micro_batch_tokens
 
         def dry_step(self):
@@ -313,12 +354,12 @@ def test_a_resumed_run_divides_the_memory_anew_only_if_what_it_had_does_not_fit(
     monkeypatch.setattr(memory, "Plan", Measured)
     monkeypatch.setattr(setup, "Sampler", sampler)
     model = SimpleNamespace(device=torch.device("cuda"), layers=range(4))
-    learner = SimpleNamespace(adapter=SimpleNamespace(master=torch.zeros(5)))
+    learner = SimpleNamespace(adapter=SimpleNamespace(master=torch.zeros(5)), loss=grpo.LOSSES["dapo"])
     began = Limits(kv_gib=3.0, micro_batch_tokens=16384)
     made = setup.divide_memory(model, learner, None, Limits(), Rollout(), 512, 0, began)
     assert (made.engine.kv.nbytes / GIB, learner.micro_batch_tokens) == (pool, tokens)
     said = capsys.readouterr().out
-    assert ("that the run began with do not fit (--kv-gib 3.0: only 2.00 GiB are left)" in said) == (free < 3)
+    assert ("that the run began with do not fit (a KV pool of 3.0 GiB does not fit: only 2.00 GiB are left)" in said) == (free < 3)
     if free < 3:
         with pytest.raises(UserError, match="only 2.00 GiB are left"):              # of a new run it ends the start
             setup.divide_memory(model, learner, None, began, Rollout(), 512, 0)

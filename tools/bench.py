@@ -332,7 +332,7 @@ def step(args: argparse.Namespace) -> dict:
     mine = share(questions)
     limits = Sampling(share(lengths.view(-1, G)).flatten().tolist())
     sampler = planned(args, learner, 256, prompts_per_step=len(mine), group_size=G,
-                      max_new_tokens=1024, max_rows=256)
+                      max_new_tokens=1024, max_rows=args.max_rows)
     for _ in range(2):
         gather([])                               # all ranks begin together, and
         began = time.perf_counter()
@@ -383,6 +383,8 @@ def read_flags() -> tuple[Callable, argparse.Namespace]:
     add("--prompts", type=within(int, 1, 1e6), help="problems (step: 16; update: 2, of eight "
         "answers each)")
     add("--group-size", type=within(int, 2, 1e6), default=8, help="step: answers to a problem")
+    add("--max-rows", type=within(int, 1, 32768), help="step: answers decoded at a time (default: "
+        "by the memory plan)")
     add("--memory-gib", type=float, help="update, step: GiB of GPU memory of the process")
     add("--kv-gib", type=within(float, 1e-9, 1e9), help="GiB of the KV cache (default: rollout: "
         "what is needed, at most half of the free memory; else by the memory plan)")
