@@ -465,11 +465,8 @@ def allocate_kv(model: Qwen, max_length: int, max_rows: int, kv_gib: float | Non
     row_blocks = blocks_for(max_length) + 1      # + 1: for the gap after the prefix
     block_bytes = c.layers * 2 * c.kv_heads * KV_BLOCK * c.head_dim * model.dtype.itemsize
     memory = math.inf                            # stays so on Windows, which has no sysconf
-    if_too_small = "more memory or shorter sequences are needed"
-    if_too_large = "fewer or shorter ones take less"
-    if kv_gib is not None:                       # only programs with a flag --kv-gib give it
+    if kv_gib is not None:
         memory = kv_gib * 2**30
-        if_too_small, if_too_large = "raise --kv-gib", "lower --kv-gib"
     elif model.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(model.device)
         allowed = torch.cuda.get_per_process_memory_fraction(model.device) * total  # --memory-gib
@@ -481,7 +478,7 @@ def allocate_kv(model: Qwen, max_length: int, max_rows: int, kv_gib: float | Non
         need = (row_blocks + 1) * block_bytes / 2**30
         raise UserError(
             f"KV pool of {memory / 2**30:.4g} GiB holds less than one sequence of {max_length} "
-            f"tokens, which takes {need:.4g} GiB: {if_too_small}")
+            f"tokens, which takes {need:.4g} GiB: more memory or shorter sequences are needed")
     shape = c.layers, 2, blocks, c.kv_heads, KV_BLOCK, c.head_dim
     try:
         # Zeros, and not whatever was in this memory: attention multiplies a masked slot by 0, and
@@ -490,7 +487,8 @@ def allocate_kv(model: Qwen, max_length: int, max_rows: int, kv_gib: float | Non
     except RuntimeError:
         raise UserError(
             f"not enough memory for {blocks * block_bytes / 2**30:.1f} GiB of KV cache, for up to "
-            f"{max_rows} sequences of {max_length} tokens: {if_too_large}") from None
+            f"{max_rows} sequences of {max_length} tokens: fewer or shorter ones take less"
+        ) from None
 
 
 class Sampler:

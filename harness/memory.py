@@ -47,7 +47,7 @@ step. Both say which flags help, beginning with those that change a run least.
 import math
 import sys
 from functools import cached_property
-from typing import Callable, NamedTuple
+from typing import Callable, Collection, NamedTuple
 
 import torch
 
@@ -118,24 +118,35 @@ def bound(memory_gib: float | None, device: torch.device) -> None:
     torch.cuda.set_per_process_memory_fraction((memory_gib * GIB - CUDA_CONTEXT) / total, device)
 
 
-def model_bytes(config: ModelConfig, base: str, rank: int) -> tuple[float, int]:
+def model_bytes(config: ModelConfig, base: str, rank: int,
+                kept: Collection[str] = ()) -> tuple[float, int]:
     """What the weights of a model take, and its adapter in training, in bytes. Norms and biases, a
     thousandth of that, are left out.
+
+    kept: names of linears that are in 16 bits whatever `base` is, as `ignore` of an NVFP4 folder's
+    config.json has them.
     """
     c = config
     heads = c.heads * c.head_dim
     kv_heads = c.kv_heads * c.head_dim
-    linears = ((heads, c.width), (kv_heads, c.width), (kv_heads, c.width), (c.width, heads),
-               (c.feed_forward, c.width), (c.feed_forward, c.width), (c.width, c.feed_forward))
-    embeddings = (2 - c.tied) * c.vocab * c.width * 2
-    weights = c.layers * sum(n * k for n, k in linears) * BITS[base] / 8 + embeddings
-    parameters = c.layers * sum(rank * (n + k) for n, k in linears)
+    linears = {"q_proj": (heads, c.width), "k_proj": (kv_heads, c.width),
+               "v_proj": (kv_heads, c.width), "o_proj": (c.width, heads),
+               "gate_proj": (c.feed_forward, c.width), "up_proj": (c.feed_forward, c.width),
+               "down_proj": (c.width, c.feed_forward)}
+    in_16_bits = sum(math.prod(linears.get(name.split(".")[-1], (0,))) for name in kept)
+    of_base = c.layers * sum(n * k for n, k in linears.values()) - in_16_bits
+    embeddings = (2 - c.tied) * c.vocab * c.width
+    weights = of_base * BITS[base] / 8 + 2 * (in_16_bits + embeddings)
+    parameters = c.layers * sum(rank * (n + k) for n, k in linears.values())
     return weights, Learner.state_bytes(parameters, torch.bfloat16)
 
 
-def check_size(name: str, config: ModelConfig, base: str, rank: int, limit: float) -> None:
-    """UserError if weights and adapter alone exceed `limit` bytes of a GPU's memory."""
-    weights, adapter = model_bytes(config, base, rank)
+def check_size(name: str, config: ModelConfig, base: str, rank: int, limit: float,
+               kept: Collection[str] = ()) -> None:
+    """UserError if weights and adapter alone exceed `limit` bytes of a GPU's memory. kept: as in
+    model_bytes().
+    """
+    weights, adapter = model_bytes(config, base, rank, kept)
     if weights + adapter + CUDA_CONTEXT <= limit:
         return
     helps = []

@@ -108,7 +108,8 @@ def prepare(settings: Settings, before: dict | None) -> Run:
     check_same_on_all_ranks(settings, flags["problems_sha256"])
     if kernels:
         memory.check_size(settings.model.model, qwen.ModelConfig.from_json(folder.config),
-                          settings.model.base, rank, memory.free_memory(wanted.memory_gib))
+                          settings.model.base, rank, memory.free_memory(wanted.memory_gib),
+                          (folder.config.get("quantization_config") or {}).get("ignore", ()))
     model = read_model(settings, folder, tokenizer, problems, device, kernels, phases)
     flags["weights_sha256"] = model.folder.sha256()
     check_unchanged(before, flags, "weights_sha256", f"--model {model.folder.name}: other weights")

@@ -383,6 +383,17 @@ def test_the_bytes_of_a_model_by_arithmetic_are_those_that_it_takes(base):
     assert in_training == Learner.state_bytes(adapter.master.numel(), torch.bfloat16)
 
 
+def test_linears_that_a_folder_keeps_in_16_bits_are_counted_so():
+    config = ModelConfig(*SIZES["7b"])
+    kept = ["lm_head", "model.layers.0.mlp.down_proj", "model.layers.27.self_attn.k_proj"]
+    more = memory.model_bytes(config, "nvfp4", 32, kept)[0] - memory.model_bytes(config, "nvfp4", 32)[0]
+    assert more == (18944 * 3584 + 512 * 3584) * (16 - 4.5) / 8
+    limit = sum(memory.model_bytes(config, "nvfp4", 32)) + 0.65 * GIB     # 0.6 for CUDA; `more` is 0.09
+    memory.check_size("7b", config, "nvfp4", 32, limit)
+    with pytest.raises(UserError, match="its nvfp4 weights take 5.5 GiB"):
+        memory.check_size("7b", config, "nvfp4", 32, limit, kept)
+
+
 @pytest.mark.parametrize("size,base,gib,fits", [
     ("7b", "nvfp4", 7.5, True), ("7b", "nvfp4", 7.3, False), ("14b", "nvfp4", 15.5, True),
     ("14b", "nvfp4", 11.5, False), ("32b", "nvfp4", 23.5, False), ("32b", "nvfp4", 31.3, True),
