@@ -34,22 +34,21 @@ A row's own tokens begin a new kv_block, so nobody writes to a shared kv_block, 
 
 - Prefill computes the keys and values of prefixes. A prompt's last token is not in its prefix,
   because it is the first input of each row's decode steps. So every sampled token comes from a
-  decode step.
+  decode step. On a GPU a short prefill takes the prefixes that wait next along, while there are
+  kv_blocks to spare.
 - A decode step computes one new token for each live row. Rows that have ended leave the batch, and
   waiting sequences take their places (continuous batching). The batch has no holes: when few rows
   are left, its steps get cheaper.
 - The CPU reads the drawn tokens once in a *window* of decode steps: 8 on a GPU, which must wait
   whenever the CPU reads, and 1 on a CPU. A row that ends inside a window stays in the batch until
-  the window is over, and what it computes there is for nothing. That is 2 % of the work for answers
-  of 200 tokens. A GPU's batch also has spare rows, since its CUDA graphs exist for some numbers of
-  rows only. Rollouts.idle counts both.
+  the window is over. A GPU's batch also has spare rows, since there are CUDA graphs for some
+  numbers of rows only. Rollouts.idle counts both.
 - A row gets kv_blocks as it grows. When the pool runs dry, the newest row is preempted: it gives
   its kv_blocks back and waits, and its prompt and what it has written are prefilled when some are
-  free again. The oldest row always goes on, so every request ends; none fails.
+  free again. The oldest row always continues, so every request ends.
 - Randomness is a hash. The token after position t of sample g of the prompt at place p of the run
-  is drawn with the random number u(seed, p, g, t). That depends on nothing else: not on batch, row,
-  window, preemption or the number of GPUs. These can change a token through the rounding of its
-  probabilities alone.
+  is drawn with the random number u(seed, p, g, t): whatever the batch, the row, the window,
+  preemption or the number of GPUs. These change a token only by rounding its probabilities.
 
 Not here: beam search, penalties, stop strings, sharing prefixes between different prompts.
 

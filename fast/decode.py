@@ -3,11 +3,9 @@ The fast engine of the sampler: decode steps and short prefills as CUDA graphs, 
 
 It takes sampler.TorchEngine's place and gives the same numbers, up to the order of fp32 sums.
 
-Why: a decode step of the 7B makes one new token for every live row. It is 4.9 GB of memory traffic,
-about 1.1 ms on an H200, in 260 launches. Python takes some 10 us for each launch (an estimate for a
-plain kernel; the launches of a prefill take 19 to 26 us, measured), and a pass over an activation
-takes 3 us. So launches are recorded once as a graph, and everything between two matmuls is one
-kernel of kernels.py, or two around attention:
+A decode step of a 7B has about 260 launches, which would take Python several times as long as the
+GPU. So they are recorded once, as a graph, and everything between two matmuls is one kernel of
+kernels.py, or two around attention:
 
     embed_kernel                     residual = embed[token]; the first norm
     in every layer
@@ -24,11 +22,11 @@ kernel of kernels.py, or two around attention:
     lm_head matmul
     chunk_kernel, pick_kernel        softmax, the draw; the row's state advances
 
-A row's state (kernels.RowState) lives on the GPU, and the last kernel of a step advances it. So the
-host launches a window of 8 steps and looks afterwards.
+A row's state (kernels.RowState) is on the GPU, and the last kernel of a step advances it: the host
+launches a window of 8 steps, then looks.
 
-A graph has addresses in it, not values. Adapters, norms and their noise are read where they are,
-and an optimizer step needs no new capture.
+A graph holds addresses, not values. Adapters, norms and their noise are read where they are, so an
+optimizer step needs no new capture.
 
 Shapes: n rows (M of a matmul), K in_features, R LoRA rank, V vocabulary, D width, F feed-forward, H
 query heads, KV key-value heads, d head size.
@@ -261,7 +259,7 @@ class GraphEngine(TorchEngine):
 
     def most_siblings(self, n: int) -> int:
         """As TorchEngine.most_siblings."""
-        # By the graph's rows and not the live ones: a row past what its program takes is not computed.
+        # Of the graph's rows, not the live ones: a row past what a program takes is not computed.
         return self.attention_plan(self.batch_size(n)).SIBLINGS
 
     @torch.no_grad()
@@ -286,8 +284,8 @@ class GraphEngine(TorchEngine):
 
     @torch.no_grad()
     def prefill(self, tokens: torch.Tensor, blocks: torch.Tensor, lengths: Sequence[int]) -> None:
-        """As TorchEngine.prefill. A short prefill is a graph: without it the host would need 1.7 to
-        2.3 ms to launch the 90 kernels of a layer, because of all that torch does around each.
+        """As TorchEngine.prefill. A short prefill is a graph, since launching its 90 kernels a
+        layer from Python takes longer than they do.
 
         A graph has a fixed number of tokens and of prefixes. The spare tokens become one more
         prefix, which goes to block 0, and the spare prefixes are empty. There are only size / 32

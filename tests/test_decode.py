@@ -200,7 +200,7 @@ if os.environ.get("TEST_ALL_TARGETS"):
                    *itertools.product([90], ["hopper"], (1, 64), [BF16], QWEN3.values())]
 EMBED_STACK = 32                                                  # bytes on every sm: 2 / pi, for sines of large angles
 # Bytes that a kernel spills on an sm, outside of its inner loop: attention with heads of 128 at few rows on two of
-# them, and at 64 rows where 8 siblings share a program, as in Qwen3-0.6B (on sm_120 inside its loop, and only with the
+# them, and at 256 rows where 8 siblings share a program, as in Qwen3-0.6B (on sm_120 inside its loop, and only with the
 # line numbers that Triton writes); the product at 64 rows.
 STACK = {("attention_kernel", sm): 8 for sm in SHARED} | {("attention_kernel", 120): 40, ("portable_kernel", 100): 40}
 
