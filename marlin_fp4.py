@@ -56,9 +56,9 @@ TILE_SIDE = 128
 # A tile of LoRA's A is 64 x 64 numbers of 16 bits: 8 KiB, as are the codes of a tile of W, so both
 # fit the same place in shared memory. The kernels write this 64 out as well.
 A_TILE = 64
-# Rows of x up to which a decode step decodes W in registers instead of expanding it: the most for
-# which this was measured to be faster (docs/kernels.md).
-MAX_DECODE_ROWS = 512
+# Rows of x up to which a decode step decodes W in registers instead of expanding it, on a Hopper and
+# on other GPUs: there mma.sync would take longer than W's expansion (docs/kernels.md).
+MAX_DECODE_ROWS = {"hopper": 512, "other": 256}
 
 
 # -----------------------------------------------------------------------------
@@ -272,7 +272,8 @@ class PackedWeight(Weight):
 
     def expands(self, rows: int) -> bool:
         """Whether a decode step of `rows` rows takes expanded_matmul."""
-        return rows > MAX_DECODE_ROWS
+        hopper = capability(self.device)[0] == 9
+        return rows > MAX_DECODE_ROWS["hopper" if hopper else "other"]
 
 
 def pack(packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Tensor,

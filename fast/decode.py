@@ -65,7 +65,7 @@ from ops import mm_fp32
 from sampler import KV_BLOCK, Rows, Sampling, TorchEngine, fill_cache, filter_logits
 
 # A graph for each number of rows, made when it is needed; steps of other numbers have spare rows.
-GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 224, 256, 320, 384, 512)
 WINDOW = 8              # steps between two looks of the host
 VOCAB_CHUNK = 2048      # logits of one program of chunk_kernel
 QUERY_TILE = 16         # queries of one program of attention_kernel: the side of an mma.sync
