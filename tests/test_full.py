@@ -12,9 +12,10 @@ import sys
 
 import pytest
 import test_learner
+import test_train
 import torch
 from test_learner import ANY_NORM, LIMIT, TEMPERATURE, plain_gradient, some_rollouts
-from test_train import ROOT, kill_in, runs  # noqa: F401, a fixture
+from test_train import ROOT, kill_in
 from tiny_qwen2 import held_by
 
 import evaluate
@@ -27,6 +28,7 @@ from learner import Batch, Learner
 from model import load
 from sampler import Sampler, Sampling, TorchEngine
 
+runs = test_train.runs                           # the fixture
 FAMILIES = ["tied", "untied", "qwen3-tied", "qwen3-untied"]
 
 
@@ -44,7 +46,7 @@ def some_step(model, loss, noise=0.15):
     rollouts = some_rollouts(model, noise)
     rewards = torch.tensor([1.0, 0, 0, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0, 2, 1, 3])
     weights = grpo.token_weights(rollouts.sampled() & (torch.arange(16) != 5)[:, None], loss, LIMIT)
-    return Batch(rollouts, grpo.group_advantages(rewards, 4)), weights
+    return Batch(rollouts.rows, grpo.group_advantages(rewards, 4)), weights
 
 
 # -----------------------------------------------------------------------------
@@ -99,10 +101,11 @@ def test_after_five_steps_the_sampler_draws_from_the_learners_weights(tiny, shap
     for seed in range(5):
         rollouts = sampler.generate([[1, 2, 3], [4, 5]], 4, Sampling(12, temperature=TEMPERATURE, seed=seed))
         with torch.no_grad():
-            rows = [p + c for p, c in zip(rollouts.prompts, rollouts.completions)]
-            now, _ = model.token_logprobs(rows, [len(p) for p in rollouts.prompts], TEMPERATURE)
-        torch.testing.assert_close(torch.cat(rollouts.logprobs), now, rtol=0, atol=5e-5)     # FP32 of test_lora.py
-        batch = Batch(rollouts, grpo.group_advantages(torch.arange(8.0), 4))
+            now, _ = model.token_logprobs([row.prompt + row.completion for row in rollouts.rows],
+                                          [len(row.prompt) for row in rollouts.rows], TEMPERATURE)
+        drawn = torch.cat([row.logprobs for row in rollouts.rows])
+        torch.testing.assert_close(drawn, now, rtol=0, atol=5e-5)         # FP32 of test_lora.py
+        batch = Batch(rollouts.rows, grpo.group_advantages(torch.arange(8.0), 4))
         assert learner.update(batch, grpo.token_weights(rollouts.sampled(), learner.loss, 12), lr=1e-2).grad_norm > 0
     assert addresses == [t.data_ptr() for t in (weights.working, model.embed, model.layers[0].qkv.weight.tensors[0])]
     assert all(not torch.equal(t, before[name]) for name, t in weights.tensors(weights.master.data))
