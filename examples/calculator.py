@@ -1,18 +1,18 @@
 """
 A tool in the middle of an answer: a calculator that the model calls by writing an expression and =.
 
-    python -m examples.calculator                    the bundled model learns to call it, in 2 minutes
-    python -m examples.calculator --no-results       the same problems, and nobody answers the calls
+    python -m examples.calculator --lr 1e-3 --steps 32     the bundled model learns to call it
+    ... --no-results                                       the same, and nobody answers the calls
 
-The answer is written in turns. A turn ends where the model writes "=". Then the result is appended,
-with mask 0, so the model reads it and is not trained on it, and the model goes on:
+An answer is written in turns. A turn ends where the model writes "=". Then the result is appended
+with mask 0, so that the model reads it and is not trained on it, and the model goes on:
 
-    Step by step: 7*9=  3  , 3-8=  7  . The answer is \\boxed{7}.
-    sampled           tool         tool   sampled
+    Step by step: 7*9= | 15 | , 15-8= | 19 | . The answer is \\boxed{19}.
+             sampled   tool  sampled   tool  sampled
 
 The bundled model knows small sums by heart and would need no calculator. So this one counts like a
-clock, from 1 to 12, and so do the right answers. For a calculator that counts on, let `clock`
-return its argument and take --data gsm8k.
+clock in the afternoon, from 13 to 24, and so do the right answers. For an ordinary one let `clock`
+return its argument, and name another model and --data.
 """
 import json
 import re
@@ -33,7 +33,8 @@ from tasks.arithmetic import arithmetic
 
 
 def clock(number: int) -> int:
-    return (number - 1) % 12 + 1
+    """Always two digits: after a result of one the model likes to add a second."""
+    return (number - 1) % 12 + 13
 
 
 def calculate(text: str) -> str:
