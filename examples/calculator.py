@@ -1,7 +1,7 @@
 """
 A tool in the middle of an answer: a calculator that the model calls by writing an expression and =.
 
-    python -m examples.calculator --lr 1e-3 --steps 32     the bundled model learns to call it
+    python -m examples.calculator --lr 1e-3 --steps 24     the bundled model learns to call it
     ... --no-results                                       the same, and nobody answers the calls
 
 An answer is written in turns. A turn ends where the model writes "=". Then the result is appended
@@ -99,9 +99,9 @@ def main() -> None:
     with ending_with(run.folder.save, run.folder.advice), run.console:
         train.train(run, sample)
     answers = [answer for answer, _ in read_log(run.folder.path / "samples.jsonl")]
-    for step in sorted({answer["step"] for answer in answers})[::8]:
+    for step in (0, settings.general.steps - 1):
         texts = [answer["completion"] for answer in answers if answer["step"] == step]
-        print(f"step {step}: {sum('=' in text for text in texts) / len(texts):.0%} of answers call")
+        print(f"step {step + 1}: {sum('=' in text for text in texts) / len(texts):.0%} of answers call")
 
 
 if __name__ == "__main__":

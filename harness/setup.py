@@ -32,7 +32,7 @@ from harness import memory
 from harness.config import MAY_MOVE, Objective, Rollout, Settings, option, without_places
 from harness.console import Console, Phases, Tracker, Watch
 from harness.folder import RunFolder, checkpoints_in
-from learner import AdamW, Learner
+from learner import Learner
 from ops import on_gpu
 from prompts import Tokenizer, digest_of, prompt_function, split_problems
 from ranks import LOCAL_RANK, RANK, WORLD, gather, join_ranks, say
@@ -147,9 +147,8 @@ def prepare(settings: Settings, before: dict | None) -> Run:
         full.save(model, tensors["master"].cpu(), folder)
 
     out = Path(settings.general.out)
-    run_folder = RunFolder(out, learner.tensors(), write_adapter)
-    if settings.model.train == "full":
-        run_folder = RunFolder(out, learner.tensors(), write_model, "model")
+    result = {"lora": (write_adapter, "adapter"), "full": (write_model, "model")}
+    run_folder = RunFolder(out, learner.tensors(), *result[settings.model.train])
     tracker = Tracker(settings.watching.report_to, out, flags)
     phases.tell()
     return Run(settings, tokenizer, problems, held_out, grade, model, learner, sampler, run_folder,
@@ -206,13 +205,13 @@ def check_same_on_all_ranks(settings: Settings, problems_sha256: str) -> None:
 
 
 def check_full_size(settings: Settings, sizes: qwen.ModelConfig, device: torch.device) -> None:
-    """UserError if --train full does not fit: on a GPU, or where the host keeps the last step and
-    writes it, each of which takes what a checkpoint does.
+    """UserError if --train full does not fit: on a GPU, or on the host, which keeps what a checkpoint
+    holds, and holds it twice more while safetensors makes a file of it.
     """
     parameters = memory.model_bytes(sizes, "bf16", 0)[0] / 2     # 16 bits each
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") \
         else math.inf
-    state, saved = Learner.state_bytes(1, torch.bfloat16), 2 * (4 + AdamW.state_bytes(1))
+    state, saved = Learner.state_bytes(1, torch.bfloat16), 3 * (4 + Learner.OPTIMIZER.state_bytes(1))
     if device.type == "cuda":
         limit = memory.free_memory(settings.memory.memory_gib) - memory.CUDA_CONTEXT
         full.check_size(settings.model.model, parameters, state, limit, "the GPU's memory")
