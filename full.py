@@ -38,8 +38,10 @@ import lora
 from files import UserError
 from model import Qwen
 from nvfp4 import FORMATS, Weight
-from ops import _TokenLogprobs, mm, mm_fp32, softmax_at, token_logprobs
+from ops import mm, mm_fp32, softmax_at, token_logprobs
 from weights import save_model
+
+CHUNK = 512                                      # rows of logits at a time, as in ops.py
 
 # -----------------------------------------------------------------------------
 # The gradients that an adapter does not need
@@ -101,8 +103,8 @@ class _Score(torch.autograd.Function):
     def backward(ctx, dlogprobs, _):
         x, rstd, targets = ctx.saved_tensors
         dx, drstd = torch.empty_like(x), torch.empty_like(rstd)
-        for i in range(0, len(x), _TokenLogprobs.CHUNK):
-            s = slice(i, i + _TokenLogprobs.CHUNK)
+        for i in range(0, len(x), CHUNK):
+            s = slice(i, i + CHUNK)
             upstream = dlogprobs[s, None]
             scale = rstd[s] / ctx.temperature
             (picked, _, mean_logit), dlogits = softmax_at(

@@ -55,7 +55,7 @@ def some_step(model, loss, noise=0.15):
 @pytest.mark.parametrize("shape", FAMILIES)
 def test_the_gradient_of_every_parameter_is_that_of_float64_autograd(tiny, shape, monkeypatch):
     monkeypatch.setattr(test_learner, "merged", lambda tensors, leaves, scale: leaves)     # no adapter to work in
-    monkeypatch.setattr("ops._TokenLogprobs.CHUNK", 7)                                     # several, the last one short
+    monkeypatch.setattr(full, "CHUNK", 7)                                                  # several, the last one short
     case = tiny[shape]
     model, weights = some_model(case)
     learner = some_learner(model, correction="ppo")
@@ -88,7 +88,7 @@ def test_micro_batches_and_kept_layers_do_not_change_the_gradient(tiny):
 # -----------------------------------------------------------------------------
 # What is computed with
 
-@pytest.mark.parametrize("shape", FAMILIES)
+@pytest.mark.parametrize("shape", ["tied", "qwen3-untied"])
 def test_after_five_steps_the_sampler_draws_from_the_learners_weights(tiny, shape, tmp_path):
     case = tiny[shape]
     model, weights = some_model(case)
