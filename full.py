@@ -38,7 +38,7 @@ import lora
 from files import UserError
 from model import Qwen
 from nvfp4 import FORMATS, Weight
-from ops import mm, mm_fp32, softmax_at, token_logprobs
+from ops import add_mm, mm, mm_fp32, softmax_at, token_logprobs
 from weights import save_model
 
 CHUNK = 512                                      # rows of logits at a time, as in ops.py
@@ -47,8 +47,8 @@ CHUNK = 512                                      # rows of logits at a time, as 
 # The gradients that an adapter does not need
 
 class Linear(lora.Linear):
-    """A linear whose W is trained. leaf: W in fp32, a view of Weights.master; copy: W in the
-    model's dtype. In lora.Linear's place `leaf` is its `a`, dW its dA, and there is no B.
+    """A linear whose W is trained. leaf: W in fp32, a view of Weights.master, whose .grad gets dW;
+    copy: W in the model's dtype.
     """
 
     def __init__(self, names: list[str], parts: tuple[int, ...], leaf: Parameter, copy: Tensor):
@@ -56,17 +56,14 @@ class Linear(lora.Linear):
         super().__init__(weight, names, parts)
         self.leaf = leaf
 
-    def trained(self) -> tuple[Tensor, None]:
-        return self.leaf, None
-
     def wide_weight(self) -> Tensor:
         """W itself: without A and B there is nothing to widen."""
         return self.weight.dequantize()
 
-    def product_backward(self, x_wide: Tensor, dy_wide: Tensor, needs_w: bool) -> tuple:
-        """-> dx (M, K) in the model's dtype, dW (N, K) in fp32, None."""
-        dx = mm(dy_wide, self.wide_weight())
-        return dx, mm_fp32(dy_wide.T, x_wide) if needs_w else None, None
+    def product_backward(self, x_wide: Tensor, dy_wide: Tensor) -> Tensor:
+        """-> dx (M, K) in the model's dtype. Adds dW to leaf.grad."""
+        add_mm(self.leaf.grad, dy_wide.T, x_wide)
+        return mm(dy_wide, self.wide_weight())
 
 
 class _LookUp(torch.autograd.Function):
@@ -112,7 +109,7 @@ class _Score(torch.autograd.Function):
             scaled = scale * upstream
             dx[s] = mm_fp32(dlogits, ctx.head) * scaled
             drstd[s] = (picked - mean_logit)[:, None] / rstd[s] * upstream
-            ctx.leaf.grad += mm_fp32(dlogits.T, (x[s] * scaled).to(x.dtype))
+            add_mm(ctx.leaf.grad, dlogits.T, (x[s] * scaled).to(x.dtype))
         return dx, drstd, None, None, None, None, None
 
 
