@@ -104,7 +104,7 @@ def parse(parser: argparse.ArgumentParser, style: str) -> tuple[argparse.Namespa
                 raise UserError(f"{args.run}/run.json names {config.option(name)} {value}: to run "
                                 "that code, repeat the flag, or give it another value")
         parser.set_defaults(model=run.model.model, base=run.model.base, thinking=run.data.thinking,
-                            adapter=str(Path(args.run) / "adapter"),
+                            adapter=run_adapter(args.run, run),
                             max_new_tokens=run.rollout.max_new_tokens, **asked)
         args = parser.parse_args()
     if args.model is None:
@@ -113,6 +113,11 @@ def parse(parser: argparse.ArgumentParser, style: str) -> tuple[argparse.Namespa
     if args.adapter == "none":
         args.adapter = None
     return args, run
+
+
+def run_adapter(folder: str, run: Settings) -> str | None:
+    """The adapter of a run; None if it trained all weights of its model."""
+    return str(Path(folder) / "adapter") if run.model.train == "lora" else None
 
 
 def read_flags() -> tuple[argparse.Namespace, Settings | None]:

@@ -261,7 +261,7 @@ class Qwen(torch.nn.Module):
         layers = len(self.layers)
         kept_layers = layers if kept_layers is None else kept_layers
         assert 0 <= kept_layers <= layers, f"kept_layers {kept_layers}, of {layers} layers"
-        x = self.embed[tokens].float()
+        x = self.embedded(tokens)
         if self.adapter:                         # frozen: so that autograd enters the first layer
             x.requires_grad_()
         cos, sin = rope_table(positions, self.config)
@@ -307,7 +307,16 @@ class Qwen(torch.nn.Module):
         at = torch.tensor(layout.predictors, device=self.device)
         completions = [t for row, start in zip(rows, starts) for t in row[start:]]
         targets = torch.tensor(completions, device=self.device)
-        return token_logprobs(xw[at], rstd[at], self.lm_head, targets, self.live_vocab, temperature)
+        return self.score(xw[at], rstd[at], targets, temperature)
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """The residual stream before the first layer: tokens (T,) -> (T, D) fp32."""
+        return self.embed[tokens].float()
+
+    def score(self, x: Tensor, rstd: Tensor, targets: Tensor,
+              temperature: float) -> tuple[Tensor, Tensor]:
+        """ops.token_logprobs with this model's head."""
+        return token_logprobs(x, rstd, self.lm_head, targets, self.live_vocab, temperature)
 
 
 # -----------------------------------------------------------------------------

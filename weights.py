@@ -135,16 +135,19 @@ class ModelFolder:
     def choose_base(self, base: str | None) -> str:
         """--base -> the format in which to hold the linears; by default it is NVFP4.
 
-        A folder into which tools.convert merged an adapter defaults to 16 bits: 4 bits round away
-        most of what training changed. If 4 bits are asked for, a line says so.
+        A folder into which tools.convert merged an adapter, or that --train full wrote, defaults to
+        16 bits: 4 bits round away most of what training changed. If they are asked for, a line says
+        so.
         """
-        merged = self.config.get("merged_adapter")
+        merged, source = (self.config.get(key) for key in ("merged_adapter", "trained_from"))
+        trained = merged or source
         if self.config.get("quantization_config"):       # has no 16 bits to keep
-            merged = None
-        if merged and base not in (None, "bf16"):
-            say(f"{self.path}: rounded to {base}, the merged adapter {merged} is "
-                "mostly lost: keep --base bf16, or take the model it was trained on with --adapter")
-        return base or ("bf16" if merged else "nvfp4")
+            trained = None
+        if trained and base not in (None, "bf16"):
+            what = f"the merged adapter {merged}" if merged else f"what was trained from {source}"
+            say(f"{self.path}: rounded to {base}, {what} is mostly lost: keep --base bf16"
+                + (", or take the model it was trained on with --adapter" if merged else ""))
+        return base or ("bf16" if trained else "nvfp4")
 
     def sha256(self, linears: bool = True) -> str:
         """Tells weights of the same shapes apart: of the first 4,096 numbers of each tensor, since

@@ -11,6 +11,7 @@ Settings never change once they are made. A file of settings is JSON, flag name 
 (recipes/paper.json), or the run.json that a run writes. The last of these that has a value wins:
 
     the field's default
+    FULL_DEFAULTS                   with --train full
     TINY_DEFAULTS                   if the model that results is the bundled one
     --config FILE, or --resume      a recipe or another run's run.json; the run.json in --out
     the command line
@@ -74,6 +75,9 @@ class Model:
     """model and adapter"""
     model: str = setting(str(TINY_MODEL), "folder, Hugging Face id, or a name such as qwen2.5-7b; "
                          "tiny: the bundled model, with defaults of its own (default: tiny)")
+    train: str = setting("lora", "lora: an adapter on frozen weights; full: all weights of a 16-bit "
+                         "model, with --base bf16 and --lr 1e-5 by default",
+                         choices=("lora", "full"))
     base: str = setting("nvfp4", "format of the frozen linears", choices=nvfp4.FORMATS)
     calibrate: int | None = setting(
         None, "choose the NVFP4 codes by GPTQ on the model's own answers to this many training "
@@ -243,6 +247,10 @@ TINY_DEFAULTS = dict(data="arithmetic", steps=48, prompts_per_step=16, max_promp
                      advantage_scale="group", lr_schedule="cosine")
 
 
+# --train full has other defaults than an adapter: its rates are a tenth.
+FULL_DEFAULTS = dict(base="bf16", lr=1e-5)
+
+
 # -----------------------------------------------------------------------------
 # From the command line and from files
 
@@ -338,6 +346,9 @@ def read_settings(argv: list | None = None) -> tuple[Settings, dict | None]:
         held.pop("calibrate", None)
 
     values = Settings().flat()
+    if given.get("train", held.get("train")) == "full":
+        values |= FULL_DEFAULTS
+        refuse_adapter_flags(given)
     if bundled:
         values |= TINY_DEFAULTS
     values |= held | given
@@ -418,6 +429,14 @@ def flags_to_repeat(held: dict) -> list[str]:
             for word in (option(name), held[name])]
 
 
+def refuse_adapter_flags(given: dict) -> None:
+    """UserError for a flag that shapes an adapter, beside --train full."""
+    for name in ("lora_rank", "lora_alpha"):
+        if name in given:
+            raise UserError(f"{option(name)} {given[name]}: --train full trains the weights "
+                            "themselves, without an adapter")
+
+
 def shape_of(adapter: str, given: dict) -> dict:
     """Rank and alpha of --adapter, which become the run's. UserError if a flag gives others."""
     found = read_peft_config(adapter)
@@ -448,7 +467,8 @@ def with_absolute_paths(values: dict) -> dict:
 
 def settings_of_run(folder: str | Path) -> Settings:
     """The settings of a run; `model` is the one that its adapter belongs to: OUT/base if the run
-    calibrated. UserError if its run.json does not hold them.
+    calibrated. It is OUT/model if all weights were trained. UserError if its run.json does not hold
+    them.
     """
     path = Path(folder) / "run.json"
     held = settings_in(read_json(path), path)
@@ -456,6 +476,8 @@ def settings_of_run(folder: str | Path) -> Settings:
         raise UserError(f"{path}: has no model or no base")
     if held.get("calibrate"):
         held["model"] = str(path.with_name("base"))
+    if held.get("train") == "full":
+        held["model"] = str(path.with_name("model"))
     return Settings.of(held | {"out": str(folder)})
 
 
@@ -505,6 +527,8 @@ def check_settings(settings: Settings) -> None:
                          f"{rollout.prompts_per_step}, got {optim.updates_per_rollout}")
     if model.calibrate and model.base != "nvfp4":
         raise UserError(f"--calibrate {model.calibrate} is for NVFP4, --base is {model.base}")
+    if model.train == "full":
+        check_full(settings)
     tracker = settings.watching.report_to
     if tracker and importlib.util.find_spec(tracker) is None:
         raise UserError(f"--report-to {tracker} needs pip install {tracker}")
@@ -517,6 +541,20 @@ def check_settings(settings: Settings) -> None:
     if rollout.temperature < 1e-3:
         raise UserError(f"--temperature {rollout.temperature}: the likeliest token would always be "
                          "drawn, take at least 0.001")
+
+
+def check_full(settings: Settings) -> None:
+    """UserError for what --train full does not go with."""
+    model, kl_beta = settings.model, settings.objective.kl_beta
+    if model.base != "bf16":
+        raise UserError(f"--train full needs --base bf16, got {model.base}: an update is smaller "
+                        "than the steps of 4-bit weights")
+    if model.adapter:
+        raise UserError(f"--adapter {model.adapter}: --train full trains the weights themselves; "
+                        "merge the adapter first (tools.convert merge), and give that as --model")
+    if kl_beta:
+        raise UserError(f"--kl-beta {kl_beta}: --train full keeps no copy of the model before "
+                        "training, which a KL term compares with")
 
 
 def check_resumed(given: dict, held: dict, path: Path) -> None:

@@ -109,7 +109,8 @@ class Console:
         model, rollout = self.settings.model, self.settings.rollout
         on = f"{WORLD} x {device.type}" if WORLD > 1 else device.type
         no_gpu = "" if torch.cuda.is_available() else " (torch sees no GPU)"
-        say(f"{model.model}, with frozen {model.base} weights, learns {self.settings.data.data} "
+        weights = "all weights trained" if model.train == "full" else f"frozen {model.base} weights"
+        say(f"{model.model}, with {weights}, learns {self.settings.data.data} "
             f"({counted(len(problems), 'problem')}, and {len(held_out):,} held out): "
             f"{counted(self.steps, 'step')} of {counted(rollout.prompts_per_step, 'problem')} x "
             f"{counted(rollout.group_size, 'answer')} on {on}{no_gpu}; writes "
@@ -169,9 +170,10 @@ class Console:
         say(f"{folder}: {counted(len(metrics), 'step')} in {duration(seconds)}{changed}{peak}")
         data = vars(self.settings.data)
         style = flags_to_repeat({"prompt_style": data["prompt_style"]})
-        commands = (command("evaluate.py", folder, *flags_to_repeat(data)),
-                    command("tools.report", folder), command("tools.chat", folder, *style),
-                    command("tools.convert", "merge", folder, f"{folder}-merged"))
+        commands = [command("evaluate.py", folder, *flags_to_repeat(data)),
+                    command("tools.report", folder), command("tools.chat", folder, *style)]
+        if self.settings.model.train == "lora":
+            commands.append(command("tools.convert", "merge", folder, f"{folder}-merged"))
         say("next: " + "\n      ".join(commands))
 
 

@@ -7,6 +7,7 @@ The folder of a run: who may write there, its logs, and checkpoints that survive
           /checkpoints/step_000040/state.safetensors     the tensors that training changes
                                   /state.json            the counters, one SHA-256 of both files
           /adapter/, adapters/NAME/                PEFT folders: of the last save; kept for good
+          /model/, models/NAME/                    with --train full in their place: model folders
 
 Training changes its tensors in place, one after the other, in the middle of a step. If they were
 saved at that point, half would be of one step and half of the next. So at the end of each step
@@ -190,11 +191,12 @@ class Checkpoints:
     """The last whole step in memory, and its way to the disk and back.
 
     tensors: name -> copy on the host; counters: name -> number, or what else JSON keeps as it is,
-    {} before the first whole step.
+    {} before the first whole step. result: see RunFolder.
     """
 
-    def __init__(self, folder: Path, live: Tensors):
+    def __init__(self, folder: Path, live: Tensors, result: str = "adapter"):
         self.folder = folder
+        self.result = result
         # Pinned memory lets the GPU copy into it directly, at the full speed of the bus.
         self.tensors = {name: torch.empty_like(t, device="cpu", pin_memory=t.is_cuda)
                         for name, t in live.items()}
@@ -252,10 +254,10 @@ class Checkpoints:
             return
         # Somebody who deletes checkpoints to save space does not mean the run to begin again: that
         # would cut the logs to nothing and train a new adapter in place of the one that is there.
-        adapter = self.folder.parent / "adapter"
-        if damaged or adapter.exists():
+        trained = self.folder.parent / self.result
+        if damaged or trained.exists():
             raise Stopped(f"{self.folder}: holds no whole checkpoint: begin another run, with "
-                          f"--adapter {adapter}", "")
+                          f"--{self.result} {trained}", "")
         say(f"{self.folder}: no checkpoint, starting from step 0")
 
 
@@ -282,13 +284,16 @@ class RunFolder:
     """Everything that a run writes, by rank 0 alone.
 
     live: name -> tensor that training changes; write_adapter(tensors, folder) writes PEFT's files.
+    result: the name of what is trained, "adapter", or "model" if the files are a whole model's.
     """
 
-    def __init__(self, path: Path, live: Tensors, write_adapter: Callable[[Tensors, Path], None]):
+    def __init__(self, path: Path, live: Tensors, write_adapter: Callable[[Tensors, Path], None],
+                 result: str = "adapter"):
         self.path = path
         self.live = live
         self.write_adapter = write_adapter
-        self.checkpoints = Checkpoints(path / "checkpoints", live)
+        self.result = result
+        self.checkpoints = Checkpoints(path / "checkpoints", live, result)
         self.run_json = {}                       # what the file of that name holds, from start() on
 
     def start(self, run_json: dict, resume: bool) -> dict:
@@ -332,13 +337,13 @@ class RunFolder:
             return "nothing was changed"
         if RANK == 0:
             last.save()
-            self.write_adapter(last.tensors, self.path / "adapter")
+            self.write_adapter(last.tensors, self.path / self.result)
         return f"step {last.counters['step']} is saved"
 
     def keep_adapter(self, name: str) -> None:
         """Writes the live tensors as adapters/NAME, which no save replaces."""
         if RANK == 0:
-            self.write_adapter(self.live, self.path / "adapters" / name)
+            self.write_adapter(self.live, self.path / f"{self.result}s" / name)
 
     def note(self, **changes: object) -> None:
         """Writes run.json with these keys changed."""

@@ -22,6 +22,7 @@ import torch
 
 import calibrate
 import env
+import full
 import grpo
 import lora
 import model as qwen
@@ -106,9 +107,12 @@ def prepare(settings: Settings, before: dict | None) -> Run:
     check_unchanged(before, flags, "problems_sha256", f"--data {settings.data.data}, --eval-data "
                     f"{settings.data.eval_data}: other problems or prompts")
     check_same_on_all_ranks(settings, flags["problems_sha256"])
-    if kernels:
-        memory.check_size(settings.model.model, qwen.ModelConfig.from_json(folder.config),
-                          settings.model.base, rank, memory.free_memory(wanted.memory_gib),
+    sizes = qwen.ModelConfig.from_json(folder.config)
+    if settings.model.train == "full":
+        check_full_size(settings, sizes, device)
+    elif kernels:
+        memory.check_size(settings.model.model, sizes, settings.model.base, rank,
+                          memory.free_memory(wanted.memory_gib),
                           (folder.config.get("quantization_config") or {}).get("ignore", ()))
     model = read_model(settings, folder, tokenizer, problems, device, kernels, phases)
     flags["weights_sha256"] = model.folder.sha256()
@@ -139,8 +143,12 @@ def prepare(settings: Settings, before: dict | None) -> Run:
         lora.save_adapter(model, folder, tensors["master"])
         write_conditions(folder, conditions)
 
+    def write_model(tensors, folder):
+        full.save(model, tensors["master"].cpu(), folder)
+
     out = Path(settings.general.out)
-    run_folder = RunFolder(out, learner.tensors(), write_adapter)
+    result = {"lora": (write_adapter, "adapter"), "full": (write_model, "model")}
+    run_folder = RunFolder(out, learner.tensors(), *result[settings.model.train])
     tracker = Tracker(settings.watching.report_to, out, flags)
     phases.tell()
     return Run(settings, tokenizer, problems, held_out, grade, model, learner, sampler, run_folder,
@@ -196,9 +204,26 @@ def check_same_on_all_ranks(settings: Settings, problems_sha256: str) -> None:
                 raise UserError(f"{what}: rank {rank} has {other[name]!r}, rank 0 has {value!r}")
 
 
+def check_full_size(settings: Settings, sizes: qwen.ModelConfig, device: torch.device) -> None:
+    """UserError if --train full does not fit: on a GPU, or on the host, which keeps what a checkpoint
+    holds, and holds it twice more while safetensors makes a file of it.
+    """
+    parameters = memory.model_bytes(sizes, "bf16", 0)[0] / 2     # 16 bits each
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") \
+        else math.inf
+    state, saved = Learner.state_bytes(1, torch.bfloat16), 3 * (4 + Learner.OPTIMIZER.state_bytes(1))
+    if device.type == "cuda":
+        limit = memory.free_memory(settings.memory.memory_gib) - memory.CUDA_CONTEXT
+        full.check_size(settings.model.model, parameters, state, limit, "the GPU's memory")
+        state = 0
+    full.check_size(settings.model.model, parameters, state + saved, host, "the host's memory")
+
+
 def read_model(settings: Settings, folder: ModelFolder, tokenizer: Tokenizer, problems: list,
                device: torch.device, kernels: str | None, phases: Phases) -> qwen.Qwen:
-    """-> the model of --base and --calibrate, with a new adapter or that of --adapter."""
+    """-> the model of --base and --calibrate, with a new adapter, that of --adapter, or all of its
+    weights trainable.
+    """
     wanted, general = settings.model, settings.general
     with phases("download"):
         folder.download()
@@ -212,7 +237,9 @@ def read_model(settings: Settings, folder: ModelFolder, tokenizer: Tokenizer, pr
     # A run that was killed before its first checkpoint begins with --adapter again. One whose
     # checkpoints are all damaged is refused (Checkpoints.load).
     goes_on = checkpoints_in(Path(general.out, "checkpoints"))
-    if wanted.adapter and not goes_on:
+    if wanted.train == "full":
+        full.attach(model)
+    elif wanted.adapter and not goes_on:
         lora.load_adapter(model, wanted.adapter)
     else:
         lora.attach(model, wanted.lora_rank, wanted.lora_alpha, general.seed)

@@ -6,7 +6,10 @@ import pytest
 import torch
 
 import train
-from sampler import Rollouts, Row
+from examples import calculator
+from model import load
+from prompts import Tokenizer
+from sampler import Rollouts, Row, Sampler, Sampling, TorchEngine
 from tasks.plugin import Reward
 from tasks.problems import Problem
 
@@ -38,3 +41,57 @@ def test_the_shaping_of_my_reward_never_outvotes_the_task(score):
         rows = train.score(lambda *_: graded, [], answers).rows
         first, second = train.compare(rows, 2, "none").tolist()
         assert first > 0 > second
+
+
+# -----------------------------------------------------------------------------
+# calculator.py
+
+@pytest.mark.parametrize("text,result", [
+    ("7*9=", 15), ("so 2+3*4=", 14), ("7*9=15, 15-8=", 19), ("12-14=", 22), ("007+8=", 15), ("=", ""), ("5=", ""), ("a+b=", ""),
+    ("7*9= ", "")])
+def test_the_calculator_counts_like_a_clock(text, result):
+    assert calculator.calculate(text) == str(result)
+
+
+def test_a_conversation_has_the_log_probs_of_one_forward_pass_and_masks_what_the_tool_said():
+    model = load(EXAMPLES.parent / "tiny", "bf16", "cpu")
+    tokenizer = Tokenizer(EXAMPLES.parent / "tiny", "off")
+    sampler = Sampler(TorchEngine, model, 160)
+    prompts = [tokenizer.chat(f"Tom has {n} boxes with 8 cards each and sells 4. How many cards are left?")
+               + tokenizer.encode("Step by step: ") for n in (6, 7)]
+    sampling = Sampling(40, tokenizer.end_ids, 1.0, seed=3)
+    turns = calculator.Turns(tokenizer)
+    rollouts = turns(sampler, prompts, 4, sampling, [5, 6])
+    rows = rollouts.rows
+    assert [row.prompt for row in rows] == [prompt for prompt in prompts for _ in range(4)]
+    for row in rows:
+        text, said = tokenizer.decode(row.completion), ""
+        for token, sampled in zip(row.completion, row.mask.tolist()):      # what is masked is what the tool answers
+            if sampled:
+                said += tokenizer.decode([token])
+            elif said.endswith("="):
+                result = calculator.calculate(said)
+                said += result
+            else:
+                assert said.endswith(result)
+        assert said == text and len(row.completion) <= 40 and row.finished == (row.completion[-1] in tokenizer.end_ids)
+    assert sum(not row.mask.all() for row in rows) >= 6                    # they do call
+    with torch.no_grad():
+        whole, _ = model.token_logprobs([row.prompt + row.completion for row in rows], [len(row.prompt) for row in rows])
+    mask = torch.cat([row.mask for row in rows])
+    torch.testing.assert_close(torch.cat([row.logprobs for row in rows])[mask], whole[mask], rtol=0, atol=5e-5)
+    # The second problem alone draws what it drew beside the first one.
+    alone = turns(sampler, prompts[1:], 4, sampling, [6]).rows
+    assert [row.completion for row in alone] == [row.completion for row in rows[4:]]
+
+
+def test_a_call_without_room_for_its_result_is_cut_off():
+    tokenizer = Tokenizer(EXAMPLES.parent / "tiny", "off")
+    call = Row([1], tokenizer.encode("7*9="), torch.zeros(4), finished=True)
+
+    class Once:
+        def generate(self, *_):
+            return Rollouts([call])
+
+    row, = calculator.Turns(tokenizer)(Once(), [[1]], 1, Sampling(6, tokenizer.end_ids), [0]).rows
+    assert (row.completion, row.finished) == (tokenizer.encode("7*9="), False)

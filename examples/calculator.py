@@ -1,0 +1,108 @@
+"""
+A tool in the middle of an answer: a calculator that the model calls by writing an expression and =.
+
+    python -m examples.calculator --lr 1e-3 --steps 24     the bundled model learns to call it
+    ... --no-results                                       the same, and nobody answers the calls
+
+An answer is written in turns. A turn ends where the model writes "=". Then the result is appended
+with mask 0, so that the model reads it and is not trained on it, and the model goes on:
+
+    Step by step: 7*9= | 15 | , 15-8= | 19 | . The answer is \\boxed{19}.
+             sampled   tool  sampled   tool  sampled
+
+The bundled model knows small sums by heart and would need no calculator. So this one counts like a
+clock in the afternoon, from 13 to 24, and so do the right answers. For an ordinary one let `clock`
+return its argument, and name another model and --data.
+"""
+import json
+import re
+import sys
+from pathlib import Path
+
+import env  # isort: skip; its settings come before torch
+
+import torch
+
+import train
+from files import read_log
+from harness.config import read_settings
+from harness.folder import claimed, ending_with
+from harness.setup import prepare
+from sampler import Rollouts, Row, Sampler, Sampling
+from tasks.arithmetic import arithmetic
+
+
+def clock(number: int) -> int:
+    """Always two digits: after a result of one the model likes to add a second."""
+    return (number - 1) % 12 + 13
+
+
+def calculate(text: str) -> str:
+    """The result of the expression before the last = of a text; "" if there is none."""
+    call = re.search(r"\d+([-+*]\d+)+=$", text)
+    return str(clock(eval(re.sub(r"\b0+(?=\d)", "", call[0][:-1])))) if call else ""
+
+
+class Turns:
+    """A function like Sampler.generate, whose answers may have several turns."""
+
+    def __init__(self, tokenizer, tool=calculate):
+        self.tokenizer = tokenizer
+        self.tool = tool
+        self.calls = {*tokenizer.encode("="), *tokenizer.encode(" =")}
+
+    def __call__(self, sampler: Sampler, prompts: list, group_size: int, sampling: Sampling,
+                 places: range | list) -> Rollouts:
+        limit = sampling.max_new_tokens
+        turn = sampling._replace(end_ids=(*sampling.end_ids, *self.calls))
+        done = sampler.generate(prompts, group_size, turn, places)
+        rows = done.rows
+        # The randomness of later turns: a seed of their own, and a place for each answer. A turn
+        # begins at a later position, so it draws other numbers than the turn before.
+        turn = turn._replace(seed=sampling.seed + 1)
+        keys = [place * group_size + sample for place in places for sample in range(group_size)]
+        while calling := [i for i, row in enumerate(rows) if row.completion[-1] in self.calls
+                          and len(self.with_result(row).completion) < limit]:
+            asked = [self.with_result(rows[i]) for i in calling]
+            left = [limit - len(row.completion) for row in asked]
+            more = sampler.generate([row.prompt + row.completion for row in asked], 1,
+                                    turn._replace(max_new_tokens=left), [keys[i] for i in calling])
+            for i, row, new in zip(calling, asked, more.rows):
+                rows[i] = Row(row.prompt, row.completion + new.completion,
+                              torch.cat([row.logprobs, new.logprobs]), new.finished,
+                              torch.cat([row.mask, new.mask]))
+            done = Rollouts(rows, done.seconds + more.seconds, done.computed + more.computed,
+                            done.preempted + more.preempted)
+        for row in rows:                         # a call that had no room for its result is cut off
+            row.finished = row.completion[-1] in sampling.end_ids
+        return done
+
+    def with_result(self, row: Row) -> Row:
+        """A row that ends with a call, and what the tool answers. That has no log-probs."""
+        result = self.tokenizer.encode(self.tool(self.tokenizer.decode(row.completion)))
+        none = torch.zeros(len(result))
+        return Row(row.prompt, row.completion + result, torch.cat([row.logprobs, none]), False,
+                   torch.cat([row.mask, none.bool()]))
+
+
+def main() -> None:
+    flags = [flag for flag in sys.argv[1:] if flag != "--no-results"]
+    problems = Path("runs/clock.jsonl")
+    problems.parent.mkdir(exist_ok=True)
+    problems.write_text("".join(json.dumps({"question": question, "answer": str(clock(int(answer)))})
+                                + "\n" for _, question, answer in arithmetic("train")))
+    with env.one_line("calculator.py"):
+        settings, before = read_settings(["--data", str(problems), *flags])
+        with claimed(Path(settings.general.out), before is not None):
+            run = prepare(settings, before)
+    sample = Turns(run.tokenizer, (lambda text: "") if "--no-results" in sys.argv else calculate)
+    with ending_with(run.folder.save, run.folder.advice), run.console:
+        train.train(run, sample)
+    answers = [answer for answer, _ in read_log(run.folder.path / "samples.jsonl")]
+    for step in (0, settings.general.steps - 1):
+        texts = [answer["completion"] for answer in answers if answer["step"] == step]
+        print(f"step {step + 1}: {sum('=' in text for text in texts) / len(texts):.0%} of answers call")
+
+
+if __name__ == "__main__":
+    main()

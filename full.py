@@ -1,0 +1,252 @@
+"""
+Full fine-tuning: training all weights of a model in place of an adapter. It is the baseline of the
+paper, and no part of QeRL.
+
+    weights = attach(model)                      # of a model that was loaded with base="bf16"
+    learner = Learner(model, loss)               # as with an adapter
+    save(model, weights.master.cpu(), folder)    # a model folder
+
+Weights has the interface of lora.Adapter, so learner, sampler and checkpoints take either. AdamW
+updates `master` in fp32. The model computes with its matrices rounded to bf16, which sync() writes
+where the sampler's CUDA graphs read them; norms and biases are few, and stay fp32. A CPU computes
+with the same bf16 numbers in fp32. So a saved folder is the model that sampled, to the last bit.
+
+    what is trained       its gradient comes from
+    a linear's W          Linear: dW = dy.T @ x, in place of lora.Linear's dA and dB
+    embedding             _LookUp
+    head                  _Score; if it is tied, it adds to that of the embedding
+    norms, biases         autograd
+
+Memory: 18 bytes a parameter (master, gradient and two moments in fp32, the bf16 copy).
+
+Not here: 4-bit weights, whose steps are larger than any update; a KL term, which needs a second
+copy of the model; sharding (each GPU holds all of it).
+
+Shapes: T tokens, D width, V vocabulary; M rows, N out_features and K in_features of a linear.
+"""
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+import lora
+from files import UserError
+from model import Qwen
+from nvfp4 import FORMATS, Weight
+from ops import add_mm, mm, mm_fp32, softmax_at, token_logprobs
+from weights import save_model
+
+CHUNK = 512                                      # rows of logits at a time, as in ops.py
+
+# -----------------------------------------------------------------------------
+# The gradients that an adapter does not need
+
+class Linear(lora.Linear):
+    """A linear whose W is trained. leaf: W in fp32, a view of Weights.master, whose .grad gets dW;
+    copy: W in the model's dtype.
+    """
+
+    def __init__(self, names: list[str], parts: tuple[int, ...], leaf: Parameter, copy: Tensor):
+        weight = Weight((copy,), FORMATS["bf16"].dequantize, copy.shape, copy.dtype)
+        super().__init__(weight, names, parts)
+        self.leaf = leaf
+
+    def wide_weight(self) -> Tensor:
+        """W itself: without A and B there is nothing to widen."""
+        return self.weight.dequantize()
+
+    def product_backward(self, x_wide: Tensor, dy_wide: Tensor) -> Tensor:
+        """-> dx (M, K) in the model's dtype. Adds dW to leaf.grad."""
+        add_mm(self.leaf.grad, dy_wide.T, x_wide)
+        return mm(dy_wide, self.wide_weight())
+
+
+class _LookUp(torch.autograd.Function):
+    """The rows of the embedding: tokens (T,) -> (T, D) fp32."""
+
+    @staticmethod
+    def forward(ctx, leaf, tokens, embed):
+        ctx.leaf, ctx.tokens = leaf, tokens
+        return embed[tokens].float()
+
+    @staticmethod
+    def backward(ctx, dx):
+        # In place: a gradient of its own would be as large as the embedding. A token that occurs
+        # twice gets the sum, in an order that is fixed (index_add_ on a GPU has none).
+        ctx.leaf.grad.index_put_((ctx.tokens,), dx, accumulate=True)
+        return None, None, None
+
+
+class _Score(torch.autograd.Function):
+    """ops.token_logprobs with a gradient for the head, which is needed in the backward pass: there
+    dL/dlogprob is known. So the logits are computed a second time, chunk by chunk.
+    """
+
+    @staticmethod
+    def forward(ctx, x, rstd, leaf, head, targets, live, temperature):
+        ctx.save_for_backward(x, rstd, targets)
+        ctx.leaf, ctx.head, ctx.live, ctx.temperature = leaf, head, live, temperature
+        logprobs, entropy = token_logprobs(x.detach(), rstd.detach(), head, targets, live,
+                                           temperature)
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx, dlogprobs, _):
+        x, rstd, targets = ctx.saved_tensors
+        dx, drstd = torch.empty_like(x), torch.empty_like(rstd)
+        for i in range(0, len(x), CHUNK):
+            s = slice(i, i + CHUNK)
+            upstream = dlogprobs[s, None]
+            scale = rstd[s] / ctx.temperature
+            (picked, _, mean_logit), dlogits = softmax_at(
+                mm_fp32(x[s], ctx.head.T), scale, targets[s], ctx.live, x.dtype)
+            scaled = scale * upstream
+            dx[s] = mm_fp32(dlogits, ctx.head) * scaled
+            drstd[s] = (picked - mean_logit)[:, None] / rstd[s] * upstream
+            add_mm(ctx.leaf.grad, dlogits.T, (x[s] * scaled).to(x.dtype))
+        return dx, drstd, None, None, None, None, None
+
+
+# -----------------------------------------------------------------------------
+# The weights
+
+class Part(NamedTuple):
+    """One tensor of a model, which may be several of Hugging Face's."""
+    owner: torch.nn.Module                       # it is getattr(owner, attribute)
+    attribute: str
+    names: list[str]                             # Hugging Face's
+    rows: tuple[int, ...]                        # how many rows each of these has
+    shape: tuple[int, ...]
+
+
+def parts_of(model: Qwen) -> Iterator[Part]:
+    """All that a model computes with: first the matrices, then norms and biases."""
+    c = model.config
+    yield Part(model, "embed", ["model.embed_tokens.weight"], (c.vocab,), (c.vocab, c.width))
+    if not c.tied:
+        yield Part(model, "lm_head", ["lm_head.weight"], (c.vocab,), (c.vocab, c.width))
+    for layer in model.layers:
+        for attribute in ("qkv", "o", "gate_up", "down"):
+            linear = getattr(layer, attribute)
+            names = [f"{name}.weight" for name in linear.names]
+            yield Part(layer, attribute, names, linear.parts, (linear.weight.N, linear.weight.K))
+    yield Part(model.final_norm, "weight", ["model.norm.weight"], (c.width,), (c.width,))
+    for i, layer in enumerate(model.layers):
+        prefix = f"model.layers.{i}"
+        for norm, name in ((layer.input_norm, "input"), (layer.post_norm, "post_attention")):
+            yield Part(norm, "weight", [f"{prefix}.{name}_layernorm.weight"], (c.width,),
+                       (c.width,))
+        if layer.qkv_bias is not None:
+            names = [f"{prefix}.self_attn.{s}_proj.bias" for s in "qkv"]
+            yield Part(layer, "qkv_bias", names, layer.qkv.parts, (sum(layer.qkv.parts),))
+        if layer.qk_gains is not None:
+            names = [f"{prefix}.self_attn.{s}_norm.weight" for s in "qk"]
+            yield Part(layer, "qk_gains", names, (1, 1), (2, c.head_dim))
+
+
+def is_matrix(part: Part) -> bool:
+    return part.attribute != "qk_gains" and len(part.shape) == 2
+
+
+class Weights:
+    """Everything that is trained, in one flat fp32 vector; attach() makes one for a model.
+
+    master and master.grad    all parts, one after the other
+    working                   the matrices among them, as the model computes with them
+
+    Whoever changes master calls sync() afterwards.
+    """
+    rank = 0                                     # of the A and B that the sampler's kernels apply
+    enabled = True
+
+    def __init__(self, model: Qwen):
+        self.parts = list(parts_of(model))
+        self.offsets = [0]
+        for part in self.parts:                  # aligned as in lora.Adapter
+            self.offsets.append(self.offsets[-1] + -(-math.prod(part.shape) // 128) * 128)
+        matrices = sum(map(is_matrix, self.parts))
+        self.master = Parameter(torch.zeros(self.offsets[-1], device=model.device))
+        self.master.grad = torch.zeros_like(self.master)
+        self.working = torch.zeros(self.offsets[matrices], dtype=model.dtype, device=model.device)
+
+    def unflatten(self, flat: Tensor) -> list[Tensor]:
+        """A vector laid out like master, or like working -> a view of each part."""
+        return [flat[at:at + math.prod(part.shape)].view(part.shape)
+                for at, part in zip(self.offsets, self.parts) if at < len(flat)]
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        """Round master's matrices into the working copies, in place; one at a time, because on a
+        GPU each needs memory for what is rounded.
+        """
+        for copy, exact in zip(self.unflatten(self.working), self.unflatten(self.master)):
+            copy.copy_(exact.bfloat16())
+
+    def off(self):
+        raise NotImplementedError("a KL term needs a copy of the model before training")
+
+    def tensors(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """A vector laid out like master -> (Hugging Face's name, tensor) of all parts: the matrices
+        in bf16, as they compute, norms and biases in fp32.
+        """
+        for part, view in zip(self.parts, self.unflatten(flat)):
+            for name, piece in zip(part.names, view.split(part.rows)):
+                yield name, piece.bfloat16() if is_matrix(part) else piece.flatten()
+
+
+def attach(model: Qwen) -> Weights:
+    """Makes all weights of a model trainable -> model.adapter. A Sampler or a Learner that was made
+    before does not take them: make another one.
+
+    model: of base bf16, without an adapter.
+    """
+    weights = Weights(model)
+    leaves = [Parameter(view) for view in weights.unflatten(weights.master.data)]
+    gradients = weights.unflatten(weights.master.grad)
+    copies = weights.unflatten(weights.working)
+    for i, (part, leaf) in enumerate(zip(weights.parts, leaves)):
+        leaf.grad = gradients[i]
+        held = getattr(part.owner, part.attribute)
+        if isinstance(held, lora.Linear):
+            leaf.data.copy_(held.weight.dequantize())
+            setattr(part.owner, part.attribute, Linear(held.names, held.parts, leaf, copies[i]))
+        else:
+            leaf.data.copy_(held)
+            setattr(part.owner, part.attribute, copies[i] if is_matrix(part) else leaf)
+    embedding, head = leaves[0], leaves[1]
+    if model.config.tied:
+        model.lm_head, head = model.embed, embedding
+    model.embedded = lambda tokens: _LookUp.apply(embedding, tokens, model.embed)
+    model.score = lambda x, rstd, targets, temperature: _Score.apply(
+        x, rstd, head, model.lm_head, targets, model.live_vocab, temperature)
+    model.adapter = weights
+    weights.sync()
+    return weights
+
+
+def save(model: Qwen, master: Tensor, folder: Path) -> None:
+    """Writes a model folder in place of the one that is there. master: laid out like
+    Weights.master, on the CPU. OSError if the disk is full; then the old folder is as it was.
+    """
+    for left in folder.parent.glob(f".{folder.name}.*"):         # after a kill
+        shutil.rmtree(left)
+    new = folder.with_name(f".{folder.name}.new")
+    save_model(model.adapter.tensors(master), model.folder.path, new,
+               {"trained_from": model.folder.name})
+    shutil.rmtree(folder, ignore_errors=True)
+    new.rename(folder)
+
+
+def check_size(name: str, parameters: float, each: int, limit: float, memory: str) -> None:
+    """UserError if training takes more than `limit` bytes of a memory, `each` for a parameter."""
+    if parameters * each > limit:
+        raise UserError(f"--train full: {name} has {parameters / 1e9:.2f}B parameters, which take "
+                        f"{each} bytes of {memory} each, {parameters * each / 2**30:.1f} GiB, and "
+                        f"there are {limit / 2**30:.1f}: take a smaller model, more memory, or "
+                        "--train lora")

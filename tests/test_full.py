@@ -1,0 +1,187 @@
+"""
+Full fine-tuning: the gradient of every parameter against float64 autograd, the weights that the sampler reads, the
+folder that a run leaves, a run that is killed, what is refused.
+
+python -m pytest tests/test_full.py -v
+"""
+import dataclasses
+import functools
+import json
+import signal
+import sys
+
+import pytest
+import test_learner
+import test_train
+import torch
+from test_learner import ANY_NORM, LIMIT, TEMPERATURE, plain_gradient, some_rollouts
+from test_train import ROOT, kill_in
+from tiny_qwen2 import held_by
+
+import evaluate
+import full
+import grpo
+import lora
+from files import UserError
+from harness.config import read_settings
+from learner import Batch, Learner
+from model import load
+from sampler import Sampler, Sampling, TorchEngine
+
+runs = test_train.runs                           # the fixture
+FAMILIES = ["tied", "untied", "qwen3-tied", "qwen3-untied"]
+
+
+def some_model(case):
+    model = load(case.folder, "bf16", "cpu")
+    return model, full.attach(model)
+
+
+def some_learner(model, loss="dapo", max_grad_norm=ANY_NORM, **changes):
+    return Learner(model, dataclasses.replace(grpo.LOSSES[loss], **changes), TEMPERATURE, max_grad_norm)
+
+
+def some_step(model, loss, noise=0.15):
+    """A Batch and weights (B, L), where row 5 is not in the loss, as in test_learner.py."""
+    rollouts = some_rollouts(model, noise)
+    rewards = torch.tensor([1.0, 0, 0, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0, 2, 1, 3])
+    weights = grpo.token_weights(rollouts.sampled() & (torch.arange(16) != 5)[:, None], loss, LIMIT)
+    return Batch(rollouts.rows, grpo.group_advantages(rewards, 4)), weights
+
+
+# -----------------------------------------------------------------------------
+# The gradient
+
+@pytest.mark.parametrize("shape", FAMILIES)
+def test_the_gradient_of_every_parameter_is_that_of_float64_autograd(tiny, shape, monkeypatch):
+    monkeypatch.setattr(test_learner, "merged", lambda tensors, leaves, scale: leaves)     # no adapter to work in
+    monkeypatch.setattr(full, "CHUNK", 7)                                                  # several, the last one short
+    case = tiny[shape]
+    model, weights = some_model(case)
+    learner = some_learner(model, correction="ppo")
+    batch, token_weights = some_step(model, learner.loss)
+    want, _, ratios = plain_gradient(case, case.tensors, batch, "dapo", learner.loss)
+    assert ((ratios < 1 - learner.loss.clip_low) | (ratios > 1 + learner.loss.clip_high)).any()
+    update = learner.update(batch, token_weights, lr=0.0)
+    got = {name: piece for part, view in zip(weights.parts, weights.unflatten(weights.master.grad))
+           for name, piece in zip(part.names, view.split(part.rows))}
+    assert got.keys() == want.keys() == case.tensors.keys()
+    # fp32 sums, as in test_learner.py. A tensor whose gradient is small beside those that it is summed of gets more.
+    for name, gradient in want.items():
+        off = (got[name].flatten().double() - gradient.flatten()).norm() / gradient.norm()
+        assert off < 1e-4, (name, off)
+    norm = torch.cat([t.flatten() for t in want.values()]).norm().item()
+    assert update.grad_norm == pytest.approx(norm, rel=1e-4)              # a CPU adds up its fp32 squares in lanes
+
+
+def test_micro_batches_and_kept_layers_do_not_change_the_gradient(tiny):
+    model, weights = some_model(tiny["qwen3-tied"])
+    learner = some_learner(model)
+    step = some_step(model, learner.loss)
+    learner.update(*step, lr=0.0)
+    whole = weights.master.grad.clone()
+    learner.micro_batch_tokens, learner.kept_layers = 40, 1
+    learner.update(*step, lr=0.0)
+    assert (weights.master.grad - whole).norm() < 1e-5 * whole.norm()
+
+
+# -----------------------------------------------------------------------------
+# What is computed with
+
+@pytest.mark.parametrize("shape", ["tied", "qwen3-untied"])
+def test_after_five_steps_the_sampler_draws_from_the_learners_weights(tiny, shape, tmp_path):
+    case = tiny[shape]
+    model, weights = some_model(case)
+    learner = some_learner(model)
+    sampler = Sampler(TorchEngine, model, 64)                             # made before, as its graphs are on a GPU
+    addresses = [t.data_ptr() for t in (weights.working, model.embed, model.layers[0].qkv.weight.tensors[0])]
+    before = {name: t.clone() for name, t in weights.tensors(weights.master.data)}
+    for name, t in before.items():
+        assert torch.equal(t, case.tensors[name].to(t.dtype)), name
+    for seed in range(5):
+        rollouts = sampler.generate([[1, 2, 3], [4, 5]], 4, Sampling(12, temperature=TEMPERATURE, seed=seed))
+        with torch.no_grad():
+            now, _ = model.token_logprobs([row.prompt + row.completion for row in rollouts.rows],
+                                          [len(row.prompt) for row in rollouts.rows], TEMPERATURE)
+        drawn = torch.cat([row.logprobs for row in rollouts.rows])
+        torch.testing.assert_close(drawn, now, rtol=0, atol=5e-5)         # FP32 of test_lora.py
+        batch = Batch(rollouts.rows, grpo.group_advantages(torch.arange(8.0), 4))
+        assert learner.update(batch, grpo.token_weights(rollouts.sampled(), learner.loss, 12), lr=1e-2).grad_norm > 0
+    assert addresses == [t.data_ptr() for t in (weights.working, model.embed, model.layers[0].qkv.weight.tensors[0])]
+    assert all(not torch.equal(t, before[name]) for name, t in weights.tensors(weights.master.data))
+    assert torch.equal(weights.working, weights.working.bfloat16().float())
+
+    full.save(model, weights.master.data.clone(), tmp_path / "model")
+    full.save(model, weights.master.data.clone(), tmp_path / "model")     # takes the first one's place
+    again = load(tmp_path / "model", "bf16", "cpu")
+    held = held_by(again)
+    assert all(torch.equal(t, held[name]) for name, t in held_by(model).items())
+    assert again.folder.choose_base(None) == "bf16" and [path.name for path in tmp_path.iterdir()] == ["model"]
+    tokens = torch.tensor([[1, 2, 3, 4]])
+    with torch.no_grad():
+        assert torch.equal(again(tokens), model(tokens))
+
+
+def test_a_parameter_takes_18_bytes(tiny):
+    model = load(tiny["tied"].folder, "bf16", "cpu", "bfloat16")
+    weights = full.attach(model)
+    learner = some_learner(model)
+    held = sum(t.nbytes for t in learner.tensors().values()) + weights.master.grad.nbytes + weights.working.nbytes
+    # All but norms and biases, which have no copy, and the optimizer's count.
+    assert 0.98 * 18 < held / weights.master.numel() <= 18.01
+    assert learner.state_bytes(100, model.dtype) == 1800
+    full.check_size("x", 1e9, 18, 18e9, "memory")
+    with pytest.raises(UserError, match="--train full: x has 1.00B"):
+        full.check_size("x", 1e9, 18, 17.9e9, "memory")
+
+
+# -----------------------------------------------------------------------------
+# A run
+
+FLAGS = "--train full --steps 6 --save-every 2 --eval-every 3".split()
+
+
+def same(runs, a, b):
+    def model(out):
+        return (runs.folder / out / "model" / "model-00001-of-00001.safetensors").read_bytes()
+    return (runs.metrics(a) == runs.metrics(b) and model(a) == model(b)
+            and all(runs.lines(a, name) == runs.lines(b, name) for name in ("samples.jsonl", "held_out.jsonl")))
+
+
+def test_a_run_that_is_killed_goes_on_to_the_same_bytes_and_leaves_a_model(runs, monkeypatch, tmp_path):  # noqa: F811
+    tiny = ROOT / "tiny"
+    runs.run("full", *FLAGS, model=tiny)
+    kills = {"in step 3": ("harness.folder", "append_lines", 5, False),
+             "before the new model takes the old one's place": ("full", "save_model", 2, True),
+             "between the old model and the new one": ("pathlib", "Path.rename", 3, False)}
+    for n, kill in enumerate(kills.values()):
+        runs.run("cut", *(["--resume"] if n else FLAGS), model=tiny, code=-signal.SIGKILL,
+                 fault=functools.partial(kill_in, *kill))
+    assert not (runs.folder / "cut" / "model").exists()
+    runs.run("cut", "--resume")
+    assert same(runs, "full", "cut")
+
+    # What the run's last evaluation answered, evaluate.py answers with the folder that the run left.
+    monkeypatch.chdir(runs.folder)
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", "full", "--device", "cpu", "--out", str(tmp_path / "rows.jsonl")])
+    evaluate.main()
+    last = [json.loads(line) for line in runs.lines("full", "held_out.jsonl")][-4:]
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [row["completion"] for row in rows] == [row["completion"] for row in last]
+    assert [row["mean_logprob"] for row in rows] == [row["mean_logprob"] for row in last]
+
+
+@pytest.mark.parametrize("flags,named", [
+    ("--base nvfp4", "--base bf16"), ("--lora-rank 8", "--lora-rank 8"), ("--lora-alpha 8", "--lora-alpha"),
+    ("--kl-beta 0.1", "--kl-beta 0.1"), ("--base bf16 --calibrate 8", "--calibrate 8")])
+def test_what_full_fine_tuning_does_not_go_with_is_refused(flags, named):
+    with pytest.raises(UserError, match=named):
+        read_settings(["--train", "full", *flags.split()])
+
+
+def test_an_adapter_is_refused(tmp_path, tiny):
+    model = load(tiny["tied"].folder, "bf16", "cpu")
+    lora.attach(model, 4)
+    lora.save_adapter(model, tmp_path)
+    with pytest.raises(UserError, match="--adapter"):
+        read_settings(["--train", "full", "--adapter", str(tmp_path)])
