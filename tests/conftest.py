@@ -35,8 +35,9 @@ try:
     from triton import __version__ as TRITON
 except ImportError:  # not Linux: the kernels' tests need a machine that has it
     TRITON = ""
-    NEEDS_TRITON = re.compile(r"^(import|from) (triton|marlin_fp4|fast\.(kernels|decode|hopper_fp4))\b"
-                              r"|^from fast import .*\b(kernels|decode|hopper_fp4)\b", re.M)
+NEEDS_TRITON = re.compile(r"^(import|from) (triton|marlin_fp4|fast\.(kernels|decode|hopper_fp4))\b"
+                          r"|^from fast import .*\b(kernels|decode|hopper_fp4)\b", re.M)
+if not TRITON:
     collect_ignore = [path.name for path in Path(__file__).parent.glob("test_*.py")
                       if NEEDS_TRITON.search(path.read_text(encoding="utf-8"))]
 if TRITON and torch.cuda.is_available():
