@@ -6,13 +6,12 @@ python -m pytest tests/test_calibrate.py -v
 """
 import gc
 import shutil
-import time
 import weakref
 
 import pytest
 import torch
 from test_convert import TINY, same_bytes
-from tiny_qwen2 import held_by, plain_logits, write_folder
+from tiny_qwen2 import held_by, plain_logits
 
 import calibrate
 import lora
@@ -144,30 +143,6 @@ def test_a_graph_gives_the_codes_of_its_launches(N, K, monkeypatch):
     assert all(same_bytes(a, b) for a, b in zip(got[:2], gptq(w, hessian, scale)))
 
 
-@needs_gpu
-@pytest.mark.parametrize("name,N,K", [("o", 3584, 3584), ("gate_up", 37888, 3584), ("down", 3584, 18944)])
-def test_the_time_of_a_7bs_linears_is_printed(name, N, K, capsys):
-    x = torch.randn(4096, K, device="cuda")
-    w, hessian = torch.randn(N, K, device="cuda") / K**0.5, x.T @ x / len(x)
-    scale = nvfp4.global_scale_for(w)
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    packed, _, _ = gptq(w, hessian, scale)
-    torch.cuda.synchronize()
-    with capsys.disabled():
-        print(f"\n7B's {name}: {time.perf_counter() - start:.2f} s")
-    assert packed.shape == (N, K // 2)
-
-
-def test_gptq_leaves_what_it_is_given_as_it_was():
-    w, hessian = linear(4, 32)
-    kept = w.clone(), hessian.clone()
-    scale = nvfp4.global_scale_for(w)
-    for codes in calibrate.CODES.values():
-        codes(w, hessian, scale)
-    assert torch.equal(w, kept[0]) and torch.equal(hessian, kept[1])
-
-
 def test_codes_pack_as_nvfp4_has_them():
     w, hessian = linear(4, 32)
     packed, block_scale, global_scale = gptq(w, hessian, nvfp4.global_scale_for(w))
@@ -279,21 +254,6 @@ def test_a_listener_hears_the_normalized_inputs_and_changes_no_result(tiny, some
 
 
 @torch.no_grad()
-def test_nobody_listens_afterwards_also_after_an_error(tiny, some_layer):
-    layer, embed, config = some_layer
-    chunk = Chunk(texts_of(tiny["untied"], (3, 9)), embed, config)
-
-    def fail(*_):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt), calibrate.listening(layer, fail):
-        chunk.through(layer, chunk.exact)
-    chunk.through(layer, chunk.exact)
-    assert all(linear.on_input is None for linear in calibrate.linears_of(layer))
-    assert not layer.input_norm._forward_hooks and not layer.post_norm._forward_hooks
-
-
-@torch.no_grad()
 def test_hessians_are_means_over_all_tokens(tiny, some_layer, monkeypatch):
     monkeypatch.setattr(calibrate, "CHUNK_TOKENS", 16)
     monkeypatch.setattr(calibrate, "HESSIAN_TILE", 48)             # 128 columns and 192: 48, 48, 32, and even ones
@@ -318,12 +278,6 @@ def test_chunks_hold_whole_texts_and_no_more_tokens_than_allowed(tiny, some_laye
     assert [text for chunk in chunks for text in chunk.texts] == texts
     assert torch.equal(chunks[3].exact, embed[texts[4].tokens[:-1] + texts[5].tokens[:-1]])
     assert calibrate.chunks_of([], embed, config) == []
-
-
-def test_predictors_stand_before_the_answers_tokens(tiny, some_layer):
-    _, embed, config = some_layer
-    texts = texts_of(tiny["untied"], (2, 3), (3, 1), (1, 2))
-    assert Chunk(texts, embed, config).predictors.tolist() == [1, 2, 3, 6, 7, 8]
 
 
 # -----------------------------------------------------------------------------
@@ -389,15 +343,6 @@ def test_the_folder_holds_the_codes_that_were_found(tiny, tmp_path, monkeypatch,
     assert all(found[name][2] == scale for name in names)              # shared, as engines need it
     loaded = held_by(qwen.load(out, "nvfp4", "cpu"))
     assert all(torch.equal(loaded[f"{name}.weight"], decoded(t).float()) for name, t in found.items())
-
-
-def test_a_linear_of_zeros_stays_zeros(tiny, tmp_path):
-    case, name = tiny["untied"], "model.layers.0.self_attn.o_proj"
-    source = write_folder(tmp_path / "source", case.raw, case.tensors | {
-        f"{name}.weight": torch.zeros_like(case.tensors[f"{name}.weight"])})
-    calibrate.to_nvfp4(calibrate.source_of(ModelFolder(source), CPU), tmp_path / "out", "gptq",
-                       texts_of(case, *[(4, 12)] * 8))
-    assert not decoded(load_nvfp4(Shards(tmp_path / "out"), name)).any()
 
 
 def test_the_models_own_answers_and_nothing_else_stays_in_memory(monkeypatch):

@@ -108,12 +108,6 @@ def test_earlier_answers_are_repeated_without_their_thinking(name, thinking, end
     assert asked == [first + end, first + second + end]
 
 
-def test_an_answer_that_is_cut_off_is_said_to_be(tokenizer, model, capsys):
-    chat = new_chat(tokenizer, model, new=3)
-    assert len(tokenizer.encode(chat.ask(QUESTIONS[0]))) == 3
-    assert "3 tokens" in capsys.readouterr().err
-
-
 def test_a_full_conversation_is_said_and_an_empty_line_begins_a_new_one(tokenizer, model, capsys, monkeypatch):
     chat = new_chat(tokenizer, model, length=120)
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{QUESTIONS[0]}\n" * 3 + f"\n{QUESTIONS[0]}\n"))
@@ -122,10 +116,6 @@ def test_a_full_conversation_is_said_and_an_empty_line_begins_a_new_one(tokenize
     assert "no room" in err and "120" in err
     first, *_, last, end = out.split("> ")[1:]
     assert end == "" and last == first != ""
-
-
-def test_a_control_character_is_printed_as_its_code():
-    assert chat_py.printable("é\x1b[2J\n\u202eb") == "é\\x1b[2J\n\\u202eb"
 
 
 def test_a_run_brings_its_base_adapter_style_and_limit(run_folder, tokenizer, monkeypatch, capsys):

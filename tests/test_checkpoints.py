@@ -8,8 +8,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -196,19 +194,6 @@ def test_a_kill_at_any_moment_of_saving_leaves_the_old_checkpoint_or_the_new(tmp
 # -----------------------------------------------------------------------------
 # The folder of a run
 
-def test_a_folder_belongs_to_one_run_while_its_process_lives(tmp_path):
-    code = ("import sys, pathlib; from harness.folder import claim; claim(pathlib.Path(sys.argv[1]), False); "
-            "print('mine', flush=True); input()")
-    owner = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "x")], cwd=Path(__file__).parent.parent,
-                             text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert owner.stdout.readline() == "mine\n"
-    for resume in (False, True):
-        with pytest.raises(UserError, match="--out .*/x: another run"):
-            claim(tmp_path / "x", resume)
-    owner.kill()
-    owner.wait()
-    claim(tmp_path / "x", False)
-
 
 @pytest.mark.parametrize("name", ["file", "file/x", "dangling", "taken"])
 def test_an_out_that_cannot_be_a_new_folder_is_named_with_its_flag(tmp_path, name):
@@ -250,10 +235,6 @@ def begun(path, step):
     return folder
 
 
-def files_in(folder):
-    return {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.rglob("*") if p.is_file()}
-
-
 def test_a_resumed_run_has_its_checkpoints_state_its_adapter_and_logs_cut_back_to_it(tmp_path):
     folder = begun(tmp_path, 2)
     folder.checkpoints.save()                                             # a kill came before adapter/
@@ -266,27 +247,6 @@ def test_a_resumed_run_has_its_checkpoints_state_its_adapter_and_logs_cut_back_t
         assert [json.loads(line)["step"] for line in (tmp_path / name).read_text().splitlines()] == [0, 1]
     again.note(resumed="today")
     assert json.loads((tmp_path / "run.json").read_text()) == {"lr": 1e-5, "ended": None, "resumed": "today"}
-
-
-def test_a_resumed_run_that_had_ended_changes_no_file(tmp_path):
-    folder = begun(tmp_path, 3)
-    folder.save()
-    folder.finish()
-    RunFolder(tmp_path, some_live(), folder.write_adapter).start(folder.run_json, resume=True)
-    before = files_in(tmp_path)
-    again = RunFolder(tmp_path, some_live(), folder.write_adapter)
-    assert again.start(json.loads((tmp_path / "run.json").read_text()), resume=True) == {"step": 3}
-    again.finish()
-    assert files_in(tmp_path) == before
-
-
-def test_advice_names_the_folder_unless_the_run_cannot_go_on(tmp_path):
-    (tmp_path / "my runs").mkdir()
-    folder = RunFolder(tmp_path / "my runs", some_live(), None)
-    assert folder.advice("go on with --resume") == ""                     # it had not begun
-    folder.start({}, resume=False)
-    assert folder.advice("go on with --resume") == f"go on with --resume --out '{tmp_path}/my runs'"
-    assert folder.advice("") == ""                                        # the cause is of a kind that stays
 
 
 def test_other_ranks_neither_read_nor_write(tmp_path, monkeypatch):
@@ -328,15 +288,6 @@ def test_an_end_that_is_no_bug_is_one_line_and_code_1(handlers, error):
         end(error)
     line = str(error).splitlines()[0]
     assert stop.value.code == (f"train.py: {line}; step 7 is saved; once that is mended, go on with --resume --out x")
-
-
-def test_a_rank_other_than_0_says_what_it_alone_met(handlers, monkeypatch):
-    monkeypatch.setattr(folder_py, "RANK", 1)
-    with pytest.raises(SystemExit, match="rank 1: --reward r: broke"):
-        end(Stopped("--reward r: broke"))
-    monkeypatch.setattr("os._exit", lambda code: (_ for _ in ()).throw(SystemExit(f"silent {code}")))
-    with pytest.raises(SystemExit, match="^silent 1$"):
-        end(Stopped("another rank was lost", "go on with --resume"))
 
 
 def test_a_bug_keeps_its_traceback_but_the_step_is_saved(handlers):

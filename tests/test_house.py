@@ -178,7 +178,8 @@ def test_every_twin_has_its_references_name_and_signature():
     assert len(pairs) >= 8
     assert_none([f"fast/kernels.py: add {node.name}(), the twin of {FILES[name]}'s"
                  for name, node in pairs if node.name not in kernels]
-                + [f"fast/__init__.py: register kernels.{node.name}" for _, node in pairs if node.name not in registered]
+                + [f"fast/__init__.py: register kernels.{node.name}" for _, node in pairs
+                   if node.name not in registered]
                 + [f"fast/kernels.py: {node.name}() has other arguments or defaults than {FILES[name]}'s"
                    for name, node in pairs
                    if node.name in kernels and signature(kernels[node.name]) != signature(node)])

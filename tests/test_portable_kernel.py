@@ -64,8 +64,8 @@ def assembly_in_numpy(builder, text, constraints, values, types, is_pure, pack):
 @pytest.mark.parametrize("M,N,K,R", [(1, 128, 128, 0), (5, 300, 272, 6), (33, 384, 640, 48), (70, 130, 400, 70)])
 @pytest.mark.parametrize("sm", [86, 90])
 def test_the_product_matches_float64(M, N, K, R, sm, monkeypatch):
-    """numpy has no bf16: x and the decoded weights are bf16 numbers in fp32. The cases have ragged rows, columns and K, several pieces to a band, two
-    tiles of A, two tiles of x.
+    """numpy has no bf16: x and the decoded weights are bf16 numbers in fp32. The cases have ragged rows, columns and K,
+    several pieces to a band, two tiles of A, two tiles of x.
     """
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_inline_asm", assembly_in_numpy)
     monkeypatch.setattr(tl.dtype, "value", property(lambda dtype: dtype), raising=False)   # there no constexpr

@@ -70,21 +70,6 @@ def data_of(path):
     return json.loads(gzip.decompress(base64.b64decode(packed)))
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has /dev/full")
-def test_a_full_disk_under_stdout_is_one_line_that_names_it(tmp_path):
-    with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-m", "tools.report", write_run(tmp_path / "a")], stdout=full, text=True,
-                              stderr=subprocess.PIPE, cwd=ROOT)
-    assert done.returncode == 1 and "stdout" in done.stderr and "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize("tool", ["report", "chat", "convert", "bench"])
-def test_a_tool_that_is_run_as_a_file_says_how_to_run_it(tool, tmp_path):
-    done = subprocess.run([sys.executable, str(ROOT / "tools" / f"{tool}.py"), "x"], text=True, capture_output=True,
-                          cwd=tmp_path)
-    assert done.returncode == 1 and f"python -m tools.{tool}" in done.stderr and "Traceback" not in done.stderr
-
-
 def test_the_page_holds_curves_flags_and_every_answer_as_written(tmp_path, monkeypatch, capsys):
     half = [sample(0, "half", 1.0, completion="half of a pair: \ud800")]
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", half, HELD_OUT, lr=2e-3,
@@ -120,15 +105,6 @@ def test_a_page_of_several_runs_leaves_the_page_of_each_alone(tmp_path, monkeypa
     assert sorted(path.name for path in a.glob("*.html")) == ["report-with-b-c.html", "report-with-b.html",
                                                               "report.html"]
     assert len(data_of(a / "report.html")["runs"]) == 1
-
-
-def test_each_part_of_an_own_reward_has_a_panel_behind_the_reward():
-    panels = report.panels_for(["entropy", "reward_short", "reward", "eval_reward", "reward_right"])
-    assert list(panels)[:4] == ["reward", "reward_right", "reward_short", "eval_reward"]
-    assert panels["reward_short"] == ("own reward, part short", "free")
-    assert panels.items() >= report.PANELS.items() and len(panels) == len(report.PANELS) + 3
-    one_number = report.panels_for(["reward", "reward_reward"])           # equal to the reward: no second panel
-    assert one_number.keys() == report.PANELS.keys() | {"eval_reward"}
 
 
 def test_the_page_needs_nothing_but_itself(tmp_path, monkeypatch):
@@ -363,34 +339,3 @@ def test_no_text_of_a_run_becomes_an_element_of_the_page(tmp_path, monkeypatch):
     assert said.pop("foreign") == 2                                       # the page's own script, and HAND
     assert said.pop("title") == f"{folder}, {folder}"
     assert list(said.values()) == [True] * 4
-
-
-@in_chromium
-def test_a_phones_click_scrolls_to_the_text_and_nothing_is_wider_than_its_screen(tmp_path, monkeypatch):
-    long = [sample(0, f"p-{k}", 1.0, completion="word " * 400) for k in range(60)]
-    assert run(monkeypatch, write_run(tmp_path / "a", long, HELD_OUT), "--out", tmp_path / "page.html") is None
-    said = played("""
-        said.width = innerWidth
-        all(".rows .row")[3].click(); await wait(400)
-        said.top = one(".detail").getBoundingClientRect().top
-        said.wide = document.documentElement.scrollWidth
-        said.columns = all(".head > *").filter(head => head.offsetWidth).map(head => head.textContent)
-        labelled("the list").click(); await wait(400)
-        said.list = one(".list").getBoundingClientRect().top
-    """, tmp_path / "page.html", width=500)              # Chromium opens no narrower window
-    assert said["width"] == 500 >= said["wide"] and abs(said["top"]) < 1 and abs(said["list"]) < 1
-    assert said["columns"] == ["step", "reward", "✓", "answer", "what the model wrote"]
-
-
-@in_chromium
-def test_the_clean_stage_of_sigma_is_drawn_at_0_below_the_axis(tmp_path, monkeypatch):
-    assert run(monkeypatch, write_run(tmp_path / "a"), "--out", tmp_path / "page.html") is None
-    said = played("""
-        const sigma = all("figure").find(node => node.textContent.startsWith("sigma"))
-        said.labels = [...sigma.querySelectorAll("text")].map(node => node.textContent)
-        said.path = sigma.querySelector("path[stroke-width]").getAttribute("d")
-    """, tmp_path / "page.html")
-    assert "0.01" in said["labels"] and said["labels"].count("0") == 2    # of sigma, and of the steps
-    heights = [float(y) for y in re.findall(r"V([\d.]+)", said["path"])]
-    start = float(said["path"].split("h0")[0].split()[1])
-    assert heights[:3] == [start] * 3 and len(set(heights[3:])) == 1 and heights[-1] < start - 18

@@ -43,7 +43,7 @@ def shown(page):
 def differences(printed, expected):
     """-> pairs of lines that differ by more than rounding: another machine may add in another order.
 
-    Text and whole numbers must be equal, decimals up to one unit of their last digit, percentages up to a tenth of a point.
+    Text and whole numbers must be equal, decimals up to one unit of their last digit, percentages up to 0.1.
     """
     def same(a, b):
         if NUMBER.sub("#", a) != NUMBER.sub("#", b):
