@@ -3,12 +3,9 @@ tools/chat.py: what the model is asked, against its own chat template; what is p
 
 python -m pytest tests/test_chat.py -v
 """
-import contextlib
 import io
 import json
 import shutil
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -147,31 +144,3 @@ def test_wrong_input_is_one_line_that_names_it(flags, names, run_folder, tmp_pat
     said = main(monkeypatch, *flags, *[] if "--question" in flags else ["--question", "1+1?"])
     said = capsys.readouterr().err.splitlines()[-1] if said == 2 else said
     assert said.startswith("chat") and all(name in said for name in names) and "\n" not in said, said
-
-
-def test_what_a_folder_says_of_itself_is_not_part_of_the_answer(tmp_path, monkeypatch, capsys):
-    folder = shutil.copytree(TINY, tmp_path / "tiny")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"calibration": "KL 0.01", "merged_adapter": "x"}))
-    outs = []
-    for model in (TINY, folder):
-        main(monkeypatch, "--model", model, "--base", "nvfp4", "--prompt-style", "boxed", "--question", QUESTIONS[0])
-        out, err = capsys.readouterr()
-        outs.append(out)
-    assert outs[0] == outs[1] != "" and "KL 0.01" in err and "merged adapter" in err
-
-
-def test_the_command_answers_on_stdout_alone_and_ends_at_ctrl_c():
-    command = [sys.executable, "-m", "tools.chat", "--model", str(TINY), "--prompt-style", "boxed", "--device", "cpu"]
-    process = subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE)
-    process.stdin.write(f"{QUESTIONS[0]}\n")
-    process.stdin.flush()
-    answer = process.stdout.readline()
-    for _ in range(60):                                    # one that comes just before it reads waits for the next
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=1)
-            break
-    assert process.returncode == 130 and answer.startswith("> ") and "\\boxed{" in answer
-    assert "Traceback" not in process.stderr.read()

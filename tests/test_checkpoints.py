@@ -134,17 +134,6 @@ def test_a_run_without_checkpoints_starts_from_step_0_unless_it_had_some(tmp_pat
         loaded(tmp_path / "checkpoints")
 
 
-def test_copies_that_the_user_made_of_a_checkpoint_are_neither_counted_nor_read_nor_removed(tmp_path):
-    saved(tmp_path, 3)
-    copies = [".step_backup", "step_000003_best", "step_000009.bak", "step_a"]
-    for name in copies:
-        shutil.copytree(tmp_path / "step_000003", tmp_path / name)
-    for step in (6, 9, 12):
-        saved(tmp_path, step)
-    assert names_in(tmp_path) == sorted([*copies, "step_000009", "step_000012"])
-    assert loaded(tmp_path).counters["step"] == 12
-
-
 @pytest.mark.parametrize("change", [{"foreign": torch.zeros(2)}, {"master": torch.zeros(3)}, {"step": torch.tensor(4)}])
 def test_a_checkpoint_of_another_run_is_refused_and_left_alone(tmp_path, change):
     live = some_live() | change
@@ -314,10 +303,3 @@ def test_a_second_signal_does_not_cut_the_saving_short(handlers):
             os.kill(os.getpid(), signal.SIGTERM)
             signal.pause()
     assert saves == ["whole"]
-
-
-def test_a_block_that_ends_normally_saves_nothing(handlers):
-    saves = []
-    with ending_with(lambda: saves.append("whole") or "", str):
-        pass
-    assert saves == []

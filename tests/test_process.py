@@ -17,7 +17,7 @@ import torch
 import env
 import model
 import weights
-from files import Stopped, UserError, first_line
+from files import Stopped, UserError
 
 ROOT = Path(__file__).parent.parent
 TINY = str(ROOT / "tiny")
@@ -153,8 +153,3 @@ def test_a_bug_on_one_of_several_ranks_ends_it_after_the_traceback(tmp_path):
     code = "import atexit, env\natexit.register(print, 'the ordinary exit')\nprint('said')\n1 / 0"
     status, said = run(cwd=tmp_path, code=code, WORLD_SIZE="2")
     assert status == 1 and "ZeroDivisionError" in said and "said" in said and "ordinary" not in said
-
-
-def test_an_error_without_a_message_is_named_by_its_class():
-    assert first_line(OSError()) == "OSError"
-    assert first_line(ValueError("no file\nat all")) == "no file"

@@ -176,13 +176,6 @@ HAND = """<script>
 const wait = ms => new Promise(done => setTimeout(done, ms))
 const all = selector => [...document.querySelectorAll(selector)]
 const texts = selector => all(selector).map(node => node.textContent)
-const labelled = text => all("button").find(node => node.textContent.includes(text))
-const press = (node, key) => node.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }))
-const set = async (name, value) => {
-  one(`[name=${name}]`).value = value
-  one(`[name=${name}]`).dispatchEvent(new Event("input", { bubbles: true }))
-  await wait(400)
-}
 async function acts() { const said = {}; %s; return said }
 const at = setInterval(() => {
   if (!one(".rows .row")) return
@@ -218,84 +211,6 @@ def test_a_reader_sees_the_answers_that_pass_the_filter(address, count, problems
     rows = re.findall(r'<div class="row"[^>]*><span[^>]*>[^<]*</span><span[^>]*>([^<]*)</span>', shown)
     assert rows == problems if problems is not None else 10 < len(rows) < 161
     assert shown.count("<figure>") == 3
-
-
-@in_chromium
-def test_mouse_and_keyboard_reach_an_answer_from_the_form_a_curve_and_the_list(tmp_path, monkeypatch):
-    pair = write_run(tmp_path / "a"), write_run(tmp_path / "b", lr=2e-3)
-    assert run(monkeypatch, *pair, "--out", tmp_path / "page.html") is None
-    said = played("""
-        await set("text", "says 3")
-        said.searched = one("#count").textContent
-        all(".rows .row")[7].click()
-        said.detail = one(".detail").innerText
-        said.marks = [texts(".rows .row.open mark"), texts(".detail mark.hit")]
-        said.differing = texts("#differing td")
-        labelled("all answers of its group").click()
-        said.group = [one("#count").textContent, location.hash]
-        history.back(); await wait(400)
-        said.back = location.hash
-
-        const curve = one("#panels figure svg"), box = curve.getBoundingClientRect()
-        press(curve, "Home"); press(curve, "ArrowRight"); press(curve, "Enter")
-        said.by_key = [location.hash, one("figcaption span + span").textContent]
-        curve.dispatchEvent(new MouseEvent("click", { clientX: box.right, clientY: box.top + 9 }))
-        said.by_click = [location.hash, one("#count").textContent]
-
-        labelled("show all").click()
-        const head = labelled("reward")
-        head.focus(); head.click(); head.click()
-        said.sorted = [head.parentNode.ariaSort, document.activeElement === head, texts(".rows .row")[0], location.hash]
-        press(one(".list"), "End")
-        said.last = one(".detail p").textContent
-        press(one(".list"), "ArrowUp")
-        said.before_it = found.findIndex(isOpen)
-    """, tmp_path / "page.html")
-    assert said["searched"] == "80 of 322, mean reward 1.000, 100.0 % right"
-    for text in ("step 7, problem p-3: right, reward 1, advantage 1", "What is p-3?", "step 7 says 3",
-                 "known answer\t7"):
-        assert text in said["detail"]
-    assert said["marks"] == [["says 3"], ["says 3"]] and said["differing"] == ["0.001", "0.002"]
-    assert said["group"] == ["2 of 322, mean reward 0.500, 50.0 % right", "#run=0&from=7&to=7&group=1"]
-    assert said["back"] == "#text=says+3"
-    assert said["by_key"] == ["#from=1&to=1", "step 1: 0.025 0.025 "]
-    assert said["by_click"] == ["#from=40&to=40", "2 of 322, mean reward 0.250, 100.0 % right"]
-    assert said["sorted"][:2] == ["descending", True] and said["sorted"][2].startswith("0p-11")
-    assert said["sorted"][3] == "#sort=-reward"
-    assert said["last"].startswith("step 39, problem p-2: wrong") and said["before_it"] == 320
-
-
-@in_chromium
-def test_problems_are_hardest_first_and_have_their_answers_side_by_side(tmp_path, monkeypatch):
-    better = [row | {"correct": 1.0, "completion": "better"} if row["id"] == "p-2" else row for row in HELD_OUT]
-    pair = (write_run(tmp_path / "a", held_out=HELD_OUT, prompt_style="boxed", steps=41),
-            write_run(tmp_path / "b", held_out=better, prompt_style="boxed", steps=41))
-    acts = """
-        await set("set", "held-out"); all("[name=view]")[1].click(); await wait(400)
-        said.count = one("#count").textContent
-        said.lines = all(".rows .row").map(row => row.lastChild.textContent)
-        said.rates = all(".rows .row").map(row => row.querySelector("svg").ariaLabel)
-        all(".rows .row")[0].click()
-        said.prompt = [one(".detail summary").textContent, one(".detail details pre").textContent]
-        said.beside = texts(".beside pre")
-        said.read = texts(".beside mark.read")
-        const choice = one(".beside select")
-        choice.value = "1"; choice.dispatchEvent(new Event("change"))
-        said.chosen = [choice.selectedOptions[0].textContent, texts(".beside pre")[0]]
-        said.summary = texts("#summary tbody tr:first-child td")
-    """
-    assert run(monkeypatch, *pair, "--out", tmp_path / "page.html") is None
-    said = played(acts, tmp_path / "page.html")
-    assert said["count"] == "2 problems, 12 of 12 answers, mean reward 0.333, 58.3 % right"
-    assert said["lines"] == ["What is p-2?", "What is p-1?"]              # 50 and 67 % of their answers are right
-    assert said["rates"][1] == ", ".join(["step 0: 0.0 %, step 20: 100.0 %, step 40: 100.0 %"] * 2)
-    assert said["prompt"] == ["the prompt that the model saw, style boxed",
-                              PROMPT % 2]
-    assert said["beside"] == ["held 2 at 40: \\boxed{7}", "better"] and said["read"] == ["\\boxed{7}"]
-    assert said["chosen"] == ["step 20: 0 of 1 right", "held 2 at 20: \\boxed{7}"]
-    assert said["summary"][1:3] == ["0.0 % → 50.0 %2 problems, after 41 steps", "41 of 41"]
-    assert run(monkeypatch, pair[0], "--out", tmp_path / "page.html") is None
-    assert played(acts, tmp_path / "page.html")["beside"] == ["held 2 at 0: \\boxed{7}", "held 2 at 40: \\boxed{7}"]
 
 
 @in_chromium

@@ -25,7 +25,6 @@ import sys
 import time
 from multiprocessing import forkserver
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,7 +42,7 @@ from harness.config import read_settings
 from learner import Update
 from lora import attach
 from model import load
-from sampler import KV_BLOCK, Rollouts, Row, Sampling, blocks_for
+from sampler import KV_BLOCK, Rollouts, Row, blocks_for
 from tasks.arithmetic import arithmetic
 from weights import NVFP4_CONFIG, ModelFolder, Shards
 
@@ -254,23 +253,6 @@ def test_a_step_reports_its_first_update_that_taught_and_the_clip_and_norm_of_it
     assert metrics["sampler_entropy"] == 0.5                            # of all rows, also of those that taught nothing
 
 
-def test_what_is_held_out_is_answered_once_and_greedily_whatever_the_temperature():
-    seen = []
-    graded = [{"correct": 1.0}, {"correct": 0.0}]
-    run = SimpleNamespace(settings=settings_of(), grade=lambda *_: graded,
-                          held_out=[SimpleNamespace(prompt=[i]) for i in range(2)],
-                          tokenizer=SimpleNamespace(end_ids=(5,)), sampler="the sampler")
-
-    def sample(*arguments):
-        seen.append(arguments)
-        return Rollouts([])
-
-    evaluation = train_py.evaluate(run, sample, 0)
-    assert evaluation.metrics == {"eval_accuracy": 0.5} and evaluation.graded == graded
-    sampling = Sampling(run.settings.rollout.max_new_tokens, (5,), temperature=0.0)
-    assert seen == [("the sampler", [[0], [1]], 1, sampling, range(2))]
-
-
 def test_a_loss_keeps_its_own_values_where_no_flag_is_given(monkeypatch):
     own = dataclasses.replace(LOSSES["grpo"], clip_low=0.3, correction="ppo", kl_beta=0.04)
     monkeypatch.setitem(LOSSES, "grpo", own)
@@ -304,7 +286,7 @@ def write_down_what_the_sampler_gets():
     def noted(self, prompts, group_size, sampling, places=(), **rest):
         noise = self.engine.model.layers[1].post_norm.noise
         with open("calls.jsonl", "a") as f:
-            print(json.dumps([len(prompts), group_size, sampling.seed, list(places), noise.tolist()]), file=f)
+            print(json.dumps([group_size, sampling.temperature, sampling.seed, list(places), noise.tolist()]), file=f)
         return generate(self, prompts, group_size, sampling, places or None, **rest)
     Sampler.generate = noted
 
@@ -313,14 +295,15 @@ def test_a_run_has_the_noise_the_sampling_and_the_adapter_of_its_seed(runs):
     runs.run("seeded", *"--steps 3 --seed 7 --lr 1e-9 --noise-stages 3 --sigma-start 0.1 --sigma-end 0.01".split(),
              fault=write_down_what_the_sampler_gets)
     calls = [json.loads(line) for line in (runs.folder / "calls.jsonl").read_text().splitlines()]
-    training = [call for call in calls if call[3]]
-    assert [call[:4] for call in training] == [[2, 4, 7, places] for places in ([0, 1], [2, 3], [4, 5])]
+    training, held_out = ([call for call in calls if call[0] == size] for size in (4, 1))
+    assert [call[1:4] for call in training] == [[1.0, 7, places] for places in ([0, 1], [2, 3], [4, 5])]
     sigmas = [metrics["sigma"] for metrics in runs.metrics("seeded")]
     assert sigmas == [0, 0.1, pytest.approx(0.1 * 0.1**0.5)]
     for step, (sigma, call) in enumerate(zip(sigmas, training)):
         noise = torch.tensor(call[4])
         assert torch.equal(noise, sigma * draw_z(7, step, 1, 1, len(noise)))
-    assert len(calls) == 5 and not any(any(call[4]) for call in calls if not call[3])      # the evaluations
+    assert len(held_out) == 2                                             # greedily and without noise
+    assert all(temperature == 0 and not any(noise) for _, temperature, _, _, noise in held_out)
     start = attach(load(ROOT / "tiny", "nvfp4", "cpu"), rank=32, alpha=32, seed=7).master.data
     torch.testing.assert_close(runs.state("seeded", 3)["master"], start, atol=1e-8, rtol=0)
 
