@@ -138,7 +138,7 @@ def test_triton_is_imported_in_marlin_fp4_and_in_fast_alone():
     assert_none([f"{FILES[name]} imports triton: kernels belong to marlin_fp4.py and fast/"
                  for name in FILES if "triton" in libraries(name) and not needs_triton(name)]
                 + [f"{FILES[name]} imports {FILES[other]}, and with it Triton"
-                   for name in FILES if not needs_triton(name) and not name.startswith(("tools.", "study."))
+                   for name in FILES if not needs_triton(name)
                    for other in reached(name) if needs_triton(other)])
 
 
