@@ -127,11 +127,17 @@ def pytest_xdist_auto_num_workers():
 
 
 def pytest_collection_modifyitems(items):
-    """The longest tests come first: at the end one of them would run while the other process has nothing to do."""
-    items.sort(key=lambda item: "in_tritons_interpreter" not in item.name)
+    """Two groups take a minute or more by themselves: test_train.py, whose tests share runs, begins in the first
+    process, what runs in Triton's interpreter in the second. Begun last, they would leave the other nothing to do.
+    """
     for item in items:
         if TRITON.startswith("3.6.") and NOT_BY_3_6.search(item.name):
             item.add_marker(pytest.mark.skip(reason="needs Triton 3.7"))
+    interpreted = [item for item in items if "in_tritons_interpreter" in item.name]
+    others = [item for item in items if "in_tritons_interpreter" not in item.name]
+    others.sort(key=lambda item: item.path.stem != "test_train")
+    second = len(items) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))  # the first of its share
+    items[:] = others[:second] + interpreted + others[second:]
 
 
 def pytest_collection_finish():

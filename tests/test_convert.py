@@ -22,6 +22,7 @@ import model as qwen
 import nvfp4
 import weights
 from prompts import STYLES
+from tasks.arithmetic import arithmetic
 from tasks.problems import epoch_order
 from tools import convert
 from weights import ModelFolder, Shards, load_nvfp4, model_tensors
@@ -119,14 +120,16 @@ def test_calibration_takes_the_problems_style_and_seed_of_its_flags(tmp_path, mo
 
 def test_a_calibrated_folder_says_how_far_it_is_from_16_bits(tmp_path, monkeypatch, capsys):
     kl = {}                                                # a style that the model is unsure in; of its own it is sure
+    data = tmp_path / "sums.jsonl"
+    data.write_text("\n".join(json.dumps(dict(question=q, answer=a)) for _, q, a in arithmetic("test", 24)))
     own_answers, answers = calibrate.own_answers, []
     monkeypatch.setattr(calibrate, "own_answers",          # once for both
                         lambda *a, **named: answers or answers.extend(own_answers(*a, **named)) or answers)
     for codes in ("gptq", "nearest"):
-        assert run(monkeypatch, "nvfp4", TINY, tmp_path / codes, "--calibrate", "10", "--data", "arithmetic",
+        assert run(monkeypatch, "nvfp4", TINY, tmp_path / codes, "--calibrate", "10", "--data", data,
                    "--prompt-style", "tags", "--codes", codes) is None
         last, _, following = capsys.readouterr().out.splitlines()
-        assert following.endswith(f"evaluate.py --model {tmp_path / codes} --data arithmetic")
+        assert following.endswith(f"evaluate.py --model {tmp_path / codes} --data {data}")
         kl[codes] = float(re.match(rf"KL\(16 bits \|\| {codes}\) (\d\.\d+) \+- ", last)[1])
         assert json.loads((tmp_path / codes / "config.json").read_text())["calibration"] == last
     assert 0 < kl["gptq"] < kl["nearest"] / 2               # 24 problems, seeds 0 and 1: a tenth
