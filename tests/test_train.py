@@ -137,7 +137,7 @@ class Runs:
     def run(self, out, *flags, code=0, **more):
         """-> what it printed. Any exit code but `code` fails the test."""
         process = self.start(out, *flags, **more)
-        process.join(120)
+        process.join(300)                        # a machine may be busy
         process.kill()                           # else it would hold --out against the next test
         assert process.exitcode == code, f"exit code {process.exitcode}:\n{self.log(out)}"
         return self.log(out)
