@@ -224,17 +224,6 @@ def test_the_schedule_drawn_in_the_file_is_the_one_that_is_computed():
     assert plan == marlin_fp4.StripePlan(k_tiles=5, stripe=3, a_programs=3, programs=8, slabs=3)
 
 
-def test_where_a_large_rank_takes_most_places_another_wave_leaves_w_its_share():
-    """With one wave all of qkv of a 7B would be one stripe of 1,008 tiles there: A alone has 6 x 4 programs."""
-    places = 46 * marlin_fp4.portable_config(193, (8, 6)).programs_per_sm // 4   # 193 rows of x are 4 times BM
-
-    def plan(R, M=193):
-        return plan_stripes(4608, 3584, M, R, marlin_fp4.portable_config(M, (8, 6)), 46)
-
-    assert places == 23 and plan(3 * 128) == marlin_fp4.StripePlan(28, stripe=46, a_programs=24, programs=46, slabs=4)
-    assert plan(3 * 32).programs <= places and plan(3 * 128, M=1).programs <= 46 * 4      # one wave is enough
-
-
 @pytest.mark.parametrize("multiprocessors", [8, 46, 132])
 @pytest.mark.parametrize("R", [0, 32, 384, 768, 1536])
 @pytest.mark.parametrize("N,K", [(128, 128), (4608, 3584), (3584, 18944)])
