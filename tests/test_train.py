@@ -729,12 +729,12 @@ def test_a_resumed_run_has_the_memory_that_it_began_with_and_says_that_threads_d
 
 
 def test_two_ranks_equal_one(runs):
-    """Three problems on two ranks, of which the second has one, and room for smaller micro-batches. Same completions;
-    the gradient differs by the order of fp32 sums over 300 tokens, the learner's rounding in batches of other sizes
-    included: 1e-4 is 5 times what was seen. Hot enough for every group to teach something: cut by itself, a rank would
-    take rows that the other has already, and leave rows that nobody takes.
+    """15 problems on two ranks, of which the second has 7, and room for one row a micro-batch. Same completions; the
+    gradient differs by the order of fp32 sums over some hundred tokens, the learner's rounding in batches of other
+    sizes included: 1e-4 is 5 times what was seen. Hot enough for every group to teach something: cut by itself, a rank
+    would take rows that the other has already, and leave rows that nobody takes.
     """
-    flags = ("--steps 2 --prompts-per-step 3 --save-every 1 --updates-per-rollout 2 --epochs 2 --temperature 2 "
+    flags = ("--steps 1 --prompts-per-step 15 --save-every 1 --updates-per-rollout 2 --epochs 2 --temperature 2 "
              "--reward my_rewards:by_length --max-grad-norm 1e9").split()
     runs.run("one", *flags)
     processes = runs.ranks("two", 2, *flags, rank_flags=[(), ("--micro-batch-tokens", "1")])
@@ -747,9 +747,9 @@ def test_two_ranks_equal_one(runs):
     for a, b in zip(runs.metrics("one"), runs.metrics("two"), strict=True):
         assert a.keys() == b.keys()
         assert b == pytest.approx({**a, "idle": b["idle"]}, rel=1e-3, abs=1e-5), (a, b)
-    one, two = runs.state("one", 2), runs.state("two", 2)
+    one, two = runs.state("one", 1), runs.state("two", 1)
     assert (one["exp_avg"] - two["exp_avg"]).norm() < 1e-4 * one["exp_avg"].norm()
-    # Adam divides by the gradient's size: where that is all rounding, an update may part the two by 2 x lr, not more.
+    # Adam divides by the gradient's size: where that is all rounding, each of 4 updates may part the two by 2 x lr.
     assert (one["master"] - two["master"]).abs().max() < 4 * 2 * 1e-3
 
 
