@@ -35,16 +35,17 @@ try:
     from triton import __version__ as TRITON
 except ImportError:  # not Linux: the kernels' tests need a machine that has it
     TRITON = ""
-    NEEDS_TRITON = re.compile(r"^(import|from) (triton|marlin_fp4|fast\.(kernels|decode|hopper_fp4))\b"
-                              r"|^from fast import .*\b(kernels|decode|hopper_fp4)\b", re.M)
+NEEDS_TRITON = re.compile(r"^(import|from) (triton|marlin_fp4|fast\.(kernels|decode|hopper_fp4))\b"
+                          r"|^from fast import .*\b(kernels|decode|hopper_fp4)\b", re.M)
+if not TRITON:
     collect_ignore = [path.name for path in Path(__file__).parent.glob("test_*.py")
                       if NEEDS_TRITON.search(path.read_text(encoding="utf-8"))]
 if TRITON and torch.cuda.is_available():
     import fast  # noqa: F401, registers the kernels, as harness/setup.py does
 
 # Tests that need no GPU and that Triton 3.6 (torch 2.11's) cannot pass: its interpreter fails with numpy 2.4 and later,
-# and its ptxas makes another loop for sm_120 and spills 8 bytes on sm_90.
-NOT_BY_3_6 = re.compile("in_tritons_interpreter|decodes_no_weight_twice.120-(32|64)|launched.*.90-hopper-16")
+# and its ptxas spills 8 bytes on sm_90.
+NOT_BY_3_6 = re.compile("in_tritons_interpreter|launched.*.90-hopper-16")
 
 
 class Tiny(NamedTuple):
@@ -117,20 +118,26 @@ def interpreted():
 
 @pytest.hookimpl(optionalhook=True)                        # `pytest -n 0 -p no:xdist` has no such hook
 def pytest_xdist_auto_num_workers():
-    """How many processes `-n auto` starts: one more than there are cores, because many tests wait for a process that
-    they have started; at most four, since each holds up to 1 GB with the run that it tests. On a machine with a GPU
-    there is one alone: tests that measure the GPU's memory would disturb each other.
+    """How many processes `-n auto` starts: as many as there are cores, at most four, since each holds up to 1 GB with
+    the run that it tests. On a machine with a GPU there is one alone: tests that measure the GPU's memory would disturb
+    each other.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return 0 if torch.cuda.is_available() or cores == 1 else min(cores + 1, 4)
+    return 0 if torch.cuda.is_available() or cores == 1 else min(cores, 4)
 
 
 def pytest_collection_modifyitems(items):
-    """The longest tests come first: at the end one of them would run while the other process has nothing to do."""
-    items.sort(key=lambda item: "in_tritons_interpreter" not in item.name)
+    """Two groups take a minute or more by themselves: test_train.py, whose tests share runs, begins in the first
+    process, what runs in Triton's interpreter in the second. Begun last, they would leave the other nothing to do.
+    """
     for item in items:
         if TRITON.startswith("3.6.") and NOT_BY_3_6.search(item.name):
             item.add_marker(pytest.mark.skip(reason="needs Triton 3.7"))
+    interpreted = [item for item in items if "in_tritons_interpreter" in item.name]
+    others = [item for item in items if "in_tritons_interpreter" not in item.name]
+    others.sort(key=lambda item: item.path.stem != "test_train")
+    second = len(items) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))  # the first of its share
+    items[:] = others[:second] + interpreted + others[second:]
 
 
 def pytest_collection_finish():

@@ -4,7 +4,6 @@ What of tools/bench.py runs without a GPU: its models, its loads, its step and i
 python -m pytest tests/test_bench.py -v
 """
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -187,20 +186,3 @@ def test_a_machine_without_gpu_and_a_bad_flag_get_one_line(flags, name, monkeypa
     with pytest.raises(SystemExit) as stop:
         bench.main()
     assert name in str(stop.value.code) + capsys.readouterr().err
-
-
-ASK_EACH = """
-import runpy, sys
-sys.modules["triton"] = None
-for tool in ("evaluate", "tools.bench", "tools.chat", "tools.convert", "tools.report"):
-    sys.argv = [tool, "--help"]
-    try:
-        runpy.run_module(tool, run_name="__main__")
-    except SystemExit as stop:
-        assert stop.code == 0, tool
-"""
-
-
-def test_every_tool_can_be_asked_for_its_flags_without_triton():
-    done = subprocess.run([sys.executable, "-c", ASK_EACH], cwd=ROOT, text=True, capture_output=True)
-    assert done.returncode == 0 and done.stdout.count("usage: ") == 5, done.stderr

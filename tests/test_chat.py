@@ -3,12 +3,9 @@ tools/chat.py: what the model is asked, against its own chat template; what is p
 
 python -m pytest tests/test_chat.py -v
 """
-import contextlib
 import io
 import json
 import shutil
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -108,12 +105,6 @@ def test_earlier_answers_are_repeated_without_their_thinking(name, thinking, end
     assert asked == [first + end, first + second + end]
 
 
-def test_an_answer_that_is_cut_off_is_said_to_be(tokenizer, model, capsys):
-    chat = new_chat(tokenizer, model, new=3)
-    assert len(tokenizer.encode(chat.ask(QUESTIONS[0]))) == 3
-    assert "3 tokens" in capsys.readouterr().err
-
-
 def test_a_full_conversation_is_said_and_an_empty_line_begins_a_new_one(tokenizer, model, capsys, monkeypatch):
     chat = new_chat(tokenizer, model, length=120)
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{QUESTIONS[0]}\n" * 3 + f"\n{QUESTIONS[0]}\n"))
@@ -122,10 +113,6 @@ def test_a_full_conversation_is_said_and_an_empty_line_begins_a_new_one(tokenize
     assert "no room" in err and "120" in err
     first, *_, last, end = out.split("> ")[1:]
     assert end == "" and last == first != ""
-
-
-def test_a_control_character_is_printed_as_its_code():
-    assert chat_py.printable("é\x1b[2J\n\u202eb") == "é\\x1b[2J\n\\u202eb"
 
 
 def test_a_run_brings_its_base_adapter_style_and_limit(run_folder, tokenizer, monkeypatch, capsys):
@@ -157,31 +144,3 @@ def test_wrong_input_is_one_line_that_names_it(flags, names, run_folder, tmp_pat
     said = main(monkeypatch, *flags, *[] if "--question" in flags else ["--question", "1+1?"])
     said = capsys.readouterr().err.splitlines()[-1] if said == 2 else said
     assert said.startswith("chat") and all(name in said for name in names) and "\n" not in said, said
-
-
-def test_what_a_folder_says_of_itself_is_not_part_of_the_answer(tmp_path, monkeypatch, capsys):
-    folder = shutil.copytree(TINY, tmp_path / "tiny")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"calibration": "KL 0.01", "merged_adapter": "x"}))
-    outs = []
-    for model in (TINY, folder):
-        main(monkeypatch, "--model", model, "--base", "nvfp4", "--prompt-style", "boxed", "--question", QUESTIONS[0])
-        out, err = capsys.readouterr()
-        outs.append(out)
-    assert outs[0] == outs[1] != "" and "KL 0.01" in err and "merged adapter" in err
-
-
-def test_the_command_answers_on_stdout_alone_and_ends_at_ctrl_c():
-    command = [sys.executable, "-m", "tools.chat", "--model", str(TINY), "--prompt-style", "boxed", "--device", "cpu"]
-    process = subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE)
-    process.stdin.write(f"{QUESTIONS[0]}\n")
-    process.stdin.flush()
-    answer = process.stdout.readline()
-    for _ in range(60):                                    # one that comes just before it reads waits for the next
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=1)
-            break
-    assert process.returncode == 130 and answer.startswith("> ") and "\\boxed{" in answer
-    assert "Traceback" not in process.stderr.read()

@@ -8,8 +8,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -139,17 +137,6 @@ def test_a_run_without_checkpoints_starts_from_step_0_unless_it_had_some(tmp_pat
         loaded(tmp_path / "checkpoints")
 
 
-def test_copies_that_the_user_made_of_a_checkpoint_are_neither_counted_nor_read_nor_removed(tmp_path):
-    saved(tmp_path, 3)
-    copies = [".step_backup", "step_000003_best", "step_000009.bak", "step_a"]
-    for name in copies:
-        shutil.copytree(tmp_path / "step_000003", tmp_path / name)
-    for step in (6, 9, 12):
-        saved(tmp_path, step)
-    assert names_in(tmp_path) == sorted([*copies, "step_000009", "step_000012"])
-    assert loaded(tmp_path).counters["step"] == 12
-
-
 @pytest.mark.parametrize("change", [{"foreign": torch.zeros(2)}, {"master": torch.zeros(3)}, {"step": torch.tensor(4)}])
 def test_a_checkpoint_of_another_run_is_refused_and_left_alone(tmp_path, change):
     live = some_live() | change
@@ -199,19 +186,6 @@ def test_a_kill_at_any_moment_of_saving_leaves_the_old_checkpoint_or_the_new(tmp
 # -----------------------------------------------------------------------------
 # The folder of a run
 
-def test_a_folder_belongs_to_one_run_while_its_process_lives(tmp_path):
-    code = ("import sys, pathlib; from harness.folder import claim; claim(pathlib.Path(sys.argv[1]), False); "
-            "print('mine', flush=True); input()")
-    owner = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "x")], cwd=Path(__file__).parent.parent,
-                             text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert owner.stdout.readline() == "mine\n"
-    for resume in (False, True):
-        with pytest.raises(UserError, match="--out .*/x: another run"):
-            claim(tmp_path / "x", resume)
-    owner.kill()
-    owner.wait()
-    claim(tmp_path / "x", False)
-
 
 @pytest.mark.parametrize("name", ["file", "file/x", "dangling", "taken"])
 def test_an_out_that_cannot_be_a_new_folder_is_named_with_its_flag(tmp_path, name):
@@ -254,10 +228,6 @@ def begun(path, step):
     return folder
 
 
-def files_in(folder):
-    return {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.rglob("*") if p.is_file()}
-
-
 def test_a_resumed_run_has_its_checkpoints_state_its_adapter_and_logs_cut_back_to_it(tmp_path):
     folder = begun(tmp_path, 2)
     folder.checkpoints.save()                                             # a kill came before adapter/
@@ -270,18 +240,6 @@ def test_a_resumed_run_has_its_checkpoints_state_its_adapter_and_logs_cut_back_t
         assert [json.loads(line)["step"] for line in (tmp_path / name).read_text().splitlines()] == [0, 1]
     again.note(resumed="today")
     assert json.loads((tmp_path / "run.json").read_text()) == {"lr": 1e-5, "ended": None, "resumed": "today"}
-
-
-def test_a_resumed_run_that_had_ended_changes_no_file(tmp_path):
-    folder = begun(tmp_path, 3)
-    folder.save()
-    folder.finish()
-    RunFolder(tmp_path, some_live(), folder.write_adapter).start(folder.run_json, resume=True)
-    before = files_in(tmp_path)
-    again = RunFolder(tmp_path, some_live(), folder.write_adapter)
-    assert again.start(json.loads((tmp_path / "run.json").read_text()), resume=True) == {"step": 3}
-    again.finish()
-    assert files_in(tmp_path) == before
 
 
 def test_advice_names_the_folder_unless_the_run_cannot_go_on(tmp_path):
@@ -335,15 +293,6 @@ def test_an_end_that_is_no_bug_is_one_line_and_code_1(handlers, error):
     assert stop.value.code == (f"train.py: {line}; step 7 is saved; once that is mended, go on with --resume --out x")
 
 
-def test_a_rank_other_than_0_says_what_it_alone_met(handlers, monkeypatch):
-    monkeypatch.setattr(folder_py, "RANK", 1)
-    with pytest.raises(SystemExit, match="rank 1: --reward r: broke"):
-        end(Stopped("--reward r: broke"))
-    monkeypatch.setattr("os._exit", lambda code: (_ for _ in ()).throw(SystemExit(f"silent {code}")))
-    with pytest.raises(SystemExit, match="^silent 1$"):
-        end(Stopped("another rank was lost", "go on with --resume"))
-
-
 def test_a_bug_keeps_its_traceback_but_the_step_is_saved(handlers):
     calls = []
     with pytest.raises(ZeroDivisionError):
@@ -368,10 +317,3 @@ def test_a_second_signal_does_not_cut_the_saving_short(handlers):
             os.kill(os.getpid(), signal.SIGTERM)
             signal.pause()
     assert saves == ["whole"]
-
-
-def test_a_block_that_ends_normally_saves_nothing(handlers):
-    saves = []
-    with ending_with(lambda: saves.append("whole") or "", str):
-        pass
-    assert saves == []

@@ -394,8 +394,10 @@ def test_heads_kernel_norms_rotates_and_writes_keys_and_values_where_the_table_s
 @runs_kernels
 @in_one_setting
 @pytest.mark.parametrize("H,KV,d", [(14, 2, 64), *(pytest.param(*h, 128, marks=gpu) for h in ((28, 4), (10, 2)))])
-@pytest.mark.parametrize("splits,together,W,T", [(1, False, 8, 16), (1, True, 4, 16), (2, True, 8, 16),
-                                               (4, False, 4, 16), (16, False, 4, 32)])
+# `together` alone compares with a run of each row by itself. The interpreter knows no warps: two cases are a GPU's.
+@pytest.mark.parametrize("splits,together,W,T", [
+    (1, True, 4, 16), (2, True, 8, 16), (16, False, 4, 32),
+    pytest.param(1, False, 8, 16, marks=gpu), pytest.param(4, False, 4, 16, marks=gpu)])
 def test_attention_kernel_matches_float64_over_prefix_gap_and_own_tokens(H, KV, d, splits, together, W, T, gen):
     far, B = 1000 if GPU else 400, 32
     prefix = [0, 0, 31, 32, 32, 100, far, far, far, 5]
@@ -574,6 +576,8 @@ def reference_logprobs(model, kv, rows, temperature):
         ("nvfp4", 32, 9, 128), ("bf16", 16, 5, 128)))])
 @pytest.mark.parametrize("sigma,temperature", [(0.05, 0.7), pytest.param(0, 0.0, marks=gpu)])
 def test_a_step_draws_what_the_torch_engine_would(base, rank, n, qwen3_head, sigma, temperature, gen):
+    if not GPU and n == 3 and (DTYPE == torch.float16) == bool(qwen3_head):
+        pytest.skip("5 s each: the interpreter takes a Qwen2 in fp16 and a Qwen3 in fp32")
     model, engine, width = small_engine(base, gen, rank, max(n, 9), qwen3_head=qwen3_head)
     with torch.no_grad(), noisy_norms(model, sigma, seed=1, step=2):
         rows = random_rows(n, width, gen)
@@ -853,10 +857,11 @@ def two_draws_kernel(chunks_ptr, masses_ptr, targets_ptr, at_ptr, rest_ptr, N: t
 
 
 @runs_kernels
+@in_one_setting
 def test_no_place_without_mass_is_drawn_where_two_sums_round_differently(gen):
     # Targets that are sums of the first chunks: whether such a chunk counts depends on the rounding of a scan, and what
     # is left of the target on that of another sum. Each chunk begins with places of mass 0, as after top-k.
-    rows, N = 400, 64
+    rows, N = 400 if GPU else 150, 64
     chunks = torch.rand(rows, N, generator=gen, device=DEVICE)
     masses = torch.rand(rows, N, generator=gen, device=DEVICE)
     masses[:, :5] = 0

@@ -1,11 +1,13 @@
 """What the documents promise: links lead somewhere, and every command runs a program that has its flags."""
-import json
+import contextlib
+import functools
+import io
 import re
-import subprocess
+import runpy
 import sys
 
 import pytest
-from test_house import FILES, PROGRAMS, ROOT, assert_none, module, tracked
+from test_house import PROGRAMS, ROOT, assert_none, module, tracked
 
 DOCS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
         for path in [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("study/*.md")]
@@ -52,34 +54,21 @@ def test_every_command_of_the_documents_runs_a_file_that_is_there():
                        for name, file in {(name, file) for name, file, _ in commands()} | inline if file not in known])
 
 
-HELP = """
-import contextlib, io, json, runpy, sys
-root = sys.argv.pop()
-sys.path.insert(0, root)
-said = {}
-for file, word in json.loads(sys.argv.pop()):
-    sys.argv = [file, *([word] if word else []), "--help"]
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
-        runpy.run_path(f"{root}/{file}", run_name="__main__")
-    said[f"{file} {word}"] = out.getvalue()
-print(json.dumps(said))
-"""
-
-
-@pytest.fixture(scope="module")
-def help_of(tmp_path_factory):
+@pytest.fixture
+def help_of(tmp_path, monkeypatch):
     """A function of a program's file and its first argument: what it says to --help. They run in an empty folder: a
     program of a fork that takes no --help would do its work here.
     """
-    programs = {FILES[name] for name in PROGRAMS}
-    words = {(file, arguments[0]) for _, file, arguments in commands()
-             if file in programs and arguments and re.fullmatch("[a-z]+", arguments[0])}
-    asked = sorted(words | {(file, "") for file in programs})
-    done = subprocess.run([sys.executable, "-c", HELP, json.dumps(asked), ROOT], cwd=tmp_path_factory.mktemp("help"),
-                          capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    texts = json.loads(done.stdout.splitlines()[-1])
-    return lambda file, word="": texts.get(f"{file} {word}", "") + texts.get(f"{file} ", "")
+    monkeypatch.chdir(tmp_path)
+
+    @functools.cache
+    def said(file, word=""):
+        monkeypatch.setattr(sys, "argv", [file, *([word] if word else []), "--help"])
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+            runpy.run_path(str(ROOT / file), run_name="__main__")
+        return out.getvalue()
+
+    return said
 
 
 def flags_in(text):
@@ -90,7 +79,8 @@ def test_every_flag_in_a_command_of_the_documents_is_one_of_its_programs(help_of
     wrong = set()
     for name, file, arguments in commands():
         if module(file) in PROGRAMS:
-            known = flags_in(help_of(file, arguments[0] if arguments else "")) | {"--help"}
+            command = arguments[0] if arguments and re.fullmatch("[a-z]+", arguments[0]) else ""
+            known = flags_in(help_of(file) + help_of(file, command)) | {"--help"}
             wrong |= {f"{name}: {file} has no flag {flag}" for flag in flags_in(" ".join(arguments)) - known}
     assert_none(wrong)
     assert "--steps" in flags_in(help_of("train.py"))

@@ -1,5 +1,5 @@
 """
-The plan of the house: imports go down and in no circle, Triton stays behind one door, and a machine without Triton trains.
+The plan of the house: imports go down and in no circle, Triton stays behind one door, a machine without Triton trains.
 
 It looks at the files that git tracks and at what these import; a file of your own beside them has to please you alone
 until you commit it.
@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import NEEDS_TRITON
 
 ROOT = Path(__file__).parent.parent
 OPTIONAL = {"matplotlib", "pyarrow"}             # not in requirements.txt: who needs one is told by the program
@@ -137,7 +138,7 @@ def test_triton_is_imported_in_marlin_fp4_and_in_fast_alone():
     assert_none([f"{FILES[name]} imports triton: kernels belong to marlin_fp4.py and fast/"
                  for name in FILES if "triton" in libraries(name) and not needs_triton(name)]
                 + [f"{FILES[name]} imports {FILES[other]}, and with it Triton"
-                   for name in FILES if not needs_triton(name) and not name.startswith(("tools.", "study."))
+                   for name in FILES if not needs_triton(name)
                    for other in reached(name) if needs_triton(other)])
 
 
@@ -177,7 +178,8 @@ def test_every_twin_has_its_references_name_and_signature():
     assert len(pairs) >= 8
     assert_none([f"fast/kernels.py: add {node.name}(), the twin of {FILES[name]}'s"
                  for name, node in pairs if node.name not in kernels]
-                + [f"fast/__init__.py: register kernels.{node.name}" for _, node in pairs if node.name not in registered]
+                + [f"fast/__init__.py: register kernels.{node.name}" for _, node in pairs
+                   if node.name not in registered]
                 + [f"fast/kernels.py: {node.name}() has other arguments or defaults than {FILES[name]}'s"
                    for name, node in pairs
                    if node.name in kernels and signature(kernels[node.name]) != signature(node)])
@@ -224,36 +226,32 @@ assert not loaded, loaded
 """
 
 
-@pytest.fixture(scope="module")
-def run_folder(tmp_path_factory):
-    """A run of one step of the tiny model in a process without Triton and without what Windows lacks."""
-    out = tmp_path_factory.mktemp("house") / "run"
-    # Some numbers are logged only with a flag, such as `kl`.
-    flags = ["--steps", "1", "--prompts-per-step", "4", "--eval-problems", "4", "--device", "cpu", "--out", str(out),
-             "--kl-beta", "0.01"]
-    forbidden = {"triton", *(name for name in FILES if "triton" in libraries(name))}
+def test_the_tiny_model_trains_without_triton_and_without_what_windows_lacks(tmp_path):
+    rows = [json.dumps({"question": f"{i} + 1?", "answer": str(i + 1)}) for i in range(12)]
+    (tmp_path / "sums.jsonl").write_text("\n".join(rows))
+    flags = ("--steps 1 --data sums.jsonl --prompts-per-step 2 --max-new-tokens 16 --eval-problems 2 --device cpu "
+             "--kl-beta 0.01 --reward mine:length --out run").split()
+    (tmp_path / "mine.py").write_text("def length(completion, problem):\n    return len(completion)\n")
     code = BLOCKED
+    forbidden = {"triton", *(name for name in FILES if "triton" in libraries(name))}
     for word, value in dict(ARGV=[str(ROOT / "train.py"), *flags], ROOT=str(ROOT), FORBIDDEN=forbidden).items():
         code = code.replace(word, repr(value))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=out.parent, timeout=240)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=240)
     assert done.returncode == 0, done.stderr
-    return out
+    metrics = json.loads((tmp_path / "run/metrics.jsonl").read_text())
+    assert metrics["grad_norm"] > 0 and metrics["tokens"] > 0
+    assert (tmp_path / "run/adapter/adapter_model.safetensors").exists()
 
 
-@pytest.fixture(scope="module")
-def metrics(run_folder):
-    line, = (run_folder / "metrics.jsonl").read_text().splitlines()
-    return json.loads(line)
+def test_conftest_leaves_out_the_tests_that_need_triton_and_no_others():
+    paths = {path.stem: path for path in Path(__file__).parent.glob("test_*.py")}
 
+    def needs(name):
+        at_top = [other for node in ast.parse(paths[name].read_text(encoding="utf-8")).body
+                  if isinstance(node, (ast.Import, ast.ImportFrom)) for other in imported(node)]
+        return any(other.split(".")[0] == "triton" or other in paths and needs(other)
+                   or other in FILES and any(map(needs_triton, reached(other))) for other in at_top)
 
-def test_the_tiny_model_trains_without_triton(run_folder, metrics):
-    assert metrics["step"] == 0 and metrics["grad_norm"] > 0 and metrics["tokens"] >= 32
-    assert (run_folder / "adapter" / "adapter_model.safetensors").exists()
-
-
-def test_the_tests_are_collected_without_triton():
-    argv = ["--collect-only", "-q", "-n", "0", "-p", "no:cacheprovider", str(ROOT / "tests")]
-    code = f"import sys\nsys.modules['triton'] = None\nimport pytest\nsys.exit(pytest.main({argv}))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=240)
-    assert done.returncode == 0, done.stdout[-2000:]
-    assert "tests/test_train.py::" in done.stdout and "tests/test_decode.py::" not in done.stdout
+    assert_none([f"tests/{name}.py: conftest.NEEDS_TRITON has to find the import that needs Triton, and no other"
+                 for name, path in paths.items()
+                 if needs(name) != bool(NEEDS_TRITON.search(path.read_text(encoding="utf-8")))])

@@ -113,11 +113,6 @@ def test_the_scale_block_worked_by_hand_in_the_docstring_comes_out_so():
     assert [round(error, 4) for error in errors] == [0.0022, 0.0004]
 
 
-def test_decoding_multiplies_by_both_scales():
-    packed, ones = torch.full((1, 8), 0x22, dtype=torch.uint8), torch.ones(1, 1)    # all codes 2 = 1.0
-    assert dequantize(packed, (ones * 3).to(torch.float8_e4m3fn), torch.tensor(0.25)).unique().item() == 0.75
-
-
 def test_ties_go_to_the_even_code():
     w = torch.tensor([[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5.0, -6.0]])
     half = [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0]
@@ -348,23 +343,10 @@ def test_freeze_quantizes_the_parts_as_rows_of_one_matrix(base):
             assert same_bytes(got[start:start + len(w)].contiguous(), want)
 
 
-def test_fuse_keeps_the_tensor_scale_of_every_part():
-    parts = foreign_parts()
-    weight = fuse(parts, torch.float32)
-    scales = [scale.item() for *_, scale in parts]
-    assert weight.tensors[2].tolist() == [scales[0]] * 40 + [scales[1]] * 24 + [scales[2]] * 9
-
-
 @pytest.mark.parametrize("base,bits", [("bf16", 16), ("nvfp4", 4 + 8 / 16), ("mxfp4", 4 + 8 / 32), ("nf4", 4.5)])
 def test_a_weight_takes_the_bytes_of_its_format(base, bits):
     rows = 4 * 73 if base == "nvfp4" else 0                               # a tensor scale a row
     assert freeze(some_parts(), base, torch.bfloat16).nbytes == 73 * 128 * bits / 8 + rows
-
-
-def test_four_bit_weights_are_expanded_before_a_product_and_bf16_ones_are_not():
-    for base in BASES:
-        weight = freeze(some_parts(), base, torch.bfloat16)
-        assert [weight.expands(rows) for rows in (1, 16, 300)] == [base != "bf16"] * 3
 
 
 def test_a_bf16_base_rounds_to_bf16_whatever_the_files_hold():

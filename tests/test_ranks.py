@@ -41,7 +41,8 @@ def test_a_meeting_that_fails_means_a_lost_rank(monkeypatch):
     monkeypatch.setattr(ranks, "WORLD", 2)
     for name in ("all_gather_object", "all_reduce", "broadcast"):
         monkeypatch.setattr(torch.distributed, name, peer_closed)
-    for meet in (lambda: ranks.gather([]), lambda: ranks.all_sum(torch.ones(1)), lambda: ranks.broadcast(torch.ones(1))):
+    one = torch.ones(1)
+    for meet in (lambda: ranks.gather([]), lambda: ranks.all_sum(one), lambda: ranks.broadcast(one)):
         with pytest.raises(Stopped, match=r"^another rank was lost \(Connection closed by peer\)$"):
             meet()
 

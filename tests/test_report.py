@@ -70,21 +70,6 @@ def data_of(path):
     return json.loads(gzip.decompress(base64.b64decode(packed)))
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has /dev/full")
-def test_a_full_disk_under_stdout_is_one_line_that_names_it(tmp_path):
-    with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-m", "tools.report", write_run(tmp_path / "a")], stdout=full, text=True,
-                              stderr=subprocess.PIPE, cwd=ROOT)
-    assert done.returncode == 1 and "stdout" in done.stderr and "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize("tool", ["report", "chat", "convert", "bench"])
-def test_a_tool_that_is_run_as_a_file_says_how_to_run_it(tool, tmp_path):
-    done = subprocess.run([sys.executable, str(ROOT / "tools" / f"{tool}.py"), "x"], text=True, capture_output=True,
-                          cwd=tmp_path)
-    assert done.returncode == 1 and f"python -m tools.{tool}" in done.stderr and "Traceback" not in done.stderr
-
-
 def test_the_page_holds_curves_flags_and_every_answer_as_written(tmp_path, monkeypatch, capsys):
     half = [sample(0, "half", 1.0, completion="half of a pair: \ud800")]
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", half, HELD_OUT, lr=2e-3,
@@ -120,15 +105,6 @@ def test_a_page_of_several_runs_leaves_the_page_of_each_alone(tmp_path, monkeypa
     assert sorted(path.name for path in a.glob("*.html")) == ["report-with-b-c.html", "report-with-b.html",
                                                               "report.html"]
     assert len(data_of(a / "report.html")["runs"]) == 1
-
-
-def test_each_part_of_an_own_reward_has_a_panel_behind_the_reward():
-    panels = report.panels_for(["entropy", "reward_short", "reward", "eval_reward", "reward_right"])
-    assert list(panels)[:4] == ["reward", "reward_right", "reward_short", "eval_reward"]
-    assert panels["reward_short"] == ("own reward, part short", "free")
-    assert panels.items() >= report.PANELS.items() and len(panels) == len(report.PANELS) + 3
-    one_number = report.panels_for(["reward", "reward_reward"])           # equal to the reward: no second panel
-    assert one_number.keys() == report.PANELS.keys() | {"eval_reward"}
 
 
 def test_the_page_needs_nothing_but_itself(tmp_path, monkeypatch):
@@ -200,13 +176,6 @@ HAND = """<script>
 const wait = ms => new Promise(done => setTimeout(done, ms))
 const all = selector => [...document.querySelectorAll(selector)]
 const texts = selector => all(selector).map(node => node.textContent)
-const labelled = text => all("button").find(node => node.textContent.includes(text))
-const press = (node, key) => node.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }))
-const set = async (name, value) => {
-  one(`[name=${name}]`).value = value
-  one(`[name=${name}]`).dispatchEvent(new Event("input", { bubbles: true }))
-  await wait(400)
-}
 async function acts() { const said = {}; %s; return said }
 const at = setInterval(() => {
   if (!one(".rows .row")) return
@@ -242,84 +211,6 @@ def test_a_reader_sees_the_answers_that_pass_the_filter(address, count, problems
     rows = re.findall(r'<div class="row"[^>]*><span[^>]*>[^<]*</span><span[^>]*>([^<]*)</span>', shown)
     assert rows == problems if problems is not None else 10 < len(rows) < 161
     assert shown.count("<figure>") == 3
-
-
-@in_chromium
-def test_mouse_and_keyboard_reach_an_answer_from_the_form_a_curve_and_the_list(tmp_path, monkeypatch):
-    pair = write_run(tmp_path / "a"), write_run(tmp_path / "b", lr=2e-3)
-    assert run(monkeypatch, *pair, "--out", tmp_path / "page.html") is None
-    said = played("""
-        await set("text", "says 3")
-        said.searched = one("#count").textContent
-        all(".rows .row")[7].click()
-        said.detail = one(".detail").innerText
-        said.marks = [texts(".rows .row.open mark"), texts(".detail mark.hit")]
-        said.differing = texts("#differing td")
-        labelled("all answers of its group").click()
-        said.group = [one("#count").textContent, location.hash]
-        history.back(); await wait(400)
-        said.back = location.hash
-
-        const curve = one("#panels figure svg"), box = curve.getBoundingClientRect()
-        press(curve, "Home"); press(curve, "ArrowRight"); press(curve, "Enter")
-        said.by_key = [location.hash, one("figcaption span + span").textContent]
-        curve.dispatchEvent(new MouseEvent("click", { clientX: box.right, clientY: box.top + 9 }))
-        said.by_click = [location.hash, one("#count").textContent]
-
-        labelled("show all").click()
-        const head = labelled("reward")
-        head.focus(); head.click(); head.click()
-        said.sorted = [head.parentNode.ariaSort, document.activeElement === head, texts(".rows .row")[0], location.hash]
-        press(one(".list"), "End")
-        said.last = one(".detail p").textContent
-        press(one(".list"), "ArrowUp")
-        said.before_it = found.findIndex(isOpen)
-    """, tmp_path / "page.html")
-    assert said["searched"] == "80 of 322, mean reward 1.000, 100.0 % right"
-    for text in ("step 7, problem p-3: right, reward 1, advantage 1", "What is p-3?", "step 7 says 3",
-                 "known answer\t7"):
-        assert text in said["detail"]
-    assert said["marks"] == [["says 3"], ["says 3"]] and said["differing"] == ["0.001", "0.002"]
-    assert said["group"] == ["2 of 322, mean reward 0.500, 50.0 % right", "#run=0&from=7&to=7&group=1"]
-    assert said["back"] == "#text=says+3"
-    assert said["by_key"] == ["#from=1&to=1", "step 1: 0.025 0.025 "]
-    assert said["by_click"] == ["#from=40&to=40", "2 of 322, mean reward 0.250, 100.0 % right"]
-    assert said["sorted"][:2] == ["descending", True] and said["sorted"][2].startswith("0p-11")
-    assert said["sorted"][3] == "#sort=-reward"
-    assert said["last"].startswith("step 39, problem p-2: wrong") and said["before_it"] == 320
-
-
-@in_chromium
-def test_problems_are_hardest_first_and_have_their_answers_side_by_side(tmp_path, monkeypatch):
-    better = [row | {"correct": 1.0, "completion": "better"} if row["id"] == "p-2" else row for row in HELD_OUT]
-    pair = (write_run(tmp_path / "a", held_out=HELD_OUT, prompt_style="boxed", steps=41),
-            write_run(tmp_path / "b", held_out=better, prompt_style="boxed", steps=41))
-    acts = """
-        await set("set", "held-out"); all("[name=view]")[1].click(); await wait(400)
-        said.count = one("#count").textContent
-        said.lines = all(".rows .row").map(row => row.lastChild.textContent)
-        said.rates = all(".rows .row").map(row => row.querySelector("svg").ariaLabel)
-        all(".rows .row")[0].click()
-        said.prompt = [one(".detail summary").textContent, one(".detail details pre").textContent]
-        said.beside = texts(".beside pre")
-        said.read = texts(".beside mark.read")
-        const choice = one(".beside select")
-        choice.value = "1"; choice.dispatchEvent(new Event("change"))
-        said.chosen = [choice.selectedOptions[0].textContent, texts(".beside pre")[0]]
-        said.summary = texts("#summary tbody tr:first-child td")
-    """
-    assert run(monkeypatch, *pair, "--out", tmp_path / "page.html") is None
-    said = played(acts, tmp_path / "page.html")
-    assert said["count"] == "2 problems, 12 of 12 answers, mean reward 0.333, 58.3 % right"
-    assert said["lines"] == ["What is p-2?", "What is p-1?"]              # 50 and 67 % of their answers are right
-    assert said["rates"][1] == ", ".join(["step 0: 0.0 %, step 20: 100.0 %, step 40: 100.0 %"] * 2)
-    assert said["prompt"] == ["the prompt that the model saw, style boxed",
-                              PROMPT % 2]
-    assert said["beside"] == ["held 2 at 40: \\boxed{7}", "better"] and said["read"] == ["\\boxed{7}"]
-    assert said["chosen"] == ["step 20: 0 of 1 right", "held 2 at 20: \\boxed{7}"]
-    assert said["summary"][1:3] == ["0.0 % → 50.0 %2 problems, after 41 steps", "41 of 41"]
-    assert run(monkeypatch, pair[0], "--out", tmp_path / "page.html") is None
-    assert played(acts, tmp_path / "page.html")["beside"] == ["held 2 at 0: \\boxed{7}", "held 2 at 40: \\boxed{7}"]
 
 
 @in_chromium
@@ -363,34 +254,3 @@ def test_no_text_of_a_run_becomes_an_element_of_the_page(tmp_path, monkeypatch):
     assert said.pop("foreign") == 2                                       # the page's own script, and HAND
     assert said.pop("title") == f"{folder}, {folder}"
     assert list(said.values()) == [True] * 4
-
-
-@in_chromium
-def test_a_phones_click_scrolls_to_the_text_and_nothing_is_wider_than_its_screen(tmp_path, monkeypatch):
-    long = [sample(0, f"p-{k}", 1.0, completion="word " * 400) for k in range(60)]
-    assert run(monkeypatch, write_run(tmp_path / "a", long, HELD_OUT), "--out", tmp_path / "page.html") is None
-    said = played("""
-        said.width = innerWidth
-        all(".rows .row")[3].click(); await wait(400)
-        said.top = one(".detail").getBoundingClientRect().top
-        said.wide = document.documentElement.scrollWidth
-        said.columns = all(".head > *").filter(head => head.offsetWidth).map(head => head.textContent)
-        labelled("the list").click(); await wait(400)
-        said.list = one(".list").getBoundingClientRect().top
-    """, tmp_path / "page.html", width=500)              # Chromium opens no narrower window
-    assert said["width"] == 500 >= said["wide"] and abs(said["top"]) < 1 and abs(said["list"]) < 1
-    assert said["columns"] == ["step", "reward", "✓", "answer", "what the model wrote"]
-
-
-@in_chromium
-def test_the_clean_stage_of_sigma_is_drawn_at_0_below_the_axis(tmp_path, monkeypatch):
-    assert run(monkeypatch, write_run(tmp_path / "a"), "--out", tmp_path / "page.html") is None
-    said = played("""
-        const sigma = all("figure").find(node => node.textContent.startsWith("sigma"))
-        said.labels = [...sigma.querySelectorAll("text")].map(node => node.textContent)
-        said.path = sigma.querySelector("path[stroke-width]").getAttribute("d")
-    """, tmp_path / "page.html")
-    assert "0.01" in said["labels"] and said["labels"].count("0") == 2    # of sigma, and of the steps
-    heights = [float(y) for y in re.findall(r"V([\d.]+)", said["path"])]
-    start = float(said["path"].split("h0")[0].split()[1])
-    assert heights[:3] == [start] * 3 and len(set(heights[3:])) == 1 and heights[-1] < start - 18

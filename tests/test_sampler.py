@@ -159,11 +159,10 @@ def test_a_completion_depends_on_neither_rows_pool_window_order_nor_company(tiny
     want, prefills = rollouts()
     assert prefills == len(prompts) - 1                                   # once a group; one prompt has no prefix
     assert 0 < sum(finished(want)) < len(want.rows)
-    for max_rows in (4, 30):
-        assert same(rollouts(max_rows=max_rows)[0], want)
+    assert same(rollouts(max_rows=30)[0], want)
     assert rollouts(prompts[:3], places=range(3), max_rows=1)[0].completions == want.completions[:9]
     assert same(rollouts(engine=WindowEngine, max_rows=5)[0], want)
-    for extra in (0, 1, 7):
+    for extra in (0, 7):
         small, prefills = rollouts(kv_gib=minimal_gib(model, 130, extra), engine=WindowEngine)
         assert same(small, want)
         if extra:                                                         # sequences were sent back and computed again

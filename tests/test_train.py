@@ -23,10 +23,8 @@ import socket
 import subprocess
 import sys
 import time
-from importlib import metadata
 from multiprocessing import forkserver
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,7 +34,6 @@ from tiny_qwen2 import config_json, random_tensors, write_folder
 
 import calibrate
 import train as train_py
-import weights as weights_py
 from aqn import draw_z
 from grpo import LOSSES, rollout_sums
 from harness import folder as folder_py
@@ -45,7 +42,7 @@ from harness.config import read_settings
 from learner import Update
 from lora import attach
 from model import load
-from sampler import KV_BLOCK, Rollouts, Row, Sampling, blocks_for
+from sampler import KV_BLOCK, Rollouts, Row, blocks_for
 from tasks.arithmetic import arithmetic
 from weights import NVFP4_CONFIG, ModelFolder, Shards
 
@@ -56,12 +53,6 @@ SMALL = ("--prompts-per-step 2 --group-size 4 --max-new-tokens 24 --eval-problem
 REWARDS = '''
 def broken(completion, problem):
     return float("inf") if len(completion) % 2 else 0.0
-
-def beyond(completion, problem):
-    return 1e39
-
-def nothing(completion, problem):
-    return {}
 
 def nan(completion, problem):
     return float("nan")
@@ -83,7 +74,7 @@ def breaks_later(completion, problem):
 
 def best_after_three(completion, problem):
     calls.append(1)
-    return [1, 3, 5, 5, 2, 4][(len(calls) - 1) // 12] + len(calls) % 2
+    return [1, 3, 5, 5, 2][(len(calls) - 1) // 12] + len(calls) % 2
 
 def by_length(completion, problem):
     return {"length": 0.01 * len(completion), "one": 1.0}
@@ -146,7 +137,7 @@ class Runs:
     def run(self, out, *flags, code=0, **more):
         """-> what it printed. Any exit code but `code` fails the test."""
         process = self.start(out, *flags, **more)
-        process.join(120)
+        process.join(300)                        # a machine may be busy
         process.kill()                           # else it would hold --out against the next test
         assert process.exitcode == code, f"exit code {process.exitcode}:\n{self.log(out)}"
         return self.log(out)
@@ -253,30 +244,13 @@ def test_a_step_reports_its_first_update_that_taught_and_the_clip_and_norm_of_it
     rollouts = Rollouts(rows, seconds=2.0, computed=10)
     nothing = Update({}, 0.0, lr=0.2)
     updates = [nothing, some_update(2.0, 1.0), some_update(4.0, 3.0), nothing]
-    weights = [torch.tensor([[0.5, 0.5], *[[0.0, 0.0]] * 3]), torch.zeros(4, 2)]   # the second group is outside the mask
+    weights = [torch.tensor([[0.5, 0.5], *[[0.0, 0.0]] * 3]), torch.zeros(4, 2)]   # the second group is masked
     metrics = train_py.report(rollouts, torch.tensor([1.0, -1.0] * 2), weights, updates, group_size=2)
     assert metrics["rollout_is_max"] == pytest.approx(2) and metrics["entropy"] == 3
     assert (metrics["clip_ratio_high"], metrics["grad_norm"], metrics["lr"]) == (3, 3, 0.2)
     assert (metrics["groups"], metrics["informative"], metrics["tokens_per_s"]) == (1, 1, 4)
     assert metrics["idle"] == pytest.approx(0.2)                        # 10 rows were computed for 8 tokens
     assert metrics["sampler_entropy"] == 0.5                            # of all rows, also of those that taught nothing
-
-
-def test_what_is_held_out_is_answered_once_and_greedily_whatever_the_temperature():
-    seen = []
-    graded = [{"correct": 1.0}, {"correct": 0.0}]
-    run = SimpleNamespace(settings=settings_of(), grade=lambda *_: graded,
-                          held_out=[SimpleNamespace(prompt=[i]) for i in range(2)],
-                          tokenizer=SimpleNamespace(end_ids=(5,)), sampler="the sampler")
-
-    def sample(*arguments):
-        seen.append(arguments)
-        return Rollouts([])
-
-    evaluation = train_py.evaluate(run, sample, 0)
-    assert evaluation.metrics == {"eval_accuracy": 0.5} and evaluation.graded == graded
-    sampling = Sampling(run.settings.rollout.max_new_tokens, (5,), temperature=0.0)
-    assert seen == [("the sampler", [[0], [1]], 1, sampling, range(2))]
 
 
 def test_a_loss_keeps_its_own_values_where_no_flag_is_given(monkeypatch):
@@ -312,41 +286,26 @@ def write_down_what_the_sampler_gets():
     def noted(self, prompts, group_size, sampling, places=(), **rest):
         noise = self.engine.model.layers[1].post_norm.noise
         with open("calls.jsonl", "a") as f:
-            print(json.dumps([len(prompts), group_size, sampling.seed, list(places), noise.tolist()]), file=f)
+            print(json.dumps([group_size, sampling.temperature, sampling.seed, list(places), noise.tolist()]), file=f)
         return generate(self, prompts, group_size, sampling, places or None, **rest)
     Sampler.generate = noted
 
 
-def test_the_seed_of_a_run_is_that_of_its_noise_its_sampling_and_its_adapter(runs):
-    runs.run("seeded", *"--steps 2 --seed 7 --lr 1e-9 --noise-stages 2 --sigma-start 0.5 --sigma-end 0.5".split(),
+def test_a_run_has_the_noise_the_sampling_and_the_adapter_of_its_seed(runs):
+    runs.run("seeded", *"--steps 3 --seed 7 --lr 1e-9 --noise-stages 3 --sigma-start 0.1 --sigma-end 0.01".split(),
              fault=write_down_what_the_sampler_gets)
     calls = [json.loads(line) for line in (runs.folder / "calls.jsonl").read_text().splitlines()]
-    training = [call for call in calls if call[3]]
-    assert [call[:4] for call in training] == [[2, 4, 7, [0, 1]], [2, 4, 7, [2, 3]]]
-    clean, noisy = (torch.tensor(call[4]) for call in training)
-    assert not clean.any() and torch.equal(noisy, 0.5 * draw_z(7, 1, 1, 1, len(noisy)))
-    assert len(calls) == 4 and not any(any(call[4]) for call in calls if not call[3])      # the evaluations
+    training, held_out = ([call for call in calls if call[0] == size] for size in (4, 1))
+    assert [call[1:4] for call in training] == [[1.0, 7, places] for places in ([0, 1], [2, 3], [4, 5])]
+    sigmas = [metrics["sigma"] for metrics in runs.metrics("seeded")]
+    assert sigmas == [0, 0.1, pytest.approx(0.1 * 0.1**0.5)]
+    for step, (sigma, call) in enumerate(zip(sigmas, training)):
+        noise = torch.tensor(call[4])
+        assert torch.equal(noise, sigma * draw_z(7, step, 1, 1, len(noise)))
+    assert len(held_out) == 2                                             # greedily and without noise
+    assert all(temperature == 0 and not any(noise) for _, temperature, _, _, noise in held_out)
     start = attach(load(ROOT / "tiny", "nvfp4", "cpu"), rank=32, alpha=32, seed=7).master.data
-    torch.testing.assert_close(runs.state("seeded", 2)["master"], start, atol=1e-8, rtol=0)
-
-
-def write_down_the_noise():
-    import aqn
-    noisy = aqn.noisy_norms
-
-    def noted(model, *args):
-        with open("noises.jsonl", "a") as f:
-            print(json.dumps(args), file=f)
-        return noisy(model, *args)
-    aqn.noisy_norms = noted
-
-
-def test_each_step_of_a_run_has_the_noise_of_its_sigma_seed_and_number(runs):
-    runs.run("noises", *"--steps 3 --seed 7 --noise-stages 3 --sigma-start 0.1 --sigma-end 0.01".split(),
-             fault=write_down_the_noise)
-    noises = [json.loads(line) for line in (runs.folder / "noises.jsonl").read_text().splitlines()]
-    assert noises == [[m["sigma"], 7, m["step"]] for m in runs.metrics("noises")]
-    assert [sigma for sigma, *_ in noises] == [0, 0.1, pytest.approx(0.1 * 0.1**0.5)]
+    torch.testing.assert_close(runs.state("seeded", 3)["master"], start, atol=1e-8, rtol=0)
 
 
 # -----------------------------------------------------------------------------
@@ -362,19 +321,6 @@ def test_the_embedded_model_learns(runs):
     assert metrics[0]["eval_accuracy"] < 0.5 and metrics[-1]["eval_accuracy"] > 0.8
 
 
-def test_the_gradient_does_not_depend_on_micro_batches(runs):
-    # After one update Adam's first moment is 0.1 x gradient (max-grad-norm is out of reach). Rows of 40 to 60 tokens:
-    # one a micro-batch, about four, all sixteen.
-    flags = "--steps 1 --prompts-per-step 4 --reward my_rewards:by_length --max-grad-norm 1e9".split()
-    gradients = []
-    for tokens in ("1", "240", "100000"):
-        runs.run(f"micro{tokens}", *flags, "--micro-batch-tokens", tokens)
-        gradients.append(runs.state(f"micro{tokens}", 1)["exp_avg"] / 0.1)
-    assert gradients[2].norm() > 0
-    for g in gradients[:2]:                                               # fp32 sums of 200 tokens in another order
-        assert (g - gradients[2]).norm() < 200 * 2**-24 * gradients[2].norm() * 10
-
-
 @pytest.mark.parametrize("flags", ["--loss grpo --kl-beta 0.1", "--loss dapo --base nf4 --lr-schedule constant",
                                    "--loss dr_grpo --advantage-scale none --overlong keep",
                                    "--loss gspo --advantage-scale none --correction off --weight-decay 0.1",
@@ -382,28 +328,23 @@ def test_the_gradient_does_not_depend_on_micro_batches(runs):
                                      if loss not in ("grpo", "dapo", "dr_grpo", "gspo"))])      # a fork's own
 def test_every_loss_and_option_runs(runs, flags):
     name = flags.replace(" ", "").strip("-")
-    runs.run(name, *"--steps 2 --updates-per-rollout 2 --epochs 2".split(), *flags.split())
+    runs.run(name, *"--steps 1 --updates-per-rollout 2 --epochs 2".split(), *flags.split())
     metrics, samples = runs.metrics(name), runs.samples(name)
-    assert len(metrics) == 2 and len(samples) == 16
+    assert len(metrics) == 1 and len(samples) == 8
     assert all(row["reward"] == row["task"] == row["correct"] and row["extra"] == 0 for row in samples)
     if "kl" in flags:
         assert metrics[0]["kl"] >= 0                                      # mean over two updates of the step's tokens
 
 
-def test_disjoint_updates_see_each_row_once_and_epochs_repeat_them(runs):
-    # The state's step counts Adam's steps. Two disjoint updates of two groups each are not one of four, nor twice four.
+def test_disjoint_updates_and_epochs_are_updates_of_their_own(runs):
+    # The state's step counts Adam's steps. Two disjoint updates of two groups each are not one of four.
     flags = "--steps 1 --prompts-per-step 4 --reward my_rewards:by_length --temperature 1.5".split()
-    steps, masters = [], []
-    for out, more in (("once", ""), ("split", "--updates-per-rollout 2"), ("twice", "--epochs 2"),
-                      ("both2", "--updates-per-rollout 2 --epochs 2")):
-        runs.run(out, *flags, *more.split())
-        assert runs.metrics(out)[0]["rollout_logp_diff"] < 1e-4           # the learner has the sampler's temperature
-        state = runs.state(out, 1)
-        steps.append(state["step"].item())
-        masters.append(state["master"])
-        assert runs.lines(out, "samples.jsonl") == runs.lines("once", "samples.jsonl")
-    assert steps == [1, 2, 2, 4]
-    assert all(not torch.equal(a, b) for i, a in enumerate(masters) for b in masters[:i])
+    runs.run("once", *flags)
+    runs.run("both2", *flags, *"--updates-per-rollout 2 --epochs 2".split())
+    once, both = runs.state("once", 1), runs.state("both2", 1)
+    assert (once["step"], both["step"]) == (1, 4) and not torch.equal(once["master"], both["master"])
+    assert runs.lines("both2", "samples.jsonl") == runs.lines("once", "samples.jsonl")
+    assert runs.metrics("once")[0]["rollout_logp_diff"] < 1e-4           # the learner has the sampler's temperature
 
 
 def test_a_reward_may_say_itself_what_is_right_and_its_problems_are_all_fields_of_the_rows(runs):
@@ -422,39 +363,9 @@ def test_a_reward_may_say_itself_what_is_right_and_its_problems_are_all_fields_o
 
 
 def test_a_reward_of_nan_for_all_answers_teaches_nothing(runs):
-    runs.run("nan", *"--steps 2 --reward my_rewards:nan".split())
-    assert [row["reward"] for row in runs.metrics("nan")] == [None] * 2
-    assert not runs.state("nan", 2)["exp_avg"].any()
-
-
-def track_with_a_package_of_the_folder():
-    sys.path.insert(0, ".")
-
-
-def lack_a_tracker():
-    import importlib.util
-    importlib.util.find_spec = lambda name: None
-
-
-def test_metrics_go_to_a_tracker_and_its_absence_is_one_line(runs):
-    (runs.folder / "wandb.py").write_text("""
-import json
-
-def init(project, name, config):
-    print("began", project, name, config["group_size"])
-
-def log(metrics, step):
-    assert step < 2, "the service is gone"
-    print("told", json.dumps(metrics))
-""")
-    log = runs.run("tracked", "--steps", "3", "--report-to", "wandb", fault=track_with_a_package_of_the_folder)
-    told = re.findall(r"told (\{.*?\})", log)                             # the bar may stand before it
-    logged = [json.loads(line) for line in runs.lines("tracked")]
-    assert "began qerl tracked 4" in log and len(logged) == 3
-    assert [{"step": step, **json.loads(line)} for step, line in enumerate(told)] == logged[:2]
-    assert log.count("--report-to wandb stops here: the service is gone") == 1
-    log = runs.run("untracked", "--report-to", "trackio", code=1, fault=lack_a_tracker)
-    assert log.startswith("train.py: --report-to trackio needs pip install trackio")
+    runs.run("nan", *"--steps 1 --reward my_rewards:nan".split())
+    assert [row["reward"] for row in runs.metrics("nan")] == [None]
+    assert not runs.state("nan", 1)["exp_avg"].any()
 
 
 def test_a_calibrated_run_trains_on_a_base_of_its_own_and_goes_on_with_it(runs):
@@ -466,11 +377,8 @@ def test_a_calibrated_run_trains_on_a_base_of_its_own_and_goes_on_with_it(runs):
     assert "model.layers.2.mlp.down_proj.weight_packed" in files.names
     adapter = json.loads((runs.folder / "calibrated/adapter/adapter_config.json").read_text())
     assert adapter["base_model_name_or_path"] == "calibrated/base"
-    # The same run on that folder as a model, and not the run on weights rounded while loading.
-    runs.run("onbase", *flags, model=base)
-    runs.run("rounded", *flags)
-    assert runs.metrics("calibrated") == runs.metrics("onbase")
-    assert runs.samples("calibrated") == runs.samples("onbase") != runs.samples("rounded")
+    runs.run("onbase", *flags, model=base)                 # the same run on that folder as a model
+    assert runs.metrics("calibrated") == runs.metrics("onbase") and runs.samples("calibrated") == runs.samples("onbase")
     written = {path: path.stat().st_mtime_ns for path in (base, *base.iterdir())}
     whole = runs.metrics("calibrated")
     shutil.rmtree(runs.folder / "calibrated/checkpoints/step_000002")
@@ -485,22 +393,12 @@ def infinite_advantages():
     grpo.group_advantages = lambda *a, **k: torch.where(real(*a, **k) > 0, torch.inf, 0.0)
 
 
-def test_infinite_loss_or_gradient_skips_the_update_and_is_counted(runs):
-    log = runs.run("broken", *"--steps 3 --reward my_rewards:by_length --save-every 1".split(),
-                   fault=infinite_advantages)
-    skipped = [m["skipped"] for m in runs.metrics("broken")]
-    assert skipped[-1] >= 1 and log.count("this update was skipped") == skipped[-1]
-    state = runs.state("broken", 3)
-    assert state["master"].isfinite().all() and state["exp_avg"].isfinite().all()
-    assert state["step"].item() + skipped[-1] <= 3
-
-
 def skip_and_give_up_after_three_steps():
     infinite_advantages()
     importlib.import_module("harness.console").PATIENCE = 3
 
 
-def test_ranks_that_skip_every_update_end_in_one_line(runs):
+def test_updates_with_an_infinite_loss_are_skipped_and_ranks_that_skip_all_end_in_one_line(runs):
     flags = "--steps 8 --eval-every 99 --reward my_rewards:by_length --temperature 2".split()
     for process in runs.ranks("skips", 2, *flags, fault=skip_and_give_up_after_three_steps):
         process.join(60)
@@ -508,58 +406,27 @@ def test_ranks_that_skip_every_update_end_in_one_line(runs):
     last = runs.log("skips").strip().splitlines()[-1]
     assert last.startswith("train.py: for 3 steps every update was skipped") and "--lr 0.001" in last
     assert last.endswith("; step 3 is saved") and [m["skipped"] for m in runs.metrics("skips")] == [1, 2, 3]
+    state = runs.state("skips", 3)
+    assert state["master"].isfinite().all() and not state["exp_avg"].any() and state["step"] == 0
 # -----------------------------------------------------------------------------
 # What a run says, keeps and takes over.
 
-def test_a_run_says_what_it_will_do_what_it_did_and_what_comes_next(runs):
-    log = runs.run("speaks", "--steps", "3", "--eval-every", "1", model=ROOT / "tiny").splitlines()
-    first, plan = (next(line for line in log if part in line) for part in (" learns ", "trained parameters"))
-    assert all(part in first for part in ("tiny, with frozen nvfp4 weights", "56 problems, and 4 held out", "3 steps",
-                                           "2 problems x 4 answers", "cpu (torch sees no GPU)", "writes speaks"))
-    assert [line.split(":")[0] for line in log if "tokens/s" in line] == ["step 1/3", "step 2/3", "step 3/3"]
-    assert re.fullmatch(r"speaks: 3 steps in .*; held-out accuracy [01]\.\d+ -> [01]\.\d+", log[-5])
-    assert [line.split()[-2:] for line in log[-4:-1]] == [[name, "speaks"] for name in (
-        "evaluate.py", "tools.report", "tools.chat")]
-    tokens = KV_BLOCK * 8 * (blocks_for(512 + 24) + 1)                       # of 8 rows, though --max-rows is 64
-    assert "KV pool of " in plan and f", {tokens:,} tokens; " in plan
-    about = json.loads((runs.folder / "speaks" / "run.json").read_text())
-    assert about["about"].keys() == {"commit", "versions", "hardware", "command", "date"} and about["ended"]
-    assert about["about"]["versions"]["torch"] == metadata.version("torch")
-    assert "--steps 3" in about["about"]["command"]
 
-
-def on_a_terminal():
-    sys.stderr.isatty = lambda: True
-
-
-def test_on_a_terminal_a_bar_shows_the_steps_and_their_accuracy(runs):
-    log = runs.run("bar", "--steps", "3", fault=on_a_terminal)
-    bars = [part for part in re.split("[\r\n]", log) if "step" in part and "right " in part]
-    assert "3/3" in bars[-1] and "right " in bars[-1] and " tokens" in bars[-1], log
-    assert "step 3/3:" not in log and "after 3 steps: held-out accuracy" in log
-
-
-def test_a_resumed_run_notices_other_frozen_weights(runs, tmp_path):
+def test_a_resumed_run_notices_other_frozen_weights_and_may_be_told_where_they_are(runs, tmp_path):
     """The model's folder got another fine-tune, say, or another conversion to 4 bits."""
-    model = shutil.copytree(ROOT / "tiny", tmp_path / "model")
+    model = shutil.copytree(runs.folder / "tiny", tmp_path / "model")
     flags = "--save-every", "1", "--prompts-per-step", "1"
     runs.run("frozen", "--steps", "1", *flags, model=model)
-    weights = model / "model.safetensors"
-    tensors = load_file(weights)
-    save_file({name: t * 1.1 if t.is_floating_point() else t for name, t in tensors.items()}, weights)
+    moved = shutil.copytree(model, tmp_path / "moved")
+    file = next(model.glob("*.safetensors"))
+    save_file({name: t * 1.1 if t.dtype == torch.bfloat16 else t for name, t in load_file(file).items()}, file)
     log = runs.run("frozen", "--resume", "--steps", "2", code=1)
     assert f"--resume: --model {model}: other weights than when the run began" in log.splitlines()[-1]
-    shutil.copy(ROOT / "tiny" / "model.safetensors", weights)
-    runs.run("frozen", "--resume", "--steps", "2")
-    # A model that was moved is named again, and run.json then has its new place.
-    moved = model.rename(tmp_path / "moved")
-    assert f"--model {model}: " in runs.run("frozen", "--resume", "--steps", "3", code=1).splitlines()[-1]
-    runs.run("frozen", "--resume", "--steps", "3", "--model", str(moved))
+    runs.run("frozen", "--resume", "--steps", "2", "--model", str(moved))
     assert json.loads((runs.folder / "frozen" / "run.json").read_text())["model"] == str(moved)
-    runs.run("frozen", "--resume", "--steps", "4")
 
 
-def test_an_adapter_that_cannot_be_kept_is_kept_when_the_run_goes_on(runs, whole):
+def test_an_adapter_that_cannot_be_kept_is_kept_when_the_run_goes_on(runs):
     """The step does not count before its adapters are there: a full disk there would lose them for good."""
     runs.run("keeping", "--steps", "2", "--save-every", "1", "--keep", "2")
     kept = runs.folder / "keeping" / "adapters"
@@ -573,50 +440,44 @@ def test_an_adapter_that_cannot_be_kept_is_kept_when_the_run_goes_on(runs, whole
     assert (kept / "step_000004/adapter_model.safetensors").read_bytes() == runs.adapter("keeping")
 
 
-def test_a_resumed_run_says_that_it_goes_on_with_another_number_of_threads(runs):
-    runs.run("threads", "--steps", "1", "--prompts-per-step", "1", "--save-every", "1")
-    path = runs.folder / "threads" / "run.json"
-    said = "its last digits can differ from those of a run that was not interrupted"
-    assert said not in runs.run("threads", "--resume", "--steps", "2")
-    held = json.loads(path.read_text())
-    held["about"]["hardware"] = "2 x 64 CPU cores, 32 threads"
-    path.write_text(json.dumps(held))
-    assert f"began with 2 x 64 CPU cores, 32 threads: {said}" in runs.run("threads", "--resume", "--steps", "3")
-
-
 def test_the_best_adapter_is_that_of_the_first_highest_mean_reward_on_what_is_held_out(runs):
-    runs.run("best", *"--steps 6 --reward my_rewards:best_after_three --eval-every 1 --keep 1".split())
-    assert [m.get("eval_reward") for m in runs.metrics("best")] == [1.5, 3.5, 5.5, 5.5, 2.5, 4.5]
+    runs.run("best", *"--steps 5 --reward my_rewards:best_after_three --eval-every 1 --keep 1".split())
+    assert [m.get("eval_reward") for m in runs.metrics("best")] == [1.5, 3.5, 5.5, 5.5, 2.5]
     kept = runs.folder / "best" / "adapters"
     best, *steps = ((kept / name / "adapter_model.safetensors").read_bytes()
-                    for name in ("best", *(f"step_{step:06d}" for step in range(1, 7))))
-    assert [best == step for step in steps] == [False, False, True, False, False, False]
-
-
-def test_a_run_starts_from_an_adapter_with_its_rank_and_says_what_differs(runs):
-    runs.run("gives", *"--steps 2 --lora-rank 4 --lora-alpha 6 --reward my_rewards:by_length".split())
-    log = runs.run("takes", *"--steps 1 --adapter gives/adapter --lr 1e-9 --base bf16 --prompt-style plain".split())
-    assert "trained with base 'nvfp4', not 'bf16'" in log and "trained with prompt style 'boxed', not 'plain'" in log
-    flags = json.loads((runs.folder / "takes" / "run.json").read_text())
-    assert (flags["lora_rank"], flags["lora_alpha"]) == (4, 6)
-    given, taken = (load_file(runs.folder / name / "adapter/adapter_model.safetensors") for name in ("gives", "takes"))
-    for name, value in given.items():                                     # the one update moves them by 1e-9
-        torch.testing.assert_close(taken[name], value, atol=1e-8, rtol=0)
-
-
-def test_a_run_from_an_adapter_that_is_killed_before_its_first_checkpoint_begins_with_it_again(runs):
-    # It went on from a new adapter, whose B is zero, and said nothing.
-    runs.run("given", *"--steps 2 --lora-rank 4 --reward my_rewards:by_length".split())
-    flags = "--steps 3 --adapter given/adapter --reward my_rewards:by_length".split()
-    runs.run("from-given", *flags)
-    runs.run("killed-early", *flags, code=-signal.SIGKILL, fault=killed_in_its_first_checkpoint)
-    assert len(runs.lines("killed-early")) == 3 and not (runs.folder / "killed-early" / "checkpoints").exists()
-    runs.run("killed-early", "--resume", "--reward", "my_rewards:by_length")
-    assert runs.same("killed-early", "from-given")
+                    for name in ("best", *(f"step_{step:06d}" for step in range(1, 6))))
+    assert [best == step for step in steps] == [False, False, True, False, False]
 
 
 def killed_in_its_first_checkpoint():
     folder_py.Checkpoints.save = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def given(runs):
+    """An adapter of a run of two steps."""
+    runs.run("given", *"--steps 2 --lora-rank 4 --lora-alpha 6 --reward my_rewards:by_length".split())
+    return "given/adapter"
+
+
+def test_a_run_starts_from_an_adapter_with_its_rank_and_says_what_differs(runs, given):
+    log = runs.run("takes", *f"--steps 1 --adapter {given} --lr 1e-9 --base bf16 --prompt-style plain".split())
+    assert "trained with base 'nvfp4', not 'bf16'" in log and "trained with prompt style 'boxed', not 'plain'" in log
+    flags = json.loads((runs.folder / "takes" / "run.json").read_text())
+    assert (flags["lora_rank"], flags["lora_alpha"]) == (4, 6)
+    before, after = (load_file(runs.folder / path / "adapter_model.safetensors") for path in (given, "takes/adapter"))
+    for name, value in before.items():                                    # the one update moves them by 1e-9
+        torch.testing.assert_close(after[name], value, atol=1e-8, rtol=0)
+
+
+def test_a_run_from_an_adapter_that_is_killed_before_its_first_checkpoint_begins_with_it_again(runs, given):
+    # It went on from a new adapter, whose B is zero, and said nothing.
+    flags = f"--steps 2 --adapter {given} --reward my_rewards:by_length".split()
+    runs.run("from-given", *flags)
+    runs.run("killed-early", *flags, code=-signal.SIGKILL, fault=killed_in_its_first_checkpoint)
+    assert len(runs.lines("killed-early")) == 2 and not (runs.folder / "killed-early" / "checkpoints").exists()
+    runs.run("killed-early", "--resume", "--reward", "my_rewards:by_length")
+    assert runs.same("killed-early", "from-given")
 
 
 def test_a_finished_run_says_so_and_can_be_extended_from_another_folder(runs, whole, monkeypatch):
@@ -625,7 +486,6 @@ def test_a_finished_run_says_so_and_can_be_extended_from_another_folder(runs, wh
     before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in (runs.folder / out).rglob("*") if p.is_file()}
     assert f"{out} has done its 15 steps: --resume --steps N does more" in runs.run(out, "--resume")
     assert before == {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in before}
-    assert "--steps is 9, the run had 15" in runs.run(out, "--resume", "--steps", "9", code=1)
     runs.run(out, "--resume", "--steps", "17")
     assert [m["step"] for m in runs.metrics(out)] == list(range(17))
     flags = json.loads((runs.folder / out / "run.json").read_text())
@@ -633,30 +493,14 @@ def test_a_finished_run_says_so_and_can_be_extended_from_another_folder(runs, wh
     assert flags["about"]["date"] < flags["resumed"] <= flags["ended"]
 
 
-def test_a_run_does_not_go_on_with_other_problems(runs):
-    shutil.copy(runs.folder / "sums.jsonl", runs.folder / "mine.jsonl")
-    runs.run("other", "--data", "mine.jsonl", "--steps", "2")
-    files = {p: p.read_bytes() for p in (runs.folder / "other").rglob("*") if p.is_file()}
-    text = (runs.folder / "mine.jsonl").read_text()
-    (runs.folder / "mine.jsonl").write_text(text.replace("How many", "Say how many", 1))
-    log = runs.run("other", "--resume", "--steps", "3", code=1)
-    assert "mine.jsonl, --eval-data None: other problems or prompts than when the run began" in log.splitlines()[-1]
-    assert files == {p: p.read_bytes() for p in (runs.folder / "other").rglob("*") if p.is_file()}
-    (runs.folder / "mine.jsonl").write_text(text)
-
-
-def test_the_second_of_two_runs_with_one_folder_ends_at_once(runs, whole):
-    process = runs.start("taken", "--steps", "15", "--save-every", "3")
+def test_the_second_of_two_runs_with_one_folder_ends_at_once(runs):
+    process = runs.start("taken", "--steps", "999")
     runs.wait("taken", 1, process)
-    log = runs.folder / "taken.0.log"
-    text = log.read_text()
     for flags in (["--resume"], []):
-        other = runs.start("taken", *flags)
-        other.join(60)
-        assert other.exitcode == 1 and "--out taken: another run is writing there" in log.read_text()
-    log.write_text(text)
-    process.join(120)
-    assert process.exitcode == 0 and runs.same("taken", whole)
+        assert "--out taken: another run is writing there" in runs.run("taken", *flags, code=1)
+    assert process.is_alive()
+    process.kill()
+    process.join()
 
 
 def test_an_error_of_a_reward_is_one_line_and_the_run_is_saved(runs):
@@ -750,31 +594,11 @@ def test_a_signal_saves_the_last_whole_step_and_the_run_goes_on_from_it(runs, wh
         assert runs.same(number, whole)
 
 
-def test_the_adapter_of_a_stopped_run_is_that_of_its_checkpoint(runs):
-    # Most of a step is its evaluation, after the update: there the weights in use are ahead of the last whole step.
-    process = runs.start("ahead", *"--steps 30 --eval-every 1 --eval-problems 60 --eval-data sums.jsonl".split())
-    runs.wait("ahead", 3, process)
-    time.sleep(0.2)
-    process.terminate()
-    process.join(30)
-    a = load_file(runs.folder / "ahead" / "adapter" / "adapter_model.safetensors")
-    first = a["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"].flatten()
-    assert torch.equal(first, runs.state("ahead", len(runs.lines("ahead")))["master"][:len(first)])
-
-
 def stop_before_reading():
 
     def load(self):
         os.kill(os.getpid(), signal.SIGTERM)
         signal.pause()
-
-    folder_py.Checkpoints.load = load
-
-
-def fail_to_read():
-
-    def load(self):
-        raise OSError("Input/output error")
 
     folder_py.Checkpoints.load = load
 
@@ -794,7 +618,6 @@ def stop_after_reading():
 @pytest.mark.parametrize("fault,said", [
     (stop_before_reading, "stopped by SIGTERM; nothing was changed; go on"),
     (break_before_reading, "ZeroDivisionError"),
-    (fail_to_read, "Input/output error; nothing was changed; once that is mended, go on"),
     (stop_after_reading, "stopped by SIGTERM; step 15 is saved; go on")])
 def test_a_resume_that_ends_before_its_checkpoint_is_in_place_leaves_the_adapter(runs, whole, fault, said):
     # The adapter of step 15 was replaced by the one that training starts from, whose B is zero.
@@ -807,34 +630,12 @@ def test_a_resume_that_ends_before_its_checkpoint_is_in_place_leaves_the_adapter
     assert said in log and files() == before
 
 
-def test_damaged_checkpoints_are_named_and_the_one_before_is_used(runs, whole):
-    # Steps 12 and 15 are on disk. Cut off one's tensors, change a counter in the other: nothing whole is left after 9.
+def test_a_damaged_checkpoint_is_passed_over_and_the_one_before_is_used(runs, whole):
     shutil.copytree(runs.folder / whole, runs.folder / "damaged")
-    first, second = sorted((runs.folder / "damaged" / "checkpoints").iterdir())
-    assert (first.name, second.name) == ("step_000012", "step_000015")
-    os.truncate(second / "state.safetensors", 1_000_000)
+    os.truncate(runs.folder / "damaged/checkpoints/step_000015/state.safetensors", 1_000_000)
     log = runs.run("damaged", "--resume")
     assert "step_000015: damaged checkpoint passed over" in log and "step_000012: going on" in log
     assert runs.same("damaged", whole)
-
-    counters = json.loads((first / "state.json").read_text())
-    (first / "state.json").write_text(json.dumps({**counters, "cursor": counters["cursor"] + 1}))
-    os.truncate(runs.folder / "damaged/checkpoints/step_000015/state.json", 5)
-    before = {path: path.read_bytes() for path in (runs.folder / "damaged").rglob("*") if path.is_file()}
-    log = runs.run("damaged", "--resume", code=1)
-    assert log.count("damaged checkpoint passed over") == 2 and "holds no whole checkpoint" in log
-    assert log.splitlines()[-1].endswith("--adapter damaged/adapter; nothing was changed")
-    assert before == {path: path.read_bytes() for path in (runs.folder / "damaged").rglob("*") if path.is_file()}
-
-
-def test_a_calibrated_run_that_cannot_begin_leaves_no_base_that_blocks_the_next(runs):
-    log = runs.run("unbegun", *"--steps 1 --calibrate 2".split(), code=1, fault=stopped_in_a_calibration)
-    assert log.endswith("train.py: stopped by SIGTERM\n") and "Traceback" not in log
-    assert not list((runs.folder / "unbegun").iterdir())
-
-
-def stopped_in_a_calibration():
-    weights_py.write_json = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_a_full_disk_stops_the_run_and_loses_no_earlier_checkpoint(runs, whole):
@@ -853,16 +654,11 @@ def test_a_full_disk_stops_the_run_and_loses_no_earlier_checkpoint(runs, whole):
 
 def test_a_run_thinks_as_told_and_goes_on_so(runs, tmp_path):
     model = thinking_tiny(tmp_path / "model", TEMPLATES["qwen3"])
-    for thinking in ("on", "off"):
-        runs.run(f"thinks-{thinking}", "--steps", "1", "--thinking", thinking, model=model)
-        assert json.loads((runs.folder / f"thinks-{thinking}" / "run.json").read_text())["thinking"] == thinking
-    assert len({json.loads((runs.folder / f"thinks-{t}" / "run.json").read_text())["problems_sha256"]
-                for t in ("on", "off")}) == 2                             # other prompts
-    refused = runs.run("thinks-on", "--resume", "--steps", "2", "--thinking", "off", code=1)
-    assert "--resume: --thinking is 'off', the run had 'on'" in refused
-    runs.run("thinks-on", "--resume", "--steps", "2")
-    assert len(runs.lines("thinks-on")) == 2
-    assert "train.py: --thinking on: by the chat_template in" in runs.run("no-thinking", "--thinking", "on", code=1)
+    runs.run("thinks", "--steps", "1", "--thinking", "on", model=model)
+    assert json.loads((runs.folder / "thinks" / "run.json").read_text())["thinking"] == "on"
+    assert "<think>\n\n</think>" not in runs.samples("thinks")[0]["prompt"]
+    runs.run("thinks", "--resume", "--steps", "2")
+    assert len(runs.lines("thinks")) == 2
 
 
 def test_what_a_model_says_of_its_sampling_is_no_part_of_training(runs, whole, tmp_path):
@@ -880,10 +676,8 @@ def files_of(folder):
 
 
 @pytest.mark.parametrize("flags,named", [
-    ("--resume --lr 0.5", "--lr is 0.5"), ("--resume --base nf4", "--base is 'nf4'"),
-    ("--resume --steps 3", "--steps is 3"), ("--resume --config recipe.json", "--config recipe.json"),
-    ("--resume --data more.jsonl", "more.jsonl"),
-    ("--resume --max-rows 9", "--max-rows is 9"), ("--steps 2", "--out whole is not empty")])
+    ("--resume --lr 0.5", "--lr is 0.5"), ("--resume --steps 3", "--steps is 3"),
+    ("--resume --data more.jsonl", "more.jsonl"), ("--steps 2", "--out whole is not empty")])
 def test_a_resume_with_other_settings_is_refused_and_changes_nothing(runs, whole, flags, named):
     before = files_of(runs.folder / whole)
     last = runs.run(whole, *flags.split(), code=1).splitlines()[-1]
@@ -891,11 +685,8 @@ def test_a_resume_with_other_settings_is_refused_and_changes_nothing(runs, whole
 
 
 @pytest.mark.parametrize("changes,named", [
-    ({"base": "bf16"}, "--base bf16"), ({"base": "nf4"}, "--base nf4"),
-    ({"lr": "fast"}, "lr is 'fast'"), ({"lr": 99}, "--lr must lie in"),
-    ({"reward": "my_rewards:nan"}, "--reward my_rewards:nan"), ({"memory_plan": {"kv_gib": 1.0}}, "memory_plan"),
-    ({"problems_sha256": "0"}, "other problems"), ({"weights_sha256": "0"}, "other weights"),
-    ({"x": 1}, "x is no setting")])
+    ({"base": "bf16"}, "--base bf16"), ({"memory_plan": {"kv_gib": 1.0}}, "memory_plan"),
+    ({"problems_sha256": "0"}, "other problems"), ({"weights_sha256": "0"}, "other weights")])
 def test_a_run_json_that_was_edited_is_refused_and_nothing_changes(runs, whole, changes, named):
     folder = runs.folder / "edited"
     shutil.rmtree(folder, ignore_errors=True)
@@ -916,28 +707,38 @@ def test_a_recipe_or_another_run_gives_the_settings_of_a_new_one(runs, whole):
     assert not {"out", "device", "memory_gib", "keep"} & flags.keys()
 
 
-def test_a_resumed_run_has_the_memory_that_it_began_with(runs):
+def test_a_resumed_run_has_the_memory_that_it_began_with_and_says_that_threads_differ(runs):
     def pool(log):
         return re.search(r"KV pool of .*?micro-batches of [\d,]+ tokens", log)[0]
 
     first = pool(runs.run("divided", "--steps", "1", "--micro-batch-tokens", "512"))
-    assert first.endswith("of 512 tokens") and pool(runs.run("divided", "--resume", "--steps", "2")) == first
+    tokens = KV_BLOCK * 8 * (blocks_for(512 + 24) + 1)                    # of 8 rows, though --max-rows is 64
+    assert f", {tokens:,} tokens; " in first and first.endswith("of 512 tokens")
+    said = runs.run("divided", "--resume", "--steps", "2")
+    assert pool(said) == first and "began with" not in said
     path = runs.folder / "divided" / "run.json"
     had = json.loads(path.read_text())
     had["memory_plan"]["kv_gib"] = 0.002                                  # as of a start that had less
+    had["about"]["hardware"] = "2 x 64 CPU cores, 32 threads"
     path.write_text(json.dumps(had))
-    assert "KV pool of 0.00 GiB" in pool(runs.run("divided", "--resume", "--steps", "3"))
+    said = runs.run("divided", "--resume", "--steps", "3")
+    assert "KV pool of 0.00 GiB" in pool(said) and "began with 2 x 64 CPU cores, 32 threads" in said
 
 
 # -----------------------------------------------------------------------------
 # Ranks.
 
+
 def test_two_ranks_equal_one(runs):
-    # Three problems on two ranks; the second has two. Same completions; the gradient differs by the order of fp32 sums
-    # over 300 tokens, the learner's rounding in batches of other sizes included: 1e-4 is 5 times what was seen.
-    flags = "--steps 3 --prompts-per-step 3 --save-every 1 --updates-per-rollout 2 --epochs 2".split()
+    """15 problems on two ranks, of which the second has 7, and room for one row a micro-batch. Same completions; the
+    gradient differs by the order of fp32 sums over some hundred tokens, the learner's rounding in batches of other
+    sizes included: 1e-4 is 5 times what was seen. Hot enough for every group to teach something: cut by itself, a rank
+    would take rows that the other has already, and leave rows that nobody takes.
+    """
+    flags = ("--steps 1 --prompts-per-step 15 --save-every 1 --updates-per-rollout 2 --epochs 2 --temperature 2 "
+             "--reward my_rewards:by_length --max-grad-norm 1e9").split()
     runs.run("one", *flags)
-    processes = runs.ranks("two", 2, *flags)
+    processes = runs.ranks("two", 2, *flags, rank_flags=[(), ("--micro-batch-tokens", "1")])
     for rank, process in enumerate(processes):
         process.join(60)
         assert process.exitcode == 0, runs.log("two", rank)
@@ -947,41 +748,20 @@ def test_two_ranks_equal_one(runs):
     for a, b in zip(runs.metrics("one"), runs.metrics("two"), strict=True):
         assert a.keys() == b.keys()
         assert b == pytest.approx({**a, "idle": b["idle"]}, rel=1e-3, abs=1e-5), (a, b)
-    one, two = runs.state("one", 2), runs.state("two", 2)
+    one, two = runs.state("one", 1), runs.state("two", 1)
     assert (one["exp_avg"] - two["exp_avg"]).norm() < 1e-4 * one["exp_avg"].norm()
-    # Adam divides by the gradient's size: where that is all rounding, an update may part the two by 2 x lr, not more.
+    # Adam divides by the gradient's size: where that is all rounding, each of 4 updates may part the two by 2 x lr.
     assert (one["master"] - two["master"]).abs().max() < 4 * 2 * 1e-3
 
 
-def test_ranks_with_room_for_other_micro_batches_cut_a_step_alike(runs):
-    # Each for itself, one would take rows that the other has already, and leave rows that nobody takes. Hot enough for
-    # every group to teach something.
-    flags = "--steps 1 --prompts-per-step 16 --temperature 2 --reward my_rewards:by_length --max-grad-norm 1e9".split()
-    runs.run("alone", *flags)
-    for process in runs.ranks("uneven", 2, *flags, rank_flags=[(), ("--micro-batch-tokens", "1")]):
-        process.join(60)
-        assert process.exitcode == 0, runs.log("uneven")
-    alone, uneven = runs.state("alone", 1)["exp_avg"], runs.state("uneven", 1)["exp_avg"]
-    assert (alone - uneven).norm() < 1e-4 * alone.norm()                  # as in test_two_ranks_equal_one
-
-
-def test_two_hosts_equal_one_process(runs):
-    """Two agents of torchrun on the loopback address, gloo, one rank each."""
-    flags = "--steps 2 --prompts-per-step 4".split()
-    command = [sys.executable, "-m", "torch.distributed.run", "--master-addr", "127.0.0.1",
-               "--master-port", str(20000 + os.getpid() % 20000), "--nnodes", "2", "--nproc-per-node", "1"]
-    program = [ROOT / "train.py", "--model", "tiny", "--data", "sums.jsonl", *SMALL, *flags, "--device", "cpu",
-               "--out", "hosts"]
-    agents = [subprocess.Popen([*command, "--node-rank", str(rank), *program], cwd=runs.folder,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for rank in (0, 1)]
-    runs.run("host", *flags)
-    for agent in agents:
-        said, _ = agent.communicate(timeout=120)
-        assert agent.returncode == 0, said
-    for rows in zip(runs.samples("host"), runs.samples("hosts"), strict=True):
-        for row in rows:
-            del row["mean_logprob"]                       # its last bits are those of a batch of another size
-        assert rows[0] == rows[1]
+def test_torchrun_starts_ranks_of_which_one_has_no_problem(runs):
+    """On one host, by gloo."""
+    command = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
+    flags = ["--model", "tiny", "--data", "sums.jsonl", *SMALL, *"--steps 1 --prompts-per-step 1 --device cpu".split()]
+    done = subprocess.run([sys.executable, *command, ROOT / "train.py", *flags, "--out", "idle"], cwd=runs.folder,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout
+    assert len(runs.metrics("idle")) == 1 and len(runs.samples("idle")) == 4
 
 
 def rank_1_finds_a_broken_file():
@@ -1051,13 +831,6 @@ def test_ranks_with_other_settings_or_problems_are_refused(runs, flags, said):
     assert not list((runs.folder / "unlike").iterdir())
 
 
-def test_more_ranks_than_problems_work(runs):
-    for process in runs.ranks("idle", 2, "--steps", "1", "--prompts-per-step", "1"):
-        process.join(60)
-        assert process.exitcode == 0, runs.log("idle")
-    assert len(runs.metrics("idle")) == 1
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_lost_rank_ends_the_run_with_a_checkpoint(runs, whole, device):
     if device == "cuda" and torch.cuda.device_count() < 2:
@@ -1112,19 +885,15 @@ def prepare_bad_files(folder):
     (folder / "model_quantized/config.json").write_text(json.dumps(raw | {"quantization_config": NVFP4_CONFIG}))
 
 
+# What needs no files of a run is in test_process.py, what a setting may be in test_config.py.
 @pytest.mark.parametrize("flags,named", [
     ("--data bad.jsonl", "bad.jsonl:2"), ("--data nowhere.jsonl", "nowhere.jsonl"), ("--data sums.txt", "sums.txt"),
     ("--eval-data nowhere.jsonl", "nowhere.jsonl"), ("--max-prompt-tokens 3", "sums.jsonl"),
-    ("--model nowhere", "nowhere"), ("--model model_missing", "model-2.safetensors"),
-    ("--model model_cut", "model.safetensors"), ("--model model_architecture", "LlamaForCausalLM"),
+    ("--model model_missing", "model-2.safetensors"), ("--model model_cut", "model.safetensors"),
+    ("--model model_architecture", "LlamaForCausalLM"),
     ("--model model_quantized --calibrate 8", "quantization_config"), ("--calibrate 1", "--calibrate"),
-    ("--calibrate 8 --base nf4", "--calibrate 8"), ("--max-new-tokens 100000", "--max-new-tokens"),
-    ("--adapter nowhere", "nowhere"), ("--reward my_rewards:absent", "absent"), ("--reward mine.py", "--reward"),
-    ("--prompt-style essay", "--prompt-style essay"),
-    ("--thinking on", "--thinking on"), ("--lr nan", "--lr"), ("--eval-problems -3", "--eval-problems"),
-    ("--max-rows 3000000000", "--max-rows"), ("--device cuda:7", "--device cuda:7"), ("--device tpu", "--device tpu"),
-    ("--memory-gib 3", "--memory-gib"), ("--out a_file", "--out a_file"), ("--config nowhere.json", "nowhere.json"),
-    ("--config bad.json", "learning_rate"), ("--config sums.jsonl", "sums.jsonl"), ("--out=", "--out=")])
+    ("--max-new-tokens 100000", "--max-new-tokens"), ("--reward my_rewards:absent", "absent"),
+    ("--thinking on", "--thinking on"), ("--out a_file", "--out a_file"), ("--config bad.json", "learning_rate")])
 def test_what_is_wrong_is_one_line_with_the_name_of_the_flag_or_file(runs, flags, named):
     if not (runs.folder / "bad.jsonl").exists():
         prepare_bad_files(runs.folder)
@@ -1133,32 +902,6 @@ def test_what_is_wrong_is_one_line_with_the_name_of_the_flag_or_file(runs, flags
     assert "Traceback" not in runs.log("bad") and not list((runs.folder / "bad").glob("*"))
 
 
-@pytest.mark.parametrize("name,value", [("broken", "inf"), ("beyond", "1e+39"), ("nothing", "{}")])
-def test_a_reward_that_no_update_can_use_ends_the_run_in_one_line(runs, name, value):
-    log = runs.run(f"refused-{name}", "--steps", "3", "--reward", f"my_rewards:{name}", code=1)
-    last = log.strip().splitlines()[-1]
-    assert last.startswith(f"train.py: --reward my_rewards:{name}: returned {value}, ") and "Traceback" not in log
-
-
-@pytest.mark.parametrize("flags,named", [
-    ("--mod qwen2.5-7b", "--mod"), ("--resum --out x", "--resum"), ("--step=3", "--step=3"), ("--loss ppo", "--loss"),
-    ("--lr fast", "--lr"), ("--steps 1.5", "--steps"), ("--preset paper", "--preset"), ("--dtype float16", "--dtype"),
-    ("--show 3", "--show"), ("runs/x", "runs/x")])
-def test_what_is_no_flag_or_no_value_is_refused_by_the_parser(runs, flags, named):
-    # --mod qwen2.5-7b trained the 7B with the tiny model's defaults: the look for --model did not see it.
-    log = runs.run("short", *flags.split(), code=2, bare=True)
-    assert named in log.splitlines()[-1] and "Traceback" not in log and not (runs.folder / "runs").exists()
-
-
-def assert_in_set_up():
-    import lora
-
-    def attach(*_, **__):
-        raise AssertionError("a shape that cannot be")
-
-    lora.attach = attach
-
-
-def test_a_bug_in_the_set_up_keeps_its_traceback(runs):
-    log = runs.run("bug", code=1, fault=assert_in_set_up)
-    assert "Traceback" in log and "in prepare" in log and "in attach" in log
+def test_a_reward_that_no_update_can_use_ends_the_run_in_one_line(runs):
+    last = runs.run("refused", "--steps", "3", "--reward", "my_rewards:broken", code=1).strip().splitlines()[-1]
+    assert last.startswith("train.py: --reward my_rewards:broken: returned inf, ")
