@@ -30,10 +30,11 @@ BASIC = ["--model", str(TINY), "--data", "arithmetic", "--prompt-style", "plain"
 
 
 @pytest.fixture(autouse=True, scope="module")
-def arithmetic_once():
-    """The 4,096 word problems of --data arithmetic take longer than most evaluations of a few."""
+def few_of_arithmetic():
+    """The 4,096 word problems of --data arithmetic take longer than most evaluations of a few: here they are 200."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tasks.problems, "arithmetic", functools.cache(tasks.problems.arithmetic))
+        few = functools.partial(tasks.problems.arithmetic, count=200)
+        patch.setattr(tasks.problems, "arithmetic", functools.cache(few))
         yield
 
 
