@@ -22,8 +22,8 @@ from pathlib import Path
 # Errors, and texts for messages
 
 # How a run that ended can continue.
-GO_ON = "go on with --resume"
-MEND_AND_GO_ON = f"once that is mended, {GO_ON}"
+GO_ON = "continue with --resume"
+FIX_AND_GO_ON = f"fix this, then {GO_ON}"
 
 
 class UserError(ValueError):
@@ -37,7 +37,7 @@ class Stopped(BaseException):
     then: how the run can continue, "" if it cannot; the message adds the run's folder.
     """
 
-    def __init__(self, text: str, then: str = MEND_AND_GO_ON):
+    def __init__(self, text: str, then: str = FIX_AND_GO_ON):
         super().__init__(text)
         self.then = then
 

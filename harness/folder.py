@@ -50,7 +50,7 @@ import torch
 
 import env
 from files import (
-    MEND_AND_GO_ON,
+    FIX_AND_GO_ON,
     Stopped,
     UserError,
     append_lines,
@@ -84,7 +84,7 @@ def ending_with(save: Callable[[], str], advice: Callable[[str], str]) -> Iterat
     on, if it can; `then` is Stopped.then. A bug keeps its traceback. Any other end prints one line
     and exits with code 1:
 
-        train.py: stopped by SIGTERM; step 7 is saved; go on with --resume --out runs/x
+        train.py: stopped by SIGTERM; step 7 is saved; continue with --resume --out runs/x
 
     Rank 0 prints it. Another rank prints a line only for an error that it alone may have met, such
     as one of --reward: about that error rank 0 learns only that a rank is lost.
@@ -104,11 +104,11 @@ def ending_with(save: Callable[[], str], advice: Callable[[str], str]) -> Iterat
             saved = f"the last step cannot be saved ({failure}), earlier checkpoints are whole"
         if not isinstance(error, (Stopped, UserError, OSError, torch.OutOfMemoryError)):
             raise
-        then = getattr(error, "then", MEND_AND_GO_ON)
+        then = getattr(error, "then", FIX_AND_GO_ON)
         if RANK == 0:
             told = "; ".join(filter(None, (first_line(error), saved, advice(then))))
             env.end_with(f"train.py: {told}")
-        if then == MEND_AND_GO_ON:
+        if then == FIX_AND_GO_ON:
             env.end_with(f"train.py: rank {RANK}: {first_line(error)}")
         env.end_at_once(1)
 

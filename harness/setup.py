@@ -349,7 +349,7 @@ def begin(run: Run) -> Progress:
     if before:
         began_on = before.get("about", {}).get("hardware", hardware)
         if began_on != hardware:
-            say(f"goes on with {hardware}, began with {began_on}: its last digits can differ from "
+            say(f"continues with {hardware}, began with {began_on}: its last digits can differ from "
                 "those of a run that was not interrupted")
         changes = {name: run.flags[name] for name in MAY_MOVE if run.flags[name] != before[name]}
         if progress.step < general.steps:

@@ -245,10 +245,10 @@ def test_a_resumed_run_has_its_checkpoints_state_its_adapter_and_logs_cut_back_t
 def test_advice_names_the_folder_unless_the_run_cannot_go_on(tmp_path):
     (tmp_path / "my runs").mkdir()
     folder = RunFolder(tmp_path / "my runs", some_live(), None)
-    assert folder.advice("go on with --resume") == ""                     # it had not begun
+    assert folder.advice("continue with --resume") == ""                     # it had not begun
     folder.start({"reward": "my:score", "prompt_style": "boxed"}, resume=False)
-    assert folder.advice("go on with --resume") == (
-        f"go on with --resume --out '{tmp_path}/my runs' --reward my:score")          # or it would be refused
+    assert folder.advice("continue with --resume") == (
+        f"continue with --resume --out '{tmp_path}/my runs' --reward my:score")          # or it would be refused
     assert folder.advice("") == ""                                        # the cause is of a kind that stays
 
 
@@ -290,7 +290,7 @@ def test_an_end_that_is_no_bug_is_one_line_and_code_1(handlers, error):
     with pytest.raises(SystemExit) as stop:
         end(error)
     line = str(error).splitlines()[0]
-    assert stop.value.code == (f"train.py: {line}; step 7 is saved; once that is mended, go on with --resume --out x")
+    assert stop.value.code == (f"train.py: {line}; step 7 is saved; fix this, then continue with --resume --out x")
 
 
 def test_a_bug_keeps_its_traceback_but_the_step_is_saved(handlers):

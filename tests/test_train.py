@@ -508,7 +508,7 @@ def test_an_error_of_a_reward_is_one_line_and_the_run_is_saved(runs):
     last = log.strip().splitlines()[-1]
     assert last.startswith("train.py: --reward my_rewards:breaks_later: ZeroDivisionError: division by zero at ")
     assert "my_rewards.py:" in last and "completion '" in last
-    assert last.endswith("step 2 is saved; once that is mended, go on with --resume --out breaks --reward "
+    assert last.endswith("step 2 is saved; fix this, then continue with --resume --out breaks --reward "
                          "my_rewards:breaks_later")
     assert "Traceback" not in log
 
@@ -588,7 +588,7 @@ def test_a_signal_saves_the_last_whole_step_and_the_run_goes_on_from_it(runs, wh
     assert process.exitcode == 1
     done, (checkpoint,) = len(runs.lines(number)), (runs.folder / number / "checkpoints").iterdir()
     assert checkpoint.name == f"step_{done:06d}"
-    assert f"stopped by {number}; step {done} is saved; go on with --resume --out {number}" in runs.log(number)
+    assert f"stopped by {number}; step {done} is saved; continue with --resume --out {number}" in runs.log(number)
     if number == "SIGTERM":
         runs.run(number, "--resume")
         assert runs.same(number, whole)
@@ -616,9 +616,9 @@ def stop_after_reading():
 
 
 @pytest.mark.parametrize("fault,said", [
-    (stop_before_reading, "stopped by SIGTERM; nothing was changed; go on"),
+    (stop_before_reading, "stopped by SIGTERM; nothing was changed; continue"),
     (break_before_reading, "ZeroDivisionError"),
-    (stop_after_reading, "stopped by SIGTERM; step 15 is saved; go on")])
+    (stop_after_reading, "stopped by SIGTERM; step 15 is saved; continue")])
 def test_a_resume_that_ends_before_its_checkpoint_is_in_place_leaves_the_adapter(runs, whole, fault, said):
     # The adapter of step 15 was replaced by the one that training starts from, whose B is zero.
     def files():
@@ -805,7 +805,7 @@ def test_a_rank_that_waits_for_a_hung_one_saves_its_last_whole_step_when_told(ru
     finally:
         one.kill()
         zero.kill()
-    assert zero.exitcode == 1 and f"step {done} is saved; go on with --resume --out awaits" in runs.log("awaits")
+    assert zero.exitcode == 1 and f"step {done} is saved; continue with --resume --out awaits" in runs.log("awaits")
     assert len(runs.lines("awaits")) == done and (runs.folder / f"awaits/checkpoints/step_{done:06d}").is_dir()
 
 
