@@ -28,9 +28,9 @@ import torch
 
 from model import Qwen
 
-# The schedules of the paper's Figures 9 and 15 beside the exponential one. t is 0 in the first noisy
-# stage and (K - 2) / (K - 1) in the last; REMAINING[...](t) is the share of (start - end) that is
-# left then.
+# The schedules of the paper's Figures 9 and 15 beside the exponential one. t is 0 in the first
+# noisy stage and (K - 2) / (K - 1) in the last; REMAINING[...](t) is the share of (start - end)
+# that is left then.
 REMAINING = {
     "linear": lambda t: 1 - t,
     "cosine": lambda t: (1 + math.cos(math.pi * t)) / 2,
@@ -98,8 +98,8 @@ def noisy_norms(model: Qwen, sigma: float, seed: int, step: int) -> Iterator[Non
                 # In place: captured CUDA graphs read this address. In an fp32 buffer: bf16 weights
                 # would round most of a small noise away.
                 norm.noise.copy_(sigma * draw_z(seed, step, i, which, len(norm.noise)))
-            # Both norms of every layer must be reached. The authors' code looks for Hugging Face's norm classes in
-            # vLLM's model, finds none, and silently adds no noise.
+            # Both norms of every layer must be reached. The authors' code looks for Hugging Face's
+            # norm classes in vLLM's model, finds none, and silently adds no noise.
             hit = len({norm.noise.data_ptr() for _, _, norm in norms if norm.noise.any()})
             assert hit == 2 * len(model.layers) > 0, \
                 f"noise hit {hit} norms of {len(model.layers)} layers"

@@ -17,8 +17,8 @@ take the same steps at once. In a row w, for each column i from left to right:
     2. for every column j > i, not rounded yet:   w[j] -= e * U[i, j] / U[i, i]
 
 U is upper triangular with U.T @ U = H^-1. Step 2 changes the later columns so that they cancel as
-much of e's output error as they can: where inputs i and j are correlated, w[j] takes over what w[i] got wrong. What remains
-is a cost of (e / U[i, i])^2.
+much of e's output error as they can: where inputs i and j are correlated, w[j] takes over what w[i]
+got wrong. What remains is a cost of (e / U[i, i])^2.
 
 Block scales. Steps 1 and 2 are done on the 16 columns of a scale_block once for each scale of
 nvfp4's search, and the scale with the least sum of costs stays. The tensor scale is nvfp4's.
@@ -37,9 +37,9 @@ But correcting all later columns after every column would be slow, so correction
 The texts are answers to training problems by the model itself, quantized with nvfp4's search. Two
 streams of hidden states go through the layers together: `exact` through the 16-bit layers, which
 gives H, and `coded` through the new ones. (GPTQ as published takes H from the coded stream; this H
-lets each layer follow the 16-bit model, whatever the layers before it have become.) The last eighth of the texts is left out of H. At the end
-both streams predict its tokens, and the result is measured by KL(16 bits || 4 bits) of these
-predictions, in nats a token.
+lets each layer follow the 16-bit model, whatever the layers before it have become.) The last eighth
+of the texts is left out of H. At the end both streams predict its tokens, and the result is
+measured by KL(16 bits || 4 bits) of these predictions, in nats a token.
 
 Not here: act-order (the layout has no g_idx), Hadamard rotations (blocks of 16 leave little to
 equalise), AWQ (it would move the norms, which AQN perturbs).

@@ -56,8 +56,8 @@ TILE_SIDE = 128
 # A tile of LoRA's A is 64 x 64 numbers of 16 bits: 8 KiB, as are the codes of a tile of W, so both
 # fit the same place in shared memory. The kernels write this 64 out as well.
 A_TILE = 64
-# Rows of x up to which a decode step decodes W in registers instead of expanding it, on a Hopper and
-# on other GPUs: there mma.sync would take longer than W's expansion (docs/kernels.md).
+# Rows of x up to which a decode step decodes W in registers instead of expanding it, on a Hopper
+# and on other GPUs: there mma.sync would take longer than W's expansion (docs/kernels.md).
 MAX_DECODE_ROWS = {"hopper": 512, "other": 256}
 
 
@@ -132,7 +132,8 @@ MAX_DECODE_ROWS = {"hopper": 512, "other": 256}
 #               |  word c + 1 |   word c    |     c even
 #
 # Both are masked alike (0x81C081C0). Bits that overflow from word c land in bits 0 to 5 of word c +
-# 1, and the mask drops them. The shift to the right moves bits 10 and up by 8, so it stays within its word.
+# 1, and the mask drops them. The shift to the right moves bits 10 and up by 8, so it stays within
+# its word.
 #
 # Scales. A block_scale v > 0, an E4M3 number, becomes a byte u of 5 exponent and 3 mantissa bits,
 #

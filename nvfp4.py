@@ -20,8 +20,9 @@ One scale_block by hand, in a matrix whose global_scale is 2^-11. Of its 16 weig
 not 0:
     w                   0.30      0.245     -0.12     0.01
 
-The usual scale maps the largest weight to 6, the largest magnitude: 0.30 / 6 = 0.05 = 102.4 * 2^-11. The
-E4M3 number nearest to 102.4 is 104, which makes 104 * 2^-11 = 0.0508 the unit of this block:
+The usual scale maps the largest weight to 6, the largest magnitude: 0.30 / 6 = 0.05 = 102.4 *
+2^-11. The E4M3 number nearest to 102.4 is 104, which makes 104 * 2^-11 = 0.0508 the unit of this
+block:
     w / unit            5.91      4.82      -2.36     0.20
     nearest e2m1        6         4         -2        0
     decoded             0.305     0.203     -0.102    0           squared error 0.0022
@@ -66,8 +67,8 @@ WEIGHTS_AT_A_TIME = 2**22                        # encoded together: 100 MB of f
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 E2M1_SIGNED = torch.cat([E2M1, -E2M1])           # code 0..15 -> value; code 8 is -0
-# Between two magnitudes lies an edge. The code of |x| is the number of edges below |x|. An |x| on an
-# edge is a tie, and goes to the even code as in IEEE arithmetic:
+# Between two magnitudes lies an edge. The code of |x| is the number of edges below |x|. An |x| on
+# an edge is a tie, and goes to the even code as in IEEE arithmetic:
 #     code        0      1      2      3      4      5      6      7
 #     magnitude   0     .5      1     1.5     2      3      4      6
 #     edge          .25    .75   1.25   1.75   2.5    3.5     5
