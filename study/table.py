@@ -16,7 +16,7 @@ interval by three rules:
     pooled    the seeds that both arms have, with the common variance over seeds of all arms of that model and data;
               the better one where there are two or three seeds
 
-All say where the figure would lie with other seeds on the same test problems.
+All say where the figure would lie with other seeds on the same test problems, from the same 4-bit conversions.
 """
 import csv
 import sys
@@ -24,10 +24,14 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import mean, stdev, variance
 
-# What the page compares: (what, arm A, arm B); several arms in a row are averaged, seed by seed.
+# What the page compares: (what, arm A, arm B). Several arms in a row are averaged, seed by seed; arms joined by + have
+# one setting and different seeds.
 COMPARISONS = (
     ("calibrated - bf16, both at 2e-4", "o9-cal", "o9-bf16"),
+    ("calibrated - bf16, both at 2e-4, with the seeds before", "o9-cal+rate-calibrated-2e-4",
+     "o9-bf16+rate-bf16-2e-4"),
     ("repaired - calibrated", "o9-rep", "o9-cal"),
+    ("repaired - bf16", "o9-rep", "o9-bf16"),
     ("AQN 1e-2 - none, calibrated", "o9-aqn", "o9-cal"),
     ("calibrated at 1e-4 - bf16 at 2e-4", "rate-calibrated-1e-4", "rate-bf16-2e-4"),
     ("MATH, 1.5B: calibrated - bf16, mean of 1e-4 and 2e-4",
@@ -54,12 +58,15 @@ BARS = (("o9-bf16", "bf16"), ("o9-cal", "NVFP4, calibrated"), ("o9-rep", "NVFP4,
         ("o9-aqn", "NVFP4, AQN 1e-2"), ("noise-none", "NVFP4, to nearest (lr 1e-4)"),
         ("noise-uncorrected", "nearest, noise 5e-2, release's loss"),
         ("noise-ppo", "nearest, noise 5e-2, paper's clip"))
-# Quantiles of Student's t at 97.5 % by degrees of freedom; beyond 15 they are 1.96 + 2.5 / f.
+# Quantiles of Student's t at 97.5 % by degrees of freedom; between two the straight line, beyond 15 1.96 + 2.5 / f.
 T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 
 
 def t_quantile(freedom: float) -> float:
-    return T[int(freedom) - 1] if freedom < 16 else 1.96 + 2.5 / freedom
+    if freedom >= 15:
+        return 1.96 + 2.5 / freedom
+    low = int(freedom)
+    return T[low - 1] + (freedom - low) * (T[low] - T[low - 1])
 
 
 def read(path: Path) -> dict[str, dict[int, dict]]:
@@ -72,8 +79,16 @@ def read(path: Path) -> dict[str, dict[int, dict]]:
 
 
 def values(arms: dict, names: str, kind: str) -> dict[int, float]:
-    """seed -> accuracy, averaged over the arms that `names` lists; seeds that all of them have."""
-    parts = [{seed: float(row[kind]) for seed, row in arms[name].items() if row[kind]} for name in names.split()]
+    """seed -> accuracy, averaged over the arms that `names` lists; seeds that all of them have. kind: a column, or
+    "gain": sampled after training minus before.
+    """
+    def value(row):
+        if kind == "gain":
+            return float(row["sampled"]) - float(row["sampled_before"]) if row["sampled"] else None
+        return float(row[kind]) if row[kind] else None
+
+    parts = [{seed: value(row) for name in joined.split("+") for seed, row in arms[name].items()
+              if value(row) is not None} for joined in names.split()]
     return {seed: mean(part[seed] for part in parts) for seed in sorted(set.intersection(*map(set, parts)))}
 
 
@@ -95,7 +110,8 @@ def compare(arms: dict, a: str, b: str, kind: str) -> str:
     differences = [left[seed] - right[seed] for seed in both]
     n = len(both)
     paired = t_quantile(n - 1) * stdev(differences) / n**0.5 if n > 1 else float("nan")
-    each, freedom = pooled_variance(arms, arms[a.split()[0]][both[0]], kind)
+    some_run = next(iter(arms[a.split()[0].split("+")[0]].values()))
+    each, freedom = pooled_variance(arms, some_run, "sampled" if kind == "gain" else kind)
     count = len(a.split())                       # the mean of several arms varies less
     pooled = t_quantile(freedom) * (2 * each / count / n)**0.5
     return (f"{mean(differences):+.2f}, paired {paired:.2f}, Welch {welch(left, right):.2f}, pooled {pooled:.2f}; "
@@ -160,8 +176,8 @@ def main() -> None:
               f"{row['steps']:>3} steps, {len(arm):2} seeds: {', '.join(parts)}")
     print("\ndifferences in points after training\n")
     for what, a, b in COMPARISONS:
-        if all(name in arms for name in (*a.split(), *b.split())):
-            for kind in ("sampled", "greedy"):
+        if all(name in arms for name in f"{a} {b}".replace("+", " ").split()):
+            for kind in ("sampled", "greedy", "gain"):
                 found = compare(arms, a, b, kind)
                 if found:
                     print(f"{what:56} {kind:8} {found}")
