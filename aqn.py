@@ -6,9 +6,9 @@ for exploration.
 
 For the linears after a norm this is the same as multiplying column i of their weight matrix by
 1 + noise_i / w_i (Appendix G), so D numbers perturb a whole matrix and the 4-bit kernels stay as
-they are. q, k and v
-share the z of input_norm, gate and up that of post_norm; o, down and lm_head have none. Noise is
-added to w whatever its size: it moves a channel with w = 0.1 ten times as far as one with w = 1.
+they are. q, k and v share the z of input_norm, gate and up that of post_norm; o, down and lm_head
+have none. Noise is added to w whatever its size: it moves a channel with w = 0.1 ten times as far
+as one with w = 1.
 
 Despite its name AQN is not adaptive: sigma follows a fixed schedule. It is 0 in the first of K
 stages (the rounding to 4 bits is noise enough), then starts at sigma_start and falls towards
@@ -48,7 +48,7 @@ def sigma_at(step: int, total_steps: int, sigma_start: float, sigma_end: float, 
         sigma = 0                                             k = 0
         sigma = start * (end / start)^((k - 1) / (K - 1))     k >= 1
 
-    sigma_at(60, 600, 1e-2, 5e-4, 10) == 1e-2. sigma_start 0 is no noise, and so is one stage. With
+    sigma_at(60, 600, 1e-2, 5e-4, 10) == 1e-2. sigma_start 0 or a single stage means no noise. With
     fewer steps than stages each step is a stage, and the last stages never come. Other schedules
     replace the power by REMAINING.
     """

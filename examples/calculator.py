@@ -70,7 +70,7 @@ class Turns:
             for i, row, new in zip(calling, asked, more.rows):
                 rows[i] = Row(row.prompt, row.completion + new.completion,
                               torch.cat([row.logprobs, new.logprobs]), new.finished,
-                              torch.cat([row.mask, new.mask]))
+                              torch.cat([row.mask, new.mask]), row.graded)
             done = Rollouts(rows, done.seconds + more.seconds, done.computed + more.computed,
                             done.preempted + more.preempted)
         for row in rows:                         # a call that had no room for its result is cut off
@@ -82,7 +82,7 @@ class Turns:
         result = self.tokenizer.encode(self.tool(self.tokenizer.decode(row.completion)))
         none = torch.zeros(len(result))
         return Row(row.prompt, row.completion + result, torch.cat([row.logprobs, none]), False,
-                   torch.cat([row.mask, none.bool()]))
+                   torch.cat([row.mask, none.bool()]), row.graded)
 
 
 def main() -> None:

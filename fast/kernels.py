@@ -30,8 +30,7 @@ one before it:
 What a kernel may load before its wait is thus a question of correctness: nothing that an earlier
 kernel of the step writes. And every kernel has to wait, even one that reads nothing of the kernel
 before: only then are all kernels before n done when kernel n is past its wait. embed_kernel alone
-of this chain is launched without PDL, after the whole step before, and so starts it. With this and
-smaller tiles a step of a 7B with 1 row takes 2.2 instead of 2.9 ms on an H200.
+of this chain is launched without PDL, after the whole step before, and so starts it.
 
 Tensors are row-major, and contiguous unless a stride is named. Rows past M are masked.
 

@@ -262,10 +262,6 @@ class Help(argparse.HelpFormatter):
         return action.help + ("" if told else " (default: %(default)s)")
 
 
-class LongHelp(Help, argparse.RawDescriptionHelpFormatter):
-    """The same for a program whose help begins with its docstring, which keeps its lines."""
-
-
 def type_of(field: dataclasses.Field) -> type:
     """int for a field of type int, and for one of type int | None."""
     kinds = typing.get_args(field.type) if isinstance(field.type, types.UnionType) else [field.type]
@@ -294,16 +290,8 @@ def add_section(parser: argparse.ArgumentParser, section: type) -> None:
     for field in dataclasses.fields(section):
         choices = field.metadata["choices"]
         how = {"type": type_of(field), "choices": choices and list(choices)}
-        if type_of(field) is bool:
-            how = {"action": argparse.BooleanOptionalAction}
         group.add_argument(option(field.name), default=field.default, help=field.metadata["help"],
                            **how)
-
-
-def section_of(section: type, args: argparse.Namespace):
-    """The values of add_section()'s flags, as an object of that dataclass."""
-    return section(**{field.name: getattr(args, field.name)
-                      for field in dataclasses.fields(section)})
 
 
 # Flags that do nothing where --sigma-start is 0.
@@ -389,7 +377,7 @@ def settings_in(file: dict, path: str | Path | None) -> dict:
         if name in NO_SETTINGS:
             continue
         if name not in FIELDS:
-            raise UserError(f"{path}: {name} is no setting of train.py")
+            raise UserError(f"{path}: {name} is not a setting of train.py")
         if FIELDS[name].metadata["place"]:
             raise UserError(f"{path}: {option(name)} belongs to the machine or the folder, give "
                              "it on the command line")

@@ -438,8 +438,6 @@ def refuse_large_rank(rank: int, device: torch.device, what: str) -> None:
         on_gpu("check_rank")(rank, device, what)
 
 
-
-
 def configure_cpu(model) -> None:
     """On a CPU, makes runs with one seed equal bit for bit, and small models fast."""
     # Answers to one problem share its prompt, whose gradients torch's threads would add up in any

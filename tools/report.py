@@ -50,7 +50,7 @@ from files import (
 MOST_CHARACTERS = 500e6             # Chromium refuses strings of more than 2^29 characters
 PROBLEM = "id", "question", "answer", "prompt"      # what answers to one problem have in common
 
-# The panels of the page, in its order; study/curves.py draws the same ones into a picture.
+# The panels of the page, in its order:
 # key in metrics.jsonl -> title, vertical axis: "share" goes from 0 to 1, "log" is logarithmic,
 # "free" spans the values. docs/metrics.md defines every key.
 PANELS = dict(
