@@ -62,7 +62,7 @@ class Spans(NamedTuple):
     k_starts: Tensor                             # (n + 1,) int32, equal to q_starts where causal
     longest_q: int                               # the most queries of a span
     longest_k: int                               # the most keys of a span
-    causal: bool                                 # query j of a span sees its keys 0 to j alone
+    causal: bool                                 # query j of a span sees only its keys 0 to j
 
 
 def spans_of(q_lengths: Sequence[int], k_lengths: Sequence[int], causal: bool,
@@ -200,7 +200,7 @@ def attend_spans_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Te
         for grad, per_head in ((dk, torch.einsum("hqk,qhd->khd", ds, query)),
                                (dv, torch.einsum("hqk,qhd->khd", p, upstream))):
             # H / KV query heads share a key-value head: its gradient is the sum of theirs. It may
-            # be assigned and not added, since a key is in one span alone.
+            # be assigned and not added, since a key is in only one span.
             grad[columns] = per_head.unflatten(1, (k.shape[1], -1)).sum(2).to(k.dtype)
     return dq, dk, dv
 

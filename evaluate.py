@@ -311,7 +311,7 @@ def answer(args: argparse.Namespace, tokenizer: Tokenizer, problems: list, sampl
 def figures_of(args: argparse.Namespace, rows: list[dict], others: list | None,
                whole: bool) -> dict:
     """Name -> figure. whole: False after Ctrl-C. Then a figure has no interval, since the problems
-    that were done first are no random sample of all.
+    that were done first are not a random sample of all.
     """
     figures = evaluation_figures(rows, args.samples)
     if args.temperature > 0:

@@ -226,8 +226,8 @@ def token_weights(mask: Tensor, loss: Loss, max_new_tokens: int) -> Tensor:
     """How much each token counts in the loss of an update: (B, L) fp32, 0 outside of the mask.
 
     mask (B, L) bool is that of the whole update, all ranks together: this is the only place where
-    its loss is divided by anything. Lengths and the divisor count tokens in the loss alone, so a
-    tool's output makes no token of the answer cheaper; a row without any is no row of the loss.
+    its loss is divided by anything. Lengths and the divisor count only tokens in the loss, so a
+    tool's output does not dilute the answer's tokens; a row without any such token is not counted.
     """
     lengths = mask.sum(dim=1)                                               # (B,)
     # At least 1, so that nothing is divided by 0 in an update without any row.

@@ -21,7 +21,7 @@ The parts of this file:
     6  how that kernel is launched
     7  the same product with W expanded first
 
-fast/hopper_fp4.py has parts 5 and 6 again, faster, for Hopper alone.
+fast/hopper_fp4.py has parts 5 and 6 again, faster, only for Hopper.
 
 The name, and the idea of one weight stream cut into equal stripes, come from Marlin (Frantar et al.
 2024, arXiv 2408.11743, github.com/IST-DASLab/marlin). The order of the bits is our own.
@@ -282,7 +282,7 @@ def pack(packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Te
     """Packs the three tensors of nvfp4.quantize.
 
     packed uint8 (N, K // 2), block_scale E4M3 (N, K // 16), global_scale fp32 () or (N,); dtype: of
-    x, bf16 alone. AssertionError if a type, a shape or a scale does not fit.
+    x, only in bf16. AssertionError if a type, a shape or a scale does not fit.
     """
     N, K = packed.shape[0], packed.shape[1] * 2
     assert dtype == torch.bfloat16, f"dtype must be bf16, got {dtype}"

@@ -226,7 +226,7 @@ class Qwen(torch.nn.Module):
     adapter calls its base model.
 
     A model stays on the device and in the dtype that it was loaded for. Do not call .to(), .half()
-    or .cuda(): they would move the norms alone. The embedding, the head, the biases of q, k and v
+    or .cuda(): they would move only the norms. The embedding, the head, the biases of q, k and v
     and the frozen weights are plain attributes, neither parameters nor buffers, and would stay.
     """
 
@@ -255,7 +255,7 @@ class Qwen(torch.nn.Module):
         """All layers and the final norm: tokens (T,) packed -> its x * w (T, D), 1/rms (T, 1).
 
         attends: one for each layer, see Layer.forward. kept_layers: how many layers, counted from
-        the last, keep their activations for the backward; the others keep their input alone and
+        the last, keep their activations for the backward; the others keep only their input and
         run a second time. None: all keep them. Without gradients nothing is kept, whatever it is.
         """
         layers = len(self.layers)

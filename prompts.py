@@ -46,7 +46,7 @@ MAX_LINES = 2_000_000
 class ChatTemplate:
     """The chat template of a model's folder: a program in Jinja that writes a conversation as text.
 
-    It runs in the sandbox that transformers uses, and gets the conversation alone: no tools, no
+    It runs in the sandbox that transformers uses, and gets only the conversation: no tools, no
     documents, no date, no files. path: the file that it is in, or belongs in. text: None if the
     folder has no template; render() then uses Qwen2.5's.
     """
@@ -163,7 +163,7 @@ class Tokenizer:
         try:
             self.file = TokenizerFile.from_str(text)
         except Exception as error:               # the library has no class of its own for these
-            raise UserError(f"{path}: is no tokenizer ({first_line(error)})") from None
+            raise UserError(f"{path}: not a valid tokenizer file ({first_line(error)})") from None
         self.file.encode_special_tokens = True   # "<|im_end|>" in a text stays text: see turns()
         self.file.no_truncation()                # the file keeps what its last user had set
         self.file.no_padding()
@@ -216,8 +216,8 @@ class Tokenizer:
         self.opened = opened[thinking]
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of a text. UserError for half of a surrogate pair, which is no character:
-        JSON can hold it, and a terminal makes it of bytes that are no UTF-8.
+        """The token ids of a text. UserError for a lone surrogate, which JSON can hold, and
+        which a terminal makes of bytes that are not UTF-8.
         """
         try:
             return self.file.encode(text, add_special_tokens=False).ids
@@ -245,7 +245,7 @@ class Tokenizer:
             <|im_start|>  user \\n 2+3*4?                <|im_end|>  \\n
             <|im_start|>  assistant \\n                  the model goes on from here
 
-        The control tokens come from the template alone. Where a text spells one, it goes into the
+        The control tokens come only from the template. Where a text spells one, it goes into the
         template with a mark in it, "<" + mark + "|im_end|>", and is encoded as plain text without
         the mark: no question speaks for the model. Otherwise the ids are those of the whole text,
         since a tokenizer cuts its text at control tokens before anything else.

@@ -177,8 +177,8 @@ MARKER = re.compile(
     r"answer\s*(?:(?:\*\*|__)\s*)?(?:is(?![a-z'’])\s*:?|:|=)|####", re.IGNORECASE)
 # The end of "The answer is 3.5. I hope it is correct." is after the 5.
 SENTENCE_END = re.compile(r"\n|(?<=[^\s.])\.(?:\s|$)|I hope it is")
-# A digit at both ends (a lone comma is no number), a sign only where it is no hyphen; then /7 or %.
-# The 2 of x_2, x^2 and B2 is none.
+# A digit at both ends (a lone comma is not a number), a sign only where it is not a hyphen; then /7
+# or %. The 2 of x_2, x^2 and B2 is not a number.
 NUMBER = re.compile(r"""(?<![A-Za-z0-9.^])(?<![A-Za-z0-9)}]_) ( (?:(?<![\w)])-)? (?:\\?\$)?
     (?: [0-9](?:[0-9,]*[0-9])?(?:\.[0-9]+)? | \.[0-9]+ )
     (?:/[0-9]+(?![\w/]))? (?:\s?\\?%)? )""", re.VERBOSE)

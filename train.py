@@ -64,7 +64,7 @@ def score(grade: Callable, problems: list, rollouts: Rollouts) -> Rollouts:
     whether the answer has the form that was asked for, `finished` whether it came to its end before
     --max-new-tokens.
     Two values are added here. `extra` is that part, which compare() counts apart from `task`.
-    `reward` = task + extra is only logged; what grpo.py calls rewards is the `task` alone.
+    `reward` = task + extra is only logged; what grpo.py calls rewards is only the `task`.
     """
     for row, found in zip(rollouts.rows, grade(problems, rollouts.rows), strict=True):
         extra = found.get("parts", {}).get("shaping", 0.0)

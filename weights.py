@@ -68,7 +68,7 @@ def hub_id(name: str) -> str:
     """--model -> its Hugging Face id. UserError if it cannot be one; nothing is looked up there.
 
     Short names mean the models that follow instructions: qwen2.5-7b is Qwen/Qwen2.5-7B-Instruct and
-    qwen3-8b is Qwen/Qwen3-8B, which the hub calls so. They have small letters alone: on the hub
+    qwen3-8b is Qwen/Qwen3-8B, which the hub calls so. They have only small letters: on the hub
     Qwen2.5-7B is a base model, so that name without its owner could mean either.
     """
     short = re.fullmatch(r"qwen(2\.5(-coder|-math)?|3)-[\d.]+b", name)
@@ -229,7 +229,7 @@ class Shards:
                 raise UserError(f"{index}: weight_map is {short_repr(weight_map)}, expected an "
                                 "object: tensor name -> file")
             files = weight_map.values()
-        # An index leads to files of its own folder alone, whatever it says.
+        # An index leads to files of its own folder only, whatever it says.
         paths = sorted({self.folder / Path(file).name for file in files})
         self.names = {name: path for path in paths for name in self._open(path).keys()}
 
@@ -390,7 +390,7 @@ def load_nvfp4(shards: Shards, name: str, device: str | torch.device = "cpu"
                                     for part in ("packed", "scale", "global_scale"))
     if inverse.numel() != 1 or not 0 < inverse < math.inf or not (block_scale.float() >= 0).all():
         raise UserError(f"{shards.folder}: a weight_scale of {name} is negative or NaN, or its "
-                        f"weight_global_scale is no number above 0: {inverse.tolist()}")
+                        f"weight_global_scale is not a number above 0: {inverse.tolist()}")
     return packed, block_scale, 1 / inverse.float().reshape(())
 
 

@@ -1,5 +1,5 @@
 """
-The decode matmul of marlin_fp4.py again, faster, for Hopper alone (sm_90).
+The decode matmul of marlin_fp4.py again, faster, only for Hopper (sm_90).
 
 Read marlin_fp4.py first: layout, decoding, schedule and slabs are the same, and so is the result up
 to the order of fp32 sums. What Hopper adds:

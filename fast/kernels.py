@@ -734,7 +734,7 @@ def logit_scale(logits: LogitChunks, row):
 
 @triton.jit
 def load_logits(logits: LogitChunks, row, column):
-    """One row's unscaled logits; -inf where the column is no token."""
+    """One row's unscaled logits; -inf where the column is not a token."""
     at = row.to(tl.int64) * logits.stride + column
     return tl.load(logits.x + at, mask=column < logits.V, other=-INF)
 

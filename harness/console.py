@@ -66,8 +66,8 @@ class Watch:
                           f"--lr {self.settings.optim.lr} may be too high, or a --reward too large",
                           "")
         if self.idle and self.idle % PATIENCE == 0:
-            say(f"for {self.idle} steps no group of answers taught anything: those to a problem "
-                f"were all worth the same ({metrics['accuracy']:.0%} were right) or were left out "
+            say(f"for {self.idle} steps no group had a learning signal: all answers to a problem "
+                f"had the same reward ({metrics['accuracy']:.0%} were right) or were left out "
                 f"({metrics['truncated']:.0%} were cut at --max-new-tokens); --data may be too "
                 "easy or too hard for this model")
 

@@ -11,7 +11,7 @@ The folder of a run: who may write there, its logs, and checkpoints that survive
 
 Training changes its tensors in place, one after the other, in the middle of a step. If they were
 saved at that point, half would be of one step and half of the next. So at the end of each step
-`Checkpoints` copies them to the host's memory, and files are written from that copy alone:
+`Checkpoints` copies them to the host's memory, and files are written only from that copy:
 
     |<------------------ step 7 ------------------>|<------------------ step 8 -----------
     | sample, score, update | logs | copy | (save) | sample, score, update | logs | copy | ...

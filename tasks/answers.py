@@ -112,7 +112,7 @@ def unwrap_text(match: re.Match) -> str:
     as if no \text stood there; anything else is a word or a unit, which « and » mark from here on.
     One letter is a formula, except for the m of 5\text{ m}; 5\mathbf{m} becomes 5{m}, no "5 m".
     """
-    word = match[1].strip().rstrip(". ")  # not the first point: \text{.5} is no 5
+    word = match[1].strip().rstrip(". ")  # not the first point: \text{.5} is not 5
     before = match.string[max(0, match.start() - 5):match.start()]
     if word in LETTERS and AFTER_VALUE.search(before):
         return f" «{word}» " if UPRIGHT.match(match[0]) else f"{{{word}}}"
@@ -253,7 +253,7 @@ for names in """mm=millimeter=millimetre cm=centimeter=centimetre dm=decimeter m
 SPEED = {"mph": "mile/hour", "kmh": "km/hour", "kph": "km/hour", "fps": "foot/second"}
 # Words and digits that say how often a unit counts; the first four stand in front of it.
 POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3, "2": 2, "3": 3}
-# Words that may follow any value, as a known unit may. They are no unit: 5 people is 5 students.
+# Words that may follow any value, as a known unit may. They are not units: 5 people is 5 students.
 COUNTED = frozenset("""per people person student way point time square cubic sq cu squared cubed
     mph kmh kph fps""".split())
 # Words that change the value before them: "5 hundredths" is not 5. rewards.py asks for them too.
@@ -348,7 +348,7 @@ def split_unit(s: str, other: str = "") -> tuple[str, dict[str, int]]:
             PLAIN_NUMBER.fullmatch(value) and s[end.start(2) - 1].isspace())
         is_changed = any(map(NOT_UNITS.fullmatch, words)) \
             or words[:1] in (["squared"], ["cubed"])  # 5 squared, not 5 feet squared
-        is_shape = "*" in value and not is_known  # a 3 \times 4 matrix is no 12
+        is_shape = "*" in value and not is_known  # a 3 \times 4 matrix is not 12
         if is_product or is_shape or is_changed or not re.search(r"[0-9A-Za-z})°%]$", value):
             return s, found
         found = powers(end[0])
@@ -472,7 +472,7 @@ def number(x: Reading) -> Number:
     if x.kind == "%":
         return x.items[0] / HUNDRED
     if x.kind in ("eq", "rel"):
-        raise SyntaxError("a relation is no number")
+        raise SyntaxError("a relation is not a number")
     return x.items[0] if x.kind == "mod" else unknown(x)
 
 
@@ -521,7 +521,7 @@ PLAIN_NAMES = sorted([*FUNCTIONS, "pi", "mod"], key=len, reverse=True)
 PLAIN_FUNCTION = re.compile(
     rf"\\?(?<![A-Za-z])({'|'.join(PLAIN_NAMES)})(?=[A-Za-z]?{NO_LETTER})"
     rf"|(?<![A-Za-z\\])(?:{'|'.join(INFINITIES)}){NO_LETTER}")
-# Letters that stand alone as an item, and are no product there: IX is not XI, AB is the name of a
+# Letters that stand alone as an item, and not as a product there: IX is not XI, AB is the name of a
 # line, "no" is not "on". The o tells small words from products; nobody calls a variable o.
 ALONE = re.compile(
     r"(^\s*\{|^|[,;(=])\s*([A-Z]{2,}|[a-z]?o[a-z]|[a-z]{1,2}o)(?=\s*[,;)=]|\s*$|\s*\}\s*$)")
@@ -784,7 +784,7 @@ def one_or_list(items: list[Reading]) -> Reading:
 
 
 THOUSANDS = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
-# Digits with hyphens or slashes that are no arithmetic: 2023-01-05, 1/5/2023, 555-123-4567.
+# Digits with hyphens or slashes that are not arithmetic: 2023-01-05, 1/5/2023, 555-123-4567.
 CODE = re.compile(r"(?:^|[=,;(])\s*[0-9]+([-/])[0-9]+\1[0-9]+\s*(?=$|[,;)])")
 RANGE = re.compile(r"([0-9]+)\s*-\s*([0-9]+)")
 
@@ -864,7 +864,7 @@ def may_rename(a: tuple, b: tuple) -> bool:
 
 
 def same_number(a: Reading, b: Reading, point: Point) -> bool:
-    """50% is 50%, 0.5 and also 50: the sign is often in the question. But 0.5% is no 0.5 and 2500%
+    """50% is 50%, 0.5 and also 50: the sign is often in the question. But 0.5% is not 0.5 and 2500%
     no 25, for they are 100 times off where 50% is right or 25%. 3 mod 7 is 10 mod 7 and 3.
     """
     if a.kind == b.kind == "mod" and not same(a.items[1], b.items[1], point):
@@ -1006,7 +1006,7 @@ def interval(relation: Relation) -> Group | None:
 
 def named(x: Reading) -> tuple[tuple, Reading]:
     """x = 5 and 5 = x -> the label ("«x",) and 5; other readings have the label (). Of these an
-    equation is no value: x + y = 5, x - y = 1 are not 5 and 1.
+    equation is not a value: x + y = 5, x - y = 1 are not 5 and 1.
     """
     if x.kind == "eq":
         for side, other in (x.sides, reversed(x.sides)):

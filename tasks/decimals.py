@@ -192,7 +192,7 @@ E = Number(CONTEXT.exp(Decimal(1)))
 DEGREE = Number(CONTEXT.divide(PI.re, 180))
 INFINITY = unknown("infinity")._replace(digits=-1)  # equals itself; nothing is computed with it
 
-EXACT = {  # of integers; None where the result is no integer, or a power of over 2,000 digits
+EXACT = {  # of integers; None where the result is not an integer, or a power of over 2,000 digits
     "+": int.__add__,
     "*": int.__mul__,
     "/": lambda a, b: None if a % b else a // b,
@@ -244,7 +244,7 @@ def apply_function(name: str, args: list[Number], varies: bool) -> Number:
     if name not in FORMULAS:  # arcsec
         raise SyntaxError(f"no function {name}")
     if INFINITY.digits in [x.digits for x in args]:
-        raise InvalidOperation("infinity is no number")
+        raise InvalidOperation("infinity is not a number")
     if name in EXACT and all(x.is_whole() and x.re.adjusted() <= 1_000 for x in args):
         value = EXACT[name](*(int(x.re) for x in args))
         if value is not None:

@@ -108,7 +108,7 @@ def call_users(name: str, function: Callable, what: str, *arguments: object) -> 
         return function(*arguments)
     except (KeyboardInterrupt, Stopped):         # a signal that came meanwhile
         raise
-    except BaseException as error:               # asyncio.CancelledError is no Exception
+    except BaseException as error:               # asyncio.CancelledError is not an Exception
         at = traceback.extract_tb(error.__traceback__)[-1]
         raise Stopped(f"{name}: {type(error).__name__}: {first_line(error)} at {at.filename}:"
                       f"{at.lineno} ({what})") from None

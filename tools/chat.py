@@ -94,7 +94,7 @@ def main() -> None:
                         help="longest answer (default: 1024)")
     with env.one_line("chat"):
         args, _ = parse(parser, "plain")
-        with redirect_stdout(sys.stderr):        # stdout has the answers alone
+        with redirect_stdout(sys.stderr):        # stdout has only the answers
             prompt_function(args.prompt_style)   # UserError if there is none
             device, kernels, folder, tokenizer = open_model(args)
             model = load_model(args, device, folder, tokenizer)
