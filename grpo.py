@@ -19,7 +19,8 @@ Padding, a tool's tokens in the middle of an answer, cut and unscorable rows are
 Three policies give each token a probability:
 
     rollout    sampled it: quantized and with AQN's noise; its log-probs were recorded then
-    old        the learner, without noise, at its first pass over the row (see below)
+    old        the learner, without noise, at its first pass over the row (verl's old log-probs are
+               those of the start of the step)
     policy     the learner now: the only one with a gradient
 
     importance weight = min(old / rollout, 2)    corrects for noise and rounding of the rollout
@@ -76,9 +77,9 @@ CORRECTIONS = {
     # that the rollout almost never samples could outweigh all others; 2 is the usual cap (TRL's is
     # 3), also where the rollout is quantized.
     "truncate": Correction("old", 2.0),
-    # PPO's one ratio (1707.06347; QeRL, Eq. 3). Its clip acts on noise and rounding too. It drops
-    # the blame of tokens that noise made likely and keeps their praise, so that the learner comes
-    # to imitate the noise.
+    # PPO's one ratio (1707.06347; QeRL, Eq. 3). Its clip acts on noise and rounding too. A token
+    # that noise made likely has a ratio below 1 - clip_low: with a negative advantage it loses its
+    # gradient, with a positive one it keeps it. So the learner comes to imitate the noise.
     "ppo": Correction("rollout", None),
     # No correction, so the gradient is biased; the authors' code has none either.
     "off": Correction("old", None),
@@ -230,9 +231,8 @@ def token_weights(mask: Tensor, loss: Loss, max_new_tokens: int) -> Tensor:
     tool's output does not dilute the answer's tokens; a row without any such token is not counted.
     """
     lengths = mask.sum(dim=1)                                               # (B,)
-    # At least 1, so that nothing is divided by 0 in an update without any row.
-    rows = (lengths > 0).sum().clamp(min=1)
-    tokens = lengths.sum().clamp(min=1)
+    rows = (lengths > 0).sum()
+    tokens = lengths.sum()
     divisor = loss.divisor(rows, tokens, lengths, max_new_tokens)           # () or (B,)
     return torch.where(mask, (1.0 / divisor.float()).view(-1, 1), 0.0)
 
@@ -301,19 +301,20 @@ def policy_loss(logprobs: LogProbs, advantages: Tensor, row_of_token: Tensor, we
     importance_weight = (1.0 if correction.cap is None
                          else limited_exp(log_weight).clamp(max=correction.cap))
     # The importance weight is positive, so it may be multiplied before min() as well as after it.
-    advantage = advantages[row_of_token] * importance_weight                # (T,)
+    weighted_advantage = advantages[row_of_token] * importance_weight       # (T,)
 
     #                            ratio < 1 - clip_low    in between    ratio > 1 + clip_high
     #     advantage > 0          gradient                gradient      clipped: likely enough
     #     advantage < 0          clipped: rare enough    gradient      gradient
     clipped = ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high)
-    per_token = -torch.min(ratio * advantage, clipped * advantage)
+    per_token = -torch.min(ratio * weighted_advantage, clipped * weighted_advantage)
 
     sums = rollout_sums(policy.detach() - rollout)
-    sums["clip_ratio_low"] = ((advantage < 0) & (ratio < 1 - loss.clip_low)).sum().double()
-    sums["clip_ratio_high"] = ((advantage > 0) & (ratio > 1 + loss.clip_high)).sum().double()
+    sums["clip_ratio_low"] = ((weighted_advantage < 0) & (ratio < 1 - loss.clip_low)).sum().double()
+    sums["clip_ratio_high"] = ((weighted_advantage > 0) & (ratio > 1 + loss.clip_high)).sum().double()
     if reference is not None:
-        # No importance weight here: tokens of the rollout stand for tokens of the policy.
+        # Not reweighted: k3 is averaged over the rollout's tokens, so under noise it is slightly
+        # biased.
         kl = k3(reference - policy)
         per_token = per_token + loss.kl_beta * kl
         sums["kl"] = kl.detach().sum().double()

@@ -35,9 +35,10 @@ from sampler import Row
 class Batch:
     """The answers of one training step: made once, and given to every update on them.
 
-    advantages (B,) fp32 are those of the rows. old holds the old log-probs (grpo.py): for each row
-    that this rank has trained on, those of its tokens at the learner's first pass over it. seen
-    holds the rows that any rank has trained on in an earlier update.
+    advantages (B,) fp32 are those of the rows. old holds the old log-probs (grpo.py) of the rows
+    that this rank has trained on: (completion tokens,) fp32, detached, on the model's device, from
+    the learner's first pass over the row. seen holds the rows that any rank has trained on in an
+    earlier update.
     """
     rows: list[Row]
     advantages: Tensor
@@ -187,8 +188,8 @@ class Learner:
 
         Returns the sums over the tokens that this rank trained on, on the CPU; {} if it has none.
         """
-        # A row of advantage 0 has no gradient, unless the loss has a KL term, and is not computed.
-        # It still counts in the divisor, which is in the weights already.
+        # Without a KL term rows of advantage 0 have no gradient: they are skipped. Such a row still
+        # counts in the divisor, which is in the weights already.
         teaches = (batch.advantages != 0) | self.loss.acts_on_all_rows
         trained = torch.nonzero((weights > 0).any(dim=1) & teaches)[:, 0].tolist()
         prompts = [batch.rows[b].prompt for b in trained]

@@ -259,8 +259,8 @@ class TorchEngine:
     GraphEngine's buffers.
     """
     window = 1                                   # decode steps before the CPU reads the tokens
-    # kv_blocks up to which a prefill takes waiting prefixes along. None on a CPU, where a token
-    # costs as much now as later; a GPU reads all weights for each prefill, however short it is.
+    # kv_blocks up to which a prefill takes waiting prefixes along. A GPU reads all weights for each
+    # prefill, however short it is; on a CPU prefilling early saves nothing.
     prefill_ahead = 0
 
     def __init__(self, model: Qwen, kv: Tensor, max_rows: int):

@@ -64,7 +64,8 @@ def score(grade: Callable, problems: list, rollouts: Rollouts) -> Rollouts:
     whether the answer has the form that was asked for, `finished` whether it came to its end before
     --max-new-tokens.
     Two values are added here. `extra` is that part, which compare() counts apart from `task`.
-    `reward` = task + extra is only logged; what grpo.py calls rewards is only the `task`.
+    grpo.group_advantages gets `task` as the reward, and `extra` beside it. `reward`, their sum, is
+    only logged.
     """
     for row, found in zip(rollouts.rows, grade(problems, rollouts.rows), strict=True):
         extra = found.get("parts", {}).get("shaping", 0.0)
@@ -115,12 +116,13 @@ def plan_updates(rollouts: Rollouts, loss: grpo.Loss, rollout: Rollout, optim: O
 
 def learning_rates(optim: Optim, step: int, steps: int, count: int) -> list[float]:
     """The rates of the `count` optimizer steps of training step `step`, of `steps` in the run."""
-    # + 0.5: rates are taken in the middle of a step. At its start the first one would be 0.
+    # + 0.5: the rate at an update's midpoint, so that a warm-up does not begin with 0.
     return [learning_rate(optim, (step + (u + 0.5) / count) / steps) for u in range(count)]
 
 
 def learning_rate(optim: Optim, fraction: float) -> float:
-    """The rate when this fraction of the run is done: a linear warm-up, then --lr-schedule."""
+    """The rate when this fraction, 0 to 1, of the run is done: a linear warm-up, then --lr-schedule.
+    """
     if fraction < optim.warmup:
         return optim.lr * fraction / optim.warmup
     if optim.lr_schedule == "constant":          # it falls to 0 in the last quarter
@@ -168,7 +170,8 @@ def report(rollouts: Rollouts, advantages: torch.Tensor, weights: list[torch.Ten
     last = grpo.summarize(trained[-1].sums)
     metrics |= {key: value for key, value in last.items() if key.startswith("clip_ratio")}
     metrics |= {"grad_norm": trained[-1].grad_norm, "lr": updates[-1].lr}
-    return metrics | {"idle": rollouts.idle, "tokens_per_s": rollouts.num_tokens / rollouts.seconds}
+    seconds = rollouts.seconds or math.inf       # 0: a user's function that samples did not say
+    return metrics | {"idle": rollouts.idle, "tokens_per_s": rollouts.num_tokens / seconds}
 
 
 @dataclass
@@ -202,8 +205,8 @@ def conclude(run: Run, sample: Callable, progress: Progress, metrics: dict, rows
     """What follows a step's update: tells its numbers, evaluates where that is due, writes the
     step's files -> where the run stands. Stopped if going on makes no sense (console.Watch).
 
-    progress: where it stands but for the best evaluation. evaluation: that of before training, in
-    step 0, which is logged with this step.
+    progress: after this step, its `best` not yet updated. evaluation: made before training if this
+    is step 0, and logged with it, else None.
     """
     watching = run.settings.watching
     run.console.tell(metrics, updates)
@@ -240,7 +243,7 @@ def record(run: Run, progress: Progress, metrics: dict, rows: list[Row],
         if evaluated:
             run.folder.log("held_out.jsonl",
                            [{"step": metrics["step"], **row} for row in evaluated])
-        # Before the step counts as done: if the run ends here, it is done again, and so is this.
+        # Before snapshot(): a run that dies here repeats the step and this file.
         if watching.keep and progress.step % watching.keep == 0:
             run.folder.keep_adapter(f"step_{progress.step:06d}")
         if watching.keep and is_best:
@@ -284,7 +287,8 @@ def train(run: Run, sample: Callable = Sampler.generate) -> None:
             mine = sample(run.sampler, prompts, G, sampling, places)
 
         # 2) Score. Then every rank gets the rows of all, in the same order.
-        rollouts = functools.reduce(operator.add, gather([score(run.grade, problems, mine)]))
+        scored = score(run.grade, problems, mine)
+        rollouts = functools.reduce(operator.add, gather([scored]))
         advantages = compare(rollouts.rows, G, objective.advantage_scale)
 
         # 3) Update the adapter.

@@ -99,6 +99,7 @@ def test_one_stage_is_clean_and_two_stages_have_one_noisy_one():
 
 def test_zero_start_is_no_noise_and_impossible_ranges_stop():
     assert sigma_at(500, 600, 0, 5e-4, 10) == 0
+    assert sigma_at(500, 600, 1e-2, 1e-2, 10) == pytest.approx(1e-2)      # a constant noise is allowed
     for bad in (dict(sigma_start=1e-4, sigma_end=1e-2), dict(sigma_start=1e-2, sigma_end=0)):
         with pytest.raises(AssertionError, match="sigma_end"):
             sigma_at(0, 600, num_stages=10, **bad)

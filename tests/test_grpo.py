@@ -171,6 +171,7 @@ def test_large_rewards_are_told_apart_and_rounding_is_no_difference():
     large = torch.tensor([2e7, 2e7 + 1, 2e7 + 2, 2e7 + 3], dtype=torch.float64)
     assert group_advantages(large, 4, "none").tolist() == [-1.5, -0.5, 0.5, 1.5]
     rounded = torch.tensor([0.1 + 0.2, 0.3, 0.3, 0.3], dtype=torch.float64)
+    assert informative_groups(torch.tensor([1.0, 1.0 + 1e-8, 1.0, 1.0], dtype=torch.float64), 4).item()
     extra = torch.tensor([1.0, 0, 0, 0])
     assert group_advantages(rounded, 4, "group", extra).tolist() == [0] * 4
 
@@ -397,7 +398,8 @@ def test_low_precision_log_probs_stop():
 @pytest.mark.parametrize("ref,sign", [(-0.5, -1), (-2.0, +1), (-1.0, 0)])
 def test_kl_pulls_towards_the_reference(ref, sign):
     # logprob -1. A reference that likes the token more wants it up (negative gradient), one that likes it less, down.
-    _, grad, sums = one_token(1.0, 0.0, ref_logprobs=torch.tensor([ref]).double(), kl_beta=0.5)
+    # gap: the importance weight of 1.9 does not weigh the KL term.
+    _, grad, sums = one_token(1.0, 0.0, gap=1.9, ref_logprobs=torch.tensor([ref]).double(), kl_beta=0.5)
     assert grad == pytest.approx(0.5 * (1 - math.exp(ref + 1))) and math.copysign(1, grad) * (grad != 0) == sign
     assert summarize(sums)["kl"] == pytest.approx(math.exp(ref + 1) - 1 - (ref + 1))
 

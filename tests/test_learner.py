@@ -147,6 +147,10 @@ def test_masked_tokens_are_conditioned_on_and_in_no_gradient_divisor_or_metric(t
     sums = learner.update(batch, weights, lr=0.0).sums
     assert difference(learner.adapter, {name: want[name] for name in tensors}) < 1e-5
     assert sums["tokens"] == mask.sum() and all(value.isfinite() for value in sums.values())
+    _, entropies = learner.model.token_logprobs([row.prompt + row.completion for row in rollouts.rows],
+                                                [len(row.prompt) for row in rollouts.rows], TEMPERATURE)
+    sampled = torch.cat([row_mask[:len(row.completion)] for row, row_mask in zip(rollouts.rows, mask)])
+    assert sums["entropy"] == pytest.approx(entropies[sampled].sum().item(), rel=1e-5)
     # Another token of the tool changes what comes after it.
     gradient = learner.adapter.master.grad.clone()
     row = next(b for b, c in enumerate(rollouts.completions) if len(c) > 4 and mask[b].any())

@@ -53,6 +53,8 @@ def test_every_a_starts_uniform_as_pefts_does_and_every_b_at_zero(tiny):
         bound = linear.weight.K ** -0.5
         assert 0.99 * bound < linear.a.max() <= bound and -bound <= linear.a.min() < -0.99 * bound
         assert abs(linear.a.mean()) < 0.1 * bound and not linear.b.any()
+    first, other = (attach(model, rank=8, seed=seed).linears[0].a.clone() for seed in (0, 1))
+    assert not torch.equal(first, other)
 
 
 def test_of_two_adapters_that_are_loaded_in_turn_a_sampler_takes_the_last(tiny, tmp_path):
