@@ -157,7 +157,8 @@ def provenance(hardware: str) -> dict:
         commit = None
     versions = {"python": platform.python_version()} | {name: version(name) for name in LIBRARIES}
     return {"commit": commit, "versions": versions, "hardware": hardware,
-            "command": f"python {shlex.join(sys.argv)}", "date": now()}
+            "program": Path(sys.argv[0]).name, "command": f"python {shlex.join(sys.argv)}",
+            "date": now()}
 
 
 def now() -> str:

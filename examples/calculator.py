@@ -46,10 +46,13 @@ def calculate(text: str) -> str:
 class Turns:
     """A function like Sampler.generate, whose answers may have several turns."""
 
-    def __init__(self, tokenizer, tool=calculate):
+    def __init__(self, tokenizer, tool=calculate, calls=("=", " =")):
+        """tool(what the answer says so far) -> what is appended. calls: texts that end a turn, of one
+        token each.
+        """
         self.tokenizer = tokenizer
         self.tool = tool
-        self.calls = {*tokenizer.encode("="), *tokenizer.encode(" =")}
+        self.calls = {token for text in calls for token in tokenizer.encode(text)}
 
     def __call__(self, sampler: Sampler, prompts: list, group_size: int, sampling: Sampling,
                  places: range | list) -> Rollouts:

@@ -351,6 +351,11 @@ def begin(run: Run) -> Progress:
         if began_on != hardware:
             say(f"continues with {hardware}, began with {began_on}: its last digits can differ from "
                 "those of a run that was not interrupted")
+        program = about["about"]["program"]
+        began_as = before.get("about", {}).get("program", program)
+        if began_as != program:
+            say(f"continues as {program}, began as {began_as}: run.json does not hold what that program "
+                "sets, such as a tool or an optimizer")
         changes = {name: run.flags[name] for name in MAY_MOVE if run.flags[name] != before[name]}
         if progress.step < general.steps:
             changes |= {"steps": general.steps, "resumed": env.now(), "ended": None}

@@ -24,7 +24,7 @@ import grpo
 import lora
 from files import UserError
 from harness.config import read_settings
-from learner import Batch, Learner
+from learner import AdamW, Batch, Learner
 from model import load
 from sampler import Sampler, Sampling, TorchEngine
 
@@ -122,7 +122,8 @@ def test_after_five_steps_the_sampler_draws_from_the_learners_weights(tiny, shap
         assert torch.equal(again(tokens), model(tokens))
 
 
-def test_a_parameter_takes_18_bytes(tiny):
+def test_a_parameter_takes_18_bytes(tiny, monkeypatch):
+    monkeypatch.setattr(Learner, "OPTIMIZER", AdamW)
     model = load(tiny["tied"].folder, "bf16", "cpu", "bfloat16")
     weights = full.attach(model)
     learner = some_learner(model)
