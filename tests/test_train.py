@@ -223,7 +223,7 @@ def some_update(ratio, grad_norm):
 
 
 def test_each_update_has_the_rate_of_its_middle():
-    optim = settings_of("--lr", "1").optim
+    optim = settings_of("--lr", "1", "--lr-schedule", "cosine").optim
     rates = [(1 + math.cos(math.pi * (x - 0.1) / 0.9)) / 2 for x in (0.4125, 0.4375, 0.4625, 0.4875)]
     assert train_py.learning_rates(optim, 4, 10, 4) == pytest.approx(rates)
 
@@ -274,7 +274,7 @@ def test_a_16_bit_model_is_calibrated_on_a_gpu():
 
     assert decided("cuda", "--model", "x") == 128
     assert decided("cpu", "--model", "x") == 0 == decided("cuda", "--model", "x", quantization_config=NVFP4_CONFIG)
-    assert decided("cuda", "--model", "x", "--base", "bf16") == 0 == decided("cuda")      # the tiny model's own default
+    assert decided("cuda", "--model", "x", "--base", "bf16") == 0
     assert decided("cuda", "--model", "x", "--calibrate", "16") == 16
     assert decided("cuda", "--model", "x", "--calibrate", "0") == 0
 
