@@ -9,6 +9,7 @@ import functools
 import json
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 import test_learner
@@ -27,6 +28,7 @@ from harness.config import read_settings
 from learner import AdamW, Batch, Learner
 from model import load
 from sampler import Sampler, Sampling, TorchEngine
+from tools import convert
 
 runs = test_train.runs                           # the fixture
 FAMILIES = ["tied", "untied", "qwen3-tied", "qwen3-untied"]
@@ -170,6 +172,8 @@ def test_a_run_that_is_killed_goes_on_to_the_same_bytes_and_leaves_a_model(runs,
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [row["completion"] for row in rows] == [row["completion"] for row in last]
     assert [row["mean_logprob"] for row in rows] == [row["mean_logprob"] for row in last]
+    with pytest.raises(UserError, match="--train full"):                 # there is no adapter to merge
+        convert.write_merged(SimpleNamespace(source="full", out=tmp_path / "merged", device="cpu"))
 
 
 @pytest.mark.parametrize("flags,named", [

@@ -65,6 +65,9 @@ def convert_to_nvfp4(args: argparse.Namespace) -> None:
 def write_merged(args: argparse.Namespace) -> None:
     """A run's model and adapter -> the new folder args.out in bf16."""
     trained = config.settings_of_run(args.source).model
+    if trained.train == "full":
+        raise UserError(f"{args.source}: was trained with --train full, so there is no adapter to "
+                        f"merge; the model is {Path(args.source) / 'model'}")
     device = device_of(args.device, args.source)
     if trained.base != "bf16":
         kernels_for(device, "auto")              # refuses a GPU that has none
