@@ -6,7 +6,7 @@ paper, and no part of QeRL.
     learner = Learner(model, loss)               # as with an adapter
     save(model, weights.master.cpu(), folder)    # a model folder
 
-Weights has the interface of lora.Adapter, so learner, sampler and checkpoints take either. AdamW
+Weights stands in for lora.Adapter, so learner, sampler and checkpoints take either. AdamW
 updates `master` in fp32. The model computes with its matrices rounded to bf16, which sync() writes
 where the sampler's CUDA graphs read them; norms and biases are few, and stay fp32. A CPU computes
 with the same bf16 numbers in fp32. So a saved folder is the model that sampled, to the last bit.
@@ -38,10 +38,8 @@ import lora
 from files import UserError
 from model import Qwen
 from nvfp4 import FORMATS, Weight
-from ops import add_mm, mm, mm_fp32, softmax_at, token_logprobs
+from ops import LOGIT_ROWS, add_mm, mm, mm_fp32, softmax_at, token_logprobs
 from weights import save_model
-
-CHUNK = 512                                      # rows of logits at a time, as in ops.py
 
 # -----------------------------------------------------------------------------
 # The gradients that an adapter does not need
@@ -100,8 +98,8 @@ class _Score(torch.autograd.Function):
     def backward(ctx, dlogprobs, _):
         x, rstd, targets = ctx.saved_tensors
         dx, drstd = torch.empty_like(x), torch.empty_like(rstd)
-        for i in range(0, len(x), CHUNK):
-            s = slice(i, i + CHUNK)
+        for i in range(0, len(x), LOGIT_ROWS):
+            s = slice(i, i + LOGIT_ROWS)
             upstream = dlogprobs[s, None]
             scale = rstd[s] / ctx.temperature
             (picked, _, mean_logit), dlogits = softmax_at(
@@ -187,9 +185,6 @@ class Weights:
         """
         for copy, exact in zip(self.unflatten(self.working), self.unflatten(self.master)):
             copy.copy_(exact.bfloat16())
-
-    def off(self):
-        raise NotImplementedError("a KL term needs a copy of the model before training")
 
     def tensors(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         """A vector laid out like master -> (Hugging Face's name, tensor) of all parts: the matrices

@@ -310,8 +310,10 @@ def policy_loss(logprobs: LogProbs, advantages: Tensor, row_of_token: Tensor, we
     per_token = -torch.min(ratio * weighted_advantage, clipped * weighted_advantage)
 
     sums = rollout_sums(policy.detach() - rollout)
-    sums["clip_ratio_low"] = ((weighted_advantage < 0) & (ratio < 1 - loss.clip_low)).sum().double()
-    sums["clip_ratio_high"] = ((weighted_advantage > 0) & (ratio > 1 + loss.clip_high)).sum().double()
+    clipped_low = (weighted_advantage < 0) & (ratio < 1 - loss.clip_low)
+    clipped_high = (weighted_advantage > 0) & (ratio > 1 + loss.clip_high)
+    sums["clip_ratio_low"] = clipped_low.sum().double()
+    sums["clip_ratio_high"] = clipped_high.sum().double()
     if reference is not None:
         # Not reweighted: k3 is averaged over the rollout's tokens, so under noise it is slightly
         # biased.

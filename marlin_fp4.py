@@ -58,7 +58,8 @@ TILE_SIDE = 128
 A_TILE = 64
 # Rows of x up to which a decode step decodes W in registers instead of expanding it, on a Hopper
 # and on other GPUs: there mma.sync would take longer than W's expansion (docs/kernels.md).
-MAX_DECODE_ROWS = {"hopper": 512, "other": 256}
+MAX_DECODE_ROWS_HOPPER = 512
+MAX_DECODE_ROWS = 256
 
 
 # -----------------------------------------------------------------------------
@@ -274,7 +275,7 @@ class PackedWeight(Weight):
     def expands(self, rows: int) -> bool:
         """Whether a decode step of `rows` rows takes expanded_matmul."""
         hopper = capability(self.device)[0] == 9
-        return rows > MAX_DECODE_ROWS["hopper" if hopper else "other"]
+        return rows > (MAX_DECODE_ROWS_HOPPER if hopper else MAX_DECODE_ROWS)
 
 
 def pack(packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Tensor,

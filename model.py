@@ -322,8 +322,9 @@ class Qwen(torch.nn.Module):
 # -----------------------------------------------------------------------------
 # Loading
 
-def load(folder: str | Path | ModelFolder, base: str = "nvfp4", device: torch.device | str | None = None,
-         dtype: torch.dtype | str | None = None, live_vocab: int | None = None) -> Qwen:
+def load(folder: str | Path | ModelFolder, base: str = "nvfp4",
+         device: torch.device | str | None = None, dtype: torch.dtype | str | None = None,
+         live_vocab: int | None = None) -> Qwen:
     """Read a checkpoint, of 16-bit files or compressed-tensors NVFP4, with its linears as `base`.
 
     It is quantized matrix by matrix as it is read, so the peak of memory is the result plus one

@@ -197,6 +197,10 @@ def softmax_at(products: Tensor, scale: Tensor, targets: Tensor, live: int,
     return sums, F.pad(dlogits, (0, products.shape[1] - live)).to(dtype)
 
 
+# Rows whose logits exist at a time: 0.3 GB in fp32 at a vocabulary of 152k.
+LOGIT_ROWS = 512
+
+
 class _TokenLogprobs(torch.autograd.Function):
     """Log-probs in chunks of rows. Their gradient is computed in the forward pass already.
 
@@ -208,8 +212,6 @@ class _TokenLogprobs(torch.autograd.Function):
     drops the logits; the backward pass multiplies by dL/dlogprob. Keeping the logits of 8,192
     tokens would take 5 GB at a vocabulary of 152k.
     """
-    CHUNK = 512                                  # rows: 0.3 GB of fp32 logits at V = 152k
-
     @staticmethod
     def forward(ctx, x, rstd, head, targets, live, temperature):
         n = x.shape[0]
@@ -220,8 +222,8 @@ class _TokenLogprobs(torch.autograd.Function):
             dx = torch.empty(x.shape, device=x.device)
             drstd = torch.empty_like(rstd)
             dtype = x.dtype
-        for i in range(0, n, _TokenLogprobs.CHUNK):
-            s = slice(i, i + _TokenLogprobs.CHUNK)
+        for i in range(0, n, LOGIT_ROWS):
+            s = slice(i, i + LOGIT_ROWS)
             scale = rstd[s] / temperature                                       # (c, 1)
             products = mm_fp32(x[s], head.T)                                    # (c, V)
             sums, dlogits = softmax_at(products, scale, targets[s], live, dtype)

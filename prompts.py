@@ -347,8 +347,8 @@ def usable_problems(settings, tokenizer: Tokenizer, source: str, split: str) -> 
     disagreeing = [p.question for p in readable if not settings.reward and not
                    is_equal(golds.setdefault((p.system, p.question), p.answer), p.answer)]
     if disagreeing:
-        say(f"{source}: {counted(len(disagreeing), 'problem')} with the question of another one and "
-            f"another answer, such as {disagreeing[0][:60]!r}")
+        say(f"{source}: {counted(len(disagreeing), 'problem')} with the question of another one "
+            f"and another answer, such as {disagreeing[0][:60]!r}")
     most = settings.max_prompt_tokens
     problems = encode_prompts(tokenizer, readable, settings.prompt_style, most)
     long = len(readable) - len(problems)

@@ -156,13 +156,14 @@ def grade_rows(tokenizer: "prompts.Tokenizer", problems: list,  # noqa: F821
         }
         if plug_in:
             first = i - i % group_size
-            found["parts"] = plug_in(text, problem, texts[first:first + group_size],
-                                     length=found["length"], finished=found["finished"])
-            found["task"] = sum(value for name, value in found["parts"].items() if name != "shaping")
-            if "correct" in found["parts"]:
-                found["correct"] = float(found["parts"]["correct"] == 1)
-            if math.isnan(found["parts"].get("shaping", 0.0)):
-                found["task"] = math.nan           # unscorable, as with NaN in any other part
+            parts = plug_in(text, problem, texts[first:first + group_size],
+                            length=found["length"], finished=found["finished"])
+            found["parts"] = parts
+            found["task"] = sum(value for name, value in parts.items() if name != "shaping")
+            if "correct" in parts:
+                found["correct"] = float(parts["correct"] == 1)
+            if math.isnan(parts.get("shaping", 0.0)):
+                found["task"] = math.nan         # unscorable, as with NaN in any other part
         graded.append(found)
     return graded
 

@@ -452,6 +452,7 @@ class Sequence:
         return self.finished or self.pos == self.limit
 
     def as_row(self) -> Row:
+        """What it has become, not yet graded."""
         return Row(self.prompt, self.completion, torch.tensor(self.logprobs), self.finished)
 
 
@@ -690,8 +691,8 @@ class Sampler:
         # (steps, n): True for what a row drew before its end
         counts = torch.arange(len(logprobs))[:, None] < made
         if not logprobs[counts].isfinite().all():
-            raise Stopped("a sampled token's log-prob is not finite: the temperature is too low, or "
-                          "the weights or the adapter are too large")
+            raise Stopped("a sampled token's log-prob is not finite: the temperature is too low, "
+                          "or the weights or the adapter are too large")
         tokens = tokens.cpu().T.tolist()
         logprobs = logprobs.T.tolist()
         made = made.tolist()

@@ -7,10 +7,10 @@ QeRL's training loop: GRPO/DAPO of Qwen2.5 and Qwen3 with frozen 4-bit weights, 
     python train.py --resume --out runs/x      continue the run in runs/x, with its settings
     torchrun --nproc-per-node 8 train.py ...   the same; each GPU answers an eighth of the problems
 
-AQN, adaptive quantization noise, is Gaussian noise on the weights of the norms while sampling. A
-training step has four parts, in train() at the end of this file:
+AQN, adaptive quantization noise, is Gaussian noise on the weights of the norms while sampling, off
+by default (--sigma-start). A training step has four parts, in train() at the end of this file:
 
-    sample    a group of G answers to each of P problems, with that noise
+    sample    a group of G answers to each of P problems, with that noise if it is on
     score     grade each answer, and compare it with the others of its group
     update    the adapter, so that the better answers of a group become likelier
     report    the step's numbers and answers; now and then an evaluation and a checkpoint
@@ -22,7 +22,8 @@ the rows of all, so advantages and weights do not depend on how many ranks there
 
 A run folder holds run.json (the settings, the versions of the libraries, the machine),
 metrics.jsonl (one object a step), samples.jsonl (every answer with its verdict), held_out.jsonl
-(the same of the evaluations), adapter/ (in PEFT's format) and checkpoints/ (the last two).
+(the same of the evaluations), adapter/ (in PEFT's format; model/ with --train full) and
+checkpoints/ (the last two).
 
 In other files: how a run is set up (harness/setup.py), its settings (harness/config.py).
 Not supported: training a reward model.
@@ -121,8 +122,7 @@ def learning_rates(optim: Optim, step: int, steps: int, count: int) -> list[floa
 
 
 def learning_rate(optim: Optim, fraction: float) -> float:
-    """The rate when this fraction, 0 to 1, of the run is done: a linear warm-up, then --lr-schedule.
-    """
+    """The rate when this fraction of the run, 0 to 1, is done: a warm-up, then --lr-schedule."""
     if fraction < optim.warmup:
         return optim.lr * fraction / optim.warmup
     if optim.lr_schedule == "constant":          # it falls to 0 in the last quarter
@@ -203,7 +203,7 @@ def conclude(run: Run, sample: Callable, progress: Progress, metrics: dict, rows
              advantages: torch.Tensor, updates: list[Update], evaluation: Evaluation | None
              ) -> Progress:
     """What follows a step's update: tells its numbers, evaluates where that is due, writes the
-    step's files -> where the run stands. Stopped if going on makes no sense (console.Watch).
+    step's files -> where the run stands. Stopped if continuing makes no sense (console.Watch).
 
     progress: after this step, its `best` not yet updated. evaluation: made before training if this
     is step 0, and logged with it, else None.

@@ -153,8 +153,8 @@ class ModelFolder:
         """Tells weights of the same shapes apart: of the first 4,096 numbers of each tensor, since
         to read a 7B whole would take a minute.
 
-        linears False: of the embedding, norms and biases alone, rounded to bf16. A model has these in
-        common with what was made of it by rounding to 4 bits or by merging an adapter.
+        linears False: only of the embedding, norms and biases, rounded to bf16. A model has these
+        in common with what was made of it by rounding to 4 bits or by merging an adapter.
         """
         shards = Shards(self.path)
         digest = hashlib.sha256()

@@ -5,7 +5,7 @@ A tool in the middle of an answer: a calculator that the model calls by writing 
     ... --no-results                                       the same, and nobody answers the calls
 
 An answer is written in turns. A turn ends where the model writes "=". Then the result is appended
-with mask 0, so that the model reads it and is not trained on it, and the model goes on:
+with mask 0, so that the model reads it and is not trained on it, and the model continues:
 
     Step by step: 7*9= | 15 | , 15-8= | 19 | . The answer is \\boxed{19}.
              sampled   tool  sampled   tool  sampled
@@ -15,6 +15,7 @@ clock in the afternoon, from 13 to 24, and so do the right answers. For an ordin
 return its argument, and name another model and --data.
 """
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -39,15 +40,20 @@ def clock(number: int) -> int:
 
 def calculate(text: str) -> str:
     """The result of the expression before the last = of a text; "" if there is none."""
-    call = re.search(r"\d+([-+*]\d+)+=$", text)
-    return str(clock(eval(re.sub(r"\b0+(?=\d)", "", call[0][:-1])))) if call else ""
+    call = re.search(r"(?<!\d)\d{1,9}([-+*]\d{1,9})+=$", text)
+    if not call:
+        return ""
+    # Not eval(): a tool gets what a model wrote. A term is a sign and numbers to multiply.
+    terms = re.findall(r"([-+]?)([\d*]+)", call[0])
+    return str(clock(sum(int(f"{sign}1") * math.prod(map(int, numbers.split("*")))
+                         for sign, numbers in terms)))
 
 
 class Turns:
     """A function like Sampler.generate, whose answers may have several turns."""
 
     def __init__(self, tokenizer, tool=calculate, calls=("=", " =")):
-        """tool(what the answer says so far) -> what is appended. calls: texts that end a turn, of one
+        """tool(what the answer says so far) -> what is appended. calls: texts that end a turn, one
         token each.
         """
         self.tokenizer = tokenizer
@@ -92,8 +98,9 @@ def main() -> None:
     flags = [flag for flag in sys.argv[1:] if flag != "--no-results"]
     problems = Path("runs/clock.jsonl")
     problems.parent.mkdir(exist_ok=True)
-    problems.write_text("".join(json.dumps({"question": question, "answer": str(clock(int(answer)))})
-                                + "\n" for _, question, answer in arithmetic("train")))
+    rows = [{"question": question, "answer": str(clock(int(answer)))}
+            for _, question, answer in arithmetic("train")]
+    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with env.one_line("calculator.py"):
         settings, before = read_settings(["--data", str(problems), *flags])
         with claimed(Path(settings.general.out), before is not None):
@@ -103,8 +110,8 @@ def main() -> None:
         train.train(run, sample)
     answers = [answer for answer, _ in read_log(run.folder.path / "samples.jsonl")]
     for step in (0, settings.general.steps - 1):
-        texts = [answer["completion"] for answer in answers if answer["step"] == step]
-        print(f"step {step + 1}: {sum('=' in text for text in texts) / len(texts):.0%} of answers call")
+        calls = ["=" in answer["completion"] for answer in answers if answer["step"] == step]
+        print(f"step {step + 1}: {sum(calls) / len(calls):.0%} of answers call")
 
 
 if __name__ == "__main__":

@@ -766,8 +766,8 @@ def uniform(key, pos):
 
 @triton.jit
 def inverse_cdf(masses, i, target):
-    """-> the first i that has mass and at which masses (of places i) add up to more than target, and
-    the target less everything in front of that place, at least 0.
+    """-> the first i that has mass and at which masses (of places i) add up to more than target,
+    and the target less everything in front of that place, at least 0.
 
     The sums are made in blocks and round differently, so from one place to the next they can fall
     by an ulp, and what is left can come out a little below 0.

@@ -75,8 +75,8 @@ class Model:
     """model and adapter"""
     model: str = setting(str(TINY_MODEL), "folder, Hugging Face id, or a name such as qwen2.5-7b; "
                          "tiny: the bundled model, with defaults of its own (default: tiny)")
-    train: str = setting("lora", "lora: an adapter on frozen weights; full: all weights of a 16-bit "
-                         "model, with --base bf16 and --lr 1e-5 by default",
+    train: str = setting("lora", "lora: an adapter on frozen weights; full: all weights of a "
+                         "16-bit model, with --base bf16 and --lr 1e-5 by default",
                          choices=("lora", "full"))
     base: str = setting("nvfp4", "format of the frozen linears", choices=nvfp4.FORMATS)
     calibrate: int | None = setting(

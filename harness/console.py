@@ -45,7 +45,7 @@ class Watch:
 
     It counts from 0 in a resumed run.
     """
-    # A run without a finite update in PATIENCE steps cannot recover: its adapter no longer changes.
+    # A run without a finite update in PATIENCE steps cannot recover: its adapter stays as it is.
     # Anything else may get better by itself, so it is only a warning.
 
     def __init__(self, settings: Settings):

@@ -366,7 +366,7 @@ class RunFolder:
 
 
 def trim_log(path: Path, step: int) -> None:
-    """Cuts a log after its last line of a step before `step`. Says so if there is no log any more."""
+    """Cuts a log after its last line of a step before `step`. Says so if the log is missing."""
     if not path.exists():
         if step:
             say(f"{path} is missing: it begins again at step {step}")

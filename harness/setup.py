@@ -205,13 +205,15 @@ def check_same_on_all_ranks(settings: Settings, problems_sha256: str) -> None:
 
 
 def check_full_size(settings: Settings, sizes: qwen.ModelConfig, device: torch.device) -> None:
-    """UserError if --train full does not fit: on a GPU, or on the host, which keeps what a checkpoint
-    holds, and holds it twice more while safetensors makes a file of it.
+    """UserError if --train full does not fit, on a GPU or on the host.
+
+    The host keeps what a checkpoint holds, and twice more while safetensors makes a file of it.
     """
     parameters = memory.model_bytes(sizes, "bf16", 0)[0] / 2     # 16 bits each
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") \
         else math.inf
-    state, saved = Learner.state_bytes(1, torch.bfloat16), 3 * (4 + Learner.OPTIMIZER.state_bytes(1))
+    state = Learner.state_bytes(1, torch.bfloat16)
+    saved = 3 * (4 + Learner.OPTIMIZER.state_bytes(1))
     if device.type == "cuda":
         limit = memory.free_memory(settings.memory.memory_gib) - memory.CUDA_CONTEXT
         full.check_size(settings.model.model, parameters, state, limit, "the GPU's memory")
@@ -306,8 +308,8 @@ def divide_memory(model: qwen.Qwen, learner: Learner, engine: Callable, limits: 
             if not began:
                 raise
             say(f"the KV pool of {began.kv_gib:.2f} GiB and the micro-batches of "
-                f"{began.micro_batch_tokens:,} tokens that the run began with do not fit ({error}); "
-                "with others its last digits can differ from those of a run that was not "
+                f"{began.micro_batch_tokens:,} tokens that the run began with do not fit ({error})"
+                "; with others its last digits can differ from those of a run that was not "
                 "interrupted")
             plan = plan_of(limits)
         plan.pool = min(gather([plan.pool]))     # run.json has one pool for all ranks,
@@ -349,13 +351,13 @@ def begin(run: Run) -> Progress:
     if before:
         began_on = before.get("about", {}).get("hardware", hardware)
         if began_on != hardware:
-            say(f"continues with {hardware}, began with {began_on}: its last digits can differ from "
-                "those of a run that was not interrupted")
+            say(f"continues with {hardware}, began with {began_on}: its last digits can differ "
+                "from those of a run that was not interrupted")
         program = about["about"]["program"]
         began_as = before.get("about", {}).get("program", program)
         if began_as != program:
-            say(f"continues as {program}, began as {began_as}: run.json does not hold what that program "
-                "sets, such as a tool or an optimizer")
+            say(f"continues as {program}, began as {began_as}: run.json does not hold what a "
+                "program of one's own sets, such as a tool or an optimizer")
         changes = {name: run.flags[name] for name in MAY_MOVE if run.flags[name] != before[name]}
         if progress.step < general.steps:
             changes |= {"steps": general.steps, "resumed": env.now(), "ended": None}

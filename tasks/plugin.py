@@ -97,8 +97,8 @@ class Reward:
 def call_users(name: str, function: Callable, what: str, *arguments: object) -> object:
     """Calls a user's function; if it raises, Stopped says where in the user's file.
 
-    name: the flag; what: the problem that it was called for; both are for messages. A call that does
-    not return is never ended, since nobody knows how long it may take; but now and then a line says
+    name: the flag; what: the problem that it was called for; both are for messages. A call that
+    does not return is never ended, since nobody knows how long it may take, but tell_if_slow() says
     so.
     """
     folder = os.getcwd()

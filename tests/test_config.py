@@ -81,7 +81,8 @@ def test_edges_of_ranges_are_taken(flags):
 @pytest.mark.parametrize("flags", [
     "--sigma-end 1e-2 --sigma-start 1e-4", "--noise-stages 1 --sigma-start 5e-2", "--temperature 1e-4",
     "--warmup 0.8 --lr-schedule constant", "--weight-decay 0.5 --lr 2", "--prompts-per-step 600000",
-    "--calibrate 8 --base nf4", "--noise-schedule cosine", "--noise-stages 4", "--sigma-end 1e-4"])    # no noise is the default
+    "--calibrate 8 --base nf4", "--noise-schedule cosine", "--noise-stages 4",
+    "--sigma-end 1e-4"])                                                  # no noise is the default
 def test_flags_that_contradict_each_other(flags):
     flag = flags.split()[0]
     with pytest.raises(UserError, match=f"^{flag} "):

@@ -190,9 +190,9 @@ def test_the_sampler_applies_the_adapter(adapted, run, monkeypatch):
     (["--adapter", "nowhere"], ["nowhere/adapter_config.json"]), (["--data", "nowhere.jsonl"], ["nowhere.jsonl"]),
     (["--device", "abacus"], ["--device abacus"]), (["--device", "cuda:9"], ["--device cuda:9"]),
     (["--memory-gib", "4"], ["--memory-gib"]), (["--reward", "no:f"], ["--reward no:f"]),
-    (["--prompt-style", "odd"], ["--prompt-style odd"]), (["nowhere"], ["nowhere/run.json"]), ([str(TINY)], ["--model"]),
-    (["--out", "taken.jsonl"], ["--out taken.jsonl"]), (["--out", "taken.jsonl/x"], ["taken.jsonl"]),
-    (["--out", "."], ["."]),
+    (["--prompt-style", "odd"], ["--prompt-style odd"]), (["nowhere"], ["nowhere/run.json"]),
+    ([str(TINY)], ["--model"]), (["--out", "taken.jsonl"], ["--out taken.jsonl"]),
+    (["--out", "taken.jsonl/x"], ["taken.jsonl"]), (["--out", "."], ["."]),
     (["--against", "nowhere.jsonl"], ["nowhere.jsonl"]), (["--against", "taken.jsonl"], ["--against taken.jsonl:2"]),
     (["--against", "seven.jsonl"], ["--against seven.jsonl:2"]), (["--against", "other.jsonl"], ["--against"]),
     (["--samples", "2", "--temperature", "1e-45"], ["temperature"])])

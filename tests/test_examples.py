@@ -47,8 +47,8 @@ def test_the_shaping_of_my_reward_never_outvotes_the_task(score):
 # calculator.py
 
 @pytest.mark.parametrize("text,result", [
-    ("7*9=", 15), ("so 2+3*4=", 14), ("7*9=15, 15-8=", 19), ("12-14=", 22), ("007+8=", 15), ("=", ""), ("5=", ""), ("a+b=", ""),
-    ("7*9= ", "")])
+    ("7*9=", 15), ("so 2+3*4=", 14), ("7*9=15, 15-8=", 19), ("12-14=", 22), ("007+8=", 15), ("=", ""),
+    ("5=", ""), ("a+b=", ""), ("7*9= ", ""), ("2*3*4-5+6=", 13), (f"{10**12}+1=", "")])
 def test_the_calculator_counts_like_a_clock(text, result):
     assert calculator.calculate(text) == str(result)
 
@@ -77,7 +77,8 @@ def test_a_conversation_has_the_log_probs_of_one_forward_pass_and_masks_what_the
         assert said == text and len(row.completion) <= 40 and row.finished == (row.completion[-1] in tokenizer.end_ids)
     assert sum(not row.mask.all() for row in rows) >= 6                    # they do call
     with torch.no_grad():
-        whole, _ = model.token_logprobs([row.prompt + row.completion for row in rows], [len(row.prompt) for row in rows])
+        whole, _ = model.token_logprobs([row.prompt + row.completion for row in rows],
+                                        [len(row.prompt) for row in rows])
     mask = torch.cat([row.mask for row in rows])
     torch.testing.assert_close(torch.cat([row.logprobs for row in rows])[mask], whole[mask], rtol=0, atol=5e-5)
     # The second problem alone draws what it drew beside the first one.

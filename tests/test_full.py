@@ -57,7 +57,7 @@ def some_step(model, loss, noise=0.15):
 @pytest.mark.parametrize("shape", FAMILIES)
 def test_the_gradient_of_every_parameter_is_that_of_float64_autograd(tiny, shape, monkeypatch):
     monkeypatch.setattr(test_learner, "merged", lambda tensors, leaves, scale: leaves)     # no adapter to work in
-    monkeypatch.setattr(full, "CHUNK", 7)                                                  # several, the last one short
+    monkeypatch.setattr(full, "LOGIT_ROWS", 7)                              # several chunks, the last one short
     case = tiny[shape]
     model, weights = some_model(case)
     learner = some_learner(model, correction="ppo")

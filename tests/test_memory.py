@@ -231,9 +231,9 @@ def test_a_kept_layer_saves_its_share_of_a_forward(gpu, monkeypatch):
 
 
 @pytest.mark.parametrize("held_out,max_rows,ranks,rows", [
-    (3, 256, 1, 6), (40, 256, 1, 40), (40, 32, 1, 32), (0, 4, 1, 4), (999, None, 1, 256), (0, None, 2, 4), (41, 256, 2, 21)])
-def test_the_sampler_has_room_for_a_ranks_share_of_a_steps_answers_and_of_what_is_held_out(loaded, monkeypatch, held_out,
-                                                                                           max_rows, ranks, rows):
+    (3, 256, 1, 6), (40, 256, 1, 40), (40, 32, 1, 32), (0, 4, 1, 4), (999, None, 1, 256), (0, None, 2, 4),
+    (41, 256, 2, 21)])
+def test_the_sampler_has_room_for_a_ranks_share_of_the_answers(loaded, monkeypatch, held_out, max_rows, ranks, rows):
     monkeypatch.setattr(setup, "WORLD", ranks)
     model = copy.deepcopy(loaded)
     attach(model, rank=4)
@@ -359,7 +359,8 @@ def test_a_resumed_run_divides_the_memory_anew_only_if_what_it_had_does_not_fit(
     made = setup.divide_memory(model, learner, None, Limits(), Rollout(), 512, 0, began)
     assert (made.engine.kv.nbytes / GIB, learner.micro_batch_tokens) == (pool, tokens)
     said = capsys.readouterr().out
-    assert ("that the run began with do not fit (a KV pool of 3.0 GiB does not fit: only 2.00 GiB are left)" in said) == (free < 3)
+    refused = "that the run began with do not fit (a KV pool of 3.0 GiB does not fit: only 2.00 GiB are left)"
+    assert (refused in said) == (free < 3)
     if free < 3:
         with pytest.raises(UserError, match="only 2.00 GiB are left"):              # of a new run it ends the start
             setup.divide_memory(model, learner, None, began, Rollout(), 512, 0)

@@ -12,7 +12,6 @@ import ops
 from lora import Linear, attach
 from nvfp4 import freeze
 from ops import (
-    _TokenLogprobs,
     elementwise,
     mlp,
     mm,
@@ -205,7 +204,7 @@ def test_softmax_at_is_the_softmax_of_the_live_logits(c, V, live, dtype):
 
 @pytest.mark.parametrize("chunk", [1, 5, 64])
 def test_logprob_gradient_equals_autograd_through_the_whole_tensor(monkeypatch, chunk):
-    monkeypatch.setattr(_TokenLogprobs, "CHUNK", chunk)
+    monkeypatch.setattr(ops, "LOGIT_ROWS", chunk)
     torch.manual_seed(0)
     n, D, V, padding, temperature = 17, 32, 50, 11, 0.7
     x, head, targets = torch.randn(n, D), torch.randn(V, D) / 3, torch.randint(V, (n,))

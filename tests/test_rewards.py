@@ -373,16 +373,18 @@ def test_a_file_of_the_users_does_not_take_the_place_of_ours(tmp_path, monkeypat
 
 @pytest.mark.parametrize("spec,named", [
     ("mine:number", "number"), ("absent_module:f", "absent_module.py"), ("fails_to_load:f", "RuntimeError: no"),
-    ("no_python:f", "SyntaxError"), ("sympy:sympify", "sympy.py"), ("os:system", "os.py"), ("builtins:exec", "builtins"),
+    ("no_python:f", "SyntaxError"), ("sympy:sympify", "sympy.py"), ("os:system", "os.py"),
+    ("builtins:exec", "builtins"),
     ("files:first_line", "files.py")])                                    # no installed module, none of ours
 def test_a_function_that_cannot_be_loaded_is_one_line(plug_ins, spec, named):
     with pytest.raises(UserError, match=f"^--reward {spec}: .*{named}"):
         load_function(spec, "--reward")
 
 
-@pytest.mark.parametrize("spec", ["mine", "{}/mine:length", ".mine:length", "..mine:length", "./mine:length", "below.mine:f",
-                                  "mine.py:length", "mine.py/../mine:length", "mine:length.__globals__", "mine:",
-                                  ":length", "mine :length", "mine:length:length", "C:\\mine:length"])
+@pytest.mark.parametrize("spec", ["mine", "{}/mine:length", ".mine:length", "..mine:length", "./mine:length",
+                                  "below.mine:f", "mine.py:length", "mine.py/../mine:length",
+                                  "mine:length.__globals__", "mine:", ":length", "mine :length",
+                                  "mine:length:length", "C:\\mine:length"])
 def test_a_module_is_a_name_and_never_a_path_or_a_package(plug_ins, spec):
     (plug_ins / "below").mkdir()
     shutil.copy(plug_ins / "mine.py", plug_ins / "below" / "mine.py")
@@ -440,7 +442,8 @@ def test_a_reward_is_told_the_whole_problem_and_the_group_if_it_asks(plug_ins):
     ("(_ for _ in ()).throw(GeneratorExit)", "GeneratorExit"),            # as asyncio.CancelledError: no Exception
     *((one, f"returned {re.escape(one)}, expected") for one in (
         "'5'", "None", "{}", "[1.0]", "{'shaping': -1}", "{'good': 1, 'bad': '1'}", "1e+39")),
-    ("float('inf')", "returned inf"), ("{'good': float('inf'), 'bad': -float('inf')}", "returned {'good': inf, 'bad': -inf}"),
+    ("float('inf')", "returned inf"),
+    ("{'good': float('inf'), 'bad': -float('inf')}", "returned {'good': inf, 'bad': -inf}"),
     ("{'a': 9e14, 'b': 9e14}", "returned {'a': 900000000000000.0"), ("10 ** 400", "returned 10000"),
     ("__import__('torch').zeros(2)", "returned tensor")])
 def test_what_a_reward_does_wrong_names_it_its_line_and_the_completion(plug_ins, returned, words):

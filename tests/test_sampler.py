@@ -412,7 +412,8 @@ class AuditedSampler(Sampler):
         rows, leader = super()._rows(live), 0
         for row, (s, count) in enumerate(zip(live, rows.siblings.tolist())):
             leader = row if count else leader                             # rows [leader, leader + count): one prefix
-            assert s.prefix is live[leader].prefix and row - leader < rows.siblings[leader] <= self.engine.most_siblings(len(live))
+            most = self.engine.most_siblings(len(live))
+            assert s.prefix is live[leader].prefix and row - leader < rows.siblings[leader] <= most
         assert rows.siblings.sum() == len(live)
         return rows
 
@@ -594,7 +595,8 @@ def test_a_prefill_takes_the_prefixes_that_wait_next_along():
     # Twelve kv_blocks, all of which the first two rows need in the end: one each for the prefix, five for 151 tokens.
     sizes.clear()
     prompts = [[3] * 2, [4] * 2, [5] * 61]
-    rollouts = generate(Sampler(Recording, HashModel(), 215, 2, minimal_gib(HashModel(), 215, extra=4)), prompts, 1, 150)
+    sampler = Sampler(Recording, HashModel(), 215, 2, minimal_gib(HashModel(), 215, extra=4))
+    rollouts = generate(sampler, prompts, 1, 150)
     assert sizes == [[1, 1, 60], [60]] and rollouts.preempted == 0
 
 

@@ -251,6 +251,8 @@ def test_a_step_reports_its_first_update_that_taught_and_the_clip_and_norm_of_it
     assert (metrics["groups"], metrics["informative"], metrics["tokens_per_s"]) == (1, 1, 4)
     assert metrics["idle"] == pytest.approx(0.2)                        # 10 rows were computed for 8 tokens
     assert metrics["sampler_entropy"] == 0.5                            # of all rows, also of those that taught nothing
+    unmeasured = train_py.report(Rollouts(rows), torch.tensor([1.0, -1.0] * 2), weights, updates, group_size=2)
+    assert unmeasured["tokens_per_s"] == 0                               # of a user's function that samples
 
 
 def test_a_loss_keeps_its_own_values_where_no_flag_is_given(monkeypatch):
@@ -719,10 +721,11 @@ def test_a_resumed_run_has_the_memory_that_it_began_with_and_says_that_threads_d
     path = runs.folder / "divided" / "run.json"
     had = json.loads(path.read_text())
     had["memory_plan"]["kv_gib"] = 0.002                                  # as of a start that had less
-    had["about"]["hardware"] = "2 x 64 CPU cores, 32 threads"
+    had["about"] |= {"hardware": "2 x 64 CPU cores, 32 threads", "program": "words.py"}
     path.write_text(json.dumps(had))
     said = runs.run("divided", "--resume", "--steps", "3")
     assert "KV pool of 0.00 GiB" in pool(said) and "began with 2 x 64 CPU cores, 32 threads" in said
+    assert "continues as train.py, began as words.py" in said
 
 
 # -----------------------------------------------------------------------------

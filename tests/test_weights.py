@@ -293,7 +293,8 @@ L1 = "model.layers.1."
     *(("tied", {key: value}, f"config.json: {key}") for key, value in [
         ("architectures", ["LlamaForCausalLM"]), ("architectures", ["Qwen3MoeForCausalLM"]), ("hidden_act", "gelu"),
         ("use_sliding_window", True), ("layer_types", ["full_attention", "sliding_attention"]), ("layer_types", 3),
-        ("rope_scaling", YARN), ("rope_theta", None), ("rope_theta", 0), ("partial_rotary_factor", 0.5), ("rms_norm_eps", -1), ("hidden_size", None),
+        ("rope_scaling", YARN), ("rope_theta", None), ("rope_theta", 0), ("partial_rotary_factor", 0.5),
+        ("rms_norm_eps", -1), ("hidden_size", None),
         ("hidden_size", True), ("num_attention_heads", 0), ("num_hidden_layers", 2.0), ("head_dim", "32"),
         ("max_position_embeddings", "32k"), ("tie_word_embeddings", "false"),
         ("quantization_config", dict(quant_method="fp8"))]),
