@@ -179,6 +179,13 @@ def test_pack_and_hopper_matmul_name_what_is_wrong_with_their_input():
             pack(packed, scale, torch.tensor(bad))
 
 
+@pytest.mark.parametrize("capability,most", [((8, 6), 256), ((9, 0), 512), ((12, 0), 256)])
+def test_a_hopper_multiplies_more_rows_by_the_packed_weight(monkeypatch, capability, most):
+    weight, _ = random_weight(300, 256)
+    monkeypatch.setattr(marlin_fp4, "capability", lambda device: capability)
+    assert not weight.expands(most) and weight.expands(most + 1)
+
+
 @pytest.mark.parametrize("base", [*FORMATS, "packed"])
 @pytest.mark.parametrize("M,R", [(1, 0), (5, 8), (33, 3)])
 def test_the_matmul_of_an_expanded_weight_is_float64s(monkeypatch, base, M, R):

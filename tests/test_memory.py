@@ -423,6 +423,18 @@ def test_where_all_layers_keep_their_activations_a_narrow_model_gets_larger_micr
     assert gpu.plan().micro_batch_tokens == largest
 
 
+@pytest.mark.parametrize("gib,largest", [(30, 8192), (48, 16384)])
+def test_larger_micro_batches_leave_the_kv_pool_whole(gpu, monkeypatch, gib, largest):
+    # 256 sequences take 16 GiB. Micro-batch and three layers take 7 GiB with 8,192 tokens and 14 with 16,384; 0.6, 2 and
+    # 3 % are gone.
+    gpu.token_bytes = GIB / 8192
+    c = gpu.model.config
+    one_head = 256 * (PROMPT + NEW) * 2 * c.layers * c.head_dim * 4
+    monkeypatch.setattr(gpu.model, "config", dataclasses.replace(c, width=3584, kv_heads=16 * GIB // one_head))
+    plan = gpu.plan(gib, rows=256)
+    assert plan.micro_batch_tokens == largest and plan.pool == pytest.approx(16 * GIB, rel=1e-3)
+
+
 def test_a_run_that_exceeds_the_card_is_refused_before_its_weights_are_read(fake_gpu, monkeypatch, tmp_path):
     fake_gpu((9, 0))
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda *_: 0)
