@@ -2,7 +2,7 @@
 Accuracy of a model, with or without an adapter, measured with the sampler and grader of training.
 
     python evaluate.py runs/x                         a run, on the problems that it held out
-    python evaluate.py runs/x --limit 0               the same on the whole test split
+    python evaluate.py runs/x --limit 0               the same on the full test split
     python evaluate.py --model qwen2.5-7b --adapter runs/x/adapter --data gsm8k --out after.jsonl
     python evaluate.py ... --against before.jsonl     compared with another --out, by problem
 
@@ -204,8 +204,8 @@ def load_model(args: argparse.Namespace, device: torch.device, folder: ModelFold
 
 
 def problems_of(args: argparse.Namespace, run: Settings | None, tokenizer: Tokenizer) -> list:
-    """The problems with prompts: of --data, or those that the run holds out. With --limit these are
-    all of the test split, if the run's data has one. args.data becomes where they come from.
+    """The problems, with prompts: of --data, or those that the run held out. With --limit, the run's
+    test split if it has one. args.data becomes where they come from.
 
     Says which problems they are, and how many of them the run was trained on. UserError if what
     the run holds out has changed: the end of a file may now be what it was trained on.

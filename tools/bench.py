@@ -66,7 +66,7 @@ SIZES = {  # D, F, layers, H, KV, V, tied: config.json of Qwen2.5-*-Instruct
     "qwen3-32b": (5120, 25600, 64, 64, 8, 151936, False, 128, False, True)}
 LIVE_VOCAB = 151665                              # ids that the tokenizer has, of Qwen2.5
 LIVE_VOCAB_QWEN3 = 151669                        # and </think>, <think>, two for a tool's response
-PARTS = {"qkv": 3, "o": 1, "gate_up": 2, "down": 1}              # each has a LoRA A of its own
+PARTS = {"qkv": 3, "o": 1, "gate_up": 2, "down": 1}              # each has its own LoRA A
 H200 = "NVIDIA H200"                             # neither GH200, nor H200 NVL, nor a part by MIG
 COPY = 4.3e12                                    # bytes/s of its copy, and
 TENSOR = 790e12                                  # FLOP/s of its 8192^3 bf16 matmul, measured
@@ -240,7 +240,7 @@ def load_figures(model, sampler, B, prompt, new):
 
 
 def rollout(args: argparse.Namespace) -> dict:
-    """The whole sampler, for each number of sequences in --batch."""
+    """The sampler, for each number of sequences in --batch."""
     model = random_model(args.model, args.base, args.lora_rank)
     sampler = Sampler(engine_for(args.kernels), model, args.prompt + args.new, max(args.batch),
                       args.kv_gib)

@@ -86,7 +86,7 @@ def write_merged(args: argparse.Namespace) -> None:
 
 
 def tell(out: Path, what: str, *measured_with: object) -> None:
-    """What the new folder holds and how large it is, and the evaluation that measures it."""
+    """Prints what the new folder contains, its size, and the command that evaluates it."""
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     print(f"{out}: {what}; {size / 1e6:,.1f} MB")
     if measured_with:
