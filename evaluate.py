@@ -204,8 +204,8 @@ def load_model(args: argparse.Namespace, device: torch.device, folder: ModelFold
 
 
 def problems_of(args: argparse.Namespace, run: Settings | None, tokenizer: Tokenizer) -> list:
-    """The problems, with prompts: of --data, or those that the run held out. With --limit, the run's
-    test split if it has one. args.data becomes where they come from.
+    """The problems, with prompts: of --data, or those that the run held out; with --limit, the
+    test split of the run's data if it has one. args.data becomes where they come from.
 
     Says which problems they are, and how many of them the run was trained on. UserError if what
     the run holds out has changed: the end of a file may now be what it was trained on.
