@@ -314,8 +314,8 @@ def powers(words: str) -> dict[str, int]:
 
 
 def letter_unit(s: str, other: str) -> re.Match | None:
-    """The «m»^2 of "5 «m»^2" or the m of "5 m", if it is a unit. It is none if the `other` answer
-    has the letter as a variable: 5 m is 5, but beside 5m^2 it is a product.
+    """The «m»^2 of "5 «m»^2" or the m of "5 m", if it is a unit. It is not one if the `other`
+    answer has the letter as a variable: 5 m is 5, but compared with 5m^2 it is a product.
     """
     wrapped = LETTER_END.search(s) if s[-1:] in tuple("23}»") else None
     end = wrapped or (PLAIN_LETTER_END.search(s) if s[-1:] in LETTERS else None)

@@ -115,8 +115,8 @@ def main() -> None:
     with env.one_line(f"convert {args.command}"):
         must_be_new(args.out)
         for folder in args.out.parent.glob(f".{glob.escape(args.out.name)}.????????"):
-            print(f"{folder}: what a conversion to {args.out} left that was killed: remove it, "
-                  "unless one is running")
+            print(f"{folder}: left by a conversion to {args.out} that was killed; remove it unless "
+                  "one is still running")
         if args.command == "nvfp4":
             convert_to_nvfp4(args)
         elif args.calibrate or args.codes:
