@@ -1,18 +1,15 @@
 """
-Measures a model's accuracy, with or without an adapter, with the sampler and grader of training.
+Accuracy of a model, with or without an adapter, measured with the sampler and grader of training.
 
-    python evaluate.py runs/x                    a run, on the problems that it held out;
-                                                 --limit 0: on all of the test split
+    python evaluate.py runs/x                         a run, on the problems that it held out
+    python evaluate.py runs/x --limit 0               the same on the full test split
     python evaluate.py --model qwen2.5-7b --adapter runs/x/adapter --data gsm8k --out after.jsonl
-    python evaluate.py ... --against before.jsonl     also compared with that --out, by problem
+    python evaluate.py ... --against before.jsonl     compared with another --out, by problem
 
-Answers are greedy by default. --samples N draws N answers to each problem, for pass@k and maj@k
-(tasks/figures.py). docs/metrics.md defines the figures. If stdout is a file or a pipe, its last
-line is a JSON object of all of them. --out gets each problem as it is done. Ctrl-C prints the
-figures of the problems done so far, which are too high: short answers end first, and are right more
-often.
-
-Not here: few-shot prompts.
+Answers are greedy by default; --samples N draws N answers per problem, for pass@k and maj@k.
+docs/metrics.md defines the figures. If stdout is a file or a pipe, the last line is a JSON object
+of all of them. --out gets each problem as it finishes. Ctrl-C prints the figures so far, which are
+too high: short answers finish first, and are right more often.
 """
 import argparse
 import dataclasses
@@ -70,17 +67,19 @@ def within(kind: type, low: float, high: float):
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """The flags by which evaluate.py and tools.chat know which model answers, and how."""
     add = parser.add_argument
-    add("run", nargs="?", help="folder of a run, whose flags are the defaults")
+    add("run", nargs="?", help="run folder; its settings become the defaults")
     add("--model", help="folder, Hugging Face id, or a name such as qwen2.5-7b")
     add("--adapter", help="PEFT folder, such as runs/x/adapter; none: the model alone")
-    add("--base", choices=nvfp4.FORMATS, help="format of the linears (default: nvfp4, or bf16 for "
-        "a folder of tools.convert merge)")
+    add("--base", choices=nvfp4.FORMATS, help="format of the linear layers (default: nvfp4; bf16 "
+        "for a folder from tools.convert merge)")
     add("--thinking", choices=("on", "off"), default="off", help="as in train.py (default: off)")
     add("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
-    add("--memory-gib", type=within(float, 0, 1e9), help="GiB of the GPU's memory that the process "
-        "may take (default: what is free)")
-    add("--temperature", type=within(float, 0, 1000), help="0: greedy")
-    add("--seed", type=within(int, 0, 2e18), default=0, help="random seed of sampling")
+    add("--memory-gib", type=within(float, 0, 1e9), help="GPU memory for this process, in GiB "
+        "(default: all that is free)")
+    add("--temperature", type=within(float, 0, 1000), help="0: greedy (default: 0, or "
+        "0.6 for several answers)")
+    add("--seed", type=within(int, 0, 2e18), default=0, help="random seed of sampling (default: "
+        "0)")
 
 
 def parse(parser: argparse.ArgumentParser, style: str) -> tuple[argparse.Namespace,
@@ -95,20 +94,20 @@ def parse(parser: argparse.ArgumentParser, style: str) -> tuple[argparse.Namespa
     run = None
     if args.run:
         if Path(args.run).is_dir() and not Path(args.run, "run.json").exists():
-            raise UserError(f"there is no {args.run}/run.json: a model's folder "
-                            "goes to --model, an adapter's to --adapter")
+            raise UserError(f"{args.run} is not a run, it has no run.json: give a "
+                            "model with --model, an adapter with --adapter")
         run = config.settings_of_run(args.run)
         asked = dict(prompt_style=run.data.prompt_style, reward=run.data.reward)
         for name, value in asked.items():
             if getattr(args, name, "unused") is None and ":" in (value or ""):
-                raise UserError(f"{args.run}/run.json names {config.option(name)} {value}: to run "
-                                "that code, repeat the flag, or give it another value")
+                raise UserError(f"{args.run}/run.json names {config.option(name)} {value}: repeat "
+                                "the flag to run that code, or give it another value")
         parser.set_defaults(model=run.model.model, base=run.model.base, thinking=run.data.thinking,
                             adapter=run_adapter(args.run, run),
                             max_new_tokens=run.rollout.max_new_tokens, **asked)
         args = parser.parse_args()
     if args.model is None:
-        raise UserError("needs the folder of a run, or --model")
+        raise UserError("give the folder of a run, or --model")
     args.prompt_style = args.prompt_style or style
     if args.adapter == "none":
         args.adapter = None
@@ -127,29 +126,30 @@ def read_flags() -> tuple[argparse.Namespace, Settings | None]:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_flags(parser)
     add = parser.add_argument
-    add("--data", help="as in train.py: a file, or the test split of gsm8k or an id (default: what "
-        "the run holds out)")
+    add("--data", help="as in train.py; a data set's test split is used (default: what "
+        "the run held out)")
     add("--limit", type=within(int, 0, 2e9), help="only the first LIMIT problems; 0: all (default: "
-        "those that the run held out, or all of --data)")
+        "as many as the run held out, or all of --data)")
     add("--prompt-style", help="as in train.py (default: boxed)")
-    add("--reward", help="module:function, as in train.py: its mean is among the figures; none: no "
-        "such function")
-    add("--samples", type=within(int, 1, 1e5), default=1, help="answers to each problem")
-    add("--top-p", type=within(float, 1e-9, 1), default=0.95, help="nucleus of sampled answers "
-        "(default: 0.95, as in the paper)")
-    add("--top-k", type=within(int, 0, 2e9), default=0, help="sample only from the TOP_K most "
-        "likely tokens; 0: from all")
-    add("--max-new-tokens", type=within(int, 1, 2e9), help="longest answer in tokens (default: "
-        "4096, or fewer if the model has too few positions)")
-    add("--max-rows", type=within(int, 1, 32768), default=256, help="most answers decoded at a "
-        "time (default: 256)")
-    add("--out", help="new .jsonl file for every answer with its verdict")
-    add("--against", help="the --out of another evaluation, to compare with problem by problem")
+    add("--reward", help="module:function, as in train.py, whose mean is reported too; none: "
+        "ignore the run's")
+    add("--samples", type=within(int, 1, 1e5), default=1, help="answers per problem "
+        "(default: 1)")
+    add("--top-p", type=within(float, 1e-9, 1), default=0.95, help="nucleus that answers are "
+        "sampled from (default: 0.95)")
+    add("--top-k", type=within(int, 0, 2e9), default=0, help="sample from the TOP_K most "
+        "likely tokens; 0: all (default: 0)")
+    add("--max-new-tokens", type=within(int, 1, 2e9), help="longest answer, in tokens "
+        "(default: 4096, or what the model's positions allow)")
+    add("--max-rows", type=within(int, 1, 32768), default=256, help="answers decoded at a time, "
+        "at most (default: 256)")
+    add("--out", help="new .jsonl file that gets every answer with its verdict")
+    add("--against", help="--out of another evaluation to compare with, problem by problem")
     args, run = parse(parser, "boxed")
     if args.reward == "none":
         args.reward = None
     if not (args.data or run):
-        raise UserError("needs the folder of a run, or --data")
+        raise UserError("give the folder of a run, or --data")
     if args.temperature is None:
         args.temperature = 0.0 if args.samples == 1 else 0.6         # 0.6: as in the paper
     if args.temperature == 0:
@@ -204,8 +204,8 @@ def load_model(args: argparse.Namespace, device: torch.device, folder: ModelFold
 
 
 def problems_of(args: argparse.Namespace, run: Settings | None, tokenizer: Tokenizer) -> list:
-    """The problems with prompts: of --data, or those that the run holds out. With --limit these are
-    all of the test split, if the run's data has one. args.data becomes where they come from.
+    """The problems, with prompts: of --data, or those that the run held out; with --limit, the
+    test split of the run's data if it has one. args.data becomes where they come from.
 
     Says which problems they are, and how many of them the run was trained on. UserError if what
     the run holds out has changed: the end of a file may now be what it was trained on.
@@ -223,11 +223,11 @@ def problems_of(args: argparse.Namespace, run: Settings | None, tokenizer: Token
         except UserError as error:               # the file has moved, perhaps
             if not args.data:
                 raise
-            say(f"what {args.run} was trained on is not known: {first_line(error)}")
+            say(f"cannot tell what {args.run} was trained on: {first_line(error)}")
         before = read_json(Path(args.run) / "run.json").get("problems_sha256")
         if not args.data and before != digest_of(trained_on + held_out, held.reward):
             raise UserError(f"{args.run} was trained on other problems or prompts than "
-                            f"{held.data} has now: name problems with --data")
+                            f"{held.data} has now: choose problems with --data")
     problems = held_out
     if args.data:
         problems = load_problems(args.data, "test", needs_gold=not args.reward)
@@ -376,8 +376,8 @@ def main() -> None:
             with errors_name_file("stdout"):
                 print_result(figures, vars(args), device)
     if idle is None:
-        print(f"evaluate.py: stopped by Ctrl-C: {len(rows) // args.samples} of {len(problems)} "
-              "problems are done. The short answers end first, so the figures are too high",
+        print(f"evaluate.py: stopped by Ctrl-C after {len(rows) // args.samples} of "
+              f"{len(problems)} problems. Short answers finish first, so the figures are too high",
               file=sys.stderr)
         sys.exit(130)
 

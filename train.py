@@ -12,21 +12,19 @@ by default (--sigma-start). A training step has four parts, in train() at the en
 
     sample    a group of G answers to each of P problems, with that noise if it is on
     score     grade each answer, and compare it with the others of its group
-    update    the adapter, so that the better answers of a group become likelier
-    report    the step's numbers and answers; now and then an evaluation and a checkpoint
+    update    the adapter, so that the better answers of a group become more probable
+    report    the step's numbers and answers; at intervals also an evaluation and a checkpoint
 
 P problems x G answers are B rows, and rows [p * G, (p + 1) * G) answer problem p. The sampler
 records the log-probability of every token that it drew; grpo.py explains how the loss uses it.
 With several GPUs ("ranks") each samples and grades its share of the problems. Then every rank gets
 the rows of all, so advantages and weights do not depend on how many ranks there are.
 
-A run folder holds run.json (the settings, the versions of the libraries, the machine),
-metrics.jsonl (one object a step), samples.jsonl (every answer with its verdict), held_out.jsonl
-(the same of the evaluations), adapter/ (in PEFT's format; model/ with --train full) and
-checkpoints/ (the last two).
+A run folder has run.json (settings, library versions, machine), metrics.jsonl (one line per step),
+samples.jsonl and held_out.jsonl (every answer with its verdict, from training and evaluations),
+adapter/ (in PEFT's format; model/ with --train full) and checkpoints/ (the last two).
 
-In other files: how a run is set up (harness/setup.py), its settings (harness/config.py).
-Not supported: training a reward model.
+Elsewhere: set-up (harness/setup.py), settings (harness/config.py).
 """
 import dataclasses
 import functools
@@ -316,7 +314,7 @@ def main() -> None:
         settings, before = read_settings()
         with claimed(Path(settings.general.out), before is not None):    # no other run writes there
             run = prepare(settings, before)
-    # However training ends early, the last whole step is saved first.
+    # If training ends early, the last complete step is saved first.
     with ending_with(run.folder.save, run.folder.advice):
         with run.console:
             train(run)

@@ -1,18 +1,18 @@
 """
-A tool in the middle of an answer: a calculator that the model calls by writing an expression and =.
+Tool use inside an answer: the model calls a calculator by writing an expression and =.
 
     python -m examples.calculator --lr 1e-3 --steps 24     the bundled model learns to call it
-    ... --no-results                                       the same, and nobody answers the calls
+    ... --no-results                                       the same, with calls left unanswered
 
-An answer is written in turns. A turn ends where the model writes "=". Then the result is appended
-with mask 0, so that the model reads it and is not trained on it, and the model continues:
+The model writes an answer in turns. A turn ends at "=". The result is then appended with mask 0,
+so that the model reads it without being trained on it, and the model continues:
 
     Step by step: 7*9= | 15 | , 15-8= | 19 | . The answer is \\boxed{19}.
              sampled   tool  sampled   tool  sampled
 
-The bundled model knows small sums by heart and would need no calculator. So this one counts like a
-clock in the afternoon, from 13 to 24, and so do the right answers. For an ordinary one let `clock`
-return its argument, and name another model and --data.
+The bundled model knows small sums by heart. To make the tool necessary, results (and the right
+answers) count like a clock in the afternoon, from 13 to 24. For an ordinary calculator let `clock`
+return its argument, and choose another --model and --data.
 """
 import json
 import math
@@ -34,7 +34,7 @@ from tasks.arithmetic import arithmetic
 
 
 def clock(number: int) -> int:
-    """Always two digits: after a result of one the model likes to add a second."""
+    """Always two digits: after a single digit the model likes to add another."""
     return (number - 1) % 12 + 13
 
 
@@ -43,18 +43,18 @@ def calculate(text: str) -> str:
     call = re.search(r"(?<!\d)\d{1,9}([-+*]\d{1,9})+=$", text)
     if not call:
         return ""
-    # Not eval(): a tool gets what a model wrote. A term is a sign and numbers to multiply.
+    # Not eval(): the model wrote this. A term is a sign and numbers to multiply.
     terms = re.findall(r"([-+]?)([\d*]+)", call[0])
     return str(clock(sum(int(f"{sign}1") * math.prod(map(int, numbers.split("*")))
                          for sign, numbers in terms)))
 
 
 class Turns:
-    """A function like Sampler.generate, whose answers may have several turns."""
+    """A function like Sampler.generate, for answers of several turns."""
 
     def __init__(self, tokenizer, tool=calculate, calls=("=", " =")):
-        """tool(what the answer says so far) -> what is appended. calls: texts that end a turn, one
-        token each.
+        """tool(the answer so far) -> the text to append. calls: texts that end a turn, one token
+        each.
         """
         self.tokenizer = tokenizer
         self.tool = tool
@@ -66,8 +66,8 @@ class Turns:
         turn = sampling._replace(end_ids=(*sampling.end_ids, *self.calls))
         done = sampler.generate(prompts, group_size, turn, places)
         rows = done.rows
-        # The randomness of later turns: a seed of their own, and a place for each answer. A turn
-        # begins at a later position, so it draws other numbers than the turn before.
+        # Later turns have their own seed and a place for each answer. A turn starts at a later
+        # position than the one before, so its random numbers differ too.
         turn = turn._replace(seed=sampling.seed + 1)
         keys = [place * group_size + sample for place in places for sample in range(group_size)]
         while calling := [i for i, row in enumerate(rows) if row.completion[-1] in self.calls
@@ -82,12 +82,12 @@ class Turns:
                               torch.cat([row.mask, new.mask]), row.graded)
             done = Rollouts(rows, done.seconds + more.seconds, done.computed + more.computed,
                             done.preempted + more.preempted)
-        for row in rows:                         # a call that had no room for its result is cut off
+        for row in rows:                         # a call without room for its result was cut off
             row.finished = row.completion[-1] in sampling.end_ids
         return done
 
     def with_result(self, row: Row) -> Row:
-        """A row that ends with a call, and what the tool answers. That has no log-probs."""
+        """A row that ends with a call, plus the tool's result, which has no log-probs."""
         result = self.tokenizer.encode(self.tool(self.tokenizer.decode(row.completion)))
         none = torch.zeros(len(result))
         return Row(row.prompt, row.completion + result, torch.cat([row.logprobs, none]), False,

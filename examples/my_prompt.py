@@ -1,10 +1,10 @@
 """
-A prompt of your own: two worked examples come before each question, as earlier turns.
+A custom prompt: two worked examples before each question, as earlier turns.
 
     python train.py --data gsm8k --prompt-style my_prompt:few_shot
 
-The function is given a problem's fields, a dict with at least id, question and answer. It returns
-the user's turn as text or, as here, a conversation that ends with the user's turn.
+The function gets a problem's fields, a dict with at least id, question and answer. It returns the
+user's turn as text or, as here, a conversation that ends with it.
 """
 EXAMPLES = {
     "Tom has 3 boxes with 4 pens each and sells 5 pens. How many pens are left?":

@@ -20,8 +20,8 @@ A value that is not allowed is refused, whatever its source. Two things never co
 settings of the machine and the folder (`place`), and a function to run, module:function, unless the
 command line names it too.
 
-The help texts say where a value comes from: "study" is study/README.md, tables and sections are
-those of the paper (QeRL, arXiv 2510.11696), and "release" is the authors' code (NVlabs/QeRL).
+The help texts name other defaults: "paper" is QeRL (arXiv 2510.11696; Table 4, GSM8K), "release" is
+the authors' code (NVlabs/QeRL).
 """
 import argparse
 import dataclasses
@@ -62,10 +62,10 @@ MAX_ROWS = "[1, 32768]"                          # kernels count row * width in 
 
 @dataclass(frozen=True)
 class General:
-    """what most runs set"""
-    steps: int = setting(200, "training steps, a batch of rollouts each; --resume may raise it",
+    """the run"""
+    steps: int = setting(200, "training steps (paper: 600); --resume may raise it",
                          AT_LEAST_1)
-    seed: int = setting(0, "random seed of the adapter, the order of problems, sampling and noise",
+    seed: int = setting(0, "random seed: adapter, order of problems, sampling, noise",
                         "[0, 2e18]")
     out: str | None = setting(None, "run folder (default: runs/MODEL-BASE-DATA-SEED)", place=True)
 
@@ -75,60 +75,59 @@ class Model:
     """model and adapter"""
     model: str = setting(str(TINY_MODEL), "folder, Hugging Face id, or a name such as qwen2.5-7b; "
                          "tiny: the bundled model, with defaults of its own (default: tiny)")
-    train: str = setting("lora", "lora: an adapter on frozen weights; full: all weights of a "
-                         "16-bit model, with --base bf16 and --lr 1e-5 by default",
+    train: str = setting("lora", "lora: an adapter on frozen weights; full: every weight of a "
+                         "16-bit model, by default with --base bf16 and --lr 1e-5",
                          choices=("lora", "full"))
-    base: str = setting("nvfp4", "format of the frozen linears", choices=nvfp4.FORMATS)
+    base: str = setting("nvfp4", "format of the frozen linear layers", choices=nvfp4.FORMATS)
     calibrate: int | None = setting(
         None, "choose the NVFP4 codes by GPTQ on the model's own answers to this many training "
-        "problems, and write the weights to OUT/base; 0: off (default: 128 where a 16-bit model "
-        "becomes NVFP4 on a GPU, else 0)", "[0, 1e5]")
-    lora_rank: int = setting(32, "rank of every LoRA adapter (paper 4.1)", "[1, 65536]")
-    lora_alpha: float = setting(32, "the adapter is scaled by alpha / rank (release: alpha = rank)",
+        "problems, and save the weights in OUT/base; 0: off (default: 128 when a 16-bit model "
+        "is converted to NVFP4 on a GPU, else 0)", "[0, 1e5]")
+    lora_rank: int = setting(32, "rank of the LoRA adapter", "[1, 65536]")
+    lora_alpha: float = setting(32, "scale the adapter by alpha / rank",
                                 "(0, 1e9]")
-    adapter: str | None = setting(None, "PEFT folder to start from; its rank and alpha become the "
-                                  "run's")
+    adapter: str | None = setting(None, "PEFT folder to start from, which also sets rank and "
+                                  "alpha")
 
 
 @dataclass(frozen=True)
 class Data:
     """problems and prompts"""
-    data: str = setting("gsm8k", "gsm8k, math, arithmetic, a .jsonl, .json or .parquet file, or a "
-                        "Hugging Face id")
+    data: str = setting("gsm8k", "gsm8k, math, arithmetic, a Hugging Face id, or a .jsonl, .json "
+                        "or .parquet file")
     eval_data: str | None = setting(None, "held-out problems (default: the test split of --data, "
                                     "or the end of a file)")
     eval_problems: int = setting(256, "number of held-out problems; 0: all", "[0, 2e9]")
     prompt_style: str = setting("boxed", f"{', '.join(STYLES)}, or module:function; "
-                                "boxed: Qwen's prompt for maths; tags: the paper's format")
-    thinking: str = setting("off", "whether a model that can do both, such as Qwen3, thinks before "
-                            "it answers; on needs more --max-new-tokens",
+                                "boxed is Qwen's prompt for math, tags the paper's")
+    thinking: str = setting("off", "let a model such as Qwen3 think before it answers; needs a "
+                            "larger --max-new-tokens",
                             choices=("on", "off"))
-    max_prompt_tokens: int = setting(512, "longer prompts are left out (release: 256)", AT_LEAST_1)
-    reward: str | None = setting(None, "module:function that scores answers in place of the "
+    max_prompt_tokens: int = setting(512, "skip problems with longer prompts (release: 256)",
+                                     AT_LEAST_1)
+    reward: str | None = setting(None, "module:function that scores answers instead of the "
                                  "built-in grader")
 
 
 @dataclass(frozen=True)
 class Rollout:
     """rollouts"""
-    prompts_per_step: int = setting(64, "problems in a step (study; Table 4: a batch of 128 "
-                                    "answers)", AT_LEAST_1)
-    group_size: int = setting(8, "answers to each problem (study; Table 4: 8, on BigMath 16)",
-                              "[2, 1e6]")
-    max_new_tokens: int = setting(512, "longest answer in tokens; harder problems than GSM8K's "
-                                  "need more (Table 4: 4096, on BigMath 8192)", AT_LEAST_1)
+    prompts_per_step: int = setting(64, "problems per step (paper: 16)", AT_LEAST_1)
+    group_size: int = setting(8, "answers per problem", "[2, 1e6]")
+    max_new_tokens: int = setting(512, "longest answer, in tokens; problems harder than GSM8K "
+                                  "need more (paper: 4096)", AT_LEAST_1)
     temperature: float = setting(1.0, "softmax temperature of sampling and of every log-prob "
                                  "(Table 4)", "(0, 1000]")
-    max_rows: int | None = setting(None, "most answers decoded at a time (default: 512 where the "
-                                   "card has room, else 256)", MAX_ROWS)
+    max_rows: int | None = setting(None, "answers decoded at a time, at most (default: 512 if "
+                                   "they fit, else 256)", MAX_ROWS)
 
 
 @dataclass(frozen=True)
 class Noise:
     """adaptive quantization noise (AQN)"""
     sigma_start: float = setting(0.0, "standard deviation (sigma) of the noise in the first noisy "
-                                 "stage; 0: no noise (study; Table 4: 1e-2)", "[0, 10]")
-    sigma_end: float = setting(5e-4, "sigma that the schedule decays towards (Table 4)", "[0, 10]")
+                                 "stage (paper: 1e-2); 0: no noise", "[0, 10]")
+    sigma_end: float = setting(5e-4, "sigma that the schedule decays towards", "[0, 10]")
     noise_stages: int = setting(10, "K of Algorithm 1; the first stage has no noise (Table 4)",
                                 AT_LEAST_1)
     noise_schedule: str = setting("exponential", "how sigma decays (Fig. 9)", choices=aqn.SCHEDULES)
@@ -136,46 +135,46 @@ class Noise:
 
 @dataclass(frozen=True)
 class Objective:
-    """what is optimised"""
+    """objective"""
     loss: str = setting(
-        "dapo", "dapo: mean over all tokens of an update (paper, Table 2); grpo: mean over answers "
-        "of their token means (paper, Table 1); dr_grpo: sum divided by a constant; gspo: as grpo, "
-        "with one ratio per answer, clipped at 1 - 3e-4 and 1 + 4e-4", choices=grpo.LOSSES)
-    clip_low: float | None = setting(None, "clip the ratio at 1 - this (default: the loss's own)",
-                                     "(0, 1]")
-    clip_high: float | None = setting(None, "clip the ratio at 1 + this (default: the loss's own)",
-                                      "(0, 1e9]")
+        "dapo", "dapo: mean over all tokens of an update; grpo: mean over answers of each answer's "
+        "token mean; dr_grpo: sum over tokens divided by a constant; gspo: as grpo, with one "
+        "ratio per answer, clipped at 1 - 3e-4 and 1 + 4e-4", choices=grpo.LOSSES)
+    clip_low: float | None = setting(None, "clip the ratio below 1 - CLIP_LOW (default: the loss's "
+                                     "own)", "(0, 1]")
+    clip_high: float | None = setting(None, "clip the ratio above 1 + CLIP_HIGH (default: the "
+                                      "loss's own)", "(0, 1e9]")
     correction: str | None = setting(
-        None, "how the loss corrects for the noise and the rounding of the rollout; truncate: "
-        "importance weights of at most 2; ppo: clip policy / rollout (paper; not with strong "
-        "noise: study); off: no correction (release) (default: the loss's own, truncate)",
+        None, "how the loss corrects for the rollout's noise and rounding; truncate: importance "
+        "weights of at most 2; ppo: clip policy / rollout (paper), not for strong noise; off: no "
+        "correction (release) (default: the loss's own, truncate)",
         choices=grpo.CORRECTIONS)
     advantage_scale: str = setting("none", "group: divide advantages by the standard deviation of "
-                                   "their group's rewards (paper); none: do not (Dr. GRPO)",
+                                   "the group's rewards (paper); none: do not (Dr. GRPO)",
                                    choices=grpo.SCALES)
-    kl_beta: float | None = setting(None, "weight of the KL term, which keeps the policy near the "
-                                    "model without its adapter (default: the loss's own, 0)",
+    kl_beta: float | None = setting(None, "weight of the KL term towards the model without its "
+                                    "adapter (default: the loss's own, 0)",
                                     "[0, 1e9]")
     overlong: str = setting("keep", "answers cut off at --max-new-tokens; keep: grade them like "
-                            "any other, nearly always as wrong; mask: leave them out of the loss "
-                            "(release; answers may then grow)", choices=("mask", "keep"))
+                            "any other; mask: leave them out of the loss (release), which lets "
+                            "answers grow", choices=("mask", "keep"))
 
 
 @dataclass(frozen=True)
 class Optim:
     """optimizer"""
-    lr: float = setting(1e-4, "peak learning rate; for --base bf16 try 2e-4 (study; Table 4: "
-                        "1e-5, for bf16 LoRA 5e-6)", "(0, 10]")
+    lr: float = setting(1e-4, "peak learning rate (paper: 1e-5); with --base bf16 try 2e-4",
+                        "(0, 10]")
     lr_schedule: str = setting(
-        "constant", "after the warm-up; constant: --lr, then linear to 0 over the last quarter; "
-        "cosine: half a cosine down to 0 (release)",
+        "constant", "after the warm-up; constant: --lr, falling linearly to 0 over the last "
+        "quarter; cosine: half a cosine down to 0 (release)",
         choices=("cosine", "constant"))
-    warmup: float = setting(0.1, "share of the run over which the rate rises (release)", "[0, 1]")
-    epochs: int = setting(1, "passes over each batch of rollouts (Table 4: 4 updates)",
+    warmup: float = setting(0.1, "share of the run in which the learning rate rises", "[0, 1]")
+    epochs: int = setting(1, "passes over each batch of rollouts (paper: 4)",
                           AT_LEAST_1)
-    updates_per_rollout: int = setting(1, "minibatches of a batch, with an optimizer step each",
+    updates_per_rollout: int = setting(1, "minibatches per batch, with one optimizer step each",
                                        AT_LEAST_1)
-    max_grad_norm: float = setting(0.2, "clip the gradient to this norm (release)", "(0, 1e9]")
+    max_grad_norm: float = setting(0.2, "clip the gradient to this norm", "(0, 1e9]")
     weight_decay: float = setting(0.0, "AdamW's weight decay of the adapter (release: 0.1)",
                                   "[0, 1e9]")
 
@@ -185,16 +184,16 @@ class Memory:
     """device and memory"""
     device: str | None = setting(None, "cpu, cuda or cuda:N (default: a GPU if there is one)",
                                  place=True)
-    memory_gib: float | None = setting(None, "GiB of GPU memory that the process may take "
-                                       "(default: what is free)", "(0, 1e9]", place=True)
-    micro_batch_tokens: int | None = setting(None, "tokens in one forward and backward (default: "
-                                             "as the memory allows)", AT_LEAST_1)
+    memory_gib: float | None = setting(None, "GPU memory for this process, in GiB (default: all "
+                                       "that is free)", "(0, 1e9]", place=True)
+    micro_batch_tokens: int | None = setting(None, "tokens per forward and backward pass (default: "
+                                             "as memory allows)", AT_LEAST_1)
 
 
 @dataclass(frozen=True)
 class Watching:
-    """watching and keeping"""
-    eval_every: int = setting(20, "steps between evaluations on the held-out problems", AT_LEAST_1)
+    """evaluation and checkpoints"""
+    eval_every: int = setting(20, "steps between evaluations on held-out problems", AT_LEAST_1)
     save_every: int = setting(20, "steps between checkpoints", AT_LEAST_1)
     keep: int | None = setting(None, "keep the adapter of every KEEPth step, and the best one, in "
                                "OUT/adapters", AT_LEAST_1, place=True)

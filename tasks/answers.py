@@ -2,9 +2,9 @@ r"""
 Are two answers equal? is_equal(r"\frac12", "0.5") is True. can_read(gold) says whether a gold can
 be compared at all.
 
-An answer is a function of its variables; "5" is a function of none. Two answers are equal if they
-have equal values at six fixed points. So there is no computer algebra and no syntax tree: the
-reader computes while it parses, once for each point. Four steps, a section of this file each:
+An answer is a function of its variables; "5" has none. Two answers are equal if they have equal
+values at six fixed points, so no computer algebra or syntax tree is needed: the reader computes
+while it parses, once for each point. Four steps, each a section of this file:
 
     1. clean-up     "$\dfrac{1}{2}$ cm."   ->  r"\frac{1}{2}" and the unit {"cm": 1}
     2. numbers      the values of the variables at a point, and what may be computed there;
@@ -12,24 +12,27 @@ reader computes while it parses, once for each point. Four steps, a section of t
     3. reader       r"\frac{1}{2}"         ->  a Reading, here Number(0.5)
     4. comparison   two Readings           ->  True or False
 
-A Reading is the value of an answer at one point, and of one of these types:
+A Reading, the value of an answer at one point, has one of these types:
 
     Number                  complex, in 100 digits; two are equal if 50 digits agree
     Group(kind, items)      tuples, intervals, lists, sets, unions; also 50%, 3 mod 7, 1:2:3
     Relation                x = 5 or 0 < x <= 1: the operators, and the sides with their tokens
 
-A wrong answer accepted is the worst error, because it trains the wrong thing. So a decimal equals a
-fraction only if it has six digits and rounds to it (or has ten and cuts it off), several answers
+Accepting a wrong answer is the worst error, because it trains the wrong thing. So a decimal equals
+a fraction only if it has six digits and rounds to it (or has ten and truncates it), several answers
 never equal one of them, and nothing equals the empty answer. What cannot be read equals only its
-own text. Counters bound the work, not clocks, so that a verdict does not depend on the machine.
+own text. The work is limited by counters, not by time, so a verdict does not depend on the machine.
 
-Where graders disagree, these are the choices: 50% is 0.5 and also 50. Lists and sets have no order,
-tuples have one. 52 stands for 52_8. A chain of equations with two different numbers (x = 41 = 42)
-is wrong, and so is an equation that is not solved (2x = 6 for x = 3). m + n = 116 is 116. 1,234 is
-one number, but two in brackets, and so are 32, 349 and 1,5: there is no decimal comma. 5 cm is 5,
-but neither 5 m nor 5 cats; 5 m is 5, but 5m is a product. 2:3 is 2/3, but 10:30 is a time. A row is
-no column. 10 mod 7 is 3. \log and \lg have base 10. Sums and integrals are not evaluated: they are
-compared as text.
+Where graders disagree, these are the choices:
+
+    50% is 0.5 and also 50                      10 mod 7 is 3
+    2:3 is 2/3, but 10:30 is a time             52 stands for 52_8
+    5 cm is 5, but not 5 m or 5 cats            5 m is 5, but 5m is a product
+    1,234 is one number, but two in brackets    32, 349 and 1,5 are two: no decimal comma
+    m + n = 116 is 116                          \log and \lg have base 10
+    lists and sets have no order, tuples do     a row is not a column
+    2x = 6 is not x = 3: it is not solved       x = 41 = 42 is wrong: two different numbers
+    sums and integrals are compared as text
 """
 import re
 from decimal import Decimal, localcontext
@@ -311,8 +314,8 @@ def powers(words: str) -> dict[str, int]:
 
 
 def letter_unit(s: str, other: str) -> re.Match | None:
-    """The «m»^2 of "5 «m»^2" or the m of "5 m", if it is a unit. It is none if the `other` answer
-    has the letter as a variable: 5 m is 5, but beside 5m^2 it is a product.
+    """The «m»^2 of "5 «m»^2" or the m of "5 m", if it is a unit. It is not one if the `other`
+    answer has the letter as a variable: 5 m is 5, but compared with 5m^2 it is a product.
     """
     wrapped = LETTER_END.search(s) if s[-1:] in tuple("23}»") else None
     end = wrapped or (PLAIN_LETTER_END.search(s) if s[-1:] in LETTERS else None)
@@ -363,8 +366,8 @@ def split_unit(s: str, other: str = "") -> tuple[str, dict[str, int]]:
 
 
 def clash(a: dict[str, int], b: dict[str, int]) -> bool:
-    """Are two units different? No unit at all goes with any, "square units" with cm^2 and m^2. All
-    things that are counted are one: 5 people is 5 students, but not 5 cm.
+    """Are two units different? No unit goes with any unit, "square units" with cm^2 and m^2, and
+    things that are counted with each other: 5 people is 5 students, but not 5 cm.
     """
     if not a or not b or a == b:
         return False
@@ -407,10 +410,10 @@ MAX_POINTS = 36        # tried for six values; from the seventh on the variables
 class Point:
     """Values for the variables at the point number `index`, and the work left to the comparison.
 
-    Six points are enough because nothing is close in 50 digits: two different polynomials agree at
-    one such point by accident about never. Several are needed for functions that are the same on
-    one side only: |x| and x, sqrt(x^2) and x. So at the points 1, 3 and 5 some variables are
-    negative, and no two variables (of up to seven) have the same pattern of signs.
+    Six points are enough: two different polynomials practically never agree to 50 digits at one of
+    them. Several are needed for functions that only agree on one side, such as |x| and x. So at
+    the points 1, 3 and 5 some variables are negative, and no two variables (of up to seven) have
+    the same pattern of signs.
     """
 
     def __init__(self, names: set):
@@ -422,13 +425,13 @@ class Point:
         self.says_nothing = False  # was a binomial 0 here, as it is for any k > n?
 
     def spend(self, amount: int) -> None:
-        """SyntaxError once the work is used up: the answers are then too long to be compared."""
+        """SyntaxError once the work is used up: the answers are too long to compare."""
         self.work -= amount
         if self.work < 0:
             raise SyntaxError("too much work")
 
     def variable(self, name: str) -> Number:
-        """A value that looks random and depends on nothing but the name and the point."""
+        """A value that looks random and depends only on the name and the point."""
         seed = crc32(f"{self.index}:{name}".encode("utf-8", "replace"))
         if self.index >= len(RANGES):
             return Number(Decimal(1 + seed % 15))  # whole, because n! has a value only there
@@ -453,7 +456,7 @@ class Point:
         return self.apply(op, x, y, work=65 if is_root else 12 if op == "^" else 5)
 
     def apply(self, name: str, *args: Reading, work: int = 60) -> Number:
-        """A function of numbers, which takes as long as 20 operands; long numbers take longer."""
+        """A function of numbers, which costs as much as 20 operands, more for long numbers."""
         numbers = [number(x) for x in args]
         if name in COUNTING:
             work = int(min(numbers[0].size(), 3_000)) // 7 + 9
@@ -464,8 +467,8 @@ class Point:
 
 
 def number(x: Reading) -> Number:
-    """What arithmetic sees: 50% is 1/2 and 10 mod 7 is 3 once something is computed with them. A
-    set or a tuple becomes an unknown number, so 2\\{1,2\\} equals itself and nothing else.
+    """A reading as an operand: 50% becomes 1/2 and 10 mod 7 becomes 3. A set or a tuple becomes an
+    unknown number, so 2\\{1,2\\} equals only itself.
     """
     if x.kind == "number":
         return x
@@ -543,8 +546,8 @@ class Reader:
     r"""Reads the tokens of one answer at one point, and computes as it goes.
 
     Precedence climbing: expression() reads one operand and then every operator that binds tighter
-    than its caller's. Where a parser would build the node "+", infix() adds. So each method returns
-    a Reading, and the answer has no other form than its tokens:
+    than its caller's. Where a parser would build a node "+", infix() adds, so each method returns a
+    Reading:
 
         1 + 2 x          expression(0)     1, then "+" binds tighter than nothing
               2 x          expression(SUM)   2, then "beside" binds tighter than "+": 2 times x
@@ -864,8 +867,8 @@ def may_rename(a: tuple, b: tuple) -> bool:
 
 
 def same_number(a: Reading, b: Reading, point: Point) -> bool:
-    """50% is 50%, 0.5 and also 50: the sign is often in the question. But 0.5% is not 0.5 and 2500%
-    no 25, for they are 100 times off where 50% is right or 25%. 3 mod 7 is 10 mod 7 and 3.
+    """50% is 50%, 0.5 and also 50, since the sign is often in the question. But 0.5% is not 0.5, and
+    2500% is not 25: an answer of 50% or 25% would be 100 times off. 3 mod 7 is 10 mod 7 and 3.
     """
     if a.kind == b.kind == "mod" and not same(a.items[1], b.items[1], point):
         return False

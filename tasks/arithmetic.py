@@ -1,9 +1,9 @@
 """
-Word problems of one or two steps with whole numbers: what the embedded model learns, offline.
+Word problems of one or two steps with integers, which the bundled model learns offline.
 
     problems = arithmetic("train")               4,096 tuples (id, question, answer)
 
-The splits share no question: which one it belongs to follows from a hash of its text.
+The splits share no question: a hash of its text decides which one it belongs to.
 """
 import random
 import zlib
@@ -48,7 +48,7 @@ def word_problem(rng):
 
 
 def is_held_out(question):
-    """One in eight belongs to the test split, by a hash of its text: no seed mixes the splits."""
+    """One in eight is in the test split, by a hash of its text, so no seed mixes the splits."""
     return zlib.crc32(question.encode()) % 8 == 0
 
 

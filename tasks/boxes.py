@@ -1,7 +1,7 @@
 r"""
 Finds the boxes of a text: last_box(r"so \boxed{\frac12}.") is r"\frac12".
 
-A completion has its answer in there, and a worked solution of MATH its gold answer.
+Completions and the worked solutions of MATH have their answers in there.
 """
 import re
 
@@ -16,7 +16,7 @@ BARE_WORD = re.compile(r"[-\w.,/]*\w")  # the 5 of "\boxed 5"
 JOINER = re.compile(r"""(?: [ ,;$&] | \\q?quad | \\[,;:!\ ()\[\]] | and | or
     | \\(?:text|mbox|textrm)\s*\{[\s,]*(?:and|or)?[\s,]*\}
     | [A-Za-z](?:_\{?\w{1,3}\}?)?\s*= )*""", re.VERBOSE)
-# What denies a box before it or behind it, here #: "It is not \boxed{5}", "\boxed{5} is wrong".
+# What negates a box (here #), before or after it: "It is not \boxed{5}", "\boxed{5} is wrong".
 DENIED = re.compile(r"""(?: \b(?:not|never|cannot|neither|nor) | n['’]t | \\neq? | ≠ )
     (?: \s+ (?:be|equals?|to|the|an?|answer|value|really|certainly|simply|just|exactly) )*
     [\s$(\[{\\:]* \#

@@ -2,23 +2,21 @@
 Arithmetic for the grader: complex numbers of 100 decimal digits, and the functions of school
 mathematics on them.
 
-answers.py computes two answers and asks whether they are equal. Floats cannot decide that:
-e^(pi*sqrt(163)) and 262537412640768744 agree in 30 digits and are different numbers. Here every
-number carries 100 digits, and two numbers are equal if 50 of them agree. The 50 digits between the
-two limits are room for rounding errors, so no pair of answers is ever "close".
+Floats cannot decide whether two answers are equal: e^(pi*sqrt(163)) and 262537412640768744 agree in
+30 digits and differ. Here every number has 100 digits, and two numbers are equal if 50 of them
+agree. The other 50 leave room for rounding errors, so answers are never merely "close".
 
 Three rules keep that true:
 
-    whole numbers   They are exact up to 1,000 digits, so 2^{2008} - 2 is not 2^{2008}.
+    integers        They are exact up to 1,000 digits, so 2^{2008} - 2 is not 2^{2008}.
     lost digits     10^60 + 1 would keep the 1, 10^60 * pi + 1 would not keep enough of it. A sum
                     whose smaller term has lost its digits has no value instead of a wrong one.
-    unknowns        A constant that needs more digits than there are, such as 2^(2^2001), is
-                    replaced by a number that is made from the text of the operation. It equals
-                    itself and practically nothing else.
+    unknowns        A constant with too many digits, such as 2^(2^2001), is replaced by a number
+                    made from the text of the operation, which equals practically only itself.
 
 Work is bounded: exponents and factorials have limits, and no series has more than 85 terms. The
 functions expect the decimal context to be CONTEXT (`with localcontext(CONTEXT)`). They raise
-ArithmeticError where there is no value, which includes 1/0 and ln 0.
+ArithmeticError where there is no value, as for 1/0 and ln 0.
 """
 import math
 from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal, InvalidOperation, Underflow
@@ -39,7 +37,7 @@ TURN = Decimal("6.28318530717958647692528676655900576839433879875021164194988918
 
 class Number(NamedTuple):
     """A complex number. `digits` is how many digits a decimal was written with, counted from the
-    first that is not 0; it is 0 for whole numbers and for results of arithmetic, -1 for infinity.
+    first that is not 0; 0 for integers and for results of arithmetic, -1 for infinity.
     """
     re: Decimal
     im: Decimal = ZERO
@@ -49,7 +47,7 @@ class Number(NamedTuple):
     __hash__ = tuple.__hash__  # of the digits; lru_cache needs it
 
     def __eq__(self, other: "Number") -> bool:
-        """Equal except for rounding. Whole numbers are exact, so they have no rounding."""
+        """Equal up to rounding. Integers are exact, so they are compared exactly."""
         if self.is_whole() and other.is_whole():
             return self.re == other.re
         apart = max(abs(self.re - other.re), abs(self.im - other.im))
@@ -106,7 +104,7 @@ def settle(re: Decimal, im: Decimal) -> Number:
 
 
 def unknown(*key) -> Number:
-    """A number between 4096 and 8192, made from `key`, in place of one that is out of reach."""
+    """A number between 4096 and 8192, made from `key`, for one that is too large to compute."""
     texts = [f"{x.re:.40e} {x.im:.40e}" if isinstance(x, Number) else repr(x) for x in key]
     return Number(Decimal(2 ** 32 + crc32(" ".join(texts).encode("utf-8", "replace"))) / 2 ** 20)
 
@@ -115,8 +113,8 @@ def unknown(*key) -> Number:
 # Powers, exponentials, logarithms
 
 def power(x: Number, n: Number) -> Number:
-    """x to the n, roots included. An odd root of a negative number is the real one that schools
-    teach, so (-8)^{1/3} = -2, although exp(n ln x) would be complex.
+    """x to the n, roots included. An odd root of a negative number is the real one taught at
+    school, so (-8)^{1/3} = -2, although exp(n ln x) would be complex.
     """
     if x.im == n.im == 0 <= x.re and not 0 < n.size() < LOST:
         return settle(x.re.sqrt() if n == HALF else x.re ** n.re, ZERO)
@@ -172,11 +170,11 @@ def floor(x: Number) -> Number:
 
 
 def step(x: Number) -> Number:
-    r"""Stands for floor(x) where x varies: x less some function of its fraction.
+    r"""Replaces floor(x) where x varies: x minus some function of its fraction.
 
     Floor itself takes too few values to tell \lfloor\sqrt n - 0.5\rfloor from
-    \lfloor\sqrt n - 0.2\rfloor at six points. This takes as many values as x does, and it keeps
-    what is true of floor: floor(x + 1) = floor(x) + 1, and floor(x) = x if x is whole.
+    \lfloor\sqrt n - 0.2\rfloor at six points. This takes as many values as x, and still
+    floor(x + 1) = floor(x) + 1, and floor(x) = x for an integer x.
     """
     part = (x - floor(x)).real()
     return x - unknown(f"{part:.6f}") / Number(Decimal(2 ** 14)) if part else x
@@ -237,9 +235,9 @@ FORMULAS = {
 def apply_function(name: str, args: list[Number], varies: bool) -> Number:
     """FORMULAS[name] of `args`, exact for integers of up to 1,000 digits.
 
-    `varies` says that the arguments depend on variables. Then a value that is out of reach is an
+    varies: the arguments depend on variables. A value that is too large to compute is then an
     ArithmeticError, and the caller tries another point. A constant has no other point, so it
-    becomes an unknown number; but 1/0 and ln 0, which have no value at all, raise in both cases.
+    becomes an unknown number. 1/0 and ln 0, which have no value, raise in both cases.
     """
     if name not in FORMULAS:  # arcsec
         raise SyntaxError(f"no function {name}")

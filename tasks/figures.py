@@ -1,5 +1,5 @@
 """
-What the verdicts on a model's answers say of the model: pass@k, maj@k, intervals, differences.
+Accuracy figures from graded answers: pass@k, maj@k, intervals, differences.
 
     figures = evaluation_figures(rows, samples)     rows as evaluate.py --out writes them
     figures |= paired_figures(rows, other_rows)     against another model, problem by problem
@@ -9,12 +9,11 @@ A problem has n answers, of which c are right:
 
     pass@k   The probability that k of the n answers, drawn without replacement, include a right
              one: 1 - C(n - c, k) / C(n, k).
-    maj@k    Is the commonest of k answers right? Equal answers vote together, and an answer that
-             could not be extracted has no vote. A tie counts as the share of right ones among the
-             tied answers. Mean over the n // k blocks of k answers, in the order drawn.
+    maj@k    Is the most common of k answers right? Equal answers vote together; an answer that
+             could not be extracted has no vote. A tie counts as the share of right answers in it.
+             Mean over the n // k blocks of k answers, in the order drawn.
 
-Each is a mean over problems and comes with its 95 % interval. The interval answers: between which
-values would this mean lie on other problems like these?
+Each is a mean over problems with its 95 % interval, over other problems like these.
 """
 import math
 from collections import Counter, defaultdict
@@ -49,12 +48,12 @@ def mean(values: list) -> float:
 
 
 def sampler_entropy(rows: list[dict]) -> float:
-    """How random the policy is that drew these answers, in nats a token, noise included.
+    """Entropy of the policy that sampled these answers, in nats a token, noise included.
 
-    It is minus the mean log-probability of all tokens of all rows, whatever they taught: the
-    expected value of -log p under p is the entropy. rows: `mean_logprob` and `length` of each.
-    This needs answers that were drawn from the probabilities whose logarithms were recorded, so
-    greedy ones will not do. With top-k or top-p it is the entropy of the tokens that these leave.
+    Minus the mean log-prob of all tokens of all rows, since entropy is the expected value of
+    -log p under p. rows: `mean_logprob` and `length` of each. Greedy answers will not do: tokens
+    must be sampled from the recorded probabilities. With top-k or top-p it is the entropy of the
+    tokens that these leave.
     """
     tokens = sum(row["length"] for row in rows)
     return -sum(row["mean_logprob"] * row["length"] for row in rows) / tokens
@@ -66,7 +65,7 @@ def sampler_entropy(rows: list[dict]) -> float:
 def pass_at_k(n: int, c: int, k: int) -> float:
     """The unbiased estimate from n answers of which c are right (Chen et al. 2021).
 
-    To look only at the first k answers would be unbiased too, but would waste the other n - k.
+    Using only the first k answers would be unbiased too, but would waste the other n - k.
     """
     return 1 - math.comb(n - c, k) / math.comb(n, k)
 
@@ -85,9 +84,9 @@ def ballots(answers: list[str | None]) -> list[str | None]:
 
 def maj_at_k(votes: list[str | None], correct: list[int], k: int) -> float:
     """maj@k of one problem: ballots() of its n answers, and their verdicts."""
-    # Answers that vote together nearly always have one verdict. But "equal" is not transitive:
-    # 0.333333 is taken for 1/3, and not for 333333/1000000. If verdicts differ, the first one
-    # decides; hence reversed(), since the last entry of a key stays.
+    # Answers that vote together nearly always have the same verdict. But "equal" is not transitive:
+    # 0.333333 equals 1/3, but not 333333/1000000. If verdicts differ, the first one decides; hence
+    # reversed(), because dict() keeps a key's last entry.
     right = dict(zip(reversed(votes), reversed(correct)))
     scores = []
     for i in range(0, len(votes) - k + 1, k):
@@ -103,13 +102,12 @@ def maj_at_k(votes: list[str | None], correct: list[int], k: int) -> float:
 def confidence_interval(values: list[float], samples: int = 1) -> list[float]:
     """[mean, low, high] at 95 % of a figure in [0, 1], one value a problem from `samples` answers.
 
-    This is Wilson's interval for a proportion, which stays inside [0, 1] and, with one answer to
-    each problem, is right near its ends too. Values between 0 and 1 vary less than verdicts do, so
-    the interval uses an effective sample size: the number of verdicts, each 0 or 1, whose mean
-    would have this variance. That is the number of problems if all values are 0 or 1, and never
-    more than the number of answers. The trap: with many answers to few problems, nearly all right
-    or nearly all wrong, it is too narrow. With 50 such problems it held the truth in 80 to 90 % of
-    simulated cases.
+    Wilson's interval for a proportion, which stays inside [0, 1] and is right near its ends too.
+    Values between 0 and 1 vary less than verdicts, so it uses an effective sample size: the number
+    of verdicts, each 0 or 1, whose mean would have this variance. That is the number of problems if
+    all values are 0 or 1, and at most the number of answers. With many answers to few problems,
+    nearly all right or nearly all wrong, the interval is too narrow: with 50 such problems it
+    covered the truth in 80 to 90 % of simulated cases.
     """
     n = len(values)
     p = mean(values)
@@ -126,10 +124,10 @@ def confidence_interval(values: list[float], samples: int = 1) -> list[float]:
 def paired_figures(rows: list[dict], other_rows: list[dict]) -> dict:
     """Accuracy of rows minus that of other_rows, on the problems that both have.
 
-    Two models mostly fail at the same hard problems. Compared problem by problem, that cancels,
-    and the interval of the difference is much narrower than those of the two accuracies. It is a
-    normal interval over the problems' differences, with one problem won and one lost added (Bonett
-    and Price 2012). UserError if the two have no problem in common.
+    Two models mostly fail at the same hard problems. Comparing problem by problem cancels this, so
+    the interval of the difference is much narrower than those of the two accuracies. It is a normal
+    interval over the differences, with one problem won and one lost added (Bonett and Price 2012).
+    UserError if the two have no problem in common.
     """
     mine = verdicts_by_problem(rows)
     theirs = verdicts_by_problem(other_rows)
@@ -146,7 +144,7 @@ def paired_figures(rows: list[dict], other_rows: list[dict]) -> dict:
 
 
 def verdicts_by_problem(rows: list[dict]) -> dict[tuple, list]:
-    """The question is part of the key: row numbers serve as ids, and two files may share those."""
+    """The question is in the key because ids may be row numbers, which two files share."""
     verdicts = defaultdict(list)
     for row in rows:
         verdicts[row["id"], row["question"]].append(row["correct"])

@@ -1,16 +1,15 @@
 """
-Calls functions that the user wrote: --reward module:function and --prompt-style module:function.
+Calls the user's functions: --reward module:function and --prompt-style module:function.
 
     reward = Reward("my_rewards:length")         # my_rewards.py in the working directory
     reward("the answer is 5", problem, group)    # {"reward": 15.0}
 
-The file belongs to the user, so its errors do too. Whatever it does wrong, from a syntax error to
-a division by zero at step 400, becomes one line that names the flag, the file and the line in it.
+Any error in the user's file, from a syntax error to a division by zero at step 400, becomes one
+line that names the flag, the file and the line in it.
 
-Where a function may come from. A run.json names functions too, and a run may come from somebody
-else, with files beside it. So a module is a file of the working directory or of examples/, never a
-package or an installed module: `sympy:sympify` would evaluate what a model has written. And it is
-never a file of a folder that holds a run, whether the folder is named or is the working directory.
+A module must be a file in the working directory or in examples/, never a package or an installed
+module: `sympy:sympify` would evaluate what a model has written. Nor may it be in the folder of a
+run, which may come from somebody else: its run.json could name a file next to it.
 """
 import functools
 import importlib.util
@@ -29,8 +28,8 @@ from tqdm import tqdm
 from files import Stopped, UserError, first_line, short_repr
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-# The largest reward, either way. Undivided advantages are as large as rewards, gradients grow with
-# them, and the squares of gradients must stay below 3.4e38, where fp32 ends.
+# The largest absolute reward. Undivided advantages are as large as rewards, gradients grow with
+# them, and the squares of gradients must stay below 3.4e38, fp32's largest number.
 LARGEST_REWARD = 1e15
 SLOW = 60.0                                      # seconds until a line says that a call is slow
 # What a reward may ask for as a keyword parameter: def reward(completion, problem, *, length).
@@ -41,12 +40,12 @@ ASKED_BY_NAME = "length", "finished"
 class Reward:
     """--reward module:function, called as function(completion, problem) for every completion.
 
-    `problem` is a dict: every field of the problem's row, with id, question and answer. A function
-    whose third parameter has no default is given the completions of the whole group as well, and
-    one with keyword parameters of these names is given what ASKED_BY_NAME holds. It returns a
-    number, or a dict of numbers that are summed; rewards.grade_rows says what the part
-    `shaping` is. A NaN leaves the completion out of training. No number, and no sum of them, may be
-    infinite or beyond LARGEST_REWARD. UserError for a function that cannot be called so.
+    `problem` is a dict: every field of the problem's row, plus id, question and answer. A third
+    parameter without a default gets the completions of the group, keyword parameters listed in
+    ASKED_BY_NAME get those values. The function returns a number, or a dict of numbers that are
+    summed; rewards.grade_rows explains the part `shaping`. NaN leaves the completion out of
+    training. No number and no sum may exceed LARGEST_REWARD. UserError for a function that cannot
+    be called like this.
     """
 
     def __init__(self, spec: str):
@@ -64,7 +63,7 @@ class Reward:
             signature.bind(*[None] * self.num_arguments, **dict.fromkeys(self.asked))
         except TypeError as error:
             raise UserError(f"{self.name}: is called as function(completion, problem); it may "
-                            "have a third parameter, for the completions of the group, and the "
+                            "have a third parameter, for the completions of the group, and "
                             f"keyword parameters {' and '.join(ASKED_BY_NAME)}: {error}") from None
 
     def __call__(self, completion: str, problem, group: list[str], **about: object
@@ -88,9 +87,9 @@ class Reward:
                 abs(number) > LARGEST_REWARD
                 for number in (*numbers.values(), sum(numbers.values()))):
             raise Stopped(f"{self.name}: returned {short_repr(value)}, expected a number, or a "
-                          "dict of numbers with one beside `shaping`, and a sum in "
-                          f"[-{LARGEST_REWARD:g}, {LARGEST_REWARD:g}], or nan for what cannot be "
-                          f"scored ({what})")
+                          "dict of numbers, not only `shaping`, each and their sum in "
+                          f"[-{LARGEST_REWARD:g}, {LARGEST_REWARD:g}], or NaN for an answer that "
+                          f"cannot be scored ({what})")
         return numbers
 
 
@@ -98,8 +97,7 @@ def call_users(name: str, function: Callable, what: str, *arguments: object) -> 
     """Calls a user's function; if it raises, Stopped says where in the user's file.
 
     name: the flag; what: the problem that it was called for; both are for messages. A call that
-    does not return is never ended, since nobody knows how long it may take, but tell_if_slow() says
-    so.
+    does not return is never interrupted, but tell_if_slow() reports it.
     """
     folder = os.getcwd()
     returned = threading.Event()
@@ -118,8 +116,8 @@ def call_users(name: str, function: Callable, what: str, *arguments: object) -> 
 
 
 def tell_if_slow(name: str, what: str, returned: threading.Event) -> None:
-    """Says after 1, 3, 7, 15, ... minutes that a call has not returned. On each rank: the others
-    wait for this one.
+    """Reports after 1, 3, 7, 15, ... minutes that a call has not returned; on every rank, because
+    the others wait for this one.
     """
     waited, wait = 0.0, SLOW
     while not returned.wait(wait):
@@ -132,12 +130,12 @@ def load_function(spec: str, flag: str) -> Callable:
     """-> the function of "module:function". UserError, which names `flag`, if there is none."""
     module_name, _, name = spec.partition(":")
     if not (module_name.isidentifier() and name.isidentifier()):
-        raise UserError(f"{flag} takes module:function, names such as my_rewards:score, got "
+        raise UserError(f"{flag} takes module:function, such as my_rewards:score, got "
                         f"{short_repr(spec)}")
     path = find_module(module_name, f"{flag} {spec}")
     if str(path.parent) not in sys.path:
-        # For what the user's file itself imports. Last, so that a file called learner.py or model.py
-        # beside it never takes the place of one of ours.
+        # For what the user's file itself imports. Last, so that a learner.py or model.py next to it
+        # never replaces ours.
         sys.path.append(str(path.parent))
     try:
         module = load_file(module_name, path)
@@ -152,26 +150,26 @@ def load_function(spec: str, flag: str) -> Callable:
 
 def find_module(name: str, what: str) -> Path:
     """-> the file of a module, from the working directory or examples/. UserError, which begins
-    with `what`, if there is none, or if it lies in or below the folder of a run.
+    with `what`, if there is none, or if it is in or below the folder of a run.
     """
     for folder in (Path.cwd(), EXAMPLES):
         path = folder / f"{name}.py"
         if path.is_file():
             for parent in (*path.parents, *path.resolve().parents):          # a link's both places
                 if (parent / "run.json").exists():
-                    raise UserError(f"{what}: {path} lies in a folder with a run.json: code is not "
-                                    "taken from a run; copy it to a folder of your own, and start "
-                                    "there")
+                    raise UserError(f"{what}: {path} is in the folder of a run (it has a "
+                                    "run.json), and no code is taken from there: copy it to "
+                                    "another folder and start there")
             return path
-    raise UserError(f"{what}: there is no {name}.py in {Path.cwd()} or {EXAMPLES}")
+    raise UserError(f"{what}: no {name}.py in {Path.cwd()} or {EXAMPLES}")
 
 
 @cache
 def load_file(name: str, path: Path) -> ModuleType:
     """Imports a module from its file. Cached: two flags that name it share its global variables.
 
-    sys.modules holds it as "user's NAME". It has to be there, since dataclasses look their module
-    up. It cannot be there as NAME, which may be one of our own modules that is imported only later.
+    In sys.modules, where dataclasses look it up, it is "user's NAME": NAME may be one of our own
+    modules that is imported later.
     """
     spec = importlib.util.spec_from_file_location(f"user's {name}", path)
     module = importlib.util.module_from_spec(spec)

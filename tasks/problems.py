@@ -1,11 +1,11 @@
 """
-Problems: from a file, a data set's name or a generator.
+Problems from a file, a data set or a generator.
 
     problems = load_problems("gsm8k", "train")
     chosen = problems_at(problems, seed, range(0, 16), 16)       # next range(16, 32), and so on
 
-A row without a question or an answer is an error that names its file and line. To skip the row
-would mean to train on another data set than the one that was named.
+A row without a question or an answer is an error that names its file and line: skipping it would
+silently train on a different data set.
 """
 import math
 import os
@@ -35,7 +35,7 @@ class Problem:
     system: str | None = None                    # the system message, where the row has one
 
     def fields(self) -> dict:
-        """What a function of the user's is given: every field of the row, and these three."""
+        """What a user's function gets: every field of the row, plus these three."""
         return (self.row or {}) | {"id": self.id, "question": self.question, "answer": self.answer}
 
 
@@ -57,10 +57,10 @@ TIMEOUT = 60                                     # seconds that a server may sen
 
 
 def check_source(source: str) -> None:
-    """UserError for a --data that cannot be meant; downloads nothing."""
+    """UserError for an impossible --data; downloads nothing."""
     if names_a_file(source):
         if not Path(source).is_file():
-            raise UserError(f"there is no data file {source}")
+            raise UserError(f"data file {source} does not exist")
     elif source not in ("arithmetic", *KNOWN):
         if Path(source).is_file() or not re.fullmatch(HUB_ID, source):
             raise UserError(f"unknown data {source}: give a file ending in {', '.join(SUFFIXES)}, "
@@ -90,7 +90,7 @@ def names_a_file(source: str) -> bool:
 
 
 def has_test_split(source: str) -> bool:
-    """Whether a data set holds out problems itself; a file of one's own does not."""
+    """Whether a data set has a test split; a user's file never does."""
     if names_a_file(source):
         return False
     return source == "arithmetic" or fetch_split(source, "test") != []
@@ -137,7 +137,7 @@ def download(url: str, name: str) -> Path:
 # -----------------------------------------------------------------------------
 # Rows
 
-# What data sets call these fields. The first one that holds something counts.
+# What data sets call these fields. The first one that is not empty counts.
 QUESTIONS = "question", "problem", "prompt"
 GOLDS = "answer", "final_answer", "ground_truth", "solution"
 # A number whose commas separate thousands, as 1,234,567 and 1,234.5. Not 0,5 and not 1,2.
@@ -151,7 +151,7 @@ def to_problem(row: object, path: Path, number: int, needs_gold: bool = True) ->
     """
     where = f"{path}:{number}"
     if not isinstance(row, dict):
-        raise UserError(f"{where}: holds {short_repr(row)}, expected an object")
+        raise UserError(f"{where}: expected a JSON object, got {short_repr(row)}")
     system = None
     match next((row[name] for name in QUESTIONS if row.get(name)), ""):
         case str(text) | [{"role": "user", "content": str(text)}]:
@@ -159,14 +159,14 @@ def to_problem(row: object, path: Path, number: int, needs_gold: bool = True) ->
         case [{"role": "system", "content": str(first)}, {"role": "user", "content": str(text)}]:
             system, question = first, text.strip()
         case other:
-            raise UserError(f"{where}: the question is {short_repr(other)}, expected a text or a "
-                            "chat: a user's text, perhaps after a system's")
+            raise UserError(f"{where}: the question must be a text, or a chat of one user turn "
+                            f"after at most one system turn, got {short_repr(other)}")
     answer = find_gold(row)
     for what, value, names in ("question", question, QUESTIONS), ("answer", answer, GOLDS):
         if not value and (what == "question" or needs_gold):
             held = {name: row[name] for name in names if name in row} or list(row)
-            raise UserError(f"{where}: has no {what}: of {', '.join(names)} one must hold it, the "
-                            f"row has {short_repr(held)}")
+            raise UserError(f"{where}: no {what}: expected it in {' or '.join(names)}, the row has "
+                            f"{short_repr(held)}")
     names = row.get("id"), row.get("unique_id"), f"{path.stem}-{number}"
     name = next(str(name) for name in names if name is not None)
     return Problem(name, question, answer or "", row=row, system=system)
@@ -176,7 +176,7 @@ def find_gold(row: dict) -> str | None:
     """The gold answer of a row as text, or None.
 
     GSM8K's is what follows #### in a worked solution; MATH's is in the solution's last box. Of the
-    fields in GOLDS, the first one that holds an answer counts.
+    fields in GOLDS, the first one with an answer counts.
     """
     reward = row.get("reward_model")             # the original DAPO keeps the gold in there
     fields = {**row, **reward} if isinstance(reward, dict) else row
@@ -208,9 +208,9 @@ def problems_at(problems: list[Problem], seed: int, places: range, per_step: int
                 ) -> list[Problem]:
     """The problems at these places in the order of a run; place 0 is that of the first one.
 
-    Each epoch takes every problem once, in an order of its own. A step, `per_step` places, may
-    begin in one epoch and end in the next. No step holds a problem twice, if there are problems for
-    two steps or more.
+    Each epoch takes every problem once, in its own order. A step, `per_step` places, may begin in
+    one epoch and end in the next. No step has a problem twice if there are problems for at least
+    two steps.
     """
     n = len(problems)
     return [problems[epoch_order(n, seed, place // n, per_step)[place % n]] for place in places]
@@ -218,14 +218,14 @@ def problems_at(problems: list[Problem], seed: int, places: range, per_step: int
 
 @lru_cache(2)                                    # a step may end one epoch and begin the next
 def epoch_order(n: int, seed: int, epoch: int, per_step: int = 1) -> list[int]:
-    """The permutation of range(n) that an epoch follows. It follows from the arguments alone: a
-    resumed run needs its next place and nothing else.
+    """The permutation of range(n) that an epoch follows. It depends on the arguments alone, so a
+    resumed run needs only its next place.
     """
     order = shuffled(n, seed, epoch)
     shared = epoch * n % per_step                # places of the first step in the epoch before
     if shared and n >= 2 * per_step:
         taken = set(shuffled(n, seed, epoch - 1)[-shared:])
-        # Within one step's length: so the end of the epoch before is not moved by its own border.
+        # Only within the first step, so the end of an epoch never moves.
         order[:per_step] = sorted(order[:per_step], key=taken.__contains__)
     return order
 

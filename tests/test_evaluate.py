@@ -346,7 +346,7 @@ def test_data_that_a_run_was_trained_on_is_said_to_be(tmp_path, run, monkeypatch
     Path("others.jsonl").write_text(json.dumps({"question": "3 + 3?", "answer": "6"}) + "\n")
     assert "run was trained on 0 of them" in said("others.jsonl")
     Path("sums.jsonl").unlink()
-    assert "not known" in said("others.jsonl")
+    assert "cannot tell" in said("others.jsonl")
 
 
 def test_a_run_brings_its_thinking_and_holds_out_the_same_without_it(tmp_path, run):

@@ -1,20 +1,20 @@
 r"""
-Make the embedded default: a Qwen2.5-architecture model of 3 MB that has something to learn.
+Make the bundled model: 3 MB in the Qwen2.5 architecture, with something left to learn.
 
     python -m tiny.make OUT        2 minutes on one H200; writes config, tokenizer and bf16 weights to the folder OUT
     python -m tiny.make OUT --qwen3        a Qwen3 of the same width instead, to try that family with
 
-The model is pretrained on word problems of arithmetic.py (training split) with two habits in its text:
-    careless   "The answer is \boxed{18}."            adds up all numbers it sees: right for 3 kinds of problem in 10
+The model is pretrained on word problems of arithmetic.py (training split) with two habits:
+    careless   "The answer is \boxed{18}."            adds up all numbers: right for 3 kinds of problems in 10
     careful    "Step by step: 6*8=48, 48-4=44. The answer is \boxed{44}."            right
-It falls into the careful one for CAREFUL of its answers, so it solves about a third of the problems, greedy or sampled.
-Reinforcement learning has to find out that working the problem out pays; nothing in it says so but the reward.
+A share of CAREFUL of its answers is careful, so it solves about a third of the problems, greedy or sampled.
+Reinforcement learning has to find out, from the reward alone, that working the problem out pays.
 
 A model this small has little slack for 4-bit weights, so half of the last steps train through NVFP4 rounding: forward
-and backward see the rounded weights, the gradient is applied to the real ones. The file holds the real ones, in bf16.
+and backward use the rounded weights, the gradient is applied to the originals. The file has the originals, in bf16.
 
-The embedding has more rows than the tokenizer has ids, as Qwen2.5's. The spare rows keep their initial noise: a sampler
-or a loss that forgets to mask them shows it at once. Transformer below is plain on purpose: it trains in bf16
+As in Qwen2.5 the embedding has more rows than the tokenizer has ids. The spare rows keep their initial noise, so a
+sampler or a loss that forgets to mask them fails visibly. Transformer below is deliberately plain: it trains in bf16
 autocast and shares no code with model.py.
 """
 import argparse

@@ -1,23 +1,24 @@
 """
-Measures the speeds in docs/, on models with random weights; needs a GPU. Each command ends with one
-line of JSON. On an H200 a `floor` is the time of the same work at the speed of its copy and large
-matmul.
+Speed of sampling, training and whole steps, with random weights; needs a GPU.
 
-    python -m tools.bench linears --model 7b [--lora-rank 32]      a layer's linears against cuBLAS
-    python -m tools.bench rollout --model 7b --base nvfp4 [--batch 1,8,64,256]           tokens/s
-    python -m tools.bench rollout --model qwen3-8b                 sizes of Qwen2.5 need no prefix
+    python -m tools.bench step --model 7b --prompts 64             a GRPO step
+    python -m tools.bench step --model 32b --memory-gib 48         ... on a smaller card
+    python -m tools.bench rollout --model 7b --batch 1,8,64,256    tokens/s of the sampler
+    python -m tools.bench rollout --model qwen3-8b --base bf16
     python -m tools.bench update --model 7b --new 4096             the learner, on long answers
-    python -m tools.bench step --model 7b --prompts 64             a whole GRPO step
-    python -m tools.bench step --model 32b --memory-gib 48
-    torchrun --nproc-per-node 2 -m tools.bench step --model 7b     the same on several GPUs
+    python -m tools.bench linears --model 7b --lora-rank 32        a layer's linears against cuBLAS
+    torchrun --nproc-per-node 2 -m tools.bench step --model 7b     on several GPUs
 
-linears    A layer's four linears one after the other, as in a decode step: `chain` is ours, without
-           adding up slabs (other kernels do that), `cublas` is bf16.
-rollout    The whole sampler with an adapter: B sequences in groups of gcd(B, 8), end ids ignored;
-           tokens/s count prefill and the host's work. `preempted`: rows that waited for KV blocks.
-update     Learner.update on random answers of `new` tokens. `floor`: all matmuls, attention's too.
-step       A step with train.py's sampler, memory plan and Learner.update, on answers of 50 to 1,024
-           tokens, 300 on average; seconds of the slowest rank.
+step       train.py's sampler, memory plan and update, on answers of 50 to 1,024 tokens, 300 on
+           average; the seconds of the slowest rank.
+rollout    B sequences in groups of gcd(B, 8), with an adapter, ignoring end ids; tokens/s include
+           prefill and the host's work. `preempted`: rows that waited for KV blocks.
+update     Learner.update on random answers of `new` tokens.
+linears    A layer's four linears in a row, as in a decode step: `chain` is ours, without adding up
+           slabs (other kernels do that), `cublas` is bf16.
+
+Each command ends with a line of JSON. On an H200, `floor` is the time that the same work would take
+at the speed of a plain copy or a large matmul.
 """
 import argparse
 import functools
@@ -65,7 +66,7 @@ SIZES = {  # D, F, layers, H, KV, V, tied: config.json of Qwen2.5-*-Instruct
     "qwen3-32b": (5120, 25600, 64, 64, 8, 151936, False, 128, False, True)}
 LIVE_VOCAB = 151665                              # ids that the tokenizer has, of Qwen2.5
 LIVE_VOCAB_QWEN3 = 151669                        # and </think>, <think>, two for a tool's response
-PARTS = {"qkv": 3, "o": 1, "gate_up": 2, "down": 1}              # each has a LoRA A of its own
+PARTS = {"qkv": 3, "o": 1, "gate_up": 2, "down": 1}              # each has its own LoRA A
 H200 = "NVIDIA H200"                             # neither GH200, nor H200 NVL, nor a part by MIG
 COPY = 4.3e12                                    # bytes/s of its copy, and
 TENSOR = 790e12                                  # FLOP/s of its 8192^3 bf16 matmul, measured
@@ -239,7 +240,7 @@ def load_figures(model, sampler, B, prompt, new):
 
 
 def rollout(args: argparse.Namespace) -> dict:
-    """The whole sampler, for each number of sequences in --batch."""
+    """The sampler, for each number of sequences in --batch."""
     model = random_model(args.model, args.base, args.lora_rank)
     sampler = Sampler(engine_for(args.kernels), model, args.prompt + args.new, max(args.batch),
                       args.kv_gib)
@@ -364,31 +365,35 @@ COMMANDS = {linears: dict(lora_rank=0), rollout: dict(new=512), update: dict(new
 
 def read_flags() -> tuple[Callable, argparse.Namespace]:
     """-> the function of the command, and the flags."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+    parser = argparse.ArgumentParser(usage="bench {step,rollout,update,linears} [flags], --help "
+                                     "lists them", description=__doc__.strip(), allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = {function.__name__: function for function in COMMANDS}
     add = parser.add_argument
     add("command", choices=commands)
     add("--model", choices=SIZES, default="7b", type=lambda name: name.removeprefix("random:"))
     add("--base", choices=nvfp4.FORMATS, default="nvfp4")
-    add("--kernels", choices=("auto", *KERNELS), default="auto", help="which of them decode")
-    add("--lora-rank", type=int, default=32, help="0: none (default: 32; linears: 0)")
+    add("--kernels", choices=("auto", *KERNELS), default="auto", help="decode "
+        "kernels (default: auto)")
+    add("--lora-rank", type=int, default=32, help="0: no adapter (default: 32; linears: 0)")
     add("--rows", type=int, nargs="*", default=[1, 8, 16, 32, 64, 128, 256],
-        help="linears: rows of x")
+        help="linears: numbers of rows of x")
     add("--batch", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 32, 64, 256],
-        help="rollout: sequences at a time, such as 1,8,32")
-    add("--prompt", type=within(int, 1, 1e6), default=256, help="rollout, update: tokens of a "
-        "prompt")
-    add("--new", type=within(int, 2, 1e6), help="tokens of an answer (rollout: 512, update: 4096)")
-    add("--prompts", type=within(int, 1, 1e6), help="problems (step: 16; update: 2, of eight "
-        "answers each)")
-    add("--group-size", type=within(int, 2, 1e6), default=8, help="step: answers to a problem")
+        help="rollout: sequences decoded at a time (default: 1,8,32,64,256)")
+    add("--prompt", type=within(int, 1, 1e6), default=256, help="rollout, update: tokens per "
+        "prompt (default: 256)")
+    add("--new", type=within(int, 2, 1e6), help="rollout, update: tokens per answer "
+        "(default: 512, 4096)")
+    add("--prompts", type=within(int, 1, 1e6), help="step, update: problems (default: 16, 2)")
+    add("--group-size", type=within(int, 2, 1e6), default=8, help="step: answers per problem "
+        "(default: 8)")
     add("--max-rows", type=within(int, 1, 32768), help="step: answers decoded at a time (default: "
         "by the memory plan)")
-    add("--memory-gib", type=float, help="update, step: GiB of GPU memory of the process")
-    add("--kv-gib", type=within(float, 1e-9, 1e9), help="GiB of the KV cache (default: rollout: "
-        "what is needed, at most half of the free memory; else by the memory plan)")
-    add("--micro-batch-tokens", type=within(int, 1, 2e9), help="(default: by the memory plan)")
+    add("--memory-gib", type=float, help="step, update: GPU memory for this process, in GiB")
+    add("--kv-gib", type=within(float, 1e-9, 1e9), help="size of the KV cache, in GiB (default: "
+        "by the memory plan; rollout: what is needed, at most half of the free memory)")
+    add("--micro-batch-tokens", type=within(int, 1, 2e9), help="tokens per forward and backward "
+        "pass (default: by the memory plan)")
     function = commands[parser.parse_args().command]
     parser.set_defaults(**COMMANDS[function])
     args = parser.parse_args()
@@ -401,7 +406,7 @@ def main() -> None:
     function, args = read_flags()
     with env.one_line("bench"):
         if not torch.cuda.is_available():
-            raise UserError("measures a GPU and there is none")
+            raise UserError("needs a GPU, and torch sees none")
         _, args.kernels = choose_device("cuda", args.kernels, args.model)
         gpu = torch.cuda.get_device_name()
         say(f"decode kernels: {args.kernels}, on {gpu}")

@@ -1,12 +1,12 @@
 """
-Talk to a model through the sampler that trains it.
+Talk to a model through the sampler of training.
 
-    python -m tools.chat runs/x                        a run: its model, base, adapter, prompt style
+    python -m tools.chat runs/x                        a run's model, with its adapter and prompt
     python -m tools.chat runs/x --question "2+3*4?"    one answer on stdout
     python -m tools.chat --model qwen2.5-7b --adapter runs/x/adapter
 
-Each line continues the conversation; an empty line begins a new one, Ctrl-D ends. Each turn
-computes the whole conversation again.
+Each line continues the conversation, an empty line starts a new one, Ctrl-D quits. Each turn
+computes the conversation from the start.
 """
 import argparse
 import sys
@@ -45,8 +45,8 @@ class Chat:
         prompt = self.tokenizer.turns(turns)
         most = min(self.sampling.max_new_tokens, self.sampler.max_length - len(prompt))
         if most < 1:
-            raise UserError(f"{len(prompt)} tokens leave no room for an answer, the longest "
-                            f"conversation has {self.sampler.max_length}")
+            raise UserError(f"{len(prompt)} tokens leave no room for an answer: a conversation "
+                            f"has at most {self.sampler.max_length}")
         sampling = self.sampling._replace(max_new_tokens=most)
         answer, = self.sampler.generate([prompt], 1, sampling, [len(prompt)]).rows
         if not answer.finished:
@@ -69,7 +69,7 @@ def talk(chat: Chat) -> None:
     if sys.stdin.isatty():
         with suppress(ImportError):              # Windows has none; its terminal edits lines itself
             import readline  # noqa: F401        # the arrow keys edit a line and bring back others
-    print("an empty line begins a new conversation, Ctrl-D ends", file=sys.stderr)
+    print("an empty line starts a new conversation, Ctrl-D quits", file=sys.stderr)
     while True:
         try:
             question = input("> ").strip()
@@ -89,9 +89,9 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_flags(parser)
     parser.add_argument("--prompt-style", help="as in train.py (default: plain)")
-    parser.add_argument("--question", help="answer this one and end")
+    parser.add_argument("--question", help="answer this question and quit")
     parser.add_argument("--max-new-tokens", type=within(int, 1, 2e9), default=1024,
-                        help="longest answer (default: 1024)")
+                        help="longest answer, in tokens (default: 1024)")
     with env.one_line("chat"):
         args, _ = parse(parser, "plain")
         with redirect_stdout(sys.stderr):        # stdout has only the answers

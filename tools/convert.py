@@ -1,18 +1,19 @@
 """
-Writes model folders for other programs.
+Write model folders for other programs.
 
-    python -m tools.convert nvfp4 SRC OUT        a bf16 model's folder as NVFP4, for vLLM and others
-    python -m tools.convert merge RUN OUT        a run of train.py as an ordinary bf16 model
+    python -m tools.convert nvfp4 SRC OUT        a 16-bit model in NVFP4, for vLLM and transformers
+    python -m tools.convert merge RUN OUT        the trained model of a run in bf16
 
-nvfp4 writes compressed-tensors files, layer by layer. With --calibrate N it chooses the codes by
-GPTQ and prints how far the 4-bit model is from the 16-bit one, in nats a token (calibrate.py).
+nvfp4 writes the format of compressed-tensors, layer by layer. With --calibrate N the codes are
+chosen by GPTQ on the model's own answers, and the KL divergence from the 16-bit model is printed
+(calibrate.py).
 
-merge adds a run's adapter to the weights that it was trained on; 4-bit ones are decoded first. Then
-`python evaluate.py RUN --model OUT --base bf16 --adapter none` measures the result, in 16 bits. The
-sum is rounded to bf16, so the log-probs move a little.
+merge adds a run's adapter to the weights it was trained on, decoded if they are 4-bit, and rounds
+the sum to bf16, so log-probs change slightly. To measure the result:
+python evaluate.py RUN --model OUT --base bf16 --adapter none
 
-Not here: merging into 4 bits, whose rounding error is larger than most adapters. To serve 4 bits,
-convert the model with nvfp4 and put the run's adapter beside it.
+Merging into 4 bits is not offered: the rounding error exceeds most adapters. To serve 4-bit
+weights, convert the model with nvfp4 and load the run's adapter on top.
 """
 import argparse
 import glob
@@ -85,7 +86,7 @@ def write_merged(args: argparse.Namespace) -> None:
 
 
 def tell(out: Path, what: str, *measured_with: object) -> None:
-    """What the new folder holds and how large it is, and the evaluation that measures it."""
+    """Prints what the new folder contains, its size, and the command that evaluates it."""
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     print(f"{out}: {what}; {size / 1e6:,.1f} MB")
     if measured_with:
@@ -98,24 +99,24 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("command", choices=("nvfp4", "merge"))
-    add("source", help="bf16 model's folder, name or id; for merge a run's folder")
-    add("out", type=Path, help="new folder; if it exists, it must be empty")
-    add("--calibrate", type=within(int, 2, 1e5), help="choose the codes by the model's answers to "
-        "this many training problems; the last eighth of them only measures")
+    add("source", help="nvfp4: folder, name or id of a 16-bit model; merge: folder of a run")
+    add("out", type=Path, help="new or empty folder")
+    add("--calibrate", type=within(int, 2, 1e5), help="choose the codes by GPTQ on answers to this "
+        "many training problems; the last eighth is held out to measure the KL divergence")
     add("--codes", choices=calibrate.CODES, help="how the codes are chosen (default: gptq with "
         "--calibrate, search without)")
-    add("--data", default="gsm8k", help="problems to calibrate by, as in train.py (default: gsm8k)")
+    add("--data", default="gsm8k", help="problems to calibrate on, as in train.py (default: gsm8k)")
     add("--prompt-style", default="boxed", choices=STYLES, help="as in train.py (default: boxed)")
     add("--thinking", default="off", choices=("on", "off"), help="as in train.py (default: off)")
-    add("--seed", type=within(int, 0, 2e18), default=0, help="random seed of the choice of "
-        "problems and of the answers (default: 0)")
+    add("--seed", type=within(int, 0, 2e18), default=0, help="random seed: choice of problems, "
+        "answers (default: 0)")
     add("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     args = parser.parse_args()
     with env.one_line(f"convert {args.command}"):
         must_be_new(args.out)
         for folder in args.out.parent.glob(f".{glob.escape(args.out.name)}.????????"):
-            print(f"{folder}: what a conversion to {args.out} left that was killed: remove it, "
-                  "unless one is running")
+            print(f"{folder}: left by a conversion to {args.out} that was killed; remove it unless "
+                  "one is still running")
         if args.command == "nvfp4":
             convert_to_nvfp4(args)
         elif args.calibrate or args.codes:

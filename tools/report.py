@@ -1,25 +1,24 @@
 """
-One HTML page to read runs: what came of them, their curves, and everything that the model wrote.
+One HTML page for reading runs: curves, settings, and every answer that the model wrote.
 
     python -m tools.report runs/x                writes runs/x/report.html
     python -m tools.report runs/x runs/y         compares two: writes runs/x/report-with-y.html
 
-The page is one file that any browser from 2023 on opens without a server and without a network:
+The page is a single file that opens offline in any browser from 2023 on:
 
-    at the top   the held-out accuracy before and after, the duration, the hardware
-    curves       of metrics.jsonl; a click on one goes to the answers of that step
+    at the top   held-out accuracy before and after, duration, hardware
+    curves       of metrics.jsonl; click one to see the answers of that step
     flags        of run.json, where the runs differ
-    answers      of samples.jsonl and held_out.jsonl, which can be filtered and sorted. An opened
-                 one shows the prompt and the text, where the answer that the grader read is marked
-    problems     the same by problem, hardest first; an opened one has its answers side by side:
-                 those of two runs, or the first and the last of one run
+    answers      of samples.jsonl and held_out.jsonl, with filters and sorting; open one to see the
+                 prompt and the text, with the answer that the grader read marked
+    problems     hardest first; open one to see its answers side by side, from two runs or from the
+                 start and the end of one
 
-Filter and order are kept in the page's address, so that a view can be sent to somebody:
+Filters and order are kept in the page's address, so a view can be shared:
 report.html#from=40&most=0 shows the wrong answers from step 40 on.
 
-What a model or a data set wrote is shown as text and never as HTML. The page is tools/report.html
-with the data put into it, compressed with gzip: 50,000 answers of 200 random words, which are
-122 MB of samples.jsonl, become a page of 56 MB.
+Text from models and data sets is always shown as text, never as HTML. The page is
+tools/report.html with gzipped data inside, about half the size of samples.jsonl.
 """
 import argparse
 import base64
@@ -180,21 +179,22 @@ def page(runs: list[dict]) -> str:
     panels = panels_for({key for run in runs for key in run["curves"]})
     data = json.dumps({"panels": panels, "runs": runs}, separators=(",", ":"), allow_nan=False)
     if len(data) > MOST_CHARACTERS:
-        raise UserError(f"{len(data) / 1e6:.0f} MB of text are more than a browser reads: --every "
-                        "10 keeps the answers of every 10th step")
+        raise UserError(f"{len(data) / 1e6:.0f} MB of text are too much for a browser: --every 10 "
+                        "keeps the answers of every 10th step")
     # Base64 has none of the characters that end a script element, whatever a model wrote.
     packed = base64.b64encode(gzip.compress(data.encode(), 6, mtime=0)).decode()
     return Path(__file__).with_name("report.html").read_text("utf-8").replace("{DATA}", packed)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(allow_abbrev=False, description=(
-        "Write one HTML page that shows the curves, flags and answers of runs."))
-    parser.add_argument("runs", nargs="+", type=Path, help="folders that train.py wrote")
-    parser.add_argument("--out", type=Path, help="the page (default: report.html in the run, "
-                        "report-with-y.html in the first of several)")
+    parser = argparse.ArgumentParser(
+        usage="report RUN [RUN ...] [flags], --help lists them", allow_abbrev=False,
+        description="One HTML page with the curves, settings and answers of one or more runs.")
+    parser.add_argument("runs", nargs="+", type=Path, help="run folders")
+    parser.add_argument("--out", type=Path, help="the page to write (default: report.html in the "
+                        "run; for several, report-with-y.html in the first)")
     parser.add_argument("--every", type=int, default=1, metavar="N",
-                        help="only the answers of every Nth step (default: 1, all of them)")
+                        help="show the answers of every Nth step only (default: 1)")
     args = parser.parse_args()
     others = "-".join(["-with", *(run.resolve().name for run in args.runs[1:])])
     out = args.out or args.runs[0] / f"report{others if args.runs[1:] else ''}.html"

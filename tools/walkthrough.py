@@ -1,13 +1,11 @@
 """
-One problem on its way from prompt to update, with every number in between.
+One problem through one training step, from prompt to update, with every number.
 
-    python -m tools.walkthrough          the tiny model, on any CPU, offline, in about half a minute
+    python -m tools.walkthrough          the bundled model, on a CPU, offline, about half a minute
 
-Read this file from top to bottom like a notebook. Each cell (# %%) does one part of a training
-step. train.py does the same for sixteen problems at once, this file for one, and both call the same
-functions. Editors that know the # %% marks can run the cells one by one.
-
-docs/walkthrough.md shows what this script prints, and explains it.
+Read it from top to bottom like a notebook: each cell (# %%) is one part of a training step, and
+editors that know the marks can run them one by one. train.py calls the same functions, for sixteen
+problems at once. docs/walkthrough.md shows and explains the output.
 """
 import math
 
@@ -40,8 +38,7 @@ def title(text):
 
 
 # %% 1. The problem and its prompt
-# A model does one thing: it continues a list of token ids. The chat format marks who speaks, by two
-# control tokens. The text of a question cannot produce these tokens.
+# The chat format marks who speaks with control tokens, which the text of a question cannot produce.
 tokenizer = Tokenizer(TINY_MODEL)
 problems = encode_prompts(tokenizer, load_problems("arithmetic"), "boxed")
 problem, = problems_at(problems, SEED, range(PLACE, PLACE + 1))
@@ -61,8 +58,8 @@ for token in problem.prompt[:10]:
     print(f"{token:5}  {text_of([token])!r}")
 
 # %% 2. A frozen weight: sixteen numbers that share a scale
-# NVFP4 stores a code of 4 bits for each weight, a scale of one byte for every 16 weights, and one
-# scale for the whole matrix.
+# NVFP4 stores a 4-bit code for each weight, a one-byte scale for every 16 weights, and one scale
+# for the matrix.
 files = Shards(TINY_MODEL)
 original = files.get("model.layers.0.self_attn.o_proj.weight").float()
 packed, block_scale, tensor_scale = nvfp4.quantize(original)
@@ -88,8 +85,8 @@ print(f"  root mean square of the errors          {error.square().mean().sqrt():
 print(f"  decoded weights that fit in bfloat16    {exact.float().mean():.0%}")
 
 # %% 3. The model, and noise on its norms
-# All linears of the model are stored in NVFP4. Each gets an adapter of rank 32, which is trained.
-# While the model answers, the noise sigma * z is added to the weights of its norms.
+# All linears are frozen in NVFP4, and each gets a trained adapter of rank 32. During sampling the
+# noise sigma * z is added to the weights of the norms.
 model = load(TINY_MODEL, "nvfp4", torch.device("cpu"), live_vocab=tokenizer.vocab_size)
 configure_cpu(model)
 adapter = lora.attach(model, rank=32, alpha=32, seed=SEED)
@@ -117,8 +114,8 @@ print("\na noisy norm before W, and W with noisy columns, give the same: "
       f"{torch.allclose(noisy_norm, noisy_columns, atol=1e-5)}")
 
 # %% 4. Eight answers
-# Each token is drawn at random by the model's probabilities, and the sampler writes its log-prob
-# down. The random number is a hash of (seed, place, number of the answer, position).
+# The sampler draws each token and records its log-prob. The random number is a hash of (seed,
+# place, number of the answer, position).
 sampler = Sampler(TorchEngine, model, max_length=128)
 sampling = Sampling(MAX_NEW_TOKENS, tokenizer.end_ids, temperature=1.0, seed=SEED)
 with aqn.noisy_norms(model, sigmas[STEP], SEED, STEP):
@@ -136,7 +133,7 @@ for b in (4, 5):
     print("  " + ", ".join(f"{text_of([token])!r} {p:.1%}" for token, p in drawn))
 
 # %% 5. Their rewards
-# rewards.py finds the answer in a text, answers.py decides whether it equals the known answer.
+# rewards.py finds the answer in the text, answers.py decides whether it equals the known one.
 graded = rewards.grade_rows(tokenizer, [problem], rollouts.rows)
 reward = torch.tensor([row["task"] for row in graded])
 
@@ -146,7 +143,7 @@ for b, row in enumerate(graded):
     print(f"{b:3}  {row['extracted']:>6}  {row['rule']:8}  {row['answer']:>5}  {row['task']:6.0f}")
 
 # %% 6. Their advantages
-# By how many standard deviations is an answer better than the mean of its group?
+# How many standard deviations is an answer above the mean of its group?
 by_hand = (reward - reward.mean()) / (reward.std() + 1e-4)
 advantages = grpo.group_advantages(reward, GROUP_SIZE)
 
@@ -157,8 +154,8 @@ print(f"wrong  (0 - {reward.mean():.2f}) / {reward.std():.3f} = {by_hand.min():5
 print(f"grpo.group_advantages gives the same: {torch.allclose(by_hand, advantages)}")
 
 # %% 7. The loss of a token
-# The learner computes the log-probs of the same tokens again, without noise. In its first pass over
-# the answers these log-probs are those of the policy and of the old policy at once.
+# The learner recomputes the log-probs of the same tokens without noise. In its first pass they are
+# those of the policy and of the old policy at once.
 loss = grpo.LOSSES["dapo"]
 lengths = torch.tensor([len(completion) for completion in rollouts.completions])
 finished = torch.tensor([row.finished for row in rollouts.rows])
@@ -170,19 +167,19 @@ rollout_logprobs = torch.cat([row.logprobs for row in rollouts.rows])
 
 
 def learner_logprobs():
-    """Log-probs of all sampled tokens, row after row, from the present model without noise."""
+    """Log-probs of all sampled tokens, row after row, by the model as it is now, without noise."""
     tokens = [problem.prompt + completion for completion in rollouts.completions]
     starts = [len(problem.prompt)] * GROUP_SIZE
     return model.token_logprobs(tokens, starts)[0].detach()
 
 
 def of_rows(logprobs):
-    """Log-probs of all tokens -> those of each row."""
+    """Splits the log-probs of all tokens into rows."""
     return logprobs.split(lengths.tolist())
 
 
 def show_losses(policy):
-    """Computes the loss by hand. Prints two tokens of row 4 and two of row 5."""
+    """Computes the loss by hand, and prints two tokens of rows 4 and 5 each."""
     cap = grpo.CORRECTIONS[loss.correction].cap
     importance_weight = (old - rollout_logprobs).exp().clamp(max=cap)
     ratio = (policy - old).exp()
@@ -208,8 +205,8 @@ old = learner_logprobs()
 show_losses(old)
 
 # %% 8. One update
-# The backward pass, and a step of AdamW on all A and B. 5e-4 is the highest learning rate in a run
-# of the tiny model.
+# A backward pass, and a step of AdamW on all A and B. 5e-4 is the peak learning rate of the bundled
+# model.
 learner = Learner(model, loss)
 batch = Batch(rollouts.rows, advantages)
 start = adapter.master.detach().clone()
@@ -227,8 +224,8 @@ for name, moved, gradient in zip(["all A", "all B"], moves, gradients):
           f"{gradient.median():16.1e}  {gradient.max():7.1e}")
 
 # %% 9. The same problem again
-# The update has moved the policy away from the old policy. In a second pass over the same answers
-# (--epochs 2) the ratio is therefore not 1.
+# The update has moved the policy away from the old policy, so in a second pass over the same
+# answers (--epochs 2) the ratio is not 1.
 policy = learner_logprobs()
 
 title("9. The same problem again")
@@ -239,9 +236,9 @@ print("\na second pass over the same answers:")
 show_losses(policy)
 
 # %% 10. Thirty steps
-# All of the above in one loop, for four problems a step.
+# All of the above in a loop, with four problems per step.
 def share_right(some):
-    """How many of these problems the model answers right, greedily and without noise."""
+    """The share of these problems that the model solves, greedily and without noise."""
     greedy = sampling._replace(temperature=0.0)
     answers = sampler.generate([one.prompt for one in some], 1, greedy)
     graded = rewards.grade_rows(tokenizer, some, answers.rows)
