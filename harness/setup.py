@@ -14,6 +14,7 @@ import importlib.util
 import math
 import os
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +29,9 @@ import lora
 import model as qwen
 import rewards
 from files import UserError, counted
-from harness import memory
-from harness.config import MAY_MOVE, Objective, Rollout, Settings, option, without_places
-from harness.console import Console, Phases, Tracker, Watch
+from harness import console, memory
+from harness.config import MAY_MOVE, Model, Objective, Rollout, Settings, option, without_places
+from harness.console import Watch
 from harness.folder import RunFolder, checkpoints_in
 from learner import Learner
 from ops import on_gpu
@@ -71,8 +72,6 @@ class Run:
     learner: Learner
     sampler: Sampler
     folder: RunFolder
-    tracker: Tracker
-    console: Console
     watch: Watch
     flags: dict                                  # what run.json holds beside `about`
     before: dict | None                          # what it holds of a run that is resumed
@@ -83,7 +82,7 @@ def prepare(settings: Settings, before: dict | None) -> Run:
 
     before: the content of run.json if the run is resumed, else None.
     """
-    phases = Phases()
+    began = time.perf_counter()
     wanted, adapter, rank = settings.memory, settings.model.adapter, settings.model.lora_rank
     check_model(settings.model.model)
     device, kernels = choose_device(wanted.device, "auto", settings.model.model)
@@ -93,16 +92,12 @@ def prepare(settings: Settings, before: dict | None) -> Run:
     if adapter and before is None:
         read_peft(adapter)                       # refuses a bad one before a download
     plug_in = plugin.Reward(settings.data.reward) if settings.data.reward else None
-    with phases("problems"):
-        folder, tokenizer, problems, held_out = read_problems(settings)
-    flags = {"calibrate_by_default": settings.model.calibrate is None}
-    settings = with_decided_default(settings, device, folder.config)
-    console = Console(settings)
-    console.greet(problems, held_out, device)
+    folder, tokenizer, problems, held_out = read_problems(settings)
+    console.greet(settings, problems, held_out, device)
     if kernels:
         say(f"decode kernels: {kernels}, on {torch.cuda.get_device_name(device)}")
     join_ranks(device)
-    flags |= without_places(settings.flat())
+    flags = without_places(settings.flat())
     flags["problems_sha256"] = digest_of(problems + held_out, settings.data.reward)
     check_unchanged(before, flags, "problems_sha256", f"--data {settings.data.data}, --eval-data "
                     f"{settings.data.eval_data}: other problems or prompts")
@@ -114,7 +109,7 @@ def prepare(settings: Settings, before: dict | None) -> Run:
         memory.check_size(settings.model.model, sizes, settings.model.base, rank,
                           memory.free_memory(wanted.memory_gib),
                           (folder.config.get("quantization_config") or {}).get("ignore", ()))
-    model = read_model(settings, folder, tokenizer, problems, device, kernels, phases)
+    model = read_model(settings, folder, tokenizer, problems, device, kernels)
     flags["weights_sha256"] = model.folder.sha256()
     check_unchanged(before, flags, "weights_sha256", f"--model {model.folder.name}: other weights")
     conditions = training_conditions(model.folder, settings.model.base,
@@ -129,10 +124,9 @@ def prepare(settings: Settings, before: dict | None) -> Run:
     learner = Learner(model, loss_of(settings.objective), settings.rollout.temperature,
                       optim.max_grad_norm, optim.weight_decay)
     limits = memory.Limits(wanted.memory_gib, None, wanted.micro_batch_tokens)
-    with phases("memory plan"):
-        sampler = divide_memory(model, learner, engine_for(kernels), limits, settings.rollout,
-                                settings.data.max_prompt_tokens, len(held_out),
-                                limits_at_start(before, limits))
+    sampler = divide_memory(model, learner, engine_for(kernels), limits, settings.rollout,
+                            settings.data.max_prompt_tokens, len(held_out),
+                            limits_at_start(before, limits))
     flags["memory_plan"] = limits._asdict() | {
         "kv_gib": sampler.engine.kv.nbytes / 2**30, "max_rows": sampler.max_rows,
         "micro_batch_tokens": learner.micro_batch_tokens}
@@ -149,22 +143,20 @@ def prepare(settings: Settings, before: dict | None) -> Run:
     out = Path(settings.general.out)
     result = {"lora": (write_adapter, "adapter"), "full": (write_model, "model")}
     run_folder = RunFolder(out, learner.tensors(), *result[settings.model.train])
-    tracker = Tracker(settings.watching.report_to, out, flags)
-    phases.tell()
+    say(f"ready after {time.perf_counter() - began:.1f} s")
     return Run(settings, tokenizer, problems, held_out, grade, model, learner, sampler, run_folder,
-               tracker, console, Watch(settings), flags, before)
+               Watch(settings), flags, before)
 
 
 CALIBRATION_PROBLEMS = 128                       # those of the study
 
 
-def with_decided_default(settings: Settings, device: torch.device, config: dict) -> Settings:
-    """The settings with --calibrate decided: its default depends on model and device."""
-    count = settings.model.calibrate
-    if count is None:
-        becomes_nvfp4 = settings.model.base == "nvfp4" and not config.get("quantization_config")
-        count = CALIBRATION_PROBLEMS if becomes_nvfp4 and device.type == "cuda" else 0
-    return settings.replace(calibrate=count)
+def calibration_problems(wanted: Model, device: torch.device, config: dict) -> int:
+    """--calibrate, whose default depends on model and device. config: the model's config.json."""
+    if wanted.calibrate is not None:
+        return wanted.calibrate
+    becomes_nvfp4 = wanted.base == "nvfp4" and not config.get("quantization_config")
+    return CALIBRATION_PROBLEMS if becomes_nvfp4 and device.type == "cuda" else 0
 
 
 def read_problems(settings: Settings) -> tuple[ModelFolder, Tokenizer, list, list]:
@@ -222,19 +214,23 @@ def check_full_size(settings: Settings, sizes: qwen.ModelConfig, device: torch.d
 
 
 def read_model(settings: Settings, folder: ModelFolder, tokenizer: Tokenizer, problems: list,
-               device: torch.device, kernels: str | None, phases: Phases) -> qwen.Qwen:
+               device: torch.device, kernels: str | None) -> qwen.Qwen:
     """-> the model of --base and --calibrate, with a new adapter, that of --adapter, or all of its
     weights trainable.
     """
     wanted, general = settings.model, settings.general
-    with phases("download"):
-        folder.download()
+    folder.download()
     base = folder.choose_base(wanted.base)
-    if wanted.calibrate:
-        with phases("calibration"):
-            folder = calibrated(settings, folder, tokenizer, problems, device, kernels)
-    with phases("weights"):
-        model = qwen.load(folder, base, device, None, tokenizer.vocab_size)
+    count = calibration_problems(wanted, device, folder.config)
+    calibrated = Path(general.out) / "base"      # a resumed run has it, whatever is the default here
+    if count or calibrated.exists():
+        if RANK == 0 and not calibrated.exists():
+            calibrate.write_calibrated(folder, calibrated, tokenizer, problems, count, device,
+                                       kernels, "gptq", min(512, settings.rollout.max_new_tokens),
+                                       general.seed)
+        gather([])                               # the other ranks wait here
+        folder = ModelFolder(calibrated)
+    model = qwen.load(folder, base, device, None, tokenizer.vocab_size)
     configure_cpu(model)
     # A run that was killed before its first checkpoint begins with --adapter again. One whose
     # checkpoints are all damaged is refused (Checkpoints.load).
@@ -246,19 +242,6 @@ def read_model(settings: Settings, folder: ModelFolder, tokenizer: Tokenizer, pr
     else:
         lora.attach(model, wanted.lora_rank, wanted.lora_alpha, general.seed)
     return model
-
-
-def calibrated(settings: Settings, source: ModelFolder, tokenizer: Tokenizer, problems: list,
-               device: torch.device, kernels: str | None) -> ModelFolder:
-    """-> OUT/base, where rank 0 writes the model in NVFP4, unless it is there: a resumed run."""
-    general = settings.general
-    folder = Path(general.out) / "base"
-    if RANK == 0 and not folder.exists():
-        calibrate.write_calibrated(source, folder, tokenizer, problems, settings.model.calibrate,
-                                   device, kernels, "gptq",
-                                   min(512, settings.rollout.max_new_tokens), general.seed)
-    gather([])                                   # the other ranks wait here
-    return ModelFolder(folder)
 
 
 def loss_of(objective: Objective) -> grpo.Loss:
@@ -367,6 +350,9 @@ def begin(run: Run) -> Progress:
         say(f"{general.out} has done its {counted(general.steps, 'step')}: --resume "
             "--steps N does more")
     run.folder.snapshot(dataclasses.asdict(progress) | run.learner.counters())
+    if device.type == "cuda":                    # console.farewell() has the memory of training alone
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     return progress
 
 

@@ -272,7 +272,7 @@ def test_the_settings_of_the_loss_reach_it_and_its_own_clips_are_the_defaults():
 
 def test_a_16_bit_model_is_calibrated_on_a_gpu():
     def decided(device, *flags, **config):
-        return setup.with_decided_default(settings_of(*flags), torch.device(device), config).model.calibrate
+        return setup.calibration_problems(settings_of(*flags).model, torch.device(device), config)
 
     assert decided("cuda", "--model", "x") == 128
     assert decided("cpu", "--model", "x") == 0 == decided("cuda", "--model", "x", quantization_config=NVFP4_CONFIG)

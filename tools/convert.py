@@ -32,7 +32,6 @@ import model as qwen
 from evaluate import within
 from files import UserError, must_be_new
 from harness import config
-from harness.console import command
 from harness.setup import device_of, kernels_for
 from prompts import STYLES, Tokenizer, encode_prompts
 from tasks.problems import check_source, load_problems
@@ -58,9 +57,7 @@ def convert_to_nvfp4(args: argparse.Namespace) -> None:
     problems = encode_prompts(tokenizer, load_problems(args.data, "train"), args.prompt_style)
     count = calibrate.write_calibrated(folder, args.out, tokenizer, problems, args.calibrate,
                                        device, kernels, codes, seed=args.seed)
-    tell(args.out, f"{what} from answers to {count} problems of {args.data}",
-         "--model", args.out, "--data", args.data,
-         *(["--thinking", "on"] if args.thinking == "on" else []))
+    tell(args.out, f"{what} from answers to {count} problems of {args.data}")
 
 
 def write_merged(args: argparse.Namespace) -> None:
@@ -80,17 +77,13 @@ def write_merged(args: argparse.Namespace) -> None:
     lora.load_adapter(model, adapter)
     tensors = ((name, t.detach().bfloat16().cpu()) for name, t in model_tensors(model))
     save_model(tensors, folder.path, args.out, {"merged_adapter": str(adapter)})
-    # With the run's folder it is measured on what the run held out, in the run's prompts.
-    tell(args.out, f"{trained.model} as {trained.base}, with {adapter}, in bf16",
-         args.source, "--model", args.out, "--base", "bf16", "--adapter", "none")
+    tell(args.out, f"{trained.model} as {trained.base}, with {adapter}, in bf16")
 
 
-def tell(out: Path, what: str, *measured_with: object) -> None:
-    """Prints what the new folder contains, its size, and the command that evaluates it."""
+def tell(out: Path, what: str) -> None:
+    """What the new folder holds and how large it is."""
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     print(f"{out}: {what}; {size / 1e6:,.1f} MB")
-    if measured_with:
-        print(f"next: {command('evaluate.py', *measured_with)}")
 
 
 def main() -> None:
