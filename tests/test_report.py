@@ -136,8 +136,7 @@ def test_a_run_without_answers_has_its_curves(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name,text", [
     ("metrics.jsonl", None), ("metrics.jsonl", ""), ("samples.jsonl", '{"step": 0\n{"step": 1}\n'),
-    ("held_out.jsonl", '{"step": 0, "id": "1"}\n'), ("run.json", "["), ("run.json", '{"group_size": 0}'),
-    ("run.json", None)])
+    ("held_out.jsonl", '{"step": 0, "id": "1"}\n'), ("run.json", "["), ("run.json", None)])
 def test_a_file_that_cannot_be_read_is_one_line_and_leaves_no_page(name, text, tmp_path, monkeypatch):
     folder = write_run(tmp_path / "a")
     if text is None:

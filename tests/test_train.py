@@ -687,7 +687,7 @@ def test_a_resume_with_other_settings_is_refused_and_changes_nothing(runs, whole
 
 
 @pytest.mark.parametrize("changes,named", [
-    ({"base": "bf16"}, "--base bf16"), ({"memory_plan": {"kv_gib": 1.0}}, "memory_plan"),
+    ({"base": "bf16"}, "--base bf16"),
     ({"problems_sha256": "0"}, "other problems"), ({"weights_sha256": "0"}, "other weights")])
 def test_a_run_json_that_was_edited_is_refused_and_nothing_changes(runs, whole, changes, named):
     folder = runs.folder / "edited"
@@ -725,7 +725,7 @@ def test_a_resumed_run_has_the_memory_that_it_began_with_and_says_that_threads_d
     path.write_text(json.dumps(had))
     said = runs.run("divided", "--resume", "--steps", "3")
     assert "KV pool of 0.00 GiB" in pool(said) and "began with 2 x 64 CPU cores, 32 threads" in said
-    assert "continues as train.py, began as words.py" in said
+    assert "continues with program train.py, began with words.py" in said
 
 
 # -----------------------------------------------------------------------------
@@ -896,7 +896,7 @@ def prepare_bad_files(folder):
     ("--model model_architecture", "LlamaForCausalLM"),
     ("--model model_quantized --calibrate 8", "quantization_config"), ("--calibrate 1", "--calibrate"),
     ("--max-new-tokens 100000", "--max-new-tokens"), ("--reward my_rewards:absent", "absent"),
-    ("--thinking on", "--thinking on"), ("--out a_file", "--out a_file"), ("--config bad.json", "learning_rate")])
+    ("--thinking on", "--thinking on"), ("--out a_file", "--out a_file"), ("--config bad.json", "learning-rate")])
 def test_what_is_wrong_is_one_line_with_the_name_of_the_flag_or_file(runs, flags, named):
     if not (runs.folder / "bad.jsonl").exists():
         prepare_bad_files(runs.folder)

@@ -25,13 +25,8 @@ import functools
 import json
 import math
 import operator
-import sys
 import time
 from collections.abc import Callable
-from importlib.util import find_spec
-
-if find_spec("env") is None:                     # as python tools/bench.py, where no import works
-    sys.exit("bench.py: run it from the project's folder, as python -m tools.bench")
 
 import env  # isort: skip; its settings come before torch
 
@@ -41,11 +36,10 @@ import grpo
 import model as qwen
 import nvfp4
 from attention import lay_out
-from evaluate import within
 from files import UserError
 from harness import memory
-from harness.config import Rollout
-from harness.setup import KERNELS, choose_device, divide_memory
+from harness.config import Rollout, number
+from harness.setup import choose_device, divide_memory
 from learner import Batch, Learner, micro_batches
 from lora import Linear, attach
 from ranks import LOCAL_RANK, WORLD, gather, join_ranks, say, share
@@ -373,27 +367,25 @@ def read_flags() -> tuple[Callable, argparse.Namespace]:
     add("command", choices=commands)
     add("--model", choices=SIZES, default="7b", type=lambda name: name.removeprefix("random:"))
     add("--base", choices=nvfp4.FORMATS, default="nvfp4")
-    add("--kernels", choices=("auto", *KERNELS), default="auto", help="decode "
-        "kernels (default: auto)")
-    add("--lora-rank", type=int, default=32, help="0: no adapter (default: 32; linears: 0)")
+    add("--kernels", choices=("hopper", "portable"), help="which of them decode (default: hopper on "
+        "a Hopper GPU, else portable)")
+    add("--lora-rank", type=int, default=32, help="0: none (default: 32; linears: 0)")
     add("--rows", type=int, nargs="*", default=[1, 8, 16, 32, 64, 128, 256],
         help="linears: numbers of rows of x")
     add("--batch", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 32, 64, 256],
-        help="rollout: sequences decoded at a time (default: 1,8,32,64,256)")
-    add("--prompt", type=within(int, 1, 1e6), default=256, help="rollout, update: tokens per "
-        "prompt (default: 256)")
-    add("--new", type=within(int, 2, 1e6), help="rollout, update: tokens per answer "
-        "(default: 512, 4096)")
-    add("--prompts", type=within(int, 1, 1e6), help="step, update: problems (default: 16, 2)")
-    add("--group-size", type=within(int, 2, 1e6), default=8, help="step: answers per problem "
-        "(default: 8)")
-    add("--max-rows", type=within(int, 1, 32768), help="step: answers decoded at a time (default: "
+        help="rollout: sequences at a time, such as 1,8,32")
+    add("--prompt", type=number(int, "[1, 1e6]"), default=256, help="rollout, update: tokens of a "
+        "prompt")
+    add("--new", type=number(int, "[2, 1e6]"), help="tokens of an answer (rollout: 512, update: 4096)")
+    add("--prompts", type=number(int, "[1, 1e6]"), help="problems (step: 16; update: 2, of eight "
+        "answers each)")
+    add("--group-size", type=number(int, "[2, 1e6]"), default=8, help="step: answers to a problem")
+    add("--max-rows", type=number(int, "[1, 32768]"), help="step: answers decoded at a time (default: "
         "by the memory plan)")
-    add("--memory-gib", type=float, help="step, update: GPU memory for this process, in GiB")
-    add("--kv-gib", type=within(float, 1e-9, 1e9), help="size of the KV cache, in GiB (default: "
-        "by the memory plan; rollout: what is needed, at most half of the free memory)")
-    add("--micro-batch-tokens", type=within(int, 1, 2e9), help="tokens per forward and backward "
-        "pass (default: by the memory plan)")
+    add("--memory-gib", type=float, help="update, step: GiB of GPU memory of the process")
+    add("--kv-gib", type=number(float, "(0, 1e9]"), help="GiB of the KV cache (default: rollout: "
+        "what is needed, at most half of the free memory; else by the memory plan)")
+    add("--micro-batch-tokens", type=number(int, "[1, 2e9]"), help="(default: by the memory plan)")
     function = commands[parser.parse_args().command]
     parser.set_defaults(**COMMANDS[function])
     args = parser.parse_args()
@@ -406,8 +398,9 @@ def main() -> None:
     function, args = read_flags()
     with env.one_line("bench"):
         if not torch.cuda.is_available():
-            raise UserError("needs a GPU, and torch sees none")
-        _, args.kernels = choose_device("cuda", args.kernels, args.model)
+            raise UserError("measures a GPU and there is none")
+        _, kernels = choose_device("cuda", args.model)
+        args.kernels = args.kernels or kernels
         gpu = torch.cuda.get_device_name()
         say(f"decode kernels: {args.kernels}, on {gpu}")
         figures = function(args)

@@ -10,16 +10,13 @@ computes the conversation from the start.
 """
 import argparse
 import sys
-from contextlib import redirect_stdout, suppress
-from importlib.util import find_spec
-
-if find_spec("env") is None:                     # as python tools/chat.py, where no import works
-    sys.exit("chat.py: run it from the project's folder, as python -m tools.chat")
+from contextlib import redirect_stdout
 
 import env  # isort: skip; its settings come before torch
 
-from evaluate import add_model_flags, load_model, open_model, parse, within
+from evaluate import add_model_flags, load_model, open_model, parse
 from files import UserError, first_line
+from harness.config import number
 from prompts import prompt_function
 from sampler import Sampler, Sampling, engine_for
 from tasks.problems import Problem
@@ -67,9 +64,8 @@ def printable(text: str) -> str:
 def talk(chat: Chat) -> None:
     """Answers each line of stdin until it ends."""
     if sys.stdin.isatty():
-        with suppress(ImportError):              # Windows has none; its terminal edits lines itself
-            import readline  # noqa: F401        # the arrow keys edit a line and bring back others
-    print("an empty line starts a new conversation, Ctrl-D quits", file=sys.stderr)
+        import readline  # noqa: F401, the arrow keys edit a line and bring back others
+    print("an empty line begins a new conversation, Ctrl-D ends", file=sys.stderr)
     while True:
         try:
             question = input("> ").strip()
@@ -89,13 +85,12 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_flags(parser)
     parser.add_argument("--prompt-style", help="as in train.py (default: plain)")
-    parser.add_argument("--question", help="answer this question and quit")
-    parser.add_argument("--max-new-tokens", type=within(int, 1, 2e9), default=1024,
-                        help="longest answer, in tokens (default: 1024)")
+    parser.add_argument("--question", help="answer this one and end")
+    parser.add_argument("--max-new-tokens", type=number(int, "[1, 2e9]"), default=1024,
+                        help="longest answer (default: 1024)")
     with env.one_line("chat"):
         args, _ = parse(parser, "plain")
         with redirect_stdout(sys.stderr):        # stdout has only the answers
-            prompt_function(args.prompt_style)   # UserError if there is none
             device, kernels, folder, tokenizer = open_model(args)
             model = load_model(args, device, folder, tokenizer)
         length = min(folder.max_positions, LENGTH)

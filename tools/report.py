@@ -25,26 +25,13 @@ import base64
 import gzip
 import json
 import math
-import sys
 from collections import Counter
 from collections.abc import Iterable
-from importlib.util import find_spec
 from pathlib import Path
-
-if find_spec("env") is None:                     # as python tools/report.py, where no import works
-    sys.exit("report.py: run it from the project's folder, as python -m tools.report")
 
 import env  # isort: skip; its settings come before torch
 
-from files import (
-    UserError,
-    check_keys,
-    errors_name_file,
-    read_json,
-    read_log,
-    whole_number,
-    write_atomically,
-)
+from files import UserError, errors_name_file, read_json, read_log, write_atomically
 
 MOST_CHARACTERS = 500e6             # Chromium refuses strings of more than 2^29 characters
 PROBLEM = "id", "question", "answer", "prompt"      # what answers to one problem have in common
@@ -151,7 +138,6 @@ def read_run(folder: Path, every: int = 1) -> dict:
     Raises OSError, UserError or Stopped, with a message that names the file.
     """
     flags = read_json(folder / "run.json")
-    check_keys(folder / "run.json", flags, {"group_size": (*whole_number(1, 10**6), True)})
     metrics = log_rows(folder / "metrics.jsonl")
     problems = {}
     samples = read_answers(folder / "samples.jsonl", problems, flags["group_size"], every)
