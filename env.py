@@ -53,9 +53,9 @@ if hasattr(sys.stdout, "reconfigure"):
 
 # What asks a program to end. SIGINT is not here: Python makes Ctrl-C a KeyboardInterrupt, and
 # report_uncaught() prints its line. SIGHUP means that the terminal was closed; nohup has it
-# ignored, so the program continues. Windows has no SIGHUP.
+# ignored, so the program continues.
 SIGNALS = [signal.SIGTERM]
-if getattr(signal, "SIGHUP", None) and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
     SIGNALS.append(signal.SIGHUP)
 
 
@@ -79,9 +79,6 @@ def one_line(program: str) -> Iterator[None]:
             if value == "" or re.fullmatch("--[a-z-]+=", flag):
                 raise UserError(f"{flag} is given nothing: the argument after it is empty")
         yield
-    except BrokenPipeError:                      # of `| head`, which has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())   # Python's last flush
-        sys.exit(1)
     except (UserError, Stopped, OSError) as error:
         end_with(f"{program}: {first_line(error)}")
     except (RuntimeError, MemoryError) as error:

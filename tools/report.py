@@ -31,7 +31,7 @@ from pathlib import Path
 
 import env  # isort: skip; its settings come before torch
 
-from files import UserError, errors_name_file, read_json, read_log, write_atomically
+from files import UserError, read_json, read_log, write_atomically
 
 MOST_CHARACTERS = 500e6             # Chromium refuses strings of more than 2^29 characters
 PROBLEM = "id", "question", "answer", "prompt"      # what answers to one problem have in common
@@ -192,8 +192,7 @@ def main() -> None:
         html = page([read_run(run, args.every) for run in args.runs])
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(out, html.encode())
-        with errors_name_file("stdout"):
-            print(f"{out}: {len(html) / 1e6:.3g} MB", flush=True)
+        print(f"{out}: {len(html) / 1e6:.3g} MB")
 
 
 if __name__ == "__main__":
