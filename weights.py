@@ -513,7 +513,7 @@ def read_peft_config(folder: str | Path) -> AdapterShape:
                             "is all that is read")
     if not {"r", "lora_alpha"} <= config.keys() or {*config.get("target_modules", ())} != {*TARGETS}:
         raise UserError(f"{path}: needs r, lora_alpha, and as target_modules {', '.join(TARGETS)}")
-    return AdapterShape(config["r"], config["lora_alpha"])
+    return AdapterShape(config["r"], float(config["lora_alpha"]))
 
 
 def read_peft(folder: str | Path) -> tuple[AdapterShape, dict[str, torch.Tensor]]:

@@ -81,10 +81,10 @@ class Model:
     base: str = setting("nvfp4", "format of the frozen linear layers", choices=nvfp4.FORMATS)
     calibrate: int | None = setting(
         None, "choose the NVFP4 codes by GPTQ on the model's own answers to this many training "
-        "problems, and save the weights in OUT/base; 0: off (default: 128 when a 16-bit model "
-        "is converted to NVFP4 on a GPU, else 0)", "[0, 1e5]")
-    lora_rank: int = setting(32, "rank of the LoRA adapter", "[1, 65536]")
-    lora_alpha: float = setting(32, "scale the adapter by alpha / rank",
+        "problems, and write the weights to OUT/base; 0: off (default: 128 where a 16-bit model "
+        "becomes NVFP4 on a GPU, else 0)", "[0, 1e5]")
+    lora_rank: int = setting(32, "rank of every LoRA adapter (paper 4.1)", "[1, 65536]")
+    lora_alpha: float = setting(32.0, "the adapter is scaled by alpha / rank (release: alpha = rank)",
                                 "(0, 1e9]")
     adapter: str | None = setting(None, "PEFT folder to start from, which also sets rank and "
                                   "alpha")

@@ -1,5 +1,6 @@
 """
-Speed of sampling, training and whole steps, with random weights; needs a GPU.
+Measures the speeds in docs/, on models with random weights; needs a GPU. The first line of output
+has the flags and what ran them, each line after it the figures of a case; all are JSON.
 
     python -m tools.bench step --model 7b --prompts 64             a GRPO step
     python -m tools.bench step --model 32b --memory-gib 48         ... on a smaller card
@@ -9,16 +10,13 @@ Speed of sampling, training and whole steps, with random weights; needs a GPU.
     python -m tools.bench linears --model 7b --lora-rank 32        a layer's linears against cuBLAS
     torchrun --nproc-per-node 2 -m tools.bench step --model 7b     on several GPUs
 
-step       train.py's sampler, memory plan and update, on answers of 50 to 1,024 tokens, 300 on
-           average; the seconds of the slowest rank.
-rollout    B sequences in groups of gcd(B, 8), with an adapter, ignoring end ids; tokens/s include
-           prefill and the host's work. `preempted`: rows that waited for KV blocks.
-update     Learner.update on random answers of `new` tokens.
-linears    A layer's four linears in a row, as in a decode step: `chain` is ours, without adding up
-           slabs (other kernels do that), `cublas` is bf16.
-
-Each command ends with a line of JSON. On an H200, `floor` is the time that the same work would take
-at the speed of a plain copy or a large matmul.
+linears    A layer's four linears one after the other, as in a decode step: `chain` is ours, without
+           adding up slabs (other kernels do that), `cublas` is bf16.
+rollout    The whole sampler with an adapter: B sequences in groups of gcd(B, 8), end ids ignored;
+           tokens/s count prefill and the host's work. `preempted`: rows that waited for KV blocks.
+update     Learner.update on random answers of `new` tokens. `tflop_s`: of all matmuls, attention's too.
+step       A step with train.py's sampler, memory plan and Learner.update, on answers of 50 to 1,024
+           tokens, 300 on average; seconds of the slowest rank.
 """
 import argparse
 import functools
@@ -26,7 +24,7 @@ import json
 import math
 import operator
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import env  # isort: skip; its settings come before torch
 
@@ -41,7 +39,7 @@ from harness import memory
 from harness.config import Rollout, number
 from harness.setup import choose_device, divide_memory
 from learner import Batch, Learner, micro_batches
-from lora import Linear, attach
+from lora import attach
 from ranks import LOCAL_RANK, WORLD, gather, join_ranks, say, share
 from sampler import Rollouts, Row, Sampler, Sampling, engine_for
 
@@ -60,14 +58,9 @@ SIZES = {  # D, F, layers, H, KV, V, tied: config.json of Qwen2.5-*-Instruct
     "qwen3-32b": (5120, 25600, 64, 64, 8, 151936, False, 128, False, True)}
 LIVE_VOCAB = 151665                              # ids that the tokenizer has, of Qwen2.5
 LIVE_VOCAB_QWEN3 = 151669                        # and </think>, <think>, two for a tool's response
-PARTS = {"qkv": 3, "o": 1, "gate_up": 2, "down": 1}              # each has its own LoRA A
-H200 = "NVIDIA H200"                             # neither GH200, nor H200 NVL, nor a part by MIG
-COPY = 4.3e12                                    # bytes/s of its copy, and
-TENSOR = 790e12                                  # FLOP/s of its 8192^3 bf16 matmul, measured
-TRAFFIC = 400e6                                  # bytes of weights per graph: 7 times the L2
+PARTS = {"qkv": 3, "o": 1, "gate_up": 2, "down": 1}              # each has a LoRA A of its own
+TRAFFIC = 400e6                                  # bytes of weights per graph: 7 times an H200's L2
 BYTES = 0.5625                                   # of an NVFP4 weight
-SIZES_OF_GPU = ("major", "minor", "multi_processor_count", "shared_memory_per_multiprocessor",
-                "shared_memory_per_block_optin", "L2_cache_size")
 DEVICE = torch.device("cuda", LOCAL_RANK)
 
 
@@ -108,15 +101,6 @@ def drawn_lengths(count, low, high, mean):
     for _ in range(20):                          # cutting the tail lowers the mean: scale it back
         excess *= (mean - low) / excess.clamp(max=high - low).mean()
     return (low + excess).clamp(max=high).round().int().tolist()
-
-
-def print_figures(what, figures):
-    """Prints the figures in a line and returns them, without floors if the card is not an H200."""
-    if torch.cuda.get_device_name() != H200:
-        figures = {name: value for name, value in figures.items() if "floor" not in name}
-    words = [f"{name} {value:,.5g}" for name, value in figures.items()]
-    print(f"{what:10}", ", ".join(words), flush=True)
-    return figures
 
 
 def fused_shapes(size):
@@ -190,58 +174,35 @@ def decode_figures(shapes, M, rank, kernels):
                 x @ dense[i].T
 
     chain, cublas = (graph_times(ours, theirs) / layers).tolist()
-    floor = sum(max((N * K * BYTES + 2 * M * (N + K)) / COPY, 2 * M * N * K / TENSOR)
-                for N, K in shapes.values())     # the longer of reading W and multiplying
-    return {"chain_us": chain * 1e6, "floor_us": floor * 1e6, "cublas_us": cublas * 1e6,
-            "cublas_of_chain": cublas / chain, "floor_of_chain": floor / chain}
+    return {"rows": M, "chain_us": chain * 1e6, "cublas_us": cublas * 1e6,
+            "cublas_of_chain": cublas / chain}
 
 
-def linears(args: argparse.Namespace) -> dict:
+def linears(args: argparse.Namespace) -> Iterator[dict]:
     """The four linears of a layer against cuBLAS, for each number of rows."""
-    shapes = fused_shapes(args.model)
-    decode = {M: print_figures(f"{M} rows", decode_figures(shapes, M, args.lora_rank, args.kernels))
-              for M in args.rows}
-    return {"decode": decode}
+    for M in args.rows:
+        yield decode_figures(fused_shapes(args.model), M, args.lora_rank, args.kernels)
 
 
-def weight_bytes(model):
-    """Bytes that a decode step reads: linears, adapter, lm_head."""
-    frozen = sum(m.weight.nbytes for m in model.modules() if isinstance(m, Linear))
-    adapter = model.adapter.working.nbytes if model.adapter else 0
-    return frozen + adapter + model.lm_head.nbytes
-
-
-def kv_read(config, B, prompt, written):
-    """Bytes of keys and values that a decode step of B rows reads, after `written` tokens each. The
-    rows of a group read their prompt together.
-    """
-    groups = B // math.gcd(B, 8)
-    return 4 * config.layers * config.kv_heads * config.head_dim * (groups * prompt + B * written)
-
-
-def load_figures(model, sampler, B, prompt, new):
+def load_figures(sampler, B, prompt, new):
     """B completions of `new` tokens -> figures."""
     G = math.gcd(B, 8)
-    prompts = random_prompts(model, [prompt] * (B // G))
+    prompts = random_prompts(sampler.engine.model, [prompt] * (B // G))
     sampler.generate(prompts, G, Sampling(2))    # compiles and captures
     prefill = sampler.generate(prompts, G, Sampling(1)).seconds        # and one step
     rollouts = sampler.generate(prompts, G, Sampling(new))
-    step_seconds = (rollouts.seconds - prefill) / (new - 1)
-    floor = (weight_bytes(model) + kv_read(model.config, B, prompt, new / 2)) / COPY
-    return {"tokens_s": rollouts.num_tokens / rollouts.seconds, "step_ms": step_seconds * 1e3,
-            "floor_ms": floor * 1e3, "floor_of_step": floor / step_seconds,
-            "prefill_ms": prefill * 1e3, "preempted": rollouts.preempted}
+    return {"batch": B, "tokens_s": rollouts.num_tokens / rollouts.seconds,
+            "step_ms": (rollouts.seconds - prefill) / (new - 1) * 1e3, "prefill_ms": prefill * 1e3,
+            "preempted": rollouts.preempted, "kv_gib": sampler.engine.kv.nbytes / 2**30}
 
 
-def rollout(args: argparse.Namespace) -> dict:
-    """The sampler, for each number of sequences in --batch."""
+def rollout(args: argparse.Namespace) -> Iterator[dict]:
+    """The whole sampler, for each number of sequences in --batch."""
     model = random_model(args.model, args.base, args.lora_rank)
     sampler = Sampler(engine_for(args.kernels), model, args.prompt + args.new, max(args.batch),
                       args.kv_gib)
-    figures = {B: print_figures(f"B={B}", load_figures(model, sampler, B, args.prompt, args.new))
-               for B in args.batch}
-    return {"weight_gb": weight_bytes(model) / 1e9,
-            "kv_gib": sampler.engine.kv.nbytes / 2**30, "batch": figures}
+    for B in args.batch:
+        yield load_figures(sampler, B, args.prompt, args.new)
 
 
 def update_flops(config, tokens, scored, pairs, kept_layers):
@@ -275,7 +236,7 @@ def planned(args: argparse.Namespace, learner: Learner, prompt_tokens: int,
                          Rollout(**sizes), prompt_tokens, num_held_out=0)
 
 
-def update(args: argparse.Namespace) -> dict:
+def update(args: argparse.Namespace) -> Iterator[dict]:
     """Learner.update on --prompts groups of eight random answers of --new tokens. Runs twice: the
     first compiles.
     """
@@ -307,14 +268,13 @@ def update(args: argparse.Namespace) -> dict:
         groups = len({id(questions[b]) for b in batch})
         pairs += groups * prompt**2 / 2 + len(batch) * (prompt * new + new**2 / 2)
     flops = update_flops(model.config, computed, B * new, pairs, learner.kept_layers)
-    return print_figures(f"N={new}", {
-        "seconds": seconds, "tokens_s": B * new / seconds, "tflop_s": flops / seconds / 1e12,
-        "floor": flops / TENSOR, "floor_of_seconds": flops / TENSOR / seconds,
-        "micro_batches": len(batches), "micro_batch": learner.micro_batch_tokens,
-        "kept": learner.kept_layers, "reserved_gib": torch.cuda.max_memory_reserved() / 2**30})
+    yield {"seconds": seconds, "tokens_s": B * new / seconds, "tflop_s": flops / seconds / 1e12,
+           "micro_batches": len(batches), "micro_batch": learner.micro_batch_tokens,
+           "kept": learner.kept_layers,
+           "reserved_gib": torch.cuda.max_memory_reserved() / 2**30}
 
 
-def step(args: argparse.Namespace) -> dict:
+def step(args: argparse.Namespace) -> Iterator[dict]:
     """A training step; with torchrun, a rank's share. Runs twice: the first compiles."""
     memory.bound(args.memory_gib, DEVICE)
     join_ranks(DEVICE)
@@ -341,15 +301,15 @@ def step(args: argparse.Namespace) -> dict:
         ended = time.perf_counter()
     rows = [row.prompt + row.completion for row in rollouts.rows]
     starts = [len(prompt) for prompt in rollouts.prompts]
-    return {"seconds": ended - began, "rollout": sampled - began, "update": ended - sampled,
-            "tokens": rollouts.num_tokens, "learner_tokens": sum(map(len, rows)),
-            "learner_computed": len(lay_out(rows, starts).tokens),
-            "idle": rollouts.idle, "samples": len(rows), "gpus": WORLD,
-            "micro_batch": learner.micro_batch_tokens, "kept": learner.kept_layers,
-            "kv_gib": sampler.engine.kv.nbytes / 2**30,
-            "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-            "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
-            **grpo.summarize(done.sums)}
+    yield {"seconds": ended - began, "rollout": sampled - began, "update": ended - sampled,
+           "tokens": rollouts.num_tokens, "learner_tokens": sum(map(len, rows)),
+           "learner_computed": len(lay_out(rows, starts).tokens),
+           "idle": rollouts.idle, "samples": len(rows), "gpus": WORLD,
+           "micro_batch": learner.micro_batch_tokens, "kept": learner.kept_layers,
+           "kv_gib": sampler.engine.kv.nbytes / 2**30,
+           "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+           "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
+           **grpo.summarize(done.sums)}
 
 
 # Each command, and the defaults of its flags where they are its own.
@@ -388,10 +348,7 @@ def read_flags() -> tuple[Callable, argparse.Namespace]:
     add("--micro-batch-tokens", type=number(int, "[1, 2e9]"), help="(default: by the memory plan)")
     function = commands[parser.parse_args().command]
     parser.set_defaults(**COMMANDS[function])
-    args = parser.parse_args()
-    if function in (update, step) and args.lora_rank < 1:
-        parser.error(f"--lora-rank {args.lora_rank}: the learner trains an adapter")
-    return function, args
+    return function, parser.parse_args()
 
 
 def main() -> None:
@@ -401,12 +358,9 @@ def main() -> None:
             raise UserError("measures a GPU and there is none")
         _, kernels = choose_device("cuda", args.model)
         args.kernels = args.kernels or kernels
-        gpu = torch.cuda.get_device_name()
-        say(f"decode kernels: {args.kernels}, on {gpu}")
-        figures = function(args)
-        properties = torch.cuda.get_device_properties(DEVICE)
-        sizes = {name: getattr(properties, name, None) for name in SIZES_OF_GPU}  # not in all torch
-        say(json.dumps({**vars(args), **env.provenance(gpu), "gpu": sizes, **figures}))
+        say(json.dumps(vars(args) | env.provenance(torch.cuda.get_device_name())))
+        for figures in function(args):
+            say(json.dumps(figures))
 
 
 if __name__ == "__main__":
