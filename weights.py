@@ -561,24 +561,16 @@ def read_conditions(adapter: str | Path) -> dict[str, str | None]:
     return read_json(path) if path.exists() else {}
 
 
-def other_conditions(adapter: str | Path, conditions: dict[str, str | None]) -> list[str]:
-    """-> a sentence for each condition that differs from those of the adapter's training.
+def tell_other_conditions(adapter: str | Path, conditions: dict[str, str | None]) -> None:
+    """Says what differs from an adapter's training. That may be intended, but costs accuracy.
 
     conditions: all or some of training_conditions().
     """
-    def told(value):
-        return "none" if value is None else short_repr(value)
-
     trained = read_conditions(adapter)
-    return [f"{adapter} was trained with {key.replace('_', ' ')} {told(trained[key])}, not "
-            f"{told(value)}"
-            for key, value in conditions.items() if trained.get(key, value) != value]
-
-
-def tell_other_conditions(adapter: str | Path, conditions: dict[str, str | None]) -> None:
-    """Says what differs from an adapter's training. That may be intended, but costs accuracy."""
-    for difference in other_conditions(adapter, conditions):
-        say(difference)
+    for key, value in conditions.items():
+        if trained.get(key, value) != value:
+            say(f"{adapter} was trained with {key.replace('_', ' ')} {short_repr(trained[key])}, not "
+                f"{short_repr(value)}")
 
 
 def check_trained_on(adapter: str | Path, model: ModelFolder) -> None:

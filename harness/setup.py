@@ -30,7 +30,7 @@ import model as qwen
 import rewards
 from files import UserError, counted
 from harness import console, memory
-from harness.config import MAY_MOVE, Model, Objective, Rollout, Settings, option, without_places
+from harness.config import MAY_MOVE, Model, Objective, Rollout, Settings, without_places
 from harness.console import Watch
 from harness.folder import RunFolder, checkpoints_in
 from learner import Learner
@@ -40,7 +40,6 @@ from sampler import KV_BLOCK, Sampler, engine_for
 from tasks import plugin
 from weights import (
     ModelFolder,
-    other_conditions,
     tell_other_conditions,
     training_conditions,
     write_conditions,
@@ -79,7 +78,7 @@ def prepare(settings: Settings, before: dict | None) -> Run:
     before: the content of run.json if the run is resumed, else None.
     """
     began = time.perf_counter()
-    wanted, adapter = settings.memory, settings.model.adapter
+    wanted = settings.memory
     device, kernels = choose_device(wanted.device, settings.model.model)
     memory.bound(wanted.memory_gib, device)
     plug_in = plugin.Reward(settings.data.reward) if settings.data.reward else None
@@ -90,23 +89,19 @@ def prepare(settings: Settings, before: dict | None) -> Run:
     join_ranks(device)
     flags = without_places(settings.flat())
     flags["problems_sha256"] = digest_of(problems + held_out, settings.data.reward)
-    check_unchanged(before, flags, "problems_sha256", f"--data {settings.data.data}, --eval-data "
-                    f"{settings.data.eval_data}: other problems or prompts")
-    check_same_on_all_ranks(settings, flags["problems_sha256"])
+    check_same_on_all_ranks(flags)
     if kernels:
         memory.check_size(settings.model, qwen.ModelConfig.from_json(folder.config),
                           memory.free_memory(wanted.memory_gib))
     model = read_model(settings, folder, tokenizer, problems, device, kernels)
     flags["weights_sha256"] = model.folder.sha256()
-    check_unchanged(before, flags, "weights_sha256", f"--model {model.folder.name}: other weights")
+    if before:
+        check_unchanged(before, flags)
     conditions = training_conditions(model.folder, settings.model.base,
                                      settings.data.prompt_style, settings.data.thinking)
     conditions["model_sha256"] = model.folder.sha256(linears=False)
-    if before:                                   # a run.json that was edited, say
-        for difference in other_conditions(Path(settings.general.out, "adapter"), conditions):
-            raise UserError(f"--resume: {difference}")
-    elif adapter:
-        tell_other_conditions(adapter, conditions)
+    if settings.model.adapter:
+        tell_other_conditions(settings.model.adapter, conditions)
     optim = settings.optim
     learner = Learner(model, loss_of(settings.objective), settings.rollout.temperature,
                       optim.max_grad_norm, optim.weight_decay)
@@ -155,29 +150,24 @@ def read_problems(settings: Settings) -> tuple[ModelFolder, Tokenizer, list, lis
     return folder, tokenizer, *split_problems(wanted, tokenizer)
 
 
-def check_unchanged(before: dict | None, flags: dict, name: str, what: str) -> None:
-    """UserError if the SHA-256 `name` of a resumed run differs from when it began. what: the flags
-    that it belongs to.
+def check_same_on_all_ranks(flags: dict) -> None:
+    """UserError if another rank was started with other flags or problems than rank 0, as can happen
+    on several hosts. Paths may differ.
     """
-    if before and before.get(name) != flags[name]:
-        raise UserError(f"--resume: {what} than when the run began")
-
-
-def check_same_on_all_ranks(settings: Settings, problems_sha256: str) -> None:
-    """UserError if another rank was started with other flags or files than rank 0, as can happen on
-    several hosts. Paths of folders and memory flags may differ.
-    """
-    mine = without_places(settings.flat()) | {"problems": problems_sha256}
-    for name in (*vars(settings.memory), "data", "eval_data"):
-        mine.pop(name, None)
-    for name in ("model", "adapter"):
-        mine[name] = mine[name] and Path(mine[name]).name
+    mine = {name: value for name, value in flags.items() if name not in (*MAY_MOVE, "adapter")}
     first, *others = gather([mine])
     for rank, other in enumerate(others, 1):
         for name, value in first.items():
             if other[name] != value:
-                what = "the problems of --data" if name == "problems" else option(name)
-                raise UserError(f"{what}: rank {rank} has {other[name]!r}, rank 0 has {value!r}")
+                raise UserError(f"{name}: rank {rank} has {other[name]!r}, rank 0 has {value!r}")
+
+
+def check_unchanged(before: dict, flags: dict) -> None:
+    """UserError unless a resumed run has the problems and the weights that it began with."""
+    for name, what in (("problems_sha256", f"--data {flags['data']}: other problems or prompts"),
+                       ("weights_sha256", f"--model {flags['model']}: other weights")):
+        if before.get(name) != flags[name]:
+            raise UserError(f"--resume: {what} than when the run began")
 
 
 def read_model(settings: Settings, folder: ModelFolder, tokenizer: Tokenizer, problems: list,

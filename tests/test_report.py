@@ -46,7 +46,7 @@ HELD_OUT = [answer(step, f"p-{k}", float(k == 1 and step > 0), completion=f"held
 
 def write_run(folder, samples=SAMPLES, held_out=(), **flags):
     folder.mkdir(parents=True)
-    metrics = [{"step": step, "reward": step / 40, "sigma": 0.01 * (step > 3), "own": 1.0, "kl": float("nan")}
+    metrics = [{"step": step, "reward": step / 40, "sigma": 0.01 * (step > 3), "own": 1.0, "kl": None}
                for step in range(41)]
     for row in metrics[::20] if held_out else ():
         row["eval_accuracy"] = 0.5 * (row["step"] > 0)

@@ -687,7 +687,6 @@ def test_a_resume_with_other_settings_is_refused_and_changes_nothing(runs, whole
 
 
 @pytest.mark.parametrize("changes,named", [
-    ({"base": "bf16"}, "--base bf16"),
     ({"problems_sha256": "0"}, "other problems"), ({"weights_sha256": "0"}, "other weights")])
 def test_a_run_json_that_was_edited_is_refused_and_nothing_changes(runs, whole, changes, named):
     folder = runs.folder / "edited"
@@ -825,8 +824,8 @@ def free_port():
         return s.getsockname()[1]
 
 
-@pytest.mark.parametrize("flags,said", [(("--lr", "0.1"), "--lr: rank 1 has 0.1, rank 0 has 0.001"),
-                                        (("--data", "more.jsonl"), "the problems of --data: rank 1 has ")])
+@pytest.mark.parametrize("flags,said", [(("--lr", "0.1"), "lr: rank 1 has 0.1, rank 0 has 0.001"),
+                                        (("--data", "more.jsonl"), "problems_sha256: rank 1 has ")])
 def test_ranks_with_other_settings_or_problems_are_refused(runs, flags, said):
     for rank, process in enumerate(runs.ranks("unlike", 2, "--steps", "1", rank_flags=[(), flags])):
         process.join(60)

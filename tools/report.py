@@ -24,7 +24,6 @@ import argparse
 import base64
 import gzip
 import json
-import math
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -83,12 +82,10 @@ def log_rows(path: Path) -> list[dict]:
 def series(rows: list[dict], key: str) -> tuple[list[int], list[float]]:
     """One metric's curve: the steps in ascending order, and the value at each.
 
-    Steps without a finite value are left out. A resumed run may have written a step twice; its
-    last row counts.
+    Steps without a value are left out.
     """
-    points = {row["step"]: row[key] for row in rows if isinstance(row.get(key), (int, float))}
-    steps = [step for step in sorted(points) if math.isfinite(points[step])]
-    return steps, [points[step] for step in steps]
+    points = [(row["step"], row[key]) for row in rows if isinstance(row.get(key), (int, float))]
+    return [step for step, _ in points], [value for _, value in points]
 
 
 def smooth(values: list[float], window: int) -> list[float]:
