@@ -71,9 +71,6 @@ def parse(parser: argparse.ArgumentParser, style: str) -> tuple[argparse.Namespa
     args = parser.parse_args()
     run = None
     if args.run:
-        if Path(args.run).is_dir() and not Path(args.run, "run.json").exists():
-            raise UserError(f"{args.run} is not a run, it has no run.json: give a "
-                            "model with --model, an adapter with --adapter")
         run = config.settings_of_run(args.run)
         asked = dict(prompt_style=run.data.prompt_style, reward=run.data.reward)
         given = [name for name in asked if getattr(args, name, "unused") is not None]

@@ -185,7 +185,7 @@ def test_the_sampler_applies_the_adapter(adapted, run, monkeypatch):
     (["--device", "abacus"], ["--device abacus"]), (["--device", "cuda:9"], ["--device cuda:9"]),
     (["--reward", "no:f"], ["--reward no:f"]),
     (["--prompt-style", "odd"], ["--prompt-style odd"]), (["nowhere"], ["nowhere/run.json"]),
-    ([str(TINY)], ["--model"]), (["--out", "taken.jsonl"], ["--out taken.jsonl"]),
+    ([str(TINY)], ["run.json"]), (["--out", "taken.jsonl"], ["--out taken.jsonl"]),
     (["--out", "taken.jsonl/x"], ["taken.jsonl"]), (["--out", "."], ["."]),
     (["--samples", "2", "--temperature", "1e-45"], ["temperature"])])
 def test_wrong_input_is_one_line_that_names_it(flags, names, run, capsys):

@@ -2,21 +2,20 @@
 Measures the speeds in docs/, on models with random weights; needs a GPU. The first line of output
 has the flags and what ran them, each line after it the figures of a case; all are JSON.
 
-    python -m tools.bench step --model 7b --prompts 64             a GRPO step
-    python -m tools.bench step --model 32b --memory-gib 48         ... on a smaller card
-    python -m tools.bench rollout --model 7b --batch 1,8,64,256    tokens/s of the sampler
-    python -m tools.bench rollout --model qwen3-8b --base bf16
-    python -m tools.bench update --model 7b --new 4096             the learner, on long answers
-    python -m tools.bench linears --model 7b --lora-rank 32        a layer's linears against cuBLAS
-    torchrun --nproc-per-node 2 -m tools.bench step --model 7b     on several GPUs
+    python -m tools.bench linears --model 7b                       a layer's linears against cuBLAS
+    python -m tools.bench rollout --model 7b --base nvfp4 [--batch 1,8,64,256]           tokens/s
+    python -m tools.bench rollout --model qwen3-8b                 sizes of Qwen2.5 need no prefix
+    python -m tools.bench step --model 7b --prompts 64             a whole GRPO step
+    python -m tools.bench step --model 7b --prompts 2 --new 4096   the same, on long answers
+    python -m tools.bench step --model 32b --memory-gib 48
+    torchrun --nproc-per-node 2 -m tools.bench step --model 7b     the same on several GPUs
 
 linears    A layer's four linears one after the other, as in a decode step: `chain` is ours, without
            adding up slabs (other kernels do that), `cublas` is bf16.
 rollout    The whole sampler with an adapter: B sequences in groups of gcd(B, 8), end ids ignored;
            tokens/s count prefill and the host's work. `preempted`: rows that waited for KV blocks.
-update     Learner.update on random answers of `new` tokens. `tflop_s`: of all matmuls, attention's too.
 step       A step with train.py's sampler, memory plan and Learner.update, on answers of 50 to 1,024
-           tokens, 300 on average; seconds of the slowest rank.
+           tokens, 300 on average, or of --new each; seconds of the slowest rank.
 """
 import argparse
 import functools
@@ -24,7 +23,7 @@ import json
 import math
 import operator
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import env  # isort: skip; its settings come before torch
 
@@ -38,10 +37,10 @@ from files import UserError
 from harness import memory
 from harness.config import Rollout, number
 from harness.setup import choose_device, divide_memory
-from learner import Batch, Learner, micro_batches
+from learner import Batch, Learner
 from lora import attach
 from ranks import LOCAL_RANK, WORLD, gather, join_ranks, say, share
-from sampler import Rollouts, Row, Sampler, Sampling, engine_for
+from sampler import Sampler, Sampling, engine_for
 
 SIZES = {  # D, F, layers, H, KV, V, tied: config.json of Qwen2.5-*-Instruct
     "0.5b": (896, 4864, 24, 14, 2, 151936, True), "1.5b": (1536, 8960, 28, 12, 2, 151936, True),
@@ -199,79 +198,11 @@ def load_figures(sampler, B, prompt, new):
 def rollout(args: argparse.Namespace) -> Iterator[dict]:
     """The whole sampler, for each number of sequences in --batch."""
     model = random_model(args.model, args.base, args.lora_rank)
-    sampler = Sampler(engine_for(args.kernels), model, args.prompt + args.new, max(args.batch),
+    new = args.new or 512
+    sampler = Sampler(engine_for(args.kernels), model, args.prompt + new, max(args.batch),
                       args.kv_gib)
     for B in args.batch:
-        yield load_figures(sampler, B, args.prompt, args.new)
-
-
-def update_flops(config, tokens, scored, pairs, kept_layers):
-    """FLOPs of the matmuls of a forward and backward, without the adapter's.
-
-    tokens: computed; scored: predicted; pairs: of a query and a key.
-    """
-    # Every linear is multiplied in the forward, in the backward (the gradient of x alone: W is
-    # frozen) and, in layers that keep no activations, in a second forward. FlashAttention's
-    # backward multiplies 2.5 times as much as its forward. The head is multiplied twice.
-    c = config
-    linears = (c.width * (c.heads + 2 * c.kv_heads) * c.head_dim + c.heads * c.head_dim * c.width
-               + 3 * c.width * c.feed_forward)
-    forwards = 2 * c.layers - kept_layers
-    attention = 4 * c.heads * c.head_dim * pairs * (forwards + 2.5 * c.layers)
-    return 2 * linears * tokens * (forwards + c.layers) + attention + 4 * c.vocab * c.width * scored
-
-
-def random_learner(args: argparse.Namespace) -> Learner:
-    return Learner(random_model(args.model, args.base, args.lora_rank), grpo.LOSSES["dapo"])
-
-
-def planned(args: argparse.Namespace, learner: Learner, prompt_tokens: int,
-            **sizes: int) -> Sampler:
-    """The sampler that train.py would make, with its memory plan, which the learner follows too.
-
-    sizes: fields of config.Rollout.
-    """
-    limits = memory.Limits(args.memory_gib, args.kv_gib, args.micro_batch_tokens)
-    return divide_memory(learner.model, learner, engine_for(args.kernels), limits,
-                         Rollout(**sizes), prompt_tokens, num_held_out=0)
-
-
-def update(args: argparse.Namespace) -> Iterator[dict]:
-    """Learner.update on --prompts groups of eight random answers of --new tokens. Runs twice: the
-    first compiles.
-    """
-    memory.bound(args.memory_gib, DEVICE)
-    G, prompt, new = 8, args.prompt, args.new
-    B = args.prompts * G
-    learner = random_learner(args)
-    planned(args, learner, prompt, prompts_per_step=args.prompts, group_size=G, max_new_tokens=new,
-            max_rows=128)
-    model = learner.model
-    questions = [question for question in random_prompts(model, [prompt] * args.prompts)
-                 for _ in range(G)]
-    answers = random_prompts(model, [new] * B)
-    rollouts = Rollouts([Row(question, answer, torch.full((new,), -1.0), True)
-                         for question, answer in zip(questions, answers)])
-    weights = grpo.token_weights(rollouts.sampled(), learner.loss, new)
-    advantages = grpo.group_advantages(torch.arange(B) % 2, G)
-    for _ in range(2):
-        began = time.perf_counter()
-        done = learner.update(Batch(rollouts.rows, advantages), weights, lr=1e-6)
-        assert not done.failure, done.failure
-        torch.cuda.synchronize()
-        seconds = time.perf_counter() - began
-    computed = pairs = 0
-    batches = micro_batches(questions, rollouts.completions, learner.micro_batch_tokens)
-    for _, batch in batches:
-        rows = [questions[b] + rollouts.completions[b] for b in batch]
-        computed += len(lay_out(rows, [prompt] * len(rows)).tokens)
-        groups = len({id(questions[b]) for b in batch})
-        pairs += groups * prompt**2 / 2 + len(batch) * (prompt * new + new**2 / 2)
-    flops = update_flops(model.config, computed, B * new, pairs, learner.kept_layers)
-    yield {"seconds": seconds, "tokens_s": B * new / seconds, "tflop_s": flops / seconds / 1e12,
-           "micro_batches": len(batches), "micro_batch": learner.micro_batch_tokens,
-           "kept": learner.kept_layers,
-           "reserved_gib": torch.cuda.max_memory_reserved() / 2**30}
+        yield load_figures(sampler, B, args.prompt, new)
 
 
 def step(args: argparse.Namespace) -> Iterator[dict]:
@@ -280,21 +211,25 @@ def step(args: argparse.Namespace) -> Iterator[dict]:
     join_ranks(DEVICE)
     G, prompts = args.group_size, args.prompts
     B = prompts * G
-    learner = random_learner(args)
-    lengths = torch.tensor(drawn_lengths(B, 50, 1024, 300))
+    learner = Learner(random_model(args.model, args.base, args.lora_rank), grpo.LOSSES["dapo"])
+    lengths = [args.new] * B if args.new else drawn_lengths(B, 50, 1024, 300)
+    longest = max(lengths)
     questions = random_prompts(learner.model, torch.randint(64, 257, (prompts,)).tolist())
     advantages = grpo.group_advantages(torch.arange(B) % 2, G)   # so every row is trained on
     mine = share(questions)
-    limits = Sampling(share(lengths.view(-1, G)).flatten().tolist())
-    sampler = planned(args, learner, 256, prompts_per_step=len(mine), group_size=G,
-                      max_new_tokens=1024, max_rows=args.max_rows)
+    limits = Sampling(share(torch.tensor(lengths).view(-1, G)).flatten().tolist())
+    sizes = Rollout(prompts_per_step=len(mine), group_size=G, max_new_tokens=longest,
+                    max_rows=args.max_rows)
+    sampler = divide_memory(
+        learner.model, learner, engine_for(args.kernels),
+        memory.Limits(args.memory_gib, args.kv_gib, args.micro_batch_tokens), sizes, 256, 0)
     for _ in range(2):
         gather([])                               # all ranks begin together, and
         began = time.perf_counter()
         own = sampler.generate(mine, G, limits, share(range(prompts)))
         rollouts = functools.reduce(operator.add, gather([own]))         # end this together
         sampled = time.perf_counter()
-        weights = grpo.token_weights(rollouts.sampled(), learner.loss, 1024)
+        weights = grpo.token_weights(rollouts.sampled(), learner.loss, longest)
         done = learner.update(Batch(rollouts.rows, advantages), weights, lr=1e-6)
         assert not done.failure, done.failure
         torch.cuda.synchronize()
@@ -312,54 +247,47 @@ def step(args: argparse.Namespace) -> Iterator[dict]:
            **grpo.summarize(done.sums)}
 
 
-# Each command, and the defaults of its flags where they are its own.
-COMMANDS = {linears: dict(lora_rank=0), rollout: dict(new=512), update: dict(new=4096, prompts=2),
-            step: dict(prompts=16)}
+COMMANDS = {function.__name__: function for function in (linears, rollout, step)}
 
 
-def read_flags() -> tuple[Callable, argparse.Namespace]:
-    """-> the function of the command, and the flags."""
-    parser = argparse.ArgumentParser(usage="bench {step,rollout,update,linears} [flags], --help "
-                                     "lists them", description=__doc__.strip(), allow_abbrev=False,
+def read_flags() -> argparse.Namespace:
+    """The flags, and the command."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = {function.__name__: function for function in COMMANDS}
     add = parser.add_argument
-    add("command", choices=commands)
+    add("command", choices=COMMANDS)
     add("--model", choices=SIZES, default="7b", type=lambda name: name.removeprefix("random:"))
     add("--base", choices=nvfp4.FORMATS, default="nvfp4")
     add("--kernels", choices=("hopper", "portable"), help="which of them decode (default: hopper on "
         "a Hopper GPU, else portable)")
-    add("--lora-rank", type=int, default=32, help="0: none (default: 32; linears: 0)")
+    add("--lora-rank", type=int, default=32, help="0: none (default: 32)")
     add("--rows", type=int, nargs="*", default=[1, 8, 16, 32, 64, 128, 256],
         help="linears: numbers of rows of x")
     add("--batch", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 32, 64, 256],
         help="rollout: sequences at a time, such as 1,8,32")
-    add("--prompt", type=number(int, "[1, 1e6]"), default=256, help="rollout, update: tokens of a "
-        "prompt")
-    add("--new", type=number(int, "[2, 1e6]"), help="tokens of an answer (rollout: 512, update: 4096)")
-    add("--prompts", type=number(int, "[1, 1e6]"), help="problems (step: 16; update: 2, of eight "
-        "answers each)")
+    add("--prompt", type=number(int, "[1, 1e6]"), default=256, help="rollout: tokens of a prompt")
+    add("--new", type=number(int, "[2, 1e6]"), help="tokens of every answer (default: rollout: 512, "
+        "step: 50 to 1,024)")
+    add("--prompts", type=number(int, "[1, 1e6]"), default=16, help="step: problems")
     add("--group-size", type=number(int, "[2, 1e6]"), default=8, help="step: answers to a problem")
     add("--max-rows", type=number(int, "[1, 32768]"), help="step: answers decoded at a time (default: "
         "by the memory plan)")
-    add("--memory-gib", type=float, help="update, step: GiB of GPU memory of the process")
+    add("--memory-gib", type=float, help="step: GiB of GPU memory of the process")
     add("--kv-gib", type=number(float, "(0, 1e9]"), help="GiB of the KV cache (default: rollout: "
         "what is needed, at most half of the free memory; else by the memory plan)")
     add("--micro-batch-tokens", type=number(int, "[1, 2e9]"), help="(default: by the memory plan)")
-    function = commands[parser.parse_args().command]
-    parser.set_defaults(**COMMANDS[function])
-    return function, parser.parse_args()
+    return parser.parse_args()
 
 
 def main() -> None:
-    function, args = read_flags()
+    args = read_flags()
     with env.one_line("bench"):
         if not torch.cuda.is_available():
             raise UserError("measures a GPU and there is none")
         _, kernels = choose_device("cuda", args.model)
         args.kernels = args.kernels or kernels
         say(json.dumps(vars(args) | env.provenance(torch.cuda.get_device_name())))
-        for figures in function(args):
+        for figures in COMMANDS[args.command](args):
             say(json.dumps(figures))
 
 
