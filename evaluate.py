@@ -174,21 +174,21 @@ def problems_of(args: argparse.Namespace, run: Settings | None, tokenizer: Token
     UserError if what the run holds out has changed: the end of a file may now be what it was
     trained on.
     """
-    held_out = []
-    if not args.data:
-        held = run.data
+    held = run and run.data
+    if not args.data and args.limit is not None and (held.eval_data or has_test_split(held.data)):
+        args.data = held.eval_data or held.data
+    if args.data:
+        problems = load_problems(args.data, "test", needs_gold=not args.reward)
+    else:
+        args.data = held.eval_data or held.data
         if ":" in held.prompt_style:             # as it was given: see parse()
             held = dataclasses.replace(held, prompt_style=args.prompt_style)
         # With the run's --thinking, which decides with which prompts are too long for it.
-        trained_on, held_out = split_problems(held, Tokenizer(tokenizer.folder, held.thinking))
+        trained_on, problems = split_problems(held, Tokenizer(tokenizer.folder, held.thinking))
         before = read_json(Path(args.run) / "run.json").get("problems_sha256")
-        if before != digest_of(trained_on + held_out, held.reward):
+        if before != digest_of(trained_on + problems, held.reward):
             raise UserError(f"{args.run} was trained on other problems or prompts than "
-                            f"{held.data} has now: name problems with --data")
-        args.data = held.eval_data or held.data
-        if args.limit is not None and (held.eval_data or has_test_split(held.data)):
-            held_out = []                        # but all that there are
-    problems = held_out or load_problems(args.data, "test", needs_gold=not args.reward)
+                            f"{args.data} has now: name problems with --data")
     problems = problems[:args.limit or None]
     say(f"{counted(len(problems), 'problem')} of {args.data}")
     return encode_prompts(tokenizer, problems, args.prompt_style)

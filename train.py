@@ -305,7 +305,6 @@ def train(run: Run, sample: Callable = Sampler.generate) -> None:
         progress = Progress(step + 1, next_cursor, tokens, progress.best)
         progress = conclude(run, sample, progress, metrics, rollouts.rows, advantages, updates,
                             evaluation)
-    run.folder.finish()
 
 
 def main() -> None:

@@ -299,7 +299,7 @@ def new_parser() -> argparse.ArgumentParser:
 
 
 # What a run.json holds besides settings.
-NO_SETTINGS = {"about", "resumed", "ended", "problems_sha256", "weights_sha256", "memory_plan"}
+NO_SETTINGS = {"about", "problems_sha256", "weights_sha256", "memory_plan"}
 # The settings that may name a function of the user's.
 NAME_FUNCTIONS = "prompt_style", "reward"
 # Paths that may differ when a run is resumed: problems_sha256 and weights_sha256 compare the

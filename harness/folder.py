@@ -308,8 +308,7 @@ class RunFolder:
         if counters:
             for name, t in self.checkpoints.tensors.items():
                 self.live[name].copy_(broadcast(t))
-            if not run_json.get("ended"):        # a kill may have come between state and adapter/
-                self.save()
+            self.save()                          # a kill may have come between state and adapter/
         return counters
 
     def log(self, name: str, objects: list[dict]) -> None:
@@ -344,11 +343,6 @@ class RunFolder:
         self.run_json = self.run_json | changes
         if RANK == 0:
             write_json(self.path / "run.json", self.run_json)
-
-    def finish(self) -> None:
-        """Notes down when the run came to its end, unless that is known."""
-        if not self.run_json.get("ended"):
-            self.note(ended=env.now())
 
     def advice(self, then: str) -> str:
         """-> the last part of the message with which a run ends: how it can go on, "" if it cannot.

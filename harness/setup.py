@@ -285,9 +285,8 @@ def begin(run: Run) -> Progress:
             if began_with != about[what]:
                 say(f"continues with {what} {about[what]}, began with {began_with}: it can differ "
                     "from a run that was not interrupted")
-        changes = {name: run.flags[name] for name in MAY_MOVE if run.flags[name] != before[name]}
-        if progress.step < general.steps:
-            changes |= {"steps": general.steps, "resumed": env.now(), "ended": None}
+        changes = {name: run.flags[name] for name in (*MAY_MOVE, "steps")
+                   if run.flags[name] != before[name]}
         if changes:
             run.folder.note(**changes)
     if progress.step >= general.steps:

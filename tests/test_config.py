@@ -26,8 +26,7 @@ from harness.config import (
 from weights import TARGETS, write_peft
 
 RECIPES = sorted(Path(__file__).parent.parent.glob("recipes/*.json"))
-NOTES = dict(about={}, memory_plan={}, ended="today", resumed="today", problems_sha256="0",
-             weights_sha256="0")
+NOTES = dict(about={}, memory_plan={}, problems_sha256="0", weights_sha256="0")
 
 
 def settings_of(*flags):

@@ -237,7 +237,7 @@ def test_no_text_of_a_run_becomes_an_element_of_the_page(tmp_path, monkeypatch):
     row |= {"question": NASTY, "answer": NASTY, "extracted": NASTY, NASTY: NASTY}
     held = {key: value for key, value in row.items() if key not in ("reward", "advantage")}
     folder = write_run(tmp_path / "a", [row], [held], **{key: NASTY for key in (NASTY, "model", "base", "data", "steps",
-                                                        "ended", "prompt_style", "about.date", "about.hardware")})
+                                                        "prompt_style", "about.date", "about.hardware")})
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 0, "reward": 1.0, f"reward_{NASTY}": 1.0, NASTY: 2.0}))
     with open(folder / "metrics.jsonl", "a") as metrics:
         metrics.write("\n")
