@@ -27,11 +27,10 @@ from tqdm import tqdm
 
 import lora
 import model as qwen
-import nvfp4
 import rewards
 from files import UserError, append_lines, counted, json_line, read_json
 from harness import config, memory
-from harness.config import Settings, number
+from harness.config import Settings, add_flag, number
 from harness.setup import choose_device, configure_cpu
 from prompts import Tokenizer, digest_of, encode_prompts, split_problems
 from ranks import say
@@ -44,20 +43,20 @@ from weights import ModelFolder, read_peft_config, tell_other_conditions, traini
 # -----------------------------------------------------------------------------
 # Flags
 
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags by which evaluate.py and tools.chat know which model answers, and how."""
+def add_model_flags(parser: argparse.ArgumentParser, style: str) -> None:
+    """The flags by which evaluate.py and tools.chat know which model answers, and how. style: the
+    default of --prompt-style.
+    """
     add = parser.add_argument
-    add("run", nargs="?", help="run folder; its settings become the defaults")
-    add("--model", help="folder, Hugging Face id, or a name such as qwen2.5-7b")
+    add("run", nargs="?", help="folder of a run, whose flags are the defaults")
+    add_flag(parser, "model", None, "folder, Hugging Face id, or a name such as qwen2.5-7b")
     add("--adapter", help="PEFT folder, such as runs/x/adapter; none: the model alone")
-    add("--base", choices=nvfp4.FORMATS, help="format of the linear layers (default: nvfp4; bf16 "
-        "for a folder from tools.convert merge)")
-    add("--thinking", choices=("on", "off"), default="off", help="as in train.py (default: off)")
-    add("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
-    add("--memory-gib", type=number(float, "[0, 1e9]"), help="GiB of the GPU's memory that the process "
-        "may take (default: what is free)")
+    add_flag(parser, "base", None, "format of the linears (default: nvfp4, or bf16 for a folder of "
+             "tools.convert merge)")
+    add_flag(parser, "prompt_style", None, f"as in train.py (default: {style})")
     add("--temperature", type=number(float, "[0, 1000]"), help="0: greedy")
-    add("--seed", type=number(int, "[0, 2e18]"), default=0, help="random seed of sampling")
+    for name, default in dict(thinking="off", device=None, memory_gib=None, seed=0).items():
+        add_flag(parser, name, default)
 
 
 def parse(parser: argparse.ArgumentParser, style: str) -> tuple[argparse.Namespace,
@@ -97,24 +96,22 @@ def read_flags() -> tuple[argparse.Namespace, Settings | None]:
     parser = argparse.ArgumentParser(usage="evaluate.py [run] [flags], --help lists them",
                                      description=__doc__.strip(), allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_model_flags(parser)
+    add_model_flags(parser, "boxed")
     add = parser.add_argument
-    add("--data", help="as in train.py: a file, or the test split of gsm8k or an id (default: what "
-        "the run holds out)")
+    add_flag(parser, "data", None, "as in train.py: a file, or the test split of gsm8k or an id "
+             "(default: what the run holds out)")
     add("--limit", type=number(int, "[0, 2e9]"), help="only the first LIMIT problems; 0: all (default: "
         "those that the run held out, or all of --data)")
-    add("--prompt-style", help="as in train.py (default: boxed)")
-    add("--reward", help="module:function, as in train.py: its mean is among the figures; none: no "
-        "such function")
+    add_flag(parser, "reward", None, "module:function, as in train.py: its mean is among the "
+             "figures; none: no such function")
     add("--samples", type=number(int, "[1, 1e5]"), default=1, help="answers to each problem")
     add("--top-p", type=number(float, "(0, 1]"), default=0.95, help="nucleus of sampled answers "
         "(default: 0.95, as in the paper)")
     add("--top-k", type=number(int, "[0, 2e9]"), default=0, help="sample only from the TOP_K most "
         "likely tokens; 0: from all")
-    add("--max-new-tokens", type=number(int, "[1, 2e9]"), help="longest answer in tokens (default: "
-        "4096, or fewer if the model has too few positions)")
-    add("--max-rows", type=number(int, "[1, 32768]"), default=256, help="most answers decoded at a "
-        "time (default: 256)")
+    add_flag(parser, "max_new_tokens", None, "longest answer in tokens (default: 4096, or fewer if "
+             "the model has too few positions)")
+    add_flag(parser, "max_rows", 256, "most answers decoded at a time (default: 256)")
     add("--out", help="new .jsonl file for every answer with its verdict")
     args, run = parse(parser, "boxed")
     if args.reward == "none":

@@ -2,7 +2,7 @@
 The settings of a run: names, defaults, allowed values, and where each default comes from.
 
 Every field of the dataclasses below is a flag of train.py: `Rollout.group_size` is `--group-size`.
-To add a setting, add a field.
+To add a setting, add a field. The other programs take their flags from here too (add_flag).
 
     settings, before = read_settings()           # from sys.argv; before: the run that is resumed
     settings.rollout.group_size                  # 8
@@ -269,18 +269,27 @@ def type_of(field: dataclasses.Field) -> type:
     return (*typing.get_args(field.type), field.type)[0]
 
 
+def add_flag(parser: argparse.ArgumentParser, name: str, default: object = argparse.SUPPRESS,
+             text: str | None = None) -> None:
+    """Adds the flag of a setting, with its type, range and choices; a program may have a default
+    and a help text of its own. SUPPRESS: the parser returns it only if it is given.
+    """
+    field = FIELDS[name]
+    about, kind = field.metadata, type_of(field)
+    parser.add_argument(option(name), default=default, help=text or about["help"],
+                        type=number(kind, about["allowed"]) if about["allowed"] else kind,
+                        choices=about["choices"] and list(about["choices"]))
+
+
 def add_flags(parser: argparse.ArgumentParser, places: bool) -> None:
-    """Adds a flag for every setting, each class under its docstring as a title. A flag that is not
-    given is absent from what the parser returns. places False: without those of `place`.
+    """Adds the flags of all settings, each class under its docstring as a title. places False:
+    without those of `place`.
     """
     for section in dataclasses.fields(Settings):
         group = parser.add_argument_group(section.type.__doc__)
         for field in dataclasses.fields(section.type):
-            about, kind = field.metadata, type_of(field)
-            if places or not about["place"]:
-                group.add_argument(option(field.name), default=argparse.SUPPRESS, help=about["help"],
-                                   type=number(kind, about["allowed"]) if about["allowed"] else kind,
-                                   choices=about["choices"] and list(about["choices"]))
+            if places or not field.metadata["place"]:
+                add_flag(group, field.name)
 
 
 def new_parser() -> argparse.ArgumentParser:

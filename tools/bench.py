@@ -35,7 +35,7 @@ import nvfp4
 from attention import lay_out
 from files import UserError
 from harness import memory
-from harness.config import Rollout, number
+from harness.config import Rollout, add_flag, number
 from harness.setup import choose_device, divide_memory
 from learner import Batch, Learner
 from lora import attach
@@ -157,7 +157,7 @@ def decode_figures(shapes, M, rank, kernels):
     for name, (N, K) in shapes.items():
         x = random_bf16(M, K)
         weights = [random_weight(N, K) for _ in range(layers)]
-        lora = [random_bf16(PARTS[name] * rank, K) if rank else None for _ in weights]
+        lora = [random_bf16(PARTS[name] * rank, K) for _ in weights]
         slabs = decode_matmul(x, weights[0], lora[0]).sums
         dense = [random_bf16(N, K) for _ in weights]
         operands.append((x, weights, lora, slabs, dense))
@@ -257,10 +257,8 @@ def read_flags() -> argparse.Namespace:
     add = parser.add_argument
     add("command", choices=COMMANDS)
     add("--model", choices=SIZES, default="7b", type=lambda name: name.removeprefix("random:"))
-    add("--base", choices=nvfp4.FORMATS, default="nvfp4")
     add("--kernels", choices=("hopper", "portable"), help="which of them decode (default: hopper on "
         "a Hopper GPU, else portable)")
-    add("--lora-rank", type=int, default=32, help="0: none (default: 32)")
     add("--rows", type=int, nargs="*", default=[1, 8, 16, 32, 64, 128, 256],
         help="linears: numbers of rows of x")
     add("--batch", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 32, 64, 256],
@@ -269,13 +267,11 @@ def read_flags() -> argparse.Namespace:
     add("--new", type=number(int, "[2, 1e6]"), help="tokens of every answer (default: rollout: 512, "
         "step: 50 to 1,024)")
     add("--prompts", type=number(int, "[1, 1e6]"), default=16, help="step: problems")
-    add("--group-size", type=number(int, "[2, 1e6]"), default=8, help="step: answers to a problem")
-    add("--max-rows", type=number(int, "[1, 32768]"), help="step: answers decoded at a time (default: "
-        "by the memory plan)")
-    add("--memory-gib", type=float, help="step: GiB of GPU memory of the process")
     add("--kv-gib", type=number(float, "(0, 1e9]"), help="GiB of the KV cache (default: rollout: "
         "what is needed, at most half of the free memory; else by the memory plan)")
-    add("--micro-batch-tokens", type=number(int, "[1, 2e9]"), help="(default: by the memory plan)")
+    for name, default in dict(base="nvfp4", lora_rank=32, group_size=8, max_rows=None,
+                              memory_gib=None, micro_batch_tokens=None).items():
+        add_flag(parser, name, default)          # of a step all, of the others the first two
     return parser.parse_args()
 
 

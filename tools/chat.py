@@ -16,7 +16,7 @@ import env  # isort: skip; its settings come before torch
 
 from evaluate import add_model_flags, load_model, open_model, parse
 from files import UserError, first_line
-from harness.config import number
+from harness.config import add_flag
 from prompts import prompt_function
 from sampler import Sampler, Sampling, engine_for
 from tasks.problems import Problem
@@ -83,11 +83,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(usage="chat [run] [flags], --help lists them",
                                      description=__doc__.strip(), allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_model_flags(parser)
-    parser.add_argument("--prompt-style", help="as in train.py (default: plain)")
+    add_model_flags(parser, "plain")
     parser.add_argument("--question", help="answer this one and end")
-    parser.add_argument("--max-new-tokens", type=number(int, "[1, 2e9]"), default=1024,
-                        help="longest answer (default: 1024)")
+    add_flag(parser, "max_new_tokens", 1024, "longest answer (default: 1024)")
     with env.one_line("chat"):
         args, _ = parse(parser, "plain")
         with redirect_stdout(sys.stderr):        # stdout has only the answers

@@ -25,9 +25,9 @@ import lora
 import model as qwen
 from files import UserError, must_be_new
 from harness import config
-from harness.config import number
+from harness.config import add_flag, number
 from harness.setup import choose_device
-from prompts import STYLES, Tokenizer, encode_prompts
+from prompts import Tokenizer, encode_prompts
 from tasks.problems import load_problems
 from weights import ModelFolder, model_tensors, save_model
 
@@ -80,12 +80,9 @@ def main() -> None:
     add("out", type=Path, help="new folder; if it exists, it must be empty")
     add("--calibrate", type=number(int, "[2, 1e5]"), help="choose the codes by the model's answers to "
         "this many training problems; the last eighth of them only measures")
-    add("--data", default="gsm8k", help="problems to calibrate by, as in train.py (default: gsm8k)")
-    add("--prompt-style", default="boxed", choices=STYLES, help="as in train.py (default: boxed)")
-    add("--thinking", default="off", choices=("on", "off"), help="as in train.py (default: off)")
-    add("--seed", type=number(int, "[0, 2e18]"), default=0, help="random seed of the choice of "
-        "problems and of the answers (default: 0)")
-    add("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    for name, default in dict(data="gsm8k", prompt_style="boxed", thinking="off", seed=0,
+                              device=None).items():
+        add_flag(parser, name, default)
     args = parser.parse_args()
     with env.one_line(f"convert {args.command}"):
         must_be_new(args.out)
