@@ -28,7 +28,7 @@ from tqdm import tqdm
 import lora
 import model as qwen
 import rewards
-from files import UserError, append_lines, counted, json_line, read_json
+from files import UserError, append_lines, counted, json_line, read_json, write_atomically
 from harness import config, memory
 from harness.config import Settings, add_flag, number
 from harness.setup import choose_device, configure_cpu
@@ -236,7 +236,10 @@ def answer(args: argparse.Namespace, tokenizer: Tokenizer, problems: list, sampl
     with tqdm(total=len(prompts) * args.samples, unit=" answers", smoothing=0, miniters=0,
               dynamic_ncols=True, disable=None) as bar:
         idle = sampler.generate(prompts, args.samples, sampling, progress=progress).idle
-    return [row for i in sorted(done) for row in done[i]], idle
+    rows = [row for i in sorted(done) for row in done[i]]
+    if args.out:                                 # until now in the order in which they ended
+        write_atomically(args.out, "".join(map(json_line, rows)).encode())
+    return rows, idle
 
 
 # -----------------------------------------------------------------------------

@@ -152,9 +152,10 @@ def read_problems(settings: Settings) -> tuple[ModelFolder, Tokenizer, list, lis
 
 def check_same_on_all_ranks(flags: dict) -> None:
     """UserError if another rank was started with other flags or problems than rank 0, as can happen
-    on several hosts. Paths may differ.
+    on several hosts. Paths may differ, and micro-batches, of which all take the smallest.
     """
-    mine = {name: value for name, value in flags.items() if name not in (*MAY_MOVE, "adapter")}
+    mine = {name: value for name, value in flags.items()
+            if name not in (*MAY_MOVE, "adapter", "micro_batch_tokens")}
     first, *others = gather([mine])
     for rank, other in enumerate(others, 1):
         for name, value in first.items():

@@ -60,7 +60,7 @@ def read(path):
 def test_greedy_figures_are_those_of_the_rows_written(run):
     figures = run(*BASIC, "--limit", 40, "--out", "new/a.jsonl")
     written = read("new/a.jsonl")
-    assert {row["id"] for row in written} == {f"arithmetic-test-{i}" for i in range(40)} and figures["n"] == 40
+    assert [row["id"] for row in written] == [f"arithmetic-test-{i}" for i in range(40)] and figures["n"] == 40
     assert figures["pass@1"][0] == mean([row["correct"] for row in written]) and 0 < figures["pass@1"][0] < 1
     assert figures["length"] == mean([row["length"] for row in written]) == figures["tokens"] / 40
     assert figures["truncated"] == mean([not row["finished"] for row in written])
@@ -270,7 +270,7 @@ def asked(run, *flags):
     """The ids of the problems that `evaluate.py run --adapter none` asks."""
     Path("asked.jsonl").unlink(missing_ok=True)
     run("run", "--adapter", "none", "--out", "asked.jsonl", *flags)
-    return sorted((row["id"] for row in read("asked.jsonl")), key=lambda name: int(name.split("-")[-1]))
+    return [row["id"] for row in read("asked.jsonl")]
 
 
 def test_a_run_brings_its_flags_and_its_adapter(adapted, tmp_path, run):

@@ -361,7 +361,7 @@ def test_a_reward_may_say_itself_what_is_right_and_its_problems_are_all_fields_o
     assert runs.metrics("targets")[0]["accuracy"] == sum(row["correct"] for row in samples[:32]) / 32
     targets.write_text("\n".join(json.dumps(row | {"target": "x"}) for row in rows))
     log = runs.run("targets", *"--resume --steps 3 --reward my_rewards:ends_with_its_target".split(), code=1)
-    assert "targets.jsonl, --eval-data None: other problems or prompts than when the run began" in log.splitlines()[-1]
+    assert "targets.jsonl: other problems or prompts than when the run began" in log.splitlines()[-1]
 
 
 def test_a_reward_of_nan_for_all_answers_teaches_nothing(runs):
