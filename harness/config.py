@@ -73,7 +73,7 @@ class General:
 @dataclass(frozen=True)
 class Model:
     """model and adapter"""
-    model: str = setting(str(TINY_MODEL), "folder, Hugging Face id, or a name such as qwen2.5-7b; "
+    model: str = setting(str(TINY_MODEL), "folder, Hugging Face id, or a name such as qwen2.5-7b "
                          "(default: the bundled model, with defaults of its own)")
     train: str = setting("lora", "lora: an adapter on frozen weights; full: all weights of a "
                          "16-bit model, with --base bf16 and --lr 1e-5 by default",
@@ -224,10 +224,6 @@ class Settings:
             names = [field.name for field in dataclasses.fields(section)]
             return section(**{name: values[name] for name in names if name in values})
         return cls(*(made(field.type) for field in dataclasses.fields(cls)))
-
-    def replace(self, **values) -> "Settings":
-        """A copy with these values."""
-        return Settings.of(self.flat() | values)
 
 
 FIELDS = {field.name: field for section in dataclasses.fields(Settings)
