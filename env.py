@@ -53,9 +53,9 @@ if hasattr(sys.stdout, "reconfigure"):
 
 # What asks a program to end. SIGINT is not here: Python makes Ctrl-C a KeyboardInterrupt, and
 # report_uncaught() prints its line. SIGHUP means that the terminal was closed; nohup has it
-# ignored, so the program continues.
+# ignored, so the program continues. Windows has no SIGHUP.
 SIGNALS = [signal.SIGTERM]
-if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+if getattr(signal, "SIGHUP", None) and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
     SIGNALS.append(signal.SIGHUP)
 
 

@@ -5,13 +5,10 @@ Accuracy of a model, with or without an adapter, measured with the sampler and g
     python evaluate.py runs/x --limit 0               the same on the full test split
     python evaluate.py --model qwen2.5-7b --adapter runs/x/adapter --data gsm8k --out after.jsonl
 
-Answers are greedy by default. --samples N draws N answers to each problem, for pass@k and maj@k
-(tasks/figures.py). docs/metrics.md defines the figures. If stdout is a file or a pipe, its last
-line is a JSON object of all of them. --out gets each problem as it is done, so after Ctrl-C it has
-those that were: figures of them would be too high, since short answers end first, and are right
-more often.
-
-Not here: few-shot prompts.
+Answers are greedy by default; --samples N draws N answers per problem, for pass@k and maj@k.
+docs/metrics.md defines the figures. If stdout is a file or a pipe, the last line is a JSON object
+of all of them. --out gets each problem as it finishes, so after Ctrl-C it has some of them. Their
+accuracy is too high: short answers finish first, and are right more often.
 """
 import argparse
 import dataclasses
@@ -48,13 +45,14 @@ def add_model_flags(parser: argparse.ArgumentParser, style: str) -> None:
     default of --prompt-style.
     """
     add = parser.add_argument
-    add("run", nargs="?", help="folder of a run, whose flags are the defaults")
+    add("run", nargs="?", help="run folder; its settings become the defaults")
     add_flag(parser, "model", None, "folder, Hugging Face id, or a name such as qwen2.5-7b")
     add("--adapter", help="PEFT folder, such as runs/x/adapter; none: the model alone")
-    add_flag(parser, "base", None, "format of the linears (default: nvfp4, or bf16 for a folder of "
-             "tools.convert merge)")
+    add_flag(parser, "base", None, "format of the linear layers (default: nvfp4; bf16 for a folder "
+             "from tools.convert merge)")
     add_flag(parser, "prompt_style", None, f"as in train.py (default: {style})")
-    add("--temperature", type=number(float, "[0, 1000]"), help="0: greedy")
+    add("--temperature", type=number(float, "[0, 1000]"), help="0: greedy (default: 0, or "
+        "0.6 for several answers)")
     for name, default in dict(thinking="off", device=None, memory_gib=None, seed=0).items():
         add_flag(parser, name, default)
 
@@ -98,21 +96,22 @@ def read_flags() -> tuple[argparse.Namespace, Settings | None]:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_flags(parser, "boxed")
     add = parser.add_argument
-    add_flag(parser, "data", None, "as in train.py: a file, or the test split of gsm8k or an id "
-             "(default: what the run holds out)")
-    add("--limit", type=number(int, "[0, 2e9]"), help="only the first LIMIT problems; 0: all (default: "
-        "those that the run held out, or all of --data)")
-    add_flag(parser, "reward", None, "module:function, as in train.py: its mean is among the "
-             "figures; none: no such function")
-    add("--samples", type=number(int, "[1, 1e5]"), default=1, help="answers to each problem")
-    add("--top-p", type=number(float, "(0, 1]"), default=0.95, help="nucleus of sampled answers "
-        "(default: 0.95, as in the paper)")
-    add("--top-k", type=number(int, "[0, 2e9]"), default=0, help="sample only from the TOP_K most "
-        "likely tokens; 0: from all")
-    add_flag(parser, "max_new_tokens", None, "longest answer in tokens (default: 4096, or fewer if "
-             "the model has too few positions)")
-    add_flag(parser, "max_rows", 256, "most answers decoded at a time (default: 256)")
-    add("--out", help="new .jsonl file for every answer with its verdict")
+    add_flag(parser, "data", None, "as in train.py; a data set's test split is used (default: what "
+             "the run held out)")
+    add("--limit", type=number(int, "[0, 2e9]"), help="only the first LIMIT problems; 0: all "
+        "(default: as many as the run held out, or all of --data)")
+    add_flag(parser, "reward", None, "module:function, as in train.py, whose mean is reported too; "
+             "none: ignore the run's")
+    add("--samples", type=number(int, "[1, 1e5]"), default=1, help="answers per problem "
+        "(default: 1)")
+    add("--top-p", type=number(float, "(0, 1]"), default=0.95, help="nucleus that answers are "
+        "sampled from (default: 0.95)")
+    add("--top-k", type=number(int, "[0, 2e9]"), default=0, help="sample from the TOP_K most "
+        "likely tokens; 0: all (default: 0)")
+    add_flag(parser, "max_new_tokens", None, "longest answer, in tokens (default: 4096, or what "
+             "the model's positions allow)")
+    add_flag(parser, "max_rows", 256, "answers decoded at a time, at most (default: 256)")
+    add("--out", help="new .jsonl file that gets every answer with its verdict")
     args, run = parse(parser, "boxed")
     if args.reward == "none":
         args.reward = None

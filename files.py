@@ -173,7 +173,9 @@ def new_folder(out: Path) -> Iterator[Path]:
             # mkdtemp and safetensors make files that only their owner may read.
             path.chmod(0o755 if path.is_dir() else 0o644)
             sync_to_disk(path)
-        folder.rename(out)                       # also over an empty folder
+        if out.exists():                         # empty; Windows does not rename over it
+            out.rmdir()
+        folder.rename(out)
         sync_to_disk(out.parent)                 # the name `out` itself
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -201,6 +203,8 @@ def json_line(value: object) -> str:
 
 def sync_to_disk(path: Path) -> None:
     """Waits until the disk has a file's bytes, or a folder's list of names."""
+    if not hasattr(os, "O_DIRECTORY"):           # Windows cannot open a folder for this
+        return
     handle = os.open(path, os.O_RDONLY)
     os.fsync(handle)
     os.close(handle)

@@ -491,8 +491,8 @@ def write_peft(folder: str | Path, tensors: dict[str, torch.Tensor], model_name:
     write_json(folder / "adapter_config.json", config)
 
 
-# What adapter_config.json must say where it says something, and other keys that a plain LoRA adapter
-# may have. Each variant of PEFT sets one that is not here: use_rslora, modules_to_save, ...
+# What adapter_config.json must say where it says something, and other keys that a plain LoRA
+# adapter may have. Each variant of PEFT sets one that is not here: use_rslora, modules_to_save, ...
 PLAIN = {"peft_type": ["LORA"], "bias": ["none"],
          # PiSSA and OLoRA take a part out of the base's weights: their adapters fit only the rest.
          "init_lora_weights": [True, "gaussian", "eva"]}
@@ -511,7 +511,8 @@ def read_peft_config(folder: str | Path) -> AdapterShape:
         if value and key not in OTHERS and value not in PLAIN.get(key, []):
             raise UserError(f"{path}: {key} is {short_repr(value)}: no plain LoRA adapter, which "
                             "is all that is read")
-    if not {"r", "lora_alpha"} <= config.keys() or {*config.get("target_modules", ())} != {*TARGETS}:
+    targets = {*config.get("target_modules", ())}
+    if not {"r", "lora_alpha"} <= config.keys() or targets != {*TARGETS}:
         raise UserError(f"{path}: needs r, lora_alpha, and as target_modules {', '.join(TARGETS)}")
     return AdapterShape(config["r"], float(config["lora_alpha"]))
 
@@ -569,8 +570,8 @@ def tell_other_conditions(adapter: str | Path, conditions: dict[str, str | None]
     trained = read_conditions(adapter)
     for key, value in conditions.items():
         if trained.get(key, value) != value:
-            say(f"{adapter} was trained with {key.replace('_', ' ')} {short_repr(trained[key])}, not "
-                f"{short_repr(value)}")
+            say(f"{adapter} was trained with {key.replace('_', ' ')} {short_repr(trained[key])}, "
+                f"not {short_repr(value)}")
 
 
 def check_trained_on(adapter: str | Path, model: ModelFolder) -> None:

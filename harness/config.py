@@ -75,17 +75,16 @@ class Model:
     """model and adapter"""
     model: str = setting(str(TINY_MODEL), "folder, Hugging Face id, or a name such as qwen2.5-7b "
                          "(default: the bundled model, with defaults of its own)")
-    train: str = setting("lora", "lora: an adapter on frozen weights; full: all weights of a "
-                         "16-bit model, with --base bf16 and --lr 1e-5 by default",
+    train: str = setting("lora", "lora: an adapter on frozen weights; full: every weight of a "
+                         "16-bit model, by default with --base bf16 and --lr 1e-5",
                          choices=("lora", "full"))
     base: str = setting("nvfp4", "format of the frozen linear layers", choices=nvfp4.FORMATS)
     calibrate: int | None = setting(
         None, "choose the NVFP4 codes by GPTQ on the model's own answers to this many training "
-        "problems, and write the weights to OUT/base; 0: off (default: 128 where a 16-bit model "
-        "becomes NVFP4 on a GPU, else 0)", "[0, 1e5]")
-    lora_rank: int = setting(32, "rank of every LoRA adapter (paper 4.1)", "[1, 65536]")
-    lora_alpha: float = setting(32.0, "the adapter is scaled by alpha / rank (release: alpha = rank)",
-                                "(0, 1e9]")
+        "problems, and save the weights in OUT/base; 0: off (default: 128 when a 16-bit model "
+        "is converted to NVFP4 on a GPU, else 0)", "[0, 1e5]")
+    lora_rank: int = setting(32, "rank of the LoRA adapter", "[1, 65536]")
+    lora_alpha: float = setting(32.0, "scale the adapter by alpha / rank", "(0, 1e9]")
     adapter: str | None = setting(None, "PEFT folder to start from, which also sets rank and "
                                   "alpha")
 
@@ -118,16 +117,16 @@ class Rollout:
                                   "need more (paper: 4096)", AT_LEAST_1)
     temperature: float = setting(1.0, "softmax temperature of sampling and of every log-prob "
                                  "(Table 4)", "[0.001, 1000]")
-    max_rows: int | None = setting(None, "most answers decoded at a time (default: 512 where the "
-                                   "card has room, else 256)", MAX_ROWS)
+    max_rows: int | None = setting(None, "answers decoded at a time, at most (default: 512 if "
+                                   "they fit, else 256)", MAX_ROWS)
 
 
 @dataclass(frozen=True)
 class Noise:
     """adaptive quantization noise (AQN)"""
     sigma_start: float = setting(0.0, "standard deviation (sigma) of the noise in the first noisy "
-                                 "stage; 0: no noise (study; Table 4: 1e-2)", "[0, 10]")
-    sigma_end: float = setting(5e-4, "sigma that the schedule decays towards (Table 4)", "(0, 10]")
+                                 "stage (paper: 1e-2); 0: no noise", "[0, 10]")
+    sigma_end: float = setting(5e-4, "sigma that the schedule decays towards", "(0, 10]")
     noise_stages: int = setting(10, "K of Algorithm 1; the first stage has no noise (Table 4)",
                                 "[2, 2e9]")
     noise_schedule: str = setting("exponential", "how sigma decays (Fig. 9)", choices=aqn.SCHEDULES)
@@ -374,8 +373,8 @@ def require_repeated(held: dict, given: Collection[str], path: str | Path | None
     """
     for name in NAME_FUNCTIONS:
         if ":" in (held.get(name) or "") and name not in given:
-            raise UserError(f"{path}: names a function, {option(name)} {held[name]}: give this flag "
-                            "too, if that is what shall run")
+            raise UserError(f"{path}: names a function, {option(name)} {held[name]}: repeat the "
+                            "flag to run that code, or give it another value")
 
 
 def flags_to_repeat(held: dict) -> list[str]:

@@ -34,7 +34,6 @@ checkpoints are kept, in case the newest is damaged later.
 
 The copy takes 50 ms a step for a 7B with an adapter of rank 32 (1 GB, in pinned memory).
 """
-import fcntl
 import hashlib
 import json
 import os
@@ -62,6 +61,11 @@ from files import (
 )
 from harness.config import flags_to_repeat
 from ranks import RANK, broadcast, gather, say
+
+try:
+    import fcntl
+except ImportError:                              # Windows has no such locks
+    fcntl = None
 
 # While training, Ctrl-C saves the last step as the other signals do.
 STOP_SIGNALS = [*env.SIGNALS, signal.SIGINT]
@@ -155,14 +159,15 @@ def claim(folder: Path, resume: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {folder}: there can be no such folder ({error.strerror})") from None
-    # The lock belongs to the open handle, which therefore stays open on purpose. The system drops
-    # the lock whenever the process ends, so unlike a lock file it cannot be left over.
-    try:
-        fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"--out {folder}: another run is writing there") from None
-    except OSError:                              # a file system without locks
-        pass
+    if fcntl:
+        # The lock belongs to the open handle, which therefore stays open on purpose. The system
+        # drops the lock whenever the process ends, so unlike a lock file it cannot be left over.
+        try:
+            fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"--out {folder}: another run is writing there") from None
+        except OSError:                          # a file system without locks
+            pass
     found = sorted(path.name for path in folder.iterdir())
     if found and not resume:
         advice = ", or --resume it" if "run.json" in found else ""

@@ -73,7 +73,7 @@ EXPANSION_TOKENS = 240
 GRAPH_LOGITS = 3 * 4                                   # bytes of one logit: three times in fp32
 LARGEST_PREFILL = 1024                                 # tokens of a graph: decode.PREFILL_SIZES
 CUDA_CONTEXT = 0.6 * GIB                               # and NCCL
-FRAGMENTS = 0.03                                       # of the limit: torch's segments can grow (env.py)
+FRAGMENTS = 0.03                                       # of the limit; torch's segments can grow
 
 
 # Bits of a weight in each of nvfp4.FORMATS, scales included.
@@ -190,10 +190,11 @@ class Plan:
         best = self._best_option(few)
         if best is None:
             taken = ", ".join(f"{name} {size / GIB:.1f}" for name, size in self._fixed(few).items())
-            raise UserError(f"rows of {self.row_tokens} tokens do not fit: of {self.limit / GIB:.1f} "
-                            f"GiB {taken} leave too little for a forward and backward and the KV "
-                            "cache: take a smaller --micro-batch-tokens, --max-rows, "
-                            "--max-new-tokens or --lora-rank, a smaller model or a larger card")
+            raise UserError(f"rows of {self.row_tokens} tokens do not fit: of "
+                            f"{self.limit / GIB:.1f} GiB {taken} leave too little for a forward "
+                            "and backward and the KV cache: take a smaller --micro-batch-tokens, "
+                            "--max-rows, --max-new-tokens or --lora-rank, a smaller model or a "
+                            "larger card")
         for rows in more:
             option = self._best_option(rows)
             if option and option.pool_is_whole \

@@ -180,7 +180,7 @@ def read_model(settings: Settings, folder: ModelFolder, tokenizer: Tokenizer, pr
     folder.download()
     base = folder.choose_base(wanted.base)
     count = calibration_problems(wanted, device, folder.config)
-    calibrated = Path(general.out) / "base"      # a resumed run has it, whatever is the default here
+    calibrated = Path(general.out) / "base"      # a resumed run has it, whatever the default is now
     if count or calibrated.exists():
         if RANK == 0 and not calibrated.exists():
             calibrate.write_calibrated(folder, calibrated, tokenizer, problems, count, device,
@@ -294,7 +294,7 @@ def begin(run: Run) -> Progress:
         say(f"{general.out} has done its {counted(general.steps, 'step')}: --resume "
             "--steps N does more")
     run.folder.snapshot(dataclasses.asdict(progress) | run.learner.counters())
-    if device.type == "cuda":                    # console.farewell() has the memory of training alone
+    if device.type == "cuda":                    # console.farewell() prints that of training alone
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     return progress

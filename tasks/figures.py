@@ -1,5 +1,5 @@
 """
-What the verdicts on a model's answers say of the model: pass@k, maj@k, intervals.
+Accuracy figures from graded answers: pass@k, maj@k, intervals.
 
     figures = evaluation_figures(rows, samples)     rows as evaluate.py --out writes them
     entropy = sampler_entropy(rows)                 rows of sampled answers, also those of train.py

@@ -66,6 +66,7 @@ def test_a_signal_in_convert_leaves_no_half_folder(tmp_path, monkeypatch, ctrl_c
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.skipif(os.name != "posix", reason="Windows has no SIGHUP")
 @pytest.mark.parametrize("hangups,stop", [("SIG_IGN", False), ("SIG_DFL", True)])
 def test_a_lost_terminal_stops_a_program_but_not_under_nohup(tmp_path, hangups, stop):
     code = f"""

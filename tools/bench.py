@@ -1,21 +1,23 @@
 """
-Measures the speeds in docs/, on models with random weights; needs a GPU. The first line of output
-has the flags and what ran them, each line after it the figures of a case; all are JSON.
+Speed of sampling, training and whole steps, with random weights; needs a GPU.
 
+    python -m tools.bench step --model 7b --prompts 64             a GRPO step
+    python -m tools.bench step --model 7b --prompts 2 --new 4096   ... on long answers
+    python -m tools.bench step --model 32b --memory-gib 48         ... on a smaller card
+    python -m tools.bench rollout --model 7b --batch 1,8,64,256    tokens/s of the sampler
+    python -m tools.bench rollout --model qwen3-8b --base bf16
     python -m tools.bench linears --model 7b                       a layer's linears against cuBLAS
-    python -m tools.bench rollout --model 7b --base nvfp4 [--batch 1,8,64,256]           tokens/s
-    python -m tools.bench rollout --model qwen3-8b                 sizes of Qwen2.5 need no prefix
-    python -m tools.bench step --model 7b --prompts 64             a whole GRPO step
-    python -m tools.bench step --model 7b --prompts 2 --new 4096   the same, on long answers
-    python -m tools.bench step --model 32b --memory-gib 48
-    torchrun --nproc-per-node 2 -m tools.bench step --model 7b     the same on several GPUs
+    torchrun --nproc-per-node 2 -m tools.bench step --model 7b     on several GPUs
 
-linears    A layer's four linears one after the other, as in a decode step: `chain` is ours, without
-           adding up slabs (other kernels do that), `cublas` is bf16.
-rollout    The whole sampler with an adapter: B sequences in groups of gcd(B, 8), end ids ignored;
-           tokens/s count prefill and the host's work. `preempted`: rows that waited for KV blocks.
-step       A step with train.py's sampler, memory plan and Learner.update, on answers of 50 to 1,024
-           tokens, 300 on average, or of --new each; seconds of the slowest rank.
+step       train.py's sampler, memory plan and update, on answers of 50 to 1,024 tokens, 300 on
+           average, or of --new each; the seconds of the slowest rank.
+rollout    B sequences in groups of gcd(B, 8), with an adapter, ignoring end ids; tokens/s include
+           prefill and the host's work. `preempted`: rows that waited for KV blocks.
+linears    A layer's four linears in a row, as in a decode step: `chain` is ours, without adding up
+           slabs (other kernels do that), `cublas` is bf16.
+
+All output is JSON. The first line has the flags and what ran them, each line after it the figures
+of a case.
 """
 import argparse
 import functools
@@ -57,7 +59,7 @@ SIZES = {  # D, F, layers, H, KV, V, tied: config.json of Qwen2.5-*-Instruct
     "qwen3-32b": (5120, 25600, 64, 64, 8, 151936, False, 128, False, True)}
 LIVE_VOCAB = 151665                              # ids that the tokenizer has, of Qwen2.5
 LIVE_VOCAB_QWEN3 = 151669                        # and </think>, <think>, two for a tool's response
-PARTS = {"qkv": 3, "o": 1, "gate_up": 2, "down": 1}              # each has a LoRA A of its own
+PARTS = {"qkv": 3, "o": 1, "gate_up": 2, "down": 1}              # each has its own LoRA A
 TRAFFIC = 400e6                                  # bytes of weights per graph: 7 times an H200's L2
 BYTES = 0.5625                                   # of an NVFP4 weight
 DEVICE = torch.device("cuda", LOCAL_RANK)
@@ -196,7 +198,7 @@ def load_figures(sampler, B, prompt, new):
 
 
 def rollout(args: argparse.Namespace) -> Iterator[dict]:
-    """The whole sampler, for each number of sequences in --batch."""
+    """The sampler, for each number of sequences in --batch."""
     model = random_model(args.model, args.base, args.lora_rank)
     new = args.new or 512
     sampler = Sampler(engine_for(args.kernels), model, args.prompt + new, max(args.batch),
@@ -252,23 +254,25 @@ COMMANDS = {function.__name__: function for function in (linears, rollout, step)
 
 def read_flags() -> argparse.Namespace:
     """The flags, and the command."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+    parser = argparse.ArgumentParser(usage="bench {step,rollout,linears} [flags], --help lists "
+                                     "them", description=__doc__.strip(), allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("command", choices=COMMANDS)
     add("--model", choices=SIZES, default="7b", type=lambda name: name.removeprefix("random:"))
-    add("--kernels", choices=("hopper", "portable"), help="which of them decode (default: hopper on "
-        "a Hopper GPU, else portable)")
+    add("--kernels", choices=("hopper", "portable"), help="decode kernels (default: "
+        "hopper on a Hopper GPU, else portable)")
     add("--rows", type=int, nargs="*", default=[1, 8, 16, 32, 64, 128, 256],
         help="linears: numbers of rows of x")
     add("--batch", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 32, 64, 256],
-        help="rollout: sequences at a time, such as 1,8,32")
-    add("--prompt", type=number(int, "[1, 1e6]"), default=256, help="rollout: tokens of a prompt")
-    add("--new", type=number(int, "[2, 1e6]"), help="tokens of every answer (default: rollout: 512, "
+        help="rollout: sequences decoded at a time (default: 1,8,32,64,256)")
+    add("--prompt", type=number(int, "[1, 1e6]"), default=256, help="rollout: tokens per "
+        "prompt (default: 256)")
+    add("--new", type=number(int, "[2, 1e6]"), help="tokens per answer (default: rollout: 512, "
         "step: 50 to 1,024)")
-    add("--prompts", type=number(int, "[1, 1e6]"), default=16, help="step: problems")
-    add("--kv-gib", type=number(float, "(0, 1e9]"), help="GiB of the KV cache (default: rollout: "
-        "what is needed, at most half of the free memory; else by the memory plan)")
+    add("--prompts", type=number(int, "[1, 1e6]"), default=16, help="step: problems (default: 16)")
+    add("--kv-gib", type=number(float, "(0, 1e9]"), help="size of the KV cache, in GiB (default: "
+        "by the memory plan; rollout: what is needed, at most half of the free memory)")
     for name, default in dict(base="nvfp4", lora_rank=32, group_size=8, max_rows=None,
                               memory_gib=None, micro_batch_tokens=None).items():
         add_flag(parser, name, default)          # of a step all, of the others the first two

@@ -10,7 +10,7 @@ computes the conversation from the start.
 """
 import argparse
 import sys
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 
 import env  # isort: skip; its settings come before torch
 
@@ -64,8 +64,9 @@ def printable(text: str) -> str:
 def talk(chat: Chat) -> None:
     """Answers each line of stdin until it ends."""
     if sys.stdin.isatty():
-        import readline  # noqa: F401, the arrow keys edit a line and bring back others
-    print("an empty line begins a new conversation, Ctrl-D ends", file=sys.stderr)
+        with suppress(ImportError):              # Windows has none; its terminal edits lines itself
+            import readline  # noqa: F401        # the arrow keys edit a line and bring back others
+    print("an empty line starts a new conversation, Ctrl-D quits", file=sys.stderr)
     while True:
         try:
             question = input("> ").strip()
@@ -84,8 +85,8 @@ def main() -> None:
                                      description=__doc__.strip(), allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_flags(parser, "plain")
-    parser.add_argument("--question", help="answer this one and end")
-    add_flag(parser, "max_new_tokens", 1024, "longest answer (default: 1024)")
+    parser.add_argument("--question", help="answer this question and quit")
+    add_flag(parser, "max_new_tokens", 1024, "longest answer, in tokens (default: 1024)")
     with env.one_line("chat"):
         args, _ = parse(parser, "plain")
         with redirect_stdout(sys.stderr):        # stdout has only the answers

@@ -65,7 +65,7 @@ def write_merged(args: argparse.Namespace) -> None:
 
 
 def tell(out: Path, what: str) -> None:
-    """What the new folder holds and how large it is."""
+    """Prints what the new folder contains, and its size."""
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     print(f"{out}: {what}; {size / 1e6:,.1f} MB")
 
@@ -76,10 +76,10 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("command", choices=("nvfp4", "merge"))
-    add("source", help="bf16 model's folder, name or id; for merge a run's folder")
-    add("out", type=Path, help="new folder; if it exists, it must be empty")
-    add("--calibrate", type=number(int, "[2, 1e5]"), help="choose the codes by the model's answers to "
-        "this many training problems; the last eighth of them only measures")
+    add("source", help="nvfp4: folder, name or id of a 16-bit model; merge: folder of a run")
+    add("out", type=Path, help="new or empty folder")
+    add("--calibrate", type=number(int, "[2, 1e5]"), help="choose the codes by GPTQ on answers to "
+        "this many training problems; the last eighth is held out to measure the KL divergence")
     for name, default in dict(data="gsm8k", prompt_style="boxed", thinking="off", seed=0,
                               device=None).items():
         add_flag(parser, name, default)
